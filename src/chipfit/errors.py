@@ -1,0 +1,87 @@
+"""Typed errors: each says what is wrong, where, what was given, what is allowed and what to try."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ChipfitError(Exception):
+    """Base of every error that chipfit raises on purpose.
+
+    The message is one readable text: a plain sentence, then the facts that were given, then the next step.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str = "",
+        got: object = None,
+        allowed: object = None,
+        hint: str = "",
+    ) -> None:
+        self.what, self.where, self.got, self.allowed, self.hint = what, where, got, allowed, hint
+        parts = [what.rstrip(".") + "."]
+        if where:
+            parts.append(f"Where: {where}.")
+        if got is not None:
+            parts.append(f"Got: {got}.")
+        if allowed is not None:
+            parts.append(f"Allowed: {allowed}.")
+        if hint:
+            parts.append(f"Try: {hint.rstrip('.')}.")
+        super().__init__(" ".join(parts))
+
+
+class PlatformError(ChipfitError):
+    """A platform description is malformed or contradicts itself."""
+
+
+class CaptureError(ChipfitError):
+    """A model cannot be read into a Graph."""
+
+
+class GraphError(ChipfitError):
+    """A graph breaks its own invariants, named with the pass that broke it."""
+
+
+class DataError(ChipfitError):
+    """Calibration or verification data cannot be used."""
+
+
+class UnsupportedError(ChipfitError):
+    """The platform or the file format cannot hold what was asked for."""
+
+
+class PlanError(ChipfitError):
+    """A plan, or a saved result, is malformed, truncated, tampered with, or does not fit the model."""
+
+
+class NothingQuantizedError(ChipfitError):
+    """The call would have returned a model without one quantized tensor."""
+
+
+class ExportError(ChipfitError):
+    """A file could not be written."""
+
+
+class RuntimeUnavailable(ChipfitError):
+    """A device runtime is not installed or refuses the file."""
+
+
+class UnknownNameError(ChipfitError):
+    """A name was not found; the message lists near ones."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], *, hint: str = "") -> None:
+        known = sorted(known)
+        near = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
+        shown = near or known[:12]
+        more = "" if near or len(known) <= 12 else f" and {len(known) - 12} more"
+        label = "did you mean" if near else "known"
+        super().__init__(
+            f"There is no {kind} named '{name}'",
+            allowed=f"{label} {', '.join(map(repr, shown))}{more}" if shown else "none is defined",
+            hint=hint,
+        )
+        self.near = near

@@ -1,0 +1,123 @@
+"""The Graph: what a network computes, independent of the framework that it was written in.
+
+A graph is a list of nodes in execution order. Nodes read and write *values* by name. A value is an
+activation, a graph input, or a weight; weights (parameters, buffers, constants) live in `Graph.weights` under
+the names that the user's state dict gives them, so tied weights are one entry read by several nodes.
+
+Layout is the source's own: PyTorch graphs are channels-first with OIHW kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+OPAQUE = "Opaque"  #: an operator without canonical name; attrs hold target, args, kwargs (see `Ref`)
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands for `node.inputs[index]` inside the argument template of an opaque node."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor (or Python integer) that flows through the graph."""
+
+    name: str
+    shape: tuple[int | None, ...]  #: None where the size is only known at run time (the batch)
+    dtype: str = "float32"  #: torch's name without "torch."; "int" for a Python integer such as a size
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operator. Immutable: a rewrite replaces nodes."""
+
+    name: str  #: unique in the graph, stable from run to run
+    op: str  #: canonical operator (graph/ops.py) or OPAQUE
+    inputs: tuple[str | None, ...]  #: value names by slot; None for an absent optional one
+    outputs: tuple[str, ...]  #: value names
+    attrs: dict[str, Any] = field(default_factory=dict)  #: JSON-able attributes, defaults filled in
+    layer: str = ""  #: path of the user's module that this came from ("layers.0.conv1")
+    layer_type: str = ""  #: class name of that module ("Conv2d"), or of the function ("relu") without one
+    source: str = ""  #: "file:line" in the user's code, when known
+
+    @property
+    def output(self) -> str:
+        return self.outputs[0]
+
+    def with_(self, **changes: Any) -> Node:
+        return replace(self, **changes)
+
+
+@dataclass(slots=True)
+class Graph:
+    """A network as data. Treat as immutable outside `passes/`; `copy()` before a rewrite."""
+
+    nodes: list[Node]
+    inputs: list[str]  #: value names, flat, in call order
+    outputs: list[str]  #: value names, flat; the same value may appear twice
+    values: dict[str, Value]  #: every non-weight value
+    weights: dict[str, torch.Tensor]  #: by the user's state-dict name
+    trainable: set[str] = field(default_factory=set)  #: the weights that are nn.Parameters
+    in_spec: str = ""  #: JSON of the pytree (args, kwargs) that the model takes
+    out_spec: str = ""  #: JSON of the pytree that the model returns
+    data_format: str = "channels_first"
+    example: tuple[Any, ...] = ()  #: flat example inputs (tensors), used to re-trace; never serialised
+
+    def copy(self) -> Graph:
+        """A copy whose node list, values and weight table can be edited; tensors are shared, never edited in place."""
+        return Graph(
+            list(self.nodes), list(self.inputs), list(self.outputs), dict(self.values), dict(self.weights),
+            set(self.trainable), self.in_spec, self.out_spec, self.data_format, self.example,
+        )  # fmt: skip
+
+    def node(self, name: str) -> Node:
+        for n in self.nodes:
+            if n.name == name:
+                return n
+        from chipfit.errors import UnknownNameError
+
+        raise UnknownNameError("node", name, [n.name for n in self.nodes])
+
+    def producers(self) -> dict[str, Node]:
+        """Value name -> the node that writes it."""
+        return {o: n for n in self.nodes for o in n.outputs}
+
+    def users(self) -> dict[str, list[Node]]:
+        """Value or weight name -> the nodes that read it, in order; a node that reads it twice appears twice."""
+        out: dict[str, list[Node]] = {}
+        for n in self.nodes:
+            for i in n.inputs:
+                if i is not None:
+                    out.setdefault(i, []).append(n)
+        return out
+
+    def is_weight(self, name: str | None) -> bool:
+        return name is not None and name in self.weights
+
+    def activations(self, node: Node) -> list[str]:
+        """The inputs of `node` that are not weights, in slot order."""
+        return [i for i in node.inputs if i is not None and i not in self.weights]
+
+    def shape(self, name: str) -> tuple[int | None, ...]:
+        return tuple(self.weights[name].shape) if name in self.weights else self.values[name].shape
+
+    def is_float(self, name: str) -> bool:
+        if name in self.weights:
+            return self.weights[name].is_floating_point()
+        return self.values[name].dtype in ("float32", "float16", "bfloat16", "float64")
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
+        new = self.copy()
+        new.weights = {k: copy.deepcopy(v, memo) for k, v in self.weights.items()}
+        return new

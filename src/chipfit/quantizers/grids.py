@@ -1,0 +1,92 @@
+"""Grids: the finite sets of numbers that a stored tensor may take, and the arithmetic between reals and codes.
+
+Rounding is half to even, division is a true division by the scale, and the zero point is added after rounding,
+as ONNX QuantizeLinear specifies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """The codes of one tensor after every choice of its format is made (signedness included)."""
+
+    bits: int  #: width of a stored code
+    qmin: int  #: lowest code
+    qmax: int  #: highest code
+    zero: int | str | tuple[int, ...] = 0  #: the zero point: fixed, "any", or one of a set
+    pot: bool = False  #: the scale must be a power of two
+    per: str = "tensor"  #: what shares one scale: "tensor", "channel", "block", "row"
+    kind: str = "int"  #: "int", "lut", "log", "float"
+    scale_min: float | None = None  #: least scale that the hardware represents
+    table: tuple[float, ...] | None = None  #: look-up grids: the code values
+
+    @property
+    def signed(self) -> bool:
+        return self.qmin < 0
+
+    @property
+    def symmetric(self) -> bool:
+        """The zero point is fixed, so that one number, the threshold, says the range."""
+        return self.zero != "any"
+
+    @property
+    def levels(self) -> int:
+        return self.qmax - self.qmin + 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest torch integer type that holds every code."""
+        for d in (torch.int8, torch.uint8, torch.int16, torch.int32):
+            if torch.iinfo(d).min <= self.qmin and self.qmax <= torch.iinfo(d).max:
+                return d
+        return torch.int64
+
+
+def _shape_for(p: torch.Tensor, x: torch.Tensor, axis: int | None) -> torch.Tensor:
+    if axis is None or p.dim() == 0:
+        return p
+    shape = [1] * x.dim()
+    shape[axis] = -1
+    return p.view(shape)
+
+
+def quantize(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, grid: Grid, axis: int | None = None) -> torch.Tensor:
+    """Round reals to codes: q = clip(round(x / s) + z, qmin, qmax).
+
+    Args:
+        x: reals [*dims] in the tensor's own unit u.
+        scale: s > 0 in u per code, shape [] or [C] along `axis`.
+        zero_point: the code of 0.0, integer, same shape as scale.
+        grid: bounds of the codes.
+        axis: the channel axis of x when scale is [C].
+
+    Returns:
+        Codes of dtype `grid.dtype`, shape [*dims]. Halves round to even.
+
+    Source: Jacob et al. 2018, arXiv:1712.05877, eq. 1; ONNX QuantizeLinear.
+    >>> g = Grid(bits=4, qmin=-8, qmax=7)
+    >>> quantize(torch.tensor([-9.0, -0.75, 0.25, 0.5]), torch.tensor(0.5), torch.tensor(0), g).tolist()
+    [-8, -2, 0, 1]
+    """
+    s, z = _shape_for(scale, x, axis), _shape_for(zero_point, x, axis)
+    return torch.clamp(torch.round(x / s) + z, grid.qmin, grid.qmax).to(grid.dtype)
+
+
+def dequantize(q: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, axis: int | None = None) -> torch.Tensor:
+    """The reals that codes stand for: x = (q - z) * s, float32.
+
+    Shapes and units as in `quantize`. The subtraction is done in int32 as ONNX DequantizeLinear does.
+    """
+    s, z = _shape_for(scale, q, axis), _shape_for(zero_point, q, axis)
+    return (q.to(torch.int32) - z.to(torch.int32)).to(scale.dtype) * s
+
+
+def fake_quantize(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, grid: Grid, axis: int | None = None) -> torch.Tensor:
+    """Quantize and dequantize: the nearest real that the grid holds. Shapes and units as in `quantize`."""
+    s, z = _shape_for(scale, x, axis), _shape_for(zero_point, x, axis)
+    return (torch.clamp(torch.round(x / s) + z, grid.qmin, grid.qmax) - z) * s
