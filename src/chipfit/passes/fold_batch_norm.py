@@ -1,0 +1,108 @@
+"""conv -> batch norm becomes conv: W' = W g / sqrt(var + eps), b' = (b - mean) g / sqrt(var + eps) + beta."""
+
+from __future__ import annotations
+
+import torch
+
+from chipfit.graph.ir import Graph, Node
+
+_FOLDABLE = frozenset(
+    {"Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D", "Linear", "TransposeConv1D", "TransposeConv2D", "TransposeConv3D"}
+)
+
+
+def fold_batch_norm(graph: Graph) -> tuple[Graph, list[str]]:
+    """Fold every inference batch norm that directly follows a weighted operator into that operator's weights.
+
+    A weight read by several operators is folded once, and only when each of them is followed by the very same
+    batch norm. Batch-norm tensors stay in `graph.weights`, unread, so that the state dict keeps its names.
+
+    Source: Jacob et al. 2018, arXiv:1712.05877, eq. 14.
+    """
+    graph = graph.copy()
+    users, notes = graph.users(), []
+    followers: dict[str, Node] = {}  # node name -> the batch norm that follows it
+    refused: dict[str, str] = {}
+    producers = graph.producers()
+    for bn in graph.nodes:
+        if bn.op != "BatchNorm":
+            continue
+        node = producers.get(bn.inputs[0] or "")
+        reason = _refusal(graph, node, bn, users)
+        if reason:
+            refused[bn.name] = reason
+        else:
+            assert node is not None  # _refusal answers for None
+            followers[node.name] = bn
+
+    done: dict[str, str] = {}  # weight -> name of its folded bias
+    for node in list(graph.nodes):
+        bn = followers.get(node.name)
+        if bn is None:
+            continue
+        weight, bias = node.inputs[1], node.inputs[2] if len(node.inputs) > 2 else None
+        assert weight is not None
+        readers = users[weight] + (users[bias] if bias else [])
+        if any(followers.get(r.name) is None or _key(followers[r.name]) != _key(bn) for r in readers):
+            refused[bn.name] = f"weight '{weight}' is also read elsewhere, folding would change that reader"
+            continue
+        if weight not in done:
+            done[weight] = _fold(graph, node, bn)
+            notes.append(f"folded batch norm '{bn.layer or bn.name}' into '{node.layer or node.name}'")
+        index = graph.nodes.index(node)
+        graph.nodes[index] = node.with_(inputs=(node.inputs[0], weight, done[weight]), outputs=bn.outputs)
+        graph.nodes.remove(bn)
+        del graph.values[node.output]
+    notes += [f"batch norm '{name}' stays: {why}" for name, why in refused.items()]
+    return graph, notes
+
+
+def _key(bn: Node) -> tuple:
+    return (*bn.inputs[1:], bn.attrs["eps"])
+
+
+def _refusal(graph: Graph, node: Node | None, bn: Node, users: dict[str, list[Node]]) -> str:
+    """Why this batch norm cannot fold; "" when it can."""
+    if node is None or node.op not in _FOLDABLE:
+        return f"it follows {'the input' if node is None else node.op}, which has no weights"
+    if not graph.is_weight(node.inputs[1]) or any(i is not None and not graph.is_weight(i) for i in bn.inputs[1:]):
+        return "a weight or statistic is computed at run time"
+    if len(users[node.output]) != 1 or node.output in graph.outputs:
+        return f"the output of '{node.layer or node.name}' is also read elsewhere"
+    if node.op == "Linear" and len(graph.shape(node.output)) != 2:
+        return "its channel axis is not the axis of the linear layer's outputs"
+    return ""
+
+
+def _fold(graph: Graph, node: Node, bn: Node) -> str:
+    """Rewrite weight and bias in `graph.weights`; returns the bias name."""
+    w_name = node.inputs[1]
+    assert w_name is not None
+    w = graph.weights[w_name].detach()
+    b_name = node.inputs[2] if len(node.inputs) > 2 and node.inputs[2] else None
+    gamma, beta, mean, var = (graph.weights[i].detach().double() if i else None for i in bn.inputs[1:5])
+    assert mean is not None and var is not None
+    k = torch.rsqrt(var + bn.attrs["eps"])  # [C_out]
+    if gamma is not None:
+        k = k * gamma
+    old = graph.weights[b_name].detach().double() if b_name else torch.zeros_like(mean)
+    new_b = (old - mean) * k + (beta if beta is not None else 0.0)
+    if node.op.startswith("Transpose"):  # [C_in, C_out / groups, ...]
+        g = node.attrs["groups"]
+        view = w.double().reshape(g, w.shape[0] // g, *w.shape[1:])
+        new_w = (view * k.view(g, 1, -1, *[1] * (w.dim() - 2))).reshape(w.shape)
+    else:
+        new_w = w.double() * k.view(-1, *[1] * (w.dim() - 1))
+    b_name = b_name or _bias_name(graph, w_name)
+    graph.weights[w_name] = new_w.to(w.dtype)
+    graph.weights[b_name] = new_b.to(w.dtype)
+    if w_name in graph.trainable:
+        graph.trainable.add(b_name)
+    return b_name
+
+
+def _bias_name(graph: Graph, weight: str) -> str:
+    name = weight[: -len("weight")] + "bias" if weight.endswith("weight") else weight + ".bias"
+    while name in graph.weights:
+        name += "_folded"
+    return name

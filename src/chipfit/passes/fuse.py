@@ -1,0 +1,88 @@
+"""Group nodes that the chip runs as one kernel, by the platform's fusion patterns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ops import ALIASES
+
+#: a pattern is a chain of alternatives: ({"Conv2D", "Linear"}, {"Relu"})
+Pattern = tuple[frozenset[str], ...]
+
+
+def fuse(graph: Graph, patterns: Sequence[Pattern]) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
+    """Find the fused groups.
+
+    Walking in execution order, each free node starts the longest pattern that fits completely; a shorter
+    complete one is taken when a longer one breaks off. A node belongs to one group at most, and every value
+    inside a group has exactly one reader and is not an output of the model. Batch norms that were folded away
+    are left out of the patterns.
+
+    Args:
+        graph: after batch-norm folding.
+        patterns: chains of operator alternatives, in the platform's order.
+
+    Returns:
+        Groups of two or more node names in execution order, and one note per refused fusion.
+    """
+    chains = sorted({_without_batch_norm(p) for p in patterns} - {()}, key=lambda p: (-len(p), [sorted(s) for s in p]))
+    users = graph.users()
+    taken: set[str] = set()
+    groups: list[tuple[str, ...]] = []
+    notes: list[str] = []
+    for node in graph.nodes:
+        if node.name in taken:
+            continue
+        refusal = ""
+        for chain in chains:
+            found, why = _follow(graph, node, chain, users, taken)
+            if len(found) == len(chain) > 1:
+                groups.append(tuple(n.name for n in found))
+                taken.update(groups[-1])
+                refusal = ""
+                break
+            refusal = refusal or why
+        if refusal:
+            notes.append(refusal)
+    return tuple(groups), notes
+
+
+def fits(node: Node, alternatives: frozenset[str]) -> bool:
+    """Whether a node is one of the operators that a pattern names, platform words such as ReluN1To1 included."""
+    if node.op in alternatives or "*" in alternatives:
+        return True
+    if node.op == "Relu6" and "Clamp" in alternatives:
+        return True
+    for word in alternatives:
+        op, attrs = ALIASES.get(word, ("", {}))
+        if op == node.op and all(node.attrs.get(k) == v for k, v in attrs.items()):
+            return True
+    return False
+
+
+def _follow(graph: Graph, start: Node, chain: Pattern, users: dict[str, list[Node]], taken: set[str]) -> tuple[list[Node], str]:
+    """The nodes along `chain` from `start` as far as it fits, and why it stopped when a reader would have fitted."""
+    if not fits(start, chain[0]):
+        return [], ""
+    found = [start]
+    for alternatives in chain[1:]:
+        last = found[-1]
+        readers = users.get(last.output, [])
+        fitting = [r for r in readers if fits(r, alternatives) and r.name not in taken]
+        if not fitting:
+            return found, ""
+        who = f"'{last.layer or last.name}' and '{fitting[0].layer or fitting[0].name}' do not fuse"
+        if len(last.outputs) > 1:
+            return found, f"{who}: the first has several outputs"
+        if len(readers) > 1:
+            return found, f"{who}: the value between them has {len(readers)} readers"
+        if last.output in graph.outputs:
+            return found, f"{who}: the value between them is an output of the model"
+        found.append(fitting[0])
+    return found, ""
+
+
+def _without_batch_norm(pattern: Pattern) -> Pattern:
+    kept = tuple(s for s in pattern if not s <= {"BatchNorm"})
+    return kept if len(kept) > 1 else ()

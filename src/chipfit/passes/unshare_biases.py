@@ -1,0 +1,32 @@
+"""A bias read by several operators becomes one bias each: its int32 scale is that reader's s_in * s_w."""
+
+from __future__ import annotations
+
+from chipfit.graph.ir import Graph
+
+
+def unshare_biases(graph: Graph) -> tuple[Graph, list[str]]:
+    """Give every reader of a shared bias, after the first, a copy of its own (`name.1`, `name.2`, ...).
+
+    Without it, one stored bias would force the inputs of all its readers to one common scale.
+    """
+    graph, notes = graph.copy(), []
+    seen: dict[str, int] = {}
+    for index, node in enumerate(graph.nodes):
+        if len(node.inputs) < 3 or not graph.is_weight(node.inputs[1]):
+            continue
+        bias = node.inputs[2]
+        if not graph.is_weight(bias):
+            continue
+        if not (node.op.startswith(("Conv", "Depthwise", "TransposeConv")) or node.op == "Linear"):
+            continue
+        assert bias is not None
+        count = seen[bias] = seen.get(bias, -1) + 1
+        if count:
+            name = f"{bias}.{count}"
+            graph.weights[name] = graph.weights[bias].clone()
+            if bias in graph.trainable:
+                graph.trainable.add(name)
+            graph.nodes[index] = node.with_(inputs=(node.inputs[0], node.inputs[1], name))
+            notes.append(f"bias '{bias}' is used again by '{node.name}', which now reads its own copy '{name}'")
+    return graph, notes
