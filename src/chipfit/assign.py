@@ -1,0 +1,462 @@
+"""Platform x Graph -> slots: which format every tensor takes, what is tied, and what stays float and why.
+
+No number is decided here: ranges come later, from data. A *unit* is a fused group or a lone node, one kernel on
+the chip; only the tensors between units are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from chipfit.errors import UnsupportedError
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ops import OPS
+from chipfit.plan import NodePlan
+from chipfit.platform.legality import Binding
+from chipfit.platform.match import Resolved, resolve
+from chipfit.platform.schema import Format, Option, Platform
+
+#: out-channel axis of a weight by operator; everything else that has a weight keeps it on axis 0
+_OUT_AXIS = {"TransposeConv1D": 1, "TransposeConv2D": 1, "TransposeConv3D": 1, "MatMul": -1}
+_NO_FORMAT = ("float", "none", None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One tensor that will be quantized, and in which format."""
+
+    name: str
+    role: str  #: "activation", "weight" or "bias"
+    format_name: str
+    format: Format
+    axis: int | None  #: channel axis when the format is per channel
+    node: str  #: node that makes (activation) or reads (weight, bias) it
+
+
+@dataclass(slots=True)
+class Assignment:
+    """Every decision that needs no data."""
+
+    slots: dict[str, Slot] = field(default_factory=dict)
+    floats: dict[str, str] = field(default_factory=dict)  #: float tensors that were candidates -> reason
+    nodes: dict[str, NodePlan] = field(default_factory=dict)
+    bindings: list[Binding] = field(default_factory=list)
+    float_edges: set[tuple[str, str]] = field(default_factory=set)
+    groups: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """A fused group or a lone node."""
+
+    nodes: tuple[Node, ...]
+    resolved: Resolved
+    forced: str = ""  #: why the user wants it in float
+    weight_bits: int | None = None
+    activation_bits: int | None = None
+
+    @property
+    def head(self) -> Node:
+        return self.nodes[0]
+
+    @property
+    def tail(self) -> Node:
+        return self.nodes[-1]
+
+
+def facts(graph: Graph, node: Node) -> dict[str, Any]:
+    """Everything that a platform's `where` may ask about a node: its attributes and what shapes imply."""
+    out = dict(node.attrs)
+    data = node.inputs[0] if node.inputs else None
+    if data is not None and data in graph.values:
+        shape = graph.values[data].shape
+        out["rank"] = len(shape)
+        out["in_shape"] = shape
+        out["static_shape"] = None not in shape[1:]
+        if len(shape) > 1 and shape[1] is not None:
+            out["channels"] = out["in_channels"] = shape[1]
+    if node.outputs and node.output in graph.values:
+        out["out_shape"] = graph.values[node.output].shape
+    slots = OPS[node.op].slots if node.op in OPS else ()
+    if "w" in slots and len(node.inputs) > slots.index("w"):
+        w = node.inputs[slots.index("w")]
+        out["const_weights"] = graph.is_weight(w)
+        out["weights"] = "constant" if graph.is_weight(w) else "computed"
+        if w is not None and "stride" in node.attrs:
+            out["kernel"] = tuple(graph.shape(w)[2:])
+            if len(out["kernel"]) > 1:
+                out["filter_width"] = out["kernel"][-1]
+    return out
+
+
+def assign(
+    graph: Graph,
+    platform: Platform,
+    groups: tuple[tuple[str, ...], ...] = (),
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Assignment:
+    """Choose a format for every tensor.
+
+    Args:
+        graph: after folding.
+        platform: the target.
+        groups: fused groups of node names, from `passes.fuse`.
+        overrides: node name -> {"float": reason} or {"bits": weight bits, "activation_bits": bits}.
+
+    Raises:
+        UnsupportedError: an operator that the platform rejects outright, or bits that no format offers.
+    """
+    units = _units(graph, platform, groups, overrides or {})
+    _first_last(graph, platform, units)
+    result = Assignment(groups=groups)
+    formats: dict[str, str] = {}  # value -> format name
+    wants = _wants(graph, platform, units)
+
+    coded: set[str] = set()  # values that exist on the chip as codes only, because their producer writes codes
+    for name in graph.inputs:
+        wanted = wants.get(name)
+        if wanted and graph.is_float(name):
+            formats[name] = wanted
+            if platform.place.at != "inputs":
+                coded.add(name)
+    chosen: dict[str, Option | None] = {}
+    moving: set[str] = set()  # movers that carry codes
+    for unit in units:
+        tail = unit.tail
+        if _moves(unit):
+            option, given = None, _carried(graph, unit, formats, coded, wants)
+            if given:
+                moving.add(tail.name)
+                for i in _operands(graph, unit):  # a mover with several inputs needs all of them in codes
+                    formats.setdefault(i, given)
+            produced = [(given or wants.get(o), o) for o in tail.outputs]
+            if given:
+                coded.update(tail.outputs)
+        else:
+            option = _choose(graph, platform, unit, formats)
+            if option is not None:
+                for value, fmt in _data_formats(graph, unit, option).items():
+                    if fmt not in _NO_FORMAT and value not in formats and graph.is_float(value):
+                        formats[value] = fmt
+            produced = _outputs(graph, unit, option, formats, wants)
+            if option is not None and option.out not in _NO_FORMAT:
+                coded.update(tail.outputs)
+        chosen[tail.name] = option
+        formats.update({value: fmt for fmt, value in produced if fmt not in _NO_FORMAT and graph.is_float(value)})
+    for unit in units:
+        _record(graph, platform, unit, chosen[unit.tail.name], formats, result, moving, coded)
+    return result
+
+
+def _carried(graph: Graph, unit: _Unit, formats: Mapping[str, str], coded: set[str], wants: Mapping[str, str]) -> str | None:
+    """The format in which a mover carries codes; None when it moves floats."""
+    if unit.forced:
+        return None
+    data = [i for i in _operands(graph, unit) if graph.is_float(i)]
+    wanted = any(o in wants for o in unit.tail.outputs)
+    given = [formats[i] for i in data if i in formats and (i in coded or wanted)]
+    if not given or len(set(given)) > 1 or not graph.is_float(unit.tail.output):
+        return None
+    return given[0]
+
+
+# ---------------------------------------------------------------- units and options
+
+
+def _units(graph: Graph, platform: Platform, groups: tuple[tuple[str, ...], ...], overrides: Mapping[str, Mapping[str, Any]]) -> list[_Unit]:
+    grouped = {name: g for g in groups for name in g}
+    units = []
+    for node in graph.nodes:
+        names = grouped.get(node.name, (node.name,))
+        if node.name != names[-1]:
+            continue  # a unit stands where its last node stands: all its inputs exist by then
+        nodes = tuple(graph.node(n) for n in names)
+        said: dict[str, Any] = {}
+        for n in names:
+            said.update(overrides.get(n, {}))
+        bits = said.get("bits")
+        resolved = resolve(platform, nodes[0].op, facts(graph, nodes[0]), bits=said.get("activation_bits") or 8)
+        units.append(_Unit(nodes, resolved, said.get("float", ""), bits, said.get("activation_bits")))
+    return units
+
+
+def _first_last(graph: Graph, platform: Platform, units: list[_Unit]) -> None:
+    """First and last weighted units take other bits where the platform says so."""
+    rule = platform.place.first_last
+    if not rule:
+        return
+    weighted = [i for i, u in enumerate(units) if u.resolved.options and u.resolved.options[0].w]
+    for i in {weighted[0], weighted[-1]} if weighted else ():
+        u = units[i]
+        units[i] = _Unit(u.nodes, u.resolved, u.forced, u.weight_bits or rule["bits"], u.activation_bits or rule["bits"])
+
+
+def _moves(unit: _Unit) -> bool:
+    """The unit moves codes without arithmetic: it takes the format of what it reads."""
+    return unit.resolved.exec == "follow"
+
+
+def _choose(graph: Graph, platform: Platform, unit: _Unit, formats: Mapping[str, str]) -> Option | None:
+    """The first joint option that fits the formats of the unit's inputs; None when the unit runs in float."""
+    if unit.forced or unit.resolved.exec == "float" or not unit.resolved.options or _unfit(graph, unit):
+        return None
+    options = [o for o in unit.resolved.options if o.in_ not in _NO_FORMAT or o.w not in _NO_FORMAT]
+    if unit.weight_bits is not None and any(o.w for o in options):
+        options = _with_bits(platform, unit, options)
+    for option in options:
+        ok = True
+        for value, fmt in _data_formats(graph, unit, option).items():
+            have = formats.get(value)
+            if have is not None and fmt not in _NO_FORMAT and not _same_storage(platform.formats[have], platform.formats[fmt]):
+                ok = False
+        if ok:
+            return option
+    return None
+
+
+def _with_bits(platform: Platform, unit: _Unit, options: list[Option]) -> list[Option]:
+    """Options with the weight (and activation) bits that the user or a first/last rule asks for."""
+    have = {platform.formats[o.w].bits for o in options if o.w not in _NO_FORMAT}
+    fitting = [o for o in options if o.w not in _NO_FORMAT and platform.formats[o.w].bits == unit.weight_bits]
+    if fitting:
+        return fitting
+    swapped = []
+    for o in options:
+        w = _sibling(platform, o.w, unit.weight_bits)
+        a = _sibling(platform, o.in_, unit.activation_bits) if unit.activation_bits else o.in_
+        if w and a:
+            swapped.append(o.model_copy(update={"w": w, "in_": a}))
+    if not swapped:
+        raise UnsupportedError(
+            f"'{unit.head.layer or unit.head.name}' cannot have {unit.weight_bits}-bit weights on '{platform.name}'",
+            got=unit.weight_bits,
+            allowed=", ".join(map(str, sorted(have))) + " bits",
+            hint="choose one of the allowed widths or leave the layer out of `overrides`",
+        )
+    return swapped
+
+
+def _sibling(platform: Platform, name: Any, bits: int | None) -> str | None:
+    """The platform's format that differs from `name` in bits alone."""
+    if not isinstance(name, str) or name in _NO_FORMAT:
+        return name
+    mine = platform.formats[name]
+    for other_name, other in platform.formats.items():
+        if other.bits == bits and (other.kind, other.zero, other.scale, other.per) == (mine.kind, mine.zero, mine.scale, mine.per):
+            return other_name
+    return None
+
+
+def _same_storage(a: Format, b: Format) -> bool:
+    """Codes of one format can be read as the other."""
+    return (a.kind, a.bits, a.signed, a.zero, a.scale, a.per, a.range) == (b.kind, b.bits, b.signed, b.zero, b.scale, b.per, b.range)
+
+
+def _unfit(graph: Graph, unit: _Unit) -> str:
+    """Why this unit cannot run in integers although the platform has a rule for its operator."""
+    head = unit.head
+    if head.outputs and not graph.is_float(head.output) and not _moves(unit):
+        return "its result is not a float tensor"
+    if head.op in OPS and "w" in OPS[head.op].slots:
+        w = head.inputs[OPS[head.op].slots.index("w")]
+        if not graph.is_weight(w):
+            return "its weights are computed at run time"
+    data = [i for i in _operands(graph, unit)]
+    if not any(not graph.is_weight(i) for i in data):
+        return "all its inputs are constant"
+    if any(not graph.is_float(i) for i in data):
+        return "an input is not a float tensor"
+    return ""
+
+
+def _operands(graph: Graph, unit: _Unit) -> list[str]:
+    """Data operands of the unit from outside it: activations, and constants that stand in a data slot."""
+    made = {o for n in unit.nodes for o in n.outputs}
+    out: list[str] = []
+    for n in unit.nodes:
+        for slot, i in _slots(graph, n):
+            if i not in made and slot.startswith("in"):
+                out.append(i)
+    return out
+
+
+def _slots(graph: Graph, node: Node) -> list[tuple[str, str]]:
+    """(slot, tensor) pairs of a node; "in0", "in1" ... for data, "w", "b" for weights."""
+    names = OPS[node.op].slots if node.op in OPS else ()
+    out: list[tuple[str, str]] = []
+    for k, tensor in enumerate(node.inputs):
+        if tensor is None:
+            continue
+        slot = names[min(k, len(names) - 1)].rstrip("?*") if names else f"in{k}"
+        if slot == "ins":
+            slot = f"in{k}"
+        if node.op == "MatMul" and slot == "in1" and graph.is_weight(tensor):
+            slot = "w"
+        out.append((slot, tensor))
+    return out
+
+
+def _in_format(option: Option, slot: str) -> Any:
+    """The option's format of one data slot; a list names one per slot, its last entry serving the rest."""
+    if isinstance(option.in_, (list, tuple)):
+        return option.in_[min(int(slot[2:] or 0), len(option.in_) - 1)]
+    return option.in_
+
+
+def _data_formats(graph: Graph, unit: _Unit, option: Option) -> dict[str, Any]:
+    """Data operand -> format that the option wants for it."""
+    made = {o for n in unit.nodes for o in n.outputs}
+    out: dict[str, Any] = {}
+    for n in unit.nodes:
+        for slot, tensor in _slots(graph, n):
+            if slot.startswith("in") and tensor not in made and tensor not in out:
+                out[tensor] = _in_format(option, slot)
+    return out
+
+
+# ---------------------------------------------------------------- propagation
+
+
+def _wants(graph: Graph, platform: Platform, units: list[_Unit]) -> dict[str, str]:
+    """Value -> the format in which its readers want it, seen through operators that only move codes."""
+    wants: dict[str, str] = {}
+    users = graph.users()
+    for unit in reversed(units):
+        if _moves(unit):
+            if unit.forced:
+                continue
+            wanted = next((wants[o] for o in unit.tail.outputs if o in wants), None)
+            for i in _operands(graph, unit):
+                if wanted and (len(users.get(i, ())) == 1 or i in graph.inputs):
+                    wants.setdefault(i, wanted)
+            continue
+        option = _choose(graph, platform, unit, {})
+        if option is None:
+            continue
+        for value, fmt in _data_formats(graph, unit, option).items():
+            if fmt not in _NO_FORMAT:
+                wants.setdefault(value, fmt)
+    return wants
+
+
+def _outputs(
+    graph: Graph, unit: _Unit, option: Option | None, formats: dict[str, str], wants: Mapping[str, str]
+) -> list[tuple[Any, str]]:
+    """(format, value) for each value that the unit writes."""
+    tail = unit.tail
+    if option is None or option.out in _NO_FORMAT:
+        return [(wants.get(o), o) for o in tail.outputs]
+    if option.out == "same":
+        first = next(iter(_data_formats(graph, unit, option)), None)
+        return [(formats.get(first or ""), o) for o in tail.outputs]
+    return [(option.out, o) for o in tail.outputs]
+
+
+# ---------------------------------------------------------------- the record
+
+
+def _record(
+    graph: Graph, platform: Platform, unit: _Unit, option: Option | None, formats: Mapping[str, str], out: Assignment,
+    moving: set[str], coded: set[str],
+) -> None:  # fmt: skip
+    head, tail = unit.head, unit.tail
+    group = tail.name if len(unit.nodes) > 1 else ""
+    why, how = "", unit.resolved.exec
+    if _moves(unit):
+        if tail.name not in moving:
+            how, why = "float", unit.forced or "it moves values that are not quantized"
+    elif option is None:
+        how = "float"
+        why = unit.forced or _unfit(graph, unit) or unit.resolved.why
+        if not why:
+            listed = unit.resolved.rule is not None
+            why = f"no format of '{platform.name}' fits its inputs" if listed else f"'{platform.name}' lists no rule for {head.op}"
+    if how == "float" and platform.unlisted == "reject" and unit.resolved.rule is None and graph.is_float(tail.output):
+        raise UnsupportedError(
+            f"{head.op} '{head.layer or head.name}' cannot run on '{platform.name}'",
+            where=head.source,
+            allowed="the operators that `chipfit platforms show` lists",
+            hint="replace the operator, or choose a platform that runs unlisted ones in float",
+        )
+    for n in unit.nodes:
+        out.nodes[n.name] = NodePlan(name=n.name, op=n.op, layer=n.layer, exec=how, group=group, why=why)
+
+    integer = how != "float"
+    slots: dict[str, list[str]] = {}
+    made = {o for n in unit.nodes for o in n.outputs}
+    for n in unit.nodes:
+        for slot, tensor in _slots(graph, n):
+            if tensor in made:
+                continue
+            if slot.startswith("in"):
+                if graph.is_float(tensor):
+                    _data_slot(graph, platform, n, tensor, slot, integer, option, formats, coded, slots, out, inner=n is not head)
+            elif slot in ("w", "b") and n is head:
+                _weight_slot(graph, platform, n, tensor, slot, integer, option, slots, out)
+            elif graph.is_weight(tensor):
+                out.float_edges.add((tensor, n.name))
+    for o in tail.outputs:
+        if o in formats:
+            if o not in out.slots:
+                name = formats[o]
+                out.slots[o] = Slot(name=o, role="activation", format_name=name, format=platform.formats[name], axis=None, node=tail.name)
+            if integer:
+                slots.setdefault("outs", []).append(o)
+                slots.setdefault("out", [o])
+        elif o in graph.values and graph.is_float(o):
+            out.floats[o] = why or "the platform keeps this result in float"
+    for name in graph.inputs:
+        if name in formats and name not in out.slots:
+            fmt = formats[name]
+            out.slots[name] = Slot(name=name, role="activation", format_name=fmt, format=platform.formats[fmt], axis=None, node="")
+    if integer and slots:
+        out.bindings.append(Binding(op=head.op, rules=unit.resolved.rules, slots={k: tuple(v) for k, v in slots.items()}, attrs=dict(head.attrs)))
+
+
+def _data_slot(
+    graph: Graph, platform: Platform, node: Node, tensor: str, slot: str, integer: bool, option: Option | None,
+    formats: Mapping[str, str], coded: set[str], slots: dict[str, list[str]], out: Assignment, *, inner: bool,
+) -> None:  # fmt: skip
+    if graph.is_weight(tensor):  # a constant in a data slot is stored in the data's format
+        if not integer:
+            out.float_edges.add((tensor, node.name))
+            return
+        name = formats.get(tensor) or (_in_format(option, slot) if option else None)
+        if name in _NO_FORMAT:
+            return
+        if tensor not in out.slots:
+            out.slots[tensor] = Slot(
+                name=tensor, role="weight", format_name=name, format=platform.formats[name], axis=None, node=node.name
+            )
+    elif tensor not in formats:
+        return
+    elif not integer:
+        if tensor not in coded:
+            out.float_edges.add((tensor, node.name))
+        return
+    if not inner:
+        slots.setdefault(slot, []).append(tensor)
+    slots.setdefault("ins", []).append(tensor)
+
+
+def _weight_slot(
+    graph: Graph, platform: Platform, node: Node, tensor: str, slot: str, integer: bool, option: Option | None,
+    slots: dict[str, list[str]], out: Assignment,
+) -> None:  # fmt: skip
+    name = (option.w if slot == "w" else option.b) if option is not None else None
+    if not integer or name in _NO_FORMAT or name is None or platform.formats[name].kind == "float":
+        if graph.is_weight(tensor) and graph.is_float(tensor):
+            out.floats.setdefault(tensor, "the platform stores it in float" if integer else "its operator runs in float")
+            out.float_edges.add((tensor, node.name))
+        return
+    fmt = platform.formats[name]
+    axis = None
+    if fmt.per == "channel":
+        axis = 0 if slot == "b" else _OUT_AXIS.get(node.op, 0)
+        axis %= len(graph.shape(tensor))
+    if tensor not in out.slots:
+        role = "weight" if slot == "w" else "bias"
+        out.slots[tensor] = Slot(name=tensor, role=role, format_name=name, format=fmt, axis=axis, node=node.name)
+    slots.setdefault(slot, []).append(tensor)

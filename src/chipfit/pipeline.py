@@ -1,0 +1,217 @@
+"""The whole story on one page: from a trained model to a quantized one, a file, and the proof."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from chipfit import provenance, scales
+from chipfit.assign import Assignment, assign
+from chipfit.calibration.collect import TensorStats, collect
+from chipfit.calibration.data import batches, first_batch
+from chipfit.errors import NothingQuantizedError
+from chipfit.frameworks.torch.capture import capture
+from chipfit.graph.ir import Graph
+from chipfit.overrides import Overrides, resolve_overrides
+from chipfit.passes import run_passes
+from chipfit.passes.fold_batch_norm import fold_batch_norm
+from chipfit.passes.fuse import fuse
+from chipfit.passes.unshare_biases import unshare_biases
+from chipfit.plan import Plan
+from chipfit.platform.load import load as load_platform
+from chipfit.platform.match import fusions
+from chipfit.platform.schema import Platform
+
+if TYPE_CHECKING:
+    from chipfit.report.rows import Report
+    from chipfit.verify import Verification
+
+
+@dataclass
+class Result:
+    """What `quantize` returns: the decision, and everything that can be made of it."""
+
+    graph: Graph  #: the float network after rewrites
+    plan: Plan
+    platform: Platform
+    stats: dict[str, TensorStats] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)  #: seconds per stage
+    verification: Verification | None = None
+    _model: torch.nn.Module | None = None
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The simulation as an `nn.Module` that still trains: original parameter names, inputs and outputs."""
+        if self._model is None:
+            from chipfit.frameworks.torch.lower import lower
+
+            self._model = lower(self.graph, self.plan)
+        return self._model
+
+    @property
+    def report(self) -> Report:
+        """How well it went, as data; `report.save(path)` writes the HTML page."""
+        from chipfit.report.rows import build
+
+        return build(self.graph, self.plan, self.platform, stats=self.stats, timings=self.timings, verification=self.verification)
+
+    def export(self, path: str | Path, **options: Any) -> Path:
+        """Write the file that the chip's runtime loads; the suffix chooses the format (`.onnx`, `.json`)."""
+        from chipfit.export import export
+
+        return export(self.graph, self.plan, path, self.platform, **options)
+
+    def verify(self, data: Any, *, runtime: str = "onnxruntime", **options: Any) -> Verification:
+        """Run float, simulated, integer and device side by side on `data`; see `chipfit.verify.verify`."""
+        from chipfit.verify import verify
+
+        self.verification = verify(self.graph, self.plan, self.platform, data, runtime=runtime, model=self.model, **options)
+        return self.verification
+
+    def save(self, directory: str | Path) -> Path:
+        """Write plan, graph and weights to `directory` (JSON and safetensors); `chipfit.load` brings them back."""
+        from chipfit.saving import save
+
+        return save(directory, self.graph, self.plan, self.platform)
+
+
+def quantize(
+    model: torch.nn.Module,
+    data: Any,
+    platform: str | Path | Platform = "ort_cpu",
+    *,
+    rule: str = "mse",
+    weight_rule: str = "mse",
+    overrides: Overrides | None = None,
+    example: Any = None,
+    z_threshold: float | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> Result:
+    """Fit a trained PyTorch model to a chip.
+
+    Args:
+        model: in any mode; it is copied, never changed.
+        data: calibration batches: an iterable of tensors, tuples, dicts or (input, label) pairs, or a callable
+            that returns one. About a hundred samples are enough.
+        platform: a built-in name ("ort_cpu", "tflite_int8@tag"), a YAML file, or a Platform.
+        rule: range rule for activations, one of `chipfit.ranges`.
+        weight_rule: range rule for weights.
+        overrides: layer (path, glob, operator or layer type) -> "float" or {"bits": 4, "activation_bits": 16}.
+        example: one batch of inputs for the capture; the first batch of `data` when omitted.
+        z_threshold: drop activation histogram bins further than this many standard deviations from the mean.
+        seed: of everything random.
+        progress: show a bar on a terminal.
+
+    Raises:
+        CaptureError, DataError, UnsupportedError, UnknownNameError: see `chipfit.errors`.
+        NothingQuantizedError: no tensor of this model can be quantized on this platform.
+    """
+    clock = _Clock()
+    target = load_platform(platform)
+    torch.manual_seed(seed)
+    with clock("capture"):
+        args, kwargs, data = first_batch(data) if example is None else (*_as_call(example), data)
+        graph, notes = prepare(capture(model, args, kwargs), target)
+    with clock("assign"):
+        assignment, fuse_notes = decide(graph, target, overrides)
+        _demand_something(assignment, target)
+    with clock("calibrate"):
+        needs = scales.needs(assignment, rule)
+        stats = collect(graph, batches(data, graph), tensors=needs, progress=progress, seed=seed)
+    with clock("ranges"):
+        tensors = scales.choose(graph, assignment, stats, rule=rule, weight_rule=weight_rule, z_threshold=z_threshold)
+    plan = Plan(
+        tensors=tensors,
+        nodes=assignment.nodes,
+        groups=assignment.groups,
+        float_edges=frozenset(assignment.float_edges),
+        platform=target.name,
+        rewrites=tuple(notes + fuse_notes),
+        provenance=provenance.record(graph, target, stats, rule=rule, weight_rule=weight_rule, overrides=overrides, seed=seed),
+    )
+    return Result(graph, plan, target, stats, clock.seconds)
+
+
+def prepare(graph: Graph, platform: Platform) -> tuple[Graph, list[str]]:
+    """The rewrites that every target takes; returns the graph and one note per rewrite or refusal."""
+    return run_passes(graph, (fold_batch_norm, unshare_biases))
+
+
+def decide(graph: Graph, platform: Platform, overrides: Overrides | None = None) -> tuple[Assignment, list[str]]:
+    """Fusions and formats: everything that can be said about a model on a platform before seeing data."""
+    groups, notes = fuse(graph, fusions(platform))
+    return assign(graph, platform, groups, resolve_overrides(graph, overrides or {})), notes
+
+
+@dataclass(frozen=True)
+class Lint:
+    """What a platform would do with a model, before any calibration."""
+
+    graph: Graph
+    platform: Platform
+    assignment: Assignment
+    notes: tuple[str, ...]
+
+    @property
+    def rows(self) -> list[Any]:
+        """One NodePlan per operator, in execution order."""
+        return list(self.assignment.nodes.values())
+
+
+def lint(model: torch.nn.Module, example: Any, platform: str | Path | Platform = "ort_cpu", overrides: Overrides | None = None) -> Lint:
+    """Say which operators would run in integers, which fuse, and why the rest stays float; needs no data."""
+    target = load_platform(platform)
+    args, kwargs = _as_call(example)
+    graph, notes = prepare(capture(model, args, kwargs), target)
+    assignment, fuse_notes = decide(graph, target, overrides)
+    return Lint(graph, target, assignment, tuple(notes + fuse_notes))
+
+
+def load(directory: str | Path) -> Result:
+    """Read what `Result.save` wrote; needs neither pickle nor the class of the original model.
+
+    Raises:
+        PlanError: a file is missing, truncated, changed since it was saved, or of another schema version.
+    """
+    from chipfit.saving import load as load_files
+
+    graph, plan, platform, *_ = load_files(directory)
+    return Result(graph, plan, platform)
+
+
+def _demand_something(assignment: Assignment, platform: Platform) -> None:
+    if any(s.role != "bias" for s in assignment.slots.values()):
+        return
+    reasons: Iterable[str] = dict.fromkeys(f"{n.op} '{n.layer or n.name}': {n.why}" for n in assignment.nodes.values() if n.why)
+    raise NothingQuantizedError(
+        f"Nothing in this model can be quantized on '{platform.name}'",
+        got="; ".join(list(reasons)[:8]) or "a model without operators",
+        hint=f"`chipfit platforms show {platform.name}` lists what it runs; remove overrides that keep every layer in float",
+    )
+
+
+def _as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example as the arguments of a call: dicts whose keys are names are keyword arguments."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
+
+
+class _Clock:
+    """Seconds per stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[stage] = time.perf_counter() - start

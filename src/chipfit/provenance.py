@@ -1,0 +1,48 @@
+"""Where a plan came from: versions, hashes, settings; enough to replay it and to notice when something differs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from chipfit._version import __version__
+from chipfit.graph.ir import Graph
+
+if TYPE_CHECKING:
+    from chipfit.calibration.collect import TensorStats
+    from chipfit.platform.schema import Platform
+
+
+def hash_graph(graph: Graph) -> str:
+    """SHA-256 over structure and weights; equal for equal networks on any machine."""
+    h = hashlib.sha256()
+    for n in graph.nodes:
+        h.update(repr((n.name, n.op, n.inputs, n.outputs, sorted(n.attrs.items(), key=lambda kv: kv[0]))).encode())
+    for name in sorted(graph.weights):
+        w = graph.weights[name].detach().contiguous().cpu()
+        h.update(f"{name}{tuple(w.shape)}{w.dtype}".encode())
+        h.update(memoryview(w.reshape(-1).view(torch.uint8).numpy()) if w.numel() else b"")
+    return h.hexdigest()
+
+
+def hash_stats(stats: Mapping[str, TensorStats]) -> str:
+    """SHA-256 over what calibration saw: the data as far as any decision depends on it."""
+    h = hashlib.sha256()
+    for name in sorted(stats):
+        h.update(f"{name} {stats[name].low!r} {stats[name].high!r}".encode())
+    return h.hexdigest()
+
+
+def record(graph: Graph, platform: Platform, stats: Mapping[str, TensorStats], **settings: Any) -> dict[str, Any]:
+    """The provenance entry of a Plan, JSON-able."""
+    return {
+        "chipfit": __version__,
+        "torch": torch.__version__,
+        "graph_sha256": hash_graph(graph),
+        "data_sha256": hash_stats(stats),
+        "platform_sha256": platform.hash,
+        "settings": {k: v for k, v in settings.items() if v is not None},
+    }
