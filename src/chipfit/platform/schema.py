@@ -1,0 +1,249 @@
+"""The Platform record: what a chip can do, as validated, frozen data. Schema version 0.
+
+Everything that is left out of a file takes the default given here. Unknown keys are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from chipfit.quantizers.grids import Grid
+
+#: words that stand where a format name may stand
+NOT_A_FORMAT = frozenset({"float", "same", "none"})
+RULE_HEADS = ("tie", "dtype", "fix", "mono", "zero", "wsum_max")
+SLOTS = frozenset({"in0", "in1", "in2", "ins", "w", "b", "out", "outs"})
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+
+class Format(_Record):
+    """What one stored tensor may look like."""
+
+    bits: int = Field(ge=1, le=64, description="width of one code [bit]")
+    kind: Literal["int", "lut", "log", "float", "bfp"] = "int"
+    signed: bool | Literal["auto"] = Field(True, description="auto: decided per tensor from its data")
+    range: Literal["full", "narrow"] | tuple[int, int] = Field("full", description="codes in use; narrow drops the lowest")
+    scale: Literal["any", "pot"] = Field("any", description="pot: powers of two only")
+    scale_min: float | None = Field(None, gt=0, description="least scale that the hardware represents")
+    zero: int | Literal["any"] | tuple[int, ...] = Field(0, description="zero point: fixed, any, or one of a set")
+    grid_offset: float = Field(0, alias="grid", description="code offset before scaling")
+    per: Literal["tensor", "channel", "block", "row"] = Field("tensor", description="what shares one scale")
+    axis: Literal["out", "in", "last"] | int = Field("out", description="role of the channel axis")
+    block: int | tuple[int, ...] | None = None
+    scale_bits: int | None = Field(None, description="width of an integer second-level scale")
+    dynamic: bool = Field(False, description="range computed at run time")
+    lut: dict[str, Any] | None = Field(None, description="value_bits, entries, per, group, dim")
+    base: float | None = Field(None, description="base of a logarithmic grid")
+    float_: str | None = Field(None, alias="float", description="fp32, fp16, bf16, e4m3, e5m2, e2m1 ...")
+
+    def grid(self, signed: bool | None = None) -> Grid:
+        """The grid of codes once signedness is known.
+
+        Raises:
+            ValueError: `signed` is "auto" in the file and not given here.
+        """
+        s = self.signed if self.signed != "auto" else signed
+        if s is None:
+            raise ValueError("the format's signedness is decided per tensor: pass signed=")
+        if isinstance(self.range, tuple):
+            lo, hi = self.range
+        elif s:
+            lo, hi = -(1 << self.bits - 1) + (self.range == "narrow"), (1 << self.bits - 1) - 1
+        else:
+            lo, hi = 0, (1 << self.bits) - 1
+        return Grid(
+            bits=self.bits, qmin=lo, qmax=hi, zero=self.zero, pot=self.scale == "pot", per=self.per, kind=self.kind,
+            scale_min=self.scale_min,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        if self.kind == "float":
+            return self.float_ or f"float{self.bits}"
+        sign = {True: "s", False: "u", "auto": "s|u"}[self.signed]
+        words = [f"{sign if self.kind == 'int' else self.kind}{self.bits}"]
+        if self.range == "narrow":
+            words[0] += "n"
+        elif isinstance(self.range, tuple):
+            words[0] += f"[{self.range[0]},{self.range[1]}]"
+        words.append("affine" if self.zero == "any" else "sym" if self.zero == 0 else f"zp{self.zero}")
+        words += ["PoT"] * (self.scale == "pot") + [f"/{self.per}"] * (self.per != "tensor") + ["dynamic"] * self.dynamic
+        return " ".join(words)
+
+
+class Option(_Record):
+    """One joint combination of formats that a kernel accepts."""
+
+    in_: str | tuple[str, ...] | None = Field(None, alias="in", description="format of the data inputs, or one per slot")
+    w: str | None = None
+    b: str | None = None
+    out: str | None = None
+    simd: int | None = Field(None, description="SIMD width, a cost hint")
+    when: dict[str, Any] = Field(default_factory=dict)
+
+
+class Rule(_Record):
+    """One constraint across the tensors of an operator; exactly one of the heads is given."""
+
+    tie: tuple[str, ...] | None = Field(None, description="slots with equal scale and zero point")
+    dtype: tuple[str, ...] | None = Field(None, description="slots with equal storage type")
+    fix: str | None = Field(None, description="slot with the given scale and zp")
+    mono: dict[str, int] | None = Field(None, description="product of scale^exponent with eq, min, max or lt")
+    zero: str | None = Field(None, description="slot whose zero point is eq, or one of a list")
+    wsum_max: float | None = Field(None, description="bound on sum |w_q| per output channel")
+    scale: float | None = None
+    zp: int | None = None
+    eq: Any = None
+    min: float | None = None
+    max: float | None = None
+    lt: float | None = None
+    times: str | None = Field(None, description="attribute that multiplies the product")
+    hard: bool = Field(True, description="false: preferred by the tool, not required by the kernel")
+    note: str = ""
+
+    @model_validator(mode="after")
+    def _one_head(self) -> Rule:
+        heads = [h for h in RULE_HEADS if getattr(self, h) is not None]
+        if len(heads) != 1:
+            raise ValueError(f"a rule has exactly one of {', '.join(RULE_HEADS)}; this one has {', '.join(heads) or 'none'}")
+        named = (*(self.tie or ()), *(self.dtype or ()), *(self.mono or ()), *([self.fix] if self.fix else []), *([self.zero] if self.zero else []))
+        for s in named:
+            if s not in SLOTS:
+                raise ValueError(f"slot '{s}' is unknown; slots are {', '.join(sorted(SLOTS))}")
+        if self.fix and self.scale is None:
+            raise ValueError("fix needs scale (and zp)")
+        if self.mono is not None:
+            bounds = [k for k in ("eq", "min", "max", "lt") if getattr(self, k) is not None]
+            if not bounds:
+                raise ValueError("mono needs one of eq, min, max, lt")
+            if "eq" in bounds and len(bounds) > 1:
+                raise ValueError("mono has eq and a bound: the bound is redundant or contradicts eq")
+            top = self.max if self.max is not None else self.lt
+            if self.min is not None and top is not None and self.min > top:
+                raise ValueError(f"mono can never hold: min {self.min} is above its upper bound {top}")
+        return self
+
+    @property
+    def head(self) -> str:
+        return next(h for h in RULE_HEADS if getattr(self, h) is not None)
+
+
+class OpRule(_Record):
+    """What the chip says about some operators. The first rule that matches an operator wins."""
+
+    match: tuple[str, ...] = Field(min_length=1, description="canonical operators, @groups, or *")
+    where: dict[str, Any] = Field(default_factory=dict, description="predicates on attributes: eq, in, min, max, multiple")
+    when: dict[str, Any] = Field(default_factory=dict, description="architecture or bits gate")
+    use: tuple[Option, ...] = Field((), description="joint choices, the first is the base one")
+    rules: tuple[Rule, ...] = ()
+    exec: Literal["int", "float", "table", "follow"] | None = None
+    src: tuple[str, ...] = Field(min_length=1, description="source ids")
+    conf: Literal["V", "D", "I"] = Field(description="V verified in source, D documented, I inferred")
+    note: str = ""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OpRule:
+        fixed: dict[str, tuple[float | None, int | None]] = {}
+        for r in self.rules:
+            if r.fix and r.hard:
+                if fixed.setdefault(r.fix, (r.scale, r.zp)) != (r.scale, r.zp):
+                    raise ValueError(f"slot '{r.fix}' is fixed to two different scales")
+        return self
+
+    @property
+    def how(self) -> str:
+        return self.exec or "int"
+
+
+class Fuse(_Record):
+    """Operators that run as one kernel."""
+
+    chain: tuple[tuple[str, ...], ...] | None = Field(None, description="alternatives per position")
+    graph: dict[str, Any] | None = Field(None, description="branched pattern: nodes, edges, free_input")
+    inner: str = Field("none", description="format between the parts")
+    when: dict[str, Any] = Field(default_factory=dict)
+    note: str = ""
+    src: tuple[str, ...] = Field(min_length=1)
+    conf: Literal["V", "D", "I"]
+
+    @model_validator(mode="after")
+    def _one_pattern(self) -> Fuse:
+        if (self.chain is None) == (self.graph is None):
+            raise ValueError("a fusion has exactly one of chain, graph")
+        if self.chain is not None and len(self.chain) < 2:
+            raise ValueError("a fusion needs at least two operators")
+        return self
+
+
+class Placement(_Record):
+    """Where quantizers stand."""
+
+    at: Literal["inputs", "outputs", "both"] = "outputs"
+    io_in: tuple[str, ...] = ()
+    io_out: tuple[str, ...] = ()
+    first_last: dict[str, Any] | None = Field(None, description="bits (and slots) of the first and last weighted layer")
+    note: str = ""
+
+
+class Math(_Record):
+    """The chip's arithmetic. Without it exactness is not claimed."""
+
+    q_round: Literal["half_even", "half_away", "half_up", "floor", "trunc"] | None = None
+    w_round: str | None = None
+    requant: dict[str, Any] | None = Field(None, description="form: float, q31, q15, shift, fixed or none; round; passes")
+    acc: tuple[dict[str, Any], ...] = Field((), description="accumulators, innermost first: bits, terms, sat")
+    act_table: dict[str, Any] | None = None
+    note: str = ""
+
+
+class Platform(_Record):
+    """One chip, or one runtime on a chip."""
+
+    name: str
+    schema_: int = Field(0, alias="schema")
+    title: str = ""
+    extends: str | None = None
+    arch: tuple[str, ...] = Field((), description="revision tags, oldest first")
+    formats: dict[str, Format] = Field(default_factory=dict)
+    ops: tuple[OpRule, ...] = ()
+    unlisted: Literal["float", "follow", "reject", "cpu"] = "float"
+    fuse: tuple[Fuse, ...] = ()
+    place: Placement = Field(default_factory=Placement)
+    math: Math = Field(default_factory=Math)
+    deploy: tuple[str, ...] = Field((), description="artefacts, most native first")
+    sources: dict[str, str] = Field(default_factory=dict, description="id -> where the facts come from")
+    gaps: tuple[str, ...] = Field((), description="what is not known")
+    arch_selected: str | None = Field(None, exclude=True)
+    file: str = Field("", exclude=True)
+
+    @field_validator("schema_")
+    @classmethod
+    def _known_schema(cls, v: int) -> int:
+        if v != 0:
+            raise ValueError(f"schema version {v} is not known; this chipfit reads version 0")
+        return v
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of everything that the platform says, the selected revision included."""
+        text = json.dumps([self.model_dump(mode="json", by_alias=True), self.arch_selected], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def allows(self, when: dict[str, Any], *, bits: int = 8, runtime: str | None = None) -> bool:
+        """Whether a gate `when` is open for the selected revision and activation bits."""
+        arch = when.get("arch")
+        if arch is not None and self.arch_selected is not None:
+            at_least = arch.startswith(">=")
+            tag = arch.removeprefix(">=").strip()
+            have, need = self.arch.index(self.arch_selected), self.arch.index(tag) if tag in self.arch else -1
+            if (have < need) if at_least else (have != need):
+                return False
+        if "bits" in when and when["bits"] != bits:
+            return False
+        return not ("runtime" in when and when["runtime"] != runtime)

@@ -1,0 +1,164 @@
+"""From statistics to scales: ranges by rule, ties and fixed outputs by the platform, then one legal projection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from chipfit.assign import Assignment, Slot
+from chipfit.calibration.collect import Need, TensorStats
+from chipfit.graph.ir import Graph
+from chipfit.plan import TensorPlan
+from chipfit.platform import legality
+from chipfit.quantizers.grids import Grid
+from chipfit.ranges import choose as choose_range
+from chipfit.ranges.qparams import QParams, from_min_max
+
+#: least scale ever given: a constant or dead tensor still gets a legal grid
+TINY = 2.0**-24
+#: an int32 bias leaves this much of the accumulator to the products
+_BIAS_SHARE = 0.5
+
+
+def needs(assignment: Assignment, rule: str) -> dict[str, Need]:
+    """What calibration has to collect: a histogram only where a range will be searched in it."""
+    fixed = legality.fixed(assignment.bindings)
+    return {
+        s.name: Need(histogram=rule != "no_clipping" and s.name not in fixed)
+        for s in assignment.slots.values()
+        if s.role == "activation"
+    }
+
+
+def choose(
+    graph: Graph,
+    assignment: Assignment,
+    stats: Mapping[str, TensorStats],
+    *,
+    rule: str = "mse",
+    weight_rule: str = "mse",
+    z_threshold: float | None = None,
+) -> dict[str, TensorPlan]:
+    """Scale and zero point of every tensor.
+
+    Ranges are searched per tensor; tied tensors take the union of theirs, so that no member clips; outputs that
+    the chip fixes are set; the rest is projected onto the platform's rules; biases follow from their inputs.
+
+    Raises:
+        UnsupportedError: the rules of the platform contradict each other for this model.
+    """
+    layers = {n.name: n for n in graph.nodes}
+    fixed = legality.fixed(assignment.bindings)
+    grids = {s.name: _grid(s, stats.get(s.name), graph) for s in assignment.slots.values()}
+    found: dict[str, QParams] = {}
+    origin: dict[str, str] = {}
+
+    for s in assignment.slots.values():
+        if s.role == "bias":
+            continue
+        if s.name in fixed:
+            scale, zero = fixed[s.name]
+            found[s.name] = QParams(torch.tensor(scale, dtype=torch.float32), torch.tensor(zero, dtype=torch.int32))
+            origin[s.name] = "fixed by the platform"
+        elif s.role == "weight":
+            w = graph.weights[s.name].detach()
+            wanted = weight_rule if s.axis is not None or grids[s.name].symmetric else "no_clipping"
+            found[s.name] = choose_range(w, grids[s.name], rule=wanted, axis=s.axis)
+            origin[s.name] = f"{wanted} over the weights"
+        else:
+            found[s.name] = choose_range(stats[s.name], grids[s.name], rule=rule, z_threshold=z_threshold)
+            origin[s.name] = f"{rule} over {stats[s.name].batches} batches"
+
+    for members in legality.tie_groups(assignment.bindings):
+        _tie(sorted(m for m in members if m in found), found, grids, fixed, origin)
+    _project(assignment, grids, found, origin)
+
+    out: dict[str, TensorPlan] = {}
+    for s in assignment.slots.values():
+        if s.role != "bias":
+            out[s.name] = _entry(graph, layers, s, grids[s.name], found[s.name], origin[s.name], stats.get(s.name))
+    _biases(graph, assignment, grids, out, layers)
+    for name, why in assignment.floats.items():
+        if name not in out:
+            node = next((n for n in graph.nodes if name in n.outputs or name in n.inputs), None)
+            role = "weight" if graph.is_weight(name) else "activation"
+            out[name] = TensorPlan(name=name, role=role, why=why, layer=node.layer if node else "", op=node.op if node else "")
+    return out
+
+
+def _grid(slot: Slot, stats: TensorStats | None, graph: Graph) -> Grid:
+    """The format with its signedness decided from the data."""
+    if slot.format.signed != "auto":
+        return slot.format.grid()
+    low = stats.low if stats is not None else float(graph.weights[slot.name].min())
+    return slot.format.grid(signed=low < 0)
+
+
+def _tie(members: list[str], found: dict[str, QParams], grids: Mapping[str, Grid], fixed: Mapping[str, Any], origin: dict[str, str]) -> None:
+    """Give all members one scale and zero point that covers the range of each."""
+    if len(members) < 2:
+        return
+    anchor = next((m for m in members if m in fixed), None)
+    if anchor is not None:
+        shared = found[anchor]
+    else:
+        grid = grids[members[0]]
+        bounds = [found[m].bounds(grids[m]) for m in members]
+        low, high = min(b[0] for b in bounds), max(b[1] for b in bounds)
+        same = all(torch.equal(found[m].scale, found[members[0]].scale) and torch.equal(found[m].zero_point, found[members[0]].zero_point) for m in members)
+        shared = found[members[0]] if same else from_min_max(low, high, grid)
+    for m in members:
+        if m not in fixed:
+            origin[m] += f", tied with {', '.join(repr(o) for o in members if o != m)}"
+        found[m] = shared
+
+
+def _project(assignment: Assignment, grids: Mapping[str, Grid], found: dict[str, QParams], origin: dict[str, str]) -> None:
+    """Move scales the least that makes every rule of the platform hold."""
+    solution = legality.project(
+        {name: legality.Var(scale=q.scale, zero_point=q.zero_point, grid=grids[name]) for name, q in found.items()},
+        assignment.bindings,
+    )
+    for name, moved in solution.items():
+        if not torch.equal(moved.scale, found[name].scale) or not torch.equal(moved.zero_point, found[name].zero_point):
+            found[name] = QParams(moved.scale, moved.zero_point)
+            origin[name] += ", moved to satisfy the platform's rules"
+
+
+def _entry(
+    graph: Graph, layers: Mapping[str, Any], slot: Slot, grid: Grid, q: QParams, origin: str, stats: TensorStats | None
+) -> TensorPlan:
+    node = layers.get(slot.node)
+    return TensorPlan(
+        name=slot.name, role=slot.role, layer=node.layer if node else "", op=node.op if node else "Input",
+        format=slot.format_name, grid=grid, scale=q.scale, zero_point=q.zero_point, axis=slot.axis, origin=origin,
+        low=stats.low if stats is not None else None, high=stats.high if stats is not None else None,
+    )  # fmt: skip
+
+
+def _biases(
+    graph: Graph, assignment: Assignment, grids: Mapping[str, Grid], out: dict[str, TensorPlan], layers: Mapping[str, Any]
+) -> None:
+    """int32 biases at s_in * s_w. Where a bias would not fit, its channel's weight scale grows until it does."""
+    for b in assignment.bindings:
+        for name in b.slots.get("b", ()):
+            slot, grid = assignment.slots[name], grids[name]
+            s_in = out[b.slots["in0"][0]].scale
+            w = out[b.slots["w"][0]]
+            assert s_in is not None and w.scale is not None
+            bias = graph.weights[name].detach().abs()
+            need = bias / (s_in * grid.qmax * _BIAS_SHARE)  # [C_out]: least weight scale that stores the bias
+            per_channel = w.scale.dim() == 1 and w.scale.numel() == bias.numel()
+            need = need if per_channel else need.max()
+            if bool((w.scale < need).any()):
+                w = w.with_(scale=torch.maximum(w.scale, need.to(torch.float32)), origin=w.origin + ", enlarged to store the bias")
+                out[w.name] = w
+            assert w.scale is not None
+            scale = (s_in * w.scale).to(torch.float32)
+            if slot.axis is not None and scale.dim() == 0:
+                scale = scale.expand(bias.numel()).contiguous()
+            out[name] = _entry(
+                graph, layers, slot, grid, QParams(scale, torch.zeros_like(scale, dtype=torch.int32)), "input scale x weight scale", None
+            )

@@ -1,0 +1,81 @@
+"""Fusion: longest complete pattern first, no node twice, nothing across a branch or an output."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.passes.fuse import fuse
+
+CONV, RELU, ADD = frozenset({"Conv2D"}), frozenset({"Relu"}), frozenset({"Add"})
+
+
+def net(*rows: tuple[str, str, str], outputs: tuple[str, ...] = ()) -> Graph:
+    """A graph from (name, operator, space-separated inputs); a value has the name of its node."""
+    nodes = [Node(name, op, (*ins.split(), *(["w"] if op == "Conv2D" else [])), (name,)) for name, op, ins in rows]
+    values = {n: Value(n, (None, 4, 8, 8)) for n in ("x", *(n.name for n in nodes))}
+    return Graph(nodes, ["x"], list(outputs or (rows[-1][0],)), values, {"w": torch.zeros(4, 4, 1, 1)})
+
+
+def groups(graph: Graph, *patterns: tuple[frozenset[str], ...]) -> list[tuple[str, ...]]:
+    return list(fuse(graph, patterns)[0])
+
+
+def test_only_the_convolution_next_to_the_relu_fuses():
+    graph = net(("c1", "Conv2D", "x"), ("c2", "Conv2D", "c1"), ("r", "Relu", "c2"))
+    assert groups(graph, (CONV, RELU)) == [("c2", "r")]
+
+
+def test_a_pattern_with_alternatives_matches_each_of_them():
+    acts = ("Tanh", "Relu", "Sigmoid", "Swish")
+    rows, last = [("c0", "Conv2D", "x")], "c0"
+    for i, act in enumerate(acts, 1):
+        rows += [(f"c{i}", "Conv2D", last), (f"a{i}", act, f"c{i}")]
+        last = f"a{i}"
+    assert groups(net(*rows), (CONV, frozenset(acts))) == [(f"c{i}", f"a{i}") for i in (1, 2, 3, 4)]
+    assert groups(net(*rows), (CONV, RELU)) == [("c2", "a2")]
+
+
+def test_a_shorter_complete_pattern_is_taken_when_the_longer_one_breaks_off():
+    graph = net(("c", "Conv2D", "x"), ("r", "Relu", "c"), ("a", "Add", "r x"), ("t", "Tanh", "a"))
+    longer = (CONV, RELU, ADD, frozenset({"Sigmoid"}))
+    assert groups(graph, (CONV, RELU), longer) == [("c", "r")]
+    assert groups(graph, (CONV, RELU), longer, (CONV, RELU, ADD)) == [("c", "r", "a")]
+
+
+def test_a_node_belongs_to_one_group():
+    chain = net(("c", "Conv2D", "x"), ("r1", "Relu", "c"), ("r2", "Relu", "r1"))
+    assert groups(chain, (CONV, RELU), (RELU, RELU)) == [("c", "r1")]
+    two = net(("c1", "Conv2D", "x"), ("c2", "Conv2D", "x"), ("a", "Add", "c1 c2"))
+    assert groups(two, (CONV, ADD)) == [("c1", "a")]
+
+
+def test_a_value_with_two_readers_does_not_fuse_and_the_note_says_so():
+    graph = net(("c", "Conv2D", "x"), ("r", "Relu", "c"), ("a", "Add", "r c"))
+    found, notes = fuse(graph, [(CONV, RELU)])
+    assert found == ()
+    assert notes == ["'c' and 'r' do not fuse: the value between them has 2 readers"]
+
+
+def test_the_tail_of_a_group_may_branch():
+    graph = net(("c", "Conv2D", "x"), ("r", "Relu", "c"), ("a", "Add", "r r"))
+    assert groups(graph, (CONV, RELU)) == [("c", "r")]
+
+
+def test_nothing_fuses_across_an_output_of_the_model():
+    graph = net(("c", "Conv2D", "x"), ("r", "Relu", "c"), outputs=("c", "r"))
+    found, notes = fuse(graph, [(CONV, RELU)])
+    assert found == () and "output of the model" in notes[0]
+
+
+@pytest.mark.parametrize("word", ["Clamp", "HardTanh", "ReluN1To1"])
+def test_a_platforms_own_word_for_an_operator_is_understood(word):
+    graph = net(("c", "Conv2D", "x"), ("k", "Clamp", "c"))
+    graph.nodes[1] = graph.nodes[1].with_(attrs={"min": -1.0, "max": 1.0})
+    assert groups(graph, (CONV, frozenset({word}))) == [("c", "k")]
+
+
+def test_a_folded_batch_norm_leaves_the_pattern():
+    graph = net(("c", "Conv2D", "x"), ("r", "Relu", "c"))
+    assert groups(graph, (CONV, frozenset({"BatchNorm"}), RELU)) == [("c", "r")]
