@@ -1,0 +1,115 @@
+"""Run a Graph on the torch engine, and move between a model's own arguments and flat lists of tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from chipfit.errors import DataError
+from chipfit.frameworks.torch.ops import execute
+from chipfit.graph.ir import Graph, Node
+
+Hook = Callable[[Node, tuple[Any, ...]], tuple[Any, ...]]
+
+
+def run(
+    graph: Graph,
+    inputs: Sequence[torch.Tensor],
+    *,
+    hook: Hook | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    keep: Collection[str] = (),
+) -> dict[str, Any]:
+    """Execute every node in order; a value is freed after its last reader.
+
+    Args:
+        graph: what to run.
+        inputs: one tensor per graph input.
+        hook: called with each node and its outputs; what it returns takes their place.
+        weights: replaces `graph.weights`, for example by quantized ones.
+        keep: value names to hold beyond their last use.
+
+    Returns:
+        The graph's outputs and the kept values, by name.
+    """
+    env: dict[str, Any] = dict(zip(graph.inputs, inputs, strict=True))
+    table = graph.weights if weights is None else weights
+    held = {*graph.outputs, *keep}
+    last: dict[str, int] = {}
+    for k, n in enumerate(graph.nodes):
+        for i in n.inputs:
+            if i is not None:
+                last[i] = k
+    for k, n in enumerate(graph.nodes):
+        args = [None if i is None else env[i] if i in env else table[i] for i in n.inputs]
+        results = execute(n, args)
+        del args
+        if hook is not None:
+            results = hook(n, results)
+        env.update(zip(n.outputs, results, strict=False))
+        del results
+        for i in {*n.inputs, *n.outputs}:
+            if i in env and i not in held and last.get(i, -1) <= k:
+                del env[i]
+    return {name: env[name] if name in env else table[name] for name in held}
+
+
+def flatten_inputs(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
+    """The tensors of a call, in the order of `graph.inputs`.
+
+    Raises:
+        DataError: the call has another structure than the captured one.
+    """
+    spec = json.loads(graph.in_spec)
+    kwargs = dict(kwargs or {})
+    names = spec["kwargs"]
+    if set(kwargs) == set(names):
+        kwargs = {k: kwargs[k] for k in names}
+    leaves, tree = pytree.tree_flatten((tuple(args), kwargs))
+    if len(leaves) != spec["leaves"]:
+        raise DataError(
+            "The model was captured with other inputs",
+            got=f"{len(args)} positional and {sorted(kwargs)} keyword arguments, {len(leaves)} leaves",
+            allowed=f"{spec['args']} positional and {sorted(names)} keyword arguments, {spec['leaves']} leaves",
+        )
+    return [leaves[i] for i in spec["tensors"]]
+
+
+def unflatten_outputs(graph: Graph, outputs: Sequence[Any]) -> Any:
+    """The structure that the user's model returns, from one value per graph output."""
+    spec = json.loads(graph.out_spec)
+    leaves = [outputs[x["output"]] if "output" in x else x["constant"] for x in spec["leaves"]]
+    return pytree.tree_unflatten(leaves, load_tree(spec))
+
+
+def load_tree(spec: Mapping[str, Any]) -> Any:
+    """The pytree of a saved spec; where its classes cannot be imported here, plain dicts and tuples of the same shape."""
+    try:
+        return pytree.treespec_loads(spec["tree"])
+    except Exception:  # pytree raises many types for unknown classes; the plain form always loads
+        return pytree.treespec_loads(spec["plain"])
+
+
+def dump_tree(tree: Any, example: Any) -> dict[str, str]:
+    """A pytree spec as JSON, with the plain form that loads without the user's classes."""
+    plain = pytree.treespec_dumps(pytree.tree_structure(_plain(example)))
+    try:
+        return {"tree": pytree.treespec_dumps(tree), "plain": plain}
+    except Exception:  # a class without serialised name
+        return {"tree": plain, "plain": plain}
+
+
+def _plain(x: Any) -> Any:
+    import dataclasses
+
+    if isinstance(x, Mapping):
+        return {k: _plain(v) for k, v in x.items() if v is not None or type(x) is dict}
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return {f.name: _plain(getattr(x, f.name)) for f in dataclasses.fields(x) if getattr(x, f.name) is not None}
+    if isinstance(x, (tuple, list)):
+        return type(x)(_plain(v) for v in x) if type(x) in (tuple, list) else tuple(_plain(v) for v in x)
+    return x
