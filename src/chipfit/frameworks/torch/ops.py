@@ -351,7 +351,7 @@ def fill(template: Any, inputs: Sequence[Any]) -> Any:
 def _constant(text: str) -> Any:
     """dtype, device, layout or memory format from its name."""
     kind, _, name = text.partition(":")
-    return torch.device(name) if kind == "device" else getattr(torch, name)
+    return torch.device(name) if kind == "device" else getattr(torch, text)
 
 
 def call(node: Node, inputs: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
