@@ -1,0 +1,137 @@
+"""One streaming pass over the calibration data: statistics of every tensor, memory bounded, no sample kept."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from chipfit.calibration.histogram import Histogram, in_memory_order
+from chipfit.errors import DataError
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.run import run
+
+#: a histogram counts every element up to this many per batch, then every STRIDE-th
+_SMALL, _STRIDE = 1 << 14, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What to collect for one tensor; the range always."""
+
+    histogram: bool = True
+
+
+@dataclass(slots=True)
+class TensorStats:
+    """What calibration saw of one tensor."""
+
+    name: str
+    low: float = math.inf
+    high: float = -math.inf
+    count: int = 0  #: elements seen
+    batches: int = 0
+    histogram: Histogram | None = None
+    first_low: list[float] = field(default_factory=list)
+
+    def update(self, x: torch.Tensor, need: Need) -> None:
+        """Add one batch of the tensor, any shape."""
+        low, high = (float(v) for v in torch.aminmax(x))
+        self.low, self.high = min(self.low, low), max(self.high, high)
+        self.count += x.numel()
+        self.batches += 1
+        if need.histogram and math.isfinite(low) and math.isfinite(high):
+            if self.histogram is None:
+                self.histogram = Histogram()
+            self.histogram.add(in_memory_order(x, _STRIDE if x.numel() > _SMALL else 1), max(-low, high))
+
+
+def collect(
+    graph: Graph, batches: Iterable[Sequence[torch.Tensor]], *, tensors: Mapping[str, Need], progress: bool = False, seed: int = 0
+) -> dict[str, TensorStats]:
+    """Run the float graph over all batches and gather statistics of `tensors`.
+
+    Convolution networks run in channels-last layout, which changes speed and not results.
+
+    Raises:
+        DataError: no batch at all, or NaN or infinity, naming the layer where it first appears.
+    """
+    stats = {name: TensorStats(name) for name in tensors}
+    weights = _channels_last(graph)
+    layers = {o: n for n in graph.nodes for o in n.outputs}
+    count = 0
+
+    def see(name: str, x: Any) -> None:
+        s = stats[name]
+        s.update(x.float() if x.dtype is not torch.float32 else x, tensors[name])
+        if not (math.isfinite(s.low) and math.isfinite(s.high)):
+            node = layers.get(name)
+            who = f"layer '{node.layer or node.name}' ({node.op})" if node else f"input '{name}'"
+            raise DataError(
+                f"Batch {count} makes NaN or infinite values in {who}",
+                where=node.source if node else "",
+                hint="check the weights of that layer and the scaling of the inputs",
+            )
+
+    def hook(node: Node, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        for o, x in zip(node.outputs, outputs, strict=False):
+            if o in stats and x.numel():
+                see(o, x)
+        return outputs
+
+    bar, total = _bar(progress, batches)
+    with bar as shown, torch.inference_mode():
+        task = shown.add_task("calibrating", total=total) if shown is not None else None
+        for batch in batches:
+            inputs = [_layout(x) for x in batch]
+            for name, x in zip(graph.inputs, inputs, strict=True):
+                if name in stats:
+                    see(name, x)
+            _run_checked(graph, inputs, hook, weights, count)
+            count += 1
+            if shown is not None and task is not None:
+                shown.advance(task)
+    if count == 0:
+        raise DataError("The calibration data are empty", hint="give at least one batch; a generator can be used up only once")
+    return stats
+
+
+def _run_checked(graph: Graph, inputs: list[torch.Tensor], hook: Any, weights: Mapping[str, torch.Tensor], index: int) -> None:
+    try:
+        run(graph, inputs, hook=hook, weights=weights)
+    except RuntimeError as e:
+        want = {n: graph.values[n].shape for n in graph.inputs}
+        raise DataError(
+            f"Batch {index} does not run through the model: {str(e).splitlines()[0]}",
+            got=", ".join(str(list(x.shape)) for x in inputs),
+            allowed=", ".join(f"{n} {['batch' if d is None else d for d in s]}" for n, s in want.items()),
+            hint="give batches of the shape that the model was captured with",
+        ) from e
+
+
+def _layout(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+
+
+def _channels_last(graph: Graph) -> dict[str, torch.Tensor]:
+    convs = {n.inputs[1] for n in graph.nodes if n.op in ("Conv2D", "DepthwiseConv2D", "TransposeConv2D")}
+    return {k: w.contiguous(memory_format=torch.channels_last) if k in convs and w.dim() == 4 else w for k, w in graph.weights.items()}
+
+
+def _bar(progress: bool, batches: Iterable[Any]) -> tuple[Any, int | None]:
+    """A progress bar with time left, on a terminal only."""
+    try:
+        total = len(batches)  # type: ignore[arg-type]  # an iterator has no length: the bar then shows no end
+    except TypeError:
+        total = None
+    if not (progress and sys.stderr.isatty()):
+        return nullcontext(), total
+    from rich.console import Console
+    from rich.progress import Progress
+
+    return Progress(console=Console(stderr=True), transient=True), total

@@ -1,0 +1,153 @@
+"""Calibration data in any usual form, as flat lists of tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from chipfit.errors import DataError
+from chipfit.graph.ir import Graph
+from chipfit.graph.run import flatten_inputs
+
+#: rows per batch when one big array is given
+_ROWS = 16
+
+
+def iterate(data: Any) -> Iterator[Any]:
+    """The batches of `data`: a callable is called, one big array is cut, any iterable is walked.
+
+    Raises:
+        DataError: not data at all.
+    """
+    if callable(data) and not isinstance(data, Iterable):
+        data = data()
+    if isinstance(data, np.ndarray):
+        data = torch.from_numpy(data)
+    if isinstance(data, torch.Tensor):
+        if data.dim() == 0:
+            raise DataError("Calibration data is a single number", got=str(data), allowed="batches of inputs")
+        return iter(data.split(_ROWS))
+    if isinstance(data, (str, bytes)) or not isinstance(data, Iterable) or isinstance(data, Mapping):
+        raise DataError(
+            "This is not calibration data",
+            got=type(data).__name__,
+            allowed="an iterable of batches (tensors, tuples, dicts), an array with the batch on axis 0, or a callable that returns one",
+            hint="wrap a single batch in a list: [batch]",
+        )
+    return iter(data)
+
+
+def first_batch(data: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Example arguments for the capture from the first batch, and the data with that batch still in it.
+
+    The example has at most two rows: the capture learns shapes, not values.
+
+    Raises:
+        DataError: the data are empty.
+    """
+    batches_ = iterate(data)
+    try:
+        first = next(batches_)
+    except StopIteration:
+        raise DataError("The calibration data are empty", hint="give at least one batch; a generator can be used up only once") from None
+    args, kwargs = _call(first)
+    if len(args) > 1 and _is_label(args[-1]) and isinstance(args[0], torch.Tensor):
+        args = args[:-1]  # (input, label), as a DataLoader yields it
+    small = lambda x: x[:2] if isinstance(x, torch.Tensor) and x.dim() else x  # noqa: E731 -- a one-word rule, used twice
+    from torch.utils._pytree import tree_map
+
+    return tree_map(small, args), tree_map(small, kwargs), itertools.chain([first], batches_)
+
+
+def _is_label(x: Any) -> bool:
+    return isinstance(x, (int, list)) or (isinstance(x, torch.Tensor) and not x.is_floating_point() and x.dim() <= 1)
+
+
+def _tensors(x: Any) -> Any:
+    if isinstance(x, np.ndarray):
+        return torch.from_numpy(x)
+    if isinstance(x, Mapping):
+        return {k: _tensors(v) for k, v in x.items()}
+    if isinstance(x, (tuple, list)) and not (isinstance(x, list) and x and isinstance(x[0], (int, float))):
+        return type(x)(_tensors(v) for v in x) if type(x) in (tuple, list) else tuple(_tensors(v) for v in x)
+    return x
+
+
+def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    batch = _tensors(batch)
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """One batch as (tensors in the graph's input order, labels or None).
+
+    Raises:
+        DataError: the batch does not fit the captured call; says what was expected.
+    """
+    import json
+
+    spec = json.loads(graph.in_spec)
+    args, kwargs = _call(batch)
+    label = None
+    if kwargs and not spec["kwargs"] and spec["args"] == 1:
+        args, kwargs = (dict(kwargs),), {}  # the model takes one dict
+    elif kwargs and spec["kwargs"] and set(kwargs) != set(spec["kwargs"]):
+        label = next((kwargs[k] for k in ("labels", "label", "y") if k in kwargs and k not in spec["kwargs"]), None)
+        kwargs = {k: v for k, v in kwargs.items() if k in spec["kwargs"]}
+    if len(args) == spec["args"] + 1:
+        *rest, label = args
+        args = tuple(rest)
+    flat = flatten_inputs(graph, args, kwargs)
+    out = []
+    for name, x in zip(graph.inputs, flat, strict=True):
+        out.append(_fit(graph, name, x))
+    return out, label if label is None else torch.as_tensor(label)
+
+
+def _fit(graph: Graph, name: str, x: Any) -> torch.Tensor:
+    want = graph.values[name]
+    if not isinstance(x, torch.Tensor):
+        raise DataError(f"Input '{name}' is not a tensor", got=type(x).__name__, allowed=f"{want.dtype} {list(want.shape)}")
+    if str(x.dtype) == "torch.float64" and want.dtype == "float32":
+        x = x.float()
+    if want.dtype.startswith("float") and not x.is_floating_point():
+        raise DataError(
+            f"Input '{name}' holds integers, the model was captured with floats",
+            got=str(x.dtype).removeprefix("torch."),
+            allowed=want.dtype,
+            hint="convert and scale it as in training, for example x.float() / 255",
+        )
+    bad = len(x.shape) != len(want.shape) or any(w is not None and w != s for w, s in zip(want.shape, x.shape, strict=False))
+    if bad:
+        raise DataError(
+            f"Input '{name}' has the wrong shape",
+            got=str(list(x.shape)),
+            allowed=str(["batch" if d is None else d for d in want.shape]),
+            hint="every batch needs the shape of the example; only the batch size may differ",
+        )
+    return x.detach()
+
+
+class batches:  # noqa: N801 -- reads as a verb where it is used: for x in batches(data, graph)
+    """Iterate over data as flat lists of tensors; has a length when the data have one."""
+
+    def __init__(self, data: Any, graph: Graph) -> None:
+        self.data, self.graph = data, graph
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        for batch in iterate(self.data):
+            flat, _ = split_label(batch, self.graph)
+            if flat and flat[0].dim() and flat[0].shape[0] == 0:
+                continue
+            yield flat
+
+    def __len__(self) -> int:
+        return len(self.data)

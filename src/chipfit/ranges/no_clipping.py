@@ -1,0 +1,28 @@
+"""The whole range that was seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from chipfit.quantizers.grids import Grid
+from chipfit.ranges.qparams import QParams, finish_scale, from_min_max
+from chipfit.ranges.search import Sample
+from chipfit.registry import register
+
+
+@register("range", "no_clipping")
+@dataclass(frozen=True, slots=True)
+class NoClippingRange:
+    """Minimum and maximum: nothing that was seen is clipped."""
+
+    expand: bool = True  #: False: a signed symmetric threshold is max|x| itself, so that +max rounds down one code
+
+    def __call__(self, sample: Sample, grid: Grid) -> QParams:
+        """sample: extremes [C]. Returns QParams [C]."""
+        if not self.expand and grid.zero == 0:
+            threshold = torch.maximum(sample.high.abs(), sample.low.abs())
+            scale = finish_scale(threshold / (-grid.qmin or grid.qmax + 1), grid)
+            return QParams(scale, torch.zeros_like(scale, dtype=torch.int32))
+        return from_min_max(sample.low, sample.high, grid)

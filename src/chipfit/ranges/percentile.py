@@ -1,0 +1,31 @@
+"""Cut a fixed share of the values at each end. Never a default: it destroys tensors whose outliers matter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from chipfit.quantizers.grids import Grid
+from chipfit.ranges.qparams import QParams, from_min_max
+from chipfit.ranges.search import Sample
+from chipfit.registry import register
+
+
+@register("range", "percentile")
+@dataclass(frozen=True, slots=True)
+class PercentileRange:
+    """The range between the quantiles 1 - share and share."""
+
+    share: float = 0.9999  #: of the values that lie below the upper end
+
+    def __call__(self, sample: Sample, grid: Grid) -> QParams:
+        """sample: values [C, N] with weights. Returns QParams [C]."""
+        order = sample.values.argsort(1)
+        x = sample.values.gather(1, order).double()
+        w = torch.ones_like(x) if sample.weights is None else sample.weights.gather(1, order)
+        cdf = w.cumsum(1) / w.sum(1, keepdim=True)
+        last = x.shape[1] - 1
+        top = (cdf < self.share).sum(1, keepdim=True).clamp_max(last)
+        bottom = (cdf <= 1 - self.share).sum(1, keepdim=True).clamp_max(last)
+        return from_min_max(x.gather(1, bottom)[:, 0].maximum(sample.low), x.gather(1, top)[:, 0].minimum(sample.high), grid)

@@ -1,0 +1,64 @@
+"""Scale and zero point from a range."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from chipfit.quantizers.grids import Grid
+
+#: least scale ever given, so that constant and dead tensors get a legal grid
+LEAST_SCALE = 2.0**-24
+
+
+@dataclass(frozen=True, slots=True)
+class QParams:
+    """Where a grid lies: scale float32 and zero point int32, [] or [C]."""
+
+    scale: torch.Tensor
+    zero_point: torch.Tensor
+
+    def bounds(self, grid: Grid) -> tuple[float, float]:
+        """The least and the greatest real that the grid holds (over all channels)."""
+        low = (grid.qmin - self.zero_point).double() * self.scale.double()
+        high = (grid.qmax - self.zero_point).double() * self.scale.double()
+        return float(low.min()), float(high.max())
+
+
+def finish_scale(scale: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """A legal float32 scale near `scale`: positive, at least the hardware's least, a power of two where demanded (rounded up)."""
+    least = max(LEAST_SCALE, grid.scale_min or 0.0)
+    scale = scale.double().clamp_min(least)
+    if grid.pot:
+        scale = torch.exp2(torch.ceil(torch.log2(scale) - 1e-9))
+    return scale.to(torch.float32)
+
+
+def from_min_max(low: torch.Tensor | float, high: torch.Tensor | float, grid: Grid) -> QParams:
+    """The grid that just holds [low, high] and 0.
+
+    Args:
+        low, high: in the tensor's unit, [] or [C]; widened to contain 0.
+        grid: affine when its zero point is free, else symmetric about its fixed zero point.
+
+    Affine: s = (high - low) / (qmax - qmin), z = round(qmin - low / s). Jacob et al. 2018, arXiv:1712.05877, eq. 1.
+    Symmetric: the least s with low >= (qmin - z) s and high <= (qmax - z) s.
+    """
+    lo = torch.as_tensor(low, dtype=torch.float64).clamp_max(0.0)
+    hi = torch.as_tensor(high, dtype=torch.float64).clamp_min(0.0)
+    if grid.zero == "any":
+        scale = finish_scale((hi - lo) / (grid.qmax - grid.qmin), grid)
+        zero = torch.clamp(torch.round(grid.qmin - lo / scale.double()), grid.qmin, grid.qmax)
+        return QParams(scale, zero.to(torch.int32))
+    z = grid.zero if isinstance(grid.zero, int) else _pick(grid.zero, lo)
+    above = hi / (grid.qmax - z) if grid.qmax > z else torch.zeros_like(hi)
+    below = lo / (grid.qmin - z) if grid.qmin < z else torch.zeros_like(lo)
+    scale = finish_scale(torch.maximum(above, below), grid)
+    return QParams(scale, torch.full_like(scale, z, dtype=torch.int32))
+
+
+def _pick(allowed: tuple[int, ...] | str, low: torch.Tensor) -> int:
+    """Of a set of zero points, the lowest for data without negative values, the highest otherwise."""
+    assert not isinstance(allowed, str)  # "any" is the affine case
+    return min(allowed) if float(low.min()) >= 0 else max(allowed)
