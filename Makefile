@@ -1,0 +1,51 @@
+# Everything a contributor types. `make setup` is implied; a second run of it does nothing.
+
+PYTHON ?= python3
+BIN := .venv/bin
+# One process per pytest worker, one thread per process: fastest on small machines, and floats add in one order.
+QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+WORKERS ?= 2
+
+.PHONY: help setup demo test test-all check format docs bench clean
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: .venv/.ready ## make .venv and install chipfit with every tool it is developed with
+
+.venv/.torch: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	touch $@
+
+.venv/.ready: .venv/.torch pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[onnx,openvino,report,dev]"
+	touch $@
+
+demo: setup ## quantize a small network, export it, verify every integer, write a report to demo_out/
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/chipfit demo
+
+check: setup ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup ## let ruff repair what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: check ## what every change must pass
+	$(QUIET) $(BIN)/pytest -q -n $(WORKERS) -m "not slow"
+
+test-all: check ## the same, with the slow tests: model zoo, many random networks
+	$(QUIET) $(BIN)/pytest -q -n $(WORKERS)
+
+docs: setup ## write the generated pages again: support tables, schema reference, JSON schema
+	$(BIN)/python -m docs.generate
+
+bench: setup ## time and memory against the limits, and the exactness table
+	$(BIN)/python benchmarks/ptq_speed.py
+	$(BIN)/python benchmarks/exactness.py
+	$(BIN)/python benchmarks/import_time.py
+
+clean: ## remove what the targets above made, except .venv
+	rm -rf build dist site demo_out out .pytest_cache .ruff_cache .mypy_cache .hypothesis
