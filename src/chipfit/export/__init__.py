@@ -1,0 +1,28 @@
+"""Files for the chip: one format a module, chosen by suffix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chipfit.errors import UnknownNameError
+from chipfit.registry import lookup, registered
+
+if TYPE_CHECKING:
+    from chipfit.graph.ir import Graph
+    from chipfit.plan import Plan
+    from chipfit.platform.schema import Platform
+
+_SUFFIX = {".onnx": "onnx", ".json": "encodings"}
+
+
+def export(graph: Graph, plan: Plan, path: str | Path, platform: Platform, **options: Any) -> Path:
+    """Write `plan` in the format that the suffix of `path` names.
+
+    Raises:
+        UnknownNameError: no exporter for this suffix.
+    """
+    path = Path(path)
+    if path.suffix not in _SUFFIX or _SUFFIX[path.suffix] not in registered("exporter"):
+        raise UnknownNameError("file format", path.suffix, _SUFFIX)
+    return lookup("exporter", _SUFFIX[path.suffix])(graph, plan, path, platform, **options)

@@ -1,0 +1,90 @@
+"""Two standard networks at their standard widths, with random weights: speed depends on shapes, not on values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def conv_bn(c_in: int, c_out: int, kernel: int, stride: int = 1, groups: int = 1, act: type[nn.Module] | None = nn.ReLU) -> nn.Sequential:
+    """Convolution without bias, batch norm, and an activation unless `act` is None."""
+    conv = nn.Conv2d(c_in, c_out, kernel, stride, kernel // 2, groups=groups, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(c_out), *([act()] if act else []))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut.  He et al. 2016, arXiv:1512.03385, fig. 2."""
+
+    def __init__(self, c_in: int, c_out: int, stride: int) -> None:
+        super().__init__()
+        self.first = conv_bn(c_in, c_out, 3, stride)
+        self.second = conv_bn(c_out, c_out, 3, act=None)
+        self.shortcut = conv_bn(c_in, c_out, 1, stride, act=None) if stride > 1 or c_in != c_out else nn.Identity()
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.second(self.first(x)) + self.shortcut(x))
+
+
+class ResNet18(nn.Module):
+    """ResNet-18, images [N, 3, 224, 224] to logits [N, classes].  arXiv:1512.03385, table 1; 11.7 M parameters."""
+
+    def __init__(self, classes: int = 1000) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(conv_bn(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1))
+        widths = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
+        self.stages = nn.Sequential(*(nn.Sequential(BasicBlock(i, o, s), BasicBlock(o, o, 1)) for i, o, s in widths))
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stages(self.stem(x)))
+
+
+class InvertedResidual(nn.Module):
+    """Widen 1x1, filter 3x3 depthwise, narrow 1x1.  Sandler et al. 2018, arXiv:1801.04381, fig. 3b."""
+
+    def __init__(self, c_in: int, c_out: int, stride: int, widen: int) -> None:
+        super().__init__()
+        c = c_in * widen
+        expand = [conv_bn(c_in, c, 1, act=nn.ReLU6)] if widen > 1 else []
+        self.body = nn.Sequential(*expand, conv_bn(c, c, 3, stride, groups=c, act=nn.ReLU6), conv_bn(c, c_out, 1, act=None))
+        self.keeps_shape = stride == 1 and c_in == c_out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x) if self.keeps_shape else self.body(x)
+
+
+class MobileNetV2(nn.Module):
+    """MobileNetV2 1.0, images [N, 3, 224, 224] to logits [N, classes].  arXiv:1801.04381, table 2; 3.5 M parameters."""
+
+    #: widening, channels out, repetitions, stride of the first
+    ROWS = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+
+    def __init__(self, classes: int = 1000) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [conv_bn(3, 32, 3, 2, act=nn.ReLU6)]
+        c = 32
+        for widen, out, times, stride in self.ROWS:
+            for i in range(times):
+                layers.append(InvertedResidual(c, out, stride if i == 0 else 1, widen))
+                c = out
+        self.features = nn.Sequential(*layers, conv_bn(c, 1280, 1, act=nn.ReLU6))
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1280, classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+#: name -> (class, parameters in millions as published)
+MODELS: dict[str, tuple[type[nn.Module], float]] = {"resnet18": (ResNet18, 11.7), "mobilenetv2": (MobileNetV2, 3.5)}
+
+
+def build(name: str, seed: int = 0) -> nn.Module:
+    """One of `MODELS` in eval mode; batch norm gets random statistics, so that folding it is real work."""
+    torch.manual_seed(seed)
+    model = MODELS[name][0]().eval()
+    for m in model.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            for tensor, low, high in ((m.running_mean, -0.1, 0.1), (m.running_var, 0.8, 1.2), (m.weight, 0.8, 1.2), (m.bias, -0.1, 0.1)):
+                nn.init.uniform_(tensor, low, high)
+    return model

@@ -1,0 +1,87 @@
+"""ONNX Runtime on the CPU: load a file, return any of its tensors."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chipfit.errors import RuntimeUnavailable
+from chipfit.registry import register
+
+
+@register("runtime", "onnxruntime")
+class OnnxRuntime:
+    """A loaded file, run with every graph optimisation.
+
+    One optimiser is off: it would quantize float convolutions that stand between quantizers, behind the plan's back.
+    """
+
+    exact = True  #: a verified profile: integers are promised to equal the simulator's
+
+    def __init__(self, path: str | Path, tensors: Sequence[str] = (), *, threads: int = 0) -> None:
+        """Load `path` and make the ONNX values named in `tensors` readable.
+
+        Raises:
+            RuntimeUnavailable: ONNX Runtime is not installed or refuses the file.
+        """
+        try:
+            import onnx
+            import onnxruntime as ort
+        except ImportError as e:
+            raise RuntimeUnavailable("ONNX Runtime is not installed", hint="pip install 'chipfit[onnx]'") from e
+        model = onnx.load(str(path))
+        present = {o.name for o in model.graph.output}
+        made = {o for n in model.graph.node for o in n.output}
+        self.tensors = [t for t in tensors if t in made]
+        model.graph.output.extend(onnx.ValueInfoProto(name=t) for t in self.tensors if t not in present)
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.intra_op_num_threads = threads
+        options.add_session_config_entry("session.qdqisint8allowed", "1" if _signed(model) else "0")
+        self._folder = tempfile.TemporaryDirectory()
+        optimised = Path(self._folder.name) / "optimised.onnx"
+        options.optimized_model_filepath = str(optimised)
+        try:
+            self.session = ort.InferenceSession(
+                model.SerializeToString(), options, providers=["CPUExecutionProvider"], disabled_optimizers=["WeightBiasQuantization"]
+            )
+        except Exception as e:  # ORT's exceptions share no base
+            raise RuntimeUnavailable(f"ONNX Runtime refuses the file: {str(e).splitlines()[0][:300]}", where=str(path)) from e
+        self.inputs = [i.name for i in self.session.get_inputs()]
+        self._optimised = onnx.load(str(optimised), load_external_data=False)
+
+    def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """One batch; `inputs` in the model's order. Returns outputs and the requested tensors by ONNX name."""
+        names = [o.name for o in self.session.get_outputs()]
+        feed = {i: np.ascontiguousarray(x) for i, x in zip(self.inputs, inputs, strict=False)}
+        return dict(zip(names, self.session.run(names, feed), strict=True))
+
+    def executed(self) -> Mapping[str, int]:
+        """Operator kinds of the optimised model, with counts: QLinearConv means integers, Conv means float."""
+        counts: dict[str, int] = {}
+        for n in self._optimised.graph.node:
+            counts[n.op_type] = counts.get(n.op_type, 0) + 1
+        return dict(sorted(counts.items()))
+
+
+def _signed(model: Any) -> bool:
+    """Whether activations use int8 codes, which x86 keeps in integers only when told so."""
+    import onnx
+
+    types = {i.name: i.data_type for i in model.graph.initializer}
+    return any(n.op_type == "QuantizeLinear" and types.get(n.input[2]) == onnx.TensorProto.INT8 for n in model.graph.node)
+
+
+def saturates() -> str:
+    """A warning when this CPU adds pairs of u8 x s8 products in 16 bits; "" when it does not or cannot be told."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+    if "flags" not in flags or "vnni" in flags:
+        return ""
+    return "this CPU has no VNNI: u8 x s8 products saturate at 16 bits; use the platform revision 'ort_cpu@AVX2', whose weights have 7 bits"
