@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from chipfit import provenance, scales
 from chipfit.assign import Assignment, assign
 from chipfit.calibration.collect import TensorStats, collect
-from chipfit.calibration.data import batches, first_batch
+from chipfit.calibration.data import as_call, batches, first_batch
 from chipfit.errors import NothingQuantizedError
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph
@@ -117,7 +117,7 @@ def quantize(
     target = load_platform(platform)
     torch.manual_seed(seed)
     with clock("capture"):
-        args, kwargs, data = first_batch(data) if example is None else (*_as_call(example), data)
+        args, kwargs, data = first_batch(data, model) if example is None else (*as_call(example, model), data)
         graph, notes = prepare(capture(model, args, kwargs), target)
     with clock("assign"):
         assignment, fuse_notes = decide(graph, target, overrides)
@@ -168,7 +168,7 @@ class Lint:
 def lint(model: torch.nn.Module, example: Any, platform: str | Path | Platform = "ort_cpu", overrides: Overrides | None = None) -> Lint:
     """Say which operators would run in integers, which fuse, and why the rest stays float; needs no data."""
     target = load_platform(platform)
-    args, kwargs = _as_call(example)
+    args, kwargs = as_call(example, model)
     graph, notes = prepare(capture(model, args, kwargs), target)
     assignment, fuse_notes = decide(graph, target, overrides)
     return Lint(graph, target, assignment, tuple(notes + fuse_notes))
@@ -195,13 +195,6 @@ def _demand_something(assignment: Assignment, platform: Platform) -> None:
         got="; ".join(list(reasons)[:8]) or "a model without operators",
         hint=f"`chipfit platforms show {platform.name}` lists what it runs; remove overrides that keep every layer in float",
     )
-
-
-def _as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An example as the arguments of a call: dicts whose keys are names are keyword arguments."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
 
 
 class _Clock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -41,7 +42,7 @@ def iterate(data: Any) -> Iterator[Any]:
     return iter(data)
 
 
-def first_batch(data: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+def first_batch(data: Any, model: torch.nn.Module) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Example arguments for the capture from the first batch, and the data with that batch still in it.
 
     The example has at most two rows: the capture learns shapes, not values.
@@ -54,7 +55,7 @@ def first_batch(data: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         first = next(batches_)
     except StopIteration:
         raise DataError("The calibration data are empty", hint="give at least one batch; a generator can be used up only once") from None
-    args, kwargs = _call(first)
+    args, kwargs = as_call(first, model)
     if len(args) > 1 and _is_label(args[-1]) and isinstance(args[0], torch.Tensor):
         args = args[:-1]  # (input, label), as a DataLoader yields it
     small = lambda x: x[:2] if isinstance(x, torch.Tensor) and x.dim() else x  # noqa: E731 -- a one-word rule, used twice
@@ -75,6 +76,18 @@ def _tensors(x: Any) -> Any:
     if isinstance(x, (tuple, list)) and not (isinstance(x, list) and x and isinstance(x[0], (int, float))):
         return type(x)(_tensors(v) for v in x) if type(x) in (tuple, list) else tuple(_tensors(v) for v in x)
     return x
+
+
+def as_call(batch: Any, model: torch.nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as the arguments of a call: a dict whose keys are the model's argument names is keyword arguments."""
+    args, kwargs = _call(batch)
+    if kwargs:
+        taken = inspect.signature(model.forward).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+            if not set(kwargs) & set(taken):
+                return (kwargs,), {}
+            kwargs = {k: v for k, v in kwargs.items() if k in taken}  # labels and the like stay out
+    return args, kwargs
 
 
 def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

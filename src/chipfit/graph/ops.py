@@ -90,8 +90,6 @@ OPS: dict[str, OpDef] = {
     "Cast": OpDef(("in0",), ("dtype",)),
     "Size": OpDef(("in0",), ("axis",), "a Python integer"),
     "Dropout": OpDef(("in0",), ("p",), "identity in eval mode"),
-    "LSTM": OpDef(("in0", "h0", "c0", "w*"), ("hidden_size", "num_layers", "bidirectional", "batch_first", "bias"), "weights flat, as torch orders them"),
-    "GRU": OpDef(("in0", "h0", "w*"), ("hidden_size", "num_layers", "bidirectional", "batch_first", "bias")),
 }  # fmt: skip
 
 #: activations that a kernel may apply to its own result

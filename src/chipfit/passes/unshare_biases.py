@@ -6,7 +6,7 @@ from chipfit.graph.ir import Graph
 
 
 def unshare_biases(graph: Graph) -> tuple[Graph, list[str]]:
-    """Give every reader of a shared bias, after the first, a copy of its own (`name.1`, `name.2`, ...).
+    """Give every reader of a shared bias, after the first, a copy of its own (`name_1`, `name_2`, ...).
 
     Without it, one stored bias would force the inputs of all its readers to one common scale.
     """
@@ -23,7 +23,7 @@ def unshare_biases(graph: Graph) -> tuple[Graph, list[str]]:
         assert bias is not None
         count = seen[bias] = seen.get(bias, -1) + 1
         if count:
-            name = f"{bias}.{count}"
+            name = f"{bias}_{count}"
             graph.weights[name] = graph.weights[bias].clone()
             if bias in graph.trainable:
                 graph.trainable.add(name)

@@ -18,7 +18,7 @@ _BUILTIN = resources.files("chipfit.platform") / "builtin"
 #: operators that platform files may name beyond the canonical ones: parts of networks that chipfit does not read yet
 _FOREIGN = frozenset(
     {"Attention", "AddN", "BatchToSpace", "DynamicUpdateSlice", "FakeQuant", "Flatten", "GatherND", "GetItem",
-     "HardTanh", "L2Norm", "MVN", "MirrorPad", "NMS", "Output", "PadV2", "PixelShuffle", "ReluN1To1", "Requantize",
+     "GRU", "HardTanh", "L2Norm", "LSTM", "MVN", "MirrorPad", "NMS", "Output", "PadV2", "PixelShuffle", "ReluN1To1", "Requantize",
      "Reverse", "SSDPostProcess", "SVDF", "ScatterND", "Shape", "SpaceToBatch", "SquaredDifference", "StridedSlice",
      "TopK", "ArgMin"}
 )  # fmt: skip

@@ -162,14 +162,6 @@ def dropout(x: Tensor, *, p: float, training: bool = False) -> Tensor:
     return F.dropout(x, p, training)
 
 
-def lstm(x: Tensor, h0: Tensor, c0: Tensor, *w: Tensor, **a: Any) -> tuple[Tensor, ...]:
-    return torch.lstm(x, (h0, c0), w, a["bias"], a["num_layers"], 0.0, False, a["bidirectional"], a["batch_first"])
-
-
-def gru(x: Tensor, h0: Tensor, *w: Tensor, **a: Any) -> tuple[Tensor, ...]:
-    return torch.gru(x, h0, w, a["bias"], a["num_layers"], 0.0, False, a["bidirectional"], a["batch_first"])
-
-
 def _unary(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def kernel(x: Tensor) -> Tensor:
         return f(x)
@@ -292,7 +284,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "Pad": pad, "Reshape": reshape, "Transpose": transpose, "Squeeze": squeeze, "Unsqueeze": unsqueeze, "Expand": expand,
     "Slice": slice_, "Select": select, "Gather": gather, "Embedding": embedding, "Where": torch.where, "Roll": roll, "Tile": tile,
     "Resize": resize, "DepthToSpace": depth_to_space, "SpaceToDepth": space_to_depth, "ChannelShuffle": channel_shuffle,
-    "Cast": cast, "Size": size, "Dropout": dropout, "LSTM": lstm, "GRU": gru,
+    "Cast": cast, "Size": size, "Dropout": dropout,
 }  # fmt: skip
 
 _PYTHON = {f"{m.__name__.lstrip('_')}.{n}": getattr(m, n) for m in (operator, math) for n in dir(m) if not n.startswith("_")}

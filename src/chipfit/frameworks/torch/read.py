@@ -61,10 +61,25 @@ class Reader:
             like = self.n.meta["val"]
             if not isinstance(like, torch.Tensor):
                 raise Unreadable
-            return self.c.scalar(self.n.name, v, self.tensor("self") if like.dtype is torch.bool else like)
+            if like.dtype is torch.bool:
+                like = self.tensor("self" if key == "other" else "other")
+            return self.c.scalar(self.n.name, v, like)
         if not isinstance(v, str) or (v in self.c.graph.values and self.c.graph.values[v].dtype == "int"):
             raise Unreadable
-        return v
+        return self._promoted(key, v)
+
+    def _promoted(self, key: str, v: str) -> str:
+        """An operand in the type that torch computes in: mixed types get an explicit Cast."""
+        mine, result = self.tensor(key).dtype, self.n.meta["val"].dtype
+        if result is torch.bool:
+            others = [self.tensor(k).dtype for k in ("self", "other") if isinstance(self.a.get(k), torch.fx.Node)]
+            scalar = next((self.a[k] for k in ("self", "other") if isinstance(self.a.get(k), float)), None)
+            result = others[0] if len(others) == 1 else torch.promote_types(*others)
+            if scalar is not None and not result.is_floating_point:
+                result = torch.float32
+        if mine is result:
+            return v
+        return self.step("Cast", [v], self.tensor(key).to(result), dtype=str(result).removeprefix("torch."))
 
     def tensor(self, key: str) -> torch.Tensor:
         """The fake tensor of an argument, for its shape and dtype."""
@@ -565,27 +580,3 @@ def _size(r: Reader) -> Any:
     if isinstance(val, int):
         return val
     return r.emit("Size", [r.value("self")], axis=r.raw("dim"))
-
-
-@_reads("lstm")
-def _lstm(r: Reader) -> Any:
-    if "hx" not in r.a or "input" not in r.a:
-        raise Unreadable
-    return _recurrent(r, "LSTM")
-
-
-@_reads("gru")
-def _gru(r: Reader) -> Any:
-    if "hx" not in r.a or "input" not in r.a:
-        raise Unreadable
-    return _recurrent(r, "GRU")
-
-
-def _recurrent(r: Reader, op: str) -> Any:
-    state, params = r.c.arg(r.a["hx"]), r.c.arg(r.a["params"])
-    state = state if isinstance(state, list) else [state]
-    if not all(isinstance(v, str) for v in (*state, *params)):
-        raise Unreadable
-    likes = list(r.n.meta["val"])
-    attrs = {"hidden_size": likes[1].shape[-1], "num_layers": r.raw("num_layers"), "bidirectional": r.raw("bidirectional"), "batch_first": r.raw("batch_first"), "bias": r.raw("has_biases")}  # fmt: skip
-    return tuple(r.c.emit_many(r.n, op, [r.value("input"), *state, *params], attrs, likes))

@@ -1,0 +1,35 @@
+"""A plan is data: read it, change one number by hand, and run the network with the change.
+
+    python examples/plan_editing.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+import chipfit
+
+
+def main() -> tuple[float, float]:
+    """Returns the mean squared error of the outputs under the plan as made and as edited."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
+    x = torch.randn(256, 16)
+    result = chipfit.quantize(model, x, platform="ort_cpu")
+
+    name, output = next((n, t) for n, t in result.plan.tensors.items() if n in result.graph.outputs)
+    coarse = output.with_(scale=output.scale * 4, origin="four times the scale, by hand")
+    edited = chipfit.Result(result.graph, replace(result.plan, tensors={**result.plan.tensors, name: coarse}), result.platform)
+
+    with torch.inference_mode():
+        errors = [float((r.model(x) - model(x)).square().mean()) for r in (result, edited)]
+    print(f"{name}: {output.origin} -> {coarse.origin}")
+    print(f"mean squared error {errors[0]:.2e} -> {errors[1]:.2e}")
+    return errors[0], errors[1]
+
+
+if __name__ == "__main__":
+    main()

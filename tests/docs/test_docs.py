@@ -1,0 +1,70 @@
+"""Every Python block of README and docs runs, page by page, top to bottom; every shell line names a command that exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *(ROOT / "docs").rglob("*.md")])
+_BLOCK = re.compile(r"^```(\w+)[ ]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[tuple[str, str, str, int]]:
+    """(language, rest of the fence, text, line of the text) of each fenced block."""
+    text = page.read_text()
+    return [(m[1], m[2], m[3], text.count("\n", 0, m.start(3))) for m in _BLOCK.finditer(text)]
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def with_python(page: Path) -> bool:
+    return any(language == "python" for language, *_ in blocks(page))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if with_python(p)], ids=name)
+def test_the_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "page"}
+    for language, rest, text, line in blocks(page):
+        if title := re.search(r'title="([^"]+)"', rest):  # a file that the page shows and then uses
+            (tmp_path / title[1]).write_text(text)
+        if language == "python":
+            exec(compile("\n" * line + text, str(page), "exec", dont_inherit=True), namespace)
+
+
+def shell_lines() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        for language, _, text, _ in blocks(page):
+            if language == "console":
+                found += [(name(page), line[2:].split("#")[0].strip()) for line in text.splitlines() if line.startswith("$ ")]
+    return found
+
+
+@pytest.mark.parametrize(("page", "line"), shell_lines())
+def test_a_shell_line_names_a_command_that_exists(page, line):
+    words = shlex.split(line)
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(words[1:]) <= set(targets), f"{page}: no such make target"
+    elif words[0] == "chipfit":
+        from typer.main import get_command
+
+        from chipfit.cli import app
+
+        command, rest = get_command(app), words[1:]
+        while rest and hasattr(command, "commands") and not rest[0].startswith("-"):
+            assert rest[0] in command.commands, f"{page}: chipfit has no command {rest[0]}"
+            command, rest = command.commands[rest[0]], rest[1:]
+        known = {"--help", *(o for p in command.params for o in p.opts + p.secondary_opts)}
+        assert {w.split("=")[0] for w in rest if w.startswith("-")} <= known, f"{page}: no such option of `{line}`"
+    elif words[0] == "python":
+        assert (ROOT / words[1]).is_file(), f"{page}: no such script"
+    else:
+        assert words[0] in {"pip", "git", "cd"}, f"{page}: what is {words[0]}?"

@@ -1,0 +1,42 @@
+"""Every script in examples/ runs, and does what it says."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[2]
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_small_resnet_keeps_its_accuracy_in_8_bits_and_is_exact(tmp_path):
+    found = script("quantize_resnet").main(tmp_path)
+    assert found["float"] > 0.9
+    assert found["8 bit"] >= found["float"] - 0.01
+    assert found["exact"]
+    assert (tmp_path / "digits.onnx").is_file()
+
+
+def test_the_chip_of_the_example_refuses_stride_3_and_says_so():
+    plan = script("custom_platform").main().plan
+    refused = [n for n in plan.nodes.values() if n.op == "Conv2D" and n.exec == "float"]
+    assert len(refused) == 1
+    assert "stride must be max 2" in refused[0].why
+
+
+def test_the_example_chip_is_the_one_that_the_docs_write():
+    shown = re.search(r'```yaml title="tiny_npu.yaml"\n(.*?)```', (ROOT / "docs/platforms-howto.md").read_text(), re.DOTALL)[1]
+    assert (ROOT / "examples/tiny_npu.yaml").read_text().endswith(shown)
+
+
+def test_an_edited_plan_runs_with_the_edit():
+    made, edited = script("plan_editing").main()
+    assert edited > made
