@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -116,7 +117,6 @@ def simulate(
     for name, x in zip(graph.inputs, inputs, strict=True):
         _publish(run, name, x)
     wanted = set(graph.values) if keep is None else {*keep, *graph.outputs}
-    out: dict[str, Any] = {}
     groups = {n: g for g in plan.groups for n in g}
     last: dict[str, int] = {i: k for k, n in enumerate(graph.nodes) for i in n.inputs if i is not None}
     done: dict[str, Any] = {}
@@ -133,12 +133,7 @@ def simulate(
             if i is not None and last[i] == k and i not in graph.outputs and node.name == members[-1]:
                 run.codes.pop(i, None)
                 run.reals.pop(i, None)
-    if force is not None:
-        for name in graph.inputs:
-            if name in done:
-                done[name] = done[name]
-    out.update(done)
-    return out
+    return done
 
 
 def float_operators(graph: Graph, plan: Plan) -> list[Node]:
@@ -237,22 +232,54 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return (a.double() * b.double() + c.double()).float()
 
 
+def _spans_scalar(a: Tensor, b: Tensor) -> bool:
+    """Whether broadcasting makes the runtime walk b while a single element of a stands still."""
+    for x, y in zip(reversed(a.shape), reversed(b.shape), strict=False):
+        if (x, y) != (1, 1):
+            return x == 1
+    return a.dim() < b.dim() and all(s == 1 for s in a.shape)
+
+
 def _add(run: _Run, unit: Sequence[Node]) -> None:
-    """rne(fma(a, r_a, fma(b, r_b, z_o - (r_a z_a + r_b z_b)))) with r = s_in / s_out in float32. QLinearAdd."""
+    """rne(fma(a, r_a, fma(b, r_b, z_o - fma(r_a, z_a, r_b z_b)))) with r = s_in / s_out in float32. QLinearAdd.
+
+    Where `a` is one element against a row of `b`, the two change places.
+    """
     a, b = (i or "" for i in unit[0].inputs[:2])
+    if _spans_scalar(run.code(a), run.code(b)):
+        a, b = b, a
     out = unit[-1].output
     ra, rb = run.scale(a) / run.scale(out), run.scale(b) / run.scale(out)
-    offset = run.zero(out).float() - (ra * run.zero(a).float() + rb * run.zero(b).float())
+    za, zb = run.zero(a).float(), run.zero(b).float()
+    offset = run.zero(out).float() - _fma(ra, za, rb * zb)
     qa, qb = torch.broadcast_tensors(run.code(a).float(), run.code(b).float())
     run.store(out, torch.round(_fma(qa, ra, _fma(qb, rb, offset))))
 
 
 def _mul(run: _Run, unit: Sequence[Node]) -> None:
-    """rne((a - z_a)(b - z_b) * (s_a s_b / s_o)) + z_o. QLinearMul."""
+    """rne((a - z_a)(b - z_b) * (s_a s_b / s_o) + z_o), each step rounded to float32. QLinearMul."""
     a, b = (i or "" for i in unit[0].inputs[:2])
     out = unit[-1].output
     m = run.scale(a) * run.scale(b) / run.scale(out)
-    run.store(out, torch.round((run.centred(a) * run.centred(b)).float() * m) + run.zero(out))
+    run.store(out, torch.round((run.centred(a) * run.centred(b)).float() * m + run.zero(out).float()))
+
+
+def _softmax(run: _Run, unit: Sequence[Node]) -> None:
+    """Exponentials from a float32 table, aligned so that each row's maximum reads the last entry. QLinearSoftmax.
+
+    t[i] = exp((i - 255 + shift) s_x), shift = max(0, ln(float32 max / n) - 5) / s_x;
+    y = rne(t[q + 255 - max q] floor(1 / s_y) / sum t) + z_y, with the sum taken in order.
+    """
+    name, out = unit[0].inputs[0] or "", unit[-1].output
+    q = run.code(name).to(torch.int64).movedim(unit[0].attrs["axis"], -1)
+    s = float(run.scale(name))
+    shift = max(0.0, float(np.log(np.float64(np.finfo(np.float32).max / np.float32(q.shape[-1])))) - 5) / s
+    table = torch.from_numpy(np.exp((np.arange(256, dtype=np.float64) - 255 + shift) * s).astype(np.float32))
+    t = table[q + (255 - q.amax(-1, keepdim=True))]
+    total = torch.from_numpy(np.cumsum(t.numpy(), axis=-1, dtype=np.float32)[..., -1:].copy())
+    c = torch.floor(1.0 / run.scale(out))
+    y = torch.round(t * c / total) + run.zero(out)
+    run.store(out, y.movedim(-1, unit[0].attrs["axis"]))
 
 
 def _global_average(run: _Run, unit: Sequence[Node]) -> None:
@@ -310,5 +337,5 @@ def _move(run: _Run, unit: Sequence[Node]) -> None:
 INTEGER: dict[str, Callable[[_Run, Sequence[Node]], None]] = {
     **dict.fromkeys(("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D", "Linear"), _product_sum),
     "MatMul": _mat_mul, "Add": _add, "Mul": _mul, "GlobalAvgPool": _global_average, "Concat": _concat,
-    "Sigmoid": _table, "LeakyRelu": _table,
+    "Sigmoid": _table, "LeakyRelu": _table, "Softmax": _softmax,
 }  # fmt: skip
