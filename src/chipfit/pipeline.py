@@ -24,6 +24,7 @@ from chipfit.passes.fold_batch_norm import fold_batch_norm
 from chipfit.passes.fuse import fuse
 from chipfit.passes.unshare_biases import unshare_biases
 from chipfit.plan import Plan
+from chipfit.platform.legality import tie_groups
 from chipfit.platform.load import load as load_platform
 from chipfit.platform.match import fusions
 from chipfit.platform.schema import Platform
@@ -132,6 +133,7 @@ def quantize(
         nodes=assignment.nodes,
         groups=assignment.groups,
         float_edges=frozenset(assignment.float_edges),
+        ties=tuple(tuple(sorted(group)) for group in tie_groups(assignment.bindings)),
         platform=target.name,
         rewrites=tuple(notes + fuse_notes),
         provenance=provenance.record(graph, target, stats, rule=rule, weight_rule=weight_rule, overrides=overrides, seed=seed),

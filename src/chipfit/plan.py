@@ -57,6 +57,7 @@ class Plan:
     groups: tuple[tuple[str, ...], ...] = ()  #: fused groups: node names, in execution order
     #: (value, node) pairs where that reader takes the value before its quantizer (input-placed platforms)
     float_edges: frozenset[tuple[str, str]] = frozenset()
+    ties: tuple[tuple[str, ...], ...] = ()  #: tensors that must keep one scale and zero point, also when trained
     platform: str = ""
     rewrites: tuple[str, ...] = ()  #: one line for each rewrite applied or refused
     provenance: dict[str, Any] = field(default_factory=dict)  #: versions, hashes, seed, settings

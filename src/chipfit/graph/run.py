@@ -64,17 +64,26 @@ def flatten_inputs(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any] 
     Raises:
         DataError: the call has another structure than the captured one.
     """
-    spec = json.loads(graph.in_spec)
-    kwargs = dict(kwargs or {})
-    names = spec["kwargs"]
-    if set(kwargs) == set(names):
-        kwargs = {k: kwargs[k] for k in names}
-    leaves, tree = pytree.tree_flatten((tuple(args), kwargs))
-    if len(leaves) != spec["leaves"]:
+    return flatten_call(json.loads(graph.in_spec), args, kwargs or {})
+
+
+def flatten_call(spec: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """As `flatten_inputs`, from a parsed `in_spec`. An argument may be passed by name although it was captured by position.
+
+    Raises:
+        DataError: as above.
+    """
+    args, kwargs = tuple(args), dict(kwargs)
+    for name in spec["names"][len(args) : spec["args"]]:
+        if name not in kwargs:
+            break
+        args = (*args, kwargs.pop(name))
+    leaves = pytree.tree_leaves((args, {k: kwargs[k] for k in spec["kwargs"] if k in kwargs}))
+    if len(args) != spec["args"] or set(kwargs) != set(spec["kwargs"]) or len(leaves) != spec["leaves"]:
         raise DataError(
             "The model was captured with other inputs",
             got=f"{len(args)} positional and {sorted(kwargs)} keyword arguments, {len(leaves)} leaves",
-            allowed=f"{spec['args']} positional and {sorted(names)} keyword arguments, {spec['leaves']} leaves",
+            allowed=f"{spec['args']} positional and {sorted(spec['kwargs'])} keyword arguments, {spec['leaves']} leaves",
         )
     return [leaves[i] for i in spec["tensors"]]
 

@@ -227,6 +227,7 @@ class _Capture:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         self.graph.in_spec = json.dumps({
             **dump_tree(tree, (args, kwargs)), "args": len(args), "kwargs": list(kwargs), "leaves": len(leaves), "tensors": positions,
+            "names": list(inspect.signature(self.model.forward).parameters)[: len(args)],
         })  # fmt: skip
         self.graph.example = tuple(leaves[i] for i in positions)
         self._drop_dead()

@@ -10,12 +10,18 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from chipfit.errors import DataError
 from chipfit.frameworks.torch import ops
 from chipfit.frameworks.torch.modules import BiasQuantizer, FakeQuantizer
-from chipfit.graph.ir import Graph
-from chipfit.graph.run import load_tree
-from chipfit.plan import Plan
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.run import flatten_call, load_tree
+from chipfit.plan import Plan, TensorPlan
+
+#: operators whose result holds numbers of their inputs and no others, so that rounding it again changes nothing
+_MOVES = frozenset(
+    {"Identity", "Dropout", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Expand", "Slice", "Select", "Gather", "Concat", "Stack",
+     "Split", "Unstack", "Roll", "Tile", "DepthToSpace", "SpaceToDepth", "ChannelShuffle", "MaxPool", "AdaptiveMaxPool",
+     "ReduceMax", "ReduceMin"}
+)  # fmt: skip
 
 
 def lower(graph: Graph, plan: Plan) -> QuantizedModule:
@@ -27,119 +33,211 @@ class QuantizedModule(nn.Module):
     """A model as the chip computes it, in float: every stored tensor is rounded to its grid.
 
     It takes and returns what the original model does. Parameters and buffers have the original state-dict names;
-    quantizers live under `quant.`. Batch norms that were folded keep their entries, which nothing reads; those that
-    were not folded keep their statistics in training. Dropout is active in training mode.
+    quantizers live under `quant.` (`quant_.` where the model has a `quant` of its own), one for all tensors that a tie
+    holds together. Batch norms that were folded keep their entries, frozen, which nothing reads; the weights before them
+    hold the folded numbers. Batch norms that were not folded keep their statistics in training. Dropout is active in
+    training mode.
     """
 
     def __init__(self, graph: Graph, plan: Plan) -> None:
         super().__init__()
-        used = {i for n in graph.nodes for i in n.inputs if i is not None} | set(graph.outputs)
-        for name, tensor in graph.weights.items():
-            self._own(name, tensor.detach().clone(), name in graph.trainable, name in used)
-        self.quant = nn.Module()
-        self._quantizers: dict[str, str] = {}
-        for t in plan.tensors.values():
-            if t.quantized and t.role != "bias":
-                self._add(t.name, FakeQuantizer(t))
-        for n in graph.nodes:
-            bias = n.inputs[2] if len(n.inputs) > 2 else None
-            t = plan.tensors.get(bias or "")
-            if t is not None and t.quantized and t.role == "bias":
-                x, w = (getattr(self.quant, self._quantizers[i or ""]) for i in n.inputs[:2])
-                self._add(t.name, BiasQuantizer(t, x, w))
-        self._graph = _Program(graph, plan)
-        self._in_spec, self._out_spec = json.loads(graph.in_spec), json.loads(graph.out_spec)
+        self._own_all(graph)
+        self._prefix = "quant"
+        while self._prefix in {name.partition(".")[0] for name in graph.weights}:
+            self._prefix += "_"
+        self._modules[self._prefix] = nn.Module()
+        self._keys: dict[str, str] = {}  #: tensor -> its module under `quant`
+        self._biases: dict[str, tuple[str, str]] = {}  #: bias -> modules that its scale is the product of
+        self._rounded: set[str] = set()  #: tensors that pass through their quantizer
+        self._build_quantizers(graph, plan)
+
+        self._inputs, self._outputs = tuple(graph.inputs), tuple(graph.outputs)
+        self._float_reads = frozenset(plan.float_edges)
+        self._unrounded = frozenset(name for name, _ in plan.float_edges) & self._rounded
+        self._nodes, self._free = tuple(graph.nodes), _last_reads(graph)
+        self._in_spec, self._out_leaves = json.loads(graph.in_spec), json.loads(graph.out_spec)["leaves"]
+        self._out_tree = load_tree(json.loads(graph.out_spec))
         self.eval()
 
-    def _own(self, name: str, tensor: torch.Tensor, trainable: bool, used: bool) -> None:
-        """Register a tensor under its dotted name."""
-        *path, leaf = name.split(".")
-        module: nn.Module = self
-        for p in path:
-            if p not in module._modules:
-                module.add_module(p, nn.Module())
-            module = module._modules[p]  # type: ignore[assignment]  # just made sure that it is there
-        if trainable:
-            module.register_parameter(leaf, nn.Parameter(tensor, requires_grad=used))
-        else:
-            module.register_buffer(leaf, tensor)
+    # ---- construction
 
-    def _add(self, name: str, quantizer: FakeQuantizer) -> None:
+    def _own_all(self, graph: Graph) -> None:
+        """Register every weight under its dotted name; entries that were tied stay one tensor."""
+        made: dict[int, torch.Tensor] = {}
+        used = {i for n in graph.nodes for i in n.inputs} | set(graph.outputs)
+        live = {id(t) for name, t in graph.weights.items() if name in used}
+        for name, tensor in graph.weights.items():
+            *path, leaf = name.split(".")
+            module: nn.Module = self
+            for p in path:
+                # not add_module: the user's names may be names of our methods
+                module = module._modules.setdefault(p, nn.Module())  # type: ignore[assignment]  # entries are modules
+            own = made.get(id(tensor))
+            if own is None:
+                own = tensor.detach().clone()
+                if name in graph.trainable:
+                    own = nn.Parameter(own, requires_grad=id(tensor) in live)
+                made[id(tensor)] = own
+            (module._parameters if isinstance(own, nn.Parameter) else module._buffers)[leaf] = own
+
+    def _build_quantizers(self, graph: Graph, plan: Plan) -> None:
+        tied = {name: group for group in plan.ties for name in group}
+        for t in plan.tensors.values():
+            if t.quantized and t.role != "bias":
+                partner = next((o for o in tied.get(t.name, ()) if o in self._keys and _same(plan.tensors[o], t)), None)
+                self._keys[t.name] = self._keys[partner] if partner else self._add(t.name, FakeQuantizer(t))
+                self._rounded.add(t.name)
+        for n in graph.nodes:
+            self._skip_moved(graph, plan, n)
+        for n in graph.nodes:
+            bias = plan.tensors.get(n.inputs[2] or "") if len(n.inputs) > 2 else None
+            if bias is not None and bias.quantized and bias.role == "bias" and bias.name not in self._keys:
+                x, w = (plan.tensors.get(i or "") for i in n.inputs[:2])
+                if x is not None and w is not None and _is_product(bias, x, w):
+                    self._biases[bias.name] = self._keys[x.name], self._keys[w.name]
+                    self._keys[bias.name] = self._add(bias.name, BiasQuantizer(bias))
+                else:
+                    self._keys[bias.name] = self._add(bias.name, FakeQuantizer(bias))
+                self._rounded.add(bias.name)
+        for key in set(self._quant._modules) - set(self._keys.values()):
+            del self._quant._modules[key]
+
+    def _skip_moved(self, graph: Graph, plan: Plan, n: Node) -> None:
+        """Let results that only move rounded numbers share the quantizer of their source and not round again."""
+        if n.op not in _MOVES:
+            return
+        data = [i for i in n.inputs if i is not None and graph.is_float(i)]
+        keys = {self._keys.get(i) for i in data}
+        if len(keys) != 1 or None in keys or any((i, n.name) in plan.float_edges for i in data):
+            return
+        for o in n.outputs:
+            if o in self._keys and _same(plan.tensors[o], plan.tensors[data[0]]):
+                mine, theirs = self._keys[o], self._keys[data[0]]
+                self._keys.update({name: theirs for name, key in self._keys.items() if key == mine})
+                self._rounded.discard(o)
+
+    def _add(self, name: str, quantizer: nn.Module) -> str:
         key = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
-        while key in self.quant._modules:
+        while hasattr(self._quant, key):  # taken, or an attribute of nn.Module
             key += "_"
-        self.quant.add_module(key, quantizer)
-        self._quantizers[name] = key
+        self._quant.add_module(key, quantizer)
+        return key
 
-    def _weight(self, name: str) -> torch.Tensor:
-        thing: Any = self
-        for p in name.split("."):
-            thing = getattr(thing, p)
-        return thing
+    # ---- use
+
+    @property
+    def _quant(self) -> nn.Module:
+        return self._modules[self._prefix]  # type: ignore[return-value]  # set in __init__
+
+    def quantizer_of(self, name: str) -> FakeQuantizer | BiasQuantizer:
+        """The quantizer of one value or weight, by its name in the Graph and the Plan.
+
+        Raises:
+            UnknownNameError: the tensor is not quantized.
+        """
+        if name not in self._keys:
+            from chipfit.errors import UnknownNameError
+
+            raise UnknownNameError("quantized tensor", name, self._keys)
+        return getattr(self._quant, self._keys[name])
 
     def set_mode(self, mode: str) -> None:
-        """Switch every quantizer: "quantize", or "bypass" for the float network after rewrites."""
-        for m in self.quant.children():
-            if isinstance(m, FakeQuantizer):
-                m.mode = mode
+        """Switch every quantizer: "quantize", "bypass" for the float network after rewrites, or "observe".
+
+        Raises:
+            UnknownNameError: another word.
+        """
+        if mode not in FakeQuantizer.MODES:
+            from chipfit.errors import UnknownNameError
+
+            raise UnknownNameError("quantizer mode", mode, FakeQuantizer.MODES)
+        for m in self._quant.children():
+            m.mode = mode  # type: ignore[assignment]  # both kinds of quantizer have it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Same arguments and result as the original model."""
-        outputs = self.run_flat(self._flatten(args, kwargs))
-        leaves = [outputs[x["output"]] if "output" in x else x["constant"] for x in self._out_spec["leaves"]]
-        return pytree.tree_unflatten(leaves, load_tree(self._out_spec))
-
-    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        spec = self._in_spec
-        if set(kwargs) == set(spec["kwargs"]):
-            kwargs = {k: kwargs[k] for k in spec["kwargs"]}
-        leaves = pytree.tree_leaves((args, kwargs))
-        if len(leaves) != spec["leaves"]:
-            raise DataError(
-                "The model was captured with other inputs",
-                got=f"{len(args)} positional and {sorted(kwargs)} keyword arguments",
-                allowed=f"{spec['args']} positional and {spec['kwargs']} keyword arguments",
-            )
-        return [leaves[i] for i in spec["tensors"]]
+        outputs = self.run_flat(flatten_call(self._in_spec, args, kwargs))
+        leaves = [outputs[x["output"]] if "output" in x else x["constant"] for x in self._out_leaves]
+        return pytree.tree_unflatten(leaves, self._out_tree)
 
     def run_flat(self, inputs: Sequence[torch.Tensor], keep: Sequence[str] = ()) -> list[Any]:
         """Run on flat inputs; returns the outputs, then the values named in `keep` (quantized where they are)."""
-        program = self._graph
-        floats: dict[str, Any] = {}  # before the quantizer
+        floats: dict[str, Any] = {}  # before the quantizer, where someone reads that
         env: dict[str, Any] = {}  # after it
 
         def put(name: str, x: Any) -> None:
-            floats[name] = x
-            key = self._quantizers.get(name)
-            env[name] = getattr(self.quant, key)(x) if key is not None else x
+            if name in self._unrounded:
+                floats[name] = x
+            env[name] = self._round(name, x) if name in self._rounded else x
 
-        for name, x in zip(program.inputs, inputs, strict=True):
+        def get(name: str) -> Any:
+            if name not in env:
+                put(name, self.weight(name))
+            return env[name]
+
+        for name, x in zip(self._inputs, inputs, strict=True):
             put(name, x)
-        for name in program.weights:
-            put(name, self._weight(name))
-        for node, takes_float in program.steps:
-            xs = [None if i is None else floats[i] if f else env[i] for i, f in zip(node.inputs, takes_float, strict=True)]
+        for node in self._nodes:
+            xs = []
+            for i in node.inputs:
+                x = None if i is None else get(i)
+                xs.append(floats[i] if i in floats and (i, node.name) in self._float_reads else x)
             f, args, attrs = ops.call(node, xs)
             if node.op == "Dropout":
                 attrs = {**attrs, "training": self.training}
+            elif "device" in attrs and inputs:  # a tensor made on the device of capture follows the model to another
+                attrs = {**attrs, "device": inputs[0].device}
             out = f(*args, **attrs)
+            del xs, args
             for name, x in zip(node.outputs, out if isinstance(out, (tuple, list)) else (out,), strict=False):
                 put(name, x)
-            for name in program.free[node.name]:
+            for name in self._free[node.name]:
                 if name not in keep:
-                    del floats[name], env[name]
-        return [env[n] for n in (*program.outputs, *keep)]
+                    floats.pop(name, None)
+                    del env[name]
+        return [get(n) for n in (*self._outputs, *keep)]
+
+    def scale(self, name: str) -> torch.Tensor:
+        """The scale of a quantized tensor as it is now; that of a bias follows from its input and its weight."""
+        if name in self._biases:
+            of_input, of_weight = (getattr(self._quant, k).scale for k in self._biases[name])
+            return of_input * of_weight
+        return self.quantizer_of(name).scale  # type: ignore[return-value,union-attr]  # the other kind of bias has one
+
+    def _round(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        quantizer = getattr(self._quant, self._keys[name])
+        return quantizer(x, self.scale(name)) if name in self._biases else quantizer(x)
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A parameter or buffer by its name in the Graph."""
+        *path, leaf = name.split(".")
+        module: Any = self
+        for p in path:
+            module = module._modules[p]
+        return module._parameters[leaf] if leaf in module._parameters else module._buffers[leaf]
 
 
-class _Program:
-    """The graph as the module runs it: nodes, which inputs skip their quantizer, and what to free after each."""
+def _same(a: TensorPlan, b: TensorPlan) -> bool:
+    """Both are stored on one grid with one set of numbers."""
+    if a.grid != b.grid or a.axis != b.axis or a.scale is None or b.scale is None or a.zero_point is None or b.zero_point is None:
+        return False
+    return torch.equal(a.scale, b.scale) and torch.equal(a.zero_point, b.zero_point)
 
-    def __init__(self, graph: Graph, plan: Plan) -> None:
-        self.inputs, self.outputs = list(graph.inputs), list(graph.outputs)
-        self.weights = sorted({i for n in graph.nodes for i in n.inputs if i in graph.weights} | {o for o in graph.outputs if o in graph.weights})
-        self.steps = [(n, tuple((i, n.name) in plan.float_edges for i in n.inputs)) for n in graph.nodes]
-        last = {i: n.name for n in graph.nodes for i in n.inputs if i is not None and i not in graph.weights}
-        self.free: dict[str, list[str]] = {n.name: [] for n in graph.nodes}
-        for value, node in last.items():
-            if value not in graph.outputs:
-                self.free[node].append(value)
+
+def _is_product(bias: TensorPlan, x: TensorPlan, w: TensorPlan) -> bool:
+    """The bias is stored at s_in * s_w with zero point 0."""
+    if x.scale is None or w.scale is None or bias.scale is None or bias.zero_point is None or x.scale.dim():
+        return False
+    scale = x.scale * w.scale
+    fits = scale.dim() <= bias.scale.dim() and bool((bias.zero_point == 0).all())
+    return fits and torch.equal(scale.expand_as(bias.scale), bias.scale)
+
+
+def _last_reads(graph: Graph) -> dict[str, list[str]]:
+    """Node name -> values and weights that nobody reads after it."""
+    free: dict[str, list[str]] = {n.name: [] for n in graph.nodes}
+    last = {i: n.name for n in graph.nodes for i in n.inputs if i is not None}
+    for value, node in last.items():
+        if value not in graph.outputs:
+            free[node].append(value)
+    return free

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,12 +38,33 @@ class _FakeQuantize(torch.autograd.Function):
         return grad * inside, grad_scale, None, None, None
 
 
+def fake_quantize_ste(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, grid: Grid, axis: int | None = None) -> torch.Tensor:
+    """`grids.fake_quantize` with a straight-through gradient for x and the LSQ gradient for scale.
+
+    Computed in float32, or float64 where x is, and returned in the dtype of x. Shapes and units as in `grids.quantize`.
+    """
+    shape = [1] * x.dim()
+    if axis is not None and scale.dim():
+        shape[axis] = -1
+        scale, zero_point = scale.view(shape), zero_point.view(shape)
+    s = scale.to(torch.promote_types(scale.dtype, x.dtype))
+    z = zero_point.to(s.dtype)
+    if not (torch.compiler.is_compiling() or torch.compiler.is_exporting()):
+        return _FakeQuantize.apply(x.to(s.dtype), s, z, grid.qmin, grid.qmax).to(x.dtype)
+    # plain operators, which the compiler fuses; the first clamp keeps an infinity from becoming inf - inf
+    v = (x.to(s.dtype) / s).clamp(-(2.0**40), 2.0**40)
+    rounded = v + (torch.round(v) - v).detach()  # exact: round(v) is within a factor of two of v, or zero
+    return ((torch.clamp(rounded + z, grid.qmin, grid.qmax) - z) * s).to(x.dtype)
+
+
 class FakeQuantizer(nn.Module):
     """Rounds a tensor to the grid of its plan: y = (clip(round(x / s) + z) - z) s.
 
     `scale` is a parameter (frozen until `requires_grad_()`), `zero_point` a buffer. `mode` is a plain attribute:
-    "quantize" or "bypass".
+    "quantize", "bypass" (the identity), or "observe" (the identity, keeping the least and greatest value in `seen`).
     """
+
+    MODES = ("quantize", "bypass", "observe")
 
     def __init__(self, plan: TensorPlan) -> None:
         super().__init__()
@@ -53,53 +75,44 @@ class FakeQuantizer(nn.Module):
         self.axis = plan.axis
         self.tensor = plan.name
         self.mode = "quantize"
+        self.seen: tuple[float, float] | None = None
 
     def extra_repr(self) -> str:
         return f"{self.tensor}, {self.grid.bits} bit, codes {self.grid.qmin}..{self.grid.qmax}, axis={self.axis}, mode={self.mode}"
 
-    def _along(self, p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if self.axis is None or p.dim() == 0:
-            return p
-        shape = [1] * x.dim()
-        shape[self.axis] = -1
-        return p.view(shape)
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FakeQuantizer:
+        """`.half()` and `.bfloat16()` leave scales in float32: rounding them would move every code."""
+        before = self.scale.detach()
+        super()._apply(fn, recurse)
+        if torch.finfo(self.scale.dtype).bits < 32:
+            self.scale.data = before.to(self.scale.device)
+        return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: reals [*dims]. Returns reals on the grid, same shape and dtype."""
-        if self.mode == "bypass":
-            return x
-        return self._round(x, self.scale)
-
-    def _round(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        s = self._along(scale, x).to(x.dtype) if x.dtype is torch.float64 else self._along(scale, x)
-        z = self._along(self.zero_point, x).to(s.dtype)  # type: ignore[arg-type]  # a buffer is a tensor
-        if torch.compiler.is_compiling() or torch.compiler.is_exporting():
-            v = x.to(s.dtype) / s
-            r = v + (torch.round(v) - v).detach()
-            return ((torch.clamp(r + z, self.grid.qmin, self.grid.qmax) - z) * s).to(x.dtype)
-        return _FakeQuantize.apply(x.to(s.dtype), s, z, self.grid.qmin, self.grid.qmax).to(x.dtype)
+        if self.mode == "quantize":
+            return fake_quantize_ste(x, self.scale, self.zero_point, self.grid, self.axis)  # type: ignore[arg-type]  # a buffer is a tensor
+        if self.mode == "observe" and x.numel():
+            low, high = (float(v) for v in x.detach().aminmax())
+            self.seen = (low, high) if self.seen is None else (min(low, self.seen[0]), max(high, self.seen[1]))
+        return x
 
 
-class BiasQuantizer(FakeQuantizer):
-    """An int32 bias at s_in * s_w: its scale follows the two quantizers that it is derived from, also in training."""
+class BiasQuantizer(nn.Module):
+    """Rounds a bias to int32 at s_in * s_w, taken from the live quantizers, so that it follows scales in training."""
 
-    def __init__(self, plan: TensorPlan, of_input: FakeQuantizer, of_weight: FakeQuantizer) -> None:
-        super().__init__(plan)
-        self._sources = [of_input, of_weight]  # a list, so that they are registered once, under their own names
-        del self.scale
+    def __init__(self, plan: TensorPlan) -> None:
+        super().__init__()
+        assert plan.grid is not None  # lower() asks for quantized tensors only
+        self.grid: Grid = plan.grid
+        self.tensor = plan.name
+        self.mode = "quantize"
 
-    @property
-    def scale(self) -> torch.Tensor:  # type: ignore[override]
-        s = self._sources[0].scale * self._sources[1].scale
-        return s if self.zero_point.dim() == s.dim() else s.expand(self.zero_point.shape)  # type: ignore[union-attr]
+    def extra_repr(self) -> str:
+        return f"{self.tensor}, {self.grid.bits} bit at input scale x weight scale, mode={self.mode}"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> BiasQuantizer:
-        import copy
-
-        new = BiasQuantizer.__new__(BiasQuantizer)
-        memo[id(self)] = new
-        nn.Module.__init__(new)
-        new._buffers["zero_point"] = copy.deepcopy(self.zero_point, memo)
-        new.grid, new.axis, new.tensor, new.mode, new.training = self.grid, self.axis, self.tensor, self.mode, self.training
-        new._sources = [copy.deepcopy(s, memo) for s in self._sources]
-        return new
+    def forward(self, b: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """b: [C]. scale: s_in * s_w, [] or [C]. Returns reals on the grid, [C]."""
+        if self.mode != "quantize":
+            return b
+        return fake_quantize_ste(b, scale, torch.zeros_like(scale), self.grid, 0)

@@ -1,0 +1,48 @@
+"""After training: bring weights and scales of a trained simulation back into Graph and Plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from chipfit.errors import PlanError
+from chipfit.frameworks.torch.lower import QuantizedModule
+from chipfit.graph.ir import Graph
+from chipfit.plan import Plan
+
+
+def read_back(model: QuantizedModule, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
+    """Graph and Plan with the numbers that `model` holds now, ready to be exported, verified or saved.
+
+    Tied tensors stay tied; bias scales follow from their input and weight scales.
+
+    Args:
+        model: what `lower(graph, plan)` returned, trained or loaded since.
+        graph, plan: those that it was made from; neither is changed.
+
+    Raises:
+        PlanError: training has driven a scale to zero, below it, or to a number that is not finite.
+    """
+    new = graph.copy()
+    copies: dict[int, torch.Tensor] = {}
+    for name, old in graph.weights.items():
+        now = model.weight(name)
+        if id(now) not in copies:
+            copies[id(now)] = now.detach().to(device=old.device, dtype=old.dtype, copy=True)
+        new.weights[name] = copies[id(now)]
+    tensors = dict(plan.tensors)
+    for name, t in plan.tensors.items():
+        if not t.quantized or t.scale is None:
+            continue
+        scale = model.scale(name).detach().to(device=t.scale.device, dtype=t.scale.dtype).expand_as(t.scale).clone()
+        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+            raise PlanError(
+                f"Training left '{name}' without a positive scale",
+                where=t.layer,
+                got=float(scale.min()),
+                hint="lower the learning rate of the scales, or keep this one frozen",
+            )
+        if not torch.equal(scale, t.scale):
+            tensors[name] = t.with_(scale=scale, origin=f"{t.origin}, trained")
+    return new, replace(plan, tensors=tensors)
