@@ -78,7 +78,8 @@ class QuantizedModule(nn.Module):
                 if name in graph.trainable:
                     own = nn.Parameter(own, requires_grad=id(tensor) in live)
                 made[id(tensor)] = own
-            (module._parameters if isinstance(own, nn.Parameter) else module._buffers)[leaf] = own
+            table: dict[str, Any] = module._parameters if isinstance(own, nn.Parameter) else module._buffers
+            table[leaf] = own
 
     def _build_quantizers(self, graph: Graph, plan: Plan) -> None:
         tied = {name: group for group in plan.ties for name in group}
@@ -175,10 +176,10 @@ class QuantizedModule(nn.Module):
                 put(name, self.weight(name))
             return env[name]
 
-        for name, x in zip(self._inputs, inputs, strict=True):
-            put(name, x)
+        for name, given in zip(self._inputs, inputs, strict=True):
+            put(name, given)
         for node in self._nodes:
-            xs = []
+            xs: list[Any] = []
             for i in node.inputs:
                 x = None if i is None else get(i)
                 xs.append(floats[i] if i in floats and (i, node.name) in self._float_reads else x)
