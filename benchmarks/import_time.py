@@ -1,6 +1,6 @@
 """How long `import chipfit` takes, and that it loads neither torch nor any other framework.
 
-    python benchmarks/import_time.py [--repeats 5]
+python benchmarks/import_time.py [--repeats 5]
 """
 
 from __future__ import annotations

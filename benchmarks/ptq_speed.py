@@ -4,18 +4,18 @@
 
 Time: `chipfit.quantize` as a whole (capture, rewrites, calibration, ranges; without export) over an eager float pass in
 inference mode, same process, same threads, best of `--repeats` after a warm-up. Memory: highest resident size during the
-work less that after importing and building model and images, each measured in a process of its own.
+work less that after importing and building model and images, each in a process of its own (Linux only).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 if os.environ.get("OMP_WAIT_POLICY") != "PASSIVE":  # spinning threads would time the scheduler; read once, when torch loads
     os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})
@@ -72,18 +72,20 @@ def measure_time(name: str, data: list[torch.Tensor], repeats: int) -> tuple[flo
     return min(plain), min(ours), stages
 
 
-def peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # kibibytes on Linux
+def resident_mib(field: str) -> float:
+    """VmRSS (now) or VmHWM (its peak). Not `ru_maxrss`: that one a new process inherits from the one that started it."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
+    return int(line.split()[1]) / 1024
 
 
 def memory_child(name: str, what: str, count: int) -> None:
     """Print the growth of the peak resident size in MiB while doing `what`."""
-    import chipfit.pipeline  # noqa: F401 -- both children import the same things before the baseline
-
+    quantize(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU()).eval(), [torch.randn(1, 3, 8, 8)])  # loads what both measure
     model, data = build(name), images(count)
-    before = peak_mib()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of building them
+    before = resident_mib("VmRSS")
     float_pass(model, data) if what == "float" else quantize(model, data)
-    print(peak_mib() - before)
+    print(resident_mib("VmHWM") - before)
 
 
 def measure_memory(name: str, what: str, count: int, threads: int) -> float:

@@ -1,6 +1,6 @@
 """Quantize for a chip of your own: one YAML file beside this script, and nothing else.
 
-    python examples/custom_platform.py
+python examples/custom_platform.py
 """
 
 from __future__ import annotations

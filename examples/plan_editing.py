@@ -1,6 +1,6 @@
 """A plan is data: read it, change one number by hand, and run the network with the change.
 
-    python examples/plan_editing.py
+python examples/plan_editing.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train a small residual network on handwritten digits, quantize it, export it, verify it, tune what was lost.
 
-    python examples/quantize_resnet.py [folder for the files]
+python examples/quantize_resnet.py [folder for the files]
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def test_the_pinned_versions_satisfy_the_package_metadata():
     from packaging.requirements import Requirement
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [Requirement(r) for r in project["dependencies"] + sum(project["optional-dependencies"].values(), [])]
+    listed = [project["dependencies"], *project["optional-dependencies"].values()]
+    wanted = [Requirement(r) for rs in listed for r in rs]
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     pins = {name.lower(): version for name, version in pins.items()}
     assert [str(r) for r in wanted if r.name.lower() in pins and pins[r.name.lower()] not in r.specifier] == []
@@ -114,7 +115,9 @@ def test_a_layer_imports_nothing_above_it(folder):
 
 def test_only_the_writer_and_the_runtimes_know_onnx():
     allowed = {"export", "runtimes"}
-    knows = [p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py") if any(m.partition(".")[0] in ("onnx", "onnxruntime") for m in imports(p))]
+    knows = [
+        p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py") if any(m.partition(".")[0] in ("onnx", "onnxruntime") for m in imports(p))
+    ]
     assert [str(p) for p in knows if p.parts[0] not in allowed] == []
 
 

@@ -42,17 +42,17 @@ class OnnxRuntime:
         options.log_severity_level = 3
         options.intra_op_num_threads = threads
         options.add_session_config_entry("session.qdqisint8allowed", "1" if _signed(model) else "0")
-        self._folder = tempfile.TemporaryDirectory()
-        optimised = Path(self._folder.name) / "optimised.onnx"
-        options.optimized_model_filepath = str(optimised)
-        try:
-            self.session = ort.InferenceSession(
-                model.SerializeToString(), options, providers=["CPUExecutionProvider"], disabled_optimizers=["WeightBiasQuantization"]
-            )
-        except Exception as e:  # ORT's exceptions share no base
-            raise RuntimeUnavailable(f"ONNX Runtime refuses the file: {str(e).splitlines()[0][:300]}", where=str(path)) from e
+        with tempfile.TemporaryDirectory() as folder:
+            optimised = Path(folder) / "optimised.onnx"
+            options.optimized_model_filepath = str(optimised)
+            try:
+                self.session = ort.InferenceSession(
+                    model.SerializeToString(), options, providers=["CPUExecutionProvider"], disabled_optimizers=["WeightBiasQuantization"]
+                )
+            except Exception as e:  # ORT's exceptions share no base
+                raise RuntimeUnavailable(f"ONNX Runtime refuses the file: {str(e).splitlines()[0][:300]}", where=str(path)) from e
+            self._optimised = onnx.load(str(optimised), load_external_data=False)
         self.inputs = [i.name for i in self.session.get_inputs()]
-        self._optimised = onnx.load(str(optimised), load_external_data=False)
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """One batch; `inputs` in the model's order. Returns outputs and the requested tensors by ONNX name."""

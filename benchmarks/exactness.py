@@ -1,0 +1,123 @@
+"""How many integers differ between chipfit's simulation and ONNX Runtime, over whole networks and every tensor.
+
+    python benchmarks/exactness.py [--random 50] [--quick]
+
+The architectures are built here with random weights and realistic batch-norm statistics; the random networks draw layers,
+widths, strides and branches from a seed. Each is quantized on 4 batches and compared on 2 others. "unsound" counts operators
+that, given the device's own input codes, do not compute the device's output codes (one code is allowed to float operators).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+
+if os.environ.get("OMP_WAIT_POLICY") != "PASSIVE":  # spinning threads of two runtimes would wait for each other
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})
+
+import torch
+from models import MODELS, build
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import chipfit
+from chipfit.verify import Verification
+
+
+class Merge(nn.Module):
+    """Two branches on the same input, joined by addition, multiplication or concatenation."""
+
+    def __init__(self, left: nn.Module, right: nn.Module, how: str) -> None:
+        super().__init__()
+        self.left, self.right, self.how = left, right, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.left(x), self.right(x)
+        return a + b if self.how == "add" else a * b if self.how == "mul" else torch.cat([a, b], 1)
+
+
+def random_network(seed: int, depth: int = 6) -> nn.Sequential:
+    """A network on images [N, 3, 32, 32] whose layers, widths and branches follow from `seed`."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    activations = (nn.ReLU, nn.ReLU6, nn.Identity, nn.LeakyReLU, nn.Sigmoid, lambda: nn.Hardtanh(-0.7, 1.3))
+
+    def conv(c_in: int, c_out: int, stride: int = 1) -> nn.Sequential:
+        groups = c_in if c_in == c_out and draw.random() < 0.4 else 1
+        kernel = draw.choice((1, 3, 5))
+        body = nn.Conv2d(c_in, c_out, kernel, stride, kernel // 2, groups=groups, bias=draw.random() < 0.5)
+        norm = [nn.BatchNorm2d(c_out)] if draw.random() < 0.6 else []
+        return nn.Sequential(body, *norm, draw.choice(activations)())
+
+    c, size, layers = 3, 32, []
+    for _ in range(depth):
+        kind = draw.choice(("conv", "conv", "add", "mul", "cat", "max", "avg"))
+        wide = draw.choice((4, 8, 12, 16))
+        if kind in ("max", "avg") and size >= 8:
+            layers.append(nn.MaxPool2d(2) if kind == "max" else nn.AvgPool2d(2))
+            size //= 2
+        elif kind in ("add", "mul", "cat"):
+            layers.append(Merge(conv(c, wide), conv(c, wide), kind))
+            c = wide * 2 if kind == "cat" else wide
+        else:
+            stride = 2 if size >= 8 and draw.random() < 0.3 else 1
+            layers.append(conv(c, wide, stride))
+            c, size = wide, -(-size // stride)
+    net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(c, 10)).eval()
+    for m in net.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            nn.init.uniform_(m.running_mean, -0.2, 0.2)
+            nn.init.uniform_(m.running_var, 0.5, 1.5)
+    return net
+
+
+def compare(model: nn.Module, size: int, rows: int = 4) -> Verification:
+    """Quantize on 4 batches of random images and verify on 2 others."""
+    data = [torch.randn(rows, 3, size, size) for _ in range(6)]
+    return chipfit.quantize(model, data[:4], platform="ort_cpu", progress=False).verify(data[4:])
+
+
+def unsound(check: Verification) -> int:
+    return sum(r.op_largest > (1 if r.in_float else 0) for r in check.rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--random", type=int, default=50, help="how many random networks")
+    parser.add_argument("--quick", action="store_true", help="10 random networks and no architecture")
+    args = parser.parse_args()
+    torch.set_num_threads(2)
+    table = Table(title="ONNX Runtime CPU against chipfit's integers")
+    for heading in ("network", "tensors", "integers", "differing", "largest", "float operators", "unsound", "seconds"):
+        table.add_column(heading, justify="left" if heading == "network" else "right")
+    bad = 0
+
+    def add(name: str, checks: list[Verification], seconds: float) -> None:
+        nonlocal bad
+        rows = [r for c in checks for r in c.rows]
+        wrong = sum(map(unsound, checks))
+        bad += wrong + sum(r.differing for c in checks for r in c.rows if not c.float_operators)
+        counts = (len(rows), sum(r.elements for r in rows), sum(r.differing for r in rows), max(r.largest for r in rows))
+        table.add_row(name, *map(str, counts), str(sum(len(c.float_operators) for c in checks)), str(wrong), f"{seconds:.1f}")
+
+    for name in [] if args.quick else MODELS:
+        start = time.perf_counter()
+        add(f"{name}, 96x96", [compare(build(name), 96)], time.perf_counter() - start)
+    start = time.perf_counter()
+    checks = [compare(random_network(seed), 32) for seed in range(10 if args.quick else args.random)]
+    seconds = time.perf_counter() - start
+    whole = [c for c in checks if not c.float_operators]
+    mixed = [c for c in checks if c.float_operators]
+    add(f"{len(whole)} random networks, all operators in integers", whole, seconds)
+    if mixed:
+        add(f"{len(mixed)} random networks with operators that the runtime computes in float", mixed, seconds)
+    Console(width=150).print(table)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
