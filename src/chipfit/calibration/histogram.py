@@ -10,12 +10,11 @@ import torch
 BINS = 2048
 
 
-def in_memory_order(x: torch.Tensor, step: int = 1) -> torch.Tensor:
-    """Every `step`-th element of x in the order of its memory, without a copy when x is dense (any memory format)."""
-    n = x.numel()
-    if torch._debug_has_internal_overlap(x) == 0 and _dense(x):
-        return torch.as_strided(x, ((n + step - 1) // step,), (step,), x.storage_offset())
-    return x.reshape(-1)[::step]
+def in_memory_order(x: torch.Tensor) -> torch.Tensor:
+    """The elements of x in the order of its memory, [N], without a copy when x is dense in any memory format."""
+    if _dense(x):
+        return torch.as_strided(x, (x.numel(),), (1,), x.storage_offset())
+    return x.reshape(-1)
 
 
 def _dense(x: torch.Tensor) -> bool:
@@ -50,7 +49,8 @@ class Histogram:
                 self.counts[BINS // 4 : BINS * 3 // 4] = folded
                 self.reach *= 2
             self.reach = max(wanted, self.reach)
-        self.counts += torch.histc(values, BINS, -self.reach, self.reach)
+        index = (values * (BINS / (2 * self.reach)) + BINS / 2).to(torch.int32).clamp_(0, BINS - 1)
+        self.counts += torch.bincount(index, minlength=BINS)
 
     @property
     def centers(self) -> torch.Tensor:

@@ -245,7 +245,7 @@ class _Capture:
             key = id(t)
             self._tied[name] = first.setdefault(key, name)
             same = self.graph.weights.get(first[key])
-            self.graph.weights[name] = same if same is not None else shared.clone()
+            self.graph.weights[name] = same if same is not None else shared  # the copy's own tensor, nobody else's
             if name in trainable:
                 self.graph.trainable.add(name)
         for name in own - set(table):  # entries that the forward pass does not read
