@@ -56,7 +56,7 @@ class QuantizedModule(nn.Module):
         self._unrounded = frozenset(name for name, _ in plan.float_edges) & self._rounded
         self._nodes, self._free = tuple(graph.nodes), _last_reads(graph)
         self._in_spec, self._out_leaves = json.loads(graph.in_spec), json.loads(graph.out_spec)["leaves"]
-        self._out_tree = load_tree(json.loads(graph.out_spec))
+        self._out_tree = _Tree(load_tree(json.loads(graph.out_spec)))
         self.eval()
 
     # ---- construction
@@ -159,7 +159,7 @@ class QuantizedModule(nn.Module):
         """Same arguments and result as the original model."""
         outputs = self.run_flat(flatten_call(self._in_spec, args, kwargs))
         leaves = [outputs[x["output"]] if "output" in x else x["constant"] for x in self._out_leaves]
-        return pytree.tree_unflatten(leaves, self._out_tree)
+        return pytree.tree_unflatten(leaves, self._out_tree.spec)
 
     def run_flat(self, inputs: Sequence[torch.Tensor], keep: Sequence[str] = ()) -> list[Any]:
         """Run on flat inputs; returns the outputs, then the values named in `keep` (quantized where they are)."""
@@ -216,6 +216,16 @@ class QuantizedModule(nn.Module):
         for p in path:
             module = module._modules[p]
         return module._parameters[leaf] if leaf in module._parameters else module._buffers[leaf]
+
+
+class _Tree:
+    """A pytree spec that deep copies share: it is immutable, and copying one makes torch warn."""
+
+    def __init__(self, spec: Any) -> None:
+        self.spec = spec
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Tree:
+        return self
 
 
 def _same(a: TensorPlan, b: TensorPlan) -> bool:

@@ -1,0 +1,98 @@
+"""Quantizer modules: the numerics of the grids, and gradients that train."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chipfit.frameworks.torch.modules import BiasQuantizer, FakeQuantizer, fake_quantize_ste
+from chipfit.plan import TensorPlan
+from chipfit.quantizers.grids import Grid, fake_quantize
+
+INT4 = Grid(bits=4, qmin=-8, qmax=7)
+UINT8 = Grid(bits=8, qmin=0, qmax=255, zero="any")
+
+
+def _quantizer(scale, zero, grid, axis=None):
+    plan = TensorPlan(
+        name="t", role="activation", grid=grid, axis=axis, scale=torch.tensor(scale), zero_point=torch.tensor(zero, dtype=torch.int32)
+    )
+    return FakeQuantizer(plan)
+
+
+def test_numbers_become_the_nearest_on_the_grid_halves_to_even():
+    q = _quantizer(0.5, 0, INT4)
+    assert q(torch.tensor([-9.0, -0.75, 0.25, 0.75, 9.0])).tolist() == [-4.0, -1.0, 0.0, 1.0, 3.5]
+
+
+@pytest.mark.parametrize("axis", [None, 1])
+def test_a_quantizer_rounds_bit_for_bit_as_the_grid_does(axis):
+    x = torch.randn(5, 3, 7) * 4
+    s, z = ([0.031, 0.0173, 0.022], [120, 3, 250]) if axis else (0.031, 120)
+    q = _quantizer(s, z, UINT8, axis)
+    assert torch.equal(q(x), fake_quantize(x, q.scale, q.zero_point, UINT8, axis))
+
+
+def test_gradients_pass_inside_the_range_and_stop_outside():
+    x = torch.tensor([-5.0, -4.0, 0.3, 3.5, 3.9], requires_grad=True)
+    _quantizer(0.5, 0, INT4)(x).sum().backward()
+    assert x.grad.tolist() == [0.0, 1.0, 1.0, 1.0, 0.0]
+
+
+def test_the_gradient_of_the_scale_is_that_of_lsq():
+    """Esser et al. 2020, eq. 3: qmin, round(v) - v, or qmax by position of v = x / s."""
+    q = _quantizer(0.5, 0, INT4)
+    q.scale.requires_grad_()
+    q(torch.tensor([-9.0, 0.35, 9.0])).sum().backward()
+    assert q.scale.grad.item() == pytest.approx(-8 + (1 - 0.7) + 7)
+
+
+def test_the_compiled_form_has_the_same_values_and_gradients():
+    x, q = torch.randn(4, 3, 5) * 9, _quantizer([0.03, 0.1, 0.07], [7, 128, 200], UINT8, 1)
+    x[0, 0, 0], x[0, 0, 1] = torch.inf, -torch.inf
+    q.scale.requires_grad_()
+
+    def run(f):
+        a, q.scale.grad = x.clone().requires_grad_(), None
+        y = f(a, q.scale, q.zero_point, UINT8, 1)
+        y.square().sum().backward()
+        return y, a.grad, q.scale.grad[1:]  # channel 0 meets an infinity
+
+    torch._dynamo.reset()
+    for eager, compiled in zip(run(fake_quantize_ste), run(torch.compile(fake_quantize_ste, backend="eager", fullgraph=True)), strict=True):
+        torch.testing.assert_close(eager, compiled, rtol=1e-5, atol=1e-4, equal_nan=True)
+
+
+def test_scales_do_not_train_until_asked():
+    assert not _quantizer(0.5, 0, INT4).scale.requires_grad
+
+
+def test_half_precision_models_keep_their_scales_in_float32():
+    q = _quantizer(0.1, 0, INT4).bfloat16()
+    assert q.scale.dtype == torch.float32
+    assert q.scale.item() == torch.tensor(0.1).item()
+    assert q(torch.ones(2, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_bypass_is_the_identity():
+    q, x = _quantizer(0.5, 0, INT4), torch.randn(9)
+    q.mode = "bypass"
+    assert q(x) is x
+
+
+def test_observe_keeps_the_least_and_greatest_value_of_all_calls():
+    q = _quantizer(0.5, 0, INT4)
+    q.mode = "observe"
+    q(torch.tensor([1.0, 2.0]))
+    q(torch.tensor([-3.0, 0.0]))
+    assert q.seen == (-3.0, 2.0)
+
+
+def test_the_mode_is_not_part_of_the_state():
+    assert set(_quantizer(0.5, 0, INT4).state_dict()) == {"scale", "zero_point"}
+
+
+def test_a_bias_is_rounded_to_the_product_of_the_scales():
+    int32 = Grid(bits=32, qmin=-(2**31), qmax=2**31 - 1)
+    b = BiasQuantizer(TensorPlan(name="b", role="bias", grid=int32))
+    assert b(torch.tensor([1.1, -1.1]), torch.tensor([0.25, 0.5])).tolist() == [1.0, -1.0]
