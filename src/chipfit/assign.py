@@ -165,7 +165,9 @@ def _carried(graph: Graph, unit: _Unit, formats: Mapping[str, str], coded: set[s
 # ---------------------------------------------------------------- units and options
 
 
-def _units(graph: Graph, platform: Platform, groups: tuple[tuple[str, ...], ...], overrides: Mapping[str, Mapping[str, Any]]) -> list[_Unit]:
+def _units(
+    graph: Graph, platform: Platform, groups: tuple[tuple[str, ...], ...], overrides: Mapping[str, Mapping[str, Any]]
+) -> list[_Unit]:
     grouped = {name: g for g in groups for name in g}
     units = []
     for node in graph.nodes:
@@ -263,7 +265,7 @@ def _unfit(graph: Graph, unit: _Unit) -> str:
         w = head.inputs[OPS[head.op].slots.index("w")]
         if not graph.is_weight(w):
             return "its weights are computed at run time"
-    data = [i for i in _operands(graph, unit)]
+    data = list(_operands(graph, unit))
     if not any(not graph.is_weight(i) for i in data):
         return "all its inputs are constant"
     if any(not graph.is_float(i) for i in data):
@@ -341,9 +343,7 @@ def _wants(graph: Graph, platform: Platform, units: list[_Unit]) -> dict[str, st
     return wants
 
 
-def _outputs(
-    graph: Graph, unit: _Unit, option: Option | None, formats: dict[str, str], wants: Mapping[str, str]
-) -> list[tuple[Any, str]]:
+def _outputs(graph: Graph, unit: _Unit, option: Option | None, formats: dict[str, str], wants: Mapping[str, str]) -> list[tuple[Any, str]]:
     """(format, value) for each value that the unit writes."""
     tail = unit.tail
     if option is None or option.out in _NO_FORMAT:
@@ -412,7 +412,9 @@ def _record(
             fmt = formats[name]
             out.slots[name] = Slot(name=name, role="activation", format_name=fmt, format=platform.formats[fmt], axis=None, node="")
     if integer and slots:
-        out.bindings.append(Binding(op=head.op, rules=unit.resolved.rules, slots={k: tuple(v) for k, v in slots.items()}, attrs=dict(head.attrs)))
+        out.bindings.append(
+            Binding(op=head.op, rules=unit.resolved.rules, slots={k: tuple(v) for k, v in slots.items()}, attrs=dict(head.attrs))
+        )
 
 
 def _data_slot(
@@ -427,9 +429,7 @@ def _data_slot(
         if name in _NO_FORMAT:
             return
         if tensor not in out.slots:
-            out.slots[tensor] = Slot(
-                name=tensor, role="weight", format_name=name, format=platform.formats[name], axis=None, node=node.name
-            )
+            out.slots[tensor] = Slot(name=tensor, role="weight", format_name=name, format=platform.formats[name], axis=None, node=node.name)
     elif tensor not in formats:
         return
     elif not integer:

@@ -24,7 +24,7 @@ def hash_graph(graph: Graph) -> str:
     for name in sorted(graph.weights):
         w = graph.weights[name].detach().contiguous().cpu()
         h.update(f"{name}{tuple(w.shape)}{w.dtype}".encode())
-        h.update(memoryview(w.reshape(-1).view(torch.uint8).numpy()) if w.numel() else b"")
+        h.update(w.reshape(-1).view(torch.uint8).numpy().data if w.numel() else b"")
     return h.hexdigest()
 
 

@@ -26,9 +26,7 @@ def needs(assignment: Assignment, rule: str) -> dict[str, Need]:
     """What calibration has to collect: a histogram only where a range will be searched in it."""
     fixed = legality.fixed(assignment.bindings)
     return {
-        s.name: Need(histogram=rule != "no_clipping" and s.name not in fixed)
-        for s in assignment.slots.values()
-        if s.role == "activation"
+        s.name: Need(histogram=rule != "no_clipping" and s.name not in fixed) for s in assignment.slots.values() if s.role == "activation"
     }
 
 
@@ -96,7 +94,9 @@ def _grid(slot: Slot, stats: TensorStats | None, graph: Graph) -> Grid:
     return slot.format.grid(signed=low < 0)
 
 
-def _tie(members: list[str], found: dict[str, QParams], grids: Mapping[str, Grid], fixed: Mapping[str, Any], origin: dict[str, str]) -> None:
+def _tie(
+    members: list[str], found: dict[str, QParams], grids: Mapping[str, Grid], fixed: Mapping[str, Any], origin: dict[str, str]
+) -> None:
     """Give all members one scale and zero point that covers the range of each."""
     if len(members) < 2:
         return
@@ -107,7 +107,10 @@ def _tie(members: list[str], found: dict[str, QParams], grids: Mapping[str, Grid
         grid = grids[members[0]]
         bounds = [found[m].bounds(grids[m]) for m in members]
         low, high = min(b[0] for b in bounds), max(b[1] for b in bounds)
-        same = all(torch.equal(found[m].scale, found[members[0]].scale) and torch.equal(found[m].zero_point, found[members[0]].zero_point) for m in members)
+        same = all(
+            torch.equal(found[m].scale, found[members[0]].scale) and torch.equal(found[m].zero_point, found[members[0]].zero_point)
+            for m in members
+        )
         shared = found[members[0]] if same else from_min_max(low, high, grid)
     for m in members:
         if m not in fixed:
@@ -138,9 +141,7 @@ def _entry(
     )  # fmt: skip
 
 
-def _biases(
-    graph: Graph, assignment: Assignment, grids: Mapping[str, Grid], out: dict[str, TensorPlan], layers: Mapping[str, Any]
-) -> None:
+def _biases(graph: Graph, assignment: Assignment, grids: Mapping[str, Grid], out: dict[str, TensorPlan], layers: Mapping[str, Any]) -> None:
     """int32 biases at s_in * s_w. Where a bias would not fit, its channel's weight scale grows until it does."""
     for b in assignment.bindings:
         for name in b.slots.get("b", ()):

@@ -151,7 +151,9 @@ class Writer:
             )
         kinds = {t.grid.kind for t in self.plan.tensors.values() if t.grid is not None} - {"int"}
         if kinds:
-            raise UnsupportedError("ONNX holds integer grids only", got=", ".join(sorted(kinds)), hint="export JSON encodings (`.json`) for this platform")
+            raise UnsupportedError(
+                "ONNX holds integer grids only", got=", ".join(sorted(kinds)), hint="export JSON encodings (`.json`) for this platform"
+            )
         for name in self.graph.inputs:
             self._publish(name, name)
         for n in self.graph.nodes:
@@ -240,7 +242,9 @@ class Writer:
         graph.initializer.extend(t for k, t in self.initialisers.items() if k in needed)
         version = {13: 7, 17: 8, 18: 8, 21: 10}.get(self.opset, 10)
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=version, producer_name="chipfit", producer_version=__version__)  # fmt: skip
-        helper.set_model_props(model, {"chipfit.platform": self.plan.platform, "chipfit.provenance": json.dumps(self.plan.provenance, default=str)})
+        helper.set_model_props(
+            model, {"chipfit.platform": self.plan.platform, "chipfit.provenance": json.dumps(self.plan.provenance, default=str)}
+        )
         return model
 
     def _used_nodes(self, wanted: Sequence[str]) -> list[onnx.NodeProto]:
@@ -255,7 +259,9 @@ class Writer:
     def _info(self, name: str, value: str) -> onnx.ValueInfoProto:
         g = self.graph
         if value in g.weights:
-            return helper.make_tensor_value_info(name, _TYPES[str(g.weights[value].dtype).removeprefix("torch.")], list(g.weights[value].shape))
+            return helper.make_tensor_value_info(
+                name, _TYPES[str(g.weights[value].dtype).removeprefix("torch.")], list(g.weights[value].shape)
+            )
         v = g.values[value]
         dims = [s if s is not None else ("batch" if k == 0 else f"{value}_{k}") for k, s in enumerate(v.shape)]
         known = None if value in g.outputs and value not in g.inputs and any(d is None for d in v.shape[1:]) else dims

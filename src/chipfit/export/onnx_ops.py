@@ -27,6 +27,11 @@ def _writes(*names: str) -> Callable[[Write], Write]:
     return enter
 
 
+def _plain(kind: str) -> Write:
+    """An operator that ONNX has under another name, without attributes."""
+    return lambda w, n, x: w.op(kind, x)
+
+
 def _ints(*v: int) -> np.ndarray:
     return np.array(v, dtype=np.int64)
 
@@ -43,7 +48,7 @@ for _op, _onnx in {
     "Greater": "Greater", "GreaterEqual": "GreaterOrEqual", "LogicalAnd": "And", "LogicalOr": "Or", "Where": "Where",
     "GlobalAvgPool": "GlobalAveragePool", "Softplus": "Softplus",
 }.items():  # fmt: skip
-    WRITERS[_op] = lambda w, n, x, onnx=_onnx: w.op(onnx, x)
+    WRITERS[_op] = _plain(_onnx)
 
 
 @_writes("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D")
@@ -67,11 +72,10 @@ def _linear(w: Writer, n: Node, x: Sequence[Any]) -> str:
         return w.op("Gemm", x, transB=1)
     flat = w.mover("Reshape", [x[0], w.const(_ints(-1, k or 0))], n.inputs[0], n.name)
     y = w.op("Gemm", [flat, *x[1:]], transB=1)
-    target = [*(0 if i and s is not None else -1 for i, s in enumerate(shape[:-1])), out]
-    target = [s if s is not None else -1 for s in shape[:-1]] + [out]
+    target = [s if s is not None else -1 for s in shape[:-1]] + [out or 0]
     if target.count(-1) > 1:
         w.refuse(n, "more than one axis of its input is only known at run time")
-    w.defer(n.output, lambda y, w=w: w.op("Reshape", [y, w.const(_ints(*target))]))
+    w.defer(n.output, lambda result: w.op("Reshape", [result, w.const(_ints(*target))]))
     return y
 
 
@@ -126,10 +130,10 @@ def _sdpa(w: Writer, n: Node, x: Sequence[Any]) -> str:
     k = w.op("Transpose", [x[1]], perm=[*range(rank - 2), rank - 1, rank - 2])
     s = w.op("Mul", [w.op("MatMul", [x[0], k]), w.const(np.float32(scale))])
     if a["is_causal"]:
-        length = (shape[-2], w.graph.shape(n.inputs[1] or "")[-2])
-        if None in length:
+        rows, columns = shape[-2], w.graph.shape(n.inputs[1] or "")[-2]
+        if rows is None or columns is None:
             w.refuse(n, "a causal mask needs a fixed sequence length")
-        s = w.op("Add", [s, w.const(np.triu(np.full(length, -np.inf, np.float32), 1))])
+        s = w.op("Add", [s, w.const(np.triu(np.full((rows or 0, columns or 0), -np.inf, np.float32), 1))])
     if len(x) > 3 and x[3] is not None:
         mask = x[3]
         if w.graph.values.get(n.inputs[3] or "") is not None and w.graph.values[n.inputs[3] or ""].dtype == "bool":
@@ -368,7 +372,9 @@ def _depth_to_space(w: Writer, n: Node, x: Sequence[Any]) -> str:
 def _space_to_depth(w: Writer, n: Node, x: Sequence[Any]) -> str:
     b, (_, c, h, k) = n.attrs["block"], w.graph.shape(n.inputs[0] or "")
     y = w.op("Reshape", [x[0], w.const(_ints(-1, c or 0, (h or 0) // b, b, (k or 0) // b, b))])
-    return w.op("Reshape", [w.op("Transpose", [y], perm=[0, 1, 3, 5, 2, 4]), w.const(_ints(-1, (c or 0) * b * b, (h or 0) // b, (k or 0) // b))])
+    return w.op(
+        "Reshape", [w.op("Transpose", [y], perm=[0, 1, 3, 5, 2, 4]), w.const(_ints(-1, (c or 0) * b * b, (h or 0) // b, (k or 0) // b))]
+    )
 
 
 @_writes("ChannelShuffle")

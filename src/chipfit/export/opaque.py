@@ -29,7 +29,9 @@ class _Region(torch.nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         env: dict[str, Any] = dict(zip(self.inputs, tensors, strict=True))
         for n in self.nodes:
-            env.update(zip(n.outputs, execute(n, [None if i is None else env[i] if i in env else self.weights[i] for i in n.inputs]), strict=False))
+            env.update(
+                zip(n.outputs, execute(n, [None if i is None else env[i] if i in env else self.weights[i] for i in n.inputs]), strict=False)
+            )
         return tuple(env[o] for o in self.outputs)
 
 
@@ -120,4 +122,7 @@ def _translate(region: _Region, example: list[torch.Tensor], shapes: list[tuple[
             made = torch.onnx.export(program, (), dynamo=True, opset_version=opset, verbose=False, optimize=True)
     finally:
         logging.disable(disabled)
+    assert made is not None  # torch returns None only when it writes the file itself
+    if made is None:
+        raise RuntimeError("torch.onnx.export returned nothing")
     return made.model_proto

@@ -99,7 +99,7 @@ ACTIVATIONS = frozenset(
 )  # fmt: skip
 
 #: names that platform files use for the same operator: the platform's word -> a predicate on our node
-ALIASES = {
+ALIASES: dict[str, tuple[str, dict[str, float | str]]] = {
     "ReluN1To1": ("Clamp", {"min": -1.0, "max": 1.0}),
     "HardTanh": ("Clamp", {}),
     "Flatten": ("Reshape", {}),

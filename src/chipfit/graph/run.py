@@ -48,7 +48,7 @@ def run(
             if i is not None:
                 last[i] = k
     made: dict[str, str] = {}  # value -> operator that wrote it
-    aliased = {i for n in graph.nodes if n.op not in _COPIES for i in n.inputs} if reuse else set()
+    aliased = {i for n in graph.nodes if n.op not in _COPIES for i in n.inputs if i is not None} if reuse else set()
     for k, n in enumerate(graph.nodes):
         args = [None if i is None else env[i] if i in env else table[i] for i in n.inputs]
         target = _overwritable(n, last, k, {*held, *aliased}, made) if reuse else None

@@ -6,9 +6,7 @@ import torch
 
 from chipfit.graph.ir import Graph, Node
 
-_FOLDABLE = frozenset(
-    {"Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D", "Linear", "TransposeConv1D", "TransposeConv2D", "TransposeConv3D"}
-)
+_FOLDABLE = frozenset({"Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D", "Linear", "TransposeConv1D", "TransposeConv2D", "TransposeConv3D"})
 
 
 def fold_batch_norm(graph: Graph) -> tuple[Graph, list[str]]:
@@ -27,19 +25,19 @@ def fold_batch_norm(graph: Graph) -> tuple[Graph, list[str]]:
     for bn in graph.nodes:
         if bn.op != "BatchNorm":
             continue
-        node = producers.get(bn.inputs[0] or "")
-        reason = _refusal(graph, node, bn, users)
+        before = producers.get(bn.inputs[0] or "")
+        reason = _refusal(graph, before, bn, users)
         if reason:
             refused[bn.name] = reason
         else:
-            assert node is not None  # _refusal answers for None
-            followers[node.name] = bn
+            assert before is not None  # _refusal answers for None
+            followers[before.name] = bn
 
     done: dict[str, str] = {}  # weight -> name of its folded bias
     for node in list(graph.nodes):
-        bn = followers.get(node.name)
-        if bn is None:
+        if node.name not in followers:
             continue
+        bn = followers[node.name]
         weight, bias = node.inputs[1], node.inputs[2] if len(node.inputs) > 2 else None
         assert weight is not None
         readers = users[weight] + (users[bias] if bias else [])

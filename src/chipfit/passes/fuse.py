@@ -55,7 +55,7 @@ def fits(node: Node, alternatives: frozenset[str]) -> bool:
     if node.op == "Relu6" and "Clamp" in alternatives:
         return True
     for word in alternatives:
-        op, attrs = ALIASES.get(word, ("", {}))
+        op, attrs = ALIASES.get(word) or ("", {})
         if op == node.op and all(node.attrs.get(k) == v for k, v in attrs.items()):
             return True
     return False

@@ -150,9 +150,9 @@ def project(wanted: Mapping[str, Var], bindings: Sequence[Binding]) -> dict[str,
     """
     out = dict(wanted)
     pinned = {t: v for t, v in fixed(bindings).items() if t in out}
-    for name, (scale, zero) in pinned.items():
+    for name, (fixed_scale, fixed_zero) in pinned.items():
         v = out[name]
-        out[name] = Var(scale=torch.full_like(v.scale, scale), zero_point=torch.full_like(v.zero_point, zero), grid=v.grid)
+        out[name] = Var(scale=torch.full_like(v.scale, fixed_scale), zero_point=torch.full_like(v.zero_point, fixed_zero), grid=v.grid)
     leader: dict[str, str] = {}
     for group in tie_groups(bindings):
         members = sorted(t for t in group if t in out)
@@ -186,9 +186,9 @@ def project(wanted: Mapping[str, Var], bindings: Sequence[Binding]) -> dict[str,
         if new is None or np.array_equal(new, log[leader.get(t, t)]):
             continue
         moved = np.abs(new - log[leader.get(t, t)]) > _SLACK
-        scale = np.where(moved, np.exp2(new), out[t].scale.double().numpy().reshape(-1))
-        scale = torch.from_numpy(scale).to(torch.float32).reshape(out[t].scale.shape)
-        out[t] = Var(scale=scale, zero_point=out[t].zero_point, grid=out[t].grid)
+        legal = np.where(moved, np.exp2(new), out[t].scale.double().numpy().reshape(-1))
+        projected = torch.from_numpy(legal).to(torch.float32).reshape(out[t].scale.shape)
+        out[t] = Var(scale=projected, zero_point=out[t].zero_point, grid=out[t].grid)
     return out
 
 
@@ -230,8 +230,11 @@ def _solve(
     high: list[float] = []
     for k, (row, a, z) in enumerate(table):
         for key, e in row.items():
-            rr.append(k), cc.append(index[key]), vv.append(e)
-        low.append(a), high.append(z)
+            rr.append(k)
+            cc.append(index[key])
+            vv.append(e)
+        low.append(a)
+        high.append(z)
     m = len(table)
     for j in range(n):  # d_j >= |v_j - wanted_j|
         rr += [m + 2 * j, m + 2 * j, m + 2 * j + 1, m + 2 * j + 1]

@@ -122,7 +122,9 @@ def _read(source: Any, file: str, below: tuple[str, ...]) -> Platform:
         platform = Platform.model_validate({**data, "file": file})
     except ValidationError as e:
         first = e.errors()[0]
-        path = tuple(p for p in first["loc"] if not (isinstance(p, str) and p.startswith(("literal", "tuple", "function", "int", "str", "bool"))))
+        path = tuple(
+            p for p in first["loc"] if not (isinstance(p, str) and p.startswith(("literal", "tuple", "function", "int", "str", "bool")))
+        )
         got = first.get("input")
         known = _fields_at(path[:-1]) if first["type"] == "extra_forbidden" else None
         raise problem(

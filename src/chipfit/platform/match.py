@@ -82,7 +82,8 @@ def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int 
         attrs: its attributes and facts derived from shapes (`assign.facts`).
         bits: activation bits that gates may ask for.
     """
-    words, extra, why = names_of(op, attrs), [], ""
+    words, why = names_of(op, attrs), ""
+    extra: list[Rule] = []
     for rule in platform.ops:
         if not covers(rule.match, words) or not platform.allows(rule.when, bits=bits):
             continue

@@ -112,7 +112,13 @@ class Rule(_Record):
         heads = [h for h in RULE_HEADS if getattr(self, h) is not None]
         if len(heads) != 1:
             raise ValueError(f"a rule has exactly one of {', '.join(RULE_HEADS)}; this one has {', '.join(heads) or 'none'}")
-        named = (*(self.tie or ()), *(self.dtype or ()), *(self.mono or ()), *([self.fix] if self.fix else []), *([self.zero] if self.zero else []))
+        named = (
+            *(self.tie or ()),
+            *(self.dtype or ()),
+            *(self.mono or ()),
+            *([self.fix] if self.fix else []),
+            *([self.zero] if self.zero else []),
+        )
         for s in named:
             if s not in SLOTS:
                 raise ValueError(f"slot '{s}' is unknown; slots are {', '.join(sorted(SLOTS))}")
@@ -151,9 +157,8 @@ class OpRule(_Record):
     def _consistent(self) -> OpRule:
         fixed: dict[str, tuple[float | None, int | None]] = {}
         for r in self.rules:
-            if r.fix and r.hard:
-                if fixed.setdefault(r.fix, (r.scale, r.zp)) != (r.scale, r.zp):
-                    raise ValueError(f"slot '{r.fix}' is fixed to two different scales")
+            if r.fix and r.hard and fixed.setdefault(r.fix, (r.scale, r.zp)) != (r.scale, r.zp):
+                raise ValueError(f"slot '{r.fix}' is fixed to two different scales")
         return self
 
     @property

@@ -40,7 +40,8 @@ class KlRange:
             w = torch.ones_like(x) if sample.weights is None else sample.weights[c]
             lo, hi = sample.low[c], sample.high[c]
             tried = [from_min_max(lo * f, hi * f, grid) for f in factors]
-            best.append(min(tried, key=lambda q, x=x, w=w, lo=lo, hi=hi: _divergence(x, w, lo, hi, q, grid)))
+            divergences = [_divergence(x, w, lo, hi, q, grid) for q in tried]
+            best.append(tried[divergences.index(min(divergences))])
         return QParams(torch.stack([q.scale for q in best]), torch.stack([q.zero_point for q in best]))
 
 

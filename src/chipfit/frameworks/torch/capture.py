@@ -52,7 +52,11 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         CaptureError: naming the user's line and what to change.
     """
     if not isinstance(model, torch.nn.Module):
-        raise CaptureError("A PyTorch model is an instance of torch.nn.Module", got=type(model).__name__, hint="pass the model object, not its class or its weights")
+        raise CaptureError(
+            "A PyTorch model is an instance of torch.nn.Module",
+            got=type(model).__name__,
+            hint="pass the model object, not its class or its weights",
+        )
     args, kwargs = tuple(args), dict(kwargs or {})
     twin = copy.deepcopy(model).eval()
     if dynamic_batch:
@@ -148,7 +152,11 @@ def _first_line(e: BaseException) -> str:
 def _users_line(e: BaseException) -> str:
     """file:line of the last frame in the user's own code."""
     frames = traceback.extract_tb(e.__traceback__)
-    own = [f for f in frames if not f.filename.startswith((_TORCH, "<")) and "chipfit" not in Path(f.filename).parts[-4:-1] and "chipfit/" not in f.filename]
+    own = [
+        f
+        for f in frames
+        if not f.filename.startswith((_TORCH, "<")) and "chipfit" not in Path(f.filename).parts[-4:-1] and "chipfit/" not in f.filename
+    ]
     if not own:
         return ""
     f = own[-1]
@@ -239,7 +247,9 @@ class _Capture:
         first: dict[int, str] = {}
         self._tied: dict[str, str] = {}
         table = {**self.ep.state_dict, **{k: v for k, v in self.ep.constants.items() if isinstance(v, torch.Tensor)}}
-        own = {k for k, _ in self.model.named_parameters(remove_duplicate=False)} | {k for k, _ in self.model.named_buffers(remove_duplicate=False)}
+        own = {k for k, _ in self.model.named_parameters(remove_duplicate=False)} | {
+            k for k, _ in self.model.named_buffers(remove_duplicate=False)
+        }
         for name, t in table.items():
             shared = t.detach() if isinstance(t, torch.nn.Parameter) else t
             key = id(t)
@@ -269,7 +279,9 @@ class _Capture:
         name = f"{near}.scalar"
         while name in self.graph.weights:
             name += "_"
-        self.graph.weights[name] = torch.tensor(value, dtype=like.dtype if like.dtype.is_floating_point or isinstance(value, int) else torch.float32)
+        self.graph.weights[name] = torch.tensor(
+            value, dtype=like.dtype if like.dtype.is_floating_point or isinstance(value, int) else torch.float32
+        )
         return name
 
     def _origin(self, n: torch.fx.Node) -> tuple[str, str, str]:
@@ -290,11 +302,15 @@ class _Capture:
                 source = f"{file}:{rest.partition(',')[0]}"
         return path, kind, source
 
-    def emit(self, n: torch.fx.Node, op: str, inputs: Sequence[str | None], attrs: dict[str, Any] | None = None, like: Any = None, name: str = "") -> str:
+    def emit(
+        self, n: torch.fx.Node, op: str, inputs: Sequence[str | None], attrs: dict[str, Any] | None = None, like: Any = None, name: str = ""
+    ) -> str:
         """Append a node with one output; returns its value."""
         return self.emit_many(n, op, inputs, attrs or {}, [n.meta["val"] if like is None else like], name)[0]
 
-    def emit_many(self, n: torch.fx.Node, op: str, inputs: Sequence[str | None], attrs: dict[str, Any], likes: Sequence[Any], name: str = "") -> list[str]:
+    def emit_many(
+        self, n: torch.fx.Node, op: str, inputs: Sequence[str | None], attrs: dict[str, Any], likes: Sequence[Any], name: str = ""
+    ) -> list[str]:
         name = self._unique(name or n.name)
         layer, kind, source = self._origin(n)
         outputs = [name] if len(likes) == 1 else [self._unique(f"{name}.{i}") for i in range(len(likes))]
@@ -386,7 +402,11 @@ class _Capture:
                 return Ref(inputs.index(v))
             return v
 
-        attrs = {"target": target_name(target), "args": [template(x) for x in n.args], "kwargs": {k: template(v) for k, v in n.kwargs.items()}}
+        attrs = {
+            "target": target_name(target),
+            "args": [template(x) for x in n.args],
+            "kwargs": {k: template(v) for k, v in n.kwargs.items()},
+        }
         val = n.meta.get("val")
         many = isinstance(val, (tuple, list))
         out = self.emit_many(n, OPAQUE, inputs, attrs, list(val) if many else [val])

@@ -112,6 +112,14 @@ def _reads(*names: str) -> Callable[[Read], Read]:
     return enter
 
 
+def _unary(op: str) -> Read:
+    return lambda r: r.emit(op, [r.value("self")])
+
+
+def _binary(op: str) -> Read:
+    return lambda r: r.emit(op, [r.operand("self"), r.operand("other")])
+
+
 def _many(v: Any, n: int) -> tuple[int, ...]:
     v = tuple(v) if isinstance(v, (list, tuple)) else (v,)
     return v * n if len(v) == 1 else v
@@ -212,7 +220,7 @@ for _aten, _op in {
     "rsqrt": "Rsqrt", "sin": "Sin", "cos": "Cos", "erf": "Erf", "floor": "Floor", "ceil": "Ceil", "sign": "Sign",
     "reciprocal": "Reciprocal", "logical_not": "LogicalNot",
 }.items():  # fmt: skip
-    READERS[_aten] = lambda r, op=_op: r.emit(op, [r.value("self")])
+    READERS[_aten] = _unary(_op)
 
 
 @_reads("hardtanh", "clamp", "clamp_min", "clamp_max", "clip")
@@ -293,7 +301,7 @@ for _aten, _op in {
     "mul": "Mul", "maximum": "Max", "minimum": "Min", "eq": "Equal", "ne": "NotEqual", "lt": "Less", "le": "LessEqual",
     "gt": "Greater", "ge": "GreaterEqual", "logical_and": "LogicalAnd", "logical_or": "LogicalOr",
 }.items():  # fmt: skip
-    READERS[_aten] = lambda r, op=_op: r.emit(op, [r.operand("self"), r.operand("other")])
+    READERS[_aten] = _binary(_op)
 
 
 @_reads("pow")
