@@ -79,7 +79,7 @@ class Result:
         """Write plan, graph and weights to `directory` (JSON and safetensors); `chipfit.load` brings them back."""
         from chipfit.saving import save
 
-        return save(directory, self.graph, self.plan, self.platform)
+        return save(directory, self.graph, self.plan, self.platform, self.report.to_dict())
 
 
 def quantize(
