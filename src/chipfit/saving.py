@@ -95,7 +95,7 @@ def load(directory: str | Path) -> Saved:
         raise PlanError("The plan speaks of tensors or nodes that the graph does not have", where=str(root), got=", ".join(strangers[:8]))
     said = _json(root / "platform.json")
     try:
-        platform = Platform.model_validate(said["platform"]).model_copy(update={"arch_selected": said["arch_selected"]})
+        platform = Platform.model_validate(said["platform"]).model_copy(update={k: said[k] for k in ("arch_selected", "file")})
     except (KeyError, TypeError, pydantic.ValidationError) as e:
         raise PlanError("The saved platform is malformed", where=str(root / "platform.json"), got=str(e)) from e
     report = _json(root / "report.json") if "report.json" in manifest["files"] else None
@@ -112,7 +112,7 @@ def _write(root: Path, graph: Graph, plan: Plan, platform: Platform, report: Map
     described, weights = _graph_to_plain(graph)
     save_file(weights, root / "weights.safetensors")
     texts["graph.json"] = json.dumps(described, allow_nan=False)
-    said = {"platform": platform.model_dump(mode="json", by_alias=True), "arch_selected": platform.arch_selected}
+    said = {"platform": platform.model_dump(mode="json", by_alias=True), "arch_selected": platform.arch_selected, "file": platform.file}
     texts["platform.json"] = json.dumps(said, indent=1)
     if report is not None:
         texts["report.json"] = json.dumps(report, indent=1)

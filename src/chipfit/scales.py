@@ -142,24 +142,40 @@ def _entry(
 
 
 def _biases(graph: Graph, assignment: Assignment, grids: Mapping[str, Grid], out: dict[str, TensorPlan], layers: Mapping[str, Any]) -> None:
-    """int32 biases at s_in * s_w. Where a bias would not fit, its channel's weight scale grows until it does."""
-    for b in assignment.bindings:
-        for name in b.slots.get("b", ()):
-            slot, grid = assignment.slots[name], grids[name]
-            s_in = out[b.slots["in0"][0]].scale
-            w = out[b.slots["w"][0]]
-            assert s_in is not None and w.scale is not None
-            bias = graph.weights[name].detach().abs()
-            need = bias / (s_in * grid.qmax * _BIAS_SHARE)  # [C_out]: least weight scale that stores the bias
-            per_channel = w.scale.dim() == 1 and w.scale.numel() == bias.numel()
-            need = need if per_channel else need.max()
-            if bool((w.scale < need).any()):
-                w = w.with_(scale=torch.maximum(w.scale, need.to(torch.float32)), origin=w.origin + ", enlarged to store the bias")
-                out[w.name] = w
-            assert w.scale is not None
-            scale = (s_in * w.scale).to(torch.float32)
+    """Biases at s_in * s_w where the chip adds them in the accumulator, else on a range of their own.
+
+    Where a bias would not fit at s_in * s_w, its channel's weight scale grows until it does.
+    """
+    stored = [(b, name) for b in assignment.bindings for name in b.slots.get("b", ())]
+    accumulated = [(b, name) for b, name in stored if _in_accumulator(b, grids[name])]
+    for b, name in accumulated:
+        w, s_in = out[b.slots["w"][0]], out[b.slots["in0"][0]].scale
+        assert s_in is not None and w.scale is not None
+        need = graph.weights[name].detach().abs() / (
+            s_in * grids[name].qmax * _BIAS_SHARE
+        )  # [C_out]: least weight scale that stores the bias
+        need = need if w.scale.shape == need.shape else need.max()
+        if w.grid is not None and w.grid.pot:
+            need = torch.exp2(torch.ceil(torch.log2(need)))
+        if bool((w.scale < need).any()):
+            scale = torch.maximum(w.scale, need.to(torch.float32))
+            out[w.name] = w.with_(scale=scale, origin=w.origin + ", enlarged to store the bias")
+    added = {name for _, name in accumulated}
+    for b, name in stored:  # after every weight scale is final: a tied weight may have grown for another reader's bias
+        slot, grid = assignment.slots[name], grids[name]
+        if name in added:
+            s_in, s_w = out[b.slots["in0"][0]].scale, out[b.slots["w"][0]].scale
+            assert s_in is not None and s_w is not None
+            scale = (s_in * s_w).to(torch.float32)
             if slot.axis is not None and scale.dim() == 0:
-                scale = scale.expand(bias.numel()).contiguous()
-            out[name] = _entry(
-                graph, layers, slot, grid, QParams(scale, torch.zeros_like(scale, dtype=torch.int32)), "input scale x weight scale", None
-            )
+                scale = scale.expand(graph.weights[name].numel()).contiguous()
+            q, origin = QParams(scale, torch.zeros_like(scale, dtype=torch.int32)), "input scale x weight scale"
+        else:
+            q, origin = choose_range(graph.weights[name].detach(), grid, rule="no_clipping", axis=slot.axis), "no_clipping over the bias"
+        out[name] = _entry(graph, layers, slot, grid, q, origin, None)
+
+
+def _in_accumulator(binding: legality.Binding, grid: Grid) -> bool:
+    """The bias has the scale of the products: the platform says so, or says nothing and the bias is wide enough to be added to them."""
+    said = [r for r in binding.rules if r.mono is not None and "b" in r.mono and r.hard]
+    return any(r.eq is not None for r in said) or (not said and grid.bits >= 16)

@@ -212,6 +212,25 @@ def test_tied_weights_stay_one_parameter():
     assert {"a.weight", "b.weight"} <= set(model.state_dict())
 
 
+class _Unfolded(nn.Module):
+    """A batch norm behind the input cannot fold."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn, self.fc = nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.fc(self.bn(x))
+
+
+def test_a_batch_norm_that_stays_trains_its_affine_part_and_keeps_its_statistics():
+    model = _fit(_Unfolded(), torch.randn(8, 4) * 3).model.train()
+    before = model.weight("bn.running_mean").clone()
+    model(torch.randn(8, 4) + 5).sum().backward()
+    assert model.weight("bn.weight").grad is not None
+    assert torch.equal(model.weight("bn.running_mean"), before)
+
+
 # ---- training
 
 
