@@ -55,6 +55,17 @@ class Result:
             self._model = lower(self.graph, self.plan)
         return self._model
 
+    def trained(self) -> Result:
+        """The result with the weights and scales that training gave to `model`, to be exported, verified or saved.
+
+        Raises:
+            PlanError: training has left a scale that is not positive.
+        """
+        from chipfit.frameworks.torch.train import read_back
+
+        graph, plan = read_back(self.model, self.graph, self.plan)
+        return Result(graph, plan, self.platform, self.stats, self.timings)
+
     @property
     def report(self) -> Report:
         """How well it went, as data; `report.save(path)` writes the HTML page."""

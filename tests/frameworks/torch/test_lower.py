@@ -17,6 +17,7 @@ from chipfit.frameworks.torch.modules import BiasQuantizer
 from chipfit.frameworks.torch.train import read_back
 from chipfit.pipeline import quantize
 from chipfit.quantizers.grids import dequantize
+from chipfit.runtimes.onnxruntime import OnnxRuntime
 from chipfit.simulate.integer import simulate
 
 
@@ -272,6 +273,18 @@ def test_trained_weights_and_scales_come_back_as_graph_and_plan(result, model):
     assert torch.equal(plan.tensors["fc.bias"].scale, plan.tensors["dropout"].scale * plan.tensors["fc.weight"].scale)
     assert plan.tensors["fc.weight"].origin.endswith(", trained")
     assert not torch.equal(graph.weights["fc.weight"], result.graph.weights["fc.weight"])
+
+
+def test_a_trained_result_is_exported_as_the_trained_model_computes(tmp_path):
+    result = _fit(Net().eval(), X)
+    before = result.model(X)["logits"].detach()
+    _train(result.model, torch.randn(6, 4) * 0.1, steps=5)
+    path = result.trained().export(tmp_path / "net.onnx")
+    device = next(v for v in OnnxRuntime(path).run([X.numpy()]).values() if v.shape == before.shape)
+    now = result.model(X)["logits"].detach()
+    step = result.plan.tensors[result.graph.outputs[0]].scale
+    assert (torch.as_tensor(device) - now).abs().max() <= 1.01 * step
+    assert (before - now).abs().max() > 2 * step
 
 
 def test_a_scale_that_training_made_negative_is_refused(result, model):
