@@ -12,7 +12,7 @@ from chipfit.graph.ir import Graph
 from chipfit.plan import Plan
 
 
-def read_back(model: QuantizedModule, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
+def read_back(model: torch.nn.Module, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
     """Graph and Plan with the numbers that `model` holds now, ready to be exported, verified or saved.
 
     Tied tensors stay tied; bias scales follow from their input and weight scales.
@@ -22,8 +22,12 @@ def read_back(model: QuantizedModule, graph: Graph, plan: Plan) -> tuple[Graph, 
         graph, plan: those that it was made from; neither is changed.
 
     Raises:
-        PlanError: training has driven a scale to zero, below it, or to a number that is not finite.
+        PlanError: `model` is not a lowered one, or training has driven a scale to zero, below it, or to a number that is not finite.
     """
+    if not isinstance(model, QuantizedModule):
+        raise PlanError(
+            f"A {type(model).__name__} is not a quantized model", hint="unwrap it first, for example `.module` of DistributedDataParallel"
+        )
     new = graph.copy()
     copies: dict[int, torch.Tensor] = {}
     for name, old in graph.weights.items():
