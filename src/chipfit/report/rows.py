@@ -119,12 +119,23 @@ def build(
         sqnr = row.sqnr_db if row is not None and row.elements and math.isfinite(row.sqnr_db) else None
         rows.append(
             LayerRow(
-                node=n.name, layer=n.layer, op=n.op, exec=decided.exec if decided else "float", group=decided.group if decided else "",
+                node=n.name,
+                layer=n.layer,
+                op=n.op,
+                exec=decided.exec if decided else "float",
+                group=decided.group if decided else "",
                 format=t.format if t is not None and t.quantized else ("inside a kernel" if n.name in inner else "float"),
                 scale=float(t.scale) if t is not None and t.scale is not None and t.scale.dim() == 0 else None,
                 zero_point=int(t.zero_point) if t is not None and t.zero_point is not None and t.zero_point.dim() == 0 else None,
-                low=t.low if t is not None else None, high=t.high if t is not None else None, clip_low=clip[0], clip_high=clip[1],
-                sqnr_db=sqnr, differing=row.differing if row is not None else None, why=decided.why if decided else "", bars=bars, reach=reach,
+                low=t.low if t is not None else None,
+                high=t.high if t is not None else None,
+                clip_low=clip[0],
+                clip_high=clip[1],
+                sqnr_db=sqnr,
+                differing=row.differing if row is not None else None,
+                why=decided.why if decided else "",
+                bars=bars,
+                reach=reach,
             )  # fmt: skip
         )
     float_bytes, quantized_bytes, parameters = _sizes(graph, plan)

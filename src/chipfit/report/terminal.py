@@ -50,7 +50,14 @@ def render(report: Report) -> Group:
         head.add_row("top-1", ", ".join(f"{k} {100 * a:.2f} %" for k, a in v["accuracy"].items()))
 
     table = Table(show_edge=False, header_style="bold", pad_edge=False)
-    for name, align in (("layer", "left"), ("operator", "left"), ("runs in", "left"), ("format", "left"), ("range", "right"), ("SQNR", "right")):
+    for name, align in (
+        ("layer", "left"),
+        ("operator", "left"),
+        ("runs in", "left"),
+        ("format", "left"),
+        ("range", "right"),
+        ("SQNR", "right"),
+    ):
         table.add_column(name, justify=align)  # type: ignore[arg-type]  # the two words are valid
     for r in report.layers:
         reach = "" if r.clip_low is None or r.clip_high is None else f"{r.clip_low:.4g} .. {r.clip_high:.4g}"
