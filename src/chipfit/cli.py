@@ -53,7 +53,7 @@ def quantize(
     from chipfit.cli_inputs import load_data, load_model, parse_bits
 
     network, batches = load_model(model, weights), load_data(data, input_size)
-    overrides: dict[str, Any] = {**{k: "float" for k in keep_float or ()}, **parse_bits(bits or [])}
+    overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
     result = pipeline.quantize(network, batches, platform, rule=rule, overrides=overrides)
     file = result.export(out / "model.onnx")
     if check and result.platform.math.requant:

@@ -56,9 +56,10 @@ def show(platform: Platform) -> Group:
     parts: list[object] = [Panel(f"[bold]{platform.name}[/]  {platform.title}", border_style="cyan"), formats, ops]
     if platform.fuse:
         fuse = Table("runs as one kernel", "source", show_edge=False, header_style="bold")
-        for f in platform.fuse:
-            text = " -> ".join(" | ".join(step) for step in f.chain) if f.chain else str(f.graph)
-            fuse.add_row(text + (f"\n[dim]{f.note}[/]" if f.note else ""), f"{', '.join(f.src)}  [dim]{CONFIDENCE[f.conf]}[/]")
+        for kernel in platform.fuse:
+            text = " -> ".join(" | ".join(step) for step in kernel.chain) if kernel.chain else str(kernel.graph)
+            note = f"\n[dim]{kernel.note}[/]" if kernel.note else ""
+            fuse.add_row(text + note, f"{', '.join(kernel.src)}  [dim]{CONFIDENCE[kernel.conf]}[/]")
         parts.append(fuse)
     rest = Table.grid(padding=(0, 2))
     rest.add_column(style="dim")

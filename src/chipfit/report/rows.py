@@ -136,7 +136,7 @@ def build(
                 why=decided.why if decided else "",
                 bars=bars,
                 reach=reach,
-            )  # fmt: skip
+            )
         )
     float_bytes, quantized_bytes, parameters = _sizes(graph, plan)
     return Report(
