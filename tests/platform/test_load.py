@@ -1,0 +1,141 @@
+"""Platform files: everything that is not understood is refused with file, line and key."""
+
+from __future__ import annotations
+
+import pytest
+
+from chipfit.errors import PlatformError, UnknownNameError
+from chipfit.platform.load import load, names
+from chipfit.platform.match import fusions, resolve
+from chipfit.platform.schema import Format
+from chipfit.platform.support import PAGES
+
+GOOD = """\
+name: tiny_npu
+title: TinyNPU rev C
+formats:
+  a8: {bits: 8, zero: any}
+  w8: {bits: 8, range: narrow, per: channel}
+  w4: {bits: 4, range: narrow, per: channel}
+  b32: {bits: 32, per: channel}
+ops:
+  - match: [Conv2D]
+    where: {stride: {min: 1, max: 3}, kernel: {max: 64}}
+    use: [{in: a8, w: w8, b: b32, out: a8}, {in: a8, w: w4, b: b32, out: a8}]
+    rules: [{mono: {b: 1, in0: -1, w: -1}, eq: 1}]
+    src: [M]
+    conf: V
+  - {match: [Add], use: [{in: a8, out: a8}], rules: [{tie: [ins, out]}], src: [M], conf: V}
+fuse: [{chain: [["@conv"], [Relu, Relu6]], src: [M], conf: V}]
+math: {q_round: half_even, requant: {form: float, round: half_even}, acc: [{bits: 32}]}
+sources: {M: "TinyNPU programmer's manual rev C, section 4.2"}
+"""
+
+#: what is replaced in GOOD, by what, and words of the message
+BAD = {
+    "an unknown key": ("title:", "titel:", ["line", "titel", "unknown", "title"]),
+    "an unknown key of a format": ("bits: 8, zero: any", "bits: 8, zeros: any", ["formats.a8.zeros", "zero"]),
+    "a format without bits": ("a8: {bits: 8, zero: any}", "a8: {zero: any}", ["formats.a8.bits", "required"]),
+    "an undefined format": ("{in: a8, out: a8}", "{in: a9, out: a8}", ["ops.1.use.0.in", "'a9'", "'a8'"]),
+    "an unknown operator": ("match: [Add]", "match: [Ad]", ["ops.1.match", "'Ad'", "'Add'"]),
+    "an unknown group": ('"@conv"', '"@convs"', ["fuse.0.chain", "'@conv'"]),
+    "an unknown source": ("src: [M], conf: V}\nfuse", "src: [X], conf: V}\nfuse", ["ops.1.src", "'X'"]),
+    "a rule without head": ("{tie: [ins, out]}", "{eq: 1}", ["exactly one of"]),
+    "a rule with two heads": ("{tie: [ins, out]}", "{tie: [ins, out], zero: out, eq: 0}", ["exactly one of", "tie, zero"]),
+    "an unknown slot": ("{tie: [ins, out]}", "{tie: [inz, out]}", ["'inz'", "outs"]),
+    "a bound that can never hold": ("{tie: [ins, out]}", "{mono: {in0: 1}, min: 4, max: 2}", ["can never hold"]),
+    "eq together with a bound": ("{tie: [ins, out]}", "{mono: {in0: 1}, eq: 4, max: 2}", ["eq and a bound"]),
+    "a slot fixed twice": ("{tie: [ins, out]}", "{fix: out, scale: 1, zp: 0}, {fix: out, scale: 2, zp: 0}", ["two different scales"]),
+    "a tie of different widths": ("rules: [{mono: {b: 1, in0: -1, w: -1}, eq: 1}]", "rules: [{tie: [in0, b]}]", ["different bits", "[8, 32]"]),
+    "a missing parent": ("title:", "extends: nowhere\ntitle:", ["'nowhere'", "does not exist"]),
+    "itself as parent": ("title:", "extends: tiny_npu\ntitle:", ["extends itself"]),
+    "a fusion of one": ('[["@conv"], [Relu, Relu6]]', '[["@conv"]]', ["at least two"]),
+    "broken YAML": ("formats:", "formats: [", ["not valid YAML"]),
+    "another schema version": ("name: tiny_npu", "name: tiny_npu\nschema: 7", ["version 7"]),
+}  # fmt: skip
+
+
+def write(tmp_path, text):
+    file = tmp_path / "tiny_npu.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_the_example_of_the_guide_loads(tmp_path):
+    p = load(write(tmp_path, GOOD))
+    assert [o.in_ for o in p.ops[0].use] == ["a8", "a8"]
+    assert str(p.formats["w8"]) == "s8n sym /channel"
+    assert p.formats["w4"].grid().qmin == -7
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_file_with_a_mistake_is_refused_by_line_and_key(case, tmp_path):
+    old, new, words = BAD[case]
+    assert old in GOOD
+    with pytest.raises(PlatformError) as e:
+        load(write(tmp_path, GOOD.replace(old, new)))
+    for word in [w for w in words if w != "line"]:
+        assert word in str(e.value)
+    assert "tiny_npu.yaml:" in str(e.value)
+
+
+def test_the_line_is_the_line_of_the_mistake(tmp_path):
+    with pytest.raises(PlatformError, match=r"tiny_npu.yaml:5, key formats.w8.rang"):
+        load(write(tmp_path, GOOD.replace("w8: {bits: 8, range", "w8: {bits: 8, rang")))
+
+
+def test_an_unknown_platform_lists_near_names():
+    with pytest.raises(UnknownNameError, match="ort_cpu"):
+        load("ort_cpy")
+
+
+def test_an_unknown_revision_lists_the_known_ones():
+    with pytest.raises(UnknownNameError, match="VNNI"):
+        load("ort_cpu@VNN")
+
+
+def test_a_revision_opens_its_gates():
+    def first(p):
+        return resolve(p, "Conv2D", {}).options[0].w
+
+    assert first(load("ort_cpu")) == "w8"
+    assert first(load("ort_cpu@AVX2")) == "w7"
+
+
+def test_a_child_overrides_its_parent_and_its_rules_come_first(tmp_path):
+    child = "name: mine\nextends: ort_cpu\nops: [{match: [Add], exec: float, src: [A], conf: I}]\nsources: {A: me}\n"
+    p = load(write(tmp_path, child))
+    assert resolve(p, "Add", {}).exec == "float"
+    assert resolve(p, "Mul", {}).exec == "int"
+
+
+def test_there_are_51_built_in_platforms():
+    assert len(names()) == 51
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_built_in_names_the_source_of_every_fact(name):
+    p = load(name)
+    assert p.sources
+    assert p.hash == load(name).hash
+    for o in p.ops:
+        assert set(o.src) <= set(p.sources) or p.extends
+    fusions(p)
+
+
+def test_signedness_that_is_decided_by_data_needs_the_data():
+    f = Format(bits=8, signed="auto")
+    assert (f.grid(signed=True).qmin, f.grid(signed=False).qmax) == (-128, 255)
+    with pytest.raises(ValueError, match="signed"):
+        f.grid()
+
+
+def test_a_where_that_fails_says_what_was_wanted(tmp_path):
+    found = resolve(load(write(tmp_path, GOOD)), "Conv2D", {"stride": (4, 4), "kernel": (3, 3)})
+    assert found.rule is None
+    assert found.why == "'tiny_npu' runs Conv2D only where stride must be max 3 (got (4, 4))"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_generated_pages_are_up_to_date(page, request):
+    assert (request.config.rootpath / "docs" / page).read_text() == PAGES[page]()
