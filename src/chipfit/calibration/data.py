@@ -69,8 +69,8 @@ def _is_label(x: Any) -> bool:
 
 
 def _tensors(x: Any) -> Any:
-    if isinstance(x, np.ndarray):
-        return torch.from_numpy(x)
+    if isinstance(x, np.ndarray):  # float64 is NumPy's default, not somebody's choice
+        return torch.from_numpy(x.astype(np.float32) if x.dtype == np.float64 else x)
     if isinstance(x, Mapping):
         return {k: _tensors(v) for k, v in x.items()}
     if isinstance(x, (tuple, list)) and not (isinstance(x, list) and x and isinstance(x[0], (int, float))):

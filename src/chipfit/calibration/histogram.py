@@ -58,6 +58,15 @@ class Histogram:
         step = 2 * self.reach / BINS
         return torch.arange(BINS, dtype=torch.float32) * step + (step / 2 - self.reach)
 
+    @property
+    def points(self) -> torch.Tensor:
+        """One value inside each bin, float32 [BINS], at golden-ratio steps across the bins.
+
+        Centres would line up with a grid whose step is a multiple of the bin width, and flatter that grid.
+        """
+        offset = torch.frac(torch.arange(BINS, dtype=torch.float64) * 0.6180339887498949) - 0.5
+        return self.centers + (offset * (2 * self.reach / BINS)).float()
+
 
 def without_outliers(centers: torch.Tensor, counts: torch.Tensor, z_threshold: float) -> torch.Tensor:
     """Counts with those bins set to 0 whose centre is further than `z_threshold` standard deviations from the mean.

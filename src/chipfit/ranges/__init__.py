@@ -68,5 +68,5 @@ def _of_stats(stats: TensorStats, z_threshold: float | None) -> Sample:
         kept = centers[counts > 0].double()
         low, high = low.maximum(kept.min()), high.minimum(kept.max())
     used = counts > 0
-    values = centers[used].clamp(stats.low, stats.high)
+    values = stats.histogram.points[used].clamp(stats.low, stats.high)
     return Sample(values.unsqueeze(0), counts[used].unsqueeze(0), low, high)

@@ -70,7 +70,7 @@ def search(sample: Sample, grid: Grid, error: ErrorOf, *, steps: int | None = No
     index, _ = _best(sample, line * lo, line * hi, grid, error)
     centre = line[index, 0]  # [C]
     width = (1.0 - lowest) / (steps - 1)
-    fine = (centre + torch.linspace(1, -1, 11, dtype=torch.float64).unsqueeze(-1) * width).clamp(lowest / 2, 1.0)  # [K, C]
+    fine = (centre + torch.linspace(1, -1, 31, dtype=torch.float64).unsqueeze(-1) * width).clamp(lowest / 2, 1.05)  # [K, C]
     index, least = _best(sample, fine * lo, fine * hi, grid, error)
     f = fine.gather(0, index.unsqueeze(0))[0]
     lo, hi = lo * f, hi * f
