@@ -1,6 +1,6 @@
 """Write a Graph under a Plan as ONNX with QuantizeLinear / DequantizeLinear and real integer initialisers.
 
-Names: the codes of graph value `v` are `v_q`; inputs keep the names of the model's arguments. Scales and zero
+Names: graph value `v` is `v` before its quantizer, its codes are `v_q`; inputs keep the names of the model's arguments. Scales and zero
 points of activations are rank 0, as integer kernels demand.
 """
 
@@ -213,6 +213,7 @@ class Writer:
 
     def _publish(self, value: str, name: str) -> None:
         """Make a value known under an ONNX name, behind its quantizer when it has one."""
+        name = self._rename(name, value)
         finish = None if value in self.inner else self._pending.pop(value, None)
         self.floats[value] = self.ready[value] = name
         t = self.plan.tensors.get(value)
@@ -227,6 +228,18 @@ class Writer:
             self.ready[value] = self._qdq(finish(self._qdq(name, t)), t, f"{value}_q")
         else:
             self.ready[value] = self._qdq(name, t, f"{value}_q")
+
+    def _rename(self, name: str, value: str) -> str:
+        """Give an ONNX tensor the name of the graph value that it holds; returns its name."""
+        if name in ("", value):
+            return name
+        for k in range(len(self.nodes) - 1, -1, -1):
+            if name in self.nodes[k].output:
+                for n in self.nodes[k:]:
+                    n.input[:] = [value if i == name else i for i in n.input]
+                    n.output[:] = [value if o == name else o for o in n.output]
+                return value
+        return name
 
     def _model(self) -> onnx.ModelProto:
         g = self.graph

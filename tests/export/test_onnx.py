@@ -1,0 +1,115 @@
+"""ONNX files: the float network of torch, the integers of the plan, and what ONNX Runtime makes of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+
+import chipfit
+from chipfit.export.onnx import export_onnx
+from chipfit.frameworks.torch.capture import capture
+from chipfit.graph.run import flatten_inputs, run
+from chipfit.quantizers.grids import quantize
+from chipfit.runtimes.onnxruntime import OnnxRuntime
+from tests.zoo import ZOO, make
+
+
+def call(batch):
+    return batch if isinstance(batch, tuple) else (batch,)
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_the_float_file_computes_what_torch_computes_at_another_batch_size(name, tmp_path):
+    model, batch = make(name)
+    graph = capture(model, call(batch))
+    file = export_onnx(graph, None, tmp_path / "m.onnx")
+    flat = [torch.cat([x, x[:1]]) for x in flatten_inputs(graph, call(batch))]
+    with torch.no_grad():
+        want = run(graph, flat)
+    got = OnnxRuntime(file).run([x.numpy() for x in flat])
+    for value, y in zip(graph.outputs, got.values(), strict=True):
+        np.testing.assert_allclose(y, want[value].numpy(), atol=2e-5, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def residual(tmp_path_factory):
+    model, batch = make("inverted_residual")
+    result = chipfit.quantize(model, [batch], platform="ort_cpu", progress=False)
+    file = result.export(tmp_path_factory.mktemp("x") / "m.onnx")
+    return result, file, onnx.load(file)
+
+
+def test_weights_are_stored_as_the_plans_integers(residual):
+    result, _, file = residual
+    stored = {i.name: numpy_helper.to_array(i) for i in file.graph.initializer}
+    weights = [t for t in result.plan.tensors.values() if t.role in ("weight", "bias")]
+    assert len(weights) == 8
+    for t in weights:
+        codes = quantize(result.graph.weights[t.name], t.scale, t.zero_point, t.grid, t.axis)
+        assert np.array_equal(stored[f"{t.name}_q"], codes.numpy())
+        assert stored[f"{t.name}_q"].dtype == (np.int8 if t.role == "weight" else np.int32)
+        assert t.name not in stored  # no float copy beside it
+
+
+def test_bias_scales_are_input_scale_times_weight_scale(residual):
+    result, _, _ = residual
+    conv = next(n for n in result.graph.nodes if n.op == "DepthwiseConv2D")
+    x, w, b = (result.plan.tensors[i].scale for i in conv.inputs)
+    assert torch.equal(b, x * w)
+
+
+def test_onnx_runtime_runs_every_operator_in_integers(residual):
+    executed = OnnxRuntime(residual[1]).executed()
+    assert executed["QLinearConv"] == 4 and executed["QLinearAdd"] == 1
+    assert not {"Conv", "Add", "Clip", "Relu"} & set(executed)
+
+
+def test_scales_of_activations_have_rank_zero(residual):
+    stored = {i.name: i for i in residual[2].graph.initializer}
+    for n in residual[2].graph.node:
+        if n.op_type == "QuantizeLinear":
+            assert list(stored[n.input[1]].dims) == [] and list(stored[n.input[2]].dims) == []
+
+
+def test_the_file_has_a_quarter_of_the_floats_size(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3), torch.nn.ReLU(), torch.nn.Conv2d(64, 128, 3))
+    result = chipfit.quantize(model, [torch.randn(2, 3, 8, 8)], platform="ort_cpu", progress=False)
+    small = result.export(tmp_path / "q.onnx").stat().st_size
+    large = export_onnx(result.graph, None, tmp_path / "f.onnx").stat().st_size
+    assert 0.24 < small / large < 0.3
+
+
+def test_eight_bits_need_opset_13_and_the_batch_is_dynamic(residual):
+    file = residual[2]
+    assert file.opset_import[0].version == 13
+    assert file.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+
+
+def test_four_bit_weights_need_opset_21(tmp_path):
+    text = (chipfit.load_platform("ort_cpu").file, "name: w4\nextends: ort_cpu\nformats: {w4: {bits: 4, per: channel}}\n"
+            "ops: [{match: ['@conv'], use: [{in: u8, w: w4, b: b32, out: u8}], rules: [{mono: {b: 1, in0: -1, w: -1}, eq: 1}], src: [M], conf: I}]\n"
+            "sources: {M: test}\n")  # fmt: skip
+    (tmp_path / "w4.yaml").write_text(text[1])
+    model, batch = make("grouped_strided")
+    result = chipfit.quantize(model, [batch], platform=tmp_path / "w4.yaml", progress=False)
+    file = onnx.load(result.export(tmp_path / "m.onnx"))
+    assert file.opset_import[0].version == 21
+    assert onnx.TensorProto.INT4 in {i.data_type for i in file.graph.initializer}
+    assert OnnxRuntime(tmp_path / "m.onnx").run([batch.numpy()])["output"].shape == result.model(batch).shape
+
+
+def test_a_dict_keeps_its_names(tmp_path):
+    class Named(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            return {"scores": self.l(x), "boxes": x + 1}
+
+    graph = capture(Named(), (torch.randn(2, 4),))
+    assert list(OnnxRuntime(export_onnx(graph, None, tmp_path / "m.onnx")).run([np.zeros((3, 4), np.float32)])) == ["scores", "boxes"]
