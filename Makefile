@@ -18,11 +18,11 @@ setup: .venv/.ready ## make .venv and install chipfit with every tool it is deve
 	touch $@
 
 .venv/.ready: .venv/.torch pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[onnx,openvino,report,dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[onnx,openvino,images,dev]"
 	touch $@
 
 demo: setup ## quantize a small network, export it, verify every integer, write a report to demo_out/
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/chipfit demo
+	$(QUIET) $(BIN)/chipfit demo
 
 check: setup ## lint, format, types
 	$(BIN)/ruff check .
@@ -39,8 +39,8 @@ test: check ## what every change must pass
 test-all: check ## the same, with the slow tests: model zoo, many random networks
 	$(QUIET) $(BIN)/pytest -q -n $(WORKERS)
 
-docs: setup ## write the generated pages again: support tables, schema reference, JSON schema
-	$(BIN)/python -m docs.generate
+docs: setup ## write the generated pages again: support table, JSON Schema of platform files
+	$(BIN)/python -m chipfit.platform.support docs
 
 bench: setup ## time and memory against the limits, and the exactness table
 	$(BIN)/python benchmarks/ptq_speed.py

@@ -2,9 +2,9 @@
 
     python benchmarks/exactness.py [--random 50] [--quick]
 
-The architectures are built here with random weights and realistic batch-norm statistics; the random networks draw layers,
-widths, strides and branches from a seed. Each is quantized on 4 batches and compared on 2 others. "unsound" counts operators
-that, given the device's own input codes, do not compute the device's output codes (one code is allowed to float operators).
+Weights are random, batch-norm statistics plausible. The random networks draw layers, widths, strides and branches from a
+seed. "unsound" counts operators that, given the device's own input codes, do not compute the device's output codes (one
+code is allowed where the runtime itself computes in float).
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ import os
 import random
 import sys
 import time
+from pathlib import Path
 
 if os.environ.get("OMP_WAIT_POLICY") != "PASSIVE":  # spinning threads of two runtimes would wait for each other
     os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the small architectures are those of the tests
 
 import torch
 from models import MODELS, build
 from rich.console import Console
 from rich.table import Table
+from tests.zoo import ZOO, make
 from torch import Tensor, nn
 
 import chipfit
@@ -75,10 +79,15 @@ def random_network(seed: int, depth: int = 6) -> nn.Sequential:
     return net
 
 
-def compare(model: nn.Module, size: int, rows: int = 4) -> Verification:
-    """Quantize on 4 batches of random images and verify on 2 others."""
-    data = [torch.randn(rows, 3, size, size) for _ in range(6)]
-    return chipfit.quantize(model, data[:4], platform="ort_cpu", progress=False).verify(data[4:])
+def compare(model: nn.Module, calibration: list[object], others: list[object] | None = None) -> Verification:
+    """Quantize on some batches and verify on others, or on the same when there are no others."""
+    return chipfit.quantize(model, calibration, platform="ort_cpu", progress=False).verify(others or calibration)
+
+
+def images(size: int) -> tuple[list[object], list[object]]:
+    """4 batches to calibrate on and 2 to verify on, [4, 3, size, size]."""
+    data: list[object] = [torch.randn(4, 3, size, size) for _ in range(6)]
+    return data[:4], data[4:]
 
 
 def unsound(check: Verification) -> int:
@@ -104,17 +113,23 @@ def main() -> int:
         counts = (len(rows), sum(r.elements for r in rows), sum(r.differing for r in rows), max(r.largest for r in rows))
         table.add_row(name, *map(str, counts), str(sum(len(c.float_operators) for c in checks)), str(wrong), f"{seconds:.1f}")
 
+    def add_split(what: str, checks: list[Verification], start: float) -> None:
+        seconds = time.perf_counter() - start
+        for floats, words in ((False, ", all in integers"), (True, ", some operators in float")):
+            part = [c for c in checks if bool(c.float_operators) == floats]
+            if part:
+                add(f"{len(part)} {what}{words}", part, seconds * len(part) / len(checks))
+
     for name in [] if args.quick else MODELS:
         start = time.perf_counter()
-        add(f"{name}, 96x96", [compare(build(name), 96)], time.perf_counter() - start)
+        check = compare(build(name), *images(96))
+        add(f"{name}, 96x96", [check], time.perf_counter() - start)
     start = time.perf_counter()
-    checks = [compare(random_network(seed), 32) for seed in range(10 if args.quick else args.random)]
-    seconds = time.perf_counter() - start
-    whole = [c for c in checks if not c.float_operators]
-    mixed = [c for c in checks if c.float_operators]
-    add(f"{len(whole)} random networks, all operators in integers", whole, seconds)
-    if mixed:
-        add(f"{len(mixed)} random networks with operators that the runtime computes in float", mixed, seconds)
+    small = [(model, [batch]) for model, batch in map(make, [] if args.quick else ZOO)]
+    add_split("small architectures", [compare(model, data) for model, data in small], start)
+    start = time.perf_counter()
+    checks = [compare(random_network(seed), *images(32)) for seed in range(10 if args.quick else args.random)]
+    add_split("random networks", checks, start)
     Console(width=150).print(table)
     return 1 if bad else 0
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import chipfit
+from chipfit.plan_edit import diff
 
 
 def main() -> tuple[float, float]:
@@ -20,13 +21,16 @@ def main() -> tuple[float, float]:
     x = torch.randn(256, 16)
     result = chipfit.quantize(model, x, platform="ort_cpu")
 
-    name, output = next((n, t) for n, t in result.plan.tensors.items() if n in result.graph.outputs)
+    output = result.plan.tensors[result.graph.outputs[0]]
     coarse = output.with_(scale=output.scale * 4, origin="four times the scale, by hand")
-    edited = chipfit.Result(result.graph, replace(result.plan, tensors={**result.plan.tensors, name: coarse}), result.platform)
+    plan = replace(result.plan, tensors={**result.plan.tensors, output.name: coarse})
+    for difference in diff(result.plan, plan):
+        print(difference)
+
+    edited = chipfit.Result(result.graph, plan, result.platform)
 
     with torch.inference_mode():
         errors = [float((r.model(x) - model(x)).square().mean()) for r in (result, edited)]
-    print(f"{name}: {output.origin} -> {coarse.origin}")
     print(f"mean squared error {errors[0]:.2e} -> {errors[1]:.2e}")
     return errors[0], errors[1]
 
