@@ -25,11 +25,11 @@ import torch
 from models import MODELS, build
 from rich.console import Console
 from rich.table import Table
-from tests.zoo import ZOO, make
 from torch import Tensor, nn
 
 import chipfit
 from chipfit.verify import Verification
+from tests.zoo import ZOO, make
 
 
 class Merge(nn.Module):

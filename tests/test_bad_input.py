@@ -7,7 +7,6 @@ import os
 import numpy as np
 import pytest
 import torch
-from tests.zoo import make
 from torch import nn
 
 import chipfit
@@ -21,6 +20,7 @@ from chipfit.errors import (
     UnknownNameError,
     UnsupportedError,
 )  # fmt: skip
+from tests.zoo import make
 
 
 def fit(model, data, **options):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.zoo import ZOO, make
 
 import chipfit
+from tests.zoo import ZOO, make
 
 #: networks in which the runtime computes an operator in float that feeds integers: one unit per operator is allowed there
 FLOATS = {"attention_fused", "attention_manual"}
