@@ -54,7 +54,7 @@ class Verification:
     """What `verify` found."""
 
     runtime: str
-    promised: bool  #: this runtime's arithmetic is a verified profile
+    promised: bool  #: this runtime's arithmetic is a verified profile of this platform
     samples: int = 0
     rows: list[Row] = field(default_factory=list)
     executed: dict[str, int] = field(default_factory=dict)  #: operator kinds that the runtime ran, with counts
@@ -150,7 +150,8 @@ def verify(
         v: Row(v, producers[v].layer if v in producers else "", producers[v].op if v in producers else "Input", in_float=v in in_float)
         for v in quantized
     }
-    out = Verification(runtime, engine.exact, rows=list(rows.values()), executed=dict(device.executed()))
+    promised = engine.exact and engine.platform in (platform.name, platform.extends)
+    out = Verification(runtime, promised, rows=list(rows.values()), executed=dict(device.executed()))
     if runtime == "onnxruntime":
         from chipfit.runtimes.onnxruntime import saturates
 

@@ -4,27 +4,47 @@ from __future__ import annotations
 
 import json
 from importlib import resources
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 
-from chipfit.report.rows import Report
-from chipfit.report.terminal import agreement, size
+from chipfit.report.advice import advice
+from chipfit.report.rows import LayerRow, Report
+from chipfit.report.terminal import RUNS, accuracies, agreement, formats, kernel_exec, kernel_name, kernel_ops, size
 
 
 def page(report: Report) -> str:
-    """HTML with styles, drawings and script inside; it loads nothing from anywhere."""
-    text = (resources.files("chipfit.report") / "page.html.j2").read_text()
-    env = Environment(autoescape=True, undefined=StrictUndefined)
-    rows = [
-        {
-            "name": r.layer or r.node, "node": r.node, "op": r.op, "exec": r.exec, "format": r.format, "sqnr": r.sqnr_db, "why": r.why,
-            "low": r.low, "high": r.high, "clip": [r.clip_low, r.clip_high], "bars": r.bars, "reach": r.reach, "differing": r.differing,
-        }
-        for r in report.layers
-    ]  # fmt: skip
-    data = json.dumps(rows).replace("</", "<\\/")
+    """HTML with styles, drawings and script inside; its content policy forbids the browser to load anything else."""
+    here = resources.files("chipfit.report")
+    css, js, text = ((here / name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "page.html.j2"))
+    env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    kernels = [_kernel(k) for k in report.kernels]
     v = report.verification
+    data = {"inputs": [_kernel((r,)) for r in report.inputs], "kernels": kernels, "tensors": _tensors(report)}
+    share = {runs: sum(r.exec == key for r in report.layers) / max(1, len(report.layers)) for key, runs in RUNS.items()}
     return env.from_string(text).render(
-        r=report, v=v, size=size, agreement=agreement(report).plain, data=data,
+        r=report, v=v, size=size, kernels=kernels, runs=RUNS, share={k: s for k, s in share.items() if s},
+        css=Markup(css), js=Markup(js),  # noqa: S704 -- our own files
+        data=Markup(json.dumps(data).replace("<", "\\u003c")),  # noqa: S704 -- no tag can start inside the script element
+        agreement=agreement(report).plain.splitlines(), accuracies=accuracies(report), advice=advice(report),
         shrink=report.float_bytes / max(1, report.quantized_bytes), total=sum(report.timings.values()) or 1.0,
+        measured=[k for k in kernels if k["sqnr"] is not None], weighed=[k for k in kernels if k["wsqnr"] is not None],
     )  # fmt: skip
+
+
+def _kernel(kernel: tuple[LayerRow, ...]) -> dict[str, Any]:
+    r = kernel[-1]
+    weights = [k.weight_sqnr_db for k in kernel if k.weight_sqnr_db is not None]
+    return {
+        "name": kernel_name(kernel), "ops": kernel_ops(kernel), "exec": kernel_exec(kernel), "format": formats(kernel), "sqnr": r.sqnr_db,
+        "wsqnr": min(weights, default=None), "why": r.why, "origin": r.origin, "low": r.low, "high": r.high, "clip": [r.clip_low, r.clip_high],
+        "clipped": r.clipped, "scale": r.scale, "zero": r.zero_point, "bars": r.bars, "ends": [r.bars_low, r.bars_high],
+        "differing": r.differing,
+    }  # fmt: skip
+
+
+def _tensors(report: Report) -> list[dict[str, Any]]:
+    """Each compared tensor: its name, its integers, how many differ, how far, and the same given the device's inputs."""
+    keys = ("tensor", "layer", "op", "elements", "differing", "largest", "op_differing", "op_largest", "in_float")
+    return [{k: row[k] for k in keys} for row in report.verification["rows"]] if report.verification else []

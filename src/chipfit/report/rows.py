@@ -9,22 +9,25 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from chipfit.export.files import write_atomically
-from chipfit.graph.ir import Graph
-from chipfit.plan import Plan, TensorPlan
+from chipfit.graph.ir import Graph, Node
+from chipfit.plan import NodePlan, Plan, TensorPlan
 from chipfit.platform.schema import Platform
+from chipfit.quantizers.grids import fake_quantize
 
 if TYPE_CHECKING:
     from chipfit.calibration.collect import TensorStats
     from chipfit.verify import Verification
 
-#: bars of a histogram in the report
+#: most bars of a histogram in the report
 BARS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRow:
-    """One operator of the model."""
+    """One operator of the model, or one of its inputs."""
 
     node: str
     layer: str
@@ -38,11 +41,21 @@ class LayerRow:
     high: float | None
     clip_low: float | None  #: range that the grid holds
     clip_high: float | None
+    clipped: float | None  #: share of the calibration values outside that range
     sqnr_db: float | None  #: of its result on the device; None before `verify`
     differing: int | None  #: integers that differ between simulator and device
     why: str  #: why it runs in float
-    bars: tuple[float, ...] = ()  #: share of values in equal bins over [-reach, reach)
-    reach: float = 0.0
+    origin: str = ""  #: where the range came from
+    weight_format: str = ""  #: "" without quantized weights
+    weight_sqnr_db: float | None = None  #: of its stored weights; needs no data
+    bars: tuple[float, ...] = ()  #: share of calibration values in equal bins over [bars_low, bars_high)
+    bars_low: float = 0.0
+    bars_high: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        return self.layer or self.node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +70,11 @@ class Report:
     parameters: int
     quantized_tensors: int
     float_tensors: int
-    layers: tuple[LayerRow, ...]
+    layers: tuple[LayerRow, ...]  #: in execution order
     timings: Mapping[str, float]
     notes: tuple[str, ...]
+    simulated: bool = False  #: the platform's integer arithmetic is known, so that `verify` has something to compare
+    inputs: tuple[LayerRow, ...] = ()  #: how the model's own inputs are stored
     verification: Mapping[str, Any] | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
@@ -69,13 +84,40 @@ class Report:
         out: dict[str, list[str]] = {}
         for r in self.layers:
             if r.exec == "float":
-                out.setdefault(r.why or "not said", []).append(r.layer or r.node)
+                out.setdefault(r.why or "not said", []).append(r.name)
         return out
+
+    @property
+    def kernels(self) -> list[tuple[LayerRow, ...]]:
+        """Operators that the chip runs as one, together; a kernel stands where its last operator does."""
+        parts: dict[str, list[LayerRow]] = {}
+        for r in self.layers:
+            parts.setdefault(r.group or r.node, []).append(r)
+        return [tuple(parts[r.node]) for r in self.layers if r.node in parts]
 
     @property
     def integer_share(self) -> float:
         """Share of operators that run in integers or move codes."""
         return sum(r.exec != "float" for r in self.layers) / max(1, len(self.layers))
+
+    @property
+    def verdict(self) -> str:
+        """What `verify` found, in a word.
+
+        "unverified"; "exact": not one integer differs; "sound": integers differ, yet every operator computes the
+        device's integers from the device's inputs; "departs": one does not; "unpromised": one does not, on a runtime
+        whose arithmetic is not this platform's.
+        """
+        v = self.verification
+        if v is None:
+            return "unverified"
+        return "exact" if v["exact"] else "sound" if v["sound"] else "departs" if v["promised"] else "unpromised"
+
+    @property
+    def first_departure(self) -> Mapping[str, Any] | None:
+        """The first tensor, in execution order, whose integers differ: a row of `verification`."""
+        rows = self.verification["rows"] if self.verification else ()
+        return next((r for r in rows if r["differing"]), None)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -108,43 +150,42 @@ def build(
     """Gather a Report from what the other steps left behind."""
     stats = stats or {}
     checked = {r.tensor: r for r in verification.rows} if verification else {}
-    inner = {g_node for g in plan.groups for g_node in g[:-1]}
-    rows = []
-    for n in graph.nodes:
-        decided = plan.nodes.get(n.name)
-        t = plan.tensors.get(n.output)
-        seen, row = stats.get(n.output), checked.get(n.output)
-        clip = _clip(t)
-        bars, reach = _bars(seen) if n.name not in inner else ((), 0.0)
-        sqnr = row.sqnr_db if row is not None and row.elements and math.isfinite(row.sqnr_db) else None
-        rows.append(
-            LayerRow(
-                node=n.name,
-                layer=n.layer,
-                op=n.op,
-                exec=decided.exec if decided else "float",
-                group=decided.group if decided else "",
-                format=t.format if t is not None and t.quantized else ("inside a kernel" if n.name in inner else "float"),
-                scale=float(t.scale) if t is not None and t.scale is not None and t.scale.dim() == 0 else None,
-                zero_point=int(t.zero_point) if t is not None and t.zero_point is not None and t.zero_point.dim() == 0 else None,
-                low=t.low if t is not None else None,
-                high=t.high if t is not None else None,
-                clip_low=clip[0],
-                clip_high=clip[1],
-                sqnr_db=sqnr,
-                differing=row.differing if row is not None else None,
-                why=decided.why if decided else "",
-                bars=bars,
-                reach=reach,
-            )
-        )
+    inner = {name for g in plan.groups for name in g[:-1]}
+
+    def row(node: Node, decided: NodePlan) -> LayerRow:
+        t, seen, found = plan.tensors.get(node.output), stats.get(node.output), checked.get(node.output)
+        if node.name in inner:  # its result never leaves the kernel
+            t = seen = None
+        clip_low, clip_high = _clip(t)
+        bars, bars_low, bars_high = _bars(seen)
+        weight_format, weight_sqnr = _weights(graph, plan, node)
+        one = t if t is not None and t.scale is not None and t.zero_point is not None and t.scale.dim() == 0 else None
+        return LayerRow(
+            node=node.name, layer=node.layer, op=node.op, exec=decided.exec, group=decided.group, why=decided.why,
+            format=t.format if t is not None and t.quantized else "inside a kernel" if node.name in inner else "float",
+            scale=float(one.scale) if one is not None else None,  # type: ignore[arg-type]  # `one` has both
+            zero_point=int(one.zero_point) if one is not None else None,  # type: ignore[arg-type]
+            low=t.low if t is not None else None, high=t.high if t is not None else None, origin=t.origin if t is not None else "",
+            clip_low=clip_low, clip_high=clip_high, clipped=_clipped(seen, one),
+            sqnr_db=_finite(found.sqnr_db) if found is not None and found.elements else None,
+            differing=found.differing if found is not None else None,
+            weight_format=weight_format, weight_sqnr_db=weight_sqnr, bars=bars, bars_low=bars_low, bars_high=bars_high,
+        )  # fmt: skip
+
+    nodes = [row(n, plan.nodes.get(n.name) or NodePlan(name=n.name, op=n.op)) for n in graph.nodes]
+    inputs = [row(Node(v, "Input", (), (v,)), NodePlan(name=v, op="Input", exec="follow")) for v in graph.inputs]
     float_bytes, quantized_bytes, parameters = _sizes(graph, plan)
     return Report(
         platform=platform.name, title=platform.title, deploy=platform.deploy, float_bytes=float_bytes, quantized_bytes=quantized_bytes,
         parameters=parameters, quantized_tensors=sum(t.quantized for t in plan.tensors.values()),
-        float_tensors=sum(not t.quantized for t in plan.tensors.values()), layers=tuple(rows), timings=dict(timings or {}), notes=plan.rewrites,
-        verification={**verification.to_dict(), "summary": verification.summary()} if verification else None, provenance=plan.provenance,
+        float_tensors=sum(not t.quantized for t in plan.tensors.values()), layers=tuple(nodes), inputs=tuple(inputs),
+        timings=dict(timings or {}), notes=plan.rewrites, simulated=bool(platform.math.requant), provenance=plan.provenance,
+        verification={**verification.to_dict(), "summary": verification.summary()} if verification else None,
     )  # fmt: skip
+
+
+def _finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None
 
 
 def _clip(t: TensorPlan | None) -> tuple[float | None, float | None]:
@@ -153,11 +194,41 @@ def _clip(t: TensorPlan | None) -> tuple[float | None, float | None]:
     return float((t.grid.qmin - t.zero_point) * t.scale), float((t.grid.qmax - t.zero_point) * t.scale)
 
 
-def _bars(stats: TensorStats | None) -> tuple[tuple[float, ...], float]:
-    if stats is None or stats.histogram is None:
-        return (), 0.0
-    counts = stats.histogram.counts.view(BARS, -1).sum(1)
-    return tuple((counts / counts.sum().clamp_min(1)).tolist()), stats.histogram.reach
+def _clipped(stats: TensorStats | None, t: TensorPlan | None) -> float | None:
+    """Share of the values seen that are more than half a step outside the grid, to the resolution of the histogram."""
+    low, high = _clip(t)
+    if stats is None or stats.histogram is None or t is None or t.scale is None or low is None or high is None:
+        return None
+    counts, centers, slack = stats.histogram.counts, stats.histogram.centers, float(t.scale) / 2
+    return float(counts[(centers < low - slack) | (centers > high + slack)].sum() / counts.sum().clamp_min(1))
+
+
+def _bars(stats: TensorStats | None) -> tuple[tuple[float, ...], float, float]:
+    """The histogram over the values seen, in at most BARS bins: shares, left end, right end."""
+    if stats is None or stats.histogram is None or not stats.histogram.counts.any():
+        return (), 0.0, 0.0
+    counts, reach = stats.histogram.counts, stats.histogram.reach
+    step = 2 * reach / counts.numel()
+    used = counts.nonzero().view(-1)
+    first, width = int(used[0]), int(used[-1] - used[0]) // BARS + 1
+    bars = torch.stack([c.sum() for c in counts[first : int(used[-1]) + 1].split(width)]) / counts.sum()
+    left = first * step - reach
+    return tuple(bars.tolist()), left, left + len(bars) * width * step
+
+
+def _weights(graph: Graph, plan: Plan, node: Node) -> tuple[str, float | None]:
+    """Format of a node's weights, and their signal-to-quantization-noise ratio [dB]."""
+    text, signal, noise = "", 0.0, 0.0
+    for name in node.inputs:
+        t = plan.tensors.get(name or "")
+        if name not in graph.weights or t is None or t.role != "weight" or t.grid is None or t.scale is None or t.zero_point is None:
+            continue
+        text = t.format
+        if t.grid.kind == "int":
+            w = graph.weights[name].detach().float()
+            signal += float(w.square().sum())
+            noise += float((w - fake_quantize(w, t.scale, t.zero_point, t.grid, t.axis)).square().sum())
+    return text, 10 * math.log10(signal / noise) if signal and noise else None
 
 
 def _sizes(graph: Graph, plan: Plan) -> tuple[int, int, int]:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from chipfit.report.rows import Report
+from chipfit.report.advice import advice
+from chipfit.report.rows import LayerRow, Report
+
+#: longest table that is printed whole; of a longer one the weakest kernels are shown
+KERNELS = 40
+RUNS = {"int": "integers", "follow": "moves codes", "table": "table", "float": "float"}
 
 
 def size(count: float) -> str:
@@ -24,55 +30,103 @@ def size(count: float) -> str:
 
 
 def agreement(report: Report) -> Text:
-    """One line: does the device compute what was simulated?"""
-    v = report.verification
+    """Does the device compute what was simulated, and where not first?"""
+    v, first = report.verification, report.first_departure
     if v is None:
-        return Text("not verified yet: result.verify(data)", style="yellow")
-    if v["exact"]:
-        return Text(f"0 of {v['integers']:,} integers differ from {v['runtime']}", style="bold green")
-    style = "yellow" if v["sound"] else "bold red"
-    return Text(f"{v['differing']:,} of {v['integers']:,} integers differ from {v['runtime']}", style=style)
+        return Text(
+            "not verified yet: result.verify(data)" if report.simulated else "arithmetic not known, exactness not claimed", style="yellow"
+        )
+    style = {"exact": "bold green", "departs": "bold red"}.get(report.verdict, "yellow")
+    text = Text(f"{v['differing']:,} of {v['integers']:,} integers differ from {v['runtime']}", style=style)
+    if first is not None:
+        text.append(f"\nfirst in {first['op']} '{first['layer'] or first['tensor']}', by at most {first['largest']}")
+        text.append(", computed in float by the runtime" if first["in_float"] else "")
+    if report.verdict == "sound":
+        text.append("\nevery operator by itself computes the device's integers")
+    if not v["promised"]:
+        text.append(f"\n{v['runtime']} is not '{report.platform}': the chip itself was not run", style="dim")
+    return text
+
+
+def accuracies(report: Report) -> dict[str, float]:
+    """Top-1 of float, simulated, integer and device, in this order, as far as labels were given."""
+    found = report.verification["accuracy"] if report.verification else {}
+    return {k: found[k] for k in ("float", "simulated", "integer", "device") if k in found}
+
+
+def kernel_name(kernel: tuple[LayerRow, ...]) -> str:
+    """The layer that a kernel starts with."""
+    return kernel[0].name
+
+
+def kernel_exec(kernel: tuple[LayerRow, ...]) -> str:
+    """How a kernel runs: in float if any part does; it only moves codes if every part does."""
+    return next(how for how in ("float", "int", "table", "follow") if any(r.exec == how for r in kernel))
+
+
+def kernel_ops(kernel: tuple[LayerRow, ...]) -> str:
+    return " + ".join(r.op for r in kernel)
 
 
 def render(report: Report) -> Group:
-    """Summary, one line per operator, what stays float."""
+    """Summary, one line per kernel, what stays float, what to try next."""
     head = Table.grid(padding=(0, 2))
     head.add_column(style="dim")
     head.add_column()
-    head.add_row("platform", f"{report.platform}  {report.title}")
-    head.add_row("weights", f"{size(report.float_bytes)} -> {size(report.quantized_bytes)}  ({report.parameters:,} numbers)")
-    head.add_row("operators", f"{100 * report.integer_share:.0f} % of {len(report.layers)} run in integers")
+    head.add_row("platform", escape(f"{report.platform}  {report.title}"))
+    shrink = report.float_bytes / max(1, report.quantized_bytes)
+    head.add_row("weights", f"{size(report.float_bytes)} -> {size(report.quantized_bytes)}, {shrink:.1f} x smaller")
+    kernels = report.kernels
+    head.add_row("operators", f"{100 * report.integer_share:.0f} % of {len(report.layers)} run in integers, as {len(kernels)} kernels")
     if report.timings:
         head.add_row("time", ", ".join(f"{k} {v:.2f} s" for k, v in report.timings.items()))
     head.add_row("device", agreement(report))
-    v = report.verification
-    if v and v["accuracy"]:
-        head.add_row("top-1", ", ".join(f"{k} {100 * a:.2f} %" for k, a in v["accuracy"].items()))
+    if found := accuracies(report):
+        head.add_row("top-1", ", ".join(f"{k} [bold]{100 * a:.2f} %[/]" for k, a in found.items()))
 
-    table = Table(show_edge=False, header_style="bold", pad_edge=False)
-    for name, align in (
-        ("layer", "left"),
-        ("operator", "left"),
-        ("runs in", "left"),
-        ("format", "left"),
-        ("range", "right"),
-        ("SQNR", "right"),
-    ):
-        table.add_column(name, justify=align)  # type: ignore[arg-type]  # the two words are valid
-    for r in report.layers:
-        reach = "" if r.clip_low is None or r.clip_high is None else f"{r.clip_low:.4g} .. {r.clip_high:.4g}"
-        runs = {"float": "[yellow]float[/]", "int": "integers", "follow": "moves codes", "table": "table"}[r.exec]
-        noise = "" if r.sqnr_db is None else f"{r.sqnr_db:.1f} dB"
-        table.add_row(r.layer or r.node, r.op, runs, r.format, reach, noise)
-
-    parts: list[object] = [Panel(head, title="chipfit", border_style="cyan"), table]
+    parts: list[object] = [Panel(head, title="chipfit", border_style="cyan"), _table(kernels)]
     if report.floats:
         why = Table.grid(padding=(0, 2))
         for reason, layers in report.floats.items():
             names = ", ".join(layers[:5]) + (f" and {len(layers) - 5} more" if len(layers) > 5 else "")
-            why.add_row(f"[yellow]{len(layers)}[/]", names, f"[dim]{reason}[/]")
+            why.add_row(f"[yellow]{len(layers)}[/]", escape(names), f"[dim]{escape(reason)}[/]")
         parts.append(Panel(why, title="stays in float, and why", border_style="yellow"))
+    todo = Table.grid(padding=(0, 1))
+    for line in advice(report):
+        todo.add_row("[cyan]>[/]", escape(line))
+    parts.append(Panel(todo, title="what to try next", border_style="cyan"))
     return Group(*parts)  # type: ignore[arg-type]  # all of them are renderable
+
+
+def _table(kernels: list[tuple[LayerRow, ...]]) -> Table:
+    shown, caption = kernels, None
+    if len(kernels) > KERNELS:
+        measured = [k for k in kernels if k[-1].sqnr_db is not None] or kernels
+        weakest = {id(k) for k in sorted(measured, key=lambda k: k[-1].sqnr_db or 0.0)[:KERNELS]}
+        shown = [k for k in kernels if id(k) in weakest]
+        which = "the weakest" if measured is not kernels else "the first"
+        caption = f"{which} {len(shown)} of {len(kernels)} kernels; report.html and report.json hold all of them"
+    table = Table(show_edge=False, header_style="bold", pad_edge=False, caption=caption)
+    table.add_column("kernel", overflow="fold")
+    table.add_column("operators", overflow="fold")
+    table.add_column("runs in")
+    table.add_column("format", no_wrap=True)
+    table.add_column("range", justify="right", no_wrap=True)
+    table.add_column("SQNR", justify="right", no_wrap=True)
+    for kernel in shown:
+        r = kernel[-1]
+        reach = "" if r.clip_low is None or r.clip_high is None else f"{r.clip_low:.3g} .. {r.clip_high:.3g}"
+        how = kernel_exec(kernel)
+        runs = f"[yellow]{RUNS[how]}[/]" if how == "float" else RUNS[how]
+        noise = "" if r.sqnr_db is None else f"{r.sqnr_db:.1f} dB"
+        table.add_row(escape(kernel_name(kernel)), escape(kernel_ops(kernel)), runs, formats(kernel), reach, noise)
+    return table
+
+
+def formats(kernel: tuple[LayerRow, ...]) -> str:
+    """Format of a kernel's result, and of its weights: "u8, w8"."""
+    weights = dict.fromkeys(r.weight_format for r in kernel if r.weight_format)
+    return ", ".join([kernel[-1].format, *weights])
 
 
 def show(report: Report, console: Console | None = None) -> None:

@@ -20,7 +20,8 @@ class OnnxRuntime:
     One optimiser is off: it would quantize float convolutions that stand between quantizers, behind the plan's back.
     """
 
-    exact = True  #: a verified profile: integers are promised to equal the simulator's
+    exact = True  #: a verified profile: integers are promised to equal the simulator's ...
+    platform = "ort_cpu"  #: ... of this platform
 
     def __init__(self, path: str | Path, tensors: Sequence[str] = (), *, threads: int = 0) -> None:
         """Load `path` and make the ONNX values named in `tensors` readable.
