@@ -54,7 +54,7 @@ class OpenVino:
             info = n.get_rt_info()
 
             def text(key: str, info: Mapping[str, object] = info) -> str:
-                value = info[key] if key in info else "?"
+                value = info[key] if key in info else "?"  # noqa: SIM401 -- an RTMap has no get()
                 return str(getattr(value, "value", value))
 
             key = f"{text('layerType')} {text('runtimePrecision')}"
