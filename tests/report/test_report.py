@@ -1,19 +1,25 @@
-"""The report: readable on a terminal, and one page that stands by itself."""
+"""The report: the numbers are right, the terminal answers a person's questions, and the page stands by itself."""
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
+import torch
 from rich.console import Console
-from tests.zoo import make
+from torch import nn
 
 import chipfit
+from chipfit.report.advice import advice
+from chipfit.report.html import page
 from chipfit.report.terminal import render
+from tests.zoo import make
 
 
 @pytest.fixture(scope="module")
@@ -24,17 +30,51 @@ def result():
     return result
 
 
-def test_the_terminal_report_says_what_a_person_asks(result):
+@pytest.fixture(scope="module")
+def line():
+    """One linear layer whose numbers are worked out on paper."""
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.data = torch.tensor([[127.0, 0.4]])
+    x = torch.cat([torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.full((98, 2), 0.5)])
+    return chipfit.quantize(model, [x], weight_rule="no_clipping", progress=False)
+
+
+def text_of(report):
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(render(result.report))
-    text = console.export_text()
-    assert "a.2" in text and "Swish" in text and "lists no rule for Swish" in text
-    assert re.search(r"of [\d,]+ integers differ", text)
+    console.print(render(report))
+    return console.export_text()
 
 
-def test_the_page_loads_nothing_from_anywhere(result, tmp_path):
-    page = result.report.save(tmp_path / "r.html").read_text()
-    assert not re.findall(r'(?:src|href)\s*=\s*["\']', page) and "@import" not in page and "url(" not in page
+# ---------------------------------------------------------------- numbers
+
+
+def test_sizes_are_four_bytes_a_weight_before_and_one_after(line):
+    assert (line.report.parameters, line.report.float_bytes, line.report.quantized_bytes) == (2, 8, 2)
+
+
+def test_the_noise_of_stored_weights_is_worked_out_without_data(line):
+    (row,) = line.report.layers  # step 1: codes 127 and 0, signal 127^2 + 0.4^2, noise 0.4^2
+    assert row.weight_sqnr_db == pytest.approx(10 * math.log10((127**2 + 0.16) / 0.16), abs=1e-3)
+
+
+def test_a_histogram_spans_what_was_seen_and_its_shares_add_up(line):
+    (seen,) = line.report.inputs
+    assert sum(seen.bars) == pytest.approx(1)
+    assert seen.bars_low <= 0 and seen.bars_high >= 1 and seen.bars_high - seen.bars_low < 1.1
+    assert max(seen.bars) == pytest.approx(0.98)  # 98 of 100 rows are 0.5
+
+
+def test_clipping_is_the_share_of_values_outside_the_grid(line):
+    name = line.graph.inputs[0]
+    narrow = line.plan.tensors[name].with_(scale=torch.tensor(0.7 / 255), zero_point=torch.tensor(0))  # 0 .. 0.7
+    plan = replace(line.plan, tensors={**line.plan.tensors, name: narrow})
+    (seen,) = chipfit.Result(line.graph, plan, line.platform, line.stats).report.inputs
+    assert seen.clipped == pytest.approx(0.01)  # the row of ones
+
+
+def test_operators_that_run_as_one_are_one_kernel(result):
+    assert [tuple(r.op for r in k) for k in result.report.kernels if len(k) > 1] == [("Conv2D", "Relu"), ("Add", "Relu")]
+    assert sum(len(k) for k in result.report.kernels) == len(result.report.layers)
 
 
 def test_the_report_is_data(result, tmp_path):
@@ -48,30 +88,136 @@ def test_weights_of_the_report_are_those_of_the_file(result, tmp_path):
     assert result.export(tmp_path / "m.onnx").stat().st_size > result.report.quantized_bytes
 
 
-@pytest.mark.chromium
-def test_a_browser_shows_every_layer_without_an_error(result, tmp_path):
-    browser = shutil.which("chromium")
+# ---------------------------------------------------------------- words
+
+
+def test_the_terminal_report_says_what_a_person_asks(result):
+    text = text_of(result.report)
+    assert "a.2" in text and "Swish" in text and "lists no rule for Swish" in text
+    assert re.search(r"0 of [\d,]+ integers differ", text)
+    assert "what to try next" in text
+
+
+def verified(report, **changes):
+    v = {**report.verification, **changes}
+    return replace(report, verification=v)
+
+
+def departed(report, **changes):
+    rows = [dict(r) for r in report.verification["rows"]]
+    rows[3].update(differing=5, largest=2)
+    return verified(report, rows=rows, differing=5, exact=False, **changes)
+
+
+def test_a_departure_names_the_first_operator_and_asks_for_a_report(result):
+    report = departed(result.report, sound=False)
+    row = report.first_departure
+    assert report.verdict == "departs"
+    assert f"first in {row['op']} '{row['layer']}', by at most 2" in text_of(report)
+    assert "please report it" in advice(report)[0] and repr(row["tensor"]) in advice(report)[0]
+
+
+def test_differences_that_come_from_float_operators_are_sound(result):
+    assert departed(result.report).verdict == "sound"
+
+
+def test_another_chips_runtime_proves_nothing_about_this_chip():
+    model, batch = make("residual_silu")
+    fitted = chipfit.quantize(model, [batch], platform="tflite_int8", progress=False)
+    assert not fitted.verify([batch]).promised
+    assert fitted.report.verdict in ("exact", "sound", "unpromised")
+    assert "onnxruntime is not 'tflite_int8': the chip itself was not run" in text_of(fitted.report)
+
+
+def test_lost_accuracy_is_to_be_trained_back(result):
+    report = verified(result.report, accuracy={"float": 0.9, "device": 0.85})
+    assert "5.0 points" in advice(report)[0] and "result.trained()" in advice(report)[0]
+
+
+def test_the_weakest_layer_is_named(result):
+    layers = [replace(r, sqnr_db=7.0) if r.layer == "head" else r for r in result.report.layers]
+    assert "Weakest result: 'head' with 7.0 dB" in " ".join(advice(replace(result.report, layers=tuple(layers))))
+
+
+def test_there_is_always_something_to_try(line):
+    assert "result.verify(data)" in advice(line.report)[0]
+
+
+def test_of_a_long_network_the_terminal_shows_the_weakest_kernels(result):
+    r = result.report.layers[-1]
+    many = [replace(r, node=f"n{i}", layer=f"layer{i}", group="", sqnr_db=float(i)) for i in range(100)]
+    text = text_of(replace(result.report, layers=tuple(many)))
+    assert "layer39 " in text and "layer41 " not in text and "the weakest 40 of 100" in text
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_the_page_loads_nothing_from_anywhere(result, tmp_path):
+    text = result.report.save(tmp_path / "r.html").read_text()
+    assert "default-src 'none'" in text
+    assert not re.findall(r'(?:src|href)\s*=\s*["\']', text) and "@import" not in text and "url(" not in text
+
+
+@pytest.fixture(scope="module")
+def browse(tmp_path_factory):
+    """A function from HTML to (the DOM after scripts ran, what the console said)."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
-        pytest.skip("chromium is not installed")
-    page = result.report.save(tmp_path / "r.html")
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-        "--enable-logging=stderr",
-        "--v=0",
-    ]
-    done = subprocess.run(
-        [browser, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    assert f'data-ready="{len(result.report.layers)}"' in done.stdout  # the script ran to its end
-    assert done.stdout.count("<rect") > 10
+        pytest.skip("no chromium is installed")
+    quiet = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking disable-component-update disable-sync"
+
+    def open_page(text):
+        folder = tmp_path_factory.mktemp("browser")
+        (folder / "r.html").write_text(text)
+        flags = [f"--{f}" for f in quiet.split()] + ["--enable-logging=stderr", "--v=0", f"--user-data-dir={folder / 'profile'}"]
+        command = [browser, *flags, "--virtual-time-budget=3000", "--dump-dom", (folder / "r.html").as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        return done.stdout, [x for x in done.stderr.splitlines() if "CONSOLE" in x]
+
+    return open_page
+
+
+def probe(text, script):
+    """The page with one more script at its end; what it returns becomes the attribute data-probe."""
+    return text.replace("</body>", f"<script>document.documentElement.dataset.probe = (() => {{ {script} }})()</script></body>")
+
+
+@pytest.mark.chromium
+def test_a_browser_shows_every_layer_without_a_word_on_the_console(result, browse):
+    dom, console = browse(page(result.report))
+    assert console == []
+    assert f'data-ready="{len(result.report.kernels)}"' in dom  # the script ran to its end
     for name in ("stem.0", "a.2", "head"):
-        assert name in done.stdout
-    assert "CONSOLE" not in done.stderr or "Uncaught" not in done.stderr
+        assert re.search(rf'<rect[^>]*aria-label="{name}\n', dom), name  # a bar that a screen reader can name
+        assert re.search(rf'<h3 title="{name}">', dom), name  # a histogram
+
+
+@pytest.mark.chromium
+def test_the_chart_sorts_the_table_filters_and_the_theme_turns(result, browse):
+    script = """
+      document.querySelector("[data-order=worst]").click();
+      const first = document.querySelector("#sqnr rect").getAttribute("aria-label").split("\\n")[0];
+      const f = document.getElementById("filter"); f.value = "swish"; f.dispatchEvent(new Event("input"));
+      const rows = [...document.querySelectorAll("#kernels tbody tr")].filter(r => !r.hidden).length;
+      document.getElementById("theme").click();
+      return [first, rows, document.documentElement.dataset.theme].join("|");
+    """
+    dom, console = browse(probe(page(result.report), script))
+    weakest = min((k for k in result.report.kernels if k[-1].sqnr_db is not None), key=lambda k: k[-1].sqnr_db)
+    assert console == [] and f'data-probe="{weakest[0].name}|1|dark"' in dom
+
+
+@pytest.mark.chromium
+def test_a_layer_name_cannot_become_markup(result, browse):
+    evil = "</script><script>document.documentElement.dataset.evil = 1</script><b>"
+    layers = [replace(r, layer=evil, why=evil) for r in result.report.layers]
+    dom, console = browse(page(replace(result.report, layers=tuple(layers), notes=(evil,))))
+    assert console == [] and "data-evil" not in dom.split(">", 2)[1] and "data-ready" in dom
+
+
+@pytest.mark.chromium
+def test_a_result_that_was_only_loaded_has_a_page_too(result, browse, tmp_path):
+    loaded = chipfit.load(result.save(tmp_path / "saved"))  # neither statistics nor timings nor verification
+    dom, console = browse(page(loaded.report))
+    assert console == [] and "not verified" in dom and "No histogram was kept" in dom
