@@ -20,8 +20,10 @@ from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph
 from chipfit.overrides import Overrides, resolve_overrides
 from chipfit.passes import run_passes
+from chipfit.passes.channels_last import channels_last
 from chipfit.passes.fold_batch_norm import fold_batch_norm
 from chipfit.passes.fuse import fuse
+from chipfit.passes.own_weights import own_weights
 from chipfit.passes.unshare_biases import unshare_biases
 from chipfit.plan import Plan
 from chipfit.platform.legality import tie_groups
@@ -154,7 +156,8 @@ def quantize(
 
 def prepare(graph: Graph, platform: Platform) -> tuple[Graph, list[str]]:
     """The rewrites that every target takes; returns the graph and one note per rewrite or refusal."""
-    return run_passes(graph, (fold_batch_norm, unshare_biases))
+    rewritten, notes = run_passes(graph, (fold_batch_norm, unshare_biases, channels_last))
+    return own_weights(rewritten, graph.weights), notes
 
 
 def decide(graph: Graph, platform: Platform, overrides: Overrides | None = None) -> tuple[Assignment, list[str]]:

@@ -65,7 +65,6 @@ def collect(
         DataError: no batch at all, or NaN or infinity, naming the layer where it first appears.
     """
     stats = {name: TensorStats(name) for name in tensors}
-    weights = _channels_last(graph)
     layers = {o: n for n in graph.nodes for o in n.outputs}
     count = 0
 
@@ -95,7 +94,7 @@ def collect(
             for name, x in zip(graph.inputs, inputs, strict=True):
                 if name in stats:
                     see(name, x)
-            _run_checked(graph, inputs, hook, weights, count)
+            _run_checked(graph, inputs, hook, count)
             count += 1
             if shown is not None and task is not None:
                 shown.advance(task)
@@ -104,9 +103,9 @@ def collect(
     return stats
 
 
-def _run_checked(graph: Graph, inputs: list[torch.Tensor], hook: Any, weights: Mapping[str, torch.Tensor], index: int) -> None:
+def _run_checked(graph: Graph, inputs: list[torch.Tensor], hook: Any, index: int) -> None:
     try:
-        run(graph, inputs, hook=hook, weights=weights, reuse=True)
+        run(graph, inputs, hook=hook, reuse=True)
     except RuntimeError as e:
         want = {n: graph.values[n].shape for n in graph.inputs}
         raise DataError(
@@ -119,11 +118,6 @@ def _run_checked(graph: Graph, inputs: list[torch.Tensor], hook: Any, weights: M
 
 def _layout(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
-
-
-def _channels_last(graph: Graph) -> dict[str, torch.Tensor]:
-    convs = {n.inputs[1] for n in graph.nodes if n.op in ("Conv2D", "DepthwiseConv2D", "TransposeConv2D")}
-    return {k: w.contiguous(memory_format=torch.channels_last) if k in convs and w.dim() == 4 else w for k, w in graph.weights.items()}
 
 
 def _bar(progress: bool, batches: Iterable[Any]) -> tuple[Any, int | None]:

@@ -39,7 +39,7 @@ _NOTHING = ("_assert", "sym_constrain", "_set_grad_enabled", "_enter_autocast", 
 def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, dynamic_batch: bool = True) -> Graph:
     """Read a model into a Graph.
 
-    The model is copied and captured in eval mode: what depends on training (dropout, stochastic depth) takes its
+    The model is not changed; it is captured in eval mode: what depends on training (dropout, stochastic depth) takes its
     inference form. Axis 0 of every input that has the first one's batch size becomes dynamic where the model allows.
 
     Args:
@@ -50,6 +50,9 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
 
     Raises:
         CaptureError: naming the user's line and what to change.
+
+    Parameters are not copied: `Graph.weights` holds the model's own tensors until a pass replaces them
+    (`passes.own_weights` replaces those that are left).
     """
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(
@@ -58,7 +61,7 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
             hint="pass the model object, not its class or its weights",
         )
     args, kwargs = tuple(args), dict(kwargs or {})
-    twin = copy.deepcopy(model).eval()
+    twin = _twin(model)
     if dynamic_batch:
         args, kwargs = _at_least_two(args, kwargs)
     example_out = _try_once(twin, args, kwargs)
@@ -68,6 +71,12 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     graph = _Capture(exported, model, (args, kwargs), example_out).read()
     check(graph, blame="capture")
     return graph
+
+
+def _twin(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy in eval mode that shares the parameters, which nothing writes to, and owns its buffers."""
+    memo: dict[int, Any] = {id(p): p for p in model.parameters()}
+    return copy.deepcopy(model, memo).eval()
 
 
 def _at_least_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -255,7 +264,7 @@ class _Capture:
             key = id(t)
             self._tied[name] = first.setdefault(key, name)
             same = self.graph.weights.get(first[key])
-            self.graph.weights[name] = same if same is not None else shared  # the copy's own tensor, nobody else's
+            self.graph.weights[name] = same if same is not None else shared
             if name in trainable:
                 self.graph.trainable.add(name)
         for name in own - set(table):  # entries that the forward pass does not read

@@ -1,0 +1,20 @@
+"""Give a graph weights of its own, so that training the user's model later changes nothing in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from chipfit.graph.ir import Graph
+
+
+def own_weights(graph: Graph, captured: Mapping[str, torch.Tensor]) -> Graph:
+    """Copy every weight that is still the very tensor that was captured; tied names stay tied."""
+    graph = graph.copy()
+    storages = {t.untyped_storage().data_ptr() for t in captured.values()}
+    copies: dict[int, torch.Tensor] = {}
+    for name, t in graph.weights.items():
+        if t.untyped_storage().data_ptr() in storages:
+            graph.weights[name] = copies.setdefault(id(t), t.detach().clone(memory_format=torch.preserve_format))
+    return graph
