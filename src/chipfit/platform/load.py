@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -13,6 +16,7 @@ from pydantic import ValidationError
 from chipfit.errors import PlatformError, UnknownNameError
 from chipfit.graph.ops import ALIASES, OPS
 from chipfit.platform.schema import NOT_A_FORMAT, Platform
+from chipfit.platform.where import ATTRIBUTES, TESTS
 
 _BUILTIN = resources.files("chipfit.platform") / "builtin"
 #: operators that platform files may name beyond the canonical ones: parts of networks that chipfit does not read yet
@@ -66,6 +70,15 @@ def load(what: str | Path | Platform, arch: str | None = None) -> Platform:
     return _select(platform, arch)
 
 
+def check(file: str | Path) -> list[PlatformError]:
+    """Every problem of a platform file, in the file's order; empty when it loads."""
+    try:
+        load(Path(file))
+    except PlatformError as e:
+        return list(getattr(e, "all", [e]))
+    return []
+
+
 def _select(platform: Platform, arch: str | None) -> Platform:
     if arch is None:
         arch = platform.arch_selected or (platform.arch[-1] if platform.arch else None)
@@ -77,9 +90,8 @@ def _select(platform: Platform, arch: str | None) -> Platform:
 class _Lines:
     """Line numbers of a YAML document by key path."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, node: yaml.Node | None) -> None:
         self._lines: dict[tuple[Any, ...], int] = {}
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None:
             self._walk(node, ())
 
@@ -99,11 +111,33 @@ class _Lines:
         return self._lines.get(path, 1)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses aliases, which may nest without end, and a key given twice, where YAML would silently keep the last."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, 'aliases (*name) are not read in platform files; quote "*"', mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key '{key.value}' is given twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read(source: Any, file: str, below: tuple[str, ...]) -> Platform:
-    text = source.read_text()
     try:
-        data = yaml.safe_load(text)
-        lines = _Lines(text)
+        text = source.read_text(encoding="utf-8")
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        data = None if node is None else loader.construct_document(node)
+        lines = _Lines(node)
+    except (OSError, UnicodeDecodeError) as e:
+        raise PlatformError(f"This file cannot be read as text: {e}", where=file) from None
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -111,30 +145,66 @@ def _read(source: Any, file: str, below: tuple[str, ...]) -> Platform:
     if not isinstance(data, dict):
         raise PlatformError("A platform file is a table of keys", where=file, got=type(data).__name__)
 
-    own_ops, parent_name = data.get("ops") or [], data.get("extends")
-    own_fuse = data.get("fuse") or []
     problem = _Problem(file, lines)
-    if parent_name:
-        if parent_name in below or parent_name == data.get("name"):
-            raise problem(("extends",), f"'{parent_name}' extends itself", hint="remove the cycle")
-        data = _merge(_parent(source, parent_name, (*below, str(data.get("name"))), problem), data)
+    parent = data.get("extends")
+    if parent is not None:
+        if not isinstance(parent, str):
+            raise problem(("extends",), "extends is the name of one platform", got=repr(parent))
+        if file in below:
+            raise problem(("extends",), f"'{parent}' extends itself, through {' and '.join(below)}", hint="remove the cycle")
+        data = _merge(_parent(source, parent, (*below, file), problem), data, problem)
+    found: list[PlatformError] = []
     try:
         platform = Platform.model_validate({**data, "file": file})
     except ValidationError as e:
-        first = e.errors()[0]
-        path = tuple(
-            p for p in first["loc"] if not (isinstance(p, str) and p.startswith(("literal", "tuple", "function", "int", "str", "bool")))
-        )
-        got = first.get("input")
-        known = _fields_at(path[:-1]) if first["type"] == "extra_forbidden" else None
-        raise problem(
-            path,
-            f"Key '{path[-1]}' is unknown" if known else first["msg"].removeprefix("Value error, "),
-            got=None if known or isinstance(got, dict) else repr(got),
-            allowed=", ".join(known) if known else None,
-        ) from None
-    _check(platform, problem, len(own_ops), len(own_fuse))
+        found = _explain(e, problem)
+    else:
+        found = list(_check(platform, problem))
+    if found:
+        more = f"`chipfit platforms check {file}` lists {len(found) - 1} more" if len(found) > 1 else ""
+        first = PlatformError(found[0].what, where=found[0].where, got=found[0].got, allowed=found[0].allowed, hint=more)
+        first.all = found  # type: ignore[attr-defined]  # for `check`
+        raise first
     return platform
+
+
+#: pydantic's error types in our words
+_WORDS = {
+    "missing": "is missing", "tuple_type": "must be a list", "list_type": "must be a list", "dict_type": "must be a table of keys",
+    "model_type": "must be a table of keys", "string_type": "must be text", "int_type": "must be an integer",
+    "int_parsing": "must be an integer", "float_parsing": "must be a number", "float_type": "must be a number", "bool_parsing": "must be true or false",
+    "too_long": "must be a list [low, high]", "too_short": "must be a list [low, high]",
+}  # fmt: skip
+
+
+def _explain(e: ValidationError, problem: _Problem) -> list[PlatformError]:
+    """One error per place: the members of a union complain together."""
+    places: dict[tuple[Any, ...], list[Any]] = {}
+    for error in e.errors():
+        kept = [p for p in error["loc"] if not (isinstance(p, str) and re.match(r"(literal|tuple|function|int|str|bool|float|list)\b", p))]
+        places.setdefault(tuple(kept) or ("?",), []).append(error)
+    out = []
+    for path, errors in places.items():
+        first, got, key = errors[0], errors[0].get("input"), path[-1]
+        shown = None if isinstance(got, dict) else repr(got)
+        if first["type"] == "extra_forbidden":
+            known = _fields_at(path[:-1])
+            near = difflib.get_close_matches(str(key), known, n=3, cutoff=0.5)
+            out.append(problem(path, f"Key '{key}' is unknown", allowed=f"did you mean {', '.join(near)}" if near else ", ".join(known)))
+        elif first["type"] == "missing":
+            out.append(problem(path, f"Key '{key}' is missing: it is required"))
+        elif first["type"] == "literal_error" or len(errors) > 1:
+            literal = [x["ctx"]["expected"] for x in errors if x["type"] == "literal_error"]
+            others = [_WORDS[x["type"]].removeprefix("must be ") for x in errors if x["type"] in _WORDS]
+            out.append(
+                problem(path, f"Value of '{key}' is not understood", got=shown, allowed=", or ".join(dict.fromkeys(literal + others)))
+            )
+        elif first["type"] in _WORDS:
+            out.append(problem(path, f"'{key}' {_WORDS[first['type']]}", got=shown))
+        else:
+            said = first["msg"].removeprefix("Value error, ").replace("Input should", f"'{key}' should")
+            out.append(problem(path, said, got=shown))
+    return out
 
 
 class _Problem:
@@ -151,6 +221,8 @@ class _Problem:
 def _fields_at(path: tuple[Any, ...]) -> list[str]:
     from chipfit.platform import schema
 
+    if not path:
+        return sorted(f.alias or n for n, f in Platform.model_fields.items() if not f.exclude)
     table: dict[str, Any] = {"formats": schema.Format, "ops": schema.OpRule, "use": schema.Option, "rules": schema.Rule,
                              "fuse": schema.Fuse, "place": schema.Placement, "math": schema.Math}  # fmt: skip
     record = next((table[p] for p in reversed(path) if p in table), Platform)
@@ -164,62 +236,76 @@ def _parent(source: Any, name: str, below: tuple[str, ...], problem: _Problem) -
     elif name in names():
         platform = _read(_BUILTIN / f"{name}.yaml", f"{name}.yaml", below)
     else:
-        raise problem(("extends",), f"Platform '{name}' does not exist", allowed=", ".join(names()))
+        raise problem(("extends",), f"Platform '{name}' does not exist", allowed=UnknownNameError("platform", name, names()).allowed)
     return platform.model_dump(mode="json", by_alias=True, exclude_defaults=True)
 
 
-def _merge(parent: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
+def _merge(parent: dict[str, Any], child: dict[str, Any], problem: _Problem) -> dict[str, Any]:
     """The child's keys over the parent's: tables by key, rules and fusions before the parent's, the rest replaced."""
     out = dict(parent)
     for key, value in child.items():
-        if key in ("ops", "fuse"):
+        if key in ("ops", "fuse", "gaps"):
+            if not isinstance(value or [], list):
+                raise problem((key,), f"'{key}' must be a list")
             out[key] = [*(value or []), *parent.get(key, [])]
         elif isinstance(value, dict) and isinstance(parent.get(key), dict):
             out[key] = {**parent[key], **value}
-        elif key == "gaps":
-            out[key] = [*(value or []), *parent.get(key, [])]
         else:
             out[key] = value
     return out
 
 
-def _check(p: Platform, problem: _Problem, own_ops: int, own_fuse: int) -> None:
+def _check(p: Platform, problem: _Problem) -> Iterator[PlatformError]:
     """What the types cannot say: every name that is used is defined, bits of tied slots agree."""
     formats, sources = set(p.formats), set(p.sources)
-
-    def know(path: tuple[Any, ...], word: str, name: str, known: set[str]) -> None:
-        if name not in known:
-            near = UnknownNameError(word, name, known)
-            raise problem(path, near.what, allowed=near.allowed)
-
+    storable = formats | NOT_A_FORMAT
     operators = set(OPS) | _FOREIGN | set(ALIASES) | set(groups()) | {"*"}
+
+    def know(path: tuple[Any, ...], word: str, name: Any, known: Iterable[str]) -> Iterator[PlatformError]:
+        if name is not None and name not in known:
+            near = UnknownNameError(word, str(name), known)
+            yield problem(path, near.what, allowed=near.allowed)
+
+    def gate(path: tuple[Any, ...], when: Mapping[str, Any], keys: tuple[str, ...]) -> Iterator[PlatformError]:
+        for key in when:
+            yield from know((*path, key), "gate", key, keys)
+        if "arch" in when:
+            yield from know((*path, "arch"), "revision", re.sub("^(>=|<)", "", str(when["arch"])), p.arch)
+
+    for tag in {a for a in p.arch if p.arch.count(a) > 1}:
+        yield problem(("arch",), f"Revision '{tag}' is listed twice")
     for i, op in enumerate(p.ops):
+        at = ("ops", i)
         for k, m in enumerate(op.match):
-            know(("ops", i, "match", k), "operator or group", m, operators)
+            yield from know((*at, "match", k), "operator or group", m, operators)
         for s in op.src:
-            know(("ops", i, "src"), "source", s, sources)
+            yield from know((*at, "src"), "source", s, sources)
+        yield from gate((*at, "when"), op.when, ("arch", "bits", "runtime"))
+        for attribute, want in op.where.items():
+            yield from know((*at, "where", attribute), "attribute", attribute, ATTRIBUTES)
+            for test in want if isinstance(want, dict) else ():
+                yield from know((*at, "where", attribute, test), "test", test, TESTS)
         for k, use in enumerate(op.use):
             ins = use.in_ if isinstance(use.in_, tuple) else (use.in_,)
             for key, name in [*(("in", n) for n in ins), ("w", use.w), ("b", use.b), ("out", use.out)]:
-                if name is not None:
-                    know(("ops", i, "use", k, key), "format", name, formats | NOT_A_FORMAT)
+                yield from know((*at, "use", k, key), "format", name, storable)
+            yield from gate((*at, "use", k, "when"), use.when, ("arch", "bits", "runtime"))
             for r in op.rules:
                 if r.tie and r.hard and op.how != "follow":
                     bits = {p.formats[n].bits for slot in r.tie for n in _formats_of(use, slot) if n in formats}
                     if len(bits) > 1:
-                        raise problem(("ops", i, "rules"), "Slots with different bits are tied", got=sorted(bits), allowed="one width")
-        arch = op.when.get("arch", "")
-        if arch and arch.removeprefix(">=") not in p.arch:
-            know(("ops", i, "when", "arch"), "revision", arch.removeprefix(">="), set(p.arch))
+                        yield problem((*at, "rules"), "Slots with different bits are tied", got=sorted(bits), allowed="one width")
     for i, f in enumerate(p.fuse):
         for s in f.src:
-            know(("fuse", i, "src"), "source", s, sources)
-        for k, step in enumerate(f.chain or ()):
+            yield from know(("fuse", i, "src"), "source", s, sources)
+        for k, step in enumerate(f.steps):
             for name in step:
-                know(("fuse", i, "chain", k), "operator or group", name, operators)
+                yield from know(("fuse", i, "chain" if f.chain else "graph", k), "operator or group", name, operators)
+        yield from know(("fuse", i, "inner"), "format", f.inner, storable)
+        yield from gate(("fuse", i, "when"), f.when, ("arch", "phase", "single_use"))
     for key, fmts in (("io_in", p.place.io_in), ("io_out", p.place.io_out)):
         for name in fmts:
-            know(("place", key), "format", name, formats | NOT_A_FORMAT)
+            yield from know(("place", key), "format", name, storable)
 
 
 def _formats_of(use: Any, slot: str) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -15,7 +16,16 @@ from chipfit.quantizers.grids import Grid
 
 #: words that stand where a format name may stand
 NOT_A_FORMAT = frozenset({"float", "same", "none"})
+_ROUNDINGS = ("half_even", "half_away", "half_up", "floor", "trunc")
+#: how accumulators become codes
+REQUANT: dict[str, tuple[Any, ...]] = {
+    "form": ("float", "q31", "q15", "shift", "fixed", "none"), "round": _ROUNDINGS, "passes": (1, 2),
+}  # fmt: skip
 RULE_HEADS = ("tie", "dtype", "fix", "mono", "zero", "wsum_max")
+#: what may stand beside each head
+_KEYS_OF: dict[str, tuple[str, ...]] = {
+    "tie": (), "dtype": (), "wsum_max": (), "fix": ("scale", "zp"), "zero": ("eq",), "mono": ("eq", "min", "max", "lt", "times"),
+}  # fmt: skip
 SLOTS = frozenset({"in0", "in1", "in2", "ins", "w", "b", "out", "outs"})
 
 
@@ -26,7 +36,7 @@ class _Record(BaseModel):
 class Format(_Record):
     """What one stored tensor may look like."""
 
-    bits: int = Field(ge=1, le=64, description="width of one code [bit]")
+    bits: int = Field(ge=1, le=64, strict=True, description="width of one code [bit]")
     kind: Literal["int", "lut", "log", "float", "bfp"] = "int"
     signed: bool | Literal["auto"] = Field(True, description="auto: decided per tensor from its data")
     range: Literal["full", "narrow"] | tuple[int, int] = Field("full", description="codes in use; narrow drops the lowest")
@@ -42,6 +52,22 @@ class Format(_Record):
     lut: dict[str, Any] | None = Field(None, description="value_bits, entries, per, group, dim")
     base: float | None = Field(None, description="base of a logarithmic grid")
     float_: str | None = Field(None, alias="float", description="fp32, fp16, bf16, e4m3, e5m2, e2m1 ...")
+
+    @model_validator(mode="after")
+    def _codes_exist(self) -> Format:
+        low, high = -(1 << self.bits - 1) if self.signed else 0, (1 << self.bits - (self.signed is True)) - 1
+        if self.bits == 1:  # binary: the codes stand for -1 and +1
+            low, high = -1, 1
+        if self.range == "narrow" and self.signed is False:
+            raise ValueError("range narrow drops the lowest negative code, and unsigned codes have none: use full or [low, high]")
+        if isinstance(self.range, tuple):
+            if not low <= self.range[0] < self.range[1] <= high:
+                raise ValueError(f"range {list(self.range)} must be ascending and inside the {self.bits}-bit codes {low}..{high}")
+            low, high = self.range
+        for z in (self.zero,) if isinstance(self.zero, int) else self.zero if isinstance(self.zero, tuple) else ():
+            if not low <= z <= high:
+                raise ValueError(f"zero point {z} is outside the codes {low}..{high}")
+        return self
 
     def grid(self, signed: bool | None = None) -> Grid:
         """The grid of codes once signedness is known.
@@ -112,28 +138,39 @@ class Rule(_Record):
         heads = [h for h in RULE_HEADS if getattr(self, h) is not None]
         if len(heads) != 1:
             raise ValueError(f"a rule has exactly one of {', '.join(RULE_HEADS)}; this one has {', '.join(heads) or 'none'}")
-        named = (
-            *(self.tie or ()),
-            *(self.dtype or ()),
-            *(self.mono or ()),
-            *([self.fix] if self.fix else []),
-            *([self.zero] if self.zero else []),
-        )
+        named = [*(self.tie or ()), *(self.dtype or ()), *(self.mono or ()), *filter(None, (self.fix, self.zero))]
         for s in named:
             if s not in SLOTS:
                 raise ValueError(f"slot '{s}' is unknown; slots are {', '.join(sorted(SLOTS))}")
-        if self.fix and self.scale is None:
-            raise ValueError("fix needs scale (and zp)")
+        for key in ("scale", "zp", "eq", "min", "max", "lt", "times"):
+            if getattr(self, key) is not None and key not in _KEYS_OF[heads[0]]:
+                own = ", ".join(_KEYS_OF[heads[0]]) or "no other number"
+                raise ValueError(f"'{key}' has no meaning in a {heads[0]} rule, which takes {own}")
+        if self.tie is not None and len(self.tie) == 1 and self.tie[0] not in ("ins", "outs"):
+            raise ValueError(f"a tie needs two slots, or ins or outs; this one has {self.tie[0]} alone")
+        if self.fix and (self.scale is None or self.scale <= 0 or self.zp is None):
+            raise ValueError(f"fix needs a scale above 0 and zp; this one has scale {self.scale}, zp {self.zp}")
+        if self.zero is not None and not (isinstance(self.eq, int) or (isinstance(self.eq, list) and self.eq)):
+            raise ValueError(f"zero needs eq, an integer or a list of integers; this one has {self.eq!r}")
         if self.mono is not None:
             bounds = [k for k in ("eq", "min", "max", "lt") if getattr(self, k) is not None]
             if not bounds:
                 raise ValueError("mono needs one of eq, min, max, lt")
             if "eq" in bounds and len(bounds) > 1:
                 raise ValueError("mono has eq and a bound: the bound is redundant or contradicts eq")
-            top = self.max if self.max is not None else self.lt
-            if self.min is not None and top is not None and self.min > top:
-                raise ValueError(f"mono can never hold: min {self.min} is above its upper bound {top}")
+            tops = [getattr(self, k) for k in ("eq", "max", "lt") if k in bounds]
+            if any(not isinstance(t, (int, float)) or t <= 0 for t in tops):
+                raise ValueError(f"mono can never hold: scales are positive, and their product is to be {tops[0]!r} or less")
+            if self.min is not None and tops and self.min > min(tops):
+                raise ValueError(f"mono can never hold: min {self.min} is above its upper bound {min(tops)}")
         return self
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Least and greatest product of a mono rule."""
+        if self.eq is not None:
+            return float(self.eq), float(self.eq)
+        return self.min if self.min is not None else -math.inf, min([b for b in (self.max, self.lt) if b is not None], default=math.inf)
 
     @property
     def head(self) -> str:
@@ -159,6 +196,16 @@ class OpRule(_Record):
         for r in self.rules:
             if r.fix and r.hard and fixed.setdefault(r.fix, (r.scale, r.zp)) != (r.scale, r.zp):
                 raise ValueError(f"slot '{r.fix}' is fixed to two different scales")
+        span: dict[tuple[Any, ...], tuple[float, float]] = {}
+        for r in self.rules:
+            if r.mono is not None and r.hard:
+                key = (*sorted(r.mono.items()), r.times)
+                low, high = span.get(key, (-math.inf, math.inf))
+                span[key] = low, high = max(low, r.bounds[0]), min(high, r.bounds[1])
+                if low > high:
+                    raise ValueError(f"two rules for the product {r.mono} can never hold together: at least {low:g} and at most {high:g}")
+        if self.exec in ("int", "table") and not self.use:
+            raise ValueError(f"exec {self.exec} needs use: the formats that the kernel takes")
         return self
 
     @property
@@ -183,7 +230,30 @@ class Fuse(_Record):
             raise ValueError("a fusion has exactly one of chain, graph")
         if self.chain is not None and len(self.chain) < 2:
             raise ValueError("a fusion needs at least two operators")
+        if self.graph is not None:
+            nodes, edges = self.graph.get("nodes"), self.graph.get("edges")
+            if not isinstance(nodes, dict) or not isinstance(edges, list) or set(self.graph) - {"nodes", "edges", "free_input"}:
+                raise ValueError("graph has nodes, a table name: operator, edges, a list of [from, to], and perhaps free_input")
+            if any(not isinstance(e, list) or len(e) != 2 or {str(n).partition(".")[0] for n in e} - set(nodes) for e in edges):
+                raise ValueError(f"every edge is a pair of the nodes {', '.join(nodes)}")
+            if not set(nodes) - {str(b).partition(".")[0] for _, b in edges}:
+                raise ValueError("the edges form a cycle: one node must be the first")
         return self
+
+    @property
+    def steps(self) -> tuple[tuple[str, ...], ...]:
+        """Alternatives per position; a graph becomes the chain along its edges, its free input may come from anywhere."""
+        if self.chain is not None:
+            return self.chain
+        assert self.graph is not None  # the validator demands one of the two
+        nodes = {k: (v,) if isinstance(v, str) else tuple(v) for k, v in self.graph["nodes"].items()}
+        follows = {a: b.partition(".")[0] for a, b in self.graph["edges"]}
+        at = next(n for n in nodes if n not in follows.values())
+        steps = [nodes[at]]
+        while at in follows:
+            at = follows.pop(at)
+            steps.append(nodes[at])
+        return tuple(steps)
 
 
 class Placement(_Record):
@@ -195,6 +265,13 @@ class Placement(_Record):
     first_last: dict[str, Any] | None = Field(None, description="bits (and slots) of the first and last weighted layer")
     note: str = ""
 
+    @field_validator("first_last")
+    @classmethod
+    def _first_last_is_known(cls, v: dict[str, Any] | None) -> dict[str, Any] | None:
+        if v is not None and ("bits" not in v or set(v) - {"bits", "slots"}):
+            raise ValueError(f"first_last has bits, and perhaps slots; this one has {', '.join(v) or 'nothing'}")
+        return v
+
 
 class Math(_Record):
     """The chip's arithmetic. Without it exactness is not claimed."""
@@ -205,6 +282,24 @@ class Math(_Record):
     acc: tuple[dict[str, Any], ...] = Field((), description="accumulators, innermost first: bits, terms, sat")
     act_table: dict[str, Any] | None = None
     note: str = ""
+
+    @field_validator("requant")
+    @classmethod
+    def _requant_is_known(cls, v: dict[str, Any] | None) -> dict[str, Any] | None:
+        for key, got in (v or {}).items():
+            if key not in REQUANT:
+                raise ValueError(f"'{key}' is unknown; requant takes {', '.join(REQUANT)}")
+            if got not in REQUANT[key]:
+                raise ValueError(f"{key} '{got}' is unknown; it is one of {', '.join(map(str, REQUANT[key]))}")
+        return v
+
+    @field_validator("acc")
+    @classmethod
+    def _accumulators_are_known(cls, v: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        for a in v:
+            if "bits" not in a or set(a) - {"bits", "terms", "sat"}:
+                raise ValueError(f"an accumulator has bits, and perhaps terms and sat; this one has {', '.join(a)}")
+        return v
 
 
 class Platform(_Record):
@@ -241,13 +336,11 @@ class Platform(_Record):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def allows(self, when: dict[str, Any], *, bits: int = 8, runtime: str | None = None) -> bool:
-        """Whether a gate `when` is open for the selected revision and activation bits."""
+        """Whether a gate `when` is open for the selected revision and activation bits. arch: "T", ">=T" or "<T"."""
         arch = when.get("arch")
         if arch is not None and self.arch_selected is not None:
-            at_least = arch.startswith(">=")
-            tag = arch.removeprefix(">=").strip()
-            have, need = self.arch.index(self.arch_selected), self.arch.index(tag) if tag in self.arch else -1
-            if (have < need) if at_least else (have != need):
+            have, need = self.arch.index(self.arch_selected), self.arch.index(arch.lstrip(">=<"))
+            if not (have >= need if arch.startswith(">=") else have < need if arch.startswith("<") else have == need):
                 return False
         if "bits" in when and when["bits"] != bits:
             return False

@@ -1,0 +1,127 @@
+"""What a rule's `where` may ask about an operator, and how the question is answered.
+
+    where: {stride: {min: 1, max: 3}, groups: 1, mode: [nearest], padding: [same, valid]}
+
+A plain value must be equal, a list holds the allowed values, a table tests with `eq`, `in`, `min`, `max`, `multiple`. An
+attribute with one entry per axis satisfies a test when every entry does. A word that names another attribute stands for its
+value: `groups: [1, in_channels]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from chipfit.graph.ops import OPS
+
+#: test -> (whether it holds, how the refusal words it)
+TESTS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "eq": (lambda v, bound: v == bound, ""),
+    "in": (lambda v, bound: v in bound, ""),
+    "min": (lambda v, bound: v >= bound, "at least "),
+    "max": (lambda v, bound: v <= bound, "at most "),
+    "multiple": (lambda v, bound: v % bound == 0, "a multiple of "),
+}
+
+
+def _spatial(a: Mapping[str, Any], which: str) -> tuple[int, ...] | None:
+    shape = a.get(which)
+    return tuple(shape[2:]) if shape is not None and len(shape) > 2 and None not in shape[2:] else None
+
+
+def _kernel(a: Mapping[str, Any]) -> tuple[int, ...] | None:
+    return a["kernel"] if "kernel" in a else _spatial(a, "in_shape")  # a global pool covers its whole input
+
+
+def _dilated(a: Mapping[str, Any]) -> tuple[int, ...] | None:
+    kernel = a.get("kernel")
+    return None if kernel is None else tuple(d * (k - 1) + 1 for k, d in zip(kernel, a.get("dilation", (1,) * len(kernel)), strict=True))
+
+
+def _padding(a: Mapping[str, Any]) -> str | None:
+    """valid: none at all; same: the output has ceil(input / stride) entries per axis; explicit: anything else."""
+    if not any(p for pair in a["padding"] for p in pair):
+        return "valid"
+    before, after = _spatial(a, "in_shape"), _spatial(a, "out_shape")
+    if before is None or after is None:
+        return None
+    return "same" if all(o == -(-i // s) for i, o, s in zip(before, after, a["stride"], strict=True)) else "explicit"
+
+
+def _reduced(a: Mapping[str, Any]) -> int | None:
+    shape = a.get("in_shape")
+    sizes = _spatial(a, "in_shape") if "axes" not in a or shape is None else tuple(shape[i] for i in a["axes"])
+    return None if sizes is None or None in sizes else math.prod(sizes)
+
+
+#: attribute that platform files name -> how it follows from a node's own attributes, `in_shape` and `out_shape`
+DERIVED: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "slope": lambda a: a["negative_slope"],
+    "batch": lambda a: a["in_shape"][0],
+    "rank": lambda a: len(a["in_shape"]),
+    "depth": lambda a: a["in_shape"][1],
+    "kernel": _kernel,
+    "filter_width": lambda a: a["kernel"][-1],
+    "out_size": lambda a: _spatial(a, "out_shape"),
+    "dilated_h": lambda a: _dilated(a)[0],  # type: ignore[index]  # a None raises, which means "cannot be judged"
+    "dilated_hw": lambda a: math.prod(_dilated(a)),  # type: ignore[arg-type]
+    "reduced": _reduced,
+    "padding": _padding,
+    "axis": lambda a: "depth" if a["axis"] % len(a["in_shape"]) == 1 else "other",
+    "dims_above_1": lambda a: sum(n != 1 for n in a["in_shape"][1:]),
+}
+#: attributes that `assign.facts` adds from the graph, and one that only a fused kernel has
+_GIVEN = {"in_shape", "out_shape", "channels", "in_channels", "static_shape", "const_weights", "weights", "fused_activation"}
+#: every attribute that a `where` may name
+ATTRIBUTES = frozenset({a for op in OPS.values() for a in op.attrs} | set(DERIVED) | _GIVEN)
+
+
+def value(key: str, attrs: Mapping[str, Any]) -> Any:
+    """The attribute as platform files understand it; None when this node does not tell."""
+    if key in DERIVED:
+        try:
+            return DERIVED[key](attrs)
+        except (KeyError, TypeError, IndexError, ZeroDivisionError):
+            return None
+    return attrs.get(key)
+
+
+def judge(where: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """Test a node against a `where`.
+
+    Args:
+        where: predicates by attribute.
+        attrs: the node's attributes and facts.
+
+    Returns:
+        Why it fails ("" when it does not), and the attributes that this node does not tell, which count as satisfied.
+    """
+    unknown = []
+    for key, want in where.items():
+        got = value(key, attrs)
+        if got is None:
+            unknown.append(key)
+            continue
+        entries = list(got) if isinstance(got, (tuple, list)) else [got]
+        if want == "equal_xy":
+            if len(set(entries)) > 1:
+                return f"{key} equal in x and y (got {_words(got)})", tuple(unknown)
+            continue
+        tests = want if isinstance(want, dict) else {"in": want} if isinstance(want, (list, tuple)) else {"eq": want}
+        for test, raw in tests.items():
+            bound = [attrs.get(b, b) if isinstance(b, str) else b for b in raw] if test == "in" else raw
+            bound = attrs.get(bound, bound) if isinstance(bound, str) else bound
+            holds, words = TESTS[test]
+            try:
+                ok = all(holds(v, bound) for v in entries)
+            except TypeError:  # a symbolic size against a number
+                unknown.append(key)
+                continue
+            if not ok:
+                return f"{key} {words}{_words(bound, ' or ' if test == 'in' else ' x ')} (got {_words(got)})", tuple(unknown)
+    return "", tuple(unknown)
+
+
+def _words(v: Any, between: str = " x ") -> str:
+    return between.join(map(str, v)) if isinstance(v, (tuple, list)) else str(v).lower() if isinstance(v, bool) else str(v)
