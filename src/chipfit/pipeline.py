@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,33 @@ class Result:
 
         graph, plan = read_back(self.model, self.graph, self.plan)
         return Result(graph, plan, self.platform, self.stats, self.timings)
+
+    def edit(self, overrides: Overrides) -> Result:
+        """The result with some layers decided by hand: kept in float, or at other bits.
+
+        Whatever keeps its format keeps its numbers; the rest comes from the calibration statistics, or from the
+        ranges that the plan remembers. The platform's rules hold again afterwards.
+
+        Args:
+            overrides: as for `quantize`; they replace earlier ones.
+
+        Raises:
+            UnknownNameError, PlanError, UnsupportedError: see `quantize`; PlanError also when a tensor would need a new calibration.
+        """
+        assignment, _notes = decide(self.graph, self.platform, overrides)
+        _demand_something(assignment, self.platform)
+        stats = dict(self.stats)
+        for t in self.plan.tensors.values():
+            if t.name not in stats and t.role == "activation" and t.low is not None and t.high is not None:
+                stats[t.name] = TensorStats(t.name, t.low, t.high, batches=1)
+        settings = {k: v for k, v in self.plan.provenance.get("settings", {}).items() if k in ("rule", "weight_rule")}
+        tensors = scales.choose(self.graph, assignment, stats, known=self.plan.tensors, **settings)
+        plan = replace(
+            self.plan, tensors=tensors, nodes=assignment.nodes, groups=assignment.groups, float_edges=frozenset(assignment.float_edges),
+            ties=tuple(tuple(sorted(group)) for group in tie_groups(assignment.bindings)),
+            provenance={**self.plan.provenance, "edited": {k: v if isinstance(v, str) else dict(v) for k, v in overrides.items()}},
+        )  # fmt: skip
+        return Result(self.graph, plan, self.platform, self.stats, self.timings)
 
     @property
     def report(self) -> Report:

@@ -9,6 +9,7 @@ import torch
 
 from chipfit.assign import Assignment, Slot
 from chipfit.calibration.collect import Need, TensorStats
+from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph
 from chipfit.plan import TensorPlan
 from chipfit.platform import legality
@@ -38,25 +39,37 @@ def choose(
     rule: str = "mse",
     weight_rule: str = "mse",
     z_threshold: float | None = None,
+    known: Mapping[str, TensorPlan] | None = None,
 ) -> dict[str, TensorPlan]:
     """Scale and zero point of every tensor.
 
     Ranges are searched per tensor; tied tensors take the union of theirs, so that no member clips; outputs that
     the chip fixes are set; the rest is projected onto the platform's rules; biases follow from their inputs.
 
+    Args:
+        known: earlier decisions; a tensor whose format is the same keeps its numbers.
+
     Raises:
+        PlanError: an activation has neither statistics nor an earlier decision.
         UnsupportedError: the rules of the platform contradict each other for this model.
     """
     layers = {n.name: n for n in graph.nodes}
     fixed = legality.fixed(assignment.bindings)
     grids = {s.name: _grid(s, stats.get(s.name), graph) for s in assignment.slots.values()}
+    for members in legality.tie_groups(assignment.bindings):  # one storage type: signed as soon as one of them is
+        if any(grids[m].signed for m in members if m in grids):
+            grids.update({m: assignment.slots[m].format.grid(signed=True) for m in members if m in grids})
     found: dict[str, QParams] = {}
     origin: dict[str, str] = {}
 
     for s in assignment.slots.values():
         if s.role == "bias":
             continue
-        if s.name in fixed:
+        kept = (known or {}).get(s.name)
+        if kept is not None and (kept.format, kept.grid, kept.axis) == (s.format_name, grids[s.name], s.axis):
+            assert kept.scale is not None and kept.zero_point is not None  # it has a grid
+            found[s.name], origin[s.name] = QParams(kept.scale, kept.zero_point), kept.origin.partition(", tied")[0]
+        elif s.name in fixed:
             scale, zero = fixed[s.name]
             found[s.name] = QParams(torch.tensor(scale, dtype=torch.float32), torch.tensor(zero, dtype=torch.int32))
             origin[s.name] = "fixed by the platform"
@@ -65,6 +78,11 @@ def choose(
             wanted = weight_rule if s.axis is not None or grids[s.name].symmetric else "no_clipping"
             found[s.name] = choose_range(w, grids[s.name], rule=wanted, axis=s.axis)
             origin[s.name] = f"{wanted} over the weights"
+        elif s.name not in stats:
+            raise PlanError(
+                f"Tensor '{s.name}' was not calibrated as a quantized one",
+                hint="quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`",
+            )
         else:
             found[s.name] = choose_range(stats[s.name], grids[s.name], rule=rule, z_threshold=z_threshold)
             origin[s.name] = f"{rule} over {stats[s.name].batches} batches"
@@ -90,6 +108,8 @@ def _grid(slot: Slot, stats: TensorStats | None, graph: Graph) -> Grid:
     """The format with its signedness decided from the data."""
     if slot.format.signed != "auto":
         return slot.format.grid()
+    if stats is None and slot.name not in graph.weights:
+        raise PlanError(f"Tensor '{slot.name}' was not calibrated", hint="quantize again with these overrides")
     low = stats.low if stats is not None else float(graph.weights[slot.name].min())
     return slot.format.grid(signed=low < 0)
 
