@@ -29,7 +29,7 @@ def test_the_chip_of_the_example_refuses_stride_3_and_says_so():
     plan = script("custom_platform").main().plan
     refused = [n for n in plan.nodes.values() if n.op == "Conv2D" and n.exec == "float"]
     assert len(refused) == 1
-    assert "stride must be max 2" in refused[0].why
+    assert "stride at most 2" in refused[0].why
 
 
 def test_the_example_chip_is_the_one_that_the_docs_write():
