@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from chipfit import errors
 from chipfit._version import __version__
+from chipfit.errors import ChipfitError
 
 if TYPE_CHECKING:
+    from chipfit.frameworks.torch.capture import capture
     from chipfit.pipeline import Lint, Result, lint, load, quantize
     from chipfit.plan import Plan
     from chipfit.platform.load import load as load_platform
     from chipfit.platform.schema import Platform
+    from chipfit.report.rows import Report
     from chipfit.verify import Verification
 
 #: public name -> (module, name there)
@@ -23,11 +26,13 @@ _HOMES = {
     **{name: ("chipfit.pipeline", name) for name in ("Lint", "Result", "lint", "load", "quantize")},
     "Plan": ("chipfit.plan", "Plan"),
     "Platform": ("chipfit.platform.schema", "Platform"),
+    "Report": ("chipfit.report.rows", "Report"),
     "Verification": ("chipfit.verify", "Verification"),
+    "capture": ("chipfit.frameworks.torch.capture", "capture"),
     "load_platform": ("chipfit.platform.load", "load"),
 }
 
-__all__ = ["Lint", "Plan", "Platform", "Result", "Verification", "__version__", "errors", "lint", "load", "load_platform", "quantize"]
+__all__ = ["ChipfitError", "Lint", "Plan", "Platform", "Report", "Result", "Verification", "__version__", "capture", "errors", "lint", "load", "load_platform", "quantize"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Fit a trained neural network to a chip.", pretty_exceptions_enable=False
-)
+if TYPE_CHECKING:
+    from chipfit.errors import ChipfitError
+    from chipfit.pipeline import Result
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 platforms = typer.Typer(help="What chips can do: built-in descriptions and your own.", invoke_without_command=True)
 app.add_typer(platforms, name="platforms")
 
@@ -17,7 +19,11 @@ ModelArg = Annotated[str, typer.Argument(help="a .pt2 file (torch.export.save), 
 DataOpt = Annotated[str, typer.Option("--data", help=".npz (x, and y for accuracy), a folder of images, or module:iterable")]
 PlatformOpt = Annotated[str, typer.Option("--platform", "-p", help="built-in name, NAME@REVISION, or a YAML file")]
 WeightsOpt = Annotated[Path | None, typer.Option("--weights", help="safetensors for module:factory")]
-SizeOpt = Annotated[int, typer.Option("--input-size", help="side of the square that images are resized to [pixels]")]
+SizeOpt = Annotated[int, typer.Option("--input-size", min=1, help="side of the square that images are resized to [pixels]")]
+MeanOpt = Annotated[str, typer.Option("--mean", help="of images in 0..1, per channel")]
+StdOpt = Annotated[str, typer.Option("--std", help="of images in 0..1, per channel")]
+SavedArg = Annotated[Path, typer.Argument(help="folder that `quantize` or Result.save wrote")]
+MEAN, STD = "0.485,0.456,0.406", "0.229,0.224,0.225"  # ImageNet's, which most vision models were trained with
 
 
 def main() -> None:
@@ -27,12 +33,48 @@ def main() -> None:
     try:
         app()
     except ChipfitError as e:
-        from rich.console import Console
-        from rich.panel import Panel
-        from rich.text import Text
-
-        Console(stderr=True).print(Panel(Text(str(e)), title=type(e).__name__, border_style="red"))
+        _panel(e)
         raise SystemExit(2) from None
+
+
+def _panel(e: ChipfitError) -> None:
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim")
+    facts.add_column(overflow="fold")
+    for label, fact in (("where", e.where), ("got", e.got), ("allowed", e.allowed), ("try", e.hint)):
+        if fact not in ("", None):
+            facts.add_row(label, Text(str(fact)))
+    body = Table.grid()
+    body.add_row(Text(e.what.rstrip(".") + ".", style="bold"))
+    body.add_row(facts)
+    Console(stderr=True).print(Panel(body, title=type(e).__name__, title_align="left", border_style="red"))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from chipfit import __version__
+
+        typer.echo(f"chipfit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _chipfit(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")] = False,
+) -> None:
+    """Fit a trained neural network to a chip."""
+
+
+def _load(saved: Path) -> Result:
+    """A saved result; the folder of `chipfit quantize` holds one under "plan"."""
+    from chipfit import pipeline
+
+    return pipeline.load(saved / "plan" if (saved / "plan").is_dir() else saved)
 
 
 @app.command()
@@ -43,80 +85,102 @@ def quantize(
     out: Annotated[Path, typer.Option("--out", "-o", help="folder for plan, model file and report")] = Path("chipfit_out"),
     weights: WeightsOpt = None,
     rule: Annotated[str, typer.Option("--rule", help="range rule for activations")] = "mse",
+    weight_rule: Annotated[str, typer.Option("--weight-rule", help="range rule for weights")] = "mse",
     keep_float: Annotated[list[str] | None, typer.Option("--float", help="keep a layer in float (repeatable)")] = None,
     bits: Annotated[list[str] | None, typer.Option("--bits", help="LAYER=BITS, weight bits of a layer (repeatable)")] = None,
+    suffix: Annotated[str, typer.Option("--format", help="of the model file: onnx, or json for encodings")] = "onnx",
     input_size: SizeOpt = 224,
-    check: Annotated[bool, typer.Option("--verify/--no-verify", help="run ONNX Runtime and compare integers")] = True,
+    mean: MeanOpt = MEAN,
+    std: StdOpt = STD,
+    seed: Annotated[int, typer.Option("--seed", help="of everything random")] = 0,
+    check: Annotated[
+        bool | None,
+        typer.Option("--verify/--no-verify", help="run ONNX Runtime and compare integers; by default where it is the platform's runtime"),
+    ] = None,
 ) -> None:
-    """Quantize a model for a platform; write its file, its plan and a report."""
+    """Quantize a model for a platform; write its file, its plan and a report. Exit code 1 when the runtime departs."""
     from chipfit import pipeline
     from chipfit.cli_inputs import load_data, load_model, parse_bits
+    from chipfit.registry import lookup
 
-    network, batches = load_model(model, weights), load_data(data, input_size)
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
-    result = pipeline.quantize(network, batches, platform, rule=rule, overrides=overrides)
-    file = result.export(out / "model.onnx")
-    if check and result.platform.math.requant:
-        result.verify(batches, batches=4)
-    result.save(out / "plan")
+    batches, network = load_data(data, input_size, mean, std), load_model(model, weights)
+    result = pipeline.quantize(network, batches, platform, rule=rule, weight_rule=weight_rule, overrides=overrides, seed=seed)
+    result.save(out / "plan")  # first, so that a file format that refuses costs no calibration
+    file = result.export(out / f"model.{suffix}")
     page = result.report.save(out / "report.html")
+    own = (result.platform.name, result.platform.extends)
+    departs = False
+    if check or (check is None and suffix == "onnx" and lookup("runtime", "onnxruntime").platform in own):
+        found = result.verify(batches, batches=4)
+        departs = found.promised and not found.sound
+        page = result.report.save(page)
     result.report.show()
     typer.echo(f"model   {file}\nplan    {out / 'plan'}\nreport  {page}")
+    raise typer.Exit(int(departs))
 
 
 @app.command()
 def verify(
-    saved: Annotated[Path, typer.Argument(help="folder that `quantize` or Result.save wrote")],
+    saved: SavedArg,
     data: DataOpt,
     runtime: Annotated[str, typer.Option("--runtime", help="onnxruntime or openvino")] = "onnxruntime",
-    file: Annotated[Path | None, typer.Option("--file", help="the deployed file; exported again when omitted")] = None,
+    file: Annotated[Path | None, typer.Option("--file", exists=True, help="the deployed file; exported again when omitted")] = None,
+    report: Annotated[Path | None, typer.Option("--report", help="write what was found, as .html or .json")] = None,
     input_size: SizeOpt = 224,
+    mean: MeanOpt = MEAN,
+    std: StdOpt = STD,
 ) -> None:
     """Run a saved result on its runtime and compare integer by integer. Exit code 1 when an operator departs."""
-    from chipfit import pipeline
     from chipfit.cli_inputs import load_data
 
-    result = pipeline.load(saved / "plan" if (saved / "plan").is_dir() else saved)
-    found = result.verify(load_data(data, input_size), runtime=runtime, path=file)
+    result = _load(saved)
+    found = result.verify(load_data(data, input_size, mean, std), runtime=runtime, path=file)
     typer.echo(found.summary())
-    raise typer.Exit(0 if found.sound or not found.promised else 1)
+    if report is not None:
+        typer.echo(f"report  {result.report.save(report)}")
+    raise typer.Exit(int(found.promised and not found.sound))
 
 
 @app.command()
 def lint(
     model: ModelArg,
-    shape: Annotated[str, typer.Option("--input-shape", help="comma-separated, batch first: 1,3,224,224")],
+    shape: Annotated[str | None, typer.Option("--input-shape", help="batch first: 1,3,224,224; a .pt2 file knows its own")] = None,
     platform: PlatformOpt = "ort_cpu",
     weights: WeightsOpt = None,
 ) -> None:
     """Will it run and fuse on this target? Needs no data."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from chipfit import pipeline
-    from chipfit.cli_inputs import load_model, parse_shape
+    from chipfit.cli_inputs import example_of, load_model
+    from chipfit.report.terminal import RUNS
 
-    found = pipeline.lint(load_model(model, weights), parse_shape(shape), platform)
-    table = Table("layer", "operator", "runs in", "fused into", "why float", show_edge=False, header_style="bold")
+    found = pipeline.lint(load_model(model, weights), example_of(model, shape), platform)
+    tails = {n.name: f"{n.op} '{n.layer or n.name}'" for n in found.rows}
+    table = Table("layer", "operator", "runs in", "one kernel with", "why float", show_edge=False, header_style="bold")
     for n in found.rows:
-        table.add_row(n.layer or n.name, n.op, n.exec, n.group if n.group != n.name else "", n.why)
+        runs = f"[yellow]{RUNS[n.exec]}[/]" if n.exec == "float" else RUNS[n.exec]
+        into = tails[n.group] if n.group and n.group != n.name else ""
+        table.add_row(escape(n.layer or n.name), n.op, runs, escape(into), escape(n.why))
     console = Console()
     console.print(table)
     for note in found.notes:
-        console.print(f"[dim]{note}[/]")
+        console.print(note, style="dim", markup=False)
     console.print(f"{sum(n.exec != 'float' for n in found.rows)} of {len(found.rows)} operators run in integers on {found.platform.name}")
 
 
 @app.command()
 def explain(
-    saved: Annotated[Path, typer.Argument(help="folder that `quantize` or Result.save wrote")],
+    saved: SavedArg,
     layer: Annotated[str, typer.Argument(help="layer path, glob, operator or layer type")],
 ) -> None:
     """Everything that was decided about a layer, and why."""
-    from chipfit import pipeline
     from chipfit.overrides import match_layers
 
-    result = pipeline.load(saved / "plan" if (saved / "plan").is_dir() else saved)
+    result = _load(saved)
     for node in match_layers(result.graph, layer):
         decided = result.plan.nodes[node.name]
         group = f", one kernel with '{decided.group}'" if decided.group and decided.group != node.name else ""

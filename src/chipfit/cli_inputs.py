@@ -4,30 +4,55 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from chipfit.errors import CaptureError, DataError, PlanError
+from chipfit.errors import CaptureError, ChipfitError, DataError, PlanError
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".webp")
 _BATCH = 16
 
 
-def _named(text: str, what: str) -> Any:
+def _named(text: str, what: str, failure: type[ChipfitError]) -> Any:
     """The object that "module:name" names; modules of the current folder are found."""
     module, _, name = text.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as e:
-        raise CaptureError(
-            f"The {what} '{text}' cannot be imported: {e}", allowed="module:name", hint="run from the folder that holds the module"
+    except Exception as e:  # importing runs the user's code, which raises what it likes
+        raise failure(
+            f"The {what} '{text}' cannot be imported: {_reason(e)}", allowed="module:name", hint="run from the folder that holds the module"
         ) from e
     finally:
         sys.path.pop(0)
+
+
+def _made(thing: Any, text: str, what: str, failure: type[ChipfitError]) -> Any:
+    """What the user's factory returns."""
+    try:
+        return thing()
+    except Exception as e:  # the user's code again
+        at = traceback.extract_tb(e.__traceback__)[-1]
+        raise failure(f"The {what} '{text}' fails: {_reason(e)}", where=f"{at.filename}:{at.lineno}, in {at.name}") from e
+
+
+def _reason(e: Exception) -> str:
+    first = str(e).strip().splitlines()[0][:300] if str(e).strip() else ""
+    return f"{type(e).__name__}: {first}" if first else type(e).__name__
+
+
+def _program(text: str) -> Any:
+    if not Path(text).is_file():
+        raise CaptureError("The model file does not exist", where=text)
+    try:
+        return torch.export.load(text)
+    except Exception as e:  # torch.export.load raises many types
+        raise CaptureError("The file is not a program that torch.export.save wrote", where=text, got=_reason(e)) from e
 
 
 def load_model(text: str, weights: Path | None = None) -> torch.nn.Module:
@@ -37,37 +62,36 @@ def load_model(text: str, weights: Path | None = None) -> torch.nn.Module:
         CaptureError: there is no such file or factory, or the weights do not fit.
     """
     if text.endswith(".pt2"):
-        if not Path(text).is_file():
-            raise CaptureError("The model file does not exist", where=text)
-        try:
-            return torch.export.load(text).module(check_guards=False)
-        except Exception as e:  # torch.export.load raises many types
-            raise CaptureError(
-                "The file is not a program that torch.export.save wrote",
-                where=text,
-                got=str(e).splitlines()[0][:200] if str(e) else type(e).__name__,
-            ) from e
-    if ":" not in text:
+        model = _program(text).module(check_guards=False)
+    elif ":" in text:
+        thing = _named(text, "model", CaptureError)
+        model = thing if isinstance(thing, torch.nn.Module) else _made(thing, text, "model", CaptureError)
+    else:
         raise CaptureError(
             "The model is not understood",
             got=text,
             allowed="a .pt2 file, or module:factory",
             hint="torch.export.save(program, 'model.pt2') writes one",
         )
-    thing = _named(text, "model")
-    model = thing if isinstance(thing, torch.nn.Module) else thing()
+    if not isinstance(model, torch.nn.Module):
+        raise CaptureError(f"'{text}' gives no torch.nn.Module", got=type(model).__name__)
     if weights is not None:
         from safetensors.torch import load_file
 
         try:
             model.load_state_dict(load_file(str(weights)))
         except Exception as e:  # unreadable file, missing keys, wrong shapes
-            raise CaptureError(f"The weights do not fit the model: {str(e).splitlines()[0][:300]}", where=str(weights)) from e
+            lines = " ".join(str(e).split())[:300]
+            raise CaptureError(f"The weights do not fit the model: {lines}", where=str(weights)) from e
     return model
 
 
-def load_data(text: str, input_size: int = 224) -> Any:
+def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1") -> Any:
     """Batches from an `.npz` file, a folder of images, or `module:iterable`.
+
+    Args:
+        input_size: side of the square that images are resized to [pixels].
+        mean, std: of images in 0..1: one number, or three with commas.
 
     Raises:
         DataError: nothing usable is there.
@@ -76,62 +100,89 @@ def load_data(text: str, input_size: int = 224) -> Any:
     if text.endswith(".npz"):
         return _npz(path)
     if path.is_dir():
-        return _images(path, input_size)
+        return _images(path, input_size, parse_numbers(mean, "mean"), parse_numbers(std, "std"))
     if ":" not in text:
         raise DataError("The data are not understood", got=text, allowed="an .npz file, a folder of images, or module:iterable")
-    thing = _named(text, "data")
-    return thing() if callable(thing) else thing
+    thing = _named(text, "data", DataError)
+    if callable(thing) and not isinstance(thing, Iterable):
+        return lambda: _made(thing, text, "data", DataError)  # called again for each pass
+    return list(thing) if isinstance(thing, Iterator) else thing  # read twice: to calibrate and to verify
 
 
 def _npz(path: Path) -> list[Any]:
     try:
-        with np.load(path, allow_pickle=False) as f:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as f:
             arrays = {k: f[k] for k in f.files}
-    except (OSError, ValueError) as e:
-        raise DataError(f"The data file cannot be read: {e}", where=str(path)) from e
+    except Exception as e:  # missing, truncated, pickled, not an archive: each has its own type
+        raise DataError(f"The data file cannot be read: {_reason(e)}", where=str(path)) from e
     x = next((arrays[k] for k in ("x", "inputs", "images", "data") if k in arrays), None)
     y = next((arrays[k] for k in ("y", "labels", "targets") if k in arrays), None)
-    if x is None:
+    if x is None or x.dtype.kind not in "fiub" or x.ndim == 0:
         raise DataError(
             "The data file holds no inputs",
             where=str(path),
-            got=", ".join(arrays) or "nothing",
-            allowed="an array named x (and y for labels)",
+            got=", ".join(f"{k} {v.dtype}{list(v.shape)}" for k, v in arrays.items()) or "nothing",
+            allowed="an array of numbers named x, batch first (and y for labels)",
         )
-    data = torch.from_numpy(x)
-    batches: list[Any] = list(data.split(_BATCH))
-    if y is not None:
-        batches = list(zip(batches, torch.from_numpy(y).split(_BATCH), strict=True))
-    return batches
+    if y is not None and (y.shape[:1] != x.shape[:1] or y.dtype.kind not in "iu"):
+        raise DataError("The labels do not fit the inputs", where=str(path), got=f"{y.dtype}{list(y.shape)}", allowed=f"{len(x)} integers")
+    # float64 is NumPy's default, not somebody's choice
+    batches = list(torch.from_numpy(x.astype(np.float32) if x.dtype == np.float64 else x).split(_BATCH))
+    return batches if y is None else list(zip(batches, torch.from_numpy(y.astype(np.int64)).split(_BATCH), strict=True))
 
 
-def _images(folder: Path, side: int) -> list[torch.Tensor]:
-    from PIL import Image
+def _images(folder: Path, side: int, mean: torch.Tensor, std: torch.Tensor) -> list[torch.Tensor]:
+    try:
+        from PIL import Image
+    except ImportError as e:
+        raise DataError("A folder of images needs Pillow", hint="pip install pillow") from e
 
     files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in _IMAGES)
     if not files:
         raise DataError("The folder holds no images", where=str(folder), allowed=", ".join(_IMAGES))
-    mean, std = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
     out = []
     for f in files:
         try:
             with Image.open(f) as image:
                 pixels = np.asarray(image.convert("RGB").resize((side, side)), dtype=np.float32) / 255
-        except OSError as e:
-            raise DataError("An image cannot be read", where=str(f), got=str(e)) from e
+        except Exception as e:  # each format's reader fails in its own way
+            raise DataError("An image cannot be read", where=str(f), got=_reason(e)) from e
         out.append((torch.from_numpy(pixels).permute(2, 0, 1) - mean) / std)
     return list(torch.stack(out).split(_BATCH))
 
 
-def parse_shape(text: str) -> torch.Tensor:
-    """An example of random numbers from "1,3,224,224".
+def parse_numbers(text: str, what: str) -> torch.Tensor:
+    """One number or three, as [C, 1, 1].
 
     Raises:
-        DataError: not a list of positive integers.
+        DataError: not numbers, or a standard deviation that is not positive.
+
+    >>> parse_numbers("0.5", "mean").shape
+    torch.Size([1, 1, 1])
     """
-    parts = text.split(",")
-    if not all(p.strip().isdigit() and int(p) > 0 for p in parts):
-        raise DataError("The shape is not understood", got=text, allowed="positive integers with commas, batch first: 1,3,224,224")
+    try:
+        numbers = torch.tensor([float(p) for p in text.split(",")])
+    except ValueError:
+        numbers = torch.tensor([])
+    if len(numbers) not in (1, 3) or not numbers.isfinite().all() or (what == "std" and (numbers <= 0).any()):
+        raise DataError(f"--{what} is not understood", got=text, allowed="one number, or three with commas: 0.485,0.456,0.406")
+    return numbers.view(-1, 1, 1)
+
+
+def example_of(model: str, shape: str | None) -> Any:
+    """An example for the capture: random numbers from "1,3,224,224", or what a .pt2 file was exported with.
+
+    Raises:
+        DataError: not a list of positive integers, or no shape where one is needed.
+    """
+    if shape is None:
+        example = _program(model).example_inputs if model.endswith(".pt2") else None
+        if example is None or example[1]:
+            raise DataError("The shape of the input is needed", hint="--input-shape 1,3,224,224, batch first")
+        return example[0]
+    parts = shape.split(",")
+    if not all(p.strip().isdecimal() and int(p) > 0 for p in parts):
+        raise DataError("The shape is not understood", got=shape, allowed="positive integers with commas, batch first: 1,3,224,224")
     return torch.randn(*(int(p) for p in parts))
 
 
@@ -144,7 +195,7 @@ def parse_bits(items: list[str]) -> dict[str, dict[str, int]]:
     out = {}
     for item in items:
         layer, _, bits = item.rpartition("=")
-        if not layer or not bits.isdigit():
+        if not layer or not bits.isdecimal():
             raise PlanError("A --bits option is not understood", got=item, allowed="LAYER=BITS, for example features.0=4")
         out[layer] = {"bits": int(bits)}
     return out

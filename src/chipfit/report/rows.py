@@ -199,7 +199,8 @@ def _clipped(stats: TensorStats | None, t: TensorPlan | None) -> float | None:
     low, high = _clip(t)
     if stats is None or stats.histogram is None or t is None or t.scale is None or low is None or high is None:
         return None
-    counts, centers, slack = stats.histogram.counts, stats.histogram.centers, float(t.scale) / 2
+    counts, reach, slack = stats.histogram.counts, stats.histogram.reach, float(t.scale) / 2
+    centers = (torch.arange(counts.numel()) + 0.5) * (2 * reach / counts.numel()) - reach
     return float(counts[(centers < low - slack) | (centers > high + slack)].sum() / counts.sum().clamp_min(1))
 
 
