@@ -22,7 +22,7 @@ def advice(report: Report) -> list[str]:
     if v is None and report.simulated:
         out.append("Prove it: result.verify(data) runs the exported file beside the simulation and compares every integer.")
     if not report.simulated:
-        out.append(f"Test on the device: the arithmetic of '{report.platform}' is not known, so exactness is not claimed.")
+        out.append(f"Test on the device: the arithmetic of '{report.platform}' is not simulated, so exactness is not claimed.")
     lost = v["accuracy"]["float"] - v["accuracy"]["device"] if v and {"float", "device"} <= set(v["accuracy"]) else 0.0
     weak = sorted((r.sqnr_db, r.name) for r in report.layers if r.sqnr_db is not None and r.sqnr_db < WEAK_DB)
     if lost > LOST:

@@ -34,7 +34,8 @@ def agreement(report: Report) -> Text:
     v, first = report.verification, report.first_departure
     if v is None:
         return Text(
-            "not verified yet: result.verify(data)" if report.simulated else "arithmetic not known, exactness not claimed", style="yellow"
+            "not verified yet: result.verify(data)" if report.simulated else "arithmetic not simulated, exactness not claimed",
+            style="yellow",
         )
     style = {"exact": "bold green", "departs": "bold red"}.get(report.verdict, "yellow")
     text = Text(f"{v['differing']:,} of {v['integers']:,} integers differ from {v['runtime']}", style=style)

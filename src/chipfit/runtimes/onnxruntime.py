@@ -34,7 +34,7 @@ class OnnxRuntime:
             import onnxruntime as ort
         except ImportError as e:
             raise RuntimeUnavailable("ONNX Runtime is not installed", hint="pip install 'chipfit[onnx]'") from e
-        model = onnx.load(str(path))
+        model = read(path)
         present = {o.name for o in model.graph.output}
         made = {o for n in model.graph.node for o in n.output}
         self.tensors = [t for t in tensors if t in made]
@@ -67,6 +67,20 @@ class OnnxRuntime:
         for n in self._optimised.graph.node:
             counts[n.op_type] = counts.get(n.op_type, 0) + 1
         return dict(sorted(counts.items()))
+
+
+def read(path: str | Path) -> Any:
+    """The ModelProto in a file.
+
+    Raises:
+        RuntimeUnavailable: it is missing, or no ONNX model.
+    """
+    import onnx
+
+    try:
+        return onnx.load(str(path))
+    except Exception as e:  # a missing file, or what protobuf makes of garbage
+        raise RuntimeUnavailable(f"The file is not an ONNX model: {str(e).splitlines()[0][:300]}", where=str(path)) from e
 
 
 def _signed(model: Any) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 
 from chipfit.errors import RuntimeUnavailable
 from chipfit.registry import register
+from chipfit.runtimes.onnxruntime import read
 
 
 @register("runtime", "openvino")
@@ -28,7 +29,7 @@ class OpenVino:
             import openvino
         except ImportError as e:
             raise RuntimeUnavailable("OpenVINO is not installed", hint="pip install 'chipfit[openvino]'") from e
-        model = onnx.load(str(path))
+        model = read(path)
         made = {o for n in model.graph.node for o in n.output}
         self.outputs = [o.name for o in model.graph.output]
         wanted = [t for t in tensors if t in made and t not in self.outputs]

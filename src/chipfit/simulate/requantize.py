@@ -9,6 +9,8 @@ import torch
 
 from chipfit.errors import UnsupportedError
 
+FORMS = ("float", "q31")  #: forms of `math.requant` that have a simulator
+
 
 def requantize(acc: torch.Tensor, multiplier: torch.Tensor, rule: Mapping[str, Any]) -> torch.Tensor:
     """Scale integer accumulators and round them.
@@ -32,7 +34,7 @@ def requantize(acc: torch.Tensor, multiplier: torch.Tensor, rule: Mapping[str, A
         return torch.round(acc.to(torch.float32) * multiplier.to(torch.float32)).double()
     if form == "q31":
         return _fixed_point(acc, multiplier, passes=int(rule.get("passes", 2)))
-    raise UnsupportedError(f"Requantization form '{form}' has no simulator", allowed="float, q31")
+    raise UnsupportedError(f"Requantization form '{form}' has no simulator", allowed=", ".join(FORMS))
 
 
 def _fixed_point(acc: torch.Tensor, multiplier: torch.Tensor, passes: int) -> torch.Tensor:
