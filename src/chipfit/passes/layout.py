@@ -1,0 +1,315 @@
+"""Change the layout of spatial operators: channels first (N, C, ...) or channels last (N, ..., C).
+
+Only activations are rearranged. Weights keep their canonical layout (OIHW kernels and so on), and the model keeps the
+layout of its own inputs and outputs. Every value is remembered in the *form* in which it is held: a permutation p with
+held = natural.permute(p). Operators that do not care compute in the form at hand with their axes renamed, so that
+transpositions appear only where a form really changes, and the model's own ones cancel against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from chipfit.graph.ir import OPAQUE, Graph, Node, Value
+
+Form = tuple[int, ...]
+
+#: operators whose channel axis is told by the layout
+SPATIAL = frozenset(
+    {"Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D", "TransposeConv1D", "TransposeConv2D", "TransposeConv3D", "BatchNorm", "GroupNorm",
+     "InstanceNorm", "PRelu", "MaxPool", "AvgPool", "GlobalAvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "Resize", "DepthToSpace",
+     "SpaceToDepth", "ChannelShuffle"}
+)  # fmt: skip
+#: operators that broadcast and compute element by element
+ELEMENTWISE = frozenset(
+    {"Relu", "Relu6", "Sigmoid", "Tanh", "HardSwish", "HardSigmoid", "Swish", "Mish", "Exp", "Log", "Abs", "Neg", "Sqrt", "Rsqrt", "Sin",
+     "Cos", "Erf", "Floor", "Ceil", "Round", "Sign", "Reciprocal", "LogicalNot", "Identity", "Clamp", "LeakyRelu", "Elu", "Selu",
+     "Softplus", "Gelu", "Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Mod", "FloorDiv", "Equal", "NotEqual", "Less", "LessEqual",
+     "Greater", "GreaterEqual", "LogicalAnd", "LogicalOr", "Where", "Cast", "Dropout"}
+)  # fmt: skip
+_REDUCE = frozenset({"Mean", "Sum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2"})
+#: one axis is named, every axis stays
+_ALONG = frozenset({"Softmax", "LogSoftmax", "Split", "Slice", "CumSum"})
+
+
+def to_layout(graph: Graph, target: str) -> tuple[Graph, dict[str, Form]]:
+    """The same network with its spatial operators in `target` layout ("channels_first" or "channels_last").
+
+    Returns:
+        The rewritten graph, and for each value that is held rearranged under its own name the permutation p with
+        held = natural.permute(p).
+    """
+    new = rearrange(graph, target)
+    return new.graph, new.forms
+
+
+@dataclass(frozen=True, slots=True)
+class Rearranged:
+    """What `rearrange` did."""
+
+    graph: Graph
+    forms: dict[str, Form] = field(default_factory=dict)  #: value -> its form, where it is not the natural one
+    copies: dict[str, str] = field(default_factory=dict)  #: inserted value or constant -> the one that it rearranges
+    raw: set[tuple[str, str]] = field(default_factory=set)  #: raw edges that inserted nodes have
+
+
+def rearrange(
+    graph: Graph, target: str, raw: Collection[tuple[str, str]] = frozenset(), solid: Collection[str] = frozenset()
+) -> Rearranged:  # fmt: skip
+    """As `to_layout`, for a graph whose values have a quantized and a raw side.
+
+    Args:
+        raw: (value, node) edges that read the raw side; they are rearranged by themselves.
+        solid: names of Transpose nodes that must stay operators because they change more than the order.
+    """
+    if graph.data_format == target:
+        return Rearranged(graph.copy())
+    return _Walk(graph, target, raw, solid).run()
+
+
+def natural(rank: int) -> Form:
+    return tuple(range(rank))
+
+
+def moves_nothing(shape: Sequence[int | None], perm: Form) -> bool:
+    """Whether permuting a tensor of this shape leaves its memory as it is: only axes of size 1 change places."""
+    kept = [d for d in perm if shape[d] != 1]
+    return kept == sorted(kept)
+
+
+def without(form: Form, axes: Collection[int]) -> Form:
+    """The form that remains when natural `axes` are removed."""
+    left = [d for d in form if d not in axes]
+    return tuple(sorted(left).index(d) for d in left)
+
+
+class _Walk:
+    """One pass over the nodes in execution order."""
+
+    def __init__(self, graph: Graph, target: str, raw: Collection[tuple[str, str]], solid: Collection[str]) -> None:
+        self.source, self.target, self.raw_edges, self.solid = graph, target, raw, solid
+        self.result = Rearranged(graph.copy())
+        self.out = self.result.graph
+        self.out.nodes, self.out.data_format = [], target
+        self.held: dict[str, tuple[str, Form]] = {i: (i, natural(self.rank(i))) for i in graph.inputs}
+        self.pending: dict[str, Node] = {}  # values of transpositions that have been relabelled away
+        self.made: dict[tuple[str, Form, bool], str] = {}
+
+    def run(self) -> Rearranged:
+        for node in self.source.nodes:
+            if node.op in SPATIAL:
+                self.spatial(node)
+            elif node.op in ELEMENTWISE:
+                self.elementwise(node)
+            elif node.op != OPAQUE and node.op in _RULES:
+                _RULES[node.op](self, node)
+            else:
+                self.plain(node)
+        self.out.outputs = [o if o in self.out.weights else self.read(o, natural(self.rank(o))) for o in self.source.outputs]
+        for name in self.pending:
+            del self.out.values[name]
+        return self.result
+
+    # ---- pieces
+
+    def rank(self, name: str) -> int:
+        return len(self.source.shape(name))
+
+    def wanted(self, rank: int) -> Form:
+        """The target layout of a tensor of this rank, seen from the layout of the source."""
+        if rank < 3:
+            return natural(rank)
+        return (0, *range(2, rank), 1) if self.target == "channels_last" else (0, rank - 1, *range(1, rank - 1))
+
+    def form(self, name: str | None) -> Form:
+        """The form in which a value is held; natural for weights."""
+        assert name is not None
+        return self.held[name][1] if name in self.held else natural(self.rank(name))
+
+    def read(self, name: str, form: Form, node: str = "") -> str:
+        """The name under which `name` can be read in `form`; rearranges it when needed."""
+        raw = (name, node) in self.raw_edges
+        if name in self.source.weights:
+            return self.constant(name, form, raw, node)
+        tensor, have = self.held[name]
+        if have == form:
+            return tensor
+        key = (name, form, raw)
+        if key not in self.made:
+            shape = self.out.values[tensor].shape
+            perm = tuple(have.index(d) for d in form)
+            asis = moves_nothing(shape, perm) and shape.count(None) <= 1
+            moved = tuple(shape[d] for d in perm)
+            how = Node("", "Reshape", (tensor,), (), {"shape": tuple(-1 if s is None else s for s in moved)})
+            how = how if asis else Node("", "Transpose", (tensor,), (), {"perm": perm})
+            own = self.pending.pop(name, None)
+            new = name if own else self.fresh(name, form)
+            like = own or next((n for n in self.source.nodes if name in n.outputs), None)
+            self.out.nodes.append(how.with_(
+                name=own.name if own else new, outputs=(new,), layer=like.layer if like else "", layer_type=like.layer_type if like else "",
+            ))  # fmt: skip
+            self.out.values[new] = replace(self.source.values[name], name=new, shape=moved)
+            self.made[key] = new
+            if own:
+                self.held[name] = (name, form)
+                self.note_form(name, form)
+            else:
+                self.result.copies[new] = name
+                if raw:
+                    self.result.raw.update({(tensor, new), (new, node)})
+        elif raw:
+            self.result.raw.add((self.made[key], node))
+        return self.made[key]
+
+    def constant(self, name: str, form: Form, raw: bool, node: str) -> str:
+        """A constant operand, broadcast to the rank of `form` and rearranged as a new weight."""
+        w = self.source.weights[name]
+        if form == natural(len(form)) or w.numel() == 1:
+            return name
+        new = self.made.get((name, form, False)) or self.fresh(name, form)
+        self.made[name, form, False] = new
+        self.out.weights[new] = w.reshape((1,) * (len(form) - w.dim()) + tuple(w.shape)).permute(form).contiguous()
+        self.result.copies[new] = name
+        if raw:
+            self.result.raw.add((new, node))
+        return new
+
+    def fresh(self, name: str, form: Form) -> str:
+        new = f"{name}_t{''.join(map(str, form))}"
+        while new in self.out.values or new in self.out.weights:
+            new += "_"
+        return new
+
+    def note_form(self, name: str, form: Form) -> None:
+        if form != natural(len(form)):
+            self.result.forms[name] = form
+
+    def emit(self, node: Node, inputs: Sequence[str | None], forms: Sequence[Form], **attrs: object) -> None:
+        """Append the node with other inputs and attributes; its outputs are held in `forms`."""
+        self.out.nodes.append(node.with_(inputs=tuple(inputs), attrs={**node.attrs, **attrs}))
+        for name, form in zip(node.outputs, forms, strict=True):
+            self.held[name] = (name, form)
+            v = self.source.values[name]
+            self.out.values[name] = Value(name, tuple(v.shape[d] for d in form) if v.shape else v.shape, v.dtype)
+            self.note_form(name, form)
+
+    def agreed(self, node: Node, rank: int) -> Form:
+        """The form that the operands of full rank have, where one of them is rearranged; else the natural one."""
+        full = [self.form(i) for i in self.source.activations(node) if self.rank(i) == rank]
+        return next((f for f in full if f != natural(rank)), natural(rank))
+
+    # ---- kinds of operators
+
+    def plain(self, node: Node) -> None:
+        """Everything in the natural form."""
+        inputs = [None if i is None else self.read(i, natural(self.rank(i)), node.name) for i in node.inputs]
+        self.emit(node, inputs, [natural(self.rank(o)) for o in node.outputs])
+
+    def spatial(self, node: Node) -> None:
+        data, *rest = node.inputs
+        assert data is not None
+        others = [None if i is None else self.read(i, natural(self.rank(i)), node.name) for i in rest]
+        self.emit(
+            node, [self.read(data, self.wanted(self.rank(data)), node.name), *others], [self.wanted(self.rank(o)) for o in node.outputs]
+        )
+
+    def elementwise(self, node: Node) -> None:
+        rank = self.rank(node.output)
+        lower = any(0 < self.rank(i) < rank for i in self.source.activations(node))  # would have to be broadcast first
+        form = natural(rank) if lower else self.agreed(node, rank)
+        inputs = [
+            None if i is None else self.read(i, form if self._spans(i, rank) else natural(self.rank(i)), node.name) for i in node.inputs
+        ]
+        self.emit(node, inputs, [form])
+
+    def _spans(self, name: str, rank: int) -> bool:
+        return self.rank(name) == rank or name in self.source.weights
+
+    def concat(self, node: Node) -> None:
+        rank = self.rank(node.output)
+        form = self.agreed(node, rank)
+        inputs = [None if i is None else self.read(i, form, node.name) for i in node.inputs]
+        self.emit(node, inputs, [form], axis=form.index(node.attrs["axis"] % rank))
+
+    def as_held(self, node: Node) -> tuple[str, Form]:
+        """The data operand in the form at hand."""
+        name = node.inputs[0]
+        assert name is not None
+        form = self.form(name)
+        return self.read(name, form, node.name), form
+
+    def along(self, node: Node) -> None:
+        x, form = self.as_held(node)
+        self.emit(node, [x], [form] * len(node.outputs), axis=form.index(node.attrs["axis"] % len(form)))
+
+    def reduce(self, node: Node) -> None:
+        x, form = self.as_held(node)
+        axes = {a % len(form) for a in node.attrs["axes"]}
+        self.emit(node, [x], [form if node.attrs["keepdims"] else without(form, axes)], axes=tuple(sorted(form.index(a) for a in axes)))
+
+    def arg_max(self, node: Node) -> None:
+        if node.attrs["axis"] is None:
+            return self.plain(node)
+        x, form = self.as_held(node)
+        axis = node.attrs["axis"] % len(form)
+        self.emit(node, [x], [form if node.attrs["keepdims"] else without(form, {axis})], axis=form.index(axis))
+
+    def remove_axis(self, node: Node) -> None:
+        x, form = self.as_held(node)
+        axis = node.attrs["axis"] % len(form)
+        self.emit(node, [x], [without(form, {axis})] * len(node.outputs), axis=form.index(axis))
+
+    def squeeze(self, node: Node) -> None:
+        x, form = self.as_held(node)
+        axes = {a % len(form) for a in node.attrs["axes"]}
+        if self.rank(node.output) != len(form) - len(axes):  # some of them are not of size 1 and stay
+            return self.plain(node)
+        self.emit(node, [x], [without(form, axes)], axes=tuple(sorted(form.index(a) for a in axes)))
+
+    def pad(self, node: Node) -> None:
+        if node.attrs["mode"] != "constant":
+            return self.spatial(node)  # the engine reflects trailing axes only
+        x, form = self.as_held(node)
+        self.emit(node, [x], [form], padding=tuple(node.attrs["padding"][d] for d in form))
+
+    def tile(self, node: Node) -> None:
+        x, form = self.as_held(node)
+        if len(node.attrs["repeats"]) != len(form):
+            return self.plain(node)
+        self.emit(node, [x], [form], repeats=tuple(node.attrs["repeats"][d] for d in form))
+
+    def roll(self, node: Node) -> None:
+        x, form = self.as_held(node)
+        self.emit(node, [x], [form], axes=tuple(form.index(a % len(form)) for a in node.attrs["axes"]))
+
+    def reshape(self, node: Node) -> None:
+        """Reads its operand as it lies in memory where that is the natural order."""
+        name = node.inputs[0]
+        assert name is not None
+        form = self.form(name)
+        if name in self.source.weights or not moves_nothing(self.source.shape(name), form):
+            return self.plain(node)
+        self.emit(node, [self.read(name, form, node.name)], [natural(self.rank(node.output))])
+
+    def transpose(self, node: Node) -> None:
+        """Only a relabelling: the result is what the operand holds, under another form."""
+        name = node.inputs[0]
+        assert name is not None
+        if name in self.source.weights or node.name in self.solid:
+            return self.plain(node)
+        perm = [d % self.rank(name) for d in node.attrs["perm"]]
+        tensor, form = self.held[name]
+        self.held[node.output] = (tensor, tuple(perm.index(d) for d in form))
+        self.pending[node.output] = node
+
+    def size(self, node: Node) -> None:
+        x, form = self.as_held(node)
+        self.emit(node, [x], [()], axis=form.index(node.attrs["axis"] % len(form)))
+
+
+_RULES: dict[str, Callable[[_Walk, Node], None]] = {
+    "Concat": _Walk.concat, **dict.fromkeys(_ALONG, _Walk.along), **dict.fromkeys(_REDUCE, _Walk.reduce), "ArgMax": _Walk.arg_max,
+    "Select": _Walk.remove_axis, "Unstack": _Walk.remove_axis, "Squeeze": _Walk.squeeze, "Pad": _Walk.pad, "Tile": _Walk.tile,
+    "Roll": _Walk.roll, "Reshape": _Walk.reshape, "Transpose": _Walk.transpose, "Size": _Walk.size,
+}  # fmt: skip
