@@ -446,7 +446,7 @@ def _weight_slot(
     slots: dict[str, list[str]], out: Assignment,
 ) -> None:  # fmt: skip
     name = (option.w if slot == "w" else option.b) if option is not None else None
-    if not integer or name in _NO_FORMAT or name is None or platform.formats[name].kind == "float":
+    if not integer or name in _NO_FORMAT or name is None:
         if graph.is_weight(tensor) and graph.is_float(tensor):
             out.floats.setdefault(tensor, "the platform stores it in float" if integer else "its operator runs in float")
             out.float_edges.add((tensor, node.name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable
@@ -32,10 +33,15 @@ def register(kind: str, name: str) -> Callable[[T], T]:
     return enter
 
 
-def _load(kind: str) -> dict[str, Any]:
+@functools.cache
+def _import_all(kind: str) -> None:
     home = importlib.import_module(_HOMES[kind])
     for module in pkgutil.iter_modules(home.__path__):
         importlib.import_module(f"{home.__name__}.{module.name}")
+
+
+def _load(kind: str) -> dict[str, Any]:
+    _import_all(kind)
     return _ENTRIES.get(kind, {})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,9 +67,10 @@ def choose(
         if s.role == "bias":
             continue
         kept = (known or {}).get(s.name)
-        if kept is not None and (kept.format, kept.grid, kept.axis) == (s.format_name, grids[s.name], s.axis):
+        if kept is not None and kept.grid is not None and _same(kept, s, grids[s.name]):
             assert kept.scale is not None and kept.zero_point is not None  # it has a grid
-            found[s.name], origin[s.name] = QParams(kept.scale, kept.zero_point), kept.origin.partition(", tied")[0]
+            table = kept.grid.table if kept.grid.kind == "lut" else None
+            found[s.name], origin[s.name] = QParams(kept.scale, kept.zero_point, table), kept.origin.partition(", tied")[0]
         elif s.name in fixed:
             scale, zero = fixed[s.name]
             found[s.name] = QParams(torch.tensor(scale, dtype=torch.float32), torch.tensor(zero, dtype=torch.int32))
@@ -78,6 +80,8 @@ def choose(
             wanted = weight_rule if s.axis is not None or grids[s.name].symmetric else "no_clipping"
             found[s.name] = choose_range(w, grids[s.name], rule=wanted, axis=s.axis)
             origin[s.name] = f"{wanted} over the weights"
+            if grids[s.name].kind == "lut":
+                origin[s.name] = "look-up table fitted to the weights"
         elif s.name not in stats:
             raise PlanError(
                 f"Tensor '{s.name}' was not calibrated as a quantized one",
@@ -87,6 +91,7 @@ def choose(
             found[s.name] = choose_range(stats[s.name], grids[s.name], rule=rule, z_threshold=z_threshold)
             origin[s.name] = f"{rule} over {stats[s.name].batches} batches"
 
+    grids.update({name: replace(grids[name], table=q.table) for name, q in found.items() if q.table is not None})
     for members in legality.tie_groups(assignment.bindings):
         _tie(sorted(m for m in members if m in found), found, grids, fixed, origin)
     _project(assignment, grids, found, origin)
@@ -102,6 +107,12 @@ def choose(
             role = "weight" if graph.is_weight(name) else "activation"
             out[name] = TensorPlan(name=name, role=role, why=why, layer=node.layer if node else "", op=node.op if node else "")
     return out
+
+
+def _same(kept: TensorPlan, slot: Slot, grid: Grid) -> bool:
+    """An earlier decision still fits: only a fitted table may differ."""
+    assert kept.grid is not None  # asked for quantized tensors only
+    return (kept.format, kept.axis, replace(kept.grid, table=grid.table)) == (slot.format_name, slot.axis, grid)
 
 
 def _grid(slot: Slot, stats: TensorStats | None, graph: Graph) -> Grid:

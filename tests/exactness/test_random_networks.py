@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import hypothesis
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
@@ -93,15 +95,23 @@ def with_biases(graph, plan):
     return dataclasses.replace(plan, tensors=tensors)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(channels=st.sampled_from([1, 2, 3, 4]), side=st.sampled_from([4, 5, 8]), steps=STEPS, seed=st.integers(0, 999), ties=st.booleans())
-def test_no_integer_of_a_random_network_differs_from_onnx_runtime(tmp_path_factory, channels, side, steps, seed, ties):
+@pytest.mark.parametrize("part", range(6))  # 300 networks in parts, so that workers share them
+def test_no_integer_of_a_random_network_differs_from_onnx_runtime(tmp_path_factory, part):
+    @hypothesis.seed(part)
+    @settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.sampled_from([1, 2, 3, 4]), st.sampled_from([4, 5, 8]), STEPS, st.integers(0, 999), st.booleans())
+    def drawn(channels, side, steps, seed, ties):
+        check(tmp_path_factory.mktemp("net"), channels, side, steps, seed, ties)
+
+    drawn()
+
+
+def check(folder, channels, side, steps, seed, ties):
     torch.manual_seed(seed)
     model = Drawn(channels, side, steps).eval()
     x = torch.randn(3, channels, side, side)
     result = chipfit.quantize(model, [x], platform="ort_cpu", rule=("mse", "no_clipping")[seed % 2], progress=False)
     plan = with_biases(result.graph, power_of_two_scales(result.plan)) if ties else result.plan
-    folder = tmp_path_factory.mktemp("net")
     found = verify(result.graph, plan, result.platform, [x], path=export_onnx(result.graph, plan, folder / "m.onnx"))
     assert found.sound, found.summary()
     if not found.float_operators:

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,9 +16,11 @@ from chipfit.errors import DataError
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.run import run
 
-#: a histogram counts every element up to this many per batch; of larger tensors a block of 32 out of every 352
-#: elements in memory order: 11 is prime to the usual channel counts, so that every channel is seen
-_SMALL, _BLOCK, _PERIOD = 1 << 14, 32, 352
+#: a histogram counts every element up to this many per batch; of larger tensors a block of 32 out of every 353 elements
+#: in memory order: 353 is prime, so that the blocks start at every channel, whatever their number
+_SMALL, _BLOCK, _PERIOD = 1 << 14, 32, 353
+#: share of the newest batch in the moving averages
+_SMOOTH = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,7 @@ class Need:
     """What to collect for one tensor; the range always."""
 
     histogram: bool = True
+    mean_axis: int | None = None  #: also the mean of every channel along this axis
 
 
 @dataclass(slots=True)
@@ -35,18 +38,47 @@ class TensorStats:
     name: str
     low: float = math.inf
     high: float = -math.inf
+    smooth_low: float = 0.0  #: moving averages of each batch's extremes
+    smooth_high: float = 0.0
     count: int = 0  #: elements seen
     batches: int = 0
     histogram: Histogram | None = None
+    total: torch.Tensor | None = None  #: sum of every channel, [C] float64, where a mean was asked for
+
+    @property
+    def mean(self) -> torch.Tensor | None:
+        """Mean of every channel, [C] float64; None unless `Need.mean_axis` asked for it."""
+        return None if self.total is None else self.total * (self.total.numel() / self.count)
+
+    def shifted(self, by: float) -> TensorStats:
+        """What calibration would have seen of x + `by`."""
+        return replace(
+            self, low=self.low + by, high=self.high + by, smooth_low=self.smooth_low + by, smooth_high=self.smooth_high + by,
+            histogram=None if self.histogram is None else self.histogram.shifted(by),
+            total=None if self.total is None else self.total + by * self.count / self.total.numel(),
+        )  # fmt: skip
 
     def update(self, x: torch.Tensor, need: Need) -> None:
-        """Add one batch of the tensor, any shape."""
+        """Add one batch of the tensor, float32, any shape.
+
+        Raises:
+            ValueError: NaN or infinity.
+        """
         flat = in_memory_order(x)
         low, high = (float(v) for v in torch.aminmax(flat))
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise ValueError("NaN or infinite values")
+        if self.batches == 0:
+            self.smooth_low, self.smooth_high = low, high
         self.low, self.high = min(self.low, low), max(self.high, high)
+        self.smooth_low += _SMOOTH * (low - self.smooth_low)
+        self.smooth_high += _SMOOTH * (high - self.smooth_high)
         self.count += x.numel()
         self.batches += 1
-        if need.histogram and math.isfinite(low) and math.isfinite(high):
+        if need.mean_axis is not None:
+            channels = x.sum([k for k in range(x.dim()) if k != need.mean_axis % x.dim()]).double()
+            self.total = channels if self.total is None else self.total + channels
+        if need.histogram:
             if self.histogram is None:
                 self.histogram = Histogram()
             if flat.numel() > _SMALL:
@@ -69,16 +101,16 @@ def collect(
     count = 0
 
     def see(name: str, x: Any) -> None:
-        s = stats[name]
-        s.update(x.float() if x.dtype is not torch.float32 else x, tensors[name])
-        if not (math.isfinite(s.low) and math.isfinite(s.high)):
+        try:
+            stats[name].update(x.float(), tensors[name])
+        except ValueError:
             node = layers.get(name)
             who = f"layer '{node.layer or node.name}' ({node.op})" if node else f"input '{name}'"
             raise DataError(
                 f"Batch {count} makes NaN or infinite values in {who}",
                 where=node.source if node else "",
                 hint="check the weights of that layer and the scaling of the inputs",
-            )
+            ) from None
 
     def hook(node: Node, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
         for o, x in zip(node.outputs, outputs, strict=False):

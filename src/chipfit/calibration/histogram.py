@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 BINS = 2048
+#: so that a bin's width is a normal float32 number for data that are all zero, or nearly
+LEAST_REACH = 2.0**-100
 
 
 def in_memory_order(x: torch.Tensor) -> torch.Tensor:
@@ -31,51 +33,66 @@ def _dense(x: torch.Tensor) -> bool:
 class Histogram:
     """Counts over [-reach, reach) in equal bins; reach is a power of two and only grows.
 
-    When data exceed the reach, bins are folded in pairs: counts stay exact, resolution halves. Values are float32.
+    When data exceed the reach, bins are folded in pairs: counts stay exact, resolution halves.
     """
 
     reach: float = 0.0
     counts: torch.Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.float64))
+    zeros: int = 0  #: values that are exactly 0; they are also counted in bin BINS / 2, which starts at 0
 
     def add(self, values: torch.Tensor, largest: float) -> None:
-        """Count `values` (1-D, finite), of which none is larger than `largest` in magnitude."""
-        if largest == 0.0 and self.reach == 0.0:
-            self.reach = 2.0**-24
-        if largest >= self.reach:
-            wanted = 2.0 ** math.ceil(math.log2(largest * (1 + 1e-6)))
-            while 0 < self.reach < wanted and self.counts.any():
-                folded = self.counts.view(-1, 2).sum(1)
-                self.counts = torch.zeros(BINS, dtype=torch.float64)
-                self.counts[BINS // 4 : BINS * 3 // 4] = folded
-                self.reach *= 2
-            self.reach = max(wanted, self.reach)
-        index = (values * (BINS / (2 * self.reach)) + BINS / 2).to(torch.int32).clamp_(0, BINS - 1)
+        """Count `values` (1-D, float32, finite), of which none is larger than `largest` in magnitude."""
+        self.grow(largest)
+        index = torch.mul(values, BINS / (2 * self.reach)).add_(BINS / 2).clamp_(0, BINS - 1).to(torch.int32)
         self.counts += torch.bincount(index, minlength=BINS)
+        self.zeros += values.numel() - int(torch.count_nonzero(values))
+
+    def grow(self, largest: float) -> None:
+        """Double the reach until it exceeds `largest`."""
+        if largest < self.reach:
+            return
+        wanted = 2.0 ** math.ceil(math.log2(max(largest * (1 + 1e-6), LEAST_REACH)))
+        if not self.counts.any():
+            self.reach = wanted
+        while self.reach < wanted:
+            folded = self.counts.view(-1, 2).sum(1)
+            self.counts = torch.zeros(BINS, dtype=torch.float64)
+            self.counts[BINS // 4 : BINS * 3 // 4] = folded
+            self.reach *= 2
+
+    def shifted(self, by: float) -> Histogram:
+        """The histogram of x + `by`, to the nearest bin."""
+        out = Histogram(self.reach, self.counts.clone())
+        used = self.edges[:-1][self.counts > 0]
+        if len(used):
+            out.grow(max(-(float(used.min()) + by), float(used.max()) + 2 * self.reach / BINS + by))
+        bins = round(by * BINS / (2 * out.reach))
+        moved = torch.zeros_like(out.counts)
+        moved[max(bins, 0) : BINS + min(bins, 0)] = out.counts[max(-bins, 0) : BINS - max(bins, 0)]
+        return Histogram(out.reach, moved)
 
     @property
     def centers(self) -> torch.Tensor:
-        """Middle of each bin, float32 [BINS]."""
-        step = 2 * self.reach / BINS
-        return torch.arange(BINS, dtype=torch.float32) * step + (step / 2 - self.reach)
+        """Middle of each bin, float64 [BINS]."""
+        return (self.edges[1:] + self.edges[:-1]) / 2
 
     @property
-    def points(self) -> torch.Tensor:
-        """One value inside each bin, float32 [BINS], at golden-ratio steps across the bins.
-
-        Centres would line up with a grid whose step is a multiple of the bin width, and flatter that grid.
-        """
-        offset = torch.frac(torch.arange(BINS, dtype=torch.float64) * 0.6180339887498949) - 0.5
-        return self.centers + (offset * (2 * self.reach / BINS)).float()
+    def edges(self) -> torch.Tensor:
+        """Borders of the bins, float64 [BINS + 1]."""
+        return torch.linspace(-self.reach, self.reach, BINS + 1, dtype=torch.float64)
 
 
 def without_outliers(centers: torch.Tensor, counts: torch.Tensor, z_threshold: float) -> torch.Tensor:
     """Counts with those bins set to 0 whose centre is further than `z_threshold` standard deviations from the mean.
 
+    The occupied bins nearest the mean always stay, so that something is left of data on two far ends.
+
     Args:
         centers: [N], in the tensor's unit.
         counts: [N].
     """
-    total = counts.sum()
-    mean = (centers * counts).sum() / total
-    std = ((centers - mean) ** 2 * counts).sum().div(total).sqrt()
-    return torch.where(((centers - mean) / std.clamp_min(1e-30)).abs() <= z_threshold, counts, torch.zeros_like(counts))
+    mean = (centers * counts).sum() / counts.sum()
+    distance = (centers - mean).abs()
+    std = (distance.square() * counts).sum().div(counts.sum()).sqrt()
+    nearest = distance[counts > 0].min() * (1 + 1e-6)
+    return torch.where(distance <= torch.maximum(z_threshold * std, nearest), counts, torch.zeros_like(counts))

@@ -138,6 +138,8 @@ def _generic(plan: Plan) -> dict[str, Any]:
             "role": t.role, "layer": t.layer, "format": t.format, "bits": t.grid.bits, "qmin": t.grid.qmin, "qmax": t.grid.qmax,
             "axis": t.axis, "scale": _one(n.scale), "zero_point": _one(n.zero), "min": _one(n.low), "max": _one(n.high),
         }  # fmt: skip
+        if t.grid.table is not None:  # what each code stands for, in units of the scale
+            out[t.name] |= {"kind": t.grid.kind, "table": list(t.grid.table)}
     return {"chipfit_encodings": 1, "platform": plan.platform, "tensors": out}
 
 

@@ -1,15 +1,16 @@
 """Legality as one projection: the least change of scales that satisfies every cross-tensor rule of a platform.
 
 In v = log2(scale) a tie is v_a = v_b, a bound on a product of scales is a linear row, and a power-of-two scale is
-an integer variable. Ties and fixed values are merged by union-find; what is left is one small mixed-integer
-linear program that minimises the total |v - v_wanted|. Tensors whose scales are legal already keep them bit for bit.
+an integer variable. Tied tensors are one variable (union-find); what is left is one small mixed-integer linear
+program that minimises the total |v - v_wanted|. Only tensors that some broken row can reach enter it, so scales
+that are legal already keep their bits. Rules marked `hard: false` are preferences and are not enforced.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,10 @@ from chipfit.errors import UnsupportedError
 from chipfit.platform.schema import Rule
 from chipfit.quantizers.grids import Grid
 
-#: rows hold up to this much in log2: one part in a hundred million of the scale, below float32's resolution
-_SLACK = 1e-7
+#: an equality holds up to this much in log2: two roundings of float32
+_EQUAL = 2.5e-7
+#: solved scales keep this much in log2 inside their bounds, so that rounding to float32 does not cross one
+_MARGIN = 2e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,61 +81,80 @@ def fixed(bindings: Sequence[Binding]) -> dict[str, tuple[float, int]]:
     """Tensors whose scale and zero point the hardware dictates, ties included.
 
     Raises:
-        UnsupportedError: two operators dictate different values for one tensor.
+        UnsupportedError: two operators dictate different values for one tensor, or for tensors that must share theirs.
     """
     out: dict[str, tuple[float, int]] = {}
+    by: dict[str, str] = {}
     for b in bindings:
         for r in b.rules:
             if r.fix and r.hard:
                 for t in _slot(b, r.fix):
                     value = (float(r.scale or 0), int(r.zp or 0))
                     if out.setdefault(t, value) != value:
-                        raise UnsupportedError(f"Tensor '{t}' is fixed to two different scales", got=f"{out[t]} and {value}")
+                        raise _two_values(f"Tensor '{t}' is", f"{out[t]} by {by[t]} and {value} by {b.op}")
+                    by.setdefault(t, b.op)
     for group in tie_groups(bindings):
-        given = {out[t] for t in group if t in out}
-        if len(given) == 1:
-            out.update(dict.fromkeys(group, given.pop()))
+        given = {out[t]: t for t in sorted(group) if t in out}
+        if len(given) > 1:
+            raise _two_values("Tensors that must share one scale are", " and ".join(f"{v} for '{t}' by {by[t]}" for v, t in given.items()))
+        for value in given:
+            out.update(dict.fromkeys(group, value))
     return out
 
 
-def _bounds(rule: Rule, attrs: Mapping[str, Any]) -> tuple[float, float]:
-    """[low, high] in log2 of the product of scales."""
-    times = abs(float(attrs.get(rule.times, 1.0))) if rule.times else 1.0
-    if times == 0:
-        return -math.inf, math.inf
-    if rule.eq is not None:
-        v = math.log2(float(rule.eq) / times)
-        return v, v
-    low = math.log2(rule.min / times) if rule.min is not None and rule.min > 0 else -math.inf
-    top = rule.max if rule.max is not None else rule.lt
-    high = math.log2(top / times) if top is not None else math.inf
-    if rule.max is None and rule.lt is not None:
-        high -= 1e-6  # strictly below
-    return low, high
+def _two_values(what: str, got: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} fixed to two different (scale, zero point)", got=got, hint="keep the operator that joins them in float with overrides"
+    )
 
 
-def rows(bindings: Sequence[Binding], sizes: Mapping[str, int]) -> list[tuple[dict[tuple[str, int], int], float, float, Rule]]:
-    """Every hard product rule as {(tensor, channel): exponent}, low, high in log2; one row per channel."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One product rule with its tensors: low <= sum of exponent * log2(scale) <= high, for every channel."""
+
+    op: str
+    rule: Rule
+    terms: tuple[tuple[str, int], ...]  #: (tensor, exponent)
+    low: float
+    high: float
+
+    def total(self, log: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The sum per channel: [] or [C]; a scale without channels counts for each."""
+        return sum((e * log[t] for t, e in self.terms), start=np.zeros(()))
+
+    def holds(self, log: Mapping[str, np.ndarray]) -> bool:
+        total, slack = self.total(log), _EQUAL if self.low == self.high else 1e-12
+        return bool(np.all(total >= self.low - slack) and np.all(total <= self.high + slack))
+
+
+def rows(bindings: Sequence[Binding], tensors: Mapping[str, Any]) -> list[Row]:
+    """The hard product rules over `tensors`; a rule with a slot that is float here bounds nothing.
+
+    A slot with several tensors ("ins") gives one row for each; two such slots are paired in order.
+    """
     out = []
     for b in bindings:
         for r in b.rules:
             if r.mono is None or not r.hard:
                 continue
-            picks = [(_slot(b, s), e) for s, e in r.mono.items()]
-            if any(not [t for t in ts if t in sizes] for ts, _ in picks):
-                continue  # a slot that is float here has no scale to bound
+            picks = [([t for t in _slot(b, s) if t in tensors], e) for s, e in r.mono.items()]
+            if not all(ts for ts, _ in picks):
+                continue
             low, high = _bounds(r, b.attrs)
-            variants = max(len(ts) for ts, _ in picks)
-            for v in range(variants):
-                chosen = [(ts[min(v, len(ts) - 1)], e) for ts, e in picks]
-                width = max(sizes.get(t, 1) for t, _ in chosen)
-                for c in range(width):
-                    row: dict[tuple[str, int], int] = {}
-                    for t, e in chosen:
-                        key = (t, c if sizes[t] > 1 else 0)
-                        row[key] = row.get(key, 0) + e
-                    out.append((row, low, high, r))
+            for v in range(max(len(ts) for ts, _ in picks)):
+                out.append(Row(b.op, r, tuple((ts[min(v, len(ts) - 1)], e) for ts, e in picks), low, high))
     return out
+
+
+def _bounds(rule: Rule, attrs: Mapping[str, Any]) -> tuple[float, float]:
+    """[low, high] in log2 of the product of scales."""
+    low, high = rule.bounds
+    times = float(attrs.get(rule.times, 1.0)) if rule.times else 1.0
+    if times == 0:
+        return -math.inf, math.inf
+    low, high = sorted((low / times, high / times))  # a negative factor turns the bounds round
+    strictly = _MARGIN if rule.lt is not None and high == rule.lt / abs(times) else 0.0
+    return (math.log2(low) if low > 0 else -math.inf), (math.log2(high) - strictly if 0 < high < math.inf else math.inf)
 
 
 def project(wanted: Mapping[str, Var], bindings: Sequence[Binding]) -> dict[str, Var]:
@@ -146,125 +168,176 @@ def project(wanted: Mapping[str, Var], bindings: Sequence[Binding]) -> dict[str,
         The same names. A tensor whose rules hold already is returned as it came.
 
     Raises:
-        UnsupportedError: no scales satisfy all rules; names the operators.
+        UnsupportedError: no scales satisfy all rules; names the smallest set of rules that contradict each other.
     """
     out = dict(wanted)
     pinned = {t: v for t, v in fixed(bindings).items() if t in out}
-    for name, (fixed_scale, fixed_zero) in pinned.items():
+    for name, (scale, zero) in pinned.items():
         v = out[name]
-        out[name] = Var(scale=torch.full_like(v.scale, fixed_scale), zero_point=torch.full_like(v.zero_point, fixed_zero), grid=v.grid)
-    leader: dict[str, str] = {}
+        out[name] = replace(v, scale=torch.full_like(v.scale, scale), zero_point=torch.full_like(v.zero_point, zero))
+    leader = {t: t for t in out}
     for group in tie_groups(bindings):
         members = sorted(t for t in group if t in out)
         for t in members:
-            leader[t] = next((m for m in members if m in pinned), members[0])
-            first = out[leader[t]]
-            out[t] = Var(scale=first.scale, zero_point=first.zero_point, grid=out[t].grid)
-    _zero_rules(out, bindings)
+            leader[t] = members[0]
+            out[t] = replace(out[t], scale=out[members[0]].scale, zero_point=out[members[0]].zero_point)
+    _zero_points(out, bindings, leader, pinned)
 
-    sizes = {t: v.scale.numel() for t, v in out.items()}
-    log = {t: np.log2(np.maximum(v.scale.detach().double().numpy().reshape(-1), 2.0**-126)) for t, v in out.items()}
-    pot = {t for t, v in out.items() if v.grid.pot}
-    floor = {t: math.log2(v.grid.scale_min) for t, v in out.items() if v.grid.scale_min}
-    table = [(row, low, high, r) for row, low, high, r in rows(bindings, sizes)]
-    merged: list[tuple[dict[tuple[str, int], int], float, float]] = []
-    for row, low, high, _ in table:
-        joined: dict[tuple[str, int], int] = {}
-        for (t, c), e in row.items():
-            key = (leader.get(t, t), c)
-            joined[key] = joined.get(key, 0) + e
-        merged.append(({k: e for k, e in joined.items() if e}, low, high))
-
-    broken = any(not _holds(row, low, high, log) for row, low, high in merged)
-    broken = broken or any((log[t] < f - _SLACK).any() for t, f in floor.items())
-    broken = broken or any((np.abs(log[t] - np.rint(log[t])) > _SLACK).any() for t in pot)
-    if not broken:
+    # from here on a tie group is its leader
+    log = {t: np.log2(np.maximum(out[t].scale.detach().double().numpy(), 2.0**-126)) for t in set(leader.values())}
+    pot = {leader[t] for t, v in out.items() if v.grid.pot}
+    floor: dict[str, float] = {}
+    for t, v in out.items():
+        if v.grid.scale_min:
+            floor[leader[t]] = max(floor.get(leader[t], -126.0), math.log2(np.float32(v.grid.scale_min)))
+    table = [replace(r, terms=_joined((leader[t], e) for t, e in r.terms)) for r in rows(bindings, out)]
+    held = {leader[t] for t in pinned}
+    todo = {t for r in table if not r.holds(log) for t, _ in r.terms}
+    todo |= {
+        t
+        for t in log
+        if t not in held and (np.any(log[t] < floor.get(t, -126.0) - 1e-9) or (t in pot and np.any(log[t] != np.rint(log[t]))))
+    }
+    if any(not r.terms and not r.holds(log) for r in table):  # every tensor of the row is tied to another of it
+        raise _contradiction([r for r in table if not r.terms and not r.holds(log)][:1])
+    reading: dict[str, list[Row]] = {}
+    for r in table:
+        for t, _ in r.terms:
+            reading.setdefault(t, []).append(r)
+    queue = list(todo)
+    while queue:  # whatever shares a row with a tensor that moves may have to move too
+        near = {u for r in reading.get(queue.pop(), ()) for u, _ in r.terms} - todo - held
+        todo |= near
+        queue += near
+    todo -= held
+    active = [r for r in table if any(t in todo for t, _ in r.terms) or not r.holds(log)]
+    if not todo and not active:
         return out
-    solved = _solve(merged, log, pot, floor, leader, set(pinned), bindings)
+    solved = _solve(active, log, todo, pot, floor)
+    if solved is None:
+        raise _contradiction(_conflict(active, log, todo, pot, floor))
     for t in out:
-        new = solved.get(leader.get(t, t))
-        if new is None or np.array_equal(new, log[leader.get(t, t)]):
-            continue
-        moved = np.abs(new - log[leader.get(t, t)]) > _SLACK
-        legal = np.where(moved, np.exp2(new), out[t].scale.double().numpy().reshape(-1))
-        projected = torch.from_numpy(legal).to(torch.float32).reshape(out[t].scale.shape)
-        out[t] = Var(scale=projected, zero_point=out[t].zero_point, grid=out[t].grid)
+        new = solved.get(leader[t])
+        if new is not None and np.any(np.abs(new - log[leader[t]]) > _EQUAL):
+            v = out[t]
+            moved = torch.from_numpy(np.asarray(np.exp2(new))).to(torch.float32).reshape(v.scale.shape)
+            stays = torch.from_numpy(np.asarray(np.abs(new - log[leader[t]]) <= _EQUAL)).reshape(v.scale.shape)
+            out[t] = replace(v, scale=torch.where(stays, v.scale, moved))
     return out
 
 
-def _zero_rules(out: dict[str, Var], bindings: Sequence[Binding]) -> None:
+def _joined(terms: Iterator[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """Exponents of the same tensor added; those that cancel are gone."""
+    out: dict[str, int] = {}
+    for t, e in terms:
+        out[t] = out.get(t, 0) + e
+    return tuple((t, e) for t, e in out.items() if e)
+
+
+def _zero_points(out: dict[str, Var], bindings: Sequence[Binding], leader: Mapping[str, str], pinned: Mapping[str, Any]) -> None:
+    """Zero points moved to one that every `zero` rule of the tied tensors allows; the scale grows so that the range stays covered."""
+    allowed: dict[str, set[int]] = {}
     for b in bindings:
         for r in b.rules:
-            if r.zero is None or not r.hard or r.eq is None:
+            if r.zero is None or not r.hard:
                 continue
-            allowed = list(r.eq) if isinstance(r.eq, (list, tuple)) else [int(r.eq)]
-            for t in _slot(b, r.zero):
-                if t in out:
-                    z = out[t].zero_point
-                    near = min(allowed, key=lambda a: abs(a - int(z.reshape(-1)[0])))
-                    if int(z.reshape(-1)[0]) not in allowed:
-                        out[t] = Var(scale=out[t].scale, zero_point=torch.full_like(z, near), grid=out[t].grid)
-
-
-def _holds(row: Mapping[tuple[str, int], int], low: float, high: float, log: Mapping[str, np.ndarray]) -> bool:
-    total = sum(e * float(log[t][c]) for (t, c), e in row.items())
-    return low - _SLACK <= total <= high + _SLACK
+            for t in (t for t in _slot(b, r.zero) if t in out):
+                said = set(r.eq) if isinstance(r.eq, (list, tuple)) else {int(r.eq)}
+                left = allowed.setdefault(leader[t], said)
+                allowed[leader[t]] = left & said
+                if not left & said or (t in pinned and pinned[t][1] not in said):
+                    raise UnsupportedError(
+                        f"No zero point of '{t}' is allowed by every rule", where=f"operator {b.op}", allowed=f"{sorted(said)} here"
+                    )
+    for t, head in leader.items():
+        if head in allowed:
+            v = out[t]
+            now = int(v.zero_point.reshape(-1)[0])
+            if now not in allowed[head]:
+                zero = min(sorted(allowed[head]), key=lambda a: abs(a - now))
+                low, high = v.grid.qmin - now, v.grid.qmax - now  # codes on either side of zero
+                sides = [(have, room) for have, room in ((-low, zero - v.grid.qmin), (high, v.grid.qmax - zero)) if room > 0]
+                grow = max(have / room for have, room in sides)
+                out[t] = replace(v, scale=v.scale * max(grow, 1.0), zero_point=torch.full_like(v.zero_point, zero))
 
 
 def _solve(
-    table: list[tuple[dict[tuple[str, int], int], float, float]], log: Mapping[str, np.ndarray], pot: set[str],
-    floor: Mapping[str, float], leader: Mapping[str, str], pinned: set[str], bindings: Sequence[Binding],
-) -> dict[str, np.ndarray]:  # fmt: skip
-    """Minimise sum |v - wanted| over all leaders' log2 scales subject to the rows; HiGHS does the work."""
+    table: Sequence[Row], log: Mapping[str, np.ndarray], free: set[str], pot: set[str], floor: Mapping[str, float]
+) -> dict[str, np.ndarray] | None:
+    """log2 scales of the free tensors that satisfy the rows with the least sum of |v - wanted|; None when there are none."""
     from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import coo_matrix
+    from scipy.sparse import csr_array, eye_array, hstack, vstack
 
-    names = sorted({leader.get(t, t) for t in log})
-    index = {(t, c): i for i, (t, c) in enumerate((t, c) for t in names for c in range(len(log[t])))}
-    n = len(index)
-    wanted = np.concatenate([log[t] for t in names]) if names else np.zeros(0)
-    rr: list[int] = []
-    cc: list[int] = []
-    vv: list[float] = []
-    low: list[float] = []
-    high: list[float] = []
-    for k, (row, a, z) in enumerate(table):
-        for key, e in row.items():
-            rr.append(k)
-            cc.append(index[key])
-            vv.append(e)
+    names = sorted(free)
+    start = dict(zip(names, np.cumsum([0, *(log[t].size for t in names)])))
+    n = sum(log[t].size for t in names)
+    wanted = np.concatenate([log[t].reshape(-1) for t in names]) if names else np.zeros(0)
+    integral = np.concatenate([np.full(log[t].size, t in pot) for t in names]) if names else np.zeros(0)
+    r_, c_, v_, low, high, m = [], [], [], [], [], 0
+    for row in table:
+        width = max(log[t].size for t, _ in row.terms)
+        at = np.arange(width)
+        known = np.zeros(width)
+        for t, e in row.terms:
+            if t in free:
+                r_.append(m + at)
+                c_.append(start[t] + (at if log[t].size > 1 else 0 * at))
+                v_.append(np.full(width, float(e)))
+            else:
+                known = known + e * log[t]
+        a, z = row.low - known, row.high - known
+        if all(t in pot for t, _ in row.terms if t in free):  # a sum of integers
+            a, z = np.ceil(a - 1e-9), np.floor(z + 1e-9)
+        elif row.low < row.high:
+            inside = min(_MARGIN, (row.high - row.low) / 2)
+            a, z = a + inside, z - inside
         low.append(a)
         high.append(z)
-    m = len(table)
-    for j in range(n):  # d_j >= |v_j - wanted_j|
-        rr += [m + 2 * j, m + 2 * j, m + 2 * j + 1, m + 2 * j + 1]
-        cc += [j, n + j, j, n + j]
-        vv += [1, -1, 1, 1]
-        low += [-math.inf, wanted[j]]
-        high += [wanted[j], math.inf]
-    lower, upper, integral = np.full(n, -126.0), np.full(n, 126.0), np.zeros(n)
-    members: dict[str, list[str]] = {}
-    for t in log:
-        members.setdefault(leader.get(t, t), []).append(t)
-    for (t, _), j in index.items():
-        group = members[t]
-        lower[j] = max([floor[g] for g in group if g in floor], default=-126.0)
-        integral[j] = any(g in pot for g in group)
-        if any(g in pinned for g in group):
-            lower[j] = upper[j] = wanted[j]
-    matrix = coo_matrix((vv, (rr, cc)), shape=(m + 2 * n, 2 * n)).tocsr()
+        m += width
+    if not names:
+        return {} if all(np.all(a <= 0) and np.all(z >= 0) for a, z in zip(low, high)) else None
+    eye = eye_array(n)
+    entries = (np.concatenate(v_), (np.concatenate(r_), np.concatenate(c_))) if m else ([], ([], []))
+    rules = hstack([csr_array(entries, shape=(m, n)), csr_array((m, n))])
+    matrix = vstack([rules, hstack([eye, -eye]), hstack([eye, eye])]).tocsr()  # d >= |v - wanted|
+    none = np.full(n, np.inf)
+    # a floor that float32 holds is kept by a power of two above it, and by other scales with a rounding's margin
+    least = [np.full(log[t].size, floor[t] + (0.0 if t in pot else _MARGIN) if t in floor else -126.0) for t in names]
     answer = milp(
         np.r_[np.zeros(n), np.ones(n)],
-        constraints=LinearConstraint(matrix, low, high),
-        bounds=Bounds(np.r_[lower, np.zeros(n)], np.r_[upper, np.full(n, np.inf)]),
+        constraints=LinearConstraint(matrix, np.concatenate([*low, -none, wanted]), np.concatenate([*high, wanted, none])),
+        bounds=Bounds(np.r_[np.concatenate(least), np.zeros(n)], np.r_[np.full(n, 126.0), none]),
         integrality=np.r_[integral, np.zeros(n)],
     )
     if answer.x is None:
-        ops = sorted({b.op for b in bindings if any(r.mono or r.fix for r in b.rules)})
-        raise UnsupportedError(
-            "No scales satisfy all rules of the platform together",
-            where=f"operators {', '.join(ops)}",
-            hint="keep one of these layers in float with overrides={'layer': 'float'}",
-        )
+        return None
     v = np.where(integral > 0, np.rint(answer.x[:n]), answer.x[:n])
-    return {t: v[[index[(t, c)] for c in range(len(log[t]))]] for t in names}
+    return {t: v[start[t] : start[t] + log[t].size].reshape(log[t].shape) for t in names}
+
+
+def _conflict(table: Sequence[Row], log: Mapping[str, np.ndarray], free: set[str], pot: set[str], floor: Mapping[str, float]) -> list[Row]:
+    """A smallest subset of the rows that has no solution (QuickXplain, Junker 2004)."""
+
+    def fails(some: Sequence[Row]) -> bool:
+        return _solve(some, log, free, pot, floor) is None
+
+    def search(given: list[Row], new: bool, rest: list[Row]) -> list[Row]:
+        if new and fails(given):
+            return []
+        if len(rest) == 1:
+            return rest
+        half = len(rest) // 2
+        second = search(given + rest[:half], True, rest[half:])
+        return search(given + second, bool(second), rest[:half]) + second
+
+    return search([], False, list(table))
+
+
+def _contradiction(conflict: Sequence[Row]) -> UnsupportedError:
+    from chipfit.platform.show import rule_text
+
+    return UnsupportedError(
+        "No scales satisfy all rules of the platform together",
+        got="; ".join(f"{r.op} over {', '.join(repr(t) for t, _ in r.terms) or 'tied tensors'}: {rule_text(r.rule)}" for r in conflict),
+        hint="keep one of these layers in float with overrides={'layer': 'float'}",
+    )

@@ -66,14 +66,36 @@ def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int 
             extra += rule.rules
             if not rule.use and rule.exec is None:
                 continue
-            options = tuple(o for o in rule.use if platform.allows(o.when, bits=bits))
+            allowed = [o for o in rule.use if platform.allows(o.when, bits=bits)]
+            options = tuple(_in_plain_words(platform, o) for o in allowed if not _gap(platform, o))
             notes = tuple(f"{platform.name}: whether {k} fits is not known for this {op}" for k in unknown)
             said = "" if rule.how != "float" else f"'{platform.name}' computes {op} in float"
-            if rule.use and not options:
+            if allowed and not options:
+                said = f"the formats of '{platform.name}' for {op} need {_gap(platform, allowed[0])}, which chipfit cannot decide yet"
+            elif rule.use and not options:
                 said = f"'{platform.name}' has no formats for {op} on revision {platform.arch_selected}"
             return Resolved(rule, options, tuple(extra), rule.how, said, notes)
     fallback = {"float": "float", "cpu": "float", "reject": "float", "follow": "follow"}[platform.unlisted]
     return Resolved(None, (), tuple(extra), fallback, why or f"'{platform.name}' lists no rule for {op}")
+
+
+def _names(option: Option) -> tuple[str | None, ...]:
+    return (*(option.in_ if isinstance(option.in_, tuple) else (option.in_,)), option.w, option.b, option.out)
+
+
+def _gap(platform: Platform, option: Option) -> str:
+    """What chipfit cannot decide yet about the formats of an option; "" when it can."""
+    return next((gap for n in _names(option) if n in platform.formats and (gap := platform.formats[n].gap)), "")
+
+
+def _in_plain_words(platform: Platform, option: Option) -> Option:
+    """Formats that are 16- or 32-bit floating point become the word "float"."""
+    floats = {n for n in _names(option) if n in platform.formats and platform.formats[n].is_float}
+    if not floats:
+        return option
+    plain = lambda n: "float" if n in floats else n  # noqa: E731 -- one word
+    ins = tuple(map(plain, option.in_)) if isinstance(option.in_, tuple) else plain(option.in_)
+    return option.model_copy(update={"in_": ins, "w": plain(option.w), "b": plain(option.b), "out": plain(option.out)})
 
 
 def fusions(platform: Platform) -> tuple[tuple[frozenset[str], ...], ...]:

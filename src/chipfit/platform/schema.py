@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.tables import FLOATS, float_table, log_table
 
 #: words that stand where a format name may stand
 NOT_A_FORMAT = frozenset({"float", "same", "none"})
@@ -69,6 +70,22 @@ class Format(_Record):
                 raise ValueError(f"zero point {z} is outside the codes {low}..{high}")
         return self
 
+    @property
+    def is_float(self) -> bool:
+        """Stored as it is computed: 16 or 32 bits of floating point."""
+        return self.kind == "float" and self.bits >= 16
+
+    @property
+    def gap(self) -> str:
+        """What of this format chipfit cannot decide yet; "" when it can."""
+        if self.kind == "bfp" or self.per in ("block", "row"):
+            return f"scales per {self.per}"
+        if self.kind == "lut" and self.lut and ("group" in self.lut or "dim" in self.lut):
+            return "look-up tables per group of channels, or of vectors"
+        if self.kind == "float" and not self.is_float and self.float_ not in FLOATS:
+            return f"the float type {self.float_}"
+        return ""
+
     def grid(self, signed: bool | None = None) -> Grid:
         """The grid of codes once signedness is known.
 
@@ -78,16 +95,29 @@ class Format(_Record):
         s = self.signed if self.signed != "auto" else signed
         if s is None:
             raise ValueError("the format's signedness is decided per tensor: pass signed=")
+        common: dict[str, Any] = {
+            "bits": self.bits,
+            "per": self.per,
+            "kind": self.kind,
+            "pot": self.scale == "pot",
+            "scale_min": self.scale_min,
+        }
+        if self.kind == "float":
+            table = float_table(self.float_ or "")
+            return Grid(qmin=int(table[0]), qmax=int(table[-1]), table=table, **common)
+        if self.kind == "log":
+            return Grid(qmin=-1, qmax=1, table=log_table(self.base or 2.0, self.bits), **common)
+        if self.kind == "lut":
+            width = int((self.lut or {}).get("value_bits", 8))
+            lo, hi = (-(1 << width - 1), (1 << width - 1) - 1) if s else (0, (1 << width) - 1)
+            return Grid(qmin=lo, qmax=hi, entries=int((self.lut or {}).get("entries", 1 << self.bits)), **common)
         if isinstance(self.range, tuple):
             lo, hi = self.range
         elif s:
             lo, hi = -(1 << self.bits - 1) + (self.range == "narrow"), (1 << self.bits - 1) - 1
         else:
             lo, hi = 0, (1 << self.bits) - 1
-        return Grid(
-            bits=self.bits, qmin=lo, qmax=hi, zero=self.zero, pot=self.scale == "pot", per=self.per, kind=self.kind,
-            scale_min=self.scale_min,
-        )  # fmt: skip
+        return Grid(qmin=lo, qmax=hi, zero=self.zero, **common)
 
     def __str__(self) -> str:
         if self.kind == "float":

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from chipfit.quantizers.tables import boundaries
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
@@ -21,9 +23,10 @@ class Grid:
     zero: int | str | tuple[int, ...] = 0  #: the zero point: fixed, "any", or one of a set
     pot: bool = False  #: the scale must be a power of two
     per: str = "tensor"  #: what shares one scale: "tensor", "channel", "block", "row"
-    kind: str = "int"  #: "int", "lut", "log", "float"
+    kind: str = "int"  #: "int", "lut", "log", "float"; all but "int" store indices into `table`
     scale_min: float | None = None  #: least scale that the hardware represents
-    table: tuple[float, ...] | None = None  #: look-up grids: the code values
+    entries: int | None = None  #: "lut": size of the table that is fitted to each tensor
+    table: tuple[float, ...] | None = None  #: ascending, in units of the scale; codes are then indices into it
 
     @property
     def signed(self) -> bool:
@@ -36,11 +39,13 @@ class Grid:
 
     @property
     def levels(self) -> int:
-        return self.qmax - self.qmin + 1
+        return self.qmax - self.qmin + 1 if self.table is None else len(self.table)
 
     @property
     def dtype(self) -> torch.dtype:
         """The smallest torch integer type that holds every code."""
+        if self.kind != "int":
+            return torch.uint8 if self.bits <= 8 else torch.int32
         for d in (torch.int8, torch.uint8, torch.int16, torch.int32):
             if torch.iinfo(d).min <= self.qmin and self.qmax <= torch.iinfo(d).max:
                 return d
@@ -66,7 +71,7 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, gri
         axis: the channel axis of x when scale is [C].
 
     Returns:
-        Codes of dtype `grid.dtype`, shape [*dims]. Halves round to even.
+        Codes of dtype `grid.dtype`, shape [*dims]. Halves round to even. On a grid with a table, indices into it.
 
     Source: Jacob et al. 2018, arXiv:1712.05877, eq. 1; ONNX QuantizeLinear.
     >>> g = Grid(bits=4, qmin=-8, qmax=7)
@@ -74,11 +79,19 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, gri
     [-8, -2, 0, 1]
     """
     s, z = _shape_for(scale, x, axis), _shape_for(zero_point, x, axis)
+    if grid.table is not None:
+        return _index(x / s, grid).to(grid.dtype)
     return torch.clamp(torch.round(x / s) + z, grid.qmin, grid.qmax).to(grid.dtype)
 
 
+def _index(v: torch.Tensor, grid: Grid) -> torch.Tensor:
+    assert grid.table is not None  # asked for table grids only
+    edges = boundaries(grid.table, grid.kind == "log").to(device=v.device, dtype=v.dtype)
+    return torch.bucketize(v.contiguous(), edges)
+
+
 def dequantize(q: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, axis: int | None = None) -> torch.Tensor:
-    """The reals that codes stand for: x = (q - z) * s, float32.
+    """The reals that integer codes stand for: x = (q - z) * s, float32.
 
     Shapes and units as in `quantize`. The subtraction is done in int32 as ONNX DequantizeLinear does.
     """
@@ -89,4 +102,6 @@ def dequantize(q: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, a
 def fake_quantize(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, grid: Grid, axis: int | None = None) -> torch.Tensor:
     """Quantize and dequantize: the nearest real that the grid holds. Shapes and units as in `quantize`."""
     s, z = _shape_for(scale, x, axis), _shape_for(zero_point, x, axis)
+    if grid.table is not None:
+        return torch.tensor(grid.table, dtype=x.dtype, device=x.device)[_index(x / s, grid)] * s
     return (torch.clamp(torch.round(x / s) + z, grid.qmin, grid.qmax) - z) * s

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from chipfit.calibration.histogram import BINS, in_memory_order, without_outliers
+from chipfit.errors import DataError, UnknownNameError
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.tables import fit
 from chipfit.ranges.qparams import QParams
 from chipfit.ranges.search import Sample
 from chipfit.registry import lookup
@@ -14,15 +18,15 @@ from chipfit.registry import lookup
 if TYPE_CHECKING:
     from chipfit.calibration.collect import TensorStats
 
-#: names of the same formulas elsewhere
+#: names of the same formulas in MCT and MQBench
 ALIASES = {
     "NOCLIPPING": "no_clipping", "MSE": "mse", "MAE": "mae", "LP": "lp", "KL": "kl",
-    "MinMaxObserver": "no_clipping", "MSEObserver": "mse", "LPNormObserver": "lp", "KLDObserver": "kl",
-    "QuantileObserver": "percentile", "minmax": "no_clipping",
+    "minmax": "no_clipping", "MinMaxObserver": "no_clipping", "EMAMinMaxObserver": "smooth_min_max", "MSEObserver": "mse",
+    "ClipStdObserver": "std", "KLDObserver": "kl", "quantile": "percentile",
 }  # fmt: skip
 
-#: columns of a weight matrix that a search looks at; the extremes always come from all of them
-_COLUMNS = {True: 256, False: 4096}
+#: borders of bins above which the bins of a histogram are taken in pairs
+_EDGES = 768
 
 
 def choose(
@@ -40,33 +44,66 @@ def choose(
         settings: fields of the rule.
 
     Raises:
-        UnknownNameError: no such rule.
+        UnknownNameError: no such rule, or no such setting of it.
+        DataError: the values are not finite.
     """
-    sample = _of_tensor(source, axis, grid.bits >= 8) if isinstance(source, torch.Tensor) else _of_stats(source, z_threshold)
-    q = lookup("range", ALIASES.get(rule, rule))(**settings)(sample, grid)
-    return QParams(q.scale[0], q.zero_point[0]) if axis is None else q
+    make = lookup("range", ALIASES.get(rule, rule))
+    known = [f.name for f in fields(make)]
+    for name in settings:
+        if name not in known:
+            raise UnknownNameError(f"setting of range rule '{rule}'", name, known)
+    sample = _of_tensor(source, axis) if isinstance(source, torch.Tensor) else _of_stats(source, z_threshold)
+    if not bool((sample.low.isfinite() & sample.high.isfinite()).all()):
+        raise DataError("A range needs finite values", got=f"minimum {sample.low.min():g}, maximum {sample.high.max():g}")
+    if grid.kind == "lut" and grid.table is None:  # the table follows the data, so the range need not clip
+        q = lookup("range", "no_clipping")()(sample, grid)
+        assert grid.entries is not None  # every look-up grid says its size
+        q = replace(q, table=fit(sample.values / q.scale.unsqueeze(-1), sample.weights, grid.entries, grid.qmin, grid.qmax))
+    else:
+        q = make(**settings)(sample, grid)
+    return replace(q, scale=q.scale[0], zero_point=q.zero_point[0]) if axis is None else q
 
 
-def _of_tensor(x: torch.Tensor, axis: int | None, fine: bool) -> Sample:
-    rows = x.detach().float().reshape(1, -1) if axis is None else x.detach().float().movedim(axis, 0).reshape(x.shape[axis], -1)
+def _of_tensor(x: torch.Tensor, axis: int | None) -> Sample:
+    x = x.detach().float()
+    if x.numel() == 0:
+        raise DataError("A range needs at least one value", got=f"shape {list(x.shape)}")
+    if axis is None:
+        rows = in_memory_order(x).unsqueeze(0)
+    else:
+        axis %= x.dim()
+        inner = sorted((d for d in range(x.dim()) if d != axis), key=x.stride, reverse=True)  # in memory order: no copy is made
+        rows = x.permute(axis, *inner).reshape(x.shape[axis], -1)
     low, high = torch.aminmax(rows, dim=1)
-    limit = _COLUMNS[fine] if axis is not None else 1 << 16
-    step = -(-rows.shape[1] // limit)
-    return Sample(rows[:, ::step], None, low.double(), high.double())
+    return Sample(rows, None, low.double(), high.double())
 
 
 def _of_stats(stats: TensorStats, z_threshold: float | None) -> Sample:
-    low, high = torch.tensor([stats.low], dtype=torch.float64), torch.tensor([stats.high], dtype=torch.float64)
-    if stats.histogram is None:
-        ends = torch.tensor([[stats.low, stats.high]], dtype=torch.float32)
-        return Sample(ends, None, low, high)
-    centers, counts = stats.histogram.centers, stats.histogram.counts
+    """The occupied part of the histogram, cut at the true extremes, and its exact zeros."""
+    low, high = (torch.tensor([v], dtype=torch.float64) for v in (stats.low, stats.high))
+    smooth = [torch.tensor([v], dtype=torch.float64) for v in (stats.smooth_low, stats.smooth_high)]
+    hist = stats.histogram
+    if hist is None or not bool(hist.counts.any()):
+        return Sample(torch.stack([low, high], 1).float(), None, low, high, None, *smooth)
+    counts, edges = hist.counts, hist.edges
     if z_threshold is not None:
-        from chipfit.calibration.histogram import without_outliers
-
-        counts = without_outliers(centers.double(), counts, z_threshold)
-        kept = centers[counts > 0].double()
-        low, high = low.maximum(kept.min()), high.minimum(kept.max())
-    used = counts > 0
-    values = stats.histogram.points[used].clamp(stats.low, stats.high)
-    return Sample(values.unsqueeze(0), counts[used].unsqueeze(0), low, high)
+        counts = without_outliers(hist.centers, counts, z_threshold)
+    used = counts.nonzero()[:, 0]
+    first, last = int(used[0]), int(used[-1]) + 1
+    low, high = low.maximum(edges[first]), high.minimum(edges[last])
+    zeros = float(hist.zeros) if counts[BINS // 2] > 0 else 0.0
+    if zeros:
+        counts = counts.clone()
+        counts[BINS // 2] -= zeros
+    counts, edges = counts[first:last], edges[first : last + 1].clone()
+    least = 0.01 * (edges[1] - edges[0])  # a bin that is hardly wider than nothing would have an inexact density
+    edges[0], edges[-1] = edges[0].maximum(low[0].minimum(edges[1] - least)), edges[-1].minimum(high[0].maximum(edges[-2] + least))
+    keep = torch.ones(len(edges), dtype=torch.bool)
+    keep[1:-1] = (counts[1:] > 0) | (counts[:-1] > 0)  # runs of empty bins become one
+    if keep.sum() > _EDGES:
+        keep[1:-1:2] = False  # and bins of dense histograms pairs
+    total = torch.cat([counts.new_zeros(1), counts.cumsum(0)])[keep]
+    edges = edges[keep].float()
+    values, weights = (edges[1:] + edges[:-1]) / 2, total.diff()
+    values, weights = torch.cat([values, values.new_zeros(1)]), torch.cat([weights, weights.new_tensor([zeros])])
+    return Sample(values.unsqueeze(0), weights.unsqueeze(0).float(), low, high, edges.unsqueeze(0), *smooth)

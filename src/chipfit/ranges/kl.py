@@ -34,32 +34,36 @@ class KlRange:
             factors = torch.exp2(-torch.arange(10, dtype=torch.float64))
         else:
             factors = torch.linspace(1.0, self.lowest, self.steps, dtype=torch.float64)
-        best: list[QParams] = []
-        for c in range(sample.values.shape[0]):
-            x = sample.values[c].double()
-            w = torch.ones_like(x) if sample.weights is None else sample.weights[c]
-            lo, hi = sample.low[c], sample.high[c]
-            tried = [from_min_max(lo * f, hi * f, grid) for f in factors]
-            divergences = [_divergence(x, w, lo, hi, q, grid) for q in tried]
-            best.append(tried[divergences.index(min(divergences))])
-        return QParams(torch.stack([q.scale for q in best]), torch.stack([q.zero_point for q in best]))
+        parts = [self._chunk(s, factors, grid) for s in sample.chunks(len(factors) * max(_BINS, sample.values.shape[1]))]
+        return QParams(torch.cat([q.scale for q in parts]), torch.cat([q.zero_point for q in parts]))
+
+    def _chunk(self, sample: Sample, factors: torch.Tensor, grid: Grid) -> QParams:
+        q = [from_min_max(sample.low * f, sample.high * f, grid) for f in factors]
+        scale, zero = torch.stack([x.scale for x in q]), torch.stack([x.zero_point for x in q])  # [K, C]
+        best = _divergence(sample, QParams(scale, zero), grid).argmin(0, keepdim=True)
+        return QParams(scale.gather(0, best)[0], zero.gather(0, best)[0])
 
 
-def _divergence(x: torch.Tensor, w: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor, q: QParams, grid: Grid) -> float:
-    """sum p log(p / r) over the bins that hold values; r is p after quantization."""
-    span = float((hi - lo).clamp_min(1e-30))
-    bins = ((x - lo) / span * _BINS).long().clamp(0, _BINS - 1)
-    p = torch.zeros(_BINS, dtype=torch.float64).index_add_(0, bins, w.double())
-    centre = lo + (torch.arange(_BINS, dtype=torch.float64) + 0.5) * span / _BINS
-    code = torch.clamp(torch.round(centre / q.scale.double()) + q.zero_point, grid.qmin, grid.qmax)
-    inside = centre.clamp(*(float(b) for b in ((grid.qmin - q.zero_point) * q.scale, (grid.qmax - q.zero_point) * q.scale)))
-    home = ((inside - lo) / span * _BINS).long().clamp(0, _BINS - 1)
-    clipped = torch.zeros_like(p).index_add_(0, home, p)  # clipped mass piles up at the ends
+def _divergence(sample: Sample, q: QParams, grid: Grid) -> torch.Tensor:
+    """sum p log(p / r) over the bins that hold values, [K, C]; r is p after quantization with q [K, C]."""
+    low = sample.low.unsqueeze(-1)  # [C, 1]
+    span = (sample.high.unsqueeze(-1) - low).clamp_min(2.0**-100)
+    at = lambda x: ((x - low) / span * _BINS).long().clamp_(0, _BINS - 1)  # noqa: E731 -- value -> bin
+    ones = torch.ones_like(sample.values)
+    p = torch.zeros(len(low), _BINS, dtype=torch.float64)
+    p.scatter_add_(1, at(sample.values.double()), (ones if sample.weights is None else sample.weights).double())
+    middle = low + (torch.arange(_BINS, dtype=torch.float64) + 0.5) / _BINS * span  # [C, BINS]
+
+    s, z = q.scale.double().unsqueeze(-1), q.zero_point.unsqueeze(-1)  # [K, C, 1]
+    home = at(middle.maximum((grid.qmin - z) * s).minimum((grid.qmax - z) * s))
+    clipped = torch.zeros(home.shape, dtype=torch.float64).scatter_add_(2, home, p.expand(home.shape))  # clipped mass piles up at the ends
     occupied = (clipped > 0).double()
-    group = (code - grid.qmin).long()
-    mass = torch.zeros(grid.levels, dtype=torch.float64).index_add_(0, group, clipped)
-    count = torch.zeros(grid.levels, dtype=torch.float64).index_add_(0, group, occupied)
-    r = occupied * (mass / count.clamp_min(1))[group]
-    p, r = p / p.sum(), r / r.sum().clamp_min(1e-30)
-    used = p > 0
-    return float((p[used] * (p[used] / r[used].clamp_min(1e-10)).log()).sum())
+    code = torch.clamp(torch.round(middle / s) + z, grid.qmin, grid.qmax)
+    group = torch.zeros_like(home)  # codes ascend over the bins, so that they can be numbered from 0 without gaps
+    group[..., 1:] = (code.diff() != 0).cumsum(-1)
+    mass = torch.zeros_like(clipped).scatter_add_(2, group, clipped)
+    count = torch.zeros_like(clipped).scatter_add_(2, group, occupied)
+    r = occupied * (mass / count.clamp_min_(1)).gather(2, group)
+    p = (p / p.sum(-1, keepdim=True)).expand(r.shape)
+    r = r / r.sum(-1, keepdim=True).clamp_min(1e-30)
+    return torch.where(p > 0, p * (p.clamp_min(1e-300) / r.clamp_min(1e-10)).log(), 0.0).sum(-1)

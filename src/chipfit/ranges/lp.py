@@ -13,11 +13,10 @@ from chipfit.registry import register
 @register("range", "lp")
 @dataclass(frozen=True, slots=True)
 class LpRange:
-    """Least mean |x - q|^p, searched over scaled-down ranges; p = 2 is the mean squared error."""
+    """Least mean |x - q|^p, searched over ranges inside the full one; p = 2 is the mean squared error."""
 
     p: float = 2.4  #: exponent
-    steps: int | None = None
 
     def __call__(self, sample: Sample, grid: Grid) -> QParams:
         """sample: values [C, N] with weights and extremes. Returns QParams [C]."""
-        return search(sample, grid, lambda x, q: (x - q).abs().pow(self.p), steps=self.steps)
+        return search(sample, grid, p=self.p)

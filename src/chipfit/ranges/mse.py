@@ -13,10 +13,8 @@ from chipfit.registry import register
 @register("range", "mse")
 @dataclass(frozen=True, slots=True)
 class MseRange:
-    """Least mean squared error between the values and their codes, searched over scaled-down ranges."""
-
-    steps: int | None = None  #: candidates per round; None chooses by bits
+    """Least mean squared error between the values and their codes, searched over ranges inside the full one."""
 
     def __call__(self, sample: Sample, grid: Grid) -> QParams:
         """sample: values [C, N] with weights and extremes. Returns QParams [C]."""
-        return search(sample, grid, lambda x, q: (x - q).square(), steps=self.steps)
+        return search(sample, grid, p=2.0)

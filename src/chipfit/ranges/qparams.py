@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ class QParams:
 
     scale: torch.Tensor
     zero_point: torch.Tensor
+    table: tuple[float, ...] | None = None  #: of a look-up grid: fitted to this tensor
 
     def bounds(self, grid: Grid) -> tuple[float, float]:
         """The least and the greatest real that the grid holds (over all channels)."""
@@ -32,6 +34,9 @@ def finish_scale(scale: torch.Tensor, grid: Grid) -> torch.Tensor:
     scale = scale.double().clamp_min(least)
     if grid.pot:
         scale = torch.exp2(torch.ceil(torch.log2(scale) - 1e-9))
+    elif grid.kind == "log" and grid.table is not None:  # the hardware adds logarithms: the scale is a code as well
+        step = math.log2(grid.table[-1] / grid.table[-2])
+        scale = torch.exp2(torch.ceil(torch.log2(scale) / step - 1e-6) * step)
     return scale.to(torch.float32)
 
 

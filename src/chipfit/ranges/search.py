@@ -1,98 +1,200 @@
 """The search that the error-based rules share: try smaller and smaller ranges, keep the one with the least error.
 
-All candidates of one round are evaluated at once, per channel when the samples are rows of a matrix.
+Errors are measured on raw values where there are few, else on histograms. A histogram bin is not taken for its centre:
+the error is integrated over the bin, since an 8-bit step is hardly wider than a bin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.grids import Grid, fake_quantize
 from chipfit.ranges.qparams import QParams, from_min_max
 
-#: (sample x, its quantized value) -> error of each element
-ErrorOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+#: tensors with more than ALL values, and more than FEW in each channel, are searched through histograms of BINS bins
+ALL, FEW, BINS = 1 << 13, 64, 512
+#: values held at once
+_CHUNK = 1 << 22
+#: ranges a little wider than the data may place the codes better
+_WIDEST = 1.05
+
+
+def _column(*factors: float) -> torch.Tensor:
+    return torch.tensor(factors, dtype=torch.float64).unsqueeze(-1)
+
+
+_COARSE = _column(1, 1.05, *(0.93**k for k in range(1, 33)), *(0.09 * 0.75**k for k in range(11)))
+_FINE = _column(*(1 + k / 400 for k in range(-16, 17)))
+_ENDS = _column(1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.13, 0.08, 0.05, 0.03)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a range is searched in: raw values, or bin centres with counts.
+    """What a range is searched in, for C channels at once (C = 1 per tensor); the tensor's own unit.
 
-    values [C, N] (C = 1 per tensor), weights [C, N] or None, low and high [C]: the true extremes.
+    Either raw values, or a histogram: then `edges` are the borders of its bins and `values` their middles. A histogram
+    may count one value more than it has bins: exact zeros, whose error is 0 on every grid.
     """
 
-    values: torch.Tensor
-    weights: torch.Tensor | None
-    low: torch.Tensor
+    values: torch.Tensor  #: [C, N], float32
+    weights: torch.Tensor | None  #: how often each value was seen, [C, N]; None: once
+    low: torch.Tensor  #: true extremes, float64 [C]
     high: torch.Tensor
+    edges: torch.Tensor | None = None  #: ascending, float32 [C, bins + 1]
+    smooth_low: torch.Tensor | None = None  #: moving averages of the extremes over batches, float64 [C]
+    smooth_high: torch.Tensor | None = None
+
+    def chunks(self, per_channel: int) -> Iterator[Sample]:
+        """The same in groups of channels such that `per_channel` values of each fit in bounded memory."""
+        size = max(1, _CHUNK // max(1, per_channel))
+        for c in range(0, len(self.low), size):
+            part: dict[str, Any] = {f: x if x is None else x[c : c + size] for f in self.__slots__ for x in (getattr(self, f),)}
+            yield Sample(**part)
 
 
-def errors(sample: Sample, q: QParams, grid: Grid, error: ErrorOf) -> torch.Tensor:
-    """Mean error of each candidate and channel; q.scale [K, C]. Returns [K, C] float64."""
-    s, z = q.scale.unsqueeze(-1), q.zero_point.unsqueeze(-1).to(torch.float32)  # [K, C, 1]
-    x = sample.values
-    fq = torch.clamp(torch.round(x / s) + z, grid.qmin, grid.qmax).sub_(z).mul_(s)
-    e = error(x, fq)
-    if sample.weights is not None:
-        return (e.double() * sample.weights).sum(-1) / sample.weights.sum(-1).clamp_min(1e-30)
-    return e.mean(-1, dtype=torch.float64)
+def search(sample: Sample, grid: Grid, p: float) -> QParams:
+    """The range with the least mean |x - q|^p inside the full one.
+
+    Args:
+        sample: C channels.
+        grid: power-of-two grids try the full scale and its halvings; other symmetric grids a line of factors of it;
+            affine grids move both ends, each by itself when there is one channel.
+        p: exponent, > 0.
+
+    Returns:
+        QParams [C]. Never worse, by this error, than the unclipped range.
+    """
+    affine = grid.zero == "any"
+    columns = sample.values.shape[1]
+    if sample.weights is None and columns > FEW and sample.values.numel() > ALL:
+        if grid.table is not None:
+            sample = Sample(sample.values[:, :: -(-columns // BINS)], None, sample.low, sample.high)
+        elif affine:
+            sample = _binned(sample)
+        else:
+            return _join([_by_shared_bins(part, grid, p) for part in sample.chunks(max(columns, BINS))])
+    if grid.pot:
+        return _best(sample, grid, p, torch.exp2(-torch.arange(10.0, dtype=torch.float64)).unsqueeze(-1))[0]
+    if not (affine and len(sample.low) == 1 and bool(sample.low < 0) and bool(sample.high > 0)):
+        _, f, _ = _best(sample, grid, p, _COARSE)
+        return _best(sample, grid, p, torch.cat([torch.ones_like(f).unsqueeze(0), (f * _FINE).clamp_max(_WIDEST)]))[0]
+    low, high = _pairs(_ENDS, _ENDS)
+    for width in (0.15, 0.04):
+        _, f, g = _best(sample, grid, p, low, high)
+        step = torch.linspace(1 - width, 1 + width, 5, dtype=torch.float64).unsqueeze(-1)
+        low, high = _pairs((f * step).clamp_max(_WIDEST), (g * step).clamp_max(_WIDEST))
+        one = torch.ones_like(low[:1])
+        low, high = torch.cat([one, low]), torch.cat([one, high])
+    return _best(sample, grid, p, low, high)[0]
 
 
-def _candidates(low: torch.Tensor, high: torch.Tensor, grid: Grid) -> QParams:
+def errors(sample: Sample, q: QParams, grid: Grid, p: float) -> torch.Tensor:
+    """Mean |x - q|^p of each candidate and channel; q.scale [K, C]. Returns [K, C]."""
+    s, z = q.scale.unsqueeze(-1), q.zero_point.unsqueeze(-1)  # [K, C, 1]
+    if sample.edges is None or grid.table is not None:  # the integral below is that of equal steps
+        e = (sample.values - fake_quantize(sample.values, s, z, grid)).abs_().pow_(p)
+        if sample.weights is None:
+            return e.mean(-1, dtype=torch.float64)
+        return (e.double() * sample.weights).sum(-1) / sample.weights.sum(-1)
+    assert sample.weights is not None  # a histogram has counts
+    counts = sample.weights[:, : sample.edges.shape[1] - 1]
+    density = counts / sample.edges.diff()  # the rest, exact zeros, has no error
+    return (_integral(sample.edges / s + z, grid, p).diff() * density).sum(-1) * q.scale ** (p + 1)
+
+
+def _integral(u: torch.Tensor, grid: Grid, p: float) -> torch.Tensor:
+    """Integral of |v - clip(round(v))|^p over v from the centre of the first code's cell up to u, in closed form.
+
+    Whole cells add 0.5^p / (p + 1) each, the last one sign(e) |e|^(p+1) / (p + 1) with e = u - code.
+    """
+    code = u.round().clamp_(grid.qmin, grid.qmax)
+    e = u - code
+    last = e.pow(3) if p == 2 else e.abs().pow_(p).mul_(e)
+    return code.sub_(grid.qmin).mul_(0.5**p).add_(last).div_(p + 1)
+
+
+def _best(
+    sample: Sample, grid: Grid, p: float, low: torch.Tensor, high: torch.Tensor | None = None
+) -> tuple[QParams, torch.Tensor, torch.Tensor]:
+    """The best candidate of each channel [C] and its two factors; low, high [K, 1 or C] multiply the ends. The first wins a tie."""
+    high = low if high is None else high
+    at_once = max(1, _CHUNK // max(1, sample.values.numel()))
+    low, high = low.expand(-1, len(sample.low)), high.expand(-1, len(sample.low))
+    tried = _grids(low * sample.low, high * sample.high, grid)
+    parts = zip(tried.scale.split(at_once), tried.zero_point.split(at_once))
+    k = torch.cat([errors(sample, QParams(s, z), grid, p) for s, z in parts]).argmin(0, keepdim=True)
+    return QParams(tried.scale.gather(0, k)[0], tried.zero_point.gather(0, k)[0]), low.gather(0, k)[0], high.gather(0, k)[0]
+
+
+def _grids(low: torch.Tensor, high: torch.Tensor, grid: Grid) -> QParams:
     q = from_min_max(low.reshape(-1), high.reshape(-1), grid)
     return QParams(q.scale.view(low.shape), q.zero_point.view(low.shape))
 
 
-def search(sample: Sample, grid: Grid, error: ErrorOf, *, steps: int | None = None, lowest: float = 0.1) -> QParams:
-    """The range with the least mean error among scaled-down versions of the full one.
+def _pairs(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every row of a with every row of b; [K, C], [L, C] -> two of [K * L, C]."""
+    return a.repeat_interleave(len(b), 0), b.repeat(len(a), 1)
 
-    Args:
-        sample: values [C, N] with their extremes.
-        grid: power-of-two grids try the full threshold and its halvings; other grids a line of `steps` factors in
-            [lowest, 1], then a finer line around the best; affine grids finally move each end by itself.
-        error: of each element.
-        steps: candidates per round; fewer where the grid is fine, since clipping then gains little.
 
-    Returns:
-        QParams [C]. Never worse, by `error`, than the unclipped range.
+def _by_shared_bins(sample: Sample, grid: Grid, p: float) -> QParams:
+    """Symmetric grids: counted in bins of x / (full scale), all channels share one table of errors, factor x bin.
+
+    The error of every factor on every channel is then one matrix product, [C, BINS] @ [BINS, K].
     """
-    steps = steps or (20 if grid.bits >= 8 else 64)
-    lo, hi = sample.low, sample.high  # [C]
+    full = from_min_max(sample.low, sample.high, grid)
+    z = int(full.zero_point[0])
+    first, last = grid.qmin - z, grid.qmax - z
+    counts, zeros = _count(sample.values, full.scale * first, full.scale * (last - first))
+    if first <= 0 < last:  # the error of 0 is 0 on every grid: its mass must not be spread over a bin
+        at = min(int(-first * BINS / (last - first)), BINS - 1)
+        counts[:, at] -= zeros
+    edges = torch.linspace(first, last, BINS + 1, dtype=torch.float64)
     if grid.pot:
-        factors = torch.exp2(-torch.arange(10, dtype=torch.float64)).unsqueeze(-1)  # [K, 1]
-        best_f, _ = _best(sample, factors * lo, factors * hi, grid, error)
-        picked = factors[best_f, 0]
-        return _candidates(lo * picked, hi * picked, grid)
-    line = torch.linspace(1.0, lowest, steps, dtype=torch.float64).unsqueeze(-1)
-    index, _ = _best(sample, line * lo, line * hi, grid, error)
-    centre = line[index, 0]  # [C]
-    width = (1.0 - lowest) / (steps - 1)
-    fine = (centre + torch.linspace(1, -1, 31, dtype=torch.float64).unsqueeze(-1) * width).clamp(lowest / 2, 1.05)  # [K, C]
-    index, least = _best(sample, fine * lo, fine * hi, grid, error)
-    f = fine.gather(0, index.unsqueeze(0))[0]
-    lo, hi = lo * f, hi * f
-    if grid.zero == "any" and bool((sample.low < 0).any()) and bool((sample.high > 0).any()):
-        for end in ("low", "high"):
-            move = torch.linspace(1.0, 0.4, 13, dtype=torch.float64).unsqueeze(-1)
-            lows, highs = (move * lo, hi.expand(len(move), -1)) if end == "low" else (lo.expand(len(move), -1), move * hi)
-            index, now = _best(sample, lows, highs, grid, error)
-            pick = move[index, 0]
-            better = now < least
-            if end == "low":
-                lo = torch.where(better, lo * pick, lo)
-            else:
-                hi = torch.where(better, hi * pick, hi)
-            least = torch.minimum(now, least)
-    return _candidates(lo, hi, grid)
+        factors = torch.exp2(-torch.arange(10.0, dtype=torch.float64))
+    else:
+        lines = torch.linspace(1, _WIDEST, 6), torch.linspace(0.99, 0.2, 80), 0.2 * torch.logspace(-0.04, -1.6, 40)
+        factors = torch.cat(lines).double()
+    f = factors.unsqueeze(-1)
+    table = _integral(edges / f + z, grid, p).diff() * f ** (p + 1)  # [K, BINS]
+    k = (counts @ table.T.float()).argmin(1)  # [C]
+    chosen = _grids(sample.low * factors[k], sample.high * factors[k], grid).scale
+    # weights may sit on a lattice of their own (ternary ones do), which no histogram shows: the last word is the true error
+    worse = _true_error(sample.values, chosen, z, grid, p) > _true_error(sample.values, full.scale, z, grid, p)
+    return QParams(torch.where(worse, full.scale, chosen), full.zero_point)
 
 
-def _best(sample: Sample, low: torch.Tensor, high: torch.Tensor, grid: Grid, error: ErrorOf) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index of the candidate with the least error per channel, and that error; low, high [K, C]. The first wins a tie."""
-    rows = max(1, (1 << 22) // max(1, sample.values.numel()))  # candidates at once, to bound memory
-    parts = [errors(sample, _candidates(a, b, grid), grid, error) for a, b in zip(low.split(rows), high.split(rows), strict=True)]
-    e = torch.cat(parts)
-    least, index = e.min(0)
-    return index, least
+def _true_error(rows: torch.Tensor, scale: torch.Tensor, z: int, grid: Grid, p: float) -> torch.Tensor:
+    """Norm |x - q|_p of each row, [C]."""
+    u = rows / scale.unsqueeze(-1)
+    e = torch.round(u).clamp_(grid.qmin - z, grid.qmax - z).sub_(u)
+    return torch.linalg.vector_norm(e, p, dim=1) * scale
+
+
+def _binned(sample: Sample) -> Sample:
+    """Raw rows as one histogram per channel between its own extremes."""
+    parts = []
+    for s in sample.chunks(max(sample.values.shape[1], BINS)):
+        span = (s.high - s.low).clamp_min(2.0**-100)  # [C]
+        counts, _ = _count(s.values, s.low, span)
+        parts.append((counts, (s.low.unsqueeze(-1) + span.unsqueeze(-1) * torch.linspace(0, 1, BINS + 1, dtype=torch.float64)).float()))
+    counts, edges = (torch.cat(p) for p in zip(*parts))
+    return Sample((edges[:, 1:] + edges[:, :-1]) / 2, counts, sample.low, sample.high, edges)
+
+
+def _count(rows: torch.Tensor, start: torch.Tensor, span: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts of [C, N] values in BINS bins over [start, start + span], float32 [C, BINS]; exact zeros of each row [C]."""
+    channels = len(rows)
+    per_unit = (BINS / span.double()).float().unsqueeze(-1)
+    index = torch.addcmul((-start.double() * per_unit[:, 0]).float().unsqueeze(-1), rows, per_unit).clamp_(0, BINS - 1).to(torch.int32)
+    index += torch.arange(channels, dtype=torch.int32).unsqueeze(-1) * BINS
+    counts = torch.bincount(index.view(-1), minlength=channels * BINS).view(channels, BINS).float()
+    none = int(rows.count_nonzero()) == rows.numel()  # the usual case, and ten times faster to find than the zeros of each row
+    return counts, torch.zeros(channels) if none else rows.shape[1] - rows.count_nonzero(1).float()
+
+
+def _join(parts: list[QParams]) -> QParams:
+    return QParams(torch.cat([q.scale for q in parts]), torch.cat([q.zero_point for q in parts]))

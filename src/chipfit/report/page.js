@@ -26,7 +26,7 @@ const show = { measure: document.querySelector("[data-measure]")?.dataset.measur
 function chart() {
   let list = kernels.map((k, i) => ({ ...k, i, db: k[show.measure] })).filter(k => k.db !== null);
   if (show.order) list.sort((a, b) => a.db - b.db);
-  const labels = list.length <= 48, left = 34, foot = labels ? 96 : 12, tall = 210, wide = Math.max(1120, left + list.length * 7);
+  const labels = list.length <= 48, left = 34, foot = labels ? 96 : 12, tall = 210, wide = Math.max(1120, left + list.length * 3.5);
   const top = Math.max(50, Math.ceil(Math.max(...list.map(k => k.db)) / 10) * 10), low = Math.min(0, ...list.map(k => k.db));
   const y = db => 8 + (top - db) / (top - low) * tall, w = (wide - left) / list.length, bar = Math.max(1, Math.min(w - 2, w * .8));
   const s = svg("svg", { viewBox: `0 0 ${wide} ${tall + foot + 8}`, width: wide > 1120 ? wide : "100%", role: "group", "aria-label": "Signal over noise of each kernel [dB]" });
@@ -70,7 +70,7 @@ function histogram(k) {
   k.bars.forEach((n, i) => {
     if (!n) return;
     const l = a + i * step, h = Math.max(1, Math.sqrt(n) / peak * (H - 6)), m = l + step / 2;
-    paths[+(m < c - slack || m > d + slack)] += `M${X(l).toFixed(1)} ${H}v${-h.toFixed(1)}h${Math.max(.8, X(l + step) - X(l) - .4).toFixed(1)}v${h.toFixed(1)}z`;
+    paths[+(k.clipped > 0 && (m < c - slack || m > d + slack))] += `M${X(l).toFixed(1)} ${H}v${-h.toFixed(1)}h${Math.max(.8, X(l + step) - X(l) - .4).toFixed(1)}v${h.toFixed(1)}z`;
   });
   const s = svg("svg", { viewBox: `0 0 ${W} ${H + 14}`, role: "img", tabindex: 0 }, svg("path", { d: paths[0], fill: "var(--hist)" }), svg("path", { d: paths[1], fill: "var(--cut)" }), svg("line", { x1: 0, x2: W, y1: H, y2: H, stroke: "var(--line)" }));
   for (const [v, anchor] of [[c, "start"], [d, "end"]]) {

@@ -108,7 +108,8 @@ def _table(kernels: list[tuple[LayerRow, ...]]) -> Table:
         which = "the weakest" if measured is not kernels else "the first"
         caption = f"{which} {len(shown)} of {len(kernels)} kernels; report.html and report.json hold all of them"
     table = Table(show_edge=False, header_style="bold", pad_edge=False, caption=caption)
-    table.add_column("kernel", overflow="fold")
+    longest = max((len(kernel_name(k)) for k in shown), default=0)
+    table.add_column("kernel", overflow="fold", min_width=min(24, longest))  # names are what people search for; the rest may wrap
     table.add_column("operators", overflow="fold")
     table.add_column("runs in")
     table.add_column("format", no_wrap=True)

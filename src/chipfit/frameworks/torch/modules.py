@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from chipfit.plan import TensorPlan
-from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.grids import Grid, fake_quantize
 
 
 class _FakeQuantize(torch.autograd.Function):
@@ -49,12 +49,22 @@ def fake_quantize_ste(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Te
         scale, zero_point = scale.view(shape), zero_point.view(shape)
     s = scale.to(torch.promote_types(scale.dtype, x.dtype))
     z = zero_point.to(s.dtype)
+    if grid.table is not None:
+        return _nearest_entry(x.to(s.dtype), s, grid).to(x.dtype)
     if not (torch.compiler.is_compiling() or torch.compiler.is_exporting()):
         return _FakeQuantize.apply(x.to(s.dtype), s, z, grid.qmin, grid.qmax).to(x.dtype)
     # plain operators, which the compiler fuses; the first clamp keeps an infinity from becoming inf - inf
     v = (x.to(s.dtype) / s).clamp(-(2.0**40), 2.0**40)
     rounded = v + (torch.round(v) - v).detach()  # exact: round(v) is within a factor of two of v, or zero
     return ((torch.clamp(rounded + z, grid.qmin, grid.qmax) - z) * s).to(x.dtype)
+
+
+def _nearest_entry(x: torch.Tensor, s: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """The nearest entry of the table times s; straight through for x inside the table, d/ds = entry - x/s."""
+    assert grid.table is not None  # asked for table grids only
+    v = (x / s).clamp(grid.table[0], grid.table[-1])
+    entry = fake_quantize(v.detach(), torch.ones_like(s), torch.zeros_like(s), grid)
+    return (v + (entry - v).detach()) * s
 
 
 class FakeQuantizer(nn.Module):

@@ -1,0 +1,29 @@
+"""Mean plus and minus some standard deviations, inside what was seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from chipfit.quantizers.grids import Grid
+from chipfit.ranges.qparams import QParams, from_min_max
+from chipfit.ranges.search import Sample
+from chipfit.registry import register
+
+
+@register("range", "std")
+@dataclass(frozen=True, slots=True)
+class StdRange:
+    """[mean - k sd, mean + k sd], cut at the extremes; sd is the unbiased estimate."""
+
+    k: float = 2.6  #: standard deviations kept on each side
+
+    def __call__(self, sample: Sample, grid: Grid) -> QParams:
+        """sample: values [C, N] with weights and extremes. Returns QParams [C]."""
+        x = sample.values.double()
+        w = torch.ones_like(x) if sample.weights is None else sample.weights
+        n = w.sum(1)
+        mean = (x * w).sum(1) / n
+        reach = self.k * ((x - mean.unsqueeze(1)).square() * w).sum(1).div((n - 1).clamp_min(1)).sqrt()
+        return from_min_max((mean - reach).maximum(sample.low), (mean + reach).minimum(sample.high), grid)
