@@ -152,6 +152,7 @@ def _graph_to_plain(graph: Graph) -> tuple[dict[str, Any], dict[str, torch.Tenso
         "in_spec": graph.in_spec,
         "out_spec": graph.out_spec,
         "data_format": graph.data_format,
+        "framework": graph.framework,
     }, weights
 
 
@@ -191,6 +192,7 @@ def _graph_from_plain(data: Any, weights: dict[str, torch.Tensor]) -> Graph:
             in_spec=data["in_spec"],
             out_spec=data["out_spec"],
             data_format=data["data_format"],
+            framework=data["framework"],
         )
         check(graph, blame="loading")
     except (KeyError, TypeError, ValueError, AttributeError, GraphError) as e:

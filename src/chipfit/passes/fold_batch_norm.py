@@ -102,7 +102,8 @@ def _fold(graph: Graph, node: Node, bn: Node) -> str:
 
 
 def _bias_name(graph: Graph, weight: str) -> str:
-    name = weight[: -len("weight")] + "bias" if weight.endswith("weight") else weight + ".bias"
+    stem = weight.removesuffix("weight").removesuffix("kernel")
+    name = stem + "bias" if stem != weight else weight + ".bias"
     while name in graph.weights:
         name += "_folded"
     return name
