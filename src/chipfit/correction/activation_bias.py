@@ -1,0 +1,55 @@
+"""Activation bias correction: the mean error that rounding an input makes is subtracted behind the next linear operator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from chipfit.calibration.collect import TensorStats
+from chipfit.correction.bias import move_bias, quantized_linear, rounded, spatial
+from chipfit.graph.ir import Graph
+from chipfit.graph.linear import in_groups, mean_output
+from chipfit.graph.paths import name_of
+from chipfit.plan import Plan, TensorPlan
+from chipfit.quantizers.grids import fake_quantize
+
+
+def correct_activation_bias(
+    graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], *, threshold: float = 0.0
+) -> tuple[Graph, list[str]]:
+    """b' = b - mean over positions of Q(W) * d, where d = E[Q(x)] - E[x] from the histogram of the operator's input.
+
+    Args:
+        threshold: operators with |d| / |E[x]| below it stay as they are.
+
+    Returns:
+        The graph with new biases, and one note per correction or refusal. The plan stays valid.
+    """
+    graph, notes = graph.copy(), []
+    for node, why in quantized_linear(graph, plan):
+        x = node.inputs[0] or ""
+        seen, t = stats.get(x), plan.tensors.get(x)
+        if t is None or not t.quantized or (x, node.name) in plan.float_edges:
+            continue
+        if why or seen is None or seen.histogram is None:
+            notes.append(f"the bias of '{name_of(node)}' is not corrected: {why or 'there is no histogram of its input'}")
+            continue
+        shift, mean = mean_shift(seen, t)
+        if abs(shift) < threshold * abs(mean) or shift == 0:
+            continue
+        w = rounded(plan, node, graph.weights[node.inputs[1] or ""].detach())
+        groups, _, per_group = in_groups(node, w).shape[:3]
+        notes.append(move_bias(graph, plan, node, -mean_output(node, w, torch.full((groups * per_group,), shift), spatial(graph, node))))
+    return graph, notes
+
+
+def mean_shift(seen: TensorStats, t: TensorPlan) -> tuple[float, float]:
+    """(E[Q(x)] - E[x], E[x]) over the histogram's bins, every value taken at the middle of its bin; exact zeros at 0."""
+    assert seen.histogram is not None and t.grid is not None and t.scale is not None and t.zero_point is not None
+    h = seen.histogram
+    counts = h.counts.clone()
+    counts[len(counts) // 2] -= h.zeros
+    share = counts / h.counts.sum()
+    moved = fake_quantize(h.centers, t.scale.double(), t.zero_point, t.grid) - h.centers
+    return float((share * moved).sum()), float((share * h.centers).sum())

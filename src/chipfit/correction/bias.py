@@ -1,0 +1,91 @@
+"""Bias correction: the mean error that rounded weights make is subtracted from the bias."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from chipfit.calibration.collect import Need, TensorStats
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.linear import bias_of, bias_or_zero, channel_axis, is_linear, mean_output, with_bias
+from chipfit.graph.paths import name_of
+from chipfit.plan import Plan
+from chipfit.quantizers.grids import fake_quantize
+
+
+def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
+    """`needs`, and the mean of each channel that enters a linear operator."""
+    out = dict(needs)
+    for n in graph.nodes:
+        if is_linear(graph, n) and not graph.is_weight(n.inputs[0]):
+            name = n.inputs[0] or ""
+            out[name] = replace(out.get(name, Need(histogram=False)), mean_axis=channel_axis(n))
+    return out
+
+
+def correct_bias(graph: Graph, plan: Plan, stats: Mapping[str, TensorStats]) -> tuple[Graph, list[str]]:
+    """b' = b - mean over positions of (Q(W) - W) * E[x], for every linear operator with quantized weights.
+
+    The outputs then have the mean that they had in float. Groups, transposed convolutions and zero padding count.
+
+    Args:
+        stats: with means, as collected for `with_means`.
+
+    Returns:
+        The graph with new biases, and one note per correction or refusal. The plan stays valid.
+
+    Source: Nagel et al. 2019, arXiv:1906.04721, section 4.2.
+    """
+    graph, notes = graph.copy(), []
+    for node, why in quantized_linear(graph, plan):
+        mean = stats[node.inputs[0] or ""].mean if node.inputs[0] in stats else None
+        if mean is None:
+            why = why or "the mean of its input was not collected"
+        if why or mean is None:
+            notes.append(f"the bias of '{name_of(node)}' is not corrected: {why}")
+            continue
+        w = graph.weights[node.inputs[1] or ""].detach()
+        error = mean_output(node, rounded(plan, node, w) - w, mean, spatial(graph, node))
+        notes.append(move_bias(graph, plan, node, -error))
+    return graph, notes
+
+
+def quantized_linear(graph: Graph, plan: Plan) -> Iterator[tuple[Node, str]]:
+    """The linear operators whose weights the chip rounds, and why the bias of one cannot change ("" when it can)."""
+    users = graph.users()
+    for node in list(graph.nodes):
+        if not is_linear(graph, node) or not plan.quantized(node.inputs[1]) or (node.inputs[1], node.name) in plan.float_edges:
+            continue
+        bias, size = bias_of(node), spatial(graph, node)
+        why = "" if bias else "it has none"
+        if bias and len(users[bias]) > 1:
+            why = f"'{bias}' is read by several operators"
+        if None in size:
+            why = "the size of its input is not known"
+        yield node, why
+
+
+def spatial(graph: Graph, node: Node) -> tuple[int, ...]:
+    """Spatial size of what a linear operator reads; () for Linear."""
+    return () if node.op == "Linear" else tuple(graph.shape(node.inputs[0] or ""))[2:]  # type: ignore[return-value]  # None is refused
+
+
+def rounded(plan: Plan, node: Node, w: torch.Tensor) -> torch.Tensor:
+    """The weight as the chip stores it."""
+    t = plan.tensors[node.inputs[1] or ""]
+    assert t.grid is not None and t.scale is not None and t.zero_point is not None  # quantized_linear asks for it
+    return fake_quantize(w, t.scale, t.zero_point, t.grid, t.axis)
+
+
+def move_bias(graph: Graph, plan: Plan, node: Node, by: torch.Tensor) -> str:
+    """Add `by` [O] to the bias of `node` in `graph` as far as its grid holds the sum; returns the note."""
+    moved = bias_or_zero(graph, node) + by
+    t = plan.tensors.get(bias_of(node) or "")
+    if t is not None and t.grid is not None and t.scale is not None and t.zero_point is not None:
+        codes = torch.round(moved / t.scale) + t.zero_point
+        if bool(((codes < t.grid.qmin) | (codes > t.grid.qmax)).any()):
+            return f"the bias of '{name_of(node)}' is not corrected: the sum exceeds its {t.grid.bits}-bit grid"
+    with_bias(graph, node, moved)
+    return f"corrected the bias of '{name_of(node)}' by at most {float(by.abs().max()):.3g}"

@@ -1,0 +1,118 @@
+"""Second-moment correction: every channel of a linear operator gets back the mean and the spread that it had in float."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from chipfit.correction.bias import quantized_linear, rounded
+from chipfit.errors import DataError
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.linear import bias_or_zero, channel_axis, own, scale_outputs, with_bias
+from chipfit.graph.paths import name_of
+from chipfit.graph.run import run
+from chipfit.plan import Plan
+
+#: channels that vary less than this much of the layer's largest spread are left alone
+_LEAST = 1e-4
+
+
+def correct_second_moment(
+    graph: Graph, plan: Plan, batches: Iterable[Sequence[torch.Tensor]], *, limit: float = 2.0
+) -> tuple[Graph, list[str]]:
+    """W' = k W, b' = k (b - m_q) + m, k = s / s_q: m, s are mean and standard deviation of each output channel in float.
+
+    m_q and s_q are those of the network with rounded weights. While they are measured, each batch is normalised to the
+    float network's moments behind every operator, as a batch norm with re-estimated statistics would do: later
+    operators see corrected inputs.
+
+    Args:
+        batches: of graph inputs, as for `calibration.collect`.
+        limit: k stays in [1 / limit, limit].
+
+    Returns:
+        The graph with new weights and biases, and one note per correction or refusal. The weights' scales are to be
+        chosen again.
+
+    Raises:
+        DataError: no batch at all.
+    """
+    graph, notes, users = graph.copy(), [], graph.users()
+    nodes: dict[str, Node] = {}
+    for node, why in quantized_linear(graph, plan):
+        why = why or own(graph, users, node)
+        if why:
+            notes.append(f"'{name_of(node)}' keeps its second moment: {why}")
+        else:
+            nodes[node.output] = node
+    table = {n.inputs[1]: rounded(plan, n, graph.weights[n.inputs[1] or ""].detach()) for n, _ in quantized_linear(graph, plan)}
+    weights = {**graph.weights, **{k: v for k, v in table.items() if k is not None}}
+    moments = {o: (_Moments(), _Moments()) for o in nodes}
+
+    def hook(node: Node, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        if node.output not in nodes:
+            return outputs
+        axis = channel_axis(node)
+        (y,), reference = outputs, floats[node.output]
+        here, wanted = _Moments(), _Moments()
+        here.add(y, axis)
+        wanted.add(reference, axis)
+        for total, new in zip(moments[node.output], (wanted, here)):
+            total.merge(new)
+        shape = [1] * y.dim()
+        shape[axis] = -1
+        k = _ratio(wanted, here, limit)
+        return (((y - here.mean.view(shape)) * k.view(shape) + wanted.mean.view(shape)).to(y.dtype),)
+
+    count = 0
+    with torch.inference_mode():
+        for batch in batches:
+            floats = run(graph, batch, keep=set(nodes))
+            run(graph, batch, weights=weights, hook=hook)
+            count += 1
+    if not count:
+        raise DataError("The calibration data are empty", hint="give at least one batch; a generator can be used up only once")
+    for output, node in nodes.items():
+        wanted, here = moments[output]
+        k = _ratio(wanted, here, limit)
+        bias = k * (bias_or_zero(graph, node) - here.mean) + wanted.mean
+        name = node.inputs[1] or ""
+        graph.weights[name] = scale_outputs(node, graph.weights[name].detach(), k)
+        with_bias(graph, node, bias)
+        notes.append(f"corrected the second moment of '{name_of(node)}' by {float(k.min()):.3g} to {float(k.max()):.3g}")
+    return graph, notes
+
+
+@dataclass(slots=True)
+class _Moments:
+    """Mean and variance per channel, streaming. Chan et al. 1979 for the merge."""
+
+    count: int = 0
+    mean: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    squares: torch.Tensor = field(default_factory=lambda: torch.zeros(()))  #: sum of squared distances from the mean
+
+    def add(self, x: torch.Tensor, axis: int) -> None:
+        """One tensor with channels along `axis`."""
+        rows = x.double().movedim(axis, 0).flatten(1)
+        new = _Moments(rows.shape[1], rows.mean(1), rows.var(1, correction=0) * rows.shape[1])
+        self.merge(new)
+
+    def merge(self, other: _Moments) -> None:
+        total = self.count + other.count
+        distance = other.mean - self.mean
+        self.squares = self.squares + other.squares + distance.square() * (self.count * other.count / total)
+        self.mean = self.mean + distance * (other.count / total)
+        self.count = total
+
+    @property
+    def std(self) -> torch.Tensor:
+        return (self.squares / self.count).sqrt()
+
+
+def _ratio(wanted: _Moments, here: _Moments, limit: float) -> torch.Tensor:
+    """k [C]; 1 for channels that hardly vary."""
+    live = (wanted.std > _LEAST * wanted.std.max()) & (here.std > _LEAST * here.std.max())
+    k = wanted.std / torch.where(live, here.std, 1.0)
+    return torch.where(live, k, 1.0).clamp(1 / limit, limit)

@@ -1,0 +1,125 @@
+"""Weighted linear operators under one view: y = W x + b, whatever the convolution, its groups or its direction.
+
+A weight seen *in groups* is [g, O/g, I/g, *kernel] for every operator: g groups, each of which takes I/g input
+channels to O/g output channels. Linear has one group and no kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from chipfit.frameworks.torch.ops import execute
+from chipfit.graph.ir import Graph, Node
+
+CONVS = frozenset({"Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D"})
+TRANSPOSED = frozenset({"TransposeConv1D", "TransposeConv2D", "TransposeConv3D"})
+LINEAR = CONVS | TRANSPOSED | {"Linear"}
+
+
+def is_linear(graph: Graph, node: Node) -> bool:
+    """A convolution or linear layer whose weight, and bias if any, are constants of the model."""
+    return node.op in LINEAR and graph.is_weight(node.inputs[1]) and (bias_of(node) is None or graph.is_weight(bias_of(node)))
+
+
+def bias_of(node: Node) -> str | None:
+    return node.inputs[2] if len(node.inputs) > 2 else None
+
+
+def channel_axis(node: Node) -> int:
+    """Where a linear operator's data have their channels."""
+    return -1 if node.op == "Linear" else 1
+
+
+def in_groups(node: Node, w: torch.Tensor) -> torch.Tensor:
+    """View of a weight as [g, O/g, I/g, *kernel]."""
+    g = node.attrs.get("groups", 1)
+    parts = w.reshape(g, w.shape[0] // g, *w.shape[1:])
+    return parts.transpose(1, 2) if node.op in TRANSPOSED else parts
+
+
+def from_groups(node: Node, w: torch.Tensor) -> torch.Tensor:
+    """The inverse of `in_groups`."""
+    parts = w.transpose(1, 2) if node.op in TRANSPOSED else w
+    return parts.reshape(-1, *parts.shape[2:])
+
+
+def scale_outputs(node: Node, w: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The weight that multiplies output channel o by k[o]; k [O]."""
+    parts = in_groups(node, w)
+    return from_groups(node, parts * k.to(w.dtype).view(parts.shape[0], -1, *[1] * (parts.dim() - 2)))
+
+
+def scale_inputs(node: Node, w: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The weight that multiplies input channel i by k[i]; k [I]."""
+    parts = in_groups(node, w)
+    return from_groups(node, parts * k.to(w.dtype).view(parts.shape[0], 1, -1, *[1] * (parts.dim() - 3)))
+
+
+def out_channels(node: Node, w: torch.Tensor) -> int:
+    parts = in_groups(node, w)
+    return parts.shape[0] * parts.shape[1]
+
+
+def mean_output(node: Node, w: torch.Tensor, mean: torch.Tensor, spatial: Sequence[int]) -> torch.Tensor:
+    """Mean over all positions of what `node` with weight `w`, without its bias, makes of inputs of this mean.
+
+    Zero padding counts: an image that is `mean` everywhere goes through the operator.
+
+    Args:
+        mean: of each input channel, [I].
+        spatial: size of the input along its spatial axes; empty for Linear.
+
+    Returns:
+        [O], float64.
+    """
+    w, mean = w.detach().double(), mean.double()
+    x = mean if node.op == "Linear" else mean.view(1, -1, *[1] * len(spatial)).expand(1, -1, *spatial)
+    (y,) = execute(node, [x, w])
+    return y if node.op == "Linear" else y.mean((0, *range(2, y.dim())))
+
+
+def own(graph: Graph, users: Mapping[str, Sequence[Node]], node: Node) -> str:
+    """Why the weight and bias of `node` may not be changed for it alone; "" when they may."""
+    for name in (node.inputs[1], bias_of(node)):
+        if name is not None and len(users[name]) > 1:
+            return f"'{name}' is read by several operators"
+        if name is not None and name in graph.outputs:
+            return f"'{name}' is an output of the model"
+    return ""
+
+
+def with_bias(graph: Graph, node: Node, bias: torch.Tensor) -> Node:
+    """The node with this bias, [O], which is written to `graph.weights` under the name that the old one had."""
+    w = node.inputs[1] or ""
+    name = bias_of(node) or new_name(graph, w[: -len("weight")] + "bias" if w.endswith("weight") else w + ".bias")
+    graph.weights[name] = bias.detach().to(graph.weights[w].dtype)
+    if w in graph.trainable:
+        graph.trainable.add(name)
+    return node.with_(inputs=(*node.inputs[:2], name))
+
+
+def bias_or_zero(graph: Graph, node: Node) -> torch.Tensor:
+    """The bias, [O] float64; zeros where there is none."""
+    name = bias_of(node)
+    if name is not None:
+        return graph.weights[name].detach().double()
+    w = graph.weights[node.inputs[1] or ""]
+    return torch.zeros(out_channels(node, w), dtype=torch.float64, device=w.device)
+
+
+def new_name(graph: Graph, wanted: str) -> str:
+    """`wanted`, or the next free name like it, among values, weights and nodes."""
+    taken = {*graph.values, *graph.weights, *(n.name for n in graph.nodes)}
+    name, count = wanted, 0
+    while name in taken:
+        count += 1
+        name = f"{wanted}_{count}"
+    return name
+
+
+def replace_node(graph: Graph, old: Node, *new: Node) -> None:
+    """Put `new` where `old` stands."""
+    at = next(k for k, n in enumerate(graph.nodes) if n.name == old.name)
+    graph.nodes[at : at + 1] = new

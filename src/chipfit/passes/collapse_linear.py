@@ -1,0 +1,78 @@
+"""Two linear operators in a row become one: conv -> 1x1 conv, Linear -> Linear, and a constant added to either."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.linear import CONVS, bias_or_zero, is_linear, own, with_bias
+from chipfit.graph.paths import name_of, only_reader
+
+
+def collapse_linear(graph: Graph) -> tuple[Graph, list[str]]:
+    """Merge W2 (W1 x + b1) + b2 into (W2 W1) x + (W2 b1 + b2), and (W x + b) + c into W x + (b + c).
+
+    The second operator must be a 1x1 convolution of stride 1 without padding or groups, or Linear after Linear; the
+    first may have any kernel, stride and padding. A pair whose product has more parameters than its factors stays.
+    """
+    graph, notes = graph.copy(), dict[str, None]()
+    changed = True
+    while changed:
+        changed = False
+        users = graph.users()
+        for first in graph.nodes:
+            second = only_reader(graph, users, first.output) if is_linear(graph, first) else None
+            merged = None if second is None else _added(graph, users, first, second) or _merged(graph, users, first, second, notes)
+            if second is not None and merged is not None:
+                notes[f"collapsed '{name_of(second)}' into '{name_of(first)}'"] = None
+                graph.nodes[graph.nodes.index(first)] = merged.with_(outputs=second.outputs)
+                graph.nodes.remove(second)
+                del graph.values[first.output]
+                changed = True
+                break
+    return graph, list(notes)
+
+
+def _merged(graph: Graph, users: dict[str, list[Node]], first: Node, second: Node, notes: dict[str, None]) -> Node | None:
+    """`first` with the weights of both."""
+    if first.op not in CONVS | {"Linear"} or second.op != first.op or not is_linear(graph, second) or second.inputs[0] != first.output:
+        return None
+    w1, w2 = (graph.weights[n.inputs[1] or ""] for n in (first, second))
+    if math.prod(w2.shape[2:]) > 1:
+        return None  # not a pair that this rewrite is about
+    why = own(graph, users, first) or own(graph, users, second)
+    if first.op in CONVS:
+        a = second.attrs
+        if first.attrs["groups"] > 1 or a["groups"] > 1:
+            why = "one of them has groups"
+        elif any(s != 1 for s in a["stride"]) or any(p for pair in a["padding"] for p in pair):
+            why = "the second has stride or padding"
+    product = w2.shape[0] * math.prod(w1.shape[1:])
+    if not why and product > w1.numel() + w2.numel():
+        why = f"{product} parameters instead of {w1.numel() + w2.numel()}"
+    if why:
+        notes[f"'{name_of(first)}' and '{name_of(second)}' do not collapse: {why}"] = None
+        return None
+    outer = w2.detach().double().flatten(1)  # [O2, O1]
+    bias = outer @ bias_or_zero(graph, first) + bias_or_zero(graph, second)
+    weight = torch.tensordot(outer, w1.detach().double(), 1)  # [O2, I, *kernel]
+    graph.weights[first.inputs[1] or ""] = weight.to(w1.dtype)
+    return with_bias(graph, first, bias)
+
+
+def _added(graph: Graph, users: dict[str, list[Node]], first: Node, add: Node) -> Node | None:
+    """`first` with the constant that `add` adds in its bias."""
+    other = next((i for i in add.inputs if i != first.output), None)
+    if add.op not in ("Add", "Sub") or (add.op == "Sub" and add.inputs[0] != first.output) or not graph.is_weight(other):
+        return None
+    constant, shape = graph.weights[other or ""].detach().double(), graph.shape(first.output)
+    axis = len(shape) - 1 if first.op == "Linear" else 1
+    padded = [1] * (len(shape) - constant.dim()) + list(constant.shape)
+    bias = bias_or_zero(graph, first)
+    per_channel = len(padded) == len(shape) and all(size in (1, len(bias) if k == axis else 1) for k, size in enumerate(padded))
+    if not per_channel or not graph.is_float(other or "") or own(graph, users, first):
+        return None
+    bias = bias + (constant if add.op == "Add" else -constant).reshape(-1)
+    return with_bias(graph, first, bias)

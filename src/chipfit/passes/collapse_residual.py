@@ -1,0 +1,52 @@
+"""conv(x) + x becomes one convolution: 1 is added to the centre tap of every channel's own kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.linear import CONVS, from_groups, in_groups, is_linear, own
+from chipfit.graph.paths import name_of, only_reader
+
+
+def collapse_residual(graph: Graph) -> tuple[Graph, list[str]]:
+    """Rewrite W x + x as (W + I) x, where I has a 1 at the tap that reads the output's own position.
+
+    The convolution keeps shape and channels, has stride 1, any groups, and only the addition reads its result.
+    """
+    graph, notes = graph.copy(), []
+    users = graph.users()
+    for node in list(graph.nodes):
+        add = only_reader(graph, users, node.output) if node.op in CONVS | {"Linear"} and is_linear(graph, node) else None
+        if add is None or add.op != "Add" or set(add.inputs) != {node.inputs[0], node.output}:
+            continue
+        tap = _centre(node)
+        why = "no tap of its kernel reads the output's own position" if tap is None else own(graph, users, node)
+        if not why and graph.shape(node.output) != graph.shape(node.inputs[0] or ""):
+            why = "the shapes differ"
+        if why:
+            notes.append(f"'{name_of(node)}' keeps its residual addition '{add.name}': {why}")
+            continue
+        name = node.inputs[1] or ""
+        parts = in_groups(node, graph.weights[name].detach().clone())  # [g, C/g, C/g, *kernel]
+        diagonal = torch.arange(parts.shape[1], device=parts.device)
+        index: tuple[Any, ...] = (slice(None), diagonal, diagonal, *(tap or ()))
+        parts[index] += 1
+        graph.weights[name] = from_groups(node, parts)
+        graph.nodes[graph.nodes.index(node)] = node.with_(outputs=add.outputs)
+        graph.nodes.remove(add)
+        del graph.values[node.output]
+        notes.append(f"collapsed the residual addition '{add.name}' into '{name_of(node)}'")
+    return graph, notes
+
+
+def _centre(node: Node) -> tuple[int, ...] | None:
+    """The tap that reads the output's own position; () for Linear, None when there is none."""
+    if node.op == "Linear":
+        return ()
+    a = node.attrs
+    if any(s != 1 for s in a["stride"]) or any(low % d for (low, _), d in zip(a["padding"], a["dilation"])):
+        return None
+    return tuple(low // d for (low, _), d in zip(a["padding"], a["dilation"]))

@@ -1,0 +1,24 @@
+"""Every linear operator gets a bias, of zeros, so that corrections have a place to go."""
+
+from __future__ import annotations
+
+from chipfit.assign import facts
+from chipfit.graph.ir import Graph
+from chipfit.graph.linear import bias_of, bias_or_zero, is_linear, with_bias
+from chipfit.graph.paths import name_of
+from chipfit.platform.match import resolve
+from chipfit.platform.schema import Platform
+
+
+def give_biases(graph: Graph, platform: Platform) -> tuple[Graph, list[str]]:
+    """Add a zero bias to the linear operators without one, as far as the platform can hold biases for them."""
+    graph, notes = graph.copy(), []
+    for k, node in enumerate(graph.nodes):
+        if not is_linear(graph, node) or bias_of(node):
+            continue
+        options = resolve(platform, node.op, facts(graph, node)).options
+        if options and options[0].b not in (None, "none"):
+            graph.nodes[k] = with_bias(graph, node, bias_or_zero(graph, node))
+        elif options:
+            notes.append(f"'{name_of(node)}' gets no bias: '{platform.name}' has none for {node.op}")
+    return graph, notes

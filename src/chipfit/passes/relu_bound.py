@@ -1,0 +1,66 @@
+"""Clipped activations get a power of two as their upper bound: Relu6 becomes a clamp at 8."""
+
+from __future__ import annotations
+
+import math
+
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.linear import bias_or_zero, is_linear, own, with_bias
+from chipfit.graph.paths import name_of, paths
+
+#: operators that f(k x) = k f(x) holds for, k > 0, whatever their attributes
+HOMOGENEOUS = frozenset({
+    "MaxPool", "AvgPool", "GlobalAvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "Mean", "Sum", "ReduceMax", "ReduceMin",
+    "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Expand", "Slice", "Select", "Resize", "DepthToSpace", "SpaceToDepth",
+    "ChannelShuffle", "Dropout", "Identity", "Relu", "LeakyRelu", "PRelu",
+})  # fmt: skip
+
+
+def relu_bound_to_power_of_two(graph: Graph, *, bits: int | None = None) -> tuple[Graph, list[str]]:
+    """Scale linear -> clip(., low, high) -> linear by k = 2^ceil(log2 high) / high without changing the network.
+
+    W1' = k W1, b1' = k b1, clip' = clip(., k low, k high), W2' = W2 / k: a power-of-two grid then ends at the clip.
+    Every reader of the clipped value must come to a linear operator through operators with f(k x) = k f(x).
+
+    Args:
+        bits: of unsigned codes. The bound then is the greatest of them, (1 - 2^-bits) 2^n, instead of 2^n itself, which
+            such a grid just does not hold: better where many values are clipped.
+    """
+    graph, notes = graph.copy(), []
+    top = 1.0 if bits is None else 1 - 2.0**-bits
+    for clip in list(graph.nodes):
+        low, high = _bounds(clip)
+        if high is None or not 0 < high < math.inf or (low is not None and low > 0):
+            continue
+        bound = top * 2.0 ** math.ceil(math.log2(high) - 1e-9)
+        if math.isclose(bound, high):
+            continue
+        users, before = graph.users(), graph.producers().get(clip.inputs[0] or "")
+        found = paths(graph, users, clip.output, lambda n: n.op in HOMOGENEOUS or (n.op == "Pad" and n.attrs["value"] == 0))
+        why = found.refused
+        if before is None or not is_linear(graph, before):
+            why = "no linear operator with constant weights is in front of it"
+        elif len(users[before.output]) > 1 or before.output in graph.outputs:
+            why = f"the result of '{name_of(before)}' is also read elsewhere"
+        for n in () if why or before is None else (before, *found.ends):
+            why = why or own(graph, users, n)
+        if why or before is None:
+            notes.append(f"'{name_of(clip)}' keeps its bound {high:g}: {why}")
+            continue
+        k = bound / high
+        for n, factor in ((before, k), *((end, 1 / k) for end in found.ends)):
+            name = n.inputs[1] or ""
+            graph.weights[name] = graph.weights[name].detach() * factor
+        if len(before.inputs) > 2 and before.inputs[2]:
+            with_bias(graph, before, bias_or_zero(graph, before) * k)
+        attrs = {"min": None if low is None else low * k, "max": bound}
+        graph.nodes[graph.nodes.index(clip)] = clip.with_(op="Clamp", attrs=attrs)
+        notes.append(f"the bound of '{name_of(clip)}' moved from {high:g} to {bound:g}")
+    return graph, notes
+
+
+def _bounds(node: Node) -> tuple[float | None, float | None]:
+    """(low, high) of a clipping activation; high is None for every other operator."""
+    if node.op == "Relu6":
+        return 0.0, 6.0
+    return (node.attrs["min"], node.attrs["max"]) if node.op == "Clamp" else (0.0, None)

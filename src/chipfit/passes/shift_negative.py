@@ -1,0 +1,152 @@
+"""Shift-negative correction: a short negative tail is lifted above zero, so that an unsigned grid spends no code below it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from chipfit.assign import Assignment
+from chipfit.calibration.collect import TensorStats
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.graph.linear import CONVS, bias_of, bias_or_zero, in_groups, new_name, replace_node, with_bias
+from chipfit.graph.paths import Paths, name_of, paths
+from chipfit.platform.schema import Format
+from chipfit.ranges.qparams import from_min_max
+
+#: what `Node.layer_type` says of the additions that this rewrite makes
+SHIFT = "ShiftNegative"
+#: non-linearities with a bounded, or flat, negative side
+_TAILED = frozenset({"Swish", "Gelu", "LeakyRelu", "PRelu", "Elu", "Selu", "HardSwish", "Mish"})
+#: operators with f(x + c) = f(x) + c
+_CROSSED = frozenset({
+    "MaxPool", "GlobalAvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "Mean", "ReduceMax", "ReduceMin", "Reshape", "Transpose", "Squeeze",
+    "Unsqueeze", "Expand", "Slice", "Select", "Resize", "DepthToSpace", "SpaceToDepth", "ChannelShuffle", "Dropout", "Identity", "Pad",
+})  # fmt: skip
+
+
+def shift_negative(
+    graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats], *, ratio: float = 0.05
+) -> tuple[Graph, dict[str, TensorStats], list[str]]:
+    """Lift activations with |min| / threshold <= `ratio` by a constant c >= |min| where their grid's step then falls.
+
+    f(x) becomes f(x) + c; every linear operator behind it gets b' = b - sum(W) c, and pads with c instead of 0. The
+    network computes what it did. c is a multiple of the new step, so that c itself is on the grid.
+
+    Args:
+        graph: before its tensors are planned.
+        assignment: gives the format of each activation; only those whose sign follows the data can gain.
+        stats: of the same graph; left as they are.
+        ratio: |least value| over the threshold, the half range of the signed grid; above it nothing is shifted.
+
+    Returns:
+        The graph, the statistics with the shifted tensors' own, and one note per shift or refusal. Fusions are to be
+        found again, with `fuse_shifts` at their end.
+    """
+    graph, stats, notes = graph.copy(), dict(stats), []
+    for act in list(graph.nodes):
+        slot = assignment.slots.get(act.output) if act.op in _TAILED else None
+        seen = stats.get(act.output)
+        if slot is None or seen is None or slot.format.signed != "auto" or seen.low >= 0:
+            continue
+        found = paths(graph, graph.users(), act.output, _crossable)
+        c, why = _shift(slot.format, seen, ratio)
+        why = why or found.refused or _refusal(graph, found.ends)
+        if why:
+            notes.append(f"'{name_of(act)}' is not shifted: {why}")
+            continue
+        _rewrite(graph, act, found, c)
+        shifted = graph.users()[act.output][0].output
+        stats[shifted] = replace(seen.shifted(c), name=shifted)
+        for o in (o for n in found.crossed for o in n.outputs if o in stats):
+            stats[o] = stats[o].shifted(c)
+        for n in graph.nodes:  # the new pads hold what they read, and c
+            if n.op == "Pad" and n.output not in stats and n.inputs[0] in stats:
+                stats[n.output] = replace(stats[n.inputs[0] or ""], name=n.output)
+        notes.append(f"shifted '{name_of(act)}' by {c:g}, now unsigned, before {', '.join(repr(name_of(e)) for e in found.ends)}")
+    return graph, stats, notes
+
+
+def fuse_shifts(graph: Graph, groups: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+    """Let each shift join the kernel of its non-linearity, whose own result is then never stored."""
+    out = {g[-1]: g for g in groups}
+    producers = graph.producers()
+    for n in graph.nodes:
+        if n.op == "Add" and n.layer_type == SHIFT:
+            act = producers[n.inputs[0] or ""].name
+            out[n.name] = (*out.pop(act, (act,)), n.name)
+    order = {n.name: k for k, n in enumerate(graph.nodes)}
+    return tuple(sorted(out.values(), key=lambda g: order[g[0]]))
+
+
+def step(fmt: Format, low: float, high: float) -> float:
+    """The step of the grid that holds [low, high] without clipping, in the tensor's unit."""
+    return float(from_min_max(low, high, fmt.grid(signed=low < 0)).scale)
+
+
+def _shift(fmt: Format, seen: TensorStats, ratio: float) -> tuple[float, str]:
+    """The constant c, and why none helps."""
+    before = step(fmt, seen.low, seen.high)
+    threshold = before * 2.0 ** (fmt.bits - 1)
+    if -seen.low > ratio * threshold:
+        return 0.0, f"its least value {seen.low:.3g} is more than {ratio:g} of the threshold {threshold:.3g}"
+    after = step(fmt, 0.0, seen.high - seen.low)
+    after = step(fmt, 0.0, seen.high + after * math.ceil(-seen.low / after))
+    if after > before * (1 - 1e-6):
+        return 0.0, f"its step of {before:.3g} would not fall"
+    return after * math.ceil(-seen.low / after), ""
+
+
+def _crossable(node: Node) -> bool:
+    if node.op == "AvgPool":
+        return not node.attrs["count_include_pad"] or not any(p for pair in node.attrs["padding"] for p in pair)
+    return node.op in _CROSSED
+
+
+def _refusal(graph: Graph, ends: list[Node]) -> str:
+    """Why some operator behind cannot take the shift back."""
+    users = graph.users()
+    for end in ends:
+        if end.op not in CONVS | {"Linear"}:
+            return f"{end.op} '{name_of(end)}' would need another bias at every position"
+        if bias_of(end) and len(users[bias_of(end) or ""]) > 1:
+            return f"the bias of '{name_of(end)}' is read by several operators"
+    return ""
+
+
+def _rewrite(graph: Graph, act: Node, found: Paths, c: float) -> None:
+    name, constant = new_name(graph, f"{act.output}_shifted"), new_name(graph, f"{act.name}.shift")
+    value = graph.values[act.output]
+    graph.values[name] = Value(name, value.shape, value.dtype)
+    graph.weights[constant] = torch.tensor(c, dtype=torch.float32)
+    add = Node(new_name(graph, f"{act.name}_shift"), "Add", (act.output, constant), (name,), {}, act.layer, SHIFT, act.source)
+    for n in graph.users()[act.output]:
+        replace_node(graph, n, n.with_(inputs=tuple(name if i == act.output else i for i in n.inputs)))
+    replace_node(graph, act, act, add)
+    for n in found.crossed:
+        if n.op == "Pad" and n.attrs["mode"] == "constant":
+            here = graph.node(n.name)
+            replace_node(graph, here, here.with_(attrs={**n.attrs, "value": n.attrs["value"] + c}))
+    for n in found.ends:
+        end = graph.node(n.name)
+        w = in_groups(end, graph.weights[end.inputs[1] or ""].detach().double())
+        taken = with_bias(graph, end, bias_or_zero(graph, end) - c * w.flatten(2).sum(2).flatten())
+        replace_node(graph, end, *_padded(graph, taken, c))
+
+
+def _padded(graph: Graph, conv: Node, c: float) -> tuple[Node, ...]:
+    """The convolution, behind a Pad with `c` where it pads itself."""
+    padding = conv.attrs.get("padding", ())
+    if not any(p for pair in padding for p in pair):
+        return (conv,)
+    x = conv.inputs[0] or ""
+    shape = graph.values[x].shape
+    sizes = [None if s is None else s + low + high for s, (low, high) in zip(shape[2:], padding, strict=True)]
+    name = new_name(graph, f"{conv.name}_pad")
+    graph.values[name] = Value(name, (*shape[:2], *sizes), graph.values[x].dtype)
+    attrs = {"padding": ((0, 0), (0, 0), *padding), "mode": "constant", "value": c}
+    pad = Node(name, "Pad", (x,), (name,), attrs, conv.layer, "Pad", conv.source)
+    none = tuple((0, 0) for _ in padding)
+    return pad, conv.with_(inputs=(name, *conv.inputs[1:]), attrs={**conv.attrs, "padding": none})

@@ -1,0 +1,47 @@
+"""Logits are moved to the middle of their range: softmax(x + c) = softmax(x)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from chipfit.assign import Assignment
+from chipfit.calibration.collect import TensorStats
+from chipfit.graph.ir import Graph
+from chipfit.graph.linear import bias_or_zero, is_linear, own, with_bias
+from chipfit.graph.paths import name_of, only_reader
+from chipfit.passes.shift_negative import step
+
+
+def softmax_shift(
+    graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats]
+) -> tuple[Graph, dict[str, TensorStats], list[str]]:
+    """Subtract (min + max) / 2 of the logits from the bias in front of a softmax, where their grid's step then falls.
+
+    Args:
+        graph, assignment, stats: as for `shift_negative`.
+
+    Returns:
+        The graph, the statistics with those of the moved logits, and one note per shift or refusal.
+    """
+    graph, stats, notes = graph.copy(), dict(stats), []
+    users, producers = graph.users(), graph.producers()
+    for softmax in graph.nodes:
+        logits = softmax.inputs[0] if softmax.op in ("Softmax", "LogSoftmax") else None
+        linear = producers.get(logits or "")
+        if logits is None or linear is None or not is_linear(graph, linear) or logits not in stats or logits not in assignment.slots:
+            continue
+        seen, fmt = stats[logits], assignment.slots[logits].format
+        c = -(seen.low + seen.high) / 2
+        before, after = step(fmt, seen.low, seen.high), step(fmt, seen.low + c, seen.high + c)
+        if after > before * (1 - 1e-6):
+            continue
+        why = own(graph, users, linear)
+        if only_reader(graph, users, logits) is None:
+            why = "its logits are also read elsewhere"
+        if why:
+            notes.append(f"the logits of '{name_of(linear)}' are not shifted: {why}")
+            continue
+        graph.nodes[graph.nodes.index(linear)] = with_bias(graph, linear, bias_or_zero(graph, linear) + c)
+        stats[logits] = seen.shifted(c)
+        notes.append(f"shifted the logits of '{name_of(linear)}' by {c:.4g}: their step falls from {before:.3g} to {after:.3g}")
+    return graph, stats, notes

@@ -1,0 +1,114 @@
+"""Shift-negative correction: what an unsigned grid gains, and that nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from chipfit.calibration.collect import Need, collect
+from chipfit.graph.run import run
+from chipfit.passes.shift_negative import SHIFT, shift_negative
+from tests.steps import begin
+
+
+def swish_net(behind: nn.Module) -> nn.Module:
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.SiLU(), behind, nn.Conv2d(8, 4, 3, padding=1))
+    with torch.no_grad():
+        net[0].weight.copy_(torch.randn(8, 3, 1, 1))
+        net[0].bias.fill_(1.0)
+    return net
+
+
+def spread(low: float, high: float) -> torch.Tensor:
+    """Images of the same three channels whose values reach from low to high."""
+    return torch.linspace(low, high, 4 * 3 * 36).view(4, 3, 6, 6)
+
+
+class Identity(nn.Module):
+    """A point convolution that passes three channels on, then an activation, then a padded convolution."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.first, self.act, self.last = nn.Conv2d(3, 3, 1, bias=False), act, nn.Conv2d(3, 4, 3, padding=1)
+        with torch.no_grad():
+            self.first.weight.copy_(torch.eye(3).view(3, 3, 1, 1))
+
+    def forward(self, x):
+        return self.last(self.act(self.first(x)))
+
+
+def test_the_shift_on_paper():
+    """Swish of [-4, 7] lies in [-0.278, 6.99]. Signed the threshold is 8, the step 1/16. Unsigned it is 8 too, 1/32: 9 steps make 0.28125."""
+    x = spread(-4, 7)
+    steps = begin(Identity(nn.SiLU()), x)
+    new, stats, notes = shift_negative(steps.graph, steps.assignment, steps.stats)
+    assert notes == ["shifted 'act' by 0.28125, now unsigned, before 'last'"]
+    assert [n.op for n in new.nodes] == ["Conv2D", "Swish", "Add", "Pad", "Conv2D"]
+    add, pad, conv = new.nodes[2:]
+    assert add.layer_type == SHIFT and float(new.weights[add.inputs[1]]) == 0.28125
+    assert pad.attrs["value"] == 0.28125 and pad.attrs["padding"] == ((0, 0), (0, 0), (1, 1), (1, 1))
+    assert conv.attrs["padding"] == ((0, 0), (0, 0))
+    w, b = steps.graph.weights["last.weight"], steps.graph.weights["last.bias"]
+    torch.testing.assert_close(new.weights["last.bias"], b - 0.28125 * w.sum((1, 2, 3)))
+    assert stats[add.output].low == pytest.approx(0.28125 - 0.2785, abs=1e-3)
+    (want,), (got,) = run(steps.graph, [x]).values(), run(new, [x]).values()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU(), nn.Hardswish(), nn.LeakyReLU(0.02), nn.PReLU(3, 0.01), nn.Mish()])
+def test_the_error_behind_the_activation_falls(act):
+    steps = begin(Identity(act), spread(-8, 6.5))
+    graph, stats, notes = shift_negative(steps.graph, steps.assignment, steps.stats)
+    assert notes[0].startswith("shifted"), notes
+    shifted = steps.decided(graph, stats)
+    plan = shifted.plan()
+    add = next(n for n in graph.nodes if n.layer_type == SHIFT)
+    assert plan.tensors[add.output].grid.qmin == 0 and float(plan.tensors[add.output].scale) == 1 / 32
+    assert not plan.quantized(add.inputs[0]), "the activation's own result is inside the kernel"
+
+    # half the step, a quarter of the squared error behind the next convolution
+    assert shifted.error(add.output) < 0.4 * steps.error(steps.graph.nodes[1].output)
+    assert shifted.error() < steps.error()
+
+
+def test_the_shifted_statistics_are_those_of_a_new_calibration():
+    class Pooled(Identity):
+        def forward(self, x):
+            return self.last(F.max_pool2d(self.act(self.first(x)), 2))
+
+    steps = begin(Pooled(nn.SiLU()), spread(-4, 7))
+    graph, stats, _ = shift_negative(steps.graph, steps.assignment, steps.stats)
+    add, pool = graph.nodes[2].output, graph.nodes[3].output
+    again = collect(graph, [[steps.x]], tensors={n: Need() for n in (add, pool)})
+    for name in (add, pool):
+        assert stats[name].low == pytest.approx(again[name].low, abs=1e-5)
+        assert stats[name].high == pytest.approx(again[name].high, abs=1e-5)
+        h, g = stats[name].histogram, again[name].histogram
+        assert h.counts.sum() == g.counts.sum()
+        step = 2 * h.reach / len(h.counts)
+        assert float((h.counts * h.centers).sum()) == pytest.approx(float((g.counts * g.centers).sum()), abs=step * float(g.counts.sum()))
+
+
+@pytest.mark.parametrize(
+    "net, span, why",
+    [
+        (Identity(nn.SiLU()), (-4, 3), "more than 0.05 of the threshold 4"),
+        (Identity(nn.SiLU()), (-4, 7.9), "would not fall"),
+        (Identity(nn.ELU()), (-4, 7), "more than 0.05"),
+        (nn.Sequential(nn.Conv2d(3, 3, 1), nn.SiLU()), (-80, 60), "an output of the model"),
+        (nn.Sequential(nn.Conv2d(3, 3, 1), nn.SiLU(), nn.Sigmoid(), nn.Conv2d(3, 3, 1)), (-80, 60), "Sigmoid '2' reads it"),
+        (nn.Sequential(nn.Conv2d(3, 3, 1), nn.SiLU(), nn.ConvTranspose2d(3, 3, 2, 2)), (-80, 60), "another bias at every position"),
+        (nn.Sequential(nn.Conv2d(3, 3, 1), nn.SiLU(), nn.AvgPool2d(2, padding=1), nn.Conv2d(3, 3, 1)), (-80, 60), "AvgPool '2' reads it"),
+    ],
+)
+def test_a_shift_that_does_not_help_or_cannot_be_undone_is_refused(net, span, why):
+    steps = begin(net, spread(*span))
+    new, _, notes = shift_negative(steps.graph, steps.assignment, steps.stats)
+    assert new.nodes == steps.graph.nodes and len(notes) == 1 and why in notes[0]
+
+
+def test_formats_with_a_zero_point_of_their_own_have_nothing_to_gain():
+    steps = begin(Identity(nn.SiLU()), spread(-4, 7), "ort_cpu")
+    assert shift_negative(steps.graph, steps.assignment, steps.stats)[2] == []

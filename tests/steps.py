@@ -1,0 +1,86 @@
+"""The steps of `chipfit.quantize` one by one, for tests of what stands between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from chipfit import scales
+from chipfit.assign import Assignment, assign
+from chipfit.calibration.collect import TensorStats, collect
+from chipfit.correction.bias import with_means
+from chipfit.frameworks.torch.capture import capture
+from chipfit.frameworks.torch.lower import lower
+from chipfit.graph.ir import Graph
+from chipfit.graph.run import run
+from chipfit.passes.fold_batch_norm import fold_batch_norm
+from chipfit.passes.fuse import fuse
+from chipfit.passes.shift_negative import fuse_shifts
+from chipfit.passes.unshare_biases import unshare_biases
+from chipfit.plan import Plan
+from chipfit.platform.load import load
+from chipfit.platform.match import fusions
+from chipfit.platform.schema import Platform
+from chipfit.quantizers.grids import fake_quantize
+
+
+def captured(model: nn.Module, x: torch.Tensor) -> Graph:
+    """The graph of a model, batch norms folded."""
+    return unshare_biases(fold_batch_norm(capture(model.eval(), (x,), {}))[0])[0]
+
+
+@dataclass
+class Steps:
+    """A model on its way to a plan."""
+
+    graph: Graph
+    platform: Platform
+    x: torch.Tensor  #: calibration data and test data in one
+    assignment: Assignment
+    stats: dict[str, TensorStats]
+    bits: int | None = None  #: of all weights, where they are not the platform's first choice
+
+    def decided(self, graph: Graph, stats: dict[str, TensorStats] | None = None) -> Steps:
+        """The same with another graph, formats decided again."""
+        return replace(self, graph=graph, assignment=_decide(graph, self.platform, self.bits), stats=stats or self.stats)
+
+    def plan(self, rule: str = "mse") -> Plan:
+        tensors = scales.choose(self.graph, self.assignment, self.stats, rule=rule, weight_rule=rule)
+        a = self.assignment
+        return Plan(tensors=tensors, nodes=a.nodes, groups=a.groups, float_edges=frozenset(a.float_edges))
+
+    def float(self, *keep: str) -> list[torch.Tensor]:
+        """The float network's outputs and the values named in `keep`."""
+        values = run(self.graph, [self.x], keep=keep)
+        return [values[k] for k in (*self.graph.outputs, *keep)]
+
+    def quantized(self, plan: Plan, *keep: str) -> list[torch.Tensor]:
+        """The same under a plan."""
+        with torch.no_grad():
+            return lower(self.graph, plan).run_flat([self.x], keep)
+
+    def rounding(self, name: str) -> float:
+        """Mean squared error that storing this value alone makes in the value."""
+        t, x = self.plan().tensors[name], self.float(name)[-1]
+        return float((fake_quantize(x, t.scale, t.zero_point, t.grid, t.axis) - x).square().mean())
+
+    def error(self, *only: str) -> float:
+        """Relative squared error of the first output, where `only` these tensors are stored in codes (all when omitted)."""
+        plan = self.plan()
+        tensors = {k: t if not only or k in only else t.with_(grid=None) for k, t in plan.tensors.items()}
+        want, got = self.float()[0], self.quantized(replace(plan, tensors=tensors))[0]
+        return float((got - want).square().mean() / want.square().mean())
+
+
+def begin(model: nn.Module | Graph, x: torch.Tensor, platform: str | Platform = "imx500", bits: int | None = None) -> Steps:
+    graph, target = model if isinstance(model, Graph) else captured(model, x), load(platform)
+    assignment = _decide(graph, target, bits)
+    stats = collect(graph, [[x]], tensors=with_means(graph, scales.needs(assignment, "mse")))
+    return Steps(graph, target, x, assignment, stats, bits)
+
+
+def _decide(graph: Graph, platform: Platform, bits: int | None) -> Assignment:
+    overrides = {} if bits is None else {n.name: {"bits": bits} for n in graph.nodes}
+    return assign(graph, platform, fuse_shifts(graph, fuse(graph, fusions(platform))[0]), overrides)
