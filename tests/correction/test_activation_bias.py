@@ -1,0 +1,83 @@
+"""Activation bias correction: what rounding an input adds on average is taken off behind the next operator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from chipfit.calibration.collect import Need, collect
+from chipfit.correction.activation_bias import correct_activation_bias, mean_shift
+from chipfit.frameworks.torch.lower import lower
+from chipfit.graph.run import run
+from chipfit.plan import Plan, TensorPlan
+from chipfit.quantizers.grids import Grid
+from tests.steps import captured
+
+
+def planned(graph, scale: float, qmax: int = 255) -> Plan:
+    """The input on an unsigned grid, the weights on one that holds quarters exactly."""
+    zero = torch.tensor(0, dtype=torch.int32)
+    x, w = graph.inputs[0], graph.nodes[0].inputs[1]
+    return Plan(tensors={
+        x: TensorPlan(name=x, role="activation", grid=Grid(bits=8, qmin=0, qmax=qmax), scale=torch.tensor(scale), zero_point=zero),
+        w: TensorPlan(name=w, role="weight", grid=Grid(bits=16, qmin=-32768, qmax=32767), scale=torch.tensor(0.25), zero_point=zero),
+    })  # fmt: skip
+
+
+def linear() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.0, 2.0], [0.5, -0.25]]))
+        layer.bias.copy_(torch.tensor([10.0, 20.0]))
+    return layer
+
+
+def test_the_correction_on_paper():
+    """All inputs are 0.7, step 1: each becomes 1, 0.3 too much. The sums of the weights' rows are 3 and 0.25."""
+    x = torch.full((4, 2), 0.7)
+    graph = captured(linear(), x)
+    stats = collect(graph, [[x]], tensors={graph.inputs[0]: Need()})
+    new, notes = correct_activation_bias(graph, planned(graph, 1.0), stats)
+    torch.testing.assert_close(new.weights["bias"], torch.tensor([10 - 0.9, 20 - 0.075]), atol=2e-3, rtol=0)  # a bin is 1 / 1024 wide
+    assert len(notes) == 1
+
+
+def test_clipping_is_part_of_the_shift():
+    x = torch.tensor([[1.0, 3.0], [1.0, 3.0]])
+    graph = captured(linear(), x)
+    stats = collect(graph, [[x]], tensors={graph.inputs[0]: Need()})
+    t = planned(graph, 1.0, qmax=2).tensors[graph.inputs[0]]
+    shift, mean = mean_shift(stats[graph.inputs[0]], t)
+    assert shift == pytest.approx(-0.5, abs=0.005) and mean == pytest.approx(2.0, abs=0.005)  # 3 becomes 2 half of the time
+
+
+def test_exact_zeros_do_not_shift():
+    x = torch.zeros(8, 2)
+    x[0] = 1.0
+    graph = captured(linear(), x)
+    stats = collect(graph, [[x]], tensors={graph.inputs[0]: Need()})
+    shift, _ = mean_shift(stats[graph.inputs[0]], planned(graph, 1.0).tensors[graph.inputs[0]])
+    assert abs(shift) < 1e-3
+
+
+def test_the_outputs_mean_comes_back():
+    conv = nn.Conv2d(3, 4, 3)
+    x = torch.rand(64, 3, 9, 9) ** 4  # most of it rounds to 0 at a step of 0.25
+    graph = captured(conv, x)
+    with torch.no_grad():
+        graph.weights["weight"] = (graph.weights["weight"] * 4).round() / 4 + 0.25
+    stats, plan = collect(graph, [[x]], tensors={graph.inputs[0]: Need()}), planned(graph, 0.25)
+    new, _ = correct_activation_bias(graph, plan, stats)
+    with torch.no_grad():
+        want = run(graph, [x])[graph.outputs[0]]
+        before, after = ((lower(g, plan).run_flat([x])[0] - want).mean((0, 2, 3)).abs().max() for g in (graph, new))
+    assert after < 0.2 * before
+
+
+def test_small_relative_shifts_stay_below_the_threshold():
+    x = torch.full((4, 2), 0.7)
+    graph = captured(linear(), x)
+    stats = collect(graph, [[x]], tensors={graph.inputs[0]: Need()})
+    assert correct_activation_bias(graph, planned(graph, 1.0), stats, threshold=0.5)[1] == []  # 0.3 / 0.7 = 0.43
+    assert len(correct_activation_bias(graph, planned(graph, 1.0), stats, threshold=0.4)[1]) == 1

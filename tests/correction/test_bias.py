@@ -1,0 +1,125 @@
+"""Bias correction: the mean that rounding weights takes away comes back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from chipfit.calibration.collect import collect
+from chipfit.correction.bias import correct_bias, with_means
+from chipfit.frameworks.torch.lower import lower
+from chipfit.graph.run import run
+from chipfit.plan import Plan, TensorPlan
+from chipfit.quantizers.grids import Grid
+from tests.steps import begin, captured
+
+
+def weights_only(graph, scale: float, bits: int = 4) -> Plan:
+    """Every weight on a symmetric grid of this step; nothing else is rounded."""
+    zero, grid = torch.tensor(0, dtype=torch.int32), Grid(bits=bits, qmin=1 - 2 ** (bits - 1), qmax=2 ** (bits - 1) - 1)
+    names = {n.inputs[1] for n in graph.nodes if len(n.inputs) > 1}
+    return Plan(tensors={w: TensorPlan(name=w, role="weight", grid=grid, scale=torch.tensor(scale), zero_point=zero) for w in names})
+
+
+def means(graph, x):
+    return collect(graph, [[x]], tensors=with_means(graph, {}))
+
+
+def per_channel_error(graph, reference, plan, x) -> torch.Tensor:
+    """Mean difference of the output channels between `graph` with rounded weights and `reference` in float."""
+    with torch.no_grad():
+        got, want = lower(graph, plan).run_flat([x])[0], run(reference, [x])[reference.outputs[0]]
+    return (got - want).mean([k for k in range(want.dim()) if k != 1])
+
+
+def test_the_correction_on_paper():
+    """Q(0.3) = 0.5, Q(1.1) = 1.0 at step 0.5: the error 0.2 * 4 - 0.1 * 2 = 0.6 leaves the bias."""
+    linear = nn.Linear(2, 1)
+    with torch.no_grad():
+        linear.weight.copy_(torch.tensor([[0.3, 1.1]]))
+        linear.bias.copy_(torch.tensor([1.0]))
+    graph = captured(linear, torch.randn(2, 2))
+    x = torch.tensor([[3.0, 1.0], [5.0, 3.0]])  # means 4 and 2
+    new, notes = correct_bias(graph, weights_only(graph, 0.5), means(graph, x))
+    assert float(new.weights["bias"]) == pytest.approx(0.4)
+    assert float(graph.weights["bias"]) == 1.0
+    assert len(notes) == 1 and "by at most 0.6" in notes[0]
+
+
+LAYERS = {
+    "conv": nn.Conv2d(6, 8, 3),
+    "grouped": nn.Conv2d(6, 8, 3, groups=2),
+    "depthwise": nn.Conv2d(6, 12, 3, groups=6),
+    "strided, dilated": nn.Conv2d(6, 4, 3, 2, dilation=2),
+    "transposed": nn.ConvTranspose2d(6, 4, 2, 2),
+    "transposed in groups": nn.ConvTranspose2d(6, 4, 3, 2, groups=2),
+    "conv1d": nn.Conv1d(6, 8, 3),
+    "linear": nn.Linear(6, 5),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("bits", [3, 4])
+def test_the_mean_error_of_every_channel_vanishes(name, bits):
+    layer = LAYERS[name]
+    size = {nn.Linear: (), nn.Conv1d: (9,)}.get(type(layer), (9, 9))
+    x = torch.randn(64, 6, *size) + torch.arange(6.0).view(1, 6, *[1] * len(size))
+    graph = captured(layer, x)
+    plan = weights_only(graph, float(graph.weights["weight"].abs().max()) / (2 ** (bits - 1) - 1), bits)
+    new, _ = correct_bias(graph, plan, means(graph, x))
+    before, after = (per_channel_error(g, graph, plan, x).abs().max() for g in (graph, new))
+    assert before > 0.03
+    assert after < before * 0.1  # an image's border has other means than its middle; everything else is exact
+
+
+def test_zero_padding_counts():
+    """Two thirds of a 3-tap kernel on 1 pixel are padding: only the middle tap's error reaches the output."""
+    conv = nn.Conv1d(1, 1, 3, padding=1, bias=True)
+    with torch.no_grad():
+        conv.weight.copy_(torch.tensor([[[0.3, 0.3, 0.3]]]))
+        conv.bias.zero_()
+    x = torch.full((2, 1, 1), 10.0)
+    graph = captured(conv, x)
+    new, _ = correct_bias(graph, weights_only(graph, 0.5), means(graph, x))
+    assert float(new.weights["bias"]) == pytest.approx(-2.0)  # -(0.5 - 0.3) * 10, not three times that
+
+
+def test_images_of_several_batches_give_one_mean():
+    graph = captured(nn.Conv2d(3, 2, 1), torch.randn(2, 3, 4, 4))
+    a, b = torch.randn(2, 3, 4, 4), torch.randn(6, 3, 4, 4) + 3
+    stats = collect(graph, [[a], [b]], tensors=with_means(graph, {}))
+    torch.testing.assert_close(stats[graph.inputs[0]].mean.float(), torch.cat([a, b]).mean((0, 2, 3)))
+
+
+def test_a_whole_network_gets_closer_to_float():
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3, groups=16), nn.ReLU(), nn.Conv2d(16, 8, 1))
+    steps = begin(net, torch.randn(32, 3, 10, 10) + 0.5, "imx500", bits=2)
+    plan = steps.plan()
+    new, notes = correct_bias(steps.graph, plan, steps.stats)
+    assert len(notes) == 3
+    want = steps.float()[0]
+    errors = [(replace(steps, graph=g).quantized(plan)[0] - want).mean((0, 2, 3)).abs().mean() for g in (steps.graph, new)]
+    assert errors[1] < 0.35 * errors[0]
+
+
+def test_what_cannot_be_corrected_says_why():
+    graph = captured(nn.Conv2d(3, 2, 1, bias=False), torch.randn(2, 3, 4, 4))
+    new, notes = correct_bias(graph, weights_only(graph, 0.5), means(graph, torch.randn(2, 3, 4, 4)))
+    assert new.nodes == graph.nodes and "it has none" in notes[0]
+    graph = captured(nn.Conv2d(3, 2, 1), torch.randn(2, 3, 4, 4))
+    assert "was not collected" in correct_bias(graph, weights_only(graph, 0.5), {})[1][0]
+
+
+def test_a_bias_that_its_grid_would_clip_stays():
+    graph = captured(nn.Linear(2, 1), torch.randn(2, 2))
+    plan = weights_only(graph, 100.0)  # every weight becomes 0
+    narrow = TensorPlan(
+        name="bias", role="bias", grid=Grid(bits=8, qmin=-128, qmax=127), scale=torch.tensor(0.01), zero_point=torch.tensor(0), axis=None
+    )
+    plan = replace(plan, tensors={**plan.tensors, "bias": narrow})
+    x = torch.tensor([[100.0, 100.0]]) * graph.weights["weight"].sign()
+    new, notes = correct_bias(graph, plan, means(graph, x))
+    assert "exceeds its 8-bit grid" in notes[0] and torch.equal(new.weights["bias"], graph.weights["bias"])

@@ -1,0 +1,84 @@
+"""Second-moment correction: mean and spread of every channel as in float."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from chipfit.correction.second_moment import correct_second_moment
+from chipfit.errors import DataError
+from tests.correction.test_bias import weights_only
+from tests.steps import begin, captured
+
+
+def moments(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = y.movedim(1, 0).flatten(1)
+    return rows.mean(1), rows.std(1)
+
+
+def test_the_correction_on_paper():
+    """Weight 0.8 is stored as 1: the spread grows by 1 / 0.8, and the mean of 0.8 * 5 + 1 by 1."""
+    layer = nn.Linear(1, 1)
+    with torch.no_grad():
+        layer.weight.fill_(0.8)
+        layer.bias.fill_(1.0)
+    graph = captured(layer, torch.randn(2, 1))
+    new, notes = correct_second_moment(graph, weights_only(graph, 1.0), [[torch.tensor([[3.0], [5.0], [7.0]])]])
+    assert float(new.weights["weight"]) == pytest.approx(0.64)  # whose grid, 0.8 times as wide, holds it as 0.8
+    assert float(new.weights["bias"]) == pytest.approx(0.8 * (1 - 6) + 5)
+    assert len(notes) == 1
+
+
+class Deep(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, groups=16), nn.ReLU(), nn.ConvTranspose2d(16, 8, 2, 2), nn.ReLU(),
+            nn.Conv2d(8, 6, 1),
+        )  # fmt: skip
+
+
+def test_every_layer_of_a_2_bit_network_has_floats_mean_and_spread_again():
+    x = torch.randn(32, 3, 10, 10)
+    steps = begin(Deep(), x, "imx500", bits=2)
+    graph, notes = correct_second_moment(steps.graph, steps.plan(), [[x[:16]], [x[16:]]])
+    assert len(notes) == 4
+    corrected = replace(steps, graph=graph)
+    names = [n.output for n in steps.graph.nodes if n.op != "Relu"]
+    gaps = []
+    for s in (steps, corrected):
+        plan = s.plan()
+        plan = replace(plan, tensors={k: t if t.role == "weight" else t.with_(grid=None) for k, t in plan.tensors.items()})
+        gap = []
+        for want, got in zip(steps.float(*names)[1:], s.quantized(plan, *names)[1:]):
+            (m, sd), (mq, sq) = moments(want), moments(got)
+            gap += [float(((mq - m).abs() / sd).max()), float((sq / sd - 1).abs().max())]
+        gaps.append(max(gap))
+    assert gaps[0] > 0.3
+    assert gaps[1] < 0.08
+
+
+def test_the_error_of_the_output_falls():
+    x = torch.randn(32, 3, 10, 10)
+    steps = begin(Deep(), x, "imx500", bits=2)
+    graph, _ = correct_second_moment(steps.graph, steps.plan(), [[x]])
+    want = steps.float()[0]
+    before, after = ((s.quantized(s.plan())[0] - want).square().mean() for s in (steps, replace(steps, graph=graph)))
+    assert after < 0.8 * before
+
+
+def test_channels_that_do_not_vary_are_left_alone():
+    layer = nn.Linear(2, 2)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[0.8, 0.0], [0.0, 0.8]]))
+    graph = captured(layer, torch.randn(2, 2))
+    new, _ = correct_second_moment(graph, weights_only(graph, 1.0), [[torch.tensor([[3.0, 2.0], [5.0, 2.0]])]])
+    assert float(new.weights["weight"][1, 1]) == pytest.approx(0.8)
+
+
+def test_no_data_is_an_error():
+    graph = captured(nn.Linear(2, 2), torch.randn(2, 2))
+    with pytest.raises(DataError, match="empty"):
+        correct_second_moment(graph, weights_only(graph, 1.0), [])
