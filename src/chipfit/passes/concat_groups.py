@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from chipfit.assign import Assignment
+from typing import TYPE_CHECKING
+
 from chipfit.graph.ir import Graph
+
+if TYPE_CHECKING:
+    from chipfit.assign import Assignment
 
 
 def concat_groups(graph: Graph, assignment: Assignment) -> list[list[str]]:

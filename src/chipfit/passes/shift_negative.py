@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from chipfit.assign import Assignment
 from chipfit.calibration.collect import TensorStats
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.linear import CONVS, bias_of, bias_or_zero, in_groups, new_name, replace_node, with_bias
 from chipfit.graph.paths import Paths, name_of, paths
-from chipfit.platform.schema import Format
 from chipfit.ranges.qparams import from_min_max
+
+if TYPE_CHECKING:
+    from chipfit.assign import Assignment
+    from chipfit.platform.schema import Format
 
 #: what `Node.layer_type` says of the additions that this rewrite makes
 SHIFT = "ShiftNegative"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from chipfit.assign import Assignment
 from chipfit.calibration.collect import TensorStats
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import bias_or_zero, is_linear, own, with_bias
 from chipfit.graph.paths import name_of, only_reader
 from chipfit.passes.shift_negative import step
+
+if TYPE_CHECKING:
+    from chipfit.assign import Assignment
 
 
 def softmax_shift(

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from chipfit.graph.run import run
-from chipfit.passes.give_biases import give_biases
+from chipfit.correction.give_biases import give_biases
 from chipfit.platform.load import load
 from tests.steps import captured
 
