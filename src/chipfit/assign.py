@@ -7,7 +7,7 @@ the chip; only the tensors between units are stored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chipfit.errors import UnsupportedError
@@ -20,7 +20,7 @@ from chipfit.platform.schema import Format, Option, Platform
 
 #: out-channel axis of a weight by operator; everything else that has a weight keeps it on axis 0
 _OUT_AXIS = {"TransposeConv1D": 1, "TransposeConv2D": 1, "TransposeConv3D": 1, "MatMul": -1}
-_NO_FORMAT = ("float", "none", None)
+_NO_FORMAT = ("float", "none", "any", None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class _Unit:
 
 def facts(graph: Graph, node: Node) -> dict[str, Any]:
     """Everything that a platform's `where` may ask about a node: its attributes and what shapes imply."""
-    out = dict(node.attrs)
+    out = {**node.attrs, "config": node.config, "layer_type": node.layer_type}
     data = node.inputs[0] if node.inputs else None
     if data is not None and data in graph.values:
         shape = graph.values[data].shape
@@ -110,6 +110,7 @@ def assign(
     """
     units = _units(graph, platform, groups, overrides or {})
     _first_last(graph, platform, units)
+    _narrow(graph, platform, units)
     result = Assignment(groups=groups)
     formats: dict[str, str] = {}  # value -> format name
     wants = _wants(graph, platform, units)
@@ -117,6 +118,8 @@ def assign(
     coded: set[str] = set()  # values that exist on the chip as codes only, because their producer writes codes
     for name in graph.inputs:
         wanted = wants.get(name)
+        if wanted == "any":  # readers take what the producer writes, and the model's input has none: the platform says
+            wanted = next((f for f in platform.place.io_in if f not in _NO_FORMAT), None)
         if wanted and graph.is_float(name):
             formats[name] = wanted
             if platform.place.at != "inputs":
@@ -155,7 +158,7 @@ def _carried(graph: Graph, unit: _Unit, formats: Mapping[str, str], coded: set[s
     if unit.forced:
         return None
     data = [i for i in _operands(graph, unit) if graph.is_float(i)]
-    wanted = any(o in wants for o in unit.tail.outputs)
+    wanted = any(wants.get(o, "any") != "any" for o in unit.tail.outputs)
     given = [formats[i] for i in data if i in formats and (i in coded or wanted)]
     if not given or len(set(given)) > 1 or not graph.is_float(unit.tail.output):
         return None
@@ -180,8 +183,22 @@ def _units(
             said.update(overrides.get(n, {}))
         bits = said.get("bits")
         resolved = resolve(platform, nodes[0].op, facts(graph, nodes[0]), bits=said.get("activation_bits") or 8)
+        if len(nodes) > 1 and resolved.options and resolved.options[0].in_ == "any":
+            resolved = _with_tail(resolved, resolve(platform, nodes[-1].op, facts(graph, nodes[-1]), bits=said.get("activation_bits") or 8))
         units.append(_Unit(nodes, resolved, said.get("float", ""), bits, said.get("activation_bits")))
     return units
+
+
+def _with_tail(head: Resolved, tail: Resolved) -> Resolved:
+    """Where quantizers belong to the operators that write, a fused group writes what its last operator writes."""
+    about_result = lambda r: r.fix == "out" or r.zero == "out" or "out" in (r.mono or {})  # noqa: E731 -- one line
+    options: list[Option] = []
+    for o in head.options:
+        for out in [t.out for t in tail.options] or ["none"]:
+            option = o.model_copy(update={"out": out})
+            options += [option] * (option not in options)
+    rules = [r for r in head.rules if not about_result(r)] + [r for r in tail.rules if about_result(r)]
+    return replace(head, options=tuple(options), rules=tuple(rules))
 
 
 def _first_last(graph: Graph, platform: Platform, units: list[_Unit]) -> None:
@@ -204,8 +221,10 @@ def _choose(graph: Graph, platform: Platform, unit: _Unit, formats: Mapping[str,
     """The first joint option that fits the formats of the unit's inputs; None when the unit runs in float."""
     if unit.forced or unit.resolved.exec == "float" or not unit.resolved.options or _unfit(graph, unit):
         return None
-    options = [o for o in unit.resolved.options if o.in_ not in _NO_FORMAT or o.w not in _NO_FORMAT]
-    if unit.weight_bits is not None and any(o.w for o in options):
+    options = [
+        o for o in unit.resolved.options if o.in_ not in _NO_FORMAT or o.w not in _NO_FORMAT or (o.in_ == "any" and o.out not in _NO_FORMAT)
+    ]
+    if unit.weight_bits is not None or unit.activation_bits is not None:
         options = _with_bits(platform, unit, options)
     for option in options:
         ok = True
@@ -213,31 +232,72 @@ def _choose(graph: Graph, platform: Platform, unit: _Unit, formats: Mapping[str,
             have = formats.get(value)
             if have is not None and fmt not in _NO_FORMAT and not _same_storage(platform.formats[have], platform.formats[fmt]):
                 ok = False
+            if have is not None and fmt == "any" and option.in_bits and platform.formats[have].bits > max(option.in_bits):
+                ok = False
         if ok:
             return option
     return None
 
 
 def _with_bits(platform: Platform, unit: _Unit, options: list[Option]) -> list[Option]:
-    """Options with the weight (and activation) bits that the user or a first/last rule asks for."""
-    have = {platform.formats[o.w].bits for o in options if o.w not in _NO_FORMAT}
-    fitting = [o for o in options if o.w not in _NO_FORMAT and platform.formats[o.w].bits == unit.weight_bits]
-    if fitting:
-        return fitting
-    swapped = []
-    for o in options:
-        w = _sibling(platform, o.w, unit.weight_bits)
-        a = _sibling(platform, o.in_, unit.activation_bits) if unit.activation_bits else o.in_
-        if w and a:
-            swapped.append(o.model_copy(update={"w": w, "in_": a}))
-    if not swapped:
-        raise UnsupportedError(
-            f"'{unit.head.layer or unit.head.name}' cannot have {unit.weight_bits}-bit weights on '{platform.name}'",
-            got=unit.weight_bits,
-            allowed=", ".join(map(str, sorted(have))) + " bits",
-            hint="choose one of the allowed widths or leave the layer out of `overrides`",
-        )
-    return swapped
+    """Options with the weight and activation bits that the user or a first/last rule asks for."""
+    for asked, slots, what in (
+        (unit.weight_bits, ("w",), "weights"),
+        (unit.activation_bits, ("in_", "out"), "activations"),
+    ):
+        if asked is None or not any(n not in _NO_FORMAT for o in options for s in slots for n in _tuple(getattr(o, s))):
+            continue
+        bits_of = lambda o: {platform.formats[n].bits for s in slots for n in _tuple(getattr(o, s)) if n not in _NO_FORMAT}  # noqa: B023, E731 -- used at once
+        fitting = [o for o in options if bits_of(o) <= {asked}]
+        if not fitting:
+            changed = [{s: _sibling(platform, getattr(o, s), asked) for s in slots} for o in options]
+            fitting = [
+                o.model_copy(update=c) for o, c in zip(options, changed, strict=True) if all(c[s] or not getattr(o, s) for s in slots)
+            ]
+        if not fitting:
+            have = sorted({b for o in options for b in bits_of(o)})
+            raise UnsupportedError(
+                f"'{unit.head.layer or unit.head.name}' cannot have {asked}-bit {what} on '{platform.name}'",
+                got=asked,
+                allowed=", ".join(map(str, have)) + " bits",
+                hint="choose one of the allowed widths or leave the layer out of `overrides`",
+            )
+        options = fitting
+    return options
+
+
+def _tuple(name: Any) -> tuple[Any, ...]:
+    return name if isinstance(name, tuple) else (name,)
+
+
+def _narrow(graph: Graph, platform: Platform, units: list[_Unit]) -> None:
+    """Drop the options whose result is wider than every reader can take, seen through operators that only move codes.
+
+    Raises:
+        UnsupportedError: no option is left.
+    """
+    limit: dict[str, tuple[int, str]] = {}  # value -> widest codes that its readers take [bit], and who says so
+    for k in range(len(units) - 1, -1, -1):
+        unit = units[k]
+        outs = [limit[o] for o in unit.tail.outputs if o in limit]
+        mine = min(outs) if outs else None
+        options = unit.resolved.options
+        if mine is not None and not _moves(unit):
+            kept = tuple(o for o in options if o.out not in platform.formats or platform.formats[o.out].bits <= mine[0])
+            if options and not kept:
+                raise UnsupportedError(
+                    f"'{unit.head.layer or unit.head.name}' writes codes that its reader '{mine[1]}' cannot take on '{platform.name}'",
+                    got=sorted({platform.formats[o.out].bits for o in options if o.out in platform.formats}),
+                    allowed=f"at most {mine[0]} bits",
+                    hint="keep one of them in float with overrides",
+                )
+            units[k] = unit = replace(unit, resolved=replace(unit.resolved, options=kept))
+        for i in _operands(graph, unit):
+            if _moves(unit) and mine is not None:
+                limit[i] = min(limit.get(i, mine), mine)
+            elif not _moves(unit) and not unit.forced and any(o.in_bits for o in options):
+                widest = max(max(o.in_bits) for o in options if o.in_bits), unit.head.layer or unit.head.name
+                limit[i] = min(limit.get(i, widest), widest)
 
 
 def _sibling(platform: Platform, name: Any, bits: int | None) -> str | None:
@@ -331,15 +391,16 @@ def _wants(graph: Graph, platform: Platform, units: list[_Unit]) -> dict[str, st
                 continue
             wanted = next((wants[o] for o in unit.tail.outputs if o in wants), None)
             for i in _operands(graph, unit):
-                if wanted and (len(users.get(i, ())) == 1 or i in graph.inputs):
-                    wants.setdefault(i, wanted)
+                if wanted and (len(users.get(i, ())) == 1 or i in graph.inputs) and wants.get(i, "any") == "any":
+                    wants[i] = wanted
             continue
         option = _choose(graph, platform, unit, {})
         if option is None:
             continue
         for value, fmt in _data_formats(graph, unit, option).items():
-            if fmt not in _NO_FORMAT:
-                wants.setdefault(value, fmt)
+            known = wants.get(value, "any")  # a reader that takes anything gives way to one that does not
+            if (fmt not in _NO_FORMAT or fmt == "any") and known == "any":
+                wants[value] = fmt
     return wants
 
 
@@ -426,10 +487,15 @@ def _data_slot(
             out.float_edges.add((tensor, node.name))
             return
         name = formats.get(tensor) or (_in_format(option, slot) if option else None)
+        if name == "any" and option is not None:
+            name = option.w
         if name in _NO_FORMAT:
             return
         if tensor not in out.slots:
-            out.slots[tensor] = Slot(name=tensor, role="weight", format_name=name, format=platform.formats[name], axis=None, node=node.name)
+            fmt = platform.formats[name]
+            wide = [k for k, n in enumerate(graph.shape(tensor)) if n != 1]
+            axis = wide[0] if fmt.per == "channel" and len(wide) == 1 else None
+            out.slots[tensor] = Slot(name=tensor, role="weight", format_name=name, format=fmt, axis=axis, node=node.name)
     elif tensor not in formats:
         return
     elif not integer:

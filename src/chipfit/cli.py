@@ -88,20 +88,20 @@ def quantize(
     weight_rule: Annotated[str, typer.Option("--weight-rule", help="range rule for weights")] = "mse",
     keep_float: Annotated[list[str] | None, typer.Option("--float", help="keep a layer in float (repeatable)")] = None,
     bits: Annotated[list[str] | None, typer.Option("--bits", help="LAYER=BITS, weight bits of a layer (repeatable)")] = None,
-    suffix: Annotated[str, typer.Option("--format", help="of the model file: onnx, or json for encodings")] = "onnx",
+    suffix: Annotated[str, typer.Option("--format", help="of the model file: onnx, tflite, or json for encodings")] = "onnx",
     input_size: SizeOpt = 224,
     mean: MeanOpt = MEAN,
     std: StdOpt = STD,
     seed: Annotated[int, typer.Option("--seed", help="of everything random")] = 0,
     check: Annotated[
         bool | None,
-        typer.Option("--verify/--no-verify", help="run ONNX Runtime and compare integers; by default where it is the platform's runtime"),
+        typer.Option("--verify/--no-verify", help="run the file and compare integers; by default where its runtime is the platform's own"),
     ] = None,
 ) -> None:
     """Quantize a model for a platform; write its file, its plan and a report. Exit code 1 when the runtime departs."""
     from chipfit import pipeline
     from chipfit.cli_inputs import load_data, load_model, parse_bits
-    from chipfit.registry import lookup
+    from chipfit.registry import registered
 
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
     batches, network = load_data(data, input_size, mean, std), load_model(model, weights)
@@ -109,10 +109,11 @@ def quantize(
     result.save(out / "plan")  # first, so that a file format that refuses costs no calibration
     file = result.export(out / f"model.{suffix}")
     page = result.report.save(out / "report.html")
-    own = (result.platform.name, result.platform.extends)
+    own = {result.platform.name, result.platform.extends}
+    runtimes = [n for n, r in registered("runtime").items() if r.suffix == f".{suffix}" and own.intersection(r.platforms)]
     departs = False
-    if check or (check is None and suffix == "onnx" and lookup("runtime", "onnxruntime").platform in own):
-        found = result.verify(batches, batches=4)
+    if check or (check is None and runtimes):
+        found = result.verify(batches, batches=4, runtime=next(iter(runtimes), "onnxruntime"))
         departs = found.promised and not found.sound
         page = result.report.save(page)
     result.report.show()
@@ -124,7 +125,9 @@ def quantize(
 def verify(
     saved: SavedArg,
     data: DataOpt,
-    runtime: Annotated[str, typer.Option("--runtime", help="onnxruntime or openvino")] = "onnxruntime",
+    runtime: Annotated[
+        str, typer.Option("--runtime", help="onnxruntime, openvino, litert, litert_reference or litert_optimized")
+    ] = "onnxruntime",
     file: Annotated[Path | None, typer.Option("--file", exists=True, help="the deployed file; exported again when omitted")] = None,
     report: Annotated[Path | None, typer.Option("--report", help="write what was found, as .html or .json")] = None,
     input_size: SizeOpt = 224,

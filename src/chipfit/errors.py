@@ -38,6 +38,10 @@ class PlatformError(ChipfitError):
     """A platform description is malformed or contradicts itself."""
 
 
+class ModelingError(PlatformError, AssertionError, ValueError):
+    """A chip that is described in Python contradicts itself; also an AssertionError and a ValueError, as users of MCT expect."""
+
+
 class CaptureError(ChipfitError):
     """A model cannot be read into a Graph."""
 

@@ -28,7 +28,7 @@ from chipfit.passes.unshare_biases import unshare_biases
 from chipfit.plan import Plan
 from chipfit.platform.legality import tie_groups
 from chipfit.platform.load import load as load_platform
-from chipfit.platform.match import fusions
+from chipfit.platform.match import fusions, sets_of
 from chipfit.platform.schema import Platform
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def prepare(graph: Graph, platform: Platform) -> tuple[Graph, list[str]]:
 
 def decide(graph: Graph, platform: Platform, overrides: Overrides | None = None) -> tuple[Assignment, list[str]]:
     """Fusions and formats: everything that can be said about a model on a platform before seeing data."""
-    groups, notes = fuse(graph, fusions(platform))
+    groups, notes = fuse(graph, fusions(platform), lambda n: sets_of(platform, n.op, n.layer_type, n.config))
     return assign(graph, platform, groups, resolve_overrides(graph, overrides or {})), notes
 
 

@@ -19,6 +19,7 @@ _HOMES = {
     "range": "chipfit.ranges",
     "exporter": "chipfit.export",
     "runtime": "chipfit.runtimes",
+    "kernels": "chipfit.simulate",
     "pass": "chipfit.passes",
 }
 

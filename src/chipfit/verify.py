@@ -12,13 +12,13 @@ import torch
 
 from chipfit.calibration.data import iterate, split_label
 from chipfit.errors import DataError
-from chipfit.export.onnx import export_onnx
+from chipfit.export import export
 from chipfit.graph.ir import Graph
 from chipfit.graph.run import run
 from chipfit.plan import Plan
 from chipfit.platform.schema import Platform
 from chipfit.registry import lookup
-from chipfit.simulate.integer import float_operators, simulate
+from chipfit.simulate.integer import float_operators, profile_for, simulate
 
 
 @dataclass
@@ -142,15 +142,16 @@ def verify(
     quantized = [v for v in (*graph.inputs, *(o for n in graph.nodes for o in n.outputs)) if plan.quantized(v)]
     engine = lookup("runtime", runtime)
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(path) if path is not None else export_onnx(graph, plan, Path(folder) / "model.onnx")
-        device = engine(file, [f"{v}_q" for v in quantized])
+        file = Path(path) if path is not None else export(graph, plan, Path(folder) / f"model{engine.suffix}", platform)
+        device = engine(file, [engine.codes.format(v) for v in quantized])
+    profile = profile_for(platform, engine.kernels)
     producers = graph.producers()
-    in_float = {o for n in float_operators(graph, plan) for o in _group_outputs(graph, plan, n.name)}
+    in_float = {o for n in float_operators(graph, plan, profile) for o in _group_outputs(graph, plan, n.name)}
     rows = {
         v: Row(v, producers[v].layer if v in producers else "", producers[v].op if v in producers else "Input", in_float=v in in_float)
         for v in quantized
     }
-    promised = engine.exact and engine.platform in (platform.name, platform.extends)
+    promised = engine.exact and bool({platform.name, platform.extends} & set(engine.platforms))
     out = Verification(runtime, promised, rows=list(rows.values()), executed=dict(device.executed()))
     if runtime == "onnxruntime":
         from chipfit.runtimes.onnxruntime import saturates
@@ -186,9 +187,9 @@ def _one_batch(
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     reals = run(graph, inputs, keep=list(rows))
     got = device.run([x.numpy() for x in inputs])
-    codes = {v: torch.from_numpy(got[f"{v}_q"]) for v in rows if f"{v}_q" in got}
-    free = simulate(graph, plan, inputs, platform)
-    forced = simulate(graph, plan, inputs, platform, force=codes)
+    codes = {v: torch.from_numpy(got[k]) for v in rows if (k := device.codes.format(v)) in got}
+    free = simulate(graph, plan, inputs, platform, kernels=device.kernels)
+    forced = simulate(graph, plan, inputs, platform, force=codes, kernels=device.kernels)
     for v, row in rows.items():
         if v not in codes or v not in free:
             continue

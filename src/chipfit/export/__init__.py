@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from chipfit.plan import Plan
     from chipfit.platform.schema import Platform
 
-_SUFFIX = {".onnx": "onnx", ".json": "encodings"}
+_SUFFIX = {".onnx": "onnx", ".tflite": "tflite", ".json": "encodings"}
 
 
 def export(graph: Graph, plan: Plan, path: str | Path, platform: Platform, **options: Any) -> Path:

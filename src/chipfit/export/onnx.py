@@ -19,6 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 from chipfit._version import __version__
 from chipfit.errors import ExportError, UnsupportedError
 from chipfit.export.files import write_atomically
+from chipfit.export.names import output_names
 from chipfit.export.onnx_ops import WRITERS
 from chipfit.export.opaque import splice
 from chipfit.graph.ir import OPAQUE, Graph, Node
@@ -285,23 +286,6 @@ class Writer:
 
 def _follows_batch(g: Graph) -> bool:
     return all(not g.values[i].shape or g.values[i].shape[0] is None for i in g.inputs)
-
-
-def output_names(graph: Graph) -> list[str]:
-    """ONNX names of the outputs: keys of a returned dict, else "output" with a number when there are several."""
-    count = len(graph.outputs)
-    try:
-        import ast
-
-        plain = json.loads(json.loads(graph.out_spec)["plain"])[1]
-        keys = plain["context"] if plain["type"] == "builtins.dict" else None
-        keys = json.loads(keys) if isinstance(keys, str) else keys
-        keys = ast.literal_eval(keys) if isinstance(keys, str) else keys
-        if isinstance(keys, list) and len(keys) == count and all(isinstance(k, str) for k in keys):
-            return [k if k not in graph.inputs else f"{k}_out" for k in keys]
-    except (KeyError, ValueError, SyntaxError, TypeError, IndexError):
-        pass
-    return ["output"] if count == 1 else [f"output_{i}" for i in range(count)]
 
 
 def _code_type(t: TensorPlan) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import ALIASES
@@ -11,7 +11,9 @@ from chipfit.graph.ops import ALIASES
 Pattern = tuple[frozenset[str], ...]
 
 
-def fuse(graph: Graph, patterns: Sequence[Pattern]) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
+def fuse(
+    graph: Graph, patterns: Sequence[Pattern], sets: Callable[[Node], Set[str]] = lambda _: frozenset()
+) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
     """Find the fused groups.
 
     Walking in execution order, each free node starts the longest pattern that fits completely; a shorter
@@ -22,12 +24,15 @@ def fuse(graph: Graph, patterns: Sequence[Pattern]) -> tuple[tuple[tuple[str, ..
     Args:
         graph: after batch-norm folding.
         patterns: chains of operator alternatives, in the platform's order.
+        sets: the operator sets that a node belongs to, as patterns name them ("@relu_sets").
 
     Returns:
         Groups of two or more node names in execution order, and one note per refused fusion.
     """
     chains = sorted({_without_batch_norm(p) for p in patterns} - {()}, key=lambda p: (-len(p), [sorted(s) for s in p]))
     users = graph.users()
+    own = {n.name: sets(n) for n in graph.nodes}
+    fits = lambda n, alternatives: _named(n, alternatives) or not own[n.name].isdisjoint(alternatives)  # noqa: E731 -- one line
     taken: set[str] = set()
     groups: list[tuple[str, ...]] = []
     notes: list[str] = []
@@ -36,7 +41,7 @@ def fuse(graph: Graph, patterns: Sequence[Pattern]) -> tuple[tuple[tuple[str, ..
             continue
         refusal = ""
         for chain in chains:
-            found, why = _follow(graph, node, chain, users, taken)
+            found, why = _follow(graph, node, chain, users, taken, fits)
             if len(found) == len(chain) > 1:
                 groups.append(tuple(n.name for n in found))
                 taken.update(groups[-1])
@@ -48,7 +53,7 @@ def fuse(graph: Graph, patterns: Sequence[Pattern]) -> tuple[tuple[tuple[str, ..
     return tuple(groups), notes
 
 
-def fits(node: Node, alternatives: frozenset[str]) -> bool:
+def _named(node: Node, alternatives: frozenset[str]) -> bool:
     """Whether a node is one of the operators that a pattern names, platform words such as ReluN1To1 included."""
     if node.op in alternatives or "*" in alternatives:
         return True
@@ -61,7 +66,9 @@ def fits(node: Node, alternatives: frozenset[str]) -> bool:
     return False
 
 
-def _follow(graph: Graph, start: Node, chain: Pattern, users: dict[str, list[Node]], taken: set[str]) -> tuple[list[Node], str]:
+def _follow(
+    graph: Graph, start: Node, chain: Pattern, users: dict[str, list[Node]], taken: set[str], fits: Callable[[Node, frozenset[str]], bool]
+) -> tuple[list[Node], str]:
     """The nodes along `chain` from `start` as far as it fits, and why it stopped when a reader would have fitted."""
     if not fits(start, chain[0]):
         return [], ""

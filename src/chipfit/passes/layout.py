@@ -50,7 +50,8 @@ class Rearranged:
 
     graph: Graph
     forms: dict[str, Form] = field(default_factory=dict)  #: value -> its form, where it is not the natural one
-    copies: dict[str, str] = field(default_factory=dict)  #: inserted value or constant -> the one that it rearranges
+    #: inserted value or constant -> the one that it rearranges, and the form in which it holds it
+    copies: dict[str, tuple[str, Form]] = field(default_factory=dict)
     raw: set[tuple[str, str]] = field(default_factory=set)  #: raw edges that inserted nodes have
 
 
@@ -155,7 +156,7 @@ class _Walk:
                 self.held[name] = (name, form)
                 self.note_form(name, form)
             else:
-                self.result.copies[new] = name
+                self.result.copies[new] = name, form
                 if raw:
                     self.result.raw.update({(tensor, new), (new, node)})
         elif raw:
@@ -170,7 +171,7 @@ class _Walk:
         new = self.made.get((name, form, False)) or self.fresh(name, form)
         self.made[name, form, False] = new
         self.out.weights[new] = w.reshape((1,) * (len(form) - w.dim()) + tuple(w.shape)).permute(form).contiguous()
-        self.result.copies[new] = name
+        self.result.copies[new] = name, form
         if raw:
             self.result.raw.add((new, node))
         return new
@@ -206,13 +207,12 @@ class _Walk:
         inputs = [None if i is None else self.read(i, natural(self.rank(i)), node.name) for i in node.inputs]
         self.emit(node, inputs, [natural(self.rank(o)) for o in node.outputs])
 
-    def spatial(self, node: Node) -> None:
+    def spatial(self, node: Node, **attrs: object) -> None:
         data, *rest = node.inputs
         assert data is not None
         others = [None if i is None else self.read(i, natural(self.rank(i)), node.name) for i in rest]
-        self.emit(
-            node, [self.read(data, self.wanted(self.rank(data)), node.name), *others], [self.wanted(self.rank(o)) for o in node.outputs]
-        )
+        inputs = [self.read(data, self.wanted(self.rank(data)), node.name), *others]
+        self.emit(node, inputs, [self.wanted(self.rank(o)) for o in node.outputs], **attrs)
 
     def elementwise(self, node: Node) -> None:
         rank = self.rank(node.output)
@@ -268,10 +268,12 @@ class _Walk:
         self.emit(node, [x], [without(form, axes)], axes=tuple(sorted(form.index(a) for a in axes)))
 
     def pad(self, node: Node) -> None:
-        if node.attrs["mode"] != "constant":
-            return self.spatial(node)  # the engine reflects trailing axes only
+        padding = node.attrs["padding"]
+        if node.attrs["mode"] != "constant":  # the engine reflects trailing axes only
+            form = self.wanted(self.rank(node.output))
+            return self.spatial(node, padding=tuple(padding[d] for d in form))
         x, form = self.as_held(node)
-        self.emit(node, [x], [form], padding=tuple(node.attrs["padding"][d] for d in form))
+        self.emit(node, [x], [form], padding=tuple(padding[d] for d in form))
 
     def tile(self, node: Node) -> None:
         x, form = self.as_held(node)

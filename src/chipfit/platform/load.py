@@ -259,7 +259,7 @@ def _check(p: Platform, problem: _Problem) -> Iterator[PlatformError]:
     """What the types cannot say: every name that is used is defined, bits of tied slots agree."""
     formats, sources = set(p.formats), set(p.sources)
     storable = formats | NOT_A_FORMAT
-    operators = set(OPS) | _FOREIGN | set(ALIASES) | set(groups()) | {"*"}
+    operators = set(OPS) | _FOREIGN | set(ALIASES) | set(groups()) | {"*"} | {f"@{name}" for name in p.sets}
 
     def know(path: tuple[Any, ...], word: str, name: Any, known: Iterable[str]) -> Iterator[PlatformError]:
         if name is not None and name not in known:
@@ -274,6 +274,10 @@ def _check(p: Platform, problem: _Problem) -> Iterator[PlatformError]:
 
     for tag in {a for a in p.arch if p.arch.count(a) > 1}:
         yield problem(("arch",), f"Revision '{tag}' is listed twice")
+    for label, members in p.sets.items():
+        for k, member in enumerate(members):
+            for canonical in member.op:
+                yield from know(("sets", label, k, "op"), "operator", canonical, set(OPS))
     for i, op in enumerate(p.ops):
         at = ("ops", i)
         for k, m in enumerate(op.match):

@@ -38,9 +38,18 @@ def names_of(op: str, attrs: Mapping[str, Any]) -> set[str]:
     return words
 
 
-def covers(match: tuple[str, ...], words: set[str]) -> bool:
-    """Whether a rule's `match` names one of `words`, directly, by @group, or by "*"."""
-    return any(m == "*" or m in words or (m.startswith("@") and not words.isdisjoint(groups()[m])) for m in match)
+def covers(match: tuple[str, ...], words: set[str], *, everything: bool = True) -> bool:
+    """Whether a rule's `match` names one of `words`, directly, by @group, or (where `everything` counts) by "*"."""
+    return any((m == "*" and everything) or m in words or (m.startswith("@") and not words.isdisjoint(groups().get(m, ()))) for m in match)
+
+
+def sets_of(platform: Platform, op: str, layer_type: str, config: Mapping[str, Any], *, filtered: bool = False) -> set[str]:
+    """The platform's own operator sets that a node belongs to, as "@name"; with `filtered`, only by a condition on attributes."""
+    return {
+        f"@{name}"
+        for name, members in platform.sets.items()
+        if any(m.match(op, layer_type, config) for m in members if m.where is not None or not filtered)
+    }
 
 
 def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int = 8) -> Resolved:
@@ -52,10 +61,16 @@ def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int 
         bits: activation bits that gates may ask for.
     """
     why = ""
-    for words in (names_of(op, attrs), *({w} for w in _CASE_OF.get(op, ()))):
+    who = op, attrs.get("layer_type", ""), attrs.get("config") or {}
+    conditioned = sets_of(platform, *who, filtered=True)  # a set that names this very layer goes before one that names its operator
+    words_in_turn = [conditioned] * bool(conditioned) + [
+        names_of(op, attrs) | sets_of(platform, *who),
+        *({w} for w in _CASE_OF.get(op, ())),
+    ]
+    for words in words_in_turn:
         extra: list[Rule] = []
         for number, rule in enumerate(platform.ops):
-            if not covers(rule.match, words) or not platform.allows(rule.when, bits=bits):
+            if not covers(rule.match, words, everything=words is not conditioned) or not platform.allows(rule.when, bits=bits):
                 continue
             broken, unknown = judge(rule.where, attrs)
             if broken:
@@ -100,8 +115,16 @@ def _in_plain_words(platform: Platform, option: Option) -> Option:
 
 def fusions(platform: Platform) -> tuple[tuple[frozenset[str], ...], ...]:
     """The platform's fusions as chains of operator alternatives, groups expanded, in the file's order."""
+
+    def alternatives(m: str) -> tuple[str, ...]:
+        members = platform.sets.get(m.removeprefix("@")) if m.startswith("@") else None
+        if members is None:
+            return groups().get(m, (m,))
+        bare = [o for member in members if member.bare for o in member.op]
+        return (*bare, m) if any(not member.bare for member in members) else tuple(bare)
+
     return tuple(
-        tuple(frozenset(n for m in step for n in groups().get(m, (m,))) for step in f.steps)
+        tuple(frozenset(n for m in step for n in alternatives(m)) for step in f.steps)
         for f in platform.fuse
         if platform.allows({k: v for k, v in f.when.items() if k == "arch"})
     )

@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from chipfit.platform.filters import Member
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.tables import FLOATS, float_table, log_table
 
 #: words that stand where a format name may stand
-NOT_A_FORMAT = frozenset({"float", "same", "none"})
+NOT_A_FORMAT = frozenset({"float", "same", "none", "any"})
 _ROUNDINGS = ("half_even", "half_away", "half_up", "floor", "trunc")
 #: how accumulators become codes
 REQUANT: dict[str, tuple[Any, ...]] = {
@@ -136,8 +137,11 @@ class Format(_Record):
 class Option(_Record):
     """One joint combination of formats that a kernel accepts."""
 
-    in_: str | tuple[str, ...] | None = Field(None, alias="in", description="format of the data inputs, or one per slot")
-    w: str | None = None
+    in_: str | tuple[str, ...] | None = Field(
+        None, alias="in", description="format of the data inputs, or one per slot; any: whatever the producer writes"
+    )
+    in_bits: tuple[int, ...] | None = Field(None, description="with in any: widths that the kernel reads")
+    w: str | None = Field(None, description="format of the weights; with in any, also of constants among the data inputs")
     b: str | None = None
     out: str | None = None
     simd: int | None = Field(None, description="SIMD width, a cost hint")
@@ -210,7 +214,7 @@ class Rule(_Record):
 class OpRule(_Record):
     """What the chip says about some operators. The first rule that matches an operator wins."""
 
-    match: tuple[str, ...] = Field(min_length=1, description="canonical operators, @groups, or *")
+    match: tuple[str, ...] = Field(min_length=1, description="canonical operators, @groups, @sets of this file, or *")
     where: dict[str, Any] = Field(default_factory=dict, description="predicates on attributes: eq, in, min, max, multiple")
     when: dict[str, Any] = Field(default_factory=dict, description="architecture or bits gate")
     use: tuple[Option, ...] = Field((), description="joint choices, the first is the base one")
@@ -308,6 +312,7 @@ class Math(_Record):
 
     q_round: Literal["half_even", "half_away", "half_up", "floor", "trunc"] | None = None
     w_round: str | None = None
+    kernels: str | None = Field(None, description="family of kernels that the simulator mirrors, by its name in chipfit.simulate")
     requant: dict[str, Any] | None = Field(None, description="form: float, q31, q15, shift, fixed or none; round; passes")
     acc: tuple[dict[str, Any], ...] = Field((), description="accumulators, innermost first: bits, terms, sat")
     act_table: dict[str, Any] | None = None
@@ -341,12 +346,14 @@ class Platform(_Record):
     extends: str | None = None
     arch: tuple[str, ...] = Field((), description="revision tags, oldest first")
     formats: dict[str, Format] = Field(default_factory=dict)
+    sets: dict[str, tuple[Member, ...]] = Field(default_factory=dict, description="operator sets that rules and fusions name as @set")
     ops: tuple[OpRule, ...] = ()
     unlisted: Literal["float", "follow", "reject", "cpu"] = "float"
     fuse: tuple[Fuse, ...] = ()
     place: Placement = Field(default_factory=Placement)
     math: Math = Field(default_factory=Math)
     deploy: tuple[str, ...] = Field((), description="artefacts, most native first")
+    metadata: bool = Field(False, description="exported files name the platform and chipfit's version")
     sources: dict[str, str] = Field(default_factory=dict, description="id -> where the facts come from")
     gaps: tuple[str, ...] = Field((), description="what is not known")
     arch_selected: str | None = Field(None, exclude=True)

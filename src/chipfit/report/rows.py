@@ -16,7 +16,7 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.plan import NodePlan, Plan, TensorPlan
 from chipfit.platform.schema import Platform
 from chipfit.quantizers.grids import fake_quantize
-from chipfit.simulate.requantize import FORMS
+from chipfit.simulate.integer import kernels_of
 
 if TYPE_CHECKING:
     from chipfit.calibration.collect import TensorStats
@@ -180,7 +180,7 @@ def build(
         platform=platform.name, title=platform.title, deploy=platform.deploy, float_bytes=float_bytes, quantized_bytes=quantized_bytes,
         parameters=parameters, quantized_tensors=sum(t.quantized for t in plan.tensors.values()),
         float_tensors=sum(not t.quantized for t in plan.tensors.values()), layers=tuple(nodes), inputs=tuple(inputs),
-        timings=dict(timings or {}), notes=plan.rewrites, simulated=(platform.math.requant or {}).get("form") in FORMS, provenance=plan.provenance,
+        timings=dict(timings or {}), notes=plan.rewrites, simulated=kernels_of(platform) is not None, provenance=plan.provenance,
         verification={**verification.to_dict(), "summary": verification.summary()} if verification else None,
     )  # fmt: skip
 

@@ -21,7 +21,10 @@ class OnnxRuntime:
     """
 
     exact = True  #: a verified profile: integers are promised to equal the simulator's ...
-    platform = "ort_cpu"  #: ... of this platform
+    platforms: tuple[str, ...] = ("ort_cpu",)  #: ... of these platforms
+    kernels: str | None = None  #: the family that the simulator mirrors, when it is not the platform's own
+    suffix = ".onnx"  #: of the files that it loads
+    codes = "{}_q"  #: name of the tensor that holds a graph value's codes
 
     def __init__(self, path: str | Path, tensors: Sequence[str] = (), *, threads: int = 0) -> None:
         """Load `path` and make the ONNX values named in `tensors` readable.

@@ -1,4 +1,4 @@
-"""From accumulators to codes, as platform files describe it in `math.requant`."""
+"""From accumulators to codes: float multipliers, and fixed-point ones as gemmlowp and TensorFlow Lite round them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from chipfit.errors import UnsupportedError
 
-FORMS = ("float", "q31")  #: forms of `math.requant` that have a simulator
+FORMS = ("float", "q31")  #: forms of `math.requant` that need no more than an accumulator and a multiplier
 
 
 def requantize(acc: torch.Tensor, multiplier: torch.Tensor, rule: Mapping[str, Any]) -> torch.Tensor:
@@ -24,31 +24,65 @@ def requantize(acc: torch.Tensor, multiplier: torch.Tensor, rule: Mapping[str, A
     Returns:
         Integers before the zero point, float64 (exact).
 
-    float: one float32 product of the accumulator rounded to float32, rounded half to even. q31: the multiplier as
-    m 2^e with m a 31-bit integer; one pass shifts the 64-bit product with halves up; two passes take the doubled
-    high half (halves away from zero), then a rounding shift away from zero.
+    float: one float32 product of the accumulator rounded to float32, rounded half to even. q31: `fixed_point`.
     Source: ONNX Runtime and XNNPACK kernels (float); gemmlowp, docs/quantization.md (q31).
     """
     form = rule.get("form")
     if form == "float":
         return torch.round(acc.to(torch.float32) * multiplier.to(torch.float32)).double()
     if form == "q31":
-        return _fixed_point(acc, multiplier, passes=int(rule.get("passes", 2)))
+        return fixed_point(acc, multiplier, "away" if int(rule.get("passes", 2)) == 2 else "once").double()
     raise UnsupportedError(f"Requantization form '{form}' has no simulator", allowed=", ".join(FORMS))
 
 
-def _fixed_point(acc: torch.Tensor, multiplier: torch.Tensor, passes: int) -> torch.Tensor:
-    mantissa, exponent = torch.frexp(multiplier.double())
+def multiplier_and_shift(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A positive multiplier as m 2^(e - 31) with a 31-bit mantissa m in [2^30, 2^31), both int64. Zero gives (0, 0)."""
+    mantissa, exponent = torch.frexp(real.double())
     m = torch.floor(mantissa * 2.0**31 + 0.5).to(torch.int64)
     overflow = m == 1 << 31
-    m, exponent = torch.where(overflow, m // 2, m), exponent.to(torch.int64) + overflow
+    m, e = torch.where(overflow, m // 2, m), exponent.to(torch.int64) + overflow
+    vanishes = e < -31
+    return torch.where(vanishes, 0, m), torch.where(vanishes, 0, e)
+
+
+def fixed_point(acc: torch.Tensor, real: torch.Tensor, how: str) -> torch.Tensor:
+    """acc times a real multiplier in integers, int64.
+
+    Args:
+        acc: integers, any dtype that holds them exactly.
+        real: multiplier >= 0, broadcasts against acc.
+        how: "away": doubled high half of the product with halves away from zero, then a rounding shift, halves away
+            from zero. "up": the same two roundings with halves up. "once": one shift of the 64-bit product, halves up.
+            "q15": the multiplier reduced to 16 bits, one shift, halves up.
+
+    Source: gemmlowp, docs/quantization.md; TensorFlow Lite, kernels/internal/common.h.
+    """
+    return scale_by(acc, *multiplier_and_shift(real), how)
+
+
+def scale_by(acc: torch.Tensor, m: torch.Tensor, e: torch.Tensor, how: str) -> torch.Tensor:
+    """As `fixed_point`, with the multiplier as mantissa and exponent (`multiplier_and_shift`)."""
     a = acc.to(torch.int64)
-    if passes == 1:
-        shift = 31 - exponent
-        return ((a * m + (torch.ones_like(shift) << (shift - 1))) >> shift).double()
-    left, right = exponent.clamp_min(0), (-exponent).clamp_min(0)
-    product = (a << left) * m
+    if how == "once":
+        return _shift_up(a * m, 31 - e)
+    if how == "q15":
+        short = torch.where(m < 0x7FFF0000, (m + (1 << 15)) >> 16, 0x7FFF)
+        return _shift_up(a * short, 15 - e)
+    product = (a << e.clamp_min(0)) * m
+    right = (-e).clamp_min(0)
+    if how == "up":
+        return _shift_up((product + (1 << 30)) >> 31, right)
     nudged = product + torch.where(product >= 0, 1 << 30, 1 - (1 << 30))
     high = torch.where(nudged >= 0, nudged >> 31, -((-nudged) >> 31))  # C division truncates
-    mask = (torch.ones_like(right) << right) - 1
-    return ((high >> right) + ((high & mask) > (mask >> 1) + (high < 0).long())).double()
+    return shift_away(high, right)
+
+
+def _shift_up(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """x / 2^by, halves up."""
+    return (x + ((torch.ones_like(by) << by) >> 1)) >> by
+
+
+def shift_away(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """x / 2^by, halves away from zero; int64."""
+    mask = (torch.ones_like(by) << by) - 1
+    return (x >> by) + ((x & mask) > (mask >> 1) + (x < 0).long()).long()

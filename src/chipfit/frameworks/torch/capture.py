@@ -25,6 +25,7 @@ from chipfit.frameworks.torch.read import READERS, Reader, Unreadable
 from chipfit.graph.check import check
 from chipfit.graph.ir import OPAQUE, Graph, Node, Ref, Value
 from chipfit.graph.run import dump_tree
+from chipfit.graph.settings import module_settings, plain
 
 aten = torch.ops.aten
 _TORCH = str(Path(torch.__file__).parent)
@@ -311,6 +312,18 @@ class _Capture:
                 source = f"{file}:{rest.partition(',')[0]}"
         return path, kind, source
 
+    def _settings(self, n: torch.fx.Node, layer: str, kind: str) -> dict[str, Any]:
+        """What a filter may ask: constructor arguments of PyTorch's own module, else the arguments of the call."""
+        module = self.modules.get(layer)
+        if module is not None and type(module).__name__ == kind:
+            return module_settings(module)
+        if not isinstance(n.target, torch._ops.OpOverload):
+            return {}
+        known = {k: v for k, v in _bind(n).items() if not isinstance(v, torch.fx.Node)}
+        return {
+            k: plain(v) for k, v in known.items() if not isinstance(v, (list, tuple)) or not any(isinstance(i, torch.fx.Node) for i in v)
+        }
+
     def emit(
         self, n: torch.fx.Node, op: str, inputs: Sequence[str | None], attrs: dict[str, Any] | None = None, like: Any = None, name: str = ""
     ) -> str:
@@ -322,13 +335,14 @@ class _Capture:
     ) -> list[str]:
         name = self._unique(name or n.name)
         layer, kind, source = self._origin(n)
+        config = self._settings(n, layer, kind)
         outputs = [name] if len(likes) == 1 else [self._unique(f"{name}.{i}") for i in range(len(likes))]
         for o, like in zip(outputs, likes, strict=True):
             self._value(o, like)
         ins = list(inputs)
         while ins and ins[-1] is None:
             ins.pop()
-        self.graph.nodes.append(Node(name, op, tuple(ins), tuple(outputs), attrs, layer, kind, source))
+        self.graph.nodes.append(Node(name, op, tuple(ins), tuple(outputs), attrs, layer, kind, source, config))
         return outputs
 
     def _unique(self, name: str) -> str:

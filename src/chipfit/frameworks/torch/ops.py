@@ -39,7 +39,11 @@ def conv_transpose(
 ) -> Tensor:
     """Transposed convolution; w [C, O / groups, ...]; padding trims the output."""
     f = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[w.dim() - 3]
-    return f(x, w, b, tuple(stride), tuple(lo for lo, _ in padding), tuple(output_padding), groups, tuple(dilation))
+    both = [min(lo, hi) for lo, hi in padding]
+    y = f(x, w, b, tuple(stride), tuple(both), tuple(output_padding), groups, tuple(dilation))
+    for axis, ((lo, hi), cut) in enumerate(zip(padding, both, strict=True), start=2):
+        y = y.narrow(axis, lo - cut, y.shape[axis] - lo - hi + 2 * cut)  # what one side trims more than the other
+    return y
 
 
 def batch_norm(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, var: Tensor, *, eps: float) -> Tensor:
@@ -82,7 +86,11 @@ def max_pool(x: Tensor, *, kernel: Any, stride: Any, padding: Any, dilation: Any
 
 def avg_pool(x: Tensor, *, kernel: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool) -> Tensor:
     f = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[len(kernel) - 1]
-    return f(x, tuple(kernel), tuple(stride), tuple(lo for lo, _ in padding), ceil_mode, count_include_pad)
+    if all(lo == hi for lo, hi in padding):
+        return f(x, tuple(kernel), tuple(stride), tuple(lo for lo, _ in padding), ceil_mode, count_include_pad)
+    ones, _ = _pad_spatial(torch.ones_like(x[:1, :1]), padding, float(count_include_pad))
+    means = f(_pad_spatial(x, padding)[0], tuple(kernel), tuple(stride), 0, ceil_mode)
+    return means / f(ones, tuple(kernel), tuple(stride), 0, ceil_mode)  # the share of each window that counts
 
 
 def global_avg_pool(x: Tensor) -> Tensor:
@@ -299,6 +307,10 @@ def resolve_target(target: str) -> Callable[..., Any]:
     """
     if target in _PYTHON:
         return _PYTHON[target]
+    if target.startswith("keras:"):
+        from chipfit.frameworks.keras.opaque import resolve
+
+        return resolve(target)
     if target.startswith("torch.") and target[6:] in _SYMBOLIC and hasattr(torch, target[6:]):
         return getattr(torch, target[6:])
     namespace, _, rest = target.partition(".")

@@ -1,0 +1,141 @@
+"""LiteRT (TensorFlow Lite) on the CPU: load a file, return any of its tensors in the graph's own layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chipfit.errors import RuntimeUnavailable
+from chipfit.registry import register
+
+
+@register("runtime", "litert")
+class LiteRt:
+    """A loaded file, run as by default: XNNPACK takes the operators that it knows, optimised kernels the others.
+
+    Tensors are made readable by declaring them outputs, so that the delegate writes them too.
+    """
+
+    exact = True  #: a verified profile: integers are promised to equal the simulator's ...
+    platforms: tuple[str, ...] = ("tflite_int8", "xnnpack", "litert_ai_edge")  #: ... of these platforms
+    kernels = "litert_xnnpack"  #: the family that the simulator mirrors
+    suffix = ".tflite"  #: of the files that it loads
+    codes = "{}"  #: name of the tensor that holds a graph value's codes
+    resolver = "AUTO"  #: how LiteRT names it
+
+    def __init__(self, path: str | Path, tensors: Sequence[str] = (), *, threads: int = 1) -> None:
+        """Load `path` and make the tensors named in `tensors` readable.
+
+        Raises:
+            RuntimeUnavailable: LiteRT is not installed or refuses the file.
+        """
+        try:
+            from ai_edge_litert.interpreter import Interpreter, OpResolverType
+        except ImportError as e:
+            raise RuntimeUnavailable("LiteRT is not installed", hint="pip install 'chipfit[litert]'") from e
+        content, self.tensors, self.notes = _with_outputs(Path(path), tensors)
+        try:
+            self.interpreter = Interpreter(
+                model_content=content, num_threads=max(threads, 1), experimental_op_resolver_type=getattr(OpResolverType, self.resolver)
+            )
+            self.interpreter.allocate_tensors()
+        except (RuntimeError, ValueError) as e:
+            raise RuntimeUnavailable(f"LiteRT refuses the file: {str(e).splitlines()[0][:300]}", where=str(path)) from e
+        self.inputs = self.interpreter.get_input_details()
+
+    def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """One batch; `inputs` in the model's order. Returns outputs and the requested tensors by name.
+
+        A file of fixed batch runs once for each part of that size.
+        """
+        batches = {len(x) for x, d in zip(inputs, self.inputs, strict=True) if len(d["shape"]) and not _fits(x, d)}
+        if not batches:
+            return self._once(inputs)
+        size = next(int(d["shape"][0]) for x, d in zip(inputs, self.inputs, strict=True) if not _fits(x, d))
+        parts = [
+            self._once([x if _fits(x, d) else x[k : k + size] for x, d in zip(inputs, self.inputs)]) for k in range(0, max(batches), size)
+        ]
+        axes = self.notes.get("batch_axis", {})
+        return {name: np.concatenate([p[name] for p in parts], axes.get(name, 0)) for name in parts[0]}
+
+    def _once(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        resized = False
+        for x, d in zip(inputs, self.inputs, strict=True):
+            if tuple(x.shape) != tuple(d["shape"]):
+                self.interpreter.resize_tensor_input(d["index"], x.shape, strict=True)
+                resized = True
+        if resized:
+            self.interpreter.allocate_tensors()
+            self.inputs = self.interpreter.get_input_details()
+        for x, d in zip(inputs, self.inputs, strict=True):
+            self.interpreter.set_tensor(d["index"], np.ascontiguousarray(x))
+        self.interpreter.invoke()
+        out = {}
+        for name, d in zip(self.tensors, self.interpreter.get_output_details(), strict=True):
+            value = self.interpreter.get_tensor(d["index"])
+            form = self.notes.get("forms", {}).get(name)
+            out[name] = value.transpose(np.argsort(form)) if form else value
+        return out
+
+    def executed(self) -> Mapping[str, int]:
+        """Operator kinds of the file as the interpreter runs them, with counts; DELEGATE is a part that XNNPACK took."""
+        counts: dict[str, int] = {}
+        for op in self.interpreter._get_ops_details():
+            counts[op["op_name"]] = counts.get(op["op_name"], 0) + 1
+        return dict(sorted(counts.items()))
+
+
+@register("runtime", "litert_reference")
+class LiteRtReference(LiteRt):
+    """Every operator by its reference kernel."""
+
+    platforms = ("tflite_int8", "litert_ai_edge")
+    kernels = "litert_reference"
+    resolver = "BUILTIN_REF"
+
+
+@register("runtime", "litert_optimized")
+class LiteRtOptimized(LiteRt):
+    """Every operator by its optimised kernel, without delegates."""
+
+    platforms = ("tflite_int8", "litert_ai_edge")
+    kernels = "litert_optimized"
+    resolver = "BUILTIN_WITHOUT_DEFAULT_DELEGATES"
+
+
+def _fits(x: np.ndarray, detail: Mapping[str, Any]) -> bool:
+    """Whether an input can be given to a tensor as it is: sizes are open or equal."""
+    signature = detail["shape_signature"] if len(detail["shape_signature"]) else detail["shape"]
+    return len(signature) == x.ndim and all(s in (-1, n) for s, n in zip(signature, x.shape))
+
+
+def _with_outputs(path: Path, tensors: Sequence[str]) -> tuple[bytes, list[str], dict[str, Any]]:
+    """The file with more of its tensors declared outputs, the names of all outputs, and chipfit's notes."""
+    import flatbuffers
+    from ai_edge_litert import schema_py_generated as schema
+
+    try:
+        raw = path.read_bytes()
+        if raw[4:8] != b"TFL3":
+            raise ValueError("the identifier TFL3 is missing")
+        model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(raw, 0))
+        graph = model.subgraphs[0]
+        made = {int(o) for op in graph.operators for o in op.outputs}
+        names = {t.name.decode(): k for k, t in enumerate(graph.tensors)}
+        notes: dict[str, Any] = {}
+        for m in model.metadata or ():
+            if m.name == b"chipfit":
+                notes = json.loads(bytes(model.buffers[m.buffer].data))
+    except Exception as e:  # a missing file, or what the generated code makes of garbage
+        raise RuntimeUnavailable(f"The file is not a TensorFlow Lite model: {str(e)[:200]}", where=str(path)) from e
+    own = [int(o) for o in graph.outputs]
+    extra = [names[t] for t in tensors if t in names and names[t] in made and names[t] not in own]
+    graph.outputs = np.array([*own, *extra], np.int32)
+    shown = [graph.tensors[k].name.decode() for k in (*own, *extra)]
+    builder = flatbuffers.Builder(len(raw))
+    builder.Finish(model.Pack(builder), file_identifier=b"TFL3")
+    return bytes(builder.Output()), shown, notes
