@@ -110,6 +110,5 @@ ALIASES: dict[str, tuple[str, dict[str, float | str]]] = {
     "MirrorPad": ("Pad", {"mode": "reflect"}),
     "PadV2": ("Pad", {}),
     "Attention": ("SDPA", {}),
-    "AddN": ("Add", {}),
     "SquaredDifference": ("SquaredDifference", {}),
 }
