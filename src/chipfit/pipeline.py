@@ -11,25 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from chipfit import provenance, scales
+from chipfit import provenance, scales, stages
 from chipfit.assign import Assignment, assign
 from chipfit.calibration.collect import TensorStats, collect
 from chipfit.calibration.data import as_call, batches, first_batch
-from chipfit.errors import NothingQuantizedError
+from chipfit.correction.bias import with_means
+from chipfit.errors import DataError, NothingQuantizedError
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph
 from chipfit.overrides import Overrides, resolve_overrides
-from chipfit.passes import run_passes
-from chipfit.passes.channels_last import channels_last
-from chipfit.passes.fold_batch_norm import fold_batch_norm
 from chipfit.passes.fuse import fuse
-from chipfit.passes.own_weights import own_weights
-from chipfit.passes.unshare_biases import unshare_biases
+from chipfit.passes.shift_negative import fuse_shifts
 from chipfit.plan import Plan
 from chipfit.platform.legality import tie_groups
 from chipfit.platform.load import load as load_platform
 from chipfit.platform.match import fusions, sets_of
 from chipfit.platform.schema import Platform
+from chipfit.settings import PLAIN, Settings
 
 if TYPE_CHECKING:
     from chipfit.report.rows import Report
@@ -80,14 +78,15 @@ class Result:
         Raises:
             UnknownNameError, PlanError, UnsupportedError: see `quantize`; PlanError also when a tensor would need a new calibration.
         """
-        assignment, _notes = decide(self.graph, self.platform, overrides)
+        said = self.plan.provenance.get("settings", {})
+        assignment, _notes = decide(self.graph, self.platform, overrides, Settings.from_record(said.get("steps", {})))
         _demand_something(assignment, self.platform)
         stats = dict(self.stats)
         for t in self.plan.tensors.values():
             if t.name not in stats and t.role == "activation" and t.low is not None and t.high is not None:
                 stats[t.name] = TensorStats(t.name, t.low, t.high, batches=1)
-        settings = {k: v for k, v in self.plan.provenance.get("settings", {}).items() if k in ("rule", "weight_rule")}
-        tensors = scales.choose(self.graph, assignment, stats, known=self.plan.tensors, **settings)
+        rules = {k: v for k, v in said.items() if k in ("rule", "weight_rule", "z_threshold")}
+        tensors = scales.choose(self.graph, assignment, stats, known=self.plan.tensors, **rules)
         plan = replace(
             self.plan, tensors=tensors, nodes=assignment.nodes, groups=assignment.groups, float_edges=frozenset(assignment.float_edges),
             ties=tuple(tuple(sorted(group)) for group in tie_groups(assignment.bindings)),
@@ -132,6 +131,7 @@ def quantize(
     overrides: Overrides | None = None,
     example: Any = None,
     z_threshold: float | None = None,
+    settings: Settings = PLAIN,
     seed: int = 0,
     progress: bool = True,
 ) -> Result:
@@ -147,6 +147,7 @@ def quantize(
         overrides: layer (path, glob, operator or layer type) -> "float" or {"bits": 4, "activation_bits": 16}.
         example: one batch of inputs for the capture; the first batch of `data` when omitted.
         z_threshold: drop activation histogram bins further than this many standard deviations from the mean.
+        settings: optional rewrites and corrections.
         seed: of everything random.
         progress: show a bar on a terminal.
 
@@ -155,19 +156,30 @@ def quantize(
         NothingQuantizedError: no tensor of this model can be quantized on this platform.
     """
     clock = _Clock()
-    target = load_platform(platform)
+    target, again = load_platform(platform), data
     torch.manual_seed(seed)
+    if settings.correct_second_moment and isinstance(data, Iterator):
+        raise DataError(
+            "Correcting the second moment reads the data twice", got="an iterator", hint="give a list, or a function that returns one"
+        )
     with clock("capture"):
         args, kwargs, data = first_batch(data, model) if example is None else (*as_call(example, model), data)
-        graph, notes = prepare(capture(model, args, kwargs), target)
+        graph, notes = prepare(capture(model, args, kwargs), target, settings)
     with clock("assign"):
-        assignment, fuse_notes = decide(graph, target, overrides)
+        assignment, fuse_notes = decide(graph, target, overrides, settings)
         _demand_something(assignment, target)
     with clock("calibrate"):
         needs = scales.needs(assignment, rule)
+        needs = with_means(graph, needs) if settings.correct_bias else needs
         stats = collect(graph, batches(data, graph), tensors=needs, progress=progress, seed=seed)
+    rules: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "z_threshold": z_threshold}
+    record = provenance.record(graph, target, stats, overrides=overrides, seed=seed, steps=settings.to_record() or None, **rules)
     with clock("ranges"):
-        tensors = scales.choose(graph, assignment, stats, rule=rule, weight_rule=weight_rule, z_threshold=z_threshold)
+        if settings.adapts:
+            graph, stats, said = stages.adapt(graph, assignment, stats, settings)
+            assignment, fuse_notes = decide(graph, target, overrides, settings)
+            notes += said
+        tensors = scales.choose(graph, assignment, stats, **rules)
     plan = Plan(
         tensors=tensors,
         nodes=assignment.nodes,
@@ -176,21 +188,28 @@ def quantize(
         ties=tuple(tuple(sorted(group)) for group in tie_groups(assignment.bindings)),
         platform=target.name,
         rewrites=tuple(notes + fuse_notes),
-        provenance=provenance.record(graph, target, stats, rule=rule, weight_rule=weight_rule, overrides=overrides, seed=seed),
+        provenance=record,
     )
+    with clock("correct"):
+        rescale = lambda g, known: scales.choose(g, assignment, stats, known=known, **rules)  # noqa: E731 -- one line
+        graph, plan = stages.correct(graph, plan, stats, batches(again, graph), rescale, settings)
     return Result(graph, plan, target, stats, clock.seconds)
 
 
-def prepare(graph: Graph, platform: Platform) -> tuple[Graph, list[str]]:
-    """The rewrites that every target takes; returns the graph and one note per rewrite or refusal."""
-    rewritten, notes = run_passes(graph, (fold_batch_norm, unshare_biases, channels_last))
-    return own_weights(rewritten, graph.weights), notes
+def prepare(graph: Graph, platform: Platform, settings: Settings = PLAIN) -> tuple[Graph, list[str]]:
+    """The rewrites before formats are decided; returns the graph and one note per rewrite or refusal."""
+    return stages.rewrite(graph, platform, settings)
 
 
-def decide(graph: Graph, platform: Platform, overrides: Overrides | None = None) -> tuple[Assignment, list[str]]:
+def decide(
+    graph: Graph, platform: Platform, overrides: Overrides | None = None, settings: Settings = PLAIN
+) -> tuple[Assignment, list[str]]:
     """Fusions and formats: everything that can be said about a model on a platform before seeing data."""
     groups, notes = fuse(graph, fusions(platform), lambda n: sets_of(platform, n.op, n.layer_type, n.config))
-    return assign(graph, platform, groups, resolve_overrides(graph, overrides or {})), notes
+    assignment = assign(graph, platform, fuse_shifts(graph, groups), resolve_overrides(graph, overrides or {}))
+    if settings.concat_ranges:
+        stages.tie_concats(graph, assignment)
+    return assignment, notes
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -25,13 +25,14 @@ def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     return out
 
 
-def correct_bias(graph: Graph, plan: Plan, stats: Mapping[str, TensorStats]) -> tuple[Graph, list[str]]:
+def correct_bias(graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], *, leave: Container[str] = ()) -> tuple[Graph, list[str]]:
     """b' = b - mean over positions of (Q(W) - W) * E[x], for every linear operator with quantized weights.
 
     The outputs then have the mean that they had in float. Groups, transposed convolutions and zero padding count.
 
     Args:
         stats: with means, as collected for `with_means`.
+        leave: nodes whose means are right already.
 
     Returns:
         The graph with new biases, and one note per correction or refusal. The plan stays valid.
@@ -40,6 +41,8 @@ def correct_bias(graph: Graph, plan: Plan, stats: Mapping[str, TensorStats]) -> 
     """
     graph, notes = graph.copy(), []
     for node, why in quantized_linear(graph, plan):
+        if node.name in leave:
+            continue
         mean = stats[node.inputs[0] or ""].mean if node.inputs[0] in stats else None
         if mean is None:
             why = why or "the mean of its input was not collected"
