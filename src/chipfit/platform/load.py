@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 from pydantic import ValidationError
@@ -41,11 +41,22 @@ def names() -> list[str]:
     return sorted(p.name.removesuffix(".yaml") for p in _BUILTIN.iterdir() if p.name.endswith(".yaml"))
 
 
-def load(what: str | Path | Platform, arch: str | None = None) -> Platform:
+class Modelled(Protocol):
+    """A chip described with the classes of `chipfit.target_platform`."""
+
+    def to_platform(self) -> Platform:
+        """The record."""
+
+
+Target = str | Path | Platform | Modelled
+
+
+def load(what: Target, arch: str | None = None) -> Platform:
     """A platform by built-in name, by file, or as it is.
 
     Args:
-        what: "ort_cpu", "ort_cpu@AVX2" (selects a revision), a path to a YAML file, or a Platform.
+        what: "ort_cpu", "ort_cpu@AVX2" (selects a revision), a path to a YAML file or to a JSON file of modelled capabilities,
+            TargetPlatformCapabilities, a TargetPlatformModel, or a Platform.
         arch: revision tag; the last one of the file when nothing selects one.
 
     Raises:
@@ -54,7 +65,17 @@ def load(what: str | Path | Platform, arch: str | None = None) -> Platform:
     """
     if isinstance(what, Platform):
         return _select(what, arch)
+    if not isinstance(what, (str, Path)):
+        if not hasattr(what, "to_platform"):
+            raise PlatformError(
+                "This is no platform", got=type(what).__name__, allowed="a name, a path, a Platform, or modelled capabilities"
+            )
+        return _select(what.to_platform(), arch)
     text = str(what)
+    if text.endswith(".json"):
+        from chipfit.platform.modeling.files import load_target_platform_capabilities
+
+        return _select(load_target_platform_capabilities(text).to_platform(), arch)
     if "@" in Path(text).name:
         text, _, tag = text.rpartition("@")
         arch = arch or tag

@@ -13,6 +13,7 @@ from chipfit.platform.modeling.capabilities import OperationsSetToLayers, Operat
 from chipfit.platform.modeling.configs import (
     BIAS_ATTR,
     KERNEL_ATTR,
+    POSITIONAL_ATTR,
     AttributeQuantizationConfig,
     OpQuantizationConfig,
     QuantizationConfigOptions,
@@ -114,7 +115,7 @@ def _rules(match: str, members: tuple[Member, ...], options: QuantizationConfigO
 
 def _option(c: OpQuantizationConfig, formats: dict[str, Format]) -> Option:
     attrs = c.attr_weights_configs_mapping
-    kernel = _pick(attrs, (KERNEL_ATTR, "kernel", "weight"), c.default_weight_attr_config)
+    kernel = _pick(attrs, (KERNEL_ATTR, "kernel", "weight", POSITIONAL_ATTR), c.default_weight_attr_config)
     bias = _pick(attrs, (BIAS_ATTR, "bias"), c.default_weight_attr_config)
     supported = c.supported_input_activation_n_bits
     assert isinstance(supported, tuple)  # made one by the configuration

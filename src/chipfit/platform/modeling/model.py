@@ -13,6 +13,7 @@ from typing import Any
 
 from chipfit.errors import ModelingError
 from chipfit.platform.modeling.configs import OpQuantizationConfig, QuantizationConfigOptions
+from chipfit.platform.schema import Platform
 
 _CURRENT: ContextVar[TargetPlatformModel | None] = ContextVar("target_platform_model", default=None)
 
@@ -225,6 +226,12 @@ class TargetPlatformModel:
     def get_opset_by_name(self, opset_name: str) -> Group | None:
         """The set of this name, or None."""
         return next((o for o in self.operator_set if o.name == opset_name), None)
+
+    def to_platform(self) -> Platform:
+        """The same chip as the record that platform files load into; operator sets are known by their names."""
+        from chipfit.platform.modeling.lower import lower
+
+        return lower(self)
 
     def get_info(self) -> dict[str, Any]:
         """For printing."""
