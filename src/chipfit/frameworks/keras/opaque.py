@@ -1,0 +1,91 @@
+"""Keras operations without canonical operator: the graph holds the operation itself and runs it on the engine's tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import keras
+import torch
+
+from chipfit.errors import GraphError
+
+PREFIX = "keras:"
+
+
+class Held(str):
+    """The target of an opaque node: as text the operation's Keras serialisation, in memory the operation itself."""
+
+    operation: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
+        return self
+
+
+def hold(operation: Any) -> Held:
+    """The target that stands for a layer, an operation or a function."""
+    try:
+        text = json.dumps(keras.saving.serialize_keras_object(operation), sort_keys=True)
+    except Exception:  # Keras raises many types for classes without a configuration
+        text = f"a {type(operation).__name__} that has no get_config"
+    held = Held(PREFIX + text)
+    held.operation = operation
+    return held
+
+
+def resolve(target: str) -> Callable[..., Any]:
+    """What runs an opaque node: `f(variables, args, kwargs)` on torch tensors.
+
+    Gradients flow through it on Keras's torch backend only.
+
+    Raises:
+        GraphError: the result was saved, and Keras cannot make its operation again.
+    """
+    return _Caller(target.operation if isinstance(target, Held) else restored(target))
+
+
+@lru_cache(maxsize=256)
+def restored(target: str) -> Any:
+    """The operation of a saved target. Nothing that holds Python code is executed: Keras's safe mode is on.
+
+    Raises:
+        GraphError: as above.
+    """
+    text = target.removeprefix(PREFIX)
+    try:
+        return keras.saving.deserialize_keras_object(json.loads(text), safe_mode=True)
+    except Exception as e:  # Keras raises many types
+        raise GraphError(
+            "A Keras layer of this saved result cannot be made again",
+            got=text[:200],
+            hint="register its class with keras.saving.register_keras_serializable, and import it before loading",
+        ) from e
+
+
+class _Caller:
+    """One operation as a function of torch tensors."""
+
+    def __init__(self, operation: Any) -> None:
+        self.operation = operation
+
+    def __call__(self, variables: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        variables, args, kwargs = keras.tree.map_structure(_to_backend, (list(variables), list(args), kwargs))
+        if isinstance(self.operation, keras.Layer):
+            count = len(self.operation.trainable_variables)
+            out, _ = self.operation.stateless_call(variables[:count], variables[count:], *args, **kwargs)
+        else:
+            out = self.operation(*args, **kwargs)
+        flat = tuple(_to_torch(x) for x in keras.tree.flatten(out))
+        return flat[0] if len(flat) == 1 else flat
+
+
+def _to_backend(x: Any) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return x
+    return keras.ops.convert_to_tensor(x if keras.backend.backend() == "torch" else x.detach().cpu().numpy())
+
+
+def _to_torch(x: Any) -> torch.Tensor:
+    return x if isinstance(x, torch.Tensor) else torch.from_numpy(keras.ops.convert_to_numpy(x).copy())

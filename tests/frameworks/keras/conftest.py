@@ -1,0 +1,10 @@
+"""Which Keras backend these tests run on: KERAS_BACKEND, else torch. `test_backends` runs them again on the others."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "torch")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+if os.environ["KERAS_BACKEND"] == "jax":  # many small programs that run once: compiling costs more than running
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")

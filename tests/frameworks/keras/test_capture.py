@@ -1,0 +1,206 @@
+"""What a Keras model computes is what its Graph computes, whatever way the model was written."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+keras = pytest.importorskip("keras")
+
+from keras import layers, ops  # noqa: E402 -- after the import that may skip
+
+from chipfit.errors import CaptureError  # noqa: E402
+from chipfit.frameworks.keras.capture import capture  # noqa: E402
+from chipfit.frameworks.keras.weights import to_canonical, to_keras  # noqa: E402
+from chipfit.graph.ir import OPAQUE  # noqa: E402
+from chipfit.graph.run import run, unflatten_outputs  # noqa: E402
+from tests.keras_zoo import ZOO, make, randomize  # noqa: E402
+
+
+def arguments(batch):
+    """A batch as positional arguments, torch tensors."""
+    given = keras.tree.map_structure(torch.from_numpy, batch)
+    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+
+
+def captured(model, batch=None):
+    return capture(model, arguments(batch) if batch is not None else ())
+
+
+def ops_of(graph):
+    return [n.op for n in graph.nodes]
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_the_graph_computes_what_the_model_computes(name):
+    model, batch = make(name)
+    before = [keras.ops.convert_to_numpy(v) for v in model.variables]
+    graph = captured(model, batch)
+    env = run(graph, graph.example)
+    got = unflatten_outputs(graph, [env[o].numpy() for o in graph.outputs])
+    want = keras.tree.map_structure(keras.ops.convert_to_numpy, model(batch, training=False))
+    keras.tree.assert_same_structure(got, want)
+    for a, b in zip(keras.tree.flatten(got), keras.tree.flatten(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
+    for v, old in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(keras.ops.convert_to_numpy(v), old)
+
+
+@pytest.mark.parametrize("name", sorted(set(ZOO) - {"recurrent", "norms"}))
+def test_all_of_it_has_canonical_operators(name):
+    model, batch = make(name)
+    assert OPAQUE not in ops_of(captured(model, batch))
+
+
+def test_a_layer_without_canonical_operator_is_opaque_and_its_weights_are_the_graphs():
+    model, batch = make("recurrent")
+    graph = captured(model, batch)
+    (lstm,) = [n for n in graph.nodes if n.op == OPAQUE]
+    assert (lstm.layer, lstm.layer_type, lstm.config["units"]) == ("lstm", "LSTM", 8)
+    assert {i for i in lstm.inputs if i in graph.trainable} == {"lstm/kernel", "lstm/recurrent_kernel", "lstm/bias"}
+
+
+def test_a_functional_model_of_fixed_shape_needs_no_example():
+    model, _ = make("residual")
+    graph = captured(model)
+    assert graph.inputs == ["image"] and graph.values["image"].shape == (None, 8, 8, 3)
+    assert graph.data_format == "channels_first" and graph.framework == "keras"
+
+
+def test_inputs_and_outputs_keep_the_users_layout():
+    """A Transpose at the border, none inside."""
+    model, batch = make("shared")
+    graph = captured(model, batch)
+    assert graph.values[graph.outputs[0]].shape == (None, 8, 8, 6)
+    assert ops_of(graph).count("Transpose") == 2 and ops_of(graph)[0] == ops_of(graph)[-1] == "Transpose"
+
+
+def test_settings_of_layers_and_calls_are_visible():
+    image = keras.Input((8, 8, 3))
+    x = layers.Conv2D(4, 3, strides=2, activation="relu", name="conv")(image)
+    x = ops.mean(x, axis=(1, 2), keepdims=True)
+    graph = captured(keras.Model(image, layers.Softmax(name="head")(x)))
+    by_op = {n.op: n for n in graph.nodes}
+    conv, relu, mean, softmax = (by_op[o] for o in ("Conv2D", "Relu", "Mean", "Softmax"))
+    assert (conv.layer_type, conv.config["filters"], conv.config["strides"]) == ("Conv2D", 4, (2, 2))
+    assert (relu.layer, relu.layer_type, relu.config) == ("conv", "Activation", {"activation": "relu"})
+    assert (mean.layer_type, mean.config["axis"], mean.config["keepdims"]) == ("mean", (1, 2), True)
+    assert (softmax.layer, softmax.layer_type, softmax.config["axis"]) == ("head", "Softmax", -1)
+
+
+def test_an_activation_layer_is_its_function():
+    v = keras.Input((4,))
+    graph = captured(keras.Model(v, layers.Activation("gelu", name="act")(layers.Dense(3)(v))))
+    act = graph.nodes[-1]
+    assert (act.op, act.layer_type, act.config["activation"]) == ("Gelu", "Activation", "gelu")
+
+
+def test_a_shared_layer_is_one_weight_read_often():
+    model, batch = make("shared")
+    graph = captured(model, batch)
+    kernels = [n.inputs[1] for n in graph.nodes if n.op == "Conv2D"]
+    assert kernels[1:] == ["shared/kernel"] * 3
+
+
+def test_layers_of_a_nested_model_have_paths():
+    model, batch = make("nested")
+    names = {n.layer for n in captured(model, batch).nodes}
+    assert {"stem", "block/conv", "head/out"} <= names
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 2, 7), (3, 2, 7), (2, 2, 2, 3, 4)])
+def test_kernels_go_to_the_canonical_layout_and_back(shape):
+    kernel = torch.randn(shape)
+    op = f"Conv{len(shape) - 2}D"
+    assert to_canonical(op, kernel).shape == (shape[-1], shape[-2], *shape[:-2])
+    assert torch.equal(to_keras(op, to_canonical(op, kernel)), kernel)
+
+
+def test_depthwise_kernels_with_multiplier_go_back():
+    kernel = torch.randn(3, 5, 4, 2)
+    assert torch.equal(to_keras("DepthwiseConv2D", to_canonical("DepthwiseConv2D", kernel), groups=4), kernel)
+
+
+# ---------------------------------------------------------------- what is refused, and how
+
+
+def test_a_layer_that_works_channels_first_is_refused_by_name():
+    image = keras.Input((3, 8, 8))
+    model = keras.Model(image, layers.Conv2D(4, 3, data_format="channels_first", name="first")(image))
+    with pytest.raises(CaptureError, match="'first' works channels-first.*channels_last"):
+        captured(model)
+
+
+def test_a_model_without_weights_is_refused():
+    with pytest.raises(CaptureError, match="has no weights yet.*call it once"):
+        captured(keras.Sequential([layers.Dense(3)]))
+
+
+def test_a_layer_is_no_model():
+    with pytest.raises(CaptureError, match=r"instance of keras.Model.*Got: Dense.*keras.Sequential"):
+        capture(layers.Dense(3))
+
+
+def test_a_subclassed_model_needs_an_example():
+    model, _ = make("subclassed")
+    with pytest.raises(CaptureError, match=r"not fixed.*example batch"):
+        captured(model)
+
+
+def test_a_call_that_branches_on_values_is_refused():
+    @keras.saving.register_keras_serializable("test")
+    class Branching(keras.Model):
+        def call(self, x):
+            return x * 2 if float(ops.sum(x)) > 0 else x
+
+    model = Branching()
+    model(np.ones((1, 3), "float32"))
+    with pytest.raises(CaptureError, match=r"cannot be traced.*without branches on values"):
+        captured(model, np.ones((2, 3), "float32"))
+
+
+def test_half_precision_is_refused():
+    image = keras.Input((4,))
+    model = keras.Model(image, layers.Dense(2, dtype="mixed_bfloat16", name="half")(image))
+    with pytest.raises(CaptureError, match="'half' computes in bfloat16"):
+        captured(model)
+
+
+def test_open_spatial_sizes_are_taken_from_the_example():
+    image = keras.Input((None, None, 3))
+    model = keras.Model(image, layers.GlobalAveragePooling2D()(layers.Conv2D(4, 3, strides=2, padding="same")(image)))
+    randomize(model)
+    with pytest.raises(CaptureError, match="not fixed"):
+        captured(model)
+    graph = captured(model, np.random.default_rng(0).normal(size=(2, 9, 8, 3)).astype("float32"))
+    assert graph.values[graph.inputs[0]].shape == (None, 9, 8, 3)
+
+
+def test_an_example_of_another_structure_is_refused():
+    model, _ = make("many_in_and_out")
+    with pytest.raises(CaptureError, match=r"does not fit the model.*2 inputs"):
+        capture(model, (torch.zeros(2, 6),))
+
+
+def test_a_custom_layer_without_a_configuration_is_captured_and_said_to_have_none():
+    class Odd(layers.Layer):
+        def __init__(self, f):
+            super().__init__(name="odd")
+            self.f = f
+
+        def call(self, x):
+            return ops.relu(x) + self.f
+
+    v = keras.Input((4,))
+    model = keras.Model(v, Odd(object_with_plus())(layers.Dense(3)(v)))
+    graph = captured(model)
+    assert {n.op for n in graph.nodes if n.layer == "odd"} <= {"Relu", "Add", OPAQUE}
+
+
+def object_with_plus():
+    class One:
+        def __radd__(self, x):
+            return x + 1.0
+
+    return One()
