@@ -13,7 +13,7 @@ from chipfit._version import __version__
 from chipfit.errors import ChipfitError
 
 if TYPE_CHECKING:
-    from chipfit.frameworks.torch.capture import capture
+    from chipfit.frameworks import capture
     from chipfit.pipeline import Lint, Result, lint, load, quantize
     from chipfit.plan import Plan
     from chipfit.platform.load import load as load_platform
@@ -28,7 +28,7 @@ _HOMES = {
     "Platform": ("chipfit.platform.schema", "Platform"),
     "Report": ("chipfit.report.rows", "Report"),
     "Verification": ("chipfit.verify", "Verification"),
-    "capture": ("chipfit.frameworks.torch.capture", "capture"),
+    "capture": ("chipfit.frameworks", "capture"),
     "load_platform": ("chipfit.platform.load", "load"),
 }
 

@@ -17,9 +17,9 @@ from chipfit.calibration.collect import TensorStats, collect
 from chipfit.calibration.data import as_call, batches, first_batch
 from chipfit.correction.bias import with_means
 from chipfit.errors import DataError, NothingQuantizedError
-from chipfit.frameworks.torch.capture import capture
+from chipfit.frameworks import capture, lower, read_back
 from chipfit.graph.ir import Graph
-from chipfit.overrides import Overrides, resolve_overrides
+from chipfit.overrides import Overrides, resolve_overrides, to_record
 from chipfit.passes.fuse import fuse
 from chipfit.passes.shift_negative import fuse_shifts
 from chipfit.plan import Plan
@@ -27,6 +27,7 @@ from chipfit.platform.legality import tie_groups
 from chipfit.platform.load import load as load_platform
 from chipfit.platform.match import fusions, sets_of
 from chipfit.platform.schema import Platform
+from chipfit.ranges import Rule, name_of, rule_of
 from chipfit.settings import PLAIN, Settings
 
 if TYPE_CHECKING:
@@ -44,14 +45,12 @@ class Result:
     stats: dict[str, TensorStats] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)  #: seconds per stage
     verification: Verification | None = None
-    _model: torch.nn.Module | None = None
+    _model: Any = None
 
     @property
-    def model(self) -> torch.nn.Module:
-        """The simulation as an `nn.Module` that still trains: original parameter names, inputs and outputs."""
+    def model(self) -> Any:
+        """The simulation, which still trains, in the user's framework: an `nn.Module` or a Keras model with the original inputs and outputs."""
         if self._model is None:
-            from chipfit.frameworks.torch.lower import lower
-
             self._model = lower(self.graph, self.plan)
         return self._model
 
@@ -61,8 +60,6 @@ class Result:
         Raises:
             PlanError: training has left a scale that is not positive.
         """
-        from chipfit.frameworks.torch.train import read_back
-
         graph, plan = read_back(self.model, self.graph, self.plan)
         return Result(graph, plan, self.platform, self.stats, self.timings)
 
@@ -90,7 +87,7 @@ class Result:
         plan = replace(
             self.plan, tensors=tensors, nodes=assignment.nodes, groups=assignment.groups, float_edges=frozenset(assignment.float_edges),
             ties=tuple(tuple(sorted(group)) for group in tie_groups(assignment.bindings)),
-            provenance={**self.plan.provenance, "edited": {k: v if isinstance(v, str) else dict(v) for k, v in overrides.items()}},
+            provenance={**self.plan.provenance, "edited": to_record(overrides)},
         )  # fmt: skip
         return Result(self.graph, plan, self.platform, self.stats, self.timings)
 
@@ -122,12 +119,12 @@ class Result:
 
 
 def quantize(
-    model: torch.nn.Module,
+    model: Any,
     data: Any,
     platform: str | Path | Platform = "ort_cpu",
     *,
-    rule: str = "mse",
-    weight_rule: str = "mse",
+    rule: Rule = "mse",
+    weight_rule: Rule = "mse",
     overrides: Overrides | None = None,
     example: Any = None,
     z_threshold: float | None = None,
@@ -135,16 +132,17 @@ def quantize(
     seed: int = 0,
     progress: bool = True,
 ) -> Result:
-    """Fit a trained PyTorch model to a chip.
+    """Fit a trained PyTorch or Keras 3 model to a chip.
 
     Args:
         model: in any mode; it is copied, never changed.
         data: calibration batches: an iterable of tensors, tuples, dicts or (input, label) pairs, or a callable
             that returns one. About a hundred samples are enough.
         platform: a built-in name ("ort_cpu", "tflite_int8@tag"), a YAML file, or a Platform.
-        rule: range rule for activations, one of `chipfit.ranges`.
+        rule: range rule for activations: a name of `chipfit.ranges`, perhaps with settings ("lp(p=3)"), or a rule itself.
         weight_rule: range rule for weights.
-        overrides: layer (path, glob, operator or layer type) -> "float" or {"bits": 4, "activation_bits": 16}.
+        overrides: layer (path, glob, operator, layer type or filter) -> "float" or choices, such as {"bits": 4, "activation_bits": 16};
+            `chipfit.overrides.CHOICES` lists them. A later entry wins over an earlier one.
         example: one batch of inputs for the capture; the first batch of `data` when omitted.
         z_threshold: drop activation histogram bins further than this many standard deviations from the mean.
         settings: optional rewrites and corrections.
@@ -158,6 +156,8 @@ def quantize(
     clock = _Clock()
     target, again = load_platform(platform), data
     torch.manual_seed(seed)
+    for r in (rule, weight_rule):
+        rule_of(r)  # refuses unknown names before any data are read
     if settings.correct_second_moment and isinstance(data, Iterator):
         raise DataError(
             "Correcting the second moment reads the data twice", got="an iterator", hint="give a list, or a function that returns one"
@@ -173,12 +173,13 @@ def quantize(
         needs = with_means(graph, needs) if settings.correct_bias else needs
         stats = collect(graph, batches(data, graph), tensors=needs, progress=progress, seed=seed)
     rules: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "z_threshold": z_threshold}
-    record = provenance.record(graph, target, stats, overrides=overrides, seed=seed, steps=settings.to_record() or None, **rules)
+    said = {"overrides": to_record(overrides) if overrides else None, "steps": settings.to_record() or None, "seed": seed}
+    record = provenance.record(graph, target, stats, **said, **{k: v if v is None else name_of(v) for k, v in rules.items()})
     with clock("ranges"):
         if settings.adapts:
-            graph, stats, said = stages.adapt(graph, assignment, stats, settings)
+            graph, stats, adapted = stages.adapt(graph, assignment, stats, settings)
             assignment, fuse_notes = decide(graph, target, overrides, settings)
-            notes += said
+            notes += adapted
         tensors = scales.choose(graph, assignment, stats, **rules)
     plan = Plan(
         tensors=tensors,
@@ -227,7 +228,7 @@ class Lint:
         return list(self.assignment.nodes.values())
 
 
-def lint(model: torch.nn.Module, example: Any, platform: str | Path | Platform = "ort_cpu", overrides: Overrides | None = None) -> Lint:
+def lint(model: Any, example: Any, platform: str | Path | Platform = "ort_cpu", overrides: Overrides | None = None) -> Lint:
     """Say which operators would run in integers, which fuse, and why the rest stays float; needs no data."""
     target = load_platform(platform)
     args, kwargs = as_call(example, model)

@@ -42,7 +42,7 @@ def iterate(data: Any) -> Iterator[Any]:
     return iter(data)
 
 
-def first_batch(data: Any, model: torch.nn.Module) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+def first_batch(data: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Example arguments for the capture from the first batch, and the data with that batch still in it.
 
     The example has at most two rows: the capture learns shapes, not values.
@@ -78,10 +78,10 @@ def _tensors(x: Any) -> Any:
     return x
 
 
-def as_call(batch: Any, model: torch.nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(batch: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A batch as the arguments of a call: a dict whose keys are the model's argument names is keyword arguments."""
     args, kwargs = _call(batch)
-    if kwargs:
+    if kwargs and hasattr(model, "forward"):
         taken = inspect.signature(model.forward).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
             if not set(kwargs) & set(taken):

@@ -1,0 +1,76 @@
+"""Which framework a model belongs to, found without importing any of them.
+
+A framework is one folder here, with the same three doors: `capture.capture(model, args, kwargs)` reads a model into a
+Graph, `lower.lower(graph, plan)` builds the trainable simulation, `train.read_back(model, graph, plan)` brings back what
+training changed in it. The simulation has `run_flat(inputs)`, torch tensors in the order of the graph's inputs to outputs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from chipfit.errors import CaptureError
+
+if TYPE_CHECKING:
+    from chipfit.graph.ir import Graph
+    from chipfit.plan import Plan
+
+#: folder -> top packages that the classes of its models come from; Keras first: on its torch backend a model is a module as well
+_OWNED: dict[str, tuple[str, ...]] = {"keras": ("keras",), "torch": ("torch",)}
+
+
+def framework_of(model: Any) -> str:
+    """The framework of a model, by the packages that its class derives from.
+
+    Raises:
+        CaptureError: it is a model of Keras 2.
+    """
+    packages = {c.__module__.partition(".")[0] for c in type(model).__mro__}
+    if "tf_keras" in packages:
+        raise CaptureError(
+            "This is a model of Keras 2 (tf_keras)", got=type(model).__name__, allowed="Keras 3 or PyTorch",
+            hint="save it with model.save('model.h5') and load that file with Keras 3",
+        )  # fmt: skip
+    return next((name for name, owned in _OWNED.items() if packages.intersection(owned)), "torch")
+
+
+def capture(model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Graph:
+    """Read a model of any framework into a Graph; see the `capture` of its folder.
+
+    Args:
+        args, kwargs: one batch of inputs, torch tensors, as the model is called with.
+
+    Raises:
+        CaptureError: the model cannot be read; names the layer or line and what to change.
+    """
+    return _door(framework_of(model), "capture").capture(model, args, kwargs)
+
+
+def lower(graph: Graph, plan: Plan) -> Any:
+    """The trainable simulation, as a model of the framework that the graph came from."""
+    return _door(graph.framework, "lower").lower(graph, plan)
+
+
+def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
+    """Graph and plan with the numbers that a trained simulation holds now.
+
+    Raises:
+        PlanError: `model` is not what `lower(graph, plan)` made, or has a scale that is not positive.
+    """
+    return _door(graph.framework, "train").read_back(model, graph, plan)
+
+
+def _door(framework: str, name: str) -> Any:
+    if framework not in _OWNED:
+        raise CaptureError(f"There is no framework '{framework}'", allowed=", ".join(_OWNED))
+    try:
+        return importlib.import_module(f"chipfit.frameworks.{framework}.{name}")
+    except ImportError as e:
+        if framework == "torch" or (e.name or "").startswith("chipfit"):
+            raise
+        raise CaptureError(
+            f"{framework.capitalize()} cannot be imported: {e}",
+            hint="pip install 'chipfit[keras]', and set KERAS_BACKEND to a backend that is installed: torch, jax or tensorflow",
+        ) from e
