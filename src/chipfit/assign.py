@@ -13,13 +13,15 @@ from typing import Any
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
+from chipfit.narrow import narrow
 from chipfit.plan import NodePlan
 from chipfit.platform.legality import Binding
 from chipfit.platform.match import Resolved, resolve
 from chipfit.platform.schema import Format, Option, Platform
+from chipfit.ranges import Rule
 
 #: out-channel axis of a weight by operator; everything else that has a weight keeps it on axis 0
-_OUT_AXIS = {"TransposeConv1D": 1, "TransposeConv2D": 1, "TransposeConv3D": 1, "MatMul": -1}
+OUT_AXIS = {"TransposeConv1D": 1, "TransposeConv2D": 1, "TransposeConv3D": 1, "MatMul": -1}
 _NO_FORMAT = ("float", "none", "any", None)
 
 
@@ -33,6 +35,8 @@ class Slot:
     format: Format
     axis: int | None  #: channel axis when the format is per channel
     node: str  #: node that makes (activation) or reads (weight, bias) it
+    rule: Rule | None = None  #: range rule that the user wants for it
+    z_threshold: float | None = None
 
 
 @dataclass(slots=True)
@@ -53,9 +57,16 @@ class _Unit:
 
     nodes: tuple[Node, ...]
     resolved: Resolved
-    forced: str = ""  #: why the user wants it in float
-    weight_bits: int | None = None
-    activation_bits: int | None = None
+    said: Mapping[str, Any]  #: what the user, or the platform about its first and last layer, decided
+
+    @property
+    def forced(self) -> str:
+        """Why the user wants it in float."""
+        return self.said.get("float", "")
+
+    @property
+    def who(self) -> str:
+        return self.head.layer or self.head.name
 
     @property
     def head(self) -> Node:
@@ -103,7 +114,7 @@ def assign(
         graph: after folding.
         platform: the target.
         groups: fused groups of node names, from `passes.fuse`.
-        overrides: node name -> {"float": reason} or {"bits": weight bits, "activation_bits": bits}.
+        overrides: node name -> {"float": reason} or `overrides.CHOICES`.
 
     Raises:
         UnsupportedError: an operator that the platform rejects outright, or bits that no format offers.
@@ -112,8 +123,9 @@ def assign(
     _first_last(graph, platform, units)
     _narrow(graph, platform, units)
     result = Assignment(groups=groups)
-    formats: dict[str, str] = {}  # value -> format name
-    wants = _wants(graph, platform, units)
+    kept = {o for u in units if u.said.get("activation_bits") == "float" for o in u.tail.outputs}  # in float, whoever reads them
+    formats = _Formats(kept)  # value -> format name
+    wants = {v: f for v, f in _wants(graph, platform, units, kept).items() if v not in kept}
 
     coded: set[str] = set()  # values that exist on the chip as codes only, because their producer writes codes
     for name in graph.inputs:
@@ -133,12 +145,12 @@ def assign(
             if given:
                 moving.add(tail.name)
                 for i in _operands(graph, unit):  # a mover with several inputs needs all of them in codes
-                    formats.setdefault(i, given)
+                    formats[i] = formats.get(i, given)
             produced = [(given or wants.get(o), o) for o in tail.outputs]
             if given:
                 coded.update(tail.outputs)
         else:
-            option = _choose(graph, platform, unit, formats)
+            option = _choose(graph, platform, unit, formats, kept)
             if option is not None:
                 for value, fmt in _data_formats(graph, unit, option).items():
                     if fmt not in _NO_FORMAT and value not in formats and graph.is_float(value):
@@ -147,17 +159,31 @@ def assign(
             if option is not None and option.out not in _NO_FORMAT:
                 coded.update(tail.outputs)
         chosen[tail.name] = option
-        formats.update({value: fmt for fmt, value in produced if fmt not in _NO_FORMAT and graph.is_float(value)})
+        for fmt, value in produced:
+            if fmt not in _NO_FORMAT and graph.is_float(value):
+                formats[value] = fmt
     for unit in units:
         _record(graph, platform, unit, chosen[unit.tail.name], formats, result, moving, coded)
     return result
 
 
-def _carried(graph: Graph, unit: _Unit, formats: Mapping[str, str], coded: set[str], wants: Mapping[str, str]) -> str | None:
+class _Formats(dict[str, str]):
+    """Value -> format name; values that the user keeps in float never enter."""
+
+    def __init__(self, kept: set[str]) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def __setitem__(self, value: str, name: str) -> None:
+        if value not in self.kept:
+            super().__setitem__(value, name)
+
+
+def _carried(graph: Graph, unit: _Unit, formats: _Formats, coded: set[str], wants: Mapping[str, str]) -> str | None:
     """The format in which a mover carries codes; None when it moves floats."""
-    if unit.forced:
-        return None
     data = [i for i in _operands(graph, unit) if graph.is_float(i)]
+    if unit.forced or not set(data).isdisjoint(formats.kept):
+        return None
     wanted = any(wants.get(o, "any") != "any" for o in unit.tail.outputs)
     given = [formats[i] for i in data if i in formats and (i in coded or wanted)]
     if not given or len(set(given)) > 1 or not graph.is_float(unit.tail.output):
@@ -178,14 +204,12 @@ def _units(
         if node.name != names[-1]:
             continue  # a unit stands where its last node stands: all its inputs exist by then
         nodes = tuple(graph.node(n) for n in names)
-        said: dict[str, Any] = {}
-        for n in names:
-            said.update(overrides.get(n, {}))
-        bits = said.get("bits")
-        resolved = resolve(platform, nodes[0].op, facts(graph, nodes[0]), bits=said.get("activation_bits") or 8)
+        said = {k: v for n, choices in overrides.items() if n in names for k, v in choices.items()}
+        bits = said["activation_bits"] if isinstance(said.get("activation_bits"), int) else 8
+        resolved = resolve(platform, nodes[0].op, facts(graph, nodes[0]), bits=bits)
         if len(nodes) > 1 and resolved.options and resolved.options[0].in_ == "any":
-            resolved = _with_tail(resolved, resolve(platform, nodes[-1].op, facts(graph, nodes[-1]), bits=said.get("activation_bits") or 8))
-        units.append(_Unit(nodes, resolved, said.get("float", ""), bits, said.get("activation_bits")))
+            resolved = _with_tail(resolved, resolve(platform, nodes[-1].op, facts(graph, nodes[-1]), bits=bits))
+        units.append(_Unit(nodes, resolved, said))
     return units
 
 
@@ -208,8 +232,7 @@ def _first_last(graph: Graph, platform: Platform, units: list[_Unit]) -> None:
         return
     weighted = [i for i, u in enumerate(units) if u.resolved.options and u.resolved.options[0].w]
     for i in {weighted[0], weighted[-1]} if weighted else ():
-        u = units[i]
-        units[i] = _Unit(u.nodes, u.resolved, u.forced, u.weight_bits or rule["bits"], u.activation_bits or rule["bits"])
+        units[i] = replace(units[i], said={"bits": rule["bits"], "activation_bits": rule["bits"], **units[i].said})
 
 
 def _moves(unit: _Unit) -> bool:
@@ -217,15 +240,14 @@ def _moves(unit: _Unit) -> bool:
     return unit.resolved.exec == "follow"
 
 
-def _choose(graph: Graph, platform: Platform, unit: _Unit, formats: Mapping[str, str]) -> Option | None:
+def _choose(graph: Graph, platform: Platform, unit: _Unit, formats: Mapping[str, str], kept: set[str]) -> Option | None:
     """The first joint option that fits the formats of the unit's inputs; None when the unit runs in float."""
-    if unit.forced or unit.resolved.exec == "float" or not unit.resolved.options or _unfit(graph, unit):
+    if unit.forced or unit.resolved.exec == "float" or not unit.resolved.options or _unfit(graph, platform, unit, kept):
         return None
     options = [
         o for o in unit.resolved.options if o.in_ not in _NO_FORMAT or o.w not in _NO_FORMAT or (o.in_ == "any" and o.out not in _NO_FORMAT)
     ]
-    if unit.weight_bits is not None or unit.activation_bits is not None:
-        options = _with_bits(platform, unit, options)
+    options = _with_bits(platform, unit, options)
     for option in options:
         ok = True
         for value, fmt in _data_formats(graph, unit, option).items():
@@ -242,9 +264,13 @@ def _choose(graph: Graph, platform: Platform, unit: _Unit, formats: Mapping[str,
 def _with_bits(platform: Platform, unit: _Unit, options: list[Option]) -> list[Option]:
     """Options with the weight and activation bits that the user or a first/last rule asks for."""
     for asked, slots, what in (
-        (unit.weight_bits, ("w",), "weights"),
-        (unit.activation_bits, ("in_", "out"), "activations"),
+        (unit.said.get("bits"), ("w",), "weights"),
+        (unit.said.get("activation_bits"), ("in_", "out"), "activations"),
     ):
+        if asked == "float":  # only where quantizers belong to those who write: `_unfit` keeps the unit in float elsewhere
+            without = {"w": "float", "b": "float"} if slots == ("w",) else {"out": "float"}
+            options = [o.model_copy(update={s: f for s, f in without.items() if getattr(o, s) is not None}) for o in options]
+            continue
         if asked is None or not any(n not in _NO_FORMAT for o in options for s in slots for n in _tuple(getattr(o, s))):
             continue
         bits_of = lambda o: {platform.formats[n].bits for s in slots for n in _tuple(getattr(o, s)) if n not in _NO_FORMAT}  # noqa: B023, E731 -- used at once
@@ -257,7 +283,7 @@ def _with_bits(platform: Platform, unit: _Unit, options: list[Option]) -> list[O
         if not fitting:
             have = sorted({b for o in options for b in bits_of(o)})
             raise UnsupportedError(
-                f"'{unit.head.layer or unit.head.name}' cannot have {asked}-bit {what} on '{platform.name}'",
+                f"'{unit.who}' cannot have {asked}-bit {what} on '{platform.name}'",
                 got=asked,
                 allowed=", ".join(map(str, have)) + " bits",
                 hint="choose one of the allowed widths or leave the layer out of `overrides`",
@@ -286,7 +312,7 @@ def _narrow(graph: Graph, platform: Platform, units: list[_Unit]) -> None:
             kept = tuple(o for o in options if o.out not in platform.formats or platform.formats[o.out].bits <= mine[0])
             if options and not kept:
                 raise UnsupportedError(
-                    f"'{unit.head.layer or unit.head.name}' writes codes that its reader '{mine[1]}' cannot take on '{platform.name}'",
+                    f"'{unit.who}' writes codes that its reader '{mine[1]}' cannot take on '{platform.name}'",
                     got=sorted({platform.formats[o.out].bits for o in options if o.out in platform.formats}),
                     allowed=f"at most {mine[0]} bits",
                     hint="keep one of them in float with overrides",
@@ -296,7 +322,7 @@ def _narrow(graph: Graph, platform: Platform, units: list[_Unit]) -> None:
             if _moves(unit) and mine is not None:
                 limit[i] = min(limit.get(i, mine), mine)
             elif not _moves(unit) and not unit.forced and any(o.in_bits for o in options):
-                widest = max(max(o.in_bits) for o in options if o.in_bits), unit.head.layer or unit.head.name
+                widest = max(max(o.in_bits) for o in options if o.in_bits), unit.who
                 limit[i] = min(limit.get(i, widest), widest)
 
 
@@ -316,9 +342,16 @@ def _same_storage(a: Format, b: Format) -> bool:
     return (a.kind, a.bits, a.signed, a.zero, a.scale, a.per, a.range) == (b.kind, b.bits, b.signed, b.zero, b.scale, b.per, b.range)
 
 
-def _unfit(graph: Graph, unit: _Unit) -> str:
+def _unfit(graph: Graph, platform: Platform, unit: _Unit, kept: set[str]) -> str:
     """Why this unit cannot run in integers although the platform has a rule for its operator."""
     head = unit.head
+    if platform.place.at != "outputs":  # an integer kernel takes and gives codes; elsewhere quantizers belong to those who write
+        for choice, what in (("bits", "weights"), ("activation_bits", "result")):
+            if unit.said.get(choice) == "float":
+                return f"overrides keep its {what} in float"
+        floats = [i for i in _operands(graph, unit) if i in kept]
+        if floats:
+            return f"overrides keep its input '{floats[0]}' in float"
     if head.outputs and not graph.is_float(head.output) and not _moves(unit):
         return "its result is not a float tensor"
     if head.op in OPS and "w" in OPS[head.op].slots:
@@ -381,7 +414,7 @@ def _data_formats(graph: Graph, unit: _Unit, option: Option) -> dict[str, Any]:
 # ---------------------------------------------------------------- propagation
 
 
-def _wants(graph: Graph, platform: Platform, units: list[_Unit]) -> dict[str, str]:
+def _wants(graph: Graph, platform: Platform, units: list[_Unit], kept: set[str]) -> dict[str, str]:
     """Value -> the format in which its readers want it, seen through operators that only move codes."""
     wants: dict[str, str] = {}
     users = graph.users()
@@ -394,7 +427,7 @@ def _wants(graph: Graph, platform: Platform, units: list[_Unit]) -> dict[str, st
                 if wanted and (len(users.get(i, ())) == 1 or i in graph.inputs) and wants.get(i, "any") == "any":
                     wants[i] = wanted
             continue
-        option = _choose(graph, platform, unit, {})
+        option = _choose(graph, platform, unit, {}, kept)
         if option is None:
             continue
         for value, fmt in _data_formats(graph, unit, option).items():
@@ -419,7 +452,7 @@ def _outputs(graph: Graph, unit: _Unit, option: Option | None, formats: dict[str
 
 
 def _record(
-    graph: Graph, platform: Platform, unit: _Unit, option: Option | None, formats: Mapping[str, str], out: Assignment,
+    graph: Graph, platform: Platform, unit: _Unit, option: Option | None, formats: _Formats, out: Assignment,
     moving: set[str], coded: set[str],
 ) -> None:  # fmt: skip
     head, tail = unit.head, unit.tail
@@ -430,7 +463,7 @@ def _record(
             how, why = "float", unit.forced or "it moves values that are not quantized"
     elif option is None:
         how = "float"
-        why = unit.forced or _unfit(graph, unit) or unit.resolved.why
+        why = unit.forced or _unfit(graph, platform, unit, formats.kept) or unit.resolved.why
         if not why:
             listed = unit.resolved.rule is not None
             why = f"no format of '{platform.name}' fits its inputs" if listed else f"'{platform.name}' lists no rule for {head.op}"
@@ -442,7 +475,9 @@ def _record(
             hint="replace the operator, or choose a platform that runs unlisted ones in float",
         )
     for n in unit.nodes:
-        out.nodes[n.name] = NodePlan(name=n.name, op=n.op, layer=n.layer, exec=how, group=group, why=why)
+        out.nodes[n.name] = NodePlan(
+            name=n.name, op=n.op, layer=n.layer, exec=how, group=group, why=why, simd=option.simd if option and n is head else None
+        )
 
     integer = how != "float"
     slots: dict[str, list[str]] = {}
@@ -455,19 +490,23 @@ def _record(
                 if graph.is_float(tensor):
                     _data_slot(graph, platform, n, tensor, slot, integer, option, formats, coded, slots, out, inner=n is not head)
             elif slot in ("w", "b") and n is head:
-                _weight_slot(graph, platform, n, tensor, slot, integer, option, slots, out)
+                _weight_slot(graph, platform, unit, tensor, slot, integer, option, slots, out)
             elif graph.is_weight(tensor):
                 out.float_edges.add((tensor, n.name))
     for o in tail.outputs:
         if o in formats:
             if o not in out.slots:
                 name = formats[o]
-                out.slots[o] = Slot(name=o, role="activation", format_name=name, format=platform.formats[name], axis=None, node=tail.name)
+                stored = narrow(platform.formats[name], who=unit.who, method=unit.said.get("method"), signed=unit.said.get("signed"))
+                out.slots[o] = Slot(
+                    name=o, role="activation", format_name=name, format=stored, axis=None, node=tail.name,
+                    rule=unit.said.get("rule"), z_threshold=unit.said.get("z_threshold"),
+                )  # fmt: skip
             if integer:
                 slots.setdefault("outs", []).append(o)
                 slots.setdefault("out", [o])
         elif o in graph.values and graph.is_float(o):
-            out.floats[o] = why or "the platform keeps this result in float"
+            out.floats[o] = "overrides keep it in float" if o in formats.kept else why or "the platform keeps this result in float"
     for name in graph.inputs:
         if name in formats and name not in out.slots:
             fmt = formats[name]
@@ -508,21 +547,24 @@ def _data_slot(
 
 
 def _weight_slot(
-    graph: Graph, platform: Platform, node: Node, tensor: str, slot: str, integer: bool, option: Option | None,
+    graph: Graph, platform: Platform, unit: _Unit, tensor: str, slot: str, integer: bool, option: Option | None,
     slots: dict[str, list[str]], out: Assignment,
 ) -> None:  # fmt: skip
+    node, said = unit.head, unit.said if slot == "w" else {}
     name = (option.w if slot == "w" else option.b) if option is not None else None
     if not integer or name in _NO_FORMAT or name is None:
         if graph.is_weight(tensor) and graph.is_float(tensor):
-            out.floats.setdefault(tensor, "the platform stores it in float" if integer else "its operator runs in float")
+            by = "overrides keep it" if said.get("bits") == "float" else "the platform stores it"
+            out.floats.setdefault(tensor, f"{by} in float" if integer else "its operator runs in float")
             out.float_edges.add((tensor, node.name))
         return
-    fmt = platform.formats[name]
+    fmt = narrow(platform.formats[name], who=unit.who, method=said.get("weight_method"), per=said.get("per"))
     axis = None
     if fmt.per == "channel":
-        axis = 0 if slot == "b" else _OUT_AXIS.get(node.op, 0)
+        axis = 0 if slot == "b" else OUT_AXIS.get(node.op, 0)
         axis %= len(graph.shape(tensor))
     if tensor not in out.slots:
         role = "weight" if slot == "w" else "bias"
-        out.slots[tensor] = Slot(name=tensor, role=role, format_name=name, format=fmt, axis=axis, node=node.name)
+        rule = said.get("weight_rule")
+        out.slots[tensor] = Slot(name=tensor, role=role, format_name=name, format=fmt, axis=axis, node=node.name, rule=rule)
     slots.setdefault(slot, []).append(tensor)

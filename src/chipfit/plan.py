@@ -46,6 +46,7 @@ class NodePlan:
     exec: str = "float"  #: "int", "float", "follow" (moves codes, no arithmetic) or "table"
     group: str = ""  #: name of the fused group's last node; "" when the node is alone
     why: str = ""  #: why it runs in float
+    simd: int | None = None  #: output channels that one instruction makes; weights are padded to a multiple of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

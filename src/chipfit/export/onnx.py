@@ -72,7 +72,7 @@ def _least_opset(graph: Graph, plan: Plan) -> int:
     if any(n.op == OPAQUE for n in graph.nodes):
         least = 18
     bits = {t.grid.bits for t in plan.tensors.values() if t.grid is not None}
-    return 21 if bits - {8, 32, 7} and any(b in (4, 16) for b in bits) else least
+    return 21 if any(b <= 4 or 8 < b <= 16 for b in bits) else least  # 4- and 16-bit integers
 
 
 class Writer:

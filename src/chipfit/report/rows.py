@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from chipfit.assign import OUT_AXIS
 from chipfit.export.files import write_atomically
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan import NodePlan, Plan, TensorPlan
@@ -68,6 +69,7 @@ class Report:
     deploy: tuple[str, ...]
     float_bytes: int
     quantized_bytes: int
+    padded_bytes: int  #: with output channels padded to the width of the chip's instructions, where the platform tells it
     parameters: int
     quantized_tensors: int
     float_tensors: int
@@ -175,10 +177,10 @@ def build(
 
     nodes = [row(n, plan.nodes.get(n.name) or NodePlan(name=n.name, op=n.op)) for n in graph.nodes]
     inputs = [row(Node(v, "Input", (), (v,)), NodePlan(name=v, op="Input", exec="follow")) for v in graph.inputs]
-    float_bytes, quantized_bytes, parameters = _sizes(graph, plan)
+    float_bytes, quantized_bytes, padded_bytes, parameters = _sizes(graph, plan)
     return Report(
         platform=platform.name, title=platform.title, deploy=platform.deploy, float_bytes=float_bytes, quantized_bytes=quantized_bytes,
-        parameters=parameters, quantized_tensors=sum(t.quantized for t in plan.tensors.values()),
+        padded_bytes=padded_bytes, parameters=parameters, quantized_tensors=sum(t.quantized for t in plan.tensors.values()),
         float_tensors=sum(not t.quantized for t in plan.tensors.values()), layers=tuple(nodes), inputs=tuple(inputs),
         timings=dict(timings or {}), notes=plan.rewrites, simulated=kernels_of(platform) is not None, provenance=plan.provenance,
         verification={**verification.to_dict(), "summary": verification.summary()} if verification else None,
@@ -233,14 +235,19 @@ def _weights(graph: Graph, plan: Plan, node: Node) -> tuple[str, float | None]:
     return text, 10 * math.log10(signal / noise) if signal and noise else None
 
 
-def _sizes(graph: Graph, plan: Plan) -> tuple[int, int, int]:
-    """Bytes of the weights that the network reads: in float32, as stored; and their number."""
+def _sizes(graph: Graph, plan: Plan) -> tuple[int, int, int, int]:
+    """Bytes of the weights that the network reads: in float32, as stored, as stored and padded; and their number."""
+    axes = {n.inputs[1]: (OUT_AXIS.get(n.op, 0), n.name) for n in graph.nodes if len(n.inputs) > 1}
     read = {i for n in graph.nodes for i in n.inputs if i is not None and i in graph.weights}
-    before = after = count = 0
+    before = after = padded = count = 0
     for name in read:
-        elements = graph.weights[name].numel()
-        t = plan.tensors.get(name)
-        count += elements
-        before += elements * 4
-        after += (elements * t.grid.bits + 7) // 8 if t is not None and t.grid is not None else elements * 4
-    return before, after, count
+        w, t = graph.weights[name], plan.tensors.get(name)
+        bits = t.grid.bits if t is not None and t.grid is not None else 32
+        axis, node = axes.get(name, (0, ""))
+        simd = plan.nodes[node].simd if node in plan.nodes and bits < 32 and w.dim() else None
+        count += w.numel()
+        before += w.numel() * 4
+        after += (w.numel() * bits + 7) // 8
+        channels = w.shape[axis] if w.dim() else 1
+        padded += (w.numel() // max(channels, 1) * -(-channels // (simd or 1)) * (simd or 1) * bits + 7) // 8
+    return before, after, padded, count

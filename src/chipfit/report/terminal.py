@@ -76,7 +76,8 @@ def render(report: Report) -> Group:
     head.add_column()
     head.add_row("platform", escape(f"{report.platform}  {report.title}"))
     shrink = report.float_bytes / max(1, report.quantized_bytes)
-    head.add_row("weights", f"{size(report.float_bytes)} -> {size(report.quantized_bytes)}, {shrink:.1f} x smaller")
+    padded = f" ({size(report.padded_bytes)} padded to the chip's SIMD width)" if report.padded_bytes != report.quantized_bytes else ""
+    head.add_row("weights", f"{size(report.float_bytes)} -> {size(report.quantized_bytes)}, {shrink:.1f} x smaller{padded}")
     kernels = report.kernels
     head.add_row("operators", f"{100 * report.integer_share:.0f} % of {len(report.layers)} run in integers, as {len(kernels)} kernels")
     if report.timings:

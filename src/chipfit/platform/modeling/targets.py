@@ -207,7 +207,7 @@ def _imx500(
 
     def build() -> _Parts:
         inputs = (8, 16) if constants else 8
-        plain = _config(_POT, simd_size=32, **({"supported_input_activation_n_bits": inputs} if wide else {}))
+        plain = _config(_POT, simd_size=32, supported_input_activation_n_bits=inputs if wide else 8)
         table = QuantizationMethod.LUT_SYM_QUANTIZER
         choices = [
             plain.clone_and_edit(attr_to_edit={KERNEL_ATTR: _fields(_weights(table if lut and bits < 8 else kernel, bits))}, simd_size=simd)
