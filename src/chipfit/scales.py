@@ -15,6 +15,7 @@ from chipfit.graph.ir import Graph
 from chipfit.plan import TensorPlan
 from chipfit.platform import legality
 from chipfit.quantizers.grids import Grid
+from chipfit.ranges import Rule, name_of
 from chipfit.ranges import choose as choose_range
 from chipfit.ranges.qparams import QParams, from_min_max
 
@@ -24,11 +25,13 @@ TINY = 2.0**-24
 _BIAS_SHARE = 0.5
 
 
-def needs(assignment: Assignment, rule: str) -> dict[str, Need]:
+def needs(assignment: Assignment, rule: Rule) -> dict[str, Need]:
     """What calibration has to collect: a histogram only where a range will be searched in it."""
     fixed = legality.fixed(assignment.bindings)
     return {
-        s.name: Need(histogram=rule != "no_clipping" and s.name not in fixed) for s in assignment.slots.values() if s.role == "activation"
+        s.name: Need(histogram=(s.rule or rule) != "no_clipping" and s.name not in fixed)
+        for s in assignment.slots.values()
+        if s.role == "activation"
     }
 
 
@@ -37,8 +40,8 @@ def choose(
     assignment: Assignment,
     stats: Mapping[str, TensorStats],
     *,
-    rule: str = "mse",
-    weight_rule: str = "mse",
+    rule: Rule = "mse",
+    weight_rule: Rule = "mse",
     z_threshold: float | None = None,
     known: Mapping[str, TensorPlan] | None = None,
 ) -> dict[str, TensorPlan]:
@@ -77,9 +80,9 @@ def choose(
             origin[s.name] = "fixed by the platform"
         elif s.role == "weight":
             w = graph.weights[s.name].detach()
-            wanted = weight_rule if s.axis is not None or grids[s.name].symmetric else "no_clipping"
+            wanted = s.rule or (weight_rule if s.axis is not None or grids[s.name].symmetric else "no_clipping")
             found[s.name] = choose_range(w, grids[s.name], rule=wanted, axis=s.axis)
-            origin[s.name] = f"{wanted} over the weights"
+            origin[s.name] = f"{name_of(wanted)} over the weights"
             if grids[s.name].kind == "lut":
                 origin[s.name] = "look-up table fitted to the weights"
         elif s.name not in stats:
@@ -88,8 +91,9 @@ def choose(
                 hint="quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`",
             )
         else:
-            found[s.name] = choose_range(stats[s.name], grids[s.name], rule=rule, z_threshold=z_threshold)
-            origin[s.name] = f"{rule} over {stats[s.name].batches} batches"
+            wanted, z = s.rule or rule, s.z_threshold or z_threshold
+            found[s.name] = choose_range(stats[s.name], grids[s.name], rule=wanted, z_threshold=z)
+            origin[s.name] = f"{name_of(wanted)} over {stats[s.name].batches} batches"
 
     grids.update({name: replace(grids[name], table=q.table) for name, q in found.items() if q.table is not None})
     for members in legality.tie_groups(assignment.bindings):
@@ -135,7 +139,7 @@ def _tie(
     if anchor is not None:
         shared = found[anchor]
     else:
-        grid = grids[members[0]]
+        grid = next((grids[m] for m in members if grids[m].pot), grids[members[0]])
         bounds = [found[m].bounds(grids[m]) for m in members]
         low, high = min(b[0] for b in bounds), max(b[1] for b in bounds)
         same = all(
@@ -178,7 +182,7 @@ def _biases(graph: Graph, assignment: Assignment, grids: Mapping[str, Grid], out
     Where a bias would not fit at s_in * s_w, its channel's weight scale grows until it does.
     """
     stored = [(b, name) for b in assignment.bindings for name in b.slots.get("b", ())]
-    accumulated = [(b, name) for b, name in stored if _in_accumulator(b, grids[name])]
+    accumulated = [(b, name) for b, name in stored if {"in0", "w"} <= set(b.slots) and _in_accumulator(b, grids[name])]
     for b, name in accumulated:
         w, s_in = out[b.slots["w"][0]], out[b.slots["in0"][0]].scale
         assert s_in is not None and w.scale is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,9 @@ from chipfit.registry import lookup
 if TYPE_CHECKING:
     from chipfit.calibration.collect import TensorStats
 
+#: a registered name, perhaps with settings, such as "lp(p=3)", or a rule itself
+Rule = str | Callable[[Sample, Grid], QParams]
+
 #: names of the same formulas in MCT and MQBench
 ALIASES = {
     "NOCLIPPING": "no_clipping", "MSE": "mse", "MAE": "mae", "LP": "lp", "KL": "kl",
@@ -30,7 +35,7 @@ _EDGES = 768
 
 
 def choose(
-    source: TensorStats | torch.Tensor, grid: Grid, *, rule: str = "mse", axis: int | None = None, z_threshold: float | None = None,
+    source: TensorStats | torch.Tensor, grid: Grid, *, rule: Rule = "mse", axis: int | None = None, z_threshold: float | None = None,
     **settings: Any,
 ) -> QParams:  # fmt: skip
     """Scale and zero point of one tensor by a named rule.
@@ -38,7 +43,7 @@ def choose(
     Args:
         source: calibration statistics, or the tensor itself.
         grid: the codes to place.
-        rule: a registered name, or one of the predecessors' names in `ALIASES`.
+        rule: a registered name, or one of the predecessors' names in `ALIASES`; or a rule itself.
         axis: channel axis for one range per channel; None for one range.
         z_threshold: drop histogram bins further than this many standard deviations from the mean first.
         settings: fields of the rule.
@@ -47,11 +52,7 @@ def choose(
         UnknownNameError: no such rule, or no such setting of it.
         DataError: the values are not finite.
     """
-    make = lookup("range", ALIASES.get(rule, rule))
-    known = [f.name for f in fields(make)]
-    for name in settings:
-        if name not in known:
-            raise UnknownNameError(f"setting of range rule '{rule}'", name, known)
+    place = rule_of(rule, **settings)
     sample = _of_tensor(source, axis) if isinstance(source, torch.Tensor) else _of_stats(source, z_threshold)
     if not bool((sample.low.isfinite() & sample.high.isfinite()).all()):
         raise DataError("A range needs finite values", got=f"minimum {sample.low.min():g}, maximum {sample.high.max():g}")
@@ -60,8 +61,36 @@ def choose(
         assert grid.entries is not None  # every look-up grid says its size
         q = replace(q, table=fit(sample.values / q.scale.unsqueeze(-1), sample.weights, grid.entries, grid.qmin, grid.qmax))
     else:
-        q = make(**settings)(sample, grid)
+        q = place(sample, grid)
     return replace(q, scale=q.scale[0], zero_point=q.zero_point[0]) if axis is None else q
+
+
+def rule_of(rule: Rule, **settings: Any) -> Callable[[Sample, Grid], QParams]:
+    """The rule that a name stands for; a rule itself stays as it is.
+
+    Raises:
+        UnknownNameError: no such rule, or no such setting of it.
+    """
+    if not isinstance(rule, str):
+        return rule
+    name, has_settings, rest = rule.partition("(")
+    if has_settings:
+        try:
+            call = ast.parse(f"f({rest}", mode="eval").body
+            settings = {k.arg or "": ast.literal_eval(k.value) for k in getattr(call, "keywords", ())} | settings
+        except (SyntaxError, ValueError):
+            name = rule
+    make = lookup("range", ALIASES.get(name, name))
+    known = [f.name for f in fields(make)]
+    for setting in settings:
+        if setting not in known:
+            raise UnknownNameError(f"setting of range rule '{name}'", setting, known)
+    return make(**settings)
+
+
+def name_of(rule: Rule) -> str:
+    """How a rule is written in plans."""
+    return rule if isinstance(rule, str) else getattr(rule, "__name__", repr(rule))
 
 
 def _of_tensor(x: torch.Tensor, axis: int | None) -> Sample:
