@@ -10,18 +10,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from chipfit.frameworks.rounding import rounding
 from chipfit.frameworks.torch import ops
 from chipfit.frameworks.torch.modules import BiasQuantizer, FakeQuantizer
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import Graph
 from chipfit.graph.run import flatten_call, load_tree
-from chipfit.plan import Plan, TensorPlan
-
-#: operators whose result holds numbers of their inputs and no others, so that rounding it again changes nothing
-_MOVES = frozenset(
-    {"Identity", "Dropout", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Expand", "Slice", "Select", "Gather", "Concat", "Stack",
-     "Split", "Unstack", "Roll", "Tile", "DepthToSpace", "SpaceToDepth", "ChannelShuffle", "MaxPool", "AdaptiveMaxPool",
-     "ReduceMax", "ReduceMin"}
-)  # fmt: skip
+from chipfit.plan import Plan
 
 
 def lower(graph: Graph, plan: Plan) -> QuantizedModule:
@@ -82,40 +76,14 @@ class QuantizedModule(nn.Module):
             table[leaf] = own
 
     def _build_quantizers(self, graph: Graph, plan: Plan) -> None:
-        tied = {name: group for group in plan.ties for name in group}
-        for t in plan.tensors.values():
-            if t.quantized and t.role != "bias":
-                partner = next((o for o in tied.get(t.name, ()) if o in self._keys and _same(plan.tensors[o], t)), None)
-                self._keys[t.name] = self._keys[partner] if partner else self._add(t.name, FakeQuantizer(t))
-                self._rounded.add(t.name)
-        for n in graph.nodes:
-            self._skip_moved(graph, plan, n)
-        for n in graph.nodes:
-            bias = plan.tensors.get(n.inputs[2] or "") if len(n.inputs) > 2 else None
-            if bias is not None and bias.quantized and bias.role == "bias" and bias.name not in self._keys:
-                x, w = (plan.tensors.get(i or "") for i in n.inputs[:2])
-                if x is not None and w is not None and _is_product(bias, x, w):
-                    self._biases[bias.name] = self._keys[x.name], self._keys[w.name]
-                    self._keys[bias.name] = self._add(bias.name, BiasQuantizer(bias))
-                else:
-                    self._keys[bias.name] = self._add(bias.name, FakeQuantizer(bias))
-                self._rounded.add(bias.name)
-        for key in set(self._quant._modules) - set(self._keys.values()):
-            del self._quant._modules[key]
-
-    def _skip_moved(self, graph: Graph, plan: Plan, n: Node) -> None:
-        """Let results that only move rounded numbers share the quantizer of their source and not round again."""
-        if n.op not in _MOVES:
-            return
-        data = [i for i in n.inputs if i is not None and graph.is_float(i)]
-        keys = {self._keys.get(i) for i in data}
-        if len(keys) != 1 or None in keys or any((i, n.name) in plan.float_edges for i in data):
-            return
-        for o in n.outputs:
-            if o in self._keys and _same(plan.tensors[o], plan.tensors[data[0]]):
-                mine, theirs = self._keys[o], self._keys[data[0]]
-                self._keys.update({name: theirs for name, key in self._keys.items() if key == mine})
-                self._rounded.discard(o)
+        found = rounding(graph, plan)
+        made: dict[str, str] = {}
+        for owner in dict.fromkeys(found.owner.values()):
+            t = plan.tensors[owner]
+            made[owner] = self._add(owner, BiasQuantizer(t) if owner in found.products else FakeQuantizer(t))
+        self._keys = {name: made[owner] for name, owner in found.owner.items()}
+        self._biases = {bias: (self._keys[x], self._keys[w]) for bias, (x, w) in found.products.items()}
+        self._rounded = found.rounded
 
     def _add(self, name: str, quantizer: nn.Module) -> str:
         key = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
@@ -226,22 +194,6 @@ class _Tree:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Tree:
         return self
-
-
-def _same(a: TensorPlan, b: TensorPlan) -> bool:
-    """Both are stored on one grid with one set of numbers."""
-    if a.grid != b.grid or a.axis != b.axis or a.scale is None or b.scale is None or a.zero_point is None or b.zero_point is None:
-        return False
-    return torch.equal(a.scale, b.scale) and torch.equal(a.zero_point, b.zero_point)
-
-
-def _is_product(bias: TensorPlan, x: TensorPlan, w: TensorPlan) -> bool:
-    """The bias is stored at s_in * s_w with zero point 0."""
-    if x.scale is None or w.scale is None or bias.scale is None or bias.zero_point is None or x.scale.dim():
-        return False
-    scale = x.scale * w.scale
-    fits = scale.dim() <= bias.scale.dim() and bool((bias.zero_point == 0).all())
-    return fits and torch.equal(scale.expand_as(bias.scale), bias.scale)
 
 
 def _last_reads(graph: Graph) -> dict[str, list[str]]:
