@@ -1,0 +1,137 @@
+"""FrameworkInfo decides what is quantized, which ranges are known, and who quantizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit import DefaultDict, FrameworkInfo
+from chipfit.errors import ModelingError, UnsupportedError
+from chipfit.target_platform import LayerFilterParams, QuantizationMethod, get_target_platform_capabilities
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.act, self.fc, self.out = nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Linear(4, 5), nn.Softmax(-1)
+
+    def forward(self, x):
+        return self.out(self.fc(self.act(self.conv(x)).mean((2, 3))))
+
+
+def fit(info, name="imx500", **options):
+    torch.manual_seed(0)
+    chip = get_target_platform_capabilities("pytorch", name)
+    data = [torch.randn(8, 3, 8, 8) for _ in range(2)]
+    return info.apply(chipfit.quantize(Net().eval(), data, chip, overrides=info.overrides(), progress=False, **options))
+
+
+def quantized(result):
+    return {t.op if t.role == "activation" else t.name for t in result.plan.tensors.values() if t.quantized and t.op != "Input"}
+
+
+def test_kernels_only():
+    assert quantized(fit(FrameworkInfo([nn.Conv2d], [], []))) == {"conv.weight"}
+    assert quantized(fit(FrameworkInfo([nn.Conv2d, nn.Linear], [], []))) == {"conv.weight", "fc.weight"}
+
+
+def test_results_only():
+    assert quantized(fit(FrameworkInfo([], [nn.ReLU], []))) == {"Relu"}
+
+
+def test_kernels_and_results():
+    assert quantized(fit(FrameworkInfo([nn.Conv2d], [nn.ReLU, nn.Softmax], []))) == {"conv.weight", "Relu", "Softmax"}
+
+
+def test_layers_without_quantization_win():
+    with pytest.raises(ModelingError, match="no_quantization_ops"):
+        FrameworkInfo([nn.Conv2d], [], [nn.Conv2d])
+    result = fit(FrameworkInfo([nn.Conv2d, nn.Linear], [nn.ReLU], [LayerFilterParams(nn.Conv2d, out_channels=4)]))
+    assert quantized(result) == {"fc.weight", "Relu"}
+
+
+def test_on_a_chip_whose_kernels_take_and_give_codes_a_layer_is_quantized_as_a_whole():
+    info = FrameworkInfo([nn.Conv2d, nn.Linear], [nn.Conv2d, nn.Linear, nn.ReLU], [])
+    result = fit(info, "tflite")
+    assert {"conv.weight", "fc.weight", "Relu"} <= quantized(result)
+    assert "Softmax" not in quantized(result)
+
+
+@pytest.mark.parametrize("mappings", [{"layer_min_max_mapping": {nn.Softmax: (0, 1)}}, {"activation_min_max_mapping": {"softmax": (0, 1)}}])
+def test_nothing_is_collected_for_known_ranges(mappings):
+    ops = [nn.ReLU, nn.Softmax]
+    free, known = fit(FrameworkInfo([], ops, [])), fit(FrameworkInfo([], ops, [], **mappings))
+    name = next(n.output for n in known.graph.nodes if n.op == "Softmax")
+    assert name in free.stats
+    assert name not in known.stats
+    assert len(known.stats) == len(free.stats) - 1
+    t = known.plan.tensors[name]
+    assert float(t.scale) * (t.grid.qmax + 1) == 1.0  # no clipping on [0, 1], power of two, unsigned
+    assert t.grid.signed is False
+    assert t.origin == "known beforehand"
+
+
+def test_an_unknown_end_is_collected():
+    result = fit(FrameworkInfo([], [nn.ReLU], [], layer_min_max_mapping={nn.ReLU: (0, None), nn.Softmax: (0, float("inf"))}))
+    assert next(n.output for n in result.graph.nodes if n.op == "Relu") in result.stats
+
+
+def test_ones_own_function_quantizes_the_weights():
+    seen = {}
+
+    def halves(w, bits, signed, parameters, per_channel, axis):
+        seen.update(bits=bits, signed=signed, threshold=parameters["threshold"].shape, per_channel=per_channel, axis=axis)
+        return (w * 2).round() / 2
+
+    result = fit(FrameworkInfo([nn.Conv2d], [], [], {}, {QuantizationMethod.SYMMETRIC: halves}))
+    assert seen == {"bits": 8, "signed": True, "threshold": (4,), "per_channel": True, "axis": 0}
+    w = result.graph.weights["conv.weight"]
+    assert torch.equal(w, (w * 2).round() / 2)
+    torch.manual_seed(0)
+    assert torch.equal(w, (Net().conv.weight * 2).round() / 2)
+
+
+def test_ones_own_function_quantizes_results_and_no_file_pretends_to(tmp_path):
+    def stairs(bits, parameters):
+        assert float(parameters["threshold"]) > 0
+        return lambda x: x.ceil()
+
+    result = fit(FrameworkInfo([], [nn.Softmax], [], {QuantizationMethod.POWER_OF_TWO: stairs}))
+    out = result.model(torch.randn(2, 3, 8, 8))
+    assert torch.equal(out, torch.ones(2, 5))
+    with pytest.raises(UnsupportedError, match="functions of your own"):
+        result.export(tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_ones_own_function_returns_a_tensor():
+    with pytest.raises(UnsupportedError, match="no tensor"):
+        fit(FrameworkInfo([nn.Conv2d], [], [], {}, {QuantizationMethod.SYMMETRIC: lambda *_: 3}))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: FrameworkInfo(nn.Conv2d, [], []),
+        lambda: FrameworkInfo([lambda x: x], [], []),
+        lambda: FrameworkInfo([], [], [], {"SYMMETRIC": abs}),
+        lambda: FrameworkInfo([], [], [], {}, {QuantizationMethod.SYMMETRIC: 3}),
+        lambda: FrameworkInfo([], [], [], {}, {}, {nn.Conv2d: (0, 1)}),
+        lambda: FrameworkInfo([], [], [], {}, {}, DefaultDict({nn.Conv2d: (3, 2)})),
+        lambda: FrameworkInfo([], [], [], layer_min_max_mapping={nn.Softmax: (1, 0)}),
+        lambda: FrameworkInfo([], [], [], layer_min_max_mapping={nn.Softmax: 1}),
+        lambda: FrameworkInfo([], [], [], activation_min_max_mapping=[("softmax", (0, 1))]),
+    ],
+)
+def test_mistakes_are_named(wrong):
+    with pytest.raises(ModelingError):
+        wrong()
+
+
+def test_a_default_dict_answers_for_every_key():
+    d = DefaultDict({nn.Conv2d: (0, 1)}, (None, None))
+    assert (d.get(nn.Conv2d), d.get(nn.Linear), list(d.keys())) == ((0, 1), (None, None), [nn.Conv2d])
+    assert d == DefaultDict({nn.Conv2d: (0, 1)}, (None, None))
+    assert DefaultDict({}).get("x") is None
