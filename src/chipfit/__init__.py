@@ -13,12 +13,16 @@ from chipfit._version import __version__
 from chipfit.errors import ChipfitError
 
 if TYPE_CHECKING:
+    from chipfit.framework_info import FrameworkInfo
     from chipfit.frameworks import capture
     from chipfit.pipeline import Lint, Result, lint, load, quantize
     from chipfit.plan import Plan
     from chipfit.platform.load import load as load_platform
+    from chipfit.platform.modeling.capabilities import DefaultDict
     from chipfit.platform.schema import Platform
+    from chipfit.ptq import keras_post_training_quantization, pytorch_post_training_quantization
     from chipfit.report.rows import Report
+    from chipfit.settings import Settings
     from chipfit.verify import Verification
 
 #: public name -> (module, name there)
@@ -28,14 +32,29 @@ _HOMES = {
     "Platform": ("chipfit.platform.schema", "Platform"),
     "Report": ("chipfit.report.rows", "Report"),
     "Verification": ("chipfit.verify", "Verification"),
+    "FrameworkInfo": ("chipfit.framework_info", "FrameworkInfo"),
+    "DefaultDict": ("chipfit.platform.modeling.capabilities", "DefaultDict"),
+    "Settings": ("chipfit.settings", "Settings"),
+    **{name: ("chipfit.ptq", name) for name in ("keras_post_training_quantization", "pytorch_post_training_quantization")},
     "capture": ("chipfit.frameworks", "capture"),
     "load_platform": ("chipfit.platform.load", "load"),
 }
 
-__all__ = ["ChipfitError", "Lint", "Plan", "Platform", "Report", "Result", "Verification", "__version__", "capture", "errors", "lint", "load", "load_platform", "quantize"]  # fmt: skip
+#: modules that need no import of their own, as users of the predecessor write `mct.core.QuantizationConfig`
+_MODULES = {
+    **{name: f"chipfit.{name}" for name in ("core", "framework_info", "hardware_representation", "ptq", "target_platform")},
+    "network_editor": "chipfit.core.network_editor",
+}
+
+__all__ = [
+    "ChipfitError", "DefaultDict", "FrameworkInfo", "Lint", "Plan", "Platform", "Report", "Result", "Settings", "Verification", "__version__",
+    "capture", "errors", "keras_post_training_quantization", "lint", "load", "load_platform", "pytorch_post_training_quantization", "quantize",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'chipfit' has no attribute '{name}'")
     module, there = _HOMES[name]

@@ -62,6 +62,10 @@ class PlanError(ChipfitError):
     """A plan, or a saved result, is malformed, truncated, tampered with, or does not fit the model."""
 
 
+class ConfigError(ChipfitError, ValueError):
+    """An option of a configuration is of the wrong kind, out of bounds, or contradicts another."""
+
+
 class NothingQuantizedError(ChipfitError):
     """The call would have returned a model without one quantized tensor."""
 
