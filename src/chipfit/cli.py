@@ -17,7 +17,9 @@ app.add_typer(platforms, name="platforms")
 
 ModelArg = Annotated[str, typer.Argument(help="a .pt2 file (torch.export.save), or module:factory")]
 DataOpt = Annotated[str, typer.Option("--data", help=".npz (x, and y for accuracy), a folder of images, or module:iterable")]
-PlatformOpt = Annotated[str, typer.Option("--platform", "-p", help="built-in name, NAME@REVISION, or a YAML file")]
+PlatformOpt = Annotated[
+    str, typer.Option("--platform", "-p", help="built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python")
+]
 WeightsOpt = Annotated[Path | None, typer.Option("--weights", help="safetensors for module:factory")]
 SizeOpt = Annotated[int, typer.Option("--input-size", min=1, help="side of the square that images are resized to [pixels]")]
 MeanOpt = Annotated[str, typer.Option("--mean", help="of images in 0..1, per channel")]
@@ -101,11 +103,12 @@ def quantize(
     """Quantize a model for a platform; write its file, its plan and a report. Exit code 1 when the runtime departs."""
     from chipfit import pipeline
     from chipfit.cli_inputs import load_data, load_model, parse_bits
+    from chipfit.cli_named import load_target
     from chipfit.registry import registered
 
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
     batches, network = load_data(data, input_size, mean, std), load_model(model, weights)
-    result = pipeline.quantize(network, batches, platform, rule=rule, weight_rule=weight_rule, overrides=overrides, seed=seed)
+    result = pipeline.quantize(network, batches, load_target(platform), rule=rule, weight_rule=weight_rule, overrides=overrides, seed=seed)
     result.save(out / "plan")  # first, so that a file format that refuses costs no calibration
     file = result.export(out / f"model.{suffix}")
     page = result.report.save(out / "report.html")
@@ -159,9 +162,10 @@ def lint(
 
     from chipfit import pipeline
     from chipfit.cli_inputs import example_of, load_model
+    from chipfit.cli_named import load_target
     from chipfit.report.terminal import RUNS
 
-    found = pipeline.lint(load_model(model, weights), example_of(model, shape), platform)
+    found = pipeline.lint(load_model(model, weights), example_of(model, shape), load_target(platform))
     tails = {n.name: f"{n.op} '{n.layer or n.name}'" for n in found.rows}
     table = Table("layer", "operator", "runs in", "one kernel with", "why float", show_edge=False, header_style="bold")
     for n in found.rows:
@@ -221,14 +225,26 @@ def platforms_list() -> None:
 
 
 @platforms.command("show")
-def platforms_show(name: Annotated[str, typer.Argument(help="built-in name or YAML file")]) -> None:
+def platforms_show(name: Annotated[str, typer.Argument(help="built-in name, YAML or JSON file, or module:chip")]) -> None:
     """Every fact about a platform, with its source and confidence."""
     from rich.console import Console
 
-    from chipfit.platform.load import load
+    from chipfit.cli_named import load_target
     from chipfit.platform.show import show
 
-    Console().print(show(load(name)))
+    Console().print(show(load_target(name)))
+
+
+@platforms.command("export")
+def platforms_export(
+    platform: Annotated[str, typer.Argument(help="built-in name, YAML or JSON file, or module:chip in Python")],
+    file: Annotated[Path, typer.Argument(help="to write: .yaml for a platform file, .json for modelled capabilities")],
+) -> None:
+    """Turn a chip described in Python into a platform file, or a platform file into capabilities to edit in Python."""
+    from chipfit.cli_named import load_target
+    from chipfit.platform.save import export_platform
+
+    typer.echo(f"{export_platform(load_target(platform), file)} written")
 
 
 @platforms.command("check")

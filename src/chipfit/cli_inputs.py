@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,38 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from chipfit.errors import CaptureError, ChipfitError, DataError, PlanError
+from chipfit.cli_named import made, named, reason
+from chipfit.errors import CaptureError, DataError, PlanError
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".webp")
 _BATCH = 16
-
-
-def _named(text: str, what: str, failure: type[ChipfitError]) -> Any:
-    """The object that "module:name" names; modules of the current folder are found."""
-    module, _, name = text.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        return getattr(importlib.import_module(module), name)
-    except Exception as e:  # importing runs the user's code, which raises what it likes
-        raise failure(
-            f"The {what} '{text}' cannot be imported: {_reason(e)}", allowed="module:name", hint="run from the folder that holds the module"
-        ) from e
-    finally:
-        sys.path.pop(0)
-
-
-def _made(thing: Any, text: str, what: str, failure: type[ChipfitError]) -> Any:
-    """What the user's factory returns."""
-    try:
-        return thing()
-    except Exception as e:  # the user's code again
-        at = traceback.extract_tb(e.__traceback__)[-1]
-        raise failure(f"The {what} '{text}' fails: {_reason(e)}", where=f"{at.filename}:{at.lineno}, in {at.name}") from e
-
-
-def _reason(e: Exception) -> str:
-    first = str(e).strip().splitlines()[0][:300] if str(e).strip() else ""
-    return f"{type(e).__name__}: {first}" if first else type(e).__name__
 
 
 def _program(text: str) -> Any:
@@ -52,7 +22,7 @@ def _program(text: str) -> Any:
     try:
         return torch.export.load(text)
     except Exception as e:  # torch.export.load raises many types
-        raise CaptureError("The file is not a program that torch.export.save wrote", where=text, got=_reason(e)) from e
+        raise CaptureError("The file is not a program that torch.export.save wrote", where=text, got=reason(e)) from e
 
 
 def load_model(text: str, weights: Path | None = None) -> torch.nn.Module:
@@ -64,8 +34,8 @@ def load_model(text: str, weights: Path | None = None) -> torch.nn.Module:
     if text.endswith(".pt2"):
         model = _program(text).module(check_guards=False)
     elif ":" in text:
-        thing = _named(text, "model", CaptureError)
-        model = thing if isinstance(thing, torch.nn.Module) else _made(thing, text, "model", CaptureError)
+        thing = named(text, "model", CaptureError)
+        model = thing if isinstance(thing, torch.nn.Module) else made(thing, text, "model", CaptureError)
     else:
         raise CaptureError(
             "The model is not understood",
@@ -103,9 +73,9 @@ def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1")
         return _images(path, input_size, parse_numbers(mean, "mean"), parse_numbers(std, "std"))
     if ":" not in text:
         raise DataError("The data are not understood", got=text, allowed="an .npz file, a folder of images, or module:iterable")
-    thing = _named(text, "data", DataError)
+    thing = named(text, "data", DataError)
     if callable(thing) and not isinstance(thing, Iterable):
-        return lambda: _made(thing, text, "data", DataError)  # called again for each pass
+        return lambda: made(thing, text, "data", DataError)  # called again for each pass
     return list(thing) if isinstance(thing, Iterator) else thing  # read twice: to calibrate and to verify
 
 
@@ -114,7 +84,7 @@ def _npz(path: Path) -> list[Any]:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as f:
             arrays = {k: f[k] for k in f.files}
     except Exception as e:  # missing, truncated, pickled, not an archive: each has its own type
-        raise DataError(f"The data file cannot be read: {_reason(e)}", where=str(path)) from e
+        raise DataError(f"The data file cannot be read: {reason(e)}", where=str(path)) from e
     x = next((arrays[k] for k in ("x", "inputs", "images", "data") if k in arrays), None)
     y = next((arrays[k] for k in ("y", "labels", "targets") if k in arrays), None)
     if x is None or x.dtype.kind not in "fiub" or x.ndim == 0:
@@ -146,7 +116,7 @@ def _images(folder: Path, side: int, mean: torch.Tensor, std: torch.Tensor) -> l
             with Image.open(f) as image:
                 pixels = np.asarray(image.convert("RGB").resize((side, side)), dtype=np.float32) / 255
         except Exception as e:  # each format's reader fails in its own way
-            raise DataError("An image cannot be read", where=str(f), got=_reason(e)) from e
+            raise DataError("An image cannot be read", where=str(f), got=reason(e)) from e
         out.append((torch.from_numpy(pixels).permute(2, 0, 1) - mean) / std)
     return list(torch.stack(out).split(_BATCH))
 

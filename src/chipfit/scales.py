@@ -31,7 +31,7 @@ def needs(assignment: Assignment, rule: Rule) -> dict[str, Need]:
     return {
         s.name: Need(histogram=(s.rule or rule) != "no_clipping" and s.name not in fixed)
         for s in assignment.slots.values()
-        if s.role == "activation"
+        if s.role == "activation" and s.range is None
     }
 
 
@@ -85,6 +85,9 @@ def choose(
             origin[s.name] = f"{name_of(wanted)} over the weights"
             if grids[s.name].kind == "lut":
                 origin[s.name] = "look-up table fitted to the weights"
+        elif s.range is not None:
+            known_range = TensorStats(s.name, low=float(s.range[0]), high=float(s.range[1]), batches=1)
+            found[s.name], origin[s.name] = choose_range(known_range, grids[s.name], rule="no_clipping", expand=False), "known beforehand"
         elif s.name not in stats:
             raise PlanError(
                 f"Tensor '{s.name}' was not calibrated as a quantized one",
@@ -123,6 +126,8 @@ def _grid(slot: Slot, stats: TensorStats | None, graph: Graph) -> Grid:
     """The format with its signedness decided from the data."""
     if slot.format.signed != "auto":
         return slot.format.grid()
+    if slot.range is not None:
+        return slot.format.grid(signed=slot.range[0] < 0)
     if stats is None and slot.name not in graph.weights:
         raise PlanError(f"Tensor '{slot.name}' was not calibrated", hint="quantize again with these overrides")
     low = stats.low if stats is not None else float(graph.weights[slot.name].min())

@@ -122,6 +122,7 @@ def _dump(tpc: TargetPlatformCapabilities) -> dict[str, Any]:
             "name": model.name,
             "add_metadata": model.add_metadata,
             "default": _dump_options(model.default_qco),
+            "math": model.math.model_dump(mode="json", exclude_defaults=True),
             "operator_sets": [
                 {"name": o.name, "members": [m.name for m in o.members]}
                 if isinstance(o, OperatorSetConcat)
@@ -185,7 +186,7 @@ def _load(data: dict[str, Any]) -> TargetPlatformCapabilities:
         else:
             sets[o["name"]] = OperatorsSet(o["name"], _load_options(o["options"]))
     fusings = [Fusing([sets[g] for g in f["groups"]], f["name"]) for f in m["fusings"]]
-    model = TargetPlatformModel(default, m["add_metadata"], m["name"], operator_set=sets.values(), fusing_patterns=fusings)
+    model = TargetPlatformModel(default, m["add_metadata"], m["name"], operator_set=sets.values(), fusing_patterns=fusings, math=m["math"])
     layers = OperationsToLayers()
     for e in data["layers"]:
         mapping = {k: DefaultDict(d["known"], d["default"]) for k, d in e["attributes"].items()}

@@ -69,7 +69,7 @@ def lower(tpc: TargetPlatformCapabilities | TargetPlatformModel) -> Platform:
     return Platform(
         name=model.name, title=f"{model.name}, described in Python", formats=formats, sets=sets, ops=tuple(rules),
         unlisted="float", fuse=tuple(fusings), place=Placement(at="outputs", io_in=(io,) if io else ()),
-        sources={"python": "described in Python"}, file=f"<{model.name}>", metadata=model.add_metadata,
+        sources={"python": "described in Python"}, file=f"<{model.name}>", metadata=model.add_metadata, math=model.math,
     )  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def _fixed(c: OpQuantizationConfig, formats: dict[str, Format]) -> tuple[Rule, .
 def from_platform(platform: Platform) -> TargetPlatformCapabilities:
     """A platform as capabilities that can be read, printed and edited; the platform itself stays attached.
 
-    What has no counterpart in these classes (rules across tensors other than ties and fixed outputs, arithmetic) is kept in the
+    What has no counterpart in these classes (rules across tensors other than ties and fixed outputs, conditions on shapes) is kept in the
     attached record only: a model that is edited and lowered again is a chip without it.
     """
     default = QuantizationConfigOptions([_config(platform, None, Option())])
@@ -209,7 +209,9 @@ def from_platform(platform: Platform) -> TargetPlatformCapabilities:
         steps = [[s for s in sets.values() if words_of[s.name] & {o for w in step for o in (*groups().get(w, ()), w)}] for step in f.steps]
         if all(steps):
             fusings.append(Fusing([g[0] if len(g) == 1 else OperatorSetConcat(*g) for g in steps], name=f.note or None))
-    model = TargetPlatformModel(default, platform.metadata, platform.name, operator_set=sets.values(), fusing_patterns=fusings)
+    model = TargetPlatformModel(
+        default, platform.metadata, platform.name, operator_set=sets.values(), fusing_patterns=fusings, math=platform.math
+    )
     return TargetPlatformCapabilities(
         model, platform.name, platform.arch_selected, op_sets_to_layers=OperationsToLayers(layers), platform=platform
     )

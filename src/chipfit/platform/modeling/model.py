@@ -6,14 +6,16 @@ Parts that are made inside `with model:` join it; parts made outside are handed 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from chipfit.errors import ModelingError
 from chipfit.platform.modeling.configs import OpQuantizationConfig, QuantizationConfigOptions
-from chipfit.platform.schema import Platform
+from chipfit.platform.schema import Math, Platform
 
 _CURRENT: ContextVar[TargetPlatformModel | None] = ContextVar("target_platform_model", default=None)
 
@@ -147,6 +149,7 @@ class TargetPlatformModel:
         add_metadata: write the platform and chipfit's version into exported files.
         name: of the model.
         operator_set, fusing_patterns: the parts; or make them inside `with model:`.
+        math: the chip's arithmetic, with the keys of a platform file; without it no exactness is claimed.
 
     Raises:
         ModelingError: more than one default option, or two sets with one name.
@@ -155,6 +158,7 @@ class TargetPlatformModel:
     def __init__(
         self, default_qco: QuantizationConfigOptions, add_metadata: bool = False, name: str = "default_tp_model", *,
         operator_set: Iterable[Group] | None = None, fusing_patterns: Iterable[Fusing] | None = None,
+        math: Math | Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(default_qco, QuantizationConfigOptions):
             raise ModelingError(
@@ -166,6 +170,12 @@ class TargetPlatformModel:
             )
         self._frozen = False
         self.default_qco, self.add_metadata, self.name = default_qco, add_metadata, name
+        try:
+            self.math = Math.model_validate(math or {})
+        except ValidationError as e:
+            first = e.errors()[0]
+            where = ".".join(["math", *map(str, first["loc"])])
+            raise ModelingError(f"The arithmetic is not understood: {first['msg']}", where=where, got=repr(first.get("input"))) from None
         self.operator_set: tuple[Group, ...] = tuple(operator_set or ())
         self.fusing_patterns: tuple[Fusing, ...] = tuple(fusing_patterns or ())
         self._token: Any = None
@@ -248,7 +258,7 @@ class TargetPlatformModel:
         rich_print(self.get_info())
 
     def _key(self) -> tuple[Any, ...]:
-        return self.default_qco, self.add_metadata, self.name, self.operator_set, self.fusing_patterns
+        return self.default_qco, self.add_metadata, self.name, self.operator_set, self.fusing_patterns, self.math
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TargetPlatformModel) and self._key() == other._key()

@@ -1,0 +1,57 @@
+"""Platforms as files, whichever door they came through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from chipfit.errors import UnknownNameError
+from chipfit.platform.load import Target, load
+from chipfit.platform.modeling.capabilities import TargetPlatformCapabilities
+from chipfit.platform.modeling.files import export_target_platform_capabilities
+from chipfit.platform.modeling.lower import from_platform
+from chipfit.platform.modeling.model import TargetPlatformModel
+from chipfit.platform.schema import Platform
+
+
+class _Dumper(yaml.SafeDumper):
+    """Short tables and lists on one line, as people write platform files; no aliases, which the reader refuses."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
+        return super().represent_mapping(tag, mapping, flow_style=_is_short(mapping))
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
+        return super().represent_sequence(tag, sequence, flow_style=_is_short(sequence))
+
+
+def _is_short(thing: Any) -> bool:
+    return len(str(thing)) < 110
+
+
+def to_yaml(platform: Platform) -> str:
+    """The text of a platform file that loads into an equal Platform; what it extends is written out in full."""
+    data = platform.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude={"extends"})
+    return yaml.dump({"schema": platform.schema_, **data}, Dumper=_Dumper, sort_keys=False, width=140, allow_unicode=True)
+
+
+def export_platform(what: Target, path: str | Path) -> Path:
+    """Write a chip as a platform file (`.yaml`) or as modelled capabilities (`.json`).
+
+    Raises:
+        UnknownNameError: another suffix.
+        ExportError: the file cannot be written; nothing is left behind.
+    """
+    from chipfit.export.files import write_atomically
+
+    path = Path(path)
+    if path.suffix in (".yaml", ".yml"):
+        return write_atomically(path, to_yaml(load(what)).encode())
+    if path.suffix == ".json":
+        modelled = what if isinstance(what, (TargetPlatformCapabilities, TargetPlatformModel)) else from_platform(load(what))
+        return export_target_platform_capabilities(modelled, path)
+    raise UnknownNameError("file format", path.suffix, [".yaml", ".json"])
