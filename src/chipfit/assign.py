@@ -37,6 +37,7 @@ class Slot:
     node: str  #: node that makes (activation) or reads (weight, bias) it
     rule: Rule | None = None  #: range rule that the user wants for it
     z_threshold: float | None = None
+    range: tuple[float, float] | None = None  #: known beforehand
 
 
 @dataclass(slots=True)
@@ -232,7 +233,10 @@ def _first_last(graph: Graph, platform: Platform, units: list[_Unit]) -> None:
         return
     weighted = [i for i, u in enumerate(units) if u.resolved.options and u.resolved.options[0].w]
     for i in {weighted[0], weighted[-1]} if weighted else ():
-        units[i] = replace(units[i], said={"bits": rule["bits"], "activation_bits": rule["bits"], **units[i].said})
+        u = units[i]
+        slots = [s for s, choice in (("w", "bits"), ("in_", "activation_bits"), ("out", "activation_bits")) if u.said.get(choice) is None]
+        options = [o.model_copy(update={s: _sibling(platform, getattr(o, s), rule["bits"]) for s in slots}) for o in u.resolved.options]
+        units[i] = replace(u, resolved=replace(u.resolved, options=tuple(options)))
 
 
 def _moves(unit: _Unit) -> bool:
@@ -262,7 +266,7 @@ def _choose(graph: Graph, platform: Platform, unit: _Unit, formats: Mapping[str,
 
 
 def _with_bits(platform: Platform, unit: _Unit, options: list[Option]) -> list[Option]:
-    """Options with the weight and activation bits that the user or a first/last rule asks for."""
+    """Options with the weight and activation bits that the user asks for."""
     for asked, slots, what in (
         (unit.said.get("bits"), ("w",), "weights"),
         (unit.said.get("activation_bits"), ("in_", "out"), "activations"),
@@ -275,11 +279,6 @@ def _with_bits(platform: Platform, unit: _Unit, options: list[Option]) -> list[O
             continue
         bits_of = lambda o: {platform.formats[n].bits for s in slots for n in _tuple(getattr(o, s)) if n not in _NO_FORMAT}  # noqa: B023, E731 -- used at once
         fitting = [o for o in options if bits_of(o) <= {asked}]
-        if not fitting:
-            changed = [{s: _sibling(platform, getattr(o, s), asked) for s in slots} for o in options]
-            fitting = [
-                o.model_copy(update=c) for o, c in zip(options, changed, strict=True) if all(c[s] or not getattr(o, s) for s in slots)
-            ]
         if not fitting:
             have = sorted({b for o in options for b in bits_of(o)})
             raise UnsupportedError(
@@ -326,15 +325,15 @@ def _narrow(graph: Graph, platform: Platform, units: list[_Unit]) -> None:
                 limit[i] = min(limit.get(i, widest), widest)
 
 
-def _sibling(platform: Platform, name: Any, bits: int | None) -> str | None:
-    """The platform's format that differs from `name` in bits alone."""
+def _sibling(platform: Platform, name: Any, bits: int) -> Any:
+    """The platform's format that differs from `name` in bits alone; `name` where there is none."""
     if not isinstance(name, str) or name in _NO_FORMAT:
         return name
     mine = platform.formats[name]
     for other_name, other in platform.formats.items():
         if other.bits == bits and (other.kind, other.zero, other.scale, other.per) == (mine.kind, mine.zero, mine.scale, mine.per):
             return other_name
-    return None
+    return name
 
 
 def _same_storage(a: Format, b: Format) -> bool:
@@ -500,7 +499,7 @@ def _record(
                 stored = narrow(platform.formats[name], who=unit.who, method=unit.said.get("method"), signed=unit.said.get("signed"))
                 out.slots[o] = Slot(
                     name=o, role="activation", format_name=name, format=stored, axis=None, node=tail.name,
-                    rule=unit.said.get("rule"), z_threshold=unit.said.get("z_threshold"),
+                    rule=unit.said.get("rule"), z_threshold=unit.said.get("z_threshold"), range=unit.said.get("range"),
                 )  # fmt: skip
             if integer:
                 slots.setdefault("outs", []).append(o)

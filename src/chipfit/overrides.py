@@ -18,7 +18,7 @@ class LayerFilter(Protocol):
     """Chooses layers by what they are rather than by a name."""
 
     def match(self, node: Node) -> bool:
-        """Whether the layer is meant."""
+        """Whether the layer is meant. A filter with a true attribute `optional` may mean none of them."""
         ...
 
 
@@ -27,23 +27,29 @@ Overrides = Mapping[Any, Any] | Sequence[tuple[Any, Any]]
 
 
 def _is_bits(v: Any) -> bool:
-    return v == "float" or (isinstance(v, int) and not isinstance(v, bool) and v > 0)
+    return v is None or v == "float" or (isinstance(v, int) and not isinstance(v, bool) and v > 0)
 
 
 def _is_rule(v: Any) -> bool:
     return callable(v) or (isinstance(v, str) and rule_of(v) is not None)
 
 
+def _is_range(v: Any) -> bool:
+    pair = isinstance(v, (tuple, list)) and len(v) == 2 and all(isinstance(x, (int, float)) and math.isfinite(x) for x in v)
+    return pair and v[0] <= v[1]
+
+
 #: choice -> (what it may be, in words, and its test)
 CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "bits": ('of the weights: a number of bits, or "float"', _is_bits),
-    "activation_bits": ('of the result: a number of bits, or "float"', _is_bits),
+    "bits": ('of the weights: a number of bits, "float", or None for the chip\'s own choice', _is_bits),
+    "activation_bits": ('of the result: a number of bits, "float", or None for the chip\'s own choice', _is_bits),
     "weight_method": (f"grid of the weights, narrower than the chip's: {', '.join(METHODS)}", lambda v: v in METHODS),
     "method": (f"grid of the result, narrower than the chip's: {', '.join(METHODS)}", lambda v: v in METHODS),
     "per": ('"tensor" or "channel": what shares one weight scale', lambda v: v in ("tensor", "channel")),
     "signed": ("whether the result has a sign, where the chip leaves it to the data", lambda v: isinstance(v, bool)),
     "weight_rule": ("range rule of the weights", _is_rule),
     "rule": ("range rule of the result", _is_rule),
+    "range": ("(low, high) of the result, known beforehand: nothing is collected for it", _is_range),
     "z_threshold": ("outliers of the result that its range ignores, in standard deviations", lambda v: isinstance(v, (int, float)) and v > 0),
 }  # fmt: skip
 #: those that say nothing about a layer without weights
@@ -62,7 +68,7 @@ def match_layers(graph: Graph, pattern: str | LayerFilter) -> list[Node]:
     known = {n.layer for n in graph.nodes if n.layer} | {n.op for n in graph.nodes} | {n.layer_type for n in graph.nodes if n.layer_type}
     if not isinstance(pattern, str):
         found = [n for n in graph.nodes if pattern.match(n)]
-        if not found:
+        if not found and not getattr(pattern, "optional", False):
             wanted = getattr(pattern, "name", None)
             raise UnknownNameError("layer for the filter", str(wanted or pattern), known | {n.name for n in graph.nodes}, hint=_LISTS)
         return found
@@ -103,7 +109,7 @@ def resolve_overrides(graph: Graph, overrides: Overrides) -> dict[str, dict[str,
             check_choices(pattern, said)
         nodes = match_layers(graph, pattern)
         about_weights = [k for k in said if k in _OF_WEIGHTS]
-        if about_weights and not any(has_weights(n.op) for n in nodes):
+        if about_weights and nodes and not any(has_weights(n.op) for n in nodes):
             raise PlanError(
                 f"'{pattern}' has no weights, so that '{about_weights[0]}' says nothing about it",
                 got=", ".join(dict.fromkeys(f"{n.op} '{n.layer or n.name}'" for n in nodes[:8])),

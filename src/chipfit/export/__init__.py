@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chipfit.errors import UnknownNameError
+from chipfit.errors import UnknownNameError, UnsupportedError
 from chipfit.registry import lookup, registered
 
 if TYPE_CHECKING:
@@ -21,7 +21,14 @@ def export(graph: Graph, plan: Plan, path: str | Path, platform: Platform, **opt
 
     Raises:
         UnknownNameError: no exporter for this suffix.
+        UnsupportedError: functions of the user quantize some results: no file would compute what the simulation does.
     """
+    foreign = plan.provenance.get("foreign_quantizers")
+    if foreign:
+        raise UnsupportedError(
+            "A model whose results are quantized by functions of your own cannot be exported", got=", ".join(foreign[:8]),
+            hint="leave activation_quantizer_mapping out",
+        )  # fmt: skip
     path = Path(path)
     if path.suffix not in _SUFFIX or _SUFFIX[path.suffix] not in registered("exporter"):
         raise UnknownNameError("file format", path.suffix, _SUFFIX)

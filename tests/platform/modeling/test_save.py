@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from chipfit.cli import app
 from chipfit.errors import ModelingError, PlatformError, UnknownNameError
 from chipfit.platform.load import load, names
+from chipfit.platform.modeling.model import TargetPlatformModel
 from chipfit.platform.modeling.targets import MODELS, get_target_platform_capabilities
 from chipfit.platform.save import export_platform
 
@@ -60,8 +61,7 @@ def test_mistakes_are_named(tmp_path):
         export_platform("ort_cpu", tmp_path / "x.txt")
     with pytest.raises(PlatformError, match="int"):
         load(3)
+    default = get_target_platform_capabilities("pytorch").tp_model.default_qco
     with pytest.raises(ModelingError, match="math"):
-        from chipfit.target_platform import TargetPlatformModel, get_target_platform_capabilities
-
-        TargetPlatformModel(get_target_platform_capabilities("pytorch").tp_model.default_qco, math={"rounding": "half_even"})
+        TargetPlatformModel(default, math={"rounding": "half_even"})
     assert not list(tmp_path.iterdir())

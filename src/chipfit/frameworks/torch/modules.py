@@ -86,6 +86,7 @@ class FakeQuantizer(nn.Module):
         self.tensor = plan.name
         self.mode = "quantize"
         self.seen: tuple[float, float] | None = None
+        self.function: Callable[[torch.Tensor], torch.Tensor] | None = None  #: rounds in our place, see FrameworkInfo.apply
 
     def extra_repr(self) -> str:
         return f"{self.tensor}, {self.grid.bits} bit, codes {self.grid.qmin}..{self.grid.qmax}, axis={self.axis}, mode={self.mode}"
@@ -100,6 +101,8 @@ class FakeQuantizer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: reals [*dims]. Returns reals on the grid, same shape and dtype."""
+        if self.mode == "quantize" and self.function is not None:
+            return self.function(x)
         if self.mode == "quantize":
             return fake_quantize_ste(x, self.scale, self.zero_point, self.grid, self.axis)  # type: ignore[arg-type]  # a buffer is a tensor
         if self.mode == "observe" and x.numel():
