@@ -16,7 +16,7 @@ from chipfit.assign import Assignment, assign
 from chipfit.calibration.collect import TensorStats, collect
 from chipfit.calibration.data import as_call, batches, first_batch
 from chipfit.correction.bias import with_means
-from chipfit.errors import DataError, NothingQuantizedError
+from chipfit.errors import DataError, NothingQuantizedError, PlanError
 from chipfit.frameworks import capture, lower, read_back
 from chipfit.graph.ir import Graph
 from chipfit.overrides import Overrides, resolve_overrides, to_record
@@ -46,6 +46,7 @@ class Result:
     timings: dict[str, float] = field(default_factory=dict)  #: seconds per stage
     verification: Verification | None = None
     _model: Any = None
+    _uncorrected: tuple[Graph, Plan] | None = None  #: before biases and weights were corrected; None where they were not
 
     @property
     def model(self) -> Any:
@@ -73,23 +74,34 @@ class Result:
             overrides: as for `quantize`; they replace earlier ones.
 
         Raises:
-            UnknownNameError, PlanError, UnsupportedError: see `quantize`; PlanError also when a tensor would need a new calibration.
+            UnknownNameError, PlanError, UnsupportedError: see `quantize`; PlanError also when a tensor would need a new calibration,
+                or a new correction that needs data.
         """
         said = self.plan.provenance.get("settings", {})
-        assignment, _notes = decide(self.graph, self.platform, overrides, Settings.from_record(said.get("steps", {})))
+        settings = Settings.from_record(said.get("steps", {}))
+        if settings.corrects and (self._uncorrected is None or settings.correct_second_moment):
+            raise PlanError(
+                "What was corrected for this plan's rounding would be wrong for another's, and the calibration data are not here",
+                hint="quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`",
+            )
+        graph, before = self._uncorrected or (self.graph, self.plan)
+        assignment, _notes = decide(graph, self.platform, overrides, settings)
         _demand_something(assignment, self.platform)
         stats = dict(self.stats)
         for t in self.plan.tensors.values():
             if t.name not in stats and t.role == "activation" and t.low is not None and t.high is not None:
                 stats[t.name] = TensorStats(t.name, t.low, t.high, batches=1)
         rules = {k: v for k, v in said.items() if k in ("rule", "weight_rule", "z_threshold")}
-        tensors = scales.choose(self.graph, assignment, stats, known=self.plan.tensors, **rules)
+        tensors = scales.choose(graph, assignment, stats, known=before.tensors, **rules)
         plan = replace(
-            self.plan, tensors=tensors, nodes=assignment.nodes, groups=assignment.groups, float_edges=frozenset(assignment.float_edges),
+            before, tensors=tensors, nodes=assignment.nodes, groups=assignment.groups, float_edges=frozenset(assignment.float_edges),
             ties=tuple(tuple(sorted(group)) for group in tie_groups(assignment.bindings)),
             provenance={**self.plan.provenance, "edited": to_record(overrides)},
         )  # fmt: skip
-        return Result(self.graph, plan, self.platform, self.stats, self.timings)
+        if not settings.corrects:
+            return Result(graph, plan, self.platform, self.stats, self.timings)
+        corrected = stages.correct(graph, plan, self.stats, (), lambda g, known: {}, settings)
+        return Result(*corrected, self.platform, self.stats, self.timings, _uncorrected=(graph, plan))
 
     @property
     def report(self) -> Report:
@@ -191,10 +203,12 @@ def quantize(
         rewrites=tuple(notes + fuse_notes),
         provenance=record,
     )
+    if not settings.corrects:
+        return Result(graph, plan, target, stats, clock.seconds)
     with clock("correct"):
         rescale = lambda g, known: scales.choose(g, assignment, stats, known=known, **rules)  # noqa: E731 -- one line
-        graph, plan = stages.correct(graph, plan, stats, batches(again, graph), rescale, settings)
-    return Result(graph, plan, target, stats, clock.seconds)
+        corrected = stages.correct(graph, plan, stats, batches(again, graph), rescale, settings)
+    return Result(*corrected, target, stats, clock.seconds, _uncorrected=(graph, plan))
 
 
 def prepare(graph: Graph, platform: Platform, settings: Settings = PLAIN) -> tuple[Graph, list[str]]:

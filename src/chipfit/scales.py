@@ -69,7 +69,7 @@ def choose(
     for s in assignment.slots.values():
         if s.role == "bias":
             continue
-        kept = (known or {}).get(s.name)
+        kept = (known or {}).get(s.name) if (s.rule, s.z_threshold, s.range) == (None, None, None) else None
         if kept is not None and kept.grid is not None and _same(kept, s, grids[s.name]):
             assert kept.scale is not None and kept.zero_point is not None  # it has a grid
             table = kept.grid.table if kept.grid.kind == "lut" else None
