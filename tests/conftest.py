@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+os.environ.setdefault("KERAS_BACKEND", "torch")  # a process has one backend; tests/frameworks/keras runs on each
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 

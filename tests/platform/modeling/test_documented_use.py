@@ -1,0 +1,180 @@
+"""The published examples of hardware and framework modelling run as they are written."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import chipfit
+from chipfit import hardware_representation, target_platform
+
+
+def parameters(thing):
+    return [p for p in inspect.signature(thing).parameters if p != "self"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    {
+        "OpQuantizationConfig": "default_weight_attr_config attr_weights_configs_mapping activation_quantization_method activation_n_bits "
+        "supported_input_activation_n_bits enable_activation_quantization quantization_preserving fixed_scale fixed_zero_point simd_size signedness",
+        "AttributeQuantizationConfig": "weights_quantization_method weights_n_bits weights_per_channel_threshold enable_weights_quantization "
+        "lut_values_bitwidth",
+        "QuantizationConfigOptions": "quantization_config_list base_config",
+        "TargetPlatformModel": "default_qco add_metadata name",
+        "OperatorsSet": "name qc_options",
+        "Fusing": "operator_groups_list name",
+        "OperatorSetConcat": "opsets",
+        "OperationsToLayers": "op_sets_to_layers",
+        "OperationsSetToLayers": "op_set_name layers attr_mapping",
+        "LayerFilterParams": "layer conditions kwargs",
+        "TargetPlatformCapabilities": "tp_model name version",
+        "get_target_platform_capabilities": "fw_name target_platform_name target_platform_version",
+    }.items(),
+)  # fmt: skip
+def test_signatures_begin_as_published(name, expected):
+    assert parameters(getattr(target_platform, name))[: len(expected.split())] == expected.split()
+
+
+def test_framework_info_begins_with_its_eight_parameters():
+    assert parameters(chipfit.FrameworkInfo)[:8] == [
+        "kernel_ops", "activation_ops", "no_quantization_ops", "activation_quantizer_mapping", "weights_quantizer_mapping",
+        "kernel_channels_mapping", "activation_min_max_mapping", "layer_min_max_mapping",
+    ]  # fmt: skip
+
+
+def test_methods_have_their_names():
+    names = ["POWER_OF_TWO", "LUT_POT_QUANTIZER", "SYMMETRIC", "UNIFORM", "LUT_SYM_QUANTIZER"]
+    assert [m.name for m in target_platform.QuantizationMethod] == names
+    assert {"KMEANS", "LUT_QUANTIZER"} <= set(hardware_representation.QuantizationMethod.__members__)
+
+
+def hardware():
+    """The first generation's walk through a model, outside any `with` block."""
+    from chipfit.hardware_representation import (
+        Fusing,
+        HardwareModel,
+        OperatorSetConcat,
+        OperatorsSet,
+        OpQuantizationConfig,
+        QuantizationConfigOptions,
+        QuantizationMethod,
+    )
+
+    op_qc_8bit = OpQuantizationConfig(
+        activation_quantization_method=QuantizationMethod.POWER_OF_TWO,
+        weights_quantization_method=QuantizationMethod.POWER_OF_TWO,
+        activation_n_bits=8,
+        weights_n_bits=8,
+        weights_per_channel_threshold=True,
+        enable_weights_quantization=True,
+        enable_activation_quantization=True,
+    )
+    op_qc_4bit = op_qc_8bit.clone_and_edit(weights_n_bits=4)
+    op_qc_2bit = op_qc_8bit.clone_and_edit(weights_n_bits=2)
+    mixed_precision_configuration_options = QuantizationConfigOptions([op_qc_8bit, op_qc_4bit, op_qc_2bit], base_config=op_qc_8bit)
+    default_configuration_options = QuantizationConfigOptions([op_qc_8bit])
+    my_model = HardwareModel(default_configuration_options, name="my_model")
+    fc_opset = OperatorsSet("FullyConnected", mixed_precision_configuration_options)
+    relu_opset = OperatorsSet("Relu")
+    Fusing([fc_opset, relu_opset])
+    add_opset = OperatorsSet("Add")
+    Fusing([fc_opset, relu_opset, add_opset])
+    activations_after_fc_to_fuse = OperatorSetConcat(relu_opset, add_opset)
+    Fusing([fc_opset, activations_after_fc_to_fuse])
+    return my_model, fc_opset, relu_opset, add_opset
+
+
+def test_parts_made_outside_a_block_belong_to_no_model():
+    my_model, *_ = hardware()
+    assert my_model.operator_set == ()
+    assert my_model.name == "my_model"
+
+
+class Dense(torch.nn.Module):
+    """fc, relu, then perhaps an addition."""
+
+    def __init__(self, adds) -> None:
+        super().__init__()
+        self.fc, self.relu, self.adds = torch.nn.Linear(8, 8), torch.nn.ReLU(), adds
+
+    def forward(self, x):
+        y = self.relu(self.fc(x))
+        return y + x if self.adds else torch.tanh(y)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_the_documented_chip_fuses_and_quantizes_as_documented(adds):
+    from chipfit.hardware_representation import Fusing, HardwareModel, OperatorSetConcat, OperatorsSet
+
+    made, fc, *_ = hardware()
+    with HardwareModel(made.default_qco, name="my_model") as my_model:
+        fc_opset, relu_opset, add_opset = OperatorsSet("FullyConnected", fc.qc_options), OperatorsSet("Relu"), OperatorsSet("Add")
+        Fusing([fc_opset, relu_opset, add_opset])
+        Fusing([fc_opset, OperatorSetConcat(relu_opset, add_opset)])
+    torch.manual_seed(0)
+    result = chipfit.quantize(Dense(adds).eval(), [torch.randn(16, 8)], my_model, progress=False)
+    (group,) = [tuple(result.graph.node(n).op for n in g) for g in result.plan.groups]
+    assert group == (("Linear", "Relu", "Add") if adds else ("Linear", "Relu"))
+    w = result.plan.tensors["fc.weight"]
+    assert (w.grid.bits, w.scale.shape) == (8, (8,))
+    assert bool((torch.log2(w.scale) % 1 == 0).all())
+    assert result.edit({"fc": {"bits": 4}}).plan.tensors["fc.weight"].grid.bits == 4
+
+
+def test_first_generation_capabilities():
+    from torch import nn
+
+    from chipfit.hardware_representation import FrameworkHardwareModel, LayerFilterParams, NotEq, OperationsSetToLayers, get_model
+
+    made, fc, relu, add = hardware()
+    model = target_platform.TargetPlatformModel(made.default_qco, operator_set=[fc, relu, add])
+    with FrameworkHardwareModel(model, name="my_framework_model") as fw:
+        OperationsSetToLayers("FullyConnected", [nn.Linear])
+        OperationsSetToLayers("Relu", [nn.ReLU, LayerFilterParams(nn.Hardtanh, NotEq("min_val", None))])
+        OperationsSetToLayers("Add", [torch.add])
+    assert fw.get_layers_by_opset_name("FullyConnected") == [nn.Linear]
+    eight = get_model("pytorch", "default")
+    assert eight.get_layers_by_opset_name("FullyConnected")
+    with pytest.raises(AssertionError):
+        get_model("pytorch", "unheard_of")
+    with pytest.raises(AssertionError):
+        get_model("theano", "default")
+
+
+def test_first_generation_configurations_know_their_fields():
+    from chipfit.errors import ModelingError
+
+    made, *_ = hardware()
+    config = made.get_default_op_quantization_config()
+    assert (config.weights_n_bits, config.activation_n_bits, config.quantization_preserving, config.weights_multiplier_nbits) == (
+        8,
+        8,
+        False,
+        None,
+    )
+    assert config.clone_and_edit(weights_multiplier_nbits=4).weights_multiplier_nbits == 4
+    with pytest.raises(ModelingError):
+        config.clone_and_edit(weight_bits=4)
+    with pytest.raises(AttributeError):
+        _ = config.weight_bits
+
+
+def test_framework_info_by_keywords():
+    from torch import nn
+
+    from chipfit import DefaultDict, FrameworkInfo
+
+    kernel_ops = [nn.Conv2d]
+    kernel_channels_mapping = DefaultDict({nn.Conv2d: (0, 1)})
+    FrameworkInfo(
+        kernel_ops, [], [], kernel_channels_mapping=kernel_channels_mapping, activation_min_max_mapping={}, layer_min_max_mapping={}
+    )
+    activation_ops, no_quantization_ops = [nn.ReLU], [torch.reshape]
+    info = FrameworkInfo(
+        kernel_ops, activation_ops, no_quantization_ops, kernel_channels_mapping=kernel_channels_mapping,
+        activation_min_max_mapping={"softmax": (0, 1)}, layer_min_max_mapping={nn.Softmax: (0, 1)},
+    )  # fmt: skip
+    assert info.kernel_channels_mapping.get(nn.Conv2d) == (0, 1)

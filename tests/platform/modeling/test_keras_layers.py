@@ -1,0 +1,107 @@
+"""Keras layers, keras.ops and raw TensorFlow functions in operator sets and filters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from chipfit.errors import ModelingError
+from chipfit.target_platform import (
+    Contains,
+    Eq,
+    Greater,
+    GreaterEq,
+    LayerFilterParams,
+    NotEq,
+    OperationsSetToLayers,
+    OperatorsSet,
+    Smaller,
+    TargetPlatformCapabilities,
+    TargetPlatformModel,
+    get_target_platform_capabilities,
+)
+
+keras = pytest.importorskip("keras")
+layers = keras.layers
+
+
+def capabilities(*names):
+    default = get_target_platform_capabilities("pytorch").tp_model.default_qco
+    return TargetPlatformCapabilities(TargetPlatformModel(default, operator_set=[OperatorsSet(n) for n in names]))
+
+
+def test_10_a_layer_is_in_one_set():
+    twice = [(layers.Conv2D, "Found layer Conv2D in more than one OperatorsSet")]
+    twice += [
+        (LayerFilterParams(layers.Activation, activation="relu"), "Found layer Activation(activation=relu) in more than one OperatorsSet")
+    ]
+    for layer, text in twice:
+        with capabilities("a", "b"):
+            OperationsSetToLayers("a", [layer])
+            with pytest.raises(ModelingError) as e:
+                OperationsSetToLayers("b", [layer])
+        assert text in str(e.value)
+
+
+def test_15_all_conditions_of_a_filter_hold():
+    f = LayerFilterParams(layers.Conv2D, Greater("filters", 2), Smaller("filters", 4), activation="softmax", kernel_size=(3, 4), filters=3)
+    assert f.match(layers.Conv2D(3, (3, 4), activation="softmax"))
+    assert not f.match(layers.Conv2D(2, (3, 4), activation="softmax"))
+    assert not f.match(layers.Conv2DTranspose(3, (3, 4), activation="softmax"))
+
+
+def test_16_alternatives():
+    f = LayerFilterParams(layers.ReLU, GreaterEq("max_value", 0.5) | Smaller("max_value", 0.2))
+    assert [f.match(layers.ReLU(v)) for v in (0.1, 0.5, 0.3)] == [True, True, False]
+    unbounded = LayerFilterParams(layers.ReLU, Eq("max_value", None) | Eq("max_value", 6))
+    assert [unbounded.match(layers.ReLU(v)) for v in (None, 6, 8)] == [True, True, False]
+
+
+def test_17_names():
+    f = LayerFilterParams(layers.Conv2D, Contains("name", "conv"))
+    assert [f.match(layers.Conv2D(1, 1, name=n)) for n in ("conv", "layer_conv_0", "CONVOLUTION")] == [True, True, False]
+
+
+def test_bounded_and_unbounded_relu_are_told_apart():
+    unbounded, bounded = LayerFilterParams(layers.ReLU, max_value=None), LayerFilterParams(layers.ReLU, NotEq("max_value", None))
+    assert [(unbounded.match(x), bounded.match(x)) for x in (layers.ReLU(), layers.ReLU(6))] == [(True, False), (False, True)]
+
+
+def test_built_in_chips_know_keras_layers():
+    for name in ("imx500", "tflite", "qnnpack"):
+        tpc = get_target_platform_capabilities("keras", name)
+        for layer in (layers.Conv2D(2, 3), layers.DepthwiseConv2D(3), layers.Conv2DTranspose(2, 3), layers.Dense(3)):
+            base = tpc.get_qco_by_node(layer).base
+            assert base.attr_weights_configs_mapping["kernel"].enable_weights_quantization, (name, layer)
+
+
+def test_functions_of_tensorflow_are_known_by_name():
+    """In a process of its own: TensorFlow is never imported by chipfit."""
+    pytest.importorskip("tensorflow")
+    script = """
+import sys
+from chipfit.target_platform import *
+assert "tensorflow" not in sys.modules and "keras" not in sys.modules
+import tensorflow as tf
+from keras.layers import Activation, Add, ReLU
+from chipfit.errors import ModelingError
+add = OperationsSetToLayers("Add", [tf.add, Add])
+assert {m.op for m in add.members} == {("Add",)}, add.members
+relu = OperationsSetToLayers("ReLU", [tf.nn.relu, tf.nn.relu6, LayerFilterParams(ReLU, negative_slope=0.0), LayerFilterParams(Activation, activation="relu")])
+assert [m.op[0] for m in relu.members] == ["Relu", "Relu6", "Relu", "Relu"], relu.members
+others = {tf.reshape: "Reshape", tf.split: "Split", tf.concat: "Concat", tf.nn.conv2d: "Conv2D", tf.nn.sigmoid: "Sigmoid", tf.multiply: "Mul", tf.nn.softmax: "Softmax", tf.transpose: "Transpose"}
+for function, op in others.items():
+    assert OperationsSetToLayers("set", [function]).members[0].op[0] == op, function
+try:
+    OperationsSetToLayers("set", ["tf.ad"])
+except ModelingError as e:
+    assert "Add" in str(e) or "add" in str(e), e
+else:
+    raise SystemExit("an unknown function was accepted")
+"""
+    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
