@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from chipfit.errors import UnknownNameError, UnsupportedError
-from chipfit.export.files import write_atomically
+from chipfit.files import write_atomically
 from chipfit.graph.ir import Graph
 from chipfit.plan import Plan, TensorPlan
 from chipfit.registry import register

@@ -18,10 +18,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from chipfit._version import __version__
 from chipfit.errors import ExportError, UnsupportedError
-from chipfit.export.files import write_atomically
 from chipfit.export.names import output_names
 from chipfit.export.onnx_ops import WRITERS
 from chipfit.export.opaque import splice
+from chipfit.files import write_atomically
 from chipfit.graph.ir import OPAQUE, Graph, Node
 from chipfit.plan import Plan, TensorPlan
 from chipfit.quantizers.grids import quantize

@@ -19,7 +19,7 @@ import torch
 
 from chipfit._version import __version__
 from chipfit.errors import ExportError, UnsupportedError
-from chipfit.export.files import write_atomically
+from chipfit.files import write_atomically
 from chipfit.export.names import output_names
 from chipfit.export.tflite_ops import FUSING, INTEGER, WRITERS
 from chipfit.graph.ir import Graph, Node

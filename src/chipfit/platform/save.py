@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from chipfit.errors import UnknownNameError
+from chipfit.files import write_atomically
 from chipfit.platform.load import Target, load
 from chipfit.platform.modeling.capabilities import TargetPlatformCapabilities
 from chipfit.platform.modeling.files import export_target_platform_capabilities
@@ -46,8 +47,6 @@ def export_platform(what: Target, path: str | Path) -> Path:
         UnknownNameError: another suffix.
         ExportError: the file cannot be written; nothing is left behind.
     """
-    from chipfit.export.files import write_atomically
-
     path = Path(path)
     if path.suffix in (".yaml", ".yml"):
         return write_atomically(path, to_yaml(load(what)).encode())

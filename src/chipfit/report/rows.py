@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from chipfit.assign import OUT_AXIS
-from chipfit.export.files import write_atomically
+from chipfit.files import write_atomically
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan import NodePlan, Plan, TensorPlan
 from chipfit.platform.schema import Platform

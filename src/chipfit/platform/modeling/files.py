@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chipfit.errors import ModelingError
+from chipfit.files import write_atomically
 from chipfit.platform.filters import Member
 from chipfit.platform.modeling.capabilities import DefaultDict, OperationsSetToLayers, OperationsToLayers, TargetPlatformCapabilities
 from chipfit.platform.modeling.configs import (
@@ -46,10 +47,7 @@ def export_target_platform_capabilities(tpc: TargetPlatformCapabilities | Target
     if not isinstance(tpc, TargetPlatformCapabilities):
         raise NotCapabilities("Only capabilities or a model can be written", got=type(tpc).__name__)
     path = _json_path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(_dump(tpc), indent=4) + "\n", encoding="utf-8")
-    return part.replace(path)
+    return write_atomically(path, (json.dumps(_dump(tpc), indent=4) + "\n").encode())
 
 
 def load_target_platform_capabilities(source: Any) -> TargetPlatformCapabilities:
