@@ -15,7 +15,6 @@ from chipfit import provenance, scales, stages
 from chipfit.assign import Assignment, assign
 from chipfit.calibration.collect import TensorStats, collect
 from chipfit.calibration.data import as_call, batches, first_batch
-from chipfit.correction.bias import with_means
 from chipfit.errors import DataError, NothingQuantizedError, PlanError
 from chipfit.frameworks import capture, lower, read_back
 from chipfit.graph.ir import Graph
@@ -181,8 +180,7 @@ def quantize(
         assignment, fuse_notes = decide(graph, target, overrides, settings)
         _demand_something(assignment, target)
     with clock("calibrate"):
-        needs = scales.needs(assignment, rule)
-        needs = with_means(graph, needs) if settings.correct_bias else needs
+        needs = stages.needs(graph, assignment, settings, rule, z_threshold)
         stats = collect(graph, batches(data, graph), tensors=needs, progress=progress, seed=seed)
     rules: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "z_threshold": z_threshold}
     said = {"overrides": to_record(overrides) if overrides else None, "steps": settings.to_record() or None, "seed": seed}

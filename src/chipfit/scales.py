@@ -25,11 +25,11 @@ TINY = 2.0**-24
 _BIAS_SHARE = 0.5
 
 
-def needs(assignment: Assignment, rule: Rule) -> dict[str, Need]:
-    """What calibration has to collect: a histogram only where a range will be searched in it."""
+def needs(assignment: Assignment, rule: Rule, z_threshold: float | None = None) -> dict[str, Need]:
+    """What calibration has to collect: a histogram only where a range will be searched, or outliers found, in it."""
     fixed = legality.fixed(assignment.bindings)
     return {
-        s.name: Need(histogram=(s.rule or rule) != "no_clipping" and s.name not in fixed)
+        s.name: Need(histogram=((s.rule or rule) != "no_clipping" or bool(s.z_threshold or z_threshold)) and s.name not in fixed)
         for s in assignment.slots.values()
         if s.role == "activation" and s.range is None
     }
@@ -95,7 +95,8 @@ def choose(
             )
         else:
             wanted, z = s.rule or rule, s.z_threshold or z_threshold
-            found[s.name] = choose_range(stats[s.name], grids[s.name], rule=wanted, z_threshold=z)
+            seen = stats[s.name] if wanted != "no_clipping" or z else replace(stats[s.name], histogram=None)  # which may be of a part
+            found[s.name] = choose_range(seen, grids[s.name], rule=wanted, z_threshold=z)
             origin[s.name] = f"{name_of(wanted)} over {stats[s.name].batches} batches"
 
     grids.update({name: replace(grids[name], table=q.table) for name, q in found.items() if q.table is not None})

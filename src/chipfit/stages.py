@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import torch
 
+from chipfit import scales
 from chipfit.assign import Assignment
-from chipfit.calibration.collect import TensorStats
+from chipfit.calibration.collect import Need, TensorStats
 from chipfit.correction.activation_bias import correct_activation_bias
-from chipfit.correction.bias import correct_bias
+from chipfit.correction.bias import correct_bias, with_means
 from chipfit.correction.give_biases import give_biases
 from chipfit.correction.second_moment import correct_second_moment
 from chipfit.graph.check import check
@@ -30,7 +31,9 @@ from chipfit.passes.softmax_shift import softmax_shift
 from chipfit.passes.unshare_biases import unshare_biases
 from chipfit.plan import Plan, TensorPlan
 from chipfit.platform.legality import Binding
-from chipfit.platform.schema import Platform, Rule
+from chipfit.platform.schema import Platform
+from chipfit.platform.schema import Rule as PlatformRule
+from chipfit.ranges import Rule
 from chipfit.settings import Settings
 
 Stats = dict[str, TensorStats]
@@ -58,9 +61,17 @@ def rewrite(graph: Graph, platform: Platform, settings: Settings) -> tuple[Graph
 
 def tie_concats(graph: Graph, assignment: Assignment) -> None:
     """Let every concatenation, its result and its inputs share one grid: it then moves codes and rounds nothing."""
-    tie = (Rule(tie=("ins", "out")),)
+    tie = (PlatformRule(tie=("ins", "out")),)
     for result, *inputs in concat_groups(graph, assignment):
         assignment.bindings.append(Binding(op="Concat", rules=tie, slots={"ins": tuple(inputs), "out": (result,)}))
+
+
+def needs(graph: Graph, assignment: Assignment, settings: Settings, rule: Rule, z_threshold: float | None) -> dict[str, Need]:
+    """What calibration has to collect for ranges and corrections."""
+    out = scales.needs(assignment, rule, z_threshold)
+    if settings.correct_activation_bias is not None:
+        out = {name: replace(n, histogram=True) for name, n in out.items()}
+    return with_means(graph, out) if settings.correct_bias else out
 
 
 def adapt(graph: Graph, assignment: Assignment, stats: Stats, settings: Settings) -> tuple[Graph, Stats, list[str]]:

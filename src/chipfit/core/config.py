@@ -54,7 +54,7 @@ class QuantizationConfig:
     shift_negative_activation_correction: bool = True
     activation_channel_equalization: bool = False  #: weights of neighbouring layers get equal ranges, channel by channel
     z_threshold: float = math.inf
-    l_p_value: float = 2  #: exponent of the error method LP
+    l_p_value: float = 2.0  #: exponent of the error method LP
     linear_collapsing: bool = True
     residual_collapsing: bool = True
     shift_negative_ratio: float = 0.05
