@@ -27,6 +27,7 @@ from chipfit.platform.load import load as load_platform
 from chipfit.platform.match import fusions, sets_of
 from chipfit.platform.schema import Platform
 from chipfit.ranges import Rule, name_of, rule_of
+from chipfit.requantize import requantize
 from chipfit.settings import PLAIN, Settings
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Result:
                 hint="quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`",
             )
         graph, before = self._uncorrected or (self.graph, self.plan)
-        assignment, _notes = decide(graph, self.platform, overrides, settings)
+        graph, assignment, _notes = decide(graph, self.platform, overrides, settings)
         _demand_something(assignment, self.platform)
         stats = dict(self.stats)
         for t in self.plan.tensors.values():
@@ -177,7 +178,7 @@ def quantize(
         args, kwargs, data = first_batch(data, model) if example is None else (*as_call(example, model), data)
         graph, notes = prepare(capture(model, args, kwargs), target, settings)
     with clock("assign"):
-        assignment, fuse_notes = decide(graph, target, overrides, settings)
+        graph, assignment, fuse_notes = decide(graph, target, overrides, settings)
         _demand_something(assignment, target)
     with clock("calibrate"):
         needs = stages.needs(graph, assignment, settings, rule, z_threshold)
@@ -188,7 +189,7 @@ def quantize(
     with clock("ranges"):
         if settings.adapts:
             graph, stats, adapted = stages.adapt(graph, assignment, stats, settings)
-            assignment, fuse_notes = decide(graph, target, overrides, settings)
+            graph, assignment, fuse_notes = decide(graph, target, overrides, settings)
             notes += adapted
         tensors = scales.choose(graph, assignment, stats, **rules)
     plan = Plan(
@@ -216,13 +217,25 @@ def prepare(graph: Graph, platform: Platform, settings: Settings = PLAIN) -> tup
 
 def decide(
     graph: Graph, platform: Platform, overrides: Overrides | None = None, settings: Settings = PLAIN
-) -> tuple[Assignment, list[str]]:
-    """Fusions and formats: everything that can be said about a model on a platform before seeing data."""
-    groups, notes = fuse(graph, fusions(platform), lambda n: sets_of(platform, n.op, n.layer_type, n.config))
-    assignment = assign(graph, platform, fuse_shifts(graph, groups), resolve_overrides(graph, overrides or {}))
-    if settings.concat_ranges:
-        stages.tie_concats(graph, assignment)
-    return assignment, notes
+) -> tuple[Graph, Assignment, list[str]]:
+    """Fusions and formats: everything that can be said about a model on a platform before seeing data.
+
+    Returns:
+        The graph, with a Requantize where dictated scales and ties would clash; every decision; one note per refusal or insertion.
+    """
+
+    def one_pass(g: Graph) -> tuple[Assignment, list[str]]:
+        groups, notes = fuse(g, fusions(platform), lambda n: sets_of(platform, n.op, n.layer_type, n.config))
+        assignment = assign(g, platform, fuse_shifts(g, groups), resolve_overrides(g, overrides or {}))
+        if settings.concat_ranges:
+            stages.tie_concats(g, assignment)
+        return assignment, notes
+
+    assignment, notes = one_pass(graph)
+    apart, said = requantize(graph, platform, assignment)
+    if apart is not graph:
+        assignment, notes = one_pass(apart)
+    return apart, assignment, notes + said
 
 
 @dataclass(frozen=True)
@@ -245,7 +258,7 @@ def lint(model: Any, example: Any, platform: str | Path | Platform = "ort_cpu", 
     target = load_platform(platform)
     args, kwargs = as_call(example, model)
     graph, notes = prepare(capture(model, args, kwargs), target)
-    assignment, fuse_notes = decide(graph, target, overrides)
+    graph, assignment, fuse_notes = decide(graph, target, overrides)
     return Lint(graph, target, assignment, tuple(notes + fuse_notes))
 
 

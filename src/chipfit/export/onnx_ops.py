@@ -43,7 +43,7 @@ def _pads(padding: Any) -> list[int]:
 for _op, _onnx in {
     "Relu": "Relu", "Sigmoid": "Sigmoid", "Tanh": "Tanh", "Exp": "Exp", "Log": "Log", "Abs": "Abs", "Neg": "Neg", "Sqrt": "Sqrt",
     "Sin": "Sin", "Cos": "Cos", "Erf": "Erf", "Floor": "Floor", "Ceil": "Ceil", "Round": "Round", "Sign": "Sign",
-    "Reciprocal": "Reciprocal", "LogicalNot": "Not", "Identity": "Identity", "Dropout": "Identity", "Selu": "Selu", "MatMul": "MatMul", "Add": "Add", "Sub": "Sub",
+    "Reciprocal": "Reciprocal", "LogicalNot": "Not", "Identity": "Identity", "Requantize": "Identity", "Dropout": "Identity", "Selu": "Selu", "MatMul": "MatMul", "Add": "Add", "Sub": "Sub",
     "Mul": "Mul", "Div": "Div", "Pow": "Pow", "Max": "Max", "Min": "Min", "Equal": "Equal", "Less": "Less", "LessEqual": "LessOrEqual",
     "Greater": "Greater", "GreaterEqual": "GreaterOrEqual", "LogicalAnd": "And", "LogicalOr": "Or", "Where": "Where",
     "GlobalAvgPool": "GlobalAveragePool", "Softplus": "Softplus",

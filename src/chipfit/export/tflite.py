@@ -19,9 +19,9 @@ import torch
 
 from chipfit._version import __version__
 from chipfit.errors import ExportError, UnsupportedError
-from chipfit.files import write_atomically
 from chipfit.export.names import output_names
 from chipfit.export.tflite_ops import FUSING, INTEGER, WRITERS
+from chipfit.files import write_atomically
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.run import run
 from chipfit.passes.layout import Rearranged, natural, rearrange

@@ -42,7 +42,7 @@ OPS: dict[str, OpDef] = {
     **{a: OpDef(("in0",)) for a in (
         "Relu", "Relu6", "Sigmoid", "Tanh", "HardSwish", "HardSigmoid", "Swish", "Mish", "Exp", "Log", "Abs",
         "Neg", "Sqrt", "Rsqrt", "Sin", "Cos", "Erf", "Floor", "Ceil", "Round", "Sign", "Reciprocal",
-        "LogicalNot", "Identity",
+        "LogicalNot", "Identity", "Requantize",
     )},
     "Clamp": OpDef(("in0",), ("min", "max"), "min or max None = unbounded; Hardtanh and clip are this"),
     "LeakyRelu": OpDef(("in0",), ("negative_slope",)),

@@ -24,7 +24,7 @@ SPATIAL = frozenset(
 #: operators that broadcast and compute element by element
 ELEMENTWISE = frozenset(
     {"Relu", "Relu6", "Sigmoid", "Tanh", "HardSwish", "HardSigmoid", "Swish", "Mish", "Exp", "Log", "Abs", "Neg", "Sqrt", "Rsqrt", "Sin",
-     "Cos", "Erf", "Floor", "Ceil", "Round", "Sign", "Reciprocal", "LogicalNot", "Identity", "Clamp", "LeakyRelu", "Elu", "Selu",
+     "Cos", "Erf", "Floor", "Ceil", "Round", "Sign", "Reciprocal", "LogicalNot", "Identity", "Requantize", "Clamp", "LeakyRelu", "Elu", "Selu",
      "Softplus", "Gelu", "Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Mod", "FloorDiv", "Equal", "NotEqual", "Less", "LessEqual",
      "Greater", "GreaterEqual", "LogicalAnd", "LogicalOr", "Where", "Cast", "Dropout"}
 )  # fmt: skip

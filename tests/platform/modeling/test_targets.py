@@ -28,7 +28,7 @@ class Every(nn.Module):
         x = self.relu(self.norm(self.conv(x)))
         x = torch.tanh(self.depthwise(x)) + x * torch.sigmoid(x) + self.offset
         x = self.pool(x)
-        both = torch.cat([nn.functional.avg_pool2d(self.up(x), 2), nn.functional.conv2d(x, self.kernel), x[:, :4]], 1)
+        both = torch.cat([nn.functional.avg_pool2d(self.up(x), 2), nn.functional.conv2d(x, self.kernel), torch.sigmoid(x[:, :4])], 1)
         return torch.softmax(self.dense(both.flatten(1)), -1)
 
 

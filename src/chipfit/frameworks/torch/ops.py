@@ -280,7 +280,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "Selu": _unary(F.selu), "Exp": torch.exp, "Log": torch.log, "Abs": torch.abs, "Neg": torch.neg, "Sqrt": torch.sqrt,
     "Rsqrt": torch.rsqrt, "Sin": torch.sin, "Cos": torch.cos, "Erf": torch.erf, "Floor": torch.floor, "Ceil": torch.ceil,
     "Round": torch.round, "Sign": torch.sign, "Reciprocal": torch.reciprocal, "LogicalNot": torch.logical_not,
-    "Identity": _unary(lambda x: x), "Clamp": clamp, "LeakyRelu": leaky_relu, "PRelu": prelu, "Elu": elu, "Softplus": softplus,
+    "Identity": _unary(lambda x: x), "Requantize": _unary(lambda x: x), "Clamp": clamp, "LeakyRelu": leaky_relu, "PRelu": prelu, "Elu": elu, "Softplus": softplus,
     "Gelu": gelu, "Softmax": softmax, "LogSoftmax": log_softmax,
     "Add": torch.add, "Sub": torch.sub, "Mul": torch.mul, "Div": torch.div, "Pow": torch.pow, "Max": torch.maximum,
     "Min": torch.minimum, "Mod": torch.remainder, "FloorDiv": torch.floor_divide, "Equal": torch.eq, "NotEqual": torch.ne,
