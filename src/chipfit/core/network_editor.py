@@ -216,6 +216,12 @@ def _width(value: Any) -> int:
     return value
 
 
+def _number(value: Any) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError
+    return float(value)
+
+
 def _enabled(value: Any) -> str | None:
     return {True: None, False: "float"}[_flag(value)]
 
@@ -245,7 +251,7 @@ _ACTIVATIONS: _Table = {
     "activation_quantization_method": ("method", _METHODS.__getitem__),
     "activation_error_method": ("rule", str),
     "signedness": ("signed", _sign),
-    "z_threshold": ("z_threshold", float),
+    "z_threshold": ("z_threshold", _number),
 }
 
 
