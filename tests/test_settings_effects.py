@@ -351,3 +351,14 @@ def test_settings_are_told_by_the_plan(everything):
     steps = result.plan.provenance["settings"]["steps"]
     assert steps == {"correct_bias": True, "shift_negative": 0.05}
     assert Settings.from_record(steps) == Settings(correct_bias=True, shift_negative=0.05)
+
+
+def test_the_page_about_settings_names_every_one_of_them():
+    from dataclasses import fields
+    from pathlib import Path
+
+    from chipfit.overrides import CHOICES
+
+    page = (Path(__file__).parents[1] / "docs" / "settings.md").read_text()
+    named = [*(f.name for f in fields(Settings)), *CHOICES, *vars(QuantizationConfig())]
+    assert [n for n in named if f"`{n}`" not in page] == []
