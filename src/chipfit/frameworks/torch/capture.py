@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 import json
 import linecache
@@ -121,6 +122,23 @@ def _dataclasses(x: Any) -> list[Any]:
     return []
 
 
+def _name_keywords(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Let `forward(**kwargs)` say which keywords it gets: torch.export takes dynamic shapes by the names of parameters only."""
+    forward = model.forward
+    old = inspect.signature(forward)
+    rest = [p for p in old.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    if len(rest) == len(old.parameters):
+        return
+    extra = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY) for k in kwargs if k not in old.parameters]
+
+    @functools.wraps(forward)
+    def named(*args: Any, **keywords: Any) -> Any:
+        return forward(*args, **keywords)
+
+    named.__signature__ = old.replace(parameters=[*rest, *extra])  # type: ignore[attr-defined]  # inspect reads it
+    model.forward = named  # type: ignore[method-assign]  # of the copy that is captured
+
+
 def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> torch.export.ExportedProgram:
     shapes: Any = None
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim() > 0]
@@ -130,6 +148,7 @@ def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         def free(x: Any) -> Any:
             return {0: torch.export.Dim.AUTO} if isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == batch else None
 
+        _name_keywords(model, kwargs)
         shapes = pytree.tree_map(free, dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments))
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
