@@ -30,12 +30,11 @@ class Both(Positional):
 
 @pytest.mark.parametrize(("model", "named"), [(Positional, False), (Keywords, True), (Both, True)])
 def test_open_signatures(model, named):
-    def batch(rows):
-        x, y = torch.randn(rows, 8), torch.randn(rows, 8)
-        return {"x": x, "y": y} if named else (x, y)
+    x, y = torch.randn(64, 8), torch.randn(64, 8)
+    batch = lambda rows: {"x": x[:rows], "y": y[:rows]} if named else (x[:rows], y[:rows])
 
     network = model().eval()
-    result = chipfit.quantize(network, [batch(4)], progress=False)
+    result = chipfit.quantize(network, [batch(64)], progress=False)
     assert result.graph.values[result.graph.inputs[0]].shape == (None, 8)
     other = batch(7)
     run = lambda m: m(**other) if named else m(*other)
