@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 
 def _conv_bn(x: Any, filters: int, kernel: int = 3, strides: int = 1, activation: str | None = "relu", **kw: Any) -> Any:
@@ -273,6 +275,16 @@ ZOO: dict[str, Callable[[], Any]] = {
         named_inputs, subclassed, arithmetic, attention, embedding, norms, recurrent,
     )
 }  # fmt: skip
+
+
+#: between them every kind of layer; all of the zoo is run on torch, and on the other backends by `make test-all`
+FEW = {"mobilenet", "unet", "shared", "nested", "subclassed", "named_inputs", "attention", "recurrent"}
+
+
+def networks() -> list[Any]:
+    """The zoo as parameters of a test."""
+    on_torch = os.environ.get("KERAS_BACKEND", "torch") == "torch"
+    return [pytest.param(n, marks=() if on_torch or n in FEW else pytest.mark.slow) for n in sorted(ZOO)]
 
 
 def randomize(model: Any, seed: int = 0) -> None:

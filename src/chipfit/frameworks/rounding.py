@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan import Plan, TensorPlan
 
@@ -80,3 +81,21 @@ def _is_product(bias: TensorPlan, x: TensorPlan, w: TensorPlan) -> bool:
     scale = x.scale * w.scale
     fits = scale.dim() <= bias.scale.dim() and bool((bias.zero_point == 0).all())
     return fits and torch.equal(scale.expand_as(bias.scale), bias.scale)
+
+
+def retrained(t: TensorPlan, scale: torch.Tensor) -> TensorPlan:
+    """A quantized tensor with the scale that training gave it; the same record where that is the old one.
+
+    Raises:
+        PlanError: it is not positive.
+    """
+    assert t.scale is not None  # asked for quantized tensors only
+    scale = scale.detach().to(device=t.scale.device, dtype=t.scale.dtype).expand_as(t.scale).clone()
+    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        raise PlanError(
+            f"Training left '{t.name}' without a positive scale",
+            where=t.layer,
+            got=float(scale.min()),
+            hint="lower the learning rate of the scales, or keep this one frozen",
+        )
+    return t if torch.equal(scale, t.scale) else t.with_(scale=scale, origin=f"{t.origin}, trained")

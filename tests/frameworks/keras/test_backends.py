@@ -8,19 +8,34 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 HERE = Path(__file__).parent
 OTHERS = {"jax", "tensorflow", "torch"} - {os.environ["KERAS_BACKEND"]}
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Models saved on the backend of this process, and what they compute, for the others to load."""
+    from tests.frameworks.keras.test_lower import flat, quantized
+
+    folder = tmp_path_factory.mktemp("saved")
+    for name in ("mobilenet", "shared"):
+        result, batch = quantized(name)
+        result.model.save(folder / f"{name}.keras")
+        np.save(folder / f"{name}.npy", result.model.run_flat(flat(batch))[0].numpy())
+    return folder
+
+
 @pytest.mark.skipif("CHIPFIT_ONE_BACKEND" in os.environ, reason="this is such a process")
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", sorted(OTHERS))
-def test_everything_holds_on(backend):
+def test_everything_holds_on(backend, which, saved):
     if find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed")
-    environment = {**os.environ, "KERAS_BACKEND": backend, "CHIPFIT_ONE_BACKEND": "1"}
+    environment = {**os.environ, "KERAS_BACKEND": backend, "CHIPFIT_ONE_BACKEND": "1", "CHIPFIT_SAVED": str(saved)}
     environment.pop("XLA_FLAGS", None)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", str(HERE)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, str(HERE)]
     done = subprocess.run(command, cwd=HERE.parents[2], env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, f"on {backend}:\n{done.stdout[-6000:]}{done.stderr[-2000:]}"

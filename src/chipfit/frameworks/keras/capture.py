@@ -20,6 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from chipfit.errors import CaptureError
+from chipfit.frameworks.keras.backend import forward
 from chipfit.frameworks.keras.opaque import hold
 from chipfit.frameworks.keras.read import READERS, Call, Tensor, Unreadable
 from chipfit.frameworks.keras.weights import to_canonical
@@ -164,9 +165,8 @@ def _input_names(struct: Any, model: Any) -> list[str]:
 
 def _compare(graph: Graph, model: Any, example: Any) -> None:
     """A reader that misunderstands a layer is found here, not on the chip."""
-    numpy = keras.tree.map_structure(lambda t: t.detach().cpu().numpy(), example)
     try:
-        want = [keras.ops.convert_to_numpy(y) for y in _leaves(model(numpy, training=False))]
+        want = [y.numpy() for y in _leaves(forward(model, example))]
     except Exception as e:  # the user's code may raise anything
         raise CaptureError(f"The model fails on the example input: {type(e).__name__}: {str(e).strip().splitlines()[0][:300]}") from e
     with torch.inference_mode():

@@ -11,6 +11,7 @@ import keras
 import torch
 
 from chipfit.errors import GraphError
+from chipfit.frameworks.keras.backend import to_backend, to_torch
 
 PREFIX = "keras:"
 
@@ -64,6 +65,21 @@ def restored(target: str) -> Any:
         ) from e
 
 
+def fresh(target: str, name: str) -> Any:
+    """A new operation of that name like the one of an opaque node; the user's own one where it has no configuration.
+
+    Raises:
+        GraphError: as above.
+    """
+    operation = target.operation if isinstance(target, Held) else restored(target)
+    if not isinstance(operation, keras.Operation):
+        return keras.layers.Activation(operation, name=name)
+    try:
+        return type(operation).from_config({**operation.get_config(), "name": name})
+    except Exception:  # custom layers without a configuration raise what they like
+        return operation
+
+
 class _Caller:
     """One operation as a function of torch tensors."""
 
@@ -71,21 +87,11 @@ class _Caller:
         self.operation = operation
 
     def __call__(self, variables: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        variables, args, kwargs = keras.tree.map_structure(_to_backend, (list(variables), list(args), kwargs))
+        variables, args, kwargs = keras.tree.map_structure(to_backend, (list(variables), list(args), kwargs))
         if isinstance(self.operation, keras.Layer):
             count = len(self.operation.trainable_variables)
             out, _ = self.operation.stateless_call(variables[:count], variables[count:], *args, **kwargs)
         else:
             out = self.operation(*args, **kwargs)
-        flat = tuple(_to_torch(x) for x in keras.tree.flatten(out))
+        flat = tuple(to_torch(x) for x in keras.tree.flatten(out))
         return flat[0] if len(flat) == 1 else flat
-
-
-def _to_backend(x: Any) -> Any:
-    if not isinstance(x, torch.Tensor):
-        return x
-    return keras.ops.convert_to_tensor(x if keras.backend.backend() == "torch" else x.detach().cpu().numpy())
-
-
-def _to_torch(x: Any) -> torch.Tensor:
-    return x if isinstance(x, torch.Tensor) else torch.from_numpy(keras.ops.convert_to_numpy(x).copy())

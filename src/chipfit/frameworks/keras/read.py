@@ -313,7 +313,8 @@ def _pool(r: Call, x: Tensor) -> Tensor:
 def _global_average(r: Call, x: Tensor) -> Tensor:
     if r.op.keepdims:
         return r.emit("GlobalAvgPool", [x])
-    return r.emit("Mean", [x], axes=tuple(range(1, len(x.shape) - 1)), keepdims=False)
+    y = r.emit("GlobalAvgPool", [x], (*x.shape[:1], *[1] * (len(x.shape) - 2), x.shape[-1]), part="mean")
+    return r.emit("Reshape", [y], shape=_target(r.shape))
 
 
 @_layers("UpSampling1D", "UpSampling2D", "UpSampling3D")

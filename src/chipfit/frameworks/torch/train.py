@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from chipfit.errors import PlanError
+from chipfit.frameworks.rounding import retrained
 from chipfit.frameworks.torch.lower import QuantizedModule
 from chipfit.graph.ir import Graph
 from chipfit.plan import Plan
@@ -37,16 +38,6 @@ def read_back(model: torch.nn.Module, graph: Graph, plan: Plan) -> tuple[Graph, 
         new.weights[name] = copies[id(now)]
     tensors = dict(plan.tensors)
     for name, t in plan.tensors.items():
-        if not t.quantized or t.scale is None:
-            continue
-        scale = model.scale(name).detach().to(device=t.scale.device, dtype=t.scale.dtype).expand_as(t.scale).clone()
-        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-            raise PlanError(
-                f"Training left '{name}' without a positive scale",
-                where=t.layer,
-                got=float(scale.min()),
-                hint="lower the learning rate of the scales, or keep this one frozen",
-            )
-        if not torch.equal(scale, t.scale):
-            tensors[name] = t.with_(scale=scale, origin=f"{t.origin}, trained")
+        if t.quantized and t.scale is not None:
+            tensors[name] = retrained(t, model.scale(name))
     return new, replace(plan, tensors=tensors)

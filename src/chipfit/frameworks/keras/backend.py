@@ -1,0 +1,57 @@
+"""Tensors and calls of whatever backend Keras runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import keras
+import torch
+
+#: models on JAX -> their compiled forward pass; uncompiled, JAX would compile each operation by itself
+_COMPILED: WeakKeyDictionary[Any, Callable[..., Any]] = WeakKeyDictionary()
+
+
+def to_backend(x: Any) -> Any:
+    """A torch tensor as one of Keras's backend; anything else as it is."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return keras.ops.convert_to_tensor(x if keras.backend.backend() == "torch" else x.detach().cpu().numpy())
+
+
+def to_torch(x: Any) -> torch.Tensor:
+    """A tensor of Keras's backend as one of torch."""
+    return x if isinstance(x, torch.Tensor) else torch.from_numpy(keras.ops.convert_to_numpy(x).copy())
+
+
+def forward(model: Any, inputs: Any) -> Any:
+    """`model(inputs, training=False)`, without gradients.
+
+    Args:
+        inputs: torch tensors in the structure that the model takes.
+
+    Returns:
+        Torch tensors in the structure that the model returns.
+    """
+    given = keras.tree.map_structure(to_backend, inputs)
+    if keras.backend.backend() != "jax":
+        with torch.no_grad():
+            return keras.tree.map_structure(to_torch, model(given, training=False))
+    if model not in _COMPILED:
+        import jax
+
+        _COMPILED[model] = jax.jit(_stateless(model))
+    variables = ([v.value for v in group] for group in (model.trainable_variables, model.non_trainable_variables))
+    return keras.tree.map_structure(to_torch, _COMPILED[model](*variables, given))
+
+
+def _stateless(model: Any) -> Callable[..., Any]:
+    from weakref import ref
+
+    held = ref(model)  # what is compiled must not keep its own key alive
+
+    def call(trainable: Any, others: Any, x: Any) -> Any:
+        return held().stateless_call(trainable, others, x, training=False)[0]  # type: ignore[union-attr]  # alive while it is called
+
+    return call

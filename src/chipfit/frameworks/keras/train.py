@@ -1,0 +1,69 @@
+"""After training: bring weights and scales of a trained Keras simulation back into Graph and Plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import keras
+import torch
+
+from chipfit.errors import PlanError
+from chipfit.frameworks.keras.lower import Builder, Home, QuantizedModel
+from chipfit.frameworks.keras.weights import to_canonical
+from chipfit.frameworks.rounding import retrained
+from chipfit.graph.ir import Graph
+from chipfit.plan import Plan
+
+
+def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
+    """Graph and Plan with the numbers that `model` holds now, ready to be exported, verified or saved.
+
+    Tied tensors stay tied; bias scales follow from their input and weight scales.
+
+    Args:
+        model: what `lower(graph, plan)` returned, trained since, or loaded from a file that it was saved to.
+        graph, plan: those that it was made from; neither is changed.
+
+    Raises:
+        PlanError: `model` is not a lowered one of this graph, or training has driven a scale to zero, below it, or to a number that
+            is not finite.
+    """
+    if not isinstance(model, QuantizedModel):
+        raise PlanError(
+            f"A {type(model).__name__} is not a quantized model", hint="pass Result.model, or what keras.saving.load_model made of it"
+        )
+    builder = Builder(graph, plan)
+    if [x.name for x in builder.build().layers] != [x.name for x in model.layers]:
+        raise PlanError("The model was made from another graph or plan", got=model.name)
+    new = graph.copy()
+    for name, (home, *_) in builder.homes.items():
+        now = _number(home.variable_in(model), home)
+        source, form = builder.relaid.copies.get(name, (name, None))
+        if form is not None:  # a constant that was rearranged
+            now = now.reshape(builder.graph.weights[name].shape).permute([form.index(d) for d in range(len(form))])
+        old = graph.weights[source]
+        new.weights[source] = now.reshape(old.shape).to(old.dtype).clone(memory_format=torch.preserve_format)
+    scales: dict[str, torch.Tensor] = {}
+    for s in builder.scales:
+        home = next((h for h in builder.homes.get(s.tensor, ()) if h.layer == s.layer), Home(s.layer, s.variable))
+        scales[s.tensor] = _number(s.quantizer_in(model).scale, home)
+        scales.setdefault(builder.relaid.copies.get(s.tensor, (s.tensor, None))[0], scales[s.tensor])
+    tensors = dict(plan.tensors)
+    owner, products = builder.rounding.owner, builder.rounding.products
+
+    def scale_of(name: str) -> torch.Tensor:
+        return scales[owner[name] if owner[name] in scales else name].reshape(builder.plan.tensors[name].scale.shape)  # type: ignore[union-attr]
+
+    for name, t in plan.tensors.items():
+        if not t.quantized or t.scale is None or name not in owner:
+            continue
+        factors = [scale_of(i) for i in products[name]] if name in products else [scale_of(name)]
+        tensors[name] = retrained(t, torch.stack(torch.broadcast_tensors(*factors)).prod(0))
+    return new, replace(plan, tensors=tensors)
+
+
+def _number(variable: Any, home: Home) -> torch.Tensor:
+    """A Keras variable in the canonical layout."""
+    value = torch.from_numpy(keras.ops.convert_to_numpy(variable).copy())
+    return to_canonical(home.op, value) if value.dim() else value

@@ -1,0 +1,234 @@
+"""The Keras model that comes out computes what our engine computes from the same Graph and Plan, and is a Keras model in every other way."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+keras = pytest.importorskip("keras")
+
+from keras import layers  # noqa: E402 -- after the import that may skip
+
+import chipfit  # noqa: E402
+from chipfit.frameworks.keras.backend import forward  # noqa: E402
+from chipfit.frameworks.keras.layers import KerasActivationQuantizationHolder, KerasQuantizationWrapper, KerasQuantizer  # noqa: E402
+from chipfit.frameworks.keras.lower import QuantizedModel  # noqa: E402
+from chipfit.frameworks.keras.train import read_back  # noqa: E402
+from chipfit.frameworks.torch.lower import lower as engine  # noqa: E402
+from chipfit.plan_edit import diff  # noqa: E402
+from tests.keras_zoo import make, networks  # noqa: E402
+
+#: networks in which interpolation puts values half-way between two codes, where the order of additions decides
+TIES = {"unet", "transposed"}
+
+
+@cache
+def quantized(name, platform="ort_cpu"):
+    model, batch = make(name)
+    return chipfit.quantize(model, [batch], platform="imx500" if name == "transposed" else platform, progress=False), batch
+
+
+def flat(batch):
+    return [torch.from_numpy(x) for x in keras.tree.flatten(batch)]
+
+
+def numbers(x):
+    return keras.ops.convert_to_numpy(x)
+
+
+@pytest.mark.parametrize("name", networks())
+def test_it_computes_what_the_engine_computes(name):
+    result, batch = quantized(name)
+    with torch.no_grad():
+        want = engine(result.graph, result.plan).run_flat(flat(batch))
+    for a, b in zip(result.model.run_flat(flat(batch)), want, strict=True):
+        apart = (a - b).abs() > 1e-5 * b.abs().max()
+        assert float(apart.float().mean()) <= (0.05 if name in TIES else 0)
+        assert float((a - b).abs().max()) <= 0.02 * float(b.abs().max())  # a code or two
+
+
+@pytest.mark.parametrize("platform", ["imx500", "xnnpack", "k210", "tflite_int8", "graphcore_fp8"])
+def test_it_does_so_on_every_kind_of_grid(platform):
+    result, batch = quantized("mobilenet", platform)
+    with torch.no_grad():
+        want = engine(result.graph, result.plan).run_flat(flat(batch))
+    for a, b in zip(result.model.run_flat(flat(batch)), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=float(1e-5 * b.abs().max()))
+
+
+def test_inputs_and_outputs_are_the_users():
+    for name in ("many_in_and_out", "named_inputs", "sequential"):
+        result, batch = quantized(name)
+        original, _ = make(name)
+        given = keras.tree.map_structure(torch.from_numpy, batch)
+        keras.tree.assert_same_structure(forward(result.model, given), forward(original, given))
+
+
+def test_layers_keep_names_and_classes():
+    model = quantized("mobilenet")[0].model
+    original, _ = make("mobilenet")
+    wrapped = {x.name: type(x.layer).__name__ for x in model.layers if isinstance(x, KerasQuantizationWrapper)}
+    kernels = {x.name.rstrip("_0123456789"): type(x).__name__ for x in original.layers if "Conv" in type(x).__name__}
+    assert {(n.rstrip("_0123456789"), t) for n, t in wrapped.items()} == set(kernels.items())
+    assert sum(isinstance(x, KerasActivationQuantizationHolder) for x in model.layers) > 5
+
+
+def test_a_layer_that_is_used_often_is_one_layer():
+    model = quantized("shared")[0].model
+    (wrapper,) = [x for x in model.layers if x.name == "shared"]
+    assert len(wrapper._inbound_nodes) == 3
+    assert len(wrapper.own_biases) == 2  # one for each scale of the input after the first
+
+
+def test_regularizers_and_constraints_of_the_user_stay():
+    v = keras.Input((4,))
+    model = keras.Model(v, layers.Dense(3, kernel_regularizer="l2", bias_constraint="non_neg", name="head")(v))
+    result = chipfit.quantize(model, [np.ones((2, 4), "float32")], progress=False)
+    head = result.model.get_layer("head").layer
+    assert isinstance(head.kernel_regularizer, keras.regularizers.L2) and isinstance(head.bias_constraint, keras.constraints.NonNeg)
+    assert len(result.model.losses) == 1
+
+
+def test_the_summary_names_what_is_there(capsys):
+    quantized("residual")[0].model.summary(line_length=140)
+    text = capsys.readouterr().out
+    assert "head (KerasQuantizationWrapper)" in text and "KerasActivationQuantizationHolder" in text and "Add" in text
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("name", ["mobilenet", "shared", "arithmetic", "recurrent", "many_in_and_out"])
+def test_a_saved_model_loads_exactly(name, tmp_path):
+    result, batch = quantized(name)
+    result.model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert isinstance(loaded, QuantizedModel)
+    for a, b in zip(loaded.run_flat(flat(batch)), result.model.run_flat(flat(batch)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["mobilenet", "shared"])
+def test_a_configuration_makes_the_model_again(name):
+    result, batch = quantized(name)
+    again = type(result.model).from_config(result.model.get_config())
+    again.set_weights(result.model.get_weights())
+    for a, b in zip(again.run_flat(flat(batch)), result.model.run_flat(flat(batch)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.skipif("CHIPFIT_SAVED" not in os.environ, reason="`test_backends` saves the files")
+def test_a_file_that_another_backend_saved_computes_the_same():
+    folder = Path(os.environ["CHIPFIT_SAVED"])
+    for name in ("mobilenet", "shared"):
+        model, want = keras.saving.load_model(folder / f"{name}.keras"), np.load(folder / f"{name}.npy")
+        (got,) = model.run_flat(flat(make(name)[1]))
+        np.testing.assert_allclose(got.numpy(), want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+# ---------------------------------------------------------------- the pieces alone
+
+
+def test_a_quantizer_rounds_halves_to_even_and_saturates():
+    q = KerasQuantizer(-8, 7)
+    q.set(np.array(0.5, "float32"), np.array(0))
+    assert numbers(q(np.array([-9.0, -0.75, 0.25, 0.75, 100.0, np.inf], "float32"))).tolist() == [-4.0, -1.0, 0.0, 1.0, 3.5, 3.5]
+
+
+def test_a_quantizer_with_a_table_takes_the_nearest_entry():
+    q = KerasQuantizer(0, 3, table=(-1.0, 0.0, 0.5, 2.0))
+    q.set(np.array(2.0, "float32"), np.array(0))
+    assert numbers(q(np.array([-9.0, -0.9, 0.6, 2.4, 3.0, 9.0], "float32"))).tolist() == [-2.0, 0.0, 1.0, 1.0, 4.0, 4.0]
+
+
+def test_a_wrapper_keeps_the_original_weight():
+    result, _ = quantized("residual")
+    head = result.model.get_layer("head")
+    rounded = head.get_quantized_weights()["kernel"]
+    plan = result.plan.tensors["head/kernel"]
+    codes = numbers(rounded) / plan.scale.numpy()
+    np.testing.assert_allclose(codes, np.round(codes), atol=1e-3)
+    np.testing.assert_array_equal(numbers(head.layer.kernel), result.graph.weights["head/kernel"].T.numpy())
+    assert not np.array_equal(numbers(rounded), numbers(head.layer.kernel))
+
+
+# ---------------------------------------------------------------- training
+
+
+def small():
+    """Input, weight and bias of a convolution and a linear layer, all of them rounded."""
+    image = keras.Input((6, 6, 2), name="image")
+    x = layers.Conv2D(4, 3, activation="relu", name="conv")(image)
+    return keras.Model(image, layers.Dense(3, name="head")(layers.Flatten(name="flat")(x)))
+
+
+def trained(step):
+    keras.utils.set_random_seed(1)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(8, 6, 6, 2)).astype("float32"), rng.normal(size=(8, 3)).astype("float32")
+    model = small()
+    for v in model.variables:
+        v.assign(rng.normal(0, 0.3, tuple(v.shape)).astype("float32"))
+    result = chipfit.quantize(model, [x], platform="ort_cpu", progress=False)
+    step(result, x, y)
+    return result
+
+
+def test_one_step_of_training_is_the_step_that_the_engine_takes():
+    """Weights, biases and scales, on every backend, up to the order of additions."""
+
+    def in_keras(result, x, y):
+        model = result.model
+        for layer in model.layers:
+            if isinstance(layer, KerasQuantizationWrapper):
+                layer.weights_quantizers["kernel"].scale.trainable = True
+            if isinstance(layer, KerasActivationQuantizationHolder):
+                layer.activation_holder_quantizer.scale.trainable = True
+        model.compile(optimizer=keras.optimizers.SGD(1e-3), loss="mse")
+        model.fit(x, y, batch_size=8, epochs=1, verbose=0, shuffle=False)
+
+    def in_torch(result, x, y):
+        module = engine(result.graph, result.plan)
+        scales = {
+            id(module.quantizer_of(n).scale): module.quantizer_of(n).scale for n, t in result.plan.tensors.items() if t.role != "bias"
+        }
+        for s in scales.values():
+            s.requires_grad_()
+        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=1e-3)
+        loss = (module.run_flat([torch.from_numpy(x)])[0] - torch.from_numpy(y)).square().mean()
+        loss.backward()
+        optimizer.step()
+        from chipfit.frameworks.torch.train import read_back
+
+        result.graph, result.plan = read_back(module, result.graph, result.plan)
+
+    ours, before, want = trained(in_keras).trained(), trained(lambda *_: None), trained(in_torch)
+    for name, w in want.graph.weights.items():
+        moved = float((w - before.graph.weights[name]).abs().max())
+        assert moved > 0
+        assert float((ours.graph.weights[name] - w).abs().max()) <= 1e-4 * moved + 1e-7
+    for name, t in want.plan.tensors.items():
+        if t.quantized:
+            moved = float((t.scale - before.plan.tensors[name].scale).abs().max())
+            assert float((ours.plan.tensors[name].scale - t.scale).abs().max()) <= 1e-3 * moved + 1e-8, name
+
+
+def test_an_untrained_model_reads_back_as_it_was():
+    for name in ("mobilenet", "shared", "subclassed", "attention", "recurrent"):
+        result, _ = quantized(name)
+        graph, plan = read_back(result.model, result.graph, result.plan)
+        assert not diff(result.plan, plan)
+        assert all(torch.equal(graph.weights[k], w) for k, w in result.graph.weights.items()), name
+
+
+def test_another_model_is_not_read_back():
+    result, _ = quantized("residual")
+    with pytest.raises(chipfit.errors.PlanError, match="not a quantized model"):
+        read_back(make("residual")[0], result.graph, result.plan)
+    with pytest.raises(chipfit.errors.PlanError, match="another graph or plan"):
+        read_back(quantized("shared")[0].model, result.graph, result.plan)
