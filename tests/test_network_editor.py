@@ -269,6 +269,32 @@ def test_rules_edit_a_result_as_well(net):
     assert differences(plain, again) == {"a.0.weight"}
 
 
+def test_a_layer_is_replaced_by_another_and_calibrated_as_that(net):
+    model, batch = net
+
+    def halved(weights, **attributes):
+        assert attributes["in_features"] == 8 and attributes["bias"] is True
+        return {k: v.numpy() / 2 for k, v in weights.items()}, attributes
+
+    plain = fit(net, platform="ort_cpu")
+    result = fit(net, EditRule(NodeTypeFilter(nn.Linear), ReplaceLayer(nn.Linear, halved)), platform="ort_cpu")
+    torch.testing.assert_close(result.graph.weights["head.weight"], model.head.weight.detach() / 2)
+    torch.testing.assert_close(result.plan.tensors["linear"].scale, plain.plan.tensors["linear"].scale / 2)
+    assert result.verify([batch]).exact
+    result = fit(net, EditRule(NodeNameScopeFilter("a."), ReplaceLayer(nn.Identity, lambda weights, **attributes: ({}, {}))))
+    assert [n.layer for n in result.graph.nodes if n.op == "Conv2D"] == ["stem.0", "b.0"]
+
+
+def test_what_cannot_be_replaced_says_why(net):
+    as_it_is = lambda weights, **attributes: (weights, attributes)
+    with pytest.raises(UnknownNameError, match="'head'"):
+        fit(net, EditRule(NodeNameFilter("heda"), ReplaceLayer(nn.Identity, as_it_is)))
+    with pytest.raises(ConfigError, match="'head' cannot become a Conv2d"):
+        fit(net, EditRule(NodeNameFilter("head"), ReplaceLayer(nn.Conv2d, as_it_is)))
+    with pytest.raises(ConfigError, match="'head' cannot become"):
+        fit(net, EditRule(NodeNameFilter("head"), ReplaceLayer(nn.Linear, lambda weights, **attributes: None)))
+
+
 # ---------------------------------------------------------------- what actions may not say
 
 
@@ -307,8 +333,9 @@ def test_other_mistakes_of_rules():
             ChangeQuantizationParamFunction(**wrong)
     with pytest.raises(UnknownNameError, match="percentile"):
         ChangeQuantizationParamFunction("percntile")
-    with pytest.raises(UnsupportedError, match="replace the layer"):
-        ReplaceLayer(nn.Identity, lambda weights, **attributes: (weights, attributes))
+    for wrong in ((nn.Identity, None), ("Identity", lambda weights, **attributes: (weights, attributes))):
+        with pytest.raises(ConfigError, match="ReplaceLayer"):
+            ReplaceLayer(*wrong)
     with pytest.raises(ConfigError, match="filter"):
         EditRule("conv", ChangeFinalWeightsQuantConfigAttr(weights_n_bits=4))
     with pytest.raises(ConfigError, match="ChangeFinalWeightsQuantConfigAttr"):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from chipfit import pipeline
 from chipfit.core.config import CoreConfig, ResourceUtilization
 from chipfit.core.network_editor import to_overrides
+from chipfit.core.replace_layer import replace_layers
 from chipfit.errors import ConfigError, DataError, UnsupportedError
 from chipfit.pipeline import Result
 from chipfit.platform.modeling.capabilities import OperationsSetToLayers, OperationsToLayers, TargetPlatformCapabilities
@@ -110,6 +111,7 @@ def _quantize(
     settings, rules = config.quantization_config.to_settings(), config.quantization_config.to_rules()
     said = [] if fw_info is None else fw_info.overrides()
     overrides = [*said, *config.bit_width_config.choices, *to_overrides(config.debug_config.network_editor)]
+    model = replace_layers(model, config.debug_config.network_editor)
     example = _first(generator)  # a list of inputs, of which none is a label
     platform = get_target_platform_capabilities(framework) if platform is None else platform
     if config.quantization_config.custom_tpc_opset_to_layer:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from chipfit.errors import ConfigError, UnknownNameError, UnsupportedError
+from chipfit.errors import ConfigError, UnknownNameError
 from chipfit.graph.ir import Node
 from chipfit.overrides import check_choices
 from chipfit.platform.modeling.capabilities import LayerFilterParams
@@ -382,14 +382,22 @@ def _per_channel(value: Any, sample: Sample) -> torch.Tensor:
 
 
 class ReplaceLayer(Action):
-    """Refused: change the model before it is quantized.
+    """Another layer in place of each one; it is calibrated as if it had been there from the start.
+
+    Args:
+        layer_type: class of the new layer.
+        get_params_and_weights_fn: `(weights, **attributes)` of the old layer, a table of tensors and its constructor arguments, to the
+            pair of the new one's.
 
     Raises:
-        UnsupportedError: always.
+        ConfigError: no class, or no function.
     """
 
-    def __init__(self, layer_type: type, get_params_and_weights_fn: Callable[..., Any]) -> None:
-        raise UnsupportedError("Replacing layers during quantization is not there", hint="replace the layer in the model, then quantize it")
+    def __init__(self, layer_type: type, get_params_and_weights_fn: Callable[..., tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
+        if not isinstance(layer_type, type) or not callable(get_params_and_weights_fn):
+            raise ConfigError("ReplaceLayer needs a class and a function", got=f"{layer_type!r}, {get_params_and_weights_fn!r}")
+        super().__init__({})
+        self.layer_type, self.get_params_and_weights_fn = layer_type, get_params_and_weights_fn
 
 
 @dataclass(frozen=True)
@@ -417,10 +425,11 @@ ACTIONS: tuple[type[Action], ...] = (
     ChangeCandidatesWeightsQuantConfigAttr, ChangeFinalWeightsQuantConfigAttr, ChangeCandidatesActivationQuantConfigAttr,
     ChangeFinalActivationQuantConfigAttr, ChangeCandidatesWeightsQuantizationMethod, ChangeFinalWeightsQuantizationMethod,
     ChangeCandidatesActivationQuantizationMethod, ChangeFinalActivationQuantizationMethod, ChangeQuantizationParamFunction,
+    ReplaceLayer,
 )  # fmt: skip
 
 
 def to_overrides(rules: Iterable[EditRule]) -> list[tuple[NodeFilter, dict[str, Any]]]:
-    """Rules as overrides, final ones last."""
+    """Rules as overrides, final ones last; those that replace layers are none."""
     ordered = sorted(rules, key=lambda r: r.action.final)
-    return [(r.filter, r.action.choices) for r in ordered]
+    return [(r.filter, r.action.choices) for r in ordered if r.action.choices]
