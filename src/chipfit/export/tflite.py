@@ -262,15 +262,12 @@ class Writer:
         self.known[name] = len(self.tensors) - 1
         return len(self.tensors) - 1
 
-    def between(self, shape: Sequence[int], like: str | None = None, *, name: str = "") -> int:
-        """A tensor inside an operator's writing: float, or codes with the numbers of the value `like`."""
-        t = self.plan.tensors.get(like or "")
-        name = self._unique(name or f"{self.node.name}/part")
-        if self.integer and t is not None and t.quantized:
-            assert t.scale is not None and t.zero_point is not None
-            return self.tensor(name, shape, code_type(t), t.scale.numpy(), t.zero_point.numpy())
-        kind = _TYPE_OF["float32"] if like is None or like not in self.graph.values else _TYPE_OF[self.graph.values[like].dtype]
-        return self.tensor(name, shape, kind)
+    def between(self, shape: Sequence[int], like: int | None = None, *, name: str = "") -> int:
+        """A tensor inside an operator's writing: float, or of the type and with the numbers of the tensor `like`."""
+        k = self.tensor(self._unique(name or f"{self.node.name}/part"), shape, _TYPE_OF["float32"])
+        if like is not None:
+            self.tensors[k].type, self.tensors[k].quantization = self.tensors[like].type, self.tensors[like].quantization
+        return k
 
     def op(self, kind: str, inputs: Sequence[int], outputs: int | Sequence[int], options: str = "", **settings: Any) -> None:
         """Add an operator; `options` is the schema's name of its option table without "Options"."""
@@ -317,11 +314,10 @@ class Writer:
         code = _fused_code(members[1]) if len(members) == 2 and head.op in FUSING else 0
         for n in members[:1] if code else members:
             self.node, self.integer, self.fused = n, integer, code
+            outs = [self.known[o if integer else self._raw_name(o)] for o in tail.outputs]
             if n is not tail and not code:
-                self.known[n.output] = self.between(self.sizes[n.output], tail.output, name=f"{n.output}/inner")
-                outs = [self.known[n.output]]
-            else:
-                outs = [self.known[o if integer else self._raw_name(o)] for o in tail.outputs]
+                outs = [self.between(self.sizes[n.output], outs[0], name=f"{n.output}/inner")]
+                self.known[n.output] = outs[0]
             WRITERS[n.op](self, n, outs)
         if not integer:
             for o in tail.outputs:
@@ -483,5 +479,5 @@ _VERSIONS: dict[str, tuple[int, int, int, int]] = {
     "LEAKY_RELU": (1, 2, 2, 2), "RELU": (1, 2, 3, 2), "BATCH_MATMUL": (1, 2, 3, 2), "STRIDED_SLICE": (1, 2, 4, 2),
     "MEAN": (1, 2, 3, 2), "RESIZE_BILINEAR": (3, 3, 4, 3), "RESIZE_NEAREST_NEIGHBOR": (3, 3, 4, 3), "GATHER": (1, 2, 4, 2),
     **dict.fromkeys(("RESHAPE", "GELU", "HARD_SWISH", "SQUARED_DIFFERENCE", "ELU", "PRELU", "DIV", "POW", "FLOOR", "ROUND", "SIN", "COS",
-                     "CEIL", "NEG", "CAST", "ABS", "CUMSUM", "CONV_3D", "DEPTH_TO_SPACE", "SPACE_TO_DEPTH", "SELECT_V2", "UNPACK", "RELU_0_TO_1", "BROADCAST_TO"), (1, 1, 1, 1)),
+                     "CEIL", "NEG", "CAST", "ABS", "CUMSUM", "CONV_3D", "DEPTH_TO_SPACE", "SPACE_TO_DEPTH", "SELECT_V2", "UNPACK", "RELU_0_TO_1", "RELU_N1_TO_1", "BROADCAST_TO"), (1, 1, 1, 1)),
 }  # fmt: skip

@@ -43,12 +43,12 @@ def _plain(kind: str, options: str = "", **settings: Any) -> Write:
 
 for _op, (_kind, _options) in {
     "Relu": ("RELU", ""), "Relu6": ("RELU6", ""), "Sigmoid": ("LOGISTIC", ""), "Tanh": ("TANH", ""), "HardSwish": ("HARD_SWISH", "HardSwish"),
-    "Exp": ("EXP", "Exp"), "Log": ("LOG", ""), "Abs": ("ABS", "Abs"), "Rsqrt": ("RSQRT", ""), "Max": ("MAXIMUM", "MaximumMinimum"),
+    "Exp": ("EXP", "Exp"), "Log": ("LOG", ""), "Abs": ("ABS", "Abs"), "Max": ("MAXIMUM", "MaximumMinimum"),
     "Min": ("MINIMUM", "MaximumMinimum"),
 }.items():  # fmt: skip
     _writes(_op, integer=True)(_plain(_kind, _options))
 for _op, (_kind, _options) in {
-    "Sqrt": ("SQRT", ""), "Neg": ("NEG", "Neg"), "Sin": ("SIN", ""), "Cos": ("COS", "Cos"), "Floor": ("FLOOR", ""), "Ceil": ("CEIL", ""),
+    "Sqrt": ("SQRT", ""), "Rsqrt": ("RSQRT", ""), "Neg": ("NEG", "Neg"), "Sin": ("SIN", ""), "Cos": ("COS", "Cos"), "Floor": ("FLOOR", ""), "Ceil": ("CEIL", ""),
     "Round": ("ROUND", ""), "Sign": ("SIGN", "Sign"), "LogicalNot": ("LOGICAL_NOT", "LogicalNot"), "Pow": ("POW", "Pow"), "Div": ("DIV", "Div"),
     "Mod": ("FLOOR_MOD", "FloorMod"), "FloorDiv": ("FLOOR_DIV", "FloorDiv"), "Equal": ("EQUAL", "Equal"), "NotEqual": ("NOT_EQUAL", "NotEqual"),
     "Less": ("LESS", "Less"), "LessEqual": ("LESS_EQUAL", "LessEqual"), "Greater": ("GREATER", "Greater"), "Where": ("SELECT_V2", "SelectV2"),
@@ -104,7 +104,7 @@ def _padded(
     """x with its spatial axes padded by zeros, or by the lowest value there is."""
     pairs = [(0, 0), *pads, (0, 0)]
     new = [s + a + b for s, (a, b) in zip(shape, pairs, strict=True)]
-    y = w.between(new, n.inputs[0])
+    y = w.between(new, x)
     ins = [x, w.constant(np.array(pairs, np.int32))]
     if lowest:
         w.op("PADV2", [*ins, _lowest(w, n)], y, "PadV2")
@@ -132,7 +132,7 @@ def _spatial(w: Writer, n: Node, y: Sequence[int], write: Callable[[int, Sequenc
         return write(x, a, y[0], b)
     if len(a) != 3:
         w.refuse(n, "it has three spatial axes")
-    image, result = w.between(_as_image(a), n.inputs[0]), w.between(_as_image(b), n.output)
+    image, result = w.between(_as_image(a), x), w.between(_as_image(b), y[0])
     _reshape(w, x, _open(w, _as_image(a)), image)
     write(image, _as_image(a), result, _as_image(b))
     _reshape(w, result, _open(w, b), y[0])
@@ -239,7 +239,7 @@ def _transpose_conv(w: Writer, n: Node, y: Sequence[int]) -> None:
             w.refuse(n, "its output padding reaches beyond the last window")
         whole = same or full == list(b[1:3])
         size = list(b) if whole else [b[0], *full, b[3]]
-        result = out if whole else w.between(size, n.output)
+        result = out if whole else w.between(size, out)
         ins = [w.ints(*size), w.weight(n.inputs[1] or "", change), x, _bias(w, n, b[3])]
         w.op(
             "TRANSPOSE_CONV",
@@ -264,7 +264,7 @@ def _linear(w: Writer, n: Node, y: Sequence[int]) -> None:
     w.op("FULLY_CONNECTED", ins, y, "FullyConnected", fusedActivationFunction=w.fused, keepNumDims=len(w.shape(n.output)) > 2)
 
 
-INTEGER |= {"Conv2D", "DepthwiseConv2D", "TransposeConv2D"}
+INTEGER |= {"Conv1D", "Conv2D", "DepthwiseConv2D", "TransposeConv1D", "TransposeConv2D"}
 
 
 @_writes("MatMul", integer=True)
@@ -330,14 +330,14 @@ def _global(w: Writer, n: Node, y: Sequence[int]) -> None:
     w.op("MEAN", [w.read(n.inputs[0]), w.ints(*axes)], y, "Reducer", keepDims=True)
 
 
-@_writes("Mean", "Sum", "ReduceMax", "ReduceMin", integer=True)
+@_writes("Mean", "ReduceMax", "ReduceMin", integer=True)
 def _reduce(w: Writer, n: Node, y: Sequence[int]) -> None:
     kind = {"ReduceMax": "REDUCE_MAX", "ReduceMin": "REDUCE_MIN", "ReduceProd": "REDUCE_PROD"}.get(n.op, n.op.upper())
     rank = len(w.shape(n.inputs[0]))
     w.op(kind, [w.read(n.inputs[0]), w.ints(*(a % rank for a in n.attrs["axes"]))], y, "Reducer", keepDims=bool(n.attrs["keepdims"]))
 
 
-_writes("ReduceProd")(_reduce)
+_writes("Sum", "ReduceProd")(_reduce)  # the 8-bit reference kernel of SUM is wrong in ai-edge-litert 2.3
 
 
 @_writes("ReduceL2")
@@ -355,12 +355,12 @@ def _arg_max(w: Writer, n: Node, y: Sequence[int]) -> None:
     x, a = w.read(n.inputs[0]), w.shape(n.inputs[0])
     axis = n.attrs["axis"]
     if axis is None:
-        flat = w.between([math.prod(a)])
+        flat = w.between([math.prod(a)], x)
         _reshape(w, x, [-1], flat)
         x, axis, a = flat, 0, (math.prod(a),)
     axis %= len(a)
     short = [s for k, s in enumerate(a) if k != axis]
-    result = y[0] if not n.attrs["keepdims"] else w.between(short, n.output)
+    result = y[0] if not n.attrs["keepdims"] else w.between(short, y[0])
     w.op("ARG_MAX", [x, w.constant(np.array(axis, np.int32))], result, "ArgMax", outputType=w.tensors[y[0]].type)
     if n.attrs["keepdims"]:
         _reshape(w, result, w.open_shape(n.output), y[0])
@@ -420,7 +420,7 @@ def _expand(w: Writer, n: Node, y: Sequence[int]) -> None:
     a, b = w.shape(n.inputs[0]), w.shape(n.output)
     x, a = w.read(n.inputs[0]), (1,) * (len(b) - len(a)) + a
     if len(a) > len(w.shape(n.inputs[0])):
-        lifted = w.between(a, n.inputs[0])
+        lifted = w.between(a, x)
         _reshape(w, x, a if w.batch or a[0] == 1 else [-1, *a[1:]], lifted)
         x = lifted
     w.op("TILE", [x, w.ints(*(q // p for p, q in zip(a, b, strict=True)))], y, "Tile")
@@ -460,7 +460,7 @@ def _roll(w: Writer, n: Node, y: Sequence[int]) -> None:
     pairs = list(zip(n.attrs["shifts"], n.attrs["axes"], strict=True))
     for k, (shift, axis) in enumerate(pairs):
         index = (np.arange(a[axis]) - shift) % a[axis]
-        out = y[0] if k == len(pairs) - 1 else w.between(a)
+        out = y[0] if k == len(pairs) - 1 else w.between(a, x)
         w.op("GATHER", [x, w.constant(index.astype(np.int32))], out, "Gather", axis=axis % len(a))
         x = out
 
@@ -505,12 +505,12 @@ def _depth(w: Writer, n: Node, y: Sequence[int]) -> None:
     k, deep = n.attrs["block"], min(a[3], b[3])
     if n.op == "DepthToSpace":
         order = np.arange(a[3]).reshape(deep, k * k).T.reshape(-1)
-        moved = w.between(a, n.inputs[0])
+        moved = w.between(a, x)
         w.op("GATHER", [x, w.constant(order.astype(np.int32))], moved, "Gather", axis=3)
         w.op("DEPTH_TO_SPACE", [moved], y, "DepthToSpace", blockSize=k)
     else:
         order = np.arange(b[3]).reshape(k * k, deep).T.reshape(-1)
-        moved = w.between(b, n.output)
+        moved = w.between(b, x)
         w.op("SPACE_TO_DEPTH", [x], moved, "SpaceToDepth", blockSize=k)
         w.op("GATHER", [moved, w.constant(order.astype(np.int32))], y, "Gather", axis=3)
 
@@ -534,7 +534,7 @@ def _gelu(w: Writer, n: Node, y: Sequence[int]) -> None:
     w.op("GELU", [w.read(n.inputs[0])], y, "Gelu", approximate=n.attrs["approximate"] == "tanh")
 
 
-@_writes("Clamp")
+@_writes("Clamp", integer=True)
 def _clamp(w: Writer, n: Node, y: Sequence[int]) -> None:
     ends = (n.attrs["min"], n.attrs["max"])
     kind = {(-1.0, 1.0): "RELU_N1_TO_1", (0.0, 1.0): "RELU_0_TO_1", (0.0, 6.0): "RELU6", (0.0, None): "RELU"}.get(ends)
@@ -542,6 +542,8 @@ def _clamp(w: Writer, n: Node, y: Sequence[int]) -> None:
     if kind is not None:
         w.op(kind, [x], y)
         return
+    if w.integer:
+        w.refuse(n, f"8-bit clipping to {ends}")
     both = None not in ends
     for end, kind in zip(ends, ("MAXIMUM", "MINIMUM"), strict=True):
         if end is not None:
@@ -558,7 +560,7 @@ def _softmax(w: Writer, n: Node, y: Sequence[int]) -> None:
     moved = [a[d] for d in perm]
     result = y[0]
     if axis != last:
-        image, result = w.between(moved, n.inputs[0]), w.between(moved, n.output)
+        image, result = w.between(moved, x), w.between(moved, y[0])
         w.op("TRANSPOSE", [x, w.ints(*perm)], image, "Transpose")
         x = image
     if n.op == "Softmax":
@@ -571,11 +573,9 @@ def _softmax(w: Writer, n: Node, y: Sequence[int]) -> None:
 
 @_writes("Elu", "Selu")
 def _elu(w: Writer, n: Node, y: Sequence[int]) -> None:
+    """Composed: the reference resolver has no ELU."""
     x, a = w.read(n.inputs[0]), w.shape(n.output)
     alpha, scale = (n.attrs["alpha"], 1.0) if n.op == "Elu" else (1.6732632423543772, 1.0507009873554805)
-    if (alpha, scale) == (1.0, 1.0):
-        w.op("ELU", [x], y)
-        return
     grown = _map(w, "EXP", [_map(w, "MINIMUM", [x, w.scalar(0.0)], a, "MaximumMinimum")], a, "Exp")
     below = _map(w, "MUL", [_map(w, "SUB", [grown, w.scalar(1.0)], a, "Sub"), w.scalar(alpha * scale)], a, "Mul")
     above = _map(w, "MUL", [_map(w, "RELU", [x], a), w.scalar(scale)], a, "Mul")

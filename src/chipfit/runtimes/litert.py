@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,11 +83,25 @@ class LiteRt:
         return out
 
     def executed(self) -> Mapping[str, int]:
-        """Operator kinds of the file as the interpreter runs them, with counts; DELEGATE is a part that XNNPACK took."""
-        counts: dict[str, int] = {}
-        for op in self.interpreter._get_ops_details():
-            counts[op["op_name"]] = counts.get(op["op_name"], 0) + 1
-        return dict(sorted(counts.items()))
+        """Operators as the interpreter runs them, with counts: "ADD" by its own kernel, "XNNPACK ADD" by the delegate.
+
+        The interpreter lists delegated operators still; they are those between a delegate's operands and its results.
+        """
+        listed = self.interpreter._get_ops_details()
+        own = [op for op in listed if op["op_name"] != "DELEGATE"]
+        makers = {int(t): k for k, op in enumerate(own) for t in op["outputs"]}
+        taken: set[int] = set()
+        for part in listed:
+            if part["op_name"] == "DELEGATE":
+                seen = {int(t) for t in part["inputs"]}
+                todo = [int(t) for t in part["outputs"]]
+                while todo:
+                    t = todo.pop()
+                    if t not in seen and t in makers:
+                        taken.add(makers[t])
+                        todo += [int(i) for i in own[makers[t]]["inputs"]]
+                    seen.add(t)
+        return dict(sorted(Counter(("XNNPACK " if k in taken else "") + op["op_name"] for k, op in enumerate(own)).items()))
 
 
 @register("runtime", "litert_reference")

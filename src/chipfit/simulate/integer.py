@@ -156,21 +156,27 @@ def simulate(
         UnsupportedError: see `profile_for`.
     """
     run = Run(graph, plan, profile_for(platform, kernels), platform.math.requant or {}, {}, {}, {})
-    for name, x in zip(graph.inputs, inputs, strict=True):
-        _publish(run, name, x)
     wanted = set(graph.values) if keep is None else {*keep, *graph.outputs}
     groups = {n: g for g in plan.groups for n in g}
     last: dict[str, int] = {i: k for k, n in enumerate(graph.nodes) for i in n.inputs if i is not None}
     done: dict[str, Any] = {}
-    for k, node in enumerate(graph.nodes):
-        members = groups.get(node.name, (node.name,))
-        if node.name == members[-1]:
-            _unit(run, [graph.node(m) for m in members] if len(members) > 1 else [node])
-        for o in (*node.outputs, *(graph.inputs if k == 0 else ())):
+
+    def settle(names: Sequence[str]) -> None:
+        """Note what was computed; later operators read the device's codes where they are given."""
+        for o in names:
             if o in wanted and (o in run.codes or o in run.reals):
                 done[o] = run.codes.get(o, run.reals.get(o))
             if force is not None and o in force and o in run.codes:
                 run.codes[o] = force[o]
+
+    for name, x in zip(graph.inputs, inputs, strict=True):
+        _publish(run, name, x)
+    settle(graph.inputs)
+    for k, node in enumerate(graph.nodes):
+        members = groups.get(node.name, (node.name,))
+        if node.name == members[-1]:
+            _unit(run, [graph.node(m) for m in members] if len(members) > 1 else [node])
+        settle(node.outputs)
         for i in node.inputs:
             if i is not None and last[i] == k and i not in graph.outputs and node.name == members[-1]:
                 run.codes.pop(i, None)

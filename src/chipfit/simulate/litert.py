@@ -19,15 +19,17 @@ from chipfit.graph.ir import Node
 from chipfit.plan import TensorPlan
 from chipfit.quantizers.grids import dequantize
 from chipfit.registry import register
-from chipfit.simulate.integer import Kernel, Profile, Run, accumulate
+from chipfit.simulate import gemmlowp
+from chipfit.simulate.integer import Kernel, Profile, Run, accumulate, move
 from chipfit.simulate.requantize import fixed_point, multiplier_and_shift, scale_by, shift_away
 
 Tensor = torch.Tensor
 
 
 def round_away(x: Tensor) -> Tensor:
-    """To the nearest integer, halves away from zero. Exact for float32 numbers given as float64."""
-    return torch.sign(x) * torch.floor(x.abs() + 0.5)
+    """To the nearest integer, halves away from zero."""
+    whole = torch.trunc(x)
+    return whole + torch.sign(x) * ((x - whole).abs() >= 0.5)
 
 
 def _f32(v: float) -> Tensor:
@@ -49,36 +51,51 @@ def _names(unit: Sequence[Node]) -> tuple[str, str]:
 
 
 def _scaled(acc: Tensor, real: Tensor, how: str) -> Tensor:
-    """Accumulators to centred codes; "float" is XNNPACK's float32 product."""
+    """Accumulators to centred codes: XNNPACK's "float" product, the reference linear layer's "double" one, or a `fixed_point`."""
     if how == "float":
         return torch.round(acc.float() * real.float()).double()
+    if how == "double":
+        return round_away(acc.double() * real)
     return fixed_point(acc, real, how).double()
 
 
-def _real(run: Run, *over: str, under: str, how: str) -> Tensor:
-    """Product of the scales of `over` divided by that of `under`, in the precision that the kernels use."""
-    kind = torch.float32 if how == "float" else torch.float64
+def _real(run: Run, *over: str, under: str, kind: torch.dtype = torch.float32) -> Tensor:
+    """Product of the scales of `over` divided by that of `under`, in the precision that the kernel uses."""
     real = run.scale(over[0]).to(kind)
     for name in over[1:]:
         real = real * run.scale(name).to(kind)
     return real / run.scale(under).to(kind)
 
 
+def _precision(how: str) -> torch.dtype:
+    """In which products of weights compute their multiplier."""
+    return torch.float32 if how == "float" else torch.float64
+
+
 def _product_sum(run: Run, unit: Sequence[Node], how: str, grouped: str = "") -> None:
-    """Convolutions and linear layers. Grouped convolutions have no optimised kernel."""
+    """Convolutions. Grouped ones have no optimised kernel."""
     head, (x, out) = unit[0], _names(unit)
     w = head.inputs[1] or ""
     acc = accumulate(run, head)
-    if grouped and head.op == "Conv2D" and head.attrs["groups"] > 1:
+    if grouped and head.op in ("Conv1D", "Conv2D") and head.attrs["groups"] > 1:
         how = grouped
     if _wide(run, x):
-        how = "q15" if head.op != "Linear" else "once"
-    real = _real(run, x, w, under=out, how=how)
-    if head.op == "Linear" and not real.dim() and how != "float":  # a single weight scale is multiplied in float32
-        real = (run.scale(x) * run.scale(w)).double() / run.scale(out).double()
-    if real.dim() and head.op != "Linear":
+        how = "q15"
+    real = _real(run, x, w, under=out, kind=_precision(how))
+    if real.dim():
         real = real.view(-1, *[1] * (acc.dim() - 2))
     run.store(out, _scaled(acc, real, how) + run.zero(out))
+
+
+def _linear(run: Run, unit: Sequence[Node], how: str) -> None:
+    head, (x, out) = unit[0], _names(unit)
+    w = head.inputs[1] or ""
+    if _wide(run, x):
+        how = "double"
+    real = _real(run, x, w, under=out, kind=_precision(how))
+    if real.numel() == 1 and how == "up":  # a single scale is multiplied in float32
+        real = (run.scale(x) * run.scale(w)).double() / run.scale(out).double()
+    run.store(out, _scaled(accumulate(run, head), real, how) + run.zero(out))
 
 
 def _mat_mul(run: Run, unit: Sequence[Node], how: str) -> None:
@@ -88,7 +105,12 @@ def _mat_mul(run: Run, unit: Sequence[Node], how: str) -> None:
     run.store(out, _scaled(torch.matmul(run.centred(a), run.centred(b)), real, how) + run.zero(out))
 
 
-# ---------------------------------------------------------------- element by element
+def _mat_mul_xnnpack(run: Run, unit: Sequence[Node]) -> None:
+    """XNNPACK takes products whose second operand has zero point 0."""
+    _mat_mul(run, unit, "away" if int(run.zero(unit[0].inputs[1] or "")) else "float")
+
+
+# ---------------------------------------------------------------- element by element; XNNPACK leaves far ratios of scales to LiteRT
 
 
 def _add(run: Run, unit: Sequence[Node], sign: int = 1) -> None:
@@ -107,7 +129,9 @@ def _add_xnnpack(run: Run, unit: Sequence[Node], sign: int = 1) -> None:
     """Multipliers with 20 fractional bits below the larger one, one shift with halves up."""
     a, b = (i or "" for i in unit[0].inputs[:2])
     out = unit[-1].output
-    ra, rb = (run.scale(a) / run.scale(out)).double(), (run.scale(b) / run.scale(out)).double()
+    ra, rb = (_real(run, i, under=out).double() for i in (a, b))
+    if not all(2.0**-10 <= r < 256 for r in (ra, rb)):
+        return _add(run, unit, sign)
     shift = 20 - (int(torch.frexp(torch.maximum(ra, rb)).exponent) - 1)
     ma, mb = (torch.round(r * 2.0**shift).long() for r in (ra, rb))
     total = run.centred(a).long() * ma + sign * run.centred(b).long() * mb
@@ -117,46 +141,78 @@ def _add_xnnpack(run: Run, unit: Sequence[Node], sign: int = 1) -> None:
 def _mul(run: Run, unit: Sequence[Node], how: str) -> None:
     a, b = (i or "" for i in unit[0].inputs[:2])
     out = unit[-1].output
-    real = _real(run, a, b, under=out, how=how)
+    real = _real(run, a, b, under=out)
+    if not 2.0**-16 <= real < 256:
+        how = "away"
     run.store(out, _scaled(run.centred(a) * run.centred(b), real, how) + run.zero(out))
 
 
 def _leaky(run: Run, unit: Sequence[Node]) -> None:
     """One multiplier on either side of zero."""
     x, out = _names(unit)
-    q, s = run.centred(x), _real(run, x, under=out, how="away")
-    below = s * _f32(unit[0].attrs["negative_slope"]).double()
-    y = torch.where(q >= 0, fixed_point(q, s, "away"), fixed_point(q, below, "away"))
+    q, below = run.centred(x), run.scale(x) * _f32(unit[0].attrs["negative_slope"]) / run.scale(out)
+    y = torch.where(q >= 0, fixed_point(q, _real(run, x, under=out), "away"), fixed_point(q, below, "away"))
     run.store(out, y + run.zero(out))
 
 
 def _leaky_xnnpack(run: Run, unit: Sequence[Node]) -> None:
     """Multipliers with 8 fractional bits, halves up."""
     x, out = _names(unit)
-    q, s = run.centred(x).long(), run.scale(x) / run.scale(out)
-    above, below = (torch.round(256.0 * r).long() for r in (s, s * _f32(unit[0].attrs["negative_slope"])))
+    q, s = run.centred(x).long(), _real(run, x, under=out)
+    slope = s * _f32(unit[0].attrs["negative_slope"])
+    if not (2.0**-8 <= s <= 128 and (2.0**-8 <= slope <= 128 or -127.99609375 <= slope <= -(2.0**-8))):
+        return _leaky(run, unit)
+    above, below = torch.round(256.0 * s).long(), torch.round(256.0 * slope).long()
     run.store(out, ((q * torch.where(q >= 0, above, below) + 128) >> 8) + run.zero(out))
+
+
+def _prelu(run: Run, unit: Sequence[Node]) -> None:
+    """Below zero, the product with the slope's code."""
+    node, (x, out) = unit[0], _names(unit)
+    w = node.inputs[1] or ""
+    q, slope = run.centred(x), run.centred(w)
+    slope = slope.view(-1, *[1] * (q.dim() - 2))
+    below = fixed_point(q * slope, _real(run, x, w, under=out), "away")
+    run.store(out, torch.where(q >= 0, fixed_point(q, _real(run, x, under=out), "away"), below) + run.zero(out))
 
 
 def _relu(run: Run, unit: Sequence[Node], how: str) -> None:
     """A rectifier on its own: another scale, then the clip."""
     x, out = _names(unit)
-    run.store(out, _scaled(run.centred(x), _real(run, x, under=out, how=how), how) + run.zero(out))
+    run.store(out, _scaled(run.centred(x), _real(run, x, under=out), how) + run.zero(out))
     bounds = _clip(unit[0], run.tensor(out))
     assert bounds is not None
     run.codes[out] = run.codes[out].clamp(*bounds)
 
 
-def _table(run: Run, unit: Sequence[Node], f: Callable[[Tensor], Tensor] | None = None) -> None:
+def _table(run: Run, unit: Sequence[Node], f: Callable[[Tensor, Node], Tensor] | None = None) -> None:
     """A table over all codes: y = round(f(s (q - z)) / s_y), computed in float32, halves away from zero."""
     x, out = _names(unit)
     t = run.tensor(x)
     assert t.grid is not None
     codes = torch.arange(t.grid.qmin, t.grid.qmax + 1)
     reals = dequantize(codes, run.scale(x), run.zero(x))
-    (y,) = (f(reals),) if f is not None else execute(unit[0], [reals.double()])
+    y = f(reals, unit[0]) if f is not None else execute(unit[0], [reals.double()])[0]
     table = round_away((y.float() * (1.0 / run.scale(out))).double()) + run.zero(out)
     run.store(out, table[run.code(x).long() - t.grid.qmin])
+
+
+def _sigmoid(x: Tensor, node: Node) -> Tensor:
+    """Each step rounded to float32."""
+    return 1.0 / (1.0 + torch.exp(-x.double()).float())
+
+
+def _gelu(x: Tensor, node: Node) -> Tensor:
+    """Each step rounded to float32."""
+    if node.attrs["approximate"] == "tanh":
+        inner = _f32(math.sqrt(2 / math.pi)) * (x + _f32(0.044715) * x * x * x)
+        return 0.5 * x * (1.0 + torch.tanh(inner.double()).float())
+    return 0.5 * x * torch.special.erfc((x * _f32(-math.sqrt(0.5))).double()).float()
+
+
+def _abs(run: Run, unit: Sequence[Node]) -> None:
+    x, out = _names(unit)
+    run.store(out, fixed_point(run.centred(x).abs(), _real(run, x, under=out), "away") + run.zero(out))
 
 
 def _hard_swish(run: Run, unit: Sequence[Node]) -> None:
@@ -196,6 +252,15 @@ def _high16(a: Tensor, b: Tensor) -> Tensor:
     return _sat16(torch.where(n >= 0, n >> 15, -((-n) >> 15)))
 
 
+def _softmax_reference(run: Run, unit: Sequence[Node]) -> None:
+    """Exponential and reciprocal in fixed point."""
+    x, out = _names(unit)
+    axis = unit[0].attrs["axis"]
+    q = run.code(x).long().movedim(axis, -1)
+    y = gemmlowp.softmax(q - q.amax(-1, keepdim=True), run.scale(x), 8) + run.zero(out)
+    run.store(out, y.movedim(-1, axis))
+
+
 def _softmax(run: Run, unit: Sequence[Node]) -> None:
     """Exponentials of differences to the maximum from a float32 table; floor(e / (sum s_y) + 1/2)."""
     x, out = _names(unit)
@@ -221,9 +286,27 @@ def _mean(run: Run, unit: Sequence[Node]) -> None:
     axes, keep = _mean_axes(run, unit[0])
     q = run.centred(x)
     n = math.prod(q.shape[a] for a in axes)
-    m, e = multiplier_and_shift(_real(run, x, under=out, how="away"))
+    m, e = multiplier_and_shift(_real(run, x, under=out, kind=torch.float64))
     k = min(n.bit_length() - 1, 32, 31 + int(e))
     run.store(out, scale_by(q.sum(axes, keep), (m << k) // n, e - k, "away") + run.zero(out))
+
+
+def _mean_optimized(run: Run, unit: Sequence[Node]) -> None:
+    """Over rows and columns of an image, which stay as size 1, codes are summed with their zero point.
+
+    Vector instructions take 16 channels at once and round halves up, the channels left over take the scalar code.
+    """
+    x, out = _names(unit)
+    axes, keep = _mean_axes(run, unit[0])
+    q = run.code(x).double()
+    if not keep or {a % q.dim() for a in axes} != {2, 3} or q.dim() != 4 or _wide(run, x):
+        return _mean(run, unit)
+    real = run.scale(x) / (float(q.shape[2] * q.shape[3]) * run.scale(out))
+    shift = run.zero(x).float() * run.scale(x) / run.scale(out)
+    offset = run.zero(out) - torch.trunc(torch.where(shift > 0, shift + 0.5, shift - 0.5))
+    total, vector = q.sum(axes, keep), q.shape[1] // 16 * 16
+    parts = (fixed_point(total[:, :vector], real, "up"), fixed_point(total[:, vector:], real, "away"))
+    run.store(out, torch.cat(parts, 1) + offset)
 
 
 def _mean_xnnpack(run: Run, unit: Sequence[Node]) -> None:
@@ -232,7 +315,7 @@ def _mean_xnnpack(run: Run, unit: Sequence[Node]) -> None:
     q = run.centred(x)
     n = math.prod(q.shape[a] for a in axes)
     real = run.scale(x) / run.scale(out) / n
-    run.store(out, torch.round(q.sum(axes, keep).float() * real) + run.zero(out))
+    run.store(out, torch.round(q.sum(axes, keep).float() * real + run.zero(out)))
 
 
 def _avg_pool(run: Run, unit: Sequence[Node]) -> None:
@@ -251,6 +334,48 @@ def _avg_pool(run: Run, unit: Sequence[Node]) -> None:
     n = torch.round(execute(plain, [counted])[0] * area)
     half = torch.floor(n / 2)
     run.store(out, torch.where(total > 0, torch.floor((total + half) / n), -torch.floor((half - total) / n)))
+
+
+def _lines(size: int, out: int, corners: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Along one axis: two source positions for each result, and the second's share in 1024ths."""
+    at = torch.arange(out)
+    if corners and out > 1:
+        step = (1024 * (size - 1) + (out - 1) // 2) // (out - 1)
+        fine = at * step
+    else:
+        step = (1024 * size + out // 2) // out
+        fine = at * step + step // 2 - 512 if not corners else at * step
+    low = torch.div(fine, 1024, rounding_mode="trunc").clamp_min(0)
+    high = torch.div(fine + 1023, 1024, rounding_mode="trunc").clamp_max(size - 1)
+    return low, high, fine - 1024 * low
+
+
+def _lines_xnnpack(size: int, out: int, corners: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in 2048ths, from float32 positions."""
+    less = int(corners and out > 1)
+    step = _f32(size - less) / _f32(out - less)
+    fine = torch.arange(out, dtype=torch.float32) * step
+    if not corners:
+        fine = (fine + (_f32(0.5) * step - _f32(0.5))).clamp(0, size - 1)
+    low = fine.long()
+    return low, (low + 1).clamp_max(size - 1), torch.round((fine - low) * 2048).long()
+
+
+def _resize(run: Run, unit: Sequence[Node], lines: Callable[[int, int, bool], tuple[Tensor, Tensor, Tensor]], one: int) -> None:
+    """Bilinear with fixed-point shares of `one`; halves away from zero for shares of 1024, else up."""
+    node, (x, out) = unit[0], _names(unit)
+    if node.attrs["mode"] == "nearest":
+        return move(run, unit)
+    q = run.code(x).long()
+    (like,) = execute(node, [q.float()])
+    (top, low, v), (left, right, h) = (lines(q.shape[d], like.shape[d], bool(node.attrs["align_corners"])) for d in (2, 3))
+    v = v[:, None]
+    upper, lower = (q[:, :, row][..., left] * (one - h) + q[:, :, row][..., right] * h for row in (top, low))
+    y, whole = upper * (one - v) + lower * v, one * one
+    if one == 1024:
+        run.store(out, torch.div(y + torch.where(y > 0, whole // 2, -whole // 2), whole, rounding_mode="trunc"))
+    else:
+        run.store(out, torch.div(y + whole // 2, whole, rounding_mode="floor"))
 
 
 # ---------------------------------------------------------------- profiles
@@ -285,29 +410,32 @@ def _quantize_inverse(x: Tensor, t: TensorPlan) -> Tensor:
     return (torch.round(x * (1.0 / t.scale)) + t.zero_point).clamp(t.grid.qmin, t.grid.qmax).to(t.grid.dtype)
 
 
-_WEIGHTED = ("Conv2D", "DepthwiseConv2D", "TransposeConv2D", "Linear")
-_TABLES = ("Sigmoid", "Tanh", "Gelu", "Exp", "Log")
+_CONVOLUTIONS = ("Conv1D", "Conv2D", "DepthwiseConv2D", "TransposeConv1D", "TransposeConv2D")
+_TABLES = ("Tanh", "Exp", "Log")
 _RECTIFIERS = ("Relu", "Relu6", "Clamp")
 
 REFERENCE: dict[str, Kernel] = {
-    **dict.fromkeys(_WEIGHTED, partial(_product_sum, how="away")),
-    **dict.fromkeys(_TABLES, _table), **dict.fromkeys(_RECTIFIERS, partial(_relu, how="away")),
+    **dict.fromkeys(_CONVOLUTIONS, partial(_product_sum, how="away")), "Linear": partial(_linear, how="double"), "PRelu": _prelu, "Abs": _abs,
+    **dict.fromkeys(_TABLES, _table), "Sigmoid": partial(_table, f=_sigmoid), "Gelu": partial(_table, f=_gelu), **dict.fromkeys(_RECTIFIERS, partial(_relu, how="away")),
     "MatMul": partial(_mat_mul, how="away"), "Add": _add, "Sub": partial(_add, sign=-1), "Mul": partial(_mul, how="away"),
-    "LeakyRelu": _leaky, "HardSwish": _hard_swish, "Softmax": _softmax, "Mean": _mean, "GlobalAvgPool": _mean,
+    "LeakyRelu": _leaky, "HardSwish": _hard_swish, "Softmax": _softmax_reference, "Mean": _mean, "GlobalAvgPool": _mean,
 }  # fmt: skip
 OPTIMIZED: dict[str, Kernel] = {
     **REFERENCE,
-    **dict.fromkeys(("Conv2D", "DepthwiseConv2D", "Linear"), partial(_product_sum, how="up", grouped="away")),
+    **dict.fromkeys(("Conv1D", "Conv2D", "DepthwiseConv2D"), partial(_product_sum, how="up", grouped="away")),
+    "Linear": partial(_linear, how="up"),
+    "Softmax": _softmax,
+    **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean_optimized),
 }
 XNNPACK: dict[str, Kernel] = {
     **OPTIMIZED,
-    **dict.fromkeys(_WEIGHTED, partial(_product_sum, how="float")),
-    **dict.fromkeys(_RECTIFIERS, partial(_relu, how="float")),
-    "Add": _add_xnnpack, "Sub": partial(_add_xnnpack, sign=-1), "Mul": partial(_mul, how="float"), "LeakyRelu": _leaky_xnnpack,
+    **dict.fromkeys(_CONVOLUTIONS, partial(_product_sum, how="float")), "Linear": partial(_linear, how="float"),
+    "Add": _add_xnnpack, "Sub": partial(_add_xnnpack, sign=-1), "Mul": partial(_mul, how="float"), "LeakyRelu": _leaky_xnnpack, "MatMul": _mat_mul_xnnpack,
     "Mean": _mean_xnnpack, "GlobalAvgPool": _mean_xnnpack,
 }  # fmt: skip
-MOVES: dict[str, Kernel] = {"AvgPool": _avg_pool}
+MOVES: dict[str, Kernel] = {"AvgPool": _avg_pool, "Resize": partial(_resize, lines=_lines, one=1024)}
+MOVES_XNNPACK: dict[str, Kernel] = {**MOVES, "Resize": partial(_resize, lines=_lines_xnnpack, one=2048)}
 
 register("kernels", "litert_reference")(Profile(kernels=REFERENCE, moves=MOVES, clip=_clip, quantize=_quantize_away))
-register("kernels", "litert_optimized")(Profile(kernels=OPTIMIZED, moves=MOVES, clip=_clip, quantize=_quantize_away))
-register("kernels", "litert_xnnpack")(Profile(kernels=XNNPACK, moves=MOVES, clip=_clip, quantize=_quantize_inverse))
+register("kernels", "litert_optimized")(Profile(kernels=OPTIMIZED, moves=MOVES, clip=_clip, quantize=_quantize_inverse))
+register("kernels", "litert_xnnpack")(Profile(kernels=XNNPACK, moves=MOVES_XNNPACK, clip=_clip, quantize=_quantize_inverse))

@@ -1,0 +1,76 @@
+"""Fixed-point functions of gemmlowp that LiteRT's reference kernels call, on int64 tensors that hold 32-bit raw values.
+
+A raw value with i integer bits stands for raw / 2^(31 - i).
+Source: gemmlowp, fixedpoint/fixedpoint.h; TensorFlow Lite, kernels/internal/common.h and reference/softmax.h.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from chipfit.simulate.requantize import multiplier_and_shift, shift_away
+
+Tensor = torch.Tensor
+TOP = (1 << 31) - 1  #: "one" without integer bits
+#: exp(-2^k) for k = -2 .. 4
+_POWERS = (1672461947, 1302514674, 790015084, 290630308, 39332535, 720401, 242)
+
+
+def _whole(by: int) -> Tensor:
+    return torch.tensor(by, dtype=torch.int64)
+
+
+def _product(a: Tensor, b: Tensor | int) -> Tensor:
+    """Doubled high half of a product, halves away from zero."""
+    p = a * b
+    n = p + torch.where(p >= 0, 1 << 30, 1 - (1 << 30))
+    return torch.where(n >= 0, n >> 31, -((-n) >> 31)).clamp(-TOP - 1, TOP)
+
+
+def _up(x: Tensor, by: int) -> Tensor:
+    return (x << by).clamp(-TOP - 1, TOP)
+
+
+def exp_of_negative(a: Tensor) -> Tensor:
+    """exp(a) for a <= 0 with 5 integer bits; without integer bits."""
+    quarter = 1 << 24
+    low = (a & (quarter - 1)) - quarter
+    x = _up(low, 5) + (1 << 28)  # around -1/8, where the series is developed
+    x2 = _product(x, x)
+    series = shift_away(_product(shift_away(_product(x2, x2), _whole(2)) + _product(x2, x), 715827883) + x2, _whole(1))
+    y = 1895147668 + _product(x + series, 1895147668)
+    rest = low - a
+    for k, power in enumerate(_POWERS):
+        y = torch.where((rest >> 24 + k) & 1 == 1, _product(y, power), y)
+    return torch.where(a == 0, TOP, y)
+
+
+def reciprocal_of_one_plus(a: Tensor) -> Tensor:
+    """1 / (1 + a) for a in 0 .. 1, neither with integer bits: three steps of Newton and Raphson."""
+    half = (a + TOP + 1) >> 1
+    x = 1515870810 + _product(half, -1010580540)
+    for _ in range(3):
+        x = x + _up(_product(x, (1 << 29) - _product(half, x)), 2)
+    return _up(x, 1)
+
+
+def softmax(diff: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """Softmax over the last axis.
+
+    Args:
+        diff: codes minus the row's largest, int64, <= 0.
+        scale: of the codes, scalar.
+        bits: of the result.
+
+    Returns:
+        int64 of [0, 2^bits]; the unit is 2^-bits.
+    """
+    m, e = multiplier_and_shift((scale.double() * (1 << 26)).clamp(max=float(TOP)))
+    least = -int(31.0 * (1 << 26) / 2.0 ** int(e))
+    e_x = exp_of_negative(_product(diff.clamp_min(least) << int(e), int(m)))
+    kept = diff >= least
+    total = torch.where(kept, shift_away(e_x, _whole(12)), 0).sum(-1, keepdim=True)
+    digits = torch.frexp(total.double()).exponent.long()  # total < 2^digits
+    inverse = reciprocal_of_one_plus((total << 32 - digits) - (1 << 31))
+    over = 12 - (32 - digits)
+    return torch.where(kept, shift_away(_product(e_x, inverse), over + 31 - bits), 0)

@@ -1,0 +1,30 @@
+"""Simulator against LiteRT's three families of kernels, for any graph, plan and platform."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from chipfit.export.tflite import export_tflite
+from chipfit.graph.ir import Graph
+from chipfit.plan import Plan
+from chipfit.platform.schema import Platform
+from chipfit.verify import Verification, verify
+
+RUNTIMES = ("litert_reference", "litert_optimized", "litert")
+
+
+def prove(
+    graph: Graph, plan: Plan, platform: Platform, data: Any, folder: Path, runtimes: tuple[str, ...] = RUNTIMES
+) -> list[Verification]:
+    """Write the file once, run it with each family and demand the simulator's integers on every tensor.
+
+    One unit is allowed only to operators that are computed in float between quantizers, each given the device's operands.
+    """
+    path = export_tflite(graph, plan, folder / "model.tflite")
+    found = [verify(graph, plan, platform, data, runtime=r, path=path) for r in runtimes]
+    for f in found:
+        assert f.integers > 0
+        assert f.sound, f.summary()
+        assert f.exact or f.float_operators, f.summary()
+    return found

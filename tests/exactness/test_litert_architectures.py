@@ -1,0 +1,29 @@
+"""Every kind of network in `.tflite`: reference kernels, optimised kernels and XNNPACK compute what was simulated."""
+
+from __future__ import annotations
+
+import pytest
+
+import chipfit
+from chipfit.errors import NothingQuantizedError, UnsupportedError
+from tests.exactness.litert_proof import prove
+from tests.zoo import ZOO, make
+
+#: networks of operators that TensorFlow Lite has no form for here, and one whose operators all run in float
+REFUSED = {"gru": UnsupportedError, "lstm": UnsupportedError, "in_place_index": UnsupportedError, "conv3d": NothingQuantizedError}
+
+
+@pytest.mark.parametrize("name", sorted(set(ZOO) - set(REFUSED)))
+def test_every_integer_equals_that_of_each_family_of_kernels(tmp_path, name):
+    model, batch = make(name)
+    result = chipfit.quantize(model, [batch], platform="tflite_int8", progress=False)
+    prove(result.graph, result.plan, result.platform, [batch], tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_has_no_form_is_refused_before_a_file_exists(tmp_path, name):
+    model, batch = make(name)
+    with pytest.raises(REFUSED[name]) as e:
+        chipfit.quantize(model, [batch], platform="tflite_int8", progress=False).export(tmp_path / "m.tflite")
+    assert e.value.hint
+    assert not list(tmp_path.iterdir())
