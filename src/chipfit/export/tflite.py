@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,9 @@ from chipfit.export.tflite_ops import FUSING, INTEGER, WRITERS
 from chipfit.files import write_atomically
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.run import run
-from chipfit.passes.layout import Rearranged, natural, rearrange
-from chipfit.plan import NodePlan, Plan, TensorPlan
+from chipfit.passes.layout import natural
+from chipfit.passes.relayout import relayout
+from chipfit.plan import Plan, TensorPlan
 from chipfit.quantizers.grids import dequantize, quantize
 from chipfit.registry import register
 
@@ -92,40 +92,6 @@ def _storable(t: TensorPlan) -> bool:
     return t.grid.kind == "int" and t.grid.signed and t.grid.per in ("tensor", "channel")
 
 
-def relayout(graph: Graph, plan: Plan, target: str) -> tuple[Graph, Plan, dict[str, tuple[int, ...]]]:
-    """`passes.layout.to_layout` for a planned graph: inserted values take the numbers of what they rearrange.
-
-    Returns:
-        Graph, plan, and the permutations of values that are held rearranged under their own name.
-    """
-    new, plan = _relaid(graph, plan, target)
-    return new.graph, plan, new.forms
-
-
-def _relaid(graph: Graph, plan: Plan, target: str) -> tuple[Rearranged, Plan]:
-    requantized = {v for v, _ in plan.float_edges}  # a value with a raw side is more than its operand in another order
-    moved = [n for n in graph.nodes if n.op == "Transpose"]
-    solid = {n.name for n in moved if n.output in requantized or not _same_numbers(plan, n.inputs[0], n.output)}
-    new = rearrange(graph, target, plan.float_edges, solid)
-    tensors, nodes = dict(plan.tensors), dict(plan.nodes)
-    made = new.graph.producers()
-    for name, (source, _) in new.copies.items():
-        quantized = plan.quantized(source) and (source, name) not in new.raw
-        if quantized:
-            tensors[name] = plan.tensors[source].with_(name=name)
-        if name in made:
-            nodes[name] = NodePlan(name=name, op=made[name].op, layer=made[name].layer, exec="follow" if quantized else "float")
-    return new, replace(plan, tensors=tensors, nodes=nodes, float_edges=plan.float_edges | frozenset(new.raw))
-
-
-def _same_numbers(plan: Plan, a: str | None, b: str) -> bool:
-    if not plan.quantized(a) or not plan.quantized(b):
-        return plan.quantized(a) == plan.quantized(b)
-    x, y = plan.tensors[a or ""], plan.tensors[b]
-    assert x.scale is not None and y.scale is not None and x.zero_point is not None and y.zero_point is not None
-    return x.grid == y.grid and torch.equal(x.scale, y.scale) and torch.equal(x.zero_point, y.zero_point)
-
-
 class _Buffer:
     """Data of a tensor that start at a multiple of 16 bytes, as the schema demands; its own writer does not align."""
 
@@ -152,7 +118,7 @@ class Writer:
         self.source = graph
         self.batch = batch
         sizes = _sizes(graph, batch or 1)
-        new, self.plan = _relaid(graph, plan, "channels_last")
+        new, self.plan = relayout(graph, plan, "channels_last")
         self.graph, self.forms = new.graph, new.forms
         self.sizes: dict[str, tuple[int, ...]] = {}
         for v in self.graph.values:

@@ -38,7 +38,7 @@ def test_the_graph_computes_what_the_model_computes(name):
     model, batch = make(name)
     before = [keras.ops.convert_to_numpy(v) for v in model.variables]
     graph = captured(model, batch)
-    assert (OPAQUE in ops_of(graph)) == (name in {"recurrent", "norms"})  # LSTM, UnitNormalization
+    assert (OPAQUE in ops_of(graph)) == (name == "recurrent")
     env = run(graph, graph.example)
     got = unflatten_outputs(graph, [env[o].numpy() for o in graph.outputs])
     want = keras.tree.map_structure(lambda y: y.numpy(), forward(model, keras.tree.map_structure(torch.from_numpy, batch)))

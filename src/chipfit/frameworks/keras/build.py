@@ -218,5 +218,5 @@ LAYERS: dict[str, Callable[[Node, Graph], Plain | None]] = {
     "Concat": lambda node, graph: (layers.Concatenate, {"axis": node.attrs["axis"]}) if len(node.inputs) > 1 else None,
     "MaxPool": _pool, "AvgPool": _pool, "GlobalAvgPool": _global_average, "Reshape": _reshape, "Transpose": _permute, "Pad": _zeros,
     "Resize": _up, "Dropout": lambda node, graph: (layers.Dropout, {"rate": node.attrs["p"]}),
-    "Identity": lambda node, graph: (layers.Identity, {}),
+    **dict.fromkeys(("Identity", "Requantize"), lambda node, graph: (layers.Identity, {})),
 }  # fmt: skip

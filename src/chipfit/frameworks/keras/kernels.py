@@ -120,7 +120,7 @@ _BINARY = {
 #: canonical operator -> function of its inputs in order (None where absent) and its attributes
 KERNELS: dict[str, Kernel] = {
     **{op: getattr(ops, f) for op, f in {**_UNARY, **_BINARY}.items()},
-    "Identity": lambda x: x,
+    **dict.fromkeys(("Identity", "Requantize"), lambda x: x),
     "Mish": lambda x: x * ops.tanh(ops.softplus(x)),
     "Clamp": _clamp,
     "LeakyRelu": lambda x, *, negative_slope: ops.leaky_relu(x, negative_slope),

@@ -291,6 +291,17 @@ def _group_norm(r: Call, x: Tensor) -> Tensor:
     return r.emit("GroupNorm", [x, r.weight(o.gamma), r.weight(o.beta)], groups=int(o.groups), eps=float(o.epsilon))
 
 
+@_operations("Normalize")
+def _normalize(r: Call, x: Tensor) -> Tensor:
+    axes = _many(r.op.axis, 1)
+    if r.op.order != 2:
+        raise Unreadable
+    shape = [1 if k in {_axis(a, len(x.shape)) for a in axes} else d for k, d in enumerate(x.shape)]
+    length = r.emit("ReduceL2", [x], shape, part="length", axes=axes, keepdims=True)
+    length = r.emit("Clamp", [length], shape, part="length_clip", min=float(r.op.epsilon), max=None)
+    return r.emit("Div", [x, length])
+
+
 # ---------------------------------------------------------------- pooling, resizing, padding
 
 
