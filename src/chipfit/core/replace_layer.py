@@ -10,6 +10,7 @@ import torch
 
 from chipfit.core.network_editor import EditRule, ReplaceLayer
 from chipfit.errors import ConfigError, UnknownNameError, UnsupportedError
+from chipfit.frameworks import framework_of
 from chipfit.graph.ir import Node
 from chipfit.graph.settings import module_settings
 from chipfit.platform.modeling.layers import member_of
@@ -28,7 +29,7 @@ def replace_layers(model: Any, rules: Iterable[EditRule]) -> Any:
     wanted = [(r.filter, r.action) for r in rules if isinstance(r.action, ReplaceLayer)]
     if not wanted:
         return model
-    if not isinstance(model, torch.nn.Module):
+    if framework_of(model) != "torch":
         raise UnsupportedError("ReplaceLayer works on PyTorch models", got=type(model).__name__, hint="replace the layer, then quantize")
     model = copy.deepcopy(model)
     for chosen, action in wanted:
