@@ -67,7 +67,7 @@ def test_a_factory_that_fails_names_its_line(here):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("USER:number", "gives no torch.nn.Module. Got: int"),
+        ("USER:number", "gives no torch.nn.Module and no Keras model. Got: int"),
         ("USER:absent", "AttributeError: module"),
         ("bad_syntax:net", "SyntaxError"),
         ("net.onnx", "not understood"),

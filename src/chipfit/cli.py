@@ -15,7 +15,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 platforms = typer.Typer(help="What chips can do: built-in descriptions and your own.", invoke_without_command=True)
 app.add_typer(platforms, name="platforms")
 
-ModelArg = Annotated[str, typer.Argument(help="a .pt2 file (torch.export.save), or module:factory")]
+ModelArg = Annotated[str, typer.Argument(help="a .pt2 file (torch.export.save), a .keras file, or module:factory")]
 DataOpt = Annotated[str, typer.Option("--data", help=".npz (x, and y for accuracy), a folder of images, or module:iterable")]
 PlatformOpt = Annotated[
     str, typer.Option("--platform", "-p", help="built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python")
@@ -104,10 +104,12 @@ def quantize(
     from chipfit import pipeline
     from chipfit.cli_inputs import load_data, load_model, parse_bits
     from chipfit.cli_named import load_target
+    from chipfit.frameworks import framework_of
     from chipfit.registry import registered
 
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
-    batches, network = load_data(data, input_size, mean, std), load_model(model, weights)
+    network = load_model(model, weights)
+    batches = load_data(data, input_size, mean, std, channels_last=framework_of(network) == "keras")
     result = pipeline.quantize(network, batches, load_target(platform), rule=rule, weight_rule=weight_rule, overrides=overrides, seed=seed)
     result.save(out / "plan")  # first, so that a file format that refuses costs no calibration
     file = result.export(out / f"model.{suffix}")
@@ -141,7 +143,8 @@ def verify(
     from chipfit.cli_inputs import load_data
 
     result = _load(saved)
-    found = result.verify(load_data(data, input_size, mean, std), runtime=runtime, path=file)
+    batches = load_data(data, input_size, mean, std, channels_last=result.graph.framework == "keras")
+    found = result.verify(batches, runtime=runtime, path=file)
     typer.echo(found.summary())
     if report is not None:
         typer.echo(f"report  {result.report.save(report)}")
@@ -151,7 +154,7 @@ def verify(
 @app.command()
 def lint(
     model: ModelArg,
-    shape: Annotated[str | None, typer.Option("--input-shape", help="batch first: 1,3,224,224; a .pt2 file knows its own")] = None,
+    shape: Annotated[str | None, typer.Option("--input-shape", help="batch first: 1,3,224,224; a file knows its own")] = None,
     platform: PlatformOpt = "ort_cpu",
     weights: WeightsOpt = None,
 ) -> None:
@@ -165,7 +168,8 @@ def lint(
     from chipfit.cli_named import load_target
     from chipfit.report.terminal import RUNS
 
-    found = pipeline.lint(load_model(model, weights), example_of(model, shape), load_target(platform))
+    network = load_model(model, weights)
+    found = pipeline.lint(network, example_of(model, shape, network), load_target(platform))
     tails = {n.name: f"{n.op} '{n.layer or n.name}'" for n in found.rows}
     table = Table("layer", "operator", "runs in", "one kernel with", "why float", show_edge=False, header_style="bold")
     for n in found.rows:

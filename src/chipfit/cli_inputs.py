@@ -11,6 +11,7 @@ import torch
 
 from chipfit.cli_named import made, named, reason
 from chipfit.errors import CaptureError, DataError, PlanError
+from chipfit.frameworks import framework_of, load_keras
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".webp")
 _BATCH = 16
@@ -25,26 +26,32 @@ def _program(text: str) -> Any:
         raise CaptureError("The file is not a program that torch.export.save wrote", where=text, got=reason(e)) from e
 
 
-def load_model(text: str, weights: Path | None = None) -> torch.nn.Module:
-    """A `.pt2` program or the result of `module:factory`, with weights from a safetensors file.
+def load_model(text: str, weights: Path | None = None) -> Any:
+    """A `.pt2` program, a `.keras` file or the result of `module:factory`, with weights from a safetensors file.
 
     Raises:
         CaptureError: there is no such file or factory, or the weights do not fit.
     """
     if text.endswith(".pt2"):
         model = _program(text).module(check_guards=False)
+    elif text.endswith(".keras"):
+        model = load_keras(text)
     elif ":" in text:
         thing = named(text, "model", CaptureError)
-        model = thing if isinstance(thing, torch.nn.Module) else made(thing, text, "model", CaptureError)
+        model = thing if _is_model(thing) else made(thing, text, "model", CaptureError)
     else:
         raise CaptureError(
             "The model is not understood",
             got=text,
-            allowed="a .pt2 file, or module:factory",
-            hint="torch.export.save(program, 'model.pt2') writes one",
+            allowed="a .pt2 file, a .keras file, or module:factory",
+            hint="torch.export.save(program, 'model.pt2') writes the first, model.save('model.keras') the second",
         )
-    if not isinstance(model, torch.nn.Module):
-        raise CaptureError(f"'{text}' gives no torch.nn.Module", got=type(model).__name__)
+    if not _is_model(model):
+        raise CaptureError(f"'{text}' gives no torch.nn.Module and no Keras model", got=type(model).__name__)
+    if weights is not None and not hasattr(model, "load_state_dict"):
+        raise CaptureError(
+            "--weights are for PyTorch models", got=str(weights), hint="load them in the factory, or save a .keras file with them"
+        )
     if weights is not None:
         from safetensors.torch import load_file
 
@@ -56,12 +63,17 @@ def load_model(text: str, weights: Path | None = None) -> torch.nn.Module:
     return model
 
 
-def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1") -> Any:
+def _is_model(thing: Any) -> bool:
+    return isinstance(thing, torch.nn.Module) or (framework_of(thing) == "keras" and not isinstance(thing, type))
+
+
+def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1", *, channels_last: bool = False) -> Any:
     """Batches from an `.npz` file, a folder of images, or `module:iterable`.
 
     Args:
         input_size: side of the square that images are resized to [pixels].
         mean, std: of images in 0..1: one number, or three with commas.
+        channels_last: images as [N, H, W, C], as a Keras model takes them, instead of [N, C, H, W].
 
     Raises:
         DataError: nothing usable is there.
@@ -70,7 +82,8 @@ def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1")
     if text.endswith(".npz"):
         return _npz(path)
     if path.is_dir():
-        return _images(path, input_size, parse_numbers(mean, "mean"), parse_numbers(std, "std"))
+        images = _images(path, input_size, parse_numbers(mean, "mean"), parse_numbers(std, "std"))
+        return [x.permute(0, 2, 3, 1).contiguous() for x in images] if channels_last else images
     if ":" not in text:
         raise DataError("The data are not understood", got=text, allowed="an .npz file, a folder of images, or module:iterable")
     thing = named(text, "data", DataError)
@@ -139,12 +152,18 @@ def parse_numbers(text: str, what: str) -> torch.Tensor:
     return numbers.view(-1, 1, 1)
 
 
-def example_of(model: str, shape: str | None) -> Any:
-    """An example for the capture: random numbers from "1,3,224,224", or what a .pt2 file was exported with.
+def example_of(model: str, shape: str | None, network: Any = None) -> Any:
+    """An example for the capture: random numbers from "1,3,224,224", or of the shape that the file itself knows.
+
+    Args:
+        network: the loaded model.
 
     Raises:
         DataError: not a list of positive integers, or no shape where one is needed.
     """
+    known = getattr(network, "input_shape", None) if shape is None and model.endswith(".keras") else None
+    if isinstance(known, tuple) and None not in known[1:]:
+        return torch.randn(2, *known[1:])
     if shape is None:
         example = _program(model).example_inputs if model.endswith(".pt2") else None
         if example is None or example[1]:

@@ -28,6 +28,8 @@ def iterate(data: Any) -> Iterator[Any]:
         data = data()
     if isinstance(data, np.ndarray):
         data = torch.from_numpy(data)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Iterable):
+        return (data[k] for k in range(len(data)))  # a keras.utils.PyDataset
     if isinstance(data, torch.Tensor):
         if data.dim() == 0:
             raise DataError("Calibration data is a single number", got=str(data), allowed="batches of inputs")
@@ -69,6 +71,8 @@ def _is_label(x: Any) -> bool:
 
 
 def _tensors(x: Any) -> Any:
+    if hasattr(x, "__array__") and not isinstance(x, (torch.Tensor, np.ndarray, np.generic)):
+        x = np.array(x)  # of TensorFlow or JAX
     if isinstance(x, np.ndarray):  # float64 is NumPy's default, not somebody's choice
         return torch.from_numpy(x.astype(np.float32) if x.dtype == np.float64 else x)
     if isinstance(x, Mapping):
@@ -122,7 +126,12 @@ def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Ten
     out = []
     for name, x in zip(graph.inputs, flat, strict=True):
         out.append(_fit(graph, name, x))
-    return out, label if label is None else torch.as_tensor(label)
+    return out, label if label is None else _classes(torch.as_tensor(label))
+
+
+def _classes(label: torch.Tensor) -> torch.Tensor:
+    """One-hot labels, [N, classes], as numbers of classes."""
+    return label.argmax(1) if label.is_floating_point() and label.dim() == 2 and label.shape[1] > 1 else label
 
 
 def _fit(graph: Graph, name: str, x: Any) -> torch.Tensor:

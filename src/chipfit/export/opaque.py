@@ -54,10 +54,11 @@ def splice(writer: Writer, node: Node) -> list[str]:
     try:
         model = _translate(region, example, [graph.values[v].shape for v in inputs], writer.opset)
     except Exception as e:  # torch.onnx raises many types
+        of_keras = node.attrs["target"].startswith("keras:")
         raise UnsupportedError(
-            f"Operator '{node.attrs['target']}' of '{node.layer or node.name}' has no ONNX form",
+            f"Operator '{node.layer_type if of_keras else node.attrs['target']}' of '{node.layer or node.name}' has no ONNX form",
             where=node.source, got=str(e).strip().splitlines()[0][:200] if str(e).strip() else type(e).__name__,
-            hint="replace it by standard operators, or export without it",
+            hint="replace it by standard operators" + (", or set KERAS_BACKEND=torch, on which many layers have one" if of_keras else ", or export without it"),
         ) from e  # fmt: skip
     prefix = writer.fresh("opaque")
     rename = {i.name: names[v] for i, v in zip(model.graph.input, inputs, strict=True)}

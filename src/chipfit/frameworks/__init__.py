@@ -8,7 +8,9 @@ training changed in it. The simulation has `run_flat(inputs)`, torch tensors in 
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chipfit.errors import CaptureError
@@ -62,13 +64,24 @@ def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
     return _door(graph.framework, "train").read_back(model, graph, plan)
 
 
+def load_keras(path: str) -> Any:
+    """The model of a `.keras` file, on torch unless a backend is asked for: it is always there, and needs no conversion.
+
+    Raises:
+        CaptureError: Keras or its backend is not installed, or the file cannot be loaded.
+    """
+    if not (Path(os.environ.get("KERAS_HOME", "~/.keras")).expanduser() / "keras.json").is_file():
+        os.environ.setdefault("KERAS_BACKEND", "torch")
+    return _door("keras", "files").load(path)
+
+
 def _door(framework: str, name: str) -> Any:
     if framework not in _OWNED:
         raise CaptureError(f"There is no framework '{framework}'", allowed=", ".join(_OWNED))
     try:
         return importlib.import_module(f"chipfit.frameworks.{framework}.{name}")
-    except ImportError as e:
-        if framework == "torch" or (e.name or "").startswith("chipfit"):
+    except (ImportError, ValueError) as e:  # Keras raises the latter for backends that it does not know
+        if framework == "torch":
             raise
         raise CaptureError(
             f"{framework.capitalize()} cannot be imported: {e}",

@@ -15,7 +15,7 @@ def relayout(graph: Graph, plan: Plan, target: str) -> tuple[Rearranged, Plan]:
     """As `passes.layout.rearrange`, and the plan of the rearranged graph."""
     requantized = {v for v, _ in plan.float_edges}  # a value with a raw side is more than its operand in another order
     moved = [n for n in graph.nodes if n.op == "Transpose"]
-    solid = {n.name for n in moved if n.output in requantized or not _same_numbers(plan, n.inputs[0], n.output)}
+    solid = {n.name for n in moved if n.output in requantized or not same_numbers(plan, n.inputs[0], n.output)}
     new = rearrange(graph, target, plan.float_edges, solid)
     tensors, nodes = dict(plan.tensors), dict(plan.nodes)
     made = new.graph.producers()
@@ -28,7 +28,8 @@ def relayout(graph: Graph, plan: Plan, target: str) -> tuple[Rearranged, Plan]:
     return new, replace(plan, tensors=tensors, nodes=nodes, float_edges=plan.float_edges | frozenset(new.raw))
 
 
-def _same_numbers(plan: Plan, a: str | None, b: str) -> bool:
+def same_numbers(plan: Plan, a: str | None, b: str) -> bool:
+    """Whether two values are stored on one grid with one set of numbers, or both in float."""
     if not plan.quantized(a) or not plan.quantized(b):
         return plan.quantized(a) == plan.quantized(b)
     x, y = plan.tensors[a or ""], plan.tensors[b]
