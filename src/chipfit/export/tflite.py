@@ -24,10 +24,10 @@ from chipfit.files import write_atomically
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.run import run
 from chipfit.passes.layout import natural
-from chipfit.passes.relayout import relayout
 from chipfit.plan import Plan, TensorPlan
 from chipfit.quantizers.grids import dequantize, quantize
 from chipfit.registry import register
+from chipfit.relayout import relayout
 
 try:
     import flatbuffers

@@ -23,8 +23,8 @@ from chipfit.frameworks.torch.ops import fill
 from chipfit.graph.ir import OPAQUE, Graph, Node
 from chipfit.graph.linear import LINEAR
 from chipfit.graph.run import unflatten_outputs
-from chipfit.passes.relayout import relayout
 from chipfit.plan import Plan, TensorPlan
+from chipfit.relayout import relayout
 
 
 @keras.saving.register_keras_serializable(package="chipfit")
