@@ -66,9 +66,11 @@ def load(what: Target, arch: str | None = None) -> Platform:
     if isinstance(what, Platform):
         return _select(what, arch)
     if not isinstance(what, (str, Path)):
-        if not hasattr(what, "to_platform"):
+        if isinstance(what, type) or not hasattr(what, "to_platform"):
             raise PlatformError(
-                "This is no platform", got=type(what).__name__, allowed="a name, a path, a Platform, or modelled capabilities"
+                "This is no platform",
+                got=getattr(what, "__name__", type(what).__name__),
+                allowed="a name, a path, a Platform, or modelled capabilities",
             )
         return _select(what.to_platform(), arch)
     text = str(what)

@@ -63,7 +63,7 @@ def get_target_platform_capabilities(
             raise _unknown(f"version of '{name}'", version, [*versions, FILE])
         return _attach(versions[version or "v1"](), FRAMEWORKS[fw_name], version or "v1")
     if name not in platforms.names():
-        raise _unknown("platform", name, [*MODELS, *platforms.names()])
+        raise _unknown("platform", name, sorted({*MODELS, *platforms.names()}))
     try:
         return from_platform(platforms.load(name, None if version == FILE else version))
     except UnknownNameError as e:
@@ -88,6 +88,8 @@ _LAYERS: dict[str, tuple[str, str]] = {
     "AnyReLU": ("torch.relu nn.ReLU nn.ReLU6 nn.LeakyReLU functional.relu functional.relu6 functional.leaky_relu nn.Hardtanh?min_val=0 "
                 "functional.hardtanh?min_val=0", "ops.relu ops.relu6 ops.leaky_relu layers.ReLU layers.LeakyReLU layers.Activation?activation=relu "
                 "layers.Activation?activation=relu6 layers.Activation?activation=leaky_relu"),
+    "Relu": ("torch.relu nn.ReLU nn.ReLU6 functional.relu functional.relu6", "ops.relu ops.relu6 layers.ReLU?max_value=None layers.ReLU?max_value=6 "
+             "layers.Activation?activation=relu layers.Activation?activation=relu6"),
     "Elu": ("nn.ELU functional.elu", "layers.ELU ops.elu layers.Activation?activation=elu"),
     "PReLU": ("nn.PReLU functional.prelu", "layers.PReLU"),
     "Swish": ("nn.SiLU functional.silu nn.Hardswish functional.hardswish",
@@ -106,7 +108,7 @@ _LAYERS: dict[str, tuple[str, str]] = {
     "MinMax": ("torch.minimum torch.maximum torch.min torch.max", "layers.Minimum layers.Maximum ops.minimum ops.maximum"),
     "Concat": ("torch.cat torch.concat torch.stack", "layers.Concatenate ops.concatenate ops.stack"),
     "MaxPool": ("nn.MaxPool1d nn.MaxPool2d functional.max_pool1d functional.max_pool2d", "layers.MaxPooling1D layers.MaxPooling2D ops.max_pool"),
-    "AvgPool": ("nn.AvgPool1d nn.AvgPool2d nn.AdaptiveAvgPool2d functional.avg_pool2d functional.adaptive_avg_pool2d",
+    "AvgPool": ("nn.AvgPool1d nn.AvgPool2d functional.avg_pool1d functional.avg_pool2d",
                 "layers.AveragePooling1D layers.AveragePooling2D ops.average_pool"),
     "Resize": ("functional.interpolate nn.Upsample", "layers.UpSampling2D layers.Resizing"),
     "Move": ("nn.Dropout nn.Flatten nn.Unflatten functional.dropout torch.flatten torch.split torch.chunk torch.unbind operator.getitem torch.reshape "
@@ -155,7 +157,7 @@ def _finder(package: str) -> Callable[[str], Any]:
         if not condition:
             return thing
         key, _, value = condition.partition("=")
-        return LayerFilterParams(thing, **{key: int(value) if value.lstrip("-").isdigit() else value})
+        return LayerFilterParams(thing, **{key: None if value == "None" else int(value) if value.lstrip("-").isdigit() else value})
 
     return find
 
@@ -170,11 +172,13 @@ class _Parts:
         self.model, self.layers = model, layers
 
 
-def _config(method: QuantizationMethod, kernel: AttributeQuantizationConfig = _FLOAT, **more: Any) -> OpQuantizationConfig:
-    """8-bit activations by `method`, the kernel as given, the bias in float."""
+def _config(
+    method: QuantizationMethod, kernel: AttributeQuantizationConfig = _FLOAT, bias: AttributeQuantizationConfig = _FLOAT, **more: Any
+) -> OpQuantizationConfig:
+    """8-bit activations by `method`, the kernel and the bias as given."""
     return OpQuantizationConfig(
         **{
-            "default_weight_attr_config": _FLOAT, "attr_weights_configs_mapping": {KERNEL_ATTR: kernel, BIAS_ATTR: _FLOAT},
+            "default_weight_attr_config": _FLOAT, "attr_weights_configs_mapping": {KERNEL_ATTR: kernel, BIAS_ATTR: bias},
             "activation_quantization_method": method, "activation_n_bits": 8, "supported_input_activation_n_bits": 8,
             "enable_activation_quantization": True, "simd_size": None, **more,
         }
@@ -254,36 +258,55 @@ def _fields(a: AttributeQuantizationConfig) -> dict[str, Any]:
 
 
 def _tflite() -> _Parts:
-    """TensorFlow Lite's 8-bit specification: affine activations, symmetric weights, per channel in convolutions."""
+    """TensorFlow Lite's 8-bit specification: affine activations, symmetric weights, per channel in convolutions, 32-bit biases."""
     plain = _config(_UNI)
     one = lambda **changes: QuantizationConfigOptions([plain.clone_and_edit(**changes)])  # noqa: E731 -- one line, used here
     preserving = one(quantization_preserving=True, enable_activation_quantization=False)
-    conv = one(attr_to_edit={KERNEL_ATTR: _fields(_weights(_SYM))})
-    dense = one(attr_to_edit={KERNEL_ATTR: _fields(_weights(_SYM, per_channel=False))})
+    conv = QuantizationConfigOptions([_config(_UNI, _weights(_SYM), _weights(_SYM, 32))])
+    dense = QuantizationConfigOptions([_config(_UNI, _weights(_SYM, per_channel=False), _weights(_SYM, 32, per_channel=False))])
     fixed = {"L2Normalization": (1 / 128, 0), "LogSoftmax": (16 / 256, 127), "Tanh": (1 / 128, 0), "Softmax": (1 / 256, -128), "Sigmoid": (1 / 256, -128)}  # fmt: skip
     sets = {name: OperatorsSet(name, options) for name, options in {
         "PreserveQuantizationParams": preserving, "FullyConnected": dense, "Conv": conv, "ConvTranspose": conv,
         **{n: one(fixed_scale=scale, fixed_zero_point=zero) for n, (scale, zero) in fixed.items()},
-        **dict.fromkeys(("AnyReLU", "Elu", "BatchNorm", "Add"), None),
+        **dict.fromkeys(("Relu", "Elu", "BatchNorm", "Add"), None),
     }.items()}  # fmt: skip
-    act, norm, add = OperatorSetConcat(sets["AnyReLU"], sets["Elu"]), sets["BatchNorm"], sets["Add"]
+    act, norm, add = sets["Relu"], sets["BatchNorm"], sets["Add"]
     kernels = OperatorSetConcat(sets["Conv"], sets["ConvTranspose"], sets["FullyConnected"])
-    fusings = [Fusing([kernels, act]), Fusing([sets["Conv"], norm, act]), Fusing([norm, act]), Fusing([norm, add, act])]
-    model = TargetPlatformModel(QuantizationConfigOptions([plain]), False, "tflite", operator_set=sets.values(), fusing_patterns=fusings)
+    fusings = [
+        Fusing([OperatorSetConcat(kernels, add), act]),
+        Fusing([sets["Conv"], norm, act]),
+        Fusing([norm, act]),
+        Fusing([norm, add, act]),
+    ]
+    model = TargetPlatformModel(
+        QuantizationConfigOptions([plain]),
+        False,
+        "tflite",
+        operator_set=sets.values(),
+        fusing_patterns=fusings,
+        math=platforms.load("tflite_int8").math,
+    )
     return _Parts(model, PreserveQuantizationParams=("Move", "Concat", "MaxPool", "AvgPool", "Resize", "MinMax"))
 
 
 def _qnnpack() -> _Parts:
-    """PyTorch's qnnpack: affine activations, symmetric weights per tensor."""
+    """PyTorch's qnnpack: affine activations, symmetric weights per tensor, 32-bit biases."""
     plain = _config(_UNI)
-    weighted = QuantizationConfigOptions([_config(_UNI, _weights(_SYM, per_channel=False))])
+    weighted = QuantizationConfigOptions([_config(_UNI, _weights(_SYM, per_channel=False), _weights(_SYM, 32, per_channel=False))])
     quiet = QuantizationConfigOptions([plain.clone_and_edit(quantization_preserving=True, enable_activation_quantization=False)])
     conv, norm = OperatorsSet("Conv", weighted), OperatorsSet("BatchNorm")
     relu, linear = OperatorsSet("Relu"), OperatorsSet("Linear", weighted)
     fusings = [Fusing([conv, norm, relu]), Fusing([conv, norm]), Fusing([conv, relu]), Fusing([linear, relu])]
     sets = [OperatorsSet("Preserving", quiet), conv, norm, relu, linear]
-    model = TargetPlatformModel(QuantizationConfigOptions([plain]), False, "qnnpack", operator_set=sets, fusing_patterns=fusings)
-    return _Parts(model, Preserving=("Move", "MaxPool"), Conv=("Conv", "ConvTranspose"), Relu=("AnyReLU",), Linear=("FullyConnected",))
+    model = TargetPlatformModel(
+        QuantizationConfigOptions([plain]),
+        False,
+        "qnnpack",
+        operator_set=sets,
+        fusing_patterns=fusings,
+        math=platforms.load("qnnpack").math,
+    )
+    return _Parts(model, Preserving=("Move", "MaxPool"), Conv=("Conv", "ConvTranspose"), Linear=("FullyConnected",))
 
 
 #: name -> version -> the chip
