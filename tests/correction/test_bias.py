@@ -50,21 +50,21 @@ def test_the_correction_on_paper():
 
 
 LAYERS = {
-    "conv": nn.Conv2d(6, 8, 3),
-    "grouped": nn.Conv2d(6, 8, 3, groups=2),
-    "depthwise": nn.Conv2d(6, 12, 3, groups=6),
-    "strided, dilated": nn.Conv2d(6, 4, 3, 2, dilation=2),
-    "transposed": nn.ConvTranspose2d(6, 4, 2, 2),
-    "transposed in groups": nn.ConvTranspose2d(6, 4, 3, 2, groups=2),
-    "conv1d": nn.Conv1d(6, 8, 3),
-    "linear": nn.Linear(6, 5),
+    "conv": lambda: nn.Conv2d(6, 8, 3),
+    "grouped": lambda: nn.Conv2d(6, 8, 3, groups=2),
+    "depthwise": lambda: nn.Conv2d(6, 12, 3, groups=6),
+    "strided, dilated": lambda: nn.Conv2d(6, 4, 3, 2, dilation=2),
+    "transposed": lambda: nn.ConvTranspose2d(6, 4, 2, 2),
+    "transposed in groups": lambda: nn.ConvTranspose2d(6, 4, 3, 2, groups=2),
+    "conv1d": lambda: nn.Conv1d(6, 8, 3),
+    "linear": lambda: nn.Linear(6, 5),
 }
 
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("bits", [3, 4])
 def test_the_mean_error_of_every_channel_vanishes(name, bits):
-    layer = LAYERS[name]
+    layer = LAYERS[name]()
     size = {nn.Linear: (), nn.Conv1d: (9,)}.get(type(layer), (9, 9))
     x = torch.randn(64, 6, *size) + torch.arange(6.0).view(1, 6, *[1] * len(size))
     graph = captured(layer, x)

@@ -25,6 +25,7 @@ CORRECTIONS = {"weights_bias_correction": True, "weights_second_moment_correctio
 
 @pytest.fixture(scope="module")
 def net():
+    keras.backend.clear_session()  # layers are named from the start again
     keras.utils.set_random_seed(0)
     given = keras.Input((10, 10, 3))
     x = layers.Conv2D(8, 1, use_bias=False)(layers.Conv2D(8, 3, padding="same", use_bias=False)(given))
