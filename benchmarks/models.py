@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -73,6 +76,19 @@ class MobileNetV2(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))
+
+
+def keras_mobilenetv2() -> Any:
+    """MobileNetV2 as keras.applications has it, images [N, 224, 224, 3]; on torch unless KERAS_BACKEND says another."""
+    os.environ.setdefault("KERAS_BACKEND", "torch")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    import keras
+
+    keras.utils.set_random_seed(0)
+    model = keras.applications.MobileNetV2(weights=None)
+    for v in model.non_trainable_variables:  # statistics of batch norms
+        v.assign(keras.random.uniform(v.shape, *((0.8, 1.2) if "variance" in v.name else (-0.1, 0.1)), seed=0))
+    return model
 
 
 #: name -> (class, parameters in millions as published)
