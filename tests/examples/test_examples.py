@@ -25,6 +25,13 @@ def test_a_small_resnet_keeps_its_accuracy_in_8_bits_and_is_exact(tmp_path):
     assert (tmp_path / "digits.onnx").is_file()
 
 
+def test_a_keras_network_keeps_its_accuracy_is_exact_and_learns_2_bits(tmp_path):
+    found = script("quantize_keras").main(tmp_path)
+    assert found["float"] > 0.9 and found["8 bit"] >= found["float"] - 0.01 and found["exact"]
+    assert found["2 bit weights, trained"] > found["2 bit weights"] + 0.1
+    assert (tmp_path / "digits.keras").is_file() and (tmp_path / "digits.onnx").is_file()
+
+
 def test_the_chip_of_the_example_refuses_stride_3_and_says_so():
     plan = script("custom_platform").main().plan
     refused = [n for n in plan.nodes.values() if n.op == "Conv2D" and n.exec == "float"]
