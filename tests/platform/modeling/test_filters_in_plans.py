@@ -1,0 +1,93 @@
+"""Filters see what captured layers, functions and tensor methods were called with, defaults included, and decide their formats."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit.target_platform import (
+    AttributeQuantizationConfig,
+    Eq,
+    Greater,
+    LayerFilterParams,
+    NotEq,
+    OperationsSetToLayers,
+    OperatorsSet,
+    OpQuantizationConfig,
+    QuantizationConfigOptions,
+    QuantizationMethod,
+    Smaller,
+    TargetPlatformCapabilities,
+    TargetPlatformModel,
+)
+
+F = nn.functional
+PLAIN = OpQuantizationConfig(AttributeQuantizationConfig(), {}, QuantizationMethod.POWER_OF_TWO, 8, (4, 8), True)
+
+
+def bits_of_results(function, *layers, x=None):
+    """Bits of each operator's result, in order, where `layers` belong to a set of 4 bits and everything else has 8."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            if isinstance(function, nn.Module):
+                self.layer = function
+
+        def forward(self, x):
+            return (self.layer if isinstance(function, nn.Module) else function)(x)
+
+    four = OperatorsSet("four", QuantizationConfigOptions([PLAIN.clone_and_edit(activation_n_bits=4)]))
+    model = TargetPlatformModel(QuantizationConfigOptions([PLAIN]), operator_set=[four])
+    with TargetPlatformCapabilities(model) as chip:
+        OperationsSetToLayers("four", list(layers))
+    data = torch.randn(2, 4, 8, 8) if x is None else x
+    plan = chipfit.quantize(Net().eval(), [data], chip, progress=False)
+    return [plan.plan.tensors[n.output].grid.bits for n in plan.graph.nodes]
+
+
+@pytest.mark.parametrize(
+    ("layer", "filtered", "bits"),
+    [
+        (nn.Hardtanh(0.0, 3.0), LayerFilterParams(nn.Hardtanh, Greater("max_val", 2) & Smaller("min_val", 1)), 4),
+        (nn.Hardtanh(), LayerFilterParams(nn.Hardtanh, Greater("max_val", 2)), 8),
+        (nn.LeakyReLU(0.1), LayerFilterParams(nn.LeakyReLU, negative_slope=0.1), 4),
+        (nn.LeakyReLU(0.3), LayerFilterParams(nn.LeakyReLU, negative_slope=0.1), 8),
+        (nn.AvgPool2d(2), LayerFilterParams(nn.AvgPool2d, kernel_size=2), 4),
+        (nn.AvgPool2d(2), LayerFilterParams(nn.AvgPool2d, NotEq("kernel_size", 2)), 8),
+        (nn.Softmax(dim=2), LayerFilterParams(nn.Softmax, dim=2), 4),
+        (nn.Softmax(dim=1), LayerFilterParams(nn.Softmax, dim=2), 8),
+        (nn.Conv2d(4, 4, 1, bias=False), LayerFilterParams(nn.Conv2d, bias=False), 4),
+        (nn.Conv2d(4, 4, 1), LayerFilterParams(nn.Conv2d, bias=False), 8),
+    ],
+    ids=range(10),
+)
+def test_attributes_of_layers(layer, filtered, bits):
+    assert bits_of_results(layer, filtered)[-1] == bits
+
+
+@pytest.mark.parametrize(
+    ("function", "filtered", "bits"),
+    [
+        (lambda x: F.avg_pool2d(x, 2), LayerFilterParams(F.avg_pool2d, kernel_size=2), 4),  # positional
+        (lambda x: F.avg_pool2d(x, kernel_size=4), LayerFilterParams(F.avg_pool2d, kernel_size=2), 8),
+        (lambda x: F.leaky_relu(x, 0.4), LayerFilterParams(F.leaky_relu, Smaller("negative_slope", 2)), 4),
+        (lambda x: F.leaky_relu(x), LayerFilterParams(F.leaky_relu, Eq("negative_slope", 0.01)), 4),  # default
+        (lambda x: F.hardtanh(x, 0.0, 3.0), LayerFilterParams(F.hardtanh, min_val=0), 4),
+        (lambda x: F.hardtanh(x), LayerFilterParams(F.hardtanh, min_val=0), 8),
+        (lambda x: torch.softmax(x, 1), LayerFilterParams(torch.softmax, dim=1), 4),
+        (lambda x: F.softmax(x, dim=1), LayerFilterParams(F.softmax, dim=2), 8),
+        (lambda x: x.clamp(min=0.0, max=2.0), LayerFilterParams(torch.Tensor.clamp, max=2.0), 4),  # method
+        (lambda x: x.clamp(min=0.0, max=3.0), LayerFilterParams(torch.Tensor.clamp, max=2.0), 8),
+        (lambda x: torch.add(x, x), torch.add, 4),
+        (lambda x: x + x, torch.add, 4),  # operators are the function
+        (lambda x: x.mul(x), torch.mul, 4),
+        (lambda x: F.gelu(x, approximate="tanh"), LayerFilterParams(F.gelu, approximate="tanh"), 4),
+        (lambda x: F.gelu(x), LayerFilterParams(F.gelu, approximate="tanh"), 8),
+    ],
+    ids=range(15),
+)
+def test_arguments_of_functions_and_methods(function, filtered, bits):
+    assert bits_of_results(function, filtered)[-1] == bits
