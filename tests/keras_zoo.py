@@ -281,10 +281,14 @@ ZOO: dict[str, Callable[[], Any]] = {
 FEW = {"mobilenet", "unet", "shared", "nested", "subclassed", "named_inputs", "attention", "recurrent"}
 
 
+def on_others(*marks: Any) -> Any:
+    """`marks` where Keras runs on another backend than torch, else none."""
+    return () if os.environ.get("KERAS_BACKEND", "torch") == "torch" else marks
+
+
 def networks() -> list[Any]:
     """The zoo as parameters of a test."""
-    on_torch = os.environ.get("KERAS_BACKEND", "torch") == "torch"
-    return [pytest.param(n, marks=() if on_torch or n in FEW else pytest.mark.slow) for n in sorted(ZOO)]
+    return [pytest.param(n, marks=() if n in FEW else on_others(pytest.mark.slow)) for n in sorted(ZOO)]
 
 
 def randomize(model: Any, seed: int = 0) -> None:

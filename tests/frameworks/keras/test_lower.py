@@ -21,7 +21,7 @@ from chipfit.frameworks.keras.lower import QuantizedModel  # noqa: E402
 from chipfit.frameworks.keras.train import read_back  # noqa: E402
 from chipfit.frameworks.torch.lower import lower as engine  # noqa: E402
 from chipfit.plan_edit import diff  # noqa: E402
-from tests.keras_zoo import make, networks  # noqa: E402
+from tests.keras_zoo import make, networks, on_others  # noqa: E402
 
 #: networks in which interpolation puts values half-way between two codes, where the order of additions decides
 TIES = {"unet", "transposed"}
@@ -52,7 +52,12 @@ def test_it_computes_what_the_engine_computes(name):
         assert float((a - b).abs().max()) <= 0.02 * float(b.abs().max())  # a code or two
 
 
-@pytest.mark.parametrize("platform", ["imx500", "xnnpack", "k210", "tflite_int8", "graphcore_fp8"])
+REST = on_others(pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "platform", ["imx500", "graphcore_fp8", *(pytest.param(p, marks=REST) for p in ("xnnpack", "k210", "tflite_int8"))]
+)
 def test_it_does_so_on_every_kind_of_grid(platform):
     result, batch = quantized("mobilenet", platform)
     with torch.no_grad():
@@ -103,7 +108,9 @@ def test_the_summary_names_what_is_there(capsys):
 # ---------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize("name", ["mobilenet", "shared", "arithmetic", "recurrent", "many_in_and_out"])
+@pytest.mark.parametrize(
+    "name", ["mobilenet", "shared", "recurrent", *(pytest.param(n, marks=REST) for n in ("arithmetic", "many_in_and_out"))]
+)
 def test_a_saved_model_loads_exactly(name, tmp_path):
     result, batch = quantized(name)
     result.model.save(tmp_path / "model.keras")
@@ -113,7 +120,7 @@ def test_a_saved_model_loads_exactly(name, tmp_path):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["mobilenet", "shared"])
+@pytest.mark.parametrize("name", ["shared"])
 def test_a_configuration_makes_the_model_again(name):
     result, batch = quantized(name)
     again = type(result.model).from_config(result.model.get_config())
@@ -219,7 +226,7 @@ def test_one_step_of_training_is_the_step_that_the_engine_takes():
 
 
 def test_an_untrained_model_reads_back_as_it_was():
-    for name in ("mobilenet", "shared", "subclassed", "attention", "recurrent"):
+    for name in ("mobilenet", "shared", "subclassed", "recurrent"):
         result, _ = quantized(name)
         graph, plan = read_back(result.model, result.graph, result.plan)
         assert not diff(result.plan, plan)
