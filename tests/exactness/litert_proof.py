@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import chipfit
 from chipfit.export.tflite import export_tflite
 from chipfit.graph.ir import Graph
 from chipfit.plan import Plan
 from chipfit.platform.schema import Platform
 from chipfit.verify import Verification, verify
 
+#: operators whose weights may have 4 bits
+PACKED = {"Conv1D", "Conv2D", "DepthwiseConv2D", "Linear"}
 RUNTIMES = ("litert_reference", "litert_optimized", "litert")
 
 
@@ -28,3 +31,9 @@ def prove(
         assert f.sound, f.summary()
         assert f.exact or f.float_operators, f.summary()
     return found
+
+
+def few_bits(model: Any, batch: Any, bits: int) -> dict[str, Any]:
+    """Overrides that give every weight so many bits that LiteRT can hold in as many."""
+    ops = {n.op for n in chipfit.lint(model, batch, "tflite_int8").graph.nodes}
+    return {op: {"bits": bits} for op in sorted(ops & PACKED)} if bits != 8 else {}

@@ -19,7 +19,7 @@ import torch
 from chipfit._version import __version__
 from chipfit.errors import ExportError, UnsupportedError
 from chipfit.export.names import output_names
-from chipfit.export.tflite_ops import FUSING, INTEGER, WRITERS
+from chipfit.export.tflite_ops import FUSING, INTEGER, MOVING, WRITERS
 from chipfit.files import write_atomically
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.run import run
@@ -27,7 +27,7 @@ from chipfit.passes.layout import natural
 from chipfit.plan import Plan, TensorPlan
 from chipfit.quantizers.grids import dequantize, quantize
 from chipfit.registry import register
-from chipfit.relayout import relayout
+from chipfit.relayout import relayout, same_numbers
 
 try:
     import flatbuffers
@@ -167,11 +167,14 @@ class Writer:
             return self._dequantized(name)
         return self.known[f"{name}/float" if quantized else name]
 
-    def weight(self, name: str, change: Callable[[np.ndarray], np.ndarray] = np.ascontiguousarray, axis: int = 0) -> int:
+    def weight(
+        self, name: str, change: Callable[[np.ndarray], np.ndarray] = np.ascontiguousarray, axis: int = 0, scale: Any = None
+    ) -> int:  # fmt: skip
         """A weight as a constant tensor, rearranged by `change`.
 
         Args:
             axis: where `change` brings the channel axis of per-channel scales.
+            scale: one number or one per channel, in place of the plan's of the same value.
         """
         t = self.plan.tensors.get(name)
         quantized = t is not None and t.quantized and (name, self.node.name) not in self.plan.float_edges
@@ -183,7 +186,8 @@ class Writer:
         if not self.integer:
             return self.constant(change(dequantize(q, t.scale, t.zero_point, t.axis).numpy()), f"{name}/float")
         kind = code_type(t)
-        scale, zero = t.scale.reshape(-1).numpy(), t.zero_point.reshape(-1).numpy()
+        scale = t.scale.reshape(-1).numpy() if scale is None else scale
+        zero = t.zero_point.reshape(-1)[: len(scale)].numpy()
         return self.constant(change(q.numpy()), name, kind=kind, scale=scale, zero=zero, axis=axis if t.axis is not None else 0)
 
     def constant(
@@ -275,6 +279,7 @@ class Writer:
         integer = plan.nodes.get(head.name) is not None and plan.nodes[head.name].exec != "float" and head.op in INTEGER
         integer = integer and bool(reads) and all(plan.quantized(i) for i in reads)
         integer = integer and all(plan.quantized(o) for o in tail.outputs)
+        integer = integer and (head.op not in MOVING or all(same_numbers(plan, reads[0], v) for v in (*reads, *tail.outputs)))
         for o in tail.outputs:
             self._value(o, raw=not integer)
         code = _fused_code(members[1]) if len(members) == 2 and head.op in FUSING else 0

@@ -21,6 +21,12 @@ Write = Callable[["Writer", Node, Sequence[int]], None]
 WRITERS: dict[str, Write] = {}
 #: operators that TensorFlow Lite has an integer kernel for; the others are written in float between quantizers
 INTEGER: set[str] = set()
+#: those that move codes or choose among them: operands and results must have the same numbers
+MOVING = frozenset(
+    {"MaxPool", "AvgPool", "Max", "Min", "ReduceMax", "ReduceMin", "Concat", "Stack", "Unstack", "Split", "Reshape", "Squeeze", "Unsqueeze",
+     "Identity", "Dropout", "Transpose", "Expand", "Tile", "Slice", "Select", "Gather", "Pad", "Resize", "DepthToSpace", "SpaceToDepth",
+     "ChannelShuffle"}
+)  # fmt: skip
 #: operators that apply an activation themselves
 FUSING = {"Conv1D", "Conv2D", "DepthwiseConv2D", "TransposeConv2D", "Linear", "Add", "Sub", "Mul", "MaxPool", "AvgPool"}
 SAME, VALID = 0, 1
@@ -153,13 +159,14 @@ def _as_image_node(n: Node) -> Node:
 
 def _bias(w: Writer, n: Node, channels: int) -> int:
     """The bias, or zeros: the kernels want one."""
-    if len(n.inputs) > 2 and n.inputs[2] is not None:
-        return w.weight(n.inputs[2])
+    given = len(n.inputs) > 2 and n.inputs[2] is not None
     if not w.integer:
-        return w.constant(np.zeros(channels, np.float32))
+        return w.weight(n.inputs[2] or "") if given else w.constant(np.zeros(channels, np.float32))
     x, k = w.plan.tensors[n.inputs[0] or ""], w.plan.tensors[n.inputs[1] or ""]
     assert x.scale is not None and k.scale is not None and x.grid is not None
-    scale = (x.scale * k.scale).reshape(-1).numpy()
+    scale = (x.scale * k.scale).reshape(-1).numpy()  # as many as the weight has, whatever the plan's shape
+    if given:
+        return w.weight(n.inputs[2] or "", scale=scale)
     zeros = np.zeros(channels, np.int64 if x.grid.bits > 8 else np.int32)
     return w.constant(zeros, scale=scale, zero=np.zeros(len(scale), np.int64))
 
@@ -407,6 +414,14 @@ def _as_shape(w: Writer, n: Node, y: Sequence[int]) -> None:
     if shape.count(-1) > 1:
         w.refuse(n, "more than one axis is only known at run time")
     _reshape(w, w.read(n.inputs[0]), shape, y[0])
+
+
+@_writes("Requantize", integer=True)
+def _requantize(w: Writer, n: Node, y: Sequence[int]) -> None:
+    if w.integer:
+        w.op("QUANTIZE", [w.read(n.inputs[0])], y, "Quantize")
+    else:
+        _as_shape(w, n, y)
 
 
 @_writes("Transpose", integer=True)

@@ -72,24 +72,36 @@ def _precision(how: str) -> torch.dtype:
     return torch.float32 if how == "float" else torch.float64
 
 
-def _product_sum(run: Run, unit: Sequence[Node], how: str, grouped: str = "") -> None:
-    """Convolutions. Grouped ones have no optimised kernel."""
+def _few_bits(run: Run, name: str) -> bool:
+    """4-bit codes, two to a byte."""
+    grid = run.tensor(name).grid
+    return grid is not None and grid.bits <= 4
+
+
+def _convolution(run: Run, unit: Sequence[Node], how: str) -> None:
     head, (x, out) = unit[0], _names(unit)
     w = head.inputs[1] or ""
-    acc = accumulate(run, head)
-    if grouped and head.op in ("Conv1D", "Conv2D") and head.attrs["groups"] > 1:
-        how = grouped
+    if how == "float" and _few_bits(run, w):  # XNNPACK leaves these to LiteRT
+        how = "up"
+    if how == "up" and head.op.startswith("Conv") and head.attrs["groups"] > 1:  # no optimised kernel
+        how = "away"
     if _wide(run, x):
         how = "q15"
-    real = _real(run, x, w, under=out, kind=_precision(how))
-    if real.dim():
-        real = real.view(-1, *[1] * (acc.dim() - 2))
-    run.store(out, _scaled(acc, real, how) + run.zero(out))
+    acc = accumulate(run, head)
+    real = _real(run, x, w, under=out, kind=_precision(how)).expand(acc.shape[1]).view(-1, *[1] * (acc.dim() - 2))
+    if how == "up" and not head.op.startswith("Conv"):  # vector instructions take 8 channels at once, the scalar code what is left
+        v = acc.shape[1] // 8 * 8
+        scaled = torch.cat((_scaled(acc[:, :v], real[:v], "up"), _scaled(acc[:, v:], real[v:], "away")), 1)
+    else:
+        scaled = _scaled(acc, real, how)
+    run.store(out, scaled + run.zero(out))
 
 
 def _linear(run: Run, unit: Sequence[Node], how: str) -> None:
     head, (x, out) = unit[0], _names(unit)
     w = head.inputs[1] or ""
+    if how == "float" and _few_bits(run, w) and run.code(w).shape[-1] % 2:  # XNNPACK leaves rows of half bytes to LiteRT
+        how = "up"
     if _wide(run, x):
         how = "double"
     real = _real(run, x, w, under=out, kind=_precision(how))
@@ -164,6 +176,21 @@ def _leaky_xnnpack(run: Run, unit: Sequence[Node]) -> None:
         return _leaky(run, unit)
     above, below = torch.round(256.0 * s).long(), torch.round(256.0 * slope).long()
     run.store(out, ((q * torch.where(q >= 0, above, below) + 128) >> 8) + run.zero(out))
+
+
+def _requantize(run: Run, unit: Sequence[Node]) -> None:
+    """Codes to another scale."""
+    x, out = _names(unit)
+    run.store(out, fixed_point(run.centred(x), _real(run, x, under=out, kind=torch.float64), "away") + run.zero(out))
+
+
+def _requantize_xnnpack(run: Run, unit: Sequence[Node]) -> None:
+    """A multiplier with 8 fractional bits, halves up."""
+    x, out = _names(unit)
+    s = _real(run, x, under=out)
+    if not 2.0**-8 <= s <= 128:
+        return _requantize(run, unit)
+    run.store(out, ((run.centred(x).long() * torch.round(256.0 * s).long() + 128) >> 8) + run.zero(out))
 
 
 def _prelu(run: Run, unit: Sequence[Node]) -> None:
@@ -415,23 +442,21 @@ _TABLES = ("Tanh", "Exp", "Log")
 _RECTIFIERS = ("Relu", "Relu6", "Clamp")
 
 REFERENCE: dict[str, Kernel] = {
-    **dict.fromkeys(_CONVOLUTIONS, partial(_product_sum, how="away")), "Linear": partial(_linear, how="double"), "PRelu": _prelu, "Abs": _abs,
-    **dict.fromkeys(_TABLES, _table), "Sigmoid": partial(_table, f=_sigmoid), "Gelu": partial(_table, f=_gelu), **dict.fromkeys(_RECTIFIERS, partial(_relu, how="away")),
-    "MatMul": partial(_mat_mul, how="away"), "Add": _add, "Sub": partial(_add, sign=-1), "Mul": partial(_mul, how="away"),
-    "LeakyRelu": _leaky, "HardSwish": _hard_swish, "Softmax": _softmax_reference, "Mean": _mean, "GlobalAvgPool": _mean,
+    **dict.fromkeys(_CONVOLUTIONS, partial(_convolution, how="away")), **dict.fromkeys(_TABLES, _table),
+    **dict.fromkeys(_RECTIFIERS, partial(_relu, how="away")), **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean),
+    "Linear": partial(_linear, how="double"), "MatMul": partial(_mat_mul, how="away"), "Add": _add, "Sub": partial(_add, sign=-1),
+    "Mul": partial(_mul, how="away"), "PRelu": _prelu, "LeakyRelu": _leaky, "HardSwish": _hard_swish, "Softmax": _softmax_reference,
+    "Sigmoid": partial(_table, f=_sigmoid), "Gelu": partial(_table, f=_gelu), "Abs": _abs, "Requantize": _requantize,
 }  # fmt: skip
 OPTIMIZED: dict[str, Kernel] = {
-    **REFERENCE,
-    **dict.fromkeys(("Conv1D", "Conv2D", "DepthwiseConv2D"), partial(_product_sum, how="up", grouped="away")),
-    "Linear": partial(_linear, how="up"),
-    "Softmax": _softmax,
-    **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean_optimized),
-}
+    **REFERENCE, **dict.fromkeys(_CONVOLUTIONS, partial(_convolution, how="up")),
+    **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean_optimized), "Linear": partial(_linear, how="up"), "Softmax": _softmax,
+}  # fmt: skip
 XNNPACK: dict[str, Kernel] = {
-    **OPTIMIZED,
-    **dict.fromkeys(_CONVOLUTIONS, partial(_product_sum, how="float")), "Linear": partial(_linear, how="float"),
-    "Add": _add_xnnpack, "Sub": partial(_add_xnnpack, sign=-1), "Mul": partial(_mul, how="float"), "LeakyRelu": _leaky_xnnpack, "MatMul": _mat_mul_xnnpack,
-    "Mean": _mean_xnnpack, "GlobalAvgPool": _mean_xnnpack,
+    **OPTIMIZED, **dict.fromkeys(_CONVOLUTIONS, partial(_convolution, how="float")),
+    **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean_xnnpack), "Linear": partial(_linear, how="float"), "MatMul": _mat_mul_xnnpack,
+    "Add": _add_xnnpack, "Sub": partial(_add_xnnpack, sign=-1), "Mul": partial(_mul, how="float"), "LeakyRelu": _leaky_xnnpack,
+    "Requantize": _requantize_xnnpack,
 }  # fmt: skip
 MOVES: dict[str, Kernel] = {"AvgPool": _avg_pool, "Resize": partial(_resize, lines=_lines, one=1024)}
 MOVES_XNNPACK: dict[str, Kernel] = {**MOVES, "Resize": partial(_resize, lines=_lines_xnnpack, one=2048)}
