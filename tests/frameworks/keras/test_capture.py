@@ -118,6 +118,14 @@ def test_depthwise_kernels_with_multiplier_go_back():
     assert torch.equal(to_keras("DepthwiseConv2D", to_canonical("DepthwiseConv2D", kernel), groups=4), kernel)
 
 
+def test_average_pooling_at_an_uneven_edge_is_what_this_backend_makes_of_it():
+    """Keras on torch repeats the edge, the others leave it out."""
+    image = keras.Input((6, 6, 3))
+    x = ops.pad(layers.AveragePooling2D(3, strides=2, padding="same")(image), [(0, 0), (1, 1), (2, 0), (0, 0)], mode="reflect")
+    graph = captured(keras.Model(image, x), np.random.default_rng(0).normal(size=(2, 6, 6, 3)).astype("float32"))
+    assert OPAQUE not in ops_of(graph) and ops_of(graph).count("Pad") == (2 if keras.backend.backend() == "torch" else 1)
+
+
 # ---------------------------------------------------------------- what is refused, and how
 
 

@@ -13,11 +13,18 @@ import torch
 _COMPILED: WeakKeyDictionary[Any, Callable[..., Any]] = WeakKeyDictionary()
 
 
+def dtype_here(dtype: str) -> str:
+    """The dtype in which this backend holds `dtype`: JAX has none of 64 bits."""
+    return dtype.replace("64", "32") if keras.backend.backend() == "jax" else dtype
+
+
 def to_backend(x: Any) -> Any:
     """A torch tensor as one of Keras's backend; anything else as it is."""
     if not isinstance(x, torch.Tensor):
         return x
-    return keras.ops.convert_to_tensor(x if keras.backend.backend() == "torch" else x.detach().cpu().numpy())
+    if keras.backend.backend() == "torch":
+        return keras.ops.convert_to_tensor(x)
+    return keras.ops.convert_to_tensor(x.detach().cpu().numpy(), dtype_here(str(x.dtype).removeprefix("torch.")))
 
 
 def to_torch(x: Any) -> torch.Tensor:

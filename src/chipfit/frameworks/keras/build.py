@@ -151,6 +151,8 @@ def _pool(node: Node, graph: Graph) -> Plain | None:
         same = ()
     if a["ceil_mode"] or set(a.get("dilation", (1,))) != {1} or (some and (padding != same or a.get("count_include_pad"))):
         return None
+    if node.op == "AvgPool" and any(lo != hi for lo, hi in padding):
+        return None  # Keras on torch repeats the edge there
     kinds = {"MaxPool": (layers.MaxPooling1D, layers.MaxPooling2D, layers.MaxPooling3D)}
     cls = kinds.get(node.op, (layers.AveragePooling1D, layers.AveragePooling2D, layers.AveragePooling3D))[n - 1]
     return cls, {

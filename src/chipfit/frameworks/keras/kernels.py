@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
+
+from chipfit.frameworks.keras.backend import dtype_here
 
 Kernel = Callable[..., Any]
 
@@ -29,10 +32,15 @@ def _avg_pool(x: Any, *, kernel: Any, stride: Any, padding: Any, ceil_mode: bool
 
 
 def _pad(x: Any, *, padding: Any, mode: str, value: float) -> Any:
-    pairs = [tuple(p) for p in padding]
     if mode == "constant":
-        return ops.pad(x, pairs, constant_values=value)
-    return ops.pad(x, pairs, mode={"replicate": "edge", "circular": "wrap"}.get(mode, mode))
+        return ops.pad(x, [tuple(p) for p in padding], constant_values=value)
+    for axis, (lo, hi) in enumerate(padding):  # Keras knows other modes by other names on each backend: say which element goes where
+        if lo or hi:
+            last = x.shape[axis] - 1
+            at = np.arange(-lo, last + 1 + hi)
+            at = {"replicate": at.clip(0, last), "circular": at % (last + 1), "reflect": last - abs(last - abs(at))}[mode]
+            x = ops.take(x, at, axis)
+    return x
 
 
 def _resize(x: Any, *, mode: str, size: Any, scale: Any, align_corners: bool) -> Any:
@@ -97,7 +105,7 @@ def _unsqueeze(x: Any, *, axes: Any) -> Any:
 
 
 def _cast(x: Any, *, dtype: str) -> Any:
-    return ops.cast(x, dtype)
+    return ops.cast(x, dtype_here(dtype))
 
 
 def _normalize(x: Any, w: Any, b: Any, axes: Sequence[int], eps: float) -> Any:
@@ -143,7 +151,7 @@ KERNELS: dict[str, Kernel] = {
     "ReduceMin": _reduce(ops.min),
     "ReduceProd": _reduce(ops.prod),
     "ReduceL2": lambda x, *, axes, keepdims: ops.sqrt(ops.sum(ops.square(x), tuple(axes), keepdims)),
-    "ArgMax": lambda x, *, axis, keepdims: ops.cast(ops.argmax(x, axis, keepdims=keepdims), "int64"),
+    "ArgMax": lambda x, *, axis, keepdims: ops.argmax(x, axis, keepdims=keepdims),
     "CumSum": lambda x, *, axis: ops.cumsum(x, axis),
     "Concat": lambda *xs, axis: ops.concatenate(xs, axis),
     "Stack": lambda *xs, axis: ops.stack(xs, axis),
@@ -184,7 +192,7 @@ class CanonicalOperation(keras.layers.Layer):
 
     def build(self, input_shape: Any = None) -> None:
         self.held = [
-            None if isinstance(s, str) else self.add_weight(name=f"w{k}", dtype=s[0], trainable=s[1], shape=tuple(s[2:]), initializer="zeros")
+            None if isinstance(s, str) else self.add_weight(name=f"w{k}", dtype=dtype_here(s[0]), trainable=s[1], shape=tuple(s[2:]), initializer="zeros")
             for k, s in enumerate(self.slots)
         ]  # fmt: skip
         self.built = True

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from chipfit.errors import UnsupportedError
-from chipfit.frameworks.keras.backend import forward
+from chipfit.frameworks.keras.backend import dtype_here, forward
 from chipfit.frameworks.keras.build import LAYERS, WEIGHTED, padding_mode
 from chipfit.frameworks.keras.kernels import KERNELS, CanonicalOperation
 from chipfit.frameworks.keras.layers import KerasActivationQuantizationHolder, KerasQuantizationWrapper, KerasQuantizer
@@ -109,7 +109,7 @@ class Builder:
             UnsupportedError: an operator has no Keras form.
         """
         g = self.graph
-        inputs = {n: keras.Input(g.values[n].shape[1:], dtype=g.values[n].dtype, name=self._unique(n)) for n in g.inputs}
+        inputs = {n: keras.Input(g.values[n].shape[1:], dtype=dtype_here(g.values[n].dtype), name=self._unique(n)) for n in g.inputs}
         for name, x in inputs.items():
             self._put(name, x)
         for node in g.nodes:

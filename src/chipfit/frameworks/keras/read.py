@@ -314,6 +314,10 @@ def _pool(r: Call, x: Tensor) -> Tensor:
     kernel = _many(o.pool_size, n)
     stride = kernel if o.strides is None else _many(o.strides, n)
     padding = _padding(o.padding, x.shape[1:-1], kernel, stride, (1,) * n)
+    if "Average" in type(o).__name__ and any(lo != hi for lo, hi in padding) and keras.backend.backend() == "torch":
+        pairs = ((0, 0), *padding, (0, 0))  # which Keras fills by repeating the edge on this backend; the others leave it out of the mean
+        shape = [d if d is None else d + sum(p) for d, p in zip(x.shape, pairs, strict=True)]
+        x, padding = r.emit("Pad", [x], shape, part="edge", padding=pairs, mode="replicate", value=0.0), ((0, 0),) * n
     attrs: dict[str, Any] = {"kernel": kernel, "stride": stride, "padding": padding, "ceil_mode": False}
     if "Max" in type(o).__name__:
         return r.emit("MaxPool", [x], dilation=(1,) * n, **attrs)
@@ -360,9 +364,12 @@ def _zero_padding(r: Call, x: Tensor) -> Tensor:
 @_operations("Pad")
 def _pad(r: Call, x: Tensor, constant_values: Any = None) -> Tensor:
     pairs = tuple((int(lo), int(hi)) for lo, hi in r.op.pad_width)
-    if r.op.mode != "constant" or len(pairs) != len(x.shape) or not isinstance(constant_values, (int, float, type(None))):
+    image = len(pairs) > 2 and not any((*pairs[0], *pairs[-1]))
+    if len(pairs) != len(x.shape) or not isinstance(constant_values, (int, float, type(None))):
         raise Unreadable
-    return r.emit("Pad", [x], padding=pairs, mode="constant", value=float(constant_values or 0))
+    if r.op.mode != "constant" and not (r.op.mode == "reflect" and image):
+        raise Unreadable
+    return r.emit("Pad", [x], padding=pairs, mode=r.op.mode, value=float(constant_values or 0))
 
 
 # ---------------------------------------------------------------- element by element
