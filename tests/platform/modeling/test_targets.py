@@ -62,3 +62,13 @@ def test_a_network_on_a_platform_file_through_the_same_function():
     direct = chipfit.quantize(network, data, "ort_cpu", progress=False)
     assert through.plan.tensors.keys() == direct.plan.tensors.keys()
     assert all(t.scale is None or torch.equal(t.scale, direct.plan.tensors[n].scale) for n, t in through.plan.tensors.items())
+
+
+@pytest.mark.parametrize(("name", "runtime"), [("tflite", "litert_reference"), ("qnnpack", "onnxruntime")])
+def test_a_chip_with_known_arithmetic_is_verified_to_the_integer(name, runtime):
+    torch.manual_seed(0)
+    data = [torch.randn(8, 3, 8, 8) for _ in range(2)]
+    result = chipfit.quantize(Every().eval(), data, get_target_platform_capabilities("pytorch", name), progress=False)
+    found = result.verify(data[:1], runtime=runtime)
+    assert [(r.layer, r.op, r.differing) for r in found.rows if r.differing and not r.in_float] == []
+    assert found.summary()
