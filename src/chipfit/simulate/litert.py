@@ -81,7 +81,8 @@ def _few_bits(run: Run, name: str) -> bool:
 def _convolution(run: Run, unit: Sequence[Node], how: str) -> None:
     head, (x, out) = unit[0], _names(unit)
     w = head.inputs[1] or ""
-    if how == "float" and _few_bits(run, w):  # XNNPACK leaves these to LiteRT
+    gaps = head.op.startswith("Transpose") and any(s > k for s, k in zip(head.attrs["stride"], run.code(w).shape[2:], strict=True))
+    if how == "float" and (gaps or _few_bits(run, w)):  # XNNPACK leaves these to LiteRT
         how = "up"
     if how == "up" and head.op.startswith("Conv") and head.attrs["groups"] > 1:  # no optimised kernel
         how = "away"

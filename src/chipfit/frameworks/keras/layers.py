@@ -105,6 +105,10 @@ class KerasActivationQuantizationHolder(keras.layers.Layer):
         y = self.activation_holder_quantizer(inputs)
         return (y, ops.convert_to_tensor(self.activation_holder_quantizer.scale)) if self.gives_scale else y
 
+    def compute_output_spec(self, inputs: Any) -> Any:
+        y = keras.KerasTensor(inputs.shape, "float32")  # said, not traced, which takes a while in large models
+        return (y, keras.KerasTensor((), "float32")) if self.gives_scale else y
+
     def get_config(self) -> dict[str, Any]:
         quantizer = keras.saving.serialize_keras_object(self.activation_holder_quantizer)
         return {**super().get_config(), "activation_holder_quantizer": quantizer, "gives_scale": self.gives_scale}
@@ -177,6 +181,9 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
             if now is not None and now is not given and not v.trainable:
                 v.assign(now)  # what the layer counts or averages in training
         return out
+
+    def compute_output_spec(self, inputs: Any, input_scale: Any = None, use: int = 0) -> Any:
+        return self.layer.compute_output_spec(inputs)
 
     def _variable(self, name: str) -> Any:
         return next(v for v in self.layer.variables if v.name == name)
