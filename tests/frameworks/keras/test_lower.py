@@ -99,6 +99,23 @@ def test_regularizers_and_constraints_of_the_user_stay():
     assert len(result.model.losses) == 1
 
 
+def test_a_layer_of_the_users_own_class_becomes_what_it_derives_from():
+    class Widening(layers.Conv2DTranspose):
+        pass
+
+    class Filter(layers.Conv2D):
+        pass
+
+    image = keras.Input((4, 4, 3))
+    x = Widening(4, 3, strides=2, padding="same", name="up")(Filter(3, 3, padding="same", name="filter")(image))
+    x, data = keras.Model(image, x), np.random.default_rng(0).normal(size=(2, 4, 4, 3)).astype("float32")
+    result = chipfit.quantize(x, [data], "imx500", progress=False)
+    with torch.no_grad():
+        want = engine(result.graph, result.plan).run_flat(flat(data))
+    torch.testing.assert_close(result.model.run_flat(flat(data)), want, rtol=1e-5, atol=1e-5)
+    assert type(result.model.get_layer("up").layer) is layers.Conv2DTranspose
+
+
 def test_the_summary_names_what_is_there(capsys):
     quantized("residual")[0].model.summary(line_length=140)
     text = capsys.readouterr().out

@@ -59,12 +59,17 @@ def _conv(node: Node, graph: Graph) -> Weighted | None:
 
 
 def _transposed(node: Node, graph: Graph) -> Weighted | None:
+    """With the user's own words for the padding, which no number here tells."""
     variables = _variables(node, graph, "kernel", "bias")
-    n = len(node.attrs["stride"])
-    cls = (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose)[n - 1]
-    if variables is None or node.layer_type != cls.__name__:
-        return None  # its padding is told by the user's layer only
-    return cls, {"activation": None, "use_bias": "bias" in variables}, variables, node.op
+    if not variables or "output_padding" not in node.config:
+        return None
+    w, n = graph.weights[variables["kernel"]], len(node.attrs["stride"])
+    config = {
+        "filters": w.shape[1], "kernel_size": tuple(w.shape[2:]), "strides": tuple(node.attrs["stride"]), "dilation_rate": tuple(node.attrs["dilation"]),
+        "padding": node.config["padding"], "output_padding": node.config["output_padding"], "activation": None, "use_bias": "bias" in variables,
+        "data_format": "channels_last",
+    }  # fmt: skip
+    return (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose)[n - 1], config, variables, node.op
 
 
 def _dense(node: Node, graph: Graph) -> Weighted | None:
