@@ -52,7 +52,7 @@ def float_pass(model: Any, data: list[torch.Tensor]) -> None:
             if isinstance(model, torch.nn.Module):  # Keras on torch as well
                 model(x)
             else:
-                model.predict_on_batch(x.numpy())  # compiled
+                model(x.numpy(), training=False)
 
 
 def quantize(model: Any, data: list[torch.Tensor]) -> dict[str, float]:

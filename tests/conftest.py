@@ -11,6 +11,12 @@ os.environ.setdefault("KERAS_BACKEND", "torch")  # a process has one backend; te
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Networks that a test module makes when it is imported have the same weights whichever modules came before."""
+    if isinstance(collector, pytest.Module):
+        torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
