@@ -21,6 +21,14 @@ def test_every_integer_equals_that_of_each_family_of_kernels(tmp_path, name, bit
     prove(result.graph, result.plan, result.platform, [batch], tmp_path)
 
 
+@pytest.mark.parametrize("name", sorted(set(ZOO) - set(REFUSED)))
+def test_16_bit_activations_depart_only_where_operators_run_in_float(tmp_path, name):
+    model, batch = make(name)
+    result = chipfit.quantize(model, [batch], platform="tflite_int16x8", progress=False)
+    for found in prove(result.graph, result.plan, result.platform, [batch], tmp_path):
+        assert all(row.in_float for row in found.rows if row.op_differing)
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_has_no_form_is_refused_before_a_file_exists(tmp_path, name):
     model, batch = make(name)

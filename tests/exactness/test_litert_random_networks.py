@@ -28,3 +28,18 @@ def test_no_integer_of_a_random_network_differs_from_litert(tmp_path_factory, pa
             assert found.exact, found.summary()
 
     drawn()
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_no_integer_of_16_bit_activations_differs_either(tmp_path_factory, part):
+    @hypothesis.seed(part)
+    @settings(max_examples=12, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(st.sampled_from([1, 2, 3, 4]), st.sampled_from([4, 5, 8]), STEPS, st.integers(0, 999))
+    def drawn(channels, side, steps, seed):
+        torch.manual_seed(seed)
+        model, x = Drawn(channels, side, steps).eval(), torch.randn(3, channels, side, side)
+        result = chipfit.quantize(model, [x], platform="tflite_int16x8", progress=False)
+        for found in prove(result.graph, result.plan, result.platform, [x], tmp_path_factory.mktemp("net")):
+            assert found.exact, found.summary()
+
+    drawn()

@@ -448,7 +448,7 @@ _VERSIONS: dict[str, tuple[int, int, int, int]] = {
     "CONV_2D": (1, 3, 4, 5), "DEPTHWISE_CONV_2D": (1, 3, 5, 6), "FULLY_CONNECTED": (5, 5, 7, 5), "TRANSPOSE_CONV": (3, 3, 4, 3),
     "ADD": (1, 2, 3, 2), "SUB": (1, 2, 5, 2), "MUL": (1, 2, 4, 2), "DEQUANTIZE": (2, 2, 3, 2), "QUANTIZE": (1, 1, 2, 1),
     "LEAKY_RELU": (1, 2, 2, 2), "RELU": (1, 2, 3, 2), "BATCH_MATMUL": (1, 2, 3, 2), "STRIDED_SLICE": (1, 2, 4, 2),
-    "MEAN": (1, 2, 3, 2), "RESIZE_BILINEAR": (3, 3, 4, 3), "RESIZE_NEAREST_NEIGHBOR": (3, 3, 4, 3), "GATHER": (1, 2, 4, 2),
+    "EXP": (1, 2, 2, 2), "LOG": (1, 2, 2, 2), "TILE": (1, 2, 2, 2), "MEAN": (1, 2, 3, 2), "RESIZE_BILINEAR": (3, 3, 4, 3), "RESIZE_NEAREST_NEIGHBOR": (3, 3, 4, 3), "GATHER": (1, 2, 4, 2),
     **dict.fromkeys(("RESHAPE", "GELU", "HARD_SWISH", "SQUARED_DIFFERENCE", "ELU", "PRELU", "DIV", "POW", "FLOOR", "ROUND", "SIN", "COS",
                      "CEIL", "NEG", "CAST", "ABS", "CUMSUM", "CONV_3D", "DEPTH_TO_SPACE", "SPACE_TO_DEPTH", "SELECT_V2", "UNPACK", "RELU_0_TO_1", "RELU_N1_TO_1", "BROADCAST_TO"), (1, 1, 1, 1)),
 }  # fmt: skip

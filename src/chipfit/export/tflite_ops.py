@@ -65,7 +65,8 @@ for _op, (_kind, _options) in {
 
 @_writes("Add", "Sub", "Mul", integer=True)
 def _binary(w: Writer, n: Node, y: Sequence[int]) -> None:
-    w.op(n.op.upper(), [w.read(i) for i in n.inputs], y, n.op, fusedActivationFunction=w.fused)
+    how = {} if n.op == "Mul" else {"potScaleInt16": False}  # another kernel, for scales that are powers of two
+    w.op(n.op.upper(), [w.read(i) for i in n.inputs], y, n.op, fusedActivationFunction=w.fused, **how)
 
 
 # ---------------------------------------------------------------- pieces

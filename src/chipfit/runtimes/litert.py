@@ -22,7 +22,7 @@ class LiteRt:
     """
 
     exact = True  #: a verified profile: integers are promised to equal the simulator's ...
-    platforms: tuple[str, ...] = ("tflite_int8", "xnnpack", "litert_ai_edge")  #: ... of these platforms
+    platforms: tuple[str, ...] = ("tflite_int8", "tflite_int16x8", "litert_ai_edge", "xnnpack")  #: ... of these platforms
     kernels = "litert_xnnpack"  #: the family that the simulator mirrors
     suffix = ".tflite"  #: of the files that it loads
     codes = "{}"  #: name of the tensor that holds a graph value's codes
@@ -108,7 +108,7 @@ class LiteRt:
 class LiteRtReference(LiteRt):
     """Every operator by its reference kernel."""
 
-    platforms = ("tflite_int8", "litert_ai_edge")
+    platforms = ("tflite_int8", "tflite_int16x8", "litert_ai_edge")
     kernels = "litert_reference"
     resolver = "BUILTIN_REF"
 
@@ -117,7 +117,7 @@ class LiteRtReference(LiteRt):
 class LiteRtOptimized(LiteRt):
     """Every operator by its optimised kernel, without delegates."""
 
-    platforms = ("tflite_int8", "litert_ai_edge")
+    platforms = ("tflite_int8", "tflite_int16x8", "litert_ai_edge")
     kernels = "litert_optimized"
     resolver = "BUILTIN_WITHOUT_DEFAULT_DELEGATES"
 

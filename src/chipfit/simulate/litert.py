@@ -19,7 +19,7 @@ from chipfit.graph.ir import Node
 from chipfit.plan import TensorPlan
 from chipfit.quantizers.grids import dequantize
 from chipfit.registry import register
-from chipfit.simulate import gemmlowp
+from chipfit.simulate import gemmlowp, tables16
 from chipfit.simulate.integer import Kernel, Profile, Run, accumulate, move
 from chipfit.simulate.requantize import fixed_point, multiplier_and_shift, scale_by, shift_away
 
@@ -114,6 +114,7 @@ def _linear(run: Run, unit: Sequence[Node], how: str) -> None:
 def _mat_mul(run: Run, unit: Sequence[Node], how: str) -> None:
     a, b = (i or "" for i in unit[0].inputs[:2])
     out = unit[-1].output
+    how = "q15" if _wide(run, a) else how
     real = (run.scale(a) * run.scale(b)).to(torch.float32 if how == "float" else torch.float64) / run.scale(out)
     run.store(out, _scaled(torch.matmul(run.centred(a), run.centred(b)), real, how) + run.zero(out))
 
@@ -218,11 +219,28 @@ def _table(run: Run, unit: Sequence[Node], f: Callable[[Tensor, Node], Tensor] |
     x, out = _names(unit)
     t = run.tensor(x)
     assert t.grid is not None
+
+    def function(reals: Tensor) -> Tensor:
+        return f(reals, unit[0]) if f is not None else execute(unit[0], [reals.double()])[0].float()
+
+    if _wide(run, x):
+        run.store(out, tables16.apply(function, run.code(x).long(), run.scale(x), run.scale(out)))
+        return
     codes = torch.arange(t.grid.qmin, t.grid.qmax + 1)
-    reals = dequantize(codes, run.scale(x), run.zero(x))
-    y = f(reals, unit[0]) if f is not None else execute(unit[0], [reals.double()])[0]
-    table = round_away((y.float() * (1.0 / run.scale(out))).double()) + run.zero(out)
+    y = function(dequantize(codes, run.scale(x), run.zero(x)))
+    table = round_away((y * (1.0 / run.scale(out))).double()) + run.zero(out)
     run.store(out, table[run.code(x).long() - t.grid.qmin])
+
+
+def _table_or(
+    run: Run, unit: Sequence[Node], wide: Callable[[Tensor, Tensor], Tensor], f: Callable[[Tensor, Node], Tensor] | None = None
+) -> None:
+    """A table, or the function's own arithmetic on 16-bit codes."""
+    x, out = _names(unit)
+    if _wide(run, x):
+        run.store(out, wide(run.code(x).long(), run.scale(x)))
+    else:
+        _table(run, unit, f)
 
 
 def _sigmoid(x: Tensor, node: Node) -> Tensor:
@@ -280,24 +298,26 @@ def _high16(a: Tensor, b: Tensor) -> Tensor:
     return _sat16(torch.where(n >= 0, n >> 15, -((-n) >> 15)))
 
 
-def _softmax_reference(run: Run, unit: Sequence[Node]) -> None:
-    """Exponential and reciprocal in fixed point."""
+def _softmax(run: Run, unit: Sequence[Node], rows: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    """`rows` makes codes without zero point of codes, both with the axis last, and of the scales of operand and result."""
     x, out = _names(unit)
     axis = unit[0].attrs["axis"]
     q = run.code(x).long().movedim(axis, -1)
-    y = gemmlowp.softmax(q - q.amax(-1, keepdim=True), run.scale(x), 8) + run.zero(out)
+    y = tables16.softmax(q, run.scale(x)) if _wide(run, x) else rows(q, run.scale(x), run.scale(out)) + run.zero(out)
     run.store(out, y.movedim(-1, axis))
 
 
-def _softmax(run: Run, unit: Sequence[Node]) -> None:
+def _rows_reference(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
+    """Exponential and reciprocal in fixed point."""
+    return gemmlowp.softmax(q - q.amax(-1, keepdim=True), scale, 8)
+
+
+def _rows_optimized(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
     """Exponentials of differences to the maximum from a float32 table; floor(e / (sum s_y) + 1/2)."""
-    x, out = _names(unit)
-    q = run.code(x).long().movedim(unit[0].attrs["axis"], -1)
-    table = torch.exp(-run.scale(x).double() * torch.arange(256, dtype=torch.float64)).float()
+    table = torch.exp(-scale.double() * torch.arange(256, dtype=torch.float64)).float()
     e = table[q.amax(-1, keepdim=True) - q]
     total = torch.from_numpy(np.cumsum(e.numpy(), axis=-1, dtype=np.float32)[..., -1:].copy())
-    y = torch.floor(e * (1.0 / (total * run.scale(out))) + 0.5) + run.zero(out)
-    run.store(out, y.movedim(-1, unit[0].attrs["axis"]))
+    return torch.floor(e * (1.0 / (total * result)) + 0.5)
 
 
 # ---------------------------------------------------------------- windows and means
@@ -439,28 +459,38 @@ def _quantize_inverse(x: Tensor, t: TensorPlan) -> Tensor:
 
 
 _CONVOLUTIONS = ("Conv1D", "Conv2D", "DepthwiseConv2D", "TransposeConv1D", "TransposeConv2D")
-_TABLES = ("Tanh", "Exp", "Log")
+_TABLES = ("Exp", "Log")
 _RECTIFIERS = ("Relu", "Relu6", "Clamp")
 
 REFERENCE: dict[str, Kernel] = {
     **dict.fromkeys(_CONVOLUTIONS, partial(_convolution, how="away")), **dict.fromkeys(_TABLES, _table),
     **dict.fromkeys(_RECTIFIERS, partial(_relu, how="away")), **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean),
     "Linear": partial(_linear, how="double"), "MatMul": partial(_mat_mul, how="away"), "Add": _add, "Sub": partial(_add, sign=-1),
-    "Mul": partial(_mul, how="away"), "PRelu": _prelu, "LeakyRelu": _leaky, "HardSwish": _hard_swish, "Softmax": _softmax_reference,
-    "Sigmoid": partial(_table, f=_sigmoid), "Gelu": partial(_table, f=_gelu), "Abs": _abs, "Requantize": _requantize,
+    "Mul": partial(_mul, how="away"), "PRelu": _prelu, "LeakyRelu": _leaky, "HardSwish": _hard_swish, "Softmax": partial(_softmax, rows=_rows_reference),
+    "Sigmoid": partial(_table_or, wide=tables16.sigmoid, f=_sigmoid), "Tanh": partial(_table_or, wide=tables16.tanh), "Gelu": partial(_table, f=_gelu), "Abs": _abs, "Requantize": _requantize,
 }  # fmt: skip
 OPTIMIZED: dict[str, Kernel] = {
     **REFERENCE, **dict.fromkeys(_CONVOLUTIONS, partial(_convolution, how="up")),
-    **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean_optimized), "Linear": partial(_linear, how="up"), "Softmax": _softmax,
+    **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean_optimized), "Linear": partial(_linear, how="up"), "Softmax": partial(_softmax, rows=_rows_optimized),
 }  # fmt: skip
-XNNPACK: dict[str, Kernel] = {
-    **OPTIMIZED, **dict.fromkeys(_CONVOLUTIONS, partial(_convolution, how="float")),
-    **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean_xnnpack), "Linear": partial(_linear, how="float"), "MatMul": _mat_mul_xnnpack,
-    "Add": _add_xnnpack, "Sub": partial(_add_xnnpack, sign=-1), "Mul": partial(_mul, how="float"), "LeakyRelu": _leaky_xnnpack,
-    "Requantize": _requantize_xnnpack,
+_THEIRS: dict[str, Kernel] = {
+    **dict.fromkeys(_CONVOLUTIONS, partial(_convolution, how="float")), **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean_xnnpack),
+    "Linear": partial(_linear, how="float"), "MatMul": _mat_mul_xnnpack, "Add": _add_xnnpack, "Sub": partial(_add_xnnpack, sign=-1),
+    "Mul": partial(_mul, how="float"), "LeakyRelu": _leaky_xnnpack, "Requantize": _requantize_xnnpack,
 }  # fmt: skip
 MOVES: dict[str, Kernel] = {"AvgPool": _avg_pool, "Resize": partial(_resize, lines=_lines, one=1024)}
-MOVES_XNNPACK: dict[str, Kernel] = {**MOVES, "Resize": partial(_resize, lines=_lines_xnnpack, one=2048)}
+
+
+def _taken(run: Run, unit: Sequence[Node], theirs: Kernel, ours: Kernel) -> None:
+    """XNNPACK takes 8-bit operators only."""
+    (ours if _wide(run, unit[0].inputs[0] or "") else theirs)(run, unit)
+
+
+XNNPACK: dict[str, Kernel] = {**OPTIMIZED, **{op: partial(_taken, theirs=f, ours=OPTIMIZED[op]) for op, f in _THEIRS.items()}}
+MOVES_XNNPACK: dict[str, Kernel] = {
+    **MOVES,
+    "Resize": partial(_taken, theirs=partial(_resize, lines=_lines_xnnpack, one=2048), ours=MOVES["Resize"]),
+}
 
 register("kernels", "litert_reference")(Profile(kernels=REFERENCE, moves=MOVES, clip=_clip, quantize=_quantize_away))
 register("kernels", "litert_optimized")(Profile(kernels=OPTIMIZED, moves=MOVES, clip=_clip, quantize=_quantize_inverse))

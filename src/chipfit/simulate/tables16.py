@@ -1,0 +1,105 @@
+"""Functions of 16-bit codes as LiteRT computes them: short tables, straight lines between their entries.
+
+Source: TensorFlow Lite, kernels/internal/common.h and reference/integer_ops/{logistic,tanh}.h, reference/softmax.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from chipfit.simulate.requantize import fixed_point
+
+Tensor = torch.Tensor
+Function = Callable[[Tensor], Tensor]
+LOW, HIGH = -(1 << 15), (1 << 15) - 1
+
+
+def _away(x: Tensor) -> Tensor:
+    return torch.sign(x) * torch.floor(x.abs() + 0.5)
+
+
+def _table(f: Function, scale: Tensor, zero: int, result: Tensor) -> Tensor:
+    """513 entries of round(f / result), lowered where a line between them would run above the middle, int64.
+
+    Args:
+        f: of reals of the scales' type.
+        scale, zero: of the codes that the table is for: real = scale (code - zero).
+        result: scale of the results.
+    """
+    low, high = (scale * (end - zero) for end in (LOW, HIGH))
+    per_unit = 65536.0 / (result * HIGH - result * LOW)
+    step = (high - low) / 512
+    at = low + torch.arange(512, dtype=scale.dtype) * step
+    here = _away(f(at) * per_unit)
+    line = _away((f(low + torch.arange(1, 513, dtype=scale.dtype) * step) * per_unit + here) / 2)
+    excess = _away((line - _away(f(at + step / 2) * per_unit)) / 2)
+    entries = torch.cat([here - excess, _away(f(high.reshape(1)) * per_unit)])
+    return entries.clamp(LOW, HIGH).long()
+
+
+def _read(table: Tensor, q: Tensor) -> Tensor:
+    at = 256 + (q >> 7)
+    return table[at] + (((table[at + 1] - table[at]) * (q & 127) + 64) >> 7)
+
+
+def apply(f: Function, q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
+    """f of codes without zero point, in codes of `result`; int64."""
+    return _read(_table(f, scale, 0, result), q)
+
+
+def _bell() -> Tensor:
+    """65536 sigmoid(i / 24), i = 0 .. 255, lowered like the others."""
+    i = torch.arange(256, dtype=torch.float64)
+    here, middle, after = (65536 * torch.sigmoid((i + part) / 24) for part in (0.0, 0.5, 1.0))
+    table = torch.floor(here - ((here + after) / 2 - middle) / 2 + 0.5).long()
+    table[255] = 65535
+    return table
+
+
+def _thirds(q: Tensor, scale: Tensor, shifts: tuple[int, ...]) -> Tensor:
+    """The operand in steps of 1 / 12288: by a shift where the scale is one of a few powers of two, else by a 15-bit multiplier."""
+    exact = 12 + torch.log2(scale.double())
+    if float(exact) in shifts:
+        return q * (3 << int(exact))
+    real, shift = float(scale) * 4096.0 * 3.0, 0
+    while real <= 32767.0 / 2.0 and shift <= 30:
+        real, shift = 2 * real, shift + 1
+    return (q * int(real) + ((1 << shift) >> 1)) >> shift
+
+
+def _line(x: Tensor, bits: int, end: int) -> Tensor:
+    """Between entries of the table, `bits` fractional bits; `end` beyond them."""
+    table, size = _bell(), x.abs()
+    at = (size >> bits).clamp_max(254)
+    y = (table[at] << bits) + (size & (1 << bits) - 1) * (table[at + 1] - table[at])
+    return torch.where(size >> bits >= 255, end, y)
+
+
+def sigmoid(q: Tensor, scale: Tensor) -> Tensor:
+    """Codes of 1/32768."""
+    x = _thirds(q, scale, (0,))
+    y = _line(x, 9, HIGH << 10)
+    return torch.where(x >= 0, y + 512, (1 << 25) - y + 511) >> 10
+
+
+def tanh(q: Tensor, scale: Tensor) -> Tensor:
+    """Codes of 1/32768."""
+    x = _thirds(q, scale, (0, 1))
+    y = _line(x, 8, 65535 << 8)
+    return torch.where(x >= 0, y - (1 << 23) + 128, (1 << 23) - y + 127) >> 8
+
+
+def softmax(q: Tensor, scale: Tensor) -> Tensor:
+    """Over the last axis, codes of 1/32768: tables of exp over -10 .. 0 and of 1 / (1 + x) over 0 .. 1."""
+    part = torch.tensor(1.0 / 65535.0, dtype=torch.float64)
+    exp, inverse = _table(torch.exp, 10 * part, HIGH, 2 * part), _table(lambda x: 1.0 / (1.0 + x), part, LOW, 2 * part)
+    diff = q - q.amax(-1, keepdim=True)
+    e = _read(exp, (fixed_point(diff, scale.double() / (10.0 / 65535.0), "away") + HIGH).clamp(LOW, HIGH))
+    total = e.sum(-1, keepdim=True)
+    digits = torch.frexp(total.double()).exponent.long()  # total < 2^digits
+    mantissa = ((total << 31 - digits) + (1 << 13)) >> 14
+    r = _read(inverse, (mantissa - (1 << 15) - (1 << 16)).clamp(LOW, HIGH))
+    shift = digits - 1
+    return ((e * r + ((torch.ones_like(shift) << shift) >> 1)) >> shift).clamp(0, HIGH)
