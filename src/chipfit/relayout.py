@@ -11,12 +11,12 @@ from chipfit.passes.layout import Rearranged, rearrange
 from chipfit.plan import NodePlan, Plan
 
 
-def relayout(graph: Graph, plan: Plan, target: str) -> tuple[Rearranged, Plan]:
+def relayout(graph: Graph, plan: Plan, target: str, *, borders: bool = False) -> tuple[Rearranged, Plan]:
     """As `passes.layout.rearrange`, and the plan of the rearranged graph."""
     requantized = {v for v, _ in plan.float_edges}  # a value with a raw side is more than its operand in another order
     moved = [n for n in graph.nodes if n.op == "Transpose"]
     solid = {n.name for n in moved if n.output in requantized or not same_numbers(plan, n.inputs[0], n.output)}
-    new = rearrange(graph, target, plan.float_edges, solid)
+    new = rearrange(graph, target, plan.float_edges, solid, borders=borders)
     tensors, nodes = dict(plan.tensors), dict(plan.nodes)
     made = new.graph.producers()
     for name, (source, _) in new.copies.items():

@@ -1,8 +1,8 @@
 """Write a Graph under a Plan as `.tflite`: the flatbuffer itself, with exactly the Plan's numbers.
 
 A tensor has the name of the graph value whose codes (or floats) it holds; the float side of a quantized value is
-`v/float`. Images lie channels last; the permutations, by which a runtime finds the graph's own layout again, stand in
-the metadata entry "chipfit". Operators that the plan keeps in float are written in float, with QUANTIZE and DEQUANTIZE
+`v/float`. Images lie channels last, those that go in and come out too; the permutations, by which a runtime finds the
+model's own layout again, stand in the metadata entry "chipfit". Operators that the plan keeps in float are written in float, with QUANTIZE and DEQUANTIZE
 at their borders.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from chipfit.errors import ExportError, UnsupportedError
 from chipfit.export.names import output_names
 from chipfit.export.tflite_ops import FUSING, INTEGER, MOVING, WRITERS
 from chipfit.files import write_atomically
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import OPAQUE, Graph, Node
 from chipfit.graph.run import run
 from chipfit.passes.layout import natural
 from chipfit.plan import Plan, TensorPlan
@@ -50,7 +51,7 @@ def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options
     return export_tflite(graph, plan, path, **options)
 
 
-def export_tflite(graph: Graph, plan: Plan | None, path: str | Path, *, batch: int | None = None) -> Path:
+def export_tflite(graph: Graph, plan: Plan | None, path: str | Path, *, batch: int | None = None, keep_layout: bool = False) -> Path:
     """Write the model to `path`.
 
     Args:
@@ -58,6 +59,7 @@ def export_tflite(graph: Graph, plan: Plan | None, path: str | Path, *, batch: i
         path: the `.tflite` file; it appears complete or not at all.
         batch: a fixed batch size. When omitted the batch stays open (size 1 until it is resized), except in models
             with transposed convolutions, whose kernels need it: there it is fixed at 1.
+        keep_layout: inputs and outputs lie as in the model (channels first in PyTorch), behind transpositions.
 
     Raises:
         UnsupportedError: operators or formats that the file cannot hold, all named at once; nothing is written.
@@ -68,28 +70,29 @@ def export_tflite(graph: Graph, plan: Plan | None, path: str | Path, *, batch: i
     plan = plan or Plan()
     if batch is None and any(n.op in _STATIC_BATCH for n in graph.nodes):
         batch = 1
-    _demand_writers(graph, plan)
-    return write_atomically(Path(path), Writer(graph, plan, batch).write())
+    return write_atomically(Path(path), Writer(graph, plan, batch, keep_layout).write())
 
 
-def _demand_writers(graph: Graph, plan: Plan) -> None:
-    bad = [f"{n.op if n.op != 'Opaque' else n.attrs['target']} '{n.layer or n.name}'" for n in graph.nodes if n.op not in WRITERS]
-    if bad:
-        raise UnsupportedError(
-            "These operators have no TensorFlow Lite form here", got=", ".join(bad), allowed=", ".join(sorted(WRITERS)),
-            hint="replace them in the model, or export the part without them",
-        )  # fmt: skip
-    odd = sorted({f"'{t.name}' ({t.format})" for t in plan.tensors.values() if t.grid is not None and not _storable(t)})
-    if odd:
-        raise UnsupportedError(
-            "These tensors have formats that TensorFlow Lite cannot hold", got=", ".join(odd[:6]) + (f" and {len(odd) - 6} more" if len(odd) > 6 else ""),
-            allowed="signed 4-, 8-, 16-, 32- and 64-bit integers, per tensor or per channel", hint="quantize for a platform such as tflite_int8",
-        )  # fmt: skip
+class _Refusal(Exception):
+    """(what, why): one operator cannot be written. All are gathered into one error."""
 
 
-def _storable(t: TensorPlan) -> bool:
-    assert t.grid is not None
-    return t.grid.kind == "int" and t.grid.signed and t.grid.per in ("tensor", "channel")
+def _unstorable(plan: Plan) -> list[tuple[str, str]]:
+    """Tensors whose formats the file cannot hold."""
+    grids = [(f"tensor '{t.name}' ({t.format})", t.grid) for t in plan.tensors.values() if t.grid is not None]
+    return [(name, "the file holds signed integers only") for name, g in grids if g.kind != "int" or not g.signed] + [
+        (name, f"the file has no scales per {g.per}") for name, g in grids if g.per not in ("tensor", "channel")
+    ]
+
+
+def _in_one(refused: Sequence[tuple[str, str]]) -> UnsupportedError:
+    reasons: dict[str, list[str]] = {}
+    for what, why in refused:
+        reasons.setdefault(why, []).append(what)
+    return UnsupportedError(
+        "TensorFlow Lite cannot hold all of this model", got="; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items()),
+        hint="replace these layers, export the part of the model without them, or quantize for a platform such as tflite_int8",
+    )  # fmt: skip
 
 
 class _Buffer:
@@ -114,11 +117,11 @@ class _Buffer:
 class Writer:
     """State of one export: tensors and operators so far, and where each value is."""
 
-    def __init__(self, graph: Graph, plan: Plan, batch: int | None) -> None:
+    def __init__(self, graph: Graph, plan: Plan, batch: int | None, keep_layout: bool) -> None:
         self.source = graph
         self.batch = batch
         sizes = _sizes(graph, batch or 1)
-        new, self.plan = relayout(graph, plan, "channels_last")
+        new, self.plan = relayout(graph, plan, "channels_last", borders=not keep_layout)
         self.graph, self.forms = new.graph, new.forms
         self.sizes: dict[str, tuple[int, ...]] = {}
         for v in self.graph.values:
@@ -131,6 +134,7 @@ class Writer:
         self.known: dict[str, int] = {}  #: tensor name -> index
         self.constants: dict[Any, int] = {}
         self.node = Node("io", "", (), ())
+        self.refused = _unstorable(plan)  #: why the file cannot be written
         self.integer = False  #: the operator at hand is written in integers
         self.fused = 0  #: code of the activation that the operator at hand applies itself
         self._count = 0
@@ -138,10 +142,7 @@ class Writer:
     # ---- pieces that operator writers use
 
     def refuse(self, node: Node, why: str) -> None:
-        raise UnsupportedError(
-            f"{node.op} '{node.layer or node.name}' cannot be written to TensorFlow Lite: {why}", where=node.source,
-            hint="replace the layer, or export the part of the model without it",
-        )  # fmt: skip
+        raise _Refusal(f"{node.op if node.op != OPAQUE else node.attrs['target']} '{node.layer or node.name}'", why)
 
     def shape(self, name: str | None) -> tuple[int, ...]:
         """Concrete sizes of a value (batch 1 where it is open) or weight, in the file's layout."""
@@ -266,7 +267,12 @@ class Writer:
         for n in g.nodes:
             members = [nodes[m] for m in groups.get(n.name, (n.name,))]
             if n.name == members[-1].name:
-                self._unit(members)
+                try:
+                    self._unit(members)
+                except _Refusal as e:
+                    self.refused.append(e.args)
+        if self.refused:
+            raise _in_one(self.refused)
         self.node, self.integer = Node("io", "", (), ()), False
         outputs = [self._constant_output(o) if o in g.weights else self.read(o) for o in g.outputs]
         return self._model([self.known[self._raw_name(i)] for i in g.inputs], outputs)
@@ -285,6 +291,8 @@ class Writer:
         code = _fused_code(members[1]) if len(members) == 2 and head.op in FUSING else 0
         for n in members[:1] if code else members:
             self.node, self.integer, self.fused = n, integer, code
+            if n.op not in WRITERS:
+                self.refuse(n, "it has no TensorFlow Lite form here")
             outs = [self.known[o if integer else self._raw_name(o)] for o in tail.outputs]
             if n is not tail and not code:
                 outs = [self.between(self.sizes[n.output], outs[0], name=f"{n.output}/inner")]
@@ -301,7 +309,8 @@ class Writer:
         """Add the tensors of a value: its codes when it is quantized, its float side when `raw`."""
         v = self.graph.values[name]
         if v.dtype not in _TYPE_OF:
-            self.refuse(self.node, f"'{name}' is of type {v.dtype}")
+            self.refused.append((f"value '{name}'", f"the file has no type {v.dtype}"))
+            v = replace(v, dtype="float32")
         shape, open_shape = self.sizes[name], self.open_shape(name)
         t = self.plan.tensors.get(name)
         if raw:
@@ -371,12 +380,14 @@ class Writer:
         return bytes(builder.Output())
 
     def _notes(self) -> dict[str, Any]:
-        """What a runtime needs to give every value back in the graph's own layout."""
+        """What a runtime needs to take and give every value in the model's own layout."""
         values = self.source.values
+        names = {v: [n for n in (v, f"{v}/float", f"{v}/dequantized") if n in self.known] for v in self.graph.values if v in values}
         return {
             "platform": self.plan.platform,
-            "forms": {v: list(f) for v, f in self.forms.items()},
-            "batch_axis": {v: values[v].shape.index(None) for v in self.graph.values if v in values and None in values[v].shape},
+            "inputs": [self.forms.get(i) for i in self.source.inputs],
+            "forms": {n: list(f) for v, f in self.forms.items() for n in names[v]},
+            "batch_axis": {n: values[v].shape.index(None) for v, ns in names.items() if None in values[v].shape for n in ns},
             "provenance": self.plan.provenance,
         }
 

@@ -1,14 +1,14 @@
 """Change the layout of spatial operators: channels first (N, C, ...) or channels last (N, ..., C).
 
 Only activations are rearranged. Weights keep their canonical layout (OIHW kernels and so on), and the model keeps the
-layout of its own inputs and outputs. Every value is remembered in the *form* in which it is held: a permutation p with
+layout of its own inputs and outputs unless its borders are given up too. Every value is remembered in the *form* in which it is held: a permutation p with
 held = natural.permute(p). Operators that do not care compute in the form at hand with their axes renamed, so that
 transpositions appear only where a form really changes, and the model's own ones cancel against them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from chipfit.graph.ir import OPAQUE, Graph, Node, Value
@@ -56,17 +56,38 @@ class Rearranged:
 
 
 def rearrange(
-    graph: Graph, target: str, raw: Collection[tuple[str, str]] = frozenset(), solid: Collection[str] = frozenset()
+    graph: Graph, target: str, raw: Collection[tuple[str, str]] = frozenset(), solid: Collection[str] = frozenset(), *,
+    borders: bool = False,
 ) -> Rearranged:  # fmt: skip
     """As `to_layout`, for a graph whose values have a quantized and a raw side.
 
     Args:
         raw: (value, node) edges that read the raw side; they are rearranged by themselves.
         solid: names of Transpose nodes that must stay operators because they change more than the order.
+        borders: inputs may be held rearranged where that spares transpositions, outputs stay as they are made; else
+            transpositions stand at the borders.
     """
     if graph.data_format == target:
         return Rearranged(graph.copy())
-    return _Walk(graph, target, raw, solid).run()
+    entries: dict[str, Form] = {}
+    new = _Walk(graph, target, raw, solid, entries, borders).run()
+    for name in graph.inputs if borders else ():
+        form = _layout(target, len(graph.shape(name)))
+        other = _Walk(graph, target, raw, solid, {**entries, name: form}, borders).run()
+        if _transpositions(other) < _transpositions(new):
+            new, entries = other, {**entries, name: form}
+    return new
+
+
+def _transpositions(new: Rearranged) -> int:
+    return sum(n.op == "Transpose" for n in new.graph.nodes)
+
+
+def _layout(target: str, rank: int) -> Form:
+    """The target layout of a tensor of this rank, seen from the other one."""
+    if rank < 3:
+        return natural(rank)
+    return (0, *range(2, rank), 1) if target == "channels_last" else (0, rank - 1, *range(1, rank - 1))
 
 
 def natural(rank: int) -> Form:
@@ -88,12 +109,20 @@ def without(form: Form, axes: Collection[int]) -> Form:
 class _Walk:
     """One pass over the nodes in execution order."""
 
-    def __init__(self, graph: Graph, target: str, raw: Collection[tuple[str, str]], solid: Collection[str]) -> None:
+    def __init__(
+        self, graph: Graph, target: str, raw: Collection[tuple[str, str]], solid: Collection[str],
+        entries: Mapping[str, Form], loose: bool,
+    ) -> None:  # fmt: skip
         self.source, self.target, self.raw_edges, self.solid = graph, target, raw, solid
         self.result = Rearranged(graph.copy())
         self.out = self.result.graph
         self.out.nodes, self.out.data_format = [], target
+        self.loose = loose  # outputs may stay as they are held
         self.held: dict[str, tuple[str, Form]] = {i: (i, natural(self.rank(i))) for i in graph.inputs}
+        for i, form in entries.items():
+            self.held[i] = i, form
+            self.out.values[i] = replace(graph.values[i], shape=tuple(graph.shape(i)[d] for d in form))
+            self.note_form(i, form)
         self.pending: dict[str, Node] = {}  # values of transpositions that have been relabelled away
         self.made: dict[tuple[str, Form, bool], str] = {}
 
@@ -107,10 +136,15 @@ class _Walk:
                 _RULES[node.op](self, node)
             else:
                 self.plain(node)
-        self.out.outputs = [o if o in self.out.weights else self.read(o, natural(self.rank(o))) for o in self.source.outputs]
+        self.out.outputs = [self.result_of(o) for o in self.source.outputs]
         for name in self.pending:
             del self.out.values[name]
         return self.result
+
+    def result_of(self, name: str) -> str:
+        if name in self.out.weights or (self.loose and self.held[name][0] == name):
+            return name
+        return self.read(name, natural(self.rank(name)))
 
     # ---- pieces
 
@@ -118,10 +152,7 @@ class _Walk:
         return len(self.source.shape(name))
 
     def wanted(self, rank: int) -> Form:
-        """The target layout of a tensor of this rank, seen from the layout of the source."""
-        if rank < 3:
-            return natural(rank)
-        return (0, *range(2, rank), 1) if self.target == "channels_last" else (0, rank - 1, *range(1, rank - 1))
+        return _layout(self.target, rank)
 
     def form(self, name: str | None) -> Form:
         """The form in which a value is held; natural for weights."""

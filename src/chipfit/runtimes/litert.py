@@ -49,10 +49,11 @@ class LiteRt:
         self.inputs = self.interpreter.get_input_details()
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        """One batch; `inputs` in the model's order. Returns outputs and the requested tensors by name.
+        """One batch; `inputs` in the model's order and layout. Returns outputs and the requested tensors by name, in that layout too.
 
         A file of fixed batch runs once for each part of that size.
         """
+        inputs = [x.transpose(f) if f else x for x, f in zip(inputs, self.notes.get("inputs") or [None] * len(inputs), strict=True)]
         batches = {len(x) for x, d in zip(inputs, self.inputs, strict=True) if len(d["shape"]) and not _fits(x, d)}
         if not batches:
             return self._once(inputs)

@@ -1,0 +1,188 @@
+"""`.tflite` files: the float network of torch, the integers of the plan, and what LiteRT makes of them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from ai_edge_litert import schema_py_generated as schema
+from ai_edge_litert.interpreter import Interpreter
+from torch import nn
+
+import chipfit
+from chipfit.errors import UnsupportedError
+from chipfit.export.tflite import export_tflite
+from chipfit.export.tflite_ops import INTEGER, MOVING, WRITERS
+from chipfit.frameworks.torch.capture import capture
+from chipfit.graph.ops import OPS
+from chipfit.graph.run import flatten_inputs, run
+from chipfit.quantizers.grids import quantize
+from chipfit.registry import lookup
+from chipfit.runtimes.litert import LiteRt
+from tests.zoo import ZOO, make
+
+WITHOUT_FORM = {"gru", "lstm", "in_place_index"}
+
+
+def call(batch):
+    return batch if isinstance(batch, tuple) else (batch,)
+
+
+def model_of(file):
+    return schema.ModelT.InitFromObj(schema.Model.GetRootAs(file.read_bytes(), 0))
+
+
+def tensors_of(file):
+    return {t.name.decode(): t for t in model_of(file).subgraphs[0].tensors}
+
+
+def data_of(file, tensor):
+    return bytes(model_of(file).buffers[tensor.buffer].data)
+
+
+@pytest.mark.parametrize("keep_layout", [False, True], ids=["channels_last", "as_in_the_model"])
+@pytest.mark.parametrize("name", sorted(set(ZOO) - WITHOUT_FORM))
+def test_the_float_file_computes_what_torch_computes_at_another_batch_size(name, keep_layout, tmp_path):
+    model, batch = make(name)
+    graph = capture(model, call(batch))
+    file = export_tflite(graph, None, tmp_path / "m.tflite", keep_layout=keep_layout)
+    flat = [torch.cat([x, x[:1]]) for x in flatten_inputs(graph, call(batch))]
+    with torch.no_grad():
+        want = run(graph, flat)
+    got = LiteRt(file).run([x.numpy() for x in flat])
+    for value, y in zip(graph.outputs, got.values(), strict=True):
+        np.testing.assert_allclose(y, want[value].numpy(), atol=2e-5, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def residual(tmp_path_factory):
+    model, batch = make("inverted_residual")
+    result = chipfit.quantize(model, [batch], platform="tflite_int8", progress=False)
+    return result, result.export(tmp_path_factory.mktemp("x") / "m.tflite")
+
+
+def test_weights_and_biases_are_the_plans_integers_and_scales(residual):
+    result, file = residual
+    stored = tensors_of(file)
+    for n in result.graph.nodes:
+        for name in n.inputs[1:] if n.op in ("Conv2D", "DepthwiseConv2D") else ():
+            t = result.plan.tensors[name]
+            codes = quantize(result.graph.weights[name], t.scale, t.zero_point, t.grid, t.axis).numpy()
+            order = {1: (0,), 4: (1, 2, 3, 0) if n.op == "DepthwiseConv2D" else (0, 2, 3, 1)}[codes.ndim]
+            kept = np.frombuffer(data_of(file, stored[name]), np.int8 if t.role == "weight" else np.int32)
+            assert np.array_equal(kept, codes.transpose(order).reshape(-1))
+            assert np.array_equal(stored[name].quantization.scale, t.scale.reshape(-1).numpy())
+            assert stored[name].quantization.quantizedDimension == (3 if n.op == "DepthwiseConv2D" and codes.ndim == 4 else 0)
+
+
+def test_4_bit_weights_lie_two_to_a_byte(tmp_path):
+    linear = nn.Linear(6, 3)
+    result = chipfit.quantize(linear, [torch.randn(8, 6)], platform="tflite_int8", overrides={"Linear": {"bits": 4}}, progress=False)
+    file = result.export(tmp_path / "m.tflite")
+    t = result.plan.tensors["weight"]
+    packed = np.frombuffer(data_of(file, tensors_of(file)["weight"]), np.uint8)
+    low, high = ((packed & 15) ^ 8).astype(int) - 8, ((packed >> 4) ^ 8).astype(int) - 8
+    assert packed.size == 9
+    assert np.array_equal(
+        np.stack([low, high], 1).reshape(-1), quantize(linear.weight, t.scale, t.zero_point, t.grid, t.axis).reshape(-1).numpy()
+    )
+
+
+def test_the_8_bit_file_is_a_quarter_of_the_float_one_and_the_4_bit_file_an_eighth(tmp_path):
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 256, 3), nn.ReLU(), nn.Conv2d(256, 256, 3))
+    x = torch.randn(2, 3, 8, 8)
+    result = chipfit.quantize(model, [x], platform="tflite_int8", progress=False)
+    few = chipfit.quantize(model, [x], platform="tflite_int8", overrides={"Conv2D": {"bits": 4}}, progress=False)
+    whole = export_tflite(result.graph, None, tmp_path / "float.tflite").stat().st_size
+    assert 0.25 < result.export(tmp_path / "w8.tflite").stat().st_size / whole < 0.26
+    assert 0.125 < few.export(tmp_path / "w4.tflite").stat().st_size / whole < 0.135
+
+
+def test_images_go_in_channels_last_and_the_notes_say_so(residual):
+    _, file = residual
+    tensor = Interpreter(model_path=str(file)).get_input_details()[0]
+    assert tensor["shape_signature"].tolist() == [-1, 8, 8, 3]
+    notes = next(m for m in model_of(file).metadata if m.name == b"chipfit")
+    assert json.loads(bytes(model_of(file).buffers[notes.buffer].data))["inputs"] == [[0, 2, 3, 1]]
+
+
+def test_a_batch_of_any_size_goes_through_an_open_file(residual):
+    result, file = residual
+    interpreter = Interpreter(model_path=str(file))
+    x = torch.randn(7, 3, 8, 8)
+    interpreter.resize_tensor_input(interpreter.get_input_details()[0]["index"], (7, 8, 8, 3), strict=True)
+    interpreter.allocate_tensors()
+    interpreter.set_tensor(interpreter.get_input_details()[0]["index"], x.permute(0, 2, 3, 1).contiguous().numpy())
+    interpreter.invoke()
+    got = interpreter.get_tensor(interpreter.get_output_details()[0]["index"])
+    assert np.array_equal(got, next(iter(LiteRt(file).run([x.numpy()]).values())))
+    assert np.abs(got - result.model(x).detach().numpy()).max() < 0.2
+
+
+def test_the_signature_has_the_models_names(residual, tmp_path):
+    _, file = residual
+    assert list(Interpreter(model_path=str(file)).get_signature_list()["serving_default"]["inputs"]) == ["x"]
+    model, batch = make("dict_out")
+    file = export_tflite(capture(model, (batch,)), None, tmp_path / "m.tflite")
+    signature = Interpreter(model_path=str(file)).get_signature_list()["serving_default"]
+    assert sorted(signature["inputs"]) == ["batch_x", "batch_y_z"]
+
+
+def test_transposed_convolutions_fix_the_batch_and_the_runtime_cuts_batches_up(tmp_path):
+    model, x = nn.ConvTranspose2d(3, 4, 2, 2), torch.randn(5, 3, 6, 6)
+    file = export_tflite(capture(model, (x,)), None, tmp_path / "m.tflite", batch=1)
+    assert Interpreter(model_path=str(file)).get_input_details()[0]["shape_signature"].tolist() == [1, 6, 6, 3]
+    np.testing.assert_allclose(next(iter(LiteRt(file).run([x.numpy()]).values())), model(x).detach().numpy(), atol=1e-5)
+
+
+def test_executed_tells_xnnpacks_operators_from_litert_s_own(tmp_path):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GELU())
+    file = chipfit.quantize(model, [torch.randn(2, 3, 4, 4)], platform="tflite_int8", progress=False).export(tmp_path / "m.tflite")
+    assert LiteRt(file).executed() == {"GELU": 1, "XNNPACK CONV_2D": 1, "XNNPACK DEQUANTIZE": 1, "XNNPACK QUANTIZE": 1}
+    assert lookup("runtime", "litert_optimized")(file).executed() == {"CONV_2D": 1, "DEQUANTIZE": 1, "GELU": 1, "QUANTIZE": 1}
+
+
+def test_everything_that_the_file_cannot_hold_is_named_in_one_error_and_no_file_is_left(tmp_path):
+    model = nn.Sequential(nn.ConvTranspose2d(4, 4, 3, groups=2), nn.MaxPool2d(2, dilation=2), nn.Conv2d(4, 2, 1), nn.AdaptiveAvgPool2d(3))
+    result = chipfit.quantize(model, [torch.randn(2, 4, 9, 9)], platform="tflite_int8", progress=False)
+    with pytest.raises(UnsupportedError) as e:
+        result.export(tmp_path / "m.tflite")
+    for part in (
+        "TransposeConv2D '0': it has groups",
+        "MaxPool '1': its window is dilated",
+        "AdaptiveAvgPool '3'",
+        "Try: replace these layers",
+    ):
+        assert part in str(e.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_formats_of_other_chips_are_refused_by_tensor(tmp_path):
+    result = chipfit.quantize(nn.Linear(4, 2), [torch.randn(8, 4)], platform="ort_cpu", progress=False)
+    with pytest.raises(UnsupportedError, match=r"tensor 'input' \(u8\).*signed integers only.*tflite_int8"):
+        result.export(tmp_path / "m.tflite")
+    assert not list(tmp_path.iterdir())
+
+
+def test_codes_that_move_between_unequal_scales_are_written_in_float(tmp_path):
+    result = chipfit.quantize(
+        nn.Sequential(nn.Conv2d(3, 4, 1), nn.AvgPool2d(2)), [torch.randn(2, 3, 4, 4)], platform="xnnpack", progress=False
+    )
+    x, y = (result.plan.tensors[v] for v in (result.graph.nodes[1].inputs[0], result.graph.outputs[0]))
+    assert x.scale != y.scale  # the kernel would average the codes and call them the result's
+    file = result.export(tmp_path / "m.tflite")
+    pool = next(o for o in model_of(file).subgraphs[0].operators if o.builtinOptionsType == schema.BuiltinOptions.Pool2DOptions)
+    assert model_of(file).subgraphs[0].tensors[pool.inputs[0]].type == schema.TensorType.FLOAT32
+
+
+def test_what_is_written_in_integers_is_simulated_in_integers():
+    for kernels in ("litert_reference", "litert_optimized", "litert_xnnpack"):
+        profile = lookup("kernels", kernels)
+        assert INTEGER - MOVING - {"LogSoftmax"} <= set(profile.kernels)
+        assert set(profile.kernels) <= INTEGER
+
+
+def test_writers_are_for_canonical_operators_only():
+    assert set(WRITERS) <= set(OPS)
