@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from chipfit.simulate.requantize import multiplier_and_shift, shift_away
+from chipfit.simulate.requantize import multiplier_and_shift, scale_by, shift_away
 
 Tensor = torch.Tensor
 TOP = (1 << 31) - 1  #: "one" without integer bits
@@ -54,6 +54,13 @@ def reciprocal_of_one_plus(a: Tensor) -> Tensor:
     return _up(x, 1)
 
 
+def _fine(diff: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Differences of codes as reals with 5 integer bits, and which of them are small enough to count."""
+    m, e = multiplier_and_shift((scale.double() * (1 << 26)).clamp(max=float(TOP)))
+    least = -int(31.0 * (1 << 26) / 2.0 ** int(e))
+    return scale_by(diff.clamp_min(least), m, e, "away"), diff >= least
+
+
 def softmax(diff: Tensor, scale: Tensor, bits: int) -> Tensor:
     """Softmax over the last axis.
 
@@ -65,12 +72,47 @@ def softmax(diff: Tensor, scale: Tensor, bits: int) -> Tensor:
     Returns:
         int64 of [0, 2^bits]; the unit is 2^-bits.
     """
-    m, e = multiplier_and_shift((scale.double() * (1 << 26)).clamp(max=float(TOP)))
-    least = -int(31.0 * (1 << 26) / 2.0 ** int(e))
-    e_x = exp_of_negative(_product(diff.clamp_min(least) << int(e), int(m)))
-    kept = diff >= least
+    fine, kept = _fine(diff, scale)
+    e_x = exp_of_negative(fine)
     total = torch.where(kept, shift_away(e_x, _whole(12)), 0).sum(-1, keepdim=True)
     digits = torch.frexp(total.double()).exponent.long()  # total < 2^digits
     inverse = reciprocal_of_one_plus((total << 32 - digits) - (1 << 31))
     over = 12 - (32 - digits)
     return torch.where(kept, shift_away(_product(e_x, inverse), over + 31 - bits), 0)
+
+
+def _log(x: Tensor) -> Tensor:
+    """log(x) for x >= 1 with 12 integer bits; 5 integer bits. Of two mantissas, x and x / sqrt 2, the smaller one is used."""
+    quarter, half_root, fourth_root = 1 << 23, 1518500250, 1805811301  # 1/4 with 6 integer bits; sqrt(1/2) and its root with none
+    lead = 32 - torch.frexp(x.double()).exponent.long()
+    a = _up_by(_product(_up_by(x, lead - 1), half_root), _whole(1))
+    power_a = ((12 - lead) << 25) + quarter
+    y = _product(x, half_root)
+    head = 31 - torch.frexp(y.double()).exponent.long()
+    b, power_b = _up_by(x, head), ((12 - head) << 25) - quarter
+    r, power = torch.minimum(a, b), torch.maximum(power_a, power_b)
+    p, q = (r + fourth_root + 1) >> 1, 2 * (r - fourth_root)
+    square = _product(q, q)
+    num = _product(q, r) + _product(_product(q, square), 117049297)
+    less = _product(p, 1057819769 + q + _product(square, 127690142)) + _product(q, 638450708)
+    y = _product(power, 1488522236) + _product(shift_away(num, _whole(6)), reciprocal_of_one_plus(less))
+    return _up(y, 1)
+
+
+def _up_by(x: Tensor, by: Tensor) -> Tensor:
+    return (x << by).clamp(-TOP - 1, TOP)
+
+
+def log_softmax(diff: Tensor, scale: Tensor) -> Tensor:
+    """Logarithm of the softmax over the last axis.
+
+    Args:
+        diff: codes minus the row's largest, int64, <= 0.
+        scale: of the codes, scalar.
+
+    Returns:
+        int64 of [-255, 0]; the unit is 1/16.
+    """
+    fine, kept = _fine(diff, scale)
+    total = torch.where(kept, shift_away(exp_of_negative(fine), _whole(12)), 0).sum(-1, keepdim=True)
+    return torch.where(kept, shift_away(fine - _log(total), _whole(22)), -255).clamp_min(-255)

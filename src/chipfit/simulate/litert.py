@@ -312,12 +312,29 @@ def _rows_reference(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
     return gemmlowp.softmax(q - q.amax(-1, keepdim=True), scale, 8)
 
 
-def _rows_optimized(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
-    """Exponentials of differences to the maximum from a float32 table; floor(e / (sum s_y) + 1/2)."""
+def _exponentials(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Exponentials of differences to the maximum from a float32 table, and their sum, added in order."""
     table = torch.exp(-scale.double() * torch.arange(256, dtype=torch.float64)).float()
     e = table[q.amax(-1, keepdim=True) - q]
-    total = torch.from_numpy(np.cumsum(e.numpy(), axis=-1, dtype=np.float32)[..., -1:].copy())
+    return e, torch.from_numpy(np.cumsum(e.numpy(), axis=-1, dtype=np.float32)[..., -1:].copy())
+
+
+def _rows_optimized(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
+    """floor(e / (sum s_y) + 1/2)."""
+    e, total = _exponentials(q, scale)
     return torch.floor(e * (1.0 / (total * result)) + 0.5)
+
+
+def _log_rows_reference(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
+    """Exponential and logarithm in fixed point."""
+    return gemmlowp.log_softmax(q - q.amax(-1, keepdim=True), scale)
+
+
+def _log_rows_optimized(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
+    """The same table; s / s_y q - (s max q + log sum) / s_y, halves to even."""
+    most = q.amax(-1, keepdim=True)
+    log = torch.log(_exponentials(q, scale)[1].double()).float()
+    return torch.round(scale / result * q.float() - (scale * most.float() + log) / result)
 
 
 # ---------------------------------------------------------------- windows and means
@@ -466,12 +483,12 @@ REFERENCE: dict[str, Kernel] = {
     **dict.fromkeys(_CONVOLUTIONS, partial(_convolution, how="away")), **dict.fromkeys(_TABLES, _table),
     **dict.fromkeys(_RECTIFIERS, partial(_relu, how="away")), **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean),
     "Linear": partial(_linear, how="double"), "MatMul": partial(_mat_mul, how="away"), "Add": _add, "Sub": partial(_add, sign=-1),
-    "Mul": partial(_mul, how="away"), "PRelu": _prelu, "LeakyRelu": _leaky, "HardSwish": _hard_swish, "Softmax": partial(_softmax, rows=_rows_reference),
+    "Mul": partial(_mul, how="away"), "PRelu": _prelu, "LeakyRelu": _leaky, "HardSwish": _hard_swish, "Softmax": partial(_softmax, rows=_rows_reference), "LogSoftmax": partial(_softmax, rows=_log_rows_reference),
     "Sigmoid": partial(_table_or, wide=tables16.sigmoid, f=_sigmoid), "Tanh": partial(_table_or, wide=tables16.tanh), "Gelu": partial(_table, f=_gelu), "Abs": _abs, "Requantize": _requantize,
 }  # fmt: skip
 OPTIMIZED: dict[str, Kernel] = {
     **REFERENCE, **dict.fromkeys(_CONVOLUTIONS, partial(_convolution, how="up")),
-    **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean_optimized), "Linear": partial(_linear, how="up"), "Softmax": partial(_softmax, rows=_rows_optimized),
+    **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean_optimized), "Linear": partial(_linear, how="up"), "Softmax": partial(_softmax, rows=_rows_optimized), "LogSoftmax": partial(_softmax, rows=_log_rows_optimized),
 }  # fmt: skip
 _THEIRS: dict[str, Kernel] = {
     **dict.fromkeys(_CONVOLUTIONS, partial(_convolution, how="float")), **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean_xnnpack),
