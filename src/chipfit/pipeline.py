@@ -111,12 +111,12 @@ class Result:
         return build(self.graph, self.plan, self.platform, stats=self.stats, timings=self.timings, verification=self.verification)
 
     def export(self, path: str | Path, **options: Any) -> Path:
-        """Write the file that the chip's runtime loads; the suffix chooses the format (`.onnx`, `.json`)."""
+        """Write the file that the chip's runtime loads; the suffix chooses the format (`.onnx`, `.tflite`, `.json`)."""
         from chipfit.export import export
 
         return export(self.graph, self.plan, path, self.platform, **options)
 
-    def verify(self, data: Any, *, runtime: str = "onnxruntime", **options: Any) -> Verification:
+    def verify(self, data: Any, *, runtime: str | None = None, **options: Any) -> Verification:
         """Run float, simulated, integer and device side by side on `data`; see `chipfit.verify.verify`."""
         from chipfit.verify import verify
 

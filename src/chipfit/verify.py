@@ -17,7 +17,7 @@ from chipfit.graph.ir import Graph
 from chipfit.graph.run import run
 from chipfit.plan import Plan
 from chipfit.platform.schema import Platform
-from chipfit.registry import lookup
+from chipfit.registry import lookup, registered
 from chipfit.simulate.integer import float_operators, profile_for, simulate
 
 
@@ -122,15 +122,22 @@ class Verification:
         return out
 
 
+def own_runtime(platform: Platform, suffix: str = "") -> str:
+    """The runtime that the platform's files are for; where there is none, one that loads files of this suffix."""
+    loading = {name: r for name, r in registered("runtime").items() if suffix in ("", r.suffix)}
+    own = [name for name, r in loading.items() if {platform.name, platform.extends} & set(r.platforms)]
+    return next(iter([*own, *(["onnxruntime"] if "onnxruntime" in loading else []), *loading]), "onnxruntime")
+
+
 def verify(
-    graph: Graph, plan: Plan, platform: Platform, data: Any, *, runtime: str = "onnxruntime", path: str | Path | None = None,
+    graph: Graph, plan: Plan, platform: Platform, data: Any, *, runtime: str | None = None, path: str | Path | None = None,
     model: torch.nn.Module | None = None, batches: int | None = None,
 ) -> Verification:  # fmt: skip
     """Run everything on the same inputs and compare integer by integer.
 
     Args:
         data: batches as for calibration; (input, label) pairs give accuracies too.
-        runtime: a registered runtime.
+        runtime: a registered runtime; by default the platform's own, or one that loads `path`.
         path: the deployed file; exported to a temporary one when omitted.
         model: the fake-quantized module, for its accuracy.
         batches: stop after this many.
@@ -139,6 +146,7 @@ def verify(
         RuntimeUnavailable: the runtime is not installed or refuses the file.
         DataError: no data.
     """
+    runtime = runtime or own_runtime(platform, Path(path).suffix if path is not None else "")
     quantized = [v for v in (*graph.inputs, *(o for n in graph.nodes for o in n.outputs)) if plan.quantized(v)]
     engine = lookup("runtime", runtime)
     with tempfile.TemporaryDirectory() as folder:
