@@ -132,7 +132,9 @@ def verify(
     data: DataOpt,
     runtime: Annotated[
         str | None,
-        typer.Option("--runtime", help="onnxruntime, openvino, litert, litert_reference or litert_optimized; by default the platform's own"),
+        typer.Option(
+            "--runtime", help="onnxruntime, openvino, litert, litert_reference or litert_optimized; by default the platform's own"
+        ),
     ] = None,
     file: Annotated[Path | None, typer.Option("--file", exists=True, help="the deployed file; exported again when omitted")] = None,
     report: Annotated[Path | None, typer.Option("--report", help="write what was found, as .html or .json")] = None,
