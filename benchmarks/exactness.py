@@ -110,8 +110,15 @@ def main() -> int:
         rows = [r for c in checks for r in c.rows]
         wrong = sum(map(unsound, checks))
         bad += wrong + sum(r.differing for c in checks for r in c.rows if not c.float_operators)
-        counts = (len(rows), sum(r.elements for r in rows), sum(r.differing for r in rows), max(r.largest for r in rows))
-        table.add_row(name, *map(str, counts), str(sum(len(c.float_operators) for c in checks)), str(wrong), f"{seconds:.1f}")
+        counts = (
+            len(rows),
+            sum(r.elements for r in rows),
+            sum(r.differing for r in rows),
+            max(r.largest for r in rows),
+        )
+        table.add_row(
+            name, *map(str, counts), str(sum(len(c.float_operators) for c in checks)), str(wrong), f"{seconds:.1f}"
+        )
 
     def add_split(what: str, checks: list[Verification], start: float) -> None:
         seconds = time.perf_counter() - start

@@ -21,7 +21,9 @@ print(time.perf_counter() - start, *[m for m in {HEAVY!r} if m in sys.modules])
 
 def measure() -> tuple[float, list[str]]:
     """Seconds of `import chipfit` in a new process, and which of HEAVY it loaded."""
-    seconds, *loaded = subprocess.run([sys.executable, "-c", CHILD], check=True, capture_output=True, text=True).stdout.split()
+    seconds, *loaded = subprocess.run(
+        [sys.executable, "-c", CHILD], check=True, capture_output=True, text=True
+    ).stdout.split()
     return float(seconds), loaded
 
 
@@ -30,7 +32,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     runs = [measure() for _ in range(parser.parse_args().repeats)]
     loaded = runs[0][1]
-    print(f"import chipfit: {1000 * min(s for s, _ in runs):.0f} ms; heavy packages loaded: {', '.join(loaded) or 'none'}")
+    print(
+        f"import chipfit: {1000 * min(s for s, _ in runs):.0f} ms; heavy packages loaded: {', '.join(loaded) or 'none'}"
+    )
     return 1 if loaded else 0
 
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 
-def conv_bn(c_in: int, c_out: int, kernel: int, stride: int = 1, groups: int = 1, act: type[nn.Module] | None = nn.ReLU) -> nn.Sequential:
+def conv_bn(
+    c_in: int, c_out: int, kernel: int, stride: int = 1, groups: int = 1, act: type[nn.Module] | None = nn.ReLU
+) -> nn.Sequential:
     """Convolution without bias, batch norm, and an activation unless `act` is None."""
     conv = nn.Conv2d(c_in, c_out, kernel, stride, kernel // 2, groups=groups, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(c_out), *([act()] if act else []))
@@ -50,7 +52,9 @@ class InvertedResidual(nn.Module):
         super().__init__()
         c = c_in * widen
         expand = [conv_bn(c_in, c, 1, act=nn.ReLU6)] if widen > 1 else []
-        self.body = nn.Sequential(*expand, conv_bn(c, c, 3, stride, groups=c, act=nn.ReLU6), conv_bn(c, c_out, 1, act=None))
+        self.body = nn.Sequential(
+            *expand, conv_bn(c, c, 3, stride, groups=c, act=nn.ReLU6), conv_bn(c, c_out, 1, act=None)
+        )
         self.keeps_shape = stride == 1 and c_in == c_out
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,6 +105,11 @@ def build(name: str, seed: int = 0) -> nn.Module:
     model = MODELS[name][0]().eval()
     for m in model.modules():
         if isinstance(m, nn.BatchNorm2d):
-            for tensor, low, high in ((m.running_mean, -0.1, 0.1), (m.running_var, 0.8, 1.2), (m.weight, 0.8, 1.2), (m.bias, -0.1, 0.1)):
+            for tensor, low, high in (
+                (m.running_mean, -0.1, 0.1),
+                (m.running_var, 0.8, 1.2),
+                (m.weight, 0.8, 1.2),
+                (m.bias, -0.1, 0.1),
+            ):
                 nn.init.uniform_(tensor, low, high)
     return model

@@ -18,7 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-if os.environ.get("OMP_WAIT_POLICY") != "PASSIVE":  # spinning threads would time the scheduler; read once, when torch loads
+if (
+    os.environ.get("OMP_WAIT_POLICY") != "PASSIVE"
+):  # spinning threads would time the scheduler; read once, when torch loads
     os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})
 
 import torch
@@ -90,7 +92,9 @@ def resident_mib(field: str) -> float:
 
 def memory_child(name: str, what: str, count: int) -> None:
     """Print the growth of the peak resident size in MiB while doing `what`."""
-    quantize(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU()).eval(), [torch.randn(1, 3, 8, 8)])  # loads what both measure
+    quantize(
+        torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU()).eval(), [torch.randn(1, 3, 8, 8)]
+    )  # loads what both measure
     model, data = make(name), images(count, name)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of building them
     before = resident_mib("VmRSS")
@@ -99,7 +103,17 @@ def memory_child(name: str, what: str, count: int) -> None:
 
 
 def measure_memory(name: str, what: str, count: int, threads: int) -> float:
-    command = [sys.executable, __file__, "--memory-child", name, what, "--images", str(count), "--threads", str(threads)]
+    command = [
+        sys.executable,
+        __file__,
+        "--memory-child",
+        name,
+        what,
+        "--images",
+        str(count),
+        "--threads",
+        str(threads),
+    ]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
@@ -118,8 +132,19 @@ def main() -> int:
         memory_child(*args.memory_child, args.images)
         return 0
 
-    table = Table(title=f"chipfit.quantize, {count} images of 224x224 in batches of {BATCH}, {args.threads} threads, best of {repeats}")
-    for heading in ("model", "float pass [s]", "quantize [s]", "time ratio", "limit", "best peer", "memory ratio", "limit "):
+    table = Table(
+        title=f"chipfit.quantize, {count} images of 224x224 in batches of {BATCH}, {args.threads} threads, best of {repeats}"
+    )
+    for heading in (
+        "model",
+        "float pass [s]",
+        "quantize [s]",
+        "time ratio",
+        "limit",
+        "best peer",
+        "memory ratio",
+        "limit ",
+    ):
         table.add_column(heading, justify="left" if heading in ("model", "best peer") else "right")
     notes, within = [], True
     for name in args.models:
@@ -128,9 +153,21 @@ def main() -> int:
         time_ratio, memory_ratio = ours / plain, grown / base
         ok = time_ratio <= TIME_LIMIT[name] and memory_ratio <= MEMORY_LIMIT
         within &= ok
-        row = (name, f"{plain:.2f}", f"{ours:.2f}", f"{time_ratio:.2f}x", f"{TIME_LIMIT[name]}x", PEERS[name], f"{memory_ratio:.2f}x")
+        row = (
+            name,
+            f"{plain:.2f}",
+            f"{ours:.2f}",
+            f"{time_ratio:.2f}x",
+            f"{TIME_LIMIT[name]}x",
+            PEERS[name],
+            f"{memory_ratio:.2f}x",
+        )
         table.add_row(*row, f"{MEMORY_LIMIT}x", style="" if ok else "red")
-        notes.append(f"{name}: " + ", ".join(f"{k} {v:.2f} s" for k, v in stages.items()) + f"; peak {base:.0f} and {grown:.0f} MiB")
+        notes.append(
+            f"{name}: "
+            + ", ".join(f"{k} {v:.2f} s" for k, v in stages.items())
+            + f"; peak {base:.0f} and {grown:.0f} MiB"
+        )
     console = Console(width=140)
     console.print(table)
     for note in notes:

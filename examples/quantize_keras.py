@@ -33,10 +33,14 @@ def network() -> Any:
     """Convolutions with batch norms to fold, one of them depthwise, and a shortcut."""
     image = keras.Input((8, 8, 1), name="image")
     x = shortcut = layers.ReLU()(
-        layers.BatchNormalization(momentum=0.8)(layers.Conv2D(16, 3, padding="same", use_bias=False, name="stem")(image))
+        layers.BatchNormalization(momentum=0.8)(
+            layers.Conv2D(16, 3, padding="same", use_bias=False, name="stem")(image)
+        )
     )
     x = layers.ReLU(6.0)(
-        layers.BatchNormalization(momentum=0.8)(layers.DepthwiseConv2D(3, padding="same", use_bias=False, name="spatial")(x))
+        layers.BatchNormalization(momentum=0.8)(
+            layers.DepthwiseConv2D(3, padding="same", use_bias=False, name="spatial")(x)
+        )
     )
     x = layers.Conv2D(16, 1, name="mix")(x) + shortcut
     x = layers.Conv2D(32, 3, strides=2, activation="relu", name="reduce")(x)

@@ -33,7 +33,9 @@ class Block(nn.Module):
 
 
 def network() -> nn.Module:
-    return nn.Sequential(Block(1, 8), Block(8, 16, 2), Block(16, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    return nn.Sequential(
+        Block(1, 8), Block(8, 16, 2), Block(16, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)
+    )
 
 
 def digits() -> tuple[Tensor, Tensor]:

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 
-def _conv_bn(x: Any, filters: int, kernel: int = 3, strides: int = 1, activation: str | None = "relu", **kw: Any) -> Any:
+def _conv_bn(
+    x: Any, filters: int, kernel: int = 3, strides: int = 1, activation: str | None = "relu", **kw: Any
+) -> Any:
     from keras import layers
 
     x = layers.Conv2D(filters, kernel, strides, padding="same", use_bias=False, **kw)(x)
@@ -74,7 +76,9 @@ def concat_pools() -> Any:
     b = layers.MaxPooling2D(2, strides=2, padding="same")(x)
     c = layers.Conv2D(4, 3, strides=2, padding="same", activation="relu6")(x)
     x = layers.Concatenate()([a, b, c])
-    x = layers.Conv2D(4, 3, dilation_rate=2, padding="same", activation="leaky_relu")(layers.ZeroPadding2D(((1, 0), (2, 1)))(x))
+    x = layers.Conv2D(4, 3, dilation_rate=2, padding="same", activation="leaky_relu")(
+        layers.ZeroPadding2D(((1, 0), (2, 1)))(x)
+    )
     return keras.Model(image, layers.GlobalMaxPooling2D()(layers.Cropping2D(1)(x)))
 
 
@@ -85,8 +89,28 @@ def heads() -> Any:
 
     v = keras.Input((6,), name="v")
     x = layers.Dense(8, activation="silu")(v)
-    outs = [layers.Dense(4, activation=a)(x) for a in ("gelu", "sigmoid", "tanh", "softmax", "elu", "selu", "softplus", "hard_sigmoid", "hard_silu", "exponential", "mish")]  # fmt: skip
-    outs += [layers.LeakyReLU(0.1)(x), layers.PReLU()(x), layers.ReLU(max_value=3.0)(x), activations.gelu(x, approximate=True)]
+    outs = [
+        layers.Dense(4, activation=a)(x)
+        for a in (
+            "gelu",
+            "sigmoid",
+            "tanh",
+            "softmax",
+            "elu",
+            "selu",
+            "softplus",
+            "hard_sigmoid",
+            "hard_silu",
+            "exponential",
+            "mish",
+        )
+    ]
+    outs += [
+        layers.LeakyReLU(0.1)(x),
+        layers.PReLU()(x),
+        layers.ReLU(max_value=3.0)(x),
+        activations.gelu(x, approximate=True),
+    ]
     return keras.Model(v, layers.Concatenate()(outs))
 
 
@@ -144,9 +168,13 @@ def nested() -> Any:
 
     inner = keras.Input((8, 8, 4))
     block = keras.Model(
-        inner, layers.Add()([inner, layers.Conv2D(4, 3, padding="same", activation="relu", name="conv")(inner)]), name="block"
+        inner,
+        layers.Add()([inner, layers.Conv2D(4, 3, padding="same", activation="relu", name="conv")(inner)]),
+        name="block",
     )
-    head = keras.Sequential([layers.GlobalAveragePooling2D(), layers.Dense(3, activation="softmax", name="out")], name="head")
+    head = keras.Sequential(
+        [layers.GlobalAveragePooling2D(), layers.Dense(3, activation="softmax", name="out")], name="head"
+    )
     image = _image()
     x = layers.Conv2D(4, 1, name="stem")(image)
     return keras.Model(image, head(block(block(x))))
@@ -156,10 +184,20 @@ def sequential() -> Any:
     import keras
     from keras import layers
 
-    return keras.Sequential([
-        keras.Input((8, 8, 3)), layers.Rescaling(1 / 2.0, offset=-0.1), layers.Conv2D(4, 3, strides=2, padding="same"), layers.BatchNormalization(),
-        layers.ReLU(), layers.Flatten(), layers.Dense(8, activation="relu"), layers.Reshape((4, 2)), layers.Permute((2, 1)), layers.Dense(2),
-    ])  # fmt: skip
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 3)),
+            layers.Rescaling(1 / 2.0, offset=-0.1),
+            layers.Conv2D(4, 3, strides=2, padding="same"),
+            layers.BatchNormalization(),
+            layers.ReLU(),
+            layers.Flatten(),
+            layers.Dense(8, activation="relu"),
+            layers.Reshape((4, 2)),
+            layers.Permute((2, 1)),
+            layers.Dense(2),
+        ]
+    )
 
 
 def many_in_and_out() -> Any:
@@ -187,7 +225,10 @@ def subclassed() -> Any:
     class Block(layers.Layer):
         def __init__(self, filters: int, **kw: Any) -> None:
             super().__init__(**kw)
-            self.conv, self.norm = layers.Conv2D(filters, 3, padding="same", name="conv"), layers.BatchNormalization(name="norm")
+            self.conv, self.norm = (
+                layers.Conv2D(filters, 3, padding="same", name="conv"),
+                layers.BatchNormalization(name="norm"),
+            )
 
         def build(self, shape: Any) -> None:
             self.gain = self.add_weight(shape=(shape[-1],), name="gain", initializer="ones")
@@ -198,7 +239,11 @@ def subclassed() -> Any:
     class Net(keras.Model):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second, self.head = Block(3, name="first"), Block(3, name="second"), layers.Dense(4, name="head")
+            self.first, self.second, self.head = (
+                Block(3, name="first"),
+                Block(3, name="second"),
+                layers.Dense(4, name="head"),
+            )
 
         def call(self, x: Any, training: bool = False) -> Any:
             x = self.second(self.first(x))
@@ -271,10 +316,27 @@ def recurrent() -> Any:
 ZOO: dict[str, Callable[[], Any]] = {
     f.__name__: f
     for f in (
-        residual, mobilenet, squeeze_excite, concat_pools, heads, unet, transposed, separable, shared, nested, sequential, many_in_and_out,
-        named_inputs, subclassed, arithmetic, attention, embedding, norms, recurrent,
+        residual,
+        mobilenet,
+        squeeze_excite,
+        concat_pools,
+        heads,
+        unet,
+        transposed,
+        separable,
+        shared,
+        nested,
+        sequential,
+        many_in_and_out,
+        named_inputs,
+        subclassed,
+        arithmetic,
+        attention,
+        embedding,
+        norms,
+        recurrent,
     )
-}  # fmt: skip
+}
 
 
 #: between them every kind of layer; all of the zoo is run on torch, and on the other backends by `make test-all`
@@ -318,14 +380,20 @@ def batch_for(model: Any, seed: int = 0, rows: int = 4) -> Any:
 
     def one(kt: Any) -> np.ndarray:
         shape = (rows, *kt.shape[1:])
-        return rng.integers(0, 11, shape).astype("int32") if "int" in kt.dtype else rng.normal(0, 1, shape).astype("float32")
+        return (
+            rng.integers(0, 11, shape).astype("int32")
+            if "int" in kt.dtype
+            else rng.normal(0, 1, shape).astype("float32")
+        )
 
     struct = (
         model._inputs_struct
         if hasattr(model, "_inputs_struct")
         else getattr(model, "_functional", None) and model._functional._inputs_struct
     )
-    return rng.normal(0, 1, (rows, 8, 8, 3)).astype("float32") if struct is None else keras.tree.map_structure(one, struct)
+    return (
+        rng.normal(0, 1, (rows, 8, 8, 3)).astype("float32") if struct is None else keras.tree.map_structure(one, struct)
+    )
 
 
 def make(name: str) -> tuple[Any, Any]:

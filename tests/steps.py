@@ -44,7 +44,9 @@ class Steps:
 
     def decided(self, graph: Graph, stats: dict[str, TensorStats] | None = None) -> Steps:
         """The same with another graph, formats decided again."""
-        return replace(self, graph=graph, assignment=_decide(graph, self.platform, self.bits), stats=stats or self.stats)
+        return replace(
+            self, graph=graph, assignment=_decide(graph, self.platform, self.bits), stats=stats or self.stats
+        )
 
     def plan(self, rule: str = "mse") -> Plan:
         tensors = scales.choose(self.graph, self.assignment, self.stats, rule=rule, weight_rule=rule)
@@ -74,7 +76,9 @@ class Steps:
         return float((got - want).square().mean() / want.square().mean())
 
 
-def begin(model: nn.Module | Graph, x: torch.Tensor, platform: str | Platform = "imx500", bits: int | None = None) -> Steps:
+def begin(
+    model: nn.Module | Graph, x: torch.Tensor, platform: str | Platform = "imx500", bits: int | None = None
+) -> Steps:
     graph, target = model if isinstance(model, Graph) else captured(model, x), load(platform)
     assignment = _decide(graph, target, bits)
     stats = collect(graph, [[x]], tensors=with_means(graph, scales.needs(assignment, "mse")))

@@ -19,7 +19,7 @@ from chipfit.errors import (
     PlanError,
     UnknownNameError,
     UnsupportedError,
-)  # fmt: skip
+)
 from tests.zoo import make
 
 

@@ -48,7 +48,11 @@ def test_quantize_verify_and_explain(folder):
     done = run("verify", "out", "--data", "d.npz", "--file", "out/model.onnx")
     assert done.exit_code == 0 and "0 of" in done.output and "top-1" in done.output
     done = run("explain", "out", "0")
-    assert "Conv2D '0': runs in int" in done.output and "scale" in done.output and "input scale x weight scale" in done.output
+    assert (
+        "Conv2D '0': runs in int" in done.output
+        and "scale" in done.output
+        and "input scale x weight scale" in done.output
+    )
 
 
 def test_a_pt2_file_and_an_iterable(folder):
@@ -110,7 +114,9 @@ def test_a_mistake_is_a_typed_error(folder, args, words):
 
 
 def test_the_program_prints_one_panel_and_exits_with_2(folder):
-    done = subprocess.run([sys.executable, "-m", "chipfit.cli", "quantize", "x.pt2", "--data", "d.npz"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "chipfit.cli", "quantize", "x.pt2", "--data", "d.npz"], capture_output=True, text=True
+    )
     assert done.returncode == 2 and "CaptureError" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -122,8 +128,6 @@ def test_the_program_prints_one_panel_and_exits_with_2(folder):
     ],
 )
 def test_nothing_heavy_loads_before_it_is_needed(code):
-    probe = (
-        f"{code}\nimport sys\nprint('LOADED', [m for m in ('torch', 'keras', 'tensorflow', 'onnx', 'scipy', 'numpy') if m in sys.modules])"
-    )
+    probe = f"{code}\nimport sys\nprint('LOADED', [m for m in ('torch', 'keras', 'tensorflow', 'onnx', 'scipy', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("LOADED []")

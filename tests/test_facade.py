@@ -38,24 +38,60 @@ def test_the_names_of_the_predecessor_are_there():
         (chipfit.keras_post_training_quantization, "in_model"),
     ):
         names = list(inspect.signature(function).parameters)
-        wanted = [model, "representative_data_gen", "target_resource_utilization", "core_config", "target_platform_capabilities"]
+        wanted = [
+            model,
+            "representative_data_gen",
+            "target_resource_utilization",
+            "core_config",
+            "target_platform_capabilities",
+        ]
         assert names[:5] == wanted
 
 
 def test_options_have_the_predecessors_defaults():
     defaults = {
-        "activation_error_method": QuantizationErrorMethod.MSE, "weights_error_method": QuantizationErrorMethod.MSE,
-        "relu_bound_to_power_of_2": False, "weights_bias_correction": True, "weights_second_moment_correction": False,
-        "input_scaling": False, "softmax_shift": False, "shift_negative_activation_correction": True,
-        "activation_channel_equalization": False, "z_threshold": math.inf, "l_p_value": 2, "linear_collapsing": True,
-        "residual_collapsing": True, "shift_negative_ratio": 0.05, "shift_negative_threshold_recalculation": False,
-        "shift_negative_params_search": False, "concat_threshold_update": False, "activation_bias_correction": False,
-        "activation_bias_correction_threshold": 0.0, "custom_tpc_opset_to_layer": None,
-    }  # fmt: skip
+        "activation_error_method": QuantizationErrorMethod.MSE,
+        "weights_error_method": QuantizationErrorMethod.MSE,
+        "relu_bound_to_power_of_2": False,
+        "weights_bias_correction": True,
+        "weights_second_moment_correction": False,
+        "input_scaling": False,
+        "softmax_shift": False,
+        "shift_negative_activation_correction": True,
+        "activation_channel_equalization": False,
+        "z_threshold": math.inf,
+        "l_p_value": 2,
+        "linear_collapsing": True,
+        "residual_collapsing": True,
+        "shift_negative_ratio": 0.05,
+        "shift_negative_threshold_recalculation": False,
+        "shift_negative_params_search": False,
+        "concat_threshold_update": False,
+        "activation_bias_correction": False,
+        "activation_bias_correction_threshold": 0.0,
+        "custom_tpc_opset_to_layer": None,
+    }
     assert vars(QuantizationConfig()) == defaults
-    assert {m.name: m.value for m in QuantizationErrorMethod} == {"NOCLIPPING": 0, "MSE": 1, "MAE": 2, "KL": 4, "LP": 5, "HMSE": 6}
-    assert vars(DebugConfig()) == {"analyze_similarity": False, "network_editor": [], "simulate_scheduler": False, "bypass": False}
-    assert list(vars(CoreConfig())) == ["quantization_config", "mixed_precision_config", "bit_width_config", "debug_config"]
+    assert {m.name: m.value for m in QuantizationErrorMethod} == {
+        "NOCLIPPING": 0,
+        "MSE": 1,
+        "MAE": 2,
+        "KL": 4,
+        "LP": 5,
+        "HMSE": 6,
+    }
+    assert vars(DebugConfig()) == {
+        "analyze_similarity": False,
+        "network_editor": [],
+        "simulate_scheduler": False,
+        "bypass": False,
+    }
+    assert list(vars(CoreConfig())) == [
+        "quantization_config",
+        "mixed_precision_config",
+        "bit_width_config",
+        "debug_config",
+    ]
 
 
 def test_configurations_share_no_default(net):
@@ -96,7 +132,9 @@ def _copy(folder):
 @pytest.mark.parametrize("kind", PLATFORMS)
 def test_a_platform_may_be_given_in_every_form_and_the_result_is_exact(net, kind, tmp_path):
     model, batch, data = net
-    _, info = chipfit.pytorch_post_training_quantization(model, data, target_platform_capabilities=PLATFORMS[kind](tmp_path))
+    _, info = chipfit.pytorch_post_training_quantization(
+        model, data, target_platform_capabilities=PLATFORMS[kind](tmp_path)
+    )
     assert info.result.verify([batch]).exact
     assert info.result.export(tmp_path / "m.onnx").is_file()
 
@@ -119,10 +157,14 @@ def test_layers_are_attached_to_operator_sets_by_the_configuration(net):
         OperatorsSet("Strange", narrow)
     config = CoreConfig(QuantizationConfig(custom_tpc_opset_to_layer={"Strange": [nn.SiLU]}))
     for given in (chip, TargetPlatformCapabilities(chip)):
-        _, info = chipfit.pytorch_post_training_quantization(model, data, core_config=config, target_platform_capabilities=given)
+        _, info = chipfit.pytorch_post_training_quantization(
+            model, data, core_config=config, target_platform_capabilities=given
+        )
         assert info.result.plan.tensors["silu"].grid.bits == 4
     with pytest.raises(ConfigError, match="sets"):
-        chipfit.pytorch_post_training_quantization(model, data, core_config=config, target_platform_capabilities="ort_cpu")
+        chipfit.pytorch_post_training_quantization(
+            model, data, core_config=config, target_platform_capabilities="ort_cpu"
+        )
 
 
 def test_several_inputs_are_a_list_and_none_of_them_is_a_label():
@@ -141,7 +183,9 @@ def test_several_inputs_are_a_list_and_none_of_them_is_a_label():
 
 def test_a_bypassed_model_comes_back_as_it_is(net):
     model, _, data = net
-    got, info = chipfit.pytorch_post_training_quantization(model, data, core_config=CoreConfig(debug_config=DebugConfig(bypass=True)))
+    got, info = chipfit.pytorch_post_training_quantization(
+        model, data, core_config=CoreConfig(debug_config=DebugConfig(bypass=True))
+    )
     assert got is model and info.result is None and info.final_resource_utilization is None
 
 
@@ -195,8 +239,15 @@ def test_unknown_options_are_refused_where_they_are_written():
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("weights_bias_correction", 1), ("softmax_shift", "yes"), ("z_threshold", "3"), ("activation_error_method", "MSE"), ("l_p_value", None), ("shift_negative_ratio", True)],
-)  # fmt: skip
+    [
+        ("weights_bias_correction", 1),
+        ("softmax_shift", "yes"),
+        ("z_threshold", "3"),
+        ("activation_error_method", "MSE"),
+        ("l_p_value", None),
+        ("shift_negative_ratio", True),
+    ],
+)
 def test_values_of_the_wrong_kind_are_refused(option, value):
     with pytest.raises(ConfigError, match=option):
         QuantizationConfig(**{option: value})
@@ -206,7 +257,13 @@ def test_values_of_the_wrong_kind_are_refused(option, value):
 
 
 @pytest.mark.parametrize(
-    "options", [{"shift_negative_ratio": -0.1}, {"z_threshold": -1.0}, {"l_p_value": 0}, {"activation_bias_correction_threshold": -1.0}]
+    "options",
+    [
+        {"shift_negative_ratio": -0.1},
+        {"z_threshold": -1.0},
+        {"l_p_value": 0},
+        {"activation_bias_correction_threshold": -1.0},
+    ],
 )
 def test_numbers_out_of_bounds_are_refused_before_any_data_are_read(net, options):
     def data():
@@ -237,7 +294,10 @@ def test_limits_on_resources_are_refused_until_bit_widths_are_searched(net):
     with pytest.raises(UnsupportedError, match="bit widths"):
         chipfit.pytorch_post_training_quantization(model, data, core.ResourceUtilization(weights_memory=1000))
     chipfit.pytorch_post_training_quantization(
-        model, data, core.ResourceUtilization(), CoreConfig(mixed_precision_config=core.MixedPrecisionQuantizationConfig())
+        model,
+        data,
+        core.ResourceUtilization(),
+        CoreConfig(mixed_precision_config=core.MixedPrecisionQuantizationConfig()),
     )
 
 
@@ -252,6 +312,8 @@ def test_arguments_of_the_wrong_kind_are_refused(net):
     with pytest.raises(UnknownNameError, match="imx500"):
         chipfit.pytorch_post_training_quantization(model, data, target_platform_capabilities="imx50")
     with pytest.raises(ConfigError, match="EditRule"):
-        chipfit.pytorch_post_training_quantization(model, data, core_config=CoreConfig(debug_config=DebugConfig(network_editor=["conv"])))
+        chipfit.pytorch_post_training_quantization(
+            model, data, core_config=CoreConfig(debug_config=DebugConfig(network_editor=["conv"]))
+        )
     with pytest.raises(ConfigError, match="network_editor"):
         DebugConfig(network_editor="conv")

@@ -15,7 +15,12 @@ from chipfit.target_platform import LayerFilterParams, QuantizationMethod, get_t
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.act, self.fc, self.out = nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Linear(4, 5), nn.Softmax(-1)
+        self.conv, self.act, self.fc, self.out = (
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.ReLU(),
+            nn.Linear(4, 5),
+            nn.Softmax(-1),
+        )
 
     def forward(self, x):
         return self.out(self.fc(self.act(self.conv(x)).mean((2, 3))))
@@ -29,7 +34,11 @@ def fit(info, name="imx500", **options):
 
 
 def quantized(result):
-    return {t.op if t.role == "activation" else t.name for t in result.plan.tensors.values() if t.quantized and t.op != "Input"}
+    return {
+        t.op if t.role == "activation" else t.name
+        for t in result.plan.tensors.values()
+        if t.quantized and t.op != "Input"
+    }
 
 
 def test_kernels_only():
@@ -59,7 +68,9 @@ def test_on_a_chip_whose_kernels_take_and_give_codes_a_layer_is_quantized_as_a_w
     assert "Softmax" not in quantized(result)
 
 
-@pytest.mark.parametrize("mappings", [{"layer_min_max_mapping": {nn.Softmax: (0, 1)}}, {"activation_min_max_mapping": {"softmax": (0, 1)}}])
+@pytest.mark.parametrize(
+    "mappings", [{"layer_min_max_mapping": {nn.Softmax: (0, 1)}}, {"activation_min_max_mapping": {"softmax": (0, 1)}}]
+)
 def test_nothing_is_collected_for_known_ranges(mappings):
     ops = [nn.ReLU, nn.Softmax]
     free, known = fit(FrameworkInfo([], ops, [])), fit(FrameworkInfo([], ops, [], **mappings))
@@ -74,7 +85,9 @@ def test_nothing_is_collected_for_known_ranges(mappings):
 
 
 def test_an_unknown_end_is_collected():
-    result = fit(FrameworkInfo([], [nn.ReLU], [], layer_min_max_mapping={nn.ReLU: (0, None), nn.Softmax: (0, float("inf"))}))
+    result = fit(
+        FrameworkInfo([], [nn.ReLU], [], layer_min_max_mapping={nn.ReLU: (0, None), nn.Softmax: (0, float("inf"))})
+    )
     assert next(n.output for n in result.graph.nodes if n.op == "Relu") in result.stats
 
 
@@ -82,7 +95,9 @@ def test_ones_own_function_quantizes_the_weights():
     seen = {}
 
     def halves(w, bits, signed, parameters, per_channel, axis):
-        seen.update(bits=bits, signed=signed, threshold=parameters["threshold"].shape, per_channel=per_channel, axis=axis)
+        seen.update(
+            bits=bits, signed=signed, threshold=parameters["threshold"].shape, per_channel=per_channel, axis=axis
+        )
         return (w * 2).round() / 2
 
     result = fit(FrameworkInfo([nn.Conv2d], [], [], {}, {QuantizationMethod.SYMMETRIC: halves}))

@@ -49,7 +49,9 @@ def net():
 def fit(net, *rules, platform=None, widths=None):
     """The chipfit result of the facade under these rules."""
     model, batch = net
-    config = CoreConfig(QuantizationConfig(weights_bias_correction=False), debug_config=DebugConfig(network_editor=list(rules)))
+    config = CoreConfig(
+        QuantizationConfig(weights_bias_correction=False), debug_config=DebugConfig(network_editor=list(rules))
+    )
     config.bit_width_config = widths or BitWidthConfig()
     _, info = chipfit.pytorch_post_training_quantization(
         model, lambda: iter([[batch]]), core_config=config, target_platform_capabilities=platform
@@ -59,7 +61,9 @@ def fit(net, *rules, platform=None, widths=None):
 
 def differences(a, b):
     """Tensors that two results store differently."""
-    same = lambda s, t: (s.format, s.grid, s.axis) == (t.format, t.grid, t.axis) and (s.grid is None or torch.equal(s.scale, t.scale))
+    same = lambda s, t: (
+        (s.format, s.grid, s.axis) == (t.format, t.grid, t.axis) and (s.grid is None or torch.equal(s.scale, t.scale))
+    )
     return {n for n in {*a.plan.tensors, *b.plan.tensors} if not same(a.plan.tensors[n], b.plan.tensors[n])}
 
 
@@ -85,7 +89,7 @@ CONVS = {"stem.0", "a.0", "b.0"}
         ((NodeNameFilter("a.0") | NodeTypeFilter(nn.Linear)) & ~NodeNameFilter("head"), {"a.0"}),
     ],
     ids=range(12),  # the text of sets and functions differs from process to process
-)  # fmt: skip
+)
 def test_a_filter_means_these_layers(net, wanted, layers):
     model, batch = net
     graph = chipfit.lint(model, batch).graph
@@ -100,7 +104,12 @@ def test_a_filter_of_an_operator_that_no_module_has(net):
 
 @pytest.mark.parametrize(
     "wrong",
-    [NodeNameFilter("haed"), NodeNameScopeFilter("haed"), NodeTypeFilter(nn.GELU), NodeTypeFilter(nn.Conv2d) & NodeTypeFilter(nn.ReLU)],
+    [
+        NodeNameFilter("haed"),
+        NodeNameScopeFilter("haed"),
+        NodeTypeFilter(nn.GELU),
+        NodeTypeFilter(nn.Conv2d) & NodeTypeFilter(nn.ReLU),
+    ],
 )
 def test_a_filter_that_means_nothing_lists_near_names(net, wrong):
     with pytest.raises(UnknownNameError) as e:
@@ -132,32 +141,45 @@ def test_bits_of_weights(net):
 
 def test_weights_left_in_float(net):
     plain = fit(net)
-    result = fit(net, EditRule(NodeNameFilter("a.0"), ChangeCandidatesWeightsQuantConfigAttr(enable_weights_quantization=False)))
+    result = fit(
+        net, EditRule(NodeNameFilter("a.0"), ChangeCandidatesWeightsQuantConfigAttr(enable_weights_quantization=False))
+    )
     assert differences(plain, result) == {"a.0.weight"} and not result.plan.tensors["a.0.weight"].quantized
     assert "float" in result.plan.tensors["a.0.weight"].why
 
 
 def test_results_left_in_float(net):
     plain = fit(net)
-    result = fit(net, EditRule(NodeTypeFilter(nn.Linear), ChangeFinalActivationQuantConfigAttr(enable_activation_quantization=False)))
+    result = fit(
+        net,
+        EditRule(NodeTypeFilter(nn.Linear), ChangeFinalActivationQuantConfigAttr(enable_activation_quantization=False)),
+    )
     assert differences(plain, result) == {"linear"}
-    inner = fit(net, EditRule(NodeNameFilter("a.2"), ChangeFinalActivationQuantConfigAttr(enable_activation_quantization=False)))
+    inner = fit(
+        net, EditRule(NodeNameFilter("a.2"), ChangeFinalActivationQuantConfigAttr(enable_activation_quantization=False))
+    )
     assert differences(plain, inner) == {"relu_1"}
     with torch.no_grad():
         assert inner.model(net[1]).isfinite().all()
 
 
-@pytest.mark.parametrize("action", [
-    ChangeCandidatesWeightsQuantConfigAttr(weights_quantization_method=QuantizationMethod.POWER_OF_TWO),
-    ChangeCandidatesWeightsQuantizationMethod(QuantizationMethod.POWER_OF_TWO),
-    ChangeFinalWeightsQuantizationMethod(QuantizationMethod.POWER_OF_TWO),
-], ids=lambda a: type(a).__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "action",
+    [
+        ChangeCandidatesWeightsQuantConfigAttr(weights_quantization_method=QuantizationMethod.POWER_OF_TWO),
+        ChangeCandidatesWeightsQuantizationMethod(QuantizationMethod.POWER_OF_TWO),
+        ChangeFinalWeightsQuantizationMethod(QuantizationMethod.POWER_OF_TWO),
+    ],
+    ids=lambda a: type(a).__name__,
+)
 def test_power_of_two_thresholds_for_weights(net, action):
     t = fit(net, EditRule(NodeNameFilter("head"), action)).plan.tensors["head.weight"]
     assert torch.equal(torch.log2(t.scale), torch.log2(t.scale).round()) and t.axis == 0
 
 
-@pytest.mark.parametrize("action", [ChangeCandidatesActivationQuantizationMethod, ChangeFinalActivationQuantizationMethod])
+@pytest.mark.parametrize(
+    "action", [ChangeCandidatesActivationQuantizationMethod, ChangeFinalActivationQuantizationMethod]
+)
 @pytest.mark.parametrize("method", [QuantizationMethod.SYMMETRIC, QuantizationMethod.POWER_OF_TWO])
 def test_an_affine_grid_may_be_narrowed_to_a_symmetric_one_and_stays_exact(net, action, method):
     result = fit(net, EditRule(NodeTypeFilter(nn.Linear), action(method)), platform="ort_cpu")
@@ -184,7 +206,8 @@ def test_error_methods_of_one_layer(net):
         net,
         EditRule(NodeNameFilter("a.0"), ChangeCandidatesWeightsQuantConfigAttr(weights_error_method=none)),
         EditRule(
-            NodeNameFilter("head"), ChangeCandidatesWeightsQuantConfigAttr(weights_error_method=QuantizationErrorMethod.LP, l_p_value=3)
+            NodeNameFilter("head"),
+            ChangeCandidatesWeightsQuantConfigAttr(weights_error_method=QuantizationErrorMethod.LP, l_p_value=3),
         ),
         EditRule(NodeTypeFilter(torch.add), ChangeCandidatesActivationQuantConfigAttr(activation_error_method=none)),
     )
@@ -198,7 +221,9 @@ def test_error_methods_of_one_layer(net):
 
 def test_41_signedness_is_overridden(net):
     plain = fit(net).plan.tensors["relu_1"]
-    result = fit(net, EditRule(NodeNameFilter("a.2"), ChangeFinalActivationQuantConfigAttr(signedness=Signedness.SIGNED)))
+    result = fit(
+        net, EditRule(NodeNameFilter("a.2"), ChangeFinalActivationQuantConfigAttr(signedness=Signedness.SIGNED))
+    )
     assert not plain.grid.signed and result.plan.tensors["relu_1"].grid.signed
 
 
@@ -209,7 +234,10 @@ def test_outliers_of_one_layer(net):
     none = ChangeCandidatesActivationQuantConfigAttr(activation_error_method=QuantizationErrorMethod.NOCLIPPING)
     cut = ChangeCandidatesActivationQuantConfigAttr(z_threshold=4.0)
     where = NodeNameFilter("stem.2")
-    kept, dropped = fit((model, spiked), EditRule(where, none)), fit((model, spiked), EditRule(where, none), EditRule(where, cut))
+    kept, dropped = (
+        fit((model, spiked), EditRule(where, none)),
+        fit((model, spiked), EditRule(where, none), EditRule(where, cut)),
+    )
     assert float(dropped.plan.tensors["relu"].scale) < float(kept.plan.tensors["relu"].scale) / 4
 
 
@@ -227,7 +255,10 @@ def test_ranges_by_a_function_of_the_users_own(net):
     assert seen == [((8,), 8)] and result.plan.tensors["a.0.weight"].origin == "twice over the weights"
     pair = lambda sample, grid: {"range_min": -1.0, "range_max": 3.0}
     result = fit(net, EditRule(NodeTypeFilter(nn.Linear), ChangeQuantizationParamFunction(pair)), platform="ort_cpu")
-    assert float(result.plan.tensors["linear"].scale) == pytest.approx(4 / 255) and int(result.plan.tensors["linear"].zero_point) == 64
+    assert (
+        float(result.plan.tensors["linear"].scale) == pytest.approx(4 / 255)
+        and int(result.plan.tensors["linear"].zero_point) == 64
+    )
     assert result.verify([net[1]]).exact
     named = fit(net, EditRule(NodeTypeFilter(nn.Linear), ChangeQuantizationParamFunction("percentile")))
     assert named.plan.tensors["linear"].origin.startswith("percentile")
@@ -241,7 +272,10 @@ def test_a_function_that_returns_no_range_is_told_so(net):
         lambda s, g: {"range_min": 0.0},
     ):
         with pytest.raises(ConfigError, match="returned no range"):
-            fit(net, EditRule(NodeNameFilter("head"), ChangeQuantizationParamFunction(weights_quantization_params_fn=wrong)))
+            fit(
+                net,
+                EditRule(NodeNameFilter("head"), ChangeQuantizationParamFunction(weights_quantization_params_fn=wrong)),
+            )
 
 
 def test_final_rules_win_and_among_equals_the_later_one(net):
@@ -255,7 +289,9 @@ def test_final_rules_win_and_among_equals_the_later_one(net):
     assert bits(result) == {"stem.0.weight": 4, "a.0.weight": 2, "b.0.weight": 4, "head.weight": 8}
     widths = BitWidthConfig()
     widths.set_manual_weights_bit_width(ALL, 2)
-    result = fit(net, EditRule(NodeNameFilter("head"), ChangeCandidatesWeightsQuantConfigAttr(weights_n_bits=4)), widths=widths)
+    result = fit(
+        net, EditRule(NodeNameFilter("head"), ChangeCandidatesWeightsQuantConfigAttr(weights_n_bits=4)), widths=widths
+    )
     assert bits(result) == {"stem.0.weight": 2, "a.0.weight": 2, "b.0.weight": 2, "head.weight": 4}
 
 
@@ -263,7 +299,9 @@ def test_rules_edit_a_result_as_well(net):
     from chipfit.core.network_editor import to_overrides
 
     plain = fit(net)
-    edited = plain.edit(to_overrides([EditRule(NodeNameFilter("a.0"), ChangeFinalWeightsQuantConfigAttr(weights_n_bits=4))]))
+    edited = plain.edit(
+        to_overrides([EditRule(NodeNameFilter("a.0"), ChangeFinalWeightsQuantConfigAttr(weights_n_bits=4))])
+    )
     assert differences(plain, edited) == {"a.0.weight"}
     again = plain.edit([(NodeNameFilter("a.0"), {"weight_rule": "no_clipping"})])
     assert differences(plain, again) == {"a.0.weight"}
@@ -281,7 +319,9 @@ def test_a_layer_is_replaced_by_another_and_calibrated_as_that(net):
     torch.testing.assert_close(result.graph.weights["head.weight"], model.head.weight.detach() / 2)
     torch.testing.assert_close(result.plan.tensors["linear"].scale, plain.plan.tensors["linear"].scale / 2)
     assert result.verify([batch]).exact
-    result = fit(net, EditRule(NodeNameScopeFilter("a."), ReplaceLayer(nn.Identity, lambda weights, **attributes: ({}, {}))))
+    result = fit(
+        net, EditRule(NodeNameScopeFilter("a."), ReplaceLayer(nn.Identity, lambda weights, **attributes: ({}, {})))
+    )
     assert [n.layer for n in result.graph.nodes if n.op == "Conv2D"] == ["stem.0", "b.0"]
 
 
@@ -309,14 +349,26 @@ def test_unknown_attributes_are_refused_with_the_allowed_ones(action):
 @pytest.mark.parametrize(
     ("attribute", "value"),
     [
-        ("weights_n_bits", "4"), ("weights_n_bits", 0), ("weights_n_bits", True), ("enable_weights_quantization", "no"),
-        ("weights_quantization_method", "POWER_OF_TWO"), ("weights_error_method", "MSE"), ("weights_per_channel_threshold", 1),
-        ("activation_n_bits", None), ("enable_activation_quantization", 0), ("activation_quantization_method", 3),
-        ("activation_error_method", 1), ("signedness", "SIGNED"), ("z_threshold", "3"), ("z_threshold", -1.0),
+        ("weights_n_bits", "4"),
+        ("weights_n_bits", 0),
+        ("weights_n_bits", True),
+        ("enable_weights_quantization", "no"),
+        ("weights_quantization_method", "POWER_OF_TWO"),
+        ("weights_error_method", "MSE"),
+        ("weights_per_channel_threshold", 1),
+        ("activation_n_bits", None),
+        ("enable_activation_quantization", 0),
+        ("activation_quantization_method", 3),
+        ("activation_error_method", 1),
+        ("signedness", "SIGNED"),
+        ("z_threshold", "3"),
+        ("z_threshold", -1.0),
     ],
-)  # fmt: skip
+)
 def test_values_of_the_wrong_kind_are_refused(attribute, value):
-    action = ChangeCandidatesWeightsQuantConfigAttr if "weights" in attribute else ChangeCandidatesActivationQuantConfigAttr
+    action = (
+        ChangeCandidatesWeightsQuantConfigAttr if "weights" in attribute else ChangeCandidatesActivationQuantConfigAttr
+    )
     with pytest.raises((ConfigError, PlanError), match="Allowed"):
         action(**{attribute: value})
 
@@ -351,7 +403,9 @@ def test_what_a_chip_cannot_hold_is_refused_with_what_it_can(net):
     with pytest.raises(UnsupportedError, match="tensor"):
         fit(
             net,
-            EditRule(NodeNameFilter("head"), ChangeCandidatesWeightsQuantConfigAttr(weights_per_channel_threshold=True)),
+            EditRule(
+                NodeNameFilter("head"), ChangeCandidatesWeightsQuantConfigAttr(weights_per_channel_threshold=True)
+            ),
             platform="qnnpack",
         )
     with pytest.raises(PlanError, match="no weights"):
@@ -379,7 +433,9 @@ def test_bit_widths_of_results_by_hand(net):
     assert result.plan.tensors["relu_1"].grid.bits == 8
 
 
-@pytest.mark.parametrize(("kind", "bits", "allowed"), [("weights", 3, "2, 4, 8"), ("weights", 16, "2, 4, 8"), ("activation", 16, "8")])
+@pytest.mark.parametrize(
+    ("kind", "bits", "allowed"), [("weights", 3, "2, 4, 8"), ("weights", 16, "2, 4, 8"), ("activation", 16, "8")]
+)
 def test_a_width_that_is_no_candidate_is_refused_with_the_candidates(net, kind, bits, allowed):
     widths = BitWidthConfig()
     getattr(widths, f"set_manual_{kind}_bit_width")(NodeNameFilter("a.0"), bits)
@@ -399,7 +455,15 @@ def test_a_width_that_another_operator_of_the_chip_has_is_no_candidate():
 def test_mistakes_about_widths_are_refused_where_they_are_made(net):
     widths, conv, head = BitWidthConfig(), NodeTypeFilter(nn.Conv2d), NodeNameFilter("head")
     for set_width in (widths.set_manual_weights_bit_width, widths.set_manual_activation_bit_width):
-        for filters, bits in (([conv, head], [4, 4, 8]), ([], 4), ("conv", 4), (conv, "4"), (conv, 0), (conv, True), (conv, [])):
+        for filters, bits in (
+            ([conv, head], [4, 4, 8]),
+            ([], 4),
+            ("conv", 4),
+            (conv, "4"),
+            (conv, 0),
+            (conv, True),
+            (conv, []),
+        ):
             with pytest.raises(ConfigError):
                 set_width(filters, bits)
     with pytest.raises(ConfigError, match="kernel"):
@@ -432,7 +496,9 @@ def test_47_a_reader_that_takes_8_bit_leaves_no_16_bit_candidates_to_its_produce
         OperatorsSet("FullyConnected", base.clone_and_edit(supported_input_activation_n_bits=8))
         OperatorsSet("Relu", base.clone_and_edit(supported_input_activation_n_bits=(8, 16)))
     x = torch.randn(4, 3, 2, 2)
-    relu, linear = (nn.Sequential(nn.Conv2d(3, 4, 2), *more).eval() for more in ((nn.ReLU(),), (nn.Flatten(), nn.Linear(4, 2))))
+    relu, linear = (
+        nn.Sequential(nn.Conv2d(3, 4, 2), *more).eval() for more in ((nn.ReLU(),), (nn.Flatten(), nn.Linear(4, 2)))
+    )
     assert fit((relu, x), platform=chip).plan.tensors["conv2d"].grid.bits == 16
     assert fit((linear, x), platform=chip).plan.tensors["conv2d"].grid.bits == 8
     widths = BitWidthConfig()

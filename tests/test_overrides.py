@@ -21,8 +21,11 @@ GRAPH = Graph(
         _node("conv2d_2", "Conv2D", "blocks.10.conv", "Conv2d"),
         _node("linear", "Linear", "head", "Linear"),
     ],
-    [], [], {}, {},
-)  # fmt: skip
+    [],
+    [],
+    {},
+    {},
+)
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,30 @@ from chipfit.plan_edit import diff, plan_from_json, plan_to_json
 from chipfit.quantizers.grids import Grid
 
 WEIGHT = TensorPlan(
-    name="conv.weight", role="weight", layer="conv", op="Conv2D", format="w8", grid=Grid(bits=8, qmin=-127, qmax=127, per="channel"),
-    scale=torch.tensor([0.1, 1 / 3]), zero_point=torch.tensor([0, 0], dtype=torch.int32), axis=0, origin="mse",
-)  # fmt: skip
+    name="conv.weight",
+    role="weight",
+    layer="conv",
+    op="Conv2D",
+    format="w8",
+    grid=Grid(bits=8, qmin=-127, qmax=127, per="channel"),
+    scale=torch.tensor([0.1, 1 / 3]),
+    zero_point=torch.tensor([0, 0], dtype=torch.int32),
+    axis=0,
+    origin="mse",
+)
 PLAN = Plan(
-    tensors={"conv.weight": WEIGHT, "y": TensorPlan(name="y", role="activation", why="the chip keeps it in float", high=float("inf"))},
+    tensors={
+        "conv.weight": WEIGHT,
+        "y": TensorPlan(name="y", role="activation", why="the chip keeps it in float", high=float("inf")),
+    },
     nodes={"conv": NodePlan(name="conv", op="Conv2D", layer="conv", exec="int")},
-    groups=(("conv", "relu"),), float_edges=frozenset({("y", "out"), ("a", "b")}), ties=(("p", "q"),), platform="ort_cpu",
-    rewrites=("folded 'bn' into 'conv'",), provenance={"seed": 0, "settings": {"rule": "mse", "shape": (1, 2)}},
-)  # fmt: skip
+    groups=(("conv", "relu"),),
+    float_edges=frozenset({("y", "out"), ("a", "b")}),
+    ties=(("p", "q"),),
+    platform="ort_cpu",
+    rewrites=("folded 'bn' into 'conv'",),
+    provenance={"seed": 0, "settings": {"rule": "mse", "shape": (1, 2)}},
+)
 
 
 def _edited(**changes):
@@ -61,8 +76,14 @@ def test_provenance_is_not_a_difference():
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"grid": Grid(bits=4, qmin=-7, qmax=7, per="channel")}, "tensor 'conv.weight': grid 8 bit -127..127 -> 4 bit -7..7"),
-        ({"scale": torch.tensor([0.1, 0.5])}, "scale [2] in 0.100000001..0.333333343, 1 differ -> [2] in 0.100000001..0.5, 1 differ"),
+        (
+            {"grid": Grid(bits=4, qmin=-7, qmax=7, per="channel")},
+            "tensor 'conv.weight': grid 8 bit -127..127 -> 4 bit -7..7",
+        ),
+        (
+            {"scale": torch.tensor([0.1, 0.5])},
+            "scale [2] in 0.100000001..0.333333343, 1 differ -> [2] in 0.100000001..0.5, 1 differ",
+        ),
         ({"scale": torch.tensor(0.25)}, "-> 0.25"),
         ({"axis": 1}, "tensor 'conv.weight': axis 0 -> 1"),
     ],

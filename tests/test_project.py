@@ -14,7 +14,9 @@ import chipfit._version
 from chipfit._version import __version__
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *(ROOT / "docs").rglob("*.md")]
+)
 PACKAGE = Path(chipfit._version.__file__).parent
 
 
@@ -116,11 +118,17 @@ def test_a_layer_imports_nothing_above_it(folder):
 def test_only_the_writer_and_the_runtimes_know_onnx():
     allowed = {"export", "runtimes"}
     knows = [
-        p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py") if any(m.partition(".")[0] in ("onnx", "onnxruntime") for m in imports(p))
+        p.relative_to(PACKAGE)
+        for p in PACKAGE.rglob("*.py")
+        if any(m.partition(".")[0] in ("onnx", "onnxruntime") for m in imports(p))
     ]
     assert [str(p) for p in knows if p.parts[0] not in allowed] == []
 
 
 def test_every_module_has_a_docstring():
-    bare = [p.relative_to(ROOT) for p in PACKAGE.rglob("*.py") if p.read_text().strip() and not ast.get_docstring(ast.parse(p.read_text()))]
+    bare = [
+        p.relative_to(ROOT)
+        for p in PACKAGE.rglob("*.py")
+        if p.read_text().strip() and not ast.get_docstring(ast.parse(p.read_text()))
+    ]
     assert [str(p) for p in bare] == []

@@ -33,7 +33,9 @@ CHIPS = ["tflite_int8", get_target_platform_capabilities("pytorch", "tflite")]
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=["file", "python"])
-@pytest.mark.parametrize("functions", [(torch.sigmoid,), (torch.sigmoid, torch.tanh), (moved,)], ids=["one", "two", "behind movers"])
+@pytest.mark.parametrize(
+    "functions", [(torch.sigmoid,), (torch.sigmoid, torch.tanh), (moved,)], ids=["one", "two", "behind movers"]
+)
 def test_what_is_joined_is_not_clipped(chip, functions):
     network = Joined(*functions).eval()
     result = chipfit.quantize(network, DATA, chip, progress=False)

@@ -158,7 +158,9 @@ def test_a_manifest_cut_short_is_refused(saved):
         load(saved)
 
 
-@pytest.mark.parametrize("text", ["[]", '{"schema": 1}', '{"schema": 1, "files": {}}', '{"schema": 1, "files": {"../secret": {}}}'])
+@pytest.mark.parametrize(
+    "text", ["[]", '{"schema": 1}', '{"schema": 1, "files": {}}', '{"schema": 1, "files": {"../secret": {}}}']
+)
 def test_a_manifest_without_the_files_is_refused(saved, text):
     (saved / "manifest.json").write_text(text)
     with pytest.raises(PlanError, match=r"schema version|does not list the files"):
@@ -248,9 +250,20 @@ def test_every_platform_comes_back_with_the_same_hash(name, tmp_path):
 
 
 def test_attributes_keep_their_types_and_infinities(tmp_path):
-    attrs = {"padding": ((0, 1), (2, 3)), "value": float("-inf"), "axes": [1, 2], "none": None, "flag": True, "nested": {"a": (1.5,)}}
+    attrs = {
+        "padding": ((0, 1), (2, 3)),
+        "value": float("-inf"),
+        "axes": [1, 2],
+        "none": None,
+        "flag": True,
+        "nested": {"a": (1.5,)},
+    }
     graph = Graph(
-        [Node("pad", "Pad", ("x",), ("y",), attrs)], ["x"], ["y"], {"x": Value("x", (None, 3)), "y": Value("y", (None, 6), "int64")}, {}
+        [Node("pad", "Pad", ("x",), ("y",), attrs)],
+        ["x"],
+        ["y"],
+        {"x": Value("x", (None, 3)), "y": Value("y", (None, 6), "int64")},
+        {},
     )
     saving.save(tmp_path / "p", graph, Plan(), load_platform("ort_cpu"))
     back = saving.load(tmp_path / "p").graph
@@ -276,7 +289,13 @@ def test_weights_of_any_layout_and_dtype_come_back(tmp_path):
 
 
 def test_an_attribute_without_json_form_is_refused(tmp_path):
-    graph = Graph([Node("n", "Identity", ("x",), ("y",), {"f": len})], ["x"], ["y"], {"x": Value("x", ()), "y": Value("y", ())}, {})
+    graph = Graph(
+        [Node("n", "Identity", ("x",), ("y",), {"f": len})],
+        ["x"],
+        ["y"],
+        {"x": Value("x", ()), "y": Value("y", ())},
+        {},
+    )
     with pytest.raises(PlanError, match="cannot be saved as JSON"):
         saving.save(tmp_path / "p", graph, Plan(), load_platform("ort_cpu"))
     assert list(tmp_path.iterdir()) == []

@@ -28,9 +28,13 @@ def fit(model, x, platform=None, bits=None, **options):
     config = CoreConfig(QuantizationConfig(**{**OFF, **options}))
     if bits is not None:
         config.bit_width_config = BitWidthConfig()
-        config.bit_width_config.set_manual_weights_bit_width(NodeTypeFilter(nn.Conv2d) | NodeTypeFilter(nn.Linear), bits)
+        config.bit_width_config.set_manual_weights_bit_width(
+            NodeTypeFilter(nn.Conv2d) | NodeTypeFilter(nn.Linear), bits
+        )
     data = lambda: iter([[part] for part in x.split(max(1, len(x) // 2))])
-    _, info = chipfit.pytorch_post_training_quantization(model.eval(), data, core_config=config, target_platform_capabilities=platform)
+    _, info = chipfit.pytorch_post_training_quantization(
+        model.eval(), data, core_config=config, target_platform_capabilities=platform
+    )
     return info.result
 
 
@@ -101,7 +105,8 @@ def test_40_outliers_are_cut_by_their_z_score():
     x = torch.randn(4000, 4)
     x[7, 1] = 1000.0
     kept, cut = (
-        fit(nn.Linear(4, 2), x, activation_error_method=QuantizationErrorMethod.NOCLIPPING, z_threshold=z) for z in (math.inf, 5.0)
+        fit(nn.Linear(4, 2), x, activation_error_method=QuantizationErrorMethod.NOCLIPPING, z_threshold=z)
+        for z in (math.inf, 5.0)
     )
     name = kept.graph.inputs[0]
     assert float(kept.plan.tensors[name].scale) * 128 == 1024 and float(cut.plan.tensors[name].scale) * 128 <= 8
@@ -156,7 +161,9 @@ def test_clipped_activations_end_at_a_power_of_two(everything):
     clip = next(n for n in on.graph.nodes if n.op == "Clamp")
     assert clip.attrs == {"min": 0.0, "max": 8.0}
     assert float(on.plan.tensors[clip.output].scale) * 256 == 8
-    torch.testing.assert_close(on.graph.weights["bounded.weight"], fit(model, x).graph.weights["bounded.weight"] * 8 / 6)
+    torch.testing.assert_close(
+        on.graph.weights["bounded.weight"], fit(model, x).graph.weights["bounded.weight"] * 8 / 6
+    )
 
 
 def test_equalization_saves_channels_of_unequal_range():
@@ -211,7 +218,9 @@ def test_logits_move_to_the_middle_of_their_range():
         net[0].weight.copy_(torch.eye(4))
         net[0].bias.zero_()
     x = torch.linspace(-1, 14.8, 1600).view(400, 4)[:, torch.tensor([2, 0, 3, 1])]
-    plain, on = (fit(net, x, softmax_shift=s, activation_error_method=QuantizationErrorMethod.NOCLIPPING) for s in (False, True))
+    plain, on = (
+        fit(net, x, softmax_shift=s, activation_error_method=QuantizationErrorMethod.NOCLIPPING) for s in (False, True)
+    )
     torch.testing.assert_close(on.graph.weights["0.bias"], torch.full((4,), -6.9))
     logits = plain.graph.nodes[0].output
     assert float(on.plan.tensors[logits].scale) == float(plain.plan.tensors[logits].scale) / 2
@@ -232,7 +241,9 @@ def test_what_a_concatenation_joins_shares_its_threshold(everything):
 
 def deep():
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3, groups=4, bias=False), nn.ReLU(), nn.Conv2d(16, 8, 1))
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3, groups=4, bias=False), nn.ReLU(), nn.Conv2d(16, 8, 1)
+    )
     return net.eval(), torch.randn(32, 3, 10, 10) + 0.5
 
 
@@ -261,7 +272,9 @@ def test_second_moment_correction_gives_back_the_spread_of_every_channel():
 
 def test_the_second_moment_has_the_means_in_it_already():
     net, x = deep()
-    alone, both = (fit(net, x, bits=2, weights_second_moment_correction=True, weights_bias_correction=c) for c in (False, True))
+    alone, both = (
+        fit(net, x, bits=2, weights_second_moment_correction=True, weights_bias_correction=c) for c in (False, True)
+    )
     assert all(torch.equal(w, both.graph.weights[n]) for n, w in alone.graph.weights.items())
 
 
@@ -289,10 +302,17 @@ def test_activation_bias_correction_takes_off_what_rounding_inputs_adds():
 # ---------------------------------------------------------------- with each of them
 
 ONE_BY_ONE = {
-    "linear_collapsing": True, "residual_collapsing": True, "relu_bound_to_power_of_2": True, "activation_channel_equalization": True,
-    "shift_negative_activation_correction": True, "softmax_shift": True, "concat_threshold_update": True, "weights_bias_correction": True,
-    "weights_second_moment_correction": True, "activation_bias_correction": True,
-}  # fmt: skip
+    "linear_collapsing": True,
+    "residual_collapsing": True,
+    "relu_bound_to_power_of_2": True,
+    "activation_channel_equalization": True,
+    "shift_negative_activation_correction": True,
+    "softmax_shift": True,
+    "concat_threshold_update": True,
+    "weights_bias_correction": True,
+    "weights_second_moment_correction": True,
+    "activation_bias_correction": True,
+}
 
 
 @pytest.mark.parametrize("option", [*ONE_BY_ONE, "all"])
@@ -309,7 +329,11 @@ def test_no_rewrite_changes_the_float_network(option, everything):
     from chipfit.graph.run import run
 
     model, x = everything
-    options = {k: v for k, v in (ONE_BY_ONE if option == "all" else {option: True}).items() if "correction" not in k or "shift" in k}
+    options = {
+        k: v
+        for k, v in (ONE_BY_ONE if option == "all" else {option: True}).items()
+        if "correction" not in k or "shift" in k
+    }
     result = fit(model, x, **options)
     with torch.no_grad():
         torch.testing.assert_close(run(result.graph, [x])[result.graph.outputs[0]], model(x), rtol=1e-4, atol=1e-5)
@@ -319,7 +343,9 @@ def test_an_edited_result_is_corrected_anew(everything):
     model, x = everything
     result = fit(model, x, "ort_cpu", weights_bias_correction=True)
     edited = result.edit({"skip": "float"})
-    again = chipfit.quantize(model, [x[:8], x[8:]], overrides={"skip": "float"}, settings=Settings(correct_bias=True), progress=False)
+    again = chipfit.quantize(
+        model, [x[:8], x[8:]], overrides={"skip": "float"}, settings=Settings(correct_bias=True), progress=False
+    )
     assert torch.equal(edited.graph.weights["skip.bias"], model.skip.bias)  # what stays in float needs no correction
     for name, w in again.graph.weights.items():
         assert torch.equal(w, edited.graph.weights[name])
@@ -339,7 +365,8 @@ def test_data_that_can_be_read_once_are_refused_where_they_are_read_twice(everyt
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"correct_bias": 1}, {"shift_negative": -1.0}, {"shift_negative": True}, {"correct_activation_bias": math.nan}]
+    "wrong",
+    [{"correct_bias": 1}, {"shift_negative": -1.0}, {"shift_negative": True}, {"correct_activation_bias": math.nan}],
 )
 def test_settings_refuse_what_they_do_not_understand(wrong):
     with pytest.raises(PlanError, match=next(iter(wrong))):

@@ -15,7 +15,9 @@ from chipfit.errors import UnsupportedError
 @pytest.fixture(scope="module")
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5)).eval()
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5)
+    ).eval()
 
 
 X = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(1))

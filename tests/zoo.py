@@ -31,9 +31,15 @@ class InvertedResidual(nn.Module):
     def __init__(self, c: int = 8, act: type[nn.Module] = nn.ReLU6, squeeze: bool = False) -> None:
         super().__init__()
         h = 3 * c
-        self.stem, self.expand, self.depthwise = conv_bn(3, c, act=act()), conv_bn(c, h, 1, act()), conv_bn(h, h, 3, act(), groups=h)
+        self.stem, self.expand, self.depthwise = (
+            conv_bn(3, c, act=act()),
+            conv_bn(c, h, 1, act()),
+            conv_bn(h, h, 3, act(), groups=h),
+        )
         self.gate = (
-            nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(h, 4, 1), nn.ReLU(), nn.Conv2d(4, h, 1), nn.Sigmoid()) if squeeze else None
+            nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(h, 4, 1), nn.ReLU(), nn.Conv2d(4, h, 1), nn.Sigmoid())
+            if squeeze
+            else None
         )
         self.project = conv_bn(h, c, 1, nn.Identity())
 
@@ -88,13 +94,22 @@ class Attention(nn.Module):
     def __init__(self, fused: bool = True, d: int = 16) -> None:
         super().__init__()
         self.patch, self.qkv, self.out = nn.Conv2d(3, d, 4, 4), nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.n1, self.n2, self.up, self.down = nn.LayerNorm(d), nn.LayerNorm(d), nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
+        self.n1, self.n2, self.up, self.down = (
+            nn.LayerNorm(d),
+            nn.LayerNorm(d),
+            nn.Linear(d, 2 * d),
+            nn.Linear(2 * d, d),
+        )
         self.position, self.fused, self.d = nn.Parameter(torch.randn(1, 4, d) * 0.1), fused, d
 
     def forward(self, x):
         x = self.patch(x).flatten(2).transpose(1, 2) + self.position
         q, k, v = self.qkv(self.n1(x)).reshape(x.shape[0], 4, 3, 2, self.d // 2).permute(2, 0, 3, 1, 4).unbind(0)
-        y = F.scaled_dot_product_attention(q, k, v) if self.fused else ((q @ k.transpose(-2, -1)) * (self.d // 2) ** -0.5).softmax(-1) @ v
+        y = (
+            F.scaled_dot_product_attention(q, k, v)
+            if self.fused
+            else ((q @ k.transpose(-2, -1)) * (self.d // 2) ** -0.5).softmax(-1) @ v
+        )
         x = x + self.out(y.transpose(1, 2).reshape(x.shape[0], 4, self.d))
         return (x + self.down(F.gelu(self.up(self.n2(x))))).mean(1)
 
@@ -234,13 +249,51 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], object]]] = {
     "dataclass_out": (DataclassOut, lambda: (_image(), _image())),
     "gru": (Recurrent, lambda: torch.randn(4, 5, 6)),
     "lstm": (lambda: Recurrent(nn.LSTM), lambda: torch.randn(4, 5, 6)),
-    "conv1d": (chain(nn.Conv1d(3, 8, 3, padding=2, dilation=2), nn.BatchNorm1d(8), nn.ReLU(), nn.ConvTranspose1d(8, 4, 2, 2)), lambda: torch.randn(4, 3, 12)),
+    "conv1d": (
+        chain(nn.Conv1d(3, 8, 3, padding=2, dilation=2), nn.BatchNorm1d(8), nn.ReLU(), nn.ConvTranspose1d(8, 4, 2, 2)),
+        lambda: torch.randn(4, 3, 12),
+    ),
     "conv3d": (chain(nn.Conv3d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 3, 1)), lambda: torch.randn(2, 2, 4, 4, 4)),
-    "padding_modes": (chain(nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), nn.ReLU(), nn.Conv2d(4, 4, 3, padding="same"), nn.ZeroPad2d(1), nn.Conv2d(4, 2, 2)), _image),
-    "pixel_shuffle_norms": (chain(nn.Conv2d(3, 12, 3, padding=1), nn.PixelShuffle(2), nn.InstanceNorm2d(3, affine=True), nn.GroupNorm(1, 3)), _image),
-    "mlp": (chain(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 16), nn.Sigmoid(), nn.Linear(16, 4), nn.Softmax(-1)), _image),
-    "grouped_strided": (chain(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 1, 2, 2, groups=2), nn.ReLU6(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 1)), lambda: _image(side=12)),
-}  # fmt: skip
+    "padding_modes": (
+        chain(
+            nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"),
+            nn.ReLU(),
+            nn.Conv2d(4, 4, 3, padding="same"),
+            nn.ZeroPad2d(1),
+            nn.Conv2d(4, 2, 2),
+        ),
+        _image,
+    ),
+    "pixel_shuffle_norms": (
+        chain(
+            nn.Conv2d(3, 12, 3, padding=1), nn.PixelShuffle(2), nn.InstanceNorm2d(3, affine=True), nn.GroupNorm(1, 3)
+        ),
+        _image,
+    ),
+    "mlp": (
+        chain(
+            nn.Flatten(),
+            nn.Linear(192, 16),
+            nn.ReLU(),
+            nn.Linear(16, 16),
+            nn.Sigmoid(),
+            nn.Linear(16, 4),
+            nn.Softmax(-1),
+        ),
+        _image,
+    ),
+    "grouped_strided": (
+        chain(
+            nn.Conv2d(3, 8, 3, 2, 1),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3, 1, 2, 2, groups=2),
+            nn.ReLU6(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 4, 1),
+        ),
+        lambda: _image(side=12),
+    ),
+}
 
 
 def make(name: str) -> tuple[nn.Module, object]:

@@ -35,21 +35,44 @@ _HOMES = {
     "FrameworkInfo": ("chipfit.framework_info", "FrameworkInfo"),
     "DefaultDict": ("chipfit.platform.modeling.capabilities", "DefaultDict"),
     "Settings": ("chipfit.settings", "Settings"),
-    **{name: ("chipfit.ptq", name) for name in ("keras_post_training_quantization", "pytorch_post_training_quantization")},
+    **{
+        name: ("chipfit.ptq", name)
+        for name in ("keras_post_training_quantization", "pytorch_post_training_quantization")
+    },
     "capture": ("chipfit.frameworks", "capture"),
     "load_platform": ("chipfit.platform.load", "load"),
 }
 
 #: modules that need no import of their own, as users of the predecessor write `mct.core.QuantizationConfig`
 _MODULES = {
-    **{name: f"chipfit.{name}" for name in ("core", "framework_info", "hardware_representation", "ptq", "target_platform")},
+    **{
+        name: f"chipfit.{name}"
+        for name in ("core", "framework_info", "hardware_representation", "ptq", "target_platform")
+    },
     "network_editor": "chipfit.core.network_editor",
 }
 
 __all__ = [
-    "ChipfitError", "DefaultDict", "FrameworkInfo", "Lint", "Plan", "Platform", "Report", "Result", "Settings", "Verification", "__version__",
-    "capture", "errors", "keras_post_training_quantization", "lint", "load", "load_platform", "pytorch_post_training_quantization", "quantize",
-]  # fmt: skip
+    "ChipfitError",
+    "DefaultDict",
+    "FrameworkInfo",
+    "Lint",
+    "Plan",
+    "Platform",
+    "Report",
+    "Result",
+    "Settings",
+    "Verification",
+    "__version__",
+    "capture",
+    "errors",
+    "keras_post_training_quantization",
+    "lint",
+    "load",
+    "load_platform",
+    "pytorch_post_training_quantization",
+    "quantize",
+]
 
 
 def __getattr__(name: str) -> Any:

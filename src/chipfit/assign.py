@@ -124,7 +124,9 @@ def assign(
     _first_last(graph, platform, units)
     _narrow(graph, platform, units)
     result = Assignment(groups=groups)
-    kept = {o for u in units if u.said.get("activation_bits") == "float" for o in u.tail.outputs}  # in float, whoever reads them
+    kept = {
+        o for u in units if u.said.get("activation_bits") == "float" for o in u.tail.outputs
+    }  # in float, whoever reads them
     formats = _Formats(kept)  # value -> format name
     wants = {v: f for v, f in _wants(graph, platform, units, kept).items() if v not in kept}
 
@@ -234,8 +236,15 @@ def _first_last(graph: Graph, platform: Platform, units: list[_Unit]) -> None:
     weighted = [i for i, u in enumerate(units) if u.resolved.options and u.resolved.options[0].w]
     for i in {weighted[0], weighted[-1]} if weighted else ():
         u = units[i]
-        slots = [s for s, choice in (("w", "bits"), ("in_", "activation_bits"), ("out", "activation_bits")) if u.said.get(choice) is None]
-        options = [o.model_copy(update={s: _sibling(platform, getattr(o, s), rule["bits"]) for s in slots}) for o in u.resolved.options]
+        slots = [
+            s
+            for s, choice in (("w", "bits"), ("in_", "activation_bits"), ("out", "activation_bits"))
+            if u.said.get(choice) is None
+        ]
+        options = [
+            o.model_copy(update={s: _sibling(platform, getattr(o, s), rule["bits"]) for s in slots})
+            for o in u.resolved.options
+        ]
         units[i] = replace(u, resolved=replace(u.resolved, options=tuple(options)))
 
 
@@ -249,16 +258,27 @@ def _choose(graph: Graph, platform: Platform, unit: _Unit, formats: Mapping[str,
     if unit.forced or unit.resolved.exec == "float" or not unit.resolved.options or _unfit(graph, platform, unit, kept):
         return None
     options = [
-        o for o in unit.resolved.options if o.in_ not in _NO_FORMAT or o.w not in _NO_FORMAT or (o.in_ == "any" and o.out not in _NO_FORMAT)
+        o
+        for o in unit.resolved.options
+        if o.in_ not in _NO_FORMAT or o.w not in _NO_FORMAT or (o.in_ == "any" and o.out not in _NO_FORMAT)
     ]
     options = _with_bits(platform, unit, options)
     for option in options:
         ok = True
         for value, fmt in _data_formats(graph, unit, option).items():
             have = formats.get(value)
-            if have is not None and fmt not in _NO_FORMAT and not _same_storage(platform.formats[have], platform.formats[fmt]):
+            if (
+                have is not None
+                and fmt not in _NO_FORMAT
+                and not _same_storage(platform.formats[have], platform.formats[fmt])
+            ):
                 ok = False
-            if have is not None and fmt == "any" and option.in_bits and platform.formats[have].bits > max(option.in_bits):
+            if (
+                have is not None
+                and fmt == "any"
+                and option.in_bits
+                and platform.formats[have].bits > max(option.in_bits)
+            ):
                 ok = False
         if ok:
             return option
@@ -271,13 +291,22 @@ def _with_bits(platform: Platform, unit: _Unit, options: list[Option]) -> list[O
         (unit.said.get("bits"), ("w",), "weights"),
         (unit.said.get("activation_bits"), ("in_", "out"), "activations"),
     ):
-        if asked == "float":  # only where quantizers belong to those who write: `_unfit` keeps the unit in float elsewhere
+        if (
+            asked == "float"
+        ):  # only where quantizers belong to those who write: `_unfit` keeps the unit in float elsewhere
             without = {"w": "float", "b": "float"} if slots == ("w",) else {"out": "float"}
-            options = [o.model_copy(update={s: f for s, f in without.items() if getattr(o, s) is not None}) for o in options]
+            options = [
+                o.model_copy(update={s: f for s, f in without.items() if getattr(o, s) is not None}) for o in options
+            ]
             continue
         if asked is None or not any(n not in _NO_FORMAT for o in options for s in slots for n in _tuple(getattr(o, s))):
             continue
-        bits_of = lambda o: {platform.formats[n].bits for s in slots for n in _tuple(getattr(o, s)) if n not in _NO_FORMAT}  # noqa: B023, E731 -- used at once
+        bits_of = lambda o: {  # noqa: E731 -- used at once
+            platform.formats[n].bits
+            for s in slots  # noqa: B023 -- used at once
+            for n in _tuple(getattr(o, s))
+            if n not in _NO_FORMAT
+        }
         fitting = [o for o in options if bits_of(o) <= {asked}]
         if not fitting:
             have = sorted({b for o in options for b in bits_of(o)})
@@ -331,20 +360,35 @@ def _sibling(platform: Platform, name: Any, bits: int) -> Any:
         return name
     mine = platform.formats[name]
     for other_name, other in platform.formats.items():
-        if other.bits == bits and (other.kind, other.zero, other.scale, other.per) == (mine.kind, mine.zero, mine.scale, mine.per):
+        if other.bits == bits and (other.kind, other.zero, other.scale, other.per) == (
+            mine.kind,
+            mine.zero,
+            mine.scale,
+            mine.per,
+        ):
             return other_name
     return name
 
 
 def _same_storage(a: Format, b: Format) -> bool:
     """Codes of one format can be read as the other."""
-    return (a.kind, a.bits, a.signed, a.zero, a.scale, a.per, a.range) == (b.kind, b.bits, b.signed, b.zero, b.scale, b.per, b.range)
+    return (a.kind, a.bits, a.signed, a.zero, a.scale, a.per, a.range) == (
+        b.kind,
+        b.bits,
+        b.signed,
+        b.zero,
+        b.scale,
+        b.per,
+        b.range,
+    )
 
 
 def _unfit(graph: Graph, platform: Platform, unit: _Unit, kept: set[str]) -> str:
     """Why this unit cannot run in integers although the platform has a rule for its operator."""
     head = unit.head
-    if platform.place.at != "outputs":  # an integer kernel takes and gives codes; elsewhere quantizers belong to those who write
+    if (
+        platform.place.at != "outputs"
+    ):  # an integer kernel takes and gives codes; elsewhere quantizers belong to those who write
         for choice, what in (("bits", "weights"), ("activation_bits", "result")):
             if unit.said.get(choice) == "float":
                 return f"overrides keep its {what} in float"
@@ -436,7 +480,9 @@ def _wants(graph: Graph, platform: Platform, units: list[_Unit], kept: set[str])
     return wants
 
 
-def _outputs(graph: Graph, unit: _Unit, option: Option | None, formats: dict[str, str], wants: Mapping[str, str]) -> list[tuple[Any, str]]:
+def _outputs(
+    graph: Graph, unit: _Unit, option: Option | None, formats: dict[str, str], wants: Mapping[str, str]
+) -> list[tuple[Any, str]]:
     """(format, value) for each value that the unit writes."""
     tail = unit.tail
     if option is None or option.out in _NO_FORMAT:
@@ -451,9 +497,15 @@ def _outputs(graph: Graph, unit: _Unit, option: Option | None, formats: dict[str
 
 
 def _record(
-    graph: Graph, platform: Platform, unit: _Unit, option: Option | None, formats: _Formats, out: Assignment,
-    moving: set[str], coded: set[str],
-) -> None:  # fmt: skip
+    graph: Graph,
+    platform: Platform,
+    unit: _Unit,
+    option: Option | None,
+    formats: _Formats,
+    out: Assignment,
+    moving: set[str],
+    coded: set[str],
+) -> None:
     head, tail = unit.head, unit.tail
     group = tail.name if len(unit.nodes) > 1 else ""
     why, how = "", unit.resolved.exec
@@ -465,7 +517,11 @@ def _record(
         why = unit.forced or _unfit(graph, platform, unit, formats.kept) or unit.resolved.why
         if not why:
             listed = unit.resolved.rule is not None
-            why = f"no format of '{platform.name}' fits its inputs" if listed else f"'{platform.name}' lists no rule for {head.op}"
+            why = (
+                f"no format of '{platform.name}' fits its inputs"
+                if listed
+                else f"'{platform.name}' lists no rule for {head.op}"
+            )
     if how == "float" and platform.unlisted == "reject" and unit.resolved.rule is None and graph.is_float(tail.output):
         raise UnsupportedError(
             f"{head.op} '{head.layer or head.name}' cannot run on '{platform.name}'",
@@ -475,7 +531,13 @@ def _record(
         )
     for n in unit.nodes:
         out.nodes[n.name] = NodePlan(
-            name=n.name, op=n.op, layer=n.layer, exec=how, group=group, why=why, simd=option.simd if option and n is head else None
+            name=n.name,
+            op=n.op,
+            layer=n.layer,
+            exec=how,
+            group=group,
+            why=why,
+            simd=option.simd if option and n is head else None,
         )
 
     integer = how != "float"
@@ -487,7 +549,20 @@ def _record(
                 continue
             if slot.startswith("in"):
                 if graph.is_float(tensor):
-                    _data_slot(graph, platform, n, tensor, slot, integer, option, formats, coded, slots, out, inner=n is not head)
+                    _data_slot(
+                        graph,
+                        platform,
+                        n,
+                        tensor,
+                        slot,
+                        integer,
+                        option,
+                        formats,
+                        coded,
+                        slots,
+                        out,
+                        inner=n is not head,
+                    )
             elif slot in ("w", "b") and n is head:
                 _weight_slot(graph, platform, unit, tensor, slot, integer, option, slots, out)
             elif graph.is_weight(tensor):
@@ -496,30 +571,59 @@ def _record(
         if o in formats:
             if o not in out.slots:
                 name = formats[o]
-                stored = narrow(platform.formats[name], who=unit.who, method=unit.said.get("method"), signed=unit.said.get("signed"))
+                stored = narrow(
+                    platform.formats[name], who=unit.who, method=unit.said.get("method"), signed=unit.said.get("signed")
+                )
                 out.slots[o] = Slot(
-                    name=o, role="activation", format_name=name, format=stored, axis=None, node=tail.name,
-                    rule=unit.said.get("rule"), z_threshold=unit.said.get("z_threshold"), range=unit.said.get("range"),
-                )  # fmt: skip
+                    name=o,
+                    role="activation",
+                    format_name=name,
+                    format=stored,
+                    axis=None,
+                    node=tail.name,
+                    rule=unit.said.get("rule"),
+                    z_threshold=unit.said.get("z_threshold"),
+                    range=unit.said.get("range"),
+                )
             if integer:
                 slots.setdefault("outs", []).append(o)
                 slots.setdefault("out", [o])
         elif o in graph.values and graph.is_float(o):
-            out.floats[o] = "overrides keep it in float" if o in formats.kept else why or "the platform keeps this result in float"
+            out.floats[o] = (
+                "overrides keep it in float" if o in formats.kept else why or "the platform keeps this result in float"
+            )
     for name in graph.inputs:
         if name in formats and name not in out.slots:
             fmt = formats[name]
-            out.slots[name] = Slot(name=name, role="activation", format_name=fmt, format=platform.formats[fmt], axis=None, node="")
+            out.slots[name] = Slot(
+                name=name, role="activation", format_name=fmt, format=platform.formats[fmt], axis=None, node=""
+            )
     if integer and slots:
         out.bindings.append(
-            Binding(op=head.op, rules=unit.resolved.rules, slots={k: tuple(v) for k, v in slots.items()}, attrs=dict(head.attrs))
+            Binding(
+                op=head.op,
+                rules=unit.resolved.rules,
+                slots={k: tuple(v) for k, v in slots.items()},
+                attrs=dict(head.attrs),
+            )
         )
 
 
 def _data_slot(
-    graph: Graph, platform: Platform, node: Node, tensor: str, slot: str, integer: bool, option: Option | None,
-    formats: Mapping[str, str], coded: set[str], slots: dict[str, list[str]], out: Assignment, *, inner: bool,
-) -> None:  # fmt: skip
+    graph: Graph,
+    platform: Platform,
+    node: Node,
+    tensor: str,
+    slot: str,
+    integer: bool,
+    option: Option | None,
+    formats: Mapping[str, str],
+    coded: set[str],
+    slots: dict[str, list[str]],
+    out: Assignment,
+    *,
+    inner: bool,
+) -> None:
     if graph.is_weight(tensor):  # a constant in a data slot is stored in the data's format
         if not integer:
             out.float_edges.add((tensor, node.name))
@@ -533,7 +637,9 @@ def _data_slot(
             fmt = platform.formats[name]
             wide = [k for k, n in enumerate(graph.shape(tensor)) if n != 1]
             axis = wide[0] if fmt.per == "channel" and len(wide) == 1 else None
-            out.slots[tensor] = Slot(name=tensor, role="weight", format_name=name, format=fmt, axis=axis, node=node.name)
+            out.slots[tensor] = Slot(
+                name=tensor, role="weight", format_name=name, format=fmt, axis=axis, node=node.name
+            )
     elif tensor not in formats:
         return
     elif not integer:
@@ -546,9 +652,16 @@ def _data_slot(
 
 
 def _weight_slot(
-    graph: Graph, platform: Platform, unit: _Unit, tensor: str, slot: str, integer: bool, option: Option | None,
-    slots: dict[str, list[str]], out: Assignment,
-) -> None:  # fmt: skip
+    graph: Graph,
+    platform: Platform,
+    unit: _Unit,
+    tensor: str,
+    slot: str,
+    integer: bool,
+    option: Option | None,
+    slots: dict[str, list[str]],
+    out: Assignment,
+) -> None:
     node, said = unit.head, unit.said if slot == "w" else {}
     name = (option.w if slot == "w" else option.b) if option is not None else None
     if not integer or name in _NO_FORMAT or name is None:
@@ -565,5 +678,7 @@ def _weight_slot(
     if tensor not in out.slots:
         role = "weight" if slot == "w" else "bias"
         rule = said.get("weight_rule")
-        out.slots[tensor] = Slot(name=tensor, role=role, format_name=name, format=fmt, axis=axis, node=node.name, rule=rule)
+        out.slots[tensor] = Slot(
+            name=tensor, role=role, format_name=name, format=fmt, axis=axis, node=node.name, rule=rule
+        )
     slots.setdefault(slot, []).append(tensor)

@@ -16,12 +16,19 @@ platforms = typer.Typer(help="What chips can do: built-in descriptions and your 
 app.add_typer(platforms, name="platforms")
 
 ModelArg = Annotated[str, typer.Argument(help="a .pt2 file (torch.export.save), a .keras file, or module:factory")]
-DataOpt = Annotated[str, typer.Option("--data", help=".npz (x, and y for accuracy), a folder of images, or module:iterable")]
+DataOpt = Annotated[
+    str, typer.Option("--data", help=".npz (x, and y for accuracy), a folder of images, or module:iterable")
+]
 PlatformOpt = Annotated[
-    str, typer.Option("--platform", "-p", help="built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python")
+    str,
+    typer.Option(
+        "--platform", "-p", help="built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python"
+    ),
 ]
 WeightsOpt = Annotated[Path | None, typer.Option("--weights", help="safetensors for module:factory")]
-SizeOpt = Annotated[int, typer.Option("--input-size", min=1, help="side of the square that images are resized to [pixels]")]
+SizeOpt = Annotated[
+    int, typer.Option("--input-size", min=1, help="side of the square that images are resized to [pixels]")
+]
 MeanOpt = Annotated[str, typer.Option("--mean", help="of images in 0..1, per channel")]
 StdOpt = Annotated[str, typer.Option("--std", help="of images in 0..1, per channel")]
 SavedArg = Annotated[Path, typer.Argument(help="folder that `quantize` or Result.save wrote")]
@@ -67,7 +74,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _chipfit(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+    ] = False,
 ) -> None:
     """Fit a trained neural network to a chip."""
 
@@ -84,20 +93,29 @@ def quantize(
     model: ModelArg,
     data: DataOpt,
     platform: PlatformOpt = "ort_cpu",
-    out: Annotated[Path, typer.Option("--out", "-o", help="folder for plan, model file and report")] = Path("chipfit_out"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="folder for plan, model file and report")] = Path(
+        "chipfit_out"
+    ),
     weights: WeightsOpt = None,
     rule: Annotated[str, typer.Option("--rule", help="range rule for activations")] = "mse",
     weight_rule: Annotated[str, typer.Option("--weight-rule", help="range rule for weights")] = "mse",
     keep_float: Annotated[list[str] | None, typer.Option("--float", help="keep a layer in float (repeatable)")] = None,
-    bits: Annotated[list[str] | None, typer.Option("--bits", help="LAYER=BITS, weight bits of a layer (repeatable)")] = None,
-    suffix: Annotated[str, typer.Option("--format", help="of the model file: onnx, tflite, or json for encodings")] = "onnx",
+    bits: Annotated[
+        list[str] | None, typer.Option("--bits", help="LAYER=BITS, weight bits of a layer (repeatable)")
+    ] = None,
+    suffix: Annotated[
+        str, typer.Option("--format", help="of the model file: onnx, tflite, or json for encodings")
+    ] = "onnx",
     input_size: SizeOpt = 224,
     mean: MeanOpt = MEAN,
     std: StdOpt = STD,
     seed: Annotated[int, typer.Option("--seed", help="of everything random")] = 0,
     check: Annotated[
         bool | None,
-        typer.Option("--verify/--no-verify", help="run the file and compare integers; by default where its runtime is the platform's own"),
+        typer.Option(
+            "--verify/--no-verify",
+            help="run the file and compare integers; by default where its runtime is the platform's own",
+        ),
     ] = None,
 ) -> None:
     """Quantize a model for a platform; write its file, its plan and a report. Exit code 1 when the runtime departs."""
@@ -110,12 +128,16 @@ def quantize(
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
     network = load_model(model, weights)
     batches = load_data(data, input_size, mean, std, channels_last=framework_of(network) == "keras")
-    result = pipeline.quantize(network, batches, load_target(platform), rule=rule, weight_rule=weight_rule, overrides=overrides, seed=seed)
+    result = pipeline.quantize(
+        network, batches, load_target(platform), rule=rule, weight_rule=weight_rule, overrides=overrides, seed=seed
+    )
     result.save(out / "plan")  # first, so that a file format that refuses costs no calibration
     file = result.export(out / f"model.{suffix}")
     page = result.report.save(out / "report.html")
     own = {result.platform.name, result.platform.extends}
-    runtimes = [n for n, r in registered("runtime").items() if r.suffix == f".{suffix}" and own.intersection(r.platforms)]
+    runtimes = [
+        n for n, r in registered("runtime").items() if r.suffix == f".{suffix}" and own.intersection(r.platforms)
+    ]
     departs = False
     if check or (check is None and runtimes):
         found = result.verify(batches, batches=4, runtime=next(iter(runtimes), "onnxruntime"))
@@ -133,10 +155,13 @@ def verify(
     runtime: Annotated[
         str | None,
         typer.Option(
-            "--runtime", help="onnxruntime, openvino, litert, litert_reference or litert_optimized; by default the platform's own"
+            "--runtime",
+            help="onnxruntime, openvino, litert, litert_reference or litert_optimized; by default the platform's own",
         ),
     ] = None,
-    file: Annotated[Path | None, typer.Option("--file", exists=True, help="the deployed file; exported again when omitted")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", exists=True, help="the deployed file; exported again when omitted")
+    ] = None,
     report: Annotated[Path | None, typer.Option("--report", help="write what was found, as .html or .json")] = None,
     input_size: SizeOpt = 224,
     mean: MeanOpt = MEAN,
@@ -157,7 +182,9 @@ def verify(
 @app.command()
 def lint(
     model: ModelArg,
-    shape: Annotated[str | None, typer.Option("--input-shape", help="batch first: 1,3,224,224; a file knows its own")] = None,
+    shape: Annotated[
+        str | None, typer.Option("--input-shape", help="batch first: 1,3,224,224; a file knows its own")
+    ] = None,
     platform: PlatformOpt = "ort_cpu",
     weights: WeightsOpt = None,
 ) -> None:
@@ -183,7 +210,9 @@ def lint(
     console.print(table)
     for note in found.notes:
         console.print(note, style="dim", markup=False)
-    console.print(f"{sum(n.exec != 'float' for n in found.rows)} of {len(found.rows)} operators run in integers on {found.platform.name}")
+    console.print(
+        f"{sum(n.exec != 'float' for n in found.rows)} of {len(found.rows)} operators run in integers on {found.platform.name}"
+    )
 
 
 @app.command()
@@ -198,7 +227,9 @@ def explain(
     for node in match_layers(result.graph, layer):
         decided = result.plan.nodes[node.name]
         group = f", one kernel with '{decided.group}'" if decided.group and decided.group != node.name else ""
-        typer.echo(f"{node.op} '{node.layer or node.name}': runs in {decided.exec}{group}{': ' + decided.why if decided.why else ''}")
+        typer.echo(
+            f"{node.op} '{node.layer or node.name}': runs in {decided.exec}{group}{': ' + decided.why if decided.why else ''}"
+        )
         for name in dict.fromkeys([*(i for i in node.inputs if i), *node.outputs]):
             t = result.plan.tensors.get(name)
             if t is None:
@@ -212,7 +243,9 @@ def explain(
                 else f"{float(t.scale.min()):.3g}..{float(t.scale.max()):.3g}, one per channel"
             )
             zero = int(t.zero_point.reshape(-1)[0])
-            typer.echo(f"  {t.role} {name}: {t.format}, codes {t.grid.qmin}..{t.grid.qmax}, scale {scale}, zero point {zero}; {t.origin}")
+            typer.echo(
+                f"  {t.role} {name}: {t.format}, codes {t.grid.qmin}..{t.grid.qmax}, scale {scale}, zero point {zero}; {t.origin}"
+            )
 
 
 @platforms.callback()
@@ -232,7 +265,9 @@ def platforms_list() -> None:
 
 
 @platforms.command("show")
-def platforms_show(name: Annotated[str, typer.Argument(help="built-in name, YAML or JSON file, or module:chip")]) -> None:
+def platforms_show(
+    name: Annotated[str, typer.Argument(help="built-in name, YAML or JSON file, or module:chip")],
+) -> None:
     """Every fact about a platform, with its source and confidence."""
     from rich.console import Console
 

@@ -50,7 +50,9 @@ def load_model(text: str, weights: Path | None = None) -> Any:
         raise CaptureError(f"'{text}' gives no torch.nn.Module and no Keras model", got=type(model).__name__)
     if weights is not None and not hasattr(model, "load_state_dict"):
         raise CaptureError(
-            "--weights are for PyTorch models", got=str(weights), hint="load them in the factory, or save a .keras file with them"
+            "--weights are for PyTorch models",
+            got=str(weights),
+            hint="load them in the factory, or save a .keras file with them",
         )
     if weights is not None:
         from safetensors.torch import load_file
@@ -85,7 +87,9 @@ def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1",
         images = _images(path, input_size, parse_numbers(mean, "mean"), parse_numbers(std, "std"))
         return [x.permute(0, 2, 3, 1).contiguous() for x in images] if channels_last else images
     if ":" not in text:
-        raise DataError("The data are not understood", got=text, allowed="an .npz file, a folder of images, or module:iterable")
+        raise DataError(
+            "The data are not understood", got=text, allowed="an .npz file, a folder of images, or module:iterable"
+        )
     thing = named(text, "data", DataError)
     if callable(thing) and not isinstance(thing, Iterable):
         return lambda: made(thing, text, "data", DataError)  # called again for each pass
@@ -108,7 +112,12 @@ def _npz(path: Path) -> list[Any]:
             allowed="an array of numbers named x, batch first (and y for labels)",
         )
     if y is not None and (y.shape[:1] != x.shape[:1] or y.dtype.kind not in "iu"):
-        raise DataError("The labels do not fit the inputs", where=str(path), got=f"{y.dtype}{list(y.shape)}", allowed=f"{len(x)} integers")
+        raise DataError(
+            "The labels do not fit the inputs",
+            where=str(path),
+            got=f"{y.dtype}{list(y.shape)}",
+            allowed=f"{len(x)} integers",
+        )
     # float64 is NumPy's default, not somebody's choice
     batches = list(torch.from_numpy(x.astype(np.float32) if x.dtype == np.float64 else x).split(_BATCH))
     return batches if y is None else list(zip(batches, torch.from_numpy(y.astype(np.int64)).split(_BATCH), strict=True))
@@ -148,7 +157,9 @@ def parse_numbers(text: str, what: str) -> torch.Tensor:
     except ValueError:
         numbers = torch.tensor([])
     if len(numbers) not in (1, 3) or not numbers.isfinite().all() or (what == "std" and (numbers <= 0).any()):
-        raise DataError(f"--{what} is not understood", got=text, allowed="one number, or three with commas: 0.485,0.456,0.406")
+        raise DataError(
+            f"--{what} is not understood", got=text, allowed="one number, or three with commas: 0.485,0.456,0.406"
+        )
     return numbers.view(-1, 1, 1)
 
 
@@ -171,7 +182,9 @@ def example_of(model: str, shape: str | None, network: Any = None) -> Any:
         return example[0]
     parts = shape.split(",")
     if not all(p.strip().isdecimal() and int(p) > 0 for p in parts):
-        raise DataError("The shape is not understood", got=shape, allowed="positive integers with commas, batch first: 1,3,224,224")
+        raise DataError(
+            "The shape is not understood", got=shape, allowed="positive integers with commas, batch first: 1,3,224,224"
+        )
     return torch.randn(*(int(p) for p in parts))
 
 
@@ -185,6 +198,8 @@ def parse_bits(items: list[str]) -> dict[str, dict[str, int]]:
     for item in items:
         layer, _, bits = item.rpartition("=")
         if not layer or not bits.isdecimal():
-            raise PlanError("A --bits option is not understood", got=item, allowed="LAYER=BITS, for example features.0=4")
+            raise PlanError(
+                "A --bits option is not understood", got=item, allowed="LAYER=BITS, for example features.0=4"
+            )
         out[layer] = {"bits": int(bits)}
     return out

@@ -23,7 +23,9 @@ def named(text: str, what: str, failure: type[ChipfitError]) -> Any:
         return getattr(importlib.import_module(module), name)
     except Exception as e:  # importing runs the user's code, which raises what it likes
         raise failure(
-            f"The {what} '{text}' cannot be imported: {reason(e)}", allowed="module:name", hint="run from the folder that holds the module"
+            f"The {what} '{text}' cannot be imported: {reason(e)}",
+            allowed="module:name",
+            hint="run from the folder that holds the module",
         ) from e
     finally:
         sys.path.pop(0)
@@ -35,7 +37,9 @@ def made(thing: Any, text: str, what: str, failure: type[ChipfitError]) -> Any:
         return thing()
     except Exception as e:  # the user's code again
         at = traceback.extract_tb(e.__traceback__)[-1]
-        raise failure(f"The {what} '{text}' fails: {reason(e)}", where=f"{at.filename}:{at.lineno}, in {at.name}") from e
+        raise failure(
+            f"The {what} '{text}' fails: {reason(e)}", where=f"{at.filename}:{at.lineno}, in {at.name}"
+        ) from e
 
 
 def reason(e: Exception) -> str:
@@ -56,5 +60,7 @@ def load_target(text: str) -> Platform:
         return load_platform(text)
     thing = named(text, "platform", PlatformError)
     return load_platform(
-        thing if hasattr(thing, "to_platform") and not isinstance(thing, type) else made(thing, text, "platform", PlatformError)
+        thing
+        if hasattr(thing, "to_platform") and not isinstance(thing, type)
+        else made(thing, text, "platform", PlatformError)
     )

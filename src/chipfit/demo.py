@@ -27,9 +27,13 @@ class Block(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.expand = nn.Sequential(nn.Conv2d(channels, 2 * channels, 1, bias=False), nn.BatchNorm2d(2 * channels), nn.ReLU6())
+        self.expand = nn.Sequential(
+            nn.Conv2d(channels, 2 * channels, 1, bias=False), nn.BatchNorm2d(2 * channels), nn.ReLU6()
+        )
         self.depthwise = nn.Sequential(
-            nn.Conv2d(2 * channels, 2 * channels, 3, padding=1, groups=2 * channels, bias=False), nn.BatchNorm2d(2 * channels), nn.ReLU6()
+            nn.Conv2d(2 * channels, 2 * channels, 3, padding=1, groups=2 * channels, bias=False),
+            nn.BatchNorm2d(2 * channels),
+            nn.ReLU6(),
         )
         self.project = nn.Sequential(nn.Conv2d(2 * channels, channels, 1, bias=False), nn.BatchNorm2d(channels))
 
@@ -103,7 +107,9 @@ def run(out: Path, epochs: int = 12) -> Result:
             result = quantize(model, x[:128], platform="ort_cpu", progress=False)
         with _step(console, "writing the file that the runtime loads"):
             file = result.export(out / "digits.onnx")
-        with _step(console, f"running float, simulated, integer and ONNX Runtime side by side on {len(test_y)} test images"):
+        with _step(
+            console, f"running float, simulated, integer and ONNX Runtime side by side on {len(test_y)} test images"
+        ):
             result.verify(list(zip(test_x.split(50), test_y.split(50), strict=True)))
     finally:
         torch.set_num_threads(threads)
@@ -113,7 +119,9 @@ def run(out: Path, epochs: int = 12) -> Result:
     console.print()
     report.show()
     console.print(_table(report))
-    console.print(f"\nmodel   {file}  ({size(file.stat().st_size)})\nplan    {out / 'plan'}\nreport  {page}", soft_wrap=True)
+    console.print(
+        f"\nmodel   {file}  ({size(file.stat().st_size)})\nplan    {out / 'plan'}\nreport  {page}", soft_wrap=True
+    )
     console.print(
         f"\n[bold]next[/]  open {page} in a browser\n      chipfit explain {out} block1.depthwise.0\n      chipfit platforms\n"
         "      chipfit quantize your_model.pt2 --data your_images/",

@@ -28,5 +28,10 @@ def write_atomically(path: Path, content: bytes) -> Path:
     except OSError as e:
         if temporary is not None and os.path.exists(temporary):
             os.unlink(temporary)
-        raise ExportError(f"The file cannot be written: {e.strerror or e}", where=str(path), got=f"{len(content)} bytes", hint="free disk space or choose another folder") from e  # fmt: skip
+        raise ExportError(
+            f"The file cannot be written: {e.strerror or e}",
+            where=str(path),
+            got=f"{len(content)} bytes",
+            hint="free disk space or choose another folder",
+        ) from e
     return path

@@ -31,9 +31,24 @@ ActivationQuantizer = Callable[[int, Mapping[str, Any]], Callable[[torch.Tensor]
 
 #: axes (out, in) of the kernels that frameworks store
 _KERNEL_AXES = {
-    "torch": {"conv1d": (0, 1), "conv2d": (0, 1), "conv3d": (0, 1), "linear": (0, 1), "convtranspose1d": (1, 0), "convtranspose2d": (1, 0), "convtranspose3d": (1, 0)},
-    "keras": {"conv1d": (2, 1), "conv2d": (3, 2), "conv3d": (4, 3), "depthwiseconv2d": (2, 2), "dense": (1, 0), "conv2dtranspose": (2, 3)},
-}  # fmt: skip
+    "torch": {
+        "conv1d": (0, 1),
+        "conv2d": (0, 1),
+        "conv3d": (0, 1),
+        "linear": (0, 1),
+        "convtranspose1d": (1, 0),
+        "convtranspose2d": (1, 0),
+        "convtranspose3d": (1, 0),
+    },
+    "keras": {
+        "conv1d": (2, 1),
+        "conv2d": (3, 2),
+        "conv3d": (4, 3),
+        "depthwiseconv2d": (2, 2),
+        "dense": (1, 0),
+        "conv2dtranspose": (2, 3),
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -94,13 +109,23 @@ class FrameworkInfo:
         self.kernel_channels_mapping = _default_dict("kernel_channels_mapping", kernel_channels_mapping)
         self.activation_min_max_mapping = _ranges("activation_min_max_mapping", activation_min_max_mapping)
         self.layer_min_max_mapping = _ranges("layer_min_max_mapping", layer_min_max_mapping)
-        self.kernel_ops_attributes_mapping = _default_dict("kernel_ops_attributes_mapping", kernel_ops_attributes_mapping)
+        self.kernel_ops_attributes_mapping = _default_dict(
+            "kernel_ops_attributes_mapping", kernel_ops_attributes_mapping
+        )
         self.output_channel_index = output_channel_index
-        self._kernel, self._activation, self._none = (_members(x) for x in (kernel_ops, activation_ops, no_quantization_ops))
-        self.kernel_ops, self.activation_ops, self.no_quantization_ops = list(kernel_ops), list(activation_ops), list(no_quantization_ops)
+        self._kernel, self._activation, self._none = (
+            _members(x) for x in (kernel_ops, activation_ops, no_quantization_ops)
+        )
+        self.kernel_ops, self.activation_ops, self.no_quantization_ops = (
+            list(kernel_ops),
+            list(activation_ops),
+            list(no_quantization_ops),
+        )
         for layer in self.no_quantization_ops:
             if any(layer is other for other in (*self.kernel_ops, *self.activation_ops)):
-                raise ModelingError(f"'{_name(layer)}' is in no_quantization_ops and in another list", allowed="one of them")
+                raise ModelingError(
+                    f"'{_name(layer)}' is in no_quantization_ops and in another list", allowed="one of them"
+                )
         _check_axes(self.kernel_channels_mapping)
 
     # ---- what the lists mean
@@ -116,7 +141,10 @@ class FrameworkInfo:
     def known_range(self, node: Node) -> tuple[float, float] | None:
         """The range of the node's result where both ends are known."""
         function = node.config.get("activation") if node.layer_type == "Activation" else node.layer_type
-        found = next((r for name, r in self.activation_min_max_mapping.items() if squash(name) == squash(str(plain(function)))), None)
+        found = next(
+            (r for name, r in self.activation_min_max_mapping.items() if squash(name) == squash(str(plain(function)))),
+            None,
+        )
         if found is None:
             found = next((r for layer, r in self.layer_min_max_mapping.items() if _is(_members([layer]), node)), None)
         return None if found is None or None in found else (float(found[0]), float(found[1]))
@@ -127,15 +155,32 @@ class FrameworkInfo:
     def overrides(self) -> list[tuple[Any, Any]]:
         """The same as choices for `chipfit.quantize(overrides=...)`; put your own after them."""
         moves = set(groups()["@move"]) | {"MaxPool", "AdaptiveMaxPool", "Concat"}
-        ranges = {r for r in (*self.activation_min_max_mapping.values(), *self.layer_min_max_mapping.values()) if None not in r}
+        ranges = {
+            r
+            for r in (*self.activation_min_max_mapping.values(), *self.layer_min_max_mapping.values())
+            if None not in r
+        }
         said: list[tuple[Any, Any]] = [
-            (_Layers("layers whose kernels are not quantized", lambda n: has_weights(n.op) and not self.in_kernel_ops(n)), {"bits": "float"}),
-            (_Layers("layers whose results are not quantized", lambda n: n.op not in moves and not self.in_activation_ops(n)), {"activation_bits": "float"}),
+            (
+                _Layers(
+                    "layers whose kernels are not quantized", lambda n: has_weights(n.op) and not self.in_kernel_ops(n)
+                ),
+                {"bits": "float"},
+            ),
+            (
+                _Layers(
+                    "layers whose results are not quantized",
+                    lambda n: n.op not in moves and not self.in_activation_ops(n),
+                ),
+                {"activation_bits": "float"},
+            ),
             (_Layers("activation_ops", self.in_activation_ops), {"activation_bits": None}),
-        ]  # fmt: skip
+        ]
         for low, high in sorted(ranges):
             at = (float(low), float(high))
-            said.append((_Layers(f"results known to be in [{low:g}, {high:g}]", partial(self._is_in, at)), {"range": at}))
+            said.append(
+                (_Layers(f"results known to be in [{low:g}, {high:g}]", partial(self._is_in, at)), {"range": at})
+            )
         return said
 
     # ---- quantization functions of one's own
@@ -163,7 +208,9 @@ class FrameworkInfo:
                         got=type(got).__name__,
                         allowed=f"a tensor {tuple(w.shape)}",
                     )
-                graph.weights[t.name] = torch.nn.Parameter(got.to(w.dtype), requires_grad=graph.weights[t.name].requires_grad)
+                graph.weights[t.name] = torch.nn.Parameter(
+                    got.to(w.dtype), requires_grad=graph.weights[t.name].requires_grad
+                )
                 own.append(t.name)
             if t.role == "activation" and t.grid and _method(t.grid) in self.activation_quantizer_mapping:
                 foreign.append(t.name)
@@ -173,15 +220,21 @@ class FrameworkInfo:
             if names
         ]
         plan = replace(
-            result.plan, rewrites=(*result.plan.rewrites, *notes), provenance={**result.plan.provenance, **({"foreign_quantizers": foreign} if foreign else {})}
-        )  # fmt: skip
+            result.plan,
+            rewrites=(*result.plan.rewrites, *notes),
+            provenance={**result.plan.provenance, **({"foreign_quantizers": foreign} if foreign else {})},
+        )
         out = replace(result, graph=graph, plan=plan, _model=None)
         for name in foreign:
             t = plan.tensors[name]
             assert t.grid is not None  # chosen by its grid
             if not hasattr(out.model, "quantizer_of"):
-                raise UnsupportedError("Activation quantizers of one's own work in PyTorch models", got=type(out.model).__name__)
-            out.model.quantizer_of(name).function = self.activation_quantizer_mapping[_method(t.grid)](t.grid.bits, parameters(t))
+                raise UnsupportedError(
+                    "Activation quantizers of one's own work in PyTorch models", got=type(out.model).__name__
+                )
+            out.model.quantizer_of(name).function = self.activation_quantizer_mapping[_method(t.grid)](
+                t.grid.bits, parameters(t)
+            )
         return out
 
 
@@ -232,10 +285,16 @@ def _functions(name: str, given: Any) -> dict[QuantizationMethod, Any]:
 
 def _ranges(name: str, given: Any) -> dict[Any, tuple[Any, Any]]:
     for key, pair in _mapping(name, given).items():
-        numbers = isinstance(pair, (tuple, list)) and len(pair) == 2 and all(x is None or isinstance(x, (int, float)) for x in pair)
+        numbers = (
+            isinstance(pair, (tuple, list))
+            and len(pair) == 2
+            and all(x is None or isinstance(x, (int, float)) for x in pair)
+        )
         if not numbers or (None not in pair and pair[0] > pair[1]):
             raise ModelingError(
-                f"{name}['{_name(key)}'] is a pair (least, greatest)", got=repr(pair), allowed="numbers, or None for an unknown end"
+                f"{name}['{_name(key)}'] is a pair (least, greatest)",
+                got=repr(pair),
+                allowed="numbers, or None for an unknown end",
             )
     finite = lambda x: x if x is not None and abs(x) != float("inf") else None  # noqa: E731 -- one line
     return {k: (finite(low), finite(high)) for k, (low, high) in (given or {}).items()}
@@ -250,7 +309,9 @@ def _mapping(name: str, given: Any) -> Mapping[Any, Any]:
 def _default_dict(name: str, given: Any) -> DefaultDict | None:
     if given is not None and not isinstance(given, DefaultDict):
         raise ModelingError(
-            f"{name} is a DefaultDict", got=f"{given!r} of type {type(given).__name__}", hint="DefaultDict({layer: value}, default)"
+            f"{name} is a DefaultDict",
+            got=f"{given!r} of type {type(given).__name__}",
+            hint="DefaultDict({layer: value}, default)",
         )
     return given
 
@@ -259,4 +320,6 @@ def _check_axes(mapping: DefaultDict | None) -> None:
     for layer, axes in (mapping.known_dict if mapping else {}).items():
         known = _KERNEL_AXES.get({"torch": "torch"}.get(package_of(layer), "keras"), {}).get(squash(_name(layer)))
         if known is not None and tuple(axes) != known:
-            raise ModelingError(f"The kernel of '{_name(layer)}' has its output and input channels elsewhere", got=axes, allowed=known)
+            raise ModelingError(
+                f"The kernel of '{_name(layer)}' has its output and input channels elsewhere", got=axes, allowed=known
+            )

@@ -38,10 +38,12 @@ from chipfit.platform.modeling.targets import get_target_platform_capabilities
 
 #: argument of the first generation -> field of the kernel's configuration
 _KERNEL = {
-    "weights_quantization_method": "weights_quantization_method", "weights_n_bits": "weights_n_bits",
-    "weights_per_channel_threshold": "weights_per_channel_threshold", "enable_weights_quantization": "enable_weights_quantization",
+    "weights_quantization_method": "weights_quantization_method",
+    "weights_n_bits": "weights_n_bits",
+    "weights_per_channel_threshold": "weights_per_channel_threshold",
+    "enable_weights_quantization": "enable_weights_quantization",
     "weights_multiplier_nbits": "lut_values_bitwidth",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -62,11 +64,19 @@ class OpQuantizationConfig(_OpQuantizationConfig):
     """
 
     def __init__(
-        self, activation_quantization_method: QuantizationMethod, weights_quantization_method: QuantizationMethod, activation_n_bits: int,
-        weights_n_bits: int, weights_per_channel_threshold: bool, enable_weights_quantization: bool, enable_activation_quantization: bool,
-        quantization_preserving: bool = False, fixed_scale: float | None = None, fixed_zero_point: int | None = None,
+        self,
+        activation_quantization_method: QuantizationMethod,
+        weights_quantization_method: QuantizationMethod,
+        activation_n_bits: int,
+        weights_n_bits: int,
+        weights_per_channel_threshold: bool,
+        enable_weights_quantization: bool,
+        enable_activation_quantization: bool,
+        quantization_preserving: bool = False,
+        fixed_scale: float | None = None,
+        fixed_zero_point: int | None = None,
         weights_multiplier_nbits: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         kernel = AttributeQuantizationConfig(
             weights_quantization_method,
             weights_n_bits,
@@ -75,9 +85,16 @@ class OpQuantizationConfig(_OpQuantizationConfig):
             weights_multiplier_nbits,
         )
         super().__init__(
-            AttributeQuantizationConfig(), {KERNEL_ATTR: kernel}, activation_quantization_method, activation_n_bits, 64,
-            enable_activation_quantization, quantization_preserving, fixed_scale, fixed_zero_point,
-        )  # fmt: skip
+            AttributeQuantizationConfig(),
+            {KERNEL_ATTR: kernel},
+            activation_quantization_method,
+            activation_n_bits,
+            64,
+            enable_activation_quantization,
+            quantization_preserving,
+            fixed_scale,
+            fixed_zero_point,
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name not in _KERNEL:
@@ -92,9 +109,13 @@ class OpQuantizationConfig(_OpQuantizationConfig):
         """
         kernel = {_KERNEL[k]: changes.pop(k) for k in list(changes) if k in _KERNEL}
         names = [
-            "activation_quantization_method", "activation_n_bits", "enable_activation_quantization", "quantization_preserving",
-            "fixed_scale", "fixed_zero_point",
-        ]  # fmt: skip
+            "activation_quantization_method",
+            "activation_n_bits",
+            "enable_activation_quantization",
+            "quantization_preserving",
+            "fixed_scale",
+            "fixed_zero_point",
+        ]
         _OpQuantizationConfig.clone_and_edit(self.plain, attr_to_edit, **changes)  # names unknown fields
         weights = self.attr_weights_configs_mapping[KERNEL_ATTR].clone_and_edit(**kernel)
         now = {n: changes.get(n, getattr(self, n)) for n in names}
@@ -127,7 +148,23 @@ def get_model(fw_name: str, hw_name: str) -> TargetPlatformCapabilities:
 
 
 __all__ = [
-    "Contains", "Eq", "FrameworkHardwareModel", "Fusing", "Greater", "GreaterEq", "HardwareModel", "LayerFilterParams", "NotEq",
-    "OpQuantizationConfig", "OperationsSetToLayers", "OperatorSetConcat", "OperatorsSet", "QuantizationConfigOptions", "QuantizationMethod",
-    "Smaller", "SmallerEq", "get_default_quantization_config_options", "get_model",
-]  # fmt: skip
+    "Contains",
+    "Eq",
+    "FrameworkHardwareModel",
+    "Fusing",
+    "Greater",
+    "GreaterEq",
+    "HardwareModel",
+    "LayerFilterParams",
+    "NotEq",
+    "OpQuantizationConfig",
+    "OperationsSetToLayers",
+    "OperatorSetConcat",
+    "OperatorsSet",
+    "QuantizationConfigOptions",
+    "QuantizationMethod",
+    "Smaller",
+    "SmallerEq",
+    "get_default_quantization_config_options",
+    "get_model",
+]

@@ -28,7 +28,9 @@ def method_of(fmt: Format) -> str | None:
     return "uniform" if fmt.zero == "any" else "power_of_two" if pot else "symmetric"
 
 
-def narrow(fmt: Format, *, who: str, method: str | None = None, signed: bool | None = None, per: str | None = None) -> Format:
+def narrow(
+    fmt: Format, *, who: str, method: str | None = None, signed: bool | None = None, per: str | None = None
+) -> Format:
     """`fmt` with one zero point, power-of-two scales, a given sign, or one scale for all channels.
 
     Args:
@@ -63,6 +65,8 @@ def narrow(fmt: Format, *, who: str, method: str | None = None, signed: bool | N
 
 def _refuse(who: str, what: str, got: Any, allowed: tuple[Any, ...]) -> UnsupportedError:
     return UnsupportedError(
-        f"The chip's format for '{who}' cannot have this {what}", got=got, allowed=", ".join(map(str, allowed)) or "nothing else",
+        f"The chip's format for '{who}' cannot have this {what}",
+        got=got,
+        allowed=", ".join(map(str, allowed)) or "nothing else",
         hint="describe a chip that can, or leave the layer as it is",
-    )  # fmt: skip
+    )

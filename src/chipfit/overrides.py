@@ -35,7 +35,11 @@ def _is_rule(v: Any) -> bool:
 
 
 def _is_range(v: Any) -> bool:
-    pair = isinstance(v, (tuple, list)) and len(v) == 2 and all(isinstance(x, (int, float)) and math.isfinite(x) for x in v)
+    pair = (
+        isinstance(v, (tuple, list))
+        and len(v) == 2
+        and all(isinstance(x, (int, float)) and math.isfinite(x) for x in v)
+    )
     return pair and v[0] <= v[1]
 
 
@@ -50,8 +54,11 @@ CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "weight_rule": ("range rule of the weights", _is_rule),
     "rule": ("range rule of the result", _is_rule),
     "range": ("(low, high) of the result, known beforehand: nothing is collected for it", _is_range),
-    "z_threshold": ("outliers of the result that its range ignores, in standard deviations", lambda v: isinstance(v, (int, float)) and v > 0),
-}  # fmt: skip
+    "z_threshold": (
+        "outliers of the result that its range ignores, in standard deviations",
+        lambda v: isinstance(v, (int, float)) and v > 0,
+    ),
+}
 #: those that say nothing about a layer without weights
 _OF_WEIGHTS = ("bits", "weight_method", "per", "weight_rule")
 
@@ -65,12 +72,18 @@ def match_layers(graph: Graph, pattern: str | LayerFilter) -> list[Node]:
     Raises:
         UnknownNameError: nothing matches; lists near names.
     """
-    known = {n.layer for n in graph.nodes if n.layer} | {n.op for n in graph.nodes} | {n.layer_type for n in graph.nodes if n.layer_type}
+    known = (
+        {n.layer for n in graph.nodes if n.layer}
+        | {n.op for n in graph.nodes}
+        | {n.layer_type for n in graph.nodes if n.layer_type}
+    )
     if not isinstance(pattern, str):
         found = [n for n in graph.nodes if pattern.match(n)]
         if not found and not getattr(pattern, "optional", False):
             wanted = getattr(pattern, "name", None)
-            raise UnknownNameError("layer for the filter", str(wanted or pattern), known | {n.name for n in graph.nodes}, hint=_LISTS)
+            raise UnknownNameError(
+                "layer for the filter", str(wanted or pattern), known | {n.name for n in graph.nodes}, hint=_LISTS
+            )
         return found
     tries = (
         lambda n: pattern in (n.layer, n.name),

@@ -46,7 +46,9 @@ class Result:
     timings: dict[str, float] = field(default_factory=dict)  #: seconds per stage
     verification: Verification | None = None
     _model: Any = None
-    _uncorrected: tuple[Graph, Plan] | None = None  #: before biases and weights were corrected; None where they were not
+    _uncorrected: tuple[Graph, Plan] | None = (
+        None  #: before biases and weights were corrected; None where they were not
+    )
 
     @property
     def model(self) -> Any:
@@ -94,10 +96,14 @@ class Result:
         rules = {k: v for k, v in said.items() if k in ("rule", "weight_rule", "z_threshold")}
         tensors = scales.choose(graph, assignment, stats, known=before.tensors, **rules)
         plan = replace(
-            before, tensors=tensors, nodes=assignment.nodes, groups=assignment.groups, float_edges=frozenset(assignment.float_edges),
+            before,
+            tensors=tensors,
+            nodes=assignment.nodes,
+            groups=assignment.groups,
+            float_edges=frozenset(assignment.float_edges),
             ties=tuple(tuple(sorted(group)) for group in tie_groups(assignment.bindings)),
             provenance={**self.plan.provenance, "edited": to_record(overrides)},
-        )  # fmt: skip
+        )
         if not settings.corrects:
             return Result(graph, plan, self.platform, self.stats, self.timings)
         corrected = stages.correct(graph, plan, self.stats, (), lambda g, known: {}, settings)
@@ -108,7 +114,9 @@ class Result:
         """How well it went, as data; `report.save(path)` writes the HTML page."""
         from chipfit.report.rows import build
 
-        return build(self.graph, self.plan, self.platform, stats=self.stats, timings=self.timings, verification=self.verification)
+        return build(
+            self.graph, self.plan, self.platform, stats=self.stats, timings=self.timings, verification=self.verification
+        )
 
     def export(self, path: str | Path, **options: Any) -> Path:
         """Write the file that the chip's runtime loads; the suffix chooses the format (`.onnx`, `.tflite`, `.json`)."""
@@ -120,7 +128,9 @@ class Result:
         """Run float, simulated, integer and device side by side on `data`; see `chipfit.verify.verify`."""
         from chipfit.verify import verify
 
-        self.verification = verify(self.graph, self.plan, self.platform, data, runtime=runtime, model=self.model, **options)
+        self.verification = verify(
+            self.graph, self.plan, self.platform, data, runtime=runtime, model=self.model, **options
+        )
         return self.verification
 
     def save(self, directory: str | Path) -> Path:
@@ -172,7 +182,9 @@ def quantize(
         rule_of(r)  # refuses unknown names before any data are read
     if settings.correct_second_moment and isinstance(data, Iterator):
         raise DataError(
-            "Correcting the second moment reads the data twice", got="an iterator", hint="give a list, or a function that returns one"
+            "Correcting the second moment reads the data twice",
+            got="an iterator",
+            hint="give a list, or a function that returns one",
         )
     with clock("capture"):
         args, kwargs, data = first_batch(data, model) if example is None else (*as_call(example, model), data)
@@ -184,8 +196,14 @@ def quantize(
         needs = stages.needs(graph, assignment, settings, rule, z_threshold)
         stats = collect(graph, batches(data, graph), tensors=needs, progress=progress, seed=seed)
     rules: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "z_threshold": z_threshold}
-    said = {"overrides": to_record(overrides) if overrides else None, "steps": settings.to_record() or None, "seed": seed}
-    record = provenance.record(graph, target, stats, **said, **{k: v if v is None else name_of(v) for k, v in rules.items()})
+    said = {
+        "overrides": to_record(overrides) if overrides else None,
+        "steps": settings.to_record() or None,
+        "seed": seed,
+    }
+    record = provenance.record(
+        graph, target, stats, **said, **{k: v if v is None else name_of(v) for k, v in rules.items()}
+    )
     with clock("ranges"):
         if settings.adapts:
             graph, stats, adapted = stages.adapt(graph, assignment, stats, settings)
@@ -253,7 +271,9 @@ class Lint:
         return list(self.assignment.nodes.values())
 
 
-def lint(model: Any, example: Any, platform: str | Path | Platform = "ort_cpu", overrides: Overrides | None = None) -> Lint:
+def lint(
+    model: Any, example: Any, platform: str | Path | Platform = "ort_cpu", overrides: Overrides | None = None
+) -> Lint:
     """Say which operators would run in integers, which fuse, and why the rest stays float; needs no data."""
     target = load_platform(platform)
     args, kwargs = as_call(example, model)
@@ -277,7 +297,9 @@ def load(directory: str | Path) -> Result:
 def _demand_something(assignment: Assignment, platform: Platform) -> None:
     if any(s.role != "bias" for s in assignment.slots.values()):
         return
-    reasons: Iterable[str] = dict.fromkeys(f"{n.op} '{n.layer or n.name}': {n.why}" for n in assignment.nodes.values() if n.why)
+    reasons: Iterable[str] = dict.fromkeys(
+        f"{n.op} '{n.layer or n.name}': {n.why}" for n in assignment.nodes.values() if n.why
+    )
     raise NothingQuantizedError(
         f"Nothing in this model can be quantized on '{platform.name}'",
         got="; ".join(list(reasons)[:8]) or "a model without operators",

@@ -142,7 +142,9 @@ def check_schema(data: Any, what: str) -> None:
     found = data.get("schema") if isinstance(data, dict) else None
     if found != SCHEMA:
         hint = "read it with the chipfit that wrote it, or quantize again"
-        raise PlanError(f"The schema version of {what} is not the one that this chipfit reads", got=found, allowed=SCHEMA, hint=hint)
+        raise PlanError(
+            f"The schema version of {what} is not the one that this chipfit reads", got=found, allowed=SCHEMA, hint=hint
+        )
 
 
 def _tensor(name: str, entry: dict[str, Any], numbers: Mapping[str, torch.Tensor] | None) -> TensorPlan:
@@ -157,7 +159,9 @@ def _tensor(name: str, entry: dict[str, Any], numbers: Mapping[str, torch.Tensor
             values[field] = numbers.get(f"{field}:{name}")
         if grid is not None and values[field] is None:
             raise PlanError(f"Tensor '{name}' is quantized but has no {field.replace('_', ' ')}")
-    return TensorPlan(name=name, grid=Grid(**from_plain(grid)) if grid is not None else None, **values, **from_plain(entry))
+    return TensorPlan(
+        name=name, grid=Grid(**from_plain(grid)) if grid is not None else None, **values, **from_plain(entry)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +187,9 @@ def diff(a: Plan, b: Plan) -> list[Difference]:
         for name in dict.fromkeys([*ours, *theirs]):
             where, x, y = f"{kind} '{name}'", ours.get(name), theirs.get(name)  # type: ignore[attr-defined]  # both are dicts
             if x is None or y is None:
-                out.append(Difference(where, "", "absent" if x is None else "present", "absent" if y is None else "present"))
+                out.append(
+                    Difference(where, "", "absent" if x is None else "present", "absent" if y is None else "present")
+                )
                 continue
             for f in fields(x):
                 u, v = getattr(x, f.name), getattr(y, f.name)
@@ -206,7 +212,9 @@ def _show(u: Any, other: Any) -> str:
     if isinstance(u, torch.Tensor):
         if u.dim() == 0:
             return f"{u.item():.9g}"  # nine digits tell any two float32 apart
-        changed = f", {int((u != other).sum())} differ" if isinstance(other, torch.Tensor) and other.shape == u.shape else ""
+        changed = (
+            f", {int((u != other).sum())} differ" if isinstance(other, torch.Tensor) and other.shape == u.shape else ""
+        )
         return f"[{u.numel()}] in {u.min().item():.9g}..{u.max().item():.9g}{changed}" if u.numel() else "[0]"
     if isinstance(u, Grid):
         return f"{u.bits} bit {u.qmin}..{u.qmax}"

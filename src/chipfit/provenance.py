@@ -38,7 +38,11 @@ def hash_stats(stats: Mapping[str, TensorStats]) -> str:
 
 def record(graph: Graph, platform: Platform, stats: Mapping[str, TensorStats], **settings: Any) -> dict[str, Any]:
     """The provenance entry of a Plan, JSON-able; with the whole platform where that asks for it, so that exported files carry it."""
-    whole = {"platform": platform.model_dump(mode="json", by_alias=True, exclude_defaults=True)} if platform.metadata else {}
+    whole = (
+        {"platform": platform.model_dump(mode="json", by_alias=True, exclude_defaults=True)}
+        if platform.metadata
+        else {}
+    )
     return {
         **whole,
         "chipfit": __version__,

@@ -75,7 +75,13 @@ def pytorch_post_training_quantization(
         DataError: the generator yields nothing, or batches that do not fit the model.
     """
     return _quantize(
-        "pytorch", in_module, representative_data_gen, target_resource_utilization, core_config, target_platform_capabilities, fw_info
+        "pytorch",
+        in_module,
+        representative_data_gen,
+        target_resource_utilization,
+        core_config,
+        target_platform_capabilities,
+        fw_info,
     )
 
 
@@ -89,24 +95,40 @@ def keras_post_training_quantization(
 ) -> tuple[Any, UserInformation]:
     """Quantize a trained Keras 3 model after training; arguments, result and errors as for PyTorch."""
     return _quantize(
-        "keras", in_model, representative_data_gen, target_resource_utilization, core_config, target_platform_capabilities, fw_info
+        "keras",
+        in_model,
+        representative_data_gen,
+        target_resource_utilization,
+        core_config,
+        target_platform_capabilities,
+        fw_info,
     )
 
 
 def _quantize(
-    framework: str, model: Any, generator: Any, limits: Any, config: CoreConfig | None, platform: Any, fw_info: FrameworkInfo | None
+    framework: str,
+    model: Any,
+    generator: Any,
+    limits: Any,
+    config: CoreConfig | None,
+    platform: Any,
+    fw_info: FrameworkInfo | None,
 ) -> tuple[Any, UserInformation]:
     config = CoreConfig() if config is None else config
     if not isinstance(config, CoreConfig):
         raise ConfigError("core_config is not understood", got=type(config).__name__, allowed="a CoreConfig")
     if limits is not None and not isinstance(limits, ResourceUtilization):
-        raise ConfigError("target_resource_utilization is not understood", got=type(limits).__name__, allowed="a ResourceUtilization")
+        raise ConfigError(
+            "target_resource_utilization is not understood", got=type(limits).__name__, allowed="a ResourceUtilization"
+        )
     config.debug_config.check()
     if config.debug_config.bypass:
         return model, UserInformation()
     if limits is not None and limits.is_any_restricted():
         raise UnsupportedError(
-            "Searching bit widths under limits is not there yet", got=limits, hint="choose bit widths by hand with BitWidthConfig"
+            "Searching bit widths under limits is not there yet",
+            got=limits,
+            hint="choose bit widths by hand with BitWidthConfig",
         )
     settings, rules = config.quantization_config.to_settings(), config.quantization_config.to_rules()
     said = [] if fw_info is None else fw_info.overrides()
@@ -116,7 +138,9 @@ def _quantize(
     platform = get_target_platform_capabilities(framework) if platform is None else platform
     if config.quantization_config.custom_tpc_opset_to_layer:
         platform = _with_layers(platform, config.quantization_config.custom_tpc_opset_to_layer)
-    result = pipeline.quantize(model, generator, platform, **rules, settings=settings, overrides=overrides, example=example, progress=False)
+    result = pipeline.quantize(
+        model, generator, platform, **rules, settings=settings, overrides=overrides, example=example, progress=False
+    )
     result = result if fw_info is None else fw_info.apply(result)
     return result.model, UserInformation(result)
 
@@ -131,12 +155,16 @@ def _with_layers(platform: Any, custom: Mapping[str, Any]) -> TargetPlatformCapa
     tpc = TargetPlatformCapabilities(platform) if isinstance(platform, TargetPlatformModel) else platform
     if not isinstance(tpc, TargetPlatformCapabilities):
         raise ConfigError(
-            "custom_tpc_opset_to_layer needs a platform that is described in Python", got=type(platform).__name__,
-            allowed="TargetPlatformCapabilities or TargetPlatformModel", hint="name the layers in `sets` of the platform file",
-        )  # fmt: skip
+            "custom_tpc_opset_to_layer needs a platform that is described in Python",
+            got=type(platform).__name__,
+            allowed="TargetPlatformCapabilities or TargetPlatformModel",
+            hint="name the layers in `sets` of the platform file",
+        )
     own = [o for o in tpc.op_sets_to_layers.op_sets_to_layers if o.name not in custom]
     added = [OperationsSetToLayers(name, list(layers)) for name, layers in custom.items()]
-    return TargetPlatformCapabilities(tpc.tp_model, tpc.name, tpc.version, op_sets_to_layers=OperationsToLayers([*own, *added]))
+    return TargetPlatformCapabilities(
+        tpc.tp_model, tpc.name, tpc.version, op_sets_to_layers=OperationsToLayers([*own, *added])
+    )
 
 
 def _first(generator: Any) -> Any:
@@ -149,12 +177,18 @@ def _first(generator: Any) -> Any:
         inspect.signature(generator).bind()
     except (TypeError, ValueError):
         raise DataError(
-            "representative_data_gen is called without arguments and yields batches", got=type(generator).__name__, allowed="such a function",
+            "representative_data_gen is called without arguments and yields batches",
+            got=type(generator).__name__,
+            allowed="such a function",
             hint="def representative_data_gen(): yield [batch]",
-        ) from None  # fmt: skip
+        ) from None
     made = generator()
     if not isinstance(made, Iterable) or isinstance(made, (str, bytes)):
-        raise DataError("representative_data_gen returned no batches", got=type(made).__name__, allowed="an iterator over lists of inputs")
+        raise DataError(
+            "representative_data_gen returned no batches",
+            got=type(made).__name__,
+            allowed="an iterator over lists of inputs",
+        )
     for batch in made:
         return batch
     raise DataError("The calibration data are empty", hint="representative_data_gen yields at least one batch")

@@ -24,7 +24,9 @@ def relayout(graph: Graph, plan: Plan, target: str, *, borders: bool = False) ->
         if quantized:
             tensors[name] = plan.tensors[source].with_(name=name)
         if name in made:
-            nodes[name] = NodePlan(name=name, op=made[name].op, layer=made[name].layer, exec="follow" if quantized else "float")
+            nodes[name] = NodePlan(
+                name=name, op=made[name].op, layer=made[name].layer, exec="follow" if quantized else "float"
+            )
     return new, replace(plan, tensors=tensors, nodes=nodes, float_edges=plan.float_edges | frozenset(new.raw))
 
 

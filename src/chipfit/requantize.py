@@ -37,7 +37,9 @@ def requantize(graph: Graph, platform: Platform, assignment: Assignment) -> tupl
         nodes[name] = Node(name, "Requantize", (value,), (name,), layer=node.layer)
         nodes[reader] = node.with_(inputs=tuple(name if i == value else i for i in node.inputs))
         order.insert(order.index(reader), name)
-        notes.append(f"'{value}' keeps the scale that '{platform.name}' dictates and is requantized for '{node.layer or reader}'")
+        notes.append(
+            f"'{value}' keeps the scale that '{platform.name}' dictates and is requantized for '{node.layer or reader}'"
+        )
     out = graph.copy()
     out.nodes[:] = [nodes[name] for name in order]
     out.values.update(values)
@@ -47,9 +49,19 @@ def requantize(graph: Graph, platform: Platform, assignment: Assignment) -> tupl
 def _clashes(graph: Graph, assignment: Assignment) -> list[tuple[str, str]]:
     """(tensor with a dictated grid, operator that ties it to tensors with another one)."""
     makers, found = graph.producers(), []
-    dictated = {t: (r.scale, r.zp) for b in assignment.bindings for r in b.rules if r.fix and r.hard for t in b.slots.get(r.fix, ())}
+    dictated = {
+        t: (r.scale, r.zp)
+        for b in assignment.bindings
+        for r in b.rules
+        if r.fix and r.hard
+        for t in b.slots.get(r.fix, ())
+    }
     for b in assignment.bindings:
-        ins = [t for k in ("in0", "in1", "in2") for t in b.slots.get(k, ())] if "ins" not in b.slots else list(b.slots["ins"])
+        ins = (
+            [t for k in ("in0", "in1", "in2") for t in b.slots.get(k, ())]
+            if "ins" not in b.slots
+            else list(b.slots["ins"])
+        )
         if len(set(ins)) < 2 or not _ties_inputs(b):
             continue
         elsewhere = tie_groups([o for o in assignment.bindings if o is not b])

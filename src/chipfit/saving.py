@@ -43,7 +43,9 @@ class Saved(NamedTuple):
     report: dict[str, Any] | None = None
 
 
-def save(directory: str | Path, graph: Graph, plan: Plan, platform: Platform, report: Mapping[str, Any] | None = None) -> Path:
+def save(
+    directory: str | Path, graph: Graph, plan: Plan, platform: Platform, report: Mapping[str, Any] | None = None
+) -> Path:
     """Write a result.
 
     Everything is written to a temporary directory beside `directory`, which then takes its name, so that no
@@ -82,7 +84,10 @@ def load(directory: str | Path) -> Saved:
     """
     root = Path(directory)
     if not (root / "manifest.json").is_file():
-        raise PlanError(f"'{directory}' is not a saved result: it has no manifest.json", hint="pass the directory that Result.save wrote")
+        raise PlanError(
+            f"'{directory}' is not a saved result: it has no manifest.json",
+            hint="pass the directory that Result.save wrote",
+        )
     manifest = _json(root / "manifest.json")
     check_schema(manifest, f"'{root / 'manifest.json'}'")
     _check_files(root, manifest.get("files"))
@@ -90,12 +95,20 @@ def load(directory: str | Path) -> Saved:
     numbers = _tensors(root / "plan.safetensors")
     plan = plan_from_json((root / "plan.json").read_text(encoding="utf-8"), numbers)
     graph = _graph_from_plain(_json(root / "graph.json"), _tensors(root / "weights.safetensors"))
-    strangers = sorted(set(plan.tensors) - set(graph.values) - set(graph.weights)) + sorted(set(plan.nodes) - {n.name for n in graph.nodes})
+    strangers = sorted(set(plan.tensors) - set(graph.values) - set(graph.weights)) + sorted(
+        set(plan.nodes) - {n.name for n in graph.nodes}
+    )
     if strangers:
-        raise PlanError("The plan speaks of tensors or nodes that the graph does not have", where=str(root), got=", ".join(strangers[:8]))
+        raise PlanError(
+            "The plan speaks of tensors or nodes that the graph does not have",
+            where=str(root),
+            got=", ".join(strangers[:8]),
+        )
     said = _json(root / "platform.json")
     try:
-        platform = Platform.model_validate(said["platform"]).model_copy(update={k: said[k] for k in ("arch_selected", "file")})
+        platform = Platform.model_validate(said["platform"]).model_copy(
+            update={k: said[k] for k in ("arch_selected", "file")}
+        )
     except (KeyError, TypeError, pydantic.ValidationError) as e:
         raise PlanError("The saved platform is malformed", where=str(root / "platform.json"), got=str(e)) from e
     report = _json(root / "report.json") if "report.json" in manifest["files"] else None
@@ -112,7 +125,11 @@ def _write(root: Path, graph: Graph, plan: Plan, platform: Platform, report: Map
     described, weights = _graph_to_plain(graph)
     save_file(weights, root / "weights.safetensors")
     texts["graph.json"] = json.dumps(described, allow_nan=False)
-    said = {"platform": platform.model_dump(mode="json", by_alias=True), "arch_selected": platform.arch_selected, "file": platform.file}
+    said = {
+        "platform": platform.model_dump(mode="json", by_alias=True),
+        "arch_selected": platform.arch_selected,
+        "file": platform.file,
+    }
     texts["platform.json"] = json.dumps(said, indent=1)
     if report is not None:
         texts["report.json"] = json.dumps(report, indent=1)
@@ -162,7 +179,9 @@ def _graph_to_plain(graph: Graph) -> tuple[dict[str, Any], dict[str, torch.Tenso
 def _check_files(root: Path, files: Any) -> None:
     if not isinstance(files, dict) or not set(_FILES) <= set(files) <= {*_FILES, "report.json"}:
         raise PlanError(
-            "The manifest does not list the files of a saved result", where=str(root / "manifest.json"), allowed=", ".join(_FILES)
+            "The manifest does not list the files of a saved result",
+            where=str(root / "manifest.json"),
+            allowed=", ".join(_FILES),
         )
     for name, said in files.items():
         path = root / name
@@ -171,11 +190,18 @@ def _check_files(root: Path, files: Any) -> None:
         size = path.stat().st_size
         if not isinstance(said, dict) or size != said.get("bytes"):
             raise PlanError(
-                f"'{name}' is truncated or was changed after it was saved", where=str(path), got=f"{size} bytes", allowed=f"{said}"
+                f"'{name}' is truncated or was changed after it was saved",
+                where=str(path),
+                got=f"{size} bytes",
+                allowed=f"{said}",
             )
         if _sha256(path) != said.get("sha256"):
             hint = "to edit a plan, load it, change it in Python, and save it again"
-            raise PlanError(f"'{name}' was changed after it was saved: its SHA-256 is not the manifest's", where=str(path), hint=hint)
+            raise PlanError(
+                f"'{name}' was changed after it was saved: its SHA-256 is not the manifest's",
+                where=str(path),
+                hint=hint,
+            )
 
 
 def _graph_from_plain(data: Any, weights: dict[str, torch.Tensor]) -> Graph:

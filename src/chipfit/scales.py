@@ -29,7 +29,9 @@ def needs(assignment: Assignment, rule: Rule, z_threshold: float | None = None) 
     """What calibration has to collect: a histogram only where a range will be searched, or outliers found, in it."""
     fixed = legality.fixed(assignment.bindings)
     return {
-        s.name: Need(histogram=((s.rule or rule) != "no_clipping" or bool(s.z_threshold or z_threshold)) and s.name not in fixed)
+        s.name: Need(
+            histogram=((s.rule or rule) != "no_clipping" or bool(s.z_threshold or z_threshold)) and s.name not in fixed
+        )
         for s in assignment.slots.values()
         if s.role == "activation" and s.range is None
     }
@@ -73,7 +75,10 @@ def choose(
         if kept is not None and kept.grid is not None and _same(kept, s, grids[s.name]):
             assert kept.scale is not None and kept.zero_point is not None  # it has a grid
             table = kept.grid.table if kept.grid.kind == "lut" else None
-            found[s.name], origin[s.name] = QParams(kept.scale, kept.zero_point, table), kept.origin.partition(", tied")[0]
+            found[s.name], origin[s.name] = (
+                QParams(kept.scale, kept.zero_point, table),
+                kept.origin.partition(", tied")[0],
+            )
         elif s.name in fixed:
             scale, zero = fixed[s.name]
             found[s.name] = QParams(torch.tensor(scale, dtype=torch.float32), torch.tensor(zero, dtype=torch.int32))
@@ -87,7 +92,10 @@ def choose(
                 origin[s.name] = "look-up table fitted to the weights"
         elif s.range is not None:
             known_range = TensorStats(s.name, low=float(s.range[0]), high=float(s.range[1]), batches=1)
-            found[s.name], origin[s.name] = choose_range(known_range, grids[s.name], rule="no_clipping", expand=False), "known beforehand"
+            found[s.name], origin[s.name] = (
+                choose_range(known_range, grids[s.name], rule="no_clipping", expand=False),
+                "known beforehand",
+            )
         elif s.name not in stats:
             raise PlanError(
                 f"Tensor '{s.name}' was not calibrated as a quantized one",
@@ -95,7 +103,9 @@ def choose(
             )
         else:
             wanted, z = s.rule or rule, s.z_threshold or z_threshold
-            seen = stats[s.name] if wanted != "no_clipping" or z else replace(stats[s.name], histogram=None)  # which may be of a part
+            seen = (
+                stats[s.name] if wanted != "no_clipping" or z else replace(stats[s.name], histogram=None)
+            )  # which may be of a part
             found[s.name] = choose_range(seen, grids[s.name], rule=wanted, z_threshold=z)
             origin[s.name] = f"{name_of(wanted)} over {stats[s.name].batches} batches"
 
@@ -113,7 +123,9 @@ def choose(
         if name not in out:
             node = next((n for n in graph.nodes if name in n.outputs or name in n.inputs), None)
             role = "weight" if graph.is_weight(name) else "activation"
-            out[name] = TensorPlan(name=name, role=role, why=why, layer=node.layer if node else "", op=node.op if node else "")
+            out[name] = TensorPlan(
+                name=name, role=role, why=why, layer=node.layer if node else "", op=node.op if node else ""
+            )
     return out
 
 
@@ -136,7 +148,11 @@ def _grid(slot: Slot, stats: TensorStats | None, graph: Graph) -> Grid:
 
 
 def _tie(
-    members: list[str], found: dict[str, QParams], grids: Mapping[str, Grid], fixed: Mapping[str, Any], origin: dict[str, str]
+    members: list[str],
+    found: dict[str, QParams],
+    grids: Mapping[str, Grid],
+    fixed: Mapping[str, Any],
+    origin: dict[str, str],
 ) -> None:
     """Give all members one scale and zero point that covers the range of each."""
     if len(members) < 2:
@@ -149,7 +165,8 @@ def _tie(
         bounds = [found[m].bounds(grids[m]) for m in members]
         low, high = min(b[0] for b in bounds), max(b[1] for b in bounds)
         same = all(
-            torch.equal(found[m].scale, found[members[0]].scale) and torch.equal(found[m].zero_point, found[members[0]].zero_point)
+            torch.equal(found[m].scale, found[members[0]].scale)
+            and torch.equal(found[m].zero_point, found[members[0]].zero_point)
             for m in members
         )
         shared = found[members[0]] if same else from_min_max(low, high, grid)
@@ -159,7 +176,9 @@ def _tie(
         found[m] = shared
 
 
-def _project(assignment: Assignment, grids: Mapping[str, Grid], found: dict[str, QParams], origin: dict[str, str]) -> None:
+def _project(
+    assignment: Assignment, grids: Mapping[str, Grid], found: dict[str, QParams], origin: dict[str, str]
+) -> None:
     """Move scales the least that makes every rule of the platform hold."""
     solution = legality.project(
         {name: legality.Var(scale=q.scale, zero_point=q.zero_point, grid=grids[name]) for name, q in found.items()},
@@ -176,13 +195,28 @@ def _entry(
 ) -> TensorPlan:
     node = layers.get(slot.node)
     return TensorPlan(
-        name=slot.name, role=slot.role, layer=node.layer if node else "", op=node.op if node else "Input",
-        format=slot.format_name, grid=grid, scale=q.scale, zero_point=q.zero_point, axis=slot.axis, origin=origin,
-        low=stats.low if stats is not None else None, high=stats.high if stats is not None else None,
-    )  # fmt: skip
+        name=slot.name,
+        role=slot.role,
+        layer=node.layer if node else "",
+        op=node.op if node else "Input",
+        format=slot.format_name,
+        grid=grid,
+        scale=q.scale,
+        zero_point=q.zero_point,
+        axis=slot.axis,
+        origin=origin,
+        low=stats.low if stats is not None else None,
+        high=stats.high if stats is not None else None,
+    )
 
 
-def _biases(graph: Graph, assignment: Assignment, grids: Mapping[str, Grid], out: dict[str, TensorPlan], layers: Mapping[str, Any]) -> None:
+def _biases(
+    graph: Graph,
+    assignment: Assignment,
+    grids: Mapping[str, Grid],
+    out: dict[str, TensorPlan],
+    layers: Mapping[str, Any],
+) -> None:
     """Biases at s_in * s_w where the chip adds them in the accumulator, else on a range of their own.
 
     Where a bias would not fit at s_in * s_w, its channel's weight scale grows until it does.
@@ -212,7 +246,10 @@ def _biases(graph: Graph, assignment: Assignment, grids: Mapping[str, Grid], out
                 scale = scale.expand(graph.weights[name].numel()).contiguous()
             q, origin = QParams(scale, torch.zeros_like(scale, dtype=torch.int32)), "input scale x weight scale"
         else:
-            q, origin = choose_range(graph.weights[name].detach(), grid, rule="no_clipping", axis=slot.axis), "no_clipping over the bias"
+            q, origin = (
+                choose_range(graph.weights[name].detach(), grid, rule="no_clipping", axis=slot.axis),
+                "no_clipping over the bias",
+            )
         out[name] = _entry(graph, layers, slot, grid, q, origin, None)
 
 

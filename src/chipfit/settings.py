@@ -25,9 +25,13 @@ class Settings:
     shift_negative: float | None = None  #: lift short negative tails above zero, up to this share of the threshold
     softmax_shift: bool = False  #: logits go to the middle of their range
     concat_ranges: bool = False  #: what a concatenation joins shares one grid with its result
-    correct_second_moment: bool = False  #: each channel gets back the mean and spread that it had in float; reads the data twice
+    correct_second_moment: bool = (
+        False  #: each channel gets back the mean and spread that it had in float; reads the data twice
+    )
     correct_bias: bool = False  #: the mean error of rounded weights leaves the bias
-    correct_activation_bias: float | None = None  #: so does that of rounded inputs, where it is this share of their mean or more
+    correct_activation_bias: float | None = (
+        None  #: so does that of rounded inputs, where it is this share of their mean or more
+    )
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -36,7 +40,10 @@ class Settings:
                 bad, allowed = not isinstance(value, bool), "True or False"
             else:
                 number = isinstance(value, (int, float)) and not isinstance(value, bool)
-                bad, allowed = value is not None and not (number and 0 <= value < math.inf), "None, or a number of at least 0"
+                bad, allowed = (
+                    value is not None and not (number and 0 <= value < math.inf),
+                    "None, or a number of at least 0",
+                )
             if bad:
                 raise PlanError(f"The setting '{f.name}' is not understood", got=repr(value), allowed=allowed)
 

@@ -66,7 +66,9 @@ def tie_concats(graph: Graph, assignment: Assignment) -> None:
         assignment.bindings.append(Binding(op="Concat", rules=tie, slots={"ins": tuple(inputs), "out": (result,)}))
 
 
-def needs(graph: Graph, assignment: Assignment, settings: Settings, rule: Rule, z_threshold: float | None) -> dict[str, Need]:
+def needs(
+    graph: Graph, assignment: Assignment, settings: Settings, rule: Rule, z_threshold: float | None
+) -> dict[str, Need]:
     """What calibration has to collect for ranges and corrections."""
     out = scales.needs(assignment, rule, z_threshold)
     if settings.correct_activation_bias is not None:
@@ -90,7 +92,12 @@ def adapt(graph: Graph, assignment: Assignment, stats: Stats, settings: Settings
 
 
 def correct(
-    graph: Graph, plan: Plan, stats: Stats, batches: Iterable[Sequence[torch.Tensor]], choose: Choose, settings: Settings
+    graph: Graph,
+    plan: Plan,
+    stats: Stats,
+    batches: Iterable[Sequence[torch.Tensor]],
+    choose: Choose,
+    settings: Settings,
 ) -> tuple[Graph, Plan]:
     """Give back in weights and biases what rounding took on average.
 

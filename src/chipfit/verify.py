@@ -130,9 +130,16 @@ def own_runtime(platform: Platform, suffix: str = "") -> str:
 
 
 def verify(
-    graph: Graph, plan: Plan, platform: Platform, data: Any, *, runtime: str | None = None, path: str | Path | None = None,
-    model: torch.nn.Module | None = None, batches: int | None = None,
-) -> Verification:  # fmt: skip
+    graph: Graph,
+    plan: Plan,
+    platform: Platform,
+    data: Any,
+    *,
+    runtime: str | None = None,
+    path: str | Path | None = None,
+    model: torch.nn.Module | None = None,
+    batches: int | None = None,
+) -> Verification:
     """Run everything on the same inputs and compare integer by integer.
 
     Args:
@@ -156,7 +163,12 @@ def verify(
     producers = graph.producers()
     in_float = {o for n in float_operators(graph, plan, profile) for o in _group_outputs(graph, plan, n.name)}
     rows = {
-        v: Row(v, producers[v].layer if v in producers else "", producers[v].op if v in producers else "Input", in_float=v in in_float)
+        v: Row(
+            v,
+            producers[v].layer if v in producers else "",
+            producers[v].op if v in producers else "Input",
+            in_float=v in in_float,
+        )
         for v in quantized
     }
     promised = engine.exact and bool({platform.name, platform.extends} & set(engine.platforms))
@@ -190,9 +202,15 @@ def _group_outputs(graph: Graph, plan: Plan, head: str) -> tuple[str, ...]:
 
 
 def _one_batch(
-    graph: Graph, plan: Plan, platform: Platform, inputs: list[torch.Tensor], device: Any, rows: dict[str, Row], out: Verification,
+    graph: Graph,
+    plan: Plan,
+    platform: Platform,
+    inputs: list[torch.Tensor],
+    device: Any,
+    rows: dict[str, Row],
+    out: Verification,
     model: torch.nn.Module | None,
-) -> dict[str, torch.Tensor]:  # fmt: skip
+) -> dict[str, torch.Tensor]:
     reals = run(graph, inputs, keep=list(rows))
     got = device.run([x.numpy() for x in inputs])
     codes = {v: torch.from_numpy(got[k]) for v in rows if (k := device.codes.format(v)) in got}
@@ -218,11 +236,17 @@ def _one_batch(
 
     def as_real(v: Any) -> torch.Tensor:
         t = plan.tensors.get(first)
-        return (v.to(torch.int64) - t.zero_point) * t.scale if t is not None and t.quantized and not v.is_floating_point() else v  # type: ignore[operator]
+        return (
+            (v.to(torch.int64) - t.zero_point) * t.scale
+            if t is not None and t.quantized and not v.is_floating_point()
+            else v
+        )  # type: ignore[operator]
 
     integer_out = as_real(free[first]) if first in free else device_out
     if device_out.shape == integer_out.shape and device_out.is_floating_point():
-        out.output_gap = max(out.output_gap, float((device_out - integer_out).abs().max()) if device_out.numel() else 0.0)
+        out.output_gap = max(
+            out.output_gap, float((device_out - integer_out).abs().max()) if device_out.numel() else 0.0
+        )
     results = {"float": reals[first], "integer": integer_out, "device": device_out}
     run_flat: Any = getattr(model, "run_flat", None)  # modules that chipfit made have it
     if run_flat is not None:

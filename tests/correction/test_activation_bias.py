@@ -19,10 +19,24 @@ def planned(graph, scale: float, qmax: int = 255) -> Plan:
     """The input on an unsigned grid, the weights on one that holds quarters exactly."""
     zero = torch.tensor(0, dtype=torch.int32)
     x, w = graph.inputs[0], graph.nodes[0].inputs[1]
-    return Plan(tensors={
-        x: TensorPlan(name=x, role="activation", grid=Grid(bits=8, qmin=0, qmax=qmax), scale=torch.tensor(scale), zero_point=zero),
-        w: TensorPlan(name=w, role="weight", grid=Grid(bits=16, qmin=-32768, qmax=32767), scale=torch.tensor(0.25), zero_point=zero),
-    })  # fmt: skip
+    return Plan(
+        tensors={
+            x: TensorPlan(
+                name=x,
+                role="activation",
+                grid=Grid(bits=8, qmin=0, qmax=qmax),
+                scale=torch.tensor(scale),
+                zero_point=zero,
+            ),
+            w: TensorPlan(
+                name=w,
+                role="weight",
+                grid=Grid(bits=16, qmin=-32768, qmax=32767),
+                scale=torch.tensor(0.25),
+                zero_point=zero,
+            ),
+        }
+    )
 
 
 def linear() -> nn.Module:
@@ -39,7 +53,9 @@ def test_the_correction_on_paper():
     graph = captured(linear(), x)
     stats = collect(graph, [[x]], tensors={graph.inputs[0]: Need()})
     new, notes = correct_activation_bias(graph, planned(graph, 1.0), stats)
-    torch.testing.assert_close(new.weights["bias"], torch.tensor([10 - 0.9, 20 - 0.075]), atol=2e-3, rtol=0)  # a bin is 1 / 1024 wide
+    torch.testing.assert_close(
+        new.weights["bias"], torch.tensor([10 - 0.9, 20 - 0.075]), atol=2e-3, rtol=0
+    )  # a bin is 1 / 1024 wide
     assert len(notes) == 1
 
 
@@ -49,7 +65,9 @@ def test_clipping_is_part_of_the_shift():
     stats = collect(graph, [[x]], tensors={graph.inputs[0]: Need()})
     t = planned(graph, 1.0, qmax=2).tensors[graph.inputs[0]]
     shift, mean = mean_shift(stats[graph.inputs[0]], t)
-    assert shift == pytest.approx(-0.5, abs=0.005) and mean == pytest.approx(2.0, abs=0.005)  # 3 becomes 2 half of the time
+    assert shift == pytest.approx(-0.5, abs=0.005) and mean == pytest.approx(
+        2.0, abs=0.005
+    )  # 3 becomes 2 half of the time
 
 
 def test_exact_zeros_do_not_shift():

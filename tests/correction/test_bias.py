@@ -21,7 +21,11 @@ def weights_only(graph, scale: float, bits: int = 4) -> Plan:
     """Every weight on a symmetric grid of this step; nothing else is rounded."""
     zero, grid = torch.tensor(0, dtype=torch.int32), Grid(bits=bits, qmin=1 - 2 ** (bits - 1), qmax=2 ** (bits - 1) - 1)
     names = {n.inputs[1] for n in graph.nodes if len(n.inputs) > 1}
-    return Plan(tensors={w: TensorPlan(name=w, role="weight", grid=grid, scale=torch.tensor(scale), zero_point=zero) for w in names})
+    return Plan(
+        tensors={
+            w: TensorPlan(name=w, role="weight", grid=grid, scale=torch.tensor(scale), zero_point=zero) for w in names
+        }
+    )
 
 
 def means(graph, x):
@@ -101,7 +105,9 @@ def test_a_whole_network_gets_closer_to_float():
     new, notes = correct_bias(steps.graph, plan, steps.stats)
     assert len(notes) == 3
     want = steps.float()[0]
-    errors = [(replace(steps, graph=g).quantized(plan)[0] - want).mean((0, 2, 3)).abs().mean() for g in (steps.graph, new)]
+    errors = [
+        (replace(steps, graph=g).quantized(plan)[0] - want).mean((0, 2, 3)).abs().mean() for g in (steps.graph, new)
+    ]
     assert errors[1] < 0.35 * errors[0]
 
 
@@ -117,7 +123,12 @@ def test_a_bias_that_its_grid_would_clip_stays():
     graph = captured(nn.Linear(2, 1), torch.randn(2, 2))
     plan = weights_only(graph, 100.0)  # every weight becomes 0
     narrow = TensorPlan(
-        name="bias", role="bias", grid=Grid(bits=8, qmin=-128, qmax=127), scale=torch.tensor(0.01), zero_point=torch.tensor(0), axis=None
+        name="bias",
+        role="bias",
+        grid=Grid(bits=8, qmin=-128, qmax=127),
+        scale=torch.tensor(0.01),
+        zero_point=torch.tensor(0),
+        axis=None,
     )
     plan = replace(plan, tensors={**plan.tensors, "bias": narrow})
     x = torch.tensor([[100.0, 100.0]]) * graph.weights["weight"].sign()

@@ -13,8 +13,12 @@ from tests.steps import captured
 
 def test_every_operator_gets_a_bias_of_its_width_and_nothing_changes():
     net = nn.Sequential(
-        nn.Conv2d(3, 4, 3, bias=False), nn.ReLU(), nn.ConvTranspose2d(4, 6, 2, groups=2, bias=False), nn.Flatten(), nn.Linear(216, 5, bias=False)
-    )  # fmt: skip
+        nn.Conv2d(3, 4, 3, bias=False),
+        nn.ReLU(),
+        nn.ConvTranspose2d(4, 6, 2, groups=2, bias=False),
+        nn.Flatten(),
+        nn.Linear(216, 5, bias=False),
+    )
     x = torch.randn(2, 3, 7, 7)
     graph = captured(net, x)
     new, notes = give_biases(graph, load("imx500"))

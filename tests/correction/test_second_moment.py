@@ -35,9 +35,14 @@ def test_the_correction_on_paper():
 class Deep(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(
-            nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, groups=16), nn.ReLU(), nn.ConvTranspose2d(16, 8, 2, 2), nn.ReLU(),
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3, groups=16),
+            nn.ReLU(),
+            nn.ConvTranspose2d(16, 8, 2, 2),
+            nn.ReLU(),
             nn.Conv2d(8, 6, 1),
-        )  # fmt: skip
+        )
 
 
 def test_every_layer_of_a_2_bit_network_has_floats_mean_and_spread_again():
@@ -50,7 +55,9 @@ def test_every_layer_of_a_2_bit_network_has_floats_mean_and_spread_again():
     gaps = []
     for s in (steps, corrected):
         plan = s.plan()
-        plan = replace(plan, tensors={k: t if t.role == "weight" else t.with_(grid=None) for k, t in plan.tensors.items()})
+        plan = replace(
+            plan, tensors={k: t if t.role == "weight" else t.with_(grid=None) for k, t in plan.tensors.items()}
+        )
         gap = []
         for want, got in zip(steps.float(*names)[1:], s.quantized(plan, *names)[1:]):
             (m, sd), (mq, sq) = moments(want), moments(got)

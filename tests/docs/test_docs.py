@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *(ROOT / "docs").rglob("*.md")]
+)
 _BLOCK = re.compile(r"^```(\w+)[ ]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -43,7 +45,9 @@ def shell_lines() -> list[tuple[str, str]]:
     for page in PAGES:
         for language, _, text, _ in blocks(page):
             if language == "console":
-                found += [(name(page), line[2:].split("#")[0].strip()) for line in text.splitlines() if line.startswith("$ ")]
+                found += [
+                    (name(page), line[2:].split("#")[0].strip()) for line in text.splitlines() if line.startswith("$ ")
+                ]
     return found
 
 

@@ -10,14 +10,21 @@ from tests.exactness.litert_proof import few_bits, prove
 from tests.zoo import ZOO, make
 
 #: networks of operators that TensorFlow Lite has no form for here, and one whose operators all run in float
-REFUSED = {"gru": UnsupportedError, "lstm": UnsupportedError, "in_place_index": UnsupportedError, "conv3d": NothingQuantizedError}
+REFUSED = {
+    "gru": UnsupportedError,
+    "lstm": UnsupportedError,
+    "in_place_index": UnsupportedError,
+    "conv3d": NothingQuantizedError,
+}
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", sorted(set(ZOO) - set(REFUSED)))
 def test_every_integer_equals_that_of_each_family_of_kernels(tmp_path, name, bits):
     model, batch = make(name)
-    result = chipfit.quantize(model, [batch], platform="tflite_int8", overrides=few_bits(model, batch, bits), progress=False)
+    result = chipfit.quantize(
+        model, [batch], platform="tflite_int8", overrides=few_bits(model, batch, bits), progress=False
+    )
     prove(result.graph, result.plan, result.platform, [batch], tmp_path)
 
 

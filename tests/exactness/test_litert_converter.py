@@ -36,7 +36,10 @@ def short_scales(plan: Plan) -> Plan:
         return torch.ceil(s / unit) * unit
 
     return replace(
-        plan, tensors={k: t.with_(scale=short(t.scale)) if t.quantized and t.role != "bias" else t for k, t in plan.tensors.items()}
+        plan,
+        tensors={
+            k: t.with_(scale=short(t.scale)) if t.quantized and t.role != "bias" else t for k, t in plan.tensors.items()
+        },
     )
 
 
@@ -56,7 +59,9 @@ class Twin:
             return self.tf.constant(reals)
         reals, fake = reals.transpose(order), self.tf.quantization
         if t.scale.dim() == 0:
-            return fake.fake_quant_with_min_max_vars(reals, -127 * float(t.scale), 127 * float(t.scale), narrow_range=True)
+            return fake.fake_quant_with_min_max_vars(
+                reals, -127 * float(t.scale), 127 * float(t.scale), narrow_range=True
+            )
         ends = 127 * t.scale.reshape(-1).numpy()
         return fake.fake_quant_with_min_max_vars_per_channel(reals, -ends, ends, narrow_range=True)
 
@@ -72,7 +77,9 @@ class Twin:
         env = {name: self.stored(name, x) for name, x in zip(self.graph.inputs, inputs, strict=True)}
         for n in self.graph.nodes:
             y = _TWINS[n.op](self, n, *(env.get(i) for i in n.inputs))
-            env[n.output] = y if n.output in inner or self.plan.nodes[n.name].exec == "follow" else self.stored(n.output, y)
+            env[n.output] = (
+                y if n.output in inner or self.plan.nodes[n.name].exec == "follow" else self.stored(n.output, y)
+            )
         return [env[o] for o in self.graph.outputs]
 
 
@@ -94,15 +101,25 @@ def _linear(w: Twin, n: Node, x: Any, *_: Any) -> Any:
 
 
 _TWINS: dict[str, Callable[..., Any]] = {
-    "Conv2D": _conv, "DepthwiseConv2D": _conv, "Linear": _linear, "Relu": lambda w, n, x: w.tf.nn.relu(x), "Relu6": lambda w, n, x: w.tf.nn.relu6(x),
-    "Add": lambda w, n, a, b: a + b, "Mul": lambda w, n, a, b: a * b, "Sigmoid": lambda w, n, x: w.tf.sigmoid(x), "Tanh": lambda w, n, x: w.tf.tanh(x),
-    "LeakyRelu": lambda w, n, x: w.tf.nn.leaky_relu(x, n.attrs["negative_slope"]), "Softmax": lambda w, n, x: w.tf.nn.softmax(x),
-    "GlobalAvgPool": lambda w, n, x: w.tf.reduce_mean(x, (1, 2), keepdims=True), "Concat": lambda w, n, *xs: w.tf.concat(xs, n.attrs["axis"]),
+    "Conv2D": _conv,
+    "DepthwiseConv2D": _conv,
+    "Linear": _linear,
+    "Relu": lambda w, n, x: w.tf.nn.relu(x),
+    "Relu6": lambda w, n, x: w.tf.nn.relu6(x),
+    "Add": lambda w, n, a, b: a + b,
+    "Mul": lambda w, n, a, b: a * b,
+    "Sigmoid": lambda w, n, x: w.tf.sigmoid(x),
+    "Tanh": lambda w, n, x: w.tf.tanh(x),
+    "LeakyRelu": lambda w, n, x: w.tf.nn.leaky_relu(x, n.attrs["negative_slope"]),
+    "Softmax": lambda w, n, x: w.tf.nn.softmax(x),
+    "GlobalAvgPool": lambda w, n, x: w.tf.reduce_mean(x, (1, 2), keepdims=True),
+    "Concat": lambda w, n, *xs: w.tf.concat(xs, n.attrs["axis"]),
     "MaxPool": lambda w, n, x: w.tf.nn.max_pool2d(x, n.attrs["kernel"], n.attrs["stride"], "VALID"),
     "AvgPool": lambda w, n, x: w.tf.nn.avg_pool2d(x, n.attrs["kernel"], n.attrs["stride"], "VALID"),
     "Resize": lambda w, n, x: w.tf.image.resize(x, [2 * s for s in x.shape[1:3]], "nearest"),
-    "Reshape": lambda w, n, x: w.tf.reshape(x, [-1 if s is None else s for s in w.graph.shape(n.output)]), "Transpose": lambda w, n, x: w.tf.transpose(x, n.attrs["perm"]),
-}  # fmt: skip
+    "Reshape": lambda w, n, x: w.tf.reshape(x, [-1 if s is None else s for s in w.graph.shape(n.output)]),
+    "Transpose": lambda w, n, x: w.tf.transpose(x, n.attrs["perm"]),
+}
 
 
 def converted(twin: Twin, shape: tuple[int, ...]) -> bytes:
@@ -115,9 +132,16 @@ def converted(twin: Twin, shape: tuple[int, ...]) -> bytes:
 
 
 NETWORKS = (
-    "residual", "residual_leaky", "residual_sigmoid", "residual_tanh", "inverted_residual", "squeeze_excite", "unet_nearest",
-    "grouped_strided", "mlp",
-)  # fmt: skip
+    "residual",
+    "residual_leaky",
+    "residual_sigmoid",
+    "residual_tanh",
+    "inverted_residual",
+    "squeeze_excite",
+    "unet_nearest",
+    "grouped_strided",
+    "mlp",
+)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -147,7 +171,8 @@ def agree(model: torch.nn.Module, x: torch.Tensor, folder: Path) -> None:
     twin = Twin(graph, plan)
     into, out = (twin.forms.get(v, tuple(range(codes[v].ndim))) for v in (first, last))
     theirs = Interpreter(
-        model_content=converted(twin, tuple(x.shape[d] for d in into)), experimental_op_resolver_type=OpResolverType.BUILTIN_REF
+        model_content=converted(twin, tuple(x.shape[d] for d in into)),
+        experimental_op_resolver_type=OpResolverType.BUILTIN_REF,
     )
     theirs.allocate_tensors()
     (taken,), (given,) = theirs.get_input_details(), theirs.get_output_details()

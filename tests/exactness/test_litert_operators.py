@@ -39,54 +39,118 @@ def positive() -> tuple[torch.Tensor, ...]:
 
 
 COMPUTE = {
-    "add": (lambda a, b: a + b, two()), "sub": (lambda a, b: a - b, two()), "mul": (lambda a, b: a * b, two()),
-    "add_row": (lambda a, b: a + b, two(4, 8, 1, 1)), "sub_row": (lambda a, b: b - a, two(4, 1, 12, 12)), "mul_row": (lambda a, b: a * b, two(4, 8, 1, 1)),
-    "add_constant": (lambda a: a + 1.7, images()), "sub_from_constant": (lambda a: 1 - a, images()), "mul_constant": (lambda a: a * 0.37, images()),
-    "add_relu": (lambda a, b: F.relu(a + b), two()), "mul_relu6": (lambda a, b: F.relu6(a * b), two()), "sub_clip": (lambda a, b: F.hardtanh(a - b), two()),
-    "relu": (F.relu, images()), "relu6": (F.relu6, images()), "hardtanh": (F.hardtanh, images()), "clamp_min": (lambda x: x.clamp(min=0), images()),
-    "leaky": (lambda x: F.leaky_relu(x, 0.37), images()), "sigmoid": (torch.sigmoid, images()), "tanh": (torch.tanh, images()),
-    "gelu": (F.gelu, images()), "gelu_tanh": (lambda x: F.gelu(x, approximate="tanh"), images()), "hardswish": (F.hardswish, images()),
-    "exp": (torch.exp, images(gain=1)), "log": (torch.log, positive), "abs": (torch.abs, images()),
-    "log_softmax": (lambda x: x.log_softmax(-1), images(64, 30)), "softmax": (lambda x: x.softmax(-1), images(64, 30)), "softmax_channels": (lambda x: x.softmax(1), images()), "softmax_rows": (lambda x: x.softmax(-1), images(4, 7, 30, gain=8)),
-    "mean_image": (lambda x: x.mean((2, 3)), images(32, 24, 7, 7, gain=1)), "mean_channels": (lambda x: x.mean(1), images()), "mean_last": (lambda x: x.mean(-1), images(64, 9, 30)),
-    "mean_rows": (lambda x: x.mean(2, keepdim=True), images()), "global_41_channels": (lambda x: F.adaptive_avg_pool2d(x + 0.3, 1), images(32, 41, 8, 8)),
+    "add": (lambda a, b: a + b, two()),
+    "sub": (lambda a, b: a - b, two()),
+    "mul": (lambda a, b: a * b, two()),
+    "add_row": (lambda a, b: a + b, two(4, 8, 1, 1)),
+    "sub_row": (lambda a, b: b - a, two(4, 1, 12, 12)),
+    "mul_row": (lambda a, b: a * b, two(4, 8, 1, 1)),
+    "add_constant": (lambda a: a + 1.7, images()),
+    "sub_from_constant": (lambda a: 1 - a, images()),
+    "mul_constant": (lambda a: a * 0.37, images()),
+    "add_relu": (lambda a, b: F.relu(a + b), two()),
+    "mul_relu6": (lambda a, b: F.relu6(a * b), two()),
+    "sub_clip": (lambda a, b: F.hardtanh(a - b), two()),
+    "relu": (F.relu, images()),
+    "relu6": (F.relu6, images()),
+    "hardtanh": (F.hardtanh, images()),
+    "clamp_min": (lambda x: x.clamp(min=0), images()),
+    "leaky": (lambda x: F.leaky_relu(x, 0.37), images()),
+    "sigmoid": (torch.sigmoid, images()),
+    "tanh": (torch.tanh, images()),
+    "gelu": (F.gelu, images()),
+    "gelu_tanh": (lambda x: F.gelu(x, approximate="tanh"), images()),
+    "hardswish": (F.hardswish, images()),
+    "exp": (torch.exp, images(gain=1)),
+    "log": (torch.log, positive),
+    "abs": (torch.abs, images()),
+    "log_softmax": (lambda x: x.log_softmax(-1), images(64, 30)),
+    "softmax": (lambda x: x.softmax(-1), images(64, 30)),
+    "softmax_channels": (lambda x: x.softmax(1), images()),
+    "softmax_rows": (lambda x: x.softmax(-1), images(4, 7, 30, gain=8)),
+    "mean_image": (lambda x: x.mean((2, 3)), images(32, 24, 7, 7, gain=1)),
+    "mean_channels": (lambda x: x.mean(1), images()),
+    "mean_last": (lambda x: x.mean(-1), images(64, 9, 30)),
+    "mean_rows": (lambda x: x.mean(2, keepdim=True), images()),
+    "global_41_channels": (lambda x: F.adaptive_avg_pool2d(x + 0.3, 1), images(32, 41, 8, 8)),
     "matmul": (lambda a, b: a @ b, lambda: (torch.randn(4, 3, 9, 16), torch.randn(4, 3, 16, 7))),
-    "matmul_transposed": (lambda a, b: a @ b.transpose(-1, -2), lambda: (torch.randn(4, 3, 9, 16), torch.randn(4, 3, 7, 16))),
-}  # fmt: skip
+    "matmul_transposed": (
+        lambda a, b: a @ b.transpose(-1, -2),
+        lambda: (torch.randn(4, 3, 9, 16), torch.randn(4, 3, 7, 16)),
+    ),
+}
 MOVE = {
-    "max": (torch.maximum, two()), "min": (torch.minimum, two()), "amax": (lambda x: x.amax((2, 3)), images()), "amin": (lambda x: x.amin(1), images()),
-    "max_pool": (lambda x: F.max_pool2d(x, 3, 2, 1), images()), "average": (lambda x: F.avg_pool2d(x, 2), images()), "average_5": (lambda x: F.avg_pool2d(x, 5, 1), images()),
-    "average_padded": (lambda x: F.avg_pool2d(x, 3, 2, 1), images()), "average_without_padding": (lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False), images()),
-    "adaptive": (lambda x: F.adaptive_avg_pool2d(x, 3), images()), "average_1d": (lambda x: F.avg_pool1d(x, 2), images(4, 8, 12)), "max_1d": (lambda x: F.max_pool1d(x, 2), images(4, 8, 12)),
-    "nearest": (lambda x: F.interpolate(x, scale_factor=2), images()), "nearest_odd": (lambda x: F.interpolate(x, size=(19, 31)), images()),
-    **{f"bilinear_{h}_{w}": (lambda x, s=(h, w): F.interpolate(x, size=s, mode="bilinear"), images()) for h, w in ((24, 24), (19, 7), (5, 4))},
+    "max": (torch.maximum, two()),
+    "min": (torch.minimum, two()),
+    "amax": (lambda x: x.amax((2, 3)), images()),
+    "amin": (lambda x: x.amin(1), images()),
+    "max_pool": (lambda x: F.max_pool2d(x, 3, 2, 1), images()),
+    "average": (lambda x: F.avg_pool2d(x, 2), images()),
+    "average_5": (lambda x: F.avg_pool2d(x, 5, 1), images()),
+    "average_padded": (lambda x: F.avg_pool2d(x, 3, 2, 1), images()),
+    "average_without_padding": (lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False), images()),
+    "adaptive": (lambda x: F.adaptive_avg_pool2d(x, 3), images()),
+    "average_1d": (lambda x: F.avg_pool1d(x, 2), images(4, 8, 12)),
+    "max_1d": (lambda x: F.max_pool1d(x, 2), images(4, 8, 12)),
+    "nearest": (lambda x: F.interpolate(x, scale_factor=2), images()),
+    "nearest_odd": (lambda x: F.interpolate(x, size=(19, 31)), images()),
+    **{
+        f"bilinear_{h}_{w}": (lambda x, s=(h, w): F.interpolate(x, size=s, mode="bilinear"), images())
+        for h, w in ((24, 24), (19, 7), (5, 4))
+    },
     "bilinear_corners": (lambda x: F.interpolate(x, size=(17, 23), mode="bilinear", align_corners=True), images()),
-    "concat": (lambda a, b: torch.cat((a, b), 1), two()), "stack": (lambda a, b: torch.stack((a, b), 1), two()), "unbind": (lambda a: a.unbind(1)[2], images()),
-    "pad": (lambda x: F.pad(x, (1, 2, 0, 1)), images()), "pad_reflect": (lambda x: F.pad(x, (1, 2, 0, 1), mode="reflect"), images()),
-    "shuffle": (lambda x: F.pixel_shuffle(x, 2), images()), "unshuffle": (lambda x: F.pixel_unshuffle(x, 2), images()), "channel_shuffle": (lambda x: F.channel_shuffle(x, 2), images()),
-    "chunk": (lambda x: x.chunk(2, 1)[1], images()), "slice": (lambda x: x[:, 1:5:2, 3:], images()), "select": (lambda x: x[:, 3], images()), "gather": (lambda x: x[:, [3, 1, 2, 0]], images()),
+    "concat": (lambda a, b: torch.cat((a, b), 1), two()),
+    "stack": (lambda a, b: torch.stack((a, b), 1), two()),
+    "unbind": (lambda a: a.unbind(1)[2], images()),
+    "pad": (lambda x: F.pad(x, (1, 2, 0, 1)), images()),
+    "pad_reflect": (lambda x: F.pad(x, (1, 2, 0, 1), mode="reflect"), images()),
+    "shuffle": (lambda x: F.pixel_shuffle(x, 2), images()),
+    "unshuffle": (lambda x: F.pixel_unshuffle(x, 2), images()),
+    "channel_shuffle": (lambda x: F.channel_shuffle(x, 2), images()),
+    "chunk": (lambda x: x.chunk(2, 1)[1], images()),
+    "slice": (lambda x: x[:, 1:5:2, 3:], images()),
+    "select": (lambda x: x[:, 3], images()),
+    "gather": (lambda x: x[:, [3, 1, 2, 0]], images()),
     "requantize": (lambda a, b: torch.cat((torch.sigmoid(a), b * 2), 1), two()),
-    "flatten": (lambda x: x.flatten(1), images()), "permute": (lambda x: x.permute(0, 2, 3, 1), images()), "repeat": (lambda x: x.repeat(1, 2, 1, 3), images()),
+    "flatten": (lambda x: x.flatten(1), images()),
+    "permute": (lambda x: x.permute(0, 2, 3, 1), images()),
+    "repeat": (lambda x: x.repeat(1, 2, 1, 3), images()),
     "expand": (lambda x: x.expand(-1, 8, 5, 5), images(4, 8, 1, 1)),
-}  # fmt: skip
+}
 LAYERS = {
-    "conv": (lambda: nn.Conv2d(8, 16, 3, 2, 1), images()), "conv_relu": (lambda: nn.Sequential(nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU()), images()),
-    "conv_one_channel": (lambda: nn.Conv2d(8, 1, 3), images()), "conv_even": (lambda: nn.Conv2d(8, 4, 4, 2, 1), images()), "conv_dilated": (lambda: nn.Conv2d(8, 6, 3, 1, 2, 2), images()),
-    "conv_without_bias": (lambda: nn.Conv2d(8, 16, 1, bias=False), images()), "conv_grouped": (lambda: nn.Conv2d(8, 16, 3, 1, 1, groups=2), images()),
-    "depthwise": (lambda: nn.Conv2d(8, 8, 3, 1, 1, groups=8), images()), "depthwise_twice": (lambda: nn.Conv2d(8, 16, 3, 2, 1, groups=8), images()),
-    "depthwise_dilated": (lambda: nn.Conv2d(8, 8, 3, 1, 2, 2, groups=8), images()), "depthwise_5": (lambda: nn.Conv2d(8, 8, 5, 1, 2, groups=8), images()),
-    "transposed": (lambda: nn.ConvTranspose2d(8, 6, 2, 2), images()), "transposed_cut": (lambda: nn.ConvTranspose2d(8, 6, 3, 2, 1, 1), images()),
-    "transposed_12": (lambda: nn.ConvTranspose2d(8, 12, 3, 2, 1), images()), "depthwise_12": (lambda: nn.Conv2d(12, 12, 3, 1, 1, groups=12), images(4, 12, 12, 12)),
-    "transposed_even": (lambda: nn.ConvTranspose2d(8, 6, 4, 2, 1), images()), "transposed_relu": (lambda: nn.Sequential(nn.ConvTranspose2d(8, 6, 3, 1, 1), nn.ReLU()), images()),
-    "prelu": (lambda: nn.PReLU(8, 0.2), images()), "prelu_one": (lambda: nn.PReLU(), images()), "conv_1d": (lambda: nn.Conv1d(8, 6, 3, padding=1, stride=2), images(4, 8, 12)),
+    "conv": (lambda: nn.Conv2d(8, 16, 3, 2, 1), images()),
+    "conv_relu": (lambda: nn.Sequential(nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU()), images()),
+    "conv_one_channel": (lambda: nn.Conv2d(8, 1, 3), images()),
+    "conv_even": (lambda: nn.Conv2d(8, 4, 4, 2, 1), images()),
+    "conv_dilated": (lambda: nn.Conv2d(8, 6, 3, 1, 2, 2), images()),
+    "conv_without_bias": (lambda: nn.Conv2d(8, 16, 1, bias=False), images()),
+    "conv_grouped": (lambda: nn.Conv2d(8, 16, 3, 1, 1, groups=2), images()),
+    "depthwise": (lambda: nn.Conv2d(8, 8, 3, 1, 1, groups=8), images()),
+    "depthwise_twice": (lambda: nn.Conv2d(8, 16, 3, 2, 1, groups=8), images()),
+    "depthwise_dilated": (lambda: nn.Conv2d(8, 8, 3, 1, 2, 2, groups=8), images()),
+    "depthwise_5": (lambda: nn.Conv2d(8, 8, 5, 1, 2, groups=8), images()),
+    "transposed": (lambda: nn.ConvTranspose2d(8, 6, 2, 2), images()),
+    "transposed_cut": (lambda: nn.ConvTranspose2d(8, 6, 3, 2, 1, 1), images()),
+    "transposed_12": (lambda: nn.ConvTranspose2d(8, 12, 3, 2, 1), images()),
+    "depthwise_12": (lambda: nn.Conv2d(12, 12, 3, 1, 1, groups=12), images(4, 12, 12, 12)),
+    "transposed_even": (lambda: nn.ConvTranspose2d(8, 6, 4, 2, 1), images()),
+    "transposed_relu": (lambda: nn.Sequential(nn.ConvTranspose2d(8, 6, 3, 1, 1), nn.ReLU()), images()),
+    "prelu": (lambda: nn.PReLU(8, 0.2), images()),
+    "prelu_one": (lambda: nn.PReLU(), images()),
+    "conv_1d": (lambda: nn.Conv1d(8, 6, 3, padding=1, stride=2), images(4, 8, 12)),
     "transposed_1d": (lambda: nn.ConvTranspose1d(8, 6, 3, padding=1, stride=2), images(4, 8, 12)),
-    "linear": (lambda: nn.Linear(30, 17), images(64, 30)), "linear_one": (lambda: nn.Linear(30, 1), images(64, 30)), "linear_without_bias": (lambda: nn.Linear(30, 8, bias=False), images(64, 30)),
-    "linear_relu": (lambda: nn.Sequential(nn.Linear(30, 8), nn.ReLU()), images(64, 30)), "linear_rows": (lambda: nn.Linear(30, 8), images(8, 9, 30)),
-}  # fmt: skip
+    "linear": (lambda: nn.Linear(30, 17), images(64, 30)),
+    "linear_one": (lambda: nn.Linear(30, 1), images(64, 30)),
+    "linear_without_bias": (lambda: nn.Linear(30, 8, bias=False), images(64, 30)),
+    "linear_relu": (lambda: nn.Sequential(nn.Linear(30, 8), nn.ReLU()), images(64, 30)),
+    "linear_rows": (lambda: nn.Linear(30, 8), images(8, 9, 30)),
+}
 CASES = {k: (lambda f=f: Of(f, False), x, {}) for k, (f, x) in COMPUTE.items()}
 CASES |= {k: (lambda f=f: Of(f, True), x, {}) for k, (f, x) in MOVE.items()} | {k: (*v, {}) for k, v in LAYERS.items()}
 CASES |= {f"{k}_one_scale": (*v, {"*": {"per": "tensor"}}) for k, v in LAYERS.items() if "prelu" not in k}
-CASES |= {f"{k}_4_bits": (*v, {"*": {"bits": 4}}) for k, v in LAYERS.items() if "prelu" not in k and "transposed" not in k}
+CASES |= {
+    f"{k}_4_bits": (*v, {"*": {"bits": 4}}) for k, v in LAYERS.items() if "prelu" not in k and "transposed" not in k
+}
 
 
 @pytest.mark.parametrize("ties", [False, True], ids=["", "ties"])
@@ -116,7 +180,9 @@ def test_16_bit_activations_are_computed_as_simulated_too(tmp_path, name, ties):
     model, x = layer(), example()
     result = chipfit.quantize(model, [x], platform="tflite_int16x8", progress=False)
     plan = with_biases(result.graph, power_of_two_scales(result.plan)) if ties else result.plan
-    for found in prove(result.graph, plan, result.platform, [x], tmp_path, RUNTIMES[:1] if ties and name in CURVES else RUNTIMES):
+    for found in prove(
+        result.graph, plan, result.platform, [x], tmp_path, RUNTIMES[:1] if ties and name in CURVES else RUNTIMES
+    ):
         assert not found.float_operators
         assert found.exact
 
@@ -124,7 +190,22 @@ def test_16_bit_activations_are_computed_as_simulated_too(tmp_path, name, ties):
 @pytest.mark.parametrize("stretch", [2.0**-9, 0.4, 2.5, 2.0**11])
 @pytest.mark.parametrize(
     "name",
-    ["add", "sub_row", "mul", "relu", "relu6", "hardtanh", "leaky", "prelu", "abs", "exp", "gelu", "mean_channels", "matmul", "conv"],
+    [
+        "add",
+        "sub_row",
+        "mul",
+        "relu",
+        "relu6",
+        "hardtanh",
+        "leaky",
+        "prelu",
+        "abs",
+        "exp",
+        "gelu",
+        "mean_channels",
+        "matmul",
+        "conv",
+    ],
 )
 def test_where_scales_lie_far_apart_xnnpack_leaves_the_operator_and_the_simulator_knows(tmp_path, name, stretch):
     layer, example, _ = CASES[name]
@@ -132,6 +213,8 @@ def test_where_scales_lie_far_apart_xnnpack_leaves_the_operator_and_the_simulato
     result = chipfit.quantize(model, [x], platform="tflite_int8", progress=False)
     t = result.plan.tensors[result.graph.outputs[0]]
     plan = replace(result.plan, tensors={**result.plan.tensors, t.name: t.with_(scale=t.scale * stretch)})
-    runtimes = RUNTIMES if stretch > 0.1 else ("litert_reference",)  # optimised sums wrap around where codes saturate 2^8 times over
+    runtimes = (
+        RUNTIMES if stretch > 0.1 else ("litert_reference",)
+    )  # optimised sums wrap around where codes saturate 2^8 times over
     for found in prove(result.graph, plan, result.platform, [x], tmp_path, runtimes):
         assert found.exact

@@ -16,8 +16,17 @@ from tests.exactness.test_random_networks import STEPS, Drawn, power_of_two_scal
 @pytest.mark.parametrize("part", range(20))  # 240 networks in parts, so that workers share them
 def test_no_integer_of_a_random_network_differs_from_litert(tmp_path_factory, part):
     @hypothesis.seed(part)
-    @settings(max_examples=12, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-    @given(st.sampled_from([1, 2, 3, 4]), st.sampled_from([4, 5, 8]), STEPS, st.integers(0, 999), st.booleans(), st.sampled_from([8, 4]))
+    @settings(
+        max_examples=12, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    )
+    @given(
+        st.sampled_from([1, 2, 3, 4]),
+        st.sampled_from([4, 5, 8]),
+        STEPS,
+        st.integers(0, 999),
+        st.booleans(),
+        st.sampled_from([8, 4]),
+    )
     def drawn(channels, side, steps, seed, ties, bits):
         torch.manual_seed(seed)
         model, x = Drawn(channels, side, steps).eval(), torch.randn(3, channels, side, side)
@@ -33,7 +42,9 @@ def test_no_integer_of_a_random_network_differs_from_litert(tmp_path_factory, pa
 @pytest.mark.parametrize("part", range(4))
 def test_no_integer_of_16_bit_activations_differs_either(tmp_path_factory, part):
     @hypothesis.seed(part)
-    @settings(max_examples=12, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=12, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    )
     @given(st.sampled_from([1, 2, 3, 4]), st.sampled_from([4, 5, 8]), STEPS, st.integers(0, 999))
     def drawn(channels, side, steps, seed):
         torch.manual_seed(seed)

@@ -40,7 +40,9 @@ def test_the_chip_of_the_example_refuses_stride_3_and_says_so():
 
 
 def test_the_example_chip_is_the_one_that_the_docs_write():
-    shown = re.search(r'```yaml title="tiny_npu.yaml"\n(.*?)```', (ROOT / "docs/platforms-howto.md").read_text(), re.DOTALL)[1]
+    shown = re.search(
+        r'```yaml title="tiny_npu.yaml"\n(.*?)```', (ROOT / "docs/platforms-howto.md").read_text(), re.DOTALL
+    )[1]
     assert (ROOT / "examples/tiny_npu.yaml").read_text().endswith(shown)
 
 

@@ -24,7 +24,9 @@ def fit(model, platform):
     return chipfit.quantize(model[0], [model[1]], platform=platform, progress=False)
 
 
-@pytest.mark.parametrize(("dialect", "platform"), [(d, p) for d, (_, homes) in DIALECTS.items() for p in homes if p != "nnie"])
+@pytest.mark.parametrize(
+    ("dialect", "platform"), [(d, p) for d, (_, homes) in DIALECTS.items() for p in homes if p != "nnie"]
+)
 def test_a_platform_gets_its_own_dialect(model, dialect, platform, tmp_path):
     result = fit(model, platform)
     file = result.export(tmp_path / "m.json")

@@ -90,9 +90,12 @@ def test_eight_bits_need_opset_13_and_the_batch_is_dynamic(residual):
 
 
 def test_four_bit_weights_need_opset_21(tmp_path):
-    text = (chipfit.load_platform("ort_cpu").file, "name: w4\nextends: ort_cpu\nformats: {w4: {bits: 4, per: channel}}\n"
-            "ops: [{match: ['@conv'], use: [{in: u8, w: w4, b: b32, out: u8}], rules: [{mono: {b: 1, in0: -1, w: -1}, eq: 1}], src: [M], conf: I}]\n"
-            "sources: {M: test}\n")  # fmt: skip
+    text = (
+        chipfit.load_platform("ort_cpu").file,
+        "name: w4\nextends: ort_cpu\nformats: {w4: {bits: 4, per: channel}}\n"
+        "ops: [{match: ['@conv'], use: [{in: u8, w: w4, b: b32, out: u8}], rules: [{mono: {b: 1, in0: -1, w: -1}, eq: 1}], src: [M], conf: I}]\n"
+        "sources: {M: test}\n",
+    )
     (tmp_path / "w4.yaml").write_text(text[1])
     model, batch = make("grouped_strided")
     result = chipfit.quantize(model, [batch], platform=tmp_path / "w4.yaml", progress=False)
@@ -112,4 +115,7 @@ def test_a_dict_keeps_its_names(tmp_path):
             return {"scores": self.l(x), "boxes": x + 1}
 
     graph = capture(Named(), (torch.randn(2, 4),))
-    assert list(OnnxRuntime(export_onnx(graph, None, tmp_path / "m.onnx")).run([np.zeros((3, 4), np.float32)])) == ["scores", "boxes"]
+    assert list(OnnxRuntime(export_onnx(graph, None, tmp_path / "m.onnx")).run([np.zeros((3, 4), np.float32)])) == [
+        "scores",
+        "boxes",
+    ]

@@ -74,19 +74,24 @@ def test_weights_and_biases_are_the_plans_integers_and_scales(residual):
             kept = np.frombuffer(data_of(file, stored[name]), np.int8 if t.role == "weight" else np.int32)
             assert np.array_equal(kept, codes.transpose(order).reshape(-1))
             assert np.array_equal(stored[name].quantization.scale, t.scale.reshape(-1).numpy())
-            assert stored[name].quantization.quantizedDimension == (3 if n.op == "DepthwiseConv2D" and codes.ndim == 4 else 0)
+            assert stored[name].quantization.quantizedDimension == (
+                3 if n.op == "DepthwiseConv2D" and codes.ndim == 4 else 0
+            )
 
 
 def test_4_bit_weights_lie_two_to_a_byte(tmp_path):
     linear = nn.Linear(6, 3)
-    result = chipfit.quantize(linear, [torch.randn(8, 6)], platform="tflite_int8", overrides={"Linear": {"bits": 4}}, progress=False)
+    result = chipfit.quantize(
+        linear, [torch.randn(8, 6)], platform="tflite_int8", overrides={"Linear": {"bits": 4}}, progress=False
+    )
     file = result.export(tmp_path / "m.tflite")
     t = result.plan.tensors["weight"]
     packed = np.frombuffer(data_of(file, tensors_of(file)["weight"]), np.uint8)
     low, high = ((packed & 15) ^ 8).astype(int) - 8, ((packed >> 4) ^ 8).astype(int) - 8
     assert packed.size == 9
     assert np.array_equal(
-        np.stack([low, high], 1).reshape(-1), quantize(linear.weight, t.scale, t.zero_point, t.grid, t.axis).reshape(-1).numpy()
+        np.stack([low, high], 1).reshape(-1),
+        quantize(linear.weight, t.scale, t.zero_point, t.grid, t.axis).reshape(-1).numpy(),
     )
 
 
@@ -139,13 +144,22 @@ def test_transposed_convolutions_fix_the_batch_and_the_runtime_cuts_batches_up(t
 
 def test_executed_tells_xnnpacks_operators_from_litert_s_own(tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GELU())
-    file = chipfit.quantize(model, [torch.randn(2, 3, 4, 4)], platform="tflite_int8", progress=False).export(tmp_path / "m.tflite")
+    file = chipfit.quantize(model, [torch.randn(2, 3, 4, 4)], platform="tflite_int8", progress=False).export(
+        tmp_path / "m.tflite"
+    )
     assert LiteRt(file).executed() == {"GELU": 1, "XNNPACK CONV_2D": 1, "XNNPACK DEQUANTIZE": 1, "XNNPACK QUANTIZE": 1}
-    assert lookup("runtime", "litert_optimized")(file).executed() == {"CONV_2D": 1, "DEQUANTIZE": 1, "GELU": 1, "QUANTIZE": 1}
+    assert lookup("runtime", "litert_optimized")(file).executed() == {
+        "CONV_2D": 1,
+        "DEQUANTIZE": 1,
+        "GELU": 1,
+        "QUANTIZE": 1,
+    }
 
 
 def test_everything_that_the_file_cannot_hold_is_named_in_one_error_and_no_file_is_left(tmp_path):
-    model = nn.Sequential(nn.ConvTranspose2d(4, 4, 3, groups=2), nn.MaxPool2d(2, dilation=2), nn.Conv2d(4, 2, 1), nn.AdaptiveAvgPool2d(3))
+    model = nn.Sequential(
+        nn.ConvTranspose2d(4, 4, 3, groups=2), nn.MaxPool2d(2, dilation=2), nn.Conv2d(4, 2, 1), nn.AdaptiveAvgPool2d(3)
+    )
     result = chipfit.quantize(model, [torch.randn(2, 4, 9, 9)], platform="tflite_int8", progress=False)
     with pytest.raises(UnsupportedError) as e:
         result.export(tmp_path / "m.tflite")
@@ -168,12 +182,17 @@ def test_formats_of_other_chips_are_refused_by_tensor(tmp_path):
 
 def test_codes_that_move_between_unequal_scales_are_written_in_float(tmp_path):
     result = chipfit.quantize(
-        nn.Sequential(nn.Conv2d(3, 4, 1), nn.AvgPool2d(2)), [torch.randn(2, 3, 4, 4)], platform="xnnpack", progress=False
+        nn.Sequential(nn.Conv2d(3, 4, 1), nn.AvgPool2d(2)),
+        [torch.randn(2, 3, 4, 4)],
+        platform="xnnpack",
+        progress=False,
     )
     x, y = (result.plan.tensors[v] for v in (result.graph.nodes[1].inputs[0], result.graph.outputs[0]))
     assert x.scale != y.scale  # the kernel would average the codes and call them the result's
     file = result.export(tmp_path / "m.tflite")
-    pool = next(o for o in model_of(file).subgraphs[0].operators if o.builtinOptionsType == schema.BuiltinOptions.Pool2DOptions)
+    pool = next(
+        o for o in model_of(file).subgraphs[0].operators if o.builtinOptionsType == schema.BuiltinOptions.Pool2DOptions
+    )
     assert model_of(file).subgraphs[0].tensors[pool.inputs[0]].type == schema.TensorType.FLOAT32
 
 

@@ -49,7 +49,9 @@ def test_a_pair_that_would_grow_stays():
     graph = captured(nn.Sequential(nn.Conv2d(4, 2, 3), nn.Conv2d(2, 64, 1)), torch.randn(2, 4, 5, 5))
     new, notes = collapse_linear(graph)
     assert len(new.nodes) == 2
-    assert notes == ["'0' and '1' do not collapse: 2304 parameters instead of 200"]  # 64 * 4 * 9, not 2 * 4 * 9 + 64 * 2
+    assert notes == [
+        "'0' and '1' do not collapse: 2304 parameters instead of 200"
+    ]  # 64 * 4 * 9, not 2 * 4 * 9 + 64 * 2
 
 
 def test_stride_padding_groups_and_activations_in_between_stop_it():

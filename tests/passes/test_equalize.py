@@ -28,8 +28,13 @@ def test_the_scales_of_equation_11_on_paper():
 
 def test_a_chain_with_a_depthwise_convolution_and_a_dead_channel():
     net = nn.Sequential(
-        nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(8, 4, 1)
-    )  # fmt: skip
+        nn.Conv2d(3, 8, 1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1, groups=8),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(8, 4, 1),
+    )
     with torch.no_grad():
         net[0].weight.mul_(torch.logspace(-2, 1, 8).view(-1, 1, 1, 1))
         net[2].weight[3] = 0

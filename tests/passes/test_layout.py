@@ -38,7 +38,9 @@ def test_there_and_back_a_network_computes_the_same_numbers(name):
 
 
 def test_transpositions_stand_at_the_borders_only():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Softmax(1), nn.Conv2d(4, 2, 1))
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Softmax(1), nn.Conv2d(4, 2, 1)
+    )
     there, forms = to_layout(captured(model, torch.randn(2, 3, 8, 8)), "channels_last")
     assert kinds(there) == ["Transpose", "Conv2D", "BatchNorm", "Relu", "MaxPool", "Softmax", "Conv2D", "Transpose"]
     assert there.node("softmax").attrs["axis"] == 3
@@ -46,7 +48,9 @@ def test_transpositions_stand_at_the_borders_only():
 
 
 def test_weights_stay_as_they_are():
-    graph = captured(nn.Sequential(nn.Conv2d(3, 4, 3), nn.PReLU(4), nn.ConvTranspose2d(4, 2, 2)), torch.randn(2, 3, 8, 8))
+    graph = captured(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.PReLU(4), nn.ConvTranspose2d(4, 2, 2)), torch.randn(2, 3, 8, 8)
+    )
     there, _ = to_layout(graph, "channels_last")
     assert all(there.weights[k] is w for k, w in graph.weights.items())
 

@@ -70,5 +70,9 @@ def test_a_power_of_two_grid_wastes_nothing_any_more(bits, span):
 
 
 def test_the_bound_may_be_the_greatest_code_instead():
-    (clip,) = (n for n in relu_bound_to_power_of_two(captured(identity_net(), torch.randn(2, 8)), bits=8)[0].nodes if n.op == "Clamp")
+    (clip,) = (
+        n
+        for n in relu_bound_to_power_of_two(captured(identity_net(), torch.randn(2, 8)), bits=8)[0].nodes
+        if n.op == "Clamp"
+    )
     assert clip.attrs["max"] == 255 / 32  # code 255 at step 8 / 256

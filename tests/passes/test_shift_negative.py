@@ -57,7 +57,9 @@ def test_the_shift_on_paper():
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU(), nn.Hardswish(), nn.LeakyReLU(0.02), nn.PReLU(3, 0.01), nn.Mish()])
+@pytest.mark.parametrize(
+    "act", [nn.SiLU(), nn.GELU(), nn.Hardswish(), nn.LeakyReLU(0.02), nn.PReLU(3, 0.01), nn.Mish()]
+)
 def test_the_error_behind_the_activation_falls(act):
     steps = begin(Identity(act), spread(-8, 6.5))
     graph, stats, notes = shift_negative(steps.graph, steps.assignment, steps.stats)
@@ -88,7 +90,9 @@ def test_the_shifted_statistics_are_those_of_a_new_calibration():
         h, g = stats[name].histogram, again[name].histogram
         assert h.counts.sum() == g.counts.sum()
         step = 2 * h.reach / len(h.counts)
-        assert float((h.counts * h.centers).sum()) == pytest.approx(float((g.counts * g.centers).sum()), abs=step * float(g.counts.sum()))
+        assert float((h.counts * h.centers).sum()) == pytest.approx(
+            float((g.counts * g.centers).sum()), abs=step * float(g.counts.sum())
+        )
 
 
 @pytest.mark.parametrize(
@@ -98,9 +102,21 @@ def test_the_shifted_statistics_are_those_of_a_new_calibration():
         (Identity(nn.SiLU()), (-4, 7.9), "would not fall"),
         (Identity(nn.ELU()), (-4, 7), "more than 0.05"),
         (nn.Sequential(nn.Conv2d(3, 3, 1), nn.SiLU()), (-80, 60), "an output of the model"),
-        (nn.Sequential(nn.Conv2d(3, 3, 1), nn.SiLU(), nn.Sigmoid(), nn.Conv2d(3, 3, 1)), (-80, 60), "Sigmoid '2' reads it"),
-        (nn.Sequential(nn.Conv2d(3, 3, 1), nn.SiLU(), nn.ConvTranspose2d(3, 3, 2, 2)), (-80, 60), "another bias at every position"),
-        (nn.Sequential(nn.Conv2d(3, 3, 1), nn.SiLU(), nn.AvgPool2d(2, padding=1), nn.Conv2d(3, 3, 1)), (-80, 60), "AvgPool '2' reads it"),
+        (
+            nn.Sequential(nn.Conv2d(3, 3, 1), nn.SiLU(), nn.Sigmoid(), nn.Conv2d(3, 3, 1)),
+            (-80, 60),
+            "Sigmoid '2' reads it",
+        ),
+        (
+            nn.Sequential(nn.Conv2d(3, 3, 1), nn.SiLU(), nn.ConvTranspose2d(3, 3, 2, 2)),
+            (-80, 60),
+            "another bias at every position",
+        ),
+        (
+            nn.Sequential(nn.Conv2d(3, 3, 1), nn.SiLU(), nn.AvgPool2d(2, padding=1), nn.Conv2d(3, 3, 1)),
+            (-80, 60),
+            "AvgPool '2' reads it",
+        ),
     ],
 )
 def test_a_shift_that_does_not_help_or_cannot_be_undone_is_refused(net, span, why):

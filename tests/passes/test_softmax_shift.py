@@ -23,7 +23,9 @@ def test_logits_from_minus_1_to_15_move_to_plus_and_minus_8():
     net, x = logits_net(-1, 14.8)
     steps = begin(net, x)
     new, stats, notes = softmax_shift(steps.graph, steps.assignment, steps.stats)
-    assert notes == ["shifted the logits of '0' by -6.9: their step falls from 0.125 to 0.0625"]  # thresholds 16 and 8, 128 codes each
+    assert notes == [
+        "shifted the logits of '0' by -6.9: their step falls from 0.125 to 0.0625"
+    ]  # thresholds 16 and 8, 128 codes each
     torch.testing.assert_close(new.weights["0.bias"], torch.full((4,), -6.9))
     logits = new.nodes[0].output
     assert (stats[logits].low, stats[logits].high) == (pytest.approx(-7.9), pytest.approx(7.9))

@@ -19,10 +19,16 @@ from chipfit.quantizers.grids import Grid
 
 #: operator, inputs, weight, output: a small network with everything that rules speak of
 NET = [
-    ("Conv2D", ["x"], "w1", "y1"), ("Add", ["y1", "x"], None, "y2"), ("Mul", ["y2", "y1"], None, "y3"),
-    ("Concat", ["y2", "y3"], None, "y4"), ("MaxPool", ["y4"], None, "y5"), ("Linear", ["y5"], "w2", "y6"),
-    ("LeakyRelu", ["y6"], None, "y7"), ("Sigmoid", ["y7"], None, "y8"), ("Softmax", ["y6"], None, "y9"),
-]  # fmt: skip
+    ("Conv2D", ["x"], "w1", "y1"),
+    ("Add", ["y1", "x"], None, "y2"),
+    ("Mul", ["y2", "y1"], None, "y3"),
+    ("Concat", ["y2", "y3"], None, "y4"),
+    ("MaxPool", ["y4"], None, "y5"),
+    ("Linear", ["y5"], "w2", "y6"),
+    ("LeakyRelu", ["y6"], None, "y7"),
+    ("Sigmoid", ["y7"], None, "y8"),
+    ("Softmax", ["y6"], None, "y9"),
+]
 
 
 def bind(name):
@@ -50,7 +56,11 @@ def bind(name):
         put("outs", out, o.out)
         if w:
             put("w", w, o.w)
-        bindings.append(Binding(op=op, rules=found.rules, slots={k: tuple(v) for k, v in slots.items()}, attrs={"negative_slope": 0.1}))
+        bindings.append(
+            Binding(
+                op=op, rules=found.rules, slots={k: tuple(v) for k, v in slots.items()}, attrs={"negative_slope": 0.1}
+            )
+        )
     return bindings, grids
 
 
@@ -71,7 +81,9 @@ def check(found, bindings):
     """Every hard rule, tested with plain arithmetic."""
     for group in tie_groups(bindings):
         scales = [found[t] for t in sorted(group) if t in found]
-        assert all(torch.equal(v.scale, scales[0].scale) and torch.equal(v.zero_point, scales[0].zero_point) for v in scales)
+        assert all(
+            torch.equal(v.scale, scales[0].scale) and torch.equal(v.zero_point, scales[0].zero_point) for v in scales
+        )
     for t, (scale, zero) in fixed(bindings).items():
         if t in found:
             assert float(found[t].scale) == pytest.approx(scale) and int(found[t].zero_point) == zero
@@ -110,7 +122,11 @@ def var(scale, grid=ANY, zero=0):
 
 def binding(*rules, op="Add", **slots):
     """Rules over tensors: a = "x" puts x in slot a."""
-    return Binding(op=op, rules=tuple(Rule(**r) for r in rules), slots={k: (v,) if isinstance(v, str) else v for k, v in slots.items()})
+    return Binding(
+        op=op,
+        rules=tuple(Rule(**r) for r in rules),
+        slots={k: (v,) if isinstance(v, str) else v for k, v in slots.items()},
+    )
 
 
 def test_legal_scales_keep_their_bits():
@@ -159,8 +175,11 @@ def test_powers_of_two_find_the_nearest_of_all_integer_solutions(v, low, width):
     tried = range(-16, 17)
     best = min(
         abs(i - v[0]) + abs(j - v[1]) + abs(k - v[2])
-        for i in tried for j in tried for k in tried if low <= i + j - k <= low + width and j <= k
-    )  # fmt: skip
+        for i in tried
+        for j in tried
+        for k in tried
+        if low <= i + j - k <= low + width and j <= k
+    )
     assert abs(a - v[0]) + abs(b - v[1]) + abs(c - v[2]) == best
 
 
@@ -177,7 +196,9 @@ def test_tied_tensors_share_scale_and_zero_point_through_chains():
     first = binding({"tie": ("ins", "out")}, ins=("a", "b"), out="c")
     second = binding({"tie": ("in0", "out")}, in0="c", out="d")
     assert tie_groups([first, second]) == [{"a", "b", "c", "d"}]
-    found = project({n: var(s, zero=z) for n, s, z in (("a", 0.5, 4), ("b", 0.5, 4), ("c", 0.5, 4), ("d", 0.1, 9))}, [first, second])
+    found = project(
+        {n: var(s, zero=z) for n, s, z in (("a", 0.5, 4), ("b", 0.5, 4), ("c", 0.5, 4), ("d", 0.1, 9))}, [first, second]
+    )
     assert {(float(v.scale), int(v.zero_point)) for v in found.values()} == {(0.5, 4)}
 
 
@@ -219,14 +240,18 @@ def test_the_nearest_allowed_zero_point_is_taken_by_all_tied_tensors():
 
 def test_zero_rules_that_exclude_each_other_are_an_error():
     with pytest.raises(UnsupportedError, match="No zero point of 'a'"):
-        project({"a": var(1.0)}, [binding({"zero": "in0", "eq": 0}, in0="a"), binding({"zero": "in0", "eq": 1}, in0="a")])
+        project(
+            {"a": var(1.0)}, [binding({"zero": "in0", "eq": 0}, in0="a"), binding({"zero": "in0", "eq": 1}, in0="a")]
+        )
 
 
 @pytest.mark.parametrize("slope, bound", [(0.5, 256.0), (-0.5, 255.9921875)])
 def test_a_rule_may_count_an_attribute_in(slope, bound):
     """-127.99609375 <= slope * s_in / s_out <= 128, so the ratio is at most 256, or 255.99 when the slope is negative."""
     rule = Rule(mono={"in0": 1, "out": -1}, times="negative_slope", min=-127.99609375, max=128)
-    leaky = Binding(op="LeakyRelu", rules=(rule,), slots={"in0": ("a",), "out": ("b",)}, attrs={"negative_slope": slope})
+    leaky = Binding(
+        op="LeakyRelu", rules=(rule,), slots={"in0": ("a",), "out": ("b",)}, attrs={"negative_slope": slope}
+    )
     found = project({"a": var(1000.0), "b": var(1.0)}, [leaky])
     assert float(found["a"].scale / found["b"].scale) == pytest.approx(bound, rel=1e-5)
 

@@ -41,19 +41,35 @@ BAD = {
     "an unknown group": ('"@conv"', '"@convs"', ["fuse.0.chain", "'@conv'"]),
     "an unknown source": ("src: [M], conf: V}\nfuse", "src: [X], conf: V}\nfuse", ["ops.1.src", "'X'"]),
     "a rule without head": ("{tie: [ins, out]}", "{eq: 1}", ["exactly one of"]),
-    "a rule with two heads": ("{tie: [ins, out]}", "{tie: [ins, out], zero: out, eq: 0}", ["exactly one of", "tie, zero"]),
+    "a rule with two heads": (
+        "{tie: [ins, out]}",
+        "{tie: [ins, out], zero: out, eq: 0}",
+        ["exactly one of", "tie, zero"],
+    ),
     "an unknown slot": ("{tie: [ins, out]}", "{tie: [inz, out]}", ["'inz'", "outs"]),
     "a bound that can never hold": ("{tie: [ins, out]}", "{mono: {in0: 1}, min: 4, max: 2}", ["can never hold"]),
     "eq together with a bound": ("{tie: [ins, out]}", "{mono: {in0: 1}, eq: 4, max: 2}", ["eq and a bound"]),
-    "a slot fixed twice": ("{tie: [ins, out]}", "{fix: out, scale: 1, zp: 0}, {fix: out, scale: 2, zp: 0}", ["two different scales"]),
-    "a tie of different widths": ("rules: [{mono: {b: 1, in0: -1, w: -1}, eq: 1}]", "rules: [{tie: [in0, b]}]", ["different bits", "[8, 32]"]),
+    "a slot fixed twice": (
+        "{tie: [ins, out]}",
+        "{fix: out, scale: 1, zp: 0}, {fix: out, scale: 2, zp: 0}",
+        ["two different scales"],
+    ),
+    "a tie of different widths": (
+        "rules: [{mono: {b: 1, in0: -1, w: -1}, eq: 1}]",
+        "rules: [{tie: [in0, b]}]",
+        ["different bits", "[8, 32]"],
+    ),
     "a missing parent": ("title:", "extends: nowhere\ntitle:", ["'nowhere'", "does not exist"]),
     "itself as parent": ("title:", "extends: tiny_npu\ntitle:", ["extends itself"]),
     "a fusion of one": ('[["@conv"], [Relu, Relu6]]', '[["@conv"]]', ["at least two"]),
     "broken YAML": ("formats:", "formats: [", ["not valid YAML"]),
     "a key twice": ("title:", "name:", ["'name' is given twice"]),
     "a mistyped key": ("q_round:", "q_rund:", ["math.q_rund", "did you mean q_round"]),
-    "a word for a width": ("bits: 8, zero: any", "bits: eight, zero: any", ["formats.a8.bits", "must be an integer", "'eight'"]),
+    "a word for a width": (
+        "bits: 8, zero: any",
+        "bits: eight, zero: any",
+        ["formats.a8.bits", "must be an integer", "'eight'"],
+    ),
     "an unknown word": ("zero: any", "zero: anny", ["formats.a8.zero", "'any', or an integer, or a list"]),
     "a range beyond the width": ("zero: any", "range: [-500, 500]", ["-128..127"]),
     "a zero point beyond the codes": ("zero: any", "zero: 300", ["300", "-128..127"]),
@@ -62,12 +78,22 @@ BAD = {
     "an unknown attribute": ("stride: {min", "strides: {min", ["ops.0.where.strides", "'stride'"]),
     "an unknown test": ("stride: {min", "stride: {mini", ["ops.0.where.stride.mini", "'min'"]),
     "an unknown gate": ("match: [Conv2D]", "match: [Conv2D]\n    when: {arhc: A}", ["ops.0.when.arhc", "'arch'"]),
-    "a gate of an unknown revision": ("w: w4, b: b32, out: a8}", 'w: w4, b: b32, out: a8, when: {arch: ">=B"}}', ["use.1.when.arch", "'B'"]),
+    "a gate of an unknown revision": (
+        "w: w4, b: b32, out: a8}",
+        'w: w4, b: b32, out: a8, when: {arch: ">=B"}}',
+        ["use.1.when.arch", "'B'"],
+    ),
     "a revision twice": ("title:", "arch: [A, A]\ntitle:", ["'A' is listed twice"]),
-    "a number without meaning": ("{tie: [ins, out]}", "{tie: [ins, out], max: 3}", ["'max' has no meaning in a tie rule"]),
+    "a number without meaning": (
+        "{tie: [ins, out]}",
+        "{tie: [ins, out], max: 3}",
+        ["'max' has no meaning in a tie rule"],
+    ),
     "a negative product": ("{tie: [ins, out]}", "{mono: {in0: 1}, max: -4}", ["can never hold"]),
     "bounds that exclude each other": (
-        "{tie: [ins, out]}", "{mono: {in0: 1}, max: 1}, {mono: {in0: 1}, min: 2}", ["at least 2 and at most 1"],
+        "{tie: [ins, out]}",
+        "{mono: {in0: 1}, max: 1}, {mono: {in0: 1}, min: 2}",
+        ["at least 2 and at most 1"],
     ),
     "a zero rule without zero": ("{tie: [ins, out]}", "{zero: out}", ["zero needs eq"]),
     "integers without formats": ("use: [{in: a8, out: a8}]", "exec: int", ["exec int needs use"]),
@@ -75,13 +101,17 @@ BAD = {
     "an accumulator without width": ("acc: [{bits: 32}]", "acc: [{bit: 32}]", ["math.acc", "bits"]),
     "an alias without end": ("title: TinyNPU rev C", "title: &t [*t]", ["aliases"]),
     "a fusion of an unknown node": (
-        '{chain: [["@conv"], [Relu, Relu6]]', "{graph: {nodes: {c: Conv2D, r: Relu}, edges: [[c, x]]}", ["pair of the nodes c, r"],
+        '{chain: [["@conv"], [Relu, Relu6]]',
+        "{graph: {nodes: {c: Conv2D, r: Relu}, edges: [[c, x]]}",
+        ["pair of the nodes c, r"],
     ),
     "fusions in a circle": (
-        '{chain: [["@conv"], [Relu, Relu6]]', "{graph: {nodes: {c: Conv2D, r: Relu}, edges: [[c, r], [r, c]]}", ["cycle"],
+        '{chain: [["@conv"], [Relu, Relu6]]',
+        "{graph: {nodes: {c: Conv2D, r: Relu}, edges: [[c, r], [r, c]]}",
+        ["cycle"],
     ),
     "another schema version": ("name: tiny_npu", "name: tiny_npu\nschema: 7", ["version 7"]),
-}  # fmt: skip
+}
 
 
 def write(tmp_path, text):
@@ -125,7 +155,10 @@ def test_an_unknown_revision_lists_the_known_ones():
 
 def test_check_lists_every_problem_at_once(tmp_path):
     file = write(
-        tmp_path, GOOD.replace("src: [M], conf: V}\nfuse", "src: [X], conf: V}\nfuse").replace("{in: a8, out: a8}", "{in: a9, out: a8}")
+        tmp_path,
+        GOOD.replace("src: [M], conf: V}\nfuse", "src: [X], conf: V}\nfuse").replace(
+            "{in: a8, out: a8}", "{in: a9, out: a8}"
+        ),
     )
     assert [str(e.where).rpartition(" ")[2] for e in check(file)] == ["ops.1.src", "ops.1.use.0.in"]
     assert check(write(tmp_path, GOOD)) == []
@@ -138,7 +171,9 @@ def test_platforms_that_extend_each_other_are_refused(tmp_path):
         load(tmp_path / "a.yaml")
 
 
-@pytest.mark.parametrize("content", [b"", b"- a list", b"\xff\xfe", b"name: x\n\tformats: {}", b"3: 4", b"a: b\n---\nc: d"])
+@pytest.mark.parametrize(
+    "content", [b"", b"- a list", b"\xff\xfe", b"name: x\n\tformats: {}", b"3: 4", b"a: b\n---\nc: d"]
+)
 def test_what_is_no_platform_file_at_all_is_refused(content, tmp_path):
     (tmp_path / "x.yaml").write_bytes(content)
     with pytest.raises(PlatformError):

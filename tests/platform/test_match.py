@@ -15,7 +15,9 @@ CONV = {"stride": (1, 1), "dilation": (1, 1), "kernel": (3, 3), "groups": 1, "pa
 def platform(*ops, **more):
     """A platform with one format a8 and the given rules."""
     rules = [{"src": ["M"], "conf": "V", **o} for o in ops]
-    return Platform.model_validate({"name": "npu", "formats": {"a8": {"bits": 8}}, "sources": {"M": "paper"}, "ops": rules, **more})
+    return Platform.model_validate(
+        {"name": "npu", "formats": {"a8": {"bits": 8}}, "sources": {"M": "paper"}, "ops": rules, **more}
+    )
 
 
 def rule(match, *, use=True, **more):
@@ -23,7 +25,9 @@ def rule(match, *, use=True, **more):
 
 
 def test_the_first_rule_whose_conditions_hold_wins():
-    p = platform(rule("Conv2D", where={"kernel": {"max": 2}}, note="small"), rule("@conv", note="any"), rule("*", exec="float"))
+    p = platform(
+        rule("Conv2D", where={"kernel": {"max": 2}}, note="small"), rule("@conv", note="any"), rule("*", exec="float")
+    )
     assert resolve(p, "Conv2D", CONV).rule.note == "any"
     assert resolve(p, "Conv2D", {**CONV, "kernel": (1, 1)}).rule.note == "small"
     assert resolve(p, "Erf", {}).exec == "float"
@@ -50,14 +54,22 @@ def test_a_condition_that_fails_says_what_was_wanted():
         ({"dilated_h": {"max": 64}}, {"kernel": (33, 1), "dilation": (2, 1)}, "dilated_h at most 64 (got 65)"),
         ({"dilated_hw": {"max": 9}}, {"kernel": (2, 2), "dilation": (3, 3)}, "dilated_hw at most 9 (got 16)"),
         ({"padding": ["same", "valid"]}, {"padding": ((0, 0), (0, 0))}, ""),
-        ({"padding": ["same"]}, {"padding": ((1, 1),), "stride": (2,), "in_shape": (1, 2, 9), "out_shape": (1, 2, 5)}, ""),
-        ({"padding": ["same"]}, {"padding": ((2, 2),), "stride": (1,), "in_shape": (1, 2, 9), "out_shape": (1, 2, 11)}, "padding same (got explicit)"),
+        (
+            {"padding": ["same"]},
+            {"padding": ((1, 1),), "stride": (2,), "in_shape": (1, 2, 9), "out_shape": (1, 2, 5)},
+            "",
+        ),
+        (
+            {"padding": ["same"]},
+            {"padding": ((2, 2),), "stride": (1,), "in_shape": (1, 2, 9), "out_shape": (1, 2, 11)},
+            "padding same (got explicit)",
+        ),
         ({"axis": "depth"}, {"axis": -3, "in_shape": (None, 8, 4, 4)}, ""),
         ({"axis": "depth"}, {"axis": 2, "in_shape": (None, 8, 4, 4)}, "axis depth (got other)"),
         ({"reduced": {"max": 100}}, {"axes": (2, 3), "in_shape": (None, 8, 11, 11)}, "reduced at most 100 (got 121)"),
         ({"rank": {"max": 4}}, {"in_shape": (None, 3, 4, 4, 4)}, "rank at most 4 (got 5)"),
     ],
-)  # fmt: skip
+)
 def test_conditions_are_read_as_the_files_mean_them(where, attrs, refused):
     assert judge(where, attrs) == (refused, ())
 
@@ -71,7 +83,10 @@ def test_what_a_node_does_not_tell_counts_as_satisfied_and_is_noted():
 
 def test_a_rule_without_formats_adds_its_constraints_and_conditions():
     tie = {"tie": ["ins", "out"]}
-    p = platform(rule("Add", use=False, rules=[tie], where={"rank": {"max": 4}}), rule("@eltwise", rules=[{"dtype": ["ins", "out"]}]))
+    p = platform(
+        rule("Add", use=False, rules=[tie], where={"rank": {"max": 4}}),
+        rule("@eltwise", rules=[{"dtype": ["ins", "out"]}]),
+    )
     assert [r.head for r in resolve(p, "Add", {"in_shape": (1, 2)}).rules] == ["tie", "dtype"]
     assert [r.head for r in resolve(p, "Mul", {"in_shape": (1, 2)}).rules] == ["dtype"]
     assert resolve(p, "Add", {"in_shape": (1,) * 5}).exec == "float"
@@ -80,12 +95,21 @@ def test_a_rule_without_formats_adds_its_constraints_and_conditions():
 @pytest.mark.parametrize(
     "op, attrs, word",
     [
-        ("Clamp", {"min": -1.0, "max": 1.0}, "ReluN1To1"), ("Clamp", {"min": 0.0, "max": 2.0}, "HardTanh"), ("Relu6", {}, "Clamp"),
-        ("Reshape", {"shape": (-1,)}, "Flatten"), ("Slice", {}, "StridedSlice"), ("Select", {}, "GetItem"), ("Select", {}, "Slice"),
-        ("DepthToSpace", {}, "PixelShuffle"), ("SDPA", {}, "Attention"), ("GlobalAvgPool", {}, "Mean"), ("GlobalAvgPool", {}, "AvgPool"),
-        ("Conv2D", {}, "@compute"), ("Conv2D", {}, "*"),
+        ("Clamp", {"min": -1.0, "max": 1.0}, "ReluN1To1"),
+        ("Clamp", {"min": 0.0, "max": 2.0}, "HardTanh"),
+        ("Relu6", {}, "Clamp"),
+        ("Reshape", {"shape": (-1,)}, "Flatten"),
+        ("Slice", {}, "StridedSlice"),
+        ("Select", {}, "GetItem"),
+        ("Select", {}, "Slice"),
+        ("DepthToSpace", {}, "PixelShuffle"),
+        ("SDPA", {}, "Attention"),
+        ("GlobalAvgPool", {}, "Mean"),
+        ("GlobalAvgPool", {}, "AvgPool"),
+        ("Conv2D", {}, "@compute"),
+        ("Conv2D", {}, "*"),
     ],
-)  # fmt: skip
+)
 def test_a_platforms_own_word_for_an_operator_is_understood(op, attrs, word):
     assert resolve(platform(rule(word)), op, attrs).exec == "int"
 
@@ -105,9 +129,7 @@ def test_a_global_pool_has_its_input_as_window():
     assert resolve(p, "GlobalAvgPool", {"in_shape": (None, 8, 7, 7)}).exec == "float"
 
 
-@pytest.mark.parametrize(
-    "gate, open_on", [(">=B", "BC"), ("<B", "A"), ("B", "B")]
-)  # fmt: skip
+@pytest.mark.parametrize("gate, open_on", [(">=B", "BC"), ("<B", "A"), ("B", "B")])
 def test_gates_follow_the_order_of_the_revisions(gate, open_on):
     p = platform(rule("Add", when={"arch": gate}), arch=["A", "B", "C"])
     assert "".join(a for a in "ABC" if resolve(p.model_copy(update={"arch_selected": a}), "Add", {}).rule) == open_on
@@ -119,7 +141,9 @@ def test_a_gate_on_bits_chooses_the_wide_kernel():
     assert resolve(p, "Add", {}, bits=8).rule.note == "narrow"
 
 
-@pytest.mark.parametrize("unlisted, how", [("float", "float"), ("cpu", "float"), ("reject", "float"), ("follow", "follow")])
+@pytest.mark.parametrize(
+    "unlisted, how", [("float", "float"), ("cpu", "float"), ("reject", "float"), ("follow", "follow")]
+)
 def test_an_operator_that_is_not_listed_runs_as_the_platform_says(unlisted, how):
     found = resolve(platform(rule("Add"), unlisted=unlisted), "Erf", {})
     assert (found.exec, found.why) == (how, "'npu' lists no rule for Erf")
@@ -127,11 +151,17 @@ def test_an_operator_that_is_not_listed_runs_as_the_platform_says(unlisted, how)
 
 @pytest.mark.parametrize("name", names())
 def test_every_built_in_takes_a_plain_convolution(name):
-    assert resolve(load(name), "Conv2D", {**CONV, "in_shape": (1, 16, 8, 8), "out_shape": (1, 16, 8, 8), "static_shape": True}).options
+    assert resolve(
+        load(name), "Conv2D", {**CONV, "in_shape": (1, 16, 8, 8), "out_shape": (1, 16, 8, 8), "static_shape": True}
+    ).options
 
 
 def test_a_branched_fusion_becomes_the_chain_along_its_edges():
-    graph = {"nodes": {"c": "@conv", "s": "Add", "r": ["Relu"]}, "edges": [["c", "s.in1"], ["s", "r"]], "free_input": "s.in0"}
+    graph = {
+        "nodes": {"c": "@conv", "s": "Add", "r": ["Relu"]},
+        "edges": [["c", "s.in1"], ["s", "r"]],
+        "free_input": "s.in0",
+    }
     p = platform(rule("Add"), fuse=[{"graph": graph, "src": ["M"], "conf": "V"}])
     conv = frozenset({"Conv1D", "Conv2D", "DepthwiseConv2D", "Conv3D"})
     assert fusions(p) == ((conv, frozenset({"Add"}), frozenset({"Relu"})),)

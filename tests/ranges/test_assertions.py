@@ -77,7 +77,8 @@ def test_29_an_affine_grid_has_the_step_of_its_range():
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "bits"), [(-1, 1, 2), (-1, 2, 3), (0.5, 2, 3), (-2, -0.5, 3), (-0.1, 1, 4), (-1.3, 2.6, 8), (3, 10, 2)]
+    ("low", "high", "bits"),
+    [(-1, 1, 2), (-1, 2, 3), (0.5, 2, 3), (-2, -0.5, 3), (-0.1, 1, 4), (-1.3, 2.6, 8), (3, 10, 2)],
 )
 def test_30_zero_lies_on_every_affine_grid_and_the_range_is_covered_within_half_a_step(low, high, bits):
     grid = affine(bits)
@@ -113,7 +114,9 @@ def test_34_power_of_two_thresholds_round_up(x, t):
 
 @pytest.mark.parametrize(("bits", "t"), [(8, 1.007874), (4, 1.142857), (2, 2.0)])
 def test_34_the_maximum_gets_a_code_of_its_own(bits, t):
-    assert threshold(choose(torch.tensor([-0.5, 1.0]), signed(bits), rule="no_clipping"), signed(bits)) == pytest.approx(t, abs=1e-6)
+    assert threshold(
+        choose(torch.tensor([-0.5, 1.0]), signed(bits), rule="no_clipping"), signed(bits)
+    ) == pytest.approx(t, abs=1e-6)
 
 
 RAMP = torch.linspace(-1, 1, 101)
@@ -133,7 +136,10 @@ def test_36_one_outlier(bits, pot, sym):
     assert error(SPIKE, choose(SPIKE, signed(bits, True)), signed(bits)) <= at(SPIKE, pot, signed(bits)) * 1.0001
     assert error(SPIKE, choose(SPIKE, signed(bits)), signed(bits)) <= at(SPIKE, sym, signed(bits)) * 1.02
     mae = {8: 4.0, 4: 0.5, 2: 0.5}[bits]
-    assert error(SPIKE, choose(SPIKE, signed(bits, True), rule="mae"), signed(bits), 1) <= at(SPIKE, mae, signed(bits), 1) * 1.0001
+    assert (
+        error(SPIKE, choose(SPIKE, signed(bits, True), rule="mae"), signed(bits), 1)
+        <= at(SPIKE, mae, signed(bits), 1) * 1.0001
+    )
     if bits == 2:
         assert error(SPIKE, choose(SPIKE, signed(2)), signed(2)) <= 0.0443
 
@@ -161,7 +167,11 @@ def test_38_a_decaying_activation():
 
     for bits, pot, mae, sym in ((8, 4.0, 4.0, 3.8975), (4, 4.0, 2.0, 3.0592)):
         g = unsigned(bits)
-        for rule, p, given, grid in (("mse", 2, pot, unsigned(bits, True)), ("mae", 1, mae, unsigned(bits, True)), ("mse", 2, sym, g)):
+        for rule, p, given, grid in (
+            ("mse", 2, pot, unsigned(bits, True)),
+            ("mae", 1, mae, unsigned(bits, True)),
+            ("mse", 2, sym, g),
+        ):
             q = choose(s, grid, rule=rule)
             assert weighted(float(q.scale) * (1 << bits), g, p) <= weighted(given, g, p) * 1.02
         kl = choose(s, unsigned(bits, True), rule="kl")
@@ -191,12 +201,21 @@ def test_40_a_histogram_that_grows_keeps_every_count():
 
 
 @pytest.mark.parametrize("rule", registered("range"))
-@pytest.mark.parametrize("grid", [signed(8), signed(2), unsigned(4), affine(8), signed(8, True)], ids=lambda g: f"{g.bits}{g.zero}{g.pot}")
+@pytest.mark.parametrize(
+    "grid", [signed(8), signed(2), unsigned(4), affine(8), signed(8, True)], ids=lambda g: f"{g.bits}{g.zero}{g.pot}"
+)
 @pytest.mark.parametrize(
     "x",
-    [torch.zeros(8), torch.full((8,), 3.0), torch.full((8,), -2.0), torch.tensor([1e-38, 0]), torch.tensor([1.0]), torch.tensor([1e30, 1.0, -1.0])],
+    [
+        torch.zeros(8),
+        torch.full((8,), 3.0),
+        torch.full((8,), -2.0),
+        torch.tensor([1e-38, 0]),
+        torch.tensor([1.0]),
+        torch.tensor([1e30, 1.0, -1.0]),
+    ],
     ids=["zero", "constant", "negative", "subnormal", "single", "outlier"],
-)  # fmt: skip
+)
 def test_every_rule_gives_a_legal_grid_for_every_tensor(rule, grid, x):
     q = choose(x, grid, rule=rule)
     assert torch.isfinite(q.scale) and float(q.scale) > 0
@@ -222,10 +241,15 @@ def test_codes_are_those_of_onnx_runtime():
     s, z = torch.tensor(0.05), torch.tensor(117)
     h = onnx.helper
     graph = h.make_graph(
-        [h.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]), h.make_node("DequantizeLinear", ["q", "s", "z"], ["y"])], "g",
-        [h.make_tensor_value_info("x", 1, ["n"])], [h.make_tensor_value_info("q", 2, ["n"]), h.make_tensor_value_info("y", 1, ["n"])],
+        [
+            h.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
+            h.make_node("DequantizeLinear", ["q", "s", "z"], ["y"]),
+        ],
+        "g",
+        [h.make_tensor_value_info("x", 1, ["n"])],
+        [h.make_tensor_value_info("q", 2, ["n"]), h.make_tensor_value_info("y", 1, ["n"])],
         [onnx.numpy_helper.from_array(s.numpy(), "s"), onnx.numpy_helper.from_array(z.numpy().astype("uint8"), "z")],
-    )  # fmt: skip
+    )
     model = h.make_model(graph, opset_imports=[h.make_opsetid("", 13)], ir_version=8)
     q, y = ort.InferenceSession(model.SerializeToString()).run(None, {"x": x.numpy()})
     mine = quantize(x, s, z, affine(8))
@@ -245,9 +269,13 @@ def test_32_look_up_tables_take_the_nearest_entry_and_the_lower_of_two():
     scale = torch.tensor(4.0 / 128)
     y = fake_quantize(torch.randn(100) * 3, scale, Z, lut(1, table=(-25.0, 25.0)))
     assert set(y.unique().tolist()) == {-25 / 128 * 4, 25 / 128 * 4}
-    y = fake_quantize(torch.tensor([-3.0, -0.6, 0.0, 0.1, 0.4, 9.0]), torch.tensor(16 / 128), Z, lut(2, table=(-8.0, 0.0, 4.0)))
+    y = fake_quantize(
+        torch.tensor([-3.0, -0.6, 0.0, 0.1, 0.4, 9.0]), torch.tensor(16 / 128), Z, lut(2, table=(-8.0, 0.0, 4.0))
+    )
     assert y.tolist() == [-1, -1, 0, 0, 0.5, 0.5]
-    y = fake_quantize(torch.tensor([0.0, 3.9, 4.0, 4.01, 8.0, 11.0]), torch.tensor(8 / 256), Z, lut(1, 0, 255, (0.0, 256.0)))
+    y = fake_quantize(
+        torch.tensor([0.0, 3.9, 4.0, 4.01, 8.0, 11.0]), torch.tensor(8 / 256), Z, lut(1, 0, 255, (0.0, 256.0))
+    )
     assert y.tolist() == [0, 0, 0, 8, 8, 8]
 
 

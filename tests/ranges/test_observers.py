@@ -64,7 +64,9 @@ def test_4_5_rounding_keeps_zero_repeats_itself_ascends_and_errs_half_a_step(gri
 @pytest.mark.parametrize("rule", ["no_clipping", "mse", "std", "smooth_min_max"])
 def test_6_equal_channels_get_the_scale_of_the_tensor_and_permuted_ones_permuted_scales(rule):
     row = torch.randn(50, generator=torch.Generator().manual_seed(3))
-    assert choose(row.expand(4, 50), S8, rule=rule, axis=0).scale.tolist() == [float(choose(row, S8, rule=rule).scale)] * 4
+    assert (
+        choose(row.expand(4, 50), S8, rule=rule, axis=0).scale.tolist() == [float(choose(row, S8, rule=rule).scale)] * 4
+    )
     w, order = torch.randn(6, 40) * torch.arange(1, 7).view(-1, 1), torch.randperm(6)
     q = choose(w, S8, rule=rule, axis=0)
     assert torch.equal(choose(w[order], S8, rule=rule, axis=0).scale, q.scale[order])
@@ -81,7 +83,9 @@ def test_7_codes_without_sign_reach_twice_as_far():
 def test_8_powers_of_two_stay_what_they_are_and_never_clip(scale):
     grid = Grid(bits=8, qmin=0, qmax=255, pot=True)
     q = from_min_max(0.0, scale * 255, grid)
-    assert float(torch.log2(q.scale)) == round(float(torch.log2(q.scale))) and scale <= float(q.scale) < 2 * scale * 1.0001
+    assert (
+        float(torch.log2(q.scale)) == round(float(torch.log2(q.scale))) and scale <= float(q.scale) < 2 * scale * 1.0001
+    )
     assert float(from_min_max(0.0, float(q.scale) * 255, grid).scale) == float(q.scale)
 
 

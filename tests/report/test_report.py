@@ -73,7 +73,10 @@ def test_clipping_is_the_share_of_values_outside_the_grid(line):
 
 
 def test_operators_that_run_as_one_are_one_kernel(result):
-    assert [tuple(r.op for r in k) for k in result.report.kernels if len(k) > 1] == [("Conv2D", "Relu"), ("Add", "Relu")]
+    assert [tuple(r.op for r in k) for k in result.report.kernels if len(k) > 1] == [
+        ("Conv2D", "Relu"),
+        ("Add", "Relu"),
+    ]
     assert sum(len(k) for k in result.report.kernels) == len(result.report.layers)
 
 
@@ -170,7 +173,11 @@ def browse(tmp_path_factory):
     def open_page(text):
         folder = tmp_path_factory.mktemp("browser")
         (folder / "r.html").write_text(text)
-        flags = [f"--{f}" for f in quiet.split()] + ["--enable-logging=stderr", "--v=0", f"--user-data-dir={folder / 'profile'}"]
+        flags = [f"--{f}" for f in quiet.split()] + [
+            "--enable-logging=stderr",
+            "--v=0",
+            f"--user-data-dir={folder / 'profile'}",
+        ]
         command = [browser, *flags, "--virtual-time-budget=3000", "--dump-dom", (folder / "r.html").as_uri()]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         return done.stdout, [x for x in done.stderr.splitlines() if "CONSOLE" in x]
@@ -180,7 +187,9 @@ def browse(tmp_path_factory):
 
 def probe(text, script):
     """The page with one more script at its end; what it returns becomes the attribute data-probe."""
-    return text.replace("</body>", f"<script>document.documentElement.dataset.probe = (() => {{ {script} }})()</script></body>")
+    return text.replace(
+        "</body>", f"<script>document.documentElement.dataset.probe = (() => {{ {script} }})()</script></body>"
+    )
 
 
 @pytest.mark.chromium

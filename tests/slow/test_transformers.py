@@ -23,27 +23,77 @@ def text():
 
 
 def detr():
-    backbone = T.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic", out_features=["stage2"])
+    backbone = T.ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic", out_features=["stage2"]
+    )
     return T.DetrForObjectDetection(
         T.DetrConfig(
-            use_timm_backbone=False, use_pretrained_backbone=False, backbone=None, backbone_config=backbone, d_model=32, encoder_layers=1,
-            decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, num_queries=7,
+            use_timm_backbone=False,
+            use_pretrained_backbone=False,
+            backbone=None,
+            backbone_config=backbone,
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=64,
+            decoder_ffn_dim=64,
+            num_queries=7,
         )
-    )  # fmt: skip
+    )
 
 
 MODELS = {
     "vit": (lambda: T.ViTForImageClassification(T.ViTConfig(**SMALL, image_size=64, patch_size=16)), image),
     "deit": (lambda: T.DeiTForImageClassification(T.DeiTConfig(**SMALL, image_size=64, patch_size=16)), image),
-    "swin": (lambda: T.SwinForImageClassification(T.SwinConfig(image_size=64, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4)), image),
-    "convnext": (lambda: T.ConvNextForImageClassification(T.ConvNextConfig(hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], image_size=64)), image),
-    "resnet": (lambda: T.ResNetForImageClassification(T.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic")), image),
-    "mobilenetv2": (lambda: T.MobileNetV2ForImageClassification(T.MobileNetV2Config(depth_multiplier=0.35, image_size=64)), image),
-    "segformer": (lambda: T.SegformerForSemanticSegmentation(T.SegformerConfig(hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 2, 4], decoder_hidden_size=32)), image),
-    "yolos": (lambda: T.YolosForObjectDetection(T.YolosConfig(**SMALL, image_size=[64, 64], patch_size=16, num_detection_tokens=5)), image),
+    "swin": (
+        lambda: T.SwinForImageClassification(
+            T.SwinConfig(image_size=64, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4)
+        ),
+        image,
+    ),
+    "convnext": (
+        lambda: T.ConvNextForImageClassification(
+            T.ConvNextConfig(hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], image_size=64)
+        ),
+        image,
+    ),
+    "resnet": (
+        lambda: T.ResNetForImageClassification(
+            T.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic")
+        ),
+        image,
+    ),
+    "mobilenetv2": (
+        lambda: T.MobileNetV2ForImageClassification(T.MobileNetV2Config(depth_multiplier=0.35, image_size=64)),
+        image,
+    ),
+    "segformer": (
+        lambda: T.SegformerForSemanticSegmentation(
+            T.SegformerConfig(
+                hidden_sizes=[8, 16, 24, 32],
+                depths=[1, 1, 1, 1],
+                num_attention_heads=[1, 2, 2, 4],
+                decoder_hidden_size=32,
+            )
+        ),
+        image,
+    ),
+    "yolos": (
+        lambda: T.YolosForObjectDetection(
+            T.YolosConfig(**SMALL, image_size=[64, 64], patch_size=16, num_detection_tokens=5)
+        ),
+        image,
+    ),
     "detr": (detr, image),
-    "distilbert": (lambda: T.DistilBertForSequenceClassification(T.DistilBertConfig(vocab_size=100, dim=32, n_layers=2, n_heads=4, hidden_dim=64)), text),
-}  # fmt: skip
+    "distilbert": (
+        lambda: T.DistilBertForSequenceClassification(
+            T.DistilBertConfig(vocab_size=100, dim=32, n_layers=2, n_heads=4, hidden_dim=64)
+        ),
+        text,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -53,10 +53,14 @@ class TensorStats:
     def shifted(self, by: float) -> TensorStats:
         """What calibration would have seen of x + `by`."""
         return replace(
-            self, low=self.low + by, high=self.high + by, smooth_low=self.smooth_low + by, smooth_high=self.smooth_high + by,
+            self,
+            low=self.low + by,
+            high=self.high + by,
+            smooth_low=self.smooth_low + by,
+            smooth_high=self.smooth_high + by,
             histogram=None if self.histogram is None else self.histogram.shifted(by),
             total=None if self.total is None else self.total + by * self.count / self.total.numel(),
-        )  # fmt: skip
+        )
 
     def update(self, x: torch.Tensor, need: Need) -> None:
         """Add one batch of the tensor, float32, any shape.
@@ -87,7 +91,12 @@ class TensorStats:
 
 
 def collect(
-    graph: Graph, batches: Iterable[Sequence[torch.Tensor]], *, tensors: Mapping[str, Need], progress: bool = False, seed: int = 0
+    graph: Graph,
+    batches: Iterable[Sequence[torch.Tensor]],
+    *,
+    tensors: Mapping[str, Need],
+    progress: bool = False,
+    seed: int = 0,
 ) -> dict[str, TensorStats]:
     """Run the float graph over all batches and gather statistics of `tensors`.
 
@@ -131,7 +140,9 @@ def collect(
             if shown is not None and task is not None:
                 shown.advance(task)
     if count == 0:
-        raise DataError("The calibration data are empty", hint="give at least one batch; a generator can be used up only once")
+        raise DataError(
+            "The calibration data are empty", hint="give at least one batch; a generator can be used up only once"
+        )
     return stats
 
 

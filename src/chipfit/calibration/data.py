@@ -56,7 +56,9 @@ def first_batch(data: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any],
     try:
         first = next(batches_)
     except StopIteration:
-        raise DataError("The calibration data are empty", hint="give at least one batch; a generator can be used up only once") from None
+        raise DataError(
+            "The calibration data are empty", hint="give at least one batch; a generator can be used up only once"
+        ) from None
     args, kwargs = as_call(first, model)
     if len(args) > 1 and _is_label(args[-1]) and isinstance(args[0], torch.Tensor):
         args = args[:-1]  # (input, label), as a DataLoader yields it
@@ -137,7 +139,9 @@ def _classes(label: torch.Tensor) -> torch.Tensor:
 def _fit(graph: Graph, name: str, x: Any) -> torch.Tensor:
     want = graph.values[name]
     if not isinstance(x, torch.Tensor):
-        raise DataError(f"Input '{name}' is not a tensor", got=type(x).__name__, allowed=f"{want.dtype} {list(want.shape)}")
+        raise DataError(
+            f"Input '{name}' is not a tensor", got=type(x).__name__, allowed=f"{want.dtype} {list(want.shape)}"
+        )
     if str(x.dtype) == "torch.float64" and want.dtype == "float32":
         x = x.float()
     if want.dtype.startswith("float") and not x.is_floating_point():
@@ -147,7 +151,9 @@ def _fit(graph: Graph, name: str, x: Any) -> torch.Tensor:
             allowed=want.dtype,
             hint="convert and scale it as in training, for example x.float() / 255",
         )
-    bad = len(x.shape) != len(want.shape) or any(w is not None and w != s for w, s in zip(want.shape, x.shape, strict=False))
+    bad = len(x.shape) != len(want.shape) or any(
+        w is not None and w != s for w, s in zip(want.shape, x.shape, strict=False)
+    )
     if bad:
         raise DataError(
             f"Input '{name}' has the wrong shape",

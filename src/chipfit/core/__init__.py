@@ -15,6 +15,13 @@ from chipfit.core.config import (
 )
 
 __all__ = [
-    "DEFAULTCONFIG", "BitWidthConfig", "CoreConfig", "DebugConfig", "MixedPrecisionQuantizationConfig", "QuantizationConfig",
-    "QuantizationErrorMethod", "ResourceUtilization", "network_editor",
-]  # fmt: skip
+    "DEFAULTCONFIG",
+    "BitWidthConfig",
+    "CoreConfig",
+    "DebugConfig",
+    "MixedPrecisionQuantizationConfig",
+    "QuantizationConfig",
+    "QuantizationErrorMethod",
+    "ResourceUtilization",
+    "network_editor",
+]

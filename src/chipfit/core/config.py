@@ -30,7 +30,9 @@ class QuantizationErrorMethod(Enum):
         """
         if self is QuantizationErrorMethod.HMSE:
             raise UnsupportedError(
-                "HMSE needs Hessian scores, which are not computed yet", allowed="NOCLIPPING, MSE, MAE, KL, LP", hint="use MSE"
+                "HMSE needs Hessian scores, which are not computed yet",
+                allowed="NOCLIPPING, MSE, MAE, KL, LP",
+                hint="use MSE",
             )
         return {"NOCLIPPING": "no_clipping", "LP": f"lp(p={p})"}.get(self.name, self.name.lower())
 
@@ -52,13 +54,17 @@ class QuantizationConfig:
     input_scaling: bool = False  #: would change what the model computes; refused
     softmax_shift: bool = False
     shift_negative_activation_correction: bool = True
-    activation_channel_equalization: bool = False  #: weights of neighbouring layers get equal ranges, channel by channel
+    activation_channel_equalization: bool = (
+        False  #: weights of neighbouring layers get equal ranges, channel by channel
+    )
     z_threshold: float = math.inf
     l_p_value: float = 2.0  #: exponent of the error method LP
     linear_collapsing: bool = True
     residual_collapsing: bool = True
     shift_negative_ratio: float = 0.05
-    shift_negative_threshold_recalculation: bool = False  #: no effect: ranges are always searched in the shifted statistics
+    shift_negative_threshold_recalculation: bool = (
+        False  #: no effect: ranges are always searched in the shifted statistics
+    )
     shift_negative_params_search: bool = False  #: a search of the shift itself is not there yet; refused
     concat_threshold_update: bool = False
     activation_bias_correction: bool = False
@@ -73,16 +79,25 @@ class QuantizationConfig:
             ConfigError: a number outside its bounds.
             UnsupportedError: an option that is not there yet.
         """
-        for name, least in (("shift_negative_ratio", 0), ("activation_bias_correction_threshold", 0), ("z_threshold", 0), ("l_p_value", 1)):
+        for name, least in (
+            ("shift_negative_ratio", 0),
+            ("activation_bias_correction_threshold", 0),
+            ("z_threshold", 0),
+            ("l_p_value", 1),
+        ):
             if not getattr(self, name) >= least:
-                raise ConfigError(f"The option '{name}' is out of bounds", got=getattr(self, name), allowed=f"at least {least}")
+                raise ConfigError(
+                    f"The option '{name}' is out of bounds", got=getattr(self, name), allowed=f"at least {least}"
+                )
         if self.input_scaling:
             raise UnsupportedError(
-                "input_scaling would return a model that expects other inputs than the one that was given", hint="scale the data, or fold the factor into the first layer"
-            )  # fmt: skip
+                "input_scaling would return a model that expects other inputs than the one that was given",
+                hint="scale the data, or fold the factor into the first layer",
+            )
         if self.shift_negative_params_search:
             raise UnsupportedError(
-                "Searching the shift of negative activations is not there yet", hint="leave shift_negative_params_search off"
+                "Searching the shift of negative activations is not there yet",
+                hint="leave shift_negative_params_search off",
             )
         return Settings(
             collapse_linear=self.linear_collapsing,
@@ -94,7 +109,9 @@ class QuantizationConfig:
             concat_ranges=self.concat_threshold_update,
             correct_second_moment=self.weights_second_moment_correction,
             correct_bias=self.weights_bias_correction,
-            correct_activation_bias=self.activation_bias_correction_threshold / 100 if self.activation_bias_correction else None,
+            correct_activation_bias=self.activation_bias_correction_threshold / 100
+            if self.activation_bias_correction
+            else None,
         )
 
     def to_rules(self) -> dict[str, Any]:
@@ -119,7 +136,9 @@ class BitWidthConfig:
     def __init__(self) -> None:
         self.choices: list[tuple[NodeFilter, dict[str, int]]] = []  #: as overrides of `chipfit.quantize`
 
-    def set_manual_activation_bit_width(self, filters: NodeFilter | list[NodeFilter], bit_widths: int | list[int]) -> None:
+    def set_manual_activation_bit_width(
+        self, filters: NodeFilter | list[NodeFilter], bit_widths: int | list[int]
+    ) -> None:
         """Store the results of the layers that the filters choose in these widths.
 
         Args:
@@ -146,9 +165,13 @@ class BitWidthConfig:
         pairs = _paired(filters, bit_widths)
         for attr in attrs if isinstance(attrs, list) else [attrs]:
             if attr not in _KERNELS:
-                raise ConfigError("Only the width of kernels can be chosen", got=repr(attr), allowed=", ".join(_KERNELS))
+                raise ConfigError(
+                    "Only the width of kernels can be chosen", got=repr(attr), allowed=", ".join(_KERNELS)
+                )
         if isinstance(attrs, list) and len(attrs) not in (1, len(pairs)):
-            raise ConfigError(f"There are {len(attrs)} attributes for {len(pairs)} filters", allowed="one for all, or one for each")
+            raise ConfigError(
+                f"There are {len(attrs)} attributes for {len(pairs)} filters", allowed="one for all, or one for each"
+            )
         self.choices += [(f, {"bits": b}) for f, b in pairs]
 
     def __repr__(self) -> str:
@@ -166,7 +189,9 @@ def _paired(filters: Any, bit_widths: Any) -> list[tuple[NodeFilter, int]]:
         if not isinstance(w, int) or isinstance(w, bool) or w < 1:
             raise ConfigError("A bit width is not understood", got=repr(w), allowed="a number of bits, at least 1")
     if len(widths) not in (1, len(chosen)):
-        raise ConfigError(f"There are {len(widths)} bit widths for {len(chosen)} filters", allowed="one for all, or one for each")
+        raise ConfigError(
+            f"There are {len(widths)} bit widths for {len(chosen)} filters", allowed="one for all, or one for each"
+        )
     return list(zip(chosen, widths * (len(chosen) if len(widths) == 1 else 1), strict=True))
 
 
@@ -221,9 +246,15 @@ class DebugConfig:
         """
         for rule in self.network_editor:
             if not isinstance(rule, EditRule):
-                raise ConfigError("network_editor holds something that is no EditRule", got=repr(rule), allowed="EditRule(filter, action)")
+                raise ConfigError(
+                    "network_editor holds something that is no EditRule",
+                    got=repr(rule),
+                    allowed="EditRule(filter, action)",
+                )
         if self.analyze_similarity:
-            raise UnsupportedError("analyze_similarity is not there", hint="information.result.verify(data) compares every layer")
+            raise UnsupportedError(
+                "analyze_similarity is not there", hint="information.result.verify(data) compares every layer"
+            )
         if self.simulate_scheduler:
             raise UnsupportedError("simulate_scheduler is not there yet", hint="leave it off")
 
@@ -233,6 +264,8 @@ class CoreConfig:
     """Everything about one quantization."""
 
     quantization_config: QuantizationConfig = option(factory=QuantizationConfig, kind=QuantizationConfig)
-    mixed_precision_config: MixedPrecisionQuantizationConfig | None = option(default=None, kind=MixedPrecisionQuantizationConfig)
+    mixed_precision_config: MixedPrecisionQuantizationConfig | None = option(
+        default=None, kind=MixedPrecisionQuantizationConfig
+    )
     bit_width_config: BitWidthConfig = option(factory=BitWidthConfig, kind=BitWidthConfig)
     debug_config: DebugConfig = option(factory=DebugConfig, kind=DebugConfig)

@@ -142,16 +142,23 @@ def filters_of(given: Any) -> list[NodeFilter]:
     found = list(given) if isinstance(given, (list, tuple)) else [given]
     for f in found or [None]:
         if not isinstance(f, NodeFilter):
-            raise ConfigError("This is no filter of layers", got=repr(f), allowed="NodeTypeFilter, NodeNameFilter, NodeNameScopeFilter")
+            raise ConfigError(
+                "This is no filter of layers",
+                got=repr(f),
+                allowed="NodeTypeFilter, NodeNameFilter, NodeNameScopeFilter",
+            )
     return found
 
 
 # ---------------------------------------------------------------- actions
 
 _METHODS = {
-    QuantizationMethod.POWER_OF_TWO: "power_of_two", QuantizationMethod.SYMMETRIC: "symmetric", QuantizationMethod.UNIFORM: "uniform",
-    QuantizationMethod.LUT_POT_QUANTIZER: "lut_power_of_two", QuantizationMethod.LUT_SYM_QUANTIZER: "lut_symmetric",
-}  # fmt: skip
+    QuantizationMethod.POWER_OF_TWO: "power_of_two",
+    QuantizationMethod.SYMMETRIC: "symmetric",
+    QuantizationMethod.UNIFORM: "uniform",
+    QuantizationMethod.LUT_POT_QUANTIZER: "lut_power_of_two",
+    QuantizationMethod.LUT_SYM_QUANTIZER: "lut_symmetric",
+}
 _Table = Mapping[str, tuple[str, Callable[[Any], Any]]]
 
 
@@ -204,10 +211,14 @@ class _ByAttributes(Action):
 _KINDS = {
     "bits": "a number of bits, or True and False of enable_weights_quantization",
     "activation_bits": "a number of bits, or True and False of enable_activation_quantization",
-    "method": ", ".join(map(str, _METHODS)), "weight_method": ", ".join(map(str, _METHODS)), "per": "True, False",
-    "signed": ", ".join(map(str, Signedness)), "rule": "a QuantizationErrorMethod", "weight_rule": "a QuantizationErrorMethod",
+    "method": ", ".join(map(str, _METHODS)),
+    "weight_method": ", ".join(map(str, _METHODS)),
+    "per": "True, False",
+    "signed": ", ".join(map(str, Signedness)),
+    "rule": "a QuantizationErrorMethod",
+    "weight_rule": "a QuantizationErrorMethod",
     "z_threshold": "a number above 0",
-}  # fmt: skip
+}
 
 
 def _width(value: Any) -> int:
@@ -334,13 +345,17 @@ class ChangeQuantizationParamFunction(Action):
         ConfigError: neither a name nor a function.
     """
 
-    def __init__(self, activation_quantization_params_fn: Any = None, weights_quantization_params_fn: Any = None) -> None:
+    def __init__(
+        self, activation_quantization_params_fn: Any = None, weights_quantization_params_fn: Any = None
+    ) -> None:
         given = {"rule": activation_quantization_params_fn, "weight_rule": weights_quantization_params_fn}
         given = {k: v for k, v in given.items() if v is not None}
         for v in given.values() or [None]:
             if not (isinstance(v, str) or callable(v)):
                 raise ConfigError(
-                    "ChangeQuantizationParamFunction needs a function", got=repr(v), allowed="a function, or the name of a range rule"
+                    "ChangeQuantizationParamFunction needs a function",
+                    got=repr(v),
+                    allowed="a function, or the name of a range rule",
                 )
         super().__init__({k: v if isinstance(v, str) else _ByFunction(v) for k, v in given.items()})
 
@@ -369,9 +384,10 @@ class _ByFunction:
             return from_min_max(_per_channel(said["range_min"], sample), _per_channel(said["range_max"], sample), grid)
         except (KeyError, TypeError, ValueError, RuntimeError):
             raise ConfigError(
-                f"The function '{self.__name__}' returned no range", got=repr(said),
+                f"The function '{self.__name__}' returned no range",
+                got=repr(said),
                 allowed='QParams, {"threshold": t}, or {"range_min": a, "range_max": b}; numbers, or tensors with one entry per channel',
-            ) from None  # fmt: skip
+            ) from None
 
 
 def _per_channel(value: Any, sample: Sample) -> torch.Tensor:
@@ -393,9 +409,13 @@ class ReplaceLayer(Action):
         ConfigError: no class, or no function.
     """
 
-    def __init__(self, layer_type: type, get_params_and_weights_fn: Callable[..., tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
+    def __init__(
+        self, layer_type: type, get_params_and_weights_fn: Callable[..., tuple[Mapping[str, Any], Mapping[str, Any]]]
+    ) -> None:
         if not isinstance(layer_type, type) or not callable(get_params_and_weights_fn):
-            raise ConfigError("ReplaceLayer needs a class and a function", got=f"{layer_type!r}, {get_params_and_weights_fn!r}")
+            raise ConfigError(
+                "ReplaceLayer needs a class and a function", got=f"{layer_type!r}, {get_params_and_weights_fn!r}"
+            )
         super().__init__({})
         self.layer_type, self.get_params_and_weights_fn = layer_type, get_params_and_weights_fn
 
@@ -418,15 +438,23 @@ class EditRule:
     def __post_init__(self) -> None:
         filters_of(self.filter)
         if not isinstance(self.action, Action):
-            raise ConfigError("An EditRule needs an action", got=repr(self.action), allowed=", ".join(c.__name__ for c in ACTIONS))
+            raise ConfigError(
+                "An EditRule needs an action", got=repr(self.action), allowed=", ".join(c.__name__ for c in ACTIONS)
+            )
 
 
 ACTIONS: tuple[type[Action], ...] = (
-    ChangeCandidatesWeightsQuantConfigAttr, ChangeFinalWeightsQuantConfigAttr, ChangeCandidatesActivationQuantConfigAttr,
-    ChangeFinalActivationQuantConfigAttr, ChangeCandidatesWeightsQuantizationMethod, ChangeFinalWeightsQuantizationMethod,
-    ChangeCandidatesActivationQuantizationMethod, ChangeFinalActivationQuantizationMethod, ChangeQuantizationParamFunction,
+    ChangeCandidatesWeightsQuantConfigAttr,
+    ChangeFinalWeightsQuantConfigAttr,
+    ChangeCandidatesActivationQuantConfigAttr,
+    ChangeFinalActivationQuantConfigAttr,
+    ChangeCandidatesWeightsQuantizationMethod,
+    ChangeFinalWeightsQuantizationMethod,
+    ChangeCandidatesActivationQuantizationMethod,
+    ChangeFinalActivationQuantizationMethod,
+    ChangeQuantizationParamFunction,
     ReplaceLayer,
-)  # fmt: skip
+)
 
 
 def to_overrides(rules: Iterable[EditRule]) -> list[tuple[NodeFilter, dict[str, Any]]]:

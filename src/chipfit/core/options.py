@@ -47,7 +47,9 @@ def options(cls: type[C]) -> type[C]:
         default = f.default if f.default is not MISSING else None
         kind = f.metadata.get("kind") or (type(default) if default is not None else None)
         if kind is not None and not (value is None and f.default is None) and not _is(value, kind):
-            raise ConfigError(f"The option '{name}' of {cls.__name__} is of the wrong kind", got=repr(value), allowed=_words(kind))
+            raise ConfigError(
+                f"The option '{name}' of {cls.__name__} is of the wrong kind", got=repr(value), allowed=_words(kind)
+            )
         object.__setattr__(self, name, value)
 
     __init__.__signature__ = inspect.signature(init)  # type: ignore[attr-defined]  # help() and editors show it
@@ -66,6 +68,8 @@ def _words(kind: type | tuple[type, ...]) -> str:
     kinds = kind if isinstance(kind, tuple) else (kind,)
     plain = {bool: "True or False", int: "an integer", float: "a number", list: "a list"}
     return " or ".join(
-        ", ".join(map(str, k)) if issubclass(k, Enum) else plain.get(k, k.__name__ if k.__module__ == "builtins" else f"a {k.__name__}")
+        ", ".join(map(str, k))
+        if issubclass(k, Enum)
+        else plain.get(k, k.__name__ if k.__module__ == "builtins" else f"a {k.__name__}")
         for k in kinds
     )

@@ -30,10 +30,16 @@ def replace_layers(model: Any, rules: Iterable[EditRule]) -> Any:
     if not wanted:
         return model
     if framework_of(model) != "torch":
-        raise UnsupportedError("ReplaceLayer works on PyTorch models", got=type(model).__name__, hint="replace the layer, then quantize")
+        raise UnsupportedError(
+            "ReplaceLayer works on PyTorch models", got=type(model).__name__, hint="replace the layer, then quantize"
+        )
     model = copy.deepcopy(model)
     for chosen, action in wanted:
-        leaves = {name: m for name, m in model.named_modules(remove_duplicate=False) if name and not any(True for _ in m.children())}
+        leaves = {
+            name: m
+            for name, m in model.named_modules(remove_duplicate=False)
+            if name and not any(True for _ in m.children())
+        }
         found = [name for name, m in leaves.items() if chosen.match(_node(name, m))]
         if not found:
             raise UnknownNameError("module for the filter", chosen.name, leaves)
@@ -59,7 +65,8 @@ def _replacement(name: str, old: torch.nn.Module, action: ReplaceLayer) -> torch
         new.load_state_dict({k: torch.as_tensor(v) for k, v in weights.items()})
     except (TypeError, ValueError, RuntimeError, AttributeError) as e:
         raise ConfigError(
-            f"'{name}' cannot become a {action.layer_type.__name__}", got=str(e).splitlines()[0],
+            f"'{name}' cannot become a {action.layer_type.__name__}",
+            got=str(e).splitlines()[0],
             allowed="get_params_and_weights_fn(weights, **attributes) returns (weights, attributes) that fit the new layer",
-        ) from e  # fmt: skip
+        ) from e
     return new.train(old.training)

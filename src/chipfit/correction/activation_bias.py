@@ -33,14 +33,20 @@ def correct_activation_bias(
         if t is None or not t.quantized or (x, node.name) in plan.float_edges:
             continue
         if why or seen is None or seen.histogram is None:
-            notes.append(f"the bias of '{name_of(node)}' is not corrected: {why or 'there is no histogram of its input'}")
+            notes.append(
+                f"the bias of '{name_of(node)}' is not corrected: {why or 'there is no histogram of its input'}"
+            )
             continue
         shift, mean = mean_shift(seen, t)
         if abs(shift) < threshold * abs(mean) or shift == 0:
             continue
         w = rounded(plan, node, graph.weights[node.inputs[1] or ""].detach())
         groups, _, per_group = in_groups(node, w).shape[:3]
-        notes.append(move_bias(graph, plan, node, -mean_output(node, w, torch.full((groups * per_group,), shift), spatial(graph, node))))
+        notes.append(
+            move_bias(
+                graph, plan, node, -mean_output(node, w, torch.full((groups * per_group,), shift), spatial(graph, node))
+            )
+        )
     return graph, notes
 
 

@@ -25,7 +25,9 @@ def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     return out
 
 
-def correct_bias(graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], *, leave: Container[str] = ()) -> tuple[Graph, list[str]]:
+def correct_bias(
+    graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], *, leave: Container[str] = ()
+) -> tuple[Graph, list[str]]:
     """b' = b - mean over positions of (Q(W) - W) * E[x], for every linear operator with quantized weights.
 
     The outputs then have the mean that they had in float. Groups, transposed convolutions and zero padding count.
@@ -59,7 +61,11 @@ def quantized_linear(graph: Graph, plan: Plan) -> Iterator[tuple[Node, str]]:
     """The linear operators whose weights the chip rounds, and why the bias of one cannot change ("" when it can)."""
     users = graph.users()
     for node in list(graph.nodes):
-        if not is_linear(graph, node) or not plan.quantized(node.inputs[1]) or (node.inputs[1], node.name) in plan.float_edges:
+        if (
+            not is_linear(graph, node)
+            or not plan.quantized(node.inputs[1])
+            or (node.inputs[1], node.name) in plan.float_edges
+        ):
             continue
         bias, size = bias_of(node), spatial(graph, node)
         why = "" if bias else "it has none"

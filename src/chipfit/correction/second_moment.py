@@ -47,7 +47,10 @@ def correct_second_moment(
             notes.append(f"'{name_of(node)}' keeps its second moment: {why}")
         else:
             nodes[node.output] = node
-    table = {n.inputs[1]: rounded(plan, n, graph.weights[n.inputs[1] or ""].detach()) for n, _ in quantized_linear(graph, plan)}
+    table = {
+        n.inputs[1]: rounded(plan, n, graph.weights[n.inputs[1] or ""].detach())
+        for n, _ in quantized_linear(graph, plan)
+    }
     weights = {**graph.weights, **{k: v for k, v in table.items() if k is not None}}
     moments = {o: (_Moments(), _Moments()) for o in nodes}
 
@@ -73,7 +76,9 @@ def correct_second_moment(
             run(graph, batch, weights=weights, hook=hook)
             count += 1
     if not count:
-        raise DataError("The calibration data are empty", hint="give at least one batch; a generator can be used up only once")
+        raise DataError(
+            "The calibration data are empty", hint="give at least one batch; a generator can be used up only once"
+        )
     for output, node in nodes.items():
         wanted, here = moments[output]
         k = _ratio(wanted, here, limit)
@@ -81,7 +86,9 @@ def correct_second_moment(
         name = node.inputs[1] or ""
         graph.weights[name] = scale_outputs(node, graph.weights[name].detach(), k)
         with_bias(graph, node, bias)
-        notes.append(f"corrected the second moment of '{name_of(node)}' by {float(k.min()):.3g} to {float(k.max()):.3g}")
+        notes.append(
+            f"corrected the second moment of '{name_of(node)}' by {float(k.min()):.3g} to {float(k.max()):.3g}"
+        )
     return graph, notes
 
 

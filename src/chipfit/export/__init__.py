@@ -26,9 +26,10 @@ def export(graph: Graph, plan: Plan, path: str | Path, platform: Platform, **opt
     foreign = plan.provenance.get("foreign_quantizers")
     if foreign:
         raise UnsupportedError(
-            "A model whose results are quantized by functions of your own cannot be exported", got=", ".join(foreign[:8]),
+            "A model whose results are quantized by functions of your own cannot be exported",
+            got=", ".join(foreign[:8]),
             hint="leave activation_quantizer_mapping out",
-        )  # fmt: skip
+        )
     path = Path(path)
     if path.suffix not in _SUFFIX or _SUFFIX[path.suffix] not in registered("exporter"):
         raise UnknownNameError("file format", path.suffix, _SUFFIX)

@@ -30,7 +30,9 @@ class _Lists:
 
     @classmethod
     def of(cls, t: TensorPlan) -> _Lists:
-        assert t.grid is not None and t.scale is not None and t.zero_point is not None  # asked for quantized tensors only
+        assert (
+            t.grid is not None and t.scale is not None and t.zero_point is not None
+        )  # asked for quantized tensors only
         scale, zero = t.scale.double().reshape(-1).tolist(), t.zero_point.reshape(-1).tolist()
         if len(zero) != len(scale):
             zero = zero * len(scale)
@@ -52,10 +54,17 @@ def _qualcomm(plan: Plan) -> dict[str, Any]:
         assert t.grid is not None
         n = _Lists.of(t)
         return [
-            {"bitwidth": t.grid.bits, "min": lo, "max": hi, "scale": s, "offset": -z + t.grid.qmin if t.grid.signed else -z,
-             "is_symmetric": str(t.grid.symmetric), "dtype": "int"}
+            {
+                "bitwidth": t.grid.bits,
+                "min": lo,
+                "max": hi,
+                "scale": s,
+                "offset": -z + t.grid.qmin if t.grid.signed else -z,
+                "is_symmetric": str(t.grid.symmetric),
+                "dtype": "int",
+            }
             for s, z, lo, hi in zip(n.scale, n.zero, n.low, n.high, strict=True)
-        ]  # fmt: skip
+        ]
 
     return {
         "version": "0.6.1",
@@ -68,12 +77,32 @@ def _ppl_cuda(plan: Plan) -> dict[str, Any]:
     """Min and max of each activation, step of each weight channel."""
     return {
         "ppl-cuda": {
-            **{t.name: {"bit_width": t.grid.bits, "per_channel": False, "quant_flag": True, "sym": t.grid.symmetric, "max": n.high[0], "min": n.low[0]}
-               for t in _of(plan, "activation") if t.grid and (n := _Lists.of(t))},
-            **{t.name: {"bit_width": t.grid.bits, "per_channel": len(n.scale) > 1, "quant_flag": True, "sym": t.grid.symmetric, "max": n.high, "min": n.low}
-               for t in _of(plan, "weight") if t.grid and (n := _Lists.of(t))},
+            **{
+                t.name: {
+                    "bit_width": t.grid.bits,
+                    "per_channel": False,
+                    "quant_flag": True,
+                    "sym": t.grid.symmetric,
+                    "max": n.high[0],
+                    "min": n.low[0],
+                }
+                for t in _of(plan, "activation")
+                if t.grid and (n := _Lists.of(t))
+            },
+            **{
+                t.name: {
+                    "bit_width": t.grid.bits,
+                    "per_channel": len(n.scale) > 1,
+                    "quant_flag": True,
+                    "sym": t.grid.symmetric,
+                    "max": n.high,
+                    "min": n.low,
+                }
+                for t in _of(plan, "weight")
+                if t.grid and (n := _Lists.of(t))
+            },
         }
-    }  # fmt: skip
+    }
 
 
 def _ppl_dsp(plan: Plan) -> dict[str, Any]:
@@ -107,20 +136,32 @@ def _vitis(plan: Plan) -> dict[str, Any]:
                 got=_Lists.of(t).scale[:4],
                 hint="quantize for a platform with such scales, for example vitis_dpu",
             )
-        out[t.name] = {"bit_width": t.grid.bits, "fix_point": int(places[0]) if len(places) == 1 else [int(p) for p in places]}
+        out[t.name] = {
+            "bit_width": t.grid.bits,
+            "fix_point": int(places[0]) if len(places) == 1 else [int(p) for p in places],
+        }
     return {"fix_info": out}
 
 
 def _nnie(plan: Plan) -> dict[str, Any]:
     """Clip value of each tensor."""
     return {
-        "nnie": {"gfpq": {t.name: max(abs(v) for v in (*_Lists.of(t).low, *_Lists.of(t).high)) for t in _of(plan, "activation", "weight")}}
+        "nnie": {
+            "gfpq": {
+                t.name: max(abs(v) for v in (*_Lists.of(t).low, *_Lists.of(t).high))
+                for t in _of(plan, "activation", "weight")
+            }
+        }
     }
 
 
 def _stpu(plan: Plan) -> dict[str, Any]:
     """Min and max of every tensor."""
-    return {t.name: {"min": _one(n.low), "max": _one(n.high)} for t in _of(plan, "activation", "weight") if (n := _Lists.of(t))}
+    return {
+        t.name: {"min": _one(n.low), "max": _one(n.high)}
+        for t in _of(plan, "activation", "weight")
+        if (n := _Lists.of(t))
+    }
 
 
 def _ncnn(plan: Plan) -> dict[str, Any]:
@@ -135,9 +176,18 @@ def _generic(plan: Plan) -> dict[str, Any]:
         assert t.grid is not None
         n = _Lists.of(t)
         out[t.name] = {
-            "role": t.role, "layer": t.layer, "format": t.format, "bits": t.grid.bits, "qmin": t.grid.qmin, "qmax": t.grid.qmax,
-            "axis": t.axis, "scale": _one(n.scale), "zero_point": _one(n.zero), "min": _one(n.low), "max": _one(n.high),
-        }  # fmt: skip
+            "role": t.role,
+            "layer": t.layer,
+            "format": t.format,
+            "bits": t.grid.bits,
+            "qmin": t.grid.qmin,
+            "qmax": t.grid.qmax,
+            "axis": t.axis,
+            "scale": _one(n.scale),
+            "zero_point": _one(n.zero),
+            "min": _one(n.low),
+            "max": _one(n.high),
+        }
         if t.grid.table is not None:  # what each code stands for, in units of the scale
             out[t.name] |= {"kind": t.grid.kind, "table": list(t.grid.table)}
     return {"chipfit_encodings": 1, "platform": plan.platform, "tensors": out}

@@ -28,10 +28,18 @@ from chipfit.quantizers.grids import quantize
 from chipfit.registry import register
 
 _TYPES = {
-    "float32": TensorProto.FLOAT, "float64": TensorProto.DOUBLE, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16,
-    "int64": TensorProto.INT64, "int32": TensorProto.INT32, "int16": TensorProto.INT16, "int8": TensorProto.INT8,
-    "uint8": TensorProto.UINT8, "bool": TensorProto.BOOL, "int": TensorProto.INT64,
-}  # fmt: skip
+    "float32": TensorProto.FLOAT,
+    "float64": TensorProto.DOUBLE,
+    "float16": TensorProto.FLOAT16,
+    "bfloat16": TensorProto.BFLOAT16,
+    "int64": TensorProto.INT64,
+    "int32": TensorProto.INT32,
+    "int16": TensorProto.INT16,
+    "int8": TensorProto.INT8,
+    "uint8": TensorProto.UINT8,
+    "bool": TensorProto.BOOL,
+    "int": TensorProto.INT64,
+}
 
 
 def export_onnx(graph: Graph, plan: Plan | None, path: str | Path, *, opset: int | None = None) -> Path:
@@ -50,7 +58,9 @@ def export_onnx(graph: Graph, plan: Plan | None, path: str | Path, *, opset: int
     plan = plan or Plan()
     least = _least_opset(graph, plan)
     if opset is not None and opset < least:
-        raise UnsupportedError(f"This model needs ONNX opset {least}", got=opset, allowed=f">= {least}", hint="leave `opset` out")
+        raise UnsupportedError(
+            f"This model needs ONNX opset {least}", got=opset, allowed=f">= {least}", hint="leave `opset` out"
+        )
     model = Writer(graph, plan, opset or least).write()
     try:
         onnx.checker.check_model(model, full_check=True)
@@ -118,14 +128,18 @@ class Writer:
     def const(self, value: Any) -> str:
         """A constant initialiser."""
         name = self.fresh("const")
-        self.initialisers[name] = numpy_helper.from_array(np.ascontiguousarray(value) if np.ndim(value) else np.asarray(value), name)
+        self.initialisers[name] = numpy_helper.from_array(
+            np.ascontiguousarray(value) if np.ndim(value) else np.asarray(value), name
+        )
         return name
 
     def type_of(self, dtype: str) -> int:
         return _TYPES[dtype]
 
     def refuse(self, node: Node, why: str) -> None:
-        raise UnsupportedError(f"{node.op} '{node.layer or node.name}' cannot be written to ONNX: {why}", where=node.source)
+        raise UnsupportedError(
+            f"{node.op} '{node.layer or node.name}' cannot be written to ONNX: {why}", where=node.source
+        )
 
     def mover(self, kind: str, inputs: Sequence[str], value: str | None, name: str) -> str:
         """An operator that moves codes, between quantizers of the value that it moves, so that runtimes keep it in integers."""
@@ -153,7 +167,9 @@ class Writer:
         kinds = {t.grid.kind for t in self.plan.tensors.values() if t.grid is not None} - {"int"}
         if kinds:
             raise UnsupportedError(
-                "ONNX holds integer grids only", got=", ".join(sorted(kinds)), hint="export JSON encodings (`.json`) for this platform"
+                "ONNX holds integer grids only",
+                got=", ".join(sorted(kinds)),
+                hint="export JSON encodings (`.json`) for this platform",
             )
         for name in self.graph.inputs:
             self._publish(name, name)
@@ -250,14 +266,27 @@ class Writer:
             self.nodes.append(helper.make_node("Identity", [source], [name], name=f"output_{i}"))
             outputs.append(self._info(name, value))
         graph = helper.make_graph(
-            self._used_nodes([o.name for o in outputs]), "chipfit", [self._info(n, n) for n in g.inputs], outputs,
-        )  # fmt: skip
+            self._used_nodes([o.name for o in outputs]),
+            "chipfit",
+            [self._info(n, n) for n in g.inputs],
+            outputs,
+        )
         needed = {i for n in graph.node for i in n.input}
         graph.initializer.extend(t for k, t in self.initialisers.items() if k in needed)
         version = {13: 7, 17: 8, 18: 8, 21: 10}.get(self.opset, 10)
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=version, producer_name="chipfit", producer_version=__version__)  # fmt: skip
+        model = helper.make_model(
+            graph,
+            opset_imports=[helper.make_opsetid("", self.opset)],
+            ir_version=version,
+            producer_name="chipfit",
+            producer_version=__version__,
+        )
         helper.set_model_props(
-            model, {"chipfit.platform": self.plan.platform, "chipfit.provenance": json.dumps(self.plan.provenance, default=str)}
+            model,
+            {
+                "chipfit.platform": self.plan.platform,
+                "chipfit.provenance": json.dumps(self.plan.provenance, default=str),
+            },
         )
         return model
 

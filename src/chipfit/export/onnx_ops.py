@@ -41,26 +41,75 @@ def _pads(padding: Any) -> list[int]:
 
 
 for _op, _onnx in {
-    "Relu": "Relu", "Sigmoid": "Sigmoid", "Tanh": "Tanh", "Exp": "Exp", "Log": "Log", "Abs": "Abs", "Neg": "Neg", "Sqrt": "Sqrt",
-    "Sin": "Sin", "Cos": "Cos", "Erf": "Erf", "Floor": "Floor", "Ceil": "Ceil", "Round": "Round", "Sign": "Sign",
-    "Reciprocal": "Reciprocal", "LogicalNot": "Not", "Identity": "Identity", "Requantize": "Identity", "Dropout": "Identity", "Selu": "Selu", "MatMul": "MatMul", "Add": "Add", "Sub": "Sub",
-    "Mul": "Mul", "Div": "Div", "Pow": "Pow", "Max": "Max", "Min": "Min", "Equal": "Equal", "Less": "Less", "LessEqual": "LessOrEqual",
-    "Greater": "Greater", "GreaterEqual": "GreaterOrEqual", "LogicalAnd": "And", "LogicalOr": "Or", "Where": "Where",
-    "GlobalAvgPool": "GlobalAveragePool", "Softplus": "Softplus",
-}.items():  # fmt: skip
+    "Relu": "Relu",
+    "Sigmoid": "Sigmoid",
+    "Tanh": "Tanh",
+    "Exp": "Exp",
+    "Log": "Log",
+    "Abs": "Abs",
+    "Neg": "Neg",
+    "Sqrt": "Sqrt",
+    "Sin": "Sin",
+    "Cos": "Cos",
+    "Erf": "Erf",
+    "Floor": "Floor",
+    "Ceil": "Ceil",
+    "Round": "Round",
+    "Sign": "Sign",
+    "Reciprocal": "Reciprocal",
+    "LogicalNot": "Not",
+    "Identity": "Identity",
+    "Requantize": "Identity",
+    "Dropout": "Identity",
+    "Selu": "Selu",
+    "MatMul": "MatMul",
+    "Add": "Add",
+    "Sub": "Sub",
+    "Mul": "Mul",
+    "Div": "Div",
+    "Pow": "Pow",
+    "Max": "Max",
+    "Min": "Min",
+    "Equal": "Equal",
+    "Less": "Less",
+    "LessEqual": "LessOrEqual",
+    "Greater": "Greater",
+    "GreaterEqual": "GreaterOrEqual",
+    "LogicalAnd": "And",
+    "LogicalOr": "Or",
+    "Where": "Where",
+    "GlobalAvgPool": "GlobalAveragePool",
+    "Softplus": "Softplus",
+}.items():
     WRITERS[_op] = _plain(_onnx)
 
 
 @_writes("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D")
 def _conv(w: Writer, n: Node, x: Sequence[Any]) -> str:
     a, kernel = n.attrs, w.graph.shape(n.inputs[1] or "")[2:]
-    return w.op("Conv", x, strides=list(a["stride"]), pads=_pads(a["padding"]), dilations=list(a["dilation"]), group=a["groups"], kernel_shape=list(kernel))  # fmt: skip
+    return w.op(
+        "Conv",
+        x,
+        strides=list(a["stride"]),
+        pads=_pads(a["padding"]),
+        dilations=list(a["dilation"]),
+        group=a["groups"],
+        kernel_shape=list(kernel),
+    )
 
 
 @_writes("TransposeConv1D", "TransposeConv2D", "TransposeConv3D")
 def _conv_transpose(w: Writer, n: Node, x: Sequence[Any]) -> str:
     a = n.attrs
-    return w.op("ConvTranspose", x, strides=list(a["stride"]), pads=_pads(a["padding"]), dilations=list(a["dilation"]), group=a["groups"], output_padding=list(a["output_padding"]))  # fmt: skip
+    return w.op(
+        "ConvTranspose",
+        x,
+        strides=list(a["stride"]),
+        pads=_pads(a["padding"]),
+        dilations=list(a["dilation"]),
+        group=a["groups"],
+        output_padding=list(a["output_padding"]),
+    )
 
 
 @_writes("Linear")
@@ -250,13 +299,29 @@ def _unstack(w: Writer, n: Node, x: Sequence[Any]) -> list[str]:
 @_writes("MaxPool")
 def _max_pool(w: Writer, n: Node, x: Sequence[Any]) -> str:
     a = n.attrs
-    return w.op("MaxPool", x, kernel_shape=list(a["kernel"]), strides=list(a["stride"]), pads=_pads(a["padding"]), dilations=list(a["dilation"]), ceil_mode=int(a["ceil_mode"]))  # fmt: skip
+    return w.op(
+        "MaxPool",
+        x,
+        kernel_shape=list(a["kernel"]),
+        strides=list(a["stride"]),
+        pads=_pads(a["padding"]),
+        dilations=list(a["dilation"]),
+        ceil_mode=int(a["ceil_mode"]),
+    )
 
 
 @_writes("AvgPool")
 def _avg_pool(w: Writer, n: Node, x: Sequence[Any]) -> str:
     a = n.attrs
-    return w.op("AveragePool", x, kernel_shape=list(a["kernel"]), strides=list(a["stride"]), pads=_pads(a["padding"]), ceil_mode=int(a["ceil_mode"]), count_include_pad=int(a["count_include_pad"]))  # fmt: skip
+    return w.op(
+        "AveragePool",
+        x,
+        kernel_shape=list(a["kernel"]),
+        strides=list(a["stride"]),
+        pads=_pads(a["padding"]),
+        ceil_mode=int(a["ceil_mode"]),
+        count_include_pad=int(a["count_include_pad"]),
+    )
 
 
 @_writes("Mean", "Sum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2")
@@ -373,7 +438,11 @@ def _space_to_depth(w: Writer, n: Node, x: Sequence[Any]) -> str:
     b, (_, c, h, k) = n.attrs["block"], w.graph.shape(n.inputs[0] or "")
     y = w.op("Reshape", [x[0], w.const(_ints(-1, c or 0, (h or 0) // b, b, (k or 0) // b, b))])
     return w.op(
-        "Reshape", [w.op("Transpose", [y], perm=[0, 1, 3, 5, 2, 4]), w.const(_ints(-1, (c or 0) * b * b, (h or 0) // b, (k or 0) // b))]
+        "Reshape",
+        [
+            w.op("Transpose", [y], perm=[0, 1, 3, 5, 2, 4]),
+            w.const(_ints(-1, (c or 0) * b * b, (h or 0) // b, (k or 0) // b)),
+        ],
     )
 
 

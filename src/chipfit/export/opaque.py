@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 class _Region(torch.nn.Module):
     """One opaque node with everything that computes its integers, as a function of tensors."""
 
-    def __init__(self, nodes: list[Node], inputs: list[str], outputs: tuple[str, ...], weights: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, nodes: list[Node], inputs: list[str], outputs: tuple[str, ...], weights: dict[str, torch.Tensor]
+    ) -> None:
         super().__init__()
         self.nodes, self.inputs, self.outputs, self.weights = nodes, inputs, outputs, weights
 
@@ -30,7 +32,11 @@ class _Region(torch.nn.Module):
         env: dict[str, Any] = dict(zip(self.inputs, tensors, strict=True))
         for n in self.nodes:
             env.update(
-                zip(n.outputs, execute(n, [None if i is None else env[i] if i in env else self.weights[i] for i in n.inputs]), strict=False)
+                zip(
+                    n.outputs,
+                    execute(n, [None if i is None else env[i] if i in env else self.weights[i] for i in n.inputs]),
+                    strict=False,
+                )
             )
         return tuple(env[o] for o in self.outputs)
 
@@ -57,9 +63,11 @@ def splice(writer: Writer, node: Node) -> list[str]:
         of_keras = node.attrs["target"].startswith("keras:")
         raise UnsupportedError(
             f"Operator '{node.layer_type if of_keras else node.attrs['target']}' of '{node.layer or node.name}' has no ONNX form",
-            where=node.source, got=str(e).strip().splitlines()[0][:200] if str(e).strip() else type(e).__name__,
-            hint="replace it by standard operators" + (", or set KERAS_BACKEND=torch, on which many layers have one" if of_keras else ", or export without it"),
-        ) from e  # fmt: skip
+            where=node.source,
+            got=str(e).strip().splitlines()[0][:200] if str(e).strip() else type(e).__name__,
+            hint="replace it by standard operators"
+            + (", or set KERAS_BACKEND=torch, on which many layers have one" if of_keras else ", or export without it"),
+        ) from e
     prefix = writer.fresh("opaque")
     rename = {i.name: names[v] for i, v in zip(model.graph.input, inputs, strict=True)}
 
@@ -112,7 +120,9 @@ def _values(writer: Writer, names: list[str]) -> list[torch.Tensor]:
     return [writer.example_values[n] for n in names]
 
 
-def _translate(region: _Region, example: list[torch.Tensor], shapes: list[tuple[int | None, ...]], opset: int) -> onnx.ModelProto:
+def _translate(
+    region: _Region, example: list[torch.Tensor], shapes: list[tuple[int | None, ...]], opset: int
+) -> onnx.ModelProto:
     dynamic = tuple({k: torch.export.Dim.AUTO for k, s in enumerate(shape) if s is None} for shape in shapes)
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)

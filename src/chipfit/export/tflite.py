@@ -37,7 +37,17 @@ except ImportError:  # an extra; `export_tflite` says which
     schema = None
 
 #: codes of tensor types in the schema
-_TYPE_OF = {"float32": 0, "float16": 1, "int32": 2, "uint8": 3, "int64": 4, "bool": 6, "int16": 7, "int8": 9, "float64": 10}
+_TYPE_OF = {
+    "float32": 0,
+    "float16": 1,
+    "int32": 2,
+    "uint8": 3,
+    "int64": 4,
+    "bool": 6,
+    "int16": 7,
+    "int8": 9,
+    "float64": 10,
+}
 INT4 = 17
 #: how the file calls a fused activation: operator and its attributes -> code
 _FUSED = {("Relu",): 1, ("Relu6",): 3, ("Clamp", -1.0, 1.0): 2, ("Clamp", 0.0, 6.0): 3, ("Clamp", 0.0, None): 1}
@@ -51,7 +61,9 @@ def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options
     return export_tflite(graph, plan, path, **options)
 
 
-def export_tflite(graph: Graph, plan: Plan | None, path: str | Path, *, batch: int | None = None, keep_layout: bool = False) -> Path:
+def export_tflite(
+    graph: Graph, plan: Plan | None, path: str | Path, *, batch: int | None = None, keep_layout: bool = False
+) -> Path:
     """Write the model to `path`.
 
     Args:
@@ -66,7 +78,10 @@ def export_tflite(graph: Graph, plan: Plan | None, path: str | Path, *, batch: i
         ExportError: the disk refuses the file.
     """
     if schema is None:
-        raise ExportError("The package that holds the schema of `.tflite` files is not installed", hint="pip install 'chipfit[litert]'")
+        raise ExportError(
+            "The package that holds the schema of `.tflite` files is not installed",
+            hint="pip install 'chipfit[litert]'",
+        )
     plan = plan or Plan()
     if batch is None and any(n.op in _STATIC_BATCH for n in graph.nodes):
         batch = 1
@@ -90,9 +105,10 @@ def _in_one(refused: Sequence[tuple[str, str]]) -> UnsupportedError:
     for what, why in refused:
         reasons.setdefault(why, []).append(what)
     return UnsupportedError(
-        "TensorFlow Lite cannot hold all of this model", got="; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items()),
+        "TensorFlow Lite cannot hold all of this model",
+        got="; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items()),
         hint="replace these layers, export the part of the model without them, or quantize for a platform such as tflite_int8",
-    )  # fmt: skip
+    )
 
 
 class _Buffer:
@@ -169,8 +185,12 @@ class Writer:
         return self.known[f"{name}/float" if quantized else name]
 
     def weight(
-        self, name: str, change: Callable[[np.ndarray], np.ndarray] = np.ascontiguousarray, axis: int = 0, scale: Any = None
-    ) -> int:  # fmt: skip
+        self,
+        name: str,
+        change: Callable[[np.ndarray], np.ndarray] = np.ascontiguousarray,
+        axis: int = 0,
+        scale: Any = None,
+    ) -> int:
         """A weight as a constant tensor, rearranged by `change`.
 
         Args:
@@ -189,11 +209,13 @@ class Writer:
         kind = code_type(t)
         scale = t.scale.reshape(-1).numpy() if scale is None else scale
         zero = t.zero_point.reshape(-1)[: len(scale)].numpy()
-        return self.constant(change(q.numpy()), name, kind=kind, scale=scale, zero=zero, axis=axis if t.axis is not None else 0)
+        return self.constant(
+            change(q.numpy()), name, kind=kind, scale=scale, zero=zero, axis=axis if t.axis is not None else 0
+        )
 
     def constant(
         self, value: Any, name: str = "", *, kind: int | None = None, scale: Any = None, zero: Any = None, axis: int = 0
-    ) -> int:  # fmt: skip
+    ) -> int:
         """A constant tensor; equal ones are stored once."""
         a = np.ascontiguousarray(value) if np.ndim(value) else np.asarray(value)
         kind = _TYPE_OF[a.dtype.name] if kind is None else kind
@@ -212,9 +234,16 @@ class Writer:
         return self.constant(np.array(value, np.float32))
 
     def tensor(
-        self, name: str, shape: Sequence[int], kind: int, scale: Any = None, zero: Any = None, axis: int = 0, data: Any = None,
+        self,
+        name: str,
+        shape: Sequence[int],
+        kind: int,
+        scale: Any = None,
+        zero: Any = None,
+        axis: int = 0,
+        data: Any = None,
         open_shape: Sequence[int] | None = None,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Add a tensor; returns its index."""
         t = schema.TensorT()
         t.name, t.shape, t.type, t.buffer, t.hasRank = name.encode(), np.array(shape, np.int32), kind, 0, True
@@ -237,10 +266,15 @@ class Writer:
         """A tensor inside an operator's writing: float, or of the type and with the numbers of the tensor `like`."""
         k = self.tensor(self._unique(name or f"{self.node.name}/part"), shape, _TYPE_OF["float32"])
         if like is not None:
-            self.tensors[k].type, self.tensors[k].quantization = self.tensors[like].type, self.tensors[like].quantization
+            self.tensors[k].type, self.tensors[k].quantization = (
+                self.tensors[like].type,
+                self.tensors[like].quantization,
+            )
         return k
 
-    def op(self, kind: str, inputs: Sequence[int], outputs: int | Sequence[int], options: str = "", **settings: Any) -> None:
+    def op(
+        self, kind: str, inputs: Sequence[int], outputs: int | Sequence[int], options: str = "", **settings: Any
+    ) -> None:
         """Add an operator; `options` is the schema's name of its option table without "Options"."""
         outs = [outputs] if isinstance(outputs, int) else list(outputs)
         o = schema.OperatorT()
@@ -285,7 +319,9 @@ class Writer:
         integer = plan.nodes.get(head.name) is not None and plan.nodes[head.name].exec != "float" and head.op in INTEGER
         integer = integer and bool(reads) and all(plan.quantized(i) for i in reads)
         integer = integer and all(plan.quantized(o) for o in tail.outputs)
-        integer = integer and (head.op not in MOVING or all(same_numbers(plan, reads[0], v) for v in (*reads, *tail.outputs)))
+        integer = integer and (
+            head.op not in MOVING or all(same_numbers(plan, reads[0], v) for v in (*reads, *tail.outputs))
+        )
         for o in tail.outputs:
             self._value(o, raw=not integer)
         code = _fused_code(members[1]) if len(members) == 2 and head.op in FUSING else 0
@@ -332,8 +368,12 @@ class Writer:
         return self.known[key]
 
     def _constant_output(self, name: str) -> int:
-        y = self.tensor(f"{name}/output", self.shape(name), _TYPE_OF[str(self.graph.weights[name].dtype).removeprefix("torch.")])
-        self.op("RESHAPE", [self.weight(name), self.ints(*self.shape(name))], y, "Reshape", newShape=list(self.shape(name)))
+        y = self.tensor(
+            f"{name}/output", self.shape(name), _TYPE_OF[str(self.graph.weights[name].dtype).removeprefix("torch.")]
+        )
+        self.op(
+            "RESHAPE", [self.weight(name), self.ints(*self.shape(name))], y, "Reshape", newShape=list(self.shape(name))
+        )
         return y
 
     def _unique(self, name: str) -> str:
@@ -367,14 +407,19 @@ class Writer:
             o.inputs, o.outputs = (np.array([new[int(i)] for i in ids], np.int32) for ids in (o.inputs, o.outputs))
         g = schema.SubGraphT()
         g.name, g.tensors, g.operators = b"main", [self.tensors[i] for i in keep], self.operators
-        g.inputs, g.outputs = np.array([new[i] for i in inputs], np.int32), np.array([new[i] for i in outputs], np.int32)
+        g.inputs, g.outputs = (
+            np.array([new[i] for i in inputs], np.int32),
+            np.array([new[i] for i in outputs], np.int32),
+        )
         m = schema.ModelT()
         m.version, m.description, m.operatorCodes, m.subgraphs = 3, f"chipfit {__version__}".encode(), self.codes, [g]
         self.buffers.append(_Buffer(json.dumps(self._notes(), default=str).encode()))
         entry = schema.MetadataT()
         entry.name, entry.buffer = b"chipfit", len(self.buffers) - 1
         m.metadata, m.buffers = [entry], self.buffers
-        m.signatureDefs = [_signature(list(zip(self.source.inputs, g.inputs)), list(zip(output_names(self.source), g.outputs)))]
+        m.signatureDefs = [
+            _signature(list(zip(self.source.inputs, g.inputs)), list(zip(output_names(self.source), g.outputs)))
+        ]
         builder = flatbuffers.Builder(1024)
         builder.Finish(m.Pack(builder), file_identifier=b"TFL3")
         return bytes(builder.Output())
@@ -382,12 +427,18 @@ class Writer:
     def _notes(self) -> dict[str, Any]:
         """What a runtime needs to take and give every value in the model's own layout."""
         values = self.source.values
-        names = {v: [n for n in (v, f"{v}/float", f"{v}/dequantized") if n in self.known] for v in self.graph.values if v in values}
+        names = {
+            v: [n for n in (v, f"{v}/float", f"{v}/dequantized") if n in self.known]
+            for v in self.graph.values
+            if v in values
+        }
         return {
             "platform": self.plan.platform,
             "inputs": [self.forms.get(i) for i in self.source.inputs],
             "forms": {n: list(f) for v, f in self.forms.items() for n in names[v]},
-            "batch_axis": {n: values[v].shape.index(None) for v, ns in names.items() if None in values[v].shape for n in ns},
+            "batch_axis": {
+                n: values[v].shape.index(None) for v, ns in names.items() if None in values[v].shape for n in ns
+            },
             "provenance": self.plan.provenance,
         }
 
@@ -442,24 +493,73 @@ def _sizes(graph: Graph, batch: int) -> dict[str, tuple[int, ...]]:
     for k, name in enumerate(graph.inputs):
         v = graph.values[name]
         like = graph.example[k].shape if graph.example else ()
-        shape = [batch if i == 0 and s is None else s if s is not None else like[i] if like else 1 for i, s in enumerate(v.shape)]
+        shape = [
+            batch if i == 0 and s is None else s if s is not None else like[i] if like else 1
+            for i, s in enumerate(v.shape)
+        ]
         inputs.append(torch.zeros(shape, dtype=getattr(torch, v.dtype)))
         found[name] = tuple(shape)
     try:
         with torch.inference_mode():
             run(graph, inputs, hook=note)
     except RuntimeError as e:
-        raise ExportError(f"The model does not run on a batch of {batch}: {str(e).splitlines()[0]}", hint="choose another `batch`") from e
+        raise ExportError(
+            f"The model does not run on a batch of {batch}: {str(e).splitlines()[0]}", hint="choose another `batch`"
+        ) from e
     return found
 
 
 #: operator -> version of its kernel for float, int8, int16 codes, and 4-bit weights
 _DEFAULT_VERSIONS = (1, 2, 3, 2)
 _VERSIONS: dict[str, tuple[int, int, int, int]] = {
-    "CONV_2D": (1, 3, 4, 5), "DEPTHWISE_CONV_2D": (1, 3, 5, 6), "FULLY_CONNECTED": (5, 5, 7, 5), "TRANSPOSE_CONV": (3, 3, 4, 3),
-    "ADD": (1, 2, 3, 2), "SUB": (1, 2, 5, 2), "MUL": (1, 2, 4, 2), "DEQUANTIZE": (2, 2, 3, 2), "QUANTIZE": (1, 1, 2, 1),
-    "LEAKY_RELU": (1, 2, 2, 2), "RELU": (1, 2, 3, 2), "BATCH_MATMUL": (1, 2, 3, 2), "STRIDED_SLICE": (1, 2, 4, 2),
-    "EXP": (1, 2, 2, 2), "LOG": (1, 2, 2, 2), "TILE": (1, 2, 2, 2), "MEAN": (1, 2, 3, 2), "RESIZE_BILINEAR": (3, 3, 4, 3), "RESIZE_NEAREST_NEIGHBOR": (3, 3, 4, 3), "GATHER": (1, 2, 4, 2),
-    **dict.fromkeys(("RESHAPE", "GELU", "HARD_SWISH", "SQUARED_DIFFERENCE", "ELU", "PRELU", "DIV", "POW", "FLOOR", "ROUND", "SIN", "COS",
-                     "CEIL", "NEG", "CAST", "ABS", "CUMSUM", "CONV_3D", "DEPTH_TO_SPACE", "SPACE_TO_DEPTH", "SELECT_V2", "UNPACK", "RELU_0_TO_1", "RELU_N1_TO_1", "BROADCAST_TO"), (1, 1, 1, 1)),
-}  # fmt: skip
+    "CONV_2D": (1, 3, 4, 5),
+    "DEPTHWISE_CONV_2D": (1, 3, 5, 6),
+    "FULLY_CONNECTED": (5, 5, 7, 5),
+    "TRANSPOSE_CONV": (3, 3, 4, 3),
+    "ADD": (1, 2, 3, 2),
+    "SUB": (1, 2, 5, 2),
+    "MUL": (1, 2, 4, 2),
+    "DEQUANTIZE": (2, 2, 3, 2),
+    "QUANTIZE": (1, 1, 2, 1),
+    "LEAKY_RELU": (1, 2, 2, 2),
+    "RELU": (1, 2, 3, 2),
+    "BATCH_MATMUL": (1, 2, 3, 2),
+    "STRIDED_SLICE": (1, 2, 4, 2),
+    "EXP": (1, 2, 2, 2),
+    "LOG": (1, 2, 2, 2),
+    "TILE": (1, 2, 2, 2),
+    "MEAN": (1, 2, 3, 2),
+    "RESIZE_BILINEAR": (3, 3, 4, 3),
+    "RESIZE_NEAREST_NEIGHBOR": (3, 3, 4, 3),
+    "GATHER": (1, 2, 4, 2),
+    **dict.fromkeys(
+        (
+            "RESHAPE",
+            "GELU",
+            "HARD_SWISH",
+            "SQUARED_DIFFERENCE",
+            "ELU",
+            "PRELU",
+            "DIV",
+            "POW",
+            "FLOOR",
+            "ROUND",
+            "SIN",
+            "COS",
+            "CEIL",
+            "NEG",
+            "CAST",
+            "ABS",
+            "CUMSUM",
+            "CONV_3D",
+            "DEPTH_TO_SPACE",
+            "SPACE_TO_DEPTH",
+            "SELECT_V2",
+            "UNPACK",
+            "RELU_0_TO_1",
+            "RELU_N1_TO_1",
+            "BROADCAST_TO",
+        ),
+        (1, 1, 1, 1),
+    ),
+}

@@ -23,10 +23,35 @@ WRITERS: dict[str, Write] = {}
 INTEGER: set[str] = set()
 #: those that move codes or choose among them: operands and results must have the same numbers
 MOVING = frozenset(
-    {"MaxPool", "AvgPool", "Max", "Min", "ReduceMax", "ReduceMin", "Concat", "Stack", "Unstack", "Split", "Reshape", "Squeeze", "Unsqueeze",
-     "Identity", "Dropout", "Transpose", "Expand", "Tile", "Slice", "Select", "Gather", "Pad", "Resize", "DepthToSpace", "SpaceToDepth",
-     "ChannelShuffle"}
-)  # fmt: skip
+    {
+        "MaxPool",
+        "AvgPool",
+        "Max",
+        "Min",
+        "ReduceMax",
+        "ReduceMin",
+        "Concat",
+        "Stack",
+        "Unstack",
+        "Split",
+        "Reshape",
+        "Squeeze",
+        "Unsqueeze",
+        "Identity",
+        "Dropout",
+        "Transpose",
+        "Expand",
+        "Tile",
+        "Slice",
+        "Select",
+        "Gather",
+        "Pad",
+        "Resize",
+        "DepthToSpace",
+        "SpaceToDepth",
+        "ChannelShuffle",
+    }
+)
 #: operators that apply an activation themselves
 FUSING = {"Conv1D", "Conv2D", "DepthwiseConv2D", "TransposeConv2D", "Linear", "Add", "Sub", "Mul", "MaxPool", "AvgPool"}
 SAME, VALID = 0, 1
@@ -48,18 +73,43 @@ def _plain(kind: str, options: str = "", **settings: Any) -> Write:
 
 
 for _op, (_kind, _options) in {
-    "Relu": ("RELU", ""), "Relu6": ("RELU6", ""), "Sigmoid": ("LOGISTIC", ""), "Tanh": ("TANH", ""), "HardSwish": ("HARD_SWISH", "HardSwish"),
-    "Exp": ("EXP", "Exp"), "Log": ("LOG", ""), "Abs": ("ABS", "Abs"), "Max": ("MAXIMUM", "MaximumMinimum"),
+    "Relu": ("RELU", ""),
+    "Relu6": ("RELU6", ""),
+    "Sigmoid": ("LOGISTIC", ""),
+    "Tanh": ("TANH", ""),
+    "HardSwish": ("HARD_SWISH", "HardSwish"),
+    "Exp": ("EXP", "Exp"),
+    "Log": ("LOG", ""),
+    "Abs": ("ABS", "Abs"),
+    "Max": ("MAXIMUM", "MaximumMinimum"),
     "Min": ("MINIMUM", "MaximumMinimum"),
-}.items():  # fmt: skip
+}.items():
     _writes(_op, integer=True)(_plain(_kind, _options))
 for _op, (_kind, _options) in {
-    "Sqrt": ("SQRT", ""), "Rsqrt": ("RSQRT", ""), "Neg": ("NEG", "Neg"), "Sin": ("SIN", ""), "Cos": ("COS", "Cos"), "Floor": ("FLOOR", ""), "Ceil": ("CEIL", ""),
-    "Round": ("ROUND", ""), "Sign": ("SIGN", "Sign"), "LogicalNot": ("LOGICAL_NOT", "LogicalNot"), "Pow": ("POW", "Pow"), "Div": ("DIV", "Div"),
-    "Mod": ("FLOOR_MOD", "FloorMod"), "FloorDiv": ("FLOOR_DIV", "FloorDiv"), "Equal": ("EQUAL", "Equal"), "NotEqual": ("NOT_EQUAL", "NotEqual"),
-    "Less": ("LESS", "Less"), "LessEqual": ("LESS_EQUAL", "LessEqual"), "Greater": ("GREATER", "Greater"), "Where": ("SELECT_V2", "SelectV2"),
-    "GreaterEqual": ("GREATER_EQUAL", "GreaterEqual"), "LogicalAnd": ("LOGICAL_AND", "LogicalAnd"), "LogicalOr": ("LOGICAL_OR", "LogicalOr"),
-}.items():  # fmt: skip
+    "Sqrt": ("SQRT", ""),
+    "Rsqrt": ("RSQRT", ""),
+    "Neg": ("NEG", "Neg"),
+    "Sin": ("SIN", ""),
+    "Cos": ("COS", "Cos"),
+    "Floor": ("FLOOR", ""),
+    "Ceil": ("CEIL", ""),
+    "Round": ("ROUND", ""),
+    "Sign": ("SIGN", "Sign"),
+    "LogicalNot": ("LOGICAL_NOT", "LogicalNot"),
+    "Pow": ("POW", "Pow"),
+    "Div": ("DIV", "Div"),
+    "Mod": ("FLOOR_MOD", "FloorMod"),
+    "FloorDiv": ("FLOOR_DIV", "FloorDiv"),
+    "Equal": ("EQUAL", "Equal"),
+    "NotEqual": ("NOT_EQUAL", "NotEqual"),
+    "Less": ("LESS", "Less"),
+    "LessEqual": ("LESS_EQUAL", "LessEqual"),
+    "Greater": ("GREATER", "Greater"),
+    "Where": ("SELECT_V2", "SelectV2"),
+    "GreaterEqual": ("GREATER_EQUAL", "GreaterEqual"),
+    "LogicalAnd": ("LOGICAL_AND", "LogicalAnd"),
+    "LogicalOr": ("LOGICAL_OR", "LogicalOr"),
+}.items():
     _writes(_op)(_plain(_kind, _options))
 
 
@@ -94,7 +144,9 @@ def _window(
     """SAME or VALID where one of them places the windows as the node does; else VALID and the padding to apply before."""
     same, valid, pads = True, True, []
     dilation = n.attrs.get("dilation", (1,) * len(kernel))
-    for i, o, k, s, d, (low, _) in zip(sizes, out, kernel, n.attrs["stride"], dilation, padding or n.attrs["padding"], strict=True):
+    for i, o, k, s, d, (low, _) in zip(
+        sizes, out, kernel, n.attrs["stride"], dilation, padding or n.attrs["padding"], strict=True
+    ):
         covered = (o - 1) * s + d * (k - 1) + 1  # elements under the windows, counted from the first padded one
         total = max(covered - i, 0)
         same &= o == -(-i // s) and low == total // 2
@@ -124,7 +176,12 @@ def _lowest(w: Writer, n: Node) -> int:
     t = w.plan.tensors.get(n.inputs[0] or "")
     if not w.integer or t is None or t.grid is None or t.scale is None or t.zero_point is None:
         return w.scalar(float(np.finfo(np.float32).min))
-    return w.constant(np.array(t.grid.qmin), kind=w.tensors[w.read(n.inputs[0])].type, scale=t.scale.numpy(), zero=t.zero_point.numpy())
+    return w.constant(
+        np.array(t.grid.qmin),
+        kind=w.tensors[w.read(n.inputs[0])].type,
+        scale=t.scale.numpy(),
+        zero=t.zero_point.numpy(),
+    )
 
 
 def _as_image(shape: Sequence[int]) -> list[int]:
@@ -132,7 +189,9 @@ def _as_image(shape: Sequence[int]) -> list[int]:
     return [shape[0], 1, *shape[1:]]
 
 
-def _spatial(w: Writer, n: Node, y: Sequence[int], write: Callable[[int, Sequence[int], int, Sequence[int]], None]) -> None:
+def _spatial(
+    w: Writer, n: Node, y: Sequence[int], write: Callable[[int, Sequence[int], int, Sequence[int]], None]
+) -> None:
     """Call `write(x, shape of x, y, shape of y)` with images; one spatial axis becomes an image of height 1."""
     x, a, b = w.read(n.inputs[0]), list(w.shape(n.inputs[0])), list(w.shape(n.output))
     if len(a) == 4:
@@ -222,9 +281,18 @@ def _conv3d(w: Writer, n: Node, y: Sequence[int]) -> None:
     (sd, sh, sw), (dd, dh, dw) = n.attrs["stride"], n.attrs["dilation"]
     kernel = w.weight(n.inputs[1] or "", lambda k: k.transpose(2, 3, 4, 1, 0))
     w.op(
-        "CONV_3D", [x, kernel, _bias(w, n, b[4])], y, "Conv3D", padding=padding, strideD=sd, strideH=sh, strideW=sw, dilationDFactor=dd,
-        dilationHFactor=dh, dilationWFactor=dw,
-    )  # fmt: skip
+        "CONV_3D",
+        [x, kernel, _bias(w, n, b[4])],
+        y,
+        "Conv3D",
+        padding=padding,
+        strideD=sd,
+        strideH=sh,
+        strideW=sw,
+        dilationDFactor=dd,
+        dilationHFactor=dh,
+        dilationWFactor=dw,
+    )
 
 
 @_writes("TransposeConv1D", "TransposeConv2D")
@@ -241,7 +309,9 @@ def _transpose_conv(w: Writer, n: Node, y: Sequence[int]) -> None:
     def write(x: int, a: Sequence[int], out: int, b: Sequence[int]) -> None:
         s, low = m.attrs["stride"], [p[0] for p in m.attrs["padding"]]
         full = [(i - 1) * s_ + k for i, s_, k in zip(a[1:3], s, kernel, strict=True)]
-        cut = [max((-(-o // s_) - 1) * s_ + k - o, 0) // 2 for o, s_, k in zip(b[1:3], s, kernel, strict=True)]  # what SAME cuts off before
+        cut = [
+            max((-(-o // s_) - 1) * s_ + k - o, 0) // 2 for o, s_, k in zip(b[1:3], s, kernel, strict=True)
+        ]  # what SAME cuts off before
         same = cut == low and [-(-o // s_) for o, s_ in zip(b[1:3], s, strict=True)] == list(a[1:3])
         if not same and any(p + o > f for p, o, f in zip(low, b[1:3], full, strict=True)):
             w.refuse(n, "its output padding reaches beyond the last window")
@@ -269,7 +339,14 @@ def _transpose_conv(w: Writer, n: Node, y: Sequence[int]) -> None:
 def _linear(w: Writer, n: Node, y: Sequence[int]) -> None:
     out = w.shape(n.inputs[1])[0]
     ins = [w.read(n.inputs[0]), w.weight(n.inputs[1] or ""), _bias(w, n, out)]
-    w.op("FULLY_CONNECTED", ins, y, "FullyConnected", fusedActivationFunction=w.fused, keepNumDims=len(w.shape(n.output)) > 2)
+    w.op(
+        "FULLY_CONNECTED",
+        ins,
+        y,
+        "FullyConnected",
+        fusedActivationFunction=w.fused,
+        keepNumDims=len(w.shape(n.output)) > 2,
+    )
 
 
 INTEGER |= {"Conv1D", "Conv2D", "DepthwiseConv2D", "TransposeConv1D", "TransposeConv2D"}
@@ -316,7 +393,10 @@ def _pool(w: Writer, n: Node, y: Sequence[int]) -> None:
                 w.refuse(n, "its padding is not counted and is not that of SAME")
         if pads is not None:
             x, a = _padded(w, m, x, a, pads, lowest=True)
-        kind, how = ("MAX_POOL_2D" if n.op == "MaxPool" else "AVERAGE_POOL_2D"), {"filterHeight": kernel[0], "filterWidth": kernel[1]}
+        kind, how = (
+            ("MAX_POOL_2D" if n.op == "MaxPool" else "AVERAGE_POOL_2D"),
+            {"filterHeight": kernel[0], "filterWidth": kernel[1]},
+        )
         w.op(kind, [x], out, "Pool2D", padding=padding, strideH=sh, strideW=sw, fusedActivationFunction=w.fused, **how)
 
     _spatial(w, n, y, write)
@@ -328,7 +408,13 @@ def _adaptive(w: Writer, n: Node, y: Sequence[int]) -> None:
     if any(i % o for i, o in zip(a[1:-1], b[1:-1], strict=True)):
         w.refuse(n, f"an input of {a[1:-1]} does not divide into {b[1:-1]} equal windows")
     window = tuple(i // o for i, o in zip(a[1:-1], b[1:-1], strict=True))
-    attrs = {"kernel": window, "stride": window, "padding": ((0, 0),) * len(window), "ceil_mode": False, "count_include_pad": False}
+    attrs = {
+        "kernel": window,
+        "stride": window,
+        "padding": ((0, 0),) * len(window),
+        "ceil_mode": False,
+        "count_include_pad": False,
+    }
     _pool(w, n.with_(op="AvgPool" if n.op == "AdaptiveAvgPool" else "MaxPool", attrs=attrs), y)
 
 
@@ -342,7 +428,13 @@ def _global(w: Writer, n: Node, y: Sequence[int]) -> None:
 def _reduce(w: Writer, n: Node, y: Sequence[int]) -> None:
     kind = {"ReduceMax": "REDUCE_MAX", "ReduceMin": "REDUCE_MIN", "ReduceProd": "REDUCE_PROD"}.get(n.op, n.op.upper())
     rank = len(w.shape(n.inputs[0]))
-    w.op(kind, [w.read(n.inputs[0]), w.ints(*(a % rank for a in n.attrs["axes"]))], y, "Reducer", keepDims=bool(n.attrs["keepdims"]))
+    w.op(
+        kind,
+        [w.read(n.inputs[0]), w.ints(*(a % rank for a in n.attrs["axes"]))],
+        y,
+        "Reducer",
+        keepDims=bool(n.attrs["keepdims"]),
+    )
 
 
 _writes("Sum", "ReduceProd")(_reduce)  # the 8-bit reference kernel of SUM is wrong in ai-edge-litert 2.3
@@ -353,7 +445,12 @@ def _l2(w: Writer, n: Node, y: Sequence[int]) -> None:
     x, a = w.read(n.inputs[0]), w.shape(n.inputs[0])
     square = _map(w, "MUL", [x, x], a, "Mul")
     total = _map(
-        w, "SUM", [square, w.ints(*(i % len(a) for i in n.attrs["axes"]))], w.shape(n.output), "Reducer", keepDims=bool(n.attrs["keepdims"])
+        w,
+        "SUM",
+        [square, w.ints(*(i % len(a) for i in n.attrs["axes"]))],
+        w.shape(n.output),
+        "Reducer",
+        keepDims=bool(n.attrs["keepdims"]),
     )
     w.op("SQRT", [total], y)
 
@@ -384,12 +481,25 @@ def _cum_sum(w: Writer, n: Node, y: Sequence[int]) -> None:
 
 @_writes("Concat", integer=True)
 def _concat(w: Writer, n: Node, y: Sequence[int]) -> None:
-    w.op("CONCATENATION", [w.read(i) for i in n.inputs], y, "Concatenation", axis=n.attrs["axis"] % len(w.shape(n.output)))
+    w.op(
+        "CONCATENATION",
+        [w.read(i) for i in n.inputs],
+        y,
+        "Concatenation",
+        axis=n.attrs["axis"] % len(w.shape(n.output)),
+    )
 
 
 @_writes("Stack", integer=True)
 def _stack(w: Writer, n: Node, y: Sequence[int]) -> None:
-    w.op("PACK", [w.read(i) for i in n.inputs], y, "Pack", valuesCount=len(n.inputs), axis=n.attrs["axis"] % len(w.shape(n.output)))
+    w.op(
+        "PACK",
+        [w.read(i) for i in n.inputs],
+        y,
+        "Pack",
+        valuesCount=len(n.inputs),
+        axis=n.attrs["axis"] % len(w.shape(n.output)),
+    )
 
 
 @_writes("Unstack", integer=True)
@@ -453,9 +563,14 @@ def _slice(w: Writer, n: Node, y: Sequence[int]) -> None:
     begin[axis], stop[axis], strides[axis] = start, end or 0, step
     others = (1 << rank) - 1 - (1 << axis)
     w.op(
-        "STRIDED_SLICE", [w.read(n.inputs[0]), w.ints(*begin), w.ints(*stop), w.ints(*strides)], y, "StridedSlice",
-        beginMask=others, endMask=others | (1 << axis if end is None else 0), shrinkAxisMask=1 << axis if n.op == "Select" else 0,
-    )  # fmt: skip
+        "STRIDED_SLICE",
+        [w.read(n.inputs[0]), w.ints(*begin), w.ints(*stop), w.ints(*strides)],
+        y,
+        "StridedSlice",
+        beginMask=others,
+        endMask=others | (1 << axis if end is None else 0),
+        shrinkAxisMask=1 << axis if n.op == "Select" else 0,
+    )
 
 
 @_writes("Gather", integer=True)
@@ -504,7 +619,11 @@ def _resize(w: Writer, n: Node, y: Sequence[int]) -> None:
         w.refuse(n, f"mode '{mode}' over {len(a) - 2} axes")
     if scale is not None and any(i * s != o for i, s, o in zip(a[1:3], scale, b[1:3], strict=True)):
         w.refuse(n, "its factor does not give whole sizes; give the size instead")
-    kind, options = ("RESIZE_NEAREST_NEIGHBOR", "ResizeNearestNeighbor") if mode == "nearest" else ("RESIZE_BILINEAR", "ResizeBilinear")
+    kind, options = (
+        ("RESIZE_NEAREST_NEIGHBOR", "ResizeNearestNeighbor")
+        if mode == "nearest"
+        else ("RESIZE_BILINEAR", "ResizeBilinear")
+    )
     corners = bool(n.attrs["align_corners"]) and mode == "linear"
     half = mode == "linear" and not corners
     w.op(kind, [w.read(n.inputs[0]), w.ints(*b[1:3])], y, options, alignCorners=corners, halfPixelCenters=half)

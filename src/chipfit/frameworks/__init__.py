@@ -32,9 +32,11 @@ def framework_of(model: Any) -> str:
     packages = {c.__module__.partition(".")[0] for c in type(model).__mro__}
     if "tf_keras" in packages:
         raise CaptureError(
-            "This is a model of Keras 2 (tf_keras)", got=type(model).__name__, allowed="Keras 3 or PyTorch",
+            "This is a model of Keras 2 (tf_keras)",
+            got=type(model).__name__,
+            allowed="Keras 3 or PyTorch",
             hint="save it with model.save('model.h5') and load that file with Keras 3",
-        )  # fmt: skip
+        )
     return next((name for name, owned in _OWNED.items() if packages.intersection(owned)), "torch")
 
 

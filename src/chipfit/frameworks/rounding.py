@@ -12,10 +12,32 @@ from chipfit.plan import Plan, TensorPlan
 
 #: operators whose result holds numbers of their inputs and no others, so that rounding it again changes nothing
 _MOVES = frozenset(
-    {"Identity", "Dropout", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Expand", "Slice", "Select", "Gather", "Concat", "Stack",
-     "Split", "Unstack", "Roll", "Tile", "DepthToSpace", "SpaceToDepth", "ChannelShuffle", "MaxPool", "AdaptiveMaxPool",
-     "ReduceMax", "ReduceMin"}
-)  # fmt: skip
+    {
+        "Identity",
+        "Dropout",
+        "Reshape",
+        "Transpose",
+        "Squeeze",
+        "Unsqueeze",
+        "Expand",
+        "Slice",
+        "Select",
+        "Gather",
+        "Concat",
+        "Stack",
+        "Split",
+        "Unstack",
+        "Roll",
+        "Tile",
+        "DepthToSpace",
+        "SpaceToDepth",
+        "ChannelShuffle",
+        "MaxPool",
+        "AdaptiveMaxPool",
+        "ReduceMax",
+        "ReduceMin",
+    }
+)
 
 
 @dataclass(slots=True)
@@ -69,7 +91,14 @@ def _skip_moved(out: Rounding, graph: Graph, plan: Plan, n: Node) -> None:
 
 def _same(a: TensorPlan, b: TensorPlan) -> bool:
     """Both are stored on one grid with one set of numbers."""
-    if a.grid != b.grid or a.axis != b.axis or a.scale is None or b.scale is None or a.zero_point is None or b.zero_point is None:
+    if (
+        a.grid != b.grid
+        or a.axis != b.axis
+        or a.scale is None
+        or b.scale is None
+        or a.zero_point is None
+        or b.zero_point is None
+    ):
         return False
     return torch.equal(a.scale, b.scale) and torch.equal(a.zero_point, b.zero_point)
 

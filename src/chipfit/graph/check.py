@@ -30,7 +30,9 @@ def check(graph: Graph, blame: str = "") -> None:
         slots = OPS[n.op].slots if n.op in OPS else ("*",)
         least = sum(not s.endswith(("?", "*")) for s in slots)
         if len(n.inputs) < least or (len(n.inputs) > len(slots) and not any(s.endswith("*") for s in slots)):
-            raise GraphError(f"Node '{n.name}' ({n.op}) has {len(n.inputs)} inputs", where=where, allowed=" ".join(slots))
+            raise GraphError(
+                f"Node '{n.name}' ({n.op}) has {len(n.inputs)} inputs", where=where, allowed=" ".join(slots)
+            )
         for o in n.outputs:
             if o in known:
                 raise GraphError(f"Value '{o}' is written twice, again by '{n.name}'", where=where)

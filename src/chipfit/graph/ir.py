@@ -47,7 +47,9 @@ class Node:
     layer: str = ""  #: path of the user's module that this came from ("layers.0.conv1")
     layer_type: str = ""  #: class name of that module ("Conv2d"), or of the function ("relu") without one
     source: str = ""  #: "file:line" in the user's code, when known
-    config: dict[str, Any] = field(default_factory=dict)  #: the framework's own settings of that layer or call, for filters; JSON-able
+    config: dict[str, Any] = field(
+        default_factory=dict
+    )  #: the framework's own settings of that layer or call, for filters; JSON-able
 
     @property
     def output(self) -> str:
@@ -76,9 +78,18 @@ class Graph:
     def copy(self) -> Graph:
         """A copy whose node list, values and weight table can be edited; tensors are shared, never edited in place."""
         return Graph(
-            list(self.nodes), list(self.inputs), list(self.outputs), dict(self.values), dict(self.weights),
-            set(self.trainable), self.in_spec, self.out_spec, self.data_format, self.framework, self.example,
-        )  # fmt: skip
+            list(self.nodes),
+            list(self.inputs),
+            list(self.outputs),
+            dict(self.values),
+            dict(self.weights),
+            set(self.trainable),
+            self.in_spec,
+            self.out_spec,
+            self.data_format,
+            self.framework,
+            self.example,
+        )
 
     def node(self, name: str) -> Node:
         for n in self.nodes:

@@ -20,7 +20,11 @@ LINEAR = CONVS | TRANSPOSED | {"Linear"}
 
 def is_linear(graph: Graph, node: Node) -> bool:
     """A convolution or linear layer whose weight, and bias if any, are constants of the model."""
-    return node.op in LINEAR and graph.is_weight(node.inputs[1]) and (bias_of(node) is None or graph.is_weight(bias_of(node)))
+    return (
+        node.op in LINEAR
+        and graph.is_weight(node.inputs[1])
+        and (bias_of(node) is None or graph.is_weight(bias_of(node)))
+    )
 
 
 def bias_of(node: Node) -> str | None:

@@ -39,11 +39,36 @@ OPS: dict[str, OpDef] = {
     "InstanceNorm": OpDef(_NORM, ("eps",)),
     "RMSNorm": OpDef(("in0", "w?"), ("normalized_shape", "eps"), "eps None = machine epsilon of the dtype"),
     "SDPA": OpDef(("in0", "in1", "in2", "mask?"), ("is_causal", "scale", "enable_gqa"), "scale None = 1/sqrt(d)"),
-    **{a: OpDef(("in0",)) for a in (
-        "Relu", "Relu6", "Sigmoid", "Tanh", "HardSwish", "HardSigmoid", "Swish", "Mish", "Exp", "Log", "Abs",
-        "Neg", "Sqrt", "Rsqrt", "Sin", "Cos", "Erf", "Floor", "Ceil", "Round", "Sign", "Reciprocal",
-        "LogicalNot", "Identity", "Requantize",
-    )},
+    **{
+        a: OpDef(("in0",))
+        for a in (
+            "Relu",
+            "Relu6",
+            "Sigmoid",
+            "Tanh",
+            "HardSwish",
+            "HardSigmoid",
+            "Swish",
+            "Mish",
+            "Exp",
+            "Log",
+            "Abs",
+            "Neg",
+            "Sqrt",
+            "Rsqrt",
+            "Sin",
+            "Cos",
+            "Erf",
+            "Floor",
+            "Ceil",
+            "Round",
+            "Sign",
+            "Reciprocal",
+            "LogicalNot",
+            "Identity",
+            "Requantize",
+        )
+    },
     "Clamp": OpDef(("in0",), ("min", "max"), "min or max None = unbounded; Hardtanh and clip are this"),
     "LeakyRelu": OpDef(("in0",), ("negative_slope",)),
     "PRelu": OpDef(("in0", "w"), (), "w has 1 or C entries, channel axis 1"),
@@ -53,10 +78,28 @@ OPS: dict[str, OpDef] = {
     "Gelu": OpDef(("in0",), ("approximate",), '"none" or "tanh"'),
     "Softmax": OpDef(("in0",), ("axis",)),
     "LogSoftmax": OpDef(("in0",), ("axis",)),
-    **{e: OpDef(("in0", "in1")) for e in (
-        "Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Mod", "FloorDiv",
-        "Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual", "LogicalAnd", "LogicalOr",
-    )},
+    **{
+        e: OpDef(("in0", "in1"))
+        for e in (
+            "Add",
+            "Sub",
+            "Mul",
+            "Div",
+            "Pow",
+            "Max",
+            "Min",
+            "Mod",
+            "FloorDiv",
+            "Equal",
+            "NotEqual",
+            "Less",
+            "LessEqual",
+            "Greater",
+            "GreaterEqual",
+            "LogicalAnd",
+            "LogicalOr",
+        )
+    },
     "Concat": OpDef(("ins*",), ("axis",)),
     "Stack": OpDef(("ins*",), ("axis",)),
     "Split": OpDef(("in0",), ("axis", "sizes"), "several outputs, sizes in elements"),
@@ -70,7 +113,11 @@ OPS: dict[str, OpDef] = {
     "ReduceL2": OpDef(("in0",), ("axes", "keepdims")),
     "ArgMax": OpDef(("in0",), ("axis", "keepdims"), "axis None = over the flattened tensor"),
     "CumSum": OpDef(("in0",), ("axis",)),
-    "Pad": OpDef(("in0",), ("padding", "mode", "value"), '((lo, hi), ...) per axis of the whole tensor; mode "constant", "reflect", "replicate", "circular"'),
+    "Pad": OpDef(
+        ("in0",),
+        ("padding", "mode", "value"),
+        '((lo, hi), ...) per axis of the whole tensor; mode "constant", "reflect", "replicate", "circular"',
+    ),
     "Reshape": OpDef(("in0",), ("shape",), "at most one -1; flatten and view are this"),
     "Transpose": OpDef(("in0",), ("perm",)),
     "Squeeze": OpDef(("in0",), ("axes",)),
@@ -83,20 +130,40 @@ OPS: dict[str, OpDef] = {
     "Where": OpDef(("mask", "in0", "in1")),
     "Roll": OpDef(("in0",), ("shifts", "axes")),
     "Tile": OpDef(("in0",), ("repeats",)),
-    "Resize": OpDef(("in0",), ("mode", "size", "scale", "align_corners"), 'mode "nearest", "linear", "cubic"; size or scale per spatial axis'),
+    "Resize": OpDef(
+        ("in0",),
+        ("mode", "size", "scale", "align_corners"),
+        'mode "nearest", "linear", "cubic"; size or scale per spatial axis',
+    ),
     "DepthToSpace": OpDef(("in0",), ("block",), "channel order as PixelShuffle (CRD)"),
     "SpaceToDepth": OpDef(("in0",), ("block",)),
     "ChannelShuffle": OpDef(("in0",), ("groups",)),
     "Cast": OpDef(("in0",), ("dtype",)),
     "Size": OpDef(("in0",), ("axis",), "a Python integer"),
     "Dropout": OpDef(("in0",), ("p",), "identity in eval mode"),
-}  # fmt: skip
+}
 
 #: activations that a kernel may apply to its own result
 ACTIVATIONS = frozenset(
-    {"Relu", "Relu6", "Clamp", "LeakyRelu", "PRelu", "HardSwish", "HardSigmoid", "Swish", "Gelu", "Sigmoid",
-     "Tanh", "Elu", "Selu", "Softplus", "Mish", "Softmax"}
-)  # fmt: skip
+    {
+        "Relu",
+        "Relu6",
+        "Clamp",
+        "LeakyRelu",
+        "PRelu",
+        "HardSwish",
+        "HardSigmoid",
+        "Swish",
+        "Gelu",
+        "Sigmoid",
+        "Tanh",
+        "Elu",
+        "Selu",
+        "Softplus",
+        "Mish",
+        "Softmax",
+    }
+)
 
 #: names that platform files use for the same operator: the platform's word -> a predicate on our node
 ALIASES: dict[str, tuple[str, dict[str, float | str]]] = {

@@ -72,12 +72,27 @@ _OVERWRITE: dict[str, Callable[..., tuple[Any, ...]]] = {
     "Add": lambda x, y: (x.add_(y),) if y.shape == x.shape and y.dtype == x.dtype else (x + y,),
 }
 #: operators whose result is a new tensor, never a view of an operand
-_FRESH = frozenset({"Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D", "Linear", "BatchNorm", "Add", "Relu", "Relu6", "Mul"})
+_FRESH = frozenset(
+    {"Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D", "Linear", "BatchNorm", "Add", "Relu", "Relu6", "Mul"}
+)
 #: operators whose result certainly shares no memory with an operand
-_COPIES = _FRESH | {"MaxPool", "AvgPool", "GlobalAvgPool", "Concat", "Sigmoid", "HardSigmoid", "HardSwish", "Swish", "Sub", "Resize"}
+_COPIES = _FRESH | {
+    "MaxPool",
+    "AvgPool",
+    "GlobalAvgPool",
+    "Concat",
+    "Sigmoid",
+    "HardSigmoid",
+    "HardSwish",
+    "Swish",
+    "Sub",
+    "Resize",
+}
 
 
-def _overwritable(node: Node, last: Mapping[str, int], k: int, held: Collection[str], made: Mapping[str, str]) -> str | None:
+def _overwritable(
+    node: Node, last: Mapping[str, int], k: int, held: Collection[str], made: Mapping[str, str]
+) -> str | None:
     """The operand that `node` may overwrite: freshly made, read here for the last time, read once."""
     first = node.inputs[0] if node.inputs else None
     if node.op not in _OVERWRITE or first is None or first in held or made.get(first) not in _FRESH:

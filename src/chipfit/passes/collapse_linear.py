@@ -24,7 +24,11 @@ def collapse_linear(graph: Graph) -> tuple[Graph, list[str]]:
         users = graph.users()
         for first in graph.nodes:
             second = only_reader(graph, users, first.output) if is_linear(graph, first) else None
-            merged = None if second is None else _added(graph, users, first, second) or _merged(graph, users, first, second, notes)
+            merged = (
+                None
+                if second is None
+                else _added(graph, users, first, second) or _merged(graph, users, first, second, notes)
+            )
             if second is not None and merged is not None:
                 notes[f"collapsed '{name_of(second)}' into '{name_of(first)}'"] = None
                 graph.nodes[graph.nodes.index(first)] = merged.with_(outputs=second.outputs)
@@ -35,9 +39,16 @@ def collapse_linear(graph: Graph) -> tuple[Graph, list[str]]:
     return graph, list(notes)
 
 
-def _merged(graph: Graph, users: dict[str, list[Node]], first: Node, second: Node, notes: dict[str, None]) -> Node | None:
+def _merged(
+    graph: Graph, users: dict[str, list[Node]], first: Node, second: Node, notes: dict[str, None]
+) -> Node | None:
     """`first` with the weights of both."""
-    if first.op not in CONVS | {"Linear"} or second.op != first.op or not is_linear(graph, second) or second.inputs[0] != first.output:
+    if (
+        first.op not in CONVS | {"Linear"}
+        or second.op != first.op
+        or not is_linear(graph, second)
+        or second.inputs[0] != first.output
+    ):
         return None
     w1, w2 = (graph.weights[n.inputs[1] or ""] for n in (first, second))
     if math.prod(w2.shape[2:]) > 1:
@@ -65,13 +76,19 @@ def _merged(graph: Graph, users: dict[str, list[Node]], first: Node, second: Nod
 def _added(graph: Graph, users: dict[str, list[Node]], first: Node, add: Node) -> Node | None:
     """`first` with the constant that `add` adds in its bias."""
     other = next((i for i in add.inputs if i != first.output), None)
-    if add.op not in ("Add", "Sub") or (add.op == "Sub" and add.inputs[0] != first.output) or not graph.is_weight(other):
+    if (
+        add.op not in ("Add", "Sub")
+        or (add.op == "Sub" and add.inputs[0] != first.output)
+        or not graph.is_weight(other)
+    ):
         return None
     constant, shape = graph.weights[other or ""].detach().double(), graph.shape(first.output)
     axis = len(shape) - 1 if first.op == "Linear" else 1
     padded = [1] * (len(shape) - constant.dim()) + list(constant.shape)
     bias = bias_or_zero(graph, first)
-    per_channel = len(padded) == len(shape) and all(size in (1, len(bias) if k == axis else 1) for k, size in enumerate(padded))
+    per_channel = len(padded) == len(shape) and all(
+        size in (1, len(bias) if k == axis else 1) for k, size in enumerate(padded)
+    )
     if not per_channel or not graph.is_float(other or "") or own(graph, users, first):
         return None
     bias = bias + (constant if add.op == "Add" else -constant).reshape(-1)

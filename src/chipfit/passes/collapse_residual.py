@@ -19,7 +19,9 @@ def collapse_residual(graph: Graph) -> tuple[Graph, list[str]]:
     graph, notes = graph.copy(), []
     users = graph.users()
     for node in list(graph.nodes):
-        add = only_reader(graph, users, node.output) if node.op in CONVS | {"Linear"} and is_linear(graph, node) else None
+        add = (
+            only_reader(graph, users, node.output) if node.op in CONVS | {"Linear"} and is_linear(graph, node) else None
+        )
         if add is None or add.op != "Add" or set(add.inputs) != {node.inputs[0], node.output}:
             continue
         tap = _centre(node)

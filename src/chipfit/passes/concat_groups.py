@@ -20,7 +20,11 @@ def concat_groups(graph: Graph, assignment: Assignment) -> list[list[str]]:
     for n in graph.nodes:
         if n.op == "Concat" and n.output in assignment.slots:
             wanted = assignment.slots[n.output].format_name
-            inputs = [i for i in dict.fromkeys(n.inputs) if i in assignment.slots and assignment.slots[i].format_name == wanted]
+            inputs = [
+                i
+                for i in dict.fromkeys(n.inputs)
+                if i in assignment.slots and assignment.slots[i].format_name == wanted
+            ]
             if inputs:
                 out.append([n.output, *(i for i in inputs if i is not None)])
     return out

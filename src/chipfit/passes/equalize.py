@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import bias_of, bias_or_zero, in_groups, is_linear, own, scale_inputs, scale_outputs, with_bias
+from chipfit.graph.linear import (
+    bias_of,
+    bias_or_zero,
+    in_groups,
+    is_linear,
+    own,
+    scale_inputs,
+    scale_outputs,
+    with_bias,
+)
 from chipfit.graph.paths import Paths, name_of, paths
 
 #: operators on single elements, and on the spatial axes of one channel, for which f(s x) = s f(x) holds, s > 0

@@ -6,7 +6,9 @@ import torch
 
 from chipfit.graph.ir import Graph, Node
 
-_FOLDABLE = frozenset({"Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D", "Linear", "TransposeConv1D", "TransposeConv2D", "TransposeConv3D"})
+_FOLDABLE = frozenset(
+    {"Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D", "Linear", "TransposeConv1D", "TransposeConv2D", "TransposeConv3D"}
+)
 
 
 def fold_batch_norm(graph: Graph) -> tuple[Graph, list[str]]:

@@ -67,7 +67,12 @@ def _named(node: Node, alternatives: frozenset[str]) -> bool:
 
 
 def _follow(
-    graph: Graph, start: Node, chain: Pattern, users: dict[str, list[Node]], taken: set[str], fits: Callable[[Node, frozenset[str]], bool]
+    graph: Graph,
+    start: Node,
+    chain: Pattern,
+    users: dict[str, list[Node]],
+    taken: set[str],
+    fits: Callable[[Node, frozenset[str]], bool],
 ) -> tuple[list[Node], str]:
     """The nodes along `chain` from `start` as far as it fits, and why it stopped when a reader would have fitted."""
     if not fits(start, chain[0]):

@@ -17,17 +17,85 @@ Form = tuple[int, ...]
 
 #: operators whose channel axis is told by the layout
 SPATIAL = frozenset(
-    {"Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D", "TransposeConv1D", "TransposeConv2D", "TransposeConv3D", "BatchNorm", "GroupNorm",
-     "InstanceNorm", "PRelu", "MaxPool", "AvgPool", "GlobalAvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "Resize", "DepthToSpace",
-     "SpaceToDepth", "ChannelShuffle"}
-)  # fmt: skip
+    {
+        "Conv1D",
+        "Conv2D",
+        "Conv3D",
+        "DepthwiseConv2D",
+        "TransposeConv1D",
+        "TransposeConv2D",
+        "TransposeConv3D",
+        "BatchNorm",
+        "GroupNorm",
+        "InstanceNorm",
+        "PRelu",
+        "MaxPool",
+        "AvgPool",
+        "GlobalAvgPool",
+        "AdaptiveAvgPool",
+        "AdaptiveMaxPool",
+        "Resize",
+        "DepthToSpace",
+        "SpaceToDepth",
+        "ChannelShuffle",
+    }
+)
 #: operators that broadcast and compute element by element
 ELEMENTWISE = frozenset(
-    {"Relu", "Relu6", "Sigmoid", "Tanh", "HardSwish", "HardSigmoid", "Swish", "Mish", "Exp", "Log", "Abs", "Neg", "Sqrt", "Rsqrt", "Sin",
-     "Cos", "Erf", "Floor", "Ceil", "Round", "Sign", "Reciprocal", "LogicalNot", "Identity", "Requantize", "Clamp", "LeakyRelu", "Elu", "Selu",
-     "Softplus", "Gelu", "Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Mod", "FloorDiv", "Equal", "NotEqual", "Less", "LessEqual",
-     "Greater", "GreaterEqual", "LogicalAnd", "LogicalOr", "Where", "Cast", "Dropout"}
-)  # fmt: skip
+    {
+        "Relu",
+        "Relu6",
+        "Sigmoid",
+        "Tanh",
+        "HardSwish",
+        "HardSigmoid",
+        "Swish",
+        "Mish",
+        "Exp",
+        "Log",
+        "Abs",
+        "Neg",
+        "Sqrt",
+        "Rsqrt",
+        "Sin",
+        "Cos",
+        "Erf",
+        "Floor",
+        "Ceil",
+        "Round",
+        "Sign",
+        "Reciprocal",
+        "LogicalNot",
+        "Identity",
+        "Requantize",
+        "Clamp",
+        "LeakyRelu",
+        "Elu",
+        "Selu",
+        "Softplus",
+        "Gelu",
+        "Add",
+        "Sub",
+        "Mul",
+        "Div",
+        "Pow",
+        "Max",
+        "Min",
+        "Mod",
+        "FloorDiv",
+        "Equal",
+        "NotEqual",
+        "Less",
+        "LessEqual",
+        "Greater",
+        "GreaterEqual",
+        "LogicalAnd",
+        "LogicalOr",
+        "Where",
+        "Cast",
+        "Dropout",
+    }
+)
 _REDUCE = frozenset({"Mean", "Sum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2"})
 #: one axis is named, every axis stays
 _ALONG = frozenset({"Softmax", "LogSoftmax", "Split", "Slice", "CumSum"})
@@ -56,9 +124,13 @@ class Rearranged:
 
 
 def rearrange(
-    graph: Graph, target: str, raw: Collection[tuple[str, str]] = frozenset(), solid: Collection[str] = frozenset(), *,
+    graph: Graph,
+    target: str,
+    raw: Collection[tuple[str, str]] = frozenset(),
+    solid: Collection[str] = frozenset(),
+    *,
     borders: bool = False,
-) -> Rearranged:  # fmt: skip
+) -> Rearranged:
     """As `to_layout`, for a graph whose values have a quantized and a raw side.
 
     Args:
@@ -110,9 +182,14 @@ class _Walk:
     """One pass over the nodes in execution order."""
 
     def __init__(
-        self, graph: Graph, target: str, raw: Collection[tuple[str, str]], solid: Collection[str],
-        entries: Mapping[str, Form], loose: bool,
-    ) -> None:  # fmt: skip
+        self,
+        graph: Graph,
+        target: str,
+        raw: Collection[tuple[str, str]],
+        solid: Collection[str],
+        entries: Mapping[str, Form],
+        loose: bool,
+    ) -> None:
         self.source, self.target, self.raw_edges, self.solid = graph, target, raw, solid
         self.result = Rearranged(graph.copy())
         self.out = self.result.graph
@@ -178,9 +255,14 @@ class _Walk:
             own = self.pending.pop(name, None)
             new = name if own else self.fresh(name, form)
             like = own or next((n for n in self.source.nodes if name in n.outputs), None)
-            self.out.nodes.append(how.with_(
-                name=own.name if own else new, outputs=(new,), layer=like.layer if like else "", layer_type=like.layer_type if like else "",
-            ))  # fmt: skip
+            self.out.nodes.append(
+                how.with_(
+                    name=own.name if own else new,
+                    outputs=(new,),
+                    layer=like.layer if like else "",
+                    layer_type=like.layer_type if like else "",
+                )
+            )
             self.out.values[new] = replace(self.source.values[name], name=new, shape=moved)
             self.made[key] = new
             if own:
@@ -250,7 +332,8 @@ class _Walk:
         lower = any(0 < self.rank(i) < rank for i in self.source.activations(node))  # would have to be broadcast first
         form = natural(rank) if lower else self.agreed(node, rank)
         inputs = [
-            None if i is None else self.read(i, form if self._spans(i, rank) else natural(self.rank(i)), node.name) for i in node.inputs
+            None if i is None else self.read(i, form if self._spans(i, rank) else natural(self.rank(i)), node.name)
+            for i in node.inputs
         ]
         self.emit(node, inputs, [form])
 
@@ -277,7 +360,12 @@ class _Walk:
     def reduce(self, node: Node) -> None:
         x, form = self.as_held(node)
         axes = {a % len(form) for a in node.attrs["axes"]}
-        self.emit(node, [x], [form if node.attrs["keepdims"] else without(form, axes)], axes=tuple(sorted(form.index(a) for a in axes)))
+        self.emit(
+            node,
+            [x],
+            [form if node.attrs["keepdims"] else without(form, axes)],
+            axes=tuple(sorted(form.index(a) for a in axes)),
+        )
 
     def arg_max(self, node: Node) -> None:
         if node.attrs["axis"] is None:
@@ -342,7 +430,17 @@ class _Walk:
 
 
 _RULES: dict[str, Callable[[_Walk, Node], None]] = {
-    "Concat": _Walk.concat, **dict.fromkeys(_ALONG, _Walk.along), **dict.fromkeys(_REDUCE, _Walk.reduce), "ArgMax": _Walk.arg_max,
-    "Select": _Walk.remove_axis, "Unstack": _Walk.remove_axis, "Squeeze": _Walk.squeeze, "Pad": _Walk.pad, "Tile": _Walk.tile,
-    "Roll": _Walk.roll, "Reshape": _Walk.reshape, "Transpose": _Walk.transpose, "Size": _Walk.size,
-}  # fmt: skip
+    "Concat": _Walk.concat,
+    **dict.fromkeys(_ALONG, _Walk.along),
+    **dict.fromkeys(_REDUCE, _Walk.reduce),
+    "ArgMax": _Walk.arg_max,
+    "Select": _Walk.remove_axis,
+    "Unstack": _Walk.remove_axis,
+    "Squeeze": _Walk.squeeze,
+    "Pad": _Walk.pad,
+    "Tile": _Walk.tile,
+    "Roll": _Walk.roll,
+    "Reshape": _Walk.reshape,
+    "Transpose": _Walk.transpose,
+    "Size": _Walk.size,
+}

@@ -9,11 +9,35 @@ from chipfit.graph.linear import bias_or_zero, is_linear, own, with_bias
 from chipfit.graph.paths import name_of, paths
 
 #: operators that f(k x) = k f(x) holds for, k > 0, whatever their attributes
-HOMOGENEOUS = frozenset({
-    "MaxPool", "AvgPool", "GlobalAvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "Mean", "Sum", "ReduceMax", "ReduceMin",
-    "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Expand", "Slice", "Select", "Resize", "DepthToSpace", "SpaceToDepth",
-    "ChannelShuffle", "Dropout", "Identity", "Relu", "LeakyRelu", "PRelu",
-})  # fmt: skip
+HOMOGENEOUS = frozenset(
+    {
+        "MaxPool",
+        "AvgPool",
+        "GlobalAvgPool",
+        "AdaptiveAvgPool",
+        "AdaptiveMaxPool",
+        "Mean",
+        "Sum",
+        "ReduceMax",
+        "ReduceMin",
+        "Reshape",
+        "Transpose",
+        "Squeeze",
+        "Unsqueeze",
+        "Expand",
+        "Slice",
+        "Select",
+        "Resize",
+        "DepthToSpace",
+        "SpaceToDepth",
+        "ChannelShuffle",
+        "Dropout",
+        "Identity",
+        "Relu",
+        "LeakyRelu",
+        "PRelu",
+    }
+)
 
 
 def relu_bound_to_power_of_two(graph: Graph, *, bits: int | None = None) -> tuple[Graph, list[str]]:
@@ -36,7 +60,9 @@ def relu_bound_to_power_of_two(graph: Graph, *, bits: int | None = None) -> tupl
         if math.isclose(bound, high):
             continue
         users, before = graph.users(), graph.producers().get(clip.inputs[0] or "")
-        found = paths(graph, users, clip.output, lambda n: n.op in HOMOGENEOUS or (n.op == "Pad" and n.attrs["value"] == 0))
+        found = paths(
+            graph, users, clip.output, lambda n: n.op in HOMOGENEOUS or (n.op == "Pad" and n.attrs["value"] == 0)
+        )
         why = found.refused
         if before is None or not is_linear(graph, before):
             why = "no linear operator with constant weights is in front of it"

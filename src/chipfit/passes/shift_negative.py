@@ -24,10 +24,31 @@ SHIFT = "ShiftNegative"
 #: non-linearities with a bounded, or flat, negative side
 _TAILED = frozenset({"Swish", "Gelu", "LeakyRelu", "PRelu", "Elu", "Selu", "HardSwish", "Mish"})
 #: operators with f(x + c) = f(x) + c
-_CROSSED = frozenset({
-    "MaxPool", "GlobalAvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "Mean", "ReduceMax", "ReduceMin", "Reshape", "Transpose", "Squeeze",
-    "Unsqueeze", "Expand", "Slice", "Select", "Resize", "DepthToSpace", "SpaceToDepth", "ChannelShuffle", "Dropout", "Identity", "Pad",
-})  # fmt: skip
+_CROSSED = frozenset(
+    {
+        "MaxPool",
+        "GlobalAvgPool",
+        "AdaptiveAvgPool",
+        "AdaptiveMaxPool",
+        "Mean",
+        "ReduceMax",
+        "ReduceMin",
+        "Reshape",
+        "Transpose",
+        "Squeeze",
+        "Unsqueeze",
+        "Expand",
+        "Slice",
+        "Select",
+        "Resize",
+        "DepthToSpace",
+        "SpaceToDepth",
+        "ChannelShuffle",
+        "Dropout",
+        "Identity",
+        "Pad",
+    }
+)
 
 
 def shift_negative(
@@ -68,7 +89,9 @@ def shift_negative(
         for n in graph.nodes:  # the new pads hold what they read, and c
             if n.op == "Pad" and n.output not in stats and n.inputs[0] in stats:
                 stats[n.output] = replace(stats[n.inputs[0] or ""], name=n.output)
-        notes.append(f"shifted '{name_of(act)}' by {c:g}, now unsigned, before {', '.join(repr(name_of(e)) for e in found.ends)}")
+        notes.append(
+            f"shifted '{name_of(act)}' by {c:g}, now unsigned, before {', '.join(repr(name_of(e)) for e in found.ends)}"
+        )
     return graph, stats, notes
 
 
@@ -124,7 +147,9 @@ def _rewrite(graph: Graph, act: Node, found: Paths, c: float) -> None:
     value = graph.values[act.output]
     graph.values[name] = Value(name, value.shape, value.dtype)
     graph.weights[constant] = torch.tensor(c, dtype=torch.float32)
-    add = Node(new_name(graph, f"{act.name}_shift"), "Add", (act.output, constant), (name,), {}, act.layer, SHIFT, act.source)
+    add = Node(
+        new_name(graph, f"{act.name}_shift"), "Add", (act.output, constant), (name,), {}, act.layer, SHIFT, act.source
+    )
     for n in graph.users()[act.output]:
         replace_node(graph, n, n.with_(inputs=tuple(name if i == act.output else i for i in n.inputs)))
     replace_node(graph, act, act, add)

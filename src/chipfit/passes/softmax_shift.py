@@ -31,7 +31,13 @@ def softmax_shift(
     for softmax in graph.nodes:
         logits = softmax.inputs[0] if softmax.op in ("Softmax", "LogSoftmax") else None
         linear = producers.get(logits or "")
-        if logits is None or linear is None or not is_linear(graph, linear) or logits not in stats or logits not in assignment.slots:
+        if (
+            logits is None
+            or linear is None
+            or not is_linear(graph, linear)
+            or logits not in stats
+            or logits not in assignment.slots
+        ):
             continue
         seen, fmt = stats[logits], assignment.slots[logits].format
         c = -(seen.low + seen.high) / 2
@@ -46,5 +52,7 @@ def softmax_shift(
             continue
         graph.nodes[graph.nodes.index(linear)] = with_bias(graph, linear, bias_or_zero(graph, linear) + c)
         stats[logits] = seen.shifted(c)
-        notes.append(f"shifted the logits of '{name_of(linear)}' by {c:.4g}: their step falls from {before:.3g} to {after:.3g}")
+        notes.append(
+            f"shifted the logits of '{name_of(linear)}' by {c:.4g}: their step falls from {before:.3g} to {after:.3g}"
+        )
     return graph, stats, notes

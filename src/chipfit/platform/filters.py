@@ -105,7 +105,9 @@ class Member(BaseModel):
 
     op: tuple[str, ...] = Field((), description="canonical operators; none: any")
     type: str | None = Field(None, description="class of the user's layer, or name of the function")
-    where: AttributeFilter | None = Field(None, description="condition on the attributes that the user's framework knows")
+    where: AttributeFilter | None = Field(
+        None, description="condition on the attributes that the user's framework knows"
+    )
 
     def match(self, op: str, layer_type: str, config: Mapping[str, Any]) -> bool:
         """Whether a node with this canonical operator, layer class and configuration is meant."""

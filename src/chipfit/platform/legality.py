@@ -96,7 +96,10 @@ def fixed(bindings: Sequence[Binding]) -> dict[str, tuple[float, int]]:
     for group in tie_groups(bindings):
         given = {out[t]: t for t in sorted(group) if t in out}
         if len(given) > 1:
-            raise _two_values("Tensors that must share one scale are", " and ".join(f"{v} for '{t}' by {by[t]}" for v, t in given.items()))
+            raise _two_values(
+                "Tensors that must share one scale are",
+                " and ".join(f"{v} for '{t}' by {by[t]}" for v, t in given.items()),
+            )
         for value in given:
             out.update(dict.fromkeys(group, value))
     return out
@@ -104,7 +107,9 @@ def fixed(bindings: Sequence[Binding]) -> dict[str, tuple[float, int]]:
 
 def _two_values(what: str, got: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{what} fixed to two different (scale, zero point)", got=got, hint="keep the operator that joins them in float with overrides"
+        f"{what} fixed to two different (scale, zero point)",
+        got=got,
+        hint="keep the operator that joins them in float with overrides",
     )
 
 
@@ -196,7 +201,8 @@ def project(wanted: Mapping[str, Var], bindings: Sequence[Binding]) -> dict[str,
     todo |= {
         t
         for t in log
-        if t not in held and (np.any(log[t] < floor.get(t, -126.0) - 1e-9) or (t in pot and np.any(log[t] != np.rint(log[t]))))
+        if t not in held
+        and (np.any(log[t] < floor.get(t, -126.0) - 1e-9) or (t in pot and np.any(log[t] != np.rint(log[t]))))
     }
     if any(not r.terms and not r.holds(log) for r in table):  # every tensor of the row is tied to another of it
         raise _contradiction([r for r in table if not r.terms and not r.holds(log)][:1])
@@ -234,7 +240,9 @@ def _joined(terms: Iterator[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
     return tuple((t, e) for t, e in out.items() if e)
 
 
-def _zero_points(out: dict[str, Var], bindings: Sequence[Binding], leader: Mapping[str, str], pinned: Mapping[str, Any]) -> None:
+def _zero_points(
+    out: dict[str, Var], bindings: Sequence[Binding], leader: Mapping[str, str], pinned: Mapping[str, Any]
+) -> None:
     """Zero points moved to one that every `zero` rule of the tied tensors allows; the scale grows so that the range stays covered."""
     allowed: dict[str, set[int]] = {}
     for b in bindings:
@@ -247,7 +255,9 @@ def _zero_points(out: dict[str, Var], bindings: Sequence[Binding], leader: Mappi
                 allowed[leader[t]] = left & said
                 if not left & said or (t in pinned and pinned[t][1] not in said):
                     raise UnsupportedError(
-                        f"No zero point of '{t}' is allowed by every rule", where=f"operator {b.op}", allowed=f"{sorted(said)} here"
+                        f"No zero point of '{t}' is allowed by every rule",
+                        where=f"operator {b.op}",
+                        allowed=f"{sorted(said)} here",
                     )
     for t, head in leader.items():
         if head in allowed:
@@ -256,7 +266,9 @@ def _zero_points(out: dict[str, Var], bindings: Sequence[Binding], leader: Mappi
             if now not in allowed[head]:
                 zero = min(sorted(allowed[head]), key=lambda a: abs(a - now))
                 low, high = v.grid.qmin - now, v.grid.qmax - now  # codes on either side of zero
-                sides = [(have, room) for have, room in ((-low, zero - v.grid.qmin), (high, v.grid.qmax - zero)) if room > 0]
+                sides = [
+                    (have, room) for have, room in ((-low, zero - v.grid.qmin), (high, v.grid.qmax - zero)) if room > 0
+                ]
                 grow = max(have / room for have, room in sides)
                 out[t] = replace(v, scale=v.scale * max(grow, 1.0), zero_point=torch.full_like(v.zero_point, zero))
 
@@ -305,7 +317,9 @@ def _solve(
     least = [np.full(log[t].size, floor[t] + (0.0 if t in pot else _MARGIN) if t in floor else -126.0) for t in names]
     answer = milp(
         np.r_[np.zeros(n), np.ones(n)],
-        constraints=LinearConstraint(matrix, np.concatenate([*low, -none, wanted]), np.concatenate([*high, wanted, none])),
+        constraints=LinearConstraint(
+            matrix, np.concatenate([*low, -none, wanted]), np.concatenate([*high, wanted, none])
+        ),
         bounds=Bounds(np.r_[np.concatenate(least), np.zeros(n)], np.r_[np.full(n, 126.0), none]),
         integrality=np.r_[integral, np.zeros(n)],
     )
@@ -315,7 +329,9 @@ def _solve(
     return {t: v[start[t] : start[t] + log[t].size].reshape(log[t].shape) for t in names}
 
 
-def _conflict(table: Sequence[Row], log: Mapping[str, np.ndarray], free: set[str], pot: set[str], floor: Mapping[str, float]) -> list[Row]:
+def _conflict(
+    table: Sequence[Row], log: Mapping[str, np.ndarray], free: set[str], pot: set[str], floor: Mapping[str, float]
+) -> list[Row]:
     """A smallest subset of the rows that has no solution (QuickXplain, Junker 2004)."""
 
     def fails(some: Sequence[Row]) -> bool:
@@ -338,6 +354,9 @@ def _contradiction(conflict: Sequence[Row]) -> UnsupportedError:
 
     return UnsupportedError(
         "No scales satisfy all rules of the platform together",
-        got="; ".join(f"{r.op} over {', '.join(repr(t) for t, _ in r.terms) or 'tied tensors'}: {rule_text(r.rule)}" for r in conflict),
+        got="; ".join(
+            f"{r.op} over {', '.join(repr(t) for t, _ in r.terms) or 'tied tensors'}: {rule_text(r.rule)}"
+            for r in conflict
+        ),
         hint="keep one of these layers in float with overrides={'layer': 'float'}",
     )

@@ -21,11 +21,39 @@ from chipfit.platform.where import ATTRIBUTES, TESTS
 _BUILTIN = resources.files("chipfit.platform") / "builtin"
 #: operators that platform files may name beyond the canonical ones: parts of networks that chipfit does not read yet
 _FOREIGN = frozenset(
-    {"Attention", "AddN", "BatchToSpace", "DynamicUpdateSlice", "FakeQuant", "Flatten", "GatherND", "GetItem",
-     "GRU", "HardTanh", "L2Norm", "LSTM", "MVN", "MirrorPad", "NMS", "Output", "PadV2", "PixelShuffle", "ReluN1To1", "Requantize",
-     "Reverse", "SSDPostProcess", "SVDF", "ScatterND", "Shape", "SpaceToBatch", "SquaredDifference", "StridedSlice",
-     "TopK", "ArgMin"}
-)  # fmt: skip
+    {
+        "Attention",
+        "AddN",
+        "BatchToSpace",
+        "DynamicUpdateSlice",
+        "FakeQuant",
+        "Flatten",
+        "GatherND",
+        "GetItem",
+        "GRU",
+        "HardTanh",
+        "L2Norm",
+        "LSTM",
+        "MVN",
+        "MirrorPad",
+        "NMS",
+        "Output",
+        "PadV2",
+        "PixelShuffle",
+        "ReluN1To1",
+        "Requantize",
+        "Reverse",
+        "SSDPostProcess",
+        "SVDF",
+        "ScatterND",
+        "Shape",
+        "SpaceToBatch",
+        "SquaredDifference",
+        "StridedSlice",
+        "TopK",
+        "ArgMin",
+    }
+)
 
 
 @lru_cache(maxsize=1)
@@ -89,7 +117,9 @@ def load(what: Target, arch: str | None = None) -> Platform:
             raise PlatformError("The platform file does not exist", where=str(path), hint="check the path")
         platform = _read(path, str(path), ())
     else:
-        raise UnknownNameError("platform", text, names(), hint="`chipfit platforms list`, or give the path of a YAML file")
+        raise UnknownNameError(
+            "platform", text, names(), hint="`chipfit platforms list`, or give the path of a YAML file"
+        )
     return _select(platform, arch)
 
 
@@ -140,7 +170,9 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(None, None, 'aliases (*name) are not read in platform files; quote "*"', mark)
+            raise yaml.composer.ComposerError(
+                None, None, 'aliases (*name) are not read in platform files; quote "*"', mark
+            )
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -174,7 +206,9 @@ def _read(source: Any, file: str, below: tuple[str, ...]) -> Platform:
         if not isinstance(parent, str):
             raise problem(("extends",), "extends is the name of one platform", got=repr(parent))
         if file in below:
-            raise problem(("extends",), f"'{parent}' extends itself, through {' and '.join(below)}", hint="remove the cycle")
+            raise problem(
+                ("extends",), f"'{parent}' extends itself, through {' and '.join(below)}", hint="remove the cycle"
+            )
         data = _merge(_parent(source, parent, (*below, file), problem), data, problem)
     found: list[PlatformError] = []
     try:
@@ -185,7 +219,9 @@ def _read(source: Any, file: str, below: tuple[str, ...]) -> Platform:
         found = list(_check(platform, problem))
     if found:
         more = f"`chipfit platforms check {file}` lists {len(found) - 1} more" if len(found) > 1 else ""
-        first = PlatformError(found[0].what, where=found[0].where, got=found[0].got, allowed=found[0].allowed, hint=more)
+        first = PlatformError(
+            found[0].what, where=found[0].where, got=found[0].got, allowed=found[0].allowed, hint=more
+        )
         first.all = found  # type: ignore[attr-defined]  # for `check`
         raise first
     return platform
@@ -193,18 +229,31 @@ def _read(source: Any, file: str, below: tuple[str, ...]) -> Platform:
 
 #: pydantic's error types in our words
 _WORDS = {
-    "missing": "is missing", "tuple_type": "must be a list", "list_type": "must be a list", "dict_type": "must be a table of keys",
-    "model_type": "must be a table of keys", "string_type": "must be text", "int_type": "must be an integer",
-    "int_parsing": "must be an integer", "float_parsing": "must be a number", "float_type": "must be a number", "bool_parsing": "must be true or false",
-    "too_long": "must be a list [low, high]", "too_short": "must be a list [low, high]",
-}  # fmt: skip
+    "missing": "is missing",
+    "tuple_type": "must be a list",
+    "list_type": "must be a list",
+    "dict_type": "must be a table of keys",
+    "model_type": "must be a table of keys",
+    "string_type": "must be text",
+    "int_type": "must be an integer",
+    "int_parsing": "must be an integer",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "bool_parsing": "must be true or false",
+    "too_long": "must be a list [low, high]",
+    "too_short": "must be a list [low, high]",
+}
 
 
 def _explain(e: ValidationError, problem: _Problem) -> list[PlatformError]:
     """One error per place: the members of a union complain together."""
     places: dict[tuple[Any, ...], list[Any]] = {}
     for error in e.errors():
-        kept = [p for p in error["loc"] if not (isinstance(p, str) and re.match(r"(literal|tuple|function|int|str|bool|float|list)\b", p))]
+        kept = [
+            p
+            for p in error["loc"]
+            if not (isinstance(p, str) and re.match(r"(literal|tuple|function|int|str|bool|float|list)\b", p))
+        ]
         places.setdefault(tuple(kept) or ("?",), []).append(error)
     out = []
     for path, errors in places.items():
@@ -213,14 +262,25 @@ def _explain(e: ValidationError, problem: _Problem) -> list[PlatformError]:
         if first["type"] == "extra_forbidden":
             known = _fields_at(path[:-1])
             near = difflib.get_close_matches(str(key), known, n=3, cutoff=0.5)
-            out.append(problem(path, f"Key '{key}' is unknown", allowed=f"did you mean {', '.join(near)}" if near else ", ".join(known)))
+            out.append(
+                problem(
+                    path,
+                    f"Key '{key}' is unknown",
+                    allowed=f"did you mean {', '.join(near)}" if near else ", ".join(known),
+                )
+            )
         elif first["type"] == "missing":
             out.append(problem(path, f"Key '{key}' is missing: it is required"))
         elif first["type"] == "literal_error" or len(errors) > 1:
             literal = [x["ctx"]["expected"] for x in errors if x["type"] == "literal_error"]
             others = [_WORDS[x["type"]].removeprefix("must be ") for x in errors if x["type"] in _WORDS]
             out.append(
-                problem(path, f"Value of '{key}' is not understood", got=shown, allowed=", or ".join(dict.fromkeys(literal + others)))
+                problem(
+                    path,
+                    f"Value of '{key}' is not understood",
+                    got=shown,
+                    allowed=", or ".join(dict.fromkeys(literal + others)),
+                )
             )
         elif first["type"] in _WORDS:
             out.append(problem(path, f"'{key}' {_WORDS[first['type']]}", got=shown))
@@ -246,8 +306,15 @@ def _fields_at(path: tuple[Any, ...]) -> list[str]:
 
     if not path:
         return sorted(f.alias or n for n, f in Platform.model_fields.items() if not f.exclude)
-    table: dict[str, Any] = {"formats": schema.Format, "ops": schema.OpRule, "use": schema.Option, "rules": schema.Rule,
-                             "fuse": schema.Fuse, "place": schema.Placement, "math": schema.Math}  # fmt: skip
+    table: dict[str, Any] = {
+        "formats": schema.Format,
+        "ops": schema.OpRule,
+        "use": schema.Option,
+        "rules": schema.Rule,
+        "fuse": schema.Fuse,
+        "place": schema.Placement,
+        "math": schema.Math,
+    }
     record = next((table[p] for p in reversed(path) if p in table), Platform)
     return sorted(f.alias or n for n, f in record.model_fields.items() if not f.exclude)
 
@@ -259,7 +326,11 @@ def _parent(source: Any, name: str, below: tuple[str, ...], problem: _Problem) -
     elif name in names():
         platform = _read(_BUILTIN / f"{name}.yaml", f"{name}.yaml", below)
     else:
-        raise problem(("extends",), f"Platform '{name}' does not exist", allowed=UnknownNameError("platform", name, names()).allowed)
+        raise problem(
+            ("extends",),
+            f"Platform '{name}' does not exist",
+            allowed=UnknownNameError("platform", name, names()).allowed,
+        )
     return platform.model_dump(mode="json", by_alias=True, exclude_defaults=True)
 
 
@@ -321,7 +392,9 @@ def _check(p: Platform, problem: _Problem) -> Iterator[PlatformError]:
                 if r.tie and r.hard and op.how != "follow":
                     bits = {p.formats[n].bits for slot in r.tie for n in _formats_of(use, slot) if n in formats}
                     if len(bits) > 1:
-                        yield problem((*at, "rules"), "Slots with different bits are tied", got=sorted(bits), allowed="one width")
+                        yield problem(
+                            (*at, "rules"), "Slots with different bits are tied", got=sorted(bits), allowed="one width"
+                        )
     for i, f in enumerate(p.fuse):
         for s in f.src:
             yield from know(("fuse", i, "src"), "source", s, sources)

@@ -40,10 +40,15 @@ def names_of(op: str, attrs: Mapping[str, Any]) -> set[str]:
 
 def covers(match: tuple[str, ...], words: set[str], *, everything: bool = True) -> bool:
     """Whether a rule's `match` names one of `words`, directly, by @group, or (where `everything` counts) by "*"."""
-    return any((m == "*" and everything) or m in words or (m.startswith("@") and not words.isdisjoint(groups().get(m, ()))) for m in match)
+    return any(
+        (m == "*" and everything) or m in words or (m.startswith("@") and not words.isdisjoint(groups().get(m, ())))
+        for m in match
+    )
 
 
-def sets_of(platform: Platform, op: str, layer_type: str, config: Mapping[str, Any], *, filtered: bool = False) -> set[str]:
+def sets_of(
+    platform: Platform, op: str, layer_type: str, config: Mapping[str, Any], *, filtered: bool = False
+) -> set[str]:
     """The platform's own operator sets that a node belongs to, as "@name"; with `filtered`, only by a condition on attributes."""
     return {
         f"@{name}"
@@ -62,7 +67,9 @@ def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int 
     """
     why = ""
     who = op, attrs.get("layer_type", ""), attrs.get("config") or {}
-    conditioned = sets_of(platform, *who, filtered=True)  # a set that names this very layer goes before one that names its operator
+    conditioned = sets_of(
+        platform, *who, filtered=True
+    )  # a set that names this very layer goes before one that names its operator
     words_in_turn = [conditioned] * bool(conditioned) + [
         names_of(op, attrs) | sets_of(platform, *who),
         *({w} for w in _CASE_OF.get(op, ())),
@@ -70,7 +77,9 @@ def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int 
     for words in words_in_turn:
         extra: list[Rule] = []
         for number, rule in enumerate(platform.ops):
-            if not covers(rule.match, words, everything=words is not conditioned) or not platform.allows(rule.when, bits=bits):
+            if not covers(rule.match, words, everything=words is not conditioned) or not platform.allows(
+                rule.when, bits=bits
+            ):
                 continue
             broken, unknown = judge(rule.where, attrs)
             if broken:

@@ -37,7 +37,9 @@ def _is_short(thing: Any) -> bool:
 def to_yaml(platform: Platform) -> str:
     """The text of a platform file that loads into an equal Platform; what it extends is written out in full."""
     data = platform.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude={"extends"})
-    return yaml.dump({"schema": platform.schema_, **data}, Dumper=_Dumper, sort_keys=False, width=140, allow_unicode=True)
+    return yaml.dump(
+        {"schema": platform.schema_, **data}, Dumper=_Dumper, sort_keys=False, width=140, allow_unicode=True
+    )
 
 
 def export_platform(what: Target, path: str | Path) -> Path:
@@ -51,6 +53,8 @@ def export_platform(what: Target, path: str | Path) -> Path:
     if path.suffix in (".yaml", ".yml"):
         return write_atomically(path, to_yaml(load(what)).encode())
     if path.suffix == ".json":
-        modelled = what if isinstance(what, (TargetPlatformCapabilities, TargetPlatformModel)) else from_platform(load(what))
+        modelled = (
+            what if isinstance(what, (TargetPlatformCapabilities, TargetPlatformModel)) else from_platform(load(what))
+        )
         return export_target_platform_capabilities(modelled, path)
     raise UnknownNameError("file format", path.suffix, [".yaml", ".json"])

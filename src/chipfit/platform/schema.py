@@ -21,13 +21,20 @@ NOT_A_FORMAT = frozenset({"float", "same", "none", "any"})
 _ROUNDINGS = ("half_even", "half_away", "half_up", "floor", "trunc")
 #: how accumulators become codes
 REQUANT: dict[str, tuple[Any, ...]] = {
-    "form": ("float", "q31", "q15", "shift", "fixed", "none"), "round": _ROUNDINGS, "passes": (1, 2),
-}  # fmt: skip
+    "form": ("float", "q31", "q15", "shift", "fixed", "none"),
+    "round": _ROUNDINGS,
+    "passes": (1, 2),
+}
 RULE_HEADS = ("tie", "dtype", "fix", "mono", "zero", "wsum_max")
 #: what may stand beside each head
 _KEYS_OF: dict[str, tuple[str, ...]] = {
-    "tie": (), "dtype": (), "wsum_max": (), "fix": ("scale", "zp"), "zero": ("eq",), "mono": ("eq", "min", "max", "lt", "times"),
-}  # fmt: skip
+    "tie": (),
+    "dtype": (),
+    "wsum_max": (),
+    "fix": ("scale", "zp"),
+    "zero": ("eq",),
+    "mono": ("eq", "min", "max", "lt", "times"),
+}
 SLOTS = frozenset({"in0", "in1", "in2", "ins", "w", "b", "out", "outs"})
 
 
@@ -41,7 +48,9 @@ class Format(_Record):
     bits: int = Field(ge=1, le=64, strict=True, description="width of one code [bit]")
     kind: Literal["int", "lut", "log", "float", "bfp"] = "int"
     signed: bool | Literal["auto"] = Field(True, description="auto: decided per tensor from its data")
-    range: Literal["full", "narrow"] | tuple[int, int] = Field("full", description="codes in use; narrow drops the lowest")
+    range: Literal["full", "narrow"] | tuple[int, int] = Field(
+        "full", description="codes in use; narrow drops the lowest"
+    )
     scale: Literal["any", "pot"] = Field("any", description="pot: powers of two only")
     scale_min: float | None = Field(None, gt=0, description="least scale that the hardware represents")
     zero: int | Literal["any"] | tuple[int, ...] = Field(0, description="zero point: fixed, any, or one of a set")
@@ -61,10 +70,14 @@ class Format(_Record):
         if self.bits == 1:  # binary: the codes stand for -1 and +1
             low, high = -1, 1
         if self.range == "narrow" and self.signed is False:
-            raise ValueError("range narrow drops the lowest negative code, and unsigned codes have none: use full or [low, high]")
+            raise ValueError(
+                "range narrow drops the lowest negative code, and unsigned codes have none: use full or [low, high]"
+            )
         if isinstance(self.range, tuple):
             if not low <= self.range[0] < self.range[1] <= high:
-                raise ValueError(f"range {list(self.range)} must be ascending and inside the {self.bits}-bit codes {low}..{high}")
+                raise ValueError(
+                    f"range {list(self.range)} must be ascending and inside the {self.bits}-bit codes {low}..{high}"
+                )
             low, high = self.range
         for z in (self.zero,) if isinstance(self.zero, int) else self.zero if isinstance(self.zero, tuple) else ():
             if not low <= z <= high:
@@ -130,7 +143,9 @@ class Format(_Record):
         elif isinstance(self.range, tuple):
             words[0] += f"[{self.range[0]},{self.range[1]}]"
         words.append("affine" if self.zero == "any" else "sym" if self.zero == 0 else f"zp{self.zero}")
-        words += ["PoT"] * (self.scale == "pot") + [f"/{self.per}"] * (self.per != "tensor") + ["dynamic"] * self.dynamic
+        words += (
+            ["PoT"] * (self.scale == "pot") + [f"/{self.per}"] * (self.per != "tensor") + ["dynamic"] * self.dynamic
+        )
         return " ".join(words)
 
 
@@ -141,7 +156,9 @@ class Option(_Record):
         None, alias="in", description="format of the data inputs, or one per slot; any: whatever the producer writes"
     )
     in_bits: tuple[int, ...] | None = Field(None, description="with in any: widths that the kernel reads")
-    w: str | None = Field(None, description="format of the weights; with in any, also of constants among the data inputs")
+    w: str | None = Field(
+        None, description="format of the weights; with in any, also of constants among the data inputs"
+    )
     b: str | None = None
     out: str | None = None
     simd: int | None = Field(None, description="SIMD width, a cost hint")
@@ -171,7 +188,9 @@ class Rule(_Record):
     def _one_head(self) -> Rule:
         heads = [h for h in RULE_HEADS if getattr(self, h) is not None]
         if len(heads) != 1:
-            raise ValueError(f"a rule has exactly one of {', '.join(RULE_HEADS)}; this one has {', '.join(heads) or 'none'}")
+            raise ValueError(
+                f"a rule has exactly one of {', '.join(RULE_HEADS)}; this one has {', '.join(heads) or 'none'}"
+            )
         named = [*(self.tie or ()), *(self.dtype or ()), *(self.mono or ()), *filter(None, (self.fix, self.zero))]
         for s in named:
             if s not in SLOTS:
@@ -194,7 +213,9 @@ class Rule(_Record):
                 raise ValueError("mono has eq and a bound: the bound is redundant or contradicts eq")
             tops = [getattr(self, k) for k in ("eq", "max", "lt") if k in bounds]
             if any(not isinstance(t, (int, float)) or t <= 0 for t in tops):
-                raise ValueError(f"mono can never hold: scales are positive, and their product is to be {tops[0]!r} or less")
+                raise ValueError(
+                    f"mono can never hold: scales are positive, and their product is to be {tops[0]!r} or less"
+                )
             if self.min is not None and tops and self.min > min(tops):
                 raise ValueError(f"mono can never hold: min {self.min} is above its upper bound {min(tops)}")
         return self
@@ -204,7 +225,9 @@ class Rule(_Record):
         """Least and greatest product of a mono rule."""
         if self.eq is not None:
             return float(self.eq), float(self.eq)
-        return self.min if self.min is not None else -math.inf, min([b for b in (self.max, self.lt) if b is not None], default=math.inf)
+        return self.min if self.min is not None else -math.inf, min(
+            [b for b in (self.max, self.lt) if b is not None], default=math.inf
+        )
 
     @property
     def head(self) -> str:
@@ -215,7 +238,9 @@ class OpRule(_Record):
     """What the chip says about some operators. The first rule that matches an operator wins."""
 
     match: tuple[str, ...] = Field(min_length=1, description="canonical operators, @groups, @sets of this file, or *")
-    where: dict[str, Any] = Field(default_factory=dict, description="predicates on attributes: eq, in, min, max, multiple")
+    where: dict[str, Any] = Field(
+        default_factory=dict, description="predicates on attributes: eq, in, min, max, multiple"
+    )
     when: dict[str, Any] = Field(default_factory=dict, description="architecture or bits gate")
     use: tuple[Option, ...] = Field((), description="joint choices, the first is the base one")
     rules: tuple[Rule, ...] = ()
@@ -237,7 +262,9 @@ class OpRule(_Record):
                 low, high = span.get(key, (-math.inf, math.inf))
                 span[key] = low, high = max(low, r.bounds[0]), min(high, r.bounds[1])
                 if low > high:
-                    raise ValueError(f"two rules for the product {r.mono} can never hold together: at least {low:g} and at most {high:g}")
+                    raise ValueError(
+                        f"two rules for the product {r.mono} can never hold together: at least {low:g} and at most {high:g}"
+                    )
         if self.exec in ("int", "table") and not self.use:
             raise ValueError(f"exec {self.exec} needs use: the formats that the kernel takes")
         return self
@@ -266,9 +293,18 @@ class Fuse(_Record):
             raise ValueError("a fusion needs at least two operators")
         if self.graph is not None:
             nodes, edges = self.graph.get("nodes"), self.graph.get("edges")
-            if not isinstance(nodes, dict) or not isinstance(edges, list) or set(self.graph) - {"nodes", "edges", "free_input"}:
-                raise ValueError("graph has nodes, a table name: operator, edges, a list of [from, to], and perhaps free_input")
-            if any(not isinstance(e, list) or len(e) != 2 or {str(n).partition(".")[0] for n in e} - set(nodes) for e in edges):
+            if (
+                not isinstance(nodes, dict)
+                or not isinstance(edges, list)
+                or set(self.graph) - {"nodes", "edges", "free_input"}
+            ):
+                raise ValueError(
+                    "graph has nodes, a table name: operator, edges, a list of [from, to], and perhaps free_input"
+                )
+            if any(
+                not isinstance(e, list) or len(e) != 2 or {str(n).partition(".")[0] for n in e} - set(nodes)
+                for e in edges
+            ):
                 raise ValueError(f"every edge is a pair of the nodes {', '.join(nodes)}")
             if not set(nodes) - {str(b).partition(".")[0] for _, b in edges}:
                 raise ValueError("the edges form a cycle: one node must be the first")
@@ -312,8 +348,12 @@ class Math(_Record):
 
     q_round: Literal["half_even", "half_away", "half_up", "floor", "trunc"] | None = None
     w_round: str | None = None
-    kernels: str | None = Field(None, description="family of kernels that the simulator mirrors, by its name in chipfit.simulate")
-    requant: dict[str, Any] | None = Field(None, description="form: float, q31, q15, shift, fixed or none; round; passes")
+    kernels: str | None = Field(
+        None, description="family of kernels that the simulator mirrors, by its name in chipfit.simulate"
+    )
+    requant: dict[str, Any] | None = Field(
+        None, description="form: float, q31, q15, shift, fixed or none; round; passes"
+    )
     acc: tuple[dict[str, Any], ...] = Field((), description="accumulators, innermost first: bits, terms, sat")
     act_table: dict[str, Any] | None = None
     note: str = ""
@@ -346,7 +386,9 @@ class Platform(_Record):
     extends: str | None = None
     arch: tuple[str, ...] = Field((), description="revision tags, oldest first")
     formats: dict[str, Format] = Field(default_factory=dict)
-    sets: dict[str, tuple[Member, ...]] = Field(default_factory=dict, description="operator sets that rules and fusions name as @set")
+    sets: dict[str, tuple[Member, ...]] = Field(
+        default_factory=dict, description="operator sets that rules and fusions name as @set"
+    )
     ops: tuple[OpRule, ...] = ()
     unlisted: Literal["float", "follow", "reject", "cpu"] = "float"
     fuse: tuple[Fuse, ...] = ()

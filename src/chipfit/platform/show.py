@@ -42,7 +42,16 @@ def show(platform: Platform) -> Group:
     formats = Table("format", "what it is", show_edge=False, header_style="bold")
     for name, f in platform.formats.items():
         formats.add_row(name, str(f))
-    ops = Table("operators", "formats, best first", "rules", "runs in", "source", show_edge=False, header_style="bold", show_lines=True)
+    ops = Table(
+        "operators",
+        "formats, best first",
+        "rules",
+        "runs in",
+        "source",
+        show_edge=False,
+        header_style="bold",
+        show_lines=True,
+    )
     for o in platform.ops:
         where = "\n".join(f"[dim]where {k}: {v}[/]" for k, v in {**o.where, **o.when}.items())
         note = f"\n[dim]{o.note}[/]" if o.note else ""
@@ -66,7 +75,9 @@ def show(platform: Platform) -> Group:
     rest.add_row("other operators", platform.unlisted)
     rest.add_row("quantizers at", platform.place.at)
     if platform.arch:
-        rest.add_row("revisions", ", ".join(f"[bold]{a}[/]" if a == platform.arch_selected else a for a in platform.arch))
+        rest.add_row(
+            "revisions", ", ".join(f"[bold]{a}[/]" if a == platform.arch_selected else a for a in platform.arch)
+        )
     m = platform.math
     rest.add_row(
         "arithmetic",

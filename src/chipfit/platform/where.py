@@ -36,7 +36,11 @@ def _kernel(a: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 def _dilated(a: Mapping[str, Any]) -> tuple[int, ...] | None:
     kernel = a.get("kernel")
-    return None if kernel is None else tuple(d * (k - 1) + 1 for k, d in zip(kernel, a.get("dilation", (1,) * len(kernel)), strict=True))
+    return (
+        None
+        if kernel is None
+        else tuple(d * (k - 1) + 1 for k, d in zip(kernel, a.get("dilation", (1,) * len(kernel)), strict=True))
+    )
 
 
 def _padding(a: Mapping[str, Any]) -> str | None:
@@ -72,7 +76,16 @@ DERIVED: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "dims_above_1": lambda a: sum(n != 1 for n in a["in_shape"][1:]),
 }
 #: attributes that `assign.facts` adds from the graph, and one that only a fused kernel has
-_GIVEN = {"in_shape", "out_shape", "channels", "in_channels", "static_shape", "const_weights", "weights", "fused_activation"}
+_GIVEN = {
+    "in_shape",
+    "out_shape",
+    "channels",
+    "in_channels",
+    "static_shape",
+    "const_weights",
+    "weights",
+    "fused_activation",
+}
 #: every attribute that a `where` may name
 ATTRIBUTES = frozenset({a for op in OPS.values() for a in op.attrs} | set(DERIVED) | _GIVEN)
 
@@ -119,9 +132,13 @@ def judge(where: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[str, tupl
                 unknown.append(key)
                 continue
             if not ok:
-                return f"{key} {words}{_words(bound, ' or ' if test == 'in' else ' x ')} (got {_words(got)})", tuple(unknown)
+                return f"{key} {words}{_words(bound, ' or ' if test == 'in' else ' x ')} (got {_words(got)})", tuple(
+                    unknown
+                )
     return "", tuple(unknown)
 
 
 def _words(v: Any, between: str = " x ") -> str:
-    return between.join(map(str, v)) if isinstance(v, (tuple, list)) else str(v).lower() if isinstance(v, bool) else str(v)
+    return (
+        between.join(map(str, v)) if isinstance(v, (tuple, list)) else str(v).lower() if isinstance(v, bool) else str(v)
+    )

@@ -60,7 +60,9 @@ def _shape_for(p: torch.Tensor, x: torch.Tensor, axis: int | None) -> torch.Tens
     return p.view(shape)
 
 
-def quantize(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, grid: Grid, axis: int | None = None) -> torch.Tensor:
+def quantize(
+    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, grid: Grid, axis: int | None = None
+) -> torch.Tensor:
     """Round reals to codes: q = clip(round(x / s) + z, qmin, qmax).
 
     Args:
@@ -99,7 +101,9 @@ def dequantize(q: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, a
     return (q.to(torch.int32) - z.to(torch.int32)).to(scale.dtype) * s
 
 
-def fake_quantize(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, grid: Grid, axis: int | None = None) -> torch.Tensor:
+def fake_quantize(
+    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, grid: Grid, axis: int | None = None
+) -> torch.Tensor:
     """Quantize and dequantize: the nearest real that the grid holds. Shapes and units as in `quantize`."""
     s, z = _shape_for(scale, x, axis), _shape_for(zero_point, x, axis)
     if grid.table is not None:

@@ -12,7 +12,13 @@ import math
 import torch
 
 #: narrow floating-point types: name -> (exponent bits, mantissa bits, largest finite value)
-FLOATS = {"e4m3": (4, 3, 448.0), "e5m2": (5, 2, 57344.0), "e2m1": (2, 1, 6.0), "e3m2": (3, 2, 28.0), "e2m3": (2, 3, 7.5)}
+FLOATS = {
+    "e4m3": (4, 3, 448.0),
+    "e5m2": (5, 2, 57344.0),
+    "e2m1": (2, 1, 6.0),
+    "e3m2": (3, 2, 28.0),
+    "e2m3": (2, 3, 7.5),
+}
 #: a fit looks at no more distinct values than this; nearby ones are counted together
 _DISTINCT = 1024
 
@@ -93,7 +99,9 @@ def _k_means(x: torch.Tensor, w: torch.Tensor, k: int) -> torch.Tensor:
     m0, m1, m2 = (torch.cat([zero, (w * x**p).cumsum(0)]) for p in (0, 1, 2))
     a, b = torch.arange(n + 1).unsqueeze(1), torch.arange(n + 1).unsqueeze(0)
     count, total = m0[b] - m0[a], m1[b] - m1[a]
-    cost = torch.where(b > a, m2[b] - m2[a] - total.square() / count.clamp_min(1e-300), torch.inf)  # of one group a..b-1
+    cost = torch.where(
+        b > a, m2[b] - m2[a] - total.square() / count.clamp_min(1e-300), torch.inf
+    )  # of one group a..b-1
     best = cost[0].clone()
     cuts = []
     for _ in range(k - 1):

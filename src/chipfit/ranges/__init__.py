@@ -25,19 +25,33 @@ Rule = str | Callable[[Sample, Grid], QParams]
 
 #: names of the same formulas in MCT and MQBench
 ALIASES = {
-    "NOCLIPPING": "no_clipping", "MSE": "mse", "MAE": "mae", "LP": "lp", "KL": "kl",
-    "minmax": "no_clipping", "MinMaxObserver": "no_clipping", "EMAMinMaxObserver": "smooth_min_max", "MSEObserver": "mse",
-    "ClipStdObserver": "std", "KLDObserver": "kl", "quantile": "percentile",
-}  # fmt: skip
+    "NOCLIPPING": "no_clipping",
+    "MSE": "mse",
+    "MAE": "mae",
+    "LP": "lp",
+    "KL": "kl",
+    "minmax": "no_clipping",
+    "MinMaxObserver": "no_clipping",
+    "EMAMinMaxObserver": "smooth_min_max",
+    "MSEObserver": "mse",
+    "ClipStdObserver": "std",
+    "KLDObserver": "kl",
+    "quantile": "percentile",
+}
 
 #: borders of bins above which the bins of a histogram are taken in pairs
 _EDGES = 768
 
 
 def choose(
-    source: TensorStats | torch.Tensor, grid: Grid, *, rule: Rule = "mse", axis: int | None = None, z_threshold: float | None = None,
+    source: TensorStats | torch.Tensor,
+    grid: Grid,
+    *,
+    rule: Rule = "mse",
+    axis: int | None = None,
+    z_threshold: float | None = None,
     **settings: Any,
-) -> QParams:  # fmt: skip
+) -> QParams:
     """Scale and zero point of one tensor by a named rule.
 
     Args:
@@ -55,11 +69,15 @@ def choose(
     place = rule_of(rule, **settings)
     sample = _of_tensor(source, axis) if isinstance(source, torch.Tensor) else _of_stats(source, z_threshold)
     if not bool((sample.low.isfinite() & sample.high.isfinite()).all()):
-        raise DataError("A range needs finite values", got=f"minimum {sample.low.min():g}, maximum {sample.high.max():g}")
+        raise DataError(
+            "A range needs finite values", got=f"minimum {sample.low.min():g}, maximum {sample.high.max():g}"
+        )
     if grid.kind == "lut" and grid.table is None:  # the table follows the data, so the range need not clip
         q = lookup("range", "no_clipping")()(sample, grid)
         assert grid.entries is not None  # every look-up grid says its size
-        q = replace(q, table=fit(sample.values / q.scale.unsqueeze(-1), sample.weights, grid.entries, grid.qmin, grid.qmax))
+        q = replace(
+            q, table=fit(sample.values / q.scale.unsqueeze(-1), sample.weights, grid.entries, grid.qmin, grid.qmax)
+        )
     else:
         q = place(sample, grid)
     return replace(q, scale=q.scale[0], zero_point=q.zero_point[0]) if axis is None else q
@@ -101,7 +119,9 @@ def _of_tensor(x: torch.Tensor, axis: int | None) -> Sample:
         rows = in_memory_order(x).unsqueeze(0)
     else:
         axis %= x.dim()
-        inner = sorted((d for d in range(x.dim()) if d != axis), key=x.stride, reverse=True)  # in memory order: no copy is made
+        inner = sorted(
+            (d for d in range(x.dim()) if d != axis), key=x.stride, reverse=True
+        )  # in memory order: no copy is made
         rows = x.permute(axis, *inner).reshape(x.shape[axis], -1)
     low, high = torch.aminmax(rows, dim=1)
     return Sample(rows, None, low.double(), high.double())
@@ -126,7 +146,10 @@ def _of_stats(stats: TensorStats, z_threshold: float | None) -> Sample:
         counts[BINS // 2] -= zeros
     counts, edges = counts[first:last], edges[first : last + 1].clone()
     least = 0.01 * (edges[1] - edges[0])  # a bin that is hardly wider than nothing would have an inexact density
-    edges[0], edges[-1] = edges[0].maximum(low[0].minimum(edges[1] - least)), edges[-1].minimum(high[0].maximum(edges[-2] + least))
+    edges[0], edges[-1] = (
+        edges[0].maximum(low[0].minimum(edges[1] - least)),
+        edges[-1].minimum(high[0].maximum(edges[-2] + least)),
+    )
     keep = torch.ones(len(edges), dtype=torch.bool)
     keep[1:-1] = (counts[1:] > 0) | (counts[:-1] > 0)  # runs of empty bins become one
     if keep.sum() > _EDGES:

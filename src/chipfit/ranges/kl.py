@@ -34,7 +34,9 @@ class KlRange:
             factors = torch.exp2(-torch.arange(10, dtype=torch.float64))
         else:
             factors = torch.linspace(1.0, self.lowest, self.steps, dtype=torch.float64)
-        parts = [self._chunk(s, factors, grid) for s in sample.chunks(len(factors) * max(_BINS, sample.values.shape[1]))]
+        parts = [
+            self._chunk(s, factors, grid) for s in sample.chunks(len(factors) * max(_BINS, sample.values.shape[1]))
+        ]
         return QParams(torch.cat([q.scale for q in parts]), torch.cat([q.zero_point for q in parts]))
 
     def _chunk(self, sample: Sample, factors: torch.Tensor, grid: Grid) -> QParams:
@@ -56,7 +58,9 @@ def _divergence(sample: Sample, q: QParams, grid: Grid) -> torch.Tensor:
 
     s, z = q.scale.double().unsqueeze(-1), q.zero_point.unsqueeze(-1)  # [K, C, 1]
     home = at(middle.maximum((grid.qmin - z) * s).minimum((grid.qmax - z) * s))
-    clipped = torch.zeros(home.shape, dtype=torch.float64).scatter_add_(2, home, p.expand(home.shape))  # clipped mass piles up at the ends
+    clipped = torch.zeros(home.shape, dtype=torch.float64).scatter_add_(
+        2, home, p.expand(home.shape)
+    )  # clipped mass piles up at the ends
     occupied = (clipped > 0).double()
     code = torch.clamp(torch.round(middle / s) + z, grid.qmin, grid.qmax)
     group = torch.zeros_like(home)  # codes ascend over the bins, so that they can be numbered from 0 without gaps

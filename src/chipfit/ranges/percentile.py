@@ -28,4 +28,6 @@ class PercentileRange:
         last = x.shape[1] - 1
         top = (cdf < self.share).sum(1, keepdim=True).clamp_max(last)
         bottom = (cdf <= 1 - self.share).sum(1, keepdim=True).clamp_max(last)
-        return from_min_max(x.gather(1, bottom)[:, 0].maximum(sample.low), x.gather(1, top)[:, 0].minimum(sample.high), grid)
+        return from_min_max(
+            x.gather(1, bottom)[:, 0].maximum(sample.low), x.gather(1, top)[:, 0].minimum(sample.high), grid
+        )

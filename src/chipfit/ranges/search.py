@@ -52,7 +52,9 @@ class Sample:
         """The same in groups of channels such that `per_channel` values of each fit in bounded memory."""
         size = max(1, _CHUNK // max(1, per_channel))
         for c in range(0, len(self.low), size):
-            part: dict[str, Any] = {f: x if x is None else x[c : c + size] for f in self.__slots__ for x in (getattr(self, f),)}
+            part: dict[str, Any] = {
+                f: x if x is None else x[c : c + size] for f in self.__slots__ for x in (getattr(self, f),)
+            }
             yield Sample(**part)
 
 
@@ -127,7 +129,11 @@ def _best(
     tried = _grids(low * sample.low, high * sample.high, grid)
     parts = zip(tried.scale.split(at_once), tried.zero_point.split(at_once))
     k = torch.cat([errors(sample, QParams(s, z), grid, p) for s, z in parts]).argmin(0, keepdim=True)
-    return QParams(tried.scale.gather(0, k)[0], tried.zero_point.gather(0, k)[0]), low.gather(0, k)[0], high.gather(0, k)[0]
+    return (
+        QParams(tried.scale.gather(0, k)[0], tried.zero_point.gather(0, k)[0]),
+        low.gather(0, k)[0],
+        high.gather(0, k)[0],
+    )
 
 
 def _grids(low: torch.Tensor, high: torch.Tensor, grid: Grid) -> QParams:
@@ -180,7 +186,14 @@ def _binned(sample: Sample) -> Sample:
     for s in sample.chunks(max(sample.values.shape[1], BINS)):
         span = (s.high - s.low).clamp_min(2.0**-100)  # [C]
         counts, _ = _count(s.values, s.low, span)
-        parts.append((counts, (s.low.unsqueeze(-1) + span.unsqueeze(-1) * torch.linspace(0, 1, BINS + 1, dtype=torch.float64)).float()))
+        parts.append(
+            (
+                counts,
+                (
+                    s.low.unsqueeze(-1) + span.unsqueeze(-1) * torch.linspace(0, 1, BINS + 1, dtype=torch.float64)
+                ).float(),
+            )
+        )
     counts, edges = (torch.cat(p) for p in zip(*parts))
     return Sample((edges[:, 1:] + edges[:, :-1]) / 2, counts, sample.low, sample.high, edges)
 
@@ -189,10 +202,16 @@ def _count(rows: torch.Tensor, start: torch.Tensor, span: torch.Tensor) -> tuple
     """Counts of [C, N] values in BINS bins over [start, start + span], float32 [C, BINS]; exact zeros of each row [C]."""
     channels = len(rows)
     per_unit = (BINS / span.double()).float().unsqueeze(-1)
-    index = torch.addcmul((-start.double() * per_unit[:, 0]).float().unsqueeze(-1), rows, per_unit).clamp_(0, BINS - 1).to(torch.int32)
+    index = (
+        torch.addcmul((-start.double() * per_unit[:, 0]).float().unsqueeze(-1), rows, per_unit)
+        .clamp_(0, BINS - 1)
+        .to(torch.int32)
+    )
     index += torch.arange(channels, dtype=torch.int32).unsqueeze(-1) * BINS
     counts = torch.bincount(index.view(-1), minlength=channels * BINS).view(channels, BINS).float()
-    none = int(rows.count_nonzero()) == rows.numel()  # the usual case, and ten times faster to find than the zeros of each row
+    none = (
+        int(rows.count_nonzero()) == rows.numel()
+    )  # the usual case, and ten times faster to find than the zeros of each row
     return counts, torch.zeros(channels) if none else rows.shape[1] - rows.count_nonzero(1).float()
 
 

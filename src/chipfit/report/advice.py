@@ -20,9 +20,13 @@ def advice(report: Report) -> list[str]:
             f"'{first['tensor']}' ({first['op']} '{first['layer'] or first['tensor']}')."
         )
     if v is None and report.simulated:
-        out.append("Prove it: result.verify(data) runs the exported file beside the simulation and compares every integer.")
+        out.append(
+            "Prove it: result.verify(data) runs the exported file beside the simulation and compares every integer."
+        )
     if not report.simulated:
-        out.append(f"Test on the device: the arithmetic of '{report.platform}' is not simulated, so exactness is not claimed.")
+        out.append(
+            f"Test on the device: the arithmetic of '{report.platform}' is not simulated, so exactness is not claimed."
+        )
     lost = v["accuracy"]["float"] - v["accuracy"]["device"] if v and {"float", "device"} <= set(v["accuracy"]) else 0.0
     weak = sorted((r.sqnr_db, r.name) for r in report.layers if r.sqnr_db is not None and r.sqnr_db < WEAK_DB)
     if lost > LOST:
@@ -32,8 +36,12 @@ def advice(report: Report) -> list[str]:
     if weak:
         worst, name = weak[0]
         more = f", and {len(weak) - 1} more are below {WEAK_DB:g} dB" if len(weak) > 1 else ""
-        out.append(f"Weakest result: '{name}' with {worst:.1f} dB{more}; overrides={{'{name}': 'float'}} shows what it costs.")
-    cut = sorted(((r.clipped, r.name) for r in report.layers if r.clipped is not None and r.clipped > CUT), reverse=True)
+        out.append(
+            f"Weakest result: '{name}' with {worst:.1f} dB{more}; overrides={{'{name}': 'float'}} shows what it costs."
+        )
+    cut = sorted(
+        ((r.clipped, r.name) for r in report.layers if r.clipped is not None and r.clipped > CUT), reverse=True
+    )
     if cut:
         share, name = cut[0]
         out.append(f"'{name}' clips {100 * share:.1f} % of what calibration saw; rule='no_clipping' keeps everything.")
@@ -43,4 +51,6 @@ def advice(report: Report) -> list[str]:
             f"{sum(map(len, report.floats.values()))} of {len(report.layers)} operators stay in float, most often because {reason} "
             f"({len(layers)}); `chipfit platforms show {report.platform}` lists what runs in integers."
         )
-    return out or ["Nothing to repair: deploy the file, or try fewer bits with overrides={'<layer>': {'bits': 4}} where the chip has them."]
+    return out or [
+        "Nothing to repair: deploy the file, or try fewer bits with overrides={'<layer>': {'bits': 4}} where the chip has them."
+    ]

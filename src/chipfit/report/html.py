@@ -24,24 +24,47 @@ def page(report: Report) -> str:
     data = {"inputs": [_kernel((r,)) for r in report.inputs], "kernels": kernels, "tensors": _tensors(report)}
     share = {runs: sum(r.exec == key for r in report.layers) / max(1, len(report.layers)) for key, runs in RUNS.items()}
     return env.from_string(text).render(
-        r=report, v=v, size=size, kernels=kernels, runs=RUNS, share={k: s for k, s in share.items() if s},
-        css=Markup(css), js=Markup(js),
+        r=report,
+        v=v,
+        size=size,
+        kernels=kernels,
+        runs=RUNS,
+        share={k: s for k, s in share.items() if s},
+        css=Markup(css),
+        js=Markup(js),
         data=Markup(json.dumps(data).replace("<", "\\u003c")),  # no tag can start inside the script element
-        agreement=agreement(report).plain.splitlines(), accuracies=accuracies(report), advice=advice(report),
-        shrink=report.float_bytes / max(1, report.quantized_bytes), total=sum(report.timings.values()) or 1.0,
-        measured=[k for k in kernels if k["sqnr"] is not None], weighed=[k for k in kernels if k["wsqnr"] is not None],
-    )  # fmt: skip
+        agreement=agreement(report).plain.splitlines(),
+        accuracies=accuracies(report),
+        advice=advice(report),
+        shrink=report.float_bytes / max(1, report.quantized_bytes),
+        total=sum(report.timings.values()) or 1.0,
+        measured=[k for k in kernels if k["sqnr"] is not None],
+        weighed=[k for k in kernels if k["wsqnr"] is not None],
+    )
 
 
 def _kernel(kernel: tuple[LayerRow, ...]) -> dict[str, Any]:
     r = kernel[-1]
     weights = [k.weight_sqnr_db for k in kernel if k.weight_sqnr_db is not None]
     return {
-        "name": kernel_name(kernel), "ops": kernel_ops(kernel), "exec": kernel_exec(kernel), "format": formats(kernel), "sqnr": r.sqnr_db,
-        "wsqnr": min(weights, default=None), "why": r.why, "origin": r.origin, "low": r.low, "high": r.high, "clip": [r.clip_low, r.clip_high],
-        "clipped": r.clipped, "scale": r.scale, "zero": r.zero_point, "bars": r.bars, "ends": [r.bars_low, r.bars_high],
+        "name": kernel_name(kernel),
+        "ops": kernel_ops(kernel),
+        "exec": kernel_exec(kernel),
+        "format": formats(kernel),
+        "sqnr": r.sqnr_db,
+        "wsqnr": min(weights, default=None),
+        "why": r.why,
+        "origin": r.origin,
+        "low": r.low,
+        "high": r.high,
+        "clip": [r.clip_low, r.clip_high],
+        "clipped": r.clipped,
+        "scale": r.scale,
+        "zero": r.zero_point,
+        "bars": r.bars,
+        "ends": [r.bars_low, r.bars_high],
         "differing": r.differing,
-    }  # fmt: skip
+    }
 
 
 def _tensors(report: Report) -> list[dict[str, Any]]:

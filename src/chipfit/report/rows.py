@@ -69,7 +69,9 @@ class Report:
     deploy: tuple[str, ...]
     float_bytes: int
     quantized_bytes: int
-    padded_bytes: int  #: with output channels padded to the width of the chip's instructions, where the platform tells it
+    padded_bytes: (
+        int  #: with output channels padded to the width of the chip's instructions, where the platform tells it
+    )
     parameters: int
     quantized_tensors: int
     float_tensors: int
@@ -147,9 +149,14 @@ class Report:
 
 
 def build(
-    graph: Graph, plan: Plan, platform: Platform, *, stats: Mapping[str, TensorStats] | None = None,
-    timings: Mapping[str, float] | None = None, verification: Verification | None = None,
-) -> Report:  # fmt: skip
+    graph: Graph,
+    plan: Plan,
+    platform: Platform,
+    *,
+    stats: Mapping[str, TensorStats] | None = None,
+    timings: Mapping[str, float] | None = None,
+    verification: Verification | None = None,
+) -> Report:
     """Gather a Report from what the other steps left behind."""
     stats = stats or {}
     checked = {r.tensor: r for r in verification.rows} if verification else {}
@@ -164,27 +171,51 @@ def build(
         weight_format, weight_sqnr = _weights(graph, plan, node)
         one = t if t is not None and t.scale is not None and t.zero_point is not None and t.scale.dim() == 0 else None
         return LayerRow(
-            node=node.name, layer=node.layer, op=node.op, exec=decided.exec, group=decided.group, why=decided.why,
+            node=node.name,
+            layer=node.layer,
+            op=node.op,
+            exec=decided.exec,
+            group=decided.group,
+            why=decided.why,
             format=t.format if t is not None and t.quantized else "inside a kernel" if node.name in inner else "float",
             scale=float(one.scale) if one is not None else None,  # type: ignore[arg-type]  # `one` has both
             zero_point=int(one.zero_point) if one is not None else None,  # type: ignore[arg-type]
-            low=t.low if t is not None else None, high=t.high if t is not None else None, origin=t.origin if t is not None else "",
-            clip_low=clip_low, clip_high=clip_high, clipped=_clipped(seen, one),
+            low=t.low if t is not None else None,
+            high=t.high if t is not None else None,
+            origin=t.origin if t is not None else "",
+            clip_low=clip_low,
+            clip_high=clip_high,
+            clipped=_clipped(seen, one),
             sqnr_db=_finite(found.sqnr_db) if found is not None and found.elements else None,
             differing=found.differing if found is not None else None,
-            weight_format=weight_format, weight_sqnr_db=weight_sqnr, bars=bars, bars_low=bars_low, bars_high=bars_high,
-        )  # fmt: skip
+            weight_format=weight_format,
+            weight_sqnr_db=weight_sqnr,
+            bars=bars,
+            bars_low=bars_low,
+            bars_high=bars_high,
+        )
 
     nodes = [row(n, plan.nodes.get(n.name) or NodePlan(name=n.name, op=n.op)) for n in graph.nodes]
     inputs = [row(Node(v, "Input", (), (v,)), NodePlan(name=v, op="Input", exec="follow")) for v in graph.inputs]
     float_bytes, quantized_bytes, padded_bytes, parameters = _sizes(graph, plan)
     return Report(
-        platform=platform.name, title=platform.title, deploy=platform.deploy, float_bytes=float_bytes, quantized_bytes=quantized_bytes,
-        padded_bytes=padded_bytes, parameters=parameters, quantized_tensors=sum(t.quantized for t in plan.tensors.values()),
-        float_tensors=sum(not t.quantized for t in plan.tensors.values()), layers=tuple(nodes), inputs=tuple(inputs),
-        timings=dict(timings or {}), notes=plan.rewrites, simulated=kernels_of(platform) is not None, provenance=plan.provenance,
+        platform=platform.name,
+        title=platform.title,
+        deploy=platform.deploy,
+        float_bytes=float_bytes,
+        quantized_bytes=quantized_bytes,
+        padded_bytes=padded_bytes,
+        parameters=parameters,
+        quantized_tensors=sum(t.quantized for t in plan.tensors.values()),
+        float_tensors=sum(not t.quantized for t in plan.tensors.values()),
+        layers=tuple(nodes),
+        inputs=tuple(inputs),
+        timings=dict(timings or {}),
+        notes=plan.rewrites,
+        simulated=kernels_of(platform) is not None,
+        provenance=plan.provenance,
         verification={**verification.to_dict(), "summary": verification.summary()} if verification else None,
-    )  # fmt: skip
+    )
 
 
 def _finite(x: float) -> float | None:
@@ -225,7 +256,14 @@ def _weights(graph: Graph, plan: Plan, node: Node) -> tuple[str, float | None]:
     text, signal, noise = "", 0.0, 0.0
     for name in node.inputs:
         t = plan.tensors.get(name or "")
-        if name not in graph.weights or t is None or t.role != "weight" or t.grid is None or t.scale is None or t.zero_point is None:
+        if (
+            name not in graph.weights
+            or t is None
+            or t.role != "weight"
+            or t.grid is None
+            or t.scale is None
+            or t.zero_point is None
+        ):
             continue
         text = t.format
         if t.grid.kind == "int":

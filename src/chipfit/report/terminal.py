@@ -34,7 +34,9 @@ def agreement(report: Report) -> Text:
     v, first = report.verification, report.first_departure
     if v is None:
         return Text(
-            "not verified yet: result.verify(data)" if report.simulated else "arithmetic not simulated, exactness not claimed",
+            "not verified yet: result.verify(data)"
+            if report.simulated
+            else "arithmetic not simulated, exactness not claimed",
             style="yellow",
         )
     style = {"exact": "bold green", "departs": "bold red"}.get(report.verdict, "yellow")
@@ -76,10 +78,19 @@ def render(report: Report) -> Group:
     head.add_column()
     head.add_row("platform", escape(f"{report.platform}  {report.title}"))
     shrink = report.float_bytes / max(1, report.quantized_bytes)
-    padded = f" ({size(report.padded_bytes)} padded to the chip's SIMD width)" if report.padded_bytes != report.quantized_bytes else ""
-    head.add_row("weights", f"{size(report.float_bytes)} -> {size(report.quantized_bytes)}, {shrink:.1f} x smaller{padded}")
+    padded = (
+        f" ({size(report.padded_bytes)} padded to the chip's SIMD width)"
+        if report.padded_bytes != report.quantized_bytes
+        else ""
+    )
+    head.add_row(
+        "weights", f"{size(report.float_bytes)} -> {size(report.quantized_bytes)}, {shrink:.1f} x smaller{padded}"
+    )
     kernels = report.kernels
-    head.add_row("operators", f"{100 * report.integer_share:.0f} % of {len(report.layers)} run in integers, as {len(kernels)} kernels")
+    head.add_row(
+        "operators",
+        f"{100 * report.integer_share:.0f} % of {len(report.layers)} run in integers, as {len(kernels)} kernels",
+    )
     if report.timings:
         head.add_row("time", ", ".join(f"{k} {v:.2f} s" for k, v in report.timings.items()))
     head.add_row("device", agreement(report))
@@ -110,7 +121,9 @@ def _table(kernels: list[tuple[LayerRow, ...]]) -> Table:
         caption = f"{which} {len(shown)} of {len(kernels)} kernels; report.html and report.json hold all of them"
     table = Table(show_edge=False, header_style="bold", pad_edge=False, caption=caption)
     longest = max((len(kernel_name(k)) for k in shown), default=0)
-    table.add_column("kernel", overflow="fold", min_width=min(24, longest))  # names are what people search for; the rest may wrap
+    table.add_column(
+        "kernel", overflow="fold", min_width=min(24, longest)
+    )  # names are what people search for; the rest may wrap
     table.add_column("operators", overflow="fold")
     table.add_column("runs in")
     table.add_column("format", no_wrap=True)

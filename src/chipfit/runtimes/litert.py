@@ -22,7 +22,12 @@ class LiteRt:
     """
 
     exact = True  #: a verified profile: integers are promised to equal the simulator's ...
-    platforms: tuple[str, ...] = ("tflite_int8", "tflite_int16x8", "litert_ai_edge", "xnnpack")  #: ... of these platforms
+    platforms: tuple[str, ...] = (
+        "tflite_int8",
+        "tflite_int16x8",
+        "litert_ai_edge",
+        "xnnpack",
+    )  #: ... of these platforms
     kernels = "litert_xnnpack"  #: the family that the simulator mirrors
     suffix = ".tflite"  #: of the files that it loads
     codes = "{}"  #: name of the tensor that holds a graph value's codes
@@ -41,7 +46,9 @@ class LiteRt:
         content, self.tensors, self.notes = _with_outputs(Path(path), tensors)
         try:
             self.interpreter = Interpreter(
-                model_content=content, num_threads=max(threads, 1), experimental_op_resolver_type=getattr(OpResolverType, self.resolver)
+                model_content=content,
+                num_threads=max(threads, 1),
+                experimental_op_resolver_type=getattr(OpResolverType, self.resolver),
             )
             self.interpreter.allocate_tensors()
         except (RuntimeError, ValueError) as e:
@@ -53,13 +60,17 @@ class LiteRt:
 
         A file of fixed batch runs once for each part of that size.
         """
-        inputs = [x.transpose(f) if f else x for x, f in zip(inputs, self.notes.get("inputs") or [None] * len(inputs), strict=True)]
+        inputs = [
+            x.transpose(f) if f else x
+            for x, f in zip(inputs, self.notes.get("inputs") or [None] * len(inputs), strict=True)
+        ]
         batches = {len(x) for x, d in zip(inputs, self.inputs, strict=True) if len(d["shape"]) and not _fits(x, d)}
         if not batches:
             return self._once(inputs)
         size = next(int(d["shape"][0]) for x, d in zip(inputs, self.inputs, strict=True) if not _fits(x, d))
         parts = [
-            self._once([x if _fits(x, d) else x[k : k + size] for x, d in zip(inputs, self.inputs)]) for k in range(0, max(batches), size)
+            self._once([x if _fits(x, d) else x[k : k + size] for x, d in zip(inputs, self.inputs)])
+            for k in range(0, max(batches), size)
         ]
         axes = self.notes.get("batch_axis", {})
         return {name: np.concatenate([p[name] for p in parts], axes.get(name, 0)) for name in parts[0]}
@@ -102,7 +113,9 @@ class LiteRt:
                         taken.add(makers[t])
                         todo += [int(i) for i in own[makers[t]]["inputs"]]
                     seen.add(t)
-        return dict(sorted(Counter(("XNNPACK " if k in taken else "") + op["op_name"] for k, op in enumerate(own)).items()))
+        return dict(
+            sorted(Counter(("XNNPACK " if k in taken else "") + op["op_name"] for k, op in enumerate(own)).items())
+        )
 
 
 @register("runtime", "litert_reference")

@@ -51,10 +51,15 @@ class OnnxRuntime:
             options.optimized_model_filepath = str(optimised)
             try:
                 self.session = ort.InferenceSession(
-                    model.SerializeToString(), options, providers=["CPUExecutionProvider"], disabled_optimizers=["WeightBiasQuantization"]
+                    model.SerializeToString(),
+                    options,
+                    providers=["CPUExecutionProvider"],
+                    disabled_optimizers=["WeightBiasQuantization"],
                 )
             except Exception as e:  # ORT's exceptions share no base
-                raise RuntimeUnavailable(f"ONNX Runtime refuses the file: {str(e).splitlines()[0][:300]}", where=str(path)) from e
+                raise RuntimeUnavailable(
+                    f"ONNX Runtime refuses the file: {str(e).splitlines()[0][:300]}", where=str(path)
+                ) from e
             self._optimised = onnx.load(str(optimised), load_external_data=False)
         self.inputs = [i.name for i in self.session.get_inputs()]
 
@@ -83,7 +88,9 @@ def read(path: str | Path) -> Any:
     try:
         return onnx.load(str(path))
     except Exception as e:  # a missing file, or what protobuf makes of garbage
-        raise RuntimeUnavailable(f"The file is not an ONNX model: {str(e).splitlines()[0][:300]}", where=str(path)) from e
+        raise RuntimeUnavailable(
+            f"The file is not an ONNX model: {str(e).splitlines()[0][:300]}", where=str(path)
+        ) from e
 
 
 def _signed(model: Any) -> bool:
@@ -91,7 +98,9 @@ def _signed(model: Any) -> bool:
     import onnx
 
     types = {i.name: i.data_type for i in model.graph.initializer}
-    return any(n.op_type == "QuantizeLinear" and types.get(n.input[2]) == onnx.TensorProto.INT8 for n in model.graph.node)
+    return any(
+        n.op_type == "QuantizeLinear" and types.get(n.input[2]) == onnx.TensorProto.INT8 for n in model.graph.node
+    )
 
 
 def saturates() -> str:

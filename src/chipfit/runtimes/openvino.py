@@ -43,7 +43,9 @@ class OpenVino:
             core = openvino.Core()
             self.model = core.compile_model(core.read_model(model.SerializeToString()), "CPU", config)
         except Exception as e:  # OpenVINO raises RuntimeError and others
-            raise RuntimeUnavailable(f"OpenVINO refuses the file: {str(e).splitlines()[0][:300]}", where=str(path)) from e
+            raise RuntimeUnavailable(
+                f"OpenVINO refuses the file: {str(e).splitlines()[0][:300]}", where=str(path)
+            ) from e
         self.inputs = [i.get_any_name() for i in self.model.inputs]
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:

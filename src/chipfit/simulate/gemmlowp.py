@@ -83,7 +83,11 @@ def softmax(diff: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 def _log(x: Tensor) -> Tensor:
     """log(x) for x >= 1 with 12 integer bits; 5 integer bits. Of two mantissas, x and x / sqrt 2, the smaller one is used."""
-    quarter, half_root, fourth_root = 1 << 23, 1518500250, 1805811301  # 1/4 with 6 integer bits; sqrt(1/2) and its root with none
+    quarter, half_root, fourth_root = (
+        1 << 23,
+        1518500250,
+        1805811301,
+    )  # 1/4 with 6 integer bits; sqrt(1/2) and its root with none
     lead = 32 - torch.frexp(x.double()).exponent.long()
     a = _up_by(_product(_up_by(x, lead - 1), half_root), _whole(1))
     power_a = ((12 - lead) << 25) + quarter

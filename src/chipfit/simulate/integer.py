@@ -34,7 +34,9 @@ class Profile:
     """How one family of kernels computes."""
 
     kernels: Mapping[str, Kernel]  #: by operator; what is missing the runtime computes in float
-    moves: Mapping[str, Kernel] = field(default_factory=dict)  #: operators that follow their operand's format and compute all the same
+    moves: Mapping[str, Kernel] = field(
+        default_factory=dict
+    )  #: operators that follow their operand's format and compute all the same
     #: (activation, plan of the result) -> the codes between which a kernel clips instead; None when it does not
     clip: Callable[[Node, TensorPlan], tuple[int, int] | None]
     #: (reals, plan of the tensor) -> codes
@@ -128,17 +130,24 @@ def profile_for(platform: Platform, kernels: str | None = None) -> Profile:
     if name is None:
         raise UnsupportedError(
             f"'{platform.name}' has no verified arithmetic, so its integers cannot be simulated",
-            got=platform.math.requant, allowed="math.kernels, or math.requant with form float or q31",
+            got=platform.math.requant,
+            allowed="math.kernels, or math.requant with form float or q31",
             hint="use Result.model, the float simulation, or a platform with a verified profile such as ort_cpu",
-        )  # fmt: skip
+        )
     profile: Profile = lookup("kernels", name)
     return profile
 
 
 def simulate(
-    graph: Graph, plan: Plan, inputs: Sequence[Tensor], platform: Platform, *, force: Mapping[str, Tensor] | None = None,
-    keep: Collection[str] | None = None, kernels: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    graph: Graph,
+    plan: Plan,
+    inputs: Sequence[Tensor],
+    platform: Platform,
+    *,
+    force: Mapping[str, Tensor] | None = None,
+    keep: Collection[str] | None = None,
+    kernels: str | None = None,
+) -> dict[str, Any]:
     """Run the network in the platform's integers.
 
     Args:
@@ -241,7 +250,9 @@ def move(run: Run, unit: Sequence[Node]) -> None:
     node = unit[0]
     args = [run.code(i).float() if run.graph.is_float(i) else run.real(i, node) for i in node.inputs if i is not None]
     if node.op == "Pad" and node.attrs["mode"] == "constant":
-        outs: tuple[Any, ...] = (pad(args[0], padding=node.attrs["padding"], mode="constant", value=float(run.zero(node.inputs[0] or ""))),)
+        outs: tuple[Any, ...] = (
+            pad(args[0], padding=node.attrs["padding"], mode="constant", value=float(run.zero(node.inputs[0] or ""))),
+        )
     else:
         outs = execute(node, args)
     for o, x in zip(unit[-1].outputs, outs, strict=False):

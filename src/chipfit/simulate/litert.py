@@ -81,7 +81,9 @@ def _few_bits(run: Run, name: str) -> bool:
 def _convolution(run: Run, unit: Sequence[Node], how: str) -> None:
     head, (x, out) = unit[0], _names(unit)
     w = head.inputs[1] or ""
-    gaps = head.op.startswith("Transpose") and any(s > k for s, k in zip(head.attrs["stride"], run.code(w).shape[2:], strict=True))
+    gaps = head.op.startswith("Transpose") and any(
+        s > k for s, k in zip(head.attrs["stride"], run.code(w).shape[2:], strict=True)
+    )
     if how == "float" and (gaps or _few_bits(run, w)):  # XNNPACK leaves these to LiteRT
         how = "up"
     if how == "up" and head.op.startswith("Conv") and head.attrs["groups"] > 1:  # no optimised kernel
@@ -90,7 +92,9 @@ def _convolution(run: Run, unit: Sequence[Node], how: str) -> None:
         how = "q15"
     acc = accumulate(run, head)
     real = _real(run, x, w, under=out, kind=_precision(how)).expand(acc.shape[1]).view(-1, *[1] * (acc.dim() - 2))
-    if how == "up" and not head.op.startswith("Conv"):  # vector instructions take 8 channels at once, the scalar code what is left
+    if how == "up" and not head.op.startswith(
+        "Conv"
+    ):  # vector instructions take 8 channels at once, the scalar code what is left
         v = acc.shape[1] // 8 * 8
         scaled = torch.cat((_scaled(acc[:, :v], real[:v], "up"), _scaled(acc[:, v:], real[v:], "away")), 1)
     else:
@@ -101,7 +105,9 @@ def _convolution(run: Run, unit: Sequence[Node], how: str) -> None:
 def _linear(run: Run, unit: Sequence[Node], how: str) -> None:
     head, (x, out) = unit[0], _names(unit)
     w = head.inputs[1] or ""
-    if how == "float" and _few_bits(run, w) and run.code(w).shape[-1] % 2:  # XNNPACK leaves rows of half bytes to LiteRT
+    if (
+        how == "float" and _few_bits(run, w) and run.code(w).shape[-1] % 2
+    ):  # XNNPACK leaves rows of half bytes to LiteRT
         how = "up"
     if _wide(run, x):
         how = "double"
@@ -233,7 +239,10 @@ def _table(run: Run, unit: Sequence[Node], f: Callable[[Tensor, Node], Tensor] |
 
 
 def _table_or(
-    run: Run, unit: Sequence[Node], wide: Callable[[Tensor, Tensor], Tensor], f: Callable[[Tensor, Node], Tensor] | None = None
+    run: Run,
+    unit: Sequence[Node],
+    wide: Callable[[Tensor, Tensor], Tensor],
+    f: Callable[[Tensor, Node], Tensor] | None = None,
 ) -> None:
     """A table, or the function's own arithmetic on 16-bit codes."""
     x, out = _names(unit)
@@ -426,14 +435,18 @@ def _lines_xnnpack(size: int, out: int, corners: bool) -> tuple[Tensor, Tensor, 
     return low, (low + 1).clamp_max(size - 1), torch.round((fine - low) * 2048).long()
 
 
-def _resize(run: Run, unit: Sequence[Node], lines: Callable[[int, int, bool], tuple[Tensor, Tensor, Tensor]], one: int) -> None:
+def _resize(
+    run: Run, unit: Sequence[Node], lines: Callable[[int, int, bool], tuple[Tensor, Tensor, Tensor]], one: int
+) -> None:
     """Bilinear with fixed-point shares of `one`; halves away from zero for shares of 1024, else up."""
     node, (x, out) = unit[0], _names(unit)
     if node.attrs["mode"] == "nearest":
         return move(run, unit)
     q = run.code(x).long()
     (like,) = execute(node, [q.float()])
-    (top, low, v), (left, right, h) = (lines(q.shape[d], like.shape[d], bool(node.attrs["align_corners"])) for d in (2, 3))
+    (top, low, v), (left, right, h) = (
+        lines(q.shape[d], like.shape[d], bool(node.attrs["align_corners"])) for d in (2, 3)
+    )
     v = v[:, None]
     upper, lower = (q[:, :, row][..., left] * (one - h) + q[:, :, row][..., right] * h for row in (top, low))
     y, whole = upper * (one - v) + lower * v, one * one
@@ -449,7 +462,9 @@ def _resize(run: Run, unit: Sequence[Node], lines: Callable[[int, int, bool], tu
 def _clip(act: Node, t: TensorPlan) -> tuple[int, int] | None:
     """The codes of the activation's bounds, halves away from zero."""
     assert t.grid is not None and t.scale is not None and t.zero_point is not None
-    low, high = {"Relu": (0.0, None), "Relu6": (0.0, 6.0), "Clamp": (act.attrs.get("min"), act.attrs.get("max"))}.get(act.op, (None, None))
+    low, high = {"Relu": (0.0, None), "Relu6": (0.0, 6.0), "Clamp": (act.attrs.get("min"), act.attrs.get("max"))}.get(
+        act.op, (None, None)
+    )
     if low is None and high is None:
         return None
     scale, z = t.scale, int(t.zero_point)
@@ -480,21 +495,45 @@ _TABLES = ("Exp", "Log")
 _RECTIFIERS = ("Relu", "Relu6", "Clamp")
 
 REFERENCE: dict[str, Kernel] = {
-    **dict.fromkeys(_CONVOLUTIONS, partial(_convolution, how="away")), **dict.fromkeys(_TABLES, _table),
-    **dict.fromkeys(_RECTIFIERS, partial(_relu, how="away")), **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean),
-    "Linear": partial(_linear, how="double"), "MatMul": partial(_mat_mul, how="away"), "Add": _add, "Sub": partial(_add, sign=-1),
-    "Mul": partial(_mul, how="away"), "PRelu": _prelu, "LeakyRelu": _leaky, "HardSwish": _hard_swish, "Softmax": partial(_softmax, rows=_rows_reference), "LogSoftmax": partial(_softmax, rows=_log_rows_reference),
-    "Sigmoid": partial(_table_or, wide=tables16.sigmoid, f=_sigmoid), "Tanh": partial(_table_or, wide=tables16.tanh), "Gelu": partial(_table, f=_gelu), "Abs": _abs, "Requantize": _requantize,
-}  # fmt: skip
+    **dict.fromkeys(_CONVOLUTIONS, partial(_convolution, how="away")),
+    **dict.fromkeys(_TABLES, _table),
+    **dict.fromkeys(_RECTIFIERS, partial(_relu, how="away")),
+    **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean),
+    "Linear": partial(_linear, how="double"),
+    "MatMul": partial(_mat_mul, how="away"),
+    "Add": _add,
+    "Sub": partial(_add, sign=-1),
+    "Mul": partial(_mul, how="away"),
+    "PRelu": _prelu,
+    "LeakyRelu": _leaky,
+    "HardSwish": _hard_swish,
+    "Softmax": partial(_softmax, rows=_rows_reference),
+    "LogSoftmax": partial(_softmax, rows=_log_rows_reference),
+    "Sigmoid": partial(_table_or, wide=tables16.sigmoid, f=_sigmoid),
+    "Tanh": partial(_table_or, wide=tables16.tanh),
+    "Gelu": partial(_table, f=_gelu),
+    "Abs": _abs,
+    "Requantize": _requantize,
+}
 OPTIMIZED: dict[str, Kernel] = {
-    **REFERENCE, **dict.fromkeys(_CONVOLUTIONS, partial(_convolution, how="up")),
-    **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean_optimized), "Linear": partial(_linear, how="up"), "Softmax": partial(_softmax, rows=_rows_optimized), "LogSoftmax": partial(_softmax, rows=_log_rows_optimized),
-}  # fmt: skip
+    **REFERENCE,
+    **dict.fromkeys(_CONVOLUTIONS, partial(_convolution, how="up")),
+    **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean_optimized),
+    "Linear": partial(_linear, how="up"),
+    "Softmax": partial(_softmax, rows=_rows_optimized),
+    "LogSoftmax": partial(_softmax, rows=_log_rows_optimized),
+}
 _THEIRS: dict[str, Kernel] = {
-    **dict.fromkeys(_CONVOLUTIONS, partial(_convolution, how="float")), **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean_xnnpack),
-    "Linear": partial(_linear, how="float"), "MatMul": _mat_mul_xnnpack, "Add": _add_xnnpack, "Sub": partial(_add_xnnpack, sign=-1),
-    "Mul": partial(_mul, how="float"), "LeakyRelu": _leaky_xnnpack, "Requantize": _requantize_xnnpack,
-}  # fmt: skip
+    **dict.fromkeys(_CONVOLUTIONS, partial(_convolution, how="float")),
+    **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean_xnnpack),
+    "Linear": partial(_linear, how="float"),
+    "MatMul": _mat_mul_xnnpack,
+    "Add": _add_xnnpack,
+    "Sub": partial(_add_xnnpack, sign=-1),
+    "Mul": partial(_mul, how="float"),
+    "LeakyRelu": _leaky_xnnpack,
+    "Requantize": _requantize_xnnpack,
+}
 MOVES: dict[str, Kernel] = {"AvgPool": _avg_pool, "Resize": partial(_resize, lines=_lines, one=1024)}
 
 
@@ -503,7 +542,10 @@ def _taken(run: Run, unit: Sequence[Node], theirs: Kernel, ours: Kernel) -> None
     (ours if _wide(run, unit[0].inputs[0] or "") else theirs)(run, unit)
 
 
-XNNPACK: dict[str, Kernel] = {**OPTIMIZED, **{op: partial(_taken, theirs=f, ours=OPTIMIZED[op]) for op, f in _THEIRS.items()}}
+XNNPACK: dict[str, Kernel] = {
+    **OPTIMIZED,
+    **{op: partial(_taken, theirs=f, ours=OPTIMIZED[op]) for op, f in _THEIRS.items()},
+}
 MOVES_XNNPACK: dict[str, Kernel] = {
     **MOVES,
     "Resize": partial(_taken, theirs=partial(_resize, lines=_lines_xnnpack, one=2048), ours=MOVES["Resize"]),
@@ -511,4 +553,6 @@ MOVES_XNNPACK: dict[str, Kernel] = {
 
 register("kernels", "litert_reference")(Profile(kernels=REFERENCE, moves=MOVES, clip=_clip, quantize=_quantize_away))
 register("kernels", "litert_optimized")(Profile(kernels=OPTIMIZED, moves=MOVES, clip=_clip, quantize=_quantize_inverse))
-register("kernels", "litert_xnnpack")(Profile(kernels=XNNPACK, moves=MOVES_XNNPACK, clip=_clip, quantize=_quantize_inverse))
+register("kernels", "litert_xnnpack")(
+    Profile(kernels=XNNPACK, moves=MOVES_XNNPACK, clip=_clip, quantize=_quantize_inverse)
+)

@@ -127,7 +127,9 @@ def _concat(run: Run, unit: Sequence[Node]) -> None:
         if same:
             parts.append(run.code(name))
         else:
-            parts.append(quantize(dequantize(run.code(name), run.scale(name), run.zero(name)), t.scale, t.zero_point, t.grid))
+            parts.append(
+                quantize(dequantize(run.code(name), run.scale(name), run.zero(name)), t.scale, t.zero_point, t.grid)
+            )
     run.codes[out] = torch.cat(parts, unit[0].attrs["axis"])
 
 
@@ -142,7 +144,13 @@ def _table(run: Run, unit: Sequence[Node]) -> None:
 
 KERNELS: dict[str, Kernel] = {
     **dict.fromkeys(("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D", "Linear"), _product_sum),
-    "MatMul": _mat_mul, "Add": _add, "Mul": _mul, "GlobalAvgPool": _global_average, "Concat": _concat,
-    "Sigmoid": _table, "LeakyRelu": _table, "Softmax": _softmax,
-}  # fmt: skip
+    "MatMul": _mat_mul,
+    "Add": _add,
+    "Mul": _mul,
+    "GlobalAvgPool": _global_average,
+    "Concat": _concat,
+    "Sigmoid": _table,
+    "LeakyRelu": _table,
+    "Softmax": _softmax,
+}
 register("kernels", "onnxruntime")(Profile(kernels=KERNELS, clip=_absorbed, quantize=quantize_half_even))

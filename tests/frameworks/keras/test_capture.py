@@ -41,7 +41,9 @@ def test_the_graph_computes_what_the_model_computes(name):
     assert (OPAQUE in ops_of(graph)) == (name == "recurrent")
     env = run(graph, graph.example)
     got = unflatten_outputs(graph, [env[o].numpy() for o in graph.outputs])
-    want = keras.tree.map_structure(lambda y: y.numpy(), forward(model, keras.tree.map_structure(torch.from_numpy, batch)))
+    want = keras.tree.map_structure(
+        lambda y: y.numpy(), forward(model, keras.tree.map_structure(torch.from_numpy, batch))
+    )
     keras.tree.assert_same_structure(got, want)
     for a, b in zip(keras.tree.flatten(got), keras.tree.flatten(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
@@ -121,9 +123,13 @@ def test_depthwise_kernels_with_multiplier_go_back():
 def test_average_pooling_at_an_uneven_edge_is_what_this_backend_makes_of_it():
     """Keras on torch repeats the edge, the others leave it out."""
     image = keras.Input((6, 6, 3))
-    x = ops.pad(layers.AveragePooling2D(3, strides=2, padding="same")(image), [(0, 0), (1, 1), (2, 0), (0, 0)], mode="reflect")
+    x = ops.pad(
+        layers.AveragePooling2D(3, strides=2, padding="same")(image), [(0, 0), (1, 1), (2, 0), (0, 0)], mode="reflect"
+    )
     graph = captured(keras.Model(image, x), np.random.default_rng(0).normal(size=(2, 6, 6, 3)).astype("float32"))
-    assert OPAQUE not in ops_of(graph) and ops_of(graph).count("Pad") == (2 if keras.backend.backend() == "torch" else 1)
+    assert OPAQUE not in ops_of(graph) and ops_of(graph).count("Pad") == (
+        2 if keras.backend.backend() == "torch" else 1
+    )
 
 
 # ---------------------------------------------------------------- what is refused, and how

@@ -12,15 +12,31 @@ from keras import layers  # noqa: E402 -- after the import that may skip
 
 import chipfit  # noqa: E402
 from chipfit.core import CoreConfig, DebugConfig, QuantizationConfig  # noqa: E402
-from chipfit.core.network_editor import ChangeFinalWeightsQuantConfigAttr, EditRule, NodeNameFilter, NodeTypeFilter, ReplaceLayer  # noqa: E402
+from chipfit.core.network_editor import (  # noqa: E402
+    ChangeFinalWeightsQuantConfigAttr,
+    EditRule,
+    NodeNameFilter,
+    NodeTypeFilter,
+    ReplaceLayer,
+)
 from chipfit.errors import UnsupportedError  # noqa: E402
 from chipfit.graph.run import run  # noqa: E402
 
 REWRITES = {
-    "linear_collapsing": True, "residual_collapsing": True, "relu_bound_to_power_of_2": True, "activation_channel_equalization": True,
-    "shift_negative_activation_correction": True, "shift_negative_ratio": 0.5, "softmax_shift": True, "concat_threshold_update": True,
-}  # fmt: skip
-CORRECTIONS = {"weights_bias_correction": True, "weights_second_moment_correction": True, "activation_bias_correction": True}
+    "linear_collapsing": True,
+    "residual_collapsing": True,
+    "relu_bound_to_power_of_2": True,
+    "activation_channel_equalization": True,
+    "shift_negative_activation_correction": True,
+    "shift_negative_ratio": 0.5,
+    "softmax_shift": True,
+    "concat_threshold_update": True,
+}
+CORRECTIONS = {
+    "weights_bias_correction": True,
+    "weights_second_moment_correction": True,
+    "activation_bias_correction": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +68,19 @@ def test_every_rewrite_and_correction_works_on_a_keras_model(net):
     quantized, info = fit(net, quantization_config=QuantizationConfig(**REWRITES, **CORRECTIONS))
     assert isinstance(quantized, keras.Model) and np.abs(numbers(quantized(images)) - want).mean() < 5e-3
     said = " ".join(info.result.plan.rewrites)
-    for what in ("collapsed 'conv2d'", "residual addition", "moved from 6 to 8", "shifted 'activation'", "second moment of 'head'"):
+    for what in (
+        "collapsed 'conv2d'",
+        "residual addition",
+        "moved from 6 to 8",
+        "shifted 'activation'",
+        "second moment of 'head'",
+    ):
         assert what in said
     _, info = fit(net, quantization_config=QuantizationConfig(**REWRITES, weights_bias_correction=False))
     graph = info.result.graph
-    np.testing.assert_allclose(run(graph, [torch.from_numpy(images)])[graph.outputs[0]].numpy(), want, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        run(graph, [torch.from_numpy(images)])[graph.outputs[0]].numpy(), want, rtol=1e-4, atol=1e-6
+    )
 
 
 def test_rules_choose_keras_layers_by_type_and_by_name(net):
@@ -70,5 +94,7 @@ def test_rules_choose_keras_layers_by_type_and_by_name(net):
     with pytest.raises(UnsupportedError, match="PyTorch"):
         fit(
             net,
-            debug_config=DebugConfig(network_editor=[EditRule(NodeNameFilter("head"), ReplaceLayer(layers.Dense, lambda w, **a: (w, a)))]),
+            debug_config=DebugConfig(
+                network_editor=[EditRule(NodeNameFilter("head"), ReplaceLayer(layers.Dense, lambda w, **a: (w, a)))]
+            ),
         )

@@ -30,7 +30,9 @@ TIES = {"unet", "transposed"}
 @cache
 def quantized(name, platform="ort_cpu"):
     model, batch = make(name)
-    return chipfit.quantize(model, [batch], platform="imx500" if name == "transposed" else platform, progress=False), batch
+    return chipfit.quantize(
+        model, [batch], platform="imx500" if name == "transposed" else platform, progress=False
+    ), batch
 
 
 def flat(batch):
@@ -95,7 +97,9 @@ def test_regularizers_and_constraints_of_the_user_stay():
     model = keras.Model(v, layers.Dense(3, kernel_regularizer="l2", bias_constraint="non_neg", name="head")(v))
     result = chipfit.quantize(model, [np.ones((2, 4), "float32")], progress=False)
     head = result.model.get_layer("head").layer
-    assert isinstance(head.kernel_regularizer, keras.regularizers.L2) and isinstance(head.bias_constraint, keras.constraints.NonNeg)
+    assert isinstance(head.kernel_regularizer, keras.regularizers.L2) and isinstance(
+        head.bias_constraint, keras.constraints.NonNeg
+    )
     assert len(result.model.losses) == 1
 
 
@@ -126,7 +130,8 @@ def test_the_summary_names_what_is_there(capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["mobilenet", "shared", "recurrent", *(pytest.param(n, marks=REST) for n in ("arithmetic", "many_in_and_out"))]
+    "name",
+    ["mobilenet", "shared", "recurrent", *(pytest.param(n, marks=REST) for n in ("arithmetic", "many_in_and_out"))],
 )
 def test_a_saved_model_loads_exactly(name, tmp_path):
     result, batch = quantized(name)
@@ -161,7 +166,14 @@ def test_a_file_that_another_backend_saved_computes_the_same():
 def test_a_quantizer_rounds_halves_to_even_and_saturates():
     q = KerasQuantizer(-8, 7)
     q.set(np.array(0.5, "float32"), np.array(0))
-    assert numbers(q(np.array([-9.0, -0.75, 0.25, 0.75, 100.0, np.inf], "float32"))).tolist() == [-4.0, -1.0, 0.0, 1.0, 3.5, 3.5]
+    assert numbers(q(np.array([-9.0, -0.75, 0.25, 0.75, 100.0, np.inf], "float32"))).tolist() == [
+        -4.0,
+        -1.0,
+        0.0,
+        1.0,
+        3.5,
+        3.5,
+    ]
 
 
 def test_a_quantizer_with_a_table_takes_the_nearest_entry():
@@ -219,7 +231,9 @@ def test_one_step_of_training_is_the_step_that_the_engine_takes():
     def in_torch(result, x, y):
         module = engine(result.graph, result.plan)
         scales = {
-            id(module.quantizer_of(n).scale): module.quantizer_of(n).scale for n, t in result.plan.tensors.items() if t.role != "bias"
+            id(module.quantizer_of(n).scale): module.quantizer_of(n).scale
+            for n, t in result.plan.tensors.items()
+            if t.role != "bias"
         }
         for s in scales.values():
             s.requires_grad_()

@@ -32,7 +32,13 @@ class Block(nn.Module):
 
 def torch_residual():
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), Block(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        Block(8),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 5),
     )
 
 
@@ -50,9 +56,20 @@ def keras_residual():
 
 def torch_depthwise():
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU6(), nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(8, 8, 3, stride=2, groups=8),
-        nn.BatchNorm2d(8), nn.ReLU6(), nn.Conv2d(8, 16, 1), nn.Hardswish(), nn.AvgPool2d(2), nn.Conv2d(16, 4, 2), nn.Sigmoid(), nn.Flatten(),
-    )  # fmt: skip
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU6(),
+        nn.ZeroPad2d((0, 1, 0, 1)),
+        nn.Conv2d(8, 8, 3, stride=2, groups=8),
+        nn.BatchNorm2d(8),
+        nn.ReLU6(),
+        nn.Conv2d(8, 16, 1),
+        nn.Hardswish(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(16, 4, 2),
+        nn.Sigmoid(),
+        nn.Flatten(),
+    )
 
 
 def keras_depthwise():
@@ -67,7 +84,9 @@ def keras_depthwise():
 
 
 def torch_dense():
-    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 3), nn.Softmax(-1))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 3), nn.Softmax(-1)
+    )
 
 
 def keras_dense():
@@ -76,7 +95,11 @@ def keras_dense():
     return keras.Model(v, layers.Dense(3, activation="softmax")(layers.LayerNormalization(epsilon=1e-5)(x)))
 
 
-TWINS = {"residual": (torch_residual, keras_residual), "depthwise": (torch_depthwise, keras_depthwise), "dense": (torch_dense, keras_dense)}
+TWINS = {
+    "residual": (torch_residual, keras_residual),
+    "depthwise": (torch_depthwise, keras_depthwise),
+    "dense": (torch_dense, keras_dense),
+}
 
 
 def give(source: nn.Module, target) -> None:
@@ -90,7 +113,10 @@ def give(source: nn.Module, target) -> None:
         else:
             depthwise = isinstance(layer, layers.DepthwiseConv2D)
             op = "DepthwiseConv2D" if depthwise else {nn.Conv2d: "Conv2D", nn.Linear: "Linear"}.get(type(m), "")
-            new = [to_keras(op, m.weight.detach(), m.groups if depthwise else 1), *([m.bias] if m.bias is not None else [])]
+            new = [
+                to_keras(op, m.weight.detach(), m.groups if depthwise else 1),
+                *([m.bias] if m.bias is not None else []),
+            ]
         layer.set_weights([w.detach().numpy() for w in new])
 
 
@@ -99,11 +125,18 @@ def both(name, platform):
     in_torch, in_keras = (make() for make in TWINS[name])
     for m in in_torch.modules():
         if isinstance(m, nn.BatchNorm2d):
-            m.running_mean.normal_(0, 0.2), m.running_var.uniform_(0.5, 2), m.weight.data.uniform_(0.5, 1.5), m.bias.data.normal_(0, 0.2)
+            (
+                m.running_mean.normal_(0, 0.2),
+                m.running_var.uniform_(0.5, 2),
+                m.weight.data.uniform_(0.5, 1.5),
+                m.bias.data.normal_(0, 0.2),
+            )
     give(in_torch.eval(), in_keras)
     x = torch.randn(16, 6) if name == "dense" else torch.randn(16, 3, 8, 8)
     ours = chipfit.quantize(in_torch, [x], platform, progress=False)
-    theirs = chipfit.quantize(in_keras, [x if name == "dense" else x.permute(0, 2, 3, 1).contiguous()], platform, progress=False)
+    theirs = chipfit.quantize(
+        in_keras, [x if name == "dense" else x.permute(0, 2, 3, 1).contiguous()], platform, progress=False
+    )
     return ours, theirs
 
 

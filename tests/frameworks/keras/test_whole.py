@@ -146,7 +146,9 @@ def test_a_folder_of_images_is_read_channels_last(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "images").mkdir()
     for k in range(2):
-        Image.fromarray(np.random.default_rng(k).integers(0, 255, (10, 9, 3), dtype="uint8")).save(tmp_path / "images" / f"{k}.png")
+        Image.fromarray(np.random.default_rng(k).integers(0, 255, (10, 9, 3), dtype="uint8")).save(
+            tmp_path / "images" / f"{k}.png"
+        )
     make("residual")[0].save("model.keras")
     done = run("quantize", "model.keras", "--data", "images", "--input-size", "8", "--out", "out", "--no-verify")
     assert done.exit_code == 0, (done.output, done.exception)
@@ -179,7 +181,9 @@ def test_code_in_a_file_is_never_executed(tmp_path):
 def python(code, **environment):
     import os
 
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
     return done.stdout.strip().splitlines()[-1] if done.returncode == 0 else done.stderr
 
 
@@ -208,4 +212,7 @@ try: load_keras({str(tmp_path / "model.keras")!r})
 except Exception as e: print(type(e).__name__, e)
 """
     said = python(code, KERAS_BACKEND=backend)
-    assert said.startswith("CaptureError Keras cannot be imported") and "set KERAS_BACKEND to a backend that is installed" in said
+    assert (
+        said.startswith("CaptureError Keras cannot be imported")
+        and "set KERAS_BACKEND to a backend that is installed" in said
+    )

@@ -138,7 +138,12 @@ class _Awkward(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.quant, self.weight, self.scale, self.forward_ = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.quant, self.weight, self.scale, self.forward_ = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 2),
+        )
 
     def forward(self, x):
         return self.forward_(self.scale(self.weight(self.quant(x))))
@@ -352,7 +357,8 @@ def test_it_exports_again(model):
 
 
 @pytest.mark.parametrize(
-    "backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow), pytest.param("inductor", marks=pytest.mark.slow)]
+    "backend",
+    ["eager", pytest.param("aot_eager", marks=pytest.mark.slow), pytest.param("inductor", marks=pytest.mark.slow)],
 )
 def test_it_compiles_in_one_graph_and_trains(model, backend):
     torch._dynamo.reset()

@@ -15,7 +15,12 @@ UINT8 = Grid(bits=8, qmin=0, qmax=255, zero="any")
 
 def _quantizer(scale, zero, grid, axis=None):
     plan = TensorPlan(
-        name="t", role="activation", grid=grid, axis=axis, scale=torch.tensor(scale), zero_point=torch.tensor(zero, dtype=torch.int32)
+        name="t",
+        role="activation",
+        grid=grid,
+        axis=axis,
+        scale=torch.tensor(scale),
+        zero_point=torch.tensor(zero, dtype=torch.int32),
     )
     return FakeQuantizer(plan)
 
@@ -59,7 +64,9 @@ def test_the_compiled_form_has_the_same_values_and_gradients():
         return y, a.grad, q.scale.grad[1:]  # channel 0 meets an infinity
 
     torch._dynamo.reset()
-    for eager, compiled in zip(run(fake_quantize_ste), run(torch.compile(fake_quantize_ste, backend="eager", fullgraph=True)), strict=True):
+    for eager, compiled in zip(
+        run(fake_quantize_ste), run(torch.compile(fake_quantize_ste, backend="eager", fullgraph=True)), strict=True
+    ):
         torch.testing.assert_close(eager, compiled, rtol=1e-5, atol=1e-4, equal_nan=True)
 
 

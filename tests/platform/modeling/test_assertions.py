@@ -41,9 +41,17 @@ F = nn.functional
 def config(**changes):
     kernel = AttributeQuantizationConfig(QuantizationMethod.SYMMETRIC, 8, True, True)
     base = OpQuantizationConfig(
-        AttributeQuantizationConfig(), {KERNEL_ATTR: kernel, BIAS_ATTR: AttributeQuantizationConfig()}, QuantizationMethod.POWER_OF_TWO, 8, 8,
-        True, False, None, None, 32,
-    )  # fmt: skip
+        AttributeQuantizationConfig(),
+        {KERNEL_ATTR: kernel, BIAS_ATTR: AttributeQuantizationConfig()},
+        QuantizationMethod.POWER_OF_TWO,
+        8,
+        8,
+        True,
+        False,
+        None,
+        None,
+        32,
+    )
     return base.clone_and_edit(**changes)
 
 
@@ -112,7 +120,9 @@ def test_5_options_are_checked_when_they_are_made():
         QuantizationConfigOptions([config(), config(activation_n_bits=4)])
     with pytest.raises(ModelingError, match="base_config"):
         QuantizationConfigOptions([config()], base_config=config(activation_n_bits=4))
-    cloned = options().clone_and_edit(activation_n_bits=3).clone_and_edit_weight_attribute([KERNEL_ATTR], weights_n_bits=5)
+    cloned = (
+        options().clone_and_edit(activation_n_bits=3).clone_and_edit_weight_attribute([KERNEL_ATTR], weights_n_bits=5)
+    )
     first = cloned.quantization_config_list[0]
     assert (first.activation_n_bits, first.attr_weights_configs_mapping[KERNEL_ATTR].weights_n_bits) == (3, 5)
     assert set(first.attr_weights_configs_mapping) == {KERNEL_ATTR, BIAS_ATTR}  # the others stay
@@ -137,10 +147,16 @@ def test_clones_refuse_unknown_fields(edit):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("activation_n_bits", 0), ("activation_n_bits", 8.5), ("activation_quantization_method", "POWER_OF_TWO"), ("fixed_scale", -1.0),
-        ("fixed_zero_point", 3), ("simd_size", 0), ("signedness", True), ("supported_input_activation_n_bits", "8"),
+        ("activation_n_bits", 0),
+        ("activation_n_bits", 8.5),
+        ("activation_quantization_method", "POWER_OF_TWO"),
+        ("fixed_scale", -1.0),
+        ("fixed_zero_point", 3),
+        ("simd_size", 0),
+        ("signedness", True),
+        ("supported_input_activation_n_bits", "8"),
     ],
-)  # fmt: skip
+)
 def test_values_are_checked_when_a_configuration_is_made(field, value):
     with pytest.raises(ModelingError, match=field):
         config(**{field: value})
@@ -232,7 +248,10 @@ def test_10_a_layer_is_in_one_set(layer, text):
 
 
 def test_11_layers_belong_to_a_set_of_the_model():
-    with TargetPlatformCapabilities(model(OperatorsSet("opset"))), pytest.raises(ModelingError, match="conv is not defined"):
+    with (
+        TargetPlatformCapabilities(model(OperatorsSet("opset"))),
+        pytest.raises(ModelingError, match="conv is not defined"),
+    ):
         OperationsSetToLayers("conv", [nn.Conv2d])
 
 
@@ -288,7 +307,12 @@ def test_14_a_filter_goes_before_a_plain_layer():
 
 def test_15_all_conditions_of_a_filter_hold():
     f = LayerFilterParams(
-        nn.Conv2d, Greater("out_channels", 2), Smaller("out_channels", 4), padding_mode="zeros", kernel_size=(3, 4), out_channels=3
+        nn.Conv2d,
+        Greater("out_channels", 2),
+        Smaller("out_channels", 4),
+        padding_mode="zeros",
+        kernel_size=(3, 4),
+        out_channels=3,
     )
     assert f.match(nn.Conv2d(1, 3, (3, 4)))
     assert not f.match(nn.Conv2d(1, 2, (3, 4)))
@@ -309,7 +333,8 @@ def test_17_filters_on_functions_and_on_names():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda low, high: nn.Hardtanh(low, high), lambda low, high: (F.hardtanh, {"min_val": low, "max_val": high})]
+    "make",
+    [lambda low, high: nn.Hardtanh(low, high), lambda low, high: (F.hardtanh, {"min_val": low, "max_val": high})],
 )
 def test_18_conditions_on_two_attributes(make):
     layer = nn.Hardtanh if isinstance(make(0, 1), nn.Module) else F.hardtanh
@@ -336,7 +361,12 @@ def test_20_conditions_combine_at_will():
     three = Eq("x", 1) | Eq("x", 2) | Eq("x", 3)
     assert [three.match({"x": x}) for x in (1, 2, 3, 4)] == [True, True, True, False]
     nested = Eq("x", 1) | (Greater("x", 5) & (Smaller("x", 7) | Eq("y", 0)))
-    assert [nested.match(c) for c in ({"x": 1}, {"x": 6}, {"x": 8, "y": 0}, {"x": 8, "y": 1})] == [True, True, True, False]
+    assert [nested.match(c) for c in ({"x": 1}, {"x": 6}, {"x": 8, "y": 0}, {"x": 8, "y": 1})] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     assert [f("x", 3).match({"x": None}) for f in (Greater, GreaterEq, Smaller, SmallerEq, Contains)] == [False] * 5
     assert LayerFilterParams(nn.ReLU, Eq("a", 1)) != LayerFilterParams(nn.ReLU6, Eq("a", 1))
     assert LayerFilterParams(nn.ReLU) != LayerFilterParams(nn.ReLU, x=1)
@@ -373,9 +403,13 @@ def chip(*patterns, **layers):
     sets = {n: OperatorsSet(n) for n in layers}
     group = lambda g: sets[g] if isinstance(g, str) else OperatorSetConcat(*(sets[n] for n in g))
     m = TargetPlatformModel(
-        options(), operator_set=sets.values(), fusing_patterns=[Fusing([group(g) for g in p], name=str(p)) for p in patterns]
+        options(),
+        operator_set=sets.values(),
+        fusing_patterns=[Fusing([group(g) for g in p], name=str(p)) for p in patterns],
     )
-    return TargetPlatformCapabilities(m, op_sets_to_layers=OperationsToLayers([OperationsSetToLayers(n, ls) for n, ls in layers.items()]))
+    return TargetPlatformCapabilities(
+        m, op_sets_to_layers=OperationsToLayers([OperationsSetToLayers(n, ls) for n, ls in layers.items()])
+    )
 
 
 def conv(n=3):
@@ -383,7 +417,9 @@ def conv(n=3):
 
 
 def test_21_the_nearest_convolution_fuses():
-    assert fused(Chain(conv(), conv(), nn.ReLU()), chip(["conv", "relu"], conv=[nn.Conv2d], relu=[nn.ReLU])) == [("Conv2D", "Relu")]
+    assert fused(Chain(conv(), conv(), nn.ReLU()), chip(["conv", "relu"], conv=[nn.Conv2d], relu=[nn.ReLU])) == [
+        ("Conv2D", "Relu")
+    ]
 
 
 def test_22_a_concatenation_of_activations():
@@ -415,13 +451,24 @@ class Branches(nn.Module):
 
 def test_23_a_residual_network():
     tpc = chip(
-        ["conv", ("relu", "swish")], ["conv", "add", ("relu", "swish")], ["conv", ("relu", "swish"), "add"], ["fc", ("relu", "swish")],
-        conv=[nn.Conv2d], fc=[nn.Linear], relu=[nn.ReLU, torch.relu], swish=[nn.SiLU, F.silu], add=[torch.add],
-    )  # fmt: skip
+        ["conv", ("relu", "swish")],
+        ["conv", "add", ("relu", "swish")],
+        ["conv", ("relu", "swish"), "add"],
+        ["fc", ("relu", "swish")],
+        conv=[nn.Conv2d],
+        fc=[nn.Linear],
+        relu=[nn.ReLU, torch.relu],
+        swish=[nn.SiLU, F.silu],
+        add=[torch.add],
+    )
     assert fused(Branches(), tpc) == [
-        ("Conv2D", "Swish", "Add"), ("Conv2D", "Swish", "Add"), ("Conv2D", "Relu"), ("Conv2D", "Relu", "Add"),
-        ("Linear", "Swish"), ("Linear", "Swish"),
-    ]  # fmt: skip
+        ("Conv2D", "Swish", "Add"),
+        ("Conv2D", "Swish", "Add"),
+        ("Conv2D", "Relu"),
+        ("Conv2D", "Relu", "Add"),
+        ("Linear", "Swish"),
+        ("Linear", "Swish"),
+    ]
 
 
 class Dense(nn.Module):
@@ -456,7 +503,9 @@ class TwoIntoOne(nn.Module):
 
 def test_25_groups_never_overlap():
     layers = {"conv": [nn.Conv2d], "relu": [nn.ReLU], "add": [torch.add], "tanh": [nn.Tanh]}
-    assert fused(Chain(conv(), nn.ReLU(), nn.ReLU()), chip(["conv", "relu"], ["relu", "relu"], **layers)) == [("Conv2D", "Relu")]
+    assert fused(Chain(conv(), nn.ReLU(), nn.ReLU()), chip(["conv", "relu"], ["relu", "relu"], **layers)) == [
+        ("Conv2D", "Relu")
+    ]
     assert fused(TwoIntoOne(), chip(["conv", "add"], **layers)) == [("Conv2D", "Add")]
     longer = chip(["conv", "relu"], ["conv", "relu", "tanh", "add"], **layers)
     assert fused(Chain(conv(), nn.ReLU(), nn.Tanh(), nn.Sigmoid()), longer) == [("Conv2D", "Relu")]
@@ -469,14 +518,21 @@ def test_42_imx500():
     tpc = get_target_platform_capabilities("pytorch", "default")
     found = tpc.get_qco_by_node(nn.Conv2d(3, 3, 1))
     kernels = [c.attr_weights_configs_mapping["weight"] for c in found.quantization_config_list]
-    assert [(k.weights_n_bits, k.weights_quantization_method.name, k.weights_per_channel_threshold) for k in kernels] == [
-        (b, "SYMMETRIC", True) for b in (8, 4, 2)
-    ]
-    assert {c.activation_quantization_method for c in found.quantization_config_list} == {QuantizationMethod.POWER_OF_TWO}
+    assert [
+        (k.weights_n_bits, k.weights_quantization_method.name, k.weights_per_channel_threshold) for k in kernels
+    ] == [(b, "SYMMETRIC", True) for b in (8, 4, 2)]
+    assert {c.activation_quantization_method for c in found.quantization_config_list} == {
+        QuantizationMethod.POWER_OF_TWO
+    }
     assert [c.simd_size for c in found.quantization_config_list] == [32, 64, 128]
     for version in ("v1", "v1_lut", "v1_pot", "v2", "v2_lut", "v3", "v3_lut", "v4"):
         assert get_target_platform_capabilities("pytorch", "imx500", version).version == version
-    for wrong in (("theano", "imx500"), ("pytorch", "imx5000"), ("pytorch", "imx500", "v99"), ("pytorch", "tflite", "v1_lut")):
+    for wrong in (
+        ("theano", "imx500"),
+        ("pytorch", "imx5000"),
+        ("pytorch", "imx500", "v99"),
+        ("pytorch", "tflite", "v1_lut"),
+    ):
         with pytest.raises(ModelingError, match="There is no"):
             get_target_platform_capabilities(*wrong)
 
@@ -496,7 +552,13 @@ def test_42_versions_differ_as_released():
 
 
 def test_45_files_keep_capabilities_as_they_are(tmp_path):
-    for name, version in (("imx500", "v4"), ("imx500", "v3_lut"), ("tflite", None), ("qnnpack", None), ("ort_cpu", None)):
+    for name, version in (
+        ("imx500", "v4"),
+        ("imx500", "v3_lut"),
+        ("tflite", None),
+        ("qnnpack", None),
+        ("ort_cpu", None),
+    ):
         tpc = get_target_platform_capabilities("pytorch", name, version)
         path = export_target_platform_capabilities(tpc, tmp_path / "made" / "here" / f"{name}.json")
         back = load_target_platform_capabilities(path)

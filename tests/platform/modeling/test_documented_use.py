@@ -33,16 +33,22 @@ def parameters(thing):
         "TargetPlatformCapabilities": "tp_model name version",
         "get_target_platform_capabilities": "fw_name target_platform_name target_platform_version",
     }.items(),
-)  # fmt: skip
+)
 def test_signatures_begin_as_published(name, expected):
     assert parameters(getattr(target_platform, name))[: len(expected.split())] == expected.split()
 
 
 def test_framework_info_begins_with_its_eight_parameters():
     assert parameters(chipfit.FrameworkInfo)[:8] == [
-        "kernel_ops", "activation_ops", "no_quantization_ops", "activation_quantizer_mapping", "weights_quantizer_mapping",
-        "kernel_channels_mapping", "activation_min_max_mapping", "layer_min_max_mapping",
-    ]  # fmt: skip
+        "kernel_ops",
+        "activation_ops",
+        "no_quantization_ops",
+        "activation_quantizer_mapping",
+        "weights_quantizer_mapping",
+        "kernel_channels_mapping",
+        "activation_min_max_mapping",
+        "layer_min_max_mapping",
+    ]
 
 
 def test_methods_have_their_names():
@@ -74,7 +80,9 @@ def hardware():
     )
     op_qc_4bit = op_qc_8bit.clone_and_edit(weights_n_bits=4)
     op_qc_2bit = op_qc_8bit.clone_and_edit(weights_n_bits=2)
-    mixed_precision_configuration_options = QuantizationConfigOptions([op_qc_8bit, op_qc_4bit, op_qc_2bit], base_config=op_qc_8bit)
+    mixed_precision_configuration_options = QuantizationConfigOptions(
+        [op_qc_8bit, op_qc_4bit, op_qc_2bit], base_config=op_qc_8bit
+    )
     default_configuration_options = QuantizationConfigOptions([op_qc_8bit])
     my_model = HardwareModel(default_configuration_options, name="my_model")
     fc_opset = OperatorsSet("FullyConnected", mixed_precision_configuration_options)
@@ -111,7 +119,11 @@ def test_the_documented_chip_fuses_and_quantizes_as_documented(adds):
 
     made, fc, *_ = hardware()
     with HardwareModel(made.default_qco, name="my_model") as my_model:
-        fc_opset, relu_opset, add_opset = OperatorsSet("FullyConnected", fc.qc_options), OperatorsSet("Relu"), OperatorsSet("Add")
+        fc_opset, relu_opset, add_opset = (
+            OperatorsSet("FullyConnected", fc.qc_options),
+            OperatorsSet("Relu"),
+            OperatorsSet("Add"),
+        )
         Fusing([fc_opset, relu_opset, add_opset])
         Fusing([fc_opset, OperatorSetConcat(relu_opset, add_opset)])
     torch.manual_seed(0)
@@ -127,7 +139,13 @@ def test_the_documented_chip_fuses_and_quantizes_as_documented(adds):
 def test_first_generation_capabilities():
     from torch import nn
 
-    from chipfit.hardware_representation import FrameworkHardwareModel, LayerFilterParams, NotEq, OperationsSetToLayers, get_model
+    from chipfit.hardware_representation import (
+        FrameworkHardwareModel,
+        LayerFilterParams,
+        NotEq,
+        OperationsSetToLayers,
+        get_model,
+    )
 
     made, fc, relu, add = hardware()
     model = target_platform.TargetPlatformModel(made.default_qco, operator_set=[fc, relu, add])
@@ -149,7 +167,12 @@ def test_first_generation_configurations_know_their_fields():
 
     made, *_ = hardware()
     config = made.get_default_op_quantization_config()
-    assert (config.weights_n_bits, config.activation_n_bits, config.quantization_preserving, config.weights_multiplier_nbits) == (
+    assert (
+        config.weights_n_bits,
+        config.activation_n_bits,
+        config.quantization_preserving,
+        config.weights_multiplier_nbits,
+    ) == (
         8,
         8,
         False,
@@ -170,11 +193,20 @@ def test_framework_info_by_keywords():
     kernel_ops = [nn.Conv2d]
     kernel_channels_mapping = DefaultDict({nn.Conv2d: (0, 1)})
     FrameworkInfo(
-        kernel_ops, [], [], kernel_channels_mapping=kernel_channels_mapping, activation_min_max_mapping={}, layer_min_max_mapping={}
+        kernel_ops,
+        [],
+        [],
+        kernel_channels_mapping=kernel_channels_mapping,
+        activation_min_max_mapping={},
+        layer_min_max_mapping={},
     )
     activation_ops, no_quantization_ops = [nn.ReLU], [torch.reshape]
     info = FrameworkInfo(
-        kernel_ops, activation_ops, no_quantization_ops, kernel_channels_mapping=kernel_channels_mapping,
-        activation_min_max_mapping={"softmax": (0, 1)}, layer_min_max_mapping={nn.Softmax: (0, 1)},
-    )  # fmt: skip
+        kernel_ops,
+        activation_ops,
+        no_quantization_ops,
+        kernel_channels_mapping=kernel_channels_mapping,
+        activation_min_max_mapping={"softmax": (0, 1)},
+        layer_min_max_mapping={nn.Softmax: (0, 1)},
+    )
     assert info.kernel_channels_mapping.get(nn.Conv2d) == (0, 1)

@@ -34,7 +34,12 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.act, self.pool, self.fc = nn.Conv2d(3, 6, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2), nn.Linear(96, 5)
+        self.conv, self.act, self.pool, self.fc = (
+            nn.Conv2d(3, 6, 3, padding=1),
+            nn.Tanh(),
+            nn.MaxPool2d(2),
+            nn.Linear(96, 5),
+        )
 
     def forward(self, x):
         return self.fc(self.pool(self.act(self.conv(x))).flatten(1))
@@ -42,7 +47,16 @@ class Net(nn.Module):
 
 def config(kernel=KERNEL, bias=FLOAT, **changes):
     base = OpQuantizationConfig(
-        FLOAT, {KERNEL_ATTR: kernel, BIAS_ATTR: bias}, QuantizationMethod.POWER_OF_TWO, 8, (8, 16), True, False, None, None, None
+        FLOAT,
+        {KERNEL_ATTR: kernel, BIAS_ATTR: bias},
+        QuantizationMethod.POWER_OF_TWO,
+        8,
+        (8, 16),
+        True,
+        False,
+        None,
+        None,
+        None,
     )
     return base.clone_and_edit(**changes)
 
@@ -51,21 +65,32 @@ def fit(conv=None, fc=None, tanh=None, pool=None, default=None, fusings=(), net=
     """The network quantized on a chip whose sets have these configurations."""
     torch.manual_seed(0)
     given = {"Conv": conv, "FullyConnected": fc, "Tanh": tanh, "MaxPool": pool}
-    as_options = lambda c: c if c is None or isinstance(c, QuantizationConfigOptions) else QuantizationConfigOptions([c])
+    as_options = lambda c: (
+        c if c is None or isinstance(c, QuantizationConfigOptions) else QuantizationConfigOptions([c])
+    )
     plain = config(FLOAT)
     sets = {
-        n: OperatorsSet(n, as_options(c) if c else QuantizationConfigOptions([config()]) if n in ("Conv", "FullyConnected") else None)
+        n: OperatorsSet(
+            n,
+            as_options(c) if c else QuantizationConfigOptions([config()]) if n in ("Conv", "FullyConnected") else None,
+        )
         for n, c in given.items()
     }
     chip = TargetPlatformModel(
-        QuantizationConfigOptions([default or plain]), **model, operator_set=sets.values(),
+        QuantizationConfigOptions([default or plain]),
+        **model,
+        operator_set=sets.values(),
         fusing_patterns=[Fusing([sets[n] for n in f]) for f in fusings],
-    )  # fmt: skip
+    )
     return chipfit.quantize(net().eval(), [torch.randn(8, 3, 8, 8) for _ in range(3)], chip, progress=False)
 
 
 def weight(result, layer="conv", suffix="weight"):
-    return next(t for t in result.plan.tensors.values() if t.layer == layer and t.role != "activation" and t.name.endswith(suffix))
+    return next(
+        t
+        for t in result.plan.tensors.values()
+        if t.layer == layer and t.role != "activation" and t.name.endswith(suffix)
+    )
 
 
 def output(result, op):
@@ -96,8 +121,9 @@ def test_uniform_activations():
     lopsided = lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.ELU())
     result = fit(
         default=config(FLOAT, activation_quantization_method=QuantizationMethod.UNIFORM),
-        conv=config(activation_quantization_method=QuantizationMethod.UNIFORM), net=lopsided,
-    )  # fmt: skip
+        conv=config(activation_quantization_method=QuantizationMethod.UNIFORM),
+        net=lopsided,
+    )
     t = output(result, "Elu")
     assert t.zero_point not in (-128, 0, 127)
     assert not is_power_of_two(t.scale)
@@ -121,7 +147,9 @@ def test_activations_stay_float_where_they_are_not_enabled():
     assert not output(result, "Tanh").quantized
 
 
-@pytest.mark.parametrize(("word", "signed"), [(Signedness.SIGNED, True), (Signedness.UNSIGNED, False), (Signedness.AUTO, True)])
+@pytest.mark.parametrize(
+    ("word", "signed"), [(Signedness.SIGNED, True), (Signedness.UNSIGNED, False), (Signedness.AUTO, True)]
+)
 def test_signedness(word, signed):
     assert output(fit(tanh=config(FLOAT, signedness=word)), "Tanh").grid.signed is signed
 
@@ -142,10 +170,20 @@ def test_fixed_scale_and_zero_point():
 
 def test_quantization_preserving_ties_result_to_input():
     uniform = {"activation_quantization_method": QuantizationMethod.UNIFORM}
-    kept = fit(conv=config(**uniform), fc=config(**uniform), tanh=config(FLOAT, **uniform), default=config(FLOAT, **uniform),
-               pool=config(FLOAT, quantization_preserving=True, enable_activation_quantization=False))  # fmt: skip
-    free = fit(conv=config(**uniform), fc=config(**uniform), tanh=config(FLOAT, **uniform), default=config(FLOAT, **uniform),
-               pool=config(FLOAT, **uniform))  # fmt: skip
+    kept = fit(
+        conv=config(**uniform),
+        fc=config(**uniform),
+        tanh=config(FLOAT, **uniform),
+        default=config(FLOAT, **uniform),
+        pool=config(FLOAT, quantization_preserving=True, enable_activation_quantization=False),
+    )
+    free = fit(
+        conv=config(**uniform),
+        fc=config(**uniform),
+        tanh=config(FLOAT, **uniform),
+        default=config(FLOAT, **uniform),
+        pool=config(FLOAT, **uniform),
+    )
     for result, tied in ((kept, True), (free, False)):
         before, after = output(result, "Tanh"), output(result, "MaxPool")
         assert any({before.name, after.name} <= set(group) for group in result.plan.ties) is tied
@@ -200,7 +238,12 @@ def test_weight_bits(bits, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "zero"), [(QuantizationMethod.POWER_OF_TWO, True), (QuantizationMethod.SYMMETRIC, True), (QuantizationMethod.UNIFORM, False)]
+    ("method", "zero"),
+    [
+        (QuantizationMethod.POWER_OF_TWO, True),
+        (QuantizationMethod.SYMMETRIC, True),
+        (QuantizationMethod.UNIFORM, False),
+    ],
 )
 def test_weight_methods(method, zero):
     def net():
@@ -216,7 +259,10 @@ def test_weight_methods(method, zero):
 
 def test_weights_per_tensor_and_per_channel():
     assert weight(fit()).scale.shape == (6,)
-    assert weight(fit(conv=config(AttributeQuantizationConfig(QuantizationMethod.SYMMETRIC, 8, False, True)))).scale.shape == ()
+    assert (
+        weight(fit(conv=config(AttributeQuantizationConfig(QuantizationMethod.SYMMETRIC, 8, False, True)))).scale.shape
+        == ()
+    )
 
 
 def test_weights_stay_float_where_they_are_not_enabled():
@@ -232,7 +278,9 @@ def test_each_weight_attribute_has_its_own_configuration():
 
 def test_attributes_without_an_entry_take_the_default_configuration():
     four = AttributeQuantizationConfig(QuantizationMethod.SYMMETRIC, 4, True, True)
-    result = fit(conv=config().clone_and_edit(default_weight_attr_config=four, attr_weights_configs_mapping={BIAS_ATTR: FLOAT}))
+    result = fit(
+        conv=config().clone_and_edit(default_weight_attr_config=four, attr_weights_configs_mapping={BIAS_ATTR: FLOAT})
+    )
     assert weight(result).grid.bits == 4
 
 

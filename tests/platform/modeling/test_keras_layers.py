@@ -36,7 +36,10 @@ def capabilities(*names):
 def test_10_a_layer_is_in_one_set():
     twice = [(layers.Conv2D, "Found layer Conv2D in more than one OperatorsSet")]
     twice += [
-        (LayerFilterParams(layers.Activation, activation="relu"), "Found layer Activation(activation=relu) in more than one OperatorsSet")
+        (
+            LayerFilterParams(layers.Activation, activation="relu"),
+            "Found layer Activation(activation=relu) in more than one OperatorsSet",
+        )
     ]
     for layer, text in twice:
         with capabilities("a", "b"):
@@ -47,7 +50,9 @@ def test_10_a_layer_is_in_one_set():
 
 
 def test_15_all_conditions_of_a_filter_hold():
-    f = LayerFilterParams(layers.Conv2D, Greater("filters", 2), Smaller("filters", 4), activation="softmax", kernel_size=(3, 4), filters=3)
+    f = LayerFilterParams(
+        layers.Conv2D, Greater("filters", 2), Smaller("filters", 4), activation="softmax", kernel_size=(3, 4), filters=3
+    )
     assert f.match(layers.Conv2D(3, (3, 4), activation="softmax"))
     assert not f.match(layers.Conv2D(2, (3, 4), activation="softmax"))
     assert not f.match(layers.Conv2DTranspose(3, (3, 4), activation="softmax"))
@@ -62,12 +67,22 @@ def test_16_alternatives():
 
 def test_17_names():
     f = LayerFilterParams(layers.Conv2D, Contains("name", "conv"))
-    assert [f.match(layers.Conv2D(1, 1, name=n)) for n in ("conv", "layer_conv_0", "CONVOLUTION")] == [True, True, False]
+    assert [f.match(layers.Conv2D(1, 1, name=n)) for n in ("conv", "layer_conv_0", "CONVOLUTION")] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_bounded_and_unbounded_relu_are_told_apart():
-    unbounded, bounded = LayerFilterParams(layers.ReLU, max_value=None), LayerFilterParams(layers.ReLU, NotEq("max_value", None))
-    assert [(unbounded.match(x), bounded.match(x)) for x in (layers.ReLU(), layers.ReLU(6))] == [(True, False), (False, True)]
+    unbounded, bounded = (
+        LayerFilterParams(layers.ReLU, max_value=None),
+        LayerFilterParams(layers.ReLU, NotEq("max_value", None)),
+    )
+    assert [(unbounded.match(x), bounded.match(x)) for x in (layers.ReLU(), layers.ReLU(6))] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 def test_built_in_chips_know_keras_layers():

@@ -28,7 +28,9 @@ class Every(nn.Module):
         x = self.relu(self.norm(self.conv(x)))
         x = torch.tanh(self.depthwise(x)) + x * torch.sigmoid(x) + self.offset
         x = self.pool(x)
-        both = torch.cat([nn.functional.avg_pool2d(self.up(x), 2), nn.functional.conv2d(x, self.kernel), torch.sigmoid(x[:, :4])], 1)
+        both = torch.cat(
+            [nn.functional.avg_pool2d(self.up(x), 2), nn.functional.conv2d(x, self.kernel), torch.sigmoid(x[:, :4])], 1
+        )
         return torch.softmax(self.dense(both.flatten(1)), -1)
 
 
@@ -38,7 +40,9 @@ def test_43_no_kernel_stays_in_float(name, version):
     data = [torch.randn(8, 3, 8, 8) for _ in range(2)]
     network = Every().eval()
     result = chipfit.quantize(network, data, get_target_platform_capabilities("pytorch", name, version), progress=False)
-    kernels = {n.inputs[1] for n in result.graph.nodes if n.op in ("Conv2D", "DepthwiseConv2D", "TransposeConv2D", "Linear")}
+    kernels = {
+        n.inputs[1] for n in result.graph.nodes if n.op in ("Conv2D", "DepthwiseConv2D", "TransposeConv2D", "Linear")
+    }
     assert len(kernels) == 5
     assert [k for k in kernels if not result.plan.quantized(k)] == []
     x = data[0]
@@ -61,7 +65,9 @@ def test_a_network_on_a_platform_file_through_the_same_function():
     through = chipfit.quantize(network, data, get_target_platform_capabilities("pytorch", "ort_cpu"), progress=False)
     direct = chipfit.quantize(network, data, "ort_cpu", progress=False)
     assert through.plan.tensors.keys() == direct.plan.tensors.keys()
-    assert all(t.scale is None or torch.equal(t.scale, direct.plan.tensors[n].scale) for n, t in through.plan.tensors.items())
+    assert all(
+        t.scale is None or torch.equal(t.scale, direct.plan.tensors[n].scale) for n, t in through.plan.tensors.items()
+    )
 
 
 @pytest.mark.parametrize(("name", "runtime"), [("tflite", "litert_reference"), ("qnnpack", "onnxruntime")])

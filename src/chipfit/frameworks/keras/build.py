@@ -13,7 +13,9 @@ from chipfit.graph.ir import Graph, Node
 
 layers = keras.layers
 Plain = tuple[Any, dict[str, Any]]  #: class and settings
-Weighted = tuple[Any, dict[str, Any], dict[str, str], str]  #: class, settings, variable -> weight, operator that lays out the kernel
+Weighted = tuple[
+    Any, dict[str, Any], dict[str, str], str
+]  #: class, settings, variable -> weight, operator that lays out the kernel
 
 
 # ---------------------------------------------------------------- with weights
@@ -36,7 +38,9 @@ def padding_mode(node: Node, graph: Graph) -> str:
         return "valid"
     kernel = graph.shape(node.inputs[1] or "")[2:]
     try:
-        same = same_padding(graph.shape(node.inputs[0] or "")[1:-1], kernel, node.attrs["stride"], node.attrs["dilation"])  # type: ignore[arg-type]
+        same = same_padding(
+            graph.shape(node.inputs[0] or "")[1:-1], kernel, node.attrs["stride"], node.attrs["dilation"]
+        )  # type: ignore[arg-type]
     except Unreadable:
         return ""
     return "same" if same == padding else ""
@@ -49,9 +53,14 @@ def _conv(node: Node, graph: Graph) -> Weighted | None:
     a, w = node.attrs, graph.weights[variables["kernel"]]
     n = w.dim() - 2
     config = {
-        "kernel_size": tuple(w.shape[2:]), "strides": tuple(a["stride"]), "dilation_rate": tuple(a["dilation"]), "activation": None,
-        "padding": padding_mode(node, graph) or "valid", "use_bias": "bias" in variables, "data_format": "channels_last",
-    }  # fmt: skip
+        "kernel_size": tuple(w.shape[2:]),
+        "strides": tuple(a["stride"]),
+        "dilation_rate": tuple(a["dilation"]),
+        "activation": None,
+        "padding": padding_mode(node, graph) or "valid",
+        "use_bias": "bias" in variables,
+        "data_format": "channels_last",
+    }
     if node.op == "DepthwiseConv2D" and len(set(a["stride"])) == 1:  # TensorFlow knows no other
         return layers.DepthwiseConv2D, {**config, "depth_multiplier": w.shape[0] // a["groups"]}, variables, node.op
     cls = (layers.Conv1D, layers.Conv2D, layers.Conv3D)[n - 1]
@@ -65,10 +74,16 @@ def _transposed(node: Node, graph: Graph) -> Weighted | None:
         return None
     w, n = graph.weights[variables["kernel"]], len(node.attrs["stride"])
     config = {
-        "filters": w.shape[1], "kernel_size": tuple(w.shape[2:]), "strides": tuple(node.attrs["stride"]), "dilation_rate": tuple(node.attrs["dilation"]),
-        "padding": node.config["padding"], "output_padding": node.config["output_padding"], "activation": None, "use_bias": "bias" in variables,
+        "filters": w.shape[1],
+        "kernel_size": tuple(w.shape[2:]),
+        "strides": tuple(node.attrs["stride"]),
+        "dilation_rate": tuple(node.attrs["dilation"]),
+        "padding": node.config["padding"],
+        "output_padding": node.config["output_padding"],
+        "activation": None,
+        "use_bias": "bias" in variables,
         "data_format": "channels_last",
-    }  # fmt: skip
+    }
     return (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose)[n - 1], config, variables, node.op
 
 
@@ -93,7 +108,12 @@ def _layer_norm(node: Node, graph: Graph) -> Weighted | None:
     if variables is None:
         return None
     axes = list(range(-len(node.attrs["normalized_shape"]), 0))
-    settings = {"axis": axes, "epsilon": node.attrs["eps"], "scale": "gamma" in variables, "center": "beta" in variables}
+    settings = {
+        "axis": axes,
+        "epsilon": node.attrs["eps"],
+        "scale": "gamma" in variables,
+        "center": "beta" in variables,
+    }
     return layers.LayerNormalization, settings, variables, ""
 
 
@@ -138,9 +158,14 @@ def _prelu(node: Node, graph: Graph) -> Weighted | None:
 WEIGHTED: dict[str, Callable[[Node, Graph], Weighted | None]] = {
     **dict.fromkeys(("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D"), _conv),
     **dict.fromkeys(("TransposeConv1D", "TransposeConv2D", "TransposeConv3D"), _transposed),
-    "Linear": _dense, "BatchNorm": _batch_norm, "LayerNorm": _layer_norm, "GroupNorm": _group_norm, "RMSNorm": _rms_norm,
-    "Embedding": _embedding, "PRelu": _prelu,
-}  # fmt: skip
+    "Linear": _dense,
+    "BatchNorm": _batch_norm,
+    "LayerNorm": _layer_norm,
+    "GroupNorm": _group_norm,
+    "RMSNorm": _rms_norm,
+    "Embedding": _embedding,
+    "PRelu": _prelu,
+}
 
 
 # ---------------------------------------------------------------- without
@@ -154,7 +179,11 @@ def _pool(node: Node, graph: Graph) -> Plain | None:
         same = same_padding(graph.shape(node.inputs[0] or "")[1:-1], a["kernel"], a["stride"], (1,) * n)
     except Unreadable:
         same = ()
-    if a["ceil_mode"] or set(a.get("dilation", (1,))) != {1} or (some and (padding != same or a.get("count_include_pad"))):
+    if (
+        a["ceil_mode"]
+        or set(a.get("dilation", (1,))) != {1}
+        or (some and (padding != same or a.get("count_include_pad")))
+    ):
         return None
     if node.op == "AvgPool" and any(lo != hi for lo, hi in padding):
         return None  # Keras on torch repeats the edge there
@@ -184,7 +213,12 @@ def _merge(cls: type) -> Callable[[Node, Graph], Plain | None]:
 def _reshape(node: Node, graph: Graph) -> Plain | None:
     """Where the batch stays what it is."""
     old, new = graph.shape(node.inputs[0] or ""), graph.shape(node.output)
-    if not new or None in (*old[1:], *new[1:]) or math.prod(old[1:]) != math.prod(new[1:]) or node.attrs["shape"][0] not in (-1, new[0]):  # type: ignore[arg-type]
+    if (
+        not new
+        or None in (*old[1:], *new[1:])
+        or math.prod(old[1:]) != math.prod(new[1:])
+        or node.attrs["shape"][0] not in (-1, new[0])
+    ):  # type: ignore[arg-type]
         return None
     return (layers.Flatten, {}) if len(new) == 2 else (layers.Reshape, {"target_shape": new[1:]})
 
@@ -196,20 +230,41 @@ def _permute(node: Node, graph: Graph) -> Plain | None:
 
 def _zeros(node: Node, graph: Graph) -> Plain | None:
     a, pairs = node.attrs, [tuple(p) for p in node.attrs["padding"]]
-    if len(pairs) != 4 or (a["mode"], a["value"]) != ("constant", 0) or any(map(any, (pairs[0], pairs[-1]))) or min(map(min, pairs)) < 0:
+    if (
+        len(pairs) != 4
+        or (a["mode"], a["value"]) != ("constant", 0)
+        or any(map(any, (pairs[0], pairs[-1])))
+        or min(map(min, pairs)) < 0
+    ):
         return None
     return layers.ZeroPadding2D, {"padding": tuple(pairs[1:3]), "data_format": "channels_last"}
 
 
 def _up(node: Node, graph: Graph) -> Plain | None:
     scale = node.attrs["scale"] or ()
-    if len(scale) != 2 or node.attrs["align_corners"] or node.attrs["mode"] == "cubic" or any(s != int(s) for s in scale):
+    if (
+        len(scale) != 2
+        or node.attrs["align_corners"]
+        or node.attrs["mode"] == "cubic"
+        or any(s != int(s) for s in scale)
+    ):
         return None
     interpolation = {"nearest": "nearest", "linear": "bilinear"}[node.attrs["mode"]]
-    return layers.UpSampling2D, {"size": tuple(int(s) for s in scale), "interpolation": interpolation, "data_format": "channels_last"}
+    return layers.UpSampling2D, {
+        "size": tuple(int(s) for s in scale),
+        "interpolation": interpolation,
+        "data_format": "channels_last",
+    }
 
 
-_ACTIVATIONS = {"Sigmoid": "sigmoid", "Tanh": "tanh", "Swish": "silu", "Selu": "selu", "Exp": "exponential", "HardSigmoid": "hard_sigmoid"}
+_ACTIVATIONS = {
+    "Sigmoid": "sigmoid",
+    "Tanh": "tanh",
+    "Swish": "silu",
+    "Selu": "selu",
+    "Exp": "exponential",
+    "HardSigmoid": "hard_sigmoid",
+}
 
 #: operator -> layer and settings, without the name
 LAYERS: dict[str, Callable[[Node, Graph], Plain | None]] = {
@@ -219,11 +274,22 @@ LAYERS: dict[str, Callable[[Node, Graph], Plain | None]] = {
     "LeakyRelu": lambda node, graph: (layers.LeakyReLU, {"negative_slope": node.attrs["negative_slope"]}),
     "Elu": lambda node, graph: (layers.ELU, {"alpha": node.attrs["alpha"]}),
     "Softmax": lambda node, graph: (layers.Softmax, {"axis": node.attrs["axis"]}),
-    "Gelu": lambda node, graph: (layers.Activation, {"activation": "gelu"}) if node.attrs["approximate"] == "none" else None,
-    "Add": _merge(layers.Add), "Sub": _merge(layers.Subtract), "Mul": _merge(layers.Multiply),
-    "Max": _merge(layers.Maximum), "Min": _merge(layers.Minimum),
+    "Gelu": lambda node, graph: (
+        (layers.Activation, {"activation": "gelu"}) if node.attrs["approximate"] == "none" else None
+    ),
+    "Add": _merge(layers.Add),
+    "Sub": _merge(layers.Subtract),
+    "Mul": _merge(layers.Multiply),
+    "Max": _merge(layers.Maximum),
+    "Min": _merge(layers.Minimum),
     "Concat": lambda node, graph: (layers.Concatenate, {"axis": node.attrs["axis"]}) if len(node.inputs) > 1 else None,
-    "MaxPool": _pool, "AvgPool": _pool, "GlobalAvgPool": _global_average, "Reshape": _reshape, "Transpose": _permute, "Pad": _zeros,
-    "Resize": _up, "Dropout": lambda node, graph: (layers.Dropout, {"rate": node.attrs["p"]}),
+    "MaxPool": _pool,
+    "AvgPool": _pool,
+    "GlobalAvgPool": _global_average,
+    "Reshape": _reshape,
+    "Transpose": _permute,
+    "Pad": _zeros,
+    "Resize": _up,
+    "Dropout": lambda node, graph: (layers.Dropout, {"rate": node.attrs["p"]}),
     **dict.fromkeys(("Identity", "Requantize"), lambda node, graph: (layers.Identity, {})),
-}  # fmt: skip
+}

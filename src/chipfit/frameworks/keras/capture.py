@@ -55,7 +55,8 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | No
     if functional is None or any(None in kt.shape[1:] for kt in keras.tree.flatten(struct)):
         if example is None:
             raise CaptureError(
-                f"The shapes of the inputs of '{model.name}' are not fixed", hint="give an example batch: the shapes are taken from it"
+                f"The shapes of the inputs of '{model.name}' are not fixed",
+                hint="give an example batch: the shapes are taken from it",
             )
         given = example
         struct = keras.tree.map_structure(lambda t: keras.KerasTensor((None, *t.shape[1:]), dtype=_dtype(t)), example)
@@ -88,11 +89,17 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | No
 def _demand_model(model: Any) -> None:
     if not isinstance(model, keras.Model):
         raise CaptureError(
-            "A Keras model is an instance of keras.Model", got=type(model).__name__, hint="wrap a layer: keras.Sequential([layer])"
+            "A Keras model is an instance of keras.Model",
+            got=type(model).__name__,
+            hint="wrap a layer: keras.Sequential([layer])",
         )
     if not model.built:
-        raise CaptureError(f"The model '{model.name}' has no weights yet", hint="call it once on data, or load its weights, first")
-    model_first = next((x for x in model._flatten_layers() if getattr(x, "data_format", None) == "channels_first"), None)
+        raise CaptureError(
+            f"The model '{model.name}' has no weights yet", hint="call it once on data, or load its weights, first"
+        )
+    model_first = next(
+        (x for x in model._flatten_layers() if getattr(x, "data_format", None) == "channels_first"), None
+    )
     if model_first is not None:
         raise CaptureError(
             f"Layer '{model_first.name}' works channels-first",
@@ -145,22 +152,31 @@ def _example(struct: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         want, got = len(_leaves(struct)), len(_leaves(given))
         if isinstance(struct, Mapping) != isinstance(given, Mapping) or want != got:
             described = f"inputs named {sorted(struct)}" if isinstance(struct, Mapping) else f"{want} inputs"
-            raise CaptureError("The example does not fit the model", got=f"{type(given).__name__} of {got}", allowed=described)
+            raise CaptureError(
+                "The example does not fit the model", got=f"{type(given).__name__} of {got}", allowed=described
+            )
     if any(not isinstance(x, torch.Tensor) or x.dim() == 0 for x in _leaves(given)):
-        raise CaptureError("The example holds something else than batches of numbers", got=str([type(x).__name__ for x in _leaves(given)]))
+        raise CaptureError(
+            "The example holds something else than batches of numbers",
+            got=str([type(x).__name__ for x in _leaves(given)]),
+        )
     return given
 
 
 def _input_names(struct: Any, model: Any) -> list[str]:
     if isinstance(struct, Mapping):
         if any(not isinstance(k, str) or len(_leaves(v)) != 1 for k, v in struct.items()):
-            raise CaptureError(f"The inputs of '{model.name}' are a nested structure", hint="use one flat dict, or a list")
+            raise CaptureError(
+                f"The inputs of '{model.name}' are a nested structure", hint="use one flat dict, or a list"
+            )
         return sorted(struct)  # the order in which Keras flattens a dict
     if isinstance(struct, (list, tuple)) and any(isinstance(x, (list, tuple, Mapping)) for x in struct):
         raise CaptureError(f"The inputs of '{model.name}' are a nested structure", hint="use one flat dict, or a list")
     kts = _leaves(struct)
     recorded = [getattr(getattr(kt, "_keras_history", None), "operation", None) for kt in kts]
-    return [op.name if op is not None else ("input" if len(kts) == 1 else f"input_{i}") for i, op in enumerate(recorded)]
+    return [
+        op.name if op is not None else ("input" if len(kts) == 1 else f"input_{i}") for i, op in enumerate(recorded)
+    ]
 
 
 def _compare(graph: Graph, model: Any, example: Any) -> None:
@@ -168,12 +184,16 @@ def _compare(graph: Graph, model: Any, example: Any) -> None:
     try:
         want = [y.numpy() for y in _leaves(forward(model, example))]
     except Exception as e:  # the user's code may raise anything
-        raise CaptureError(f"The model fails on the example input: {type(e).__name__}: {str(e).strip().splitlines()[0][:300]}") from e
+        raise CaptureError(
+            f"The model fails on the example input: {type(e).__name__}: {str(e).strip().splitlines()[0][:300]}"
+        ) from e
     with torch.inference_mode():
         env = run(graph, graph.example)
     got = [env[o].numpy() for o in graph.outputs]
     for name, a, b in zip(graph.outputs, want, got, strict=True):
-        same = a.shape == b.shape and (not a.size or np.abs(a - b).max() <= _TOLERANCE * max(float(np.abs(a).max()), 1e-3))
+        same = a.shape == b.shape and (
+            not a.size or np.abs(a - b).max() <= _TOLERANCE * max(float(np.abs(a).max()), 1e-3)
+        )
         if not same and np.isfinite(a).all():
             raise CaptureError(
                 f"Output '{name}' of the captured graph differs from the model's",
@@ -215,7 +235,9 @@ class Reading:
             return tensor
         return self.emit(_Origin(), f"{name}_cast", "Cast", [name], {"dtype": symbol.dtype}, shape, symbol.dtype)
 
-    def walk(self, outputs: Sequence[Any], env: dict[int, Tensor], prefix: str, within: _Origin | None = None) -> list[Any]:
+    def walk(
+        self, outputs: Sequence[Any], env: dict[int, Tensor], prefix: str, within: _Origin | None = None
+    ) -> list[Any]:
         """Read every call that `outputs` depend on, up to the symbolic tensors in `env`.
 
         Args:
@@ -236,7 +258,9 @@ class Reading:
                 self.alive.append(kt)
         return [now(o) for o in outputs]
 
-    def call(self, operation: Any, args: Any, kwargs: Any, outputs: Sequence[Any], prefix: str, within: _Origin | None) -> list[Tensor]:
+    def call(
+        self, operation: Any, args: Any, kwargs: Any, outputs: Sequence[Any], prefix: str, within: _Origin | None
+    ) -> list[Tensor]:
         """Read one call; returns a Tensor for each symbolic output."""
         origin, name = self._origin(operation, args, kwargs, prefix, within)
         if isinstance(operation, keras.Layer):
@@ -252,7 +276,12 @@ class Reading:
             except Unreadable:  # opened or opaque below
                 self._forget(mark)
         inner = _functional(operation) if isinstance(operation, keras.Model) else None
-        if inner is not None and not given and len(args) == 1 and len(_leaves(args)) == len(_leaves(inner._inputs_struct)):
+        if (
+            inner is not None
+            and not given
+            and len(args) == 1
+            and len(_leaves(args)) == len(_leaves(inner._inputs_struct))
+        ):
             env = {id(kt): t for kt, t in zip(_leaves(inner._inputs_struct), _leaves(args), strict=True)}
             return self.walk(_leaves(inner._outputs_struct), env, f"{origin.path}/")
         if isinstance(operation, keras.Layer):
@@ -260,7 +289,11 @@ class Reading:
             opened = self.open(operation, operation.call, args, kwargs, origin)
             flat = None if opened is None else _leaves(opened)
             if flat is not None and len(flat) == len(outputs) and all(isinstance(t, Tensor) for t in flat):
-                return [self._renamed(flat[0], origin.path)] if len(self.graph.nodes) == before + 1 and len(flat) == 1 else flat
+                return (
+                    [self._renamed(flat[0], origin.path)]
+                    if len(self.graph.nodes) == before + 1 and len(flat) == 1
+                    else flat
+                )
         return self.opaque(operation, args, kwargs, outputs, origin, name)
 
     def open(self, owner: Any, function: Callable[..., Any], args: Any, kwargs: Any, origin: _Origin) -> Any:
@@ -297,7 +330,9 @@ class Reading:
             prefix = f"{origin.path}/" if origin.path else ""
             return keras.tree.pack_sequence_as(out, self.walk(_leaves(out), env, prefix, within=origin))
 
-    def opaque(self, operation: Any, args: Any, kwargs: Any, outputs: Sequence[Any], origin: _Origin, name: str) -> list[Tensor]:
+    def opaque(
+        self, operation: Any, args: Any, kwargs: Any, outputs: Sequence[Any], origin: _Origin, name: str
+    ) -> list[Tensor]:
         """A node that calls the operation itself, its variables among the inputs."""
         inputs: list[str] = []
 
@@ -315,14 +350,19 @@ class Reading:
 
         layer = isinstance(operation, keras.Layer)
         variables = [*operation.trainable_variables, *operation.non_trainable_variables] if layer else []
-        given = [template(args), template(kwargs)]  # data before variables, so that a reader of the node sees them first
+        given = [
+            template(args),
+            template(kwargs),
+        ]  # data before variables, so that a reader of the node sees them first
         attrs = {"target": hold(operation), "args": [template(variables), *given], "kwargs": {}}
         shapes = [(tuple(kt.shape), kt.dtype) for kt in outputs]
         return self.emit_many(origin, name, OPAQUE, inputs, attrs, shapes)
 
     # ---- pieces
 
-    def _origin(self, operation: Any, args: Any, kwargs: Any, prefix: str, within: _Origin | None) -> tuple[_Origin, str]:
+    def _origin(
+        self, operation: Any, args: Any, kwargs: Any, prefix: str, within: _Origin | None
+    ) -> tuple[_Origin, str]:
         """The layer that a call belongs to, and the name of its nodes."""
         kind = type(operation).__name__
         if isinstance(operation, keras.Layer):
@@ -340,12 +380,25 @@ class Reading:
         return self.graph.values[name]
 
     def emit(
-        self, origin: _Origin, name: str, op: str, inputs: Sequence[str | None], attrs: dict[str, Any], shape: Any, dtype: str
+        self,
+        origin: _Origin,
+        name: str,
+        op: str,
+        inputs: Sequence[str | None],
+        attrs: dict[str, Any],
+        shape: Any,
+        dtype: str,
     ) -> Tensor:
         return self.emit_many(origin, name, op, inputs, attrs, [(tuple(shape), dtype)])[0]
 
     def emit_many(
-        self, origin: _Origin, name: str, op: str, inputs: Sequence[str | None], attrs: dict[str, Any], outs: Sequence[tuple[Any, str]]
+        self,
+        origin: _Origin,
+        name: str,
+        op: str,
+        inputs: Sequence[str | None],
+        attrs: dict[str, Any],
+        outs: Sequence[tuple[Any, str]],
     ) -> list[Tensor]:
         """Append a node; one output has the node's name, several a number behind it."""
         name = self.unique(name)
@@ -356,7 +409,9 @@ class Reading:
         ins = list(inputs)
         while ins and ins[-1] is None:
             ins.pop()
-        self.graph.nodes.append(Node(name, op, tuple(ins), tuple(names), attrs, origin.path, origin.kind, config=origin.config))
+        self.graph.nodes.append(
+            Node(name, op, tuple(ins), tuple(names), attrs, origin.path, origin.kind, config=origin.config)
+        )
         return tensors
 
     def unique(self, name: str) -> str:
@@ -366,7 +421,9 @@ class Reading:
         self.names.add(name)
         return name
 
-    def weight(self, variable: Any, origin: _Origin, op: str = "", name: str = "", shape: tuple[int, ...] | None = None) -> str:
+    def weight(
+        self, variable: Any, origin: _Origin, op: str = "", name: str = "", shape: tuple[int, ...] | None = None
+    ) -> str:
         """The weight that a variable or constant is in the form in which `op` reads it, seen as `shape` before."""
         key = (id(variable), op, shape)
         if key not in self.known:
@@ -384,7 +441,9 @@ class Reading:
     def _forget(self, mark: tuple[int, int]) -> None:
         """Take back the nodes and weights of an attempt."""
         nodes, weights = mark
-        gone = {o for n in self.graph.nodes[nodes:] for o in (n.name, *n.outputs)} | set(list(self.graph.weights)[weights:])
+        gone = {o for n in self.graph.nodes[nodes:] for o in (n.name, *n.outputs)} | set(
+            list(self.graph.weights)[weights:]
+        )
         for name in gone:
             self.graph.values.pop(name, None)
             self.graph.weights.pop(name, None)
@@ -400,7 +459,12 @@ class Reading:
             return tensor
         self._forget((len(self.graph.nodes) - 1, len(self.graph.weights)))
         (new,) = self.emit_many(
-            _Origin(node.layer, node.layer_type, node.config), name, node.op, node.inputs, node.attrs, [(tensor.shape, tensor.dtype)]
+            _Origin(node.layer, node.layer_type, node.config),
+            name,
+            node.op,
+            node.inputs,
+            node.attrs,
+            [(tensor.shape, tensor.dtype)],
         )
         return new
 
@@ -409,7 +473,9 @@ class Reading:
     def finish(self, results: Any, struct: Any, names: Sequence[str]) -> Graph:
         """Outputs, call structure and layout."""
         graph = self.graph
-        leaves = _leaves(results)  # in the order of Keras, which sorts the keys of a dict; torch takes them as they come
+        leaves = _leaves(
+            results
+        )  # in the order of Keras, which sorts the keys of a dict; torch takes them as they come
         for t in leaves:
             if not isinstance(t, Tensor):
                 raise CaptureError("An output of the model is no tensor that it computes", got=type(t).__name__)
@@ -419,10 +485,17 @@ class Reading:
         graph.out_spec = json.dumps({**dump_tree(tree, filled), "leaves": [{"output": i} for i in order]})
         by_name = isinstance(struct, Mapping)
         call: Any = ((), dict.fromkeys(names, 0)) if by_name else ((0,) * len(names), {})
-        graph.in_spec = json.dumps({
-            **dump_tree(pytree.tree_structure(call), call), "args": len(call[0]), "kwargs": list(call[1]), "leaves": len(names),
-            "tensors": list(range(len(names))), "names": [] if by_name else list(names), "packed": not isinstance(struct, keras.KerasTensor),
-        })  # fmt: skip
+        graph.in_spec = json.dumps(
+            {
+                **dump_tree(pytree.tree_structure(call), call),
+                "args": len(call[0]),
+                "kwargs": list(call[1]),
+                "leaves": len(names),
+                "tensors": list(range(len(names))),
+                "names": [] if by_name else list(names),
+                "packed": not isinstance(struct, keras.KerasTensor),
+            }
+        )
         _drop_dead(graph)
         check(graph, blame="capture")
         moved = rearrange(graph, "channels_first")
@@ -447,7 +520,11 @@ def _refined(operation: Any, args: Any, kwargs: Any) -> Sequence[Any] | None:
         return keras.KerasTensor(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x
 
     try:
-        return _leaves(operation.compute_output_spec(*keras.tree.map_structure(symbol, args), **keras.tree.map_structure(symbol, kwargs)))
+        return _leaves(
+            operation.compute_output_spec(
+                *keras.tree.map_structure(symbol, args), **keras.tree.map_structure(symbol, kwargs)
+            )
+        )
     except Exception:  # foreign code may raise anything; the recorded shapes serve
         return None
 
@@ -514,7 +591,9 @@ def _settings(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     except TypeError:
         call = dict(kwargs)
     own = {k: v for k, v in vars(operation).items() if not k.startswith("_") and k != "name"}
-    return {k: v for k, v in {**own, **call}.items() if v is None or isinstance(v, (bool, int, float, str, tuple, list))}
+    return {
+        k: v for k, v in {**own, **call}.items() if v is None or isinstance(v, (bool, int, float, str, tuple, list))
+    }
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -555,5 +634,6 @@ def _keep_names(graph: Graph, copies: Mapping[str, tuple[str, Any]]) -> None:
             continue
         graph.weights[original] = graph.weights.pop(copy)
         graph.nodes = [
-            n.with_(inputs=tuple(original if i == copy else i for i in n.inputs)) if copy in n.inputs else n for n in graph.nodes
+            n.with_(inputs=tuple(original if i == copy else i for i in n.inputs)) if copy in n.inputs else n
+            for n in graph.nodes
         ]

@@ -23,6 +23,8 @@ def load(path: str | Path) -> Any:
     except Exception as e:  # Keras raises many types
         first = (str(e).strip().splitlines() or [type(e).__name__])[0][:300]
         raise CaptureError(
-            "The file is not a Keras model that can be loaded here", where=str(path), got=first,
+            "The file is not a Keras model that can be loaded here",
+            where=str(path),
+            got=first,
             hint="save it again with model.save('model.keras'); for custom classes give module:factory instead; lambdas are never executed",
-        ) from e  # fmt: skip
+        ) from e

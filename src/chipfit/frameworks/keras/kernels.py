@@ -27,18 +27,24 @@ def _max_pool(x: Any, *, kernel: Any, stride: Any, padding: Any, dilation: Any, 
 def _avg_pool(x: Any, *, kernel: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool) -> Any:
     pairs = [(0, 0), *map(tuple, padding), (0, 0)]
     ones = ops.pad(ops.ones_like(x), pairs, constant_values=float(count_include_pad))
-    means, share = (ops.average_pool(v, tuple(kernel), tuple(stride), "valid", "channels_last") for v in (ops.pad(x, pairs), ones))
+    means, share = (
+        ops.average_pool(v, tuple(kernel), tuple(stride), "valid", "channels_last") for v in (ops.pad(x, pairs), ones)
+    )
     return means / share
 
 
 def _pad(x: Any, *, padding: Any, mode: str, value: float) -> Any:
     if mode == "constant":
         return ops.pad(x, [tuple(p) for p in padding], constant_values=value)
-    for axis, (lo, hi) in enumerate(padding):  # Keras knows other modes by other names on each backend: say which element goes where
+    for axis, (lo, hi) in enumerate(
+        padding
+    ):  # Keras knows other modes by other names on each backend: say which element goes where
         if lo or hi:
             last = x.shape[axis] - 1
             at = np.arange(-lo, last + 1 + hi)
-            at = {"replicate": at.clip(0, last), "circular": at % (last + 1), "reflect": last - abs(last - abs(at))}[mode]
+            at = {"replicate": at.clip(0, last), "circular": at % (last + 1), "reflect": last - abs(last - abs(at))}[
+                mode
+            ]
             x = ops.take(x, at, axis)
     return x
 
@@ -49,7 +55,10 @@ def _resize(x: Any, *, mode: str, size: Any, scale: Any, align_corners: bool) ->
     flat = x[:, None] if len(x.shape) == 3 else x  # one spatial axis as an image of one row
     sizes = (1, *size) if len(x.shape) == 3 else tuple(size)
     y = ops.image.resize(
-        flat, sizes, interpolation={"nearest": "nearest", "linear": "bilinear", "cubic": "bicubic"}[mode], data_format="channels_last"
+        flat,
+        sizes,
+        interpolation={"nearest": "nearest", "linear": "bilinear", "cubic": "bicubic"}[mode],
+        data_format="channels_last",
     )
     return y[:, 0] if len(x.shape) == 3 else y
 
@@ -59,7 +68,11 @@ def _sdpa(q: Any, k: Any, v: Any, mask: Any = None, *, is_causal: bool, scale: f
     if is_causal:
         scores = ops.where(ops.tril(ops.ones(scores.shape[-2:], "bool")), scores, -math.inf)
     if mask is not None:
-        scores = ops.where(mask, scores, -math.inf) if keras.backend.standardize_dtype(mask.dtype) == "bool" else scores + mask
+        scores = (
+            ops.where(mask, scores, -math.inf)
+            if keras.backend.standardize_dtype(mask.dtype) == "bool"
+            else scores + mask
+        )
     return ops.matmul(ops.softmax(scores, axis=-1), v)
 
 
@@ -115,15 +128,51 @@ def _normalize(x: Any, w: Any, b: Any, axes: Sequence[int], eps: float) -> Any:
 
 
 _UNARY = {
-    "Relu": "relu", "Relu6": "relu6", "Sigmoid": "sigmoid", "Tanh": "tanh", "HardSigmoid": "hard_sigmoid", "HardSwish": "hard_silu", "Swish": "silu",
-    "Exp": "exp", "Log": "log", "Abs": "abs", "Neg": "negative", "Sqrt": "sqrt", "Rsqrt": "rsqrt", "Sin": "sin", "Cos": "cos", "Erf": "erf",
-    "Floor": "floor", "Ceil": "ceil", "Round": "round", "Sign": "sign", "Reciprocal": "reciprocal", "LogicalNot": "logical_not", "Selu": "selu",
-}  # fmt: skip
+    "Relu": "relu",
+    "Relu6": "relu6",
+    "Sigmoid": "sigmoid",
+    "Tanh": "tanh",
+    "HardSigmoid": "hard_sigmoid",
+    "HardSwish": "hard_silu",
+    "Swish": "silu",
+    "Exp": "exp",
+    "Log": "log",
+    "Abs": "abs",
+    "Neg": "negative",
+    "Sqrt": "sqrt",
+    "Rsqrt": "rsqrt",
+    "Sin": "sin",
+    "Cos": "cos",
+    "Erf": "erf",
+    "Floor": "floor",
+    "Ceil": "ceil",
+    "Round": "round",
+    "Sign": "sign",
+    "Reciprocal": "reciprocal",
+    "LogicalNot": "logical_not",
+    "Selu": "selu",
+}
 _BINARY = {
-    "Add": "add", "Sub": "subtract", "Mul": "multiply", "Div": "divide", "Pow": "power", "Max": "maximum", "Min": "minimum", "Mod": "mod",
-    "FloorDiv": "floor_divide", "Equal": "equal", "NotEqual": "not_equal", "Less": "less", "LessEqual": "less_equal", "Greater": "greater",
-    "GreaterEqual": "greater_equal", "LogicalAnd": "logical_and", "LogicalOr": "logical_or", "MatMul": "matmul", "Where": "where",
-}  # fmt: skip
+    "Add": "add",
+    "Sub": "subtract",
+    "Mul": "multiply",
+    "Div": "divide",
+    "Pow": "power",
+    "Max": "maximum",
+    "Min": "minimum",
+    "Mod": "mod",
+    "FloorDiv": "floor_divide",
+    "Equal": "equal",
+    "NotEqual": "not_equal",
+    "Less": "less",
+    "LessEqual": "less_equal",
+    "Greater": "greater",
+    "GreaterEqual": "greater_equal",
+    "LogicalAnd": "logical_and",
+    "LogicalOr": "logical_or",
+    "MatMul": "matmul",
+    "Where": "where",
+}
 
 #: canonical operator -> function of its inputs in order (None where absent) and its attributes
 KERNELS: dict[str, Kernel] = {
@@ -138,10 +187,14 @@ KERNELS: dict[str, Kernel] = {
     "Gelu": lambda x, *, approximate: ops.gelu(x, approximate == "tanh"),
     "Softmax": lambda x, *, axis: ops.softmax(x, axis),
     "LogSoftmax": lambda x, *, axis: ops.log_softmax(x, axis),
-    "Linear": lambda x, w, b=None: ops.matmul(x, ops.transpose(w)) if b is None else ops.matmul(x, ops.transpose(w)) + b,
+    "Linear": lambda x, w, b=None: (
+        ops.matmul(x, ops.transpose(w)) if b is None else ops.matmul(x, ops.transpose(w)) + b
+    ),
     "SDPA": _sdpa,
     "InstanceNorm": lambda x, w=None, b=None, *, eps: _normalize(x, w, b, _spatial(x), eps),
-    "LayerNorm": lambda x, w=None, b=None, *, normalized_shape, eps: _normalize(x, w, b, range(-len(normalized_shape), 0), eps),
+    "LayerNorm": lambda x, w=None, b=None, *, normalized_shape, eps: _normalize(
+        x, w, b, range(-len(normalized_shape), 0), eps
+    ),
     "MaxPool": _max_pool,
     "AvgPool": _avg_pool,
     "GlobalAvgPool": lambda x: ops.mean(x, _spatial(x), keepdims=True),
@@ -192,15 +245,20 @@ class CanonicalOperation(keras.layers.Layer):
 
     def build(self, input_shape: Any = None) -> None:
         self.held = [
-            None if isinstance(s, str) else self.add_weight(name=f"w{k}", dtype=dtype_here(s[0]), trainable=s[1], shape=tuple(s[2:]), initializer="zeros")
+            None
+            if isinstance(s, str)
+            else self.add_weight(
+                name=f"w{k}", dtype=dtype_here(s[0]), trainable=s[1], shape=tuple(s[2:]), initializer="zeros"
+            )
             for k, s in enumerate(self.slots)
-        ]  # fmt: skip
+        ]
         self.built = True
 
     def call(self, inputs: Any) -> Any:
         given = iter(inputs if isinstance(inputs, (list, tuple)) else [inputs])
         operands = [
-            next(given) if s == "x" else None if s == "-" else ops.convert_to_tensor(w) for s, w in zip(self.slots, self.held, strict=True)
+            next(given) if s == "x" else None if s == "-" else ops.convert_to_tensor(w)
+            for s, w in zip(self.slots, self.held, strict=True)
         ]
         while operands and operands[-1] is None:
             operands.pop()

@@ -32,9 +32,16 @@ class KerasQuantizer(keras.layers.Layer):
     """
 
     def __init__(
-        self, qmin: int, qmax: int, shape: Sequence[int] = (), table: Sequence[float] | None = None, logarithmic: bool = False,
-        train_scale: bool = False, bits: int = 8, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        qmin: int,
+        qmax: int,
+        shape: Sequence[int] = (),
+        table: Sequence[float] | None = None,
+        logarithmic: bool = False,
+        train_scale: bool = False,
+        bits: int = 8,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**{"dtype": "float32", "autocast": False, **kwargs})
         self.qmin, self.qmax, self.shape, self.bits = int(qmin), int(qmax), tuple(shape), int(bits)
         self.table = None if table is None else tuple(float(t) for t in table)
@@ -190,7 +197,12 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
 
     def get_config(self) -> dict[str, Any]:
         quantizers = {k: keras.saving.serialize_keras_object(q) for k, q in self.weights_quantizers.items()}
-        return {**super().get_config(), "weights_quantizers": quantizers, "bias_follows": self.bias_follows, "uses": self.uses}
+        return {
+            **super().get_config(),
+            "weights_quantizers": quantizers,
+            "bias_follows": self.bias_follows,
+            "uses": self.uses,
+        }
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> KerasQuantizationWrapper:

@@ -97,7 +97,9 @@ class Builder:
         self._layers: dict[str, Any] = {}  #: what distinguishes a layer with weights -> the layer
         self._holders: dict[str, KerasActivationQuantizationHolder] = {}  #: by owner of the quantizer
         self._scale_of: dict[str, Any] = {}  #: owner -> its scale as a symbolic tensor
-        self._followed = {self.rounding.owner[x] for x, _ in self.rounding.products.values()}  #: owners whose scale biases need
+        self._followed = {
+            self.rounding.owner[x] for x, _ in self.rounding.products.values()
+        }  #: owners whose scale biases need
         self._raw: dict[str, Any] = {}  #: value -> symbolic tensor before its quantizer
         self._ready: dict[str, Any] = {}  #: the same after it
         self._biases = self._biases_by_layer()
@@ -109,7 +111,10 @@ class Builder:
             UnsupportedError: an operator has no Keras form.
         """
         g = self.graph
-        inputs = {n: keras.Input(g.values[n].shape[1:], dtype=dtype_here(g.values[n].dtype), name=self._unique(n)) for n in g.inputs}
+        inputs = {
+            n: keras.Input(g.values[n].shape[1:], dtype=dtype_here(g.values[n].dtype), name=self._unique(n))
+            for n in g.inputs
+        }
         for name, x in inputs.items():
             self._put(name, x)
         for node in g.nodes:
@@ -117,8 +122,12 @@ class Builder:
             for name, x in zip(node.outputs, outs if isinstance(outs, (list, tuple)) else [outs], strict=True):
                 self._put(name, x)
         spec = json.loads(g.in_spec)
-        struct = dict(inputs) if spec["kwargs"] else list(inputs.values()) if spec["packed"] else next(iter(inputs.values()))
-        model = QuantizedModel(struct, unflatten_outputs(g, [self._output(o) for o in g.outputs]), name=self._unique("quantized"))
+        struct = (
+            dict(inputs) if spec["kwargs"] else list(inputs.values()) if spec["packed"] else next(iter(inputs.values()))
+        )
+        model = QuantizedModel(
+            struct, unflatten_outputs(g, [self._output(o) for o in g.outputs]), name=self._unique("quantized")
+        )
         self._set_numbers(model)
         return model
 
@@ -132,7 +141,9 @@ class Builder:
         if owner not in self._holders:
             t, called = self.plan.tensors[owner], self._unique(f"{name}_holder")
             quantizer = KerasQuantizer.of(t, self._channels(name, t), name=f"{self._clean(name)}_quantizer")
-            self._holders[owner] = KerasActivationQuantizationHolder(quantizer, gives_scale=owner in self._followed, name=called)
+            self._holders[owner] = KerasActivationQuantizationHolder(
+                quantizer, gives_scale=owner in self._followed, name=called
+            )
             self.scales.append(Scale(owner, called))
         y = self._holders[owner](x)
         self._ready[name], self._scale_of[owner] = y if owner in self._followed else (y, None)
@@ -153,7 +164,9 @@ class Builder:
 
     def _output(self, name: str) -> Any:
         if name in self.graph.weights:
-            raise UnsupportedError(f"The output '{name}' of the model is a constant", hint="leave it out of the outputs")
+            raise UnsupportedError(
+                f"The output '{name}' of the model is a constant", hint="leave it out of the outputs"
+            )
         if self._ready[name] is not self._raw.get(name) or name not in self.graph.inputs:
             return self._ready[name]
         return keras.layers.Identity(name=self._unique(f"{name}_output"))(self._ready[name])
@@ -175,7 +188,8 @@ class Builder:
     def _canonical(self, node: Node) -> CanonicalOperation:
         if node.op not in KERNELS:
             raise UnsupportedError(
-                f"{node.op} '{node.layer or node.name}' has no Keras form", hint="export or verify the result, which needs no Keras model"
+                f"{node.op} '{node.layer or node.name}' has no Keras form",
+                hint="export or verify the result, which needs no Keras model",
             )
         slots: list[Any] = []
         for i in node.inputs:
@@ -197,7 +211,10 @@ class Builder:
         if node.op in WEIGHTED and "padding" in node.attrs and not padding_mode(node, self.graph):
             pairs = [(0, 0), *node.attrs["padding"], (0, 0)]
             zeros = CanonicalOperation(
-                "Pad", {"padding": pairs, "mode": "constant", "value": 0.0}, ["x"], name=self._unique(f"{node.name}_padding")
+                "Pad",
+                {"padding": pairs, "mode": "constant", "value": 0.0},
+                ["x"],
+                name=self._unique(f"{node.name}_padding"),
             )
             data = [zeros(data[0])]
         return self._layers[key](data if len(data) > 1 else data[0], **extra)
@@ -209,7 +226,9 @@ class Builder:
             variables = {f"w{k}": i for k, i in enumerate(node.inputs) if i is not None and i in self.graph.weights}
         else:
             cls, config, variables, op = found
-            own = node.config if node.layer_type == cls.__name__ else {}  # initialisers, regularisers and the like stay the user's
+            own = (
+                node.config if node.layer_type == cls.__name__ else {}
+            )  # initialisers, regularisers and the like stay the user's
             inner = cls.from_config({**own, **config, "name": self._unique(node.name)})
         groups = node.attrs.get("groups", 1)
         quantizers, follows = {}, ""
@@ -236,7 +255,11 @@ class Builder:
             raise UnsupportedError(f"'{node.attrs['target']}' of '{node.layer or node.name}' has no Keras form")
         variables, args, kwargs = node.attrs["args"]
         operation = fresh(node.attrs["target"], self._unique(node.name))
-        given = [self.graph.weights[i].numpy() if i in self.graph.weights else self._read(i, node) for i in node.inputs if i is not None]
+        given = [
+            self.graph.weights[i].numpy() if i in self.graph.weights else self._read(i, node)
+            for i in node.inputs
+            if i is not None
+        ]
         for k, ref in enumerate(variables):
             self.homes.setdefault(node.inputs[ref.index] or "", []).append(Home(operation.name, str(k)))
         return keras.tree.flatten(operation(*fill(args, given), **fill(kwargs, given)))
@@ -248,7 +271,13 @@ class Builder:
         bias = _bias(node)
         weights = [i for i in node.inputs if i is not None and i in self.graph.weights and i != bias]
         raw = [(i, node.name) in self.plan.float_edges for i in node.inputs]
-        kind = "follows" if bias in self.rounding.products else "float" if bias and bias not in self.rounding.rounded else bias
+        kind = (
+            "follows"
+            if bias in self.rounding.products
+            else "float"
+            if bias and bias not in self.rounding.rounded
+            else bias
+        )
         return json.dumps([node.op, weights or node.name, kind, raw, _jsonable(node.attrs)], sort_keys=True)
 
     def _biases_by_layer(self) -> dict[str, list[str | None]]:
@@ -281,7 +310,9 @@ class Builder:
         for s in self.scales:
             t, quantizer = self.plan.tensors[s.tensor], s.quantizer_in(model)
             at = [h for h in self.homes.get(s.tensor, ()) if (h.layer, h.variable) == (s.layer, s.variable)]
-            numbers = [self._numbers(p, t, at[0]) if at else p.numpy() for p in (t.scale, t.zero_point) if p is not None]
+            numbers = [
+                self._numbers(p, t, at[0]) if at else p.numpy() for p in (t.scale, t.zero_point) if p is not None
+            ]
             quantizer.set(*(n.reshape(quantizer.shape) for n in numbers))
 
     # ---- names

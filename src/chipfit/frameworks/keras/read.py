@@ -50,7 +50,14 @@ class Call:
         return self.outputs[0].dtype
 
     def emit(
-        self, op: str, inputs: Sequence[Any], like: Sequence[int | None] | None = None, of: str = "", /, part: str = "", **attrs: Any
+        self,
+        op: str,
+        inputs: Sequence[Any],
+        like: Sequence[int | None] | None = None,
+        of: str = "",
+        /,
+        part: str = "",
+        **attrs: Any,
     ) -> Tensor:
         """Append a node.
 
@@ -61,10 +68,14 @@ class Call:
         """
         names = [x.name if isinstance(x, Tensor) else x for x in inputs]
         name = f"{self.name}/{part}" if part else self.name
-        return self.reading.emit(self.origin, name, op, names, attrs, self.shape if like is None else like, of or self.dtype)
+        return self.reading.emit(
+            self.origin, name, op, names, attrs, self.shape if like is None else like, of or self.dtype
+        )
 
     def emit_many(self, op: str, x: Tensor, **attrs: Any) -> list[Tensor]:
-        return self.reading.emit_many(self.origin, self.name, op, [x.name], attrs, [(tuple(o.shape), o.dtype) for o in self.outputs])
+        return self.reading.emit_many(
+            self.origin, self.name, op, [x.name], attrs, [(tuple(o.shape), o.dtype) for o in self.outputs]
+        )
 
     def weight(self, variable: Any, op: str = "", name: str = "", shape: tuple[int, ...] | None = None) -> str | None:
         """The name of a variable as `op` reads it, seen as `shape` before; None for None."""
@@ -76,7 +87,9 @@ class Call:
         if isinstance(x, Tensor):
             return x.name if x.dtype == dtype else self.emit("Cast", [x], x.shape, dtype, part="cast", dtype=dtype).name
         if isinstance(x, (bool, int, float, np.number)):
-            return self.reading.weight(np.asarray(x, dtype=dtype), self.origin, name=f"{self.name.rpartition('/')[2]}.scalar")
+            return self.reading.weight(
+                np.asarray(x, dtype=dtype), self.origin, name=f"{self.name.rpartition('/')[2]}.scalar"
+            )
         if isinstance(x, keras.Variable) and x.dtype == dtype:
             return self.reading.weight(x, self.origin)
         if x is None or isinstance(x, (str, list, tuple)):
@@ -90,7 +103,9 @@ class Call:
         if f is None or f is keras.activations.linear:
             return x
         name = self.origin.config.get("activation")
-        origin = replace(self.origin, kind="Activation", config={"activation": name if isinstance(name, str) else plain(f)})
+        origin = replace(
+            self.origin, kind="Activation", config={"activation": name if isinstance(name, str) else plain(f)}
+        )
         if f in _UNTRACEABLE:
             op = _UNTRACEABLE[f]
             return self.reading.emit(origin, f"{self.name}/{op.lower()}", op, [x.name], {}, x.shape, x.dtype)
@@ -169,8 +184,18 @@ def _padding(
 
 
 def _conv(
-    r: Call, x: Tensor, kernel: Any, bias: Any, strides: Any, mode: str, dilation: Any, *, depthwise: bool = False, part: str = "", name: str = "kernel"
-) -> Tensor:  # fmt: skip
+    r: Call,
+    x: Tensor,
+    kernel: Any,
+    bias: Any,
+    strides: Any,
+    mode: str,
+    dilation: Any,
+    *,
+    depthwise: bool = False,
+    part: str = "",
+    name: str = "kernel",
+) -> Tensor:
     """A convolution with a Keras kernel: [*space, in / groups, out], depthwise [*space, in, multiplier]."""
     *window, last_but_one, last = kernel.shape
     n, channels = len(window), x.shape[-1]
@@ -186,7 +211,16 @@ def _conv(
     shape = (x.shape[0], *space, channels * last if depthwise else last)
     w = r.weight(kernel, f"DepthwiseConv{n}D" if depthwise else f"Conv{n}D", name)
     op = "DepthwiseConv2D" if n == 2 and groups == channels and groups > 1 else f"Conv{n}D"
-    return r.emit(op, [x, w, r.weight(bias, name="bias")], shape, part=part, stride=stride, padding=padding, dilation=dilation, groups=groups)  # fmt: skip
+    return r.emit(
+        op,
+        [x, w, r.weight(bias, name="bias")],
+        shape,
+        part=part,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+    )
 
 
 @_layers("Conv1D", "Conv2D", "Conv3D")
@@ -196,16 +230,29 @@ def _conv_layer(r: Call, x: Tensor) -> Tensor:
 
 @_layers("DepthwiseConv1D", "DepthwiseConv2D")
 def _depthwise_layer(r: Call, x: Tensor) -> Tensor:
-    return r.activation(_conv(r, x, r.op.kernel, r.op.bias, r.op.strides, r.op.padding, r.op.dilation_rate, depthwise=True))
+    return r.activation(
+        _conv(r, x, r.op.kernel, r.op.bias, r.op.strides, r.op.padding, r.op.dilation_rate, depthwise=True)
+    )
 
 
 @_layers("SeparableConv1D", "SeparableConv2D")
 def _separable_layer(r: Call, x: Tensor) -> Tensor:
     o = r.op
     y = _conv(
-        r, x, o.depthwise_kernel, None, o.strides, o.padding, o.dilation_rate, depthwise=True, part="depthwise", name="depthwise_kernel"
+        r,
+        x,
+        o.depthwise_kernel,
+        None,
+        o.strides,
+        o.padding,
+        o.dilation_rate,
+        depthwise=True,
+        part="depthwise",
+        name="depthwise_kernel",
     )
-    return r.activation(_conv(r, y, o.pointwise_kernel, o.bias, 1, "valid", 1, part="pointwise", name="pointwise_kernel"))
+    return r.activation(
+        _conv(r, y, o.pointwise_kernel, o.bias, 1, "valid", 1, part="pointwise", name="pointwise_kernel")
+    )
 
 
 @_operations("Conv", "DepthwiseConv")
@@ -213,7 +260,9 @@ def _conv_operation(r: Call, x: Tensor, kernel: Any) -> Tensor:
     o = r.op
     if o.data_format not in (None, "channels_last"):
         raise Unreadable
-    return _conv(r, x, kernel, None, o.strides, o.padding, o.dilation_rate, depthwise=type(o).__name__ == "DepthwiseConv")
+    return _conv(
+        r, x, kernel, None, o.strides, o.padding, o.dilation_rate, depthwise=type(o).__name__ == "DepthwiseConv"
+    )
 
 
 @_layers("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose")
@@ -222,11 +271,19 @@ def _transposed_layer(r: Call, x: Tensor) -> Tensor:
     n = len(o.kernel.shape) - 2
     stride, dilation = _many(o.strides, n), _many(o.dilation_rate, n)
     extra = (None,) * n if o.output_padding is None else _many(o.output_padding, n)
-    trims = [_trim(d * (k - 1) + 1, s, o.padding, e) for k, s, d, e in zip(o.kernel.shape, stride, dilation, extra, strict=False)]
+    trims = [
+        _trim(d * (k - 1) + 1, s, o.padding, e)
+        for k, s, d, e in zip(o.kernel.shape, stride, dilation, extra, strict=False)
+    ]
     y = r.emit(
-        f"TransposeConv{n}D", [x, r.weight(o.kernel, f"TransposeConv{n}D"), r.weight(o.bias)], stride=stride, dilation=dilation, groups=1,
-        padding=tuple((lo, max(hi, 0)) for lo, hi in trims), output_padding=tuple(max(-hi, 0) for _, hi in trims),
-    )  # fmt: skip
+        f"TransposeConv{n}D",
+        [x, r.weight(o.kernel, f"TransposeConv{n}D"), r.weight(o.bias)],
+        stride=stride,
+        dilation=dilation,
+        groups=1,
+        padding=tuple((lo, max(hi, 0)) for lo, hi in trims),
+        output_padding=tuple(max(-hi, 0) for _, hi in trims),
+    )
     return r.activation(y)
 
 
@@ -315,7 +372,11 @@ def _pool(r: Call, x: Tensor) -> Tensor:
     stride = kernel if o.strides is None else _many(o.strides, n)
     padding = _padding(o.padding, x.shape[1:-1], kernel, stride, (1,) * n)
     if "Average" in type(o).__name__ and any(lo != hi for lo, hi in padding) and keras.backend.backend() == "torch":
-        pairs = ((0, 0), *padding, (0, 0))  # which Keras fills by repeating the edge on this backend; the others leave it out of the mean
+        pairs = (
+            (0, 0),
+            *padding,
+            (0, 0),
+        )  # which Keras fills by repeating the edge on this backend; the others leave it out of the mean
         shape = [d if d is None else d + sum(p) for d, p in zip(x.shape, pairs, strict=True)]
         x, padding = r.emit("Pad", [x], shape, part="edge", padding=pairs, mode="replicate", value=0.0), ((0, 0),) * n
     attrs: dict[str, Any] = {"kernel": kernel, "stride": stride, "padding": padding, "ceil_mode": False}
@@ -338,7 +399,9 @@ def _up_sampling(r: Call, x: Tensor) -> Tensor:
     mode = {"nearest": "nearest", "bilinear": "linear"}.get(getattr(r.op, "interpolation", "nearest"))
     if mode is None:
         raise Unreadable
-    return r.emit("Resize", [x], mode=mode, size=None, scale=tuple(float(s) for s in _many(r.op.size, n)), align_corners=False)
+    return r.emit(
+        "Resize", [x], mode=mode, size=None, scale=tuple(float(s) for s in _many(r.op.size, n)), align_corners=False
+    )
 
 
 @_operations("Resize")
@@ -346,9 +409,19 @@ def _up_sampling(r: Call, x: Tensor) -> Tensor:
 def _resize(r: Call, x: Tensor) -> Tensor:
     o = r.op
     size = (o.height, o.width) if isinstance(o, keras.Layer) else _many(o.size, 2)
-    plain = not (getattr(o, "crop_to_aspect_ratio", False) or getattr(o, "pad_to_aspect_ratio", False) or getattr(o, "antialias", False))
+    plain = not (
+        getattr(o, "crop_to_aspect_ratio", False)
+        or getattr(o, "pad_to_aspect_ratio", False)
+        or getattr(o, "antialias", False)
+    )
     mode = {"nearest": "nearest", "bilinear": "linear"}.get(o.interpolation)
-    if o.data_format not in (None, "channels_last") or len(x.shape) != 4 or not plain or mode is None or x.dtype != "float32":
+    if (
+        o.data_format not in (None, "channels_last")
+        or len(x.shape) != 4
+        or not plain
+        or mode is None
+        or x.dtype != "float32"
+    ):
         raise Unreadable
     if mode == "nearest" and any(i is None or s % i for s, i in zip(size, x.shape[1:3], strict=True)):
         raise Unreadable  # Keras samples at pixel centres, the canonical operator at their upper left corners: equal for whole factors
@@ -358,7 +431,9 @@ def _resize(r: Call, x: Tensor) -> Tensor:
 @_layers("ZeroPadding1D", "ZeroPadding2D", "ZeroPadding3D")
 def _zero_padding(r: Call, x: Tensor) -> Tensor:
     pairs = r.op.padding if isinstance(r.op.padding[0], (tuple, list)) else (r.op.padding,)
-    return r.emit("Pad", [x], padding=((0, 0), *((int(lo), int(hi)) for lo, hi in pairs), (0, 0)), mode="constant", value=0.0)
+    return r.emit(
+        "Pad", [x], padding=((0, 0), *((int(lo), int(hi)) for lo, hi in pairs), (0, 0)), mode="constant", value=0.0
+    )
 
 
 @_operations("Pad")
@@ -375,20 +450,54 @@ def _pad(r: Call, x: Tensor, constant_values: Any = None) -> Tensor:
 # ---------------------------------------------------------------- element by element
 
 _UNARY = {
-    "Relu": "Relu", "Relu6": "Relu6", "Sigmoid": "Sigmoid", "Tanh": "Tanh", "Silu": "Swish", "Exp": "Exp", "Log": "Log", "Absolute": "Abs",
-    "Abs": "Abs", "Negative": "Neg", "Sqrt": "Sqrt", "Rsqrt": "Rsqrt", "Sin": "Sin", "Cos": "Cos", "Erf": "Erf", "Floor": "Floor",
-    "Ceil": "Ceil", "Round": "Round", "Sign": "Sign", "Reciprocal": "Reciprocal", "LogicalNot": "LogicalNot", "HardSilu": "HardSwish",
-    "HardSigmoid": "HardSigmoid", "Selu": "Selu", "StopGradient": "Identity", "Copy": "Identity",
-}  # fmt: skip
+    "Relu": "Relu",
+    "Relu6": "Relu6",
+    "Sigmoid": "Sigmoid",
+    "Tanh": "Tanh",
+    "Silu": "Swish",
+    "Exp": "Exp",
+    "Log": "Log",
+    "Absolute": "Abs",
+    "Abs": "Abs",
+    "Negative": "Neg",
+    "Sqrt": "Sqrt",
+    "Rsqrt": "Rsqrt",
+    "Sin": "Sin",
+    "Cos": "Cos",
+    "Erf": "Erf",
+    "Floor": "Floor",
+    "Ceil": "Ceil",
+    "Round": "Round",
+    "Sign": "Sign",
+    "Reciprocal": "Reciprocal",
+    "LogicalNot": "LogicalNot",
+    "HardSilu": "HardSwish",
+    "HardSigmoid": "HardSigmoid",
+    "Selu": "Selu",
+    "StopGradient": "Identity",
+    "Copy": "Identity",
+}
 _BINARY = {
-    "Add": "Add", "Subtract": "Sub", "Multiply": "Mul", "Divide": "Div", "TrueDivide": "Div", "Power": "Pow", "Maximum": "Max",
-    "Minimum": "Min", "Mod": "Mod", "FloorDivide": "FloorDiv", "LogicalAnd": "LogicalAnd", "LogicalOr": "LogicalOr",
-}  # fmt: skip
+    "Add": "Add",
+    "Subtract": "Sub",
+    "Multiply": "Mul",
+    "Divide": "Div",
+    "TrueDivide": "Div",
+    "Power": "Pow",
+    "Maximum": "Max",
+    "Minimum": "Min",
+    "Mod": "Mod",
+    "FloorDivide": "FloorDiv",
+    "LogicalAnd": "LogicalAnd",
+    "LogicalOr": "LogicalOr",
+}
 _COMPARE = {n: n for n in ("Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual")}
 
 
 READERS.update({("operation", k): lambda r, x, op=v: r.emit(op, [r.operand(x)]) for k, v in _UNARY.items()})
-READERS.update({("operation", k): lambda r, a, b, op=v: r.emit(op, [r.operand(a), r.operand(b)]) for k, v in _BINARY.items()})
+READERS.update(
+    {("operation", k): lambda r, a, b, op=v: r.emit(op, [r.operand(a), r.operand(b)]) for k, v in _BINARY.items()}
+)
 
 
 @_operations(*_COMPARE)
@@ -527,7 +636,11 @@ def _einsum_dense(r: Call, x: Tensor) -> Tensor:
     new = [c for c in kernel if c not in given]
     kept = [c for c in given.replace("...", "") if c not in kernel]
     dots = "..." if given.startswith("...") else ""
-    if given != dots + "".join(kept + summed) or kernel != "".join(summed + new) or result != dots + "".join(kept + new):
+    if (
+        given != dots + "".join(kept + summed)
+        or kernel != "".join(summed + new)
+        or result != dots + "".join(kept + new)
+    ):
         raise Unreadable
     ins, outs = (math.prod(o.kernel.shape[a:b]) for a, b in ((0, len(summed)), (len(summed), None)))
     if o.bias is not None and tuple(o.bias.shape) != tuple(o.kernel.shape[len(summed) :]):
@@ -568,7 +681,9 @@ def _einsum(r: Call, a: Any, b: Any) -> Tensor:
 
 
 @_operations("DotProductAttention")
-def _attention(r: Call, query: Tensor, key: Tensor, value: Tensor, bias: Any = None, mask: Any = None, scale: Any = None) -> Tensor:
+def _attention(
+    r: Call, query: Tensor, key: Tensor, value: Tensor, bias: Any = None, mask: Any = None, scale: Any = None
+) -> Tensor:
     """[N, T, heads, D] in Keras, [N, heads, T, D] in the canonical operator."""
     if bias is not None or mask is not None or query.shape[2] != key.shape[2] or r.op.attn_logits_soft_cap is not None:
         raise Unreadable
@@ -591,14 +706,27 @@ def _reduction(op: str) -> Read:
     def read(r: Call, x: Tensor, initial: Any = None, where: Any = None) -> Tensor:
         axis = getattr(r.op, "axis", None)
         axes = range(len(x.shape)) if axis is None else [axis] if isinstance(axis, int) else axis
-        return r.emit(op, [r.operand(x)], axes=tuple(sorted(_axis(a, len(x.shape)) for a in axes)), keepdims=bool(r.op.keepdims))
+        return r.emit(
+            op, [r.operand(x)], axes=tuple(sorted(_axis(a, len(x.shape)) for a in axes)), keepdims=bool(r.op.keepdims)
+        )
 
     return read
 
 
-READERS.update({("operation", k): _reduction(v) for k, v in {
-    "Mean": "Mean", "Sum": "Sum", "Max": "ReduceMax", "Amax": "ReduceMax", "Min": "ReduceMin", "Amin": "ReduceMin", "Prod": "ReduceProd",
-}.items()})  # fmt: skip
+READERS.update(
+    {
+        ("operation", k): _reduction(v)
+        for k, v in {
+            "Mean": "Mean",
+            "Sum": "Sum",
+            "Max": "ReduceMax",
+            "Amax": "ReduceMax",
+            "Min": "ReduceMin",
+            "Amin": "ReduceMin",
+            "Prod": "ReduceProd",
+        }.items()
+    }
+)
 
 
 @_operations("Argmax")
@@ -670,7 +798,9 @@ def _transpose(r: Call, x: Tensor) -> Tensor:
 
 def _moved(rank: int, source: Any, destination: Any) -> list[int]:
     """The permutation of numpy.moveaxis."""
-    pairs = sorted((_axis(d, rank), _axis(s, rank)) for s, d in zip(_many(source, 1), _many(destination, 1), strict=True))
+    pairs = sorted(
+        (_axis(d, rank), _axis(s, rank)) for s, d in zip(_many(source, 1), _many(destination, 1), strict=True)
+    )
     order = [a for a in range(rank) if a not in {s for _, s in pairs}]
     for d, s in pairs:
         order.insert(d, s)
@@ -743,7 +873,17 @@ def _slice(r: Call, x: Tensor, axis: int, k: slice) -> Tensor:
     else:
         start, end, _ = k.indices(size)
         left = len(range(start, end, step))
-    return r.emit("Slice", [x], (*x.shape[:axis], left, *x.shape[axis + 1 :]), x.dtype, "slice", axis=axis, start=start, end=end, step=step)
+    return r.emit(
+        "Slice",
+        [x],
+        (*x.shape[:axis], left, *x.shape[axis + 1 :]),
+        x.dtype,
+        "slice",
+        axis=axis,
+        start=start,
+        end=end,
+        step=step,
+    )
 
 
 @_operations("Take")

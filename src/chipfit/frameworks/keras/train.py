@@ -31,7 +31,8 @@ def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
     """
     if not isinstance(model, QuantizedModel):
         raise PlanError(
-            f"A {type(model).__name__} is not a quantized model", hint="pass Result.model, or what keras.saving.load_model made of it"
+            f"A {type(model).__name__} is not a quantized model",
+            hint="pass Result.model, or what keras.saving.load_model made of it",
         )
     builder = Builder(graph, plan)
     if [x.name for x in builder.build().layers] != [x.name for x in model.layers]:

@@ -31,14 +31,47 @@ from chipfit.graph.settings import module_settings, plain
 aten = torch.ops.aten
 _TORCH = str(Path(torch.__file__).parent)
 _VIEWS = frozenset(
-    {"view", "reshape", "select", "slice", "transpose", "permute", "squeeze", "unsqueeze", "expand", "t", "flatten", "unflatten",
-     "chunk", "split", "split_with_sizes", "unbind", "narrow", "as_strided", "alias", "detach", "diagonal", "_unsafe_view", "unfold"}
-)  # fmt: skip
+    {
+        "view",
+        "reshape",
+        "select",
+        "slice",
+        "transpose",
+        "permute",
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "t",
+        "flatten",
+        "unflatten",
+        "chunk",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "narrow",
+        "as_strided",
+        "alias",
+        "detach",
+        "diagonal",
+        "_unsafe_view",
+        "unfold",
+    }
+)
 #: operators that check or annotate and compute nothing
-_NOTHING = ("_assert", "sym_constrain", "_set_grad_enabled", "_enter_autocast", "_exit_autocast", "lift_fresh", "_guards_fn")
+_NOTHING = (
+    "_assert",
+    "sym_constrain",
+    "_set_grad_enabled",
+    "_enter_autocast",
+    "_exit_autocast",
+    "lift_fresh",
+    "_guards_fn",
+)
 
 
-def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, dynamic_batch: bool = True) -> Graph:
+def capture(
+    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, dynamic_batch: bool = True
+) -> Graph:
     """Read a model into a Graph.
 
     The model is not changed; it is captured in eval mode: what depends on training (dropout, stochastic depth) takes its
@@ -87,7 +120,9 @@ def _at_least_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
     tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.dim() > 0]
     if not tensors or tensors[0].shape[0] != 1:
         return args, kwargs
-    return pytree.tree_unflatten([_twice(t) if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == 1 else t for t in leaves], tree)
+    return pytree.tree_unflatten(
+        [_twice(t) if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == 1 else t for t in leaves], tree
+    )
 
 
 def _twice(t: torch.Tensor) -> torch.Tensor:
@@ -108,7 +143,9 @@ def _try_once(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         ) from e
     for x in _dataclasses(out):
         if type(x) not in pytree.SUPPORTED_NODES:
-            torch.export.register_dataclass(type(x), serialized_type_name=f"{type(x).__module__}.{type(x).__qualname__}")
+            torch.export.register_dataclass(
+                type(x), serialized_type_name=f"{type(x).__module__}.{type(x).__qualname__}"
+            )
     return out
 
 
@@ -139,14 +176,18 @@ def _name_keywords(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
     model.forward = named  # type: ignore[method-assign]  # of the copy that is captured
 
 
-def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> torch.export.ExportedProgram:
+def _export(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool
+) -> torch.export.ExportedProgram:
     shapes: Any = None
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim() > 0]
     if dynamic and tensors:
         batch = tensors[0].shape[0]
 
         def free(x: Any) -> Any:
-            return {0: torch.export.Dim.AUTO} if isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == batch else None
+            return (
+                {0: torch.export.Dim.AUTO} if isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == batch else None
+            )
 
         _name_keywords(model, kwargs)
         shapes = pytree.tree_map(free, dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments))
@@ -184,7 +225,9 @@ def _users_line(e: BaseException) -> str:
     own = [
         f
         for f in frames
-        if not f.filename.startswith((_TORCH, "<")) and "chipfit" not in Path(f.filename).parts[-4:-1] and "chipfit/" not in f.filename
+        if not f.filename.startswith((_TORCH, "<"))
+        and "chipfit" not in Path(f.filename).parts[-4:-1]
+        and "chipfit/" not in f.filename
     ]
     if not own:
         return ""
@@ -195,7 +238,9 @@ def _users_line(e: BaseException) -> str:
 
 def _describe(args: Any, kwargs: Any) -> str:
     def one(x: Any) -> str:
-        return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+        return (
+            f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+        )
 
     return ", ".join([one(a) for a in args] + [f"{k}={one(v)}" for k, v in kwargs.items()]) or "no input"
 
@@ -203,7 +248,11 @@ def _describe(args: Any, kwargs: Any) -> str:
 def _needs_functional(graph: torch.fx.Graph) -> bool:
     """Whether an in-place operator writes through a view, so that renaming it to its functional form would lose the write."""
     for n in graph.nodes:
-        if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload) or not n.target._schema.is_mutable:
+        if (
+            n.op != "call_function"
+            or not isinstance(n.target, torch._ops.OpOverload)
+            or not n.target._schema.is_mutable
+        ):
             continue
         name = n.target._schema.name.partition("::")[2]
         target = n.args[0] if n.args and isinstance(n.args[0], torch.fx.Node) else None
@@ -223,7 +272,9 @@ def _is_view(n: torch.fx.Node) -> bool:
 class _Capture:
     """State of one reading: the growing Graph and what each fx node became."""
 
-    def __init__(self, exported: torch.export.ExportedProgram, model: torch.nn.Module, call: Any, example_out: Any) -> None:
+    def __init__(
+        self, exported: torch.export.ExportedProgram, model: torch.nn.Module, call: Any, example_out: Any
+    ) -> None:
         self.ep, self.model, self.call, self.example_out = exported, model, call, example_out
         self.graph = Graph([], [], [], {}, {})
         self.env: dict[torch.fx.Node, Any] = {}  #: value name, tuple of them, or a Python constant
@@ -262,10 +313,16 @@ class _Capture:
                 self._output(n)
         args, kwargs = self.call
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        self.graph.in_spec = json.dumps({
-            **dump_tree(tree, (args, kwargs)), "args": len(args), "kwargs": list(kwargs), "leaves": len(leaves), "tensors": positions,
-            "names": list(inspect.signature(self.model.forward).parameters)[: len(args)],
-        })  # fmt: skip
+        self.graph.in_spec = json.dumps(
+            {
+                **dump_tree(tree, (args, kwargs)),
+                "args": len(args),
+                "kwargs": list(kwargs),
+                "leaves": len(leaves),
+                "tensors": positions,
+                "names": list(inspect.signature(self.model.forward).parameters)[: len(args)],
+            }
+        )
         self.graph.example = tuple(leaves[i] for i in positions)
         self._drop_dead()
         return self.graph
@@ -340,17 +397,31 @@ class _Capture:
             return {}
         known = {k: v for k, v in _bind(n).items() if not isinstance(v, torch.fx.Node)}
         return {
-            k: plain(v) for k, v in known.items() if not isinstance(v, (list, tuple)) or not any(isinstance(i, torch.fx.Node) for i in v)
+            k: plain(v)
+            for k, v in known.items()
+            if not isinstance(v, (list, tuple)) or not any(isinstance(i, torch.fx.Node) for i in v)
         }
 
     def emit(
-        self, n: torch.fx.Node, op: str, inputs: Sequence[str | None], attrs: dict[str, Any] | None = None, like: Any = None, name: str = ""
+        self,
+        n: torch.fx.Node,
+        op: str,
+        inputs: Sequence[str | None],
+        attrs: dict[str, Any] | None = None,
+        like: Any = None,
+        name: str = "",
     ) -> str:
         """Append a node with one output; returns its value."""
         return self.emit_many(n, op, inputs, attrs or {}, [n.meta["val"] if like is None else like], name)[0]
 
     def emit_many(
-        self, n: torch.fx.Node, op: str, inputs: Sequence[str | None], attrs: dict[str, Any], likes: Sequence[Any], name: str = ""
+        self,
+        n: torch.fx.Node,
+        op: str,
+        inputs: Sequence[str | None],
+        attrs: dict[str, Any],
+        likes: Sequence[Any],
+        name: str = "",
     ) -> list[str]:
         name = self._unique(name or n.name)
         layer, kind, source = self._origin(n)

@@ -16,7 +16,9 @@ class _FakeQuantize(torch.autograd.Function):
     """Straight-through fake quantization with one temporary: gradients pass inside the range and stop outside."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, qmin: int, qmax: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, qmin: int, qmax: int
+    ) -> torch.Tensor:
         q = torch.round(x / scale).add_(zero)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             ctx.save_for_backward(x, scale, zero)
@@ -38,7 +40,9 @@ class _FakeQuantize(torch.autograd.Function):
         return grad * inside, grad_scale, None, None, None
 
 
-def fake_quantize_ste(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, grid: Grid, axis: int | None = None) -> torch.Tensor:
+def fake_quantize_ste(
+    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, grid: Grid, axis: int | None = None
+) -> torch.Tensor:
     """`grids.fake_quantize` with a straight-through gradient for x and the LSQ gradient for scale.
 
     Computed in float32, or float64 where x is, and returned in the dtype of x. Shapes and units as in `grids.quantize`.
@@ -78,7 +82,9 @@ class FakeQuantizer(nn.Module):
 
     def __init__(self, plan: TensorPlan) -> None:
         super().__init__()
-        assert plan.grid is not None and plan.scale is not None and plan.zero_point is not None  # lower() asks for quantized tensors only
+        assert (
+            plan.grid is not None and plan.scale is not None and plan.zero_point is not None
+        )  # lower() asks for quantized tensors only
         self.scale = nn.Parameter(plan.scale.clone(), requires_grad=False)
         self.register_buffer("zero_point", plan.zero_point.clone())
         self.grid: Grid = plan.grid
@@ -86,7 +92,9 @@ class FakeQuantizer(nn.Module):
         self.tensor = plan.name
         self.mode = "quantize"
         self.seen: tuple[float, float] | None = None
-        self.function: Callable[[torch.Tensor], torch.Tensor] | None = None  #: rounds in our place, see FrameworkInfo.apply
+        self.function: Callable[[torch.Tensor], torch.Tensor] | None = (
+            None  #: rounds in our place, see FrameworkInfo.apply
+        )
 
     def extra_repr(self) -> str:
         return f"{self.tensor}, {self.grid.bits} bit, codes {self.grid.qmin}..{self.grid.qmax}, axis={self.axis}, mode={self.mode}"

@@ -28,14 +28,24 @@ def _pad_spatial(x: Tensor, padding: Sequence[Sequence[int]], value: float = 0.0
     return F.pad(x, flat, value=value), [0] * len(padding)
 
 
-def conv(x: Tensor, w: Tensor, b: Tensor | None = None, *, stride: Any, padding: Any, dilation: Any, groups: int) -> Tensor:
+def conv(
+    x: Tensor, w: Tensor, b: Tensor | None = None, *, stride: Any, padding: Any, dilation: Any, groups: int
+) -> Tensor:
     """Convolution over 1 to 3 spatial axes; x [N, C, ...], w [O, C / groups, ...]."""
     x, pad = _pad_spatial(x, padding)
     return (F.conv1d, F.conv2d, F.conv3d)[w.dim() - 3](x, w, b, tuple(stride), tuple(pad), tuple(dilation), groups)
 
 
 def conv_transpose(
-    x: Tensor, w: Tensor, b: Tensor | None = None, *, stride: Any, padding: Any, dilation: Any, groups: int, output_padding: Any
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None = None,
+    *,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+    output_padding: Any,
 ) -> Tensor:
     """Transposed convolution; w [C, O / groups, ...]; padding trims the output."""
     f = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[w.dim() - 3]
@@ -50,7 +60,9 @@ def batch_norm(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, var:
     return F.batch_norm(x, mean, var, w, b, False, 0.0, eps)
 
 
-def layer_norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, normalized_shape: Any, eps: float) -> Tensor:
+def layer_norm(
+    x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, normalized_shape: Any, eps: float
+) -> Tensor:
     return F.layer_norm(x, tuple(normalized_shape), w, b, eps)
 
 
@@ -66,7 +78,16 @@ def rms_norm(x: Tensor, w: Tensor | None = None, *, normalized_shape: Any, eps: 
     return F.rms_norm(x, tuple(normalized_shape), w, eps)
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, is_causal: bool, scale: float | None, enable_gqa: bool) -> Tensor:
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
@@ -98,11 +119,15 @@ def global_avg_pool(x: Tensor) -> Tensor:
 
 
 def adaptive_avg_pool(x: Tensor, *, output_size: Any) -> Tensor:
-    return (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[len(output_size) - 1](x, tuple(output_size))
+    return (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[len(output_size) - 1](
+        x, tuple(output_size)
+    )
 
 
 def adaptive_max_pool(x: Tensor, *, output_size: Any) -> Tensor:
-    return (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)[len(output_size) - 1](x, tuple(output_size))
+    return (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)[len(output_size) - 1](
+        x, tuple(output_size)
+    )
 
 
 def _reduce(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -143,7 +168,9 @@ def resize(x: Tensor, *, mode: str, size: Any, scale: Any, align_corners: bool) 
     corners = None if mode == "nearest" else align_corners
     if size is not None:
         return F.interpolate(x, tuple(size), mode=names[mode], align_corners=corners)
-    return F.interpolate(x, scale_factor=tuple(scale), mode=names[mode], align_corners=corners, recompute_scale_factor=False)
+    return F.interpolate(
+        x, scale_factor=tuple(scale), mode=names[mode], align_corners=corners, recompute_scale_factor=False
+    )
 
 
 def squeeze(x: Tensor, *, axes: Any) -> Tensor:
@@ -273,29 +300,107 @@ def reduce_l2(x: Tensor, *, axes: Any, keepdims: bool) -> Tensor:
 KERNELS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D"), conv),
     **dict.fromkeys(("TransposeConv1D", "TransposeConv2D", "TransposeConv3D"), conv_transpose),
-    "Linear": F.linear, "MatMul": torch.matmul, "BatchNorm": batch_norm, "LayerNorm": layer_norm, "GroupNorm": group_norm,
-    "InstanceNorm": instance_norm, "RMSNorm": rms_norm, "SDPA": sdpa,
-    "Relu": _unary(torch.relu), "Relu6": _unary(F.relu6), "Sigmoid": _unary(torch.sigmoid), "Tanh": _unary(torch.tanh),
-    "HardSwish": _unary(F.hardswish), "HardSigmoid": _unary(F.hardsigmoid), "Swish": _unary(F.silu), "Mish": _unary(F.mish),
-    "Selu": _unary(F.selu), "Exp": torch.exp, "Log": torch.log, "Abs": torch.abs, "Neg": torch.neg, "Sqrt": torch.sqrt,
-    "Rsqrt": torch.rsqrt, "Sin": torch.sin, "Cos": torch.cos, "Erf": torch.erf, "Floor": torch.floor, "Ceil": torch.ceil,
-    "Round": torch.round, "Sign": torch.sign, "Reciprocal": torch.reciprocal, "LogicalNot": torch.logical_not,
-    "Identity": _unary(lambda x: x), "Requantize": _unary(lambda x: x), "Clamp": clamp, "LeakyRelu": leaky_relu, "PRelu": prelu, "Elu": elu, "Softplus": softplus,
-    "Gelu": gelu, "Softmax": softmax, "LogSoftmax": log_softmax,
-    "Add": torch.add, "Sub": torch.sub, "Mul": torch.mul, "Div": torch.div, "Pow": torch.pow, "Max": torch.maximum,
-    "Min": torch.minimum, "Mod": torch.remainder, "FloorDiv": torch.floor_divide, "Equal": torch.eq, "NotEqual": torch.ne,
-    "Less": torch.lt, "LessEqual": torch.le, "Greater": torch.gt, "GreaterEqual": torch.ge, "LogicalAnd": torch.logical_and,
-    "LogicalOr": torch.logical_or, "Concat": concat, "Stack": stack, "Split": split, "Unstack": unstack, "MaxPool": max_pool,
-    "AvgPool": avg_pool, "GlobalAvgPool": global_avg_pool, "AdaptiveAvgPool": adaptive_avg_pool,
-    "AdaptiveMaxPool": adaptive_max_pool, "Mean": _reduce(torch.mean), "Sum": _reduce(torch.sum), "ReduceMax": _reduce(torch.amax),
-    "ReduceMin": _reduce(torch.amin), "ReduceProd": reduce_prod, "ReduceL2": reduce_l2, "ArgMax": arg_max, "CumSum": cum_sum,
-    "Pad": pad, "Reshape": reshape, "Transpose": transpose, "Squeeze": squeeze, "Unsqueeze": unsqueeze, "Expand": expand,
-    "Slice": slice_, "Select": select, "Gather": gather, "Embedding": embedding, "Where": torch.where, "Roll": roll, "Tile": tile,
-    "Resize": resize, "DepthToSpace": depth_to_space, "SpaceToDepth": space_to_depth, "ChannelShuffle": channel_shuffle,
-    "Cast": cast, "Size": size, "Dropout": dropout,
-}  # fmt: skip
+    "Linear": F.linear,
+    "MatMul": torch.matmul,
+    "BatchNorm": batch_norm,
+    "LayerNorm": layer_norm,
+    "GroupNorm": group_norm,
+    "InstanceNorm": instance_norm,
+    "RMSNorm": rms_norm,
+    "SDPA": sdpa,
+    "Relu": _unary(torch.relu),
+    "Relu6": _unary(F.relu6),
+    "Sigmoid": _unary(torch.sigmoid),
+    "Tanh": _unary(torch.tanh),
+    "HardSwish": _unary(F.hardswish),
+    "HardSigmoid": _unary(F.hardsigmoid),
+    "Swish": _unary(F.silu),
+    "Mish": _unary(F.mish),
+    "Selu": _unary(F.selu),
+    "Exp": torch.exp,
+    "Log": torch.log,
+    "Abs": torch.abs,
+    "Neg": torch.neg,
+    "Sqrt": torch.sqrt,
+    "Rsqrt": torch.rsqrt,
+    "Sin": torch.sin,
+    "Cos": torch.cos,
+    "Erf": torch.erf,
+    "Floor": torch.floor,
+    "Ceil": torch.ceil,
+    "Round": torch.round,
+    "Sign": torch.sign,
+    "Reciprocal": torch.reciprocal,
+    "LogicalNot": torch.logical_not,
+    "Identity": _unary(lambda x: x),
+    "Requantize": _unary(lambda x: x),
+    "Clamp": clamp,
+    "LeakyRelu": leaky_relu,
+    "PRelu": prelu,
+    "Elu": elu,
+    "Softplus": softplus,
+    "Gelu": gelu,
+    "Softmax": softmax,
+    "LogSoftmax": log_softmax,
+    "Add": torch.add,
+    "Sub": torch.sub,
+    "Mul": torch.mul,
+    "Div": torch.div,
+    "Pow": torch.pow,
+    "Max": torch.maximum,
+    "Min": torch.minimum,
+    "Mod": torch.remainder,
+    "FloorDiv": torch.floor_divide,
+    "Equal": torch.eq,
+    "NotEqual": torch.ne,
+    "Less": torch.lt,
+    "LessEqual": torch.le,
+    "Greater": torch.gt,
+    "GreaterEqual": torch.ge,
+    "LogicalAnd": torch.logical_and,
+    "LogicalOr": torch.logical_or,
+    "Concat": concat,
+    "Stack": stack,
+    "Split": split,
+    "Unstack": unstack,
+    "MaxPool": max_pool,
+    "AvgPool": avg_pool,
+    "GlobalAvgPool": global_avg_pool,
+    "AdaptiveAvgPool": adaptive_avg_pool,
+    "AdaptiveMaxPool": adaptive_max_pool,
+    "Mean": _reduce(torch.mean),
+    "Sum": _reduce(torch.sum),
+    "ReduceMax": _reduce(torch.amax),
+    "ReduceMin": _reduce(torch.amin),
+    "ReduceProd": reduce_prod,
+    "ReduceL2": reduce_l2,
+    "ArgMax": arg_max,
+    "CumSum": cum_sum,
+    "Pad": pad,
+    "Reshape": reshape,
+    "Transpose": transpose,
+    "Squeeze": squeeze,
+    "Unsqueeze": unsqueeze,
+    "Expand": expand,
+    "Slice": slice_,
+    "Select": select,
+    "Gather": gather,
+    "Embedding": embedding,
+    "Where": torch.where,
+    "Roll": roll,
+    "Tile": tile,
+    "Resize": resize,
+    "DepthToSpace": depth_to_space,
+    "SpaceToDepth": space_to_depth,
+    "ChannelShuffle": channel_shuffle,
+    "Cast": cast,
+    "Size": size,
+    "Dropout": dropout,
+}
 
-_PYTHON = {f"{m.__name__.lstrip('_')}.{n}": getattr(m, n) for m in (operator, math) for n in dir(m) if not n.startswith("_")}
+_PYTHON = {
+    f"{m.__name__.lstrip('_')}.{n}": getattr(m, n) for m in (operator, math) for n in dir(m) if not n.startswith("_")
+}
 _SYMBOLIC = ("sym_max", "sym_min", "sym_not", "sym_float", "sym_int", "sym_sqrt", "sym_ite", "sym_sum")
 
 
@@ -361,7 +466,11 @@ def _constant(text: str) -> Any:
 def call(node: Node, inputs: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """What to call for a node, as (callable, args, kwargs); `inputs` may be tensors or fx nodes."""
     if node.op == OPAQUE:
-        return resolve_target(node.attrs["target"]), tuple(fill(node.attrs["args"], inputs)), fill(node.attrs["kwargs"], inputs)
+        return (
+            resolve_target(node.attrs["target"]),
+            tuple(fill(node.attrs["args"], inputs)),
+            fill(node.attrs["kwargs"], inputs),
+        )
     return KERNELS[node.op], tuple(inputs), node.attrs
 
 

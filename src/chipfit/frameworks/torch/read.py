@@ -172,7 +172,13 @@ def _matmul(r: Reader) -> str:
 def _batch_norm(r: Reader) -> Any:
     if r.a.get("training") not in (None, False) or r.a.get("running_mean") is None:
         raise Unreadable
-    ins = [r.value("input"), r.value("weight", True), r.value("bias", True), r.value("running_mean"), r.value("running_var")]
+    ins = [
+        r.value("input"),
+        r.value("weight", True),
+        r.value("bias", True),
+        r.value("running_mean"),
+        r.value("running_var"),
+    ]
     like = r.n.meta["val"]
     if isinstance(like, (tuple, list)):
         return (r.c.emit(r.n, "BatchNorm", ins, {"eps": r.raw("eps")}, like[0]), None, None)
@@ -181,17 +187,32 @@ def _batch_norm(r: Reader) -> Any:
 
 @_reads("layer_norm")
 def _layer_norm(r: Reader) -> str:
-    return r.emit("LayerNorm", [r.value("input"), r.value("weight", True), r.value("bias", True)], normalized_shape=r.raw("normalized_shape"), eps=r.raw("eps"))  # fmt: skip
+    return r.emit(
+        "LayerNorm",
+        [r.value("input"), r.value("weight", True), r.value("bias", True)],
+        normalized_shape=r.raw("normalized_shape"),
+        eps=r.raw("eps"),
+    )
 
 
 @_reads("rms_norm")
 def _rms_norm(r: Reader) -> str:
-    return r.emit("RMSNorm", [r.value("input"), r.value("weight", True)], normalized_shape=r.raw("normalized_shape"), eps=r.raw("eps"))
+    return r.emit(
+        "RMSNorm",
+        [r.value("input"), r.value("weight", True)],
+        normalized_shape=r.raw("normalized_shape"),
+        eps=r.raw("eps"),
+    )
 
 
 @_reads("group_norm")
 def _group_norm(r: Reader) -> str:
-    return r.emit("GroupNorm", [r.value("input"), r.value("weight", True), r.value("bias", True)], groups=r.raw("num_groups"), eps=r.raw("eps"))  # fmt: skip
+    return r.emit(
+        "GroupNorm",
+        [r.value("input"), r.value("weight", True), r.value("bias", True)],
+        groups=r.raw("num_groups"),
+        eps=r.raw("eps"),
+    )
 
 
 @_reads("instance_norm")
@@ -215,11 +236,30 @@ def _sdpa(r: Reader) -> str:
 # ---------------------------------------------------------------- element-wise
 
 for _aten, _op in {
-    "relu": "Relu", "relu6": "Relu6", "sigmoid": "Sigmoid", "tanh": "Tanh", "hardswish": "HardSwish", "hardsigmoid": "HardSigmoid",
-    "silu": "Swish", "mish": "Mish", "selu": "Selu", "exp": "Exp", "log": "Log", "abs": "Abs", "neg": "Neg", "sqrt": "Sqrt",
-    "rsqrt": "Rsqrt", "sin": "Sin", "cos": "Cos", "erf": "Erf", "floor": "Floor", "ceil": "Ceil", "sign": "Sign",
-    "reciprocal": "Reciprocal", "logical_not": "LogicalNot",
-}.items():  # fmt: skip
+    "relu": "Relu",
+    "relu6": "Relu6",
+    "sigmoid": "Sigmoid",
+    "tanh": "Tanh",
+    "hardswish": "HardSwish",
+    "hardsigmoid": "HardSigmoid",
+    "silu": "Swish",
+    "mish": "Mish",
+    "selu": "Selu",
+    "exp": "Exp",
+    "log": "Log",
+    "abs": "Abs",
+    "neg": "Neg",
+    "sqrt": "Sqrt",
+    "rsqrt": "Rsqrt",
+    "sin": "Sin",
+    "cos": "Cos",
+    "erf": "Erf",
+    "floor": "Floor",
+    "ceil": "Ceil",
+    "sign": "Sign",
+    "reciprocal": "Reciprocal",
+    "logical_not": "LogicalNot",
+}.items():
     READERS[_aten] = _unary(_op)
 
 
@@ -233,7 +273,9 @@ def _clamp(r: Reader) -> str:
         return r.emit("Relu6", [r.value("self")])
     if lo == 0 and hi is None:
         return r.emit("Relu", [r.value("self")])
-    return r.emit("Clamp", [r.value("self")], min=None if lo is None else float(lo), max=None if hi is None else float(hi))
+    return r.emit(
+        "Clamp", [r.value("self")], min=None if lo is None else float(lo), max=None if hi is None else float(hi)
+    )
 
 
 @_reads("leaky_relu")
@@ -298,9 +340,18 @@ def _div(r: Reader) -> str:
 
 
 for _aten, _op in {
-    "mul": "Mul", "maximum": "Max", "minimum": "Min", "eq": "Equal", "ne": "NotEqual", "lt": "Less", "le": "LessEqual",
-    "gt": "Greater", "ge": "GreaterEqual", "logical_and": "LogicalAnd", "logical_or": "LogicalOr",
-}.items():  # fmt: skip
+    "mul": "Mul",
+    "maximum": "Max",
+    "minimum": "Min",
+    "eq": "Equal",
+    "ne": "NotEqual",
+    "lt": "Less",
+    "le": "LessEqual",
+    "gt": "Greater",
+    "ge": "GreaterEqual",
+    "logical_and": "LogicalAnd",
+    "logical_or": "LogicalOr",
+}.items():
     READERS[_aten] = _binary(_op)
 
 
@@ -322,9 +373,14 @@ def _max_pool(r: Reader) -> str:
     n = r.rank - 2
     kernel = _many(r.raw("kernel_size"), n)
     return r.emit(
-        "MaxPool", [r.value("self")], kernel=kernel, stride=_many(r.raw("stride") or kernel, n), padding=_pairs(r.raw("padding"), n),
-        dilation=_many(r.raw("dilation"), n), ceil_mode=bool(r.raw("ceil_mode")),
-    )  # fmt: skip
+        "MaxPool",
+        [r.value("self")],
+        kernel=kernel,
+        stride=_many(r.raw("stride") or kernel, n),
+        padding=_pairs(r.raw("padding"), n),
+        dilation=_many(r.raw("dilation"), n),
+        ceil_mode=bool(r.raw("ceil_mode")),
+    )
 
 
 @_reads("avg_pool1d", "avg_pool2d", "avg_pool3d")
@@ -334,9 +390,14 @@ def _avg_pool(r: Reader) -> str:
         raise Unreadable
     kernel = _many(r.raw("kernel_size"), n)
     return r.emit(
-        "AvgPool", [r.value("self")], kernel=kernel, stride=_many(r.raw("stride") or kernel, n), padding=_pairs(r.raw("padding"), n),
-        ceil_mode=bool(r.raw("ceil_mode")), count_include_pad=bool(r.raw("count_include_pad")),
-    )  # fmt: skip
+        "AvgPool",
+        [r.value("self")],
+        kernel=kernel,
+        stride=_many(r.raw("stride") or kernel, n),
+        padding=_pairs(r.raw("padding"), n),
+        ceil_mode=bool(r.raw("ceil_mode")),
+        count_include_pad=bool(r.raw("count_include_pad")),
+    )
 
 
 @_reads("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
@@ -347,14 +408,27 @@ def _adaptive_avg(r: Reader) -> str:
         return r.emit("GlobalAvgPool", [r.value("self")])
     if all(isinstance(s, int) and s % o == 0 for s, o in zip(spatial, out, strict=True)):
         kernel = tuple(s // o for s, o in zip(spatial, out, strict=True))
-        return r.emit("AvgPool", [r.value("self")], kernel=kernel, stride=kernel, padding=((0, 0),) * n, ceil_mode=False, count_include_pad=True)  # fmt: skip
+        return r.emit(
+            "AvgPool",
+            [r.value("self")],
+            kernel=kernel,
+            stride=kernel,
+            padding=((0, 0),) * n,
+            ceil_mode=False,
+            count_include_pad=True,
+        )
     return r.emit("AdaptiveAvgPool", [r.value("self")], output_size=out)
 
 
 @_reads("adaptive_max_pool1d", "adaptive_max_pool2d")
 def _adaptive_max(r: Reader) -> Any:
     like = r.n.meta["val"][0]
-    return (r.c.emit(r.n, "AdaptiveMaxPool", [r.value("self")], {"output_size": _many(r.raw("output_size"), r.rank - 2)}, like), None)
+    return (
+        r.c.emit(
+            r.n, "AdaptiveMaxPool", [r.value("self")], {"output_size": _many(r.raw("output_size"), r.rank - 2)}, like
+        ),
+        None,
+    )
 
 
 @_reads("mean")
@@ -439,7 +513,9 @@ def _squeeze(r: Reader) -> str:
     x = r.tensor("self")
     dims = r.raw("dim")
     wanted = range(x.dim()) if dims is None else [d % x.dim() for d in _many(dims, 1)]
-    return r.emit("Squeeze", [r.value("self")], axes=tuple(d for d in wanted if isinstance(x.shape[d], int) and x.shape[d] == 1))
+    return r.emit(
+        "Squeeze", [r.value("self")], axes=tuple(d for d in wanted if isinstance(x.shape[d], int) and x.shape[d] == 1)
+    )
 
 
 @_reads("unsqueeze")
@@ -476,7 +552,9 @@ def _split(r: Reader) -> Any:
 
 @_reads("unbind")
 def _unbind(r: Reader) -> Any:
-    return tuple(r.c.emit_many(r.n, "Unstack", [r.value("self")], {"axis": r.raw("dim") % r.rank}, list(r.n.meta["val"])))
+    return tuple(
+        r.c.emit_many(r.n, "Unstack", [r.value("self")], {"axis": r.raw("dim") % r.rank}, list(r.n.meta["val"]))
+    )
 
 
 @_reads("cat", "concat", "concatenate", "stack")
@@ -507,7 +585,15 @@ def _repeat(r: Reader) -> str:
 @_reads("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d")
 def _pad(r: Reader) -> str:
     name = r.n.target._schema.name
-    mode = r.raw("mode") if "mode" in r.a else "reflect" if "reflection" in name else "replicate" if "replication" in name else "constant"
+    mode = (
+        r.raw("mode")
+        if "mode" in r.a
+        else "reflect"
+        if "reflection" in name
+        else "replicate"
+        if "replication" in name
+        else "constant"
+    )
     flat = r.raw("pad" if "pad" in r.a else "padding")
     pairs = [(flat[i], flat[i + 1]) for i in range(0, len(flat), 2)][::-1]
     pairs = [(0, 0)] * (r.rank - len(pairs)) + pairs
@@ -523,7 +609,11 @@ def _index_select(r: Reader) -> str:
 def _index(r: Reader) -> str:
     indices = r.c.arg(r.a["indices"])
     given = [i for i, v in enumerate(indices) if v is not None]
-    if len(given) != 1 or not isinstance(indices[given[0]], str) or r.a["indices"][given[0]].meta["val"].dtype is torch.bool:
+    if (
+        len(given) != 1
+        or not isinstance(indices[given[0]], str)
+        or r.a["indices"][given[0]].meta["val"].dtype is torch.bool
+    ):
         raise Unreadable
     return r.emit("Gather", [r.value("self"), indices[given[0]]], axis=given[0])
 
@@ -535,13 +625,31 @@ def _roll(r: Reader) -> str:
     return r.emit("Roll", [r.value("self")], shifts=_many(r.raw("shifts"), 1), axes=_many(r.raw("dims"), 1))
 
 
-@_reads("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d")
+@_reads(
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_bicubic2d",
+)
 def _resize(r: Reader) -> str:
     name = r.n.target._schema.name
     mode = "nearest" if "nearest" in name else "cubic" if "bicubic" in name else "linear"
     size = r.raw("output_size")
-    scale = r.raw("scale_factors") if "scale_factors" in r.a else tuple(v for v in (r.raw("scales_h"), r.raw("scales_w")) if v is not None)
-    return r.emit("Resize", [r.value("input" if "input" in r.a else "self")], mode=mode, size=size if not scale else None, scale=tuple(scale) if scale else None, align_corners=bool(r.raw("align_corners")))  # fmt: skip
+    scale = (
+        r.raw("scale_factors")
+        if "scale_factors" in r.a
+        else tuple(v for v in (r.raw("scales_h"), r.raw("scales_w")) if v is not None)
+    )
+    return r.emit(
+        "Resize",
+        [r.value("input" if "input" in r.a else "self")],
+        mode=mode,
+        size=size if not scale else None,
+        scale=tuple(scale) if scale else None,
+        align_corners=bool(r.raw("align_corners")),
+    )
 
 
 @_reads("pixel_shuffle")
@@ -562,7 +670,9 @@ def _channel_shuffle(r: Reader) -> str:
 # ---------------------------------------------------------------- bookkeeping
 
 
-@_reads("clone", "contiguous", "alias", "detach", "lift_fresh_copy", "lift_fresh", "_conj", "resolve_conj", "resolve_neg")
+@_reads(
+    "clone", "contiguous", "alias", "detach", "lift_fresh_copy", "lift_fresh", "_conj", "resolve_conj", "resolve_neg"
+)
 def _same(r: Reader) -> Any:
     return r.value("self")
 
@@ -570,7 +680,9 @@ def _same(r: Reader) -> Any:
 @_reads("dropout", "feature_dropout", "alpha_dropout", "native_dropout")
 def _dropout(r: Reader) -> Any:
     p = r.raw("p")
-    out = r.value("input") if not p else r.c.emit(r.n, "Dropout", [r.value("input")], {"p": float(p)}, r.tensor("input"))
+    out = (
+        r.value("input") if not p else r.c.emit(r.n, "Dropout", [r.value("input")], {"p": float(p)}, r.tensor("input"))
+    )
     return (out, None) if r.n.target._schema.name.endswith("native_dropout") else out
 
 

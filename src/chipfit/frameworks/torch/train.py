@@ -27,7 +27,8 @@ def read_back(model: torch.nn.Module, graph: Graph, plan: Plan) -> tuple[Graph, 
     """
     if not isinstance(model, QuantizedModule):
         raise PlanError(
-            f"A {type(model).__name__} is not a quantized model", hint="unwrap it first, for example `.module` of DistributedDataParallel"
+            f"A {type(model).__name__} is not a quantized model",
+            hint="unwrap it first, for example `.module` of DistributedDataParallel",
         )
     new = graph.copy()
     copies: dict[int, torch.Tensor] = {}

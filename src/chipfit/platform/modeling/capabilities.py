@@ -22,7 +22,15 @@ def _test(name: str, doc: str) -> Any:
     def make(attr: str, value: Any) -> AttributeFilter:
         return AttributeFilter(attr=attr, test=name, value=value)  # type: ignore[arg-type]  # one of the literals
 
-    make.__name__ = make.__qualname__ = {"eq": "Eq", "ne": "NotEq", "gt": "Greater", "ge": "GreaterEq", "lt": "Smaller", "le": "SmallerEq", "contains": "Contains"}[name]  # fmt: skip
+    make.__name__ = make.__qualname__ = {
+        "eq": "Eq",
+        "ne": "NotEq",
+        "gt": "Greater",
+        "ge": "GreaterEq",
+        "lt": "Smaller",
+        "le": "SmallerEq",
+        "contains": "Contains",
+    }[name]
     make.__doc__ = f"Layers that have the attribute, with a value {doc} `value`. Combine with `&` and `|`."
     return make
 
@@ -51,7 +59,10 @@ class DefaultDict:
         return self.known_dict.keys()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, DefaultDict) and (self.known_dict, self.default_value) == (other.known_dict, other.default_value)
+        return isinstance(other, DefaultDict) and (self.known_dict, self.default_value) == (
+            other.known_dict,
+            other.default_value,
+        )
 
     def __hash__(self) -> int:
         return hash(len(self.known_dict))
@@ -73,7 +84,9 @@ class LayerFilterParams:
         for c in conditions:
             if not isinstance(c, AttributeFilter):
                 raise ModelingError(
-                    "Not an attribute filter", got=f"{c!r} of type {type(c).__name__}", allowed="Eq, NotEq, Greater, ... joined by & and |"
+                    "Not an attribute filter",
+                    got=f"{c!r} of type {type(c).__name__}",
+                    allowed="Eq, NotEq, Greater, ... joined by & and |",
                 )
         self.layer, self.conditions, self.kwargs = layer, conditions, {k: plain(v) for k, v in kwargs.items()}
 
@@ -84,7 +97,9 @@ class LayerFilterParams:
         tests = [AttributeFilter(attr=k, test="is", value=v) for k, v in self.kwargs.items()] + list(self.conditions)
         if not tests:
             return base
-        return base.model_copy(update={"where": tests[0] if len(tests) == 1 else AttributeFilter.model_validate({"all": tests})})
+        return base.model_copy(
+            update={"where": tests[0] if len(tests) == 1 else AttributeFilter.model_validate({"all": tests})}
+        )
 
     def match(self, node: Any) -> bool:
         """Whether a node of a graph, a layer object, or a call `(function, keyword arguments)` is meant."""
@@ -92,7 +107,9 @@ class LayerFilterParams:
             return matches(self.member, node)
         kind, config = describe(node)
         own = getattr(self.layer, "__name__", str(self.layer))
-        same = kind is self.layer or (isinstance(self.layer, str) and squash(own) == squash(getattr(kind, "__name__", str(kind))))
+        same = kind is self.layer or (
+            isinstance(self.layer, str) and squash(own) == squash(getattr(kind, "__name__", str(kind)))
+        )
         where = self.member.where
         return same and (where is None or where.match(config))
 
@@ -133,16 +150,22 @@ class OperationsSetToLayers:
         attr_mapping: generic weight attribute -> DefaultDict of layer -> the framework's name of that attribute.
     """
 
-    def __init__(self, op_set_name: str, layers: list[Any], attr_mapping: Mapping[str, DefaultDict] | None = None) -> None:
+    def __init__(
+        self, op_set_name: str, layers: list[Any], attr_mapping: Mapping[str, DefaultDict] | None = None
+    ) -> None:
         if not isinstance(layers, (list, tuple)):
-            raise ModelingError(f"The layers of '{op_set_name}' must be a list", got=f"{layers!r} of type {type(layers).__name__}")
+            raise ModelingError(
+                f"The layers of '{op_set_name}' must be a list", got=f"{layers!r} of type {type(layers).__name__}"
+            )
         if not layers:
             raise ModelingError(f"The layers of '{op_set_name}' are empty", hint="list at least one layer")
         for generic, mapping in (attr_mapping or {}).items():
             if not isinstance(mapping, DefaultDict):
                 raise ModelingError(f"attr_mapping['{generic}'] must be a DefaultDict", got=repr(mapping))
         self.name, self.layers, self.attr_mapping = op_set_name, list(layers), dict(attr_mapping or {})
-        self.members = tuple(dict.fromkeys(x.member if isinstance(x, LayerFilterParams) else member_of(x) for x in layers))
+        self.members = tuple(
+            dict.fromkeys(x.member if isinstance(x, LayerFilterParams) else member_of(x) for x in layers)
+        )
         tpc = _CURRENT.get()
         if tpc is not None:
             tpc._add(self)
@@ -174,7 +197,8 @@ class OperationsToLayers:
         for layer in entry.layers:
             if _hashable(layer) in seen:
                 raise ModelingError(
-                    f"Found layer {_label(layer)} in more than one OperatorsSet", got=f"'{seen[_hashable(layer)]}' and '{entry.name}'"
+                    f"Found layer {_label(layer)} in more than one OperatorsSet",
+                    got=f"'{seen[_hashable(layer)]}' and '{entry.name}'",
                 )
             seen[_hashable(layer)] = entry.name
         self.op_sets_to_layers.append(entry)
@@ -203,11 +227,18 @@ class TargetPlatformCapabilities:
     """
 
     def __init__(
-        self, tp_model: TargetPlatformModel, name: str = "base", version: str | None = None, *,
-        op_sets_to_layers: OperationsToLayers | None = None, platform: Platform | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        tp_model: TargetPlatformModel,
+        name: str = "base",
+        version: str | None = None,
+        *,
+        op_sets_to_layers: OperationsToLayers | None = None,
+        platform: Platform | None = None,
+    ) -> None:
         if not isinstance(tp_model, TargetPlatformModel):
-            raise ModelingError("tp_model must be a TargetPlatformModel", got=f"{tp_model!r} of type {type(tp_model).__name__}")
+            raise ModelingError(
+                "tp_model must be a TargetPlatformModel", got=f"{tp_model!r} of type {type(tp_model).__name__}"
+            )
         self.tp_model, self.name, self.version = tp_model, name, version
         self.op_sets_to_layers = OperationsToLayers()
         self.source = platform
@@ -218,7 +249,8 @@ class TargetPlatformCapabilities:
         if not self.tp_model.is_opset_in_model(entry.name):
             known = ", ".join(o.name for o in self.tp_model.operator_set) or "none"
             raise ModelingError(
-                f"{entry.name} is not defined in the target platform model that is associated with these capabilities", allowed=known
+                f"{entry.name} is not defined in the target platform model that is associated with these capabilities",
+                allowed=known,
             )
         self.op_sets_to_layers.add(entry)
 
@@ -312,7 +344,9 @@ class TargetPlatformCapabilities:
         return f"{type(self).__name__}({self.tp_model!r}, name={self.name!r}, version={self.version!r})"
 
 
-def _renamed(options: QuantizationConfigOptions, mapping: Mapping[str, DefaultDict], layer: Any) -> QuantizationConfigOptions:
+def _renamed(
+    options: QuantizationConfigOptions, mapping: Mapping[str, DefaultDict], layer: Any
+) -> QuantizationConfigOptions:
     if not mapping:
         return options
     names = {a: a for c in options.quantization_config_list for a in c.attr_weights_configs_mapping}

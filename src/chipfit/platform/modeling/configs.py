@@ -45,7 +45,9 @@ def _bits(name: str, value: Any) -> None:
 def _kind(name: str, value: Any, kind: type | tuple[type, ...]) -> None:
     if not isinstance(value, kind):
         names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-        raise ModelingError(f"{name} has the wrong type", got=f"{value!r} of type {type(value).__name__}", allowed=names)
+        raise ModelingError(
+            f"{name} has the wrong type", got=f"{value!r} of type {type(value).__name__}", allowed=names
+        )
 
 
 def _edit(record: T, changes: Mapping[str, Any]) -> T:
@@ -132,7 +134,9 @@ class OpQuantizationConfig:
         if self.simd_size is not None and (not isinstance(self.simd_size, int) or self.simd_size < 1):
             raise ModelingError("simd_size is a positive integer, or None", got=self.simd_size)
         object.__setattr__(self, "supported_input_activation_n_bits", supported)
-        object.__setattr__(self, "attr_weights_configs_mapping", MappingProxyType(dict(self.attr_weights_configs_mapping)))
+        object.__setattr__(
+            self, "attr_weights_configs_mapping", MappingProxyType(dict(self.attr_weights_configs_mapping))
+        )
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -144,7 +148,9 @@ class OpQuantizationConfig:
         assert isinstance(supported, tuple)  # made one in __post_init__
         return max(supported)
 
-    def clone_and_edit(self, attr_to_edit: Mapping[str, Mapping[str, Any]] | None = None, **changes: Any) -> OpQuantizationConfig:
+    def clone_and_edit(
+        self, attr_to_edit: Mapping[str, Mapping[str, Any]] | None = None, **changes: Any
+    ) -> OpQuantizationConfig:
         """A copy with other fields.
 
         Args:
@@ -175,22 +181,29 @@ class QuantizationConfigOptions:
     quantization_config_list: tuple[OpQuantizationConfig, ...]
     base_config: OpQuantizationConfig | None = field(default=None)
 
-    def __init__(self, quantization_config_list: Iterable[OpQuantizationConfig], base_config: OpQuantizationConfig | None = None) -> None:
+    def __init__(
+        self, quantization_config_list: Iterable[OpQuantizationConfig], base_config: OpQuantizationConfig | None = None
+    ) -> None:
         if not isinstance(quantization_config_list, (list, tuple)):
             raise ModelingError(
                 "quantization_config_list must be a list",
                 got=f"{quantization_config_list!r} of type {type(quantization_config_list).__name__}",
             )
         if not quantization_config_list:
-            raise ModelingError("quantization_config_list must hold at least one OpQuantizationConfig", got="an empty list")
+            raise ModelingError(
+                "quantization_config_list must hold at least one OpQuantizationConfig", got="an empty list"
+            )
         for c in quantization_config_list:
             if not isinstance(c, OpQuantizationConfig):
-                raise ModelingError("Each option must be an OpQuantizationConfig", got=f"{c!r} of type {type(c).__name__}")
+                raise ModelingError(
+                    "Each option must be an OpQuantizationConfig", got=f"{c!r} of type {type(c).__name__}"
+                )
         configs = tuple(quantization_config_list)
         if base_config is None:
             if len(configs) > 1:
                 raise ModelingError(
-                    f"With {len(configs)} options, base_config must say which one holds where bits are not searched", hint="base_config=..."
+                    f"With {len(configs)} options, base_config must say which one holds where bits are not searched",
+                    hint="base_config=...",
                 )
             base_config = configs[0]
         if base_config not in configs:
@@ -216,7 +229,9 @@ class QuantizationConfigOptions:
         """
         return self._each(lambda c: c.clone_and_edit(**changes))
 
-    def clone_and_edit_weight_attribute(self, attrs: list[str] | None = None, **changes: Any) -> QuantizationConfigOptions:
+    def clone_and_edit_weight_attribute(
+        self, attrs: list[str] | None = None, **changes: Any
+    ) -> QuantizationConfigOptions:
         """Every option with other fields for the weight attributes `attrs`, or for all of them.
 
         Raises:
@@ -224,7 +239,9 @@ class QuantizationConfigOptions:
         """
         return self._each(lambda c: c.clone_and_edit(dict.fromkeys(attrs or c.attr_weights_configs_mapping, changes)))
 
-    def clone_and_map_weights_attr_keys(self, layer_attrs_mapping: Mapping[str, str] | None) -> QuantizationConfigOptions:
+    def clone_and_map_weights_attr_keys(
+        self, layer_attrs_mapping: Mapping[str, str] | None
+    ) -> QuantizationConfigOptions:
         """Every option with its weight attributes renamed; None leaves them.
 
         Raises:
@@ -236,9 +253,13 @@ class QuantizationConfigOptions:
         def renamed(c: OpQuantizationConfig) -> OpQuantizationConfig:
             for a in c.attr_weights_configs_mapping:
                 if a not in layer_attrs_mapping:
-                    raise ModelingError(f"The attribute mapping does not name '{a}'", allowed=", ".join(layer_attrs_mapping))
+                    raise ModelingError(
+                        f"The attribute mapping does not name '{a}'", allowed=", ".join(layer_attrs_mapping)
+                    )
             return c.clone_and_edit(
-                attr_weights_configs_mapping={layer_attrs_mapping[a]: v for a, v in c.attr_weights_configs_mapping.items()}
+                attr_weights_configs_mapping={
+                    layer_attrs_mapping[a]: v for a, v in c.attr_weights_configs_mapping.items()
+                }
             )
 
         return self._each(renamed)

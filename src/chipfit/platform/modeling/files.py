@@ -12,7 +12,12 @@ from typing import Any
 from chipfit.errors import ModelingError
 from chipfit.files import write_atomically
 from chipfit.platform.filters import Member
-from chipfit.platform.modeling.capabilities import DefaultDict, OperationsSetToLayers, OperationsToLayers, TargetPlatformCapabilities
+from chipfit.platform.modeling.capabilities import (
+    DefaultDict,
+    OperationsSetToLayers,
+    OperationsToLayers,
+    TargetPlatformCapabilities,
+)
 from chipfit.platform.modeling.configs import (
     AttributeQuantizationConfig,
     OpQuantizationConfig,
@@ -33,7 +38,9 @@ class NotCapabilities(ModelingError, TypeError):
     """Something else than capabilities or the path of a file with them."""
 
 
-def export_target_platform_capabilities(tpc: TargetPlatformCapabilities | TargetPlatformModel, path: str | Path) -> Path:
+def export_target_platform_capabilities(
+    tpc: TargetPlatformCapabilities | TargetPlatformModel, path: str | Path
+) -> Path:
     """Write a modelled chip to a `.json` file; folders above it are made.
 
     Layers are written as the operators and conditions that they stand for, so the file needs no framework to be read.
@@ -63,7 +70,9 @@ def load_target_platform_capabilities(source: Any) -> TargetPlatformCapabilities
     if isinstance(source, TargetPlatformModel):
         return TargetPlatformCapabilities(source)
     if not isinstance(source, (str, Path)):
-        raise NotCapabilities("Capabilities are given as an object or as the path of a .json file", got=type(source).__name__)
+        raise NotCapabilities(
+            "Capabilities are given as an object or as the path of a .json file", got=type(source).__name__
+        )
     path = _json_path(source)
     if not path.is_file():
         raise MissingFile("The capabilities file does not exist", where=str(path))
@@ -73,17 +82,23 @@ def load_target_platform_capabilities(source: Any) -> TargetPlatformCapabilities
         raise ModelingError(f"The file is not JSON: {e}", where=str(path)) from None
     version = data.get("SCHEMA_VERSION") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
-        raise ModelingError("The file is of an unknown schema version", where=str(path), got=repr(version), allowed=SCHEMA_VERSION)
+        raise ModelingError(
+            "The file is of an unknown schema version", where=str(path), got=repr(version), allowed=SCHEMA_VERSION
+        )
     try:
         return _load(data)
     except (KeyError, TypeError, AttributeError) as e:
-        raise ModelingError(f"The file does not hold a modelled chip: {type(e).__name__} {e}", where=str(path)) from None
+        raise ModelingError(
+            f"The file does not hold a modelled chip: {type(e).__name__} {e}", where=str(path)
+        ) from None
 
 
 def _json_path(path: str | Path) -> Path:
     path = Path(path)
     if path.suffix != ".json":
-        raise ModelingError("Capabilities are kept in .json files", where=str(path), got=path.suffix or "no suffix", allowed=".json")
+        raise ModelingError(
+            "Capabilities are kept in .json files", where=str(path), got=path.suffix or "no suffix", allowed=".json"
+        )
     return path
 
 
@@ -107,7 +122,10 @@ def _record(r: Any) -> dict[str, Any]:
 def _dump_options(o: QuantizationConfigOptions | None) -> dict[str, Any] | None:
     if o is None:
         return None
-    return {"options": [_record(c) for c in o.quantization_config_list], "base": o.quantization_config_list.index(o.base)}
+    return {
+        "options": [_record(c) for c in o.quantization_config_list],
+        "base": o.quantization_config_list.index(o.base),
+    }
 
 
 def _dump(tpc: TargetPlatformCapabilities) -> dict[str, Any]:
@@ -127,7 +145,9 @@ def _dump(tpc: TargetPlatformCapabilities) -> dict[str, Any]:
                 else {"name": o.name, "options": _dump_options(o.qc_options)}
                 for o in model.operator_set
             ],
-            "fusings": [{"name": f.name, "groups": [g.name for g in f.operator_groups_list]} for f in model.fusing_patterns],
+            "fusings": [
+                {"name": f.name, "groups": [g.name for g in f.operator_groups_list]} for f in model.fusing_patterns
+            ],
         },
         "layers": [
             {
@@ -152,7 +172,9 @@ def _name(layer: Any) -> str:
 
 def _load_config(data: dict[str, Any]) -> OpQuantizationConfig:
     def attribute(d: dict[str, Any]) -> AttributeQuantizationConfig:
-        return AttributeQuantizationConfig(**{**d, "weights_quantization_method": QuantizationMethod[d["weights_quantization_method"]]})
+        return AttributeQuantizationConfig(
+            **{**d, "weights_quantization_method": QuantizationMethod[d["weights_quantization_method"]]}
+        )
 
     return OpQuantizationConfig(
         **{
@@ -184,7 +206,9 @@ def _load(data: dict[str, Any]) -> TargetPlatformCapabilities:
         else:
             sets[o["name"]] = OperatorsSet(o["name"], _load_options(o["options"]))
     fusings = [Fusing([sets[g] for g in f["groups"]], f["name"]) for f in m["fusings"]]
-    model = TargetPlatformModel(default, m["add_metadata"], m["name"], operator_set=sets.values(), fusing_patterns=fusings, math=m["math"])
+    model = TargetPlatformModel(
+        default, m["add_metadata"], m["name"], operator_set=sets.values(), fusing_patterns=fusings, math=m["math"]
+    )
     layers = OperationsToLayers()
     for e in data["layers"]:
         mapping = {k: DefaultDict(d["known"], d["default"]) for k, d in e["attributes"].items()}

@@ -71,9 +71,14 @@ _COMMON, _KERAS = _rows(_TABLE), _rows(_OF_KERAS)
 SETS: dict[str, tuple[str, ...]] = {
     "conv": ("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D"),
     "convtranspose": ("TransposeConv1D", "TransposeConv2D", "TransposeConv3D"),
-    "fullyconnected": ("Linear",), "anyrelu": ("Relu", "Relu6", "Clamp", "LeakyRelu"), "noquantization": (),
-    "logistic": ("Sigmoid",), "biasadd": ("Add",), "l2normalization": ("ReduceL2",), "batchnorm": ("BatchNorm",),
-}  # fmt: skip
+    "fullyconnected": ("Linear",),
+    "anyrelu": ("Relu", "Relu6", "Clamp", "LeakyRelu"),
+    "noquantization": (),
+    "logistic": ("Sigmoid",),
+    "biasadd": ("Add",),
+    "l2normalization": ("ReduceL2",),
+    "batchnorm": ("BatchNorm",),
+}
 
 
 def squash(name: str) -> str:

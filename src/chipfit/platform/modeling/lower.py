@@ -27,12 +27,28 @@ from chipfit.platform.schema import Format, Fuse, OpRule, Option, Placement, Pla
 _POT = (QuantizationMethod.POWER_OF_TWO, QuantizationMethod.LUT_POT_QUANTIZER)
 _LUT = (QuantizationMethod.LUT_POT_QUANTIZER, QuantizationMethod.LUT_SYM_QUANTIZER)
 _SHORT = {
-    QuantizationMethod.POWER_OF_TWO: "pot", QuantizationMethod.SYMMETRIC: "sym", QuantizationMethod.UNIFORM: "uni",
-    QuantizationMethod.LUT_POT_QUANTIZER: "lutpot", QuantizationMethod.LUT_SYM_QUANTIZER: "lutsym",
-}  # fmt: skip
+    QuantizationMethod.POWER_OF_TWO: "pot",
+    QuantizationMethod.SYMMETRIC: "sym",
+    QuantizationMethod.UNIFORM: "uni",
+    QuantizationMethod.LUT_POT_QUANTIZER: "lutpot",
+    QuantizationMethod.LUT_SYM_QUANTIZER: "lutsym",
+}
 #: operators whose results are some of their inputs' values: without a quantizer of their own they carry codes on
 _CHOOSING = frozenset(
-    {"MaxPool", "AdaptiveMaxPool", "ReduceMax", "ReduceMin", "Concat", "Roll", "ChannelShuffle", "Max", "Min", "ArgMax", "Size", "Cast"}
+    {
+        "MaxPool",
+        "AdaptiveMaxPool",
+        "ReduceMax",
+        "ReduceMin",
+        "Concat",
+        "Roll",
+        "ChannelShuffle",
+        "Max",
+        "Min",
+        "ArgMax",
+        "Size",
+        "Cast",
+    }
 ) | frozenset(groups()["@move"])
 _ANY_SOURCE = ("python",)
 
@@ -47,7 +63,9 @@ def lower(tpc: TargetPlatformCapabilities | TargetPlatformModel) -> Platform:
         ModelingError: a set that has neither layers nor a known name; a fixed zero point outside the codes.
     """
     model = tpc if isinstance(tpc, TargetPlatformModel) else tpc.tp_model
-    attached = {} if isinstance(tpc, TargetPlatformModel) else {o.name: o for o in tpc.op_sets_to_layers.op_sets_to_layers}
+    attached = (
+        {} if isinstance(tpc, TargetPlatformModel) else {o.name: o for o in tpc.op_sets_to_layers.op_sets_to_layers}
+    )
     formats: dict[str, Format] = {}
     sets: dict[str, tuple[Member, ...]] = {}
     rules: list[OpRule] = []
@@ -67,10 +85,19 @@ def lower(tpc: TargetPlatformCapabilities | TargetPlatformModel) -> Platform:
     base = model.default_qco.base
     io = _activation(base, formats) if base.enable_activation_quantization else None
     return Platform(
-        name=model.name, title=f"{model.name}, described in Python", formats=formats, sets=sets, ops=tuple(rules),
-        unlisted="float", fuse=tuple(fusings), place=Placement(at="outputs", io_in=(io,) if io else ()),
-        sources={"python": "described in Python"}, file=f"<{model.name}>", metadata=model.add_metadata, math=model.math,
-    )  # fmt: skip
+        name=model.name,
+        title=f"{model.name}, described in Python",
+        formats=formats,
+        sets=sets,
+        ops=tuple(rules),
+        unlisted="float",
+        fuse=tuple(fusings),
+        place=Placement(at="outputs", io_in=(io,) if io else ()),
+        sources={"python": "described in Python"},
+        file=f"<{model.name}>",
+        metadata=model.add_metadata,
+        math=model.math,
+    )
 
 
 def _members(name: str, entry: OperationsSetToLayers | None) -> tuple[Member, ...]:
@@ -84,11 +111,14 @@ def _members(name: str, entry: OperationsSetToLayers | None) -> tuple[Member, ..
     except ModelingError as e:
         raise ModelingError(
             f"No layers are attached to the operator set '{name}', and its name is no known operator",
-            allowed=e.allowed, hint=f"OperationsSetToLayers('{name}', [...])",
-        ) from None  # fmt: skip
+            allowed=e.allowed,
+            hint=f"OperationsSetToLayers('{name}', [...])",
+        ) from None
 
 
-def _rules(match: str, members: tuple[Member, ...], options: QuantizationConfigOptions, formats: dict[str, Format]) -> list[OpRule]:
+def _rules(
+    match: str, members: tuple[Member, ...], options: QuantizationConfigOptions, formats: dict[str, Format]
+) -> list[OpRule]:
     """One rule, or two where some operators of the set carry codes and others compute."""
     configs = [options.base, *(c for c in options.quantization_config_list if c is not options.base)]
     base = configs[0]
@@ -97,9 +127,12 @@ def _rules(match: str, members: tuple[Member, ...], options: QuantizationConfigO
         return [OpRule(match=(match,), exec="follow", rules=(Rule(tie=("ins", "outs")),), **common)]
     quiet = not base.enable_activation_quantization
     if quiet and not any(
-        a.enable_weights_quantization for a in (base.default_weight_attr_config, *base.attr_weights_configs_mapping.values())
+        a.enable_weights_quantization
+        for a in (base.default_weight_attr_config, *base.attr_weights_configs_mapping.values())
     ):
-        moving = OpRule(match=tuple(sorted(_CHOOSING & set(OPS))), exec="follow", rules=(Rule(tie=("ins", "outs")),), **common)
+        moving = OpRule(
+            match=tuple(sorted(_CHOOSING & set(OPS))), exec="follow", rules=(Rule(tie=("ins", "outs")),), **common
+        )
         ops = {o for m in members for o in m.op}
         if match == "*":
             return [moving, OpRule(match=("*",), exec="float", **common)]
@@ -120,9 +153,13 @@ def _option(c: OpQuantizationConfig, formats: dict[str, Format]) -> Option:
     supported = c.supported_input_activation_n_bits
     assert isinstance(supported, tuple)  # made one by the configuration
     return Option(
-        in_="any", in_bits=supported, w=_weight(kernel, formats), b=_weight(bias, formats),
-        out=_activation(c, formats) if c.enable_activation_quantization else "float", simd=c.simd_size,
-    )  # fmt: skip
+        in_="any",
+        in_bits=supported,
+        w=_weight(kernel, formats),
+        b=_weight(bias, formats),
+        out=_activation(c, formats) if c.enable_activation_quantization else "float",
+        simd=c.simd_size,
+    )
 
 
 def _pick(
@@ -132,7 +169,14 @@ def _pick(
     exact = next((attrs[n] for n in names if n in attrs), None)
     if exact is not None:
         return exact
-    return next((v for k, v in attrs.items() if k.rpartition("_")[2] in names or k.rpartition("/")[2].partition(":")[0] in names), default)
+    return next(
+        (
+            v
+            for k, v in attrs.items()
+            if k.rpartition("_")[2] in names or k.rpartition("/")[2].partition(":")[0] in names
+        ),
+        default,
+    )
 
 
 def _weight(a: AttributeQuantizationConfig, formats: dict[str, Format]) -> str:
@@ -142,22 +186,33 @@ def _weight(a: AttributeQuantizationConfig, formats: dict[str, Format]) -> str:
     name = f"w{a.weights_n_bits}_{_SHORT[method]}" + ("_ch" if a.weights_per_channel_threshold else "")
     name += f"_v{a.lut_values_bitwidth}" if method in _LUT and a.lut_values_bitwidth else ""
     formats[name] = Format(
-        bits=a.weights_n_bits, kind="lut" if method in _LUT else "int", scale="pot" if method in _POT else "any",
-        zero="any" if method is QuantizationMethod.UNIFORM else 0, per="channel" if a.weights_per_channel_threshold else "tensor",
+        bits=a.weights_n_bits,
+        kind="lut" if method in _LUT else "int",
+        scale="pot" if method in _POT else "any",
+        zero="any" if method is QuantizationMethod.UNIFORM else 0,
+        per="channel" if a.weights_per_channel_threshold else "tensor",
         lut={"value_bits": a.lut_values_bitwidth or 8} if method in _LUT else None,
-    )  # fmt: skip
+    )
     return name
 
 
 def _activation(c: OpQuantizationConfig, formats: dict[str, Format]) -> str:
     method, bits = c.activation_quantization_method, c.activation_n_bits
     affine = method is QuantizationMethod.UNIFORM
-    signed: bool | str = {Signedness.SIGNED: True, Signedness.UNSIGNED: False, Signedness.AUTO: True if affine else "auto"}[c.signedness]
+    signed: bool | str = {
+        Signedness.SIGNED: True,
+        Signedness.UNSIGNED: False,
+        Signedness.AUTO: True if affine else "auto",
+    }[c.signedness]
     name = f"a{bits}_{_SHORT[method]}" + {True: "" if affine else "_s", False: "_u", "auto": ""}[signed]
     formats[name] = Format(
-        bits=bits, kind="lut" if method in _LUT else "int", signed=signed, scale="pot" if method in _POT else "any",
-        zero="any" if affine else 0, lut={"value_bits": 8} if method in _LUT else None,
-    )  # type: ignore[arg-type]  # signed is one of the three words  # fmt: skip
+        bits=bits,
+        kind="lut" if method in _LUT else "int",
+        signed=signed,
+        scale="pot" if method in _POT else "any",
+        zero="any" if affine else 0,
+        lut={"value_bits": 8} if method in _LUT else None,
+    )  # type: ignore[arg-type]  # signed is one of the three words
     return name
 
 
@@ -168,7 +223,9 @@ def _fixed(c: OpQuantizationConfig, formats: dict[str, Format]) -> tuple[Rule, .
     zero = c.fixed_zero_point or 0
     low, high = (0, (1 << f.bits) - 1) if f.signed is False else (-(1 << f.bits - 1), (1 << f.bits - 1) - 1)
     if f.zero == 0 and zero != 0:
-        raise ModelingError("fixed_zero_point must be 0 on a symmetric grid", got=zero, hint="use QuantizationMethod.UNIFORM")
+        raise ModelingError(
+            "fixed_zero_point must be 0 on a symmetric grid", got=zero, hint="use QuantizationMethod.UNIFORM"
+        )
     if not low <= zero <= high:
         raise ModelingError(f"fixed_zero_point is outside the codes {low}..{high}", got=zero, hint="set signedness")
     return (Rule(fix="out", scale=c.fixed_scale, zp=zero),)
@@ -200,17 +257,27 @@ def from_platform(platform: Platform) -> TargetPlatformCapabilities:
         members = [m for w in rule.match for m in platform.sets.get(w.removeprefix("@"), ())]
         members += [Member(op=(o,)) for o in sorted(words) if o in OPS]
         members = [m for m in members if m not in taken]
-        if members and label not in sets:  # a second rule for the same operators holds under conditions that sets cannot say
+        if (
+            members and label not in sets
+        ):  # a second rule for the same operators holds under conditions that sets cannot say
             taken.update(members)
             layers.append(OperationsSetToLayers(label, members))
             sets[label], words_of[label] = OperatorsSet(label, options), words
     fusings = []
     for f in platform.fuse:
-        steps = [[s for s in sets.values() if words_of[s.name] & {o for w in step for o in (*groups().get(w, ()), w)}] for step in f.steps]
+        steps = [
+            [s for s in sets.values() if words_of[s.name] & {o for w in step for o in (*groups().get(w, ()), w)}]
+            for step in f.steps
+        ]
         if all(steps):
             fusings.append(Fusing([g[0] if len(g) == 1 else OperatorSetConcat(*g) for g in steps], name=f.note or None))
     model = TargetPlatformModel(
-        default, platform.metadata, platform.name, operator_set=sets.values(), fusing_patterns=fusings, math=platform.math
+        default,
+        platform.metadata,
+        platform.name,
+        operator_set=sets.values(),
+        fusing_patterns=fusings,
+        math=platform.math,
     )
     return TargetPlatformCapabilities(
         model, platform.name, platform.arch_selected, op_sets_to_layers=OperationsToLayers(layers), platform=platform
@@ -260,4 +327,6 @@ def _method(f: Format | None) -> QuantizationMethod:
 def _attribute(f: Format | None) -> AttributeQuantizationConfig:
     if f is None or f.is_float:
         return AttributeQuantizationConfig()
-    return AttributeQuantizationConfig(_method(f), f.bits, f.per == "channel", True, int(f.lut.get("value_bits", 8)) if f.lut else None)
+    return AttributeQuantizationConfig(
+        _method(f), f.bits, f.per == "channel", True, int(f.lut.get("value_bits", 8)) if f.lut else None
+    )

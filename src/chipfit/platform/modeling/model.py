@@ -28,7 +28,9 @@ def get_default_quantization_config_options() -> QuantizationConfigOptions:
     """
     model = _CURRENT.get()
     if model is None:
-        raise ModelingError("Target platform model is not initialized.", hint="ask inside `with TargetPlatformModel(...):`")
+        raise ModelingError(
+            "Target platform model is not initialized.", hint="ask inside `with TargetPlatformModel(...):`"
+        )
     return model.default_qco
 
 
@@ -48,7 +50,8 @@ class OperatorsSet:
         _name("An operators set", self.name)
         if self.qc_options is not None and not isinstance(self.qc_options, QuantizationConfigOptions):
             raise ModelingError(
-                "qc_options are QuantizationConfigOptions", got=f"{self.qc_options!r} of type {type(self.qc_options).__name__}"
+                "qc_options are QuantizationConfigOptions",
+                got=f"{self.qc_options!r} of type {type(self.qc_options).__name__}",
             )
         _join(self)
 
@@ -113,14 +116,17 @@ class Fusing:
     def __init__(self, operator_groups_list: Sequence[Group], name: str | None = None) -> None:
         if not isinstance(operator_groups_list, (list, tuple)):
             raise ModelingError(
-                "A fusing takes a list of operator groups", got=f"{operator_groups_list!r} of type {type(operator_groups_list).__name__}"
+                "A fusing takes a list of operator groups",
+                got=f"{operator_groups_list!r} of type {type(operator_groups_list).__name__}",
             )
         for g in operator_groups_list:
             if not isinstance(g, (OperatorsSet, OperatorSetConcat)):
                 raise ModelingError("A fusing is made of operator groups", got=f"{g!r} of type {type(g).__name__}")
         if len(operator_groups_list) < 2:
             raise ModelingError(
-                "Fusing can not be created for a single operators group", got=len(operator_groups_list), allowed="two or more"
+                "Fusing can not be created for a single operators group",
+                got=len(operator_groups_list),
+                allowed="two or more",
             )
         object.__setattr__(self, "operator_groups_list", tuple(operator_groups_list))
         object.__setattr__(self, "name", name or "_".join(g.name for g in operator_groups_list))
@@ -130,7 +136,9 @@ class Fusing:
         """Whether the groups of `other` stand side by side somewhere in this fusing; a set fits the concatenations that hold it."""
         mine, theirs = self.operator_groups_list, other.operator_groups_list
         fits = lambda a, b: a == b or (isinstance(a, OperatorSetConcat) and b in a.members)  # noqa: E731 -- one line, used once
-        return any(all(fits(a, b) for a, b in zip(mine[i:], theirs, strict=False)) for i in range(len(mine) - len(theirs) + 1))
+        return any(
+            all(fits(a, b) for a, b in zip(mine[i:], theirs, strict=False)) for i in range(len(mine) - len(theirs) + 1)
+        )
 
     def chains(self) -> list[tuple[OperatorsSet, ...]]:
         """Every sequence of single sets that the fusing stands for."""
@@ -156,17 +164,24 @@ class TargetPlatformModel:
     """
 
     def __init__(
-        self, default_qco: QuantizationConfigOptions, add_metadata: bool = False, name: str = "default_tp_model", *,
-        operator_set: Iterable[Group] | None = None, fusing_patterns: Iterable[Fusing] | None = None,
+        self,
+        default_qco: QuantizationConfigOptions,
+        add_metadata: bool = False,
+        name: str = "default_tp_model",
+        *,
+        operator_set: Iterable[Group] | None = None,
+        fusing_patterns: Iterable[Fusing] | None = None,
         math: Math | Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not isinstance(default_qco, QuantizationConfigOptions):
             raise ModelingError(
-                "default_qco must be QuantizationConfigOptions", got=f"{default_qco!r} of type {type(default_qco).__name__}"
+                "default_qco must be QuantizationConfigOptions",
+                got=f"{default_qco!r} of type {type(default_qco).__name__}",
             )
         if len(default_qco.quantization_config_list) != 1:
             raise ModelingError(
-                "Default QuantizationConfigOptions must contain only one option", got=len(default_qco.quantization_config_list)
+                "Default QuantizationConfigOptions must contain only one option",
+                got=len(default_qco.quantization_config_list),
             )
         self._frozen = False
         self.default_qco, self.add_metadata, self.name = default_qco, add_metadata, name
@@ -175,7 +190,9 @@ class TargetPlatformModel:
         except ValidationError as e:
             first = e.errors()[0]
             where = ".".join(["math", *map(str, first["loc"])])
-            raise ModelingError(f"The arithmetic is not understood: {first['msg']}", where=where, got=repr(first.get("input"))) from None
+            raise ModelingError(
+                f"The arithmetic is not understood: {first['msg']}", where=where, got=repr(first.get("input"))
+            ) from None
         self.operator_set: tuple[Group, ...] = tuple(operator_set or ())
         self.fusing_patterns: tuple[Fusing, ...] = tuple(fusing_patterns or ())
         self._token: Any = None
@@ -214,7 +231,9 @@ class TargetPlatformModel:
         seen: set[str] = set()
         for o in self.operator_set:
             if o.name in seen:
-                raise ModelingError(f"Two operator sets are named '{o.name}'", where=f"model '{self.name}'", allowed="unique names")
+                raise ModelingError(
+                    f"Two operator sets are named '{o.name}'", where=f"model '{self.name}'", allowed="unique names"
+                )
             seen.add(o.name)
         self._frozen = True
 

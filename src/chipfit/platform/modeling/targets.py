@@ -79,45 +79,82 @@ def _unknown(what: str, name: Any, known: list[str]) -> ModelingError:
 
 #: operator set -> layers of PyTorch; of Keras. "name?key=value" is a filter.
 _LAYERS: dict[str, tuple[str, str]] = {
-    "Conv": ("nn.Conv1d nn.Conv2d nn.Conv3d functional.conv1d functional.conv2d functional.conv3d",
-             "layers.Conv1D layers.Conv2D layers.Conv3D layers.DepthwiseConv1D layers.DepthwiseConv2D layers.SeparableConv2D ops.conv ops.depthwise_conv"),
-    "ConvTranspose": ("nn.ConvTranspose1d nn.ConvTranspose2d nn.ConvTranspose3d functional.conv_transpose2d",
-                      "layers.Conv1DTranspose layers.Conv2DTranspose layers.Conv3DTranspose ops.conv_transpose"),
+    "Conv": (
+        "nn.Conv1d nn.Conv2d nn.Conv3d functional.conv1d functional.conv2d functional.conv3d",
+        "layers.Conv1D layers.Conv2D layers.Conv3D layers.DepthwiseConv1D layers.DepthwiseConv2D layers.SeparableConv2D ops.conv ops.depthwise_conv",
+    ),
+    "ConvTranspose": (
+        "nn.ConvTranspose1d nn.ConvTranspose2d nn.ConvTranspose3d functional.conv_transpose2d",
+        "layers.Conv1DTranspose layers.Conv2DTranspose layers.Conv3DTranspose ops.conv_transpose",
+    ),
     "FullyConnected": ("nn.Linear functional.linear", "layers.Dense"),
-    "BatchNorm": ("nn.BatchNorm1d nn.BatchNorm2d nn.BatchNorm3d functional.batch_norm", "layers.BatchNormalization ops.batch_normalization"),
-    "AnyReLU": ("torch.relu nn.ReLU nn.ReLU6 nn.LeakyReLU functional.relu functional.relu6 functional.leaky_relu nn.Hardtanh?min_val=0 "
-                "functional.hardtanh?min_val=0", "ops.relu ops.relu6 ops.leaky_relu layers.ReLU layers.LeakyReLU layers.Activation?activation=relu "
-                "layers.Activation?activation=relu6 layers.Activation?activation=leaky_relu"),
-    "Relu": ("torch.relu nn.ReLU nn.ReLU6 functional.relu functional.relu6", "ops.relu ops.relu6 layers.ReLU?max_value=None layers.ReLU?max_value=6 "
-             "layers.Activation?activation=relu layers.Activation?activation=relu6"),
+    "BatchNorm": (
+        "nn.BatchNorm1d nn.BatchNorm2d nn.BatchNorm3d functional.batch_norm",
+        "layers.BatchNormalization ops.batch_normalization",
+    ),
+    "AnyReLU": (
+        "torch.relu nn.ReLU nn.ReLU6 nn.LeakyReLU functional.relu functional.relu6 functional.leaky_relu nn.Hardtanh?min_val=0 "
+        "functional.hardtanh?min_val=0",
+        "ops.relu ops.relu6 ops.leaky_relu layers.ReLU layers.LeakyReLU layers.Activation?activation=relu "
+        "layers.Activation?activation=relu6 layers.Activation?activation=leaky_relu",
+    ),
+    "Relu": (
+        "torch.relu nn.ReLU nn.ReLU6 functional.relu functional.relu6",
+        "ops.relu ops.relu6 layers.ReLU?max_value=None layers.ReLU?max_value=6 "
+        "layers.Activation?activation=relu layers.Activation?activation=relu6",
+    ),
     "Elu": ("nn.ELU functional.elu", "layers.ELU ops.elu layers.Activation?activation=elu"),
     "PReLU": ("nn.PReLU functional.prelu", "layers.PReLU"),
-    "Swish": ("nn.SiLU functional.silu nn.Hardswish functional.hardswish",
-              "ops.silu layers.Activation?activation=silu ops.hard_silu layers.Activation?activation=hard_silu"),
+    "Swish": (
+        "nn.SiLU functional.silu nn.Hardswish functional.hardswish",
+        "ops.silu layers.Activation?activation=silu ops.hard_silu layers.Activation?activation=hard_silu",
+    ),
     "Sigmoid": ("nn.Sigmoid torch.sigmoid functional.sigmoid", "ops.sigmoid layers.Activation?activation=sigmoid"),
     "Tanh": ("nn.Tanh torch.tanh functional.tanh", "ops.tanh layers.Activation?activation=tanh"),
     "Gelu": ("nn.GELU functional.gelu", "ops.gelu layers.Activation?activation=gelu"),
-    "HardSigmoid": ("nn.Hardsigmoid functional.hardsigmoid", "ops.hard_sigmoid layers.Activation?activation=hard_sigmoid"),
-    "Softmax": ("nn.Softmax torch.softmax functional.softmax", "layers.Softmax ops.softmax layers.Activation?activation=softmax"),
-    "LogSoftmax": ("nn.LogSoftmax torch.log_softmax functional.log_softmax", "ops.log_softmax layers.Activation?activation=log_softmax"),
+    "HardSigmoid": (
+        "nn.Hardsigmoid functional.hardsigmoid",
+        "ops.hard_sigmoid layers.Activation?activation=hard_sigmoid",
+    ),
+    "Softmax": (
+        "nn.Softmax torch.softmax functional.softmax",
+        "layers.Softmax ops.softmax layers.Activation?activation=softmax",
+    ),
+    "LogSoftmax": (
+        "nn.LogSoftmax torch.log_softmax functional.log_softmax",
+        "ops.log_softmax layers.Activation?activation=log_softmax",
+    ),
     "L2Normalization": ("functional.normalize", "layers.UnitNormalization ops.normalize"),
     "Add": ("operator.add torch.add", "layers.Add ops.add"),
     "Sub": ("operator.sub torch.sub torch.subtract", "layers.Subtract ops.subtract"),
     "Mul": ("operator.mul torch.mul torch.multiply", "layers.Multiply ops.multiply"),
     "Div": ("operator.truediv torch.div torch.divide", "ops.divide ops.true_divide"),
-    "MinMax": ("torch.minimum torch.maximum torch.min torch.max", "layers.Minimum layers.Maximum ops.minimum ops.maximum"),
+    "MinMax": (
+        "torch.minimum torch.maximum torch.min torch.max",
+        "layers.Minimum layers.Maximum ops.minimum ops.maximum",
+    ),
     "Concat": ("torch.cat torch.concat torch.stack", "layers.Concatenate ops.concatenate ops.stack"),
-    "MaxPool": ("nn.MaxPool1d nn.MaxPool2d functional.max_pool1d functional.max_pool2d", "layers.MaxPooling1D layers.MaxPooling2D ops.max_pool"),
-    "AvgPool": ("nn.AvgPool1d nn.AvgPool2d functional.avg_pool1d functional.avg_pool2d",
-                "layers.AveragePooling1D layers.AveragePooling2D ops.average_pool"),
+    "MaxPool": (
+        "nn.MaxPool1d nn.MaxPool2d functional.max_pool1d functional.max_pool2d",
+        "layers.MaxPooling1D layers.MaxPooling2D ops.max_pool",
+    ),
+    "AvgPool": (
+        "nn.AvgPool1d nn.AvgPool2d functional.avg_pool1d functional.avg_pool2d",
+        "layers.AveragePooling1D layers.AveragePooling2D ops.average_pool",
+    ),
     "Resize": ("functional.interpolate nn.Upsample", "layers.UpSampling2D layers.Resizing"),
-    "Move": ("nn.Dropout nn.Flatten nn.Unflatten functional.dropout torch.flatten torch.split torch.chunk torch.unbind operator.getitem torch.reshape "
-             "torch.unsqueeze torch.squeeze torch.permute torch.transpose torch.Tensor.view functional.pad nn.ZeroPad2d nn.PixelShuffle "
-             "functional.pixel_shuffle",
-             "layers.Dropout layers.Flatten layers.Reshape layers.Permute layers.Cropping2D layers.ZeroPadding2D ops.split ops.reshape "
-             "ops.transpose ops.squeeze ops.expand_dims ops.unstack ops.pad ops.take"),
-    "Other": ("torch.argmax torch.gather torch.topk torch.equal torch.Tensor.size", "ops.argmax ops.shape ops.equal ops.cast ops.top_k"),
-}  # fmt: skip
+    "Move": (
+        "nn.Dropout nn.Flatten nn.Unflatten functional.dropout torch.flatten torch.split torch.chunk torch.unbind operator.getitem torch.reshape "
+        "torch.unsqueeze torch.squeeze torch.permute torch.transpose torch.Tensor.view functional.pad nn.ZeroPad2d nn.PixelShuffle "
+        "functional.pixel_shuffle",
+        "layers.Dropout layers.Flatten layers.Reshape layers.Permute layers.Cropping2D layers.ZeroPadding2D ops.split ops.reshape "
+        "ops.transpose ops.squeeze ops.expand_dims ops.unstack ops.pad ops.take",
+    ),
+    "Other": (
+        "torch.argmax torch.gather torch.topk torch.equal torch.Tensor.size",
+        "ops.argmax ops.shape ops.equal ops.cast ops.top_k",
+    ),
+}
 _NO_QUANTIZATION = ("Move", "Other", "MaxPool")
 
 #: generic weight attribute -> its name in a framework
@@ -129,11 +166,20 @@ def _attach(parts: _Parts, package: str, version: str) -> TargetPlatformCapabili
     find = _finder(package)
     entries = []
     for op_set in parts.model.operator_set:
-        words = [w for n in parts.layers.get(op_set.name, (op_set.name,)) if n in _LAYERS for w in _LAYERS[n][package == "keras"].split()]
+        words = [
+            w
+            for n in parts.layers.get(op_set.name, (op_set.name,))
+            if n in _LAYERS
+            for w in _LAYERS[n][package == "keras"].split()
+        ]
         if words:
-            attrs = {k: DefaultDict({}, v) for k, v in _ATTRS[package].items()} | {POSITIONAL_ATTR: DefaultDict({}, POSITIONAL_ATTR)}
+            attrs = {k: DefaultDict({}, v) for k, v in _ATTRS[package].items()} | {
+                POSITIONAL_ATTR: DefaultDict({}, POSITIONAL_ATTR)
+            }
             entries.append(OperationsSetToLayers(op_set.name, [find(w) for w in words], attrs))
-    return TargetPlatformCapabilities(parts.model, parts.model.name, version, op_sets_to_layers=OperationsToLayers(entries))
+    return TargetPlatformCapabilities(
+        parts.model, parts.model.name, version, op_sets_to_layers=OperationsToLayers(entries)
+    )
 
 
 def _finder(package: str) -> Callable[[str], Any]:
@@ -157,7 +203,9 @@ def _finder(package: str) -> Callable[[str], Any]:
         if not condition:
             return thing
         key, _, value = condition.partition("=")
-        return LayerFilterParams(thing, **{key: None if value == "None" else int(value) if value.lstrip("-").isdigit() else value})
+        return LayerFilterParams(
+            thing, **{key: None if value == "None" else int(value) if value.lstrip("-").isdigit() else value}
+        )
 
     return find
 
@@ -173,16 +221,24 @@ class _Parts:
 
 
 def _config(
-    method: QuantizationMethod, kernel: AttributeQuantizationConfig = _FLOAT, bias: AttributeQuantizationConfig = _FLOAT, **more: Any
+    method: QuantizationMethod,
+    kernel: AttributeQuantizationConfig = _FLOAT,
+    bias: AttributeQuantizationConfig = _FLOAT,
+    **more: Any,
 ) -> OpQuantizationConfig:
     """8-bit activations by `method`, the kernel and the bias as given."""
     return OpQuantizationConfig(
         **{
-            "default_weight_attr_config": _FLOAT, "attr_weights_configs_mapping": {KERNEL_ATTR: kernel, BIAS_ATTR: bias},
-            "activation_quantization_method": method, "activation_n_bits": 8, "supported_input_activation_n_bits": 8,
-            "enable_activation_quantization": True, "simd_size": None, **more,
+            "default_weight_attr_config": _FLOAT,
+            "attr_weights_configs_mapping": {KERNEL_ATTR: kernel, BIAS_ATTR: bias},
+            "activation_quantization_method": method,
+            "activation_n_bits": 8,
+            "supported_input_activation_n_bits": 8,
+            "enable_activation_quantization": True,
+            "simd_size": None,
+            **more,
         }
-    )  # fmt: skip
+    )
 
 
 def _weights(method: QuantizationMethod, bits: int = 8, per_channel: bool = True) -> AttributeQuantizationConfig:
@@ -214,7 +270,10 @@ def _imx500(
         plain = _config(_POT, simd_size=32, supported_input_activation_n_bits=inputs if wide else 8)
         table = QuantizationMethod.LUT_SYM_QUANTIZER
         choices = [
-            plain.clone_and_edit(attr_to_edit={KERNEL_ATTR: _fields(_weights(table if lut and bits < 8 else kernel, bits))}, simd_size=simd)
+            plain.clone_and_edit(
+                attr_to_edit={KERNEL_ATTR: _fields(_weights(table if lut and bits < 8 else kernel, bits))},
+                simd_size=simd,
+            )
             for bits, simd in ((8, 32), (4, 64), (2, 128))
         ]
         sixteen: dict[str, Any] = {"activation_n_bits": 16, "signedness": Signedness.SIGNED}
@@ -226,25 +285,55 @@ def _imx500(
         )
         arithmetic = QuantizationConfigOptions(both([constant]), constant) if constants else elementwise
         quiet = plain.clone_and_edit(enable_activation_quantization=False, supported_input_activation_n_bits=inputs)
-        sets = {name: OperatorsSet(name, options) for name, options in {
-            "NoQuantization": QuantizationConfigOptions([quiet]),
-            **({"QuantizationPreserving": QuantizationConfigOptions([quiet.clone_and_edit(quantization_preserving=True)])} if wide else {}),
-            "Conv": weighted, "ConvTranspose": weighted, "FullyConnected": weighted,
-            "AnyReLU": elementwise, **dict.fromkeys(("Add", "Sub", "Mul", "Div"), arithmetic),
-            "PReLU": elementwise, "Swish": elementwise, "Sigmoid": elementwise, "Tanh": elementwise,
-            **({"Concat": QuantizationConfigOptions(both([constant]), constant)} if constants else {}),
-            **({"Gelu": elementwise, "HardSigmoid": elementwise, "MinMax": elementwise, "BatchNorm": elementwise} if wide else {}),
-        }.items()}  # fmt: skip
+        sets = {
+            name: OperatorsSet(name, options)
+            for name, options in {
+                "NoQuantization": QuantizationConfigOptions([quiet]),
+                **(
+                    {
+                        "QuantizationPreserving": QuantizationConfigOptions(
+                            [quiet.clone_and_edit(quantization_preserving=True)]
+                        )
+                    }
+                    if wide
+                    else {}
+                ),
+                "Conv": weighted,
+                "ConvTranspose": weighted,
+                "FullyConnected": weighted,
+                "AnyReLU": elementwise,
+                **dict.fromkeys(("Add", "Sub", "Mul", "Div"), arithmetic),
+                "PReLU": elementwise,
+                "Swish": elementwise,
+                "Sigmoid": elementwise,
+                "Tanh": elementwise,
+                **({"Concat": QuantizationConfigOptions(both([constant]), constant)} if constants else {}),
+                **(
+                    {"Gelu": elementwise, "HardSigmoid": elementwise, "MinMax": elementwise, "BatchNorm": elementwise}
+                    if wide
+                    else {}
+                ),
+            }.items()
+        }
         relu = sets["AnyReLU"]
-        after_conv = [sets[n] for n in ("AnyReLU", "Swish", "PReLU", "Sigmoid", "Tanh", *(("Gelu", "HardSigmoid") if wide else ()))]
-        after_dense = [sets[n] for n in ("AnyReLU", "Swish", "Sigmoid", *(("Tanh", "Gelu", "HardSigmoid") if wide else ()))]
+        after_conv = [
+            sets[n]
+            for n in ("AnyReLU", "Swish", "PReLU", "Sigmoid", "Tanh", *(("Gelu", "HardSigmoid") if wide else ()))
+        ]
+        after_dense = [
+            sets[n] for n in ("AnyReLU", "Swish", "Sigmoid", *(("Tanh", "Gelu", "HardSigmoid") if wide else ()))
+        ]
         fusings = [
             Fusing([OperatorSetConcat(sets["Conv"], sets["ConvTranspose"]), OperatorSetConcat(*after_conv)]),
             Fusing([sets["FullyConnected"], OperatorSetConcat(*after_dense)]),
             Fusing([OperatorSetConcat(*(sets[n] for n in ("Add", "Sub", "Mul", "Div"))), relu]),
         ]
         model = TargetPlatformModel(
-            QuantizationConfigOptions([plain]), metadata, f"imx500_{version}", operator_set=sets.values(), fusing_patterns=fusings
+            QuantizationConfigOptions([plain]),
+            metadata,
+            f"imx500_{version}",
+            operator_set=sets.values(),
+            fusing_patterns=fusings,
         )
         if wide:
             return _Parts(model, NoQuantization=("Other",), QuantizationPreserving=("Move", "MaxPool"))
@@ -263,13 +352,27 @@ def _tflite() -> _Parts:
     one = lambda **changes: QuantizationConfigOptions([plain.clone_and_edit(**changes)])  # noqa: E731 -- one line, used here
     preserving = one(quantization_preserving=True, enable_activation_quantization=False)
     conv = QuantizationConfigOptions([_config(_UNI, _weights(_SYM), _weights(_SYM, 32))])
-    dense = QuantizationConfigOptions([_config(_UNI, _weights(_SYM, per_channel=False), _weights(_SYM, 32, per_channel=False))])
-    fixed = {"L2Normalization": (1 / 128, 0), "LogSoftmax": (16 / 256, 127), "Tanh": (1 / 128, 0), "Softmax": (1 / 256, -128), "Sigmoid": (1 / 256, -128)}  # fmt: skip
-    sets = {name: OperatorsSet(name, options) for name, options in {
-        "PreserveQuantizationParams": preserving, "FullyConnected": dense, "Conv": conv, "ConvTranspose": conv,
-        **{n: one(fixed_scale=scale, fixed_zero_point=zero) for n, (scale, zero) in fixed.items()},
-        **dict.fromkeys(("Relu", "Elu", "BatchNorm", "Add"), None),
-    }.items()}  # fmt: skip
+    dense = QuantizationConfigOptions(
+        [_config(_UNI, _weights(_SYM, per_channel=False), _weights(_SYM, 32, per_channel=False))]
+    )
+    fixed = {
+        "L2Normalization": (1 / 128, 0),
+        "LogSoftmax": (16 / 256, 127),
+        "Tanh": (1 / 128, 0),
+        "Softmax": (1 / 256, -128),
+        "Sigmoid": (1 / 256, -128),
+    }
+    sets = {
+        name: OperatorsSet(name, options)
+        for name, options in {
+            "PreserveQuantizationParams": preserving,
+            "FullyConnected": dense,
+            "Conv": conv,
+            "ConvTranspose": conv,
+            **{n: one(fixed_scale=scale, fixed_zero_point=zero) for n, (scale, zero) in fixed.items()},
+            **dict.fromkeys(("Relu", "Elu", "BatchNorm", "Add"), None),
+        }.items()
+    }
     act, norm, add = sets["Relu"], sets["BatchNorm"], sets["Add"]
     kernels = OperatorSetConcat(sets["Conv"], sets["ConvTranspose"], sets["FullyConnected"])
     fusings = [
@@ -292,8 +395,12 @@ def _tflite() -> _Parts:
 def _qnnpack() -> _Parts:
     """PyTorch's qnnpack: affine activations, symmetric weights per tensor, 32-bit biases."""
     plain = _config(_UNI)
-    weighted = QuantizationConfigOptions([_config(_UNI, _weights(_SYM, per_channel=False), _weights(_SYM, 32, per_channel=False))])
-    quiet = QuantizationConfigOptions([plain.clone_and_edit(quantization_preserving=True, enable_activation_quantization=False)])
+    weighted = QuantizationConfigOptions(
+        [_config(_UNI, _weights(_SYM, per_channel=False), _weights(_SYM, 32, per_channel=False))]
+    )
+    quiet = QuantizationConfigOptions(
+        [plain.clone_and_edit(quantization_preserving=True, enable_activation_quantization=False)]
+    )
     conv, norm = OperatorsSet("Conv", weighted), OperatorsSet("BatchNorm")
     relu, linear = OperatorsSet("Relu"), OperatorsSet("Linear", weighted)
     fusings = [Fusing([conv, norm, relu]), Fusing([conv, norm]), Fusing([conv, relu]), Fusing([linear, relu])]
@@ -312,12 +419,16 @@ def _qnnpack() -> _Parts:
 #: name -> version -> the chip
 MODELS: dict[str, dict[str, Callable[[], _Parts]]] = {
     "imx500": {
-        "v1": _imx500("v1"), "v1_pot": _imx500("v1_pot", kernel=_POT), "v1_lut": _imx500("v1_lut", lut=True),
-        "v2": _imx500("v2", metadata=True), "v2_lut": _imx500("v2_lut", metadata=True, lut=True),
-        "v3": _imx500("v3", metadata=True, constants=True), "v3_lut": _imx500("v3_lut", metadata=True, constants=True, lut=True),
+        "v1": _imx500("v1"),
+        "v1_pot": _imx500("v1_pot", kernel=_POT),
+        "v1_lut": _imx500("v1_lut", lut=True),
+        "v2": _imx500("v2", metadata=True),
+        "v2_lut": _imx500("v2_lut", metadata=True, lut=True),
+        "v3": _imx500("v3", metadata=True, constants=True),
+        "v3_lut": _imx500("v3_lut", metadata=True, constants=True, lut=True),
         "v4": _imx500("v4", metadata=True, constants=True, wide=True),
     },
     "tflite": {"v1": _tflite},
     "qnnpack": {"v1": _qnnpack},
-}  # fmt: skip
+}
 MODELS["default"] = MODELS["imx500"]
