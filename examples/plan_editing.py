@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.plan_edit import diff
+from chipfit.plan.diff import diff
 
 
 def main() -> tuple[float, float]:

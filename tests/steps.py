@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from chipfit import scales
-from chipfit.assign import Assignment, assign
 from chipfit.calibration.collect import TensorStats, collect
 from chipfit.correction.bias import with_means
+from chipfit.decide import scales
+from chipfit.decide.formats import Assignment, assign
+from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
 from chipfit.frameworks.torch.lower import lower
 from chipfit.graph.ir import Graph
-from chipfit.graph.run import run
 from chipfit.passes.fold_batch_norm import fold_batch_norm
 from chipfit.passes.fuse import fuse
 from chipfit.passes.shift_negative import fuse_shifts
 from chipfit.passes.unshare_biases import unshare_biases
-from chipfit.plan import Plan
+from chipfit.plan.record import Plan
 from chipfit.platform.load import load
 from chipfit.platform.match import fusions
 from chipfit.platform.schema import Platform

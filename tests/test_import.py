@@ -23,7 +23,7 @@ def test_an_unknown_name_is_an_attribute_error():
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["quantize", "--help"], ["platforms", "--help"], ["--version"]])
 def test_neither_the_import_nor_help_loads_torch(arguments):
     probe = f"import chipfit, sys; sys.argv = ['chipfit', *{arguments}]\n" + (
-        "from chipfit.cli import app\ntry: app()\nexcept SystemExit: pass\n" if arguments else ""
+        "from chipfit.cli.app import app\ntry: app()\nexcept SystemExit: pass\n" if arguments else ""
     )
     probe += "print('LOADED', sorted({'torch', 'numpy', 'jinja2', 'onnx', 'keras'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)

@@ -72,15 +72,21 @@ def test_the_pinned_versions_satisfy_the_package_metadata():
 
 #: folder -> what it may not import: lower layers know nothing of higher ones
 BORDERS = {
-    "quantizers": ("chipfit.graph", "chipfit.platform", "chipfit.plan", "chipfit.frameworks", "chipfit.pipeline"),
-    "ranges": ("chipfit.graph", "chipfit.platform", "chipfit.plan", "chipfit.frameworks", "chipfit.pipeline"),
-    "graph": ("chipfit.platform", "chipfit.plan", "chipfit.ranges", "chipfit.pipeline", "chipfit.export"),
-    "platform": ("chipfit.plan", "chipfit.frameworks", "chipfit.pipeline", "chipfit.export", "chipfit.ranges"),
-    "passes": ("chipfit.platform", "chipfit.plan", "chipfit.pipeline", "chipfit.export"),
+    "quantizers": (
+        "chipfit.graph",
+        "chipfit.platform",
+        "chipfit.plan.record",
+        "chipfit.frameworks",
+        "chipfit.pipeline",
+    ),
+    "ranges": ("chipfit.graph", "chipfit.platform", "chipfit.plan.record", "chipfit.frameworks", "chipfit.pipeline"),
+    "graph": ("chipfit.platform", "chipfit.plan.record", "chipfit.ranges", "chipfit.pipeline", "chipfit.export"),
+    "platform": ("chipfit.plan.record", "chipfit.frameworks", "chipfit.pipeline", "chipfit.export", "chipfit.ranges"),
+    "passes": ("chipfit.platform", "chipfit.plan.record", "chipfit.pipeline", "chipfit.export"),
     "calibration": ("chipfit.platform", "chipfit.pipeline", "chipfit.export"),
     "frameworks": ("chipfit.platform", "chipfit.pipeline", "chipfit.export", "chipfit.calibration"),
     "simulate": ("chipfit.pipeline", "chipfit.export", "chipfit.runtimes", "chipfit.calibration"),
-    "runtimes": ("chipfit.pipeline", "chipfit.platform", "chipfit.graph", "chipfit.plan"),
+    "runtimes": ("chipfit.pipeline", "chipfit.platform", "chipfit.graph", "chipfit.plan.record"),
 }
 
 

@@ -326,7 +326,7 @@ def test_no_integer_differs_on_onnx_runtime_and_the_file_is_written(option, ever
 
 @pytest.mark.parametrize("option", [*ONE_BY_ONE, "all"])
 def test_no_rewrite_changes_the_float_network(option, everything):
-    from chipfit.graph.run import run
+    from chipfit.engine.run import run
 
     model, x = everything
     options = {
@@ -384,7 +384,7 @@ def test_the_page_about_settings_names_every_one_of_them():
     from dataclasses import fields
     from pathlib import Path
 
-    from chipfit.overrides import CHOICES
+    from chipfit.decide.overrides import CHOICES
 
     page = (Path(__file__).parents[1] / "docs" / "settings.md").read_text()
     named = [*(f.name for f in fields(Settings)), *CHOICES, *vars(QuantizationConfig())]

@@ -13,14 +13,14 @@ from chipfit._version import __version__
 from chipfit.errors import ChipfitError
 
 if TYPE_CHECKING:
-    from chipfit.framework_info import FrameworkInfo
+    from chipfit.facade.framework_info import FrameworkInfo
+    from chipfit.facade.ptq import keras_post_training_quantization, pytorch_post_training_quantization
+    from chipfit.facade.target_platform.capabilities import DefaultDict
     from chipfit.frameworks import capture
     from chipfit.pipeline import Lint, Result, lint, load, quantize
-    from chipfit.plan import Plan
+    from chipfit.plan.record import Plan
     from chipfit.platform.load import load as load_platform
-    from chipfit.platform.modeling.capabilities import DefaultDict
     from chipfit.platform.schema import Platform
-    from chipfit.ptq import keras_post_training_quantization, pytorch_post_training_quantization
     from chipfit.report.rows import Report
     from chipfit.settings import Settings
     from chipfit.verify import Verification
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 #: public name -> (module, name there)
 _HOMES = {
     **{name: ("chipfit.pipeline", name) for name in ("Lint", "Result", "lint", "load", "quantize")},
-    "Plan": ("chipfit.plan", "Plan"),
+    "Plan": ("chipfit.plan.record", "Plan"),
     "Platform": ("chipfit.platform.schema", "Platform"),
     "Report": ("chipfit.report.rows", "Report"),
     "Verification": ("chipfit.verify", "Verification"),
-    "FrameworkInfo": ("chipfit.framework_info", "FrameworkInfo"),
-    "DefaultDict": ("chipfit.platform.modeling.capabilities", "DefaultDict"),
+    "FrameworkInfo": ("chipfit.facade.framework_info", "FrameworkInfo"),
+    "DefaultDict": ("chipfit.facade.target_platform.capabilities", "DefaultDict"),
     "Settings": ("chipfit.settings", "Settings"),
     **{
-        name: ("chipfit.ptq", name)
+        name: ("chipfit.facade.ptq", name)
         for name in ("keras_post_training_quantization", "pytorch_post_training_quantization")
     },
     "capture": ("chipfit.frameworks", "capture"),

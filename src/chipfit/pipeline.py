@@ -11,23 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from chipfit import provenance, scales, stages
-from chipfit.assign import Assignment, assign
+from chipfit import stages
 from chipfit.calibration.collect import TensorStats, collect
 from chipfit.calibration.data import as_call, batches, first_batch
+from chipfit.decide import scales
+from chipfit.decide.formats import Assignment, assign
+from chipfit.decide.legality import tie_groups
+from chipfit.decide.overrides import Overrides, resolve_overrides, to_record
+from chipfit.decide.requantize import requantize
 from chipfit.errors import DataError, NothingQuantizedError, PlanError
 from chipfit.frameworks import capture, lower, read_back
 from chipfit.graph.ir import Graph
-from chipfit.overrides import Overrides, resolve_overrides, to_record
 from chipfit.passes.fuse import fuse
 from chipfit.passes.shift_negative import fuse_shifts
-from chipfit.plan import Plan
-from chipfit.platform.legality import tie_groups
+from chipfit.plan import provenance
+from chipfit.plan.record import Plan
 from chipfit.platform.load import load as load_platform
 from chipfit.platform.match import fusions, sets_of
 from chipfit.platform.schema import Platform
 from chipfit.ranges import Rule, name_of, rule_of
-from chipfit.requantize import requantize
 from chipfit.settings import PLAIN, Settings
 
 if TYPE_CHECKING:
@@ -135,7 +137,7 @@ class Result:
 
     def save(self, directory: str | Path) -> Path:
         """Write plan, graph and weights to `directory` (JSON and safetensors); `chipfit.load` brings them back."""
-        from chipfit.saving import save
+        from chipfit.plan.saved import save
 
         return save(directory, self.graph, self.plan, self.platform, self.report.to_dict())
 
@@ -164,7 +166,7 @@ def quantize(
         rule: range rule for activations: a name of `chipfit.ranges`, perhaps with settings ("lp(p=3)"), or a rule itself.
         weight_rule: range rule for weights.
         overrides: layer (path, glob, operator, layer type or filter) -> "float" or choices, such as {"bits": 4, "activation_bits": 16};
-            `chipfit.overrides.CHOICES` lists them. A later entry wins over an earlier one.
+            `chipfit.decide.overrides.CHOICES` lists them. A later entry wins over an earlier one.
         example: one batch of inputs for the capture; the first batch of `data` when omitted.
         z_threshold: drop activation histogram bins further than this many standard deviations from the mean.
         settings: optional rewrites and corrections.
@@ -288,7 +290,7 @@ def load(directory: str | Path) -> Result:
     Raises:
         PlanError: a file is missing, truncated, changed since it was saved, or of another schema version.
     """
-    from chipfit.saving import load as load_files
+    from chipfit.plan.saved import load as load_files
 
     graph, plan, platform, *_ = load_files(directory)
     return Result(graph, plan, platform)

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import torch
 
-from chipfit import scales
-from chipfit.assign import Assignment
 from chipfit.calibration.collect import Need, TensorStats
 from chipfit.correction.activation_bias import correct_activation_bias
 from chipfit.correction.bias import correct_bias, with_means
 from chipfit.correction.give_biases import give_biases
 from chipfit.correction.second_moment import correct_second_moment
+from chipfit.decide import scales
+from chipfit.decide.formats import Assignment
+from chipfit.decide.legality import Binding
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear
@@ -29,8 +30,7 @@ from chipfit.passes.relu_bound import relu_bound_to_power_of_two
 from chipfit.passes.shift_negative import shift_negative
 from chipfit.passes.softmax_shift import softmax_shift
 from chipfit.passes.unshare_biases import unshare_biases
-from chipfit.plan import Plan, TensorPlan
-from chipfit.platform.legality import Binding
+from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.schema import Platform
 from chipfit.platform.schema import Rule as PlatformRule
 from chipfit.ranges import Rule

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from chipfit.platform.filters import AttributeFilter
-from chipfit.platform.modeling.capabilities import (
+from chipfit.facade.target_platform.capabilities import (
     Contains,
     DefaultDict,
     Eq,
@@ -17,7 +16,7 @@ from chipfit.platform.modeling.capabilities import (
     SmallerEq,
     TargetPlatformCapabilities,
 )
-from chipfit.platform.modeling.configs import (
+from chipfit.facade.target_platform.configs import (
     BIAS_ATTR,
     FLOAT_BITWIDTH,
     KERNEL_ATTR,
@@ -28,15 +27,16 @@ from chipfit.platform.modeling.configs import (
     QuantizationMethod,
     Signedness,
 )
-from chipfit.platform.modeling.files import export_target_platform_capabilities, load_target_platform_capabilities
-from chipfit.platform.modeling.model import (
+from chipfit.facade.target_platform.files import export_target_platform_capabilities, load_target_platform_capabilities
+from chipfit.facade.target_platform.model import (
     Fusing,
     OperatorSetConcat,
     OperatorsSet,
     TargetPlatformModel,
     get_default_quantization_config_options,
 )
-from chipfit.platform.modeling.targets import get_target_platform_capabilities
+from chipfit.facade.target_platform.targets import get_target_platform_capabilities
+from chipfit.platform.filters import AttributeFilter
 
 OperatorSetGroup = OperatorSetConcat  #: its later name
 

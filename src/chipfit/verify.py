@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from chipfit.calibration.data import iterate, split_label
+from chipfit.engine.run import run
 from chipfit.errors import DataError
 from chipfit.export import export
 from chipfit.graph.ir import Graph
-from chipfit.graph.run import run
-from chipfit.plan import Plan
+from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
 from chipfit.registry import lookup, registered
 from chipfit.simulate.integer import float_operators, profile_for, simulate

@@ -8,9 +8,9 @@ from torch import nn
 
 from chipfit.calibration.collect import Need, collect
 from chipfit.correction.activation_bias import correct_activation_bias, mean_shift
+from chipfit.engine.run import run
 from chipfit.frameworks.torch.lower import lower
-from chipfit.graph.run import run
-from chipfit.plan import Plan, TensorPlan
+from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
 from tests.steps import captured
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from chipfit.calibration.collect import collect
 from chipfit.correction.bias import correct_bias, with_means
+from chipfit.engine.run import run
 from chipfit.frameworks.torch.lower import lower
-from chipfit.graph.run import run
-from chipfit.plan import Plan, TensorPlan
+from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
 from tests.steps import begin, captured
 

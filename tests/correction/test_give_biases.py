@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from chipfit.correction.give_biases import give_biases
-from chipfit.graph.run import run
+from chipfit.engine.run import run
 from chipfit.platform.load import load
 from tests.steps import captured
 

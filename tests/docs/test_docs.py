@@ -60,7 +60,7 @@ def test_a_shell_line_names_a_command_that_exists(page, line):
     elif words[0] == "chipfit":
         from typer.main import get_command
 
-        from chipfit.cli import app
+        from chipfit.cli.app import app
 
         command, rest = get_command(app), words[1:]
         while rest and hasattr(command, "commands") and not rest[0].startswith("-"):

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import chipfit
-from chipfit.export.tflite import export_tflite
+from chipfit.export.tflite.writer import export_tflite
 from chipfit.graph.ir import Graph
-from chipfit.plan import Plan
+from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
 from chipfit.verify import Verification, verify
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import chipfit
-from chipfit.export.tflite import export_tflite
+from chipfit.export.tflite.writer import export_tflite
 from chipfit.graph.ir import Graph, Node
-from chipfit.plan import Plan
+from chipfit.plan.record import Plan
+from chipfit.plan.relayout import relayout
 from chipfit.quantizers.grids import dequantize, quantize
 from chipfit.registry import lookup
-from chipfit.relayout import relayout
 from tests.exactness.test_random_networks import KINDS, Drawn, with_biases
 from tests.zoo import make
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import chipfit
-from chipfit.export.onnx import export_onnx
+from chipfit.export.onnx.writer import export_onnx
 from chipfit.verify import verify
 
 

@@ -9,9 +9,9 @@ import torch
 from onnx import numpy_helper
 
 import chipfit
-from chipfit.export.onnx import export_onnx
+from chipfit.engine.run import flatten_inputs, run
+from chipfit.export.onnx.writer import export_onnx
 from chipfit.frameworks.torch.capture import capture
-from chipfit.graph.run import flatten_inputs, run
 from chipfit.quantizers.grids import quantize
 from chipfit.runtimes.onnxruntime import OnnxRuntime
 from tests.zoo import ZOO, make

@@ -12,12 +12,12 @@ from ai_edge_litert.interpreter import Interpreter
 from torch import nn
 
 import chipfit
+from chipfit.engine.run import flatten_inputs, run
 from chipfit.errors import UnsupportedError
-from chipfit.export.tflite import export_tflite
-from chipfit.export.tflite_ops import INTEGER, MOVING, WRITERS
+from chipfit.export.tflite.ops import INTEGER, MOVING, WRITERS
+from chipfit.export.tflite.writer import export_tflite
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ops import OPS
-from chipfit.graph.run import flatten_inputs, run
 from chipfit.quantizers.grids import quantize
 from chipfit.registry import lookup
 from chipfit.runtimes.litert import LiteRt

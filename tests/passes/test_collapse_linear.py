@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from chipfit.graph.run import run
+from chipfit.engine.run import run
 from chipfit.passes.collapse_linear import collapse_linear
 from tests.steps import captured
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from chipfit.graph.run import run
+from chipfit.engine.run import run
 from chipfit.passes.collapse_residual import collapse_residual
 from tests.steps import captured
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from chipfit.graph.run import run
+from chipfit.engine.run import run
 from chipfit.passes.equalize import equalize
 from chipfit.quantizers.grids import Grid, fake_quantize
 from chipfit.ranges.qparams import from_min_max

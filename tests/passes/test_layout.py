@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from chipfit.calibration.data import first_batch
+from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
-from chipfit.graph.run import run
 from chipfit.passes.layout import moves_nothing, to_layout, without
 from tests.zoo import ZOO, make
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from chipfit.graph.run import run
+from chipfit.engine.run import run
 from chipfit.passes.relu_bound import relu_bound_to_power_of_two
 from tests.steps import begin, captured
 

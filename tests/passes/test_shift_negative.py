@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from chipfit.calibration.collect import Need, collect
-from chipfit.graph.run import run
+from chipfit.engine.run import run
 from chipfit.passes.shift_negative import SHIFT, shift_negative
 from tests.steps import begin
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from chipfit.graph.run import run
+from chipfit.engine.run import run
 from chipfit.passes.softmax_shift import softmax_shift
 from tests.steps import begin
 

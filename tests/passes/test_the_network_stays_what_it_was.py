@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from chipfit.assign import assign
 from chipfit.calibration.collect import Need, collect
+from chipfit.decide.formats import assign
+from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.check import check
-from chipfit.graph.run import run
 from chipfit.passes.collapse_linear import collapse_linear
 from chipfit.passes.collapse_residual import collapse_residual
 from chipfit.passes.equalize import equalize

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from chipfit.calibration.histogram import Histogram, in_memory_order
+from chipfit.engine.run import run
 from chipfit.errors import DataError
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.run import run
 
 #: a histogram counts every element up to this many per batch; of larger tensors a block of 32 out of every 353 elements
 #: in memory order: 353 is prime, so that the blocks start at every channel, whatever their number

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from chipfit.engine.run import flatten_inputs
 from chipfit.errors import DataError
 from chipfit.graph.ir import Graph
-from chipfit.graph.run import flatten_inputs
 
 #: rows per batch when one big array is given
 _ROWS = 16

@@ -1,27 +1,4 @@
-"""The predecessor's `core`: configurations of the post-training facades, the network editor and bit widths chosen by hand."""
+"""Configurations of the post-training facades, the network editor and bit widths chosen by hand."""
 
-from __future__ import annotations
-
-from chipfit.core import network_editor
-from chipfit.core.config import (
-    DEFAULTCONFIG,
-    BitWidthConfig,
-    CoreConfig,
-    DebugConfig,
-    MixedPrecisionQuantizationConfig,
-    QuantizationConfig,
-    QuantizationErrorMethod,
-    ResourceUtilization,
-)
-
-__all__ = [
-    "DEFAULTCONFIG",
-    "BitWidthConfig",
-    "CoreConfig",
-    "DebugConfig",
-    "MixedPrecisionQuantizationConfig",
-    "QuantizationConfig",
-    "QuantizationErrorMethod",
-    "ResourceUtilization",
-    "network_editor",
-]
+from chipfit.core import network_editor as network_editor
+from chipfit.facade.core.config import *  # noqa: F403 -- a door has what its room has

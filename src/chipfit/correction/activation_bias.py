@@ -11,7 +11,7 @@ from chipfit.correction.bias import move_bias, quantized_linear, rounded, spatia
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import in_groups, mean_output
 from chipfit.graph.paths import name_of
-from chipfit.plan import Plan, TensorPlan
+from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import fake_quantize
 
 

@@ -11,7 +11,7 @@ from chipfit.calibration.collect import Need, TensorStats
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_of, bias_or_zero, channel_axis, is_linear, mean_output, with_bias
 from chipfit.graph.paths import name_of
-from chipfit.plan import Plan
+from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import fake_quantize
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chipfit.assign import facts
+from chipfit.decide.formats import facts
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import bias_of, bias_or_zero, is_linear, with_bias
 from chipfit.graph.paths import name_of

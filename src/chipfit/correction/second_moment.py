@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 
 from chipfit.correction.bias import quantized_linear, rounded
+from chipfit.engine.run import run
 from chipfit.errors import DataError
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, channel_axis, own, scale_outputs, with_bias
 from chipfit.graph.paths import name_of
-from chipfit.graph.run import run
-from chipfit.plan import Plan
+from chipfit.plan.record import Plan
 
 #: channels that vary less than this much of the layer's largest spread are left alone
 _LEAST = 1e-4

@@ -10,7 +10,7 @@ from chipfit.registry import lookup, registered
 
 if TYPE_CHECKING:
     from chipfit.graph.ir import Graph
-    from chipfit.plan import Plan
+    from chipfit.plan.record import Plan
     from chipfit.platform.schema import Platform
 
 _SUFFIX = {".onnx": "onnx", ".tflite": "tflite", ".json": "encodings"}

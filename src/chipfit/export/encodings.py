@@ -15,7 +15,7 @@ from typing import Any
 from chipfit.errors import UnknownNameError, UnsupportedError
 from chipfit.files import write_atomically
 from chipfit.graph.ir import Graph
-from chipfit.plan import Plan, TensorPlan
+from chipfit.plan.record import Plan, TensorPlan
 from chipfit.registry import register
 
 
@@ -237,7 +237,7 @@ def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, *, dialec
 
     Tensor names are those of the ONNX file's values.
     """
-    from chipfit.export.onnx import export_onnx
+    from chipfit.export.onnx.writer import export_onnx
 
     text = json.dumps(document(plan, dialect), indent=1)
     export_onnx(graph, None, path.with_suffix(".onnx"))

@@ -17,7 +17,7 @@ from chipfit.errors import CaptureError
 
 if TYPE_CHECKING:
     from chipfit.graph.ir import Graph
-    from chipfit.plan import Plan
+    from chipfit.plan.record import Plan
 
 #: folder -> top packages that the classes of its models come from; Keras first: on its torch backend a model is a module as well
 _OWNED: dict[str, tuple[str, ...]] = {"keras": ("keras",), "torch": ("torch",)}

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from chipfit.frameworks.torch.ops import execute
+from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Graph, Node
 
 CONVS = frozenset({"Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D"})

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from chipfit.graph.ir import Graph
 
 if TYPE_CHECKING:
-    from chipfit.assign import Assignment
+    from chipfit.decide.formats import Assignment
 
 
 def concat_groups(graph: Graph, assignment: Assignment) -> list[list[str]]:

@@ -16,7 +16,7 @@ from chipfit.graph.paths import Paths, name_of, paths
 from chipfit.ranges.qparams import from_min_max
 
 if TYPE_CHECKING:
-    from chipfit.assign import Assignment
+    from chipfit.decide.formats import Assignment
     from chipfit.platform.schema import Format
 
 #: what `Node.layer_type` says of the additions that this rewrite makes

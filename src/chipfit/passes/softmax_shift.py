@@ -12,7 +12,7 @@ from chipfit.graph.paths import name_of, only_reader
 from chipfit.passes.shift_negative import step
 
 if TYPE_CHECKING:
-    from chipfit.assign import Assignment
+    from chipfit.decide.formats import Assignment
 
 
 def softmax_shift(

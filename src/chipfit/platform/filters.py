@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from chipfit.graph.settings import plain
+from chipfit.graph.config import plain
 
 _SIGNS = {"eq": "=", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "contains": "contains", "is": "="}
 

@@ -103,7 +103,7 @@ def load(what: Target, arch: str | None = None) -> Platform:
         return _select(what.to_platform(), arch)
     text = str(what)
     if text.endswith(".json"):
-        from chipfit.platform.modeling.files import load_target_platform_capabilities
+        from chipfit.facade.target_platform.files import load_target_platform_capabilities
 
         return _select(load_target_platform_capabilities(text).to_platform(), arch)
     if "@" in Path(text).name:

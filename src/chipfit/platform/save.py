@@ -8,12 +8,12 @@ from typing import Any
 import yaml
 
 from chipfit.errors import UnknownNameError
+from chipfit.facade.target_platform.capabilities import TargetPlatformCapabilities
+from chipfit.facade.target_platform.files import export_target_platform_capabilities
+from chipfit.facade.target_platform.lower import from_platform
+from chipfit.facade.target_platform.model import TargetPlatformModel
 from chipfit.files import write_atomically
 from chipfit.platform.load import Target, load
-from chipfit.platform.modeling.capabilities import TargetPlatformCapabilities
-from chipfit.platform.modeling.files import export_target_platform_capabilities
-from chipfit.platform.modeling.lower import from_platform
-from chipfit.platform.modeling.model import TargetPlatformModel
 from chipfit.platform.schema import Platform
 
 

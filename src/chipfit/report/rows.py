@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from chipfit.assign import OUT_AXIS
+from chipfit.decide.formats import OUT_AXIS
 from chipfit.files import write_atomically
 from chipfit.graph.ir import Graph, Node
-from chipfit.plan import NodePlan, Plan, TensorPlan
+from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.platform.schema import Platform
 from chipfit.quantizers.grids import fake_quantize
 from chipfit.simulate.integer import kernels_of

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from chipfit.engine.kernels import execute, pad
 from chipfit.errors import UnsupportedError
-from chipfit.frameworks.torch.ops import execute, pad
 from chipfit.graph.ir import Graph, Node
-from chipfit.plan import Plan, TensorPlan
+from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.schema import Platform
 from chipfit.quantizers.grids import dequantize, quantize
 from chipfit.registry import lookup

@@ -14,9 +14,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from chipfit.frameworks.torch.ops import execute, pad
+from chipfit.engine.kernels import execute, pad
 from chipfit.graph.ir import Node
-from chipfit.plan import TensorPlan
+from chipfit.plan.record import TensorPlan
 from chipfit.quantizers.grids import dequantize
 from chipfit.registry import register
 from chipfit.simulate import gemmlowp, tables16

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from chipfit.frameworks.torch.ops import execute
+from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Node
-from chipfit.plan import TensorPlan
+from chipfit.plan.record import TensorPlan
 from chipfit.quantizers.grids import dequantize, quantize
 from chipfit.registry import register
 from chipfit.simulate.integer import Kernel, Profile, Run, accumulate, quantize_half_even

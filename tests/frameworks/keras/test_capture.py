@@ -10,12 +10,12 @@ keras = pytest.importorskip("keras")
 
 from keras import layers, ops  # noqa: E402 -- after the import that may skip
 
+from chipfit.engine.run import run, unflatten_outputs  # noqa: E402
 from chipfit.errors import CaptureError  # noqa: E402
 from chipfit.frameworks.keras.backend import forward  # noqa: E402
 from chipfit.frameworks.keras.capture import capture  # noqa: E402
 from chipfit.frameworks.keras.weights import to_canonical, to_keras  # noqa: E402
 from chipfit.graph.ir import OPAQUE  # noqa: E402
-from chipfit.graph.run import run, unflatten_outputs  # noqa: E402
 from tests.keras_zoo import make, networks, randomize  # noqa: E402
 
 

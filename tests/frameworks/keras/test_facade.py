@@ -19,8 +19,8 @@ from chipfit.core.network_editor import (  # noqa: E402
     NodeTypeFilter,
     ReplaceLayer,
 )
+from chipfit.engine.run import run  # noqa: E402
 from chipfit.errors import UnsupportedError  # noqa: E402
-from chipfit.graph.run import run  # noqa: E402
 
 REWRITES = {
     "linear_collapsing": True,

@@ -7,14 +7,14 @@ import torch
 
 keras = pytest.importorskip("keras")
 
+from chipfit.engine.run import run  # noqa: E402
 from chipfit.errors import UnsupportedError  # noqa: E402 -- after the import that may skip
 from chipfit.frameworks.keras.build import LAYERS, WEIGHTED  # noqa: E402
 from chipfit.frameworks.keras.kernels import KERNELS  # noqa: E402
 from chipfit.frameworks.keras.lower import lower  # noqa: E402
 from chipfit.graph.ir import Graph, Node, Value  # noqa: E402
 from chipfit.graph.ops import OPS  # noqa: E402
-from chipfit.graph.run import run  # noqa: E402
-from chipfit.plan import Plan  # noqa: E402
+from chipfit.plan.record import Plan  # noqa: E402
 
 #: what no reader of Keras gives, and no rewrite
 NEVER = {"AdaptiveAvgPool", "AdaptiveMaxPool", "DepthToSpace", "SpaceToDepth", "ChannelShuffle", "Size"}
@@ -190,7 +190,7 @@ def alone(op, operands, attrs):
         graph.inputs.append(f"x{k}")
         graph.values[f"x{k}"] = Value(f"x{k}", (None, *x.shape[1:]), str(x.dtype).removeprefix("torch."))
     node = Node("y", op, tuple(names), ("y",), attrs)
-    from chipfit.frameworks.torch.ops import execute
+    from chipfit.engine.kernels import execute
 
     outs = execute(
         node,
@@ -206,7 +206,7 @@ def alone(op, operands, attrs):
     leaves = [{"output": k} for k in range(len(outs))]
     from torch.utils import _pytree as pytree
 
-    from chipfit.graph.run import dump_tree
+    from chipfit.engine.run import dump_tree
 
     spec = dump_tree(pytree.tree_structure([0] * len(outs)), [0] * len(outs))
     import json

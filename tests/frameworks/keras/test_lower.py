@@ -20,7 +20,7 @@ from chipfit.frameworks.keras.layers import KerasActivationQuantizationHolder, K
 from chipfit.frameworks.keras.lower import QuantizedModel  # noqa: E402
 from chipfit.frameworks.keras.train import read_back  # noqa: E402
 from chipfit.frameworks.torch.lower import lower as engine  # noqa: E402
-from chipfit.plan_edit import diff  # noqa: E402
+from chipfit.plan.diff import diff  # noqa: E402
 from tests.keras_zoo import make, networks, on_others  # noqa: E402
 
 #: networks in which interpolation puts values half-way between two codes, where the order of additions decides

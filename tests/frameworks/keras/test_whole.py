@@ -16,9 +16,9 @@ from keras import layers  # noqa: E402 -- after the import that may skip
 from typer.testing import CliRunner  # noqa: E402
 
 import chipfit  # noqa: E402
-from chipfit.cli import app  # noqa: E402
+from chipfit.cli.app import app  # noqa: E402
 from chipfit.errors import CaptureError, UnsupportedError  # noqa: E402
-from chipfit.plan_edit import diff  # noqa: E402
+from chipfit.plan.diff import diff  # noqa: E402
 from tests.frameworks.keras.test_lower import flat, quantized  # noqa: E402
 from tests.keras_zoo import make  # noqa: E402
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chipfit.frameworks.torch.modules import BiasQuantizer, FakeQuantizer, fake_quantize_ste
-from chipfit.plan import TensorPlan
+from chipfit.plan.record import TensorPlan
 from chipfit.quantizers.grids import Grid, fake_quantize
 
 INT4 = Grid(bits=4, qmin=-8, qmax=7)

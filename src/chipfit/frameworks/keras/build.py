@@ -39,8 +39,11 @@ def padding_mode(node: Node, graph: Graph) -> str:
     kernel = graph.shape(node.inputs[1] or "")[2:]
     try:
         same = same_padding(
-            graph.shape(node.inputs[0] or "")[1:-1], kernel, node.attrs["stride"], node.attrs["dilation"]
-        )  # type: ignore[arg-type]
+            graph.shape(node.inputs[0] or "")[1:-1],  # type: ignore[arg-type]
+            kernel,  # type: ignore[arg-type]
+            node.attrs["stride"],
+            node.attrs["dilation"],
+        )
     except Unreadable:
         return ""
     return "same" if same == padding else ""
@@ -216,9 +219,9 @@ def _reshape(node: Node, graph: Graph) -> Plain | None:
     if (
         not new
         or None in (*old[1:], *new[1:])
-        or math.prod(old[1:]) != math.prod(new[1:])
+        or math.prod(old[1:]) != math.prod(new[1:])  # type: ignore[arg-type]
         or node.attrs["shape"][0] not in (-1, new[0])
-    ):  # type: ignore[arg-type]
+    ):
         return None
     return (layers.Flatten, {}) if len(new) == 2 else (layers.Reshape, {"target_shape": new[1:]})
 

@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from chipfit.engine.run import dump_tree, run
 from chipfit.errors import CaptureError
 from chipfit.frameworks.keras.backend import forward
 from chipfit.frameworks.keras.opaque import hold
 from chipfit.frameworks.keras.read import READERS, Call, Tensor, Unreadable
 from chipfit.frameworks.keras.weights import to_canonical
 from chipfit.graph.check import check
+from chipfit.graph.config import plain
 from chipfit.graph.ir import OPAQUE, Graph, Node, Ref, Value
-from chipfit.graph.run import dump_tree, run
-from chipfit.graph.settings import plain
 from chipfit.passes.layout import rearrange
 
 #: largest difference between Graph and model that is put down to the order of additions, as a share of the largest output

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from chipfit.plan import TensorPlan
+from chipfit.plan.record import TensorPlan
 from chipfit.quantizers.tables import boundaries
 
 _registered = keras.saving.register_keras_serializable(package="chipfit")

@@ -11,6 +11,8 @@ import keras
 import numpy as np
 import torch
 
+from chipfit.engine.opaque import fill
+from chipfit.engine.run import unflatten_outputs
 from chipfit.errors import UnsupportedError
 from chipfit.frameworks.keras.backend import dtype_here, forward
 from chipfit.frameworks.keras.build import LAYERS, WEIGHTED, padding_mode
@@ -18,13 +20,11 @@ from chipfit.frameworks.keras.kernels import KERNELS, CanonicalOperation
 from chipfit.frameworks.keras.layers import KerasActivationQuantizationHolder, KerasQuantizationWrapper, KerasQuantizer
 from chipfit.frameworks.keras.opaque import PREFIX, fresh
 from chipfit.frameworks.keras.weights import to_keras
-from chipfit.frameworks.rounding import rounding
-from chipfit.frameworks.torch.ops import fill
 from chipfit.graph.ir import OPAQUE, Graph, Node
 from chipfit.graph.linear import LINEAR
-from chipfit.graph.run import unflatten_outputs
-from chipfit.plan import Plan, TensorPlan
-from chipfit.relayout import relayout
+from chipfit.plan.record import Plan, TensorPlan
+from chipfit.plan.relayout import relayout
+from chipfit.plan.sharing import rounding
 
 
 @keras.saving.register_keras_serializable(package="chipfit")

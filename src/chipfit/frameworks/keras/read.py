@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from chipfit.graph.settings import plain
+from chipfit.graph.config import plain
 
 if TYPE_CHECKING:
     from chipfit.frameworks.keras.capture import Reading, _Origin

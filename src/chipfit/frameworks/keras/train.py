@@ -11,9 +11,9 @@ import torch
 from chipfit.errors import PlanError
 from chipfit.frameworks.keras.lower import Builder, Home, QuantizedModel
 from chipfit.frameworks.keras.weights import to_canonical
-from chipfit.frameworks.rounding import retrained
 from chipfit.graph.ir import Graph
-from chipfit.plan import Plan
+from chipfit.plan.record import Plan
+from chipfit.plan.sharing import retrained
 
 
 def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:

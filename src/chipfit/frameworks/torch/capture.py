@@ -20,13 +20,13 @@ import torch
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
+from chipfit.engine.opaque import target_name
+from chipfit.engine.run import dump_tree
 from chipfit.errors import CaptureError
-from chipfit.frameworks.torch.ops import target_name
 from chipfit.frameworks.torch.read import READERS, Reader, Unreadable
 from chipfit.graph.check import check
+from chipfit.graph.config import module_settings, plain
 from chipfit.graph.ir import OPAQUE, Graph, Node, Ref, Value
-from chipfit.graph.run import dump_tree
-from chipfit.graph.settings import module_settings, plain
 
 aten = torch.ops.aten
 _TORCH = str(Path(torch.__file__).parent)

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from chipfit.frameworks.rounding import rounding
-from chipfit.frameworks.torch import ops
+from chipfit.engine import kernels as ops
+from chipfit.engine.run import flatten_call, load_tree
 from chipfit.frameworks.torch.modules import BiasQuantizer, FakeQuantizer
 from chipfit.graph.ir import Graph
-from chipfit.graph.run import flatten_call, load_tree
-from chipfit.plan import Plan
+from chipfit.plan.record import Plan
+from chipfit.plan.sharing import rounding
 
 
 def lower(graph: Graph, plan: Plan) -> QuantizedModule:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chipfit.plan import TensorPlan
+from chipfit.plan.record import TensorPlan
 from chipfit.quantizers.grids import Grid, fake_quantize
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 
 from chipfit.errors import PlanError
-from chipfit.frameworks.rounding import retrained
 from chipfit.frameworks.torch.lower import QuantizedModule
 from chipfit.graph.ir import Graph
-from chipfit.plan import Plan
+from chipfit.plan.record import Plan
+from chipfit.plan.sharing import retrained
 
 
 def read_back(model: torch.nn.Module, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:

@@ -1,0 +1,8 @@
+"""The command line; `chipfit` and `python -m chipfit.cli` start it."""
+
+
+def main() -> None:
+    """Run the command line."""
+    from chipfit.cli.app import main as run
+
+    run()

@@ -1,0 +1,5 @@
+"""`python -m chipfit.cli`."""
+
+from chipfit.cli import main
+
+main()

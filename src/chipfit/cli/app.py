@@ -1,0 +1,308 @@
+"""The command line. Nothing heavy loads before a command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from chipfit.errors import ChipfitError
+    from chipfit.pipeline import Result
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+platforms = typer.Typer(help="What chips can do: built-in descriptions and your own.", invoke_without_command=True)
+app.add_typer(platforms, name="platforms")
+
+ModelArg = Annotated[str, typer.Argument(help="a .pt2 file (torch.export.save), a .keras file, or module:factory")]
+DataOpt = Annotated[
+    str, typer.Option("--data", help=".npz (x, and y for accuracy), a folder of images, or module:iterable")
+]
+PlatformOpt = Annotated[
+    str,
+    typer.Option(
+        "--platform", "-p", help="built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python"
+    ),
+]
+WeightsOpt = Annotated[Path | None, typer.Option("--weights", help="safetensors for module:factory")]
+SizeOpt = Annotated[
+    int, typer.Option("--input-size", min=1, help="side of the square that images are resized to [pixels]")
+]
+MeanOpt = Annotated[str, typer.Option("--mean", help="of images in 0..1, per channel")]
+StdOpt = Annotated[str, typer.Option("--std", help="of images in 0..1, per channel")]
+SavedArg = Annotated[Path, typer.Argument(help="folder that `quantize` or Result.save wrote")]
+MEAN, STD = "0.485,0.456,0.406", "0.229,0.224,0.225"  # ImageNet's, which most vision models were trained with
+
+
+def main() -> None:
+    """Entry point: typed errors become one readable panel and exit code 2."""
+    from chipfit.errors import ChipfitError
+
+    try:
+        app()
+    except ChipfitError as e:
+        _panel(e)
+        raise SystemExit(2) from None
+
+
+def _panel(e: ChipfitError) -> None:
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim")
+    facts.add_column(overflow="fold")
+    for label, fact in (("where", e.where), ("got", e.got), ("allowed", e.allowed), ("try", e.hint)):
+        if fact not in ("", None):
+            facts.add_row(label, Text(str(fact)))
+    body = Table.grid()
+    body.add_row(Text(e.what.rstrip(".") + ".", style="bold"))
+    body.add_row(facts)
+    Console(stderr=True).print(Panel(body, title=type(e).__name__, title_align="left", border_style="red"))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from chipfit import __version__
+
+        typer.echo(f"chipfit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _chipfit(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """Fit a trained neural network to a chip."""
+
+
+def _load(saved: Path) -> Result:
+    """A saved result; the folder of `chipfit quantize` holds one under "plan"."""
+    from chipfit import pipeline
+
+    return pipeline.load(saved / "plan" if (saved / "plan").is_dir() else saved)
+
+
+@app.command()
+def quantize(
+    model: ModelArg,
+    data: DataOpt,
+    platform: PlatformOpt = "ort_cpu",
+    out: Annotated[Path, typer.Option("--out", "-o", help="folder for plan, model file and report")] = Path(
+        "chipfit_out"
+    ),
+    weights: WeightsOpt = None,
+    rule: Annotated[str, typer.Option("--rule", help="range rule for activations")] = "mse",
+    weight_rule: Annotated[str, typer.Option("--weight-rule", help="range rule for weights")] = "mse",
+    keep_float: Annotated[list[str] | None, typer.Option("--float", help="keep a layer in float (repeatable)")] = None,
+    bits: Annotated[
+        list[str] | None, typer.Option("--bits", help="LAYER=BITS, weight bits of a layer (repeatable)")
+    ] = None,
+    suffix: Annotated[
+        str, typer.Option("--format", help="of the model file: onnx, tflite, or json for encodings")
+    ] = "onnx",
+    input_size: SizeOpt = 224,
+    mean: MeanOpt = MEAN,
+    std: StdOpt = STD,
+    seed: Annotated[int, typer.Option("--seed", help="of everything random")] = 0,
+    check: Annotated[
+        bool | None,
+        typer.Option(
+            "--verify/--no-verify",
+            help="run the file and compare integers; by default where its runtime is the platform's own",
+        ),
+    ] = None,
+) -> None:
+    """Quantize a model for a platform; write its file, its plan and a report. Exit code 1 when the runtime departs."""
+    from chipfit import pipeline
+    from chipfit.cli.inputs import load_data, load_model, parse_bits
+    from chipfit.cli.named import load_target
+    from chipfit.frameworks import framework_of
+    from chipfit.registry import registered
+
+    overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
+    network = load_model(model, weights)
+    batches = load_data(data, input_size, mean, std, channels_last=framework_of(network) == "keras")
+    result = pipeline.quantize(
+        network, batches, load_target(platform), rule=rule, weight_rule=weight_rule, overrides=overrides, seed=seed
+    )
+    result.save(out / "plan")  # first, so that a file format that refuses costs no calibration
+    file = result.export(out / f"model.{suffix}")
+    page = result.report.save(out / "report.html")
+    own = {result.platform.name, result.platform.extends}
+    runtimes = [
+        n for n, r in registered("runtime").items() if r.suffix == f".{suffix}" and own.intersection(r.platforms)
+    ]
+    departs = False
+    if check or (check is None and runtimes):
+        found = result.verify(batches, batches=4, runtime=next(iter(runtimes), "onnxruntime"))
+        departs = found.promised and not found.sound
+        page = result.report.save(page)
+    result.report.show()
+    typer.echo(f"model   {file}\nplan    {out / 'plan'}\nreport  {page}")
+    raise typer.Exit(int(departs))
+
+
+@app.command()
+def verify(
+    saved: SavedArg,
+    data: DataOpt,
+    runtime: Annotated[
+        str | None,
+        typer.Option(
+            "--runtime",
+            help="onnxruntime, openvino, litert, litert_reference or litert_optimized; by default the platform's own",
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", exists=True, help="the deployed file; exported again when omitted")
+    ] = None,
+    report: Annotated[Path | None, typer.Option("--report", help="write what was found, as .html or .json")] = None,
+    input_size: SizeOpt = 224,
+    mean: MeanOpt = MEAN,
+    std: StdOpt = STD,
+) -> None:
+    """Run a saved result on its runtime and compare integer by integer. Exit code 1 when an operator departs."""
+    from chipfit.cli.inputs import load_data
+
+    result = _load(saved)
+    batches = load_data(data, input_size, mean, std, channels_last=result.graph.framework == "keras")
+    found = result.verify(batches, runtime=runtime, path=file)
+    typer.echo(found.summary())
+    if report is not None:
+        typer.echo(f"report  {result.report.save(report)}")
+    raise typer.Exit(int(found.promised and not found.sound))
+
+
+@app.command()
+def lint(
+    model: ModelArg,
+    shape: Annotated[
+        str | None, typer.Option("--input-shape", help="batch first: 1,3,224,224; a file knows its own")
+    ] = None,
+    platform: PlatformOpt = "ort_cpu",
+    weights: WeightsOpt = None,
+) -> None:
+    """Will it run and fuse on this target? Needs no data."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from chipfit import pipeline
+    from chipfit.cli.inputs import example_of, load_model
+    from chipfit.cli.named import load_target
+    from chipfit.report.terminal import RUNS
+
+    network = load_model(model, weights)
+    found = pipeline.lint(network, example_of(model, shape, network), load_target(platform))
+    tails = {n.name: f"{n.op} '{n.layer or n.name}'" for n in found.rows}
+    table = Table("layer", "operator", "runs in", "one kernel with", "why float", show_edge=False, header_style="bold")
+    for n in found.rows:
+        runs = f"[yellow]{RUNS[n.exec]}[/]" if n.exec == "float" else RUNS[n.exec]
+        into = tails[n.group] if n.group and n.group != n.name else ""
+        table.add_row(escape(n.layer or n.name), n.op, runs, escape(into), escape(n.why))
+    console = Console()
+    console.print(table)
+    for note in found.notes:
+        console.print(note, style="dim", markup=False)
+    console.print(
+        f"{sum(n.exec != 'float' for n in found.rows)} of {len(found.rows)} operators run in integers on {found.platform.name}"
+    )
+
+
+@app.command()
+def explain(
+    saved: SavedArg,
+    layer: Annotated[str, typer.Argument(help="layer path, glob, operator or layer type")],
+) -> None:
+    """Everything that was decided about a layer, and why."""
+    from chipfit.decide.overrides import match_layers
+
+    result = _load(saved)
+    for node in match_layers(result.graph, layer):
+        decided = result.plan.nodes[node.name]
+        group = f", one kernel with '{decided.group}'" if decided.group and decided.group != node.name else ""
+        typer.echo(
+            f"{node.op} '{node.layer or node.name}': runs in {decided.exec}{group}{': ' + decided.why if decided.why else ''}"
+        )
+        for name in dict.fromkeys([*(i for i in node.inputs if i), *node.outputs]):
+            t = result.plan.tensors.get(name)
+            if t is None:
+                continue
+            if not t.quantized or t.scale is None or t.zero_point is None or t.grid is None:
+                typer.echo(f"  {t.role} {name}: float, {t.why}")
+                continue
+            scale = (
+                f"{float(t.scale):.6g}"
+                if t.scale.dim() == 0
+                else f"{float(t.scale.min()):.3g}..{float(t.scale.max()):.3g}, one per channel"
+            )
+            zero = int(t.zero_point.reshape(-1)[0])
+            typer.echo(
+                f"  {t.role} {name}: {t.format}, codes {t.grid.qmin}..{t.grid.qmax}, scale {scale}, zero point {zero}; {t.origin}"
+            )
+
+
+@platforms.callback()
+def _platforms(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        platforms_list()
+
+
+@platforms.command("list")
+def platforms_list() -> None:
+    """One line per built-in platform."""
+    from rich.console import Console
+
+    from chipfit.platform.show import overview
+
+    Console().print(overview())
+
+
+@platforms.command("show")
+def platforms_show(
+    name: Annotated[str, typer.Argument(help="built-in name, YAML or JSON file, or module:chip")],
+) -> None:
+    """Every fact about a platform, with its source and confidence."""
+    from rich.console import Console
+
+    from chipfit.cli.named import load_target
+    from chipfit.platform.show import show
+
+    Console().print(show(load_target(name)))
+
+
+@platforms.command("export")
+def platforms_export(
+    platform: Annotated[str, typer.Argument(help="built-in name, YAML or JSON file, or module:chip in Python")],
+    file: Annotated[Path, typer.Argument(help="to write: .yaml for a platform file, .json for modelled capabilities")],
+) -> None:
+    """Turn a chip described in Python into a platform file, or a platform file into capabilities to edit in Python."""
+    from chipfit.cli.named import load_target
+    from chipfit.platform.save import export_platform
+
+    typer.echo(f"{export_platform(load_target(platform), file)} written")
+
+
+@platforms.command("check")
+def platforms_check(file: Annotated[Path, typer.Argument(help="YAML file")]) -> None:
+    """Read a platform file and say what is wrong with it."""
+    from chipfit.platform.load import load
+
+    p = load(str(file) if file.suffix in (".yaml", ".yml") else file)
+    typer.echo(f"{p.name}: {len(p.formats)} formats, {len(p.ops)} rules, {len(p.fuse)} fusions; no problem found")
+    if not p.math.requant:
+        typer.echo("math.requant is absent: chipfit will not claim exactness for this platform")
+
+
+@app.command()
+def demo(out: Annotated[Path, typer.Option("--out", "-o", help="folder for the files")] = Path("demo_out")) -> None:
+    """Train a small network on handwritten digits, quantize it, export it, run it, prove it."""
+    from chipfit.cli.demo import run
+
+    run(out)

@@ -1,0 +1,205 @@
+"""Models and data as they are named on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from chipfit.cli.named import made, named, reason
+from chipfit.errors import CaptureError, DataError, PlanError
+from chipfit.frameworks import framework_of, load_keras
+
+_IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".webp")
+_BATCH = 16
+
+
+def _program(text: str) -> Any:
+    if not Path(text).is_file():
+        raise CaptureError("The model file does not exist", where=text)
+    try:
+        return torch.export.load(text)
+    except Exception as e:  # torch.export.load raises many types
+        raise CaptureError("The file is not a program that torch.export.save wrote", where=text, got=reason(e)) from e
+
+
+def load_model(text: str, weights: Path | None = None) -> Any:
+    """A `.pt2` program, a `.keras` file or the result of `module:factory`, with weights from a safetensors file.
+
+    Raises:
+        CaptureError: there is no such file or factory, or the weights do not fit.
+    """
+    if text.endswith(".pt2"):
+        model = _program(text).module(check_guards=False)
+    elif text.endswith(".keras"):
+        model = load_keras(text)
+    elif ":" in text:
+        thing = named(text, "model", CaptureError)
+        model = thing if _is_model(thing) else made(thing, text, "model", CaptureError)
+    else:
+        raise CaptureError(
+            "The model is not understood",
+            got=text,
+            allowed="a .pt2 file, a .keras file, or module:factory",
+            hint="torch.export.save(program, 'model.pt2') writes the first, model.save('model.keras') the second",
+        )
+    if not _is_model(model):
+        raise CaptureError(f"'{text}' gives no torch.nn.Module and no Keras model", got=type(model).__name__)
+    if weights is not None and not hasattr(model, "load_state_dict"):
+        raise CaptureError(
+            "--weights are for PyTorch models",
+            got=str(weights),
+            hint="load them in the factory, or save a .keras file with them",
+        )
+    if weights is not None:
+        from safetensors.torch import load_file
+
+        try:
+            model.load_state_dict(load_file(str(weights)))
+        except Exception as e:  # unreadable file, missing keys, wrong shapes
+            lines = " ".join(str(e).split())[:300]
+            raise CaptureError(f"The weights do not fit the model: {lines}", where=str(weights)) from e
+    return model
+
+
+def _is_model(thing: Any) -> bool:
+    return isinstance(thing, torch.nn.Module) or (framework_of(thing) == "keras" and not isinstance(thing, type))
+
+
+def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1", *, channels_last: bool = False) -> Any:
+    """Batches from an `.npz` file, a folder of images, or `module:iterable`.
+
+    Args:
+        input_size: side of the square that images are resized to [pixels].
+        mean, std: of images in 0..1: one number, or three with commas.
+        channels_last: images as [N, H, W, C], as a Keras model takes them, instead of [N, C, H, W].
+
+    Raises:
+        DataError: nothing usable is there.
+    """
+    path = Path(text)
+    if text.endswith(".npz"):
+        return _npz(path)
+    if path.is_dir():
+        images = _images(path, input_size, parse_numbers(mean, "mean"), parse_numbers(std, "std"))
+        return [x.permute(0, 2, 3, 1).contiguous() for x in images] if channels_last else images
+    if ":" not in text:
+        raise DataError(
+            "The data are not understood", got=text, allowed="an .npz file, a folder of images, or module:iterable"
+        )
+    thing = named(text, "data", DataError)
+    if callable(thing) and not isinstance(thing, Iterable):
+        return lambda: made(thing, text, "data", DataError)  # called again for each pass
+    return list(thing) if isinstance(thing, Iterator) else thing  # read twice: to calibrate and to verify
+
+
+def _npz(path: Path) -> list[Any]:
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as f:
+            arrays = {k: f[k] for k in f.files}
+    except Exception as e:  # missing, truncated, pickled, not an archive: each has its own type
+        raise DataError(f"The data file cannot be read: {reason(e)}", where=str(path)) from e
+    x = next((arrays[k] for k in ("x", "inputs", "images", "data") if k in arrays), None)
+    y = next((arrays[k] for k in ("y", "labels", "targets") if k in arrays), None)
+    if x is None or x.dtype.kind not in "fiub" or x.ndim == 0:
+        raise DataError(
+            "The data file holds no inputs",
+            where=str(path),
+            got=", ".join(f"{k} {v.dtype}{list(v.shape)}" for k, v in arrays.items()) or "nothing",
+            allowed="an array of numbers named x, batch first (and y for labels)",
+        )
+    if y is not None and (y.shape[:1] != x.shape[:1] or y.dtype.kind not in "iu"):
+        raise DataError(
+            "The labels do not fit the inputs",
+            where=str(path),
+            got=f"{y.dtype}{list(y.shape)}",
+            allowed=f"{len(x)} integers",
+        )
+    # float64 is NumPy's default, not somebody's choice
+    batches = list(torch.from_numpy(x.astype(np.float32) if x.dtype == np.float64 else x).split(_BATCH))
+    return batches if y is None else list(zip(batches, torch.from_numpy(y.astype(np.int64)).split(_BATCH), strict=True))
+
+
+def _images(folder: Path, side: int, mean: torch.Tensor, std: torch.Tensor) -> list[torch.Tensor]:
+    try:
+        from PIL import Image
+    except ImportError as e:
+        raise DataError("A folder of images needs Pillow", hint="pip install pillow") from e
+
+    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in _IMAGES)
+    if not files:
+        raise DataError("The folder holds no images", where=str(folder), allowed=", ".join(_IMAGES))
+    out = []
+    for f in files:
+        try:
+            with Image.open(f) as image:
+                pixels = np.asarray(image.convert("RGB").resize((side, side)), dtype=np.float32) / 255
+        except Exception as e:  # each format's reader fails in its own way
+            raise DataError("An image cannot be read", where=str(f), got=reason(e)) from e
+        out.append((torch.from_numpy(pixels).permute(2, 0, 1) - mean) / std)
+    return list(torch.stack(out).split(_BATCH))
+
+
+def parse_numbers(text: str, what: str) -> torch.Tensor:
+    """One number or three, as [C, 1, 1].
+
+    Raises:
+        DataError: not numbers, or a standard deviation that is not positive.
+
+    >>> parse_numbers("0.5", "mean").shape
+    torch.Size([1, 1, 1])
+    """
+    try:
+        numbers = torch.tensor([float(p) for p in text.split(",")])
+    except ValueError:
+        numbers = torch.tensor([])
+    if len(numbers) not in (1, 3) or not numbers.isfinite().all() or (what == "std" and (numbers <= 0).any()):
+        raise DataError(
+            f"--{what} is not understood", got=text, allowed="one number, or three with commas: 0.485,0.456,0.406"
+        )
+    return numbers.view(-1, 1, 1)
+
+
+def example_of(model: str, shape: str | None, network: Any = None) -> Any:
+    """An example for the capture: random numbers from "1,3,224,224", or of the shape that the file itself knows.
+
+    Args:
+        network: the loaded model.
+
+    Raises:
+        DataError: not a list of positive integers, or no shape where one is needed.
+    """
+    known = getattr(network, "input_shape", None) if shape is None and model.endswith(".keras") else None
+    if isinstance(known, tuple) and None not in known[1:]:
+        return torch.randn(2, *known[1:])
+    if shape is None:
+        example = _program(model).example_inputs if model.endswith(".pt2") else None
+        if example is None or example[1]:
+            raise DataError("The shape of the input is needed", hint="--input-shape 1,3,224,224, batch first")
+        return example[0]
+    parts = shape.split(",")
+    if not all(p.strip().isdecimal() and int(p) > 0 for p in parts):
+        raise DataError(
+            "The shape is not understood", got=shape, allowed="positive integers with commas, batch first: 1,3,224,224"
+        )
+    return torch.randn(*(int(p) for p in parts))
+
+
+def parse_bits(items: list[str]) -> dict[str, dict[str, int]]:
+    """LAYER=BITS pairs as overrides.
+
+    Raises:
+        PlanError: not of this form.
+    """
+    out = {}
+    for item in items:
+        layer, _, bits = item.rpartition("=")
+        if not layer or not bits.isdecimal():
+            raise PlanError(
+                "A --bits option is not understood", got=item, allowed="LAYER=BITS, for example features.0=4"
+            )
+        out[layer] = {"bits": int(bits)}
+    return out

@@ -1,0 +1,173 @@
+"""What the user decides by hand about single layers: kept in float, bits, narrower grids, range rules."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from chipfit.decide.narrow import METHODS
+from chipfit.errors import PlanError, UnknownNameError
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ops import OPS
+from chipfit.ranges import name_of, rule_of
+
+
+class LayerFilter(Protocol):
+    """Chooses layers by what they are rather than by a name."""
+
+    def match(self, node: Node) -> bool:
+        """Whether the layer is meant. A filter with a true attribute `optional` may mean none of them."""
+        ...
+
+
+#: a layer path, glob, operator, layer type or filter -> "float" or a table of choices; as a table or as pairs, the later one winning
+Overrides = Mapping[Any, Any] | Sequence[tuple[Any, Any]]
+
+
+def _is_bits(v: Any) -> bool:
+    return v is None or v == "float" or (isinstance(v, int) and not isinstance(v, bool) and v > 0)
+
+
+def _is_rule(v: Any) -> bool:
+    return callable(v) or (isinstance(v, str) and rule_of(v) is not None)
+
+
+def _is_range(v: Any) -> bool:
+    pair = (
+        isinstance(v, (tuple, list))
+        and len(v) == 2
+        and all(isinstance(x, (int, float)) and math.isfinite(x) for x in v)
+    )
+    return pair and v[0] <= v[1]
+
+
+#: choice -> (what it may be, in words, and its test)
+CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "bits": ('of the weights: a number of bits, "float", or None for the chip\'s own choice', _is_bits),
+    "activation_bits": ('of the result: a number of bits, "float", or None for the chip\'s own choice', _is_bits),
+    "weight_method": (f"grid of the weights, narrower than the chip's: {', '.join(METHODS)}", lambda v: v in METHODS),
+    "method": (f"grid of the result, narrower than the chip's: {', '.join(METHODS)}", lambda v: v in METHODS),
+    "per": ('"tensor" or "channel": what shares one weight scale', lambda v: v in ("tensor", "channel")),
+    "signed": ("whether the result has a sign, where the chip leaves it to the data", lambda v: isinstance(v, bool)),
+    "weight_rule": ("range rule of the weights", _is_rule),
+    "rule": ("range rule of the result", _is_rule),
+    "range": ("(low, high) of the result, known beforehand: nothing is collected for it", _is_range),
+    "z_threshold": (
+        "outliers of the result that its range ignores, in standard deviations",
+        lambda v: isinstance(v, (int, float)) and v > 0,
+    ),
+}
+#: those that say nothing about a layer without weights
+_OF_WEIGHTS = ("bits", "weight_method", "per", "weight_rule")
+
+
+def match_layers(graph: Graph, pattern: str | LayerFilter) -> list[Node]:
+    """The nodes that a user means by `pattern`.
+
+    Of a name, tried in this order: exact layer path or node name; every layer inside that path; a glob over paths;
+    canonical operator ("Conv2D"); class of the user's layer ("LayerNorm").
+
+    Raises:
+        UnknownNameError: nothing matches; lists near names.
+    """
+    known = (
+        {n.layer for n in graph.nodes if n.layer}
+        | {n.op for n in graph.nodes}
+        | {n.layer_type for n in graph.nodes if n.layer_type}
+    )
+    if not isinstance(pattern, str):
+        found = [n for n in graph.nodes if pattern.match(n)]
+        if not found and not getattr(pattern, "optional", False):
+            wanted = getattr(pattern, "name", None)
+            raise UnknownNameError(
+                "layer for the filter", str(wanted or pattern), known | {n.name for n in graph.nodes}, hint=_LISTS
+            )
+        return found
+    tries = (
+        lambda n: pattern in (n.layer, n.name),
+        lambda n: n.layer.startswith(pattern + "."),
+        lambda n: any(c in pattern for c in "*?[") and fnmatch.fnmatchcase(n.layer, pattern),
+        lambda n: n.op == pattern,
+        lambda n: n.layer_type == pattern,
+    )
+    for fits in tries:
+        found = [n for n in graph.nodes if fits(n)]
+        if found:
+            return found
+    raise UnknownNameError("layer", pattern, known, hint=_LISTS)
+
+
+_LISTS = "`chipfit.lint(model, example)` lists the layers"
+
+
+def pairs(overrides: Overrides) -> list[tuple[Any, Any]]:
+    """Overrides as (pattern, said), in the order in which they were said."""
+    return list(overrides.items() if isinstance(overrides, Mapping) else overrides)
+
+
+def resolve_overrides(graph: Graph, overrides: Overrides) -> dict[str, dict[str, Any]]:
+    """Overrides by node name; a later entry wins over an earlier one on the same node.
+
+    Raises:
+        UnknownNameError: a pattern that means no layer, a choice or a range rule that does not exist.
+        PlanError: a value that is neither "float" nor a table of choices; a choice about weights for layers that have none.
+    """
+    out: dict[str, dict[str, Any]] = {}
+    for pattern, said in pairs(overrides):
+        if said == "float":
+            said = {"float": f"overrides keep '{pattern}' in float"}
+        else:
+            check_choices(pattern, said)
+        nodes = match_layers(graph, pattern)
+        about_weights = [k for k in said if k in _OF_WEIGHTS]
+        if about_weights and nodes and not any(has_weights(n.op) for n in nodes):
+            raise PlanError(
+                f"'{pattern}' has no weights, so that '{about_weights[0]}' says nothing about it",
+                got=", ".join(dict.fromkeys(f"{n.op} '{n.layer or n.name}'" for n in nodes[:8])),
+                hint="name a layer with weights, or say activation_bits, rule or method about its result",
+            )
+        for node in nodes:
+            out[node.name] = {**out.pop(node.name, {}), **said}  # in the order of the last word on each node
+    return out
+
+
+def check_choices(pattern: Any, said: Any) -> None:
+    """Refuse a table of choices that cannot be understood.
+
+    Raises:
+        UnknownNameError: a range rule that does not exist.
+        PlanError: anything else.
+    """
+    if not isinstance(said, Mapping) or not said or any(k not in CHOICES for k in said):
+        raise PlanError(
+            f"The override of '{pattern}' is not understood",
+            got=repr(said),
+            allowed=f'"float", or a table with {", ".join(CHOICES)}, such as {{"bits": 4, "activation_bits": 8}}',
+        )
+    for k, v in said.items():
+        words, fits = CHOICES[k]
+        if not fits(v):
+            raise PlanError(f"'{k}' of the override of '{pattern}' is not understood", got=repr(v), allowed=words)
+
+
+def has_weights(op: str) -> bool:
+    """Whether an operator may have weights of its own."""
+    return op == "MatMul" or (op in OPS and any(s.startswith("w") for s in OPS[op].slots))
+
+
+def to_record(overrides: Overrides) -> dict[str, Any]:
+    """Overrides as JSON data: filters and rules by their text, numbers that JSON has no word for as well."""
+
+    def plain(v: Any) -> Any:
+        if callable(v):
+            return name_of(v)
+        return str(v) if isinstance(v, float) and not math.isfinite(v) else v
+
+    out: dict[str, Any] = {}
+    for pattern, said in pairs(overrides):
+        table = said if isinstance(said, str) else {k: plain(v) for k, v in said.items()}
+        earlier = out.get(str(pattern))
+        out[str(pattern)] = {**earlier, **table} if isinstance(earlier, dict) and isinstance(table, dict) else table
+    return out

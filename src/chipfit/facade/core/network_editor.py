@@ -1,0 +1,485 @@
+"""Rules that change how single layers are quantized: filters choose layers, actions say what is different about them.
+
+Every rule is checked when it is made, and becomes an entry of `overrides`: see `chipfit.decide.overrides.CHOICES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from chipfit.decide.overrides import check_choices
+from chipfit.errors import ConfigError, UnknownNameError
+from chipfit.facade.target_platform.capabilities import LayerFilterParams
+from chipfit.facade.target_platform.configs import QuantizationMethod, Signedness
+from chipfit.facade.target_platform.layers import member_of
+from chipfit.graph.ir import Node
+from chipfit.quantizers.grids import Grid
+from chipfit.ranges.qparams import QParams, finish_scale, from_min_max
+from chipfit.ranges.search import Sample
+
+__all__ = [
+    "ACTIONS",
+    "Action",
+    "ChangeCandidatesActivationQuantConfigAttr",
+    "ChangeCandidatesActivationQuantizationMethod",
+    "ChangeCandidatesWeightsQuantConfigAttr",
+    "ChangeCandidatesWeightsQuantizationMethod",
+    "ChangeFinalActivationQuantConfigAttr",
+    "ChangeFinalActivationQuantizationMethod",
+    "ChangeFinalWeightsQuantConfigAttr",
+    "ChangeFinalWeightsQuantizationMethod",
+    "ChangeQuantizationParamFunction",
+    "EditRule",
+    "NodeFilter",
+    "NodeNameFilter",
+    "NodeNameScopeFilter",
+    "NodeTypeFilter",
+    "ReplaceLayer",
+    "filters_of",
+    "to_overrides",
+]
+
+# ---------------------------------------------------------------- filters
+
+
+class NodeFilter:
+    """Chooses layers. Filters are joined by `&` and `|` and turned round by `~`, nested at will."""
+
+    def match(self, node: Node) -> bool:
+        """Whether the layer is meant."""
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """What is looked for, for messages."""
+        return str(self)
+
+    def __and__(self, other: NodeFilter) -> NodeFilter:
+        return _joined(all, "&", self, other)
+
+    def __or__(self, other: NodeFilter) -> NodeFilter:
+        return _joined(any, "|", self, other)
+
+    def __invert__(self) -> NodeFilter:
+        return _Joined(lambda found: not all(found), "~", (self,))
+
+
+@dataclass(frozen=True)
+class NodeTypeFilter(NodeFilter):
+    """Layers of a type.
+
+    Args:
+        node_type: a class or function of a framework, a `LayerFilterParams`, or the name of an operator.
+
+    Raises:
+        ModelingError: it stands for no known operator.
+    """
+
+    node_type: Any
+
+    def __post_init__(self) -> None:
+        member = self.node_type.member if isinstance(self.node_type, LayerFilterParams) else member_of(self.node_type)
+        object.__setattr__(self, "_member", member)
+
+    def match(self, node: Node) -> bool:
+        return self._member.match(node.op, node.layer_type, node.config)  # type: ignore[attr-defined, no-any-return]  # of __post_init__
+
+    @property
+    def name(self) -> str:
+        return getattr(self.node_type, "__name__", str(self.node_type))
+
+
+@dataclass(frozen=True)
+class NodeNameFilter(NodeFilter):
+    """The layer of a name: the path of a module ("layer1.0.conv1", or with underscores), of a Keras layer, or of a node."""
+
+    node_name: str
+
+    def __post_init__(self) -> None:
+        _demand_name(self.node_name)
+
+    def match(self, node: Node) -> bool:
+        return self.node_name in _names(node)
+
+    @property
+    def name(self) -> str:
+        return self.node_name
+
+
+@dataclass(frozen=True)
+class NodeNameScopeFilter(NodeFilter):
+    """Layers whose name contains a text."""
+
+    node_name_scope: str
+
+    def __post_init__(self) -> None:
+        _demand_name(self.node_name_scope)
+
+    def match(self, node: Node) -> bool:
+        return any(self.node_name_scope in n for n in _names(node))
+
+    @property
+    def name(self) -> str:
+        return self.node_name_scope
+
+
+@dataclass(frozen=True)
+class _Joined(NodeFilter):
+    join: Callable[[Iterable[bool]], bool]
+    sign: str
+    parts: tuple[NodeFilter, ...]
+
+    def match(self, node: Node) -> bool:
+        return self.join(p.match(node) for p in self.parts)
+
+    def __repr__(self) -> str:
+        if len(self.parts) == 1:
+            return f"{self.sign}{self.parts[0]!r}"
+        return "(" + f" {self.sign} ".join(map(repr, self.parts)) + ")"
+
+
+def _joined(join: Callable[[Iterable[bool]], bool], sign: str, a: NodeFilter, b: Any) -> NodeFilter:
+    return _Joined(join, sign, (a, b)) if isinstance(b, NodeFilter) else NotImplemented
+
+
+def _names(node: Node) -> tuple[str, ...]:
+    return node.layer, node.name, node.layer.replace(".", "_")
+
+
+def _demand_name(name: Any) -> None:
+    if not isinstance(name, str) or not name:
+        raise ConfigError("A filter by name needs a name", got=repr(name), allowed="a text that is not empty")
+
+
+def filters_of(given: Any) -> list[NodeFilter]:
+    """One filter or several as a list.
+
+    Raises:
+        ConfigError: none, or something that is no filter.
+    """
+    found = list(given) if isinstance(given, (list, tuple)) else [given]
+    for f in found or [None]:
+        if not isinstance(f, NodeFilter):
+            raise ConfigError(
+                "This is no filter of layers",
+                got=repr(f),
+                allowed="NodeTypeFilter, NodeNameFilter, NodeNameScopeFilter",
+            )
+    return found
+
+
+# ---------------------------------------------------------------- actions
+
+_METHODS = {
+    QuantizationMethod.POWER_OF_TWO: "power_of_two",
+    QuantizationMethod.SYMMETRIC: "symmetric",
+    QuantizationMethod.UNIFORM: "uniform",
+    QuantizationMethod.LUT_POT_QUANTIZER: "lut_power_of_two",
+    QuantizationMethod.LUT_SYM_QUANTIZER: "lut_symmetric",
+}
+_Table = Mapping[str, tuple[str, Callable[[Any], Any]]]
+
+
+class Action:
+    """What is different about the layers of a rule."""
+
+    final = False  #: said after everything else, so that it wins
+
+    def __init__(self, choices: Mapping[str, Any]) -> None:
+        self.choices = dict(choices)  #: a table of `overrides`
+        if self.choices:
+            check_choices(type(self).__name__, self.choices)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.choices.items())})"
+
+
+class _ByAttributes(Action):
+    """Fields of a layer's configuration by the predecessor's names."""
+
+    table: _Table = {}
+    error_method: str
+
+    def __init__(self, **kwargs: Any) -> None:
+        if not kwargs:
+            raise ConfigError(f"{type(self).__name__} changes nothing", allowed=", ".join([*self.table, "l_p_value"]))
+        kwargs = dict(kwargs)
+        p = kwargs.pop("l_p_value", None)
+        method = kwargs.get(self.error_method)
+        if p is not None and getattr(method, "name", "") != "LP":
+            raise ConfigError(
+                "l_p_value is the exponent of the error method LP",
+                got=f"{self.error_method}={method}",
+                hint=f"set {self.error_method} as well",
+            )
+        choices = {}
+        for attr, value in kwargs.items():
+            if attr not in self.table:
+                raise UnknownNameError(f"attribute of {type(self).__name__}", attr, [*self.table, "l_p_value"])
+            choice, convert = self.table[attr]
+            try:
+                choices[choice] = value.rule(p or 2.0) if attr == self.error_method else convert(value)
+            except (KeyError, AttributeError, TypeError):
+                raise ConfigError(
+                    f"'{attr}' of {type(self).__name__} is of the wrong kind", got=repr(value), allowed=_KINDS[choice]
+                ) from None
+        super().__init__(choices)
+
+
+_KINDS = {
+    "bits": "a number of bits, or True and False of enable_weights_quantization",
+    "activation_bits": "a number of bits, or True and False of enable_activation_quantization",
+    "method": ", ".join(map(str, _METHODS)),
+    "weight_method": ", ".join(map(str, _METHODS)),
+    "per": "True, False",
+    "signed": ", ".join(map(str, Signedness)),
+    "rule": "a QuantizationErrorMethod",
+    "weight_rule": "a QuantizationErrorMethod",
+    "z_threshold": "a number above 0",
+}
+
+
+def _width(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise TypeError
+    return value
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError
+    return float(value)
+
+
+def _enabled(value: Any) -> str | None:
+    return {True: None, False: "float"}[_flag(value)]
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _sign(value: Any) -> bool | None:
+    if isinstance(value, bool):
+        return value
+    return {Signedness.SIGNED: True, Signedness.UNSIGNED: False}[value]
+
+
+_WEIGHTS: _Table = {
+    "weights_n_bits": ("bits", _width),
+    "enable_weights_quantization": ("bits", _enabled),
+    "weights_quantization_method": ("weight_method", _METHODS.__getitem__),
+    "weights_error_method": ("weight_rule", str),
+    "weights_per_channel_threshold": ("per", lambda v: "channel" if _flag(v) else "tensor"),
+}
+_ACTIVATIONS: _Table = {
+    "activation_n_bits": ("activation_bits", _width),
+    "enable_activation_quantization": ("activation_bits", _enabled),
+    "activation_quantization_method": ("method", _METHODS.__getitem__),
+    "activation_error_method": ("rule", str),
+    "signedness": ("signed", _sign),
+    "z_threshold": ("z_threshold", _number),
+}
+
+
+class ChangeCandidatesWeightsQuantConfigAttr(_ByAttributes):
+    """Other settings for the weights: weights_n_bits, enable_weights_quantization, weights_quantization_method,
+    weights_error_method, weights_per_channel_threshold, l_p_value.
+
+    Raises:
+        UnknownNameError: another name. ConfigError: a value of the wrong kind.
+    """
+
+    table, error_method = _WEIGHTS, "weights_error_method"
+
+    def __init__(self, attr_name: str = "kernel", **kwargs: Any) -> None:
+        if attr_name not in ("kernel", "kernel_attr", "weight", "depthwise_kernel"):
+            raise ConfigError("Only the settings of kernels can be changed", got=repr(attr_name), allowed="kernel")
+        super().__init__(**kwargs)
+
+
+class ChangeFinalWeightsQuantConfigAttr(ChangeCandidatesWeightsQuantConfigAttr):
+    """The same, after bit widths are chosen: wins over everything else that is said about the layer's weights."""
+
+    final = True
+
+
+class ChangeCandidatesActivationQuantConfigAttr(_ByAttributes):
+    """Other settings for the result: activation_n_bits, enable_activation_quantization, activation_quantization_method,
+    activation_error_method, signedness, z_threshold, l_p_value.
+
+    Raises:
+        UnknownNameError: another name. ConfigError: a value of the wrong kind.
+    """
+
+    table, error_method = _ACTIVATIONS, "activation_error_method"
+
+
+class ChangeFinalActivationQuantConfigAttr(ChangeCandidatesActivationQuantConfigAttr):
+    """The same, after bit widths are chosen: wins over everything else that is said about the layer's result."""
+
+    final = True
+
+
+class ChangeCandidatesWeightsQuantizationMethod(ChangeCandidatesWeightsQuantConfigAttr):
+    """Another QuantizationMethod for the weights, one that the chip's own holds."""
+
+    def __init__(self, weights_quantization_method: QuantizationMethod) -> None:
+        super().__init__(weights_quantization_method=weights_quantization_method)
+
+
+class ChangeFinalWeightsQuantizationMethod(ChangeCandidatesWeightsQuantizationMethod):
+    """The same, after bit widths are chosen."""
+
+    final = True
+
+
+class ChangeCandidatesActivationQuantizationMethod(ChangeCandidatesActivationQuantConfigAttr):
+    """Another QuantizationMethod for the result, one that the chip's own holds."""
+
+    def __init__(self, activation_quantization_method: QuantizationMethod) -> None:
+        super().__init__(activation_quantization_method=activation_quantization_method)
+
+
+class ChangeFinalActivationQuantizationMethod(ChangeCandidatesActivationQuantizationMethod):
+    """The same, after bit widths are chosen."""
+
+    final = True
+
+
+class ChangeQuantizationParamFunction(Action):
+    """Another way to find ranges.
+
+    Args:
+        activation_quantization_params_fn, weights_quantization_params_fn: the name of a range rule, or a function
+            `(sample, grid)` that returns `QParams`, {"threshold": t} or {"range_min": a, "range_max": b}; t, a and b are
+            numbers, or tensors with one entry for each channel. `sample` is a `chipfit.ranges.search.Sample` (values,
+            counts, extremes), `grid` the codes.
+
+    Raises:
+        UnknownNameError: no range rule of that name.
+        ConfigError: neither a name nor a function.
+    """
+
+    def __init__(
+        self, activation_quantization_params_fn: Any = None, weights_quantization_params_fn: Any = None
+    ) -> None:
+        given = {"rule": activation_quantization_params_fn, "weight_rule": weights_quantization_params_fn}
+        given = {k: v for k, v in given.items() if v is not None}
+        for v in given.values() or [None]:
+            if not (isinstance(v, str) or callable(v)):
+                raise ConfigError(
+                    "ChangeQuantizationParamFunction needs a function",
+                    got=repr(v),
+                    allowed="a function, or the name of a range rule",
+                )
+        super().__init__({k: v if isinstance(v, str) else _ByFunction(v) for k, v in given.items()})
+
+
+@dataclass(frozen=True)
+class _ByFunction:
+    """A user's function as a range rule."""
+
+    function: Callable[[Sample, Grid], Any]
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.function, "__name__", repr(self.function))
+
+    def __call__(self, sample: Sample, grid: Grid) -> QParams:
+        said = self.function(sample, grid)
+        if isinstance(said, QParams):
+            return said
+        try:
+            if "threshold" in said:
+                t = _per_channel(said["threshold"], sample)
+                if grid.zero != 0:  # no threshold, but a range that is as wide
+                    return from_min_max(torch.where(sample.low < 0, -t, 0.0), t, grid)
+                scale = finish_scale(t / (-grid.qmin or grid.qmax + 1), grid)
+                return QParams(scale, torch.zeros_like(scale, dtype=torch.int32))
+            return from_min_max(_per_channel(said["range_min"], sample), _per_channel(said["range_max"], sample), grid)
+        except (KeyError, TypeError, ValueError, RuntimeError):
+            raise ConfigError(
+                f"The function '{self.__name__}' returned no range",
+                got=repr(said),
+                allowed='QParams, {"threshold": t}, or {"range_min": a, "range_max": b}; numbers, or tensors with one entry per channel',
+            ) from None
+
+
+def _per_channel(value: Any, sample: Sample) -> torch.Tensor:
+    t = torch.as_tensor(value, dtype=torch.float64).reshape(-1).expand(len(sample.low))
+    if not bool(t.isfinite().all()):
+        raise ValueError
+    return t
+
+
+class ReplaceLayer(Action):
+    """Another layer in place of each one; it is calibrated as if it had been there from the start.
+
+    Args:
+        layer_type: class of the new layer.
+        get_params_and_weights_fn: `(weights, **attributes)` of the old layer, a table of tensors and its constructor arguments, to the
+            pair of the new one's.
+
+    Raises:
+        ConfigError: no class, or no function.
+    """
+
+    def __init__(
+        self, layer_type: type, get_params_and_weights_fn: Callable[..., tuple[Mapping[str, Any], Mapping[str, Any]]]
+    ) -> None:
+        if not isinstance(layer_type, type) or not callable(get_params_and_weights_fn):
+            raise ConfigError(
+                "ReplaceLayer needs a class and a function", got=f"{layer_type!r}, {get_params_and_weights_fn!r}"
+            )
+        super().__init__({})
+        self.layer_type, self.get_params_and_weights_fn = layer_type, get_params_and_weights_fn
+
+
+@dataclass(frozen=True)
+class EditRule:
+    """What is different about some layers.
+
+    Args:
+        filter: which layers; it must mean at least one.
+        action: what is different about them.
+
+    Raises:
+        ConfigError: no filter, or no action.
+    """
+
+    filter: NodeFilter
+    action: Action
+
+    def __post_init__(self) -> None:
+        filters_of(self.filter)
+        if not isinstance(self.action, Action):
+            raise ConfigError(
+                "An EditRule needs an action", got=repr(self.action), allowed=", ".join(c.__name__ for c in ACTIONS)
+            )
+
+
+ACTIONS: tuple[type[Action], ...] = (
+    ChangeCandidatesWeightsQuantConfigAttr,
+    ChangeFinalWeightsQuantConfigAttr,
+    ChangeCandidatesActivationQuantConfigAttr,
+    ChangeFinalActivationQuantConfigAttr,
+    ChangeCandidatesWeightsQuantizationMethod,
+    ChangeFinalWeightsQuantizationMethod,
+    ChangeCandidatesActivationQuantizationMethod,
+    ChangeFinalActivationQuantizationMethod,
+    ChangeQuantizationParamFunction,
+    ReplaceLayer,
+)
+
+
+def to_overrides(rules: Iterable[EditRule]) -> list[tuple[NodeFilter, dict[str, Any]]]:
+    """Rules as overrides, final ones last; those that replace layers are none."""
+    ordered = sorted(rules, key=lambda r: r.action.final)
+    return [(r.filter, r.action.choices) for r in ordered if r.action.choices]

@@ -1,0 +1,200 @@
+"""Post-training quantization under the predecessor's names: a model, a function that yields calibration data, configurations."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from chipfit import pipeline
+from chipfit.errors import ConfigError, DataError, UnsupportedError
+from chipfit.facade.core.config import CoreConfig, ResourceUtilization
+from chipfit.facade.core.network_editor import to_overrides
+from chipfit.facade.core.replace_layer import replace_layers
+from chipfit.facade.target_platform.capabilities import (
+    OperationsSetToLayers,
+    OperationsToLayers,
+    TargetPlatformCapabilities,
+)
+from chipfit.facade.target_platform.model import TargetPlatformModel
+from chipfit.facade.target_platform.targets import get_target_platform_capabilities
+from chipfit.pipeline import Result
+
+__all__ = ["DataGenerator", "UserInformation", "keras_post_training_quantization", "pytorch_post_training_quantization"]
+
+if TYPE_CHECKING:
+    from chipfit.facade.framework_info import FrameworkInfo
+
+#: called without arguments, returns an iterator over batches; a batch is the list of the model's inputs
+DataGenerator = Callable[[], Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class UserInformation:
+    """What a facade tells beside the model."""
+
+    result: Result | None = None  #: plan, report, `export`, `verify`, `save`; None where quantization was bypassed
+    mixed_precision_cfg: list[int] | None = None  #: None: bit widths were not searched
+    input_scale: float = 1.0  #: factor for the inputs of the quantized model
+    gptq_info_dict: Mapping[str, Any] = field(default_factory=dict)  #: empty: rounding was not tuned
+
+    @property
+    def final_resource_utilization(self) -> ResourceUtilization | None:
+        """Bytes that the weights take on the chip; the other entries stay infinite, which is unknown."""
+        return None if self.result is None else ResourceUtilization(weights_memory=self.result.report.quantized_bytes)
+
+    @property
+    def fusions(self) -> list[list[str]]:
+        """Layers that run as one kernel, by name."""
+        if self.result is None:
+            return []
+        layers = {n.name: n.layer or n.name for n in self.result.graph.nodes}
+        return [[layers[n] for n in group] for group in self.result.plan.groups]
+
+
+def pytorch_post_training_quantization(
+    in_module: Any,
+    representative_data_gen: DataGenerator,
+    target_resource_utilization: ResourceUtilization | None = None,
+    core_config: CoreConfig | None = None,
+    target_platform_capabilities: Any = None,
+    fw_info: FrameworkInfo | None = None,
+) -> tuple[Any, UserInformation]:
+    """Quantize a trained PyTorch module after training.
+
+    Args:
+        in_module: in any mode; it is copied, never changed.
+        representative_data_gen: function without arguments that yields lists of arrays or tensors, one for each input.
+        target_resource_utilization: limits that start a search of bit widths; refused until there is one.
+        core_config: range rules, rewrites, corrections, network editor, bit widths; `CoreConfig()` when omitted.
+        target_platform_capabilities: TargetPlatformCapabilities, TargetPlatformModel, Platform, name, or path of a YAML or JSON
+            file; the predecessor's default chip (imx500) when omitted.
+        fw_info: a `FrameworkInfo` that says which layers are quantized.
+
+    Returns:
+        The quantized module, which still trains, and what there is to know about it; its `result` exports and verifies.
+
+    Raises:
+        ConfigError, UnknownNameError: an option is not understood, or a filter means no layer.
+        UnsupportedError: an option that is not there, or that the platform cannot hold.
+        DataError: the generator yields nothing, or batches that do not fit the model.
+    """
+    return _quantize(
+        "pytorch",
+        in_module,
+        representative_data_gen,
+        target_resource_utilization,
+        core_config,
+        target_platform_capabilities,
+        fw_info,
+    )
+
+
+def keras_post_training_quantization(
+    in_model: Any,
+    representative_data_gen: DataGenerator,
+    target_resource_utilization: ResourceUtilization | None = None,
+    core_config: CoreConfig | None = None,
+    target_platform_capabilities: Any = None,
+    fw_info: FrameworkInfo | None = None,
+) -> tuple[Any, UserInformation]:
+    """Quantize a trained Keras 3 model after training; arguments, result and errors as for PyTorch."""
+    return _quantize(
+        "keras",
+        in_model,
+        representative_data_gen,
+        target_resource_utilization,
+        core_config,
+        target_platform_capabilities,
+        fw_info,
+    )
+
+
+def _quantize(
+    framework: str,
+    model: Any,
+    generator: Any,
+    limits: Any,
+    config: CoreConfig | None,
+    platform: Any,
+    fw_info: FrameworkInfo | None,
+) -> tuple[Any, UserInformation]:
+    config = CoreConfig() if config is None else config
+    if not isinstance(config, CoreConfig):
+        raise ConfigError("core_config is not understood", got=type(config).__name__, allowed="a CoreConfig")
+    if limits is not None and not isinstance(limits, ResourceUtilization):
+        raise ConfigError(
+            "target_resource_utilization is not understood", got=type(limits).__name__, allowed="a ResourceUtilization"
+        )
+    config.debug_config.check()
+    if config.debug_config.bypass:
+        return model, UserInformation()
+    if limits is not None and limits.is_any_restricted():
+        raise UnsupportedError(
+            "Searching bit widths under limits is not there yet",
+            got=limits,
+            hint="choose bit widths by hand with BitWidthConfig",
+        )
+    settings, rules = config.quantization_config.to_settings(), config.quantization_config.to_rules()
+    said = [] if fw_info is None else fw_info.overrides()
+    overrides = [*said, *config.bit_width_config.choices, *to_overrides(config.debug_config.network_editor)]
+    model = replace_layers(model, config.debug_config.network_editor)
+    example = _first(generator)  # a list of inputs, of which none is a label
+    platform = get_target_platform_capabilities(framework) if platform is None else platform
+    if config.quantization_config.custom_tpc_opset_to_layer:
+        platform = _with_layers(platform, config.quantization_config.custom_tpc_opset_to_layer)
+    result = pipeline.quantize(
+        model, generator, platform, **rules, settings=settings, overrides=overrides, example=example, progress=False
+    )
+    result = result if fw_info is None else fw_info.apply(result)
+    return result.model, UserInformation(result)
+
+
+def _with_layers(platform: Any, custom: Mapping[str, Any]) -> TargetPlatformCapabilities:
+    """A modelled platform with layers attached to some of its operator sets.
+
+    Raises:
+        ConfigError: a platform that has no operator sets to attach to.
+        ModelingError: a set that the platform does not have, or layers that are no known operators.
+    """
+    tpc = TargetPlatformCapabilities(platform) if isinstance(platform, TargetPlatformModel) else platform
+    if not isinstance(tpc, TargetPlatformCapabilities):
+        raise ConfigError(
+            "custom_tpc_opset_to_layer needs a platform that is described in Python",
+            got=type(platform).__name__,
+            allowed="TargetPlatformCapabilities or TargetPlatformModel",
+            hint="name the layers in `sets` of the platform file",
+        )
+    own = [o for o in tpc.op_sets_to_layers.op_sets_to_layers if o.name not in custom]
+    added = [OperationsSetToLayers(name, list(layers)) for name, layers in custom.items()]
+    return TargetPlatformCapabilities(
+        tpc.tp_model, tpc.name, tpc.version, op_sets_to_layers=OperationsToLayers([*own, *added])
+    )
+
+
+def _first(generator: Any) -> Any:
+    """The first batch.
+
+    Raises:
+        DataError: no function without arguments, or one that yields nothing.
+    """
+    try:
+        inspect.signature(generator).bind()
+    except (TypeError, ValueError):
+        raise DataError(
+            "representative_data_gen is called without arguments and yields batches",
+            got=type(generator).__name__,
+            allowed="such a function",
+            hint="def representative_data_gen(): yield [batch]",
+        ) from None
+    made = generator()
+    if not isinstance(made, Iterable) or isinstance(made, (str, bytes)):
+        raise DataError(
+            "representative_data_gen returned no batches",
+            got=type(made).__name__,
+            allowed="an iterator over lists of inputs",
+        )
+    for batch in made:
+        return batch
+    raise DataError("The calibration data are empty", hint="representative_data_gen yields at least one batch")

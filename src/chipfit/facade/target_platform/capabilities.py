@@ -1,0 +1,366 @@
+"""A modelled chip tied to a framework's layers: `TargetPlatformCapabilities`, and filters that tell layers apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from chipfit.errors import ModelingError
+from chipfit.facade.target_platform.configs import OpQuantizationConfig, QuantizationConfigOptions
+from chipfit.facade.target_platform.layers import member_of, squash
+from chipfit.facade.target_platform.model import OperatorSetConcat, OperatorsSet, TargetPlatformModel
+from chipfit.graph.config import call_settings, module_settings, plain
+from chipfit.graph.ir import Node
+from chipfit.platform.filters import AttributeFilter, Member
+from chipfit.platform.schema import Platform
+
+_CURRENT: ContextVar[TargetPlatformCapabilities | None] = ContextVar("target_platform_capabilities", default=None)
+
+
+def _test(name: str, doc: str) -> Any:
+    def make(attr: str, value: Any) -> AttributeFilter:
+        return AttributeFilter(attr=attr, test=name, value=value)  # type: ignore[arg-type]  # one of the literals
+
+    make.__name__ = make.__qualname__ = {
+        "eq": "Eq",
+        "ne": "NotEq",
+        "gt": "Greater",
+        "ge": "GreaterEq",
+        "lt": "Smaller",
+        "le": "SmallerEq",
+        "contains": "Contains",
+    }[name]
+    make.__doc__ = f"Layers that have the attribute, with a value {doc} `value`. Combine with `&` and `|`."
+    return make
+
+
+Eq = _test("eq", "equal to")
+NotEq = _test("ne", "other than")
+Greater = _test("gt", "above")
+GreaterEq = _test("ge", "at or above")
+Smaller = _test("lt", "below")
+SmallerEq = _test("le", "at or below")
+Contains = _test("contains", "that contains")
+
+
+class DefaultDict:
+    """A read-only mapping with a value for every other key."""
+
+    def __init__(self, known_dict: Mapping[Any, Any] | None = None, default_value: Any = None) -> None:
+        self.known_dict, self.default_value = dict(known_dict or {}), default_value
+
+    def get(self, key: Any) -> Any:
+        """The key's value, else the default."""
+        return self.known_dict.get(key, self.default_value)
+
+    def keys(self) -> Iterable[Any]:
+        """The keys with a value of their own."""
+        return self.known_dict.keys()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DefaultDict) and (self.known_dict, self.default_value) == (
+            other.known_dict,
+            other.default_value,
+        )
+
+    def __hash__(self) -> int:
+        return hash(len(self.known_dict))
+
+    def __repr__(self) -> str:
+        return f"DefaultDict({self.known_dict!r}, {self.default_value!r})"
+
+
+class LayerFilterParams:
+    """A layer with conditions on its attributes.
+
+    Args:
+        layer: class, function or name, as in `OperationsSetToLayers`.
+        conditions: filters, all of which must hold.
+        kwargs: attribute = value; a missing attribute counts as None.
+    """
+
+    def __init__(self, layer: Any, *conditions: AttributeFilter, **kwargs: Any) -> None:
+        for c in conditions:
+            if not isinstance(c, AttributeFilter):
+                raise ModelingError(
+                    "Not an attribute filter",
+                    got=f"{c!r} of type {type(c).__name__}",
+                    allowed="Eq, NotEq, Greater, ... joined by & and |",
+                )
+        self.layer, self.conditions, self.kwargs = layer, conditions, {k: plain(v) for k, v in kwargs.items()}
+
+    @property
+    def member(self) -> Member:
+        """The filter as data."""
+        base = member_of(self.layer)
+        tests = [AttributeFilter(attr=k, test="is", value=v) for k, v in self.kwargs.items()] + list(self.conditions)
+        if not tests:
+            return base
+        return base.model_copy(
+            update={"where": tests[0] if len(tests) == 1 else AttributeFilter.model_validate({"all": tests})}
+        )
+
+    def match(self, node: Any) -> bool:
+        """Whether a node of a graph, a layer object, or a call `(function, keyword arguments)` is meant."""
+        if isinstance(node, Node):
+            return matches(self.member, node)
+        kind, config = describe(node)
+        own = getattr(self.layer, "__name__", str(self.layer))
+        same = kind is self.layer or (
+            isinstance(self.layer, str) and squash(own) == squash(getattr(kind, "__name__", str(kind)))
+        )
+        where = self.member.where
+        return same and (where is None or where.match(config))
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.layer, self.conditions, tuple(sorted(self.kwargs.items(), key=lambda kv: kv[0]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LayerFilterParams) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __repr__(self) -> str:
+        words = [f"{k}={v}" for k, v in self.kwargs.items()] + [repr(c) for c in self.conditions]
+        return f"{_label(self.layer)}({', '.join(words)})"
+
+
+def matches(member: Member, node: Node) -> bool:
+    """Whether a graph's node belongs to an operator set."""
+    return member.match(node.op, node.layer_type, node.config)
+
+
+def describe(layer: Any) -> tuple[Any, dict[str, Any]]:
+    """Class or function of a layer object or call, and its attributes as a filter sees them."""
+    if isinstance(layer, tuple) and len(layer) == 2 and callable(layer[0]):
+        return layer[0], call_settings(layer[0], layer[1])
+    if hasattr(layer, "get_config"):
+        return type(layer), {k: plain(v) for k, v in layer.get_config().items()}
+    return type(layer), module_settings(layer)
+
+
+class OperationsSetToLayers:
+    """The layers of one operator set.
+
+    Args:
+        op_set_name: a set of the model.
+        layers: classes, functions, names, or LayerFilterParams.
+        attr_mapping: generic weight attribute -> DefaultDict of layer -> the framework's name of that attribute.
+    """
+
+    def __init__(
+        self, op_set_name: str, layers: list[Any], attr_mapping: Mapping[str, DefaultDict] | None = None
+    ) -> None:
+        if not isinstance(layers, (list, tuple)):
+            raise ModelingError(
+                f"The layers of '{op_set_name}' must be a list", got=f"{layers!r} of type {type(layers).__name__}"
+            )
+        if not layers:
+            raise ModelingError(f"The layers of '{op_set_name}' are empty", hint="list at least one layer")
+        for generic, mapping in (attr_mapping or {}).items():
+            if not isinstance(mapping, DefaultDict):
+                raise ModelingError(f"attr_mapping['{generic}'] must be a DefaultDict", got=repr(mapping))
+        self.name, self.layers, self.attr_mapping = op_set_name, list(layers), dict(attr_mapping or {})
+        self.members = tuple(
+            dict.fromkeys(x.member if isinstance(x, LayerFilterParams) else member_of(x) for x in layers)
+        )
+        tpc = _CURRENT.get()
+        if tpc is not None:
+            tpc._add(self)
+
+    def __repr__(self) -> str:
+        return f"OperationsSetToLayers({self.name!r}, [{', '.join(map(_label, self.layers))}])"
+
+
+class OperationsToLayers:
+    """Several `OperationsSetToLayers`: the layers of every operator set."""
+
+    def __init__(self, op_sets_to_layers: Iterable[OperationsSetToLayers] | None = None) -> None:
+        self.op_sets_to_layers: list[OperationsSetToLayers] = []
+        for o in op_sets_to_layers or ():
+            self.add(o)
+
+    def add(self, entry: OperationsSetToLayers) -> None:
+        """Append one, checking that no layer is in two sets.
+
+        Raises:
+            ModelingError: a set named twice, a layer in two sets, or something else than OperationsSetToLayers.
+        """
+        if not isinstance(entry, OperationsSetToLayers):
+            raise ModelingError("Not an OperationsSetToLayers", got=f"{entry!r} of type {type(entry).__name__}")
+        for other in self.op_sets_to_layers:
+            if other.name == entry.name:
+                raise ModelingError(f"The layers of '{entry.name}' are given twice")
+        seen = {_hashable(layer): o.name for o in self.op_sets_to_layers for layer in o.layers}
+        for layer in entry.layers:
+            if _hashable(layer) in seen:
+                raise ModelingError(
+                    f"Found layer {_label(layer)} in more than one OperatorsSet",
+                    got=f"'{seen[_hashable(layer)]}' and '{entry.name}'",
+                )
+            seen[_hashable(layer)] = entry.name
+        self.op_sets_to_layers.append(entry)
+
+    def get_layers_by_op(self, op: OperatorsSet | OperatorSetConcat) -> list[Any] | None:
+        """The layers of a set; those of all members for a concatenation; None where none are attached."""
+        named = {o.name: o.layers for o in self.op_sets_to_layers}
+        if op.name in named:
+            return named[op.name]
+        found = [layer for m in op.members for layer in named.get(m.name, ())]
+        return found or None
+
+
+class TargetPlatformCapabilities:
+    """A modelled chip with a framework's layers attached.
+
+    Args:
+        tp_model: the modelled hardware.
+        name: of these capabilities.
+        version: of the platform.
+        op_sets_to_layers: the layers; or make them inside `with capabilities:`.
+        platform: where the capabilities were read from a `Platform`, that record, so that nothing of it is lost.
+
+    Raises:
+        ModelingError: see `OperationsToLayers.add`; also a set that the model does not define.
+    """
+
+    def __init__(
+        self,
+        tp_model: TargetPlatformModel,
+        name: str = "base",
+        version: str | None = None,
+        *,
+        op_sets_to_layers: OperationsToLayers | None = None,
+        platform: Platform | None = None,
+    ) -> None:
+        if not isinstance(tp_model, TargetPlatformModel):
+            raise ModelingError(
+                "tp_model must be a TargetPlatformModel", got=f"{tp_model!r} of type {type(tp_model).__name__}"
+            )
+        self.tp_model, self.name, self.version = tp_model, name, version
+        self.op_sets_to_layers = OperationsToLayers()
+        self.source = platform
+        for o in (op_sets_to_layers or OperationsToLayers()).op_sets_to_layers:
+            self._add(o)
+
+    def _add(self, entry: OperationsSetToLayers) -> None:
+        if not self.tp_model.is_opset_in_model(entry.name):
+            known = ", ".join(o.name for o in self.tp_model.operator_set) or "none"
+            raise ModelingError(
+                f"{entry.name} is not defined in the target platform model that is associated with these capabilities",
+                allowed=known,
+            )
+        self.op_sets_to_layers.add(entry)
+
+    def __enter__(self) -> TargetPlatformCapabilities:
+        self._token = _CURRENT.set(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _CURRENT.reset(self._token)
+
+    # ---- questions
+
+    def get_layers_by_opset_name(self, opset_name: str) -> list[Any] | None:
+        """The layers of a set; None for an unknown one."""
+        op = self.tp_model.get_opset_by_name(opset_name)
+        return None if op is None else self.op_sets_to_layers.get_layers_by_op(op)
+
+    def get_layers_by_opset(self, op: OperatorsSet | OperatorSetConcat) -> list[Any] | None:
+        """The layers of a set."""
+        return self.op_sets_to_layers.get_layers_by_op(op)
+
+    def get_fusing_patterns(self) -> list[list[Any]]:
+        """Every fused sequence of layers, in the model's order."""
+        import itertools
+
+        patterns: list[list[Any]] = []
+        for f in self.tp_model.fusing_patterns:
+            steps = [self.get_layers_by_opset(g) or [] for g in f.operator_groups_list]
+            patterns += [list(p) for p in itertools.product(*steps)]
+        return patterns
+
+    def get_default_op_qc(self) -> OpQuantizationConfig:
+        """The configuration of layers that belong to no set."""
+        return self.tp_model.get_default_op_quantization_config()
+
+    def get_qco_by_node(self, node: Any) -> QuantizationConfigOptions:
+        """The options that govern a node of a graph, a layer object, or a call; filters go before plain layers.
+
+        Weight attributes carry the framework's own names where an attribute mapping gives them.
+        """
+        entry = self._entry_of(node)
+        if entry is None:
+            return self.tp_model.default_qco
+        options = self.tp_model.get_config_options_by_operators_set(entry[0].name)
+        return _renamed(options, entry[0].attr_mapping, entry[1])
+
+    def _entry_of(self, node: Any) -> tuple[OperationsSetToLayers, Any] | None:
+        pairs = [(o, x) for o in self.op_sets_to_layers.op_sets_to_layers for x in o.layers]
+        for o, x in [p for p in pairs if isinstance(p[1], LayerFilterParams)]:
+            if x.match(node):
+                return o, x.layer
+        for o, x in [p for p in pairs if not isinstance(p[1], LayerFilterParams)]:
+            if LayerFilterParams(x).match(node):
+                return o, x
+        return None
+
+    def get_info(self) -> dict[str, Any]:
+        """For printing."""
+        return {
+            "Capabilities": self.name,
+            "Version": self.version,
+            **self.tp_model.get_info(),
+            "Layers": {o.name: [_label(x) for x in o.layers] for o in self.op_sets_to_layers.op_sets_to_layers},
+        }
+
+    def show(self) -> None:
+        """Print the capabilities as the tables of the platform that they lower to."""
+        from rich import print as rich_print
+
+        from chipfit.platform.show import show
+
+        rich_print(show(self.to_platform()))
+
+    def to_platform(self) -> Platform:
+        """The same chip as the record that platform files load into."""
+        from chipfit.facade.target_platform.lower import lower
+
+        return self.source or lower(self)
+
+    def _key(self) -> tuple[Any, ...]:
+        layers = tuple((o.name, o.members, tuple(o.attr_mapping)) for o in self.op_sets_to_layers.op_sets_to_layers)
+        return self.tp_model, self.name, self.version, layers
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TargetPlatformCapabilities) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.version))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.tp_model!r}, name={self.name!r}, version={self.version!r})"
+
+
+def _renamed(
+    options: QuantizationConfigOptions, mapping: Mapping[str, DefaultDict], layer: Any
+) -> QuantizationConfigOptions:
+    if not mapping:
+        return options
+    names = {a: a for c in options.quantization_config_list for a in c.attr_weights_configs_mapping}
+    names.update({a: d.get(layer) or a for a, d in mapping.items()})
+    return options.clone_and_map_weights_attr_keys(names)
+
+
+def _label(layer: Any) -> str:
+    return repr(layer) if isinstance(layer, LayerFilterParams) else getattr(layer, "__name__", str(layer))
+
+
+def _hashable(layer: Any) -> Any:
+    try:
+        hash(layer)
+    except TypeError:
+        return id(layer)
+    return layer

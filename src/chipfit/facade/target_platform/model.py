@@ -1,0 +1,300 @@
+"""The hardware as operator sets, their options, and fusions: a `TargetPlatformModel` and its parts.
+
+Parts that are made inside `with model:` join it; parts made outside are handed to the constructor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from chipfit.errors import ModelingError
+from chipfit.facade.target_platform.configs import OpQuantizationConfig, QuantizationConfigOptions
+from chipfit.platform.schema import Math, Platform
+
+_CURRENT: ContextVar[TargetPlatformModel | None] = ContextVar("target_platform_model", default=None)
+
+
+def get_default_quantization_config_options() -> QuantizationConfigOptions:
+    """The default options of the model whose `with` block is open.
+
+    Raises:
+        ModelingError: no block is open.
+    """
+    model = _CURRENT.get()
+    if model is None:
+        raise ModelingError(
+            "Target platform model is not initialized.", hint="ask inside `with TargetPlatformModel(...):`"
+        )
+    return model.default_qco
+
+
+@dataclass(frozen=True)
+class OperatorsSet:
+    """Operators under one label.
+
+    Args:
+        name: unique in its model.
+        qc_options: how to quantize them; the model's default when omitted.
+    """
+
+    name: str
+    qc_options: QuantizationConfigOptions | None = None
+
+    def __post_init__(self) -> None:
+        _name("An operators set", self.name)
+        if self.qc_options is not None and not isinstance(self.qc_options, QuantizationConfigOptions):
+            raise ModelingError(
+                "qc_options are QuantizationConfigOptions",
+                got=f"{self.qc_options!r} of type {type(self.qc_options).__name__}",
+            )
+        _join(self)
+
+    @property
+    def members(self) -> tuple[OperatorsSet, ...]:
+        """Itself: a set is a concatenation of one."""
+        return (self,)
+
+    def get_info(self) -> dict[str, Any]:
+        """For printing."""
+        return {"name": self.name}
+
+
+@dataclass(frozen=True, init=False)
+class OperatorSetConcat:
+    """Several operator sets that fusions treat alike.
+
+    Args:
+        opsets: sets, or concatenations of them.
+        name: their names joined by "_" when omitted.
+    """
+
+    op_set_list: tuple[OperatorsSet, ...]
+    name: str
+    qc_options: None = None
+
+    def __init__(self, *opsets: OperatorsSet | OperatorSetConcat, name: str | None = None) -> None:
+        if not opsets:
+            raise ModelingError("A concatenation needs at least one OperatorsSet", got="none")
+        for o in opsets:
+            if not isinstance(o, (OperatorsSet, OperatorSetConcat)):
+                raise ModelingError("Only operator sets can be concatenated", got=f"{o!r} of type {type(o).__name__}")
+        object.__setattr__(self, "op_set_list", tuple(m for o in opsets for m in o.members))
+        object.__setattr__(self, "name", name or "_".join(o.name for o in opsets))
+        _join(self)
+
+    @property
+    def members(self) -> tuple[OperatorsSet, ...]:
+        """The sets inside."""
+        return self.op_set_list
+
+    def get_info(self) -> dict[str, Any]:
+        """For printing."""
+        return {"name": self.name, "sets": [m.name for m in self.members]}
+
+
+Group = OperatorsSet | OperatorSetConcat
+
+
+@dataclass(frozen=True, init=False)
+class Fusing:
+    """Operators that run as one: nothing between them is quantized.
+
+    Args:
+        operator_groups_list: two or more groups, in execution order.
+        name: the groups' names joined by "_" when omitted.
+    """
+
+    operator_groups_list: tuple[Group, ...]
+    name: str
+
+    def __init__(self, operator_groups_list: Sequence[Group], name: str | None = None) -> None:
+        if not isinstance(operator_groups_list, (list, tuple)):
+            raise ModelingError(
+                "A fusing takes a list of operator groups",
+                got=f"{operator_groups_list!r} of type {type(operator_groups_list).__name__}",
+            )
+        for g in operator_groups_list:
+            if not isinstance(g, (OperatorsSet, OperatorSetConcat)):
+                raise ModelingError("A fusing is made of operator groups", got=f"{g!r} of type {type(g).__name__}")
+        if len(operator_groups_list) < 2:
+            raise ModelingError(
+                "Fusing can not be created for a single operators group",
+                got=len(operator_groups_list),
+                allowed="two or more",
+            )
+        object.__setattr__(self, "operator_groups_list", tuple(operator_groups_list))
+        object.__setattr__(self, "name", name or "_".join(g.name for g in operator_groups_list))
+        _join(self)
+
+    def contains(self, other: Fusing) -> bool:
+        """Whether the groups of `other` stand side by side somewhere in this fusing; a set fits the concatenations that hold it."""
+        mine, theirs = self.operator_groups_list, other.operator_groups_list
+        fits = lambda a, b: a == b or (isinstance(a, OperatorSetConcat) and b in a.members)  # noqa: E731 -- one line, used once
+        return any(
+            all(fits(a, b) for a, b in zip(mine[i:], theirs, strict=False)) for i in range(len(mine) - len(theirs) + 1)
+        )
+
+    def chains(self) -> list[tuple[OperatorsSet, ...]]:
+        """Every sequence of single sets that the fusing stands for."""
+        return list(itertools.product(*(g.members for g in self.operator_groups_list)))
+
+    def get_info(self) -> dict[str, str]:
+        """{name: "a -> b"}, for printing."""
+        return {self.name: " -> ".join(g.name for g in self.operator_groups_list)}
+
+
+class TargetPlatformModel:
+    """Modelled hardware: operator sets with their options, and fusions. Immutable once complete.
+
+    Args:
+        default_qco: options of operators that belong to no set, or to one without options; exactly one option.
+        add_metadata: write the platform and chipfit's version into exported files.
+        name: of the model.
+        operator_set, fusing_patterns: the parts; or make them inside `with model:`.
+        math: the chip's arithmetic, with the keys of a platform file; without it no exactness is claimed.
+
+    Raises:
+        ModelingError: more than one default option, or two sets with one name.
+    """
+
+    def __init__(
+        self,
+        default_qco: QuantizationConfigOptions,
+        add_metadata: bool = False,
+        name: str = "default_tp_model",
+        *,
+        operator_set: Iterable[Group] | None = None,
+        fusing_patterns: Iterable[Fusing] | None = None,
+        math: Math | Mapping[str, Any] | None = None,
+    ) -> None:
+        if not isinstance(default_qco, QuantizationConfigOptions):
+            raise ModelingError(
+                "default_qco must be QuantizationConfigOptions",
+                got=f"{default_qco!r} of type {type(default_qco).__name__}",
+            )
+        if len(default_qco.quantization_config_list) != 1:
+            raise ModelingError(
+                "Default QuantizationConfigOptions must contain only one option",
+                got=len(default_qco.quantization_config_list),
+            )
+        self._frozen = False
+        self.default_qco, self.add_metadata, self.name = default_qco, add_metadata, name
+        try:
+            self.math = Math.model_validate(math or {})
+        except ValidationError as e:
+            first = e.errors()[0]
+            where = ".".join(["math", *map(str, first["loc"])])
+            raise ModelingError(
+                f"The arithmetic is not understood: {first['msg']}", where=where, got=repr(first.get("input"))
+            ) from None
+        self.operator_set: tuple[Group, ...] = tuple(operator_set or ())
+        self.fusing_patterns: tuple[Fusing, ...] = tuple(fusing_patterns or ())
+        self._token: Any = None
+        if operator_set is not None or fusing_patterns is not None:
+            self._finish()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if getattr(self, "_frozen", False):
+            raise ModelingError("Immutable class. Can't edit attributes.", got=name, hint="make a new model")
+        object.__setattr__(self, name, value)
+
+    def __enter__(self) -> TargetPlatformModel:
+        if self._frozen:
+            raise ModelingError(f"Model '{self.name}' can not be reinitialized", hint="make a new one")
+        self._token = _CURRENT.set(self)
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        _CURRENT.reset(self._token)
+        self._token = None
+        if kind is None:
+            self._finish()
+
+    def _add(self, part: Group | Fusing) -> None:
+        if isinstance(part, Fusing):
+            self.fusing_patterns += (part,)
+        else:
+            self.operator_set += (part,)
+
+    def _finish(self) -> None:
+        inner = [m for f in self.fusing_patterns for g in f.operator_groups_list for m in (g, *g.members)]
+        inner += [m for g in self.operator_set for m in g.members]
+        for g in inner:  # a set that only a fusing or a concatenation mentions belongs to the model too
+            if g not in self.operator_set:
+                self.operator_set += (g,)
+        seen: set[str] = set()
+        for o in self.operator_set:
+            if o.name in seen:
+                raise ModelingError(
+                    f"Two operator sets are named '{o.name}'", where=f"model '{self.name}'", allowed="unique names"
+                )
+            seen.add(o.name)
+        self._frozen = True
+
+    # ---- questions
+
+    def get_config_options_by_operators_set(self, operators_set_name: str) -> QuantizationConfigOptions:
+        """The options of a set; the default ones for a set without options, or for an unknown name."""
+        found = self.get_opset_by_name(operators_set_name)
+        return self.default_qco if found is None or found.qc_options is None else found.qc_options
+
+    def get_default_op_quantization_config(self) -> OpQuantizationConfig:
+        """The one option of the default."""
+        return self.default_qco.base
+
+    def is_opset_in_model(self, opset_name: str) -> bool:
+        """Whether a set of this name exists."""
+        return self.get_opset_by_name(opset_name) is not None
+
+    def get_opset_by_name(self, opset_name: str) -> Group | None:
+        """The set of this name, or None."""
+        return next((o for o in self.operator_set if o.name == opset_name), None)
+
+    def to_platform(self) -> Platform:
+        """The same chip as the record that platform files load into; operator sets are known by their names."""
+        from chipfit.facade.target_platform.lower import lower
+
+        return lower(self)
+
+    def get_info(self) -> dict[str, Any]:
+        """For printing."""
+        return {
+            "Model name": self.name,
+            "Operators sets": [o.get_info() for o in self.operator_set],
+            "Fusing patterns": [f.get_info() for f in self.fusing_patterns],
+        }
+
+    def show(self) -> None:
+        """Print what the model says."""
+        from rich import print as rich_print
+
+        rich_print(self.get_info())
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.default_qco, self.add_metadata, self.name, self.operator_set, self.fusing_patterns, self.math
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TargetPlatformModel) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {len(self.operator_set)} operator sets, {len(self.fusing_patterns)} fusings)"
+
+
+def _name(what: str, name: Any) -> None:
+    if not isinstance(name, str) or not name:
+        raise ModelingError(f"{what} needs a name", got=repr(name), allowed="a non-empty string")
+
+
+def _join(part: Group | Fusing) -> None:
+    model = _CURRENT.get()
+    if model is not None:
+        model._add(part)

@@ -1,0 +1,75 @@
+"""What differs between two plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from chipfit.plan.record import Plan
+from chipfit.quantizers.grids import Grid
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that two plans say differently."""
+
+    where: str  #: "tensor 'conv1.weight'", "node 'relu'" or "plan"
+    field: str  #: "format", "scale", ...; "" when only one plan has the thing at all
+    a: str
+    b: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.field + ' ' if self.field else ''}{self.a} -> {self.b}"
+
+
+def diff(a: Plan, b: Plan) -> list[Difference]:
+    """What differs between two plans, in the order of the first; empty when they decide the same.
+
+    Provenance is left out: it says where the numbers come from, not what they are.
+    """
+    out: list[Difference] = []
+    for kind, ours, theirs in (("tensor", a.tensors, b.tensors), ("node", a.nodes, b.nodes)):
+        for name in dict.fromkeys([*ours, *theirs]):
+            where, x, y = f"{kind} '{name}'", ours.get(name), theirs.get(name)  # type: ignore[attr-defined]  # both are dicts
+            if x is None or y is None:
+                out.append(
+                    Difference(where, "", "absent" if x is None else "present", "absent" if y is None else "present")
+                )
+                continue
+            for f in fields(x):
+                u, v = getattr(x, f.name), getattr(y, f.name)
+                if not _equal(u, v):
+                    out.append(Difference(where, f.name.replace("_", " "), _show(u, v), _show(v, u)))
+    for field in ("platform", "groups", "float_edges", "ties", "rewrites"):
+        u, v = getattr(a, field), getattr(b, field)
+        if u != v:
+            out.append(Difference("plan", field.replace("_", " "), _only(u, v), _only(v, u)))
+    return out
+
+
+def _equal(u: Any, v: Any) -> bool:
+    if isinstance(u, torch.Tensor) and isinstance(v, torch.Tensor):
+        return torch.equal(u, v)
+    return type(u) is type(v) and not isinstance(u, torch.Tensor) and u == v
+
+
+def _show(u: Any, other: Any) -> str:
+    if isinstance(u, torch.Tensor):
+        if u.dim() == 0:
+            return f"{u.item():.9g}"  # nine digits tell any two float32 apart
+        changed = (
+            f", {int((u != other).sum())} differ" if isinstance(other, torch.Tensor) and other.shape == u.shape else ""
+        )
+        return f"[{u.numel()}] in {u.min().item():.9g}..{u.max().item():.9g}{changed}" if u.numel() else "[0]"
+    if isinstance(u, Grid):
+        return f"{u.bits} bit {u.qmin}..{u.qmax}"
+    return repr(u) if isinstance(u, str) else str(u)
+
+
+def _only(u: Any, v: Any) -> str:
+    """What `u` holds and `v` does not."""
+    if isinstance(u, str):
+        return repr(u)
+    return ", ".join(map(str, sorted(set(u) - set(v)))) or "-"

@@ -1,0 +1,130 @@
+"""Which quantizer rounds which tensor of a simulation; the same for every framework."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from chipfit.errors import PlanError
+from chipfit.graph.ir import Graph, Node
+from chipfit.plan.record import Plan, TensorPlan
+
+#: operators whose result holds numbers of their inputs and no others, so that rounding it again changes nothing
+_MOVES = frozenset(
+    {
+        "Identity",
+        "Dropout",
+        "Reshape",
+        "Transpose",
+        "Squeeze",
+        "Unsqueeze",
+        "Expand",
+        "Slice",
+        "Select",
+        "Gather",
+        "Concat",
+        "Stack",
+        "Split",
+        "Unstack",
+        "Roll",
+        "Tile",
+        "DepthToSpace",
+        "SpaceToDepth",
+        "ChannelShuffle",
+        "MaxPool",
+        "AdaptiveMaxPool",
+        "ReduceMax",
+        "ReduceMin",
+    }
+)
+
+
+@dataclass(slots=True)
+class Rounding:
+    """The quantizers that a simulation needs."""
+
+    #: quantized tensor -> the tensor whose quantizer is its own: itself, one that it is tied to, or one whose numbers it moves
+    owner: dict[str, str] = field(default_factory=dict)
+    #: tensors that pass through their quantizer; the other quantized ones hold rounded numbers already
+    rounded: set[str] = field(default_factory=set)
+    #: bias -> (input, weight) whose scales multiply to its own
+    products: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def rounding(graph: Graph, plan: Plan) -> Rounding:
+    """Share quantizers where tensors are tied, and leave out those that would round rounded numbers again."""
+    out = Rounding()
+    tied = {name: group for group in plan.ties for name in group}
+    for t in plan.tensors.values():
+        if t.quantized and t.role != "bias":
+            partner = next((o for o in tied.get(t.name, ()) if o in out.owner and _same(plan.tensors[o], t)), None)
+            out.owner[t.name] = out.owner[partner] if partner else t.name
+            out.rounded.add(t.name)
+    for n in graph.nodes:
+        _skip_moved(out, graph, plan, n)
+    for n in graph.nodes:
+        bias = plan.tensors.get(n.inputs[2] or "") if len(n.inputs) > 2 else None
+        if bias is not None and bias.quantized and bias.role == "bias" and bias.name not in out.owner:
+            x, w = (plan.tensors.get(i or "") for i in n.inputs[:2])
+            if x is not None and w is not None and _is_product(bias, x, w):
+                out.products[bias.name] = x.name, w.name
+            out.owner[bias.name] = bias.name
+            out.rounded.add(bias.name)
+    return out
+
+
+def _skip_moved(out: Rounding, graph: Graph, plan: Plan, n: Node) -> None:
+    """Let results that only move rounded numbers share the quantizer of their source and not round again."""
+    if n.op not in _MOVES:
+        return
+    data = [i for i in n.inputs if i is not None and graph.is_float(i)]
+    owners = {out.owner.get(i) for i in data}
+    if len(owners) != 1 or None in owners or any((i, n.name) in plan.float_edges for i in data):
+        return
+    for o in n.outputs:
+        if o in out.owner and _same(plan.tensors[o], plan.tensors[data[0]]):
+            mine, theirs = out.owner[o], out.owner[data[0]]
+            out.owner.update({name: theirs for name, owner in out.owner.items() if owner == mine})
+            out.rounded.discard(o)
+
+
+def _same(a: TensorPlan, b: TensorPlan) -> bool:
+    """Both are stored on one grid with one set of numbers."""
+    if (
+        a.grid != b.grid
+        or a.axis != b.axis
+        or a.scale is None
+        or b.scale is None
+        or a.zero_point is None
+        or b.zero_point is None
+    ):
+        return False
+    return torch.equal(a.scale, b.scale) and torch.equal(a.zero_point, b.zero_point)
+
+
+def _is_product(bias: TensorPlan, x: TensorPlan, w: TensorPlan) -> bool:
+    """The bias is stored at s_in * s_w with zero point 0."""
+    if x.scale is None or w.scale is None or bias.scale is None or bias.zero_point is None or x.scale.dim():
+        return False
+    scale = x.scale * w.scale
+    fits = scale.dim() <= bias.scale.dim() and bool((bias.zero_point == 0).all())
+    return fits and torch.equal(scale.expand_as(bias.scale), bias.scale)
+
+
+def retrained(t: TensorPlan, scale: torch.Tensor) -> TensorPlan:
+    """A quantized tensor with the scale that training gave it; the same record where that is the old one.
+
+    Raises:
+        PlanError: it is not positive.
+    """
+    assert t.scale is not None  # asked for quantized tensors only
+    scale = scale.detach().to(device=t.scale.device, dtype=t.scale.dtype).expand_as(t.scale).clone()
+    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        raise PlanError(
+            f"Training left '{t.name}' without a positive scale",
+            where=t.layer,
+            got=float(scale.min()),
+            hint="lower the learning rate of the scales, or keep this one frozen",
+        )
+    return t if torch.equal(scale, t.scale) else t.with_(scale=scale, origin=f"{t.origin}, trained")

@@ -1,0 +1,164 @@
+"""Plans as text: to JSON and back."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from chipfit.errors import PlanError
+from chipfit.graph.ir import Ref
+from chipfit.plan.record import NodePlan, Plan, TensorPlan
+from chipfit.quantizers.grids import Grid
+
+#: version of the JSON form; raised when a reader of the old form would misread the new one
+SCHEMA = 1
+
+_NUMBERS = {"scale": torch.float32, "zero_point": torch.int32}
+
+
+def to_plain(x: Any) -> Any:
+    """A value as JSON that `from_plain` restores exactly: tuples, Refs and non-finite floats are marked, the rest is itself.
+
+    Raises:
+        PlanError: the value has no JSON form.
+    """
+    if x is None or isinstance(x, (bool, int, str)):
+        return x
+    if isinstance(x, float):
+        return x if math.isfinite(x) else {"$float": repr(x)}
+    if isinstance(x, Ref):
+        return {"$ref": x.index}
+    if isinstance(x, tuple):
+        return {"$tuple": [to_plain(v) for v in x]}
+    if isinstance(x, list):
+        return [to_plain(v) for v in x]
+    if isinstance(x, Mapping) and all(isinstance(k, str) and not k.startswith("$") for k in x):
+        return {k: to_plain(v) for k, v in x.items()}
+    raise PlanError(f"A {type(x).__name__} cannot be saved as JSON", got=repr(x))
+
+
+def from_plain(x: Any) -> Any:
+    """The inverse of `to_plain`."""
+    if isinstance(x, list):
+        return [from_plain(v) for v in x]
+    if not isinstance(x, dict):
+        return x
+    if len(x) == 1:
+        ((key, v),) = x.items()
+        if key == "$float":
+            return float(v)
+        if key == "$ref":
+            return Ref(v)
+        if key == "$tuple":
+            return tuple(from_plain(i) for i in v)
+    return {k: from_plain(v) for k, v in x.items()}
+
+
+def record_to_plain(x: Any, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A flat dataclass as JSON, fields that hold their default left out."""
+    kept = {f.name: getattr(x, f.name) for f in fields(x) if f.name not in leave_out}
+    defaults = {f.name: f.default for f in fields(x)}
+    return {k: to_plain(v) for k, v in kept.items() if v != defaults[k] or type(v) is not type(defaults[k])}
+
+
+def plan_to_json(plan: Plan, numbers: dict[str, torch.Tensor] | None = None) -> str:
+    """A Plan as JSON text.
+
+    Args:
+        plan: what to write.
+        numbers: receives the scales and zero points under "scale:<tensor>" and "zero_point:<tensor>"; when omitted
+            they stand in the text, where they can be edited by hand.
+    """
+    tensors = {}
+    for t in plan.tensors.values():
+        entry = record_to_plain(t, leave_out=("name", "grid", *_NUMBERS))
+        if t.grid is not None:
+            entry["grid"] = record_to_plain(t.grid)
+        for field in _NUMBERS:
+            value = getattr(t, field)
+            if value is None:
+                continue
+            if numbers is None:
+                entry[field] = value.tolist()
+            else:
+                numbers[f"{field}:{t.name}"] = value
+        tensors[t.name] = entry
+    return json.dumps(
+        {
+            "schema": SCHEMA,
+            "platform": plan.platform,
+            "tensors": tensors,
+            "nodes": {n.name: record_to_plain(n, leave_out=("name",)) for n in plan.nodes.values()},
+            "groups": plan.groups,
+            "float_edges": sorted(plan.float_edges),
+            "ties": plan.ties,
+            "rewrites": plan.rewrites,
+            "provenance": to_plain(plan.provenance),
+        },
+        indent=1,
+        allow_nan=False,
+    )
+
+
+def plan_from_json(text: str, numbers: Mapping[str, torch.Tensor] | None = None) -> Plan:
+    """The inverse of `plan_to_json`.
+
+    Raises:
+        PlanError: the text is not a plan, is of another schema version, or names fields or numbers that do not exist.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as e:
+        raise PlanError("The plan is not valid JSON", got=str(e)) from e
+    check_schema(data, "the plan")
+    try:
+        tensors = {name: _tensor(name, entry, numbers) for name, entry in data["tensors"].items()}
+        plan = Plan(
+            tensors=tensors,
+            nodes={name: NodePlan(name=name, **from_plain(entry)) for name, entry in data["nodes"].items()},
+            groups=tuple(map(tuple, data["groups"])),
+            float_edges=frozenset((value, node) for value, node in data["float_edges"]),
+            ties=tuple(map(tuple, data["ties"])),
+            platform=data["platform"],
+            rewrites=tuple(data["rewrites"]),
+            provenance=from_plain(data["provenance"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise PlanError("The plan is malformed", got=f"{type(e).__name__}: {e}") from e
+    known = {f"{field}:{t.name}" for t in tensors.values() for field in _NUMBERS if getattr(t, field) is not None}
+    extra = sorted(set(numbers or ()) - known)
+    if extra:
+        raise PlanError("There are numbers for tensors that the plan does not know", got=", ".join(extra[:8]))
+    return plan
+
+
+def check_schema(data: Any, what: str) -> None:
+    """Raise a PlanError unless `data` is a table of the schema version that this chipfit reads."""
+    found = data.get("schema") if isinstance(data, dict) else None
+    if found != SCHEMA:
+        hint = "read it with the chipfit that wrote it, or quantize again"
+        raise PlanError(
+            f"The schema version of {what} is not the one that this chipfit reads", got=found, allowed=SCHEMA, hint=hint
+        )
+
+
+def _tensor(name: str, entry: dict[str, Any], numbers: Mapping[str, torch.Tensor] | None) -> TensorPlan:
+    entry = dict(entry)
+    grid = entry.pop("grid", None)
+    values: dict[str, Any] = {}
+    for field, dtype in _NUMBERS.items():
+        if numbers is None:
+            given = entry.pop(field, None)
+            values[field] = None if given is None else torch.tensor(given, dtype=dtype)
+        else:
+            values[field] = numbers.get(f"{field}:{name}")
+        if grid is not None and values[field] is None:
+            raise PlanError(f"Tensor '{name}' is quantized but has no {field.replace('_', ' ')}")
+    return TensorPlan(
+        name=name, grid=Grid(**from_plain(grid)) if grid is not None else None, **values, **from_plain(entry)
+    )

@@ -1,0 +1,133 @@
+"""The command line: every command on real input, and one mistake of each kind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from chipfit.cli.app import app
+from chipfit.errors import ChipfitError
+
+MODULE = """\
+import torch
+from torch import nn
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+
+def data():
+    return [torch.randn(4, 3, 8, 8) for _ in range(2)]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = f"mod_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "d.npz", x=rng.normal(size=(20, 3, 8, 8)).astype("float32"), y=rng.integers(0, 3, 20))
+    return tmp_path, name
+
+
+def run(*args: str):
+    return CliRunner().invoke(app, list(args), catch_exceptions=True, env={"COLUMNS": "200"})
+
+
+def test_quantize_verify_and_explain(folder):
+    path, name = folder
+    done = run("quantize", f"{name}:net", "--data", "d.npz", "--out", "out")
+    assert done.exit_code == 0, done.output
+    assert "0 of" in done.output and {p.name for p in (path / "out").iterdir()} == {"model.onnx", "plan", "report.html"}
+    done = run("verify", "out", "--data", "d.npz", "--file", "out/model.onnx")
+    assert done.exit_code == 0 and "0 of" in done.output and "top-1" in done.output
+    done = run("explain", "out", "0")
+    assert (
+        "Conv2D '0': runs in int" in done.output
+        and "scale" in done.output
+        and "input scale x weight scale" in done.output
+    )
+
+
+def test_a_pt2_file_and_an_iterable(folder):
+    path, name = folder
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.ReLU()).eval()
+    program = torch.export.export(model, (torch.randn(2, 3, 8, 8),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    torch.export.save(program, path / "m.pt2")
+    done = run("quantize", "m.pt2", "--data", f"{name}:data", "--out", "o2")
+    assert done.exit_code == 0, (done.output, done.exception)
+
+
+def test_a_folder_of_images(folder):
+    from PIL import Image
+
+    path, name = folder
+    (path / "images").mkdir()
+    for k in range(3):
+        Image.fromarray(np.full((10, 12, 3), 40 * k, np.uint8)).save(path / "images" / f"{k}.png")
+    done = run("quantize", f"{name}:net", "--data", "images", "--input-size", "8", "--out", "o3", "--float", "0")
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "overrides keep '0' in float" in done.output
+
+
+def test_lint_says_what_fuses_before_any_data(folder):
+    done = run("lint", f"{folder[1]}:net", "--input-shape", "1,3,8,8", "--platform", "xnnpack")
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "operators run in integers on xnnpack" in done.output and "Relu '1'" in done.output
+
+
+@pytest.mark.parametrize("args", [["platforms"], ["platforms", "list"], ["platforms", "show", "ort_cpu"]])
+def test_platforms(args):
+    done = run(*args)
+    assert done.exit_code == 0 and "ort_cpu" in done.output
+
+
+def test_platforms_check_accepts_a_good_file_and_names_the_line_of_a_bad_one(folder):
+    (folder[0] / "p.yaml").write_text("name: p\nextends: ort_cpu\n")
+    assert "no problem found" in run("platforms", "check", "p.yaml").output
+    (folder[0] / "q.yaml").write_text("name: q\nformatz: {}\n")
+    assert "q.yaml:2, key formatz" in str(run("platforms", "check", "q.yaml").exception)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["quantize", "nothing.pt2", "--data", "d.npz"], "does not exist"),
+        (["quantize", "nomodule:net", "--data", "d.npz"], "cannot be imported"),
+        (["quantize", "what", "--data", "d.npz"], "module:factory"),
+        (["quantize", "MOD:net", "--data", "missing.npz"], "cannot be read"),
+        (["quantize", "MOD:net", "--data", "d.npz", "--platform", "ort"], "There is no platform"),
+        (["quantize", "MOD:net", "--data", "d.npz", "--bits", "0:4"], "LAYER=BITS"),
+        (["lint", "MOD:net", "--input-shape", "1,x"], "positive integers"),
+        (["verify", "nowhere", "--data", "d.npz"], "nowhere"),
+    ],
+)
+def test_a_mistake_is_a_typed_error(folder, args, words):
+    done = run(*[a.replace("MOD", folder[1]) for a in args])
+    assert isinstance(done.exception, ChipfitError) and words in str(done.exception)
+
+
+def test_the_program_prints_one_panel_and_exits_with_2(folder):
+    done = subprocess.run(
+        [sys.executable, "-m", "chipfit.cli", "quantize", "x.pt2", "--data", "d.npz"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "CaptureError" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import chipfit",
+        "import chipfit, sys\nsys.argv = ['chipfit', '--help']\nfrom chipfit.cli.app import app\ntry: app()\nexcept SystemExit: pass",
+    ],
+)
+def test_nothing_heavy_loads_before_it_is_needed(code):
+    probe = f"{code}\nimport sys\nprint('LOADED', [m for m in ('torch', 'keras', 'tensorflow', 'onnx', 'scipy', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("LOADED []")

@@ -1,0 +1,179 @@
+"""Models and data as the command line names them: what is accepted, and what each mistake is told."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from chipfit.cli.inputs import example_of, load_data, load_model, parse_bits, parse_numbers
+from chipfit.errors import CaptureError, DataError, PlanError, RuntimeUnavailable
+from chipfit.registry import lookup
+
+MODULE = """\
+import torch
+from torch import nn
+
+def net():
+    return nn.Linear(2, 3)
+
+def broken():
+    raise ValueError("no such depth")
+
+def number():
+    return 3
+
+ready = nn.Linear(2, 3)
+batches = [torch.ones(1, 2)]
+once = (torch.ones(1, 2) for _ in range(3))
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, request):
+    """A folder with a module of its own name; returns (folder, module)."""
+    monkeypatch.chdir(tmp_path)
+    name = f"user_{abs(hash(request.node.name))}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    return tmp_path, name
+
+
+# ---------------------------------------------------------------- models
+
+
+def test_a_model_is_what_a_factory_returns_or_the_object_itself(here):
+    assert isinstance(load_model(f"{here[1]}:net"), nn.Linear)
+    assert isinstance(load_model(f"{here[1]}:ready"), nn.Linear)
+
+
+def test_weights_are_loaded_into_the_model(here):
+    save_file({"weight": torch.full((3, 2), 0.5), "bias": torch.zeros(3)}, here[0] / "w.safetensors")
+    assert torch.equal(load_model(f"{here[1]}:net", here[0] / "w.safetensors").weight, torch.full((3, 2), 0.5))
+
+
+def test_weights_that_do_not_fit_name_what_is_missing(here):
+    save_file({"weight": torch.zeros(3, 2)}, here[0] / "w.safetensors")
+    with pytest.raises(CaptureError, match="bias"):
+        load_model(f"{here[1]}:net", here[0] / "w.safetensors")
+
+
+def test_a_factory_that_fails_names_its_line(here):
+    with pytest.raises(CaptureError, match=r"ValueError: no such depth.*Where: .*user_\d+\.py:8, in broken"):
+        load_model(f"{here[1]}:broken")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("USER:number", "gives no torch.nn.Module and no Keras model. Got: int"),
+        ("USER:absent", "AttributeError: module"),
+        ("bad_syntax:net", "SyntaxError"),
+        ("net.onnx", "not understood"),
+        ("gone.pt2", "does not exist"),
+        ("garbage.pt2", "not a program that torch.export.save wrote"),
+    ],
+)
+def test_a_model_that_is_none_is_refused(here, text, words):
+    (here[0] / "bad_syntax.py").write_text("def net(:\n")
+    (here[0] / "garbage.pt2").write_bytes(b"PK\x03\x04 nothing")
+    with pytest.raises(CaptureError, match=words):
+        load_model(text.replace("USER", here[1]))
+
+
+def test_a_pt2_file_knows_its_own_input(tmp_path):
+    torch.export.save(torch.export.export(nn.Linear(2, 3).eval(), (torch.ones(4, 2),)), tmp_path / "m.pt2")
+    (x,) = example_of(str(tmp_path / "m.pt2"), None)
+    assert x.shape == (4, 2)
+
+
+def test_a_factory_needs_a_shape():
+    with pytest.raises(DataError, match="--input-shape"):
+        example_of("m:net", None)
+
+
+@pytest.mark.parametrize("text", ["", "1,x", "0,3", "1,-3", "1;3", "²"])
+def test_a_shape_is_positive_integers(text):
+    with pytest.raises(DataError, match="positive integers"):
+        example_of("m:net", text)
+
+
+# ---------------------------------------------------------------- data
+
+
+def test_an_npz_gives_batches_of_inputs_and_labels(tmp_path):
+    np.savez(tmp_path / "d.npz", x=np.zeros((20, 3)), y=np.arange(20, dtype=np.uint8))
+    batches = load_data(str(tmp_path / "d.npz"))
+    assert [(tuple(x.shape), y.dtype) for x, y in batches] == [((16, 3), torch.int64), ((4, 3), torch.int64)]
+    assert batches[0][0].dtype is torch.float32  # NumPy's float64 was nobody's choice
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"z": np.zeros(3)}, r"Got: z float64\[3\].*named x"),
+        ({"x": np.array(3.0)}, r"x float64\[\]"),
+        ({"x": np.array(["a"])}, "array of numbers"),
+        ({"x": np.zeros((4, 2)), "y": np.zeros(3, int)}, r"Got: int64\[3\]. Allowed: 4 integers"),
+        ({"x": np.array([{}], dtype=object)}, "cannot be read"),  # would need pickle
+    ],
+)
+def test_an_npz_that_holds_no_inputs_is_refused(tmp_path, arrays, words):
+    np.savez(tmp_path / "d.npz", **arrays)
+    with pytest.raises(DataError, match=words):
+        load_data(str(tmp_path / "d.npz"))
+
+
+@pytest.mark.parametrize("cut", [0, 3, 100])
+def test_a_truncated_npz_is_refused(tmp_path, cut):
+    np.savez(tmp_path / "d.npz", x=np.zeros((4, 2)))
+    (tmp_path / "d.npz").write_bytes((tmp_path / "d.npz").read_bytes()[:cut])
+    with pytest.raises(DataError, match="cannot be read"):
+        load_data(str(tmp_path / "d.npz"))
+
+
+def test_images_are_scaled_to_0_1_and_normalised(tmp_path):
+    from PIL import Image
+
+    Image.new("RGB", (6, 4), (255, 0, 51)).save(tmp_path / "a.png")
+    (batch,) = load_data(str(tmp_path), 2, mean="0.5", std="0.5,0.5,0.1")
+    assert batch.shape == (1, 3, 2, 2)
+    assert batch[0, :, 0, 0].tolist() == pytest.approx([1.0, -1.0, -3.0], abs=1e-6)  # (51/255 - 0.5) / 0.1 = -3
+
+
+def test_an_image_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"\x89PNG nothing")
+    with pytest.raises(DataError, match=r"a\.png"):
+        load_data(str(tmp_path))
+
+
+def test_an_empty_folder_and_an_unknown_word_are_refused(tmp_path):
+    with pytest.raises(DataError, match="holds no images"):
+        load_data(str(tmp_path))
+    with pytest.raises(DataError, match="not understood"):
+        load_data("images")
+
+
+@pytest.mark.parametrize(("text", "what"), [("a", "mean"), ("1,2", "mean"), ("nan", "mean"), ("0", "std"), ("", "std")])
+def test_mean_and_std_are_numbers(text, what):
+    with pytest.raises(DataError, match=f"--{what}"):
+        parse_numbers(text, what)
+
+
+def test_an_iterable_can_be_read_twice_even_when_it_is_a_generator(here):
+    data = load_data(f"{here[1]}:once")
+    assert (len(list(data)), len(list(data))) == (3, 3)
+
+
+@pytest.mark.parametrize("text", ["a", "a=", "=4", "a=four", "a=-4"])
+def test_bits_are_layer_and_number(text):
+    with pytest.raises(PlanError, match="LAYER=BITS"):
+        parse_bits([text])
+
+
+def test_a_deployed_file_that_is_garbage_is_refused(tmp_path):
+    (tmp_path / "g.onnx").write_bytes(b"garbage")
+    for runtime in ("onnxruntime", "openvino"):
+        with pytest.raises(RuntimeUnavailable, match="not an ONNX model"):
+            lookup("runtime", runtime)(tmp_path / "g.onnx", [])

@@ -1,0 +1,301 @@
+"""Results on disk: what comes back is what was saved, and anything else is refused by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import chipfit.plan.saved as saving
+from chipfit.errors import PlanError
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.pipeline import load, quantize
+from chipfit.plan.diff import diff
+from chipfit.plan.provenance import hash_graph
+from chipfit.plan.record import Plan
+from chipfit.platform.load import load as load_platform
+from chipfit.platform.load import names
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.a, self.b = nn.Conv2d(2, 4, 3), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        x = torch.relu(self.conv(x)).mean((2, 3))
+        return {"y": self.b(torch.cumprod(self.a(x), 1))}  # cumprod has no canonical operator
+
+
+X = torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(scope="module")
+def result():
+    torch.manual_seed(0)
+    return quantize(Net().eval(), [X], progress=False)
+
+
+@pytest.fixture
+def saved(result, tmp_path):
+    return result.save(tmp_path / "out")
+
+
+def test_a_loaded_model_gives_the_same_bits(result, saved):
+    assert torch.equal(load(saved).model(X)["y"], result.model(X)["y"])
+
+
+def test_graph_plan_and_platform_come_back_equal(result, saved):
+    back = load(saved)
+    assert diff(result.plan, back.plan) == []
+    assert back.plan.provenance == result.plan.provenance
+    assert hash_graph(back.graph) == hash_graph(result.graph)
+    assert back.graph.nodes == result.graph.nodes
+    assert back.graph.values == result.graph.values
+    assert back.platform == result.platform
+
+
+def test_tied_weights_are_stored_once_and_stay_tied(saved):
+    assert sum(k in ("a.weight", "b.weight") for k in load_file(saved / "weights.safetensors")) == 1
+    weights = load(saved).graph.weights
+    assert weights["a.weight"] is weights["b.weight"]
+
+
+def test_two_saves_are_the_same_bytes(result, tmp_path):
+    a, b = result.save(tmp_path / "a"), result.save(tmp_path / "b")
+    assert {p.name: p.read_bytes() for p in a.iterdir()} == {p.name: p.read_bytes() for p in b.iterdir()}
+
+
+def test_a_fresh_process_without_the_model_class_loads_it(result, saved):
+    torch.save(X, saved.parent / "x.pt")
+    code = (
+        f"import torch, chipfit; from pathlib import Path; root = Path({str(saved.parent)!r}); "
+        "torch.save(chipfit.load(root / 'out').model(torch.load(root / 'x.pt'))['y'], root / 'y.pt')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert torch.equal(torch.load(saved.parent / "y.pt"), result.model(X)["y"])
+
+
+def test_saving_again_replaces_the_earlier_result(result, saved):
+    (saved / "plan.json").write_text("broken")
+    result.save(saved)
+    load(saved)
+    assert [p.name for p in saved.parent.iterdir()] == ["out"]
+
+
+def test_a_directory_of_something_else_is_not_overwritten(result, tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(PlanError, match="is not a saved result"):
+        result.save(tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_save_that_fails_leaves_the_earlier_result_and_nothing_else(result, saved, monkeypatch):
+    def no_space_left(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(saving, "save_file", no_space_left)
+    with pytest.raises(OSError, match="no space left"):
+        result.save(saved)
+    load(saved)
+    assert [p.name for p in saved.parent.iterdir()] == ["out"]
+
+
+def test_a_report_is_kept_with_it(result, tmp_path):
+    root = saving.save(tmp_path / "out", result.graph, result.plan, result.platform, {"error": 0.5})
+    assert saving.load(root).report == {"error": 0.5}
+
+
+def test_no_file_is_a_pickle(saved):
+    assert {p.suffix for p in saved.iterdir()} == {".json", ".safetensors"}
+
+
+# ---- refusals
+
+
+def test_a_directory_without_manifest_is_refused(tmp_path):
+    with pytest.raises(PlanError, match="it has no manifest"):
+        load(tmp_path)
+
+
+FILES = ["plan.json", "plan.safetensors", "graph.json", "weights.safetensors", "platform.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_named(saved, name):
+    (saved / name).unlink()
+    with pytest.raises(PlanError, match=f"'{name}' is missing"):
+        load(saved)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_truncated_file_is_named(saved, name):
+    data = (saved / name).read_bytes()
+    (saved / name).write_bytes(data[: len(data) // 2])
+    with pytest.raises(PlanError, match=f"'{name}' is truncated"):
+        load(saved)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_changed_byte_is_noticed(saved, name):
+    data = bytearray((saved / name).read_bytes())
+    data[-2] ^= 1
+    (saved / name).write_bytes(data)
+    with pytest.raises(PlanError, match=f"'{name}' was changed after it was saved"):
+        load(saved)
+
+
+def test_a_manifest_cut_short_is_refused(saved):
+    (saved / "manifest.json").write_text('{"schema": 1, "fil')
+    with pytest.raises(PlanError, match=r"'manifest\.json' cannot be read"):
+        load(saved)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '{"schema": 1}', '{"schema": 1, "files": {}}', '{"schema": 1, "files": {"../secret": {}}}']
+)
+def test_a_manifest_without_the_files_is_refused(saved, text):
+    (saved / "manifest.json").write_text(text)
+    with pytest.raises(PlanError, match=r"schema version|does not list the files"):
+        load(saved)
+
+
+def _edit(root: Path, name: str, change) -> None:
+    """Edit a JSON file and make the manifest agree, as a hand with intent would."""
+    data = json.loads((root / name).read_text())
+    change(data)
+    (root / name).write_text(json.dumps(data))
+    _accept(root, name)
+
+
+def _accept(root: Path, name: str) -> None:
+    manifest = json.loads((root / "manifest.json").read_text())
+    manifest["files"][name] = {"sha256": saving._sha256(root / name), "bytes": (root / name).stat().st_size}
+    (root / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("name", ["plan.json", "graph.json"])
+def test_another_schema_version_is_refused(saved, name):
+    _edit(saved, name, lambda d: d.update(schema=99))
+    with pytest.raises(PlanError, match=r"schema version .* Got: 99. Allowed: 1"):
+        load(saved)
+
+
+def test_numbers_of_a_tensor_that_the_plan_does_not_know_are_refused(saved):
+    numbers = load_file(saved / "plan.safetensors")
+    save_file({**numbers, "scale:stranger": torch.ones(())}, saved / "plan.safetensors")
+    _accept(saved, "plan.safetensors")
+    with pytest.raises(PlanError, match="scale:stranger"):
+        load(saved)
+
+
+def test_a_quantized_tensor_without_scale_is_refused(saved):
+    numbers = load_file(saved / "plan.safetensors")
+    del numbers["scale:conv.weight"]
+    save_file(numbers, saved / "plan.safetensors")
+    _accept(saved, "plan.safetensors")
+    with pytest.raises(PlanError, match=r"'conv\.weight' is quantized but has no scale"):
+        load(saved)
+
+
+def test_a_plan_of_another_network_is_refused(saved):
+    _edit(saved, "plan.json", lambda d: d["tensors"].update(stranger={"role": "activation"}))
+    with pytest.raises(PlanError, match=r"does not have.*stranger"):
+        load(saved)
+
+
+def test_weights_that_no_node_knows_are_refused(saved):
+    weights = load_file(saved / "weights.safetensors")
+    save_file({**weights, "stranger": torch.ones(1)}, saved / "weights.safetensors")
+    _accept(saved, "weights.safetensors")
+    with pytest.raises(PlanError, match="stranger"):
+        load(saved)
+
+
+def test_a_graph_that_is_inconsistent_is_refused(saved):
+    _edit(saved, "graph.json", lambda d: d["nodes"].pop(0))
+    with pytest.raises(PlanError, match="graph is malformed"):
+        load(saved)
+
+
+def test_an_unknown_field_is_refused(saved):
+    _edit(saved, "plan.json", lambda d: d["tensors"]["x"].update(colour="red"))
+    with pytest.raises(PlanError, match=r"malformed.*colour"):
+        load(saved)
+
+
+def test_a_saved_platform_with_an_unknown_key_is_refused(saved):
+    _edit(saved, "platform.json", lambda d: d["platform"].update(colour="red"))
+    with pytest.raises(PlanError, match="platform is malformed"):
+        load(saved)
+
+
+# ---- every platform, every attribute
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_platform_comes_back_with_the_same_hash(name, tmp_path):
+    platform = load_platform(name)
+    if platform.arch:
+        platform = load_platform(name, arch=platform.arch[-1])
+    saving.save(tmp_path / "p", Graph([], [], [], {}, {}), Plan(), platform)
+    assert saving.load(tmp_path / "p").platform.hash == platform.hash
+
+
+def test_attributes_keep_their_types_and_infinities(tmp_path):
+    attrs = {
+        "padding": ((0, 1), (2, 3)),
+        "value": float("-inf"),
+        "axes": [1, 2],
+        "none": None,
+        "flag": True,
+        "nested": {"a": (1.5,)},
+    }
+    graph = Graph(
+        [Node("pad", "Pad", ("x",), ("y",), attrs)],
+        ["x"],
+        ["y"],
+        {"x": Value("x", (None, 3)), "y": Value("y", (None, 6), "int64")},
+        {},
+    )
+    saving.save(tmp_path / "p", graph, Plan(), load_platform("ort_cpu"))
+    back = saving.load(tmp_path / "p").graph
+    assert back.nodes == graph.nodes
+    assert back.values == graph.values
+
+
+def test_weights_of_any_layout_and_dtype_come_back(tmp_path):
+    base = torch.arange(12.0).view(3, 4)
+    weights = {
+        "t": base.t(),
+        "view": base[1:],
+        "whole": base,
+        "i": torch.tensor(3),
+        "b": torch.tensor([True]),
+        "e": torch.empty(0, 2),
+        "h": torch.ones(2).half(),
+    }
+    saving.save(tmp_path / "p", Graph([], [], [], {}, dict(weights)), Plan(), load_platform("ort_cpu"))
+    back = saving.load(tmp_path / "p").graph.weights
+    assert list(back) == list(weights)
+    assert all(torch.equal(back[k], weights[k]) and back[k].dtype == weights[k].dtype for k in weights)
+
+
+def test_an_attribute_without_json_form_is_refused(tmp_path):
+    graph = Graph(
+        [Node("n", "Identity", ("x",), ("y",), {"f": len})],
+        ["x"],
+        ["y"],
+        {"x": Value("x", ()), "y": Value("y", ())},
+        {},
+    )
+    with pytest.raises(PlanError, match="cannot be saved as JSON"):
+        saving.save(tmp_path / "p", graph, Plan(), load_platform("ort_cpu"))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,120 @@
+"""Plans as text: they survive the way to JSON and back, and two of them can be compared."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from chipfit.errors import PlanError
+from chipfit.plan.diff import diff
+from chipfit.plan.record import NodePlan, Plan, TensorPlan
+from chipfit.plan.text import plan_from_json, plan_to_json
+from chipfit.quantizers.grids import Grid
+
+WEIGHT = TensorPlan(
+    name="conv.weight",
+    role="weight",
+    layer="conv",
+    op="Conv2D",
+    format="w8",
+    grid=Grid(bits=8, qmin=-127, qmax=127, per="channel"),
+    scale=torch.tensor([0.1, 1 / 3]),
+    zero_point=torch.tensor([0, 0], dtype=torch.int32),
+    axis=0,
+    origin="mse",
+)
+PLAN = Plan(
+    tensors={
+        "conv.weight": WEIGHT,
+        "y": TensorPlan(name="y", role="activation", why="the chip keeps it in float", high=float("inf")),
+    },
+    nodes={"conv": NodePlan(name="conv", op="Conv2D", layer="conv", exec="int")},
+    groups=(("conv", "relu"),),
+    float_edges=frozenset({("y", "out"), ("a", "b")}),
+    ties=(("p", "q"),),
+    platform="ort_cpu",
+    rewrites=("folded 'bn' into 'conv'",),
+    provenance={"seed": 0, "settings": {"rule": "mse", "shape": (1, 2)}},
+)
+
+
+def _edited(**changes):
+    return replace(PLAN, tensors={**PLAN.tensors, "conv.weight": WEIGHT.with_(**changes)})
+
+
+def test_a_plan_comes_back_from_json_exactly():
+    back = plan_from_json(plan_to_json(PLAN))
+    assert diff(PLAN, back) == []
+    assert back.provenance == PLAN.provenance
+    assert back.tensors["conv.weight"].scale.dtype == torch.float32
+    assert back.tensors["conv.weight"].zero_point.dtype == torch.int32
+
+
+def test_the_text_is_strict_json_and_shows_the_scales():
+    def not_json(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    data = json.loads(plan_to_json(PLAN), parse_constant=not_json)
+    assert data["tensors"]["conv.weight"]["scale"] == [pytest.approx(0.1), pytest.approx(1 / 3)]
+
+
+def test_a_plan_edited_as_text_says_the_edit():
+    text = plan_to_json(PLAN).replace('"mse"', '"by hand"')
+    assert [str(d) for d in diff(PLAN, plan_from_json(text))] == ["tensor 'conv.weight': origin 'mse' -> 'by hand'"]
+
+
+def test_equal_plans_do_not_differ():
+    assert diff(PLAN, _edited()) == []
+
+
+def test_provenance_is_not_a_difference():
+    assert diff(PLAN, replace(PLAN, provenance={})) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (
+            {"grid": Grid(bits=4, qmin=-7, qmax=7, per="channel")},
+            "tensor 'conv.weight': grid 8 bit -127..127 -> 4 bit -7..7",
+        ),
+        (
+            {"scale": torch.tensor([0.1, 0.5])},
+            "scale [2] in 0.100000001..0.333333343, 1 differ -> [2] in 0.100000001..0.5, 1 differ",
+        ),
+        ({"scale": torch.tensor(0.25)}, "-> 0.25"),
+        ({"axis": 1}, "tensor 'conv.weight': axis 0 -> 1"),
+    ],
+)
+def test_a_difference_reads_as_a_line(change, line):
+    (d,) = diff(PLAN, _edited(**change))
+    assert line in str(d)
+
+
+def test_one_unit_in_the_last_place_of_a_scale_is_visible():
+    one, next_ = torch.tensor(0.1), torch.nextafter(torch.tensor(0.1), torch.tensor(1.0))
+    (d,) = diff(_edited(scale=one), _edited(scale=next_))
+    assert d.a != d.b
+
+
+def test_what_only_one_plan_has_is_said():
+    less = replace(PLAN, tensors={}, float_edges=frozenset({("a", "b")}))
+    assert [str(d) for d in diff(less, PLAN)] == [
+        "tensor 'conv.weight': absent -> present",
+        "tensor 'y': absent -> present",
+        "plan: float edges - -> ('y', 'out')",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema": 0}', '{"schema": 1}'])
+def test_what_is_not_a_plan_is_refused(text):
+    with pytest.raises(PlanError, match=r"JSON|schema version|malformed"):
+        plan_from_json(text)
+
+
+def test_a_provenance_without_json_form_is_refused():
+    with pytest.raises(PlanError, match="cannot be saved as JSON"):
+        plan_to_json(replace(PLAN, provenance={"model": object()}))
