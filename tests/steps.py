@@ -71,7 +71,7 @@ class Steps:
     def error(self, *only: str) -> float:
         """Relative squared error of the first output, where `only` these tensors are stored in codes (all when omitted)."""
         plan = self.plan()
-        tensors = {k: t if not only or k in only else t.with_(grid=None) for k, t in plan.tensors.items()}
+        tensors = {k: t if not only or k in only else t.with_(stored=None) for k, t in plan.tensors.items()}
         want, got = self.float()[0], self.quantized(replace(plan, tensors=tensors))[0]
         return float((got - want).square().mean() / want.square().mean())
 

@@ -299,9 +299,7 @@ def load(directory: str | Path) -> Result:
 def _demand_something(assignment: Assignment, platform: Platform) -> None:
     if any(s.role != "bias" for s in assignment.slots.values()):
         return
-    reasons: Iterable[str] = dict.fromkeys(
-        f"{n.op} '{n.layer or n.name}': {n.why}" for n in assignment.nodes.values() if n.why
-    )
+    reasons: Iterable[str] = dict.fromkeys(f"{n.op} '{n.who}': {n.why}" for n in assignment.nodes.values() if n.why)
     raise NothingQuantizedError(
         f"Nothing in this model can be quantized on '{platform.name}'",
         got="; ".join(list(reasons)[:8]) or "a model without operators",

@@ -12,6 +12,7 @@ from chipfit.engine.run import run
 from chipfit.frameworks.torch.lower import lower
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
 from tests.steps import captured
 
 
@@ -24,16 +25,16 @@ def planned(graph, scale: float, qmax: int = 255) -> Plan:
             x: TensorPlan(
                 name=x,
                 role="activation",
-                grid=Grid(bits=8, qmin=0, qmax=qmax),
-                scale=torch.tensor(scale),
-                zero_point=zero,
+                stored=Stored(
+                    format="", grid=Grid(bits=8, qmin=0, qmax=qmax), scale=torch.tensor(scale), zero_point=zero
+                ),
             ),
             w: TensorPlan(
                 name=w,
                 role="weight",
-                grid=Grid(bits=16, qmin=-32768, qmax=32767),
-                scale=torch.tensor(0.25),
-                zero_point=zero,
+                stored=Stored(
+                    format="", grid=Grid(bits=16, qmin=-32768, qmax=32767), scale=torch.tensor(0.25), zero_point=zero
+                ),
             ),
         }
     )

@@ -14,6 +14,7 @@ from chipfit.engine.run import run
 from chipfit.frameworks.torch.lower import lower
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
 from tests.steps import begin, captured
 
 
@@ -21,11 +22,8 @@ def weights_only(graph, scale: float, bits: int = 4) -> Plan:
     """Every weight on a symmetric grid of this step; nothing else is rounded."""
     zero, grid = torch.tensor(0, dtype=torch.int32), Grid(bits=bits, qmin=1 - 2 ** (bits - 1), qmax=2 ** (bits - 1) - 1)
     names = {n.inputs[1] for n in graph.nodes if len(n.inputs) > 1}
-    return Plan(
-        tensors={
-            w: TensorPlan(name=w, role="weight", grid=grid, scale=torch.tensor(scale), zero_point=zero) for w in names
-        }
-    )
+    stored = Stored(format="", grid=grid, scale=torch.tensor(scale), zero_point=zero)
+    return Plan(tensors={w: TensorPlan(name=w, role="weight", stored=stored) for w in names})
 
 
 def means(graph, x):
@@ -125,10 +123,9 @@ def test_a_bias_that_its_grid_would_clip_stays():
     narrow = TensorPlan(
         name="bias",
         role="bias",
-        grid=Grid(bits=8, qmin=-128, qmax=127),
-        scale=torch.tensor(0.01),
-        zero_point=torch.tensor(0),
-        axis=None,
+        stored=Stored(
+            format="", grid=Grid(bits=8, qmin=-128, qmax=127), scale=torch.tensor(0.01), zero_point=torch.tensor(0)
+        ),
     )
     plan = replace(plan, tensors={**plan.tensors, "bias": narrow})
     x = torch.tensor([[100.0, 100.0]]) * graph.weights["weight"].sign()

@@ -56,7 +56,7 @@ def test_every_layer_of_a_2_bit_network_has_floats_mean_and_spread_again():
     for s in (steps, corrected):
         plan = s.plan()
         plan = replace(
-            plan, tensors={k: t if t.role == "weight" else t.with_(grid=None) for k, t in plan.tensors.items()}
+            plan, tensors={k: t if t.role == "weight" else t.with_(stored=None) for k, t in plan.tensors.items()}
         )
         gap = []
         for want, got in zip(steps.float(*names)[1:], s.quantized(plan, *names)[1:]):

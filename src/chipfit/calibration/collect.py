@@ -114,7 +114,7 @@ def collect(
             stats[name].update(x.float(), tensors[name])
         except ValueError:
             node = layers.get(name)
-            who = f"layer '{node.layer or node.name}' ({node.op})" if node else f"input '{name}'"
+            who = f"layer '{node.who}' ({node.op})" if node else f"input '{name}'"
             raise DataError(
                 f"Batch {count} makes NaN or infinite values in {who}",
                 where=node.source if node else "",

@@ -200,12 +200,12 @@ def lint(
 
     network = load_model(model, weights)
     found = pipeline.lint(network, example_of(model, shape, network), load_target(platform))
-    tails = {n.name: f"{n.op} '{n.layer or n.name}'" for n in found.rows}
+    tails = {n.name: f"{n.op} '{n.who}'" for n in found.rows}
     table = Table("layer", "operator", "runs in", "one kernel with", "why float", show_edge=False, header_style="bold")
     for n in found.rows:
         runs = f"[yellow]{RUNS[n.exec]}[/]" if n.exec == "float" else RUNS[n.exec]
         into = tails[n.group] if n.group and n.group != n.name else ""
-        table.add_row(escape(n.layer or n.name), n.op, runs, escape(into), escape(n.why))
+        table.add_row(escape(n.who), n.op, runs, escape(into), escape(n.why))
     console = Console()
     console.print(table)
     for note in found.notes:
@@ -227,9 +227,7 @@ def explain(
     for node in match_layers(result.graph, layer):
         decided = result.plan.nodes[node.name]
         group = f", one kernel with '{decided.group}'" if decided.group and decided.group != node.name else ""
-        typer.echo(
-            f"{node.op} '{node.layer or node.name}': runs in {decided.exec}{group}{': ' + decided.why if decided.why else ''}"
-        )
+        typer.echo(f"{node.op} '{node.who}': runs in {decided.exec}{group}{': ' + decided.why if decided.why else ''}")
         for name in dict.fromkeys([*(i for i in node.inputs if i), *node.outputs]):
             t = result.plan.tensors.get(name)
             if t is None:

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from chipfit.calibration.collect import TensorStats
-from chipfit.correction.bias import move_bias, quantized_linear, rounded, spatial
+from chipfit.correction.bias import mean_output, move_bias, quantized_linear, rounded, spatial
 from chipfit.graph.ir import Graph
-from chipfit.graph.linear import in_groups, mean_output
-from chipfit.graph.paths import name_of
+from chipfit.graph.linear import in_groups
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import fake_quantize
 
@@ -33,9 +32,7 @@ def correct_activation_bias(
         if t is None or not t.quantized or (x, node.name) in plan.float_edges:
             continue
         if why or seen is None or seen.histogram is None:
-            notes.append(
-                f"the bias of '{name_of(node)}' is not corrected: {why or 'there is no histogram of its input'}"
-            )
+            notes.append(f"the bias of '{node.who}' is not corrected: {why or 'there is no histogram of its input'}")
             continue
         shift, mean = mean_shift(seen, t)
         if abs(shift) < threshold * abs(mean) or shift == 0:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from chipfit.calibration.collect import Need, TensorStats
+from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import bias_of, bias_or_zero, channel_axis, is_linear, mean_output, with_bias
-from chipfit.graph.paths import name_of
+from chipfit.graph.linear import bias_of, bias_or_zero, channel_axis, is_linear, with_bias
 from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import fake_quantize
 
@@ -49,7 +49,7 @@ def correct_bias(
         if mean is None:
             why = why or "the mean of its input was not collected"
         if why or mean is None:
-            notes.append(f"the bias of '{name_of(node)}' is not corrected: {why}")
+            notes.append(f"the bias of '{node.who}' is not corrected: {why}")
             continue
         w = graph.weights[node.inputs[1] or ""].detach()
         error = mean_output(node, rounded(plan, node, w) - w, mean, spatial(graph, node))
@@ -95,6 +95,24 @@ def move_bias(graph: Graph, plan: Plan, node: Node, by: torch.Tensor) -> str:
     if t is not None and t.grid is not None and t.scale is not None and t.zero_point is not None:
         codes = torch.round(moved / t.scale) + t.zero_point
         if bool(((codes < t.grid.qmin) | (codes > t.grid.qmax)).any()):
-            return f"the bias of '{name_of(node)}' is not corrected: the sum exceeds its {t.grid.bits}-bit grid"
+            return f"the bias of '{node.who}' is not corrected: the sum exceeds its {t.grid.bits}-bit grid"
     with_bias(graph, node, moved)
-    return f"corrected the bias of '{name_of(node)}' by at most {float(by.abs().max()):.3g}"
+    return f"corrected the bias of '{node.who}' by at most {float(by.abs().max()):.3g}"
+
+
+def mean_output(node: Node, w: torch.Tensor, mean: torch.Tensor, spatial: Sequence[int]) -> torch.Tensor:
+    """Mean over all positions of what `node` with weight `w`, without its bias, makes of inputs of this mean.
+
+    Zero padding counts: an image that is `mean` everywhere goes through the operator.
+
+    Args:
+        mean: of each input channel, [I].
+        spatial: size of the input along its spatial axes; empty for Linear.
+
+    Returns:
+        [O], float64.
+    """
+    w, mean = w.detach().double(), mean.double()
+    x = mean if node.op == "Linear" else mean.view(1, -1, *[1] * len(spatial)).expand(1, -1, *spatial)
+    (y,) = execute(node, [x, w])
+    return y if node.op == "Linear" else y.mean((0, *range(2, y.dim())))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from chipfit.decide.formats import facts
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import bias_of, bias_or_zero, is_linear, with_bias
-from chipfit.graph.paths import name_of
 from chipfit.platform.match import resolve
 from chipfit.platform.schema import Platform
 
@@ -20,5 +19,5 @@ def give_biases(graph: Graph, platform: Platform) -> tuple[Graph, list[str]]:
         if options and options[0].b not in (None, "none"):
             graph.nodes[k] = with_bias(graph, node, bias_or_zero(graph, node))
         elif options:
-            notes.append(f"'{name_of(node)}' gets no bias: '{platform.name}' has none for {node.op}")
+            notes.append(f"'{node.who}' gets no bias: '{platform.name}' has none for {node.op}")
     return graph, notes

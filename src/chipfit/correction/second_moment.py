@@ -12,7 +12,6 @@ from chipfit.engine.run import run
 from chipfit.errors import DataError
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, channel_axis, own, scale_outputs, with_bias
-from chipfit.graph.paths import name_of
 from chipfit.plan.record import Plan
 
 #: channels that vary less than this much of the layer's largest spread are left alone
@@ -44,7 +43,7 @@ def correct_second_moment(
     for node, why in quantized_linear(graph, plan):
         why = why or own(graph, users, node)
         if why:
-            notes.append(f"'{name_of(node)}' keeps its second moment: {why}")
+            notes.append(f"'{node.who}' keeps its second moment: {why}")
         else:
             nodes[node.output] = node
     table = {
@@ -86,9 +85,7 @@ def correct_second_moment(
         name = node.inputs[1] or ""
         graph.weights[name] = scale_outputs(node, graph.weights[name].detach(), k)
         with_bias(graph, node, bias)
-        notes.append(
-            f"corrected the second moment of '{name_of(node)}' by {float(k.min()):.3g} to {float(k.max()):.3g}"
-        )
+        notes.append(f"corrected the second moment of '{node.who}' by {float(k.min()):.3g} to {float(k.max()):.3g}")
     return graph, notes
 
 

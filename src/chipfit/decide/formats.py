@@ -524,7 +524,7 @@ def _record(
             )
     if how == "float" and platform.unlisted == "reject" and unit.resolved.rule is None and graph.is_float(tail.output):
         raise UnsupportedError(
-            f"{head.op} '{head.layer or head.name}' cannot run on '{platform.name}'",
+            f"{head.op} '{head.who}' cannot run on '{platform.name}'",
             where=head.source,
             allowed="the operators that `chipfit platforms show` lists",
             hint="replace the operator, or choose a platform that runs unlisted ones in float",

@@ -125,7 +125,7 @@ def resolve_overrides(graph: Graph, overrides: Overrides) -> dict[str, dict[str,
         if about_weights and nodes and not any(has_weights(n.op) for n in nodes):
             raise PlanError(
                 f"'{pattern}' has no weights, so that '{about_weights[0]}' says nothing about it",
-                got=", ".join(dict.fromkeys(f"{n.op} '{n.layer or n.name}'" for n in nodes[:8])),
+                got=", ".join(dict.fromkeys(f"{n.op} '{n.who}'" for n in nodes[:8])),
                 hint="name a layer with weights, or say activation_bits, rule or method about its result",
             )
         for node in nodes:

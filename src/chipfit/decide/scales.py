@@ -15,6 +15,7 @@ from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import TensorPlan
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
 from chipfit.ranges import Rule, name_of
 from chipfit.ranges import choose as choose_range
 from chipfit.ranges.qparams import QParams, from_min_max
@@ -199,11 +200,7 @@ def _entry(
         role=slot.role,
         layer=node.layer if node else "",
         op=node.op if node else "Input",
-        format=slot.format_name,
-        grid=grid,
-        scale=q.scale,
-        zero_point=q.zero_point,
-        axis=slot.axis,
+        stored=Stored(format=slot.format_name, grid=grid, scale=q.scale, zero_point=q.zero_point, axis=slot.axis),
         origin=origin,
         low=stats.low if stats is not None else None,
         high=stats.high if stats is not None else None,

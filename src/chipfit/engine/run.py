@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from chipfit.engine.kernels import execute
 from chipfit.errors import DataError
 from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ops import OPS
 
 Hook = Callable[[Node, tuple[Any, ...]], tuple[Any, ...]]
 
@@ -48,7 +49,7 @@ def run(
             if i is not None:
                 last[i] = k
     made: dict[str, str] = {}  # value -> operator that wrote it
-    aliased = {i for n in graph.nodes if n.op not in _COPIES for i in n.inputs if i is not None} if reuse else set()
+    aliased = {i for n in graph.nodes if not _fresh(n.op) for i in n.inputs if i is not None} if reuse else set()
     for k, n in enumerate(graph.nodes):
         args = [None if i is None else env[i] if i in env else table[i] for i in n.inputs]
         target = _overwritable(n, last, k, {*held, *aliased}, made) if reuse else None
@@ -71,23 +72,11 @@ _OVERWRITE: dict[str, Callable[..., tuple[Any, ...]]] = {
     "Relu6": lambda x: (x.clamp_(0, 6),),
     "Add": lambda x, y: (x.add_(y),) if y.shape == x.shape and y.dtype == x.dtype else (x + y,),
 }
-#: operators whose result is a new tensor, never a view of an operand
-_FRESH = frozenset(
-    {"Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D", "Linear", "BatchNorm", "Add", "Relu", "Relu6", "Mul"}
-)
-#: operators whose result certainly shares no memory with an operand
-_COPIES = _FRESH | {
-    "MaxPool",
-    "AvgPool",
-    "GlobalAvgPool",
-    "Concat",
-    "Sigmoid",
-    "HardSigmoid",
-    "HardSwish",
-    "Swish",
-    "Sub",
-    "Resize",
-}
+
+
+def _fresh(op: str | None) -> bool:
+    """The operator's result certainly shares no memory with an operand."""
+    return op in OPS and not OPS[op].view
 
 
 def _overwritable(
@@ -95,7 +84,7 @@ def _overwritable(
 ) -> str | None:
     """The operand that `node` may overwrite: freshly made, read here for the last time, read once."""
     first = node.inputs[0] if node.inputs else None
-    if node.op not in _OVERWRITE or first is None or first in held or made.get(first) not in _FRESH:
+    if node.op not in _OVERWRITE or first is None or first in held or not _fresh(made.get(first)):
         return None
     return first if last.get(first) == k and node.inputs.count(first) == 1 else None
 

@@ -49,7 +49,7 @@ class UserInformation:
         """Layers that run as one kernel, by name."""
         if self.result is None:
             return []
-        layers = {n.name: n.layer or n.name for n in self.result.graph.nodes}
+        layers = {n.name: n.who for n in self.result.graph.nodes}
         return [[layers[n] for n in group] for group in self.result.plan.groups]
 
 

@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 
+from chipfit.errors import GraphError, UnknownNameError
+from chipfit.graph.ops import OPS
+
 OPAQUE = "Opaque"  #: an operator without canonical name; attrs hold target, args, kwargs (see `Ref`)
 
 
@@ -54,6 +57,43 @@ class Node:
     @property
     def output(self) -> str:
         return self.outputs[0]
+
+    @property
+    def who(self) -> str:
+        """The node as the user knows it."""
+        return self.layer or self.name
+
+    def operand(self, slot: str) -> str | None:
+        """What stands in a slot of its operator ("in0", "w", "b", "mask"); None where nothing does."""
+        at = OPS[self.op].index(slot) if self.op in OPS else None
+        return self.inputs[at] if at is not None and at < len(self.inputs) else None
+
+    @property
+    def data(self) -> str:
+        """The first data operand.
+
+        Raises:
+            GraphError: it has none.
+        """
+        return self._present("in0", self.operand("in0") or next((i for i in self.inputs if i is not None), None))
+
+    @property
+    def weight(self) -> str:
+        """The weight of an operator that cannot do without.
+
+        Raises:
+            GraphError: it has none.
+        """
+        return self._present("w", self.operand("w"))
+
+    @property
+    def bias(self) -> str | None:
+        return self.operand("b")
+
+    def _present(self, slot: str, name: str | None) -> str:
+        if name is None:
+            raise GraphError(f"{self.op} '{self.who}' has nothing in slot '{slot}'")
+        return name
 
     def with_(self, **changes: Any) -> Node:
         return replace(self, **changes)
@@ -95,8 +135,6 @@ class Graph:
         for n in self.nodes:
             if n.name == name:
                 return n
-        from chipfit.errors import UnknownNameError
-
         raise UnknownNameError("node", name, [n.name for n in self.nodes])
 
     def producers(self) -> dict[str, Node]:
@@ -118,6 +156,13 @@ class Graph:
     def activations(self, node: Node) -> list[str]:
         """The inputs of `node` that are not weights, in slot order."""
         return [i for i in node.inputs if i is not None and i not in self.weights]
+
+    def slots(self, node: Node) -> list[tuple[str, str]]:
+        """(slot, tensor) of everything that a node reads: "in0", "in1" ... for data, "w" and "b" for weights."""
+        row = OPS.get(node.op)
+        named = [(row.slot(k) if row else f"in{k}", i) for k, i in enumerate(node.inputs) if i is not None]
+        constant = node.op == "MatMul" and self.is_weight(node.inputs[1])  # which then is its weight
+        return [("w" if constant and slot == "in1" else slot, i) for slot, i in named]
 
     def shape(self, name: str) -> tuple[int | None, ...]:
         return tuple(self.weights[name].shape) if name in self.weights else self.values[name].shape

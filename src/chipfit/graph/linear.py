@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from chipfit.engine.kernels import execute
+from chipfit.graph.builder import new_name
 from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ops import OPS
 
-CONVS = frozenset({"Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D"})
-TRANSPOSED = frozenset({"TransposeConv1D", "TransposeConv2D", "TransposeConv3D"})
-LINEAR = CONVS | TRANSPOSED | {"Linear"}
+CONVS = frozenset(op for op, row in OPS.items() if row.kind == "conv")
+TRANSPOSED = frozenset(op for op, row in OPS.items() if row.kind == "transposed")
+LINEAR = frozenset(op for op, row in OPS.items() if row.kind)
 
 
 def is_linear(graph: Graph, node: Node) -> bool:
@@ -66,24 +67,6 @@ def out_channels(node: Node, w: torch.Tensor) -> int:
     return parts.shape[0] * parts.shape[1]
 
 
-def mean_output(node: Node, w: torch.Tensor, mean: torch.Tensor, spatial: Sequence[int]) -> torch.Tensor:
-    """Mean over all positions of what `node` with weight `w`, without its bias, makes of inputs of this mean.
-
-    Zero padding counts: an image that is `mean` everywhere goes through the operator.
-
-    Args:
-        mean: of each input channel, [I].
-        spatial: size of the input along its spatial axes; empty for Linear.
-
-    Returns:
-        [O], float64.
-    """
-    w, mean = w.detach().double(), mean.double()
-    x = mean if node.op == "Linear" else mean.view(1, -1, *[1] * len(spatial)).expand(1, -1, *spatial)
-    (y,) = execute(node, [x, w])
-    return y if node.op == "Linear" else y.mean((0, *range(2, y.dim())))
-
-
 def own(graph: Graph, users: Mapping[str, Sequence[Node]], node: Node) -> str:
     """Why the weight and bias of `node` may not be changed for it alone; "" when they may."""
     for name in (node.inputs[1], bias_of(node)):
@@ -111,19 +94,3 @@ def bias_or_zero(graph: Graph, node: Node) -> torch.Tensor:
         return graph.weights[name].detach().double()
     w = graph.weights[node.inputs[1] or ""]
     return torch.zeros(out_channels(node, w), dtype=torch.float64, device=w.device)
-
-
-def new_name(graph: Graph, wanted: str) -> str:
-    """`wanted`, or the next free name like it, among values, weights and nodes."""
-    taken = {*graph.values, *graph.weights, *(n.name for n in graph.nodes)}
-    name, count = wanted, 0
-    while name in taken:
-        count += 1
-        name = f"{wanted}_{count}"
-    return name
-
-
-def replace_node(graph: Graph, old: Node, *new: Node) -> None:
-    """Put `new` where `old` stands."""
-    at = next(k for k, n in enumerate(graph.nodes) if n.name == old.name)
-    graph.nodes[at : at + 1] = new

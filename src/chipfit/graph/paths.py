@@ -18,11 +18,6 @@ class Paths:
     refused: str = ""  #: why some path does not end in a linear operator
 
 
-def name_of(node: Node) -> str:
-    """A node as the user knows it."""
-    return node.layer or node.name
-
-
 def paths(graph: Graph, users: dict[str, list[Node]], value: str, crossable: Callable[[Node], bool]) -> Paths:
     """Follow every reader of `value` to a linear operator.
 
@@ -41,7 +36,7 @@ def paths(graph: Graph, users: dict[str, list[Node]], value: str, crossable: Cal
                 out.crossed.append(n)
                 todo += n.outputs
             else:
-                out.refused = f"{n.op} '{name_of(n)}' reads it"
+                out.refused = f"{n.op} '{n.who}' reads it"
     order = {n.name: k for k, n in enumerate(graph.nodes)}
     out.crossed.sort(key=lambda n: order[n.name])
     out.ends.sort(key=lambda n: order[n.name])

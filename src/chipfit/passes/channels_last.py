@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from chipfit.graph.ir import Graph
+from chipfit.graph.linear import LINEAR
 
 
 def channels_last(graph: Graph) -> tuple[Graph, list[str]]:
     """Change the memory format of convolution weights; nothing that can be observed but speed."""
     graph = graph.copy()
     for n in graph.nodes:
-        w = n.inputs[1] if n.op in ("Conv2D", "DepthwiseConv2D", "TransposeConv2D") else None
-        if w is not None and w in graph.weights:
-            graph.weights[w] = graph.weights[w].contiguous(memory_format=torch.channels_last)
+        w = graph.weights.get(n.weight) if n.op in LINEAR else None
+        if w is not None and w.dim() == 4:
+            graph.weights[n.weight] = w.contiguous(memory_format=torch.channels_last)
     return graph, []

@@ -8,7 +8,7 @@ import torch
 
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import CONVS, bias_or_zero, is_linear, own, with_bias
-from chipfit.graph.paths import name_of, only_reader
+from chipfit.graph.paths import only_reader
 
 
 def collapse_linear(graph: Graph) -> tuple[Graph, list[str]]:
@@ -30,7 +30,7 @@ def collapse_linear(graph: Graph) -> tuple[Graph, list[str]]:
                 else _added(graph, users, first, second) or _merged(graph, users, first, second, notes)
             )
             if second is not None and merged is not None:
-                notes[f"collapsed '{name_of(second)}' into '{name_of(first)}'"] = None
+                notes[f"collapsed '{second.who}' into '{first.who}'"] = None
                 graph.nodes[graph.nodes.index(first)] = merged.with_(outputs=second.outputs)
                 graph.nodes.remove(second)
                 del graph.values[first.output]
@@ -64,7 +64,7 @@ def _merged(
     if not why and product > w1.numel() + w2.numel():
         why = f"{product} parameters instead of {w1.numel() + w2.numel()}"
     if why:
-        notes[f"'{name_of(first)}' and '{name_of(second)}' do not collapse: {why}"] = None
+        notes[f"'{first.who}' and '{second.who}' do not collapse: {why}"] = None
         return None
     outer = w2.detach().double().flatten(1)  # [O2, O1]
     bias = outer @ bias_or_zero(graph, first) + bias_or_zero(graph, second)

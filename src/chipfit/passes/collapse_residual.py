@@ -8,7 +8,7 @@ import torch
 
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import CONVS, from_groups, in_groups, is_linear, own
-from chipfit.graph.paths import name_of, only_reader
+from chipfit.graph.paths import only_reader
 
 
 def collapse_residual(graph: Graph) -> tuple[Graph, list[str]]:
@@ -29,7 +29,7 @@ def collapse_residual(graph: Graph) -> tuple[Graph, list[str]]:
         if not why and graph.shape(node.output) != graph.shape(node.inputs[0] or ""):
             why = "the shapes differ"
         if why:
-            notes.append(f"'{name_of(node)}' keeps its residual addition '{add.name}': {why}")
+            notes.append(f"'{node.who}' keeps its residual addition '{add.name}': {why}")
             continue
         name = node.inputs[1] or ""
         parts = in_groups(node, graph.weights[name].detach().clone())  # [g, C/g, C/g, *kernel]
@@ -40,7 +40,7 @@ def collapse_residual(graph: Graph) -> tuple[Graph, list[str]]:
         graph.nodes[graph.nodes.index(node)] = node.with_(outputs=add.outputs)
         graph.nodes.remove(add)
         del graph.values[node.output]
-        notes.append(f"collapsed the residual addition '{add.name}' into '{name_of(node)}'")
+        notes.append(f"collapsed the residual addition '{add.name}' into '{node.who}'")
     return graph, notes
 
 

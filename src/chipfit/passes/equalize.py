@@ -15,11 +15,8 @@ from chipfit.graph.linear import (
     scale_outputs,
     with_bias,
 )
-from chipfit.graph.paths import Paths, name_of, paths
-
-#: operators on single elements, and on the spatial axes of one channel, for which f(s x) = s f(x) holds, s > 0
-_ELEMENTWISE = frozenset({"Relu", "LeakyRelu", "PRelu", "Dropout", "Identity"})
-_SPATIAL = frozenset({"MaxPool", "AvgPool", "GlobalAvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool"})
+from chipfit.graph.ops import OPS
+from chipfit.graph.paths import Paths, paths
 
 
 def equalize(graph: Graph, *, sweeps: int = 40, tolerance: float = 1e-3) -> tuple[Graph, list[str]]:
@@ -37,14 +34,14 @@ def equalize(graph: Graph, *, sweeps: int = 40, tolerance: float = 1e-3) -> tupl
     for first in graph.nodes:
         if not is_linear(graph, first):
             continue
-        found = paths(graph, users, first.output, _elementwise if first.op == "Linear" else _within_channels)
+        found = paths(graph, users, first.output, _elementwise if first.op == "Linear" else _crossable)
         why = found.refused
         for n in (first, *found.ends):
             why = why or own(graph, users, n)
         if not why and any((first.op == "Linear") != (end.op == "Linear") for end in found.ends):
             why = "their channels lie on different axes"
         if why:
-            notes.append(f"'{name_of(first)}' is not equalized: {why}")
+            notes.append(f"'{first.who}' is not equalized: {why}")
         else:
             pairs.append((first, found))
     touched: set[str] = set()
@@ -61,7 +58,7 @@ def equalize(graph: Graph, *, sweeps: int = 40, tolerance: float = 1e-3) -> tupl
             break
     for first, found in pairs:
         if first.name in touched:
-            notes.append(f"equalized '{name_of(first)}' with {', '.join(repr(name_of(e)) for e in found.ends)}")
+            notes.append(f"equalized '{first.who}' with {', '.join(repr(e.who) for e in found.ends)}")
     return graph, notes
 
 
@@ -87,11 +84,13 @@ def _apply(graph: Graph, first: Node, ends: list[Node], s: torch.Tensor) -> None
         graph.weights[name] = scale_inputs(end, graph.weights[name].detach(), s)
 
 
-def _elementwise(node: Node) -> bool:
-    return node.op in _ELEMENTWISE
-
-
-def _within_channels(node: Node) -> bool:
+def _crossable(node: Node) -> bool:
+    """f(s x) = s f(x) holds with one s > 0 for each channel."""
     if node.op == "Pad":
         return node.attrs["value"] == 0 and tuple(node.attrs["padding"][1]) == (0, 0)
-    return node.op in _ELEMENTWISE | _SPATIAL
+    return node.op in OPS and OPS[node.op].homogeneous and OPS[node.op].by_channel
+
+
+def _elementwise(node: Node) -> bool:
+    """The same whatever axis the channels are on."""
+    return _crossable(node) and (OPS[node.op].layout == "elementwise" or OPS[node.op].activation)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from chipfit.graph.builder import unique
 from chipfit.graph.ir import Graph, Node
-
-_FOLDABLE = frozenset(
-    {"Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D", "Linear", "TransposeConv1D", "TransposeConv2D", "TransposeConv3D"}
-)
+from chipfit.graph.linear import LINEAR, TRANSPOSED, scale_outputs
 
 
 def fold_batch_norm(graph: Graph) -> tuple[Graph, list[str]]:
@@ -48,7 +46,7 @@ def fold_batch_norm(graph: Graph) -> tuple[Graph, list[str]]:
             continue
         if weight not in done:
             done[weight] = _fold(graph, node, bn)
-            notes.append(f"folded batch norm '{bn.layer or bn.name}' into '{node.layer or node.name}'")
+            notes.append(f"folded batch norm '{bn.who}' into '{node.who}'")
         index = graph.nodes.index(node)
         graph.nodes[index] = node.with_(inputs=(node.inputs[0], weight, done[weight]), outputs=bn.outputs)
         graph.nodes.remove(bn)
@@ -63,12 +61,12 @@ def _key(bn: Node) -> tuple:
 
 def _refusal(graph: Graph, node: Node | None, bn: Node, users: dict[str, list[Node]]) -> str:
     """Why this batch norm cannot fold; "" when it can."""
-    if node is None or node.op not in _FOLDABLE:
+    if node is None or node.op not in LINEAR:
         return f"it follows {'the input' if node is None else node.op}, which has no weights"
     if not graph.is_weight(node.inputs[1]) or any(i is not None and not graph.is_weight(i) for i in bn.inputs[1:]):
         return "a weight or statistic is computed at run time"
     if len(users[node.output]) != 1 or node.output in graph.outputs:
-        return f"the output of '{node.layer or node.name}' is also read elsewhere"
+        return f"the output of '{node.who}' is also read elsewhere"
     if node.op == "Linear" and len(graph.shape(node.output)) != 2:
         return "its channel axis is not the axis of the linear layer's outputs"
     return ""
@@ -76,21 +74,14 @@ def _refusal(graph: Graph, node: Node | None, bn: Node, users: dict[str, list[No
 
 def _fold(graph: Graph, node: Node, bn: Node) -> str:
     """Rewrite weight and bias in `graph.weights`; returns the bias name."""
-    w_name = node.inputs[1]
-    assert w_name is not None
+    w_name, b_name = node.weight, node.bias
     w = graph.weights[w_name].detach()
-    b_name = node.inputs[2] if len(node.inputs) > 2 and node.inputs[2] else None
-    gamma, beta, mean, var = (graph.weights[i].detach().double() if i else None for i in bn.inputs[1:5])
-    assert mean is not None and var is not None
-    k = torch.rsqrt(var + bn.attrs["eps"])  # [C_out]
-    if gamma is not None:
-        k = k * gamma
-    old = graph.weights[b_name].detach().double() if b_name else torch.zeros_like(mean)
-    new_b = (old - mean) * k + (beta if beta is not None else 0.0)
-    if node.op.startswith("Transpose"):  # [C_in, C_out / groups, ...]
-        g = node.attrs["groups"]
-        view = w.double().reshape(g, w.shape[0] // g, *w.shape[1:])
-        new_w = (view * k.view(g, 1, -1, *[1] * (w.dim() - 2))).reshape(w.shape)
+    number = lambda i, absent: graph.weights[i].detach().double() if i else torch.tensor(absent).double()  # noqa: E731 -- one line
+    gamma, beta, mean, var = (number(i, absent) for i, absent in zip(bn.inputs[1:5], (1.0, 0.0, 0.0, 1.0), strict=True))
+    k = torch.rsqrt(var + bn.attrs["eps"]) * gamma  # [C_out]
+    new_b = (number(b_name, 0.0) - mean) * k + beta
+    if node.op in TRANSPOSED:
+        new_w = scale_outputs(node, w.double(), k)
     else:
         # written straight into the layout in which CPUs convolve fastest: no temporary of the weight's size
         new_w = torch.empty_like(w, memory_format=torch.channels_last if w.dim() == 4 else torch.preserve_format)
@@ -105,7 +96,4 @@ def _fold(graph: Graph, node: Node, bn: Node) -> str:
 
 def _bias_name(graph: Graph, weight: str) -> str:
     stem = weight.removesuffix("weight").removesuffix("kernel")
-    name = stem + "bias" if stem != weight else weight + ".bias"
-    while name in graph.weights:
-        name += "_folded"
-    return name
+    return unique(stem + "bias" if stem != weight else weight + ".bias", graph.weights)

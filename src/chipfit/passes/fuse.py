@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.ops import ALIASES
+from chipfit.graph.ops import words_of
 
 #: a pattern is a chain of alternatives: ({"Conv2D", "Linear"}, {"Relu"})
 Pattern = tuple[frozenset[str], ...]
@@ -31,8 +31,11 @@ def fuse(
     """
     chains = sorted({_without_batch_norm(p) for p in patterns} - {()}, key=lambda p: (-len(p), [sorted(s) for s in p]))
     users = graph.users()
-    own = {n.name: sets(n) for n in graph.nodes}
-    fits = lambda n, alternatives: _named(n, alternatives) or not own[n.name].isdisjoint(alternatives)  # noqa: E731 -- one line
+    words = {n.name: {"*", *words_of(n.op, n.attrs), *sets(n)} for n in graph.nodes}
+
+    def fits(n: Node, alternatives: frozenset[str]) -> bool:
+        return not words[n.name].isdisjoint(alternatives)
+
     taken: set[str] = set()
     groups: list[tuple[str, ...]] = []
     notes: list[str] = []
@@ -53,19 +56,6 @@ def fuse(
     return tuple(groups), notes
 
 
-def _named(node: Node, alternatives: frozenset[str]) -> bool:
-    """Whether a node is one of the operators that a pattern names, platform words such as ReluN1To1 included."""
-    if node.op in alternatives or "*" in alternatives:
-        return True
-    if node.op == "Relu6" and "Clamp" in alternatives:
-        return True
-    for word in alternatives:
-        op, attrs = ALIASES.get(word) or ("", {})
-        if op == node.op and all(node.attrs.get(k) == v for k, v in attrs.items()):
-            return True
-    return False
-
-
 def _follow(
     graph: Graph,
     start: Node,
@@ -84,7 +74,7 @@ def _follow(
         fitting = [r for r in readers if fits(r, alternatives) and r.name not in taken]
         if not fitting:
             return found, ""
-        who = f"'{last.layer or last.name}' and '{fitting[0].layer or fitting[0].name}' do not fuse"
+        who = f"'{last.who}' and '{fitting[0].layer or fitting[0].name}' do not fuse"
         if len(last.outputs) > 1:
             return found, f"{who}: the first has several outputs"
         if len(readers) > 1:

@@ -11,94 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from chipfit.graph.ir import OPAQUE, Graph, Node, Value
+from chipfit.graph.builder import unique
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.graph.ops import OPS
 
 Form = tuple[int, ...]
-
-#: operators whose channel axis is told by the layout
-SPATIAL = frozenset(
-    {
-        "Conv1D",
-        "Conv2D",
-        "Conv3D",
-        "DepthwiseConv2D",
-        "TransposeConv1D",
-        "TransposeConv2D",
-        "TransposeConv3D",
-        "BatchNorm",
-        "GroupNorm",
-        "InstanceNorm",
-        "PRelu",
-        "MaxPool",
-        "AvgPool",
-        "GlobalAvgPool",
-        "AdaptiveAvgPool",
-        "AdaptiveMaxPool",
-        "Resize",
-        "DepthToSpace",
-        "SpaceToDepth",
-        "ChannelShuffle",
-    }
-)
-#: operators that broadcast and compute element by element
-ELEMENTWISE = frozenset(
-    {
-        "Relu",
-        "Relu6",
-        "Sigmoid",
-        "Tanh",
-        "HardSwish",
-        "HardSigmoid",
-        "Swish",
-        "Mish",
-        "Exp",
-        "Log",
-        "Abs",
-        "Neg",
-        "Sqrt",
-        "Rsqrt",
-        "Sin",
-        "Cos",
-        "Erf",
-        "Floor",
-        "Ceil",
-        "Round",
-        "Sign",
-        "Reciprocal",
-        "LogicalNot",
-        "Identity",
-        "Requantize",
-        "Clamp",
-        "LeakyRelu",
-        "Elu",
-        "Selu",
-        "Softplus",
-        "Gelu",
-        "Add",
-        "Sub",
-        "Mul",
-        "Div",
-        "Pow",
-        "Max",
-        "Min",
-        "Mod",
-        "FloorDiv",
-        "Equal",
-        "NotEqual",
-        "Less",
-        "LessEqual",
-        "Greater",
-        "GreaterEqual",
-        "LogicalAnd",
-        "LogicalOr",
-        "Where",
-        "Cast",
-        "Dropout",
-    }
-)
-_REDUCE = frozenset({"Mean", "Sum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2"})
-#: one axis is named, every axis stays
-_ALONG = frozenset({"Softmax", "LogSoftmax", "Split", "Slice", "CumSum"})
 
 
 def to_layout(graph: Graph, target: str) -> tuple[Graph, dict[str, Form]]:
@@ -205,14 +122,7 @@ class _Walk:
 
     def run(self) -> Rearranged:
         for node in self.source.nodes:
-            if node.op in SPATIAL:
-                self.spatial(node)
-            elif node.op in ELEMENTWISE:
-                self.elementwise(node)
-            elif node.op != OPAQUE and node.op in _RULES:
-                _RULES[node.op](self, node)
-            else:
-                self.plain(node)
+            _RULES[OPS[node.op].layout if node.op in OPS else "natural"](self, node)
         self.out.outputs = [self.result_of(o) for o in self.source.outputs]
         for name in self.pending:
             del self.out.values[name]
@@ -290,10 +200,7 @@ class _Walk:
         return new
 
     def fresh(self, name: str, form: Form) -> str:
-        new = f"{name}_t{''.join(map(str, form))}"
-        while new in self.out.values or new in self.out.weights:
-            new += "_"
-        return new
+        return unique(f"{name}_t{''.join(map(str, form))}", {*self.out.values, *self.out.weights})
 
     def note_form(self, name: str, form: Form) -> None:
         if form != natural(len(form)):
@@ -429,18 +336,21 @@ class _Walk:
         self.emit(node, [x], [()], axis=form.index(node.attrs["axis"] % len(form)))
 
 
+#: by the `layout` of an operator
 _RULES: dict[str, Callable[[_Walk, Node], None]] = {
-    "Concat": _Walk.concat,
-    **dict.fromkeys(_ALONG, _Walk.along),
-    **dict.fromkeys(_REDUCE, _Walk.reduce),
-    "ArgMax": _Walk.arg_max,
-    "Select": _Walk.remove_axis,
-    "Unstack": _Walk.remove_axis,
-    "Squeeze": _Walk.squeeze,
-    "Pad": _Walk.pad,
-    "Tile": _Walk.tile,
-    "Roll": _Walk.roll,
-    "Reshape": _Walk.reshape,
-    "Transpose": _Walk.transpose,
-    "Size": _Walk.size,
+    "natural": _Walk.plain,
+    "spatial": _Walk.spatial,
+    "elementwise": _Walk.elementwise,
+    "concat": _Walk.concat,
+    "along": _Walk.along,
+    "reduce": _Walk.reduce,
+    "arg_max": _Walk.arg_max,
+    "remove_axis": _Walk.remove_axis,
+    "squeeze": _Walk.squeeze,
+    "pad": _Walk.pad,
+    "tile": _Walk.tile,
+    "roll": _Walk.roll,
+    "reshape": _Walk.reshape,
+    "transpose": _Walk.transpose,
+    "size": _Walk.size,
 }

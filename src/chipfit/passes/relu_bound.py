@@ -6,38 +6,8 @@ import math
 
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, is_linear, own, with_bias
-from chipfit.graph.paths import name_of, paths
-
-#: operators that f(k x) = k f(x) holds for, k > 0, whatever their attributes
-HOMOGENEOUS = frozenset(
-    {
-        "MaxPool",
-        "AvgPool",
-        "GlobalAvgPool",
-        "AdaptiveAvgPool",
-        "AdaptiveMaxPool",
-        "Mean",
-        "Sum",
-        "ReduceMax",
-        "ReduceMin",
-        "Reshape",
-        "Transpose",
-        "Squeeze",
-        "Unsqueeze",
-        "Expand",
-        "Slice",
-        "Select",
-        "Resize",
-        "DepthToSpace",
-        "SpaceToDepth",
-        "ChannelShuffle",
-        "Dropout",
-        "Identity",
-        "Relu",
-        "LeakyRelu",
-        "PRelu",
-    }
-)
+from chipfit.graph.ops import OPS
+from chipfit.graph.paths import paths
 
 
 def relu_bound_to_power_of_two(graph: Graph, *, bits: int | None = None) -> tuple[Graph, list[str]]:
@@ -60,18 +30,16 @@ def relu_bound_to_power_of_two(graph: Graph, *, bits: int | None = None) -> tupl
         if math.isclose(bound, high):
             continue
         users, before = graph.users(), graph.producers().get(clip.inputs[0] or "")
-        found = paths(
-            graph, users, clip.output, lambda n: n.op in HOMOGENEOUS or (n.op == "Pad" and n.attrs["value"] == 0)
-        )
+        found = paths(graph, users, clip.output, _crossable)
         why = found.refused
         if before is None or not is_linear(graph, before):
             why = "no linear operator with constant weights is in front of it"
         elif len(users[before.output]) > 1 or before.output in graph.outputs:
-            why = f"the result of '{name_of(before)}' is also read elsewhere"
+            why = f"the result of '{before.who}' is also read elsewhere"
         for n in () if why or before is None else (before, *found.ends):
             why = why or own(graph, users, n)
         if why or before is None:
-            notes.append(f"'{name_of(clip)}' keeps its bound {high:g}: {why}")
+            notes.append(f"'{clip.who}' keeps its bound {high:g}: {why}")
             continue
         k = bound / high
         for n, factor in ((before, k), *((end, 1 / k) for end in found.ends)):
@@ -81,7 +49,7 @@ def relu_bound_to_power_of_two(graph: Graph, *, bits: int | None = None) -> tupl
             with_bias(graph, before, bias_or_zero(graph, before) * k)
         attrs = {"min": None if low is None else low * k, "max": bound}
         graph.nodes[graph.nodes.index(clip)] = clip.with_(op="Clamp", attrs=attrs)
-        notes.append(f"the bound of '{name_of(clip)}' moved from {high:g} to {bound:g}")
+        notes.append(f"the bound of '{clip.who}' moved from {high:g} to {bound:g}")
     return graph, notes
 
 
@@ -90,3 +58,7 @@ def _bounds(node: Node) -> tuple[float | None, float | None]:
     if node.op == "Relu6":
         return 0.0, 6.0
     return (node.attrs["min"], node.attrs["max"]) if node.op == "Clamp" else (0.0, None)
+
+
+def _crossable(node: Node) -> bool:
+    return node.op in OPS and OPS[node.op].homogeneous and node.attrs.get("value", 0) == 0

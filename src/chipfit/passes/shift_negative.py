@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from chipfit.calibration.collect import TensorStats
+from chipfit.graph.builder import new_name, replace_node
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.graph.linear import CONVS, bias_of, bias_or_zero, in_groups, new_name, replace_node, with_bias
-from chipfit.graph.paths import Paths, name_of, paths
+from chipfit.graph.linear import CONVS, bias_of, bias_or_zero, in_groups, with_bias
+from chipfit.graph.ops import OPS
+from chipfit.graph.paths import Paths, paths
 from chipfit.ranges.qparams import from_min_max
 
 if TYPE_CHECKING:
@@ -21,34 +23,6 @@ if TYPE_CHECKING:
 
 #: what `Node.layer_type` says of the additions that this rewrite makes
 SHIFT = "ShiftNegative"
-#: non-linearities with a bounded, or flat, negative side
-_TAILED = frozenset({"Swish", "Gelu", "LeakyRelu", "PRelu", "Elu", "Selu", "HardSwish", "Mish"})
-#: operators with f(x + c) = f(x) + c
-_CROSSED = frozenset(
-    {
-        "MaxPool",
-        "GlobalAvgPool",
-        "AdaptiveAvgPool",
-        "AdaptiveMaxPool",
-        "Mean",
-        "ReduceMax",
-        "ReduceMin",
-        "Reshape",
-        "Transpose",
-        "Squeeze",
-        "Unsqueeze",
-        "Expand",
-        "Slice",
-        "Select",
-        "Resize",
-        "DepthToSpace",
-        "SpaceToDepth",
-        "ChannelShuffle",
-        "Dropout",
-        "Identity",
-        "Pad",
-    }
-)
 
 
 def shift_negative(
@@ -71,7 +45,7 @@ def shift_negative(
     """
     graph, stats, notes = graph.copy(), dict(stats), []
     for act in list(graph.nodes):
-        slot = assignment.slots.get(act.output) if act.op in _TAILED else None
+        slot = assignment.slots.get(act.output) if act.op in OPS and OPS[act.op].negative_tail else None
         seen = stats.get(act.output)
         if slot is None or seen is None or slot.format.signed != "auto" or seen.low >= 0:
             continue
@@ -79,7 +53,7 @@ def shift_negative(
         c, why = _shift(slot.format, seen, ratio)
         why = why or found.refused or _refusal(graph, found.ends)
         if why:
-            notes.append(f"'{name_of(act)}' is not shifted: {why}")
+            notes.append(f"'{act.who}' is not shifted: {why}")
             continue
         _rewrite(graph, act, found, c)
         shifted = graph.users()[act.output][0].output
@@ -89,9 +63,7 @@ def shift_negative(
         for n in graph.nodes:  # the new pads hold what they read, and c
             if n.op == "Pad" and n.output not in stats and n.inputs[0] in stats:
                 stats[n.output] = replace(stats[n.inputs[0] or ""], name=n.output)
-        notes.append(
-            f"shifted '{name_of(act)}' by {c:g}, now unsigned, before {', '.join(repr(name_of(e)) for e in found.ends)}"
-        )
+        notes.append(f"shifted '{act.who}' by {c:g}, now unsigned, before {', '.join(repr(e.who) for e in found.ends)}")
     return graph, stats, notes
 
 
@@ -128,7 +100,7 @@ def _shift(fmt: Format, seen: TensorStats, ratio: float) -> tuple[float, str]:
 def _crossable(node: Node) -> bool:
     if node.op == "AvgPool":
         return not node.attrs["count_include_pad"] or not any(p for pair in node.attrs["padding"] for p in pair)
-    return node.op in _CROSSED
+    return node.op in OPS and OPS[node.op].shifts
 
 
 def _refusal(graph: Graph, ends: list[Node]) -> str:
@@ -136,9 +108,9 @@ def _refusal(graph: Graph, ends: list[Node]) -> str:
     users = graph.users()
     for end in ends:
         if end.op not in CONVS | {"Linear"}:
-            return f"{end.op} '{name_of(end)}' would need another bias at every position"
+            return f"{end.op} '{end.who}' would need another bias at every position"
         if bias_of(end) and len(users[bias_of(end) or ""]) > 1:
-            return f"the bias of '{name_of(end)}' is read by several operators"
+            return f"the bias of '{end.who}' is read by several operators"
     return ""
 
 

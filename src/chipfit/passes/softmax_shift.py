@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from chipfit.calibration.collect import TensorStats
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import bias_or_zero, is_linear, own, with_bias
-from chipfit.graph.paths import name_of, only_reader
+from chipfit.graph.paths import only_reader
 from chipfit.passes.shift_negative import step
 
 if TYPE_CHECKING:
@@ -48,11 +48,11 @@ def softmax_shift(
         if only_reader(graph, users, logits) is None:
             why = "its logits are also read elsewhere"
         if why:
-            notes.append(f"the logits of '{name_of(linear)}' are not shifted: {why}")
+            notes.append(f"the logits of '{linear.who}' are not shifted: {why}")
             continue
         graph.nodes[graph.nodes.index(linear)] = with_bias(graph, linear, bias_or_zero(graph, linear) + c)
         stats[logits] = seen.shifted(c)
         notes.append(
-            f"shifted the logits of '{name_of(linear)}' by {c:.4g}: their step falls from {before:.3g} to {after:.3g}"
+            f"shifted the logits of '{linear.who}' by {c:.4g}: their step falls from {before:.3g} to {after:.3g}"
         )
     return graph, stats, notes

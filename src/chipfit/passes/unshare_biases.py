@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from chipfit.graph.ir import Graph
+from chipfit.graph.linear import LINEAR
 
 
 def unshare_biases(graph: Graph) -> tuple[Graph, list[str]]:
@@ -13,20 +14,15 @@ def unshare_biases(graph: Graph) -> tuple[Graph, list[str]]:
     graph, notes = graph.copy(), []
     seen: dict[str, int] = {}
     for index, node in enumerate(graph.nodes):
-        if len(node.inputs) < 3 or not graph.is_weight(node.inputs[1]):
+        bias = node.bias if node.op in LINEAR and graph.is_weight(node.weight) else None
+        if bias is None or not graph.is_weight(bias):
             continue
-        bias = node.inputs[2]
-        if not graph.is_weight(bias):
-            continue
-        if not (node.op.startswith(("Conv", "Depthwise", "TransposeConv")) or node.op == "Linear"):
-            continue
-        assert bias is not None
         count = seen[bias] = seen.get(bias, -1) + 1
         if count:
             name = f"{bias}_{count}"
             graph.weights[name] = graph.weights[bias].clone()
             if bias in graph.trainable:
                 graph.trainable.add(name)
-            graph.nodes[index] = node.with_(inputs=(node.inputs[0], node.inputs[1], name))
+            graph.nodes[index] = node.with_(inputs=(*node.inputs[:2], name))
             notes.append(f"bias '{bias}' is used again by '{node.name}', which now reads its own copy '{name}'")
     return graph, notes

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from chipfit.plan.record import Plan
+from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +39,21 @@ def diff(a: Plan, b: Plan) -> list[Difference]:
                     Difference(where, "", "absent" if x is None else "present", "absent" if y is None else "present")
                 )
                 continue
-            for f in fields(x):
-                u, v = getattr(x, f.name), getattr(y, f.name)
+            for name_, u, v in ((n, getattr(x, n), getattr(y, n)) for n in _facts(x)):
                 if not _equal(u, v):
-                    out.append(Difference(where, f.name.replace("_", " "), _show(u, v), _show(v, u)))
+                    out.append(Difference(where, name_.replace("_", " "), _show(u, v), _show(v, u)))
     for field in ("platform", "groups", "float_edges", "ties", "rewrites"):
         u, v = getattr(a, field), getattr(b, field)
         if u != v:
             out.append(Difference("plan", field.replace("_", " "), _only(u, v), _only(v, u)))
     return out
+
+
+def _facts(x: TensorPlan | NodePlan) -> list[str]:
+    """What a record says, the numbers of a stored tensor one by one."""
+    names = [f.name for f in fields(x)]
+    stored = [f.name for f in fields(Stored)]
+    return [n for name in names for n in (stored if name == "stored" else [name])]
 
 
 def _equal(u: Any, v: Any) -> bool:

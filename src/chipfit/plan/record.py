@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
+from chipfit.errors import PlanError
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
+
+_STORED = frozenset(f.name for f in fields(Stored))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +22,7 @@ class TensorPlan:
     role: str  #: "activation", "weight" or "bias"
     layer: str = ""  #: the user's layer that makes or owns it
     op: str = ""  #: canonical operator of that node
-    format: str = "float"  #: format name in the platform; "float" when not quantized
-    grid: Grid | None = None  #: None when it stays float
-    scale: torch.Tensor | None = None  #: float32, [] or [C]
-    zero_point: torch.Tensor | None = None  #: int32, same shape as scale
-    axis: int | None = None  #: channel axis when scale is [C]
+    stored: Stored | None = None  #: None when it stays float
     origin: str = ""  #: where the numbers came from: "mse over 8 batches", "tied to x", "fixed by rule", ...
     why: str = ""  #: why it stays float
     low: float | None = None  #: least value seen in calibration
@@ -30,9 +30,39 @@ class TensorPlan:
 
     @property
     def quantized(self) -> bool:
-        return self.grid is not None
+        return self.stored is not None
+
+    @property
+    def format(self) -> str:
+        """Format name in the platform; "float" when not quantized."""
+        return self.stored.format if self.stored is not None else "float"
+
+    @property
+    def grid(self) -> Grid | None:
+        return self.stored.grid if self.stored is not None else None
+
+    @property
+    def scale(self) -> torch.Tensor | None:
+        """float32, [] or [C]."""
+        return self.stored.scale if self.stored is not None else None
+
+    @property
+    def zero_point(self) -> torch.Tensor | None:
+        """int32, same shape as scale."""
+        return self.stored.zero_point if self.stored is not None else None
+
+    @property
+    def axis(self) -> int | None:
+        """Channel axis when scale is [C]."""
+        return self.stored.axis if self.stored is not None else None
 
     def with_(self, **changes: Any) -> TensorPlan:
+        """A copy with other fields, those of `stored` included: `t.with_(scale=2 * t.scale)`."""
+        own = {k: changes.pop(k) for k in list(changes) if k in _STORED}
+        if own and self.stored is not None:
+            changes["stored"] = replace(self.stored, **own)
+        elif own:
+            raise PlanError(f"Tensor '{self.name}' is not quantized, so it has no {', '.join(own)}")
         return replace(self, **changes)
 
 
@@ -47,6 +77,11 @@ class NodePlan:
     group: str = ""  #: name of the fused group's last node; "" when the node is alone
     why: str = ""  #: why it runs in float
     simd: int | None = None  #: output channels that one instruction makes; weights are padded to a multiple of it
+
+    @property
+    def who(self) -> str:
+        """The node as the user knows it."""
+        return self.layer or self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,4 +99,19 @@ class Plan:
     provenance: dict[str, Any] = field(default_factory=dict)  #: versions, hashes, seed, settings
 
     def quantized(self, name: str | None) -> bool:
-        return name is not None and name in self.tensors and self.tensors[name].quantized
+        return self.stored(name) is not None
+
+    def stored(self, name: str | None) -> Stored | None:
+        """How a tensor is stored; None for one in float, or for none."""
+        return self.tensors[name].stored if name is not None and name in self.tensors else None
+
+    def __getitem__(self, name: str) -> Stored:
+        """How a quantized tensor is stored.
+
+        Raises:
+            PlanError: it is not quantized.
+        """
+        stored = self.stored(name)
+        if stored is None:
+            raise PlanError(f"Tensor '{name}' is not quantized")
+        return stored

@@ -8,36 +8,8 @@ import torch
 
 from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ops import OPS
 from chipfit.plan.record import Plan, TensorPlan
-
-#: operators whose result holds numbers of their inputs and no others, so that rounding it again changes nothing
-_MOVES = frozenset(
-    {
-        "Identity",
-        "Dropout",
-        "Reshape",
-        "Transpose",
-        "Squeeze",
-        "Unsqueeze",
-        "Expand",
-        "Slice",
-        "Select",
-        "Gather",
-        "Concat",
-        "Stack",
-        "Split",
-        "Unstack",
-        "Roll",
-        "Tile",
-        "DepthToSpace",
-        "SpaceToDepth",
-        "ChannelShuffle",
-        "MaxPool",
-        "AdaptiveMaxPool",
-        "ReduceMax",
-        "ReduceMin",
-    }
-)
 
 
 @dataclass(slots=True)
@@ -76,7 +48,7 @@ def rounding(graph: Graph, plan: Plan) -> Rounding:
 
 def _skip_moved(out: Rounding, graph: Graph, plan: Plan, n: Node) -> None:
     """Let results that only move rounded numbers share the quantizer of their source and not round again."""
-    if n.op not in _MOVES:
+    if n.op not in OPS or not OPS[n.op].moves:
         return
     data = [i for i in n.inputs if i is not None and graph.is_float(i)]
     owners = {out.owner.get(i) for i in data}

@@ -14,6 +14,7 @@ from chipfit.errors import PlanError
 from chipfit.graph.ir import Ref
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
 
 #: version of the JSON form; raised when a reader of the old form would misread the new one
 SCHEMA = 1
@@ -76,17 +77,15 @@ def plan_to_json(plan: Plan, numbers: dict[str, torch.Tensor] | None = None) -> 
     """
     tensors = {}
     for t in plan.tensors.values():
-        entry = record_to_plain(t, leave_out=("name", "grid", *_NUMBERS))
-        if t.grid is not None:
-            entry["grid"] = record_to_plain(t.grid)
-        for field in _NUMBERS:
-            value = getattr(t, field)
-            if value is None:
-                continue
-            if numbers is None:
-                entry[field] = value.tolist()
-            else:
-                numbers[f"{field}:{t.name}"] = value
+        entry = record_to_plain(t, leave_out=("name", "stored"))
+        if t.stored is not None:
+            entry |= record_to_plain(t.stored, leave_out=("grid", *_NUMBERS)) | {"grid": record_to_plain(t.stored.grid)}
+            for field in _NUMBERS:
+                value = getattr(t.stored, field)
+                if numbers is None:
+                    entry[field] = value.tolist()
+                else:
+                    numbers[f"{field}:{t.name}"] = value
         tensors[t.name] = entry
     return json.dumps(
         {
@@ -150,6 +149,8 @@ def check_schema(data: Any, what: str) -> None:
 def _tensor(name: str, entry: dict[str, Any], numbers: Mapping[str, torch.Tensor] | None) -> TensorPlan:
     entry = dict(entry)
     grid = entry.pop("grid", None)
+    if grid is None:
+        return TensorPlan(name=name, **from_plain(entry))
     values: dict[str, Any] = {}
     for field, dtype in _NUMBERS.items():
         if numbers is None:
@@ -157,8 +158,11 @@ def _tensor(name: str, entry: dict[str, Any], numbers: Mapping[str, torch.Tensor
             values[field] = None if given is None else torch.tensor(given, dtype=dtype)
         else:
             values[field] = numbers.get(f"{field}:{name}")
-        if grid is not None and values[field] is None:
+        if values[field] is None:
             raise PlanError(f"Tensor '{name}' is quantized but has no {field.replace('_', ' ')}")
-    return TensorPlan(
-        name=name, grid=Grid(**from_plain(grid)) if grid is not None else None, **values, **from_plain(entry)
-    )
+    values |= {field: from_plain(entry.pop(field)) for field in ("format", "axis") if field in entry}
+    try:
+        stored = Stored(grid=Grid(**from_plain(grid)), **values)
+    except PlanError as e:
+        raise PlanError(e.what, where=f"tensor '{name}'", got=e.got, allowed=e.allowed) from e
+    return TensorPlan(name=name, stored=stored, **from_plain(entry))

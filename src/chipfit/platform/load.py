@@ -24,6 +24,7 @@ _FOREIGN = frozenset(
     {
         "Attention",
         "AddN",
+        "SquaredDifference",
         "BatchToSpace",
         "DynamicUpdateSlice",
         "FakeQuant",

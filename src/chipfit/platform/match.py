@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from chipfit.graph.ops import ALIASES
+from chipfit.graph.ops import OPS, words_of
 from chipfit.platform.load import groups
 from chipfit.platform.schema import OpRule, Option, Platform, Rule
 from chipfit.platform.where import judge
-
-#: operators that are a case of another one, nearest first: looked up when a platform does not list them by name
-_CASE_OF = {"GlobalAvgPool": ("Mean", "AvgPool"), "Select": ("Slice", "StridedSlice", "Gather")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +22,6 @@ class Resolved:
     exec: str  #: "int", "float", "table" or "follow"
     why: str = ""  #: why it runs in float
     notes: tuple[str, ...] = ()  #: conditions of the rule that this node does not tell; they count as satisfied
-
-
-def names_of(op: str, attrs: Mapping[str, Any]) -> set[str]:
-    """Every word that a platform file may use for this operator: its canonical name and aliases that fit."""
-    words = {op}
-    if op == "Relu6":
-        words.add("Clamp")
-    for alias, (canonical, needed) in ALIASES.items():
-        if canonical == op and all(attrs.get(k) == v for k, v in needed.items()):
-            words.add(alias)
-    return words
 
 
 def covers(match: tuple[str, ...], words: set[str], *, everything: bool = True) -> bool:
@@ -71,8 +57,8 @@ def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int 
         platform, *who, filtered=True
     )  # a set that names this very layer goes before one that names its operator
     words_in_turn = [conditioned] * bool(conditioned) + [
-        names_of(op, attrs) | sets_of(platform, *who),
-        *({w} for w in _CASE_OF.get(op, ())),
+        words_of(op, attrs) | sets_of(platform, *who),
+        *({w} for w in (OPS[op].case_of if op in OPS else ())),
     ]
     for words in words_in_turn:
         extra: list[Rule] = []

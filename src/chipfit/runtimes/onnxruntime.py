@@ -45,7 +45,11 @@ class OnnxRuntime:
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = threads
-        options.add_session_config_entry("session.qdqisint8allowed", "1" if _signed(model) else "0")
+        signed = _signed(model)
+        options.add_session_config_entry("session.qdqisint8allowed", "1" if signed else "0")
+        if saturates() and not signed:  # compute what a CPU with VNNI does: slower, with weights shifted to uint8
+            _unshare_weights(model)
+            options.add_session_config_entry("session.x64quantprecision", "1")
         with tempfile.TemporaryDirectory() as folder:
             optimised = Path(folder) / "optimised.onnx"
             options.optimized_model_filepath = str(optimised)
@@ -103,6 +107,30 @@ def _signed(model: Any) -> bool:
     )
 
 
+def _unshare_weights(model: Any) -> None:
+    """Give every reader of int8 weights a copy of its own: ONNX Runtime shifts each to uint8, and fails on shared ones."""
+    import onnx
+
+    stored = {i.name: i for i in model.graph.initializer}
+    int8 = {k for k, i in stored.items() if i.data_type == onnx.TensorProto.INT8}
+    dequantized = {n.output[0]: n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in int8}
+    seen: set[str] = set()
+    for reader in list(model.graph.node):
+        for slot, name in enumerate(reader.input):
+            if name in seen:
+                copy = onnx.NodeProto()
+                copy.CopyFrom(dequantized[name])
+                copy.name = copy.output[0] = reader.input[slot] = f"{name}/{reader.name}/{slot}"
+                for k in (0, 2):  # codes and zero points are what is shifted
+                    own = onnx.TensorProto()
+                    own.CopyFrom(stored[copy.input[k]])
+                    own.name = copy.input[k] = f"{copy.name}/{k}"
+                    model.graph.initializer.append(own)
+                model.graph.node.insert(0, copy)
+            elif name in dequantized:
+                seen.add(name)
+
+
 def saturates() -> str:
     """A warning when this CPU adds pairs of u8 x s8 products in 16 bits; "" when it does not or cannot be told."""
     try:
@@ -111,4 +139,7 @@ def saturates() -> str:
         return ""
     if "flags" not in flags or "vnni" in flags:
         return ""
-    return "this CPU has no VNNI: u8 x s8 products saturate at 16 bits; use the platform revision 'ort_cpu@AVX2', whose weights have 7 bits"
+    return (
+        "this CPU has no VNNI: u8 x s8 products saturate at 16 bits unless a session sets session.x64quantprecision "
+        "to 1, as this check did; set it too, or use the platform revision 'ort_cpu@AVX2', whose weights have 7 bits"
+    )

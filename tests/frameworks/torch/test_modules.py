@@ -8,6 +8,7 @@ import torch
 from chipfit.frameworks.torch.modules import BiasQuantizer, FakeQuantizer, fake_quantize_ste
 from chipfit.plan.record import TensorPlan
 from chipfit.quantizers.grids import Grid, fake_quantize
+from chipfit.quantizers.stored import Stored
 
 INT4 = Grid(bits=4, qmin=-8, qmax=7)
 UINT8 = Grid(bits=8, qmin=0, qmax=255, zero="any")
@@ -17,10 +18,13 @@ def _quantizer(scale, zero, grid, axis=None):
     plan = TensorPlan(
         name="t",
         role="activation",
-        grid=grid,
-        axis=axis,
-        scale=torch.tensor(scale),
-        zero_point=torch.tensor(zero, dtype=torch.int32),
+        stored=Stored(
+            format="",
+            grid=grid,
+            axis=axis,
+            scale=torch.tensor(scale),
+            zero_point=torch.tensor(zero, dtype=torch.int32),
+        ),
     )
     return FakeQuantizer(plan)
 
@@ -101,5 +105,6 @@ def test_the_mode_is_not_part_of_the_state():
 
 def test_a_bias_is_rounded_to_the_product_of_the_scales():
     int32 = Grid(bits=32, qmin=-(2**31), qmax=2**31 - 1)
-    b = BiasQuantizer(TensorPlan(name="b", role="bias", grid=int32))
+    stored = Stored(format="", grid=int32, scale=torch.tensor(1.0), zero_point=torch.tensor(0))
+    b = BiasQuantizer(TensorPlan(name="b", role="bias", stored=stored))
     assert b(torch.tensor([1.1, -1.1]), torch.tensor([0.25, 0.5])).tolist() == [1.0, -1.0]

@@ -1,0 +1,3 @@
+"""ONNX files."""
+
+from chipfit.export.onnx import writer as writer

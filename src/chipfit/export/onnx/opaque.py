@@ -62,7 +62,7 @@ def splice(writer: Writer, node: Node) -> list[str]:
     except Exception as e:  # torch.onnx raises many types
         of_keras = node.attrs["target"].startswith("keras:")
         raise UnsupportedError(
-            f"Operator '{node.layer_type if of_keras else node.attrs['target']}' of '{node.layer or node.name}' has no ONNX form",
+            f"Operator '{node.layer_type if of_keras else node.attrs['target']}' of '{node.who}' has no ONNX form",
             where=node.source,
             got=str(e).strip().splitlines()[0][:200] if str(e).strip() else type(e).__name__,
             hint="replace it by standard operators"

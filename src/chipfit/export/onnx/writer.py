@@ -137,9 +137,7 @@ class Writer:
         return _TYPES[dtype]
 
     def refuse(self, node: Node, why: str) -> None:
-        raise UnsupportedError(
-            f"{node.op} '{node.layer or node.name}' cannot be written to ONNX: {why}", where=node.source
-        )
+        raise UnsupportedError(f"{node.op} '{node.who}' cannot be written to ONNX: {why}", where=node.source)
 
     def mover(self, kind: str, inputs: Sequence[str], value: str | None, name: str) -> str:
         """An operator that moves codes, between quantizers of the value that it moves, so that runtimes keep it in integers."""
@@ -160,7 +158,7 @@ class Writer:
         if unknown:
             raise UnsupportedError(
                 "These operators have no ONNX writer",
-                got=", ".join(f"{n.op} '{n.layer or n.name}'" for n in unknown),
+                got=", ".join(f"{n.op} '{n.who}'" for n in unknown),
                 allowed=", ".join(sorted(WRITERS)),
                 hint="replace them in the model, or export the part without them",
             )

@@ -1,0 +1,3 @@
+"""TensorFlow Lite files."""
+
+from chipfit.export.tflite import writer as writer

@@ -158,7 +158,7 @@ class Writer:
     # ---- pieces that operator writers use
 
     def refuse(self, node: Node, why: str) -> None:
-        raise _Refusal(f"{node.op if node.op != OPAQUE else node.attrs['target']} '{node.layer or node.name}'", why)
+        raise _Refusal(f"{node.op if node.op != OPAQUE else node.attrs['target']} '{node.who}'", why)
 
     def shape(self, name: str | None) -> tuple[int, ...]:
         """Concrete sizes of a value (batch 1 where it is open) or weight, in the file's layout."""

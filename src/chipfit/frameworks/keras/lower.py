@@ -188,7 +188,7 @@ class Builder:
     def _canonical(self, node: Node) -> CanonicalOperation:
         if node.op not in KERNELS:
             raise UnsupportedError(
-                f"{node.op} '{node.layer or node.name}' has no Keras form",
+                f"{node.op} '{node.who}' has no Keras form",
                 hint="export or verify the result, which needs no Keras model",
             )
         slots: list[Any] = []
@@ -252,7 +252,7 @@ class Builder:
 
     def _opaque(self, node: Node) -> Any:
         if not node.attrs["target"].startswith(PREFIX):
-            raise UnsupportedError(f"'{node.attrs['target']}' of '{node.layer or node.name}' has no Keras form")
+            raise UnsupportedError(f"'{node.attrs['target']}' of '{node.who}' has no Keras form")
         variables, args, kwargs = node.attrs["args"]
         operation = fresh(node.attrs["target"], self._unique(node.name))
         given = [

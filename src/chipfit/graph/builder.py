@@ -1,0 +1,27 @@
+"""Pieces that rewrites build graphs with: free names, nodes in the place of others."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from chipfit.graph.ir import Graph, Node
+
+
+def unique(wanted: str, taken: Container[str]) -> str:
+    """`wanted`, or the first of `wanted_1`, `wanted_2`, ... that is not taken."""
+    name, count = wanted, 0
+    while name in taken:
+        count += 1
+        name = f"{wanted}_{count}"
+    return name
+
+
+def new_name(graph: Graph, wanted: str) -> str:
+    """`wanted`, or the next free name like it, among values, weights and nodes."""
+    return unique(wanted, {*graph.values, *graph.weights, *(n.name for n in graph.nodes)})
+
+
+def replace_node(graph: Graph, old: Node, *new: Node) -> None:
+    """Put `new` where `old` stands."""
+    at = next(k for k, n in enumerate(graph.nodes) if n.name == old.name)
+    graph.nodes[at : at + 1] = new

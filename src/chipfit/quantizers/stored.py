@@ -1,0 +1,62 @@
+"""How a quantized tensor is stored: a grid with numbers, as one value that is right or is not made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from chipfit.errors import PlanError
+from chipfit.quantizers.grids import Grid, dequantize, fake_quantize, quantize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stored:
+    """Format, grid, scale and zero point of one tensor.
+
+    Raises:
+        PlanError: a scale that is not finite and positive, a zero point that is no code of the grid, or shapes that do
+            not fit each other or the axis.
+    """
+
+    format: str  #: format name in the platform
+    grid: Grid
+    scale: torch.Tensor  #: float32, [] or [C]
+    zero_point: torch.Tensor  #: int32, same shape as scale
+    axis: int | None = None  #: channel axis of the tensor when scale is [C]
+
+    def __post_init__(self) -> None:
+        s, z = self.scale, self.zero_point
+        if s.shape != z.shape or s.dim() > (self.axis is not None):
+            shapes = f"scale {list(s.shape)}, zero point {list(z.shape)}, channel axis {self.axis}"
+            raise PlanError("Scale and zero point do not fit", got=shapes, allowed="both [], or both [C] along an axis")
+        if not bool((torch.isfinite(s) & (s > 0)).all()):
+            raise PlanError("A scale is not positive", got=float(s.min()), allowed="finite numbers above 0")
+        if self.grid.kind == "int" and not bool(((z >= self.grid.qmin) & (z <= self.grid.qmax)).all()):
+            codes = f"{self.grid.qmin}..{self.grid.qmax}"
+            raise PlanError("A zero point is not a code of its grid", got=z.reshape(-1)[:8].tolist(), allowed=codes)
+
+    def with_(self, **changes: Any) -> Stored:
+        return replace(self, **changes)
+
+    def quantize(self, x: torch.Tensor) -> torch.Tensor:
+        """Reals [*dims] to codes; see `grids.quantize`."""
+        return quantize(x, self.scale, self.zero_point, self.grid, self.axis)
+
+    def dequantize(self, q: torch.Tensor) -> torch.Tensor:
+        """Codes [*dims] to the reals that they stand for; see `grids.dequantize`."""
+        return dequantize(q, self.scale, self.zero_point, self.axis)
+
+    def round(self, x: torch.Tensor) -> torch.Tensor:
+        """Reals [*dims] to the nearest ones that the grid holds; see `grids.fake_quantize`."""
+        return fake_quantize(x, self.scale, self.zero_point, self.grid, self.axis)
+
+    def same_numbers(self, other: Stored) -> bool:
+        """The same codes stand for the same reals, whatever the format is called."""
+        return (
+            self.grid == other.grid
+            and self.axis == other.axis
+            and torch.equal(self.scale, other.scale)
+            and torch.equal(self.zero_point, other.zero_point)
+        )
