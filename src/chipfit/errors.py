@@ -78,6 +78,10 @@ class RuntimeUnavailable(ChipfitError):
     """A device runtime is not installed or refuses the file."""
 
 
+class RegistrationError(ChipfitError):
+    """An addition to the registry is incomplete, or its name is taken."""
+
+
 class UnknownNameError(ChipfitError):
     """A name was not found; the message lists near ones."""
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from chipfit import stages
+from chipfit import steps
 from chipfit.calibration.collect import TensorStats, collect
 from chipfit.calibration.data import as_call, batches, first_batch
 from chipfit.decide import scales
@@ -25,7 +25,7 @@ from chipfit.graph.ir import Graph
 from chipfit.passes.fuse import fuse
 from chipfit.passes.shift_negative import fuse_shifts
 from chipfit.plan import provenance
-from chipfit.plan.record import Plan
+from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.load import load as load_platform
 from chipfit.platform.match import fusions, sets_of
 from chipfit.platform.schema import Platform
@@ -81,35 +81,26 @@ class Result:
             UnknownNameError, PlanError, UnsupportedError: see `quantize`; PlanError also when a tensor would need a new calibration,
                 or a new correction that needs data.
         """
-        said = self.plan.provenance.get("settings", {})
-        settings = Settings.from_record(said.get("steps", {}))
-        if settings.corrects and (self._uncorrected is None or settings.correct_second_moment):
+        chosen = self.plan.provenance.get("settings", {})
+        settings = Settings.from_record(chosen.get("steps", {}))
+        corrections = steps.taken(settings, "correct")
+        if corrections and (self._uncorrected is None or any("batches" in c.declares.needs for c in corrections)):
             raise PlanError(
                 "What was corrected for this plan's rounding would be wrong for another's, and the calibration data are not here",
                 hint="quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`",
             )
         graph, before = self._uncorrected or (self.graph, self.plan)
         graph, assignment, _notes = decide(graph, self.platform, overrides, settings)
-        _demand_something(assignment, self.platform)
+        _refuse_all_float(assignment, self.platform)
         stats = dict(self.stats)
         for t in self.plan.tensors.values():
             if t.name not in stats and t.role == "activation" and t.low is not None and t.high is not None:
                 stats[t.name] = TensorStats(t.name, t.low, t.high, batches=1)
-        rules = {k: v for k, v in said.items() if k in ("rule", "weight_rule", "z_threshold")}
+        rules = {k: v for k, v in chosen.items() if k in ("rule", "weight_rule", "z_threshold")}
         tensors = scales.choose(graph, assignment, stats, known=before.tensors, **rules)
-        plan = replace(
-            before,
-            tensors=tensors,
-            nodes=assignment.nodes,
-            groups=assignment.groups,
-            float_edges=frozenset(assignment.float_edges),
-            ties=tuple(tuple(sorted(group)) for group in tie_groups(assignment.bindings)),
-            provenance={**self.plan.provenance, "edited": to_record(overrides)},
-        )
-        if not settings.corrects:
-            return Result(graph, plan, self.platform, self.stats, self.timings)
-        corrected = stages.correct(graph, plan, self.stats, (), lambda g, known: {}, settings)
-        return Result(*corrected, self.platform, self.stats, self.timings, _uncorrected=(graph, plan))
+        record = {**self.plan.provenance, "edited": to_record(overrides)}
+        plan = _plan(before, tensors, assignment, provenance=record)
+        return _corrected(graph, plan, self.platform, settings, self.stats, self.timings)
 
     @property
     def report(self) -> Report:
@@ -182,57 +173,50 @@ def quantize(
     torch.manual_seed(seed)
     for r in (rule, weight_rule):
         rule_of(r)  # refuses unknown names before any data are read
-    if settings.correct_second_moment and isinstance(data, Iterator):
-        raise DataError(
-            "Correcting the second moment reads the data twice",
-            got="an iterator",
-            hint="give a list, or a function that returns one",
-        )
+    for step in steps.taken(settings, "correct") if isinstance(data, Iterator) else ():
+        if "batches" in step.declares.needs:
+            raise DataError(
+                f"The correction '{step.name}' reads the data twice",
+                got="an iterator",
+                hint="give a list, or a function that returns one",
+            )
     with clock("capture"):
         args, kwargs, data = first_batch(data, model) if example is None else (*as_call(example, model), data)
         graph, notes = prepare(capture(model, args, kwargs), target, settings)
     with clock("assign"):
-        graph, assignment, fuse_notes = decide(graph, target, overrides, settings)
-        _demand_something(assignment, target)
+        graph, assignment, decisions = decide(graph, target, overrides, settings)
+        _refuse_all_float(assignment, target)
     with clock("calibrate"):
-        needs = stages.needs(graph, assignment, settings, rule, z_threshold)
+        needs = steps.needs(graph, scales.needs(assignment, rule, z_threshold), settings)
         stats = collect(graph, batches(data, graph), tensors=needs, progress=progress, seed=seed)
     rules: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "z_threshold": z_threshold}
-    said = {
-        "overrides": to_record(overrides) if overrides else None,
-        "steps": settings.to_record() or None,
-        "seed": seed,
-    }
     record = provenance.record(
-        graph, target, stats, **said, **{k: v if v is None else name_of(v) for k, v in rules.items()}
+        graph,
+        target,
+        stats,
+        overrides=to_record(overrides) if overrides else None,
+        steps=settings.to_record() or None,
+        seed=seed,
+        **{k: v if v is None else name_of(v) for k, v in rules.items()},
     )
     with clock("ranges"):
-        if settings.adapts:
-            graph, stats, adapted = stages.adapt(graph, assignment, stats, settings)
-            graph, assignment, fuse_notes = decide(graph, target, overrides, settings)
+        if steps.taken(settings, "adapt"):
+            graph, stats, adapted = steps.adapt(graph, assignment, stats, settings)
+            graph, assignment, decisions = decide(graph, target, overrides, settings)
             notes += adapted
         tensors = scales.choose(graph, assignment, stats, **rules)
-    plan = Plan(
-        tensors=tensors,
-        nodes=assignment.nodes,
-        groups=assignment.groups,
-        float_edges=frozenset(assignment.float_edges),
-        ties=tuple(tuple(sorted(group)) for group in tie_groups(assignment.bindings)),
-        platform=target.name,
-        rewrites=tuple(notes + fuse_notes),
-        provenance=record,
-    )
-    if not settings.corrects:
-        return Result(graph, plan, target, stats, clock.seconds)
-    with clock("correct"):
-        rescale = lambda g, known: scales.choose(g, assignment, stats, known=known, **rules)  # noqa: E731 -- one line
-        corrected = stages.correct(graph, plan, stats, batches(again, graph), rescale, settings)
-    return Result(*corrected, target, stats, clock.seconds, _uncorrected=(graph, plan))
+    plan = _plan(Plan(platform=target.name), tensors, assignment, rewrites=(*notes, *decisions), provenance=record)
+
+    def choose(g: Graph, known: Mapping[str, TensorPlan]) -> dict[str, TensorPlan]:
+        return scales.choose(g, assignment, stats, known=known, **rules)
+
+    with clock("correct") if steps.taken(settings, "correct") else nullcontext():
+        return _corrected(graph, plan, target, settings, stats, clock.seconds, batches(again, graph), choose)
 
 
 def prepare(graph: Graph, platform: Platform, settings: Settings = PLAIN) -> tuple[Graph, list[str]]:
     """The rewrites before formats are decided; returns the graph and one note per rewrite or refusal."""
-    return stages.rewrite(graph, platform, settings)
+    return steps.rewrite(graph, platform, settings)
 
 
 def decide(
@@ -247,15 +231,44 @@ def decide(
     def one_pass(g: Graph) -> tuple[Assignment, list[str]]:
         groups, notes = fuse(g, fusions(platform), lambda n: sets_of(platform, n.op, n.layer_type, n.config))
         assignment = assign(g, platform, fuse_shifts(g, groups), resolve_overrides(g, overrides or {}))
-        if settings.concat_ranges:
-            stages.tie_concats(g, assignment)
-        return assignment, notes
+        assignment, more = steps.settle(g, assignment, platform, settings)
+        return assignment, notes + more
 
     assignment, notes = one_pass(graph)
-    apart, said = requantize(graph, platform, assignment)
+    apart, insertions = requantize(graph, platform, assignment)
     if apart is not graph:
         assignment, notes = one_pass(apart)
-    return apart, assignment, notes + said
+    return apart, assignment, notes + insertions
+
+
+def _plan(start: Plan, tensors: dict[str, TensorPlan], assignment: Assignment, **changes: Any) -> Plan:
+    """`start` with these decisions."""
+    return replace(
+        start,
+        tensors=tensors,
+        nodes=assignment.nodes,
+        groups=assignment.groups,
+        float_edges=frozenset(assignment.float_edges),
+        ties=tuple(tuple(sorted(group)) for group in tie_groups(assignment.bindings)),
+        **changes,
+    )
+
+
+def _corrected(
+    graph: Graph,
+    plan: Plan,
+    platform: Platform,
+    settings: Settings,
+    stats: dict[str, TensorStats],
+    timings: dict[str, float],
+    data: Iterable[Any] = (),
+    choose: steps.Choose = lambda graph, known: {},
+) -> Result:
+    """The result after the corrections that the settings ask for; it remembers what was before them."""
+    if not steps.taken(settings, "correct"):
+        return Result(graph, plan, platform, stats, timings)
+    corrected = steps.correct(graph, plan, stats, data, choose, settings)
+    return Result(*corrected, platform, stats, timings, _uncorrected=(graph, plan))
 
 
 @dataclass(frozen=True)
@@ -296,7 +309,7 @@ def load(directory: str | Path) -> Result:
     return Result(graph, plan, platform)
 
 
-def _demand_something(assignment: Assignment, platform: Platform) -> None:
+def _refuse_all_float(assignment: Assignment, platform: Platform) -> None:
     if any(s.role != "bias" for s in assignment.slots.values()):
         return
     reasons: Iterable[str] = dict.fromkeys(f"{n.op} '{n.who}': {n.why}" for n in assignment.nodes.values() if n.why)

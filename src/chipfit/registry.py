@@ -1,63 +1,213 @@
-"""One registry for everything that is added by dropping in a file: range rules, runtimes, exporters."""
+"""One registry for everything that is added by dropping in a file, and what each kind of addition declares about itself.
+
+    @register("range", "mse")
+    @register("pass", "equalize", stage="rewrite", after=("relu_bound",), setting=Setting("equalize", False, "..."))
+    @register("format", "onnx", suffixes=(".onnx",), libraries=("onnx",), extra="onnx")
+
+A file inside the package is imported when its name is asked for; one outside registers as soon as it is imported.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, NamedTuple, TypeVar
 
-from chipfit.errors import UnknownNameError
+from chipfit.errors import RegistrationError, RuntimeUnavailable, UnknownNameError
 
 T = TypeVar("T")
 
-_ENTRIES: dict[str, dict[str, Any]] = {}
 
-#: where the entries of each kind live; every module of the package is imported on the first look-up
-_HOMES = {
-    "range": "chipfit.ranges",
-    "exporter": "chipfit.export",
-    "runtime": "chipfit.runtimes",
-    "kernels": "chipfit.simulate",
-    "pass": "chipfit.passes",
+class Setting(NamedTuple):
+    """The entry of `chipfit.Settings` that asks for a step."""
+
+    name: str
+    default: bool | None  #: False: it is on or off; None: it is off, or on with a number of at least 0
+    doc: str
+    argument: str = ""  #: keyword under which the step takes that number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a pass or a correction declares: when it is taken, and what it is given."""
+
+    #: "rewrite": `(graph) -> (graph, notes)` before formats are decided. "formats": `(graph, assignment) -> (assignment,
+    #: notes)` behind that decision. "adapt": `(graph, assignment, stats) -> (graph, stats, notes)` after calibration.
+    #: "correct": `(graph, plan) -> (graph, notes)` when the plan is made
+    stage: str
+    after: tuple[str, ...] = ()  #: steps of the same stage that go before
+    setting: Setting | None = None  #: None: it is always taken
+    needs: tuple[
+        str, ...
+    ] = ()  #: keywords that it wants besides: "platform", "stats", "batches" (the data again), "changed"
+    with_any: str = ""  #: taken only where some step of this stage is
+    collects: Callable[..., Any] | None = None  #: (graph, needs) -> what calibration must collect for it
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileFormat:
+    """What a file format declares."""
+
+    suffixes: tuple[str, ...]
+    libraries: tuple[str, ...] = ()  #: modules that writing needs
+    extra: str = ""  #: the extra of chipfit that installs them
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRuntime:
+    """What a runtime declares. Which platforms it proves is said by their files (`runtimes`)."""
+
+    suffix: str  #: of the files that it loads
+    libraries: tuple[str, ...] = ()
+    extra: str = ""
+    kernels: str | None = None  #: the simulator profile that it runs, where that is not the platform's own
+    codes: str = "{}"  #: name of the tensor that holds a graph value's codes
+
+
+class Kind(NamedTuple):
+    """One kind of addition."""
+
+    word: str  #: in messages
+    home: str  #: package with one file for each; "{}" stands for the name of the entry
+    declares: type | None = None
+    methods: tuple[str, ...] = ("__call__",)  #: what an entry must have
+
+
+KINDS = {
+    "range": Kind("range rule", "chipfit.ranges"),
+    "pass": Kind("pass", "chipfit.passes", Step),
+    "correction": Kind("correction", "chipfit.correction", Step),
+    "format": Kind("file format", "chipfit.export", FileFormat),
+    "runtime": Kind("runtime", "chipfit.runtimes", DeviceRuntime, ("run", "executed")),
+    "kernels": Kind("kernels", "chipfit.simulate", None, ("kernels", "clip", "quantize")),
+    "opaque": Kind("framework", "chipfit.frameworks.{}.opaque"),
 }
 
 
-def register(kind: str, name: str) -> Callable[[T], T]:
-    """Class or function decorator: file the decorated object under `kind` and `name`."""
+class Entry(NamedTuple):
+    """Something registered."""
+
+    name: str
+    thing: Any
+    declares: Any  #: an instance of the kind's declaration
+
+
+_ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
+
+
+def register(kind: str, name: str, **declaration: Any) -> Callable[[T], T]:
+    """Class or function decorator: file the decorated object under `kind` and `name`.
+
+    Args:
+        declaration: the fields of the kind's declaration (`KINDS[kind].declares`).
+
+    Raises:
+        RegistrationError: the declaration is incomplete or says something unknown, the object cannot do what the kind
+            must, or the name is taken.
+        UnknownNameError: no such kind.
+    """
+    if kind not in KINDS:
+        raise UnknownNameError("kind of addition", kind, KINDS)
 
     def enter(thing: T) -> T:
-        _ENTRIES.setdefault(kind, {})[name] = thing
+        taken = _ENTRIES[kind].get(name)
+        if taken is not None and _origin(taken.thing) != _origin(thing):
+            raise RegistrationError(
+                f"The {KINDS[kind].word} '{name}' exists already",
+                where=_origin(thing),
+                got=f"another one in {_origin(taken.thing)}",
+                hint="choose another name",
+            )
+        _ENTRIES[kind][name] = Entry(name, thing, _declared(kind, name, thing, declaration))
         return thing
 
     return enter
 
 
+def _declared(kind: str, name: str, thing: Any, declaration: dict[str, Any]) -> Any:
+    word, _, declares, methods = KINDS[kind]
+    known = {f.name: f for f in fields(declares)} if declares is not None and is_dataclass(declares) else {}
+    missing = [k for k, f in known.items() if k not in declaration and (f.default, f.default_factory) == (MISSING,) * 2]
+    unknown = [k for k in declaration if k not in known]
+    lacking = [m for m in methods if not hasattr(thing, m)]
+    for what, names in (("does not declare", missing), ("declares the unknown", unknown), ("has no", lacking)):
+        if names:
+            raise RegistrationError(
+                f"The {word} '{name}' {what} {', '.join(map(repr, names))}",
+                where=_origin(thing),
+                allowed=", ".join(known) if names is not lacking and known else None,
+            )
+    return declares(**declaration) if declares is not None else None
+
+
+def _origin(thing: Any) -> str:
+    of = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{of.__module__}.{of.__qualname__}"
+
+
 @functools.cache
 def _import_all(kind: str) -> None:
-    home = importlib.import_module(_HOMES[kind])
+    home = importlib.import_module(KINDS[kind].home)
     for module in pkgutil.iter_modules(home.__path__):
         importlib.import_module(f"{home.__name__}.{module.name}")
 
 
-def _load(kind: str) -> dict[str, Any]:
-    _import_all(kind)
-    return _ENTRIES.get(kind, {})
+def _import(kind: str, name: str) -> None:
+    """The file of that name, where there is one; else all of the kind: a file may hold several entries."""
+    home = KINDS[kind].home
+    module = home.format(name) if "{}" in home else f"{home}.{name}"
+    if name.isidentifier() and importlib.util.find_spec(module) is not None:
+        importlib.import_module(module)
+    if name not in _ENTRIES[kind] and "{}" not in home:
+        _import_all(kind)
 
 
-def registered(kind: str) -> dict[str, Any]:
-    """Every entry of one kind by name, sorted."""
-    return dict(sorted(_load(kind).items()))
-
-
-def lookup(kind: str, name: str) -> Any:
-    """The entry `name` of `kind`.
+def entry(kind: str, name: str) -> Entry:
+    """What is registered under `name`, with its declaration.
 
     Raises:
         UnknownNameError: listing near names.
     """
-    entries = _load(kind)
-    if name not in entries:
-        raise UnknownNameError(kind, name, entries)
-    return entries[name]
+    if name not in _ENTRIES[kind]:
+        _import(kind, name)
+    if name not in _ENTRIES[kind]:
+        raise UnknownNameError(KINDS[kind].word, name, _ENTRIES[kind])
+    return _ENTRIES[kind][name]
+
+
+def lookup(kind: str, name: str) -> Any:
+    """The thing registered under `name`.
+
+    Raises:
+        UnknownNameError: listing near names.
+    """
+    return entry(kind, name).thing
+
+
+def entries(kind: str) -> dict[str, Entry]:
+    """Every entry of one kind by name, sorted."""
+    _import_all(kind)
+    return dict(sorted(_ENTRIES[kind].items()))
+
+
+def registered(kind: str) -> dict[str, Any]:
+    """Every registered thing of one kind by name, sorted."""
+    return {name: e.thing for name, e in entries(kind).items()}
+
+
+def require(found: Entry, error: type[RuntimeUnavailable] | type[Any] = RuntimeUnavailable) -> None:
+    """Raise unless the libraries that an entry declares are installed.
+
+    Raises:
+        error: a library is missing; names the extra that installs it.
+    """
+    missing = [lib for lib in found.declares.libraries if importlib.util.find_spec(lib) is None]
+    if missing:
+        raise error(
+            f"'{found.name}' needs {', '.join(missing)}, which is not installed",
+            hint=f"pip install 'chipfit[{found.declares.extra}]'" if found.declares.extra else "",
+        )

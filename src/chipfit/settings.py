@@ -1,77 +1,96 @@
-"""Which of the optional steps `quantize` takes: rewrites that keep the network's function, and corrections of what rounding takes away."""
+"""Which of the optional steps `quantize` takes: rewrites that keep the network's function, and corrections of rounding.
+
+Each step declares its setting where it stands (`chipfit.registry.Step`); a step that is dropped in has one as well.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import Any
 
 from chipfit.errors import PlanError, UnknownNameError
+from chipfit.registry import Setting
+from chipfit.steps import STAGES, ordered
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Optional steps of `quantize`, in the order in which they are taken. All are off unless asked for.
+def known() -> dict[str, Setting]:
+    """Every setting by name, in the order in which the steps are taken."""
+    settings = (step.declares.setting for stage in STAGES for step in ordered(stage))
+    return {s.name: s for s in settings if s is not None}
+
+
+class _Signed(type):
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """What help() and editors show."""
+        make = inspect.Parameter
+        return inspect.Signature([make(s.name, make.KEYWORD_ONLY, default=s.default) for s in known().values()])
+
+
+class Settings(metaclass=_Signed):
+    """Optional steps of `quantize`, each a keyword and an attribute. All are off unless asked for.
 
     Raises:
+        UnknownNameError: a setting that does not exist.
         PlanError: a value of the wrong type, or a negative ratio or threshold.
     """
 
-    collapse_linear: bool = False  #: two linear operators in a row become one
-    collapse_residual: bool = False  #: conv(x) + x becomes one convolution
-    relu_bound: bool = False  #: clipped activations get a power of two as upper bound
-    equalize: bool = False  #: channels between two linear operators get weights of equal range
-    shift_negative: float | None = None  #: lift short negative tails above zero, up to this share of the threshold
-    softmax_shift: bool = False  #: logits go to the middle of their range
-    concat_ranges: bool = False  #: what a concatenation joins shares one grid with its result
-    correct_second_moment: bool = (
-        False  #: each channel gets back the mean and spread that it had in float; reads the data twice
-    )
-    correct_bias: bool = False  #: the mean error of rounded weights leaves the bias
-    correct_activation_bias: float | None = (
-        None  #: so does that of rounded inputs, where it is this share of their mean or more
-    )
+    __slots__ = ("_chosen",)
+    _chosen: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(f.default, bool):
+    def __init__(self, **chosen: Any) -> None:
+        settings = known()
+        for name, value in chosen.items():
+            if name not in settings:
+                raise UnknownNameError("setting", name, settings)
+            if isinstance(settings[name].default, bool):
                 bad, allowed = not isinstance(value, bool), "True or False"
             else:
                 number = isinstance(value, (int, float)) and not isinstance(value, bool)
-                bad, allowed = (
-                    value is not None and not (number and 0 <= value < math.inf),
-                    "None, or a number of at least 0",
-                )
+                bad = value is not None and not (number and 0 <= value < math.inf)
+                allowed = "None, or a number of at least 0"
             if bad:
-                raise PlanError(f"The setting '{f.name}' is not understood", got=repr(value), allowed=allowed)
+                raise PlanError(f"The setting '{name}' is not understood", got=repr(value), allowed=allowed)
+        differs = {k: chosen[k] for k, s in settings.items() if k in chosen and chosen[k] != s.default}
+        object.__setattr__(self, "_chosen", differs)
 
-    @property
-    def adapts(self) -> bool:
-        """The graph will be rewritten after calibration."""
-        return self.shift_negative is not None or self.softmax_shift
+    def __getattr__(self, name: str) -> Any:
+        settings = known()
+        if name not in settings:
+            raise AttributeError(f"there is no setting '{name}'")
+        return self._chosen.get(name, settings[name].default)
 
-    @property
-    def corrects(self) -> bool:
-        """Biases will be moved, so every linear operator should have one."""
-        return self.correct_second_moment or self.correct_bias or self.correct_activation_bias is not None
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("settings do not change: make new ones")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Settings) and self._chosen == other._chosen
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._chosen.items()))
+
+    def __repr__(self) -> str:
+        return f"Settings({', '.join(f'{k}={v!r}' for k, v in self._chosen.items())})"
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *known()]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Settings.from_record, (self._chosen,)
 
     def to_record(self) -> dict[str, Any]:
         """What differs from the defaults, as JSON data."""
-        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
+        return dict(self._chosen)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Settings:
         """The inverse of `to_record`.
 
         Raises:
-            UnknownNameError: a setting that does not exist.
+            UnknownNameError, PlanError: as the constructor.
         """
-        known = [f.name for f in fields(cls)]
-        for name in record:
-            if name not in known:
-                raise UnknownNameError("setting", name, known)
         return cls(**record)
 
 

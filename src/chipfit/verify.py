@@ -17,7 +17,7 @@ from chipfit.export import export
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
-from chipfit.registry import lookup, registered
+from chipfit.registry import DeviceRuntime, entries, entry, require
 from chipfit.simulate.integer import float_operators, profile_for, simulate
 
 
@@ -124,8 +124,8 @@ class Verification:
 
 def own_runtime(platform: Platform, suffix: str = "") -> str:
     """The runtime that the platform's files are for; where there is none, one that loads files of this suffix."""
-    loading = {name: r for name, r in registered("runtime").items() if suffix in ("", r.suffix)}
-    own = [name for name, r in loading.items() if {platform.name, platform.extends} & set(r.platforms)]
+    loading = [name for name, e in entries("runtime").items() if suffix in ("", e.declares.suffix)]
+    own = [name for name in platform.runtimes if name in loading]
     return next(iter([*own, *(["onnxruntime"] if "onnxruntime" in loading else []), *loading]), "onnxruntime")
 
 
@@ -155,11 +155,13 @@ def verify(
     """
     runtime = runtime or own_runtime(platform, Path(path).suffix if path is not None else "")
     quantized = [v for v in (*graph.inputs, *(o for n in graph.nodes for o in n.outputs)) if plan.quantized(v)]
-    engine = lookup("runtime", runtime)
+    engine = entry("runtime", runtime)
+    says: DeviceRuntime = engine.declares
+    require(engine)
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(path) if path is not None else export(graph, plan, Path(folder) / f"model{engine.suffix}", platform)
-        device = engine(file, [engine.codes.format(v) for v in quantized])
-    profile = profile_for(platform, engine.kernels)
+        file = Path(path) if path is not None else export(graph, plan, Path(folder) / f"model{says.suffix}", platform)
+        device = engine.thing(file, [says.codes.format(v) for v in quantized])
+    profile = profile_for(platform, says.kernels)
     producers = graph.producers()
     in_float = {o for n in float_operators(graph, plan, profile) for o in _group_outputs(graph, plan, n.name)}
     rows = {
@@ -171,7 +173,7 @@ def verify(
         )
         for v in quantized
     }
-    promised = engine.exact and bool({platform.name, platform.extends} & set(engine.platforms))
+    promised = runtime in platform.runtimes
     out = Verification(runtime, promised, rows=list(rows.values()), executed=dict(device.executed()))
     if runtime == "onnxruntime":
         from chipfit.runtimes.onnxruntime import saturates
@@ -185,7 +187,7 @@ def verify(
                 break
             inputs, label = split_label(batch, graph)
             out.samples += inputs[0].shape[0] if inputs and inputs[0].dim() else 1
-            results = _one_batch(graph, plan, platform, inputs, device, rows, out, model)
+            results = _one_batch(graph, plan, platform, inputs, device, says, rows, out, model)
             if label is not None and results["float"].dim() == 2 and label.shape[:1] == results["float"].shape[:1]:
                 labelled += label.shape[0]
                 for name, y in results.items():
@@ -207,15 +209,16 @@ def _one_batch(
     platform: Platform,
     inputs: list[torch.Tensor],
     device: Any,
+    says: DeviceRuntime,
     rows: dict[str, Row],
     out: Verification,
     model: torch.nn.Module | None,
 ) -> dict[str, torch.Tensor]:
     reals = run(graph, inputs, keep=list(rows))
     got = device.run([x.numpy() for x in inputs])
-    codes = {v: torch.from_numpy(got[k]) for v in rows if (k := device.codes.format(v)) in got}
-    free = simulate(graph, plan, inputs, platform, kernels=device.kernels)
-    forced = simulate(graph, plan, inputs, platform, force=codes, kernels=device.kernels)
+    codes = {v: torch.from_numpy(got[k]) for v in rows if (k := says.codes.format(v)) in got}
+    free = simulate(graph, plan, inputs, platform, kernels=says.kernels)
+    forced = simulate(graph, plan, inputs, platform, force=codes, kernels=says.kernels)
     for v, row in rows.items():
         if v not in codes or v not in free:
             continue

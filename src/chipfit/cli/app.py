@@ -123,7 +123,7 @@ def quantize(
     from chipfit.cli.inputs import load_data, load_model, parse_bits
     from chipfit.cli.named import load_target
     from chipfit.frameworks import framework_of
-    from chipfit.registry import registered
+    from chipfit.registry import entry
 
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
     network = load_model(model, weights)
@@ -134,10 +134,7 @@ def quantize(
     result.save(out / "plan")  # first, so that a file format that refuses costs no calibration
     file = result.export(out / f"model.{suffix}")
     page = result.report.save(out / "report.html")
-    own = {result.platform.name, result.platform.extends}
-    runtimes = [
-        n for n, r in registered("runtime").items() if r.suffix == f".{suffix}" and own.intersection(r.platforms)
-    ]
+    runtimes = [n for n in result.platform.runtimes if entry("runtime", n).declares.suffix == f".{suffix}"]
     departs = False
     if check or (check is None and runtimes):
         found = result.verify(batches, batches=4, runtime=next(iter(runtimes), "onnxruntime"))

@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
-from chipfit.calibration.collect import TensorStats
+from chipfit.calibration.collect import Need, TensorStats
 from chipfit.correction.bias import mean_output, move_bias, quantized_linear, rounded, spatial
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import in_groups
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import fake_quantize
+from chipfit.registry import Setting, register
 
 
+def with_histograms(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
+    """`needs`, with a histogram of every tensor."""
+    return {name: replace(need, histogram=True) for name, need in needs.items()}
+
+
+@register(
+    "correction",
+    "activation_bias",
+    stage="correct",
+    after=("bias",),
+    needs=("stats",),
+    collects=with_histograms,
+    setting=Setting(
+        "correct_activation_bias",
+        None,
+        "so does that of rounded inputs, where it is this share of their mean or more",
+        "threshold",
+    ),
+)
 def correct_activation_bias(
     graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], *, threshold: float = 0.0
 ) -> tuple[Graph, list[str]]:

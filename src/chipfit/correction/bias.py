@@ -13,6 +13,7 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_of, bias_or_zero, channel_axis, is_linear, with_bias
 from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import fake_quantize
+from chipfit.registry import Setting, register
 
 
 def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
@@ -25,8 +26,17 @@ def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     return out
 
 
+@register(
+    "correction",
+    "bias",
+    stage="correct",
+    after=("second_moment",),
+    needs=("stats", "changed"),
+    collects=with_means,
+    setting=Setting("correct_bias", False, "the mean error of rounded weights leaves the bias"),
+)
 def correct_bias(
-    graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], *, leave: Container[str] = ()
+    graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], *, changed: Container[str] = ()
 ) -> tuple[Graph, list[str]]:
     """b' = b - mean over positions of (Q(W) - W) * E[x], for every linear operator with quantized weights.
 
@@ -34,7 +44,7 @@ def correct_bias(
 
     Args:
         stats: with means, as collected for `with_means`.
-        leave: nodes whose means are right already.
+        changed: nodes whose weights were corrected before, and their means with them.
 
     Returns:
         The graph with new biases, and one note per correction or refusal. The plan stays valid.
@@ -43,7 +53,7 @@ def correct_bias(
     """
     graph, notes = graph.copy(), []
     for node, why in quantized_linear(graph, plan):
-        if node.name in leave:
+        if node.name in changed:
             continue
         mean = stats[node.inputs[0] or ""].mean if node.inputs[0] in stats else None
         if mean is None:

@@ -13,11 +13,23 @@ from chipfit.errors import DataError
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, channel_axis, own, scale_outputs, with_bias
 from chipfit.plan.record import Plan
+from chipfit.registry import Setting, register
 
 #: channels that vary less than this much of the layer's largest spread are left alone
 _LEAST = 1e-4
 
 
+@register(
+    "correction",
+    "second_moment",
+    stage="correct",
+    needs=("batches",),
+    setting=Setting(
+        "correct_second_moment",
+        False,
+        "each channel gets back the mean and spread that it had in float; reads the data twice",
+    ),
+)
 def correct_second_moment(
     graph: Graph, plan: Plan, batches: Iterable[Sequence[torch.Tensor]], *, limit: float = 2.0
 ) -> tuple[Graph, list[str]]:

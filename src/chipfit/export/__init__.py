@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chipfit.errors import UnknownNameError, UnsupportedError
-from chipfit.registry import lookup, registered
+from chipfit.errors import ExportError, UnknownNameError, UnsupportedError
+from chipfit.registry import Entry, entries, require
 
 if TYPE_CHECKING:
     from chipfit.graph.ir import Graph
     from chipfit.plan.record import Plan
     from chipfit.platform.schema import Platform
-
-_SUFFIX = {".onnx": "onnx", ".tflite": "tflite", ".json": "encodings"}
 
 
 def export(graph: Graph, plan: Plan, path: str | Path, platform: Platform, **options: Any) -> Path:
@@ -21,6 +19,7 @@ def export(graph: Graph, plan: Plan, path: str | Path, platform: Platform, **opt
 
     Raises:
         UnknownNameError: no exporter for this suffix.
+        ExportError: a library that the format needs is not installed, or the disk refuses the file.
         UnsupportedError: functions of the user quantize some results: no file would compute what the simulation does.
     """
     foreign = plan.provenance.get("foreign_quantizers")
@@ -31,6 +30,18 @@ def export(graph: Graph, plan: Plan, path: str | Path, platform: Platform, **opt
             hint="leave activation_quantizer_mapping out",
         )
     path = Path(path)
-    if path.suffix not in _SUFFIX or _SUFFIX[path.suffix] not in registered("exporter"):
-        raise UnknownNameError("file format", path.suffix, _SUFFIX)
-    return lookup("exporter", _SUFFIX[path.suffix])(graph, plan, path, platform, **options)
+    return format_of(path.suffix).thing(graph, plan, path, platform, **options)
+
+
+def format_of(suffix: str) -> Entry:
+    """The file format that a suffix names.
+
+    Raises:
+        UnknownNameError: none.
+        ExportError: its libraries are not installed.
+    """
+    by_suffix = {s: e for e in entries("format").values() for s in e.declares.suffixes}
+    if suffix not in by_suffix:
+        raise UnknownNameError("file format", suffix, by_suffix)
+    require(by_suffix[suffix], ExportError)
+    return by_suffix[suffix]

@@ -16,6 +16,7 @@ from chipfit.errors import UnknownNameError, UnsupportedError
 from chipfit.files import write_atomically
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
+from chipfit.platform.schema import Platform
 from chipfit.registry import register
 
 
@@ -193,17 +194,17 @@ def _generic(plan: Plan) -> dict[str, Any]:
     return {"chipfit_encodings": 1, "platform": plan.platform, "tensors": out}
 
 
-#: dialect -> (writer, platforms that take it by default)
-DIALECTS: dict[str, tuple[Callable[[Plan], dict[str, Any]], tuple[str, ...]]] = {
-    "tensorrt": (_tensorrt, ("tensorrt", "ort_tensorrt_ep")),
-    "qualcomm": (_qualcomm, ("snpe", "qnn_htp", "ort_qnn_ep", "qualcomm_aic100")),
-    "ppl_cuda": (_ppl_cuda, ("ppl_cuda",)),
-    "ppl_dsp": (_ppl_dsp, ("ppl_dsp",)),
-    "vitis": (_vitis, ("vitis_dpu", "ryzen_ai_xdna")),
-    "nnie": (_nnie, ("nnie",)),
-    "stpu": (_stpu, ("mqbench_stpu",)),
-    "ncnn": (_ncnn, ("ncnn",)),
-    "generic": (_generic, ()),
+#: dialect -> writer; a platform names its own (`encodings`)
+DIALECTS: dict[str, Callable[[Plan], dict[str, Any]]] = {
+    "tensorrt": _tensorrt,
+    "qualcomm": _qualcomm,
+    "ppl_cuda": _ppl_cuda,
+    "ppl_dsp": _ppl_dsp,
+    "vitis": _vitis,
+    "nnie": _nnie,
+    "stpu": _stpu,
+    "ncnn": _ncnn,
+    "generic": _generic,
 }
 
 
@@ -215,30 +216,29 @@ def _one(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def document(plan: Plan, dialect: str | None = None) -> dict[str, Any]:
+def document(plan: Plan, dialect: str = "generic") -> dict[str, Any]:
     """The encodings of a plan.
 
     Args:
-        dialect: one of `DIALECTS`; the one of the plan's platform when omitted, else "generic".
+        dialect: one of `DIALECTS`.
 
     Raises:
         UnknownNameError: no such dialect.
         UnsupportedError: the dialect cannot hold this plan's scales.
     """
-    dialect = dialect or next((d for d, (_, homes) in DIALECTS.items() if plan.platform in homes), "generic")
     if dialect not in DIALECTS:
         raise UnknownNameError("encodings dialect", dialect, DIALECTS)
-    return DIALECTS[dialect][0](plan)
+    return DIALECTS[dialect](plan)
 
 
-@register("exporter", "encodings")
-def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, *, dialect: str | None = None) -> Path:
+@register("format", "encodings", suffixes=(".json",), libraries=("onnx",), extra="onnx")
+def export(graph: Graph, plan: Plan, path: Path, platform: Platform, *, dialect: str | None = None) -> Path:
     """Exporter of `.json` files: the encodings, with the float model as ONNX beside them under the same name.
 
     Tensor names are those of the ONNX file's values.
     """
     from chipfit.export.onnx.writer import export_onnx
 
-    text = json.dumps(document(plan, dialect), indent=1)
+    text = json.dumps(document(plan, dialect or platform.encodings), indent=1)
     export_onnx(graph, None, path.with_suffix(".onnx"))
     return write_atomically(path, text.encode())

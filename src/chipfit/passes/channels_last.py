@@ -6,8 +6,10 @@ import torch
 
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import LINEAR
+from chipfit.registry import register
 
 
+@register("pass", "channels_last", stage="rewrite", after=("give_biases",))
 def channels_last(graph: Graph) -> tuple[Graph, list[str]]:
     """Change the memory format of convolution weights; nothing that can be observed but speed."""
     graph = graph.copy()

@@ -9,8 +9,16 @@ import torch
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import CONVS, from_groups, in_groups, is_linear, own
 from chipfit.graph.paths import only_reader
+from chipfit.registry import Setting, register
 
 
+@register(
+    "pass",
+    "collapse_residual",
+    stage="rewrite",
+    after=("collapse_linear",),
+    setting=Setting("collapse_residual", False, "conv(x) + x becomes one convolution"),
+)
 def collapse_residual(graph: Graph) -> tuple[Graph, list[str]]:
     """Rewrite W x + x as (W + I) x, where I has a 1 at the tap that reads the output's own position.
 

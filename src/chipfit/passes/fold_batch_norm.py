@@ -7,8 +7,10 @@ import torch
 from chipfit.graph.builder import unique
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import LINEAR, TRANSPOSED, scale_outputs
+from chipfit.registry import register
 
 
+@register("pass", "fold_batch_norm", stage="rewrite")
 def fold_batch_norm(graph: Graph) -> tuple[Graph, list[str]]:
     """Fold every inference batch norm that directly follows a weighted operator into that operator's weights.
 

@@ -8,8 +8,16 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, is_linear, own, with_bias
 from chipfit.graph.ops import OPS
 from chipfit.graph.paths import paths
+from chipfit.registry import Setting, register
 
 
+@register(
+    "pass",
+    "relu_bound",
+    stage="rewrite",
+    after=("collapse_residual",),
+    setting=Setting("relu_bound", False, "clipped activations get a power of two as upper bound"),
+)
 def relu_bound_to_power_of_two(graph: Graph, *, bits: int | None = None) -> tuple[Graph, list[str]]:
     """Scale linear -> clip(., low, high) -> linear by k = 2^ceil(log2 high) / high without changing the network.
 

@@ -16,6 +16,7 @@ from chipfit.graph.linear import CONVS, bias_of, bias_or_zero, in_groups, with_b
 from chipfit.graph.ops import OPS
 from chipfit.graph.paths import Paths, paths
 from chipfit.ranges.qparams import from_min_max
+from chipfit.registry import Setting, register
 
 if TYPE_CHECKING:
     from chipfit.decide.formats import Assignment
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
 SHIFT = "ShiftNegative"
 
 
+@register(
+    "pass",
+    "shift_negative",
+    stage="adapt",
+    setting=Setting(
+        "shift_negative", None, "lift short negative tails above zero, up to this share of the threshold", "ratio"
+    ),
+)
 def shift_negative(
     graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats], *, ratio: float = 0.05
 ) -> tuple[Graph, dict[str, TensorStats], list[str]]:

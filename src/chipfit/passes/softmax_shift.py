@@ -10,11 +10,19 @@ from chipfit.graph.ir import Graph
 from chipfit.graph.linear import bias_or_zero, is_linear, own, with_bias
 from chipfit.graph.paths import only_reader
 from chipfit.passes.shift_negative import step
+from chipfit.registry import Setting, register
 
 if TYPE_CHECKING:
     from chipfit.decide.formats import Assignment
 
 
+@register(
+    "pass",
+    "softmax_shift",
+    stage="adapt",
+    after=("shift_negative",),
+    setting=Setting("softmax_shift", False, "logits go to the middle of their range"),
+)
 def softmax_shift(
     graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats]
 ) -> tuple[Graph, dict[str, TensorStats], list[str]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import LINEAR
+from chipfit.registry import register
 
 
+@register("pass", "unshare_biases", stage="rewrite", after=("fold_batch_norm",))
 def unshare_biases(graph: Graph) -> tuple[Graph, list[str]]:
     """Give every reader of a shared bias, after the first, a copy of its own (`name_1`, `name_2`, ...).
 

@@ -29,6 +29,8 @@ from chipfit.graph.check import check
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import Plan
 from chipfit.plan.text import SCHEMA, check_schema, from_plain, plan_from_json, plan_to_json, record_to_plain
+from chipfit.platform.load import load as load_platform
+from chipfit.platform.load import names
 from chipfit.platform.schema import Platform
 
 _FILES = ("plan.json", "plan.safetensors", "graph.json", "weights.safetensors", "platform.json")
@@ -106,6 +108,9 @@ def load(directory: str | Path) -> Saved:
         )
     said = _json(root / "platform.json")
     try:
+        if "runtimes" not in said["platform"] and said["platform"]["name"] in names():  # saved before files named them
+            now = load_platform(said["platform"]["name"])
+            said["platform"] |= {"runtimes": now.runtimes, "encodings": now.encodings}
         platform = Platform.model_validate(said["platform"]).model_copy(
             update={k: said[k] for k in ("arch_selected", "file")}
         )

@@ -49,7 +49,6 @@ _FOREIGN = frozenset(
         "ScatterND",
         "Shape",
         "SpaceToBatch",
-        "SquaredDifference",
         "StridedSlice",
         "TopK",
         "ArgMin",

@@ -395,6 +395,10 @@ class Platform(_Record):
     place: Placement = Field(default_factory=Placement)
     math: Math = Field(default_factory=Math)
     deploy: tuple[str, ...] = Field((), description="artefacts, most native first")
+    runtimes: tuple[str, ...] = Field(
+        (), description="runtimes that are verified to compute this platform's integers, its own first"
+    )
+    encodings: str = Field("generic", description="dialect of the JSON encodings that its tools read")
     metadata: bool = Field(False, description="exported files name the platform and chipfit's version")
     sources: dict[str, str] = Field(default_factory=dict, description="id -> where the facts come from")
     gaps: tuple[str, ...] = Field((), description="what is not known")

@@ -13,24 +13,16 @@ import numpy as np
 from chipfit.errors import RuntimeUnavailable
 from chipfit.registry import register
 
+_LIBRARIES = ("ai_edge_litert", "flatbuffers")
 
-@register("runtime", "litert")
+
+@register("runtime", "litert", suffix=".tflite", libraries=_LIBRARIES, extra="litert", kernels="litert_xnnpack")
 class LiteRt:
     """A loaded file, run as by default: XNNPACK takes the operators that it knows, optimised kernels the others.
 
     Tensors are made readable by declaring them outputs, so that the delegate writes them too.
     """
 
-    exact = True  #: a verified profile: integers are promised to equal the simulator's ...
-    platforms: tuple[str, ...] = (
-        "tflite_int8",
-        "tflite_int16x8",
-        "litert_ai_edge",
-        "xnnpack",
-    )  #: ... of these platforms
-    kernels = "litert_xnnpack"  #: the family that the simulator mirrors
-    suffix = ".tflite"  #: of the files that it loads
-    codes = "{}"  #: name of the tensor that holds a graph value's codes
     resolver = "AUTO"  #: how LiteRT names it
 
     def __init__(self, path: str | Path, tensors: Sequence[str] = (), *, threads: int = 1) -> None:
@@ -118,21 +110,21 @@ class LiteRt:
         )
 
 
-@register("runtime", "litert_reference")
+@register(
+    "runtime", "litert_reference", suffix=".tflite", libraries=_LIBRARIES, extra="litert", kernels="litert_reference"
+)
 class LiteRtReference(LiteRt):
     """Every operator by its reference kernel."""
 
-    platforms = ("tflite_int8", "tflite_int16x8", "litert_ai_edge")
-    kernels = "litert_reference"
     resolver = "BUILTIN_REF"
 
 
-@register("runtime", "litert_optimized")
+@register(
+    "runtime", "litert_optimized", suffix=".tflite", libraries=_LIBRARIES, extra="litert", kernels="litert_optimized"
+)
 class LiteRtOptimized(LiteRt):
     """Every operator by its optimised kernel, without delegates."""
 
-    platforms = ("tflite_int8", "tflite_int16x8", "litert_ai_edge")
-    kernels = "litert_optimized"
     resolver = "BUILTIN_WITHOUT_DEFAULT_DELEGATES"
 
 

@@ -13,18 +13,12 @@ from chipfit.errors import RuntimeUnavailable
 from chipfit.registry import register
 
 
-@register("runtime", "onnxruntime")
+@register("runtime", "onnxruntime", suffix=".onnx", libraries=("onnx", "onnxruntime"), extra="onnx", codes="{}_q")
 class OnnxRuntime:
     """A loaded file, run with every graph optimisation.
 
     One optimiser is off: it would quantize float convolutions that stand between quantizers, behind the plan's back.
     """
-
-    exact = True  #: a verified profile: integers are promised to equal the simulator's ...
-    platforms: tuple[str, ...] = ("ort_cpu",)  #: ... of these platforms
-    kernels: str | None = None  #: the family that the simulator mirrors, when it is not the platform's own
-    suffix = ".onnx"  #: of the files that it loads
-    codes = "{}_q"  #: name of the tensor that holds a graph value's codes
 
     def __init__(self, path: str | Path, tensors: Sequence[str] = (), *, threads: int = 0) -> None:
         """Load `path` and make the ONNX values named in `tensors` readable.

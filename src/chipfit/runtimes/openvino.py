@@ -12,14 +12,9 @@ from chipfit.registry import register
 from chipfit.runtimes.onnxruntime import read
 
 
-@register("runtime", "openvino")
+@register("runtime", "openvino", suffix=".onnx", libraries=("onnx", "openvino"), extra="openvino", codes="{}_q")
 class OpenVino:
     """A loaded ONNX file, with float layers kept in float32 (they would run in bfloat16 on CPUs that have it)."""
-
-    exact = False
-    platforms: tuple[str, ...] = ()
-    kernels: str | None = None
-    suffix, codes = ".onnx", "{}_q"
 
     def __init__(self, path: str | Path, tensors: Sequence[str] = (), *, threads: int = 0) -> None:
         """Load `path` and make the ONNX values named in `tensors` readable.

@@ -1,3 +1,20 @@
-"""ONNX files."""
+"""ONNX files; the writer loads when the first one is written."""
 
-from chipfit.export.onnx import writer as writer
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chipfit.registry import register
+
+if TYPE_CHECKING:
+    from chipfit.graph.ir import Graph
+    from chipfit.plan.record import Plan
+
+
+@register("format", "onnx", suffixes=(".onnx",), libraries=("onnx",), extra="onnx")
+def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options: Any) -> Path:
+    """Write a `.onnx` file; see `chipfit.export.onnx.writer.export_onnx` for the options."""
+    from chipfit.export.onnx.writer import export_onnx
+
+    return export_onnx(graph, plan, path, **options)

@@ -25,7 +25,6 @@ from chipfit.files import write_atomically
 from chipfit.graph.ir import OPAQUE, Graph, Node
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import quantize
-from chipfit.registry import register
 
 _TYPES = {
     "float32": TensorProto.FLOAT,
@@ -67,12 +66,6 @@ def export_onnx(graph: Graph, plan: Plan | None, path: str | Path, *, opset: int
     except Exception as e:  # the checker's own errors have no common base
         raise ExportError(f"The ONNX checker refuses the model: {str(e).splitlines()[0]}") from e
     return write_atomically(Path(path), model.SerializeToString())
-
-
-@register("exporter", "onnx")
-def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options: Any) -> Path:
-    """Exporter of `.onnx` files; see `export_onnx`."""
-    return export_onnx(graph, plan, path, **options)
 
 
 def _least_opset(graph: Graph, plan: Plan) -> int:

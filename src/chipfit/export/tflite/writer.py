@@ -28,7 +28,6 @@ from chipfit.passes.layout import natural
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.plan.relayout import relayout, same_numbers
 from chipfit.quantizers.grids import dequantize, quantize
-from chipfit.registry import register
 
 try:
     import flatbuffers
@@ -53,12 +52,6 @@ INT4 = 17
 _FUSED = {("Relu",): 1, ("Relu6",): 3, ("Clamp", -1.0, 1.0): 2, ("Clamp", 0.0, 6.0): 3, ("Clamp", 0.0, None): 1}
 #: operators that must know the batch when they are written
 _STATIC_BATCH = frozenset({"TransposeConv1D", "TransposeConv2D"})
-
-
-@register("exporter", "tflite")
-def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options: Any) -> Path:
-    """Exporter of `.tflite` files; see `export_tflite`."""
-    return export_tflite(graph, plan, path, **options)
 
 
 def export_tflite(

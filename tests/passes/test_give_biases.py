@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from chipfit.correction.give_biases import give_biases
 from chipfit.engine.run import run
+from chipfit.passes.give_biases import give_biases
 from chipfit.platform.load import load
 from tests.steps import captured
 

@@ -7,8 +7,10 @@ from chipfit.graph.ir import Graph
 from chipfit.graph.linear import bias_of, bias_or_zero, is_linear, with_bias
 from chipfit.platform.match import resolve
 from chipfit.platform.schema import Platform
+from chipfit.registry import register
 
 
+@register("pass", "give_biases", stage="rewrite", after=("equalize",), needs=("platform",), with_any="correct")
 def give_biases(graph: Graph, platform: Platform) -> tuple[Graph, list[str]]:
     """Add a zero bias to the linear operators without one, as far as the platform can hold biases for them."""
     graph, notes = graph.copy(), []

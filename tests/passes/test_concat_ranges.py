@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from chipfit.passes.concat_groups import concat_groups
+from chipfit.passes.concat_ranges import concat_groups
 from tests.steps import begin
 
 

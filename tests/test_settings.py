@@ -13,7 +13,7 @@ import chipfit
 from chipfit.core import BitWidthConfig, CoreConfig, QuantizationConfig, QuantizationErrorMethod
 from chipfit.core.network_editor import NodeTypeFilter
 from chipfit.errors import DataError, PlanError
-from chipfit.settings import Settings
+from chipfit.settings import Settings, known
 
 OFF = {
     "weights_bias_correction": False,
@@ -381,11 +381,10 @@ def test_settings_are_told_by_the_plan(everything):
 
 
 def test_the_page_about_settings_names_every_one_of_them():
-    from dataclasses import fields
     from pathlib import Path
 
     from chipfit.decide.overrides import CHOICES
 
     page = (Path(__file__).parents[1] / "docs" / "settings.md").read_text()
-    named = [*(f.name for f in fields(Settings)), *CHOICES, *vars(QuantizationConfig())]
+    named = [*known(), *CHOICES, *vars(QuantizationConfig())]
     assert [n for n in named if f"`{n}`" not in page] == []

@@ -1,0 +1,47 @@
+"""A concatenation, its result and its inputs share one grid: it then moves codes and rounds nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from chipfit.decide.formats import Assignment
+from chipfit.decide.legality import Binding
+from chipfit.graph.ir import Graph
+from chipfit.platform.schema import Rule
+from chipfit.registry import Setting, register
+
+
+@register(
+    "pass",
+    "concat_ranges",
+    stage="formats",
+    setting=Setting("concat_ranges", False, "what a concatenation joins shares one grid with its result"),
+)
+def concat_ranges(graph: Graph, assignment: Assignment) -> tuple[Assignment, list[str]]:
+    """Tie every concatenation's result to its inputs, as far as they are stored in the result's format."""
+    tie = (Rule(tie=("ins", "out")),)
+    bindings = [
+        Binding(op="Concat", rules=tie, slots={"ins": tuple(inputs), "out": (result,)})
+        for result, *inputs in concat_groups(graph, assignment)
+    ]
+    return replace(assignment, bindings=[*assignment.bindings, *bindings]), []
+
+
+def concat_groups(graph: Graph, assignment: Assignment) -> list[list[str]]:
+    """For each concatenation, its result and then its inputs, as far as they are stored in the result's format.
+
+    With the result's threshold on all of them the concatenation moves codes and rounds nothing. Lists come in
+    execution order: of nested concatenations the inner one first.
+    """
+    out = []
+    for n in graph.nodes:
+        if n.op == "Concat" and n.output in assignment.slots:
+            wanted = assignment.slots[n.output].format_name
+            inputs = [
+                i
+                for i in dict.fromkeys(n.inputs)
+                if i in assignment.slots and assignment.slots[i].format_name == wanted
+            ]
+            if inputs:
+                out.append([n.output, *(i for i in inputs if i is not None)])
+    return out

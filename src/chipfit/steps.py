@@ -1,0 +1,147 @@
+"""The steps of `quantize` that are dropped in, passes and corrections: which are taken, in which order, on what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from chipfit.calibration.collect import Need, TensorStats
+from chipfit.errors import RegistrationError
+from chipfit.graph.check import check
+from chipfit.graph.ir import Graph
+from chipfit.graph.linear import is_linear
+from chipfit.passes.own_weights import own_weights
+from chipfit.plan.record import Plan, TensorPlan
+from chipfit.registry import Entry, entries
+
+if TYPE_CHECKING:
+    from chipfit.decide.formats import Assignment
+    from chipfit.platform.schema import Platform
+    from chipfit.settings import Settings
+
+#: in which a step can be taken, in their order; see `chipfit.registry.Step`
+STAGES = ("rewrite", "formats", "adapt", "correct")
+
+Stats = dict[str, TensorStats]
+#: makes the scales of a graph again; tensors given as known keep theirs
+Choose = Callable[[Graph, Mapping[str, TensorPlan]], dict[str, TensorPlan]]
+
+
+def ordered(stage: str) -> list[Entry]:
+    """Every step of a stage, each behind those that it names in `after`; by name where that leaves a choice.
+
+    Raises:
+        RegistrationError: a step goes after one that does not exist, or after itself.
+    """
+    steps = {e.name: e for kind in ("pass", "correction") for e in entries(kind).values() if e.declares.stage == stage}
+    for e in steps.values():
+        for other in e.declares.after:
+            if other not in steps:
+                raise RegistrationError(
+                    f"The step '{e.name}' goes after '{other}', which does not exist", allowed=", ".join(steps)
+                )
+    sorter = TopologicalSorter({name: steps[name].declares.after for name in steps})
+    out: list[Entry] = []
+    try:
+        sorter.prepare()
+    except CycleError as e:
+        raise RegistrationError("Steps go after each other", got=" -> ".join(e.args[1])) from e
+    while sorter.is_active():
+        ready = sorted(sorter.get_ready())
+        out += [steps[name] for name in ready]
+        sorter.done(*ready)
+    return out
+
+
+def taken(settings: Settings, stage: str) -> list[Entry]:
+    """The steps of a stage that the settings ask for, in order."""
+
+    def wanted(e: Entry) -> bool:
+        says = e.declares
+        if says.with_any:
+            return bool(taken(settings, says.with_any))
+        return says.setting is None or getattr(settings, says.setting.name) not in (False, None)
+
+    return [e for e in ordered(stage) if wanted(e)]
+
+
+def _take(step: Entry, settings: Settings, *given: Any, **context: Any) -> Any:
+    """Call a step with what its stage gives, what it needs besides, and the number that its setting is."""
+    says = step.declares
+    keywords = {name: context[name] for name in says.needs}
+    if says.setting is not None and says.setting.argument:
+        keywords[says.setting.argument] = getattr(settings, says.setting.name)
+    return step.thing(*given, **keywords)
+
+
+def rewrite(graph: Graph, platform: Platform, settings: Settings) -> tuple[Graph, list[str]]:
+    """The rewrites that need no data; returns the graph, with weights of its own, and one note per rewrite or refusal."""
+    captured, notes = graph.weights, list[str]()
+    for step in taken(settings, "rewrite"):
+        graph, more = _take(step, settings, graph, platform=platform)
+        check(graph, blame=step.name)
+        notes += more
+    return own_weights(graph, captured), notes
+
+
+def settle(
+    graph: Graph, assignment: Assignment, platform: Platform, settings: Settings
+) -> tuple[Assignment, list[str]]:
+    """What steps change in the decision on formats."""
+    notes: list[str] = []
+    for step in taken(settings, "formats"):
+        assignment, more = _take(step, settings, graph, assignment, platform=platform)
+        notes += more
+    return assignment, notes
+
+
+def needs(graph: Graph, found: Mapping[str, Need], settings: Settings) -> dict[str, Need]:
+    """What calibration has to collect: what ranges need, and what the steps behind it do."""
+    out = dict(found)
+    for stage in ("adapt", "correct"):
+        for step in taken(settings, stage):
+            out = step.declares.collects(graph, out) if step.declares.collects else out
+    return out
+
+
+def adapt(graph: Graph, assignment: Assignment, stats: Stats, settings: Settings) -> tuple[Graph, Stats, list[str]]:
+    """The rewrites that follow the statistics; the formats are to be decided again afterwards."""
+    notes: list[str] = []
+    for step in taken(settings, "adapt"):
+        graph, stats, more = _take(step, settings, graph, assignment, stats)
+        check(graph, blame=step.name)
+        notes += more
+    return graph, stats, notes
+
+
+def correct(
+    graph: Graph,
+    plan: Plan,
+    stats: Stats,
+    batches: Iterable[Sequence[torch.Tensor]],
+    choose: Choose,
+    settings: Settings,
+) -> tuple[Graph, Plan]:
+    """Give back in weights and biases what rounding took on average.
+
+    Args:
+        stats: of the float graph, with what `needs` asks for.
+        batches: the data again, for steps that read them.
+        choose: makes the scales of changed weights.
+    """
+    before = graph.weights
+    for step in taken(settings, "correct"):
+        changed = {
+            n.name for n in graph.nodes if is_linear(graph, n) and graph.weights[n.weight] is not before[n.weight]
+        }
+        context = {"stats": stats, "batches": batches, "changed": changed}
+        new, notes = _take(step, settings, graph, plan, **context)
+        if any(new.weights[n.weight] is not graph.weights[n.weight] for n in new.nodes if is_linear(new, n)):
+            known = {k: t for k, t in plan.tensors.items() if t.role == "activation" and t.quantized}
+            plan = replace(plan, tensors=choose(new, known))
+        graph, plan = new, replace(plan, rewrites=(*plan.rewrites, *notes))
+    return graph, plan
