@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
@@ -20,3 +21,22 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def drop_ins():
+    """What a test registers or adds to the table of operators is gone afterwards, and so are its modules."""
+    from chipfit import registry
+    from chipfit.graph import ops
+
+    modules, operators = set(sys.modules), dict(ops.OPS)
+    yield
+    for kind in registry._ENTRIES.values():
+        for entry in [e for e in kind.values() if not registry._origin(e.thing).startswith("chipfit.")]:
+            del kind[entry.name]
+    for name in set(sys.modules) - modules:
+        file = getattr(sys.modules[name], "__file__", None) or ""
+        if "/pytest-" in file:  # a file that the test wrote
+            del sys.modules[name]
+    ops.OPS.clear()
+    ops.OPS.update(operators)

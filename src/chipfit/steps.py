@@ -64,7 +64,8 @@ def taken(settings: Settings, stage: str) -> list[Entry]:
         says = e.declares
         if says.with_any:
             return bool(taken(settings, says.with_any))
-        return says.setting is None or getattr(settings, says.setting.name) not in (False, None)
+        value = True if says.setting is None else getattr(settings, says.setting.name)
+        return value is not None and value is not False  # a ratio of 0 asks for the step
 
     return [e for e in ordered(stage) if wanted(e)]
 

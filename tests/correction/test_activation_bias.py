@@ -64,8 +64,8 @@ def test_clipping_is_part_of_the_shift():
     x = torch.tensor([[1.0, 3.0], [1.0, 3.0]])
     graph = captured(linear(), x)
     stats = collect(graph, [[x]], tensors={graph.inputs[0]: Need()})
-    t = planned(graph, 1.0, qmax=2).tensors[graph.inputs[0]]
-    shift, mean = mean_shift(stats[graph.inputs[0]], t)
+    stored = planned(graph, 1.0, qmax=2)[graph.inputs[0]]
+    shift, mean = mean_shift(stats[graph.inputs[0]].histogram, stored)
     assert shift == pytest.approx(-0.5, abs=0.005) and mean == pytest.approx(
         2.0, abs=0.005
     )  # 3 becomes 2 half of the time
@@ -76,7 +76,7 @@ def test_exact_zeros_do_not_shift():
     x[0] = 1.0
     graph = captured(linear(), x)
     stats = collect(graph, [[x]], tensors={graph.inputs[0]: Need()})
-    shift, _ = mean_shift(stats[graph.inputs[0]], planned(graph, 1.0).tensors[graph.inputs[0]])
+    shift, _ = mean_shift(stats[graph.inputs[0]].histogram, planned(graph, 1.0)[graph.inputs[0]])
     assert abs(shift) < 1e-3
 
 

@@ -30,13 +30,14 @@ def with_python(page: Path) -> bool:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if with_python(p)], ids=name)
-def test_the_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+def test_the_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch, drop_ins):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     namespace = {"__name__": "page"}
     for language, rest, text, line in blocks(page):
         if title := re.search(r'title="([^"]+)"', rest):  # a file that the page shows and then uses
             (tmp_path / title[1]).write_text(text)
-        if language == "python":
+        elif language == "python":
             exec(compile("\n" * line + text, str(page), "exec", dont_inherit=True), namespace)
 
 

@@ -8,11 +8,13 @@ from dataclasses import replace
 import torch
 
 from chipfit.calibration.collect import Need, TensorStats
+from chipfit.calibration.histogram import Histogram
 from chipfit.correction.bias import mean_output, move_bias, quantized_linear, rounded, spatial
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import in_groups
-from chipfit.plan.record import Plan, TensorPlan
+from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import fake_quantize
+from chipfit.quantizers.stored import Stored
 from chipfit.registry import Setting, register
 
 
@@ -48,17 +50,16 @@ def correct_activation_bias(
     """
     graph, notes = graph.copy(), []
     for node, why in quantized_linear(graph, plan):
-        x = node.inputs[0] or ""
-        seen, t = stats.get(x), plan.tensors.get(x)
-        if t is None or not t.quantized or (x, node.name) in plan.float_edges:
+        seen, stored = stats.get(node.data), plan.stored(node.data)
+        if stored is None or (node.data, node.name) in plan.float_edges:
             continue
         if why or seen is None or seen.histogram is None:
             notes.append(f"the bias of '{node.who}' is not corrected: {why or 'there is no histogram of its input'}")
             continue
-        shift, mean = mean_shift(seen, t)
+        shift, mean = mean_shift(seen.histogram, stored)
         if abs(shift) < threshold * abs(mean) or shift == 0:
             continue
-        w = rounded(plan, node, graph.weights[node.inputs[1] or ""].detach())
+        w = rounded(plan, node, graph.weights[node.weight].detach())
         groups, _, per_group = in_groups(node, w).shape[:3]
         notes.append(
             move_bias(
@@ -68,12 +69,10 @@ def correct_activation_bias(
     return graph, notes
 
 
-def mean_shift(seen: TensorStats, t: TensorPlan) -> tuple[float, float]:
-    """(E[Q(x)] - E[x], E[x]) over the histogram's bins, every value taken at the middle of its bin; exact zeros at 0."""
-    assert seen.histogram is not None and t.grid is not None and t.scale is not None and t.zero_point is not None
-    h = seen.histogram
-    counts = h.counts.clone()
-    counts[len(counts) // 2] -= h.zeros
-    share = counts / h.counts.sum()
-    moved = fake_quantize(h.centers, t.scale.double(), t.zero_point, t.grid) - h.centers
-    return float((share * moved).sum()), float((share * h.centers).sum())
+def mean_shift(seen: Histogram, stored: Stored) -> tuple[float, float]:
+    """(E[Q(x)] - E[x], E[x]) over the bins, every value taken at the middle of its bin; exact zeros at 0."""
+    counts = seen.counts.clone()
+    counts[len(counts) // 2] -= seen.zeros
+    share = counts / seen.counts.sum()
+    moved = fake_quantize(seen.centers, stored.scale.double(), stored.zero_point, stored.grid) - seen.centers
+    return float((share * moved).sum()), float((share * seen.centers).sum())

@@ -10,9 +10,8 @@ import torch
 from chipfit.calibration.collect import Need, TensorStats
 from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import bias_of, bias_or_zero, channel_axis, is_linear, with_bias
+from chipfit.graph.linear import bias_or_zero, channel_axis, is_linear, with_bias
 from chipfit.plan.record import Plan
-from chipfit.quantizers.grids import fake_quantize
 from chipfit.registry import Setting, register
 
 
@@ -20,9 +19,8 @@ def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     """`needs`, and the mean of each channel that enters a linear operator."""
     out = dict(needs)
     for n in graph.nodes:
-        if is_linear(graph, n) and not graph.is_weight(n.inputs[0]):
-            name = n.inputs[0] or ""
-            out[name] = replace(out.get(name, Need(histogram=False)), mean_axis=channel_axis(n))
+        if is_linear(graph, n) and not graph.is_weight(n.data):
+            out[n.data] = replace(out.get(n.data, Need(histogram=False)), mean_axis=channel_axis(n))
     return out
 
 
@@ -55,13 +53,13 @@ def correct_bias(
     for node, why in quantized_linear(graph, plan):
         if node.name in changed:
             continue
-        mean = stats[node.inputs[0] or ""].mean if node.inputs[0] in stats else None
+        mean = stats[node.data].mean if node.data in stats else None
         if mean is None:
             why = why or "the mean of its input was not collected"
         if why or mean is None:
             notes.append(f"the bias of '{node.who}' is not corrected: {why}")
             continue
-        w = graph.weights[node.inputs[1] or ""].detach()
+        w = graph.weights[node.weight].detach()
         error = mean_output(node, rounded(plan, node, w) - w, mean, spatial(graph, node))
         notes.append(move_bias(graph, plan, node, -error))
     return graph, notes
@@ -71,13 +69,10 @@ def quantized_linear(graph: Graph, plan: Plan) -> Iterator[tuple[Node, str]]:
     """The linear operators whose weights the chip rounds, and why the bias of one cannot change ("" when it can)."""
     users = graph.users()
     for node in list(graph.nodes):
-        if (
-            not is_linear(graph, node)
-            or not plan.quantized(node.inputs[1])
-            or (node.inputs[1], node.name) in plan.float_edges
-        ):
+        raw = not is_linear(graph, node) or (node.weight, node.name) in plan.float_edges
+        if raw or not plan.quantized(node.weight):
             continue
-        bias, size = bias_of(node), spatial(graph, node)
+        bias, size = node.bias, spatial(graph, node)
         why = "" if bias else "it has none"
         if bias and len(users[bias]) > 1:
             why = f"'{bias}' is read by several operators"
@@ -86,31 +81,29 @@ def quantized_linear(graph: Graph, plan: Plan) -> Iterator[tuple[Node, str]]:
         yield node, why
 
 
-def spatial(graph: Graph, node: Node) -> tuple[int, ...]:
+def spatial(graph: Graph, node: Node) -> tuple[int | None, ...]:
     """Spatial size of what a linear operator reads; () for Linear."""
-    return () if node.op == "Linear" else tuple(graph.shape(node.inputs[0] or ""))[2:]  # type: ignore[return-value]  # None is refused
+    return () if node.op == "Linear" else tuple(graph.shape(node.data))[2:]
 
 
 def rounded(plan: Plan, node: Node, w: torch.Tensor) -> torch.Tensor:
     """The weight as the chip stores it."""
-    t = plan.tensors[node.inputs[1] or ""]
-    assert t.grid is not None and t.scale is not None and t.zero_point is not None  # quantized_linear asks for it
-    return fake_quantize(w, t.scale, t.zero_point, t.grid, t.axis)
+    return plan[node.weight].round(w)
 
 
 def move_bias(graph: Graph, plan: Plan, node: Node, by: torch.Tensor) -> str:
     """Add `by` [O] to the bias of `node` in `graph` as far as its grid holds the sum; returns the note."""
     moved = bias_or_zero(graph, node) + by
-    t = plan.tensors.get(bias_of(node) or "")
-    if t is not None and t.grid is not None and t.scale is not None and t.zero_point is not None:
-        codes = torch.round(moved / t.scale) + t.zero_point
-        if bool(((codes < t.grid.qmin) | (codes > t.grid.qmax)).any()):
-            return f"the bias of '{node.who}' is not corrected: the sum exceeds its {t.grid.bits}-bit grid"
+    stored = plan.stored(node.bias)
+    if stored is not None:
+        codes, grid = torch.round(moved / stored.scale) + stored.zero_point, stored.grid
+        if bool(((codes < grid.qmin) | (codes > grid.qmax)).any()):
+            return f"the bias of '{node.who}' is not corrected: the sum exceeds its {grid.bits}-bit grid"
     with_bias(graph, node, moved)
     return f"corrected the bias of '{node.who}' by at most {float(by.abs().max()):.3g}"
 
 
-def mean_output(node: Node, w: torch.Tensor, mean: torch.Tensor, spatial: Sequence[int]) -> torch.Tensor:
+def mean_output(node: Node, w: torch.Tensor, mean: torch.Tensor, spatial: Sequence[int | None]) -> torch.Tensor:
     """Mean over all positions of what `node` with weight `w`, without its bias, makes of inputs of this mean.
 
     Zero padding counts: an image that is `mean` everywhere goes through the operator.
@@ -123,6 +116,6 @@ def mean_output(node: Node, w: torch.Tensor, mean: torch.Tensor, spatial: Sequen
         [O], float64.
     """
     w, mean = w.detach().double(), mean.double()
-    x = mean if node.op == "Linear" else mean.view(1, -1, *[1] * len(spatial)).expand(1, -1, *spatial)
+    x = mean if node.op == "Linear" else mean.view(1, -1, *[1] * len(spatial)).expand(1, -1, *(s or 0 for s in spatial))
     (y,) = execute(node, [x, w])
     return y if node.op == "Linear" else y.mean((0, *range(2, y.dim())))

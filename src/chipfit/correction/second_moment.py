@@ -58,10 +58,7 @@ def correct_second_moment(
             notes.append(f"'{node.who}' keeps its second moment: {why}")
         else:
             nodes[node.output] = node
-    table = {
-        n.inputs[1]: rounded(plan, n, graph.weights[n.inputs[1] or ""].detach())
-        for n, _ in quantized_linear(graph, plan)
-    }
+    table = {n.inputs[1]: rounded(plan, n, graph.weights[n.weight].detach()) for n, _ in quantized_linear(graph, plan)}
     weights = {**graph.weights, **{k: v for k, v in table.items() if k is not None}}
     moments = {o: (_Moments(), _Moments()) for o in nodes}
 
@@ -94,7 +91,7 @@ def correct_second_moment(
         wanted, here = moments[output]
         k = _ratio(wanted, here, limit)
         bias = k * (bias_or_zero(graph, node) - here.mean) + wanted.mean
-        name = node.inputs[1] or ""
+        name = node.weight
         graph.weights[name] = scale_outputs(node, graph.weights[name].detach(), k)
         with_bias(graph, node, bias)
         notes.append(f"corrected the second moment of '{node.who}' by {float(k.min()):.3g} to {float(k.max()):.3g}")

@@ -21,15 +21,7 @@ LINEAR = frozenset(op for op, row in OPS.items() if row.kind)
 
 def is_linear(graph: Graph, node: Node) -> bool:
     """A convolution or linear layer whose weight, and bias if any, are constants of the model."""
-    return (
-        node.op in LINEAR
-        and graph.is_weight(node.inputs[1])
-        and (bias_of(node) is None or graph.is_weight(bias_of(node)))
-    )
-
-
-def bias_of(node: Node) -> str | None:
-    return node.inputs[2] if len(node.inputs) > 2 else None
+    return node.op in LINEAR and all(graph.is_weight(i) for i in node.inputs[1:] if i is not None)
 
 
 def channel_axis(node: Node) -> int:
@@ -69,7 +61,7 @@ def out_channels(node: Node, w: torch.Tensor) -> int:
 
 def own(graph: Graph, users: Mapping[str, Sequence[Node]], node: Node) -> str:
     """Why the weight and bias of `node` may not be changed for it alone; "" when they may."""
-    for name in (node.inputs[1], bias_of(node)):
+    for name in (node.inputs[1], node.bias):
         if name is not None and len(users[name]) > 1:
             return f"'{name}' is read by several operators"
         if name is not None and name in graph.outputs:
@@ -79,8 +71,8 @@ def own(graph: Graph, users: Mapping[str, Sequence[Node]], node: Node) -> str:
 
 def with_bias(graph: Graph, node: Node, bias: torch.Tensor) -> Node:
     """The node with this bias, [O], which is written to `graph.weights` under the name that the old one had."""
-    w = node.inputs[1] or ""
-    name = bias_of(node) or new_name(graph, w[: -len("weight")] + "bias" if w.endswith("weight") else w + ".bias")
+    w = node.weight
+    name = node.bias or new_name(graph, w[: -len("weight")] + "bias" if w.endswith("weight") else w + ".bias")
     graph.weights[name] = bias.detach().to(graph.weights[w].dtype)
     if w in graph.trainable:
         graph.trainable.add(name)
@@ -89,8 +81,8 @@ def with_bias(graph: Graph, node: Node, bias: torch.Tensor) -> Node:
 
 def bias_or_zero(graph: Graph, node: Node) -> torch.Tensor:
     """The bias, [O] float64; zeros where there is none."""
-    name = bias_of(node)
+    name = node.bias
     if name is not None:
         return graph.weights[name].detach().double()
-    w = graph.weights[node.inputs[1] or ""]
+    w = graph.weights[node.weight]
     return torch.zeros(out_channels(node, w), dtype=torch.float64, device=w.device)

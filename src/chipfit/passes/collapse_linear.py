@@ -58,7 +58,7 @@ def _merged(
         or second.inputs[0] != first.output
     ):
         return None
-    w1, w2 = (graph.weights[n.inputs[1] or ""] for n in (first, second))
+    w1, w2 = (graph.weights[n.weight] for n in (first, second))
     if math.prod(w2.shape[2:]) > 1:
         return None  # not a pair that this rewrite is about
     why = own(graph, users, first) or own(graph, users, second)
@@ -77,7 +77,7 @@ def _merged(
     outer = w2.detach().double().flatten(1)  # [O2, O1]
     bias = outer @ bias_or_zero(graph, first) + bias_or_zero(graph, second)
     weight = torch.tensordot(outer, w1.detach().double(), 1)  # [O2, I, *kernel]
-    graph.weights[first.inputs[1] or ""] = weight.to(w1.dtype)
+    graph.weights[first.weight] = weight.to(w1.dtype)
     return with_bias(graph, first, bias)
 
 

@@ -39,7 +39,7 @@ def collapse_residual(graph: Graph) -> tuple[Graph, list[str]]:
         if why:
             notes.append(f"'{node.who}' keeps its residual addition '{add.name}': {why}")
             continue
-        name = node.inputs[1] or ""
+        name = node.weight
         parts = in_groups(node, graph.weights[name].detach().clone())  # [g, C/g, C/g, *kernel]
         diagonal = torch.arange(parts.shape[1], device=parts.device)
         index: tuple[Any, ...] = (slice(None), diagonal, diagonal, *(tap or ()))

@@ -6,7 +6,6 @@ import torch
 
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import (
-    bias_of,
     bias_or_zero,
     in_groups,
     is_linear,
@@ -72,23 +71,23 @@ def equalize(graph: Graph, *, sweeps: int = 40, tolerance: float = 1e-3) -> tupl
 
 def _scales(graph: Graph, first: Node, ends: list[Node]) -> torch.Tensor:
     """s of eq. 11, [C] float64; 1 where a channel has no range on one side."""
-    w = in_groups(first, graph.weights[first.inputs[1] or ""].detach().double())
+    w = in_groups(first, graph.weights[first.weight].detach().double())
     before = w.abs().flatten(2).amax(2).flatten()
     after = torch.zeros_like(before)
     for end in ends:
-        w = in_groups(end, graph.weights[end.inputs[1] or ""].detach().double())
+        w = in_groups(end, graph.weights[end.weight].detach().double())
         after = torch.maximum(after, w.abs().transpose(1, 2).flatten(2).amax(2).flatten())
     live = (before > 0) & (after > 0)
     return torch.where(live, torch.sqrt(before / torch.where(live, after, 1.0)), 1.0)
 
 
 def _apply(graph: Graph, first: Node, ends: list[Node], s: torch.Tensor) -> None:
-    name = first.inputs[1] or ""
+    name = first.weight
     graph.weights[name] = scale_outputs(first, graph.weights[name].detach(), 1 / s)
-    if bias_of(first):
+    if first.bias:
         with_bias(graph, first, bias_or_zero(graph, first) / s)
     for end in ends:
-        name = end.inputs[1] or ""
+        name = end.weight
         graph.weights[name] = scale_inputs(end, graph.weights[name].detach(), s)
 
 

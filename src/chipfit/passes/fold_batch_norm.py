@@ -20,39 +20,35 @@ def fold_batch_norm(graph: Graph) -> tuple[Graph, list[str]]:
     Source: Jacob et al. 2018, arXiv:1712.05877, eq. 14.
     """
     graph = graph.copy()
-    users, notes = graph.users(), []
+    users, producers, notes = graph.users(), graph.producers(), list[str]()
     followers: dict[str, Node] = {}  # node name -> the batch norm that follows it
     refused: dict[str, str] = {}
-    producers = graph.producers()
     for bn in graph.nodes:
-        if bn.op != "BatchNorm":
-            continue
-        before = producers.get(bn.inputs[0] or "")
-        reason = _refusal(graph, before, bn, users)
-        if reason:
-            refused[bn.name] = reason
-        else:
-            assert before is not None  # _refusal answers for None
-            followers[before.name] = bn
+        if bn.op == "BatchNorm":
+            before = producers.get(bn.data)
+            why = _refusal(graph, before, bn, users)
+            if before is None or why:
+                refused[bn.name] = why
+            else:
+                followers[before.name] = bn
 
-    done: dict[str, str] = {}  # weight -> name of its folded bias
-    for node in list(graph.nodes):
+    folded: dict[str, str] = {}  # weight -> name of its folded bias
+    new: dict[str, Node | None] = {}  # in the place of a node; None where it goes
+    for node in graph.nodes:
         if node.name not in followers:
             continue
-        bn = followers[node.name]
-        weight, bias = node.inputs[1], node.inputs[2] if len(node.inputs) > 2 else None
-        assert weight is not None
-        readers = users[weight] + (users[bias] if bias else [])
-        if any(followers.get(r.name) is None or _key(followers[r.name]) != _key(bn) for r in readers):
+        bn, weight = followers[node.name], node.weight
+        readers = users[weight] + (users[node.bias] if node.bias else [])
+        if any(r.name not in followers or _key(followers[r.name]) != _key(bn) for r in readers):
             refused[bn.name] = f"weight '{weight}' is also read elsewhere, folding would change that reader"
             continue
-        if weight not in done:
-            done[weight] = _fold(graph, node, bn)
+        if weight not in folded:
+            folded[weight] = _fold(graph, node, bn)
             notes.append(f"folded batch norm '{bn.who}' into '{node.who}'")
-        index = graph.nodes.index(node)
-        graph.nodes[index] = node.with_(inputs=(node.inputs[0], weight, done[weight]), outputs=bn.outputs)
-        graph.nodes.remove(bn)
+        new[node.name] = node.with_(inputs=(node.data, weight, folded[weight]), outputs=bn.outputs)
+        new[bn.name] = None
         del graph.values[node.output]
+    graph.nodes = [m for n in graph.nodes if (m := new.get(n.name, n)) is not None]
     notes += [f"batch norm '{name}' stays: {why}" for name, why in refused.items()]
     return graph, notes
 
@@ -65,7 +61,7 @@ def _refusal(graph: Graph, node: Node | None, bn: Node, users: dict[str, list[No
     """Why this batch norm cannot fold; "" when it can."""
     if node is None or node.op not in LINEAR:
         return f"it follows {'the input' if node is None else node.op}, which has no weights"
-    if not graph.is_weight(node.inputs[1]) or any(i is not None and not graph.is_weight(i) for i in bn.inputs[1:]):
+    if not graph.is_weight(node.weight) or any(i is not None and not graph.is_weight(i) for i in bn.inputs[1:]):
         return "a weight or statistic is computed at run time"
     if len(users[node.output]) != 1 or node.output in graph.outputs:
         return f"the output of '{node.who}' is also read elsewhere"

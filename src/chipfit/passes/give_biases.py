@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from chipfit.decide.formats import facts
 from chipfit.graph.ir import Graph
-from chipfit.graph.linear import bias_of, bias_or_zero, is_linear, with_bias
+from chipfit.graph.linear import bias_or_zero, is_linear, with_bias
 from chipfit.platform.match import resolve
 from chipfit.platform.schema import Platform
 from chipfit.registry import register
@@ -15,7 +15,7 @@ def give_biases(graph: Graph, platform: Platform) -> tuple[Graph, list[str]]:
     """Add a zero bias to the linear operators without one, as far as the platform can hold biases for them."""
     graph, notes = graph.copy(), []
     for k, node in enumerate(graph.nodes):
-        if not is_linear(graph, node) or bias_of(node):
+        if not is_linear(graph, node) or node.bias:
             continue
         options = resolve(platform, node.op, facts(graph, node)).options
         if options and options[0].b not in (None, "none"):

@@ -37,7 +37,7 @@ def relu_bound_to_power_of_two(graph: Graph, *, bits: int | None = None) -> tupl
         bound = top * 2.0 ** math.ceil(math.log2(high) - 1e-9)
         if math.isclose(bound, high):
             continue
-        users, before = graph.users(), graph.producers().get(clip.inputs[0] or "")
+        users, before = graph.users(), graph.producers().get(clip.data)
         found = paths(graph, users, clip.output, _crossable)
         why = found.refused
         if before is None or not is_linear(graph, before):
@@ -51,9 +51,8 @@ def relu_bound_to_power_of_two(graph: Graph, *, bits: int | None = None) -> tupl
             continue
         k = bound / high
         for n, factor in ((before, k), *((end, 1 / k) for end in found.ends)):
-            name = n.inputs[1] or ""
-            graph.weights[name] = graph.weights[name].detach() * factor
-        if len(before.inputs) > 2 and before.inputs[2]:
+            graph.weights[n.weight] = graph.weights[n.weight].detach() * factor
+        if before.bias:
             with_bias(graph, before, bias_or_zero(graph, before) * k)
         attrs = {"min": None if low is None else low * k, "max": bound}
         graph.nodes[graph.nodes.index(clip)] = clip.with_(op="Clamp", attrs=attrs)

@@ -12,7 +12,7 @@ import torch
 from chipfit.calibration.collect import TensorStats
 from chipfit.graph.builder import new_name, replace_node
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.graph.linear import CONVS, bias_of, bias_or_zero, in_groups, with_bias
+from chipfit.graph.linear import CONVS, bias_or_zero, in_groups, with_bias
 from chipfit.graph.ops import OPS
 from chipfit.graph.paths import Paths, paths
 from chipfit.ranges.qparams import from_min_max
@@ -70,8 +70,8 @@ def shift_negative(
         for o in (o for n in found.crossed for o in n.outputs if o in stats):
             stats[o] = stats[o].shifted(c)
         for n in graph.nodes:  # the new pads hold what they read, and c
-            if n.op == "Pad" and n.output not in stats and n.inputs[0] in stats:
-                stats[n.output] = replace(stats[n.inputs[0] or ""], name=n.output)
+            if n.op == "Pad" and n.output not in stats and n.data in stats:
+                stats[n.output] = replace(stats[n.data], name=n.output)
         notes.append(f"shifted '{act.who}' by {c:g}, now unsigned, before {', '.join(repr(e.who) for e in found.ends)}")
     return graph, stats, notes
 
@@ -82,7 +82,7 @@ def fuse_shifts(graph: Graph, groups: tuple[tuple[str, ...], ...]) -> tuple[tupl
     producers = graph.producers()
     for n in graph.nodes:
         if n.op == "Add" and n.layer_type == SHIFT:
-            act = producers[n.inputs[0] or ""].name
+            act = producers[n.data].name
             out[n.name] = (*out.pop(act, (act,)), n.name)
     order = {n.name: k for k, n in enumerate(graph.nodes)}
     return tuple(sorted(out.values(), key=lambda g: order[g[0]]))
@@ -118,7 +118,7 @@ def _refusal(graph: Graph, ends: list[Node]) -> str:
     for end in ends:
         if end.op not in CONVS | {"Linear"}:
             return f"{end.op} '{end.who}' would need another bias at every position"
-        if bias_of(end) and len(users[bias_of(end) or ""]) > 1:
+        if end.bias and len(users[end.bias or ""]) > 1:
             return f"the bias of '{end.who}' is read by several operators"
     return ""
 
@@ -140,7 +140,7 @@ def _rewrite(graph: Graph, act: Node, found: Paths, c: float) -> None:
             replace_node(graph, here, here.with_(attrs={**n.attrs, "value": n.attrs["value"] + c}))
     for n in found.ends:
         end = graph.node(n.name)
-        w = in_groups(end, graph.weights[end.inputs[1] or ""].detach().double())
+        w = in_groups(end, graph.weights[end.weight].detach().double())
         taken = with_bias(graph, end, bias_or_zero(graph, end) - c * w.flatten(2).sum(2).flatten())
         replace_node(graph, end, *_padded(graph, taken, c))
 
@@ -150,7 +150,7 @@ def _padded(graph: Graph, conv: Node, c: float) -> tuple[Node, ...]:
     padding = conv.attrs.get("padding", ())
     if not any(p for pair in padding for p in pair):
         return (conv,)
-    x = conv.inputs[0] or ""
+    x = conv.data
     shape = graph.values[x].shape
     sizes = [None if s is None else s + low + high for s, (low, high) in zip(shape[2:], padding, strict=True)]
     name = new_name(graph, f"{conv.name}_pad")

@@ -37,15 +37,9 @@ def softmax_shift(
     graph, stats, notes = graph.copy(), dict(stats), []
     users, producers = graph.users(), graph.producers()
     for softmax in graph.nodes:
-        logits = softmax.inputs[0] if softmax.op in ("Softmax", "LogSoftmax") else None
-        linear = producers.get(logits or "")
-        if (
-            logits is None
-            or linear is None
-            or not is_linear(graph, linear)
-            or logits not in stats
-            or logits not in assignment.slots
-        ):
+        logits = softmax.data if softmax.op in ("Softmax", "LogSoftmax") else ""
+        linear = producers.get(logits)
+        if linear is None or not is_linear(graph, linear) or logits not in stats or logits not in assignment.slots:
             continue
         seen, fmt = stats[logits], assignment.slots[logits].format
         c = -(seen.low + seen.high) / 2

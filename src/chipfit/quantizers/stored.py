@@ -33,7 +33,11 @@ class Stored:
             raise PlanError("Scale and zero point do not fit", got=shapes, allowed="both [], or both [C] along an axis")
         if not bool((torch.isfinite(s) & (s > 0)).all()):
             raise PlanError("A scale is not positive", got=float(s.min()), allowed="finite numbers above 0")
-        if self.grid.kind == "int" and not self.grid.qmin <= int(z.min()) <= int(z.max()) <= self.grid.qmax:
+        if (
+            self.grid.kind == "int"
+            and z.numel()
+            and not self.grid.qmin <= int(z.min()) <= int(z.max()) <= self.grid.qmax
+        ):
             codes = f"{self.grid.qmin}..{self.grid.qmax}"
             raise PlanError("A zero point is not a code of its grid", got=z.reshape(-1)[:8].tolist(), allowed=codes)
 
