@@ -160,8 +160,8 @@ OPS: dict[str, OpDef] = {
         **_VIEW,
     ),
     "Gather": _op("in0 index", "axis", "index_select and x[..., idx, ...] with one integer tensor", **_MOVE),
-    "Embedding": _op("w in0", note="rows of w [V, D] by integer in0"),
-    "Where": _op("mask in0 in1", **_ELEMENT),
+    "Embedding": _op("w in0", note="rows of w [V, D] by integer in0", moves=True),
+    "Where": _op("mask in0 in1", **_ELEMENT, moves=True),
     "Roll": _op("in0", "shifts axes", layout="roll", **_MOVE),
     "Tile": _op("in0", "repeats", layout="tile", **_MOVE),
     "Resize": _op(

@@ -1,0 +1,207 @@
+"""What the table of operators says is so: each fact is tried on the kernels, and missed where it is taken away."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from chipfit.engine.kernels import execute
+from chipfit.graph.ir import Node
+from chipfit.graph.ops import OPS, OpDef, words_of
+
+IMAGE = (2, 4, 6, 6)
+POOL = {"kernel": (2, 2), "stride": (2, 2), "padding": ((0, 0), (0, 0)), "ceil_mode": False}
+REDUCE = {"axes": (2, 3), "keepdims": True}
+INT, BOOL = "int", "bool"
+
+
+def conv(n: int, **more):
+    return {"stride": (1,) * n, "padding": ((1, 1),) * n, "dilation": (1,) * n, "groups": 1, **more}
+
+
+#: operator -> (shapes of its inputs, attributes); every other operator takes one image, or as many as it has data slots
+CASES: dict[str, tuple[list[tuple], dict]] = {
+    **{f"Conv{n}D": ([(2, 4, *[6] * n), (5, 4, *[3] * n), (5,)], conv(n)) for n in (1, 2, 3)},
+    "DepthwiseConv2D": ([IMAGE, (8, 1, 3, 3), (8,)], conv(2, groups=4)),
+    **{
+        f"TransposeConv{n}D": ([(2, 4, *[6] * n), (4, 3, *[3] * n), (6,)], conv(n, groups=2, output_padding=(0,) * n))
+        for n in (1, 2, 3)
+    },
+    "Linear": ([IMAGE, (5, 6), (5,)], {}),
+    "MatMul": ([IMAGE, IMAGE], {}),
+    "BatchNorm": ([IMAGE, (4,), (4,), (4,), (4,)], {"eps": 1e-3}),
+    "LayerNorm": ([IMAGE, (6,), (6,)], {"normalized_shape": (6,), "eps": 1e-3}),
+    "RMSNorm": ([IMAGE, (6,)], {"normalized_shape": (6,), "eps": 1e-3}),
+    "GroupNorm": ([IMAGE, (4,), (4,)], {"groups": 2, "eps": 1e-3}),
+    "InstanceNorm": ([IMAGE, (4,), (4,)], {"eps": 1e-3}),
+    "SDPA": ([IMAGE, IMAGE, IMAGE], {"is_causal": False, "scale": None, "enable_gqa": False}),
+    "Clamp": ([IMAGE], {"min": -0.5, "max": 0.5}),
+    "LeakyRelu": ([IMAGE], {"negative_slope": 0.1}),
+    "PRelu": ([IMAGE, (4,)], {}),
+    "Elu": ([IMAGE], {"alpha": 1.0}),
+    "Softplus": ([IMAGE], {"beta": 1.0, "threshold": 20.0}),
+    "Gelu": ([IMAGE], {"approximate": "none"}),
+    **{op: ([IMAGE], {"axis": 1}) for op in ("Softmax", "LogSoftmax", "CumSum", "Unstack", "Size")},
+    **{op: ([IMAGE, IMAGE], {"axis": 1}) for op in ("Concat", "Stack")},
+    "Split": ([IMAGE], {"axis": 1, "sizes": (1, 3)}),
+    "MaxPool": ([IMAGE], {**POOL, "dilation": (1, 1)}),
+    "AvgPool": ([IMAGE], {**POOL, "count_include_pad": False}),
+    **{op: ([IMAGE], {"output_size": (4, 4)}) for op in ("AdaptiveAvgPool", "AdaptiveMaxPool")},
+    **{op: ([IMAGE], REDUCE) for op in ("Mean", "Sum", "ReduceL2", "ReduceMax", "ReduceMin", "ReduceProd")},
+    "ArgMax": ([IMAGE], {"axis": 1, "keepdims": True}),
+    "Pad": ([IMAGE], {"padding": ((0, 0), (1, 0), (1, 1), (0, 2)), "mode": "constant", "value": 0.0}),
+    "Reshape": ([IMAGE], {"shape": (2, -1)}),
+    "Transpose": ([IMAGE], {"perm": (0, 2, 1, 3)}),
+    "Squeeze": ([(2, 1, 4)], {"axes": (1,)}),
+    "Unsqueeze": ([IMAGE], {"axes": (1,)}),
+    "Expand": ([(2, 1, 4)], {"shape": (2, 3, 4)}),
+    "Slice": ([IMAGE], {"axis": 1, "start": 1, "end": None, "step": 2}),
+    "Select": ([IMAGE], {"axis": 1, "index": 1}),
+    "Gather": ([IMAGE, (3, INT)], {"axis": 1}),
+    "Embedding": ([(5, 3), (2, 4, INT)], {}),
+    "Where": ([(*IMAGE, BOOL), IMAGE, IMAGE], {}),
+    "Roll": ([IMAGE], {"shifts": (1,), "axes": (1,)}),
+    "Tile": ([IMAGE], {"repeats": (1, 2, 1, 1)}),
+    "Resize": ([IMAGE], {"mode": "linear", "size": (9, 7), "scale": None, "align_corners": False}),
+    "DepthToSpace": ([IMAGE], {"block": 2}),
+    "SpaceToDepth": ([IMAGE], {"block": 2}),
+    "ChannelShuffle": ([IMAGE], {"groups": 2}),
+    "Cast": ([IMAGE], {"dtype": "int32"}),
+    "Dropout": ([IMAGE], {"p": 0.5}),
+    **{op: ([(*IMAGE, BOOL)] * 2, {}) for op in ("LogicalAnd", "LogicalOr")},
+    "LogicalNot": ([(*IMAGE, BOOL)], {}),
+}
+POSITIVE = {"Log", "Sqrt", "Rsqrt", "Pow"}
+
+
+def value(shape: tuple, op: str) -> torch.Tensor:
+    if shape[-1] == INT:
+        return torch.randint(0, 3, shape[:-1])
+    if shape[-1] == BOOL:
+        return torch.rand(shape[:-1]) > 0.5
+    return torch.rand(shape) + 0.5 if op in POSITIVE else torch.randn(shape) * 2
+
+
+def made(op: str) -> tuple[Node, list[torch.Tensor]]:
+    """A node and inputs for it."""
+    shapes, attrs = CASES.get(op) or ([IMAGE] * len(OPS[op].slots), {})
+    inputs = [value(s, op) for s in shapes]
+    if op == "BatchNorm":
+        inputs[4] = inputs[4].abs() + 0.1
+    return Node("n", op, tuple(f"x{k}" for k in range(len(inputs))), ("y",), attrs), inputs
+
+
+def results(node: Node, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.as_tensor(y) for y in execute(node, inputs)]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.allclose(x.double(), y.double(), rtol=1e-4, atol=1e-4) for x, y in zip(a, b, strict=True))
+
+
+def moves(node: Node, inputs: list[torch.Tensor]) -> bool:
+    known = torch.cat([x.double().reshape(-1) for x in inputs if x.is_floating_point()] or [torch.zeros(0)])
+    return all(bool(torch.isin(y.double(), known).all()) for y in results(node, inputs))
+
+
+def one_data_input(node: Node, inputs: list[torch.Tensor]) -> bool:
+    """Facts about functions of one variable; Requantize is left out, whose result is on another grid."""
+    data = [k for k in range(len(inputs)) if OPS[node.op].slot(k).startswith("in")]
+    return data == [0] and inputs[0].is_floating_point() and node.op != "Requantize"
+
+
+def homogeneous(node: Node, inputs: list[torch.Tensor]) -> bool:
+    x, *rest = inputs
+    return same(results(node, [3 * x, *rest]), [3 * y for y in results(node, inputs)])
+
+
+def shifts(node: Node, inputs: list[torch.Tensor]) -> bool:
+    x, *rest = inputs
+    there = node.with_(attrs={**node.attrs, "value": 2.5}) if node.op == "Pad" else node
+    return same(results(there, [x + 2.5, *rest]), [y + 2.5 for y in results(node, inputs)])
+
+
+def by_channel(node: Node, inputs: list[torch.Tensor]) -> bool:
+    other = [x.clone() for x in inputs]
+    for x in other:
+        if x.dim() == 4:
+            x[:, 1] = ~x[:, 1] if x.dtype == torch.bool else x[:, 1] + 1
+    (before,), (after,) = results(node, inputs), results(node, other)
+    return torch.equal(before[:, [0, 2, 3]], after[:, [0, 2, 3]])
+
+
+def fresh(node: Node, inputs: list[torch.Tensor]) -> bool:
+    taken = {x.untyped_storage().data_ptr() for x in inputs}
+    return not any(
+        isinstance(y, torch.Tensor) and y.untyped_storage().data_ptr() in taken for y in execute(node, inputs)
+    )
+
+
+def elementwise(node: Node, inputs: list[torch.Tensor]) -> bool:
+    """It computes the same whatever the order of the axes."""
+    turned = [x.permute(0, 2, 3, 1) for x in inputs]
+    return same(results(node, turned), [y.permute(0, 2, 3, 1) for y in results(node, inputs)])
+
+
+def wrong(op: str, row: OpDef) -> list[str]:
+    """The facts of a row that the operator's kernel contradicts, or that it has although the row denies them."""
+    node, inputs = made(op)
+    out = []
+    if moves(node, inputs) != row.moves and op != "Requantize":
+        out.append("moves")
+    if one_data_input(node, inputs):
+        out += [f.__name__ for f in (homogeneous, shifts) if f(node, inputs) != getattr(row, f.__name__)]
+    if row.by_channel and not by_channel(node, inputs):
+        out.append("by_channel")
+    if not row.view and not fresh(node, inputs):
+        out.append("view")
+    if row.layout == "elementwise" and not elementwise(node, inputs):
+        out.append("layout")
+    if row.kind:
+        (y,), groups = results(node, inputs), node.attrs.get("groups", 1) if row.kind == "transposed" else 1
+        if y.shape[-1 if row.kind == "linear" else 1] != inputs[1].shape[row.weight_axis] * groups:
+            out.append("weight_axis")
+    return out
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_table_says_what_the_kernel_does(op):
+    assert wrong(op, OPS[op]) == []
+
+
+@pytest.mark.parametrize(
+    ("op", "fact", "value"),
+    [
+        ("MaxPool", "moves", False),
+        ("AvgPool", "moves", True),
+        ("Relu", "homogeneous", False),
+        ("Relu6", "homogeneous", True),
+        ("Mean", "shifts", False),
+        ("Sum", "shifts", True),
+        ("ChannelShuffle", "by_channel", True),
+        ("Reshape", "view", False),
+        ("Softmax", "layout", "elementwise"),
+        ("TransposeConv2D", "weight_axis", 0),
+    ],
+)
+def test_a_wrong_fact_is_noticed(op, fact, value):
+    assert fact in wrong(op, replace(OPS[op], **{fact: value}))
+
+
+def test_every_fact_of_a_row_is_read_somewhere():
+    """A fact that no code asks for would be a lie in waiting."""
+    from pathlib import Path
+
+    import chipfit
+
+    package = Path(chipfit.__file__).parent
+    code = "\n".join(p.read_text() for p in package.rglob("*.py") if p.name != "ops.py" or "graph" not in p.parts)
+    assert [f.name for f in fields(OpDef) if f".{f.name}" not in code and f.name != "note"] == []
+
+
+def test_a_platforms_words_for_an_operator():
+    assert words_of("Relu6", {}) == {"Relu6", "Clamp"}
+    assert words_of("Clamp", {"min": -1.0, "max": 1.0}) == {"Clamp", "ReluN1To1", "HardTanh"}
+    assert words_of("Pad", {"mode": "constant"}) == {"Pad", "PadV2"}

@@ -1,0 +1,116 @@
+"""What is dropped in declares itself completely, under a name of its own; and is loaded only when it is asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from chipfit import registry
+from chipfit.errors import ExportError, RegistrationError, UnknownNameError
+from chipfit.registry import Setting, register
+from chipfit.steps import ordered
+
+pytestmark = pytest.mark.usefixtures("drop_ins")
+
+
+def nothing(graph):
+    return graph, []
+
+
+def test_a_pass_without_its_stage_is_refused_with_what_is_missing():
+    with pytest.raises(
+        RegistrationError, match=r"The pass 'mine' does not declare 'stage'.*Allowed: stage, after, setting"
+    ):
+        register("pass", "mine")(nothing)
+
+
+def test_a_declaration_that_says_something_unknown_is_refused():
+    with pytest.raises(RegistrationError, match=r"The pass 'mine' declares the unknown 'befor'"):
+        register("pass", "mine", stage="rewrite", befor=("equalize",))(nothing)
+
+
+def test_a_format_without_suffixes_is_refused():
+    with pytest.raises(RegistrationError, match=r"The file format 'mine' does not declare 'suffixes'"):
+        register("format", "mine")(nothing)
+
+
+def test_a_runtime_that_cannot_run_is_refused():
+    class Device:
+        def executed(self):
+            return {}
+
+    with pytest.raises(RegistrationError, match=r"The runtime 'mine' has no 'run'"):
+        register("runtime", "mine", suffix=".onnx")(Device)
+
+
+def test_a_name_that_is_taken_is_refused_with_both_homes():
+    message = r"The range rule 'mse' exists already.*Where: .*Mine.*Got: another one in chipfit\.ranges\.mse\.MseRange"
+    registry.lookup("range", "mse")
+    with pytest.raises(RegistrationError, match=message):
+
+        @register("range", "mse")
+        @dataclass(frozen=True)
+        class Mine:
+            def __call__(self, sample, grid):
+                raise NotImplementedError
+
+
+def test_the_same_object_may_register_again():
+    from chipfit.ranges.mse import MseRange
+
+    assert register("range", "mse")(MseRange) is MseRange
+
+
+def test_an_unknown_kind_lists_the_kinds():
+    with pytest.raises(UnknownNameError, match=r"no kind of addition named 'passes'.*did you mean 'pass'"):
+        register("passes", "mine")
+
+
+def test_an_unknown_name_lists_near_ones():
+    with pytest.raises(UnknownNameError, match=r"There is no range rule named 'mes'.*'mse'"):
+        registry.lookup("range", "mes")
+
+
+def test_a_step_after_one_that_does_not_exist_is_refused():
+    register("pass", "mine", stage="rewrite", after=("equalise",))(nothing)
+    with pytest.raises(
+        RegistrationError, match=r"The step 'mine' goes after 'equalise', which does not exist.*equalize"
+    ):
+        ordered("rewrite")
+
+
+def test_steps_after_each_other_are_refused():
+    register("pass", "one", stage="rewrite", after=("two",))(nothing)
+    register("pass", "two", stage="rewrite", after=("one",))(nothing)
+    with pytest.raises(
+        RegistrationError, match=r"Steps go after each other.*Got: (one -> two -> one|two -> one -> two)"
+    ):
+        ordered("rewrite")
+
+
+def test_a_step_stands_behind_those_that_it_names_and_its_setting_is_known():
+    from chipfit.settings import Settings, known
+
+    register("pass", "mine", stage="rewrite", after=("channels_last",), setting=Setting("mine", None, "doc", "by"))(
+        nothing
+    )
+    assert [e.name for e in ordered("rewrite")][-2:] == ["channels_last", "mine"]
+    assert "mine" in known() and Settings(mine=0.5).mine == 0.5 and Settings().mine is None
+
+
+def test_a_missing_library_names_the_extra():
+    register("format", "mine", suffixes=(".mine",), libraries=("no_such_library",), extra="mine")(nothing)
+    with pytest.raises(ExportError, match=r"'mine' needs no_such_library, which is not installed.*'chipfit\[mine\]'"):
+        registry.require(registry.entry("format", "mine"), ExportError)
+
+
+def test_looking_up_one_entry_loads_its_file_alone():
+    code = (
+        "import sys\nfrom chipfit.registry import lookup\nlookup('range', 'mse')\n"
+        "print([m for m in ('chipfit.ranges.kl', 'chipfit.ranges.mse', 'onnx', 'keras') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['chipfit.ranges.mse']"
