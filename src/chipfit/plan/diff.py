@@ -33,7 +33,7 @@ def diff(a: Plan, b: Plan) -> list[Difference]:
     out: list[Difference] = []
     for kind, ours, theirs in (("tensor", a.tensors, b.tensors), ("node", a.nodes, b.nodes)):
         for name in dict.fromkeys([*ours, *theirs]):
-            where, x, y = f"{kind} '{name}'", ours.get(name), theirs.get(name)  # type: ignore[attr-defined]  # both are dicts
+            where, x, y = f"{kind} '{name}'", ours.get(name), theirs.get(name)
             if x is None or y is None:
                 out.append(
                     Difference(where, "", "absent" if x is None else "present", "absent" if y is None else "present")
