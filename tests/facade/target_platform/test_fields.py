@@ -325,7 +325,7 @@ def test_simd_size_pads_the_weights_in_memory():
 def test_metadata_is_written_into_files(tmp_path):
     def notes(result):
         props = {p.key: p.value for p in onnx.load(result.export(tmp_path / "m.onnx")).metadata_props}
-        return json.loads(props["chipfit.plan.provenance"])
+        return json.loads(props["chipfit.provenance"])
 
     assert "platform" not in notes(fit())
     with_it = notes(fit(add_metadata=True, name="my_chip"))

@@ -276,7 +276,7 @@ class Writer:
             model,
             {
                 "chipfit.platform": self.plan.platform,
-                "chipfit.plan.provenance": json.dumps(self.plan.provenance, default=str),
+                "chipfit.provenance": json.dumps(self.plan.provenance, default=str),
             },
         )
         return model
