@@ -1,4 +1,4 @@
-"""A chip described in Python becomes the record that platform files load into, and back."""
+"""A chip described in Python becomes the record that platform files load into."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from chipfit.errors import ModelingError
-from chipfit.facade.target_platform.capabilities import (
-    OperationsSetToLayers,
-    OperationsToLayers,
-    TargetPlatformCapabilities,
-)
 from chipfit.facade.target_platform.configs import (
     BIAS_ATTR,
     KERNEL_ATTR,
@@ -22,7 +17,6 @@ from chipfit.facade.target_platform.configs import (
     Signedness,
 )
 from chipfit.facade.target_platform.layers import SETS, member_of, squash
-from chipfit.facade.target_platform.model import Fusing, OperatorSetConcat, OperatorsSet, TargetPlatformModel
 from chipfit.graph.ops import OPS
 from chipfit.platform.filters import Member
 from chipfit.platform.load import groups
@@ -57,56 +51,58 @@ _CHOOSING = frozenset(
 _ANY_SOURCE = ("python",)
 
 
-def lower(tpc: TargetPlatformCapabilities | TargetPlatformModel) -> Platform:
-    """The Platform that a modelled chip is.
+def lower(
+    name: str,
+    default: QuantizationConfigOptions,
+    named: Mapping[str, tuple[tuple[Member, ...], QuantizationConfigOptions]],
+    chains: list[tuple[str, list[list[str]]]],
+    **rest: Any,
+) -> Platform:
+    """The Platform that a modelled chip is. Quantizers belong to the operators that write.
 
-    Operator sets become `sets` of the platform; a set without layers attached is known by its name (Conv, FullyConnected,
-    Add ...). Quantizers belong to the operators that write.
+    Args:
+        name: of the chip.
+        default: options of operators that belong to no set.
+        named: operator set -> its members and options; it becomes one of the platform's `sets`.
+        chains: fusions as their names and, step by step, the operator sets that may stand there.
+        rest: more fields of the Platform.
 
     Raises:
-        ModelingError: a set that has neither layers nor a known name; a fixed zero point outside the codes.
+        ModelingError: a fixed zero point outside the codes.
     """
-    model = tpc if isinstance(tpc, TargetPlatformModel) else tpc.tp_model
-    attached = (
-        {} if isinstance(tpc, TargetPlatformModel) else {o.name: o for o in tpc.op_sets_to_layers.op_sets_to_layers}
-    )
     formats: dict[str, Format] = {}
-    sets: dict[str, tuple[Member, ...]] = {}
-    rules: list[OpRule] = []
-    for op_set in model.operator_set:
-        if isinstance(op_set, OperatorSetConcat):
-            continue
-        members = _members(op_set.name, attached.get(op_set.name))
-        if members:
-            sets[op_set.name] = members
-            rules += _rules(f"@{op_set.name}", members, op_set.qc_options or model.default_qco, formats)
-    rules += _rules("*", (), model.default_qco, formats)
+    sets = {label: members for label, (members, _) in named.items() if members}
+    rules = [r for s, members in sets.items() for r in _rules(f"@{s}", members, named[s][1], formats)]
+    rules += _rules("*", (), default, formats)
     fusings = []
-    for f in model.fusing_patterns:
-        steps = tuple(tuple(f"@{m.name}" for m in g.members if m.name in sets) for g in f.operator_groups_list)
+    for note, chain in chains:
+        steps = tuple(tuple(f"@{s}" for s in step if s in sets) for step in chain)
         if all(steps):
-            fusings.append(Fuse(chain=steps, src=_ANY_SOURCE, conf="D", note=f.name))
-    base = model.default_qco.base
-    io = _activation(base, formats) if base.enable_activation_quantization else None
+            fusings.append(Fuse(chain=steps, src=_ANY_SOURCE, conf="D", note=note))
+    base = default.base
     return Platform(
-        name=model.name,
-        title=f"{model.name}, described in Python",
+        name=name,
+        title=f"{name}, described in Python",
         formats=formats,
         sets=sets,
         ops=tuple(rules),
         unlisted="float",
         fuse=tuple(fusings),
-        place=Placement(at="outputs", io_in=(io,) if io else ()),
+        place=Placement(
+            at="outputs", io_in=(_activation(base, formats),) if base.enable_activation_quantization else ()
+        ),
         sources={"python": "described in Python"},
-        file=f"<{model.name}>",
-        metadata=model.add_metadata,
-        math=model.math,
+        file=f"<{name}>",
+        **rest,
     )
 
 
-def _members(name: str, entry: OperationsSetToLayers | None) -> tuple[Member, ...]:
-    if entry is not None:
-        return entry.members
+def members_of(name: str) -> tuple[Member, ...]:
+    """The members of a set without layers attached, which is known by its name (Conv, FullyConnected, Add ...).
+
+    Raises:
+        ModelingError: the name is no known operator.
+    """
     key = squash(name)
     if key in SETS:
         return tuple(Member(op=(o,)) for o in SETS[key])
@@ -233,104 +229,3 @@ def _fixed(c: OpQuantizationConfig, formats: dict[str, Format]) -> tuple[Rule, .
     if not low <= zero <= high:
         raise ModelingError(f"fixed_zero_point is outside the codes {low}..{high}", got=zero, hint="set signedness")
     return (Rule(fix="out", scale=c.fixed_scale, zp=zero),)
-
-
-# ---------------------------------------------------------------- and back
-
-
-def from_platform(platform: Platform) -> TargetPlatformCapabilities:
-    """A platform as capabilities that can be read, printed and edited; the platform itself stays attached.
-
-    What has no counterpart in these classes (rules across tensors other than ties and fixed outputs, conditions on shapes) is kept in the
-    attached record only: a model that is edited and lowered again is a chip without it.
-    """
-    default = QuantizationConfigOptions([_config(platform, None, Option())])
-    sets: dict[str, OperatorsSet] = {}
-    words_of: dict[str, set[str]] = {}  # set -> every word that its rule is known by
-    layers: list[OperationsSetToLayers] = []
-    taken: set[Member] = set()
-    for rule in platform.ops:
-        if not rule.use and rule.exec is None:
-            continue
-        options = _options(platform, rule)
-        if rule.match == ("*",):
-            default = QuantizationConfigOptions([options.base])
-            continue
-        label = ", ".join(w.removeprefix("@") if w.removeprefix("@") in platform.sets else w for w in rule.match)
-        words = {o for w in rule.match for o in (*groups().get(w, ()), w)}
-        members = [m for w in rule.match for m in platform.sets.get(w.removeprefix("@"), ())]
-        members += [Member(op=(o,)) for o in sorted(words) if o in OPS]
-        members = [m for m in members if m not in taken]
-        if (
-            members and label not in sets
-        ):  # a second rule for the same operators holds under conditions that sets cannot say
-            taken.update(members)
-            layers.append(OperationsSetToLayers(label, members))
-            sets[label], words_of[label] = OperatorsSet(label, options), words
-    fusings = []
-    for f in platform.fuse:
-        steps = [
-            [s for s in sets.values() if words_of[s.name] & {o for w in step for o in (*groups().get(w, ()), w)}]
-            for step in f.steps
-        ]
-        if all(steps):
-            fusings.append(Fusing([g[0] if len(g) == 1 else OperatorSetConcat(*g) for g in steps], name=f.note or None))
-    model = TargetPlatformModel(
-        default,
-        platform.metadata,
-        platform.name,
-        operator_set=sets.values(),
-        fusing_patterns=fusings,
-        math=platform.math,
-    )
-    return TargetPlatformCapabilities(
-        model, platform.name, platform.arch_selected, op_sets_to_layers=OperationsToLayers(layers), platform=platform
-    )
-
-
-def _options(platform: Platform, rule: OpRule) -> QuantizationConfigOptions:
-    configs = list(dict.fromkeys(_config(platform, rule, o) for o in (rule.use or (Option(),))))
-    return QuantizationConfigOptions(configs, configs[0])
-
-
-def _config(platform: Platform, rule: OpRule | None, o: Option) -> OpQuantizationConfig:
-    fix = next((r for r in (rule.rules if rule else ()) if r.fix == "out"), None)
-    follow = rule is not None and rule.how == "follow"
-    out = platform.formats.get(o.out or "")
-    data = platform.formats.get((o.in_ if isinstance(o.in_, str) else (o.in_ or ("",))[0]) or "")
-    stored = out or data
-    return OpQuantizationConfig(
-        default_weight_attr_config=AttributeQuantizationConfig(),
-        attr_weights_configs_mapping={
-            k: _attribute(platform.formats.get(n)) for k, n in ((KERNEL_ATTR, o.w), (BIAS_ATTR, o.b)) if n is not None
-        },
-        activation_quantization_method=_method(stored),
-        activation_n_bits=stored.bits if stored else 32,
-        supported_input_activation_n_bits=o.in_bits or (data.bits if data else 32,),
-        enable_activation_quantization=out is not None and not follow,
-        quantization_preserving=follow,
-        fixed_scale=fix.scale if fix else None,
-        fixed_zero_point=fix.zp if fix else None,
-        simd_size=o.simd,
-        signedness={True: Signedness.SIGNED, False: Signedness.UNSIGNED, "auto": Signedness.AUTO}[stored.signed]
-        if stored
-        else Signedness.AUTO,
-    )
-
-
-def _method(f: Format | None) -> QuantizationMethod:
-    if f is None:
-        return QuantizationMethod.POWER_OF_TWO
-    if f.kind == "lut":
-        return QuantizationMethod.LUT_POT_QUANTIZER if f.scale == "pot" else QuantizationMethod.LUT_SYM_QUANTIZER
-    if f.zero == "any":
-        return QuantizationMethod.UNIFORM
-    return QuantizationMethod.POWER_OF_TWO if f.scale == "pot" else QuantizationMethod.SYMMETRIC
-
-
-def _attribute(f: Format | None) -> AttributeQuantizationConfig:
-    if f is None or f.is_float:
-        return AttributeQuantizationConfig()
-    return AttributeQuantizationConfig(
-        _method(f), f.bits, f.per == "channel", True, int(f.lut.get("value_bits", 8)) if f.lut else None
-    )

@@ -28,7 +28,7 @@ from chipfit.facade.target_platform.configs import (
     QuantizationMethod,
     Signedness,
 )
-from chipfit.facade.target_platform.lower import from_platform
+from chipfit.facade.target_platform.from_platform import from_platform
 from chipfit.facade.target_platform.model import Fusing, OperatorSetConcat, OperatorsSet, TargetPlatformModel
 from chipfit.platform import load as platforms
 
