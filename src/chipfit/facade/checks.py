@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator, validate_call
 from pydantic.dataclasses import dataclass
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, to_json
 
 from chipfit.errors import ChipfitError, ConfigError, UnknownNameError
 
@@ -24,6 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True, validate_assignment=True)
 #: types of pydantic's errors -> what is allowed; braces hold the error's own facts
 _ALLOWED = {
+    "allowed": "{words}",
     "bool_type": "True or False",
     "int_type": "an integer",
     "float_type": "a number",
@@ -34,14 +35,13 @@ _ALLOWED = {
     "too_short": "a list that is not empty",
     "dict_type": "a dictionary",
     "callable_type": "a function",
-    "dataclass_exact_type": "a {class_name}",
-    "model_type": "a {class_name}",
-    "is_instance_of": "a {class}",
-    "greater_than": "a number above {gt:g}",
+    "is_type": "a class",
+    "dataclass_exact_type": "{class_name}",
+    "model_type": "{class_name}",
+    "is_instance_of": "{class}",
     "greater_than_equal": "a number that is at least {ge}",
-    "less_than_equal": "a number that is at most {le}",
-    "member": "{members}",
 }
+_CLASSES = {"Sequence": "a list", "list": "a list", "dict": "a dictionary"}
 _ARITY = ("missing", "missing_argument", "unexpected_positional_argument", "multiple_argument_values")
 
 #: a number as it was given: 3 stays an integer
@@ -50,13 +50,25 @@ Number = Annotated[float, WrapValidator(lambda value, check: value if check(valu
 Name = Annotated[str, Field(min_length=1)]
 
 
+def allowed(words: str) -> WrapValidator:
+    """Annotation of a type: what is allowed, in words of its own."""
+
+    def check(value: Any, inner: Any) -> Any:
+        try:
+            return inner(value)
+        except ValidationError:
+            raise PydanticCustomError("allowed", "{words}", {"words": words}) from None
+
+    return WrapValidator(check)
+
+
 def by_name(kind: type[Enum]) -> BeforeValidator:
     """Annotation of an enumeration: a member, in JSON its name; refused with all members."""
 
     def read(value: Any, info: Any) -> Any:
         value = kind.__members__.get(value) if info.mode == "json" else value
         if not isinstance(value, kind):
-            raise PydanticCustomError("member", "no member", {"members": ", ".join(map(str, kind))})
+            raise PydanticCustomError("allowed", "{words}", {"words": ", ".join(map(str, kind))})
         return value
 
     return BeforeValidator(read)
@@ -93,10 +105,18 @@ def arguments(error: type[ChipfitError]) -> Callable[[F], F]:
     return decorate
 
 
-def checked(kind: Any, value: Any, error: type[ChipfitError], owner: str, name: str) -> Any:
-    """One value of an annotated type; `owner` and `name` are for the message."""
-    adapter: TypeAdapter[Any] = TypeAdapter(Annotated[kind, Field(strict=True)])
-    return _in_our_words(lambda given: adapter.validate_python(given), error, owner, [name])(value)
+def checked(kind: Any, value: Any, error: type[ChipfitError], owner: str, name: str, *, json: bool = False) -> Any:
+    """One value of an annotated type; `owner` and `name` are for the message.
+
+    Args:
+        json: the value is data from a file, where enumerations are names and records are tables of keys.
+    """
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+    try:
+        return adapter.validate_json(to_json(value)) if json else adapter.validate_python(value, strict=True)
+    except ValidationError as e:
+        refusal = _refusal(e, error, owner, [name], (name,))
+    raise refusal
 
 
 def _in_our_words(function: Any, error: type[ChipfitError], owner: str, names: Sequence[str]) -> Any:
@@ -111,17 +131,19 @@ def _in_our_words(function: Any, error: type[ChipfitError], owner: str, names: S
     return call
 
 
-def _refusal(e: ValidationError, error: type[ChipfitError], owner: str, names: Sequence[str]) -> Exception:
+def _refusal(
+    e: ValidationError, error: type[ChipfitError], owner: str, names: Sequence[str], inside: tuple[str, ...] = ()
+) -> Exception:
     """The first problem; where the members of a union complain together, with all that is allowed."""
     first = e.errors()[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ChipfitError):
         return cause
-    place = first["loc"] or (0,)  # an index stands for an argument by position
+    place = (*inside, *first["loc"]) or (0,)  # an index at first stands for an argument by position
     name = names[min(place[0], len(names) - 1)] if isinstance(place[0], int) else place[0]
-    if first["type"] in _ARITY:
+    if len(place) == 1 and first["type"] in _ARITY:
         return TypeError(f"{owner}: {first['msg'].lower()} '{name}'")
-    if first["type"] in ("unexpected_keyword_argument", "no_such_attribute"):
+    if len(place) == 1 and first["type"] in ("unexpected_keyword_argument", "no_such_attribute"):
         unknown = UnknownNameError(f"option of {owner}", name, names)
         return unknown if issubclass(error, ConfigError) else error(unknown.what, allowed=unknown.allowed)
     path = "".join([name, *(f"[{p}]" for p in place[1:])])
@@ -129,5 +151,6 @@ def _refusal(e: ValidationError, error: type[ChipfitError], owner: str, names: S
     if first["type"] not in _ALLOWED:
         return error(f"'{path}' of {owner} is not understood: {first['msg'].removeprefix('Value error, ')}", got=got)
     together = [x for x in e.errors() if x["loc"][:1] == first["loc"][:1] and x["type"] in _ALLOWED]
-    allowed = dict.fromkeys(_ALLOWED[x["type"]].format(**x.get("ctx", {})) for x in together)
-    return error(f"'{path}' of {owner} is of the wrong kind", got=got, allowed=" or ".join(allowed))
+    words = [_ALLOWED[x["type"]].format(**x.get("ctx", {})) for x in together]
+    words = [_CLASSES.get(w, w) for w in dict.fromkeys(words)]
+    return error(f"'{path}' of {owner} is of the wrong kind", got=got, allowed=" or ".join(words))

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, PlainValidator, Strict, TypeAdapter
 
 from chipfit.errors import ModelingError, UnknownNameError
-from chipfit.facade.checks import by_name, record
+from chipfit.facade.checks import allowed, by_name, record
 
 __all__ = [
     "BIAS_ATTR",
@@ -41,6 +41,28 @@ class QuantizationMethod(Enum):
     KMEANS = 1  # noqa: PIE796 -- first-generation names of the look-up table
     LUT_QUANTIZER = 1  # noqa: PIE796 -- the same
 
+    @classmethod
+    def of(cls, *, lut: bool, pot: bool, affine: bool) -> QuantizationMethod:
+        """The method with a look-up table or without, with power-of-two thresholds or any, with a zero point or without."""
+        if lut:
+            return cls.LUT_POT_QUANTIZER if pot else cls.LUT_SYM_QUANTIZER
+        return cls.UNIFORM if affine else cls.POWER_OF_TWO if pot else cls.SYMMETRIC
+
+    @property
+    def lut(self) -> bool:
+        """Whether codes stand for the entries of a table."""
+        return self in (QuantizationMethod.LUT_POT_QUANTIZER, QuantizationMethod.LUT_SYM_QUANTIZER)
+
+    @property
+    def pot(self) -> bool:
+        """Whether thresholds are powers of two."""
+        return self in (QuantizationMethod.POWER_OF_TWO, QuantizationMethod.LUT_POT_QUANTIZER)
+
+    @property
+    def affine(self) -> bool:
+        """Whether grids have a zero point."""
+        return self is QuantizationMethod.UNIFORM
+
 
 class Signedness(Enum):
     """Whether activation codes have a sign. Serialised by name."""
@@ -50,14 +72,17 @@ class Signedness(Enum):
     UNSIGNED = 2
 
 
-Bits = Annotated[int, Field(ge=1, le=64)]
-Method = Annotated[QuantizationMethod, by_name(QuantizationMethod)]
+Bits = Annotated[int, Field(ge=1, le=64), allowed("an integer from 1 to 64")]
 Flag = Annotated[bool, Strict(False)]
+Method = Annotated[QuantizationMethod, by_name(QuantizationMethod)]
 _WIDTHS: TypeAdapter[tuple[int, ...]] = TypeAdapter(Annotated[tuple[Bits, ...], Field(min_length=1)])
 
 
 def _widths(given: Any) -> tuple[int, ...]:
     return _WIDTHS.validate_python(tuple(given) if isinstance(given, (list, tuple)) else (given,), strict=True)
+
+
+Widths = Annotated[int | tuple[int, ...], PlainValidator(_widths)]
 
 
 @record(ModelingError, frozen=True)
@@ -79,6 +104,12 @@ class AttributeQuantizationConfig:
         return replace(self, **changes)
 
 
+Attributes = Annotated[
+    Mapping[str, AttributeQuantizationConfig], AfterValidator(lambda given: MappingProxyType(dict(given)))
+]
+Scale = Annotated[float, Field(gt=0, strict=False), allowed("a number above 0")]
+
+
 @record(ModelingError, frozen=True)
 class OpQuantizationConfig:
     """How an operator's weights and its result are quantized.
@@ -98,15 +129,13 @@ class OpQuantizationConfig:
     """
 
     default_weight_attr_config: AttributeQuantizationConfig
-    attr_weights_configs_mapping: Annotated[
-        Mapping[str, AttributeQuantizationConfig], AfterValidator(lambda m: MappingProxyType(dict(m)))
-    ]
+    attr_weights_configs_mapping: Attributes
     activation_quantization_method: Method
     activation_n_bits: Bits
-    supported_input_activation_n_bits: Annotated[int | tuple[int, ...], PlainValidator(_widths)]
+    supported_input_activation_n_bits: Widths
     enable_activation_quantization: Flag
     quantization_preserving: Flag = False
-    fixed_scale: Annotated[float, Field(gt=0, strict=False)] | None = None
+    fixed_scale: Scale | None = None
     fixed_zero_point: Annotated[int, Strict(False)] | None = None
     simd_size: Annotated[int, Field(ge=1)] | None = None
     signedness: Annotated[Signedness, by_name(Signedness)] = Signedness.AUTO

@@ -8,9 +8,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from chipfit.errors import ModelingError
+from chipfit.facade.checks import checked
 from chipfit.facade.target_platform.capabilities import (
     DefaultDict,
     OperationsSetToLayers,
@@ -34,8 +33,6 @@ from chipfit.registry import register
 __all__ = ["export_target_platform_capabilities", "load_target_platform_capabilities"]
 
 SCHEMA_VERSION = 1
-_CONFIGS = TypeAdapter(tuple[OpQuantizationConfig, ...])
-_MEMBERS = TypeAdapter(tuple[Member, ...])
 
 
 class MissingFile(ModelingError, FileNotFoundError):
@@ -93,7 +90,9 @@ def load_target_platform_capabilities(source: Any) -> TargetPlatformCapabilities
         )
     try:
         return read(data)
-    except (KeyError, TypeError, AttributeError, IndexError, ValidationError) as e:
+    except ModelingError as e:
+        raise ModelingError(e.what, where=str(path), got=e.got, allowed=e.allowed, hint=e.hint) from None
+    except (KeyError, TypeError, AttributeError, IndexError) as e:
         raise ModelingError(
             f"The file does not hold a modelled chip: {type(e).__name__} {e}", where=str(path)
         ) from None
@@ -182,11 +181,11 @@ def read(data: Mapping[str, Any]) -> TargetPlatformCapabilities:
     """The capabilities that a file's data say.
 
     Raises:
-        KeyError, TypeError, AttributeError, IndexError, ValidationError: the data are no modelled chip.
+        KeyError, TypeError, AttributeError, IndexError: the data are no modelled chip.
         ModelingError: the chip contradicts itself.
     """
     m = data["model"]
-    default = _read_options(m["default"])
+    default = read_options(m["default"])
     if default is None:
         raise KeyError("default")
     sets: dict[str, OperatorGroup] = {}
@@ -194,7 +193,7 @@ def read(data: Mapping[str, Any]) -> TargetPlatformCapabilities:
         if "members" in o:
             sets[o["name"]] = OperatorSetConcat(*(sets[n] for n in o["members"]), name=o["name"])
         else:
-            sets[o["name"]] = OperatorsSet(o["name"], _read_options(o["options"]))
+            sets[o["name"]] = OperatorsSet(o["name"], read_options(o["options"]))
     fusings = [Fusing([sets[g] for g in f["groups"]], f["name"]) for f in m["fusings"]]
     model = TargetPlatformModel(
         default, m["add_metadata"], m["name"], operator_set=sets.values(), fusing_patterns=fusings, math=m["math"]
@@ -202,12 +201,14 @@ def read(data: Mapping[str, Any]) -> TargetPlatformCapabilities:
     layers = OperationsToLayers()
     for e in data["layers"]:
         mapping = {k: DefaultDict(d["known"], d["default"]) for k, d in e["attributes"].items()}
-        layers.add(OperationsSetToLayers(e["set"], list(_MEMBERS.validate_python(e["members"])), mapping))
+        members = checked(list[Member], e["members"], ModelingError, f"set '{e['set']}'", "members", json=True)
+        layers.add(OperationsSetToLayers(e["set"], members, mapping))
     return TargetPlatformCapabilities(model, data["name"], data["version"], op_sets_to_layers=layers)
 
 
-def _read_options(data: Mapping[str, Any] | None) -> QuantizationConfigOptions | None:
+def read_options(data: Mapping[str, Any] | None) -> QuantizationConfigOptions | None:
+    """The options that a file's data say: a list of configurations, and the index of the base among them."""
     if data is None:
         return None
-    configs = _CONFIGS.validate_json(json.dumps(data["options"]))  # in JSON, enumerations are names
+    configs = checked(list[OpQuantizationConfig], data["options"], ModelingError, "a set", "options", json=True)
     return QuantizationConfigOptions(configs, configs[data["base"]])

@@ -106,11 +106,7 @@ def _config(platform: Platform, rule: OpRule | None, o: Option) -> OpQuantizatio
 def _method(f: Format | None) -> QuantizationMethod:
     if f is None:
         return QuantizationMethod.POWER_OF_TWO
-    if f.kind == "lut":
-        return QuantizationMethod.LUT_POT_QUANTIZER if f.scale == "pot" else QuantizationMethod.LUT_SYM_QUANTIZER
-    if f.zero == "any":
-        return QuantizationMethod.UNIFORM
-    return QuantizationMethod.POWER_OF_TWO if f.scale == "pot" else QuantizationMethod.SYMMETRIC
+    return QuantizationMethod.of(lut=f.kind == "lut", pot=f.scale == "pot", affine=f.zero == "any")
 
 
 def _attribute(f: Format | None) -> AttributeQuantizationConfig:

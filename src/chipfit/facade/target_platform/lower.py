@@ -22,8 +22,7 @@ from chipfit.platform.filters import Member
 from chipfit.platform.load import groups
 from chipfit.platform.schema import Format, Fuse, OpRule, Option, Placement, Platform, Rule
 
-_POT = (QuantizationMethod.POWER_OF_TWO, QuantizationMethod.LUT_POT_QUANTIZER)
-_LUT = (QuantizationMethod.LUT_POT_QUANTIZER, QuantizationMethod.LUT_SYM_QUANTIZER)
+#: methods in names of formats
 _SHORT = {
     QuantizationMethod.POWER_OF_TWO: "pot",
     QuantizationMethod.SYMMETRIC: "sym",
@@ -182,38 +181,35 @@ def _pick(
 def _weight(a: AttributeQuantizationConfig, formats: dict[str, Format]) -> str:
     if not a.enable_weights_quantization:
         return "float"
-    method = a.weights_quantization_method
-    name = f"w{a.weights_n_bits}_{_SHORT[method]}" + ("_ch" if a.weights_per_channel_threshold else "")
-    name += f"_v{a.lut_values_bitwidth}" if method in _LUT and a.lut_values_bitwidth else ""
-    formats[name] = Format(
-        bits=a.weights_n_bits,
-        kind="lut" if method in _LUT else "int",
-        scale="pot" if method in _POT else "any",
-        zero="any" if method is QuantizationMethod.UNIFORM else 0,
-        per="channel" if a.weights_per_channel_threshold else "tensor",
-        lut={"value_bits": a.lut_values_bitwidth or 8} if method in _LUT else None,
-    )
+    method, channels = a.weights_quantization_method, a.weights_per_channel_threshold
+    entries = f"_v{a.lut_values_bitwidth}" if method.lut and a.lut_values_bitwidth else ""
+    name = f"w{a.weights_n_bits}_{_SHORT[method]}{'_ch' if channels else ''}{entries}"
+    per = "channel" if channels else "tensor"
+    formats[name] = _format(method, a.weights_n_bits, a.lut_values_bitwidth, per=per)
     return name
 
 
 def _activation(c: OpQuantizationConfig, formats: dict[str, Format]) -> str:
     method, bits = c.activation_quantization_method, c.activation_n_bits
-    affine = method is QuantizationMethod.UNIFORM
-    signed: bool | str = {
-        Signedness.SIGNED: True,
-        Signedness.UNSIGNED: False,
-        Signedness.AUTO: True if affine else "auto",
-    }[c.signedness]
-    name = f"a{bits}_{_SHORT[method]}" + {True: "" if affine else "_s", False: "_u", "auto": ""}[signed]
-    formats[name] = Format(
-        bits=bits,
-        kind="lut" if method in _LUT else "int",
-        signed=signed,
-        scale="pot" if method in _POT else "any",
-        zero="any" if affine else 0,
-        lut={"value_bits": 8} if method in _LUT else None,
-    )  # type: ignore[arg-type]  # signed is one of the three words
+    if c.signedness is Signedness.AUTO:
+        mark, signed = ("", True if method.affine else "auto")
+    else:
+        signed = c.signedness is Signedness.SIGNED
+        mark = "_u" if not signed else "" if method.affine else "_s"
+    name = f"a{bits}_{_SHORT[method]}{mark}"
+    formats[name] = _format(method, bits, signed=signed)
     return name
+
+
+def _format(method: QuantizationMethod, bits: int, entry_bits: int | None = None, **more: Any) -> Format:
+    return Format(
+        bits=bits,
+        kind="lut" if method.lut else "int",
+        scale="pot" if method.pot else "any",
+        zero="any" if method.affine else 0,
+        lut={"value_bits": entry_bits or 8} if method.lut else None,
+        **more,
+    )
 
 
 def _fixed(c: OpQuantizationConfig, formats: dict[str, Format]) -> tuple[Rule, ...]:

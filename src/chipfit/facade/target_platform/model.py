@@ -15,7 +15,7 @@ from pydantic import AfterValidator, PlainValidator, SkipValidation
 
 from chipfit.errors import ModelingError
 from chipfit.facade.checks import Name, arguments, record
-from chipfit.facade.target_platform.configs import OpQuantizationConfig, QuantizationConfigOptions
+from chipfit.facade.target_platform.configs import Flag, OpQuantizationConfig, QuantizationConfigOptions
 from chipfit.facade.target_platform.lower import lower, members_of
 from chipfit.platform.filters import Member
 from chipfit.platform.schema import Math, Platform
@@ -174,7 +174,7 @@ class TargetPlatformModel:
     def __init__(
         self,
         default_qco: QuantizationConfigOptions,
-        add_metadata: bool = False,
+        add_metadata: Flag = False,
         name: str = "default_tp_model",
         *,
         operator_set: SkipValidation[Iterable[OperatorGroup] | None] = None,
