@@ -19,10 +19,10 @@ from chipfit.facade.target_platform.configs import QuantizationMethod
 from chipfit.facade.target_platform.layers import package_of, squash
 from chipfit.graph.config import plain
 from chipfit.graph.ir import Node
-from chipfit.plan.record import TensorPlan
 from chipfit.platform.filters import Member
 from chipfit.platform.load import groups
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
 
 __all__ = ["ActivationQuantizer", "FrameworkInfo", "WeightQuantizer"]
 
@@ -41,8 +41,12 @@ _KERNEL_AXES: dict[str, dict[str, tuple[int, int]]] = {
         **dict.fromkeys(("convtranspose1d", "convtranspose2d", "convtranspose3d"), (1, 0)),
     },
     "keras": {
-        **{"conv1d": (2, 1), "conv2d": (3, 2), "conv3d": (4, 3)},
-        **{"depthwiseconv2d": (2, 2), "dense": (1, 0), "conv2dtranspose": (2, 3)},
+        "conv1d": (2, 1),
+        "conv2d": (3, 2),
+        "conv3d": (4, 3),
+        "depthwiseconv2d": (2, 2),
+        "dense": (1, 0),
+        "conv2dtranspose": (2, 3),
     },
 }
 
@@ -162,6 +166,9 @@ class FrameworkInfo:
         found = next(by_function, None) or next(by_layer, (None, None))
         return None if None in found else (float(found[0]), float(found[1]))
 
+    def _is_in(self, ends: tuple[float, float], node: Node) -> bool:
+        return self.known_range(node) == ends
+
     def overrides(self) -> list[tuple[Any, Any]]:
         """The same as choices for `chipfit.quantize(overrides=...)`; put your own after them."""
         moves = set(groups()["@move"]) | {"MaxPool", "AdaptiveMaxPool", "Concat"}
@@ -192,19 +199,24 @@ class FrameworkInfo:
         """
         if not self.activation_quantizer_mapping and not self.weights_quantizer_mapping:
             return result
-        tensors = [(t, _method(t.grid)) for t in result.plan.tensors.values() if t.grid is not None]
-        weights = [t for t, m in tensors if t.role == "weight" and m in self.weights_quantizer_mapping]
-        results = [t for t, m in tensors if t.role == "activation" and m in self.activation_quantizer_mapping]
+        stored = [(t, t.stored) for t in result.plan.tensors.values() if t.stored is not None]
+        weights = [
+            (t, s) for t, s in stored if t.role == "weight" and _method(s.grid) in self.weights_quantizer_mapping
+        ]
+        results = [
+            (t, s) for t, s in stored if t.role == "activation" and _method(s.grid) in self.activation_quantizer_mapping
+        ]
         graph = result.graph.copy()
-        for t in weights:
+        for t, s in weights:
             w = graph.weights[t.name]
-            graph.weights[t.name] = torch.nn.Parameter(self._weight(t, w.detach()), requires_grad=w.requires_grad)
+            rounded = self._rounded(t.name, w.detach(), s)
+            graph.weights[t.name] = torch.nn.Parameter(rounded, requires_grad=w.requires_grad)
         notes = [
             f"{len(found)} {what} quantized by functions of FrameworkInfo"
             for found, what in ((weights, "weights"), (results, "results"))
             if found
         ]
-        foreign = {"foreign_quantizers": [t.name for t in results]} if results else {}
+        foreign = {"foreign_quantizers": [t.name for t, _ in results]} if results else {}
         plan = replace(
             result.plan,
             rewrites=(*result.plan.rewrites, *notes),
@@ -215,35 +227,33 @@ class FrameworkInfo:
             raise UnsupportedError(
                 "Functions of your own quantize results in PyTorch models only", got=type(out.model).__name__
             )
-        for t in results:
-            function = self.activation_quantizer_mapping[_method(t.grid)]
-            out.model.quantizer_of(t.name).function = function(t.grid.bits, parameters(t))  # type: ignore[union-attr]
+        for t, s in results:
+            function = self.activation_quantizer_mapping[_method(s.grid)]
+            out.model.quantizer_of(t.name).function = function(s.grid.bits, parameters(s))
         return out
 
-    def _weight(self, t: TensorPlan, w: torch.Tensor) -> torch.Tensor:
-        assert t.grid is not None  # chosen by its grid
-        function = self.weights_quantizer_mapping[_method(t.grid)]
-        got = function(w.clone(), t.grid.bits, t.grid.signed, parameters(t), t.axis is not None, t.axis)
+    def _rounded(self, name: str, w: torch.Tensor, s: Stored) -> torch.Tensor:
+        function = self.weights_quantizer_mapping[_method(s.grid)]
+        got = function(w.clone(), s.grid.bits, s.grid.signed, parameters(s), s.axis is not None, s.axis)
         if not isinstance(got, torch.Tensor) or got.shape != w.shape:
             raise UnsupportedError(
-                f"The weights quantizer returned no tensor like '{t.name}'",
+                f"The weights quantizer returned no tensor like '{name}'",
                 got=type(got).__name__,
                 allowed=f"a tensor {tuple(w.shape)}",
             )
         return got.to(w.dtype)
 
 
-def parameters(t: TensorPlan) -> dict[str, Any]:
-    """A quantized tensor's grid in the words of thresholds: "threshold", or "range_min" and "range_max"; float32 tensors, [] or [C]."""
-    assert t.grid is not None
-    assert t.scale is not None
-    assert t.zero_point is not None
-    if t.grid.symmetric:
-        out: dict[str, Any] = {"threshold": t.scale * float(1 << t.grid.bits - int(t.grid.signed))}
-        if t.grid.table is not None:
-            out = {"threshold": t.scale * float(t.grid.qmax + 1), "lut_values": t.grid.table}
-        return out
-    return {"range_min": (t.grid.qmin - t.zero_point) * t.scale, "range_max": (t.grid.qmax - t.zero_point) * t.scale}
+def parameters(s: Stored) -> dict[str, Any]:
+    """The grid in the words of thresholds: "threshold", or "range_min" and "range_max"; float32 tensors, [] or [C]."""
+    if not s.grid.symmetric:
+        return {
+            "range_min": (s.grid.qmin - s.zero_point) * s.scale,
+            "range_max": (s.grid.qmax - s.zero_point) * s.scale,
+        }
+    if s.grid.table is not None:
+        return {"threshold": s.scale * float(s.grid.qmax + 1), "lut_values": s.grid.table}
+    return {"threshold": s.scale * float(1 << s.grid.bits - int(s.grid.signed))}
 
 
 def _method(grid: Grid) -> QuantizationMethod:

@@ -16,10 +16,9 @@ from chipfit.facade.target_platform.configs import (
     QuantizationMethod,
     Signedness,
 )
-from chipfit.facade.target_platform.layers import SETS, member_of, squash
+from chipfit.facade.target_platform.layers import known_set, member_of
 from chipfit.graph.ops import OPS
 from chipfit.platform.filters import Member
-from chipfit.platform.load import groups
 from chipfit.platform.schema import Format, Fuse, OpRule, Option, Placement, Platform, Rule
 
 #: methods in names of formats
@@ -30,23 +29,8 @@ _SHORT = {
     QuantizationMethod.LUT_POT_QUANTIZER: "lutpot",
     QuantizationMethod.LUT_SYM_QUANTIZER: "lutsym",
 }
-#: operators whose results are some of their inputs' values: without a quantizer of their own they carry codes on
-_CHOOSING = frozenset(
-    {
-        "MaxPool",
-        "AdaptiveMaxPool",
-        "ReduceMax",
-        "ReduceMin",
-        "Concat",
-        "Roll",
-        "ChannelShuffle",
-        "Max",
-        "Min",
-        "ArgMax",
-        "Size",
-        "Cast",
-    }
-) | frozenset(groups()["@move"])
+#: operators that carry codes on where their results have no quantizer: those that move numbers, and a few like them
+_CARRYING = {o for o, facts in OPS.items() if facts.moves} | {"ArgMax", "Cast", "Pad", "Size"}
 _ANY_SOURCE = ("python",)
 
 
@@ -102,9 +86,9 @@ def members_of(name: str) -> tuple[Member, ...]:
     Raises:
         ModelingError: the name is no known operator.
     """
-    key = squash(name)
-    if key in SETS:
-        return tuple(Member(op=(o,)) for o in SETS[key])
+    ops = known_set(name)
+    if ops is not None:
+        return tuple(Member(op=(o,)) for o in ops)
     try:
         return (member_of(name),)
     except ModelingError as e:
@@ -129,13 +113,11 @@ def _rules(
         a.enable_weights_quantization
         for a in (base.default_weight_attr_config, *base.attr_weights_configs_mapping.values())
     ):
-        moving = OpRule(
-            match=tuple(sorted(_CHOOSING & set(OPS))), exec="follow", rules=(Rule(tie=("ins", "outs")),), **common
-        )
+        moving = OpRule(match=tuple(sorted(_CARRYING)), exec="follow", rules=(Rule(tie=("ins", "outs")),), **common)
         ops = {o for m in members for o in m.op}
         if match == "*":
             return [moving, OpRule(match=("*",), exec="float", **common)]
-        if ops and ops <= _CHOOSING:
+        if ops and ops <= _CARRYING:
             return [OpRule(match=(match,), exec="follow", rules=moving.rules, **common)]
         return [OpRule(match=(match,), exec="float", note="the platform does not quantize its result", **common)]
     use: list[Option] = []

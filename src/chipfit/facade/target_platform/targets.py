@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import pkgutil
 from importlib import resources
 from typing import Any
@@ -20,6 +21,7 @@ from chipfit.facade.target_platform.capabilities import (
 )
 from chipfit.facade.target_platform.files import read_options
 from chipfit.facade.target_platform.from_platform import from_platform
+from chipfit.facade.target_platform.layers import table
 from chipfit.facade.target_platform.model import (
     Fusing,
     OperatorGroup,
@@ -128,18 +130,13 @@ def _entry(table: dict[str, Any], name: str) -> dict[str, Any]:
 def _merged(*tables: dict[str, Any]) -> dict[str, Any]:
     """Nested tables over one another; later ones win."""
     out: dict[str, Any] = {}
-    for key, value in (item for table in tables for item in table.items()):
+    for key, value in itertools.chain.from_iterable(t.items() for t in tables):
         nested = isinstance(value, dict) and isinstance(out.get(key), dict)
         out[key] = _merged(out[key], value) if nested else value
     return out
 
 
 # ---------------------------------------------------------------- layers
-
-
-@functools.cache
-def _known_layers() -> dict[str, Any]:
-    return yaml.safe_load((resources.files(__package__) / "layers.yaml").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
 def _attach(data: dict[str, Any], version: str, package: str) -> TargetPlatformCapabilities:
@@ -151,7 +148,7 @@ def _attach(data: dict[str, Any], version: str, package: str) -> TargetPlatformC
     except ImportError as e:
         extra = "torch" if package == "torch" else "'chipfit[keras]'"
         raise RuntimeUnavailable(f"{package} is not installed", hint=f"pip install {extra}") from e
-    known = _known_layers()
+    known = table()
     attributes = {attribute: DefaultDict({}, name) for attribute, name in known["weights"][package].items()}
     layers = OperationsToLayers()
     for name in (o.name for o in model.operator_set if isinstance(o, OperatorsSet)):
