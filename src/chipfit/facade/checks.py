@@ -100,7 +100,7 @@ def arguments(error: type[ChipfitError]) -> Callable[[F], F]:
         parameters = inspect.signature(function).parameters.values()
         names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
         owner = function.__qualname__.removesuffix(".__init__")
-        return _in_our_words(validate_call(function, config=_STRICT), error, owner, names)
+        return _in_our_words(validate_call(config=_STRICT)(function), error, owner, names)
 
     return decorate
 

@@ -163,8 +163,8 @@ class FrameworkInfo:
         own = squash(str(plain(function)))
         by_function = (r for name, r in self.activation_min_max_mapping.items() if squash(name) == own)
         by_layer = (r for layer, r in self.layer_min_max_mapping.items() if _is(members_of([layer]), node))
-        found = next(by_function, None) or next(by_layer, (None, None))
-        return None if None in found else (float(found[0]), float(found[1]))
+        low, high = next(by_function, None) or next(by_layer, (None, None))
+        return None if low is None or high is None else (float(low), float(high))
 
     def _is_in(self, ends: tuple[float, float], node: Node) -> bool:
         return self.known_range(node) == ends

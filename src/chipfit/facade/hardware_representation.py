@@ -83,7 +83,7 @@ class OpQuantizationConfig(configs.OpQuantizationConfig):
             fixed_zero_point,
         )
 
-    __signature__ = inspect.signature(functools.partial(__init__, None))  # in place of the one that is inherited
+    __signature__ = inspect.signature(functools.partial(__init__, None))  # type: ignore[arg-type]  # instead of the inherited one
 
     def __getattr__(self, name: str) -> Any:
         if name not in _KERNEL:

@@ -26,6 +26,8 @@ __all__ = [
 ]
 
 
+AtLeast0 = Annotated[Number, Field(ge=0)]
+AtLeast1 = Annotated[Number, Field(ge=1)]
 ErrorMethod = Annotated[QuantizationErrorMethod, by_name(QuantizationErrorMethod)]
 
 
@@ -48,17 +50,17 @@ class QuantizationConfig:
     shift_negative_activation_correction: bool = True
     #: weights of neighbouring layers get equal ranges, channel by channel
     activation_channel_equalization: bool = False
-    z_threshold: Number = math.inf
-    l_p_value: Number = 2.0  #: exponent of the error method LP
+    z_threshold: AtLeast0 = math.inf
+    l_p_value: AtLeast1 = 2.0  #: exponent of the error method LP
     linear_collapsing: bool = True
     residual_collapsing: bool = True
-    shift_negative_ratio: Number = 0.05
+    shift_negative_ratio: AtLeast0 = 0.05
     #: no effect: ranges are always searched in the shifted statistics
     shift_negative_threshold_recalculation: bool = False
     shift_negative_params_search: bool = False  #: a search of the shift itself is not supported; refused
     concat_threshold_update: bool = False
     activation_bias_correction: bool = False
-    activation_bias_correction_threshold: Number = 0.0  #: in percent of the mean of the operator's input
+    activation_bias_correction_threshold: AtLeast0 = 0.0  #: in percent of the mean of the operator's input
     #: operator set of a modelled platform -> its layers, for sets whose name says none
     custom_tpc_opset_to_layer: InstanceOf[dict[str, Any]] | None = None
 
@@ -66,17 +68,8 @@ class QuantizationConfig:
         """The optional steps.
 
         Raises:
-            ConfigError: a number outside its bounds.
             UnsupportedError: an option that is not supported.
         """
-        bounds = {
-            "shift_negative_ratio": 0,
-            "activation_bias_correction_threshold": 0,
-            "z_threshold": 0,
-            "l_p_value": 1,
-        }
-        for name, least in bounds.items():
-            checked(Annotated[Number, Field(ge=least)], getattr(self, name), ConfigError, "QuantizationConfig", name)
         if self.input_scaling:
             raise UnsupportedError(
                 "input_scaling would return a model that expects other inputs than the one that was given",

@@ -103,7 +103,7 @@ class LayerFilterParams:
     def member(self) -> Member:
         """The filter as data."""
         tests = [*(AttributeFilter(attr=k, test="is", value=v) for k, v in self.kwargs.items()), *self.conditions]
-        where = tests[0] if len(tests) == 1 else AttributeFilter(all=tuple(tests)) if tests else None
+        where = tests[0] if len(tests) == 1 else AttributeFilter(all_=tuple(tests)) if tests else None
         return member_of(self.layer).model_copy(update={"where": where})
 
     def match(self, node: Any) -> bool:
@@ -116,11 +116,8 @@ class LayerFilterParams:
         where = self.member.where
         return same and (where is None or where.match(config))
 
-    def _key(self) -> tuple[Any, ...]:
-        return self.layer, self.conditions, tuple(sorted(self.kwargs.items(), key=lambda kv: kv[0]))
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LayerFilterParams) and self._key() == other._key()
+        return isinstance(other, LayerFilterParams) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
         return hash(repr(self))

@@ -53,7 +53,11 @@ class OperatorGroup:
 
     @property
     def members(self) -> tuple[OperatorsSet, ...]:
-        """The sets inside."""
+        """The sets inside; of a set, itself."""
+        raise NotImplementedError
+
+    def get_info(self) -> dict[str, Any]:
+        """For printing."""
         raise NotImplementedError
 
 
