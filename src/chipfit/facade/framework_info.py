@@ -1,4 +1,4 @@
-"""What a framework's layers need: which kernels and results to quantize, known ranges, and the user's quantization functions."""
+"""What a framework's layers need: which of them to quantize, known ranges, and the user's quantization functions."""
 
 from __future__ import annotations
 
@@ -87,25 +87,29 @@ class _Layers:
 class FrameworkInfo:
     """All that is known about a framework's layers when a model is quantized.
 
-    Where it is given, it decides what is quantized: the weights of `kernel_ops`, the results of `activation_ops`, nothing
-    of `no_quantization_ops`. Layers that only move values (reshape, transpose ...) carry on whatever they are given.
+    Where it is given, it decides what is quantized: the weights of `kernel_ops`, the results of `activation_ops`,
+    nothing of `no_quantization_ops`. Layers that only move values (reshape, transpose ...) carry on whatever they are
+    given.
 
     Args:
         kernel_ops: layers whose kernels are quantized (classes, functions, names, or LayerFilterParams).
         activation_ops: layers whose results are quantized.
         no_quantization_ops: layers that are left in float; they win over the other two.
-        activation_quantizer_mapping: QuantizationMethod -> f(bits, parameters) that returns the function which quantizes a
-            result in the trained simulation, in place of chipfit's own.
-        weights_quantizer_mapping: QuantizationMethod -> f(weights, bits, signed, parameters, per_channel, channel_axis) that returns
-            the quantized weights. Parameters hold "threshold", or "range_min" and "range_max", and "lut_values" for tables.
+        activation_quantizer_mapping: QuantizationMethod -> f(bits, parameters) that returns the function which
+            quantizes a result in the trained simulation, in place of chipfit's own.
+        weights_quantizer_mapping: QuantizationMethod -> f(weights, bits, signed, parameters, per_channel, channel_axis)
+            that returns the quantized weights. Parameters hold "threshold", or "range_min" and "range_max", and
+            "lut_values" for tables.
         kernel_channels_mapping: layer -> (output axis, input axis) of its kernel.
-        activation_min_max_mapping: name of an activation function -> (least, greatest) result; nothing is collected for it.
+        activation_min_max_mapping: name of an activation function -> (least, greatest) result; nothing is collected for
+            it.
         layer_min_max_mapping: the same by layer. None stands for an unknown end.
         kernel_ops_attributes_mapping: layer -> names of its weights; accepted, chipfit knows them.
         output_channel_index: axis of channels in results; accepted, chipfit knows it.
 
     Raises:
-        ModelingError: wrong types, unknown layers, a layer in two of the lists, kernel axes that a framework does not use.
+        ModelingError: wrong types, unknown layers, a layer in two of the lists, kernel axes that a framework does not
+            use.
     """
 
     @arguments(ModelingError)
@@ -191,7 +195,8 @@ class FrameworkInfo:
     def apply(self, result: Result) -> Result:
         """Let the user's own functions quantize, where the mappings name the method of a tensor.
 
-        Weights are replaced by what the function returns; activations pass through the function in `Result.model`, which then
+        Weights are replaced by what the function returns; activations pass through the function in `Result.model`,
+        which then
         is no longer what a file could compute: export refuses.
 
         Raises:

@@ -83,7 +83,8 @@ class OpQuantizationConfig(configs.OpQuantizationConfig):
             fixed_zero_point,
         )
 
-    __signature__ = inspect.signature(functools.partial(__init__, None))  # type: ignore[arg-type]  # instead of the inherited one
+    #: in place of the inherited one
+    __signature__ = inspect.signature(functools.partial(__init__, None))  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         if name not in _KERNEL:

@@ -1,4 +1,4 @@
-"""Post-training quantization under the predecessor's names: a model, a function that yields calibration data, configurations."""
+"""Post-training quantization under the predecessor's names: a model, a function that yields data, configurations."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def pytorch_post_training_quantization(
         representative_data_gen: function without arguments that yields lists of arrays or tensors, one for each input.
         target_resource_utilization: limits that start a search of bit widths; refused until there is one.
         core_config: range rules, rewrites, corrections, network editor, bit widths; `CoreConfig()` when omitted.
-        target_platform_capabilities: TargetPlatformCapabilities, TargetPlatformModel, Platform, name, or path of a YAML or JSON
-            file; the predecessor's default chip (imx500) when omitted.
+        target_platform_capabilities: TargetPlatformCapabilities, TargetPlatformModel, Platform, name, or path of a YAML
+            or JSON file; the predecessor's default chip (imx500) when omitted.
         fw_info: a `FrameworkInfo` that says which layers are quantized.
 
     Returns:

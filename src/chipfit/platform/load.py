@@ -84,8 +84,8 @@ def load(what: Target, arch: str | None = None) -> Platform:
     """A platform by built-in name, by file, or as it is.
 
     Args:
-        what: "ort_cpu", "ort_cpu@AVX2" (selects a revision), a path to a YAML file or to a JSON file of modelled capabilities,
-            TargetPlatformCapabilities, a TargetPlatformModel, or a Platform.
+        what: "ort_cpu", "ort_cpu@AVX2" (selects a revision), a path to a YAML file or to a JSON file of modelled
+            capabilities, TargetPlatformCapabilities, a TargetPlatformModel, or a Platform.
         arch: revision tag; the last one of the file when nothing selects one.
 
     Raises:

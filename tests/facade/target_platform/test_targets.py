@@ -14,7 +14,7 @@ CHIPS = [(n, v) for n, chip in modelled().items() for v in chip["versions"] if n
 
 
 class Every(nn.Module):
-    """Convolution, depthwise, transposed and dense weights, functional and as layers; pools, concatenation, constants, activations."""
+    """All kinds of weights, functional and as layers; pools, concatenation, constants, activations."""
 
     def __init__(self) -> None:
         super().__init__()

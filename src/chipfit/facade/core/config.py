@@ -1,4 +1,4 @@
-"""The predecessor's configuration classes, with its names, order and defaults; what each option becomes stands beside it."""
+"""The predecessor's configurations, with its names, order and defaults; what each option becomes stands beside it."""
 
 from __future__ import annotations
 
@@ -137,7 +137,8 @@ class BitWidthConfig:
 
         Args:
             filters, bit_widths: as above.
-            attrs: which weights, one for all filters or one for each. Kernels alone have a choice: the platform stores a bias in one format.
+            attrs: which weights, one for all filters or one for each. Kernels alone have a choice: the platform stores
+                a bias in one format.
 
         Raises:
             ConfigError: as above, or another attribute than the kernel.
@@ -169,7 +170,7 @@ def _paired(filters: Any, bit_widths: Any) -> list[tuple[NodeFilter, int]]:
 
 @record(ConfigError)
 class ResourceUtilization:
-    """Limits on what the quantized model takes; infinity is no limit. Also what a model takes: see `UserInformation`."""
+    """Limits on what the quantized model takes, or infinity. Also what a model takes: see `UserInformation`."""
 
     weights_memory: Number = math.inf  #: [byte]
     activation_memory: Number = math.inf  #: [byte]
@@ -183,7 +184,7 @@ class ResourceUtilization:
 
 @record(ConfigError)
 class MixedPrecisionQuantizationConfig:
-    """How bit widths are searched. Searching is not supported: a facade refuses limits, which is what would start it."""
+    """How bit widths are searched. Searching is not supported: a facade refuses limits, which would start it."""
 
     num_of_images: int = 32
     configuration_overwrite: InstanceOf[list[int]] | None = None

@@ -16,7 +16,7 @@ from chipfit.decide.overrides import check_choices
 from chipfit.errors import ConfigError, UnknownNameError
 from chipfit.facade.checks import Name, allowed, arguments, by_name, checked, record
 from chipfit.facade.core.error_method import QuantizationErrorMethod
-from chipfit.facade.target_platform.capabilities import members_of
+from chipfit.facade.target_platform.capabilities import matches, members_of
 from chipfit.facade.target_platform.configs import QuantizationMethod, Signedness
 from chipfit.graph.ir import Node
 from chipfit.quantizers.grids import Grid
@@ -87,7 +87,7 @@ class NodeTypeFilter(NodeFilter):
         object.__setattr__(self, "_member", members_of([self.node_type])[0])
 
     def match(self, node: Node) -> bool:
-        return self._member.match(node.op, node.layer_type, node.config)  # type: ignore[attr-defined, no-any-return]  # of __post_init__
+        return matches(self._member, node)  # type: ignore[attr-defined]  # of __post_init__
 
     @property
     def name(self) -> str:
@@ -96,7 +96,7 @@ class NodeTypeFilter(NodeFilter):
 
 @record(ConfigError, frozen=True)
 class NodeNameFilter(NodeFilter):
-    """The layer of a name: the path of a module ("layer1.0.conv1", or with underscores), of a Keras layer, or of a node."""
+    """The layer of a name: of a module ("layer1.0.conv1", or with underscores), of a Keras layer, or of a node."""
 
     node_name: Name
 
@@ -155,7 +155,10 @@ def filters_of(given: Any) -> list[NodeFilter]:
         ConfigError: none, or something that is no filter.
     """
     found = list(given) if isinstance(given, (list, tuple)) else [given]
-    return checked(Annotated[list[Filter], Field(min_length=1)], found, ConfigError, "a rule", "filters")  # type: ignore[no-any-return]
+    filters: list[NodeFilter] = checked(
+        Annotated[list[Filter], Field(min_length=1)], found, ConfigError, "a rule", "filters"
+    )
+    return filters
 
 
 # ---------------------------------------------------------------- actions
@@ -323,9 +326,9 @@ class ChangeQuantizationParamFunction(Action):
 
     Args:
         activation_quantization_params_fn, weights_quantization_params_fn: the name of a range rule, or a function
-            `(sample, grid)` that returns `QParams`, {"threshold": t} or {"range_min": a, "range_max": b}; t, a and b are
-            numbers, or tensors with one entry for each channel. `sample` is a `chipfit.ranges.search.Sample` (values,
-            counts, extremes), `grid` the codes.
+            `(sample, grid)` that returns `QParams`, {"threshold": t} or {"range_min": a, "range_max": b}; t, a and b
+            are numbers, or tensors with one entry for each channel. `sample` is a `chipfit.ranges.search.Sample`
+            (values, counts, extremes), `grid` the codes.
 
     Raises:
         UnknownNameError: no range rule of that name.
@@ -373,7 +376,8 @@ class _ByFunction:
             raise ConfigError(
                 f"The function '{self.__name__}' returned no range",
                 got=repr(found),
-                allowed='QParams, {"threshold": t}, or {"range_min": a, "range_max": b}; numbers, or tensors with one entry per channel',
+                allowed='QParams, {"threshold": t}, or {"range_min": a, "range_max": b}; '
+                "numbers, or tensors with one entry per channel",
             ) from None
 
 
@@ -389,8 +393,8 @@ class ReplaceLayer(Action):
 
     Args:
         layer_type: class of the new layer.
-        get_params_and_weights_fn: `(weights, **attributes)` of the old layer, a table of tensors and its constructor arguments, to the
-            pair of the new one's.
+        get_params_and_weights_fn: `(weights, **attributes)` of the old layer, a table of tensors and its constructor
+            arguments, to the pair of the new one's.
 
     Raises:
         ConfigError: no class, or no function.

@@ -43,7 +43,7 @@ class QuantizationMethod(Enum):
 
     @classmethod
     def of(cls, *, lut: bool, pot: bool, affine: bool) -> QuantizationMethod:
-        """The method with a look-up table or without, with power-of-two thresholds or any, with a zero point or without."""
+        """The method with or without a look-up table, power-of-two thresholds, and a zero point."""
         if lut:
             return cls.LUT_POT_QUANTIZER if pot else cls.LUT_SYM_QUANTIZER
         return cls.UNIFORM if affine else cls.POWER_OF_TWO if pot else cls.SYMMETRIC
@@ -119,8 +119,8 @@ class OpQuantizationConfig:
         attr_weights_configs_mapping: weight attribute -> its configuration.
         activation_quantization_method: of the operator's result.
         activation_n_bits: of the operator's result.
-        supported_input_activation_n_bits: widths that the operator takes as input; a producer that would write wider codes
-            gets another of its options.
+        supported_input_activation_n_bits: widths that the operator takes as input; a producer that would write wider
+            codes gets another of its options.
         enable_activation_quantization: whether the result is quantized.
         quantization_preserving: the result has the scale and zero point of the input.
         fixed_scale, fixed_zero_point: dictated by the hardware for the result.

@@ -66,7 +66,8 @@ def load_target_platform_capabilities(source: Any) -> TargetPlatformCapabilities
     Raises:
         MissingFile: also a FileNotFoundError.
         NotCapabilities: also a TypeError; neither capabilities nor a path.
-        ModelingError: also a ValueError; the suffix is not .json, the text is no JSON, or the content is no modelled chip.
+        ModelingError: also a ValueError; the suffix is not .json, the text is no JSON, or the content is no modelled
+            chip.
     """
     if isinstance(source, TargetPlatformCapabilities):
         return source

@@ -26,7 +26,8 @@ from chipfit.platform.schema import Format, OpRule, Option, Platform
 def from_platform(platform: Platform) -> TargetPlatformCapabilities:
     """A platform as capabilities that can be read, printed and edited; the platform itself stays attached.
 
-    What has no counterpart in these classes (rules across tensors other than ties and fixed outputs, conditions on shapes) is kept in the
+    What has no counterpart in these classes (rules across tensors other than ties and fixed outputs, conditions on
+    shapes) is kept in the
     attached record only: a model that is edited and lowered again is a chip without it.
     """
     default = QuantizationConfigOptions([_config(platform, None, Option())])

@@ -1,7 +1,7 @@
 """From a framework's layer, function or operator to the canonical operators that it may become.
 
-Entries are recognised by name, so that neither PyTorch nor Keras nor TensorFlow is imported; `tf.add`, `keras.layers.Add`,
-`keras.ops.add`, `torch.add`, `operator.add` and "Add" are all the operator Add.
+Entries are recognised by name, so that neither PyTorch nor Keras nor TensorFlow is imported; `tf.add`,
+`keras.layers.Add`, `keras.ops.add`, `torch.add`, `operator.add` and "Add" are all the operator Add.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from chipfit.platform.filters import Member
 @functools.cache
 def table() -> dict[str, Any]:
     """The data of `layers.yaml`."""
-    return yaml.safe_load((resources.files(__package__) / "layers.yaml").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    data: dict[str, Any] = yaml.safe_load((resources.files(__package__) / "layers.yaml").read_text(encoding="utf-8"))
+    return data
 
 
 @functools.cache
@@ -50,8 +51,8 @@ def member_of(entry: Any) -> Member:
     """The operator-set member that a layer stands for.
 
     Args:
-        entry: a class (`torch.nn.Conv2d`, `keras.layers.ReLU`, a module of the user), a function (`torch.add`, `tf.nn.relu`,
-            `keras.ops.add`, `operator.add`, `torch.Tensor.add`), or a name.
+        entry: a class (`torch.nn.Conv2d`, `keras.layers.ReLU`, a module of the user), a function (`torch.add`,
+            `tf.nn.relu`, `keras.ops.add`, `operator.add`, `torch.Tensor.add`), or a name.
 
     Raises:
         ModelingError: a function or name that is no known operator; lists near names.

@@ -142,7 +142,7 @@ class Fusing:
         _join(self)
 
     def contains(self, other: Fusing) -> bool:
-        """Whether the groups of `other` stand side by side in this fusing; a set fits the concatenations that hold it."""
+        """Whether the groups of `other` stand side by side in here; a set fits the concatenations that hold it."""
         mine, theirs = self.operator_groups_list, other.operator_groups_list
         starts = range(len(mine) - len(theirs) + 1)
         return any(all(a == b or b in a.members for a, b in zip(mine[i:], theirs, strict=False)) for i in starts)
@@ -295,7 +295,8 @@ class TargetPlatformModel:
         return hash(self.name)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, {len(self.operator_set)} operator sets, {len(self.fusing_patterns)} fusings)"
+        sizes = f"{len(self.operator_set)} operator sets, {len(self.fusing_patterns)} fusings"
+        return f"{type(self).__name__}({self.name!r}, {sizes})"
 
 
 def _join(part: OperatorGroup | Fusing) -> None:

@@ -1,4 +1,4 @@
-"""The built-in chips as modelled values: those of `platform/builtin/modelled` in every version, and any platform file."""
+"""Built-in chips as modelled values: those of `platform/builtin/modelled` in every version, and any platform file."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ def get_target_platform_capabilities(
     Args:
         fw_name: "pytorch", "keras" or "tensorflow".
         target_platform_name: "default", a modelled chip, or any platform of `chipfit platforms list`.
-        target_platform_version: of a modelled chip "v1", "v1_pot" ...; "file" for chipfit's platform file of that name; of other
-            platforms a revision. The first version, and the newest revision, when omitted.
+        target_platform_version: of a modelled chip "v1", "v1_pot" ...; "file" for chipfit's platform file of that name;
+            of other platforms a revision. The first version, and the newest revision, when omitted.
 
     Raises:
-        ModelingError: unknown framework, platform or version, with the known ones; also an AssertionError and a ValueError.
+        ModelingError: unknown framework, platform or version, with the known ones; also an AssertionError and a
+            ValueError.
         RuntimeUnavailable: the framework is not installed.
     """
     if fw_name not in FRAMEWORKS:
