@@ -196,8 +196,7 @@ class FrameworkInfo:
         """Let the user's own functions quantize, where the mappings name the method of a tensor.
 
         Weights are replaced by what the function returns; activations pass through the function in `Result.model`,
-        which then
-        is no longer what a file could compute: export refuses.
+        which then is no longer what a file could compute: export refuses.
 
         Raises:
             UnsupportedError: a function returned something else than a tensor of the same shape.

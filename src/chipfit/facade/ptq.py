@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import SkipValidation
-
 from chipfit import pipeline
 from chipfit.errors import ConfigError, DataError, UnsupportedError
-from chipfit.facade.checks import arguments
+from chipfit.facade.checks import checked
 from chipfit.facade.core.config import CoreConfig, ResourceUtilization
 from chipfit.facade.core.network_editor import to_overrides
 from chipfit.facade.core.replace_layer import replace_layers
@@ -54,10 +52,9 @@ class UserInformation:
         return [[layers[n] for n in group] for group in self.result.plan.groups]
 
 
-@arguments(ConfigError)
 def pytorch_post_training_quantization(
     in_module: Any,
-    representative_data_gen: SkipValidation[DataGenerator],
+    representative_data_gen: DataGenerator,
     target_resource_utilization: ResourceUtilization | None = None,
     core_config: CoreConfig | None = None,
     target_platform_capabilities: Any = None,
@@ -86,10 +83,9 @@ def pytorch_post_training_quantization(
     return _quantize("pytorch", in_module, representative_data_gen, limits, core_config, platform, fw_info)
 
 
-@arguments(ConfigError)
 def keras_post_training_quantization(
     in_model: Any,
-    representative_data_gen: SkipValidation[DataGenerator],
+    representative_data_gen: DataGenerator,
     target_resource_utilization: ResourceUtilization | None = None,
     core_config: CoreConfig | None = None,
     target_platform_capabilities: Any = None,
@@ -109,7 +105,9 @@ def _quantize(
     platform: Any,
     fw_info: FrameworkInfo | None,
 ) -> tuple[Any, UserInformation]:
-    config = config or CoreConfig()
+    facade = f"{framework}_post_training_quantization"
+    config = checked(CoreConfig | None, config, ConfigError, facade, "core_config") or CoreConfig()
+    checked(ResourceUtilization | None, limits, ConfigError, facade, "target_resource_utilization")
     config.debug_config.check()
     if config.debug_config.bypass:
         return model, UserInformation()

@@ -27,8 +27,7 @@ def from_platform(platform: Platform) -> TargetPlatformCapabilities:
     """A platform as capabilities that can be read, printed and edited; the platform itself stays attached.
 
     What has no counterpart in these classes (rules across tensors other than ties and fixed outputs, conditions on
-    shapes) is kept in the
-    attached record only: a model that is edited and lowered again is a chip without it.
+    shapes) is kept in the attached record only: a model that is edited and lowered again is a chip without it.
     """
     default = QuantizationConfigOptions([_config(platform, None, Option())])
     sets: dict[str, OperatorsSet] = {}
