@@ -179,9 +179,10 @@ _Enabled = Annotated[bool, AfterValidator(lambda on: None if on else "float")]
 _PerChannel = Annotated[bool, AfterValidator(lambda on: "channel" if on else "tensor")]
 _Method = Annotated[QuantizationMethod, by_name(QuantizationMethod), AfterValidator(_METHODS.__getitem__)]
 _ErrorMethod = Annotated[QuantizationErrorMethod, by_name(QuantizationErrorMethod)]
+_SIGNS = (Signedness.SIGNED, Signedness.UNSIGNED)
 _Signed = Annotated[
     bool,
-    BeforeValidator({Signedness.SIGNED: True, Signedness.UNSIGNED: False, True: True, False: False}.get),
+    BeforeValidator(lambda sign: sign is Signedness.SIGNED if sign in _SIGNS else sign),
     allowed("Signedness.SIGNED, Signedness.UNSIGNED"),
 ]
 _Attributes = Mapping[str, tuple[str, Any]]
