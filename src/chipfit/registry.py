@@ -84,6 +84,7 @@ KINDS = {
     "format": Kind("file format", "chipfit.export", FileFormat),
     "runtime": Kind("runtime", "chipfit.runtimes", DeviceRuntime, ("run", "executed")),
     "kernels": Kind("kernels", "chipfit.simulate", None, ("kernels", "clip", "quantize")),
+    "modelled": Kind("form of modelled chips", "chipfit.facade.target_platform", None, ("read", "write")),
     "opaque": Kind("framework", "chipfit.frameworks.{}.opaque"),
 }
 

@@ -1,4 +1,4 @@
-"""Rules about single layers: what a filter means, what an action changes, what neither may say; and bit widths chosen by hand."""
+"""Rules about single layers: what filters mean, what actions change, what neither may say; bit widths by hand."""
 
 from __future__ import annotations
 

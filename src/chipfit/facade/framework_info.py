@@ -1,25 +1,28 @@
-"""What a framework's layers need: which kernels and results to quantize, known ranges, and quantization functions of one's own."""
+"""What a framework's layers need: which of them to quantize, known ranges, and the user's quantization functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from pydantic import AfterValidator, BeforeValidator
 
 from chipfit.decide.overrides import has_weights
 from chipfit.errors import ModelingError, UnsupportedError
-from chipfit.facade.target_platform.capabilities import DefaultDict, LayerFilterParams, matches
+from chipfit.facade.checks import Number, allowed, arguments, by_name
+from chipfit.facade.target_platform.capabilities import DefaultDict, matches, members_of
 from chipfit.facade.target_platform.configs import QuantizationMethod
-from chipfit.facade.target_platform.layers import member_of, package_of, squash
+from chipfit.facade.target_platform.layers import package_of, squash
 from chipfit.graph.config import plain
 from chipfit.graph.ir import Node
-from chipfit.plan.record import TensorPlan
 from chipfit.platform.filters import Member
 from chipfit.platform.load import groups
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
 
 __all__ = ["ActivationQuantizer", "FrameworkInfo", "WeightQuantizer"]
 
@@ -32,15 +35,10 @@ WeightQuantizer = Callable[[torch.Tensor, int, bool, Mapping[str, Any], bool, in
 ActivationQuantizer = Callable[[int, Mapping[str, Any]], Callable[[torch.Tensor], torch.Tensor]]
 
 #: axes (out, in) of the kernels that frameworks store
-_KERNEL_AXES = {
+_KERNEL_AXES: dict[str, dict[str, tuple[int, int]]] = {
     "torch": {
-        "conv1d": (0, 1),
-        "conv2d": (0, 1),
-        "conv3d": (0, 1),
-        "linear": (0, 1),
-        "convtranspose1d": (1, 0),
-        "convtranspose2d": (1, 0),
-        "convtranspose3d": (1, 0),
+        **dict.fromkeys(("conv1d", "conv2d", "conv3d", "linear"), (0, 1)),
+        **dict.fromkeys(("convtranspose1d", "convtranspose2d", "convtranspose3d"), (1, 0)),
     },
     "keras": {
         "conv1d": (2, 1),
@@ -51,6 +49,23 @@ _KERNEL_AXES = {
         "conv2dtranspose": (2, 3),
     },
 }
+
+
+def _finite(pair: tuple[float | None, float | None]) -> tuple[float | None, float | None]:
+    low, high = (None if x is None or math.isinf(x) else x for x in pair)
+    if None not in pair and pair[0] > pair[1]:  # type: ignore[operator]  # both are numbers
+        raise ValueError
+    return low, high
+
+
+Range = Annotated[
+    tuple[Number | None, Number | None],
+    BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given),
+    AfterValidator(_finite),
+    allowed("a pair (least, greatest) of numbers, or None for an unknown end"),
+]
+_Axes = Annotated[DefaultDict, allowed("DefaultDict({layer: value}, default)")]
+_Methods = Mapping[Annotated[QuantizationMethod, by_name(QuantizationMethod)], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -72,63 +87,69 @@ class _Layers:
 class FrameworkInfo:
     """All that is known about a framework's layers when a model is quantized.
 
-    Where it is given, it decides what is quantized: the weights of `kernel_ops`, the results of `activation_ops`, nothing
-    of `no_quantization_ops`. Layers that only move values (reshape, transpose ...) carry on whatever they are given.
+    Where it is given, it decides what is quantized: the weights of `kernel_ops`, the results of `activation_ops`,
+    nothing of `no_quantization_ops`. Layers that only move values (reshape, transpose ...) carry on whatever they are
+    given.
 
     Args:
         kernel_ops: layers whose kernels are quantized (classes, functions, names, or LayerFilterParams).
         activation_ops: layers whose results are quantized.
         no_quantization_ops: layers that are left in float; they win over the other two.
-        activation_quantizer_mapping: QuantizationMethod -> f(bits, parameters) that returns the function which quantizes a
-            result in the trained simulation, in place of chipfit's own.
-        weights_quantizer_mapping: QuantizationMethod -> f(weights, bits, signed, parameters, per_channel, channel_axis) that returns
-            the quantized weights. Parameters hold "threshold", or "range_min" and "range_max", and "lut_values" for tables.
+        activation_quantizer_mapping: QuantizationMethod -> f(bits, parameters) that returns the function which
+            quantizes a result in the trained simulation, in place of chipfit's own.
+        weights_quantizer_mapping: QuantizationMethod -> f(weights, bits, signed, parameters, per_channel, channel_axis)
+            that returns the quantized weights. Parameters hold "threshold", or "range_min" and "range_max", and
+            "lut_values" for tables.
         kernel_channels_mapping: layer -> (output axis, input axis) of its kernel.
-        activation_min_max_mapping: name of an activation function -> (least, greatest) result; nothing is collected for it.
+        activation_min_max_mapping: name of an activation function -> (least, greatest) result; nothing is collected for
+            it.
         layer_min_max_mapping: the same by layer. None stands for an unknown end.
         kernel_ops_attributes_mapping: layer -> names of its weights; accepted, chipfit knows them.
         output_channel_index: axis of channels in results; accepted, chipfit knows it.
 
     Raises:
-        ModelingError: wrong types, unknown layers, a layer in two of the lists, kernel axes that a framework does not use.
+        ModelingError: wrong types, unknown layers, a layer in two of the lists, kernel axes that a framework does not
+            use.
     """
 
+    @arguments(ModelingError)
     def __init__(
         self,
-        kernel_ops: list[Any],
-        activation_ops: list[Any],
-        no_quantization_ops: list[Any],
-        activation_quantizer_mapping: Mapping[QuantizationMethod, ActivationQuantizer] | None = None,
-        weights_quantizer_mapping: Mapping[QuantizationMethod, WeightQuantizer] | None = None,
-        kernel_channels_mapping: DefaultDict | None = None,
-        activation_min_max_mapping: Mapping[str, tuple[Any, Any]] | None = None,
-        layer_min_max_mapping: Mapping[Any, tuple[Any, Any]] | None = None,
-        kernel_ops_attributes_mapping: DefaultDict | None = None,
+        kernel_ops: Sequence[Any],
+        activation_ops: Sequence[Any],
+        no_quantization_ops: Sequence[Any],
+        activation_quantizer_mapping: _Methods | None = None,
+        weights_quantizer_mapping: _Methods | None = None,
+        kernel_channels_mapping: _Axes | None = None,
+        activation_min_max_mapping: Mapping[str, Range] | None = None,
+        layer_min_max_mapping: Mapping[Any, Range] | None = None,
+        kernel_ops_attributes_mapping: _Axes | None = None,
         output_channel_index: int | None = None,
     ) -> None:
-        self.activation_quantizer_mapping = _functions("activation_quantizer_mapping", activation_quantizer_mapping)
-        self.weights_quantizer_mapping = _functions("weights_quantizer_mapping", weights_quantizer_mapping)
-        self.kernel_channels_mapping = _default_dict("kernel_channels_mapping", kernel_channels_mapping)
-        self.activation_min_max_mapping = _ranges("activation_min_max_mapping", activation_min_max_mapping)
-        self.layer_min_max_mapping = _ranges("layer_min_max_mapping", layer_min_max_mapping)
-        self.kernel_ops_attributes_mapping = _default_dict(
-            "kernel_ops_attributes_mapping", kernel_ops_attributes_mapping
-        )
+        self.kernel_ops, self.activation_ops = list(kernel_ops), list(activation_ops)
+        self.no_quantization_ops = list(no_quantization_ops)
+        self._kernel, self._activation, self._none = map(members_of, (kernel_ops, activation_ops, no_quantization_ops))
+        self.activation_quantizer_mapping = dict(activation_quantizer_mapping or {})
+        self.weights_quantizer_mapping = dict(weights_quantizer_mapping or {})
+        self.kernel_channels_mapping = kernel_channels_mapping
+        self.activation_min_max_mapping = dict(activation_min_max_mapping or {})
+        self.layer_min_max_mapping = dict(layer_min_max_mapping or {})
+        self.kernel_ops_attributes_mapping = kernel_ops_attributes_mapping
         self.output_channel_index = output_channel_index
-        self._kernel, self._activation, self._none = (
-            _members(x) for x in (kernel_ops, activation_ops, no_quantization_ops)
-        )
-        self.kernel_ops, self.activation_ops, self.no_quantization_ops = (
-            list(kernel_ops),
-            list(activation_ops),
-            list(no_quantization_ops),
-        )
         for layer in self.no_quantization_ops:
             if any(layer is other for other in (*self.kernel_ops, *self.activation_ops)):
                 raise ModelingError(
                     f"'{_name(layer)}' is in no_quantization_ops and in another list", allowed="one of them"
                 )
-        _check_axes(self.kernel_channels_mapping)
+        for layer, axes in (kernel_channels_mapping.known_dict if kernel_channels_mapping else {}).items():
+            package = "torch" if package_of(layer) == "torch" else "keras"
+            known = _KERNEL_AXES[package].get(squash(_name(layer)))
+            if known is not None and tuple(axes) != known:
+                raise ModelingError(
+                    f"The kernel of '{_name(layer)}' has its output and input channels elsewhere",
+                    got=axes,
+                    allowed=known,
+                )
 
     # ---- what the lists mean
 
@@ -143,13 +164,11 @@ class FrameworkInfo:
     def known_range(self, node: Node) -> tuple[float, float] | None:
         """The range of the node's result where both ends are known."""
         function = node.config.get("activation") if node.layer_type == "Activation" else node.layer_type
-        found = next(
-            (r for name, r in self.activation_min_max_mapping.items() if squash(name) == squash(str(plain(function)))),
-            None,
-        )
-        if found is None:
-            found = next((r for layer, r in self.layer_min_max_mapping.items() if _is(_members([layer]), node)), None)
-        return None if found is None or None in found else (float(found[0]), float(found[1]))
+        own = squash(str(plain(function)))
+        by_function = (r for name, r in self.activation_min_max_mapping.items() if squash(name) == own)
+        by_layer = (r for layer, r in self.layer_min_max_mapping.items() if _is(members_of([layer]), node))
+        low, high = next(by_function, None) or next(by_layer, (None, None))
+        return None if low is None or high is None else (float(low), float(high))
 
     def _is_in(self, ends: tuple[float, float], node: Node) -> bool:
         return self.known_range(node) == ends
@@ -157,171 +176,97 @@ class FrameworkInfo:
     def overrides(self) -> list[tuple[Any, Any]]:
         """The same as choices for `chipfit.quantize(overrides=...)`; put your own after them."""
         moves = set(groups()["@move"]) | {"MaxPool", "AdaptiveMaxPool", "Concat"}
-        ranges = {
-            r
-            for r in (*self.activation_min_max_mapping.values(), *self.layer_min_max_mapping.values())
-            if None not in r
-        }
-        said: list[tuple[Any, Any]] = [
-            (
-                _Layers(
-                    "layers whose kernels are not quantized", lambda n: has_weights(n.op) and not self.in_kernel_ops(n)
-                ),
-                {"bits": "float"},
-            ),
-            (
-                _Layers(
-                    "layers whose results are not quantized",
-                    lambda n: n.op not in moves and not self.in_activation_ops(n),
-                ),
-                {"activation_bits": "float"},
-            ),
+        no_kernel = lambda n: has_weights(n.op) and not self.in_kernel_ops(n)  # noqa: E731 -- a test of a filter
+        no_result = lambda n: n.op not in moves and not self.in_activation_ops(n)  # noqa: E731 -- the same
+        choices: list[tuple[Any, Any]] = [
+            (_Layers("layers whose kernels are not quantized", no_kernel), {"bits": "float"}),
+            (_Layers("layers whose results are not quantized", no_result), {"activation_bits": "float"}),
             (_Layers("activation_ops", self.in_activation_ops), {"activation_bits": None}),
         ]
-        for low, high in sorted(ranges):
-            at = (float(low), float(high))
-            said.append(
-                (_Layers(f"results known to be in [{low:g}, {high:g}]", partial(self._is_in, at)), {"range": at})
-            )
-        return said
+        pairs = {*self.activation_min_max_mapping.values(), *self.layer_min_max_mapping.values()}
+        for low, high in sorted(p for p in pairs if None not in p):
+            ends = (float(low), float(high))
+            known = _Layers(f"results known to be in [{low:g}, {high:g}]", partial(self._is_in, ends))
+            choices.append((known, {"range": ends}))
+        return choices
 
-    # ---- quantization functions of one's own
+    # ---- quantization functions of the user
 
     def apply(self, result: Result) -> Result:
         """Let the user's own functions quantize, where the mappings name the method of a tensor.
 
-        Weights are replaced by what the function returns; activations pass through the function in `Result.model`, which then
-        is no longer what a file could compute: export refuses.
+        Weights are replaced by what the function returns; activations pass through the function in `Result.model`,
+        which then is no longer what a file could compute: export refuses.
 
         Raises:
             UnsupportedError: a function returned something else than a tensor of the same shape.
         """
         if not self.activation_quantizer_mapping and not self.weights_quantizer_mapping:
             return result
-        graph, own, foreign = result.graph.copy(), [], []
-        for t in result.plan.tensors.values():
-            function = self.weights_quantizer_mapping.get(_method(t.grid)) if t.role == "weight" and t.grid else None
-            if function is not None and t.grid is not None:
-                w = graph.weights[t.name].detach()
-                got = function(w.clone(), t.grid.bits, t.grid.signed, parameters(t), t.axis is not None, t.axis)
-                if not isinstance(got, torch.Tensor) or got.shape != w.shape:
-                    raise UnsupportedError(
-                        f"The weights quantizer returned no tensor like '{t.name}'",
-                        got=type(got).__name__,
-                        allowed=f"a tensor {tuple(w.shape)}",
-                    )
-                graph.weights[t.name] = torch.nn.Parameter(
-                    got.to(w.dtype), requires_grad=graph.weights[t.name].requires_grad
-                )
-                own.append(t.name)
-            if t.role == "activation" and t.grid and _method(t.grid) in self.activation_quantizer_mapping:
-                foreign.append(t.name)
-        notes = [
-            f"{len(names)} {what} quantized by functions of FrameworkInfo"
-            for names, what in ((own, "weights"), (foreign, "results"))
-            if names
+        stored = [(t, t.stored) for t in result.plan.tensors.values() if t.stored is not None]
+        weights = [
+            (t, s) for t, s in stored if t.role == "weight" and _method(s.grid) in self.weights_quantizer_mapping
         ]
+        results = [
+            (t, s) for t, s in stored if t.role == "activation" and _method(s.grid) in self.activation_quantizer_mapping
+        ]
+        graph = result.graph.copy()
+        for t, s in weights:
+            w = graph.weights[t.name]
+            rounded = self._rounded(t.name, w.detach(), s)
+            graph.weights[t.name] = torch.nn.Parameter(rounded, requires_grad=w.requires_grad)
+        notes = [
+            f"{len(found)} {what} quantized by functions of FrameworkInfo"
+            for found, what in ((weights, "weights"), (results, "results"))
+            if found
+        ]
+        foreign = {"foreign_quantizers": [t.name for t, _ in results]} if results else {}
         plan = replace(
             result.plan,
             rewrites=(*result.plan.rewrites, *notes),
-            provenance={**result.plan.provenance, **({"foreign_quantizers": foreign} if foreign else {})},
+            provenance={**result.plan.provenance, **foreign},
         )
         out = replace(result, graph=graph, plan=plan, _model=None)
-        for name in foreign:
-            t = plan.tensors[name]
-            assert t.grid is not None  # chosen by its grid
-            if not hasattr(out.model, "quantizer_of"):
-                raise UnsupportedError(
-                    "Activation quantizers of one's own work in PyTorch models", got=type(out.model).__name__
-                )
-            out.model.quantizer_of(name).function = self.activation_quantizer_mapping[_method(t.grid)](
-                t.grid.bits, parameters(t)
+        if results and not hasattr(out.model, "quantizer_of"):
+            raise UnsupportedError(
+                "Functions of your own quantize results in PyTorch models only", got=type(out.model).__name__
             )
+        for t, s in results:
+            function = self.activation_quantizer_mapping[_method(s.grid)]
+            out.model.quantizer_of(t.name).function = function(s.grid.bits, parameters(s))
         return out
 
+    def _rounded(self, name: str, w: torch.Tensor, s: Stored) -> torch.Tensor:
+        function = self.weights_quantizer_mapping[_method(s.grid)]
+        got = function(w.clone(), s.grid.bits, s.grid.signed, parameters(s), s.axis is not None, s.axis)
+        if not isinstance(got, torch.Tensor) or got.shape != w.shape:
+            raise UnsupportedError(
+                f"The weights quantizer returned no tensor like '{name}'",
+                got=type(got).__name__,
+                allowed=f"a tensor {tuple(w.shape)}",
+            )
+        return got.to(w.dtype)
 
-def parameters(t: TensorPlan) -> dict[str, Any]:
-    """A quantized tensor's grid in the words of thresholds: "threshold", or "range_min" and "range_max"; float32 tensors, [] or [C]."""
-    assert t.grid is not None
-    assert t.scale is not None
-    assert t.zero_point is not None
-    if t.grid.symmetric:
-        out: dict[str, Any] = {"threshold": t.scale * float(1 << t.grid.bits - int(t.grid.signed))}
-        if t.grid.table is not None:
-            out = {"threshold": t.scale * float(t.grid.qmax + 1), "lut_values": t.grid.table}
-        return out
-    return {"range_min": (t.grid.qmin - t.zero_point) * t.scale, "range_max": (t.grid.qmax - t.zero_point) * t.scale}
+
+def parameters(s: Stored) -> dict[str, Any]:
+    """The grid in the words of thresholds: "threshold", or "range_min" and "range_max"; float32 tensors, [] or [C]."""
+    if not s.grid.symmetric:
+        return {
+            "range_min": (s.grid.qmin - s.zero_point) * s.scale,
+            "range_max": (s.grid.qmax - s.zero_point) * s.scale,
+        }
+    if s.grid.table is not None:
+        return {"threshold": s.scale * float(s.grid.qmax + 1), "lut_values": s.grid.table}
+    return {"threshold": s.scale * float(1 << s.grid.bits - int(s.grid.signed))}
 
 
 def _method(grid: Grid) -> QuantizationMethod:
-    if grid.kind == "lut":
-        return QuantizationMethod.LUT_POT_QUANTIZER if grid.pot else QuantizationMethod.LUT_SYM_QUANTIZER
-    if not grid.symmetric:
-        return QuantizationMethod.UNIFORM
-    return QuantizationMethod.POWER_OF_TWO if grid.pot else QuantizationMethod.SYMMETRIC
-
-
-# ---------------------------------------------------------------- checks
+    return QuantizationMethod.of(lut=grid.kind == "lut", pot=grid.pot, affine=not grid.symmetric)
 
 
 def _name(layer: Any) -> str:
     return layer if isinstance(layer, str) else getattr(layer, "__name__", repr(layer))
 
 
-def _members(layers: Any) -> tuple[Member, ...]:
-    if not isinstance(layers, (list, tuple)):
-        raise ModelingError("Layers are given as a list", got=f"{layers!r} of type {type(layers).__name__}")
-    return tuple(x.member if isinstance(x, LayerFilterParams) else member_of(x) for x in layers)
-
-
 def _is(members: tuple[Member, ...], node: Node) -> bool:
     return any(matches(m, node) for m in members)
-
-
-def _functions(name: str, given: Any) -> dict[QuantizationMethod, Any]:
-    for method, function in _mapping(name, given).items():
-        if not isinstance(method, QuantizationMethod) or not callable(function):
-            raise ModelingError(f"{name} maps a QuantizationMethod to a function", got=f"{method!r}: {function!r}")
-    return dict(given or {})
-
-
-def _ranges(name: str, given: Any) -> dict[Any, tuple[Any, Any]]:
-    for key, pair in _mapping(name, given).items():
-        numbers = (
-            isinstance(pair, (tuple, list))
-            and len(pair) == 2
-            and all(x is None or isinstance(x, (int, float)) for x in pair)
-        )
-        if not numbers or (None not in pair and pair[0] > pair[1]):
-            raise ModelingError(
-                f"{name}['{_name(key)}'] is a pair (least, greatest)",
-                got=repr(pair),
-                allowed="numbers, or None for an unknown end",
-            )
-    finite = lambda x: x if x is not None and abs(x) != float("inf") else None  # noqa: E731 -- one line
-    return {k: (finite(low), finite(high)) for k, (low, high) in (given or {}).items()}
-
-
-def _mapping(name: str, given: Any) -> Mapping[Any, Any]:
-    if not isinstance(given or {}, Mapping):
-        raise ModelingError(f"{name} is a dictionary", got=f"{given!r} of type {type(given).__name__}")
-    return given or {}
-
-
-def _default_dict(name: str, given: Any) -> DefaultDict | None:
-    if given is not None and not isinstance(given, DefaultDict):
-        raise ModelingError(
-            f"{name} is a DefaultDict",
-            got=f"{given!r} of type {type(given).__name__}",
-            hint="DefaultDict({layer: value}, default)",
-        )
-    return given
-
-
-def _check_axes(mapping: DefaultDict | None) -> None:
-    for layer, axes in (mapping.known_dict if mapping else {}).items():
-        known = _KERNEL_AXES.get({"torch": "torch"}.get(package_of(layer), "keras"), {}).get(squash(_name(layer)))
-        if known is not None and tuple(axes) != known:
-            raise ModelingError(
-                f"The kernel of '{_name(layer)}' has its output and input channels elsewhere", got=axes, allowed=known
-            )

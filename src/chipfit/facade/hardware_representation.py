@@ -5,36 +5,24 @@ A configuration says its weights in five arguments, which are those of the kerne
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+import functools
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
-from chipfit.facade.target_platform.capabilities import (
-    Contains,
-    Eq,
-    Greater,
-    GreaterEq,
-    LayerFilterParams,
-    NotEq,
-    OperationsSetToLayers,
-    Smaller,
-    SmallerEq,
-    TargetPlatformCapabilities,
-)
+from chipfit.facade.target_platform import configs
+from chipfit.facade.target_platform.capabilities import TargetPlatformCapabilities
 from chipfit.facade.target_platform.configs import (
     KERNEL_ATTR,
     AttributeQuantizationConfig,
     QuantizationConfigOptions,
     QuantizationMethod,
 )
-from chipfit.facade.target_platform.configs import OpQuantizationConfig as _OpQuantizationConfig
-from chipfit.facade.target_platform.model import (
-    Fusing,
-    OperatorSetConcat,
-    OperatorsSet,
-    TargetPlatformModel,
-    get_default_quantization_config_options,
-)
+from chipfit.facade.target_platform.model import TargetPlatformModel
 from chipfit.facade.target_platform.targets import get_target_platform_capabilities
+
+__all__ = ["FrameworkHardwareModel", "HardwareModel", "OpQuantizationConfig", "get_model"]
 
 #: argument of the first generation -> field of the kernel's configuration
 _KERNEL = {
@@ -46,8 +34,7 @@ _KERNEL = {
 }
 
 
-@dataclass(frozen=True, init=False, repr=False)
-class OpQuantizationConfig(_OpQuantizationConfig):
+class OpQuantizationConfig(configs.OpQuantizationConfig):
     """How an operator's weights and its result are quantized.
 
     Args:
@@ -96,36 +83,33 @@ class OpQuantizationConfig(_OpQuantizationConfig):
             fixed_zero_point,
         )
 
+    #: in place of the inherited one
+    __signature__ = inspect.signature(functools.partial(__init__, None))  # type: ignore[arg-type]
+
     def __getattr__(self, name: str) -> Any:
         if name not in _KERNEL:
             raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
         return getattr(self.attr_weights_configs_mapping[KERNEL_ATTR], _KERNEL[name])
 
-    def clone_and_edit(self, attr_to_edit: Any = None, **changes: Any) -> OpQuantizationConfig:
+    def clone_and_edit(
+        self, attr_to_edit: Mapping[str, Mapping[str, Any]] | None = None, **changes: Any
+    ) -> OpQuantizationConfig:
         """A copy with other arguments.
 
         Raises:
             ModelingError: an argument that does not exist.
         """
+        attributes = dict(attr_to_edit or {})
         kernel = {_KERNEL[k]: changes.pop(k) for k in list(changes) if k in _KERNEL}
-        names = [
-            "activation_quantization_method",
-            "activation_n_bits",
-            "enable_activation_quantization",
-            "quantization_preserving",
-            "fixed_scale",
-            "fixed_zero_point",
-        ]
-        _OpQuantizationConfig.clone_and_edit(self.plain, attr_to_edit, **changes)  # names unknown fields
-        weights = self.attr_weights_configs_mapping[KERNEL_ATTR].clone_and_edit(**kernel)
-        now = {n: changes.get(n, getattr(self, n)) for n in names}
-        return OpQuantizationConfig(**now, **{first: getattr(weights, then) for first, then in _KERNEL.items()})
+        attributes[KERNEL_ATTR] = {**attributes.get(KERNEL_ATTR, {}), **kernel}
+        clone = copy.copy(self)
+        vars(clone).update(vars(self.plain.clone_and_edit(attributes, **changes)))
+        return clone
 
     @property
-    def plain(self) -> _OpQuantizationConfig:
+    def plain(self) -> configs.OpQuantizationConfig:
         """The same values in today's class."""
-        names = _OpQuantizationConfig.__dataclass_fields__
-        return _OpQuantizationConfig(**{n: getattr(self, n) for n in names})
+        return configs.OpQuantizationConfig(**vars(self))
 
 
 class HardwareModel(TargetPlatformModel):
@@ -145,26 +129,3 @@ class FrameworkHardwareModel(TargetPlatformCapabilities):
 def get_model(fw_name: str, hw_name: str) -> TargetPlatformCapabilities:
     """A built-in chip for a framework; first-generation name of `get_target_platform_capabilities`."""
     return get_target_platform_capabilities(fw_name, hw_name)
-
-
-__all__ = [
-    "Contains",
-    "Eq",
-    "FrameworkHardwareModel",
-    "Fusing",
-    "Greater",
-    "GreaterEq",
-    "HardwareModel",
-    "LayerFilterParams",
-    "NotEq",
-    "OpQuantizationConfig",
-    "OperationsSetToLayers",
-    "OperatorSetConcat",
-    "OperatorsSet",
-    "QuantizationConfigOptions",
-    "QuantizationMethod",
-    "Smaller",
-    "SmallerEq",
-    "get_default_quantization_config_options",
-    "get_model",
-]

@@ -1,17 +1,19 @@
-"""Post-training quantization under the predecessor's names: a model, a function that yields calibration data, configurations."""
+"""Post-training quantization under the predecessor's names: a model, a function that yields data, configurations."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from chipfit import pipeline
 from chipfit.errors import ConfigError, DataError, UnsupportedError
+from chipfit.facade.checks import checked
 from chipfit.facade.core.config import CoreConfig, ResourceUtilization
 from chipfit.facade.core.network_editor import to_overrides
 from chipfit.facade.core.replace_layer import replace_layers
+from chipfit.facade.framework_info import FrameworkInfo
 from chipfit.facade.target_platform.capabilities import (
     OperationsSetToLayers,
     OperationsToLayers,
@@ -22,9 +24,6 @@ from chipfit.facade.target_platform.targets import get_target_platform_capabilit
 from chipfit.pipeline import Result
 
 __all__ = ["DataGenerator", "UserInformation", "keras_post_training_quantization", "pytorch_post_training_quantization"]
-
-if TYPE_CHECKING:
-    from chipfit.facade.framework_info import FrameworkInfo
 
 #: called without arguments, returns an iterator over batches; a batch is the list of the model's inputs
 DataGenerator = Callable[[], Iterable[Any]]
@@ -68,8 +67,8 @@ def pytorch_post_training_quantization(
         representative_data_gen: function without arguments that yields lists of arrays or tensors, one for each input.
         target_resource_utilization: limits that start a search of bit widths; refused until there is one.
         core_config: range rules, rewrites, corrections, network editor, bit widths; `CoreConfig()` when omitted.
-        target_platform_capabilities: TargetPlatformCapabilities, TargetPlatformModel, Platform, name, or path of a YAML or JSON
-            file; the predecessor's default chip (imx500) when omitted.
+        target_platform_capabilities: TargetPlatformCapabilities, TargetPlatformModel, Platform, name, or path of a YAML
+            or JSON file; the predecessor's default chip (imx500) when omitted.
         fw_info: a `FrameworkInfo` that says which layers are quantized.
 
     Returns:
@@ -77,18 +76,11 @@ def pytorch_post_training_quantization(
 
     Raises:
         ConfigError, UnknownNameError: an option is not understood, or a filter means no layer.
-        UnsupportedError: an option that is not there, or that the platform cannot hold.
+        UnsupportedError: an option that is not supported, or that the platform cannot hold.
         DataError: the generator yields nothing, or batches that do not fit the model.
     """
-    return _quantize(
-        "pytorch",
-        in_module,
-        representative_data_gen,
-        target_resource_utilization,
-        core_config,
-        target_platform_capabilities,
-        fw_info,
-    )
+    limits, platform = target_resource_utilization, target_platform_capabilities
+    return _quantize("pytorch", in_module, representative_data_gen, limits, core_config, platform, fw_info)
 
 
 def keras_post_training_quantization(
@@ -100,15 +92,8 @@ def keras_post_training_quantization(
     fw_info: FrameworkInfo | None = None,
 ) -> tuple[Any, UserInformation]:
     """Quantize a trained Keras 3 model after training; arguments, result and errors as for PyTorch."""
-    return _quantize(
-        "keras",
-        in_model,
-        representative_data_gen,
-        target_resource_utilization,
-        core_config,
-        target_platform_capabilities,
-        fw_info,
-    )
+    limits, platform = target_resource_utilization, target_platform_capabilities
+    return _quantize("keras", in_model, representative_data_gen, limits, core_config, platform, fw_info)
 
 
 def _quantize(
@@ -120,25 +105,21 @@ def _quantize(
     platform: Any,
     fw_info: FrameworkInfo | None,
 ) -> tuple[Any, UserInformation]:
-    config = CoreConfig() if config is None else config
-    if not isinstance(config, CoreConfig):
-        raise ConfigError("core_config is not understood", got=type(config).__name__, allowed="a CoreConfig")
-    if limits is not None and not isinstance(limits, ResourceUtilization):
-        raise ConfigError(
-            "target_resource_utilization is not understood", got=type(limits).__name__, allowed="a ResourceUtilization"
-        )
+    facade = f"{framework}_post_training_quantization"
+    config = checked(CoreConfig | None, config, ConfigError, facade, "core_config") or CoreConfig()
+    checked(ResourceUtilization | None, limits, ConfigError, facade, "target_resource_utilization")
     config.debug_config.check()
     if config.debug_config.bypass:
         return model, UserInformation()
     if limits is not None and limits.is_any_restricted():
         raise UnsupportedError(
-            "Searching bit widths under limits is not there yet",
+            "Searching bit widths under limits is not supported",
             got=limits,
             hint="choose bit widths by hand with BitWidthConfig",
         )
     settings, rules = config.quantization_config.to_settings(), config.quantization_config.to_rules()
-    said = [] if fw_info is None else fw_info.overrides()
-    overrides = [*said, *config.bit_width_config.choices, *to_overrides(config.debug_config.network_editor)]
+    of_layers = [] if fw_info is None else fw_info.overrides()
+    overrides = [*of_layers, *config.bit_width_config.choices, *to_overrides(config.debug_config.network_editor)]
     model = replace_layers(model, config.debug_config.network_editor)
     example = _first(generator)  # a list of inputs, of which none is a label
     platform = get_target_platform_capabilities(framework) if platform is None else platform

@@ -17,6 +17,7 @@ from chipfit.errors import PlatformError, UnknownNameError
 from chipfit.graph.ops import ALIASES, OPS
 from chipfit.platform.schema import NOT_A_FORMAT, Platform
 from chipfit.platform.where import ATTRIBUTES, TESTS
+from chipfit.registry import lookup
 
 _BUILTIN = resources.files("chipfit.platform") / "builtin"
 #: operators that platform files may name beyond the canonical ones: parts of networks that chipfit does not read yet
@@ -83,8 +84,8 @@ def load(what: Target, arch: str | None = None) -> Platform:
     """A platform by built-in name, by file, or as it is.
 
     Args:
-        what: "ort_cpu", "ort_cpu@AVX2" (selects a revision), a path to a YAML file or to a JSON file of modelled capabilities,
-            TargetPlatformCapabilities, a TargetPlatformModel, or a Platform.
+        what: "ort_cpu", "ort_cpu@AVX2" (selects a revision), a path to a YAML file or to a JSON file of modelled
+            capabilities, TargetPlatformCapabilities, a TargetPlatformModel, or a Platform.
         arch: revision tag; the last one of the file when nothing selects one.
 
     Raises:
@@ -103,9 +104,7 @@ def load(what: Target, arch: str | None = None) -> Platform:
         return _select(what.to_platform(), arch)
     text = str(what)
     if text.endswith(".json"):
-        from chipfit.facade.target_platform.files import load_target_platform_capabilities
-
-        return _select(load_target_platform_capabilities(text).to_platform(), arch)
+        return _select(lookup("modelled", "files").read(text).to_platform(), arch)
     if "@" in Path(text).name:
         text, _, tag = text.rpartition("@")
         arch = arch or tag

@@ -8,13 +8,10 @@ from typing import Any
 import yaml
 
 from chipfit.errors import UnknownNameError
-from chipfit.facade.target_platform.capabilities import TargetPlatformCapabilities
-from chipfit.facade.target_platform.files import export_target_platform_capabilities
-from chipfit.facade.target_platform.lower import from_platform
-from chipfit.facade.target_platform.model import TargetPlatformModel
 from chipfit.files import write_atomically
 from chipfit.platform.load import Target, load
 from chipfit.platform.schema import Platform
+from chipfit.registry import lookup
 
 
 class _Dumper(yaml.SafeDumper):
@@ -53,8 +50,5 @@ def export_platform(what: Target, path: str | Path) -> Path:
     if path.suffix in (".yaml", ".yml"):
         return write_atomically(path, to_yaml(load(what)).encode())
     if path.suffix == ".json":
-        modelled = (
-            what if isinstance(what, (TargetPlatformCapabilities, TargetPlatformModel)) else from_platform(load(what))
-        )
-        return export_target_platform_capabilities(modelled, path)
+        return lookup("modelled", "files").write(what, path)
     raise UnknownNameError("file format", path.suffix, [".yaml", ".json"])

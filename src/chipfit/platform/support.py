@@ -19,7 +19,8 @@ def support_table() -> str:
     lines = [
         "# Built-in platforms",
         "",
-        "Generated from the platform files by `make docs`. V, D, I count the rules that are verified in source, documented, inferred.",
+        "Generated from the platform files by `make docs`. V, D, I count the rules that are verified in source, "
+        "documented, inferred.",
         "",
         "| platform | device | first choice of weighted operators | rules V/D/I | fusions | arithmetic | deploys as |",
         "|---|---|---|---|---|---|---|",

@@ -18,10 +18,11 @@ def parameters(thing):
 @pytest.mark.parametrize(
     ("name", "expected"),
     {
-        "OpQuantizationConfig": "default_weight_attr_config attr_weights_configs_mapping activation_quantization_method activation_n_bits "
-        "supported_input_activation_n_bits enable_activation_quantization quantization_preserving fixed_scale fixed_zero_point simd_size signedness",
-        "AttributeQuantizationConfig": "weights_quantization_method weights_n_bits weights_per_channel_threshold enable_weights_quantization "
-        "lut_values_bitwidth",
+        "OpQuantizationConfig": "default_weight_attr_config attr_weights_configs_mapping "
+        "activation_quantization_method activation_n_bits supported_input_activation_n_bits "
+        "enable_activation_quantization quantization_preserving fixed_scale fixed_zero_point simd_size signedness",
+        "AttributeQuantizationConfig": "weights_quantization_method weights_n_bits weights_per_channel_threshold "
+        "enable_weights_quantization lut_values_bitwidth",
         "QuantizationConfigOptions": "quantization_config_list base_config",
         "TargetPlatformModel": "default_qco add_metadata name",
         "OperatorsSet": "name qc_options",

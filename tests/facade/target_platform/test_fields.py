@@ -1,4 +1,4 @@
-"""Every field of a quantization configuration changes the plan, and what can be seen in the exported file is seen there."""
+"""Every field of a quantization configuration changes the plan, and the exported file where it shows there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filters see what captured layers, functions and tensor methods were called with, defaults included, and decide their formats."""
+"""Filters see what layers, functions and tensor methods were called with, defaults included, and decide formats."""
 
 from __future__ import annotations
 

@@ -105,21 +105,27 @@ from keras.layers import Activation, Add, ReLU
 from chipfit.errors import ModelingError
 add = OperationsSetToLayers("Add", [tf.add, Add])
 assert {m.op for m in add.members} == {("Add",)}, add.members
-relu = OperationsSetToLayers("ReLU", [tf.nn.relu, tf.nn.relu6, LayerFilterParams(ReLU, negative_slope=0.0), LayerFilterParams(Activation, activation="relu")])
+flat, named = LayerFilterParams(ReLU, negative_slope=0.0), LayerFilterParams(Activation, activation="relu")
+relu = OperationsSetToLayers("ReLU", [tf.nn.relu, tf.nn.relu6, flat, named])
 assert [m.op[0] for m in relu.members] == ["Relu", "Relu6", "Relu", "Relu"], relu.members
-others = {tf.reshape: "Reshape", tf.split: "Split", tf.concat: "Concat", tf.nn.conv2d: "Conv2D", tf.nn.sigmoid: "Sigmoid", tf.multiply: "Mul", tf.nn.softmax: "Softmax", tf.transpose: "Transpose"}
+others = {tf.reshape: "Reshape", tf.split: "Split", tf.concat: "Concat", tf.nn.conv2d: "Conv2D", tf.multiply: "Mul"}
+others |= {tf.nn.sigmoid: "Sigmoid", tf.nn.softmax: "Softmax", tf.transpose: "Transpose"}
 for function, op in others.items():
     assert OperationsSetToLayers("set", [function]).members[0].op[0] == op, function
 from chipfit import DefaultDict, FrameworkInfo
 kernel_ops = [tf.keras.layers.Conv2D]
 axes = DefaultDict({tf.keras.layers.Conv2D: (3, 2)})
 activation_ops, no_quantization_ops = [tf.keras.layers.ReLU], [tf.keras.layers.Reshape]
-info = FrameworkInfo(kernel_ops, [], [], kernel_channels_mapping=axes, activation_min_max_mapping={}, layer_min_max_mapping={})
+info = FrameworkInfo(
+    kernel_ops, [], [], kernel_channels_mapping=axes, activation_min_max_mapping={}, layer_min_max_mapping={}
+)
 info = FrameworkInfo(kernel_ops, activation_ops, no_quantization_ops, kernel_channels_mapping=axes,
-                     activation_min_max_mapping={"softmax": (0, 1)}, layer_min_max_mapping={tf.keras.layers.Softmax: (0, 1)})
+                     activation_min_max_mapping={"softmax": (0, 1)},
+                     layer_min_max_mapping={tf.keras.layers.Softmax: (0, 1)})
 from chipfit.graph.ir import Node
 assert info.in_kernel_ops(Node("n", "Conv2D", (), (), layer_type="Conv2D"))
-assert info.known_range(Node("n", "Softmax", (), (), layer_type="Activation", config={"activation": "softmax"})) == (0, 1)
+softmax = Node("n", "Softmax", (), (), layer_type="Activation", config={"activation": "softmax"})
+assert info.known_range(softmax) == (0, 1)
 assert info.known_range(Node("n", "Softmax", (), (), layer_type="Softmax")) == (0, 1)
 try:
     OperationsSetToLayers("set", ["tf.ad"])

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.facade.target_platform.targets import MODELS
+from chipfit.facade.target_platform.targets import modelled
 from chipfit.target_platform import get_target_platform_capabilities
 
-CHIPS = [(n, v) for n, versions in MODELS.items() for v in versions if n != "default"]
+CHIPS = [(n, v) for n, chip in modelled().items() for v in chip["versions"] if n != "default"]
 
 
 class Every(nn.Module):
-    """Convolution, depthwise, transposed and dense weights, functional and as layers; pools, concatenation, constants, activations."""
+    """All kinds of weights, functional and as layers; pools, concatenation, constants, activations."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,14 +1,17 @@
-"""The predecessor's configuration classes, with its names, order and defaults; what each option becomes stands beside it."""
+"""The predecessor's configurations, with its names, order and defaults; what each option becomes stands beside it."""
 
 from __future__ import annotations
 
 import math
-from enum import Enum
-from typing import Any
+from dataclasses import field
+from typing import Annotated, Any
+
+from pydantic import Field, InstanceOf
 
 from chipfit.errors import ConfigError, UnsupportedError
-from chipfit.facade.core.network_editor import EditRule, NodeFilter, filters_of
-from chipfit.facade.core.options import option, options
+from chipfit.facade.checks import Number, by_name, checked, record
+from chipfit.facade.core.error_method import QuantizationErrorMethod
+from chipfit.facade.core.network_editor import KERNELS, EditRule, NodeFilter, Width, filters_of
 from chipfit.settings import Settings
 
 __all__ = [
@@ -23,32 +26,12 @@ __all__ = [
 ]
 
 
-class QuantizationErrorMethod(Enum):
-    """How the range of a grid is found: by which error between a tensor and its codes."""
-
-    NOCLIPPING = 0  #: the whole range that was seen
-    MSE = 1  #: mean squared error
-    MAE = 2  #: mean absolute error
-    KL = 4  #: Kullback-Leibler divergence
-    LP = 5  #: mean |error|^p
-    HMSE = 6  #: squared error weighed by the Hessian of the loss
-
-    def rule(self, p: float = 2.0) -> str:
-        """The range rule of this name; `p` is the exponent of LP.
-
-        Raises:
-            UnsupportedError: HMSE, which needs scores that only gradient-based tuning computes.
-        """
-        if self is QuantizationErrorMethod.HMSE:
-            raise UnsupportedError(
-                "HMSE needs Hessian scores, which are not computed yet",
-                allowed="NOCLIPPING, MSE, MAE, KL, LP",
-                hint="use MSE",
-            )
-        return {"NOCLIPPING": "no_clipping", "LP": f"lp(p={p})"}.get(self.name, self.name.lower())
+AtLeast0 = Annotated[Number, Field(ge=0)]
+AtLeast1 = Annotated[Number, Field(ge=1)]
+ErrorMethod = Annotated[QuantizationErrorMethod, by_name(QuantizationErrorMethod)]
 
 
-@options
+@record(ConfigError)
 class QuantizationConfig:
     """How a model is quantized: range rules, rewrites of the network, corrections of what rounding takes away.
 
@@ -57,49 +40,36 @@ class QuantizationConfig:
         ConfigError: a value of the wrong kind, or outside its bounds.
     """
 
-    activation_error_method: QuantizationErrorMethod = QuantizationErrorMethod.MSE
-    weights_error_method: QuantizationErrorMethod = QuantizationErrorMethod.MSE
+    activation_error_method: ErrorMethod = QuantizationErrorMethod.MSE
+    weights_error_method: ErrorMethod = QuantizationErrorMethod.MSE
     relu_bound_to_power_of_2: bool = False
     weights_bias_correction: bool = True
     weights_second_moment_correction: bool = False
     input_scaling: bool = False  #: would change what the model computes; refused
     softmax_shift: bool = False
     shift_negative_activation_correction: bool = True
-    activation_channel_equalization: bool = (
-        False  #: weights of neighbouring layers get equal ranges, channel by channel
-    )
-    z_threshold: float = math.inf
-    l_p_value: float = 2.0  #: exponent of the error method LP
+    #: weights of neighbouring layers get equal ranges, channel by channel
+    activation_channel_equalization: bool = False
+    z_threshold: AtLeast0 = math.inf
+    l_p_value: AtLeast1 = 2.0  #: exponent of the error method LP
     linear_collapsing: bool = True
     residual_collapsing: bool = True
-    shift_negative_ratio: float = 0.05
-    shift_negative_threshold_recalculation: bool = (
-        False  #: no effect: ranges are always searched in the shifted statistics
-    )
-    shift_negative_params_search: bool = False  #: a search of the shift itself is not there yet; refused
+    shift_negative_ratio: AtLeast0 = 0.05
+    #: no effect: ranges are always searched in the shifted statistics
+    shift_negative_threshold_recalculation: bool = False
+    shift_negative_params_search: bool = False  #: a search of the shift itself is not supported; refused
     concat_threshold_update: bool = False
     activation_bias_correction: bool = False
-    activation_bias_correction_threshold: float = 0.0  #: in percent of the mean of the operator's input
+    activation_bias_correction_threshold: AtLeast0 = 0.0  #: in percent of the mean of the operator's input
     #: operator set of a modelled platform -> its layers, for sets whose name says none
-    custom_tpc_opset_to_layer: dict[str, Any] | None = option(default=None, kind=dict)
+    custom_tpc_opset_to_layer: InstanceOf[dict[str, Any]] | None = None
 
     def to_settings(self) -> Settings:
         """The optional steps.
 
         Raises:
-            ConfigError: a number outside its bounds.
-            UnsupportedError: an option that is not there yet.
+            UnsupportedError: an option that is not supported.
         """
-        for name, least in (
-            ("shift_negative_ratio", 0),
-            ("activation_bias_correction_threshold", 0),
-            ("z_threshold", 0),
-            ("l_p_value", 1),
-        ):
-            if not getattr(self, name) >= least:
-                raise ConfigError(
-                    f"The option '{name}' is out of bounds", got=getattr(self, name), allowed=f"at least {least}"
-                )
         if self.input_scaling:
             raise UnsupportedError(
                 "input_scaling would return a model that expects other inputs than the one that was given",
@@ -107,9 +77,10 @@ class QuantizationConfig:
             )
         if self.shift_negative_params_search:
             raise UnsupportedError(
-                "Searching the shift of negative activations is not there yet",
+                "Searching the shift of negative activations is not supported",
                 hint="leave shift_negative_params_search off",
             )
+        percent = self.activation_bias_correction_threshold
         return Settings(
             collapse_linear=self.linear_collapsing,
             collapse_residual=self.residual_collapsing,
@@ -120,9 +91,7 @@ class QuantizationConfig:
             concat_ranges=self.concat_threshold_update,
             correct_second_moment=self.weights_second_moment_correction,
             correct_bias=self.weights_bias_correction,
-            correct_activation_bias=self.activation_bias_correction_threshold / 100
-            if self.activation_bias_correction
-            else None,
+            correct_activation_bias=percent / 100 if self.activation_bias_correction else None,
         )
 
     def to_rules(self) -> dict[str, Any]:
@@ -168,17 +137,16 @@ class BitWidthConfig:
 
         Args:
             filters, bit_widths: as above.
-            attrs: which weights, one for all filters or one for each. Kernels alone have a choice: the platform stores a bias in one format.
+            attrs: which weights, one for all filters or one for each. Kernels alone have a choice: the platform stores
+                a bias in one format.
 
         Raises:
             ConfigError: as above, or another attribute than the kernel.
         """
         pairs = _paired(filters, bit_widths)
         for attr in attrs if isinstance(attrs, list) else [attrs]:
-            if attr not in _KERNELS:
-                raise ConfigError(
-                    "Only the width of kernels can be chosen", got=repr(attr), allowed=", ".join(_KERNELS)
-                )
+            if attr not in KERNELS:
+                raise ConfigError("Only the width of kernels can be chosen", got=repr(attr), allowed=", ".join(KERNELS))
         if isinstance(attrs, list) and len(attrs) not in (1, len(pairs)):
             raise ConfigError(
                 f"There are {len(attrs)} attributes for {len(pairs)} filters", allowed="one for all, or one for each"
@@ -189,94 +157,80 @@ class BitWidthConfig:
         return f"BitWidthConfig({self.choices})"
 
 
-#: names that the weights of linear operators go by
-_KERNELS = ("kernel", "kernel_attr", "weight", "depthwise_kernel")
-
-
 def _paired(filters: Any, bit_widths: Any) -> list[tuple[NodeFilter, int]]:
     chosen = filters_of(filters)
     widths = list(bit_widths) if isinstance(bit_widths, (list, tuple)) else [bit_widths]
-    for w in widths:
-        if not isinstance(w, int) or isinstance(w, bool) or w < 1:
-            raise ConfigError("A bit width is not understood", got=repr(w), allowed="a number of bits, at least 1")
+    checked(list[Width], widths, ConfigError, "BitWidthConfig", "bit_widths")
     if len(widths) not in (1, len(chosen)):
         raise ConfigError(
             f"There are {len(widths)} bit widths for {len(chosen)} filters", allowed="one for all, or one for each"
         )
-    return list(zip(chosen, widths * (len(chosen) if len(widths) == 1 else 1), strict=True))
+    return list(zip(chosen, widths * len(chosen) if len(widths) == 1 else widths, strict=True))
 
 
-@options
+@record(ConfigError)
 class ResourceUtilization:
-    """Limits on what the quantized model takes; infinity is no limit. Also what a model takes: see `UserInformation`."""
+    """Limits on what the quantized model takes, or infinity. Also what a model takes: see `UserInformation`."""
 
-    weights_memory: float = math.inf  #: [byte]
-    activation_memory: float = math.inf  #: [byte]
-    total_memory: float = math.inf  #: [byte]
-    bops: float = math.inf  #: bit operations
+    weights_memory: Number = math.inf  #: [byte]
+    activation_memory: Number = math.inf  #: [byte]
+    total_memory: Number = math.inf  #: [byte]
+    bops: Number = math.inf  #: bit operations
 
     def is_any_restricted(self) -> bool:
         """Whether some limit is finite."""
         return any(math.isfinite(v) for v in vars(self).values())
 
 
-@options
+@record(ConfigError)
 class MixedPrecisionQuantizationConfig:
-    """How bit widths are searched. Searching is not there yet: a facade refuses limits, which is what would start it."""
+    """How bit widths are searched. Searching is not supported: a facade refuses limits, which would start it."""
 
     num_of_images: int = 32
-    configuration_overwrite: list[int] | None = option(default=None, kind=list)
-    num_interest_points_factor: float = 1.0
+    configuration_overwrite: InstanceOf[list[int]] | None = None
+    num_interest_points_factor: Number = 1.0
     use_hessian_based_scores: bool = False
     norm_scores: bool = True
     refine_mp_solution: bool = True
 
 
-@options
+@record(ConfigError)
 class DebugConfig:
     """What to watch and to change by hand.
 
     Args:
         analyze_similarity: refused; `Result.verify` and `Result.report` tell the error of every layer.
         network_editor: rules that change how single layers are quantized, in order.
-        simulate_scheduler: refused; not there yet.
+        simulate_scheduler: refused; not supported.
         bypass: return the float model as it is.
     """
 
     analyze_similarity: bool = False
-    network_editor: list[EditRule] = option(factory=list, kind=list)
+    network_editor: InstanceOf[list[EditRule]] = field(default_factory=list)
     simulate_scheduler: bool = False
     bypass: bool = False
 
     def check(self) -> None:
-        """Refuse what is not there, before any work is done.
+        """Refuse what is not supported, before any work is done.
 
         Raises:
             ConfigError: something in `network_editor` that is no EditRule.
-            UnsupportedError: an option that is not there yet.
+            UnsupportedError: an option that is not supported.
         """
-        for rule in self.network_editor:
-            if not isinstance(rule, EditRule):
-                raise ConfigError(
-                    "network_editor holds something that is no EditRule",
-                    got=repr(rule),
-                    allowed="EditRule(filter, action)",
-                )
+        checked(list[EditRule], self.network_editor, ConfigError, "DebugConfig", "network_editor")
         if self.analyze_similarity:
             raise UnsupportedError(
-                "analyze_similarity is not there", hint="information.result.verify(data) compares every layer"
+                "analyze_similarity is not supported", hint="information.result.verify(data) compares every layer"
             )
         if self.simulate_scheduler:
-            raise UnsupportedError("simulate_scheduler is not there yet", hint="leave it off")
+            raise UnsupportedError("simulate_scheduler is not supported", hint="leave it off")
 
 
-@options
+@record(ConfigError)
 class CoreConfig:
     """Everything about one quantization."""
 
-    quantization_config: QuantizationConfig = option(factory=QuantizationConfig, kind=QuantizationConfig)
-    mixed_precision_config: MixedPrecisionQuantizationConfig | None = option(
-        default=None, kind=MixedPrecisionQuantizationConfig
-    )
-    bit_width_config: BitWidthConfig = option(factory=BitWidthConfig, kind=BitWidthConfig)
-    debug_config: DebugConfig = option(factory=DebugConfig, kind=DebugConfig)
+    quantization_config: QuantizationConfig = field(default_factory=QuantizationConfig)
+    mixed_precision_config: MixedPrecisionQuantizationConfig | None = None
+    bit_width_config: BitWidthConfig = field(default_factory=BitWidthConfig)
+    debug_config: DebugConfig = field(default_factory=DebugConfig)

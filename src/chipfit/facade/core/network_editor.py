@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 
 from chipfit.decide.overrides import check_choices
 from chipfit.errors import ConfigError, UnknownNameError
-from chipfit.facade.target_platform.capabilities import LayerFilterParams
+from chipfit.facade.checks import Name, allowed, arguments, by_name, checked, record
+from chipfit.facade.core.error_method import QuantizationErrorMethod
+from chipfit.facade.target_platform.capabilities import matches, members_of
 from chipfit.facade.target_platform.configs import QuantizationMethod, Signedness
-from chipfit.facade.target_platform.layers import member_of
 from chipfit.graph.ir import Node
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges.qparams import QParams, finish_scale, from_min_max
@@ -47,7 +49,7 @@ __all__ = [
 
 
 class NodeFilter:
-    """Chooses layers. Filters are joined by `&` and `|` and turned round by `~`, nested at will."""
+    """Chooses layers. Filters are joined by `&` and `|` and negated by `~`, nested at will."""
 
     def match(self, node: Node) -> bool:
         """Whether the layer is meant."""
@@ -82,25 +84,21 @@ class NodeTypeFilter(NodeFilter):
     node_type: Any
 
     def __post_init__(self) -> None:
-        member = self.node_type.member if isinstance(self.node_type, LayerFilterParams) else member_of(self.node_type)
-        object.__setattr__(self, "_member", member)
+        object.__setattr__(self, "_member", members_of([self.node_type])[0])
 
     def match(self, node: Node) -> bool:
-        return self._member.match(node.op, node.layer_type, node.config)  # type: ignore[attr-defined, no-any-return]  # of __post_init__
+        return matches(self._member, node)  # type: ignore[attr-defined]  # of __post_init__
 
     @property
     def name(self) -> str:
         return getattr(self.node_type, "__name__", str(self.node_type))
 
 
-@dataclass(frozen=True)
+@record(ConfigError, frozen=True)
 class NodeNameFilter(NodeFilter):
-    """The layer of a name: the path of a module ("layer1.0.conv1", or with underscores), of a Keras layer, or of a node."""
+    """The layer of a name: of a module ("layer1.0.conv1", or with underscores), of a Keras layer, or of a node."""
 
-    node_name: str
-
-    def __post_init__(self) -> None:
-        _demand_name(self.node_name)
+    node_name: Name
 
     def match(self, node: Node) -> bool:
         return self.node_name in _names(node)
@@ -110,14 +108,11 @@ class NodeNameFilter(NodeFilter):
         return self.node_name
 
 
-@dataclass(frozen=True)
+@record(ConfigError, frozen=True)
 class NodeNameScopeFilter(NodeFilter):
     """Layers whose name contains a text."""
 
-    node_name_scope: str
-
-    def __post_init__(self) -> None:
-        _demand_name(self.node_name_scope)
+    node_name_scope: Name
 
     def match(self, node: Node) -> bool:
         return any(self.node_name_scope in n for n in _names(node))
@@ -150,9 +145,7 @@ def _names(node: Node) -> tuple[str, ...]:
     return node.layer, node.name, node.layer.replace(".", "_")
 
 
-def _demand_name(name: Any) -> None:
-    if not isinstance(name, str) or not name:
-        raise ConfigError("A filter by name needs a name", got=repr(name), allowed="a text that is not empty")
+Filter = Annotated[InstanceOf[NodeFilter], allowed("NodeTypeFilter, NodeNameFilter, NodeNameScopeFilter")]
 
 
 def filters_of(given: Any) -> list[NodeFilter]:
@@ -162,18 +155,16 @@ def filters_of(given: Any) -> list[NodeFilter]:
         ConfigError: none, or something that is no filter.
     """
     found = list(given) if isinstance(given, (list, tuple)) else [given]
-    for f in found or [None]:
-        if not isinstance(f, NodeFilter):
-            raise ConfigError(
-                "This is no filter of layers",
-                got=repr(f),
-                allowed="NodeTypeFilter, NodeNameFilter, NodeNameScopeFilter",
-            )
-    return found
+    filters: list[NodeFilter] = checked(
+        Annotated[list[Filter], Field(min_length=1)], found, ConfigError, "a rule", "filters"
+    )
+    return filters
 
 
 # ---------------------------------------------------------------- actions
 
+#: names that the weights of linear operators go by
+KERNELS = ("kernel", "kernel_attr", "weight", "depthwise_kernel")
 _METHODS = {
     QuantizationMethod.POWER_OF_TWO: "power_of_two",
     QuantizationMethod.SYMMETRIC: "symmetric",
@@ -181,13 +172,33 @@ _METHODS = {
     QuantizationMethod.LUT_POT_QUANTIZER: "lut_power_of_two",
     QuantizationMethod.LUT_SYM_QUANTIZER: "lut_symmetric",
 }
-_Table = Mapping[str, tuple[str, Callable[[Any], Any]]]
+
+# what an attribute may be, and which choice of `overrides` it becomes
+Width = Annotated[int, Field(ge=1), allowed("a number of bits, at least 1")]
+_Enabled = Annotated[bool, AfterValidator(lambda on: None if on else "float")]
+_PerChannel = Annotated[bool, AfterValidator(lambda on: "channel" if on else "tensor")]
+_Method = Annotated[QuantizationMethod, by_name(QuantizationMethod), AfterValidator(_METHODS.__getitem__)]
+_ErrorMethod = Annotated[QuantizationErrorMethod, by_name(QuantizationErrorMethod)]
+_SIGNS = (Signedness.SIGNED, Signedness.UNSIGNED)
+_Signed = Annotated[
+    bool,
+    BeforeValidator(lambda sign: sign is Signedness.SIGNED if sign in _SIGNS else sign),
+    allowed("Signedness.SIGNED, Signedness.UNSIGNED"),
+]
+_Attributes = Mapping[str, tuple[str, Any]]
+
+
+ACTIONS: list[type[Action]] = []  #: every action that a rule may have
 
 
 class Action:
     """What is different about the layers of a rule."""
 
-    final = False  #: said after everything else, so that it wins
+    final = False  #: applied after everything else, so that it wins
+
+    def __init_subclass__(cls) -> None:
+        if not cls.__name__.startswith("_"):
+            ACTIONS.append(cls)
 
     def __init__(self, choices: Mapping[str, Any]) -> None:
         self.choices = dict(choices)  #: a table of `overrides`
@@ -201,7 +212,7 @@ class Action:
 class _ByAttributes(Action):
     """Fields of a layer's configuration by the predecessor's names."""
 
-    table: _Table = {}
+    table: _Attributes = {}
     error_method: str
 
     def __init__(self, **kwargs: Any) -> None:
@@ -220,71 +231,26 @@ class _ByAttributes(Action):
         for attr, value in kwargs.items():
             if attr not in self.table:
                 raise UnknownNameError(f"attribute of {type(self).__name__}", attr, [*self.table, "l_p_value"])
-            choice, convert = self.table[attr]
-            try:
-                choices[choice] = value.rule(p or 2.0) if attr == self.error_method else convert(value)
-            except (KeyError, AttributeError, TypeError):
-                raise ConfigError(
-                    f"'{attr}' of {type(self).__name__} is of the wrong kind", got=repr(value), allowed=_KINDS[choice]
-                ) from None
+            choice, kind = self.table[attr]
+            converted = checked(kind, value, ConfigError, type(self).__name__, attr)
+            choices[choice] = converted.rule(p or 2.0) if attr == self.error_method else converted
         super().__init__(choices)
 
 
-_KINDS = {
-    "bits": "a number of bits, or True and False of enable_weights_quantization",
-    "activation_bits": "a number of bits, or True and False of enable_activation_quantization",
-    "method": ", ".join(map(str, _METHODS)),
-    "weight_method": ", ".join(map(str, _METHODS)),
-    "per": "True, False",
-    "signed": ", ".join(map(str, Signedness)),
-    "rule": "a QuantizationErrorMethod",
-    "weight_rule": "a QuantizationErrorMethod",
-    "z_threshold": "a number above 0",
+_WEIGHTS: _Attributes = {
+    "weights_n_bits": ("bits", Width),
+    "enable_weights_quantization": ("bits", _Enabled),
+    "weights_quantization_method": ("weight_method", _Method),
+    "weights_error_method": ("weight_rule", _ErrorMethod),
+    "weights_per_channel_threshold": ("per", _PerChannel),
 }
-
-
-def _width(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise TypeError
-    return value
-
-
-def _number(value: Any) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError
-    return float(value)
-
-
-def _enabled(value: Any) -> str | None:
-    return {True: None, False: "float"}[_flag(value)]
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
-
-
-def _sign(value: Any) -> bool | None:
-    if isinstance(value, bool):
-        return value
-    return {Signedness.SIGNED: True, Signedness.UNSIGNED: False}[value]
-
-
-_WEIGHTS: _Table = {
-    "weights_n_bits": ("bits", _width),
-    "enable_weights_quantization": ("bits", _enabled),
-    "weights_quantization_method": ("weight_method", _METHODS.__getitem__),
-    "weights_error_method": ("weight_rule", str),
-    "weights_per_channel_threshold": ("per", lambda v: "channel" if _flag(v) else "tensor"),
-}
-_ACTIVATIONS: _Table = {
-    "activation_n_bits": ("activation_bits", _width),
-    "enable_activation_quantization": ("activation_bits", _enabled),
-    "activation_quantization_method": ("method", _METHODS.__getitem__),
-    "activation_error_method": ("rule", str),
-    "signedness": ("signed", _sign),
-    "z_threshold": ("z_threshold", _number),
+_ACTIVATIONS: _Attributes = {
+    "activation_n_bits": ("activation_bits", Width),
+    "enable_activation_quantization": ("activation_bits", _Enabled),
+    "activation_quantization_method": ("method", _Method),
+    "activation_error_method": ("rule", _ErrorMethod),
+    "signedness": ("signed", _Signed),
+    "z_threshold": ("z_threshold", float),
 }
 
 
@@ -299,13 +265,13 @@ class ChangeCandidatesWeightsQuantConfigAttr(_ByAttributes):
     table, error_method = _WEIGHTS, "weights_error_method"
 
     def __init__(self, attr_name: str = "kernel", **kwargs: Any) -> None:
-        if attr_name not in ("kernel", "kernel_attr", "weight", "depthwise_kernel"):
+        if attr_name not in KERNELS:
             raise ConfigError("Only the settings of kernels can be changed", got=repr(attr_name), allowed="kernel")
         super().__init__(**kwargs)
 
 
 class ChangeFinalWeightsQuantConfigAttr(ChangeCandidatesWeightsQuantConfigAttr):
-    """The same, after bit widths are chosen: wins over everything else that is said about the layer's weights."""
+    """The same, after bit widths are chosen: wins over all other rules about the layer's weights."""
 
     final = True
 
@@ -322,7 +288,7 @@ class ChangeCandidatesActivationQuantConfigAttr(_ByAttributes):
 
 
 class ChangeFinalActivationQuantConfigAttr(ChangeCandidatesActivationQuantConfigAttr):
-    """The same, after bit widths are chosen: wins over everything else that is said about the layer's result."""
+    """The same, after bit widths are chosen: wins over all other rules about the layer's result."""
 
     final = True
 
@@ -353,33 +319,34 @@ class ChangeFinalActivationQuantizationMethod(ChangeCandidatesActivationQuantiza
     final = True
 
 
+_Rule = Annotated[str | Callable[..., Any], allowed("a function, or the name of a range rule")]
+
+
 class ChangeQuantizationParamFunction(Action):
     """Another way to find ranges.
 
     Args:
         activation_quantization_params_fn, weights_quantization_params_fn: the name of a range rule, or a function
-            `(sample, grid)` that returns `QParams`, {"threshold": t} or {"range_min": a, "range_max": b}; t, a and b are
-            numbers, or tensors with one entry for each channel. `sample` is a `chipfit.ranges.search.Sample` (values,
-            counts, extremes), `grid` the codes.
+            `(sample, grid)` that returns `QParams`, {"threshold": t} or {"range_min": a, "range_max": b}; t, a and b
+            are numbers, or tensors with one entry for each channel. `sample` is a `chipfit.ranges.search.Sample`
+            (values, counts, extremes), `grid` the codes.
 
     Raises:
         UnknownNameError: no range rule of that name.
         ConfigError: neither a name nor a function.
     """
 
+    @arguments(ConfigError)
     def __init__(
-        self, activation_quantization_params_fn: Any = None, weights_quantization_params_fn: Any = None
+        self,
+        activation_quantization_params_fn: _Rule | None = None,
+        weights_quantization_params_fn: _Rule | None = None,
     ) -> None:
         given = {"rule": activation_quantization_params_fn, "weight_rule": weights_quantization_params_fn}
-        given = {k: v for k, v in given.items() if v is not None}
-        for v in given.values() or [None]:
-            if not (isinstance(v, str) or callable(v)):
-                raise ConfigError(
-                    "ChangeQuantizationParamFunction needs a function",
-                    got=repr(v),
-                    allowed="a function, or the name of a range rule",
-                )
-        super().__init__({k: v if isinstance(v, str) else _ByFunction(v) for k, v in given.items()})
+        given = {k: v if isinstance(v, str) else _ByFunction(v) for k, v in given.items() if v is not None}
+        if not given:
+            raise ConfigError("ChangeQuantizationParamFunction needs a function, or the name of a range rule")
+        super().__init__(given)
 
 
 @dataclass(frozen=True)
@@ -393,22 +360,25 @@ class _ByFunction:
         return getattr(self.function, "__name__", repr(self.function))
 
     def __call__(self, sample: Sample, grid: Grid) -> QParams:
-        said = self.function(sample, grid)
-        if isinstance(said, QParams):
-            return said
+        found = self.function(sample, grid)
+        if isinstance(found, QParams):
+            return found
         try:
-            if "threshold" in said:
-                t = _per_channel(said["threshold"], sample)
+            if "threshold" in found:
+                t = _per_channel(found["threshold"], sample)
                 if grid.zero != 0:  # no threshold, but a range that is as wide
                     return from_min_max(torch.where(sample.low < 0, -t, 0.0), t, grid)
                 scale = finish_scale(t / (-grid.qmin or grid.qmax + 1), grid)
                 return QParams(scale, torch.zeros_like(scale, dtype=torch.int32))
-            return from_min_max(_per_channel(said["range_min"], sample), _per_channel(said["range_max"], sample), grid)
+            return from_min_max(
+                _per_channel(found["range_min"], sample), _per_channel(found["range_max"], sample), grid
+            )
         except (KeyError, TypeError, ValueError, RuntimeError):
             raise ConfigError(
                 f"The function '{self.__name__}' returned no range",
-                got=repr(said),
-                allowed='QParams, {"threshold": t}, or {"range_min": a, "range_max": b}; numbers, or tensors with one entry per channel',
+                got=repr(found),
+                allowed='QParams, {"threshold": t}, or {"range_min": a, "range_max": b}; '
+                "numbers, or tensors with one entry per channel",
             ) from None
 
 
@@ -424,25 +394,22 @@ class ReplaceLayer(Action):
 
     Args:
         layer_type: class of the new layer.
-        get_params_and_weights_fn: `(weights, **attributes)` of the old layer, a table of tensors and its constructor arguments, to the
-            pair of the new one's.
+        get_params_and_weights_fn: `(weights, **attributes)` of the old layer, a table of tensors and its constructor
+            arguments, to the pair of the new one's.
 
     Raises:
         ConfigError: no class, or no function.
     """
 
+    @arguments(ConfigError)
     def __init__(
         self, layer_type: type, get_params_and_weights_fn: Callable[..., tuple[Mapping[str, Any], Mapping[str, Any]]]
     ) -> None:
-        if not isinstance(layer_type, type) or not callable(get_params_and_weights_fn):
-            raise ConfigError(
-                "ReplaceLayer needs a class and a function", got=f"{layer_type!r}, {get_params_and_weights_fn!r}"
-            )
         super().__init__({})
         self.layer_type, self.get_params_and_weights_fn = layer_type, get_params_and_weights_fn
 
 
-@dataclass(frozen=True)
+@record(ConfigError, frozen=True)
 class EditRule:
     """What is different about some layers.
 
@@ -454,29 +421,8 @@ class EditRule:
         ConfigError: no filter, or no action.
     """
 
-    filter: NodeFilter
-    action: Action
-
-    def __post_init__(self) -> None:
-        filters_of(self.filter)
-        if not isinstance(self.action, Action):
-            raise ConfigError(
-                "An EditRule needs an action", got=repr(self.action), allowed=", ".join(c.__name__ for c in ACTIONS)
-            )
-
-
-ACTIONS: tuple[type[Action], ...] = (
-    ChangeCandidatesWeightsQuantConfigAttr,
-    ChangeFinalWeightsQuantConfigAttr,
-    ChangeCandidatesActivationQuantConfigAttr,
-    ChangeFinalActivationQuantConfigAttr,
-    ChangeCandidatesWeightsQuantizationMethod,
-    ChangeFinalWeightsQuantizationMethod,
-    ChangeCandidatesActivationQuantizationMethod,
-    ChangeFinalActivationQuantizationMethod,
-    ChangeQuantizationParamFunction,
-    ReplaceLayer,
-)
+    filter: Filter
+    action: Annotated[Action, allowed(", ".join(c.__name__ for c in ACTIONS))]
 
 
 def to_overrides(rules: Iterable[EditRule]) -> list[tuple[NodeFilter, dict[str, Any]]]:

@@ -67,6 +67,6 @@ def _replacement(name: str, old: torch.nn.Module, action: ReplaceLayer) -> torch
         raise ConfigError(
             f"'{name}' cannot become a {action.layer_type.__name__}",
             got=str(e).splitlines()[0],
-            allowed="get_params_and_weights_fn(weights, **attributes) returns (weights, attributes) that fit the new layer",
+            allowed="get_params_and_weights_fn(weights, **attributes) returns (weights, attributes) that fit the layer",
         ) from e
     return new.train(old.training)

@@ -2,46 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from chipfit.errors import ModelingError
+from chipfit.facade.checks import arguments
 from chipfit.facade.target_platform.configs import OpQuantizationConfig, QuantizationConfigOptions
 from chipfit.facade.target_platform.layers import member_of, squash
-from chipfit.facade.target_platform.model import OperatorSetConcat, OperatorsSet, TargetPlatformModel
+from chipfit.facade.target_platform.model import OperatorGroup, TargetPlatformModel
 from chipfit.graph.config import call_settings, module_settings, plain
 from chipfit.graph.ir import Node
 from chipfit.platform.filters import AttributeFilter, Member
 from chipfit.platform.schema import Platform
 
+__all__ = [
+    "AttributeFilter",
+    "Contains",
+    "DefaultDict",
+    "Eq",
+    "Greater",
+    "GreaterEq",
+    "LayerFilterParams",
+    "NotEq",
+    "OperationsSetToLayers",
+    "OperationsToLayers",
+    "Smaller",
+    "SmallerEq",
+    "TargetPlatformCapabilities",
+]
+
 _CURRENT: ContextVar[TargetPlatformCapabilities | None] = ContextVar("target_platform_capabilities", default=None)
 
 
-def _test(name: str, doc: str) -> Any:
+def _filter(name: str, test: str, doc: str) -> Any:
     def make(attr: str, value: Any) -> AttributeFilter:
-        return AttributeFilter(attr=attr, test=name, value=value)  # type: ignore[arg-type]  # one of the literals
+        return AttributeFilter(attr=attr, test=test, value=value)  # type: ignore[arg-type]  # one of the literals
 
-    make.__name__ = make.__qualname__ = {
-        "eq": "Eq",
-        "ne": "NotEq",
-        "gt": "Greater",
-        "ge": "GreaterEq",
-        "lt": "Smaller",
-        "le": "SmallerEq",
-        "contains": "Contains",
-    }[name]
+    make.__name__ = make.__qualname__ = name
     make.__doc__ = f"Layers that have the attribute, with a value {doc} `value`. Combine with `&` and `|`."
     return make
 
 
-Eq = _test("eq", "equal to")
-NotEq = _test("ne", "other than")
-Greater = _test("gt", "above")
-GreaterEq = _test("ge", "at or above")
-Smaller = _test("lt", "below")
-SmallerEq = _test("le", "at or below")
-Contains = _test("contains", "that contains")
+Eq = _filter("Eq", "eq", "equal to")
+NotEq = _filter("NotEq", "ne", "other than")
+Greater = _filter("Greater", "gt", "above")
+GreaterEq = _filter("GreaterEq", "ge", "at or above")
+Smaller = _filter("Smaller", "lt", "below")
+SmallerEq = _filter("SmallerEq", "le", "at or below")
+Contains = _filter("Contains", "contains", "that contains")
 
 
 class DefaultDict:
@@ -59,10 +71,7 @@ class DefaultDict:
         return self.known_dict.keys()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, DefaultDict) and (self.known_dict, self.default_value) == (
-            other.known_dict,
-            other.default_value,
-        )
+        return isinstance(other, DefaultDict) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
         return hash(len(self.known_dict))
@@ -93,31 +102,22 @@ class LayerFilterParams:
     @property
     def member(self) -> Member:
         """The filter as data."""
-        base = member_of(self.layer)
-        tests = [AttributeFilter(attr=k, test="is", value=v) for k, v in self.kwargs.items()] + list(self.conditions)
-        if not tests:
-            return base
-        return base.model_copy(
-            update={"where": tests[0] if len(tests) == 1 else AttributeFilter.model_validate({"all": tests})}
-        )
+        tests = [*(AttributeFilter(attr=k, test="is", value=v) for k, v in self.kwargs.items()), *self.conditions]
+        where = tests[0] if len(tests) == 1 else AttributeFilter(all_=tuple(tests)) if tests else None
+        return member_of(self.layer).model_copy(update={"where": where})
 
     def match(self, node: Any) -> bool:
         """Whether a node of a graph, a layer object, or a call `(function, keyword arguments)` is meant."""
         if isinstance(node, Node):
             return matches(self.member, node)
         kind, config = describe(node)
-        own = getattr(self.layer, "__name__", str(self.layer))
-        same = kind is self.layer or (
-            isinstance(self.layer, str) and squash(own) == squash(getattr(kind, "__name__", str(kind)))
-        )
+        named = isinstance(self.layer, str) and squash(self.layer) == squash(getattr(kind, "__name__", str(kind)))
+        same = kind is self.layer or named
         where = self.member.where
         return same and (where is None or where.match(config))
 
-    def _key(self) -> tuple[Any, ...]:
-        return self.layer, self.conditions, tuple(sorted(self.kwargs.items(), key=lambda kv: kv[0]))
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LayerFilterParams) and self._key() == other._key()
+        return isinstance(other, LayerFilterParams) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -125,6 +125,15 @@ class LayerFilterParams:
     def __repr__(self) -> str:
         words = [f"{k}={v}" for k, v in self.kwargs.items()] + [repr(c) for c in self.conditions]
         return f"{_label(self.layer)}({', '.join(words)})"
+
+
+def members_of(layers: Iterable[Any]) -> tuple[Member, ...]:
+    """What layers stand for: classes, functions, names, and LayerFilterParams.
+
+    Raises:
+        ModelingError: something that is no known operator; lists near names.
+    """
+    return tuple(x.member if isinstance(x, LayerFilterParams) else member_of(x) for x in layers)
 
 
 def matches(member: Member, node: Node) -> bool:
@@ -150,22 +159,15 @@ class OperationsSetToLayers:
         attr_mapping: generic weight attribute -> DefaultDict of layer -> the framework's name of that attribute.
     """
 
+    @arguments(ModelingError)
     def __init__(
-        self, op_set_name: str, layers: list[Any], attr_mapping: Mapping[str, DefaultDict] | None = None
+        self,
+        op_set_name: str,
+        layers: Annotated[Sequence[Any], Field(min_length=1)],
+        attr_mapping: Mapping[str, DefaultDict] | None = None,
     ) -> None:
-        if not isinstance(layers, (list, tuple)):
-            raise ModelingError(
-                f"The layers of '{op_set_name}' must be a list", got=f"{layers!r} of type {type(layers).__name__}"
-            )
-        if not layers:
-            raise ModelingError(f"The layers of '{op_set_name}' are empty", hint="list at least one layer")
-        for generic, mapping in (attr_mapping or {}).items():
-            if not isinstance(mapping, DefaultDict):
-                raise ModelingError(f"attr_mapping['{generic}'] must be a DefaultDict", got=repr(mapping))
         self.name, self.layers, self.attr_mapping = op_set_name, list(layers), dict(attr_mapping or {})
-        self.members = tuple(
-            dict.fromkeys(x.member if isinstance(x, LayerFilterParams) else member_of(x) for x in layers)
-        )
+        self.members = tuple(dict.fromkeys(members_of(layers)))
         tpc = _CURRENT.get()
         if tpc is not None:
             tpc._add(self)
@@ -190,9 +192,8 @@ class OperationsToLayers:
         """
         if not isinstance(entry, OperationsSetToLayers):
             raise ModelingError("Not an OperationsSetToLayers", got=f"{entry!r} of type {type(entry).__name__}")
-        for other in self.op_sets_to_layers:
-            if other.name == entry.name:
-                raise ModelingError(f"The layers of '{entry.name}' are given twice")
+        if entry.name in [other.name for other in self.op_sets_to_layers]:
+            raise ModelingError(f"The layers of '{entry.name}' are given twice")
         seen = {_hashable(layer): o.name for o in self.op_sets_to_layers for layer in o.layers}
         for layer in entry.layers:
             if _hashable(layer) in seen:
@@ -203,7 +204,7 @@ class OperationsToLayers:
             seen[_hashable(layer)] = entry.name
         self.op_sets_to_layers.append(entry)
 
-    def get_layers_by_op(self, op: OperatorsSet | OperatorSetConcat) -> list[Any] | None:
+    def get_layers_by_op(self, op: OperatorGroup) -> list[Any] | None:
         """The layers of a set; those of all members for a concatenation; None where none are attached."""
         named = {o.name: o.layers for o in self.op_sets_to_layers}
         if op.name in named:
@@ -226,6 +227,7 @@ class TargetPlatformCapabilities:
         ModelingError: see `OperationsToLayers.add`; also a set that the model does not define.
     """
 
+    @arguments(ModelingError)
     def __init__(
         self,
         tp_model: TargetPlatformModel,
@@ -235,10 +237,6 @@ class TargetPlatformCapabilities:
         op_sets_to_layers: OperationsToLayers | None = None,
         platform: Platform | None = None,
     ) -> None:
-        if not isinstance(tp_model, TargetPlatformModel):
-            raise ModelingError(
-                "tp_model must be a TargetPlatformModel", got=f"{tp_model!r} of type {type(tp_model).__name__}"
-            )
         self.tp_model, self.name, self.version = tp_model, name, version
         self.op_sets_to_layers = OperationsToLayers()
         self.source = platform
@@ -263,19 +261,21 @@ class TargetPlatformCapabilities:
 
     # ---- questions
 
+    @property
+    def _entries(self) -> list[OperationsSetToLayers]:
+        return self.op_sets_to_layers.op_sets_to_layers
+
     def get_layers_by_opset_name(self, opset_name: str) -> list[Any] | None:
         """The layers of a set; None for an unknown one."""
         op = self.tp_model.get_opset_by_name(opset_name)
         return None if op is None else self.op_sets_to_layers.get_layers_by_op(op)
 
-    def get_layers_by_opset(self, op: OperatorsSet | OperatorSetConcat) -> list[Any] | None:
+    def get_layers_by_opset(self, op: OperatorGroup) -> list[Any] | None:
         """The layers of a set."""
         return self.op_sets_to_layers.get_layers_by_op(op)
 
     def get_fusing_patterns(self) -> list[list[Any]]:
         """Every fused sequence of layers, in the model's order."""
-        import itertools
-
         patterns: list[list[Any]] = []
         for f in self.tp_model.fusing_patterns:
             steps = [self.get_layers_by_opset(g) or [] for g in f.operator_groups_list]
@@ -298,13 +298,11 @@ class TargetPlatformCapabilities:
         return _renamed(options, entry[0].attr_mapping, entry[1])
 
     def _entry_of(self, node: Any) -> tuple[OperationsSetToLayers, Any] | None:
-        pairs = [(o, x) for o in self.op_sets_to_layers.op_sets_to_layers for x in o.layers]
-        for o, x in [p for p in pairs if isinstance(p[1], LayerFilterParams)]:
-            if x.match(node):
-                return o, x.layer
-        for o, x in [p for p in pairs if not isinstance(p[1], LayerFilterParams)]:
-            if LayerFilterParams(x).match(node):
-                return o, x
+        layers = [(o, x) for o in self._entries for x in o.layers]
+        for o, x in sorted(layers, key=lambda pair: not isinstance(pair[1], LayerFilterParams)):
+            wanted = x if isinstance(x, LayerFilterParams) else LayerFilterParams(x)
+            if wanted.match(node):
+                return o, wanted.layer
         return None
 
     def get_info(self) -> dict[str, Any]:
@@ -313,7 +311,7 @@ class TargetPlatformCapabilities:
             "Capabilities": self.name,
             "Version": self.version,
             **self.tp_model.get_info(),
-            "Layers": {o.name: [_label(x) for x in o.layers] for o in self.op_sets_to_layers.op_sets_to_layers},
+            "Layers": {o.name: [_label(x) for x in o.layers] for o in self._entries},
         }
 
     def show(self) -> None:
@@ -326,12 +324,10 @@ class TargetPlatformCapabilities:
 
     def to_platform(self) -> Platform:
         """The same chip as the record that platform files load into."""
-        from chipfit.facade.target_platform.lower import lower
-
-        return self.source or lower(self)
+        return self.source or self.tp_model.to_platform({o.name: o.members for o in self._entries})
 
     def _key(self) -> tuple[Any, ...]:
-        layers = tuple((o.name, o.members, tuple(o.attr_mapping)) for o in self.op_sets_to_layers.op_sets_to_layers)
+        layers = tuple((o.name, o.members, tuple(o.attr_mapping)) for o in self._entries)
         return self.tp_model, self.name, self.version, layers
 
     def __eq__(self, other: object) -> bool:

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, PlainValidator, Strict, TypeAdapter
 
 from chipfit.errors import ModelingError, UnknownNameError
+from chipfit.facade.checks import allowed, by_name, record
+
+__all__ = [
+    "BIAS_ATTR",
+    "FLOAT_BITWIDTH",
+    "KERNEL_ATTR",
+    "POSITIONAL_ATTR",
+    "AttributeQuantizationConfig",
+    "OpQuantizationConfig",
+    "QuantizationConfigOptions",
+    "QuantizationMethod",
+    "Signedness",
+]
 
 FLOAT_BITWIDTH = 32
 #: generic names of weight attributes, mapped to a framework's own by `OperationsSetToLayers(attr_mapping=...)`
 KERNEL_ATTR, BIAS_ATTR, POSITIONAL_ATTR = "kernel_attr", "bias_attr", "pos_attr"
-
-T = TypeVar("T")
 
 
 class QuantizationMethod(Enum):
@@ -28,6 +41,28 @@ class QuantizationMethod(Enum):
     KMEANS = 1  # noqa: PIE796 -- first-generation names of the look-up table
     LUT_QUANTIZER = 1  # noqa: PIE796 -- the same
 
+    @classmethod
+    def of(cls, *, lut: bool, pot: bool, affine: bool) -> QuantizationMethod:
+        """The method with or without a look-up table, power-of-two thresholds, and a zero point."""
+        if lut:
+            return cls.LUT_POT_QUANTIZER if pot else cls.LUT_SYM_QUANTIZER
+        return cls.UNIFORM if affine else cls.POWER_OF_TWO if pot else cls.SYMMETRIC
+
+    @property
+    def lut(self) -> bool:
+        """Whether codes stand for the entries of a table."""
+        return self in (QuantizationMethod.LUT_POT_QUANTIZER, QuantizationMethod.LUT_SYM_QUANTIZER)
+
+    @property
+    def pot(self) -> bool:
+        """Whether thresholds are powers of two."""
+        return self in (QuantizationMethod.POWER_OF_TWO, QuantizationMethod.LUT_POT_QUANTIZER)
+
+    @property
+    def affine(self) -> bool:
+        """Whether grids have a zero point."""
+        return self is QuantizationMethod.UNIFORM
+
 
 class Signedness(Enum):
     """Whether activation codes have a sign. Serialised by name."""
@@ -37,44 +72,28 @@ class Signedness(Enum):
     UNSIGNED = 2
 
 
-def _bits(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 64:
-        raise ModelingError(f"{name} is a number of bits", got=repr(value), allowed="an integer from 1 to 64")
+Bits = Annotated[int, Field(ge=1, le=64), allowed("an integer from 1 to 64")]
+Flag = Annotated[bool, Strict(False)]
+Method = Annotated[QuantizationMethod, by_name(QuantizationMethod)]
+_WIDTHS: TypeAdapter[tuple[int, ...]] = TypeAdapter(Annotated[tuple[Bits, ...], Field(min_length=1)])
 
 
-def _kind(name: str, value: Any, kind: type | tuple[type, ...]) -> None:
-    if not isinstance(value, kind):
-        names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-        raise ModelingError(
-            f"{name} has the wrong type", got=f"{value!r} of type {type(value).__name__}", allowed=names
-        )
+def _widths(given: Any) -> tuple[int, ...]:
+    return _WIDTHS.validate_python(tuple(given) if isinstance(given, (list, tuple)) else (given,), strict=True)
 
 
-def _edit(record: T, changes: Mapping[str, Any]) -> T:
-    """`dataclasses.replace` that names unknown fields."""
-    known = [f.name for f in fields(record)]  # type: ignore[arg-type]  # records are dataclasses
-    for name in changes:
-        if name not in known:
-            near = UnknownNameError(f"field of {type(record).__name__}", name, known)
-            raise ModelingError(near.what, allowed=near.allowed)
-    return replace(record, **changes)  # type: ignore[type-var]
+Widths = Annotated[int | tuple[int, ...], PlainValidator(_widths)]
 
 
-@dataclass(frozen=True, slots=True)
+@record(ModelingError, frozen=True)
 class AttributeQuantizationConfig:
     """How one weight attribute of a layer is stored."""
 
-    weights_quantization_method: QuantizationMethod = QuantizationMethod.POWER_OF_TWO
-    weights_n_bits: int = FLOAT_BITWIDTH
-    weights_per_channel_threshold: bool = False
-    enable_weights_quantization: bool = False
-    lut_values_bitwidth: int | None = None  #: width of the entries of a look-up table; None: 8
-
-    def __post_init__(self) -> None:
-        _kind("weights_quantization_method", self.weights_quantization_method, QuantizationMethod)
-        _bits("weights_n_bits", self.weights_n_bits)
-        if self.lut_values_bitwidth is not None:
-            _bits("lut_values_bitwidth", self.lut_values_bitwidth)
+    weights_quantization_method: Method = QuantizationMethod.POWER_OF_TWO
+    weights_n_bits: Bits = FLOAT_BITWIDTH
+    weights_per_channel_threshold: Flag = False
+    enable_weights_quantization: Flag = False
+    lut_values_bitwidth: Bits | None = None  #: width of the entries of a look-up table; None: 8
 
     def clone_and_edit(self, **changes: Any) -> AttributeQuantizationConfig:
         """A copy with other fields.
@@ -82,10 +101,16 @@ class AttributeQuantizationConfig:
         Raises:
             ModelingError: a field that does not exist.
         """
-        return _edit(self, changes)
+        return replace(self, **changes)
 
 
-@dataclass(frozen=True, eq=True)
+Attributes = Annotated[
+    Mapping[str, AttributeQuantizationConfig], AfterValidator(lambda given: MappingProxyType(dict(given)))
+]
+Scale = Annotated[float, Field(gt=0, strict=False), allowed("a number above 0")]
+
+
+@record(ModelingError, frozen=True)
 class OpQuantizationConfig:
     """How an operator's weights and its result are quantized.
 
@@ -94,8 +119,8 @@ class OpQuantizationConfig:
         attr_weights_configs_mapping: weight attribute -> its configuration.
         activation_quantization_method: of the operator's result.
         activation_n_bits: of the operator's result.
-        supported_input_activation_n_bits: widths that the operator takes as input; a producer that would write wider codes
-            gets another of its options.
+        supported_input_activation_n_bits: widths that the operator takes as input; a producer that would write wider
+            codes gets another of its options.
         enable_activation_quantization: whether the result is quantized.
         quantization_preserving: the result has the scale and zero point of the input.
         fixed_scale, fixed_zero_point: dictated by the hardware for the result.
@@ -104,39 +129,20 @@ class OpQuantizationConfig:
     """
 
     default_weight_attr_config: AttributeQuantizationConfig
-    attr_weights_configs_mapping: Mapping[str, AttributeQuantizationConfig]
-    activation_quantization_method: QuantizationMethod
-    activation_n_bits: int
-    supported_input_activation_n_bits: int | tuple[int, ...]
-    enable_activation_quantization: bool
-    quantization_preserving: bool = False
-    fixed_scale: float | None = None
-    fixed_zero_point: int | None = None
-    simd_size: int | None = None
-    signedness: Signedness = Signedness.AUTO
+    attr_weights_configs_mapping: Attributes
+    activation_quantization_method: Method
+    activation_n_bits: Bits
+    supported_input_activation_n_bits: Widths
+    enable_activation_quantization: Flag
+    quantization_preserving: Flag = False
+    fixed_scale: Scale | None = None
+    fixed_zero_point: Annotated[int, Strict(False)] | None = None
+    simd_size: Annotated[int, Field(ge=1)] | None = None
+    signedness: Annotated[Signedness, by_name(Signedness)] = Signedness.AUTO
 
     def __post_init__(self) -> None:
-        _kind("default_weight_attr_config", self.default_weight_attr_config, AttributeQuantizationConfig)
-        _kind("attr_weights_configs_mapping", self.attr_weights_configs_mapping, Mapping)
-        for name, config in self.attr_weights_configs_mapping.items():
-            _kind(f"attr_weights_configs_mapping['{name}']", config, AttributeQuantizationConfig)
-        _kind("activation_quantization_method", self.activation_quantization_method, QuantizationMethod)
-        _bits("activation_n_bits", self.activation_n_bits)
-        _kind("signedness", self.signedness, Signedness)
-        supported = self.supported_input_activation_n_bits
-        supported = tuple(supported) if isinstance(supported, (list, tuple)) else (supported,)
-        for b in supported or ("none",):
-            _bits("supported_input_activation_n_bits", b)
-        if self.fixed_scale is not None and not self.fixed_scale > 0:
-            raise ModelingError("fixed_scale is positive", got=self.fixed_scale)
-        if (self.fixed_zero_point is not None) and self.fixed_scale is None:
+        if self.fixed_zero_point is not None and self.fixed_scale is None:
             raise ModelingError("fixed_zero_point needs fixed_scale", got=self.fixed_zero_point)
-        if self.simd_size is not None and (not isinstance(self.simd_size, int) or self.simd_size < 1):
-            raise ModelingError("simd_size is a positive integer, or None", got=self.simd_size)
-        object.__setattr__(self, "supported_input_activation_n_bits", supported)
-        object.__setattr__(
-            self, "attr_weights_configs_mapping", MappingProxyType(dict(self.attr_weights_configs_mapping))
-        )
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -145,7 +151,7 @@ class OpQuantizationConfig:
     def max_input_activation_n_bits(self) -> int:
         """The widest input that the operator takes [bit]."""
         supported = self.supported_input_activation_n_bits
-        assert isinstance(supported, tuple)  # made one in __post_init__
+        assert isinstance(supported, tuple)  # made one by the validator
         return max(supported)
 
     def clone_and_edit(
@@ -166,10 +172,10 @@ class OpQuantizationConfig:
                 near = UnknownNameError("weight attribute", name, attrs)
                 raise ModelingError(near.what, allowed=near.allowed)
             attrs[name] = attrs[name].clone_and_edit(**edits)
-        return _edit(self, {**changes, "attr_weights_configs_mapping": attrs})
+        return replace(self, **{**changes, "attr_weights_configs_mapping": attrs})
 
 
-@dataclass(frozen=True)
+@record(ModelingError, frozen=True)
 class QuantizationConfigOptions:
     """The configurations that an operator may take.
 
@@ -178,43 +184,24 @@ class QuantizationConfigOptions:
         base_config: the one to use where bits are not searched; needed when there are several, and one of them.
     """
 
-    quantization_config_list: tuple[OpQuantizationConfig, ...]
-    base_config: OpQuantizationConfig | None = field(default=None)
+    quantization_config_list: Annotated[Sequence[OpQuantizationConfig], Field(min_length=1), AfterValidator(tuple)]
+    base_config: OpQuantizationConfig | None = None
 
-    def __init__(
-        self, quantization_config_list: Iterable[OpQuantizationConfig], base_config: OpQuantizationConfig | None = None
-    ) -> None:
-        if not isinstance(quantization_config_list, (list, tuple)):
+    def __post_init__(self) -> None:
+        configs = self.quantization_config_list
+        if self.base_config is None and len(configs) > 1:
             raise ModelingError(
-                "quantization_config_list must be a list",
-                got=f"{quantization_config_list!r} of type {type(quantization_config_list).__name__}",
+                f"With {len(configs)} options, base_config must say which one holds where bits are not searched",
+                hint="base_config=...",
             )
-        if not quantization_config_list:
-            raise ModelingError(
-                "quantization_config_list must hold at least one OpQuantizationConfig", got="an empty list"
-            )
-        for c in quantization_config_list:
-            if not isinstance(c, OpQuantizationConfig):
-                raise ModelingError(
-                    "Each option must be an OpQuantizationConfig", got=f"{c!r} of type {type(c).__name__}"
-                )
-        configs = tuple(quantization_config_list)
-        if base_config is None:
-            if len(configs) > 1:
-                raise ModelingError(
-                    f"With {len(configs)} options, base_config must say which one holds where bits are not searched",
-                    hint="base_config=...",
-                )
-            base_config = configs[0]
-        if base_config not in configs:
-            raise ModelingError("base_config must be one of quantization_config_list", got=base_config)
-        object.__setattr__(self, "quantization_config_list", configs)
-        object.__setattr__(self, "base_config", base_config)
+        object.__setattr__(self, "base_config", self.base_config or configs[0])
+        if self.base_config not in configs:
+            raise ModelingError("base_config must be one of quantization_config_list", got=self.base_config)
 
     @property
     def base(self) -> OpQuantizationConfig:
         """base_config, which is always known once the options are made."""
-        assert self.base_config is not None  # set in __init__
+        assert self.base_config is not None  # set in __post_init__
         return self.base_config
 
     def _each(self, change: Any) -> QuantizationConfigOptions:

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from chipfit.errors import ModelingError
+from chipfit.facade.checks import checked
 from chipfit.facade.target_platform.capabilities import (
     DefaultDict,
     OperationsSetToLayers,
     OperationsToLayers,
     TargetPlatformCapabilities,
 )
-from chipfit.facade.target_platform.configs import (
-    AttributeQuantizationConfig,
-    OpQuantizationConfig,
-    QuantizationConfigOptions,
-    QuantizationMethod,
-    Signedness,
+from chipfit.facade.target_platform.configs import OpQuantizationConfig, QuantizationConfigOptions
+from chipfit.facade.target_platform.from_platform import from_platform
+from chipfit.facade.target_platform.model import (
+    Fusing,
+    OperatorGroup,
+    OperatorSetConcat,
+    OperatorsSet,
+    TargetPlatformModel,
 )
-from chipfit.facade.target_platform.model import Fusing, Group, OperatorSetConcat, OperatorsSet, TargetPlatformModel
 from chipfit.files import write_atomically
 from chipfit.platform.filters import Member
+from chipfit.platform.load import load
+from chipfit.registry import register
+
+__all__ = ["export_target_platform_capabilities", "load_target_platform_capabilities"]
 
 SCHEMA_VERSION = 1
 
@@ -49,12 +54,10 @@ def export_target_platform_capabilities(
         ModelingError: the suffix is not .json.
         NotCapabilities: `tpc` is something else.
     """
-    if isinstance(tpc, TargetPlatformModel):
-        tpc = TargetPlatformCapabilities(tpc)
-    if not isinstance(tpc, TargetPlatformCapabilities):
+    if not isinstance(tpc, (TargetPlatformCapabilities, TargetPlatformModel)):
         raise NotCapabilities("Only capabilities or a model can be written", got=type(tpc).__name__)
-    path = _json_path(path)
-    return write_atomically(path, (json.dumps(_dump(tpc), indent=4) + "\n").encode())
+    data = _dump(load_target_platform_capabilities(tpc))
+    return write_atomically(_json_path(path), (json.dumps(data, indent=4, default=_plain) + "\n").encode())
 
 
 def load_target_platform_capabilities(source: Any) -> TargetPlatformCapabilities:
@@ -63,7 +66,8 @@ def load_target_platform_capabilities(source: Any) -> TargetPlatformCapabilities
     Raises:
         MissingFile: also a FileNotFoundError.
         NotCapabilities: also a TypeError; neither capabilities nor a path.
-        ModelingError: also a ValueError; the suffix is not .json, the text is no JSON, or the content is no modelled chip.
+        ModelingError: also a ValueError; the suffix is not .json, the text is no JSON, or the content is no modelled
+            chip.
     """
     if isinstance(source, TargetPlatformCapabilities):
         return source
@@ -86,11 +90,26 @@ def load_target_platform_capabilities(source: Any) -> TargetPlatformCapabilities
             "The file is of an unknown schema version", where=str(path), got=repr(version), allowed=SCHEMA_VERSION
         )
     try:
-        return _load(data)
-    except (KeyError, TypeError, AttributeError) as e:
+        return read(data)
+    except ModelingError as e:
+        raise ModelingError(e.what, where=str(path), got=e.got, allowed=e.allowed, hint=e.hint) from None
+    except (KeyError, TypeError, AttributeError, IndexError) as e:
         raise ModelingError(
             f"The file does not hold a modelled chip: {type(e).__name__} {e}", where=str(path)
         ) from None
+
+
+@register("modelled", "files")
+class ModelledFiles:
+    """How `chipfit.platform`, which does not know these classes, reads and writes modelled chips."""
+
+    read = staticmethod(load_target_platform_capabilities)
+
+    @staticmethod
+    def write(what: Any, path: Path) -> Path:
+        """Write any platform as modelled capabilities."""
+        modelled = isinstance(what, (TargetPlatformCapabilities, TargetPlatformModel))
+        return export_target_platform_capabilities(what if modelled else from_platform(load(what)), path)
 
 
 def _json_path(path: str | Path) -> Path:
@@ -105,29 +124,6 @@ def _json_path(path: str | Path) -> Path:
 # ---------------------------------------------------------------- objects to data
 
 
-def _record(r: Any) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for f in fields(r):
-        v = getattr(r, f.name)
-        if isinstance(v, Enum):
-            v = v.name
-        elif isinstance(v, Mapping):
-            v = {k: _record(x) for k, x in v.items()}
-        elif isinstance(v, AttributeQuantizationConfig):
-            v = _record(v)
-        out[f.name] = list(v) if isinstance(v, tuple) else v
-    return out
-
-
-def _dump_options(o: QuantizationConfigOptions | None) -> dict[str, Any] | None:
-    if o is None:
-        return None
-    return {
-        "options": [_record(c) for c in o.quantization_config_list],
-        "base": o.quantization_config_list.index(o.base),
-    }
-
-
 def _dump(tpc: TargetPlatformCapabilities) -> dict[str, Any]:
     model = tpc.tp_model
     return {
@@ -140,9 +136,9 @@ def _dump(tpc: TargetPlatformCapabilities) -> dict[str, Any]:
             "default": _dump_options(model.default_qco),
             "math": model.math.model_dump(mode="json", exclude_defaults=True),
             "operator_sets": [
-                {"name": o.name, "members": [m.name for m in o.members]}
-                if isinstance(o, OperatorSetConcat)
-                else {"name": o.name, "options": _dump_options(o.qc_options)}
+                {"name": o.name, "options": _dump_options(o.qc_options)}
+                if isinstance(o, OperatorsSet)
+                else {"name": o.name, "members": [m.name for m in o.members]}
                 for o in model.operator_set
             ],
             "fusings": [
@@ -163,6 +159,18 @@ def _dump(tpc: TargetPlatformCapabilities) -> dict[str, Any]:
     }
 
 
+def _dump_options(o: QuantizationConfigOptions | None) -> dict[str, Any] | None:
+    configs = () if o is None else o.quantization_config_list
+    return None if o is None else {"options": configs, "base": configs.index(o.base)}
+
+
+def _plain(thing: Any) -> Any:
+    """What JSON has no form of: members of enumerations, mappings, and configurations."""
+    if isinstance(thing, Enum):
+        return thing.name
+    return dict(thing) if isinstance(thing, Mapping) else vars(thing)
+
+
 def _name(layer: Any) -> str:
     return layer if isinstance(layer, str) else getattr(layer, "__name__", str(layer))
 
@@ -170,41 +178,23 @@ def _name(layer: Any) -> str:
 # ---------------------------------------------------------------- data to objects
 
 
-def _load_config(data: dict[str, Any]) -> OpQuantizationConfig:
-    def attribute(d: dict[str, Any]) -> AttributeQuantizationConfig:
-        return AttributeQuantizationConfig(
-            **{**d, "weights_quantization_method": QuantizationMethod[d["weights_quantization_method"]]}
-        )
+def read(data: Mapping[str, Any]) -> TargetPlatformCapabilities:
+    """The capabilities that a file's data say.
 
-    return OpQuantizationConfig(
-        **{
-            **data,
-            "default_weight_attr_config": attribute(data["default_weight_attr_config"]),
-            "attr_weights_configs_mapping": {k: attribute(v) for k, v in data["attr_weights_configs_mapping"].items()},
-            "activation_quantization_method": QuantizationMethod[data["activation_quantization_method"]],
-            "signedness": Signedness[data["signedness"]],
-        }
-    )
-
-
-def _load_options(data: dict[str, Any] | None) -> QuantizationConfigOptions | None:
-    if data is None:
-        return None
-    configs = [_load_config(c) for c in data["options"]]
-    return QuantizationConfigOptions(configs, configs[data["base"]])
-
-
-def _load(data: dict[str, Any]) -> TargetPlatformCapabilities:
+    Raises:
+        KeyError, TypeError, AttributeError, IndexError: the data are no modelled chip.
+        ModelingError: the chip contradicts itself.
+    """
     m = data["model"]
-    default = _load_options(m["default"])
+    default = read_options(m["default"])
     if default is None:
         raise KeyError("default")
-    sets: dict[str, Group] = {}
+    sets: dict[str, OperatorGroup] = {}
     for o in m["operator_sets"]:
         if "members" in o:
             sets[o["name"]] = OperatorSetConcat(*(sets[n] for n in o["members"]), name=o["name"])
         else:
-            sets[o["name"]] = OperatorsSet(o["name"], _load_options(o["options"]))
+            sets[o["name"]] = OperatorsSet(o["name"], read_options(o["options"]))
     fusings = [Fusing([sets[g] for g in f["groups"]], f["name"]) for f in m["fusings"]]
     model = TargetPlatformModel(
         default, m["add_metadata"], m["name"], operator_set=sets.values(), fusing_patterns=fusings, math=m["math"]
@@ -212,5 +202,14 @@ def _load(data: dict[str, Any]) -> TargetPlatformCapabilities:
     layers = OperationsToLayers()
     for e in data["layers"]:
         mapping = {k: DefaultDict(d["known"], d["default"]) for k, d in e["attributes"].items()}
-        layers.add(OperationsSetToLayers(e["set"], [Member.model_validate(x) for x in e["members"]], mapping))
+        members = checked(list[Member], e["members"], ModelingError, f"set '{e['set']}'", "members", json=True)
+        layers.add(OperationsSetToLayers(e["set"], members, mapping))
     return TargetPlatformCapabilities(model, data["name"], data["version"], op_sets_to_layers=layers)
+
+
+def read_options(data: Mapping[str, Any] | None) -> QuantizationConfigOptions | None:
+    """The options that a file's data say: a list of configurations, and the index of the base among them."""
+    if data is None:
+        return None
+    configs = checked(list[OpQuantizationConfig], data["options"], ModelingError, "a set", "options", json=True)
+    return QuantizationConfigOptions(configs, configs[data["base"]])

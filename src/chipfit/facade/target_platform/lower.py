@@ -1,4 +1,4 @@
-"""A chip described in Python becomes the record that platform files load into, and back."""
+"""A chip described in Python becomes the record that platform files load into."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from chipfit.errors import ModelingError
-from chipfit.facade.target_platform.capabilities import (
-    OperationsSetToLayers,
-    OperationsToLayers,
-    TargetPlatformCapabilities,
-)
 from chipfit.facade.target_platform.configs import (
     BIAS_ATTR,
     KERNEL_ATTR,
@@ -21,15 +16,12 @@ from chipfit.facade.target_platform.configs import (
     QuantizationMethod,
     Signedness,
 )
-from chipfit.facade.target_platform.layers import SETS, member_of, squash
-from chipfit.facade.target_platform.model import Fusing, OperatorSetConcat, OperatorsSet, TargetPlatformModel
+from chipfit.facade.target_platform.layers import known_set, member_of
 from chipfit.graph.ops import OPS
 from chipfit.platform.filters import Member
-from chipfit.platform.load import groups
 from chipfit.platform.schema import Format, Fuse, OpRule, Option, Placement, Platform, Rule
 
-_POT = (QuantizationMethod.POWER_OF_TWO, QuantizationMethod.LUT_POT_QUANTIZER)
-_LUT = (QuantizationMethod.LUT_POT_QUANTIZER, QuantizationMethod.LUT_SYM_QUANTIZER)
+#: methods in names of formats
 _SHORT = {
     QuantizationMethod.POWER_OF_TWO: "pot",
     QuantizationMethod.SYMMETRIC: "sym",
@@ -37,79 +29,66 @@ _SHORT = {
     QuantizationMethod.LUT_POT_QUANTIZER: "lutpot",
     QuantizationMethod.LUT_SYM_QUANTIZER: "lutsym",
 }
-#: operators whose results are some of their inputs' values: without a quantizer of their own they carry codes on
-_CHOOSING = frozenset(
-    {
-        "MaxPool",
-        "AdaptiveMaxPool",
-        "ReduceMax",
-        "ReduceMin",
-        "Concat",
-        "Roll",
-        "ChannelShuffle",
-        "Max",
-        "Min",
-        "ArgMax",
-        "Size",
-        "Cast",
-    }
-) | frozenset(groups()["@move"])
+#: operators that carry codes on where their results have no quantizer: those that move numbers, and a few like them
+_CARRYING = {o for o, facts in OPS.items() if facts.moves} | {"ArgMax", "Cast", "Pad", "Size"}
 _ANY_SOURCE = ("python",)
 
 
-def lower(tpc: TargetPlatformCapabilities | TargetPlatformModel) -> Platform:
-    """The Platform that a modelled chip is.
+def lower(
+    name: str,
+    default: QuantizationConfigOptions,
+    named: Mapping[str, tuple[tuple[Member, ...], QuantizationConfigOptions]],
+    chains: list[tuple[str, list[list[str]]]],
+    **rest: Any,
+) -> Platform:
+    """The Platform that a modelled chip is. Quantizers belong to the operators that write.
 
-    Operator sets become `sets` of the platform; a set without layers attached is known by its name (Conv, FullyConnected,
-    Add ...). Quantizers belong to the operators that write.
+    Args:
+        name: of the chip.
+        default: options of operators that belong to no set.
+        named: operator set -> its members and options; it becomes one of the platform's `sets`.
+        chains: fusions as their names and, step by step, the operator sets that may stand there.
+        rest: more fields of the Platform.
 
     Raises:
-        ModelingError: a set that has neither layers nor a known name; a fixed zero point outside the codes.
+        ModelingError: a fixed zero point outside the codes.
     """
-    model = tpc if isinstance(tpc, TargetPlatformModel) else tpc.tp_model
-    attached = (
-        {} if isinstance(tpc, TargetPlatformModel) else {o.name: o for o in tpc.op_sets_to_layers.op_sets_to_layers}
-    )
     formats: dict[str, Format] = {}
-    sets: dict[str, tuple[Member, ...]] = {}
-    rules: list[OpRule] = []
-    for op_set in model.operator_set:
-        if isinstance(op_set, OperatorSetConcat):
-            continue
-        members = _members(op_set.name, attached.get(op_set.name))
-        if members:
-            sets[op_set.name] = members
-            rules += _rules(f"@{op_set.name}", members, op_set.qc_options or model.default_qco, formats)
-    rules += _rules("*", (), model.default_qco, formats)
+    sets = {label: members for label, (members, _) in named.items() if members}
+    rules = [r for s, members in sets.items() for r in _rules(f"@{s}", members, named[s][1], formats)]
+    rules += _rules("*", (), default, formats)
     fusings = []
-    for f in model.fusing_patterns:
-        steps = tuple(tuple(f"@{m.name}" for m in g.members if m.name in sets) for g in f.operator_groups_list)
+    for note, chain in chains:
+        steps = tuple(tuple(f"@{s}" for s in step if s in sets) for step in chain)
         if all(steps):
-            fusings.append(Fuse(chain=steps, src=_ANY_SOURCE, conf="D", note=f.name))
-    base = model.default_qco.base
-    io = _activation(base, formats) if base.enable_activation_quantization else None
+            fusings.append(Fuse(chain=steps, src=_ANY_SOURCE, conf="D", note=note))
+    base = default.base
     return Platform(
-        name=model.name,
-        title=f"{model.name}, described in Python",
+        name=name,
+        title=f"{name}, described in Python",
         formats=formats,
         sets=sets,
         ops=tuple(rules),
         unlisted="float",
         fuse=tuple(fusings),
-        place=Placement(at="outputs", io_in=(io,) if io else ()),
+        place=Placement(
+            at="outputs", io_in=(_activation(base, formats),) if base.enable_activation_quantization else ()
+        ),
         sources={"python": "described in Python"},
-        file=f"<{model.name}>",
-        metadata=model.add_metadata,
-        math=model.math,
+        file=f"<{name}>",
+        **rest,
     )
 
 
-def _members(name: str, entry: OperationsSetToLayers | None) -> tuple[Member, ...]:
-    if entry is not None:
-        return entry.members
-    key = squash(name)
-    if key in SETS:
-        return tuple(Member(op=(o,)) for o in SETS[key])
+def members_of(name: str) -> tuple[Member, ...]:
+    """The members of a set without layers attached, which is known by its name (Conv, FullyConnected, Add ...).
+
+    Raises:
+        ModelingError: the name is no known operator.
+    """
+    ops = known_set(name)
+    if ops is not None:
+        return tuple(Member(op=(o,)) for o in ops)
     try:
         return (member_of(name),)
     except ModelingError as e:
@@ -134,13 +113,11 @@ def _rules(
         a.enable_weights_quantization
         for a in (base.default_weight_attr_config, *base.attr_weights_configs_mapping.values())
     ):
-        moving = OpRule(
-            match=tuple(sorted(_CHOOSING & set(OPS))), exec="follow", rules=(Rule(tie=("ins", "outs")),), **common
-        )
+        moving = OpRule(match=tuple(sorted(_CARRYING)), exec="follow", rules=(Rule(tie=("ins", "outs")),), **common)
         ops = {o for m in members for o in m.op}
         if match == "*":
             return [moving, OpRule(match=("*",), exec="float", **common)]
-        if ops and ops <= _CHOOSING:
+        if ops and ops <= _CARRYING:
             return [OpRule(match=(match,), exec="follow", rules=moving.rules, **common)]
         return [OpRule(match=(match,), exec="float", note="the platform does not quantize its result", **common)]
     use: list[Option] = []
@@ -186,38 +163,35 @@ def _pick(
 def _weight(a: AttributeQuantizationConfig, formats: dict[str, Format]) -> str:
     if not a.enable_weights_quantization:
         return "float"
-    method = a.weights_quantization_method
-    name = f"w{a.weights_n_bits}_{_SHORT[method]}" + ("_ch" if a.weights_per_channel_threshold else "")
-    name += f"_v{a.lut_values_bitwidth}" if method in _LUT and a.lut_values_bitwidth else ""
-    formats[name] = Format(
-        bits=a.weights_n_bits,
-        kind="lut" if method in _LUT else "int",
-        scale="pot" if method in _POT else "any",
-        zero="any" if method is QuantizationMethod.UNIFORM else 0,
-        per="channel" if a.weights_per_channel_threshold else "tensor",
-        lut={"value_bits": a.lut_values_bitwidth or 8} if method in _LUT else None,
-    )
+    method, channels = a.weights_quantization_method, a.weights_per_channel_threshold
+    entries = f"_v{a.lut_values_bitwidth}" if method.lut and a.lut_values_bitwidth else ""
+    name = f"w{a.weights_n_bits}_{_SHORT[method]}{'_ch' if channels else ''}{entries}"
+    per = "channel" if channels else "tensor"
+    formats[name] = _format(method, a.weights_n_bits, a.lut_values_bitwidth, per=per)
     return name
 
 
 def _activation(c: OpQuantizationConfig, formats: dict[str, Format]) -> str:
     method, bits = c.activation_quantization_method, c.activation_n_bits
-    affine = method is QuantizationMethod.UNIFORM
-    signed: bool | str = {
-        Signedness.SIGNED: True,
-        Signedness.UNSIGNED: False,
-        Signedness.AUTO: True if affine else "auto",
-    }[c.signedness]
-    name = f"a{bits}_{_SHORT[method]}" + {True: "" if affine else "_s", False: "_u", "auto": ""}[signed]
-    formats[name] = Format(
-        bits=bits,
-        kind="lut" if method in _LUT else "int",
-        signed=signed,
-        scale="pot" if method in _POT else "any",
-        zero="any" if affine else 0,
-        lut={"value_bits": 8} if method in _LUT else None,
-    )  # type: ignore[arg-type]  # signed is one of the three words
+    if c.signedness is Signedness.AUTO:
+        mark, signed = ("", True if method.affine else "auto")
+    else:
+        signed = c.signedness is Signedness.SIGNED
+        mark = "_u" if not signed else "" if method.affine else "_s"
+    name = f"a{bits}_{_SHORT[method]}{mark}"
+    formats[name] = _format(method, bits, signed=signed)
     return name
+
+
+def _format(method: QuantizationMethod, bits: int, entry_bits: int | None = None, **more: Any) -> Format:
+    return Format(
+        bits=bits,
+        kind="lut" if method.lut else "int",
+        scale="pot" if method.pot else "any",
+        zero="any" if method.affine else 0,
+        lut={"value_bits": entry_bits or 8} if method.lut else None,
+        **more,
+    )
 
 
 def _fixed(c: OpQuantizationConfig, formats: dict[str, Format]) -> tuple[Rule, ...]:
@@ -233,104 +207,3 @@ def _fixed(c: OpQuantizationConfig, formats: dict[str, Format]) -> tuple[Rule, .
     if not low <= zero <= high:
         raise ModelingError(f"fixed_zero_point is outside the codes {low}..{high}", got=zero, hint="set signedness")
     return (Rule(fix="out", scale=c.fixed_scale, zp=zero),)
-
-
-# ---------------------------------------------------------------- and back
-
-
-def from_platform(platform: Platform) -> TargetPlatformCapabilities:
-    """A platform as capabilities that can be read, printed and edited; the platform itself stays attached.
-
-    What has no counterpart in these classes (rules across tensors other than ties and fixed outputs, conditions on shapes) is kept in the
-    attached record only: a model that is edited and lowered again is a chip without it.
-    """
-    default = QuantizationConfigOptions([_config(platform, None, Option())])
-    sets: dict[str, OperatorsSet] = {}
-    words_of: dict[str, set[str]] = {}  # set -> every word that its rule is known by
-    layers: list[OperationsSetToLayers] = []
-    taken: set[Member] = set()
-    for rule in platform.ops:
-        if not rule.use and rule.exec is None:
-            continue
-        options = _options(platform, rule)
-        if rule.match == ("*",):
-            default = QuantizationConfigOptions([options.base])
-            continue
-        label = ", ".join(w.removeprefix("@") if w.removeprefix("@") in platform.sets else w for w in rule.match)
-        words = {o for w in rule.match for o in (*groups().get(w, ()), w)}
-        members = [m for w in rule.match for m in platform.sets.get(w.removeprefix("@"), ())]
-        members += [Member(op=(o,)) for o in sorted(words) if o in OPS]
-        members = [m for m in members if m not in taken]
-        if (
-            members and label not in sets
-        ):  # a second rule for the same operators holds under conditions that sets cannot say
-            taken.update(members)
-            layers.append(OperationsSetToLayers(label, members))
-            sets[label], words_of[label] = OperatorsSet(label, options), words
-    fusings = []
-    for f in platform.fuse:
-        steps = [
-            [s for s in sets.values() if words_of[s.name] & {o for w in step for o in (*groups().get(w, ()), w)}]
-            for step in f.steps
-        ]
-        if all(steps):
-            fusings.append(Fusing([g[0] if len(g) == 1 else OperatorSetConcat(*g) for g in steps], name=f.note or None))
-    model = TargetPlatformModel(
-        default,
-        platform.metadata,
-        platform.name,
-        operator_set=sets.values(),
-        fusing_patterns=fusings,
-        math=platform.math,
-    )
-    return TargetPlatformCapabilities(
-        model, platform.name, platform.arch_selected, op_sets_to_layers=OperationsToLayers(layers), platform=platform
-    )
-
-
-def _options(platform: Platform, rule: OpRule) -> QuantizationConfigOptions:
-    configs = list(dict.fromkeys(_config(platform, rule, o) for o in (rule.use or (Option(),))))
-    return QuantizationConfigOptions(configs, configs[0])
-
-
-def _config(platform: Platform, rule: OpRule | None, o: Option) -> OpQuantizationConfig:
-    fix = next((r for r in (rule.rules if rule else ()) if r.fix == "out"), None)
-    follow = rule is not None and rule.how == "follow"
-    out = platform.formats.get(o.out or "")
-    data = platform.formats.get((o.in_ if isinstance(o.in_, str) else (o.in_ or ("",))[0]) or "")
-    stored = out or data
-    return OpQuantizationConfig(
-        default_weight_attr_config=AttributeQuantizationConfig(),
-        attr_weights_configs_mapping={
-            k: _attribute(platform.formats.get(n)) for k, n in ((KERNEL_ATTR, o.w), (BIAS_ATTR, o.b)) if n is not None
-        },
-        activation_quantization_method=_method(stored),
-        activation_n_bits=stored.bits if stored else 32,
-        supported_input_activation_n_bits=o.in_bits or (data.bits if data else 32,),
-        enable_activation_quantization=out is not None and not follow,
-        quantization_preserving=follow,
-        fixed_scale=fix.scale if fix else None,
-        fixed_zero_point=fix.zp if fix else None,
-        simd_size=o.simd,
-        signedness={True: Signedness.SIGNED, False: Signedness.UNSIGNED, "auto": Signedness.AUTO}[stored.signed]
-        if stored
-        else Signedness.AUTO,
-    )
-
-
-def _method(f: Format | None) -> QuantizationMethod:
-    if f is None:
-        return QuantizationMethod.POWER_OF_TWO
-    if f.kind == "lut":
-        return QuantizationMethod.LUT_POT_QUANTIZER if f.scale == "pot" else QuantizationMethod.LUT_SYM_QUANTIZER
-    if f.zero == "any":
-        return QuantizationMethod.UNIFORM
-    return QuantizationMethod.POWER_OF_TWO if f.scale == "pot" else QuantizationMethod.SYMMETRIC
-
-
-def _attribute(f: Format | None) -> AttributeQuantizationConfig:
-    if f is None or f.is_float:
-        return AttributeQuantizationConfig()
-    return AttributeQuantizationConfig(
-        _method(f), f.bits, f.per == "channel", True, int(f.lut.get("value_bits", 8)) if f.lut else None
-    )

@@ -9,13 +9,25 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, PlainValidator, SkipValidation
 
 from chipfit.errors import ModelingError
-from chipfit.facade.target_platform.configs import OpQuantizationConfig, QuantizationConfigOptions
+from chipfit.facade.checks import Name, arguments, record
+from chipfit.facade.target_platform.configs import Flag, OpQuantizationConfig, QuantizationConfigOptions
+from chipfit.facade.target_platform.lower import lower, members_of
+from chipfit.platform.filters import Member
 from chipfit.platform.schema import Math, Platform
+
+__all__ = [
+    "Fusing",
+    "OperatorSetConcat",
+    "OperatorSetGroup",
+    "OperatorsSet",
+    "TargetPlatformModel",
+    "get_default_quantization_config_options",
+]
 
 _CURRENT: ContextVar[TargetPlatformModel | None] = ContextVar("target_platform_model", default=None)
 
@@ -34,8 +46,23 @@ def get_default_quantization_config_options() -> QuantizationConfigOptions:
     return model.default_qco
 
 
-@dataclass(frozen=True)
-class OperatorsSet:
+class OperatorGroup:
+    """What a fusion treats alike: an operator set, or several."""
+
+    name: str
+
+    @property
+    def members(self) -> tuple[OperatorsSet, ...]:
+        """The sets inside; of a set, itself."""
+        raise NotImplementedError
+
+    def get_info(self) -> dict[str, Any]:
+        """For printing."""
+        raise NotImplementedError
+
+
+@record(ModelingError, frozen=True)
+class OperatorsSet(OperatorGroup):
     """Operators under one label.
 
     Args:
@@ -43,16 +70,10 @@ class OperatorsSet:
         qc_options: how to quantize them; the model's default when omitted.
     """
 
-    name: str
+    name: Name
     qc_options: QuantizationConfigOptions | None = None
 
     def __post_init__(self) -> None:
-        _name("An operators set", self.name)
-        if self.qc_options is not None and not isinstance(self.qc_options, QuantizationConfigOptions):
-            raise ModelingError(
-                "qc_options are QuantizationConfigOptions",
-                got=f"{self.qc_options!r} of type {type(self.qc_options).__name__}",
-            )
         _join(self)
 
     @property
@@ -66,7 +87,7 @@ class OperatorsSet:
 
 
 @dataclass(frozen=True, init=False)
-class OperatorSetConcat:
+class OperatorSetConcat(OperatorGroup):
     """Several operator sets that fusions treat alike.
 
     Args:
@@ -78,12 +99,10 @@ class OperatorSetConcat:
     name: str
     qc_options: None = None
 
-    def __init__(self, *opsets: OperatorsSet | OperatorSetConcat, name: str | None = None) -> None:
+    @arguments(ModelingError)
+    def __init__(self, *opsets: OperatorGroup, name: str | None = None) -> None:
         if not opsets:
             raise ModelingError("A concatenation needs at least one OperatorsSet", got="none")
-        for o in opsets:
-            if not isinstance(o, (OperatorsSet, OperatorSetConcat)):
-                raise ModelingError("Only operator sets can be concatenated", got=f"{o!r} of type {type(o).__name__}")
         object.__setattr__(self, "op_set_list", tuple(m for o in opsets for m in o.members))
         object.__setattr__(self, "name", name or "_".join(o.name for o in opsets))
         _join(self)
@@ -98,10 +117,10 @@ class OperatorSetConcat:
         return {"name": self.name, "sets": [m.name for m in self.members]}
 
 
-Group = OperatorsSet | OperatorSetConcat
+OperatorSetGroup = OperatorSetConcat  #: its later name
 
 
-@dataclass(frozen=True, init=False)
+@record(ModelingError, frozen=True)
 class Fusing:
     """Operators that run as one: nothing between them is quantized.
 
@@ -110,43 +129,35 @@ class Fusing:
         name: the groups' names joined by "_" when omitted.
     """
 
-    operator_groups_list: tuple[Group, ...]
-    name: str
+    operator_groups_list: Annotated[Sequence[OperatorGroup], AfterValidator(tuple)]
+    name: str | None = None
 
-    def __init__(self, operator_groups_list: Sequence[Group], name: str | None = None) -> None:
-        if not isinstance(operator_groups_list, (list, tuple)):
+    def __post_init__(self) -> None:
+        groups = self.operator_groups_list
+        if len(groups) < 2:
             raise ModelingError(
-                "A fusing takes a list of operator groups",
-                got=f"{operator_groups_list!r} of type {type(operator_groups_list).__name__}",
+                "Fusing can not be created for a single operators group", got=len(groups), allowed="two or more"
             )
-        for g in operator_groups_list:
-            if not isinstance(g, (OperatorsSet, OperatorSetConcat)):
-                raise ModelingError("A fusing is made of operator groups", got=f"{g!r} of type {type(g).__name__}")
-        if len(operator_groups_list) < 2:
-            raise ModelingError(
-                "Fusing can not be created for a single operators group",
-                got=len(operator_groups_list),
-                allowed="two or more",
-            )
-        object.__setattr__(self, "operator_groups_list", tuple(operator_groups_list))
-        object.__setattr__(self, "name", name or "_".join(g.name for g in operator_groups_list))
+        object.__setattr__(self, "name", self.name or "_".join(g.name for g in groups))
         _join(self)
 
     def contains(self, other: Fusing) -> bool:
-        """Whether the groups of `other` stand side by side somewhere in this fusing; a set fits the concatenations that hold it."""
+        """Whether the groups of `other` stand side by side in here; a set fits the concatenations that hold it."""
         mine, theirs = self.operator_groups_list, other.operator_groups_list
-        fits = lambda a, b: a == b or (isinstance(a, OperatorSetConcat) and b in a.members)  # noqa: E731 -- one line, used once
-        return any(
-            all(fits(a, b) for a, b in zip(mine[i:], theirs, strict=False)) for i in range(len(mine) - len(theirs) + 1)
-        )
+        starts = range(len(mine) - len(theirs) + 1)
+        return any(all(a == b or b in a.members for a, b in zip(mine[i:], theirs, strict=False)) for i in starts)
 
     def chains(self) -> list[tuple[OperatorsSet, ...]]:
         """Every sequence of single sets that the fusing stands for."""
         return list(itertools.product(*(g.members for g in self.operator_groups_list)))
 
-    def get_info(self) -> dict[str, str]:
+    def get_info(self) -> dict[str | None, str]:
         """{name: "a -> b"}, for printing."""
         return {self.name: " -> ".join(g.name for g in self.operator_groups_list)}
+
+
+def _arithmetic(given: Any) -> Math:
+    return Math.model_validate(given or {})
 
 
 class TargetPlatformModel:
@@ -163,21 +174,17 @@ class TargetPlatformModel:
         ModelingError: more than one default option, or two sets with one name.
     """
 
+    @arguments(ModelingError)
     def __init__(
         self,
         default_qco: QuantizationConfigOptions,
-        add_metadata: bool = False,
+        add_metadata: Flag = False,
         name: str = "default_tp_model",
         *,
-        operator_set: Iterable[Group] | None = None,
-        fusing_patterns: Iterable[Fusing] | None = None,
-        math: Math | Mapping[str, Any] | None = None,
+        operator_set: SkipValidation[Iterable[OperatorGroup] | None] = None,
+        fusing_patterns: SkipValidation[Iterable[Fusing] | None] = None,
+        math: Annotated[Math | Mapping[str, Any] | None, PlainValidator(_arithmetic)] = None,
     ) -> None:
-        if not isinstance(default_qco, QuantizationConfigOptions):
-            raise ModelingError(
-                "default_qco must be QuantizationConfigOptions",
-                got=f"{default_qco!r} of type {type(default_qco).__name__}",
-            )
         if len(default_qco.quantization_config_list) != 1:
             raise ModelingError(
                 "Default QuantizationConfigOptions must contain only one option",
@@ -185,15 +192,8 @@ class TargetPlatformModel:
             )
         self._frozen = False
         self.default_qco, self.add_metadata, self.name = default_qco, add_metadata, name
-        try:
-            self.math = Math.model_validate(math or {})
-        except ValidationError as e:
-            first = e.errors()[0]
-            where = ".".join(["math", *map(str, first["loc"])])
-            raise ModelingError(
-                f"The arithmetic is not understood: {first['msg']}", where=where, got=repr(first.get("input"))
-            ) from None
-        self.operator_set: tuple[Group, ...] = tuple(operator_set or ())
+        self.math = _arithmetic(math)
+        self.operator_set: tuple[OperatorGroup, ...] = tuple(operator_set or ())
         self.fusing_patterns: tuple[Fusing, ...] = tuple(fusing_patterns or ())
         self._token: Any = None
         if operator_set is not None or fusing_patterns is not None:
@@ -216,7 +216,7 @@ class TargetPlatformModel:
         if kind is None:
             self._finish()
 
-    def _add(self, part: Group | Fusing) -> None:
+    def _add(self, part: OperatorGroup | Fusing) -> None:
         if isinstance(part, Fusing):
             self.fusing_patterns += (part,)
         else:
@@ -228,21 +228,19 @@ class TargetPlatformModel:
         for g in inner:  # a set that only a fusing or a concatenation mentions belongs to the model too
             if g not in self.operator_set:
                 self.operator_set += (g,)
-        seen: set[str] = set()
-        for o in self.operator_set:
-            if o.name in seen:
-                raise ModelingError(
-                    f"Two operator sets are named '{o.name}'", where=f"model '{self.name}'", allowed="unique names"
-                )
-            seen.add(o.name)
+        named = [o.name for o in self.operator_set]
+        twice = next((n for n in named if named.count(n) > 1), None)
+        if twice is not None:
+            raise ModelingError(
+                f"Two operator sets are named '{twice}'", where=f"model '{self.name}'", allowed="unique names"
+            )
         self._frozen = True
 
     # ---- questions
 
     def get_config_options_by_operators_set(self, operators_set_name: str) -> QuantizationConfigOptions:
         """The options of a set; the default ones for a set without options, or for an unknown name."""
-        found = self.get_opset_by_name(operators_set_name)
-        return self.default_qco if found is None or found.qc_options is None else found.qc_options
+        return getattr(self.get_opset_by_name(operators_set_name), "qc_options", None) or self.default_qco
 
     def get_default_op_quantization_config(self) -> OpQuantizationConfig:
         """The one option of the default."""
@@ -252,15 +250,26 @@ class TargetPlatformModel:
         """Whether a set of this name exists."""
         return self.get_opset_by_name(opset_name) is not None
 
-    def get_opset_by_name(self, opset_name: str) -> Group | None:
+    def get_opset_by_name(self, opset_name: str) -> OperatorGroup | None:
         """The set of this name, or None."""
         return next((o for o in self.operator_set if o.name == opset_name), None)
 
-    def to_platform(self) -> Platform:
-        """The same chip as the record that platform files load into; operator sets are known by their names."""
-        from chipfit.facade.target_platform.lower import lower
+    def to_platform(self, attached: Mapping[str, tuple[Member, ...]] | None = None) -> Platform:
+        """The same chip as the record that platform files load into.
 
-        return lower(self)
+        Args:
+            attached: operator set -> what belongs to it; all other sets are known by their names.
+        """
+        layers = attached or {}
+        sets = {
+            o.name: (layers.get(o.name) or members_of(o.name), o.qc_options or self.default_qco)
+            for o in self.operator_set
+            if isinstance(o, OperatorsSet)
+        }
+        chains = [
+            (f.name or "", [[m.name for m in g.members] for g in f.operator_groups_list]) for f in self.fusing_patterns
+        ]
+        return lower(self.name, self.default_qco, sets, chains, metadata=self.add_metadata, math=self.math)
 
     def get_info(self) -> dict[str, Any]:
         """For printing."""
@@ -286,15 +295,11 @@ class TargetPlatformModel:
         return hash(self.name)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, {len(self.operator_set)} operator sets, {len(self.fusing_patterns)} fusings)"
+        sizes = f"{len(self.operator_set)} operator sets, {len(self.fusing_patterns)} fusings"
+        return f"{type(self).__name__}({self.name!r}, {sizes})"
 
 
-def _name(what: str, name: Any) -> None:
-    if not isinstance(name, str) or not name:
-        raise ModelingError(f"{what} needs a name", got=repr(name), allowed="a non-empty string")
-
-
-def _join(part: Group | Fusing) -> None:
+def _join(part: OperatorGroup | Fusing) -> None:
     model = _CURRENT.get()
     if model is not None:
         model._add(part)

@@ -1,0 +1,156 @@
+"""pydantic's checks in chipfit's words: records of options, arguments of constructors, and single values.
+
+The only place that turns a `ValidationError` into one of ours. Checks are strict: no value is converted on the quiet.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import field, fields
+from enum import Enum
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator, validate_call
+from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError, to_json
+
+from chipfit.errors import ChipfitError, ConfigError, UnknownNameError
+
+C = TypeVar("C")
+F = TypeVar("F", bound=Callable[..., Any])
+
+_STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True, validate_assignment=True)
+#: types of pydantic's errors -> what is allowed; braces hold the error's own facts
+_ALLOWED = {
+    "allowed": "{words}",
+    "bool_type": "True or False",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "string_type": "a text that is not empty",
+    "string_too_short": "a text that is not empty",
+    "tuple_type": "a list",
+    "sequence_str": "a list",
+    "too_short": "a list that is not empty",
+    "dict_type": "a dictionary",
+    "callable_type": "a function",
+    "is_type": "a class",
+    "dataclass_exact_type": "{class_name}",
+    "model_type": "{class_name}",
+    "is_instance_of": "{class}",
+    "greater_than_equal": "a number that is at least {ge}",
+}
+_CLASSES = {"Sequence": "a list", "list": "a list", "dict": "a dictionary"}
+_ARITY = ("missing", "missing_argument", "unexpected_positional_argument", "multiple_argument_values")
+
+#: a number as it was given: 3 stays an integer
+Number = Annotated[float, WrapValidator(lambda value, check: value if check(value) is not None else None)]
+#: a text that is not empty
+Name = Annotated[str, Field(min_length=1)]
+
+
+def allowed(words: str) -> WrapValidator:
+    """Annotation of a type: what is allowed, in words of its own."""
+
+    def check(value: Any, inner: Any) -> Any:
+        try:
+            return inner(value)
+        except ValidationError:
+            raise PydanticCustomError("allowed", "{words}", {"words": words}) from None
+
+    return WrapValidator(check)
+
+
+def by_name(kind: type[Enum]) -> BeforeValidator:
+    """Annotation of an enumeration: a member, in JSON its name; refused with all members."""
+
+    def read(value: Any, info: Any) -> Any:
+        value = kind.__members__.get(value) if info.mode == "json" else value
+        if not isinstance(value, kind):
+            raise PydanticCustomError("allowed", "{words}", {"words": ", ".join(map(str, kind))})
+        return value
+
+    return BeforeValidator(read)
+
+
+@dataclass_transform(field_specifiers=(field,))
+def record(error: type[ChipfitError], *, frozen: bool = False) -> Callable[[type[C]], type[C]]:
+    """Class decorator: a dataclass whose values are checked when it is made and whenever one is set.
+
+    Raises (from the constructor, and where a field is set):
+        UnknownNameError: no field of that name; `error` instead where that is a PlatformError.
+        error: a value of the wrong kind or out of bounds, and whatever `__post_init__` raises.
+    """
+
+    def decorate(cls: type[C]) -> type[C]:
+        made: Any = dataclass(cls, config=_STRICT, frozen=frozen)
+        names = [f.name for f in fields(made)]
+        for method in ("__init__", "__setattr__"):
+            setattr(made, method, _in_our_words(getattr(made, method), error, cls.__name__, names))
+        return made  # type: ignore[no-any-return]
+
+    return decorate
+
+
+def arguments(error: type[ChipfitError]) -> Callable[[F], F]:
+    """Decorator of a constructor or function: its arguments are checked by their annotations, as fields of a record."""
+
+    def decorate(function: F) -> F:
+        parameters = inspect.signature(function).parameters.values()
+        names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        owner = function.__qualname__.removesuffix(".__init__")
+        return _in_our_words(validate_call(config=_STRICT)(function), error, owner, names)
+
+    return decorate
+
+
+def checked(kind: Any, value: Any, error: type[ChipfitError], owner: str, name: str, *, json: bool = False) -> Any:
+    """One value of an annotated type; `owner` and `name` are for the message.
+
+    Args:
+        json: the value is data from a file, where enumerations are names and records are tables of keys.
+    """
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+    try:
+        return adapter.validate_json(to_json(value)) if json else adapter.validate_python(value, strict=True)
+    except ValidationError as e:
+        refusal = _refusal(e, error, owner, [name], (name,))
+    raise refusal
+
+
+def _in_our_words(function: Any, error: type[ChipfitError], owner: str, names: Sequence[str]) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except ValidationError as e:
+            refusal = _refusal(e, error, owner, names)
+        raise refusal
+
+    return call
+
+
+def _refusal(
+    e: ValidationError, error: type[ChipfitError], owner: str, names: Sequence[str], inside: tuple[str, ...] = ()
+) -> Exception:
+    """The first problem; where the members of a union complain together, with all that is allowed."""
+    first = e.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ChipfitError):
+        return cause
+    place = (*inside, *first["loc"]) or (0,)  # an index at first stands for an argument by position
+    name = names[min(place[0], len(names) - 1)] if isinstance(place[0], int) else place[0]
+    if len(place) == 1 and first["type"] in _ARITY:
+        return TypeError(f"{owner}: {first['msg'].lower()} '{name}'")
+    if len(place) == 1 and first["type"] in ("unexpected_keyword_argument", "no_such_attribute"):
+        unknown = UnknownNameError(f"option of {owner}", name, names)
+        return unknown if issubclass(error, ConfigError) else error(unknown.what, allowed=unknown.allowed)
+    path = "".join([name, *(f"[{p}]" for p in place[1:])])
+    got = f"{first['input']!r} of type {type(first['input']).__name__}"
+    if first["type"] not in _ALLOWED:
+        return error(f"'{path}' of {owner} is not understood: {first['msg'].removeprefix('Value error, ')}", got=got)
+    together = [x for x in e.errors() if x["loc"][:1] == first["loc"][:1] and x["type"] in _ALLOWED]
+    words = [_ALLOWED[x["type"]].format(**x.get("ctx", {})) for x in together]
+    words = [_CLASSES.get(w, w) for w in dict.fromkeys(words)]
+    return error(f"'{path}' of {owner} is of the wrong kind", got=got, allowed=" or ".join(words))

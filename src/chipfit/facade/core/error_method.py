@@ -1,0 +1,32 @@
+"""The predecessor's names of range rules."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from chipfit.errors import UnsupportedError
+
+
+class QuantizationErrorMethod(Enum):
+    """How the range of a grid is found: by which error between a tensor and its codes."""
+
+    NOCLIPPING = 0  #: the whole range that was seen
+    MSE = 1  #: mean squared error
+    MAE = 2  #: mean absolute error
+    KL = 4  #: Kullback-Leibler divergence
+    LP = 5  #: mean |error|^p
+    HMSE = 6  #: squared error weighed by the Hessian of the loss
+
+    def rule(self, p: float = 2.0) -> str:
+        """The range rule of this name; `p` is the exponent of LP.
+
+        Raises:
+            UnsupportedError: HMSE, which needs scores that only gradient-based tuning computes.
+        """
+        if self is QuantizationErrorMethod.HMSE:
+            raise UnsupportedError(
+                "HMSE needs Hessian scores, which are not computed yet",
+                allowed="NOCLIPPING, MSE, MAE, KL, LP",
+                hint="use MSE",
+            )
+        return {"NOCLIPPING": "no_clipping", "LP": f"lp(p={p})"}.get(self.name, self.name.lower())

@@ -1,0 +1,98 @@
+"""Values are checked by pydantic and refused in chipfit's words."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import FrozenInstanceError, field
+from typing import Annotated
+
+import pytest
+from pydantic import Field
+
+from chipfit.errors import ConfigError, ModelingError, UnknownNameError
+from chipfit.facade.checks import Number, allowed, arguments, checked, record
+
+
+@record(ConfigError)
+class Options:
+    on: bool = False
+    ratio: Number = 0.5
+    names: Annotated[list[str], Field(min_length=1)] = field(default_factory=lambda: ["a"])
+
+    def __post_init__(self):
+        if self.on and self.ratio == 0:
+            raise ConfigError("ratio is 0")
+
+
+def test_a_record_has_positional_arguments_and_keeps_numbers_as_given():
+    made = Options(True, 3)
+    assert (made.on, made.ratio, made.names) == (True, 3, ["a"])
+    assert isinstance(made.ratio, int)
+    assert list(inspect.signature(Options).parameters) == ["on", "ratio", "names"]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: Options("yes"),
+            "'on' of Options is of the wrong kind. Got: 'yes' of type str. Allowed: True or False.",
+        ),
+        (
+            lambda: Options(ratio=True),
+            "'ratio' of Options is of the wrong kind. Got: True of type bool. Allowed: a number.",
+        ),
+        (lambda: Options(names=[]), "Allowed: a list that is not empty."),
+        (lambda: Options(names=["a", 3]), "'names[1]' of Options is of the wrong kind. Got: 3 of type int"),
+        (lambda: Options(True, 0), "ratio is 0."),
+        (lambda: setattr(Options(), "on", 1), "'on' of Options is of the wrong kind"),
+    ],
+)
+def test_wrong_values_are_named_with_what_is_allowed(make, text):
+    with pytest.raises(ConfigError) as e:
+        make()
+    assert text in str(e.value)
+
+
+def test_unknown_names_list_near_ones():
+    with pytest.raises(UnknownNameError, match="did you mean 'ratio'"):
+        Options(ration=1)
+    with pytest.raises(UnknownNameError, match="did you mean 'ratio'"):
+        Options().ration = 1
+
+
+def test_too_many_and_missing_arguments_are_pythons_own_error():
+    @record(ModelingError, frozen=True)
+    class One:
+        value: int
+
+    with pytest.raises(TypeError, match="value"):
+        One()
+    with pytest.raises(TypeError):
+        One(1, 2)
+    with pytest.raises(ModelingError, match="There is no option of One named 'other'"):
+        One(1, other=2)
+    with pytest.raises(FrozenInstanceError):
+        One(1).value = 2
+
+
+def test_arguments_of_a_constructor_are_checked_by_their_annotations():
+    class Many:
+        @arguments(ModelingError)
+        def __init__(self, *numbers: int, word: str = "x") -> None:
+            self.numbers = numbers
+
+    assert Many(1, 2).numbers == (1, 2)
+    with pytest.raises(ModelingError, match="'numbers' of .*Many is of the wrong kind. Got: 'a' of type str"):
+        Many(1, 2, "a")
+    with pytest.raises(ModelingError, match="'word' of .*Many is of the wrong kind. Got: 3"):
+        Many(word=3)
+
+
+def test_a_single_value_may_have_words_of_its_own():
+    even = Annotated[int, Field(multiple_of=2), allowed("an even number")]
+    assert checked(even, 4, ConfigError, "Thing", "size") == 4
+    with pytest.raises(
+        ConfigError, match="'size' of Thing is of the wrong kind. Got: 3 of type int. Allowed: an even number"
+    ):
+        checked(even, 3, ConfigError, "Thing", "size")
