@@ -9,7 +9,8 @@ import keras
 import torch
 
 from chipfit.errors import PlanError
-from chipfit.frameworks.keras.lower import Builder, Home, QuantizedModel
+from chipfit.frameworks.keras.homes import Home
+from chipfit.frameworks.keras.lower import Builder, QuantizedModel
 from chipfit.frameworks.keras.weights import to_canonical
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
@@ -26,8 +27,8 @@ def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
         graph, plan: those that it was made from; neither is changed.
 
     Raises:
-        PlanError: `model` is not a lowered one of this graph, or training has driven a scale to zero, below it, or to a number that
-            is not finite.
+        PlanError: `model` is not a lowered one of this graph, or training has driven a scale to zero, below it, or to a
+            number that is not finite.
     """
     if not isinstance(model, QuantizedModel):
         raise PlanError(
@@ -54,10 +55,11 @@ def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
     owner, products = builder.rounding.owner, builder.rounding.products
 
     def scale_of(name: str) -> torch.Tensor:
-        return scales[owner[name] if owner[name] in scales else name].reshape(builder.plan.tensors[name].scale.shape)  # type: ignore[union-attr]
+        found = scales[owner[name] if owner[name] in scales else name]
+        return found.reshape(builder.plan[name].scale.shape)
 
     for name, t in plan.tensors.items():
-        if not t.quantized or t.scale is None or name not in owner:
+        if not t.quantized or name not in owner:
             continue
         factors = [scale_of(i) for i in products[name]] if name in products else [scale_of(name)]
         tensors[name] = retrained(t, torch.stack(torch.broadcast_tensors(*factors)).prod(0))
@@ -67,4 +69,4 @@ def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
 def _number(variable: Any, home: Home) -> torch.Tensor:
     """A Keras variable in the canonical layout."""
     value = torch.from_numpy(keras.ops.convert_to_numpy(variable).copy())
-    return to_canonical(home.op, value) if value.dim() else value
+    return to_canonical(home.layout, value) if value.dim() else value
