@@ -1,4 +1,4 @@
-"""What computes the canonical operators in Keras, channels last: a layer where one does, else functions of `keras.ops`."""
+"""What computes the canonical operators in Keras, channels last: a layer where one does, else `keras.ops`."""
 
 from __future__ import annotations
 
@@ -344,29 +344,27 @@ def _renamed(f: Kernel, **names: str) -> Kernel:
     return lambda *xs, **attrs: f(*xs, **{names.get(k, k): v for k, v in attrs.items()})
 
 
-def _words(text: str) -> list[tuple[str, Kernel, str]]:
-    """ "Operator=function" as operator, function of keras.ops, and its name."""
-    return [(op, getattr(ops, f), f) for op, f in (word.split("=") for word in text.split())]
+def _each(text: str, make: Callable[[str], Form]) -> dict[str, Form]:
+    """A row for each "Operator=function" of a text, made from the name of the function."""
+    return {op: make(f) for op, f in (word.split("=") for word in text.split())}
 
 
 # ---------------------------------------------------------------- rows
 
 FORMS: dict[str, Form] = {
     # functions of keras.ops that take our attributes by our names
-    **{
-        op: Form(f)
-        for op, f, _ in _words(
-            "Log=log Abs=abs Neg=negative Sqrt=sqrt Rsqrt=rsqrt Sin=sin Cos=cos Erf=erf Floor=floor Ceil=ceil "
-            "Round=round Sign=sign Reciprocal=reciprocal LogicalNot=logical_not HardSwish=hard_silu Div=divide Pow=power Mod=mod "
-            "FloorDiv=floor_divide Equal=equal NotEqual=not_equal Less=less LessEqual=less_equal Greater=greater "
-            "GreaterEqual=greater_equal LogicalAnd=logical_and LogicalOr=logical_or MatMul=matmul Where=where "
-            "LogSoftmax=log_softmax ArgMax=argmax CumSum=cumsum Unstack=unstack Gather=take Tile=tile"
-        )
-    },
-    **{
-        op: Form(f, _layer(layers.Activation, activation=name))
-        for op, f, name in _words("Sigmoid=sigmoid Tanh=tanh Swish=silu Selu=selu HardSigmoid=hard_sigmoid")
-    },
+    **_each(
+        "Log=log Abs=abs Neg=negative Sqrt=sqrt Rsqrt=rsqrt Sin=sin Cos=cos Erf=erf Floor=floor Ceil=ceil Round=round "
+        "Sign=sign Reciprocal=reciprocal LogicalNot=logical_not HardSwish=hard_silu Div=divide Pow=power Mod=mod "
+        "FloorDiv=floor_divide Equal=equal NotEqual=not_equal Less=less LessEqual=less_equal Greater=greater "
+        "GreaterEqual=greater_equal LogicalAnd=logical_and LogicalOr=logical_or MatMul=matmul Where=where "
+        "LogSoftmax=log_softmax ArgMax=argmax CumSum=cumsum Unstack=unstack Gather=take Tile=tile",
+        lambda f: Form(getattr(ops, f)),
+    ),
+    **_each(
+        "Sigmoid=sigmoid Tanh=tanh Swish=silu Selu=selu HardSigmoid=hard_sigmoid",
+        lambda f: Form(getattr(ops, f), _layer(layers.Activation, activation=f)),
+    ),
     "Exp": Form(ops.exp, _layer(layers.Activation, activation="exponential")),
     "Mish": Form(_mish),
     "Relu": Form(ops.relu, _layer(layers.ReLU)),
@@ -394,10 +392,10 @@ FORMS: dict[str, Form] = {
     "Mul": Form(ops.multiply, _merge(layers.Multiply)),
     "Max": Form(ops.maximum, _merge(layers.Maximum)),
     "Min": Form(ops.minimum, _merge(layers.Minimum)),
-    **{
-        op: Form(_renamed(f, axes="axis"))
-        for op, f, _ in _words("Mean=mean Sum=sum ReduceMax=max ReduceMin=min ReduceProd=prod Squeeze=squeeze")
-    },
+    **_each(
+        "Mean=mean Sum=sum ReduceMax=max ReduceMin=min ReduceProd=prod Squeeze=squeeze",
+        lambda f: Form(_renamed(getattr(ops, f), axes="axis")),
+    ),
     "ReduceL2": Form(_reduce_l2),
     "MaxPool": Form(_max_pool, _pool("MaxPooling{}D")),
     "AvgPool": Form(_avg_pool, _pool("AveragePooling{}D")),

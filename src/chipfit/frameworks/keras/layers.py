@@ -27,7 +27,7 @@ class KerasQuantizer(keras.layers.Layer):
         shape: of scale and zero point, which broadcast against the tensor; () is one of each for all of it.
         table: what the codes stand for in units of the scale, ascending, where it is not the codes themselves.
         logarithmic: entries of the table are chosen on the logarithm.
-        train_scale: let training move the scale; afterwards said by `scale.trainable`.
+        train_scale: let training move the scale; afterwards `scale.trainable` tells.
         bits: width of a stored code, for display.
     """
 
@@ -55,18 +55,17 @@ class KerasQuantizer(keras.layers.Layer):
         """x: reals. Returns reals on the grid, same shape. `scale` takes the place of the quantizer's own."""
         s = ops.convert_to_tensor(self.scale if scale is None else scale)
         if self.table is not None:
-            return self._nearest_entry(x, s)
+            return self._nearest_entry(x, s, self.table)
         z = ops.convert_to_tensor(self.zero_point)
         v = ops.clip(x / s, -(2.0**40), 2.0**40)  # an infinity must not become inf - inf
         q = v + ops.stop_gradient(ops.round(v) - v) + z  # exact: round(v) is within a factor of two of v, or zero
         return (_clamp(q, self.qmin, self.qmax) - z) * s
 
-    def _nearest_entry(self, x: Any, s: Any) -> Any:
-        assert self.table is not None  # asked for table grids only
-        edges = boundaries(self.table, self.logarithmic).numpy().astype("float32")
-        v = _clamp(x / s, self.table[0], self.table[-1])
+    def _nearest_entry(self, x: Any, s: Any, table: Sequence[float]) -> Any:
+        edges = boundaries(tuple(table), self.logarithmic).numpy().astype("float32")
+        v = _clamp(x / s, table[0], table[-1])
         index = ops.searchsorted(ops.convert_to_tensor(edges), ops.reshape(ops.stop_gradient(v), (-1,)))
-        entry = ops.reshape(ops.take(ops.convert_to_tensor(np.asarray(self.table, "float32")), index), ops.shape(v))
+        entry = ops.reshape(ops.take(ops.convert_to_tensor(np.asarray(table, "float32")), index), ops.shape(v))
         return (v + ops.stop_gradient(entry - v)) * s
 
     def set(self, scale: np.ndarray, zero_point: np.ndarray) -> None:
@@ -112,7 +111,7 @@ class KerasActivationQuantizationHolder(keras.layers.Layer):
         return (y, ops.convert_to_tensor(self.activation_holder_quantizer.scale)) if self.gives_scale else y
 
     def compute_output_spec(self, inputs: Any) -> Any:
-        y = keras.KerasTensor(inputs.shape, "float32")  # said, not traced, which takes a while in large models
+        y = keras.KerasTensor(inputs.shape, "float32")  # given, not traced, which takes a while in large models
         return (y, keras.KerasTensor((), "float32")) if self.gives_scale else y
 
     def get_config(self) -> dict[str, Any]:

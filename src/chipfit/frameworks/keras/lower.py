@@ -160,7 +160,7 @@ class Builder:
         return CanonicalOperation(node.op, _jsonable(node.attrs), slots, name=self._unique(node.name))
 
     def _weighted(self, node: Node, data: list[Any]) -> Any:
-        """A call of a layer with weights, in a wrapper where some are rounded; one layer for all uses of its weights."""
+        """A call of a layer with weights, wrapped where some are rounded; all uses of its weights share it."""
         key = self._key(node)
         if key not in self._layers:
             self._layers[key] = self._wrapped(node, self._biases[key])

@@ -36,7 +36,7 @@ def _reads(layers: str = "", operations: str = "", *, activated: bool = False) -
     def enter(f: Read) -> Read:
         for group, names in (("layer", layers), ("operation", operations)):
             for n in names.split():
-                READERS.update({(group, n.replace("*", d)): f for d in ("123" if "*" in n else " ")})
+                READERS.update({(group, n.replace("*", d)): f for d in ("123" if "*" in n else "1")})
         if activated:
             ACTIVATED.add(f)
         return f
@@ -45,6 +45,16 @@ def _reads(layers: str = "", operations: str = "", *, activated: bool = False) -
 
 
 # ---------------------------------------------------------------- pieces of rows
+
+
+def _need(condition: bool) -> None:
+    """Go on where this holds.
+
+    Raises:
+        Unreadable: it does not.
+    """
+    if not condition:
+        raise Unreadable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,8 +68,7 @@ class Row:
     only: Holds | None = None  #: what else must hold
 
     def __call__(self, r: Call, *xs: Any) -> list[Value]:
-        if len(xs) != self.operands or (self.only is not None and not self.only(r, xs[0])):
-            raise Unreadable
+        _need(len(xs) == self.operands and (self.only is None or self.only(r, xs[0])))
         inputs = [*(r.operand(x) for x in xs), *(r.weight(getattr(r.op, v)) for v in self.variables.split())]
         return r.emit_all(self.op, inputs, **{k: v(r, xs[0]) if callable(v) else v for k, v in self.attrs.items()})
 
@@ -88,8 +97,7 @@ def _own(name: str, convert: Callable[[Any], Any] = lambda v: v) -> Callable[[Ca
 
 
 def _number(v: Any) -> float:
-    if not isinstance(v, (int, float)):
-        raise Unreadable
+    _need(isinstance(v, (int, float)))
     return float(v)
 
 
@@ -99,8 +107,7 @@ def _many(v: Any, n: int) -> tuple[int, ...]:
 
 def _static(shape: Sequence[int | None]) -> tuple[int, ...]:
     """A shape with -1 where it is not known, which may be once."""
-    if sum(d is None for d in shape) > 1:
-        raise Unreadable
+    _need(sum(d is None for d in shape) <= 1)
     return tuple(-1 if d is None else d for d in shape)
 
 
@@ -124,8 +131,7 @@ def _last_axis(r: Call, x: Value) -> bool:
 def _last_shape(r: Call, x: Value) -> tuple[int | None, ...]:
     """The shape of the last axes, along which the operation works."""
     rank, axes = len(x.shape), _many(r.op.axis, 1)
-    if sorted(a % rank for a in axes) != list(range(rank - len(axes), rank)):
-        raise Unreadable
+    _need(sorted(a % rank for a in axes) == list(range(rank - len(axes), rank)))
     return x.shape[rank - len(axes) :]
 
 
@@ -136,8 +142,7 @@ def _reduced(r: Call, x: Value) -> tuple[int, ...]:
 
 
 def _integer(v: Any) -> int:
-    if not isinstance(v, int):
-        raise Unreadable
+    _need(isinstance(v, int))
     return v
 
 
@@ -211,14 +216,12 @@ def _ordered(r: Call, x: Value) -> tuple[int, ...]:
 
 def _repeats(r: Call, x: Value) -> tuple[int, ...]:
     repeats = _many(r.op.repeats, len(x.shape))
-    if len(repeats) != len(x.shape):
-        raise Unreadable
+    _need(len(repeats) == len(x.shape))
     return repeats
 
 
 def _broadcast(r: Call, x: Value) -> tuple[int, ...]:
-    if None in r.shape[1:]:
-        raise Unreadable
+    _need(None not in r.shape[1:])
     return _static(r.shape)
 
 
@@ -331,8 +334,7 @@ def _separable_layer(r: Call, x: Value) -> Value:
 @_reads("", "Conv")
 def _conv_operation(r: Call, x: Value, kernel: Any, depthwise: bool = False) -> Value:
     o = r.op
-    if not _channels_last(r, x):
-        raise Unreadable
+    _need(_channels_last(r, x))
     return _conv(r, x, kernel, None, o.strides, o.padding, o.dilation_rate, depthwise=depthwise)
 
 
@@ -379,11 +381,9 @@ def _einsum_dense(r: Call, x: Value) -> Value:
     kept = [c for c in given.replace("...", "") if c not in kernel]
     dots = "..." if given.startswith("...") else ""
     wanted = (dots + "".join(kept + summed), "".join(summed + new), dots + "".join(kept + new))
-    if (given, kernel, result) != wanted:
-        raise Unreadable
+    _need((given, kernel, result) == wanted)
     ins, outs = (math.prod(o.kernel.shape[a:b]) for a, b in ((0, len(summed)), (len(summed), None)))
-    if o.bias is not None and tuple(o.bias.shape) != tuple(o.kernel.shape[len(summed) :]):
-        raise Unreadable
+    _need(o.bias is None or tuple(o.bias.shape) == tuple(o.kernel.shape[len(summed) :]))
     lead = x.shape[: len(x.shape) - len(summed)]
     if len(summed) > 1:
         x = r.emit("Reshape", [x], (*lead, ins), part="merge", shape=_static((*lead, ins)))
@@ -401,8 +401,7 @@ def _einsum_dense(r: Call, x: Value) -> Value:
 @_reads("", "Normalize")
 def _normalize(r: Call, x: Value) -> Value:
     axes, epsilon = _many(r.op.axis, 1), r.op.epsilon
-    if r.op.order != 2:
-        raise Unreadable
+    _need(r.op.order == 2)
     shape = [1 if k in {a % len(x.shape) for a in axes} else d for k, d in enumerate(x.shape)]
     length = r.emit("ReduceL2", [x], shape, part="length", axes=axes, keepdims=True)
     least = float(keras.backend.epsilon() if epsilon is None else epsilon)
@@ -412,8 +411,7 @@ def _normalize(r: Call, x: Value) -> Value:
 
 @_reads("AveragePooling*D", "AveragePool")
 def _average_pool(r: Call, x: Value) -> Value:
-    if not _channels_last(r, x):
-        raise Unreadable
+    _need(_channels_last(r, x))
     attrs = {name: value(r, x) if callable(value) else value for name, value in _POOL.items()}
     padding = attrs["padding"]
     if any(lo != hi for lo, hi in padding) and keras.backend.backend() == "torch":
@@ -437,11 +435,10 @@ def _resize(r: Call, x: Value) -> Value:
     o, mode = r.op, _interpolation(r, x)
     size = (o.height, o.width) if isinstance(o, keras.Layer) else _many(o.size, 2)
     special = any(getattr(o, k, False) for k in ("crop_to_aspect_ratio", "pad_to_aspect_ratio", "antialias"))
-    if special or not _channels_last(r, x) or len(x.shape) != 4 or x.dtype != "float32":
-        raise Unreadable
-    if mode == "nearest" and any(i is None or s % i for s, i in zip(size, x.shape[1:3], strict=True)):
+    _need(not special and _channels_last(r, x) and len(x.shape) == 4 and x.dtype == "float32")
+    if mode == "nearest":
         # Keras samples at pixel centres, the canonical operator at their upper left corners: equal for whole factors
-        raise Unreadable
+        _need(all(i is not None and s % i == 0 for s, i in zip(size, x.shape[1:3], strict=True)))
     return r.emit("Resize", [x], mode=mode, size=tuple(int(s) for s in size), scale=None, align_corners=False)
 
 
@@ -449,10 +446,8 @@ def _resize(r: Call, x: Value) -> Value:
 def _pad(r: Call, x: Value, constant_values: Any = None) -> Value:
     pairs = tuple((int(lo), int(hi)) for lo, hi in r.op.pad_width)
     image = len(pairs) > 2 and not any((*pairs[0], *pairs[-1]))
-    if len(pairs) != len(x.shape) or not isinstance(constant_values, (int, float, type(None))):
-        raise Unreadable
-    if r.op.mode != "constant" and not (r.op.mode == "reflect" and image):
-        raise Unreadable
+    _need(len(pairs) == len(x.shape) and isinstance(constant_values, (int, float, type(None))))
+    _need(r.op.mode == "constant" or (r.op.mode == "reflect" and image))
     return r.emit("Pad", [x], padding=pairs, mode=r.op.mode, value=float(constant_values or 0))
 
 
@@ -462,8 +457,7 @@ def _pad(r: Call, x: Value, constant_values: Any = None) -> Value:
 def _comparison(op: str) -> Read:
     def read(r: Call, a: Any, b: Any) -> Value:
         dtypes = {x.dtype for x in (a, b) if isinstance(x, Value)}
-        if len(dtypes) != 1:
-            raise Unreadable
+        _need(len(dtypes) == 1)
         (dtype,) = dtypes
         return r.emit(op, [r.operand(a, dtype), r.operand(b, dtype)])
 
@@ -482,8 +476,7 @@ def _square(r: Call, x: Value) -> Value:
 @_reads("", "ReLU")
 def _relu(r: Call, x: Value) -> Value:
     o = r.op
-    if o.threshold != 0 or (o.negative_slope != 0 and o.max_value is not None):
-        raise Unreadable
+    _need(o.threshold == 0 and (o.negative_slope == 0 or o.max_value is None))
     if o.negative_slope:
         return r.emit("LeakyRelu", [x], negative_slope=float(o.negative_slope))
     if o.max_value is None:
@@ -493,15 +486,13 @@ def _relu(r: Call, x: Value) -> Value:
 
 @_reads("PReLU")
 def _prelu(r: Call, x: Value) -> Value:
-    if any(d != 1 for d in r.op.alpha.shape[:-1]):
-        raise Unreadable
+    _need(all(d == 1 for d in r.op.alpha.shape[:-1]))
     return r.emit("PRelu", [x, r.weight(r.op.alpha, shape=(-1,))])
 
 
 @_reads("Activation")
 def _activation_layer(r: Call, x: Value) -> Value:
-    if r.op.activation not in UNTRACEABLE:
-        raise Unreadable
+    _need(r.op.activation in UNTRACEABLE)
     return r.emit(UNTRACEABLE[r.op.activation], [x])
 
 
@@ -513,8 +504,7 @@ def _rescaling(r: Call, x: Value) -> Value:
 
 @_reads("Normalization")
 def _normalization(r: Call, x: Value) -> Value:
-    if r.op.invert:
-        raise Unreadable
+    _need(not r.op.invert)
     mean, variance = (keras.ops.convert_to_numpy(v) for v in (r.op.mean, r.op.variance))
     y = r.emit("Sub", [r.operand(x), r.operand(mean)], part="centre")
     return r.emit("Div", [y, r.operand(np.maximum(np.sqrt(variance), keras.backend.epsilon()))])
@@ -535,8 +525,7 @@ def _where(r: Call, condition: Value, x1: Any = None, x2: Any = None) -> Value:
 
 @_reads("", "Matmul")
 def _matmul(r: Call, a: Any, b: Any) -> Value:
-    if min(len(a.shape), len(b.shape)) < 2:
-        raise Unreadable
+    _need(min(len(a.shape), len(b.shape)) >= 2)
     return r.emit("MatMul", [r.operand(a), r.operand(b)])
 
 
@@ -548,17 +537,14 @@ def _einsum(r: Call, a: Any, b: Any) -> Value:
     both but not the result (d, summed over), of the second alone (k); all but the first group must be one letter. Both
     operands are brought to [*batch, first, summed] and [*batch, summed, second], and the product to the result's order.
     """
-    if not isinstance(a, Value) or not isinstance(b, Value):
-        raise Unreadable
+    _need(isinstance(a, Value) and isinstance(b, Value))
     ins, _, result = r.op.subscripts.replace(" ", "").partition("->")
     left, right = ins.split(",")
-    if "." in ins or len({*left}) != len(left) or len({*right}) != len(right):
-        raise Unreadable
+    _need("." not in ins and len({*left}) == len(left) and len({*right}) == len(right))
     batch = [c for c in left if c in right and c in result]
     summed = [c for c in left if c in right and c not in result]
     first, second = [c for c in left if c not in right], [c for c in right if c not in left]
-    if len(summed) != 1 or len(first) != 1 or len(second) != 1 or sorted(result) != sorted([*batch, *first, *second]):
-        raise Unreadable
+    _need(len(summed) == len(first) == len(second) == 1 and sorted(result) == sorted([*batch, *first, *second]))
     x = _permuted(r, a, left, [*batch, *first, *summed], "left")
     y = _permuted(r, b, right, [*batch, *summed, *second], "right")
     size = dict(zip(left + right, a.shape + b.shape, strict=True))
@@ -574,10 +560,8 @@ def _attention(
     r: Call, query: Value, key: Value, value: Value, bias: Any = None, mask: Any = None, scale: Any = None
 ) -> Value:
     """[N, T, heads, D] in Keras, [N, heads, T, D] in the canonical operator."""
-    if bias is not None or mask is not None or query.shape[2] != key.shape[2] or r.op.attn_logits_soft_cap is not None:
-        raise Unreadable
-    if not isinstance(scale, (float, int, type(None))):
-        raise Unreadable
+    _need(bias is None and mask is None and r.op.attn_logits_soft_cap is None)
+    _need(query.shape[2] == key.shape[2] and isinstance(scale, (float, int, type(None))))
     qkv = [_permuted(r, x, "nthd", "nhtd", part) for x, part in ((query, "query"), (key, "key"), (value, "value"))]
     n, t, h, d = r.shape
     y = r.emit("SDPA", qkv, (n, h, t, d), part="product", is_causal=bool(r.op.is_causal), scale=scale, enable_gqa=False)
@@ -615,8 +599,8 @@ def _get_item(r: Call, x: Value, key: Any) -> Value:
     `key` holds integers, slices, new axes (None) and at most one ellipsis; axes that it leaves out are whole.
     """
     keys = list(key) if isinstance(key, tuple) else [key]
-    if any(not (k is None or k is Ellipsis or isinstance(k, (int, slice))) or isinstance(k, bool) for k in keys):
-        raise Unreadable
+    _need(all(k is None or k is Ellipsis or isinstance(k, (int, slice)) for k in keys))
+    _need(not any(isinstance(k, bool) for k in keys))
     taken = sum(k is not None and k is not Ellipsis for k in keys)
     if Ellipsis not in keys:
         keys.append(Ellipsis)
@@ -641,11 +625,9 @@ def _get_item(r: Call, x: Value, key: Any) -> Value:
 
 def _slice(r: Call, x: Value, axis: int, k: slice) -> Value:
     size, step = x.shape[axis], 1 if k.step is None else k.step
-    if step < 1 or any(v is not None and not isinstance(v, int) for v in (k.start, k.stop)):
-        raise Unreadable
+    _need(step >= 1 and all(v is None or isinstance(v, int) for v in (k.start, k.stop)))
     if size is None:  # the batch
-        if (k.start or 0) < 0 or (k.stop is not None and k.stop < 0):
-            raise Unreadable
+        _need((k.start or 0) >= 0 and (k.stop is None or k.stop >= 0))
         start, end, left = k.start or 0, k.stop, None
     else:
         start, end, _ = k.indices(size)
@@ -656,14 +638,12 @@ def _slice(r: Call, x: Value, axis: int, k: slice) -> Value:
 
 @_reads("", "Take")
 def _take(r: Call, x: Any, indices: Any) -> Value:
-    if not isinstance(indices, Value) or r.op.axis is None:
-        raise Unreadable
+    _need(isinstance(indices, Value) and r.op.axis is not None)
     return r.emit("Gather", [r.operand(x), indices.name], axis=r.op.axis)
 
 
 @_reads("Embedding")
 def _embedding(r: Call, x: Value) -> Value:
-    if r.op.mask_zero:
-        raise Unreadable
+    _need(not r.op.mask_zero)
     index = x if x.dtype in ("int32", "int64") else r.emit("Cast", [x], x.shape, "int32", part="index", dtype="int32")
     return r.emit("Embedding", [r.weight(r.op.embeddings), index])
