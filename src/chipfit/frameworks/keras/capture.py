@@ -93,17 +93,16 @@ def _demand_model(model: Any) -> None:
         raise CaptureError(
             f"The model '{model.name}' has no weights yet", hint="call it once on data, or load its weights, first"
         )
-    model_first = next(
-        (x for x in model._flatten_layers() if getattr(x, "data_format", None) == "channels_first"), None
-    )
-    if model_first is not None:
+    inside = list(model._flatten_layers())
+    first = next((x for x in inside if getattr(x, "data_format", None) == "channels_first"), None)
+    if first is not None:
         raise CaptureError(
-            f"Layer '{model_first.name}' works channels-first",
+            f"Layer '{first.name}' works channels-first",
             allowed="data_format='channels_last'",
             hint="build the model with keras.config.set_image_data_format('channels_last') and copy the weights, "
             "which are the same",
         )
-    mixed = next((x for x in model._flatten_layers() if x.compute_dtype != "float32" and x.variables), None)
+    mixed = next((x for x in inside if x.compute_dtype != "float32" and x.variables), None)
     if mixed is not None:
         raise CaptureError(
             f"Layer '{mixed.name}' computes in {mixed.compute_dtype}",
@@ -141,14 +140,13 @@ def _example(struct: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
 
 def _input_names(struct: Any, model: Any) -> list[str]:
-    if isinstance(struct, Mapping):
-        if any(not isinstance(k, str) or len(leaves(v)) != 1 for k, v in struct.items()):
-            raise CaptureError(
-                f"The inputs of '{model.name}' are a nested structure", hint="use one flat dict, or a list"
-            )
-        return sorted(struct)  # the order in which Keras flattens a dict
-    if isinstance(struct, (list, tuple)) and any(isinstance(x, (list, tuple, Mapping)) for x in struct):
+    by_name, several = isinstance(struct, Mapping), isinstance(struct, (list, tuple))
+    if (by_name and any(not isinstance(k, str) or len(leaves(v)) != 1 for k, v in struct.items())) or (
+        several and any(isinstance(x, (list, tuple, Mapping)) for x in struct)
+    ):
         raise CaptureError(f"The inputs of '{model.name}' are a nested structure", hint="use one flat dict, or a list")
+    if by_name:
+        return sorted(struct)  # the order in which Keras flattens a dict
     kts = leaves(struct)
     made_by = [getattr(getattr(kt, "_keras_history", None), "operation", None) for kt in kts]
     numbered = ["input"] if len(kts) == 1 else [f"input_{i}" for i in range(len(kts))]
