@@ -16,6 +16,7 @@ from chipfit.frameworks.keras.backend import forward  # noqa: E402
 from chipfit.frameworks.keras.capture import capture  # noqa: E402
 from chipfit.frameworks.keras.weights import to_canonical, to_keras  # noqa: E402
 from chipfit.graph.ir import OPAQUE  # noqa: E402
+from chipfit.graph.ops import OPS  # noqa: E402
 from tests.keras_zoo import make, networks, randomize  # noqa: E402
 
 
@@ -110,14 +111,14 @@ def test_layers_of_a_nested_model_have_paths():
 @pytest.mark.parametrize("shape", [(3, 5, 2, 7), (3, 2, 7), (2, 2, 2, 3, 4)])
 def test_kernels_go_to_the_canonical_layout_and_back(shape):
     kernel = torch.randn(shape)
-    op = f"Conv{len(shape) - 2}D"
-    assert to_canonical(op, kernel).shape == (shape[-1], shape[-2], *shape[:-2])
-    assert torch.equal(to_keras(op, to_canonical(op, kernel)), kernel)
+    layout = OPS[f"Conv{len(shape) - 2}D"].kind
+    assert to_canonical(layout, kernel).shape == (shape[-1], shape[-2], *shape[:-2])
+    assert torch.equal(to_keras(layout, to_canonical(layout, kernel)), kernel)
 
 
 def test_depthwise_kernels_with_multiplier_go_back():
     kernel = torch.randn(3, 5, 4, 2)
-    assert torch.equal(to_keras("DepthwiseConv2D", to_canonical("DepthwiseConv2D", kernel), groups=4), kernel)
+    assert torch.equal(to_keras("depthwise", to_canonical("depthwise", kernel), groups=4), kernel)
 
 
 def test_average_pooling_at_an_uneven_edge_is_what_this_backend_makes_of_it():

@@ -9,15 +9,11 @@ keras = pytest.importorskip("keras")
 
 from chipfit.engine.run import run  # noqa: E402
 from chipfit.errors import UnsupportedError  # noqa: E402 -- after the import that may skip
-from chipfit.frameworks.keras.build import LAYERS, WEIGHTED  # noqa: E402
-from chipfit.frameworks.keras.kernels import KERNELS  # noqa: E402
+from chipfit.frameworks.keras.forms import FORMS  # noqa: E402
 from chipfit.frameworks.keras.lower import lower  # noqa: E402
 from chipfit.graph.ir import Graph, Node, Value  # noqa: E402
-from chipfit.graph.ops import OPS  # noqa: E402
 from chipfit.plan.record import Plan  # noqa: E402
 
-#: what no reader of Keras gives, and no rewrite
-NEVER = {"AdaptiveAvgPool", "AdaptiveMaxPool", "DepthToSpace", "SpaceToDepth", "ChannelShuffle", "Size"}
 IMAGE, ROWS, SIGNAL = (2, 4, 6, 7), (3, 8), (2, 4, 9)
 
 
@@ -224,13 +220,13 @@ def test_an_operator_computes_what_the_engine_computes(op, operands, attrs):
         torch.testing.assert_close(got.to(env[name].dtype), env[name], rtol=2e-5, atol=2e-6)
 
 
-def test_every_operator_that_a_keras_graph_may_hold_is_among_them():
-    assert set(OPS) - {c[0] for c in CASES} - NEVER <= {
+def test_every_operator_that_has_a_keras_form_is_among_them():
+    by_layers_only = {
         "TransposeConv1D",
         "TransposeConv2D",
         "TransposeConv3D",
-    }  # told by Keras layers only
-    assert set(OPS) - set(KERNELS) - set(WEIGHTED) - set(LAYERS) == NEVER
+    }  # whose settings tell what no attribute does
+    assert set(FORMS) - {c[0] for c in CASES} == by_layers_only
 
 
 def test_an_operator_without_keras_form_is_refused_by_name():

@@ -1,4 +1,4 @@
-"""The Keras model that comes out computes what our engine computes from the same Graph and Plan, and is a Keras model in every other way."""
+"""The Keras model that comes out computes what our engine computes, and is a Keras model in every other way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from keras import layers  # noqa: E402 -- after the import that may skip
 
 import chipfit  # noqa: E402
 from chipfit.frameworks.keras.backend import forward  # noqa: E402
-from chipfit.frameworks.keras.layers import KerasActivationQuantizationHolder, KerasQuantizationWrapper, KerasQuantizer  # noqa: E402
+from chipfit.frameworks.keras.layers import (  # noqa: E402
+    KerasActivationQuantizationHolder,
+    KerasQuantizationWrapper,
+    KerasQuantizer,
+)
 from chipfit.frameworks.keras.lower import QuantizedModel  # noqa: E402
 from chipfit.frameworks.keras.train import read_back  # noqa: E402
 from chipfit.frameworks.torch.lower import lower as engine  # noqa: E402

@@ -1,4 +1,4 @@
-"""One network written in PyTorch and in Keras is one network: same decisions, same numbers, same integers in the file."""
+"""A network written in PyTorch and in Keras is one network: same decisions, same numbers, same integers in the file."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ def give(source: nn.Module, target) -> None:
             new = [m.weight, m.bias, m.running_mean, m.running_var]
         else:
             depthwise = isinstance(layer, layers.DepthwiseConv2D)
-            op = "DepthwiseConv2D" if depthwise else {nn.Conv2d: "Conv2D", nn.Linear: "Linear"}.get(type(m), "")
+            layout = "depthwise" if depthwise else {nn.Conv2d: "conv", nn.Linear: "linear"}.get(type(m), "")
             new = [
-                to_keras(op, m.weight.detach(), m.groups if depthwise else 1),
+                to_keras(layout, m.weight.detach(), m.groups if depthwise else 1),
                 *([m.bias] if m.bias is not None else []),
             ]
         layer.set_weights([w.detach().numpy() for w in new])

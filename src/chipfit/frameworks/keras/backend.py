@@ -56,9 +56,9 @@ def forward(model: Any, inputs: Any) -> Any:
 def _stateless(model: Any) -> Callable[..., Any]:
     from weakref import ref
 
-    held = ref(model)  # what is compiled must not keep its own key alive
+    held: Any = ref(model)  # what is compiled must not keep its own key alive; the model lives while it is called
 
     def call(trainable: Any, others: Any, x: Any) -> Any:
-        return held().stateless_call(trainable, others, x, training=False)[0]  # type: ignore[union-attr]  # alive while it is called
+        return held().stateless_call(trainable, others, x, training=False)[0]
 
     return call

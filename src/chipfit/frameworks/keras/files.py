@@ -14,7 +14,8 @@ def load(path: str | Path) -> Any:
     """The model of a `.keras` file.
 
     Raises:
-        CaptureError: there is no such file, it is damaged, or it holds Python code or classes that are not registered here.
+        CaptureError: there is no such file, it is damaged, or it holds Python code or classes that are not registered
+            here.
     """
     if not Path(path).is_file():
         raise CaptureError("The model file does not exist", where=str(path))
@@ -26,5 +27,6 @@ def load(path: str | Path) -> Any:
             "The file is not a Keras model that can be loaded here",
             where=str(path),
             got=first,
-            hint="save it again with model.save('model.keras'); for custom classes give module:factory instead; lambdas are never executed",
+            hint="save it again with model.save('model.keras'); for custom classes give module:factory instead; "
+            "lambdas are never executed",
         ) from e

@@ -1,4 +1,4 @@
-"""What a quantized Keras model is made of beside the user's own layers: quantizer, wrapper of weights, holder of activations."""
+"""The layers that quantize a Keras model: quantizer, wrapper of a layer with weights, holder of activations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from chipfit.plan.record import TensorPlan
+from chipfit.quantizers.stored import Stored
 from chipfit.quantizers.tables import boundaries
 
 _registered = keras.saving.register_keras_serializable(package="chipfit")
@@ -19,15 +19,15 @@ _registered = keras.saving.register_keras_serializable(package="chipfit")
 class KerasQuantizer(keras.layers.Layer):
     """Rounds a tensor to a grid: y = (clip(round(x / s) + z, qmin, qmax) - z) s, halves to even.
 
-    The gradient passes straight through rounding inside the range and stops outside; the scale gets that of LSQ (Esser et al.
-    2020, arXiv:1902.08153, eq. 3), which differentiating the formula gives. Everything is computed in float32.
+    The gradient passes straight through rounding inside the range and stops outside; the scale gets that of LSQ (Esser
+    et al. 2020, arXiv:1902.08153, eq. 3), which differentiating the formula gives. Everything is computed in float32.
 
     Args:
         qmin, qmax: least and greatest code.
         shape: of scale and zero point, which broadcast against the tensor; () is one of each for all of it.
         table: what the codes stand for in units of the scale, ascending, where it is not the codes themselves.
         logarithmic: entries of the table are chosen on the logarithm.
-        train_scale: let training move the scale; afterwards said by `scale.trainable`.
+        train_scale: let training move the scale; afterwards `scale.trainable` tells.
         bits: width of a stored code, for display.
     """
 
@@ -55,18 +55,17 @@ class KerasQuantizer(keras.layers.Layer):
         """x: reals. Returns reals on the grid, same shape. `scale` takes the place of the quantizer's own."""
         s = ops.convert_to_tensor(self.scale if scale is None else scale)
         if self.table is not None:
-            return self._nearest_entry(x, s)
+            return self._nearest_entry(x, s, self.table)
         z = ops.convert_to_tensor(self.zero_point)
         v = ops.clip(x / s, -(2.0**40), 2.0**40)  # an infinity must not become inf - inf
         q = v + ops.stop_gradient(ops.round(v) - v) + z  # exact: round(v) is within a factor of two of v, or zero
         return (_clamp(q, self.qmin, self.qmax) - z) * s
 
-    def _nearest_entry(self, x: Any, s: Any) -> Any:
-        assert self.table is not None  # asked for table grids only
-        edges = boundaries(self.table, self.logarithmic).numpy().astype("float32")
-        v = _clamp(x / s, self.table[0], self.table[-1])
+    def _nearest_entry(self, x: Any, s: Any, table: Sequence[float]) -> Any:
+        edges = boundaries(tuple(table), self.logarithmic).numpy().astype("float32")
+        v = _clamp(x / s, table[0], table[-1])
         index = ops.searchsorted(ops.convert_to_tensor(edges), ops.reshape(ops.stop_gradient(v), (-1,)))
-        entry = ops.reshape(ops.take(ops.convert_to_tensor(np.asarray(self.table, "float32")), index), ops.shape(v))
+        entry = ops.reshape(ops.take(ops.convert_to_tensor(np.asarray(table, "float32")), index), ops.shape(v))
         return (v + ops.stop_gradient(entry - v)) * s
 
     def set(self, scale: np.ndarray, zero_point: np.ndarray) -> None:
@@ -79,10 +78,9 @@ class KerasQuantizer(keras.layers.Layer):
         return {**super().get_config(), **{k: getattr(self, k) for k in own}, "train_scale": self.scale.trainable}
 
     @classmethod
-    def of(cls, t: TensorPlan, shape: Sequence[int] = (), **kwargs: Any) -> KerasQuantizer:
-        """The quantizer of a planned tensor; its numbers are still to be set."""
-        assert t.grid is not None  # asked for quantized tensors only
-        grid = t.grid
+    def of(cls, stored: Stored, shape: Sequence[int] = (), **kwargs: Any) -> KerasQuantizer:
+        """The quantizer of a tensor that is stored like this; its numbers are still to be set."""
+        grid = stored.grid
         return cls(grid.qmin, grid.qmax, shape, grid.table, grid.kind == "log", bits=grid.bits, **kwargs)
 
 
@@ -113,7 +111,7 @@ class KerasActivationQuantizationHolder(keras.layers.Layer):
         return (y, ops.convert_to_tensor(self.activation_holder_quantizer.scale)) if self.gives_scale else y
 
     def compute_output_spec(self, inputs: Any) -> Any:
-        y = keras.KerasTensor(inputs.shape, "float32")  # said, not traced, which takes a while in large models
+        y = keras.KerasTensor(inputs.shape, "float32")  # given, not traced, which takes a while in large models
         return (y, keras.KerasTensor((), "float32")) if self.gives_scale else y
 
     def get_config(self) -> dict[str, Any]:
@@ -133,9 +131,9 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
     Args:
         layer: the layer, of any class.
         weights_quantizers: name of a variable of the layer -> its quantizer.
-        bias_follows: name of the variable whose scale, times that of the input, is the scale of the bias; "" when the bias has
-            one of its own. The scale of the input is then an argument of the call.
-        uses: how many biases there are: where the layer is called on inputs of several scales, each call may have its own.
+        bias_follows: name of the variable whose scale, times that of the input, is the scale of the bias; the scale of
+            the input is then an argument of the call. "" when the bias has a scale of its own.
+        uses: how many biases there are: called on inputs of several scales, the layer may have one for each call.
     """
 
     def __init__(
@@ -179,7 +177,7 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
     def call(self, inputs: Any, input_scale: Any = None, use: int = 0) -> Any:
         values = {"bias": ops.convert_to_tensor(self.bias(use))} if use else {}
         values |= self.get_quantized_weights(input_scale, use)
-        # every variable gets a value: the inner scope does not see those of an outer one, such as a training step of JAX
+        # every variable gets a value: the inner scope does not see those of an outer one (a training step of JAX)
         mapping = [(v, values.get(v.name, ops.convert_to_tensor(v))) for v in self.layer.variables]
         with keras.StatelessScope(state_mapping=mapping) as scope:
             out = self.layer(inputs)

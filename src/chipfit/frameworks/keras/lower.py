@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -15,24 +14,27 @@ from chipfit.engine.opaque import fill
 from chipfit.engine.run import unflatten_outputs
 from chipfit.errors import UnsupportedError
 from chipfit.frameworks.keras.backend import dtype_here, forward
-from chipfit.frameworks.keras.build import LAYERS, WEIGHTED, padding_mode
-from chipfit.frameworks.keras.kernels import KERNELS, CanonicalOperation
+from chipfit.frameworks.keras.canonical import CanonicalOperation
+from chipfit.frameworks.keras.forms import FORMS, layer_of, padding_word
+from chipfit.frameworks.keras.homes import Home, Scale
 from chipfit.frameworks.keras.layers import KerasActivationQuantizationHolder, KerasQuantizationWrapper, KerasQuantizer
 from chipfit.frameworks.keras.opaque import PREFIX, fresh
-from chipfit.frameworks.keras.weights import to_keras
+from chipfit.frameworks.keras.weights import DEPTHWISE, to_keras
+from chipfit.graph.builder import unique
 from chipfit.graph.ir import OPAQUE, Graph, Node
-from chipfit.graph.linear import LINEAR
-from chipfit.plan.record import Plan, TensorPlan
+from chipfit.graph.ops import OPS
+from chipfit.plan.record import Plan
 from chipfit.plan.relayout import relayout
 from chipfit.plan.sharing import rounding
+from chipfit.quantizers.stored import Stored
 
 
 @keras.saving.register_keras_serializable(package="chipfit")
 class QuantizedModel(keras.Model):
     """A model as the chip computes it, in float: every stored tensor is rounded to its grid.
 
-    A Functional model with the inputs and outputs of the original one. Layers keep their names; those with rounded weights are
-    in a `KerasQuantizationWrapper`, stored results pass through a `KerasActivationQuantizationHolder`.
+    A Functional model with the inputs and outputs of the original one. Layers keep their names; those with rounded
+    weights are in a `KerasQuantizationWrapper`, stored results pass through a `KerasActivationQuantizationHolder`.
     """
 
     def run_flat(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -49,41 +51,6 @@ def lower(graph: Graph, plan: Plan) -> QuantizedModel:
     return Builder(graph, plan).build()
 
 
-@dataclass(frozen=True, slots=True)
-class Home:
-    """Where a weight of the graph lives in the model."""
-
-    layer: str
-    variable: str  #: its name; the number of it in an opaque layer
-    use: int = 0  #: which of a wrapper's biases
-    op: str = ""  #: the operator that says how Keras lays it out; "": as it is
-    groups: int = 1  #: of a depthwise convolution
-
-    def variable_in(self, model: Any) -> Any:
-        """The Keras variable."""
-        layer = model.get_layer(self.layer)
-        if isinstance(layer, KerasQuantizationWrapper):
-            if self.use:
-                return layer.bias(self.use)
-            layer = layer.layer
-        if self.variable.isdigit():
-            return [*layer.trainable_variables, *layer.non_trainable_variables][int(self.variable)]
-        return next(v for v in layer.variables if v.name == self.variable)
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Where the scale of a planned tensor lives in the model."""
-
-    tensor: str
-    layer: str
-    variable: str = ""  #: of a wrapper; "" in a holder
-
-    def quantizer_in(self, model: Any) -> KerasQuantizer:
-        layer = model.get_layer(self.layer)
-        return layer.weights_quantizers[self.variable] if self.variable else layer.activation_holder_quantizer
-
-
 class Builder:
     """One model under construction. The same graph and plan give the same layers with the same names."""
 
@@ -97,9 +64,8 @@ class Builder:
         self._layers: dict[str, Any] = {}  #: what distinguishes a layer with weights -> the layer
         self._holders: dict[str, KerasActivationQuantizationHolder] = {}  #: by owner of the quantizer
         self._scale_of: dict[str, Any] = {}  #: owner -> its scale as a symbolic tensor
-        self._followed = {
-            self.rounding.owner[x] for x, _ in self.rounding.products.values()
-        }  #: owners whose scale biases need
+        #: owners whose scale biases need
+        self._followed = {self.rounding.owner[x] for x, _ in self.rounding.products.values()}
         self._raw: dict[str, Any] = {}  #: value -> symbolic tensor before its quantizer
         self._ready: dict[str, Any] = {}  #: the same after it
         self._biases = self._biases_by_layer()
@@ -111,10 +77,10 @@ class Builder:
             UnsupportedError: an operator has no Keras form.
         """
         g = self.graph
-        inputs = {
-            n: keras.Input(g.values[n].shape[1:], dtype=dtype_here(g.values[n].dtype), name=self._unique(n))
-            for n in g.inputs
-        }
+        inputs = {}
+        for name in g.inputs:
+            value = g.values[name]
+            inputs[name] = keras.Input(value.shape[1:], dtype=dtype_here(value.dtype), name=self._unique(name))
         for name, x in inputs.items():
             self._put(name, x)
         for node in g.nodes:
@@ -122,12 +88,10 @@ class Builder:
             for name, x in zip(node.outputs, outs if isinstance(outs, (list, tuple)) else [outs], strict=True):
                 self._put(name, x)
         spec = json.loads(g.in_spec)
-        struct = (
-            dict(inputs) if spec["kwargs"] else list(inputs.values()) if spec["packed"] else next(iter(inputs.values()))
-        )
-        model = QuantizedModel(
-            struct, unflatten_outputs(g, [self._output(o) for o in g.outputs]), name=self._unique("quantized")
-        )
+        given = list(inputs.values())
+        struct = inputs if spec["kwargs"] else given if spec["packed"] else given[0]
+        outputs = unflatten_outputs(g, [self._output(o) for o in g.outputs])
+        model = QuantizedModel(struct, outputs, name=self._unique("quantized"))
         self._set_numbers(model)
         return model
 
@@ -139,24 +103,23 @@ class Builder:
             return
         owner = self.rounding.owner[name]
         if owner not in self._holders:
-            t, called = self.plan.tensors[owner], self._unique(f"{name}_holder")
-            quantizer = KerasQuantizer.of(t, self._channels(name, t), name=f"{self._clean(name)}_quantizer")
-            self._holders[owner] = KerasActivationQuantizationHolder(
-                quantizer, gives_scale=owner in self._followed, name=called
-            )
+            stored, called = self.plan[owner], self._unique(f"{name}_holder")
+            shape = self._channels(name, stored)
+            quantizer = KerasQuantizer.of(stored, shape, name=f"{_clean(name)}_quantizer")
+            followed = owner in self._followed
+            self._holders[owner] = KerasActivationQuantizationHolder(quantizer, gives_scale=followed, name=called)
             self.scales.append(Scale(owner, called))
         y = self._holders[owner](x)
         self._ready[name], self._scale_of[owner] = y if owner in self._followed else (y, None)
 
-    def _channels(self, name: str, t: TensorPlan) -> tuple[int, ...]:
+    def _channels(self, name: str, stored: Stored) -> tuple[int, ...]:
         """The shape in which the scale of a value broadcasts against it."""
-        assert t.scale is not None
-        if not t.scale.dim():
+        if not stored.scale.dim():
             return ()
         shape = [1] * len(self.graph.shape(name))
         form = self.relaid.forms.get(name)
-        axis = (t.axis or 0) % len(shape)
-        shape[form.index(axis) if form else axis] = t.scale.shape[0]
+        axis = (stored.axis or 0) % len(shape)
+        shape[form.index(axis) if form else axis] = len(stored.scale)
         return tuple(shape)
 
     def _read(self, name: str, node: Node) -> Any:
@@ -179,14 +142,12 @@ class Builder:
         data = [self._read(i, node) for i in node.inputs if i is not None and i not in self.graph.weights]
         if len(data) < sum(i is not None for i in node.inputs):
             return self._weighted(node, data)
-        layer = LAYERS[node.op](node, self.graph) if node.op in LAYERS else None
-        if layer is None:
-            return self._canonical(node)(data if len(data) > 1 else data[0])
-        cls, config = layer
-        return cls(**config, name=self._unique(node.name))(data if len(data) > 1 else data[0])
+        chosen = layer_of(node, self.graph)
+        layer = chosen[0](**chosen[1], name=self._unique(node.name)) if chosen else self._canonical(node)
+        return layer(data if len(data) > 1 else data[0])
 
     def _canonical(self, node: Node) -> CanonicalOperation:
-        if node.op not in KERNELS:
+        if node.op not in FORMS or FORMS[node.op].kernel is None:
             raise UnsupportedError(
                 f"{node.op} '{node.who}' has no Keras form",
                 hint="export or verify the result, which needs no Keras model",
@@ -199,51 +160,45 @@ class Builder:
         return CanonicalOperation(node.op, _jsonable(node.attrs), slots, name=self._unique(node.name))
 
     def _weighted(self, node: Node, data: list[Any]) -> Any:
-        """A layer with weights, in a wrapper where some of them are rounded; one layer however often its weights are used."""
+        """A call of a layer with weights, wrapped where some are rounded; all uses of its weights share it."""
         key = self._key(node)
         if key not in self._layers:
             self._layers[key] = self._wrapped(node, self._biases[key])
-        bias, extra = _bias(node), {}
+        bias, extra = self._bias(node), {}
         if use := self._biases[key].index(bias):
             extra["use"] = use
         if bias in self.rounding.products:
             extra["input_scale"] = self._scale_of[self.rounding.owner[self.rounding.products[bias][0]]]
-        if node.op in WEIGHTED and "padding" in node.attrs and not padding_mode(node, self.graph):
-            pairs = [(0, 0), *node.attrs["padding"], (0, 0)]
-            zeros = CanonicalOperation(
-                "Pad",
-                {"padding": pairs, "mode": "constant", "value": 0.0},
-                ["x"],
-                name=self._unique(f"{node.name}_padding"),
-            )
-            data = [zeros(data[0])]
+        if _kind(node) == "conv" and not padding_word(node, self.graph):
+            zeros = {"padding": [(0, 0), *node.attrs["padding"], (0, 0)], "mode": "constant", "value": 0.0}
+            data = [CanonicalOperation("Pad", zeros, ["x"], name=self._unique(f"{node.name}_padding"))(data[0])]
         return self._layers[key](data if len(data) > 1 else data[0], **extra)
 
     def _wrapped(self, node: Node, biases: list[str | None]) -> Any:
-        found = WEIGHTED[node.op](node, self.graph) if node.op in WEIGHTED else None
-        if found is None:
-            inner, op = self._canonical(node), ""
+        """The layer of a node with weights, wrapped where some are rounded; where its numbers go is noted for later."""
+        chosen, layout = layer_of(node, self.graph), ""
+        if chosen is None:
+            inner = self._canonical(node)
             variables = {f"w{k}": i for k, i in enumerate(node.inputs) if i is not None and i in self.graph.weights}
         else:
-            cls, config, variables, op = found
-            own = (
-                node.config if node.layer_type == cls.__name__ else {}
-            )  # initialisers, regularisers and the like stay the user's
+            cls, config, variables = chosen
+            own = node.config if node.layer_type == cls.__name__ else {}  # initialisers and the like stay the user's
             inner = cls.from_config({**own, **config, "name": self._unique(node.name)})
+            layout = DEPTHWISE if cls is keras.layers.DepthwiseConv2D else _kind(node)
         groups = node.attrs.get("groups", 1)
         quantizers, follows = {}, ""
         for variable, weight in variables.items():
-            home = Home(inner.name, variable, op=op if variable == "kernel" else "", groups=groups)
+            home = Home(inner.name, variable, layout=layout if variable == "kernel" else "", groups=groups)
             self.homes.setdefault(weight, []).append(home)
             if weight not in self.rounding.rounded or (weight, node.name) in self.plan.float_edges:
                 continue
-            t, shape = self.plan.tensors[weight], ()
+            shape: tuple[int, ...] = ()
             if weight in self.rounding.products:
                 follows = next(v for v, w in variables.items() if w == self.rounding.products[weight][1])
             else:
-                shape = self._numbers(t.scale, t, home).shape
+                shape = self._numbers(weight, self.plan[weight].scale, home).shape
                 self.scales.append(Scale(weight, inner.name, variable))
-            quantizers[variable] = KerasQuantizer.of(t, shape, name=f"{variable}_quantizer")
+            quantizers[variable] = KerasQuantizer.of(self.plan[weight], shape, name=f"{variable}_quantizer")
         for use, bias in enumerate(biases[1:], 1):
             self.homes.setdefault(bias or "", []).append(Home(inner.name, "bias", use))
         if not quantizers and len(biases) == 1:
@@ -255,11 +210,8 @@ class Builder:
             raise UnsupportedError(f"'{node.attrs['target']}' of '{node.who}' has no Keras form")
         variables, args, kwargs = node.attrs["args"]
         operation = fresh(node.attrs["target"], self._unique(node.name))
-        given = [
-            self.graph.weights[i].numpy() if i in self.graph.weights else self._read(i, node)
-            for i in node.inputs
-            if i is not None
-        ]
+        w, names = self.graph.weights, [i for i in node.inputs if i is not None]
+        given = [w[i].numpy() if i in w else self._read(i, node) for i in names]
         for k, ref in enumerate(variables):
             self.homes.setdefault(node.inputs[ref.index] or "", []).append(Home(operation.name, str(k)))
         return keras.tree.flatten(operation(*fill(args, given), **fill(kwargs, given)))
@@ -267,17 +219,19 @@ class Builder:
     # ---- the same weights, used again
 
     def _key(self, node: Node) -> str:
-        """The same for nodes that can be calls of one layer: they differ in their data and, where it follows the data, in their bias."""
-        bias = _bias(node)
+        """The same for nodes that can be calls of one layer.
+
+        They compute the same of the same weights, but of other data. Their biases may differ where these are float or
+        have scales that follow from the data, as one wrapper holds several; a bias with a scale of its own is the same.
+        """
+        bias = self._bias(node)
         weights = [i for i in node.inputs if i is not None and i in self.graph.weights and i != bias]
         raw = [(i, node.name) in self.plan.float_edges for i in node.inputs]
-        kind = (
-            "follows"
-            if bias in self.rounding.products
-            else "float"
-            if bias and bias not in self.rounding.rounded
-            else bias
-        )
+        kind = bias
+        if bias in self.rounding.products:
+            kind = "follows"
+        elif bias and bias not in self.rounding.rounded:
+            kind = "float"
         return json.dumps([node.op, weights or node.name, kind, raw, _jsonable(node.attrs)], sort_keys=True)
 
     def _biases_by_layer(self) -> dict[str, list[str | None]]:
@@ -285,52 +239,48 @@ class Builder:
         for n in self.graph.nodes:
             if n.op != OPAQUE and any(i in self.graph.weights for i in n.inputs):
                 biases = found.setdefault(self._key(n), [])
-                if _bias(n) not in biases:
-                    biases.append(_bias(n))
+                if self._bias(n) not in biases:
+                    biases.append(self._bias(n))
         return found
+
+    def _bias(self, node: Node) -> str | None:
+        return node.bias if _kind(node) else None
 
     # ---- numbers
 
-    def _numbers(self, p: torch.Tensor | None, t: TensorPlan, home: Home) -> np.ndarray:
+    def _numbers(self, weight: str, p: torch.Tensor, home: Home) -> np.ndarray:
         """Scale or zero point of a weight in the form in which it broadcasts against the Keras variable."""
-        assert p is not None  # a quantized tensor has both
         if p.dim():
-            shape = [1] * self.graph.weights[t.name].dim()
-            shape[t.axis or 0] = -1
-            p = p.reshape(shape)
-            p = to_keras(home.op, p, home.groups) if home.op else p
+            shape = [1] * self.graph.weights[weight].dim()
+            shape[self.plan[weight].axis or 0] = -1
+            p = to_keras(home.layout, p.reshape(shape), home.groups)
         return p.numpy()
 
     def _set_numbers(self, model: Any) -> None:
         for weight, homes in self.homes.items():
             for home in homes:
                 variable = home.variable_in(model)
-                value = to_keras(home.op, self.graph.weights[weight].detach(), home.groups)
+                value = to_keras(home.layout, self.graph.weights[weight].detach(), home.groups)
                 variable.assign(value.reshape(tuple(variable.shape)).numpy())
         for s in self.scales:
-            t, quantizer = self.plan.tensors[s.tensor], s.quantizer_in(model)
+            stored, quantizer = self.plan[s.tensor], s.quantizer_in(model)
             at = [h for h in self.homes.get(s.tensor, ()) if (h.layer, h.variable) == (s.layer, s.variable)]
-            numbers = [
-                self._numbers(p, t, at[0]) if at else p.numpy() for p in (t.scale, t.zero_point) if p is not None
-            ]
-            quantizer.set(*(n.reshape(quantizer.shape) for n in numbers))
-
-    # ---- names
-
-    def _clean(self, name: str) -> str:
-        return name.replace("/", "_")  # which Keras keeps for paths
+            numbers = (stored.scale, stored.zero_point)
+            arrays = [self._numbers(s.tensor, p, at[0]) if at else p.numpy() for p in numbers]
+            quantizer.set(*(a.reshape(quantizer.shape) for a in arrays))
 
     def _unique(self, name: str) -> str:
-        base = name = self._clean(name)
-        k = 1
-        while name in self._names:
-            name, k = f"{base}_{k}", k + 1
-        self._names.add(name)
-        return name
+        found = unique(_clean(name), self._names)
+        self._names.add(found)
+        return found
 
 
-def _bias(node: Node) -> str | None:
-    return node.inputs[2] if node.op in LINEAR and len(node.inputs) > 2 else None
+def _clean(name: str) -> str:
+    return name.replace("/", "_")  # which Keras keeps for paths
+
+
+def _kind(node: Node) -> str:
+    return OPS[node.op].kind if node.op in OPS else ""
 
 
 def _jsonable(attrs: dict[str, Any]) -> dict[str, Any]:

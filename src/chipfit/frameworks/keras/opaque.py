@@ -1,4 +1,4 @@
-"""Keras operations without canonical operator: the graph holds the operation itself and runs it on the engine's tensors."""
+"""Keras operations without canonical operator: the graph holds the operation and runs it on the engine's tensors."""
 
 from __future__ import annotations
 

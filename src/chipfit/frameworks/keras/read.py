@@ -1,191 +1,289 @@
-"""How Keras layers and `keras.ops` operations become canonical: one short reader each.
+"""How Keras layers and `keras.ops` operations become canonical: a row each, or a function where that takes arithmetic.
 
-A reader takes a `Call` and the arguments of the call, tensors as `Tensor`, and returns the Tensor (or Tensors) of its
-result. It raises `Unreadable` for a form without canonical equivalent; the operation is then opened or stays opaque.
-Layers whose own `call` says it all in keras.ops need no reader: they are opened.
+A reader takes a `Call` and the arguments of the call, tensors as `Value`, and returns the value (or values) of its
+result, before the layer's own activation. It raises `Unreadable` for a form without canonical equivalent; the operation
+is then opened or stays opaque. Layers whose own `call` says it all in keras.ops need no reader: they are opened.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import keras
 import numpy as np
 
-from chipfit.graph.config import plain
-
-if TYPE_CHECKING:
-    from chipfit.frameworks.keras.capture import Reading, _Origin
-
-
-class Unreadable(Exception):
-    """This form of the operation has no canonical equivalent."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """A value of the Graph while it is read."""
-
-    name: str
-    shape: tuple[int | None, ...]
-    dtype: str
-
-
-class Call:
-    """One call of a layer or operation while it is read."""
-
-    def __init__(self, reading: Reading, op: Any, outputs: Sequence[Any], origin: _Origin, name: str) -> None:
-        self.reading, self.op, self.outputs, self.origin, self.name = reading, op, outputs, origin, name
-
-    @property
-    def shape(self) -> tuple[int | None, ...]:
-        """Shape of the first output."""
-        return tuple(self.outputs[0].shape)
-
-    @property
-    def dtype(self) -> str:
-        return self.outputs[0].dtype
-
-    def emit(
-        self,
-        op: str,
-        inputs: Sequence[Any],
-        like: Sequence[int | None] | None = None,
-        of: str = "",
-        /,
-        part: str = "",
-        **attrs: Any,
-    ) -> Tensor:
-        """Append a node.
-
-        Args:
-            like: shape of its result, where it is not the call's.
-            of: dtype of its result, where it is not the call's.
-            part: put behind the layer's name where a layer is several nodes.
-        """
-        names = [x.name if isinstance(x, Tensor) else x for x in inputs]
-        name = f"{self.name}/{part}" if part else self.name
-        return self.reading.emit(
-            self.origin, name, op, names, attrs, self.shape if like is None else like, of or self.dtype
-        )
-
-    def emit_many(self, op: str, x: Tensor, **attrs: Any) -> list[Tensor]:
-        return self.reading.emit_many(
-            self.origin, self.name, op, [x.name], attrs, [(tuple(o.shape), o.dtype) for o in self.outputs]
-        )
-
-    def weight(self, variable: Any, op: str = "", name: str = "", shape: tuple[int, ...] | None = None) -> str | None:
-        """The name of a variable as `op` reads it, seen as `shape` before; None for None."""
-        return None if variable is None else self.reading.weight(variable, self.origin, op, name, shape)
-
-    def operand(self, x: Any, dtype: str = "") -> str:
-        """A tensor, variable, array or number as the name of a value or weight, cast to `dtype` where it has another."""
-        dtype = dtype or self.dtype
-        if isinstance(x, Tensor):
-            return x.name if x.dtype == dtype else self.emit("Cast", [x], x.shape, dtype, part="cast", dtype=dtype).name
-        if isinstance(x, (bool, int, float, np.number)):
-            return self.reading.weight(
-                np.asarray(x, dtype=dtype), self.origin, name=f"{self.name.rpartition('/')[2]}.scalar"
-            )
-        if isinstance(x, keras.Variable) and x.dtype == dtype:
-            return self.reading.weight(x, self.origin)
-        if x is None or isinstance(x, (str, list, tuple)):
-            raise Unreadable
-        array = keras.ops.convert_to_numpy(x)
-        return self.reading.weight(array.astype(dtype), self.origin, name=f"{self.name.rpartition('/')[2]}.constant")
-
-    def activation(self, x: Tensor) -> Tensor:
-        """The layer's own activation as nodes behind it."""
-        f = getattr(self.op, "activation", None)
-        if f is None or f is keras.activations.linear:
-            return x
-        name = self.origin.config.get("activation")
-        origin = replace(
-            self.origin, kind="Activation", config={"activation": name if isinstance(name, str) else plain(f)}
-        )
-        if f in _UNTRACEABLE:
-            op = _UNTRACEABLE[f]
-            return self.reading.emit(origin, f"{self.name}/{op.lower()}", op, [x.name], {}, x.shape, x.dtype)
-        opened = self.reading.open(f, f, (x,), {}, origin)
-        if isinstance(opened, Tensor):
-            return opened
-        outputs = [keras.KerasTensor(x.shape, dtype=x.dtype)]
-        return self.reading.opaque(f, (x,), {}, outputs, origin, f"{self.name}/activation")[0]
-
-
-#: activations of Keras whose own code refuses symbolic tensors
-_UNTRACEABLE = {keras.activations.hard_silu: "HardSwish", keras.activations.mish: "Mish"}
+from chipfit.frameworks.keras import padding as paddings
+from chipfit.frameworks.keras.call import Call, Unreadable
+from chipfit.frameworks.keras.weights import DEPTHWISE
+from chipfit.graph.ir import Value
 
 Read = Callable[..., Any]
+Holds = Callable[[Call, Value], bool]
 READERS: dict[tuple[str, str], Read] = {}  #: ("layer" or "operation", class name) -> reader
+ACTIVATED: set[Read] = set()  #: readers of layers that apply an activation to their result
+
+#: activations of Keras whose own code refuses symbolic tensors
+UNTRACEABLE = {keras.activations.hard_silu: "HardSwish", keras.activations.mish: "Mish"}
 
 
-def _layers(*names: str) -> Callable[[Read], Read]:
-    return _enter("layer", names)
+def _reads(layers: str = "", operations: str = "", *, activated: bool = False) -> Callable[[Read], Read]:
+    """Enter a reader for these classes; "Conv*D" is "Conv1D Conv2D Conv3D"."""
 
-
-def _operations(*names: str) -> Callable[[Read], Read]:
-    return _enter("operation", names)
-
-
-def _enter(group: str, names: Sequence[str]) -> Callable[[Read], Read]:
     def enter(f: Read) -> Read:
-        READERS.update({(group, n): f for n in names})
+        for group, names in (("layer", layers), ("operation", operations)):
+            for n in names.split():
+                READERS.update({(group, n.replace("*", d)): f for d in ("123" if "*" in n else "1")})
+        if activated:
+            ACTIVATED.add(f)
         return f
 
     return enter
+
+
+# ---------------------------------------------------------------- pieces of rows
+
+
+def _need(condition: bool) -> None:
+    """Go on where this holds.
+
+    Raises:
+        Unreadable: it does not.
+    """
+    if not condition:
+        raise Unreadable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """Reads a call that is one node, on the tensors of the call and then on the layer's own variables."""
+
+    op: str
+    attrs: Mapping[str, Any]  #: of the node: constants, or functions of the call and its first tensor
+    operands: int = 1
+    variables: str = ""  #: names of the layer's variables, by slot of the operator behind the data
+    only: Holds | None = None  #: what else must hold
+
+    def __call__(self, r: Call, *xs: Any) -> list[Value]:
+        _need(len(xs) == self.operands and (self.only is None or self.only(r, xs[0])))
+        inputs = [*(r.operand(x) for x in xs), *(r.weight(getattr(r.op, v)) for v in self.variables.split())]
+        return r.emit_all(self.op, inputs, **{k: v(r, xs[0]) if callable(v) else v for k, v in self.attrs.items()})
+
+
+def _row(
+    layers: str,
+    operations: str,
+    op: str,
+    variables: str = "",
+    only: Holds | None = None,
+    operands: int = 1,
+    **attrs: Any,
+) -> None:
+    """Enter a Row for these classes."""
+    _reads(layers, operations)(Row(op, attrs, operands, variables, only))
+
+
+def _words(text: str) -> list[tuple[str, str]]:
+    """The pairs of "A=B C": (A, B), (C, C)."""
+    return [(a, b or a) for a, _, b in (word.partition("=") for word in text.split())]
+
+
+def _own(name: str, convert: Callable[[Any], Any] = lambda v: v) -> Callable[[Call, Value], Any]:
+    """The constructor argument of this name."""
+    return lambda r, x: convert(getattr(r.op, name))
+
+
+def _number(v: Any) -> float:
+    _need(isinstance(v, (int, float)))
+    return float(v)
 
 
 def _many(v: Any, n: int) -> tuple[int, ...]:
     return tuple(int(i) for i in v) if isinstance(v, (list, tuple)) else (int(v),) * n
 
 
-def _axis(axis: int, rank: int) -> int:
-    return axis % rank
+def _static(shape: Sequence[int | None]) -> tuple[int, ...]:
+    """A shape with -1 where it is not known, which may be once."""
+    _need(sum(d is None for d in shape) <= 1)
+    return tuple(-1 if d is None else d for d in shape)
 
 
-# ---------------------------------------------------------------- convolutions
+def _channels_last(r: Call, x: Value) -> bool:
+    return r.op.data_format in (None, "channels_last")
 
 
-def same_padding(
-    size: Sequence[int | None], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
-) -> tuple[tuple[int, int], ...]:
-    """Zeros before and after each spatial axis for padding="same": what the last window lacks, the odd one behind.
-
-    Raises:
-        Unreadable: a strided axis whose size is not known.
-
-    >>> same_padding((8, 7), (3, 3), (2, 2), (1, 1))
-    ((0, 1), (1, 1))
-    """
-    out = []
-    for n, k, s, d in zip(size, kernel, stride, dilation, strict=True):
-        span = d * (k - 1) + 1
-        if n is None and s > 1:
-            raise Unreadable
-        total = span - 1 if n is None or s == 1 else max((math.ceil(n / s) - 1) * s + span - n, 0)
-        out.append((total // 2, total - total // 2))
-    return tuple(out)
+def _without_initial(r: Call, x: Value) -> bool:
+    return getattr(r.op, "initial", None) is None
 
 
-def _padding(
-    mode: str, size: Sequence[int | None], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
-) -> tuple[tuple[int, int], ...]:
-    if mode == "valid":
-        return ((0, 0),) * len(kernel)
-    if mode == "causal":
-        return tuple((d * (k - 1), 0) for k, d in zip(kernel, dilation, strict=True))
-    if mode == "same":
-        return same_padding(size, kernel, stride, dilation)
-    raise Unreadable
+def _centred(r: Call, x: Value) -> bool:
+    return not r.op.rms_scaling
+
+
+def _last_axis(r: Call, x: Value) -> bool:
+    """The operation works along the last axis."""
+    return [a % len(x.shape) for a in _many(r.op.axis, 1)] == [len(x.shape) - 1]
+
+
+def _last_shape(r: Call, x: Value) -> tuple[int | None, ...]:
+    """The shape of the last axes, along which the operation works."""
+    rank, axes = len(x.shape), _many(r.op.axis, 1)
+    _need(sorted(a % rank for a in axes) == list(range(rank - len(axes), rank)))
+    return x.shape[rank - len(axes) :]
+
+
+def _reduced(r: Call, x: Value) -> tuple[int, ...]:
+    axis = r.op.axis
+    axes = range(len(x.shape)) if axis is None else [axis] if isinstance(axis, int) else axis
+    return tuple(sorted(a % len(x.shape) for a in axes))
+
+
+def _integer(v: Any) -> int:
+    _need(isinstance(v, int))
+    return v
+
+
+def _one_axis(axis: Any) -> int:
+    return _integer(axis[0] if isinstance(axis, (list, tuple)) and len(axis) == 1 else axis)
+
+
+def _window(r: Call, x: Value) -> tuple[int, ...]:
+    return _many(r.op.pool_size, len(x.shape) - 2)
+
+
+def _steps(r: Call, x: Value) -> tuple[int, ...]:
+    return _window(r, x) if r.op.strides is None else _many(r.op.strides, len(x.shape) - 2)
+
+
+def _undilated(r: Call, x: Value) -> tuple[int, ...]:
+    return (1,) * (len(x.shape) - 2)
+
+
+def _pool_padding(r: Call, x: Value) -> paddings.Pairs:
+    return _padding(r.op.padding, x.shape[1:-1], _window(r, x), _steps(r, x), _undilated(r, x))
+
+
+def _padding(*args: Any) -> paddings.Pairs:
+    pairs = paddings.numbers(*args)
+    if pairs is None:
+        raise Unreadable
+    return pairs
+
+
+def _border(r: Call, x: Value) -> tuple[tuple[int, int], ...]:
+    """The zeros of a padding layer, for every axis."""
+    given = r.op.padding
+    pairs = given if isinstance(given[0], (tuple, list)) else (given,)
+    return ((0, 0), *((int(lo), int(hi)) for lo, hi in pairs), (0, 0))
+
+
+def _interpolation(r: Call, x: Value) -> str:
+    mode = {"nearest": "nearest", "bilinear": "linear"}.get(getattr(r.op, "interpolation", "nearest"))
+    if mode is None:
+        raise Unreadable
+    return mode
+
+
+def _factors(r: Call, x: Value) -> tuple[float, ...]:
+    return tuple(float(s) for s in _many(r.op.size, len(x.shape) - 2))
+
+
+def _swapped(r: Call, x: Value) -> tuple[int, ...]:
+    order = list(range(len(x.shape)))
+    a, b = r.op.axis1, r.op.axis2
+    order[a], order[b] = order[b], order[a]
+    return tuple(order)
+
+
+def _moved(r: Call, x: Value) -> tuple[int, ...]:
+    """The permutation of numpy.moveaxis."""
+    rank = len(x.shape)
+    ends = zip(_many(r.op.source, 1), _many(r.op.destination, 1), strict=True)
+    pairs = sorted((d % rank, s % rank) for s, d in ends)
+    order = [a for a in range(rank) if a not in {s for _, s in pairs}]
+    for d, s in pairs:
+        order.insert(d, s)
+    return tuple(order)
+
+
+def _ordered(r: Call, x: Value) -> tuple[int, ...]:
+    rank = len(x.shape)
+    return tuple(range(rank))[::-1] if r.op.axes is None else tuple(a % rank for a in r.op.axes)
+
+
+def _repeats(r: Call, x: Value) -> tuple[int, ...]:
+    repeats = _many(r.op.repeats, len(x.shape))
+    _need(len(repeats) == len(x.shape))
+    return repeats
+
+
+def _broadcast(r: Call, x: Value) -> tuple[int, ...]:
+    _need(None not in r.shape[1:])
+    return _static(r.shape)
+
+
+def _sizes(r: Call, x: Value) -> tuple[int, ...]:
+    return tuple(o.shape[r.op.axis % len(x.shape)] for o in r.outputs)
+
+
+# ---------------------------------------------------------------- rows: layers, operations, canonical operator
+
+_epsilon = _own("epsilon", float)
+_row("BatchNormalization", "", "BatchNorm", "gamma beta moving_mean moving_variance", _last_axis, eps=_epsilon)
+_row("GroupNormalization", "", "GroupNorm", "gamma beta", _last_axis, groups=_own("groups", int), eps=_epsilon)
+_row("LayerNormalization", "", "LayerNorm", "gamma beta", _centred, normalized_shape=_last_shape, eps=_epsilon)
+_row("RMSNormalization", "", "RMSNorm", "scale", _last_axis, normalized_shape=_last_shape, eps=_epsilon)
+
+for _name, _op in _words(
+    "Relu Relu6 Sigmoid Tanh HardSigmoid Selu Silu=Swish HardSilu=HardSwish Exp Log Abs Absolute=Abs Negative=Neg "
+    "Sqrt Rsqrt Sin Cos Erf Floor Ceil Round Sign Reciprocal LogicalNot StopGradient=Identity Copy=Identity"
+):
+    _row("", _name, _op)
+for _name, _op in _words(
+    "Add Subtract=Sub Multiply=Mul Divide=Div TrueDivide=Div Power=Pow Maximum=Max Minimum=Min Mod "
+    "FloorDivide=FloorDiv LogicalAnd LogicalOr"
+):
+    _row("", _name, _op, operands=2)
+for _name, _op in _words("Mean Sum Max=ReduceMax Amax=ReduceMax Min=ReduceMin Amin=ReduceMin Prod=ReduceProd"):
+    _row("", _name, _op, only=_without_initial, axes=_reduced, keepdims=_own("keepdims", bool))
+
+_row("LeakyReLU", "LeakyRelu", "LeakyRelu", negative_slope=_own("negative_slope", float))
+_row("ELU", "Elu", "Elu", alpha=_own("alpha", float))
+_row("", "Gelu", "Gelu", approximate=_own("approximate", lambda yes: "tanh" if yes else "none"))
+_row("", "Softplus", "Softplus", beta=1.0, threshold=20.0)
+_row("Softmax", "Softmax", "Softmax", axis=_own("axis", _one_axis))
+_row("", "LogSoftmax", "LogSoftmax", axis=_own("axis", _one_axis))
+_row("", "Clip", "Clamp", min=_own("x_min", _number), max=_own("x_max", _number))
+_row("", "HardTanh", "Clamp", min=-1.0, max=1.0)
+_row("", "Cumsum", "CumSum", axis=_own("axis", _integer))
+_row("Dropout SpatialDropout*D", "", "Dropout", p=_own("rate", float))
+
+_POOL: dict[str, Any] = {"kernel": _window, "stride": _steps, "padding": _pool_padding, "ceil_mode": False}
+_row("MaxPooling*D", "MaxPool", "MaxPool", only=_channels_last, dilation=_undilated, **_POOL)
+_row("ZeroPadding*D", "", "Pad", padding=_border, mode="constant", value=0.0)
+_row("UpSampling*D", "", "Resize", mode=_interpolation, size=None, scale=_factors, align_corners=False)
+
+_row("Flatten Reshape", "Reshape Ravel Squeeze", "Reshape", shape=lambda r, x: _static(r.shape))
+_row("Permute", "", "Transpose", perm=lambda r, x: (0, *r.op.dims))
+_row("", "Transpose", "Transpose", perm=_ordered)
+_row("", "Swapaxes", "Transpose", perm=_swapped)
+_row("", "Moveaxis", "Transpose", perm=_moved)
+_row("", "ExpandDims", "Unsqueeze", axes=lambda r, x: (_integer(r.op.axis) % len(r.shape),))
+_row("", "BroadcastTo", "Expand", shape=_broadcast)
+_row("", "Tile", "Tile", repeats=_repeats)
+_row("", "Split", "Split", axis=lambda r, x: r.op.axis % len(x.shape), sizes=_sizes)
+_row("", "Unstack", "Unstack", axis=_own("axis"))
+
+
+# ---------------------------------------------------------------- convolutions and linear layers
 
 
 def _conv(
     r: Call,
-    x: Tensor,
+    x: Value,
     kernel: Any,
     bias: Any,
     strides: Any,
@@ -195,11 +293,11 @@ def _conv(
     depthwise: bool = False,
     part: str = "",
     name: str = "kernel",
-) -> Tensor:
+) -> Value:
     """A convolution with a Keras kernel: [*space, in / groups, out], depthwise [*space, in, multiplier]."""
     *window, last_but_one, last = kernel.shape
     n, channels = len(window), x.shape[-1]
-    if channels is None or isinstance(kernel, Tensor):
+    if channels is None or isinstance(kernel, Value):
         raise Unreadable
     groups = channels if depthwise else channels // last_but_one
     stride, dilation = _many(strides, n), _many(dilation, n)
@@ -209,426 +307,72 @@ def _conv(
         for size, (lo, hi), k, s, d in zip(x.shape[1:-1], padding, window, stride, dilation, strict=True)
     ]
     shape = (x.shape[0], *space, channels * last if depthwise else last)
-    w = r.weight(kernel, f"DepthwiseConv{n}D" if depthwise else f"Conv{n}D", name)
+    inputs = [x, r.weight(kernel, DEPTHWISE if depthwise else "conv", name), r.weight(bias, name="bias")]
     op = "DepthwiseConv2D" if n == 2 and groups == channels and groups > 1 else f"Conv{n}D"
-    return r.emit(
-        op,
-        [x, w, r.weight(bias, name="bias")],
-        shape,
-        part=part,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-    )
+    attrs = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    return r.emit(op, inputs, shape, part=part, **attrs)
 
 
-@_layers("Conv1D", "Conv2D", "Conv3D")
-def _conv_layer(r: Call, x: Tensor) -> Tensor:
-    return r.activation(_conv(r, x, r.op.kernel, r.op.bias, r.op.strides, r.op.padding, r.op.dilation_rate))
+@_reads("Conv*D", activated=True)
+def _conv_layer(r: Call, x: Value) -> Value:
+    return _conv(r, x, r.op.kernel, r.op.bias, r.op.strides, r.op.padding, r.op.dilation_rate)
 
 
-@_layers("DepthwiseConv1D", "DepthwiseConv2D")
-def _depthwise_layer(r: Call, x: Tensor) -> Tensor:
-    return r.activation(
-        _conv(r, x, r.op.kernel, r.op.bias, r.op.strides, r.op.padding, r.op.dilation_rate, depthwise=True)
-    )
+@_reads("DepthwiseConv1D DepthwiseConv2D", activated=True)
+def _depthwise_layer(r: Call, x: Value) -> Value:
+    return _conv(r, x, r.op.kernel, r.op.bias, r.op.strides, r.op.padding, r.op.dilation_rate, depthwise=True)
 
 
-@_layers("SeparableConv1D", "SeparableConv2D")
-def _separable_layer(r: Call, x: Tensor) -> Tensor:
+@_reads("SeparableConv1D SeparableConv2D", activated=True)
+def _separable_layer(r: Call, x: Value) -> Value:
+    o, first = r.op, "depthwise_kernel"
+    form = (o.strides, o.padding, o.dilation_rate)
+    y = _conv(r, x, o.depthwise_kernel, None, *form, depthwise=True, part="depthwise", name=first)
+    return _conv(r, y, o.pointwise_kernel, o.bias, 1, "valid", 1, part="pointwise", name="pointwise_kernel")
+
+
+@_reads("", "Conv")
+def _conv_operation(r: Call, x: Value, kernel: Any, depthwise: bool = False) -> Value:
     o = r.op
-    y = _conv(
-        r,
-        x,
-        o.depthwise_kernel,
-        None,
-        o.strides,
-        o.padding,
-        o.dilation_rate,
-        depthwise=True,
-        part="depthwise",
-        name="depthwise_kernel",
-    )
-    return r.activation(
-        _conv(r, y, o.pointwise_kernel, o.bias, 1, "valid", 1, part="pointwise", name="pointwise_kernel")
-    )
+    _need(_channels_last(r, x))
+    return _conv(r, x, kernel, None, o.strides, o.padding, o.dilation_rate, depthwise=depthwise)
 
 
-@_operations("Conv", "DepthwiseConv")
-def _conv_operation(r: Call, x: Tensor, kernel: Any) -> Tensor:
-    o = r.op
-    if o.data_format not in (None, "channels_last"):
-        raise Unreadable
-    return _conv(
-        r, x, kernel, None, o.strides, o.padding, o.dilation_rate, depthwise=type(o).__name__ == "DepthwiseConv"
-    )
+_reads("", "DepthwiseConv")(partial(_conv_operation, depthwise=True))
 
 
-@_layers("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose")
-def _transposed_layer(r: Call, x: Tensor) -> Tensor:
+@_reads("Conv*DTranspose", activated=True)
+def _transposed_layer(r: Call, x: Value) -> Value:
     o = r.op
     n = len(o.kernel.shape) - 2
     stride, dilation = _many(o.strides, n), _many(o.dilation_rate, n)
     extra = (None,) * n if o.output_padding is None else _many(o.output_padding, n)
-    trims = [
-        _trim(d * (k - 1) + 1, s, o.padding, e)
-        for k, s, d, e in zip(o.kernel.shape, stride, dilation, extra, strict=False)
-    ]
-    y = r.emit(
+    spans = [d * (k - 1) + 1 for k, d in zip(o.kernel.shape[:n], dilation, strict=True)]
+    trims = [paddings.trim(span, s, o.padding, e) for span, s, e in zip(spans, stride, extra, strict=True)]
+    return r.emit(
         f"TransposeConv{n}D",
-        [x, r.weight(o.kernel, f"TransposeConv{n}D"), r.weight(o.bias)],
+        [x, r.weight(o.kernel, "transposed"), r.weight(o.bias)],
         stride=stride,
         dilation=dilation,
         groups=1,
         padding=tuple((lo, max(hi, 0)) for lo, hi in trims),
         output_padding=tuple(max(-hi, 0) for _, hi in trims),
     )
-    return r.activation(y)
 
 
-def _trim(span: int, stride: int, mode: str, extra: int | None) -> tuple[int, int]:
-    """What a transposed convolution cuts from the full result of length (n - 1) stride + span, before and behind.
+@_reads("Dense", activated=True)
+def _dense(r: Call, x: Value) -> Value:
+    w, b = r.weight(r.op.kernel, "linear"), r.weight(r.op.bias)
+    return r.emit("Linear", [r.operand(x, "float32"), w, b])
 
-    Keras wants n stride for "same" and (n - 1) stride + max(span, stride) for "valid", unless `output_padding` says how much
-    more than (n - 1) stride + span % 2 (or + span) it is; an odd zero to cut is cut behind.
 
-    >>> _trim(3, 2, "same", None), _trim(2, 3, "valid", None)
-    ((0, 1), (0, -1))
+@_reads("EinsumDense", activated=True)
+def _einsum_dense(r: Call, x: Value) -> Value:
+    """A linear layer where the kernel's axes are those summed over, then those of the result, both innermost, in order.
+
+    "abc,cde->abde": c is summed over, d and e are new. Several summed axes are merged before the product, several new
+    ones split behind it.
     """
-    if mode == "valid":
-        return 0, span - (max(span, stride) if extra is None else span + extra)
-    kept = stride if extra is None else span % 2 + extra
-    total = span - kept
-    before = max(total // 2, 0) if extra is None else max(span - 1 - math.ceil((2 * (span - 1) - total) / 2), 0)
-    return before, total - before
-
-
-@_layers("Dense")
-def _dense(r: Call, x: Tensor) -> Tensor:
-    w, b = r.weight(r.op.kernel, "Linear"), r.weight(r.op.bias)
-    return r.activation(r.emit("Linear", [r.operand(x, "float32"), w, b]))
-
-
-# ---------------------------------------------------------------- normalization
-
-
-@_layers("BatchNormalization")
-def _batch_norm(r: Call, x: Tensor) -> Tensor:
-    o = r.op
-    if _axis(o.axis, len(x.shape)) != len(x.shape) - 1:
-        raise Unreadable
-    statistics = [r.weight(v) for v in (o.gamma, o.beta, o.moving_mean, o.moving_variance)]
-    return r.emit("BatchNorm", [x, *statistics], eps=float(o.epsilon))
-
-
-@_layers("LayerNormalization")
-def _layer_norm(r: Call, x: Tensor) -> Tensor:
-    o = r.op
-    axes = _many(o.axis, 1)
-    rank = len(x.shape)
-    if sorted(_axis(a, rank) for a in axes) != list(range(rank - len(axes), rank)) or o.rms_scaling:
-        raise Unreadable
-    shape = x.shape[rank - len(axes) :]
-    return r.emit("LayerNorm", [x, r.weight(o.gamma), r.weight(o.beta)], normalized_shape=shape, eps=float(o.epsilon))
-
-
-@_layers("RMSNormalization")
-def _rms_norm(r: Call, x: Tensor) -> Tensor:
-    if [_axis(a, len(x.shape)) for a in _many(r.op.axis, 1)] != [len(x.shape) - 1]:
-        raise Unreadable
-    return r.emit("RMSNorm", [x, r.weight(r.op.scale)], normalized_shape=x.shape[-1:], eps=float(r.op.epsilon))
-
-
-@_layers("GroupNormalization")
-def _group_norm(r: Call, x: Tensor) -> Tensor:
-    o = r.op
-    if _axis(o.axis, len(x.shape)) != len(x.shape) - 1:
-        raise Unreadable
-    return r.emit("GroupNorm", [x, r.weight(o.gamma), r.weight(o.beta)], groups=int(o.groups), eps=float(o.epsilon))
-
-
-@_operations("Normalize")
-def _normalize(r: Call, x: Tensor) -> Tensor:
-    axes = _many(r.op.axis, 1)
-    if r.op.order != 2:
-        raise Unreadable
-    shape = [1 if k in {_axis(a, len(x.shape)) for a in axes} else d for k, d in enumerate(x.shape)]
-    length = r.emit("ReduceL2", [x], shape, part="length", axes=axes, keepdims=True)
-    length = r.emit("Clamp", [length], shape, part="length_clip", min=float(r.op.epsilon), max=None)
-    return r.emit("Div", [x, length])
-
-
-# ---------------------------------------------------------------- pooling, resizing, padding
-
-
-@_layers("MaxPooling1D", "MaxPooling2D", "MaxPooling3D", "AveragePooling1D", "AveragePooling2D", "AveragePooling3D")
-@_operations("MaxPool", "AveragePool")
-def _pool(r: Call, x: Tensor) -> Tensor:
-    o, n = r.op, len(x.shape) - 2
-    if o.data_format not in (None, "channels_last"):
-        raise Unreadable
-    kernel = _many(o.pool_size, n)
-    stride = kernel if o.strides is None else _many(o.strides, n)
-    padding = _padding(o.padding, x.shape[1:-1], kernel, stride, (1,) * n)
-    if "Average" in type(o).__name__ and any(lo != hi for lo, hi in padding) and keras.backend.backend() == "torch":
-        pairs = (
-            (0, 0),
-            *padding,
-            (0, 0),
-        )  # which Keras fills by repeating the edge on this backend; the others leave it out of the mean
-        shape = [d if d is None else d + sum(p) for d, p in zip(x.shape, pairs, strict=True)]
-        x, padding = r.emit("Pad", [x], shape, part="edge", padding=pairs, mode="replicate", value=0.0), ((0, 0),) * n
-    attrs: dict[str, Any] = {"kernel": kernel, "stride": stride, "padding": padding, "ceil_mode": False}
-    if "Max" in type(o).__name__:
-        return r.emit("MaxPool", [x], dilation=(1,) * n, **attrs)
-    return r.emit("AvgPool", [x], count_include_pad=False, **attrs)
-
-
-@_layers("GlobalAveragePooling1D", "GlobalAveragePooling2D", "GlobalAveragePooling3D")
-def _global_average(r: Call, x: Tensor) -> Tensor:
-    if r.op.keepdims:
-        return r.emit("GlobalAvgPool", [x])
-    y = r.emit("GlobalAvgPool", [x], (*x.shape[:1], *[1] * (len(x.shape) - 2), x.shape[-1]), part="mean")
-    return r.emit("Reshape", [y], shape=_target(r.shape))
-
-
-@_layers("UpSampling1D", "UpSampling2D", "UpSampling3D")
-def _up_sampling(r: Call, x: Tensor) -> Tensor:
-    n = len(x.shape) - 2
-    mode = {"nearest": "nearest", "bilinear": "linear"}.get(getattr(r.op, "interpolation", "nearest"))
-    if mode is None:
-        raise Unreadable
-    return r.emit(
-        "Resize", [x], mode=mode, size=None, scale=tuple(float(s) for s in _many(r.op.size, n)), align_corners=False
-    )
-
-
-@_operations("Resize")
-@_layers("Resizing")
-def _resize(r: Call, x: Tensor) -> Tensor:
-    o = r.op
-    size = (o.height, o.width) if isinstance(o, keras.Layer) else _many(o.size, 2)
-    plain = not (
-        getattr(o, "crop_to_aspect_ratio", False)
-        or getattr(o, "pad_to_aspect_ratio", False)
-        or getattr(o, "antialias", False)
-    )
-    mode = {"nearest": "nearest", "bilinear": "linear"}.get(o.interpolation)
-    if (
-        o.data_format not in (None, "channels_last")
-        or len(x.shape) != 4
-        or not plain
-        or mode is None
-        or x.dtype != "float32"
-    ):
-        raise Unreadable
-    if mode == "nearest" and any(i is None or s % i for s, i in zip(size, x.shape[1:3], strict=True)):
-        raise Unreadable  # Keras samples at pixel centres, the canonical operator at their upper left corners: equal for whole factors
-    return r.emit("Resize", [x], mode=mode, size=tuple(int(s) for s in size), scale=None, align_corners=False)
-
-
-@_layers("ZeroPadding1D", "ZeroPadding2D", "ZeroPadding3D")
-def _zero_padding(r: Call, x: Tensor) -> Tensor:
-    pairs = r.op.padding if isinstance(r.op.padding[0], (tuple, list)) else (r.op.padding,)
-    return r.emit(
-        "Pad", [x], padding=((0, 0), *((int(lo), int(hi)) for lo, hi in pairs), (0, 0)), mode="constant", value=0.0
-    )
-
-
-@_operations("Pad")
-def _pad(r: Call, x: Tensor, constant_values: Any = None) -> Tensor:
-    pairs = tuple((int(lo), int(hi)) for lo, hi in r.op.pad_width)
-    image = len(pairs) > 2 and not any((*pairs[0], *pairs[-1]))
-    if len(pairs) != len(x.shape) or not isinstance(constant_values, (int, float, type(None))):
-        raise Unreadable
-    if r.op.mode != "constant" and not (r.op.mode == "reflect" and image):
-        raise Unreadable
-    return r.emit("Pad", [x], padding=pairs, mode=r.op.mode, value=float(constant_values or 0))
-
-
-# ---------------------------------------------------------------- element by element
-
-_UNARY = {
-    "Relu": "Relu",
-    "Relu6": "Relu6",
-    "Sigmoid": "Sigmoid",
-    "Tanh": "Tanh",
-    "Silu": "Swish",
-    "Exp": "Exp",
-    "Log": "Log",
-    "Absolute": "Abs",
-    "Abs": "Abs",
-    "Negative": "Neg",
-    "Sqrt": "Sqrt",
-    "Rsqrt": "Rsqrt",
-    "Sin": "Sin",
-    "Cos": "Cos",
-    "Erf": "Erf",
-    "Floor": "Floor",
-    "Ceil": "Ceil",
-    "Round": "Round",
-    "Sign": "Sign",
-    "Reciprocal": "Reciprocal",
-    "LogicalNot": "LogicalNot",
-    "HardSilu": "HardSwish",
-    "HardSigmoid": "HardSigmoid",
-    "Selu": "Selu",
-    "StopGradient": "Identity",
-    "Copy": "Identity",
-}
-_BINARY = {
-    "Add": "Add",
-    "Subtract": "Sub",
-    "Multiply": "Mul",
-    "Divide": "Div",
-    "TrueDivide": "Div",
-    "Power": "Pow",
-    "Maximum": "Max",
-    "Minimum": "Min",
-    "Mod": "Mod",
-    "FloorDivide": "FloorDiv",
-    "LogicalAnd": "LogicalAnd",
-    "LogicalOr": "LogicalOr",
-}
-_COMPARE = {n: n for n in ("Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual")}
-
-
-READERS.update({("operation", k): lambda r, x, op=v: r.emit(op, [r.operand(x)]) for k, v in _UNARY.items()})
-READERS.update(
-    {("operation", k): lambda r, a, b, op=v: r.emit(op, [r.operand(a), r.operand(b)]) for k, v in _BINARY.items()}
-)
-
-
-@_operations(*_COMPARE)
-def _compare(r: Call, a: Any, b: Any) -> Tensor:
-    dtypes = {x.dtype for x in (a, b) if isinstance(x, Tensor)}
-    if len(dtypes) != 1:
-        raise Unreadable
-    (dtype,) = dtypes
-    return r.emit(_COMPARE[type(r.op).__name__], [r.operand(a, dtype), r.operand(b, dtype)])
-
-
-@_operations("Square")
-def _square(r: Call, x: Tensor) -> Tensor:
-    return r.emit("Mul", [x, x])
-
-
-@_operations("ReLU")
-def _relu(r: Call, x: Tensor) -> Tensor:
-    o = r.op
-    if o.threshold != 0 or (o.negative_slope != 0 and o.max_value is not None):
-        raise Unreadable
-    if o.negative_slope:
-        return r.emit("LeakyRelu", [x], negative_slope=float(o.negative_slope))
-    if o.max_value is None:
-        return r.emit("Relu", [x])
-    return r.emit("Relu6", [x]) if o.max_value == 6 else r.emit("Clamp", [x], min=0.0, max=float(o.max_value))
-
-
-@_operations("LeakyRelu")
-@_layers("LeakyReLU")
-def _leaky_relu(r: Call, x: Tensor) -> Tensor:
-    return r.emit("LeakyRelu", [x], negative_slope=float(r.op.negative_slope))
-
-
-@_operations("Elu")
-@_layers("ELU")
-def _elu(r: Call, x: Tensor) -> Tensor:
-    return r.emit("Elu", [x], alpha=float(r.op.alpha))
-
-
-@_layers("PReLU")
-def _prelu(r: Call, x: Tensor) -> Tensor:
-    shape = tuple(r.op.alpha.shape)
-    if any(d != 1 for d in shape[:-1]):
-        raise Unreadable
-    return r.emit("PRelu", [x, r.weight(r.op.alpha, shape=(-1,))])
-
-
-@_operations("Gelu")
-def _gelu(r: Call, x: Tensor) -> Tensor:
-    return r.emit("Gelu", [x], approximate="tanh" if r.op.approximate else "none")
-
-
-@_operations("Softplus")
-def _softplus(r: Call, x: Tensor) -> Tensor:
-    return r.emit("Softplus", [x], beta=1.0, threshold=20.0)
-
-
-@_operations("Softmax", "LogSoftmax")
-@_layers("Softmax")
-def _softmax(r: Call, x: Tensor) -> Tensor:
-    axis = r.op.axis
-    if isinstance(axis, (list, tuple)) and len(axis) == 1:
-        (axis,) = axis
-    if not isinstance(axis, int):
-        raise Unreadable
-    return r.emit(type(r.op).__name__, [x], axis=axis)
-
-
-@_layers("Activation")
-def _activation_layer(r: Call, x: Tensor) -> Tensor:
-    if r.op.activation in _UNTRACEABLE:
-        return r.emit(_UNTRACEABLE[r.op.activation], [x])
-    raise Unreadable
-
-
-@_layers("Rescaling")
-def _rescaling(r: Call, x: Tensor) -> Tensor:
-    y = r.emit("Mul", [r.operand(x), r.operand(r.op.scale)], part="scale")
-    return r.emit("Add", [y, r.operand(r.op.offset)])
-
-
-@_layers("Normalization")
-def _normalization(r: Call, x: Tensor) -> Tensor:
-    if r.op.invert:
-        raise Unreadable
-    mean, variance = (keras.ops.convert_to_numpy(v) for v in (r.op.mean, r.op.variance))
-    y = r.emit("Sub", [r.operand(x), r.operand(mean)], part="centre")
-    return r.emit("Div", [y, r.operand(np.maximum(np.sqrt(variance), keras.backend.epsilon()))])
-
-
-@_operations("Clip")
-def _clip(r: Call, x: Tensor) -> Tensor:
-    if not all(isinstance(v, (int, float)) for v in (r.op.x_min, r.op.x_max)):
-        raise Unreadable
-    return r.emit("Clamp", [x], min=float(r.op.x_min), max=float(r.op.x_max))
-
-
-@_operations("HardTanh")
-def _hard_tanh(r: Call, x: Tensor) -> Tensor:
-    return r.emit("Clamp", [x], min=-1.0, max=1.0)
-
-
-@_layers("Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
-def _dropout(r: Call, x: Tensor) -> Tensor:
-    return r.emit("Dropout", [x], p=float(r.op.rate))
-
-
-@_operations("Cast")
-def _cast(r: Call, x: Tensor) -> Tensor:
-    return x if x.dtype == r.dtype else r.emit("Cast", [x], dtype=r.dtype)
-
-
-@_operations("Where")
-def _where(r: Call, condition: Tensor, x1: Any = None, x2: Any = None) -> Tensor:
-    return r.emit("Where", [r.operand(condition, "bool"), r.operand(x1), r.operand(x2)])
-
-
-# ---------------------------------------------------------------- sums, products, reductions
-
-
-@_operations("Matmul")
-def _matmul(r: Call, a: Any, b: Any) -> Tensor:
-    if min(len(a.shape), len(b.shape)) < 2:
-        raise Unreadable
-    return r.emit("MatMul", [r.operand(a), r.operand(b)])
-
-
-@_layers("EinsumDense")
-def _einsum_dense(r: Call, x: Tensor) -> Tensor:
-    """A linear layer where the kernel's axes are those summed over, then those of the result, both innermost and in order."""
     o = r.op
     given, rest = o.equation.replace(" ", "").split(",")
     kernel, result = rest.split("->")
@@ -636,40 +380,171 @@ def _einsum_dense(r: Call, x: Tensor) -> Tensor:
     new = [c for c in kernel if c not in given]
     kept = [c for c in given.replace("...", "") if c not in kernel]
     dots = "..." if given.startswith("...") else ""
-    if (
-        given != dots + "".join(kept + summed)
-        or kernel != "".join(summed + new)
-        or result != dots + "".join(kept + new)
-    ):
-        raise Unreadable
+    wanted = (dots + "".join(kept + summed), "".join(summed + new), dots + "".join(kept + new))
+    _need((given, kernel, result) == wanted)
     ins, outs = (math.prod(o.kernel.shape[a:b]) for a, b in ((0, len(summed)), (len(summed), None)))
-    if o.bias is not None and tuple(o.bias.shape) != tuple(o.kernel.shape[len(summed) :]):
-        raise Unreadable
+    _need(o.bias is None or tuple(o.bias.shape) == tuple(o.kernel.shape[len(summed) :]))
     lead = x.shape[: len(x.shape) - len(summed)]
     if len(summed) > 1:
-        x = r.emit("Reshape", [x], (*lead, ins), part="merge", shape=_target((*lead, ins)))
-    w, b = r.weight(o.kernel, "Linear", shape=(ins, outs)), r.weight(o.bias, shape=(outs,))
+        x = r.emit("Reshape", [x], (*lead, ins), part="merge", shape=_static((*lead, ins)))
+    w, b = r.weight(o.kernel, "linear", shape=(ins, outs)), r.weight(o.bias, shape=(outs,))
     y = r.emit("Linear", [x, w, b], (*lead, outs), part="product" if len(new) != 1 else "")
-    if len(new) != 1:
-        shape = (*lead, *o.kernel.shape[len(summed) :])
-        y = r.emit("Reshape", [y], shape, shape=_target(shape))
-    return r.activation(y)
+    if len(new) == 1:
+        return y
+    shape = (*lead, *o.kernel.shape[len(summed) :])
+    return r.emit("Reshape", [y], shape, shape=_static(shape))
 
 
-@_operations("Einsum")
-def _einsum(r: Call, a: Any, b: Any) -> Tensor:
-    """Two operands as one matrix product: axes of both and the result, of the first alone, summed over, of the second alone."""
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        raise Unreadable
+# ---------------------------------------------------------------- normalization, pooling, resizing, padding
+
+
+@_reads("", "Normalize")
+def _normalize(r: Call, x: Value) -> Value:
+    axes, epsilon = _many(r.op.axis, 1), r.op.epsilon
+    _need(r.op.order == 2)
+    shape = [1 if k in {a % len(x.shape) for a in axes} else d for k, d in enumerate(x.shape)]
+    length = r.emit("ReduceL2", [x], shape, part="length", axes=axes, keepdims=True)
+    least = float(keras.backend.epsilon() if epsilon is None else epsilon)
+    length = r.emit("Clamp", [length], shape, part="length_clip", min=least, max=None)
+    return r.emit("Div", [x, length])
+
+
+@_reads("AveragePooling*D", "AveragePool")
+def _average_pool(r: Call, x: Value) -> Value:
+    _need(_channels_last(r, x))
+    attrs = {name: value(r, x) if callable(value) else value for name, value in _POOL.items()}
+    padding = attrs["padding"]
+    if any(lo != hi for lo, hi in padding) and keras.backend.backend() == "torch":
+        pairs = ((0, 0), *padding, (0, 0))  # filled by repeating the edge; other backends leave it out of the mean
+        shape = [d if d is None else d + sum(p) for d, p in zip(x.shape, pairs, strict=True)]
+        x = r.emit("Pad", [x], shape, part="edge", padding=pairs, mode="replicate", value=0.0)
+        attrs["padding"] = ((0, 0),) * len(padding)
+    return r.emit("AvgPool", [x], count_include_pad=False, **attrs)
+
+
+@_reads("GlobalAveragePooling*D")
+def _global_average(r: Call, x: Value) -> Value:
+    if r.op.keepdims:
+        return r.emit("GlobalAvgPool", [x])
+    y = r.emit("GlobalAvgPool", [x], (*x.shape[:1], *[1] * (len(x.shape) - 2), x.shape[-1]), part="mean")
+    return r.emit("Reshape", [y], shape=_static(r.shape))
+
+
+@_reads("Resizing", "Resize")
+def _resize(r: Call, x: Value) -> Value:
+    o, mode = r.op, _interpolation(r, x)
+    size = (o.height, o.width) if isinstance(o, keras.Layer) else _many(o.size, 2)
+    special = any(getattr(o, k, False) for k in ("crop_to_aspect_ratio", "pad_to_aspect_ratio", "antialias"))
+    _need(not special and _channels_last(r, x) and len(x.shape) == 4 and x.dtype == "float32")
+    if mode == "nearest":
+        # Keras samples at pixel centres, the canonical operator at their upper left corners: equal for whole factors
+        _need(all(i is not None and s % i == 0 for s, i in zip(size, x.shape[1:3], strict=True)))
+    return r.emit("Resize", [x], mode=mode, size=tuple(int(s) for s in size), scale=None, align_corners=False)
+
+
+@_reads("", "Pad")
+def _pad(r: Call, x: Value, constant_values: Any = None) -> Value:
+    pairs = tuple((int(lo), int(hi)) for lo, hi in r.op.pad_width)
+    image = len(pairs) > 2 and not any((*pairs[0], *pairs[-1]))
+    _need(len(pairs) == len(x.shape) and isinstance(constant_values, (int, float, type(None))))
+    _need(r.op.mode == "constant" or (r.op.mode == "reflect" and image))
+    return r.emit("Pad", [x], padding=pairs, mode=r.op.mode, value=float(constant_values or 0))
+
+
+# ---------------------------------------------------------------- element by element
+
+
+def _comparison(op: str) -> Read:
+    def read(r: Call, a: Any, b: Any) -> Value:
+        dtypes = {x.dtype for x in (a, b) if isinstance(x, Value)}
+        _need(len(dtypes) == 1)
+        (dtype,) = dtypes
+        return r.emit(op, [r.operand(a, dtype), r.operand(b, dtype)])
+
+    return read
+
+
+for _name, _op in _words("Equal NotEqual Less LessEqual Greater GreaterEqual"):
+    _reads("", _name)(_comparison(_op))
+
+
+@_reads("", "Square")
+def _square(r: Call, x: Value) -> Value:
+    return r.emit("Mul", [x, x])
+
+
+@_reads("", "ReLU")
+def _relu(r: Call, x: Value) -> Value:
+    o = r.op
+    _need(o.threshold == 0 and (o.negative_slope == 0 or o.max_value is None))
+    if o.negative_slope:
+        return r.emit("LeakyRelu", [x], negative_slope=float(o.negative_slope))
+    if o.max_value is None:
+        return r.emit("Relu", [x])
+    return r.emit("Relu6", [x]) if o.max_value == 6 else r.emit("Clamp", [x], min=0.0, max=float(o.max_value))
+
+
+@_reads("PReLU")
+def _prelu(r: Call, x: Value) -> Value:
+    _need(all(d == 1 for d in r.op.alpha.shape[:-1]))
+    return r.emit("PRelu", [x, r.weight(r.op.alpha, shape=(-1,))])
+
+
+@_reads("Activation")
+def _activation_layer(r: Call, x: Value) -> Value:
+    _need(r.op.activation in UNTRACEABLE)
+    return r.emit(UNTRACEABLE[r.op.activation], [x])
+
+
+@_reads("Rescaling")
+def _rescaling(r: Call, x: Value) -> Value:
+    y = r.emit("Mul", [r.operand(x), r.operand(r.op.scale)], part="scale")
+    return r.emit("Add", [y, r.operand(r.op.offset)])
+
+
+@_reads("Normalization")
+def _normalization(r: Call, x: Value) -> Value:
+    _need(not r.op.invert)
+    mean, variance = (keras.ops.convert_to_numpy(v) for v in (r.op.mean, r.op.variance))
+    y = r.emit("Sub", [r.operand(x), r.operand(mean)], part="centre")
+    return r.emit("Div", [y, r.operand(np.maximum(np.sqrt(variance), keras.backend.epsilon()))])
+
+
+@_reads("", "Cast")
+def _cast(r: Call, x: Value) -> Value:
+    return x if x.dtype == r.dtype else r.emit("Cast", [x], dtype=r.dtype)
+
+
+@_reads("", "Where")
+def _where(r: Call, condition: Value, x1: Any = None, x2: Any = None) -> Value:
+    return r.emit("Where", [r.operand(condition, "bool"), r.operand(x1), r.operand(x2)])
+
+
+# ---------------------------------------------------------------- products and attention
+
+
+@_reads("", "Matmul")
+def _matmul(r: Call, a: Any, b: Any) -> Value:
+    _need(min(len(a.shape), len(b.shape)) >= 2)
+    return r.emit("MatMul", [r.operand(a), r.operand(b)])
+
+
+@_reads("", "Einsum")
+def _einsum(r: Call, a: Any, b: Any) -> Value:
+    """Two operands as one matrix product.
+
+    The letters of "bqd,bkd->bqk" fall into four groups: of both operands and the result (b), of the first alone (q), of
+    both but not the result (d, summed over), of the second alone (k); all but the first group must be one letter. Both
+    operands are brought to [*batch, first, summed] and [*batch, summed, second], and the product to the result's order.
+    """
+    _need(isinstance(a, Value) and isinstance(b, Value))
     ins, _, result = r.op.subscripts.replace(" ", "").partition("->")
     left, right = ins.split(",")
-    if "." in ins or len({*left}) != len(left) or len({*right}) != len(right):
-        raise Unreadable
+    _need("." not in ins and len({*left}) == len(left) and len({*right}) == len(right))
     batch = [c for c in left if c in right and c in result]
     summed = [c for c in left if c in right and c not in result]
     first, second = [c for c in left if c not in right], [c for c in right if c not in left]
-    if len(summed) != 1 or len(first) != 1 or len(second) != 1 or sorted(result) != sorted([*batch, *first, *second]):
-        raise Unreadable
+    _need(len(summed) == len(first) == len(second) == 1 and sorted(result) == sorted([*batch, *first, *second]))
     x = _permuted(r, a, left, [*batch, *first, *summed], "left")
     y = _permuted(r, b, right, [*batch, *summed, *second], "right")
     size = dict(zip(left + right, a.shape + b.shape, strict=True))
@@ -680,166 +555,52 @@ def _einsum(r: Call, a: Any, b: Any) -> Tensor:
     return r.emit("Transpose", [z], perm=tuple(axes.index(c) for c in result))
 
 
-@_operations("DotProductAttention")
+@_reads("", "DotProductAttention")
 def _attention(
-    r: Call, query: Tensor, key: Tensor, value: Tensor, bias: Any = None, mask: Any = None, scale: Any = None
-) -> Tensor:
+    r: Call, query: Value, key: Value, value: Value, bias: Any = None, mask: Any = None, scale: Any = None
+) -> Value:
     """[N, T, heads, D] in Keras, [N, heads, T, D] in the canonical operator."""
-    if bias is not None or mask is not None or query.shape[2] != key.shape[2] or r.op.attn_logits_soft_cap is not None:
-        raise Unreadable
-    if not isinstance(scale, (float, int, type(None))):
-        raise Unreadable
+    _need(bias is None and mask is None and r.op.attn_logits_soft_cap is None)
+    _need(query.shape[2] == key.shape[2] and isinstance(scale, (float, int, type(None))))
     qkv = [_permuted(r, x, "nthd", "nhtd", part) for x, part in ((query, "query"), (key, "key"), (value, "value"))]
     n, t, h, d = r.shape
     y = r.emit("SDPA", qkv, (n, h, t, d), part="product", is_causal=bool(r.op.is_causal), scale=scale, enable_gqa=False)
     return r.emit("Transpose", [y], perm=(0, 2, 1, 3))
 
 
-def _permuted(r: Call, x: Tensor, have: str, want: Sequence[str], part: str) -> Tensor:
+def _permuted(r: Call, x: Value, have: str, want: Sequence[str], part: str) -> Value:
     perm = tuple(have.index(c) for c in want)
     if perm == tuple(range(len(perm))):
         return x
     return r.emit("Transpose", [x], [x.shape[d] for d in perm], x.dtype, part, perm=perm)
 
 
-def _reduction(op: str) -> Read:
-    def read(r: Call, x: Tensor, initial: Any = None, where: Any = None) -> Tensor:
-        axis = getattr(r.op, "axis", None)
-        axes = range(len(x.shape)) if axis is None else [axis] if isinstance(axis, int) else axis
-        return r.emit(
-            op, [r.operand(x)], axes=tuple(sorted(_axis(a, len(x.shape)) for a in axes)), keepdims=bool(r.op.keepdims)
-        )
-
-    return read
+# ---------------------------------------------------------------- moving and looking up values
 
 
-READERS.update(
-    {
-        ("operation", k): _reduction(v)
-        for k, v in {
-            "Mean": "Mean",
-            "Sum": "Sum",
-            "Max": "ReduceMax",
-            "Amax": "ReduceMax",
-            "Min": "ReduceMin",
-            "Amin": "ReduceMin",
-            "Prod": "ReduceProd",
-        }.items()
-    }
-)
-
-
-@_operations("Argmax")
-def _arg_max(r: Call, x: Tensor) -> Tensor:
+@_reads("", "Argmax")
+def _arg_max(r: Call, x: Value) -> Value:
     y = r.emit("ArgMax", [x], None, "int64", part="index", axis=r.op.axis, keepdims=bool(r.op.keepdims))
     return r.emit("Cast", [y], dtype=r.dtype)
 
 
-@_operations("Cumsum")
-def _cum_sum(r: Call, x: Tensor) -> Tensor:
-    if r.op.axis is None:
-        raise Unreadable
-    return r.emit("CumSum", [r.operand(x)], axis=r.op.axis)
+def _joined(op: str) -> Read:
+    return lambda r, xs: r.emit(op, [r.operand(x) for x in xs], axis=r.op.axis)
 
 
-# ---------------------------------------------------------------- moving values
+_reads("Concatenate", "Concatenate")(_joined("Concat"))
+_reads("", "Stack")(_joined("Stack"))
 
 
-@_layers("Concatenate")
-@_operations("Concatenate")
-def _concat(r: Call, xs: Sequence[Any]) -> Tensor:
-    return r.emit("Concat", [r.operand(x) for x in xs], axis=r.op.axis)
+@_reads("", "GetItem")
+def _get_item(r: Call, x: Value, key: Any) -> Value:
+    """`x[key]` as slices, then selections from the last axis to the first, then new axes.
 
-
-@_operations("Stack")
-def _stack(r: Call, xs: Sequence[Any]) -> Tensor:
-    return r.emit("Stack", [r.operand(x) for x in xs], axis=r.op.axis)
-
-
-@_operations("Split")
-def _split(r: Call, x: Tensor) -> list[Tensor]:
-    axis = _axis(r.op.axis, len(x.shape))
-    return r.emit_many("Split", x, axis=axis, sizes=tuple(o.shape[axis] for o in r.outputs))
-
-
-@_operations("Unstack")
-def _unstack(r: Call, x: Tensor) -> list[Tensor]:
-    return r.emit_many("Unstack", x, axis=r.op.axis)
-
-
-def _target(shape: Sequence[int | None]) -> tuple[int, ...]:
-    if sum(d is None for d in shape) > 1:
-        raise Unreadable
-    return tuple(-1 if d is None else d for d in shape)
-
-
-@_layers("Flatten", "Reshape")
-@_operations("Reshape", "Ravel")
-def _reshape(r: Call, x: Tensor) -> Tensor:
-    return r.emit("Reshape", [x], shape=_target(r.shape))
-
-
-@_operations("Transpose", "Swapaxes", "Moveaxis")
-@_layers("Permute")
-def _transpose(r: Call, x: Tensor) -> Tensor:
-    o, rank = r.op, len(x.shape)
-    if isinstance(o, keras.Layer):
-        perm: Sequence[int] = (0, *o.dims)
-    elif type(o).__name__ == "Transpose":
-        perm = range(rank)[::-1] if o.axes is None else o.axes
-    elif type(o).__name__ == "Swapaxes":
-        order = list(range(rank))
-        order[o.axis1], order[o.axis2] = order[o.axis2], order[o.axis1]
-        perm = order
-    else:
-        perm = _moved(rank, o.source, o.destination)
-    return r.emit("Transpose", [x], perm=tuple(_axis(p, rank) for p in perm))
-
-
-def _moved(rank: int, source: Any, destination: Any) -> list[int]:
-    """The permutation of numpy.moveaxis."""
-    pairs = sorted(
-        (_axis(d, rank), _axis(s, rank)) for s, d in zip(_many(source, 1), _many(destination, 1), strict=True)
-    )
-    order = [a for a in range(rank) if a not in {s for _, s in pairs}]
-    for d, s in pairs:
-        order.insert(d, s)
-    return order
-
-
-@_operations("Squeeze")
-def _squeeze(r: Call, x: Tensor) -> Tensor:
-    return _reshape(r, x)
-
-
-@_operations("ExpandDims")
-def _expand_dims(r: Call, x: Tensor) -> Tensor:
-    if not isinstance(r.op.axis, int):
-        raise Unreadable
-    return r.emit("Unsqueeze", [x], axes=(_axis(r.op.axis, len(r.shape)),))
-
-
-@_operations("BroadcastTo")
-def _broadcast(r: Call, x: Tensor) -> Tensor:
-    if None in r.shape[1:]:
-        raise Unreadable
-    return r.emit("Expand", [x], shape=tuple(-1 if d is None else d for d in r.shape))
-
-
-@_operations("Tile")
-def _tile(r: Call, x: Tensor) -> Tensor:
-    repeats = _many(r.op.repeats, len(x.shape))
-    if len(repeats) != len(x.shape):
-        raise Unreadable
-    return r.emit("Tile", [x], repeats=repeats)
-
-
-@_operations("GetItem")
-def _get_item(r: Call, x: Tensor, key: Any) -> Tensor:
-    """Integers, slices, one ellipsis and new axes."""
+    `key` holds integers, slices, new axes (None) and at most one ellipsis; axes that it leaves out are whole.
+    """
     keys = list(key) if isinstance(key, tuple) else [key]
-    if any(not (k is None or k is Ellipsis or isinstance(k, (int, slice))) or isinstance(k, bool) for k in keys):
-        raise Unreadable
+    _need(all(k is None or k is Ellipsis or isinstance(k, (int, slice)) for k in keys))
+    _need(not any(isinstance(k, bool) for k in keys))
     taken = sum(k is not None and k is not Ellipsis for k in keys)
     if Ellipsis not in keys:
         keys.append(Ellipsis)
@@ -862,40 +623,27 @@ def _get_item(r: Call, x: Tensor, key: Any) -> Tensor:
     return r.emit("Unsqueeze", [x], axes=tuple(added)) if added else x
 
 
-def _slice(r: Call, x: Tensor, axis: int, k: slice) -> Tensor:
+def _slice(r: Call, x: Value, axis: int, k: slice) -> Value:
     size, step = x.shape[axis], 1 if k.step is None else k.step
-    if step < 1 or any(v is not None and not isinstance(v, int) for v in (k.start, k.stop)):
-        raise Unreadable
+    _need(step >= 1 and all(v is None or isinstance(v, int) for v in (k.start, k.stop)))
     if size is None:  # the batch
-        if (k.start or 0) < 0 or (k.stop is not None and k.stop < 0):
-            raise Unreadable
+        _need((k.start or 0) >= 0 and (k.stop is None or k.stop >= 0))
         start, end, left = k.start or 0, k.stop, None
     else:
         start, end, _ = k.indices(size)
         left = len(range(start, end, step))
-    return r.emit(
-        "Slice",
-        [x],
-        (*x.shape[:axis], left, *x.shape[axis + 1 :]),
-        x.dtype,
-        "slice",
-        axis=axis,
-        start=start,
-        end=end,
-        step=step,
-    )
+    shape = (*x.shape[:axis], left, *x.shape[axis + 1 :])
+    return r.emit("Slice", [x], shape, x.dtype, "slice", axis=axis, start=start, end=end, step=step)
 
 
-@_operations("Take")
-def _take(r: Call, x: Any, indices: Any) -> Tensor:
-    if not isinstance(indices, Tensor) or r.op.axis is None:
-        raise Unreadable
+@_reads("", "Take")
+def _take(r: Call, x: Any, indices: Any) -> Value:
+    _need(isinstance(indices, Value) and r.op.axis is not None)
     return r.emit("Gather", [r.operand(x), indices.name], axis=r.op.axis)
 
 
-@_layers("Embedding")
-def _embedding(r: Call, x: Tensor) -> Tensor:
-    if r.op.mask_zero:
-        raise Unreadable
+@_reads("Embedding")
+def _embedding(r: Call, x: Value) -> Value:
+    _need(not r.op.mask_zero)
     index = x if x.dtype in ("int32", "int64") else r.emit("Cast", [x], x.shape, "int32", part="index", dtype="int32")
     return r.emit("Embedding", [r.weight(r.op.embeddings), index])

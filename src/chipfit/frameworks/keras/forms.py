@@ -1,0 +1,418 @@
+"""What computes the canonical operators in Keras, channels last: a layer where one does, else `keras.ops`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from chipfit.frameworks.keras import padding as paddings
+from chipfit.frameworks.keras.backend import dtype_here
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ops import OPS
+
+layers = keras.layers
+Kernel = Callable[..., Any]
+Chosen = tuple[Any, dict[str, Any]]  #: class of a layer, and its settings without the name
+#: the layer for a node, given the node's weights by the variables of the layer; None where none computes the same
+Choose = Callable[[Node, Graph, dict[str, str]], Chosen | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How Keras computes one canonical operator."""
+
+    kernel: Kernel | None = None  #: function of its inputs in order (None where absent) and its attributes
+    layer: Choose | None = None
+    variables: str = ""  #: names of the layer's variables, for the slots of the operator that are not data
+
+
+def layer_of(node: Node, graph: Graph) -> tuple[Any, dict[str, Any], dict[str, str]] | None:
+    """The Keras layer that computes a node: class, settings, and variable -> weight; None where there is none.
+
+    A layer with variables serves where they are constants, one without where all operands are data.
+    """
+    form = FORMS.get(node.op)
+    if form is None or form.layer is None or bool(form.variables) != any(i in graph.weights for i in node.inputs):
+        return None
+    variables = {}
+    slots = [s for s in OPS[node.op].slots if not s.startswith("in")]
+    for slot, variable in zip(slots, form.variables.split(), strict=False):
+        given = node.operand(slot.rstrip("?"))
+        if given is not None and given in graph.weights:
+            variables[variable] = given
+        elif given is not None or not slot.endswith("?"):
+            return None
+    chosen = form.layer(node, graph, variables)
+    return None if chosen is None else (*chosen, variables)
+
+
+# ---------------------------------------------------------------- layers with weights
+
+
+def padding_word(node: Node, graph: Graph) -> str:
+    """Keras's word for the padding of a convolution or pool; "" where it has none."""
+    size, a = graph.shape(node.data)[1:-1], node.attrs
+    kernel = a["kernel"] if "kernel" in a else graph.weights[node.weight].shape[2:]
+    return paddings.word(a["padding"], size, kernel, a["stride"], a.get("dilation", (1,) * len(size)))
+
+
+def _conv_settings(node: Node, graph: Graph, variables: dict[str, str]) -> dict[str, Any]:
+    return {
+        "kernel_size": tuple(graph.weights[variables["kernel"]].shape[2:]),
+        "strides": tuple(node.attrs["stride"]),
+        "dilation_rate": tuple(node.attrs["dilation"]),
+        "activation": None,
+        "use_bias": "bias" in variables,
+        "data_format": "channels_last",
+    }
+
+
+def _conv(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
+    a, w = node.attrs, graph.weights[variables["kernel"]]
+    config = {**_conv_settings(node, graph, variables), "padding": padding_word(node, graph) or "valid"}
+    if node.op == "DepthwiseConv2D" and len(set(a["stride"])) == 1:  # TensorFlow knows no other
+        return layers.DepthwiseConv2D, {**config, "depth_multiplier": w.shape[0] // a["groups"]}
+    return _of_rank("Conv{}D", w.dim()), {**config, "filters": w.shape[0], "groups": a["groups"]}
+
+
+def _transposed(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
+    """With the user's own words for the padding, which no number here tells."""
+    if "output_padding" not in node.config:
+        return None
+    w, words = graph.weights[variables["kernel"]], {k: node.config[k] for k in ("padding", "output_padding")}
+    config = {**_conv_settings(node, graph, variables), **words, "filters": w.shape[1]}
+    return _of_rank("Conv{}DTranspose", w.dim()), config
+
+
+def _of_rank(name: str, rank: int) -> Any:
+    """The layer of this name for tensors with `rank` axes, batch and channels among them."""
+    return getattr(layers, name.format(rank - 2))
+
+
+def _dense(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
+    units = graph.weights[variables["kernel"]].shape[0]
+    return layers.Dense, {"units": units, "activation": None, "use_bias": "bias" in variables}
+
+
+def _norm(cls: Any, *attrs: str) -> Choose:
+    """A normalization; `attrs` become settings of the same names."""
+
+    def choose(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
+        a = node.attrs
+        config = {"epsilon": a["eps"], "scale": "gamma" in variables, "center": "beta" in variables}
+        axes = list(range(-len(a["normalized_shape"]), 0)) if "normalized_shape" in a else -1
+        return cls, {**config, "axis": axes, **{k: a[k] for k in attrs}}
+
+    return choose
+
+
+def _rms_norm(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
+    if not variables or node.attrs["eps"] is None or len(node.attrs["normalized_shape"]) != 1:
+        return None
+    return layers.RMSNormalization, {"axis": -1, "epsilon": node.attrs["eps"]}
+
+
+def _embedding(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
+    rows, width = graph.weights[variables["embeddings"]].shape
+    return layers.Embedding, {"input_dim": rows, "output_dim": width}
+
+
+def _prelu(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
+    rank = len(graph.shape(node.output))
+    shared = list(range(1, rank if graph.weights[variables["alpha"]].numel() == 1 else rank - 1))
+    return layers.PReLU, {"shared_axes": shared or None}
+
+
+# ---------------------------------------------------------------- layers without
+
+
+def _layer(cls: Any, attrs: str = "", **settings: Any) -> Choose:
+    """A layer that always serves.
+
+    Args:
+        attrs: which attributes become settings, "setting=attribute"; one word where both have the same name.
+        settings: those that are fixed.
+    """
+    pairs = [(s, a or s) for s, _, a in (word.partition("=") for word in attrs.split())]
+    return lambda node, graph, variables: (cls, {**settings, **{s: node.attrs[a] for s, a in pairs}})
+
+
+def _merge(cls: Any) -> Choose:
+    """A layer for float operands of one rank."""
+
+    def choose(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
+        ranks = {len(graph.shape(i or "")) for i in node.inputs}
+        return (cls, {}) if len(ranks) == 1 and graph.is_float(node.output) else None
+
+    return choose
+
+
+def _gelu(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
+    return (layers.Activation, {"activation": "gelu"}) if node.attrs["approximate"] == "none" else None
+
+
+def _concat(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
+    return (layers.Concatenate, {"axis": node.attrs["axis"]}) if len(node.inputs) > 1 else None
+
+
+def _pool(name: str) -> Choose:
+    def choose(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
+        a, word = node.attrs, padding_word(node, graph)
+        if a["ceil_mode"] or set(a.get("dilation", (1,))) != {1} or not word:
+            return None
+        uneven = any(lo != hi for lo, hi in a["padding"])  # where Keras on torch repeats the edge
+        if "count_include_pad" in a and word == "same" and (a["count_include_pad"] or uneven):
+            return None
+        config = {"pool_size": tuple(a["kernel"]), "strides": tuple(a["stride"]), "padding": word}
+        return _of_rank(name, len(a["kernel"]) + 2), {**config, "data_format": "channels_last"}
+
+    return choose
+
+
+def _global_average(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
+    cls = _of_rank("GlobalAveragePooling{}D", len(graph.shape(node.output)))
+    return cls, {"keepdims": True, "data_format": "channels_last"}
+
+
+def _reshape(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
+    """Where the batch stays what it is."""
+    (_, *old), new = graph.shape(node.data) or (None,), graph.shape(node.output)
+    if not new or None in (*old, *new[1:]) or math.prod(old) != math.prod(new[1:]):  # type: ignore[arg-type]
+        return None
+    if node.attrs["shape"][0] not in (-1, new[0]):
+        return None
+    return (layers.Flatten, {}) if len(new) == 2 else (layers.Reshape, {"target_shape": new[1:]})
+
+
+def _permute(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
+    first, *rest = node.attrs["perm"]
+    return (layers.Permute, {"dims": tuple(rest)}) if first == 0 and rest else None
+
+
+def _zeros(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
+    a, pairs = node.attrs, [tuple(p) for p in node.attrs["padding"]]
+    if len(pairs) != 4 or (a["mode"], a["value"]) != ("constant", 0):
+        return None
+    if any((*pairs[0], *pairs[-1])) or min(map(min, pairs)) < 0:
+        return None
+    return layers.ZeroPadding2D, {"padding": tuple(pairs[1:3]), "data_format": "channels_last"}
+
+
+def _up(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
+    a, scale = node.attrs, node.attrs["scale"] or ()
+    if len(scale) != 2 or a["align_corners"] or a["mode"] == "cubic" or any(s != int(s) for s in scale):
+        return None
+    config = {"size": tuple(int(s) for s in scale), "interpolation": _INTERPOLATION[a["mode"]]}
+    return layers.UpSampling2D, {**config, "data_format": "channels_last"}
+
+
+_INTERPOLATION = {"nearest": "nearest", "linear": "bilinear", "cubic": "bicubic"}
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def _spatial(x: Any) -> tuple[int, ...]:
+    return tuple(range(1, len(x.shape) - 1))
+
+
+def _max_pool(x: Any, *, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
+    x = ops.pad(x, [(0, 0), *padding, (0, 0)], constant_values=-math.inf)
+    return ops.max_pool(x, kernel, stride, "valid", "channels_last")
+
+
+def _avg_pool(x: Any, *, kernel: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool) -> Any:
+    pairs = [(0, 0), *padding, (0, 0)]
+    ones = ops.pad(ops.ones_like(x), pairs, constant_values=float(count_include_pad))
+    means, share = (ops.average_pool(v, kernel, stride, "valid", "channels_last") for v in (ops.pad(x, pairs), ones))
+    return means / share
+
+
+def _pad(x: Any, *, padding: Any, mode: str, value: float) -> Any:
+    if mode == "constant":
+        return ops.pad(x, padding, constant_values=value)
+    # Keras knows other modes by other names on each backend: say which element goes where
+    for axis, (lo, hi) in enumerate(padding):
+        if lo or hi:
+            last = x.shape[axis] - 1
+            at = np.arange(-lo, last + 1 + hi)
+            places = {"replicate": at.clip(0, last), "circular": at % (last + 1), "reflect": last - abs(last - abs(at))}
+            x = ops.take(x, places[mode], axis)
+    return x
+
+
+def _resize(x: Any, *, mode: str, size: Any, scale: Any, align_corners: bool) -> Any:
+    if size is None:
+        size = [math.floor(n * s) for n, s in zip(x.shape[1:-1], scale, strict=True)]
+    row = len(x.shape) == 3  # one spatial axis as an image of one row
+    flat, sizes = (x[:, None], (1, *size)) if row else (x, tuple(size))
+    y = ops.image.resize(flat, sizes, interpolation=_INTERPOLATION[mode], data_format="channels_last")
+    return y[:, 0] if row else y
+
+
+def _sdpa(q: Any, k: Any, v: Any, mask: Any = None, *, is_causal: bool, scale: float | None, enable_gqa: bool) -> Any:
+    scores = ops.matmul(q * (scale or 1 / math.sqrt(q.shape[-1])), ops.swapaxes(k, -1, -2))
+    if is_causal:
+        scores = ops.where(ops.tril(ops.ones(scores.shape[-2:], "bool")), scores, -math.inf)
+    if mask is not None:
+        kept = keras.backend.standardize_dtype(mask.dtype) == "bool"
+        scores = ops.where(mask, scores, -math.inf) if kept else scores + mask
+    return ops.matmul(ops.softmax(scores, axis=-1), v)
+
+
+def _expand(x: Any, *, shape: Any) -> Any:
+    have = [1] * (len(shape) - len(x.shape)) + list(ops.shape(x))
+    x = ops.reshape(x, have)
+    return ops.broadcast_to(x, [h if s == -1 else s for h, s in zip(have, shape, strict=True)])
+
+
+def _slice(x: Any, *, axis: int, start: int, end: int | None, step: int) -> Any:
+    index: list[Any] = [slice(None)] * len(x.shape)
+    index[axis] = slice(start, end, step)
+    return x[tuple(index)]
+
+
+def _select(x: Any, *, axis: int, index: int) -> Any:
+    return ops.take(x, index if index >= 0 else x.shape[axis] + index, axis)
+
+
+def _softplus(x: Any, *, beta: float, threshold: float) -> Any:
+    return ops.softplus(x * beta) / beta
+
+
+def _mish(x: Any) -> Any:
+    return x * ops.tanh(ops.softplus(x))
+
+
+def _parametric_relu(x: Any, w: Any) -> Any:
+    return ops.maximum(x, 0.0) + w * ops.minimum(x, 0.0)
+
+
+def _linear(x: Any, w: Any, b: Any = None) -> Any:
+    y = ops.matmul(x, ops.transpose(w))
+    return y if b is None else y + b
+
+
+def _roll(x: Any, *, shifts: Any, axes: Any) -> Any:
+    for s, a in zip(shifts, axes, strict=True):
+        x = ops.roll(x, s, a)
+    return x
+
+
+def _split(x: Any, *, axis: int, sizes: Sequence[int]) -> Any:
+    at = [sum(sizes[: k + 1]) for k in range(len(sizes) - 1)]
+    return ops.split(x, at, axis)
+
+
+def _clamp(x: Any, *, min: float | None, max: float | None) -> Any:
+    return ops.clip(x, -math.inf if min is None else min, math.inf if max is None else max)
+
+
+def _reduce_l2(x: Any, *, axes: Any, keepdims: bool) -> Any:
+    return ops.sqrt(ops.sum(ops.square(x), axes, keepdims))
+
+
+def _unsqueeze(x: Any, *, axes: Any) -> Any:
+    for a in axes:
+        x = ops.expand_dims(x, a)
+    return x
+
+
+def _cast(x: Any, *, dtype: str) -> Any:
+    return ops.cast(x, dtype_here(dtype))
+
+
+def _normalize(x: Any, w: Any, b: Any, axes: Sequence[int], eps: float) -> Any:
+    mean, variance = ops.moments(x, tuple(axes), keepdims=True)
+    y = (x - mean) * ops.rsqrt(variance + eps)
+    y = y if w is None else y * w
+    return y if b is None else y + b
+
+
+def _layer_norm(x: Any, w: Any = None, b: Any = None, *, normalized_shape: Any, eps: float) -> Any:
+    return _normalize(x, w, b, range(-len(normalized_shape), 0), eps)
+
+
+def _renamed(f: Kernel, **names: str) -> Kernel:
+    """A function of keras.ops that calls our attributes by other names."""
+    return lambda *xs, **attrs: f(*xs, **{names.get(k, k): v for k, v in attrs.items()})
+
+
+def _each(text: str, make: Callable[[str], Form]) -> dict[str, Form]:
+    """A row for each "Operator=function" of a text, made from the name of the function."""
+    return {op: make(f) for op, f in (word.split("=") for word in text.split())}
+
+
+# ---------------------------------------------------------------- rows
+
+FORMS: dict[str, Form] = {
+    # functions of keras.ops that take our attributes by our names
+    **_each(
+        "Log=log Abs=abs Neg=negative Sqrt=sqrt Rsqrt=rsqrt Sin=sin Cos=cos Erf=erf Floor=floor Ceil=ceil Round=round "
+        "Sign=sign Reciprocal=reciprocal LogicalNot=logical_not HardSwish=hard_silu Div=divide Pow=power Mod=mod "
+        "FloorDiv=floor_divide Equal=equal NotEqual=not_equal Less=less LessEqual=less_equal Greater=greater "
+        "GreaterEqual=greater_equal LogicalAnd=logical_and LogicalOr=logical_or MatMul=matmul Where=where "
+        "LogSoftmax=log_softmax ArgMax=argmax CumSum=cumsum Unstack=unstack Gather=take Tile=tile",
+        lambda f: Form(getattr(ops, f)),
+    ),
+    **_each(
+        "Sigmoid=sigmoid Tanh=tanh Swish=silu Selu=selu HardSigmoid=hard_sigmoid",
+        lambda f: Form(getattr(ops, f), _layer(layers.Activation, activation=f)),
+    ),
+    "Exp": Form(ops.exp, _layer(layers.Activation, activation="exponential")),
+    "Mish": Form(_mish),
+    "Relu": Form(ops.relu, _layer(layers.ReLU)),
+    "Relu6": Form(ops.relu6, _layer(layers.ReLU, max_value=6.0)),
+    "LeakyRelu": Form(ops.leaky_relu, _layer(layers.LeakyReLU, "negative_slope")),
+    "PRelu": Form(_parametric_relu, _prelu, "alpha"),
+    "Elu": Form(ops.elu, _layer(layers.ELU, "alpha")),
+    "Gelu": Form(lambda x, *, approximate: ops.gelu(x, approximate == "tanh"), _gelu),
+    "Softplus": Form(_softplus),
+    "Softmax": Form(ops.softmax, _layer(layers.Softmax, "axis")),
+    "Clamp": Form(_clamp),
+    **{f"Conv{n}D": Form(None, _conv, "kernel bias") for n in (1, 2, 3)},
+    "DepthwiseConv2D": Form(None, _conv, "kernel bias"),
+    **{f"TransposeConv{n}D": Form(None, _transposed, "kernel bias") for n in (1, 2, 3)},
+    "Linear": Form(_linear, _dense, "kernel bias"),
+    "SDPA": Form(_sdpa),
+    "Embedding": Form(lambda w, index: ops.take(w, index, 0), _embedding, "embeddings"),
+    "BatchNorm": Form(None, _norm(layers.BatchNormalization), "gamma beta moving_mean moving_variance"),
+    "LayerNorm": Form(_layer_norm, _norm(layers.LayerNormalization), "gamma beta"),
+    "GroupNorm": Form(None, _norm(layers.GroupNormalization, "groups"), "gamma beta"),
+    "RMSNorm": Form(None, _rms_norm, "scale"),
+    "InstanceNorm": Form(lambda x, w=None, b=None, *, eps: _normalize(x, w, b, _spatial(x), eps)),
+    "Add": Form(ops.add, _merge(layers.Add)),
+    "Sub": Form(ops.subtract, _merge(layers.Subtract)),
+    "Mul": Form(ops.multiply, _merge(layers.Multiply)),
+    "Max": Form(ops.maximum, _merge(layers.Maximum)),
+    "Min": Form(ops.minimum, _merge(layers.Minimum)),
+    **_each(
+        "Mean=mean Sum=sum ReduceMax=max ReduceMin=min ReduceProd=prod Squeeze=squeeze",
+        lambda f: Form(_renamed(getattr(ops, f), axes="axis")),
+    ),
+    "ReduceL2": Form(_reduce_l2),
+    "MaxPool": Form(_max_pool, _pool("MaxPooling{}D")),
+    "AvgPool": Form(_avg_pool, _pool("AveragePooling{}D")),
+    "GlobalAvgPool": Form(lambda x: ops.mean(x, _spatial(x), keepdims=True), _global_average),
+    "Pad": Form(_pad, _zeros),
+    "Resize": Form(_resize, _up),
+    "Concat": Form(lambda *xs, axis: ops.concatenate(xs, axis), _concat),
+    "Stack": Form(lambda *xs, axis: ops.stack(xs, axis)),
+    "Split": Form(_split),
+    "Reshape": Form(_renamed(ops.reshape, shape="newshape"), _reshape),
+    "Transpose": Form(_renamed(ops.transpose, perm="axes"), _permute),
+    "Unsqueeze": Form(_unsqueeze),
+    "Expand": Form(_expand),
+    "Slice": Form(_slice),
+    "Select": Form(_select),
+    "Roll": Form(_roll),
+    "Cast": Form(_cast),
+    "Dropout": Form(lambda x, *, p: x, _layer(layers.Dropout, "rate=p")),
+    **dict.fromkeys(("Identity", "Requantize"), Form(lambda x: x, _layer(layers.Identity))),
+}

@@ -1,0 +1,43 @@
+"""Where the numbers of Graph and Plan live in the lowered Keras model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from chipfit.frameworks.keras.layers import KerasQuantizationWrapper, KerasQuantizer
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a weight of the graph lives in the model."""
+
+    layer: str
+    variable: str  #: its name; the number of it in an opaque layer
+    use: int = 0  #: which of a wrapper's biases
+    layout: str = ""  #: how Keras lays it out (`weights`); "": as it is
+    groups: int = 1  #: of a depthwise convolution
+
+    def variable_in(self, model: Any) -> Any:
+        """The Keras variable."""
+        layer = model.get_layer(self.layer)
+        if isinstance(layer, KerasQuantizationWrapper):
+            if self.use:
+                return layer.bias(self.use)
+            layer = layer.layer
+        if self.variable.isdigit():
+            return [*layer.trainable_variables, *layer.non_trainable_variables][int(self.variable)]
+        return next(v for v in layer.variables if v.name == self.variable)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Where the scale of a planned tensor lives in the model."""
+
+    tensor: str
+    layer: str
+    variable: str = ""  #: of a wrapper; "" in a holder
+
+    def quantizer_in(self, model: Any) -> KerasQuantizer:
+        layer = model.get_layer(self.layer)
+        return layer.weights_quantizers[self.variable] if self.variable else layer.activation_holder_quantizer

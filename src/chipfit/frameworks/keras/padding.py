@@ -1,0 +1,74 @@
+"""Padding in Keras's words ("valid", "same", "causal") and in numbers: zeros before and after each spatial axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+def same_padding(
+    size: Sequence[int | None], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Pairs | None:
+    """The zeros of padding="same": what the last window lacks, the odd one behind.
+
+    None where the size of a strided axis is not known.
+
+    >>> same_padding((8, 7), (3, 3), (2, 2), (1, 1))
+    ((0, 1), (1, 1))
+    """
+    out = []
+    for n, k, s, d in zip(size, kernel, stride, dilation, strict=True):
+        span = d * (k - 1) + 1
+        if n is None and s > 1:
+            return None
+        total = span - 1 if n is None or s == 1 else max((math.ceil(n / s) - 1) * s + span - n, 0)
+        out.append((total // 2, total - total // 2))
+    return tuple(out)
+
+
+def numbers(
+    word: str, size: Sequence[int | None], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Pairs | None:
+    """The padding of a convolution or pool; None where its word or the sizes do not tell."""
+    if word == "valid":
+        return ((0, 0),) * len(kernel)
+    if word == "causal":
+        return tuple((d * (k - 1), 0) for k, d in zip(kernel, dilation, strict=True))
+    return same_padding(size, kernel, stride, dilation) if word == "same" else None
+
+
+def word(
+    padding: Sequence[Sequence[int]],
+    size: Sequence[int | None],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+) -> str:
+    """The inverse of `numbers`; "" where Keras has no word that its convolutions and pools share."""
+    pairs = tuple((int(lo), int(hi)) for lo, hi in padding)
+    if not any(map(any, pairs)):
+        return "valid"
+    return "same" if pairs == same_padding(size, kernel, stride, dilation) else ""
+
+
+def trim(span: int, stride: int, mode: str, extra: int | None) -> tuple[int, int]:
+    """What a transposed convolution cuts from the full result of length (n - 1) stride + span, before and behind.
+
+    Keras wants n stride for "same" and (n - 1) stride + max(span, stride) for "valid", unless `output_padding` says how
+    much more than (n - 1) stride + span % 2 (or + span) it is; an odd zero to cut is cut behind.
+
+    Args:
+        span: length of the dilated kernel.
+        extra: `output_padding`; None where the layer leaves it to Keras.
+
+    >>> trim(3, 2, "same", None), trim(2, 3, "valid", None)
+    ((0, 1), (0, -1))
+    """
+    if mode == "valid":
+        return 0, span - (max(span, stride) if extra is None else span + extra)
+    kept = stride if extra is None else span % 2 + extra
+    total = span - kept
+    before = max(total // 2, 0) if extra is None else max(span - 1 - math.ceil((2 * (span - 1) - total) / 2), 0)
+    return before, total - before

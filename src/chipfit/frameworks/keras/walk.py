@@ -1,0 +1,219 @@
+"""Reading a model call by call: by a reader, else opened into what it is made of, else kept as an opaque node."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from chipfit.frameworks.keras.call import Call, KerasDraft, Unreadable
+from chipfit.frameworks.keras.opaque import hold
+from chipfit.frameworks.keras.read import ACTIVATED, READERS, UNTRACEABLE
+from chipfit.frameworks.keras.recorded import calls_before, functional, keras_class, origin_of, unrecorded
+from chipfit.graph.config import plain
+from chipfit.graph.draft import Origin
+from chipfit.graph.ir import OPAQUE, Ref, Value
+
+leaves = keras.tree.flatten
+
+
+class Walk:
+    """Writes the calls of a model into a draft."""
+
+    def __init__(self) -> None:
+        self.draft = KerasDraft()
+        self.last_failure = ""  #: why something could not be traced
+
+    def walk(
+        self, outputs: Sequence[Any], env: dict[int, Value], prefix: str, within: Origin | None = None
+    ) -> list[Any]:
+        """Read every call that `outputs` depend on, up to the symbolic tensors in `env`.
+
+        Args:
+            prefix: path of the layers around, to put before the names of layers found.
+            within: the layer that operations outside any inner layer belong to; None in a Functional model, where each
+                operation is its own.
+        """
+
+        def now(x: Any) -> Any:
+            return env[id(x)] if isinstance(x, keras.KerasTensor) else x
+
+        for node in calls_before(outputs, env):
+            args = keras.tree.map_structure(now, node.arguments.args)
+            given = keras.tree.map_structure(now, node.arguments.kwargs)
+            results = self.call(node.operation, args, given, node.outputs, prefix, within)
+            for kt, value in zip(node.outputs, results, strict=True):
+                env[id(kt)] = value
+                self.draft.alive.append(kt)
+        return [now(o) for o in outputs]
+
+    def call(
+        self, operation: Any, args: Any, kwargs: Any, outputs: Sequence[Any], prefix: str, within: Origin | None
+    ) -> list[Value]:
+        """Read one call; returns a value for each symbolic output."""
+        origin, name = origin_of(operation, args, kwargs, prefix, within)
+        layer = isinstance(operation, keras.Layer)
+        if layer:
+            kwargs = {k: v for k, v in kwargs.items() if k != "training"}
+        if any(None in kt.shape[1:] for kt in outputs):
+            outputs = _refined(operation, args, kwargs) or outputs
+        given = {k: v for k, v in kwargs.items() if v is not None}
+        return (
+            self._read(Call(self.draft, operation, outputs, origin, name), args, given)
+            or self._nested(operation, args, given, origin)
+            or (self._opened(operation, args, kwargs, outputs, origin) if layer else None)
+            or self._opaque(operation, args, kwargs, outputs, origin, name)
+        )
+
+    def _read(self, call: Call, args: Any, kwargs: Any) -> list[Value] | None:
+        """By the reader of its class."""
+        group = "layer" if isinstance(call.op, keras.Layer) else "operation"
+        reader = READERS.get((group, keras_class(call.op)))
+        if reader is None or not _takes(reader, args, kwargs):
+            return None
+        mark = self.draft.mark()
+        try:
+            found = reader(call, *args, **kwargs)
+        except Unreadable:
+            self.draft.forget(mark)
+            return None
+        if not isinstance(found, Value):
+            return list(found)
+        return [self._activated(call, found) if reader in ACTIVATED else found]
+
+    def _activated(self, call: Call, x: Value) -> Value:
+        """The layer's own activation as nodes behind it."""
+        f = getattr(call.op, "activation", None)
+        if f is None or f is keras.activations.linear:
+            return x
+        name = call.origin.config.get("activation")
+        config = {"activation": name if isinstance(name, str) else plain(f)}
+        origin = replace(call.origin, kind="Activation", config=config)
+        if f in UNTRACEABLE:
+            op = UNTRACEABLE[f]
+            return self.draft.emit(origin, f"{call.name}/{op.lower()}", op, [x.name], {}, [(x.shape, x.dtype)])[0]
+        opened = self.open(f, f, (x,), {}, origin)
+        if isinstance(opened, Value):
+            return opened
+        outputs = [keras.KerasTensor(x.shape, dtype=x.dtype)]
+        return self._opaque(f, (x,), {}, outputs, origin, f"{call.name}/activation")[0]
+
+    def _nested(self, operation: Any, args: Any, given: Any, origin: Origin) -> list[Value] | None:
+        """By the recorded calls of a Functional or Sequential model inside the model."""
+        inner = functional(operation) if isinstance(operation, keras.Model) else None
+        if inner is None or given or len(args) != 1 or len(leaves(args)) != len(leaves(inner._inputs_struct)):
+            return None
+        env = {id(kt): t for kt, t in zip(leaves(inner._inputs_struct), leaves(args), strict=True)}
+        return self.walk(leaves(inner._outputs_struct), env, f"{origin.path}/")
+
+    def _opened(self, layer: Any, args: Any, kwargs: Any, outputs: Sequence[Any], origin: Origin) -> list[Value] | None:
+        """By what its `call` is made of; a layer that is one node gives it its name."""
+        before = len(self.draft.graph.nodes)
+        opened = self.open(layer, layer.call, args, kwargs, origin)
+        flat = [] if opened is None else leaves(opened)
+        if len(flat) != len(outputs) or not all(isinstance(t, Value) for t in flat):
+            return None
+        alone = len(self.draft.graph.nodes) == before + 1 and len(flat) == 1
+        return [self._renamed(flat[0], origin.path)] if alone else flat
+
+    def open(self, owner: Any, function: Callable[..., Any], args: Any, kwargs: Any, origin: Origin) -> Any:
+        """Trace a function on symbolic tensors and read what it is made of; None when it cannot be traced.
+
+        Args:
+            owner: the layer whose function it is, to be left as it was.
+
+        Raises:
+            CaptureError: something inside it cannot be captured.
+        """
+        env: dict[int, Value] = {}
+        made: dict[str, Any] = {}
+
+        def symbol(x: Any) -> Any:
+            if not isinstance(x, Value):
+                return x
+            if x.name not in made:
+                made[x.name] = _symbol(x)
+                env[id(made[x.name])] = x
+            return made[x.name]
+
+        with unrecorded(owner):
+            try:
+                given = keras.tree.map_structure(symbol, kwargs)
+                if "training" in inspect.signature(function).parameters:
+                    given["training"] = False
+                with keras.StatelessScope():
+                    out = function(*keras.tree.map_structure(symbol, args), **given)
+                if not all(isinstance(x, keras.KerasTensor) for x in leaves(out)):
+                    return None
+                calls_before(leaves(out), env)
+            except Exception as e:  # foreign code may raise anything
+                self.last_failure = f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0][:300]}"
+                return None
+            self.draft.alive.append((made, out))
+            prefix = f"{origin.path}/" if origin.path else ""
+            return keras.tree.pack_sequence_as(out, self.walk(leaves(out), env, prefix, within=origin))
+
+    def _opaque(
+        self, operation: Any, args: Any, kwargs: Any, outputs: Sequence[Any], origin: Origin, name: str
+    ) -> list[Value]:
+        """A node that calls the operation itself, its variables among the inputs."""
+        inputs: list[str] = []
+
+        def template(x: Any) -> Any:
+            if isinstance(x, (tuple, list)):
+                return [template(v) for v in x]
+            if isinstance(x, Mapping):
+                return {k: template(v) for k, v in x.items()}
+            if not isinstance(x, Value) and not _is_array(x):
+                return x if x is None or isinstance(x, (bool, int, float, str)) else str(x)
+            known = x.name if isinstance(x, Value) else self.draft.weight(x, origin)
+            if known not in inputs:
+                inputs.append(known)
+            return Ref(inputs.index(known))
+
+        layer = isinstance(operation, keras.Layer)
+        variables = [*operation.trainable_variables, *operation.non_trainable_variables] if layer else []
+        given = [template(args), template(kwargs)]  # before variables: a reader of the node sees the data first
+        attrs = {"target": hold(operation), "args": [template(variables), *given], "kwargs": {}}
+        return self.draft.emit(origin, name, OPAQUE, inputs, attrs, [(kt.shape, kt.dtype) for kt in outputs])
+
+    def _renamed(self, value: Value, name: str) -> Value:
+        """The result of the last node under the name of the layer of which it is all."""
+        graph, node = self.draft.graph, self.draft.graph.nodes[-1]
+        if node.output != value.name or node.name == name:
+            return value
+        self.draft.forget((len(graph.nodes) - 1, len(graph.weights)))
+        origin = Origin(node.layer, node.layer_type, node.config)
+        (new,) = self.draft.emit(origin, name, node.op, node.inputs, node.attrs, [(value.shape, value.dtype)])
+        return new
+
+
+def _symbol(x: Any) -> Any:
+    return keras.KerasTensor(x.shape, dtype=x.dtype) if isinstance(x, Value) else x
+
+
+def _refined(operation: Any, args: Any, kwargs: Any) -> Sequence[Any] | None:
+    """The outputs again, now that more of the inputs' shapes is known than Keras knew when it recorded the call."""
+    symbols, named = (keras.tree.map_structure(_symbol, given) for given in (args, kwargs))
+    try:
+        return leaves(operation.compute_output_spec(*symbols, **named))
+    except Exception:  # foreign code may raise anything; the recorded shapes serve
+        return None
+
+
+def _takes(reader: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether the reader has a parameter for every argument of the call; a mask, for example, has none in most."""
+    try:
+        inspect.signature(reader).bind(None, *args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (np.ndarray, torch.Tensor, keras.Variable)) or keras.ops.is_tensor(x)
