@@ -11,6 +11,7 @@ import torch
 
 from chipfit.errors import GraphError
 from chipfit.graph.ir import Ref
+from chipfit.registry import lookup
 
 _PYTHON = {
     f"{m.__name__.lstrip('_')}.{n}": getattr(m, n) for m in (operator, math) for n in dir(m) if not n.startswith("_")
@@ -21,24 +22,26 @@ _SYMBOLIC = ("sym_max", "sym_min", "sym_not", "sym_float", "sym_int", "sym_sqrt"
 def resolve_target(target: str) -> Callable[..., Any]:
     """The callable of an opaque node, from an allow-list: ATen operators, `operator`, `math`, torch's symbolic integers.
 
+    A target "name:..." belongs to a framework; what that registers as "opaque" under its name makes the callable.
+
     Raises:
         GraphError: the name is outside the list or this torch does not have it.
+        UnknownNameError: there is no such framework.
     """
     if target in _PYTHON:
         return _PYTHON[target]
-    if target.startswith("keras:"):
-        from chipfit.frameworks.keras.opaque import resolve
-
-        return resolve(target)
-    if target.startswith("torch.") and target[6:] in _SYMBOLIC and hasattr(torch, target[6:]):
-        return getattr(torch, target[6:])
+    framework, colon, _ = target.partition(":")
+    if colon:
+        return lookup("opaque", framework)(target)
     namespace, _, rest = target.partition(".")
     name, _, overload = rest.partition(".")
-    if namespace in ("aten", "prims", "torchvision", "quantized_decomposed"):
-        try:
+    try:
+        if namespace == "torch" and rest in _SYMBOLIC:
+            return getattr(torch, rest)
+        if namespace in ("aten", "prims", "torchvision", "quantized_decomposed"):
             return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
-        except AttributeError:
-            pass
+    except AttributeError:  # another version's
+        pass
     raise GraphError(f"Operator '{target}' is not known to this version of torch", allowed="aten.*, operator.*, math.*")
 
 

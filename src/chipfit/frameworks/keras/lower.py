@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from chipfit.engine.opaque import fill
-from chipfit.engine.run import unflatten_outputs
+from chipfit.engine.trees import unflatten_outputs
 from chipfit.errors import UnsupportedError
 from chipfit.frameworks.keras.backend import dtype_here, forward
 from chipfit.frameworks.keras.build import LAYERS, WEIGHTED, padding_mode

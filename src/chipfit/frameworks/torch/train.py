@@ -39,6 +39,6 @@ def read_back(model: torch.nn.Module, graph: Graph, plan: Plan) -> tuple[Graph, 
         new.weights[name] = copies[id(now)]
     tensors = dict(plan.tensors)
     for name, t in plan.tensors.items():
-        if t.quantized and t.scale is not None:
+        if t.quantized:
             tensors[name] = retrained(t, model.scale(name))
     return new, replace(plan, tensors=tensors)
