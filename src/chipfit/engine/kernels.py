@@ -19,8 +19,8 @@ from chipfit.graph.ir import OPAQUE, Node
 
 Kernel = Callable[..., Any]
 
-#: operators that torch computes by one function of the same operands and attributes; its name follows "=" where it is not
-#: the operator's own in lower case
+#: operators that torch computes by one function of the same operands and attributes; its name follows "=" where it is
+#: not the operator's own in lower case
 _PLAIN = {
     torch: """
         MatMul Relu Sigmoid Tanh Exp Log Abs Neg Sqrt Rsqrt Sin Cos Erf Floor Ceil Round Sign Reciprocal Clamp Reshape
@@ -82,9 +82,10 @@ def kernel(ops: str) -> Callable[[Kernel], Kernel]:
     return enter
 
 
-def _spatial(name: str, axes: int) -> Kernel:
+def _spatial(name: str, axes: int) -> Callable[..., Tensor]:
     """torch's function over so many spatial axes, such as `F.conv2d`."""
-    return getattr(F, f"{name}{axes}d")  # type: ignore[no-any-return]  # one of torch's functions
+    function: Callable[..., Tensor] = getattr(F, f"{name}{axes}d")
+    return function
 
 
 def _pad_spatial(x: Tensor, padding: Sequence[Sequence[int]], value: float = 0.0) -> tuple[Tensor, list[int]]:

@@ -36,10 +36,11 @@ def flatten_call(spec: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[s
         args = (*args, kwargs.pop(name))
     leaves = pytree.tree_leaves((args, {k: kwargs[k] for k in spec["kwargs"] if k in kwargs}))
     if len(args) != spec["args"] or set(kwargs) != set(spec["kwargs"]) or len(leaves) != spec["leaves"]:
+        words = "{} positional and {} keyword arguments, {} leaves"
         raise DataError(
             "The model was captured with other inputs",
-            got=f"{len(args)} positional and {sorted(kwargs)} keyword arguments, {len(leaves)} leaves",
-            allowed=f"{spec['args']} positional and {sorted(spec['kwargs'])} keyword arguments, {spec['leaves']} leaves",
+            got=words.format(len(args), sorted(kwargs), len(leaves)),
+            allowed=words.format(spec["args"], sorted(spec["kwargs"]), spec["leaves"]),
         )
     return [leaves[i] for i in spec["tensors"]]
 
@@ -65,7 +66,7 @@ class Results:
 
 
 def load_tree(spec: Mapping[str, Any]) -> Any:
-    """The pytree of a saved spec; where its classes cannot be imported here, plain dicts and tuples of the same shape."""
+    """The pytree of a saved spec; where its classes cannot be imported here, dicts and tuples of the same shape."""
     try:
         return pytree.treespec_loads(spec["tree"])
     except Exception:  # pytree raises many types for unknown classes; the plain form always loads

@@ -17,7 +17,7 @@ from chipfit.quantizers.stored import Stored
 class Rounding:
     """The quantizers that a simulation needs."""
 
-    #: quantized tensor -> the tensor whose quantizer is its own: itself, one that it is tied to, or one whose numbers it moves
+    #: quantized tensor -> the one whose quantizer it has: itself, one that it is tied to, or one whose numbers it moves
     owner: dict[str, str] = field(default_factory=dict)
     #: tensors that pass through their quantizer; the other quantized ones hold rounded numbers already
     rounded: set[str] = field(default_factory=set)

@@ -59,7 +59,7 @@ class Call:
         return v
 
     def number_or_value(self, key: str) -> str:
-        """An operand of element-wise arithmetic: a tensor in the type that torch computes in, or a number as a constant."""
+        """An operand of arithmetic: a tensor in the type that torch computes in, or a number as a constant."""
         v = self.draft.arg(self.args.get(key))
         if isinstance(v, (int, float)) and not isinstance(v, bool):
             like = self.result

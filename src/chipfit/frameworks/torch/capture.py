@@ -23,8 +23,9 @@ def capture(
 ) -> Graph:
     """Read a model into a Graph.
 
-    The model is not changed; it is captured in eval mode: what depends on training (dropout, stochastic depth) takes its
-    inference form. Axis 0 of every input that has the first one's batch size becomes dynamic where the model allows.
+    The model is not changed; it is captured in eval mode: what depends on training (dropout, stochastic depth) takes
+    its inference form. Axis 0 of every input that has the first one's batch size becomes dynamic where the model
+    allows.
 
     Args:
         model: any module that `torch.export` can trace.

@@ -18,8 +18,8 @@ from chipfit.frameworks.torch.origin import users_line
 
 #: ATen operators whose result shares memory with an operand
 _VIEWS = """
-    view reshape select slice transpose permute squeeze unsqueeze expand t flatten unflatten chunk split split_with_sizes
-    unbind narrow as_strided alias detach diagonal _unsafe_view unfold
+    view reshape select slice transpose permute squeeze unsqueeze expand t flatten unflatten chunk split unbind narrow
+    split_with_sizes as_strided alias detach diagonal _unsafe_view unfold
 """
 
 

@@ -29,9 +29,9 @@ class QuantizedModule(nn.Module):
 
     It takes and returns what the original model does. Parameters and buffers have the original state-dict names;
     quantizers live under `quant.` (`quant_.` where the model has a `quant` of its own), one for all tensors that a tie
-    holds together. Batch norms that were folded keep their entries, frozen, which nothing reads; the weights before them
-    hold the folded numbers. Batch norms that were not folded keep their statistics in training. Dropout is active in
-    training mode.
+    holds together. Batch norms that were folded keep their entries, frozen, which nothing reads; the weights before
+    them hold the folded numbers. Batch norms that were not folded keep their statistics in training. Dropout is active
+    in training mode.
     """
 
     def __init__(self, graph: Graph, plan: Plan) -> None:

@@ -31,8 +31,8 @@ def arguments(n: torch.fx.Node) -> dict[str, Any]:
 def origin(n: torch.fx.Node, modules: Mapping[str, torch.nn.Module]) -> dict[str, Any]:
     """What a `graph.ir.Node` tells about its source: `layer`, `layer_type`, `source` and `config`.
 
-    The layer is the innermost module that the call was made in. Its type is the module's class where that is a leaf, and
-    the called function's name where the call stands in the code of a module that has others inside.
+    The layer is the innermost module that the call was made in. Its type is the module's class where that is a leaf,
+    and the called function's name where the call stands in the code of a module that has others inside.
 
     Args:
         modules: those of the user's model by path.

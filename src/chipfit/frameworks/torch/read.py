@@ -1,8 +1,8 @@
 """How each ATen operator becomes canonical: a row where the row says it all, else one short function.
 
-A row names the arguments that are operands and those that are attributes. A function takes a `Call` and returns the value
-(or tuple of values) that the call's result is known by. Either raises `Unreadable` for a form that has no canonical
-equivalent; the operator then stays opaque.
+A row names the arguments that are operands and those that are attributes. A function takes a `Call` and returns the
+value (or tuple of values) that the call's result is known by. Either raises `Unreadable` for a form that has no
+canonical equivalent; the operator then stays opaque.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def _row(names: str, op: str, operands: str = "self", attrs: str = "", only: Map
         names: ATen operators, with spaces between.
         op: the canonical operator.
         operands: their arguments by slot; "?" marks one that may be None, "#" one that may be a number.
-        attrs: "attribute=argument:conversion" for each attribute; the argument is left out where it has the same name, the
-            conversion (of `_CONVERSIONS`) where it needs none.
+        attrs: "attribute=argument:conversion" for each attribute; the argument is left out where it has the same name,
+            the conversion (of `_CONVERSIONS`) where it needs none.
         only: arguments with the values that have a canonical equivalent; without a value it may be left out as well.
     """
     taken = [(word.rstrip("?#"), word[-1]) for word in operands.split()]
