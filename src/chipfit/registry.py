@@ -161,10 +161,17 @@ def _import(kind: str, name: str) -> None:
     """The file of that name, where there is one; else all of the kind: a file may hold several entries."""
     home = KINDS[kind].home
     module = home.format(name) if "{}" in home else f"{home}.{name}"
-    if name.isidentifier() and importlib.util.find_spec(module) is not None:
+    if name.isidentifier() and _exists(module):
         importlib.import_module(module)
     if name not in _ENTRIES[kind] and "{}" not in home:
         _import_all(kind)
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor does the package that it would be in
+        return False
 
 
 def entry(kind: str, name: str) -> Entry:

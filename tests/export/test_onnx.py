@@ -9,7 +9,8 @@ import torch
 from onnx import numpy_helper
 
 import chipfit
-from chipfit.engine.run import flatten_inputs, run
+from chipfit.engine.run import run
+from chipfit.engine.trees import flatten_inputs
 from chipfit.export.onnx.writer import export_onnx
 from chipfit.frameworks.torch.capture import capture
 from chipfit.quantizers.grids import quantize

@@ -12,7 +12,8 @@ from ai_edge_litert.interpreter import Interpreter
 from torch import nn
 
 import chipfit
-from chipfit.engine.run import flatten_inputs, run
+from chipfit.engine.run import run
+from chipfit.engine.trees import flatten_inputs
 from chipfit.errors import UnsupportedError
 from chipfit.export.tflite.ops import INTEGER, MOVING, WRITERS
 from chipfit.export.tflite.writer import export_tflite

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chipfit.engine.run import flatten_inputs
+from chipfit.engine.trees import flatten_inputs
 from chipfit.errors import DataError
 from chipfit.graph.ir import Graph
 

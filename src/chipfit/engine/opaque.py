@@ -11,35 +11,41 @@ import torch
 
 from chipfit.errors import GraphError
 from chipfit.graph.ir import Ref
+from chipfit.registry import lookup
 
-_PYTHON = {
+_PYTHON: dict[str, Callable[..., Any]] = {
     f"{m.__name__.lstrip('_')}.{n}": getattr(m, n) for m in (operator, math) for n in dir(m) if not n.startswith("_")
 }
 _SYMBOLIC = ("sym_max", "sym_min", "sym_not", "sym_float", "sym_int", "sym_sqrt", "sym_ite", "sym_sum")
 
 
 def resolve_target(target: str) -> Callable[..., Any]:
-    """The callable of an opaque node, from an allow-list: ATen operators, `operator`, `math`, torch's symbolic integers.
+    """The callable of an opaque node, from an allow-list.
+
+    Listed are ATen operators, the functions of `operator` and `math`, and torch's functions of symbolic integers. A
+    target "name:..." belongs to a framework: what is registered as "opaque" under that name makes the callable.
 
     Raises:
         GraphError: the name is outside the list or this torch does not have it.
+        UnknownNameError: there is no such framework.
     """
     if target in _PYTHON:
         return _PYTHON[target]
-    if target.startswith("keras:"):
-        from chipfit.frameworks.keras.opaque import resolve
-
-        return resolve(target)
-    if target.startswith("torch.") and target[6:] in _SYMBOLIC and hasattr(torch, target[6:]):
-        return getattr(torch, target[6:])
+    framework, colon, _ = target.partition(":")
     namespace, _, rest = target.partition(".")
     name, _, overload = rest.partition(".")
-    if namespace in ("aten", "prims", "torchvision", "quantized_decomposed"):
-        try:
-            return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
-        except AttributeError:
-            pass
-    raise GraphError(f"Operator '{target}' is not known to this version of torch", allowed="aten.*, operator.*, math.*")
+    found: Callable[..., Any] | None = None
+    if colon:
+        found = lookup("opaque", framework)(target)
+    elif namespace == "torch" and rest in _SYMBOLIC:
+        found = getattr(torch, rest, None)
+    elif namespace in ("aten", "prims", "torchvision", "quantized_decomposed"):
+        found = getattr(getattr(getattr(torch.ops, namespace), name, None), overload or "default", None)
+    if found is None:
+        raise GraphError(
+            f"Operator '{target}' is not known to this version of torch", allowed="aten.*, operator.*, math.*"
+        )
+    return found
 
 
 def target_name(target: Any) -> str:

@@ -1,8 +1,9 @@
 """Which framework a model belongs to, found without importing any of them.
 
 A framework is one folder here, with the same three doors: `capture.capture(model, args, kwargs)` reads a model into a
-Graph, `lower.lower(graph, plan)` builds the trainable simulation, `train.read_back(model, graph, plan)` brings back what
-training changed in it. The simulation has `run_flat(inputs)`, torch tensors in the order of the graph's inputs to outputs.
+Graph, `lower.lower(graph, plan)` builds the trainable simulation, `train.read_back(model, graph, plan)` brings back
+what training changed in it. The simulation has `run_flat(inputs)`, torch tensors in the order of the graph's inputs to
+outputs. An `opaque` module, where a folder has one, runs operators that only this framework knows (`engine.opaque`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from chipfit.graph.ir import Graph
     from chipfit.plan.record import Plan
 
-#: folder -> top packages that the classes of its models come from; Keras first: on its torch backend a model is a module as well
+#: folder -> top packages that the classes of its models come from; Keras first: on its torch backend a model is also a
+#: module of torch
 _OWNED: dict[str, tuple[str, ...]] = {"keras": ("keras",), "torch": ("torch",)}
 
 
@@ -67,7 +69,7 @@ def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
 
 
 def load_keras(path: str) -> Any:
-    """The model of a `.keras` file, on torch unless a backend is asked for: it is always there, and needs no conversion.
+    """The model of a `.keras` file, on torch unless a backend is asked for: it is installed, and needs no conversion.
 
     Raises:
         CaptureError: Keras or its backend is not installed, or the file cannot be loaded.
@@ -87,5 +89,6 @@ def _door(framework: str, name: str) -> Any:
             raise
         raise CaptureError(
             f"{framework.capitalize()} cannot be imported: {e}",
-            hint="pip install 'chipfit[keras]', and set KERAS_BACKEND to a backend that is installed: torch, jax or tensorflow",
+            hint="pip install 'chipfit[keras]', "
+            "and set KERAS_BACKEND to a backend that is installed: torch, jax or tensorflow",
         ) from e

@@ -25,3 +25,16 @@ def replace_node(graph: Graph, old: Node, *new: Node) -> None:
     """Put `new` where `old` stands."""
     at = next(k for k, n in enumerate(graph.nodes) if n.name == old.name)
     graph.nodes[at : at + 1] = new
+
+
+def drop_dead(graph: Graph) -> None:
+    """Take out the nodes that nothing reads, with their values."""
+    live, kept = set(graph.outputs), []
+    for n in reversed(graph.nodes):
+        if live.intersection(n.outputs):
+            kept.append(n)
+            live.update(i for i in n.inputs if i is not None)
+        else:
+            for o in n.outputs:
+                graph.values.pop(o, None)
+    graph.nodes = kept[::-1]

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """A value of a framework's configuration as JSON data: functions and classes by name, enumerations by name, lists as tuples."""
+    """A value of a framework's configuration as JSON data: what has a name by its name, lists as tuples."""
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -10,7 +10,8 @@ keras = pytest.importorskip("keras")
 
 from keras import layers, ops  # noqa: E402 -- after the import that may skip
 
-from chipfit.engine.run import run, unflatten_outputs  # noqa: E402
+from chipfit.engine.run import run  # noqa: E402
+from chipfit.engine.trees import unflatten_outputs  # noqa: E402
 from chipfit.errors import CaptureError  # noqa: E402
 from chipfit.frameworks.keras.backend import forward  # noqa: E402
 from chipfit.frameworks.keras.capture import capture  # noqa: E402

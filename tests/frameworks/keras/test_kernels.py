@@ -202,7 +202,7 @@ def alone(op, operands, attrs):
     leaves = [{"output": k} for k in range(len(outs))]
     from torch.utils import _pytree as pytree
 
-    from chipfit.engine.run import dump_tree
+    from chipfit.engine.trees import dump_tree
 
     spec = dump_tree(pytree.tree_structure([0] * len(outs)), [0] * len(outs))
     import json

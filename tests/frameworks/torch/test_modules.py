@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from chipfit.frameworks.torch.modules import BiasQuantizer, FakeQuantizer, fake_quantize_ste
-from chipfit.plan.record import TensorPlan
 from chipfit.quantizers.grids import Grid, fake_quantize
 from chipfit.quantizers.stored import Stored
 
@@ -15,18 +14,9 @@ UINT8 = Grid(bits=8, qmin=0, qmax=255, zero="any")
 
 
 def _quantizer(scale, zero, grid, axis=None):
-    plan = TensorPlan(
-        name="t",
-        role="activation",
-        stored=Stored(
-            format="",
-            grid=grid,
-            axis=axis,
-            scale=torch.tensor(scale),
-            zero_point=torch.tensor(zero, dtype=torch.int32),
-        ),
-    )
-    return FakeQuantizer(plan)
+    zero_point = torch.tensor(zero, dtype=torch.int32)
+    stored = Stored(format="", grid=grid, axis=axis, scale=torch.tensor(scale), zero_point=zero_point)
+    return FakeQuantizer("t", stored)
 
 
 def test_numbers_become_the_nearest_on_the_grid_halves_to_even():
@@ -106,5 +96,5 @@ def test_the_mode_is_not_part_of_the_state():
 def test_a_bias_is_rounded_to_the_product_of_the_scales():
     int32 = Grid(bits=32, qmin=-(2**31), qmax=2**31 - 1)
     stored = Stored(format="", grid=int32, scale=torch.tensor(1.0), zero_point=torch.tensor(0))
-    b = BiasQuantizer(TensorPlan(name="b", role="bias", stored=stored))
+    b = BiasQuantizer("b", stored)
     assert b(torch.tensor([1.1, -1.1]), torch.tensor([0.25, 0.5])).tolist() == [1.0, -1.0]

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from chipfit.engine.run import dump_tree, run
+from chipfit.engine.run import run
+from chipfit.engine.trees import dump_tree
 from chipfit.errors import CaptureError
 from chipfit.frameworks.keras.backend import forward
 from chipfit.frameworks.keras.recorded import functional

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from chipfit.engine.opaque import fill
-from chipfit.engine.run import unflatten_outputs
+from chipfit.engine.trees import unflatten_outputs
 from chipfit.errors import UnsupportedError
 from chipfit.frameworks.keras.backend import dtype_here, forward
 from chipfit.frameworks.keras.canonical import CanonicalOperation

@@ -12,6 +12,7 @@ import torch
 
 from chipfit.errors import GraphError
 from chipfit.frameworks.keras.backend import to_backend, to_torch
+from chipfit.registry import register
 
 PREFIX = "keras:"
 
@@ -36,6 +37,7 @@ def hold(operation: Any) -> Held:
     return held
 
 
+@register("opaque", "keras")
 def resolve(target: str) -> Callable[..., Any]:
     """What runs an opaque node: `f(variables, args, kwargs)` on torch tensors.
 

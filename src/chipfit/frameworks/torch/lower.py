@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from chipfit.engine import kernels as ops
-from chipfit.engine.run import flatten_call, load_tree
+from chipfit.engine.kernels import call
+from chipfit.engine.run import done_after
+from chipfit.engine.trees import Results, flatten_call
+from chipfit.errors import UnknownNameError
 from chipfit.frameworks.torch.modules import BiasQuantizer, FakeQuantizer
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
@@ -28,29 +29,35 @@ class QuantizedModule(nn.Module):
 
     It takes and returns what the original model does. Parameters and buffers have the original state-dict names;
     quantizers live under `quant.` (`quant_.` where the model has a `quant` of its own), one for all tensors that a tie
-    holds together. Batch norms that were folded keep their entries, frozen, which nothing reads; the weights before them
-    hold the folded numbers. Batch norms that were not folded keep their statistics in training. Dropout is active in
-    training mode.
+    holds together. Batch norms that were folded keep their entries, frozen, which nothing reads; the weights before
+    them hold the folded numbers. Batch norms that were not folded keep their statistics in training. Dropout is active
+    in training mode.
     """
 
     def __init__(self, graph: Graph, plan: Plan) -> None:
         super().__init__()
         self._own_all(graph)
+        taken = {name.partition(".")[0] for name in graph.weights}
         self._prefix = "quant"
-        while self._prefix in {name.partition(".")[0] for name in graph.weights}:
+        while self._prefix in taken:  # a name in state dicts, which `builder.unique` would number
             self._prefix += "_"
         self._modules[self._prefix] = nn.Module()
-        self._keys: dict[str, str] = {}  #: tensor -> its module under `quant`
-        self._biases: dict[str, tuple[str, str]] = {}  #: bias -> modules that its scale is the product of
-        self._rounded: set[str] = set()  #: tensors that pass through their quantizer
-        self._build_quantizers(graph, plan)
+        found = rounding(graph, plan)
+        made = {
+            owner: self._add(owner, (BiasQuantizer if owner in found.products else FakeQuantizer)(owner, plan[owner]))
+            for owner in dict.fromkeys(found.owner.values())
+        }
+        #: tensor -> its module under `quant`
+        self._keys = {name: made[owner] for name, owner in found.owner.items()}
+        #: bias -> modules that its scale is the product of
+        self._biases = {bias: (self._keys[x], self._keys[w]) for bias, (x, w) in found.products.items()}
+        self._rounded = found.rounded  #: tensors that pass through their quantizer
 
         self._inputs, self._outputs = tuple(graph.inputs), tuple(graph.outputs)
         self._float_reads = frozenset(plan.float_edges)
         self._unrounded = frozenset(name for name, _ in plan.float_edges) & self._rounded
-        self._nodes, self._free = tuple(graph.nodes), _last_reads(graph)
-        self._in_spec, self._out_leaves = json.loads(graph.in_spec), json.loads(graph.out_spec)["leaves"]
-        self._out_tree = _Tree(load_tree(json.loads(graph.out_spec)))
+        self._nodes, self._done = tuple(graph.nodes), done_after(graph)
+        self._in_spec, self._results = json.loads(graph.in_spec), Results(graph)
         self.eval()
 
     # ---- construction
@@ -75,17 +82,8 @@ class QuantizedModule(nn.Module):
             table: dict[str, Any] = module._parameters if isinstance(own, nn.Parameter) else module._buffers
             table[leaf] = own
 
-    def _build_quantizers(self, graph: Graph, plan: Plan) -> None:
-        found = rounding(graph, plan)
-        made: dict[str, str] = {}
-        for owner in dict.fromkeys(found.owner.values()):
-            t = plan.tensors[owner]
-            made[owner] = self._add(owner, BiasQuantizer(t) if owner in found.products else FakeQuantizer(t))
-        self._keys = {name: made[owner] for name, owner in found.owner.items()}
-        self._biases = {bias: (self._keys[x], self._keys[w]) for bias, (x, w) in found.products.items()}
-        self._rounded = found.rounded
-
     def _add(self, name: str, quantizer: nn.Module) -> str:
+        """Register a quantizer; returns its key."""
         key = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
         while hasattr(self._quant, key):  # taken, or an attribute of nn.Module
             key += "_"
@@ -105,8 +103,6 @@ class QuantizedModule(nn.Module):
             UnknownNameError: the tensor is not quantized.
         """
         if name not in self._keys:
-            from chipfit.errors import UnknownNameError
-
             raise UnknownNameError("quantized tensor", name, self._keys)
         return getattr(self._quant, self._keys[name])
 
@@ -117,17 +113,13 @@ class QuantizedModule(nn.Module):
             UnknownNameError: another word.
         """
         if mode not in FakeQuantizer.MODES:
-            from chipfit.errors import UnknownNameError
-
             raise UnknownNameError("quantizer mode", mode, FakeQuantizer.MODES)
         for m in self._quant.children():
             m.mode = mode  # type: ignore[assignment]  # both kinds of quantizer have it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Same arguments and result as the original model."""
-        outputs = self.run_flat(flatten_call(self._in_spec, args, kwargs))
-        leaves = [outputs[x["output"]] if "output" in x else x["constant"] for x in self._out_leaves]
-        return pytree.tree_unflatten(leaves, self._out_tree.spec)
+        return self._results(self.run_flat(flatten_call(self._in_spec, args, kwargs)))
 
     def run_flat(self, inputs: Sequence[torch.Tensor], keep: Sequence[str] = ()) -> list[Any]:
         """Run on flat inputs; returns the outputs, then the values named in `keep` (quantized where they are)."""
@@ -146,12 +138,12 @@ class QuantizedModule(nn.Module):
 
         for name, given in zip(self._inputs, inputs, strict=True):
             put(name, given)
-        for node in self._nodes:
+        for node, done in zip(self._nodes, self._done, strict=True):
             xs: list[Any] = []
             for i in node.inputs:
                 x = None if i is None else get(i)
                 xs.append(floats[i] if i in floats and (i, node.name) in self._float_reads else x)
-            f, args, attrs = ops.call(node, xs)
+            f, args, attrs = call(node, xs)
             if node.op == "Dropout":
                 attrs = {**attrs, "training": self.training}
             elif "device" in attrs and inputs:  # a tensor made on the device of capture follows the model to another
@@ -160,10 +152,10 @@ class QuantizedModule(nn.Module):
             del xs, args
             for name, x in zip(node.outputs, out if isinstance(out, (tuple, list)) else (out,), strict=False):
                 put(name, x)
-            for name in self._free[node.name]:
+            for name in done:
                 if name not in keep:
                     floats.pop(name, None)
-                    del env[name]
+                    env.pop(name, None)
         return [get(n) for n in (*self._outputs, *keep)]
 
     def scale(self, name: str) -> torch.Tensor:
@@ -184,23 +176,3 @@ class QuantizedModule(nn.Module):
         for p in path:
             module = module._modules[p]
         return module._parameters[leaf] if leaf in module._parameters else module._buffers[leaf]
-
-
-class _Tree:
-    """A pytree spec that deep copies share: it is immutable, and copying one makes torch warn."""
-
-    def __init__(self, spec: Any) -> None:
-        self.spec = spec
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Tree:
-        return self
-
-
-def _last_reads(graph: Graph) -> dict[str, list[str]]:
-    """Node name -> values and weights that nobody reads after it."""
-    free: dict[str, list[str]] = {n.name: [] for n in graph.nodes}
-    last = {i: n.name for n in graph.nodes for i in n.inputs if i is not None}
-    for value, node in last.items():
-        if value not in graph.outputs:
-            free[node].append(value)
-    return free

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from chipfit.plan.record import TensorPlan
 from chipfit.quantizers.grids import Grid, fake_quantize
+from chipfit.quantizers.stored import Stored
 
 
 class _FakeQuantize(torch.autograd.Function):
@@ -54,7 +54,7 @@ def fake_quantize_ste(
     s = scale.to(torch.promote_types(scale.dtype, x.dtype))
     z = zero_point.to(s.dtype)
     if grid.table is not None:
-        return _nearest_entry(x.to(s.dtype), s, grid).to(x.dtype)
+        return _nearest_entry(x.to(s.dtype), s, grid, grid.table).to(x.dtype)
     if not (torch.compiler.is_compiling() or torch.compiler.is_exporting()):
         return _FakeQuantize.apply(x.to(s.dtype), s, z, grid.qmin, grid.qmax).to(x.dtype)
     # plain operators, which the compiler fuses; the first clamp keeps an infinity from becoming inf - inf
@@ -63,10 +63,9 @@ def fake_quantize_ste(
     return ((torch.clamp(rounded + z, grid.qmin, grid.qmax) - z) * s).to(x.dtype)
 
 
-def _nearest_entry(x: torch.Tensor, s: torch.Tensor, grid: Grid) -> torch.Tensor:
+def _nearest_entry(x: torch.Tensor, s: torch.Tensor, grid: Grid, table: Sequence[float]) -> torch.Tensor:
     """The nearest entry of the table times s; straight through for x inside the table, d/ds = entry - x/s."""
-    assert grid.table is not None  # asked for table grids only
-    v = (x / s).clamp(grid.table[0], grid.table[-1])
+    v = (x / s).clamp(table[0], table[-1])
     entry = fake_quantize(v.detach(), torch.ones_like(s), torch.zeros_like(s), grid)
     return (v + (entry - v).detach()) * s
 
@@ -80,24 +79,21 @@ class FakeQuantizer(nn.Module):
 
     MODES = ("quantize", "bypass", "observe")
 
-    def __init__(self, plan: TensorPlan) -> None:
+    zero_point: torch.Tensor
+
+    def __init__(self, tensor: str, stored: Stored) -> None:
         super().__init__()
-        assert (
-            plan.grid is not None and plan.scale is not None and plan.zero_point is not None
-        )  # lower() asks for quantized tensors only
-        self.scale = nn.Parameter(plan.scale.clone(), requires_grad=False)
-        self.register_buffer("zero_point", plan.zero_point.clone())
-        self.grid: Grid = plan.grid
-        self.axis = plan.axis
-        self.tensor = plan.name
+        self.scale = nn.Parameter(stored.scale.clone(), requires_grad=False)
+        self.register_buffer("zero_point", stored.zero_point.clone())
+        self.tensor, self.grid, self.axis = tensor, stored.grid, stored.axis
         self.mode = "quantize"
         self.seen: tuple[float, float] | None = None
-        self.function: Callable[[torch.Tensor], torch.Tensor] | None = (
-            None  #: rounds in our place, see FrameworkInfo.apply
-        )
+        #: rounds in our place, see FrameworkInfo.apply
+        self.function: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def extra_repr(self) -> str:
-        return f"{self.tensor}, {self.grid.bits} bit, codes {self.grid.qmin}..{self.grid.qmax}, axis={self.axis}, mode={self.mode}"
+        codes = f"codes {self.grid.qmin}..{self.grid.qmax}"
+        return f"{self.tensor}, {self.grid.bits} bit, {codes}, axis={self.axis}, mode={self.mode}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FakeQuantizer:
         """`.half()` and `.bfloat16()` leave scales in float32: rounding them would move every code."""
@@ -109,10 +105,10 @@ class FakeQuantizer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: reals [*dims]. Returns reals on the grid, same shape and dtype."""
-        if self.mode == "quantize" and self.function is not None:
-            return self.function(x)
         if self.mode == "quantize":
-            return fake_quantize_ste(x, self.scale, self.zero_point, self.grid, self.axis)  # type: ignore[arg-type]  # a buffer is a tensor
+            if self.function is not None:
+                return self.function(x)
+            return fake_quantize_ste(x, self.scale, self.zero_point, self.grid, self.axis)
         if self.mode == "observe" and x.numel():
             low, high = (float(v) for v in x.detach().aminmax())
             self.seen = (low, high) if self.seen is None else (min(low, self.seen[0]), max(high, self.seen[1]))
@@ -122,11 +118,9 @@ class FakeQuantizer(nn.Module):
 class BiasQuantizer(nn.Module):
     """Rounds a bias to int32 at s_in * s_w, taken from the live quantizers, so that it follows scales in training."""
 
-    def __init__(self, plan: TensorPlan) -> None:
+    def __init__(self, tensor: str, stored: Stored) -> None:
         super().__init__()
-        assert plan.grid is not None  # lower() asks for quantized tensors only
-        self.grid: Grid = plan.grid
-        self.tensor = plan.name
+        self.tensor, self.grid = tensor, stored.grid
         self.mode = "quantize"
 
     def extra_repr(self) -> str:

@@ -1,126 +1,27 @@
-"""How each ATen operator becomes canonical: one short reader per operator.
+"""How each ATen operator becomes canonical: a row where the row says it all, else one short function.
 
-A reader takes a `Reader` and returns the value (or tuple of values) that the operator's result is known by.
-It raises `Unreadable` for a form that has no canonical equivalent; the operator then stays opaque.
+A row names the arguments that are operands and those that are attributes. A function takes a `Call` and returns the
+value (or tuple of values) that the call's result is known by. Either raises `Unreadable` for a form that has no
+canonical equivalent; the operator then stays opaque.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from chipfit.frameworks.torch.capture import _Capture
+from chipfit.frameworks.torch.call import Call, Unreadable
 
+Read = Callable[[Call], Any]
 
-class Unreadable(Exception):
-    """This form of the operator has no canonical equivalent."""
-
-
-class Reader:
-    """One operator call while it is read."""
-
-    def __init__(self, capture: _Capture, node: torch.fx.Node, args: dict[str, Any]) -> None:
-        self.c, self.n, self.a = capture, node, args
-
-    def raw(self, key: str) -> Any:
-        """An argument that must be a static Python value (None allowed)."""
-        v = self.a.get(key)
-
-        def static(x: Any) -> Any:
-            if isinstance(x, torch.fx.Node):
-                known = self.c.env.get(x)
-                if isinstance(known, (int, float)):
-                    return known
-                raise Unreadable
-            if isinstance(x, (list, tuple)):
-                return tuple(static(i) for i in x)
-            if isinstance(x, (torch.SymInt, torch.SymFloat)):
-                raise Unreadable
-            return x
-
-        return static(v)
-
-    def value(self, key: str, optional: bool = False) -> str | None:
-        """An argument that is a tensor: its value name."""
-        v = self.c.arg(self.a.get(key))
-        if v is None and optional:
-            return None
-        if not isinstance(v, str):
-            raise Unreadable
-        return v
-
-    def operand(self, key: str) -> str:
-        """A tensor, or a Python number as a constant."""
-        v = self.c.arg(self.a.get(key))
-        if isinstance(v, bool) or v is None:
-            raise Unreadable
-        if isinstance(v, (int, float)):
-            like = self.n.meta["val"]
-            if not isinstance(like, torch.Tensor):
-                raise Unreadable
-            if like.dtype is torch.bool:
-                like = self.tensor("self" if key == "other" else "other")
-            return self.c.scalar(self.n.name, v, like)
-        if not isinstance(v, str) or (v in self.c.graph.values and self.c.graph.values[v].dtype == "int"):
-            raise Unreadable
-        return self._promoted(key, v)
-
-    def _promoted(self, key: str, v: str) -> str:
-        """An operand in the type that torch computes in: mixed types get an explicit Cast."""
-        mine, result = self.tensor(key).dtype, self.n.meta["val"].dtype
-        if result is torch.bool:
-            others = [self.tensor(k).dtype for k in ("self", "other") if isinstance(self.a.get(k), torch.fx.Node)]
-            scalar = next((self.a[k] for k in ("self", "other") if isinstance(self.a.get(k), float)), None)
-            result = others[0] if len(others) == 1 else torch.promote_types(*others)
-            if scalar is not None and not result.is_floating_point:
-                result = torch.float32
-        if mine is result:
-            return v
-        return self.step("Cast", [v], self.tensor(key).to(result), dtype=str(result).removeprefix("torch."))
-
-    def tensor(self, key: str) -> torch.Tensor:
-        """The fake tensor of an argument, for its shape and dtype."""
-        v = self.a[key]
-        if not isinstance(v, torch.fx.Node) or not isinstance(v.meta.get("val"), torch.Tensor):
-            raise Unreadable
-        return v.meta["val"]
-
-    @property
-    def rank(self) -> int:
-        return self.tensor("self" if "self" in self.a else "input").dim()
-
-    def emit(self, op: str, inputs: Sequence[str | None], **attrs: Any) -> str:
-        return self.c.emit(self.n, op, inputs, attrs)
-
-    def step(self, op: str, inputs: Sequence[str | None], like: Any, **attrs: Any) -> str:
-        """An extra node before the final one."""
-        return self.c.emit(self.n, op, inputs, attrs, like, name=f"{self.n.name}_{op.lower()}")
-
-
-Read = Callable[[Reader], Any]
+#: ATen operator, without overload -> what reads it
 READERS: dict[str, Read] = {}
 
 
-def _reads(*names: str) -> Callable[[Read], Read]:
-    def enter(f: Read) -> Read:
-        READERS.update(dict.fromkeys(names, f))
-        return f
-
-    return enter
-
-
-def _unary(op: str) -> Read:
-    return lambda r: r.emit(op, [r.value("self")])
-
-
-def _binary(op: str) -> Read:
-    return lambda r: r.emit(op, [r.operand("self"), r.operand("other")])
-
-
-def _many(v: Any, n: int) -> tuple[int, ...]:
+def _many(v: Any, n: int) -> tuple[Any, ...]:
+    """One number for each of n axes."""
     v = tuple(v) if isinstance(v, (list, tuple)) else (v,)
     return v * n if len(v) == 1 else v
 
@@ -129,350 +30,225 @@ def _pairs(v: Any, n: int) -> tuple[tuple[int, int], ...]:
     return tuple((p, p) for p in _many(v, n))
 
 
-# ---------------------------------------------------------------- weighted operators
+def _spatial(c: Call) -> int:
+    """How many spatial axes the operand has."""
+    if c.rank < 3:
+        raise Unreadable  # without a batch
+    return c.rank - 2
 
 
-@_reads("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-def _conv(r: Reader) -> str:
-    x, w = r.tensor("input"), r.tensor("weight")
+#: how an argument becomes an attribute
+_CONVERSIONS: dict[str, Callable[[Call, Any], Any]] = {
+    "": lambda c, v: v,
+    "float": lambda c, v: float(v),
+    "bool": lambda c, v: bool(v),
+    "axis": lambda c, v: v % c.rank,
+    "axes": lambda c, v: tuple(a % c.rank for a in v),
+    "new_axis": lambda c, v: (v % (c.rank + 1),),
+    "spatial": lambda c, v: _many(v, _spatial(c)),
+    "stride": lambda c, v: _many(v or c.raw("kernel_size"), _spatial(c)),
+    "padding": lambda c, v: _pairs(v, _spatial(c)),
+}
+
+
+def _row(names: str, op: str, operands: str = "self", attrs: str = "", only: Mapping[str, Any] | None = None) -> None:
+    """Say how some ATen operators become a canonical one.
+
+    Args:
+        names: ATen operators, with spaces between.
+        op: the canonical operator.
+        operands: their arguments by slot; "?" marks one that may be None, "#" one that may be a number.
+        attrs: "attribute=argument:conversion" for each attribute; the argument is left out where it has the same name,
+            the conversion (of `_CONVERSIONS`) where it needs none.
+        only: arguments with the values that have a canonical equivalent; without a value it may be left out as well.
+    """
+    taken = [(word.rstrip("?#"), word[-1]) for word in operands.split()]
+    kept = []
+    for word in attrs.split():
+        name, _, conversion = word.partition(":")
+        attr, _, argument = name.partition("=")
+        kept.append((attr, argument or attr, _CONVERSIONS[conversion]))
+
+    def read(c: Call) -> Any:
+        if any(c.raw(k) not in (None, v) for k, v in (only or {}).items()):
+            raise Unreadable
+        by_mark = {"?": c.optional, "#": c.number_or_value}
+        inputs = [by_mark.get(mark, c.value)(k) for k, mark in taken]
+        return c.emit(op, inputs, **{attr: convert(c, c.raw(k)) for attr, k, convert in kept})
+
+    READERS.update(dict.fromkeys(names.split(), read))
+
+
+def _reads(names: str) -> Callable[[Read], Read]:
+    """Decorator: the function reads these ATen operators, named with spaces between."""
+
+    def enter(f: Read) -> Read:
+        READERS.update(dict.fromkeys(names.split(), f))
+        return f
+
+    return enter
+
+
+# ---------------------------------------------------------------- rows
+
+#: operators of one operand, and of two; the ATen name follows "=" where it is not the operator's own in lower case
+_PLAIN = {
+    "self": """
+        Relu Relu6 Sigmoid Tanh HardSwish HardSigmoid Swish=silu Mish Selu Exp Log Abs Neg Sqrt Rsqrt Sin Cos Erf Floor
+        Ceil Sign Reciprocal LogicalNot=logical_not
+    """,
+    "self# other#": """
+        Mul Max=maximum Min=minimum Equal=eq NotEqual=ne Less=lt LessEqual=le Greater=gt GreaterEqual=ge
+        LogicalAnd=logical_and LogicalOr=logical_or
+    """,
+}
+for _operands, _words in _PLAIN.items():
+    for _op, _, _name in (word.partition("=") for word in _words.split()):
+        _row(_name or _op.lower(), _op, _operands)
+
+_row("linear", "Linear", "input weight bias?")
+_row("embedding", "Embedding", "weight indices")
+_row(
+    "batch_norm _native_batch_norm_legit_no_training",
+    "BatchNorm",
+    "input weight? bias? running_mean running_var",
+    "eps",
+    only={"training": False},
+)
+_row("layer_norm", "LayerNorm", "input weight? bias?", "normalized_shape eps")
+_row("group_norm", "GroupNorm", "input weight? bias?", "groups=num_groups eps")
+_row("instance_norm", "InstanceNorm", "input weight? bias?", "eps", only={"use_input_stats": True})
+_row("rms_norm", "RMSNorm", "input weight?", "normalized_shape eps")
+_row("scaled_dot_product_attention", "SDPA", "query key value attn_mask?", "is_causal scale enable_gqa")
+
+_row("rsub", "Sub", "other# self#", only={"alpha": 1})
+_row("div", "Div", "self# other#", only={"rounding_mode": None})
+_row("pow", "Pow", "self# exponent#")
+_row("where", "Where", "condition self# other#")
+_row("prelu", "PRelu", "self weight")
+_row("elu", "Elu", "self", "alpha:float", only={"scale": 1, "input_scale": 1})
+_row("leaky_relu", "LeakyRelu", "self", "negative_slope:float")
+_row("softplus", "Softplus", "self", "beta:float threshold:float")
+_row("gelu", "Gelu", "self", "approximate")
+_row("softmax _softmax", "Softmax", "self", "axis=dim")
+_row("log_softmax _log_softmax", "LogSoftmax", "self", "axis=dim")
+_row("argmax", "ArgMax", "self", "axis=dim keepdims=keepdim:bool")
+
+_row(
+    "max_pool1d max_pool2d max_pool3d",
+    "MaxPool",
+    "self",
+    "kernel=kernel_size:spatial stride:stride padding:padding dilation:spatial ceil_mode:bool",
+)
+_row(
+    "avg_pool1d avg_pool2d avg_pool3d",
+    "AvgPool",
+    "self",
+    "kernel=kernel_size:spatial stride:stride padding:padding ceil_mode:bool count_include_pad:bool",
+    only={"divisor_override": None},
+)
+_row("adaptive_max_pool1d adaptive_max_pool2d", "AdaptiveMaxPool", "self", "output_size:spatial")
+
+_row("permute", "Transpose", "self", "perm=dims:axes")
+_row("unsqueeze", "Unsqueeze", "self", "axes=dim:new_axis")
+_row("select", "Select", "self", "axis=dim:axis index")
+_row("index_select", "Gather", "self index", "axis=dim:axis")
+_row("repeat", "Tile", "self", "repeats")
+_row("pixel_shuffle", "DepthToSpace", "self", "block=upscale_factor")
+_row("pixel_unshuffle", "SpaceToDepth", "self", "block=downscale_factor")
+_row("channel_shuffle", "ChannelShuffle", "self", "groups")
+
+
+# ---------------------------------------------------------------- products and sums
+
+
+@_reads("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d")
+def _conv(c: Call) -> Any:
+    x, w = c.tensor("input"), c.tensor("weight")
     n = w.dim() - 2
     if x.dim() != w.dim():
-        raise Unreadable  # unbatched
-    stride, dilation = _many(r.raw("stride"), n), _many(r.raw("dilation"), n)
-    name = r.n.target._schema.name
-    transposed = "transpose" in name or (name.endswith("convolution") and r.raw("transposed"))
-    groups, pad = r.raw("groups"), r.raw("padding")
-    if isinstance(pad, str):
-        total = [d * (k - 1) if pad == "same" else 0 for d, k in zip(dilation, w.shape[2:], strict=True)]
-        padding = tuple((t // 2, t - t // 2) for t in total)
+        raise Unreadable  # without a batch
+    stride, dilation = _many(c.raw("stride"), n), _many(c.raw("dilation"), n)
+    groups, padding = c.raw("groups"), c.raw("padding")
+    if isinstance(padding, str):
+        total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, w.shape[2:], strict=True)]
+        pairs = tuple((t // 2, t - t // 2) for t in total)
     else:
-        padding = _pairs(pad, n)
-    inputs = [r.value("input"), r.value("weight"), r.value("bias", optional=True)]
-    attrs: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    if transposed:
-        return r.emit(f"TransposeConv{n}D", inputs, **attrs, output_padding=_many(r.raw("output_padding"), n))
+        pairs = _pairs(padding, n)
+    inputs = [c.value("input"), c.value("weight"), c.optional("bias")]
+    attrs = {"stride": stride, "padding": pairs, "dilation": dilation, "groups": groups}
+    if "transpose" in c.name or c.raw("transposed"):
+        return c.emit(f"TransposeConv{n}D", inputs, **attrs, output_padding=_many(c.raw("output_padding"), n))
     depthwise = n == 2 and groups > 1 and groups == x.shape[1]
-    return r.emit("DepthwiseConv2D" if depthwise else f"Conv{n}D", inputs, **attrs)
+    return c.emit("DepthwiseConv2D" if depthwise else f"Conv{n}D", inputs, **attrs)
 
 
-@_reads("linear")
-def _linear(r: Reader) -> str:
-    return r.emit("Linear", [r.value("input"), r.value("weight"), r.value("bias", optional=True)])
-
-
-@_reads("matmul", "bmm", "mm")
-def _matmul(r: Reader) -> str:
-    other = "other" if "other" in r.a else "mat2"
-    if min(r.tensor("self").dim(), r.tensor(other).dim()) < 2:
+@_reads("matmul bmm mm")
+def _matmul(c: Call) -> Any:
+    other = "other" if "other" in c.args else "mat2"
+    if min(c.tensor("self").dim(), c.tensor(other).dim()) < 2:
         raise Unreadable
-    return r.emit("MatMul", [r.value("self"), r.value(other)])
+    return c.emit("MatMul", [c.value("self"), c.value(other)])
 
 
-@_reads("batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm")
-def _batch_norm(r: Reader) -> Any:
-    if r.a.get("training") not in (None, False) or r.a.get("running_mean") is None:
-        raise Unreadable
-    ins = [
-        r.value("input"),
-        r.value("weight", True),
-        r.value("bias", True),
-        r.value("running_mean"),
-        r.value("running_var"),
-    ]
-    like = r.n.meta["val"]
-    if isinstance(like, (tuple, list)):
-        return (r.c.emit(r.n, "BatchNorm", ins, {"eps": r.raw("eps")}, like[0]), None, None)
-    return r.emit("BatchNorm", ins, eps=r.raw("eps"))
+@_reads("add sub")
+def _add(c: Call) -> Any:
+    alpha, a, b = c.raw("alpha"), c.number_or_value("self"), c.number_or_value("other")
+    if alpha not in (None, 1):
+        like = c.tensor("other") if isinstance(c.args["other"], torch.fx.Node) else c.result
+        b = c.step("Mul", [b, c.draft.scalar(f"{c.node.name}.alpha", alpha, like)], like)
+    return c.emit(c.name.capitalize(), [a, b])
 
 
-@_reads("layer_norm")
-def _layer_norm(r: Reader) -> str:
-    return r.emit(
-        "LayerNorm",
-        [r.value("input"), r.value("weight", True), r.value("bias", True)],
-        normalized_shape=r.raw("normalized_shape"),
-        eps=r.raw("eps"),
-    )
-
-
-@_reads("rms_norm")
-def _rms_norm(r: Reader) -> str:
-    return r.emit(
-        "RMSNorm",
-        [r.value("input"), r.value("weight", True)],
-        normalized_shape=r.raw("normalized_shape"),
-        eps=r.raw("eps"),
-    )
-
-
-@_reads("group_norm")
-def _group_norm(r: Reader) -> str:
-    return r.emit(
-        "GroupNorm",
-        [r.value("input"), r.value("weight", True), r.value("bias", True)],
-        groups=r.raw("num_groups"),
-        eps=r.raw("eps"),
-    )
-
-
-@_reads("instance_norm")
-def _instance_norm(r: Reader) -> str:
-    if not r.raw("use_input_stats"):
-        raise Unreadable
-    return r.emit("InstanceNorm", [r.value("input"), r.value("weight", True), r.value("bias", True)], eps=r.raw("eps"))
-
-
-@_reads("embedding")
-def _embedding(r: Reader) -> str:
-    return r.emit("Embedding", [r.value("weight"), r.value("indices")])
-
-
-@_reads("scaled_dot_product_attention")
-def _sdpa(r: Reader) -> str:
-    ins = [r.value("query"), r.value("key"), r.value("value"), r.value("attn_mask", True)]
-    return r.emit("SDPA", ins, is_causal=r.raw("is_causal"), scale=r.raw("scale"), enable_gqa=r.raw("enable_gqa"))
-
-
-# ---------------------------------------------------------------- element-wise
-
-for _aten, _op in {
-    "relu": "Relu",
-    "relu6": "Relu6",
-    "sigmoid": "Sigmoid",
-    "tanh": "Tanh",
-    "hardswish": "HardSwish",
-    "hardsigmoid": "HardSigmoid",
-    "silu": "Swish",
-    "mish": "Mish",
-    "selu": "Selu",
-    "exp": "Exp",
-    "log": "Log",
-    "abs": "Abs",
-    "neg": "Neg",
-    "sqrt": "Sqrt",
-    "rsqrt": "Rsqrt",
-    "sin": "Sin",
-    "cos": "Cos",
-    "erf": "Erf",
-    "floor": "Floor",
-    "ceil": "Ceil",
-    "sign": "Sign",
-    "reciprocal": "Reciprocal",
-    "logical_not": "LogicalNot",
-}.items():
-    READERS[_aten] = _unary(_op)
-
-
-@_reads("hardtanh", "clamp", "clamp_min", "clamp_max", "clip")
-def _clamp(r: Reader) -> str:
-    lo = r.raw("min_val" if "min_val" in r.a else "min")
-    hi = r.raw("max_val" if "max_val" in r.a else "max")
+@_reads("hardtanh clamp clamp_min clamp_max clip")
+def _clamp(c: Call) -> Any:
+    lo, hi = (c.raw(f"{end}_val" if f"{end}_val" in c.args else end) for end in ("min", "max"))
     if not all(v is None or isinstance(v, (int, float)) for v in (lo, hi)):
         raise Unreadable
-    if lo == 0 and hi == 6:
-        return r.emit("Relu6", [r.value("self")])
-    if lo == 0 and hi is None:
-        return r.emit("Relu", [r.value("self")])
-    return r.emit(
-        "Clamp", [r.value("self")], min=None if lo is None else float(lo), max=None if hi is None else float(hi)
-    )
-
-
-@_reads("leaky_relu")
-def _leaky(r: Reader) -> str:
-    return r.emit("LeakyRelu", [r.value("self")], negative_slope=float(r.raw("negative_slope")))
-
-
-@_reads("prelu")
-def _prelu(r: Reader) -> str:
-    return r.emit("PRelu", [r.value("self"), r.value("weight")])
-
-
-@_reads("elu")
-def _elu(r: Reader) -> str:
-    if r.raw("scale") != 1 or r.raw("input_scale") != 1:
-        raise Unreadable
-    return r.emit("Elu", [r.value("self")], alpha=float(r.raw("alpha")))
-
-
-@_reads("softplus")
-def _softplus(r: Reader) -> str:
-    return r.emit("Softplus", [r.value("self")], beta=float(r.raw("beta")), threshold=float(r.raw("threshold")))
-
-
-@_reads("gelu")
-def _gelu(r: Reader) -> str:
-    return r.emit("Gelu", [r.value("self")], approximate=r.raw("approximate"))
-
-
-@_reads("softmax", "_softmax")
-def _softmax(r: Reader) -> str:
-    return r.emit("Softmax", [r.value("self")], axis=r.raw("dim"))
-
-
-@_reads("log_softmax", "_log_softmax")
-def _log_softmax(r: Reader) -> str:
-    return r.emit("LogSoftmax", [r.value("self")], axis=r.raw("dim"))
-
-
-@_reads("add", "sub")
-def _add(r: Reader) -> str:
-    op = "Add" if "add" in r.n.target._schema.name else "Sub"
-    alpha, a, b = r.raw("alpha"), r.operand("self"), r.operand("other")
-    if alpha not in (None, 1):
-        like = r.tensor("other") if isinstance(r.a["other"], torch.fx.Node) else r.n.meta["val"]
-        b = r.step("Mul", [b, r.c.scalar(f"{r.n.name}.alpha", alpha, like)], like)
-    return r.emit(op, [a, b])
-
-
-@_reads("rsub")
-def _rsub(r: Reader) -> str:
-    if r.raw("alpha") not in (None, 1):
-        raise Unreadable
-    return r.emit("Sub", [r.operand("other"), r.operand("self")])
-
-
-@_reads("div")
-def _div(r: Reader) -> str:
-    if r.a.get("rounding_mode") is not None:
-        raise Unreadable
-    return r.emit("Div", [r.operand("self"), r.operand("other")])
-
-
-for _aten, _op in {
-    "mul": "Mul",
-    "maximum": "Max",
-    "minimum": "Min",
-    "eq": "Equal",
-    "ne": "NotEqual",
-    "lt": "Less",
-    "le": "LessEqual",
-    "gt": "Greater",
-    "ge": "GreaterEqual",
-    "logical_and": "LogicalAnd",
-    "logical_or": "LogicalOr",
-}.items():
-    READERS[_aten] = _binary(_op)
-
-
-@_reads("pow")
-def _pow(r: Reader) -> str:
-    return r.emit("Pow", [r.operand("self"), r.operand("exponent")])
-
-
-@_reads("where")
-def _where(r: Reader) -> str:
-    return r.emit("Where", [r.value("condition"), r.operand("self"), r.operand("other")])
+    if lo == 0 and hi in (6, None):
+        return c.emit("Relu" if hi is None else "Relu6", [c.value("self")])
+    bounds = {end: None if v is None else float(v) for end, v in (("min", lo), ("max", hi))}
+    return c.emit("Clamp", [c.value("self")], **bounds)
 
 
 # ---------------------------------------------------------------- pooling and reduction
 
 
-@_reads("max_pool1d", "max_pool2d", "max_pool3d")
-def _max_pool(r: Reader) -> str:
-    n = r.rank - 2
-    kernel = _many(r.raw("kernel_size"), n)
-    return r.emit(
-        "MaxPool",
-        [r.value("self")],
-        kernel=kernel,
-        stride=_many(r.raw("stride") or kernel, n),
-        padding=_pairs(r.raw("padding"), n),
-        dilation=_many(r.raw("dilation"), n),
-        ceil_mode=bool(r.raw("ceil_mode")),
-    )
-
-
-@_reads("avg_pool1d", "avg_pool2d", "avg_pool3d")
-def _avg_pool(r: Reader) -> str:
-    n = r.rank - 2
-    if r.a.get("divisor_override") is not None:
-        raise Unreadable
-    kernel = _many(r.raw("kernel_size"), n)
-    return r.emit(
-        "AvgPool",
-        [r.value("self")],
-        kernel=kernel,
-        stride=_many(r.raw("stride") or kernel, n),
-        padding=_pairs(r.raw("padding"), n),
-        ceil_mode=bool(r.raw("ceil_mode")),
-        count_include_pad=bool(r.raw("count_include_pad")),
-    )
-
-
-@_reads("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
-def _adaptive_avg(r: Reader) -> str:
-    n = r.rank - 2
-    out, spatial = _many(r.raw("output_size"), n), r.tensor("self").shape[2:]
+@_reads("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d")
+def _adaptive_avg_pool(c: Call) -> Any:
+    n = c.rank - 2
+    out, spatial = _many(c.raw("output_size"), n), c.tensor("self").shape[2:]
     if out == (1,) * n:
-        return r.emit("GlobalAvgPool", [r.value("self")])
-    if all(isinstance(s, int) and s % o == 0 for s, o in zip(spatial, out, strict=True)):
-        kernel = tuple(s // o for s, o in zip(spatial, out, strict=True))
-        return r.emit(
-            "AvgPool",
-            [r.value("self")],
-            kernel=kernel,
-            stride=kernel,
-            padding=((0, 0),) * n,
-            ceil_mode=False,
-            count_include_pad=True,
-        )
-    return r.emit("AdaptiveAvgPool", [r.value("self")], output_size=out)
+        return c.emit("GlobalAvgPool", [c.value("self")])
+    if any(not isinstance(s, int) or s % o for s, o in zip(spatial, out, strict=True)):
+        return c.emit("AdaptiveAvgPool", [c.value("self")], output_size=out)
+    kernel = tuple(s // o for s, o in zip(spatial, out, strict=True))
+    plain = {"padding": ((0, 0),) * n, "ceil_mode": False, "count_include_pad": True}
+    return c.emit("AvgPool", [c.value("self")], kernel=kernel, stride=kernel, **plain)
 
 
-@_reads("adaptive_max_pool1d", "adaptive_max_pool2d")
-def _adaptive_max(r: Reader) -> Any:
-    like = r.n.meta["val"][0]
-    return (
-        r.c.emit(
-            r.n, "AdaptiveMaxPool", [r.value("self")], {"output_size": _many(r.raw("output_size"), r.rank - 2)}, like
-        ),
-        None,
-    )
+_REDUCTIONS = {"mean": "Mean", "sum": "Sum", "amax": "ReduceMax", "amin": "ReduceMin"}
 
 
-@_reads("mean")
-def _mean(r: Reader) -> str:
-    x = r.tensor("self")
-    axes = r.raw("dim")
-    axes = tuple(range(x.dim())) if axes is None else tuple(a % x.dim() for a in _many(axes, 1))
-    keep = bool(r.raw("keepdim"))
-    if r.a.get("dtype") not in (None, x.dtype):
+@_reads(" ".join(_REDUCTIONS))
+def _reduce(c: Call) -> Any:
+    x, axes, keep = c.tensor("self"), c.raw("dim"), bool(c.raw("keepdim"))
+    axes = tuple(range(x.dim())) if axes in (None, ()) else tuple(a % x.dim() for a in _many(axes, 1))
+    if c.args.get("dtype") not in (None, x.dtype) or (x.dtype is torch.bool and c.name == "sum"):
         raise Unreadable
-    if x.dim() == 4 and sorted(axes) == [2, 3]:
-        if keep:
-            return r.emit("GlobalAvgPool", [r.value("self")])
-        like = x.new_empty((*x.shape[:2], 1, 1))
-        pooled = r.step("GlobalAvgPool", [r.value("self")], like)
-        return r.emit("Reshape", [pooled], shape=_static_shape(r.n.meta["val"]))
-    return r.emit("Mean", [r.value("self")], axes=axes, keepdims=keep)
-
-
-def _reduction(op: str) -> Read:
-    def read(r: Reader) -> str:
-        x = r.tensor("self")
-        axes = r.raw("dim")
-        axes = tuple(range(x.dim())) if axes is None or axes == () else tuple(a % x.dim() for a in _many(axes, 1))
-        if r.a.get("dtype") not in (None, x.dtype) or (x.dtype is torch.bool and op == "Sum"):
-            raise Unreadable
-        return r.emit(op, [r.value("self")], axes=axes, keepdims=bool(r.raw("keepdim")))
-
-    return read
-
-
-READERS.update({"sum": _reduction("Sum"), "amax": _reduction("ReduceMax"), "amin": _reduction("ReduceMin")})
+    if c.name != "mean" or x.dim() != 4 or sorted(axes) != [2, 3]:
+        return c.emit(_REDUCTIONS[c.name], [c.value("self")], axes=axes, keepdims=keep)
+    if keep:
+        return c.emit("GlobalAvgPool", [c.value("self")])
+    pooled = c.step("GlobalAvgPool", [c.value("self")], x.new_empty((*x.shape[:2], 1, 1)))
+    return c.emit("Reshape", [pooled], shape=_static_shape(c.result))
 
 
 @_reads("cumsum")
-def _cumsum(r: Reader) -> str:
-    if r.n.meta["val"].dtype is not r.tensor("self").dtype:
+def _cumsum(c: Call) -> Any:
+    if c.result.dtype is not c.tensor("self").dtype:
         raise Unreadable
-    return r.emit("CumSum", [r.value("self")], axis=r.raw("dim"))
-
-
-@_reads("argmax")
-def _argmax(r: Reader) -> str:
-    return r.emit("ArgMax", [r.value("self")], axis=r.raw("dim"), keepdims=bool(r.raw("keepdim")))
+    return c.emit("CumSum", [c.value("self")], axis=c.raw("dim"))
 
 
 # ---------------------------------------------------------------- moving data
@@ -486,217 +262,143 @@ def _static_shape(like: torch.Tensor) -> tuple[int, ...]:
     return shape
 
 
-@_reads("view", "reshape", "flatten", "unflatten", "_unsafe_view", "view_as", "reshape_as")
-def _reshape(r: Reader) -> str:
-    return r.emit("Reshape", [r.value("self")], shape=_static_shape(r.n.meta["val"]))
+@_reads("view reshape flatten unflatten _unsafe_view view_as reshape_as")
+def _reshape(c: Call) -> Any:
+    return c.emit("Reshape", [c.value("self")], shape=_static_shape(c.result))
 
 
-@_reads("permute", "transpose", "t", "numpy_T", "swapaxes", "movedim")
-def _transpose(r: Reader) -> str:
-    rank = r.rank
-    if "dims" in r.a:
-        perm = tuple(d % rank for d in r.raw("dims"))
-    elif "dim0" in r.a or "axis0" in r.a:
-        a, b = (r.raw(k) % rank for k in (("dim0", "dim1") if "dim0" in r.a else ("axis0", "axis1")))
-        order = list(range(rank))
-        order[a], order[b] = order[b], order[a]
-        perm = tuple(order)
-    elif "source" in r.a:
-        raise Unreadable
+@_reads("transpose swapaxes t numpy_T")
+def _transpose(c: Call) -> Any:
+    perm = list(range(c.rank))
+    swapped = [c.raw(k) for k in c.args if k != "self"]
+    if swapped:
+        a, b = swapped
+        perm[a], perm[b] = perm[b], perm[a]
     else:
-        perm = tuple(reversed(range(rank)))
-    return r.emit("Transpose", [r.value("self")], perm=perm)
+        perm.reverse()
+    return c.emit("Transpose", [c.value("self")], perm=tuple(perm))
 
 
 @_reads("squeeze")
-def _squeeze(r: Reader) -> str:
-    x = r.tensor("self")
-    dims = r.raw("dim")
+def _squeeze(c: Call) -> Any:
+    x, dims = c.tensor("self"), c.raw("dim")
     wanted = range(x.dim()) if dims is None else [d % x.dim() for d in _many(dims, 1)]
-    return r.emit(
-        "Squeeze", [r.value("self")], axes=tuple(d for d in wanted if isinstance(x.shape[d], int) and x.shape[d] == 1)
-    )
-
-
-@_reads("unsqueeze")
-def _unsqueeze(r: Reader) -> str:
-    return r.emit("Unsqueeze", [r.value("self")], axes=(r.raw("dim") % (r.rank + 1),))
-
-
-@_reads("select")
-def _select(r: Reader) -> str:
-    return r.emit("Select", [r.value("self")], axis=r.raw("dim") % r.rank, index=r.raw("index"))
+    axes = tuple(d for d in wanted if isinstance(x.shape[d], int) and x.shape[d] == 1)
+    return c.emit("Squeeze", [c.value("self")], axes=axes)
 
 
 @_reads("slice")
-def _slice(r: Reader) -> str:
-    end = r.raw("end")
-    axis, start = r.raw("dim") % r.rank, r.raw("start") or 0
-    end = None if end is None or end >= 2**62 else end
-    if start == 0 and end is None and r.raw("step") == 1:
-        value = r.value("self")
-        assert value is not None
-        return value
-    return r.emit("Slice", [r.value("self")], axis=axis, start=start, end=end, step=r.raw("step"))
+def _slice(c: Call) -> Any:
+    axis, start, end, step = c.raw("dim") % c.rank, c.raw("start") or 0, c.raw("end"), c.raw("step")
+    if end is not None and end >= 2**62:  # how torch writes "to the end"
+        end = None
+    if (start, end, step) == (0, None, 1):
+        return c.value("self")
+    return c.emit("Slice", [c.value("self")], axis=axis, start=start, end=end, step=step)
 
 
-@_reads("split", "split_with_sizes", "chunk", "tensor_split")
-def _split(r: Reader) -> Any:
-    likes = list(r.n.meta["val"])
-    axis = r.raw("dim") % r.rank
-    sizes = tuple(t.shape[axis] for t in likes)
+@_reads("split split_with_sizes chunk tensor_split")
+def _split(c: Call) -> Any:
+    axis = c.raw("dim") % c.rank
+    sizes = tuple(t.shape[axis] for t in c.result)
     if not all(isinstance(s, int) for s in sizes):
         raise Unreadable
-    return tuple(r.c.emit_many(r.n, "Split", [r.value("self")], {"axis": axis, "sizes": sizes}, likes))
+    return c.emit_all("Split", axis=axis, sizes=sizes)
 
 
 @_reads("unbind")
-def _unbind(r: Reader) -> Any:
-    return tuple(
-        r.c.emit_many(r.n, "Unstack", [r.value("self")], {"axis": r.raw("dim") % r.rank}, list(r.n.meta["val"]))
-    )
+def _unbind(c: Call) -> Any:
+    return c.emit_all("Unstack", axis=c.raw("dim") % c.rank)
 
 
-@_reads("cat", "concat", "concatenate", "stack")
-def _concat(r: Reader) -> str:
-    tensors = r.c.arg(r.a["tensors"])
+@_reads("cat concat concatenate stack")
+def _concat(c: Call) -> Any:
+    tensors = c.draft.arg(c.args["tensors"])
     if not all(isinstance(t, str) for t in tensors):
         raise Unreadable
-    op = "Stack" if "stack" in r.n.target._schema.name else "Concat"
-    rank = r.n.meta["val"].dim()
-    return r.emit(op, tensors, axis=r.raw("dim" if "dim" in r.a else "axis") % rank)
+    axis = c.raw("dim" if "dim" in c.args else "axis") % c.result.dim()
+    return c.emit("Stack" if c.name == "stack" else "Concat", tensors, axis=axis)
 
 
 @_reads("expand")
-def _expand(r: Reader) -> str:
-    like = r.n.meta["val"]
-    size = r.a["size"]
-    shape = tuple(s if isinstance(s, int) else None for s in size)
-    if None in shape or any(not isinstance(s, int) and shape[i] != -1 for i, s in enumerate(like.shape)):
+def _expand(c: Call) -> Any:
+    shape = tuple(s if isinstance(s, int) else None for s in c.args["size"])
+    if None in shape or any(not isinstance(s, int) and shape[i] != -1 for i, s in enumerate(c.result.shape)):
         raise Unreadable
-    return r.emit("Expand", [r.value("self")], shape=shape)
+    return c.emit("Expand", [c.value("self")], shape=shape)
 
 
-@_reads("repeat")
-def _repeat(r: Reader) -> str:
-    return r.emit("Tile", [r.value("self")], repeats=r.raw("repeats"))
-
-
-@_reads("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d")
-def _pad(r: Reader) -> str:
-    name = r.n.target._schema.name
-    mode = (
-        r.raw("mode")
-        if "mode" in r.a
-        else "reflect"
-        if "reflection" in name
-        else "replicate"
-        if "replication" in name
-        else "constant"
-    )
-    flat = r.raw("pad" if "pad" in r.a else "padding")
+@_reads("pad constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d")
+def _pad(c: Call) -> Any:
+    modes = {"pad": c.raw("mode"), "constant": "constant", "reflection": "reflect", "replication": "replicate"}
+    flat = c.raw("pad" if "pad" in c.args else "padding")  # the last axis first
     pairs = [(flat[i], flat[i + 1]) for i in range(0, len(flat), 2)][::-1]
-    pairs = [(0, 0)] * (r.rank - len(pairs)) + pairs
-    return r.emit("Pad", [r.value("self")], padding=tuple(pairs), mode=mode, value=float(r.raw("value") or 0.0))
-
-
-@_reads("index_select")
-def _index_select(r: Reader) -> str:
-    return r.emit("Gather", [r.value("self"), r.value("index")], axis=r.raw("dim") % r.rank)
+    padding = ((0, 0),) * (c.rank - len(pairs)) + tuple(pairs)
+    mode, value = modes[c.name.partition("_")[0]], float(c.raw("value") or 0.0)
+    return c.emit("Pad", [c.value("self")], padding=padding, mode=mode, value=value)
 
 
 @_reads("index")
-def _index(r: Reader) -> str:
-    indices = r.c.arg(r.a["indices"])
+def _index(c: Call) -> Any:
+    indices = c.draft.arg(c.args["indices"])
     given = [i for i, v in enumerate(indices) if v is not None]
-    if (
-        len(given) != 1
-        or not isinstance(indices[given[0]], str)
-        or r.a["indices"][given[0]].meta["val"].dtype is torch.bool
-    ):
+    if len(given) != 1 or not isinstance(indices[given[0]], str):
         raise Unreadable
-    return r.emit("Gather", [r.value("self"), indices[given[0]]], axis=given[0])
+    (axis,) = given
+    if c.args["indices"][axis].meta["val"].dtype is torch.bool:
+        raise Unreadable
+    return c.emit("Gather", [c.value("self"), indices[axis]], axis=axis)
 
 
 @_reads("roll")
-def _roll(r: Reader) -> str:
-    if not r.raw("dims"):
-        raise Unreadable
-    return r.emit("Roll", [r.value("self")], shifts=_many(r.raw("shifts"), 1), axes=_many(r.raw("dims"), 1))
+def _roll(c: Call) -> Any:
+    if not c.raw("dims"):
+        raise Unreadable  # of the flattened tensor
+    return c.emit("Roll", [c.value("self")], shifts=_many(c.raw("shifts"), 1), axes=_many(c.raw("dims"), 1))
 
 
 @_reads(
-    "upsample_nearest1d",
-    "upsample_nearest2d",
-    "upsample_nearest3d",
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    "upsample_bicubic2d",
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d"
 )
-def _resize(r: Reader) -> str:
-    name = r.n.target._schema.name
-    mode = "nearest" if "nearest" in name else "cubic" if "bicubic" in name else "linear"
-    size = r.raw("output_size")
-    scale = (
-        r.raw("scale_factors")
-        if "scale_factors" in r.a
-        else tuple(v for v in (r.raw("scales_h"), r.raw("scales_w")) if v is not None)
-    )
-    return r.emit(
+def _resize(c: Call) -> Any:
+    method = c.name.removeprefix("upsample_").rstrip("123d")
+    size, scale = c.raw("output_size"), c.raw("scale_factors")
+    scale = scale or tuple(v for v in (c.raw("scales_h"), c.raw("scales_w")) if v is not None)
+    return c.emit(
         "Resize",
-        [r.value("input" if "input" in r.a else "self")],
-        mode=mode,
-        size=size if not scale else None,
-        scale=tuple(scale) if scale else None,
-        align_corners=bool(r.raw("align_corners")),
+        [c.value("input" if "input" in c.args else "self")],
+        mode={"nearest": "nearest", "bicubic": "cubic"}.get(method, "linear"),
+        size=None if scale else size,
+        scale=scale or None,
+        align_corners=bool(c.raw("align_corners")),
     )
-
-
-@_reads("pixel_shuffle")
-def _pixel_shuffle(r: Reader) -> str:
-    return r.emit("DepthToSpace", [r.value("self")], block=r.raw("upscale_factor"))
-
-
-@_reads("pixel_unshuffle")
-def _pixel_unshuffle(r: Reader) -> str:
-    return r.emit("SpaceToDepth", [r.value("self")], block=r.raw("downscale_factor"))
-
-
-@_reads("channel_shuffle")
-def _channel_shuffle(r: Reader) -> str:
-    return r.emit("ChannelShuffle", [r.value("self")], groups=r.raw("groups"))
 
 
 # ---------------------------------------------------------------- bookkeeping
 
 
-@_reads(
-    "clone", "contiguous", "alias", "detach", "lift_fresh_copy", "lift_fresh", "_conj", "resolve_conj", "resolve_neg"
-)
-def _same(r: Reader) -> Any:
-    return r.value("self")
+@_reads("clone contiguous alias detach lift_fresh_copy lift_fresh _conj resolve_conj resolve_neg")
+def _same(c: Call) -> Any:
+    return c.value("self")
 
 
-@_reads("dropout", "feature_dropout", "alpha_dropout", "native_dropout")
-def _dropout(r: Reader) -> Any:
-    p = r.raw("p")
-    out = (
-        r.value("input") if not p else r.c.emit(r.n, "Dropout", [r.value("input")], {"p": float(p)}, r.tensor("input"))
-    )
-    return (out, None) if r.n.target._schema.name.endswith("native_dropout") else out
+@_reads("dropout feature_dropout alpha_dropout native_dropout")
+def _dropout(c: Call) -> Any:
+    p, x = c.raw("p"), c.value("input")
+    if p:
+        return c.emit("Dropout", [x], p=float(p))
+    return (x, None) if c.name == "native_dropout" else x
 
 
-@_reads("to", "_to_copy", "type_as", "float")
-def _to(r: Reader) -> Any:
-    before, after = r.tensor("self").dtype, r.n.meta["val"].dtype
-    if before is after:
-        return r.value("self")
-    return r.emit("Cast", [r.value("self")], dtype=str(after).removeprefix("torch."))
+@_reads("to _to_copy type_as float")
+def _to(c: Call) -> Any:
+    if c.tensor("self").dtype is c.result.dtype:
+        return c.value("self")
+    return c.emit("Cast", [c.value("self")], dtype=str(c.result.dtype).removeprefix("torch."))
 
 
 @_reads("sym_size")
-def _size(r: Reader) -> Any:
-    val = r.n.meta["val"]
-    if isinstance(val, int):
-        return val
-    return r.emit("Size", [r.value("self")], axis=r.raw("dim"))
+def _size(c: Call) -> Any:
+    if isinstance(c.result, int):
+        return c.result
+    return c.emit("Size", [c.value("self")], axis=c.raw("dim"))

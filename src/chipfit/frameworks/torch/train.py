@@ -23,7 +23,8 @@ def read_back(model: torch.nn.Module, graph: Graph, plan: Plan) -> tuple[Graph, 
         graph, plan: those that it was made from; neither is changed.
 
     Raises:
-        PlanError: `model` is not a lowered one, or training has driven a scale to zero, below it, or to a number that is not finite.
+        PlanError: `model` is not a lowered one, or training has driven a scale to zero, below it, or to a number that
+            is not finite.
     """
     if not isinstance(model, QuantizedModule):
         raise PlanError(
@@ -39,6 +40,6 @@ def read_back(model: torch.nn.Module, graph: Graph, plan: Plan) -> tuple[Graph, 
         new.weights[name] = copies[id(now)]
     tensors = dict(plan.tensors)
     for name, t in plan.tensors.items():
-        if t.quantized and t.scale is not None:
+        if t.quantized:
             tensors[name] = retrained(t, model.scale(name))
     return new, replace(plan, tensors=tensors)

@@ -1,0 +1,120 @@
+"""One ATen call while it is read: its arguments as canonical operands and attributes, its result as new nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from chipfit.frameworks.torch.draft import Draft
+
+
+class Unreadable(Exception):
+    """This form of the operator has no canonical equivalent."""
+
+
+class Call:
+    """What a reader is given.
+
+    Args:
+        draft: the graph that grows.
+        node: the call in torch's program.
+        name: the operator without overload, and without the "_" of its in-place form.
+        args: the arguments by the names of its schema.
+    """
+
+    def __init__(self, draft: Draft, node: torch.fx.Node, name: str, args: dict[str, Any]) -> None:
+        self.draft, self.node, self.name, self.args = draft, node, name, args
+
+    # ---- arguments
+
+    def raw(self, key: str) -> Any:
+        """An argument that must be a static Python value (None allowed)."""
+        return self._static(self.args.get(key))
+
+    def _static(self, x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return tuple(self._static(i) for i in x)
+        if isinstance(x, torch.fx.Node):
+            x = self.draft.env.get(x)
+            if not isinstance(x, (int, float)):
+                raise Unreadable
+        elif isinstance(x, (torch.SymInt, torch.SymFloat)):
+            raise Unreadable
+        return x
+
+    def optional(self, key: str) -> str | None:
+        """An argument that is a tensor or None: its value name."""
+        v = self.draft.arg(self.args.get(key))
+        if v is not None and not isinstance(v, str):
+            raise Unreadable
+        return v
+
+    def value(self, key: str) -> str:
+        """An argument that is a tensor: its value name."""
+        v = self.optional(key)
+        if v is None:
+            raise Unreadable
+        return v
+
+    def number_or_value(self, key: str) -> str:
+        """An operand of arithmetic: a tensor in the type that torch computes in, or a number as a constant."""
+        v = self.draft.arg(self.args.get(key))
+        if isinstance(v, (int, float)) and not isinstance(v, bool):
+            like = self.result
+            if not isinstance(like, torch.Tensor):
+                raise Unreadable
+            if like.dtype is torch.bool:  # of a comparison, which computes in the type of its operands
+                like = self.tensor("self" if key == "other" else "other")
+            return self.draft.scalar(self.node.name, v, like)
+        v = self.value(key)
+        if v in self.draft.graph.values and self.draft.graph.values[v].dtype == "int":
+            raise Unreadable
+        return self._promoted(key, v)
+
+    def _promoted(self, key: str, v: str) -> str:
+        """An operand in the type that torch computes in: mixed types get an explicit Cast."""
+        mine, result = self.tensor(key).dtype, self.result.dtype
+        if result is torch.bool:
+            operands = {k: self.args.get(k) for k in ("self", "other")}
+            types = [self.tensor(k).dtype for k, x in operands.items() if isinstance(x, torch.fx.Node)]
+            result = types[0] if len(types) == 1 else torch.promote_types(*types)
+            if any(isinstance(x, float) for x in operands.values()) and not result.is_floating_point:
+                result = torch.float32
+        if mine is result:
+            return v
+        return self.step("Cast", [v], self.tensor(key).to(result), dtype=str(result).removeprefix("torch."))
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """The fake tensor of an argument, for its shape and dtype."""
+        v = self.args[key]
+        if not isinstance(v, torch.fx.Node) or not isinstance(v.meta.get("val"), torch.Tensor):
+            raise Unreadable
+        return v.meta["val"]
+
+    @property
+    def rank(self) -> int:
+        return self.tensor("self" if "self" in self.args else "input").dim()
+
+    # ---- result
+
+    @property
+    def result(self) -> Any:
+        """The fake tensor that the call returns, or a list of them, or a number."""
+        return self.node.meta["val"]
+
+    def emit(self, op: str, inputs: Sequence[str | None], **attrs: Any) -> Any:
+        """The final node. Of several results it makes the first, and the others cannot be read."""
+        many = isinstance(self.result, (tuple, list))
+        like = self.result[0] if many else self.result
+        (name,) = self.draft.emit(self.node, op, inputs, attrs, [like])
+        return (name, *[None] * (len(self.result) - 1)) if many else name
+
+    def emit_all(self, op: str, **attrs: Any) -> tuple[str, ...]:
+        """The final node of one operand, with every result."""
+        return tuple(self.draft.emit(self.node, op, [self.value("self")], attrs, list(self.result)))
+
+    def step(self, op: str, inputs: Sequence[str | None], like: Any, **attrs: Any) -> str:
+        """An extra node before the final one."""
+        return self.draft.emit(self.node, op, inputs, attrs, [like], f"{self.node.name}_{op.lower()}")[0]

@@ -1,0 +1,103 @@
+"""The Graph of a model while it is read: what each fx node has become, and new nodes under free names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from chipfit.frameworks.torch.origin import origin
+from chipfit.graph.builder import unique
+from chipfit.graph.ir import Graph, Node, Value
+
+
+class Draft:
+    """The growing Graph, and what the reading knows beside it."""
+
+    def __init__(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+        """Args:
+        weights: every tensor that the captured program may read, under its name in the state dict.
+        """
+        self.graph = Graph([], [], [], {}, {})
+        self.env: dict[torch.fx.Node, Any] = {}  #: value name, tuple of them, or a Python constant
+        self.replaced: dict[str, str] = {}  #: value -> the value that an in-place operator wrote over it
+        self.tied: dict[str, str] = {}  #: weight -> the first name of its tensor, which the nodes read
+        self._modules = dict(model.named_modules())
+        self._own(model, weights)
+        self._taken = set(self.graph.weights)
+
+    def _own(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+        """Enter the weights, and the entries of the state dict that the forward pass does not read."""
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        first: dict[int, str] = {}
+        for name, t in weights.items():
+            self.tied[name] = first.setdefault(id(t), name)
+            shared = t.detach() if isinstance(t, torch.nn.Parameter) else t
+            self.graph.weights[name] = self.graph.weights.get(self.tied[name], shared)
+        for name, t in {**parameters, **dict(model.named_buffers(remove_duplicate=False))}.items():
+            if name not in weights:
+                self.graph.weights[name] = t.detach().clone()
+        self.graph.trainable = set(weights).intersection(parameters)
+
+    # ---- what is there
+
+    def arg(self, x: Any) -> Any:
+        """What an fx argument is now: value names for nodes, after what was written over them in place."""
+        if isinstance(x, torch.fx.Node):
+            v = self.env[x]
+            while isinstance(v, str) and v in self.replaced:
+                v = self.replaced[v]
+            return v
+        if isinstance(x, (list, tuple)):
+            return [self.arg(i) for i in x]
+        return x
+
+    # ---- what is added
+
+    def value(self, name: str, like: Any) -> str:
+        """Enter a value of the shape and type of a (fake) tensor, or a Python integer."""
+        self._taken.add(name)
+        if isinstance(like, torch.Tensor):
+            shape = tuple(int(s) if isinstance(s, int) else None for s in like.shape)
+            self.graph.values[name] = Value(name, shape, str(like.dtype).removeprefix("torch."))
+        else:
+            self.graph.values[name] = Value(name, (), "int")
+        return name
+
+    def constant(self, name: str, t: torch.Tensor) -> str:
+        """Enter a tensor of the program itself as a weight."""
+        self._taken.add(name)
+        self.graph.weights.setdefault(name, t.detach().clone())
+        return name
+
+    def scalar(self, near: str, value: float, like: torch.Tensor) -> str:
+        """A Python number as a 0-d weight beside the node `near`; integers stay integers beside integers."""
+        whole = isinstance(value, int) or like.dtype.is_floating_point
+        name = unique(f"{near}.scalar", self.graph.weights)
+        return self.constant(name, torch.tensor(value, dtype=like.dtype if whole else torch.float32))
+
+    def emit(
+        self,
+        n: torch.fx.Node,
+        op: str,
+        inputs: Sequence[str | None],
+        attrs: dict[str, Any],
+        likes: Sequence[Any],
+        name: str = "",
+    ) -> list[str]:
+        """Append a node that comes from `n`; returns its values, one like each of `likes`."""
+        name = self._unique(name or n.name)
+        outputs = [name] if len(likes) == 1 else [self._unique(f"{name}.{i}") for i in range(len(likes))]
+        for o, like in zip(outputs, likes, strict=True):
+            self.value(o, like)
+        given = list(inputs)
+        while given and given[-1] is None:
+            given.pop()
+        self.graph.nodes.append(Node(name, op, tuple(given), tuple(outputs), attrs, **origin(n, self._modules)))
+        return outputs
+
+    def _unique(self, name: str) -> str:
+        name = unique(name, self._taken)
+        self._taken.add(name)
+        return name

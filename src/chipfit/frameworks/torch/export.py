@@ -1,0 +1,117 @@
+"""From a PyTorch module to the program that `torch.export` makes of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import operator
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from chipfit.errors import CaptureError
+from chipfit.frameworks.torch.origin import users_line
+
+#: ATen operators whose result shares memory with an operand
+_VIEWS = """
+    view reshape select slice transpose permute squeeze unsqueeze expand t flatten unflatten chunk split unbind narrow
+    split_with_sizes as_strided alias detach diagonal _unsafe_view unfold
+"""
+
+
+def export(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool
+) -> torch.export.ExportedProgram:
+    """Trace a model, which may be changed for that; what it writes in place stays visible only where that is plain.
+
+    Args:
+        dynamic: let axis 0 vary in every input where it has the size that it has in the first.
+
+    Raises:
+        CaptureError: naming the user's line and what to change.
+    """
+    shapes: Any = None
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim() > 0]
+    if dynamic and tensors:
+        batch = tensors[0].shape[0]
+
+        def free(x: Any) -> Any:
+            counts = isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == batch
+            return {0: torch.export.Dim.AUTO} if counts else None
+
+        _name_keywords(model, kwargs)
+        shapes = pytree.tree_map(free, dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments))
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+    except Exception as e:  # torch.export raises many types
+        if "DataDependent" in type(e).__name__ or "data-dependent" in str(e).lower():
+            raise CaptureError(
+                "The model branches on the values of a tensor, which a fixed graph cannot hold",
+                where=users_line(e),
+                hint="replace the Python `if` by torch.where, or move it out of the model",
+            ) from e
+        raise CaptureError(
+            f"The model cannot be captured: {brief(e)}",
+            where=users_line(e),
+            hint="rewrite this line with tensor operations, or quantize the part of the model around it",
+        ) from e
+    finally:
+        logging.disable(disabled)
+    return program.run_decompositions({}) if _needs_functional(program.graph) else program
+
+
+def brief(e: BaseException) -> str:
+    """Type and first line of an error."""
+    return f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0][:300]}"
+
+
+def _name_keywords(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Let `forward(**kwargs)` name the keywords that it gets: dynamic shapes are given by the names of parameters."""
+    forward = model.forward
+    old = inspect.signature(forward)
+    rest = [p for p in old.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    if len(rest) == len(old.parameters):
+        return
+    extra = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY) for k in kwargs if k not in old.parameters]
+
+    @functools.wraps(forward)
+    def named(*args: Any, **keywords: Any) -> Any:
+        return forward(*args, **keywords)
+
+    named.__signature__ = old.replace(parameters=[*rest, *extra])  # type: ignore[attr-defined]  # inspect reads it
+    model.forward = named  # type: ignore[method-assign]  # of the copy that is captured
+
+
+def _needs_functional(graph: torch.fx.Graph) -> bool:
+    """Whether something is written in place that a reader of single calls would miss.
+
+    An in-place operator is read as the one without "_" whose result replaces the operand from there on. That loses the
+    write where the operand is a view, has views, or is the caller's own tensor, and where there is no such operator.
+    """
+    return any(_writes_elsewhere(n) for n in graph.nodes if _aten_name(n) and n.target._schema.is_mutable)
+
+
+def _writes_elsewhere(n: torch.fx.Node) -> bool:
+    name, target = _aten_name(n), n.args[0] if n.args else None
+    if not name.endswith("_") or not hasattr(torch.ops.aten, name[:-1]) or not isinstance(target, torch.fx.Node):
+        return True
+    return target.op == "placeholder" or _is_view(target) or any(_is_view(user) for user in target.users)
+
+
+def _is_view(n: torch.fx.Node) -> bool:
+    if n.target is operator.getitem:
+        return isinstance(n.args[0], torch.fx.Node) and _is_view(n.args[0])
+    return _aten_name(n) in _VIEWS.split()
+
+
+def _aten_name(n: torch.fx.Node) -> str:
+    """The operator's name without namespace and overload; "" of what is not one."""
+    return n.target._schema.name.partition("::")[2] if isinstance(n.target, torch._ops.OpOverload) else ""

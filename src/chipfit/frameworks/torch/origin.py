@@ -1,0 +1,87 @@
+"""Where something comes from in the user's model: the layer and its settings of an fx node, the line of an error."""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chipfit.graph.config import module_settings, plain
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def arguments(n: torch.fx.Node) -> dict[str, Any]:
+    """Arguments of an ATen call by the names of its schema; dropped defaults are filled in."""
+    out: dict[str, Any] = {}
+    for i, a in enumerate(n.target._schema.arguments):
+        if i < len(n.args):
+            out[a.name] = n.args[i]
+        elif a.name in n.kwargs:
+            out[a.name] = n.kwargs[a.name]
+        elif a.has_default_value():
+            out[a.name] = a.default_value
+    return out
+
+
+def origin(n: torch.fx.Node, modules: Mapping[str, torch.nn.Module]) -> dict[str, Any]:
+    """What a `graph.ir.Node` tells about its source: `layer`, `layer_type`, `source` and `config`.
+
+    The layer is the innermost module that the call was made in. Its type is the module's class where that is a leaf,
+    and the called function's name where the call stands in the code of a module that has others inside.
+
+    Args:
+        modules: those of the user's model by path.
+    """
+    path, kind = _layer(n, modules)
+    return {"layer": path, "layer_type": kind, "source": source(n), "config": _settings(n, modules.get(path), kind)}
+
+
+def _layer(n: torch.fx.Node, modules: Mapping[str, torch.nn.Module]) -> tuple[str, str]:
+    stack = n.meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    path = path.replace("L['self'].", "").replace("L['self']", "").partition("@")[0]  # "@1" marks a second call
+    module = modules.get(path)
+    kind = type(module).__name__ if module is not None else ""
+    if module is None or path == "" or any(True for _ in module.children()):
+        function = n.meta.get("torch_fn")
+        kind = function[1].rpartition(".")[2] if function else kind
+    return path, kind
+
+
+def source(n: torch.fx.Node) -> str:
+    """ "file:line" of the last frame that is not torch's."""
+    found = ""
+    for line in (n.meta.get("stack_trace") or "").splitlines():
+        line = line.strip()
+        if line.startswith('File "') and _TORCH not in line:
+            file, _, rest = line[6:].partition('", line ')
+            found = f"{file}:{rest.partition(',')[0]}"
+    return found
+
+
+def _settings(n: torch.fx.Node, module: torch.nn.Module | None, kind: str) -> dict[str, Any]:
+    """What a filter may ask: constructor arguments of PyTorch's own module, else the arguments of the call."""
+    if module is not None and type(module).__name__ == kind:
+        return module_settings(module)
+    if not isinstance(n.target, torch._ops.OpOverload):
+        return {}
+
+    def constant(v: Any) -> bool:
+        return not any(isinstance(i, torch.fx.Node) for i in (v if isinstance(v, (list, tuple)) else (v,)))
+
+    return {k: plain(v) for k, v in arguments(n).items() if constant(v)}
+
+
+def users_line(e: BaseException) -> str:
+    """ "file:line, in function: code" of an error's last frame in the user's own code; "" where there is none."""
+    for f in reversed(traceback.extract_tb(e.__traceback__)):
+        ours = "chipfit" in Path(f.filename).parts[-4:-1] or "chipfit/" in f.filename
+        if not ours and not f.filename.startswith((_TORCH, "<")):
+            line = (f.line or linecache.getline(f.filename, f.lineno or 0)).strip()
+            return f"{f.filename}:{f.lineno}, in {f.name}: {line}"
+    return ""

@@ -1,0 +1,178 @@
+"""From the program that `torch.export` returns to a Graph, call by call."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from chipfit.engine.opaque import target_name
+from chipfit.engine.trees import dump_tree
+from chipfit.errors import CaptureError
+from chipfit.frameworks.torch.call import Call, Unreadable
+from chipfit.frameworks.torch.draft import Draft
+from chipfit.frameworks.torch.origin import arguments, source
+from chipfit.frameworks.torch.read import READERS
+from chipfit.graph.builder import drop_dead
+from chipfit.graph.ir import OPAQUE, Graph, Ref
+
+#: operators that check or annotate and compute nothing
+_NOTHING = re.compile("_assert|sym_constrain|_set_grad_enabled|_enter_autocast|_exit_autocast|lift_fresh|_guards_fn")
+
+
+def read(program: torch.export.ExportedProgram, model: torch.nn.Module, call: Any, example_out: Any) -> Graph:
+    """The Graph of an exported program.
+
+    Args:
+        program: what `torch.export` made of a twin of the model.
+        model: the user's model, whose names and tensors the graph takes.
+        call: (args, kwargs) of the example call.
+        example_out: what the model returned for it.
+    """
+    walk = _Walk(program, model)
+    walk.through(program.graph, program.graph_module, walk.placeholder)
+    graph = walk.draft.graph
+    leaves, tree = pytree.tree_flatten(call)
+    args, kwargs = call
+    names = list(inspect.signature(model.forward).parameters)[: len(args)]
+    counts = {"args": len(args), "kwargs": list(kwargs), "leaves": len(leaves), "tensors": walk.tensors}
+    graph.in_spec = json.dumps({**dump_tree(tree, call), **counts, "names": names})
+    graph.out_spec = json.dumps({**dump_tree(program.call_spec.out_spec, example_out), "leaves": walk.results()})
+    graph.example = tuple(leaves[i] for i in walk.tensors)
+    drop_dead(graph)
+    return graph
+
+
+class _Walk:
+    """One pass over the program's calls."""
+
+    def __init__(self, program: torch.export.ExportedProgram, model: torch.nn.Module) -> None:
+        constants = {k: v for k, v in program.constants.items() if isinstance(v, torch.Tensor)}
+        self.program, self.draft = program, Draft(model, {**program.state_dict, **constants})
+        self.specs = {s.arg.name: s for s in program.graph_signature.input_specs}
+        self.tensors: list[int] = []  #: which leaves of the call are tensors
+        self.leaves = 0  #: of the call, so far
+
+    def through(self, graph: torch.fx.Graph, owner: Any, placeholder: Callable[[torch.fx.Node], Any]) -> None:
+        """Read one graph.
+
+        Args:
+            owner: what holds its constants as attributes.
+            placeholder: what each of its inputs is known by.
+        """
+        for n in graph.nodes:
+            if n.op == "placeholder":
+                self.draft.env[n] = placeholder(n)
+            elif n.op == "call_function":
+                self.call(n)
+            elif n.op == "get_attr":
+                thing = operator.attrgetter(n.target)(owner)
+                self.draft.env[n] = self.draft.constant(n.target, thing) if isinstance(thing, torch.Tensor) else thing
+
+    def placeholder(self, n: torch.fx.Node) -> Any:
+        """An input of the program: a weight, or the next leaf of the user's call."""
+        spec = self.specs[n.name]
+        if spec.kind is not InputKind.USER_INPUT:
+            return self.draft.tied[spec.target]
+        self.leaves += 1
+        like = n.meta.get("val")
+        if not isinstance(like, torch.Tensor):
+            return getattr(spec.arg, "value", like)
+        self.draft.graph.inputs.append(n.name)
+        self.tensors.append(self.leaves - 1)
+        return self.draft.value(n.name, like)
+
+    def results(self) -> list[dict[str, Any]]:
+        """The leaves of what the model returns: graph outputs, which are entered, and constants."""
+        outputs, leaves = self.draft.graph.outputs, []
+        for spec, arg in zip(self.program.graph_signature.output_specs, self.program.graph.output_node().args[0]):
+            if spec.kind is OutputKind.USER_OUTPUT:
+                v = self.draft.arg(arg)
+                if isinstance(arg, torch.fx.Node) and isinstance(v, str):
+                    leaves.append({"output": len(outputs)})
+                    outputs.append(v)
+                else:
+                    leaves.append({"constant": v})
+        return leaves
+
+    def call(self, n: torch.fx.Node) -> None:
+        """Enter one call: by its reader, else as it is."""
+        env, target = self.draft.env, n.target
+        if target is operator.getitem and isinstance(env.get(n.args[0]), (tuple, list)):
+            env[n] = env[n.args[0]][n.args[1]]
+        elif not n.users and _NOTHING.search(f"{target} {getattr(target, '__name__', '')}"):
+            return
+        elif isinstance(target, torch._ops.HigherOrderOperator):
+            self.inline(n)
+        elif isinstance(target, torch._ops.OpOverload):
+            self.aten_call(n, target)
+        else:
+            env[n] = self.opaque(n, target)
+
+    def aten_call(self, n: torch.fx.Node, target: torch._ops.OpOverload) -> None:
+        """Enter a call of an ATen operator; one that writes in place is read as the operator that does not."""
+        env, name = self.draft.env, target._schema.name.partition("::")[2]
+        in_place = target._schema.is_mutable and name.endswith("_")
+        try:
+            name = name[:-1] if in_place else name
+            if name not in READERS:
+                raise Unreadable
+            env[n] = READERS[name](Call(self.draft, n, name, arguments(n)))
+        except Unreadable:
+            if target._schema.is_mutable:
+                target = getattr(getattr(torch.ops.aten, name), target._overloadname)
+            env[n] = self.opaque(n, target)
+        if in_place and isinstance(n.args[0], torch.fx.Node) and isinstance(env[n], str):
+            old = self.draft.arg(n.args[0])
+            if old != env[n]:
+                self.draft.replaced[old] = env[n]
+
+    def opaque(self, n: torch.fx.Node, target: Any) -> Any:
+        """Keep a call as it is: the name of its target, and a template of its arguments with a Ref for each value."""
+        inputs: list[str] = []
+
+        def known(v: Any) -> Any:
+            if isinstance(v, str):
+                if v not in inputs:
+                    inputs.append(v)
+                return Ref(inputs.index(v))
+            return [known(i) for i in v] if isinstance(v, (list, tuple)) else v
+
+        def template(x: Any) -> Any:
+            if isinstance(x, torch.fx.Node):
+                return known(self.draft.arg(x))
+            if isinstance(x, (list, tuple)):
+                return [template(i) for i in x]
+            if isinstance(x, dict):
+                return {k: template(v) for k, v in x.items()}
+            if isinstance(x, (torch.dtype, torch.layout, torch.memory_format)):
+                return {"torch": str(x).removeprefix("torch.")}
+            return {"torch": f"device:{x}"} if isinstance(x, torch.device) else x
+
+        attrs = {"target": target_name(target), "args": template(n.args), "kwargs": template(n.kwargs)}
+        result = n.meta.get("val")
+        many = isinstance(result, (tuple, list))
+        values = self.draft.emit(n, OPAQUE, inputs, attrs, list(result) if many else [result])
+        return tuple(values) if many else values[0]
+
+    def inline(self, n: torch.fx.Node) -> None:
+        """Read the inner graph of `wrap_with_set_grad_enabled` and the like in place."""
+        inner = next((a for a in n.args if isinstance(a, torch.fx.Node) and a.op == "get_attr"), None)
+        module = self.draft.env[inner] if inner is not None else None
+        if not isinstance(module, torch.fx.GraphModule) or "wrap" not in str(n.target):
+            raise CaptureError(
+                f"The model uses the control-flow operator '{n.target}'",
+                where=source(n),
+                hint="replace torch.cond / while_loop by plain tensor operations",
+            )
+        operands = iter(n.args[n.args.index(inner) + 1 :])
+        self.through(module.graph, module, lambda _: self.draft.arg(next(operands)))
+        (out,) = module.graph.output_node().args
+        self.draft.env[n] = tuple(self.draft.arg(out) if isinstance(out, (list, tuple)) else [self.draft.arg(out)])

@@ -1,0 +1,160 @@
+"""Every canonical operator is read from PyTorch, or it is named here why not; what is read computes what the model does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from chipfit.engine.run import run
+from chipfit.frameworks.torch.capture import capture
+from chipfit.graph.ir import OPAQUE
+from chipfit.graph.ops import OPS
+
+#: canonical operators that no ATen operator becomes
+NEVER = {
+    "Requantize": "put in by decide, where a tensor changes its grid",
+    "Identity": "torch.export leaves no identities; other readers keep them",
+    **dict.fromkeys(("Round", "Mod", "FloorDiv", "ReduceProd", "ReduceL2"), "torch's stays opaque; Keras's is read"),
+}
+
+w1, w2, w3 = (torch.randn(4, 4, *[2] * n) for n in (1, 2, 3))
+norm = torch.rand(4) + 0.5
+#: operator -> a call that becomes it; x [2, 4, 6, 6], positive
+READ = {
+    "Conv1D": lambda x: F.conv1d(x[..., 0], w1, padding="same", dilation=2),
+    "Conv2D": lambda x: F.conv2d(x, w2, norm, stride=2, padding=1),
+    "Conv3D": lambda x: F.conv3d(x.unsqueeze(2), w3, padding=1),
+    "DepthwiseConv2D": lambda x: F.conv2d(x, w2[:, :1], groups=4, dilation=2),
+    "TransposeConv1D": lambda x: F.conv_transpose1d(x[..., 0], w1, stride=2),
+    "TransposeConv2D": lambda x: F.conv_transpose2d(x, w2, norm, 2, 1, 1),
+    "TransposeConv3D": lambda x: F.conv_transpose3d(x.unsqueeze(2), w3),
+    "Linear": lambda x: F.linear(x.transpose(1, 3), w1[..., 0], norm),
+    "MatMul": lambda x: x @ x.transpose(-1, -2),
+    "BatchNorm": lambda x: F.batch_norm(x, norm, norm, norm, norm, eps=0.01),
+    "LayerNorm": lambda x: F.layer_norm(x, (6, 6)),
+    "GroupNorm": lambda x: F.group_norm(x, 2, norm, norm),
+    "InstanceNorm": lambda x: F.instance_norm(x, eps=0.01),
+    "RMSNorm": lambda x: F.rms_norm(x, (6,), eps=0.01),
+    "SDPA": lambda x: F.scaled_dot_product_attention(x, x, x, x, scale=0.3),
+    "Relu": torch.relu,
+    "Relu6": F.relu6,
+    "Sigmoid": torch.sigmoid,
+    "Tanh": torch.tanh,
+    "HardSwish": F.hardswish,
+    "HardSigmoid": F.hardsigmoid,
+    "Swish": F.silu,
+    "Mish": F.mish,
+    "Selu": F.selu,
+    "Exp": torch.exp,
+    "Log": torch.log,
+    "Abs": torch.abs,
+    "Neg": torch.neg,
+    "Sqrt": torch.sqrt,
+    "Rsqrt": torch.rsqrt,
+    "Sin": torch.sin,
+    "Cos": torch.cos,
+    "Erf": torch.erf,
+    "Floor": torch.floor,
+    "Ceil": torch.ceil,
+    "Sign": torch.sign,
+    "Reciprocal": torch.reciprocal,
+    "LogicalNot": lambda x: torch.logical_not(x > 1),
+    "Clamp": lambda x: x.clamp(0.2, 0.7),
+    "LeakyRelu": lambda x: F.leaky_relu(-x, 0.2),
+    "PRelu": lambda x: F.prelu(-x, norm),
+    "Elu": lambda x: F.elu(-x, 1.5),
+    "Softplus": lambda x: F.softplus(x, 2.0, 1.0),
+    "Gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "Softmax": lambda x: x.softmax(-1),
+    "LogSoftmax": lambda x: x.log_softmax(1),
+    "Add": lambda x: torch.add(x, x, alpha=2),
+    "Sub": lambda x: 1 - x,
+    "Mul": lambda x: x * 2,
+    "Div": lambda x: x / 3,
+    "Pow": lambda x: x**2.5,
+    "Max": lambda x: torch.maximum(x, 1 - x),
+    "Min": lambda x: torch.minimum(x, 1 - x),
+    "Equal": lambda x: x == 0.5,
+    "NotEqual": lambda x: x != 0.5,
+    "Less": lambda x: x < 0.5,
+    "LessEqual": lambda x: x <= 0.5,
+    "Greater": lambda x: x > 0.5,
+    "GreaterEqual": lambda x: x >= 0.5,
+    "LogicalAnd": lambda x: torch.logical_and(x > 0.2, x < 0.7),
+    "LogicalOr": lambda x: torch.logical_or(x < 0.2, x > 0.7),
+    "Where": lambda x: torch.where(x > 0.5, x, 0.25),
+    "MaxPool": lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True),
+    "AvgPool": lambda x: F.avg_pool2d(x, 3, padding=1, count_include_pad=False),
+    "GlobalAvgPool": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "AdaptiveAvgPool": lambda x: F.adaptive_avg_pool2d(x, 4),
+    "AdaptiveMaxPool": lambda x: F.adaptive_max_pool2d(x, 4),
+    "Mean": lambda x: x.mean(1),
+    "Sum": lambda x: x.sum(),
+    "ReduceMax": lambda x: x.amax((1, 2), keepdim=True),
+    "ReduceMin": lambda x: x.amin(-1),
+    "ArgMax": lambda x: x.argmax(1),
+    "CumSum": lambda x: x.cumsum(2),
+    "Pad": lambda x: F.pad(x, (1, 2, 0, 1), "reflect"),
+    "Reshape": lambda x: x.flatten(1),
+    "Transpose": lambda x: x.permute(0, 2, -1, 1),
+    "Squeeze": lambda x: x[:, :1].squeeze(1),
+    "Unsqueeze": lambda x: x.unsqueeze(-1),
+    "Expand": lambda x: x[:, :1].expand(-1, 3, -1, -1),
+    "Slice": lambda x: x[:, 1:4:2],
+    "Select": lambda x: x[:, -1],
+    "Gather": lambda x: x.index_select(1, torch.tensor([2, 0])),
+    "Embedding": lambda x: F.embedding((x > 0.5).long(), w1[..., 0]),
+    "Roll": lambda x: x.roll((1, 2), (2, 3)),
+    "Tile": lambda x: x.repeat(1, 2, 1, 1),
+    "Resize": lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
+    "DepthToSpace": lambda x: F.pixel_shuffle(x, 2),
+    "SpaceToDepth": lambda x: F.pixel_unshuffle(x, 2),
+    "ChannelShuffle": lambda x: F.channel_shuffle(x, 2),
+    "Cast": lambda x: x.double(),
+    "Size": lambda x: x.shape[0],
+    "Dropout": lambda x: torch.dropout(x, 0.5, False),
+    "Concat": lambda x: torch.cat([x, x], 1),
+    "Stack": lambda x: torch.stack([x, x], -1),
+    "Split": lambda x: x.split([1, 3], 1)[1],
+    "Unstack": lambda x: x.unbind(1)[2],
+}
+
+
+class All(nn.Module):
+    def forward(self, x):
+        return {op: call(x) for op, call in READ.items()}
+
+
+@pytest.fixture(scope="module")
+def graph():
+    torch.manual_seed(0)
+    return capture(All(), (torch.rand(2, 4, 6, 6),))
+
+
+def test_every_operator_is_read_or_it_is_named_why_not():
+    assert set(READ) | set(NEVER) == set(OPS)
+    assert not set(READ) & set(NEVER)
+
+
+@pytest.mark.parametrize("op", READ)
+def test_the_call_becomes_the_operator(graph, op):
+    producer, seen = graph.producers(), set()
+    todo = [graph.outputs[list(READ).index(op)]]
+    while todo:
+        node = producer.get(todo.pop())
+        if node is not None and node.name not in seen:
+            seen.add(node.name)
+            todo += graph.activations(node)
+    assert op in {n.op for n in graph.nodes if n.name in seen}
+
+
+def test_none_of_them_is_opaque(graph):
+    assert [n.name for n in graph.nodes if n.op == OPAQUE] == []
+
+
+def test_the_graph_computes_what_the_model_does(graph):
+    want, got = All()(*graph.example), run(graph, graph.example)
+    pairs = {op: (torch.as_tensor(want[op]), torch.as_tensor(got[o])) for op, o in zip(READ, graph.outputs)}
+    assert [op for op, (a, b) in pairs.items() if not torch.equal(a, b)] == []
