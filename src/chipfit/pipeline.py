@@ -33,7 +33,7 @@ from chipfit.ranges import Rule, name_of, rule_of
 from chipfit.settings import PLAIN, Settings
 
 if TYPE_CHECKING:
-    from chipfit.report.rows import Report
+    from chipfit.report.report import Report
     from chipfit.verify import Verification
 
 

@@ -19,7 +19,7 @@ from chipfit.report.terminal import accuracies, size
 
 if TYPE_CHECKING:
     from chipfit.pipeline import Result
-    from chipfit.report.rows import Report
+    from chipfit.report.report import Report
 
 
 class Block(nn.Module):

@@ -10,11 +10,11 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from chipfit.report.advice import advice
-from chipfit.report.rows import LayerRow, Report
+from chipfit.report.record import LayerRow, ReportData
 from chipfit.report.terminal import RUNS, accuracies, agreement, formats, kernel_exec, kernel_name, kernel_ops, size
 
 
-def page(report: Report) -> str:
+def page(report: ReportData) -> str:
     """HTML with styles, drawings and script inside; its content policy forbids the browser to load anything else."""
     here = resources.files("chipfit.report")
     css, js, text = ((here / name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "page.html.j2"))
@@ -67,7 +67,7 @@ def _kernel(kernel: tuple[LayerRow, ...]) -> dict[str, Any]:
     }
 
 
-def _tensors(report: Report) -> list[dict[str, Any]]:
-    """Each compared tensor: its name, its integers, how many differ, how far, and the same given the device's inputs."""
+def _tensors(report: ReportData) -> list[dict[str, Any]]:
+    """Each compared tensor: its integers, how many differ, how far, and the same given the device's inputs."""
     keys = ("tensor", "layer", "op", "elements", "differing", "largest", "op_differing", "op_largest", "in_float")
     return [{k: row[k] for k in keys} for row in report.verification["rows"]] if report.verification else []
