@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class ChipfitError(Exception):
@@ -36,6 +36,8 @@ class ChipfitError(Exception):
 
 class PlatformError(ChipfitError):
     """A platform description is malformed or contradicts itself."""
+
+    all: Sequence[PlatformError] = ()  #: every problem of the same file, this one included
 
 
 class ModelingError(PlatformError, AssertionError, ValueError):
