@@ -332,7 +332,7 @@ class Fuse(_Record):
 
     @property
     def steps(self) -> tuple[tuple[str, ...], ...]:
-        """Alternatives per position; a graph becomes the chain along its edges, its free input may come from anywhere."""
+        """Alternatives per position; a graph becomes the chain along its edges, with its free input from anywhere."""
         if self.graph is None:
             return self.chain or ()
         nodes = {k: (v,) if isinstance(v, str) else tuple(v) for k, v in self.graph["nodes"].items()}
