@@ -95,6 +95,15 @@ def test_platforms_check_accepts_a_good_file_and_names_the_line_of_a_bad_one(fol
     assert "q.yaml:2, key formatz" in str(run("platforms", "check", "q.yaml").exception)
 
 
+def test_platforms_check_shows_every_problem_of_a_file(folder):
+    (folder[0] / "p.yaml").write_text("name: p\nformatz: {}\nextends: ort_cpu\nplatz: {}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "chipfit.cli", "platforms", "check", "p.yaml"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.count("PlatformError") == 2
+    assert "p.yaml:2, key formatz" in done.stderr and "p.yaml:4, key platz" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -122,6 +122,8 @@ def explain(e: ValidationError, source: Source) -> Iterator[Problem]:
     """One problem for each place: the members of a union complain together."""
     places: dict[Path, list[Any]] = {}
     for error in e.errors():
+        if error["type"] == "too_short" and error["input"]:
+            continue  # it has entries, and each of them is refused
         path: Path = ()
         for part in error["loc"]:
             if source.holds((*path, part)) or not _TAG.match(str(part)):
