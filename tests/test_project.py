@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import io
 import re
 import subprocess
@@ -51,6 +52,26 @@ def test_every_relative_link_of_a_page_resolves(page):
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_file_and_module_that_a_page_names_exists(page):
+    text = page.read_text()
+    files = re.findall(r"`((?:src|docs|tests|examples|benchmarks)/[\w./-]+)`", text)
+    assert [f for f in files if not (ROOT / f).exists()] == []
+    modules = re.findall(r"(?:from|import|`)\s?(chipfit(?:\.[a-z_]+)+)", text)
+    assert [m for m in modules if not resolves(m)] == []
+
+
+def resolves(dotted: str) -> bool:
+    """A module of chipfit, or a name in one."""
+    module, _, name = dotted.rpartition(".")
+    path = PACKAGE.parent / dotted.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file() or hasattr(importlib.import_module(module), name)
+
+
+def test_a_module_that_has_moved_is_missed():
+    assert resolves("chipfit.plan.record") and resolves("chipfit.quantize") and not resolves("chipfit.plan_edit")
 
 
 def test_the_docs_site_lists_every_page():
