@@ -33,7 +33,7 @@ class PlatformError(ChipfitError):
 
 
 class ModelingError(PlatformError, AssertionError, ValueError):
-    """A chip described in Python contradicts itself; also an AssertionError and a ValueError, as users of MCT expect."""
+    """A chip described in Python contradicts itself; also AssertionError and ValueError, as users of MCT expect."""
 
 
 class CaptureError(ChipfitError):

@@ -1,4 +1,4 @@
-"""Every Python block of README and docs runs, page by page, top to bottom; every shell line names a command that exists."""
+"""Every Python block of README and docs runs, page by page, top to bottom; every shell line names what exists."""
 
 from __future__ import annotations
 
