@@ -34,6 +34,7 @@ HEADS: dict[str, tuple[str, ...]] = {
 }
 _NUMBERS = tuple(dict.fromkeys(n for numbers in HEADS.values() for n in numbers))
 _STRICT = ConfigDict(extra="forbid")
+_INPUTS = "format of the data inputs, or one per slot; any: whatever the producer writes"
 
 
 class _Record(BaseModel):
@@ -102,9 +103,7 @@ class Format(_Record):
     bits: int = Field(ge=1, le=64, strict=True, description="width of one code [bit]")
     kind: Literal["int", "lut", "log", "float", "bfp"] = "int"
     signed: bool | Literal["auto"] = Field(True, description="auto: decided per tensor from its data")
-    range: Literal["full", "narrow"] | tuple[int, int] = Field(
-        "full", description="codes in use; narrow drops the lowest"
-    )
+    range: Literal["full", "narrow"] | tuple[int, int] = Field("full", description="narrow drops the lowest code")
     scale: Literal["any", "pot"] = Field("any", description="pot: powers of two only")
     scale_min: float | None = Field(None, gt=0, description="least scale that the hardware represents")
     zero: int | Literal["any"] | tuple[int, ...] = Field(0, description="zero point: fixed, any, or one of a set")
@@ -194,17 +193,13 @@ def _codes(bits: int, signed: bool) -> tuple[int, int]:
 class Option(_Record):
     """One joint combination of formats that a kernel accepts."""
 
-    in_: str | tuple[str, ...] | None = Field(
-        None, alias="in", description="format of the data inputs, or one per slot; any: whatever the producer writes"
-    )
+    in_: str | tuple[str, ...] | None = Field(None, alias="in", description=_INPUTS)
     in_bits: tuple[int, ...] | None = Field(None, description="with in any: widths that the kernel reads")
-    w: str | None = Field(
-        None, description="format of the weights; with in any, also of constants among the data inputs"
-    )
+    w: str | None = Field(None, description="format of the weights; with in any, also of constant data inputs")
     b: str | None = None
     out: str | None = None
     simd: int | None = Field(None, description="SIMD width, a cost hint")
-    when: dict[str, Any] = Field(default_factory=dict)
+    when: dict[str, Any] = {}
 
     @property
     def ins(self) -> tuple[str, ...]:
@@ -274,10 +269,8 @@ class OpRule(_Record):
     """What the chip says about some operators. The first rule that matches an operator wins."""
 
     match: tuple[str, ...] = Field(min_length=1, description="canonical operators, @groups, @sets of this file, or *")
-    where: dict[str, Any] = Field(
-        default_factory=dict, description="predicates on attributes: eq, in, min, max, multiple"
-    )
-    when: dict[str, Any] = Field(default_factory=dict, description="architecture or bits gate")
+    where: dict[str, Any] = Field({}, description="predicates on attributes: eq, in, min, max, multiple")
+    when: dict[str, Any] = Field({}, description="architecture or bits gate")
     use: tuple[Option, ...] = Field((), description="joint choices, the first is the base one")
     rules: tuple[Rule, ...] = ()
     exec: Literal["int", "float", "table", "follow"] | None = None
@@ -313,7 +306,7 @@ class Fuse(_Record):
     chain: tuple[tuple[str, ...], ...] | None = Field(None, description="alternatives per position")
     graph: Branches | None = None
     inner: str = Field("none", description="format between the parts")
-    when: dict[str, Any] = Field(default_factory=dict)
+    when: dict[str, Any] = {}
     note: str = ""
     src: tuple[str, ...] = Field(min_length=1)
     conf: Confidence
@@ -360,9 +353,7 @@ class Math(_Record):
 
     q_round: Rounding | None = None
     w_round: str | None = None
-    kernels: str | None = Field(
-        None, description="family of kernels that the simulator mirrors, by its name in chipfit.simulate"
-    )
+    kernels: str | None = Field(None, description="kernels that the simulator mirrors, by name in chipfit.simulate")
     requant: Requant | None = None
     acc: tuple[Accumulator, ...] = Field((), description="accumulators, innermost first")
     act_table: dict[str, Any] | None = None
@@ -377,22 +368,18 @@ class Platform(_Record):
     title: str = ""
     extends: str | None = None
     arch: tuple[str, ...] = Field((), description="revision tags, oldest first")
-    formats: dict[str, Format] = Field(default_factory=dict)
-    sets: dict[str, tuple[Member, ...]] = Field(
-        default_factory=dict, description="operator sets that rules and fusions name as @set"
-    )
+    formats: dict[str, Format] = {}
+    sets: dict[str, tuple[Member, ...]] = Field({}, description="operators that rules and fusions name as @set")
     ops: tuple[OpRule, ...] = ()
     unlisted: Literal["float", "follow", "reject", "cpu"] = "float"
     fuse: tuple[Fuse, ...] = ()
-    place: Placement = Field(default_factory=Placement)
-    math: Math = Field(default_factory=Math)
+    place: Placement = Placement()
+    math: Math = Math()
     deploy: tuple[str, ...] = Field((), description="artefacts, most native first")
-    runtimes: tuple[str, ...] = Field(
-        (), description="runtimes that are verified to compute this platform's integers, its own first"
-    )
+    runtimes: tuple[str, ...] = Field((), description="runtimes verified to compute its integers, its own first")
     encodings: str = Field("generic", description="dialect of the JSON encodings that its tools read")
     metadata: bool = Field(False, description="exported files name the platform and chipfit's version")
-    sources: dict[str, str] = Field(default_factory=dict, description="id -> where the facts come from")
+    sources: dict[str, str] = Field({}, description="id -> where the facts come from")
     gaps: tuple[str, ...] = Field((), description="what is not known")
     arch_selected: str | None = Field(None, exclude=True)
     file: str = Field("", exclude=True)

@@ -20,12 +20,11 @@ def page(report: ReportData) -> str:
     css, js, text = ((here / name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "page.html.j2"))
     env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     kernels = [_kernel(k) for k in report.kernels]
-    v = report.verification
     data = {"inputs": [_kernel((r,)) for r in report.inputs], "kernels": kernels, "tensors": _tensors(report)}
     share = {runs: sum(r.exec == key for r in report.layers) / max(1, len(report.layers)) for key, runs in RUNS.items()}
     return env.from_string(text).render(
         r=report,
-        v=v,
+        v=report.verification,
         size=size,
         kernels=kernels,
         runs=RUNS,
@@ -36,10 +35,6 @@ def page(report: ReportData) -> str:
         agreement=agreement(report).plain.splitlines(),
         accuracies=accuracies(report),
         advice=advice(report),
-        shrink=report.float_bytes / max(1, report.quantized_bytes),
-        total=sum(report.timings.values()) or 1.0,
-        measured=[k for k in kernels if k["sqnr"] is not None],
-        weighed=[k for k in kernels if k["wsqnr"] is not None],
     )
 
 

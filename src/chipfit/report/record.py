@@ -79,6 +79,11 @@ class ReportData:
         return [tuple(parts[r.node]) for r in self.layers if r.node in parts]
 
     @property
+    def shrink(self) -> float:
+        """How many times smaller the weights have become."""
+        return self.float_bytes / max(1, self.quantized_bytes)
+
+    @property
     def integer_share(self) -> float:
         """Share of operators that run in integers or move codes."""
         return sum(r.exec != "float" for r in self.layers) / max(1, len(self.layers))

@@ -155,12 +155,8 @@ def _sizes(graph: Graph, plan: Plan) -> dict[str, int]:
         parameters += w.numel()
         quantized += _bytes(w.numel(), bits)
         padded += _bytes(w.numel() // channels * -(-channels // simd) * simd, bits)
-    return {
-        "float_bytes": 4 * parameters,
-        "quantized_bytes": quantized,
-        "padded_bytes": padded,
-        "parameters": parameters,
-    }
+    sizes = {"float_bytes": 4 * parameters, "quantized_bytes": quantized, "padded_bytes": padded}
+    return {**sizes, "parameters": parameters}
 
 
 def _bytes(count: int, bits: int) -> int:

@@ -96,8 +96,7 @@ def _summary(report: ReportData) -> Table:
     head.add_column(style="dim")
     head.add_column()
     head.add_row("platform", escape(f"{report.platform}  {report.title}"))
-    shrink = report.float_bytes / max(1, report.quantized_bytes)
-    weights = f"{size(report.float_bytes)} -> {size(report.quantized_bytes)}, {shrink:.1f} x smaller"
+    weights = f"{size(report.float_bytes)} -> {size(report.quantized_bytes)}, {report.shrink:.1f} x smaller"
     if report.padded_bytes != report.quantized_bytes:
         weights += f" ({size(report.padded_bytes)} padded to the chip's SIMD width)"
     head.add_row("weights", weights)
