@@ -2,7 +2,7 @@
 
     python benchmarks/exactness.py [--random 50] [--quick]
 
-Weights are random, batch-norm statistics plausible. The random networks draw layers, widths, strides and branches from a
+Weights are random, statistics of batch norms plausible. Random ones draw layers, widths, strides and branches from a
 seed. "unsound" counts operators that, given the device's own input codes, do not compute the device's output codes (one
 code is allowed where the runtime itself computes in float).
 """

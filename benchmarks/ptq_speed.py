@@ -3,7 +3,7 @@
     python benchmarks/ptq_speed.py [--models resnet18 mobilenetv2] [--threads 2] [--images 128] [--repeats 3] [--quick]
 
 Time: `chipfit.quantize` as a whole (capture, rewrites, calibration, ranges; without export) over an eager float pass in
-inference mode, same process, same threads, best of `--repeats` after a warm-up. Memory: highest resident size during the
+inference mode, same process, same threads, best of `--repeats` after a warm-up. Memory: peak resident size during the
 work less that after importing and building model and images, each in a process of its own (Linux only).
 """
 
@@ -85,7 +85,7 @@ def measure_time(name: str, count: int, repeats: int) -> tuple[float, float, dic
 
 
 def resident_mib(field: str) -> float:
-    """VmRSS (now) or VmHWM (its peak). Not `ru_maxrss`: that one a new process inherits from the one that started it."""
+    """VmRSS (now) or VmHWM (its peak). Not `ru_maxrss`, which a new process inherits from the one that started it."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
     return int(line.split()[1]) / 1024
 
@@ -133,7 +133,8 @@ def main() -> int:
         return 0
 
     table = Table(
-        title=f"chipfit.quantize, {count} images of 224x224 in batches of {BATCH}, {args.threads} threads, best of {repeats}"
+        title=f"chipfit.quantize, {count} images of 224x224 in batches of {BATCH}, "
+        f"{args.threads} threads, best of {repeats}"
     )
     for heading in (
         "model",

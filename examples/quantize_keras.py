@@ -1,4 +1,4 @@
-"""A Keras network on handwritten digits: trained, quantized to 8 and to 2 bits, trained on in 2 bits, exported and verified.
+"""A Keras network on handwritten digits: trained, quantized to 8 and 2 bits, trained on in 2 bits, exported, verified.
 
 KERAS_BACKEND=torch python examples/quantize_keras.py        (or jax, or tensorflow)
 """

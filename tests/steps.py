@@ -69,7 +69,7 @@ class Steps:
         return float((fake_quantize(x, t.scale, t.zero_point, t.grid, t.axis) - x).square().mean())
 
     def error(self, *only: str) -> float:
-        """Relative squared error of the first output, where `only` these tensors are stored in codes (all when omitted)."""
+        """Relative squared error of the first output, where `only` these tensors are stored in codes (or all)."""
         plan = self.plan()
         tensors = {k: t if not only or k in only else t.with_(stored=None) for k, t in plan.tensors.items()}
         want, got = self.float()[0], self.quantized(replace(plan, tensors=tensors))[0]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import io
 import re
 import subprocess
+import tokenize
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,7 @@ PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *(ROOT / "docs").rglob("*.md")]
 )
 PACKAGE = Path(chipfit._version.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def tracked() -> list[Path]:
@@ -49,6 +54,26 @@ def test_every_relative_link_of_a_page_resolves(page):
     assert missing == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_file_and_module_that_a_page_names_exists(page):
+    text = page.read_text()
+    files = re.findall(r"`((?:src|docs|tests|examples|benchmarks)/[\w./-]+)`", text)
+    assert [f for f in files if not (ROOT / f).exists()] == []
+    modules = re.findall(r"(?:from|import|`)\s?(chipfit(?:\.[a-z_]+)+)", text)
+    assert [m for m in modules if not resolves(m)] == []
+
+
+def resolves(dotted: str) -> bool:
+    """A module of chipfit, or a name in one."""
+    module, _, name = dotted.rpartition(".")
+    path = PACKAGE.parent / dotted.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file() or hasattr(importlib.import_module(module), name)
+
+
+def test_a_module_that_has_moved_is_missed():
+    assert resolves("chipfit.plan.record") and resolves("chipfit.quantize") and not resolves("chipfit.plan_edit")
+
+
 def test_the_docs_site_lists_every_page():
     import yaml
 
@@ -70,81 +95,210 @@ def test_the_pinned_versions_satisfy_the_package_metadata():
     assert [str(r) for r in wanted if r.name.lower() in pins and pins[r.name.lower()] not in r.specifier] == []
 
 
-#: folder -> what it may not import: lower layers know nothing of higher ones
-BORDERS = {
-    "quantizers": (
-        "chipfit.graph",
-        "chipfit.platform",
-        "chipfit.plan.record",
-        "chipfit.frameworks",
-        "chipfit.pipeline",
-    ),
-    "ranges": ("chipfit.graph", "chipfit.platform", "chipfit.plan.record", "chipfit.frameworks", "chipfit.pipeline"),
-    "graph": (
-        "chipfit.engine",
-        "chipfit.frameworks",
-        "chipfit.platform",
-        "chipfit.plan.record",
-        "chipfit.ranges",
-        "chipfit.pipeline",
-        "chipfit.export",
-    ),
-    "engine": (
-        "chipfit.frameworks",
-        "chipfit.platform",
-        "chipfit.plan",
-        "chipfit.decide",
-        "chipfit.passes",
-        "chipfit.calibration",
-        "chipfit.pipeline",
-        "chipfit.export",
-    ),
-    "platform": ("chipfit.plan.record", "chipfit.frameworks", "chipfit.pipeline", "chipfit.export", "chipfit.ranges"),
-    "passes": ("chipfit.platform", "chipfit.plan.record", "chipfit.pipeline", "chipfit.export"),
-    "calibration": ("chipfit.platform", "chipfit.pipeline", "chipfit.export"),
-    "frameworks": ("chipfit.platform", "chipfit.pipeline", "chipfit.export", "chipfit.calibration"),
-    "simulate": ("chipfit.pipeline", "chipfit.export", "chipfit.runtimes", "chipfit.calibration"),
-    "runtimes": ("chipfit.pipeline", "chipfit.platform", "chipfit.graph", "chipfit.plan.record"),
+# ---------------------------------------------------------------- borders
+
+#: rooms from the bottom up: each may import those before it
+LAYERS = (
+    "errors registry files quantizers graph engine calibration ranges platform plan decide passes correction "
+    "frameworks export simulate runtimes verify report steps settings pipeline facade cli"
+).split()
+#: room -> rooms below it of which it knows nothing all the same
+STRANGERS = {
+    "ranges": "graph engine",
+    "platform": "engine calibration ranges",
+    "calibration": "registry",
+    "passes": "platform",
+    "frameworks": "platform calibration ranges decide",
+    "simulate": "export calibration ranges decide passes",
+    "runtimes": "quantizers graph engine calibration platform plan decide export simulate",
 }
+#: what still crosses a border; the list only shrinks
+CROSSINGS = {
+    "engine/opaque.py imports frameworks",
+    "passes/concat_ranges.py imports platform",
+    "passes/give_biases.py imports platform",
+    "plan/relayout.py imports passes",
+    "platform/load.py imports facade",
+    "platform/save.py imports facade",
+}
+#: modules that repeat the documents' names, and the package's own door
+DOORS = {"__init__", "_version", "core", "framework_info", "hardware_representation", "ptq", "target_platform"}
 
 
-def imports(path: Path) -> set[str]:
-    """Modules that a file imports while running; imports for type hints only do not count."""
-    tree = ast.parse(path.read_text())
-    typing_only = {
-        id(n)
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
-        for part in block.body
-        for n in ast.walk(part)
-    }
+def statements(source: str, *, typing: bool) -> list[ast.AST]:
+    """Every node of a module, functions included; with `typing`, also what only type checkers run."""
+    tree = ast.parse(source)
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    left_out = {id(n) for block in blocks for part in block.body for n in ast.walk(part)} if not typing else set()
+    return [n for n in ast.walk(tree) if id(n) not in left_out]
+
+
+def imports(source: str, modules: Collection[str] = (), *, typing: bool = False) -> set[str]:
+    """What a module imports, anywhere in it; of `modules`, without the packages that they are taken from."""
     found = set()
-    for n in ast.walk(tree):
-        if id(n) in typing_only:
-            continue
+    for n in statements(source, typing=typing):
         if isinstance(n, ast.Import):
             found |= {a.name for a in n.names}
         elif isinstance(n, ast.ImportFrom) and n.module:
-            found |= {n.module, *(f"{n.module}.{a.name}" for a in n.names)}
+            names = {f"{n.module}.{a.name}" for a in n.names}
+            found |= names if names <= set(modules) else {n.module, *names}
     return found
 
 
-@pytest.mark.parametrize("folder", BORDERS)
-def test_a_layer_imports_nothing_above_it(folder):
-    crossed = []
-    for path in sorted((PACKAGE / folder).rglob("*.py")):
-        for module in sorted(imports(path)):
-            if any(module == b or module.startswith(b + ".") for b in BORDERS[folder]):
-                crossed.append(f"{path.relative_to(PACKAGE)} imports {module}")
-    assert crossed == []
+def rooms(path: Path) -> set[str]:
+    """The rooms of chipfit that a file imports from."""
+    return {m.split(".")[1] for m in imports(path.read_text()) if m.startswith("chipfit.")}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def test_every_room_has_its_layer():
+    found = {room_of(p) for p in MODULES} - DOORS
+    assert found == set(LAYERS)
+
+
+def test_a_room_imports_nothing_above_it():
+    crossed = set()
+    for path in MODULES:
+        own = room_of(path)
+        if own not in DOORS:
+            known = {*LAYERS[: LAYERS.index(own) + 1], "_version", "__version__"} - set(STRANGERS.get(own, "").split())
+            crossed |= {f"{path.relative_to(PACKAGE)} imports {other}" for other in rooms(path) - known}
+    assert crossed == CROSSINGS
+
+
+def test_only_the_command_line_and_the_doors_know_the_facade():
+    knows = {room_of(p) for p in MODULES if "facade" in rooms(p)} - {"facade", "cli"} - DOORS
+    assert knows == {c.partition("/")[0] for c in CROSSINGS if c.endswith("imports facade")}
+
+
+#: import circles that are left: at run time, and with what is imported for type hints only
+CIRCLES = {
+    False: ["export.onnx.opaque export.onnx.writer", "platform.load facade.target_platform.lower"],
+    True: [
+        "export.onnx.opaque export.onnx.writer",
+        "platform.load facade.target_platform.lower",
+        "export.tflite.ops export.tflite.writer",
+        "frameworks.keras.capture frameworks.keras.read",
+        "frameworks.torch.capture frameworks.torch.read",
+        "settings steps",
+    ],
+}
+
+
+def circles(modules: dict[str, set[str]]) -> list[set[str]]:
+    """Groups of modules that import each other, from the modules that each imports."""
+    reach = {name: set(known) & set(modules) for name, known in modules.items()}
+    for middle in modules:
+        for known in reach.values():
+            if middle in known:
+                known |= reach[middle]
+    return [set(c) for c in {frozenset(o for o in reach[m] if m in reach[o]) for m in modules if m in reach[m]}]
+
+
+@pytest.mark.parametrize("typing", [False, True])
+def test_no_modules_import_each_other(typing):
+    named = {
+        ".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): p for p in MODULES
+    }
+    found = circles({name: imports(p.read_text(), named, typing=typing) - {name} for name, p in named.items()})
+    known = [{f"chipfit.{m}" for m in words.split()} for words in CIRCLES[typing]]
+    assert [c for c in found if not any(pair <= c for pair in known)] == []
+    assert [pair for pair in known if not any(pair <= c for c in found)] == []  # what is gone leaves the list
+
+
+def test_a_circle_through_a_function_is_found():
+    sources = {
+        "pkg.one": "def late():\n    from pkg.two import name",
+        "pkg.two": "if TYPE_CHECKING:\n    import pkg.three\nfrom pkg import one",
+        "pkg.three": "import pkg.one",
+    }
+    assert circles({m: imports(s, sources) for m, s in sources.items()}) == [{"pkg.one", "pkg.two"}]
+    assert circles({m: imports(s, sources, typing=True) for m, s in sources.items()}) == [set(sources)]
+
+
+# ---------------------------------------------------------------- size
+
+LINES_OF_CODE = 17_000  #: the most that src/chipfit may have
+TOP_LEVEL = 15  #: modules beside the documents' doors
+FILES_PER_OPERATOR = (
+    13  #: files that may name one operator: a row in the table, a kernel, a row for each reader and writer
+)
+
+
+def lines_of_code(source: str) -> int:
+    """Lines that are neither blank, nor comment, nor docstring."""
+    tree = ast.parse(source)
+    scopes = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    docs = [
+        n.body[0] for n in ast.walk(tree) if isinstance(n, scopes) and ast.get_docstring(n, clean=False) is not None
+    ]
+    silent = {line for d in docs for line in range(d.lineno, d.end_lineno + 1)}
+    layout = tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
+    tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type not in layout]
+    return len({line for t in tokens for line in range(t.start[0], t.end[0] + 1)} - silent)
+
+
+def test_lines_are_counted_without_blank_ones_comments_and_docstrings():
+    source = '"""One\ntwo."""\n\n# why\nX = """a\n\nb"""  # three lines\n'
+    source += '\ndef f():\n    """Doc."""\n    return (\n        X\n    )\n'
+    assert lines_of_code(source) == 3 + 1 + 3
+
+
+def test_the_package_stays_small():
+    assert sum(lines_of_code(p.read_text()) for p in MODULES) <= LINES_OF_CODE
+    assert not [str(p) for p in MODULES if "fmt: " + "skip" in p.read_text() or "fmt: " + "off" in p.read_text()]
+
+
+def test_few_modules_stand_at_the_top():
+    assert len([p for p in PACKAGE.glob("*.py") if p.stem not in DOORS - {"__init__", "_version"}]) <= TOP_LEVEL
+
+
+def test_an_operator_is_named_in_few_files():
+    naming = [p.relative_to(PACKAGE) for p in MODULES if re.search("max_?pool", p.read_text(), re.IGNORECASE)]
+    assert len(naming) <= FILES_PER_OPERATOR, naming
+
+
+# ---------------------------------------------------------------- facts with one home
+
+#: code that still names a platform; the list only shrinks
+NAMING = {
+    "export/encodings.py",
+    "export/tflite/writer.py",
+    "facade/target_platform/targets.py",
+    "simulate/integer.py",
+}
+
+
+def texts(source: str) -> list[str]:
+    """String constants of a module, docstrings aside."""
+    tree = ast.parse(source)
+    docs = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    return [
+        n.value
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docs
+    ]
+
+
+def test_no_code_names_a_platform():
+    names = "|".join(p.stem for p in (PACKAGE / "platform/builtin").glob("*.yaml"))
+    named = re.compile(rf"\b({names})\b")
+    assert [x for x in texts('"""ort_cpu"""\nrun(f"on {x}: ort_cpu@AVX2", "ort_cpus")') if named.search(x)] == [
+        ": ort_cpu@AVX2"
+    ]
+    found = {str(p.relative_to(PACKAGE)) for p in MODULES if any(named.search(x) for x in texts(p.read_text()))}
+    assert {f for f in found if not f.startswith(("platform/builtin/", "runtimes/"))} == NAMING
 
 
 def test_only_the_writer_and_the_runtimes_know_onnx():
     allowed = {"export", "runtimes"}
     knows = [
         p.relative_to(PACKAGE)
-        for p in PACKAGE.rglob("*.py")
-        if any(m.partition(".")[0] in ("onnx", "onnxruntime") for m in imports(p))
+        for p in MODULES
+        if any(m.partition(".")[0] in ("onnx", "onnxruntime") for m in imports(p.read_text()))
     ]
     assert [str(p) for p in knows if p.parts[0] not in allowed] == []
 
@@ -152,7 +306,7 @@ def test_only_the_writer_and_the_runtimes_know_onnx():
 def test_every_module_has_a_docstring():
     bare = [
         p.relative_to(ROOT)
-        for p in PACKAGE.rglob("*.py")
+        for p in MODULES
         if p.read_text().strip() and not ast.get_docstring(ast.parse(p.read_text()))
     ]
     assert [str(p) for p in bare] == []

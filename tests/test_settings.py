@@ -1,4 +1,4 @@
-"""Every option of a configuration changes what it says it changes, through the facade; and results stay exact with each."""
+"""Every option of a configuration changes what it says, through the facade, and results stay exact with each."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_clipped_activations_end_at_a_power_of_two(everything):
 
 
 def test_equalization_saves_channels_of_unequal_range():
-    """Weights per tensor, and channels whose ranges differ a thousandfold: most codes of the small ones are 0 without it."""
+    """Weights per tensor, channels whose ranges differ a thousandfold: most small codes are 0 without it."""
     model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 4))
     with torch.no_grad():
         factor = torch.logspace(-1.5, 1.5, 64)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from chipfit.plan.record import Plan
     from chipfit.platform.load import load as load_platform
     from chipfit.platform.schema import Platform
-    from chipfit.report.rows import Report
+    from chipfit.report.report import Report
     from chipfit.settings import Settings
     from chipfit.verify import Verification
 
@@ -30,7 +30,7 @@ _HOMES = {
     **{name: ("chipfit.pipeline", name) for name in ("Lint", "Result", "lint", "load", "quantize")},
     "Plan": ("chipfit.plan.record", "Plan"),
     "Platform": ("chipfit.platform.schema", "Platform"),
-    "Report": ("chipfit.report.rows", "Report"),
+    "Report": ("chipfit.report.report", "Report"),
     "Verification": ("chipfit.verify", "Verification"),
     "FrameworkInfo": ("chipfit.facade.framework_info", "FrameworkInfo"),
     "DefaultDict": ("chipfit.facade.target_platform.capabilities", "DefaultDict"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class ChipfitError(Exception):
@@ -13,33 +13,27 @@ class ChipfitError(Exception):
     """
 
     def __init__(
-        self,
-        what: str,
-        *,
-        where: str = "",
-        got: object = None,
-        allowed: object = None,
-        hint: str = "",
+        self, what: str, *, where: str = "", got: object = None, allowed: object = None, hint: str = ""
     ) -> None:
         self.what, self.where, self.got, self.allowed, self.hint = what, where, got, allowed, hint
-        parts = [what.rstrip(".") + "."]
-        if where:
-            parts.append(f"Where: {where}.")
-        if got is not None:
-            parts.append(f"Got: {got}.")
-        if allowed is not None:
-            parts.append(f"Allowed: {allowed}.")
-        if hint:
-            parts.append(f"Try: {hint.rstrip('.')}.")
-        super().__init__(" ".join(parts))
+        sentences = [what, *(f"{label.capitalize()}: {fact}" for label, fact in self.facts.items())]
+        super().__init__(" ".join(f"{s.rstrip('.')}." for s in sentences))
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What was given beside the sentence, by label."""
+        facts = {"where": self.where or None, "got": self.got, "allowed": self.allowed, "try": self.hint or None}
+        return {label: fact for label, fact in facts.items() if fact is not None}
 
 
 class PlatformError(ChipfitError):
     """A platform description is malformed or contradicts itself."""
 
+    all: Sequence[PlatformError] = ()  #: every problem of the same file, this one included
+
 
 class ModelingError(PlatformError, AssertionError, ValueError):
-    """A chip that is described in Python contradicts itself; also an AssertionError and a ValueError, as users of MCT expect."""
+    """A chip described in Python contradicts itself; also AssertionError and ValueError, as users of MCT expect."""
 
 
 class CaptureError(ChipfitError):

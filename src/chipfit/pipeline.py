@@ -26,6 +26,7 @@ from chipfit.passes.fuse import fuse
 from chipfit.passes.shift_negative import fuse_shifts
 from chipfit.plan import provenance
 from chipfit.plan.record import Plan, TensorPlan
+from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.load import load as load_platform
 from chipfit.platform.match import fusions, sets_of
 from chipfit.platform.schema import Platform
@@ -33,7 +34,7 @@ from chipfit.ranges import Rule, name_of, rule_of
 from chipfit.settings import PLAIN, Settings
 
 if TYPE_CHECKING:
-    from chipfit.report.rows import Report
+    from chipfit.report.report import Report
     from chipfit.verify import Verification
 
 
@@ -136,7 +137,7 @@ class Result:
 def quantize(
     model: Any,
     data: Any,
-    platform: str | Path | Platform = "ort_cpu",
+    platform: str | Path | Platform = DEFAULT,
     *,
     rule: Rule = "mse",
     weight_rule: Rule = "mse",
@@ -287,7 +288,7 @@ class Lint:
 
 
 def lint(
-    model: Any, example: Any, platform: str | Path | Platform = "ort_cpu", overrides: Overrides | None = None
+    model: Any, example: Any, platform: str | Path | Platform = DEFAULT, overrides: Overrides | None = None
 ) -> Lint:
     """Say which operators would run in integers, which fuse, and why the rest stays float; needs no data."""
     target = load_platform(platform)

@@ -1,4 +1,4 @@
-"""Every Python block of README and docs runs, page by page, top to bottom; every shell line names a command that exists."""
+"""Every Python block of README and docs runs, page by page, top to bottom; every shell line names what exists."""
 
 from __future__ import annotations
 
@@ -69,7 +69,11 @@ def test_a_shell_line_names_a_command_that_exists(page, line):
             command, rest = command.commands[rest[0]], rest[1:]
         known = {"--help", *(o for p in command.params for o in p.opts + p.secondary_opts)}
         assert {w.split("=")[0] for w in rest if w.startswith("-")} <= known, f"{page}: no such option of `{line}`"
+    elif words[0].endswith("/pytest"):
+        file, _, test = next(w for w in words if w.startswith("tests/")).partition("::")
+        assert (ROOT / file).exists(), f"{page}: no such tests"
+        assert not test or f"def {test}(" in (ROOT / file).read_text(), f"{page}: no such test"
     elif words[0] == "python":
         assert (ROOT / words[1]).is_file(), f"{page}: no such script"
     else:
-        assert words[0] in {"pip", "git", "cd"}, f"{page}: what is {words[0]}?"
+        assert words[0] in {"pip", "git", "cd", "export"}, f"{page}: what is {words[0]}?"

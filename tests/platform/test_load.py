@@ -111,6 +111,25 @@ BAD = {
         ["cycle"],
     ),
     "another schema version": ("name: tiny_npu", "name: tiny_npu\nschema: 7", ["version 7"]),
+    "a word for the width of an accumulator": (
+        "acc: [{bits: 32}]",
+        "acc: [{bits: wide}]",
+        ["math.acc.0.bits", "must be an integer", "'wide'"],
+    ),
+    "an unknown key of a look-up table": (
+        "zero: any",
+        "kind: lut, lut: {entry: 16}",
+        ["formats.a8.lut.entry", "did you mean entries"],
+    ),
+    "a fusion of no operator": (
+        '{chain: [["@conv"], [Relu, Relu6]]',
+        "{graph: {nodes: {c: Conv2D, r: null}, edges: [[c, r]]}",
+        ["fuse.0.graph.nodes.r", "text, or a list"],
+    ),
+    "a rule for nothing": ("match: [Add]", "match: []", ["ops.1.match", "'match' must not be empty"]),
+    "a list inside a list": ("match: [Add]", "match: [[Add]]", ["'match.0' must be text"]),
+    "an unknown key of a set": ("title:", "sets: {s: [{typ: Conv2d}]}\ntitle:", ["sets.s.0.typ", "did you mean type"]),
+    "a key that is a list": ("title:", "? [title]\n:", ["a key is one word"]),
 }
 
 
@@ -162,6 +181,16 @@ def test_check_lists_every_problem_at_once(tmp_path):
     )
     assert [str(e.where).rpartition(" ")[2] for e in check(file)] == ["ops.1.src", "ops.1.use.0.in"]
     assert check(write(tmp_path, GOOD)) == []
+
+
+def test_the_first_problem_is_the_first_of_the_file(tmp_path):
+    file = write(
+        tmp_path, GOOD.replace("zero: any", "zero: 300").replace("name: tiny_npu", "math: {acc: 3}\nname: tiny_npu")
+    )
+    file.write_text(file.read_text().replace("math: {q_round", "unlisted: {q_round"))
+    with pytest.raises(PlatformError, match=r"tiny_npu.yaml:1, key math.acc.*lists 2 more"):
+        load(file)
+    assert [e.where.partition(":")[2].partition(",")[0] for e in check(file)] == ["1", "5", "18"]
 
 
 def test_platforms_that_extend_each_other_are_refused(tmp_path):

@@ -168,7 +168,8 @@ def browse(tmp_path_factory):
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no chromium is installed")
-    quiet = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking disable-component-update disable-sync"
+    quiet = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
+    quiet += "disable-component-update disable-sync"
 
     def open_page(text):
         folder = tmp_path_factory.mktemp("browser")

@@ -6,32 +6,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
+
+from chipfit.platform.builtin import DEFAULT
 
 if TYPE_CHECKING:
     from chipfit.errors import ChipfitError
     from chipfit.pipeline import Result
+    from chipfit.plan.record import TensorPlan
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 platforms = typer.Typer(help="What chips can do: built-in descriptions and your own.", invoke_without_command=True)
 app.add_typer(platforms, name="platforms")
 
-ModelArg = Annotated[str, typer.Argument(help="a .pt2 file (torch.export.save), a .keras file, or module:factory")]
-DataOpt = Annotated[
-    str, typer.Option("--data", help=".npz (x, and y for accuracy), a folder of images, or module:iterable")
-]
-PlatformOpt = Annotated[
-    str,
-    typer.Option(
-        "--platform", "-p", help="built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python"
-    ),
-]
-WeightsOpt = Annotated[Path | None, typer.Option("--weights", help="safetensors for module:factory")]
-SizeOpt = Annotated[
-    int, typer.Option("--input-size", min=1, help="side of the square that images are resized to [pixels]")
-]
-MeanOpt = Annotated[str, typer.Option("--mean", help="of images in 0..1, per channel")]
-StdOpt = Annotated[str, typer.Option("--std", help="of images in 0..1, per channel")]
-SavedArg = Annotated[Path, typer.Argument(help="folder that `quantize` or Result.save wrote")]
+Model = Annotated[str, Argument(help="a .pt2 file (torch.export.save), a .keras file, or module:factory")]
+Data = Annotated[str, Option("--data", help=".npz (x, and y for accuracy), a folder of images, or module:iterable")]
+_CHIP = "built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python"
+Chip = Annotated[str, Option("--platform", "-p", help=_CHIP)]
+Weights = Annotated[Path | None, Option("--weights", help="safetensors for module:factory")]
+Side = Annotated[int, Option("--input-size", min=1, help="side of the square that images are resized to [pixels]")]
+Mean = Annotated[str, Option("--mean", help="of images in 0..1, per channel")]
+Std = Annotated[str, Option("--std", help="of images in 0..1, per channel")]
+Saved = Annotated[Path, Argument(help="folder that `quantize` or Result.save wrote")]
+Rule = Annotated[str, Option("--rule", help="range rule for activations")]
+WeightRule = Annotated[str, Option("--weight-rule", help="range rule for weights")]
+KeepFloat = Annotated[list[str] | None, Option("--float", help="keep a layer in float (repeatable)")]
+Bits = Annotated[list[str] | None, Option("--bits", help="LAYER=BITS, weight bits of a layer (repeatable)")]
+Format = Annotated[str, Option("--format", help="of the model file: onnx, tflite, or json for encodings")]
+_CHECK = "run the file and compare integers; by default where its runtime is the platform's own"
+Check = Annotated[bool | None, Option("--verify/--no-verify", help=_CHECK)]
+_RUNTIMES = "onnxruntime, openvino, litert, litert_reference or litert_optimized; by default the platform's own"
+Runtime = Annotated[str | None, Option("--runtime", help=_RUNTIMES)]
+Deployed = Annotated[Path | None, Option("--file", exists=True, help="the deployed file; exported again when omitted")]
+ReportFile = Annotated[Path | None, Option("--report", help="write what was found, as .html or .json")]
+Shape = Annotated[str | None, Option("--input-shape", help="batch first: 1,3,224,224; a file knows its own")]
 MEAN, STD = "0.485,0.456,0.406", "0.229,0.224,0.225"  # ImageNet's, which most vision models were trained with
 
 
@@ -55,9 +63,8 @@ def _panel(e: ChipfitError) -> None:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     facts.add_column(overflow="fold")
-    for label, fact in (("where", e.where), ("got", e.got), ("allowed", e.allowed), ("try", e.hint)):
-        if fact not in ("", None):
-            facts.add_row(label, Text(str(fact)))
+    for label, fact in e.facts.items():
+        facts.add_row(label, Text(str(fact)))
     body = Table.grid()
     body.add_row(Text(e.what.rstrip(".") + ".", style="bold"))
     body.add_row(facts)
@@ -74,9 +81,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _chipfit(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
-    ] = False,
+    version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="print the version")] = False,
 ) -> None:
     """Fit a trained neural network to a chip."""
 
@@ -90,33 +95,21 @@ def _load(saved: Path) -> Result:
 
 @app.command()
 def quantize(
-    model: ModelArg,
-    data: DataOpt,
-    platform: PlatformOpt = "ort_cpu",
-    out: Annotated[Path, typer.Option("--out", "-o", help="folder for plan, model file and report")] = Path(
-        "chipfit_out"
-    ),
-    weights: WeightsOpt = None,
-    rule: Annotated[str, typer.Option("--rule", help="range rule for activations")] = "mse",
-    weight_rule: Annotated[str, typer.Option("--weight-rule", help="range rule for weights")] = "mse",
-    keep_float: Annotated[list[str] | None, typer.Option("--float", help="keep a layer in float (repeatable)")] = None,
-    bits: Annotated[
-        list[str] | None, typer.Option("--bits", help="LAYER=BITS, weight bits of a layer (repeatable)")
-    ] = None,
-    suffix: Annotated[
-        str, typer.Option("--format", help="of the model file: onnx, tflite, or json for encodings")
-    ] = "onnx",
-    input_size: SizeOpt = 224,
-    mean: MeanOpt = MEAN,
-    std: StdOpt = STD,
-    seed: Annotated[int, typer.Option("--seed", help="of everything random")] = 0,
-    check: Annotated[
-        bool | None,
-        typer.Option(
-            "--verify/--no-verify",
-            help="run the file and compare integers; by default where its runtime is the platform's own",
-        ),
-    ] = None,
+    model: Model,
+    data: Data,
+    platform: Chip = DEFAULT,
+    out: Annotated[Path, Option("--out", "-o", help="folder for plan, model file and report")] = Path("chipfit_out"),
+    weights: Weights = None,
+    rule: Rule = "mse",
+    weight_rule: WeightRule = "mse",
+    keep_float: KeepFloat = None,
+    bits: Bits = None,
+    suffix: Format = "onnx",
+    input_size: Side = 224,
+    mean: Mean = MEAN,
+    std: Std = STD,
+    seed: Annotated[int, Option("--seed", help="of everything random")] = 0,
+    check: Check = None,
 ) -> None:
     """Quantize a model for a platform; write its file, its plan and a report. Exit code 1 when the runtime departs."""
     from chipfit import pipeline
@@ -147,22 +140,14 @@ def quantize(
 
 @app.command()
 def verify(
-    saved: SavedArg,
-    data: DataOpt,
-    runtime: Annotated[
-        str | None,
-        typer.Option(
-            "--runtime",
-            help="onnxruntime, openvino, litert, litert_reference or litert_optimized; by default the platform's own",
-        ),
-    ] = None,
-    file: Annotated[
-        Path | None, typer.Option("--file", exists=True, help="the deployed file; exported again when omitted")
-    ] = None,
-    report: Annotated[Path | None, typer.Option("--report", help="write what was found, as .html or .json")] = None,
-    input_size: SizeOpt = 224,
-    mean: MeanOpt = MEAN,
-    std: StdOpt = STD,
+    saved: Saved,
+    data: Data,
+    runtime: Runtime = None,
+    file: Deployed = None,
+    report: ReportFile = None,
+    input_size: Side = 224,
+    mean: Mean = MEAN,
+    std: Std = STD,
 ) -> None:
     """Run a saved result on its runtime and compare integer by integer. Exit code 1 when an operator departs."""
     from chipfit.cli.inputs import load_data
@@ -177,14 +162,7 @@ def verify(
 
 
 @app.command()
-def lint(
-    model: ModelArg,
-    shape: Annotated[
-        str | None, typer.Option("--input-shape", help="batch first: 1,3,224,224; a file knows its own")
-    ] = None,
-    platform: PlatformOpt = "ort_cpu",
-    weights: WeightsOpt = None,
-) -> None:
+def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: Weights = None) -> None:
     """Will it run and fuse on this target? Needs no data."""
     from rich.console import Console
     from rich.markup import escape
@@ -207,16 +185,12 @@ def lint(
     console.print(table)
     for note in found.notes:
         console.print(note, style="dim", markup=False)
-    console.print(
-        f"{sum(n.exec != 'float' for n in found.rows)} of {len(found.rows)} operators run in integers on {found.platform.name}"
-    )
+    count = sum(n.exec != "float" for n in found.rows)
+    console.print(f"{count} of {len(found.rows)} operators run in integers on {found.platform.name}")
 
 
 @app.command()
-def explain(
-    saved: SavedArg,
-    layer: Annotated[str, typer.Argument(help="layer path, glob, operator or layer type")],
-) -> None:
+def explain(saved: Saved, layer: Annotated[str, Argument(help="layer path, glob, operator or layer type")]) -> None:
     """Everything that was decided about a layer, and why."""
     from chipfit.decide.overrides import match_layers
 
@@ -224,23 +198,22 @@ def explain(
     for node in match_layers(result.graph, layer):
         decided = result.plan.nodes[node.name]
         group = f", one kernel with '{decided.group}'" if decided.group and decided.group != node.name else ""
-        typer.echo(f"{node.op} '{node.who}': runs in {decided.exec}{group}{': ' + decided.why if decided.why else ''}")
-        for name in dict.fromkeys([*(i for i in node.inputs if i), *node.outputs]):
-            t = result.plan.tensors.get(name)
-            if t is None:
-                continue
-            if not t.quantized or t.scale is None or t.zero_point is None or t.grid is None:
-                typer.echo(f"  {t.role} {name}: float, {t.why}")
-                continue
-            scale = (
-                f"{float(t.scale):.6g}"
-                if t.scale.dim() == 0
-                else f"{float(t.scale.min()):.3g}..{float(t.scale.max()):.3g}, one per channel"
-            )
-            zero = int(t.zero_point.reshape(-1)[0])
-            typer.echo(
-                f"  {t.role} {name}: {t.format}, codes {t.grid.qmin}..{t.grid.qmax}, scale {scale}, zero point {zero}; {t.origin}"
-            )
+        why = f": {decided.why}" if decided.why else ""
+        typer.echo(f"{node.op} '{node.who}': runs in {decided.exec}{group}{why}")
+        for name in dict.fromkeys((*node.inputs, *node.outputs)):
+            if name in result.plan.tensors:
+                typer.echo(f"  {_in_a_line(result.plan.tensors[name])}")
+
+
+def _in_a_line(t: TensorPlan) -> str:
+    """How a tensor is stored, or why it is not."""
+    if t.stored is None:
+        return f"{t.role} {t.name}: float, {t.why}"
+    s, grid = t.stored.scale, t.stored.grid
+    scale = f"{float(s):.6g}" if s.dim() == 0 else f"{float(s.min()):.3g}..{float(s.max()):.3g}, one per channel"
+    zero = int(t.stored.zero_point.reshape(-1)[0])
+    codes = f"codes {grid.qmin}..{grid.qmax}"
+    return f"{t.role} {t.name}: {t.format}, {codes}, scale {scale}, zero point {zero}; {t.origin}"
 
 
 @platforms.callback()
@@ -260,9 +233,7 @@ def platforms_list() -> None:
 
 
 @platforms.command("show")
-def platforms_show(
-    name: Annotated[str, typer.Argument(help="built-in name, YAML or JSON file, or module:chip")],
-) -> None:
+def platforms_show(name: Annotated[str, Argument(help="built-in name, YAML or JSON file, or module:chip")]) -> None:
     """Every fact about a platform, with its source and confidence."""
     from rich.console import Console
 
@@ -274,8 +245,8 @@ def platforms_show(
 
 @platforms.command("export")
 def platforms_export(
-    platform: Annotated[str, typer.Argument(help="built-in name, YAML or JSON file, or module:chip in Python")],
-    file: Annotated[Path, typer.Argument(help="to write: .yaml for a platform file, .json for modelled capabilities")],
+    platform: Annotated[str, Argument(help="built-in name, YAML or JSON file, or module:chip in Python")],
+    file: Annotated[Path, Argument(help="to write: .yaml for a platform file, .json for modelled capabilities")],
 ) -> None:
     """Turn a chip described in Python into a platform file, or a platform file into capabilities to edit in Python."""
     from chipfit.cli.named import load_target
@@ -285,18 +256,23 @@ def platforms_export(
 
 
 @platforms.command("check")
-def platforms_check(file: Annotated[Path, typer.Argument(help="YAML file")]) -> None:
+def platforms_check(file: Annotated[Path, Argument(help="YAML file")]) -> None:
     """Read a platform file and say what is wrong with it."""
-    from chipfit.platform.load import load
+    from chipfit.platform.load import check, load
 
-    p = load(str(file) if file.suffix in (".yaml", ".yml") else file)
+    problems = check(file)
+    for problem in problems[:-1]:
+        _panel(problem)
+    if problems:
+        raise problems[-1]  # `main` shows it, as it shows every error
+    p = load(file)
     typer.echo(f"{p.name}: {len(p.formats)} formats, {len(p.ops)} rules, {len(p.fuse)} fusions; no problem found")
     if not p.math.requant:
         typer.echo("math.requant is absent: chipfit will not claim exactness for this platform")
 
 
 @app.command()
-def demo(out: Annotated[Path, typer.Option("--out", "-o", help="folder for the files")] = Path("demo_out")) -> None:
+def demo(out: Annotated[Path, Option("--out", "-o", help="folder for the files")] = Path("demo_out")) -> None:
     """Train a small network on handwritten digits, quantize it, export it, run it, prove it."""
     from chipfit.cli.demo import run
 

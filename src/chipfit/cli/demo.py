@@ -15,11 +15,19 @@ from rich.table import Table
 from torch import nn
 
 from chipfit.errors import RuntimeUnavailable
+from chipfit.platform.builtin import DEFAULT
 from chipfit.report.terminal import accuracies, size
 
 if TYPE_CHECKING:
     from chipfit.pipeline import Result
-    from chipfit.report.rows import Report
+    from chipfit.report.report import Report
+
+
+def _layer(
+    c_in: int, c_out: int, kernel: int = 1, groups: int = 1, activation: type[nn.Module] | None = nn.ReLU6
+) -> nn.Sequential:
+    conv = nn.Conv2d(c_in, c_out, kernel, padding=kernel // 2, groups=groups, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(c_out), *([activation()] if activation else []))
 
 
 class Block(nn.Module):
@@ -27,15 +35,9 @@ class Block(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.expand = nn.Sequential(
-            nn.Conv2d(channels, 2 * channels, 1, bias=False), nn.BatchNorm2d(2 * channels), nn.ReLU6()
-        )
-        self.depthwise = nn.Sequential(
-            nn.Conv2d(2 * channels, 2 * channels, 3, padding=1, groups=2 * channels, bias=False),
-            nn.BatchNorm2d(2 * channels),
-            nn.ReLU6(),
-        )
-        self.project = nn.Sequential(nn.Conv2d(2 * channels, channels, 1, bias=False), nn.BatchNorm2d(channels))
+        self.expand = _layer(channels, 2 * channels)
+        self.depthwise = _layer(2 * channels, 2 * channels, 3, groups=2 * channels)
+        self.project = _layer(2 * channels, channels, activation=None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.relu(x + self.project(self.depthwise(self.expand(x))))
@@ -46,7 +48,7 @@ class DigitsNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, 24, 3, padding=1, bias=False), nn.BatchNorm2d(24), nn.ReLU())
+        self.stem = _layer(1, 24, 3, activation=nn.ReLU)
         self.block1, self.block2 = Block(24), Block(24)
         self.pool = nn.MaxPool2d(2)
         self.head = nn.Linear(24, 10)
@@ -103,13 +105,14 @@ def run(out: Path, epochs: int = 12) -> Result:
         with _step(console, "training a small residual network on handwritten digits"):
             model = train(epochs)
         x, _, test_x, test_y = digits()
-        with _step(console, "quantizing it for ONNX Runtime on the CPU (platform ort_cpu), calibrated on 128 images"):
-            result = quantize(model, x[:128], platform="ort_cpu", progress=False)
+        with _step(
+            console, f"quantizing it for ONNX Runtime on the CPU (platform {DEFAULT}), calibrated on 128 images"
+        ):
+            result = quantize(model, x[:128], progress=False)
         with _step(console, "writing the file that the runtime loads"):
             file = result.export(out / "digits.onnx")
-        with _step(
-            console, f"running float, simulated, integer and ONNX Runtime side by side on {len(test_y)} test images"
-        ):
+        sides = f"float, simulated, integer and ONNX Runtime side by side on {len(test_y)} test images"
+        with _step(console, f"running {sides}"):
             result.verify(list(zip(test_x.split(50), test_y.split(50), strict=True)))
     finally:
         torch.set_num_threads(threads)
@@ -119,14 +122,12 @@ def run(out: Path, epochs: int = 12) -> Result:
     console.print()
     report.show()
     console.print(_table(report))
-    console.print(
-        f"\nmodel   {file}  ({size(file.stat().st_size)})\nplan    {out / 'plan'}\nreport  {page}", soft_wrap=True
-    )
-    console.print(
-        f"\n[bold]next[/]  open {page} in a browser\n      chipfit explain {out} block1.depthwise.0\n      chipfit platforms\n"
-        "      chipfit quantize your_model.pt2 --data your_images/",
-        soft_wrap=True,
-    )
+    for text in (
+        f"\nmodel   {file}  ({size(file.stat().st_size)})\nplan    {out / 'plan'}\nreport  {page}",
+        f"\n[bold]next[/]  open {page} in a browser\n      chipfit explain {out} block1.depthwise.0",
+        "      chipfit platforms\n      chipfit quantize your_model.pt2 --data your_images/",
+    ):
+        console.print(text, soft_wrap=True)
     return result
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chipfit.cli.named import made, named, reason
+from chipfit.cli.named import made, named, named_or_made, reason
 from chipfit.errors import CaptureError, DataError, PlanError
 from chipfit.frameworks import framework_of, load_keras
 
@@ -37,8 +37,7 @@ def load_model(text: str, weights: Path | None = None) -> Any:
     elif text.endswith(".keras"):
         model = load_keras(text)
     elif ":" in text:
-        thing = named(text, "model", CaptureError)
-        model = thing if _is_model(thing) else made(thing, text, "model", CaptureError)
+        model = named_or_made(text, "model", CaptureError, _is_model)
     else:
         raise CaptureError(
             "The model is not understood",
@@ -48,21 +47,22 @@ def load_model(text: str, weights: Path | None = None) -> Any:
         )
     if not _is_model(model):
         raise CaptureError(f"'{text}' gives no torch.nn.Module and no Keras model", got=type(model).__name__)
-    if weights is not None and not hasattr(model, "load_state_dict"):
-        raise CaptureError(
-            "--weights are for PyTorch models",
-            got=str(weights),
-            hint="load them in the factory, or save a .keras file with them",
-        )
     if weights is not None:
-        from safetensors.torch import load_file
-
-        try:
-            model.load_state_dict(load_file(str(weights)))
-        except Exception as e:  # unreadable file, missing keys, wrong shapes
-            lines = " ".join(str(e).split())[:300]
-            raise CaptureError(f"The weights do not fit the model: {lines}", where=str(weights)) from e
+        _load_weights(model, weights)
     return model
+
+
+def _load_weights(model: Any, file: Path) -> None:
+    from safetensors.torch import load_file
+
+    if not hasattr(model, "load_state_dict"):
+        hint = "load them in the factory, or save a .keras file with them"
+        raise CaptureError("--weights are for PyTorch models", got=str(file), hint=hint)
+    try:
+        model.load_state_dict(load_file(str(file)))
+    except Exception as e:  # unreadable file, missing keys, wrong shapes
+        lines = " ".join(str(e).split())[:300]
+        raise CaptureError(f"The weights do not fit the model: {lines}", where=str(file)) from e
 
 
 def _is_model(thing: Any) -> bool:
@@ -87,9 +87,8 @@ def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1",
         images = _images(path, input_size, parse_numbers(mean, "mean"), parse_numbers(std, "std"))
         return [x.permute(0, 2, 3, 1).contiguous() for x in images] if channels_last else images
     if ":" not in text:
-        raise DataError(
-            "The data are not understood", got=text, allowed="an .npz file, a folder of images, or module:iterable"
-        )
+        allowed = "an .npz file, a folder of images, or module:iterable"
+        raise DataError("The data are not understood", got=text, allowed=allowed)
     thing = named(text, "data", DataError)
     if callable(thing) and not isinstance(thing, Iterable):
         return lambda: made(thing, text, "data", DataError)  # called again for each pass
@@ -105,19 +104,12 @@ def _npz(path: Path) -> list[Any]:
     x = next((arrays[k] for k in ("x", "inputs", "images", "data") if k in arrays), None)
     y = next((arrays[k] for k in ("y", "labels", "targets") if k in arrays), None)
     if x is None or x.dtype.kind not in "fiub" or x.ndim == 0:
-        raise DataError(
-            "The data file holds no inputs",
-            where=str(path),
-            got=", ".join(f"{k} {v.dtype}{list(v.shape)}" for k, v in arrays.items()) or "nothing",
-            allowed="an array of numbers named x, batch first (and y for labels)",
-        )
+        got = ", ".join(f"{k} {v.dtype}{list(v.shape)}" for k, v in arrays.items()) or "nothing"
+        allowed = "an array of numbers named x, batch first (and y for labels)"
+        raise DataError("The data file holds no inputs", where=str(path), got=got, allowed=allowed)
     if y is not None and (y.shape[:1] != x.shape[:1] or y.dtype.kind not in "iu"):
-        raise DataError(
-            "The labels do not fit the inputs",
-            where=str(path),
-            got=f"{y.dtype}{list(y.shape)}",
-            allowed=f"{len(x)} integers",
-        )
+        got, allowed = f"{y.dtype}{list(y.shape)}", f"{len(x)} integers"
+        raise DataError("The labels do not fit the inputs", where=str(path), got=got, allowed=allowed)
     # float64 is NumPy's default, not somebody's choice
     batches = list(torch.from_numpy(x.astype(np.float32) if x.dtype == np.float64 else x).split(_BATCH))
     return batches if y is None else list(zip(batches, torch.from_numpy(y.astype(np.int64)).split(_BATCH), strict=True))
@@ -157,9 +149,8 @@ def parse_numbers(text: str, what: str) -> torch.Tensor:
     except ValueError:
         numbers = torch.tensor([])
     if len(numbers) not in (1, 3) or not numbers.isfinite().all() or (what == "std" and (numbers <= 0).any()):
-        raise DataError(
-            f"--{what} is not understood", got=text, allowed="one number, or three with commas: 0.485,0.456,0.406"
-        )
+        allowed = "one number, or three with commas: 0.485,0.456,0.406"
+        raise DataError(f"--{what} is not understood", got=text, allowed=allowed)
     return numbers.view(-1, 1, 1)
 
 
@@ -182,9 +173,8 @@ def example_of(model: str, shape: str | None, network: Any = None) -> Any:
         return example[0]
     parts = shape.split(",")
     if not all(p.strip().isdecimal() and int(p) > 0 for p in parts):
-        raise DataError(
-            "The shape is not understood", got=shape, allowed="positive integers with commas, batch first: 1,3,224,224"
-        )
+        allowed = "positive integers with commas, batch first: 1,3,224,224"
+        raise DataError("The shape is not understood", got=shape, allowed=allowed)
     return torch.randn(*(int(p) for p in parts))
 
 
@@ -198,8 +188,7 @@ def parse_bits(items: list[str]) -> dict[str, dict[str, int]]:
     for item in items:
         layer, _, bits = item.rpartition("=")
         if not layer or not bits.isdecimal():
-            raise PlanError(
-                "A --bits option is not understood", got=item, allowed="LAYER=BITS, for example features.0=4"
-            )
+            allowed = "LAYER=BITS, for example features.0=4"
+            raise PlanError("A --bits option is not understood", got=item, allowed=allowed)
         out[layer] = {"bits": int(bits)}
     return out

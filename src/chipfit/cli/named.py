@@ -6,6 +6,7 @@ import importlib
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,12 @@ def named(text: str, what: str, failure: type[ChipfitError]) -> Any:
         ) from e
     finally:
         sys.path.pop(0)
+
+
+def named_or_made(text: str, what: str, failure: type[ChipfitError], is_one: Callable[[Any], bool]) -> Any:
+    """The object that "module:name" names if it is one, else what it returns when called."""
+    thing = named(text, what, failure)
+    return thing if is_one(thing) else made(thing, text, what, failure)
 
 
 def made(thing: Any, text: str, what: str, failure: type[ChipfitError]) -> Any:
@@ -58,9 +65,5 @@ def load_target(text: str) -> Platform:
 
     if not re.fullmatch(r"[A-Za-z_][\w.]*:\w+", text):
         return load_platform(text)
-    thing = named(text, "platform", PlatformError)
-    return load_platform(
-        thing
-        if hasattr(thing, "to_platform") and not isinstance(thing, type)
-        else made(thing, text, "platform", PlatformError)
-    )
+    is_chip = lambda thing: hasattr(thing, "to_platform") and not isinstance(thing, type)  # noqa: E731 -- one line
+    return load_platform(named_or_made(text, "platform", PlatformError, is_chip))

@@ -1,13 +1,14 @@
-"""Filters on the attributes of a user's layer, and members of operator sets: data that can be stored, compared and printed.
+"""Filters on the attributes of a user's layer, and members of operator sets, as data: stored, compared and printed.
 
     Greater("filters", 2) & (Eq("activation", "relu") | Eq("activation", None))
 
-A missing attribute satisfies no filter, not even NotEq; None is a value like any other, but is neither greater nor smaller than
-anything.
+A missing attribute satisfies no filter, not even NotEq; None is a value like any other, but is neither greater nor
+smaller than anything.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from chipfit.graph.config import plain
 
 _SIGNS = {"eq": "=", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "contains": "contains", "is": "="}
+_HOLDS = {name: getattr(operator, name) for name in ("gt", "ge", "lt", "le", "contains")}
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -66,9 +68,7 @@ class AttributeFilter(BaseModel):
         if self.test in ("eq", "ne"):
             return equal(have, want) == (self.test == "eq")
         try:
-            if self.test == "contains":
-                return want in have
-            return bool({"gt": have > want, "ge": have >= want, "lt": have < want, "le": have <= want}[self.test])
+            return bool(_HOLDS[self.test](have, want))
         except TypeError:  # None, or things without order
             return False
 
@@ -99,15 +99,16 @@ def _join(kind: str, a: AttributeFilter, b: Any) -> AttributeFilter:
 
 
 class Member(BaseModel):
-    """Which layers belong to an operator set: by canonical operator, and where that says too little, by the user's class and attributes."""
+    """Which layers belong to an operator set.
+
+    By canonical operator, and where that says too little, by the user's class and attributes.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     op: tuple[str, ...] = Field((), description="canonical operators; none: any")
     type: str | None = Field(None, description="class of the user's layer, or name of the function")
-    where: AttributeFilter | None = Field(
-        None, description="condition on the attributes that the user's framework knows"
-    )
+    where: AttributeFilter | None = Field(None, description="condition on attributes that the user's framework knows")
 
     def match(self, op: str, layer_type: str, config: Mapping[str, Any]) -> bool:
         """Whether a node with this canonical operator, layer class and configuration is meant."""

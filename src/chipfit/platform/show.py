@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from rich.console import Group
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 
 from chipfit.platform.load import load, names
 from chipfit.platform.schema import Option, Platform, Rule
 
+_PLAIN: dict[str, Any] = {"show_edge": False, "header_style": "bold"}
 CONFIDENCE = {"V": "verified in source", "D": "documented", "I": "inferred"}
 
 
 def option_text(o: Option) -> str:
     """One joint choice in a line: "u8 x w8 + b32 -> u8"."""
-    ins = " , ".join(o.in_) if isinstance(o.in_, tuple) else o.in_ or "-"
+    ins = " , ".join(o.ins) or "-"
     gate = f"  (where {', '.join(f'{k} {v}' for k, v in o.when.items())})" if o.when else ""
     return ins + (f" x {o.w}" if o.w else "") + (f" + {o.b}" if o.b else "") + (f" -> {o.out}" if o.out else "") + gate
 
@@ -39,63 +43,55 @@ def rule_text(r: Rule) -> str:
 
 def show(platform: Platform) -> Group:
     """Everything that a platform says."""
-    formats = Table("format", "what it is", show_edge=False, header_style="bold")
+    parts: list[RenderableType] = [Panel(f"[bold]{platform.name}[/]  {platform.title}", border_style="cyan")]
+    formats = Table("format", "what it is", **_PLAIN)
     for name, f in platform.formats.items():
         formats.add_row(name, str(f))
-    ops = Table(
-        "operators",
-        "formats, best first",
-        "rules",
-        "runs in",
-        "source",
-        show_edge=False,
-        header_style="bold",
-        show_lines=True,
-    )
+    ops = Table("operators", "formats, best first", "rules", "runs in", "source", **_PLAIN, show_lines=True)
     for o in platform.ops:
-        where = "\n".join(f"[dim]where {k}: {v}[/]" for k, v in {**o.where, **o.when}.items())
-        note = f"\n[dim]{o.note}[/]" if o.note else ""
+        where = "".join(f"\n[dim]where {k}: {v}[/]" for k, v in {**o.where, **o.when}.items())
         ops.add_row(
-            ", ".join(o.match) + ("\n" + where if where else ""),
-            "\n".join(option_text(u) for u in o.use) + note,
+            ", ".join(o.match) + where,
+            "\n".join(option_text(u) for u in o.use) + _note(o.note),
             "\n".join(rule_text(r) for r in o.rules),
             o.how,
             f"{', '.join(o.src)}\n[dim]{CONFIDENCE[o.conf]}[/]",
         )
-    parts: list[object] = [Panel(f"[bold]{platform.name}[/]  {platform.title}", border_style="cyan"), formats, ops]
+    parts += [formats, ops]
     if platform.fuse:
-        fuse = Table("runs as one kernel", "source", show_edge=False, header_style="bold")
+        fuse = Table("runs as one kernel", "source", **_PLAIN)
         for kernel in platform.fuse:
             text = " -> ".join(" | ".join(step) for step in kernel.chain) if kernel.chain else str(kernel.graph)
-            note = f"\n[dim]{kernel.note}[/]" if kernel.note else ""
-            fuse.add_row(text + note, f"{', '.join(kernel.src)}  [dim]{CONFIDENCE[kernel.conf]}[/]")
+            fuse.add_row(text + _note(kernel.note), f"{', '.join(kernel.src)}  [dim]{CONFIDENCE[kernel.conf]}[/]")
         parts.append(fuse)
     rest = Table.grid(padding=(0, 2))
     rest.add_column(style="dim")
-    rest.add_row("other operators", platform.unlisted)
-    rest.add_row("quantizers at", platform.place.at)
-    if platform.arch:
-        rest.add_row(
-            "revisions", ", ".join(f"[bold]{a}[/]" if a == platform.arch_selected else a for a in platform.arch)
-        )
-    m = platform.math
-    rest.add_row(
-        "arithmetic",
-        ", ".join(f"{k} {v}" for k, v in (("rounding", m.q_round), ("requantize", m.requant)) if v)
-        or "not known: exactness is not claimed",
-    )
-    for d in platform.deploy:
-        rest.add_row("deploys as", d)
-    for key, text in platform.sources.items():
-        rest.add_row(f"source {key}", text)
-    for gap in platform.gaps:
-        rest.add_row("not known", gap)
-    return Group(*parts, rest)  # type: ignore[arg-type]  # all of them are renderable
+    for label, fact in _facts(platform):
+        rest.add_row(label, fact)
+    return Group(*parts, rest)
+
+
+def _note(text: str) -> str:
+    return f"\n[dim]{text}[/]" if text else ""
+
+
+def _facts(p: Platform) -> Iterator[tuple[str, str]]:
+    """What a platform says about the whole chip."""
+    yield "other operators", p.unlisted
+    yield "quantizers at", p.place.at
+    if p.arch:
+        yield "revisions", ", ".join(f"[bold]{a}[/]" if a == p.arch_selected else a for a in p.arch)
+    known = {"rounding": p.math.q_round, "requantize": p.math.requant}
+    arithmetic = ", ".join(f"{k} {v}" for k, v in known.items() if v)
+    yield "arithmetic", arithmetic or "not known: exactness is not claimed"
+    yield from (("deploys as", d) for d in p.deploy)
+    yield from ((f"source {key}", text) for key, text in p.sources.items())
+    yield from (("not known", gap) for gap in p.gaps)
 
 
 def overview() -> Table:
     """One line per built-in platform."""
-    table = Table("platform", "device", "weights x activations", "deploys as", show_edge=False, header_style="bold")
+    table = Table("platform", "device", "weights x activations", "deploys as", **_PLAIN)
     for name in names():
         p = load(name)
         first = next((u for o in p.ops for u in o.use if u.w), None)

@@ -2,9 +2,9 @@
 
     where: {stride: {min: 1, max: 3}, groups: 1, mode: [nearest], padding: [same, valid]}
 
-A plain value must be equal, a list holds the allowed values, a table tests with `eq`, `in`, `min`, `max`, `multiple`. An
-attribute with one entry per axis satisfies a test when every entry does. A word that names another attribute stands for its
-value: `groups: [1, in_channels]`.
+A plain value must be equal, a list holds the allowed values, a table tests with `eq`, `in`, `min`, `max`, `multiple`.
+An attribute with one entry per axis satisfies a test when every entry does. A word that names another attribute stands
+for its value: `groups: [1, in_channels]`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,10 @@ def _kernel(a: Mapping[str, Any]) -> tuple[int, ...] | None:
     return a["kernel"] if "kernel" in a else _spatial(a, "in_shape")  # a global pool covers its whole input
 
 
-def _dilated(a: Mapping[str, Any]) -> tuple[int, ...] | None:
-    kernel = a.get("kernel")
-    return (
-        None
-        if kernel is None
-        else tuple(d * (k - 1) + 1 for k, d in zip(kernel, a.get("dilation", (1,) * len(kernel)), strict=True))
-    )
+def _dilated(a: Mapping[str, Any]) -> tuple[int, ...]:
+    """Reach of the kernel along each axis."""
+    kernel = a["kernel"]
+    return tuple(d * (k - 1) + 1 for k, d in zip(kernel, a.get("dilation", (1,) * len(kernel)), strict=True))
 
 
 def _padding(a: Mapping[str, Any]) -> str | None:
@@ -68,36 +65,25 @@ DERIVED: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "kernel": _kernel,
     "filter_width": lambda a: a["kernel"][-1],
     "out_size": lambda a: _spatial(a, "out_shape"),
-    "dilated_h": lambda a: _dilated(a)[0],  # type: ignore[index]  # a None raises, which means "cannot be judged"
-    "dilated_hw": lambda a: math.prod(_dilated(a)),  # type: ignore[arg-type]
+    "dilated_h": lambda a: _dilated(a)[0],
+    "dilated_hw": lambda a: math.prod(_dilated(a)),
     "reduced": _reduced,
     "padding": _padding,
     "axis": lambda a: "depth" if a["axis"] % len(a["in_shape"]) == 1 else "other",
     "dims_above_1": lambda a: sum(n != 1 for n in a["in_shape"][1:]),
 }
-#: attributes that `assign.facts` adds from the graph, and one that only a fused kernel has
-_GIVEN = {
-    "in_shape",
-    "out_shape",
-    "channels",
-    "in_channels",
-    "static_shape",
-    "const_weights",
-    "weights",
-    "fused_activation",
-}
+#: attributes that matching adds from the graph, and one that only a fused kernel has
+_GIVEN = "in_shape out_shape channels in_channels static_shape const_weights weights fused_activation"
 #: every attribute that a `where` may name
-ATTRIBUTES = frozenset({a for op in OPS.values() for a in op.attrs} | set(DERIVED) | _GIVEN)
+ATTRIBUTES = frozenset({a for op in OPS.values() for a in op.attrs} | set(DERIVED) | set(_GIVEN.split()))
 
 
 def value(key: str, attrs: Mapping[str, Any]) -> Any:
     """The attribute as platform files understand it; None when this node does not tell."""
-    if key in DERIVED:
-        try:
-            return DERIVED[key](attrs)
-        except (KeyError, TypeError, IndexError, ZeroDivisionError):
-            return None
-    return attrs.get(key)
+    try:
+        return DERIVED[key](attrs) if key in DERIVED else attrs.get(key)
+    except (KeyError, TypeError, IndexError, ZeroDivisionError):  # what it follows from is not known
+        return None
 
 
 def judge(where: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
@@ -113,32 +99,33 @@ def judge(where: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[str, tupl
     unknown = []
     for key, want in where.items():
         got = value(key, attrs)
-        if got is None:
+        wanted = None if got is None else _broken(want, got, attrs)
+        if wanted:
+            return f"{key} {wanted} (got {_words(got)})", tuple(unknown)
+        if wanted is None:
             unknown.append(key)
-            continue
-        entries = list(got) if isinstance(got, (tuple, list)) else [got]
-        if want == "equal_xy":
-            if len(set(entries)) > 1:
-                return f"{key} equal in x and y (got {_words(got)})", tuple(unknown)
-            continue
-        tests = want if isinstance(want, dict) else {"in": want} if isinstance(want, (list, tuple)) else {"eq": want}
-        for test, raw in tests.items():
-            bound = [attrs.get(b, b) if isinstance(b, str) else b for b in raw] if test == "in" else raw
-            bound = attrs.get(bound, bound) if isinstance(bound, str) else bound
-            holds, words = TESTS[test]
-            try:
-                ok = all(holds(v, bound) for v in entries)
-            except TypeError:  # a symbolic size against a number
-                unknown.append(key)
-                continue
-            if not ok:
-                return f"{key} {words}{_words(bound, ' or ' if test == 'in' else ' x ')} (got {_words(got)})", tuple(
-                    unknown
-                )
     return "", tuple(unknown)
 
 
+def _broken(want: Any, got: Any, attrs: Mapping[str, Any]) -> str | None:
+    """What a condition demands that is not so; "" where it holds, None where it cannot be judged."""
+    entries = got if isinstance(got, (tuple, list)) else (got,)
+    if want == "equal_xy":
+        return "equal in x and y" if len(set(entries)) > 1 else ""
+    tests = want if isinstance(want, dict) else {"in": want} if isinstance(want, (list, tuple)) else {"eq": want}
+    for test, raw in tests.items():
+        bound = [attrs.get(b, b) if isinstance(b, str) else b for b in raw] if test == "in" else raw
+        bound = attrs.get(bound, bound) if isinstance(bound, str) else bound
+        holds, words = TESTS[test]
+        try:
+            if not all(holds(v, bound) for v in entries):
+                return words + _words(bound, " or " if test == "in" else " x ")
+        except TypeError:  # a symbolic size against a number
+            return None
+    return ""
+
+
 def _words(v: Any, between: str = " x ") -> str:
-    return (
-        between.join(map(str, v)) if isinstance(v, (tuple, list)) else str(v).lower() if isinstance(v, bool) else str(v)
-    )
+    if isinstance(v, (tuple, list)):
+        return between.join(map(str, v))
+    return str(v).lower() if isinstance(v, bool) else str(v)

@@ -2,55 +2,53 @@
 
 from __future__ import annotations
 
-from chipfit.report.rows import Report
+from chipfit.report.record import ReportData
 
 WEAK_DB = 20.0  #: a result below this is worth a look: its noise is a tenth of its signal
 LOST = 0.01  #: a loss of top-1 accuracy worth acting on
 CUT = 0.01  #: share of clipped values worth mentioning
 
 
-def advice(report: Report) -> list[str]:
+def advice(report: ReportData) -> list[str]:
     """One sentence for each thing that is worth doing, most urgent first; never empty."""
     out = []
-    v = report.verification
-    first = report.first_departure
+    v, first = report.verification, report.first_departure
     if report.verdict == "departs" and v is not None and first is not None:
         out.append(
             f"{v['runtime']} departs from the simulation: please report it, with this page; the first tensor is "
             f"'{first['tensor']}' ({first['op']} '{first['layer'] or first['tensor']}')."
         )
-    if v is None and report.simulated:
-        out.append(
-            "Prove it: result.verify(data) runs the exported file beside the simulation and compares every integer."
-        )
     if not report.simulated:
         out.append(
             f"Test on the device: the arithmetic of '{report.platform}' is not simulated, so exactness is not claimed."
         )
+    elif v is None:
+        out.append(
+            "Prove it: result.verify(data) runs the exported file beside the simulation and compares every integer."
+        )
     lost = v["accuracy"]["float"] - v["accuracy"]["device"] if v and {"float", "device"} <= set(v["accuracy"]) else 0.0
-    weak = sorted((r.sqnr_db, r.name) for r in report.layers if r.sqnr_db is not None and r.sqnr_db < WEAK_DB)
     if lost > LOST:
         out.append(
-            f"Train {100 * lost:.1f} points of accuracy back: result.model is an nn.Module; result.trained() exports what it learned."
+            f"Train {100 * lost:.1f} points of accuracy back: result.model is an nn.Module; "
+            "result.trained() exports what it learned."
         )
+    weak = sorted((r.sqnr_db, r.name) for r in report.layers if r.sqnr_db is not None and r.sqnr_db < WEAK_DB)
     if weak:
         worst, name = weak[0]
         more = f", and {len(weak) - 1} more are below {WEAK_DB:g} dB" if len(weak) > 1 else ""
         out.append(
             f"Weakest result: '{name}' with {worst:.1f} dB{more}; overrides={{'{name}': 'float'}} shows what it costs."
         )
-    cut = sorted(
-        ((r.clipped, r.name) for r in report.layers if r.clipped is not None and r.clipped > CUT), reverse=True
-    )
-    if cut:
-        share, name = cut[0]
+    share, name = max(((r.clipped, r.name) for r in report.layers if r.clipped is not None), default=(0.0, ""))
+    if share > CUT:
         out.append(f"'{name}' clips {100 * share:.1f} % of what calibration saw; rule='no_clipping' keeps everything.")
     if report.floats:
         reason, layers = max(report.floats.items(), key=lambda item: len(item[1]))
         out.append(
-            f"{sum(map(len, report.floats.values()))} of {len(report.layers)} operators stay in float, most often because {reason} "
-            f"({len(layers)}); `chipfit platforms show {report.platform}` lists what runs in integers."
+            f"{sum(map(len, report.floats.values()))} of {len(report.layers)} operators stay in float, most often "
+            f"because {reason} ({len(layers)}); `chipfit platforms show {report.platform}` lists what runs in integers."
         )
     return out or [
-        "Nothing to repair: deploy the file, or try fewer bits with overrides={'<layer>': {'bits': 4}} where the chip has them."
+        "Nothing to repair: deploy the file, or try fewer bits with overrides={'<layer>': {'bits': 4}} "
+        "where the chip has them."
     ]

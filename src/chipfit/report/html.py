@@ -10,22 +10,21 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from chipfit.report.advice import advice
-from chipfit.report.rows import LayerRow, Report
+from chipfit.report.record import LayerRow, ReportData
 from chipfit.report.terminal import RUNS, accuracies, agreement, formats, kernel_exec, kernel_name, kernel_ops, size
 
 
-def page(report: Report) -> str:
+def page(report: ReportData) -> str:
     """HTML with styles, drawings and script inside; its content policy forbids the browser to load anything else."""
     here = resources.files("chipfit.report")
     css, js, text = ((here / name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "page.html.j2"))
     env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     kernels = [_kernel(k) for k in report.kernels]
-    v = report.verification
     data = {"inputs": [_kernel((r,)) for r in report.inputs], "kernels": kernels, "tensors": _tensors(report)}
     share = {runs: sum(r.exec == key for r in report.layers) / max(1, len(report.layers)) for key, runs in RUNS.items()}
     return env.from_string(text).render(
         r=report,
-        v=v,
+        v=report.verification,
         size=size,
         kernels=kernels,
         runs=RUNS,
@@ -36,10 +35,6 @@ def page(report: Report) -> str:
         agreement=agreement(report).plain.splitlines(),
         accuracies=accuracies(report),
         advice=advice(report),
-        shrink=report.float_bytes / max(1, report.quantized_bytes),
-        total=sum(report.timings.values()) or 1.0,
-        measured=[k for k in kernels if k["sqnr"] is not None],
-        weighed=[k for k in kernels if k["wsqnr"] is not None],
     )
 
 
@@ -67,7 +62,7 @@ def _kernel(kernel: tuple[LayerRow, ...]) -> dict[str, Any]:
     }
 
 
-def _tensors(report: Report) -> list[dict[str, Any]]:
-    """Each compared tensor: its name, its integers, how many differ, how far, and the same given the device's inputs."""
+def _tensors(report: ReportData) -> list[dict[str, Any]]:
+    """Each compared tensor: its integers, how many differ, how far, and the same given the device's inputs."""
     keys = ("tensor", "layer", "op", "elements", "differing", "largest", "op_differing", "op_largest", "in_float")
     return [{k: row[k] for k in keys} for row in report.verification["rows"]] if report.verification else []

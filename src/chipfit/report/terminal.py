@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from chipfit.report.advice import advice
-from chipfit.report.rows import LayerRow, Report
+from chipfit.report.record import LayerRow, ReportData
 
 #: longest table that is printed whole; of a longer one the weakest kernels are shown
 KERNELS = 40
@@ -29,16 +29,12 @@ def size(count: float) -> str:
     return f"{count:.2f} GB"
 
 
-def agreement(report: Report) -> Text:
+def agreement(report: ReportData) -> Text:
     """Does the device compute what was simulated, and where not first?"""
     v, first = report.verification, report.first_departure
     if v is None:
-        return Text(
-            "not verified yet: result.verify(data)"
-            if report.simulated
-            else "arithmetic not simulated, exactness not claimed",
-            style="yellow",
-        )
+        unproven = "arithmetic not simulated, exactness not claimed"
+        return Text("not verified yet: result.verify(data)" if report.simulated else unproven, style="yellow")
     style = {"exact": "bold green", "departs": "bold red"}.get(report.verdict, "yellow")
     text = Text(f"{v['differing']:,} of {v['integers']:,} integers differ from {v['runtime']}", style=style)
     if first is not None:
@@ -51,7 +47,7 @@ def agreement(report: Report) -> Text:
     return text
 
 
-def accuracies(report: Report) -> dict[str, float]:
+def accuracies(report: ReportData) -> dict[str, float]:
     """Top-1 of float, simulated, integer and device, in this order, as far as labels were given."""
     found = report.verification["accuracy"] if report.verification else {}
     return {k: found[k] for k in ("float", "simulated", "integer", "device") if k in found}
@@ -71,33 +67,18 @@ def kernel_ops(kernel: tuple[LayerRow, ...]) -> str:
     return " + ".join(r.op for r in kernel)
 
 
-def render(report: Report) -> Group:
-    """Summary, one line per kernel, what stays float, what to try next."""
-    head = Table.grid(padding=(0, 2))
-    head.add_column(style="dim")
-    head.add_column()
-    head.add_row("platform", escape(f"{report.platform}  {report.title}"))
-    shrink = report.float_bytes / max(1, report.quantized_bytes)
-    padded = (
-        f" ({size(report.padded_bytes)} padded to the chip's SIMD width)"
-        if report.padded_bytes != report.quantized_bytes
-        else ""
-    )
-    head.add_row(
-        "weights", f"{size(report.float_bytes)} -> {size(report.quantized_bytes)}, {shrink:.1f} x smaller{padded}"
-    )
-    kernels = report.kernels
-    head.add_row(
-        "operators",
-        f"{100 * report.integer_share:.0f} % of {len(report.layers)} run in integers, as {len(kernels)} kernels",
-    )
-    if report.timings:
-        head.add_row("time", ", ".join(f"{k} {v:.2f} s" for k, v in report.timings.items()))
-    head.add_row("device", agreement(report))
-    if found := accuracies(report):
-        head.add_row("top-1", ", ".join(f"{k} [bold]{100 * a:.2f} %[/]" for k, a in found.items()))
+def formats(kernel: tuple[LayerRow, ...]) -> str:
+    """Format of a kernel's result, and of its weights: "u8, w8"."""
+    weights = dict.fromkeys(r.weight_format for r in kernel if r.weight_format)
+    return ", ".join([kernel[-1].format, *weights])
 
-    parts: list[object] = [Panel(head, title="chipfit", border_style="cyan"), _table(kernels)]
+
+def render(report: ReportData) -> Group:
+    """Summary, one line per kernel, what stays float, what to try next."""
+    parts: list[RenderableType] = [
+        Panel(_summary(report), title="chipfit", border_style="cyan"),
+        _table(report.kernels),
+    ]
     if report.floats:
         why = Table.grid(padding=(0, 2))
         for reason, layers in report.floats.items():
@@ -107,8 +88,26 @@ def render(report: Report) -> Group:
     todo = Table.grid(padding=(0, 1))
     for line in advice(report):
         todo.add_row("[cyan]>[/]", escape(line))
-    parts.append(Panel(todo, title="what to try next", border_style="cyan"))
-    return Group(*parts)  # type: ignore[arg-type]  # all of them are renderable
+    return Group(*parts, Panel(todo, title="what to try next", border_style="cyan"))
+
+
+def _summary(report: ReportData) -> Table:
+    head = Table.grid(padding=(0, 2))
+    head.add_column(style="dim")
+    head.add_column()
+    head.add_row("platform", escape(f"{report.platform}  {report.title}"))
+    weights = f"{size(report.float_bytes)} -> {size(report.quantized_bytes)}, {report.shrink:.1f} x smaller"
+    if report.padded_bytes != report.quantized_bytes:
+        weights += f" ({size(report.padded_bytes)} padded to the chip's SIMD width)"
+    head.add_row("weights", weights)
+    share, count = 100 * report.integer_share, len(report.layers)
+    head.add_row("operators", f"{share:.0f} % of {count} run in integers, as {len(report.kernels)} kernels")
+    if report.timings:
+        head.add_row("time", ", ".join(f"{k} {v:.2f} s" for k, v in report.timings.items()))
+    head.add_row("device", agreement(report))
+    if found := accuracies(report):
+        head.add_row("top-1", ", ".join(f"{k} [bold]{100 * a:.2f} %[/]" for k, a in found.items()))
+    return head
 
 
 def _table(kernels: list[tuple[LayerRow, ...]]) -> Table:
@@ -121,9 +120,7 @@ def _table(kernels: list[tuple[LayerRow, ...]]) -> Table:
         caption = f"{which} {len(shown)} of {len(kernels)} kernels; report.html and report.json hold all of them"
     table = Table(show_edge=False, header_style="bold", pad_edge=False, caption=caption)
     longest = max((len(kernel_name(k)) for k in shown), default=0)
-    table.add_column(
-        "kernel", overflow="fold", min_width=min(24, longest)
-    )  # names are what people search for; the rest may wrap
+    table.add_column("kernel", overflow="fold", min_width=min(24, longest))  # what people search for; the rest may wrap
     table.add_column("operators", overflow="fold")
     table.add_column("runs in")
     table.add_column("format", no_wrap=True)
@@ -139,12 +136,6 @@ def _table(kernels: list[tuple[LayerRow, ...]]) -> Table:
     return table
 
 
-def formats(kernel: tuple[LayerRow, ...]) -> str:
-    """Format of a kernel's result, and of its weights: "u8, w8"."""
-    weights = dict.fromkeys(r.weight_format for r in kernel if r.weight_format)
-    return ", ".join([kernel[-1].format, *weights])
-
-
-def show(report: Report, console: Console | None = None) -> None:
+def show(report: ReportData, console: Console | None = None) -> None:
     """Print a report."""
     (console or Console()).print(render(report))

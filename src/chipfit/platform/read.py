@@ -1,0 +1,164 @@
+"""YAML with the line of every key, and what is wrong with it by file, line and key."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from chipfit.errors import PlatformError
+from chipfit.platform import schema
+from chipfit.platform.filters import AttributeFilter, Member
+
+Path = tuple[Any, ...]  #: keys and indices from the top of a file
+Problem = tuple[Path, str, dict[str, Any]]  #: where, what is wrong, and the facts of the error about it
+
+#: key -> what stands below it
+_RECORDS: dict[str, Any] = {
+    "formats": schema.Format,
+    "lut": schema.Table,
+    "sets": Member,
+    "ops": schema.OpRule,
+    "use": schema.Option,
+    "rules": schema.Rule,
+    "fuse": schema.Fuse,
+    "graph": schema.Branches,
+    "place": schema.Placement,
+    "first_last": schema.FirstLast,
+    "math": schema.Math,
+    "requant": schema.Requant,
+    "acc": schema.Accumulator,
+}
+#: pydantic's error types in our words
+_WORDS = {
+    **dict.fromkeys(("tuple_type", "list_type"), "must be a list"),
+    **dict.fromkeys(("dict_type", "model_type"), "must be a table of keys"),
+    **dict.fromkeys(("int_type", "int_parsing"), "must be an integer"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    "string_type": "must be text",
+    "too_short": "must not be empty",
+    "too_long": "must be a list [low, high]",
+}
+#: what pydantic puts into a path for a member of a union or a key of a table, though no file has such a key
+_TAG = re.compile(r"(literal|tuple|list|function|int|str|bool)\b|\[key\]$")
+
+
+class Source:
+    """A platform file as it stands there: its data, and errors about them that name file, line and dotted key.
+
+    Raises:
+        PlatformError: the file cannot be read, or holds no table of keys.
+    """
+
+    def __init__(self, text: Any, file: str) -> None:
+        self.file = file
+        try:
+            loader = _Loader(text.read_text(encoding="utf-8"))
+            node = loader.get_single_node()
+            data = None if node is None else loader.construct_document(node)
+        except (OSError, UnicodeDecodeError) as e:
+            raise PlatformError(f"This file cannot be read as text: {e}", where=file) from None
+        except yaml.YAMLError as e:
+            mark = getattr(e, "problem_mark", None)
+            line = f":{mark.line + 1}" if mark else ""
+            raise PlatformError(f"This is not valid YAML: {getattr(e, 'problem', e)}", where=f"{file}{line}") from None
+        if not isinstance(data, dict):
+            raise PlatformError("A platform file is a table of keys", where=file, got=type(data).__name__)
+        self.data: dict[str, Any] = data
+        self._lines = dict(_lines(node, ()))
+
+    def holds(self, path: Path) -> bool:
+        """There is something at this path."""
+        return path in self._lines
+
+    def line(self, path: Path) -> int:
+        """Where the last key of the path stands, or of as much of it as there is."""
+        while path and path not in self._lines:
+            path = path[:-1]
+        return self._lines.get(path, 1)
+
+    def error(self, path: Path, what: str, **facts: Any) -> PlatformError:
+        return PlatformError(what, where=f"{self.file}:{self.line(path)}, key {'.'.join(map(str, path))}", **facts)
+
+
+def _lines(node: yaml.Node, path: Path) -> Iterator[tuple[Path, int]]:
+    """Key path and line of everything in a document; a key comes after its value, whose line may be a later one."""
+    yield path, node.start_mark.line + 1
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from _lines(value, (*path, key.value))
+            yield (*path, key.value), key.start_mark.line + 1
+    elif isinstance(node, yaml.SequenceNode):
+        for i, value in enumerate(node.value):
+            yield from _lines(value, (*path, i))
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses aliases, which may nest without end, and a key given twice, where YAML would silently keep the last."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            why = 'aliases (*name) are not read in platform files; quote "*"'
+            raise yaml.composer.ComposerError(None, None, why, self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key is one word", key.start_mark)
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key '{key.value}' is given twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def explain(e: ValidationError, source: Source) -> Iterator[Problem]:
+    """One problem for each place: the members of a union complain together."""
+    places: dict[Path, list[Any]] = {}
+    for error in e.errors():
+        if error["type"] == "too_short" and error["input"]:
+            continue  # it has entries, and each of them is refused
+        path: Path = ()
+        for part in error["loc"]:
+            if source.holds((*path, part)) or not _TAG.match(str(part)):
+                path = (*path, part)
+        places.setdefault(path or ("?",), []).append(error)
+    for path, errors in places.items():
+        yield path, *_in_words(path, errors)
+
+
+def _in_words(path: Path, errors: list[Any]) -> tuple[str, dict[str, Any]]:
+    """What is wrong at a place, and the facts of the error about it."""
+    first, got = errors[0], errors[0].get("input")
+    names = [k for k, part in enumerate(path) if isinstance(part, str)]
+    key = ".".join(map(str, path[names[-1] if names else 0 :]))  # an entry of a list by the name of the list
+    facts = {} if isinstance(got, dict) else {"got": repr(got)}
+    if first["type"] == "extra_forbidden":
+        known = _keys_at(path[:-1])
+        near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+        return f"Key '{key}' is unknown", {"allowed": f"did you mean {', '.join(near)}" if near else ", ".join(known)}
+    if first["type"] == "missing":
+        return f"Key '{key}' is missing: it is required", {}
+    if first["type"] == "literal_error" or len(errors) > 1:
+        literal = [x["ctx"]["expected"] for x in errors if x["type"] == "literal_error"]
+        others = [_WORDS[x["type"]].removeprefix("must be ") for x in errors if x["type"] in _WORDS]
+        return f"Value of '{key}' is not understood", facts | {"allowed": ", or ".join(dict.fromkeys(literal + others))}
+    if first["type"] in _WORDS:
+        return f"'{key}' {_WORDS[first['type']]}", facts
+    return first["msg"].removeprefix("Value error, ").replace("Input should", f"'{key}' should"), facts
+
+
+def _keys_at(path: Path) -> list[str]:
+    """The keys that may stand at a path."""
+    if path[:1] == ("sets",) and "where" in path:
+        record: Any = AttributeFilter
+    else:
+        record = next((_RECORDS[part] for part in reversed(path) if part in _RECORDS), schema.Platform)
+    fields = getattr(record, "model_fields", {})
+    return sorted(f.alias or n for n, f in fields.items() if not f.exclude) or sorted(record.__annotations__)

@@ -1,0 +1,112 @@
+"""What a report holds: how well it went, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRow:
+    """One operator of the model, or one of its inputs."""
+
+    node: str
+    layer: str
+    op: str
+    exec: str  #: "int", "float", "follow" or "table"
+    group: str
+    format: str  #: of its result; "float" when it is not stored in codes
+    scale: float | None
+    zero_point: int | None
+    low: float | None  #: range seen in calibration
+    high: float | None
+    clip_low: float | None  #: range that the grid holds
+    clip_high: float | None
+    clipped: float | None  #: share of the calibration values outside that range
+    sqnr_db: float | None  #: of its result on the device; None before `verify`
+    differing: int | None  #: integers that differ between simulator and device
+    why: str  #: why it runs in float
+    origin: str = ""  #: where the range came from
+    weight_format: str = ""  #: "" without quantized weights
+    weight_sqnr_db: float | None = None  #: of its stored weights; needs no data
+    bars: tuple[float, ...] = ()  #: share of calibration values in equal bins over [bars_low, bars_high)
+    bars_low: float = 0.0
+    bars_high: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        return self.layer or self.node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportData:
+    """Everything that a person asks after quantizing a model."""
+
+    platform: str
+    title: str
+    deploy: tuple[str, ...]
+    float_bytes: int
+    quantized_bytes: int
+    padded_bytes: int  #: with output channels padded to the width of the chip's instructions, where it has one
+    parameters: int
+    quantized_tensors: int
+    float_tensors: int
+    layers: tuple[LayerRow, ...]  #: in execution order
+    timings: Mapping[str, float]
+    notes: tuple[str, ...]
+    simulated: bool = False  #: the platform's integer arithmetic is known, so that `verify` has something to compare
+    inputs: tuple[LayerRow, ...] = ()  #: how the model's own inputs are stored
+    verification: Mapping[str, Any] | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def floats(self) -> dict[str, list[str]]:
+        """Reason -> layers that stay in float for it."""
+        out: dict[str, list[str]] = {}
+        for r in self.layers:
+            if r.exec == "float":
+                out.setdefault(r.why or "not said", []).append(r.name)
+        return out
+
+    @property
+    def kernels(self) -> list[tuple[LayerRow, ...]]:
+        """Operators that the chip runs as one, together; a kernel stands where its last operator does."""
+        parts: dict[str, list[LayerRow]] = {}
+        for r in self.layers:
+            parts.setdefault(r.group or r.node, []).append(r)
+        return [tuple(parts[r.node]) for r in self.layers if r.node in parts]
+
+    @property
+    def shrink(self) -> float:
+        """How many times smaller the weights have become."""
+        return self.float_bytes / max(1, self.quantized_bytes)
+
+    @property
+    def integer_share(self) -> float:
+        """Share of operators that run in integers or move codes."""
+        return sum(r.exec != "float" for r in self.layers) / max(1, len(self.layers))
+
+    @property
+    def verdict(self) -> str:
+        """What `verify` found, in a word.
+
+        "unverified"; "exact": not one integer differs; "sound": integers differ, yet every operator computes the
+        device's integers from the device's inputs; "departs": one does not; "unpromised": one does not, on a runtime
+        whose arithmetic is not this platform's.
+        """
+        v = self.verification
+        if v is None:
+            return "unverified"
+        return "exact" if v["exact"] else "sound" if v["sound"] else "departs" if v["promised"] else "unpromised"
+
+    @property
+    def first_departure(self) -> Mapping[str, Any] | None:
+        """The first tensor, in execution order, whose integers differ: a row of `verification`."""
+        rows = self.verification["rows"] if self.verification else ()
+        return next((r for r in rows if r["differing"]), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return asdict(self)
