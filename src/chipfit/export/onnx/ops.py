@@ -1,6 +1,7 @@
-"""How each canonical operator is written in ONNX: a row where ONNX has it, a function where it takes several, or why not.
+"""How each canonical operator is written in ONNX: a row where ONNX has it, a function where that takes more, or why not.
 
 A function receives the `Tape`, the node and the ONNX names of its inputs, and returns the names of its outputs.
+Composites that stand in neither table are decomposed before (`passes.decompose`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from chipfit.export.onnx.tape import Tape, tensor_type
+from chipfit.export.onnx.tape import Tape, refuse, tensor_type
 from chipfit.graph.ir import Node
 
 Names = Sequence[str | None]
@@ -144,34 +145,10 @@ def _linear(w: Tape, n: Node, x: Names) -> str:
     flat = w.moved("Reshape", [x[0], w.const(_ints(-1, k))], n)
     y = w.op("Gemm", [flat, *x[1:]], transB=1)
     if outer.count(None) > 1:
-        w.refuse(n, "more than one axis of its input is only known at run time")
+        refuse(n, "more than one axis of its input is only known at run time")
     target = _ints(*(-1 if s is None else s for s in outer), out)
     w.defer(n.output, lambda result: w.op("Reshape", [result, w.const(target)]))
     return y
-
-
-@_writes("SDPA")
-def _sdpa(w: Tape, n: Node, x: Names) -> str:
-    """softmax(q k^T scale + mask) v."""
-    a, (*outer, rows, width) = n.attrs, w.shape(n)
-    if a["enable_gqa"]:
-        w.refuse(n, "grouped-query attention has no ONNX form here")
-    scale = a["scale"] if a["scale"] is not None else float(width or 1) ** -0.5
-    rank = len(outer)
-    k = w.op("Transpose", [x[1]], perm=[*range(rank), rank + 1, rank])
-    s = w.op("Mul", [w.op("MatMul", [x[0], k]), w.const(np.float32(scale))])
-    if a["is_causal"]:
-        columns = w.shape(n, "in1")[-2]
-        if rows is None or columns is None:
-            w.refuse(n, "a causal mask needs a fixed sequence length")
-        s = w.op("Add", [s, w.const(np.triu(np.full((rows, columns), -np.inf, np.float32), 1))])
-    given = n.operand("mask")
-    if given is not None:
-        mask = x[3]
-        if given in w.graph.values and w.graph.values[given].dtype == "bool":
-            mask = w.op("Where", [mask, w.const(np.float32(0)), w.const(np.float32(-np.inf))])
-        s = w.op("Add", [s, mask])
-    return w.op("MatMul", [w.op("Softmax", [s], axis=-1), x[2]])
 
 
 # ---------------------------------------------------------------- norms
@@ -185,35 +162,20 @@ def _batch_norm(w: Tape, n: Node, x: Names) -> str:
     return w.op("BatchNormalization", [x[0], scale, shift, x[3], x[4]], epsilon=n.attrs["eps"])
 
 
-def _normalised(w: Tape, x: str | None, axes: list[int], eps: float, centre: bool = True) -> str:
-    """(x - mean) / sqrt(var + eps); x / sqrt(mean of squares + eps) where it is not centred."""
-    if centre:
-        x = w.op("Sub", [x, w.op("ReduceMean", [x], axes=axes, keepdims=1)])
-    var = w.op("ReduceMean", [w.op("Mul", [x, x])], axes=axes, keepdims=1)
-    return w.op("Div", [x, w.op("Sqrt", [w.op("Add", [var, w.const(np.float32(eps))])])])
-
-
-def _affine(w: Tape, y: str, parameters: Names) -> str:
-    """Times the first parameter, plus the second, where they are given."""
-    for op, p in zip(("Mul", "Add"), parameters, strict=False):
-        y = y if p is None else w.op(op, [y, p])
-    return y
-
-
-@_writes("LayerNorm", "RMSNorm")
+@_writes("LayerNorm")
 def _layer_norm(w: Tape, n: Node, x: Names) -> str:
-    axes = list(range(-len(n.attrs["normalized_shape"]), 0))
-    eps = n.attrs["eps"] if n.attrs["eps"] is not None else float(np.finfo(np.float32).eps)
-    if n.op == "LayerNorm" and n.operand("w") is not None and w.opset >= 17:
-        return w.op("LayerNormalization", x, axis=axes[0], epsilon=eps)
-    return _affine(w, _normalised(w, x[0], axes, eps, centre=n.op == "LayerNorm"), x[1:])
+    return w.op("LayerNormalization", x, axis=-len(n.attrs["normalized_shape"]), epsilon=n.attrs["eps"])
 
 
 @_writes("GroupNorm", "InstanceNorm")
 def _group_norm(w: Tape, n: Node, x: Names) -> str:
+    """On [N, groups, rest]; the shape at the end is read at run time, so that images may have any size."""
     _, channels, *spatial = w.shape(n)
     y = w.op("Reshape", [x[0], w.const(_ints(0, n.attrs.get("groups", channels), -1))])
-    y = w.op("Reshape", [_normalised(w, y, [2], n.attrs["eps"]), w.op("Shape", [x[0]])])
+    y = w.op("Sub", [y, w.op("ReduceMean", [y], axes=[2], keepdims=1)])
+    variance = w.op("ReduceMean", [w.op("Mul", [y, y])], axes=[2], keepdims=1)
+    y = w.op("Div", [y, w.op("Sqrt", [w.op("Add", [variance, w.const(np.float32(n.attrs["eps"]))])])])
+    y = w.op("Reshape", [y, w.op("Shape", [x[0]])])
     for op, p in zip(("Mul", "Add"), x[1:], strict=False):
         if p is not None:
             y = w.op(op, [y, w.op("Reshape", [p, w.const(_ints(1, channels, *[1] * len(spatial)))])])
@@ -233,49 +195,8 @@ def _prelu(w: Tape, n: Node, x: Names) -> str:
 @_writes("Softplus")
 def _softplus(w: Tape, n: Node, x: Names) -> str:
     if n.attrs["beta"] != 1.0:
-        w.refuse(n, "beta other than 1")
+        refuse(n, "beta other than 1")
     return w.op("Softplus", x)
-
-
-@_writes("Swish")
-def _swish(w: Tape, n: Node, x: Names) -> str:
-    return w.op("Mul", [x[0], w.op("Sigmoid", x)])
-
-
-@_writes("Mish")
-def _mish(w: Tape, n: Node, x: Names) -> str:
-    return w.op("Mul", [x[0], w.op("Tanh", [w.op("Softplus", x)])])
-
-
-@_writes("HardSwish")
-def _hard_swish(w: Tape, n: Node, x: Names) -> str:
-    return w.op("Mul", [x[0], w.op("HardSigmoid", x, alpha=1.0 / 6.0, beta=0.5)])
-
-
-@_writes("Gelu")
-def _gelu(w: Tape, n: Node, x: Names) -> str:
-    """x (gate + 1) / 2; the gate is erf(x / sqrt(2)), or tanh(sqrt(2 / pi) (x + 0.044715 x^3))."""
-
-    def c(v: float) -> str:
-        return w.const(np.float32(v))
-
-    if n.attrs["approximate"] == "tanh":
-        cube = w.op("Mul", [w.op("Mul", [x[0], x[0]]), x[0]])
-        inner = w.op("Mul", [w.op("Add", [x[0], w.op("Mul", [cube, c(0.044715)])]), c(0.7978845608028654)])
-        gate = w.op("Tanh", [inner])
-    else:
-        gate = w.op("Erf", [w.op("Div", [x[0], c(1.4142135623730951)])])
-    return w.op("Mul", [w.op("Mul", [x[0], w.op("Add", [gate, c(1.0)])]), c(0.5)])
-
-
-@_writes("NotEqual")
-def _not_equal(w: Tape, n: Node, x: Names) -> str:
-    return w.op("Not", [w.op("Equal", x)])
-
-
-@_writes("Rsqrt")
-def _rsqrt(w: Tape, n: Node, x: Names) -> str:
-    return w.op("Reciprocal", [w.op("Sqrt", x)])
 
 
 @_writes("Cast")
@@ -286,7 +207,7 @@ def _cast(w: Tape, n: Node, x: Names) -> str:
 # ---------------------------------------------------------------- moving
 
 
-@_writes("Stack")
+@_writes("Stack")  # with one constant for all, where decomposing it would make one for each
 def _stack(w: Tape, n: Node, x: Names) -> str:
     axis = w.const(_ints(n.attrs["axis"]))
     return w.op("Concat", [w.op("Unsqueeze", [i, axis]) for i in x], axis=n.attrs["axis"])
@@ -308,7 +229,7 @@ def _arg_max(w: Tape, n: Node, x: Names) -> str:
 def _pad(w: Tape, n: Node, x: Names) -> str:
     mode = {"constant": "constant", "reflect": "reflect", "replicate": "edge"}.get(n.attrs["mode"])
     if mode is None:
-        w.refuse(n, "circular padding")
+        refuse(n, "circular padding")
     ends = w.const(_ints(*_attribute(n.attrs["padding"])))
     value = w.const(np.float32(n.attrs["value"])) if mode == "constant" else None
     return w.op("Pad", [x[0], ends, value], mode=mode)
@@ -322,6 +243,7 @@ def _squeeze(w: Tape, n: Node, x: Names) -> str:
 
 @_writes("Roll")
 def _roll(w: Tape, n: Node, x: Names) -> str:
+    """By slices rather than an index, so that the axis may have any size."""
     y = x[0]
     for shift, axis in zip(n.attrs["shifts"], n.attrs["axes"], strict=True):
         ends = ((-shift, _END), (0, -shift))
@@ -354,33 +276,6 @@ def _resize(w: Tape, n: Node, x: Names) -> str:
         "cubic": {"coordinate_transformation_mode": grid, "cubic_coeff_a": -0.75},
     }
     return w.op("Resize", [x[0], *extra], mode=a["mode"], **how[a["mode"]])
-
-
-def _image(w: Tape, n: Node) -> list[int]:
-    """Channels, height and width."""
-    sizes = [s for s in w.shape(n)[1:] if s is not None]
-    if len(sizes) < 3:
-        w.refuse(n, "the size of its image is only known at run time")
-    return sizes
-
-
-def _regrouped(w: Tape, x: Names, parts: Sequence[int], perm: list[int], joined: Sequence[int]) -> str:
-    """Axes split into `parts`, put in another order, and joined again."""
-    y = w.op("Transpose", [w.op("Reshape", [x[0], w.const(_ints(-1, *parts))])], perm=perm)
-    return w.op("Reshape", [y, w.const(_ints(-1, *joined))])
-
-
-@_writes("SpaceToDepth")
-def _space_to_depth(w: Tape, n: Node, x: Names) -> str:
-    """Its channels in the order of PixelUnshuffle, which ONNX's own SpaceToDepth has not."""
-    b, (c, h, k) = n.attrs["block"], _image(w, n)
-    return _regrouped(w, x, (c, h // b, b, k // b, b), [0, 1, 3, 5, 2, 4], (c * b * b, h // b, k // b))
-
-
-@_writes("ChannelShuffle")
-def _channel_shuffle(w: Tape, n: Node, x: Names) -> str:
-    g, (c, h, k) = n.attrs["groups"], _image(w, n)
-    return _regrouped(w, x, (g, c // g, h, k), [0, 2, 1, 3, 4], (c, h, k))
 
 
 @_writes("Size")

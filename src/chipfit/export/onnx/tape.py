@@ -67,9 +67,6 @@ class Tape:
         name = node.operand(slot)
         return () if name is None else self.graph.shape(name)
 
-    def refuse(self, node: Node, why: str) -> NoReturn:
-        raise UnsupportedError(f"{node.op} '{node.who}' cannot be written to ONNX: {why}", where=node.source)
-
     def moved(self, kind: str, inputs: Sequence[str], node: Node) -> str:
         """An operator that moves the codes of a node's operand.
 
@@ -159,6 +156,10 @@ class Tape:
         if bits == 4:
             return helper.make_tensor(name, kind, codes.shape, codes.reshape(-1).tolist())
         return numpy_helper.from_array(codes.numpy().astype(helper.tensor_dtype_to_np_dtype(kind)), name)
+
+
+def refuse(node: Node, why: str) -> NoReturn:
+    raise UnsupportedError(f"{node.op} '{node.who}' cannot be written to ONNX: {why}", where=node.source)
 
 
 def tensor_type(dtype: str) -> int:

@@ -14,9 +14,10 @@ from chipfit.errors import ExportError, UnsupportedError
 from chipfit.export.names import output_names
 from chipfit.export.onnx.opaque import splice
 from chipfit.export.onnx.ops import REFUSED, WRITERS
-from chipfit.export.onnx.tape import Tape, tensor_type
+from chipfit.export.onnx.tape import Tape, refuse, tensor_type
 from chipfit.files import write_atomically
 from chipfit.graph.ir import OPAQUE, Graph
+from chipfit.passes.decompose import RULES, decompose
 from chipfit.plan.record import Plan
 
 _LEAST = 13
@@ -45,8 +46,7 @@ def export_onnx(graph: Graph, plan: Plan | None, path: str | Path, *, opset: int
         raise UnsupportedError(
             f"This model needs ONNX opset {least}", got=opset, allowed=f">= {least}", hint="leave `opset` out"
         )
-    _refuse_what_onnx_cannot_hold(graph, plan)
-    model = _model(_written(graph, plan, opset or least))
+    model = _model(_written(*_held(graph, plan), opset or least))
     try:
         onnx.checker.check_model(model, full_check=True)
     except Exception as e:  # the checker's own errors have no common base
@@ -61,13 +61,23 @@ def _least_opset(graph: Graph, plan: Plan) -> int:
     return max([_LEAST, *(_NEEDS[n.op] for n in graph.nodes if n.op in _NEEDS)])
 
 
-def _refuse_what_onnx_cannot_hold(graph: Graph, plan: Plan) -> None:
+def _held(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
+    """The same in operators and grids that ONNX holds.
+
+    Raises:
+        UnsupportedError: it holds some in no way.
+    """
+    bare = {n.name for n in graph.nodes if n.op == "LayerNorm" and n.operand("w") is None}  # ONNX asks for a weight
+    graph, plan, reasons = decompose(graph, plan, WRITERS, besides=bare)
     unknown = [n for n in graph.nodes if n.op != OPAQUE and n.op not in WRITERS]
+    for n in unknown:
+        if n.name in reasons:
+            refuse(n, reasons[n.name])
     if unknown:
         raise UnsupportedError(
             "These operators have no ONNX writer",
             got=", ".join(f"{n.op} '{n.who}' ({REFUSED.get(n.op, 'unknown')})" for n in unknown),
-            allowed=", ".join(sorted(WRITERS)),
+            allowed=", ".join(sorted({*WRITERS, *RULES})),
             hint="replace them in the model, or export the part without them",
         )
     kinds = {t.stored.grid.kind for t in plan.tensors.values() if t.stored is not None} - {"int"}
@@ -77,6 +87,7 @@ def _refuse_what_onnx_cannot_hold(graph: Graph, plan: Plan) -> None:
             got=", ".join(sorted(kinds)),
             hint="export JSON encodings (`.json`) for this platform",
         )
+    return graph, plan
 
 
 def _written(graph: Graph, plan: Plan, opset: int) -> Tape:
