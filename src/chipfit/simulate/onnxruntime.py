@@ -32,8 +32,8 @@ def _absorbed(act: Node, t: Stored) -> tuple[int, int] | None:
 
 def _ends(unit: Sequence[Node]) -> tuple[str, str, str]:
     """Both operands of a unit, and its result."""
-    a, b = unit[0].inputs[:2]
-    return a or "", b or "", unit[-1].output
+    a, b = (i for i in unit[0].inputs[:2] if i is not None)
+    return a, b, unit[-1].output
 
 
 def _multiplier(run: Run, unit: Sequence[Node]) -> Tensor:

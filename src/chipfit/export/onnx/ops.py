@@ -15,7 +15,7 @@ import numpy as np
 from chipfit.export.onnx.tape import Tape, refuse, tensor_type
 from chipfit.graph.ir import Node
 
-Names = Sequence[str | None]
+Names = Sequence[Any]  # None for an operand that is left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ def _resize(w: Tape, n: Node, x: Names) -> str:
         shape = w.op("Slice", [w.op("Shape", [x[0]]), w.const(_ints(0)), w.const(_ints(2)), w.const(_ints(0))])
         extra = ["", "", w.op("Concat", [shape, w.const(_ints(*a["size"]))], axis=0)]
     grid = "align_corners" if a["align_corners"] else "pytorch_half_pixel"
-    how = {
+    how: dict[str, dict[str, Any]] = {
         "nearest": {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
         "linear": {"coordinate_transformation_mode": grid},
         "cubic": {"coordinate_transformation_mode": grid, "cubic_coeff_a": -0.75},
