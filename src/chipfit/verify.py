@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ from chipfit.export import export
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
+from chipfit.quantizers.stored import Stored
 from chipfit.registry import DeviceRuntime, entries, entry, require
-from chipfit.simulate.integer import float_operators, profile_for, simulate
+from chipfit.simulate.integer import float_results, profile_for, simulate
+
+_USUAL = "onnxruntime"  #: runtime of platforms that name none
 
 
 @dataclass
@@ -36,6 +40,30 @@ class Row:
     in_float: bool = False  #: the runtime computes this operator in float
     signal: float = 0.0  #: sum of squares of the float tensor
     noise: float = 0.0  #: sum of squares of its error on the device
+
+    def add(
+        self, device: torch.Tensor, free: torch.Tensor, alone: torch.Tensor, reals: torch.Tensor, stored: Stored
+    ) -> None:
+        """Count one batch.
+
+        Args:
+            device: the runtime's codes.
+            free: those of the simulation, which runs on its own results.
+            alone: those of the operator by itself, given the runtime's codes.
+            reals: what the float network computes.
+            stored: how the tensor is stored.
+        """
+        q = device.to(torch.int64)
+        off, op_off = ((simulated.to(torch.int64) - q).abs() for simulated in (free, alone))
+        self.elements += q.numel()
+        self.differing += int((off > 0).sum())
+        self.op_differing += int((op_off > 0).sum())
+        if q.numel():
+            self.largest, self.op_largest = max(self.largest, int(off.max())), max(self.op_largest, int(op_off.max()))
+        x = reals.double()
+        error = x - (q - stored.zero_point).double() * stored.scale.double()
+        self.signal += float(x.square().sum())
+        self.noise += float(error.square().sum())
 
     @property
     def fraction(self) -> float:
@@ -92,23 +120,19 @@ class Verification:
 
     def summary(self) -> str:
         """Three or four lines for a person."""
-        lines = [
-            f"{self.runtime}: {self.differing} of {self.integers} integers differ in {len(self.rows)} tensors over {self.samples} samples"
-        ]
+        compared = f"in {len(self.rows)} tensors over {self.samples} samples"
+        lines = [f"{self.runtime}: {self.differing} of {self.integers} integers differ {compared}"]
         first = self.first_difference
         if first is not None:
-            lines.append(
-                f"first departure: {first.op} '{first.layer or first.tensor}', {100 * first.fraction:.4f} % of its integers, at most {first.largest}"
-                + (", computed in float by the runtime" if first.in_float else "")
-            )
+            how = ", computed in float by the runtime" if first.in_float else ""
+            share = f"{100 * first.fraction:.4f} % of its integers, at most {first.largest}{how}"
+            lines.append(f"first departure: {first.op} '{first.layer or first.tensor}', {share}")
             worst = max(r.op_largest for r in self.rows)
             lines.append(f"each operator by itself, given the device's inputs: largest difference {worst}")
-        if self.float_operators:
-            shown = ", ".join(self.float_operators[:6])
-            lines.append(
-                f"computed in float by the runtime: {shown}"
-                + (f" and {len(self.float_operators) - 6} more" if len(self.float_operators) > 6 else "")
-            )
+        shown, more = self.float_operators[:6], len(self.float_operators) - 6
+        if shown:
+            others = f" and {more} more" if more > 0 else ""
+            lines.append(f"computed in float by the runtime: {', '.join(shown)}{others}")
         if self.accuracy:
             lines.append("top-1: " + ", ".join(f"{k} {100 * v:.2f} %" for k, v in self.accuracy.items()))
         return "\n".join(lines + self.warnings)
@@ -125,8 +149,8 @@ class Verification:
 def own_runtime(platform: Platform, suffix: str = "") -> str:
     """The runtime that the platform's files are for; where there is none, one that loads files of this suffix."""
     loading = [name for name, e in entries("runtime").items() if suffix in ("", e.declares.suffix)]
-    own = [name for name in platform.runtimes if name in loading]
-    return next(iter([*own, *(["onnxruntime"] if "onnxruntime" in loading else []), *loading]), "onnxruntime")
+    preferred = [name for name in (*platform.runtimes, _USUAL) if name in loading]
+    return [*preferred, *loading, _USUAL][0]
 
 
 def verify(
@@ -154,104 +178,74 @@ def verify(
         DataError: no data.
     """
     runtime = runtime or own_runtime(platform, Path(path).suffix if path is not None else "")
+    found = entry("runtime", runtime)
+    require(found)
     quantized = [v for v in (*graph.inputs, *(o for n in graph.nodes for o in n.outputs)) if plan.quantized(v)]
-    engine = entry("runtime", runtime)
-    says: DeviceRuntime = engine.declares
-    require(engine)
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(path) if path is not None else export(graph, plan, Path(folder) / f"model{says.suffix}", platform)
-        device = engine.thing(file, [says.codes.format(v) for v in quantized])
-    profile = profile_for(platform, says.kernels)
-    producers = graph.producers()
-    in_float = {o for n in float_operators(graph, plan, profile) for o in _group_outputs(graph, plan, n.name)}
-    rows = {
-        v: Row(
-            v,
-            producers[v].layer if v in producers else "",
-            producers[v].op if v in producers else "Input",
-            in_float=v in in_float,
-        )
-        for v in quantized
-    }
-    promised = runtime in platform.runtimes
-    out = Verification(runtime, promised, rows=list(rows.values()), executed=dict(device.executed()))
-    if runtime == "onnxruntime":
-        from chipfit.runtimes.onnxruntime import saturates
-
-        out.warnings += [w for w in [saturates()] if w and platform.arch_selected == "VNNI"]
-    hits: dict[str, int] = {}
-    labelled = 0
+        suffix = found.declares.suffix
+        file = Path(path) if path is not None else export(graph, plan, Path(folder) / f"model{suffix}", platform)
+        device = found.thing(file, [found.declares.codes.format(v) for v in quantized])
+    out = Verification(runtime, runtime in platform.runtimes, executed=dict(device.executed()))
+    in_float, makers = float_results(graph, plan, profile_for(platform, found.declares.kernels)), graph.producers()
+    for v in quantized:
+        layer, op = (makers[v].layer, makers[v].op) if v in makers else ("", "Input")
+        out.rows.append(Row(v, layer, op, in_float=v in in_float))
+    if hasattr(device, "warnings"):
+        out.warnings += device.warnings(platform)
+    comparison = _Comparison(graph, plan, platform, device, found.declares, model, out)
     with torch.inference_mode():
         for k, batch in enumerate(iterate(data)):
             if batches is not None and k >= batches:
                 break
-            inputs, label = split_label(batch, graph)
-            out.samples += inputs[0].shape[0] if inputs and inputs[0].dim() else 1
-            results = _one_batch(graph, plan, platform, inputs, device, says, rows, out, model)
-            if label is not None and results["float"].dim() == 2 and label.shape[:1] == results["float"].shape[:1]:
-                labelled += label.shape[0]
-                for name, y in results.items():
-                    hits[name] = hits.get(name, 0) + int((y.argmax(1) == label.reshape(-1)).sum())
+            comparison.add(*split_label(batch, graph))
     if out.samples == 0:
         raise DataError("There are no data to verify on", hint="give at least one batch")
-    out.accuracy = {k: v / labelled for k, v in hits.items()} if labelled else {}
     return out
 
 
-def _group_outputs(graph: Graph, plan: Plan, head: str) -> tuple[str, ...]:
-    tail = next((g[-1] for g in plan.groups if g[0] == head), head)
-    return graph.node(tail).outputs
+@dataclass
+class _Comparison:
+    """Simulation and device side by side, batch after batch; what is found goes to `out`."""
 
+    graph: Graph
+    plan: Plan
+    platform: Platform
+    device: Any
+    declares: DeviceRuntime
+    model: torch.nn.Module | None
+    out: Verification
+    labels: int = 0
+    hits: Counter[str] = field(default_factory=Counter)  #: right answers of each side
 
-def _one_batch(
-    graph: Graph,
-    plan: Plan,
-    platform: Platform,
-    inputs: list[torch.Tensor],
-    device: Any,
-    says: DeviceRuntime,
-    rows: dict[str, Row],
-    out: Verification,
-    model: torch.nn.Module | None,
-) -> dict[str, torch.Tensor]:
-    reals = run(graph, inputs, keep=list(rows))
-    got = device.run([x.numpy() for x in inputs])
-    codes = {v: torch.from_numpy(got[k]) for v in rows if (k := says.codes.format(v)) in got}
-    free = simulate(graph, plan, inputs, platform, kernels=says.kernels)
-    forced = simulate(graph, plan, inputs, platform, force=codes, kernels=says.kernels)
-    for v, row in rows.items():
-        if v not in codes or v not in free:
-            continue
-        q = codes[v].to(torch.int64)
-        row.elements += q.numel()
-        d, e = (free[v].to(torch.int64) - q).abs(), (forced[v].to(torch.int64) - q).abs()
-        row.differing += int((d > 0).sum())
-        row.op_differing += int((e > 0).sum())
-        if q.numel():
-            row.largest, row.op_largest = max(row.largest, int(d.max())), max(row.op_largest, int(e.max()))
-        t = plan.tensors[v]
-        assert t.scale is not None and t.zero_point is not None
-        x = reals[v].double()
-        row.signal += float(x.square().sum())
-        row.noise += float((x - (q - t.zero_point).double() * t.scale.double()).square().sum())
-    first = graph.outputs[0]
-    device_out = torch.from_numpy(next(iter(got.values())))
-
-    def as_real(v: Any) -> torch.Tensor:
-        t = plan.tensors.get(first)
-        return (
-            (v.to(torch.int64) - t.zero_point) * t.scale
-            if t is not None and t.quantized and not v.is_floating_point()
-            else v
-        )  # type: ignore[operator]
-
-    integer_out = as_real(free[first]) if first in free else device_out
-    if device_out.shape == integer_out.shape and device_out.is_floating_point():
-        out.output_gap = max(
-            out.output_gap, float((device_out - integer_out).abs().max()) if device_out.numel() else 0.0
+    def add(self, inputs: list[torch.Tensor], label: torch.Tensor | None) -> None:
+        """Run one batch everywhere and compare."""
+        self.out.samples += inputs[0].shape[0] if inputs and inputs[0].dim() else 1
+        reals = run(self.graph, inputs, keep=[r.tensor for r in self.out.rows])
+        got = {k: torch.from_numpy(v) for k, v in self.device.run([x.numpy() for x in inputs]).items()}
+        names = {r.tensor: self.declares.codes.format(r.tensor) for r in self.out.rows}
+        codes = {v: got[name] for v, name in names.items() if name in got}
+        free, alone = (
+            simulate(self.graph, self.plan, inputs, self.platform, force=force, kernels=self.declares.kernels)
+            for force in (None, codes)
         )
-    results = {"float": reals[first], "integer": integer_out, "device": device_out}
-    run_flat: Any = getattr(model, "run_flat", None)  # modules that chipfit made have it
-    if run_flat is not None:
-        results["simulated"] = run_flat(inputs)[0]
-    return results
+        for row in self.out.rows:
+            v = row.tensor
+            if v in codes and v in free:
+                row.add(codes[v], free[v], alone[v], reals[v], self.plan[v])
+        first, device = self.graph.outputs[0], next(iter(got.values()))
+        integer, stored = free.get(first, device), self.plan.stored(first)
+        if stored is not None and not integer.is_floating_point():
+            integer = stored.dequantize(integer)
+        if device.shape == integer.shape and device.is_floating_point() and device.numel():
+            self.out.output_gap = max(self.out.output_gap, float((device - integer).abs().max()))
+        if label is not None and reals[first].dim() == 2 and label.shape[:1] == reals[first].shape[:1]:
+            self._count(inputs, label, {"float": reals[first], "integer": integer, "device": device})
+
+    def _count(self, inputs: list[torch.Tensor], label: torch.Tensor, results: dict[str, torch.Tensor]) -> None:
+        """Right answers by the label, of the simulation too."""
+        run_flat: Any = getattr(self.model, "run_flat", None)  # modules that chipfit made have it
+        if run_flat is not None:
+            results["simulated"] = run_flat(inputs)[0]
+        self.labels += label.shape[0]
+        self.hits.update({k: int((y.argmax(1) == label.reshape(-1)).sum()) for k, y in results.items()})
+        self.out.accuracy = {k: right / self.labels for k, right in self.hits.items()}

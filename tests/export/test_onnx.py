@@ -9,17 +9,62 @@ import torch
 from onnx import numpy_helper
 
 import chipfit
+from chipfit.engine.kernels import execute
 from chipfit.engine.run import run
 from chipfit.engine.trees import flatten_inputs
+from chipfit.errors import UnsupportedError
+from chipfit.export.onnx.ops import REFUSED, WRITERS
 from chipfit.export.onnx.writer import export_onnx
 from chipfit.frameworks.torch.capture import capture
+from chipfit.graph.ir import Graph, Value
+from chipfit.graph.ops import OPS
+from chipfit.passes.decompose import RULES
 from chipfit.quantizers.grids import quantize
 from chipfit.runtimes.onnxruntime import OnnxRuntime
+from tests.graph.test_ops import made
 from tests.zoo import ZOO, make
 
 
 def call(batch):
     return batch if isinstance(batch, tuple) else (batch,)
+
+
+def alone(op):
+    """A graph of one node, inputs for it, and what the engine makes of them."""
+    node, tensors = made(op)
+    results = [torch.as_tensor(y) for y in execute(node, tensors)]
+    node = node.with_(outputs=tuple(f"y{k}" for k in range(len(results))))
+    graph = Graph([node], [], list(node.outputs), {}, {})
+    for slot, name, x in zip(map(OPS[op].slot, range(len(tensors))), node.inputs, tensors):
+        if slot in ("w", "b", "mean", "var"):
+            graph.weights[name] = x
+        else:
+            graph.inputs.append(name)
+    values = zip((*node.inputs, *node.outputs), (*tensors, *results))
+    graph.values = {
+        k: Value(k, tuple(x.shape), str(x.dtype).removeprefix("torch.")) for k, x in values if k not in graph.weights
+    }
+    return graph, [x for name, x in zip(node.inputs, tensors) if name in graph.inputs], results
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_operator_is_written_as_the_engine_computes_it_or_refused_with_a_reason(op, tmp_path):
+    graph, inputs, want = alone(op)
+    if op in REFUSED:
+        assert op not in WRITERS and op not in RULES
+        with pytest.raises(UnsupportedError, match=f"no ONNX writer. Got: {op} 'n' .{REFUSED[op]}"):
+            export_onnx(graph, None, tmp_path / "m.onnx")
+        return
+    got = OnnxRuntime(export_onnx(graph, None, tmp_path / "m.onnx")).run([x.numpy() for x in inputs])
+    for y, found in zip(want, got.values(), strict=True):
+        np.testing.assert_allclose(found, y.numpy(), atol=2e-5, rtol=1e-4)
+
+
+def test_a_composite_that_cannot_be_written_out_says_why(tmp_path):
+    graph = alone("SDPA")[0]
+    graph.nodes = [graph.nodes[0].with_(attrs={**graph.nodes[0].attrs, "enable_gqa": True})]
+    with pytest.raises(UnsupportedError, match="SDPA 'n' cannot be written to ONNX: grouped-query attention"):
+        export_onnx(graph, None, tmp_path / "m.onnx")
 
 
 @pytest.mark.parametrize("name", sorted(ZOO))

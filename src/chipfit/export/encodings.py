@@ -1,6 +1,6 @@
 """JSON encodings: ranges and integer parameters beside a float ONNX file, for chips whose compiler takes both.
 
-Each dialect is one function `(name, entry) -> JSON` over the activations and weights of a plan; `document` gathers them.
+Each dialect is one function, of a plan; platforms name theirs (`encodings`).
 """
 
 from __future__ import annotations
@@ -17,181 +17,163 @@ from chipfit.files import write_atomically
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.schema import Platform
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
 
 
 @dataclass(frozen=True, slots=True)
-class _Lists:
-    """Per-channel numbers of one tensor as Python lists; one entry when it has a single scale."""
+class _Entry:
+    """A quantized tensor as JSON holds it: lists with one number for each scale."""
 
+    tensor: TensorPlan
+    grid: Grid
     scale: list[float]
     zero: list[int]
-    low: list[float]
+    low: list[float]  #: the reals that the lowest codes stand for
     high: list[float]
 
     @classmethod
-    def of(cls, t: TensorPlan) -> _Lists:
-        assert (
-            t.grid is not None and t.scale is not None and t.zero_point is not None
-        )  # asked for quantized tensors only
-        scale, zero = t.scale.double().reshape(-1).tolist(), t.zero_point.reshape(-1).tolist()
-        if len(zero) != len(scale):
-            zero = zero * len(scale)
-        low = [(t.grid.qmin - z) * s for s, z in zip(scale, zero, strict=True)]
-        high = [(t.grid.qmax - z) * s for s, z in zip(scale, zero, strict=True)]
-        return cls(scale, zero, low, high)
+    def of(cls, tensor: TensorPlan, stored: Stored) -> _Entry:
+        grid, scale, zero = stored.grid, stored.scale.double().reshape(-1), stored.zero_point.reshape(-1)
+        low, high = ((end - zero.double()) * scale for end in (grid.qmin, grid.qmax))
+        return cls(tensor, grid, scale.tolist(), zero.tolist(), low.tolist(), high.tolist())
+
+    @property
+    def reach(self) -> float:
+        """Max |x|."""
+        return max(map(abs, (*self.low, *self.high)))
+
+
+def _each(plan: Plan, roles: str, record: Callable[[_Entry], Any]) -> dict[str, Any]:
+    """The record of every quantized tensor of these roles, by name."""
+    tensors = [t for t in plan.tensors.values() if t.role in roles.split()]
+    return {t.name: record(_Entry.of(t, t.stored)) for t in tensors if t.stored is not None}
+
+
+def _one(values: list[Any]) -> Any:
+    """The number of a single scale, or the list of several."""
+    return values[0] if len(values) == 1 else values
 
 
 def _tensorrt(plan: Plan) -> dict[str, Any]:
     """Dynamic range of each activation: symmetric, max |x|."""
-    ranges = {t.name: max(abs(v) for v in (*_Lists.of(t).low, *_Lists.of(t).high)) for t in _of(plan, "activation")}
-    return {"tensorrt": {"blob_range": ranges}}
+    return {"tensorrt": {"blob_range": _each(plan, "activation", lambda e: e.reach)}}
 
 
 def _qualcomm(plan: Plan) -> dict[str, Any]:
     """Quantization overrides: bit width, min, max, scale, offset (= -zero point); one record per channel."""
 
-    def records(t: TensorPlan) -> list[dict[str, Any]]:
-        assert t.grid is not None
-        n = _Lists.of(t)
+    def records(e: _Entry) -> list[dict[str, Any]]:
         return [
             {
-                "bitwidth": t.grid.bits,
-                "min": lo,
-                "max": hi,
-                "scale": s,
-                "offset": -z + t.grid.qmin if t.grid.signed else -z,
-                "is_symmetric": str(t.grid.symmetric),
+                "bitwidth": e.grid.bits,
+                "min": low,
+                "max": high,
+                "scale": scale,
+                "offset": -zero + e.grid.qmin if e.grid.signed else -zero,
+                "is_symmetric": str(e.grid.symmetric),
                 "dtype": "int",
             }
-            for s, z, lo, hi in zip(n.scale, n.zero, n.low, n.high, strict=True)
+            for scale, zero, low, high in zip(e.scale, e.zero, e.low, e.high, strict=True)
         ]
 
     return {
         "version": "0.6.1",
-        "activation_encodings": {t.name: records(t) for t in _of(plan, "activation")},
-        "param_encodings": {t.name: records(t) for t in _of(plan, "weight", "bias")},
+        "activation_encodings": _each(plan, "activation", records),
+        "param_encodings": _each(plan, "weight bias", records),
     }
 
 
 def _ppl_cuda(plan: Plan) -> dict[str, Any]:
-    """Min and max of each activation, step of each weight channel."""
-    return {
-        "ppl-cuda": {
-            **{
-                t.name: {
-                    "bit_width": t.grid.bits,
-                    "per_channel": False,
-                    "quant_flag": True,
-                    "sym": t.grid.symmetric,
-                    "max": n.high[0],
-                    "min": n.low[0],
-                }
-                for t in _of(plan, "activation")
-                if t.grid and (n := _Lists.of(t))
-            },
-            **{
-                t.name: {
-                    "bit_width": t.grid.bits,
-                    "per_channel": len(n.scale) > 1,
-                    "quant_flag": True,
-                    "sym": t.grid.symmetric,
-                    "max": n.high,
-                    "min": n.low,
-                }
-                for t in _of(plan, "weight")
-                if t.grid and (n := _Lists.of(t))
-            },
+    """Min and max of each activation and of each weight channel."""
+
+    def record(e: _Entry) -> dict[str, Any]:
+        weight = e.tensor.role == "weight"
+        return {
+            "bit_width": e.grid.bits,
+            "per_channel": weight and len(e.scale) > 1,
+            "quant_flag": True,
+            "sym": e.grid.symmetric,
+            "max": e.high if weight else e.high[0],
+            "min": e.low if weight else e.low[0],
         }
-    }
+
+    return {"ppl-cuda": _each(plan, "activation", record) | _each(plan, "weight", record)}
 
 
 def _ppl_dsp(plan: Plan) -> dict[str, Any]:
     """Step, zero point, range and type of every tensor."""
-    out = {}
-    for t in _of(plan, "activation", "weight"):
-        assert t.grid is not None
-        n = _Lists.of(t)
-        kind = "biased" if t.role == "activation" else "weight"
-        out[t.name] = {
-            "step": _one(n.scale),
-            "zero_point": _one(n.zero),
-            "min": _one(n.low),
-            "max": _one(n.high),
-            "bit": t.grid.bits,
-            "type": kind,
+
+    def record(e: _Entry) -> dict[str, Any]:
+        return {
+            "step": _one(e.scale),
+            "zero_point": _one(e.zero),
+            "min": _one(e.low),
+            "max": _one(e.high),
+            "bit": e.grid.bits,
+            "type": "biased" if e.tensor.role == "activation" else "weight",
         }
-    return {"ppl": out}
+
+    return {"ppl": _each(plan, "activation weight", record)}
 
 
 def _vitis(plan: Plan) -> dict[str, Any]:
     """Fix positions: scale = 2^-position."""
-    out = {}
-    for t in _of(plan, "activation", "weight", "bias"):
-        assert t.grid is not None
-        places = [-math.log2(s) for s in _Lists.of(t).scale]
+
+    def record(e: _Entry) -> dict[str, Any]:
+        places = [-math.log2(s) for s in e.scale]
         if any(p != round(p) for p in places):
             raise UnsupportedError(
                 "Fix positions need power-of-two scales",
-                where=t.name,
-                got=_Lists.of(t).scale[:4],
-                hint="quantize for a platform with such scales, for example vitis_dpu",
+                where=e.tensor.name,
+                got=e.scale[:4],
+                hint="quantize for a platform whose formats have such scales",
             )
-        out[t.name] = {
-            "bit_width": t.grid.bits,
-            "fix_point": int(places[0]) if len(places) == 1 else [int(p) for p in places],
-        }
-    return {"fix_info": out}
+        return {"bit_width": e.grid.bits, "fix_point": _one([int(p) for p in places])}
+
+    return {"fix_info": _each(plan, "activation weight bias", record)}
 
 
 def _nnie(plan: Plan) -> dict[str, Any]:
     """Clip value of each tensor."""
-    return {
-        "nnie": {
-            "gfpq": {
-                t.name: max(abs(v) for v in (*_Lists.of(t).low, *_Lists.of(t).high))
-                for t in _of(plan, "activation", "weight")
-            }
-        }
-    }
+    return {"nnie": {"gfpq": _each(plan, "activation weight", lambda e: e.reach)}}
 
 
 def _stpu(plan: Plan) -> dict[str, Any]:
     """Min and max of every tensor."""
-    return {
-        t.name: {"min": _one(n.low), "max": _one(n.high)}
-        for t in _of(plan, "activation", "weight")
-        if (n := _Lists.of(t))
-    }
+    return _each(plan, "activation weight", lambda e: {"min": _one(e.low), "max": _one(e.high)})
 
 
 def _ncnn(plan: Plan) -> dict[str, Any]:
     """Reciprocal scales, as the calibration table lists them."""
-    return {"scales": {t.name: [1 / s for s in _Lists.of(t).scale] for t in _of(plan, "activation", "weight")}}
+    return {"scales": _each(plan, "activation weight", lambda e: [1 / s for s in e.scale])}
 
 
 def _generic(plan: Plan) -> dict[str, Any]:
     """Everything, one record per tensor."""
-    out = {}
-    for t in _of(plan, "activation", "weight", "bias"):
-        assert t.grid is not None
-        n = _Lists.of(t)
-        out[t.name] = {
+
+    def record(e: _Entry) -> dict[str, Any]:
+        t, grid = e.tensor, e.grid
+        out = {
             "role": t.role,
             "layer": t.layer,
             "format": t.format,
-            "bits": t.grid.bits,
-            "qmin": t.grid.qmin,
-            "qmax": t.grid.qmax,
+            "bits": grid.bits,
+            "qmin": grid.qmin,
+            "qmax": grid.qmax,
             "axis": t.axis,
-            "scale": _one(n.scale),
-            "zero_point": _one(n.zero),
-            "min": _one(n.low),
-            "max": _one(n.high),
+            "scale": _one(e.scale),
+            "zero_point": _one(e.zero),
+            "min": _one(e.low),
+            "max": _one(e.high),
         }
-        if t.grid.table is not None:  # what each code stands for, in units of the scale
-            out[t.name] |= {"kind": t.grid.kind, "table": list(t.grid.table)}
-    return {"chipfit_encodings": 1, "platform": plan.platform, "tensors": out}
+        if grid.table is not None:  # what each code stands for, in units of the scale
+            out |= {"kind": grid.kind, "table": list(grid.table)}
+        return out
+
+    tensors = _each(plan, "activation weight bias", record)
+    return {"chipfit_encodings": 1, "platform": plan.platform, "tensors": tensors}
 
 
 #: dialect -> writer; a platform names its own (`encodings`)
@@ -206,14 +188,6 @@ DIALECTS: dict[str, Callable[[Plan], dict[str, Any]]] = {
     "ncnn": _ncnn,
     "generic": _generic,
 }
-
-
-def _of(plan: Plan, *roles: str) -> list[TensorPlan]:
-    return [t for t in plan.tensors.values() if t.quantized and t.role in roles]
-
-
-def _one(values: list[Any]) -> Any:
-    return values[0] if len(values) == 1 else values
 
 
 def document(plan: Plan, dialect: str = "generic") -> dict[str, Any]:

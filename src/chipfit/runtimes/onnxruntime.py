@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from chipfit.errors import RuntimeUnavailable
+from chipfit.platform.schema import Platform
 from chipfit.registry import register
 
 
@@ -24,18 +26,12 @@ class OnnxRuntime:
         """Load `path` and make the ONNX values named in `tensors` readable.
 
         Raises:
-            RuntimeUnavailable: ONNX Runtime is not installed or refuses the file.
+            RuntimeUnavailable: ONNX Runtime refuses the file.
         """
-        try:
-            import onnx
-            import onnxruntime as ort
-        except ImportError as e:
-            raise RuntimeUnavailable("ONNX Runtime is not installed", hint="pip install 'chipfit[onnx]'") from e
-        model = read(path)
-        present = {o.name for o in model.graph.output}
-        made = {o for n in model.graph.node for o in n.output}
-        self.tensors = [t for t in tensors if t in made]
-        model.graph.output.extend(onnx.ValueInfoProto(name=t) for t in self.tensors if t not in present)
+        import onnx
+        import onnxruntime as ort
+
+        model = read(path, tensors)
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = threads
@@ -69,14 +65,21 @@ class OnnxRuntime:
 
     def executed(self) -> Mapping[str, int]:
         """Operator kinds of the optimised model, with counts: QLinearConv means integers, Conv means float."""
-        counts: dict[str, int] = {}
-        for n in self._optimised.graph.node:
-            counts[n.op_type] = counts.get(n.op_type, 0) + 1
-        return dict(sorted(counts.items()))
+        return dict(sorted(Counter(n.op_type for n in self._optimised.graph.node).items()))
+
+    def warnings(self, platform: Platform) -> list[str]:
+        """That this CPU saturates, where the platform is one that does not."""
+        if platform.arch_selected != "VNNI" or not saturates():
+            return []
+        return [
+            "this CPU has no VNNI: u8 x s8 products saturate at 16 bits unless a session sets "
+            "session.x64quantprecision to 1, as this check did; set it too, or use the platform revision "
+            "'ort_cpu@AVX2', whose weights have 7 bits"
+        ]
 
 
-def read(path: str | Path) -> Any:
-    """The ModelProto in a file.
+def read(path: str | Path, tensors: Sequence[str] = ()) -> Any:
+    """The ModelProto in a file, with those of its `tensors` that it makes declared outputs.
 
     Raises:
         RuntimeUnavailable: it is missing, or no ONNX model.
@@ -84,11 +87,14 @@ def read(path: str | Path) -> Any:
     import onnx
 
     try:
-        return onnx.load(str(path))
+        model = onnx.load(str(path))
     except Exception as e:  # a missing file, or what protobuf makes of garbage
         raise RuntimeUnavailable(
             f"The file is not an ONNX model: {str(e).splitlines()[0][:300]}", where=str(path)
         ) from e
+    made = {o for n in model.graph.node for o in n.output} - {o.name for o in model.graph.output}
+    model.graph.output.extend(onnx.ValueInfoProto(name=t) for t in tensors if t in made)
+    return model
 
 
 def _signed(model: Any) -> bool:
@@ -125,15 +131,10 @@ def _unshare_weights(model: Any) -> None:
                 seen.add(name)
 
 
-def saturates() -> str:
-    """A warning when this CPU adds pairs of u8 x s8 products in 16 bits; "" when it does not or cannot be told."""
+def saturates() -> bool:
+    """Whether this CPU adds pairs of u8 x s8 products in 16 bits; False where that cannot be told."""
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return ""
-    if "flags" not in flags or "vnni" in flags:
-        return ""
-    return (
-        "this CPU has no VNNI: u8 x s8 products saturate at 16 bits unless a session sets session.x64quantprecision "
-        "to 1, as this check did; set it too, or use the platform revision 'ort_cpu@AVX2', whose weights have 7 bits"
-    )
+        return False
+    return "flags" in flags and "vnni" not in flags

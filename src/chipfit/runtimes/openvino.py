@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,19 +21,12 @@ class OpenVino:
         """Load `path` and make the ONNX values named in `tensors` readable.
 
         Raises:
-            RuntimeUnavailable: OpenVINO is not installed or refuses the file.
+            RuntimeUnavailable: OpenVINO refuses the file.
         """
-        try:
-            import onnx
-            import openvino
-        except ImportError as e:
-            raise RuntimeUnavailable("OpenVINO is not installed", hint="pip install 'chipfit[openvino]'") from e
-        model = read(path)
-        made = {o for n in model.graph.node for o in n.output}
+        import openvino
+
+        model = read(path, tensors)
         self.outputs = [o.name for o in model.graph.output]
-        wanted = [t for t in tensors if t in made and t not in self.outputs]
-        model.graph.output.extend(onnx.ValueInfoProto(name=t) for t in wanted)
-        self.outputs += wanted
         config = {"INFERENCE_PRECISION_HINT": "f32", **({"INFERENCE_NUM_THREADS": threads} if threads else {})}
         try:
             core = openvino.Core()
@@ -50,14 +44,12 @@ class OpenVino:
 
     def executed(self) -> Mapping[str, int]:
         """Layer kinds of the compiled model with the type they run in, and counts."""
-        counts: dict[str, int] = {}
-        for n in self.model.get_runtime_model().get_ordered_ops():
-            info = n.get_rt_info()
+        nodes = [n.get_rt_info() for n in self.model.get_runtime_model().get_ordered_ops()]
+        kinds = Counter(f"{_text(n, 'layerType')} {_text(n, 'runtimePrecision')}" for n in nodes)
+        return dict(sorted(kinds.items()))
 
-            def text(key: str, info: Mapping[str, object] = info) -> str:
-                value = info[key] if key in info else "?"  # noqa: SIM401 -- an RTMap has no get()
-                return str(getattr(value, "value", value))
 
-            key = f"{text('layerType')} {text('runtimePrecision')}"
-            counts[key] = counts.get(key, 0) + 1
-        return dict(sorted(counts.items()))
+def _text(info: Mapping[str, object], key: str) -> str:
+    """An entry of what OpenVINO tells about a layer, with or without a box around it."""
+    value = info[key] if key in info else "?"  # noqa: SIM401 -- an RTMap has no get()
+    return str(getattr(value, "value", value))

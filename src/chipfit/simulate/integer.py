@@ -2,10 +2,10 @@
 
 A product sum on integer-valued floats is exact while it stays below 2^24 (float32) or 2^53 (float64), so integer
 simulation runs at float speed. Operators that the runtime itself computes in float are computed in float32 here too
-and listed by `float_operators`: there the last bit is the runtime's own.
+and listed by `float_results`: there the last bit is the runtime's own.
 
-Which integers a kernel computes is said by a `Profile`, one per family of kernels (`simulate/onnxruntime.py`,
-`simulate/litert.py`). A platform names its own in `math.kernels`; a runtime may name the one that it runs.
+A `Profile` holds which integers one family of kernels computes (`simulate/onnxruntime.py`, `simulate/litert.py`). A
+platform names its own in `math.kernels`; a runtime may name the one that it runs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from chipfit.engine.kernels import execute, pad
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph, Node
-from chipfit.plan.record import Plan, TensorPlan
+from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
-from chipfit.quantizers.grids import dequantize, quantize
+from chipfit.quantizers.stored import Stored
 from chipfit.registry import lookup
 from chipfit.simulate.requantize import FORMS
 
@@ -31,22 +31,19 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """How one family of kernels computes."""
+    """How one family of kernels computes; registered as "kernels".
 
-    kernels: Mapping[str, Kernel]  #: by operator; what is missing the runtime computes in float
-    moves: Mapping[str, Kernel] = field(
-        default_factory=dict
-    )  #: operators that follow their operand's format and compute all the same
-    #: (activation, plan of the result) -> the codes between which a kernel clips instead; None when it does not
-    clip: Callable[[Node, TensorPlan], tuple[int, int] | None]
-    #: (reals, plan of the tensor) -> codes
-    quantize: Callable[[Tensor, TensorPlan], Tensor]
+    A kernel takes the `Run` and a unit: the nodes of a fused group, or one node. It reads codes and reals of operands by
+    name and leaves the codes of the unit's result, before its fused activations clip them.
+    """
 
-
-def quantize_half_even(x: Tensor, t: TensorPlan) -> Tensor:
-    """Reals to codes by a true division, halves to even."""
-    assert t.grid is not None and t.scale is not None and t.zero_point is not None
-    return quantize(x, t.scale, t.zero_point, t.grid, t.axis)
+    kernels: Mapping[str, Kernel]  #: by operator; the runtime computes in float what is missing
+    #: the same for operators that follow their operand's format and compute nevertheless; the others are a `move`
+    moves: Mapping[str, Kernel] = field(default_factory=dict)
+    #: (fused activation, how its result is stored) -> the codes between which it clips; None where the kernel cannot do
+    #: that, and the whole unit is computed in float
+    clip: Callable[[Node, Stored], tuple[int, int] | None]
+    quantize: Callable[[Tensor, Stored], Tensor]  #: (reals, how they are stored) -> codes
 
 
 @dataclass
@@ -57,67 +54,68 @@ class Run:
     plan: Plan
     profile: Profile
     requant: Mapping[str, Any]
-    codes: dict[str, Tensor]  #: value -> integer codes, where it is quantized
-    reals: dict[str, Any]  #: value -> float (or other) tensor, before its quantizer where it has one
-    weights: dict[str, Tensor]  #: weight -> codes
+    codes: dict[str, Tensor] = field(default_factory=dict)  #: value -> integer codes, where it is quantized
+    reals: dict[str, Any] = field(default_factory=dict)  #: value -> float (or other) tensor, before its quantizer
+    weights: dict[str, Tensor] = field(default_factory=dict)  #: weight -> codes
 
-    def tensor(self, name: str) -> TensorPlan:
-        return self.plan.tensors[name]
+    def stored(self, name: str) -> Stored:
+        """How a quantized value or weight is stored."""
+        return self.plan[name]
+
+    def scale(self, name: str) -> Tensor:
+        return self.plan[name].scale
+
+    def zero(self, name: str) -> Tensor:
+        return self.plan[name].zero_point
 
     def code(self, name: str) -> Tensor:
         """Codes of a quantized value or weight."""
         if name in self.codes:
             return self.codes[name]
         if name not in self.weights:
-            t = self.tensor(name)
-            assert t.grid is not None and t.scale is not None and t.zero_point is not None
-            self.weights[name] = quantize(self.graph.weights[name], t.scale, t.zero_point, t.grid, t.axis)
+            self.weights[name] = self.plan[name].quantize(self.graph.weights[name])
         return self.weights[name]
 
     def real(self, name: str, reader: Node) -> Any:
         """What a float operator reads: the value before its quantizer on float edges, else its codes as reals."""
-        quantized = self.plan.quantized(name) and (name, reader.name) not in self.plan.float_edges
-        if quantized and (name in self.codes or name in self.graph.weights):
-            t = self.tensor(name)
-            assert t.scale is not None and t.zero_point is not None
-            return dequantize(self.code(name), t.scale, t.zero_point, t.axis)
+        stored = None if (name, reader.name) in self.plan.float_edges else self.plan.stored(name)
+        if stored is not None and (name in self.codes or name in self.graph.weights):
+            return stored.dequantize(self.code(name))
         return self.reals[name] if name in self.reals else self.graph.weights[name]
 
     def centred(self, name: str) -> Tensor:
         """Codes minus zero point, float64."""
-        t = self.tensor(name)
-        assert t.zero_point is not None
-        z = t.zero_point.double()
-        q = self.code(name).double()
-        if t.axis is not None and z.dim():
-            z = z.view([-1 if k == t.axis else 1 for k in range(q.dim())])
-        return q - z
+        axis, q, z = self.plan[name].axis, self.code(name).double(), self.zero(name).double()
+        return q - (z.view([-1 if k == axis else 1 for k in range(q.dim())]) if z.dim() else z)
 
     def store(self, name: str, x: Tensor) -> None:
         """Clip integers, zero point included, to the grid and keep them as codes."""
-        t = self.tensor(name)
-        assert t.grid is not None
-        self.codes[name] = x.clamp(t.grid.qmin, t.grid.qmax).to(t.grid.dtype)
+        grid = self.plan[name].grid
+        self.codes[name] = x.clamp(grid.qmin, grid.qmax).to(grid.dtype)
 
-    def scale(self, name: str) -> Tensor:
-        s = self.tensor(name).scale
-        assert s is not None
-        return s
+    def publish(self, name: str, x: Any) -> None:
+        """Keep a float result, and its codes when it is quantized."""
+        self.reals[name] = x
+        stored = self.plan.stored(name)
+        if stored is not None:
+            self.codes[name] = self.profile.quantize(x, stored)
 
-    def zero(self, name: str) -> Tensor:
-        z = self.tensor(name).zero_point
-        assert z is not None
-        return z
+    def drop(self, name: str) -> None:
+        self.codes.pop(name, None)
+        self.reals.pop(name, None)
 
 
 Kernel = Callable[[Run, Sequence[Node]], None]
 
 
 def kernels_of(platform: Platform) -> str | None:
-    """The name of the platform's kernels; None when nothing is known about its integers."""
-    if platform.math.kernels:
-        return platform.math.kernels
-    return "onnxruntime" if (platform.math.requant or {}).get("form") in FORMS else None
+    """The name of the platform's kernels; None when nothing is known about its integers.
+
+    A platform that says no more than how it requantizes gets ONNX Runtime's kernels: their product sums requantize by
+    that rule.
+    """
+    by_rule = "onnxruntime" if (platform.math.requant or {}).get("form") in FORMS else None
+    return platform.math.kernels or by_rule
 
 
 def profile_for(platform: Platform, kernels: str | None = None) -> Profile:
@@ -164,10 +162,12 @@ def simulate(
     Raises:
         UnsupportedError: see `profile_for`.
     """
-    run = Run(graph, plan, profile_for(platform, kernels), platform.math.requant or {}, {}, {}, {})
-    wanted = set(graph.values) if keep is None else {*keep, *graph.outputs}
-    groups = {n: g for g in plan.groups for n in g}
-    last: dict[str, int] = {i: k for k, n in enumerate(graph.nodes) for i in n.inputs if i is not None}
+    run = Run(graph, plan, profile_for(platform, kernels), platform.math.requant or {})
+    wanted = {*(graph.values if keep is None else keep), *graph.outputs}
+    todo = units(graph, plan)
+    last = {i: k for k, unit in enumerate(todo) for n in unit for i in n.inputs if i is not None}
+    for o in graph.outputs:
+        last.pop(o, None)
     done: dict[str, Any] = {}
 
     def settle(names: Sequence[str]) -> None:
@@ -179,70 +179,68 @@ def simulate(
                 run.codes[o] = force[o]
 
     for name, x in zip(graph.inputs, inputs, strict=True):
-        _publish(run, name, x)
+        run.publish(name, x)
     settle(graph.inputs)
-    for k, node in enumerate(graph.nodes):
-        members = groups.get(node.name, (node.name,))
-        if node.name == members[-1]:
-            _unit(run, [graph.node(m) for m in members] if len(members) > 1 else [node])
-        settle(node.outputs)
-        for i in node.inputs:
-            if i is not None and last[i] == k and i not in graph.outputs and node.name == members[-1]:
-                run.codes.pop(i, None)
-                run.reals.pop(i, None)
+    for k, unit in enumerate(todo):
+        _compute(run, unit)
+        settle(unit[-1].outputs)
+        for i in {i for n in unit for i in n.inputs if i is not None and last.get(i) == k}:
+            run.drop(i)
     return done
 
 
-def float_operators(graph: Graph, plan: Plan, profile: Profile) -> list[Node]:
-    """Operators that the runtime computes in float although their result is stored in codes."""
-    groups = {n: g for g in plan.groups for n in g}
-    out = []
-    for n in graph.nodes:
-        members = [graph.node(m) for m in groups.get(n.name, (n.name,))]
-        if n.name == members[-1].name and plan.quantized(n.output) and _kernel(graph, plan, members, profile) is None:
-            out.append(members[0])
-    return out
+def units(graph: Graph, plan: Plan) -> list[list[Node]]:
+    """What runs as one kernel, in execution order: the members of each fused group, and every other node alone."""
+    nodes = {n.name: n for n in graph.nodes}
+    groups = {g[-1]: [nodes[m] for m in g] for g in plan.groups}
+    inner = {m for g in plan.groups for m in g[:-1]}
+    return [groups.get(name, [n]) for name, n in nodes.items() if name not in inner]
 
 
-# ---------------------------------------------------------------- one kernel
+def float_results(graph: Graph, plan: Plan, profile: Profile) -> set[str]:
+    """Results that the runtime computes in float although they are stored in codes."""
+    tails = [unit[-1] for unit in units(graph, plan) if _kernel(graph, plan, unit, profile) is None]
+    return {o for n in tails if plan.quantized(n.output) for o in n.outputs}
 
 
-def _publish(run: Run, name: str, x: Any) -> None:
-    """Keep a float result, and its codes when it is quantized."""
-    run.reals[name] = x
-    if run.plan.quantized(name):
-        run.codes[name] = run.profile.quantize(x, run.tensor(name))
+# ---------------------------------------------------------------- one unit
 
 
-def _kernel(graph: Graph, plan: Plan, unit: Sequence[Node], profile: Profile) -> Kernel | None:
-    """The integer kernel of a unit; None when the runtime computes it in float."""
-    head, tail = unit[0], unit[-1]
-    if plan.nodes.get(head.name) is None or plan.nodes[head.name].exec == "float":
+def _kernel(
+    graph: Graph, plan: Plan, unit: Sequence[Node], profile: Profile
+) -> tuple[Kernel, list[tuple[int, int]]] | None:
+    """The integer kernel of a unit and between which codes it clips; None when the runtime computes it in float."""
+    head, out = unit[0], plan.stored(unit[-1].output)
+    decided = plan.nodes.get(head.name)
+    if decided is None or decided.exec == "float" or out is None:
         return None
-    reads = [i for n in unit for i in n.inputs if i is not None and i not in {o for m in unit for o in m.outputs}]
-    if not all(plan.quantized(i) for i in reads if graph.is_float(i)) or not plan.quantized(tail.output):
+    made = {o for n in unit for o in n.outputs}
+    reads = [i for n in unit for i in n.inputs if i is not None and i not in made]
+    if not all(plan.quantized(i) for i in reads if graph.is_float(i)):
         return None
-    if any(profile.clip(n, plan.tensors[tail.output]) is None for n in unit[1:]):
-        return None
-    return profile.moves.get(head.op, move) if plan.nodes[head.name].exec == "follow" else profile.kernels.get(head.op)
+    clips = [bounds for act in unit[1:] if (bounds := profile.clip(act, out)) is not None]
+    follows = decided.exec == "follow"
+    kernel = profile.moves.get(head.op, move) if follows else profile.kernels.get(head.op)
+    return (kernel, clips) if kernel is not None and len(clips) == len(unit) - 1 else None
 
 
-def _unit(run: Run, unit: Sequence[Node]) -> None:
-    kernel = _kernel(run.graph, run.plan, unit, run.profile)
-    if kernel is not None:
+def _compute(run: Run, unit: Sequence[Node]) -> None:
+    found = _kernel(run.graph, run.plan, unit, run.profile)
+    if found is not None:
+        kernel, clips = found
         kernel(run, unit)
-        out = unit[-1].output
-        for act in unit[1:]:
-            bounds = run.profile.clip(act, run.tensor(out))
-            assert bounds is not None  # or it would have no kernel
-            run.codes[out] = run.codes[out].clamp(*bounds)
+        for low, high in clips:
+            run.codes[unit[-1].output] = run.codes[unit[-1].output].clamp(low, high)
         return
     env: dict[str, Any] = {}
     for n in unit:
         outs = execute(n, [None if i is None else env[i] if i in env else run.real(i, n) for i in n.inputs])
         env.update(zip(n.outputs, outs, strict=False))
     for o in unit[-1].outputs:
-        _publish(run, o, env[o])
+        run.publish(o, env[o])
+
+
+# ---------------------------------------------------------------- kernels of every profile
 
 
 def move(run: Run, unit: Sequence[Node]) -> None:
@@ -250,23 +248,20 @@ def move(run: Run, unit: Sequence[Node]) -> None:
     node = unit[0]
     args = [run.code(i).float() if run.graph.is_float(i) else run.real(i, node) for i in node.inputs if i is not None]
     if node.op == "Pad" and node.attrs["mode"] == "constant":
-        outs: tuple[Any, ...] = (
-            pad(args[0], padding=node.attrs["padding"], mode="constant", value=float(run.zero(node.inputs[0] or ""))),
-        )
+        zero = float(run.zero(node.data))
+        outs: tuple[Any, ...] = (pad(args[0], padding=node.attrs["padding"], mode="constant", value=zero),)
     else:
         outs = execute(node, args)
     for o, x in zip(unit[-1].outputs, outs, strict=False):
-        if run.plan.quantized(o):
-            t = run.tensor(o)
-            assert t.grid is not None
-            run.codes[o] = x.to(t.grid.dtype)
+        stored = run.plan.stored(o)
+        if stored is not None:
+            run.codes[o] = x.to(stored.grid.dtype)
 
 
 def accumulate(run: Run, node: Node) -> Tensor:
     """Exact product sums of a convolution or linear layer, bias included; float64 or float32, integer-valued."""
-    x, w = run.centred(node.inputs[0] or ""), run.centred(node.inputs[1] or "")
-    bias = node.inputs[2] if len(node.inputs) > 2 else None
-    b = run.code(bias).double() if bias is not None else None
+    x, w = run.centred(node.data), run.centred(node.weight)
+    b = run.code(node.bias).double() if node.bias is not None else None
     if node.op == "Linear":
         return F.linear(x, w, b)
     (acc,) = execute(node, [x, w])

@@ -16,8 +16,8 @@ import torch
 
 from chipfit.engine.kernels import execute, pad
 from chipfit.graph.ir import Node
-from chipfit.plan.record import TensorPlan
 from chipfit.quantizers.grids import dequantize
+from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
 from chipfit.simulate import gemmlowp, tables16
 from chipfit.simulate.integer import Kernel, Profile, Run, accumulate, move
@@ -38,8 +38,7 @@ def _f32(v: float) -> Tensor:
 
 def _wide(run: Run, name: str) -> bool:
     """16-bit codes."""
-    grid = run.tensor(name).grid
-    return grid is not None and grid.bits > 8
+    return run.stored(name).grid.bits > 8
 
 
 def _names(unit: Sequence[Node]) -> tuple[str, str]:
@@ -74,8 +73,7 @@ def _precision(how: str) -> torch.dtype:
 
 def _few_bits(run: Run, name: str) -> bool:
     """4-bit codes, two to a byte."""
-    grid = run.tensor(name).grid
-    return grid is not None and grid.bits <= 4
+    return run.stored(name).grid.bits <= 4
 
 
 def _convolution(run: Run, unit: Sequence[Node], how: str) -> None:
@@ -215,7 +213,7 @@ def _relu(run: Run, unit: Sequence[Node], how: str) -> None:
     """A rectifier on its own: another scale, then the clip."""
     x, out = _names(unit)
     run.store(out, _scaled(run.centred(x), _real(run, x, under=out), how) + run.zero(out))
-    bounds = _clip(unit[0], run.tensor(out))
+    bounds = _clip(unit[0], run.stored(out))
     assert bounds is not None
     run.codes[out] = run.codes[out].clamp(*bounds)
 
@@ -223,8 +221,7 @@ def _relu(run: Run, unit: Sequence[Node], how: str) -> None:
 def _table(run: Run, unit: Sequence[Node], f: Callable[[Tensor, Node], Tensor] | None = None) -> None:
     """A table over all codes: y = round(f(s (q - z)) / s_y), computed in float32, halves away from zero."""
     x, out = _names(unit)
-    t = run.tensor(x)
-    assert t.grid is not None
+    t = run.stored(x)
 
     def function(reals: Tensor) -> Tensor:
         return f(reals, unit[0]) if f is not None else execute(unit[0], [reals.double()])[0].float()
@@ -459,9 +456,8 @@ def _resize(
 # ---------------------------------------------------------------- profiles
 
 
-def _clip(act: Node, t: TensorPlan) -> tuple[int, int] | None:
+def _clip(act: Node, t: Stored) -> tuple[int, int] | None:
     """The codes of the activation's bounds, halves away from zero."""
-    assert t.grid is not None and t.scale is not None and t.zero_point is not None
     low, high = {"Relu": (0.0, None), "Relu6": (0.0, 6.0), "Clamp": (act.attrs.get("min"), act.attrs.get("max"))}.get(
         act.op, (None, None)
     )
@@ -478,15 +474,13 @@ def _clip(act: Node, t: TensorPlan) -> tuple[int, int] | None:
     )
 
 
-def _quantize_away(x: Tensor, t: TensorPlan) -> Tensor:
+def _quantize_away(x: Tensor, t: Stored) -> Tensor:
     """round(x / s) + z, halves away from zero."""
-    assert t.grid is not None and t.scale is not None and t.zero_point is not None
     return (round_away((x / t.scale).double()) + t.zero_point).clamp(t.grid.qmin, t.grid.qmax).to(t.grid.dtype)
 
 
-def _quantize_inverse(x: Tensor, t: TensorPlan) -> Tensor:
+def _quantize_inverse(x: Tensor, t: Stored) -> Tensor:
     """round(x * (1 / s)) + z, halves to even."""
-    assert t.grid is not None and t.scale is not None and t.zero_point is not None
     return (torch.round(x * (1.0 / t.scale)) + t.zero_point).clamp(t.grid.qmin, t.grid.qmax).to(t.grid.dtype)
 
 

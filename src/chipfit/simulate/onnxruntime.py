@@ -10,44 +10,50 @@ import torch
 
 from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Node
-from chipfit.plan.record import TensorPlan
-from chipfit.quantizers.grids import dequantize, quantize
+from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
-from chipfit.simulate.integer import Kernel, Profile, Run, accumulate, quantize_half_even
+from chipfit.simulate.integer import Kernel, Profile, Run, accumulate
 from chipfit.simulate.requantize import requantize
 
 Tensor = torch.Tensor
 
 
-def _absorbed(act: Node, t: TensorPlan) -> tuple[int, int] | None:
-    """The whole grid, where clipping to it already does what the activation does; else the activation is computed in float."""
-    assert t.grid is not None and t.scale is not None and t.zero_point is not None
-    bounds = {"Relu": (0.0, math.inf), "Relu6": (0.0, 6.0)}.get(act.op)
-    if act.op == "Clamp":
-        lo, hi = act.attrs["min"], act.attrs["max"]
-        bounds = (-math.inf if lo is None else lo, math.inf if hi is None else hi)
-    if bounds is None:
+def _absorbed(act: Node, t: Stored) -> tuple[int, int] | None:
+    """The whole grid, where clipping to it does what the activation does; else that is computed in float."""
+    reals = {"Relu": (0.0, None), "Relu6": (0.0, 6.0), "Clamp": (act.attrs.get("min"), act.attrs.get("max"))}
+    if act.op not in reals:
         return None
-    low = float((t.grid.qmin - t.zero_point.float()) * t.scale)
-    high = float((t.grid.qmax - t.zero_point.float()) * t.scale)
-    return (t.grid.qmin, t.grid.qmax) if low >= bounds[0] - 1.2e-7 and high <= bounds[1] + 1.2e-7 else None
+    low, high = reals[act.op]
+    least, most = (float((end - t.zero_point.float()) * t.scale) for end in (t.grid.qmin, t.grid.qmax))
+    below = low is not None and least < low - 1.2e-7
+    above = high is not None and most > high + 1.2e-7
+    return None if below or above else (t.grid.qmin, t.grid.qmax)
+
+
+def _ends(unit: Sequence[Node]) -> tuple[str, str, str]:
+    """Both operands of a unit, and its result."""
+    a, b = (i for i in unit[0].inputs[:2] if i is not None)
+    return a, b, unit[-1].output
+
+
+def _multiplier(run: Run, unit: Sequence[Node]) -> Tensor:
+    """s_a s_b / s_out in float32."""
+    a, b, out = _ends(unit)
+    return run.scale(a) * run.scale(b) / run.scale(out)
 
 
 def _product_sum(run: Run, unit: Sequence[Node]) -> None:
     """acc -> rne(float32(acc) * float32(s_x s_w / s_y)) + z. ONNX Runtime's QLinearConv and QGemm."""
-    head, out = unit[0], unit[-1].output
-    acc = accumulate(run, head)
-    m = run.scale(head.inputs[0] or "") * run.scale(head.inputs[1] or "") / run.scale(out)
-    if m.dim() and head.op != "Linear":
+    out, acc, m = unit[-1].output, accumulate(run, unit[0]), _multiplier(run, unit)
+    if m.dim() and unit[0].op != "Linear":
         m = m.view(-1, *[1] * (acc.dim() - 2))
     run.store(out, requantize(acc, m, run.requant) + run.zero(out))
 
 
 def _mat_mul(run: Run, unit: Sequence[Node]) -> None:
-    a, b = (i or "" for i in unit[0].inputs[:2])
-    out = unit[-1].output
-    m = run.scale(a) * run.scale(b) / run.scale(out)
-    run.store(out, requantize(torch.matmul(run.centred(a), run.centred(b)), m, run.requant) + run.zero(out))
+    a, b, out = _ends(unit)
+    acc = torch.matmul(run.centred(a), run.centred(b))
+    run.store(out, requantize(acc, _multiplier(run, unit), run.requant) + run.zero(out))
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -68,10 +74,9 @@ def _add(run: Run, unit: Sequence[Node]) -> None:
 
     Where `a` is one element against a row of `b`, the two change places.
     """
-    a, b = (i or "" for i in unit[0].inputs[:2])
+    a, b, out = _ends(unit)
     if _spans_scalar(run.code(a), run.code(b)):
         a, b = b, a
-    out = unit[-1].output
     ra, rb = run.scale(a) / run.scale(out), run.scale(b) / run.scale(out)
     za, zb = run.zero(a).float(), run.zero(b).float()
     offset = run.zero(out).float() - _fma(ra, za, rb * zb)
@@ -81,10 +86,9 @@ def _add(run: Run, unit: Sequence[Node]) -> None:
 
 def _mul(run: Run, unit: Sequence[Node]) -> None:
     """rne((a - z_a)(b - z_b) * (s_a s_b / s_o) + z_o), each step rounded to float32. QLinearMul."""
-    a, b = (i or "" for i in unit[0].inputs[:2])
-    out = unit[-1].output
-    m = run.scale(a) * run.scale(b) / run.scale(out)
-    run.store(out, torch.round((run.centred(a) * run.centred(b)).float() * m + run.zero(out).float()))
+    a, b, out = _ends(unit)
+    product = (run.centred(a) * run.centred(b)).float()
+    run.store(out, torch.round(product * _multiplier(run, unit) + run.zero(out).float()))
 
 
 def _softmax(run: Run, unit: Sequence[Node]) -> None:
@@ -93,7 +97,7 @@ def _softmax(run: Run, unit: Sequence[Node]) -> None:
     t[i] = exp((i - 255 + shift) s_x), shift = max(0, ln(float32 max / n) - 5) / s_x;
     y = rne(t[q + 255 - max q] floor(1 / s_y) / sum t) + z_y, with the sum taken in order.
     """
-    name, out = unit[0].inputs[0] or "", unit[-1].output
+    name, out = unit[0].data, unit[-1].output
     q = run.code(name).to(torch.int64).movedim(unit[0].attrs["axis"], -1)
     s = float(run.scale(name))
     shift = max(0.0, float(np.log(np.float64(np.finfo(np.float32).max / np.float32(q.shape[-1])))) - 5) / s
@@ -107,7 +111,7 @@ def _softmax(run: Run, unit: Sequence[Node]) -> None:
 
 def _global_average(run: Run, unit: Sequence[Node]) -> None:
     """rne(sum(q - z) * float32(s / (s_o N))) + z_o. QLinearGlobalAveragePool."""
-    x, out = unit[0].inputs[0] or "", unit[-1].output
+    x, out = unit[0].data, unit[-1].output
     q = run.centred(x)
     axes = tuple(range(2, q.dim()))
     n = torch.tensor(float(math.prod(q.shape[2:])))
@@ -118,31 +122,18 @@ def _global_average(run: Run, unit: Sequence[Node]) -> None:
 def _concat(run: Run, unit: Sequence[Node]) -> None:
     """Each input requantized by a table of its codes, then joined. QLinearConcat."""
     out = unit[-1].output
-    t = run.tensor(out)
-    assert t.grid is not None and t.scale is not None and t.zero_point is not None
-    parts = []
-    for i in unit[0].inputs:
-        name = i or ""
-        same = torch.equal(run.scale(name), t.scale) and torch.equal(run.zero(name), t.zero_point)
-        if same:
-            parts.append(run.code(name))
-        else:
-            parts.append(
-                quantize(dequantize(run.code(name), run.scale(name), run.zero(name)), t.scale, t.zero_point, t.grid)
-            )
-    run.codes[out] = torch.cat(parts, unit[0].attrs["axis"])
+    reals = [run.stored(i).dequantize(run.code(i)) for i in unit[0].inputs if i is not None]
+    run.codes[out] = torch.cat([run.stored(out).quantize(x) for x in reals], unit[0].attrs["axis"])
 
 
 def _table(run: Run, unit: Sequence[Node]) -> None:
     """Element-wise operators that the runtime turns into a table over all codes, computed in float32."""
-    name, out = unit[0].inputs[0] or "", unit[-1].output
-    (y,) = execute(unit[0], [dequantize(run.code(name), run.scale(name), run.zero(name))])
-    t = run.tensor(out)
-    assert t.grid is not None and t.scale is not None and t.zero_point is not None
-    run.codes[out] = quantize(y, t.scale, t.zero_point, t.grid)
+    x, out = unit[0].data, unit[-1].output
+    (y,) = execute(unit[0], [run.stored(x).dequantize(run.code(x))])
+    run.codes[out] = run.stored(out).quantize(y)
 
 
-KERNELS: dict[str, Kernel] = {
+_KERNELS: dict[str, Kernel] = {
     **dict.fromkeys(("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D", "Linear"), _product_sum),
     "MatMul": _mat_mul,
     "Add": _add,
@@ -153,4 +144,6 @@ KERNELS: dict[str, Kernel] = {
     "LeakyRelu": _table,
     "Softmax": _softmax,
 }
-register("kernels", "onnxruntime")(Profile(kernels=KERNELS, clip=_absorbed, quantize=quantize_half_even))
+register("kernels", "onnxruntime")(
+    Profile(kernels=_KERNELS, clip=_absorbed, quantize=lambda x, stored: stored.quantize(x))
+)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import onnx
 import torch
@@ -13,52 +14,61 @@ from onnx import numpy_helper
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import run
 from chipfit.errors import UnsupportedError
+from chipfit.export.onnx.tape import Tape
 from chipfit.graph.ir import OPAQUE, Graph, Node
-
-if TYPE_CHECKING:
-    from chipfit.export.onnx.writer import Writer
 
 
 class _Region(torch.nn.Module):
-    """One opaque node with everything that computes its integers, as a function of tensors."""
+    """An opaque node with every node that computes integers or constants for it, as a function of tensors."""
 
-    def __init__(
-        self, nodes: list[Node], inputs: list[str], outputs: tuple[str, ...], weights: dict[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, graph: Graph, node: Node) -> None:
         super().__init__()
-        self.nodes, self.inputs, self.outputs, self.weights = nodes, inputs, outputs, weights
+        producers = graph.producers()
+        members: dict[str, Node] = {}
+        inputs: dict[str, None] = {}
+
+        def visit(n: Node) -> None:
+            members[n.name] = n
+            for i in n.inputs:
+                if i is None or i in graph.weights:
+                    continue
+                p = producers.get(i)
+                constant = p is not None and p.op == OPAQUE and not any(p.inputs)
+                if p is None or not (graph.values[i].dtype == "int" or constant):
+                    inputs[i] = None
+                elif p.name not in members:
+                    visit(p)
+
+        visit(node)
+        self.nodes = [n for n in graph.nodes if n.name in members]
+        self.inputs, self.outputs = list(inputs), node.outputs
+        self.weights = {i: graph.weights[i] for n in self.nodes for i in n.inputs if i in graph.weights}
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        env: dict[str, Any] = dict(zip(self.inputs, tensors, strict=True))
+        env: dict[str, Any] = {**self.weights, **dict(zip(self.inputs, tensors, strict=True))}
         for n in self.nodes:
-            env.update(
-                zip(
-                    n.outputs,
-                    execute(n, [None if i is None else env[i] if i in env else self.weights[i] for i in n.inputs]),
-                    strict=False,
-                )
-            )
+            results = execute(n, [None if i is None else env[i] for i in n.inputs])
+            env.update(zip(n.outputs, results, strict=False))
         return tuple(env[o] for o in self.outputs)
 
 
-def splice(writer: Writer, node: Node) -> list[str]:
+def splice(tape: Tape, node: Node) -> list[str]:
     """Write an opaque node; returns the ONNX names of its outputs.
 
     Raises:
         UnsupportedError: PyTorch's exporter has no ONNX form for it.
     """
-    graph = writer.graph
-    if all(graph.values[o].dtype == "int" for o in node.outputs):
-        return [""] * len(node.outputs)  # an integer: every reader recomputes it inside its own region
-    nodes, inputs = _region(graph, node)
-    weights = {i: graph.weights[i] for n in nodes for i in n.inputs if i in graph.weights}
-    region = _Region(nodes, inputs, node.outputs, weights)
-    if not inputs:  # a constant
-        return [writer.const(t.detach().numpy()) for t in region()]
-    example = _values(writer, inputs)
-    names = {v: writer._read(v, node) or "" for v in inputs}
+    values = tape.graph.values
+    if all(values[o].dtype == "int" for o in node.outputs):
+        return [""] * len(node.outputs)  # an integer: every reader computes it again inside its own region
+    region = _Region(tape.graph, node)
+    if not region.inputs:  # a constant
+        return [tape.const(t.detach().numpy()) for t in region()]
+    names = {v: tape.read(v, node) or "" for v in region.inputs}
     try:
-        model = _translate(region, example, [graph.values[v].shape for v in inputs], writer.opset)
+        model = _translated(
+            region, _examples(tape, region.inputs), [values[v].shape for v in region.inputs], tape.opset
+        )
     except Exception as e:  # torch.onnx raises many types
         of_keras = node.attrs["target"].startswith("keras:")
         raise UnsupportedError(
@@ -68,59 +78,46 @@ def splice(writer: Writer, node: Node) -> list[str]:
             hint="replace it by standard operators"
             + (", or set KERAS_BACKEND=torch, on which many layers have one" if of_keras else ", or export without it"),
         ) from e
-    prefix = writer.fresh("opaque")
-    rename = {i.name: names[v] for i, v in zip(model.graph.input, inputs, strict=True)}
+    prefix = tape.fresh("opaque")
+    outside = {i.name: names[v] for i, v in zip(model.graph.input, region.inputs, strict=True)}
 
     def name(n: str) -> str:
-        return rename.get(n, f"{prefix}/{n}") if n else ""
+        return outside.get(n, f"{prefix}/{n}") if n else ""
 
     for t in model.graph.initializer:
-        writer.initialisers[name(t.name)] = numpy_helper.from_array(numpy_helper.to_array(t), name(t.name))
+        tape.initialisers[name(t.name)] = numpy_helper.from_array(numpy_helper.to_array(t), name(t.name))
     for n in model.graph.node:
         copy = onnx.NodeProto()
         copy.CopyFrom(n)
         copy.name = name(n.name or n.output[0])
         copy.input[:] = [name(i) for i in n.input]
         copy.output[:] = [name(o) for o in n.output]
-        writer.nodes.append(copy)
+        tape.nodes.append(copy)
     return [name(o.name) for o in model.graph.output]
 
 
-def _region(graph: Graph, node: Node) -> tuple[list[Node], list[str]]:
-    """The node with every node that computes integers or constants for it, and the tensors that they read."""
-    producers = graph.producers()
-    members: dict[str, Node] = {}
-    inputs: list[str] = []
-
-    def visit(n: Node) -> None:
-        if n.name in members:
-            return
-        for i in n.inputs:
-            if i is None or i in graph.weights:
-                continue
-            p = producers.get(i)
-            constant = p is not None and p.op == OPAQUE and not [j for j in p.inputs if j is not None]
-            if p is not None and (graph.values[i].dtype == "int" or constant):
-                visit(p)
-            elif i not in inputs:
-                inputs.append(i)
-        members[n.name] = n
-
-    visit(node)
-    return [n for n in graph.nodes if n.name in members], inputs
-
-
-def _values(writer: Writer, names: list[str]) -> list[torch.Tensor]:
-    from chipfit.export.onnx.writer import example_inputs
-
-    if writer.example_values is None:
+def _examples(tape: Tape, names: Sequence[str]) -> list[torch.Tensor]:
+    """What values are on example inputs; the whole graph runs once for a file."""
+    if not tape.examples:
+        tensors = [v for v, d in tape.graph.values.items() if d.dtype != "int"]
         with torch.no_grad():
-            every = [v for v, d in writer.graph.values.items() if d.dtype != "int"]
-            writer.example_values = run(writer.graph, example_inputs(writer.graph), keep=every)
-    return [writer.example_values[n] for n in names]
+            tape.examples |= run(tape.graph, example_inputs(tape.graph), keep=tensors)
+    return [tape.examples[n] for n in names]
 
 
-def _translate(
+def example_inputs(graph: Graph) -> list[torch.Tensor]:
+    """Inputs of the right shapes: the captured example, or random numbers and ones for a loaded graph."""
+    if graph.example:
+        return list(graph.example)
+    out = []
+    for name in graph.inputs:
+        v = graph.values[name]
+        shape, dtype = [2 if s is None else s for s in v.shape], getattr(torch, v.dtype)
+        out.append(torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.ones(shape, dtype=dtype))
+    return out
+
+
+def _translated(
     region: _Region, example: list[torch.Tensor], shapes: list[tuple[int | None, ...]], opset: int
 ) -> onnx.ModelProto:
     dynamic = tuple({k: torch.export.Dim.AUTO for k, s in enumerate(shape) if s is None} for shape in shapes)
@@ -133,7 +130,6 @@ def _translate(
             made = torch.onnx.export(program, (), dynamo=True, opset_version=opset, verbose=False, optimize=True)
     finally:
         logging.disable(disabled)
-    assert made is not None  # torch returns None only when it writes the file itself
-    if made is None:
+    if made is None:  # torch returns None only when it writes the file itself
         raise RuntimeError("torch.onnx.export returned nothing")
     return made.model_proto

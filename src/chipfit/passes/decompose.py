@@ -1,0 +1,324 @@
+"""Composite operators written out in simpler ones, for file formats that have no operator of their own for them.
+
+A rule receives `New`, which makes nodes, and the composite; it returns the name of its result, or of each result. Rules
+know both layouts (`Graph.data_format`). What they make is computed in float.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+
+from chipfit.graph.builder import unique
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.plan.record import Plan
+
+Shape = tuple[int | None, ...]
+
+
+def decompose(
+    graph: Graph, plan: Plan, holds: Container[str], besides: Container[str] = ()
+) -> tuple[Graph, Plan, dict[str, str]]:
+    """Write out every composite that has a rule and is not held, and what it becomes, as far as rules exist.
+
+    The last node that a composite becomes has its name, and its results keep theirs, so that they are stored as before;
+    the values between have no entry in the plan: they stay float.
+
+    Args:
+        graph: in either layout.
+        holds: operators that stay as they are. Rules also ask it which of two ways is open.
+        besides: names of nodes that are written out although their operator is held.
+
+    Returns:
+        Graph, plan, and by node the reason why its rule does not apply; such a node stays.
+    """
+    out = graph.copy()
+    reasons: dict[str, str] = {}
+    taken = {*graph.values, *graph.weights, *(n.name for n in graph.nodes)}
+
+    def written_out(node: Node) -> list[Node]:
+        if node.op not in RULES or (node.op in holds and node.name not in besides):
+            return [node]
+        new = New(out, node, holds, taken)
+        try:
+            made = new.named(RULES[node.op](new, node))
+        except _Refusal as e:
+            reasons[node.name] = str(e)
+            return [node]
+        return [m for part in made for m in written_out(part)]
+
+    became = {n.name: written_out(n) for n in graph.nodes}
+    out.nodes = [m for made in became.values() for m in made]
+    return out, _follow(plan, graph, became), reasons
+
+
+def _follow(plan: Plan, graph: Graph, became: dict[str, list[Node]]) -> Plan:
+    """The plan of a graph whose nodes became others."""
+    last = {n.name: became[n.name][-1] for n in graph.nodes if became[n.name] != [n]}
+    nodes = {name: replace(p, op=last[name].op, exec="float") for name, p in plan.nodes.items() if name in last}
+    edges = {(v, m.name) for v, reader in plan.float_edges for m in became.get(reader, ()) if v in m.inputs}
+    groups = tuple(tuple(m.name for n in group for m in became[n]) for group in plan.groups)
+    return replace(plan, nodes={**plan.nodes, **nodes}, groups=groups, float_edges=frozenset(edges))
+
+
+class _Refusal(Exception):
+    """Why a rule does not apply to a node."""
+
+
+class New:
+    """Makes the nodes that one composite becomes, in the order in which a rule asks for them."""
+
+    def __init__(self, graph: Graph, node: Node, holds: Container[str], taken: set[str]) -> None:
+        self.graph, self.node, self.holds, self._taken = graph, node, holds, taken
+        self.channels_last = graph.data_format == "channels_last"
+        self.nodes: list[Node] = []
+
+    def __call__(self, op: str, *inputs: str | float | None, gives: Shape | None = None, **attrs: Any) -> str:
+        """Add a node; returns the name of its value, which has the type of the composite's result.
+
+        Args:
+            inputs: names; numbers become constants.
+            gives: shape of the value; that of the operands, broadcast, when omitted.
+        """
+        names = tuple(self.constant(torch.tensor(i)) if isinstance(i, float) else i for i in inputs)
+        name = self._name(op.lower())
+        shape = _broadcast([self.shape(i) for i in names if i is not None]) if gives is None else gives
+        self.graph.values[name] = Value(name, shape, self.graph.values[self.node.output].dtype)
+        self.nodes.append(self.node.with_(name=name, op=op, inputs=names, outputs=(name,), attrs=attrs))
+        return name
+
+    def reshape(self, x: str, shape: Shape) -> str:
+        return self("Reshape", x, gives=shape, shape=tuple(-1 if s is None else s for s in shape))
+
+    def transpose(self, x: str, perm: Sequence[int]) -> str:
+        shape = self.shape(x)
+        return self("Transpose", x, gives=tuple(shape[d] for d in perm), perm=tuple(perm))
+
+    def constant(self, value: torch.Tensor) -> str:
+        name = self._name("constant")
+        self.graph.weights[name] = value
+        return name
+
+    def shape(self, name: str) -> Shape:
+        return self.graph.shape(name)
+
+    def size(self, name: str, axis: int) -> int:
+        """A size that must be known before the network runs."""
+        size = self.shape(name)[axis]
+        return self.refuse("a size of it is only known at run time") if size is None else size
+
+    def sizes(self, name: str) -> tuple[int, ...]:
+        """All sizes but the batch."""
+        return tuple(self.size(name, k) for k in range(1, len(self.shape(name))))
+
+    def refuse(self, why: str) -> NoReturn:
+        raise _Refusal(why)
+
+    def named(self, results: str | Sequence[str]) -> list[Node]:
+        """The nodes; the last has the composite's name, and the results those of its results."""
+        own = dict(zip([results] if isinstance(results, str) else results, self.node.outputs, strict=True))
+        for name in own:
+            del self.graph.values[name]
+        *first, last = (n.with_(outputs=tuple(own.get(o, o) for o in n.outputs)) for n in self.nodes)
+        return [*first, last.with_(name=self.node.name)]
+
+    def _name(self, what: str) -> str:
+        name = unique(f"{self.node.name}/{what}", self._taken)
+        self._taken.add(name)
+        return name
+
+
+def _broadcast(shapes: Sequence[Shape]) -> Shape:
+    """The shape of an element-wise result."""
+    rank = max(len(s) for s in shapes)
+    columns = zip(*((1,) * (rank - len(s)) + s for s in shapes), strict=True)
+    return tuple(next((d for d in column if d != 1), 1) for column in columns)
+
+
+# ---------------------------------------------------------------- element by element
+
+
+def _softplus(new: New, n: Node) -> str:
+    beta = n.attrs["beta"]
+    return new("Mul", _log_one_plus_exp(new, new("Mul", n.data, beta)), 1.0 / beta)
+
+
+def _log_one_plus_exp(new: New, x: str) -> str:
+    """max(x, 0) + log(1 + exp(-|x|)), which does not overflow."""
+    tail = new("Log", new("Add", new("Exp", new("Neg", new("Abs", x))), 1.0))
+    return new("Add", new("Relu", x), tail)
+
+
+def _mish(new: New, n: Node) -> str:
+    held = "Softplus" in new.holds
+    soft = new("Softplus", n.data, beta=1.0, threshold=20.0) if held else _log_one_plus_exp(new, n.data)
+    return new("Mul", n.data, new("Tanh", soft))
+
+
+def _elu(new: New, n: Node) -> str:
+    """scale (max(x, 0) + alpha (exp(min(x, 0)) - 1))."""
+    alpha, scale = (n.attrs["alpha"], 1.0) if n.op == "Elu" else (1.6732632423543772, 1.0507009873554805)
+    below = new("Mul", new("Sub", new("Exp", new("Min", n.data, 0.0)), 1.0), alpha * scale)
+    return new("Add", new("Mul", new("Relu", n.data), scale), below)
+
+
+def _gelu(new: New, n: Node) -> str:
+    x = n.data
+    if n.attrs["approximate"] == "tanh":
+        cube = new("Mul", new("Mul", x, x), x)
+        gate = new("Tanh", new("Mul", new("Add", x, new("Mul", cube, 0.044715)), math.sqrt(2 / math.pi)))
+    else:
+        gate = new("Erf", new("Div", x, math.sqrt(2)))
+    return new("Mul", new("Mul", x, new("Add", gate, 1.0)), 0.5)
+
+
+def _reduce_l2(new: New, n: Node) -> str:
+    return new("Sqrt", new("Sum", new("Mul", n.data, n.data), gives=new.shape(n.output), **n.attrs))
+
+
+# ---------------------------------------------------------------- norms and attention
+
+
+def _normalised(new: New, x: str, axes: Sequence[int], eps: float, centre: bool = True) -> str:
+    """(x - mean) / sqrt(variance + eps) over `axes`, which count from the end."""
+    full = new.shape(x)
+    small = tuple(1 if k - len(full) in axes else s for k, s in enumerate(full))
+
+    def mean(of: str) -> str:
+        return new("Mean", of, gives=small, axes=tuple(axes), keepdims=True)
+
+    if centre:
+        x = new("Sub", x, mean(x))
+    variance = new("Add", mean(new("Mul", x, x)), eps)
+    if "Rsqrt" in new.holds:
+        return new("Mul", x, new("Rsqrt", variance))
+    return new("Div", x, new("Sqrt", variance))
+
+
+def _affine(new: New, n: Node, y: str, inner: int = 0) -> str:
+    """y times weight plus bias, where there are any; `inner` axes lie behind the one that they belong to."""
+    for op, p in (("Mul", n.operand("w")), ("Add", n.operand("b"))):
+        if p is not None:
+            y = new(op, y, new.reshape(p, (1, new.size(p, 0), *[1] * inner)) if inner else p)
+    return y
+
+
+def _layer_norm(new: New, n: Node) -> str:
+    eps = torch.finfo(torch.float32).eps if n.attrs["eps"] is None else n.attrs["eps"]
+    axes = range(-len(n.attrs["normalized_shape"]), 0)
+    return _affine(new, n, _normalised(new, n.data, axes, eps, centre=n.op == "LayerNorm"))
+
+
+def _group_norm(new: New, n: Node) -> str:
+    """The rows and columns of a group are one axis, behind the groups (channels first) or before them."""
+    batch, sizes = new.shape(n.data)[0], new.sizes(n.data)
+    channels = sizes[-1] if new.channels_last else sizes[0]
+    groups = n.attrs.get("groups", channels)
+    split: Shape = (batch, groups, math.prod(sizes) // groups)
+    axes: tuple[int, ...] = (-1,)
+    if new.channels_last:
+        split, axes = (batch, math.prod(sizes[:-1]), groups, channels // groups), (-3, -1)
+    y = _normalised(new, new.reshape(n.data, split), axes, n.attrs["eps"])
+    return _affine(new, n, new.reshape(y, (batch, *sizes)), inner=0 if new.channels_last else len(sizes) - 1)
+
+
+def _batch_norm(new: New, n: Node) -> str:
+    """x g + (beta - mean g) with g = gamma / sqrt(var + eps)."""
+    if not all(i is None or i in new.graph.weights for i in n.inputs[1:]):
+        new.refuse("a weight or statistic is computed at run time")
+    gamma, beta, mean, var = (None if i is None else new.graph.weights[i].double() for i in n.inputs[1:])
+    factor = (1.0 if gamma is None else gamma) / (var + n.attrs["eps"]).sqrt()
+    shift = (0.0 if beta is None else beta) - mean * factor
+    shape = (-1,) if new.channels_last else (-1, *[1] * (len(new.shape(n.data)) - 2))
+    factor, shift = (new.constant(v.float().reshape(shape)) for v in (factor, shift))
+    return new("Add", new("Mul", n.data, factor), shift)
+
+
+def _attention(new: New, n: Node) -> str:
+    """softmax(scale q k^T + mask) v."""
+    q, k, v = (i or "" for i in n.inputs[:3])
+    if n.attrs["enable_gqa"]:
+        new.refuse("grouped-query attention")
+    *others, row, column = range(len(new.shape(k)))
+    scores = (*new.shape(q)[:-1], new.shape(k)[-2])
+    scale = new.size(q, -1) ** -0.5 if n.attrs["scale"] is None else n.attrs["scale"]
+    s = new("MatMul", q, new.transpose(k, (*others, column, row)), gives=scores)
+    s = new("Mul", s, float(scale))
+    if n.attrs["is_causal"]:
+        rows, columns = scores[-2:]
+        if rows is None or columns is None:
+            new.refuse("a causal mask needs a fixed sequence length")
+        s = new("Add", s, new.constant(torch.full((rows, columns), -math.inf).triu(1)))
+    mask = n.operand("mask")
+    if mask is not None:
+        s = new("Add", s, mask if new.graph.is_float(mask) else new("Where", mask, 0.0, -math.inf))
+    return new("MatMul", new("Softmax", s, axis=-1), v, gives=new.shape(n.output))
+
+
+# ---------------------------------------------------------------- order
+
+
+def _roll(new: New, n: Node) -> str:
+    x = n.data
+    for shift, axis in zip(n.attrs["shifts"], n.attrs["axes"], strict=True):
+        size = new.size(x, axis)
+        index = new.constant(torch.arange(size, dtype=torch.int32).sub(shift).remainder(size))
+        x = new("Gather", x, index, gives=new.shape(x), axis=axis)
+    return x
+
+
+def _space_to_depth(new: New, n: Node) -> str:
+    """Channels count by (channel, row, column), as torch's do."""
+    b, batch, sizes = n.attrs["block"], new.shape(n.data)[0], new.sizes(n.data)
+    h, w = sizes[:2] if new.channels_last else sizes[1:]
+    blocks = (h // b, b, w // b, b)
+    y = new.reshape(n.data, (batch, *blocks, sizes[2]) if new.channels_last else (batch, sizes[0], *blocks))
+    return new.reshape(new.transpose(y, (0, 1, 3, 5, 2, 4)), new.shape(n.output))
+
+
+def _channel_shuffle(new: New, n: Node) -> str:
+    shape, groups = (new.shape(n.data)[0], *new.sizes(n.data)), n.attrs["groups"]
+    at = len(shape) - 1 if new.channels_last else 1
+    y = new.reshape(n.data, (*shape[:at], groups, (shape[at] or 0) // groups, *shape[at + 1 :]))
+    return new.reshape(new.transpose(y, (*range(at), at + 1, at, *range(at + 2, len(shape) + 1))), new.shape(n.output))
+
+
+def _stack(new: New, n: Node) -> str:
+    axis, shape = n.attrs["axis"], list(new.shape(n.output))
+    shape[axis] = 1
+    return new("Concat", *(new("Unsqueeze", i, gives=tuple(shape), axes=(axis,)) for i in n.inputs), axis=axis)
+
+
+def _unstack(new: New, n: Node) -> list[str]:
+    axis = n.attrs["axis"]
+    return [new("Select", n.data, gives=new.shape(o), axis=axis, index=k) for k, o in enumerate(n.outputs)]
+
+
+RULES: dict[str, Callable[[New, Node], str | Sequence[str]]] = {
+    "Swish": lambda new, n: new("Mul", n.data, new("Sigmoid", n.data)),
+    "HardSwish": lambda new, n: new("Mul", n.data, new("HardSigmoid", n.data)),
+    "Reciprocal": lambda new, n: new("Div", 1.0, n.data),
+    "Rsqrt": lambda new, n: new("Reciprocal", new("Sqrt", n.data)),
+    "NotEqual": lambda new, n: new("LogicalNot", new("Equal", *n.inputs)),
+    "Softplus": _softplus,
+    "Mish": _mish,
+    "Elu": _elu,
+    "Selu": _elu,
+    "Gelu": _gelu,
+    "ReduceL2": _reduce_l2,
+    "LayerNorm": _layer_norm,
+    "RMSNorm": _layer_norm,
+    "GroupNorm": _group_norm,
+    "InstanceNorm": _group_norm,
+    "BatchNorm": _batch_norm,
+    "SDPA": _attention,
+    "Roll": _roll,
+    "SpaceToDepth": _space_to_depth,
+    "ChannelShuffle": _channel_shuffle,
+    "Stack": _stack,
+    "Unstack": _unstack,
+}

@@ -1,0 +1,153 @@
+"""Composites written out in simpler operators compute the same, in both layouts, and keep their place in the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from chipfit.engine.kernels import execute
+from chipfit.engine.run import run
+from chipfit.graph.check import check
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.graph.ops import OPS
+from chipfit.passes.decompose import RULES, decompose
+from chipfit.passes.layout import to_layout
+from chipfit.plan.record import NodePlan, Plan, TensorPlan
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
+
+X, C = (2, 6, 4, 4), 6
+NORM = {"w": (C,), "b": (C,)}
+#: operator -> shapes of its data operands, attributes, shapes of its weights by slot
+CASES: dict[str, list[tuple[list[tuple[int, ...]], dict, dict]]] = {
+    "Softplus": [([X], {"beta": 2.0, "threshold": 20.0}, {})],
+    "Elu": [([X], {"alpha": 0.7}, {})],
+    "Gelu": [([X], {"approximate": "none"}, {}), ([X], {"approximate": "tanh"}, {})],
+    "ReduceL2": [([X], {"axes": (1, 3), "keepdims": False}, {}), ([X], {"axes": (-1,), "keepdims": True}, {})],
+    "LayerNorm": [
+        ([(2, 5, 6)], {"normalized_shape": (6,), "eps": 1e-5}, NORM),
+        ([(2, 5, 6)], {"normalized_shape": (5, 6), "eps": 1e-5}, {}),
+    ],
+    "RMSNorm": [([(2, 5, 6)], {"normalized_shape": (6,), "eps": None}, {"w": (C,)})],
+    "GroupNorm": [([X], {"groups": 3, "eps": 1e-5}, NORM), ([(2, 6, 5)], {"groups": 2, "eps": 1e-5}, NORM)],
+    "InstanceNorm": [([X], {"eps": 1e-5}, {}), ([X], {"eps": 1e-5}, NORM)],
+    "BatchNorm": [
+        ([X], {"eps": 1e-5}, {**NORM, "mean": (C,), "var": (C,)}),
+        ([(2, 6)], {"eps": 1e-5}, {"mean": (C,), "var": (C,)}),
+    ],
+    "SDPA": [
+        ([(2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 8)], {"is_causal": False, "scale": None, "enable_gqa": False}, {}),
+        ([(2, 3, 4, 8)] * 3, {"is_causal": True, "scale": 0.3, "enable_gqa": False}, {}),
+        ([(2, 3, 4, 8)] * 3, {"is_causal": False, "scale": None, "enable_gqa": False}, {"mask": (4, 4)}),
+    ],
+    "Roll": [([X], {"shifts": (1, -2), "axes": (2, 3)}, {})],
+    "SpaceToDepth": [([X], {"block": 2}, {})],
+    "ChannelShuffle": [([X], {"groups": 3}, {})],
+    "Stack": [([(2, 3), (2, 3)], {"axis": 1}, {}), ([(2, 3), (2, 3)], {"axis": -1}, {})],
+    "Unstack": [([(2, 3)], {"axis": 1}, {})],
+    "NotEqual": [([X, X], {}, {})],
+}
+
+
+def composite(op: str, shapes, attrs, weights) -> Graph:
+    """A graph of that one operator, between two others; its batch is open."""
+    torch.manual_seed(0)
+    names = [f"x{k}" for k in range(len(shapes))]
+    table = {slot: torch.rand(shape) + 0.5 for slot, shape in weights.items()}
+    if "mask" in table:
+        table["mask"] = table["mask"] > 1.0
+    data = iter(names)
+    slots = [s.rstrip("?*") for s in OPS[op].slots]
+    slots = [f"in{k}" for k in range(len(names))] if slots == ["ins"] else slots
+    inputs = tuple(s if s in table else next(data, None) if s.startswith("in") else None for s in slots)
+    example = tuple(torch.randn(s) for s in shapes)
+    known = {**table, **dict(zip(names, example))}
+    found = execute(Node("it", op, inputs, ("y0",), attrs), [known.get(i or "") for i in inputs])
+    outputs = tuple(f"y{k}" for k in range(len(found)))
+    values = {n: Value(n, (None, *x.shape[1:])) for n, x in zip(names, example)}
+    for name, y in zip(outputs, found):
+        values[name] = Value(name, (None, *y.shape[1:]), str(y.dtype).removeprefix("torch."))
+    values["z"] = replace(values["y0"], name="z")
+    nodes = [Node("it", op, inputs, outputs, attrs, layer="block"), Node("after", "Identity", ("y0",), ("z",))]
+    graph = Graph(nodes, names, ["z", *outputs], values, table, example=example)
+    check(graph)
+    return graph
+
+
+EVERY = [(op, k) for op in sorted(RULES) for k in range(len(CASES.get(op, [()])))]
+
+
+def case(op: str, k: int) -> Graph:
+    return composite(op, *(CASES[op][k] if op in CASES else ([X], {}, {})))
+
+
+@pytest.mark.parametrize("layout", ["channels_first", "channels_last"])
+@pytest.mark.parametrize("held", [(), ("Rsqrt", "Softplus")], ids=["nothing", "some"])
+@pytest.mark.parametrize("op, k", EVERY)
+def test_what_a_composite_becomes_computes_the_same(op, k, held, layout):
+    graph = case(op, k)
+    held = {*held} - {op}
+    new, _, reasons = decompose(to_layout(graph, layout)[0], Plan(), held)
+    check(new)
+    assert not reasons
+    assert not {n.op for n in new.nodes} & (set(RULES) - held)
+    back, _ = to_layout(new, "channels_first")
+    want, got = run(graph, list(graph.example)), run(back, list(graph.example))
+    for o, p in zip(graph.outputs, back.outputs, strict=True):
+        torch.testing.assert_close(got[p].float(), want[o].float(), atol=2e-5, rtol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("layout", ["channels_first", "channels_last"])
+@pytest.mark.parametrize("op, k", EVERY)
+def test_the_shapes_of_the_values_between_are_right(op, k, layout):
+    graph = decompose(to_layout(case(op, k), layout)[0], Plan(), ())[0]
+    first = to_layout(graph, "channels_first")[0]
+    found = run(first, list(graph.example), keep=list(first.values))
+    for name in {*graph.values} & {*first.values}:
+        if graph.values[name].shape == first.values[name].shape:  # the layout pass did not touch it
+            pairs = list(zip(graph.values[name].shape, found[name].shape, strict=True))
+            assert all(a in (None, b) for a, b in pairs), (name, pairs)
+
+
+def stored() -> Stored:
+    grid = Grid(bits=8, qmin=-128, qmax=127, zero="any")
+    return Stored(format="a8", grid=grid, scale=torch.tensor(0.1), zero_point=torch.tensor(0, dtype=torch.int32))
+
+
+def test_results_stay_stored_and_the_values_between_stay_float():
+    graph = case("Mish", 0)
+    plan = Plan(
+        tensors={v: TensorPlan(name=v, role="activation", stored=stored()) for v in ("x0", "y0")},
+        nodes={"it": NodePlan(name="it", op="Mish", exec="int"), "after": NodePlan(name="after", op="Identity")},
+        groups=(("it", "after"),),
+        float_edges=frozenset({("x0", "it")}),
+    )
+    new, after, _ = decompose(graph, plan, {"Softplus"})
+    soft, tanh, mul, last = new.nodes
+    assert [n.op for n in new.nodes] == ["Softplus", "Tanh", "Mul", "Identity"]
+    assert (mul.name, mul.output, mul.layer) == ("it", "y0", "block")
+    assert after.tensors is plan.tensors
+    assert (after.nodes["it"].op, after.nodes["it"].exec) == ("Mul", "float")
+    assert after.groups == ((soft.name, tanh.name, "it", last.name),)
+    assert after.float_edges == {("x0", soft.name), ("x0", "it")}
+    assert graph.nodes[0].op == "Mish"
+
+
+def test_what_is_held_stays_unless_it_is_named():
+    graph = case("Swish", 0)
+    assert decompose(graph, Plan(), {"Swish"})[0].nodes == graph.nodes
+    assert [n.op for n in decompose(graph, Plan(), {"Swish"}, {"it"})[0].nodes] == ["Sigmoid", "Mul", "Identity"]
+
+
+def test_a_composite_that_its_rule_cannot_write_stays_with_the_reason():
+    graph = composite("SDPA", *CASES["SDPA"][0])
+    graph.nodes[0].attrs["enable_gqa"] = True
+    new, _, reasons = decompose(graph, Plan(), ())
+    assert new.nodes == graph.nodes
+    assert reasons == {"it": "grouped-query attention"}
+
+
+def test_rules_are_for_canonical_operators_only():
+    assert set(RULES) <= set(OPS)
