@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from chipfit.decide.formats import OUT_AXIS
 from chipfit.files import write_atomically
 from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ops import OPS
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.platform.schema import Platform
 from chipfit.quantizers.grids import fake_quantize
@@ -275,7 +275,9 @@ def _weights(graph: Graph, plan: Plan, node: Node) -> tuple[str, float | None]:
 
 def _sizes(graph: Graph, plan: Plan) -> tuple[int, int, int, int]:
     """Bytes of the weights that the network reads: in float32, as stored, as stored and padded; and their number."""
-    axes = {n.inputs[1]: (OUT_AXIS.get(n.op, 0), n.name) for n in graph.nodes if len(n.inputs) > 1}
+    axes = {
+        n.inputs[1]: (OPS[n.op].weight_axis if n.op in OPS else 0, n.name) for n in graph.nodes if len(n.inputs) > 1
+    }
     read = {i for n in graph.nodes for i in n.inputs if i is not None and i in graph.weights}
     before = after = padded = count = 0
     for name in read:
