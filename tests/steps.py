@@ -10,8 +10,7 @@ from torch import nn
 from chipfit.calibration.collect import TensorStats, collect
 from chipfit.correction.bias import with_means
 from chipfit.decide import scales
-from chipfit.decide.assignment import Assignment
-from chipfit.decide.formats import assign
+from chipfit.decide.assignment import Assignment, assign
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
 from chipfit.frameworks.torch.lower import lower

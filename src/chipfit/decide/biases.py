@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from chipfit.decide.assignment import Assignment
-from chipfit.decide.found import Found
+from chipfit.decide.found import entry, stored_as
 from chipfit.decide.ties import Binding
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
@@ -46,7 +46,7 @@ def with_biases(
             q, origin = QParams(scale, torch.zeros_like(scale, dtype=torch.int32)), "input scale x weight scale"
         else:
             q, origin = choose(values, grids[name], rule="no_clipping", axis=slot.axis), "no_clipping over the bias"
-        plan.tensors[name] = Found(slot, grids[name], q, origin).plan(nodes.get(slot.node), None)
+        plan.tensors[name] = entry(slot, nodes.get(slot.node), stored_as(slot, grids[name], q), origin)
     return plan.tensors
 
 

@@ -19,69 +19,47 @@ from chipfit.ranges import Rule, choose, name_of
 from chipfit.ranges.qparams import QParams
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Where the grid of one tensor lies, and where that came from."""
+def entry(slot: Slot, node: Node | None, stored: Stored, origin: str, seen: TensorStats | None = None) -> TensorPlan:
+    """A quantized tensor of the plan; node: that makes or reads it, None for an input of the model."""
+    return TensorPlan(
+        name=slot.name,
+        role=slot.role,
+        layer=node.layer if node else "",
+        op=node.op if node else "Input",
+        stored=stored,
+        origin=origin,
+        low=seen.low if seen else None,
+        high=seen.high if seen else None,
+    )
 
-    slot: Slot
-    grid: Grid
-    q: QParams
-    origin: str
 
-    @property
-    def full_grid(self) -> Grid:
-        """The grid with the table that was fitted to the tensor, if one was."""
-        return self.grid if self.q.table is None else replace(self.grid, table=self.q.table)
-
-    def moved(self, scale: torch.Tensor, zero_point: torch.Tensor, why: str) -> Found:
-        """The same grid elsewhere."""
-        return replace(self, q=replace(self.q, scale=scale, zero_point=zero_point), origin=self.origin + why)
-
-    def plan(self, node: Node | None, seen: TensorStats | None) -> TensorPlan:
-        s, q = self.slot, self.q
-        return TensorPlan(
-            name=s.name,
-            role=s.role,
-            layer=node.layer if node else "",
-            op=node.op if node else "Input",
-            stored=Stored(
-                format=s.format_name, grid=self.full_grid, scale=q.scale, zero_point=q.zero_point, axis=s.axis
-            ),
-            origin=self.origin,
-            low=seen.low if seen else None,
-            high=seen.high if seen else None,
-        )
+def stored_as(slot: Slot, grid: Grid, q: QParams) -> Stored:
+    """A tensor on its grid, with the table that was fitted to it, if one was."""
+    grid = grid if q.table is None else replace(grid, table=q.table)
+    return Stored(format=slot.format_name, grid=grid, scale=q.scale, zero_point=q.zero_point, axis=slot.axis)
 
 
 @dataclass(frozen=True, slots=True)
-class Ranges:
-    """Where the numbers of single tensors come from."""
+class Sources:
+    """Where the numbers of tensors come from."""
 
     graph: Graph
     stats: Mapping[str, TensorStats]
-    rule: Rule
+    dictated: Mapping[str, Numbers]  #: by the platform
+    known: Mapping[str, TensorPlan]  #: earlier decisions
+    rule: Rule  #: of activations
     weight_rule: Rule
     z_threshold: float | None
-    known: Mapping[str, TensorPlan]
-    dictated: Mapping[str, Numbers]
 
-    def of(self, s: Slot, grid: Grid) -> Found:
-        """One tensor by itself: an earlier decision, a dictated grid, a known range, or one that a rule finds."""
-        return self._earlier(s, grid) or Found(s, grid, *self._new(s, grid))
-
-    def _earlier(self, s: Slot, grid: Grid) -> Found | None:
-        """An earlier decision, where it still fits; only a fitted table may differ."""
-        kept = self.known.get(s.name)
-        if kept is None or kept.stored is None or (s.rule, s.z_threshold, s.range) != (None, None, None):
-            return None
-        old = kept.stored
-        if (old.format, old.axis, replace(old.grid, table=grid.table)) != (s.format_name, s.axis, grid):
-            return None
-        table = old.grid.table if old.grid.kind == "lut" else None
-        return Found(s, grid, QParams(old.scale, old.zero_point, table), kept.origin.partition(", tied")[0])
+    def find(self, s: Slot, grid: Grid) -> tuple[Stored, str]:
+        """How a tensor is stored by itself, and where that comes from."""
+        earlier = self.known.get(s.name)
+        if earlier is not None and earlier.stored is not None and _fits(earlier.stored, s, grid):
+            return earlier.stored, earlier.origin.partition(", tied")[0]
+        q, origin = self._new(s, grid)
+        return stored_as(s, grid, q), origin
 
     def _new(self, s: Slot, grid: Grid) -> tuple[QParams, str]:
-        """Numbers and where they come from."""
         if s.name in self.dictated:
             scale, zero = self.dictated[s.name]
             numbers = torch.tensor(scale, dtype=torch.float32), torch.tensor(zero, dtype=torch.int32)
@@ -103,3 +81,9 @@ class Ranges:
         if rule == "no_clipping" and not z:
             seen = replace(seen, histogram=None)  # which may be of a part of the values
         return choose(seen, grid, rule=rule, z_threshold=z), f"{name_of(rule)} over {seen.batches} batches"
+
+
+def _fits(earlier: Stored, s: Slot, grid: Grid) -> bool:
+    """An earlier decision still holds: nothing new is said about the tensor, and only a fitted table differs."""
+    same = (earlier.format, earlier.axis, replace(earlier.grid, table=grid.table)) == (s.format_name, s.axis, grid)
+    return same and (s.rule, s.z_threshold, s.range) == (None, None, None)

@@ -19,7 +19,7 @@ import torch
 from chipfit.decide.ties import Binding, Numbers, fixed, tie_groups
 from chipfit.errors import UnsupportedError
 from chipfit.platform.schema import Rule
-from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
 
 #: an equality holds up to this much in log2: two roundings of float32
 _EQUAL = 2.5e-7
@@ -29,15 +29,6 @@ _MARGIN = 2e-6
 _LEAST = -126.0
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Var:
-    """One tensor's scale and zero point, wanted or legal."""
-
-    scale: torch.Tensor  #: float32, [] or [C]
-    zero_point: torch.Tensor  #: int32, same shape
-    grid: Grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +80,7 @@ def _bounds(rule: Rule, attrs: Mapping[str, Any]) -> tuple[float, float]:
     return (math.log2(low) if low > 0 else -math.inf), (math.log2(high) - strictly if 0 < high < math.inf else math.inf)
 
 
-def project(wanted: Mapping[str, Var], bindings: Sequence[Binding]) -> dict[str, Var]:
+def project(wanted: Mapping[str, Stored], bindings: Sequence[Binding]) -> dict[str, Stored]:
     """The legal scales nearest to the wanted ones.
 
     First what has one answer: dictated numbers, ties, zero points. Then the scales that break a bound, and whatever
@@ -109,13 +100,13 @@ def project(wanted: Mapping[str, Var], bindings: Sequence[Binding]) -> dict[str,
     dictated = {t: numbers for t, numbers in fixed(bindings).items() if t in out}
     for name, (scale, zero) in dictated.items():
         v = out[name]
-        out[name] = replace(v, scale=torch.full_like(v.scale, scale), zero_point=torch.full_like(v.zero_point, zero))
+        out[name] = v.with_(scale=torch.full_like(v.scale, scale), zero_point=torch.full_like(v.zero_point, zero))
     leader = {t: t for t in out}
     for group in tie_groups(bindings):
         members = [t for t in group if t in out]
         for t in members[1:]:
             leader[t] = members[0]
-            out[t] = replace(out[t], scale=out[members[0]].scale, zero_point=out[members[0]].zero_point)
+            out[t] = out[t].with_(scale=out[members[0]].scale, zero_point=out[members[0]].zero_point)
     _allow_zero_points(out, bindings, leader, dictated)
 
     problem = _problem(out, bindings, leader)
@@ -131,20 +122,19 @@ def project(wanted: Mapping[str, Var], bindings: Sequence[Binding]) -> dict[str,
         if new is not None and np.any(np.abs(new - now) > _EQUAL):
             moved = torch.from_numpy(np.asarray(np.exp2(new))).to(torch.float32).reshape(v.scale.shape)
             stays = torch.from_numpy(np.asarray(np.abs(new - now) <= _EQUAL)).reshape(v.scale.shape)
-            out[t] = replace(v, scale=torch.where(stays, v.scale, moved))
+            out[t] = v.with_(scale=torch.where(stays, v.scale, moved))
     return out
 
 
 def _allow_zero_points(
-    out: dict[str, Var], bindings: Iterable[Binding], leader: Mapping[str, str], dictated: Mapping[str, Numbers]
+    out: dict[str, Stored], bindings: Iterable[Binding], leader: Mapping[str, str], dictated: Mapping[str, Numbers]
 ) -> None:
     """Move zero points to one that every `zero` rule of the tied tensors allows; scales grow, so that ranges stay covered."""
     allowed: dict[str, set[int]] = {}
-    for b, r in ((b, r) for b in bindings for r in b.rules if r.zero is not None and r.hard):
+    rules = [(b, r, r.zero) for b in bindings for r in b.rules if r.zero is not None and r.hard]
+    for b, r, slot in rules:
         here = set(r.eq) if isinstance(r.eq, (list, tuple)) else {int(r.eq)}
-        for t in b.of(r.zero or ""):
-            if t not in out:
-                continue
+        for t in (t for t in b.of(slot) if t in out):
             allowed[leader[t]] = left = allowed.get(leader[t], here) & here
             if not left or (t in dictated and dictated[t][1] not in here):
                 raise UnsupportedError(
@@ -161,10 +151,10 @@ def _allow_zero_points(
         low, high = v.grid.qmin - now, v.grid.qmax - now  # codes on either side of zero
         sides = ((-low, zero - v.grid.qmin), (high, v.grid.qmax - zero))
         grow = max(have / room for have, room in sides if room > 0)
-        out[t] = replace(v, scale=v.scale * max(grow, 1.0), zero_point=torch.full_like(v.zero_point, zero))
+        out[t] = v.with_(scale=v.scale * max(grow, 1.0), zero_point=torch.full_like(v.zero_point, zero))
 
 
-def _problem(variables: Mapping[str, Var], bindings: Iterable[Binding], leader: Mapping[str, str]) -> _Problem:
+def _problem(variables: Mapping[str, Stored], bindings: Iterable[Binding], leader: Mapping[str, str]) -> _Problem:
     """The rules over the leaders of the ties, each of which stands for its group."""
     log = {
         t: np.log2(np.maximum(variables[t].scale.detach().double().numpy(), 2.0**_LEAST))

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
 from chipfit.calibration.collect import Need, TensorStats
-from chipfit.decide import legality
 from chipfit.decide.assignment import Assignment, Slot
 from chipfit.decide.biases import with_biases
-from chipfit.decide.found import Found, Ranges
-from chipfit.decide.ties import Numbers, fixed, tie_groups
+from chipfit.decide.found import Sources, entry
+from chipfit.decide.legality import project
+from chipfit.decide.ties import fixed, tie_groups
 from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import TensorPlan
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
 from chipfit.ranges import Rule
-from chipfit.ranges.qparams import QParams, from_min_max
+from chipfit.ranges.qparams import from_min_max
+
+#: how a tensor is stored, and where its numbers came from
+Found = tuple[Stored, str]
 
 
 def needs(assignment: Assignment, rule: Rule, z_threshold: float | None = None) -> dict[str, Need]:
     """What calibration has to collect: a histogram only where a range will be searched, or outliers found, in it."""
     dictated = fixed(assignment.bindings)
+
+    def searched(s: Slot) -> bool:
+        return (s.rule or rule) != "no_clipping" or bool(s.z_threshold or z_threshold)
+
     return {
-        s.name: Need(
-            histogram=((s.rule or rule) != "no_clipping" or bool(s.z_threshold or z_threshold))
-            and s.name not in dictated
-        )
+        s.name: Need(histogram=searched(s) and s.name not in dictated)
         for s in assignment.slots.values()
         if s.role == "activation" and s.range is None
     }
@@ -55,16 +60,20 @@ def choose(
         PlanError: an activation has neither statistics nor an earlier decision.
         UnsupportedError: the rules of the platform contradict each other for this model.
     """
-    groups = tie_groups(assignment.bindings)
-    ranges = Ranges(graph, stats, rule, weight_rule, z_threshold, known or {}, fixed(assignment.bindings))
+    groups, dictated = tie_groups(assignment.bindings), fixed(assignment.bindings)
     grids = _grids(graph, assignment, stats, groups)
-    found = {s.name: ranges.of(s, grids[s.name]) for s in assignment.slots.values() if s.role != "bias"}
+    sources = Sources(graph, stats, dictated, known or {}, rule, weight_rule, z_threshold)
+    found = {s.name: sources.find(s, grids[s.name]) for s in assignment.slots.values() if s.role != "bias"}
     for group in groups:
-        found |= _tied({name: found[name] for name in group if name in found}, ranges.dictated)
-    found = _projected(found, assignment)
+        found |= _tied({name: found[name] for name in group if name in found}, dictated.keys())
+    legal = project({name: stored for name, (stored, _) in found.items()}, assignment.bindings)
 
-    maker = {n.name: n for n in graph.nodes}
-    out = {name: f.plan(maker.get(f.slot.node), stats.get(name)) for name, f in found.items()}
+    nodes = {n.name: n for n in graph.nodes}
+    out = {}
+    for name, (stored, origin) in found.items():
+        slot, moved = assignment.slots[name], not legal[name].same_numbers(stored)
+        origin += ", moved to satisfy the platform's rules" if moved else ""
+        out[name] = entry(slot, nodes.get(slot.node), legal[name], origin, stats.get(name))
     out = with_biases(graph, assignment, grids, out)
     return out | _floats(graph, {name: why for name, why in assignment.floats.items() if name not in out})
 
@@ -95,54 +104,37 @@ def _grid(slot: Slot, stats: TensorStats | None, graph: Graph) -> Grid:
     return slot.format.grid(signed=low < 0)
 
 
-def _tied(members: Mapping[str, Found], dictated: Mapping[str, Numbers]) -> dict[str, Found]:
-    """The members with one scale and zero point, that covers the range of each; a dictated one is everybody's."""
+def _tied(members: Mapping[str, Found], dictated: Collection[str]) -> dict[str, Found]:
+    """Tied tensors with one scale and zero point, which covers the range of each; a dictated one is everybody's."""
     if len(members) < 2:
         return {}
-    first = next(iter(members.values()))
-    anchor = next((f for name, f in members.items() if name in dictated), None)
-    if anchor is not None:
-        shared = anchor.q
-    elif all(_same(f.q, first.q) for f in members.values()):
-        shared = first.q
-    else:
-        grid = next((f.grid for f in members.values() if f.grid.pot), first.grid)
-        bounds = [f.q.bounds(f.full_grid) for f in members.values()]
-        shared = from_min_max(min(low for low, _ in bounds), max(high for _, high in bounds), grid)
-    names = {name: repr(name) for name in members}
+    stored = {name: s for name, (s, _) in members.items()}
+    anchor = next((s for name, s in stored.items() if name in dictated), None)
+    first = anchor or next(iter(stored.values()))
+    scale, zero_point = first.scale, first.zero_point
+    if anchor is None and not all(_equal(s, first) for s in stored.values()):
+        grid = next((s.grid for s in stored.values() if s.grid.pot), first.grid)
+        lows, highs = zip(*(s.bounds for s in stored.values()), strict=True)
+        q = from_min_max(min(lows), max(highs), grid)
+        scale, zero_point = q.scale, q.zero_point
     out = {}
-    for name, f in members.items():
-        others = ", ".join(text for other, text in names.items() if other != name)
-        why = "" if name in dictated else f", tied with {others}"
-        out[name] = f.moved(shared.scale, shared.zero_point, why)
+    for name, (s, origin) in members.items():
+        if name not in dictated:
+            origin += f", tied with {', '.join(repr(other) for other in members if other != name)}"
+        out[name] = s.with_(scale=scale, zero_point=zero_point), origin
     return out
 
 
-def _same(a: QParams, b: QParams) -> bool:
+def _equal(a: Stored, b: Stored) -> bool:
     return torch.equal(a.scale, b.scale) and torch.equal(a.zero_point, b.zero_point)
-
-
-def _projected(found: dict[str, Found], assignment: Assignment) -> dict[str, Found]:
-    """Scales moved the least that makes every rule of the platform hold."""
-    wanted = {
-        name: legality.Var(scale=f.q.scale, zero_point=f.q.zero_point, grid=f.full_grid) for name, f in found.items()
-    }
-    legal = legality.project(wanted, assignment.bindings)
-    return {
-        name: f
-        if _same(f.q, QParams(legal[name].scale, legal[name].zero_point))
-        else f.moved(legal[name].scale, legal[name].zero_point, ", moved to satisfy the platform's rules")
-        for name, f in found.items()
-    }
 
 
 def _floats(graph: Graph, reasons: Mapping[str, str]) -> dict[str, TensorPlan]:
     """Float tensors under the first node that reads or writes them."""
-    first: dict[str, Node] = {}
+    first: dict[str | None, Node] = {}
     for n in graph.nodes:
         for name in (*n.inputs, *n.outputs):
-            if name is not None:
-                first.setdefault(name, n)
+            first.setdefault(name, n)
     out = {}
     for name, why in reasons.items():
         node, role = first.get(name), "weight" if graph.is_weight(name) else "activation"

@@ -76,20 +76,6 @@ class Unit:
         return replace(self, resolved=replace(self.resolved, options=tuple(options), **changes))
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What a unit does."""
-
-    unit: Unit
-    option: Option | None  #: None for a unit in float, or one that moves what it reads
-    exec: str  #: as `NodePlan.exec`
-    why: str = ""  #: why it runs in float
-
-    @property
-    def integer(self) -> bool:
-        return self.exec != "float"
-
-
 def format_of(option: Option, slot: str) -> Any:
     """The word of an option for a data slot; of several the last one serves the remaining slots."""
     formats, number = as_tuple(option.in_), slot.removeprefix("in")
