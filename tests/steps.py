@@ -10,7 +10,7 @@ from torch import nn
 from chipfit.calibration.collect import TensorStats, collect
 from chipfit.correction.bias import with_means
 from chipfit.decide import scales
-from chipfit.decide.formats import Assignment, assign
+from chipfit.decide.assignment import Assignment, assign
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
 from chipfit.frameworks.torch.lower import lower
@@ -51,7 +51,7 @@ class Steps:
     def plan(self, rule: str = "mse") -> Plan:
         tensors = scales.choose(self.graph, self.assignment, self.stats, rule=rule, weight_rule=rule)
         a = self.assignment
-        return Plan(tensors=tensors, nodes=a.nodes, groups=a.groups, float_edges=frozenset(a.float_edges))
+        return Plan(tensors=tensors, nodes=dict(a.nodes), groups=a.groups, float_edges=frozenset(a.float_edges))
 
     def float(self, *keep: str) -> list[torch.Tensor]:
         """The float network's outputs and the values named in `keep`."""

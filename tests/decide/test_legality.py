@@ -10,12 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chipfit.decide.legality import Binding, Var, fixed, project, rows, tie_groups
+from chipfit.decide.legality import project, rows
+from chipfit.decide.ties import Binding, fixed, tie_groups
 from chipfit.errors import UnsupportedError
 from chipfit.platform.load import load, names
 from chipfit.platform.match import resolve
 from chipfit.platform.schema import Rule
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
 
 #: operator, inputs, weight, output: a small network with everything that rules speak of
 NET = [
@@ -64,6 +66,12 @@ def bind(name):
     return bindings, grids
 
 
+def stored(grid, scale, zero):
+    axis = 0 if scale.dim() else None
+    zeros = torch.full(scale.shape, zero, dtype=torch.int32)
+    return Stored(format="", grid=grid, scale=scale, zero_point=zeros, axis=axis)
+
+
 def variables(grids, scales):
     out = {}
     for (name, grid), s in zip(sorted(grids.items()), scales, strict=False):
@@ -73,7 +81,7 @@ def variables(grids, scales):
         if shape:
             scale[1] /= 128
             scale = scale.clamp_min(grid.scale_min or 0)
-        out[name] = Var(scale=scale, zero_point=torch.zeros(shape, dtype=torch.int32), grid=grid)
+        out[name] = stored(grid, scale, 0)
     return out
 
 
@@ -117,7 +125,7 @@ POT = Grid(bits=8, qmin=-128, qmax=127, pot=True)
 
 def var(scale, grid=ANY, zero=0):
     scale = torch.tensor(scale, dtype=torch.float32)
-    return Var(scale=scale, zero_point=torch.full(scale.shape, zero, dtype=torch.int32), grid=grid)
+    return stored(grid, scale, zero)
 
 
 def binding(*rules, op="Add", **slots):
@@ -195,7 +203,7 @@ def test_a_least_scale_is_kept():
 def test_tied_tensors_share_scale_and_zero_point_through_chains():
     first = binding({"tie": ("ins", "out")}, ins=("a", "b"), out="c")
     second = binding({"tie": ("in0", "out")}, in0="c", out="d")
-    assert tie_groups([first, second]) == [{"a", "b", "c", "d"}]
+    assert tie_groups([first, second]) == (("a", "b", "c", "d"),)
     found = project(
         {n: var(s, zero=z) for n, s, z in (("a", 0.5, 4), ("b", 0.5, 4), ("c", 0.5, 4), ("d", 0.1, 9))}, [first, second]
     )
@@ -205,7 +213,7 @@ def test_tied_tensors_share_scale_and_zero_point_through_chains():
 def test_a_preferred_tie_is_not_enforced():
     wanted = {"a": var(0.5), "b": var(0.25)}
     soft = binding({"tie": ("in0", "out"), "hard": False}, in0="a", out="b")
-    assert tie_groups([soft]) == []
+    assert tie_groups([soft]) == ()
     assert project(wanted, [soft]) == wanted
 
 

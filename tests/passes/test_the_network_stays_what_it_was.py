@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from chipfit.calibration.collect import Need, collect
-from chipfit.decide.formats import assign
+from chipfit.decide.assignment import assign
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.check import check

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -22,7 +23,8 @@ class LayerFilter(Protocol):
         ...
 
 
-#: a layer path, glob, operator, layer type or filter -> "float" or a table of choices; as a table or as pairs, the later one winning
+#: a layer path, glob, operator, layer type or filter -> "float" or a table of choices; as a table or as pairs, of which
+#: a later one wins over an earlier one
 Overrides = Mapping[Any, Any] | Sequence[tuple[Any, Any]]
 
 
@@ -35,12 +37,8 @@ def _is_rule(v: Any) -> bool:
 
 
 def _is_range(v: Any) -> bool:
-    pair = (
-        isinstance(v, (tuple, list))
-        and len(v) == 2
-        and all(isinstance(x, (int, float)) and math.isfinite(x) for x in v)
-    )
-    return pair and v[0] <= v[1]
+    numbers = isinstance(v, (tuple, list)) and all(isinstance(x, (int, float)) and math.isfinite(x) for x in v)
+    return numbers and len(v) == 2 and bool(v[0] <= v[1])
 
 
 #: choice -> (what it may be, in words, and its test)
@@ -63,6 +61,43 @@ CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 _OF_WEIGHTS = ("bits", "weight_method", "per", "weight_rule")
 
 
+class Layers:
+    """The nodes of a graph by everything that a user may call them."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes = tuple(graph.nodes)
+        #: names of each kind -> nodes
+        self.exact, self.inside, self.ops, self.types = (defaultdict[str, list[Node]](list) for _ in range(4))
+        for n in self.nodes:
+            for name in {n.layer, n.name}:
+                self.exact[name].append(n)
+            for k in (k for k, c in enumerate(n.layer) if c == "."):
+                self.inside[n.layer[:k]].append(n)
+            self.ops[n.op].append(n)
+            self.types[n.layer_type].append(n)
+
+    def match(self, pattern: str | LayerFilter) -> list[Node]:
+        """See `match_layers`."""
+        if not isinstance(pattern, str):
+            found = [n for n in self.nodes if pattern.match(n)]
+            if not found and not getattr(pattern, "optional", False):
+                wanted = getattr(pattern, "name", None) or pattern
+                known = self._known | {n.name for n in self.nodes}
+                raise UnknownNameError("layer for the filter", str(wanted), known, hint=_LISTS)
+            return found
+        is_glob = any(c in pattern for c in "*?[")
+        globbed = [n for n in self.nodes if fnmatch.fnmatchcase(n.layer, pattern)] if is_glob else []
+        found = self.exact.get(pattern) or self.inside.get(pattern) or globbed
+        found = found or self.ops.get(pattern) or self.types.get(pattern)
+        if not found:
+            raise UnknownNameError("layer", pattern, self._known, hint=_LISTS)
+        return found
+
+    @property
+    def _known(self) -> set[str]:
+        return {name for n in self.nodes for name in (n.layer, n.op, n.layer_type) if name}
+
+
 def match_layers(graph: Graph, pattern: str | LayerFilter) -> list[Node]:
     """The nodes that a user means by `pattern`.
 
@@ -72,56 +107,33 @@ def match_layers(graph: Graph, pattern: str | LayerFilter) -> list[Node]:
     Raises:
         UnknownNameError: nothing matches; lists near names.
     """
-    known = (
-        {n.layer for n in graph.nodes if n.layer}
-        | {n.op for n in graph.nodes}
-        | {n.layer_type for n in graph.nodes if n.layer_type}
-    )
-    if not isinstance(pattern, str):
-        found = [n for n in graph.nodes if pattern.match(n)]
-        if not found and not getattr(pattern, "optional", False):
-            wanted = getattr(pattern, "name", None)
-            raise UnknownNameError(
-                "layer for the filter", str(wanted or pattern), known | {n.name for n in graph.nodes}, hint=_LISTS
-            )
-        return found
-    tries = (
-        lambda n: pattern in (n.layer, n.name),
-        lambda n: n.layer.startswith(pattern + "."),
-        lambda n: any(c in pattern for c in "*?[") and fnmatch.fnmatchcase(n.layer, pattern),
-        lambda n: n.op == pattern,
-        lambda n: n.layer_type == pattern,
-    )
-    for fits in tries:
-        found = [n for n in graph.nodes if fits(n)]
-        if found:
-            return found
-    raise UnknownNameError("layer", pattern, known, hint=_LISTS)
+    return Layers(graph).match(pattern)
 
 
 _LISTS = "`chipfit.lint(model, example)` lists the layers"
 
 
 def pairs(overrides: Overrides) -> list[tuple[Any, Any]]:
-    """Overrides as (pattern, said), in the order in which they were said."""
+    """Overrides as (pattern, "float" or choices), in the order given."""
     return list(overrides.items() if isinstance(overrides, Mapping) else overrides)
 
 
 def resolve_overrides(graph: Graph, overrides: Overrides) -> dict[str, dict[str, Any]]:
-    """Overrides by node name; a later entry wins over an earlier one on the same node.
+    """Overrides by node name, in the order of the last entry about each; a later entry wins over an earlier one.
 
     Raises:
         UnknownNameError: a pattern that means no layer, a choice or a range rule that does not exist.
         PlanError: a value that is neither "float" nor a table of choices; a choice about weights for layers that have none.
     """
     out: dict[str, dict[str, Any]] = {}
-    for pattern, said in pairs(overrides):
-        if said == "float":
-            said = {"float": f"overrides keep '{pattern}' in float"}
+    layers = Layers(graph)
+    for pattern, choices in pairs(overrides):
+        if choices == "float":
+            choices = {"float": f"overrides keep '{pattern}' in float"}
         else:
-            check_choices(pattern, said)
-        nodes = match_layers(graph, pattern)
-        about_weights = [k for k in said if k in _OF_WEIGHTS]
+            check_choices(pattern, choices)
+        nodes = layers.match(pattern)
+        about_weights = [k for k in choices if k in _OF_WEIGHTS]
         if about_weights and nodes and not any(has_weights(n.op) for n in nodes):
             raise PlanError(
                 f"'{pattern}' has no weights, so that '{about_weights[0]}' says nothing about it",
@@ -129,24 +141,24 @@ def resolve_overrides(graph: Graph, overrides: Overrides) -> dict[str, dict[str,
                 hint="name a layer with weights, or say activation_bits, rule or method about its result",
             )
         for node in nodes:
-            out[node.name] = {**out.pop(node.name, {}), **said}  # in the order of the last word on each node
+            out[node.name] = {**out.pop(node.name, {}), **choices}
     return out
 
 
-def check_choices(pattern: Any, said: Any) -> None:
+def check_choices(pattern: Any, choices: Any) -> None:
     """Refuse a table of choices that cannot be understood.
 
     Raises:
         UnknownNameError: a range rule that does not exist.
         PlanError: anything else.
     """
-    if not isinstance(said, Mapping) or not said or any(k not in CHOICES for k in said):
+    if not isinstance(choices, Mapping) or not choices or any(k not in CHOICES for k in choices):
         raise PlanError(
             f"The override of '{pattern}' is not understood",
-            got=repr(said),
+            got=repr(choices),
             allowed=f'"float", or a table with {", ".join(CHOICES)}, such as {{"bits": 4, "activation_bits": 8}}',
         )
-    for k, v in said.items():
+    for k, v in choices.items():
         words, fits = CHOICES[k]
         if not fits(v):
             raise PlanError(f"'{k}' of the override of '{pattern}' is not understood", got=repr(v), allowed=words)
@@ -154,7 +166,7 @@ def check_choices(pattern: Any, said: Any) -> None:
 
 def has_weights(op: str) -> bool:
     """Whether an operator may have weights of its own."""
-    return op == "MatMul" or (op in OPS and any(s.startswith("w") for s in OPS[op].slots))
+    return op == "MatMul" or (op in OPS and OPS[op].weighted)
 
 
 def to_record(overrides: Overrides) -> dict[str, Any]:
@@ -166,8 +178,8 @@ def to_record(overrides: Overrides) -> dict[str, Any]:
         return str(v) if isinstance(v, float) and not math.isfinite(v) else v
 
     out: dict[str, Any] = {}
-    for pattern, said in pairs(overrides):
-        table = said if isinstance(said, str) else {k: plain(v) for k, v in said.items()}
+    for pattern, choices in pairs(overrides):
+        table = choices if isinstance(choices, str) else {k: plain(v) for k, v in choices.items()}
         earlier = out.get(str(pattern))
         out[str(pattern)] = {**earlier, **table} if isinstance(earlier, dict) and isinstance(table, dict) else table
     return out

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from chipfit.decide.formats import Assignment, facts
-from chipfit.decide.legality import Binding, tie_groups
+from chipfit.decide.assignment import Assignment
+from chipfit.decide.ties import Binding, Numbers, tie_groups
+from chipfit.graph.builder import unique
 from chipfit.graph.ir import Graph, Node
-from chipfit.platform.match import resolve
+from chipfit.platform.match import resolve_node
 from chipfit.platform.schema import Platform
 
 
@@ -22,61 +23,64 @@ def requantize(graph: Graph, platform: Platform, assignment: Assignment) -> tupl
     Returns:
         The graph itself where nothing clashes; else a copy, for which formats are to be decided again, and a note for each insertion.
     """
-    edges = [e for e in _clashes(graph, assignment) if _is_able(graph, platform, e[0])]
+    edges = [e for e in _clashes(graph, assignment) if _can_requantize(graph, platform, e[0])]
     if not edges:
         return graph, []
-    notes, nodes = [], {n.name: n for n in graph.nodes}
-    order = [n.name for n in graph.nodes]
-    values = dict(graph.values)
+    out, notes = graph.copy(), []
+    nodes = {n.name: n for n in graph.nodes}
+    taken = {*nodes, *graph.values, *graph.weights}
+    before: dict[str, list[Node]] = {}  # reader -> what is put in front of it
     for value, reader in edges:
-        node = nodes[reader]
-        name = f"{value}_for_{reader}"
-        while name in values or name in nodes:
-            name += "_"
-        values[name] = replace(graph.values[value], name=name)
-        nodes[name] = Node(name, "Requantize", (value,), (name,), layer=node.layer)
+        node, name = nodes[reader], unique(f"{value}_for_{reader}", taken)
+        taken.add(name)
+        out.values[name] = replace(graph.values[value], name=name)
+        before.setdefault(reader, []).append(Node(name, "Requantize", (value,), (name,), layer=node.layer))
         nodes[reader] = node.with_(inputs=tuple(name if i == value else i for i in node.inputs))
-        order.insert(order.index(reader), name)
         notes.append(
             f"'{value}' keeps the scale that '{platform.name}' dictates and is requantized for '{node.layer or reader}'"
         )
-    out = graph.copy()
-    out.nodes[:] = [nodes[name] for name in order]
-    out.values.update(values)
+    out.nodes[:] = [m for n in graph.nodes for m in (*before.get(n.name, ()), nodes[n.name])]
     return out, notes
 
 
 def _clashes(graph: Graph, assignment: Assignment) -> list[tuple[str, str]]:
-    """(tensor with a dictated grid, operator that ties it to tensors with another one)."""
-    makers, found = graph.producers(), []
-    dictated = {
-        t: (r.scale, r.zp)
-        for b in assignment.bindings
-        for r in b.rules
-        if r.fix and r.hard
-        for t in b.slots.get(r.fix, ())
-    }
+    """(tensor with a dictated grid, operator that ties it to tensors with another one).
+
+    The inputs of an operator clash when, were it not for this operator, they would have different dictated grids, or
+    some of them none. That is asked only of operators in a group of tied tensors of which one is dictated.
+    """
+    dictated = {t: numbers for b in assignment.bindings for t, numbers in b.dictated}
+    group_of = {t: k for k, group in enumerate(tie_groups(assignment.bindings)) for t in group}
+    tying: dict[int, list[Binding]] = {group_of[t]: [] for t in dictated if t in group_of}
     for b in assignment.bindings:
-        ins = (
-            [t for k in ("in0", "in1", "in2") for t in b.slots.get(k, ())]
-            if "ins" not in b.slots
-            else list(b.slots["ins"])
-        )
-        if len(set(ins)) < 2 or not _ties_inputs(b):
+        for k in {group_of.get(t, -1) for members in b.tied for t in members} & tying.keys():
+            tying[k].append(b)
+    makers, found = graph.producers(), []
+    for b in assignment.bindings:
+        inputs = list(dict.fromkeys(b.of("ins")))
+        groups = {group_of.get(t, -1) for t in inputs} & tying.keys()
+        if len(inputs) < 2 or not groups or not _ties_inputs(b):
             continue
-        elsewhere = tie_groups([o for o in assignment.bindings if o is not b])
-        group_of = {t: next((g for g in elsewhere if t in g), {t}) for t in ins}
-        grids = {t: {dictated[m] for m in group_of[t] if m in dictated} for t in ins}
-        if any(grids.values()) and len({frozenset(g) for g in grids.values()}) > 1:
-            reader = makers[b.slots["out"][0]].name if b.slots.get("out") else ""
-            found += [(t, reader) for t in dict.fromkeys(ins) if grids[t] and reader and t in graph.node(reader).inputs]
+        without = tie_groups(o for k in groups for o in tying[k] if o is not b)
+        grids = _grids(inputs, without, dictated)
+        if len(set(grids.values())) > 1 and b.of("out"):
+            reader = makers[b.of("out")[0]]
+            found += [(t, reader.name) for t in inputs if grids[t] and t in reader.inputs]
     return found
+
+
+def _grids(
+    tensors: list[str], groups: tuple[tuple[str, ...], ...], dictated: dict[str, Numbers]
+) -> dict[str, frozenset[Numbers]]:
+    """Tensor -> the dictated numbers of those that it is tied to, and its own."""
+    group_of = {t: group for group in groups for t in group}
+    return {t: frozenset(dictated[m] for m in group_of.get(t, (t,)) if m in dictated) for t in tensors}
 
 
 def _ties_inputs(b: Binding) -> bool:
     return any(r.tie and r.hard and ("ins" in r.tie or {"in0", "in1"} <= set(r.tie)) for r in b.rules)
 
 
-def _is_able(graph: Graph, platform: Platform, value: str) -> bool:
+def _can_requantize(graph: Graph, platform: Platform, value: str) -> bool:
     probe = Node("probe", "Requantize", (value,), ())
-    return any(o.out in platform.formats for o in resolve(platform, "Requantize", facts(graph, probe)).options)
+    return any(o.out in platform.formats for o in resolve_node(platform, graph, probe).options)

@@ -19,7 +19,7 @@ from chipfit.ranges.qparams import from_min_max
 from chipfit.registry import Setting, register
 
 if TYPE_CHECKING:
-    from chipfit.decide.formats import Assignment
+    from chipfit.decide.assignment import Assignment
     from chipfit.platform.schema import Format
 
 #: what `Node.layer_type` says of the additions that this rewrite makes

@@ -13,7 +13,7 @@ from chipfit.passes.shift_negative import step
 from chipfit.registry import Setting, register
 
 if TYPE_CHECKING:
-    from chipfit.decide.formats import Assignment
+    from chipfit.decide.assignment import Assignment
 
 
 @register(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS, words_of
 from chipfit.platform.load import groups
 from chipfit.platform.schema import OpRule, Option, Platform, Rule
@@ -35,7 +36,7 @@ def covers(match: tuple[str, ...], words: set[str], *, everything: bool = True) 
 def sets_of(
     platform: Platform, op: str, layer_type: str, config: Mapping[str, Any], *, filtered: bool = False
 ) -> set[str]:
-    """The platform's own operator sets that a node belongs to, as "@name"; with `filtered`, only by a condition on attributes."""
+    """The platform's operator sets that hold a node, as "@name"; `filtered`: only those by a condition on attributes."""
     return {
         f"@{name}"
         for name, members in platform.sets.items()
@@ -43,54 +44,94 @@ def sets_of(
     }
 
 
+def facts(graph: Graph, node: Node) -> dict[str, Any]:
+    """Everything that a platform's `where` may ask about a node: its attributes and what shapes imply."""
+    out = {**node.attrs, "config": node.config, "layer_type": node.layer_type}
+    data = node.inputs[0] if node.inputs else None
+    if data is not None and data in graph.values:
+        shape = graph.values[data].shape
+        out |= {"rank": len(shape), "in_shape": shape, "static_shape": None not in shape[1:]}
+        if len(shape) > 1 and shape[1] is not None:
+            out["channels"] = out["in_channels"] = shape[1]
+    if node.outputs and node.output in graph.values:
+        out["out_shape"] = graph.values[node.output].shape
+    w = node.operand("w") if needs_weight(node.op) else None
+    if w is not None:
+        out["const_weights"] = graph.is_weight(w)
+        out["weights"] = "constant" if graph.is_weight(w) else "computed"
+        if "stride" in node.attrs:
+            out["kernel"] = kernel = graph.shape(w)[2:]
+            if len(kernel) > 1:
+                out["filter_width"] = kernel[-1]
+    return out
+
+
+def needs_weight(op: str) -> bool:
+    """Whether an operator cannot do without a weight."""
+    return op in OPS and "w" in OPS[op].slots
+
+
+def resolve_node(platform: Platform, graph: Graph, node: Node, *, bits: int = 8) -> Resolved:
+    """`resolve` for a node of a graph."""
+    return resolve(platform, node.op, facts(graph, node), bits=bits)
+
+
 def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int = 8) -> Resolved:
     """The rule that governs an operator on a platform.
 
+    The first rule wins that names the operator and whose conditions hold. A set that names this very layer, by a
+    condition on its attributes, goes before rules for its operator; those for what the operator is a case of come last.
+
     Args:
         op: canonical operator.
-        attrs: its attributes and facts derived from shapes (`assign.facts`).
+        attrs: its attributes and what shapes imply (`facts`).
         bits: activation bits that gates may ask for.
     """
     why = ""
-    who = op, attrs.get("layer_type", ""), attrs.get("config") or {}
-    conditioned = sets_of(
-        platform, *who, filtered=True
-    )  # a set that names this very layer goes before one that names its operator
-    words_in_turn = [conditioned] * bool(conditioned) + [
-        words_of(op, attrs) | sets_of(platform, *who),
-        *({w} for w in (OPS[op].case_of if op in OPS else ())),
-    ]
-    for words in words_in_turn:
-        extra: list[Rule] = []
+    node = op, attrs.get("layer_type", ""), attrs.get("config") or {}
+    own_sets = sets_of(platform, *node, filtered=True)
+    turns = [words_of(op, attrs) | sets_of(platform, *node), *({w} for w in (OPS[op].case_of if op in OPS else ()))]
+    for words in [own_sets, *turns] if own_sets else turns:
+        constraints: list[Rule] = []
         for number, rule in enumerate(platform.ops):
-            if not covers(rule.match, words, everything=words is not conditioned) or not platform.allows(
-                rule.when, bits=bits
-            ):
+            named = covers(rule.match, words, everything=words is not own_sets)
+            if not named or not platform.allows(rule.when, bits=bits):
                 continue
+            restricts = not rule.use and rule.exec is None  # it only adds conditions to the rules below
             broken, unknown = judge(rule.where, attrs)
             if broken:
                 why = why or f"'{platform.name}' runs {op} only with {broken}; rule ops.{number}"
-                if not rule.use and rule.exec is None:  # it restricts all rules below
+                if restricts:
                     return Resolved(None, (), (), "float", why)
                 continue
-            extra += rule.rules
-            if not rule.use and rule.exec is None:
-                continue
-            allowed = [o for o in rule.use if platform.allows(o.when, bits=bits)]
-            options = tuple(_in_plain_words(platform, o) for o in allowed if not _gap(platform, o))
-            notes = tuple(f"{platform.name}: whether {k} fits is not known for this {op}" for k in unknown)
-            said = "" if rule.how != "float" else f"'{platform.name}' computes {op} in float"
-            if allowed and not options:
-                said = f"the formats of '{platform.name}' for {op} need {_gap(platform, allowed[0])}, which chipfit cannot decide yet"
-            elif rule.use and not options:
-                said = f"'{platform.name}' has no formats for {op} on revision {platform.arch_selected}"
-            return Resolved(rule, options, tuple(extra), rule.how, said, notes)
-    fallback = {"float": "float", "cpu": "float", "reject": "float", "follow": "follow"}[platform.unlisted]
-    return Resolved(None, (), tuple(extra), fallback, why or f"'{platform.name}' lists no rule for {op}")
+            constraints += rule.rules
+            if not restricts:
+                notes = tuple(f"{platform.name}: whether {k} fits is not known for this {op}" for k in unknown)
+                options, why = _options(platform, op, rule, bits)
+                return Resolved(rule, options, tuple(constraints), rule.how, why, notes)
+    how = "follow" if platform.unlisted == "follow" else "float"
+    return Resolved(None, (), tuple(constraints), how, why or f"'{platform.name}' lists no rule for {op}")
+
+
+def _options(platform: Platform, op: str, rule: OpRule, bits: int) -> tuple[tuple[Option, ...], str]:
+    """The joint formats of a rule that are open and that chipfit can decide about, and why the operator runs in float."""
+    allowed = [o for o in rule.use if platform.allows(o.when, bits=bits)]
+    options = tuple(_in_plain_words(platform, o) for o in allowed if not _gap(platform, o))
+    if allowed and not options:
+        gap = _gap(platform, allowed[0])
+        return (), f"the formats of '{platform.name}' for {op} need {gap}, which chipfit cannot decide yet"
+    if rule.use and not options:
+        return (), f"'{platform.name}' has no formats for {op} on revision {platform.arch_selected}"
+    return options, f"'{platform.name}' computes {op} in float" if rule.how == "float" else ""
+
+
+def as_tuple(name: Any) -> tuple[Any, ...]:
+    """The formats of an option's slot: one, or one for each data input."""
+    return name if isinstance(name, tuple) else (name,)
 
 
 def _names(option: Option) -> tuple[str | None, ...]:
-    return (*(option.in_ if isinstance(option.in_, tuple) else (option.in_,)), option.w, option.b, option.out)
+    return (*as_tuple(option.in_), option.w, option.b, option.out)
 
 
 def _gap(platform: Platform, option: Option) -> str:
@@ -103,9 +144,11 @@ def _in_plain_words(platform: Platform, option: Option) -> Option:
     floats = {n for n in _names(option) if n in platform.formats and platform.formats[n].is_float}
     if not floats:
         return option
-    plain = lambda n: "float" if n in floats else n  # noqa: E731 -- one word
-    ins = tuple(map(plain, option.in_)) if isinstance(option.in_, tuple) else plain(option.in_)
-    return option.model_copy(update={"in_": ins, "w": plain(option.w), "b": plain(option.b), "out": plain(option.out)})
+
+    def plain(name: Any) -> Any:
+        return tuple(map(plain, name)) if isinstance(name, tuple) else "float" if name in floats else name
+
+    return option.model_copy(update={slot: plain(getattr(option, slot)) for slot in ("in_", "w", "b", "out")})
 
 
 def fusions(platform: Platform) -> tuple[tuple[frozenset[str], ...], ...]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from chipfit.decide.formats import OUT_AXIS
 from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ops import OPS
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.platform.schema import Platform
 from chipfit.quantizers.stored import Stored
@@ -151,7 +151,7 @@ def _sizes(graph: Graph, plan: Plan) -> dict[str, int]:
         simd, channels = 1, 1
         if reader is not None and reader.name in plan.nodes and bits < 32 and w.dim():
             simd = plan.nodes[reader.name].simd or 1
-            channels = max(w.shape[OUT_AXIS.get(reader.op, 0)], 1)
+            channels = max(w.shape[OPS[reader.op].weight_axis if reader.op in OPS else 0], 1)
         parameters += w.numel()
         quantized += _bytes(w.numel(), bits)
         padded += _bytes(w.numel() // channels * -(-channels // simd) * simd, bits)

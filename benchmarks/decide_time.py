@@ -1,0 +1,123 @@
+"""Seconds that deciding takes, from fusion to scales, on networks of growing size: the same per node when it is linear.
+
+python benchmarks/decide_time.py [--platform tflite_int8] [--repeats 3]
+
+Everything that `quantize` decides between capture and tuning, without data: the statistics are made up. A network of
+eight times as many nodes should take eight times as long. The last column, the time per node relative to the smallest
+network, says how far that holds; it was between 5 and 15 at 1,800 nodes when nodes were looked up one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from chipfit.calibration.collect import TensorStats
+from chipfit.decide import scales
+from chipfit.decide.assignment import assign
+from chipfit.decide.requantize import requantize
+from chipfit.decide.ties import tie_groups
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.passes.fuse import fuse
+from chipfit.plan.record import Plan
+from chipfit.plan.sharing import rounding
+from chipfit.platform.load import load
+from chipfit.platform.match import fusions
+from chipfit.platform.schema import Platform
+
+SIZES = (225, 450, 900, 1800)
+
+
+def network(nodes: int, *blocks: str) -> Graph:
+    """`nodes` operators in a row, `blocks` again and again; an Add or Concat also reads what entered its round."""
+    shape = (None, 4, 8, 8)
+    graph = Graph([], ["x"], [], {"x": Value("x", shape)}, {})
+    value = entry = "x"
+    for k in range(nodes):
+        op = blocks[k % len(blocks)]
+        entry = value if k % len(blocks) == 0 else entry
+        name, inputs, attrs = f"n{k}", (value,), {}
+        if op == "Conv2D":
+            graph.weights |= {f"{name}.weight": torch.ones(4, 4, 1, 1), f"{name}.bias": torch.ones(4)}
+            inputs = (value, f"{name}.weight", f"{name}.bias")
+            attrs = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 1}
+        elif op in ("Add", "Concat"):
+            inputs, attrs = (value, entry), {"axis": 1} if op == "Concat" else {}
+        elif op == "MaxPool":
+            attrs = {
+                "kernel": (1, 1),
+                "stride": (1, 1),
+                "padding": ((0, 0), (0, 0)),
+                "dilation": (1, 1),
+                "ceil_mode": 0,
+            }
+        graph.nodes.append(Node(name, op, inputs, (name,), attrs, layer=name))
+        graph.values[name] = Value(name, shape)
+        value = name
+    graph.outputs.append(value)
+    return graph
+
+
+#: kind of network -> operators of one round
+KINDS = {
+    "chain": ("Conv2D", "Relu"),
+    "residual": ("Conv2D", "Relu", "Conv2D", "Add", "Relu"),
+    "moved": ("Conv2D", "MaxPool", "Identity", "MaxPool"),
+    "joined": ("Conv2D", "Sigmoid", "Conv2D", "Concat"),
+}
+
+
+def decide(graph: Graph, platform: Platform) -> Plan:
+    """Everything that is decided about a network, with made-up statistics."""
+    groups, _ = fuse(graph, fusions(platform))
+    overrides = {n.name: {"rule": "no_clipping"} for n in graph.nodes}
+    graph, _ = requantize(graph, platform, assign(graph, platform, groups, overrides))
+    assignment = assign(graph, platform, groups, overrides)
+    stats = {name: TensorStats(name, -1.0, 1.0, batches=1) for name in scales.needs(assignment, "no_clipping")}
+    tensors = scales.choose(graph, assignment, stats, rule="no_clipping", weight_rule="no_clipping")
+    plan = Plan(
+        tensors=tensors,
+        nodes=dict(assignment.nodes),
+        groups=groups,
+        float_edges=frozenset(assignment.float_edges),
+        ties=tuple(tuple(sorted(g)) for g in tie_groups(assignment.bindings)),
+    )
+    rounding(graph, plan)
+    return plan
+
+
+def seconds(step: Callable[[], object], repeats: int) -> float:
+    """The shortest of `repeats` runs."""
+    taken = []
+    for _ in range(repeats):
+        start = time.process_time()
+        step()
+        taken.append(time.process_time() - start)
+    return min(taken)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--platform", default="tflite_int8")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    platform = load(args.platform)
+    decide(network(20, *KINDS["chain"]), platform)  # imports and caches
+    print("| network | nodes | seconds | ms per node | against the smallest |\n|---|---|---|---|---|")
+    for kind, blocks in KINDS.items():
+        first = 0.0
+        for size in SIZES:
+            graph = network(size, *blocks)
+            each = 1000 * seconds(lambda g=graph: decide(g, platform), args.repeats) / size
+            first = first or each
+            print(f"| {kind} | {size} | {each * size / 1000:.2f} | {each:.2f} | {each / first:.1f} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""Platform x Graph -> slots: which format every tensor takes, what is tied, and what stays float and why.
+
+No number is decided here: ranges come later, from data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from chipfit.decide.formats import Decision, Formats
+from chipfit.decide.narrow import narrow
+from chipfit.decide.options import usable
+from chipfit.decide.readers import requested, within_reach
+from chipfit.decide.ties import Binding
+from chipfit.decide.units import NO_FORMAT, Read, find_units, format_of
+from chipfit.errors import UnsupportedError
+from chipfit.graph.ir import Graph
+from chipfit.graph.ops import OPS
+from chipfit.plan.record import NodePlan
+from chipfit.platform.schema import Format, Platform
+from chipfit.ranges import Rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One tensor that will be quantized, and in which format."""
+
+    name: str
+    role: str  #: "activation", "weight" or "bias"
+    format_name: str
+    format: Format
+    axis: int | None = None  #: channel axis when the format is per channel
+    node: str = ""  #: node that makes (activation) or reads (weight, bias) it; "" for an input of the model
+    rule: Rule | None = None  #: range rule that the user wants for it
+    z_threshold: float | None = None
+    range: tuple[float, float] | None = None  #: known beforehand
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """Every decision that needs no data."""
+
+    slots: Mapping[str, Slot] = field(default_factory=dict)  #: the tensors that will be quantized
+    floats: Mapping[str, str] = field(default_factory=dict)  #: float tensors that were candidates -> reason
+    nodes: Mapping[str, NodePlan] = field(default_factory=dict)
+    bindings: tuple[Binding, ...] = ()  #: the platform's rules, with the tensors that they are about
+    #: (value, node) pairs where that reader takes the value before its quantizer
+    float_edges: frozenset[tuple[str, str]] = frozenset()
+    groups: tuple[tuple[str, ...], ...] = ()  #: fused groups: node names, in execution order
+
+    def with_bindings(self, more: Iterable[Binding]) -> Assignment:
+        """The same with more rules to hold."""
+        return replace(self, bindings=(*self.bindings, *more))
+
+
+def assign(
+    graph: Graph,
+    platform: Platform,
+    groups: Sequence[tuple[str, ...]] = (),
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Assignment:
+    """Choose a format for every tensor.
+
+    Args:
+        graph: after folding.
+        platform: the target.
+        groups: fused groups of node names, from `passes.fuse`.
+        overrides: node name -> {"float": reason} or `overrides.CHOICES`.
+
+    Raises:
+        UnsupportedError: an operator that the platform rejects outright, or bits that no format offers.
+    """
+    units = within_reach(platform, find_units(graph, platform, groups, overrides or {}))
+    kept = frozenset(o for u in units if u.choices.get("activation_bits") == "float" for o in u.tail.outputs)
+    # backwards, so that of several layers with impossible bits the last one is named
+    units = [u if u.moves else usable(graph, platform, u, kept) for u in reversed(units)][::-1]
+    requests = {v: f for v, f in requested(graph, platform, units).items() if v not in kept}
+    formats = Formats(graph, platform, requests, kept)
+    out = _Record(formats)
+    for k, decision in enumerate([formats.decide(u) for u in units]):
+        out.add(decision)
+        if k == 0:  # plans list the model's inputs behind the weights of the operator that comes first
+            out.add_inputs()
+    return Assignment(
+        slots=out.slots,
+        floats=out.floats,
+        nodes=out.nodes,
+        bindings=tuple(out.bindings),
+        float_edges=frozenset(out.float_edges),
+        groups=tuple(groups),
+    )
+
+
+@dataclass(slots=True)
+class _Record:
+    """An assignment in the making: what the decisions about units mean for tensors."""
+
+    formats: Formats
+    slots: dict[str, Slot] = field(default_factory=dict)
+    floats: dict[str, str] = field(default_factory=dict)
+    nodes: dict[str, NodePlan] = field(default_factory=dict)
+    bindings: list[Binding] = field(default_factory=list)
+    float_edges: set[tuple[str, str]] = field(default_factory=set)
+
+    @property
+    def graph(self) -> Graph:
+        return self.formats.graph
+
+    @property
+    def platform(self) -> Platform:
+        return self.formats.platform
+
+    def add(self, d: Decision) -> None:
+        """One unit: its nodes, the tensors that it reads and writes, and its rules about them."""
+        unit = d.unit
+        self._refuse_unlisted(d)
+        for n in unit.nodes:
+            self.nodes[n.name] = NodePlan(
+                name=n.name,
+                op=n.op,
+                layer=n.layer,
+                exec=d.exec,
+                group=unit.tail.name if len(unit.nodes) > 1 else "",
+                why=d.why,
+                simd=d.option.simd if d.option and n is unit.head else None,
+            )
+        bound: dict[str, list[str]] = {}
+        for r in unit.reads:
+            for slot in self._read(d, r):
+                bound.setdefault(slot, []).append(r.tensor)
+        written = [o for o in unit.tail.outputs if self._write(d, o)]
+        if written:
+            bound |= {"outs": written, "out": written[:1]}
+        if d.integer and bound:
+            slots = {slot: tuple(tensors) for slot, tensors in bound.items()}
+            self.bindings.append(
+                Binding(op=unit.head.op, rules=unit.resolved.rules, slots=slots, attrs=dict(unit.head.attrs))
+            )
+
+    def add_inputs(self) -> None:
+        for name in self.graph.inputs:
+            if name in self.formats.of:
+                self._store(name, "activation", self.formats.of[name])
+
+    def _refuse_unlisted(self, d: Decision) -> None:
+        head, listed = d.unit.head, d.unit.resolved.rule is not None
+        if self.platform.unlisted != "reject" or d.integer or listed or not self.graph.is_float(d.unit.tail.output):
+            return
+        raise UnsupportedError(
+            f"{head.op} '{head.who}' cannot run on '{self.platform.name}'",
+            where=head.source,
+            allowed="the operators that `chipfit platforms show` lists",
+            hint="replace the operator, or choose a platform that runs unlisted ones in float",
+        )
+
+    def _store(self, name: str, role: str, format_name: str, fmt: Format | None = None, **facts: Any) -> bool:
+        """Let a tensor be stored, unless it is already; of several readers the first one says how."""
+        if name not in self.slots:
+            fmt = self.platform.formats[format_name] if fmt is None else fmt
+            self.slots[name] = Slot(name=name, role=role, format_name=format_name, format=fmt, **facts)
+        return True
+
+    def _read(self, d: Decision, r: Read) -> tuple[str, ...]:
+        """What becomes of a tensor that a unit reads; the slots in which the unit's rules are about it."""
+        inner, constant = r.node is not d.unit.head, self.graph.is_weight(r.tensor)
+        if r.is_data:
+            if not self.graph.is_float(r.tensor) or not (self._constant if constant else self._activation)(d, r):
+                return ()
+            return ("ins",) if inner else (r.slot, "ins")
+        if r.slot in ("w", "b") and not inner:
+            return (r.slot,) if self._weight(d, r) else ()
+        if constant:
+            self.float_edges.add((r.tensor, r.node.name))
+        return ()
+
+    def _activation(self, d: Decision, r: Read) -> bool:
+        """Whether a unit reads the codes of an activation."""
+        stored = r.tensor in self.formats.of
+        if stored and not d.integer and r.tensor not in self.formats.codes:
+            self.float_edges.add((r.tensor, r.node.name))
+        return stored and d.integer
+
+    def _constant(self, d: Decision, r: Read) -> bool:
+        """Whether a unit reads the codes of a constant that stands in a data slot: in the format of data."""
+        if not d.integer:
+            self.float_edges.add((r.tensor, r.node.name))
+            return False
+        name = self.formats.of.get(r.tensor) or (format_of(d.option, r.slot) if d.option else None)
+        if name == "any" and d.option is not None:
+            name = d.option.w
+        if name is None or name in NO_FORMAT:
+            return False
+        wide = [k for k, size in enumerate(self.graph.shape(r.tensor)) if size != 1]
+        axis = wide[0] if self.platform.formats[name].per == "channel" and len(wide) == 1 else None
+        return self._store(r.tensor, "weight", name, axis=axis, node=r.node.name)
+
+    def _weight(self, d: Decision, r: Read) -> bool:
+        """Whether a unit reads the codes of a weight or bias."""
+        is_bias, node = r.slot == "b", r.node
+        choices = {} if is_bias else d.unit.choices
+        name = None if d.option is None else d.option.b if is_bias else d.option.w
+        if name is None or name in NO_FORMAT:
+            if self.graph.is_weight(r.tensor) and self.graph.is_float(r.tensor):
+                by = "overrides keep it" if choices.get("bits") == "float" else "the platform stores it"
+                self.floats.setdefault(r.tensor, f"{by} in float" if d.integer else "its operator runs in float")
+                self.float_edges.add((r.tensor, node.name))
+            return False
+        fmt = self.platform.formats[name]
+        fmt = narrow(fmt, who=d.unit.who, method=choices.get("weight_method"), per=choices.get("per"))
+        axis = None
+        if fmt.per == "channel":
+            axis = 0 if is_bias else OPS[node.op].weight_axis % len(self.graph.shape(r.tensor))
+        return self._store(
+            r.tensor,
+            "bias" if is_bias else "weight",
+            name,
+            fmt,
+            axis=axis,
+            node=node.name,
+            rule=choices.get("weight_rule"),
+        )
+
+    def _write(self, d: Decision, value: str) -> bool:
+        """Whether a unit writes the codes of a value."""
+        unit, name = d.unit, self.formats.of.get(value)
+        if name is None:
+            if value in self.graph.values and self.graph.is_float(value):
+                kept = "overrides keep it in float" if value in self.formats.kept else ""
+                self.floats[value] = kept or d.why or "the platform keeps this result in float"
+            return False
+        choices = {k: unit.choices.get(k) for k in ("rule", "z_threshold", "range")}
+        fmt = self.platform.formats[name]
+        fmt = narrow(fmt, who=unit.who, method=unit.choices.get("method"), signed=unit.choices.get("signed"))
+        self._store(value, "activation", name, fmt, node=unit.tail.name, **choices)
+        return d.integer

@@ -1,0 +1,89 @@
+"""Scale and zero point of one tensor by itself: an earlier decision, dictated numbers, a known range, or a range rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from chipfit.calibration.collect import TensorStats
+from chipfit.decide.assignment import Slot
+from chipfit.decide.ties import Numbers
+from chipfit.errors import PlanError
+from chipfit.graph.ir import Graph, Node
+from chipfit.plan.record import TensorPlan
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
+from chipfit.ranges import Rule, choose, name_of
+from chipfit.ranges.qparams import QParams
+
+
+def entry(slot: Slot, node: Node | None, stored: Stored, origin: str, seen: TensorStats | None = None) -> TensorPlan:
+    """A quantized tensor of the plan; node: that makes or reads it, None for an input of the model."""
+    return TensorPlan(
+        name=slot.name,
+        role=slot.role,
+        layer=node.layer if node else "",
+        op=node.op if node else "Input",
+        stored=stored,
+        origin=origin,
+        low=seen.low if seen else None,
+        high=seen.high if seen else None,
+    )
+
+
+def stored_as(slot: Slot, grid: Grid, q: QParams) -> Stored:
+    """A tensor on its grid, with the table that was fitted to it, if one was."""
+    grid = grid if q.table is None else replace(grid, table=q.table)
+    return Stored(format=slot.format_name, grid=grid, scale=q.scale, zero_point=q.zero_point, axis=slot.axis)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where the numbers of tensors come from."""
+
+    graph: Graph
+    stats: Mapping[str, TensorStats]
+    dictated: Mapping[str, Numbers]  #: by the platform
+    known: Mapping[str, TensorPlan]  #: earlier decisions
+    rule: Rule  #: of activations
+    weight_rule: Rule
+    z_threshold: float | None
+
+    def find(self, s: Slot, grid: Grid) -> tuple[Stored, str]:
+        """How a tensor is stored by itself, and where that comes from."""
+        earlier = self.known.get(s.name)
+        if earlier is not None and earlier.stored is not None and _fits(earlier.stored, s, grid):
+            return earlier.stored, earlier.origin.partition(", tied")[0]
+        q, origin = self._new(s, grid)
+        return stored_as(s, grid, q), origin
+
+    def _new(self, s: Slot, grid: Grid) -> tuple[QParams, str]:
+        if s.name in self.dictated:
+            scale, zero = self.dictated[s.name]
+            numbers = torch.tensor(scale, dtype=torch.float32), torch.tensor(zero, dtype=torch.int32)
+            return QParams(*numbers), "fixed by the platform"
+        if s.role == "weight":
+            rule = s.rule or (self.weight_rule if s.axis is not None or grid.symmetric else "no_clipping")
+            q = choose(self.graph.weights[s.name].detach(), grid, rule=rule, axis=s.axis)
+            lut = grid.kind == "lut"
+            return q, "look-up table fitted to the weights" if lut else f"{name_of(rule)} over the weights"
+        if s.range is not None:
+            given = TensorStats(s.name, low=float(s.range[0]), high=float(s.range[1]), batches=1)
+            return choose(given, grid, rule="no_clipping", expand=False), "known beforehand"
+        if s.name not in self.stats:
+            raise PlanError(
+                f"Tensor '{s.name}' was not calibrated as a quantized one",
+                hint="quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`",
+            )
+        rule, z, seen = s.rule or self.rule, s.z_threshold or self.z_threshold, self.stats[s.name]
+        if rule == "no_clipping" and not z:
+            seen = replace(seen, histogram=None)  # which may be of a part of the values
+        return choose(seen, grid, rule=rule, z_threshold=z), f"{name_of(rule)} over {seen.batches} batches"
+
+
+def _fits(earlier: Stored, s: Slot, grid: Grid) -> bool:
+    """An earlier decision still holds: nothing new is said about the tensor, and only a fitted table differs."""
+    same = (earlier.format, earlier.axis, replace(earlier.grid, table=grid.table)) == (s.format_name, s.axis, grid)
+    return same and (s.rule, s.z_threshold, s.range) == (None, None, None)

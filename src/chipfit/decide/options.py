@@ -1,0 +1,108 @@
+"""Which joint formats a unit may take, and why it takes none."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from chipfit.decide.units import NO_FORMAT, Unit, agree
+from chipfit.errors import UnsupportedError
+from chipfit.graph.ir import Graph
+from chipfit.platform.match import as_tuple, needs_weight
+from chipfit.platform.schema import Option, Platform
+
+#: what the user may say about bits -> the slots of an option that it is about, and what they hold
+_BITS = {"bits": (("w",), "weights"), "activation_bits": (("in_", "out"), "activations")}
+
+#: codes of one format can be read as another when these agree
+_STORAGE = ("kind", "bits", "signed", "zero", "scale", "per", "range")
+
+
+def usable(graph: Graph, platform: Platform, unit: Unit, kept: Collection[str]) -> Unit:
+    """The unit with the options that it can take as it stands in this graph, and why it runs in float where none is left.
+
+    Args:
+        kept: values that the user keeps in float, whoever reads them.
+
+    Raises:
+        UnsupportedError: the user asks for bits that no option offers.
+    """
+    why = unit.kept_float or _obstacle(graph, platform, unit, kept)
+    if why or unit.resolved.exec == "float" or not unit.resolved.options:
+        return unit.with_options((), why=why or unit.resolved.why)
+    return unit.with_options(_with_bits(platform, unit, [o for o in unit.resolved.options if _stores(o)]))
+
+
+def _stores(option: Option) -> bool:
+    """Something of it is stored in codes."""
+    return (
+        option.in_ not in NO_FORMAT
+        or option.w not in NO_FORMAT
+        or (option.in_ == "any" and option.out not in NO_FORMAT)
+    )
+
+
+def _obstacle(graph: Graph, platform: Platform, unit: Unit, kept: Collection[str]) -> str:
+    """Why this unit cannot run in integers although the platform has a rule for its operator."""
+    if (
+        platform.place.at != "outputs"
+    ):  # an integer kernel takes and gives codes; elsewhere quantizers belong to writers
+        for choice, what in (("bits", "weights"), ("activation_bits", "result")):
+            if unit.choices.get(choice) == "float":
+                return f"overrides keep its {what} in float"
+        floats = [i for i in unit.data if i in kept]
+        if floats:
+            return f"overrides keep its input '{floats[0]}' in float"
+    head = unit.head
+    if head.outputs and not graph.is_float(head.output):
+        return "its result is not a float tensor"
+    if needs_weight(head.op) and not graph.is_weight(head.operand("w")):
+        return "its weights are computed at run time"
+    if all(graph.is_weight(i) for i in unit.data):
+        return "all its inputs are constant"
+    if not all(graph.is_float(i) for i in unit.data):
+        return "an input is not a float tensor"
+    return ""
+
+
+def _with_bits(platform: Platform, unit: Unit, options: list[Option]) -> list[Option]:
+    """Options with the weight and activation bits that the user asks for."""
+    for choice, (slots, what) in _BITS.items():
+        asked = unit.choices.get(choice)
+        if asked == "float":  # quantizers belong to those who write: elsewhere it is an obstacle
+            floats = ("w", "b") if choice == "bits" else ("out",)
+            options = [o.model_copy(update={s: "float" for s in floats if getattr(o, s) is not None}) for o in options]
+            continue
+        widths = [_widths(platform, o, slots) for o in options]
+        if asked is None or not any(widths):
+            continue
+        options = [o for o, bits in zip(options, widths, strict=True) if bits <= {asked}]
+        if not options:
+            raise UnsupportedError(
+                f"'{unit.who}' cannot have {asked}-bit {what} on '{platform.name}'",
+                got=asked,
+                allowed=", ".join(map(str, sorted(set().union(*widths)))) + " bits",
+                hint="choose one of the allowed widths or leave the layer out of `overrides`",
+            )
+    return options
+
+
+def _widths(platform: Platform, option: Option, slots: Sequence[str]) -> set[int]:
+    """Bits of the formats that an option names for some slots."""
+    return {platform.formats[n].bits for s in slots for n in as_tuple(getattr(option, s)) if n in platform.formats}
+
+
+def first_fitting(platform: Platform, unit: Unit, formats: Mapping[str, str]) -> Option | None:
+    """The first option that can read the unit's operands in the formats that they have already; None when none can."""
+
+    def reads(option: Option, value: str, wanted: str | None) -> bool:
+        if value not in formats:
+            return True
+        have = platform.formats[formats[value]]
+        if wanted == "any":
+            return not option.in_bits or have.bits <= max(option.in_bits)
+        return wanted in NO_FORMAT or agree(have, platform.formats[wanted], *_STORAGE)
+
+    return next(
+        (o for o in unit.resolved.options if all(reads(o, v, wanted) for v, wanted in unit.data_formats(o).items())),
+        None,
+    )

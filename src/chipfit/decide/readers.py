@@ -1,0 +1,78 @@
+"""What the readers of a value ask of its format, seen through operators that only move codes. Both walk backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chipfit.decide.options import first_fitting
+from chipfit.decide.units import NO_FORMAT, Unit
+from chipfit.errors import UnsupportedError
+from chipfit.graph.ir import Graph
+from chipfit.platform.schema import Platform
+
+
+def within_reach(platform: Platform, units: Sequence[Unit]) -> list[Unit]:
+    """The units without the options whose result is wider than every reader can take.
+
+    A reader whose options name the widths that it reads (`in_bits`) bounds its operands; a mover hands the least bound
+    on its results to everything that it moves.
+
+    Raises:
+        UnsupportedError: a unit has no option left.
+    """
+    bounds: dict[str, tuple[int, str]] = {}  # value -> widest codes that its readers take [bit], and who says so
+    out: list[Unit] = []
+    for unit in reversed(units):
+        bound = min((bounds[o] for o in unit.tail.outputs if o in bounds), default=None)
+        asked = bound
+        if not unit.moves:
+            widths = [] if unit.kept_float else [max(o.in_bits) for o in unit.resolved.options if o.in_bits]
+            asked = (max(widths), unit.who) if widths else None
+            if bound is not None and not unit.kept_float:
+                unit = _narrower(platform, unit, *bound)
+        if asked is not None:
+            bounds |= {i: min(bounds.get(i, asked), asked) for i in unit.data}
+        out.append(unit)
+    return out[::-1]
+
+
+def _narrower(platform: Platform, unit: Unit, bits: int, reader: str) -> Unit:
+    """The unit with the options whose result has at most so many bits."""
+    options = unit.resolved.options
+    widths = {o.out: platform.formats[o.out].bits for o in options if o.out in platform.formats}
+    left = [o for o in options if widths.get(o.out, bits) <= bits]
+    if options and not left:
+        raise UnsupportedError(
+            f"'{unit.who}' writes codes that its reader '{reader}' cannot take on '{platform.name}'",
+            got=sorted(set(widths.values())),
+            allowed=f"at most {bits} bits",
+            hint="keep one of them in float with overrides",
+        )
+    return unit.with_options(left)
+
+
+def requested(graph: Graph, platform: Platform, units: Sequence[Unit]) -> dict[str, str]:
+    """Value -> the format in which its readers want it; "any" where they take whatever is written.
+
+    Of several readers the last in execution order decides, but one that takes anything gives way to one that does not.
+    A mover passes the request for its result on to what it moves, unless others read that too: then the value keeps the
+    format that its maker gives it, and the mover takes that one.
+
+    Args:
+        units: with the options that they can take (`options.usable`).
+    """
+    out: dict[str, str] = {}
+    users, inputs = graph.users(), set(graph.inputs)
+    for unit in reversed(units):
+        if unit.moves:
+            wanted = next((out[o] for o in unit.tail.outputs if o in out), None)
+            if wanted is None or unit.kept_float:
+                continue
+            asked = {i: wanted for i in unit.data if len(users.get(i, ())) == 1 or i in inputs}
+        else:
+            option = first_fitting(platform, unit, {})
+            asked = {} if option is None else unit.data_formats(option)
+        for value, name in asked.items():
+            if (name == "any" or name not in NO_FORMAT) and out.get(value, "any") == "any":
+                out[value] = name
+    return out

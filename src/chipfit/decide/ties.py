@@ -1,0 +1,93 @@
+"""Tensors that share their numbers: by the platform's ties, and where the hardware dictates scale and zero point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from chipfit.errors import UnsupportedError
+from chipfit.platform.schema import Rule
+
+#: a scale and a zero point
+Numbers = tuple[float, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """The rules of one operator with the names of the tensors in its slots."""
+
+    op: str
+    rules: tuple[Rule, ...]
+    slots: Mapping[str, tuple[str, ...]]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, slot: str) -> tuple[str, ...]:
+        """The tensors in a slot; of "outs" and "ins", where they are not listed, those in the single slots."""
+        if slot == "outs":
+            return self.slots.get("outs", self.slots.get("out", ()))
+        if slot == "ins":
+            return self.slots.get("ins", tuple(t for k in ("in0", "in1", "in2") for t in self.slots.get(k, ())))
+        return self.slots.get(slot, ())
+
+    @property
+    def tied(self) -> list[list[str]]:
+        """The tensors of each hard tie."""
+        return [[t for slot in r.tie for t in self.of(slot)] for r in self.rules if r.tie and r.hard]
+
+    @property
+    def dictated(self) -> list[tuple[str, Numbers]]:
+        """(tensor, its numbers) for each that the hardware dictates."""
+        rules = [(r.fix, (float(r.scale or 0), int(r.zp or 0))) for r in self.rules if r.fix and r.hard]
+        return [(t, numbers) for slot, numbers in rules for t in self.of(slot)]
+
+
+def tie_groups(bindings: Iterable[Binding]) -> tuple[tuple[str, ...], ...]:
+    """Tensors that must share scale and zero point, joined over all hard ties; groups of two or more, sorted."""
+    parent: dict[str, str] = {}
+
+    def find(t: str) -> str:
+        parent.setdefault(t, t)
+        while parent[t] != t:
+            parent[t] = parent[parent[t]]
+            t = parent[t]
+        return t
+
+    for members in (m for b in bindings for m in b.tied):
+        for t in members[1:]:
+            parent[find(t)] = find(members[0])
+    groups: dict[str, list[str]] = {}
+    for t in parent:
+        groups.setdefault(find(t), []).append(t)
+    return tuple(sorted(tuple(sorted(g)) for g in groups.values() if len(g) > 1))
+
+
+def fixed(bindings: Sequence[Binding]) -> dict[str, Numbers]:
+    """Tensors whose scale and zero point the hardware dictates, ties included.
+
+    Raises:
+        UnsupportedError: two operators dictate different values for one tensor, or for tensors that must share theirs.
+    """
+    out: dict[str, Numbers] = {}
+    by: dict[str, str] = {}
+    for b in bindings:
+        for t, numbers in b.dictated:
+            if out.setdefault(t, numbers) != numbers:
+                raise _two_values(f"Tensor '{t}' is", f"{out[t]} by {by[t]} and {numbers} by {b.op}")
+            by.setdefault(t, b.op)
+    for group in tie_groups(bindings) if out else ():
+        given = {out[t]: t for t in group if t in out}
+        if len(given) > 1:
+            each = " and ".join(f"{numbers} for '{t}' by {by[t]}" for numbers, t in given.items())
+            raise _two_values("Tensors that must share one scale are", each)
+        for numbers in given:
+            out.update(dict.fromkeys(group, numbers))
+    return out
+
+
+def _two_values(what: str, got: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} fixed to two different (scale, zero point)",
+        got=got,
+        hint="keep the operator that joins them in float with overrides",
+    )

@@ -1,0 +1,164 @@
+"""Units: what runs as one kernel on the chip, a fused group or a lone node; only the tensors between units are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from chipfit.graph.ir import Graph, Node
+from chipfit.platform.match import Resolved, as_tuple, resolve_node
+from chipfit.platform.schema import Format, Option, Platform, Rule
+
+#: words of an option that name no format: whatever has one of them takes none from it
+NO_FORMAT = ("float", "none", "any", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A tensor that a unit reads from outside itself."""
+
+    node: Node  #: of the unit
+    slot: str  #: as `Graph.slots` names it
+    tensor: str
+
+    @property
+    def is_data(self) -> bool:
+        """It is an operand: an activation, or a constant that stands in the place of one."""
+        return self.slot.startswith("in")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A fused group or a lone node."""
+
+    nodes: tuple[Node, ...]
+    reads: tuple[Read, ...]
+    resolved: Resolved
+    choices: Mapping[str, Any]  #: what the user decided about it: "float" with a reason, or `overrides.CHOICES`
+
+    @property
+    def head(self) -> Node:
+        return self.nodes[0]
+
+    @property
+    def tail(self) -> Node:
+        return self.nodes[-1]
+
+    @property
+    def who(self) -> str:
+        return self.head.who
+
+    @property
+    def kept_float(self) -> str:
+        """Why the user wants it in float; "" where he does not."""
+        return str(self.choices.get("float", ""))
+
+    @property
+    def moves(self) -> bool:
+        """It moves codes without arithmetic: it takes the format of what it reads."""
+        return self.resolved.exec == "follow"
+
+    @property
+    def data(self) -> list[str]:
+        """Its operands."""
+        return [r.tensor for r in self.reads if r.is_data]
+
+    def data_formats(self, option: Option) -> dict[str, Any]:
+        """Operand -> the word of `option` for it; of an operand that is read twice, for the first time."""
+        out: dict[str, Any] = {}
+        for r in self.reads:
+            if r.is_data:
+                out.setdefault(r.tensor, format_of(option, r.slot))
+        return out
+
+    def with_options(self, options: Sequence[Option], **changes: Any) -> Unit:
+        return replace(self, resolved=replace(self.resolved, options=tuple(options), **changes))
+
+
+def format_of(option: Option, slot: str) -> Any:
+    """The word of an option for a data slot; of several the last one serves the remaining slots."""
+    formats, number = as_tuple(option.in_), slot.removeprefix("in")
+    return formats[min(int(number), len(formats) - 1)] if number.isdecimal() else formats[0]
+
+
+def agree(a: Format, b: Format, *fields: str) -> bool:
+    """Whether two formats have the same `fields`."""
+    return all(getattr(a, f) == getattr(b, f) for f in fields)
+
+
+def find_units(
+    graph: Graph,
+    platform: Platform,
+    groups: Sequence[tuple[str, ...]],
+    overrides: Mapping[str, Mapping[str, Any]],
+) -> list[Unit]:
+    """The units in execution order. Each stands where its last node stands: all that it reads exists by then."""
+    nodes = {n.name: n for n in graph.nodes}
+    group_at = {g[-1]: g for g in groups}
+    inner = {name for g in groups for name in g[:-1]}
+    turn = {name: k for k, name in enumerate(overrides)}  # the last word on a group wins
+    units = []
+    for node in graph.nodes:
+        if node.name in inner:
+            continue
+        names = group_at.get(node.name, (node.name,))
+        choices: dict[str, Any] = {}
+        for name in sorted((n for n in names if n in turn), key=turn.__getitem__):
+            choices |= overrides[name]
+        units.append(_unit(graph, platform, tuple(nodes[n] for n in names), choices))
+    return _first_and_last(platform, units)
+
+
+def _unit(graph: Graph, platform: Platform, nodes: tuple[Node, ...], choices: Mapping[str, Any]) -> Unit:
+    asked = choices.get("activation_bits")
+    bits = asked if isinstance(asked, int) else 8
+    resolved = resolve_node(platform, graph, nodes[0], bits=bits)
+    if len(nodes) > 1 and resolved.options and resolved.options[0].in_ == "any":
+        resolved = _with_tail(resolved, resolve_node(platform, graph, nodes[-1], bits=bits))
+    made = {o for n in nodes for o in n.outputs}
+    reads = tuple(Read(n, slot, tensor) for n in nodes for slot, tensor in graph.slots(n) if tensor not in made)
+    return Unit(nodes, reads, resolved, choices)
+
+
+def _with_tail(head: Resolved, tail: Resolved) -> Resolved:
+    """Where quantizers belong to the operators that write, a fused group writes what its last operator writes."""
+
+    def about_result(r: Rule) -> bool:
+        return r.fix == "out" or r.zero == "out" or "out" in (r.mono or {})
+
+    options: list[Option] = []
+    for o in head.options:
+        for out in [t.out for t in tail.options] or ["none"]:
+            option = o.model_copy(update={"out": out})
+            options += [option] * (option not in options)
+    rules = [r for r in head.rules if not about_result(r)] + [r for r in tail.rules if about_result(r)]
+    return replace(head, options=tuple(options), rules=tuple(rules))
+
+
+def _first_and_last(platform: Platform, units: list[Unit]) -> list[Unit]:
+    """First and last weighted units take other bits where the platform says so, and the user does not."""
+    rule = platform.place.first_last
+    weighted = [k for k, u in enumerate(units) if u.resolved.options and u.resolved.options[0].w] if rule else []
+    if not rule or not weighted:
+        return units
+    out = list(units)
+    for k in {weighted[0], weighted[-1]}:
+        slots = [
+            slot
+            for slot, choice in (("w", "bits"), ("in_", "activation_bits"), ("out", "activation_bits"))
+            if units[k].choices.get(choice) is None
+        ]
+        out[k] = units[k].with_options(
+            o.model_copy(update={s: _sibling(platform, getattr(o, s), rule["bits"]) for s in slots})
+            for o in units[k].resolved.options
+        )
+    return out
+
+
+def _sibling(platform: Platform, name: Any, bits: int) -> Any:
+    """The platform's format that differs from `name` in bits alone; `name` where there is none."""
+    if not isinstance(name, str) or name in NO_FORMAT:
+        return name
+    mine, alike = platform.formats[name], ("kind", "zero", "scale", "per")
+    return next((k for k, f in platform.formats.items() if f.bits == bits and agree(f, mine, *alike)), name)
