@@ -19,7 +19,7 @@ from chipfit.plan.record import Plan, TensorPlan
 from chipfit.registry import Entry, entries
 
 if TYPE_CHECKING:
-    from chipfit.decide.formats import Assignment
+    from chipfit.decide.assignment import Assignment
     from chipfit.platform.schema import Platform
     from chipfit.settings import Settings
 

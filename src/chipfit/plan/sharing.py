@@ -27,14 +27,19 @@ class Rounding:
 def rounding(graph: Graph, plan: Plan) -> Rounding:
     """Share quantizers where tensors are tied, and leave out those that would round rounded numbers again."""
     out = Rounding()
-    tied = {name: group for group in plan.ties for name in group}
+    tied = {name: k for k, group in enumerate(plan.ties) for name in group}
+    owners: dict[int, list[TensorPlan]] = {}  # tie -> its tensors with a quantizer of their own
+    sharing: dict[str, list[str]] = {}  # owner -> the tensors that its quantizer rounds
     for t in plan.tensors.values():
         if t.quantized and t.role != "bias":
-            partner = next((o for o in tied.get(t.name, ()) if o in out.owner and _same(plan.tensors[o], t)), None)
-            out.owner[t.name] = out.owner[partner] if partner else t.name
+            alike = owners.setdefault(tied[t.name], []) if t.name in tied else []
+            owner = next((o for o in alike if _same(o, t)), t)
+            alike += [t] * (owner is t)
+            out.owner[t.name] = owner.name
             out.rounded.add(t.name)
+            sharing.setdefault(owner.name, []).append(t.name)
     for n in graph.nodes:
-        _skip_moved(out, graph, plan, n)
+        _skip_moved(out, sharing, graph, plan, n)
     for n in graph.nodes:
         bias = plan.tensors.get(n.inputs[2] or "") if len(n.inputs) > 2 else None
         if bias is not None and bias.quantized and bias.role == "bias" and bias.name not in out.owner:
@@ -46,7 +51,7 @@ def rounding(graph: Graph, plan: Plan) -> Rounding:
     return out
 
 
-def _skip_moved(out: Rounding, graph: Graph, plan: Plan, n: Node) -> None:
+def _skip_moved(out: Rounding, sharing: dict[str, list[str]], graph: Graph, plan: Plan, n: Node) -> None:
     """Let results that only move rounded numbers share the quantizer of their source and not round again."""
     if n.op not in OPS or not OPS[n.op].moves:
         return
@@ -57,22 +62,16 @@ def _skip_moved(out: Rounding, graph: Graph, plan: Plan, n: Node) -> None:
     for o in n.outputs:
         if o in out.owner and _same(plan.tensors[o], plan.tensors[data[0]]):
             mine, theirs = out.owner[o], out.owner[data[0]]
-            out.owner.update({name: theirs for name, owner in out.owner.items() if owner == mine})
+            if mine != theirs:
+                moved = sharing.pop(mine)
+                out.owner.update(dict.fromkeys(moved, theirs))
+                sharing[theirs] += moved
             out.rounded.discard(o)
 
 
 def _same(a: TensorPlan, b: TensorPlan) -> bool:
     """Both are stored on one grid with one set of numbers."""
-    if (
-        a.grid != b.grid
-        or a.axis != b.axis
-        or a.scale is None
-        or b.scale is None
-        or a.zero_point is None
-        or b.zero_point is None
-    ):
-        return False
-    return torch.equal(a.scale, b.scale) and torch.equal(a.zero_point, b.zero_point)
+    return a.stored is not None and b.stored is not None and a.stored.same_numbers(b.stored)
 
 
 def _is_product(bias: TensorPlan, x: TensorPlan, w: TensorPlan) -> bool:
