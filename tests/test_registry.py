@@ -10,8 +10,7 @@ import pytest
 
 from chipfit import registry
 from chipfit.errors import ExportError, RegistrationError, UnknownNameError
-from chipfit.registry import Setting, register
-from chipfit.steps import ordered
+from chipfit.registry import Setting, ordered, register
 
 pytestmark = pytest.mark.usefixtures("drop_ins")
 

@@ -15,10 +15,10 @@ from chipfit import steps
 from chipfit.calibration.collect import TensorStats, collect
 from chipfit.calibration.data import as_call, batches, first_batch
 from chipfit.decide import scales
-from chipfit.decide.formats import Assignment, assign
-from chipfit.decide.legality import tie_groups
+from chipfit.decide.assignment import Assignment, assign
 from chipfit.decide.overrides import Overrides, resolve_overrides, to_record
 from chipfit.decide.requantize import requantize
+from chipfit.decide.ties import tie_groups
 from chipfit.errors import DataError, NothingQuantizedError, PlanError
 from chipfit.frameworks import capture, lower, read_back
 from chipfit.graph.ir import Graph
@@ -247,10 +247,10 @@ def _plan(start: Plan, tensors: dict[str, TensorPlan], assignment: Assignment, *
     return replace(
         start,
         tensors=tensors,
-        nodes=assignment.nodes,
+        nodes=dict(assignment.nodes),
         groups=assignment.groups,
-        float_edges=frozenset(assignment.float_edges),
-        ties=tuple(tuple(sorted(group)) for group in tie_groups(assignment.bindings)),
+        float_edges=assignment.float_edges,
+        ties=tie_groups(assignment.bindings),
         **changes,
     )
 

@@ -15,6 +15,7 @@ import importlib.util
 import pkgutil
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple, TypeVar
 
 from chipfit.errors import RegistrationError, RuntimeUnavailable, UnknownNameError
@@ -29,6 +30,10 @@ class Setting(NamedTuple):
     default: bool | None  #: False: it is on or off; None: it is off, or on with a number of at least 0
     doc: str
     argument: str = ""  #: keyword under which the step takes that number
+
+
+#: in which a step can be taken, in their order; see `Step`
+STAGES = ("rewrite", "formats", "adapt", "correct")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,3 +224,29 @@ def require(found: Entry, error: type[RuntimeUnavailable] | type[Any] = RuntimeU
             f"'{found.name}' needs {', '.join(missing)}, which is not installed",
             hint=f"pip install 'chipfit[{found.declares.extra}]'" if found.declares.extra else "",
         )
+
+
+def ordered(stage: str) -> list[Entry]:
+    """Every step of a stage, each behind those that it names in `after`; by name where that leaves a choice.
+
+    Raises:
+        RegistrationError: a step goes after one that does not exist, or after itself.
+    """
+    steps = {e.name: e for kind in ("pass", "correction") for e in entries(kind).values() if e.declares.stage == stage}
+    for e in steps.values():
+        for other in e.declares.after:
+            if other not in steps:
+                raise RegistrationError(
+                    f"The step '{e.name}' goes after '{other}', which does not exist", allowed=", ".join(steps)
+                )
+    sorter = TopologicalSorter({name: steps[name].declares.after for name in steps})
+    out: list[Entry] = []
+    try:
+        sorter.prepare()
+    except CycleError as e:
+        raise RegistrationError("Steps go after each other", got=" -> ".join(e.args[1])) from e
+    while sorter.is_active():
+        ready = sorted(sorter.get_ready())
+        out += [steps[name] for name in ready]
+        sorter.done(*ready)
+    return out

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from chipfit.errors import PlanError, UnknownNameError
-from chipfit.registry import Setting
-from chipfit.steps import STAGES, ordered
+from chipfit.registry import STAGES, Setting, ordered
 
 
 def known() -> dict[str, Setting]:

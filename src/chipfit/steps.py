@@ -4,57 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from graphlib import CycleError, TopologicalSorter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from chipfit.calibration.collect import Need, TensorStats
-from chipfit.errors import RegistrationError
+from chipfit.decide.assignment import Assignment
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear
 from chipfit.passes.own_weights import own_weights
 from chipfit.plan.record import Plan, TensorPlan
-from chipfit.registry import Entry, entries
-
-if TYPE_CHECKING:
-    from chipfit.decide.formats import Assignment
-    from chipfit.platform.schema import Platform
-    from chipfit.settings import Settings
-
-#: in which a step can be taken, in their order; see `chipfit.registry.Step`
-STAGES = ("rewrite", "formats", "adapt", "correct")
+from chipfit.platform.schema import Platform
+from chipfit.registry import Entry, ordered
+from chipfit.settings import Settings
 
 Stats = dict[str, TensorStats]
 #: makes the scales of a graph again; tensors given as known keep theirs
 Choose = Callable[[Graph, Mapping[str, TensorPlan]], dict[str, TensorPlan]]
-
-
-def ordered(stage: str) -> list[Entry]:
-    """Every step of a stage, each behind those that it names in `after`; by name where that leaves a choice.
-
-    Raises:
-        RegistrationError: a step goes after one that does not exist, or after itself.
-    """
-    steps = {e.name: e for kind in ("pass", "correction") for e in entries(kind).values() if e.declares.stage == stage}
-    for e in steps.values():
-        for other in e.declares.after:
-            if other not in steps:
-                raise RegistrationError(
-                    f"The step '{e.name}' goes after '{other}', which does not exist", allowed=", ".join(steps)
-                )
-    sorter = TopologicalSorter({name: steps[name].declares.after for name in steps})
-    out: list[Entry] = []
-    try:
-        sorter.prepare()
-    except CycleError as e:
-        raise RegistrationError("Steps go after each other", got=" -> ".join(e.args[1])) from e
-    while sorter.is_active():
-        ready = sorted(sorter.get_ready())
-        out += [steps[name] for name in ready]
-        sorter.done(*ready)
-    return out
 
 
 def taken(settings: Settings, stage: str) -> list[Entry]:

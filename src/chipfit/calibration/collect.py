@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from chipfit.calibration.data import no_data
 from chipfit.calibration.histogram import Histogram, in_memory_order
 from chipfit.engine.run import run
 from chipfit.errors import DataError
@@ -127,22 +127,16 @@ def collect(
                 see(o, x)
         return outputs
 
-    bar, total = _bar(progress, batches)
-    with bar as shown, torch.inference_mode():
-        task = shown.add_task("calibrating", total=total) if shown is not None else None
-        for batch in batches:
+    with torch.inference_mode():
+        for batch in _watched(batches) if progress else batches:
             inputs = [_layout(x) for x in batch]
             for name, x in zip(graph.inputs, inputs, strict=True):
                 if name in stats:
                     see(name, x)
             _run_checked(graph, inputs, hook, count)
             count += 1
-            if shown is not None and task is not None:
-                shown.advance(task)
     if count == 0:
-        raise DataError(
-            "The calibration data are empty", hint="give at least one batch; a generator can be used up only once"
-        )
+        raise no_data()
     return stats
 
 
@@ -163,15 +157,11 @@ def _layout(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
 
 
-def _bar(progress: bool, batches: Iterable[Any]) -> tuple[Any, int | None]:
-    """A progress bar with time left, on a terminal only."""
-    try:
-        total = len(batches)  # type: ignore[arg-type]  # an iterator has no length: the bar then shows no end
-    except TypeError:
-        total = None
-    if not (progress and sys.stderr.isatty()):
-        return nullcontext(), total
+def _watched(batches: Iterable[Any]) -> Iterable[Any]:
+    """The batches with a progress bar and the time left, on a terminal only."""
+    if not sys.stderr.isatty():
+        return batches
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import track
 
-    return Progress(console=Console(stderr=True), transient=True), total
+    return track(batches, "calibrating", console=Console(stderr=True), transient=True)

@@ -44,6 +44,13 @@ def iterate(data: Any) -> Iterator[Any]:
     return iter(data)
 
 
+def no_data() -> DataError:
+    """What is said of data without a single batch."""
+    return DataError(
+        "The calibration data are empty", hint="give at least one batch; a generator can be used up only once"
+    )
+
+
 def first_batch(data: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Example arguments for the capture from the first batch, and the data with that batch still in it.
 
@@ -52,20 +59,20 @@ def first_batch(data: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any],
     Raises:
         DataError: the data are empty.
     """
-    batches_ = iterate(data)
+    rest = iterate(data)
     try:
-        first = next(batches_)
+        first = next(rest)
     except StopIteration:
-        raise DataError(
-            "The calibration data are empty", hint="give at least one batch; a generator can be used up only once"
-        ) from None
+        raise no_data() from None
     args, kwargs = as_call(first, model)
     if len(args) > 1 and _is_label(args[-1]) and isinstance(args[0], torch.Tensor):
         args = args[:-1]  # (input, label), as a DataLoader yields it
-    small = lambda x: x[:2] if isinstance(x, torch.Tensor) and x.dim() else x  # noqa: E731 -- a one-word rule, used twice
     from torch.utils._pytree import tree_map
 
-    return tree_map(small, args), tree_map(small, kwargs), itertools.chain([first], batches_)
+    def small(x: Any) -> Any:
+        return x[:2] if isinstance(x, torch.Tensor) and x.dim() else x
+
+    return tree_map(small, args), tree_map(small, kwargs), itertools.chain([first], rest)
 
 
 def _is_label(x: Any) -> bool:
@@ -125,9 +132,7 @@ def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Ten
         *rest, label = args
         args = tuple(rest)
     flat = flatten_inputs(graph, args, kwargs)
-    out = []
-    for name, x in zip(graph.inputs, flat, strict=True):
-        out.append(_fit(graph, name, x))
+    out = [_fit(graph, name, x) for name, x in zip(graph.inputs, flat, strict=True)]
     return out, label if label is None else _classes(torch.as_tensor(label))
 
 
@@ -151,10 +156,7 @@ def _fit(graph: Graph, name: str, x: Any) -> torch.Tensor:
             allowed=want.dtype,
             hint="convert and scale it as in training, for example x.float() / 255",
         )
-    bad = len(x.shape) != len(want.shape) or any(
-        w is not None and w != s for w, s in zip(want.shape, x.shape, strict=False)
-    )
-    if bad:
+    if len(x.shape) != len(want.shape) or any(w not in (None, s) for w, s in zip(want.shape, x.shape, strict=False)):
         raise DataError(
             f"Input '{name}' has the wrong shape",
             got=str(list(x.shape)),

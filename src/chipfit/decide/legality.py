@@ -235,7 +235,9 @@ class _Problem:
         integral = np.concatenate([np.full(self.log[t].size, t in self.pot) for t in names])
         # a floor that float32 holds is kept by a power of two above it, and by other scales with a rounding's margin
         least = np.concatenate([np.full(self.log[t].size, self._floor(t)) for t in names])
-        at_row, at_column, factors, low, high, m = [], [], [], [], [], 0
+        at_row, at_column, factors, m = [], [], [], 0
+        low: list[np.ndarray] = []
+        high: list[np.ndarray] = []
         for row in table:
             width = max(self.log[t].size for t, _ in row.terms)
             for t, e in row.terms:

@@ -87,8 +87,8 @@ class Layers:
             return found
         is_glob = any(c in pattern for c in "*?[")
         globbed = [n for n in self.nodes if fnmatch.fnmatchcase(n.layer, pattern)] if is_glob else []
-        found = self.exact.get(pattern) or self.inside.get(pattern) or globbed
-        found = found or self.ops.get(pattern) or self.types.get(pattern)
+        names = self.exact.get(pattern) or self.inside.get(pattern) or globbed
+        found = names or self.ops.get(pattern) or self.types.get(pattern) or []
         if not found:
             raise UnknownNameError("layer", pattern, self._known, hint=_LISTS)
         return found

@@ -40,7 +40,7 @@ def _narrower(platform: Platform, unit: Unit, bits: int, reader: str) -> Unit:
     """The unit with the options whose result has at most so many bits."""
     options = unit.resolved.options
     widths = {o.out: platform.formats[o.out].bits for o in options if o.out in platform.formats}
-    left = [o for o in options if widths.get(o.out, bits) <= bits]
+    left = [o for o in options if widths.get(o.out or "", bits) <= bits]
     if options and not left:
         raise UnsupportedError(
             f"'{unit.who}' writes codes that its reader '{reader}' cannot take on '{platform.name}'",

@@ -150,8 +150,10 @@ def _first_and_last(platform: Platform, units: list[Unit]) -> list[Unit]:
             if units[k].choices.get(choice) is None
         ]
         out[k] = units[k].with_options(
-            o.model_copy(update={s: _sibling(platform, getattr(o, s), rule["bits"]) for s in slots})
-            for o in units[k].resolved.options
+            [
+                o.model_copy(update={s: _sibling(platform, getattr(o, s), rule["bits"]) for s in slots})
+                for o in units[k].resolved.options
+            ]
         )
     return out
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from chipfit.decide.formats import Assignment
-from chipfit.decide.legality import Binding
+from chipfit.decide.assignment import Assignment
+from chipfit.decide.ties import Binding
 from chipfit.graph.ir import Graph
 from chipfit.platform.schema import Rule
 from chipfit.registry import Setting, register
@@ -20,11 +18,11 @@ from chipfit.registry import Setting, register
 def concat_ranges(graph: Graph, assignment: Assignment) -> tuple[Assignment, list[str]]:
     """Tie every concatenation's result to its inputs, as far as they are stored in the result's format."""
     tie = (Rule(tie=("ins", "out")),)
-    bindings = [
+    bindings = (
         Binding(op="Concat", rules=tie, slots={"ins": tuple(inputs), "out": (result,)})
         for result, *inputs in concat_groups(graph, assignment)
-    ]
-    return replace(assignment, bindings=[*assignment.bindings, *bindings]), []
+    )
+    return assignment.with_bindings(bindings), []
 
 
 def concat_groups(graph: Graph, assignment: Assignment) -> list[list[str]]:
@@ -37,11 +35,8 @@ def concat_groups(graph: Graph, assignment: Assignment) -> list[list[str]]:
     for n in graph.nodes:
         if n.op == "Concat" and n.output in assignment.slots:
             wanted = assignment.slots[n.output].format_name
-            inputs = [
-                i
-                for i in dict.fromkeys(n.inputs)
-                if i in assignment.slots and assignment.slots[i].format_name == wanted
-            ]
+            slots = [assignment.slots[i] for i in dict.fromkeys(n.inputs) if i is not None and i in assignment.slots]
+            inputs = [s.name for s in slots if s.format_name == wanted]
             if inputs:
-                out.append([n.output, *(i for i in inputs if i is not None)])
+                out.append([n.output, *inputs])
     return out

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from chipfit.decide.formats import facts
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import bias_or_zero, is_linear, with_bias
-from chipfit.platform.match import resolve
+from chipfit.platform.match import resolve_node
 from chipfit.platform.schema import Platform
 from chipfit.registry import register
 
@@ -17,7 +16,7 @@ def give_biases(graph: Graph, platform: Platform) -> tuple[Graph, list[str]]:
     for k, node in enumerate(graph.nodes):
         if not is_linear(graph, node) or node.bias:
             continue
-        options = resolve(platform, node.op, facts(graph, node)).options
+        options = resolve_node(platform, graph, node).options
         if options and options[0].b not in (None, "none"):
             graph.nodes[k] = with_bias(graph, node, bias_or_zero(graph, node))
         elif options:

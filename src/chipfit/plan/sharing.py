@@ -28,15 +28,19 @@ class Rounding:
 def rounding(graph: Graph, plan: Plan) -> Rounding:
     """Share quantizers where tensors are tied, and leave out those that would round rounded numbers again."""
     out = Rounding()
-    tied = {name: group for group in plan.ties for name in group}
+    tied = {name: k for k, group in enumerate(plan.ties) for name in group}
+    owners: dict[int, list[str]] = {}  # tie -> its tensors with a quantizer of their own
+    sharing: dict[str, list[str]] = {}  # owner -> the tensors that its quantizer rounds
     for name, t in plan.tensors.items():
         if t.stored is not None and t.role != "bias":
-            partners = (o for o in tied.get(name, ()) if o in out.owner and plan[o].same_numbers(t.stored))
-            partner = next(partners, None)
-            out.owner[name] = out.owner[partner] if partner else name
+            alike = owners.setdefault(tied[name], []) if name in tied else []
+            owner = next((o for o in alike if plan[o].same_numbers(t.stored)), name)
+            alike += [name] * (owner == name)
+            out.owner[name] = owner
             out.rounded.add(name)
+            sharing.setdefault(owner, []).append(name)
     for n in graph.nodes:
-        _skip_moved(out, graph, plan, n)
+        _skip_moved(out, sharing, graph, plan, n)
     for n in graph.nodes:
         x, w, b = (n.operand(slot) for slot in ("in0", "w", "b"))
         bias = plan.stored(b)
@@ -48,7 +52,7 @@ def rounding(graph: Graph, plan: Plan) -> Rounding:
     return out
 
 
-def _skip_moved(out: Rounding, graph: Graph, plan: Plan, n: Node) -> None:
+def _skip_moved(out: Rounding, sharing: dict[str, list[str]], graph: Graph, plan: Plan, n: Node) -> None:
     """Let results that only move rounded numbers share the quantizer of their source and not round again."""
     if n.op not in OPS or not OPS[n.op].moves:
         return
@@ -59,7 +63,10 @@ def _skip_moved(out: Rounding, graph: Graph, plan: Plan, n: Node) -> None:
     for o in n.outputs:
         if o in out.owner and plan[o].same_numbers(plan[data[0]]):
             mine, theirs = out.owner[o], out.owner[data[0]]
-            out.owner.update({name: theirs for name, owner in out.owner.items() if owner == mine})
+            if mine != theirs:
+                moved = sharing.pop(mine)
+                out.owner.update(dict.fromkeys(moved, theirs))
+                sharing[theirs] += moved
             out.rounded.discard(o)
 
 

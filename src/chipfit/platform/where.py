@@ -96,7 +96,7 @@ def judge(where: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[str, tupl
     Returns:
         Why it fails ("" when it does not), and the attributes that this node does not tell, which count as satisfied.
     """
-    unknown = []
+    unknown: list[str] = []
     for key, want in where.items():
         got = value(key, attrs)
         wanted = None if got is None else _broken(want, got, attrs)

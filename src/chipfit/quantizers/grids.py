@@ -82,13 +82,13 @@ def quantize(
     """
     s, z = _shape_for(scale, x, axis), _shape_for(zero_point, x, axis)
     if grid.table is not None:
-        return _index(x / s, grid).to(grid.dtype)
+        return _index(x / s, grid.table, grid.kind).to(grid.dtype)
     return torch.clamp(torch.round(x / s) + z, grid.qmin, grid.qmax).to(grid.dtype)
 
 
-def _index(v: torch.Tensor, grid: Grid) -> torch.Tensor:
-    assert grid.table is not None  # asked for table grids only
-    edges = boundaries(grid.table, grid.kind == "log").to(device=v.device, dtype=v.dtype)
+def _index(v: torch.Tensor, table: tuple[float, ...], kind: str) -> torch.Tensor:
+    """The entries of a table that values in units of the scale take."""
+    edges = boundaries(table, kind == "log").to(device=v.device, dtype=v.dtype)
     return torch.bucketize(v.contiguous(), edges)
 
 
@@ -107,5 +107,5 @@ def fake_quantize(
     """Quantize and dequantize: the nearest real that the grid holds. Shapes and units as in `quantize`."""
     s, z = _shape_for(scale, x, axis), _shape_for(zero_point, x, axis)
     if grid.table is not None:
-        return torch.tensor(grid.table, dtype=x.dtype, device=x.device)[_index(x / s, grid)] * s
+        return torch.tensor(grid.table, dtype=x.dtype, device=x.device)[_index(x / s, grid.table, grid.kind)] * s
     return (torch.clamp(torch.round(x / s) + z, grid.qmin, grid.qmax) - z) * s

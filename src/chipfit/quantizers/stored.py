@@ -17,28 +17,26 @@ class Stored:
 
     Raises:
         PlanError: a scale that is not finite and positive, a zero point that is no code of the grid, or shapes that do
-            not fit each other or the axis.
+            not fit each other.
     """
 
     format: str  #: format name in the platform
     grid: Grid
     scale: torch.Tensor  #: float32, [] or [C]
     zero_point: torch.Tensor  #: int32, same shape as scale
-    axis: int | None = None  #: channel axis of the tensor when scale is [C]
+    axis: int | None = (
+        None  #: channel axis of the tensor when scale is [C]; a bias, which has one axis, may leave it out
+    )
 
     def __post_init__(self) -> None:
-        s, z = self.scale, self.zero_point
-        if s.shape != z.shape or s.dim() > (self.axis is not None):
-            shapes = f"scale {list(s.shape)}, zero point {list(z.shape)}, channel axis {self.axis}"
+        s, z, grid = self.scale, self.zero_point, self.grid
+        if s.shape != z.shape or s.dim() > 1:
+            shapes = f"scale {list(s.shape)}, zero point {list(z.shape)}"
             raise PlanError("Scale and zero point do not fit", got=shapes, allowed="both [], or both [C] along an axis")
         if not bool((torch.isfinite(s) & (s > 0)).all()):
             raise PlanError("A scale is not positive", got=float(s.min()), allowed="finite numbers above 0")
-        if (
-            self.grid.kind == "int"
-            and z.numel()
-            and not self.grid.qmin <= int(z.min()) <= int(z.max()) <= self.grid.qmax
-        ):
-            codes = f"{self.grid.qmin}..{self.grid.qmax}"
+        if grid.kind == "int" and z.numel() and not grid.qmin <= int(z.min()) <= int(z.max()) <= grid.qmax:
+            codes = f"{grid.qmin}..{grid.qmax}"
             raise PlanError("A zero point is not a code of its grid", got=z.reshape(-1)[:8].tolist(), allowed=codes)
 
     def with_(self, **changes: Any) -> Stored:

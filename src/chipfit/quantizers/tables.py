@@ -77,19 +77,19 @@ def fit(values: torch.Tensor, weights: torch.Tensor | None, entries: int, low: i
     x = values.detach().double().reshape(-1).clamp(low, high)
     w = torch.ones_like(x) if weights is None else weights.double().reshape(-1)
     width = max(1.0, (high - low) / (_DISTINCT - 1))
-    keys, where = torch.round(x / width).unique(return_inverse=True)
+    keys, where = torch.unique(torch.round(x / width), return_inverse=True)
     mass = torch.zeros(len(keys), dtype=torch.float64).index_add_(0, where, w)
     centre = torch.zeros_like(mass).index_add_(0, where, w * x) / mass.clamp_min(1e-300)
     keep = mass > 0
     mass, centre = mass[keep], centre[keep]
     means = centre if len(centre) <= entries else _k_means(centre, mass, entries)
-    rounded = torch.round(means).clamp(low, high).unique()
+    rounded = torch.unique(torch.round(means).clamp(low, high))
     if not bool((rounded == 0).any()):
         if len(rounded) < entries:
             rounded = torch.cat([rounded, rounded.new_zeros(1)])
         else:
             rounded[rounded.abs().argmin()] = 0.0
-    return tuple(rounded.unique().tolist())
+    return tuple(torch.unique(rounded).tolist())
 
 
 def _k_means(x: torch.Tensor, w: torch.Tensor, k: int) -> torch.Tensor:

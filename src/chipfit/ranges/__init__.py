@@ -72,12 +72,10 @@ def choose(
         raise DataError(
             "A range needs finite values", got=f"minimum {sample.low.min():g}, maximum {sample.high.max():g}"
         )
-    if grid.kind == "lut" and grid.table is None:  # the table follows the data, so the range need not clip
+    if grid.entries is not None and grid.table is None:  # the table follows the data, so the range need not clip
         q = lookup("range", "no_clipping")()(sample, grid)
-        assert grid.entries is not None  # every look-up grid says its size
-        q = replace(
-            q, table=fit(sample.values / q.scale.unsqueeze(-1), sample.weights, grid.entries, grid.qmin, grid.qmax)
-        )
+        in_steps = sample.values / q.scale.unsqueeze(-1)
+        q = replace(q, table=fit(in_steps, sample.weights, grid.entries, grid.qmin, grid.qmax))
     else:
         q = place(sample, grid)
     return replace(q, scale=q.scale[0], zero_point=q.zero_point[0]) if axis is None else q
@@ -119,9 +117,8 @@ def _of_tensor(x: torch.Tensor, axis: int | None) -> Sample:
         rows = in_memory_order(x).unsqueeze(0)
     else:
         axis %= x.dim()
-        inner = sorted(
-            (d for d in range(x.dim()) if d != axis), key=x.stride, reverse=True
-        )  # in memory order: no copy is made
+        # in memory order: no copy is made
+        inner = sorted((d for d in range(x.dim()) if d != axis), key=x.stride, reverse=True)
         rows = x.permute(axis, *inner).reshape(x.shape[axis], -1)
     low, high = torch.aminmax(rows, dim=1)
     return Sample(rows, None, low.double(), high.double())

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from chipfit.quantizers.grids import Grid
-from chipfit.ranges.qparams import QParams, from_min_max
-from chipfit.ranges.search import Sample
+from chipfit.ranges.qparams import QParams
+from chipfit.ranges.search import HALVINGS, Sample, best, join
 from chipfit.registry import register
 
 #: bins that both distributions are compared in
@@ -30,27 +30,21 @@ class KlRange:
 
     def __call__(self, sample: Sample, grid: Grid) -> QParams:
         """sample: values [C, N] with weights. Returns QParams [C]."""
-        if grid.pot:
-            factors = torch.exp2(-torch.arange(10, dtype=torch.float64))
-        else:
-            factors = torch.linspace(1.0, self.lowest, self.steps, dtype=torch.float64)
-        parts = [
-            self._chunk(s, factors, grid) for s in sample.chunks(len(factors) * max(_BINS, sample.values.shape[1]))
-        ]
-        return QParams(torch.cat([q.scale for q in parts]), torch.cat([q.zero_point for q in parts]))
-
-    def _chunk(self, sample: Sample, factors: torch.Tensor, grid: Grid) -> QParams:
-        q = [from_min_max(sample.low * f, sample.high * f, grid) for f in factors]
-        scale, zero = torch.stack([x.scale for x in q]), torch.stack([x.zero_point for x in q])  # [K, C]
-        best = _divergence(sample, QParams(scale, zero), grid).argmin(0, keepdim=True)
-        return QParams(scale.gather(0, best)[0], zero.gather(0, best)[0])
+        line = torch.linspace(1.0, self.lowest, self.steps, dtype=torch.float64)
+        factors = (HALVINGS if grid.pot else line).unsqueeze(-1)
+        parts = sample.chunks(len(factors) * max(_BINS, sample.values.shape[1]))
+        return join(best(part, grid, _divergence, factors)[0] for part in parts)
 
 
 def _divergence(sample: Sample, q: QParams, grid: Grid) -> torch.Tensor:
     """sum p log(p / r) over the bins that hold values, [K, C]; r is p after quantization with q [K, C]."""
     low = sample.low.unsqueeze(-1)  # [C, 1]
     span = (sample.high.unsqueeze(-1) - low).clamp_min(2.0**-100)
-    at = lambda x: ((x - low) / span * _BINS).long().clamp_(0, _BINS - 1)  # noqa: E731 -- value -> bin
+
+    def at(x: torch.Tensor) -> torch.Tensor:
+        """The bin of each value."""
+        return ((x - low) / span * _BINS).long().clamp_(0, _BINS - 1)
+
     ones = torch.ones_like(sample.values)
     p = torch.zeros(len(low), _BINS, dtype=torch.float64)
     p.scatter_add_(1, at(sample.values.double()), (ones if sample.weights is None else sample.weights).double())
@@ -58,9 +52,8 @@ def _divergence(sample: Sample, q: QParams, grid: Grid) -> torch.Tensor:
 
     s, z = q.scale.double().unsqueeze(-1), q.zero_point.unsqueeze(-1)  # [K, C, 1]
     home = at(middle.maximum((grid.qmin - z) * s).minimum((grid.qmax - z) * s))
-    clipped = torch.zeros(home.shape, dtype=torch.float64).scatter_add_(
-        2, home, p.expand(home.shape)
-    )  # clipped mass piles up at the ends
+    # clipped mass piles up at the ends
+    clipped = torch.zeros(home.shape, dtype=torch.float64).scatter_add_(2, home, p.expand(home.shape))
     occupied = (clipped > 0).double()
     code = torch.clamp(torch.round(middle / s) + z, grid.qmin, grid.qmax)
     group = torch.zeros_like(home)  # codes ascend over the bins, so that they can be numbered from 0 without gaps

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from chipfit.quantizers.grids import Grid
-from chipfit.ranges.qparams import QParams
-from chipfit.ranges.search import Sample, search
+from chipfit.ranges.search import ErrorRange
 from chipfit.registry import register
 
 
 @register("range", "mae")
-@dataclass(frozen=True, slots=True)
-class MaeRange:
+class MaeRange(ErrorRange):
     """Least mean absolute error between the values and their codes, searched over ranges inside the full one."""
 
-    def __call__(self, sample: Sample, grid: Grid) -> QParams:
-        """sample: values [C, N] with weights and extremes. Returns QParams [C]."""
-        return search(sample, grid, p=1.0)
+    p = 1.0

@@ -23,7 +23,7 @@ class QParams:
 
 
 def finish_scale(scale: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """A legal float32 scale near `scale`: positive, at least the hardware's least, a power of two where demanded (rounded up)."""
+    """A legal float32 scale near `scale`: at least the hardware's least, and rounded up to a power of two where demanded."""
     least = max(LEAST_SCALE, grid.scale_min or 0.0)
     scale = scale.double().clamp_min(least)
     if grid.pot:
@@ -46,7 +46,7 @@ def from_min_max(low: torch.Tensor | float, high: torch.Tensor | float, grid: Gr
     """
     lo = torch.as_tensor(low, dtype=torch.float64).clamp_max(0.0)
     hi = torch.as_tensor(high, dtype=torch.float64).clamp_min(0.0)
-    if grid.zero == "any":
+    if isinstance(grid.zero, str):  # "any"
         scale = finish_scale((hi - lo) / (grid.qmax - grid.qmin), grid)
         zero = torch.clamp(torch.round(grid.qmin - lo / scale.double()), grid.qmin, grid.qmax)
         return QParams(scale, zero.to(torch.int32))
@@ -57,7 +57,6 @@ def from_min_max(low: torch.Tensor | float, high: torch.Tensor | float, grid: Gr
     return QParams(scale, torch.full_like(scale, z, dtype=torch.int32))
 
 
-def _pick(allowed: tuple[int, ...] | str, low: torch.Tensor) -> int:
+def _pick(allowed: tuple[int, ...], low: torch.Tensor) -> int:
     """Of a set of zero points, the lowest for data without negative values, the highest otherwise."""
-    assert not isinstance(allowed, str)  # "any" is the affine case
     return min(allowed) if float(low.min()) >= 0 else max(allowed)

@@ -6,9 +6,10 @@ the error is integrated over the bin, since an 8-bit step is hardly wider than a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,6 +28,8 @@ def _column(*factors: float) -> torch.Tensor:
     return torch.tensor(factors, dtype=torch.float64).unsqueeze(-1)
 
 
+#: power-of-two grids have few candidates: the full scale and its halvings, [10]
+HALVINGS = torch.exp2(-torch.arange(10.0, dtype=torch.float64))
 _COARSE = _column(1, 1.05, *(0.93**k for k in range(1, 33)), *(0.09 * 0.75**k for k in range(11)))
 _FINE = _column(*(1 + k / 400 for k in range(-16, 17)))
 _ENDS = _column(1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.13, 0.08, 0.05, 0.03)
@@ -58,6 +61,21 @@ class Sample:
             yield Sample(**part)
 
 
+#: error of K candidates on C channels, [K, C], from a sample and grids [K, C]
+Error = Callable[[Sample, QParams, Grid], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ErrorRange:
+    """The range with the least mean |x - q|^p; a rule names its exponent."""
+
+    p: ClassVar[float]
+
+    def __call__(self, sample: Sample, grid: Grid) -> QParams:
+        """sample: values [C, N] with weights and extremes. Returns QParams [C]."""
+        return search(sample, grid, p=self.p)
+
+
 def search(sample: Sample, grid: Grid, p: float) -> QParams:
     """The range with the least mean |x - q|^p inside the full one.
 
@@ -78,31 +96,33 @@ def search(sample: Sample, grid: Grid, p: float) -> QParams:
         elif affine:
             sample = _binned(sample)
         else:
-            return _join([_by_shared_bins(part, grid, p) for part in sample.chunks(max(columns, BINS))])
+            return join(_by_shared_bins(part, grid, p) for part in sample.chunks(max(columns, BINS)))
+    error = partial(errors, p=p)
     if grid.pot:
-        return _best(sample, grid, p, torch.exp2(-torch.arange(10.0, dtype=torch.float64)).unsqueeze(-1))[0]
+        return best(sample, grid, error, HALVINGS.unsqueeze(-1))[0]
     if not (affine and len(sample.low) == 1 and bool(sample.low < 0) and bool(sample.high > 0)):
-        _, f, _ = _best(sample, grid, p, _COARSE)
-        return _best(sample, grid, p, torch.cat([torch.ones_like(f).unsqueeze(0), (f * _FINE).clamp_max(_WIDEST)]))[0]
+        _, f, _ = best(sample, grid, error, _COARSE)
+        return best(sample, grid, error, torch.cat([torch.ones_like(f).unsqueeze(0), (f * _FINE).clamp_max(_WIDEST)]))[
+            0
+        ]
     low, high = _pairs(_ENDS, _ENDS)
     for width in (0.15, 0.04):
-        _, f, g = _best(sample, grid, p, low, high)
+        _, f, g = best(sample, grid, error, low, high)
         step = torch.linspace(1 - width, 1 + width, 5, dtype=torch.float64).unsqueeze(-1)
         low, high = _pairs((f * step).clamp_max(_WIDEST), (g * step).clamp_max(_WIDEST))
         one = torch.ones_like(low[:1])
         low, high = torch.cat([one, low]), torch.cat([one, high])
-    return _best(sample, grid, p, low, high)[0]
+    return best(sample, grid, error, low, high)[0]
 
 
 def errors(sample: Sample, q: QParams, grid: Grid, p: float) -> torch.Tensor:
     """Mean |x - q|^p of each candidate and channel; q.scale [K, C]. Returns [K, C]."""
     s, z = q.scale.unsqueeze(-1), q.zero_point.unsqueeze(-1)  # [K, C, 1]
-    if sample.edges is None or grid.table is not None:  # the integral below is that of equal steps
+    if sample.edges is None or sample.weights is None or grid.table is not None:  # the integral is that of equal steps
         e = (sample.values - fake_quantize(sample.values, s, z, grid)).abs_().pow_(p)
         if sample.weights is None:
             return e.mean(-1, dtype=torch.float64)
         return (e.double() * sample.weights).sum(-1) / sample.weights.sum(-1)
-    assert sample.weights is not None  # a histogram has counts
     counts = sample.weights[:, : sample.edges.shape[1] - 1]
     density = counts / sample.edges.diff()  # the rest, exact zeros, has no error
     return (_integral(sample.edges / s + z, grid, p).diff() * density).sum(-1) * q.scale ** (p + 1)
@@ -119,16 +139,21 @@ def _integral(u: torch.Tensor, grid: Grid, p: float) -> torch.Tensor:
     return code.sub_(grid.qmin).mul_(0.5**p).add_(last).div_(p + 1)
 
 
-def _best(
-    sample: Sample, grid: Grid, p: float, low: torch.Tensor, high: torch.Tensor | None = None
+def best(
+    sample: Sample, grid: Grid, error: Error, low: torch.Tensor, high: torch.Tensor | None = None
 ) -> tuple[QParams, torch.Tensor, torch.Tensor]:
-    """The best candidate of each channel [C] and its two factors; low, high [K, 1 or C] multiply the ends. The first wins a tie."""
+    """The candidate of each channel [C] with the least error, and its two factors. The first wins a tie.
+
+    Args:
+        error: of each candidate and channel [K, C], from a sample and grids [K, C].
+        low, high: factors [K, 1 or C] of the sample's ends; high is low when omitted.
+    """
     high = low if high is None else high
     at_once = max(1, _CHUNK // max(1, sample.values.numel()))
     low, high = low.expand(-1, len(sample.low)), high.expand(-1, len(sample.low))
     tried = _grids(low * sample.low, high * sample.high, grid)
     parts = zip(tried.scale.split(at_once), tried.zero_point.split(at_once))
-    k = torch.cat([errors(sample, QParams(s, z), grid, p) for s, z in parts]).argmin(0, keepdim=True)
+    k = torch.cat([error(sample, QParams(s, z), grid) for s, z in parts]).argmin(0, keepdim=True)
     return (
         QParams(tried.scale.gather(0, k)[0], tried.zero_point.gather(0, k)[0]),
         low.gather(0, k)[0],
@@ -160,7 +185,7 @@ def _by_shared_bins(sample: Sample, grid: Grid, p: float) -> QParams:
         counts[:, at] -= zeros
     edges = torch.linspace(first, last, BINS + 1, dtype=torch.float64)
     if grid.pot:
-        factors = torch.exp2(-torch.arange(10.0, dtype=torch.float64))
+        factors = HALVINGS
     else:
         lines = torch.linspace(1, _WIDEST, 6), torch.linspace(0.99, 0.2, 80), 0.2 * torch.logspace(-0.04, -1.6, 40)
         factors = torch.cat(lines).double()
@@ -182,19 +207,14 @@ def _true_error(rows: torch.Tensor, scale: torch.Tensor, z: int, grid: Grid, p: 
 
 def _binned(sample: Sample) -> Sample:
     """Raw rows as one histogram per channel between its own extremes."""
-    parts = []
-    for s in sample.chunks(max(sample.values.shape[1], BINS)):
-        span = (s.high - s.low).clamp_min(2.0**-100)  # [C]
-        counts, _ = _count(s.values, s.low, span)
-        parts.append(
-            (
-                counts,
-                (
-                    s.low.unsqueeze(-1) + span.unsqueeze(-1) * torch.linspace(0, 1, BINS + 1, dtype=torch.float64)
-                ).float(),
-            )
-        )
-    counts, edges = (torch.cat(p) for p in zip(*parts))
+
+    def span(s: Sample) -> torch.Tensor:
+        return (s.high - s.low).clamp_min(2.0**-100)  # [C]
+
+    at = torch.linspace(0, 1, BINS + 1, dtype=torch.float64)
+    edges = (sample.low.unsqueeze(-1) + span(sample).unsqueeze(-1) * at).float()
+    parts = sample.chunks(max(sample.values.shape[1], BINS))
+    counts = torch.cat([_count(s.values, s.low, span(s))[0] for s in parts])
     return Sample((edges[:, 1:] + edges[:, :-1]) / 2, counts, sample.low, sample.high, edges)
 
 
@@ -202,18 +222,16 @@ def _count(rows: torch.Tensor, start: torch.Tensor, span: torch.Tensor) -> tuple
     """Counts of [C, N] values in BINS bins over [start, start + span], float32 [C, BINS]; exact zeros of each row [C]."""
     channels = len(rows)
     per_unit = (BINS / span.double()).float().unsqueeze(-1)
-    index = (
-        torch.addcmul((-start.double() * per_unit[:, 0]).float().unsqueeze(-1), rows, per_unit)
-        .clamp_(0, BINS - 1)
-        .to(torch.int32)
-    )
+    offset = (-start.double() * per_unit[:, 0]).float().unsqueeze(-1)
+    index = torch.addcmul(offset, rows, per_unit).clamp_(0, BINS - 1).to(torch.int32)
     index += torch.arange(channels, dtype=torch.int32).unsqueeze(-1) * BINS
     counts = torch.bincount(index.view(-1), minlength=channels * BINS).view(channels, BINS).float()
-    none = (
-        int(rows.count_nonzero()) == rows.numel()
-    )  # the usual case, and ten times faster to find than the zeros of each row
+    # none at all is the usual case, and ten times faster to find than the zeros of each row
+    none = int(rows.count_nonzero()) == rows.numel()
     return counts, torch.zeros(channels) if none else rows.shape[1] - rows.count_nonzero(1).float()
 
 
-def _join(parts: list[QParams]) -> QParams:
-    return QParams(torch.cat([q.scale for q in parts]), torch.cat([q.zero_point for q in parts]))
+def join(parts: Iterable[QParams]) -> QParams:
+    """The channels of several samples in one."""
+    scales, zero_points = zip(*((q.scale, q.zero_point) for q in parts), strict=True)
+    return QParams(torch.cat(scales), torch.cat(zero_points))

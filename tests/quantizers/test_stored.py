@@ -1,0 +1,85 @@
+"""A grid with numbers is right, or is not made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chipfit.errors import PlanError
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
+
+INT8 = Grid(bits=8, qmin=-128, qmax=127, zero="any")
+UINT8 = Grid(bits=8, qmin=0, qmax=255, zero="any")
+INT64 = Grid(bits=64, qmin=-(2**63), qmax=2**63 - 1)
+
+
+def make(scale=0.5, zero_point=0, grid=INT8, axis=None):
+    zeros = torch.tensor(zero_point, dtype=torch.int32)
+    return Stored(format="a8", grid=grid, scale=torch.tensor(scale), zero_point=zeros, axis=axis)
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 0.0, -0.5], ids=["NaN", "infinite", "zero", "negative"])
+@pytest.mark.parametrize("channels", [False, True], ids=["tensor", "channel"])
+def test_a_scale_is_finite_and_positive(scale, channels):
+    with pytest.raises(PlanError, match=r"A scale is not positive.*Allowed: finite numbers above 0"):
+        make([0.5, scale], [0, 0], axis=0) if channels else make(scale)
+
+
+@pytest.mark.parametrize(("grid", "zero_point"), [(INT8, 128), (INT8, -129), (UINT8, -1), (UINT8, 256)])
+@pytest.mark.parametrize("channels", [False, True], ids=["tensor", "channel"])
+def test_a_zero_point_is_a_code_of_its_grid(grid, zero_point, channels):
+    with pytest.raises(
+        PlanError, match=rf"A zero point is not a code.*{zero_point}.*Allowed: {grid.qmin}\.\.{grid.qmax}"
+    ):
+        make([0.5, 0.5], [0, zero_point], grid, 0) if channels else make(0.5, zero_point, grid)
+
+
+@pytest.mark.parametrize("zero_point", [-128, 127])
+def test_the_lowest_and_the_highest_code_may_be_zero_points(zero_point):
+    assert make(zero_point=zero_point).zero_point == zero_point
+
+
+def test_codes_wider_than_the_zero_point_hold_every_one_of_them():
+    assert make(grid=INT64).grid.bits == 64
+
+
+def test_codes_of_a_table_need_no_zero_point_among_them():
+    fp8 = Grid(bits=8, qmin=1, qmax=2, kind="float", table=(1.0, 2.0))
+    assert make(grid=fp8).zero_point == 0
+
+
+@pytest.mark.parametrize(
+    ("scale", "zero_point"),
+    [([0.5, 0.5], [0, 0, 0]), ([0.5, 0.5], 0), (0.5, [0, 0]), ([[0.5], [0.5]], [[0], [0]])],
+    ids=["other number of channels", "one zero point", "one scale", "two axes"],
+)
+def test_scale_and_zero_point_fit_each_other(scale, zero_point):
+    with pytest.raises(PlanError, match=r"Scale and zero point do not fit.*scale \["):
+        make(scale, zero_point, axis=0)
+
+
+def test_changes_are_checked_as_well():
+    with pytest.raises(PlanError, match="not positive"):
+        make().with_(scale=torch.tensor(0.0))
+
+
+def test_bounds_are_those_of_the_widest_channel():
+    assert make([0.5, 1.0], [0, -28], axis=0).bounds == (-100.0, 155.0)
+
+
+def test_codes_stand_for_the_reals_that_rounding_gives():
+    stored = make([0.5, 0.25], [0, 1], axis=0)
+    x = torch.tensor([[0.3, -0.8], [0.3, 100.0]])
+    assert stored.quantize(x).tolist() == [[1, -2], [2, 127]]
+    assert stored.dequantize(stored.quantize(x)).tolist() == stored.round(x).tolist() == [[0.5, -1.0], [0.25, 31.5]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"scale": torch.tensor(0.25)}, {"zero_point": torch.tensor(1, dtype=torch.int32)}, {"grid": UINT8}, {"axis": 0}],
+    ids=["scale", "zero point", "grid", "axis"],
+)
+def test_numbers_are_the_same_whatever_the_format_is_called(change):
+    assert make().same_numbers(make().with_(format="other"))
+    assert not make().same_numbers(make().with_(**change))
