@@ -17,6 +17,7 @@ from chipfit.facade.checks import Number, allowed, arguments, checked, record
 class Options:
     on: bool = False
     ratio: Number = 0.5
+    share: Annotated[Number, Field(ge=0)] = 0
     names: Annotated[list[str], Field(min_length=1)] = field(default_factory=lambda: ["a"])
 
     def __post_init__(self):
@@ -28,7 +29,7 @@ def test_a_record_has_positional_arguments_and_keeps_numbers_as_given():
     made = Options(True, 3)
     assert (made.on, made.ratio, made.names) == (True, 3, ["a"])
     assert isinstance(made.ratio, int)
-    assert list(inspect.signature(Options).parameters) == ["on", "ratio", "names"]
+    assert list(inspect.signature(Options).parameters) == ["on", "ratio", "share", "names"]
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,10 @@ def test_a_record_has_positional_arguments_and_keeps_numbers_as_given():
         ),
         (lambda: Options(names=[]), "Allowed: a list that is not empty."),
         (lambda: Options(names=["a", 3]), "'names[1]' of Options is of the wrong kind. Got: 3 of type int"),
+        (
+            lambda: Options(share=-1),
+            "'share' of Options is out of bounds. Got: -1 of type int. Allowed: a number that is at",
+        ),
         (lambda: Options(True, 0), "ratio is 0."),
         (lambda: setattr(Options(), "on", 1), "'on' of Options is of the wrong kind"),
     ],

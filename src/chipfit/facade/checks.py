@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields
 from enum import Enum
@@ -42,6 +43,8 @@ _ALLOWED = {
     "greater_than_equal": "a number that is at least {ge}",
 }
 _CLASSES = {"Sequence": "a list", "list": "a list", "dict": "a dictionary"}
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 120  # of a value in a message
 _ARITY = ("missing", "missing_argument", "unexpected_positional_argument", "multiple_argument_values")
 
 #: a number as it was given: 3 stays an integer
@@ -147,10 +150,11 @@ def _refusal(
         unknown = UnknownNameError(f"option of {owner}", name, names)
         return unknown if issubclass(error, ConfigError) else error(unknown.what, allowed=unknown.allowed)
     path = "".join([name, *(f"[{p}]" for p in place[1:])])
-    got = f"{first['input']!r} of type {type(first['input']).__name__}"
+    got = f"{_SHORT.repr(first['input'])} of type {type(first['input']).__name__}"
     if first["type"] not in _ALLOWED:
         return error(f"'{path}' of {owner} is not understood: {first['msg'].removeprefix('Value error, ')}", got=got)
     together = [x for x in e.errors() if x["loc"][:1] == first["loc"][:1] and x["type"] in _ALLOWED]
     words = [_ALLOWED[x["type"]].format(**x.get("ctx", {})) for x in together]
     words = [_CLASSES.get(w, w) for w in dict.fromkeys(words)]
-    return error(f"'{path}' of {owner} is of the wrong kind", got=got, allowed=" or ".join(words))
+    problem = "out of bounds" if first["type"].startswith(("greater", "less")) else "of the wrong kind"
+    return error(f"'{path}' of {owner} is {problem}", got=got, allowed=" or ".join(words))
