@@ -27,9 +27,13 @@ def _seeded():
 def drop_ins():
     """What a test registers or adds to the table of operators is gone afterwards, and so are its modules."""
     from chipfit import registry
+    from chipfit.engine.kernels import KERNELS
+    from chipfit.export.onnx.ops import WRITERS
+    from chipfit.frameworks.torch.read import READERS
     from chipfit.graph import ops
 
-    modules, operators = set(sys.modules), dict(ops.OPS)
+    tables = [(table, dict(table)) for table in (ops.OPS, KERNELS, READERS, WRITERS)]
+    modules = set(sys.modules)
     yield
     for kind in registry._ENTRIES.values():
         for entry in [e for e in kind.values() if not registry._origin(e.thing).startswith("chipfit.")]:
@@ -38,5 +42,6 @@ def drop_ins():
         file = getattr(sys.modules[name], "__file__", None) or ""
         if "/pytest-" in file:  # a file that the test wrote
             del sys.modules[name]
-    ops.OPS.clear()
-    ops.OPS.update(operators)
+    for table, before in tables:
+        table.clear()
+        table.update(before)

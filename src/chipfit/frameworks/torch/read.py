@@ -51,7 +51,7 @@ _CONVERSIONS: dict[str, Callable[[Call, Any], Any]] = {
 }
 
 
-def _row(names: str, op: str, operands: str = "self", attrs: str = "", only: Mapping[str, Any] | None = None) -> None:
+def row(names: str, op: str, operands: str = "self", attrs: str = "", only: Mapping[str, Any] | None = None) -> None:
     """Say how some ATen operators become a canonical one.
 
     Args:
@@ -79,7 +79,7 @@ def _row(names: str, op: str, operands: str = "self", attrs: str = "", only: Map
     READERS.update(dict.fromkeys(names.split(), read))
 
 
-def _reads(names: str) -> Callable[[Read], Read]:
+def reads(names: str) -> Callable[[Read], Read]:
     """Decorator: the function reads these ATen operators, named with spaces between."""
 
     def enter(f: Read) -> Read:
@@ -104,65 +104,65 @@ _PLAIN = {
 }
 for _operands, _words in _PLAIN.items():
     for _op, _, _name in (word.partition("=") for word in _words.split()):
-        _row(_name or _op.lower(), _op, _operands)
+        row(_name or _op.lower(), _op, _operands)
 
-_row("linear", "Linear", "input weight bias?")
-_row("embedding", "Embedding", "weight indices")
-_row(
+row("linear", "Linear", "input weight bias?")
+row("embedding", "Embedding", "weight indices")
+row(
     "batch_norm _native_batch_norm_legit_no_training",
     "BatchNorm",
     "input weight? bias? running_mean running_var",
     "eps",
     only={"training": False},
 )
-_row("layer_norm", "LayerNorm", "input weight? bias?", "normalized_shape eps")
-_row("group_norm", "GroupNorm", "input weight? bias?", "groups=num_groups eps")
-_row("instance_norm", "InstanceNorm", "input weight? bias?", "eps", only={"use_input_stats": True})
-_row("rms_norm", "RMSNorm", "input weight?", "normalized_shape eps")
-_row("scaled_dot_product_attention", "SDPA", "query key value attn_mask?", "is_causal scale enable_gqa")
+row("layer_norm", "LayerNorm", "input weight? bias?", "normalized_shape eps")
+row("group_norm", "GroupNorm", "input weight? bias?", "groups=num_groups eps")
+row("instance_norm", "InstanceNorm", "input weight? bias?", "eps", only={"use_input_stats": True})
+row("rms_norm", "RMSNorm", "input weight?", "normalized_shape eps")
+row("scaled_dot_product_attention", "SDPA", "query key value attn_mask?", "is_causal scale enable_gqa")
 
-_row("rsub", "Sub", "other# self#", only={"alpha": 1})
-_row("div", "Div", "self# other#", only={"rounding_mode": None})
-_row("pow", "Pow", "self# exponent#")
-_row("where", "Where", "condition self# other#")
-_row("prelu", "PRelu", "self weight")
-_row("elu", "Elu", "self", "alpha:float", only={"scale": 1, "input_scale": 1})
-_row("leaky_relu", "LeakyRelu", "self", "negative_slope:float")
-_row("softplus", "Softplus", "self", "beta:float threshold:float")
-_row("gelu", "Gelu", "self", "approximate")
-_row("softmax _softmax", "Softmax", "self", "axis=dim")
-_row("log_softmax _log_softmax", "LogSoftmax", "self", "axis=dim")
-_row("argmax", "ArgMax", "self", "axis=dim keepdims=keepdim:bool")
+row("rsub", "Sub", "other# self#", only={"alpha": 1})
+row("div", "Div", "self# other#", only={"rounding_mode": None})
+row("pow", "Pow", "self# exponent#")
+row("where", "Where", "condition self# other#")
+row("prelu", "PRelu", "self weight")
+row("elu", "Elu", "self", "alpha:float", only={"scale": 1, "input_scale": 1})
+row("leaky_relu", "LeakyRelu", "self", "negative_slope:float")
+row("softplus", "Softplus", "self", "beta:float threshold:float")
+row("gelu", "Gelu", "self", "approximate")
+row("softmax _softmax", "Softmax", "self", "axis=dim")
+row("log_softmax _log_softmax", "LogSoftmax", "self", "axis=dim")
+row("argmax", "ArgMax", "self", "axis=dim keepdims=keepdim:bool")
 
-_row(
+row(
     "max_pool1d max_pool2d max_pool3d",
     "MaxPool",
     "self",
     "kernel=kernel_size:spatial stride:stride padding:padding dilation:spatial ceil_mode:bool",
 )
-_row(
+row(
     "avg_pool1d avg_pool2d avg_pool3d",
     "AvgPool",
     "self",
     "kernel=kernel_size:spatial stride:stride padding:padding ceil_mode:bool count_include_pad:bool",
     only={"divisor_override": None},
 )
-_row("adaptive_max_pool1d adaptive_max_pool2d", "AdaptiveMaxPool", "self", "output_size:spatial")
+row("adaptive_max_pool1d adaptive_max_pool2d", "AdaptiveMaxPool", "self", "output_size:spatial")
 
-_row("permute", "Transpose", "self", "perm=dims:axes")
-_row("unsqueeze", "Unsqueeze", "self", "axes=dim:new_axis")
-_row("select", "Select", "self", "axis=dim:axis index")
-_row("index_select", "Gather", "self index", "axis=dim:axis")
-_row("repeat", "Tile", "self", "repeats")
-_row("pixel_shuffle", "DepthToSpace", "self", "block=upscale_factor")
-_row("pixel_unshuffle", "SpaceToDepth", "self", "block=downscale_factor")
-_row("channel_shuffle", "ChannelShuffle", "self", "groups")
+row("permute", "Transpose", "self", "perm=dims:axes")
+row("unsqueeze", "Unsqueeze", "self", "axes=dim:new_axis")
+row("select", "Select", "self", "axis=dim:axis index")
+row("index_select", "Gather", "self index", "axis=dim:axis")
+row("repeat", "Tile", "self", "repeats")
+row("pixel_shuffle", "DepthToSpace", "self", "block=upscale_factor")
+row("pixel_unshuffle", "SpaceToDepth", "self", "block=downscale_factor")
+row("channel_shuffle", "ChannelShuffle", "self", "groups")
 
 
 # ---------------------------------------------------------------- products and sums
 
 
-@_reads("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d")
+@reads("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d")
 def _conv(c: Call) -> Any:
     x, w = c.tensor("input"), c.tensor("weight")
     n = w.dim() - 2
@@ -183,7 +183,7 @@ def _conv(c: Call) -> Any:
     return c.emit("DepthwiseConv2D" if depthwise else f"Conv{n}D", inputs, **attrs)
 
 
-@_reads("matmul bmm mm")
+@reads("matmul bmm mm")
 def _matmul(c: Call) -> Any:
     other = "other" if "other" in c.args else "mat2"
     if min(c.tensor("self").dim(), c.tensor(other).dim()) < 2:
@@ -191,7 +191,7 @@ def _matmul(c: Call) -> Any:
     return c.emit("MatMul", [c.value("self"), c.value(other)])
 
 
-@_reads("add sub")
+@reads("add sub")
 def _add(c: Call) -> Any:
     alpha, a, b = c.raw("alpha"), c.number_or_value("self"), c.number_or_value("other")
     if alpha not in (None, 1):
@@ -200,7 +200,7 @@ def _add(c: Call) -> Any:
     return c.emit(c.name.capitalize(), [a, b])
 
 
-@_reads("hardtanh clamp clamp_min clamp_max clip")
+@reads("hardtanh clamp clamp_min clamp_max clip")
 def _clamp(c: Call) -> Any:
     lo, hi = (c.raw(f"{end}_val" if f"{end}_val" in c.args else end) for end in ("min", "max"))
     if not all(v is None or isinstance(v, (int, float)) for v in (lo, hi)):
@@ -214,7 +214,7 @@ def _clamp(c: Call) -> Any:
 # ---------------------------------------------------------------- pooling and reduction
 
 
-@_reads("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d")
+@reads("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d")
 def _adaptive_avg_pool(c: Call) -> Any:
     n = c.rank - 2
     out, spatial = _many(c.raw("output_size"), n), c.tensor("self").shape[2:]
@@ -230,7 +230,7 @@ def _adaptive_avg_pool(c: Call) -> Any:
 _REDUCTIONS = {"mean": "Mean", "sum": "Sum", "amax": "ReduceMax", "amin": "ReduceMin"}
 
 
-@_reads(" ".join(_REDUCTIONS))
+@reads(" ".join(_REDUCTIONS))
 def _reduce(c: Call) -> Any:
     x, axes, keep = c.tensor("self"), c.raw("dim"), bool(c.raw("keepdim"))
     axes = tuple(range(x.dim())) if axes in (None, ()) else tuple(a % x.dim() for a in _many(axes, 1))
@@ -244,7 +244,7 @@ def _reduce(c: Call) -> Any:
     return c.emit("Reshape", [pooled], shape=_static_shape(c.result))
 
 
-@_reads("cumsum")
+@reads("cumsum")
 def _cumsum(c: Call) -> Any:
     if c.result.dtype is not c.tensor("self").dtype:
         raise Unreadable
@@ -262,12 +262,12 @@ def _static_shape(like: torch.Tensor) -> tuple[int, ...]:
     return shape
 
 
-@_reads("view reshape flatten unflatten _unsafe_view view_as reshape_as")
+@reads("view reshape flatten unflatten _unsafe_view view_as reshape_as")
 def _reshape(c: Call) -> Any:
     return c.emit("Reshape", [c.value("self")], shape=_static_shape(c.result))
 
 
-@_reads("transpose swapaxes t numpy_T")
+@reads("transpose swapaxes t numpy_T")
 def _transpose(c: Call) -> Any:
     perm = list(range(c.rank))
     swapped = [c.raw(k) for k in c.args if k != "self"]
@@ -279,7 +279,7 @@ def _transpose(c: Call) -> Any:
     return c.emit("Transpose", [c.value("self")], perm=tuple(perm))
 
 
-@_reads("squeeze")
+@reads("squeeze")
 def _squeeze(c: Call) -> Any:
     x, dims = c.tensor("self"), c.raw("dim")
     wanted = range(x.dim()) if dims is None else [d % x.dim() for d in _many(dims, 1)]
@@ -287,7 +287,7 @@ def _squeeze(c: Call) -> Any:
     return c.emit("Squeeze", [c.value("self")], axes=axes)
 
 
-@_reads("slice")
+@reads("slice")
 def _slice(c: Call) -> Any:
     axis, start, end, step = c.raw("dim") % c.rank, c.raw("start") or 0, c.raw("end"), c.raw("step")
     if end is not None and end >= 2**62:  # how torch writes "to the end"
@@ -297,7 +297,7 @@ def _slice(c: Call) -> Any:
     return c.emit("Slice", [c.value("self")], axis=axis, start=start, end=end, step=step)
 
 
-@_reads("split split_with_sizes chunk tensor_split")
+@reads("split split_with_sizes chunk tensor_split")
 def _split(c: Call) -> Any:
     axis = c.raw("dim") % c.rank
     sizes = tuple(t.shape[axis] for t in c.result)
@@ -306,12 +306,12 @@ def _split(c: Call) -> Any:
     return c.emit_all("Split", axis=axis, sizes=sizes)
 
 
-@_reads("unbind")
+@reads("unbind")
 def _unbind(c: Call) -> Any:
     return c.emit_all("Unstack", axis=c.raw("dim") % c.rank)
 
 
-@_reads("cat concat concatenate stack")
+@reads("cat concat concatenate stack")
 def _concat(c: Call) -> Any:
     tensors = c.draft.arg(c.args["tensors"])
     if not all(isinstance(t, str) for t in tensors):
@@ -320,7 +320,7 @@ def _concat(c: Call) -> Any:
     return c.emit("Stack" if c.name == "stack" else "Concat", tensors, axis=axis)
 
 
-@_reads("expand")
+@reads("expand")
 def _expand(c: Call) -> Any:
     shape = tuple(s if isinstance(s, int) else None for s in c.args["size"])
     if None in shape or any(not isinstance(s, int) and shape[i] != -1 for i, s in enumerate(c.result.shape)):
@@ -328,7 +328,7 @@ def _expand(c: Call) -> Any:
     return c.emit("Expand", [c.value("self")], shape=shape)
 
 
-@_reads("pad constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d")
+@reads("pad constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d")
 def _pad(c: Call) -> Any:
     modes = {"pad": c.raw("mode"), "constant": "constant", "reflection": "reflect", "replication": "replicate"}
     flat = c.raw("pad" if "pad" in c.args else "padding")  # the last axis first
@@ -338,7 +338,7 @@ def _pad(c: Call) -> Any:
     return c.emit("Pad", [c.value("self")], padding=padding, mode=mode, value=value)
 
 
-@_reads("index")
+@reads("index")
 def _index(c: Call) -> Any:
     indices = c.draft.arg(c.args["indices"])
     given = [i for i, v in enumerate(indices) if v is not None]
@@ -350,14 +350,14 @@ def _index(c: Call) -> Any:
     return c.emit("Gather", [c.value("self"), indices[axis]], axis=axis)
 
 
-@_reads("roll")
+@reads("roll")
 def _roll(c: Call) -> Any:
     if not c.raw("dims"):
         raise Unreadable  # of the flattened tensor
     return c.emit("Roll", [c.value("self")], shifts=_many(c.raw("shifts"), 1), axes=_many(c.raw("dims"), 1))
 
 
-@_reads(
+@reads(
     "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d"
 )
 def _resize(c: Call) -> Any:
@@ -377,12 +377,12 @@ def _resize(c: Call) -> Any:
 # ---------------------------------------------------------------- bookkeeping
 
 
-@_reads("clone contiguous alias detach lift_fresh_copy lift_fresh _conj resolve_conj resolve_neg")
+@reads("clone contiguous alias detach lift_fresh_copy lift_fresh _conj resolve_conj resolve_neg")
 def _same(c: Call) -> Any:
     return c.value("self")
 
 
-@_reads("dropout feature_dropout alpha_dropout native_dropout")
+@reads("dropout feature_dropout alpha_dropout native_dropout")
 def _dropout(c: Call) -> Any:
     p, x = c.raw("p"), c.value("input")
     if p:
@@ -390,14 +390,14 @@ def _dropout(c: Call) -> Any:
     return (x, None) if c.name == "native_dropout" else x
 
 
-@_reads("to _to_copy type_as float")
+@reads("to _to_copy type_as float")
 def _to(c: Call) -> Any:
     if c.tensor("self").dtype is c.result.dtype:
         return c.value("self")
     return c.emit("Cast", [c.value("self")], dtype=str(c.result.dtype).removeprefix("torch."))
 
 
-@_reads("sym_size")
+@reads("sym_size")
 def _size(c: Call) -> Any:
     if isinstance(c.result, int):
         return c.result
