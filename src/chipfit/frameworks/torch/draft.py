@@ -13,12 +13,14 @@ from chipfit.graph.ir import Graph, Node, Value
 
 
 class Draft:
-    """The growing Graph, and what the reading knows beside it."""
+    """The growing Graph, and what the reading knows beside it.
+
+    Args:
+        model: the user's model, whose layers and names the nodes tell.
+        weights: every tensor that the captured program may read, under its name in the state dict.
+    """
 
     def __init__(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-        """Args:
-        weights: every tensor that the captured program may read, under its name in the state dict.
-        """
         self.graph = Graph([], [], [], {}, {})
         self.env: dict[torch.fx.Node, Any] = {}  #: value name, tuple of them, or a Python constant
         self.replaced: dict[str, str] = {}  #: value -> the value that an in-place operator wrote over it

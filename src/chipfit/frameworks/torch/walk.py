@@ -92,7 +92,8 @@ class _Walk:
     def results(self) -> list[dict[str, Any]]:
         """The leaves of what the model returns: graph outputs, which are entered, and constants."""
         outputs, leaves = self.draft.graph.outputs, []
-        for spec, arg in zip(self.program.graph_signature.output_specs, self.program.graph.output_node().args[0]):
+        (returned,) = self.program.graph.output_node().args
+        for spec, arg in zip(self.program.graph_signature.output_specs, returned, strict=True):
             if spec.kind is OutputKind.USER_OUTPUT:
                 v = self.draft.arg(arg)
                 if isinstance(arg, torch.fx.Node) and isinstance(v, str):
