@@ -134,6 +134,12 @@ def test_average_pooling_at_an_uneven_edge_is_what_this_backend_makes_of_it():
     )
 
 
+def test_a_maximum_with_a_value_to_begin_with_is_not_taken_for_one_without():
+    v = keras.Input((5,))
+    graph = captured(keras.Model(v, ops.max(v, axis=-1, initial=0.5)), np.full((2, 5), 0.25, "float32"))
+    assert ops_of(graph) == [OPAQUE]
+
+
 # ---------------------------------------------------------------- what is refused, and how
 
 
