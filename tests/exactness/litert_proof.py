@@ -22,7 +22,7 @@ def prove(
 ) -> list[Verification]:
     """Write the file once, run it with each family and demand the simulator's integers on every tensor.
 
-    One unit is allowed only to operators that are computed in float between quantizers, each given the device's operands.
+    One unit is allowed only to operators that are computed in float between quantizers, given the device's operands.
     """
     path = export_tflite(graph, plan, folder / "model.tflite")
     found = [verify(graph, plan, platform, data, runtime=r, path=path) for r in runtimes]

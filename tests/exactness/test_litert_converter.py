@@ -1,4 +1,4 @@
-"""A second opinion: TensorFlow's own converter, given the same scales as fake-quantization nodes, makes the same integers."""
+"""A second opinion: TensorFlow's own converter, given the scales in fake-quantization nodes, has the same integers."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Identity(nn.Module):
 
 
 def test_the_shift_on_paper():
-    """Swish of [-4, 7] lies in [-0.278, 6.99]. Signed the threshold is 8, the step 1/16. Unsigned it is 8 too, 1/32: 9 steps make 0.28125."""
+    """Swish of [-4, 7] lies in [-0.278, 6.99]. Signed: threshold 8, 1/16. Unsigned: 8, 1/32; 9 of them: 0.28125."""
     x = spread(-4, 7)
     steps = begin(Identity(nn.SiLU()), x)
     new, stats, notes = shift_negative(steps.graph, steps.assignment, steps.stats)

@@ -1,4 +1,4 @@
-"""The networks of keras.applications: nothing opaque, the Keras model is the engine's, and the file computes the simulated integers."""
+"""The networks of keras.applications: nothing opaque, model and engine agree, the file has the simulated integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation bias correction: the mean error that rounding an input makes is subtracted behind the next linear operator."""
+"""Activation bias correction: the mean error of a rounded input is taken off behind the next linear operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Second-moment correction: every channel of a linear operator gets back the mean and the spread that it had in float."""
+"""Second-moment correction: each channel of a linear operator gets back the mean and spread that it had in float."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LEAST = 1e-4
 def correct_second_moment(
     graph: Graph, plan: Plan, batches: Iterable[Sequence[torch.Tensor]], *, limit: float = 2.0
 ) -> tuple[Graph, list[str]]:
-    """W' = k W, b' = k (b - m_q) + m, k = s / s_q: m, s are mean and standard deviation of each output channel in float.
+    """W' = k W, b' = k (b - m_q) + m, k = s / s_q: m, s are mean and standard deviation of an output channel in float.
 
     m_q and s_q are those of the network with rounded weights. While they are measured, each batch is normalised to the
     float network's moments behind every operator, as a batch norm with re-estimated statistics would do: later

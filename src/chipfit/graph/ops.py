@@ -16,16 +16,16 @@ from typing import Any
 class OpDef:
     """What is known about one canonical operator, whatever its attributes."""
 
-    #: names of the inputs in order; "?" marks an optional one, "*" takes all that remain. "w" and "b" are weight and bias,
-    #: "in0", "in1", ... and "ins" are data
+    #: names of the inputs in order; "?" marks an optional one, "*" takes all that remain. "w" and "b" are weight and
+    #: bias, "in0", "in1", ... and "ins" are data
     slots: tuple[str, ...]
     attrs: tuple[str, ...] = ()
     note: str = ""
-    #: of y = W x + b with W and b in slots "w" and "b": "conv", "transposed" (convolution) or "linear"; "" for all others
+    #: of y = W x + b with W and b in slots "w" and "b": "conv", "transposed" (convolution) or "linear"; "" for others
     kind: str = ""
     weight_axis: int = 0  #: axis of the weight that counts output channels
-    #: what a change between channels first and last does to it (`passes.layout`): "spatial" operators find their channels
-    #: by the layout, "natural" ones compute in the model's own order, the others follow their operands
+    #: what a change between channels first and last does to it (`passes.layout`): "spatial" operators find their
+    #: channels by the layout, "natural" ones compute in the model's own order, the others follow their operands
     layout: str = "natural"
     activation: bool = False  #: a kernel may apply it to its own result
     moves: bool = False  #: its result holds numbers of its inputs and no others

@@ -1,9 +1,10 @@
 """Change the layout of spatial operators: channels first (N, C, ...) or channels last (N, ..., C).
 
 Only activations are rearranged. Weights keep their canonical layout (OIHW kernels and so on), and the model keeps the
-layout of its own inputs and outputs unless its borders are given up too. Every value is remembered in the *form* in which it is held: a permutation p with
-held = natural.permute(p). Operators that do not care compute in the form at hand with their axes renamed, so that
-transpositions appear only where a form really changes, and the model's own ones cancel against them.
+layout of its own inputs and outputs unless its borders are given up too. Every value is remembered in the *form* in
+which it is held: a permutation p with held = natural.permute(p). Operators that do not care compute in the form at hand
+with their axes renamed, so that transpositions appear only where a form really changes, and the model's own ones cancel
+against them.
 """
 
 from __future__ import annotations

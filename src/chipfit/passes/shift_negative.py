@@ -1,4 +1,4 @@
-"""Shift-negative correction: a short negative tail is lifted above zero, so that an unsigned grid spends no code below it."""
+"""Shift-negative correction: a short negative tail is lifted above zero, so that no code is spent on it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ SCHEMA = 1
 
 
 def to_plain(x: Any) -> Any:
-    """A value as JSON that `from_plain` restores exactly: tuples, Refs and non-finite floats are marked, the rest is itself.
+    """A value as JSON that `from_plain` restores exactly: tuples, Refs, non-finite floats are marked, the rest stays.
 
     Raises:
         PlanError: the value has no JSON form.

@@ -37,7 +37,7 @@ def hash_stats(stats: Mapping[str, TensorStats]) -> str:
 
 
 def record(graph: Graph, platform: Platform, stats: Mapping[str, TensorStats], **settings: Any) -> dict[str, Any]:
-    """The provenance entry of a Plan, JSON-able; with the whole platform where that asks for it, so that exported files carry it."""
+    """The provenance entry of a Plan, JSON-able; with the whole platform where exported files are to carry it."""
     whole = (
         {"platform": platform.model_dump(mode="json", by_alias=True, exclude_defaults=True)}
         if platform.metadata

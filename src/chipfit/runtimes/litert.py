@@ -48,7 +48,7 @@ class LiteRt:
         self.inputs = self.interpreter.get_input_details()
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        """One batch; `inputs` in the model's order and layout. Returns outputs and the requested tensors by name, in that layout too.
+        """One batch; `inputs` in the model's order and layout. Returns outputs and requested tensors by name, likewise.
 
         A file of fixed batch runs once for each part of that size.
         """

@@ -6,13 +6,15 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from chipfit.errors import RuntimeUnavailable
-from chipfit.platform.schema import Platform
 from chipfit.registry import register
+
+if TYPE_CHECKING:
+    from chipfit.platform.schema import Platform
 
 
 @register("runtime", "onnxruntime", suffix=".onnx", libraries=("onnx", "onnxruntime"), extra="onnx", codes="{}_q")
@@ -108,7 +110,7 @@ def _signed(model: Any) -> bool:
 
 
 def _unshare_weights(model: Any) -> None:
-    """Give every reader of int8 weights a copy of its own: ONNX Runtime shifts each to uint8, and fails on shared ones."""
+    """Give every reader of int8 weights a copy of its own: ONNX Runtime shifts each to uint8, and fails if shared."""
     import onnx
 
     stored = {i.name: i for i in model.graph.initializer}

@@ -21,6 +21,7 @@ from chipfit.engine.kernels import execute, pad
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import Plan
+from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.schema import Platform
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import lookup
@@ -130,7 +131,7 @@ def profile_for(platform: Platform, kernels: str | None = None) -> Profile:
             f"'{platform.name}' has no verified arithmetic, so its integers cannot be simulated",
             got=platform.math.requant,
             allowed="math.kernels, or math.requant with form float or q31",
-            hint="use Result.model, the float simulation, or a platform with a verified profile such as ort_cpu",
+            hint=f"use Result.model, the float simulation, or a platform with a verified profile such as {DEFAULT}",
         )
     profile: Profile = lookup("kernels", name)
     return profile

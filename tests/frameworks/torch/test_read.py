@@ -1,4 +1,4 @@
-"""Every canonical operator is read from PyTorch, or it is named here why not; what is read computes what the model does."""
+"""Every canonical operator is read from PyTorch, or named here with why; the graph computes what the model does."""
 
 from __future__ import annotations
 
