@@ -7,7 +7,7 @@ import pytest
 import chipfit
 from tests.zoo import ZOO, make
 
-#: networks in which the runtime computes an operator in float that feeds integers: one unit per operator is allowed there
+#: networks in which the runtime computes an operator in float that feeds integers: one unit per operator is allowed
 FLOATS = {"attention_fused", "attention_manual"}
 
 

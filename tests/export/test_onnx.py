@@ -139,7 +139,8 @@ def test_four_bit_weights_need_opset_21(tmp_path):
     text = (
         chipfit.load_platform("ort_cpu").file,
         "name: w4\nextends: ort_cpu\nformats: {w4: {bits: 4, per: channel}}\n"
-        "ops: [{match: ['@conv'], use: [{in: u8, w: w4, b: b32, out: u8}], rules: [{mono: {b: 1, in0: -1, w: -1}, eq: 1}], src: [M], conf: I}]\n"
+        "ops: [{match: ['@conv'], use: [{in: u8, w: w4, b: b32, out: u8}], "
+        "rules: [{mono: {b: 1, in0: -1, w: -1}, eq: 1}], src: [M], conf: I}]\n"
         "sources: {M: test}\n",
     )
     (tmp_path / "w4.yaml").write_text(text[1])

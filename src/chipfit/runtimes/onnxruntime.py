@@ -108,7 +108,7 @@ def _signed(model: Any) -> bool:
 
 
 def _unshare_weights(model: Any) -> None:
-    """Give every reader of int8 weights a copy of its own: ONNX Runtime shifts each to uint8, and fails on shared ones."""
+    """Give every reader of int8 weights its own copy: ONNX Runtime shifts each to uint8, and fails on shared ones."""
     import onnx
 
     stored = {i.name: i for i in model.graph.initializer}
