@@ -105,7 +105,7 @@ class Verification:
 
     @property
     def sound(self) -> bool:
-        """Every operator, given the device's inputs, computes the device's integers; 1 unit is allowed to float ones."""
+        """Every operator, given the device's inputs, computes the device's integers, float ones up to 1 unit."""
         return self.integers > 0 and all(r.op_largest <= (1 if r.in_float else 0) for r in self.rows)
 
     @property

@@ -34,8 +34,8 @@ Tensor = torch.Tensor
 class Profile:
     """How one family of kernels computes; registered as "kernels".
 
-    A kernel takes the `Run` and a unit: the nodes of a fused group, or one node. It reads codes and reals of operands by
-    name and leaves the codes of the unit's result, before its fused activations clip them.
+    A kernel takes the `Run` and a unit: the nodes of a fused group, or one node. It reads codes and reals of operands
+    by name and leaves the codes of the unit's result, before its fused activations clip them.
     """
 
     kernels: Mapping[str, Kernel]  #: by operator; the runtime computes in float what is missing

@@ -1,4 +1,4 @@
-"""ONNX Runtime's integer kernels on the CPU; convolutions and products requantize as the platform's `math.requant` says."""
+"""ONNX Runtime's integer kernels on the CPU; product sums requantize as the platform's `math.requant` says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How each canonical operator is written in ONNX: a row where ONNX has it, a function where that takes more, or why not.
+"""How each canonical operator is written in ONNX: a row where ONNX has it, a function for what takes more, or why not.
 
 A function receives the `Tape`, the node and the ONNX names of its inputs, and returns the names of its outputs.
 Composites that stand in neither table are decomposed before (`passes.decompose`).

@@ -141,7 +141,7 @@ class Tape:
         return self.op("DequantizeLinear", [codes, scale, zero])
 
     def _numbers(self, name: str, stored: Stored) -> tuple[str, str]:
-        """Initialisers of scale and zero point, one pair for each tensor; of rank 0 for one scale, as kernels demand."""
+        """Initialisers of scale and zero point, one pair for a tensor; a single scale has rank 0, as kernels demand."""
         scale, zero = f"{name}_scale", f"{name}_zero_point"
         if scale not in self.initialisers:
             self.initialisers[scale] = numpy_helper.from_array(stored.scale.numpy().astype(np.float32), scale)
