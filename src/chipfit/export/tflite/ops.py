@@ -120,16 +120,16 @@ def _window(
 
 def _padded(
     w: Emitter, n: Node, x: int, shape: Sequence[int], pads: Sequence[tuple[int, int]], lowest: bool = False
-) -> tuple[int, list[int]]:
+) -> int:
     """x with its spatial axes padded by zeros, or by the lowest value there is."""
     pairs = [(0, 0), *pads, (0, 0)]
-    new = [s + a + b for s, (a, b) in zip(shape, pairs, strict=True)]
-    y, ins = w.between(new, x), [x, w.constant(np.array(pairs, np.int32))]
+    y = w.between([s + a + b for s, (a, b) in zip(shape, pairs, strict=True)], x)
+    ins = [x, w.constant(np.array(pairs, np.int32))]
     if lowest:
         w.op("PADV2", [*ins, _lowest(w, n)], y)
     else:
         w.op("PAD", ins, y)
-    return y, new
+    return y
 
 
 def _lowest(w: Emitter, n: Node) -> int:
@@ -178,7 +178,7 @@ def _conv(w: Emitter, n: Node, y: Sequence[int]) -> None:
         kernel, sizes = _kernel(w, n)
         padding, pads = _window(m, a[1:-1], b[1:-1], sizes)
         if pads is not None:
-            x, a = _padded(w, m, x, a, pads)
+            x = _padded(w, m, x, a, pads)
         how = _steps(m, stride="stride{}", dilation="dilation{}Factor")
         if w.kind == "DEPTHWISE_CONV_2D":
             how["depthMultiplier"] = b[-1] // a[-1]
@@ -330,12 +330,12 @@ def _pool(w: Emitter, n: Node, y: Sequence[int]) -> None:
             if n.attrs["count_include_pad"] and any(p for pair in n.attrs["padding"] for p in pair):
                 if n.attrs["ceil_mode"]:
                     w.refuse(n, "it counts padding and rounds its size up")
-                x, a = _padded(w, m, x, a, m.attrs["padding"])
+                x = _padded(w, m, x, a, m.attrs["padding"])
                 padding, pads = VALID, None
             elif pads is not None:
                 w.refuse(n, "its padding is not counted and is not that of SAME")
         if pads is not None:
-            x, a = _padded(w, m, x, a, pads, lowest=True)
+            x = _padded(w, m, x, a, pads, lowest=True)
         (height, width), how = m.attrs["kernel"], _steps(m, stride="stride{}")
         how |= {"filterHeight": height, "filterWidth": width, "fusedActivationFunction": w.fused}
         w.op(w.kind, [x], out, padding=padding, **how)
@@ -406,10 +406,7 @@ def _as_shape(w: Emitter, n: Node, y: Sequence[int]) -> None:
 
 
 def _requantize(w: Emitter, n: Node, y: Sequence[int]) -> None:
-    if w.integer:
-        w.op("QUANTIZE", w.reads(n), y)
-    else:
-        _as_shape(w, n, y)
+    (_plain() if w.integer else _as_shape)(w, n, y)
 
 
 def _transpose(w: Emitter, n: Node, y: Sequence[int]) -> None:
@@ -452,10 +449,6 @@ def _gather(w: Emitter, n: Node, y: Sequence[int]) -> None:
     else:
         at = w.read(index)
     w.op(w.kind, [x, at], y, axis=axis)
-
-
-def _embedding(w: Emitter, n: Node, y: Sequence[int]) -> None:
-    w.op(w.kind, [w.weight(n.weight), w.read(n.data)], y, axis=0)
 
 
 def _pad(w: Emitter, n: Node, y: Sequence[int]) -> None:
@@ -521,7 +514,7 @@ ROWS: dict[str, Row] = {
     **_rows("TransposeConv1D=TRANSPOSE_CONV", _transpose_conv, integer=True, fixed_batch=True),
     **_rows("Linear=FULLY_CONNECTED", _linear, **_KERNEL),
     **_rows("MatMul=BATCH_MATMUL", _mat_mul, integer=True),
-    **_rows("Embedding=GATHER", _embedding),
+    **_rows("Embedding=GATHER"),  # of the rows of its first operand
     **_rows("SDPA", _attention),
     **_rows("Add=ADD Sub=SUB Mul=MUL", _binary, **_KERNEL),
     **_rows(
@@ -555,7 +548,7 @@ ROWS: dict[str, Row] = {
     **_rows("Unstack=UNPACK", _unstack, integer=True),
     **_rows("Split", _split, integer=True),
     **_rows("Reshape Squeeze Unsqueeze Identity Dropout", _as_shape, integer=True),
-    **_rows("Requantize", _requantize, integer=True),
+    **_rows("Requantize=QUANTIZE", _requantize, integer=True),
     **_rows("Transpose=TRANSPOSE", _transpose, integer=True),
     **_rows("Expand=TILE Tile=TILE", _expand, integer=True),
     **_rows("Slice=STRIDED_SLICE Select=STRIDED_SLICE", _slice, integer=True),
