@@ -426,7 +426,7 @@ def _resize(u: _Unit, lines: Callable[[int, int, bool], tuple[Tensor, Tensor, Te
 def _clip(act: Node, t: Stored) -> tuple[int, int] | None:
     """The codes of the activation's bounds, halves away from zero."""
     reals, grid = bounds(act), t.grid
-    if reals is None:
+    if reals is None or reals == (None, None):
         return None
     low, high = (
         None if v is None else int(t.zero_point) + int(round_away((_f32(v) / t.scale).double())) for v in reals
