@@ -15,10 +15,11 @@ import chipfit
 from chipfit.engine.run import run
 from chipfit.engine.trees import flatten_inputs
 from chipfit.errors import UnsupportedError
-from chipfit.export.tflite.ops import INTEGER, MOVING, WRITERS
+from chipfit.export.tflite.ops import REFUSED, ROWS
 from chipfit.export.tflite.writer import export_tflite
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ops import OPS
+from chipfit.passes.decompose import RULES
 from chipfit.quantizers.grids import quantize
 from chipfit.registry import lookup
 from chipfit.runtimes.litert import LiteRt
@@ -197,12 +198,38 @@ def test_codes_that_move_between_unequal_scales_are_written_in_float(tmp_path):
     assert model_of(file).subgraphs[0].tensors[pool.inputs[0]].type == schema.TensorType.FLOAT32
 
 
+def test_an_activation_that_the_kernel_cannot_apply_is_written_in_float_with_it(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid()), 4 * torch.randn(2, 3, 4, 4)
+    result = chipfit.quantize(model, [x], platform="ethos_u", progress=False)
+    assert result.plan.groups == (("conv2d", "sigmoid"),)
+    got = next(iter(LiteRt(result.export(tmp_path / "m.tflite")).run([x.numpy()]).values()))
+    assert np.abs(got - result.model(x).detach().numpy()).max() < 1.01 / 256
+
+
 def test_what_is_written_in_integers_is_simulated_in_integers():
+    integer = {op for op, row in ROWS.items() if row.integer}
+    moving = {op for op in integer if ROWS[op].moves}
     for kernels in ("litert_reference", "litert_optimized", "litert_xnnpack"):
         profile = lookup("kernels", kernels)
-        assert set(profile.kernels) >= INTEGER - MOVING
-        assert set(profile.kernels) <= INTEGER
+        assert set(profile.kernels) >= integer - moving
+        assert set(profile.kernels) <= integer
+        assert set(profile.moves) <= moving
 
 
-def test_writers_are_for_canonical_operators_only():
-    assert set(WRITERS) <= set(OPS)
+def test_every_canonical_operator_has_a_row_or_a_rule_or_a_reason_why_the_file_cannot_hold_it():
+    assert set(ROWS) | set(RULES) | set(REFUSED) == set(OPS)
+    assert not set(REFUSED) & (set(ROWS) | set(RULES))
+
+
+def test_the_schema_has_the_operators_of_all_rows():
+    assert not {row.kind for row in ROWS.values() if row.kind} - set(vars(schema.BuiltinOperator))
+
+
+def test_a_refused_operator_is_named_with_the_reason(tmp_path):
+    class Erf(nn.Module):
+        def forward(self, x):
+            return torch.erf(x)
+
+    with pytest.raises(UnsupportedError, match=r"Erf 'erf': TensorFlow Lite has no error function\. Try: replace"):
+        export_tflite(capture(Erf(), (torch.randn(2, 3),)), None, tmp_path / "m.tflite")

@@ -39,11 +39,12 @@ def decompose(
     out = graph.copy()
     reasons: dict[str, str] = {}
     taken = {*graph.values, *graph.weights, *(n.name for n in graph.nodes)}
+    constants: dict[Any, str] = {}
 
     def written_out(node: Node) -> list[Node]:
         if node.op not in RULES or (node.op in holds and node.name not in besides):
             return [node]
-        new = New(out, node, holds, taken)
+        new = New(out, node, holds, taken, constants)
         try:
             made = new.named(RULES[node.op](new, node))
         except _Refusal as e:
@@ -72,8 +73,11 @@ class _Refusal(Exception):
 class New:
     """Makes the nodes that one composite becomes, in the order in which a rule asks for them."""
 
-    def __init__(self, graph: Graph, node: Node, holds: Container[str], taken: set[str]) -> None:
-        self.graph, self.node, self.holds, self._taken = graph, node, holds, taken
+    def __init__(
+        self, graph: Graph, node: Node, holds: Container[str], taken: set[str], constants: dict[Any, str]
+    ) -> None:
+        self.graph, self.node, self.holds = graph, node, holds
+        self._taken, self._constants = taken, constants
         self.channels_last = graph.data_format == "channels_last"
         self.nodes: list[Node] = []
 
@@ -99,9 +103,12 @@ class New:
         return self("Transpose", x, gives=tuple(shape[d] for d in perm), perm=tuple(perm))
 
     def constant(self, value: torch.Tensor) -> str:
-        name = self._name("constant")
-        self.graph.weights[name] = value
-        return name
+        """A new weight, one for all composites that ask for the same."""
+        key = (value.dtype, value.shape, value.numpy().tobytes())
+        if key not in self._constants:
+            self._constants[key] = self._name("constant")
+            self.graph.weights[self._constants[key]] = value
+        return self._constants[key]
 
     def shape(self, name: str) -> Shape:
         return self.graph.shape(name)

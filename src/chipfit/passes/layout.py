@@ -1,10 +1,14 @@
 """Change the layout of spatial operators: channels first (N, C, ...) or channels last (N, ..., C).
 
 Only activations are rearranged. Weights keep their canonical layout (OIHW kernels and so on), and the model keeps the
-layout of its own inputs and outputs unless its borders are given up too. Every value is remembered in the *form* in
-which it is held: a permutation p with held = natural.permute(p). Operators that do not care compute in the form at hand
-with their axes renamed, so that transpositions appear only where a form really changes, and the model's own ones cancel
-against them.
+layout of its own inputs and outputs unless its borders are given up too. The words below:
+
+form: the permutation p in which a value is held, held = natural.permute(p). Operators that do not care compute in the
+    form at hand with their axes renamed, so that transpositions appear only where a form really changes.
+pending: the result of a Transpose of the model's own that has become nothing but another form of its operand. The node
+    is written after all when somebody reads the value as the model has it; otherwise it is gone.
+solid: a Transpose that must stay an operator, because its result is stored with other numbers than its operand.
+raw: a reader takes the value before it is quantized. What is rearranged for it is neither shared nor quantized.
 """
 
 from __future__ import annotations
@@ -52,8 +56,8 @@ def rearrange(
     """As `to_layout`, for a graph whose values have a quantized and a raw side.
 
     Args:
-        raw: (value, node) edges that read the raw side; they are rearranged by themselves.
-        solid: names of Transpose nodes that must stay operators because they change more than the order.
+        raw: (value, node) edges that read the raw side.
+        solid: names of Transpose nodes.
         borders: inputs may be held rearranged where that spares transpositions, outputs stay as they are made; else
             transpositions stand at the borders.
     """
@@ -97,7 +101,7 @@ def without(form: Form, axes: Collection[int]) -> Form:
 
 
 class _Walk:
-    """One pass over the nodes in execution order."""
+    """One pass over the nodes in execution order; a method for each `layout` that an operator may have."""
 
     def __init__(
         self,
@@ -113,12 +117,12 @@ class _Walk:
         self.out = self.result.graph
         self.out.nodes, self.out.data_format = [], target
         self.loose = loose  # outputs may stay as they are held
-        self.held: dict[str, tuple[str, Form]] = {i: (i, natural(self.rank(i))) for i in graph.inputs}
+        self.held: dict[str, tuple[str, Form]] = {i: (i, self.order(i)) for i in graph.inputs}
         for i, form in entries.items():
             self.held[i] = i, form
             self.out.values[i] = replace(graph.values[i], shape=tuple(graph.shape(i)[d] for d in form))
             self.note_form(i, form)
-        self.pending: dict[str, Node] = {}  # values of transpositions that have been relabelled away
+        self.pending: dict[str, Node] = {}  # by value
         self.made: dict[tuple[str, Form, bool], str] = {}
 
     def run(self) -> Rearranged:
@@ -132,20 +136,24 @@ class _Walk:
     def result_of(self, name: str) -> str:
         if name in self.out.weights or (self.loose and self.held[name][0] == name):
             return name
-        return self.read(name, natural(self.rank(name)))
+        return self.read(name, self.order(name))
 
     # ---- pieces
 
     def rank(self, name: str) -> int:
         return len(self.source.shape(name))
 
-    def wanted(self, rank: int) -> Form:
-        return _layout(self.target, rank)
+    def order(self, name: str) -> Form:
+        """The natural form of a value."""
+        return natural(self.rank(name))
 
-    def form(self, name: str | None) -> Form:
+    def wanted(self, name: str) -> Form:
+        """The form in which spatial operators take and give a value."""
+        return _layout(self.target, self.rank(name))
+
+    def form(self, name: str) -> Form:
         """The form in which a value is held; natural for weights."""
-        assert name is not None
-        return self.held[name][1] if name in self.held else natural(self.rank(name))
+        return self.held[name][1] if name in self.held else self.order(name)
 
     def read(self, name: str, form: Form, node: str = "") -> str:
         """The name under which `name` can be read in `form`; rearranges it when needed."""
@@ -157,35 +165,35 @@ class _Walk:
             return tensor
         key = (name, form, raw)
         if key not in self.made:
-            shape = self.out.values[tensor].shape
-            perm = tuple(have.index(d) for d in form)
-            asis = moves_nothing(shape, perm) and shape.count(None) <= 1
-            moved = tuple(shape[d] for d in perm)
-            how = Node("", "Reshape", (tensor,), (), {"shape": tuple(-1 if s is None else s for s in moved)})
-            how = how if asis else Node("", "Transpose", (tensor,), (), {"perm": perm})
-            own = self.pending.pop(name, None)
-            new = name if own else self.fresh(name, form)
-            like = own or next((n for n in self.source.nodes if name in n.outputs), None)
-            self.out.nodes.append(
-                how.with_(
-                    name=own.name if own else new,
-                    outputs=(new,),
-                    layer=like.layer if like else "",
-                    layer_type=like.layer_type if like else "",
-                )
-            )
-            self.out.values[new] = replace(self.source.values[name], name=new, shape=moved)
-            self.made[key] = new
-            if own:
-                self.held[name] = (name, form)
-                self.note_form(name, form)
-            else:
-                self.result.copies[new] = name, form
-                if raw:
-                    self.result.raw.update({(tensor, new), (new, node)})
-        elif raw:
+            self.made[key] = self.rearranged(name, form, raw)
+        if raw and self.made[key] != name:
             self.result.raw.add((self.made[key], node))
         return self.made[key]
+
+    def rearranged(self, name: str, form: Form, raw: bool) -> str:
+        """A new node that brings a value into `form`: the pending one, or one of its own."""
+        tensor, have = self.held[name]
+        shape = self.out.values[tensor].shape
+        perm = tuple(have.index(d) for d in form)
+        moved = tuple(shape[d] for d in perm)
+        if moves_nothing(shape, perm) and shape.count(None) <= 1:
+            op, attrs = "Reshape", {"shape": tuple(-1 if s is None else s for s in moved)}
+        else:
+            op, attrs = "Transpose", {"perm": perm}
+        own = self.pending.pop(name, None)
+        new = name if own else self.fresh(name, form)
+        like = own or next((n for n in self.source.nodes if name in n.outputs), Node("", "", (), ()))
+        how = Node(own.name if own else new, op, (tensor,), (new,), attrs, like.layer, like.layer_type)
+        self.out.nodes.append(how)
+        self.out.values[new] = replace(self.source.values[name], name=new, shape=moved)
+        if own:
+            self.held[name] = (name, form)
+            self.note_form(name, form)
+        else:
+            self.result.copies[new] = name, form
+            if raw:
+                self.result.raw.add((tensor, new))
+        return new
 
     def constant(self, name: str, form: Form, raw: bool, node: str) -> str:
         """A constant operand, broadcast to the rank of `form` and rearranged as a new weight."""
@@ -216,96 +224,94 @@ class _Walk:
             self.out.values[name] = Value(name, tuple(v.shape[d] for d in form) if v.shape else v.shape, v.dtype)
             self.note_form(name, form)
 
+    def operands(self, node: Node, form: Callable[[str], Form]) -> list[str | None]:
+        """All operands, each in the form that it should have."""
+        return [None if i is None else self.read(i, form(i), node.name) for i in node.inputs]
+
     def agreed(self, node: Node, rank: int) -> Form:
         """The form that the operands of full rank have, where one of them is rearranged; else the natural one."""
         full = [self.form(i) for i in self.source.activations(node) if self.rank(i) == rank]
         return next((f for f in full if f != natural(rank)), natural(rank))
 
+    def as_held(self, node: Node) -> tuple[str, Form]:
+        """The data operand in the form at hand."""
+        form = self.form(node.data)
+        return self.read(node.data, form, node.name), form
+
+    def one_axis(self, node: Node, keeps: bool) -> None:
+        x, form = self.as_held(node)
+        axis = node.attrs["axis"] % len(form)
+        left = form if keeps else without(form, {axis})
+        self.emit(node, [x], [left] * len(node.outputs), axis=form.index(axis))
+
+    def several_axes(self, node: Node, keeps: bool) -> None:
+        x, form = self.as_held(node)
+        axes = {a % len(form) for a in node.attrs["axes"]}
+        left = form if keeps else without(form, axes)
+        self.emit(node, [x], [left], axes=tuple(sorted(form.index(a) for a in axes)))
+
     # ---- kinds of operators
 
-    def plain(self, node: Node) -> None:
+    def natural(self, node: Node) -> None:
         """Everything in the natural form."""
-        inputs = [None if i is None else self.read(i, natural(self.rank(i)), node.name) for i in node.inputs]
-        self.emit(node, inputs, [natural(self.rank(o)) for o in node.outputs])
+        self.emit(node, self.operands(node, self.order), [self.order(o) for o in node.outputs])
 
     def spatial(self, node: Node, **attrs: object) -> None:
-        data, *rest = node.inputs
-        assert data is not None
-        others = [None if i is None else self.read(i, natural(self.rank(i)), node.name) for i in rest]
-        inputs = [self.read(data, self.wanted(self.rank(data)), node.name), *others]
-        self.emit(node, inputs, [self.wanted(self.rank(o)) for o in node.outputs], **attrs)
+        def form(name: str) -> Form:
+            return self.wanted(name) if name == node.data else self.order(name)
+
+        self.emit(node, self.operands(node, form), [self.wanted(o) for o in node.outputs], **attrs)
 
     def elementwise(self, node: Node) -> None:
         rank = self.rank(node.output)
         lower = any(0 < self.rank(i) < rank for i in self.source.activations(node))  # would have to be broadcast first
         form = natural(rank) if lower else self.agreed(node, rank)
-        inputs = [
-            None if i is None else self.read(i, form if self._spans(i, rank) else natural(self.rank(i)), node.name)
-            for i in node.inputs
-        ]
-        self.emit(node, inputs, [form])
 
-    def _spans(self, name: str, rank: int) -> bool:
-        return self.rank(name) == rank or name in self.source.weights
+        def of(name: str) -> Form:
+            return form if self.rank(name) == rank or name in self.source.weights else self.order(name)
+
+        self.emit(node, self.operands(node, of), [form])
 
     def concat(self, node: Node) -> None:
         rank = self.rank(node.output)
         form = self.agreed(node, rank)
-        inputs = [None if i is None else self.read(i, form, node.name) for i in node.inputs]
-        self.emit(node, inputs, [form], axis=form.index(node.attrs["axis"] % rank))
-
-    def as_held(self, node: Node) -> tuple[str, Form]:
-        """The data operand in the form at hand."""
-        name = node.inputs[0]
-        assert name is not None
-        form = self.form(name)
-        return self.read(name, form, node.name), form
+        self.emit(node, self.operands(node, lambda _: form), [form], axis=form.index(node.attrs["axis"] % rank))
 
     def along(self, node: Node) -> None:
-        x, form = self.as_held(node)
-        self.emit(node, [x], [form] * len(node.outputs), axis=form.index(node.attrs["axis"] % len(form)))
+        self.one_axis(node, keeps=True)
 
-    def reduce(self, node: Node) -> None:
-        x, form = self.as_held(node)
-        axes = {a % len(form) for a in node.attrs["axes"]}
-        self.emit(
-            node,
-            [x],
-            [form if node.attrs["keepdims"] else without(form, axes)],
-            axes=tuple(sorted(form.index(a) for a in axes)),
-        )
+    def remove_axis(self, node: Node) -> None:
+        self.one_axis(node, keeps=False)
 
     def arg_max(self, node: Node) -> None:
         if node.attrs["axis"] is None:
-            return self.plain(node)
-        x, form = self.as_held(node)
-        axis = node.attrs["axis"] % len(form)
-        self.emit(node, [x], [form if node.attrs["keepdims"] else without(form, {axis})], axis=form.index(axis))
+            return self.natural(node)
+        self.one_axis(node, keeps=node.attrs["keepdims"])
 
-    def remove_axis(self, node: Node) -> None:
+    def size(self, node: Node) -> None:
         x, form = self.as_held(node)
-        axis = node.attrs["axis"] % len(form)
-        self.emit(node, [x], [without(form, {axis})] * len(node.outputs), axis=form.index(axis))
+        self.emit(node, [x], [()], axis=form.index(node.attrs["axis"] % len(form)))
+
+    def reduce(self, node: Node) -> None:
+        self.several_axes(node, keeps=node.attrs["keepdims"])
 
     def squeeze(self, node: Node) -> None:
-        x, form = self.as_held(node)
-        axes = {a % len(form) for a in node.attrs["axes"]}
-        if self.rank(node.output) != len(form) - len(axes):  # some of them are not of size 1 and stay
-            return self.plain(node)
-        self.emit(node, [x], [without(form, axes)], axes=tuple(sorted(form.index(a) for a in axes)))
+        axes = {a % self.rank(node.data) for a in node.attrs["axes"]}
+        if self.rank(node.output) != self.rank(node.data) - len(axes):  # some of them are not of size 1 and stay
+            return self.natural(node)
+        self.several_axes(node, keeps=False)
 
     def pad(self, node: Node) -> None:
         padding = node.attrs["padding"]
         if node.attrs["mode"] != "constant":  # the engine reflects trailing axes only
-            form = self.wanted(self.rank(node.output))
-            return self.spatial(node, padding=tuple(padding[d] for d in form))
+            return self.spatial(node, padding=tuple(padding[d] for d in self.wanted(node.output)))
         x, form = self.as_held(node)
         self.emit(node, [x], [form], padding=tuple(padding[d] for d in form))
 
     def tile(self, node: Node) -> None:
+        if len(node.attrs["repeats"]) != self.rank(node.data):
+            return self.natural(node)
         x, form = self.as_held(node)
-        if len(node.attrs["repeats"]) != len(form):
-            return self.plain(node)
         self.emit(node, [x], [form], repeats=tuple(node.attrs["repeats"][d] for d in form))
 
     def roll(self, node: Node) -> None:
@@ -314,44 +320,20 @@ class _Walk:
 
     def reshape(self, node: Node) -> None:
         """Reads its operand as it lies in memory where that is the natural order."""
-        name = node.inputs[0]
-        assert name is not None
-        form = self.form(name)
-        if name in self.source.weights or not moves_nothing(self.source.shape(name), form):
-            return self.plain(node)
-        self.emit(node, [self.read(name, form, node.name)], [natural(self.rank(node.output))])
+        form = self.form(node.data)
+        if node.data in self.source.weights or not moves_nothing(self.source.shape(node.data), form):
+            return self.natural(node)
+        self.emit(node, [self.read(node.data, form, node.name)], [self.order(node.output)])
 
     def transpose(self, node: Node) -> None:
         """Only a relabelling: the result is what the operand holds, under another form."""
-        name = node.inputs[0]
-        assert name is not None
-        if name in self.source.weights or node.name in self.solid:
-            return self.plain(node)
-        perm = [d % self.rank(name) for d in node.attrs["perm"]]
-        tensor, form = self.held[name]
+        if node.data in self.source.weights or node.name in self.solid:
+            return self.natural(node)
+        perm = [d % self.rank(node.data) for d in node.attrs["perm"]]
+        tensor, form = self.held[node.data]
         self.held[node.output] = (tensor, tuple(perm.index(d) for d in form))
         self.pending[node.output] = node
 
-    def size(self, node: Node) -> None:
-        x, form = self.as_held(node)
-        self.emit(node, [x], [()], axis=form.index(node.attrs["axis"] % len(form)))
-
 
 #: by the `layout` of an operator
-_RULES: dict[str, Callable[[_Walk, Node], None]] = {
-    "natural": _Walk.plain,
-    "spatial": _Walk.spatial,
-    "elementwise": _Walk.elementwise,
-    "concat": _Walk.concat,
-    "along": _Walk.along,
-    "reduce": _Walk.reduce,
-    "arg_max": _Walk.arg_max,
-    "remove_axis": _Walk.remove_axis,
-    "squeeze": _Walk.squeeze,
-    "pad": _Walk.pad,
-    "tile": _Walk.tile,
-    "roll": _Walk.roll,
-    "reshape": _Walk.reshape,
-    "transpose": _Walk.transpose,
-    "size": _Walk.size,
-}
+_RULES: dict[str, Callable[[_Walk, Node], None]] = {row.layout: getattr(_Walk, row.layout) for row in OPS.values()}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from chipfit.graph.ir import Graph
 from chipfit.passes.layout import Rearranged, rearrange
 from chipfit.plan.record import NodePlan, Plan
@@ -15,7 +13,7 @@ def relayout(graph: Graph, plan: Plan, target: str, *, borders: bool = False) ->
     """As `passes.layout.rearrange`, and the plan of the rearranged graph."""
     requantized = {v for v, _ in plan.float_edges}  # a value with a raw side is more than its operand in another order
     moved = [n for n in graph.nodes if n.op == "Transpose"]
-    solid = {n.name for n in moved if n.output in requantized or not same_numbers(plan, n.inputs[0], n.output)}
+    solid = {n.name for n in moved if n.output in requantized or not same_numbers(plan, n.data, n.output)}
     new = rearrange(graph, target, plan.float_edges, solid, borders=borders)
     tensors, nodes = dict(plan.tensors), dict(plan.nodes)
     made = new.graph.producers()
@@ -30,10 +28,7 @@ def relayout(graph: Graph, plan: Plan, target: str, *, borders: bool = False) ->
     return new, replace(plan, tensors=tensors, nodes=nodes, float_edges=plan.float_edges | frozenset(new.raw))
 
 
-def same_numbers(plan: Plan, a: str | None, b: str) -> bool:
+def same_numbers(plan: Plan, a: str, b: str) -> bool:
     """Whether two values are stored on one grid with one set of numbers, or both in float."""
-    if not plan.quantized(a) or not plan.quantized(b):
-        return plan.quantized(a) == plan.quantized(b)
-    x, y = plan.tensors[a or ""], plan.tensors[b]
-    assert x.scale is not None and y.scale is not None and x.zero_point is not None and y.zero_point is not None
-    return x.grid == y.grid and torch.equal(x.scale, y.scale) and torch.equal(x.zero_point, y.zero_point)
+    x, y = plan.stored(a), plan.stored(b)
+    return x is y if x is None or y is None else x.same_numbers(y)

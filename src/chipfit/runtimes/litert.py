@@ -13,10 +13,10 @@ import numpy as np
 from chipfit.errors import RuntimeUnavailable
 from chipfit.registry import register
 
-_LIBRARIES = ("ai_edge_litert", "flatbuffers")
+_DECLARED: dict[str, Any] = {"suffix": ".tflite", "libraries": ("ai_edge_litert", "flatbuffers"), "extra": "litert"}
 
 
-@register("runtime", "litert", suffix=".tflite", libraries=_LIBRARIES, extra="litert", kernels="litert_xnnpack")
+@register("runtime", "litert", **_DECLARED, kernels="litert_xnnpack")
 class LiteRt:
     """A loaded file, run as by default: XNNPACK takes the operators that it knows, optimised kernels the others.
 
@@ -29,12 +29,10 @@ class LiteRt:
         """Load `path` and make the tensors named in `tensors` readable.
 
         Raises:
-            RuntimeUnavailable: LiteRT is not installed or refuses the file.
+            RuntimeUnavailable: LiteRT refuses the file.
         """
-        try:
-            from ai_edge_litert.interpreter import Interpreter, OpResolverType
-        except ImportError as e:
-            raise RuntimeUnavailable("LiteRT is not installed", hint="pip install 'chipfit[litert]'") from e
+        from ai_edge_litert.interpreter import Interpreter, OpResolverType
+
         content, self.tensors, self.notes = _with_outputs(Path(path), tensors)
         try:
             self.interpreter = Interpreter(
@@ -48,42 +46,36 @@ class LiteRt:
         self.inputs = self.interpreter.get_input_details()
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        """One batch; `inputs` in the model's order and layout. Returns outputs and requested tensors by name, likewise.
+        """One batch, in the model's order and layout; outputs and the requested tensors by name, in that layout too.
 
         A file of fixed batch runs once for each part of that size.
         """
-        inputs = [
-            x.transpose(f) if f else x
-            for x, f in zip(inputs, self.notes.get("inputs") or [None] * len(inputs), strict=True)
-        ]
-        batches = {len(x) for x, d in zip(inputs, self.inputs, strict=True) if len(d["shape"]) and not _fits(x, d)}
-        if not batches:
-            return self._once(inputs)
-        size = next(int(d["shape"][0]) for x, d in zip(inputs, self.inputs, strict=True) if not _fits(x, d))
-        parts = [
-            self._once([x if _fits(x, d) else x[k : k + size] for x, d in zip(inputs, self.inputs)])
-            for k in range(0, max(batches), size)
-        ]
+        forms = self.notes.get("inputs") or [None] * len(inputs)
+        given = [x.transpose(f) if f else x for x, f in zip(inputs, forms, strict=True)]
+        cut = [len(d["shape"]) > 0 and not _fits(x, d) for x, d in zip(given, self.inputs, strict=True)]
+        if not any(cut):
+            return self._once(given)
+        whole = max(len(x) for x, c in zip(given, cut) if c)
+        size = next(int(d["shape"][0]) for d, c in zip(self.inputs, cut) if c)
+        starts = range(0, whole, size)
+        parts = [self._once([x[k : k + size] if c else x for x, c in zip(given, cut)]) for k in starts]
         axes = self.notes.get("batch_axis", {})
         return {name: np.concatenate([p[name] for p in parts], axes.get(name, 0)) for name in parts[0]}
 
     def _once(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        resized = False
-        for x, d in zip(inputs, self.inputs, strict=True):
-            if tuple(x.shape) != tuple(d["shape"]):
-                self.interpreter.resize_tensor_input(d["index"], x.shape, strict=True)
-                resized = True
-        if resized:
+        other = [(x, d) for x, d in zip(inputs, self.inputs, strict=True) if tuple(x.shape) != tuple(d["shape"])]
+        for x, d in other:
+            self.interpreter.resize_tensor_input(d["index"], x.shape, strict=True)
+        if other:
             self.interpreter.allocate_tensors()
             self.inputs = self.interpreter.get_input_details()
         for x, d in zip(inputs, self.inputs, strict=True):
             self.interpreter.set_tensor(d["index"], np.ascontiguousarray(x))
         self.interpreter.invoke()
-        out = {}
+        out, forms = {}, self.notes.get("forms", {})
         for name, d in zip(self.tensors, self.interpreter.get_output_details(), strict=True):
             value = self.interpreter.get_tensor(d["index"])
-            form = self.notes.get("forms", {}).get(name)
-            out[name] = value.transpose(np.argsort(form)) if form else value
+            out[name] = value.transpose(np.argsort(forms[name])) if name in forms else value
         return out
 
     def executed(self) -> Mapping[str, int]:
@@ -110,18 +102,14 @@ class LiteRt:
         )
 
 
-@register(
-    "runtime", "litert_reference", suffix=".tflite", libraries=_LIBRARIES, extra="litert", kernels="litert_reference"
-)
+@register("runtime", "litert_reference", **_DECLARED, kernels="litert_reference")
 class LiteRtReference(LiteRt):
     """Every operator by its reference kernel."""
 
     resolver = "BUILTIN_REF"
 
 
-@register(
-    "runtime", "litert_optimized", suffix=".tflite", libraries=_LIBRARIES, extra="litert", kernels="litert_optimized"
-)
+@register("runtime", "litert_optimized", **_DECLARED, kernels="litert_optimized")
 class LiteRtOptimized(LiteRt):
     """Every operator by its optimised kernel, without delegates."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from chipfit.simulate.requantize import multiplier_and_shift, scale_by, shift_away
+from chipfit.simulate.requantize import multiplier_and_shift, scale_by, shift_away, shift_up
 
 Tensor = torch.Tensor
 TOP = (1 << 31) - 1  #: "one" without integer bits
@@ -16,18 +16,12 @@ TOP = (1 << 31) - 1  #: "one" without integer bits
 _POWERS = (1672461947, 1302514674, 790015084, 290630308, 39332535, 720401, 242)
 
 
-def _whole(by: int) -> Tensor:
-    return torch.tensor(by, dtype=torch.int64)
-
-
 def _product(a: Tensor, b: Tensor | int) -> Tensor:
-    """Doubled high half of a product, halves away from zero."""
-    p = a * b
-    n = p + torch.where(p >= 0, 1 << 30, 1 - (1 << 30))
-    return torch.where(n >= 0, n >> 31, -((-n) >> 31)).clamp(-TOP - 1, TOP)
+    """Doubled high half of a product."""
+    return shift_up(a * b, 31).clamp(-TOP - 1, TOP)
 
 
-def _up(x: Tensor, by: int) -> Tensor:
+def _up(x: Tensor, by: Tensor | int) -> Tensor:
     return (x << by).clamp(-TOP - 1, TOP)
 
 
@@ -37,7 +31,7 @@ def exp_of_negative(a: Tensor) -> Tensor:
     low = (a & (quarter - 1)) - quarter
     x = _up(low, 5) + (1 << 28)  # around -1/8, where the series is developed
     x2 = _product(x, x)
-    series = shift_away(_product(shift_away(_product(x2, x2), _whole(2)) + _product(x2, x), 715827883) + x2, _whole(1))
+    series = shift_away(_product(shift_away(_product(x2, x2), 2) + _product(x2, x), 715827883) + x2, 1)
     y = 1895147668 + _product(x + series, 1895147668)
     rest = low - a
     for k, power in enumerate(_POWERS):
@@ -74,7 +68,7 @@ def softmax(diff: Tensor, scale: Tensor, bits: int) -> Tensor:
     """
     fine, kept = _fine(diff, scale)
     e_x = exp_of_negative(fine)
-    total = torch.where(kept, shift_away(e_x, _whole(12)), 0).sum(-1, keepdim=True)
+    total = torch.where(kept, shift_away(e_x, 12), 0).sum(-1, keepdim=True)
     digits = torch.frexp(total.double()).exponent.long()  # total < 2^digits
     inverse = reciprocal_of_one_plus((total << 32 - digits) - (1 << 31))
     over = 12 - (32 - digits)
@@ -82,29 +76,22 @@ def softmax(diff: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 
 def _log(x: Tensor) -> Tensor:
-    """log(x) for x >= 1 with 12 integer bits; 5 integer bits. Of two mantissas, x and x / sqrt 2, the smaller one is used."""
-    quarter, half_root, fourth_root = (
-        1 << 23,
-        1518500250,
-        1805811301,
-    )  # 1/4 with 6 integer bits; sqrt(1/2) and its root with none
+    """log(x) for x >= 1 with 12 integer bits; 5 integer bits. Of the mantissas x and x / sqrt 2 the smaller is used."""
+    quarter = 1 << 23  # 1/4 with 6 integer bits
+    half_root, fourth_root = 1518500250, 1805811301  # sqrt(1/2) and its root, without integer bits
     lead = 32 - torch.frexp(x.double()).exponent.long()
-    a = _up_by(_product(_up_by(x, lead - 1), half_root), _whole(1))
+    a = _up(_product(_up(x, lead - 1), half_root), 1)
     power_a = ((12 - lead) << 25) + quarter
     y = _product(x, half_root)
     head = 31 - torch.frexp(y.double()).exponent.long()
-    b, power_b = _up_by(x, head), ((12 - head) << 25) - quarter
+    b, power_b = _up(x, head), ((12 - head) << 25) - quarter
     r, power = torch.minimum(a, b), torch.maximum(power_a, power_b)
     p, q = (r + fourth_root + 1) >> 1, 2 * (r - fourth_root)
     square = _product(q, q)
     num = _product(q, r) + _product(_product(q, square), 117049297)
     less = _product(p, 1057819769 + q + _product(square, 127690142)) + _product(q, 638450708)
-    y = _product(power, 1488522236) + _product(shift_away(num, _whole(6)), reciprocal_of_one_plus(less))
+    y = _product(power, 1488522236) + _product(shift_away(num, 6), reciprocal_of_one_plus(less))
     return _up(y, 1)
-
-
-def _up_by(x: Tensor, by: Tensor) -> Tensor:
-    return (x << by).clamp(-TOP - 1, TOP)
 
 
 def log_softmax(diff: Tensor, scale: Tensor) -> Tensor:
@@ -118,5 +105,5 @@ def log_softmax(diff: Tensor, scale: Tensor) -> Tensor:
         int64 of [-255, 0]; the unit is 1/16.
     """
     fine, kept = _fine(diff, scale)
-    total = torch.where(kept, shift_away(exp_of_negative(fine), _whole(12)), 0).sum(-1, keepdim=True)
-    return torch.where(kept, shift_away(fine - _log(total), _whole(22)), -255).clamp_min(-255)
+    total = torch.where(kept, shift_away(exp_of_negative(fine), 12), 0).sum(-1, keepdim=True)
+    return torch.where(kept, shift_away(fine - _log(total), 22), -255).clamp_min(-255)

@@ -244,6 +244,12 @@ def _compute(run: Run, unit: Sequence[Node]) -> None:
 # ---------------------------------------------------------------- kernels of every profile
 
 
+def bounds(act: Node) -> tuple[float | None, float | None] | None:
+    """The reals between which an activation clips, None for no bound; None for one that does something else."""
+    reals = {"Relu": (0.0, None), "Relu6": (0.0, 6.0), "Clamp": (act.attrs.get("min"), act.attrs.get("max"))}
+    return reals.get(act.op)
+
+
 def move(run: Run, unit: Sequence[Node]) -> None:
     """Operators that move codes or choose among them."""
     node = unit[0]

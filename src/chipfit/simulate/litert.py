@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from chipfit.engine.kernels import execute, pad
 from chipfit.graph.ir import Node
-from chipfit.quantizers.grids import dequantize
+from chipfit.graph.ops import OPS
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
 from chipfit.simulate import gemmlowp, tables16
-from chipfit.simulate.integer import Kernel, Profile, Run, accumulate, move
-from chipfit.simulate.requantize import fixed_point, multiplier_and_shift, scale_by, shift_away
+from chipfit.simulate.integer import Kernel, Profile, Run, accumulate, bounds, move
+from chipfit.simulate.requantize import fixed_point, multiplier_and_shift, scale_by, shift_away, shift_up, short
 
 Tensor = torch.Tensor
 
@@ -36,21 +36,56 @@ def _f32(v: float) -> Tensor:
     return torch.tensor(v, dtype=torch.float32)
 
 
-def _wide(run: Run, name: str) -> bool:
-    """16-bit codes."""
-    return run.stored(name).grid.bits > 8
+class _Unit:
+    """The operands and the result of one kernel."""
 
+    def __init__(self, run: Run, nodes: Sequence[Node]) -> None:
+        self.run, self.nodes, self.node = run, nodes, nodes[0]
+        self.x, self.out = nodes[0].data, nodes[-1].output
+        self.attrs = self.node.attrs
 
-def _names(unit: Sequence[Node]) -> tuple[str, str]:
-    """First operand and result of a unit."""
-    return unit[0].inputs[0] or "", unit[-1].output
+    @property
+    def second(self) -> str:
+        """The second operand: the weight of operators that have one."""
+        return self.node.inputs[1] or ""
+
+    @property
+    def wide(self) -> bool:
+        """16-bit codes."""
+        return self.bits(self.x) > 8
+
+    def bits(self, name: str) -> int:
+        return self.run.plan[name].grid.bits
+
+    def scale(self, name: str) -> Tensor:
+        return self.run.plan[name].scale
+
+    def centred(self, name: str = "") -> Tensor:
+        """Codes minus zero point, float64; of the first operand when none is named."""
+        return self.run.centred(name or self.x)
+
+    def real(self, *over: str, kind: torch.dtype = torch.float32) -> Tensor:
+        """The product of the operands' scales (of the first operand's when none is named), divided by the result's."""
+        first, *others = over or (self.x,)
+        real = self.scale(first).to(kind)
+        for name in others:
+            real = real * self.scale(name).to(kind)
+        return real / self.scale(self.out).to(kind)
+
+    def put(self, y: Tensor) -> None:
+        """Keep codes without zero point as the result's."""
+        self.run.store(self.out, y + self.run.zero(self.out))
 
 
 # ---------------------------------------------------------------- products
 
 
 def _scaled(acc: Tensor, real: Tensor, how: str) -> Tensor:
-    """Accumulators to centred codes: XNNPACK's "float" product, the reference linear layer's "double" one, or a `fixed_point`."""
+    """Accumulators to centred codes.
+
+    Args:
+        how: XNNPACK's product in "float", the reference linear layer's in "double", or a rounding of `fixed_point`.
+    """
     if how == "float":
         return torch.round(acc.float() * real.float()).double()
     if how == "double":
@@ -58,195 +93,151 @@ def _scaled(acc: Tensor, real: Tensor, how: str) -> Tensor:
     return fixed_point(acc, real, how).double()
 
 
-def _real(run: Run, *over: str, under: str, kind: torch.dtype = torch.float32) -> Tensor:
-    """Product of the scales of `over` divided by that of `under`, in the precision that the kernel uses."""
-    real = run.scale(over[0]).to(kind)
-    for name in over[1:]:
-        real = real * run.scale(name).to(kind)
-    return real / run.scale(under).to(kind)
-
-
 def _precision(how: str) -> torch.dtype:
     """In which products of weights compute their multiplier."""
     return torch.float32 if how == "float" else torch.float64
 
 
-def _few_bits(run: Run, name: str) -> bool:
-    """4-bit codes, two to a byte."""
-    return run.stored(name).grid.bits <= 4
-
-
-def _convolution(run: Run, unit: Sequence[Node], how: str) -> None:
-    head, (x, out) = unit[0], _names(unit)
-    w = head.inputs[1] or ""
-    gaps = head.op.startswith("Transpose") and any(
-        s > k for s, k in zip(head.attrs["stride"], run.code(w).shape[2:], strict=True)
-    )
-    if how == "float" and (gaps or _few_bits(run, w)):  # XNNPACK leaves these to LiteRT
+def _convolution(u: _Unit, how: str) -> None:
+    head, w = u.node, u.second
+    plain = head.op.startswith("Conv")
+    kernel = u.run.code(w).shape[2:]
+    gaps = OPS[head.op].kind == "transposed" and any(s > k for s, k in zip(u.attrs["stride"], kernel, strict=True))
+    if how == "float" and (gaps or u.bits(w) <= 4):  # XNNPACK leaves these to LiteRT
         how = "up"
-    if how == "up" and head.op.startswith("Conv") and head.attrs["groups"] > 1:  # no optimised kernel
+    if how == "up" and plain and u.attrs["groups"] > 1:  # no optimised kernel
         how = "away"
-    if _wide(run, x):
+    if u.wide:
         how = "q15"
-    acc = accumulate(run, head)
-    real = _real(run, x, w, under=out, kind=_precision(how)).expand(acc.shape[1]).view(-1, *[1] * (acc.dim() - 2))
-    if how == "up" and not head.op.startswith(
-        "Conv"
-    ):  # vector instructions take 8 channels at once, the scalar code what is left
+    acc = accumulate(u.run, head)
+    real = u.real(u.x, w, kind=_precision(how)).expand(acc.shape[1]).view(-1, *[1] * (acc.dim() - 2))
+    if how == "up" and not plain:  # vector instructions take 8 channels at once, the scalar code what is left
         v = acc.shape[1] // 8 * 8
-        scaled = torch.cat((_scaled(acc[:, :v], real[:v], "up"), _scaled(acc[:, v:], real[v:], "away")), 1)
+        u.put(torch.cat((_scaled(acc[:, :v], real[:v], "up"), _scaled(acc[:, v:], real[v:], "away")), 1))
     else:
-        scaled = _scaled(acc, real, how)
-    run.store(out, scaled + run.zero(out))
+        u.put(_scaled(acc, real, how))
 
 
-def _linear(run: Run, unit: Sequence[Node], how: str) -> None:
-    head, (x, out) = unit[0], _names(unit)
-    w = head.inputs[1] or ""
-    if (
-        how == "float" and _few_bits(run, w) and run.code(w).shape[-1] % 2
-    ):  # XNNPACK leaves rows of half bytes to LiteRT
+def _linear(u: _Unit, how: str) -> None:
+    w = u.second
+    if how == "float" and u.bits(w) <= 4 and u.run.code(w).shape[-1] % 2:  # XNNPACK leaves rows of half bytes to LiteRT
         how = "up"
-    if _wide(run, x):
+    if u.wide:
         how = "double"
-    real = _real(run, x, w, under=out, kind=_precision(how))
+    real = u.real(u.x, w, kind=_precision(how))
     if real.numel() == 1 and how == "up":  # a single scale is multiplied in float32
-        real = (run.scale(x) * run.scale(w)).double() / run.scale(out).double()
-    run.store(out, _scaled(accumulate(run, head), real, how) + run.zero(out))
+        real = (u.scale(u.x) * u.scale(w)).double() / u.scale(u.out).double()
+    u.put(_scaled(accumulate(u.run, u.node), real, how))
 
 
-def _mat_mul(run: Run, unit: Sequence[Node], how: str) -> None:
-    a, b = (i or "" for i in unit[0].inputs[:2])
-    out = unit[-1].output
-    how = "q15" if _wide(run, a) else how
-    real = (run.scale(a) * run.scale(b)).to(torch.float32 if how == "float" else torch.float64) / run.scale(out)
-    run.store(out, _scaled(torch.matmul(run.centred(a), run.centred(b)), real, how) + run.zero(out))
+def _mat_mul(u: _Unit, how: str) -> None:
+    if how == "float" and int(u.run.zero(u.second)):  # XNNPACK takes products whose second operand has zero point 0
+        how = "away"
+    how = "q15" if u.wide else how
+    real = (u.scale(u.x) * u.scale(u.second)).to(_precision(how)) / u.scale(u.out)
+    u.put(_scaled(torch.matmul(u.centred(), u.centred(u.second)), real, how))
 
 
-def _mat_mul_xnnpack(run: Run, unit: Sequence[Node]) -> None:
-    """XNNPACK takes products whose second operand has zero point 0."""
-    _mat_mul(run, unit, "away" if int(run.zero(unit[0].inputs[1] or "")) else "float")
+# ---------------------------------------------------------------- element by element
+# XNNPACK leaves scales that are far apart to LiteRT.
 
 
-# ---------------------------------------------------------------- element by element; XNNPACK leaves far ratios of scales to LiteRT
-
-
-def _add(run: Run, unit: Sequence[Node], sign: int = 1) -> None:
+def _add(u: _Unit, sign: int = 1) -> None:
     """Both operands shifted left and brought to twice the larger scale, added, brought to the result's scale."""
-    a, b = (i or "" for i in unit[0].inputs[:2])
-    out = unit[-1].output
-    left = 15 if _wide(run, a) else 20
-    s1, s2 = run.scale(a).double(), run.scale(b).double()
-    twice = 2 * torch.maximum(s1, s2)
-    parts = [fixed_point(run.centred(i).long() << left, s / twice, "away") for i, s in ((a, s1), (b, s2))]
-    real = twice / ((1 << left) * run.scale(out).double())
-    run.store(out, fixed_point(parts[0] + sign * parts[1], real, "away") + run.zero(out))
+    left = 15 if u.wide else 20
+    names = (u.x, u.second)
+    scales = [u.scale(i).double() for i in names]
+    twice = 2 * torch.maximum(*scales)
+    a, b = (fixed_point(u.centred(i).long() << left, s / twice, "away") for i, s in zip(names, scales, strict=True))
+    u.put(fixed_point(a + sign * b, twice / ((1 << left) * u.scale(u.out).double()), "away"))
 
 
-def _add_xnnpack(run: Run, unit: Sequence[Node], sign: int = 1) -> None:
+def _add_xnnpack(u: _Unit, sign: int = 1) -> None:
     """Multipliers with 20 fractional bits below the larger one, one shift with halves up."""
-    a, b = (i or "" for i in unit[0].inputs[:2])
-    out = unit[-1].output
-    ra, rb = (_real(run, i, under=out).double() for i in (a, b))
+    ra, rb = (u.real(i).double() for i in (u.x, u.second))
     if not all(2.0**-10 <= r < 256 for r in (ra, rb)):
-        return _add(run, unit, sign)
+        return _add(u, sign)
     shift = 20 - (int(torch.frexp(torch.maximum(ra, rb)).exponent) - 1)
     ma, mb = (torch.round(r * 2.0**shift).long() for r in (ra, rb))
-    total = run.centred(a).long() * ma + sign * run.centred(b).long() * mb
-    run.store(out, ((total + (1 << (shift - 1))) >> shift) + run.zero(out))
+    total = u.centred().long() * ma + sign * u.centred(u.second).long() * mb
+    u.put(shift_up(total, shift))
 
 
-def _mul(run: Run, unit: Sequence[Node], how: str) -> None:
-    a, b = (i or "" for i in unit[0].inputs[:2])
-    out = unit[-1].output
-    real = _real(run, a, b, under=out)
-    if not 2.0**-16 <= real < 256:
-        how = "away"
-    run.store(out, _scaled(run.centred(a) * run.centred(b), real, how) + run.zero(out))
+def _mul(u: _Unit, how: str) -> None:
+    real = u.real(u.x, u.second)
+    near = 2.0**-16 <= real < 256
+    u.put(_scaled(u.centred() * u.centred(u.second), real, how if near else "away"))
 
 
-def _leaky(run: Run, unit: Sequence[Node]) -> None:
+def _leaky(u: _Unit) -> None:
     """One multiplier on either side of zero."""
-    x, out = _names(unit)
-    q, below = run.centred(x), run.scale(x) * _f32(unit[0].attrs["negative_slope"]) / run.scale(out)
-    y = torch.where(q >= 0, fixed_point(q, _real(run, x, under=out), "away"), fixed_point(q, below, "away"))
-    run.store(out, y + run.zero(out))
+    q, below = u.centred(), u.scale(u.x) * _f32(u.attrs["negative_slope"]) / u.scale(u.out)
+    u.put(torch.where(q >= 0, fixed_point(q, u.real(), "away"), fixed_point(q, below, "away")))
 
 
-def _leaky_xnnpack(run: Run, unit: Sequence[Node]) -> None:
-    """Multipliers with 8 fractional bits, halves up."""
-    x, out = _names(unit)
-    q, s = run.centred(x).long(), _real(run, x, under=out)
-    slope = s * _f32(unit[0].attrs["negative_slope"])
+def _by_256ths(q: Tensor, real: Tensor) -> Tensor:
+    """A product with a multiplier of 8 fractional bits, halves up."""
+    return shift_up(q.long() * torch.round(256.0 * real).long(), 8)
+
+
+def _leaky_xnnpack(u: _Unit) -> None:
+    q, s = u.centred(), u.real()
+    slope = s * _f32(u.attrs["negative_slope"])
     if not (2.0**-8 <= s <= 128 and (2.0**-8 <= slope <= 128 or -127.99609375 <= slope <= -(2.0**-8))):
-        return _leaky(run, unit)
-    above, below = torch.round(256.0 * s).long(), torch.round(256.0 * slope).long()
-    run.store(out, ((q * torch.where(q >= 0, above, below) + 128) >> 8) + run.zero(out))
+        return _leaky(u)
+    u.put(_by_256ths(q, torch.where(q >= 0, s, slope)))
 
 
-def _requantize(run: Run, unit: Sequence[Node]) -> None:
+def _requantize(u: _Unit) -> None:
     """Codes to another scale."""
-    x, out = _names(unit)
-    run.store(out, fixed_point(run.centred(x), _real(run, x, under=out, kind=torch.float64), "away") + run.zero(out))
+    u.put(fixed_point(u.centred(), u.real(kind=torch.float64), "away"))
 
 
-def _requantize_xnnpack(run: Run, unit: Sequence[Node]) -> None:
-    """A multiplier with 8 fractional bits, halves up."""
-    x, out = _names(unit)
-    s = _real(run, x, under=out)
+def _requantize_xnnpack(u: _Unit) -> None:
+    s = u.real()
     if not 2.0**-8 <= s <= 128:
-        return _requantize(run, unit)
-    run.store(out, ((run.centred(x).long() * torch.round(256.0 * s).long() + 128) >> 8) + run.zero(out))
+        return _requantize(u)
+    u.put(_by_256ths(u.centred(), s))
 
 
-def _prelu(run: Run, unit: Sequence[Node]) -> None:
+def _prelu(u: _Unit) -> None:
     """Below zero, the product with the slope's code."""
-    node, (x, out) = unit[0], _names(unit)
-    w = node.inputs[1] or ""
-    q, slope = run.centred(x), run.centred(w)
-    slope = slope.view(-1, *[1] * (q.dim() - 2))
-    below = fixed_point(q * slope, _real(run, x, w, under=out), "away")
-    run.store(out, torch.where(q >= 0, fixed_point(q, _real(run, x, under=out), "away"), below) + run.zero(out))
+    q = u.centred()
+    slope = u.centred(u.second).view(-1, *[1] * (q.dim() - 2))
+    below = fixed_point(q * slope, u.real(u.x, u.second), "away")
+    u.put(torch.where(q >= 0, fixed_point(q, u.real(), "away"), below))
 
 
-def _relu(run: Run, unit: Sequence[Node], how: str) -> None:
-    """A rectifier on its own: another scale, then the clip."""
-    x, out = _names(unit)
-    run.store(out, _scaled(run.centred(x), _real(run, x, under=out), how) + run.zero(out))
-    bounds = _clip(unit[0], run.stored(out))
-    assert bounds is not None
-    run.codes[out] = run.codes[out].clamp(*bounds)
+def _rectifier(u: _Unit) -> None:
+    """On its own: another scale, then the clip."""
+    u.put(fixed_point(u.centred(), u.real(), "away"))
+    ends = _clip(u.node, u.run.stored(u.out))
+    if ends is not None:
+        u.run.codes[u.out] = u.run.codes[u.out].clamp(*ends)
 
 
-def _table(run: Run, unit: Sequence[Node], f: Callable[[Tensor, Node], Tensor] | None = None) -> None:
-    """A table over all codes: y = round(f(s (q - z)) / s_y), computed in float32, halves away from zero."""
-    x, out = _names(unit)
-    t = run.stored(x)
+def _abs(u: _Unit) -> None:
+    u.put(fixed_point(u.centred().abs(), u.real(), "away"))
+
+
+def _table(u: _Unit, f: Callable[[Tensor, Node], Tensor] | None = None, wide: Any = None) -> None:
+    """A table over all codes: y = round(f(s (q - z)) / s_y), computed in float32, halves away from zero.
+
+    Args:
+        f: the function in the kernel's own steps; the engine's in double when omitted.
+        wide: (codes, scale) -> codes, for 16-bit ones; a table too when omitted.
+    """
+    codes, scale, result = u.run.code(u.x).long(), u.scale(u.x), u.scale(u.out)
 
     def function(reals: Tensor) -> Tensor:
-        return f(reals, unit[0]) if f is not None else execute(unit[0], [reals.double()])[0].float()
+        return f(reals, u.node) if f is not None else execute(u.node, [reals.double()])[0].float()
 
-    if _wide(run, x):
-        run.store(out, tables16.apply(function, run.code(x).long(), run.scale(x), run.scale(out)))
+    if u.wide:
+        u.run.store(u.out, wide(codes, scale) if wide else tables16.apply(function, codes, scale, result))
         return
-    codes = torch.arange(t.grid.qmin, t.grid.qmax + 1)
-    y = function(dequantize(codes, run.scale(x), run.zero(x)))
-    table = round_away((y * (1.0 / run.scale(out))).double()) + run.zero(out)
-    run.store(out, table[run.code(x).long() - t.grid.qmin])
-
-
-def _table_or(
-    run: Run,
-    unit: Sequence[Node],
-    wide: Callable[[Tensor, Tensor], Tensor],
-    f: Callable[[Tensor, Node], Tensor] | None = None,
-) -> None:
-    """A table, or the function's own arithmetic on 16-bit codes."""
-    x, out = _names(unit)
-    if _wide(run, x):
-        run.store(out, wide(run.code(x).long(), run.scale(x)))
-    else:
-        _table(run, unit, f)
+    stored = u.run.plan[u.x]
+    y = function(stored.dequantize(torch.arange(stored.grid.qmin, stored.grid.qmax + 1)))
+    u.put(round_away((y * (1.0 / result)).double())[codes - stored.grid.qmin])
 
 
 def _sigmoid(x: Tensor, node: Node) -> Tensor:
@@ -262,55 +253,38 @@ def _gelu(x: Tensor, node: Node) -> Tensor:
     return 0.5 * x * torch.special.erfc((x * _f32(-math.sqrt(0.5))).double()).float()
 
 
-def _abs(run: Run, unit: Sequence[Node]) -> None:
-    x, out = _names(unit)
-    run.store(out, fixed_point(run.centred(x).abs(), _real(run, x, under=out), "away") + run.zero(out))
-
-
-def _hard_swish(run: Run, unit: Sequence[Node]) -> None:
+def _hard_swish(u: _Unit) -> None:
     """x * relu6(x + 3) / 6 in 16-bit fixed point, with 7 more bits than the codes have."""
-    x, out = _names(unit)
-    fine = run.scale(x) / 128
-    m_out, e_out = multiplier_and_shift((fine / run.scale(out)).double())
+    fine = u.scale(u.x) / 128
+    m_out, e_out = multiplier_and_shift((fine / u.scale(u.out)).double())
     m_gate, e_gate = multiplier_and_shift((fine / _f32(3.0 / 32768.0)).double())
-    q = run.centred(x).long() << 7
-    value = _high16(q, _to16(m_out))
-    gate = q
-    if int(e_gate) > 0:
-        gate = _sat16(gate << (e_gate - 1))
-    gate = _high16(gate, _to16(m_gate))
-    if int(e_gate) > 0:
-        gate = _sat16(gate << 1)
-    elif int(e_gate) < 0:
-        gate = shift_away(gate, -e_gate)
-    gate = (gate + (1 << 15)) >> 1
-    product = gate * value
-    product = torch.where(product >= 0, product >> 15, -((-product) >> 15))
-    run.store(out, shift_away(product, -e_out) + run.zero(out))
+    q = u.centred().long() << 7
+    value = _product16(q, short(m_out))
+    up = int(e_gate)
+    gate = _saturated(q << (up - 1)) if up > 0 else q
+    gate = _product16(gate, short(m_gate))
+    gate = _saturated(gate << 1) if up > 0 else shift_away(gate, -e_gate)
+    product = torch.div(((gate + (1 << 15)) >> 1) * value, 1 << 15, rounding_mode="trunc")
+    u.put(shift_away(product, -e_out))
 
 
-def _to16(m: Tensor) -> Tensor:
-    return torch.where(m >= (1 << 31) - 1 - (1 << 15), (1 << 15) - 1, (m + (1 << 15)) >> 16)
-
-
-def _sat16(x: Tensor) -> Tensor:
+def _saturated(x: Tensor) -> Tensor:
     return x.clamp(-(1 << 15), (1 << 15) - 1)
 
 
-def _high16(a: Tensor, b: Tensor) -> Tensor:
-    """Doubled high half of a 16-bit product, halves away from zero."""
-    p = a * b
-    n = p + torch.where(p >= 0, 1 << 14, 1 - (1 << 14))
-    return _sat16(torch.where(n >= 0, n >> 15, -((-n) >> 15)))
+def _product16(a: Tensor, b: Tensor) -> Tensor:
+    """Doubled high half of a 16-bit product."""
+    return _saturated(shift_up(a * b, 15))
 
 
-def _softmax(run: Run, unit: Sequence[Node], rows: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-    """`rows` makes codes without zero point of codes, both with the axis last, and of the scales of operand and result."""
-    x, out = _names(unit)
-    axis = unit[0].attrs["axis"]
-    q = run.code(x).long().movedim(axis, -1)
-    y = tables16.softmax(q, run.scale(x)) if _wide(run, x) else rows(q, run.scale(x), run.scale(out)) + run.zero(out)
-    run.store(out, y.movedim(-1, axis))
+def _softmax(u: _Unit, rows: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    """`rows` makes codes without zero point of codes, both with the axis last, and of both scales."""
+    axis, scale = u.attrs["axis"], u.scale(u.x)
+    q = u.run.code(u.x).long().movedim(axis, -1)
+    if u.wide:
+        u.run.store(u.out, tables16.softmax(q, scale).movedim(-1, axis))
+    else:
+        u.put(rows(q, scale, u.scale(u.out)).movedim(-1, axis))
 
 
 def _rows_reference(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
@@ -346,76 +320,74 @@ def _log_rows_optimized(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
 # ---------------------------------------------------------------- windows and means
 
 
-def _mean_axes(run: Run, node: Node) -> tuple[tuple[int, ...], bool]:
-    rank = run.code(node.inputs[0] or "").dim()
-    return (tuple(range(2, rank)), True) if node.op == "GlobalAvgPool" else (node.attrs["axes"], node.attrs["keepdims"])
+def _mean_axes(u: _Unit) -> tuple[tuple[int, ...], bool]:
+    """Axes counted from the front, and whether they stay as size 1."""
+    rank = u.run.code(u.x).dim()
+    axes = tuple(a % rank for a in u.attrs.get("axes", range(2, rank)))
+    return axes, u.attrs.get("keepdims", True)
 
 
-def _mean(run: Run, unit: Sequence[Node]) -> None:
+def _sum(u: _Unit) -> tuple[Tensor, int]:
+    """The sum of codes without zero point, and how many each one has."""
+    axes, keep = _mean_axes(u)
+    q = u.centred()
+    return q.sum(axes, keep), math.prod(q.shape[a] for a in axes)
+
+
+def _mean(u: _Unit) -> None:
     """The multiplier takes the division by the count in: m 2^k / n, with k as large as 64 bits allow."""
-    x, out = _names(unit)
-    axes, keep = _mean_axes(run, unit[0])
-    q = run.centred(x)
-    n = math.prod(q.shape[a] for a in axes)
-    m, e = multiplier_and_shift(_real(run, x, under=out, kind=torch.float64))
+    total, n = _sum(u)
+    m, e = multiplier_and_shift(u.real(kind=torch.float64))
     k = min(n.bit_length() - 1, 32, 31 + int(e))
-    run.store(out, scale_by(q.sum(axes, keep), (m << k) // n, e - k, "away") + run.zero(out))
+    u.put(scale_by(total, (m << k) // n, e - k, "away"))
 
 
-def _mean_optimized(run: Run, unit: Sequence[Node]) -> None:
+def _mean_optimized(u: _Unit) -> None:
     """Over rows and columns of an image, which stay as size 1, codes are summed with their zero point.
 
     Vector instructions take 16 channels at once and round halves up, the channels left over take the scalar code.
     """
-    x, out = _names(unit)
-    axes, keep = _mean_axes(run, unit[0])
-    q = run.code(x).double()
-    if not keep or {a % q.dim() for a in axes} != {2, 3} or q.dim() != 4 or _wide(run, x):
-        return _mean(run, unit)
-    real = run.scale(x) / (float(q.shape[2] * q.shape[3]) * run.scale(out))
-    shift = run.zero(x).float() * run.scale(x) / run.scale(out)
-    offset = run.zero(out) - torch.trunc(torch.where(shift > 0, shift + 0.5, shift - 0.5))
+    axes, keep = _mean_axes(u)
+    q = u.run.code(u.x).double()
+    if not keep or {*axes} != {2, 3} or q.dim() != 4 or u.wide:
+        return _mean(u)
+    scale, result = u.scale(u.x), u.scale(u.out)
+    real = scale / (float(q.shape[2] * q.shape[3]) * result)
+    shift = u.run.zero(u.x).float() * scale / result
     total, vector = q.sum(axes, keep), q.shape[1] // 16 * 16
     parts = (fixed_point(total[:, :vector], real, "up"), fixed_point(total[:, vector:], real, "away"))
-    run.store(out, torch.cat(parts, 1) + offset)
+    u.put(torch.cat(parts, 1) - torch.trunc(torch.where(shift > 0, shift + 0.5, shift - 0.5)))
 
 
-def _mean_xnnpack(run: Run, unit: Sequence[Node]) -> None:
-    x, out = _names(unit)
-    axes, keep = _mean_axes(run, unit[0])
-    q = run.centred(x)
-    n = math.prod(q.shape[a] for a in axes)
-    real = run.scale(x) / run.scale(out) / n
-    run.store(out, torch.round(q.sum(axes, keep).float() * real + run.zero(out)))
+def _mean_xnnpack(u: _Unit) -> None:
+    total, n = _sum(u)
+    u.run.store(u.out, torch.round(total.float() * (u.real() / n) + u.run.zero(u.out)))
 
 
-def _avg_pool(run: Run, unit: Sequence[Node]) -> None:
+def _avg_pool(u: _Unit) -> None:
     """(sum of codes ± n/2) / n, towards zero; n counts what lies inside the image, or in the padded one."""
-    x, out = _names(unit)
-    a = unit[0].attrs
-    q = run.code(x).double()
+    a, q = u.attrs, u.run.code(u.x).double()
     padding = ((0, 0),) * (q.dim() - len(a["padding"])) + tuple(a["padding"])
-    counted = torch.ones_like(q[:1, :1])
-    fill = float(run.zero(x)) if a["count_include_pad"] else 0.0
-    q = pad(q, padding=padding, mode="constant", value=fill)
-    counted = pad(counted, padding=padding, mode="constant", value=float(a["count_include_pad"]))
-    area = math.prod(a["kernel"])
-    plain = unit[0].with_(attrs={**a, "padding": ((0, 0),) * len(a["padding"])})
-    total = torch.round(execute(plain, [q])[0] * area)
-    n = torch.round(execute(plain, [counted])[0] * area)
+    plain = u.node.with_(attrs={**a, "padding": ((0, 0),) * len(a["padding"])})
+
+    def summed(x: Tensor, border: float) -> Tensor:
+        x = pad(x, padding=padding, mode="constant", value=border)
+        return torch.round(execute(plain, [x])[0] * math.prod(a["kernel"]))
+
+    counted = a["count_include_pad"]
+    total, n = summed(q, float(u.run.zero(u.x)) if counted else 0.0), summed(torch.ones_like(q[:1, :1]), float(counted))
     half = torch.floor(n / 2)
-    run.store(out, torch.where(total > 0, torch.floor((total + half) / n), -torch.floor((half - total) / n)))
+    u.run.store(u.out, torch.where(total > 0, torch.floor((total + half) / n), -torch.floor((half - total) / n)))
 
 
 def _lines(size: int, out: int, corners: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Along one axis: two source positions for each result, and the second's share in 1024ths."""
     at = torch.arange(out)
     if corners and out > 1:
-        step = (1024 * (size - 1) + (out - 1) // 2) // (out - 1)
-        fine = at * step
+        fine = at * ((1024 * (size - 1) + (out - 1) // 2) // (out - 1))
     else:
         step = (1024 * size + out // 2) // out
-        fine = at * step + step // 2 - 512 if not corners else at * step
+        fine = at * step + (0 if corners else step // 2 - 512)
     low = torch.div(fine, 1024, rounding_mode="trunc").clamp_min(0)
     high = torch.div(fine + 1023, 1024, rounding_mode="trunc").clamp_max(size - 1)
     return low, high, fine - 1024 * low
@@ -432,45 +404,36 @@ def _lines_xnnpack(size: int, out: int, corners: bool) -> tuple[Tensor, Tensor, 
     return low, (low + 1).clamp_max(size - 1), torch.round((fine - low) * 2048).long()
 
 
-def _resize(
-    run: Run, unit: Sequence[Node], lines: Callable[[int, int, bool], tuple[Tensor, Tensor, Tensor]], one: int
-) -> None:
+def _resize(u: _Unit, lines: Callable[[int, int, bool], tuple[Tensor, Tensor, Tensor]], one: int) -> None:
     """Bilinear with fixed-point shares of `one`; halves away from zero for shares of 1024, else up."""
-    node, (x, out) = unit[0], _names(unit)
-    if node.attrs["mode"] == "nearest":
-        return move(run, unit)
-    q = run.code(x).long()
-    (like,) = execute(node, [q.float()])
-    (top, low, v), (left, right, h) = (
-        lines(q.shape[d], like.shape[d], bool(node.attrs["align_corners"])) for d in (2, 3)
-    )
+    if u.attrs["mode"] == "nearest":
+        return move(u.run, u.nodes)
+    q = u.run.code(u.x).long()
+    (like,) = execute(u.node, [q.float()])
+    (top, low, v), (left, right, h) = (lines(q.shape[d], like.shape[d], bool(u.attrs["align_corners"])) for d in (2, 3))
     v = v[:, None]
     upper, lower = (q[:, :, row][..., left] * (one - h) + q[:, :, row][..., right] * h for row in (top, low))
-    y, whole = upper * (one - v) + lower * v, one * one
+    y, half, whole = upper * (one - v) + lower * v, one * one // 2, one * one
     if one == 1024:
-        run.store(out, torch.div(y + torch.where(y > 0, whole // 2, -whole // 2), whole, rounding_mode="trunc"))
+        u.run.store(u.out, torch.div(y + torch.where(y > 0, half, -half), whole, rounding_mode="trunc"))
     else:
-        run.store(out, torch.div(y + whole // 2, whole, rounding_mode="floor"))
+        u.run.store(u.out, torch.div(y + half, whole, rounding_mode="floor"))
 
 
-# ---------------------------------------------------------------- profiles
+# ---------------------------------------------------------------- reals to codes, and the clip of fused activations
 
 
 def _clip(act: Node, t: Stored) -> tuple[int, int] | None:
     """The codes of the activation's bounds, halves away from zero."""
-    low, high = {"Relu": (0.0, None), "Relu6": (0.0, 6.0), "Clamp": (act.attrs.get("min"), act.attrs.get("max"))}.get(
-        act.op, (None, None)
-    )
-    if low is None and high is None:
+    reals, grid = bounds(act), t.grid
+    if reals is None or reals == (None, None):
         return None
-    scale, z = t.scale, int(t.zero_point)
-
-    def code(v: float) -> int:
-        return z + int(round_away((_f32(v) / scale).double()))
-
+    low, high = (
+        None if v is None else int(t.zero_point) + int(round_away((_f32(v) / t.scale).double())) for v in reals
+    )
     return (
-        t.grid.qmin if low is None else min(max(t.grid.qmin, code(low)), t.grid.qmax),
-        t.grid.qmax if high is None else max(min(t.grid.qmax, code(high)), t.grid.qmin),
+        grid.qmin if low is None else min(max(grid.qmin, low), grid.qmax),
+        grid.qmax if high is None else max(min(grid.qmax, high), grid.qmin),
     )
 
 
@@ -484,69 +447,78 @@ def _quantize_inverse(x: Tensor, t: Stored) -> Tensor:
     return (torch.round(x * (1.0 / t.scale)) + t.zero_point).clamp(t.grid.qmin, t.grid.qmax).to(t.grid.dtype)
 
 
-_CONVOLUTIONS = ("Conv1D", "Conv2D", "DepthwiseConv2D", "TransposeConv1D", "TransposeConv2D")
-_TABLES = ("Exp", "Log")
-_RECTIFIERS = ("Relu", "Relu6", "Clamp")
-
-REFERENCE: dict[str, Kernel] = {
-    **dict.fromkeys(_CONVOLUTIONS, partial(_convolution, how="away")),
-    **dict.fromkeys(_TABLES, _table),
-    **dict.fromkeys(_RECTIFIERS, partial(_relu, how="away")),
-    **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean),
-    "Linear": partial(_linear, how="double"),
-    "MatMul": partial(_mat_mul, how="away"),
-    "Add": _add,
-    "Sub": partial(_add, sign=-1),
-    "Mul": partial(_mul, how="away"),
-    "PRelu": _prelu,
-    "LeakyRelu": _leaky,
-    "HardSwish": _hard_swish,
-    "Softmax": partial(_softmax, rows=_rows_reference),
-    "LogSoftmax": partial(_softmax, rows=_log_rows_reference),
-    "Sigmoid": partial(_table_or, wide=tables16.sigmoid, f=_sigmoid),
-    "Tanh": partial(_table_or, wide=tables16.tanh),
-    "Gelu": partial(_table, f=_gelu),
-    "Abs": _abs,
-    "Requantize": _requantize,
-}
-OPTIMIZED: dict[str, Kernel] = {
-    **REFERENCE,
-    **dict.fromkeys(_CONVOLUTIONS, partial(_convolution, how="up")),
-    **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean_optimized),
-    "Linear": partial(_linear, how="up"),
-    "Softmax": partial(_softmax, rows=_rows_optimized),
-    "LogSoftmax": partial(_softmax, rows=_log_rows_optimized),
-}
-_THEIRS: dict[str, Kernel] = {
-    **dict.fromkeys(_CONVOLUTIONS, partial(_convolution, how="float")),
-    **dict.fromkeys(("Mean", "GlobalAvgPool"), _mean_xnnpack),
-    "Linear": partial(_linear, how="float"),
-    "MatMul": _mat_mul_xnnpack,
-    "Add": _add_xnnpack,
-    "Sub": partial(_add_xnnpack, sign=-1),
-    "Mul": partial(_mul, how="float"),
-    "LeakyRelu": _leaky_xnnpack,
-    "Requantize": _requantize_xnnpack,
-}
-MOVES: dict[str, Kernel] = {"AvgPool": _avg_pool, "Resize": partial(_resize, lines=_lines, one=1024)}
+# ---------------------------------------------------------------- families: each as it differs from the one before
 
 
-def _taken(run: Run, unit: Sequence[Node], theirs: Kernel, ours: Kernel) -> None:
+def _by(kernel: Callable[..., None], *ops: str, **how: Any) -> dict[str, Kernel]:
+    """Rows of operators with one kernel; `how` it rounds."""
+    return dict.fromkeys(ops, lambda run, nodes: kernel(_Unit(run, nodes), **how))
+
+
+def _narrow(theirs: dict[str, Kernel], ours: dict[str, Kernel]) -> dict[str, Kernel]:
     """XNNPACK takes 8-bit operators only."""
-    (ours if _wide(run, unit[0].inputs[0] or "") else theirs)(run, unit)
+
+    def either(op: str) -> Kernel:
+        return lambda run, nodes: (ours if _Unit(run, nodes).wide else theirs)[op](run, nodes)
+
+    return ours | {op: either(op) for op in theirs}
 
 
-XNNPACK: dict[str, Kernel] = {
-    **OPTIMIZED,
-    **{op: partial(_taken, theirs=f, ours=OPTIMIZED[op]) for op, f in _THEIRS.items()},
+_CONVOLUTIONS = [op for op, row in OPS.items() if row.kind in ("conv", "transposed") and not op.endswith("3D")]
+_MEANS = ("Mean", "GlobalAvgPool")
+
+_REFERENCE = {
+    **_by(_convolution, *_CONVOLUTIONS, how="away"),
+    **_by(_linear, "Linear", how="double"),
+    **_by(_mat_mul, "MatMul", how="away"),
+    **_by(_add, "Add"),
+    **_by(_add, "Sub", sign=-1),
+    **_by(_mul, "Mul", how="away"),
+    **_by(_rectifier, "Relu", "Relu6", "Clamp"),
+    **_by(_leaky, "LeakyRelu"),
+    **_by(_prelu, "PRelu"),
+    **_by(_table, "Exp", "Log"),
+    **_by(_table, "Sigmoid", f=_sigmoid, wide=tables16.sigmoid),
+    **_by(_table, "Tanh", wide=tables16.tanh),
+    **_by(_table, "Gelu", f=_gelu),
+    **_by(_hard_swish, "HardSwish"),
+    **_by(_abs, "Abs"),
+    **_by(_requantize, "Requantize"),
+    **_by(_softmax, "Softmax", rows=_rows_reference),
+    **_by(_softmax, "LogSoftmax", rows=_log_rows_reference),
+    **_by(_mean, *_MEANS),
 }
-MOVES_XNNPACK: dict[str, Kernel] = {
-    **MOVES,
-    "Resize": partial(_taken, theirs=partial(_resize, lines=_lines_xnnpack, one=2048), ours=MOVES["Resize"]),
+_OPTIMIZED = {
+    **_REFERENCE,
+    **_by(_convolution, *_CONVOLUTIONS, how="up"),
+    **_by(_linear, "Linear", how="up"),
+    **_by(_softmax, "Softmax", rows=_rows_optimized),
+    **_by(_softmax, "LogSoftmax", rows=_log_rows_optimized),
+    **_by(_mean_optimized, *_MEANS),
 }
+_XNNPACK = {
+    **_by(_convolution, *_CONVOLUTIONS, how="float"),
+    **_by(_linear, "Linear", how="float"),
+    **_by(_mat_mul, "MatMul", how="float"),
+    **_by(_add_xnnpack, "Add"),
+    **_by(_add_xnnpack, "Sub", sign=-1),
+    **_by(_mul, "Mul", how="float"),
+    **_by(_leaky_xnnpack, "LeakyRelu"),
+    **_by(_requantize_xnnpack, "Requantize"),
+    **_by(_mean_xnnpack, *_MEANS),
+}
+_MOVES = {**_by(_avg_pool, "AvgPool"), **_by(_resize, "Resize", lines=_lines, one=1024)}
+_MOVES_XNNPACK = _by(_resize, "Resize", lines=_lines_xnnpack, one=2048)
 
-register("kernels", "litert_reference")(Profile(kernels=REFERENCE, moves=MOVES, clip=_clip, quantize=_quantize_away))
-register("kernels", "litert_optimized")(Profile(kernels=OPTIMIZED, moves=MOVES, clip=_clip, quantize=_quantize_inverse))
+register("kernels", "litert_reference")(Profile(kernels=_REFERENCE, moves=_MOVES, clip=_clip, quantize=_quantize_away))
+register("kernels", "litert_optimized")(
+    Profile(kernels=_OPTIMIZED, moves=_MOVES, clip=_clip, quantize=_quantize_inverse)
+)
 register("kernels", "litert_xnnpack")(
-    Profile(kernels=XNNPACK, moves=MOVES_XNNPACK, clip=_clip, quantize=_quantize_inverse)
+    Profile(
+        kernels=_narrow(_XNNPACK, _OPTIMIZED),
+        moves=_narrow(_MOVES_XNNPACK, _MOVES),
+        clip=_clip,
+        quantize=_quantize_inverse,
+    )
 )

@@ -12,7 +12,7 @@ from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Node
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
-from chipfit.simulate.integer import Kernel, Profile, Run, accumulate
+from chipfit.simulate.integer import Kernel, Profile, Run, accumulate, bounds
 from chipfit.simulate.requantize import requantize
 
 Tensor = torch.Tensor
@@ -20,10 +20,10 @@ Tensor = torch.Tensor
 
 def _absorbed(act: Node, t: Stored) -> tuple[int, int] | None:
     """The whole grid, where clipping to it does what the activation does; else that is computed in float."""
-    reals = {"Relu": (0.0, None), "Relu6": (0.0, 6.0), "Clamp": (act.attrs.get("min"), act.attrs.get("max"))}
-    if act.op not in reals:
+    reals = bounds(act)
+    if reals is None:
         return None
-    low, high = reals[act.op]
+    low, high = reals
     least, most = (float((end - t.zero_point.float()) * t.scale) for end in (t.grid.qmin, t.grid.qmax))
     below = low is not None and least < low - 1.2e-7
     above = high is not None and most > high + 1.2e-7

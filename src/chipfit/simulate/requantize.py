@@ -51,9 +51,9 @@ def fixed_point(acc: torch.Tensor, real: torch.Tensor, how: str) -> torch.Tensor
     Args:
         acc: integers, any dtype that holds them exactly.
         real: multiplier >= 0, broadcasts against acc.
-        how: "away": doubled high half of the product with halves away from zero, then a rounding shift, halves away
-            from zero. "up": the same two roundings with halves up. "once": one shift of the 64-bit product, halves up.
-            "q15": the multiplier reduced to 16 bits, one shift, halves up.
+        how: "away": doubled high half of the product, halves up, then a rounding shift, halves away from zero. "up":
+            both with halves up. "once": one shift of the 64-bit product, halves up. "q15": the multiplier reduced to 16
+            bits, one shift, halves up.
 
     Source: gemmlowp, docs/quantization.md; TensorFlow Lite, kernels/internal/common.h.
     """
@@ -64,25 +64,25 @@ def scale_by(acc: torch.Tensor, m: torch.Tensor, e: torch.Tensor, how: str) -> t
     """As `fixed_point`, with the multiplier as mantissa and exponent (`multiplier_and_shift`)."""
     a = acc.to(torch.int64)
     if how == "once":
-        return _shift_up(a * m, 31 - e)
+        return shift_up(a * m, 31 - e)
     if how == "q15":
-        short = torch.where(m < 0x7FFF0000, (m + (1 << 15)) >> 16, 0x7FFF)
-        return _shift_up(a * short, 15 - e)
+        return shift_up(a * short(m), 15 - e)
     product = (a << e.clamp_min(0)) * m
     right = (-e).clamp_min(0)
-    if how == "up":
-        return _shift_up((product + (1 << 30)) >> 31, right)
-    nudged = product + torch.where(product >= 0, 1 << 30, 1 - (1 << 30))
-    high = torch.where(nudged >= 0, nudged >> 31, -((-nudged) >> 31))  # C division truncates
-    return shift_away(high, right)
+    return (shift_up if how == "up" else shift_away)(shift_up(product, 31), right)
 
 
-def _shift_up(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+def short(m: torch.Tensor) -> torch.Tensor:
+    """A mantissa of 31 bits in 15."""
+    return torch.where(m < 0x7FFF0000, (m + (1 << 15)) >> 16, 0x7FFF)
+
+
+def shift_up(x: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:
     """x / 2^by, halves up."""
-    return (x + ((torch.ones_like(by) << by) >> 1)) >> by
+    return (x + ((1 << by) >> 1)) >> by
 
 
-def shift_away(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+def shift_away(x: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:
     """x / 2^by, halves away from zero; int64."""
-    mask = (torch.ones_like(by) << by) - 1
+    mask = (1 << by) - 1
     return (x >> by) + ((x & mask) > (mask >> 1) + (x < 0).long()).long()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from chipfit.simulate.requantize import fixed_point
+from chipfit.simulate.requantize import fixed_point, shift_up
 
 Tensor = torch.Tensor
 Function = Callable[[Tensor], Tensor]
@@ -41,7 +41,7 @@ def _table(f: Function, scale: Tensor, zero: int, result: Tensor) -> Tensor:
 
 def _read(table: Tensor, q: Tensor) -> Tensor:
     at = 256 + (q >> 7)
-    return table[at] + (((table[at + 1] - table[at]) * (q & 127) + 64) >> 7)
+    return table[at] + shift_up((table[at + 1] - table[at]) * (q & 127), 7)
 
 
 def apply(f: Function, q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
@@ -59,14 +59,14 @@ def _bell() -> Tensor:
 
 
 def _thirds(q: Tensor, scale: Tensor, shifts: tuple[int, ...]) -> Tensor:
-    """The operand in steps of 1 / 12288: by a shift where the scale is one of a few powers of two, else by a 15-bit multiplier."""
+    """The operand in steps of 1 / 12288: by a shift where the scale is 2^(shift - 12), else by a 15-bit multiplier."""
     exact = 12 + torch.log2(scale.double())
     if float(exact) in shifts:
         return q * (3 << int(exact))
     real, shift = float(scale) * 4096.0 * 3.0, 0
     while real <= 32767.0 / 2.0 and shift <= 30:
         real, shift = 2 * real, shift + 1
-    return (q * int(real) + ((1 << shift) >> 1)) >> shift
+    return shift_up(q * int(real), shift)
 
 
 def _line(x: Tensor, bits: int, end: int) -> Tensor:
@@ -101,5 +101,4 @@ def softmax(q: Tensor, scale: Tensor) -> Tensor:
     digits = torch.frexp(total.double()).exponent.long()  # total < 2^digits
     mantissa = ((total << 31 - digits) + (1 << 13)) >> 14
     r = _read(inverse, (mantissa - (1 << 15) - (1 << 16)).clamp(LOW, HIGH))
-    shift = digits - 1
-    return ((e * r + ((torch.ones_like(shift) << shift) >> 1)) >> shift).clamp(0, HIGH)
+    return shift_up(e * r, digits - 1).clamp(0, HIGH)

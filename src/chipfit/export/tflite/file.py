@@ -1,0 +1,224 @@
+"""A `.tflite` file in the making: tensors and operators, and what the schema wants around them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import flatbuffers
+import numpy as np
+from ai_edge_litert import schema_py_generated as schema
+
+from chipfit._version import __version__
+from chipfit.graph.builder import unique
+
+#: names that torch and numpy have for types -> the schema's codes
+TYPES = {
+    name: getattr(schema.TensorType, name.upper())
+    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+}
+_NUMPY = {code: np.dtype(name) for name, code in TYPES.items()}
+INT4 = schema.TensorType.INT4
+
+
+class Numbers(NamedTuple):
+    """What the codes of a tensor stand for."""
+
+    scale: np.ndarray  #: one, or one for each channel
+    zero: np.ndarray
+    axis: int = 0  #: of the channels
+
+
+class File:
+    """Tensors and operators so far."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Any] = []
+        self.operators: list[Any] = []
+        self.known: dict[str, int] = {}  #: tensor name -> index
+        self.stem = "io"  #: how names of tensors begin that are given none
+        self._buffers: list[_Buffer] = [_Buffer()]
+        self._codes: list[Any] = []
+        self._constants: dict[Any, int] = {}
+
+    def tensor(
+        self,
+        name: str,
+        shape: Sequence[int],
+        kind: int,
+        numbers: Numbers | None = None,
+        *,
+        data: bytes | None = None,
+        open_shape: Sequence[int] = (),
+    ) -> int:
+        """Add a tensor; returns its index."""
+        t = schema.TensorT()
+        t.name, t.shape, t.type, t.buffer, t.hasRank = name.encode(), np.array(shape, np.int32), kind, 0, True
+        if -1 in open_shape:
+            t.shapeSignature = np.array(open_shape, np.int32)
+        if data is not None:
+            t.buffer = self._buffer(data)
+        if numbers is not None:
+            p = t.quantization = schema.QuantizationParametersT()
+            p.scale = np.atleast_1d(np.asarray(numbers.scale, np.float32))
+            p.zeroPoint = np.broadcast_to(np.atleast_1d(np.asarray(numbers.zero, np.int64)), p.scale.shape).copy()
+            p.quantizedDimension = numbers.axis
+        self.tensors.append(t)
+        self.known[name] = len(self.tensors) - 1
+        return self.known[name]
+
+    def constant(self, value: Any, name: str = "", kind: int | None = None, numbers: Numbers | None = None) -> int:
+        """A constant tensor, one for all operators that ask for the same."""
+        a = np.ascontiguousarray(value) if np.ndim(value) else np.asarray(value)
+        kind = TYPES[a.dtype.name] if kind is None else kind
+        key = (name, kind, a.shape, a.tobytes(), numbers and np.asarray(numbers.scale).tobytes())
+        if key not in self._constants:
+            data = _packed(a) if kind == INT4 else a.astype(_NUMPY[kind])
+            whole = self._free(name or f"{self.stem}/const")
+            self._constants[key] = self.tensor(whole, a.shape, kind, numbers, data=data.tobytes())
+        return self._constants[key]
+
+    def ints(self, *values: int) -> int:
+        return self.constant(np.array(values, np.int32))
+
+    def scalar(self, value: float) -> int:
+        return self.constant(np.float32(value))
+
+    def between(self, shape: Sequence[int], like: int | None = None, name: str = "") -> int:
+        """A tensor inside an operator's writing: float, or of the type and with the numbers of the tensor `like`."""
+        k = self.tensor(self._free(name or f"{self.stem}/part"), shape, TYPES["float32"])
+        if like is not None:
+            t = self.tensors[like]
+            self.tensors[k].type, self.tensors[k].quantization = t.type, t.quantization
+        return k
+
+    def op(self, kind: str, inputs: Sequence[int], outputs: int | Sequence[int], **options: Any) -> None:
+        """Add an operator by the schema's name, with its options by theirs."""
+        outs = [outputs] if isinstance(outputs, int) else outputs
+        o = schema.OperatorT()
+        o.opcodeIndex = self._code(kind, [*inputs, *outs])
+        o.inputs, o.outputs = np.array(inputs, np.int32), np.array(outs, np.int32)
+        table = _ODD_TABLES.get(kind, _TABLES.get(kind.replace("_", "").lower(), ""))
+        if table:
+            o.builtinOptionsType = getattr(schema.BuiltinOptions, table)
+            o.builtinOptions = getattr(schema, f"{table}T")()
+        for key, value in options.items():
+            if not hasattr(o.builtinOptions, key):
+                raise AttributeError(f"{table or kind} has no field {key}")
+            setattr(o.builtinOptions, key, value)
+        self.operators.append(o)
+
+    def content(self, inputs: Mapping[str, int], outputs: Mapping[str, int], notes: bytes) -> bytes:
+        """The whole file.
+
+        Args:
+            inputs, outputs: tensors by the names that its signature gives them.
+            notes: content of the metadata entry "chipfit".
+        """
+        used = {int(i) for o in self.operators for i in (*o.inputs, *o.outputs)}
+        used |= {*inputs.values(), *outputs.values()}
+        keep = sorted(i for i in used if i >= 0)  # an operator written on behalf of a fused one leaves tensors behind
+        new = {old: k for k, old in enumerate(keep)} | {-1: -1}
+        for o in self.operators:
+            o.inputs, o.outputs = (np.array([new[int(i)] for i in ids], np.int32) for ids in (o.inputs, o.outputs))
+        signature = schema.SignatureDefT()
+        signature.signatureKey, signature.subgraphIndex = b"serving_default", 0
+        signature.inputs, signature.outputs = (
+            [_named(name, new[k]) for name, k in ends.items()] for ends in (inputs, outputs)
+        )
+        g = schema.SubGraphT()
+        g.name, g.tensors, g.operators = b"main", [self.tensors[i] for i in keep], self.operators
+        g.inputs, g.outputs = (np.array([new[k] for k in ends.values()], np.int32) for ends in (inputs, outputs))
+        entry = schema.MetadataT()
+        entry.name, entry.buffer = b"chipfit", self._buffer(notes)
+        m = schema.ModelT()
+        m.version, m.description, m.operatorCodes, m.subgraphs = 3, f"chipfit {__version__}".encode(), self._codes, [g]
+        m.metadata, m.buffers, m.signatureDefs = [entry], self._buffers, [signature]
+        builder = flatbuffers.Builder(1024)
+        builder.Finish(m.Pack(builder), file_identifier=b"TFL3")
+        return bytes(builder.Output())
+
+    def _free(self, name: str) -> str:
+        return unique(name, self.known)
+
+    def _buffer(self, data: bytes) -> int:
+        self._buffers.append(_Buffer(data))
+        return len(self._buffers) - 1
+
+    def _code(self, kind: str, tensors: Sequence[int]) -> int:
+        """The index of an operator, in the version that these tensors need."""
+        types = {self.tensors[t].type for t in tensors if t >= 0}
+        column = next((k for k, t in ((3, INT4), (2, TYPES["int16"]), (1, TYPES["int8"])) if t in types), 0)
+        number, version = getattr(schema.BuiltinOperator, kind), _VERSIONS.get(kind, "1232")[column]
+        for k, c in enumerate(self._codes):
+            if (c.builtinCode, c.version) == (number, int(version)):
+                return k
+        c = schema.OperatorCodeT()
+        c.builtinCode, c.deprecatedBuiltinCode, c.version = number, min(number, 127), int(version)
+        self._codes.append(c)
+        return len(self._codes) - 1
+
+
+class _Buffer:
+    """Data of a tensor that start at a multiple of 16 bytes, as the schema demands; its own writer does not align."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self.data = data
+
+    def Pack(self, builder: Any) -> Any:  # noqa: N802 -- called by generated code
+        at = None
+        if self.data:
+            builder.StartVector(1, len(self.data), 16)
+            builder.head -= len(self.data)
+            builder.Bytes[builder.head : builder.head + len(self.data)] = self.data
+            at = builder.EndVector()
+        schema.BufferStart(builder)
+        if at is not None:
+            schema.BufferAddData(builder, at)
+        return schema.BufferEnd(builder)
+
+
+def _named(name: str, index: int) -> Any:
+    t = schema.TensorMapT()
+    t.name, t.tensorIndex = name.encode(), index
+    return t
+
+
+def _packed(codes: np.ndarray) -> np.ndarray:
+    """Two 4-bit codes a byte, the first in the low half."""
+    flat = codes.reshape(-1).astype(np.int8)
+    flat = np.append(flat, np.int8(0)) if flat.size % 2 else flat
+    return ((flat[0::2] & 15) | ((flat[1::2] & 15) << 4)).astype(np.uint8)
+
+
+#: tables of options: "fullyconnected" -> "FullyConnectedOptions"
+_TABLES = {name.removesuffix("Options").lower(): name for name in vars(schema.BuiltinOptions)}
+#: of operators that are not called alike
+_ODD_TABLES = {
+    kind: table
+    for table, kinds in {
+        "MaximumMinimumOptions": "MAXIMUM MINIMUM",
+        "ReducerOptions": "MEAN SUM REDUCE_MAX REDUCE_MIN REDUCE_PROD",
+        "Pool2DOptions": "MAX_POOL_2D AVERAGE_POOL_2D",
+        "": "LOG_SOFTMAX",
+    }.items()
+    for kind in kinds.split()
+}
+#: versions of a kernel for float, int8, int16 codes and 4-bit weights, by operator; "1232" for those that are not here
+_VERSIONS = {
+    kind: versions
+    for versions, kinds in {
+        "1345": "CONV_2D",
+        "1356": "DEPTHWISE_CONV_2D",
+        "5575": "FULLY_CONNECTED",
+        "3343": "TRANSPOSE_CONV RESIZE_BILINEAR RESIZE_NEAREST_NEIGHBOR",
+        "1252": "SUB",
+        "2232": "DEQUANTIZE",
+        "1121": "QUANTIZE",
+        "1242": "MUL STRIDED_SLICE GATHER",
+        "1222": "LEAKY_RELU EXP LOG TILE",
+        "1111": "ABS CAST CEIL CONV_3D COS CUMSUM DEPTH_TO_SPACE DIV FLOOR GELU HARD_SWISH NEG POW PRELU RELU_0_TO_1 "
+        "RELU_N1_TO_1 RESHAPE ROUND SELECT_V2 SIN SPACE_TO_DEPTH UNPACK",
+    }.items()
+    for kind in kinds.split()
+}
