@@ -234,7 +234,7 @@ def test_two_dictated_scales_that_are_tied_are_an_error():
 
 
 def test_a_zero_point_that_is_moved_keeps_the_range_covered():
-    """Codes -128..127 at scale 1 with zero point -28 hold -100..155; with zero point 0 that needs a scale of 155/127."""
+    """Codes -128..127 at scale 1 with zero point -28 hold -100..155; with zero point 0 that needs 155/127."""
     found = project({"a": var(1.0, zero=-28)}, [binding({"zero": "in0", "eq": 0}, in0="a")])
     assert int(found["a"].zero_point) == 0
     assert float(found["a"].scale) == pytest.approx(155 / 127)
@@ -255,7 +255,7 @@ def test_zero_rules_that_exclude_each_other_are_an_error():
 
 @pytest.mark.parametrize("slope, bound", [(0.5, 256.0), (-0.5, 255.9921875)])
 def test_a_rule_may_count_an_attribute_in(slope, bound):
-    """-127.99609375 <= slope * s_in / s_out <= 128, so the ratio is at most 256, or 255.99 when the slope is negative."""
+    """-127.99609375 <= slope * s_in / s_out <= 128, so the ratio is at most 256, or 255.99 for a negative slope."""
     rule = Rule(mono={"in0": 1, "out": -1}, times="negative_slope", min=-127.99609375, max=128)
     leaky = Binding(
         op="LeakyRelu", rules=(rule,), slots={"in0": ("a",), "out": ("b",)}, attrs={"negative_slope": slope}

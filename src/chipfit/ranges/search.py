@@ -193,7 +193,7 @@ def _by_shared_bins(sample: Sample, grid: Grid, p: float) -> QParams:
     table = _integral(edges / f + z, grid, p).diff() * f ** (p + 1)  # [K, BINS]
     k = (counts @ table.T.float()).argmin(1)  # [C]
     chosen = _grids(sample.low * factors[k], sample.high * factors[k], grid).scale
-    # weights may sit on a lattice of their own (ternary ones do), which no histogram shows: the last word is the true error
+    # weights may sit on a lattice (ternary ones do), which no histogram shows: the last word is the true error
     worse = _true_error(sample.values, chosen, z, grid, p) > _true_error(sample.values, full.scale, z, grid, p)
     return QParams(torch.where(worse, full.scale, chosen), full.zero_point)
 
@@ -219,7 +219,7 @@ def _binned(sample: Sample) -> Sample:
 
 
 def _count(rows: torch.Tensor, start: torch.Tensor, span: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts of [C, N] values in BINS bins over [start, start + span], float32 [C, BINS]; exact zeros of each row [C]."""
+    """Counts of [C, N] values in BINS bins over [start, start + span], float32 [C, BINS]; exact zeros of rows [C]."""
     channels = len(rows)
     per_unit = (BINS / span.double()).float().unsqueeze(-1)
     offset = (-start.double() * per_unit[:, 0]).float().unsqueeze(-1)

@@ -13,9 +13,9 @@ from chipfit.registry import register
 @register("range", "smooth_min_max")
 @dataclass(frozen=True, slots=True)
 class SmoothMinMaxRange:
-    """m <- 0.9 m + 0.1 (this batch's extreme), starting at the first batch's; for weights, which come once, the true extremes.
+    """m <- 0.9 m + 0.1 (this batch's extreme), starting at the first batch's.
 
-    Source: Jacob et al. 2018, arXiv:1712.05877, section 3.1.
+    Of weights, which come once, the true extremes. Source: Jacob et al. 2018, arXiv:1712.05877, section 3.1.
     """
 
     def __call__(self, sample: Sample, grid: Grid) -> QParams:
