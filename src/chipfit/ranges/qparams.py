@@ -23,7 +23,7 @@ class QParams:
 
 
 def finish_scale(scale: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """The legal float32 scale near `scale`: at least the hardware's least, a power of two where demanded (rounded up)."""
+    """A legal float32 scale near `scale`: at least the hardware's, a power of two where demanded (rounded up)."""
     least = max(LEAST_SCALE, grid.scale_min or 0.0)
     scale = scale.double().clamp_min(least)
     if grid.pot:
