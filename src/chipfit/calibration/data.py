@@ -38,14 +38,15 @@ def iterate(data: Any) -> Iterator[Any]:
         raise DataError(
             "This is not calibration data",
             got=type(data).__name__,
-            allowed="an iterable of batches (tensors, tuples, dicts), an array with the batch on axis 0, or a callable that returns one",
+            allowed="an iterable of batches (tensors, tuples, dicts), an array with the batch on axis 0, "
+            "or a callable that returns one",
             hint="wrap a single batch in a list: [batch]",
         )
     return iter(data)
 
 
 def no_data() -> DataError:
-    """What is said of data without a single batch."""
+    """The refusal of data without a single batch."""
     return DataError(
         "The calibration data are empty", hint="give at least one batch; a generator can be used up only once"
     )

@@ -33,7 +33,7 @@ class Slot:
     format: Format
     axis: int | None = None  #: channel axis when the format is per channel
     node: str = ""  #: node that makes (activation) or reads (weight, bias) it; "" for an input of the model
-    rule: Rule | None = None  #: range rule that the user wants for it
+    rule: Rule | None = None  #: range rule that the user chose for it
     z_threshold: float | None = None
     range: tuple[float, float] | None = None  #: known beforehand
 

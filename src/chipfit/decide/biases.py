@@ -1,4 +1,4 @@
-"""Scales of biases: input scale times weight scale where the chip adds them in the accumulator, else a range of their own."""
+"""Scales of biases: input scale x weight scale where the chip adds them in the accumulator, else a range alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scale and zero point of one tensor by itself: an earlier decision, dictated numbers, a known range, or a range rule."""
+"""Scale and zero point of one tensor by itself: decided earlier, dictated, of a known range, or by a range rule."""
 
 from __future__ import annotations
 
@@ -84,6 +84,6 @@ class Sources:
 
 
 def _fits(earlier: Stored, s: Slot, grid: Grid) -> bool:
-    """An earlier decision still holds: nothing new is said about the tensor, and only a fitted table differs."""
+    """An earlier decision still holds: the user asks nothing else of the tensor, and at most a fitted table differs."""
     same = (earlier.format, earlier.axis, replace(earlier.grid, table=grid.table)) == (s.format_name, s.axis, grid)
     return same and (s.rule, s.z_threshold, s.range) == (None, None, None)

@@ -129,7 +129,7 @@ def project(wanted: Mapping[str, Stored], bindings: Sequence[Binding]) -> dict[s
 def _allow_zero_points(
     out: dict[str, Stored], bindings: Iterable[Binding], leader: Mapping[str, str], dictated: Mapping[str, Numbers]
 ) -> None:
-    """Move zero points to one that every `zero` rule of the tied tensors allows; scales grow, so that ranges stay covered."""
+    """Move zero points to one that every `zero` rule of the tied tensors allows; scales keep their ranges covered."""
     allowed: dict[str, set[int]] = {}
     rules = [(b, r, r.zero) for b in bindings for r in b.rules if r.zero is not None and r.hard]
     for b, r, slot in rules:
@@ -214,11 +214,11 @@ class _Problem:
         return out - held
 
     def solve(self, table: Sequence[Row], free: Collection[str]) -> dict[str, Array] | None:
-        """The scales of the free tensors that satisfy the rows with the least sum of |v - wanted|; None without a solution.
+        """The scales of the free tensors that satisfy the rows with the least sum of |v - wanted|.
 
         The variables are v and d >= |v - wanted|, of which the sum of d is least; every row is one constraint for each
-        channel. What is not free is a constant of its rows. Solved scales stay a little inside their bounds, because they
-        are rounded to float32 afterwards; sums of integers need no such margin.
+        channel. What is not free is a constant of its rows. Solved scales stay a little inside their bounds, since they
+        are rounded to float32 afterwards; sums of integers need no such margin. None when there are no such scales.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array, eye_array, hstack, vstack

@@ -18,7 +18,7 @@ _STORAGE = ("kind", "bits", "signed", "zero", "scale", "per", "range")
 
 
 def usable(graph: Graph, platform: Platform, unit: Unit, kept: Collection[str]) -> Unit:
-    """The unit with the options that it can take as it stands in this graph, and why it runs in float where none is left.
+    """The unit with the options that it can take as it stands in this graph, and why it runs in float without any.
 
     Args:
         kept: values that the user keeps in float, whoever reads them.

@@ -123,7 +123,7 @@ def resolve_overrides(graph: Graph, overrides: Overrides) -> dict[str, dict[str,
 
     Raises:
         UnknownNameError: a pattern that means no layer, a choice or a range rule that does not exist.
-        PlanError: a value that is neither "float" nor a table of choices; a choice about weights for layers that have none.
+        PlanError: a value that is neither "float" nor a table of choices; a choice about weights for layers without.
     """
     out: dict[str, dict[str, Any]] = {}
     layers = Layers(graph)

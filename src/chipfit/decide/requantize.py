@@ -1,8 +1,8 @@
-"""Requantization in plain sight: where the chip dictates the grid of one tensor and ties it to others that need another one.
+"""Inserted requantization: where the chip dictates the grid of one tensor and ties it to others that need another one.
 
-A sigmoid whose result always has the scale 1/256 may feed a concatenation that moves codes, and so wants one scale for all that it
-joins. Forcing 1/256 on the others would clip them. A chip that can round codes from one scale to another (it has a rule for the
-operator Requantize) does that on the way into the tie instead.
+A sigmoid whose result always has the scale 1/256 may feed a concatenation that moves codes, and so has one scale for
+all that it joins. Forcing 1/256 on the others would clip them. A chip that can round codes from one scale to another
+(it has a rule for the operator Requantize) does that on the way into the tie instead.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from chipfit.platform.schema import Platform
 
 
 def requantize(graph: Graph, platform: Platform, assignment: Assignment) -> tuple[Graph, list[str]]:
-    """Put a Requantize before every operator that ties a tensor with a dictated grid to tensors without, or with another one.
+    """Put a Requantize before every operator that ties a tensor with a dictated grid to others without, or of another.
 
     Returns:
-        The graph itself where nothing clashes; else a copy, for which formats are to be decided again, and a note for each insertion.
+        The graph itself where nothing clashes; else a copy, for which formats are to be decided again, and a note for
+        each insertion.
     """
     edges = [e for e in _clashes(graph, assignment) if _can_requantize(graph, platform, e[0])]
     if not edges:

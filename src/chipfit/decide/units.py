@@ -1,4 +1,4 @@
-"""Units: what runs as one kernel on the chip, a fused group or a lone node; only the tensors between units are stored."""
+"""Units: what runs as one kernel on the chip, a fused group or a lone node. Only tensors between units are stored."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Unit:
 
     @property
     def kept_float(self) -> str:
-        """Why the user wants it in float; "" where he does not."""
+        """Why the user keeps it in float; "" for all others."""
         return str(self.choices.get("float", ""))
 
     @property

@@ -74,7 +74,10 @@ def _fold(graph: Graph, node: Node, bn: Node) -> str:
     """Rewrite weight and bias in `graph.weights`; returns the bias name."""
     w_name, b_name = node.weight, node.bias
     w = graph.weights[w_name].detach()
-    number = lambda i, absent: graph.weights[i].detach().double() if i else torch.tensor(absent).double()  # noqa: E731 -- one line
+
+    def number(name: str | None, absent: float) -> torch.Tensor:
+        return graph.weights[name].detach().double() if name else torch.tensor(absent, dtype=torch.float64)
+
     gamma, beta, mean, var = (number(i, absent) for i, absent in zip(bn.inputs[1:5], (1.0, 0.0, 0.0, 1.0), strict=True))
     k = torch.rsqrt(var + bn.attrs["eps"]) * gamma  # [C_out]
     new_b = (number(b_name, 0.0) - mean) * k + beta

@@ -36,7 +36,7 @@ def covers(match: tuple[str, ...], words: set[str], *, everything: bool = True) 
 def sets_of(
     platform: Platform, op: str, layer_type: str, config: Mapping[str, Any], *, filtered: bool = False
 ) -> set[str]:
-    """The platform's operator sets that hold a node, as "@name"; `filtered`: only those by a condition on attributes."""
+    """The platform's operator sets that hold a node, as "@name"; `filtered`: by a condition on attributes only."""
     return {
         f"@{name}"
         for name, members in platform.sets.items()
@@ -114,7 +114,7 @@ def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int 
 
 
 def _options(platform: Platform, op: str, rule: OpRule, bits: int) -> tuple[tuple[Option, ...], str]:
-    """The joint formats of a rule that are open and that chipfit can decide about, and why the operator runs in float."""
+    """The joint formats of a rule that are open and that chipfit can decide, and why the operator runs in float."""
     allowed = [o for o in rule.use if platform.allows(o.when, bits=bits)]
     options = tuple(_in_plain_words(platform, o) for o in allowed if not _gap(platform, o))
     if allowed and not options:

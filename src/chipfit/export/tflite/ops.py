@@ -102,7 +102,7 @@ def _steps(n: Node, **of: str) -> dict[str, int]:
 def _window(
     n: Node, sizes: Sequence[int], out: Sequence[int], kernel: Sequence[int]
 ) -> tuple[int, list[tuple[int, int]] | None]:
-    """SAME or VALID where one of them places the windows as the node does, else VALID and the padding to apply first."""
+    """SAME or VALID where one places the windows as the node does, else VALID and the padding to apply first."""
     same, valid, pads = True, True, []
     dilation = n.attrs.get("dilation", (1,) * len(kernel))
     for i, o, k, s, d, (low, _) in zip(

@@ -1,0 +1,66 @@
+"""Formats: what readers ask for, what movers carry, and what the user keeps in float."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit.errors import UnsupportedError
+from chipfit.platform.schema import Format, OpRule, Option, Platform
+
+X = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Sum(nn.Module):
+    """Two convolutions and the sum of their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
+
+    def forward(self, x):
+        return self.a(x) + self.b(x)
+
+
+class Picked(nn.Module):
+    """A channel of a convolution's result, chosen at run time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 1)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return torch.index_select(y, 1, torch.argmax(y[0, :, 0, 0]).reshape(1))
+
+
+#: convolutions write 16 bits, additions read 8
+CHIP = Platform(
+    name="wide",
+    formats={"a8": Format(bits=8), "a16": Format(bits=16), "w8": Format(bits=8)},
+    ops=(
+        OpRule(match=("Conv2D",), use=(Option(in_="any", w="w8", out="a16"),), src=("M",), conf="V"),
+        OpRule(match=("Add",), use=(Option(in_="any", in_bits=(8,), out="a8"),), src=("M",), conf="V"),
+    ),
+)
+
+
+def test_codes_that_no_reader_takes_are_refused():
+    with pytest.raises(UnsupportedError, match=r"'b' writes codes that its reader 'add' cannot take.*at most 8 bits"):
+        chipfit.quantize(Sum().eval(), [X], CHIP, progress=False)
+
+
+@pytest.mark.parametrize("kept", ["Conv2D", "Add"])
+def test_keeping_writers_or_readers_in_float_is_a_way_out(kept):
+    plan = chipfit.quantize(Sum().eval(), [X], CHIP, overrides={kept: "float"}, progress=False).plan
+    assert plan.quantized("add") is (kept == "Conv2D")
+    assert plan.quantized("a.weight") is (kept == "Add")
+
+
+def test_an_index_that_is_computed_is_not_quantized_with_what_it_picks():
+    result = chipfit.quantize(Picked().eval(), [X], "tflite_int8", progress=False)
+    gather = next(n for n in result.graph.nodes if n.op == "Gather")
+    assert result.plan.quantized(gather.output)
+    assert [result.plan.quantized(i) for i in gather.inputs] == [True, False]
