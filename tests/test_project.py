@@ -172,7 +172,7 @@ def test_only_the_command_line_and_the_doors_know_the_facade():
 
 
 #: import circles that are left: at run time, and with what is imported for type hints only
-CIRCLES: dict[bool, list[str]] = {False: [], True: ["export.tflite.ops export.tflite.writer"]}
+CIRCLES: dict[bool, list[str]] = {False: [], True: []}
 
 
 def circles(modules: dict[str, set[str]]) -> list[set[str]]:
@@ -208,7 +208,7 @@ def test_a_circle_through_a_function_is_found():
 
 # ---------------------------------------------------------------- size
 
-LINES_OF_CODE = 15_700  #: the most that src/chipfit may have
+LINES_OF_CODE = 15_500  #: the most that src/chipfit may have
 TOP_LEVEL = 15  #: modules beside the documents' doors
 #: files that may name one operator: a row in the table, a kernel, a row for each reader and writer
 FILES_PER_OPERATOR = 9

@@ -55,7 +55,7 @@ class Result:
 
     @property
     def model(self) -> Any:
-        """The simulation, which still trains, in the user's framework: an `nn.Module` or a Keras model with the original inputs and outputs."""
+        """The simulation, which still trains: an `nn.Module` or a Keras model with the original inputs and outputs."""
         if self._model is None:
             self._model = lower(self.graph, self.plan)
         return self._model
@@ -79,15 +79,16 @@ class Result:
             overrides: as for `quantize`; they replace earlier ones.
 
         Raises:
-            UnknownNameError, PlanError, UnsupportedError: see `quantize`; PlanError also when a tensor would need a new calibration,
-                or a new correction that needs data.
+            UnknownNameError, PlanError, UnsupportedError: see `quantize`; PlanError also when a tensor would need a new
+                calibration, or a new correction that needs data.
         """
         chosen = self.plan.provenance.get("settings", {})
         settings = Settings.from_record(chosen.get("steps", {}))
         corrections = steps.taken(settings, "correct")
         if corrections and (self._uncorrected is None or any("batches" in c.declares.needs for c in corrections)):
             raise PlanError(
-                "What was corrected for this plan's rounding would be wrong for another's, and the calibration data are not here",
+                "What was corrected for this plan's rounding would be wrong for another's, "
+                "and the calibration data are not here",
                 hint="quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`",
             )
         graph, before = self._uncorrected or (self.graph, self.plan)
@@ -155,10 +156,10 @@ def quantize(
         data: calibration batches: an iterable of tensors, tuples, dicts or (input, label) pairs, or a callable
             that returns one. About a hundred samples are enough.
         platform: a built-in name ("ort_cpu", "tflite_int8@tag"), a YAML file, or a Platform.
-        rule: range rule for activations: a name of `chipfit.ranges`, perhaps with settings ("lp(p=3)"), or a rule itself.
+        rule: range rule for activations: a name of `chipfit.ranges`, perhaps with settings ("lp(p=3)"), or a rule.
         weight_rule: range rule for weights.
-        overrides: layer (path, glob, operator, layer type or filter) -> "float" or choices, such as {"bits": 4, "activation_bits": 16};
-            `chipfit.decide.overrides.CHOICES` lists them. A later entry wins over an earlier one.
+        overrides: layer (path, glob, operator, layer type or filter) -> "float" or choices, such as {"bits": 4,
+            "activation_bits": 16}; `chipfit.decide.overrides.CHOICES` lists them. A later entry wins over an earlier.
         example: one batch of inputs for the capture; the first batch of `data` when omitted.
         z_threshold: drop activation histogram bins further than this many standard deviations from the mean.
         settings: optional rewrites and corrections.
@@ -226,7 +227,8 @@ def decide(
     """Fusions and formats: everything that can be said about a model on a platform before seeing data.
 
     Returns:
-        The graph, with a Requantize where dictated scales and ties would clash; every decision; one note per refusal or insertion.
+        The graph, with a Requantize where dictated scales and ties would clash; every decision; one note per refusal or
+        insertion.
     """
 
     def one_pass(g: Graph) -> tuple[Assignment, list[str]]:
@@ -317,7 +319,8 @@ def _refuse_all_float(assignment: Assignment, platform: Platform) -> None:
     raise NothingQuantizedError(
         f"Nothing in this model can be quantized on '{platform.name}'",
         got="; ".join(list(reasons)[:8]) or "a model without operators",
-        hint=f"`chipfit platforms show {platform.name}` lists what it runs; remove overrides that keep every layer in float",
+        hint=f"`chipfit platforms show {platform.name}` lists what it runs; "
+        "remove overrides that keep every layer in float",
     )
 
 

@@ -1,4 +1,4 @@
-"""One registry for everything that is added by dropping in a file, and what each kind of addition declares about itself.
+"""One registry for all that is added by dropping in a file, and what each kind of addition declares about itself.
 
     @register("range", "mse")
     @register("pass", "equalize", stage="rewrite", after=("relu_bound",), setting=Setting("equalize", False, "..."))
@@ -40,9 +40,9 @@ STAGES = ("rewrite", "formats", "adapt", "correct")
 class Step:
     """What a pass or a correction declares: when it is taken, and what it is given."""
 
-    #: "rewrite": `(graph) -> (graph, notes)` before formats are decided. "formats": `(graph, assignment) -> (assignment,
-    #: notes)` behind that decision. "adapt": `(graph, assignment, stats) -> (graph, stats, notes)` after calibration.
-    #: "correct": `(graph, plan) -> (graph, notes)` when the plan is made
+    #: "rewrite": `(graph) -> (graph, notes)` before formats are decided. "formats": `(graph, assignment) ->
+    #: (assignment, notes)` behind that decision. "adapt": `(graph, assignment, stats) -> (graph, stats, notes)` after
+    #: calibration. "correct": `(graph, plan) -> (graph, notes)` when the plan is made
     stage: str
     after: tuple[str, ...] = ()  #: steps of the same stage that go before
     setting: Setting | None = None  #: None: it is always taken

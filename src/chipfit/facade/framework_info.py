@@ -19,6 +19,7 @@ from chipfit.facade.target_platform.configs import QuantizationMethod
 from chipfit.facade.target_platform.layers import package_of, squash
 from chipfit.graph.config import plain
 from chipfit.graph.ir import Node
+from chipfit.graph.ops import OPS
 from chipfit.platform.filters import Member
 from chipfit.platform.load import groups
 from chipfit.quantizers.grids import Grid
@@ -175,7 +176,8 @@ class FrameworkInfo:
 
     def overrides(self) -> list[tuple[Any, Any]]:
         """The same as choices for `chipfit.quantize(overrides=...)`; put your own after them."""
-        moves = set(groups()["@move"]) | {"MaxPool", "AdaptiveMaxPool", "Concat"}
+        pick = {op for op, row in OPS.items() if row.moves and row.layout in ("spatial", "concat") and not row.view}
+        moves = set(groups()["@move"]) | pick  # rearrange values, or pick some of them
         no_kernel = lambda n: has_weights(n.op) and not self.in_kernel_ops(n)  # noqa: E731 -- a test of a filter
         no_result = lambda n: n.op not in moves and not self.in_activation_ops(n)  # noqa: E731 -- the same
         choices: list[tuple[Any, Any]] = [
