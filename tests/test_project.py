@@ -171,10 +171,6 @@ def test_only_the_command_line_and_the_doors_know_the_facade():
     assert knows == {c.partition("/")[0] for c in CROSSINGS if c.endswith("imports facade")}
 
 
-#: import circles that are left: at run time, and with what is imported for type hints only
-CIRCLES: dict[bool, list[str]] = {False: [], True: []}
-
-
 def circles(modules: dict[str, set[str]]) -> list[set[str]]:
     """Groups of modules that import each other, from the modules that each imports."""
     reach = {name: set(known) & set(modules) for name, known in modules.items()}
@@ -190,10 +186,7 @@ def test_no_modules_import_each_other(typing):
     named = {
         ".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): p for p in MODULES
     }
-    found = circles({name: imports(p.read_text(), named, typing=typing) - {name} for name, p in named.items()})
-    known = [{f"chipfit.{m}" for m in words.split()} for words in CIRCLES[typing]]
-    assert [c for c in found if not any(pair <= c for pair in known)] == []
-    assert [pair for pair in known if not any(pair <= c for c in found)] == []  # what is gone leaves the list
+    assert circles({name: imports(p.read_text(), named, typing=typing) - {name} for name, p in named.items()}) == []
 
 
 def test_a_circle_through_a_function_is_found():
@@ -249,9 +242,6 @@ def test_an_operator_is_named_in_few_files():
 
 # ---------------------------------------------------------------- facts with one home
 
-#: code that still names a platform; the list only shrinks
-NAMING = {"export/tflite/writer.py"}
-
 
 def texts(source: str) -> list[str]:
     """String constants of a module, docstrings aside."""
@@ -276,7 +266,7 @@ def test_no_code_names_a_platform():
     home = "platform/builtin/", "runtimes/"
     found = {str(p.relative_to(PACKAGE)): naming(names, p.read_text()) for p in MODULES}
     found["export/encodings.py"] = [t for t in found["export/encodings.py"] if t not in dialects]  # called like chips
-    assert {file for file, used in found.items() if used and not file.startswith(home)} == NAMING
+    assert {file for file, used in found.items() if used and not file.startswith(home)} == set()
 
 
 def test_a_platform_in_a_message_is_found_and_one_in_a_docstring_is_not():
