@@ -64,10 +64,6 @@ def test_changes_are_checked_as_well():
         make().with_(scale=torch.tensor(0.0))
 
 
-def test_bounds_are_those_of_the_widest_channel():
-    assert make([0.5, 1.0], [0, -28], axis=0).bounds == (-100.0, 155.0)
-
-
 def test_codes_stand_for_the_reals_that_rounding_gives():
     stored = make([0.5, 0.25], [0, 1], axis=0)
     x = torch.tensor([[0.3, -0.8], [0.3, 100.0]])

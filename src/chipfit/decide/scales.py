@@ -18,7 +18,7 @@ from chipfit.plan.record import TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 from chipfit.ranges import Rule
-from chipfit.ranges.qparams import from_min_max
+from chipfit.ranges.qparams import QParams, from_min_max
 
 #: how a tensor is stored, and where its numbers came from
 Found = tuple[Stored, str]
@@ -114,7 +114,8 @@ def _tied(members: Mapping[str, Found], dictated: Collection[str]) -> dict[str, 
     scale, zero_point = first.scale, first.zero_point
     if anchor is None and not all(_equal(s, first) for s in stored.values()):
         grid = next((s.grid for s in stored.values() if s.grid.pot), first.grid)
-        lows, highs = zip(*(s.bounds for s in stored.values()), strict=True)
+        bounds = [QParams(s.scale, s.zero_point).bounds(s.grid) for s in stored.values()]
+        lows, highs = zip(*bounds, strict=True)
         q = from_min_max(min(lows), max(highs), grid)
         scale, zero_point = q.scale, q.zero_point
     out = {}

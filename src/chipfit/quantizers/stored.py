@@ -42,14 +42,6 @@ class Stored:
     def with_(self, **changes: Any) -> Stored:
         return replace(self, **changes)
 
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """The least and the greatest real that the grid holds, over all channels."""
-        low, high = (
-            (code - self.zero_point).double() * self.scale.double() for code in (self.grid.qmin, self.grid.qmax)
-        )
-        return float(low.min()), float(high.max())
-
     def quantize(self, x: torch.Tensor) -> torch.Tensor:
         """Reals [*dims] to codes; see `grids.quantize`."""
         return quantize(x, self.scale, self.zero_point, self.grid, self.axis)

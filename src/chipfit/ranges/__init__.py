@@ -72,6 +72,7 @@ def choose(
         raise DataError(
             "A range needs finite values", got=f"minimum {sample.low.min():g}, maximum {sample.high.max():g}"
         )
+    q: QParams
     if grid.entries is not None and grid.table is None:  # the table follows the data, so the range need not clip
         q = lookup("range", "no_clipping")()(sample, grid)
         in_steps = sample.values / q.scale.unsqueeze(-1)
@@ -101,7 +102,8 @@ def rule_of(rule: Rule, **settings: Any) -> Callable[[Sample, Grid], QParams]:
     for setting in settings:
         if setting not in known:
             raise UnknownNameError(f"setting of range rule '{name}'", setting, known)
-    return make(**settings)
+    made: Callable[[Sample, Grid], QParams] = make(**settings)
+    return made
 
 
 def name_of(rule: Rule) -> str:

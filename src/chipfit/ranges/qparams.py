@@ -21,6 +21,12 @@ class QParams:
     zero_point: torch.Tensor
     table: tuple[float, ...] | None = None  #: of a look-up grid: fitted to this tensor
 
+    def bounds(self, grid: Grid) -> tuple[float, float]:
+        """The least and the greatest real that the grid holds (over all channels)."""
+        low = (grid.qmin - self.zero_point).double() * self.scale.double()
+        high = (grid.qmax - self.zero_point).double() * self.scale.double()
+        return float(low.min()), float(high.max())
+
 
 def finish_scale(scale: torch.Tensor, grid: Grid) -> torch.Tensor:
     """A legal float32 scale near `scale`: at least the hardware's least, and a power of two above it where demanded."""

@@ -152,7 +152,7 @@ def best(
     at_once = max(1, _CHUNK // max(1, sample.values.numel()))
     low, high = low.expand(-1, len(sample.low)), high.expand(-1, len(sample.low))
     tried = _grids(low * sample.low, high * sample.high, grid)
-    parts = zip(tried.scale.split(at_once), tried.zero_point.split(at_once))
+    parts = zip(torch.split(tried.scale, at_once), torch.split(tried.zero_point, at_once))
     k = torch.cat([error(sample, QParams(s, z), grid) for s, z in parts]).argmin(0, keepdim=True)
     return (
         QParams(tried.scale.gather(0, k)[0], tried.zero_point.gather(0, k)[0]),
@@ -202,7 +202,8 @@ def _true_error(rows: torch.Tensor, scale: torch.Tensor, z: int, grid: Grid, p: 
     """Norm |x - q|_p of each row, [C]."""
     u = rows / scale.unsqueeze(-1)
     e = torch.round(u).clamp_(grid.qmin - z, grid.qmax - z).sub_(u)
-    return torch.linalg.vector_norm(e, p, dim=1) * scale
+    norm: torch.Tensor = torch.linalg.vector_norm(e, p, dim=1)
+    return norm * scale
 
 
 def _binned(sample: Sample) -> Sample:
