@@ -443,7 +443,7 @@ def _slice(w: Emitter, n: Node, y: Sequence[int]) -> None:
 
 def _gather(w: Emitter, n: Node, y: Sequence[int]) -> None:
     """Constant indices may count from the end."""
-    x, index, axis = w.read(n.data), n.inputs[1] or "", _axis(w, n, n.data)
+    x, index, axis = w.read(n.data), n.operand("index") or "", _axis(w, n, n.data)
     if index in w.graph.weights:
         at = w.constant(w.graph.weights[index].remainder(w.shape(n.data)[axis]).numpy())
     else:
