@@ -1888,6 +1888,18 @@ def shown(a: str, b: str) -> tuple[str, str]:
     return short(a), short(b)
 
 
+def stored(facts: Mapping[str, str]) -> Counter[tuple[str, str]]:
+    """The integer tensors of each file, with all that it says of them but their names, and how often each occurs."""
+    out: Counter[tuple[str, str]] = Counter()
+    for key, value in facts.items():
+        found = re.match(r"(.*file\.(?:onnx|tflite))/(?:initialiser |\d+/tensor )", key)
+        kind = facts.get(f"{key} type", value)
+        if found and re.match(r"(\[\")?U?INT(4|8|16|32)\b", kind) and not key.endswith(" type"):
+            more = [facts[k] for k in (f"{key} scale", f"{key} zero point", f"{key} axis") if k in facts]
+            out[found[1], " ".join([kind, value, *more])] += 1
+    return out
+
+
 def compare(args: argparse.Namespace) -> int:
     """Print what differs between two records; 1 if anything does."""
     old_root, new_root = Path(args.old), Path(args.new)
@@ -1911,6 +1923,14 @@ def compare(args: argparse.Namespace) -> int:
         if name in by_old and record["source"].endswith(f" of {old.get(name, {}).get('source')}"):
             loaded += 1
             found += differences(f"{name}, saved before", by_old[name]["facts"], record["facts"])
+
+    if args.integers:
+        found = [f for f in found if not re.search(r"file\.(onnx|tflite)/", f[1])]
+        for name in (n for n in old if n in new):
+            a, b = stored(old[name]["facts"]), stored(new[name]["facts"])
+            found += [
+                (name, key, str(a[key, v]), f"{b[key, v]} of {v[:200]}") for key, v in a if a[key, v] != b[key, v]
+            ]
 
     why = Counter(reason for f in found for p, reason in EXPECTED.items() if re.fullmatch(p, f[1]))
     found = [f for f in found if not any(re.fullmatch(p, f[1]) for p in EXPECTED)]
@@ -1944,7 +1964,7 @@ def against(args: argparse.Namespace) -> int:
     """This working tree against a revision, or against a record of one."""
     with tempfile.TemporaryDirectory(prefix="same_results_") as folder:
         keep = Path(args.keep or folder)
-        old, share = Path(args.against), {k: getattr(args, k) for k in ("only", "verbose", "every")}
+        old, share = Path(args.against), {k: getattr(args, k) for k in ("only", "verbose", "every", "integers")}
         status = 0
         if not (old / "cases").is_dir():
             tree, old = Path(folder) / "tree", keep / "old"
@@ -1972,6 +1992,9 @@ def main() -> int:
     )
     common.add_argument("--every", type=int, default=1, metavar="N", help="a sample: each Nth case")
     common.add_argument("--verbose", action="store_true", help="name each case when it is done")
+    common.add_argument(
+        "--integers", action="store_true", help="of files, only the integers that they store, whatever they are called"
+    )
     parser = argparse.ArgumentParser(
         description=__doc__, parents=[common], formatter_class=argparse.RawDescriptionHelpFormatter
     )
