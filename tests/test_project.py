@@ -116,7 +116,6 @@ STRANGERS = {
 CROSSINGS = {
     "passes/concat_ranges.py imports platform",
     "passes/give_biases.py imports platform",
-    "plan/relayout.py imports passes",
 }
 #: modules that repeat the documents' names, and the package's own door
 DOORS = {"__init__", "_version", "core", "framework_info", "hardware_representation", "ptq", "target_platform"}

@@ -15,8 +15,8 @@ import torch
 import chipfit
 from chipfit.export.tflite.writer import export_tflite
 from chipfit.graph.ir import Graph, Node
+from chipfit.passes.relayout import relayout
 from chipfit.plan.record import Plan
-from chipfit.plan.relayout import relayout
 from chipfit.quantizers.grids import dequantize, quantize
 from chipfit.registry import lookup
 from tests.exactness.test_random_networks import KINDS, Drawn, with_biases

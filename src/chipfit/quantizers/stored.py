@@ -24,9 +24,7 @@ class Stored:
     grid: Grid
     scale: torch.Tensor  #: float32, [] or [C]
     zero_point: torch.Tensor  #: int32, same shape as scale
-    axis: int | None = (
-        None  #: channel axis of the tensor when scale is [C]; a bias, which has one axis, may leave it out
-    )
+    axis: int | None = None  #: channel axis when scale is [C]; a bias, which has one axis, may leave it out
 
     def __post_init__(self) -> None:
         s, z, grid = self.scale, self.zero_point, self.grid

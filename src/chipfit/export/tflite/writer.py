@@ -28,8 +28,8 @@ from chipfit.files import write_atomically
 from chipfit.graph.ir import Graph, Node
 from chipfit.passes.decompose import decompose
 from chipfit.passes.layout import natural
+from chipfit.passes.relayout import relayout, same_numbers
 from chipfit.plan.record import Plan
-from chipfit.plan.relayout import relayout, same_numbers
 from chipfit.platform.load import load, names
 from chipfit.registry import entries
 

@@ -23,8 +23,8 @@ from chipfit.frameworks.keras.weights import DEPTHWISE, to_keras
 from chipfit.graph.builder import unique
 from chipfit.graph.ir import OPAQUE, Graph, Node
 from chipfit.graph.ops import OPS
+from chipfit.passes.relayout import relayout
 from chipfit.plan.record import Plan
-from chipfit.plan.relayout import relayout
 from chipfit.plan.sharing import rounding
 from chipfit.quantizers.stored import Stored
 
