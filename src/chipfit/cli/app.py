@@ -171,6 +171,7 @@ def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: W
     from chipfit import pipeline
     from chipfit.cli.inputs import example_of, load_model
     from chipfit.cli.named import load_target
+    from chipfit.platform.modelled import not_modelled
     from chipfit.report.terminal import RUNS
 
     network = load_model(model, weights)
@@ -183,7 +184,7 @@ def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: W
         table.add_row(escape(n.who), n.op, runs, escape(into), escape(n.why))
     console = Console()
     console.print(table)
-    for note in found.notes:
+    for note in (*found.notes, *(f"not modelled: {words}" for words in not_modelled(found.platform))):
         console.print(note, style="dim", markup=False)
     count = sum(n.exec != "float" for n in found.rows)
     console.print(f"{count} of {len(found.rows)} operators run in integers on {found.platform.name}")
@@ -259,6 +260,7 @@ def platforms_export(
 def platforms_check(file: Annotated[Path, Argument(help="YAML file")]) -> None:
     """Read a platform file and say what is wrong with it."""
     from chipfit.platform.load import check, load
+    from chipfit.platform.modelled import not_modelled
 
     problems = check(file)
     for problem in problems[:-1]:
@@ -269,6 +271,8 @@ def platforms_check(file: Annotated[Path, Argument(help="YAML file")]) -> None:
     typer.echo(f"{p.name}: {len(p.formats)} formats, {len(p.ops)} rules, {len(p.fuse)} fusions; no problem found")
     if not p.math.requant:
         typer.echo("math.requant is absent: chipfit will not claim exactness for this platform")
+    for words in not_modelled(p):
+        typer.echo(f"not modelled: {words}")
 
 
 @app.command()

@@ -220,6 +220,8 @@ def _names(p: Platform) -> Iterator[tuple[Keys, str, str, Iterable[str]]]:
         yield from (((*at, pattern, k), "operator or group", name, operators) for k, name in parts)
         yield (*at, "inner"), "format", f.inner, formats
         yield from gate((*at, "when"), f.when, "arch", "phase", "single_use")
+    for k, stage in enumerate(p.math.acc):
+        yield from gate(("math", "acc", k, "when"), stage.get("when", {}), "arch")
     for key, stored in (("io_in", p.place.io_in), ("io_out", p.place.io_out)):
         yield from ((("place", key), "format", name, formats) for name in stored)
 

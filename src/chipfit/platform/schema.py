@@ -93,8 +93,9 @@ class Accumulator(TypedDict):
     """A register that sums products."""
 
     bits: int
-    terms: NotRequired[int]
-    sat: NotRequired[bool]
+    terms: NotRequired[int]  #: products that are summed at this width; all when left out
+    sat: NotRequired[bool]  #: what does not fit becomes the nearest end; else it wraps around
+    when: NotRequired[dict[str, Any]]  #: revisions that have this stage
 
 
 class Format(_Record):

@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from chipfit.platform.load import load, names
+from chipfit.platform.modelled import not_modelled
 from chipfit.platform.schema import Option, Platform, Rule
 
 _PLAIN: dict[str, Any] = {"show_edge": False, "header_style": "bold"}
@@ -87,6 +88,7 @@ def _facts(p: Platform) -> Iterator[tuple[str, str]]:
     yield from (("deploys as", d) for d in p.deploy)
     yield from ((f"source {key}", text) for key, text in p.sources.items())
     yield from (("not known", gap) for gap in p.gaps)
+    yield from (("not modelled", words) for words in not_modelled(p))
 
 
 def overview() -> Table:

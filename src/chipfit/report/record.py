@@ -56,7 +56,8 @@ class ReportData:
     layers: tuple[LayerRow, ...]  #: in execution order
     timings: Mapping[str, float]
     notes: tuple[str, ...]
-    simulated: bool = False  #: the platform's integer arithmetic is known, so that `verify` has something to compare
+    simulated: bool = False  #: all that the platform says of its arithmetic is simulated: exactness may be claimed
+    not_modelled: tuple[str, ...] = ()  #: what the platform says and chipfit does not do, with what it does instead
     inputs: tuple[LayerRow, ...] = ()  #: how the model's own inputs are stored
     verification: Mapping[str, Any] | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)

@@ -11,11 +11,11 @@ import torch
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
+from chipfit.platform.modelled import not_modelled, whole_arithmetic
 from chipfit.platform.schema import Platform
 from chipfit.quantizers.stored import Stored
 from chipfit.report.record import LayerRow
 from chipfit.report.report import Report
-from chipfit.simulate.integer import kernels_of
 
 if TYPE_CHECKING:
     from chipfit.calibration.collect import TensorStats
@@ -88,7 +88,8 @@ def build(
         inputs=tuple(inputs),
         timings=dict(timings or {}),
         notes=plan.rewrites,
-        simulated=kernels_of(platform) is not None,
+        simulated=whole_arithmetic(platform),
+        not_modelled=not_modelled(platform),
         provenance=plan.provenance,
         verification={**verification.to_dict(), "summary": verification.summary()} if verification else None,
     )

@@ -85,6 +85,9 @@ def render(report: ReportData) -> Group:
             names = ", ".join(layers[:5]) + (f" and {len(layers) - 5} more" if len(layers) > 5 else "")
             why.add_row(f"[yellow]{len(layers)}[/]", escape(names), f"[dim]{escape(reason)}[/]")
         parts.append(Panel(why, title="stays in float, and why", border_style="yellow"))
+    if report.not_modelled:
+        words = Text("\n".join(report.not_modelled), style="dim")
+        parts.append(Panel(words, title="said by the platform, not modelled", border_style="yellow"))
     todo = Table.grid(padding=(0, 1))
     for line in advice(report):
         todo.add_row("[cyan]>[/]", escape(line))

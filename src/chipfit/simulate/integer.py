@@ -22,10 +22,10 @@ from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import Plan
 from chipfit.platform.builtin import DEFAULT
+from chipfit.platform.modelled import kernels_of
 from chipfit.platform.schema import Platform
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import lookup
-from chipfit.simulate.requantize import FORMS
 
 Tensor = torch.Tensor
 
@@ -107,16 +107,6 @@ class Run:
 
 
 Kernel = Callable[[Run, Sequence[Node]], None]
-
-
-def kernels_of(platform: Platform) -> str | None:
-    """The name of the platform's kernels; None when nothing is known about its integers.
-
-    A platform that says no more than how it requantizes gets ONNX Runtime's kernels: their product sums requantize by
-    that rule.
-    """
-    by_rule = "onnxruntime" if (platform.math.requant or {}).get("form") in FORMS else None
-    return platform.math.kernels or by_rule
 
 
 def profile_for(platform: Platform, kernels: str | None = None) -> Profile:

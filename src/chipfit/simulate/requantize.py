@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from chipfit.errors import UnsupportedError
-
-FORMS = ("float", "q31")  #: forms of `math.requant` that need no more than an accumulator and a multiplier
+from chipfit.platform.modelled import FORMS
 
 
 def requantize(acc: torch.Tensor, multiplier: torch.Tensor, rule: Mapping[str, Any]) -> torch.Tensor:
