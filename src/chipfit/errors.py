@@ -72,6 +72,10 @@ class RuntimeUnavailable(ChipfitError):
     """A device runtime is not installed or refuses the file."""
 
 
+class VerificationError(ChipfitError):
+    """A device, or the file that it runs, is not what a plan says."""
+
+
 class RegistrationError(ChipfitError):
     """An addition to the registry is incomplete, or its name is taken."""
 

@@ -14,6 +14,7 @@ import torch
 from chipfit import steps
 from chipfit.calibration.collect import TensorStats, collect
 from chipfit.calibration.data import as_call, batches, first_batch
+from chipfit.calibration.seen import Seen
 from chipfit.decide import scales
 from chipfit.decide.assignment import Assignment, assign
 from chipfit.decide.overrides import Overrides, resolve_overrides, to_record
@@ -190,7 +191,8 @@ def quantize(
         _refuse_all_float(assignment, target)
     with clock("calibrate"):
         needs = steps.needs(graph, scales.needs(assignment, rule, z_threshold), settings)
-        stats = collect(graph, batches(data, graph), tensors=needs, progress=progress, seed=seed)
+        seen = Seen()
+        stats = collect(graph, batches(data, graph, seen.note), tensors=needs, progress=progress, seed=seed)
     rules: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "z_threshold": z_threshold}
     record = provenance.record(
         graph,
@@ -201,6 +203,7 @@ def quantize(
         seed=seed,
         **{k: v if v is None else name_of(v) for k, v in rules.items()},
     )
+    record["samples"] = sorted(seen.digests)
     with clock("ranges"):
         if steps.taken(settings, "adapt"):
             graph, stats, adapted = steps.adapt(graph, assignment, stats, settings)

@@ -13,9 +13,10 @@ import functools
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from chipfit.errors import RegistrationError, RuntimeUnavailable, UnknownNameError
@@ -60,6 +61,8 @@ class FileFormat:
     suffixes: tuple[str, ...]
     libraries: tuple[str, ...] = ()  #: modules that writing needs
     extra: str = ""  #: the extra of chipfit that installs them
+    #: reads back what a file stores: (path) -> tensor -> `export.InFile`; None for a format without a reader
+    stored: Callable[[Path], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

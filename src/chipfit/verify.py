@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,17 +15,28 @@ import numpy as np
 import torch
 
 from chipfit.calibration.data import iterate, split_label
+from chipfit.calibration.seen import Seen
 from chipfit.engine.run import run
-from chipfit.errors import DataError
-from chipfit.export import export
+from chipfit.errors import DataError, RuntimeUnavailable, VerificationError
+from chipfit.export import InFile, export, format_of
+from chipfit.export.names import output_names
 from chipfit.graph.ir import Graph
+from chipfit.graph.ops import OPS
 from chipfit.plan.record import Plan
+from chipfit.platform.modelled import not_modelled
 from chipfit.platform.schema import Platform
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import DeviceRuntime, entries, entry, require
-from chipfit.simulate.integer import float_results, profile_for, simulate
+from chipfit.simulate.integer import float_results, profile_for, simulate, units
 
 _USUAL = "onnxruntime"  #: runtime of platforms that name none
+#: Share of a tensor's integers, at least one integer, that may differ by one code where the runtime computes in float,
+#: given its own inputs: the last bit of a float32 sum is the runtime's, and tells where a real lies between two codes.
+#: Honest operators stay far below: none of 60,000 integers of 8 bits, at most 1 in 2,000 of 16 bits
+FLOAT_SHARE = 0.01
+#: Largest gap of an output that float operators compute, given the device's codes, relative to its largest number:
+#: some hundred units in the last place, as sums of a few thousand float32 numbers have
+OUTPUT_GAP = 1e-4
 
 
 @dataclass
@@ -32,12 +46,17 @@ class Row:
     tensor: str
     layer: str
     op: str
-    elements: int = 0
+    elements: int = 0  #: integers compared
     differing: int = 0  #: integers that differ, each side running on its own results
     largest: int = 0  #: largest difference [codes]
     op_differing: int = 0  #: the same when the operator reads the device's own codes
     op_largest: int = 0
     in_float: bool = False  #: the runtime computes this operator in float
+    #: operators that it computes in float since it last read codes, those that only move numbers aside
+    float_ops: tuple[str, ...] = ()
+    why: str = ""  #: why nothing of it was compared
+    missed: int = 0  #: integers that were not compared for that reason
+    wrong: str = ""  #: what should not be, besides integers that differ
     signal: float = 0.0  #: sum of squares of the float tensor
     noise: float = 0.0  #: sum of squares of its error on the device
 
@@ -70,11 +89,86 @@ class Row:
         return self.differing / self.elements if self.elements else 0.0
 
     @property
+    def allowed(self) -> int:
+        """How many of its integers may differ, by one code, given the device's inputs."""
+        return max(1, int(FLOAT_SHARE * self.elements)) if self.float_ops else 0
+
+    @property
+    def fault(self) -> str:
+        """What should not be; "" when all is well."""
+        if self.op_differing > self.allowed or self.op_largest > (1 if self.float_ops else 0):
+            found = f"{self.op_differing} of {self.elements} integers differ by up to {self.op_largest}"
+            return f"{found} given the device's inputs, {self.allowed} may, by {min(self.allowed, 1)}"
+        return self.wrong
+
+    @property
+    def who(self) -> str:
+        return f"{self.op} '{self.layer or self.tensor}'"
+
+    @property
     def sqnr_db(self) -> float:
         """Signal-to-quantization-noise ratio [dB]; infinite without noise."""
         if self.noise == 0:
             return float("inf")
         return float(10 * np.log10(max(self.signal, 1e-300) / self.noise))
+
+
+@dataclass
+class Output:
+    """What the device returns, against the simulation."""
+
+    name: str
+    tensor: str
+    float_ops: tuple[str, ...] = ()  #: operators that the runtime computes in float since it last read codes
+    elements: int = 0
+    differing: int = 0  #: numbers that are not the simulation's, bit for bit, given the device's codes
+    gap: float = 0.0  #: largest difference from the simulation, each side running on its own results
+    op_gap: float = 0.0  #: the same given the device's codes, relative to the largest number
+    wrong: str = ""  #: what should not be, besides numbers that differ
+
+    def add(self, device: torch.Tensor | None, free: torch.Tensor, alone: torch.Tensor) -> None:
+        """Count one batch: the device's numbers, the simulation's, and the simulation's given the device's codes."""
+        self.wrong = self.wrong or _misshapen(device, alone, {str(alone.dtype).removeprefix("torch.")})
+        if self.wrong or device is None or not device.numel():
+            return
+        off, op_off = (
+            torch.where((device == x) | (device.isnan() & x.isnan()), 0.0, (device.double() - x.double()).abs())
+            for x in (free, alone)
+        )
+        self.elements += device.numel()
+        self.differing += int((~(op_off == 0)).sum())  # NaN counts
+        self.gap = max(self.gap, float(off.nan_to_num(np.inf).max()))
+        size = max(float(alone.double().abs().nan_to_num(0.0, 0.0).max()), 1e-30)
+        self.op_gap = max(self.op_gap, float(op_off.nan_to_num(np.inf).max()) / size)
+        self._real = alone.is_floating_point()
+
+    _real: bool = field(default=True, repr=False)
+
+    @property
+    def fault(self) -> str:
+        """What should not be; "" when all is well."""
+        few = self.op_gap <= OUTPUT_GAP if self._real else self.differing <= FLOAT_SHARE * self.elements
+        if self.differing and not (self.float_ops and few):
+            share = f"{self.differing} of {self.elements} numbers are not the simulation's given the device's codes"
+            return f"{share}; largest relative gap {self.op_gap:.2g}"
+        return self.wrong
+
+
+@dataclass
+class Held:
+    """A tensor in the file, against the plan: its scales and zero points, and the codes of weights and biases."""
+
+    tensor: str
+    role: str  #: "activation", "weight" or "bias"
+    elements: int = 0  #: codes compared
+    differing: int = 0
+    why: str = ""  #: why nothing of it was compared
+    wrong: str = ""
+
+    @property
+    def fault(self) -> str:
+        """What should not be; "" when all is well."""
+        return f"{self.differing} of its {self.elements} codes are not the plan's" if self.differing else self.wrong
 
 
 @dataclass
@@ -84,11 +178,25 @@ class Verification:
     runtime: str
     promised: bool  #: this runtime's arithmetic is a verified profile of this platform
     samples: int = 0
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)  #: every quantized tensor of the plan, compared or not
     executed: dict[str, int] = field(default_factory=dict)  #: operator kinds that the runtime ran, with counts
     accuracy: dict[str, float] = field(default_factory=dict)  #: top-1 of float, simulated, integer, device
-    output_gap: float = 0.0  #: largest difference between the device's float outputs and the integer simulation's
     warnings: list[str] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)  #: the same tensors, weights and biases, as the file stores them
+    labelled: int = 0  #: samples that the accuracies are taken from
+    calibrated: int = 0  #: samples that are known to be calibration data
+    not_modelled: list[str] = field(default_factory=list)  #: what the platform states and no simulation computes
+
+    @property
+    def compared(self) -> list[Row]:
+        """Tensors of which something was compared."""
+        return [r for r in self.rows if not r.why]
+
+    @property
+    def not_compared(self) -> dict[str, int]:
+        """Reason -> number of tensors of which nothing was compared."""
+        return dict(Counter(r.why for r in self.rows if r.why))
 
     @property
     def integers(self) -> int:
@@ -99,50 +207,130 @@ class Verification:
         return sum(r.differing for r in self.rows)
 
     @property
+    def exact_share(self) -> float:
+        """Share of all integers, those not compared included, of which none may differ given the device's inputs."""
+        strict = sum(r.elements for r in self.rows if not r.allowed and not r.fault)
+        return strict / max(1, sum(r.elements + r.missed for r in self.rows))
+
+    @property
+    def output_gap(self) -> float:
+        """Largest difference between outputs of the device and of the integer simulation."""
+        return max((o.gap for o in self.outputs), default=0.0)
+
+    @property
+    def file_departures(self) -> list[str]:
+        """Where the file is not what the plan says, or its runtime does not give what it holds."""
+        wrong = [f"{h.role} '{h.tensor}' in the file: {h.fault}" for h in self.held if h.fault]
+        return wrong + [f"{r.who}: {r.wrong}" for r in self.rows if r.wrong]
+
+    @property
+    def departures(self) -> list[str]:
+        """All that should not be, in a sentence each: first what the file holds, then tensors in execution order."""
+        rows = [f"{r.who}: {r.fault}" for r in self.rows if r.fault and not r.wrong]
+        outputs = [f"output '{o.name}': {o.fault}" for o in self.outputs if o.fault]
+        return [*self.file_departures, *rows, *outputs]
+
+    @property
     def exact(self) -> bool:
-        """Not one integer of any tensor differs."""
-        return self.integers > 0 and self.differing == 0
+        """Not one integer of any tensor differs, and the file and its outputs are those of the plan."""
+        return self.sound and self.differing == 0
 
     @property
     def sound(self) -> bool:
-        """Every operator, given the device's inputs, computes the device's integers, float ones up to 1 unit."""
-        return self.integers > 0 and all(r.op_largest <= (1 if r.in_float else 0) for r in self.rows)
+        """Every operator, given the device's inputs, computes the device's integers, in float within `FLOAT_SHARE`."""
+        return self.integers > 0 and not self.departures
+
+    @property
+    def verdict(self) -> str:
+        """What was found, in a word.
+
+        "exact"; "sound"; "departs": the file is not the plan's, or a runtime that was promised to computes something
+        else; "unpromised": so does one whose arithmetic is not this platform's.
+        """
+        if self.sound:
+            return "exact" if self.exact else "sound"
+        return "departs" if self.promised or self.file_departures else "unpromised"
 
     @property
     def first_difference(self) -> Row | None:
         """The first tensor, in execution order, that departs."""
-        return next((r for r in self.rows if r.differing), None)
+        return next((r for r in self.rows if r.differing or r.wrong), None)
 
     @property
     def float_operators(self) -> list[str]:
         """Layers that the runtime itself computes in float."""
-        return [f"{r.op} '{r.layer or r.tensor}'" for r in self.rows if r.in_float]
+        return [r.who for r in self.rows if r.in_float]
+
+    def require(self, float_ops: Collection[str] = ()) -> Verification:
+        """Nothing departs, and no operator but those named here runs in float.
+
+        Args:
+            float_ops: canonical operators that may run in float between codes, or between codes and an output.
+
+        Raises:
+            VerificationError: something departs, or another operator runs in float; lists all that do.
+        """
+        others = {
+            f"{op} in float before '{x.tensor}'": None
+            for x in (*self.rows, *self.outputs)
+            for op in x.float_ops
+            if op not in float_ops
+        }
+        found = [*self.departures, *others] or ([] if self.integers else ["nothing was compared"])
+        if found:
+            raise VerificationError(
+                f"{self.runtime} is not what the plan says: {found[0]}",
+                got="; ".join(found[:8]) + (f"; and {len(found) - 8} more" if len(found) > 8 else ""),
+                allowed=f"in float: {', '.join(sorted(float_ops)) or 'nothing'}; elsewhere no difference",
+                hint="name operators that the runtime computes in float; "
+                "anything else is a fault of file, runtime or simulation",
+            )
+        return self
+
+    def coverage(self) -> str:
+        """How much was compared, in a line: "compared 279 of 281 tensors, 2 elided by the runtime"."""
+        more = "".join(f", {n} {why}" for why, n in self.not_compared.items())
+        line = f"compared {len(self.compared)} of {len(self.rows)} tensors{more}"
+        constants = [h for h in self.held if h.role != "activation"]
+        right = sum(not h.fault and not h.why for h in constants)
+        line += f"; {right} of {len(constants)} weights and biases read back from the file" if constants else ""
+        return f"{line}; {100 * self.exact_share:.2f} % of all integers compared at 0"
 
     def summary(self) -> str:
-        """Three or four lines for a person."""
-        compared = f"in {len(self.rows)} tensors over {self.samples} samples"
-        lines = [f"{self.runtime}: {self.differing} of {self.integers} integers differ {compared}"]
+        """A few lines for a person."""
+        lines = [f"{self.runtime}: {self.differing} of {self.integers} integers differ over {self.samples} samples"]
+        lines.append(self.coverage())
+        if self.departures:
+            more = len(self.departures) - 1
+            lines.append(f"departs: {self.departures[0]}{f'; and {more} more' if more else ''}")
         first = self.first_difference
         if first is not None:
             how = ", computed in float by the runtime" if first.in_float else ""
             share = f"{100 * first.fraction:.4f} % of its integers, at most {first.largest}{how}"
-            lines.append(f"first departure: {first.op} '{first.layer or first.tensor}', {share}")
+            lines.append(f"first difference: {first.who}, {share}")
             worst = max(r.op_largest for r in self.rows)
             lines.append(f"each operator by itself, given the device's inputs: largest difference {worst}")
         shown, more = self.float_operators[:6], len(self.float_operators) - 6
         if shown:
             others = f" and {more} more" if more > 0 else ""
             lines.append(f"computed in float by the runtime: {', '.join(shown)}{others}")
+        if self.not_modelled:
+            words = [line.partition(":")[0] for line in self.not_modelled]
+            lines.append(f"said by the platform, not modelled: {', '.join(words[:4])}{', ...' if words[4:] else ''}")
         if self.accuracy:
-            lines.append("top-1: " + ", ".join(f"{k} {100 * v:.2f} %" for k, v in self.accuracy.items()))
+            found = ", ".join(f"{k} {100 * v:.2f} %" for k, v in self.accuracy.items())
+            lines.append(f"top-1 of {self.labelled} samples: {found}")
         return "\n".join(lines + self.warnings)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
         out = asdict(self)
-        out.update(exact=self.exact, sound=self.sound, integers=self.integers, differing=self.differing)
+        names = "exact sound verdict integers differing exact_share output_gap departures not_compared"
+        out.update({name: getattr(self, name) for name in names.split()}, coverage=self.coverage())
         for d, r in zip(out["rows"], self.rows, strict=True):
-            d["sqnr_db"] = r.sqnr_db if np.isfinite(r.sqnr_db) else None
+            d.update(sqnr_db=r.sqnr_db if np.isfinite(r.sqnr_db) else None, fault=r.fault)
+        for d, o in zip(out["outputs"], self.outputs, strict=True):
+            d.update(fault=o.fault)
         return out
 
 
@@ -164,7 +352,7 @@ def verify(
     model: torch.nn.Module | None = None,
     batches: int | None = None,
 ) -> Verification:
-    """Run everything on the same inputs and compare integer by integer.
+    """Run everything on the same inputs and compare integer by integer, the file's own constants included.
 
     Args:
         data: batches as for calibration; (input, label) pairs give accuracies too.
@@ -174,7 +362,8 @@ def verify(
         batches: stop after this many.
 
     Raises:
-        RuntimeUnavailable: the runtime is not installed or refuses the file.
+        RuntimeUnavailable: the runtime is not installed, refuses the file or the inputs, or returns nothing that can be
+            compared.
         DataError: no data.
     """
     runtime = runtime or own_runtime(platform, Path(path).suffix if path is not None else "")
@@ -185,14 +374,25 @@ def verify(
         suffix = found.declares.suffix
         file = Path(path) if path is not None else export(graph, plan, Path(folder) / f"model{suffix}", platform)
         device = found.thing(file, [found.declares.codes.format(v) for v in quantized])
+        stored = format_of(suffix).declares.stored
+        held = stored(file) if stored is not None else None
     out = Verification(runtime, runtime in platform.runtimes, executed=dict(device.executed()))
-    in_float, makers = float_results(graph, plan, profile_for(platform, found.declares.kernels)), graph.producers()
+    out.not_modelled = [*not_modelled(platform)]
+    profile = profile_for(platform, found.declares.kernels)
+    in_float, makers = float_results(graph, plan, profile), graph.producers()
+    behind = float_operators(graph, plan, in_float)
     for v in quantized:
         layer, op = (makers[v].layer, makers[v].op) if v in makers else ("", "Input")
-        out.rows.append(Row(v, layer, op, in_float=v in in_float))
+        out.rows.append(Row(v, layer, op, in_float=v in in_float, float_ops=behind(v) if v in in_float else ()))
+    for name, v in zip(output_names(graph), graph.outputs, strict=True):
+        out.outputs.append(Output(name, v, () if plan.quantized(v) or v in graph.weights else behind(v)))
+    if held is not None:
+        read = dict.fromkeys(i for n in graph.nodes for i in n.inputs if i in graph.weights and plan.quantized(i))
+        by_tensor = _by_tensor(plan, held)
+        out.held = [_held(graph, plan, name, by_tensor.get(name, ())) for name in (*quantized, *read)]
     if hasattr(device, "warnings"):
         out.warnings += device.warnings(platform)
-    comparison = _Comparison(graph, plan, platform, device, found.declares, model, out)
+    comparison = _Comparison(graph, plan, platform, device, found.declares, model, out, set(held or ()))
     with torch.inference_mode():
         for k, batch in enumerate(iterate(data)):
             if batches is not None and k >= batches:
@@ -200,6 +400,11 @@ def verify(
             comparison.add(*split_label(batch, graph))
     if out.samples == 0:
         raise DataError("There are no data to verify on", hint="give at least one batch")
+    if out.calibrated:
+        out.warnings.append(
+            f"{out.calibrated} of the {out.samples} samples are calibration data: "
+            "accuracy and noise on them are better than on new data"
+        )
     return out
 
 
@@ -214,38 +419,179 @@ class _Comparison:
     declares: DeviceRuntime
     model: torch.nn.Module | None
     out: Verification
-    labels: int = 0
+    filed: set[str]  #: tensors that the file is known to hold
     hits: Counter[str] = field(default_factory=Counter)  #: right answers of each side
+
+    def __post_init__(self) -> None:
+        self.seen = Seen.of(self.plan.provenance)
+        self.live = _live(self.graph)
 
     def add(self, inputs: list[torch.Tensor], label: torch.Tensor | None) -> None:
         """Run one batch everywhere and compare."""
         self.out.samples += inputs[0].shape[0] if inputs and inputs[0].dim() else 1
+        self.out.calibrated += self.seen.known(inputs)
         reals = run(self.graph, inputs, keep=[r.tensor for r in self.out.rows])
-        got = {k: torch.from_numpy(v) for k, v in self.device.run([x.numpy() for x in inputs]).items()}
-        names = {r.tensor: self.declares.codes.format(r.tensor) for r in self.out.rows}
-        codes = {v: got[name] for v, name in names.items() if name in got}
-        free, alone = (
-            simulate(self.graph, self.plan, inputs, self.platform, force=force, kernels=self.declares.kernels)
-            for force in (None, codes)
-        )
+        got = self._run([x.numpy() for x in inputs])
+        free = self._simulated(inputs)
+        codes = {}
         for row in self.out.rows:
-            v = row.tensor
-            if v in codes and v in free:
-                row.add(codes[v], free[v], alone[v], reals[v], self.plan[v])
-        first, device = self.graph.outputs[0], next(iter(got.values()))
-        integer, stored = free.get(first, device), self.plan.stored(first)
-        if stored is not None and not integer.is_floating_point():
-            integer = stored.dequantize(integer)
-        if device.shape == integer.shape and device.is_floating_point() and device.numel():
-            self.out.output_gap = max(self.out.output_gap, float((device - integer).abs().max()))
-        if label is not None and reals[first].dim() == 2 and label.shape[:1] == reals[first].shape[:1]:
-            self._count(inputs, label, {"float": reals[first], "integer": integer, "device": device})
+            q, grid = got.get(self.declares.codes.format(row.tensor)), self.plan[row.tensor].grid
+            if row.tensor not in free:
+                row.why = "inside a fused kernel"
+            elif q is None:
+                self._missing(row, free[row.tensor].numel())
+            elif wrong := _misshapen(q, free[row.tensor], _types(grid.bits, grid.signed)):
+                row.why, row.wrong = "of another shape or type", wrong
+            else:
+                codes[row.tensor] = q
+        if self.out.rows and not codes:
+            raise RuntimeUnavailable(
+                f"'{self.out.runtime}' returned none of the {len(self.out.rows)} tensors that were asked for",
+                got=", ".join(list(got)[:8]) or "nothing",
+                hint="is this the file that was written for this model?",
+            )
+        alone = self._simulated(inputs, codes)
+        for name, q in codes.items():
+            row = next(r for r in self.out.rows if r.tensor == name)
+            row.why = "" if q.numel() or row.elements else "empty"
+            row.add(q, free[name], alone[name], reals[name], self.plan[name])
+        returned, outputs = list(got.values()), []
+        for k, o in enumerate(self.out.outputs):
+            device = returned[k] if k < len(returned) else None
+            own = codes.get(o.tensor, alone.get(o.tensor))
+            outputs.append(self._output(o.tensor, free.get(o.tensor)))
+            o.add(device, outputs[-1], self._output(o.tensor, own))
+        first = reals[self.graph.outputs[0]]
+        if label is not None and first.dim() == 2 and label.shape[:1] == first.shape[:1]:
+            self._count(inputs, label, {"float": first, "integer": outputs[0], "device": returned[0]})
+
+    def _run(self, inputs: list[np.ndarray]) -> dict[str, torch.Tensor]:
+        """The device's outputs, in the model's order, and then its codes, by name."""
+        try:
+            results = self.device.run(inputs)
+        except Exception as e:  # the errors of runtimes share no base
+            raise RuntimeUnavailable(
+                f"'{self.out.runtime}' cannot run the file on these inputs: {str(e).splitlines()[0][:300]}",
+                hint="is this the file that was written for this model?",
+            ) from e
+        small = {k: np.asarray(x) for k, x in results.items()}  # numpy has no type of 4 bits, nor has torch
+        return {k: torch.from_numpy(x.astype(np.int8) if "int4" in x.dtype.name else x) for k, x in small.items()}
+
+    def _simulated(self, inputs: list[torch.Tensor], force: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
+        return simulate(self.graph, self.plan, inputs, self.platform, force=force, kernels=self.declares.kernels)
+
+    def _missing(self, row: Row, count: int) -> None:
+        """Account for a tensor that the device did not return: it may have elided only what computes nothing."""
+        maker = self.plan.nodes.get(self.graph.producers()[row.tensor].name) if row.op != "Input" else None
+        row.missed += count
+        if row.tensor in self.live and (row.tensor in self.filed or maker is None or maker.exec != "follow"):
+            row.why, row.wrong = "missing from its results", "it is missing from the device's results"
+        else:
+            row.why = "elided by the runtime" if row.tensor in self.live else "without use for any output"
+
+    def _output(self, name: str, x: Any) -> torch.Tensor:
+        """What the network returns, from its codes or reals."""
+        stored = self.plan.stored(name)
+        x = torch.as_tensor(self.graph.weights[name] if x is None else x)
+        return stored.dequantize(x) if stored is not None and not x.is_floating_point() else x
 
     def _count(self, inputs: list[torch.Tensor], label: torch.Tensor, results: dict[str, torch.Tensor]) -> None:
         """Right answers by the label, of the simulation too."""
         run_flat: Any = getattr(self.model, "run_flat", None)  # modules that chipfit made have it
         if run_flat is not None:
             results["simulated"] = run_flat(inputs)[0]
-        self.labels += label.shape[0]
+        self.out.labelled += label.shape[0]
         self.hits.update({k: int((y.argmax(1) == label.reshape(-1)).sum()) for k, y in results.items()})
-        self.out.accuracy = {k: right / self.labels for k, right in self.hits.items()}
+        self.out.accuracy = {k: right / self.out.labelled for k, right in self.hits.items()}
+
+
+# ---------------------------------------------------------------- what is compared, and how
+
+
+def float_operators(graph: Graph, plan: Plan, in_float: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """For a value: the operators that are computed in float since codes were read, sorted.
+
+    Those that only move numbers are left out: their results are exact.
+
+    Args:
+        in_float: stored values that are computed in float, see `float_results`.
+    """
+    unit_of = {o: unit for unit in units(graph, plan) for n in unit for o in n.outputs}
+
+    def behind(value: str) -> tuple[str, ...]:
+        todo, done, found = [value], set(), set()
+        while todo:
+            v = todo.pop()
+            if v in done or v not in unit_of:
+                continue
+            done.add(v)
+            for n in unit_of[v]:
+                found |= set() if n.op in OPS and OPS[n.op].moves else {n.op}
+                todo += [i for i in n.inputs if i and (not plan.quantized(i) or (i, n.name) in plan.float_edges)]
+        return tuple(sorted(found))
+
+    return behind
+
+
+def _live(graph: Graph) -> set[str]:
+    """Values that an output depends on."""
+    live = set(graph.outputs)
+    for n in reversed(graph.nodes):
+        if live.intersection(n.outputs):
+            live.update(i for i in n.inputs if i is not None)
+    return live
+
+
+def _types(bits: int, signed: bool) -> set[str]:
+    """Types in which a file may hold codes of so many bits."""
+    size = next((b for b in (8, 16) if bits <= b), 32)
+    return {f"int{size}" if signed or size == 32 else f"uint{size}"}
+
+
+def _misshapen(got: torch.Tensor | None, want: torch.Tensor, types: Collection[str]) -> str:
+    """Why an array of the device cannot be compared; "" when it can."""
+    if got is None:
+        return "it is missing from the device's results"
+    kind = str(got.dtype).removeprefix("torch.")
+    if got.shape == want.shape and kind in types:
+        return ""
+    return f"the device gives {kind} {list(got.shape)}, not {' or '.join(sorted(types))} {list(want.shape)}"
+
+
+def _by_tensor(plan: Plan, held: Mapping[str, InFile]) -> dict[str, list[InFile]]:
+    """What a file holds of each tensor, in order: itself, in floats, and copies, numbered or of another layout."""
+    found: dict[str, list[InFile]] = {}
+    for name in sorted(held, key=len):
+        own = name if name in plan.tensors else re.sub(r"(/float)?(_t\d+)?(_\d+)?$", "", name)
+        found.setdefault(own, []).append(held[name])
+    return found
+
+
+def _held(graph: Graph, plan: Plan, name: str, found: Sequence[InFile]) -> Held:
+    """A tensor's numbers in the file, and its codes when it is a weight, against the plan."""
+    stored, out = plan[name], Held(name, plan.tensors[name].role)
+    constant = graph.weights[name].detach().cpu() if name in graph.weights else None
+    for scale, zero in (pair for f in found for pair in f.numbers):
+        for word, want, got in (("scale", stored.scale, scale), ("zero point", stored.zero_point, zero)):
+            a, b = np.broadcast_arrays(want.unique().numpy() if want.numel() != got.size else want.numpy(), got)
+            if not np.array_equal(a, b):
+                at = np.unravel_index((a != b).argmax(), a.shape)
+                out.wrong = out.wrong or f"{word} {b[at]:.9g} instead of {a[at]:.9g}"
+    if constant is not None:
+        codes = stored.quantize(constant)
+        for q in (f.codes for f in found if f.codes is not None):
+            want = stored.dequantize(codes) if q.dtype.kind == "f" else codes
+            differing = _least_differing(want.numpy(), q)
+            out.elements, out.differing = out.elements + q.size, out.differing + (differing or 0)
+            out.wrong = out.wrong or ("" if differing is not None else f"its shape is {list(q.shape)}")
+        out.wrong = out.wrong or ("" if out.elements or not codes.numel() else "it is missing from the file")
+    out.why = "" if found else "not in the file under its name"
+    return out
+
+
+def _least_differing(want: np.ndarray, got: np.ndarray) -> int | None:
+    """How many numbers differ between two arrays, in the order of axes in which the fewest do; None where none fits."""
+    want, got = want.squeeze(), got.squeeze()
+    orders: Sequence[tuple[int, ...]] = list(itertools.permutations(range(want.ndim)))
+    fitting = [o for o in orders if want.transpose(o).shape == got.shape]
+    return min((int((want.transpose(o) != got).sum()) for o in fitting), default=None)

@@ -109,11 +109,11 @@ def verified(report, **changes):
 def departed(report, **changes):
     rows = [dict(r) for r in report.verification["rows"]]
     rows[3].update(differing=5, largest=2)
-    return verified(report, rows=rows, differing=5, exact=False, **changes)
+    return verified(report, rows=rows, differing=5, **{"verdict": "sound", **changes})
 
 
 def test_a_departure_names_the_first_operator_and_asks_for_a_report(result):
-    report = departed(result.report, sound=False)
+    report = departed(result.report, verdict="departs")
     row = report.first_departure
     assert report.verdict == "departs"
     assert f"first in {row['op']} '{row['layer']}', by at most 2" in text_of(report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -170,14 +170,16 @@ def _fit(graph: Graph, name: str, x: Any) -> torch.Tensor:
 class batches:  # noqa: N801 -- reads as a verb where it is used: for x in batches(data, graph)
     """Iterate over data as flat lists of tensors; has a length when the data have one."""
 
-    def __init__(self, data: Any, graph: Graph) -> None:
-        self.data, self.graph = data, graph
+    def __init__(self, data: Any, graph: Graph, note: Callable[[list[torch.Tensor]], None] | None = None) -> None:
+        self.data, self.graph, self.note = data, graph, note  #: `note` is called with each batch
 
     def __iter__(self) -> Iterator[list[torch.Tensor]]:
         for batch in iterate(self.data):
             flat, _ = split_label(batch, self.graph)
             if flat and flat[0].dim() and flat[0].shape[0] == 0:
                 continue
+            if self.note is not None:
+                self.note(flat)
             yield flat
 
     def __len__(self) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from chipfit.errors import ExportError, UnknownNameError, UnsupportedError
 from chipfit.registry import Entry, entries, require
@@ -12,6 +14,13 @@ if TYPE_CHECKING:
     from chipfit.graph.ir import Graph
     from chipfit.plan.record import Plan
     from chipfit.platform.schema import Platform
+
+
+class InFile(NamedTuple):
+    """What a file says of a tensor."""
+
+    codes: np.ndarray | None  #: what a constant holds, in the file's own order of axes
+    numbers: list[tuple[np.ndarray, np.ndarray]]  #: scale and zero point, wherever the file states them
 
 
 def export(graph: Graph, plan: Plan, path: str | Path, platform: Platform, **options: Any) -> Path:

@@ -11,7 +11,17 @@ from markupsafe import Markup
 
 from chipfit.report.advice import advice
 from chipfit.report.record import LayerRow, ReportData
-from chipfit.report.terminal import RUNS, accuracies, agreement, formats, kernel_exec, kernel_name, kernel_ops, size
+from chipfit.report.terminal import (
+    RUNS,
+    accuracies,
+    accuracies_of,
+    agreement,
+    formats,
+    kernel_exec,
+    kernel_name,
+    kernel_ops,
+    size,
+)
 
 
 def page(report: ReportData) -> str:
@@ -34,6 +44,7 @@ def page(report: ReportData) -> str:
         data=Markup(json.dumps(data).replace("<", "\\u003c")),  # no tag can start inside the script element
         agreement=agreement(report).plain.splitlines(),
         accuracies=accuracies(report),
+        accuracies_of=accuracies_of(report),
         advice=advice(report),
     )
 
@@ -64,5 +75,17 @@ def _kernel(kernel: tuple[LayerRow, ...]) -> dict[str, Any]:
 
 def _tensors(report: ReportData) -> list[dict[str, Any]]:
     """Each compared tensor: its integers, how many differ, how far, and the same given the device's inputs."""
-    keys = ("tensor", "layer", "op", "elements", "differing", "largest", "op_differing", "op_largest", "in_float")
+    keys = (
+        "tensor",
+        "layer",
+        "op",
+        "elements",
+        "differing",
+        "largest",
+        "op_differing",
+        "op_largest",
+        "in_float",
+        "why",
+        "fault",
+    )
     return [{k: row[k] for k in keys} for row in report.verification["rows"]] if report.verification else []

@@ -93,20 +93,15 @@ class ReportData:
     def verdict(self) -> str:
         """What `verify` found, in a word.
 
-        "unverified"; "exact": not one integer differs; "sound": integers differ, yet every operator computes the
-        device's integers from the device's inputs; "departs": one does not; "unpromised": one does not, on a runtime
-        whose arithmetic is not this platform's.
+        "unverified", or what `Verification.verdict` says.
         """
-        v = self.verification
-        if v is None:
-            return "unverified"
-        return "exact" if v["exact"] else "sound" if v["sound"] else "departs" if v["promised"] else "unpromised"
+        return self.verification["verdict"] if self.verification else "unverified"
 
     @property
     def first_departure(self) -> Mapping[str, Any] | None:
-        """The first tensor, in execution order, whose integers differ: a row of `verification`."""
+        """The first tensor, in execution order, that differs: a row of `verification`."""
         rows = self.verification["rows"] if self.verification else ()
-        return next((r for r in rows if r["differing"]), None)
+        return next((r for r in rows if r["differing"] or r["fault"]), None)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""

@@ -66,7 +66,7 @@ def build(
             clip_high=clip_high,
             clipped=_clipped(seen, one),
             sqnr_db=found.sqnr_db if found and found.elements and math.isfinite(found.sqnr_db) else None,
-            differing=found.differing if found else None,
+            differing=found.differing if found and not found.why else None,
             weight_format=weight_format,
             weight_sqnr_db=weight_sqnr,
             bars=bars,

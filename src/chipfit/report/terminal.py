@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.panel import Panel
@@ -37,6 +40,10 @@ def agreement(report: ReportData) -> Text:
         return Text("not verified yet: result.verify(data)" if report.simulated else unproven, style="yellow")
     style = {"exact": "bold green", "departs": "bold red"}.get(report.verdict, "yellow")
     text = Text(f"{v['differing']:,} of {v['integers']:,} integers differ from {v['runtime']}", style=style)
+    text.append(f"\n{v['coverage']}", style="dim")
+    if v["departures"]:
+        text.append(f"\ndeparts: {v['departures'][0]}")
+        text.append(f"; and {len(v['departures']) - 1} more" if v["departures"][1:] else "")
     if first is not None:
         text.append(f"\nfirst in {first['op']} '{first['layer'] or first['tensor']}', by at most {first['largest']}")
         text.append(", computed in float by the runtime" if first["in_float"] else "")
@@ -51,6 +58,13 @@ def accuracies(report: ReportData) -> dict[str, float]:
     """Top-1 of float, simulated, integer and device, in this order, as far as labels were given."""
     found = report.verification["accuracy"] if report.verification else {}
     return {k: found[k] for k in ("float", "simulated", "integer", "device") if k in found}
+
+
+def accuracies_of(report: ReportData) -> str:
+    """What the accuracies were taken from: "top-1 of 450 samples, 128 of the 500 verified are calibration data"."""
+    v: Mapping[str, Any] = report.verification or {}
+    seen = f", {v['calibrated']} of the {v['samples']} verified are calibration data" if v.get("calibrated") else ""
+    return f"top-1 of {v.get('labelled', 0)} samples{seen}"
 
 
 def kernel_name(kernel: tuple[LayerRow, ...]) -> str:
@@ -109,7 +123,8 @@ def _summary(report: ReportData) -> Table:
         head.add_row("time", ", ".join(f"{k} {v:.2f} s" for k, v in report.timings.items()))
     head.add_row("device", agreement(report))
     if found := accuracies(report):
-        head.add_row("top-1", ", ".join(f"{k} [bold]{100 * a:.2f} %[/]" for k, a in found.items()))
+        shown = ", ".join(f"{k} [bold]{100 * a:.2f} %[/]" for k, a in found.items())
+        head.add_row("top-1", f"{shown} ({accuracies_of(report).removeprefix('top-1 ')})")
     return head
 
 

@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING, Any
 from chipfit.registry import register
 
 if TYPE_CHECKING:
+    from chipfit.export import InFile
     from chipfit.graph.ir import Graph
     from chipfit.plan.record import Plan
 
 
-@register("format", "onnx", suffixes=(".onnx",), libraries=("onnx",), extra="onnx")
+def _stored(path: Path) -> dict[str, InFile]:
+    from chipfit.export.onnx.stored import stored
+
+    return stored(path)
+
+
+@register("format", "onnx", suffixes=(".onnx",), libraries=("onnx",), extra="onnx", stored=_stored)
 def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options: Any) -> Path:
     """Write a `.onnx` file; see `chipfit.export.onnx.writer.export_onnx` for the options."""
     from chipfit.export.onnx.writer import export_onnx

@@ -8,11 +8,25 @@ from typing import TYPE_CHECKING, Any
 from chipfit.registry import register
 
 if TYPE_CHECKING:
+    from chipfit.export import InFile
     from chipfit.graph.ir import Graph
     from chipfit.plan.record import Plan
 
 
-@register("format", "tflite", suffixes=(".tflite",), libraries=("flatbuffers", "ai_edge_litert"), extra="litert")
+def _stored(path: Path) -> dict[str, InFile]:
+    from chipfit.export.tflite.stored import stored
+
+    return stored(path)
+
+
+@register(
+    "format",
+    "tflite",
+    suffixes=(".tflite",),
+    libraries=("flatbuffers", "ai_edge_litert"),
+    extra="litert",
+    stored=_stored,
+)
 def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options: Any) -> Path:
     """Write a `.tflite` file; see `chipfit.export.tflite.writer.export_tflite` for the options."""
     from chipfit.export.tflite.writer import export_tflite

@@ -17,7 +17,7 @@ TYPES = {
     name: getattr(schema.TensorType, name.upper())
     for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 }
-_NUMPY = {code: np.dtype(name) for name, code in TYPES.items()}
+NUMPY = {code: np.dtype(name) for name, code in TYPES.items()}
 INT4 = schema.TensorType.INT4
 
 
@@ -73,7 +73,7 @@ class File:
         kind = TYPES[a.dtype.name] if kind is None else kind
         key = (name, kind, a.shape, a.tobytes(), numbers and np.asarray(numbers.scale).tobytes())
         if key not in self._constants:
-            data = _packed(a) if kind == INT4 else a.astype(_NUMPY[kind])
+            data = _packed(a) if kind == INT4 else a.astype(NUMPY[kind])
             whole = self._free(name or f"{self.stem}/const")
             self._constants[key] = self.tensor(whole, a.shape, kind, numbers, data=data.tobytes())
         return self._constants[key]

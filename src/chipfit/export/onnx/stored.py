@@ -1,0 +1,27 @@
+"""Reads back what a QDQ ONNX file says of each tensor that is stored in codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from chipfit.export import InFile
+
+
+def stored(path: Path) -> dict[str, InFile]:
+    """By the name of the tensor, whose codes are called "{name}_q"; numbers from every (de)quantizer of them."""
+    graph = onnx.load(str(path)).graph
+    constants = {i.name: numpy_helper.to_array(i) for i in graph.initializer}
+    found: dict[str, InFile] = {}
+    for n in graph.node:
+        if n.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            codes = n.output[0] if n.op_type == "QuantizeLinear" else n.input[0]
+            q = constants.get(codes)
+            entry = found.setdefault(codes.removesuffix("_q"), InFile(None if q is None else q.astype(np.int64), []))
+            scale = constants.get(n.input[1], np.array(np.nan))
+            zero = constants.get(n.input[2], np.array(np.nan)) if len(n.input) > 2 else np.zeros_like(scale)
+            entry.numbers.append((scale.astype(np.float32), zero.astype(np.float64)))
+    return found
