@@ -36,12 +36,10 @@ def test_each_word_names_the_field_the_value_and_what_happens_instead():
 
 def test_a_stage_of_accumulation_counts_on_the_revisions_that_have_it():
     math = {"kernels": "onnxruntime", "acc": [{"bits": 16, "terms": 2, "sat": True, "when": {"arch": "<B"}}]}
-    platforms = {
-        arch: Platform.model_validate({"name": "npu", "arch": ["A", "B"], "math": math}).model_copy(
-            update={"arch_selected": arch}
-        )
-        for arch in "AB"
-    }
+    formats = {"u8": {"bits": 8, "signed": False}, "w8": {"bits": 8}}
+    op = {"match": ["Linear"], "use": [{"in": "u8", "w": "w8", "out": "u8"}], "src": ["M"], "conf": "V"}
+    npu = {"name": "npu", "arch": ["A", "B"], "formats": formats, "ops": [op], "math": math}
+    platforms = {arch: Platform.model_validate(npu).model_copy(update={"arch_selected": arch}) for arch in "AB"}
     assert [len(not_modelled(p)) for p in platforms.values()] == [1, 0]
     assert [whole_arithmetic(p) for p in platforms.values()] == [False, True]
 

@@ -12,6 +12,7 @@ from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, channel_axis, is_linear, with_bias
 from chipfit.plan.record import Plan
+from chipfit.quantizers.rounding import ROUNDINGS
 from chipfit.registry import Setting, register
 
 
@@ -96,7 +97,7 @@ def move_bias(graph: Graph, plan: Plan, node: Node, by: torch.Tensor) -> str:
     moved = bias_or_zero(graph, node) + by
     stored = plan.stored(node.bias)
     if stored is not None:
-        codes, grid = torch.round(moved / stored.scale) + stored.zero_point, stored.grid
+        codes, grid = ROUNDINGS[stored.grid.rounding](moved / stored.scale) + stored.zero_point, stored.grid
         if bool(((codes < grid.qmin) | (codes > grid.qmax)).any()):
             return f"the bias of '{node.who}' is not corrected: the sum exceeds its {grid.bits}-bit grid"
     with_bias(graph, node, moved)

@@ -20,6 +20,7 @@ from chipfit.graph.ir import Graph
 from chipfit.graph.ops import OPS
 from chipfit.plan.record import NodePlan
 from chipfit.platform.schema import Format, Platform
+from chipfit.quantizers.grids import Grid
 from chipfit.ranges import Rule
 
 
@@ -36,6 +37,11 @@ class Slot:
     rule: Rule | None = None  #: range rule that the user chose for it
     z_threshold: float | None = None
     range: tuple[float, float] | None = None  #: known beforehand
+    rounding: str | None = None  #: of reals to codes, where the platform says
+
+    def grid(self, signed: bool | None = None) -> Grid:
+        """The codes, once signedness is known; see `Format.grid`."""
+        return self.format.grid(signed, self.rounding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +165,8 @@ class _Record:
         """Let a tensor be stored, unless it is already; of several readers the first one says how."""
         if name not in self.slots:
             fmt = self.platform.formats[format_name] if fmt is None else fmt
+            math = self.platform.math
+            facts["rounding"] = math.q_round if role == "activation" else math.w_round or math.q_round
             self.slots[name] = Slot(name=name, role=role, format_name=format_name, format=fmt, **facts)
         return True
 

@@ -86,13 +86,13 @@ def _grids(
     for group in groups:
         members = [name for name in group if name in grids]
         if any(grids[name].signed for name in members):
-            grids |= {name: assignment.slots[name].format.grid(signed=True) for name in members}
+            grids |= {name: assignment.slots[name].grid(signed=True) for name in members}
     return grids
 
 
 def _grid(slot: Slot, stats: TensorStats | None, graph: Graph) -> Grid:
     if slot.format.signed != "auto":
-        return slot.format.grid()
+        return slot.grid()
     if slot.range is not None:
         low = slot.range[0]
     elif stats is not None:
@@ -101,7 +101,7 @@ def _grid(slot: Slot, stats: TensorStats | None, graph: Graph) -> Grid:
         low = float(graph.weights[slot.name].min())
     else:
         raise PlanError(f"Tensor '{slot.name}' was not calibrated", hint="quantize again with these overrides")
-    return slot.format.grid(signed=low < 0)
+    return slot.grid(signed=low < 0)
 
 
 def _tied(members: Mapping[str, Found], dictated: Collection[str]) -> dict[str, Found]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from chipfit.platform.schema import Platform
+from chipfit.platform.schema import Accumulator, Platform
+from chipfit.registry import lookup
 
 #: forms of `math.requant` that need no more than an accumulator and a multiplier
 FORMS = ("float", "q31")
@@ -80,18 +81,37 @@ def _placement(p: Platform) -> Iterator[Gap]:
 
 def _math(p: Platform) -> Iterator[Gap]:
     m = p.math
-    for key, said in (("q_round", m.q_round), ("w_round", m.w_round)):
-        if said not in ("half_even", None) and m.kernels is None:
-            yield f"math.{key}", said, "rounded half to even"
+    computes = lookup("kernels", m.kernels).says if m.kernels else {}
+    for key, values in computes.items():
+        said = getattr(m, key)
+        if said is not None and said not in values:
+            words = " ".join(map(str, said.values())) if isinstance(said, dict) else said
+            yield f"math.{key}", words, f"the kernels {m.kernels} have their own"
     if m.kernels is None and kernels_of(p) is not None:
         form = (m.requant or {}).get("form")
         yield "math.requant.form", form, "product sums follow it, other operators are computed as ONNX Runtime does"
     if m.requant and kernels_of(p) is None and m.requant.get("form") != "none":
         yield "math.requant.form", m.requant.get("form"), "integers are not simulated"
-    if m.requant and m.requant.get("form") == "float" and m.requant.get("round", "half_even") != "half_even":
-        yield "math.requant.round", m.requant["round"], "rounded half to even"
+    if m.requant and m.requant.get("form") == "float" and m.requant.get("passes") == 2:
+        yield "math.requant.passes", 2, "one product"
     for k, a in enumerate(m.acc):
-        if a["bits"] < 32 and p.allows(a.get("when", {})):
+        if p.allows(a.get("when", {})) and _overflows(p, a):
             yield f"math.acc.{k}", f"{a['bits']} bits over {a.get('terms', 'all')} terms", "sums do not overflow"
+    if m.acc and kernels_of(p) is None:
+        yield "math.acc", f"{len(m.acc)} stages", "integers are not simulated"
     if m.act_table:
         yield "math.act_table", m.act_table.get("kind", ""), "activations are computed in float32, then rounded"
+
+
+def _overflows(p: Platform, stage: Accumulator) -> bool:
+    """Whether a sum of `terms` products of codes that the platform may multiply exceeds an accumulator's width.
+
+    The accumulator of all products is simulated: it wraps around or saturates. One of some of them is not: which of
+    them it sums depends on the kernel's order.
+    """
+    if "terms" not in stage:
+        return False
+    options = [(o, name) for op in p.ops if p.allows(op.when) for o in op.use if p.allows(o.when) for name in o.ins]
+    pairs = [(p.formats[name], p.formats[o.w]) for o, name in options if {name, o.w} <= set(p.formats) and o.w]
+    largest = [[max(-g.qmin, g.qmax) for g in (f.grid(bool(f.signed)) for f in pair)] for pair in pairs]
+    return any(stage["terms"] * a * b > (1 << stage["bits"] - 1) - 1 for a, b in largest)

@@ -149,8 +149,8 @@ class Format(_Record):
             return f"the float type {self.float_}"
         return ""
 
-    def grid(self, signed: bool | None = None) -> Grid:
-        """The grid of codes once signedness is known.
+    def grid(self, signed: bool | None = None, rounding: str | None = None) -> Grid:
+        """The grid of codes once signedness is known, and how reals are rounded to them (half to even).
 
         Raises:
             ValueError: `signed` is "auto" in the file and not given here.
@@ -159,7 +159,7 @@ class Format(_Record):
         if s is None:
             raise ValueError("the format's signedness is decided per tensor: pass signed=")
         common: dict[str, Any] = {"bits": self.bits, "per": self.per, "kind": self.kind, "scale_min": self.scale_min}
-        common["pot"] = self.scale == "pot"
+        common |= {"pot": self.scale == "pot", "rounding": rounding or "half_even"}
         if self.kind == "float":
             table = float_table(self.float_ or "")
             return Grid(qmin=int(table[0]), qmax=int(table[-1]), table=table, **common)
@@ -352,8 +352,8 @@ class Placement(_Record):
 class Math(_Record):
     """The chip's arithmetic. Without it exactness is not claimed."""
 
-    q_round: Rounding | None = None
-    w_round: str | None = None
+    q_round: Rounding | None = Field(None, description="of reals to codes; half_even where nothing is said")
+    w_round: Rounding | None = Field(None, description="the same of weights and biases; as q_round")
     kernels: str | None = Field(None, description="kernels that the simulator mirrors, by name in chipfit.simulate")
     requant: Requant | None = None
     acc: tuple[Accumulator, ...] = Field((), description="accumulators, innermost first")

@@ -1,7 +1,7 @@
 """Grids: the finite sets of numbers that a stored tensor may take, and the arithmetic between reals and codes.
 
-Rounding is half to even, division is a true division by the scale, and the zero point is added after rounding,
-as ONNX QuantizeLinear specifies.
+Rounding is the grid's own, half to even unless a platform says otherwise; division is a true division by the scale,
+and the zero point is added after rounding, as ONNX QuantizeLinear specifies.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from chipfit.quantizers.rounding import ROUNDINGS
 from chipfit.quantizers.tables import boundaries
 
 
@@ -27,6 +28,12 @@ class Grid:
     scale_min: float | None = None  #: least scale that the hardware represents
     entries: int | None = None  #: "lut": size of the table that is fitted to each tensor
     table: tuple[float, ...] | None = None  #: ascending, in units of the scale; codes are then indices into it
+    rounding: str = "half_even"  #: of `rounding.ROUNDINGS`; on a table the nearest entry is taken
+
+    @property
+    def nearest(self) -> bool:
+        """Codes lie in equal steps, and a real takes the nearest one."""
+        return self.table is None and self.rounding.startswith("half")
 
     @property
     def signed(self) -> bool:
@@ -73,7 +80,7 @@ def quantize(
         axis: the channel axis of x when scale is [C].
 
     Returns:
-        Codes of dtype `grid.dtype`, shape [*dims]. Halves round to even. On a grid with a table, indices into it.
+        Codes of dtype `grid.dtype`, shape [*dims], rounded as the grid says. On a grid with a table, indices into it.
 
     Source: Jacob et al. 2018, arXiv:1712.05877, eq. 1; ONNX QuantizeLinear.
     >>> g = Grid(bits=4, qmin=-8, qmax=7)
@@ -83,7 +90,7 @@ def quantize(
     s, z = _shape_for(scale, x, axis), _shape_for(zero_point, x, axis)
     if grid.table is not None:
         return _index(x / s, grid.table, grid.kind).to(grid.dtype)
-    return torch.clamp(torch.round(x / s) + z, grid.qmin, grid.qmax).to(grid.dtype)
+    return torch.clamp(ROUNDINGS[grid.rounding](x / s) + z, grid.qmin, grid.qmax).to(grid.dtype)
 
 
 def _index(v: torch.Tensor, table: tuple[float, ...], kind: str) -> torch.Tensor:
@@ -108,4 +115,4 @@ def fake_quantize(
     s, z = _shape_for(scale, x, axis), _shape_for(zero_point, x, axis)
     if grid.table is not None:
         return torch.tensor(grid.table, dtype=x.dtype, device=x.device)[_index(x / s, grid.table, grid.kind)] * s
-    return (torch.clamp(torch.round(x / s) + z, grid.qmin, grid.qmax) - z) * s
+    return (torch.clamp(ROUNDINGS[grid.rounding](x / s) + z, grid.qmin, grid.qmax) - z) * s

@@ -9,6 +9,7 @@ import torch
 
 from chipfit.errors import PlanError
 from chipfit.quantizers.grids import Grid, dequantize, fake_quantize, quantize
+from chipfit.quantizers.rounding import ROUNDINGS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,6 +34,8 @@ class Stored:
             raise PlanError("Scale and zero point do not fit", got=shapes, allowed="both [], or both [C] along an axis")
         if not bool((torch.isfinite(s) & (s > 0)).all()):
             raise PlanError("A scale is not positive", got=float(s.min()), allowed="finite numbers above 0")
+        if grid.rounding not in ROUNDINGS:
+            raise PlanError("A rounding is not known", got=repr(grid.rounding), allowed=", ".join(ROUNDINGS))
         if grid.kind == "int" and z.numel() and not grid.qmin <= int(z.min()) <= int(z.max()) <= grid.qmax:
             codes = f"{grid.qmin}..{grid.qmax}"
             raise PlanError("A zero point is not a code of its grid", got=z.reshape(-1)[:8].tolist(), allowed=codes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.rounding import ROUNDINGS
 from chipfit.ranges.qparams import QParams
 from chipfit.ranges.search import HALVINGS, Sample, best, join
 from chipfit.registry import register
@@ -55,7 +56,7 @@ def _divergence(sample: Sample, q: QParams, grid: Grid) -> torch.Tensor:
     # clipped mass piles up at the ends
     clipped = torch.zeros(home.shape, dtype=torch.float64).scatter_add_(2, home, p.expand(home.shape))
     occupied = (clipped > 0).double()
-    code = torch.clamp(torch.round(middle / s) + z, grid.qmin, grid.qmax)
+    code = torch.clamp(ROUNDINGS[grid.rounding](middle / s) + z, grid.qmin, grid.qmax)
     group = torch.zeros_like(home)  # codes ascend over the bins, so that they can be numbered from 0 without gaps
     group[..., 1:] = (code.diff() != 0).cumsum(-1)
     mass = torch.zeros_like(clipped).scatter_add_(2, group, clipped)

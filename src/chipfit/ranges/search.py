@@ -91,7 +91,7 @@ def search(sample: Sample, grid: Grid, p: float) -> QParams:
     affine = grid.zero == "any"
     columns = sample.values.shape[1]
     if sample.weights is None and columns > FEW and sample.values.numel() > ALL:
-        if grid.table is not None:
+        if not grid.nearest:
             sample = Sample(sample.values[:, :: -(-columns // BINS)], None, sample.low, sample.high)
         elif affine:
             sample = _binned(sample)
@@ -118,7 +118,9 @@ def search(sample: Sample, grid: Grid, p: float) -> QParams:
 def errors(sample: Sample, q: QParams, grid: Grid, p: float) -> torch.Tensor:
     """Mean |x - q|^p of each candidate and channel; q.scale [K, C]. Returns [K, C]."""
     s, z = q.scale.unsqueeze(-1), q.zero_point.unsqueeze(-1)  # [K, C, 1]
-    if sample.edges is None or sample.weights is None or grid.table is not None:  # the integral is that of equal steps
+    if (
+        sample.edges is None or sample.weights is None or not grid.nearest
+    ):  # the integral is that of nearest codes in equal steps
         e = (sample.values - fake_quantize(sample.values, s, z, grid)).abs_().pow_(p)
         if sample.weights is None:
             return e.mean(-1, dtype=torch.float64)

@@ -23,7 +23,7 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import Plan
 from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.modelled import kernels_of
-from chipfit.platform.schema import Platform
+from chipfit.platform.schema import Math, Platform
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import lookup
 
@@ -45,6 +45,8 @@ class Profile:
     #: that, and the whole unit is computed in float
     clip: Callable[[Node, Stored], tuple[int, int] | None]
     quantize: Callable[[Tensor, Stored], Tensor]  #: (reals, how they are stored) -> codes
+    #: what a platform with these kernels may say of `math`: field -> values; the kernels compute so, whatever it says
+    says: Mapping[str, Collection[Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Run:
     graph: Graph
     plan: Plan
     profile: Profile
-    requant: Mapping[str, Any]
+    math: Math
     codes: dict[str, Tensor] = field(default_factory=dict)  #: value -> integer codes, where it is quantized
     reals: dict[str, Any] = field(default_factory=dict)  #: value -> float (or other) tensor, before its quantizer
     weights: dict[str, Tensor] = field(default_factory=dict)  #: weight -> codes
@@ -88,6 +90,16 @@ class Run:
         """Codes minus zero point, float64."""
         axis, q, z = self.plan[name].axis, self.code(name).double(), self.zero(name).double()
         return q - (z.view([-1 if k == axis else 1 for k in range(q.dim())]) if z.dim() else z)
+
+    def summed(self, acc: Tensor) -> Tensor:
+        """Sums of all products as the last accumulator of `math.acc` holds them: they wrap around, or saturate."""
+        stage = self.math.acc[-1] if self.math.acc else None
+        if stage is None or "terms" in stage or not acc.numel():
+            return acc
+        half = 2.0 ** (stage["bits"] - 1)
+        if float(acc.min()) >= -half and float(acc.max()) < half:
+            return acc
+        return acc.clamp(-half, half - 1) if stage.get("sat") else torch.remainder(acc + half, 2 * half) - half
 
     def store(self, name: str, x: Tensor) -> None:
         """Clip integers, zero point included, to the grid and keep them as codes."""
@@ -153,7 +165,7 @@ def simulate(
     Raises:
         UnsupportedError: see `profile_for`.
     """
-    run = Run(graph, plan, profile_for(platform, kernels), platform.math.requant or {})
+    run = Run(graph, plan, profile_for(platform, kernels), platform.math)
     wanted = {*(graph.values if keep is None else keep), *graph.outputs}
     todo = units(graph, plan)
     last = {i: k for k, unit in enumerate(todo) for n in unit for i in n.inputs if i is not None}
@@ -260,6 +272,6 @@ def accumulate(run: Run, node: Node) -> Tensor:
     x, w = run.centred(node.data), run.centred(node.weight)
     b = run.code(node.bias).double() if node.bias is not None else None
     if node.op == "Linear":
-        return F.linear(x, w, b)
+        return run.summed(F.linear(x, w, b))
     (acc,) = execute(node, [x, w])
-    return acc if b is None else acc + b.view(1, -1, *[1] * (acc.dim() - 2))
+    return run.summed(acc if b is None else acc + b.view(1, -1, *[1] * (acc.dim() - 2)))

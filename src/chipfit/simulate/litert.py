@@ -135,7 +135,7 @@ def _mat_mul(u: _Unit, how: str) -> None:
         how = "away"
     how = "q15" if u.wide else how
     real = (u.scale(u.x) * u.scale(u.second)).to(_precision(how)) / u.scale(u.out)
-    u.put(_scaled(torch.matmul(u.centred(), u.centred(u.second)), real, how))
+    u.put(_scaled(u.run.summed(torch.matmul(u.centred(), u.centred(u.second))), real, how))
 
 
 # ---------------------------------------------------------------- element by element
@@ -510,9 +510,23 @@ _XNNPACK = {
 _MOVES = {**_by(_avg_pool, "AvgPool"), **_by(_resize, "Resize", lines=_lines, one=1024)}
 _MOVES_XNNPACK = _by(_resize, "Resize", lines=_lines_xnnpack, one=2048)
 
-register("kernels", "litert_reference")(Profile(kernels=_REFERENCE, moves=_MOVES, clip=_clip, quantize=_quantize_away))
+_FIXED_POINT = (
+    {"form": "q31", "round": "half_away", "passes": 2},
+    {"form": "q15", "round": "half_up", "passes": 1},
+)
+_SAYS = {"q_round": ("half_even",), "requant": _FIXED_POINT}
+
+register("kernels", "litert_reference")(
+    Profile(
+        kernels=_REFERENCE,
+        moves=_MOVES,
+        clip=_clip,
+        quantize=_quantize_away,
+        says={**_SAYS, "q_round": ("half_away",)},
+    )
+)
 register("kernels", "litert_optimized")(
-    Profile(kernels=_OPTIMIZED, moves=_MOVES, clip=_clip, quantize=_quantize_inverse)
+    Profile(kernels=_OPTIMIZED, moves=_MOVES, clip=_clip, quantize=_quantize_inverse, says=_SAYS)
 )
 register("kernels", "litert_xnnpack")(
     Profile(
@@ -520,5 +534,6 @@ register("kernels", "litert_xnnpack")(
         moves=_narrow(_MOVES_XNNPACK, _MOVES),
         clip=_clip,
         quantize=_quantize_inverse,
+        says={**_SAYS, "requant": ({"form": "float", "round": "half_even", "passes": 1}, *_FIXED_POINT)},
     )
 )

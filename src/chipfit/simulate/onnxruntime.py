@@ -47,13 +47,13 @@ def _product_sum(run: Run, unit: Sequence[Node]) -> None:
     out, acc, m = unit[-1].output, accumulate(run, unit[0]), _multiplier(run, unit)
     if m.dim() and unit[0].op != "Linear":
         m = m.view(-1, *[1] * (acc.dim() - 2))
-    run.store(out, requantize(acc, m, run.requant) + run.zero(out))
+    run.store(out, requantize(acc, m, run.math.requant or {}) + run.zero(out))
 
 
 def _mat_mul(run: Run, unit: Sequence[Node]) -> None:
     a, b, out = _ends(unit)
-    acc = torch.matmul(run.centred(a), run.centred(b))
-    run.store(out, requantize(acc, _multiplier(run, unit), run.requant) + run.zero(out))
+    acc = run.summed(torch.matmul(run.centred(a), run.centred(b)))
+    run.store(out, requantize(acc, _multiplier(run, unit), run.math.requant or {}) + run.zero(out))
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

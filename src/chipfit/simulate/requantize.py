@@ -1,4 +1,4 @@
-"""From accumulators to codes: float multipliers, and fixed-point ones as gemmlowp and TensorFlow Lite round them."""
+"""From accumulators to codes: float multipliers, and fixed-point ones as gemmlowp and TensorFlow Lite have them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from chipfit.errors import UnsupportedError
 from chipfit.platform.modelled import FORMS
+from chipfit.quantizers.rounding import ROUNDINGS
 
 
 def requantize(acc: torch.Tensor, multiplier: torch.Tensor, rule: Mapping[str, Any]) -> torch.Tensor:
@@ -17,20 +18,25 @@ def requantize(acc: torch.Tensor, multiplier: torch.Tensor, rule: Mapping[str, A
     Args:
         acc: integers, |acc| < 2^31, any shape, any dtype that holds them exactly.
         multiplier: s_in s_w / s_out, float32, broadcasts against acc.
-        rule: `math.requant` of a platform: {"form": "float", "round": "half_even"} or
-            {"form": "q31", "round": "half_away", "passes": 1 or 2}.
+        rule: `math.requant` of a platform, such as {"form": "float", "round": "half_even"} or {"form": "q31", "round":
+            "half_away", "passes": 2}; `round` is a name of `quantizers.rounding`.
 
     Returns:
         Integers before the zero point, float64 (exact).
 
-    float: one float32 product of the accumulator rounded to float32, rounded half to even. q31: `fixed_point`.
+    float: one float32 product of the accumulator rounded to float32. q31: the product with a 31-bit mantissa, shifted
+    once, or (passes 2) first its doubled high half with halves up, then the shift; `round` says how the shift rounds.
     Source: ONNX Runtime and XNNPACK kernels (float); gemmlowp, docs/quantization.md (q31).
     """
-    form = rule.get("form")
+    form, passes = rule.get("form"), rule.get("passes", 2)
     if form == "float":
-        return torch.round(acc.to(torch.float32) * multiplier.to(torch.float32)).double()
+        return ROUNDINGS[rule.get("round", "half_even")](acc.to(torch.float32) * multiplier.to(torch.float32)).double()
     if form == "q31":
-        return fixed_point(acc, multiplier, "away" if int(rule.get("passes", 2)) == 2 else "once").double()
+        (m, e), a = multiplier_and_shift(multiplier), acc.to(torch.int64)
+        if passes == 1:
+            return shift(a * m, 31 - e, rule.get("round", "half_up")).double()
+        high = shift((a << e.clamp_min(0)) * m, torch.tensor(31), "half_up")
+        return shift(high, (-e).clamp_min(0), rule.get("round", "half_away")).double()
     raise UnsupportedError(f"Requantization form '{form}' has no simulator", allowed=", ".join(FORMS))
 
 
@@ -69,6 +75,24 @@ def scale_by(acc: torch.Tensor, m: torch.Tensor, e: torch.Tensor, how: str) -> t
     product = (a << e.clamp_min(0)) * m
     right = (-e).clamp_min(0)
     return (shift_up if how == "up" else shift_away)(shift_up(product, 31), right)
+
+
+def shift(x: torch.Tensor, by: torch.Tensor, rounding: str) -> torch.Tensor:
+    """x / 2^by in integers, int64.
+
+    >>> [shift(torch.tensor([-3, -1, 1, 3]), torch.tensor(1), r).tolist() for r in ("half_away", "half_even", "trunc")]
+    [[-2, -1, 1, 2], [-2, 0, 0, 2], [-1, 0, 0, 1]]
+    """
+    below = x >> by
+    rest = 2 * (x - (below << by)) - (1 << by)  # of a half: negative, 0 or positive
+    up = {
+        "floor": torch.zeros_like(rest, dtype=torch.bool),
+        "trunc": (x < 0) & (below << by != x),
+        "half_up": rest >= 0,
+        "half_away": (rest > 0) | ((rest == 0) & (x > 0)),
+        "half_even": (rest > 0) | ((rest == 0) & (below % 2 == 1)),
+    }[rounding]
+    return below + up.long()
 
 
 def short(m: torch.Tensor) -> torch.Tensor:

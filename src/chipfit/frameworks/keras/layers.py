@@ -9,6 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from chipfit.quantizers.rounding import ROUNDINGS
 from chipfit.quantizers.stored import Stored
 from chipfit.quantizers.tables import boundaries
 
@@ -17,7 +18,7 @@ _registered = keras.saving.register_keras_serializable(package="chipfit")
 
 @_registered
 class KerasQuantizer(keras.layers.Layer):
-    """Rounds a tensor to a grid: y = (clip(round(x / s) + z, qmin, qmax) - z) s, halves to even.
+    """Rounds a tensor to a grid: y = (clip(round(x / s) + z, qmin, qmax) - z) s.
 
     The gradient passes straight through rounding inside the range and stops outside; the scale gets that of LSQ (Esser
     et al. 2020, arXiv:1902.08153, eq. 3), which differentiating the formula gives. Everything is computed in float32.
@@ -29,6 +30,7 @@ class KerasQuantizer(keras.layers.Layer):
         logarithmic: entries of the table are chosen on the logarithm.
         train_scale: let training move the scale; afterwards `scale.trainable` tells.
         bits: width of a stored code, for display.
+        rounding: of `chipfit.quantizers.rounding`.
     """
 
     def __init__(
@@ -40,12 +42,13 @@ class KerasQuantizer(keras.layers.Layer):
         logarithmic: bool = False,
         train_scale: bool = False,
         bits: int = 8,
+        rounding: str = "half_even",
         **kwargs: Any,
     ) -> None:
         super().__init__(**{"dtype": "float32", "autocast": False, **kwargs})
         self.qmin, self.qmax, self.shape, self.bits = int(qmin), int(qmax), tuple(shape), int(bits)
         self.table = None if table is None else tuple(float(t) for t in table)
-        self.logarithmic = logarithmic
+        self.logarithmic, self.rounding = logarithmic, rounding
         self.scale = self.add_weight(name="scale", shape=self.shape, initializer="ones")
         self.scale.trainable = train_scale  # afterwards: TensorFlow never watches a variable that was made untrainable
         self.zero_point = self.add_weight(name="zero_point", shape=self.shape, initializer="zeros", trainable=False)
@@ -58,7 +61,7 @@ class KerasQuantizer(keras.layers.Layer):
             return self._nearest_entry(x, s, self.table)
         z = ops.convert_to_tensor(self.zero_point)
         v = ops.clip(x / s, -(2.0**40), 2.0**40)  # an infinity must not become inf - inf
-        q = v + ops.stop_gradient(ops.round(v) - v) + z  # exact: round(v) is within a factor of two of v, or zero
+        q = v + ops.stop_gradient(ROUNDINGS[self.rounding](v, ops) - v) + z  # exact, see `rounding`
         return (_clamp(q, self.qmin, self.qmax) - z) * s
 
     def _nearest_entry(self, x: Any, s: Any, table: Sequence[float]) -> Any:
@@ -74,14 +77,15 @@ class KerasQuantizer(keras.layers.Layer):
         self.zero_point.assign(zero_point.astype("float32"))
 
     def get_config(self) -> dict[str, Any]:
-        own = ("qmin", "qmax", "shape", "table", "logarithmic", "bits")
+        own = ("qmin", "qmax", "shape", "table", "logarithmic", "bits", "rounding")
         return {**super().get_config(), **{k: getattr(self, k) for k in own}, "train_scale": self.scale.trainable}
 
     @classmethod
     def of(cls, stored: Stored, shape: Sequence[int] = (), **kwargs: Any) -> KerasQuantizer:
         """The quantizer of a tensor that is stored like this; its numbers are still to be set."""
         grid = stored.grid
-        return cls(grid.qmin, grid.qmax, shape, grid.table, grid.kind == "log", bits=grid.bits, **kwargs)
+        how: dict[str, Any] = {"bits": grid.bits, "rounding": grid.rounding}
+        return cls(grid.qmin, grid.qmax, shape, grid.table, grid.kind == "log", **how, **kwargs)
 
 
 def _clamp(x: Any, low: float, high: float) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from chipfit.quantizers.grids import Grid, fake_quantize
+from chipfit.quantizers.rounding import ROUNDINGS
 from chipfit.quantizers.stored import Stored
 
 
@@ -17,27 +18,27 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, qmin: int, qmax: int
+        ctx: Any, x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, qmin: int, qmax: int, rounding: str
     ) -> torch.Tensor:
-        q = torch.round(x / scale).add_(zero)
+        q = ROUNDINGS[rounding](x / scale).add_(zero)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             ctx.save_for_backward(x, scale, zero)
-            ctx.bounds = qmin, qmax
+            ctx.grid = qmin, qmax, rounding
         return q.clamp_(qmin, qmax).sub_(zero).mul_(scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (grad,) = grads
         x, scale, zero = ctx.saved_tensors
-        qmin, qmax = ctx.bounds
+        qmin, qmax, rounding = ctx.grid
         v = x / scale
-        q = torch.round(v)
+        q = ROUNDINGS[rounding](v)
         inside = (q + zero >= qmin) & (q + zero <= qmax)
         grad_scale = None
         if ctx.needs_input_grad[1]:  # LSQ, Esser et al. 2020, arXiv:1902.08153, eq. 3
             local = torch.where(inside, q - v, (q + zero).clamp(qmin, qmax) - zero)
             grad_scale = (grad * local).sum_to_size(scale.shape)
-        return grad * inside, grad_scale, None, None, None
+        return grad * inside, grad_scale, None, None, None, None
 
 
 def fake_quantize_ste(
@@ -56,10 +57,10 @@ def fake_quantize_ste(
     if grid.table is not None:
         return _nearest_entry(x.to(s.dtype), s, grid, grid.table).to(x.dtype)
     if not (torch.compiler.is_compiling() or torch.compiler.is_exporting()):
-        return _FakeQuantize.apply(x.to(s.dtype), s, z, grid.qmin, grid.qmax).to(x.dtype)
+        return _FakeQuantize.apply(x.to(s.dtype), s, z, grid.qmin, grid.qmax, grid.rounding).to(x.dtype)
     # plain operators, which the compiler fuses; the first clamp keeps an infinity from becoming inf - inf
     v = (x.to(s.dtype) / s).clamp(-(2.0**40), 2.0**40)
-    rounded = v + (torch.round(v) - v).detach()  # exact: round(v) is within a factor of two of v, or zero
+    rounded = v + (ROUNDINGS[grid.rounding](v) - v).detach()  # exact, see `rounding`
     return ((torch.clamp(rounded + z, grid.qmin, grid.qmax) - z) * s).to(x.dtype)
 
 

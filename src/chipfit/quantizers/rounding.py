@@ -1,0 +1,44 @@
+"""How reals become integers: the rounding rules that platforms name, each written once, for torch and for Keras.
+
+They are exact: x - round(x) is, because round(x) is within a factor of two of x, or zero. `ops` is `torch` or
+`keras.ops`. Where a half lies between two integers, -2.5 becomes -2, -3, -2, -3, -2 and 2.5 becomes 2, 3, 3, 2, 2
+under half_even, half_away, half_up, floor and trunc.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def half_even(x: Any, ops: Any = torch) -> Any:
+    """To the nearest integer, halves to the even one: IEEE 754 roundTiesToEven."""
+    return ops.round(x)
+
+
+def half_away(x: Any, ops: Any = torch) -> Any:
+    """To the nearest integer, halves away from zero: C's `round`."""
+    nearest = ops.round(x)
+    return ops.where(ops.abs(x - nearest) == 0.5, ops.trunc(x) + ops.sign(x), nearest)
+
+
+def half_up(x: Any, ops: Any = torch) -> Any:
+    """To the nearest integer, halves up."""
+    nearest = ops.round(x)
+    return ops.where(ops.abs(x - nearest) == 0.5, ops.ceil(x), nearest)
+
+
+def floor(x: Any, ops: Any = torch) -> Any:
+    """To the next integer below."""
+    return ops.floor(x)
+
+
+def trunc(x: Any, ops: Any = torch) -> Any:
+    """Towards zero: C's conversion to an integer."""
+    return ops.trunc(x)
+
+
+#: name in a platform's file -> rule
+ROUNDINGS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (half_even, half_away, half_up, floor, trunc)}

@@ -1,0 +1,106 @@
+"""The rounding rules that platforms name: against arithmetic on paper, in torch and Keras, training and integers."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+from chipfit.errors import PlanError
+from chipfit.frameworks.torch.modules import fake_quantize_ste
+from chipfit.quantizers.grids import Grid, fake_quantize, quantize
+from chipfit.quantizers.rounding import ROUNDINGS
+from chipfit.quantizers.stored import Stored
+from chipfit.ranges import choose
+from chipfit.simulate.requantize import requantize, shift
+
+#: rule -> what -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 0.7 and -0.7 become
+BY_HAND = {
+    "half_even": [-2, -2, 0, 0, 2, 2, 1, -1],
+    "half_away": [-3, -2, -1, 1, 2, 3, 1, -1],
+    "half_up": [-2, -1, 0, 1, 2, 3, 1, -1],
+    "floor": [-3, -2, -1, 0, 1, 2, 0, -1],
+    "trunc": [-2, -1, 0, 0, 1, 2, 0, 0],
+}
+X = torch.tensor([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 0.7, -0.7])
+
+
+def grid(rounding, **more):
+    return Grid(**{"bits": 8, "qmin": -128, "qmax": 127, "rounding": rounding, **more})
+
+
+@pytest.mark.parametrize("rule", BY_HAND)
+def test_codes_are_those_on_paper_however_they_are_computed(rule):
+    one, zero = torch.tensor(0.5), torch.tensor(3, dtype=torch.int32)
+    want = torch.tensor(BY_HAND[rule])
+    assert quantize(X * 0.5, one, zero, grid(rule)).tolist() == (want + 3).tolist()
+    assert fake_quantize(X * 0.5, one, zero, grid(rule)).tolist() == (want * 0.5).tolist()
+    trained = fake_quantize_ste((X * 0.5).requires_grad_(), one, zero, grid(rule))
+    assert trained.tolist() == (want * 0.5).tolist()
+    compiled = torch.compile(fake_quantize_ste, backend="eager")
+    assert compiled(X * 0.5, one, zero, grid(rule)).tolist() == (want * 0.5).tolist()
+
+
+@pytest.mark.parametrize("rule", BY_HAND)
+def test_keras_rounds_alike(rule):
+    ops = pytest.importorskip("keras").ops
+    assert ops.convert_to_numpy(ROUNDINGS[rule](ops.convert_to_tensor(X.numpy()), ops)).tolist() == BY_HAND[rule]
+
+
+def test_the_number_before_a_half_is_no_half():
+    below = torch.tensor([0.49999997, -0.49999997, 8388607.5])  # adding 0.5 in float32 would reach the next integer
+    assert ROUNDINGS["half_away"](below).tolist() == [0, 0, 8388608]
+    assert ROUNDINGS["half_up"](below).tolist() == [0, 0, 8388608]
+
+
+@pytest.mark.parametrize("rule", BY_HAND)
+def test_shifts_of_integers_round_alike(rule):
+    def on_paper(v: Fraction) -> int:
+        down, half = math.floor(v), Fraction(1, 2)
+        if rule == "floor" or v == down:
+            return down
+        if rule == "trunc":
+            return math.trunc(v)
+        if v - down != half:
+            return down + (v - down > half)
+        return {"half_up": down + 1, "half_away": down + (v > 0), "half_even": down + down % 2}[rule]
+
+    x = torch.arange(-40, 41)
+    for by in (0, 1, 2, 4):
+        want = [on_paper(Fraction(int(v), 1 << by)) for v in x]
+        assert shift(x, torch.tensor(by), rule).tolist() == want
+
+
+@pytest.mark.parametrize("rule", BY_HAND)
+def test_accumulators_requantize_by_the_rule(rule):
+    acc, half = torch.tensor([-5, -3, -1, 1, 3, 5]), torch.tensor(0.5)
+    assert requantize(acc, half, {"form": "float", "round": rule}).tolist() == BY_HAND[rule][:6]
+    assert requantize(acc, half, {"form": "q31", "round": rule, "passes": 1}).tolist() == BY_HAND[rule][:6]
+
+
+def test_two_passes_round_the_high_half_up_first():
+    third = torch.tensor(0.125)  # m = 2^30, e = -2: the doubled high half of -4 m is -2, a quarter of it -0.5
+    acc = torch.tensor([-4, 4, 12])
+    found = {r: requantize(acc, third, {"form": "q31", "round": r, "passes": 2}).tolist() for r in BY_HAND}
+    assert found == {r: [BY_HAND[r][2], BY_HAND[r][3], BY_HAND[r][4]] for r in BY_HAND}
+
+
+def test_a_range_is_searched_for_the_rule_that_the_chip_has():
+    x = torch.rand(1, 4000, generator=torch.Generator().manual_seed(0)) * 10
+    scales = {r: float(choose(x, grid(r, bits=3, qmin=-4, qmax=3), rule="mse").scale) for r in ("half_even", "trunc")}
+    assert scales["trunc"] != scales["half_even"]
+    s, z = torch.tensor(scales["trunc"]), torch.tensor(0)
+
+    def error(scale: float) -> float:
+        return float(
+            (fake_quantize(x, torch.tensor(scale), z, grid("trunc", bits=3, qmin=-4, qmax=3)) - x).square().mean()
+        )
+
+    assert error(float(s)) <= min(error(float(s) * f) for f in (0.8, 0.9, 1.1, 1.2)) * 1.01
+
+
+def test_an_unknown_rule_is_refused():
+    with pytest.raises(PlanError, match="half_even"):
+        Stored(format="a8", grid=grid("half_odd"), scale=torch.tensor(1.0), zero_point=torch.tensor(0))
