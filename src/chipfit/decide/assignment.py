@@ -11,13 +11,14 @@ from typing import Any
 
 from chipfit.decide.formats import Decision, Formats
 from chipfit.decide.narrow import narrow
-from chipfit.decide.options import usable
+from chipfit.decide.options import BY_HAND, usable
 from chipfit.decide.readers import requested, within_reach
 from chipfit.decide.ties import Binding
 from chipfit.decide.units import NO_FORMAT, Read, find_units, format_of
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph
 from chipfit.graph.ops import OPS
+from chipfit.graph.uses import unrounded
 from chipfit.plan.record import NodePlan
 from chipfit.platform.schema import Format, Platform
 from chipfit.quantizers.grids import Grid
@@ -79,7 +80,8 @@ def assign(
         UnsupportedError: an operator that the platform rejects outright, or bits that no format offers.
     """
     units = within_reach(platform, find_units(graph, platform, groups, overrides or {}))
-    kept = frozenset(o for u in units if u.choices.get("activation_bits") == "float" for o in u.tail.outputs)
+    by_hand = (o for u in units if u.choices.get("activation_bits") == "float" for o in u.tail.outputs)
+    kept = unrounded(graph) | dict.fromkeys(by_hand, BY_HAND)
     # backwards, so that of several layers with impossible bits the last one is named
     units = [u if u.moves else usable(graph, platform, u, kept) for u in reversed(units)][::-1]
     requests = {v: f for v, f in requested(graph, platform, units).items() if v not in kept}
@@ -235,8 +237,8 @@ class _Record:
         unit, name = d.unit, self.formats.of.get(value)
         if name is None:
             if value in self.graph.values and self.graph.is_float(value):
-                kept = "overrides keep it in float" if value in self.formats.kept else ""
-                self.floats[value] = kept or d.why or "the platform keeps this result in float"
+                why = self.formats.kept.get(value) or d.why
+                self.floats[value] = why or "the platform keeps this result in float"
             return False
         choices = {k: unit.choices.get(k) for k in ("rule", "z_threshold", "range")}
         fmt = self.platform.formats[name]

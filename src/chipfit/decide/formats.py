@@ -37,7 +37,7 @@ class Formats:
     graph: Graph
     platform: Platform
     requests: Mapping[str, str]  #: value -> the format that its readers want
-    kept: frozenset[str]  #: values that the user keeps in float, whoever reads them
+    kept: Mapping[str, str]  #: values that stay float, whoever reads them -> why
     of: dict[str, str] = field(default_factory=dict)  #: value -> format name
     codes: set[str] = field(
         default_factory=set
@@ -76,7 +76,8 @@ class Formats:
     def _carried(self, unit: Unit) -> str | None:
         """The format in which a mover carries codes; None when it moves floats."""
         data = [i for i in unit.data if self.graph.is_float(i)]
-        if unit.kept_float or not self.kept.isdisjoint(data) or not self.graph.is_float(unit.tail.output):
+        floats = {*data, unit.tail.output}
+        if unit.kept_float or not floats.isdisjoint(self.kept) or not self.graph.is_float(unit.tail.output):
             return None
         wanted = any(self.requests.get(o, "any") != "any" for o in unit.tail.outputs)
         found = {self.of[i] for i in data if i in self.of and (i in self.codes or wanted)}

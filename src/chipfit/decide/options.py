@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from chipfit.decide.units import NO_FORMAT, Unit, agree
 from chipfit.errors import UnsupportedError
@@ -13,15 +13,17 @@ from chipfit.platform.schema import Option, Platform
 #: what the user may say about bits -> the slots of an option that it is about, and what they hold
 _BITS = {"bits": (("w",), "weights"), "activation_bits": (("in_", "out"), "activations")}
 
+BY_HAND = "overrides keep it in float"
+
 #: codes of one format can be read as another when these agree
 _STORAGE = ("kind", "bits", "signed", "zero", "scale", "per", "range")
 
 
-def usable(graph: Graph, platform: Platform, unit: Unit, kept: Collection[str]) -> Unit:
+def usable(graph: Graph, platform: Platform, unit: Unit, kept: Mapping[str, str]) -> Unit:
     """The unit with the options that it can take as it stands in this graph, and why it runs in float without any.
 
     Args:
-        kept: values that the user keeps in float, whoever reads them.
+        kept: values that stay float, whoever reads them, and why.
 
     Raises:
         UnsupportedError: the user asks for bits that no option offers.
@@ -41,17 +43,20 @@ def _stores(option: Option) -> bool:
     )
 
 
-def _obstacle(graph: Graph, platform: Platform, unit: Unit, kept: Collection[str]) -> str:
+def _obstacle(graph: Graph, platform: Platform, unit: Unit, kept: Mapping[str, str]) -> str:
     """Why this unit cannot run in integers although the platform has a rule for its operator."""
+    floats = [i for i in unit.data if i in kept]
     if (
         platform.place.at != "outputs"
     ):  # an integer kernel takes and gives codes; elsewhere quantizers belong to writers
         for choice, what in (("bits", "weights"), ("activation_bits", "result")):
             if unit.choices.get(choice) == "float":
                 return f"overrides keep its {what} in float"
-        floats = [i for i in unit.data if i in kept]
-        if floats:
+        if any(kept[i] == BY_HAND for i in floats):
             return f"overrides keep its input '{floats[0]}' in float"
+    for what, i in (*(("result", o) for o in unit.tail.outputs if o in kept), *(("input", i) for i in floats)):
+        if kept[i] != BY_HAND:
+            return f"its {what} '{i}' stays float: {kept[i]}"
     head = unit.head
     if head.outputs and not graph.is_float(head.output):
         return "its result is not a float tensor"

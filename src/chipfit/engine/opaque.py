@@ -48,6 +48,11 @@ def resolve_target(target: str) -> Callable[..., Any]:
     return found
 
 
+def repeatable(target: str) -> bool:
+    """Whether a call gives the same for the same operands: known of ATen, not of what belongs to a framework."""
+    return ":" not in target and torch.Tag.nondeterministic_seeded not in getattr(resolve_target(target), "tags", ())
+
+
 def target_name(target: Any) -> str:
     """The inverse of `resolve_target`.
 

@@ -10,7 +10,7 @@ from chipfit.graph.linear import LINEAR, TRANSPOSED, scale_outputs
 from chipfit.registry import register
 
 
-@register("pass", "fold_batch_norm", stage="rewrite")
+@register("pass", "fold_batch_norm", stage="rewrite", after=("fold_constants",))
 def fold_batch_norm(graph: Graph) -> tuple[Graph, list[str]]:
     """Fold every inference batch norm that directly follows a weighted operator into that operator's weights.
 

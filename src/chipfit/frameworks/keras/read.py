@@ -256,7 +256,6 @@ _row("", "Gelu", "Gelu", approximate=_own("approximate", lambda yes: "tanh" if y
 _row("", "Softplus", "Softplus", beta=1.0, threshold=20.0)
 _row("Softmax", "Softmax", "Softmax", axis=_own("axis", _one_axis))
 _row("", "LogSoftmax", "LogSoftmax", axis=_own("axis", _one_axis))
-_row("", "Clip", "Clamp", min=_own("x_min", _number), max=_own("x_max", _number))
 _row("", "HardTanh", "Clamp", min=-1.0, max=1.0)
 _row("", "Cumsum", "CumSum", axis=_own("axis", _integer))
 _row("Dropout SpatialDropout*D", "", "Dropout", p=_own("rate", float))
@@ -458,6 +457,8 @@ def _comparison(op: str) -> Read:
     def read(r: Call, a: Any, b: Any) -> Value:
         dtypes = {x.dtype for x in (a, b) if isinstance(x, Value)}
         _need(len(dtypes) == 1)
+        if any(isinstance(x, float) for x in (a, b)) and "float" not in min(dtypes):
+            dtypes = {"float32"}  # 2 > 1.5: an integer beside a float is one
         (dtype,) = dtypes
         return r.emit(op, [r.operand(a, dtype), r.operand(b, dtype)])
 
@@ -466,6 +467,16 @@ def _comparison(op: str) -> Read:
 
 for _name, _op in _words("Equal NotEqual Less LessEqual Greater GreaterEqual"):
     _reads("", _name)(_comparison(_op))
+
+
+@_reads("", "Clip")
+def _clip(r: Call, x: Value) -> Value:
+    lo, hi = _number(r.op.x_min), _number(r.op.x_max)
+    if "float" in r.dtype:
+        return r.emit("Clamp", [x], min=lo, max=hi)
+    _need(lo.is_integer() and hi.is_integer())
+    y = r.emit("Max", [r.operand(x), r.operand(int(lo))], part="low")
+    return r.emit("Min", [y, r.operand(int(hi))])
 
 
 @_reads("", "Square")

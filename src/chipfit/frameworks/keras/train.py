@@ -14,7 +14,7 @@ from chipfit.frameworks.keras.lower import Builder, QuantizedModel
 from chipfit.frameworks.keras.weights import to_canonical
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
-from chipfit.plan.sharing import retrained
+from chipfit.plan.sharing import retrained, rounding
 
 
 def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
@@ -41,6 +41,7 @@ def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
     new, scales = graph.copy(), _scales(model, builder)
     new.weights.update(_weights(model, graph, builder))
     products, tensors = builder.rounding.products, dict(plan.tensors)
+    scales |= {name: scales[o] for name, o in rounding(graph, plan).owner.items() if name not in scales and o in scales}
     for name, t in plan.tensors.items():
         if t.quantized and name in builder.rounding.owner:
             factors = [scales[i].reshape(builder.plan[i].scale.shape) for i in products.get(name, (name,))]

@@ -56,8 +56,12 @@ def capture(
 
 
 def _twin(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy in eval mode that shares the parameters, which nothing writes to, and owns its buffers."""
-    memo: dict[int, Any] = {id(p): p for p in model.parameters()}
+    """A copy in eval mode that shares the parameters, which nothing writes to, and owns its buffers.
+
+    A tensor with history that a module keeps, as `weight_norm` of old does, cannot be copied: its numbers are.
+    """
+    kept = (v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor) and not v.is_leaf)
+    memo: dict[int, Any] = {id(v): v.detach().clone() for v in kept} | {id(p): p for p in model.parameters()}
     return copy.deepcopy(model, memo).eval()
 
 

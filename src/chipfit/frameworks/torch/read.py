@@ -125,6 +125,7 @@ row("rsub", "Sub", "other# self#", only={"alpha": 1})
 row("div", "Div", "self# other#", only={"rounding_mode": None})
 row("pow", "Pow", "self# exponent#")
 row("where", "Where", "condition self# other#")
+row("masked_fill", "Where", "mask value# self#")
 row("prelu", "PRelu", "self weight")
 row("elu", "Elu", "self", "alpha:float", only={"scale": 1, "input_scale": 1})
 row("leaky_relu", "LeakyRelu", "self", "negative_slope:float")
@@ -205,6 +206,12 @@ def _clamp(c: Call) -> Any:
     lo, hi = (c.raw(f"{end}_val" if f"{end}_val" in c.args else end) for end in ("min", "max"))
     if not all(v is None or isinstance(v, (int, float)) for v in (lo, hi)):
         raise Unreadable
+    if not c.tensor("self").dtype.is_floating_point:  # as torch promotes types; a clip is of floats
+        ends = [(op, c.draft.scalar(c.node.name, v, c.result)) for op, v in (("Max", lo), ("Min", hi)) if v is not None]
+        x = c.number_or_value("self")
+        for op, end in ends[:-1]:
+            x = c.step(op, [x, end], c.result)
+        return c.emit(ends[-1][0], [x, ends[-1][1]])
     if lo == 0 and hi in (6, None):
         return c.emit("Relu" if hi is None else "Relu6", [c.value("self")])
     bounds = {end: None if v is None else float(v) for end, v in (("min", lo), ("max", hi))}
@@ -242,6 +249,19 @@ def _reduce(c: Call) -> Any:
         return c.emit("GlobalAvgPool", [c.value("self")])
     pooled = c.step("GlobalAvgPool", [c.value("self")], x.new_empty((*x.shape[:2], 1, 1)))
     return c.emit("Reshape", [pooled], shape=_static_shape(c.result))
+
+
+@reads("linalg_vector_norm")
+def _length(c: Call) -> Any:
+    if c.raw("ord") != 2 or c.raw("dtype") is not None:
+        raise Unreadable
+    axes = range(c.rank) if c.raw("dim") is None else _many(c.raw("dim"), 1)
+    return c.emit("ReduceL2", [c.value("self")], axes=tuple(a % c.rank for a in axes), keepdims=bool(c.raw("keepdim")))
+
+
+@reads("square")
+def _square(c: Call) -> Any:
+    return c.emit("Mul", [c.value("self")] * 2)
 
 
 @reads("cumsum")
@@ -320,10 +340,12 @@ def _concat(c: Call) -> Any:
     return c.emit("Stack" if c.name == "stack" else "Concat", tensors, axis=axis)
 
 
-@reads("expand")
+@reads("expand expand_as")
 def _expand(c: Call) -> Any:
-    shape = tuple(s if isinstance(s, int) else None for s in c.args["size"])
-    if None in shape or any(not isinstance(s, int) and shape[i] != -1 for i, s in enumerate(c.result.shape)):
+    have, want = c.tensor("self").shape, c.result.shape
+    have = (None,) * (len(want) - len(have)) + tuple(have)
+    shape = tuple(-1 if str(h) == str(w) else w for h, w in zip(have, want, strict=True))  # symbols compare as text
+    if not all(isinstance(s, int) for s in shape):
         raise Unreadable
     return c.emit("Expand", [c.value("self")], shape=shape)
 

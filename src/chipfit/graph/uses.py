@@ -1,0 +1,132 @@
+"""What values are for: which carry numbers that a grid may round, and which only choose, count, compare or mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ops import OPS
+
+#: what a value is read for, by how much its exact number matters: an index is wrong when it moves at all; what is
+#: compared may be rounded with everything else where it was computed by the network, not where it is given
+_EXACT, _COMPARED, _REAL = range(3)
+#: a term in front of a softmax that moves a score by so much lets it vanish (e^-32 = 1e-14); elsewhere only a number
+#: that no network computes is taken for a mask
+_GONE, _EXTREME = 32.0, 1e4
+#: the largest number that is added or taken as a bound only so that nothing is divided by 0
+_GUARD = 1e-2
+#: operators behind which a masked value cannot be told from one that was never there
+_SOFT, _HARD = ("Softmax", "LogSoftmax"), ("ReduceMax", "ReduceMin", "MaxPool", "AdaptiveMaxPool", "ArgMax")
+#: what may stand between a mask and those, beside operators that only move values
+_BETWEEN = ("Add", "Sub", "Mul", "Div", "Clamp", "Cast")
+
+EXACT_WHY = "it is only read as an index, a mask or a shape, compared, or cast to integers"
+MASKED_WHY = "a mask of extreme range is in it, which would set its grid"
+GUARD_WHY = "it is kept away from 0, which is a code of every grid"
+
+
+def unrounded(graph: Graph) -> dict[str, str]:
+    """The float values that no grid may hold, and why; all others may be quantized."""
+    given = _given(graph)
+    masks = _Masks(graph, graph.producers(), given)
+    for n in graph.nodes:
+        if n.op in _SOFT + _HARD:
+            masks.masked(n.data, _GONE if n.op in _SOFT else _EXTREME)
+    use = dict.fromkeys(graph.outputs, _REAL)
+    for n in reversed(graph.nodes):
+        made = max((use.get(o, _EXACT) for o in n.outputs), default=_EXACT)
+        for slot, i in graph.slots(n):
+            why = _EXACT if (n.name, i) in masks.operands else _use(graph, n, slot, made)
+            use[i] = max(use.get(i, _EXACT), why)
+    exact = {
+        v: EXACT_WHY
+        for v in graph.values
+        if graph.is_float(v) and use.get(v, _EXACT) <= (_COMPARED if v in given else _EXACT)
+    }
+    return exact | masks.found | _guarded(graph, masks.producers)
+
+
+def _guarded(graph: Graph, producers: Mapping[str, Node]) -> dict[str, str]:
+    """Divisors (and operands of roots and logarithms) that a small bound or addend keeps away from 0.
+
+    They are steps inside a norm: on a grid the bound would be 0 itself.
+    """
+    out: dict[str, str] = {}
+    for n in graph.nodes:
+        if n.op not in ("Div", "Rsqrt", "Reciprocal", "Log"):
+            continue
+        way, v = list[str](), n.inputs[-1]
+        while v in producers:
+            node = producers[v]
+            way.append(v)
+            if node.op in ("Clamp", "Add", "Max"):
+                bounds = [graph.weights[i] for i in node.inputs if i in graph.weights]
+                least = node.attrs["min"] if node.op == "Clamp" else max((float(b.max()) for b in bounds), default=None)
+                if least is not None and 0 < least <= _GUARD:
+                    out |= dict.fromkeys(way, GUARD_WHY)
+                break
+            if node.op not in ("Sqrt", "Expand", "Reshape", "Unsqueeze", "Transpose"):
+                break
+            v = node.data
+    return out
+
+
+def _use(graph: Graph, n: Node, slot: str, made: int) -> int:
+    """What a node reads a value for, when its own results are read for `made`."""
+    if n.op == "Size" or slot in ("index", "mask"):
+        return _EXACT
+    if _computes(n) or n.op == "ArgMax":
+        return _REAL
+    if any(graph.is_float(o) for o in n.outputs):
+        return made
+    whole = n.op == "Cast" and n.attrs["dtype"] != "bool"
+    return _EXACT if whole else _COMPARED
+
+
+def _computes(n: Node) -> bool:
+    """It makes features: sums of products, or a norm."""
+    return n.op in ("MatMul", "SDPA") or (n.op in OPS and OPS[n.op].weighted)
+
+
+def _given(graph: Graph) -> set[str]:
+    """Inputs, constants, and what follows from them without any layer that computes features."""
+    out = {*graph.inputs, *graph.weights}
+    for n in graph.nodes:
+        if not _computes(n) and all(i in out for i in n.inputs if i is not None):
+            out.update(n.outputs)
+    return out
+
+
+@dataclass(slots=True)
+class _Masks:
+    """Masks that are added to scores, or put in their place."""
+
+    graph: Graph
+    producers: Mapping[str, Node]
+    given: set[str]
+    found: dict[str, str] = field(default_factory=dict)  #: values that hold masked scores -> why they stay float
+    operands: set[tuple[str, str]] = field(default_factory=set)  #: (node, operand) where the operand is the mask
+
+    def masked(self, value: str, bound: float) -> bool:
+        """Whether a value holds scores behind a mask; notes it, and all between the mask and it."""
+        n = self.producers.get(value)
+        if n is None or not (n.op in _BETWEEN or (n.op in OPS and OPS[n.op].moves)) or not self.graph.is_float(value):
+            return False
+        data = [i for slot, i in self.graph.slots(n) if slot.startswith("in") and slot != "index"]
+        scores = [i for i in data if i not in self.given]
+        here = [i for i in data if n.op in ("Add", "Sub", "Where", "Max", "Min") and scores and self._mask(i, bound)]
+        self.operands.update((n.name, i) for i in here)
+        before = [self.masked(i, bound) for i in scores]
+        if here or any(before):
+            self.found[value] = MASKED_WHY
+        return value in self.found
+
+    def _mask(self, value: str, bound: float) -> bool:
+        """It is a constant with numbers beyond the bound, or, in front of a softmax, follows from inputs alone."""
+        w = self.graph.weights.get(value)
+        if w is None:
+            return value in self.given and bound == _GONE
+        return w.is_floating_point() and bool((w.abs() >= bound).any() | torch.isnan(w).any())

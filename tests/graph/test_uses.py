@@ -1,0 +1,169 @@
+"""Values that a grid would spoil stay float: indices, masks, guards. Compared with torch and with the runtimes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import chipfit
+from chipfit.frameworks.torch.capture import capture
+from chipfit.graph.uses import unrounded
+from chipfit.passes.fold_constants import fold_constants
+
+PLATFORMS = ("ort_cpu", "tflite_int8")
+
+
+def cosine(a, b):
+    return float(F.cosine_similarity(a.detach().flatten(), b.detach().flatten(), dim=0))
+
+
+class Lookup(nn.Module):
+    """Ids that come as floats, pass arithmetic, and choose rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.out = nn.Embedding(1000, 16), nn.Linear(16, 4)
+
+    def forward(self, ids):
+        return self.out(self.rows((ids * 2 / 2).long()))
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_rows_are_chosen_by_the_ids_themselves(platform):
+    torch.manual_seed(0)
+    model, ids = Lookup().eval(), torch.randint(0, 1000, (8, 40)).float()
+    result = chipfit.quantize(model, [ids], platform=platform, progress=False)
+    assert not any(result.plan.quantized(v) for v in ("ids", "mul", "div"))
+    got = result.model(ids)
+    assert (got - model(ids)).abs().max() < 0.05  # a wrong row is off by about 1
+    assert result.verify([torch.randint(0, 1000, (4, 40)).float()]).exact
+
+
+def table(forward, *inputs):
+    """The float values of a function that stay float."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(4, 4)
+
+        def forward(self, *xs):
+            return forward(self.l, *xs)
+
+    graph, _ = fold_constants(capture(Net().eval(), inputs, {}))
+    return set(unrounded(graph)), graph
+
+
+X = torch.randn(3, 4)
+
+
+def test_what_is_only_cast_to_integers_stays_float_even_if_the_network_computes_it():
+    found, _ = table(lambda f, x: (f(x), f(x).abs().long()), X)
+    assert found == {"linear_1", "abs_1"}
+
+
+def test_what_the_network_computes_may_be_rounded_before_it_is_compared_and_what_is_given_may_not():
+    found, _ = table(lambda f, x: f(x) > 0.5, X)
+    assert found == set()
+    found, _ = table(lambda f, x, m: f(x) * (m * 2 > 0.5).float(), X, X)
+    assert len(found) == 2 and "mul" in found  # the mask and twice the mask
+
+
+def test_a_value_with_one_real_reader_may_be_rounded():
+    found, _ = table(lambda f, x: (f(x), x.long()), X)
+    assert found == set()
+
+
+def test_a_value_whose_shape_alone_is_read_stays_float():
+    found, _ = table(lambda f, x, y: f(x) + torch.zeros(y.shape[0], 1).sum() + y.shape[0], X, X)
+    assert len(found) == 1
+
+
+class Attention(nn.Module):
+    """Eager attention of one head with a mask in one of the usual ways."""
+
+    def __init__(self, way, value):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+        self.way, self.value = way, value
+        for p in (self.q, self.k):
+            nn.init.normal_(p.weight, std=0.4)
+
+    def forward(self, x, keep):
+        n = x.shape[1]
+        s = self.q(x) @ self.k(x).transpose(-1, -2) / math.sqrt(32)
+        if self.way == "causal":
+            s = s + torch.full((n, n), self.value).triu(1)
+        elif self.way == "computed":
+            s = s + (1.0 - keep[:, None, :]) * self.value
+        elif self.way == "additive":
+            s = s + keep[:, None, :]
+        elif self.way == "filled":
+            s = s.masked_fill(keep[:, None, :] == 0, self.value)
+        elif self.way == "where":
+            s = torch.where(keep[:, None, :] > 0.5, s, torch.tensor(self.value))
+        elif self.way == "sub":
+            s = (s - (keep[:, None, :] == 0).float() * -self.value) * 0.5
+        return self.o(s.softmax(-1) @ self.v(x))
+
+
+LEAST = torch.finfo(torch.float32).min
+MASKS = [("causal", v) for v in (LEAST, -math.inf, -1e9, -1e4, -100.0)]
+MASKS += [(way, LEAST) for way in ("computed", "filled", "where", "sub")] + [("additive", -1e9), ("computed", -1e4)]
+
+
+def batch(way, value, seed):
+    torch.manual_seed(seed)
+    keep = torch.ones(4, 12)
+    keep[:, 7 + seed % 4 :] = 0
+    return torch.randn(4, 12, 32), (1 - keep) * value if way == "additive" else keep
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize(("way", "value"), MASKS)
+def test_a_mask_does_not_set_the_grid_of_the_scores(way, value, platform):
+    torch.manual_seed(1)
+    model = Attention(way, value).eval()
+    result = chipfit.quantize(model, [batch(way, value, s) for s in range(3)], platform=platform, progress=False)
+    fresh = batch(way, value, 9)
+    assert cosine(result.model(*fresh), model(*fresh)) > 0.99
+    scores = next(n for n in result.graph.nodes if n.op == "MatMul")
+    assert result.plan.nodes[scores.name].exec == "int" and float(result.plan[scores.output].scale) < 1
+    check = result.verify([fresh])
+    assert check.sound, check.summary()
+
+
+def test_a_position_bias_of_ordinary_range_is_stored_in_codes():
+    class Biased(Attention):
+        def forward(self, x, keep):
+            s = self.q(x) @ self.k(x).transpose(-1, -2) + torch.linspace(-3, 3, 144).view(12, 12)
+            return self.o(s.softmax(-1) @ self.v(x))
+
+    result = chipfit.quantize(Biased("", 0).eval(), [batch("", 0, 0)], progress=False)
+    add = next(n for n in result.graph.nodes if n.op == "Add")
+    assert result.plan.nodes[add.name].exec == "int"
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_norm_of_zeros_does_not_divide_by_the_zero_of_a_grid(platform):
+    torch.manual_seed(0)
+
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 4)
+
+        def forward(self, x):
+            y = F.normalize(self.a(x), dim=-1)
+            return self.b(y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt())
+
+    model, x = Normed().eval(), torch.randn(6, 5, 8)
+    x[0] = 0
+    result = chipfit.quantize(model, [x], platform=platform, progress=False)
+    got = result.model(x)
+    assert torch.isfinite(got).all() and cosine(got, model(x)) > 0.99
+    assert result.verify([x]).sound

@@ -1,0 +1,122 @@
+"""What depends on no input becomes a weight: the same network, in integers, and it still trains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import chipfit
+from chipfit.engine.run import run
+from chipfit.frameworks.torch.capture import capture
+from chipfit.passes.fold_constants import fold_constants
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x):
+        var, mean = torch.var_mean(self.weight, dim=(1, 2, 3), keepdim=True, unbiased=False)
+        return F.conv2d(x, (self.weight - mean) * torch.rsqrt(var + 1e-5), self.bias)
+
+
+class Positions(nn.Module):
+    """A class token, a table of positions read by arange, and a bias from a table by constant buckets."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.cls, self.out = nn.Embedding(32, 8), nn.Parameter(torch.randn(1, 1, 8)), nn.Linear(8, 3)
+        self.buckets = nn.Parameter(torch.randn(7, 8))
+
+    def forward(self, x):
+        n = x.shape[1]
+        steps = torch.arange(n)
+        x = x + self.table(steps) + self.buckets[(steps * 2).clamp(max=6)]
+        return self.out(torch.cat([(self.cls * 2 + 1).expand(x.shape[0], -1, -1), x], 1))
+
+
+def old_weight_norm():
+    with pytest.warns(FutureWarning):
+        return nn.utils.weight_norm(nn.Linear(8 * 16, 5))
+
+
+REWRITTEN = {
+    "weight_norm": lambda: parametrizations.weight_norm(nn.Conv2d(3, 8, 5)),
+    "spectral_norm": lambda: parametrizations.spectral_norm(nn.Conv2d(3, 8, 5)),
+    "orthogonal": lambda: nn.Sequential(
+        nn.Flatten(), parametrizations.orthogonal(nn.Linear(192, 8)), nn.Unflatten(1, (8, 1, 1))
+    ),
+    "standardised": lambda: Standardised(3, 8, 5),
+}
+
+
+@pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8"])
+@pytest.mark.parametrize("kind", REWRITTEN)
+def test_a_layer_whose_weight_is_computed_from_others_runs_in_integers(kind, platform, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(REWRITTEN[kind](), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4)).eval()
+    x = torch.randn(4, 3, 8, 8)
+    want = model(x).detach()
+    result = chipfit.quantize(model, [x], platform=platform, progress=False)
+    linear = [n for n in result.graph.nodes if n.op in ("Conv2D", "Linear")]
+    assert [result.plan.nodes[n.name].exec for n in linear] == ["int", "int"]
+    assert all(result.plan.quantized(n.weight) for n in linear)
+    assert linear[0].weight.startswith(linear[0].layer + ".weight")
+    assert F.cosine_similarity(result.model(x).flatten(), want.flatten(), dim=0) > 0.99
+    assert result.verify([torch.randn(4, 3, 8, 8)]).exact
+
+
+def test_tensors_with_history_that_weight_norm_of_old_keeps_are_no_obstacle():
+    model = nn.Sequential(nn.Flatten(), old_weight_norm()).eval()
+    result = chipfit.quantize(model, [torch.randn(4, 8, 16)], progress=False)
+    assert result.plan.nodes["linear"].exec == "int" and result.plan.quantized("1.weight")
+
+
+def test_tables_tokens_and_buckets_are_constants_and_only_the_batch_is_left_to_expand():
+    model, x = Positions().eval(), torch.randn(4, 10, 8)
+    graph = capture(model, (x,), {})
+    folded, notes = fold_constants(graph)
+    left = [n.op for n in folded.nodes]
+    assert not {"Embedding", "Gather", "Min", "Mul"} & set(left) and "Concat" in left
+    assert any("depends on no input: computed once" in note for note in notes)
+    for batch in (x, torch.randn(7, 10, 8)):
+        (want,), (got,) = run(graph, [batch]).values(), run(folded, [batch]).values()
+        assert torch.equal(want, got) and torch.allclose(want, model(batch), atol=1e-6)
+
+
+def test_what_was_computed_trains_in_the_place_of_what_it_was_computed_from():
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 4))).eval()
+    result = chipfit.quantize(model, [torch.randn(8, 6)], progress=False)
+    trained = {n: p.requires_grad for n, p in result.model.named_parameters() if not n.startswith("quant")}
+    assert trained.pop("0.weight") and trained.pop("0.bias")
+    assert trained and not any(trained.values())  # original0 and original1 stay, frozen
+    result.model(torch.randn(8, 6)).sum().backward()
+    assert result.model.get_parameter("0.weight").grad.abs().sum() > 0
+
+
+class Large(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.n, self.out = n, nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.out(x) + torch.arange(self.n).float()[:, None].expand(-1, 2).sum()
+
+
+@pytest.mark.parametrize(("n", "stays"), [(1 << 15, False), (1 << 17, True)])
+def test_a_file_does_not_grow_by_what_is_cheap_to_compute(n, stays):
+    graph, notes = fold_constants(capture(Large(n).eval(), (torch.randn(2, 2),), {}))
+    assert any("is computed all the same" in note for note in notes) == stays
+    assert max(w.numel() for w in graph.weights.values()) <= 1 << 16
+    assert len(graph.nodes) == 2 or stays
+
+
+class Noisy(nn.Module):
+    def forward(self, x):
+        return x + torch.rand(3), torch.ones(2) * 3
+
+
+def test_random_numbers_and_outputs_of_the_model_stay():
+    graph, _ = fold_constants(capture(Noisy(), (torch.randn(2, 3),), {}))
+    assert next(n.attrs["target"] for n in graph.nodes if n.op == "Opaque").startswith("aten.rand")
+    assert set(graph.outputs) <= set(graph.values)
