@@ -18,8 +18,8 @@ _EXACT, _COMPARED, _REAL = range(3)
 _GONE, _EXTREME = 32.0, 1e4
 #: the largest number that is added or taken as a bound only so that nothing is divided by 0
 _GUARD = 1e-2
-#: operators behind which a masked value cannot be told from one that was never there
-_SOFT, _HARD = ("Softmax", "LogSoftmax"), ("ReduceMax", "ReduceMin", "MaxPool", "AdaptiveMaxPool", "ArgMax")
+#: operators behind which a masked value cannot be told from one that was never there; pools that choose are others
+_SOFT, _HARD = ("Softmax", "LogSoftmax"), ("ReduceMax", "ReduceMin", "ArgMax")
 #: what may stand between a mask and those, beside operators that only move values
 _BETWEEN = ("Add", "Sub", "Mul", "Div", "Clamp", "Cast")
 
@@ -33,7 +33,7 @@ def unrounded(graph: Graph) -> dict[str, str]:
     given = _given(graph)
     masks = _Masks(graph, graph.producers(), given)
     for n in graph.nodes:
-        if n.op in _SOFT + _HARD:
+        if n.op in _SOFT + _HARD or (n.op in OPS and OPS[n.op].moves and OPS[n.op].layout == "spatial"):
             masks.masked(n.data, _GONE if n.op in _SOFT else _EXTREME)
     use = dict.fromkeys(graph.outputs, _REAL)
     for n in reversed(graph.nodes):
@@ -58,7 +58,7 @@ def _guarded(graph: Graph, producers: Mapping[str, Node]) -> dict[str, str]:
     for n in graph.nodes:
         if n.op not in ("Div", "Rsqrt", "Reciprocal", "Log"):
             continue
-        way, v = list[str](), n.inputs[-1]
+        way, v = list[str](), n.inputs[-1] or ""
         while v in producers:
             node = producers[v]
             way.append(v)

@@ -342,8 +342,8 @@ def _concat(c: Call) -> Any:
 
 @reads("expand expand_as")
 def _expand(c: Call) -> Any:
-    have, want = c.tensor("self").shape, c.result.shape
-    have = (None,) * (len(want) - len(have)) + tuple(have)
+    want = c.result.shape
+    have = (None,) * (len(want) - c.rank) + tuple(c.tensor("self").shape)
     shape = tuple(-1 if str(h) == str(w) else w for h, w in zip(have, want, strict=True))  # symbols compare as text
     if not all(isinstance(s, int) for s in shape):
         raise Unreadable
