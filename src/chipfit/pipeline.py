@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,6 +15,7 @@ import torch
 from chipfit import steps
 from chipfit.calibration.collect import TensorStats, collect
 from chipfit.calibration.data import as_call, batches, first_batch
+from chipfit.calibration.doubts import thin, unlike_training
 from chipfit.calibration.seen import Seen
 from chipfit.decide import scales
 from chipfit.decide.assignment import Assignment, assign
@@ -21,7 +23,7 @@ from chipfit.decide.overrides import Overrides, resolve_overrides, to_record
 from chipfit.decide.requantize import requantize
 from chipfit.decide.ties import tie_groups
 from chipfit.errors import DataError, NothingQuantizedError, PlanError
-from chipfit.frameworks import capture, lower, read_back
+from chipfit.frameworks import capture, checksum, lower, read_back
 from chipfit.graph.ir import Graph
 from chipfit.passes.fuse import fuse
 from chipfit.passes.shift_negative import fuse_shifts
@@ -50,6 +52,7 @@ class Result:
     timings: dict[str, float] = field(default_factory=dict)  #: seconds per stage
     verification: Verification | None = None
     _model: Any = None
+    _made: int = 0  #: checksum of the numbers of `model` as it was made
     _uncorrected: tuple[Graph, Plan] | None = (
         None  #: before biases and weights were corrected; None where they were not
     )
@@ -59,7 +62,20 @@ class Result:
         """The simulation, which still trains: an `nn.Module` or a Keras model with the original inputs and outputs."""
         if self._model is None:
             self._model = lower(self.graph, self.plan)
+            self._made = checksum(self._model, self.graph.framework)
         return self._model
+
+    def as_calibrated(self) -> Result:
+        """The result without what was done to `model` since: as it came from calibration."""
+        return Result(self.graph, self.plan, self.platform, self.stats, self.timings, _uncorrected=self._uncorrected)
+
+    def _refuse_trained(self, what: str) -> None:
+        """Raise where `model` holds other numbers than the plan: which are meant is the user's to say."""
+        if self._model is not None and checksum(self._model, self.graph.framework) != self._made:
+            raise PlanError(
+                f"`model` has changed since it was made, and {what} would not see that",
+                hint="`result.trained()` takes its weights and scales over; `result.as_calibrated()` leaves them out",
+            )
 
     def trained(self) -> Result:
         """The result with the weights and scales that training gave to `model`, to be exported, verified or saved.
@@ -81,8 +97,9 @@ class Result:
 
         Raises:
             UnknownNameError, PlanError, UnsupportedError: see `quantize`; PlanError also when a tensor would need a new
-                calibration, or a new correction that needs data.
+                calibration, or a new correction that needs data, or `model` was trained.
         """
+        self._refuse_trained("an edit")
         chosen = self.plan.provenance.get("settings", {})
         settings = Settings.from_record(chosen.get("steps", {}))
         corrections = steps.taken(settings, "correct")
@@ -118,12 +135,14 @@ class Result:
         """Write the file that the chip's runtime loads; the suffix chooses the format (`.onnx`, `.tflite`, `.json`)."""
         from chipfit.export import export
 
+        self._refuse_trained("the file")
         return export(self.graph, self.plan, path, self.platform, **options)
 
     def verify(self, data: Any, *, runtime: str | None = None, **options: Any) -> Verification:
         """Run float, simulated, integer and device side by side on `data`; see `chipfit.verify.verify`."""
         from chipfit.verify import verify
 
+        self._refuse_trained("the file that is verified")
         self.verification = verify(
             self.graph, self.plan, self.platform, data, runtime=runtime, model=self.model, **options
         )
@@ -133,6 +152,7 @@ class Result:
         """Write plan, graph and weights to `directory` (JSON and safetensors); `chipfit.load` brings them back."""
         from chipfit.plan.saved import save
 
+        self._refuse_trained("the saved result")
         return save(directory, self.graph, self.plan, self.platform, self.report.to_dict())
 
 
@@ -185,7 +205,9 @@ def quantize(
             )
     with clock("capture"):
         args, kwargs, data = first_batch(data, model) if example is None else (*as_call(example, model), data)
-        graph, notes = prepare(capture(model, args, kwargs), target, settings)
+        captured = capture(model, args, kwargs)
+        doubts = unlike_training(captured) if example is None else []
+        graph, notes = prepare(captured, target, settings)
     with clock("assign"):
         graph, assignment, decisions = decide(graph, target, overrides, settings)
         _refuse_all_float(assignment, target)
@@ -193,6 +215,7 @@ def quantize(
         needs = steps.needs(graph, scales.needs(assignment, rule, z_threshold), settings)
         seen = Seen()
         stats = collect(graph, batches(data, graph, seen.note), tensors=needs, progress=progress, seed=seed)
+        doubts += thin(graph, stats, len(seen.digests))
     rules: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "z_threshold": z_threshold}
     record = provenance.record(
         graph,
@@ -210,7 +233,11 @@ def quantize(
             graph, assignment, decisions = decide(graph, target, overrides, settings)
             notes += adapted
         tensors = scales.choose(graph, assignment, stats, **rules)
-    plan = _plan(Plan(platform=target.name), tensors, assignment, rewrites=(*notes, *decisions), provenance=record)
+    plan = _plan(
+        Plan(platform=target.name), tensors, assignment, rewrites=(*doubts, *notes, *decisions), provenance=record
+    )
+    for doubt in (n for n in plan.rewrites if progress and n.startswith("warning: ")):
+        logging.getLogger("chipfit").warning(doubt)
 
     def choose(g: Graph, known: Mapping[str, TensorPlan]) -> dict[str, TensorPlan]:
         return scales.choose(g, assignment, stats, known=known, **rules)

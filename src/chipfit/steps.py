@@ -48,7 +48,7 @@ def _take(step: Entry, settings: Settings, *given: Any, **context: Any) -> Any:
 
 def rewrite(graph: Graph, platform: Platform, settings: Settings) -> tuple[Graph, list[str]]:
     """The rewrites that need no data; returns the graph, with its own weights, and one note per rewrite or refusal."""
-    captured, notes = graph.weights, list[str]()
+    captured, notes = graph.weights, list(graph.notes)
     for step in taken(settings, "rewrite"):
         graph, more = _take(step, settings, graph, platform=platform)
         check(graph, blame=step.name)

@@ -148,8 +148,13 @@ def _fit(graph: Graph, name: str, x: Any) -> torch.Tensor:
         raise DataError(
             f"Input '{name}' is not a tensor", got=type(x).__name__, allowed=f"{want.dtype} {list(want.shape)}"
         )
-    if str(x.dtype) == "torch.float64" and want.dtype == "float32":
-        x = x.float()
+    if x.is_floating_point() and want.dtype == "float32" and x.dtype != torch.float32:
+        given, x = x, x.float()
+        if bool((given.isfinite() & ~x.isfinite()).any()):
+            raise DataError(
+                f"Input '{name}' holds numbers that float32 does not, in which models are read",
+                got=float(given.abs().max()),
+            )
     if want.dtype.startswith("float") and not x.is_floating_point():
         raise DataError(
             f"Input '{name}' holds integers, the model was captured with floats",

@@ -2,14 +2,16 @@
 
 A framework is one folder here, with the same three doors: `capture.capture(model, args, kwargs)` reads a model into a
 Graph, `lower.lower(graph, plan)` builds the trainable simulation, `train.read_back(model, graph, plan)` brings back
-what training changed in it. The simulation has `run_flat(inputs)`, torch tensors in the order of the graph's inputs to
-outputs. An `opaque` module, where a folder has one, runs operators that only this framework knows (`engine.opaque`).
+what training changed in it, of which `train.numbers(model)` gives everything as arrays. The simulation has
+`run_flat(inputs)`, torch tensors in the order of the graph's inputs to outputs. An `opaque` module, where a folder has
+one, runs operators that only this framework knows (`engine.opaque`).
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +68,14 @@ def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
         PlanError: `model` is not what `lower(graph, plan)` made, or has a scale that is not positive.
     """
     return _door(graph.framework, "train").read_back(model, graph, plan)
+
+
+def checksum(model: Any, framework: str) -> int:
+    """Of all weights and scales that a simulation holds now."""
+    total = 0
+    for array in _door(framework, "train").numbers(model):
+        total = zlib.crc32(array.reshape(-1).view("uint8"), total)
+    return total
 
 
 def load_keras(path: str) -> Any:

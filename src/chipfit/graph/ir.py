@@ -114,6 +114,7 @@ class Graph:
     data_format: str = "channels_first"
     framework: str = "torch"  #: the folder of `frameworks` that read it, and builds the trainable model
     example: tuple[Any, ...] = ()  #: flat example inputs (tensors), used to re-trace; never serialised
+    notes: list[str] = field(default_factory=list)  #: what the reader has to say; it goes to `Plan.rewrites`
 
     def copy(self) -> Graph:
         """A copy whose node list, values and weight table can be edited; tensors are shared, never edited in place."""
@@ -129,6 +130,7 @@ class Graph:
             self.data_format,
             self.framework,
             self.example,
+            self.notes,
         )
 
     def node(self, name: str) -> Node:

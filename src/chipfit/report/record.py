@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+#: a note of a plan that starts so is shown before anything else
+WARNING = "warning: "
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRow:
@@ -61,6 +64,11 @@ class ReportData:
     inputs: tuple[LayerRow, ...] = ()  #: how the model's own inputs are stored
     verification: Mapping[str, Any] | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What makes the result doubtful, to be read first."""
+        return [n.removeprefix(WARNING) for n in self.notes if n.startswith(WARNING)]
 
     @property
     def floats(self) -> dict[str, list[str]]:

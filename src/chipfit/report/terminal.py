@@ -93,6 +93,9 @@ def render(report: ReportData) -> Group:
         Panel(_summary(report), title="chipfit", border_style="cyan"),
         _table(report.kernels),
     ]
+    if report.warnings:
+        doubts = escape("\n".join(report.warnings))
+        parts.insert(0, Panel(doubts, title="read this first", border_style="red"))
     if report.floats:
         why = Table.grid(padding=(0, 2))
         for reason, layers in report.floats.items():

@@ -94,3 +94,33 @@ def test_numbers_come_back_from_a_model_whose_layout_was_changed(platform):
     assert torch.equal(doubled[first].scale, result.plan[first].scale * 2)
     moved = [n.output for n in result.graph.nodes if n.op == "Transpose" and n.data == first]
     assert moved and all(torch.equal(doubled[m].scale, doubled[first].scale) for m in moved)
+
+
+def test_old_weights_are_not_exported_in_silence(tmp_path):
+    given = keras.Input((6,))
+    model = keras.Model(given, layers.Dense(3)(layers.Dense(8, activation="relu")(given)))
+    result = chipfit.quantize(model, [torch.randn(8, 6)], progress=False)
+    result.model(torch.randn(8, 6))
+    result.export(tmp_path / "net.onnx")
+    kernel = next(w for w in result.model.weights if w.path.endswith("kernel"))
+    kernel.assign(kernel + 0.5)
+    with pytest.raises(chipfit.errors.PlanError, match=r"result.trained\(\)"):
+        result.export(tmp_path / "net.onnx")
+    result.trained().export(tmp_path / "net.onnx")
+    result.as_calibrated().export(tmp_path / "net.onnx")
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "float16", "bfloat16", "float64"])
+def test_a_model_of_another_float_type_is_read_in_float32_and_the_report_says_so(policy):
+    given = keras.Input((8, 8, 3))
+    x = layers.Conv2D(4, 3, activation="relu", dtype=policy)(given)
+    x = layers.BatchNormalization(dtype=policy)(x)
+    model = keras.Model(given, layers.Dense(3, dtype=policy)(layers.Flatten(dtype=policy)(x)))
+    x = torch.randn(4, 8, 8, 3)
+    result = chipfit.quantize(model, [x], progress=False)
+    kind = policy.removeprefix("mixed_")
+    assert any(kind in w and "float32" in w for w in result.report.warnings)
+    (want,), (got,) = outputs(model, x), outputs(result.model, x)
+    assert np.abs(want - got).max() < 0.05 * np.abs(want).max()
+    assert result.verify([x]).exact
+    assert model.layers[1].compute_dtype == kind

@@ -44,6 +44,7 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | No
         CaptureError: naming the layer and what to change.
     """
     _demand_model(model)
+    model, cast = _in_float32(model)
     recorded = functional(model)
     struct = recorded._inputs_struct if recorded is not None else None
     example = _example(struct, args, kwargs or {})
@@ -74,6 +75,8 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | No
         env = {id(kt): t for kt, t in zip(leaves(struct), tensors, strict=True)}
         results = keras.tree.pack_sequence_as(outputs, reading.walk(leaves(outputs), env, ""))
     graph = _finish(reading, results, struct, names)
+    if cast:
+        graph.notes.append(f"warning: the model computes in {cast}; it was read, and is simulated, in float32")
     if example is not None:
         graph.example = tuple(x.detach() for x in leaves(example))
         _compare(graph, model, example)
@@ -103,13 +106,42 @@ def _demand_model(model: Any) -> None:
             hint="build the model with keras.config.set_image_data_format('channels_last') and copy the weights, "
             "which are the same",
         )
-    mixed = next((x for x in inside if x.compute_dtype != "float32" and x.variables), None)
-    if mixed is not None:
+
+
+def _in_float32(model: Any) -> tuple[Any, str]:
+    """The model, or where it computes in other float types its like in float32, and the types that it had.
+
+    Raises:
+        CaptureError: it cannot be made again from its configuration, or a weight is beyond float32.
+    """
+    mixed = next((x for x in model._flatten_layers() if x.compute_dtype != "float32" and x.variables), None)
+    if mixed is None:
+        return model, ""
+    kinds = {x.compute_dtype for x in model._flatten_layers() if x.variables} - {"float32"}
+    old = [np.asarray(w, "float64") for w in model.get_weights()]
+    try:
+        twin = type(model).from_config(_single(model.get_config()))
+        twin.set_weights([w.astype("float32") for w in old])
+    except Exception as e:  # Keras raises many types for classes without a configuration
         raise CaptureError(
             f"Layer '{mixed.name}' computes in {mixed.compute_dtype}",
             allowed="float32",
             hint="build the model with keras.config.set_dtype_policy('float32') and load its weights",
-        )
+        ) from e
+    for variable, w in zip(twin.weights, old, strict=True):
+        if (np.isfinite(w) & (np.abs(w) > np.finfo(np.float32).max)).any():
+            raise CaptureError(
+                f"'{variable.path}' holds numbers that float32 does not, in which models are read",
+                got=float(np.abs(w).max()),
+            )
+    return twin, " and ".join(sorted(kinds))
+
+
+def _single(config: Any) -> Any:
+    """A configuration with float32 in the place of every other float type and policy."""
+    if isinstance(config, Mapping):
+        return {k: "float32" if k == "dtype" and "float" in str(v) else _single(v) for k, v in config.items()}
+    return type(config)(map(_single, config)) if isinstance(config, (list, tuple)) else config
 
 
 def _dtype(x: torch.Tensor) -> str:
@@ -184,7 +216,7 @@ def _input(reading: Walk, name: str, symbol: Any, given: Any) -> Value:
     """A graph input; data of another type than the model declares are cast, as Keras does."""
     draft = reading.draft
     dtype = _dtype(given) if isinstance(given, torch.Tensor) else symbol.dtype
-    dtype = symbol.dtype if dtype in ("float64", symbol.dtype) else dtype
+    dtype = symbol.dtype if "float" in dtype and "float" in symbol.dtype else dtype
     value = draft.value(name, symbol.shape, dtype)
     draft.graph.inputs.append(name)
     if dtype == symbol.dtype:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import keras
+import numpy as np
 import torch
 
 from chipfit.errors import PlanError
@@ -15,6 +17,11 @@ from chipfit.frameworks.keras.weights import to_canonical
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.plan.sharing import retrained, rounding
+
+
+def numbers(model: Any) -> Iterator[np.ndarray]:
+    """Everything that training may change."""
+    return (np.ascontiguousarray(keras.ops.convert_to_numpy(w)) for w in model.weights)
 
 
 def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:

@@ -34,7 +34,7 @@ def capture(
         dynamic_batch: let the batch size vary.
 
     Raises:
-        CaptureError: naming the user's line and what to change.
+        CaptureError: naming the user's line and what to change; a weight is beyond float32.
 
     Parameters are not copied: `Graph.weights` holds the model's own tensors until a pass replaces them
     (`passes.own_weights` replaces those that are left).
@@ -46,23 +46,41 @@ def capture(
             hint="pass the model object, not its class or its weights",
         )
     args, kwargs = tuple(args), dict(kwargs or {})
-    twin = _twin(model)
+    twin, cast = _twin(model)
+    args, kwargs = pytree.tree_map(_single, (args, kwargs))
     if dynamic_batch:
         args, kwargs = _at_least_two(args, kwargs)
     example_out = _try_once(twin, args, kwargs)
-    graph = read(export(twin, args, kwargs, dynamic_batch), model, (args, kwargs), example_out)
+    graph = read(export(twin, args, kwargs, dynamic_batch), twin if cast else model, (args, kwargs), example_out)
+    if cast:
+        graph.notes.append(f"warning: the model computes in {cast}; it was read, and is simulated, in float32")
     check(graph, blame="capture")
     return graph
 
 
-def _twin(model: torch.nn.Module) -> torch.nn.Module:
+def _single(x: Any) -> Any:
+    """Data in float32, whatever float they are."""
+    return x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def _twin(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
     """A copy in eval mode that shares the parameters, which nothing writes to, and owns its buffers.
 
-    A tensor with history that a module keeps, as `weight_norm` of old does, cannot be copied: its numbers are.
+    A model of another float type than float32 is copied whole, in float32; the types that it had come with it. A
+    tensor with history that a module keeps, as `weight_norm` of old does, cannot be copied: its numbers are.
     """
     kept = (v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor) and not v.is_leaf)
-    memo: dict[int, Any] = {id(v): v.detach().clone() for v in kept} | {id(p): p for p in model.parameters()}
-    return copy.deepcopy(model, memo).eval()
+    memo: dict[int, Any] = {id(v): v.detach().clone() for v in kept}
+    floats = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}
+    if not floats:
+        return copy.deepcopy(model, memo | {id(p): p for p in model.parameters()}).eval(), ""
+    twin = copy.deepcopy(model, memo).eval().float()
+    for (name, old), new in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+        if bool((old.isfinite() & ~new.isfinite()).any()):
+            raise CaptureError(
+                f"'{name}' holds numbers that float32 does not, in which models are read", got=float(old.abs().max())
+            )
+    return twin, " and ".join(sorted(str(f).removeprefix("torch.") for f in floats))
 
 
 def _at_least_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

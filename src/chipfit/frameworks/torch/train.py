@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from chipfit.errors import PlanError
@@ -11,6 +13,13 @@ from chipfit.frameworks.torch.lower import QuantizedModule
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.plan.sharing import retrained
+
+
+def numbers(model: torch.nn.Module) -> Iterator[np.ndarray]:
+    """Everything that training may change, on the way; what is on no device has no numbers."""
+    for t in model.state_dict().values():
+        if not t.is_meta:
+            yield t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def read_back(model: torch.nn.Module, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:

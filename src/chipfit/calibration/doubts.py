@@ -1,0 +1,65 @@
+"""Signs that calibration data are not what the model was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from chipfit.calibration.collect import TensorStats
+from chipfit.engine.run import run
+from chipfit.graph.builder import drop_dead
+from chipfit.graph.ir import Graph
+
+#: standard deviations of its statistics by which data may differ from what a batch norm has learned, both ways, and
+#: values of a channel that tell its spread
+_FAR, _ENOUGH = 30.0, 8
+#: layers that a message names
+_NAMED = 4
+
+
+def unlike_training(graph: Graph) -> list[str]:
+    """Whether the example is of another scale than the statistics of the first batch norm, where there is one.
+
+    On data like those of training z = (x - mean) / sqrt(var + eps) has a root mean square of about 1 and a deviation of
+    about 1 in each channel. Pixels of 0..255 where 0..1 were expected make them 255, the other way round 1 / 255.
+
+    Args:
+        graph: as captured, with its example.
+    """
+    bn = next((n for n in graph.nodes if n.op == "BatchNorm" and all(map(graph.is_weight, n.inputs[3:5]))), None)
+    if bn is None or not graph.example:
+        return []
+    part = graph.copy()
+    part.outputs = [bn.data]
+    drop_dead(part)
+    with torch.inference_mode():
+        (x,) = run(part, graph.example).values()
+    mean, var = (graph.weights[i].detach() for i in bn.inputs[3:5] if i is not None)
+    z = x.transpose(0, 1).flatten(1).sub(mean[:, None]) / (var + bn.attrs["eps"]).sqrt()[:, None]  # [C, values]
+    size, spread = float(z.square().mean().sqrt()), float(z.std(1).median()) if z.shape[1] >= _ENOUGH else 1.0
+    if size <= _FAR and (spread >= 1 / _FAR or spread == 0):
+        return []
+    off = f"{size:.3g} times as large as" if size > _FAR else f"{1 / spread:.3g} times narrower than"
+    return [
+        f"warning: what reaches batch norm '{bn.who}' is {off} the statistics that it learned: are the inputs scaled "
+        "and normalised as in training?"
+    ]
+
+
+def thin(graph: Graph, stats: Mapping[str, TensorStats], samples: int) -> list[str]:
+    """What is wrong with data that say too little: a single sample, or values that never change.
+
+    Args:
+        samples: different ones that calibration saw.
+    """
+    out = ["warning: calibration saw a single sample; about a hundred tell the ranges"] if samples == 1 else []
+    still = {t.name: t.low for t in stats.values() if t.count > 1 and t.low == t.high}
+    inputs = [f"'{i}' was {still[i]:g} throughout" for i in graph.inputs if i in still]
+    if inputs:
+        return [*out, f"warning: the calibration data hold one number only: input {', '.join(inputs)}"]
+    dead = [f"{n.op} '{n.who}' ({still[o]:g})" for n in graph.nodes for o in n.outputs if o in still]
+    more = f" and {len(dead) - _NAMED} more" if len(dead) > _NAMED else ""
+    if dead:
+        out.append(f"warning: one number only, on all calibration data, comes from {', '.join(dead[:_NAMED])}{more}")
+    return out

@@ -1,0 +1,118 @@
+"""Data that cannot be right are doubted aloud: in the report, on the terminal, with layer and figures."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import chipfit
+from chipfit.calibration.doubts import unlike_training
+from chipfit.frameworks.torch.capture import capture
+from chipfit.report.html import page
+from chipfit.report.terminal import render
+
+
+def net():
+    """A small network whose batch norms know images of 0..1."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    for _ in range(60):
+        model(torch.rand(16, 3, 8, 8))
+    return model.eval()
+
+
+IMAGES = torch.rand(8, 3, 8, 8)
+
+
+def warnings(data, model=None, **options):
+    result = chipfit.quantize(model or net(), data, progress=False, **options)
+    console = Console(width=300, record=True, file=io.StringIO())
+    console.print(render(result.report))
+    text = console.export_text()
+    for w in result.report.warnings:
+        assert w in text and "Read this first" in page(result.report)
+    assert ("read this first" in text) == bool(result.report.warnings)
+    return result.report.warnings
+
+
+def test_data_like_those_of_training_are_not_doubted():
+    assert warnings([IMAGES]) == []
+    assert warnings([(IMAGES - 0.5) / 0.25]) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (IMAGES * 255, "times as large as the statistics"),
+        (IMAGES + 100, "times as large as the statistics"),
+        (IMAGES / 255, "times narrower than the statistics"),
+    ],
+)
+def test_images_on_another_scale_than_the_first_batch_norm_learned(data, says):
+    (warning,) = warnings([data])
+    assert "batch norm '1'" in warning and says in warning and "normalised as in training" in warning
+
+
+def test_the_figure_is_the_factor():
+    big, small = (unlike_training(capture(net(), (IMAGES * k,), {}))[0] for k in (255, 1 / 255))
+    assert 100 < float(big.split(" is ")[1].split()[0]) < 2000
+    assert 100 < float(small.split(" is ")[1].split()[0]) < 500
+
+
+def test_a_single_sample_however_often_it_comes():
+    (warning,) = warnings([IMAGES[:1]] * 3)
+    assert "a single sample" in warning
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_an_input_that_never_changes_names_itself(value):
+    said = " ".join(warnings([torch.full((8, 3, 8, 8), value)]))
+    assert f"'input' was {value:g} throughout" in said
+
+
+def test_a_layer_that_is_dead_on_all_data_is_named():
+    model = net()
+    model[1].bias.data.fill_(-1e3)
+    said = [w for w in warnings([IMAGES], model) if "one number only" in w]
+    assert len(said) == 1 and "Relu '2' (0)" in said[0]
+
+
+def test_the_terminal_hears_of_it_too(caplog):
+    with caplog.at_level(logging.WARNING, "chipfit"):
+        chipfit.quantize(net(), [IMAGES * 255])
+    assert any("batch norm '1'" in r.getMessage() for r in caplog.records)
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_of_another_float_type_is_read_in_float32_and_the_report_says_so(kind):
+    plain, other = net(), net().to(kind)
+    before = {k: v.clone() for k, v in other.state_dict().items()}
+    result = chipfit.quantize(other, [IMAGES.to(kind)], progress=False)
+    assert any(str(kind).removeprefix("torch.") in w and "float32" in w for w in result.report.warnings)
+    assert all(torch.equal(v, before[k]) and v.dtype == before[k].dtype for k, v in other.state_dict().items())
+    assert {v.dtype for v in result.graph.weights.values() if v.is_floating_point()} == {torch.float32}
+    assert (result.model(IMAGES) - plain(IMAGES)).abs().max() < 0.05
+    assert result.verify([IMAGES.to(kind)]).exact
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.float64])
+def test_data_of_another_float_type_are_taken(kind):
+    assert chipfit.quantize(net(), [IMAGES.to(kind), IMAGES], progress=False).verify([IMAGES.to(kind)]).exact
+
+
+def test_what_float32_cannot_hold_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4)).double()
+    model[0].weight.data[0, 0] = 1e60
+    with pytest.raises(chipfit.errors.CaptureError, match=r"'0.weight' holds numbers that float32 does not"):
+        chipfit.quantize(model, [torch.randn(4, 4).double()], progress=False)
+    with pytest.raises(chipfit.errors.DataError, match="'input' holds numbers that float32 does not"):
+        chipfit.quantize(
+            nn.Sequential(nn.Linear(4, 4)),
+            [torch.randn(4, 4), torch.full((2, 4), 1e60, dtype=torch.float64)],
+            progress=False,
+        )
