@@ -14,8 +14,10 @@ from chipfit.errors import ChipfitError
 
 if TYPE_CHECKING:
     from chipfit.facade.framework_info import FrameworkInfo
+    from chipfit.facade.hardware_representation import get_model
     from chipfit.facade.ptq import keras_post_training_quantization, pytorch_post_training_quantization
     from chipfit.facade.target_platform.capabilities import DefaultDict
+    from chipfit.facade.target_platform.targets import get_target_platform_capabilities
     from chipfit.frameworks import capture
     from chipfit.pipeline import Lint, Result, lint, load, quantize
     from chipfit.plan.record import Plan
@@ -40,6 +42,8 @@ _HOMES = {
         for name in ("keras_post_training_quantization", "pytorch_post_training_quantization")
     },
     "capture": ("chipfit.frameworks", "capture"),
+    "get_model": ("chipfit.facade.hardware_representation", "get_model"),
+    "get_target_platform_capabilities": ("chipfit.facade.target_platform.targets", "get_target_platform_capabilities"),
     "load_platform": ("chipfit.platform.load", "load"),
 }
 
@@ -66,6 +70,8 @@ __all__ = [
     "__version__",
     "capture",
     "errors",
+    "get_model",
+    "get_target_platform_capabilities",
     "keras_post_training_quantization",
     "lint",
     "load",

@@ -262,7 +262,7 @@ def decide(
     """
 
     def one_pass(g: Graph) -> tuple[Assignment, list[str]]:
-        groups, notes = fuse(g, fusions(platform), lambda n: sets_of(platform, n.op, n.layer_type, n.config))
+        groups, notes = fuse(g, fusions(platform), lambda n: sets_of(platform.sets, n.op, n.layer_type, n.config))
         assignment = assign(g, platform, fuse_shifts(g, groups), resolve_overrides(g, overrides or {}))
         assignment, more = steps.settle(g, assignment, platform, settings)
         return assignment, notes + more

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -18,8 +18,9 @@ from chipfit.facade.target_platform.capabilities import DefaultDict, matches, me
 from chipfit.facade.target_platform.configs import QuantizationMethod
 from chipfit.facade.target_platform.layers import package_of, squash
 from chipfit.graph.config import plain
-from chipfit.graph.ir import Node
+from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
+from chipfit.plan.record import TensorPlan
 from chipfit.platform.filters import Member
 from chipfit.platform.load import groups
 from chipfit.quantizers.grids import Grid
@@ -66,6 +67,7 @@ Range = Annotated[
     allowed("a pair (least, greatest) of numbers, or None for an unknown end"),
 ]
 _Axes = Annotated[DefaultDict, allowed("DefaultDict({layer: value}, default)")]
+_Relayout = Callable[[torch.Tensor], torch.Tensor]
 _Methods = Mapping[Annotated[QuantizationMethod, by_name(QuantizationMethod)], Callable[..., Any]]
 
 
@@ -85,6 +87,21 @@ class _Layers:
         return self.name
 
 
+def _documented(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that also takes kernel_channels_mapping fourth, before the two tables of ranges.
+
+    The published examples call it so; a DefaultDict can be nothing else there.
+    """
+
+    @functools.wraps(init)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        if len(args) > 3 and isinstance(args[3], DefaultDict):
+            args = (*args[:3], None, None, *args[3:])
+        init(self, *args, **kwargs)
+
+    return call
+
+
 class FrameworkInfo:
     """All that is known about a framework's layers when a model is quantized.
 
@@ -99,9 +116,11 @@ class FrameworkInfo:
         activation_quantizer_mapping: QuantizationMethod -> f(bits, parameters) that returns the function which
             quantizes a result in the trained simulation, in place of chipfit's own.
         weights_quantizer_mapping: QuantizationMethod -> f(weights, bits, signed, parameters, per_channel, channel_axis)
-            that returns the quantized weights. Parameters hold "threshold", or "range_min" and "range_max", and
-            "lut_values" for tables.
-        kernel_channels_mapping: layer -> (output axis, input axis) of its kernel.
+            that returns the quantized weights, both in the layout of the framework: a Conv2D of Keras has [height,
+            width, in, out] and channel axis 3, a depthwise kernel [height, width, channels * multiplier, 1] and 2.
+            Parameters hold "threshold", or "range_min" and "range_max", and "lut_values" for tables.
+        kernel_channels_mapping: layer -> (output axis, input axis) of its kernel. A DefaultDict in the fourth place is
+            this one, and the two tables below follow it.
         activation_min_max_mapping: name of an activation function -> (least, greatest) result; nothing is collected for
             it.
         layer_min_max_mapping: the same by layer. None stands for an unknown end.
@@ -113,6 +132,7 @@ class FrameworkInfo:
             use.
     """
 
+    @_documented
     @arguments(ModelingError)
     def __init__(
         self,
@@ -188,7 +208,7 @@ class FrameworkInfo:
         pairs = {*self.activation_min_max_mapping.values(), *self.layer_min_max_mapping.values()}
         for low, high in sorted(p for p in pairs if None not in p):
             ends = (float(low), float(high))
-            known = _Layers(f"results known to be in [{low:g}, {high:g}]", partial(self._is_in, ends))
+            known = _Layers(f"results known to be in [{low:g}, {high:g}]", functools.partial(self._is_in, ends))
             choices.append((known, {"range": ends}))
         return choices
 
@@ -215,7 +235,7 @@ class FrameworkInfo:
         graph = result.graph.copy()
         for t, s in weights:
             w = graph.weights[t.name]
-            rounded = self._rounded(t.name, w.detach(), s)
+            rounded = self._rounded(t.name, w.detach(), s, *_layout(graph, t))
             graph.weights[t.name] = torch.nn.Parameter(rounded, requires_grad=w.requires_grad)
         notes = [
             f"{len(found)} {what} quantized by functions of FrameworkInfo"
@@ -238,16 +258,19 @@ class FrameworkInfo:
             out.model.quantizer_of(t.name).function = function(s.grid.bits, parameters(s))
         return out
 
-    def _rounded(self, name: str, w: torch.Tensor, s: Stored) -> torch.Tensor:
+    def _rounded(self, name: str, w: torch.Tensor, s: Stored, theirs: _Relayout, ours: _Relayout) -> torch.Tensor:
         function = self.weights_quantizer_mapping[_method(s.grid)]
-        got = function(w.clone(), s.grid.bits, s.grid.signed, parameters(s), s.axis is not None, s.axis)
-        if not isinstance(got, torch.Tensor) or got.shape != w.shape:
+        axis, own = s.axis, theirs(w).clone()
+        if axis is not None:
+            axis = theirs(torch.empty([2 if d == axis % w.dim() else 1 for d in range(w.dim())])).shape.index(2)
+        got = function(own, s.grid.bits, s.grid.signed, parameters(s), axis is not None, axis)
+        if not isinstance(got, torch.Tensor) or got.shape != own.shape:
             raise UnsupportedError(
                 f"The weights quantizer returned no tensor like '{name}'",
-                got=type(got).__name__,
-                allowed=f"a tensor {tuple(w.shape)}",
+                got=f"a tensor {tuple(got.shape)}" if isinstance(got, torch.Tensor) else type(got).__name__,
+                allowed=f"a tensor {tuple(own.shape)}",
             )
-        return got.to(w.dtype)
+        return ours(got).to(w.dtype)
 
 
 def parameters(s: Stored) -> dict[str, Any]:
@@ -260,6 +283,18 @@ def parameters(s: Stored) -> dict[str, Any]:
     if s.grid.table is not None:
         return {"threshold": s.scale * float(s.grid.qmax + 1), "lut_values": s.grid.table}
     return {"threshold": s.scale * float(1 << s.grid.bits - int(s.grid.signed))}
+
+
+def _layout(graph: Graph, t: TensorPlan) -> tuple[_Relayout, _Relayout]:
+    """From the layout of the graph to that in which the framework stores a weight, and back."""
+    node = next((n for n in graph.nodes if t.name in n.inputs and n.op in OPS and OPS[n.op].kind), None)
+    if graph.framework != "keras" or node is None:
+        return (lambda w: w), (lambda w: w)
+    from chipfit.frameworks.keras.weights import DEPTHWISE, to_canonical, to_keras
+
+    depthwise = "depthwise" in node.layer_type.lower() or t.name.endswith("depthwise_kernel")
+    layout = DEPTHWISE if depthwise else OPS[node.op].kind
+    return (lambda w: to_keras(layout, w, len(w))), (lambda w: to_canonical(layout, w))
 
 
 def _method(grid: Grid) -> QuantizationMethod:

@@ -108,6 +108,9 @@ class Member(BaseModel):
 
     op: tuple[str, ...] = Field((), description="canonical operators; none: any")
     type: str | None = Field(None, description="class of the user's layer, or name of the function")
+    name: str | None = Field(
+        None, description="the same where other layers with these operators belong too, unless their own set names them"
+    )
     where: AttributeFilter | None = Field(None, description="condition on attributes that the user's framework knows")
 
     def match(self, op: str, layer_type: str, config: Mapping[str, Any]) -> bool:
@@ -118,7 +121,11 @@ class Member(BaseModel):
             and (self.where is None or self.where.match(config))
         )
 
+    def nearness(self, layer_type: str) -> int:
+        """How closely a layer that it holds is meant: 0 by its own name, 1 by its operator, 2 beside another's name."""
+        return 0 if layer_type in (self.type, self.name) else 1 if self.name is None else 2
+
     @property
     def bare(self) -> bool:
         """The canonical operators alone say it."""
-        return self.type is None and self.where is None
+        return self.type is None and self.name is None and self.where is None

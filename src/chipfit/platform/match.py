@@ -8,6 +8,7 @@ from typing import Any
 
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS, words_of
+from chipfit.platform.filters import Member
 from chipfit.platform.load import groups
 from chipfit.platform.schema import OpRule, Option, Platform, Rule
 from chipfit.platform.where import judge
@@ -34,14 +35,21 @@ def covers(match: tuple[str, ...], words: set[str], *, everything: bool = True) 
 
 
 def sets_of(
-    platform: Platform, op: str, layer_type: str, config: Mapping[str, Any], *, filtered: bool = False
+    sets: Mapping[str, tuple[Member, ...]],
+    op: str,
+    layer_type: str,
+    config: Mapping[str, Any],
+    *,
+    filtered: bool = False,
 ) -> set[str]:
-    """The platform's operator sets that hold a node, as "@name"; `filtered`: by a condition on attributes only."""
-    return {
-        f"@{name}"
-        for name, members in platform.sets.items()
-        if any(m.match(op, layer_type, config) for m in members if m.where is not None or not filtered)
-    }
+    """The operator sets of a platform that hold a node, as "@name"; `filtered`: by a condition on attributes only.
+
+    Where several hold it, those that name this very layer go before those that only have its operator.
+    """
+    found = [(s, m) for s, members in sets.items() for m in members if m.match(op, layer_type, config)]
+    nearest = min((m.nearness(layer_type) for _, m in found), default=0)
+    near = [(s, m) for s, m in found if m.nearness(layer_type) == nearest]
+    return {f"@{name}" for name, m in near if m.where is not None or not filtered}
 
 
 def facts(graph: Graph, node: Node) -> dict[str, Any]:
@@ -89,8 +97,11 @@ def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int 
     """
     why = ""
     node = op, attrs.get("layer_type", ""), attrs.get("config") or {}
-    own_sets = sets_of(platform, *node, filtered=True)
-    turns = [words_of(op, attrs) | sets_of(platform, *node), *({w} for w in (OPS[op].case_of if op in OPS else ()))]
+    own_sets = sets_of(platform.sets, *node, filtered=True)
+    turns = [
+        words_of(op, attrs) | sets_of(platform.sets, *node),
+        *({w} for w in (OPS[op].case_of if op in OPS else ())),
+    ]
     for words in [own_sets, *turns] if own_sets else turns:
         constraints: list[Rule] = []
         for number, rule in enumerate(platform.ops):

@@ -153,7 +153,7 @@ def test_clones_refuse_unknown_fields(edit):
         ("fixed_scale", -1.0),
         ("fixed_zero_point", 3),
         ("simd_size", 0),
-        ("signedness", True),
+        ("signedness", 1),
         ("supported_input_activation_n_bits", "8"),
     ],
 )
@@ -188,7 +188,7 @@ def test_7_a_concatenation_is_a_set_without_options():
     with pytest.raises(ModelingError):
         OperatorSetConcat()
     with pytest.raises(ModelingError):
-        OperatorSetConcat("opset_A")
+        OperatorSetConcat(3)
 
 
 def test_8_fusings_contain_one_another():
@@ -208,6 +208,31 @@ def test_8_fusings_contain_one_another():
     assert not three.contains(either)
     assert not either.contains(three)
     assert two.get_info() == {"conv_add": "conv -> add"}
+
+
+def test_sets_go_by_their_names_in_fusings_and_concatenations():
+    with TargetPlatformModel(options()) as m:
+        conv, relu, add = (OperatorsSet(n, options(activation_n_bits=4)) for n in ("Conv", "Relu", "Add"))
+        by_name, by_set = Fusing(["Conv", "Relu"]), Fusing([conv, relu])
+        either = [Fusing([conv, OperatorSetConcat("Relu", add)]), Fusing(["Conv", OperatorSetConcat(relu, add), "Add"])]
+        with pytest.raises(ModelingError, match=r"no operator set named 'Rleu'.*'Relu'"):
+            Fusing(["Conv", "Rleu"])
+    assert by_name == by_set
+    assert [f.operator_groups_list[1].name for f in either] == ["Relu_Add", "Relu_Add"]
+    assert len(m.operator_set) == 4  # the concatenation is made twice and is one
+    assert len(m.fusing_patterns) == 4
+
+
+def test_a_fusing_made_before_its_model_takes_the_models_sets():
+    by_name = [Fusing(["Conv", "Relu"]), Fusing(["Conv", OperatorSetConcat("Relu", "Add")])]
+    own = [OperatorsSet(n, options(activation_n_bits=4)) for n in ("Conv", "Relu", "Add")]
+    m = model(*own, fusings=by_name)
+    assert [o.name for o in m.operator_set] == ["Conv", "Relu", "Add", "Relu_Add"]
+    assert all(o.qc_options == options(activation_n_bits=4) for o in m.operator_set[:3])
+    again = model(*own, fusings=m.fusing_patterns)  # and the fusings serve another model
+    assert again.fusing_patterns == m.fusing_patterns
+    with pytest.raises(ModelingError, match="Two operator sets are named 'Conv'"):
+        model(*own, fusings=[Fusing([OperatorsSet("Conv", options(activation_n_bits=2)), own[1]])])
 
 
 # ---------------------------------------------------------------- layers
@@ -549,6 +574,64 @@ def test_42_versions_differ_as_released():
     assert get_target_platform_capabilities("pytorch", "imx500", "v2").tp_model.add_metadata
     wide = get_target_platform_capabilities("pytorch", "imx500", "v4").get_qco_by_node(nn.Tanh())
     assert [c.activation_n_bits for c in wide.quantization_config_list] == [8, 16]
+
+
+def said(tpc, layer):
+    """A layer's options, most preferred first: bits and signedness of results, widths that it reads, its constants."""
+
+    def constants(c):
+        d = c.default_weight_attr_config
+        return (d.weights_quantization_method.name, d.weights_n_bits, d.weights_per_channel_threshold)
+
+    return [
+        (
+            c.activation_n_bits if c.enable_activation_quantization else "off",
+            c.signedness.name,
+            c.supported_input_activation_n_bits,
+            c.default_weight_attr_config.enable_weights_quantization and constants(c),
+        )
+        for c in tpc.get_qco_by_node(layer).quantization_config_list
+    ]
+
+
+POT = ("POWER_OF_TWO", 8, True)
+WIDE = [(8, "AUTO", (8, 16), POT), (16, "SIGNED", (8, 16), POT)]  # the 16-bit options
+
+
+def test_imx500_v3_and_v3_lut_are_the_released_ones():
+    v3, lut = (get_target_platform_capabilities("pytorch", "imx500", v) for v in ("v3", "v3_lut"))
+    for layer in ((torch.add, {}), (torch.subtract, {}), (torch.mul, {})):
+        assert said(v3, layer) == WIDE
+        assert said(lut, layer) == WIDE[:0] + [(8, "AUTO", (8,), POT)]
+    for layer in ((torch.stack, {}), (torch.cat, {}), (torch.concat, {})):
+        assert said(v3, layer) == WIDE
+        assert said(lut, layer) == [(8, "AUTO", (8,), False)]  # no such set
+    for tpc in (v3, lut):
+        assert said(tpc, (torch.div, {})) == [(8, "AUTO", (8,), POT)]
+        assert said(tpc, nn.Tanh()) == said(tpc, nn.GELU()) == [(8, "AUTO", (8,), False)]
+        assert tpc.tp_model.add_metadata
+    assert said(v3, nn.Flatten()) == [("off", "AUTO", (8, 16), False)]
+    assert said(lut, nn.Flatten()) == [("off", "AUTO", (8,), False)]
+    assert (v3.tp_model.is_simd_padding, lut.tp_model.is_simd_padding) == (True, False)
+    assert "Default16BitInout" in {o.name for o in v3.tp_model.operator_set} - {
+        o.name for o in lut.tp_model.operator_set
+    }
+    fused = [list(f.get_info().values()) for f in v3.tp_model.fusing_patterns]
+    assert fused == [list(f.get_info().values()) for f in lut.tp_model.fusing_patterns]
+
+
+@pytest.mark.parametrize(("version", "method"), [("v3", "SYMMETRIC"), ("v3_lut", "LUT_SYM_QUANTIZER")])
+def test_imx500_v3_kernels(version, method):
+    found = get_target_platform_capabilities("pytorch", "imx500", version).get_qco_by_node(nn.Conv2d(2, 2, 1))
+    kernels = [(c.simd_size, c.attr_weights_configs_mapping["weight"]) for c in found.quantization_config_list]
+    assert [(s, k.weights_n_bits, k.weights_quantization_method.name) for s, k in kernels] == [
+        (32, 8, "SYMMETRIC"),
+        (64, 4, method),
+        (128, 2, method),
+    ]
+    assert not any(
+        c.attr_weights_configs_mapping["bias"].enable_weights_quantization for c in found.quantization_config_list
+    )
 
 
 def test_45_files_keep_capabilities_as_they_are(tmp_path):

@@ -186,6 +186,31 @@ def test_first_generation_configurations_know_their_fields():
         _ = config.weight_bits
 
 
+def test_the_doors_stand_at_the_top_too():
+    assert chipfit.get_model is hardware_representation.get_model
+    assert chipfit.get_target_platform_capabilities is target_platform.get_target_platform_capabilities
+    assert {"get_model", "get_target_platform_capabilities"} <= set(dir(chipfit))
+
+
+def test_framework_info_as_its_page_calls_it():
+    from torch import nn
+
+    from chipfit import DefaultDict, FrameworkInfo
+
+    kernel_ops, kernel_channels_mapping = [nn.Conv2d], DefaultDict({nn.Conv2d: (0, 1)})
+    info = FrameworkInfo(kernel_ops, [], [], kernel_channels_mapping, {}, {})
+    assert info.kernel_channels_mapping is kernel_channels_mapping
+    assert (info.activation_quantizer_mapping, info.weights_quantizer_mapping) == ({}, {})
+    activation_ops, no_quantization_ops = [nn.ReLU], [torch.reshape]
+    FrameworkInfo(kernel_ops, activation_ops, [], kernel_channels_mapping, {}, {})
+    FrameworkInfo(kernel_ops, activation_ops, no_quantization_ops, kernel_channels_mapping, {}, {})
+    functions, layers = {"softmax": (0, 1)}, {nn.Softmax: (0, 1)}
+    info = FrameworkInfo(kernel_ops, activation_ops, no_quantization_ops, kernel_channels_mapping, functions, layers)
+    assert (info.activation_min_max_mapping, info.layer_min_max_mapping) == (functions, layers)
+    with pytest.raises(chipfit.errors.ModelingError, match="elsewhere"):
+        FrameworkInfo(kernel_ops, [], [], DefaultDict({nn.Conv2d: (3, 2)}), {}, {})
+
+
 def test_framework_info_by_keywords():
     from torch import nn
 

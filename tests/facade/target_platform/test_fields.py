@@ -16,11 +16,13 @@ from chipfit.facade.target_platform.configs import BIAS_ATTR, KERNEL_ATTR
 from chipfit.target_platform import (
     AttributeQuantizationConfig,
     Fusing,
+    OperationsSetToLayers,
     OperatorsSet,
     OpQuantizationConfig,
     QuantizationConfigOptions,
     QuantizationMethod,
     Signedness,
+    TargetPlatformCapabilities,
     TargetPlatformModel,
 )
 
@@ -148,7 +150,8 @@ def test_activations_stay_float_where_they_are_not_enabled():
 
 
 @pytest.mark.parametrize(
-    ("word", "signed"), [(Signedness.SIGNED, True), (Signedness.UNSIGNED, False), (Signedness.AUTO, True)]
+    ("word", "signed"),
+    [(Signedness.SIGNED, True), (Signedness.UNSIGNED, False), (Signedness.AUTO, True), (True, True), (False, False)],
 )
 def test_signedness(word, signed):
     assert output(fit(tanh=config(FLOAT, signedness=word)), "Tanh").grid.signed is signed
@@ -188,6 +191,39 @@ def test_quantization_preserving_ties_result_to_input():
         before, after = output(result, "Tanh"), output(result, "MaxPool")
         assert any({before.name, after.name} <= set(group) for group in result.plan.ties) is tied
         assert bool(before.scale == after.scale) is tied or not tied
+
+
+def test_a_kernel_that_preserves_the_scale_keeps_its_weights():
+    result = fit(conv=config(quantization_preserving=True, enable_activation_quantization=False))
+    assert weight(result).grid.bits == 8 and weight(result).scale.shape == (6,)
+    before, after = result.plan.tensors["x"], output(result, "Conv2D")
+    assert any({before.name, after.name} <= set(group) for group in result.plan.ties)
+    assert before.scale == after.scale
+
+
+@pytest.mark.parametrize("kernel", [FLOAT, KERNEL])
+@pytest.mark.parametrize("others", [FLOAT, KERNEL])
+def test_what_a_quiet_pool_does_depends_on_no_weights_that_it_has_not(kernel, others):
+    quiet = config(kernel, default_weight_attr_config=others, enable_activation_quantization=False)
+    result = fit(pool=quiet)
+    (pool,) = [n for n in result.plan.nodes.values() if n.op == "MaxPool"]
+    assert pool.exec == "follow"
+    assert torch.equal(output(result, "MaxPool").scale, output(result, "Tanh").scale)
+    (tanh,) = [n for n in fit(tanh=quiet).plan.nodes.values() if n.op == "Tanh"]
+    assert (tanh.exec, tanh.why) == ("float", "'default_tp_model' computes Tanh in float")
+
+
+def test_a_quiet_kernel_keeps_its_weights_and_a_quiet_set_of_many_does_for_each_what_it_can():
+    quiet = QuantizationConfigOptions([config(enable_activation_quantization=False)])
+    with TargetPlatformModel(QuantizationConfigOptions([config(FLOAT)])) as model:
+        OperatorsSet("quiet", quiet)
+    with TargetPlatformCapabilities(model) as chip:
+        OperationsSetToLayers("quiet", [nn.Conv2d, nn.MaxPool2d, nn.Tanh])
+    torch.manual_seed(0)
+    result = chipfit.quantize(Net().eval(), [torch.randn(8, 3, 8, 8)], chip, progress=False)
+    runs = {n.op: n.exec for n in result.plan.nodes.values()}
+    assert (runs["Conv2D"], runs["Tanh"], runs["Linear"]) == ("int", "float", "int")
+    assert weight(result).quantized and not output(result, "Conv2D").quantized
 
 
 # ---------------------------------------------------------------- widths between operators (47)
@@ -313,13 +349,23 @@ def test_the_other_configurations_are_choices():
 # ---------------------------------------------------------------- the rest
 
 
-def test_simd_size_pads_the_weights_in_memory():
-    result = fit(conv=config(simd_size=16))
+@pytest.mark.parametrize("pads", [True, False])
+def test_simd_padding_is_said_inside_the_block_of_its_model(pads):
+    with TargetPlatformModel(QuantizationConfigOptions([config()])) as model:
+        model.set_simd_padding(is_simd_padding=pads)
+    assert model.is_simd_padding is pads
+    with pytest.raises(ModelingError, match="Immutable"):
+        model.set_simd_padding(is_simd_padding=True)
+
+
+def test_simd_size_pads_the_weights_in_memory_where_the_model_says_so():
+    result = fit(conv=config(simd_size=16), is_simd_padding=True)
     node = next(n for n in result.graph.nodes if n.op == "Conv2D")
     assert result.plan.nodes[node.name].simd == 16
     report = result.report
     assert report.padded_bytes - report.quantized_bytes == (16 - 6) * 3 * 3 * 3  # 6 output channels take the room of 16
-    assert fit().report.padded_bytes == fit().report.quantized_bytes
+    for without in (fit(is_simd_padding=True), fit(conv=config(simd_size=16))):
+        assert without.report.padded_bytes == without.report.quantized_bytes
 
 
 def test_metadata_is_written_into_files(tmp_path):

@@ -91,3 +91,26 @@ def test_attributes_of_layers(layer, filtered, bits):
 )
 def test_arguments_of_functions_and_methods(function, filtered, bits):
     assert bits_of_results(function, filtered)[-1] == bits
+
+
+@pytest.mark.parametrize(
+    ("function", "filtered", "bits"),
+    [
+        (lambda x: F.interpolate(x, scale_factor=2), LayerFilterParams(F.interpolate, scale_factor=2), 4),
+        (lambda x: F.interpolate(x, scale_factor=3), LayerFilterParams(F.interpolate, scale_factor=2), 8),
+        (lambda x: F.interpolate(x, size=(4, 4)), LayerFilterParams(F.interpolate, Eq("size", 4)), 4),
+        (lambda x: F.interpolate(x, 4, mode="bilinear"), LayerFilterParams(F.interpolate, mode="bilinear"), 4),
+        (lambda x: F.interpolate(x, 4), LayerFilterParams(F.interpolate, mode="bilinear"), 8),
+        (lambda x: torch.split(x, 2, 1)[0] + 1, LayerFilterParams(torch.split, split_size_or_sections=2), 4),
+        (lambda x: x.view(2, -1, 16), LayerFilterParams(torch.Tensor.view, shape=(2, -1, 16)), 4),
+    ],
+    ids=range(7),
+)
+def test_arguments_go_by_the_names_that_the_function_gives_them(function, filtered, bits):
+    assert bits_of_results(function, filtered)[0] == bits
+
+
+@pytest.mark.parametrize(("p", "bits"), [({}, 4), ({"p": 2.0}, 4), ({"p": 3.0}, 8)])
+def test_every_step_of_a_composite_function_knows_its_arguments(p, bits):
+    found = bits_of_results(lambda x: F.normalize(x, dim=1, **p), LayerFilterParams(F.normalize, Eq("p", 2)))
+    assert found[-1] == bits

@@ -137,3 +137,96 @@ else:
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_ones_own_function_gets_kernels_and_axes_as_keras_stores_them():
+    """Expected thresholds are the maxima of the layers' own kernels along the axis of kernel_channels_mapping."""
+    import numpy as np
+
+    import chipfit
+    from chipfit import DefaultDict, FrameworkInfo
+    from chipfit.target_platform import QuantizationMethod
+
+    keras.utils.set_random_seed(0)
+    x = keras.Input((8, 8, 3))
+    y = layers.Conv2D(5, (3, 2), use_bias=False, name="conv")(x)
+    y = layers.DepthwiseConv2D(3, use_bias=False, name="depthwise")(y)
+    y = layers.Conv2DTranspose(4, 2, strides=2, use_bias=False, name="up")(y)
+    y = layers.Dense(7, use_bias=False, name="dense")(layers.Flatten()(y))
+    model = keras.Model(x, y)
+    axes = DefaultDict(
+        {
+            layers.Conv2D: (3, 2),
+            layers.DepthwiseConv2D: (2, 2),
+            layers.Conv2DTranspose: (2, 3),
+            layers.Dense: (1, 0),
+        }
+    )
+    seen = {}
+
+    def halves(w, bits, signed, parameters, per_channel, axis):
+        own = next(k for k in model.layers if k.weights and tuple(k.kernel.shape) == tuple(w.shape))
+        seen[own.name] = (axis, parameters["threshold"].numpy())
+        assert (w.numpy() == keras.ops.convert_to_numpy(own.kernel)).all()
+        return (w * 2).round() / 2
+
+    info = FrameworkInfo(list(axes.keys()), [], [], {}, {QuantizationMethod.SYMMETRIC: halves}, axes)
+    chip = get_target_platform_capabilities("keras", "imx500")
+    data = [np.random.default_rng(0).standard_normal((4, 8, 8, 3)).astype("float32")]
+    rules = {"overrides": info.overrides(), "progress": False, "weight_rule": "no_clipping"}
+    result = info.apply(chipfit.quantize(model, data, chip, **rules))
+    assert {name: axis for name, (axis, _) in seen.items()} == {"conv": 3, "depthwise": 2, "up": 2, "dense": 1}
+    for name, (axis, threshold) in seen.items():
+        kernel = keras.ops.convert_to_numpy(model.get_layer(name).kernel)
+        lows, highs = (f(kernel, axis=tuple(d for d in range(kernel.ndim) if d != axis)) for f in (np.min, np.max))
+        np.testing.assert_allclose(threshold, np.maximum(-lows, highs * 128 / 127), rtol=1e-6)
+        assert info.kernel_channels_mapping.get(type(model.get_layer(name)))[0] == axis
+        now = keras.ops.convert_to_numpy(result.model.get_layer(name).layer.kernel)
+        assert (now == np.round(kernel * 2) / 2).all()
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "bits"),
+    [
+        ("normalize", {"order": 2}, 4),
+        ("normalize", {"order": 3}, 8),
+        ("clip", {"x_max": 3.0}, 4),
+        ("clip", {"x_max": 2.0}, 8),
+        ("leaky_relu", {"negative_slope": 0.3}, 4),
+        ("max", {"keepdims": True}, 4),
+        ("max", {"keepdims": False}, 8),
+    ],
+)
+def test_filters_on_functions_of_keras_ops(function, given, bits):
+    """The query of the call, of its node, and the plan say the same."""
+    import numpy as np
+
+    import chipfit
+    from chipfit.target_platform import (
+        AttributeQuantizationConfig,
+        OpQuantizationConfig,
+        QuantizationConfigOptions,
+        QuantizationMethod,
+    )
+
+    ops = keras.ops
+    calls = {
+        "normalize": {"axis": -1, "order": 2},
+        "clip": {"x_min": 0.0, "x_max": 3.0},
+        "leaky_relu": {"negative_slope": 0.3},
+        "max": {"axis": 1, "keepdims": True},
+    }
+    own = getattr(ops, function)
+    x = keras.Input((4, 4, 3))
+    model = keras.Model(x, ops.sin(own(ops.cos(x), **calls[function])))
+    eight = OpQuantizationConfig(AttributeQuantizationConfig(), {}, QuantizationMethod.POWER_OF_TWO, 8, (4, 8), True)
+    four = QuantizationConfigOptions([eight.clone_and_edit(activation_n_bits=4)])
+    chip = TargetPlatformModel(QuantizationConfigOptions([eight]), operator_set=[OperatorsSet("four", four)])
+    with TargetPlatformCapabilities(chip) as tpc:
+        OperationsSetToLayers("four", [LayerFilterParams(own, **given)])
+    assert tpc.get_qco_by_node((own, calls[function])).base.activation_n_bits == bits
+    data = [np.random.default_rng(0).standard_normal((4, 4, 4, 3)).astype("float32")]
+    result = chipfit.quantize(model, data, tpc, progress=False)
+    steps = [n for n in result.graph.nodes if n.layer_type == function and n.config]
+    assert {tpc.get_qco_by_node(n).base.activation_n_bits for n in steps} == {bits}
+    assert result.plan.tensors[steps[-1].output].grid.bits == bits

@@ -17,6 +17,7 @@ from chipfit.facade.target_platform.model import OperatorGroup, TargetPlatformMo
 from chipfit.graph.config import call_settings, module_settings, plain
 from chipfit.graph.ir import Node
 from chipfit.platform.filters import AttributeFilter, Member
+from chipfit.platform.match import sets_of
 from chipfit.platform.schema import Platform
 
 __all__ = [
@@ -141,6 +142,21 @@ def matches(member: Member, node: Node) -> bool:
     return member.match(node.op, node.layer_type, node.config)
 
 
+def _identity(node: Any) -> tuple[Any, str, str, dict[str, Any]]:
+    """Class or function (of a node, its name), operator, name and attributes of a node, a layer object or a call."""
+    if isinstance(node, Node):
+        return node.layer_type, node.op, node.layer_type, node.config
+    kind, config = describe(node)
+    name = getattr(kind, "__name__", str(kind))
+    known = [config.get("activation") if name == "Activation" else kind, *getattr(kind, "__mro__", ())[1:]]
+    for like in known:
+        try:
+            return kind, next(op for op in member_of(like).op), name, config
+        except (ModelingError, StopIteration):  # nothing that has an operator of its own
+            continue
+    return kind, "", name, config
+
+
 def describe(layer: Any) -> tuple[Any, dict[str, Any]]:
     """Class or function of a layer object or call, and its attributes as a filter sees them."""
     if isinstance(layer, tuple) and len(layer) == 2 and callable(layer[0]):
@@ -194,14 +210,14 @@ class OperationsToLayers:
             raise ModelingError("Not an OperationsSetToLayers", got=f"{entry!r} of type {type(entry).__name__}")
         if entry.name in [other.name for other in self.op_sets_to_layers]:
             raise ModelingError(f"The layers of '{entry.name}' are given twice")
-        seen = {_hashable(layer): o.name for o in self.op_sets_to_layers for layer in o.layers}
+        seen = {member: o.name for o in self.op_sets_to_layers for member in o.members}
         for layer in entry.layers:
-            if _hashable(layer) in seen:
+            (member,) = members_of([layer])
+            if member in seen:  # the same layer, or one that goes by the same name
                 raise ModelingError(
                     f"Found layer {_label(layer)} in more than one OperatorsSet",
-                    got=f"'{seen[_hashable(layer)]}' and '{entry.name}'",
+                    got=f"'{seen[member]}' and '{entry.name}'",
                 )
-            seen[_hashable(layer)] = entry.name
         self.op_sets_to_layers.append(entry)
 
     def get_layers_by_op(self, op: OperatorGroup) -> list[Any] | None:
@@ -291,19 +307,15 @@ class TargetPlatformCapabilities:
 
         Weight attributes carry the framework's own names where an attribute mapping gives them.
         """
-        entry = self._entry_of(node)
-        if entry is None:
+        attached = {o.name: o for o in self._entries}
+        sets = self.tp_model.members({name: o.members for name, o in attached.items()})
+        kind, op, name, config = _identity(node)
+        held = sets_of(sets, op, name, config, filtered=True) or sets_of(sets, op, name, config)
+        own = next((s for s in sets if f"@{s}" in held), None)
+        if own is None:
             return self.tp_model.default_qco
-        options = self.tp_model.get_config_options_by_operators_set(entry[0].name)
-        return _renamed(options, entry[0].attr_mapping, entry[1])
-
-    def _entry_of(self, node: Any) -> tuple[OperationsSetToLayers, Any] | None:
-        layers = [(o, x) for o in self._entries for x in o.layers]
-        for o, x in sorted(layers, key=lambda pair: not isinstance(pair[1], LayerFilterParams)):
-            wanted = x if isinstance(x, LayerFilterParams) else LayerFilterParams(x)
-            if wanted.match(node):
-                return o, wanted.layer
-        return None
+        options = self.tp_model.get_config_options_by_operators_set(own)
+        return _renamed(options, attached[own].attr_mapping if own in attached else {}, kind)
 
     def get_info(self) -> dict[str, Any]:
         """For printing."""
@@ -346,17 +358,11 @@ def _renamed(
     if not mapping:
         return options
     names = {a: a for c in options.quantization_config_list for a in c.attr_weights_configs_mapping}
-    names.update({a: d.get(layer) or a for a, d in mapping.items()})
+    for attribute, d in mapping.items():  # a file knows layers by their names
+        known = next((v for k, v in d.known_dict.items() if k is layer or _label(k) == _label(layer)), d.default_value)
+        names[attribute] = known or attribute
     return options.clone_and_map_weights_attr_keys(names)
 
 
 def _label(layer: Any) -> str:
     return repr(layer) if isinstance(layer, LayerFilterParams) else getattr(layer, "__name__", str(layer))
-
-
-def _hashable(layer: Any) -> Any:
-    try:
-        hash(layer)
-    except TypeError:
-        return id(layer)
-    return layer

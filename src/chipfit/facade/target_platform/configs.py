@@ -8,7 +8,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, PlainValidator, Strict, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Strict, TypeAdapter
 
 from chipfit.errors import ModelingError, UnknownNameError
 from chipfit.facade.checks import allowed, by_name, record
@@ -108,6 +108,14 @@ Attributes = Annotated[
     Mapping[str, AttributeQuantizationConfig], AfterValidator(lambda given: MappingProxyType(dict(given)))
 ]
 Scale = Annotated[float, Field(gt=0, strict=False), allowed("a number above 0")]
+#: True stands for SIGNED, False for UNSIGNED
+Sign = Annotated[
+    Signedness,
+    by_name(Signedness),
+    BeforeValidator(
+        lambda given: (Signedness.UNSIGNED, Signedness.SIGNED)[given] if isinstance(given, bool) else given
+    ),
+]
 
 
 @record(ModelingError, frozen=True)
@@ -125,7 +133,7 @@ class OpQuantizationConfig:
         quantization_preserving: the result has the scale and zero point of the input.
         fixed_scale, fixed_zero_point: dictated by the hardware for the result.
         simd_size: elements that one instruction processes.
-        signedness: of the result's codes.
+        signedness: of the result's codes; a bool says whether they have a sign.
     """
 
     default_weight_attr_config: AttributeQuantizationConfig
@@ -138,7 +146,7 @@ class OpQuantizationConfig:
     fixed_scale: Scale | None = None
     fixed_zero_point: Annotated[int, Strict(False)] | None = None
     simd_size: Annotated[int, Field(ge=1)] | None = None
-    signedness: Annotated[Signedness, by_name(Signedness)] = Signedness.AUTO
+    signedness: Sign = Signedness.AUTO
 
     def __post_init__(self) -> None:
         if self.fixed_zero_point is not None and self.fixed_scale is None:

@@ -133,6 +133,7 @@ def _dump(tpc: TargetPlatformCapabilities) -> dict[str, Any]:
         "model": {
             "name": model.name,
             "add_metadata": model.add_metadata,
+            "is_simd_padding": model.is_simd_padding,
             "default": _dump_options(model.default_qco),
             "math": model.math.model_dump(mode="json", exclude_defaults=True),
             "operator_sets": [
@@ -197,7 +198,13 @@ def read(data: Mapping[str, Any]) -> TargetPlatformCapabilities:
             sets[o["name"]] = OperatorsSet(o["name"], read_options(o["options"]))
     fusings = [Fusing([sets[g] for g in f["groups"]], f["name"]) for f in m["fusings"]]
     model = TargetPlatformModel(
-        default, m["add_metadata"], m["name"], operator_set=sets.values(), fusing_patterns=fusings, math=m["math"]
+        default,
+        m["add_metadata"],
+        m["name"],
+        operator_set=sets.values(),
+        fusing_patterns=fusings,
+        math=m["math"],
+        is_simd_padding=m.get("is_simd_padding", True),  # files of earlier versions pad wherever there is a width
     )
     layers = OperationsToLayers()
     for e in data["layers"]:

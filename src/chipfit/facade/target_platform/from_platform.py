@@ -67,6 +67,7 @@ def from_platform(platform: Platform) -> TargetPlatformCapabilities:
         operator_set=sets.values(),
         fusing_patterns=fusings,
         math=platform.math,
+        is_simd_padding=True,
     )
     return TargetPlatformCapabilities(
         model, platform.name, platform.arch_selected, op_sets_to_layers=OperationsToLayers(layers), platform=platform

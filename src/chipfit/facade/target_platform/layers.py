@@ -67,7 +67,7 @@ def member_of(entry: Any) -> Member:
     known = {**_operators("operators"), **of_keras}
     if key in known:
         ops, exact = known[key]
-        return Member(op=ops, type=name if exact else None)
+        return Member(op=ops, type=name) if exact else Member(op=ops, name=name)
     if isinstance(entry, type) or package in ("torch", "keras", "tensorflow", "tf_keras"):
         return Member(type=name)  # a layer without operator of its own: what is inside it
     in_set = known_set(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from chipfit.errors import ModelingError
@@ -31,7 +31,7 @@ _SHORT = {
 }
 #: operators that carry codes on where their results have no quantizer: those that move numbers, and a few like them
 _CARRYING = {o for o, facts in OPS.items() if facts.moves} | {"ArgMax", "Cast", "Pad", "Size"}
-_ANY_SOURCE = ("python",)
+_COMMON: dict[str, Any] = {"src": ("python",), "conf": "D"}
 
 
 def lower(
@@ -39,6 +39,8 @@ def lower(
     default: QuantizationConfigOptions,
     named: Mapping[str, tuple[tuple[Member, ...], QuantizationConfigOptions]],
     chains: list[tuple[str, list[list[str]]]],
+    *,
+    simd: bool,
     **rest: Any,
 ) -> Platform:
     """The Platform that a modelled chip is. Quantizers belong to the operators that write.
@@ -48,6 +50,7 @@ def lower(
         default: options of operators that belong to no set.
         named: operator set -> its members and options; it becomes one of the platform's `sets`.
         chains: fusions as their names and, step by step, the operator sets that may stand there.
+        simd: weights are padded to the width of instructions.
         rest: more fields of the Platform.
 
     Raises:
@@ -55,13 +58,22 @@ def lower(
     """
     formats: dict[str, Format] = {}
     sets = {label: members for label, (members, _) in named.items() if members}
-    rules = [r for s, members in sets.items() for r in _rules(f"@{s}", members, named[s][1], formats)]
-    rules += _rules("*", (), default, formats)
+    rules = []
+    for label, members in list(sets.items()):
+        for part, rule in _rules(members, named[label][1], formats, simd):
+            own = label if part is None else f"{label}: {', '.join(sorted(part))}"
+            if part is not None:
+                inside = ((m, tuple(o for o in m.op if o in part)) for m in members)
+                sets[own] = tuple(m.model_copy(update={"op": ops}) for m, ops in inside if ops)
+            rules.append(rule.model_copy(update={"match": (f"@{own}",)}))
+    every = (Member(op=tuple(OPS)),)
+    for part, rule in _rules(every, default, formats, simd):
+        rules.append(rule.model_copy(update={"match": ("*",) if part is None else tuple(sorted(part))}))
     fusings = []
     for note, chain in chains:
         steps = tuple(tuple(f"@{s}" for s in step if s in sets) for step in chain)
         if all(steps):
-            fusings.append(Fuse(chain=steps, src=_ANY_SOURCE, conf="D", note=note))
+            fusings.append(Fuse(chain=steps, note=note, **_COMMON))
     base = default.base
     return Platform(
         name=name,
@@ -100,34 +112,43 @@ def members_of(name: str) -> tuple[Member, ...]:
 
 
 def _rules(
-    match: str, members: tuple[Member, ...], options: QuantizationConfigOptions, formats: dict[str, Format]
-) -> list[OpRule]:
-    """One rule, or two where some operators of the set carry codes and others compute."""
+    members: tuple[Member, ...], options: QuantizationConfigOptions, formats: dict[str, Format], simd: bool
+) -> Iterator[tuple[set[str] | None, OpRule]]:
+    """The rules of a set, each with the operators that it is about; None: all that are left.
+
+    One rule does, but where results have no quantizer of their own: operators that carry codes on, those with weights
+    to quantize, and the others do different things then.
+    """
     configs = [options.base, *(c for c in options.quantization_config_list if c is not options.base)]
-    base = configs[0]
-    common: dict[str, Any] = {"src": _ANY_SOURCE, "conf": "D"}
-    if base.quantization_preserving:
-        return [OpRule(match=(match,), exec="follow", rules=(Rule(tie=("ins", "outs")),), **common)]
-    quiet = not base.enable_activation_quantization
-    if quiet and not any(
-        a.enable_weights_quantization
-        for a in (base.default_weight_attr_config, *base.attr_weights_configs_mapping.values())
-    ):
-        moving = OpRule(match=tuple(sorted(_CARRYING)), exec="follow", rules=(Rule(tie=("ins", "outs")),), **common)
-        ops = {o for m in members for o in m.op}
-        if match == "*":
-            return [moving, OpRule(match=("*",), exec="float", **common)]
-        if ops and ops <= _CARRYING:
-            return [OpRule(match=(match,), exec="follow", rules=moving.rules, **common)]
-        return [OpRule(match=(match,), exec="float", note="the platform does not quantize its result", **common)]
+    base, ops = configs[0], {o for m in members for o in m.op}
     use: list[Option] = []
     for c in configs:
-        option = _option(c, formats)
+        option = _option(c, formats, simd)
         use += [option] * (option not in use)
-    return [OpRule(match=(match,), use=tuple(use), rules=_fixed(base, formats), exec="int", **common)]
+    weighted = {o for o in ops if any(option.w != "float" for option in use) and _holds_constants(o)}
+    kernel = OpRule(match=("*",), use=tuple(use), rules=_fixed(base, formats), exec="int", **_COMMON)
+    follow = OpRule(match=("*",), exec="follow", rules=(Rule(tie=("ins", "outs")),), **_COMMON)
+    alone = all(m.op for m in members)  # no layer that is known by its class only
+    if base.quantization_preserving:
+        same = tuple(o.model_copy(update={"out": "same"}) for o in use)
+        kept = OpRule(match=("*",), use=same, rules=(Rule(tie=("in0", "out")),), exec="int", **_COMMON)
+        parts = [(weighted, kept), (ops - weighted, follow)]
+    elif base.enable_activation_quantization:
+        parts = [(ops, kernel)]
+    else:
+        plain = OpRule(match=("*",), exec="float", note="the platform does not quantize its result", **_COMMON)
+        parts = [(weighted, kernel), (ops & _CARRYING - weighted, follow), (ops - weighted - _CARRYING, plain)]
+    parts = [p for k, p in enumerate(parts) if p[0] or (k == len(parts) - 1 and not alone)]
+    yield from ((None if p is parts[-1] else p[0], p[1]) for p in parts)
 
 
-def _option(c: OpQuantizationConfig, formats: dict[str, Format]) -> Option:
+def _holds_constants(op: str) -> bool:
+    """Whether an operator may have weights, or constants in the place of data with which it computes."""
+    several = sum(s.startswith("in") for s in OPS[op].slots) > 1
+    return OPS[op].weighted or (several and op not in _CARRYING)
+
+
+def _option(c: OpQuantizationConfig, formats: dict[str, Format], simd: bool) -> Option:
     attrs = c.attr_weights_configs_mapping
     kernel = _pick(attrs, (KERNEL_ATTR, "kernel", "weight", POSITIONAL_ATTR), c.default_weight_attr_config)
     bias = _pick(attrs, (BIAS_ATTR, "bias"), c.default_weight_attr_config)
@@ -139,7 +160,7 @@ def _option(c: OpQuantizationConfig, formats: dict[str, Format]) -> Option:
         w=_weight(kernel, formats),
         b=_weight(bias, formats),
         out=_activation(c, formats) if c.enable_activation_quantization else "float",
-        simd=c.simd_size,
+        simd=c.simd_size if simd else None,
     )
 
 

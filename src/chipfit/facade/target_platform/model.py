@@ -5,15 +5,17 @@ Parts that are made inside `with model:` join it; parts made outside are handed 
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, PlainValidator, SkipValidation
+from pydantic import AfterValidator, BeforeValidator, PlainValidator, SkipValidation
 
-from chipfit.errors import ModelingError
+from chipfit.errors import ModelingError, UnknownNameError
 from chipfit.facade.checks import Name, arguments, record
 from chipfit.facade.target_platform.configs import Flag, OpQuantizationConfig, QuantizationConfigOptions
 from chipfit.facade.target_platform.lower import lower, members_of
@@ -86,12 +88,31 @@ class OperatorsSet(OperatorGroup):
         return {"name": self.name}
 
 
+def _of_name(given: Any) -> Any:
+    """The group that a name stands for: of the open model, else one that a model has to have when it takes it over.
+
+    Raises:
+        ModelingError: the open model has no such group; lists near names.
+    """
+    model = _CURRENT.get()
+    if not isinstance(given, str) or model is None:
+        return OperatorsSet(given) if isinstance(given, str) else given
+    known = {o.name: o for o in model.operator_set}
+    if given not in known:
+        near = UnknownNameError("operator set", given, known)
+        raise ModelingError(near.what, where=f"model '{model.name}'", allowed=near.allowed)
+    return known[given]
+
+
+Group = Annotated[OperatorGroup, BeforeValidator(_of_name)]
+
+
 @dataclass(frozen=True, init=False)
 class OperatorSetConcat(OperatorGroup):
     """Several operator sets that fusions treat alike.
 
     Args:
-        opsets: sets, or concatenations of them.
+        opsets: sets, concatenations of them, or their names.
         name: their names joined by "_" when omitted.
     """
 
@@ -100,7 +121,7 @@ class OperatorSetConcat(OperatorGroup):
     qc_options: None = None
 
     @arguments(ModelingError)
-    def __init__(self, *opsets: OperatorGroup, name: str | None = None) -> None:
+    def __init__(self, *opsets: Group, name: str | None = None) -> None:
         if not opsets:
             raise ModelingError("A concatenation needs at least one OperatorsSet", got="none")
         object.__setattr__(self, "op_set_list", tuple(m for o in opsets for m in o.members))
@@ -125,11 +146,11 @@ class Fusing:
     """Operators that run as one: nothing between them is quantized.
 
     Args:
-        operator_groups_list: two or more groups, in execution order.
+        operator_groups_list: two or more groups or their names, in execution order.
         name: the groups' names joined by "_" when omitted.
     """
 
-    operator_groups_list: Annotated[Sequence[OperatorGroup], AfterValidator(tuple)]
+    operator_groups_list: Annotated[Sequence[Group], AfterValidator(tuple)]
     name: str | None = None
 
     def __post_init__(self) -> None:
@@ -169,6 +190,7 @@ class TargetPlatformModel:
         name: of the model.
         operator_set, fusing_patterns: the parts; or make them inside `with model:`.
         math: the chip's arithmetic, with the keys of a platform file; without it no exactness is claimed.
+        is_simd_padding: weights take the room of whole instructions in memory; see `set_simd_padding`.
 
     Raises:
         ModelingError: more than one default option, or two sets with one name.
@@ -184,6 +206,7 @@ class TargetPlatformModel:
         operator_set: SkipValidation[Iterable[OperatorGroup] | None] = None,
         fusing_patterns: SkipValidation[Iterable[Fusing] | None] = None,
         math: Annotated[Math | Mapping[str, Any] | None, PlainValidator(_arithmetic)] = None,
+        is_simd_padding: Flag = False,
     ) -> None:
         if len(default_qco.quantization_config_list) != 1:
             raise ModelingError(
@@ -192,7 +215,7 @@ class TargetPlatformModel:
             )
         self._frozen = False
         self.default_qco, self.add_metadata, self.name = default_qco, add_metadata, name
-        self.math = _arithmetic(math)
+        self.math, self.is_simd_padding = _arithmetic(math), is_simd_padding
         self.operator_set: tuple[OperatorGroup, ...] = tuple(operator_set or ())
         self.fusing_patterns: tuple[Fusing, ...] = tuple(fusing_patterns or ())
         self._token: Any = None
@@ -219,10 +242,17 @@ class TargetPlatformModel:
     def _add(self, part: OperatorGroup | Fusing) -> None:
         if isinstance(part, Fusing):
             self.fusing_patterns += (part,)
-        else:
+        elif (
+            isinstance(part, OperatorsSet) or part not in self.operator_set
+        ):  # the same concatenation may be made again
             self.operator_set += (part,)
 
+    def set_simd_padding(self, is_simd_padding: bool) -> None:
+        """Whether weights are padded in memory to a multiple of the `simd_size` of their operator."""
+        self.is_simd_padding = bool(is_simd_padding)
+
     def _finish(self) -> None:
+        self.fusing_patterns = tuple(map(self._with_own_sets, self.fusing_patterns))
         inner = [m for f in self.fusing_patterns for g in f.operator_groups_list for m in (g, *g.members)]
         inner += [m for g in self.operator_set for m in g.members]
         for g in inner:  # a set that only a fusing or a concatenation mentions belongs to the model too
@@ -235,6 +265,24 @@ class TargetPlatformModel:
                 f"Two operator sets are named '{twice}'", where=f"model '{self.name}'", allowed="unique names"
             )
         self._frozen = True
+
+    def _with_own_sets(self, fusing: Fusing) -> Fusing:
+        """The fusing where a set without options stands for the model's own set of that name."""
+        own = {o.name: o for o in self.operator_set}
+
+        def mine(group: OperatorGroup) -> OperatorGroup:
+            if isinstance(group, OperatorsSet):
+                return own.get(group.name, group) if group.qc_options is None else group
+            kept = copy.copy(group)
+            object.__setattr__(kept, "op_set_list", tuple(map(mine, group.members)))
+            return kept
+
+        groups = tuple(map(mine, fusing.operator_groups_list))
+        if groups == fusing.operator_groups_list:
+            return fusing
+        kept = copy.copy(fusing)
+        object.__setattr__(kept, "operator_groups_list", groups)
+        return kept
 
     # ---- questions
 
@@ -260,16 +308,33 @@ class TargetPlatformModel:
         Args:
             attached: operator set -> what belongs to it; all other sets are known by their names.
         """
-        layers = attached or {}
-        sets = {
-            o.name: (layers.get(o.name) or members_of(o.name), o.qc_options or self.default_qco)
-            for o in self.operator_set
-            if isinstance(o, OperatorsSet)
-        }
+        options = self.get_config_options_by_operators_set
+        sets = {name: (members, options(name)) for name, members in self.members(attached or {}).items()}
         chains = [
             (f.name or "", [[m.name for m in g.members] for g in f.operator_groups_list]) for f in self.fusing_patterns
         ]
-        return lower(self.name, self.default_qco, sets, chains, metadata=self.add_metadata, math=self.math)
+        simd = self.is_simd_padding
+        return lower(self.name, self.default_qco, sets, chains, simd=simd, metadata=self.add_metadata, math=self.math)
+
+    def members(self, attached: Mapping[str, tuple[Member, ...]]) -> dict[str, tuple[Member, ...]]:
+        """Operator set -> what belongs to it. Names of layers stay where another set has the same operator.
+
+        Args:
+            attached: as for `to_platform`.
+
+        Raises:
+            ModelingError: a set has no layers attached, and its name is no known operator.
+        """
+        sets = {o.name: attached.get(o.name) or members_of(o.name) for o in self.operator_set if o.members == (o,)}
+        owners = defaultdict[str, set[str]](set)
+        for name, members in sets.items():
+            for op in (op for m in members if m.type is None for op in m.op):
+                owners[op].add(name)
+
+        def alone(m: Member) -> Member:
+            return m if any(len(owners[op]) > 1 for op in m.op) else m.model_copy(update={"name": None})
+
+        return {name: tuple(dict.fromkeys(map(alone, members))) for name, members in sets.items()}
 
     def get_info(self) -> dict[str, Any]:
         """For printing."""
@@ -286,7 +351,8 @@ class TargetPlatformModel:
         rich_print(self.get_info())
 
     def _key(self) -> tuple[Any, ...]:
-        return self.default_qco, self.add_metadata, self.name, self.operator_set, self.fusing_patterns, self.math
+        sets = self.operator_set, self.fusing_patterns
+        return self.default_qco, self.add_metadata, self.name, *sets, self.math, self.is_simd_padding
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TargetPlatformModel) and self._key() == other._key()

@@ -112,6 +112,7 @@ def _model(chip: dict[str, Any], version: str) -> TargetPlatformModel:
         operator_set=sets.values(),
         fusing_patterns=[Fusing([group(step) for step in chain]) for chain in chip["fusings"]],
         math=platforms.load(chip["math"]).math if "math" in chip else None,
+        is_simd_padding=chip.get("simd_padding", False),
     )
 
 
@@ -119,7 +120,8 @@ def _config(chip: dict[str, Any], name: str) -> dict[str, Any]:
     """A configuration as files hold it."""
     fields = _entry(chip["configs"], name)
     weights = {attribute: _entry(chip["weights"], stored) for attribute, stored in fields.pop("weights").items()}
-    return {"default_weight_attr_config": {}, "attr_weights_configs_mapping": weights, **fields}
+    others = weights.pop("others", {})
+    return {"default_weight_attr_config": others, "attr_weights_configs_mapping": weights, **fields}
 
 
 def _entry(table: dict[str, Any], name: str) -> dict[str, Any]:

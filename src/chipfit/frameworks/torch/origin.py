@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,13 @@ import torch
 from chipfit.graph.config import module_settings, plain
 
 _TORCH = str(Path(torch.__file__).parent)
+#: arguments of PyTorch's functions that ATen has other names for
+_RENAMED = {
+    "interpolate": {"output_size": "size", "scale_factors": "scale_factor"},
+    "normalize": {"ord": "p", "min": "eps"},
+    "split": {"split_size": "split_size_or_sections", "split_sizes": "split_size_or_sections"},
+    "view": {"size": "shape"},
+}
 
 
 def arguments(n: torch.fx.Node) -> dict[str, Any]:
@@ -68,13 +75,30 @@ def _settings(n: torch.fx.Node, module: torch.nn.Module | None, kind: str) -> di
     """What a filter may ask: constructor arguments of PyTorch's own module, else the arguments of the call."""
     if module is not None and type(module).__name__ == kind:
         return module_settings(module)
-    if not isinstance(n.target, torch._ops.OpOverload):
-        return {}
 
     def constant(v: Any) -> bool:
         return not any(isinstance(i, torch.fx.Node) for i in (v if isinstance(v, (list, tuple)) else (v,)))
 
-    return {k: plain(v) for k, v in arguments(n).items() if constant(v)}
+    renamed, found = _RENAMED.get(kind, {}), dict[str, Any]()
+    for m in _call(n):
+        if isinstance(m.target, torch._ops.OpOverload):
+            for k, v in arguments(m).items():
+                if constant(v):
+                    found.setdefault(renamed.get(k, k), plain(v))
+            if kind == "interpolate" and "upsample" in m.target.__name__:
+                found["mode"] = m.target.__name__.partition("upsample_")[2].partition(".")[0].rstrip("d321").rstrip("_")
+    return found
+
+
+def _call(n: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """The node, and the others that the same call of one of PyTorch's functions has become."""
+    yield n
+    call = n.meta.get("torch_fn")
+    for step in ("prev", "next"):
+        m = getattr(n, step)
+        while call and m.meta.get("torch_fn") == call:
+            yield m
+            m = getattr(m, step)
 
 
 def users_line(e: BaseException) -> str:
