@@ -65,6 +65,22 @@ class Result:
             self._made = checksum(self._model, self.graph.framework)
         return self._model
 
+    @property
+    def device_model(self) -> Any:
+        """The device, for evaluation on any data: what the platform's runtime returns, bit for bit, as a model.
+
+        Operators that the runtime computes in float are its `float_operators`: there the last bit is the runtime's.
+        It warns where no runtime proves the platform.
+
+        Raises:
+            UnsupportedError: the platform does not say how it computes.
+            PlanError: `model` was trained since.
+        """
+        self._refuse_trained("`device_model`")
+        from chipfit.simulate.device import device_model
+
+        return device_model(self.graph, self.plan, self.platform)
+
     def as_calibrated(self) -> Result:
         """The result without what was done to `model` since: as it came from calibration."""
         return Result(self.graph, self.plan, self.platform, self.stats, self.timings, _uncorrected=self._uncorrected)

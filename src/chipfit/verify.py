@@ -6,7 +6,7 @@ import itertools
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,13 @@ from chipfit.errors import DataError, RuntimeUnavailable, VerificationError
 from chipfit.export import InFile, export, format_of
 from chipfit.export.names import output_names
 from chipfit.graph.ir import Graph
-from chipfit.graph.ops import OPS
 from chipfit.plan.record import Plan
 from chipfit.platform.modelled import not_modelled
 from chipfit.platform.schema import Platform
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import DeviceRuntime, entries, entry, require
-from chipfit.simulate.integer import float_results, profile_for, simulate, units
+from chipfit.simulate.device import float_operators, output
+from chipfit.simulate.integer import float_results, profile_for, simulate
 
 _USUAL = "onnxruntime"  #: runtime of platforms that name none
 #: Share of a tensor's integers, at least one integer, that may differ by one code where the runtime computes in float,
@@ -37,6 +37,9 @@ FLOAT_SHARE = 0.01
 #: Largest gap of an output that float operators compute, given the device's codes, relative to its largest number:
 #: some hundred units in the last place, as sums of a few thousand float32 numbers have
 OUTPUT_GAP = 1e-4
+#: The same of an output that is stored in codes, relative to the reals that these span: some kernels compute q s - z s,
+#: with a rounding more than (q - z) s
+DEQUANTIZED_GAP = 2.0**-22
 
 
 @dataclass
@@ -120,10 +123,11 @@ class Output:
     name: str
     tensor: str
     float_ops: tuple[str, ...] = ()  #: operators that the runtime computes in float since it last read codes
+    span: float = 0.0  #: of the reals that its codes stand for; 0 when it is not stored in codes
     elements: int = 0
     differing: int = 0  #: numbers that are not the simulation's, bit for bit, given the device's codes
     gap: float = 0.0  #: largest difference from the simulation, each side running on its own results
-    op_gap: float = 0.0  #: the same given the device's codes, relative to the largest number
+    op_gap: float = 0.0  #: the same given the device's codes, relative to the span of its codes or its largest number
     wrong: str = ""  #: what should not be, besides numbers that differ
 
     def add(self, device: torch.Tensor | None, free: torch.Tensor, alone: torch.Tensor) -> None:
@@ -138,7 +142,7 @@ class Output:
         self.elements += device.numel()
         self.differing += int((~(op_off == 0)).sum())  # NaN counts
         self.gap = max(self.gap, float(off.nan_to_num(np.inf).max()))
-        size = max(float(alone.double().abs().nan_to_num(0.0, 0.0).max()), 1e-30)
+        size = self.span or max(float(alone.double().abs().nan_to_num(0.0, 0.0).max()), 1e-30)
         self.op_gap = max(self.op_gap, float(op_off.nan_to_num(np.inf).max()) / size)
         self._real = alone.is_floating_point()
 
@@ -147,8 +151,10 @@ class Output:
     @property
     def fault(self) -> str:
         """What should not be; "" when all is well."""
-        few = self.op_gap <= OUTPUT_GAP if self._real else self.differing <= FLOAT_SHARE * self.elements
-        if self.differing and not (self.float_ops and few):
+        few = self.differing <= FLOAT_SHARE * self.elements if self.float_ops else not self.differing
+        if self._real and (self.float_ops or self.span):
+            few = self.op_gap <= (DEQUANTIZED_GAP if self.span else OUTPUT_GAP)
+        if not few:
             share = f"{self.differing} of {self.elements} numbers are not the simulation's given the device's codes"
             return f"{share}; largest relative gap {self.op_gap:.2g}"
         return self.wrong
@@ -380,12 +386,14 @@ def verify(
     out.not_modelled = [*not_modelled(platform)]
     profile = profile_for(platform, found.declares.kernels)
     in_float, makers = float_results(graph, plan, profile), graph.producers()
-    behind = float_operators(graph, plan, in_float)
+    behind = float_operators(graph, plan)
     for v in quantized:
         layer, op = (makers[v].layer, makers[v].op) if v in makers else ("", "Input")
         out.rows.append(Row(v, layer, op, in_float=v in in_float, float_ops=behind(v) if v in in_float else ()))
     for name, v in zip(output_names(graph), graph.outputs, strict=True):
-        out.outputs.append(Output(name, v, () if plan.quantized(v) or v in graph.weights else behind(v)))
+        codes = plan.stored(v)
+        span = float(codes.scale.max()) * (codes.grid.qmax - codes.grid.qmin) if codes is not None else 0.0
+        out.outputs.append(Output(name, v, () if span or v in graph.weights else behind(v), span))
     if held is not None:
         read = dict.fromkeys(i for n in graph.nodes for i in n.inputs if i in graph.weights and plan.quantized(i))
         by_tensor = _by_tensor(plan, held)
@@ -458,9 +466,8 @@ class _Comparison:
         returned, outputs = list(got.values()), []
         for k, o in enumerate(self.out.outputs):
             device = returned[k] if k < len(returned) else None
-            own = codes.get(o.tensor, alone.get(o.tensor))
-            outputs.append(self._output(o.tensor, free.get(o.tensor)))
-            o.add(device, outputs[-1], self._output(o.tensor, own))
+            outputs.append(output(self.graph, self.plan, free, o.tensor))
+            o.add(device, outputs[-1], output(self.graph, self.plan, alone | codes, o.tensor))
         first = reals[self.graph.outputs[0]]
         if label is not None and first.dim() == 2 and label.shape[:1] == first.shape[:1]:
             self._count(inputs, label, {"float": first, "integer": outputs[0], "device": returned[0]})
@@ -489,12 +496,6 @@ class _Comparison:
         else:
             row.why = "elided by the runtime" if row.tensor in self.live else "without use for any output"
 
-    def _output(self, name: str, x: Any) -> torch.Tensor:
-        """What the network returns, from its codes or reals."""
-        stored = self.plan.stored(name)
-        x = torch.as_tensor(self.graph.weights[name] if x is None else x)
-        return stored.dequantize(x) if stored is not None and not x.is_floating_point() else x
-
     def _count(self, inputs: list[torch.Tensor], label: torch.Tensor, results: dict[str, torch.Tensor]) -> None:
         """Right answers by the label, of the simulation too."""
         run_flat: Any = getattr(self.model, "run_flat", None)  # modules that chipfit made have it
@@ -506,31 +507,6 @@ class _Comparison:
 
 
 # ---------------------------------------------------------------- what is compared, and how
-
-
-def float_operators(graph: Graph, plan: Plan, in_float: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """For a value: the operators that are computed in float since codes were read, sorted.
-
-    Those that only move numbers are left out: their results are exact.
-
-    Args:
-        in_float: stored values that are computed in float, see `float_results`.
-    """
-    unit_of = {o: unit for unit in units(graph, plan) for n in unit for o in n.outputs}
-
-    def behind(value: str) -> tuple[str, ...]:
-        todo, done, found = [value], set(), set()
-        while todo:
-            v = todo.pop()
-            if v in done or v not in unit_of:
-                continue
-            done.add(v)
-            for n in unit_of[v]:
-                found |= set() if n.op in OPS and OPS[n.op].moves else {n.op}
-                todo += [i for i in n.inputs if i and (not plan.quantized(i) or (i, n.name) in plan.float_edges)]
-        return tuple(sorted(found))
-
-    return behind
 
 
 def _live(graph: Graph) -> set[str]:

@@ -1,18 +1,28 @@
 """Which framework a model belongs to, found without importing any of them.
 
-A framework is one folder here, with the same three doors: `capture.capture(model, args, kwargs)` reads a model into a
+A framework is one folder here, with the same four doors: `capture.capture(model, args, kwargs)` reads a model into a
 Graph, `lower.lower(graph, plan)` builds the trainable simulation, `train.read_back(model, graph, plan)` brings back
+<<<<<<< HEAD
 what training changed in it, of which `train.numbers(model)` gives everything as arrays. The simulation has
 `run_flat(inputs)`, torch tensors in the order of the graph's inputs to outputs. An `opaque` module, where a folder has
 one, runs operators that only this framework knows (`engine.opaque`).
+=======
+what training changed in it, `device.device(graph, run_flat, floats)` makes a model of a function on flat
+tensors. The simulation has such a `run_flat(inputs)`: torch tensors in the order of the graph's inputs to outputs. An
+`opaque` module, where a folder has one, runs operators that only this framework knows (`engine.opaque`).
+>>>>>>> ab84c5a (Result.device_model is the device; negative controls for every runtime and the exit status of chipfit verify)
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+<<<<<<< HEAD
 import zlib
 from collections.abc import Mapping, Sequence
+=======
+from collections.abc import Callable, Mapping, Sequence
+>>>>>>> ab84c5a (Result.device_model is the device; negative controls for every runtime and the exit status of chipfit verify)
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +69,16 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | No
 def lower(graph: Graph, plan: Plan) -> Any:
     """The trainable simulation, as a model of the framework that the graph came from."""
     return _door(graph.framework, "lower").lower(graph, plan)
+
+
+def device(graph: Graph, run_flat: Callable[[Sequence[Any]], list[Any]], floats: Sequence[str]) -> Any:
+    """A model of the framework that the graph came from, which computes `run_flat`.
+
+    Args:
+        run_flat: torch tensors in the order of the graph's inputs to those of its outputs.
+        floats: operators whose last bit is uncertain, to be told.
+    """
+    return _door(graph.framework, "device").device(graph, run_flat, floats)
 
 
 def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:

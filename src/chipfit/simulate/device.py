@@ -1,0 +1,71 @@
+"""The device as a model: a platform's own integers, from inputs to outputs, on any data."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from chipfit.frameworks import device
+from chipfit.graph.ir import Graph
+from chipfit.graph.ops import OPS
+from chipfit.plan.record import Plan
+from chipfit.platform.schema import Platform
+from chipfit.registry import entry
+from chipfit.simulate.integer import float_results, profile_for, simulate, units
+
+
+def device_model(graph: Graph, plan: Plan, platform: Platform) -> Any:
+    """A model of the user's framework whose outputs are those of the platform's runtime, bit for bit.
+
+    It warns where no runtime proves the platform: then its integers are what the platform's file says, unproven.
+
+    Raises:
+        UnsupportedError: the platform does not say how it computes.
+    """
+    kernels = entry("runtime", platform.runtimes[0]).declares.kernels if platform.runtimes else None
+    behind = float_operators(graph, plan)
+    floats = {*float_results(graph, plan, profile_for(platform, kernels)), *graph.outputs}
+    if not platform.runtimes:
+        warnings.warn(
+            f"No runtime proves '{platform.name}': this model computes what its description says, "
+            "which may not be what the chip does",
+            stacklevel=3,
+        )
+
+    def run_flat(inputs: Sequence[torch.Tensor]) -> list[Any]:
+        with torch.inference_mode():
+            done = simulate(graph, plan, inputs, platform, keep=(), kernels=kernels)
+            return [output(graph, plan, done, o).clone() for o in graph.outputs]
+
+    return device(graph, run_flat, tuple(sorted({op for v in floats for op in behind(v)})))
+
+
+def output(graph: Graph, plan: Plan, done: Mapping[str, Any], name: str) -> torch.Tensor:
+    """What the network returns for one of its outputs, from the codes or reals that were computed."""
+    stored, x = plan.stored(name), torch.as_tensor(done[name] if name in done else graph.weights[name])
+    return stored.dequantize(x) if stored is not None and not x.is_floating_point() else x
+
+
+def float_operators(graph: Graph, plan: Plan) -> Callable[[str], tuple[str, ...]]:
+    """For a value that is computed in float: the operators in float since codes were read, sorted; () for codes.
+
+    Those that only move numbers are left out: their results are exact.
+    """
+    unit_of = {o: unit for unit in units(graph, plan) for n in unit for o in n.outputs}
+
+    def behind(value: str) -> tuple[str, ...]:
+        todo, done, found = [value], set(), set()
+        while todo:
+            v = todo.pop()
+            if v in done or v not in unit_of:
+                continue
+            done.add(v)
+            for n in unit_of[v]:
+                found |= set() if n.op in OPS and OPS[n.op].moves else {n.op}
+                todo += [i for i in n.inputs if i and (not plan.quantized(i) or (i, n.name) in plan.float_edges)]
+        return tuple(sorted(found))
+
+    return behind

@@ -1,0 +1,340 @@
+"""The proof can fail: for every runtime, files and runtimes that are not what the plan says are noticed, and said."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit import registry
+from chipfit.errors import RuntimeUnavailable, VerificationError
+from chipfit.registry import entries, entry
+from chipfit.simulate.integer import simulate
+from tests.exactness.tamper import bump, opened
+
+PLATFORMS = {".onnx": "ort_cpu", ".tflite": "tflite_int8"}
+RUNTIMES = tuple(name for name, e in entries("runtime").items() if e.thing.__module__.startswith("chipfit."))
+
+
+class Net(nn.Module):
+    """Two convolutions of one shape that can be exchanged; the second reads a channel that is always 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)
+        with torch.no_grad():
+            for conv in (self.first, self.second):
+                conv.weight[2], conv.bias[2] = 0, 0
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.head(self.third(self.second(self.first(x).relu()).relu()).relu().mean((2, 3)))
+
+
+@pytest.fixture(scope="module", params=RUNTIMES)
+def proven(request, tmp_path_factory):
+    """A folder with a saved result, its file and data that calibration has not seen; the runtime, and the result."""
+    found = entry("runtime", request.param)
+    if any(registry.importlib.util.find_spec(lib) is None for lib in found.declares.libraries):
+        pytest.skip(f"{request.param} is not installed")
+    folder = tmp_path_factory.mktemp("proven")
+    torch.manual_seed(3)
+    x = torch.randn(12, 4, 10, 10)
+    result = chipfit.quantize(Net().eval(), [x[:8]], platform=PLATFORMS[found.declares.suffix], progress=False)
+    result.save(folder / "plan")
+    np.savez(folder / "new.npz", x=x[8:].numpy())
+    return folder, request.param, result, result.export(folder / f"model{found.declares.suffix}")
+
+
+@pytest.fixture
+def spare(proven, tmp_path):
+    """A copy of the file, to be spoilt."""
+    return shutil.copy(proven[3], tmp_path / proven[3].name)
+
+
+@pytest.fixture
+def command(proven, monkeypatch, capsys):
+    """`chipfit verify` as a person calls it: exit status and all that it printed."""
+    from chipfit.cli.app import main
+
+    def run(file, *more):
+        folder, runtime, *_ = proven
+        data = ["--data", str(folder / "new.npz"), "--runtime", runtime, "--file", str(file), *more]
+        monkeypatch.setattr(sys, "argv", ["chipfit", "verify", str(folder / "plan"), *data])
+        with pytest.raises(SystemExit) as e:
+            main()
+        said = capsys.readouterr()
+        return e.value.code, " ".join((said.out + said.err).split())
+
+    return run
+
+
+def values(result):
+    """The values behind the convolutions, in order, as the file stores them."""
+    return [v for v in result.plan.tensors if result.plan.quantized(v) and v in result.graph.values]
+
+
+def lying(monkeypatch, runtime, lie):
+    """The runtime with `lie(self, inputs, results)` in place of its results."""
+    found = entry("runtime", runtime)
+
+    class Liar(found.thing):
+        def run(self, inputs):
+            return lie(self, inputs, dict(super().run(inputs)))
+
+    monkeypatch.setitem(registry._ENTRIES["runtime"], runtime, found._replace(thing=Liar))
+
+
+def test_an_honest_file_on_an_honest_runtime_is_said_to_be_so(proven, command):
+    _, runtime, result, file = proven
+    status, said = command(file)
+    promised = runtime in result.platform.runtimes
+    assert status in ((0,) if promised else (0, 3)), said
+    assert "8 of 8 weights and biases read back" in said and "compared 7 of 7 tensors" in said
+    assert not promised or ("0 of" in said and "departs" not in said)
+
+
+SPOILT = {
+    "a weight's code": (
+        lambda f, v: f.codes("second.weight", bump),
+        "weight 'second.weight' in the file: 1 of its 144",
+    ),
+    "a bias's code": (lambda f, v: f.codes("second.bias", bump), "bias 'second.bias' in the file: 1 of its 4"),
+    "a weight's scale": (lambda f, v: f.scale("second.weight", 1.01), "weight 'second.weight' in the file: scale"),
+    "an activation's scale": (lambda f, v: f.scale(v[2], 2.0), "in the file: scale"),
+    "an activation's zero point": (lambda f, v: f.zero(v[0]), "in the file: zero point"),
+    "two weights exchanged": (
+        lambda f, v: f.swap("second.weight", "third.weight"),
+        "weight 'second.weight' in the file",
+    ),
+    "two biases exchanged": (lambda f, v: f.swap("second.bias", "third.bias"), "bias 'second.bias' in the file"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_a_spoilt_file_is_noticed_and_the_first_departure_said(proven, spare, command, what):
+    spoil, words = SPOILT[what]
+    held = opened(spare)
+    spoil(held, values(proven[2]))
+    held.save()
+    status, said = command(spare)
+    refused = status == 2 and "refuses the file" in said  # some runtimes check scales and zero points themselves
+    assert refused or (status == 1 and "departs: " in said and words in said), (status, said)
+
+
+def test_a_weight_is_noticed_whose_effect_is_invisible(proven, spare):
+    _, runtime, result, _ = proven
+    held = opened(spare)
+    weight = result.graph.weights["third.weight"]
+    k = int(torch.zeros_like(weight[0]).index_fill_(0, torch.tensor([2]), 1).flatten().argmax())  # reads a dead channel
+    shape = weight.shape
+
+    def change(q):
+        flat = q.reshape(shape if held.path.suffix == ".onnx" else (shape[0], *shape[2:], shape[1]))
+        flat[(0, 2, 0, 0) if held.path.suffix == ".onnx" else (0, 0, 0, 2)] ^= 1
+        return q
+
+    assert k == 18
+    held.codes("third.weight", change)
+    held.save()
+    found = result.verify([data(proven)], runtime=runtime, path=spare)
+    assert found.verdict == "departs" and not found.sound and not found.exact
+    assert found.departures[0] == "weight 'third.weight' in the file: 1 of its 144 codes are not the plan's"
+    if found.promised:
+        assert found.differing == 0  # which is why the file itself is read
+
+
+def data(proven):
+    return torch.from_numpy(np.load(proven[0] / "new.npz")["x"])
+
+
+def test_the_simulators_own_integers_do_not_hide_a_spoilt_file(proven, spare, monkeypatch):
+    """A runtime that only repeats what it is compared with."""
+    _, runtime, result, _ = proven
+    kernels = entry("runtime", runtime).declares.kernels
+    suffix = entry("runtime", runtime).declares.codes
+
+    def repeat(self, inputs, got):
+        want = simulate(
+            result.graph, result.plan, [torch.from_numpy(x) for x in inputs], result.platform, kernels=kernels
+        )
+        return {
+            k: want[v].numpy() if (v := k.removesuffix(suffix.format(""))) in want and v in values(result) else x
+            for k, x in got.items()
+        }
+
+    lying(monkeypatch, runtime, repeat)
+    held = opened(spare)
+    held.codes("third.weight", bump)
+    held.save()
+    assert result.verify([data(proven)], runtime=runtime, path=spare).verdict == "departs"
+
+
+def of_codes(change):
+    """A lie about the codes of the third value."""
+
+    def lie(result, runtime):
+        name = entry("runtime", runtime).declares.codes.format(values(result)[2])
+        return lambda self, inputs, got: change(got, name)
+
+    return lie
+
+
+def previous(result, runtime):
+    def lie(self, inputs, got):
+        self.first = getattr(self, "first", got)
+        return self.first
+
+    return lie
+
+
+def off_by_one(got, name):
+    got[name] = bump(got[name].copy())
+    return got
+
+
+LIES = {
+    "one code": (of_codes(off_by_one), {1, 3}, "1 of"),
+    "results of an earlier batch": (previous, {1, 3}, "integers differ"),
+    "a tensor left out": (of_codes(lambda got, n: {k: v for k, v in got.items() if k != n}), {1}, "it is missing"),
+    "codes as floats": (
+        of_codes(lambda got, n: {**got, n: got[n].astype(np.float32)}),
+        {1},
+        "the device gives float32",
+    ),
+    "codes of a wider type": (
+        of_codes(lambda got, n: {**got, n: got[n].astype(np.int32)}),
+        {1},
+        "the device gives int32",
+    ),
+    "another shape": (of_codes(lambda got, n: {**got, n: got[n][:, :1]}), {1}, "the device gives"),
+    "another output": (
+        of_codes(lambda got, n: {k: v + np.float32(1e-3) if i == 0 else v for i, (k, v) in enumerate(got.items())}),
+        {1, 3},
+        "output 'output'",
+    ),
+    "an output of another shape": (
+        of_codes(lambda got, n: {k: v[:, :2] if i == 0 else v for i, (k, v) in enumerate(got.items())}),
+        {1, 3},
+        "output 'output'",
+    ),
+    "nothing of what was asked": (
+        of_codes(lambda got, n: dict([next(iter(got.items()))])),
+        {2},
+        "returned none of the",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_a_runtime_that_lies_is_noticed(proven, command, monkeypatch, what):
+    _, runtime, result, file = proven
+    lie, statuses, words = LIES[what]
+    lying(monkeypatch, runtime, lie(result, runtime))
+    folder = proven[0]
+    if what.startswith("results of an earlier"):
+        x = np.load(folder / "new.npz")["x"]
+        np.savez(folder / "two.npz", x=np.concatenate([x] * 4 + [-x] * 4))  # two batches
+        status, said = command(file, "--data", str(folder / "two.npz"))
+    else:
+        status, said = command(file)
+    assert status in statuses, (status, said)
+    assert words in said or runtime not in result.platform.runtimes, said  # of which tensors differ before the lie
+
+
+def test_the_tensor_that_was_lied_about_is_the_first_that_departs(proven, monkeypatch):
+    _, runtime, result, file = proven
+    if runtime not in result.platform.runtimes:
+        pytest.skip("nothing is promised of it")
+    lying(monkeypatch, runtime, of_codes(off_by_one)(result, runtime))
+    found = result.verify([data(proven)], runtime=runtime, path=file)
+    row = found.first_difference
+    assert (row.tensor, row.differing, row.op_differing) == (values(result)[2], 1, 1)
+    assert found.verdict == "departs" and "1 of" in found.departures[0]
+
+
+def other_net(*shape):
+    torch.manual_seed(9)
+    return nn.Sequential(nn.Conv2d(shape[1], 6, 3), nn.ReLU(), nn.Conv2d(6, 3, 3)).eval(), torch.randn(*shape)
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 10, 10), (4, 3, 9, 9)], ids=["of the same inputs", "of other inputs"])
+def test_the_file_of_another_model_is_noticed(proven, command, tmp_path, shape):
+    _, _, result, file = proven
+    model, x = other_net(*shape)
+    other = chipfit.quantize(model, [x], platform=result.platform, progress=False).export(tmp_path / f"m{file.suffix}")
+    status, said = command(other)
+    assert status in (1, 2) and ("departs: " in said or "is this the file" in said), (status, said)
+
+
+@pytest.mark.parametrize("what", ["weights", "ranges"])
+def test_a_stale_file_is_noticed(proven, command, tmp_path, what):
+    """Exported before the model was trained on, or before it was calibrated on other data."""
+    _, _, result, file = proven
+    torch.manual_seed(3)
+    x = torch.randn(12, 4, 10, 10)[:8]
+    model = Net().eval()
+    if what == "weights":
+        with torch.no_grad():
+            model.third.weight.mul_(1.1)
+    stale = chipfit.quantize(model, [x if what == "weights" else x * 1.1], platform=result.platform, progress=False)
+    status, said = command(stale.export(tmp_path / f"m{file.suffix}"))
+    assert status == 1 and "departs: " in said and " in the file: " in said, (status, said)
+
+
+@pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int16x8"])
+def test_a_float_operator_may_be_off_by_one_code_in_a_hundredth_and_no_more(monkeypatch, platform):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Hardswish(), nn.Conv2d(8, 4, 1)).eval()
+    result = chipfit.quantize(model, [torch.randn(8, 3, 12, 12)], platform=platform, progress=False)
+    name = next(n.output for n in result.graph.nodes if n.op == "HardSwish")
+    new = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(1))
+
+    def verified(count, step):
+        """With a simulation that is off by `step` in `count` codes of that operator, and right where they are read."""
+
+        def off(*args, **kwargs):
+            done = simulate(*args, **kwargs)
+            q = done[name] = done[name].clone(memory_format=torch.contiguous_format)
+            q.view(-1)[:count] += torch.where(q.view(-1)[:count] > 2, -step, step).to(q.dtype)
+            return done
+
+        monkeypatch.setattr("chipfit.verify.simulate", off)
+        return result.verify([new])
+
+    honest = verified(0, 1)
+    row = next(r for r in honest.rows if r.tensor == name)
+    assert row.float_ops == ("HardSwish",) and row.elements == 3200 and row.allowed == 32
+    assert honest.exact and honest.require({"HardSwish"}) is honest
+    assert honest.exact_share == 1 - 3200 / honest.integers
+    few, many, far = verified(20, 1), verified(60, 1), verified(1, 2)
+    assert few.verdict == "sound" and not few.exact and few.require({"HardSwish"})
+    assert many.verdict == "departs" and "60 of 3200" in many.departures[0] and "32 may, by 1" in many.departures[0]
+    assert far.verdict == "departs" and "by up to 2" in far.departures[0]
+    with pytest.raises(VerificationError, match="HardSwish in float"):
+        few.require({"Softmax"})
+
+
+def test_what_departs_cannot_be_required(proven, spare):
+    _, runtime, result, _ = proven
+    held = opened(spare)
+    held.codes("third.weight", bump)
+    held.save()
+    with pytest.raises(VerificationError, match="weight 'third.weight' in the file: 1 of its 144"):
+        result.verify([data(proven)], runtime=runtime, path=spare).require({"Conv2D"})
+
+
+def test_inputs_that_the_file_does_not_take_are_a_typed_error(proven):
+    from chipfit.verify import verify
+
+    _, runtime, result, file = proven
+    model, x = other_net(2, 3, 9, 9)
+    other = chipfit.quantize(model, [x], platform=result.platform, progress=False)
+    with pytest.raises(RuntimeUnavailable) as e:
+        verify(other.graph, other.plan, other.platform, [x], runtime=runtime, path=file)
+    assert e.value.hint
