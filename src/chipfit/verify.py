@@ -276,12 +276,8 @@ class Verification:
         Raises:
             VerificationError: something departs, or another operator runs in float; lists all that do.
         """
-        others = {
-            f"{op} in float before '{x.tensor}'": None
-            for x in (*self.rows, *self.outputs)
-            for op in x.float_ops
-            if op not in float_ops
-        }
+        ends: list[Row | Output] = [*self.rows, *self.outputs]
+        others = {f"{op} in float before '{x.tensor}'": 0 for x in ends for op in x.float_ops if op not in float_ops}
         found = [*self.departures, *others] or ([] if self.integers else ["nothing was compared"])
         if found:
             raise VerificationError(
