@@ -76,7 +76,7 @@ class Result:
             UnsupportedError: the platform does not say how it computes.
             PlanError: `model` was trained since.
         """
-        self._refuse_trained("`device_model`")
+        self._refuse_trained("the device model")
         from chipfit.simulate.device import device_model
 
         return device_model(self.graph, self.plan, self.platform)

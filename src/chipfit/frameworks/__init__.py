@@ -2,27 +2,18 @@
 
 A framework is one folder here, with the same four doors: `capture.capture(model, args, kwargs)` reads a model into a
 Graph, `lower.lower(graph, plan)` builds the trainable simulation, `train.read_back(model, graph, plan)` brings back
-<<<<<<< HEAD
-what training changed in it, of which `train.numbers(model)` gives everything as arrays. The simulation has
-`run_flat(inputs)`, torch tensors in the order of the graph's inputs to outputs. An `opaque` module, where a folder has
-one, runs operators that only this framework knows (`engine.opaque`).
-=======
-what training changed in it, `device.device(graph, run_flat, floats)` makes a model of a function on flat
-tensors. The simulation has such a `run_flat(inputs)`: torch tensors in the order of the graph's inputs to outputs. An
-`opaque` module, where a folder has one, runs operators that only this framework knows (`engine.opaque`).
->>>>>>> ab84c5a (Result.device_model is the device; negative controls for every runtime and the exit status of chipfit verify)
+what training changed in it, of which `train.numbers(model)` gives everything as arrays, `device.device(graph, run_flat,
+floats)` makes a model of a function on flat tensors. The simulation has such a `run_flat(inputs)`: torch tensors in the
+order of the graph's inputs to outputs. An `opaque` module, where a folder has one, runs operators that only this
+framework knows (`engine.opaque`).
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-<<<<<<< HEAD
 import zlib
-from collections.abc import Mapping, Sequence
-=======
 from collections.abc import Callable, Mapping, Sequence
->>>>>>> ab84c5a (Result.device_model is the device; negative controls for every runtime and the exit status of chipfit verify)
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
