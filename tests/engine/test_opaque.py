@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from chipfit.engine.opaque import fill, resolve_target, target_name
+from chipfit.engine.opaque import _listed, fill, resolve_target, target_name, torch_operator
 from chipfit.errors import GraphError, UnknownNameError
 from chipfit.graph.ir import Ref
 
@@ -21,9 +21,14 @@ def test_a_name_stands_for_its_target(target):
     assert resolve_target(target_name(target)) is target
 
 
-@pytest.mark.parametrize("name", ["aten.no_such", "os.system", "torch.load", "builtins.eval", "c10.anything", ""])
+UNLISTED = (
+    "aten.no_such os.system torch.load builtins.eval c10.anything operator.call operator.attrgetter math.__name__"
+)
+
+
+@pytest.mark.parametrize("name", [*UNLISTED.split(), "aten.from_file.default", "aten.relu_.default", ""])
 def test_what_is_not_listed_is_refused(name):
-    with pytest.raises(GraphError, match="is not known to this version of torch"):
+    with pytest.raises(GraphError, match="is not an operator that a graph can hold"):
         resolve_target(name)
 
 
@@ -47,9 +52,27 @@ print(resolve_target("keras:" + layer)([], [torch.tensor([-1.0, 2.0])], {}).toli
     assert done.stdout.strip() == "[0.0, 2.0]", done.stderr
 
 
-def test_a_callable_that_is_not_listed_has_no_name():
+@pytest.mark.parametrize("f", [print, torch.load, torch.ops.aten.from_file.default])
+def test_a_callable_that_is_not_listed_has_no_name(f):
     with pytest.raises(GraphError, match="is not an operator that a graph can hold"):
-        target_name(print)
+        target_name(f)
+
+
+def listed():
+    return [(ns, name) for ns, names in _listed().items() if ns in ("aten", "prims") for name in names]
+
+
+def test_every_listed_operator_exists_and_only_computes():
+    """None has a text argument but a few whose text chooses a way to compute; none returns without a result."""
+    words = {"rounding_mode", "padding_mode", "approximate", "norm", "ord", "mode", "driver", "reduce", "equation"}
+    words |= {"pad_mode", "interpolation", "indexing", "UPLO", "side", "padding", "unit", "p", "padding_side"}
+    for namespace, name in listed():
+        packet = getattr(getattr(torch.ops, namespace), name)
+        found = [f for o in packet.overloads() if (f := torch_operator(f"{namespace}.{name}.{o}")) is not None]
+        found = [f for f in found if "Tensor" in str(f._schema)]  # some add numbers, or texts
+        texts = {a.name for f in found for a in f._schema.arguments if "str" in str(a.type)}
+        assert found and texts <= words, (name, texts)
+        assert all(f._schema.returns and not f._schema.is_mutable for f in found), name
 
 
 def test_a_template_is_filled_with_inputs_types_and_devices():

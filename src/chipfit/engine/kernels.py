@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chipfit.engine.opaque import fill, resolve_target
+from chipfit.engine.types import dtype_of
 from chipfit.graph.ir import OPAQUE, Node
 
 Kernel = Callable[..., Any]
@@ -179,7 +180,7 @@ def dropout(x: Tensor, *, p: float, training: bool = False) -> Tensor:
 
 @kernel("Cast")
 def cast(x: Tensor, *, dtype: str) -> Tensor:
-    return x.to(getattr(torch, dtype))
+    return x.to(dtype_of(dtype))
 
 
 # ---------------------------------------------------------------- pooling and reduction

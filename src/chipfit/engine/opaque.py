@@ -2,28 +2,69 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
+from importlib import resources
 from typing import Any
 
 import torch
+import yaml
 
+from chipfit.engine.types import constant_of
 from chipfit.errors import GraphError
 from chipfit.graph.ir import Ref
 from chipfit.registry import lookup
 
+_OPERATOR = """
+    abs add and_ eq floordiv ge getitem gt index inv invert le lshift lt mod mul ne neg not_ or_ pos pow rshift sub
+    truediv truth xor
+"""
+_MATH = """
+    acos asin atan atan2 ceil cos cosh exp fabs floor fmod gcd hypot isfinite isinf isnan isqrt log log10 log1p log2 pow
+    sin sinh sqrt tan tanh trunc
+"""
+#: functions of Python's numbers, which compute shapes
 _PYTHON: dict[str, Callable[..., Any]] = {
-    f"{m.__name__.lstrip('_')}.{n}": getattr(m, n) for m in (operator, math) for n in dir(m) if not n.startswith("_")
+    f"{m.__name__.lstrip('_')}.{n}": getattr(m, n)
+    for m, names in ((operator, _OPERATOR), (math, _MATH))
+    for n in names.split()
 }
-_SYMBOLIC = ("sym_max", "sym_min", "sym_not", "sym_float", "sym_int", "sym_sqrt", "sym_ite", "sym_sum")
+_SYMBOLIC = "sym_max", "sym_min", "sym_not", "sym_float", "sym_int", "sym_sqrt", "sym_ite", "sym_sum"
+
+
+@functools.cache
+def _listed() -> dict[str, frozenset[str]]:
+    """Namespace of torch's operators -> the names that may be called."""
+    text = (resources.files("chipfit.engine") / "operators.yaml").read_text(encoding="utf-8")
+    return {namespace: frozenset(names.split()) for namespace, names in yaml.safe_load(text).items()}
+
+
+def torch_operator(target: str, *, in_place: bool = False) -> torch._ops.OpOverload | None:
+    """The operator of "namespace.name.overload" where `operators.yaml` lists it; None where not.
+
+    Args:
+        in_place: also the form of a listed operator that writes to its operand, "name_".
+    """
+    namespace, _, rest = target.partition(".")
+    name, _, overload = rest.partition(".")
+    listed = _listed().get(namespace, frozenset())
+    if name not in listed and not (in_place and name.endswith("_") and name[:-1] in listed):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    if packet is None or (overload or "default") not in packet.overloads():
+        return None
+    found: torch._ops.OpOverload = getattr(packet, overload or "default")
+    return found if in_place or not found._schema.is_mutable else None
 
 
 def resolve_target(target: str) -> Callable[..., Any]:
     """The callable of an opaque node, from an allow-list.
 
-    Listed are ATen operators, the functions of `operator` and `math`, and torch's functions of symbolic integers. A
-    target "name:..." belongs to a framework: what is registered as "opaque" under that name makes the callable.
+    Listed are torch's operators of `operators.yaml`, functions of Python's numbers, and torch's functions of symbolic
+    integers; no other name reaches an attribute of anything. A target "name:..." belongs to a framework: what is
+    registered as "opaque" under that name makes the callable.
 
     Raises:
         GraphError: the name is outside the list or this torch does not have it.
@@ -32,19 +73,13 @@ def resolve_target(target: str) -> Callable[..., Any]:
     if target in _PYTHON:
         return _PYTHON[target]
     framework, colon, _ = target.partition(":")
-    namespace, _, rest = target.partition(".")
-    name, _, overload = rest.partition(".")
-    found: Callable[..., Any] | None = None
     if colon:
-        found = lookup("opaque", framework)(target)
-    elif namespace == "torch" and rest in _SYMBOLIC:
-        found = getattr(torch, rest, None)
-    elif namespace in ("aten", "prims", "torchvision", "quantized_decomposed"):
-        found = getattr(getattr(getattr(torch.ops, namespace), name, None), overload or "default", None)
+        made: Callable[..., Any] = lookup("opaque", framework)(target)
+        return made
+    module, _, name = target.partition(".")
+    found = getattr(torch, name, None) if module == "torch" and name in _SYMBOLIC else torch_operator(target)
     if found is None:
-        raise GraphError(
-            f"Operator '{target}' is not known to this version of torch", allowed="aten.*, operator.*, math.*"
-        )
+        raise _not_listed(target)
     return found
 
 
@@ -60,13 +95,24 @@ def target_name(target: Any) -> str:
         GraphError: the callable is not in the list.
     """
     if isinstance(target, torch._ops.OpOverload):
+        if torch_operator(str(target)) is not target:
+            raise _not_listed(str(target))
         return str(target)
     for name, f in _PYTHON.items():
         if f is target:
             return name
-    if getattr(target, "__name__", "") in _SYMBOLIC:
-        return f"torch.{target.__name__}"
-    raise GraphError(f"'{target}' is not an operator that a graph can hold", allowed="aten.*, operator.*, math.*")
+    name = getattr(target, "__name__", "")
+    if name in _SYMBOLIC and getattr(torch, name) is target:
+        return f"torch.{name}"
+    raise _not_listed(str(target))
+
+
+def _not_listed(target: str) -> GraphError:
+    return GraphError(
+        f"'{target}' is not an operator that a graph can hold",
+        allowed="what chipfit/engine/operators.yaml lists and this torch has, and functions of `operator` and `math`",
+        hint="write the layer with other operators, or quantize the model without it",
+    )
 
 
 def fill(template: Any, inputs: Sequence[Any]) -> Any:
@@ -77,12 +123,6 @@ def fill(template: Any, inputs: Sequence[Any]) -> Any:
         return [fill(t, inputs) for t in template]
     if isinstance(template, dict):
         if set(template) == {"torch"}:
-            return _constant(template["torch"])
+            return constant_of(template["torch"])
         return {k: fill(v, inputs) for k, v in template.items()}
     return template
-
-
-def _constant(text: str) -> Any:
-    """dtype, device, layout or memory format from its name."""
-    kind, _, name = text.partition(":")
-    return torch.device(name) if kind == "device" else getattr(torch, text)

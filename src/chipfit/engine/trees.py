@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from chipfit.errors import DataError
+from chipfit.errors import DataError, GraphError
 from chipfit.graph.ir import Graph
 
 
@@ -65,21 +66,69 @@ class Results:
         return self  # nothing changes it, and copying a tree makes torch warn
 
 
-def load_tree(spec: Mapping[str, Any]) -> Any:
-    """The pytree of a saved spec; where its classes cannot be imported here, dicts and tuples of the same shape."""
-    try:
-        return pytree.treespec_loads(spec["tree"])
-    except Exception:  # pytree raises many types for unknown classes; the plain form always loads
-        return pytree.treespec_loads(spec["plain"])
+#: what models that this process captured return, with the user's own classes, by digest of the structure
+_CAPTURED: dict[str, Any] = {}
+#: containers as torch names them in a written structure
+_DICTS = "builtins.dict", "collections.OrderedDict", "collections.defaultdict"
 
 
 def dump_tree(tree: Any, example: Any) -> dict[str, str]:
-    """A pytree spec as JSON, with the plain form that loads without the user's classes."""
-    plain = pytree.treespec_dumps(pytree.tree_structure(_plain(example)))
+    """A pytree as JSON, in dicts, lists and tuples; one with other classes is remembered while the process runs."""
+    own = pytree.tree_structure(_plain(example))
+    plain = {"plain": pytree.treespec_dumps(own)}
+    if own == tree:
+        return plain
+    digest = hashlib.sha256(f"{tree!r} {_classes(tree)}".encode()).hexdigest()
+    _CAPTURED[digest] = tree
+    return {"captured": digest, **plain}
+
+
+def load_tree(spec: Mapping[str, Any]) -> Any:
+    """The pytree that `dump_tree` described: with the user's classes where this process captured it, else plain."""
+    captured = _CAPTURED.get(spec.get("captured", ""))
+    return captured if captured is not None else read_tree(spec["plain"])
+
+
+def read_tree(text: str) -> Any:
+    """A pytree that torch has written, by a reader that imports no class: dicts, lists and tuples of the same leaves.
+
+    A class comes back as a dict where its fields are named in the text, else as a tuple.
+
+    Raises:
+        GraphError: the text is no such description.
+    """
     try:
-        return {"tree": pytree.treespec_dumps(tree), "plain": plain}
-    except Exception:  # a class without serialised name
-        return {"tree": plain, "plain": plain}
+        version, node = json.loads(text)
+        if version != 1:
+            raise ValueError(f"version {version}")
+        return pytree.tree_structure(_nested(node))
+    except (ValueError, TypeError, KeyError, RecursionError) as e:
+        raise GraphError("The structure of inputs or outputs is malformed", got=f"{type(e).__name__}: {e}") from e
+
+
+def _nested(node: Mapping[str, Any]) -> Any:
+    """The same structure with 0 at every leaf."""
+    kind, children = node["type"], [_nested(c) for c in node["children_spec"]]
+    if kind is None:
+        return 0
+    if kind in ("builtins.list", "builtins.tuple"):
+        return children if kind == "builtins.list" else tuple(children)
+    context = node["context"]
+    names = json.loads(context) if isinstance(context, str) and context[:1] == "[" else context
+    while isinstance(names, list) and len(names) == 2 and isinstance(names[1], list):
+        names = names[0] if isinstance(names[0], list) else names[1]  # fields of a dataclass; [factory, keys]
+    if isinstance(names, list) and len(names) == len(children):
+        return dict(zip(names, children, strict=True))
+    if kind in _DICTS:
+        raise ValueError(f"{len(children)} entries with the keys {names}")
+    return tuple(children)
+
+
+def _classes(tree: Any) -> list[str]:
+    """The classes of a pytree, by module and name."""
+    kinds = (tree.type, tree.context) if tree.type is not None else ()
+    own = [f"{k.__module__}.{k.__qualname__}" for k in kinds if isinstance(k, type)]
+    return own + [name for child in tree.children() for name in _classes(child)]
 
 
 def _plain(x: Any) -> Any:

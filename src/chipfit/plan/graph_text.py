@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from chipfit.engine.opaque import resolve_target
+from chipfit.engine.types import dtype_of
 from chipfit.errors import GraphError, PlanError
 from chipfit.graph.check import check
-from chipfit.graph.ir import Graph, Node, Value
+from chipfit.graph.ir import OPAQUE, Graph, Node, Value
 from chipfit.plan.plain import SCHEMA, check_schema, from_plain, record_to_plain
 
 #: fields that are JSON data already
@@ -58,6 +60,12 @@ def graph_from_plain(data: Any, weights: dict[str, torch.Tensor]) -> Graph:
             **{name: data[name] for name in _AS_THEY_ARE},
         )
         check(graph, blame="loading")
+        for v in graph.values.values():
+            if v.dtype != "int":
+                dtype_of(v.dtype)
+        for n in graph.nodes:
+            if n.op == OPAQUE and ":" not in n.attrs["target"]:  # those of a framework need it, which is loaded later
+                resolve_target(n.attrs["target"])
     except (KeyError, TypeError, ValueError, AttributeError, GraphError) as e:
         raise PlanError("The saved graph is malformed", got=f"{type(e).__name__}: {e}") from e
     if weights:

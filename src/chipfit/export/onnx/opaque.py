@@ -13,6 +13,7 @@ from onnx import numpy_helper
 
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import run
+from chipfit.engine.types import dtype_of
 from chipfit.errors import UnsupportedError
 from chipfit.export.onnx.tape import Tape
 from chipfit.graph.ir import OPAQUE, Graph, Node
@@ -112,7 +113,7 @@ def example_inputs(graph: Graph) -> list[torch.Tensor]:
     out = []
     for name in graph.inputs:
         v = graph.values[name]
-        shape, dtype = [2 if s is None else s for s in v.shape], getattr(torch, v.dtype)
+        shape, dtype = [2 if s is None else s for s in v.shape], dtype_of(v.dtype)
         out.append(torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.ones(shape, dtype=dtype))
     return out
 

@@ -19,6 +19,7 @@ import torch
 
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import run
+from chipfit.engine.types import dtype_of
 from chipfit.errors import ExportError, UnsupportedError
 from chipfit.export.names import output_names
 from chipfit.export.tflite.emit import Emitter, Refusal, code_type
@@ -215,7 +216,7 @@ def _sizes(graph: Graph, batch: int) -> dict[str, tuple[int, ...]]:
         like = graph.example[k].shape if graph.example else [1] * len(v.shape)
         known = [batch, *v.shape[1:]] if v.shape[:1] == (None,) else v.shape
         found[name] = tuple(other if s is None else s for s, other in zip(known, like, strict=True))
-        inputs.append(torch.zeros(found[name], dtype=getattr(torch, v.dtype)))
+        inputs.append(torch.zeros(found[name], dtype=dtype_of(v.dtype)))
     try:
         with torch.inference_mode():
             run(graph, inputs, hook=note)

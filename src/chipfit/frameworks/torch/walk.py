@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from chipfit.engine.opaque import target_name
 from chipfit.engine.trees import dump_tree
-from chipfit.errors import CaptureError
+from chipfit.errors import CaptureError, GraphError
 from chipfit.frameworks.torch.call import Call, Unreadable
 from chipfit.frameworks.torch.draft import Draft
 from chipfit.frameworks.torch.origin import arguments, source
@@ -157,7 +157,11 @@ class _Walk:
                 return {"torch": str(x).removeprefix("torch.")}
             return {"torch": f"device:{x}"} if isinstance(x, torch.device) else x
 
-        attrs = {"target": target_name(target), "args": template(n.args), "kwargs": template(n.kwargs)}
+        try:
+            called = target_name(target)
+        except GraphError as e:
+            raise CaptureError(e.what, where=source(n), allowed=e.allowed, hint=e.hint) from e
+        attrs = {"target": called, "args": template(n.args), "kwargs": template(n.kwargs)}
         result = n.meta.get("val")
         many = isinstance(result, (tuple, list))
         values = self.draft.emit(n, OPAQUE, inputs, attrs, list(result) if many else [result])
