@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
+import zipfile
 from pathlib import Path
 
 from chipfit.errors import ExportError
@@ -35,3 +37,30 @@ def write_atomically(path: Path, content: bytes) -> Path:
             hint="free disk space or choose another folder",
         ) from e
     return path
+
+
+#: an archive that says to hold more than this [bytes], and more than this many times its own size, is refused
+_LARGE, _RATIO = 1 << 30, 200
+
+
+def open_zip(path: str | Path) -> zipfile.ZipFile:
+    """A zip archive whose entries are plain files inside it, each once, and of a size that the archive can hold.
+
+    Raises:
+        ValueError: they are not.
+        OSError, zipfile.BadZipFile: it cannot be read.
+    """
+    archive = zipfile.ZipFile(path)
+    names = archive.namelist()
+    links = [i.filename for i in archive.infolist() if stat.S_ISLNK(i.external_attr >> 16)]
+    outside = [n for n in names if n.startswith(("/", "\\")) or ":" in n or ".." in n.replace("\\", "/").split("/")]
+    size = sum(i.file_size for i in archive.infolist())
+    try:
+        if links or outside or len(set(names)) < len(names):
+            raise ValueError(f"it holds links, paths outside or a name twice: {', '.join((links + outside)[:4])}")
+        if size > max(_LARGE, _RATIO * Path(path).stat().st_size):
+            raise ValueError(f"it says to hold {size} bytes")
+    except (ValueError, OSError):
+        archive.close()
+        raise
+    return archive

@@ -11,19 +11,10 @@ import torch
 
 from chipfit.cli.named import made, named, named_or_made, reason
 from chipfit.errors import CaptureError, DataError, PlanError
-from chipfit.frameworks import framework_of, load_keras
+from chipfit.frameworks import framework_of, load_keras, load_torch
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".webp")
 _BATCH = 16
-
-
-def _program(text: str) -> Any:
-    if not Path(text).is_file():
-        raise CaptureError("The model file does not exist", where=text)
-    try:
-        return torch.export.load(text)
-    except Exception as e:  # torch.export.load raises many types
-        raise CaptureError("The file is not a program that torch.export.save wrote", where=text, got=reason(e)) from e
 
 
 def load_model(text: str, weights: Path | None = None) -> Any:
@@ -33,7 +24,7 @@ def load_model(text: str, weights: Path | None = None) -> Any:
         CaptureError: there is no such file or factory, or the weights do not fit.
     """
     if text.endswith(".pt2"):
-        model = _program(text).module(check_guards=False)
+        model = load_torch(text)
     elif text.endswith(".keras"):
         model = load_keras(text)
     elif ":" in text:
@@ -167,10 +158,10 @@ def example_of(model: str, shape: str | None, network: Any = None) -> Any:
     if isinstance(known, tuple) and None not in known[1:]:
         return torch.randn(2, *known[1:])
     if shape is None:
-        example = _program(model).example_inputs if model.endswith(".pt2") else None
-        if example is None or example[1]:
+        example = (network or load_torch(model)).example if model.endswith(".pt2") else None
+        if example is None:
             raise DataError("The shape of the input is needed", hint="--input-shape 1,3,224,224, batch first")
-        return example[0]
+        return example
     parts = shape.split(",")
     if not all(p.strip().isdecimal() and int(p) > 0 for p in parts):
         allowed = "positive integers with commas, batch first: 1,3,224,224"

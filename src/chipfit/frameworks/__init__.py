@@ -89,6 +89,15 @@ def checksum(model: Any, framework: str) -> int:
     return total
 
 
+def load_torch(path: str) -> Any:
+    """The program of a `.pt2` file; see `frameworks.torch.archive.load`.
+
+    Raises:
+        CaptureError: the file cannot be loaded.
+    """
+    return _door("torch", "archive").load(path)
+
+
 def load_keras(path: str) -> Any:
     """The model of a `.keras` file, on torch unless a backend is asked for: it is installed, and needs no conversion.
 

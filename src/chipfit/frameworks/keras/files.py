@@ -1,13 +1,17 @@
-"""Keras models from files. Nothing that a file holds is executed: Keras's safe mode is on."""
+"""Keras models from files. Nothing that a file holds is executed: its layers are checked before Keras makes them."""
 
 from __future__ import annotations
 
+import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import keras
 
-from chipfit.errors import CaptureError
+from chipfit.errors import CaptureError, GraphError
+from chipfit.files import open_zip
+from chipfit.frameworks.keras.known import demand_known
 
 
 def load(path: str | Path) -> Any:
@@ -19,6 +23,7 @@ def load(path: str | Path) -> Any:
     """
     if not Path(path).is_file():
         raise CaptureError("The model file does not exist", where=str(path))
+    _check(path)
     try:
         return keras.saving.load_model(path, compile=False, safe_mode=True)
     except Exception as e:  # Keras raises many types
@@ -28,5 +33,29 @@ def load(path: str | Path) -> Any:
             where=str(path),
             got=first,
             hint="save it again with model.save('model.keras'); for custom classes give module:factory instead; "
+            "lambdas are never executed",
+        ) from e
+
+
+def _check(path: str | Path) -> None:
+    """Raise unless the file is an archive whose configuration names nothing but Keras's own and registered classes."""
+    try:
+        with open_zip(path) as archive:
+            config = json.loads(archive.read("config.json"))
+            demand_known({k: v for k, v in config.items() if k != "compile_config"})  # which is not loaded
+    except (OSError, ValueError, KeyError, RecursionError, zipfile.BadZipFile) as e:
+        raise CaptureError(
+            "The file is not a Keras model that can be loaded here",
+            where=str(path),
+            got=f"{type(e).__name__}: {str(e)[:300]}",
+            hint="save it with model.save('model.keras')",
+        ) from e
+    except GraphError as e:
+        raise CaptureError(
+            f"The file is not data: {e.what}",
+            where=str(path),
+            got=e.got,
+            allowed=e.allowed,
+            hint="save it again without such layers; for custom classes give module:factory instead; "
             "lambdas are never executed",
         ) from e

@@ -12,6 +12,7 @@ import torch
 
 from chipfit.errors import GraphError
 from chipfit.frameworks.keras.backend import to_backend, to_torch
+from chipfit.frameworks.keras.known import demand_known
 from chipfit.registry import register
 
 PREFIX = "keras:"
@@ -51,14 +52,19 @@ def resolve(target: str) -> Callable[..., Any]:
 
 @lru_cache(maxsize=256)
 def restored(target: str) -> Any:
-    """The operation of a saved target. Nothing that holds Python code is executed: Keras's safe mode is on.
+    """The operation of a saved target, which names nothing but Keras's own and registered classes: no code is executed.
 
     Raises:
         GraphError: as above.
     """
     text = target.removeprefix(PREFIX)
     try:
-        return keras.saving.deserialize_keras_object(json.loads(text), safe_mode=True)
+        config = json.loads(text)
+        demand_known(config)
+        return keras.saving.deserialize_keras_object(config, safe_mode=True)
+    except GraphError as e:
+        message = f"A Keras layer of this saved result is refused: {e.what}"
+        raise GraphError(message, got=e.got, allowed=e.allowed, hint=e.hint) from e
     except Exception as e:  # Keras raises many types
         raise GraphError(
             "A Keras layer of this saved result cannot be made again",

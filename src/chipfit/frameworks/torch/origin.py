@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,8 @@ _RENAMED = {
     "split": {"split_size": "split_size_or_sections", "split_sizes": "split_size_or_sections"},
     "view": {"size": "shape"},
 }
+#: operators that check or annotate and compute nothing
+CHECKS = re.compile("_assert|sym_constrain|_set_grad_enabled|_enter_autocast|_exit_autocast|lift_fresh|_guards_fn")
 
 
 def arguments(n: torch.fx.Node) -> dict[str, Any]:

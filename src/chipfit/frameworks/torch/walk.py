@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import operator
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +17,10 @@ from chipfit.engine.trees import dump_tree
 from chipfit.errors import CaptureError, GraphError
 from chipfit.frameworks.torch.call import Call, Unreadable
 from chipfit.frameworks.torch.draft import Draft
-from chipfit.frameworks.torch.origin import arguments, source
+from chipfit.frameworks.torch.origin import CHECKS, arguments, source
 from chipfit.frameworks.torch.read import READERS
 from chipfit.graph.builder import drop_dead
 from chipfit.graph.ir import OPAQUE, Graph, Ref
-
-#: operators that check or annotate and compute nothing
-_NOTHING = re.compile("_assert|sym_constrain|_set_grad_enabled|_enter_autocast|_exit_autocast|lift_fresh|_guards_fn")
 
 
 def read(program: torch.export.ExportedProgram, model: torch.nn.Module, call: Any, example_out: Any) -> Graph:
@@ -108,7 +104,7 @@ class _Walk:
         env, target = self.draft.env, n.target
         if target is operator.getitem and isinstance(env.get(n.args[0]), (tuple, list)):
             env[n] = env[n.args[0]][n.args[1]]
-        elif not n.users and _NOTHING.search(f"{target} {getattr(target, '__name__', '')}"):
+        elif not n.users and CHECKS.search(f"{target} {getattr(target, '__name__', '')}"):
             return
         elif isinstance(target, torch._ops.HigherOrderOperator):
             self.inline(n)

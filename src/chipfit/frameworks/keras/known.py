@@ -1,0 +1,92 @@
+"""What a Keras configuration may name: Keras's own building blocks, and what the running program has registered.
+
+Keras finds a class by the module and name that a file gives. It refuses most of what would run code, from version to
+version more; this list does not depend on the version.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import keras
+
+from chipfit.errors import GraphError
+
+#: modules of Keras whose classes are made from configurations, those below them included
+_CLASSES = (
+    "keras.constraints keras.dtype_policies keras.initializers keras.layers keras.losses keras.metrics keras.models "
+    "keras.ops keras.optimizers keras.quantizers keras.random keras.regularizers keras.src"
+).split()
+#: modules whose functions may be named
+_FUNCTIONS = "keras.activations", "keras.ops", "keras.src.activations", "keras.src.ops"
+_KINDS = (
+    keras.Layer,
+    keras.Operation,
+    keras.Initializer,
+    keras.Regularizer,
+    keras.constraints.Constraint,
+    keras.dtype_policies.DTypePolicy,
+    keras.optimizers.Optimizer,
+    keras.losses.Loss,
+    keras.metrics.Metric,
+    keras.random.SeedGenerator,
+)
+#: classes that hold code
+_CODE = frozenset("Lambda TorchModuleWrapper TFSMLayer JaxLayer FlaxLayer".split())
+#: values of Keras's own that a configuration holds
+_VALUES = frozenset("__keras_tensor__ __tensor__ __numpy__ __bytes__ __ellipsis__ __slice__".split())
+
+
+def demand_known(config: Any) -> None:
+    """Check a configuration, all that it holds included.
+
+    Raises:
+        GraphError: it names code, a file, or a class that is neither Keras's nor registered in this process.
+        RecursionError: it is nested too deeply.
+    """
+    if isinstance(config, list):
+        for c in config:
+            demand_known(c)
+    if isinstance(config, dict):
+        if "class_name" in config:
+            _demand(config)
+        for c in config.values():
+            demand_known(c)
+
+
+def _demand(config: dict[str, Any]) -> None:
+    kind, module, inner = config["class_name"], config.get("module"), config.get("config")
+    if kind in _VALUES:
+        return
+    name = inner if kind == "function" else kind
+    registered = name if kind == "function" else config.get("registered_name") or name
+    if isinstance(registered, str) and keras.saving.get_registered_object(registered) is not None:
+        return  # of the user's own program, or of chipfit
+    if not isinstance(name, str) or name in _CODE or name.startswith("__"):
+        raise GraphError(f"'{name}' holds code", got=f"module {module}", allowed="layers of Keras without code")
+    if isinstance(inner, dict) and isinstance(inner.get("vocabulary"), str):
+        raise GraphError(f"'{name}' reads a file", got=inner["vocabulary"], allowed="a vocabulary inside the file")
+    if kind == "function":
+        known = module == "builtins" or _below(module, _FUNCTIONS)
+        places = ("keras.activations", "keras.ops") if module == "builtins" else (module,)
+        known = known and any(callable(_found(place, name)) for place in places)
+    else:
+        found = _found(module, name) if module == "keras" or _below(module, _CLASSES) else None
+        known = isinstance(found, type) and issubclass(found, _KINDS)
+    if not known:
+        raise GraphError(
+            f"'{name}' is neither a building block of Keras nor registered here",
+            got=f"module {module}",
+            allowed=", ".join(_CLASSES),
+            hint="register its class with keras.saving.register_keras_serializable, and import it before loading",
+        )
+
+
+def _below(module: Any, homes: Any) -> bool:
+    return isinstance(module, str) and any(module == h or module.startswith(f"{h}.") for h in homes)
+
+
+def _found(module: Any, name: str) -> Any:
+    """An entry of a module that is loaded; nothing is imported for a name."""
+    return getattr(sys.modules.get(module), name, None)

@@ -1,0 +1,363 @@
+"""Programs of `torch.export.save`, read as data: the graph's JSON and raw weights. Nothing in the file is unpickled.
+
+A `.pt2` file is a zip archive. Read are `models/model.json`, `data/weights/model_weights_config.json`,
+`data/constants/model_constants_config.json` and the raw bytes that these name. Sample inputs, which are a pickle, are
+never opened; pickled weights and constants are refused. Calls are those of `engine.opaque`'s list. Format: schema 8 of
+torch/_export/serde/schema.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from chipfit.engine.opaque import resolve_target, torch_operator
+from chipfit.engine.trees import flatten_call, read_tree
+from chipfit.engine.types import constant_of, dtype_of
+from chipfit.errors import CaptureError, ChipfitError
+from chipfit.files import open_zip
+from chipfit.frameworks.torch.origin import CHECKS
+
+_SCHEMA = 8
+#: numbers of types, layouts and memory formats in the file -> torch's names
+_DTYPES = dict(
+    enumerate(
+        "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16".split(), 1
+    )
+) | {
+    28: "uint16",
+    **dict(enumerate("e4m3fn e5m2 e4m3fnuz e5m2fnuz e8m0fnu".split(), 29)),
+    34: "uint32",
+    35: "uint64",
+}
+_DTYPES |= {k: f"float8_{v}" for k, v in _DTYPES.items() if v.startswith("e")}
+_STRIDED = 7
+_MEMORY = {1: "contiguous_format", 2: "channels_last", 3: "channels_last_3d", 4: "preserve_format"}
+_PLAIN = "as_int as_ints as_float as_floats as_string as_strings as_bool as_bools as_int_lists as_float_lists".split()
+
+
+def load(path: str | Path) -> nn.Module:
+    """The program of a `.pt2` file as a module with the original names of weights, inputs and layers.
+
+    Its `example` holds inputs of the shapes that the program was exported with, None where it takes keywords.
+
+    Raises:
+        CaptureError: there is no such file; it is no such archive, is damaged, holds pickled weights, or calls an
+            operator that is not listed.
+    """
+    where = str(path)
+    if not Path(path).is_file():
+        raise CaptureError("The model file does not exist", where=where)
+    try:
+        with open_zip(path) as archive:
+            return _program(_Archive(archive))
+    except CaptureError as e:
+        raise CaptureError(e.what, where=where, got=e.got, allowed=e.allowed, hint=e.hint) from e
+    except ChipfitError as e:
+        message = "The program cannot be read"
+        raise CaptureError(f"{message}: {e.what}", where=where, got=e.got, allowed=e.allowed, hint=e.hint) from e
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as e:
+        raise _no_program(where, e) from e
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as e:  # of a malformed table
+        raise _no_program(where, e) from e
+
+
+def _no_program(where: str, e: Exception) -> CaptureError:
+    first = (str(e).strip().splitlines() or [""])[0][:300]
+    return CaptureError(
+        "The file is not a program that torch.export.save wrote",
+        where=where,
+        got=f"{type(e).__name__}: {first}",
+        hint="torch.export.save(torch.export.export(model, example), 'model.pt2') with torch 2.9 or newer",
+    )
+
+
+class _Archive:
+    """The files of the archive below its one top folder."""
+
+    def __init__(self, archive: zipfile.ZipFile) -> None:
+        names = archive.namelist()
+        self._archive, self._top = archive, names[0].partition("/")[0] + "/" if names else ""
+        if self._has("byteorder") and self.bytes("byteorder") != b"little":
+            raise CaptureError("The numbers of the program are not little-endian")
+        models = [n for n in names if n.startswith(f"{self._top}models/")]
+        if len(models) != 1:
+            raise CaptureError(
+                "The file is not an archive with one program",
+                got=", ".join(names[:8]),
+                hint="torch.export.save of torch 2.9 or newer writes one; older files hold pickles, which are code",
+            )
+        self.model = models[0].rpartition("/")[2].removesuffix(".json")
+
+    def _has(self, name: str) -> bool:
+        return self._top + name in self._archive.namelist()
+
+    def bytes(self, name: str) -> bytes:
+        return self._archive.read(self._top + name)
+
+    def json(self, name: str) -> Any:
+        try:
+            return json.loads(self.bytes(name))
+        except RecursionError as e:
+            raise ValueError(f"{name} is nested too deeply") from e
+
+    def tensors(self, kind: str) -> dict[str, torch.Tensor]:
+        """Weights or constants by name; those that share their bytes and their form are one tensor."""
+        folder = f"data/{kind}"
+        if self._has(f"{folder}/{self.model}.pt"):
+            raise _pickled(f"{folder}/{self.model}.pt")
+        out, made = {}, {}
+        for name, entry in self.json(f"{folder}/{self.model}_{kind}_config.json")["config"].items():
+            file, meta = entry["path_name"], entry["tensor_meta"]
+            if entry["use_pickle"] or not re.fullmatch(r"(weight|tensor)_\d+", file):
+                raise _pickled(name)
+            key = json.dumps(entry, sort_keys=True)
+            if key not in made:
+                made[key] = self._tensor(f"{folder}/{file}", meta, entry["is_param"])
+            out[name] = made[key]
+        return out
+
+    def _tensor(self, file: str, meta: Mapping[str, Any], is_parameter: bool) -> torch.Tensor:
+        if meta["layout"] != _STRIDED:
+            raise ValueError(f"{file} is not a dense tensor")
+        raw, dtype = bytearray(self.bytes(file)), dtype_of(_DTYPES[meta["dtype"]])
+        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        size, stride = ([d["as_int"] for d in meta[k]] for k in ("sizes", "strides"))
+        out = flat.as_strided(size, stride, meta["storage_offset"]["as_int"])
+        return nn.Parameter(out, requires_grad=meta["requires_grad"] is True) if is_parameter else out
+
+
+def _pickled(what: str) -> CaptureError:
+    return CaptureError(
+        f"'{what}' is pickled, and a pickle is code",
+        hint="save the program with plain tensors as weights: torch.export.save of torch 2.9 or newer",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- the program
+
+
+def _program(archive: _Archive) -> nn.Module:
+    data = archive.json(f"models/{archive.model}.json")
+    if data["schema_version"]["major"] != _SCHEMA:
+        raise CaptureError(
+            "The program was saved by another generation of torch.export",
+            got=f"schema {data['schema_version']['major']}",
+            allowed=f"schema {_SCHEMA}",
+            hint="export it again with the torch that is installed here",
+        )
+    module = data["graph_module"]
+    call = next(c["signature"] for c in module["module_call_graph"] if c["fqn"] == "")
+    inputs = [_input(s) for s in module["signature"]["input_specs"]]
+    taken = read_tree(call["in_spec"]).unflatten([name for weight, name in inputs if not weight])
+    positional, keywords = taken
+    names = call.get("forward_arg_names") or [x if isinstance(x, str) else f"arg{i}" for i, x in enumerate(positional)]
+    names = [*names[: len(positional)], *keywords]
+    kinds = [inspect.Parameter.POSITIONAL_OR_KEYWORD] * len(positional) + [inspect.Parameter.KEYWORD_ONLY] * len(
+        keywords
+    )
+    parameters = [inspect.Parameter(n, k) for n, k in zip(names, kinds, strict=True)]
+
+    def forward(self: Program, *args: Any, **kwargs: Any) -> Any:
+        return self.run(args, kwargs)
+
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = inspect.Signature([this, *parameters])  # type: ignore[attr-defined]  # inspect reads it
+    program: Program = type("Program", (Program,), {"forward": forward})()
+    program.inputs = inputs
+    program.spec = {
+        "args": len(positional),
+        "kwargs": list(keywords),
+        "leaves": sum(not weight for weight, _ in inputs),
+        "tensors": list(range(sum(not weight for weight, _ in inputs))),
+        "names": names[: len(positional)],
+    }
+    program.out_tree = read_tree(call["out_spec"])
+    program.own({**archive.tensors("weights"), **archive.tensors("constants")})
+    program.graph = fx.Graph()
+    values = {name: program.graph.placeholder(f"in{i}") for i, name in enumerate(map(_name, module["graph"]["inputs"]))}
+    _Calls(program.graph, values).through(module["graph"]["nodes"])
+    kinds_out = [(kind, o) for spec in module["signature"]["output_specs"] for kind, o in spec.items()]
+    if any(kind != "user_output" for kind, _ in kinds_out):
+        raise CaptureError(
+            "The program changes its own weights or inputs when it runs",
+            got=", ".join(sorted({kind for kind, _ in kinds_out if kind != "user_output"})),
+            hint="export the model in eval mode: model.eval()",
+        )
+    program.graph.output([_Calls(program.graph, values).value(o["arg"]) for _, o in kinds_out])
+    shapes = module["graph"]["tensor_values"]
+    users = [name for weight, name in inputs if not weight]
+    program.example = None if keywords or not set(users) <= set(shapes) else tuple(_example(shapes[n]) for n in users)
+    return program.eval()
+
+
+def _name(argument: Mapping[str, Any]) -> str:
+    """The name of a value in an argument of the file."""
+    (value,) = argument.values()
+    return str(value.get("name") or value["as_name"]) if isinstance(value, dict) else ""
+
+
+def _input(spec: Mapping[str, Any]) -> tuple[str, str]:
+    """(name of a weight, "") or ("", name of an input) of the user."""
+    ((kind, s),) = spec.items()
+    if kind in ("parameter", "buffer", "tensor_constant"):
+        return s[f"{kind}_name"], ""
+    if kind in ("user_input", "constant_input"):
+        return "", s["name"] if kind == "constant_input" else _name(s["arg"])
+    raise CaptureError(f"The program takes an input of the kind '{kind}', which is no tensor")
+
+
+def _example(meta: Mapping[str, Any]) -> torch.Tensor:
+    """A tensor of the shape that an input had: random numbers, or ones."""
+    shape = [d["as_int"] if "as_int" in d else d["as_expr"]["hint"]["as_int"] for d in meta["sizes"]]
+    dtype = dtype_of(_DTYPES[meta["dtype"]])
+    if not dtype.is_floating_point:
+        return torch.ones(shape, dtype=dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+class Program(nn.Module):
+    """A program that walks its calls; `load` gives each its own signature."""
+
+    inputs: list[tuple[str, str]]
+    spec: dict[str, Any]
+    out_tree: Any
+    graph: fx.Graph
+    example: tuple[torch.Tensor, ...] | None
+
+    def own(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Register weights under their dotted names."""
+        for name, w in weights.items():
+            *path, leaf = name.split(".")
+            module: nn.Module = self
+            for p in path:
+                module = module._modules.setdefault(p, nn.Module())  # type: ignore[assignment]  # entries are modules
+            table: dict[str, Any] = module._parameters if isinstance(w, nn.Parameter) else module._buffers
+            table[leaf] = w
+
+    def weight(self, name: str) -> torch.Tensor:
+        *path, leaf = name.split(".")
+        module: nn.Module = self
+        for p in path:
+            module = module._modules[p]  # type: ignore[assignment]
+        found: Any = module._parameters.get(leaf, module._buffers.get(leaf))
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of a call, in the structure that the program returns."""
+        leaves = iter(flatten_call(self.spec, args, kwargs))
+        given = [self.weight(weight) if weight else next(leaves) for weight, _ in self.inputs]
+        with fx.traceback.preserve_node_meta():  # an export of this tells the original layers
+            results = fx.Interpreter(self, graph=self.graph).run(*given)
+        return pytree.tree_unflatten(list(results), self.out_tree)
+
+
+class _Calls:
+    """The calls of one graph, appended to a graph of torch.fx, whose code is never generated."""
+
+    def __init__(self, graph: fx.Graph, values: dict[str, fx.Node]) -> None:
+        self.graph, self.values = graph, values
+
+    def through(self, nodes: Sequence[Mapping[str, Any]]) -> None:
+        for n in nodes:
+            target = n["target"]
+            if CHECKS.search(target) and all("as_none" in o for o in n["outputs"]):
+                continue
+            if target.startswith("torch.ops.higher_order."):
+                self._inline(n)
+                continue
+            f = _callable(target)
+            positional = [a for a in n["inputs"] if a.get("kind") == 1 or not a["name"]]
+            args = tuple(self.value(a["arg"]) for a in positional)
+            kwargs = {a["name"]: self.value(a["arg"]) for a in n["inputs"] if a not in positional}
+            made = self.graph.call_function(f, args, kwargs)
+            made.meta |= _meta(n["metadata"])
+            outputs = n["outputs"]
+            for i, o in enumerate(outputs):
+                self._bind(o, made if len(outputs) == 1 else self._item(made, i))
+
+    def _bind(self, output: Mapping[str, Any], made: Any) -> None:
+        """Let the name of an output stand for what a call made."""
+        ((kind, v),) = output.items()
+        if kind == "as_tensors":
+            for i, t in enumerate(v):
+                self.values[t["name"]] = self._item(made, i)
+        elif kind != "as_none":
+            self.values[_name(output)] = made
+
+    def _item(self, made: fx.Node, i: int) -> fx.Node:
+        item = self.graph.call_function(resolve_target("operator.getitem"), (made, i))
+        item.meta |= made.meta
+        return item
+
+    def _inline(self, n: Mapping[str, Any]) -> None:
+        """The inner graph of `wrap_with_set_grad_enabled` and the like, in place."""
+        arguments = [a["arg"] for a in n["inputs"]]
+        at = next((i for i, a in enumerate(arguments) if "as_graph" in a), None)
+        if at is None or ".wrap_with_" not in n["target"]:
+            raise CaptureError(
+                f"The program uses the control-flow operator '{n['target'].rpartition('.')[2]}'",
+                hint="replace torch.cond / while_loop by plain tensor operations",
+            )
+        inner = arguments[at]["as_graph"]["graph"]
+        operands = [self.value(a) for a in arguments[at + 1 :]]
+        calls = _Calls(self.graph, dict(zip(map(_name, inner["inputs"]), operands, strict=True)))
+        calls.through(inner["nodes"])
+        for o, made in zip(n["outputs"], inner["outputs"], strict=True):
+            if "as_tensors" in o:
+                self.values |= {t["name"]: v for t, v in zip(o["as_tensors"], calls.value(made), strict=True)}
+            else:
+                self.values[_name(o)] = calls.value(made)
+
+    def value(self, argument: Mapping[str, Any]) -> Any:
+        """An argument of the file: a constant, or the call that made it."""
+        ((kind, v),) = argument.items()
+        if kind == "as_none":
+            return None
+        if kind in _PLAIN:
+            return v
+        if kind in ("as_tensor", "as_sym_int", "as_sym_bool", "as_sym_float"):
+            name = v.get("name") or v.get("as_name")
+            return self.values[name] if name else next(v[k] for k in ("as_int", "as_bool", "as_float") if k in v)
+        if kind in ("as_tensors", "as_sym_ints", "as_sym_bools", "as_sym_floats"):
+            return [self.value({kind[:-1]: i}) for i in v]
+        if kind in ("as_optional_tensor", "as_optional_tensors"):
+            return self.value(v) if kind == "as_optional_tensor" else [self.value(i) for i in v]
+        if kind == "as_scalar_type":
+            return dtype_of(_DTYPES[v])
+        if kind in ("as_memory_format", "as_layout"):
+            return constant_of(_MEMORY[v] if kind == "as_memory_format" else {_STRIDED: "strided"}[v])
+        if kind == "as_device":
+            return torch.device("cpu")  # where the weights are now
+        raise CaptureError(f"The program holds an argument of the kind '{kind}', which is not understood")
+
+
+def _callable(target: str) -> Callable[..., Any]:
+    if target.startswith("torch.ops."):
+        found = torch_operator(target.removeprefix("torch.ops."), in_place=True)
+        if found is not None:
+            return found
+    return resolve_target(target.removeprefix("_").replace("torch._sym", "torch.sym"))
+
+
+def _meta(told: Mapping[str, str]) -> dict[str, Any]:
+    """What the file tells about the origin of a call, as texts."""
+    meta: dict[str, Any] = {k: told[k] for k in ("stack_trace",) if k in told}
+    stack = [layer.split(",", 2) for layer in told.get("nn_module_stack", "").split(";") if layer.count(",") >= 2]
+    if stack:
+        meta["nn_module_stack"] = {key: (path, kind) for key, path, kind in stack}
+    if told.get("torch_fn", "").count(";") == 1:
+        meta["torch_fn"] = tuple(told["torch_fn"].split(";"))
+    return meta
