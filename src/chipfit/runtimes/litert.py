@@ -74,7 +74,7 @@ class LiteRt:
         self.interpreter.invoke()
         out, forms = {}, self.notes.get("forms", {})
         for name, d in zip(self.tensors, self.interpreter.get_output_details(), strict=True):
-            value = self.interpreter.get_tensor(d["index"])
+            value = np.asarray(self.interpreter.get_tensor(d["index"]))  # of a scalar it gives a number
             out[name] = value.transpose(np.argsort(forms[name])) if name in forms else value
         return out
 

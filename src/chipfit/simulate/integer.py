@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from chipfit.engine.kernels import execute, pad
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ops import OPS
 from chipfit.plan.record import Plan
 from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.modelled import kernels_of
@@ -39,7 +40,8 @@ class Profile:
     """
 
     kernels: Mapping[str, Kernel]  #: by operator; the runtime computes in float what is missing
-    #: the same for operators that follow their operand's format and compute nevertheless; the others are a `move`
+    #: the same for operators that follow their operand's format and, given its numbers, compute nevertheless; those
+    #: that hold nothing but numbers of their operands are a `move`
     moves: Mapping[str, Kernel] = field(default_factory=dict)
     #: (fused activation, how its result is stored) -> the codes between which it clips; None where the kernel cannot do
     #: that, and the whole unit is computed in float
@@ -222,9 +224,18 @@ def _kernel(
     if not all(plan.quantized(i) for i in reads if graph.is_float(i)):
         return None
     clips = [bounds for act in unit[1:] if (bounds := profile.clip(act, out)) is not None]
-    follows = decided.exec == "follow"
-    kernel = profile.moves.get(head.op, move) if follows else profile.kernels.get(head.op)
+    kernel = profile.kernels.get(head.op)
+    if decided.exec == "follow":
+        data = [i for i in reads if graph.is_float(i)]
+        tied = all(plan[v].same_numbers(plan[data[0]]) for v in (*data, *unit[-1].outputs))
+        kernel = profile.moves.get(head.op) if tied else kernel
+        kernel = move if kernel is None and _moves(head) else kernel
     return (kernel, clips) if kernel is not None and len(clips) == len(unit) - 1 else None
+
+
+def _moves(node: Node) -> bool:
+    """Its result holds numbers of its operands, or one that its attributes say."""
+    return OPS[node.op].moves or node.op == "Pad" or node.attrs.get("mode") == "nearest"
 
 
 def _compute(run: Run, unit: Sequence[Node]) -> None:
@@ -253,18 +264,48 @@ def bounds(act: Node) -> tuple[float | None, float | None] | None:
 
 
 def move(run: Run, unit: Sequence[Node]) -> None:
-    """Operators that move codes or choose among them."""
+    """Operators that move codes or choose among them; where results have other numbers than operands, their reals."""
     node = unit[0]
-    args = [run.code(i).float() if run.graph.is_float(i) else run.real(i, node) for i in node.inputs if i is not None]
-    if node.op == "Pad" and node.attrs["mode"] == "constant":
-        zero = float(run.zero(node.data))
-        outs: tuple[Any, ...] = (pad(args[0], padding=node.attrs["padding"], mode="constant", value=zero),)
-    else:
-        outs = execute(node, args)
-    for o, x in zip(unit[-1].outputs, outs, strict=False):
-        stored = run.plan.stored(o)
-        if stored is not None:
-            run.codes[o] = x.to(stored.grid.dtype)
+    data = [i for i in node.inputs if i is not None and run.graph.is_float(i)]
+    results = [o for o in unit[-1].outputs if run.plan.quantized(o)]
+    tied = all(run.stored(v).same_numbers(run.stored(data[0])) for v in (*data, *results))
+    args: list[Any] = [
+        run.real(i, node) if i not in data else run.code(i).float() for i in node.inputs if i is not None
+    ]
+    if not tied:
+        args = [run.stored(i).dequantize(run.code(i)) if i in data else x for i, x in zip(node.inputs, args)]
+    if tied and node.op == "Pad" and node.attrs["mode"] == "constant":
+        value = run.profile.quantize(torch.tensor(float(node.attrs["value"])), run.stored(node.data))
+        node = node.with_(attrs={**node.attrs, "value": float(value)})
+    for o, x in zip(unit[-1].outputs, execute(node, args), strict=False):
+        if o in results:
+            run.codes[o] = x.to(run.stored(o).grid.dtype) if tied else run.profile.quantize(x, run.stored(o))
+
+
+def windows(x: Tensor, node: Node, border: float = 0.0) -> tuple[Tensor, Tensor]:
+    """What an average pool sees.
+
+    Args:
+        x: [N, C, ...].
+        border: what lies around the image, where that counts.
+
+    Returns:
+        The elements of each window, [N, C, *out, elements], 0 beyond what counts, and their number, [1, 1, *out].
+    """
+    a, counted = node.attrs, node.attrs["count_include_pad"]
+    axes = range(2, 2 + len(a["kernel"]))
+    out = execute(node, [x[:1, :1]])[0].shape
+    rows = zip(axes, a["padding"], a["kernel"], a["stride"], strict=True)
+    more = [(0, max((out[d] - 1) * s + k - x.shape[d] - sum(p), 0)) for d, p, k, s in rows]
+
+    def cut(image: Tensor, around: float) -> Tensor:
+        for padding, value in ((a["padding"], around), (more, 0.0)):
+            image = pad(image, padding=padding, mode="constant", value=value)
+        for d, k, s in zip(axes, a["kernel"], a["stride"], strict=True):
+            image = image.unfold(d, k, s).narrow(d, 0, out[d])
+        return image.flatten(2 + len(axes))
+
+    return cut(x, border if counted else 0.0), cut(torch.ones_like(x[:1, :1]), float(counted)).sum(-1)
 
 
 def accumulate(run: Run, node: Node) -> Tensor:

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from chipfit.engine.kernels import execute, pad
+from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Node
 from chipfit.graph.ops import OPS
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
 from chipfit.simulate import gemmlowp, tables16
-from chipfit.simulate.integer import Kernel, Profile, Run, accumulate, bounds, move
+from chipfit.simulate.integer import Kernel, Profile, Run, accumulate, bounds, move, windows
+from chipfit.simulate.libm import libm
 from chipfit.simulate.requantize import fixed_point, multiplier_and_shift, scale_by, shift_away, shift_up, short
 
 Tensor = torch.Tensor
@@ -142,14 +143,28 @@ def _mat_mul(u: _Unit, how: str) -> None:
 # XNNPACK leaves scales that are far apart to LiteRT.
 
 
-def _add(u: _Unit, sign: int = 1) -> None:
+def _rescaled(u: _Unit, sign: int = 1, how: str = "away") -> Tensor:
     """Both operands shifted left and brought to twice the larger scale, added, brought to the result's scale."""
     left = 15 if u.wide else 20
     names = (u.x, u.second)
     scales = [u.scale(i).double() for i in names]
     twice = 2 * torch.maximum(*scales)
-    a, b = (fixed_point(u.centred(i).long() << left, s / twice, "away") for i, s in zip(names, scales, strict=True))
-    u.put(fixed_point(a + sign * b, twice / ((1 << left) * u.scale(u.out).double()), "away"))
+    a, b = (fixed_point(u.centred(i).long() << left, s / twice, how) for i, s in zip(names, scales, strict=True))
+    return fixed_point(a + sign * b, twice / ((1 << left) * u.scale(u.out).double()), "away")
+
+
+def _add(u: _Unit, sign: int = 1) -> None:
+    u.put(_rescaled(u, sign))
+
+
+def _add_optimized(u: _Unit) -> None:
+    """16-bit operands of one shape: vector instructions take 16 at once and round each operand once, halves up."""
+    a, b = (u.run.code(i) for i in (u.x, u.second))
+    if not u.wide or a.shape != b.shape:
+        return _add(u)
+    image = a.dim() == 4 and u.run.graph.data_format == "channels_first"  # it lies channels last
+    single = torch.arange(a.numel()).reshape((a.movedim(1, -1) if image else a).shape) >= a.numel() // 16 * 16
+    u.put(torch.where(single.movedim(-1, 1) if image else single, _rescaled(u), _rescaled(u, how="once")))
 
 
 def _add_xnnpack(u: _Unit, sign: int = 1) -> None:
@@ -224,13 +239,13 @@ def _table(u: _Unit, f: Callable[[Tensor, Node], Tensor] | None = None, wide: An
     """A table over all codes: y = round(f(s (q - z)) / s_y), computed in float32, halves away from zero.
 
     Args:
-        f: the function in the kernel's own steps; the engine's in double when omitted.
+        f: the function in the kernel's own steps; that of the C library when omitted.
         wide: (codes, scale) -> codes, for 16-bit ones; a table too when omitted.
     """
     codes, scale, result = u.run.code(u.x).long(), u.scale(u.x), u.scale(u.out)
 
     def function(reals: Tensor) -> Tensor:
-        return f(reals, u.node) if f is not None else execute(u.node, [reals.double()])[0].float()
+        return f(reals, u.node) if f is not None else libm(u.node.op.lower(), reals)
 
     if u.wide:
         u.run.store(u.out, wide(codes, scale) if wide else tables16.apply(function, codes, scale, result))
@@ -242,15 +257,15 @@ def _table(u: _Unit, f: Callable[[Tensor, Node], Tensor] | None = None, wide: An
 
 def _sigmoid(x: Tensor, node: Node) -> Tensor:
     """Each step rounded to float32."""
-    return 1.0 / (1.0 + torch.exp(-x.double()).float())
+    return 1.0 / (1.0 + libm("exp", -x))
 
 
 def _gelu(x: Tensor, node: Node) -> Tensor:
     """Each step rounded to float32."""
     if node.attrs["approximate"] == "tanh":
         inner = _f32(math.sqrt(2 / math.pi)) * (x + _f32(0.044715) * x * x * x)
-        return 0.5 * x * (1.0 + torch.tanh(inner.double()).float())
-    return 0.5 * x * torch.special.erfc((x * _f32(-math.sqrt(0.5))).double()).float()
+        return 0.5 * x * (1.0 + libm("tanh", inner))
+    return 0.5 * x * libm("erfc", x * _f32(-math.sqrt(0.5)))
 
 
 def _hard_swish(u: _Unit) -> None:
@@ -294,7 +309,7 @@ def _rows_reference(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
 
 def _exponentials(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Exponentials of differences to the maximum from a float32 table, and their sum, added in order."""
-    table = torch.exp(-scale.double() * torch.arange(256, dtype=torch.float64)).float()
+    table = libm("exp", -scale * torch.arange(256))
     e = table[q.amax(-1, keepdim=True) - q]
     return e, torch.from_numpy(np.cumsum(e.numpy(), axis=-1, dtype=np.float32)[..., -1:].copy())
 
@@ -366,16 +381,8 @@ def _mean_xnnpack(u: _Unit) -> None:
 
 def _avg_pool(u: _Unit) -> None:
     """(sum of codes ± n/2) / n, towards zero; n counts what lies inside the image, or in the padded one."""
-    a, q = u.attrs, u.run.code(u.x).double()
-    padding = ((0, 0),) * (q.dim() - len(a["padding"])) + tuple(a["padding"])
-    plain = u.node.with_(attrs={**a, "padding": ((0, 0),) * len(a["padding"])})
-
-    def summed(x: Tensor, border: float) -> Tensor:
-        x = pad(x, padding=padding, mode="constant", value=border)
-        return torch.round(execute(plain, [x])[0] * math.prod(a["kernel"]))
-
-    counted = a["count_include_pad"]
-    total, n = summed(q, float(u.run.zero(u.x)) if counted else 0.0), summed(torch.ones_like(q[:1, :1]), float(counted))
+    parts, n = windows(u.run.code(u.x).double(), u.node, float(u.run.zero(u.x)))
+    total = parts.sum(-1)
     half = torch.floor(n / 2)
     u.run.store(u.out, torch.where(total > 0, torch.floor((total + half) / n), -torch.floor((half - total) / n)))
 
@@ -492,6 +499,7 @@ _OPTIMIZED = {
     **_REFERENCE,
     **_by(_convolution, *_CONVOLUTIONS, how="up"),
     **_by(_linear, "Linear", how="up"),
+    **_by(_add_optimized, "Add"),
     **_by(_softmax, "Softmax", rows=_rows_optimized),
     **_by(_softmax, "LogSoftmax", rows=_log_rows_optimized),
     **_by(_mean_optimized, *_MEANS),

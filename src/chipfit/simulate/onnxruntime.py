@@ -12,7 +12,7 @@ from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Node
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
-from chipfit.simulate.integer import Kernel, Profile, Run, accumulate, bounds
+from chipfit.simulate.integer import Kernel, Profile, Run, accumulate, bounds, windows
 from chipfit.simulate.requantize import requantize
 
 Tensor = torch.Tensor
@@ -119,6 +119,22 @@ def _global_average(run: Run, unit: Sequence[Node]) -> None:
     run.store(out, torch.round(total * (run.scale(x) / (run.scale(out) * n))) + run.zero(out))
 
 
+def _average(run: Run, unit: Sequence[Node]) -> None:
+    """rne(mean / s_o + z_o) with the reals of a window added in order, in float32. QLinearAveragePool.
+
+    A window that is the whole image is left to QLinearGlobalAveragePool.
+    """
+    node, out = unit[0], unit[-1].output
+    q = run.code(node.data)
+    if tuple(q.shape[2:]) == tuple(node.attrs["kernel"]) and not any(p for ends in node.attrs["padding"] for p in ends):
+        return _global_average(run, unit)
+    parts, n = windows(run.stored(node.data).dequantize(q), node)
+    total = torch.zeros_like(parts[..., 0])
+    for x in parts.unbind(-1):
+        total = total + x
+    run.store(out, torch.round(total / n / run.scale(out) + run.zero(out).float()))
+
+
 def _concat(run: Run, unit: Sequence[Node]) -> None:
     """Each input requantized by a table of its codes, then joined. QLinearConcat."""
     out = unit[-1].output
@@ -139,11 +155,14 @@ _KERNELS: dict[str, Kernel] = {
     "Add": _add,
     "Mul": _mul,
     "GlobalAvgPool": _global_average,
+    "AvgPool": _average,
     "Concat": _concat,
     "Sigmoid": _table,
     "LeakyRelu": _table,
     "Softmax": _softmax,
 }
+#: given one set of numbers, averages still round
+_MOVES = {op: _KERNELS[op] for op in ("AvgPool", "GlobalAvgPool")}
 register("kernels", "onnxruntime")(
-    Profile(kernels=_KERNELS, clip=_absorbed, quantize=lambda x, stored: stored.quantize(x))
+    Profile(kernels=_KERNELS, moves=_MOVES, clip=_absorbed, quantize=lambda x, stored: stored.quantize(x))
 )

@@ -80,15 +80,13 @@ WRITERS: dict[str, Write] = {
     ),
     "LeakyRelu": Row("LeakyRelu", "alpha=negative_slope"),
     "Elu": Row("Elu", "alpha"),
+    "Softplus": Row("Softplus"),
     "HardSigmoid": Row("HardSigmoid", fixed={"alpha": 1.0 / 6.0, "beta": 0.5}),
     "Relu6": Row("Clip", constants=lambda a: (np.float32(0), np.float32(6))),
     "Clamp": Row(
         "Clip", constants=lambda a: [None if a[end] is None else np.float32(a[end]) for end in ("min", "max")]
     ),
-    "Softmax": Row("Softmax", "axis"),
     "LogSoftmax": Row("LogSoftmax", "axis"),
-    "MaxPool": Row("MaxPool", f"{_WINDOW} dilations=dilation"),
-    "AvgPool": Row("AveragePool", f"{_WINDOW} count_include_pad"),
     "Mean": Row("ReduceMean", "axes keepdims"),
     "Sum": Row("ReduceSum", "axes keepdims"),
     **{op: Row(op, "axes keepdims") for op in ("ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2")},
@@ -151,6 +149,34 @@ def _linear(w: Tape, n: Node, x: Names) -> str:
     return y
 
 
+# ---------------------------------------------------------------- pools
+
+
+@_writes("MaxPool", "AvgPool")
+def _pool(w: Tape, n: Node, x: Names) -> list[str]:
+    """Sizes that are rounded up become padding behind the image: runtimes disagree about windows that reach beyond it.
+
+    Where padding counts, what lies behind it does not: it is written as an operator of its own then.
+    """
+    a, sizes, results = n.attrs, w.shape(n)[2:], w.graph.shape(n.output)[2:]
+    if a["ceil_mode"] and None not in sizes:
+        low, high = zip(*a["padding"], strict=True)
+        windows = zip(a["kernel"], a["stride"], a.get("dilation", [1] * len(sizes)), strict=True)
+        reach = [(o - 1) * s + d * (k - 1) + 1 for o, (k, s, d) in zip(results, windows, strict=True)]
+        last = [max(r - i - p, q) for r, i, p, q in zip(reach, sizes, low, high, strict=True)]
+        counted = bool(a.get("count_include_pad")) and last != list(high)
+        if counted and any(low + high):
+            ends = w.const(_ints(0, 0, *low, 0, 0, *high))
+            x, last, low = [w.moved("Pad", [x[0], ends], n)], [q - p for q, p in zip(last, high)], (0,) * len(low)
+        a = {**a, "ceil_mode": False, "padding": tuple(zip(low, last, strict=True))}
+        if counted:
+            a["count_include_pad"] = False
+        n = n.with_(attrs=a)
+    if n.op == "MaxPool":
+        return Row("MaxPool", f"{_WINDOW} dilations=dilation")(w, n, x)
+    return Row("AveragePool", f"{_WINDOW} count_include_pad")(w, n, x)
+
+
 # ---------------------------------------------------------------- norms
 
 
@@ -192,11 +218,12 @@ def _prelu(w: Tape, n: Node, x: Names) -> str:
     return w.op("PRelu", [x[0], slope])
 
 
-@_writes("Softplus")
-def _softplus(w: Tape, n: Node, x: Names) -> str:
-    if n.attrs["beta"] != 1.0:
-        refuse(n, "beta other than 1")
-    return w.op("Softplus", x)
+@_writes("Softmax")
+def _softmax(w: Tape, n: Node, x: Names) -> list[str] | str:
+    """Over a single element exp(x - x): ONNX Runtime's quantized kernel overflows there and gives 0."""
+    if w.shape(n)[n.attrs["axis"]] == 1:
+        return w.op("Exp", [w.op("Sub", [x[0], x[0]])])
+    return Row("Softmax", "axis")(w, n, x)
 
 
 @_writes("Cast")

@@ -67,7 +67,11 @@ def _held(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
     Raises:
         UnsupportedError: it holds some in no way.
     """
-    bare = {n.name for n in graph.nodes if n.op == "LayerNorm" and n.operand("w") is None}  # ONNX asks for a weight
+    bare = {  # ONNX asks for a weight, and knows beta = 1
+        n.name
+        for n in graph.nodes
+        if (n.op == "LayerNorm" and n.operand("w") is None) or (n.op == "Softplus" and n.attrs["beta"] != 1.0)
+    }
     graph, plan, reasons = decompose(graph, plan, WRITERS, besides=bare)
     unknown = [n for n in graph.nodes if n.op != OPAQUE and n.op not in WRITERS]
     for n in unknown:

@@ -72,12 +72,14 @@ class Emitter(File):
         change: Callable[[np.ndarray], np.ndarray] = np.ascontiguousarray,
         axis: int = 0,
         scale: np.ndarray | None = None,
+        wide: bool = True,
     ) -> int:
         """A weight as a constant tensor, rearranged by `change`.
 
         Args:
             axis: where `change` brings the channel axis of per-channel scales.
             scale: one number or one per channel, in place of the plan's of the same value.
+            wide: the operator reads 64 bits; else 32 where the codes fit, as kernels of 8-bit operands demand.
         """
         w, stored = self.graph.weights[name].detach().cpu(), self.plan.stored(name)
         if stored is None or (name, self.node.name) in self.plan.float_edges:
@@ -88,7 +90,10 @@ class Emitter(File):
         scale = stored.scale.reshape(-1).numpy() if scale is None else scale
         zero = stored.zero_point.reshape(-1)[: len(scale)].numpy()
         numbers = Numbers(scale, zero, axis if stored.axis is not None else 0)
-        return self.constant(change(q.numpy()), name, code_type(self.plan.tensors[name]), numbers)
+        kind = code_type(self.plan.tensors[name])
+        if kind == TYPES["int64"] and not wide and q.numel() and int(q.abs().max()) < 1 << 31:
+            kind = TYPES["int32"]
+        return self.constant(change(q.numpy()), name, kind, numbers)
 
 
 def code_type(t: TensorPlan) -> int:

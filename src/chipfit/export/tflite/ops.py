@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from ai_edge_litert import schema_py_generated as schema
 
 from chipfit.export.tflite.emit import Emitter
@@ -136,8 +137,14 @@ def _lowest(w: Emitter, n: Node) -> int:
     stored = w.plan.stored(n.data)
     if not w.integer or stored is None:
         return w.scalar(float(np.finfo(np.float32).min))
+    return _code(w, n, np.array(stored.grid.qmin))
+
+
+def _code(w: Emitter, n: Node, code: np.ndarray) -> int:
+    """One code of a node's operand."""
+    stored = w.plan[n.data]
     numbers = Numbers(stored.scale.numpy(), stored.zero_point.numpy())
-    return w.constant(np.array(stored.grid.qmin), kind=w.tensors[w.read(n.data)].type, numbers=numbers)
+    return w.constant(code, kind=w.tensors[w.read(n.data)].type, numbers=numbers)
 
 
 # ---------------------------------------------------------------- operators with weights
@@ -168,7 +175,7 @@ def _bias(w: Emitter, n: Node, channels: int) -> int:
     x, k = w.plan[n.data], w.plan[n.weight]
     scale = (x.scale * k.scale).reshape(-1).numpy()  # as many as the weight has, whatever the plan's shape
     if n.bias is not None:
-        return w.weight(n.bias, scale=scale)
+        return w.weight(n.bias, scale=scale, wide=x.grid.bits > 8)
     zeros = np.zeros(channels, np.int64 if x.grid.bits > 8 else np.int32)
     return w.constant(zeros, numbers=Numbers(scale, np.zeros(len(scale), np.int64)))
 
@@ -327,13 +334,14 @@ def _pool(w: Emitter, n: Node, y: Sequence[int]) -> None:
     def write(m: Node, x: int, a: list[int], out: int, b: list[int]) -> None:
         padding, pads = _window(m, a[1:3], b[1:3], m.attrs["kernel"])
         if w.kind == "AVERAGE_POOL_2D":  # SAME leaves the padding out of the mean
-            if n.attrs["count_include_pad"] and any(p for pair in n.attrs["padding"] for p in pair):
-                if n.attrs["ceil_mode"]:
-                    w.refuse(n, "it counts padding and rounds its size up")
-                x = _padded(w, m, x, a, m.attrs["padding"])
-                padding, pads = VALID, None
-            elif pads is not None:
-                w.refuse(n, "its padding is not counted and is not that of SAME")
+            around = m.attrs["padding"]
+            if n.attrs["count_include_pad"] and any(p for pair in around for p in pair):
+                x = _padded(w, m, x, a, around)
+                a = [s + sum(pair) for s, pair in zip(a, ((0, 0), *around, (0, 0)), strict=True)]
+                plain = m.with_(attrs={**m.attrs, "padding": ((0, 0),) * 2})
+                padding, pads = _window(plain, a[1:3], b[1:3], m.attrs["kernel"])
+            if pads is not None:
+                w.refuse(n, "its windows reach beyond what counts, and not as those of SAME")
         if pads is not None:
             x = _padded(w, m, x, a, pads, lowest=True)
         (height, width), how = m.attrs["kernel"], _steps(m, stride="stride{}")
@@ -460,8 +468,11 @@ def _pad(w: Emitter, n: Node, y: Sequence[int]) -> None:
         w.op("MIRROR_PAD", ins, y, mode=schema.MirrorPadMode.REFLECT)
     elif mode != "constant":
         w.refuse(n, f"padding mode '{mode}'")
-    elif n.attrs["value"] == 0 or w.integer:
+    elif n.attrs["value"] == 0:
         w.op("PAD", ins, y)
+    elif w.integer:
+        stored = w.plan[n.data]
+        w.op("PADV2", [*ins, _code(w, n, stored.quantize(torch.tensor(float(n.attrs["value"]))).numpy())], y)
     else:
         w.op("PADV2", [*ins, w.scalar(n.attrs["value"])], y)
 

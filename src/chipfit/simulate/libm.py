@@ -1,0 +1,34 @@
+"""float32 functions of the C library, which runtimes call to fill their tables: the last bit is the library's own."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+
+@cache
+def _function(name: str) -> Callable[[float], float] | None:
+    """The process's own; None where it shows none (Windows)."""
+    try:
+        f = getattr(ctypes.CDLL(None), f"{name}f")
+    except (AttributeError, OSError, TypeError):
+        return None
+    f.restype, f.argtypes = ctypes.c_float, [ctypes.c_float]
+    found: Callable[[float], float] = f
+    return found
+
+
+def libm(name: str, x: torch.Tensor) -> torch.Tensor:
+    """exp, log, tanh or erfc of float32, element by element: for tables, not for tensors of a network.
+
+    Without a C library to ask, the nearest float32 to the true result, from which its own differ by one unit at most.
+    """
+    f = _function(name)
+    if f is None:
+        module = torch.special if name == "erfc" else torch
+        exact: torch.Tensor = getattr(module, name)(x.double())
+        return exact.float()
+    return torch.tensor([f(v) for v in x.reshape(-1).tolist()], dtype=torch.float32).reshape(x.shape)
