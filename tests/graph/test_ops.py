@@ -65,7 +65,7 @@ CASES: dict[str, tuple[list[tuple], dict]] = {
     "Roll": ([IMAGE], {"shifts": (1,), "axes": (1,)}),
     "Tile": ([IMAGE], {"repeats": (1, 2, 1, 1)}),
     "Resize": ([IMAGE], {"mode": "linear", "size": (9, 7), "scale": None, "align_corners": False}),
-    "DepthToSpace": ([IMAGE], {"block": 2}),
+    "DepthToSpace": ([(2, 8, 6, 6)], {"block": 2}),  # two channels come out, which tells their order
     "SpaceToDepth": ([IMAGE], {"block": 2}),
     "ChannelShuffle": ([IMAGE], {"groups": 2}),
     "Cast": ([IMAGE], {"dtype": "int32"}),
@@ -205,3 +205,14 @@ def test_a_platforms_words_for_an_operator():
     assert words_of("Relu6", {}) == {"Relu6", "Clamp"}
     assert words_of("Clamp", {"min": -1.0, "max": 1.0}) == {"Clamp", "ReluN1To1", "HardTanh"}
     assert words_of("Pad", {"mode": "constant"}) == {"Pad", "PadV2"}
+
+
+def test_depth_to_space_takes_the_pixels_of_a_channel_from_neighbouring_channels():
+    """CRD in ONNX's words: channel 4 c + 2 i + j is pixel (i, j) of channel c; DCR would take 2 (2 i + j) + c."""
+    node, (x,) = made("DepthToSpace")
+    (y,), (back,) = results(node, [x]), results(node.with_(op="SpaceToDepth"), results(node, [x]))
+    for c in range(2):
+        for i in range(2):
+            for j in range(2):
+                assert torch.equal(y[:, c, i::2, j::2], x[:, 4 * c + 2 * i + j])
+    assert torch.equal(back, x)

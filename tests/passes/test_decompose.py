@@ -22,7 +22,7 @@ X, C = (2, 6, 4, 4), 6
 NORM = {"w": (C,), "b": (C,)}
 #: operator -> shapes of its data operands, attributes, shapes of its weights by slot
 CASES: dict[str, list[tuple[list[tuple[int, ...]], dict, dict]]] = {
-    "Softplus": [([X], {"beta": 2.0, "threshold": 20.0}, {})],
+    "Softplus": [([X], {"beta": 2.0, "threshold": 20.0}, {}), ([X], {"beta": 0.5, "threshold": 0.7}, {})],
     "Elu": [([X], {"alpha": 0.7}, {})],
     "Gelu": [([X], {"approximate": "none"}, {}), ([X], {"approximate": "tanh"}, {})],
     "ReduceL2": [([X], {"axes": (1, 3), "keepdims": False}, {}), ([X], {"axes": (-1,), "keepdims": True}, {})],

@@ -18,6 +18,7 @@ from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import Plan
 
 Shape = tuple[int | None, ...]
+SMOOTH = 17.0  #: from here on float32 does not tell log(1 + exp(x)) from x
 
 
 def decompose(
@@ -150,8 +151,14 @@ def _broadcast(shapes: Sequence[Shape]) -> Shape:
 
 
 def _softplus(new: New, n: Node) -> str:
-    beta = n.attrs["beta"]
-    return new("Mul", _log_one_plus_exp(new, new("Mul", n.data, beta)), 1.0 / beta)
+    """log(1 + exp(beta x)) / beta, and x itself where beta x is above the threshold."""
+    beta, threshold = n.attrs["beta"], n.attrs["threshold"]
+    x = new("Mul", n.data, beta)
+    soft = new("Mul", _log_one_plus_exp(new, x), 1.0 / beta)
+    if threshold >= SMOOTH:
+        return soft
+    above = new("Relu", new("Sign", new("Sub", x, threshold)))
+    return new("Add", new("Mul", above, n.data), new("Mul", new("Sub", 1.0, above), soft))
 
 
 def _log_one_plus_exp(new: New, x: str) -> str:

@@ -235,12 +235,18 @@ def _abs(u: _Unit) -> None:
     u.put(fixed_point(u.centred().abs(), u.real(), "away"))
 
 
-def _table(u: _Unit, f: Callable[[Tensor, Node], Tensor] | None = None, wide: Any = None) -> None:
-    """A table over all codes: y = round(f(s (q - z)) / s_y), computed in float32, halves away from zero.
+def _table(
+    u: _Unit,
+    f: Callable[[Tensor, Node], Tensor] | None = None,
+    wide: Any = None,
+    nearest: Callable[[Tensor], Tensor] = round_away,
+) -> None:
+    """A table over all codes: y = round(f(s (q - z)) / s_y), computed in float32.
 
     Args:
         f: the function in the kernel's own steps; that of the C library when omitted.
         wide: (codes, scale) -> codes, for 16-bit ones; a table too when omitted.
+        nearest: rounds 8-bit results.
     """
     codes, scale, result = u.run.code(u.x).long(), u.scale(u.x), u.scale(u.out)
 
@@ -252,7 +258,7 @@ def _table(u: _Unit, f: Callable[[Tensor, Node], Tensor] | None = None, wide: An
         return
     stored = u.run.plan[u.x]
     y = function(stored.dequantize(torch.arange(stored.grid.qmin, stored.grid.qmax + 1)))
-    u.put(round_away((y * (1.0 / result)).double())[codes - stored.grid.qmin])
+    u.put(nearest((y * (1.0 / result)).double())[codes - stored.grid.qmin])
 
 
 def _sigmoid(x: Tensor, node: Node) -> Tensor:
@@ -514,6 +520,8 @@ _XNNPACK = {
     **_by(_leaky_xnnpack, "LeakyRelu"),
     **_by(_requantize_xnnpack, "Requantize"),
     **_by(_mean_xnnpack, *_MEANS),
+    **_by(_table, "Sigmoid", f=lambda x, node: torch.sigmoid(x.double()).float(), nearest=torch.round),
+    **_by(_table, "Tanh", nearest=torch.round),
 }
 _MOVES = {**_by(_avg_pool, "AvgPool"), **_by(_resize, "Resize", lines=_lines, one=1024)}
 _MOVES_XNNPACK = _by(_resize, "Resize", lines=_lines_xnnpack, one=2048)

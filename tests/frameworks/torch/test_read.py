@@ -158,3 +158,15 @@ def test_the_graph_computes_what_the_model_does(graph):
     want, got = All()(*graph.example), run(graph, graph.example)
     pairs = {op: (torch.as_tensor(want[op]), torch.as_tensor(got[o])) for op, o in zip(READ, graph.outputs)}
     assert [op for op, (a, b) in pairs.items() if not torch.equal(a, b)] == []
+
+
+def test_a_softmax_computes_in_the_type_that_it_names():
+    class Named(nn.Module):
+        def forward(self, x):
+            return (x * 10).int().softmax(-1, dtype=torch.float32), x.log_softmax(1, dtype=torch.float64)
+
+    x = torch.rand(2, 3, 4)
+    g = capture(Named(), (x,), {})
+    wanted, got = Named()(x), list(run(g, [x]).values())
+    assert [t.dtype for t in got] == [torch.float32, torch.float64]
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))

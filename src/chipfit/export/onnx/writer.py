@@ -17,7 +17,7 @@ from chipfit.export.onnx.ops import REFUSED, WRITERS
 from chipfit.export.onnx.tape import Tape, refuse, tensor_type
 from chipfit.files import write_atomically
 from chipfit.graph.ir import OPAQUE, Graph
-from chipfit.passes.decompose import RULES, decompose
+from chipfit.passes.decompose import RULES, SMOOTH, decompose
 from chipfit.plan.record import Plan
 
 _LEAST = 13
@@ -67,10 +67,11 @@ def _held(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
     Raises:
         UnsupportedError: it holds some in no way.
     """
-    bare = {  # ONNX asks for a weight, and knows beta = 1
+    bare = {  # ONNX asks for a weight; it knows one beta and no threshold
         n.name
         for n in graph.nodes
-        if (n.op == "LayerNorm" and n.operand("w") is None) or (n.op == "Softplus" and n.attrs["beta"] != 1.0)
+        if (n.op == "LayerNorm" and n.operand("w") is None)
+        or (n.op == "Softplus" and (n.attrs["beta"] != 1.0 or n.attrs["threshold"] < SMOOTH))
     }
     graph, plan, reasons = decompose(graph, plan, WRITERS, besides=bare)
     unknown = [n for n in graph.nodes if n.op != OPAQUE and n.op not in WRITERS]

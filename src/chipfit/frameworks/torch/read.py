@@ -131,8 +131,6 @@ row("elu", "Elu", "self", "alpha:float", only={"scale": 1, "input_scale": 1})
 row("leaky_relu", "LeakyRelu", "self", "negative_slope:float")
 row("softplus", "Softplus", "self", "beta:float threshold:float")
 row("gelu", "Gelu", "self", "approximate")
-row("softmax _softmax", "Softmax", "self", "axis=dim")
-row("log_softmax _log_softmax", "LogSoftmax", "self", "axis=dim")
 row("argmax", "ArgMax", "self", "axis=dim keepdims=keepdim:bool")
 
 row(
@@ -262,6 +260,16 @@ def _length(c: Call) -> Any:
 @reads("square")
 def _square(c: Call) -> Any:
     return c.emit("Mul", [c.value("self")] * 2)
+
+
+@reads("softmax _softmax log_softmax _log_softmax")
+def _softmax(c: Call) -> Any:
+    """The operand in the type that `dtype` asks for."""
+    x, kind = c.tensor("self"), c.result.dtype
+    v = c.value("self")
+    if kind is not x.dtype:
+        v = c.step("Cast", [v], x.to(kind), dtype=str(kind).removeprefix("torch."))
+    return c.emit("LogSoftmax" if "log" in c.name else "Softmax", [v], axis=c.raw("dim"))
 
 
 @reads("cumsum")

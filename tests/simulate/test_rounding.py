@@ -1,0 +1,287 @@
+"""Where kernels round, and what they count, each against the runtime, with numbers that lie between two codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import chipfit
+from chipfit.export.onnx.writer import export_onnx
+from chipfit.export.tflite.writer import export_tflite
+from chipfit.platform.load import load
+from chipfit.platform.schema import Fuse, OpRule
+from chipfit.registry import lookup
+from chipfit.simulate.libm import libm
+
+LITERT = ("litert_reference", "litert_optimized", "litert")
+
+
+class Of(nn.Module):
+    """A function of the inputs, and of layers."""
+
+    def __init__(self, f: Callable[..., torch.Tensor], *layers: nn.Module) -> None:
+        super().__init__()
+        self.f, self.layers = f, nn.ModuleList(layers)
+
+    def forward(self, *x):
+        return self.f(*x, *self.layers)
+
+
+def quantized(
+    f: Callable[..., torch.Tensor], x: tuple[torch.Tensor, ...], platform: Any, *layers: nn.Module, **settings: Any
+) -> chipfit.Result:
+    return chipfit.quantize(Of(f, *layers).eval(), [x], platform=platform, progress=False, **settings)
+
+
+def odd_zero_points(result: chipfit.Result) -> chipfit.Result:
+    """Powers of two as scales, where ties are common, and odd zero points, which tell when they are added."""
+    tensors = dict(result.plan.tensors)
+    for name, t in tensors.items():
+        if t.quantized and t.role == "activation":
+            tensors[name] = t.with_(
+                scale=torch.exp2(torch.ceil(torch.log2(t.scale))), zero_point=t.zero_point // 2 * 2 + 1
+            )
+    return replace(result, plan=replace(result.plan, tensors=tensors), _model=None)
+
+
+def proved(result: chipfit.Result, *data: Any, runtime: str | None = None, float_ops: Collection[str] = ()) -> Any:
+    """Every integer is the device's, but for one code in a few hundred where the named operators run in float."""
+    found = result.verify(list(data), runtime=runtime)
+    assert found.integers and not [r.fault for r in found.rows if r.fault], found.summary()
+    assert {op for r in found.rows for op in r.float_ops} <= {*float_ops}
+    return found
+
+
+POOLS = {
+    "2": lambda x: F.avg_pool2d(x, 2),
+    "4": lambda x: F.avg_pool2d(x, 4),
+    "3_padded": lambda x: F.avg_pool2d(x, 3, 2, 1),
+    "5_without_padding": lambda x: F.avg_pool2d(x, 5, 2, 2, count_include_pad=False),
+    "whole_image": lambda x: F.avg_pool2d(x, 8),
+    "global": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "row": lambda x: F.avg_pool1d(x[:, :, 0], 2),
+    "volume": lambda x: F.avg_pool3d(x[:, :, None], (1, 2, 2), (1, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_onnx_runtime_rounds_averages_where_its_kernel_does(name):
+    """Of windows after the zero point is added, of whole images before."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 8, 8)
+    found = proved(odd_zero_points(quantized(POOLS[name], (x,), "ort_cpu")), torch.randn(32, 3, 8, 8))
+    assert any("AveragePool" in kind and kind.startswith("QLinear") for kind in found.executed)
+
+
+@pytest.mark.parametrize("seed", [1, 6, 11])
+@pytest.mark.parametrize("runtime", LITERT)
+def test_sums_of_16_bits_round_as_vector_instructions_do(runtime, seed):
+    """Each of these seeds has integers that two roundings of each operand would get wrong."""
+    torch.manual_seed(seed)
+    a, b = torch.randn(2, 64, 1021) * 3  # 13 of a sample are left over
+    b = b * (0.3 + seed * 0.2)
+    result = quantized(lambda x, y: x + y, (a, b), "tflite_int16x8")
+    proved(result, (a, b), (a[:1], b[:1]), runtime=runtime)
+    proved(quantized(lambda x, y: x + y, (a, b[:, :1]), "tflite_int16x8"), (a, b[:, :1]), runtime=runtime)
+
+
+def test_tables_hold_what_the_c_library_computes(tmp_path):
+    x = torch.linspace(-6, 6, 20001)[None]
+    for name, f in (("tanh", torch.tanh), ("exp", torch.exp)):
+        graph = chipfit.lint(Of(f), (x,), "tflite_int8").graph
+        path = export_tflite(graph, None, tmp_path / f"{name}.tflite")
+        (got,) = lookup("runtime", "litert_reference")(path).run([x.numpy()]).values()
+        assert torch.equal(torch.from_numpy(got), libm(name, x))
+        assert (libm(name, x) - f(x.double()).float()).abs().max() < 1e-4
+
+
+def test_tanh_at_a_tie():
+    """tanh(x) is half a step as the C library rounds it: XNNPACK goes to the even code, the others away from zero."""
+    halves = (torch.arange(-120, 121).double() + 0.5) / 128
+    near = torch.atanh(halves).float()
+    x = (near[:, None] + near.abs()[:, None] * 2.0**-23 * torch.arange(-4, 5)).reshape(-1)
+    y = 128 * libm("tanh", x)
+    ties = x[(y - torch.floor(y)) == 0.5].abs().unique()[::16]
+    assert len(ties) > 3
+    for v in ties.tolist():
+        result = quantized(torch.tanh, (torch.tensor([[v, -v]]),), "tflite_int8", rule="no_clipping")
+        tensors, name = dict(result.plan.tensors), result.graph.inputs[0]
+        zero = torch.tensor(0, dtype=torch.int32)
+        tensors[name] = tensors[name].with_(scale=torch.tensor(v / 64), zero_point=zero)
+        result = replace(result, plan=replace(result.plan, tensors=tensors), _model=None)
+        for runtime in LITERT:
+            proved(result, torch.tensor([[v, -v]]), runtime=runtime)
+
+
+WINDOWS = [(3, 2, 1), (2, 3, 1), (3, 3, 1), (2, 2, 1), (3, 2, 0), ((3, 2), (2, 3), (1, 0)), (5, 3, 2)]
+#: TensorFlow Lite places windows as SAME or VALID, and only of SAME's does a part count
+BEYOND = {(w, False) for w in WINDOWS} | {((3, 2, 1), True), ((3, 2, 0), True), ((5, 3, 2), True)}
+
+
+@pytest.mark.parametrize("counted", [True, False, None], ids=["counted", "not_counted", "max"])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_windows_that_reach_beyond_the_image_count_what_torch_counts(tmp_path, window, counted):
+    def f(x):
+        if counted is None:
+            return F.max_pool2d(F.leaky_relu(x, 0.5), *window, ceil_mode=True)
+        return F.avg_pool2d(F.leaky_relu(x, 0.5), *window, ceil_mode=True, count_include_pad=counted)
+
+    torch.manual_seed(0)
+    x, more = torch.randn(2, 4, 8, 7) + 2, torch.randn(2, 4, 8, 7) + 2
+    onnx = quantized(f, (x,), "ort_cpu")
+    proved(onnx, more, float_ops=["LeakyRelu"])
+    path = export_onnx(onnx.graph, None, tmp_path / "float.onnx")
+    (got,) = lookup("runtime", "onnxruntime")(path).run([x.numpy()]).values()
+    assert torch.allclose(torch.from_numpy(got), f(x), atol=1e-6)
+    if (window, counted) in BEYOND:
+        with pytest.raises(chipfit.errors.UnsupportedError, match="reach beyond what counts"):
+            export_tflite(onnx.graph, None, tmp_path / "float.tflite")
+        return
+    path = export_tflite(onnx.graph, None, tmp_path / "float.tflite")
+    (got,) = lookup("runtime", "litert_reference")(path).run([x.numpy()]).values()
+    assert torch.allclose(torch.from_numpy(got), f(x), atol=1e-6)
+    result = quantized(f, (x,), "tflite_int8")
+    for runtime in LITERT:
+        proved(result, more, runtime=runtime)
+
+
+def test_softmax_over_a_single_element_is_one():
+    """ONNX Runtime's quantized kernel gives 0 there."""
+    for axis, shape in ((1, (3, 1, 5)), (-1, (3, 5, 1))):
+        result = quantized(lambda x, axis=axis: x.softmax(axis), (torch.randn(shape),), "ort_cpu")
+        proved(result, torch.randn(shape))
+        assert float(result.model(torch.randn(shape)).min()) > 0.99
+    for platform in ("tflite_int8", "tflite_int16x8"):
+        result = quantized(lambda x: x.softmax(1), (torch.randn(3, 1, 5),), platform)
+        for runtime in LITERT:
+            proved(result, torch.randn(3, 1, 5), runtime=runtime)
+
+
+SOFT = {
+    "global": lambda x, first, last: last(F.adaptive_avg_pool2d(first(x), 1)),
+    "average": lambda x, first, last: last(F.avg_pool2d(first(x), 2)),
+    "average_padded": lambda x, first, last: last(F.avg_pool2d(first(x), 3, 2, 1)),
+    "max": lambda x, first, last: last(F.max_pool2d(first(x), 2)),
+    "slice": lambda x, first, last: last(first(x)[:, :, 2:5, 1:3]),
+    "padded": lambda x, first, last: last(F.pad(first(x), (1, 0, 2, 1), value=0.7)),
+}
+
+
+@pytest.mark.parametrize("name", SOFT)
+def test_a_soft_tie_that_is_not_kept_requantizes(name):
+    """tensorrt prefers pools and moves to keep their operand's scale; where they do not, codes change."""
+    torch.manual_seed(0)
+    result = quantized(
+        SOFT[name], (torch.randn(4, 6, 8, 8) * 2,), "tensorrt", nn.Conv2d(6, 6, 3, 1, 1), nn.Conv2d(6, 5, 1)
+    )
+    follows = [n for n in result.plan.nodes.values() if n.exec == "follow"]
+    assert follows
+    proved(result, torch.randn(4, 6, 8, 8) * 2, runtime="onnxruntime", float_ops=["Conv2D"])
+
+
+@pytest.mark.parametrize("op", ["relu", "leaky"])
+def test_an_operator_that_computes_is_not_a_move(op):
+    """qnnpack lets Relu follow its operand's format, and its codes start above 0."""
+    f = {"relu": F.relu, "leaky": lambda x: F.leaky_relu(x, 0.1)}[op]
+    result = quantized(lambda x, m: f(m(x)) * f(x), (torch.randn(4, 6, 8, 8),), "qnnpack", nn.Conv2d(6, 6, 1))
+    proved(result, torch.randn(4, 6, 8, 8), runtime="onnxruntime", float_ops=["Relu", "Conv2D"])
+
+
+def following_pad(name: str) -> Any:
+    """The platform, as if it moved codes for any constant padding."""
+    platform = load(name)
+    rule = OpRule(match=("Pad",), exec="follow", use=({"in": "a8", "out": "a8"},), src=("S1",), conf="I")
+    return platform.model_copy(update={"ops": (rule, *platform.ops)})
+
+
+def test_padding_with_a_number_pads_with_its_code():
+    platform = following_pad("tflite_int8")
+    result = quantized(
+        lambda x, m: F.pad(m(x), (1, 2), value=0.7), (torch.randn(4, 3, 8),), platform, nn.Conv1d(3, 4, 1)
+    )
+    for runtime in LITERT:
+        proved(result, torch.randn(4, 3, 8), runtime=runtime)
+    y = result.model(torch.randn(4, 3, 8)).detach()
+    assert abs(float(y[0, 0, -1]) - 0.7) < 0.05
+
+
+def test_biases_of_8_bit_layers_have_the_32_bits_that_litert_reads():
+    """ethos_u allows 40."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 8, 8)
+    for bits in (8, 16):
+        result = quantized(
+            lambda x, c, m: m(c(x).flatten(1)),
+            (x,),
+            "ethos_u",
+            nn.Conv2d(6, 4, 3),
+            nn.Linear(144, 3),
+            overrides={"Conv2D": {"activation_bits": bits}} if bits == 16 else {},
+        )
+        assert {t.grid.bits for t in result.plan.tensors.values() if t.role == "bias" and t.quantized} == {40}
+        for runtime in LITERT:
+            proved(result, torch.randn(4, 6, 8, 8), runtime=runtime, float_ops=["Conv2D"] * (bits == 16))
+
+
+@pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8", "tflite_int16x8"])
+def test_outputs_without_axes_are_compared_too(platform):
+    def f(x, m):
+        return m(x).mean() * m(x).amax((0, 1, 2, 3))
+
+    result = quantized(f, (torch.randn(4, 6, 8, 8),), platform, nn.Conv2d(6, 6, 3))
+    for runtime in ("onnxruntime",) if platform == "ort_cpu" else LITERT:
+        proved(result, torch.randn(4, 6, 8, 8), runtime=runtime, float_ops=["Mean", "ReduceMax", "Mul"])
+
+
+def test_a_group_finds_the_operands_of_all_its_members():
+    """relu(a) * b as one kernel: b is read by another operator between the two."""
+    platform = load("ort_cpu")
+    fuse = Fuse(chain=(("Relu",), ("Mul",)), src=("O2",), conf="I")
+    platform = platform.model_copy(update={"fuse": (fuse, *platform.fuse)})
+
+    def f(a, b, m):
+        gate = F.relu(a)
+        c = m(b)
+        return gate * b + c
+
+    x = torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4)
+    result = quantized(f, x, platform, nn.Conv2d(3, 3, 1))
+    assert any(len(g) == 2 and "mul" in g[1] for g in result.plan.groups)
+    proved(result, (torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4)), float_ops=["Relu", "Mul"])
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["depth_to_space", "space_to_depth"])
+def test_blocks_and_channels_change_places_in_torchs_order_in_every_file(tmp_path, up):
+    """Channel 4 c + 2 i + j of a block is the pixel (i, j) of channel c: two channels tell it from 2 (2 i + j) + c."""
+    x = torch.randn(2, 8, 3, 2) if up else torch.randn(2, 2, 6, 4)
+    if up:
+        want = x.reshape(2, 2, 2, 2, 3, 2).permute(0, 1, 4, 2, 5, 3).reshape(2, 2, 6, 4)
+    else:
+        want = x.reshape(2, 2, 3, 2, 2, 2).permute(0, 1, 3, 5, 2, 4).reshape(2, 8, 3, 2)
+    graph = chipfit.lint(Of(lambda t: F.pixel_shuffle(t, 2) if up else F.pixel_unshuffle(t, 2)), (x,), "ort_cpu").graph
+    files = {
+        "onnxruntime": export_onnx(graph, None, tmp_path / "m.onnx"),
+        "litert_reference": export_tflite(graph, None, tmp_path / "m.tflite"),
+    }
+    for runtime, path in files.items():
+        (got,) = lookup("runtime", runtime)(path).run([x.numpy()]).values()
+        assert torch.equal(torch.from_numpy(got), want)
+
+
+@pytest.mark.parametrize(("beta", "threshold"), [(2.5, 20.0), (1.0, 0.5), (0.5, 1.0)])
+def test_softplus_has_its_slope_and_its_threshold_in_every_file(tmp_path, beta, threshold):
+    x = torch.linspace(-4, 4, 64).reshape(2, 32)
+    graph = chipfit.lint(Of(lambda t: F.softplus(t, beta, threshold)), (x,), "ort_cpu").graph
+    files = {
+        "onnxruntime": export_onnx(graph, None, tmp_path / "m.onnx"),
+        "litert_reference": export_tflite(graph, None, tmp_path / "m.tflite"),
+    }
+    for runtime, path in files.items():
+        (got,) = lookup("runtime", runtime)(path).run([x.numpy()]).values()
+        assert torch.allclose(torch.from_numpy(got), F.softplus(x, beta, threshold), atol=1e-6)
