@@ -79,7 +79,7 @@ def test_onnx_runtime_rounds_averages_where_its_kernel_does(name):
     assert any("AveragePool" in kind and kind.startswith("QLinear") for kind in found.executed)
 
 
-@pytest.mark.parametrize("seed", [1, 6, 11])
+@pytest.mark.parametrize("seed", [1, 11])
 @pytest.mark.parametrize("runtime", LITERT)
 def test_sums_of_16_bits_round_as_vector_instructions_do(runtime, seed):
     """Each of these seeds has integers that two roundings of each operand would get wrong."""
