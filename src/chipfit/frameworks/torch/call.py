@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,10 @@ from chipfit.frameworks.torch.draft import Draft
 
 class Unreadable(Exception):
     """This form of the operator has no canonical equivalent."""
+
+
+#: arguments that change no number in inference
+_NEUTRAL = "momentum cudnn_enable cudnn_enabled padding_idx scale_grad_by_freq sparse running_mean running_var"
 
 
 class Call:
@@ -93,6 +98,14 @@ class Call:
             raise Unreadable
         return v.meta["val"]
 
+    def says_nothing(self, key: str) -> bool:
+        """Whether an argument is left at its default, changes no number, or names the type that the operand has."""
+        given = self.args[key]
+        default = {a.name: a.default_value for a in self.node.target._schema.arguments if a.has_default_value()}
+        if key in _NEUTRAL.split() or (key in default and given == default[key]):
+            return True
+        return (key == "half_to_float" and not given) or (key == "dtype" and given is self.tensor("self").dtype)
+
     @property
     def rank(self) -> int:
         return self.tensor("self" if "self" in self.args else "input").dim()
@@ -104,9 +117,20 @@ class Call:
         """The fake tensor that the call returns, or a list of them, or a number."""
         return self.node.meta["val"]
 
+    def demand_first_alone(self) -> None:
+        """Go on where nothing reads a result but the first.
+
+        Raises:
+            Unreadable: something does.
+        """
+        if any(u.target is operator.getitem and u.args[1] != 0 and u.users for u in self.node.users):
+            raise Unreadable
+
     def emit(self, op: str, inputs: Sequence[str | None], **attrs: Any) -> Any:
-        """The final node. Of several results it makes the first, and the others cannot be read."""
+        """The final node. Of several results it makes the first; the others must have no reader."""
         many = isinstance(self.result, (tuple, list))
+        if many:
+            self.demand_first_alone()
         like = self.result[0] if many else self.result
         (name,) = self.draft.emit(self.node, op, inputs, attrs, [like])
         return (name, *[None] * (len(self.result) - 1)) if many else name

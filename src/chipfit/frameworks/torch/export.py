@@ -16,11 +16,8 @@ from torch.utils import _pytree as pytree
 from chipfit.errors import CaptureError
 from chipfit.frameworks.torch.origin import users_line
 
-#: ATen operators whose result shares memory with an operand
-_VIEWS = """
-    view reshape select slice transpose permute squeeze unsqueeze expand t flatten unflatten chunk split unbind narrow
-    split_with_sizes as_strided alias detach diagonal _unsafe_view unfold
-"""
+#: ATen operators whose result is read as the operand itself though their schema says that it is another tensor
+_COPIES = ("clone", "_to_copy", "_unsafe_view")
 
 
 def export(
@@ -94,7 +91,8 @@ def _needs_functional(graph: torch.fx.Graph) -> bool:
     """Whether something is written in place that a reader of single calls would miss.
 
     An in-place operator is read as the one without "_" whose result replaces the operand from there on. That loses the
-    write where the operand is a view, has views, or is the caller's own tensor, and where there is no such operator.
+    write where the operand is a view, has views or copies, or is the caller's own tensor, and where there is no such
+    operator.
     """
     return any(_writes_elsewhere(n) for n in graph.nodes if _aten_name(n) and n.target._schema.is_mutable)
 
@@ -107,9 +105,14 @@ def _writes_elsewhere(n: torch.fx.Node) -> bool:
 
 
 def _is_view(n: torch.fx.Node) -> bool:
+    """Whether the result may share memory with an operand, or is read as if it did."""
     if n.target is operator.getitem:
         return isinstance(n.args[0], torch.fx.Node) and _is_view(n.args[0])
-    return _aten_name(n) in _VIEWS.split()
+    name = _aten_name(n)
+    shares = bool(name) and any(
+        r.alias_info is not None and not r.alias_info.is_write for r in n.target._schema.returns
+    )
+    return shares or name in _COPIES
 
 
 def _aten_name(n: torch.fx.Node) -> str:

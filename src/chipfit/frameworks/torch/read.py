@@ -7,6 +7,7 @@ canonical equivalent; the operator then stays opaque.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,10 +32,11 @@ def _pairs(v: Any, n: int) -> tuple[tuple[int, int], ...]:
 
 
 def _spatial(c: Call) -> int:
-    """How many spatial axes the operand has."""
-    if c.rank < 3:
+    """How many spatial axes the operand has, of an operator that is named for their number."""
+    n = c.rank - 2
+    if not c.name.endswith(f"{n}d"):
         raise Unreadable  # without a batch
-    return c.rank - 2
+    return n
 
 
 #: how an argument becomes an attribute
@@ -61,6 +63,8 @@ def row(names: str, op: str, operands: str = "self", attrs: str = "", only: Mapp
         attrs: "attribute=argument:conversion" for each attribute; the argument is left out where it has the same name,
             the conversion (of `_CONVERSIONS`) where it needs none.
         only: arguments with the values that have a canonical equivalent; without a value it may be left out as well.
+
+    What a row does not name must be left at its default (`Call.says_nothing`).
     """
     taken = [(word.rstrip("?#"), word[-1]) for word in operands.split()]
     kept = []
@@ -68,9 +72,12 @@ def row(names: str, op: str, operands: str = "self", attrs: str = "", only: Mapp
         name, _, conversion = word.partition(":")
         attr, _, argument = name.partition("=")
         kept.append((attr, argument or attr, _CONVERSIONS[conversion]))
+    named = {*(k for k, _ in taken), *(k for _, k, _ in kept), *(only or {})}
 
     def read(c: Call) -> Any:
         if any(c.raw(k) not in (None, v) for k, v in (only or {}).items()):
+            raise Unreadable
+        if not all(k in named or c.says_nothing(k) for k in c.args):
             raise Unreadable
         by_mark = {"?": c.optional, "#": c.number_or_value}
         inputs = [by_mark.get(mark, c.value)(k) for k, mark in taken]
@@ -185,17 +192,21 @@ def _conv(c: Call) -> Any:
 @reads("matmul bmm mm")
 def _matmul(c: Call) -> Any:
     other = "other" if "other" in c.args else "mat2"
-    if min(c.tensor("self").dim(), c.tensor(other).dim()) < 2:
+    if min(c.tensor("self").dim(), c.tensor(other).dim()) < 2 or "out_dtype" in c.args:
         raise Unreadable
     return c.emit("MatMul", [c.value("self"), c.value(other)])
 
 
 @reads("add sub")
 def _add(c: Call) -> Any:
-    alpha, a, b = c.raw("alpha"), c.number_or_value("self"), c.number_or_value("other")
-    if alpha not in (None, 1):
-        like = c.tensor("other") if isinstance(c.args["other"], torch.fx.Node) else c.result
-        b = c.step("Mul", [b, c.draft.scalar(f"{c.node.name}.alpha", alpha, like)], like)
+    alpha, a = c.raw("alpha"), c.number_or_value("self")
+    if alpha in (None, 1):
+        b = c.number_or_value("other")
+    elif isinstance(c.args["other"], torch.fx.Node):
+        like = c.tensor("other").to(c.result.dtype)
+        b = c.step("Mul", [c.number_or_value("other"), c.draft.scalar(f"{c.node.name}.alpha", alpha, like)], like)
+    else:
+        b = c.draft.scalar(c.node.name, c.raw("other") * alpha, c.result)
     return c.emit(c.name.capitalize(), [a, b])
 
 
@@ -221,7 +232,7 @@ def _clamp(c: Call) -> Any:
 
 @reads("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d")
 def _adaptive_avg_pool(c: Call) -> Any:
-    n = c.rank - 2
+    n = _spatial(c)
     out, spatial = _many(c.raw("output_size"), n), c.tensor("self").shape[2:]
     if out == (1,) * n:
         return c.emit("GlobalAvgPool", [c.value("self")])
@@ -292,6 +303,8 @@ def _static_shape(like: torch.Tensor) -> tuple[int, ...]:
 
 @reads("view reshape flatten unflatten _unsafe_view view_as reshape_as")
 def _reshape(c: Call) -> Any:
+    if c.result.dtype is not c.tensor("self").dtype:
+        raise Unreadable  # the bits as another type
     return c.emit("Reshape", [c.value("self")], shape=_static_shape(c.result))
 
 
@@ -375,7 +388,7 @@ def _index(c: Call) -> Any:
     if len(given) != 1 or not isinstance(indices[given[0]], str):
         raise Unreadable
     (axis,) = given
-    if c.args["indices"][axis].meta["val"].dtype is torch.bool:
+    if c.args["indices"][axis].meta["val"].dtype in (torch.bool, torch.uint8):  # a mask
         raise Unreadable
     return c.emit("Gather", [c.value("self"), indices[axis]], axis=axis)
 
@@ -392,11 +405,17 @@ def _roll(c: Call) -> Any:
 )
 def _resize(c: Call) -> Any:
     method = c.name.removeprefix("upsample_").rstrip("123d")
+    data = "input" if "input" in c.args else "self"
     size, scale = c.raw("output_size"), c.raw("scale_factors")
-    scale = scale or tuple(v for v in (c.raw("scales_h"), c.raw("scales_w")) if v is not None)
+    given = [c.raw(k) for k in c.args if k in ("scales", "scales_d", "scales_h", "scales_w")]
+    if any(given):  # beside a size, which must be the one that they make
+        made = [f and math.floor(s * f) for s, f in zip(c.tensor(data).shape[2:], given, strict=True)]
+        if made != list(size):
+            raise Unreadable
+        scale = tuple(given)
     return c.emit(
         "Resize",
-        [c.value("input" if "input" in c.args else "self")],
+        [c.value(data)],
         mode={"nearest": "nearest", "bicubic": "cubic"}.get(method, "linear"),
         size=None if scale else size,
         scale=scale or None,
@@ -407,20 +426,21 @@ def _resize(c: Call) -> Any:
 # ---------------------------------------------------------------- bookkeeping
 
 
-@reads("clone contiguous alias detach lift_fresh_copy lift_fresh _conj resolve_conj resolve_neg")
+@reads("clone contiguous alias detach lift_fresh_copy resolve_conj resolve_neg")
 def _same(c: Call) -> Any:
     return c.value("self")
 
 
 @reads("dropout feature_dropout alpha_dropout native_dropout")
 def _dropout(c: Call) -> Any:
+    c.demand_first_alone()
     p, x = c.raw("p"), c.value("input")
     if p:
         return c.emit("Dropout", [x], p=float(p))
     return (x, None) if c.name == "native_dropout" else x
 
 
-@reads("to _to_copy type_as float")
+@reads("to _to_copy type_as")
 def _to(c: Call) -> Any:
     if c.tensor("self").dtype is c.result.dtype:
         return c.value("self")
