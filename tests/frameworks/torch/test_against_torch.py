@@ -242,6 +242,17 @@ CASES = {
         lambda x: torch.where(flags(x[:, :1]), x, shift[:, None, None]),
         lambda x: torch.where(flags(x), ints(x), x),
     ),
+    "masked_fill": (
+        lambda x: x.masked_fill(flags(x), -1),
+        lambda x: x.masked_fill(flags(x[:, :1]), torch.tensor(0.25)),
+        lambda x: ints(x).masked_fill(flags(x), 7),
+    ),
+    "square": (lambda x: torch.square(signed(x)), lambda x: ints(x).square()),
+    "linalg_vector_norm": (
+        lambda x: torch.linalg.vector_norm(x, dim=1),
+        lambda x: signed(x).norm(dim=(-1, 2), keepdim=True),
+        lambda x: torch.linalg.vector_norm(x),
+    ),
     "prelu": (lambda x: F.prelu(signed(x), shift), lambda x: F.prelu(signed(x), shift[:1])),
     "elu": (lambda x: F.elu(signed(x)), lambda x: F.elu(signed(x), 1.5), lambda x: F.elu(signed(x), alpha=-2)),
     "leaky_relu": (lambda x: F.leaky_relu(signed(x)), lambda x: F.leaky_relu(signed(x), 0.3)),
@@ -255,9 +266,15 @@ CASES = {
         lambda x: x.softmax(-1),
         lambda x: F.softmax(x, 1),
         lambda x: F.softmax(x, 2, dtype=torch.float32),
+        lambda x: F.softmax(ints(x), 1, dtype=torch.float32),
+        lambda x: x.softmax(-1, dtype=torch.float64),
     ),
     "_softmax": (lambda x: aten._softmax(x, -1, False), lambda x: aten._softmax(x, 1, False)),
-    "log_softmax": (lambda x: x.log_softmax(-1), lambda x: F.log_softmax(x, 1)),
+    "log_softmax": (
+        lambda x: x.log_softmax(-1),
+        lambda x: F.log_softmax(x, 1),
+        lambda x: x.log_softmax(1, dtype=torch.float64),
+    ),
     "_log_softmax": (lambda x: aten._log_softmax(x, -1, False), lambda x: aten._log_softmax(x, 1, False)),
     "argmax": (
         lambda x: x.argmax(),
@@ -496,6 +513,7 @@ CASES = {
         lambda x: norm.expand(2, 3, 4),
         lambda x: x[:, :, :1].expand(-1, 4, 5, 6),
     ),
+    "expand_as": (lambda x: x[:, :1].expand_as(x), lambda x: norm[:, None, None].expand_as(torch.zeros(4, 2, 3))),
     "pad": (
         lambda x: F.pad(x, (1, 2)),
         lambda x: F.pad(x, (1, 0, 2, 1, 0, 3)),
@@ -600,8 +618,6 @@ CASES = {
 
 #: operator -> calls in a form that no canonical operator has: they stay PyTorch's own, by name
 REFUSED = {
-    "softmax": (lambda x: x.softmax(-1, dtype=torch.float64),),
-    "log_softmax": (lambda x: x.log_softmax(-1, dtype=torch.float64),),
     "view": (lambda x: x.view(torch.int32),),
     "adaptive_max_pool1d": (lambda x: F.adaptive_max_pool1d(flat(x), 2, return_indices=True)[1],),
     "adaptive_max_pool2d": (
@@ -625,6 +641,10 @@ REFUSED = {
     "instance_norm": (lambda x: F.instance_norm(x, mean, var, use_input_stats=False),),
     "scaled_dot_product_attention": (lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=1.0),),
     "rsub": (lambda x: torch.rsub(x, 1, alpha=2),),
+    "linalg_vector_norm": (
+        lambda x: torch.linalg.vector_norm(x, 1, dim=1),
+        lambda x: torch.linalg.vector_norm(x, dim=1, dtype=torch.float64),
+    ),
     "div": (
         lambda x: torch.div(x, 0.3, rounding_mode="floor"),
         lambda x: torch.div(signed(x), 0.3, rounding_mode="trunc"),
@@ -981,7 +1001,8 @@ def test_every_attribute_that_a_reader_sets_was_tried_with_two_values(read):
 TOLD_BY_THE_RESULT = {
     "view": "size shape start_dim end_dim dim sizes other dtype",
     "split": "split_size split_sizes chunks sections indices tensor_indices_or_sections",
-    "expand": "implicit",
+    "expand": "implicit size other",
+    "softmax": "dtype half_to_float",
     "clone": "memory_format",
     "lift_fresh_copy": "memory_format",
     "cumsum": "dtype",
