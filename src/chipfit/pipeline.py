@@ -19,6 +19,7 @@ from chipfit.calibration.doubts import thin, unlike_training
 from chipfit.calibration.seen import Seen
 from chipfit.decide import scales
 from chipfit.decide.assignment import Assignment, assign
+from chipfit.decide.heard import unheard
 from chipfit.decide.overrides import Overrides, resolve_overrides, to_record
 from chipfit.decide.requantize import requantize
 from chipfit.decide.ties import tie_groups
@@ -287,7 +288,7 @@ def decide(
     apart, insertions = requantize(graph, platform, assignment)
     if apart is not graph:
         assignment, notes = one_pass(apart)
-    return apart, assignment, notes + insertions
+    return apart, assignment, notes + insertions + unheard(apart, assignment, overrides or {})
 
 
 def _plan(start: Plan, tensors: dict[str, TensorPlan], assignment: Assignment, **changes: Any) -> Plan:

@@ -58,7 +58,7 @@ CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
 }
 #: those that say nothing about a layer without weights
-_OF_WEIGHTS = ("bits", "weight_method", "per", "weight_rule")
+OF_WEIGHTS = ("bits", "weight_method", "per", "weight_rule")
 
 
 class Layers:
@@ -133,7 +133,7 @@ def resolve_overrides(graph: Graph, overrides: Overrides) -> dict[str, dict[str,
         else:
             check_choices(pattern, choices)
         nodes = layers.match(pattern)
-        about_weights = [k for k in choices if k in _OF_WEIGHTS]
+        about_weights = [k for k in choices if k in OF_WEIGHTS]
         if about_weights and nodes and not any(has_weights(n.op) for n in nodes):
             raise PlanError(
                 f"'{pattern}' has no weights, so that '{about_weights[0]}' says nothing about it",
@@ -141,8 +141,14 @@ def resolve_overrides(graph: Graph, overrides: Overrides) -> dict[str, dict[str,
                 hint="name a layer with weights, or say activation_bits, rule or method about its result",
             )
         for node in nodes:
-            out[node.name] = {**out.pop(node.name, {}), **choices}
+            out[node.name] = over(out.pop(node.name, {}), choices)
     return out
+
+
+def over(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """Choices with later ones over them. Who asks for bits takes an earlier "float" back; no other choice does."""
+    asks = any(isinstance(later.get(k), int) for k in ("bits", "activation_bits"))
+    return {**{k: v for k, v in earlier.items() if not (asks and k == "float")}, **later}
 
 
 def check_choices(pattern: Any, choices: Any) -> None:

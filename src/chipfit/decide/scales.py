@@ -14,6 +14,7 @@ from chipfit.decide.legality import project
 from chipfit.decide.ties import fixed, tie_groups
 from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ops import OPS
 from chipfit.plan.record import TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
@@ -65,7 +66,9 @@ def choose(
     sources = Sources(graph, stats, dictated, known or {}, rule, weight_rule, z_threshold)
     found = {s.name: sources.find(s, grids[s.name]) for s in assignment.slots.values() if s.role != "bias"}
     for group in groups:
-        found |= _tied({name: found[name] for name in group if name in found}, dictated.keys())
+        members = {name: found[name] for name in group if name in found}
+        given = any(assignment.slots[name].range is not None for name in members)
+        found |= _tied(members, dictated.keys(), copies(graph, group) if given else ())
     legal = project({name: stored for name, (stored, _) in found.items()}, assignment.bindings)
 
     nodes = {n.name: n for n in graph.nodes}
@@ -104,17 +107,32 @@ def _grid(slot: Slot, stats: TensorStats | None, graph: Graph) -> Grid:
     return slot.grid(signed=low < 0)
 
 
-def _tied(members: Mapping[str, Found], dictated: Collection[str]) -> dict[str, Found]:
-    """Tied tensors with one scale and zero point, which covers the range of each; a dictated one is everybody's."""
+def copies(graph: Graph, group: Collection[str]) -> set[str]:
+    """The tensors of a tie that hold numbers of others in it, and so the range of those."""
+
+    def moves(n: Node) -> bool:
+        data = [i for i in n.inputs if i is not None and graph.is_float(i)]
+        return n.op in OPS and OPS[n.op].moves and all(i in group for i in data)
+
+    return {o for n in graph.nodes if moves(n) for o in n.outputs if o in group}
+
+
+def _tied(members: Mapping[str, Found], dictated: Collection[str], besides: Collection[str] = ()) -> dict[str, Found]:
+    """Tied tensors with one scale and zero point, which covers the range of each; a dictated one is everybody's.
+
+    Args:
+        besides: members whose ranges do not count.
+    """
     if len(members) < 2:
         return {}
     stored = {name: s for name, (s, _) in members.items()}
     anchor = next((s for name, s in stored.items() if name in dictated), None)
-    first = anchor or next(iter(stored.values()))
+    ranges = [s for name, s in stored.items() if name not in besides] or list(stored.values())
+    first = anchor or ranges[0]
     scale, zero_point = first.scale, first.zero_point
-    if anchor is None and not all(_equal(s, first) for s in stored.values()):
+    if anchor is None and not all(_equal(s, first) for s in ranges):
         grid = next((s.grid for s in stored.values() if s.grid.pot), first.grid)
-        bounds = [QParams(s.scale, s.zero_point).bounds(s.grid) for s in stored.values()]
+        bounds = [QParams(s.scale, s.zero_point).bounds(s.grid) for s in ranges]
         lows, highs = zip(*bounds, strict=True)
         q = from_min_max(min(lows), max(highs), grid)
         scale, zero_point = q.scale, q.zero_point

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from chipfit.decide.overrides import over
 from chipfit.graph.ir import Graph, Node
 from chipfit.platform.match import Resolved, as_tuple, resolve_node
 from chipfit.platform.schema import Format, Option, Platform, Rule
@@ -105,7 +106,7 @@ def find_units(
         names = group_at.get(node.name, (node.name,))
         choices: dict[str, Any] = {}
         for name in sorted((n for n in names if n in turn), key=turn.__getitem__):
-            choices |= overrides[name]
+            choices = over(choices, overrides[name])
         units.append(_unit(graph, platform, tuple(nodes[n] for n in names), choices))
     return _first_and_last(platform, units)
 
