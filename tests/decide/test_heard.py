@@ -32,14 +32,14 @@ def quantize(overrides, platform="ort_cpu", model=None, data=IDS):
 @pytest.mark.parametrize(
     ("overrides", "platform", "says"),
     [
-        ({"emb": {"bits": 8}}, "ort_cpu", "'emb': its operator runs in float"),
-        ({"emb": {"per": "tensor"}}, "ort_cpu", "'emb': its operator runs in float"),
-        ({"ln": {"activation_bits": 16}}, "ort_cpu", "'ln': it has 8"),
-        ({"LayerNorm": {"bits": 8}}, "ort_cpu", "'ln': its operator runs in float"),
+        ({"emb": {"bits": 8}}, "ort_cpu", "'emb' (its operator runs in float)"),
+        ({"emb": {"per": "tensor"}}, "ort_cpu", "'emb' (its operator runs in float)"),
+        ({"ln": {"activation_bits": 16}}, "ort_cpu", "'ln' (it has 8"),
+        ({"LayerNorm": {"bits": 8}}, "ort_cpu", "'ln' (its operator runs in float)"),
         ({"softmax": {"rule": "mse"}}, "tflite_int8", "the platform dictates its scale"),
         ({"softmax": {"range": (0, 2)}}, "tflite_int8", "the platform dictates its scale"),
         ({"Linear": "float", "a": {"rule": "no_clipping"}}, "ort_cpu", "overrides keep 'Linear' in float"),
-        ({"b": {"range": (-9, 9)}}, "tflite_int8", "whose ranges are part of it"),
+        ({"b": {"range": (-9, 9)}}, "tflite_int8", "whose range is part of it"),
     ],
 )
 def test_what_no_layer_can_take_is_refused_with_the_reason(overrides, platform, says):

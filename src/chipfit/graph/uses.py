@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-import torch
 
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
@@ -30,23 +27,20 @@ GUARD_WHY = "it is kept away from 0, which is a code of every grid"
 
 def unrounded(graph: Graph) -> dict[str, str]:
     """The float values that no grid may hold, and why; all others may be quantized."""
-    given = _given(graph)
-    masks = _Masks(graph, graph.producers(), given)
-    for n in graph.nodes:
-        if n.op in _SOFT + _HARD or (n.op in OPS and OPS[n.op].moves and OPS[n.op].layout == "spatial"):
-            masks.masked(n.data, _GONE if n.op in _SOFT else _EXTREME)
+    given, producers = _given(graph), graph.producers()
+    masked, masks = _masks(graph, given, producers)
     use = dict.fromkeys(graph.outputs, _REAL)
     for n in reversed(graph.nodes):
         made = max((use.get(o, _EXACT) for o in n.outputs), default=_EXACT)
         for slot, i in graph.slots(n):
-            why = _EXACT if (n.name, i) in masks.operands else _use(graph, n, slot, made)
+            why = _EXACT if (n.name, i) in masks else _use(graph, n, slot, made)
             use[i] = max(use.get(i, _EXACT), why)
     exact = {
         v: EXACT_WHY
         for v in graph.values
         if graph.is_float(v) and use.get(v, _EXACT) <= (_COMPARED if v in given else _EXACT)
     }
-    return exact | masks.found | _guarded(graph, masks.producers)
+    return exact | masked | _guarded(graph, producers)
 
 
 def _guarded(graph: Graph, producers: Mapping[str, Node]) -> dict[str, str]:
@@ -100,33 +94,37 @@ def _given(graph: Graph) -> set[str]:
     return out
 
 
-@dataclass(slots=True)
-class _Masks:
-    """Masks that are added to scores, or put in their place."""
+def _masks(graph: Graph, given: set[str], producers: Mapping[str, Node]) -> tuple[dict[str, str], set[tuple[str, str]]]:
+    """Masks that are added to scores, or put in their place.
 
-    graph: Graph
-    producers: Mapping[str, Node]
-    given: set[str]
-    found: dict[str, str] = field(default_factory=dict)  #: values that hold masked scores -> why they stay float
-    operands: set[tuple[str, str]] = field(default_factory=set)  #: (node, operand) where the operand is the mask
+    Returns:
+        Values that hold masked scores, with the reason; (node, operand) where the operand is the mask.
+    """
+    found: dict[str, str] = {}
+    operands: set[tuple[str, str]] = set()
 
-    def masked(self, value: str, bound: float) -> bool:
-        """Whether a value holds scores behind a mask; notes it, and all between the mask and it."""
-        n = self.producers.get(value)
-        if n is None or not (n.op in _BETWEEN or (n.op in OPS and OPS[n.op].moves)) or not self.graph.is_float(value):
-            return False
-        data = [i for slot, i in self.graph.slots(n) if slot.startswith("in") and slot != "index"]
-        scores = [i for i in data if i not in self.given]
-        here = [i for i in data if n.op in ("Add", "Sub", "Where", "Max", "Min") and scores and self._mask(i, bound)]
-        self.operands.update((n.name, i) for i in here)
-        before = [self.masked(i, bound) for i in scores]
-        if here or any(before):
-            self.found[value] = MASKED_WHY
-        return value in self.found
-
-    def _mask(self, value: str, bound: float) -> bool:
-        """It is a constant with numbers beyond the bound, or, in front of a softmax, follows from inputs alone."""
-        w = self.graph.weights.get(value)
+    def is_mask(value: str, bound: float) -> bool:
+        """A constant with numbers beyond the bound, or, in front of a softmax, what follows from inputs alone."""
+        w = graph.weights.get(value)
         if w is None:
-            return value in self.given and bound == _GONE
-        return w.is_floating_point() and bool((w.abs() >= bound).any() | torch.isnan(w).any())
+            return value in given and bound == _GONE
+        return w.is_floating_point() and not bool((w.abs() < bound).all())
+
+    def masked(value: str, bound: float) -> bool:
+        """Whether a value holds scores behind a mask; notes it, and all between the mask and it."""
+        n = producers.get(value)
+        if n is None or not (n.op in _BETWEEN or (n.op in OPS and OPS[n.op].moves)) or not graph.is_float(value):
+            return False
+        data = [i for slot, i in graph.slots(n) if slot.startswith("in") and slot != "index"]
+        scores = [i for i in data if i not in given]
+        here = [i for i in data if n.op in ("Add", "Sub", "Where", "Max", "Min") and scores and is_mask(i, bound)]
+        operands.update((n.name, i) for i in here)
+        before = [masked(i, bound) for i in scores]  # all of them are noted
+        if here or any(before):
+            found[value] = MASKED_WHY
+        return value in found
+
+    for n in graph.nodes:
+        if n.op in _SOFT + _HARD or (n.op in OPS and OPS[n.op].moves and OPS[n.op].layout == "spatial"):
+            masked(n.data, _GONE if n.op in _SOFT else _EXTREME)
+    return found, operands
