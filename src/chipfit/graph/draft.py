@@ -79,15 +79,3 @@ class Draft:
         graph.trainable -= gone
         del graph.nodes[nodes:]
         return gone
-
-    def drop_dead(self) -> None:
-        """Leave out the nodes whose results nobody reads."""
-        live, kept = set(self.graph.outputs), []
-        for n in reversed(self.graph.nodes):
-            if live.intersection(n.outputs):
-                kept.append(n)
-                live.update(i for i in n.inputs if i is not None)
-            else:
-                for o in n.outputs:
-                    self.graph.values.pop(o, None)
-        self.graph.nodes = kept[::-1]

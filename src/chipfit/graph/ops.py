@@ -106,10 +106,7 @@ OPS: dict[str, OpDef] = {
     "Clamp": _op("in0", "min max", "min or max None = unbounded; Hardtanh and clip are this", **_ACT),
     "LeakyRelu": _op("in0", "negative_slope", **_TAIL, homogeneous=True),
     "PRelu": _op(
-        "in0 w",
-        note="w has 1 or C entries, channel axis 1",
-        **{**_TAIL, "layout": "spatial"},
-        homogeneous=True,
+        "in0 w", note="w has 1 or C entries, channel axis 1", **{**_TAIL, "layout": "spatial"}, homogeneous=True
     ),
     "Elu": _op("in0", "alpha", **_TAIL),
     "Softplus": _op("in0", "beta threshold", **_ACT),
@@ -118,10 +115,7 @@ OPS: dict[str, OpDef] = {
     "LogSoftmax": _op("in0", "axis", layout="along"),
     **_each("Add Sub Mul Div Pow Mod FloorDiv", _op("in0 in1", **_ELEMENT)),
     **_each("Max Min", _op("in0 in1", **_ELEMENT, moves=True)),
-    **_each(
-        "Equal NotEqual Less LessEqual Greater GreaterEqual LogicalAnd LogicalOr",
-        _op("in0 in1", **_ELEMENT),
-    ),
+    **_each("Equal NotEqual Less LessEqual Greater GreaterEqual LogicalAnd LogicalOr", _op("in0 in1", **_ELEMENT)),
     "Concat": _op("ins*", "axis", layout="concat", moves=True),
     "Stack": _op("ins*", "axis", moves=True),
     "Split": _op("in0", "axis sizes", "several outputs, sizes in elements", layout="along", **_VIEW),

@@ -5,15 +5,7 @@ from __future__ import annotations
 import torch
 
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import (
-    bias_or_zero,
-    in_groups,
-    is_linear,
-    own,
-    scale_inputs,
-    scale_outputs,
-    with_bias,
-)
+from chipfit.graph.linear import bias_or_zero, in_groups, is_linear, own, scale_inputs, scale_outputs, with_bias
 from chipfit.graph.ops import OPS
 from chipfit.graph.paths import Paths, paths
 from chipfit.registry import Setting, register

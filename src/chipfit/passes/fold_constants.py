@@ -36,7 +36,7 @@ def fold_constants(graph: Graph) -> tuple[Graph, list[str]]:
     for n in graph.nodes:
         given = [i for i in n.inputs if i is not None]
         table = {i: found[i] if i in found else graph.weights.get(i) for i in given}
-        outs = () if any(t is None for t in table.values()) or not _may_fold(graph, n) else _compute(n, table)
+        outs = _compute(graph, n, table)
         grown = sum(o.numel() for o in outs)
         if not outs or grown > max(limit, sum(t.numel() for t in table.values() if t is not None)):
             rest.append(n)
@@ -51,8 +51,7 @@ def fold_constants(graph: Graph) -> tuple[Graph, list[str]]:
             if i in found and i not in names:
                 names[i] = _name(graph, n, slot, i)
                 graph.weights[names[i]] = found[i]
-                if i in trained and found[i].is_floating_point():
-                    graph.trainable.add(names[i])
+                graph.trainable.update({names[i]} if i in trained and found[i].is_floating_point() else ())
                 notes.append(f"'{names[i]}' of '{n.who}' depends on no input: computed once")
     for value in found:
         graph.values.pop(value, None)
@@ -60,14 +59,12 @@ def fold_constants(graph: Graph) -> tuple[Graph, list[str]]:
     return graph, notes
 
 
-def _may_fold(graph: Graph, n: Node) -> bool:
+def _compute(graph: Graph, n: Node, table: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """The results of a node; none where it must stay, or one is no tensor."""
     if n.op == "Dropout" or not set(n.outputs).isdisjoint(graph.outputs):
-        return False
-    return n.op != OPAQUE or repeatable(n.attrs["target"])
-
-
-def _compute(n: Node, table: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """The results of a node; none where one is no tensor."""
+        return ()
+    if any(t is None for t in table.values()) or (n.op == OPAQUE and not repeatable(n.attrs["target"])):
+        return ()
     with torch.no_grad():
         outs = execute(n, [None if i is None else table[i].detach() for i in n.inputs])
     return tuple(o.contiguous() for o in outs) if all(isinstance(o, torch.Tensor) for o in outs) else ()

@@ -178,11 +178,26 @@ def test_a_call_that_branches_on_values_is_refused():
         captured(model, np.ones((2, 3), "float32"))
 
 
-def test_half_precision_is_refused():
+def test_half_precision_is_read_in_float32_and_refused_where_the_model_cannot_be_made_again():
     image = keras.Input((4,))
     model = keras.Model(image, layers.Dense(2, dtype="mixed_bfloat16", name="half")(image))
-    with pytest.raises(CaptureError, match="'half' computes in bfloat16"):
-        captured(model)
+    assert "bfloat16" in captured(model).notes[0]
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__(name="own")
+            self.narrow = layers.Dense(2, dtype="mixed_bfloat16")
+
+        def call(self, x):
+            return self.narrow(x)
+
+        def get_config(self):
+            raise NotImplementedError
+
+    own = Own()
+    own(np.ones((1, 3), "float32"))
+    with pytest.raises(CaptureError, match=r"'own' computes in bfloat16.*float32"):
+        captured(own, np.ones((2, 3), "float32"))
 
 
 def test_open_spatial_sizes_are_taken_from_the_example():

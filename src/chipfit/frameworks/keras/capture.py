@@ -21,6 +21,7 @@ from chipfit.errors import CaptureError
 from chipfit.frameworks.keras.backend import forward
 from chipfit.frameworks.keras.recorded import functional
 from chipfit.frameworks.keras.walk import Walk, leaves
+from chipfit.graph.builder import drop_dead
 from chipfit.graph.check import check
 from chipfit.graph.draft import Origin
 from chipfit.graph.ir import Graph, Value
@@ -114,25 +115,21 @@ def _in_float32(model: Any) -> tuple[Any, str]:
     Raises:
         CaptureError: it cannot be made again from its configuration, or a weight is beyond float32.
     """
-    mixed = next((x for x in model._flatten_layers() if x.compute_dtype != "float32" and x.variables), None)
-    if mixed is None:
+    kinds = sorted({x.compute_dtype for x in model._flatten_layers() if x.variables} - {"float32"})
+    if not kinds:
         return model, ""
-    kinds = {x.compute_dtype for x in model._flatten_layers() if x.variables} - {"float32"}
     old = [np.asarray(w, "float64") for w in model.get_weights()]
     try:
         twin = type(model).from_config(_single(model.get_config()))
         twin.set_weights([w.astype("float32") for w in old])
     except Exception as e:  # Keras raises many types for classes without a configuration
-        raise CaptureError(
-            f"Layer '{mixed.name}' computes in {mixed.compute_dtype}",
-            allowed="float32",
-            hint="build the model with keras.config.set_dtype_policy('float32') and load its weights",
-        ) from e
+        hint = "build the model with keras.config.set_dtype_policy('float32') and load its weights"
+        raise CaptureError(f"'{model.name}' computes in {', '.join(kinds)}", allowed="float32", hint=hint) from e
     both = zip(twin.weights, twin.get_weights(), old, strict=True)
     lost = [v.path for v, new, w in both if np.isinf(new).any() and not np.isinf(w).any()]
     if lost:
         raise CaptureError(f"'{lost[0]}' holds numbers that float32 does not, in which models are read")
-    return twin, " and ".join(sorted(kinds))
+    return twin, " and ".join(kinds)
 
 
 def _single(config: Any) -> Any:
@@ -246,7 +243,7 @@ def _finish(reading: Walk, results: Any, struct: Any, names: Sequence[str]) -> G
         "packed": not isinstance(struct, keras.KerasTensor),
     }
     graph.in_spec = json.dumps(spec)
-    reading.draft.drop_dead()
+    drop_dead(graph)
     check(graph, blame="capture")
     moved = rearrange(graph, "channels_first")
     _keep_names(moved.graph, moved.copies)
