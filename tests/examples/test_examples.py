@@ -7,6 +7,11 @@ import re
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
+import pytest
+
+import chipfit
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -49,3 +54,37 @@ def test_the_example_chip_is_the_one_that_the_docs_write():
 def test_an_edited_plan_runs_with_the_edit():
     made, edited = script("plan_editing").main()
     assert edited > made
+
+
+def test_the_chip_models_say_what_the_built_in_chip_says(monkeypatch):
+    """Formats, sets, rules and fusions of the two files are those of the data that `get_model` reads."""
+    pytest.importorskip("keras")
+    monkeypatch.syspath_prepend(str(ROOT / "examples/hardware_models"))
+    plain = script("hardware_models/default_hwm").get_default_hardware_model()
+    known = chipfit.get_model("keras", "default")
+    named = {o.name for o in plain.operator_set if o.members == (o,)}
+    assert named == {o.name for o in known.tp_model.operator_set if o.members == (o,)}
+    attached = script("hardware_models/keras_default").get_keras_hardware_model()
+    assert said(attached) == said(known)
+    mine, theirs = attached.to_platform(), known.to_platform()
+    for part in ("formats", "ops", "fuse", "place", "unlisted", "metadata"):
+        assert getattr(mine, part) == getattr(theirs, part), part
+
+
+def said(chip):
+    """The layers of every operator set, as data, in any order."""
+    sets = chip.to_platform().sets
+    return {name: {m.model_dump_json() for m in members} for name, members in sets.items()}
+
+
+def test_the_chip_models_quantize_a_model(monkeypatch):
+    keras = pytest.importorskip("keras")
+    monkeypatch.syspath_prepend(str(ROOT / "examples/hardware_models"))
+    chip = script("hardware_models/keras_default").get_keras_hardware_model()
+    x = keras.Input((8, 8, 3))
+    y = keras.layers.Dense(2, name="dense")(keras.layers.Flatten()(keras.layers.Conv2D(4, 3, activation="relu")(x)))
+    data = [np.random.default_rng(0).standard_normal((4, 8, 8, 3)).astype("float32")]
+    result = chipfit.quantize(keras.Model(x, y), data, chip, progress=False)
+    assert result.plan["dense/kernel"].grid.bits == 8
+    assert result.edit({"dense": {"bits": 4}}).plan["dense/kernel"].grid.bits == 4
+    assert len(result.plan.groups) == 1
