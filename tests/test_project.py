@@ -99,7 +99,7 @@ def test_the_pinned_versions_satisfy_the_package_metadata():
 
 #: rooms from the bottom up: each may import those before it
 LAYERS = (
-    "errors registry files quantizers graph engine calibration ranges platform plan decide passes correction "
+    "errors screen registry files quantizers graph engine calibration ranges platform plan decide passes correction "
     "frameworks export simulate runtimes verify report settings steps pipeline facade cli"
 ).split()
 #: room -> rooms below it of which it knows nothing all the same

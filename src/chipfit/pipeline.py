@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from chipfit import steps
 from chipfit.calibration.collect import TensorStats, collect
 from chipfit.calibration.data import as_call, batches, first_batch
 from chipfit.calibration.doubts import thin, unlike_training
+from chipfit.calibration.progress import Progress, length
 from chipfit.calibration.seen import Seen
 from chipfit.decide import scales
 from chipfit.decide.assignment import Assignment, assign
@@ -35,6 +36,7 @@ from chipfit.platform.load import load as load_platform
 from chipfit.platform.match import fusions, sets_of
 from chipfit.platform.schema import Platform
 from chipfit.ranges import Rule, name_of, rule_of
+from chipfit.screen import Screen, Shown
 from chipfit.settings import PLAIN, Settings
 
 if TYPE_CHECKING:
@@ -42,8 +44,8 @@ if TYPE_CHECKING:
     from chipfit.verify import Verification
 
 
-@dataclass
-class Result:
+@dataclass(repr=False)
+class Result(Shown):
     """What `quantize` returns: the decision, and everything that can be made of it."""
 
     graph: Graph  #: the float network after rewrites
@@ -65,6 +67,27 @@ class Result:
             self._model = lower(self.graph, self.plan)
             self._made = checksum(self._model, self.graph.framework)
         return self._model
+
+    def _screen(self) -> Screen:
+        plan, v = self.plan, self.verification
+        nodes = list(plan.nodes.values())
+        floats = sorted(nodes, key=lambda n: n.exec != "float")  # what stays float first: it is what people look for
+        formats = {o: t.format for n in self.graph.nodes for o in n.outputs[:1] if (t := plan.tensors.get(o))}
+        made = {n.name: formats.get(n.outputs[0], "") for n in self.graph.nodes if n.outputs}
+        rows = [(n.who, n.op, n.exec, made.get(n.name, ""), n.why) for n in floats]
+        integers = sum(n.exec != "float" for n in nodes)
+        return Screen(
+            f"Result for {self.platform.name}: {integers} of {len(nodes)} operators in integers",
+            {
+                "tensors": f"{sum(t.quantized for t in plan.tensors.values())} of {len(plan.tensors)} stored in codes",
+                "time": ", ".join(f"{k} {s:.2f} s" for k, s in self.timings.items()),
+                "verified": v.summary().splitlines()[0] if v else "not yet: result.verify(data)",
+                "next": "result.report.show(), .model, .export(path), .save(folder)",
+            },
+            ("layer", "operator", "runs", "result", "why float"),
+            rows,
+            "result.plan, result.report",
+        )
 
     @property
     def device_model(self) -> Any:
@@ -202,12 +225,13 @@ def quantize(
         z_threshold: drop activation histogram bins further than this many standard deviations from the mean.
         settings: optional rewrites and corrections.
         seed: of everything random.
-        progress: show a bar on a terminal.
+        progress: show what is being done: a bar with the time left on a terminal, one line per stage elsewhere.
 
     Raises:
         CaptureError, DataError, UnsupportedError, UnknownNameError: see `chipfit.errors`.
         NothingQuantizedError: no tensor of this model can be quantized on this platform.
     """
+    shown = Progress(progress)
     clock = _Clock()
     target, again = load_platform(platform), data
     torch.manual_seed(seed)
@@ -220,7 +244,7 @@ def quantize(
                 got="an iterator",
                 hint="give a list, or a function that returns one",
             )
-    with clock("capture"):
+    with clock("capture"), shown.stage("capture"):
         args, kwargs, data = first_batch(data, model) if example is None else (*as_call(example, model), data)
         captured = capture(model, args, kwargs)
         doubts = unlike_training(captured) if example is None else []
@@ -228,10 +252,11 @@ def quantize(
     with clock("assign"):
         graph, assignment, decisions = decide(graph, target, overrides, settings)
         _refuse_all_float(assignment, target)
-    with clock("calibrate"):
+    seen = Seen()
+    counted = shown.count("calibrate", batches(data, graph, seen.note), length(again))
+    with clock("calibrate"), closing(counted):
         needs = steps.needs(graph, scales.needs(assignment, rule, z_threshold), settings)
-        seen = Seen()
-        stats = collect(graph, batches(data, graph, seen.note), tensors=needs, progress=progress, seed=seed)
+        stats = collect(graph, counted, tensors=needs, seed=seed)
         doubts += thin(graph, stats, len(seen.digests))
     rules: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "z_threshold": z_threshold}
     record = provenance.record(
@@ -244,7 +269,7 @@ def quantize(
         **{k: v if v is None else name_of(v) for k, v in rules.items()},
     )
     record["samples"] = sorted(seen.digests)
-    with clock("ranges"):
+    with clock("ranges"), shown.stage("ranges"):
         if steps.taken(settings, "adapt"):
             graph, stats, adapted = steps.adapt(graph, assignment, stats, settings)
             graph, assignment, decisions = decide(graph, target, overrides, settings)
@@ -321,14 +346,22 @@ def _corrected(
     return Result(*corrected, platform, stats, timings, _uncorrected=(graph, plan))
 
 
-@dataclass(frozen=True)
-class Lint:
+@dataclass(frozen=True, repr=False)
+class Lint(Shown):
     """What a platform would do with a model, before any calibration."""
 
     graph: Graph
     platform: Platform
     assignment: Assignment
     notes: tuple[str, ...]
+
+    def _screen(self) -> Screen:
+        integers = sum(n.exec != "float" for n in self.rows)
+        title = f"{integers} of {len(self.rows)} operators run in integers on {self.platform.name}"
+        rows = [(n.who, n.op, n.exec, n.why) for n in self.rows]
+        return Screen(
+            title, {"notes": "; ".join(self.notes)}, ("layer", "operator", "runs", "why float"), rows, "lint.rows"
+        )
 
     @property
     def rows(self) -> list[Any]:

@@ -26,6 +26,7 @@ from chipfit.platform.modelled import not_modelled
 from chipfit.platform.schema import Platform
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import DeviceRuntime, entries, entry, require
+from chipfit.screen import Screen, Shown
 from chipfit.simulate.device import float_operators, output
 from chipfit.simulate.integer import float_results, profile_for, simulate
 
@@ -177,8 +178,8 @@ class Held:
         return f"{self.differing} of its {self.elements} codes are not the plan's" if self.differing else self.wrong
 
 
-@dataclass
-class Verification:
+@dataclass(repr=False)
+class Verification(Shown):
     """What `verify` found."""
 
     runtime: str
@@ -323,6 +324,14 @@ class Verification:
             found = ", ".join(f"{k} {100 * v:.2f} %" for k, v in self.accuracy.items())
             lines.append(f"top-1 of {self.labelled} samples: {found}")
         return "\n".join(lines + self.warnings)
+
+    def _screen(self) -> Screen:
+        found, coverage, *more = self.summary().splitlines()
+        facts = {"integers": found, "coverage": coverage, "and": "; ".join(more)}
+        order = sorted(self.rows, key=lambda r: (not r.fault, -r.differing, r.why != ""))
+        rows = [(r.tensor, r.op, r.elements, r.differing, r.largest, r.op_differing, r.fault or r.why) for r in order]
+        header = ("tensor", "operator", "integers", "differ", "by", "alone", "note")
+        return Screen(f"Verification on {self.runtime}: {self.verdict}", facts, header, rows, "verification.rows")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""

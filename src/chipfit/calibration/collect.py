@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -95,7 +94,6 @@ def collect(
     batches: Iterable[Sequence[torch.Tensor]],
     *,
     tensors: Mapping[str, Need],
-    progress: bool = False,
     seed: int = 0,
 ) -> dict[str, TensorStats]:
     """Run the float graph over all batches and gather statistics of `tensors`.
@@ -128,7 +126,7 @@ def collect(
         return outputs
 
     with torch.inference_mode():
-        for batch in _watched(batches) if progress else batches:
+        for batch in batches:
             inputs = [_layout(x) for x in batch]
             for name, x in zip(graph.inputs, inputs, strict=True):
                 if name in stats:
@@ -155,13 +153,3 @@ def _run_checked(graph: Graph, inputs: list[torch.Tensor], hook: Any, index: int
 
 def _layout(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
-
-
-def _watched(batches: Iterable[Any]) -> Iterable[Any]:
-    """The batches with a progress bar and the time left, on a terminal only."""
-    if not sys.stderr.isatty():
-        return batches
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(batches, "calibrating", console=Console(stderr=True), transient=True)

@@ -15,7 +15,7 @@ from chipfit.errors import DataError
 from chipfit.graph.ir import Graph
 
 #: rows per batch when one big array is given
-_ROWS = 16
+ROWS = 16
 
 
 def iterate(data: Any) -> Iterator[Any]:
@@ -33,7 +33,7 @@ def iterate(data: Any) -> Iterator[Any]:
     if isinstance(data, torch.Tensor):
         if data.dim() == 0:
             raise DataError("Calibration data is a single number", got=str(data), allowed="batches of inputs")
-        return iter(torch.split(data, _ROWS))
+        return iter(torch.split(data, ROWS))
     if isinstance(data, (str, bytes)) or not isinstance(data, Iterable) or isinstance(data, Mapping):
         raise DataError(
             "This is not calibration data",

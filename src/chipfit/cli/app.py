@@ -13,7 +13,6 @@ from chipfit.platform.builtin import DEFAULT
 if TYPE_CHECKING:
     from chipfit.errors import ChipfitError
     from chipfit.pipeline import Result
-    from chipfit.plan.record import TensorPlan
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 platforms = typer.Typer(help="What chips can do: built-in descriptions and your own.", invoke_without_command=True)
@@ -206,18 +205,7 @@ def explain(saved: Saved, layer: Annotated[str, Argument(help="layer path, glob,
         typer.echo(f"{node.op} '{node.who}': runs in {decided.exec}{group}{why}")
         for name in dict.fromkeys((*node.inputs, *node.outputs)):
             if name in result.plan.tensors:
-                typer.echo(f"  {_in_a_line(result.plan.tensors[name])}")
-
-
-def _in_a_line(t: TensorPlan) -> str:
-    """How a tensor is stored, or why it is not."""
-    if t.stored is None:
-        return f"{t.role} {t.name}: float, {t.why}"
-    s, grid = t.stored.scale, t.stored.grid
-    scale = f"{float(s):.6g}" if s.dim() == 0 else f"{float(s.min()):.3g}..{float(s.max()):.3g}, one per channel"
-    zero = int(t.stored.zero_point.reshape(-1)[0])
-    codes = f"codes {grid.qmin}..{grid.qmax}"
-    return f"{t.role} {t.name}: {t.format}, {codes}, scale {scale}, zero point {zero}; {t.origin}"
+                typer.echo(f"  {result.plan.tensors[name]}")
 
 
 @platforms.callback()

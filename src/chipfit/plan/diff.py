@@ -10,6 +10,7 @@ import torch
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
+from chipfit.screen import Screen, Shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,22 @@ class Difference:
         return f"{self.where}: {self.field + ' ' if self.field else ''}{self.a} -> {self.b}"
 
 
-def diff(a: Plan, b: Plan) -> list[Difference]:
+class Differences(Shown, list[Difference]):
+    """Everything that two plans say differently."""
+
+    def _screen(self) -> Screen:
+        title = f"{len(self)} things differ between the plans" if self else "The plans decide the same"
+        return Screen(
+            title, {}, ("where", "what", "first", "second"), [(d.where, d.field, d.a, d.b) for d in self], "the list"
+        )
+
+
+def diff(a: Plan, b: Plan) -> Differences:
     """What differs between two plans, in the order of the first; empty when they decide the same.
 
     Provenance is left out: it says where the numbers come from, not what they are.
     """
-    out: list[Difference] = []
+    out = Differences()
     for kind, ours, theirs in (("tensor", a.tensors, b.tensors), ("node", a.nodes, b.nodes)):
         for name in dict.fromkeys([*ours, *theirs]):
             where, x, y = f"{kind} '{name}'", ours.get(name), theirs.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 from chipfit.errors import PlanError
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
+from chipfit.screen import Screen, Shown
 
 _STORED = frozenset(f.name for f in fields(Stored))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TensorPlan:
     """How one tensor is stored on the chip, or why it stays float."""
 
@@ -56,6 +58,15 @@ class TensorPlan:
         """Channel axis when scale is [C]."""
         return self.stored.axis if self.stored is not None else None
 
+    def __repr__(self) -> str:
+        """How it is stored, or why it is not, in a line."""
+        if self.stored is None:
+            return f"{self.role} {self.name}: float, {self.why}"
+        s, grid = self.stored.scale, self.stored.grid
+        scale = f"{float(s):.6g}" if s.dim() == 0 else f"{float(s.min()):.3g}..{float(s.max()):.3g}, one per channel"
+        codes, zero = f"codes {grid.qmin}..{grid.qmax}", int(self.stored.zero_point.reshape(-1)[0])
+        return f"{self.role} {self.name}: {self.format}, {codes}, scale {scale}, zero point {zero}; {self.origin}"
+
     def with_(self, **changes: Any) -> TensorPlan:
         """A copy with other fields, those of `stored` included: `t.with_(scale=2 * t.scale)`."""
         own = {k: changes.pop(k) for k in list(changes) if k in _STORED}
@@ -84,8 +95,8 @@ class NodePlan:
         return self.layer or self.name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Plan(Shown):
     """All decisions for one model on one platform."""
 
     tensors: dict[str, TensorPlan] = field(default_factory=dict)
@@ -97,6 +108,23 @@ class Plan:
     platform: str = ""
     rewrites: tuple[str, ...] = ()  #: one line for each rewrite applied or refused
     provenance: dict[str, Any] = field(default_factory=dict)  #: versions, hashes, seed, settings
+
+    def _screen(self) -> Screen:
+        runs = Counter(n.exec for n in self.nodes.values())
+        quantized = sum(t.quantized for t in self.tensors.values())
+        rows = [(t.name, t.role, t.format, _scales(t), t.origin or t.why) for t in self.tensors.values()]
+        return Screen(
+            f"Plan for {self.platform or 'no platform'}: {quantized} of {len(self.tensors)} tensors in codes",
+            {
+                "operators": ", ".join(f"{n} {how}" for how, n in runs.items()),
+                "kernels": f"{len(self.groups)} of several operators" if self.groups else "",
+                "ties": f"{len(self.ties)} groups of tensors share scale and zero point" if self.ties else "",
+                "rewrites": f"{len(self.rewrites)}, such as: {self.rewrites[0]}" if self.rewrites else "",
+            },
+            ("tensor", "role", "format", "scale", "origin"),
+            rows,
+            "plan.tensors",
+        )
 
     def quantized(self, name: str | None) -> bool:
         return self.stored(name) is not None
@@ -115,3 +143,9 @@ class Plan:
         if stored is None:
             raise PlanError(f"Tensor '{name}' is not quantized")
         return stored
+
+
+def _scales(t: TensorPlan) -> float | str | None:
+    if t.scale is None:
+        return None
+    return float(t.scale) if t.scale.dim() == 0 else f"{float(t.scale.min()):.3g}..{float(t.scale.max()):.3g}"

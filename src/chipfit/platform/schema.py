@@ -17,6 +17,7 @@ from typing_extensions import TypedDict
 from chipfit.platform.filters import Member
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.tables import FLOATS, float_table, log_table
+from chipfit.screen import Screen, Shown
 
 #: words that stand where a format name may stand
 NOT_A_FORMAT = frozenset({"float", "same", "none", "any"})
@@ -361,7 +362,7 @@ class Math(_Record):
     note: str = ""
 
 
-class Platform(_Record):
+class Platform(Shown, _Record):
     """One chip, or one runtime on a chip."""
 
     name: str
@@ -392,6 +393,25 @@ class Platform(_Record):
             raise ValueError(f"schema version {v} is not known; this chipfit reads version 0")
         return v
 
+    def _screen(self) -> Screen:
+        requant, revision = self.math.requant, f"@{self.arch_selected}" if self.arch_selected else ""
+        first = [next((u for u in o.use if u.w), next(iter(o.use), None)) for o in self.ops]
+        rows = [(", ".join(o.match), o.how, _joint(u)) for o, u in zip(self.ops, first, strict=True)]
+        return Screen(
+            f"Platform {self.name}{revision}: {self.title}",
+            {
+                "formats": ", ".join(f"{k} ({f})" for k, f in self.formats.items()),
+                "fusions": f"{len(self.fuse)} kinds of kernels" if self.fuse else "",
+                "other operators": self.unlisted,
+                "arithmetic": str(requant) if requant else "not known: exactness is not claimed",
+                "deploys as": ", ".join(self.deploy),
+                "runtimes": ", ".join(self.runtimes),
+            },
+            ("operators", "runs in", "formats, the best"),
+            rows,
+            "chipfit platforms show",
+        )
+
     @property
     def hash(self) -> str:
         """SHA-256 of everything that the platform says, the selected revision included."""
@@ -408,3 +428,8 @@ class Platform(_Record):
         if "bits" in when and when["bits"] != bits:
             return False
         return not ("runtime" in when and when["runtime"] != runtime)
+
+
+def _joint(o: Option | None) -> str:
+    given = {"in": ", ".join(o.ins), "w": o.w, "b": o.b, "out": o.out} if o is not None else {}
+    return ", ".join(f"{slot} {name}" for slot, name in given.items() if name)

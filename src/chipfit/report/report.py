@@ -8,10 +8,11 @@ from pathlib import Path
 
 from chipfit.files import write_atomically
 from chipfit.report.record import ReportData
+from chipfit.screen import Screen, Shown
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report(ReportData):
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Report(Shown, ReportData):
     """Everything that a person asks after quantizing a model."""
 
     def save(self, path: str | Path) -> Path:
@@ -26,6 +27,18 @@ class Report(ReportData):
         from chipfit.report.html import page
 
         return write_atomically(path, page(self).encode())
+
+    def _screen(self) -> Screen:
+        from chipfit.report.terminal import accuracies, agreement, facts, formats, kernel_exec, kernel_name, kernel_ops
+
+        known = {k: v for k, v in facts(self).items() if k != "platform"}
+        known["device"] = "; ".join(agreement(self).plain.splitlines())
+        known["top-1"] = ", ".join(f"{k} {100 * a:.2f} %" for k, a in accuracies(self).items())
+        known["first"] = "; ".join(self.warnings)
+        weakest = sorted(self.kernels, key=lambda k: (k[-1].sqnr_db is None, k[-1].sqnr_db or 0.0))
+        rows = [(kernel_name(k), kernel_ops(k), kernel_exec(k), formats(k), k[-1].sqnr_db) for k in weakest]
+        header = ("kernel", "operators", "runs", "format", "SQNR [dB]")
+        return Screen(f"Report: {self.platform}  {self.title}", known, header, rows, "report.show(), report.save(path)")
 
     def show(self) -> None:
         """Print the report to the terminal."""

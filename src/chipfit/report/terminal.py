@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.panel import Panel
@@ -111,19 +112,25 @@ def render(report: ReportData) -> Group:
     return Group(*parts, Panel(todo, title="what to try next", border_style="cyan"))
 
 
+def facts(report: ReportData) -> dict[str, str]:
+    """What there is to say about the whole model, by label."""
+    weights = f"{size(report.float_bytes)} -> {size(report.quantized_bytes)}, {report.shrink:.1f} x smaller"
+    if report.padded_bytes != report.quantized_bytes:
+        weights += f" ({size(report.padded_bytes)} padded to the chip's SIMD width)"
+    share, count = 100 * report.integer_share, len(report.layers)
+    out = {"platform": f"{report.platform}  {report.title}", "weights": weights}
+    out["operators"] = f"{share:.0f} % of {count} run in integers, as {len(report.kernels)} kernels"
+    if report.timings:
+        out["time"] = ", ".join(f"{k} {v:.2f} s" for k, v in report.timings.items())
+    return out
+
+
 def _summary(report: ReportData) -> Table:
     head = Table.grid(padding=(0, 2))
     head.add_column(style="dim")
     head.add_column()
-    head.add_row("platform", escape(f"{report.platform}  {report.title}"))
-    weights = f"{size(report.float_bytes)} -> {size(report.quantized_bytes)}, {report.shrink:.1f} x smaller"
-    if report.padded_bytes != report.quantized_bytes:
-        weights += f" ({size(report.padded_bytes)} padded to the chip's SIMD width)"
-    head.add_row("weights", weights)
-    share, count = 100 * report.integer_share, len(report.layers)
-    head.add_row("operators", f"{share:.0f} % of {count} run in integers, as {len(report.kernels)} kernels")
-    if report.timings:
-        head.add_row("time", ", ".join(f"{k} {v:.2f} s" for k, v in report.timings.items()))
+    for label, fact in facts(report).items():
+        head.add_row(label, escape(fact))
     head.add_row("device", agreement(report))
     if found := accuracies(report):
         shown = ", ".join(f"{k} [bold]{100 * a:.2f} %[/]" for k, a in found.items())
@@ -139,17 +146,14 @@ def _table(kernels: list[tuple[LayerRow, ...]]) -> Table:
         shown = [k for k in kernels if id(k) in weakest]
         which = "the weakest" if measured is not kernels else "the first"
         caption = f"{which} {len(shown)} of {len(kernels)} kernels; report.html and report.json hold all of them"
-    table = Table(show_edge=False, header_style="bold", pad_edge=False, caption=caption)
-    longest = max((len(kernel_name(k)) for k in shown), default=0)
-    table.add_column("kernel", overflow="fold", min_width=min(24, longest))  # what people search for; the rest may wrap
-    table.add_column("operators", overflow="fold")
-    table.add_column("runs in")
-    table.add_column("format", no_wrap=True)
-    table.add_column("range", justify="right", no_wrap=True)
-    table.add_column("SQNR", justify="right", no_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="bold", pad_edge=False, caption=caption)
+    for words in ("kernel", "operators", "runs in", "format"):  # which give way where the terminal is narrow
+        table.add_column(words, overflow="fold")
+    for figures in ("range", "SQNR"):
+        table.add_column(figures, justify="right", no_wrap=True)
     for kernel in shown:
         r = kernel[-1]
-        reach = "" if r.clip_low is None or r.clip_high is None else f"{r.clip_low:.3g} .. {r.clip_high:.3g}"
+        reach = "" if r.clip_low is None or r.clip_high is None else f"{r.clip_low:.3g}..{r.clip_high:.3g}"
         how = kernel_exec(kernel)
         runs = f"[yellow]{RUNS[how]}[/]" if how == "float" else RUNS[how]
         noise = "" if r.sqnr_db is None else f"{r.sqnr_db:.1f} dB"

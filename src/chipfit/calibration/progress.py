@@ -1,0 +1,79 @@
+"""What a long call shows while it runs: on a terminal a line with percent and time left, elsewhere a line per stage."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from chipfit.calibration.data import ROWS
+
+
+def length(data: Any) -> int | None:
+    """How many batches data have; None where they do not tell."""
+    shape = getattr(data, "shape", None)
+    if shape is not None and len(shape):  # one big array is cut into batches
+        return -(-int(shape[0]) // ROWS)
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+class Progress:
+    """Stages of a long call, on stderr.
+
+    Args:
+        wanted: show them at all.
+    """
+
+    def __init__(self, wanted: bool) -> None:
+        self.wanted, self._live = wanted, wanted and sys.stderr.isatty()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """A stage whose end cannot be foreseen."""
+        start = time.perf_counter()
+        with self._bar(name, None):
+            yield
+        self._line(f"{name}: {time.perf_counter() - start:.1f} s")
+
+    def count(self, name: str, batches: Iterable[Any], total: int | None) -> Generator[Any]:
+        """The batches, counted: with percent and time left where their number is known, else with their rate."""
+        start, seen = time.perf_counter(), 0
+        with self._bar(name, total) as advance:
+            for batch in batches:
+                yield batch
+                seen += 1
+                advance()
+        took = time.perf_counter() - start
+        self._line(f"{name}: {seen} batches in {took:.1f} s, {seen / max(took, 1e-9):.1f} batches/s")
+
+    def _line(self, text: str) -> None:
+        if self.wanted and not self._live:
+            print(f"chipfit {text}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def _bar(self, name: str, total: int | None) -> Iterator[Any]:
+        if not self._live:
+            yield lambda: None
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as Live
+
+        known = (BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn())
+        open_end = (SpinnerColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn())
+        columns = known if total else open_end
+        start = time.perf_counter()
+        with Live(TextColumn(name), *columns, console=Console(stderr=True), transient=True) as live:
+            task = live.add_task(name, total=total, rate="")
+
+            def advance() -> None:
+                done = live.tasks[0].completed + 1
+                rate = f"{done:.0f} batches, {done / (time.perf_counter() - start):.1f} batches/s"
+                live.update(task, advance=1, rate=rate)
+
+            yield advance

@@ -1,0 +1,105 @@
+"""What a person sees of an object: a screenful of facts and a table, as text and in notebooks."""
+
+from __future__ import annotations
+
+import html
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+LINES, COLUMNS = 40, 80  #: of a terminal: nothing is longer or wider
+CHARACTERS = 4000  #: of a page: nothing is longer
+Cell = str | int | float | None
+
+
+def shorten(text: str, width: int) -> str:
+    """Text of at most this many characters; what is left out shows as an ellipsis.
+
+    >>> shorten("features.12.conv", 9)
+    'features…'
+    """
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """A title, facts by label, and the first rows of a table."""
+
+    title: str
+    facts: Mapping[str, str] = field(default_factory=dict)  #: empty ones are left out
+    header: Sequence[str] = ()
+    rows: Sequence[Sequence[Cell]] = ()  #: text, which may be shortened, and numbers, which never are
+    rest: str = ""  #: what holds the rows that do not fit
+
+    def text(self) -> str:
+        """At most `LINES` lines of at most `COLUMNS` characters."""
+        lines = [shorten(self.title, COLUMNS)]
+        wide = max(map(len, self.facts), default=0) + 2
+        for label, fact in self.facts.items():
+            first, *more = textwrap.wrap(fact, COLUMNS - wide, max_lines=4, placeholder=" …") or [""]
+            lines += [label.ljust(wide) + first, *(" " * wide + m for m in more)] if fact else []
+        room = LINES - len(lines) - 3
+        if self.rows and room > 0:
+            lines += ["", *_aligned(self.header, [list(map(_cell, r)) for r in self.rows[:room]], _numbers(self.rows))]
+            left = len(self.rows) - room
+            lines += [shorten(f"… and {left} more: {self.rest}", COLUMNS)] if left > 0 else []
+        return "\n".join(lines)
+
+    def html(self) -> str:
+        """The same as a fragment of a page, of at most `CHARACTERS`."""
+
+        def row(cells: Sequence[Cell], tag: str = "td") -> str:
+            return f"<tr>{''.join(f'<{tag}>{html.escape(shorten(_cell(c), 48))}</{tag}>' for c in cells)}</tr>"
+
+        known = {html.escape(k): html.escape(shorten(v, 160)) for k, v in [*self.facts.items()][:9] if v}
+        table = "".join(f"<tr><th>{k}</th><td>{v}</td></tr>" for k, v in known.items())
+        page = f"<b>{html.escape(shorten(self.title, 160))}</b><table>{table}</table>"
+        if not self.rows:
+            return page
+        shown, size = [row(self.header, "th")], len(page) + 200
+        for cells in map(row, self.rows):
+            if size + len(shown[0]) + len(cells) > CHARACTERS or len(shown) > LINES // 2:
+                break
+            shown.append(cells)
+            size += len(cells)
+        left = len(self.rows) - len(shown) + 1
+        more = f"… and {left} more: {html.escape(self.rest)}" if left > 0 else ""
+        return f"{page}<table>{''.join(shown)}</table>{more}"
+
+
+class Shown:
+    """Something that a console and a notebook show as a screenful."""
+
+    __slots__ = ()
+
+    def _screen(self) -> Screen:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return self._screen().text()
+
+    def __str__(self) -> str:
+        return self._screen().text()
+
+    def _repr_html_(self) -> str:
+        return self._screen().html()
+
+
+def _cell(value: Cell) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _numbers(rows: Sequence[Sequence[Cell]]) -> list[bool]:
+    """Whether each column holds numbers."""
+    return [not any(isinstance(c, str) for c in column) for column in zip(*rows, strict=True)]
+
+
+def _aligned(header: Sequence[str], rows: list[list[str]], numbers: Sequence[bool]) -> list[str]:
+    """Columns side by side, two blanks between them; the widest columns of text give way."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    while sum(widths) + 2 * (len(widths) - 1) > COLUMNS:
+        widths[max((k for k in range(len(widths)) if not numbers[k]), key=widths.__getitem__)] -= 1
+    align = [str.rjust if n else str.ljust for n in numbers]
+    cells = ([shorten(c, w) for c, w in zip(r, widths, strict=True)] for r in (header, *rows))
+    return ["  ".join(f(c, w) for f, c, w in zip(align, r, widths, strict=True)).rstrip() for r in cells]

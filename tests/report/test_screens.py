@@ -1,0 +1,134 @@
+"""What a console and a notebook show of chipfit's objects: a screenful, whatever the size of the model."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import chipfit
+from chipfit.plan.diff import diff
+from chipfit.platform.load import load, names
+from chipfit.platform.show import overview, show
+from chipfit.report.terminal import render
+from chipfit.screen import CHARACTERS, COLUMNS, LINES, Screen
+
+
+class Block(nn.Module):
+    def __init__(self, channels) -> None:
+        super().__init__()
+        self.convolution_with_a_rather_long_name = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm, self.act = nn.BatchNorm2d(channels), nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.norm(self.convolution_with_a_rather_long_name(x)) + x)
+
+
+@pytest.fixture(scope="module")
+def result():
+    torch.manual_seed(0)
+    blocks = [Block(8) for _ in range(15)]
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), *blocks, nn.Flatten(), nn.Linear(8 * 36, 10), nn.Softmax(1)).eval()
+    made = chipfit.quantize(net, [torch.randn(8, 3, 8, 8)], overrides={"3": "float"}, progress=False)
+    made.verify([torch.randn(4, 3, 8, 8)])
+    return made
+
+
+@pytest.fixture(params=["result", "plan", "report", "verification", "platform", "lint"])
+def shown(request, result):
+    if request.param == "lint":
+        return chipfit.lint(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()).eval(), torch.randn(1, 3, 8, 8))
+    return result if request.param == "result" else getattr(result, request.param)
+
+
+def test_a_repr_is_a_screenful(shown):
+    lines = repr(shown).splitlines()
+    assert 4 < len(lines) <= LINES
+    assert max(map(len, lines)) <= COLUMNS
+    assert str(shown) == repr(shown)
+
+
+def test_a_notebook_shows_a_screenful(shown):
+    page = shown._repr_html_()
+    assert len(page) <= CHARACTERS
+    assert len(re.findall("<tr>", page)) <= LINES
+    assert page.count("<table>") == page.count("</table>") >= 1
+
+
+def test_screens_say_what_matters(result):
+    assert "48 of 50" not in repr(result)  # three operators of block 3 stay float
+    floats = [n for n in result.plan.nodes.values() if n.exec == "float"]
+    assert f"{len(result.plan.nodes) - len(floats)} of {len(result.plan.nodes)} operators in integers" in repr(result)
+    assert repr(result).index(floats[0].why[:20]) < repr(result).index("  int ")  # what stays float comes first
+    assert f"{result.verification.differing} of {result.verification.integers}" in repr(result.verification)
+    t = result.plan.tensors["0.weight"]
+    assert repr(t) == (
+        f"weight 0.weight: w8, codes -128..127, scale {float(t.scale.min()):.3g}..{float(t.scale.max()):.3g}, "
+        "one per channel, zero point 0; mse over the weights"
+    )
+    left = len(result.plan.tensors) - sum(
+        " activation " in x or " weight " in x or " bias " in x for x in repr(result.plan).splitlines()
+    )
+    assert repr(result.plan).splitlines()[-1] == f"… and {left} more: plan.tensors"
+
+
+def test_text_of_others_is_no_markup():
+    page = Screen("<b>", {"<i>": "<script>"}, ("<u>",), [("<script>",)]).html()
+    assert "<script>" not in page and "<i>" not in page and "&lt;script&gt;" in page
+
+
+def test_numbers_are_whole_and_shortened_text_shows_it():
+    rows = [("a" * 200, 0.123456, 10**9, "b" * 100)]
+    text = Screen("t", header=("name", "scale", "count", "why"), rows=rows).text()
+    assert "0.1235" in text and "1000000000" in text
+    assert text.count("…") == 2 and max(map(len, text.splitlines())) <= COLUMNS
+
+
+# ---------------------------------------------------------------- tables on a terminal of 80 columns
+
+
+def at_80(thing):
+    out = io.StringIO()
+    Console(file=out, width=80, color_system=None).print(thing)
+    return out.getvalue()
+
+
+def figures(text):
+    return re.findall(r"-?\d+\.\d+", text)
+
+
+def test_a_report_fits_80_columns_with_every_figure(result):
+    text = at_80(render(result.report))
+    assert max(map(len, text.splitlines())) <= 80
+    wide = io.StringIO()
+    Console(file=wide, width=400, color_system=None).print(render(result.report))
+    measured = [f"{r.sqnr_db:.1f} dB" for k in result.report.kernels if (r := k[-1]).sqnr_db is not None]
+    assert len(measured) > 15 and all(m in text for m in measured)
+    ranges = re.findall(r"\S+\.\.\S+", wide.getvalue())
+    assert len(ranges) > 15 and [r for r in ranges if r not in text] == []
+
+
+@pytest.mark.parametrize("name", ["ort_cpu", "tflite_int8", "qnn_htp", "imx500"])
+def test_a_platform_fits_80_columns(name):
+    text = at_80(show(load(name)))
+    assert max(map(len, text.splitlines())) <= 80
+    for f in load(name).formats:
+        assert re.search(rf"^ ?{re.escape(f)} ", text, re.MULTILINE), f
+
+
+def test_the_list_of_platforms_fits_80_columns_and_names_them_all():
+    text = at_80(overview())
+    assert max(map(len, text.splitlines())) <= 80
+    assert [n for n in names() if n not in text] == []
+
+
+def test_a_difference_between_plans_fits_80_columns(result):
+    found = diff(result.plan, result.edit({"0": "float"}).plan)
+    lines = repr(found).splitlines()
+    assert 5 < len(lines) <= LINES and max(map(len, lines)) <= COLUMNS
+    assert len(found._repr_html_()) <= CHARACTERS
+    assert repr(diff(result.plan, result.plan)) == "The plans decide the same"
