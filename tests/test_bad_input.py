@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
 
 import numpy as np
 import pytest
@@ -10,13 +16,18 @@ import torch
 from torch import nn
 
 import chipfit
+from chipfit.cli import app as command_line
 from chipfit.errors import (
     CaptureError,
     ChipfitError,
+    ConfigError,
     DataError,
     ExportError,
+    ModelingError,
     NothingQuantizedError,
     PlanError,
+    PlatformError,
+    RuntimeUnavailable,
     UnknownNameError,
     UnsupportedError,
 )
@@ -244,3 +255,297 @@ def test_verifying_on_nothing_is_an_error():
 
 def test_numpy_arrays_and_float64_are_accepted():
     assert fit(small(), [np.asarray(X, dtype=np.float64)]).verify([X.numpy()]).exact
+
+
+# ---------------------------------------------------------------- the disk
+
+
+def refusal(error, words, act, *arguments, **options):
+    """The refusal of a call, of its type and with its words; it stands for nothing but what the disk says."""
+    with pytest.raises(error, match=words) as e:
+        act(*arguments, **options)
+    assert isinstance(e.value.__cause__, (type(None), OSError, ValueError, RecursionError))
+    return e.value
+
+
+@pytest.mark.parametrize(
+    "code, cure", [(errno.ENOSPC, "free disk"), (errno.EACCES, "permissions"), (errno.EROFS, "can be written")]
+)
+def test_a_folder_that_takes_no_file_is_named_with_the_cure(tmp_path, monkeypatch, code, cure):
+    def refuse(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    result = fit(small(), [X])
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    e = refusal(ExportError, os.strerror(code), result.export, tmp_path / "m.onnx")
+    assert cure in e.hint and str(tmp_path) in e.where and list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_on_the_size_of_files_is_met_while_writing(tmp_path):
+    result = fit(small(), [X])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        refusal(ExportError, "File too large", result.export, tmp_path / "m.onnx")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name, words", [("a" * 300 + ".json", "name too long"), ("file/m.json", "exists|directory"), ("a\0b.json", "null")]
+)
+def test_a_path_that_no_disk_takes_is_refused(tmp_path, name, words):
+    (tmp_path / "file").write_text("")
+    refusal(ExportError, words, fit(small(), [X]).export, tmp_path / name)
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path):
+    (tmp_path / "m.json").mkdir()
+    refusal(ExportError, "directory", fit(small(), [X]).export, tmp_path / "m.json")
+
+
+# ---------------------------------------------------------------- text that is none
+
+LATIN = "name: café".encode("latin-1")
+DEEP = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (LATIN, "not text in UTF-8.*byte 0xe9 at position 9"),
+        (b"", "table of keys"),
+        (bytes(range(256)), "not text in UTF-8"),
+        (b"\0\0", "not valid YAML"),
+        (b"name: " + DEEP, "nests deeper than 40 levels"),
+        (b"a: &a [1]\nb: *a", "aliases"),
+        (b"a: &a [*a]", "aliases"),
+        (b"name: 2001-99-99", "no number and no date"),
+        (b"name: " + b"9" * 5000, "no number"),
+        (b"name: !!python/name:os.system x", "not valid YAML"),
+        (b"name: x\nformats: {a: {bits: .nan}}", "a.bits"),
+        (b"name: x\nformats: {a: {bits: 8, scale_min: .nan}}", "scale_min"),
+        (b"name: x\nformats: {a: {bits: 8, grid: .inf}}", "grid"),
+        (b"name: x\nformats: {a: {bits: 60, kind: log}}", "at most 16 bits"),
+        (b"name: x\nformats: {a: {bits: 60, kind: lut}}", "at most 16 bits"),
+        (b"name: x\nformats: {a: {bits: 1" + b"0" * 400 + b"}}", "a.bits"),
+        (b"name: x\nextends: x", "extends itself"),
+    ],
+)
+def test_a_platform_file_of_garbage_is_refused(tmp_path, content, words):
+    file = tmp_path / "x.yaml"
+    file.write_bytes(content)
+    refusal(PlatformError, words, chipfit.load_platform, file)
+
+
+def test_a_folder_is_no_platform_file(tmp_path):
+    (tmp_path / "x.yaml").mkdir()
+    refusal(PlatformError, "does not exist", chipfit.load_platform, tmp_path / "x.yaml")
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (LATIN, "not text in UTF-8"),
+        (b"", "not JSON"),
+        (DEEP, "nest too deep"),
+        (b'{"SCHEMA_VERSION": NaN}', "NaN is no number"),
+        (b'{"SCHEMA_VERSION": ' + b"9" * 5000 + b"}", "not understood"),
+        (b'{"SCHEMA_VERSION": 1}', "'name' is missing|'name' of the file is missing"),
+        (b'{"SCHEMA_VERSION": 1, "name": "x", "version": "", "model": []}', "'model'.*a dictionary"),
+    ],
+)
+def test_a_capabilities_file_of_garbage_is_refused(tmp_path, content, words):
+    file = tmp_path / "x.json"
+    file.write_bytes(content)
+    e = refusal(ModelingError, words, chipfit.load_platform, file)
+    assert str(file) in e.where
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", bytes(range(256)) * 8, None])
+@pytest.mark.parametrize("runtime, suffix", [("onnxruntime", "onnx"), ("litert", "tflite")])
+def test_a_deployed_file_of_garbage_is_refused(tmp_path, content, runtime, suffix):
+    file = tmp_path / f"m.{suffix}"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(RuntimeUnavailable, match="TensorFlow Lite|not an ONNX model|refuses|No such file") as e:
+        fit(small(), [X]).verify([X], runtime=runtime, path=file)
+    assert str(file) in e.value.where
+
+
+# ---------------------------------------------------------------- arguments that are something else
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"settings": {"equalize": True}}, ConfigError, "'settings' is not understood"),
+        ({"seed": "0"}, ConfigError, "'seed' is not understood"),
+        ({"seed": 2**70}, ConfigError, "'seed' is not understood"),
+        ({"z_threshold": float("nan")}, ConfigError, "'z_threshold' is not understood"),
+        ({"rule": list}, ConfigError, "no range rule"),
+        ({"rule": [1]}, ConfigError, "no range rule"),
+        ({"rule": lambda sample: sample}, ConfigError, "no range rule"),
+        ({"rule": lambda sample, grid: 3}, DataError, "returned no range"),
+        ({"rule": "lp(p='x')"}, ConfigError, "Setting 'p'"),
+        ({"rule": "lp(p=1e999)"}, ConfigError, "Setting 'p'"),
+        ({"rule": "kl(steps=999999999)"}, ConfigError, "Setting 'steps'"),
+        ({"rule": "percentile(share=2)"}, ConfigError, "'share'"),
+        ({"overrides": ["0"]}, PlanError, "overrides are not understood"),
+        ({"overrides": 3}, PlanError, "overrides are not understood"),
+        ({"overrides": nn.Conv2d}, PlanError, "overrides are not understood"),
+        ({"overrides": {nn.Conv2d: "float"}}, PlanError, "key of an override"),
+        ({"overrides": {0: "float"}}, PlanError, "key of an override"),
+        ({"overrides": {"0": list}}, PlanError, "not understood"),
+        ({"overrides": {"0": [8]}}, PlanError, "not understood"),
+        ({"overrides": {"0": np.array(["float", "float"])}}, PlanError, "not understood"),
+        ({"overrides": {"0": {"bits": [8]}}}, PlanError, "'bits'"),
+        ({"overrides": {"0": {"bits": int}}}, PlanError, "'bits'"),
+        ({"overrides": {"0": {"method": ["x"]}}}, PlanError, "'method'"),
+        ({"overrides": {"0": {"per": np.array(["tensor", "x"])}}}, PlanError, "'per'"),
+        ({"overrides": {"0": {"rule": list}}}, ConfigError, "no range rule"),
+        ({"overrides": {"0": {"range": (0, 10**400)}}}, PlanError, "'range'"),
+        ({"overrides": {"0": {"range": (-1e300, 1e300)}}}, PlanError, "'range'"),
+    ],
+)
+def test_an_option_of_another_kind_is_refused(options, error, words):
+    refusal(error, words, fit, small(), [X], **options)
+
+
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        (lambda extra: [X], "needs arguments"),
+        ([np.array([["a"]])], "something else than numbers"),
+        ([np.array([object()])], "something else than numbers"),
+        ([X.to_sparse()], "without plain numbers"),
+        ([X.to("meta")], "without plain numbers"),
+        (X.to_sparse(), "without plain numbers"),
+        (small(), "not calibration data"),
+        ([{3: X}], "inputs of a batch have names"),
+        ([(X, "cat")], "labels are no numbers"),
+    ],
+)
+def test_data_of_another_kind_are_refused(data, words):
+    refusal(DataError, words, fit, small(), data, example=X)
+
+
+def test_a_batch_that_contains_itself_is_refused():
+    batch = []
+    batch.append(batch)
+    refusal(DataError, "contains itself", fit, small(), [batch])
+
+
+@pytest.mark.parametrize("form", [lambda x: x[::-1], lambda x: x.astype(">f4"), np.asfortranarray])
+def test_arrays_of_any_strides_and_byte_order_are_read(form):
+    x = form(X.numpy())
+    result, same = fit(small(), [x]), fit(small(), [torch.tensor(x.tolist())])
+    assert result.verify([x]).exact
+    assert result.plan["input"].same_numbers(same.plan["input"])
+
+
+def test_what_the_users_own_data_raise_comes_out_as_it_is():
+    def broken():
+        yield X
+        raise TimeoutError("disk unplugged")
+
+    with pytest.raises(TimeoutError, match="unplugged"):
+        fit(small(), broken())
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, X)])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_scripted_module_is_refused(make):
+    refusal(CaptureError, "torch.jit.*pass the module that was scripted", fit, make(small()), [X])
+
+
+@pytest.mark.parametrize("x", [X[0], X.unsqueeze(0), X.reshape(4, -1), torch.tensor(1.0)])
+def test_inputs_of_another_rank_are_refused(x):
+    result = fit(small(), [X])
+    with pytest.raises(DataError, match="wrong shape|single number"):
+        result.verify([x])
+
+
+def test_a_table_for_60_bit_codes_is_refused_in_python_too():
+    import chipfit.target_platform as tp
+
+    weights = tp.AttributeQuantizationConfig(tp.QuantizationMethod.LUT_SYM_QUANTIZER, 60, True, True)
+    config = tp.OpQuantizationConfig(weights, {}, tp.QuantizationMethod.SYMMETRIC, 8, 8, True)
+    model = tp.TargetPlatformModel(tp.QuantizationConfigOptions([config]), operator_set=[])
+    refusal(ModelingError, "at most 16 bits", fit, small(), [X], platform=model)
+
+
+# ---------------------------------------------------------------- the command line
+
+
+@pytest.fixture
+def typed(monkeypatch, capsys):
+    """What the command line answers to some words: exit status and standard error."""
+
+    def answer(*words, raises=None):
+        def fail():
+            raise raises
+
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setattr(sys, "argv", ["chipfit", *words])
+        if raises is not None:
+            monkeypatch.setattr(command_line, "app", fail)
+        with pytest.raises(SystemExit) as e:
+            command_line.main()
+        return e.value.code, capsys.readouterr().err
+
+    return answer
+
+
+def test_a_bug_is_said_to_be_one_with_how_to_report_it(typed):
+    status, err = typed("lint", "x", raises=ZeroDivisionError("nobody foresaw this"))
+    assert status == 70 and "ZeroDivisionError: nobody foresaw this" in err and "Traceback" in err
+    assert "bug of chipfit" in err and "report it" in err and "chipfit lint x" in err
+
+
+@pytest.mark.parametrize(
+    "raised, status, words",
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (MemoryError(), 2, "not enough memory"),
+        (DataError("No such thing", hint="look again"), 2, "look again"),
+    ],
+)
+def test_what_ends_a_command_has_a_status_of_its_own_and_no_traceback(typed, raised, status, words):
+    code, err = typed("lint", "x", raises=raised)
+    assert code == status and words in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("words", [":y", "x:", "../x:y", "a.b.c:d", "json:dumps", "json:loads"])
+def test_a_module_that_gives_no_model_is_refused(typed, words):
+    code, err = typed("lint", words, "--input-shape", "1,3")
+    assert code == 2 and "Traceback" not in err
+
+
+def test_a_source_that_is_not_utf8_is_refused(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latin_source.py").write_bytes("model = 'café'".encode("latin-1"))
+    code, err = typed("lint", "latin_source:model", "--input-shape", "1,3")
+    assert code == 2 and "cannot be imported" in err and "utf-8" in err
+
+
+def test_a_reader_that_goes_away_ends_a_command_quietly():
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [sys.executable, "-m", "chipfit.cli", "platforms", "list"]
+    done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert done.returncode == 1 and done.stderr == b""
+
+
+def test_ctrl_c_ends_a_command_with_130_and_no_traceback(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
+    words = [sys.executable, "-m", "chipfit.cli", "platforms", "show", "slow:chip"]
+    running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
+    assert running.stdout.readline() == b"here\n"
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=30)
+    assert running.returncode == 130 and b"Traceback" not in err

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+_HOME = str(Path(__file__).parent) + os.sep
 
 
 class ChipfitError(Exception):
@@ -24,6 +28,17 @@ class ChipfitError(Exception):
         """What was given beside the sentence, by label."""
         facts = {"where": self.where or None, "got": self.got, "allowed": self.allowed, "try": self.hint or None}
         return {label: fact for label, fact in facts.items() if fact is not None}
+
+
+def theirs(e: BaseException) -> bool:
+    """Whether an exception arose in somebody else's code, or in the very call of it that was being tried.
+
+    A refusal may stand for what a user's model or another library raises. What arose in here is a bug, and passes.
+    """
+    at = e.__traceback__ and e.__traceback__.tb_next
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return at is None or not at.tb_frame.f_code.co_filename.startswith(_HOME)
 
 
 class PlatformError(ChipfitError):

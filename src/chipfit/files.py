@@ -1,14 +1,39 @@
-"""Files appear whole or not at all."""
+"""Files appear whole or not at all, and what the disk refuses is said in one way."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import stat
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
-from chipfit.errors import ExportError
+from chipfit.errors import ChipfitError, ExportError
+
+#: what the disk says -> what to try
+_CURES = {
+    errno.ENOSPC: "free disk space, or choose another disk",
+    errno.EDQUOT: "free disk space, or choose another disk",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or choose another disk",
+    errno.EACCES: "change the permissions, or choose another folder",
+    errno.EPERM: "change the permissions, or choose another folder",
+    errno.EROFS: "choose a folder that can be written",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path: a file stands where it has a folder",
+    errno.EEXIST: "check the path: a file stands where it has a folder",
+    errno.EISDIR: "name a file, not a folder",
+}
+
+
+def refused_by_disk(e: OSError | ValueError) -> tuple[str, str]:
+    """What the disk says in words, and what to try; a ValueError is of a path that no disk can have."""
+    if isinstance(e, OSError):
+        return e.strerror or str(e), _CURES.get(e.errno or 0, "choose another folder")
+    return str(e), "check the path"
 
 
 def write_atomically(path: Path, content: bytes) -> Path:
@@ -27,14 +52,12 @@ def write_atomically(path: Path, content: bytes) -> Path:
             os.fsync(f.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except OSError as e:
+    except (OSError, ValueError) as e:
         if temporary is not None and os.path.exists(temporary):
             os.unlink(temporary)
+        why, cure = refused_by_disk(e)
         raise ExportError(
-            f"The file cannot be written: {e.strerror or e}",
-            where=str(path),
-            got=f"{len(content)} bytes",
-            hint="free disk space or choose another folder",
+            f"The file cannot be written: {why}", where=str(path), got=f"{len(content)} bytes", hint=cure
         ) from e
     return path
 
@@ -64,3 +87,46 @@ def open_zip(path: str | Path) -> zipfile.ZipFile:
         archive.close()
         raise
     return archive
+
+
+def read_text(path: Any, failure: type[ChipfitError]) -> str:
+    """The text of a file (a Path, or a resource of a package).
+
+    Raises:
+        failure: there is no such file, it may not be read, it is a folder, or it is not UTF-8.
+    """
+    try:
+        return str(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as e:
+        got = f"byte 0x{e.object[e.start]:02x} at position {e.start}"
+        hint = "save it as UTF-8 text"
+        raise failure("The file is not text in UTF-8", where=str(path), got=got, hint=hint) from e
+    except (OSError, ValueError) as e:
+        why, cure = refused_by_disk(e)
+        raise failure(f"The file cannot be read: {why}", where=str(path), hint=cure) from e
+
+
+def read_json(path: Path, failure: type[ChipfitError]) -> Any:
+    """The data of a JSON file.
+
+    Raises:
+        failure: as `read_text`; also text that is no JSON, names a number that JSON does not have (NaN, Infinity), or
+            nests too deep.
+    """
+    return parse_json(read_text(path, failure), failure, where=str(path))
+
+
+def parse_json(text: str, failure: type[ChipfitError], *, where: str) -> Any:
+    """The data of a JSON text; raises as `read_json`."""
+
+    def no_number(name: str) -> Any:
+        raise ValueError(f"{name} is no number in JSON")
+
+    try:
+        return json.loads(text, parse_constant=no_number)
+    except json.JSONDecodeError as e:
+        raise failure(f"This is not JSON: {e.msg}", where=f"{where}, line {e.lineno}, column {e.colno}") from e
+    except ValueError as e:  # the constants above, or an integer of thousands of digits
+        raise failure(f"A number is not understood: {e}", where=where) from e
+    except RecursionError as e:
+        raise failure("The data nest too deep to be read", where=where) from e

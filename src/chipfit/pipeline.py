@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from chipfit.decide.heard import unheard
 from chipfit.decide.overrides import Overrides, resolve_overrides, to_record
 from chipfit.decide.requantize import requantize
 from chipfit.decide.ties import tie_groups
-from chipfit.errors import DataError, NothingQuantizedError, PlanError
+from chipfit.errors import ConfigError, DataError, NothingQuantizedError, PlanError
 from chipfit.frameworks import capture, checksum, lower, read_back
 from chipfit.graph.ir import Graph
 from chipfit.passes.fuse import fuse
@@ -229,8 +230,10 @@ def quantize(
 
     Raises:
         CaptureError, DataError, UnsupportedError, UnknownNameError: see `chipfit.errors`.
+        ConfigError: an option of the wrong kind.
         NothingQuantizedError: no tensor of this model can be quantized on this platform.
     """
+    seed = _understood(settings, z_threshold, seed)
     shown = Progress(progress)
     clock = _Clock()
     target, again = load_platform(platform), data
@@ -286,6 +289,21 @@ def quantize(
 
     with clock("correct") if steps.taken(settings, "correct") else nullcontext():
         return _corrected(graph, plan, target, settings, stats, clock.seconds, batches(again, graph), choose)
+
+
+def _understood(settings: Any, z_threshold: Any, seed: Any) -> int:
+    """Options that are of the right kind; returns the seed as an integer that JSON knows."""
+    is_number = isinstance(z_threshold, (int, float)) and not isinstance(z_threshold, bool)
+    limits = (-(2**63), 2**63 - 1)
+    options: tuple[tuple[str, Any, bool, str], ...] = (
+        ("settings", settings, isinstance(settings, Settings), "chipfit.Settings(...)"),
+        ("z_threshold", z_threshold, z_threshold is None or (is_number and z_threshold > 0), "None, or above 0"),
+        ("seed", seed, isinstance(seed, Integral) and limits[0] <= int(seed) <= limits[1], "an integer of 64 bits"),
+    )
+    for name, value, fits, allowed in options:
+        if not fits:
+            raise ConfigError(f"'{name}' is not understood", got=repr(value)[:120], allowed=allowed)
+    return int(seed)
 
 
 def prepare(graph: Graph, platform: Platform, settings: Settings = PLAIN) -> tuple[Graph, list[str]]:

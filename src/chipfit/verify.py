@@ -17,7 +17,7 @@ import torch
 from chipfit.calibration.data import iterate, split_label
 from chipfit.calibration.seen import Seen
 from chipfit.engine.run import run
-from chipfit.errors import DataError, RuntimeUnavailable, VerificationError
+from chipfit.errors import DataError, RuntimeUnavailable, VerificationError, theirs
 from chipfit.export import InFile, export, format_of
 from chipfit.export.names import output_names
 from chipfit.graph.ir import Graph
@@ -482,6 +482,8 @@ class _Comparison:
         try:
             results = self.device.run(inputs)
         except Exception as e:  # the errors of runtimes share no base
+            if not theirs(e):
+                raise
             raise RuntimeUnavailable(
                 f"'{self.out.runtime}' cannot run the file on these inputs: {str(e).splitlines()[0][:300]}",
                 hint="is this the file that was written for this model?",

@@ -24,17 +24,17 @@ def iterate(data: Any) -> Iterator[Any]:
     Raises:
         DataError: not data at all.
     """
-    if callable(data) and not isinstance(data, Iterable):
-        data = data()
-    if isinstance(data, np.ndarray):
-        data = torch.from_numpy(data)
+    if callable(data) and not isinstance(data, (Iterable, torch.nn.Module)):
+        data = _called(data)
+    if isinstance(data, (np.ndarray, torch.Tensor)):
+        data = _tensors(data)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Iterable):
         return (data[k] for k in range(len(data)))  # a keras.utils.PyDataset
     if isinstance(data, torch.Tensor):
         if data.dim() == 0:
             raise DataError("Calibration data is a single number", got=str(data), allowed="batches of inputs")
         return iter(torch.split(data, ROWS))
-    if isinstance(data, (str, bytes)) or not isinstance(data, Iterable) or isinstance(data, Mapping):
+    if isinstance(data, (str, bytes, Mapping, torch.nn.Module)) or not isinstance(data, Iterable):
         raise DataError(
             "This is not calibration data",
             got=type(data).__name__,
@@ -43,6 +43,21 @@ def iterate(data: Any) -> Iterator[Any]:
             hint="wrap a single batch in a list: [batch]",
         )
     return iter(data)
+
+
+def _called(function: Callable[..., Any]) -> Any:
+    """What a function without arguments returns."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError as e:
+        raise DataError(
+            "The function that gives calibration data needs arguments",
+            got=f"{getattr(function, '__name__', type(function).__name__)}: {e}",
+            allowed="a function that is called without",
+        ) from None
+    except ValueError:  # C functions tell no signature
+        pass
+    return function()
 
 
 def no_data() -> DataError:
@@ -83,13 +98,32 @@ def _is_label(x: Any) -> bool:
 def _tensors(x: Any) -> Any:
     if hasattr(x, "__array__") and not isinstance(x, (torch.Tensor, np.ndarray, np.generic)):
         x = np.array(x)  # of TensorFlow or JAX
-    if isinstance(x, np.ndarray):  # float64 is NumPy's default, not somebody's choice
-        return torch.from_numpy(x.astype(np.float32) if x.dtype == np.float64 else x)
+    if isinstance(x, np.ndarray):
+        return _tensor(x)
+    if isinstance(x, torch.Tensor) and (x.layout is not torch.strided or x.is_nested or x.is_meta or x.is_quantized):
+        kind = "nested" if x.is_nested else "meta" if x.is_meta else "quantized" if x.is_quantized else str(x.layout)
+        raise DataError(
+            "Calibration data hold a tensor without plain numbers", got=kind, allowed="dense tensors that hold values"
+        )
     if isinstance(x, Mapping):
         return {k: _tensors(v) for k, v in x.items()}
     if isinstance(x, (tuple, list)) and not (isinstance(x, list) and x and isinstance(x[0], (int, float))):
         return type(x)(_tensors(v) for v in x) if type(x) in (tuple, list) else tuple(_tensors(v) for v in x)
     return x
+
+
+def _tensor(x: np.ndarray) -> torch.Tensor:
+    """An array as a tensor, whatever its strides and byte order; float64 is NumPy's default, not somebody's choice."""
+    try:
+        x = x.astype(np.float32 if x.dtype == np.float64 else x.dtype.newbyteorder("="), order="C", copy=False)
+        return torch.from_numpy(x)
+    except TypeError:
+        got = f"{x.dtype}{list(x.shape)}"
+        raise DataError(
+            "Calibration data hold an array of something else than numbers that a model computes with",
+            got=got,
+            allowed="arrays of floats, integers or booleans, all rows equally long",
+        ) from None
 
 
 def as_call(batch: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -105,8 +139,13 @@ def as_call(batch: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    batch = _tensors(batch)
+    try:
+        batch = _tensors(batch)
+    except RecursionError:
+        raise DataError("A batch contains itself", got=type(batch).__name__) from None
     if isinstance(batch, Mapping):
+        if any(not isinstance(k, str) for k in batch):
+            raise DataError("The inputs of a batch have names", got=str(list(batch)[:8]), allowed="text as keys")
         return (), dict(batch)
     if isinstance(batch, (tuple, list)):
         return tuple(batch), {}
@@ -134,11 +173,21 @@ def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Ten
         args = tuple(rest)
     flat = flatten_inputs(graph, args, kwargs)
     out = [_fit(graph, name, x) for name, x in zip(graph.inputs, flat, strict=True)]
-    return out, label if label is None else _classes(torch.as_tensor(label))
+    rows = {name: len(x) for name, x in zip(graph.inputs, out, strict=True) if graph.values[name].shape[:1] == (None,)}
+    if len(set(rows.values())) > 1:
+        got = ", ".join(f"'{name}' {n}" for name, n in rows.items())
+        raise DataError(
+            "The inputs of a batch have different numbers of samples", got=got, allowed="the same on axis 0"
+        )
+    return out, None if label is None else _classes(label)
 
 
-def _classes(label: torch.Tensor) -> torch.Tensor:
-    """One-hot labels, [N, classes], as numbers of classes."""
+def _classes(label: Any) -> torch.Tensor:
+    """Labels as tensors; one-hot ones, [N, classes], as numbers of classes."""
+    try:
+        label = torch.as_tensor(label)
+    except (TypeError, ValueError, RuntimeError):  # texts, objects, rows that are not equally long
+        raise DataError("The labels are no numbers", got=repr(label)[:120], allowed="numbers of classes") from None
     return label.argmax(1) if label.is_floating_point() and label.dim() == 2 and label.shape[1] > 1 else label
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,18 +44,44 @@ Shape = Annotated[str | None, Option("--input-shape", help="batch first: 1,3,224
 MEAN, STD = "0.485,0.456,0.406", "0.229,0.224,0.225"  # ImageNet's, which most vision models were trained with
 
 
+#: exit status of what nobody foresaw, as sysexits.h has it (EX_SOFTWARE)
+BUG = 70
+
+
 def main() -> None:
-    """Entry point: typed errors become one readable panel and exit code 2."""
+    """Entry point. Exit status 2 and one readable panel where something is refused; 70 where chipfit has a bug."""
     from chipfit.errors import ChipfitError
 
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # what nobody reads any more is noticed here, not when Python ends
     except ChipfitError as e:
         _panel(e)
         raise SystemExit(2) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except MemoryError:
+        cure = "smaller batches, fewer samples, or another machine"
+        _panel(ChipfitError("There is not enough memory for this model and data", hint=cure))
+        raise SystemExit(2) from None
+    except Exception:
+        import traceback
+
+        from chipfit import __version__
+
+        traceback.print_exc()
+        what = "This is a bug of chipfit, not a mistake of yours: something happened that nobody foresaw"
+        hint = "report it, please, with the lines above, this command, and what it needs to happen again"
+        _panel(ChipfitError(what, got=f"chipfit {__version__}, {' '.join(sys.argv)}", hint=hint), "Bug")
+        raise SystemExit(BUG) from None
 
 
-def _panel(e: ChipfitError) -> None:
+def _panel(e: ChipfitError, title: str = "") -> None:
     from rich.console import Console
     from rich.panel import Panel
     from rich.table import Table
@@ -67,7 +95,7 @@ def _panel(e: ChipfitError) -> None:
     body = Table.grid()
     body.add_row(Text(e.what.rstrip(".") + ".", style="bold"))
     body.add_row(facts)
-    Console(stderr=True).print(Panel(body, title=type(e).__name__, title_align="left", border_style="red"))
+    Console(stderr=True).print(Panel(body, title=title or type(e).__name__, title_align="left", border_style="red"))
 
 
 def _version(wanted: bool) -> None:

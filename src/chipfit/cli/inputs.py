@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 
 from chipfit.cli.named import made, named, named_or_made, reason
 from chipfit.errors import CaptureError, DataError, PlanError
+from chipfit.files import refused_by_disk
 from chipfit.frameworks import framework_of, load_keras, load_torch
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".webp")
@@ -44,14 +48,22 @@ def load_model(text: str, weights: Path | None = None) -> Any:
 
 
 def _load_weights(model: Any, file: Path) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if not hasattr(model, "load_state_dict"):
         hint = "load them in the factory, or save a .keras file with them"
         raise CaptureError("--weights are for PyTorch models", got=str(file), hint=hint)
     try:
-        model.load_state_dict(load_file(str(file)))
-    except Exception as e:  # unreadable file, missing keys, wrong shapes
+        weights = load_file(str(file))
+    except OSError as e:
+        why, cure = refused_by_disk(e)
+        raise CaptureError(f"The weights cannot be read: {why}", where=str(file), hint=cure) from e
+    except SafetensorError as e:
+        raise CaptureError("The weights are no safetensors file", where=str(file), got=reason(e)) from e
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as e:  # missing keys, wrong shapes
         lines = " ".join(str(e).split())[:300]
         raise CaptureError(f"The weights do not fit the model: {lines}", where=str(file)) from e
 
@@ -88,10 +100,14 @@ def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1",
 
 def _npz(path: Path) -> list[Any]:
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as f:
-            arrays = {k: f[k] for k in f.files}
-    except Exception as e:  # missing, truncated, pickled, not an archive: each has its own type
-        raise DataError(f"The data file cannot be read: {reason(e)}", where=str(path)) from e
+        with zipfile.ZipFile(path) as archive:
+            arrays = {k.removesuffix(".npy"): _array(archive, k) for k in archive.namelist() if k.endswith(".npy")}
+    except OSError as e:
+        why, cure = refused_by_disk(e)
+        raise DataError(f"The data file cannot be read: {why}", where=str(path), hint=cure) from e
+    except (ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error, RuntimeError) as e:
+        # truncated, pickled, larger than memory, no archive, damaged, with a password or an unknown compression
+        raise DataError(f"The data file cannot be read as an archive of arrays: {reason(e)}", where=str(path)) from e
     x = next((arrays[k] for k in ("x", "inputs", "images", "data") if k in arrays), None)
     y = next((arrays[k] for k in ("y", "labels", "targets") if k in arrays), None)
     if x is None or x.dtype.kind not in "fiub" or x.ndim == 0:
@@ -104,6 +120,13 @@ def _npz(path: Path) -> list[Any]:
     # float64 is NumPy's default, not somebody's choice
     batches = list(torch.from_numpy(x.astype(np.float32) if x.dtype == np.float64 else x).split(_BATCH))
     return batches if y is None else list(zip(batches, torch.from_numpy(y.astype(np.int64)).split(_BATCH), strict=True))
+
+
+def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    """One array of an archive; objects, which would have to be unpickled, are refused."""
+    with archive.open(name) as file:
+        array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
+    return array
 
 
 def _images(folder: Path, side: int, mean: torch.Tensor, std: torch.Tensor) -> list[torch.Tensor]:
@@ -120,7 +143,7 @@ def _images(folder: Path, side: int, mean: torch.Tensor, std: torch.Tensor) -> l
         try:
             with Image.open(f) as image:
                 pixels = np.asarray(image.convert("RGB").resize((side, side)), dtype=np.float32) / 255
-        except Exception as e:  # each format's reader fails in its own way
+        except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as e:
             raise DataError("An image cannot be read", where=str(f), got=reason(e)) from e
         out.append((torch.from_numpy(pixels).permute(2, 0, 1) - mean) / std)
     return list(torch.stack(out).split(_BATCH))

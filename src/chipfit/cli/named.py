@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chipfit.errors import ChipfitError, PlatformError
+from chipfit.errors import ChipfitError, PlatformError, theirs
 
 if TYPE_CHECKING:
     from chipfit.platform.schema import Platform
@@ -19,17 +19,23 @@ if TYPE_CHECKING:
 def named(text: str, what: str, failure: type[ChipfitError]) -> Any:
     """The object that "module:name" names; modules of the current folder are found."""
     module, _, name = text.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
+    if not (module and name) or module.startswith("."):
+        raise failure(f"The {what} is not understood", got=text, allowed="module:name")
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as e:  # importing runs the user's code, which raises what it likes
+        if not theirs(e):
+            raise
         raise failure(
             f"The {what} '{text}' cannot be imported: {reason(e)}",
+            where=_line(e),
             allowed="module:name",
             hint="run from the folder that holds the module",
         ) from e
     finally:
-        sys.path.pop(0)
+        sys.path.remove(here)
 
 
 def named_or_made(text: str, what: str, failure: type[ChipfitError], is_one: Callable[[Any], bool]) -> Any:
@@ -43,10 +49,15 @@ def made(thing: Any, text: str, what: str, failure: type[ChipfitError]) -> Any:
     try:
         return thing()
     except Exception as e:  # the user's code again
-        at = traceback.extract_tb(e.__traceback__)[-1]
-        raise failure(
-            f"The {what} '{text}' fails: {reason(e)}", where=f"{at.filename}:{at.lineno}, in {at.name}"
-        ) from e
+        if not theirs(e):
+            raise
+        raise failure(f"The {what} '{text}' fails: {reason(e)}", where=_line(e)) from e
+
+
+def _line(e: Exception) -> str:
+    """Where the user's code fails; "" where it was not reached."""
+    frames = [f for f in traceback.extract_tb(e.__traceback__)[1:] if "importlib" not in f.filename]
+    return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
 
 
 def reason(e: Exception) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
+
+import torch
 
 from chipfit.decide.narrow import METHODS
 from chipfit.errors import PlanError, UnknownNameError
@@ -28,33 +31,43 @@ class LayerFilter(Protocol):
 Overrides = Mapping[Any, Any] | Sequence[tuple[Any, Any]]
 
 
+def _is_number(v: Any) -> bool:
+    return isinstance(v, (int, float)) and not isinstance(v, bool)
+
+
 def _is_bits(v: Any) -> bool:
-    return v is None or v == "float" or (isinstance(v, int) and not isinstance(v, bool) and v > 0)
+    return v is None or (isinstance(v, str) and v == "float") or (_is_number(v) and isinstance(v, int) and v > 0)
 
 
 def _is_rule(v: Any) -> bool:
-    return callable(v) or (isinstance(v, str) and rule_of(v) is not None)
+    return rule_of(v) is not None
 
 
 def _is_range(v: Any) -> bool:
-    numbers = isinstance(v, (tuple, list)) and all(isinstance(x, (int, float)) and math.isfinite(x) for x in v)
+    numbers = isinstance(v, (tuple, list)) and all(_is_number(x) and abs(x) <= _LARGEST for x in v)
     return numbers and len(v) == 2 and bool(v[0] <= v[1])
 
 
+def _one_of(*words: str) -> Callable[[Any], bool]:
+    return lambda v: isinstance(v, str) and v in words
+
+
+#: the largest number that tensors hold
+_LARGEST = torch.finfo(torch.float32).max
 #: choice -> (what it may be, in words, and its test)
 CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bits": ('of the weights: a number of bits, "float", or None for the chip\'s own choice', _is_bits),
     "activation_bits": ('of the result: a number of bits, "float", or None for the chip\'s own choice', _is_bits),
-    "weight_method": (f"grid of the weights, narrower than the chip's: {', '.join(METHODS)}", lambda v: v in METHODS),
-    "method": (f"grid of the result, narrower than the chip's: {', '.join(METHODS)}", lambda v: v in METHODS),
-    "per": ('"tensor" or "channel": what shares one weight scale', lambda v: v in ("tensor", "channel")),
+    "weight_method": (f"grid of the weights, narrower than the chip's: {', '.join(METHODS)}", _one_of(*METHODS)),
+    "method": (f"grid of the result, narrower than the chip's: {', '.join(METHODS)}", _one_of(*METHODS)),
+    "per": ('"tensor" or "channel": what shares one weight scale', _one_of("tensor", "channel")),
     "signed": ("whether the result has a sign, where the chip leaves it to the data", lambda v: isinstance(v, bool)),
     "weight_rule": ("range rule of the weights", _is_rule),
     "rule": ("range rule of the result", _is_rule),
     "range": ("(low, high) of the result, known beforehand: nothing is collected for it", _is_range),
     "z_threshold": (
         "outliers of the result that its range ignores, in standard deviations",
-        lambda v: isinstance(v, (int, float)) and v > 0,
+        lambda v: _is_number(v) and v > 0,
     ),
 }
 #: those that say nothing about a layer without weights
@@ -114,8 +127,21 @@ _LISTS = "`chipfit.lint(model, example)` lists the layers"
 
 
 def pairs(overrides: Overrides) -> list[tuple[Any, Any]]:
-    """Overrides as (pattern, "float" or choices), in the order given."""
-    return list(overrides.items() if isinstance(overrides, Mapping) else overrides)
+    """Overrides as (pattern, "float" or choices), in the order given.
+
+    Raises:
+        PlanError: neither a table nor pairs, or a pattern that is no name and no filter.
+    """
+    listed = list(overrides.items()) if isinstance(overrides, Mapping) else overrides
+    if not isinstance(listed, (list, tuple)) or any(not isinstance(p, (list, tuple)) or len(p) != 2 for p in listed):
+        allowed = 'a table, or a list of pairs: layer -> "float" or a table of choices'
+        raise PlanError("The overrides are not understood", got=repr(overrides)[:120], allowed=allowed)
+    for pattern, _ in listed:
+        is_filter = callable(getattr(pattern, "match", None)) and not isinstance(pattern, type)
+        if not (isinstance(pattern, str) or is_filter) or isinstance(pattern, re.Pattern):
+            allowed = "a layer's path, a glob, an operator, a layer type, or a filter"
+            raise PlanError("The key of an override is not understood", got=repr(pattern)[:120], allowed=allowed)
+    return [(pattern, choices) for pattern, choices in listed]
 
 
 def resolve_overrides(graph: Graph, overrides: Overrides) -> dict[str, dict[str, Any]]:
@@ -128,7 +154,7 @@ def resolve_overrides(graph: Graph, overrides: Overrides) -> dict[str, dict[str,
     out: dict[str, dict[str, Any]] = {}
     layers = Layers(graph)
     for pattern, choices in pairs(overrides):
-        if choices == "float":
+        if isinstance(choices, str) and choices == "float":
             choices = {"float": f"overrides keep '{pattern}' in float"}
         else:
             check_choices(pattern, choices)
@@ -158,16 +184,16 @@ def check_choices(pattern: Any, choices: Any) -> None:
         UnknownNameError: a range rule that does not exist.
         PlanError: anything else.
     """
-    if not isinstance(choices, Mapping) or not choices or any(k not in CHOICES for k in choices):
+    if not (isinstance(choices, Mapping) and choices and all(isinstance(k, str) and k in CHOICES for k in choices)):
         raise PlanError(
             f"The override of '{pattern}' is not understood",
-            got=repr(choices),
+            got=repr(choices)[:120],
             allowed=f'"float", or a table with {", ".join(CHOICES)}, such as {{"bits": 4, "activation_bits": 8}}',
         )
     for k, v in choices.items():
         words, fits = CHOICES[k]
         if not fits(v):
-            raise PlanError(f"'{k}' of the override of '{pattern}' is not understood", got=repr(v), allowed=words)
+            raise PlanError(f"'{k}' of the override of '{pattern}' is not understood", got=repr(v)[:120], allowed=words)
 
 
 def has_weights(op: str) -> bool:

@@ -90,7 +90,7 @@ def record(error: type[ChipfitError], *, frozen: bool = False) -> Callable[[type
         made: Any = dataclass(cls, config=_STRICT, frozen=frozen)
         names = [f.name for f in fields(made)]
         for method in ("__init__", "__setattr__"):
-            setattr(made, method, _in_our_words(getattr(made, method), error, cls.__name__, names))
+            setattr(made, method, in_our_words(getattr(made, method), error, cls.__name__, names))
         return made  # type: ignore[no-any-return]
 
     return decorate
@@ -103,13 +103,13 @@ def arguments(error: type[ChipfitError]) -> Callable[[F], F]:
         parameters = inspect.signature(function).parameters.values()
         names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
         owner = function.__qualname__.removesuffix(".__init__")
-        return _in_our_words(validate_call(config=_STRICT)(function), error, owner, names)
+        return in_our_words(validate_call(config=_STRICT)(function), error, owner, names)
 
     return decorate
 
 
 def checked(kind: Any, value: Any, error: type[ChipfitError], owner: str, name: str, *, json: bool = False) -> Any:
-    """One value of an annotated type; `owner` and `name` are for the message.
+    """One value of an annotated type; `owner` and `name` are for the message ("" for a table with names of its own).
 
     Args:
         json: the value is data from a file, where enumerations are names and records are tables of keys.
@@ -118,11 +118,13 @@ def checked(kind: Any, value: Any, error: type[ChipfitError], owner: str, name: 
     try:
         return adapter.validate_json(to_json(value)) if json else adapter.validate_python(value, strict=True)
     except ValidationError as e:
-        refusal = _refusal(e, error, owner, [name], (name,))
+        refusal = _refusal(e, error, owner, [name], (name,) if name else ())
     raise refusal
 
 
-def _in_our_words(function: Any, error: type[ChipfitError], owner: str, names: Sequence[str]) -> Any:
+def in_our_words(function: Any, error: type[ChipfitError], owner: str, names: Sequence[str]) -> Any:
+    """The function, whose ValidationErrors become `error`."""
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -144,12 +146,14 @@ def _refusal(
         return cause
     place = (*inside, *first["loc"]) or (0,)  # an index at first stands for an argument by position
     name = names[min(place[0], len(names) - 1)] if isinstance(place[0], int) else place[0]
-    if len(place) == 1 and first["type"] in _ARITY:
+    if len(place) == 1 and first["type"] in _ARITY and names[0]:
         return TypeError(f"{owner}: {first['msg'].lower()} '{name}'")
     if len(place) == 1 and first["type"] in ("unexpected_keyword_argument", "no_such_attribute"):
         unknown = UnknownNameError(f"option of {owner}", name, names)
         return unknown if issubclass(error, ConfigError) else error(unknown.what, allowed=unknown.allowed)
     path = "".join([name, *(f"[{p}]" for p in place[1:])])
+    if first["type"] == "missing":
+        return error(f"'{path}' of {owner} is missing: it is required")
     got = f"{_SHORT.repr(first['input'])} of type {type(first['input']).__name__}"
     if first["type"] not in _ALLOWED:
         return error(f"'{path}' of {owner} is not understood: {first['msg'].removeprefix('Value error, ')}", got=got)

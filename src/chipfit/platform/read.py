@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from chipfit.errors import PlatformError
+from chipfit.files import read_text
 from chipfit.platform import schema
 from chipfit.platform.filters import AttributeFilter, Member
 
@@ -44,6 +45,8 @@ _WORDS = {
     "too_short": "must not be empty",
     "too_long": "must be a list [low, high]",
 }
+#: levels of tables and lists in a platform file; the deepest one that means something has 8
+_DEEPEST = 40
 #: what pydantic puts into a path for a member of a union or a key of a table, though no file has such a key
 _TAG = re.compile(r"(literal|tuple|list|function|int|str|bool)\b|\[key\]$")
 
@@ -58,11 +61,9 @@ class Source:
     def __init__(self, text: Any, file: str) -> None:
         self.file = file
         try:
-            loader = _Loader(text.read_text(encoding="utf-8"))
+            loader = _Loader(read_text(text, PlatformError))
             node = loader.get_single_node()
             data = None if node is None else loader.construct_document(node)
-        except (OSError, UnicodeDecodeError) as e:
-            raise PlatformError(f"This file cannot be read as text: {e}", where=file) from None
         except yaml.YAMLError as e:
             mark = getattr(e, "problem_mark", None)
             line = f":{mark.line + 1}" if mark else ""
@@ -101,11 +102,26 @@ def _lines(node: yaml.Node, path: Path) -> Iterator[tuple[Path, int]]:
 class _Loader(yaml.SafeLoader):
     """Refuses aliases, which may nest without end, and a key given twice, where YAML would silently keep the last."""
 
+    _depth = 0
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        here = self.peek_event().start_mark
         if self.check_event(yaml.AliasEvent):
             why = 'aliases (*name) are not read in platform files; quote "*"'
-            raise yaml.composer.ComposerError(None, None, why, self.peek_event().start_mark)
-        return super().compose_node(parent, index)
+            raise yaml.composer.ComposerError(None, None, why, here)
+        if self._depth == _DEEPEST:
+            raise yaml.composer.ComposerError(None, None, f"it nests deeper than {_DEEPEST} levels", here)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as e:  # what looks like a number or a date and is none: 0x, 2001-99-99, thousands of digits
+            why = f"this is no number and no date: {e}"
+            raise yaml.constructor.ConstructorError(None, None, why, node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()

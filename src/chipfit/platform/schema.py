@@ -39,7 +39,7 @@ _INPUTS = "format of the data inputs, or one per slot; any: whatever the produce
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -123,6 +123,8 @@ class Format(_Record):
         low, high = _codes(self.bits, self.signed is not False)[0], _codes(self.bits, self.signed is True)[1]
         if self.bits == 1:  # binary: the codes stand for -1 and +1
             low, high = -1, 1
+        if self.kind in ("log", "lut") and self.bits > 16:
+            yield f"a table for {self.bits}-bit codes has 2^{self.bits} entries: at most 16 bits are supported"
         if self.range == "narrow" and self.signed is False:
             yield "range narrow drops the lowest negative code, and unsigned codes have none: use full or [low, high]"
         if isinstance(self.range, tuple):

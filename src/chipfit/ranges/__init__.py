@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from chipfit.calibration.histogram import BINS, in_memory_order, without_outliers
-from chipfit.errors import DataError, UnknownNameError
+from chipfit.errors import ConfigError, DataError, UnknownNameError
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.tables import fit
 from chipfit.ranges.qparams import QParams
@@ -39,6 +40,8 @@ ALIASES = {
     "quantile": "percentile",
 }
 
+#: no setting of a rule is as large
+_MOST = 1000
 #: borders of bins above which the bins of a histogram are taken in pairs
 _EDGES = 768
 
@@ -79,6 +82,8 @@ def choose(
         q = replace(q, table=fit(in_steps, sample.weights, grid.entries, grid.qmin, grid.qmax))
     else:
         q = place(sample, grid)
+        if not isinstance(q, QParams):
+            raise DataError(f"The range rule '{name_of(rule)}' returned no range", got=repr(q)[:120], allowed="QParams")
     return replace(q, scale=q.scale[0], zero_point=q.zero_point[0]) if axis is None else q
 
 
@@ -87,23 +92,45 @@ def rule_of(rule: Rule, **settings: Any) -> Callable[[Sample, Grid], QParams]:
 
     Raises:
         UnknownNameError: no such rule, or no such setting of it.
+        ConfigError: no rule at all, or a setting out of bounds.
     """
     if not isinstance(rule, str):
+        if isinstance(rule, type) or not callable(rule) or not _takes_two(rule):
+            allowed = "the name of a rule, or a function of a sample and a grid"
+            raise ConfigError("This is no range rule", got=repr(rule)[:120], allowed=allowed)
         return rule
     name, has_settings, rest = rule.partition("(")
     if has_settings:
         try:
             call = ast.parse(f"f({rest}", mode="eval").body
             settings = {k.arg or "": ast.literal_eval(k.value) for k in getattr(call, "keywords", ())} | settings
-        except (SyntaxError, ValueError):
+        except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):  # what `ast` says of bad text
             name = rule
     make = lookup("range", ALIASES.get(name, name))
     known = [f.name for f in fields(make)]
     for setting in settings:
         if setting not in known:
             raise UnknownNameError(f"setting of range rule '{name}'", setting, known)
+    for setting, kind in ((f.name, getattr(f.type, "__name__", f.type)) for f in fields(make) if f.name in settings):
+        value = settings[setting]
+        number = isinstance(value, (int,) if kind == "int" else (int, float)) and not isinstance(value, bool)
+        if not (isinstance(value, bool) if kind == "bool" else number and 0 < value <= _MOST):
+            allowed = {"bool": "True or False", "int": "an integer above 0"}.get(kind, "a number above 0")
+            raise ConfigError(
+                f"Setting '{setting}' of range rule '{name}' is not understood", got=repr(value)[:120], allowed=allowed
+            )
     made: Callable[[Sample, Grid], QParams] = make(**settings)
     return made
+
+
+def _takes_two(rule: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(rule).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # C functions tell no signature
+        pass
+    return True
 
 
 def name_of(rule: Rule) -> str:

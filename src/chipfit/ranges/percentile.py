@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from chipfit.errors import ConfigError
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges.qparams import QParams, from_min_max
 from chipfit.ranges.search import Sample
@@ -18,6 +19,11 @@ class PercentileRange:
     """The range between the quantiles 1 - share and share."""
 
     share: float = 0.9999  #: of the values that lie below the upper end
+
+    def __post_init__(self) -> None:
+        if not 0.5 < self.share <= 1:
+            allowed = "a number above 0.5 and at most 1"
+            raise ConfigError("'share' of range rule 'percentile' is out of bounds", got=self.share, allowed=allowed)
 
     def __call__(self, sample: Sample, grid: Grid) -> QParams:
         """sample: values [C, N] with weights. Returns QParams [C]."""

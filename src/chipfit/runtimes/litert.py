@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from chipfit.errors import RuntimeUnavailable
+from chipfit.files import parse_json, refused_by_disk
 from chipfit.registry import register
 
 _DECLARED: dict[str, Any] = {"suffix": ".tflite", "libraries": ("ai_edge_litert", "flatbuffers"), "extra": "litert"}
@@ -33,12 +33,13 @@ class LiteRt:
         """
         from ai_edge_litert.interpreter import Interpreter, OpResolverType
 
-        content, self.tensors, self.notes = _with_outputs(Path(path), tensors)
+        resolver = getattr(OpResolverType, self.resolver)
+        raw = _content(Path(path))
         try:
+            Interpreter(model_content=raw, experimental_op_resolver_type=resolver)  # checks every offset in the file
+            content, self.tensors, self.notes = _with_outputs(raw, str(path), tensors)
             self.interpreter = Interpreter(
-                model_content=content,
-                num_threads=max(threads, 1),
-                experimental_op_resolver_type=getattr(OpResolverType, self.resolver),
+                model_content=content, num_threads=max(threads, 1), experimental_op_resolver_type=resolver
             )
             self.interpreter.allocate_tensors()
         except (RuntimeError, ValueError) as e:
@@ -122,25 +123,32 @@ def _fits(x: np.ndarray, detail: Mapping[str, Any]) -> bool:
     return len(signature) == x.ndim and all(s in (-1, n) for s, n in zip(signature, x.shape))
 
 
-def _with_outputs(path: Path, tensors: Sequence[str]) -> tuple[bytes, list[str], dict[str, Any]]:
+def _content(path: Path) -> bytes:
+    """The bytes of a file that says it is a TensorFlow Lite model."""
+    try:
+        raw = path.read_bytes()
+    except OSError as e:
+        why, cure = refused_by_disk(e)
+        raise RuntimeUnavailable(f"The file cannot be read: {why}", where=str(path), hint=cure) from e
+    if raw[4:8] != b"TFL3":
+        message = "The file is not a TensorFlow Lite model: the identifier TFL3 is missing"
+        raise RuntimeUnavailable(message, where=str(path), got=repr(raw[4:8]))
+    return raw
+
+
+def _with_outputs(raw: bytes, path: str, tensors: Sequence[str]) -> tuple[bytes, list[str], dict[str, Any]]:
     """The file with more of its tensors declared outputs, the names of all outputs, and chipfit's notes."""
     import flatbuffers
     from ai_edge_litert import schema_py_generated as schema
 
-    try:
-        raw = path.read_bytes()
-        if raw[4:8] != b"TFL3":
-            raise ValueError("the identifier TFL3 is missing")
-        model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(raw, 0))
-        graph = model.subgraphs[0]
-        made = {int(o) for op in graph.operators for o in op.outputs}
-        names = {t.name.decode(): k for k, t in enumerate(graph.tensors)}
-        notes: dict[str, Any] = {}
-        for m in model.metadata or ():
-            if m.name == b"chipfit":
-                notes = json.loads(bytes(model.buffers[m.buffer].data))
-    except Exception as e:  # a missing file, or what the generated code makes of garbage
-        raise RuntimeUnavailable(f"The file is not a TensorFlow Lite model: {str(e)[:200]}", where=str(path)) from e
+    model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(raw, 0))
+    graph = model.subgraphs[0]
+    made = {int(o) for op in graph.operators for o in op.outputs}
+    names = {t.name.decode(): k for k, t in enumerate(graph.tensors)}
+    notes: dict[str, Any] = {}
+    for m in model.metadata or ():
+        if m.name == b"chipfit":
+            notes = parse_json(bytes(model.buffers[m.buffer].data).decode(), RuntimeUnavailable, where=path)
     own = [int(o) for o in graph.outputs]
     extra = [names[t] for t in tensors if t in names and names[t] in made and names[t] not in own]
     graph.outputs = np.array([*own, *extra], np.int32)

@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from chipfit.errors import RuntimeUnavailable
+from chipfit.files import refused_by_disk
 from chipfit.registry import register
 
 if TYPE_CHECKING:
     from chipfit.platform.schema import Platform
+
+#: what a damaged file makes ONNX Runtime raise; the exceptions share no base
+_REFUSALS = "Fail InvalidArgument InvalidGraph InvalidProtobuf NotImplemented RuntimeException EPFail".split()
 
 
 @register("runtime", "onnxruntime", suffix=".onnx", libraries=("onnx", "onnxruntime"), extra="onnx", codes="{}_q")
@@ -32,7 +36,9 @@ class OnnxRuntime:
         """
         import onnx
         import onnxruntime as ort
+        from onnxruntime.capi import onnxruntime_pybind11_state as state
 
+        refusals = tuple(getattr(state, name) for name in _REFUSALS)
         model = read(path, tensors)
         options = ort.SessionOptions()
         options.log_severity_level = 3
@@ -52,7 +58,7 @@ class OnnxRuntime:
                     providers=["CPUExecutionProvider"],
                     disabled_optimizers=["WeightBiasQuantization"],
                 )
-            except Exception as e:  # ORT's exceptions share no base
+            except (*refusals, UnicodeDecodeError) as e:  # the last: of names in the file
                 raise RuntimeUnavailable(
                     f"ONNX Runtime refuses the file: {str(e).splitlines()[0][:300]}", where=str(path)
                 ) from e
@@ -87,10 +93,14 @@ def read(path: str | Path, tensors: Sequence[str] = ()) -> Any:
         RuntimeUnavailable: it is missing, or no ONNX model.
     """
     import onnx
+    from google.protobuf.message import DecodeError
 
     try:
         model = onnx.load(str(path))
-    except Exception as e:  # a missing file, or what protobuf makes of garbage
+    except OSError as e:
+        why, cure = refused_by_disk(e)
+        raise RuntimeUnavailable(f"The file cannot be read: {why}", where=str(path), hint=cure) from e
+    except (DecodeError, onnx.checker.ValidationError) as e:  # no such message; weights in another file are not there
         raise RuntimeUnavailable(
             f"The file is not an ONNX model: {str(e).splitlines()[0][:300]}", where=str(path)
         ) from e

@@ -31,7 +31,7 @@ class OpenVino:
         try:
             core = openvino.Core()
             self.model = core.compile_model(core.read_model(model.SerializeToString()), "CPU", config)
-        except Exception as e:  # OpenVINO raises RuntimeError and others
+        except RuntimeError as e:
             raise RuntimeUnavailable(
                 f"OpenVINO refuses the file: {str(e).splitlines()[0][:300]}", where=str(path)
             ) from e

@@ -70,7 +70,7 @@ def splice(tape: Tape, node: Node) -> list[str]:
         model = _translated(
             region, _examples(tape, region.inputs), [values[v].shape for v in region.inputs], tape.opset
         )
-    except Exception as e:  # torch.onnx raises many types
+    except (torch.onnx.OnnxExporterError, RuntimeError) as e:  # of the translation; of the example that runs before it
         of_keras = node.attrs["target"].startswith("keras:")
         raise UnsupportedError(
             f"Operator '{node.layer_type if of_keras else node.attrs['target']}' of '{node.who}' has no ONNX form",

@@ -49,7 +49,7 @@ def export_onnx(graph: Graph, plan: Plan | None, path: str | Path, *, opset: int
     model = _model(_written(*_held(graph, plan), opset or least))
     try:
         onnx.checker.check_model(model, full_check=True)
-    except Exception as e:  # the checker's own errors have no common base
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as e:  # the last: over 2 GB
         raise ExportError(f"The ONNX checker refuses the model: {str(e).splitlines()[0]}") from e
     return write_atomically(Path(path), model.SerializeToString())
 

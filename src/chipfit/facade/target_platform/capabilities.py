@@ -61,6 +61,11 @@ class DefaultDict:
     """A read-only mapping with a value for every other key."""
 
     def __init__(self, known_dict: Mapping[Any, Any] | None = None, default_value: Any = None) -> None:
+        if not isinstance(known_dict, (Mapping, type(None))):
+            got = f"{known_dict!r} of type {type(known_dict).__name__}"
+            raise ModelingError(
+                "The known values of a DefaultDict are a table", got=got, allowed="a dictionary, or None"
+            )
         self.known_dict, self.default_value = dict(known_dict or {}), default_value
 
     def get(self, key: Any) -> Any:

@@ -174,8 +174,14 @@ class OpQuantizationConfig:
         Raises:
             ModelingError: a field, or a weight attribute, that does not exist.
         """
-        attrs = dict(changes.pop("attr_weights_configs_mapping", self.attr_weights_configs_mapping))
-        for name, edits in (attr_to_edit or {}).items():
+        mapping = changes.pop("attr_weights_configs_mapping", self.attr_weights_configs_mapping)
+        edited = {} if attr_to_edit is None else attr_to_edit
+        for given in (mapping, edited, *(edited.values() if isinstance(edited, Mapping) else ())):
+            if not isinstance(given, Mapping) or not all(isinstance(k, str) for k in given):
+                got = f"{repr(given)[:100]} of type {type(given).__name__}"
+                raise ModelingError("Weight attributes are edited by name", got=got, allowed="tables: name -> value")
+        attrs = dict(mapping)
+        for name, edits in edited.items():
             if name not in attrs:
                 near = UnknownNameError("weight attribute", name, attrs)
                 raise ModelingError(near.what, allowed=near.allowed)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
-from chipfit.errors import ModelingError
+from typing_extensions import TypedDict
+
+from chipfit.errors import ModelingError, UnknownNameError
 from chipfit.facade.checks import checked
 from chipfit.facade.target_platform.capabilities import (
     DefaultDict,
@@ -25,7 +27,7 @@ from chipfit.facade.target_platform.model import (
     OperatorsSet,
     TargetPlatformModel,
 )
-from chipfit.files import write_atomically
+from chipfit.files import read_json, write_atomically
 from chipfit.platform.filters import Member
 from chipfit.platform.load import load
 from chipfit.registry import register
@@ -33,6 +35,52 @@ from chipfit.registry import register
 __all__ = ["export_target_platform_capabilities", "load_target_platform_capabilities"]
 
 SCHEMA_VERSION = 1
+
+
+class _Options(TypedDict):
+    options: list[Any]
+    base: int
+
+
+class _Set(TypedDict):
+    name: str
+    options: NotRequired[_Options | None]
+    members: NotRequired[list[str]]
+
+
+class _Fusing(TypedDict):
+    name: str | None
+    groups: list[str]
+
+
+class _Model(TypedDict):
+    name: str
+    add_metadata: bool
+    default: _Options
+    math: dict[str, Any] | None
+    operator_sets: list[_Set]
+    fusings: list[_Fusing]
+
+
+class _Attribute(TypedDict):
+    known: dict[str, Any]
+    default: Any
+
+
+class _Entry(TypedDict):
+    set: str
+    members: list[Any]
+    attributes: dict[str, _Attribute]
+
+
+class _File(TypedDict):
+    """What a file holds."""
+
+    SCHEMA_VERSION: int
+    name: str
+    version: str | None
+    model: _Model
+    layers: list[_Entry]
 
 
 class MissingFile(ModelingError, FileNotFoundError):
@@ -80,10 +128,7 @@ def load_target_platform_capabilities(source: Any) -> TargetPlatformCapabilities
     path = _json_path(source)
     if not path.is_file():
         raise MissingFile("The capabilities file does not exist", where=str(path))
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as e:
-        raise ModelingError(f"The file is not JSON: {e}", where=str(path)) from None
+    data = read_json(path, ModelingError)
     version = data.get("SCHEMA_VERSION") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
         raise ModelingError(
@@ -93,10 +138,6 @@ def load_target_platform_capabilities(source: Any) -> TargetPlatformCapabilities
         return read(data)
     except ModelingError as e:
         raise ModelingError(e.what, where=str(path), got=e.got, allowed=e.allowed, hint=e.hint) from None
-    except (KeyError, TypeError, AttributeError, IndexError) as e:
-        raise ModelingError(
-            f"The file does not hold a modelled chip: {type(e).__name__} {e}", where=str(path)
-        ) from None
 
 
 @register("modelled", "files")
@@ -183,20 +224,25 @@ def read(data: Mapping[str, Any]) -> TargetPlatformCapabilities:
     """The capabilities that a file's data say.
 
     Raises:
-        KeyError, TypeError, AttributeError, IndexError: the data are no modelled chip.
-        ModelingError: the chip contradicts itself.
+        ModelingError: the data are no modelled chip, or the chip contradicts itself.
     """
+    checked(_File, data, ModelingError, "the file", "", json=True)
     m = data["model"]
     default = read_options(m["default"])
-    if default is None:
-        raise KeyError("default")
     sets: dict[str, OperatorGroup] = {}
+
+    def named(names: Sequence[str]) -> list[OperatorGroup]:
+        for name in names:
+            if name not in sets:
+                raise ModelingError(UnknownNameError("operator set", name, sets).what, allowed=", ".join(sets))
+        return [sets[name] for name in names]
+
     for o in m["operator_sets"]:
         if "members" in o:
-            sets[o["name"]] = OperatorSetConcat(*(sets[n] for n in o["members"]), name=o["name"])
+            sets[o["name"]] = OperatorSetConcat(*named(o["members"]), name=o["name"])
         else:
-            sets[o["name"]] = OperatorsSet(o["name"], read_options(o["options"]))
-    fusings = [Fusing([sets[g] for g in f["groups"]], f["name"]) for f in m["fusings"]]
+            sets[o["name"]] = OperatorsSet(o["name"], read_options(o.get("options")) if o.get("options") else None)
+    fusings = [Fusing(named(f["groups"]), f["name"]) for f in m["fusings"]]
     model = TargetPlatformModel(
         default,
         m["add_metadata"],
@@ -214,9 +260,9 @@ def read(data: Mapping[str, Any]) -> TargetPlatformCapabilities:
     return TargetPlatformCapabilities(model, data["name"], data["version"], op_sets_to_layers=layers)
 
 
-def read_options(data: Mapping[str, Any] | None) -> QuantizationConfigOptions | None:
+def read_options(data: Mapping[str, Any]) -> QuantizationConfigOptions:
     """The options that a file's data say: a list of configurations, and the index of the base among them."""
-    if data is None:
-        return None
     configs = checked(list[OpQuantizationConfig], data["options"], ModelingError, "a set", "options", json=True)
+    if not 0 <= data["base"] < len(configs):
+        raise ModelingError("'base' is no index of 'options'", got=data["base"], allowed=f"0..{len(configs) - 1}")
     return QuantizationConfigOptions(configs, configs[data["base"]])

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from chipfit.errors import ModelingError
+from chipfit.facade.checks import in_our_words
 from chipfit.facade.target_platform.configs import (
     BIAS_ATTR,
     KERNEL_ATTR,
@@ -205,7 +206,7 @@ def _activation(c: OpQuantizationConfig, formats: dict[str, Format]) -> str:
 
 
 def _format(method: QuantizationMethod, bits: int, entry_bits: int | None = None, **more: Any) -> Format:
-    return Format(
+    return in_our_words(Format, ModelingError, f"a {bits}-bit format of {method}", ["bits"])(
         bits=bits,
         kind="lut" if method.lut else "int",
         scale="pot" if method.pot else "any",

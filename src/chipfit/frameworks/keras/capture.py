@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from chipfit.engine.run import run
 from chipfit.engine.trees import dump_tree
-from chipfit.errors import CaptureError
+from chipfit.errors import CaptureError, theirs
 from chipfit.frameworks.keras.backend import forward
 from chipfit.frameworks.keras.recorded import functional
 from chipfit.frameworks.keras.walk import Walk, leaves
@@ -123,6 +123,8 @@ def _in_float32(model: Any) -> tuple[Any, str]:
         twin = type(model).from_config(_single(model.get_config()))
         twin.set_weights([w.astype("float32") for w in old])
     except Exception as e:  # Keras raises many types for classes without a configuration
+        if not theirs(e):
+            raise
         hint = "build the model with keras.config.set_dtype_policy('float32') and load its weights"
         raise CaptureError(f"'{model.name}' computes in {', '.join(kinds)}", allowed="float32", hint=hint) from e
     both = zip(twin.weights, twin.get_weights(), old, strict=True)
@@ -186,6 +188,8 @@ def _compare(graph: Graph, model: Any, example: Any) -> None:
     try:
         want = [y.numpy() for y in leaves(forward(model, example))]
     except Exception as e:  # the user's code may raise anything
+        if not theirs(e):
+            raise
         raise CaptureError(
             f"The model fails on the example input: {type(e).__name__}: {str(e).strip().splitlines()[0][:300]}"
         ) from e

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from chipfit.errors import CaptureError, GraphError
+from chipfit.errors import CaptureError, GraphError, theirs
 from chipfit.files import open_zip
 from chipfit.frameworks.keras.known import demand_known
 
@@ -26,7 +26,9 @@ def load(path: str | Path) -> Any:
     _check(path)
     try:
         return keras.saving.load_model(path, compile=False, safe_mode=True)
-    except Exception as e:  # Keras raises many types
+    except Exception as e:  # Keras raises many types, and so do the classes that are registered
+        if not theirs(e):
+            raise
         first = (str(e).strip().splitlines() or [type(e).__name__])[0][:300]
         raise CaptureError(
             "The file is not a Keras model that can be loaded here",

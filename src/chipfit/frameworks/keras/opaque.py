@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import torch
 
-from chipfit.errors import GraphError
+from chipfit.errors import GraphError, theirs
 from chipfit.frameworks.keras.backend import to_backend, to_torch
 from chipfit.frameworks.keras.known import demand_known
 from chipfit.registry import register
@@ -65,7 +65,9 @@ def restored(target: str) -> Any:
     except GraphError as e:
         message = f"A Keras layer of this saved result is refused: {e.what}"
         raise GraphError(message, got=e.got, allowed=e.allowed, hint=e.hint) from e
-    except Exception as e:  # Keras raises many types
+    except Exception as e:  # Keras raises many types, and so do the classes that are registered
+        if not theirs(e):
+            raise
         raise GraphError(
             "A Keras layer of this saved result cannot be made again",
             got=text[:200],

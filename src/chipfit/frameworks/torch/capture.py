@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from chipfit.errors import CaptureError
+from chipfit.errors import CaptureError, theirs
 from chipfit.frameworks.torch.export import brief, export
 from chipfit.frameworks.torch.origin import users_line
 from chipfit.frameworks.torch.walk import read
@@ -39,6 +39,13 @@ def capture(
     Parameters are not copied: `Graph.weights` holds the model's own tensors until a pass replaces them
     (`passes.own_weights` replaces those that are left).
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError(
+            "A scripted or traced module (torch.jit) cannot be read",
+            got=type(model).__name__,
+            allowed="a torch.nn.Module, or the module() of a program of torch.export",
+            hint="pass the module that was scripted",
+        )
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(
             "A PyTorch model is an instance of torch.nn.Module",
@@ -100,6 +107,8 @@ def _try_once(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         with torch.no_grad():
             out = model(*args, **kwargs)
     except Exception as e:  # the user's code may raise anything
+        if not theirs(e):
+            raise
         given = [_described(a) for a in args] + [f"{k}={_described(v)}" for k, v in kwargs.items()]
         raise CaptureError(
             f"The model fails on the example input: {brief(e)}",

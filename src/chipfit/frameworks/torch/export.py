@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from chipfit.errors import CaptureError
+from chipfit.errors import CaptureError, theirs
 from chipfit.frameworks.torch.origin import users_line
 
 #: ATen operators whose result is read as the operand itself though their schema says that it is another tensor
@@ -48,7 +48,9 @@ def export(
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
-    except Exception as e:  # torch.export raises many types
+    except Exception as e:  # the user's code, traced by torch.export, may raise anything
+        if not theirs(e):
+            raise
         if "DataDependent" in type(e).__name__ or "data-dependent" in str(e).lower():
             raise CaptureError(
                 "The model branches on the values of a tensor, which a fixed graph cannot hold",

@@ -1,0 +1,15 @@
+"""Bad input drawn at random: does everything end in a result that makes sense, or in an error that says what to do?
+
+    python -m benchmarks.fuzz --seed 7 --cases 10000 --minutes 60
+    python -m benchmarks.fuzz --seed 7 --only saved:1234        # one case again, with what was drawn and the traceback
+
+Kinds of input: saved results, platform files, chips described in Python, calibration data, model files, command lines.
+A failure is
+
+    untyped    an exception that is no ChipfitError, or a ChipfitError wrapped around one that nobody foresaw
+    hang       a case that takes longer than its limit
+    died       a crash of the process
+    nonsense   something accepted that cannot be: NaN, a scale that is not positive, a code outside of its grid
+
+Exit status: 1 if there is any.
+"""

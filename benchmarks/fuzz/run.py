@@ -1,0 +1,261 @@
+"""Runs cases in forked workers, so that a crash or a hang of one is an outcome and not the end."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import onnx
+import pydantic
+import safetensors
+import torch
+import yaml
+from google.protobuf.message import DecodeError
+from onnxruntime.capi import onnxruntime_pybind11_state
+
+import chipfit
+from chipfit.errors import ChipfitError, theirs
+
+SOURCE = Path(chipfit.__file__).parent
+#: memory that one case may take beyond what its worker starts with [byte]
+MEMORY = 3 << 30
+
+_ORT = tuple(x for x in vars(onnxruntime_pybind11_state).values() if isinstance(x, type) and issubclass(x, Exception))
+#: file of chipfit -> exceptions that its refusals may come from, since that is how the thing it asks says no
+FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
+    "platform/read.py": (yaml.YAMLError,),
+    "platform/load.py": (pydantic.ValidationError,),
+    "facade/checks.py": (pydantic.ValidationError,),
+    "files.py": (OSError, ValueError, RecursionError),
+    "calibration/data.py": (StopIteration, RecursionError, TypeError),
+    "calibration/collect.py": (ValueError,),
+    "plan/saved.py": (OSError, UnicodeError, json.JSONDecodeError, safetensors.SafetensorError),
+    "plan/text.py": (json.JSONDecodeError,),
+    "runtimes/onnxruntime.py": (OSError, DecodeError, *_ORT),
+    "runtimes/litert.py": (OSError, ValueError, RuntimeError),
+    "export/onnx/writer.py": (onnx.checker.ValidationError, onnx.shape_inference.InferenceError),
+    "export/onnx/opaque.py": (torch.onnx.OnnxExporterError, RuntimeError),
+    "cli/inputs.py": (OSError, ValueError, zipfile.BadZipFile, zlib.error),
+}
+#: files of chipfit that call code of the user or of a library, which raises what it likes: any exception that arises
+#: outside of chipfit may stand behind their refusals
+FOREIGN: tuple[str, ...] = (
+    "frameworks/torch/capture.py",
+    "frameworks/torch/export.py",
+    "frameworks/keras/capture.py",
+    "frameworks/keras/files.py",
+    "frameworks/keras/opaque.py",
+    "cli/named.py",
+)
+
+
+class Hang(BaseException):
+    """The alarm of a case; no `except Exception` holds it up."""
+
+
+class Bug(Exception):
+    """The command line said that something happened that nobody foresaw."""
+
+
+class Nonsense(AssertionError):
+    """Something was accepted that cannot be."""
+
+
+@dataclass
+class Case:
+    """One case: its random numbers, a folder of its own, and notes about what was drawn."""
+
+    kind: str
+    index: int
+    seed: int
+    folder: Path
+    notes: list[str] = field(default_factory=list)
+    random: Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.random = Random(f"{self.seed}:{self.kind}:{self.index}")
+
+    def note(self, words: str) -> None:
+        self.notes.append(words[:200])
+
+
+@dataclass
+class Outcome:
+    """How one case ended."""
+
+    kind: str
+    index: int
+    what: str  #: "accepted", "refused", "untyped", "hang", "died" or "nonsense"
+    detail: str = ""  #: type of the error, and where it came from
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        return self.what not in ("accepted", "refused")
+
+
+Kind = Callable[[Case], None]  #: raises what the product raises, or Nonsense; returns where something was accepted
+
+
+def one(kind: str, run: Kind, index: int, seed: int, limit: float, loud: bool = False) -> Outcome:
+    """Run one case in this process."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz."))
+    case = Case(kind, index, seed, folder)
+    here = os.getcwd()
+    signal.signal(signal.SIGALRM, _alarm)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    quiet: Any = contextlib.nullcontext() if loud else contextlib.redirect_stdout(io.StringIO())
+    try:
+        with quiet, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run(case)
+        what, detail = "accepted", ""
+    except Hang as e:
+        what, detail = "hang", f"more than {limit:g} s at {_at(e)}"
+    except Nonsense as e:
+        what, detail = "nonsense", str(e)
+    except ChipfitError as e:
+        why = unforeseen(e)
+        what, detail = ("untyped", why) if why else ("refused", type(e).__name__)
+        if loud:
+            print(e)
+    except BaseException as e:  # the very thing that is looked for
+        own = _frames(e)
+        if own and Path(own[-1].filename).parent == Path(__file__).parent and not isinstance(e, AssertionError | Bug):
+            return Outcome(kind, index, "refused", "what the user's own code raises", case.notes)
+        what, detail = "untyped", f"{type(e).__name__} at {_at(e)}: {str(e)[-300:]}"
+        if loud:
+            traceback.print_exc()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        os.chdir(here)
+        shutil.rmtree(folder, ignore_errors=True)
+    return Outcome(kind, index, what, detail, case.notes)
+
+
+def unforeseen(e: ChipfitError) -> str:
+    """What stands behind a refusal though nobody foresaw it; "" where nothing does."""
+    at: BaseException = e
+    while (cause := at.__cause__ or at.__context__) is not None:
+        place = _ours(at)
+        if not isinstance(cause, ChipfitError):
+            foreign = place in FOREIGN and theirs(cause)
+            if not foreign and not isinstance(cause, FORESEEN.get(place, ())):
+                return (
+                    f"{type(cause).__name__} at {_at(cause)} behind {type(e).__name__} of {place}: {str(cause)[:200]}"
+                )
+            return ""
+        at = cause
+    return ""
+
+
+def _frames(e: BaseException) -> list[traceback.FrameSummary]:
+    return list(traceback.extract_tb(e.__traceback__))
+
+
+def _file(frame: traceback.FrameSummary) -> str:
+    """The file of a frame inside chipfit; "" for one outside."""
+    path = Path(frame.filename)
+    return path.relative_to(SOURCE).as_posix() if path.is_relative_to(SOURCE) else ""
+
+
+def _ours(e: BaseException) -> str:
+    """The last file of chipfit that an exception passed on its way out of it, where it was raised."""
+    return next((f for f in (_file(x) for x in reversed(_frames(e))) if f), "")
+
+
+def _at(e: BaseException) -> str:
+    """The innermost line of chipfit, else the innermost line."""
+    frames = _frames(e)
+    ours = [f for f in frames if _file(f)]
+    if not frames:
+        return "?"
+    frame = (ours or frames)[-1]
+    return f"{_file(frame) or frame.filename}:{frame.lineno}"
+
+
+def _alarm(*_: Any) -> None:
+    raise Hang
+
+
+# ---------------------------------------------------------------------------------------------------------- workers
+
+
+def all_of(kinds: dict[str, Kind], cases: list[tuple[str, int]], seed: int, limit: float) -> Iterator[Outcome]:
+    """Run cases in a forked worker after another; a new one goes on behind the case that ended the last."""
+    done = 0
+    while done < len(cases):
+        for outcome in _worker(kinds, cases[done:], seed, limit):
+            done += 1
+            yield outcome
+
+
+def _worker(kinds: dict[str, Kind], cases: list[tuple[str, int]], seed: int, limit: float) -> Iterator[Outcome]:
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _work(kinds, cases, seed, limit, writing)
+    os.close(writing)
+    ended = 0
+    try:
+        buffer = b""
+        while ended < len(cases):
+            ready, _, _ = select.select([reading], [], [], 2 * limit + 10)
+            got = os.read(reading, 1 << 16) if ready else b""
+            if not got:
+                kind, index = cases[ended]
+                if not ready:  # in compiled code, which no alarm interrupts
+                    yield Outcome(kind, index, "hang", f"more than {2 * limit + 10:g} s, in compiled code")
+                else:
+                    _, status = os.waitpid(child, 0)
+                    child = 0
+                    yield Outcome(kind, index, "died", _status(status))
+                return
+            *lines, buffer = (buffer + got).split(b"\n")
+            for line in lines:
+                ended += 1
+                yield Outcome(**json.loads(line))
+    finally:
+        os.close(reading)
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _status(status: int) -> str:
+    return signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"exit {os.WEXITSTATUS(status)}"
+
+
+def _work(kinds: dict[str, Kind], cases: list[tuple[str, int]], seed: int, limit: float, writing: int) -> None:
+    """The worker: one line of JSON for each case."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * os.sysconf("SC_PAGE_SIZE") + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    faulthandler.enable(file=open(os.devnull, "w"))  # noqa: SIM115 -- as long as the process
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)  # compiled libraries write there
+    for kind, index in cases:
+        outcome = one(kind, kinds[kind], index, seed, limit)
+        os.write(writing, (json.dumps(vars(outcome)) + "\n").encode())
+    os._exit(0)
