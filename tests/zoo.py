@@ -308,3 +308,15 @@ def make(name: str) -> tuple[nn.Module, object]:
             nn.init.uniform_(m.weight, 0.5, 1.5)
             nn.init.uniform_(m.bias, -0.3, 0.3)
     return model.eval(), batch
+
+
+def unseen(batch, seed: int = 1):
+    """Other samples like those of a batch: of the same mean and spread, or other indices below the largest."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        if not x.is_floating_point():
+            return torch.randint(0, int(x.max()) + 1, x.shape, generator=draw, dtype=x.dtype)
+        return torch.randn(x.shape, generator=draw) * x.std() + x.mean()
+
+    return torch.utils._pytree.tree_map(other, batch)

@@ -288,36 +288,42 @@ def test_a_stale_file_is_noticed(proven, command, tmp_path, what):
 
 
 @pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int16x8"])
-def test_a_float_operator_may_be_off_by_one_code_in_a_hundredth_and_no_more(monkeypatch, platform):
+def test_a_float_operator_may_be_off_by_one_code_where_a_real_lies_half_way_and_nowhere_else(monkeypatch, platform):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Hardswish(), nn.Conv2d(8, 4, 1)).eval()
     result = chipfit.quantize(model, [torch.randn(8, 3, 12, 12)], platform=platform, progress=False)
     name = next(n.output for n in result.graph.nodes if n.op == "HardSwish")
     new = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(1))
+    wide = platform == "tflite_int16x8"  # where an error of float32 may be more than a code
 
-    def verified(count, step):
-        """With a simulation that is off by `step` in `count` codes of that operator, and right where they are read."""
+    def verified(first, last, step):
+        """With a simulation that is off by `step` in some codes of that operator, the nearest to half way being 0."""
 
-        def off(*args, **kwargs):
-            done = simulate(*args, **kwargs)
+        def off(*args, reals=None, **kwargs):
+            found = {} if reals is None else reals
+            done = simulate(*args, reals=found, **kwargs)
+            place = (found[name] / result.plan[name].scale).double()
+            chosen = (place - place.floor() - 0.5).abs().flatten().argsort()[first:last]
             q = done[name] = done[name].clone(memory_format=torch.contiguous_format)
-            q.view(-1)[:count] += torch.where(q.view(-1)[:count] > 2, -step, step).to(q.dtype)
+            q.view(-1)[chosen] += torch.where(q.view(-1)[chosen] > 2, -step, step).to(q.dtype)
             return done
 
         monkeypatch.setattr("chipfit.verify.simulate", off)
         return result.verify([new])
 
-    honest = verified(0, 1)
+    honest = verified(0, 0, 1)
     row = next(r for r in honest.rows if r.tensor == name)
-    assert row.float_ops == ("HardSwish",) and row.elements == 3200 and row.allowed == 32
+    assert row.float_ops == ("HardSwish",) and row.elements == 3200 and 32 <= row.allowed < 64 and not row.astray
     assert honest.sound and row.op_differing <= 2 and honest.require({"HardSwish"}) is honest
     assert honest.exact_share == 1 - 3200 / honest.integers
-    few, many, far = verified(20, 1), verified(60, 1), verified(1, 2)
-    assert few.verdict == "sound" and not few.exact and few.require({"HardSwish"})
-    assert many.verdict == "departs" and " of 3200" in many.departures[0] and "32 may, by 1" in many.departures[0]
-    assert far.verdict == "departs" and "by up to 2" in far.departures[0]
-    with pytest.raises(VerificationError, match="HardSwish in float"):
-        few.require({"Softmax"})
+    near, two, many = verified(0, 3, 1), verified(0, 1, 2), verified(0, 80, 1)
+    assert near.verdict == "sound", near.summary()
+    assert not near.exact and near.require({"HardSwish"})
+    assert two.verdict == "departs" and "by up to 2" in two.departures[0]
+    assert many.verdict == "departs" and " of 3200" in many.departures[0] and "may by 1" in many.departures[0]
+    assert verified(3190, 3195, 1).verdict == ("sound" if wide else "departs")
+    with pytest.raises(VerificationError, match="HardSwish runs in float"):
+        near.require({"Softmax"})
 
 
 def test_what_departs_cannot_be_required(proven, spare):

@@ -45,6 +45,11 @@ class LiteRt:
         except (RuntimeError, ValueError) as e:
             raise RuntimeUnavailable(f"LiteRT refuses the file: {str(e).splitlines()[0][:300]}", where=str(path)) from e
         self.inputs = self.interpreter.get_input_details()
+        forms, axes = (self.notes.get(k, {}) for k in ("forms", "batch_axis"))
+        outputs = self.notes.get("outputs", [])
+        rest = [(forms.get(name), axes.get(name, 0)) for name in self.tensors[len(outputs) :]]
+        #: how each lies, against the model's own layout, and its batch axis there; an output may be a rearranged value
+        self.held = [*outputs, *rest]
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """One batch, in the model's order and layout; outputs and the requested tensors by name, in that layout too.
@@ -60,8 +65,8 @@ class LiteRt:
         size = next(int(d["shape"][0]) for d, c in zip(self.inputs, cut) if c)
         starts = range(0, whole, size)
         parts = [self._once([x[k : k + size] if c else x for x, c in zip(given, cut)]) for k in starts]
-        axes = self.notes.get("batch_axis", {})
-        return {name: np.concatenate([p[name] for p in parts], axes.get(name, 0)) for name in parts[0]}
+        axes = {name: axis for name, (_, axis) in zip(self.tensors, self.held, strict=True)}
+        return {name: np.concatenate([p[name] for p in parts], axes[name]) for name in parts[0]}
 
     def _once(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         other = [(x, d) for x, d in zip(inputs, self.inputs, strict=True) if tuple(x.shape) != tuple(d["shape"])]
@@ -73,10 +78,10 @@ class LiteRt:
         for x, d in zip(inputs, self.inputs, strict=True):
             self.interpreter.set_tensor(d["index"], np.ascontiguousarray(x))
         self.interpreter.invoke()
-        out, forms = {}, self.notes.get("forms", {})
-        for name, d in zip(self.tensors, self.interpreter.get_output_details(), strict=True):
+        out, details = {}, self.interpreter.get_output_details()
+        for name, (form, _), d in zip(self.tensors, self.held, details, strict=True):
             value = np.asarray(self.interpreter.get_tensor(d["index"]))  # of a scalar it gives a number
-            out[name] = value.transpose(np.argsort(forms[name])) if name in forms else value
+            out[name] = value.transpose(np.argsort(form)) if form else value
         return out
 
     def executed(self) -> Mapping[str, int]:
@@ -152,7 +157,10 @@ def _with_outputs(raw: bytes, path: str, tensors: Sequence[str]) -> tuple[bytes,
     own = [int(o) for o in graph.outputs]
     extra = [names[t] for t in tensors if t in names and names[t] in made and names[t] not in own]
     graph.outputs = np.array([*own, *extra], np.int32)
-    shown = [graph.tensors[k].name.decode() for k in (*own, *extra)]
+    shown: list[str] = []
+    for k in (*own, *extra):  # one tensor may be several outputs
+        name = graph.tensors[k].name.decode()
+        shown.append(f"{name}:{len(shown)}" if name in shown else name)
     builder = flatbuffers.Builder(len(raw))
     builder.Finish(model.Pack(builder), file_identifier=b"TFL3")
     return bytes(builder.Output()), shown, notes

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from chipfit.frameworks import device
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import OPAQUE, Graph, Node
 from chipfit.graph.ops import OPS
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
@@ -50,9 +50,9 @@ def output(graph: Graph, plan: Plan, done: Mapping[str, Any], name: str) -> torc
 
 
 def float_operators(graph: Graph, plan: Plan) -> Callable[[str], tuple[str, ...]]:
-    """For a value that is computed in float: the operators in float since codes were read, sorted; () for codes.
+    """For a value that is computed in float: the operators in float since codes were read, sorted.
 
-    Those that only move numbers are left out: their results are exact.
+    Those that only move numbers are left out: their results are exact. Opaque ones go by what they call.
     """
     unit_of = {o: unit for unit in units(graph, plan) for n in unit for o in n.outputs}
 
@@ -64,8 +64,15 @@ def float_operators(graph: Graph, plan: Plan) -> Callable[[str], tuple[str, ...]
                 continue
             done.add(v)
             for n in unit_of[v]:
-                found |= set() if n.op in OPS and OPS[n.op].moves else {n.op}
-                todo += [i for i in n.inputs if i and (not plan.quantized(i) or (i, n.name) in plan.float_edges)]
+                found |= set() if n.op in OPS and OPS[n.op].moves else {_called(n)}
+                reads = [i for i in n.inputs if i in graph.values and graph.is_float(i)]
+                todo += [i for i in reads if not plan.quantized(i) or (i, n.name) in plan.float_edges]
         return tuple(sorted(found))
 
     return behind
+
+
+def _called(n: Node) -> str:
+    """A node's operator; of an opaque one what it calls, by its shortest name."""
+    target: str = n.attrs["target"] if n.op == OPAQUE else n.op
+    return n.layer_type if target.startswith("keras:") else target

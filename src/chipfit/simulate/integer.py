@@ -150,6 +150,7 @@ def simulate(
     force: Mapping[str, Tensor] | None = None,
     keep: Collection[str] | None = None,
     kernels: str | None = None,
+    reals: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Run the network in the platform's integers.
 
@@ -160,6 +161,7 @@ def simulate(
             ones, so that each is compared by itself.
         keep: values to return; all when omitted.
         kernels: the family that runs instead of the platform's own.
+        reals: where to leave what float operators compute before it is quantized, by value name.
 
     Returns:
         Value name -> codes (integer dtype) where it is quantized, else its float tensor.
@@ -180,6 +182,8 @@ def simulate(
         for o in names:
             if o in wanted and (o in run.codes or o in run.reals):
                 done[o] = run.codes.get(o, run.reals.get(o))
+            if reals is not None and o in run.codes and o in run.reals:
+                reals[o] = run.reals[o]
             if force is not None and o in force and o in run.codes:
                 run.codes[o] = force[o]
 

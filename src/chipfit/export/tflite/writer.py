@@ -164,13 +164,16 @@ class Writer(Emitter):
             for v in self.graph.values
             if v in values
         }
+        batch_axis = {name: v.shape.index(None) for name, v in values.items() if None in v.shape}
         return {
             "platform": self.plan.platform,
             "inputs": [self.forms.get(i) for i in self.source.inputs],
             "forms": {n: list(f) for v, f in self.forms.items() for n in held[v]},
-            "batch_axis": {
-                n: values[v].shape.index(None) for v, ns in held.items() if None in values[v].shape for n in ns
-            },
+            "batch_axis": {n: batch_axis[v] for v, ns in held.items() if v in batch_axis for n in ns},
+            "outputs": [  # each with its batch axis in the model's own layout
+                (self.forms.get(o) if o == own else None, batch_axis.get(own, 0))
+                for o, own in zip(self.graph.outputs, self.source.outputs, strict=True)
+            ],
             "provenance": self.plan.provenance,
         }
 
