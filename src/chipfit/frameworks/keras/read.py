@@ -115,8 +115,11 @@ def _channels_last(r: Call, x: Value) -> bool:
     return r.op.data_format in (None, "channels_last")
 
 
-def _without_initial(r: Call, x: Value) -> bool:
-    return getattr(r.op, "initial", None) is None
+def _plain(r: Call, x: Value) -> bool:
+    """Nothing is asked for beside the operation itself: no number to begin with, no decimals, no other type."""
+    o = r.op
+    rest = getattr(o, "initial", None) is None and not getattr(o, "decimals", 0)
+    return rest and (getattr(o, "dtype", None) is None or r.dtype == x.dtype)
 
 
 def _centred(r: Call, x: Value) -> bool:
@@ -239,16 +242,17 @@ _row("RMSNormalization", "", "RMSNorm", "scale", _last_axis, normalized_shape=_l
 
 for _name, _op in _words(
     "Relu Relu6 Sigmoid Tanh HardSigmoid Selu Silu=Swish HardSilu=HardSwish Exp Log Abs Absolute=Abs Negative=Neg "
-    "Sqrt Rsqrt Sin Cos Erf Floor Ceil Round Sign Reciprocal LogicalNot StopGradient=Identity Copy=Identity"
+    "Sqrt Rsqrt Sin Cos Erf Floor Ceil Sign Reciprocal LogicalNot StopGradient=Identity Copy=Identity"
 ):
     _row("", _name, _op)
+_row("", "Round", "Round", only=_plain)
 for _name, _op in _words(
     "Add Subtract=Sub Multiply=Mul Divide=Div TrueDivide=Div Power=Pow Maximum=Max Minimum=Min Mod "
     "FloorDivide=FloorDiv LogicalAnd LogicalOr"
 ):
     _row("", _name, _op, operands=2)
 for _name, _op in _words("Mean Sum Max=ReduceMax Amax=ReduceMax Min=ReduceMin Amin=ReduceMin Prod=ReduceProd"):
-    _row("", _name, _op, only=_without_initial, axes=_reduced, keepdims=_own("keepdims", bool))
+    _row("", _name, _op, only=_plain, axes=_reduced, keepdims=_own("keepdims", bool))
 
 _row("LeakyReLU", "LeakyRelu", "LeakyRelu", negative_slope=_own("negative_slope", float))
 _row("ELU", "Elu", "Elu", alpha=_own("alpha", float))
@@ -257,7 +261,7 @@ _row("", "Softplus", "Softplus", beta=1.0, threshold=20.0)
 _row("Softmax", "Softmax", "Softmax", axis=_own("axis", _one_axis))
 _row("", "LogSoftmax", "LogSoftmax", axis=_own("axis", _one_axis))
 _row("", "HardTanh", "Clamp", min=-1.0, max=1.0)
-_row("", "Cumsum", "CumSum", axis=_own("axis", _integer))
+_row("", "Cumsum", "CumSum", only=_plain, axis=_own("axis", _integer))
 _row("Dropout SpatialDropout*D", "", "Dropout", p=_own("rate", float))
 
 _POOL: dict[str, Any] = {"kernel": _window, "stride": _steps, "padding": _pool_padding, "ceil_mode": False}
@@ -509,8 +513,9 @@ def _activation_layer(r: Call, x: Value) -> Value:
 
 @_reads("Rescaling")
 def _rescaling(r: Call, x: Value) -> Value:
-    y = r.emit("Mul", [r.operand(x), r.operand(r.op.scale)], part="scale")
-    return r.emit("Add", [y, r.operand(r.op.offset)])
+    scale, offset = (np.asarray(v) if isinstance(v, (list, tuple)) else v for v in (r.op.scale, r.op.offset))
+    y = r.emit("Mul", [r.operand(x), r.operand(scale)], part="scale")
+    return r.emit("Add", [y, r.operand(offset)])
 
 
 @_reads("Normalization")

@@ -99,12 +99,9 @@ class Call:
         return v.meta["val"]
 
     def says_nothing(self, key: str) -> bool:
-        """Whether an argument is left at its default, changes no number, or names the type that the operand has."""
-        given = self.args[key]
+        """Whether an argument is left at its default, or changes no number."""
         default = {a.name: a.default_value for a in self.node.target._schema.arguments if a.has_default_value()}
-        if key in _NEUTRAL.split() or (key in default and given == default[key]):
-            return True
-        return (key == "half_to_float" and not given) or (key == "dtype" and given is self.tensor("self").dtype)
+        return key in _NEUTRAL.split() or (key in default and self.args[key] == default[key])
 
     @property
     def rank(self) -> int:
