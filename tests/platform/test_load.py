@@ -77,7 +77,11 @@ BAD = {
     "one word for a list": ("match: [Add]", "match: Add", ["ops.1.match", "must be a list"]),
     "an unknown attribute": ("stride: {min", "strides: {min", ["ops.0.where.strides", "'stride'"]),
     "an unknown test": ("stride: {min", "stride: {mini", ["ops.0.where.stride.mini", "'min'"]),
-    "an unknown gate": ("match: [Conv2D]", "match: [Conv2D]\n    when: {arhc: A}", ["ops.0.when.arhc", "'arch'"]),
+    "an unknown gate": (
+        "match: [Conv2D]",
+        "match: [Conv2D]\n    when: {arhc: A}",
+        ["ops.0.when.arhc", "did you mean arch"],
+    ),
     "a gate of an unknown revision": (
         "w: w4, b: b32, out: a8}",
         'w: w4, b: b32, out: a8, when: {arch: ">=B"}}',

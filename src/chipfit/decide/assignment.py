@@ -79,6 +79,8 @@ def assign(
     Raises:
         UnsupportedError: an operator that the platform rejects outright, or bits that no format offers.
     """
+    asked = [c.get(k) for c in (overrides or {}).values() for k in ("bits", "activation_bits")]
+    platform = platform.with_widths({n for n in asked if isinstance(n, int)})
     units = within_reach(platform, find_units(graph, platform, groups, overrides or {}))
     by_hand = (o for u in units if u.choices.get("activation_bits") == "float" for o in u.tail.outputs)
     kept = unrounded(graph) | dict.fromkeys(by_hand, BY_HAND)

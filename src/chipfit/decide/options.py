@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from chipfit.decide.units import NO_FORMAT, Unit, agree
+from chipfit.decide.units import NO_FORMAT, Unit, agree, sibling
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph
 from chipfit.platform.match import as_tuple, needs_weight
-from chipfit.platform.schema import Option, Platform
+from chipfit.platform.schema import WIDEST, Option, Platform
 
 #: what the user may say about bits -> the slots of an option that it is about, and what they hold
 _BITS = {"bits": (("w",), "weights"), "activation_bits": (("in_", "out"), "activations")}
@@ -80,8 +81,12 @@ def _with_bits(platform: Platform, unit: Unit, options: list[Option]) -> list[Op
         widths = [_widths(platform, o, slots) for o in options]
         if asked is None or not any(widths):
             continue
-        options = [o for o, bits in zip(options, widths, strict=True) if bits <= {asked}]
+        fitting = [o for o, bits in zip(options, widths, strict=True) if bits <= {asked}]
+        options = fitting or [at for o in options if (at := _at_width(platform, o, slots, asked)) is not None]
         if not options:
+            names = {n for o in unit.resolved.options for s in slots for n in as_tuple(getattr(o, s))}
+            free = any(f.free for n, f in platform.formats.items() if n in names)
+            widths += [set(range(1, WIDEST + 1))] * free
             raise UnsupportedError(
                 f"'{unit.who}' cannot have {asked}-bit {what} on '{platform.name}'",
                 got=asked,
@@ -89,6 +94,17 @@ def _with_bits(platform: Platform, unit: Unit, options: list[Option]) -> list[Op
                 hint="choose one of the allowed widths or leave the layer out of `overrides`",
             )
     return options
+
+
+def _at_width(platform: Platform, option: Option, slots: Sequence[str], bits: int) -> Option | None:
+    """The option with its formats of free width at another one; None where a slot has none of that width."""
+
+    def at(name: Any) -> Any:
+        free = isinstance(name, str) and name in platform.formats and platform.formats[name].free
+        return tuple(map(at, name)) if isinstance(name, tuple) else sibling(platform, name, bits) if free else name
+
+    changed = option.model_copy(update={s: at(getattr(option, s)) for s in slots})
+    return changed if _widths(platform, changed, slots) <= {bits} else None
 
 
 def _widths(platform: Platform, option: Option, slots: Sequence[str]) -> set[int]:

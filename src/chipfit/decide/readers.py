@@ -55,13 +55,15 @@ def requested(graph: Graph, platform: Platform, units: Sequence[Unit]) -> dict[s
     """Value -> the format in which its readers want it; "any" where they take whatever is written.
 
     Of several readers the last in execution order decides, but one that takes anything gives way to one that does not.
-    A mover passes the request for its result on to what it moves, unless others read that too: then the value keeps the
-    format that its maker gives it, and the mover takes that one.
+    Results of the model are wanted in the first format of `place.io_out`, where that names no float. A mover passes the
+    request for its result on to what it moves, unless others read that too: then the value keeps the format that its
+    maker gives it, and the mover takes that one.
 
     Args:
         units: with the options that they can take (`options.usable`).
     """
-    out: dict[str, str] = {}
+    given = () if platform.unlisted == "cpu" else platform.place.io_out  # what is handed out is stored; the CPU is free
+    out = dict.fromkeys(graph.outputs if given and "float" not in given else (), next(iter(given), ""))
     users, inputs = graph.users(), set(graph.inputs)
     for unit in reversed(units):
         if unit.moves:

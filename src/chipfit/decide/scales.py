@@ -12,7 +12,8 @@ from chipfit.decide.biases import with_biases
 from chipfit.decide.found import Sources, entry
 from chipfit.decide.legality import project
 from chipfit.decide.ties import fixed, tie_groups
-from chipfit.errors import PlanError
+from chipfit.decide.weight_sums import with_small_sums
+from chipfit.errors import PlanError, UnsupportedError
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 from chipfit.plan.record import TensorPlan
@@ -69,7 +70,9 @@ def choose(
         members = {name: found[name] for name in group if name in found}
         given = any(assignment.slots[name].range is not None for name in members)
         found |= _tied(members, dictated.keys(), copies(graph, group) if given else ())
-    legal = project({name: stored for name, (stored, _) in found.items()}, assignment.bindings)
+    wanted = with_small_sums(graph, assignment.bindings, {name: stored for name, (stored, _) in found.items()})
+    legal = project(wanted, assignment.bindings)
+    with_small_sums(graph, assignment.bindings, legal, final=True)
 
     nodes = {n.name: n for n in graph.nodes}
     out = {}
@@ -84,12 +87,24 @@ def choose(
 def _grids(
     graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats], groups: tuple[tuple[str, ...], ...]
 ) -> dict[str, Grid]:
-    """The formats with their signedness decided from the data; tied tensors are signed as soon as one of them is."""
-    grids = {s.name: _grid(s, stats.get(s.name), graph) for s in assignment.slots.values()}
-    for group in groups:
-        members = [name for name in group if name in grids]
-        if any(grids[name].signed for name in members):
-            grids |= {name: assignment.slots[name].grid(signed=True) for name in members}
+    """The formats with their signedness decided from the data; tensors of one type are signed as soon as one is.
+
+    Raises:
+        UnsupportedError: the platform wants one storage type of tensors whose formats have different ones.
+    """
+    slots = assignment.slots
+    grids = {s.name: _grid(s, stats.get(s.name), graph) for s in slots.values()}
+    same_type = [(b, [t for t in names if t in grids]) for b in assignment.bindings for names in b.same_type]
+    alike = [[t for t in group if t in grids] for group in groups] + [names for _, names in same_type]
+    auto = {name for name, s in slots.items() if s.format.signed == "auto"}
+    while more := {t for g in alike if any(grids[t].signed for t in g) for t in g if t in auto and not grids[t].signed}:
+        grids |= {t: slots[t].grid(signed=True) for t in more}
+    for b, names in same_type:
+        types = {t: f"{'s' if grids[t].signed else 'u'}{grids[t].bits}" for t in names}
+        if len(set(types.values())) > 1:
+            got = ", ".join(f"'{t}' {kind}" for t, kind in types.items())
+            hint = "give them the same bits with overrides, or keep the operator in float"
+            raise UnsupportedError(f"{b.op} stores these tensors in one type on this platform", got=got, hint=hint)
     return grids
 
 

@@ -36,6 +36,11 @@ class Binding:
         return [[t for slot in r.tie for t in self.of(slot)] for r in self.rules if r.tie and r.hard]
 
     @property
+    def same_type(self) -> list[list[str]]:
+        """The tensors of each hard `dtype` rule."""
+        return [[t for slot in r.dtype for t in self.of(slot)] for r in self.rules if r.dtype and r.hard]
+
+    @property
     def dictated(self) -> list[tuple[str, Numbers]]:
         """(tensor, its numbers) for each that the hardware dictates."""
         rules = [(r.fix, (float(r.scale or 0), int(r.zp or 0))) for r in self.rules if r.fix and r.hard]

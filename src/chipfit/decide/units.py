@@ -89,10 +89,7 @@ def agree(a: Format, b: Format, *fields: str) -> bool:
 
 
 def find_units(
-    graph: Graph,
-    platform: Platform,
-    groups: Sequence[tuple[str, ...]],
-    overrides: Mapping[str, Mapping[str, Any]],
+    graph: Graph, platform: Platform, groups: Sequence[tuple[str, ...]], overrides: Mapping[str, Mapping[str, Any]]
 ) -> list[Unit]:
     """The units in execution order. Each stands where its last node stands: all that it reads exists by then."""
     nodes = {n.name: n for n in graph.nodes}
@@ -144,22 +141,20 @@ def _first_and_last(platform: Platform, units: list[Unit]) -> list[Unit]:
     if not rule or not weighted:
         return units
     out = list(units)
+    named = {"in_" if s.startswith("in") else s.removesuffix("s") for s in rule.get("slots", ("w", "ins", "outs"))}
     for k in {weighted[0], weighted[-1]}:
-        slots = [
-            slot
-            for slot, choice in (("w", "bits"), ("in_", "activation_bits"), ("out", "activation_bits"))
-            if units[k].choices.get(choice) is None
-        ]
+        by_user = {"w": "bits", "in_": "activation_bits", "out": "activation_bits"}
+        slots = [s for s in named if units[k].choices.get(by_user.get(s, "")) is None]
         out[k] = units[k].with_options(
             [
-                o.model_copy(update={s: _sibling(platform, getattr(o, s), rule["bits"]) for s in slots})
+                o.model_copy(update={s: sibling(platform, getattr(o, s), rule["bits"]) for s in slots})
                 for o in units[k].resolved.options
             ]
         )
     return out
 
 
-def _sibling(platform: Platform, name: Any, bits: int) -> Any:
+def sibling(platform: Platform, name: Any, bits: int) -> Any:
     """The platform's format that differs from `name` in bits alone; `name` where there is none."""
     if not isinstance(name, str) or name in NO_FORMAT:
         return name

@@ -38,13 +38,9 @@ def hash_stats(stats: Mapping[str, TensorStats]) -> str:
 
 def record(graph: Graph, platform: Platform, stats: Mapping[str, TensorStats], **settings: Any) -> dict[str, Any]:
     """The provenance entry of a Plan, JSON-able; with the whole platform where exported files are to carry it."""
-    whole = (
-        {"platform": platform.model_dump(mode="json", by_alias=True, exclude_defaults=True)}
-        if platform.metadata
-        else {}
-    )
+    described = platform.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     return {
-        **whole,
+        **({"platform": described} if platform.metadata else {}),
         "chipfit": __version__,
         "torch": torch.__version__,
         "graph_sha256": hash_graph(graph),

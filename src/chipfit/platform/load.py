@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -16,7 +16,7 @@ from chipfit.errors import PlatformError, UnknownNameError
 from chipfit.graph.ops import ALIASES, OPS
 from chipfit.platform.read import Path as Keys
 from chipfit.platform.read import Problem, Source, explain
-from chipfit.platform.schema import NOT_A_FORMAT, Option, Platform
+from chipfit.platform.schema import NOT_A_FORMAT, Gate, Option, Platform
 from chipfit.platform.where import ATTRIBUTES, TESTS
 from chipfit.registry import lookup
 
@@ -44,14 +44,7 @@ def names() -> list[str]:
     return sorted(p.name.removesuffix(".yaml") for p in _BUILTIN.iterdir() if p.name.endswith(".yaml"))
 
 
-class Modelled(Protocol):
-    """A chip described with the classes of `chipfit.target_platform`."""
-
-    def to_platform(self) -> Platform:
-        """The record."""
-
-
-Target = str | Path | Platform | Modelled
+Target = str | Path | Platform | Any  #: a chip described with the classes of `chipfit.target_platform` is one as well
 
 
 def load(what: Target, arch: str | None = None) -> Platform:
@@ -119,12 +112,13 @@ def _read(text: Any, file: str, below: tuple[str, ...] = ()) -> Platform:
     data = source.data
     if data.get("extends") is not None:
         data = _merge(_parent(text, source, (*below, file)), data, source)
+    problems: list[Problem] = [((k,), f"Key '{k}' is unknown", {}) for k in _OURS if k in data]
     try:
         platform = Platform.model_validate({**data, "file": file})
     except ValidationError as e:
-        problems = list(explain(e, source))
+        problems += explain(e, source)
     else:
-        problems = list(_problems(platform))
+        problems += _problems(platform)
     if not problems:
         return platform
     errors = [source.error(at, what, **facts) for at, what, facts in sorted(problems, key=lambda p: source.line(p[0]))]
@@ -133,6 +127,10 @@ def _read(text: Any, file: str, below: tuple[str, ...] = ()) -> Platform:
     first = PlatformError(one.what, where=one.where, got=one.got, allowed=one.allowed, hint=more)
     first.all = errors
     raise first
+
+
+#: fields of a Platform that no file gives
+_OURS = ("arch_selected", "file")
 
 
 def _parent(text: Any, source: Source, below: tuple[str, ...]) -> dict[str, Any]:
@@ -183,8 +181,11 @@ def _problems(p: Platform) -> Iterator[Problem]:
                 stored = {n for slot in r.tie or () for n in _formats_of(use, slot)} if r.hard else set()
                 bits = sorted({p.formats[n].bits for n in stored & set(p.formats)})
                 if len(bits) > 1:
-                    what = "Slots with different bits are tied"
-                    yield ("ops", i, "rules"), what, {"got": bits, "allowed": "one width"}
+                    yield (
+                        ("ops", i, "rules"),
+                        "Slots with different bits are tied",
+                        {"got": bits, "allowed": "one width"},
+                    )
 
 
 def _names(p: Platform) -> Iterator[tuple[Keys, str, str, Iterable[str]]]:
@@ -192,7 +193,7 @@ def _names(p: Platform) -> Iterator[tuple[Keys, str, str, Iterable[str]]]:
     operators = {*OPS, *_FOREIGN, *ALIASES, *groups(), "*", *(f"@{name}" for name in p.sets)}
     formats = NOT_A_FORMAT | set(p.formats)
 
-    def gate(path: Keys, when: Mapping[str, Any], *keys: str) -> Iterator[tuple[Keys, str, str, Iterable[str]]]:
+    def gate(path: Keys, when: Gate, *keys: str) -> Iterator[tuple[Keys, str, str, Iterable[str]]]:
         yield from (((*path, key), "gate", key, keys) for key in when)
         if "arch" in when:
             yield (*path, "arch"), "revision", re.sub("^(>=|<)", "", str(when["arch"])), p.arch
@@ -221,7 +222,7 @@ def _names(p: Platform) -> Iterator[tuple[Keys, str, str, Iterable[str]]]:
         yield (*at, "inner"), "format", f.inner, formats
         yield from gate((*at, "when"), f.when, "arch", "phase", "single_use")
     for k, stage in enumerate(p.math.acc):
-        yield from gate(("math", "acc", k, "when"), stage.get("when", {}), "arch")
+        yield from gate(("math", "acc", k, "when"), stage.get("when", Gate()), "arch")
     for key, stored in (("io_in", p.place.io_in), ("io_out", p.place.io_out)):
         yield from ((("place", key), "format", name, formats) for name in stored)
 

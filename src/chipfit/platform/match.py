@@ -120,8 +120,9 @@ def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int 
                 notes = tuple(f"{platform.name}: whether {k} fits is not known for this {op}" for k in unknown)
                 options, why = _options(platform, op, rule, bits)
                 return Resolved(rule, options, tuple(constraints), rule.how, why, notes)
+    on_cpu = ", which the CPU computes" if platform.unlisted == "cpu" else ""
     how = "follow" if platform.unlisted == "follow" else "float"
-    return Resolved(None, (), tuple(constraints), how, why or f"'{platform.name}' lists no rule for {op}")
+    return Resolved(None, (), tuple(constraints), how, why or f"'{platform.name}' lists no rule for {op}{on_cpu}")
 
 
 def _options(platform: Platform, op: str, rule: OpRule, bits: int) -> tuple[tuple[Option, ...], str]:
@@ -175,5 +176,5 @@ def fusions(platform: Platform) -> tuple[tuple[frozenset[str], ...], ...]:
     return tuple(
         tuple(frozenset(n for m in step for n in alternatives(m)) for step in f.steps)
         for f in platform.fuse
-        if platform.allows({k: v for k, v in f.when.items() if k == "arch"})
+        if platform.allows(f.when) and f.when.get("phase") != "qat"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from chipfit.platform.schema import Accumulator, Platform
+from chipfit.platform.schema import Gate, Platform
 from chipfit.registry import lookup
 
 #: forms of `math.requant` that need no more than an accumulator and a multiplier
@@ -14,7 +14,7 @@ Gap = tuple[str, object, str]  #: field, what the file says there, what chipfit 
 
 def not_modelled(platform: Platform) -> tuple[str, ...]:
     """The words of a platform that nothing executes: "math.act_table pwl: activations are computed exactly"."""
-    gaps = (*_formats(platform), *_operators(platform), *_fusions(platform), *_placement(platform), *_math(platform))
+    gaps = (*_formats(platform), *_operators(platform), *_fusions(platform), *_math(platform))
     return tuple(dict.fromkeys(f"{field} {said}: {instead}" for field, said, instead in gaps))
 
 
@@ -39,12 +39,6 @@ def _formats(p: Platform) -> Iterator[Gap]:
             yield f"formats.{name}", f, f"{f.gap} cannot be decided yet, and choices with it are passed over"
         elif f.is_float and f.float_ not in ("fp32", None):
             yield f"formats.{name}", f, "computed in float32"
-        if f.dynamic:
-            yield f"formats.{name}.dynamic", "true", "the range comes from calibration"
-        if f.scale_bits is not None:
-            yield f"formats.{name}.scale_bits", f.scale_bits, "scales are not rounded"
-        if f.grid_offset:
-            yield f"formats.{name}.grid", f.grid_offset, "codes have no offset"
 
 
 def _operators(p: Platform) -> Iterator[Gap]:
@@ -55,63 +49,36 @@ def _operators(p: Platform) -> Iterator[Gap]:
             if "runtime" in when:
                 yield f"{at}.when.runtime", when["runtime"], "the gate stays closed"
         for k, rule in enumerate(op.rules):
+            slots = {*(rule.tie or ()), rule.fix, rule.zero, *(rule.mono or ())}
             if not rule.hard:
                 yield f"ops.{i}.rules.{k}.hard", "false", "a preference is not sought"
-            if rule.wsum_max is not None or rule.dtype:
-                yield f"ops.{i}.rules.{k}.{rule.head}", rule.wsum_max or ", ".join(rule.dtype or ()), "is not checked"
+            elif "b" in slots and (rule.mono, rule.eq) != ({"b": 1, "in0": -1, "w": -1}, 1):
+                yield f"ops.{i}.rules.{k}.{rule.head}", "b", "a bias has its own range, or input scale x weight scale"
 
 
 def _fusions(p: Platform) -> Iterator[Gap]:
     for i, f in enumerate(p.fuse):
-        for key in ("phase", "single_use"):
-            if key in f.when:
-                yield f"fuse.{i}.when.{key}", f.when[key], "the gate is open"
         if f.inner != "none":
             yield f"fuse.{i}.inner", f.inner, "nothing between the parts is rounded"
-        if f.graph is not None and any("." in name for edge in f.graph["edges"] for name in edge):
-            yield f"fuse.{i}.graph.edges", f.graph["edges"], "any operand of the reader counts"
-
-
-def _placement(p: Platform) -> Iterator[Gap]:
-    if p.place.io_out:
-        yield "place.io_out", ", ".join(p.place.io_out), "outputs are stored as their operator writes them"
-    if p.place.first_last and "slots" in p.place.first_last:
-        yield "place.first_last.slots", ", ".join(p.place.first_last["slots"]), "in, w and out take the width"
+        if f.graph is not None and ("free_input" in f.graph or "." in str(f.graph["edges"])):
+            yield f"fuse.{i}.graph", f.graph["edges"], "of the operands of each reader, any one counts"
 
 
 def _math(p: Platform) -> Iterator[Gap]:
-    m = p.math
-    computes = lookup("kernels", m.kernels).says if m.kernels else {}
-    for key, values in computes.items():
-        said = getattr(m, key)
-        if said is not None and said not in values:
-            words = " ".join(map(str, said.values())) if isinstance(said, dict) else said
-            yield f"math.{key}", words, f"the kernels {m.kernels} have their own"
-    if m.kernels is None and kernels_of(p) is not None:
-        form = (m.requant or {}).get("form")
-        yield "math.requant.form", form, "product sums follow it, other operators are computed as ONNX Runtime does"
-    if m.requant and kernels_of(p) is None and m.requant.get("form") != "none":
-        yield "math.requant.form", m.requant.get("form"), "integers are not simulated"
-    if m.requant and m.requant.get("form") == "float" and m.requant.get("passes") == 2:
+    m, kernels, requant = p.math, kernels_of(p), p.math.requant or {}
+    says = lookup("kernels", m.kernels).says if m.kernels else ()
+    for key, said in (("q_round", m.q_round), ("requant", " ".join(str(v) for _, v in sorted(requant.items())))):
+        if says and said and said not in says:
+            yield f"math.{key}", said, f"the kernels {m.kernels} have their own"
+    if m.kernels is None and kernels is not None:
+        what = "product sums follow it, other operators are computed as ONNX Runtime does"
+        yield "math.requant.form", requant["form"], what
+    if kernels is None and (m.acc or requant.get("form", "none") != "none"):
+        yield "math.requant.form" if requant else "math.acc", requant.get("form", ""), "integers are not simulated"
+    if (requant.get("form"), requant.get("passes")) == ("float", 2):
         yield "math.requant.passes", 2, "one product"
     for k, a in enumerate(m.acc):
-        if p.allows(a.get("when", {})) and _overflows(p, a):
-            yield f"math.acc.{k}", f"{a['bits']} bits over {a.get('terms', 'all')} terms", "sums do not overflow"
-    if m.acc and kernels_of(p) is None:
-        yield "math.acc", f"{len(m.acc)} stages", "integers are not simulated"
+        if "terms" in a and p.allows(a.get("when", Gate())):
+            yield f"math.acc.{k}.terms", a["terms"], "only the sum of all products is limited"
     if m.act_table:
         yield "math.act_table", m.act_table.get("kind", ""), "activations are computed in float32, then rounded"
-
-
-def _overflows(p: Platform, stage: Accumulator) -> bool:
-    """Whether a sum of `terms` products of codes that the platform may multiply exceeds an accumulator's width.
-
-    The accumulator of all products is simulated: it wraps around or saturates. One of some of them is not: which of
-    them it sums depends on the kernel's order.
-    """
-    if "terms" not in stage:
-        return False
-    options = [(o, name) for op in p.ops if p.allows(op.when) for o in op.use if p.allows(o.when) for name in o.ins]
-    pairs = [(p.formats[name], p.formats[o.w]) for o, name in options if {name, o.w} <= set(p.formats) and o.w]
-    largest = [[max(-g.qmin, g.qmax) for g in (f.grid(bool(f.signed)) for f in pair)] for pair in pairs]
-    return any(stage["terms"] * a * b > (1 << stage["bits"] - 1) - 1 for a, b in largest)

@@ -28,6 +28,7 @@ _RECORDS: dict[str, Any] = {
     "rules": schema.Rule,
     "fuse": schema.Fuse,
     "graph": schema.Branches,
+    "when": schema.Gate,
     "place": schema.Placement,
     "first_last": schema.FirstLast,
     "math": schema.Math,
@@ -146,7 +147,8 @@ def explain(e: ValidationError, source: Source) -> Iterator[Problem]:
                 path = (*path, part)
         places.setdefault(path or ("?",), []).append(error)
     for path, errors in places.items():
-        yield path, *_in_words(path, errors)
+        what, facts = _in_words(path, errors)
+        yield from ((path, line, facts) for line in what.splitlines())
 
 
 def _in_words(path: Path, errors: list[Any]) -> tuple[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NotRequired, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator, with_config
@@ -43,12 +43,13 @@ class _Record(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        for fault in self._faults():
-            raise ValueError(fault)
+        faults = list(self._faults())
+        if faults:
+            raise ValueError("\n".join(faults))
         return self
 
     def _faults(self) -> Iterator[str]:
-        """What is wrong with values that are right one by one; the first is reported."""
+        """What is wrong with values that are right one by one."""
         yield from ()
 
 
@@ -81,6 +82,17 @@ class FirstLast(TypedDict):
 
 
 @with_config(_STRICT)
+class Gate(TypedDict, total=False):
+    """When something of a file holds."""
+
+    arch: str  #: a revision T, or >=T, or <T
+    bits: int  #: width of the activations; of rules and choices
+    runtime: str  #: the same
+    phase: Literal["ptq", "qat"]  #: of fusions: before or while weights are trained
+    single_use: Literal[True]  #: of fusions: no value between the operators has another reader; always so
+
+
+@with_config(_STRICT)
 class Requant(TypedDict, total=False):
     """How accumulators become codes."""
 
@@ -96,13 +108,14 @@ class Accumulator(TypedDict):
     bits: int
     terms: NotRequired[int]  #: products that are summed at this width; all when left out
     sat: NotRequired[bool]  #: what does not fit becomes the nearest end; else it wraps around
-    when: NotRequired[dict[str, Any]]  #: revisions that have this stage
+    when: NotRequired[Gate]  #: revisions that have this stage
 
 
 class Format(_Record):
     """What one stored tensor may look like."""
 
     bits: int = Field(ge=1, le=64, strict=True, description="width of one code [bit]")
+    free: bool = Field(False, description="bits is the default; any width from 1 to 16 may be asked for")
     kind: Literal["int", "lut", "log", "float", "bfp"] = "int"
     signed: bool | Literal["auto"] = Field(True, description="auto: decided per tensor from its data")
     range: Literal["full", "narrow"] | tuple[int, int] = Field("full", description="narrow drops the lowest code")
@@ -132,6 +145,14 @@ class Format(_Record):
                 codes = f"the {self.bits}-bit codes {low}..{high}"
                 yield f"range {list(self.range)} must be ascending and inside {codes}"
             low, high = self.range
+        of_kinds = {"lut": "kind lut", "base": "kind log", "float_": "kind float", "block": "per block"}
+        for field, where in of_kinds.items():
+            if getattr(self, field) is not None and where not in (f"kind {self.kind}", f"per {self.per}"):
+                yield f"'{field.rstrip('_')}' has a meaning only in a format of {where}"
+        if self.free and (self.kind != "int" or self.bits > WIDEST or isinstance(self.range, tuple)):
+            yield f"a free width needs kind int, at most {WIDEST} bits, and range full or narrow"
+        if self.grid_offset and (self.kind != "int" or self.zero != 0 or self.signed is not True):
+            yield "'grid' needs signed integer codes whose zero point is 0"
         for z in () if self.zero == "any" else self.zero if isinstance(self.zero, tuple) else (self.zero,):
             if not low <= z <= high:
                 yield f"zero point {z} is outside the codes {low}..{high}"
@@ -146,8 +167,14 @@ class Format(_Record):
         """What of this format chipfit cannot decide yet; "" when it can."""
         if self.kind == "bfp" or self.per in ("block", "row"):
             return f"scales per {self.per}"
-        if self.kind == "lut" and self.lut and ("group" in self.lut or "dim" in self.lut):
-            return "look-up tables per group of channels, or of vectors"
+        if self.kind == "lut" and self.lut and ({"group", "dim"} & set(self.lut) or self.lut.get("per") == "channel"):
+            return "look-up tables per channel or group of channels, or of vectors"
+        if self.per == "channel" and self.axis != "out":
+            return f"scales along the axis {self.axis}"
+        if self.scale_bits is not None:
+            return "scales of two levels"
+        if self.dynamic:
+            return "ranges computed at run time"
         if self.kind == "float" and not self.is_float and self.float_ not in FLOATS:
             return f"the float type {self.float_}"
         return ""
@@ -173,6 +200,10 @@ class Format(_Record):
             low, high = _codes(lut.get("value_bits", 8), s)
             return Grid(qmin=low, qmax=high, entries=lut.get("entries", 1 << self.bits), **common)
         low, high = self.range if isinstance(self.range, tuple) else _codes(self.bits, s)
+        binary = self.bits == 1 and s and self.zero == 0
+        if binary or self.grid_offset:
+            table = (-1.0, 1.0) if binary else tuple(q + self.grid_offset for q in range(low, high + 1))
+            return Grid(qmin=low, qmax=high, **{**common, "kind": "offset", "table": table})
         return Grid(qmin=low + (self.range == "narrow" and s), qmax=high, zero=self.zero, **common)
 
     def __str__(self) -> str:
@@ -189,6 +220,10 @@ class Format(_Record):
         return " ".join(words + ["dynamic"] * self.dynamic)
 
 
+#: most bits that may be asked of a format whose width is free
+WIDEST = 16
+
+
 def _codes(bits: int, signed: bool) -> tuple[int, int]:
     """Lowest and highest code."""
     return (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
@@ -203,7 +238,7 @@ class Option(_Record):
     b: str | None = None
     out: str | None = None
     simd: int | None = Field(None, description="SIMD width, a cost hint")
-    when: dict[str, Any] = {}
+    when: Gate = Gate()
 
     @property
     def ins(self) -> tuple[str, ...]:
@@ -219,7 +254,7 @@ class Rule(_Record):
     fix: Slot | None = Field(None, description="slot with the given scale and zp")
     mono: dict[Slot, int] | None = Field(None, description="product of scale^exponent with eq, min, max or lt")
     zero: Slot | None = Field(None, description="slot whose zero point is eq, or one of a list")
-    wsum_max: float | None = Field(None, description="bound on sum |w_q| per output channel")
+    wsum_max: float | None = Field(None, gt=0, description="bound on sum |w_q| per output channel")
     scale: float | None = None
     zp: int | None = None
     eq: Any = None
@@ -234,6 +269,7 @@ class Rule(_Record):
         heads = [h for h in HEADS if getattr(self, h) is not None]
         if len(heads) != 1:
             yield f"a rule has exactly one of {', '.join(HEADS)}; this one has {', '.join(heads) or 'none'}"
+            return
         allowed = HEADS[heads[0]]
         for key in _NUMBERS:
             if getattr(self, key) is not None and key not in allowed:
@@ -253,7 +289,7 @@ class Rule(_Record):
                 yield "mono has eq and a bound: the bound is redundant or contradicts eq"
             if any(not isinstance(t, (int, float)) or t <= 0 for t in tops):
                 yield f"mono can never hold: scales are positive, and their product is to be {tops[0]!r} or less"
-            if self.min is not None and tops and self.min > min(tops):
+            elif self.min is not None and tops and self.min > min(tops):
                 yield f"mono can never hold: min {self.min} is above its upper bound {min(tops)}"
 
     @property
@@ -274,7 +310,7 @@ class OpRule(_Record):
 
     match: tuple[str, ...] = Field(min_length=1, description="canonical operators, @groups, @sets of this file, or *")
     where: dict[str, Any] = Field({}, description="predicates on attributes: eq, in, min, max, multiple")
-    when: dict[str, Any] = Field({}, description="architecture or bits gate")
+    when: Gate = Field(Gate(), description="architecture or bits gate")
     use: tuple[Option, ...] = Field((), description="joint choices, the first is the base one")
     rules: tuple[Rule, ...] = ()
     exec: Literal["int", "float", "table", "follow"] | None = None
@@ -310,7 +346,7 @@ class Fuse(_Record):
     chain: tuple[tuple[str, ...], ...] | None = Field(None, description="alternatives per position")
     graph: Branches | None = None
     inner: str = Field("none", description="format between the parts")
-    when: dict[str, Any] = {}
+    when: Gate = Gate()
     note: str = ""
     src: tuple[str, ...] = Field(min_length=1)
     conf: Confidence
@@ -414,13 +450,19 @@ class Platform(Shown, _Record):
             "chipfit platforms show",
         )
 
+    def with_widths(self, widths: Iterable[int]) -> Self:
+        """The platform with every format of free width at these widths too, up to WIDEST."""
+        free = {k: f for k, f in self.formats.items() if f.free}
+        more = {f"{k}_{n}bit": f.model_copy(update={"bits": n}) for k, f in free.items() for n in widths if n <= WIDEST}
+        return self.model_copy(update={"formats": {**self.formats, **more}})
+
     @property
     def hash(self) -> str:
         """SHA-256 of everything that the platform says, the selected revision included."""
         text = json.dumps([self.model_dump(mode="json", by_alias=True), self.arch_selected], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def allows(self, when: dict[str, Any], *, bits: int = 8, runtime: str | None = None) -> bool:
+    def allows(self, when: Gate, *, bits: int = 8, runtime: str | None = None) -> bool:
         """Whether a gate `when` is open for the selected revision and activation bits. arch: "T", ">=T" or "<T"."""
         arch = when.get("arch")
         if arch is not None and self.arch_selected is not None:

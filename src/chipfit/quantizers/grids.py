@@ -24,7 +24,7 @@ class Grid:
     zero: int | str | tuple[int, ...] = 0  #: the zero point: fixed, "any", or one of a set
     pot: bool = False  #: the scale must be a power of two
     per: str = "tensor"  #: what shares one scale: "tensor", "channel", "block", "row"
-    kind: str = "int"  #: "int", "lut", "log", "float"; all but "int" store indices into `table`
+    kind: str = "int"  #: "int", "offset", "lut", "log", "float"; all but "int" store indices into `table`
     scale_min: float | None = None  #: least scale that the hardware represents
     entries: int | None = None  #: "lut": size of the table that is fitted to each tensor
     table: tuple[float, ...] | None = None  #: ascending, in units of the scale; codes are then indices into it
@@ -47,6 +47,11 @@ class Grid:
     @property
     def levels(self) -> int:
         return self.qmax - self.qmin + 1 if self.table is None else len(self.table)
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """What the lowest and the highest code stand for, in units of the scale, before the zero point."""
+        return (self.table[0], self.table[-1]) if self.kind == "offset" and self.table else (self.qmin, self.qmax)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -13,11 +13,6 @@ from typing import Any
 import torch
 
 
-def half_even(x: Any, ops: Any = torch) -> Any:
-    """To the nearest integer, halves to the even one: IEEE 754 roundTiesToEven."""
-    return ops.round(x)
-
-
 def half_away(x: Any, ops: Any = torch) -> Any:
     """To the nearest integer, halves away from zero: C's `round`."""
     nearest = ops.round(x)
@@ -30,15 +25,11 @@ def half_up(x: Any, ops: Any = torch) -> Any:
     return ops.where(ops.abs(x - nearest) == 0.5, ops.ceil(x), nearest)
 
 
-def floor(x: Any, ops: Any = torch) -> Any:
-    """To the next integer below."""
-    return ops.floor(x)
-
-
-def trunc(x: Any, ops: Any = torch) -> Any:
-    """Towards zero: C's conversion to an integer."""
-    return ops.trunc(x)
-
-
-#: name in a platform's file -> rule
-ROUNDINGS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (half_even, half_away, half_up, floor, trunc)}
+#: name in a platform's file -> rule; half_even is IEEE 754's roundTiesToEven, trunc C's conversion to an integer
+ROUNDINGS: dict[str, Callable[..., Any]] = {
+    "half_even": lambda x, ops=torch: ops.round(x),
+    "half_away": half_away,
+    "half_up": half_up,
+    "floor": lambda x, ops=torch: ops.floor(x),
+    "trunc": lambda x, ops=torch: ops.trunc(x),
+}

@@ -49,6 +49,9 @@ class Stored:
 
     def dequantize(self, q: torch.Tensor) -> torch.Tensor:
         """Codes [*dims] to the reals that they stand for; see `grids.dequantize`."""
+        if self.grid.table is not None:
+            entries = torch.tensor(self.grid.table, dtype=self.scale.dtype)[q.long()]
+            return dequantize(entries, self.scale, torch.zeros_like(self.zero_point), self.axis)
         return dequantize(q, self.scale, self.zero_point, self.axis)
 
     def round(self, x: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,8 @@ class QParams:
 
     def bounds(self, grid: Grid) -> tuple[float, float]:
         """The least and the greatest real that the grid holds (over all channels)."""
-        low = (grid.qmin - self.zero_point).double() * self.scale.double()
-        high = (grid.qmax - self.zero_point).double() * self.scale.double()
+        low = (grid.ends[0] - self.zero_point).double() * self.scale.double()
+        high = (grid.ends[1] - self.zero_point).double() * self.scale.double()
         return float(low.min()), float(high.max())
 
 
@@ -57,8 +57,9 @@ def from_min_max(low: torch.Tensor | float, high: torch.Tensor | float, grid: Gr
         zero = torch.clamp(torch.round(grid.qmin - lo / scale.double()), grid.qmin, grid.qmax)
         return QParams(scale, zero.to(torch.int32))
     z = grid.zero if isinstance(grid.zero, int) else _pick(grid.zero, lo)
-    above = hi / (grid.qmax - z) if grid.qmax > z else torch.zeros_like(hi)
-    below = lo / (grid.qmin - z) if grid.qmin < z else torch.zeros_like(lo)
+    least, most = grid.ends
+    above = hi / (most - z) if most > z else torch.zeros_like(hi)
+    below = lo / (least - z) if least < z else torch.zeros_like(lo)
     scale = finish_scale(torch.maximum(above, below), grid)
     return QParams(scale, torch.full_like(scale, z, dtype=torch.int32))
 

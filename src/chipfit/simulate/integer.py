@@ -47,8 +47,8 @@ class Profile:
     #: that, and the whole unit is computed in float
     clip: Callable[[Node, Stored], tuple[int, int] | None]
     quantize: Callable[[Tensor, Stored], Tensor]  #: (reals, how they are stored) -> codes
-    #: what a platform with these kernels may say of `math`: field -> values; the kernels compute so, whatever it says
-    says: Mapping[str, Collection[Any]] = field(default_factory=dict)
+    #: what a platform with these kernels may say of rounding and requantization; none: they compute as it says
+    says: Collection[str] = ()
 
 
 @dataclass
@@ -221,11 +221,11 @@ def _kernel(
     """The integer kernel of a unit and between which codes it clips; None when the runtime computes it in float."""
     head, out = unit[0], plan.stored(unit[-1].output)
     decided = plan.nodes.get(head.name)
-    if decided is None or decided.exec == "float" or out is None:
+    if decided is None or decided.exec == "float" or out is None or out.grid.table is not None:
         return None
     made = {o for n in unit for o in n.outputs}
     reads = [i for n in unit for i in n.inputs if i is not None and i not in made]
-    if not all(plan.quantized(i) for i in reads if graph.is_float(i)):
+    if not all(plan.quantized(i) and plan[i].grid.table is None for i in reads if graph.is_float(i)):
         return None
     clips = [bounds for act in unit[1:] if (bounds := profile.clip(act, out)) is not None]
     kernel = profile.kernels.get(head.op)

@@ -17,6 +17,7 @@ import torch
 from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Node
 from chipfit.graph.ops import OPS
+from chipfit.quantizers.rounding import half_away as round_away
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
 from chipfit.simulate import gemmlowp, tables16
@@ -25,12 +26,6 @@ from chipfit.simulate.libm import libm
 from chipfit.simulate.requantize import fixed_point, multiplier_and_shift, scale_by, shift_away, shift_up, short
 
 Tensor = torch.Tensor
-
-
-def round_away(x: Tensor) -> Tensor:
-    """To the nearest integer, halves away from zero."""
-    whole = torch.trunc(x)
-    return whole + torch.sign(x) * ((x - whole).abs() >= 0.5)
 
 
 def _f32(v: float) -> Tensor:
@@ -526,20 +521,10 @@ _XNNPACK = {
 _MOVES = {**_by(_avg_pool, "AvgPool"), **_by(_resize, "Resize", lines=_lines, one=1024)}
 _MOVES_XNNPACK = _by(_resize, "Resize", lines=_lines_xnnpack, one=2048)
 
-_FIXED_POINT = (
-    {"form": "q31", "round": "half_away", "passes": 2},
-    {"form": "q15", "round": "half_up", "passes": 1},
-)
-_SAYS = {"q_round": ("half_even",), "requant": _FIXED_POINT}
+_SAYS = ("half_even", "q31 2 half_away", "q15 1 half_up")
 
 register("kernels", "litert_reference")(
-    Profile(
-        kernels=_REFERENCE,
-        moves=_MOVES,
-        clip=_clip,
-        quantize=_quantize_away,
-        says={**_SAYS, "q_round": ("half_away",)},
-    )
+    Profile(kernels=_REFERENCE, moves=_MOVES, clip=_clip, quantize=_quantize_away, says=("half_away", *_SAYS[1:]))
 )
 register("kernels", "litert_optimized")(
     Profile(kernels=_OPTIMIZED, moves=_MOVES, clip=_clip, quantize=_quantize_inverse, says=_SAYS)
@@ -550,6 +535,6 @@ register("kernels", "litert_xnnpack")(
         moves=_narrow(_MOVES_XNNPACK, _MOVES),
         clip=_clip,
         quantize=_quantize_inverse,
-        says={**_SAYS, "requant": ({"form": "float", "round": "half_even", "passes": 1}, *_FIXED_POINT)},
+        says=("float 1 half_even", *_SAYS),
     )
 )
