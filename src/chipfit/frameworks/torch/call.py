@@ -129,13 +129,13 @@ class Call:
         if many:
             self.demand_first_alone()
         like = self.result[0] if many else self.result
-        (name,) = self.draft.emit(self.node, op, inputs, attrs, [like])
+        (name,) = self.draft.append(self.node, op, inputs, attrs, [like])
         return (name, *[None] * (len(self.result) - 1)) if many else name
 
     def emit_all(self, op: str, **attrs: Any) -> tuple[str, ...]:
         """The final node of one operand, with every result."""
-        return tuple(self.draft.emit(self.node, op, [self.value("self")], attrs, list(self.result)))
+        return tuple(self.draft.append(self.node, op, [self.value("self")], attrs, list(self.result)))
 
     def step(self, op: str, inputs: Sequence[str | None], like: Any, **attrs: Any) -> str:
         """An extra node before the final one."""
-        return self.draft.emit(self.node, op, inputs, attrs, [like], f"{self.node.name}_{op.lower()}")[0]
+        return self.draft.append(self.node, op, inputs, attrs, [like], f"{self.node.name}_{op.lower()}")[0]

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from chipfit.frameworks.torch.origin import origin
+from chipfit.graph import draft as drafts
 from chipfit.graph.builder import unique
-from chipfit.graph.ir import Graph, Node, Value
+from chipfit.graph.ir import Graph
 
 
-class Draft:
+class Draft(drafts.Draft):
     """The growing Graph, and what the reading knows beside it.
 
     Args:
@@ -21,13 +22,13 @@ class Draft:
     """
 
     def __init__(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-        self.graph = Graph([], [], [], {}, {})
+        super().__init__(Graph([], [], [], {}, {}))
         self.env: dict[torch.fx.Node, Any] = {}  #: value name, tuple of them, or a Python constant
         self.replaced: dict[str, str] = {}  #: value -> the value that an in-place operator wrote over it
         self.tied: dict[str, str] = {}  #: weight -> the first name of its tensor, which the nodes read
         self._modules = dict(model.named_modules())
         self._own(model, weights)
-        self._taken = set(self.graph.weights)
+        self.names |= set(self.graph.weights)
 
     def _own(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         """Enter the weights, and the entries of the state dict that the forward pass does not read."""
@@ -57,19 +58,13 @@ class Draft:
 
     # ---- what is added
 
-    def value(self, name: str, like: Any) -> str:
+    def enter(self, name: str, like: Any) -> str:
         """Enter a value of the shape and type of a (fake) tensor, or a Python integer."""
-        self._taken.add(name)
-        if isinstance(like, torch.Tensor):
-            shape = tuple(int(s) if isinstance(s, int) else None for s in like.shape)
-            self.graph.values[name] = Value(name, shape, str(like.dtype).removeprefix("torch."))
-        else:
-            self.graph.values[name] = Value(name, (), "int")
-        return name
+        return self.value(name, *_form(like)).name
 
     def constant(self, name: str, t: torch.Tensor) -> str:
         """Enter a tensor of the program itself as a weight."""
-        self._taken.add(name)
+        self.names.add(name)
         self.graph.weights.setdefault(name, t.detach().clone())
         return name
 
@@ -79,27 +74,16 @@ class Draft:
         name = unique(f"{near}.scalar", self.graph.weights)
         return self.constant(name, torch.tensor(value, dtype=like.dtype if whole else torch.float32))
 
-    def emit(
-        self,
-        n: torch.fx.Node,
-        op: str,
-        inputs: Sequence[str | None],
-        attrs: dict[str, Any],
-        likes: Sequence[Any],
-        name: str = "",
+    def append(
+        self, n: torch.fx.Node, op: str, inputs: Sequence[str | None], attrs: dict[str, Any], likes: Any, name: str = ""
     ) -> list[str]:
         """Append a node that comes from `n`; returns its values, one like each of `likes`."""
-        name = self._unique(name or n.name)
-        outputs = [name] if len(likes) == 1 else [self._unique(f"{name}.{i}") for i in range(len(likes))]
-        for o, like in zip(outputs, likes, strict=True):
-            self.value(o, like)
-        given = list(inputs)
-        while given and given[-1] is None:
-            given.pop()
-        self.graph.nodes.append(Node(name, op, tuple(given), tuple(outputs), attrs, **origin(n, self._modules)))
-        return outputs
+        made = self.emit(origin(n, self._modules), name or n.name, op, inputs, attrs, [_form(x) for x in likes])
+        return [v.name for v in made]
 
-    def _unique(self, name: str) -> str:
-        name = unique(name, self._taken)
-        self._taken.add(name)
-        return name
+
+def _form(like: Any) -> tuple[tuple[int | None, ...], str]:
+    """Shape and type of a (fake) tensor, or of a Python integer."""
+    if not isinstance(like, torch.Tensor):
+        return (), "int"
+    return tuple(int(s) if isinstance(s, int) else None for s in like.shape), str(like.dtype).removeprefix("torch.")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from chipfit.graph.config import module_settings, plain
+from chipfit.graph.draft import Origin
 
 _TORCH = str(Path(torch.__file__).parent)
 #: arguments of PyTorch's functions that ATen has other names for
@@ -38,8 +39,8 @@ def arguments(n: torch.fx.Node) -> dict[str, Any]:
     return out
 
 
-def origin(n: torch.fx.Node, modules: Mapping[str, torch.nn.Module]) -> dict[str, Any]:
-    """What a `graph.ir.Node` tells about its source: `layer`, `layer_type`, `source` and `config`.
+def origin(n: torch.fx.Node, modules: Mapping[str, torch.nn.Module]) -> Origin:
+    """What a `graph.ir.Node` tells about its source.
 
     The layer is the innermost module that the call was made in. Its type is the module's class where that is a leaf,
     and the called function's name where the call stands in the code of a module that has others inside.
@@ -48,7 +49,7 @@ def origin(n: torch.fx.Node, modules: Mapping[str, torch.nn.Module]) -> dict[str
         modules: those of the user's model by path.
     """
     path, kind = _layer(n, modules)
-    return {"layer": path, "layer_type": kind, "source": source(n), "config": _settings(n, modules.get(path), kind)}
+    return Origin(path, kind, _settings(n, modules.get(path), kind), source(n))
 
 
 def _layer(n: torch.fx.Node, modules: Mapping[str, torch.nn.Module]) -> tuple[str, str]:

@@ -83,7 +83,7 @@ class _Walk:
             return getattr(spec.arg, "value", like)
         self.draft.graph.inputs.append(n.name)
         self.tensors.append(self.leaves - 1)
-        return self.draft.value(n.name, like)
+        return self.draft.enter(n.name, like)
 
     def results(self) -> list[dict[str, Any]]:
         """The leaves of what the model returns: graph outputs, which are entered, and constants."""
@@ -160,7 +160,7 @@ class _Walk:
         attrs = {"target": called, "args": template(n.args), "kwargs": template(n.kwargs)}
         result = n.meta.get("val")
         many = isinstance(result, (tuple, list))
-        values = self.draft.emit(n, OPAQUE, inputs, attrs, list(result) if many else [result])
+        values = self.draft.append(n, OPAQUE, inputs, attrs, list(result) if many else [result])
         return tuple(values) if many else values[0]
 
     def inline(self, n: torch.fx.Node) -> None:
