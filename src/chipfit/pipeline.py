@@ -167,10 +167,17 @@ class Result(Shown):
     def report(self) -> Report:
         """How well it went, as data; `report.save(path)` writes the HTML page."""
         from chipfit.report.rows import build
+        from chipfit.report.trials import tried
 
-        return build(
+        report = build(
             self.graph, self.plan, self.platform, stats=self.stats, timings=self.timings, verification=self.verification
         )
+
+        def edit(overrides: Overrides) -> tuple[Graph, Plan]:
+            other = self.as_calibrated().edit(overrides)
+            return other.graph, other.plan
+
+        return replace(report, tried=tried(report, self.graph, self.plan, edit))
 
     def export(self, path: str | Path, **options: Any) -> Path:
         """Write the file that the chip's runtime loads; the suffix chooses the format (`.onnx`, `.tflite`, `.json`)."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from chipfit.report.record import ReportData
+from chipfit.report.trials import WEAK_DB
 
-WEAK_DB = 20.0  #: a result below this is worth a look: its noise is a tenth of its signal
 LOST = 0.01  #: a loss of top-1 accuracy worth acting on
-CUT = 0.01  #: share of clipped values worth mentioning
 
 
 def advice(report: ReportData) -> list[str]:
@@ -29,19 +28,15 @@ def advice(report: ReportData) -> list[str]:
     lost = v["accuracy"]["float"] - v["accuracy"]["device"] if v and {"float", "device"} <= set(v["accuracy"]) else 0.0
     if lost > LOST:
         out.append(
-            f"Train {100 * lost:.1f} points of accuracy back: result.model is an nn.Module; "
+            f"{100 * lost:.1f} points of accuracy are lost: result.model trains as any model of its framework, "
             "result.trained() exports what it learned."
         )
     weak = sorted((r.sqnr_db, r.name) for r in report.layers if r.sqnr_db is not None and r.sqnr_db < WEAK_DB)
     if weak:
         worst, name = weak[0]
         more = f", and {len(weak) - 1} more are below {WEAK_DB:g} dB" if len(weak) > 1 else ""
-        out.append(
-            f"Weakest result: '{name}' with {worst:.1f} dB{more}; overrides={{'{name}': 'float'}} shows what it costs."
-        )
-    share, name = max(((r.clipped, r.name) for r in report.layers if r.clipped is not None), default=(0.0, ""))
-    if share > CUT:
-        out.append(f"'{name}' clips {100 * share:.1f} % of what calibration saw; rule='no_clipping' keeps everything.")
+        out.append(f"Weakest result: '{name}' with {worst:.1f} dB{more}.")
+    out += report.tried
     if report.floats:
         reason, layers = max(report.floats.items(), key=lambda item: len(item[1]))
         out.append(

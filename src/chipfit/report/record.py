@@ -61,6 +61,7 @@ class ReportData:
     notes: tuple[str, ...]
     simulated: bool = False  #: all that the platform says of its arithmetic is simulated: exactness may be claimed
     not_modelled: tuple[str, ...] = ()  #: what the platform says and chipfit does not do, with what it does instead
+    tried: tuple[str, ...] = ()  #: overrides that were tried and help, each with its gain
     inputs: tuple[LayerRow, ...] = ()  #: how the model's own inputs are stored
     verification: Mapping[str, Any] | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)

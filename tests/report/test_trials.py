@@ -1,0 +1,83 @@
+"""What the report advises was tried: an override is named only where it was measured to help."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit.report.advice import advice
+from chipfit.report.trials import output_sqnr, tried
+
+
+@pytest.fixture(scope="module")
+def spread():
+    """A network whose first layer multiplies a tiny channel by huge weights: 8 bits hold neither beside the others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 4)).eval()
+    with torch.no_grad():
+        model[0].weight[:, 0] *= 1e4
+    return model, [torch.randn(32, 8) * torch.tensor([1e-4] + [1.0] * 7)]
+
+
+def test_an_override_that_helps_is_advised_with_its_gain_and_the_gain_is_true(spread):
+    model, data = spread
+    result = chipfit.quantize(model, data, rule="no_clipping", progress=False)
+    result.verify(data)
+    weakest = min(result.report.layers, key=lambda r: r.sqnr_db if r.sqnr_db is not None else math.inf)
+    (said,) = [a for a in advice(result.report) if "overrides=" in a]
+    assert f"overrides={{'{weakest.name}': 'float'}}" in said and "tried on 2 calibration samples" in said
+    before, after = (float(w) for w in said.split("lifts the outputs from ")[1].split(" dB")[0].split(" to "))
+
+    def sqnr(r):
+        x, want = data[0][:2], model(data[0][:2]).detach()
+        with torch.no_grad():
+            got = r.model(x)
+        return float(10 * torch.log10(want.square().sum() / (got - want).square().sum()))
+
+    other = chipfit.quantize(model, data, rule="no_clipping", overrides={weakest.name: "float"}, progress=False)
+    assert sqnr(result) == pytest.approx(before, abs=0.2) and sqnr(other) == pytest.approx(after, abs=0.2)
+    assert after > before + 1
+
+
+def test_one_that_does_not_help_is_not_spoken_of(spread):
+    model, data = spread
+    result = chipfit.quantize(model, data, rule="no_clipping", progress=False)
+    layers = [replace(r, sqnr_db=5.0 if r.name == "2" else None) for r in result.report.layers]
+    report = replace(result.report, layers=tuple(layers))
+    tries = []
+
+    def edit(overrides):
+        tries.append(overrides)
+        other = result.edit(overrides)
+        return other.graph, other.plan
+
+    assert tried(report, result.graph, result.plan, edit) == ()
+    assert tries == [{"2": "float"}]  # it was tried
+    assert "Weakest result: '2' with 5.0 dB" in " ".join(advice(report))
+
+
+def test_clipping_is_spoken_of_where_keeping_everything_is_better():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).eval(), torch.randn(64, 8)
+    result = chipfit.quantize(model, [x], rule="percentile(share=0.8)", progress=False)
+    said = [a for a in advice(result.report) if "no_clipping" in a]
+    assert all("tried on 2 calibration samples" in a and "clips" in a for a in said)
+    fine = chipfit.quantize(model, [x], progress=False)
+    assert not [a for a in advice(fine.report) if "overrides={'0'" in a]
+
+
+def test_a_loaded_result_has_no_samples_and_advises_nothing_that_needs_them(spread, tmp_path):
+    model, data = spread
+    chipfit.quantize(model, data, progress=False).save(tmp_path / "saved")
+    assert chipfit.load(tmp_path / "saved").report.tried == ()
+
+
+def test_the_noise_of_a_network_without_quantizers_is_none(spread):
+    model, data = spread
+    result = chipfit.quantize(model, data, progress=False)
+    assert output_sqnr(result.graph, type(result.plan)()) == math.inf
