@@ -41,8 +41,8 @@ FLOAT_SHARE, TIE = 0.01, 512
 #: Largest gap of an output that float operators compute, given the device's codes, relative to its largest number:
 #: some hundred units in the last place, as sums of a few thousand float32 numbers have
 OUTPUT_GAP = 1e-4
-#: The same of an output that is stored in codes, relative to the reals that these span: some kernels compute q s - z s,
-#: with a rounding more than (q - z) s
+#: The same of an output that only dequantizes codes, relative to the reals that these span: some kernels compute
+#: q s - z s, with a rounding more than (q - z) s
 DEQUANTIZED_GAP = 2.0**-22
 
 
@@ -172,8 +172,8 @@ class Output:
     def fault(self) -> str:
         """What should not be; "" when all is well."""
         few = self.differing <= FLOAT_SHARE * self.elements if self.float_ops else not self.differing
-        if self._real and (self.float_ops or self.span):
-            few = self.op_gap <= (DEQUANTIZED_GAP if self.span else OUTPUT_GAP)
+        if self._real:
+            few = self.op_gap <= (OUTPUT_GAP if self.float_ops else DEQUANTIZED_GAP)
         if not few:
             share = f"{self.differing} of {self.elements} numbers are not the simulation's given the device's codes"
             return f"{share}; largest relative gap {self.op_gap:.2g}"
@@ -502,7 +502,8 @@ class _Comparison:
             o.add(device, outputs[-1], output(self.graph, self.plan, alone | codes, o.tensor))
         first = reals[self.graph.outputs[0]]
         if label is not None and first.dim() == 2 and label.shape[:1] == first.shape[:1]:
-            self._count(inputs, label, {"float": first, "integer": outputs[0], "device": returned[0]})
+            found = {"float": first, "integer": outputs[0], "device": returned[0]}
+            self._count(inputs, label, {k: y for k, y in found.items() if y.shape == first.shape})
 
     def _run(self, inputs: list[np.ndarray]) -> dict[str, torch.Tensor]:
         """The device's outputs, in the model's order, and then its codes, by name."""
@@ -511,8 +512,9 @@ class _Comparison:
         except Exception as e:  # the errors of runtimes share no base
             if not theirs(e):
                 raise
+            why = (str(e) or type(e).__name__).splitlines()[0][:300]
             raise RuntimeUnavailable(
-                f"'{self.out.runtime}' cannot run the file on these inputs: {str(e).splitlines()[0][:300]}",
+                f"'{self.out.runtime}' cannot run the file on these inputs: {why}",
                 hint="is this the file that was written for this model?",
             ) from e
         small = {k: np.asarray(x) for k, x in results.items()}  # numpy has no type of 4 bits, nor has torch

@@ -20,7 +20,7 @@ from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import dequantize, quantize
 from chipfit.registry import lookup
 from tests.exactness.test_random_networks import KINDS, Drawn, with_biases
-from tests.zoo import make
+from tests.zoo import make, unseen
 
 pytestmark = [
     pytest.mark.slow,  # importing TensorFlow takes longer than the tests
@@ -163,6 +163,7 @@ def agree(model: torch.nn.Module, x: torch.Tensor, folder: Path) -> None:
     ops = {n.op for n in chipfit.lint(model, x, "tflite_int8").graph.nodes} & {"DepthwiseConv2D", "Linear"}
     overrides = {op: {"per": "tensor"} for op in ops}  # the converter fails on scales per channel there
     result = chipfit.quantize(model, [x], platform="tflite_int8", overrides=overrides, progress=False)
+    x = unseen(x)
     graph, plan = result.graph, with_biases(result.graph, short_scales(result.plan))
     ours = export_tflite(graph, plan, folder / "ours.tflite")
     (first,), (last,) = graph.inputs, graph.outputs

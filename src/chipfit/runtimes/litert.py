@@ -56,6 +56,10 @@ class LiteRt:
 
         A file of fixed batch runs once for each part of that size.
         """
+        if [x.ndim for x in inputs] != [len(d["shape"]) for d in self.inputs]:
+            shapes = [[list(x.shape) for x in inputs], [list(d["shape"]) for d in self.inputs]]
+            hint = "is this the file that was written for this model?"
+            raise RuntimeUnavailable("The file takes other inputs", got=shapes[0], allowed=shapes[1], hint=hint)
         forms = self.notes.get("inputs") or [None] * len(inputs)
         given = [x.transpose(f) if f else x for x, f in zip(inputs, forms, strict=True)]
         cut = [len(d["shape"]) > 0 and not _fits(x, d) for x, d in zip(given, self.inputs, strict=True)]
