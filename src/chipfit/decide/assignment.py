@@ -93,6 +93,7 @@ def assign(
         out.add(decision)
         if k == 0:  # plans list the model's inputs behind the weights of the operator that comes first
             out.add_inputs()
+    out.drop_unread()
     return Assignment(
         slots=out.slots,
         floats=out.floats,
@@ -153,6 +154,17 @@ class _Record:
         for name in self.graph.inputs:
             if name in self.formats.of:
                 self._store(name, "activation", self.formats.of[name])
+
+    def drop_unread(self) -> None:
+        """A result in float that every reader takes before it is rounded is not stored."""
+        users = self.graph.users()
+        for name, slot in list(self.slots.items()):
+            edges = {(name, n.name) for n in users.get(name, ())}
+            made_in_float = slot.role == "activation" and slot.node and self.nodes[slot.node].exec == "float"
+            if made_in_float and edges and edges <= self.float_edges and name not in self.graph.outputs:
+                del self.slots[name]
+                self.float_edges -= edges
+                self.floats[name] = "its readers take it in float"
 
     def _refuse_unlisted(self, d: Decision) -> None:
         head, listed = d.unit.head, d.unit.resolved.rule is not None
