@@ -6,7 +6,7 @@ BIN := .venv/bin
 QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 WORKERS ?= 2
 
-.PHONY: help setup demo test test-all check format docs bench fuzz clean
+.PHONY: help setup demo test test-all check format docs bench fuzz random clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -49,6 +49,9 @@ bench: setup ## time and memory against the limits, and the exactness table
 
 fuzz: setup ## 10,000 cases of bad input: SEED=, MINUTES= and CASES= choose others
 	$(QUIET) $(BIN)/python -m benchmarks.fuzz --seed $(or $(SEED),0) --minutes $(or $(MINUTES),60) --cases $(or $(CASES),10000)
+
+random: setup ## prove COUNT random networks on each of ONNX Runtime and LiteRT, drawn with SEED: every integer
+	$(QUIET) $(BIN)/python tests/random_networks.py --count $(or $(COUNT),500) --seed $(or $(SEED),0)
 
 clean: ## remove what the targets above made, except .venv
 	rm -rf build dist site demo_out out .pytest_cache .ruff_cache .mypy_cache .hypothesis

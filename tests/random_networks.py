@@ -538,18 +538,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runtime", choices=sorted(RUNTIMES), action="append", help="all when omitted")
     parser.add_argument("--count", type=int, default=500, help="networks for each")
-    parser.add_argument("--seed", type=int, default=0, help="the first network is seed * 1,000,000")
+    parser.add_argument("--seed", type=int, default=0, help="the first network is number seed * 1,000,000")
+    parser.add_argument("--first", type=int, default=0, help="leave so many out, to share the work")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     bad = 0
     for runtime in args.runtime or RUNTIMES:
         start, tally = time.perf_counter(), Tally()
-        for k in range(args.count):
+        for k in range(args.first, args.first + args.count):
             tally.outcomes.append(check(args.seed * 1_000_000 + k, runtime))
             for line in tally.outcomes[-1].faults:
                 print(f"network {tally.outcomes[-1].seed} on {tally.outcomes[-1].platform}: {line[:400]}", flush=True)
-        print(f"== {runtime}, seed {args.seed}, {time.perf_counter() - start:.0f} s\n{tally.report()}", flush=True)
+        print(
+            f"== {runtime}, seed {args.seed} from {args.first}, {time.perf_counter() - start:.0f} s\n{tally.report()}",
+            flush=True,
+        )
         bad += len(tally.faults)
     return 1 if bad else 0
 

@@ -580,7 +580,7 @@ def _by_tensor(plan: Plan, held: Mapping[str, InFile]) -> dict[str, list[InFile]
     """What a file holds of each tensor, in order: itself, in floats, and copies, numbered or of another layout."""
     found: dict[str, list[InFile]] = {}
     for name in sorted(held, key=len):
-        own = name if name in plan.tensors else re.sub(r"(/float)?(_t\d+)?(_\d+)?$", "", name)
+        own = name if name in plan.tensors else re.sub(r"(_t\d+)?(/float)?(_t\d+)?(_\d+)?$", "", name)
         found.setdefault(own, []).append(held[name])
     return found
 

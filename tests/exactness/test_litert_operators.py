@@ -12,7 +12,7 @@ from torch import nn
 
 import chipfit
 from tests.exactness.litert_proof import RUNTIMES, prove
-from tests.exactness.test_random_networks import power_of_two_scales, with_biases
+from tests.random_networks import power_of_two_scales, with_biases
 
 
 class Of(nn.Module):
