@@ -63,18 +63,6 @@ def test_a_kernel_of_the_simulator_that_is_wrong_is_noticed(monkeypatch, op):
     assert any(f"{op} " in line and "2 of" in line for line in lines)  # in each of two batches, lines
 
 
-def test_a_kernel_that_rounds_another_way_is_noticed(monkeypatch):
-    """Halves away from zero instead of to even: it takes networks whose scales make ties."""
-    from chipfit.simulate import onnxruntime
-
-    def away(acc, multiplier, rule):
-        y = acc.float() * multiplier.float()
-        return torch.sign(y) * torch.floor(y.abs() + 0.5)
-
-    monkeypatch.setattr(onnxruntime, "requantize", away)
-    assert any(check(seed, "onnxruntime").faults for seed in range(12))
-
-
 def test_refusals_and_a_small_share_are_faults_of_the_whole():
     outcomes = [Outcome(k, "p", refused="UnsupportedError: no") for k in range(2)] + [Outcome(k, "p") for k in range(9)]
     faults = Tally(outcomes).faults

@@ -285,3 +285,20 @@ def test_softplus_has_its_slope_and_its_threshold_in_every_file(tmp_path, beta, 
     for runtime, path in files.items():
         (got,) = lookup("runtime", runtime)(path).run([x.numpy()]).values()
         assert torch.allclose(torch.from_numpy(got), F.softplus(x, beta, threshold), atol=1e-6)
+
+
+def test_a_class_token_is_repeated_for_every_sample_of_the_file():
+    """In a `.tflite` file, whose batch is fixed for it, and which runs once for each sample."""
+    token = nn.Parameter(torch.randn(1, 1, 8))
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.linear = token, nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(torch.cat((self.token.expand(x.shape[0], -1, -1), x), 1))
+
+    result = chipfit.quantize(Tokens(), [torch.randn(4, 5, 8)], platform="tflite_int8", progress=False)
+    for runtime in LITERT:
+        proved(result, torch.randn(3, 5, 8), runtime=runtime, float_ops=["aten.expand.default"])

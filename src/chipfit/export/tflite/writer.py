@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from chipfit.export.tflite.emit import Emitter, Refusal, code_type
 from chipfit.export.tflite.file import TYPES, Numbers
 from chipfit.export.tflite.ops import NO_FORM, REFUSED, ROWS, fused_code
 from chipfit.files import write_atomically
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.builder import drop_dead
+from chipfit.graph.ir import OPAQUE, Graph, Node
 from chipfit.passes.decompose import decompose
 from chipfit.passes.layout import natural
 from chipfit.passes.relayout import relayout, same_numbers
@@ -44,14 +45,14 @@ def export_tflite(
         graph, plan: what to write; without a plan the float network is written.
         path: the `.tflite` file; it appears complete or not at all.
         batch: a fixed batch size. When omitted the batch stays open (size 1 until it is resized), except in models
-            with transposed convolutions, whose kernels need it: there it is fixed at 1.
+            with transposed convolutions, or with shapes that are computed from it: there it is fixed at 1.
         keep_layout: inputs and outputs lie as in the model (channels first in PyTorch), behind transpositions.
 
     Raises:
         UnsupportedError: operators or formats that the file cannot hold, all named at once; nothing is written.
         ExportError: the disk refuses the file.
     """
-    if batch is None and any(n.op in ROWS and ROWS[n.op].fixed_batch for n in graph.nodes):
+    if batch is None and any(_expands(n) or (n.op in ROWS and ROWS[n.op].fixed_batch) for n in graph.nodes):
         batch = 1
     return write_atomically(Path(path), Writer(graph, plan or Plan(), batch, keep_layout).write())
 
@@ -63,6 +64,7 @@ class Writer(Emitter):
         self.source = graph
         self.refused = _unstorable(plan)  #: why the file cannot be written
         found = _sizes(graph, batch or 1)
+        graph = _with_shapes(graph, found)
         new, plan = relayout(graph, plan, "channels_last", borders=not keep_layout)
         self.forms = new.forms
         sizes: dict[str, tuple[int, ...]] = {}
@@ -202,6 +204,24 @@ def _platform() -> str:
     """Of the built-in platforms that are proved by such files, the one on which most others build."""
     loading = {name for name, e in entries("runtime").items() if e.declares.suffix == ".tflite"}
     return Counter(p.extends for p in map(load, names()) if p.extends and loading & {*p.runtimes}).most_common(1)[0][0]
+
+
+def _expands(node: Node) -> bool:
+    """It repeats something, such as a class token, as often as a shape that is computed says."""
+    return node.op == OPAQUE and node.attrs["target"] == "aten.expand.default"
+
+
+def _with_shapes(graph: Graph, sizes: Mapping[str, tuple[int, ...]]) -> Graph:
+    """The graph for one batch size, in which the shapes of expansions are known."""
+    if not any(map(_expands, graph.nodes)):
+        return graph
+    graph = graph.copy()
+    graph.nodes = [
+        n.with_(op="Expand", inputs=n.inputs[:1], attrs={"shape": sizes[n.output]}) if _expands(n) else n
+        for n in graph.nodes
+    ]
+    drop_dead(graph)
+    return graph
 
 
 def _sizes(graph: Graph, batch: int) -> dict[str, tuple[int, ...]]:
