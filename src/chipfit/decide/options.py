@@ -46,18 +46,18 @@ def _stores(option: Option) -> bool:
 
 def _obstacle(graph: Graph, platform: Platform, unit: Unit, kept: Mapping[str, str]) -> str:
     """Why this unit cannot run in integers although the platform has a rule for its operator."""
-    floats = [i for i in unit.data if i in kept]
-    if (
-        platform.place.at != "outputs"
-    ):  # an integer kernel takes and gives codes; elsewhere quantizers belong to writers
+    for o in unit.tail.outputs:
+        if kept.get(o, BY_HAND) != BY_HAND:
+            return f"its result '{o}' stays float: {kept[o]}"
+    # an integer kernel takes and gives codes; elsewhere quantizers belong to writers
+    if platform.place.at != "outputs":
         for choice, what in (("bits", "weights"), ("activation_bits", "result")):
             if unit.choices.get(choice) == "float":
                 return f"overrides keep its {what} in float"
-        if any(kept[i] == BY_HAND for i in floats):
-            return f"overrides keep its input '{floats[0]}' in float"
-    for what, i in (*(("result", o) for o in unit.tail.outputs if o in kept), *(("input", i) for i in floats)):
-        if kept[i] != BY_HAND:
-            return f"its {what} '{i}' stays float: {kept[i]}"
+        for i in (i for i in unit.data if i in kept):
+            if kept[i] == BY_HAND:
+                return f"overrides keep its input '{i}' in float"
+            return f"its input '{i}' stays float: {kept[i]}"
     head = unit.head
     if head.outputs and not graph.is_float(head.output):
         return "its result is not a float tensor"

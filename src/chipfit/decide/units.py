@@ -95,6 +95,7 @@ def find_units(
     nodes = {n.name: n for n in graph.nodes}
     group_at = {g[-1]: g for g in groups}
     inner = {name for g in groups for name in g[:-1]}
+    users = graph.users()
     turn = {name: k for k, name in enumerate(overrides)}  # the last word on a group wins
     units = []
     for node in graph.nodes:
@@ -104,7 +105,11 @@ def find_units(
         choices: dict[str, Any] = {}
         for name in sorted((n for n in names if n in turn), key=turn.__getitem__):
             choices = over(choices, overrides[name])
-        units.append(_unit(graph, platform, tuple(nodes[n] for n in names), choices))
+        unit = _unit(graph, platform, tuple(nodes[n] for n in names), choices)
+        if _inside(graph, platform, unit, users.get(unit.tail.output, ())):
+            free = tuple(r for r in unit.resolved.rules if r.fix not in ("out", "outs"))
+            unit = replace(unit, resolved=replace(unit.resolved, rules=free))
+        units.append(unit)
     return _first_and_last(platform, units)
 
 
@@ -117,6 +122,15 @@ def _unit(graph: Graph, platform: Platform, nodes: tuple[Node, ...], choices: Ma
     made = {o for n in nodes for o in n.outputs}
     reads = tuple(Read(n, slot, tensor) for n in nodes for slot, tensor in graph.slots(n) if tensor not in made)
     return Unit(nodes, reads, resolved, choices)
+
+
+def _inside(graph: Graph, platform: Platform, unit: Unit, readers: Sequence[Node]) -> bool:
+    """It is a step of a layer or function that a set names as a whole, and not the one that gives its result."""
+    rule, here = unit.resolved.rule, (unit.head.layer, unit.head.layer_type, unit.head.source)
+    sets = [platform.sets[m[1:]] for m in (rule.match if rule else ()) if m[1:] in platform.sets]
+    named = any(m.op == () and m.type == unit.head.layer_type for members in sets for m in members)
+    inner = all((n.layer, n.layer_type, n.source) == here for n in readers)
+    return named and inner and bool(readers) and unit.tail.output not in graph.outputs
 
 
 def _with_tail(head: Resolved, tail: Resolved) -> Resolved:

@@ -89,6 +89,7 @@ def build(
         timings=dict(timings or {}),
         notes=plan.rewrites,
         simulated=whole_arithmetic(platform),
+        tried=(),
         not_modelled=not_modelled(platform),
         provenance=plan.provenance,
         verification={**verification.to_dict(), "summary": verification.summary()} if verification else None,
