@@ -1,0 +1,80 @@
+"""What a verification says of itself: what was compared, on which data, and what was not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit.platform.modelled import not_modelled
+from tests.zoo import make, unseen
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).eval()
+    x = torch.randn(20, 3, 8, 8)
+    return chipfit.quantize(model, [x[:6], x[6:12]], progress=False), x
+
+
+def test_calibration_data_are_told_in_other_batches_and_after_saving(fitted, tmp_path):
+    result, x = fitted
+    found = result.verify([x[9:16]])
+    assert found.calibrated == 3 and "3 of the 7 samples are calibration data" in found.summary()
+    assert result.verify([x[12:]]).calibrated == 0
+    loaded = chipfit.load(result.save(tmp_path / "saved"))
+    assert loaded.verify([x[:4]]).calibrated == 4
+
+
+def test_accuracy_comes_with_its_number_of_samples(fitted):
+    result, x = fitted
+    found = result.verify([(x[:5], torch.zeros(5, dtype=torch.long)), (x[12:], torch.ones(8, dtype=torch.long))])
+    assert found.labelled == 13 and "top-1 of 13 samples: float" in found.summary()
+    from chipfit.report.terminal import accuracies_of
+
+    assert accuracies_of(result.report) == "top-1 of 13 samples, 5 of the 13 verified are calibration data"
+
+
+def test_what_the_platform_states_and_nothing_models_is_in_the_verification(fitted):
+    found = fitted[0].verify([fitted[1][12:]])
+    assert found.not_modelled == [*not_modelled(fitted[0].platform)] and found.not_modelled
+    assert "not modelled: formats.wnb" in found.summary()
+    assert json.loads(json.dumps(found.to_dict()))["not_modelled"] == found.not_modelled
+
+
+class Ends(nn.Module):
+    """Outputs of several kinds: codes, a scalar, indices, something in float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.unused = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        y = self.conv(x).relu()
+        return y, y.mean(), y.mean((2, 3)).argmax(1), torch.erf(y)
+
+
+def test_every_output_is_compared_whatever_its_shape_and_type():
+    torch.manual_seed(0)
+    result = chipfit.quantize(Ends().eval(), [torch.randn(4, 3, 8, 8)], progress=False)
+    found = result.verify([torch.randn(5, 3, 8, 8)])
+    assert found.sound, found.summary()
+    assert [o.elements for o in found.outputs] == [5 * 4 * 36, 1, 5, 5 * 4 * 36]
+    assert "Erf" in found.outputs[3].float_ops and not found.outputs[0].float_ops
+    assert found.outputs[0].gap == 0 and [o["fault"] for o in found.to_dict()["outputs"]] == [""] * 4
+
+
+def test_a_tensor_that_a_layout_absorbs_is_counted_as_elided(tmp_path):
+    pytest.importorskip("ai_edge_litert")
+    model, batch = make("attention_manual")
+    found = chipfit.quantize(model, [batch], platform="tflite_int8", progress=False).verify([unseen(batch)])
+    assert found.not_compared == {"elided by the runtime": 2}
+    assert found.coverage().startswith(f"compared {len(found.rows) - 2} of {len(found.rows)} tensors, 2 elided by the")
+    missed = [r for r in found.rows if r.why]
+    assert all(r.missed and not r.elements and not r.fault for r in missed)
+    strict = sum(r.elements for r in found.rows if not r.float_ops)
+    assert found.exact_share == strict / (found.integers + sum(r.missed for r in missed)) < 1
