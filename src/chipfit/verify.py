@@ -22,7 +22,7 @@ from chipfit.export import InFile, export, format_of
 from chipfit.export.names import output_names
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
-from chipfit.platform.modelled import not_modelled
+from chipfit.platform.modelled import not_modelled, whole_arithmetic
 from chipfit.platform.schema import Platform
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import DeviceRuntime, entries, entry, require
@@ -411,7 +411,8 @@ def verify(
         device = found.thing(file, [found.declares.codes.format(v) for v in quantized])
         stored = format_of(suffix).declares.stored
         held = stored(file) if stored is not None else None
-    out = Verification(runtime, runtime in platform.runtimes, executed=dict(device.executed()))
+    promised = runtime in platform.runtimes and whole_arithmetic(platform)
+    out = Verification(runtime, promised, executed=dict(device.executed()))
     out.not_modelled = [*not_modelled(platform)]
     profile = profile_for(platform, found.declares.kernels)
     in_float, makers = float_results(graph, plan, profile), graph.producers()

@@ -133,6 +133,20 @@ BAD = {
     "a rule for nothing": ("match: [Add]", "match: []", ["ops.1.match", "'match' must not be empty"]),
     "a list inside a list": ("match: [Add]", "match: [[Add]]", ["'match.0' must be text"]),
     "an unknown key of a set": ("title:", "sets: {s: [{typ: Conv2d}]}\ntitle:", ["sets.s.0.typ", "did you mean type"]),
+    "a revision chosen by the file": ("title:", "arch_selected: A\ntitle:", ["'arch_selected' is unknown"]),
+    "a file that names itself": ("title:", "file: x.yaml\ntitle:", ["'file' is unknown"]),
+    "a gate of the wrong type": (
+        "match: [Conv2D]",
+        "match: [Conv2D]\n    when: {bits: wide}",
+        ["ops.0.when.bits", "integer"],
+    ),
+    "a fusion in no phase": (
+        "src: [M], conf: V}]\nmath",
+        "when: {phase: qaat}, src: [M], conf: V}]\nmath",
+        ["phase", "qat"],
+    ),
+    "an unknown rounding": ("q_round: half_even", "w_round: half_odd", ["math.w_round", "half_away"]),
+    "a base without logarithm": ("zero: any", "base: 2.0", ["'base' has a meaning only in a format of kind log"]),
     "a key that is a list": ("title:", "? [title]\n:", ["a key is one word"]),
 }
 
@@ -185,6 +199,11 @@ def test_check_lists_every_problem_at_once(tmp_path):
     )
     assert [str(e.where).rpartition(" ")[2] for e in check(file)] == ["ops.1.src", "ops.1.use.0.in"]
     assert check(write(tmp_path, GOOD)) == []
+
+
+def test_every_fault_of_an_entry_is_named(tmp_path):
+    double = GOOD.replace("bits: 8, zero: any", "bits: 8, range: [5, 3], zero: 300")
+    assert [e.what.partition(" ")[0] for e in check(write(tmp_path, double))] == ["range", "zero"]
 
 
 def test_the_first_problem_is_the_first_of_the_file(tmp_path):

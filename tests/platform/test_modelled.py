@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 import torch
 from rich.console import Console
 from torch import nn
@@ -11,11 +12,12 @@ from typer.testing import CliRunner
 
 import chipfit
 from chipfit.cli.app import app
-from chipfit.platform.load import load
-from chipfit.platform.modelled import not_modelled, whole_arithmetic
-from chipfit.platform.schema import Platform
+from chipfit.platform.load import load, names
+from chipfit.platform.modelled import kernels_of, not_modelled, whole_arithmetic
+from chipfit.platform.schema import OpRule, Platform
 from chipfit.report.html import page
 from chipfit.report.terminal import show
+from chipfit.simulate.integer import simulate
 
 
 def said(**more):
@@ -63,3 +65,59 @@ sources: {M: paper}
     shown = Console(record=True, file=io.StringIO(), width=120)
     show(report, shown)
     assert words in shown.export_text()
+
+
+class Sum(nn.Module):
+    """One product sum whose float result lies between two integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+def integers(result, x, platform):
+    return simulate(result.graph, result.plan, [x], platform)["linear"].long()
+
+
+def test_a_chip_that_truncates_is_simulated_truncating():
+    """By hand: the sum times the multiplier in float32, its fraction cut off, the zero point added."""
+    torch.manual_seed(0)
+    x, chip = torch.randn(64, 4), load("tinyengine")
+    chip = chip.model_copy(update={"ops": (OpRule.model_validate(LINEAR), *chip.ops)})
+    result = chipfit.quantize(Sum().eval(), [x], platform=chip, progress=False)
+    plan, w = result.plan, result.graph.weights
+    codes = plan["x"].quantize(x).long() - plan["x"].zero_point
+    acc = codes @ plan["fc.weight"].quantize(w["fc.weight"]).long().T + plan["fc.bias"].quantize(w["fc.bias"]).long()
+    reals = acc.float() * (plan["x"].scale * plan["fc.weight"].scale / plan["linear"].scale)
+    zero = int(plan["linear"].zero_point)
+    want = (reals.to(torch.int32) + zero).clamp(-128, 127)
+    assert torch.equal(integers(result, x, chip), want.long())
+    even = (torch.round(reals) + zero).clamp(-128, 127).long()
+    assert not torch.equal(even, want.long())  # the old rule is another one on these data
+
+
+LINEAR = {"match": ["Linear"], "use": [{"in": "a8", "w": "w8", "b": "b32", "out": "a8"}], "src": ["T1"], "conf": "V"}
+
+
+@pytest.mark.parametrize("name", names())
+def test_exactness_is_claimed_only_where_all_arithmetic_is_simulated(name):
+    """What is named under math is what keeps the claim away, and a claim names the kernels that it rests on."""
+    platform = load(name)
+    gaps = [line for line in not_modelled(platform) if line.startswith("math.")]
+    assert whole_arithmetic(platform) == (not gaps and kernels_of(platform) is not None)
+    if whole_arithmetic(platform):
+        assert platform.math.kernels and platform.runtimes
+
+
+def test_a_runtime_proves_no_chip_whose_arithmetic_is_unknown():
+    pytest.importorskip("ai_edge_litert")
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    promised = {
+        name: chipfit.quantize(Sum().eval(), [x], platform=name, progress=False).verify([x], runtime="litert").promised
+        for name in ("tflite_int8", "edgetpu")
+    }
+    assert promised == {"tflite_int8": True, "edgetpu": False}

@@ -56,7 +56,9 @@ def _reasons(graph: Graph, assignment: Assignment) -> Callable[[str, Any, Node],
             tensor = next((i for slot, i in graph.slots(n) if slot == "w"), None)
         if tensor is None or (asked == "float" and tensor not in slots):
             return None if tensor is None else ""
-        if choice == "activation_bits" and any(i in slots and slots[i].format.bits == asked for i in n.inputs):
+        if choice == "activation_bits" and any(
+            i in slots and slots[i].format.bits == asked for i in n.inputs if i is not None
+        ):
             return ""  # of what it reads, where its result is float
         if tensor not in slots:
             return assignment.floats.get(tensor) or assignment.nodes[n.name].why or "it is not stored in codes"

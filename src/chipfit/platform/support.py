@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from chipfit.platform.load import load, names
+from chipfit.platform.modelled import kernels_of, whole_arithmetic
 from chipfit.platform.schema import Platform
 from chipfit.platform.show import option_text
 
@@ -20,17 +21,29 @@ def support_table() -> str:
         "# Built-in platforms",
         "",
         "Generated from the platform files by `make docs`. V, D, I count the rules that are verified in source, "
-        "documented, inferred.",
+        "documented, inferred. Simulated: whole where all that the file says of arithmetic is, so that exactness is"
+        " claimed; in part where `chipfit platforms show` names what is not modelled; - where no integers are.",
         "",
-        "| platform | device | first choice of weighted operators | rules V/D/I | fusions | arithmetic | deploys as |",
-        "|---|---|---|---|---|---|---|",
+        "| platform | device | first choice of weighted operators | rules V/D/I | fusions | arithmetic | simulated"
+        " | deploys as |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name in names():
         p = load(name)
         first = next((option_text(u) for o in p.ops for u in o.use if u.w), "-")
         counts = "/".join(str(sum(o.conf == c for o in p.ops)) for c in "VDI")
         math = p.math.requant.get("form", "-") if p.math.requant else "-"
-        cells = (f"`{name}`", p.title, first, counts, str(len(p.fuse)), str(math), p.deploy[0] if p.deploy else "-")
+        how = "whole" if whole_arithmetic(p) else "in part" if kernels_of(p) else "-"
+        cells = (
+            f"`{name}`",
+            p.title,
+            first,
+            counts,
+            str(len(p.fuse)),
+            str(math),
+            how,
+            p.deploy[0] if p.deploy else "-",
+        )
         lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
     return "\n".join(lines) + "\n"
 
