@@ -19,13 +19,14 @@ from chipfit.calibration.data import as_call, batches, first_batch
 from chipfit.calibration.doubts import thin, unlike_training
 from chipfit.calibration.progress import Progress, length
 from chipfit.calibration.seen import Seen
+from chipfit.calibration.slips import explained
 from chipfit.decide import scales
 from chipfit.decide.assignment import Assignment, assign
 from chipfit.decide.heard import unheard
 from chipfit.decide.overrides import Overrides, resolve_overrides, to_record
 from chipfit.decide.requantize import requantize
 from chipfit.decide.ties import tie_groups
-from chipfit.errors import ConfigError, DataError, NothingQuantizedError, PlanError
+from chipfit.errors import CaptureError, ConfigError, DataError, NothingQuantizedError, PlanError
 from chipfit.frameworks import capture, checksum, lower, read_back
 from chipfit.graph.ir import Graph
 from chipfit.passes.fuse import fuse
@@ -256,7 +257,7 @@ def quantize(
             )
     with clock("capture"), shown.stage("capture"):
         args, kwargs, data = first_batch(data, model) if example is None else (*as_call(example, model), data)
-        captured = capture(model, args, kwargs)
+        captured = _captured(model, args, kwargs)
         doubts = unlike_training(captured) if example is None else []
         graph, notes = prepare(captured, target, settings)
     with clock("assign"):
@@ -311,6 +312,13 @@ def _understood(settings: Any, z_threshold: Any, seed: Any) -> int:
         if not fits:
             raise ConfigError(f"'{name}' is not understood", got=repr(value)[:120], allowed=allowed)
     return int(seed)
+
+
+def _captured(model: Any, args: Any, kwargs: Mapping[str, Any]) -> Graph:
+    try:
+        return capture(model, args, kwargs)
+    except CaptureError as e:
+        raise explained(e, model, args, kwargs) from e
 
 
 def prepare(graph: Graph, platform: Platform, settings: Settings = PLAIN) -> tuple[Graph, list[str]]:
@@ -400,7 +408,7 @@ def lint(
     """Say which operators would run in integers, which fuse, and why the rest stays float; needs no data."""
     target = load_platform(platform)
     args, kwargs = as_call(example, model)
-    graph, notes = prepare(capture(model, args, kwargs), target)
+    graph, notes = prepare(_captured(model, args, kwargs), target)
     graph, assignment, fuse_notes = decide(graph, target, overrides)
     return Lint(graph, target, assignment, tuple(notes + fuse_notes))
 

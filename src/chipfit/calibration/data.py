@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from chipfit.calibration.slips import LABELS, takes, wrong_layout
 from chipfit.engine.trees import flatten_inputs
 from chipfit.errors import DataError
 from chipfit.graph.ir import Graph
@@ -81,8 +82,10 @@ def first_batch(data: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any],
     except StopIteration:
         raise no_data() from None
     args, kwargs = as_call(first, model)
-    if len(args) > 1 and _is_label(args[-1]) and isinstance(args[0], torch.Tensor):
-        args = args[:-1]  # (input, label), as a DataLoader yields it
+    if len(args) > 1 and isinstance(args[0], torch.Tensor):
+        count = takes(model)
+        if count == len(args) - 1 or ((count is None or len(args) <= count) and _is_label(args[-1])):
+            args = args[:-1]  # (input, label), as a DataLoader yields it
     from torch.utils._pytree import tree_map
 
     def small(x: Any) -> Any:
@@ -162,7 +165,7 @@ def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Ten
 
     spec = json.loads(graph.in_spec)
     args, kwargs = _call(batch)
-    label = None
+    label, named = None, bool(kwargs)
     if kwargs and not spec["kwargs"] and spec["args"] == 1:
         args, kwargs = (dict(kwargs),), {}  # the model takes one dict
     elif kwargs and spec["kwargs"] and set(kwargs) != set(spec["kwargs"]):
@@ -171,7 +174,13 @@ def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Ten
     if len(args) == spec["args"] + 1:
         *rest, label = args
         args = tuple(rest)
-    flat = flatten_inputs(graph, args, kwargs)
+    if len(args) > spec["args"] > 0:
+        raise DataError(f"A batch holds {len(args)} items, and the model takes {spec['args']}", hint=LABELS)
+    try:
+        flat = flatten_inputs(graph, args, kwargs)
+    except DataError as e:
+        hint = "yield tensors or tuples in the order of the inputs" if named else ""
+        raise DataError(e.what, got=e.got, allowed=e.allowed, hint=hint or e.hint) from None
     out = [_fit(graph, name, x) for name, x in zip(graph.inputs, flat, strict=True)]
     rows = {name: len(x) for name, x in zip(graph.inputs, out, strict=True) if graph.values[name].shape[:1] == (None,)}
     if len(set(rows.values())) > 1:
@@ -216,7 +225,8 @@ def _fit(graph: Graph, name: str, x: Any) -> torch.Tensor:
             f"Input '{name}' has the wrong shape",
             got=str(list(x.shape)),
             allowed=str(["batch" if d is None else d for d in want.shape]),
-            hint="every batch needs the shape of the example; only the batch size may differ",
+            hint=wrong_layout(tuple(x.shape), want.shape)
+            or "every batch needs the shape of the example; only the batch size may differ",
         )
     return x.detach()
 

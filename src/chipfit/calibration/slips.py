@@ -1,0 +1,107 @@
+"""The commonest slips with data, told from what a model refuses and what it expects."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from chipfit.errors import ChipfitError, DataError
+
+_RANKS = {torch.nn.Conv1d: 3, torch.nn.Conv2d: 4, torch.nn.Conv3d: 5}
+ONE_SAMPLE = "this is one sample: give batches, as torch.stack(samples) or sample[None] make them"
+LABELS = "yield the inputs, or the inputs and one label behind them: (x, y)"
+
+
+def takes(model: Any) -> int | None:
+    """How many inputs a model takes by position; None where it does not tell."""
+    if hasattr(model, "inputs"):  # of Keras
+        return len(model.inputs)
+    try:
+        taken = inspect.signature(model.forward).parameters.values()
+    except (AttributeError, TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_POSITIONAL for p in taken):
+        return None
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in taken)
+
+
+def wrong_layout(got: Sequence[int], want: Sequence[int | None]) -> str:
+    """What to do about a tensor that has no batch axis, or its channels at the other end; "" where it is neither."""
+
+    def fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
+        return len(shape) == len(wanted) and all(w in (None, s) for s, w in zip(shape, wanted, strict=True))
+
+    if fits(got, want[1:]):
+        return ONE_SAMPLE
+    batch, *rest = got or [0]
+    if len(rest) < 2:
+        return ""
+    last_to_first = ", ".join(map(str, (0, len(rest), *range(1, len(rest)))))
+    first_to_last = ", ".join(map(str, (0, *range(2, len(rest) + 1), 1)))
+    if fits((batch, rest[-1], *rest[:-1]), want):
+        return f"channels come last here and first in the model: x.permute({last_to_first})"
+    if fits((batch, *rest[1:], rest[0]), want):
+        return f"channels come first here and last in the model: x.permute({first_to_last})"
+    return ""
+
+
+def explained(refusal: ChipfitError, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ChipfitError:
+    """A refusal of the example in words about the data where it is a usual slip; else the refusal itself."""
+    count = takes(model)
+    if kwargs or (len(args) == 1 and isinstance(args[0], Mapping)):
+        given = kwargs or args[0]
+        names = list(inspect.signature(model.forward).parameters) if hasattr(model, "forward") else []
+        if set(given) & set(names):
+            return refusal
+        return DataError(
+            "The names in the batches are not those of the model's inputs",
+            got=", ".join(map(str, given)),
+            allowed=", ".join(names) or f"{count} inputs by position",
+            hint="rename them, or yield tuples in the order of the inputs",
+        )
+    if count is not None and len(args) > count:
+        return DataError(
+            f"A batch holds {len(args)} items, and the model takes {count}", got=_shapes(args), hint=LABELS
+        )
+    x, want = next((a for a in args if isinstance(a, torch.Tensor)), None), _expected(model)
+    if x is None or not args:
+        return refusal
+    if want is not None and not x.is_floating_point() and x.dim() > 2:
+        return DataError(
+            "The inputs hold integers, and the model computes with floats",
+            got=_shapes(args),
+            allowed="float32",
+            hint="convert and scale them as in training, for example x.float() / 255",
+        )
+    hint = wrong_layout(tuple(x.shape), want) if want is not None else ""
+    if want is not None and not hint and x.dim() == len(want) - 1:  # the example is cut along what is no batch
+        hint = ONE_SAMPLE
+    if not hint or want is None:
+        return refusal
+    allowed = str(["batch", *("any" if d is None else d for d in want[1:])])
+    return DataError(
+        "The inputs do not have the shape that the model takes", got=_shapes(args), allowed=allowed, hint=hint
+    )
+
+
+def _expected(model: Any) -> tuple[int | None, ...] | None:
+    """The shape of the input as far as a model tells: a Keras model knows it, in PyTorch the first convolution does."""
+    known = getattr(model, "input_shape", None)
+    if isinstance(known, tuple) and known and known[0] is None:
+        return known
+    if not isinstance(model, torch.nn.Module):
+        return None
+    first = next((m for m in model.modules() if type(m) in _RANKS), None)
+    return None if first is None else (None, first.in_channels, *[None] * (_RANKS[type(first)] - 2))
+
+
+def _shapes(args: Sequence[Any]) -> str:
+    def word(a: Any) -> str:
+        return (
+            f"{str(a.dtype).removeprefix('torch.')}{list(a.shape)}" if isinstance(a, torch.Tensor) else type(a).__name__
+        )
+
+    return ", ".join(map(word, args))

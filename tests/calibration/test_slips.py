@@ -1,0 +1,133 @@
+"""The commonest slips with data: each is told by its name, with what to write instead."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit.errors import DataError
+
+NET = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5)).eval()
+X = torch.linspace(-1, 1, 4 * 3 * 8 * 8).reshape(4, 3, 8, 8)
+Y = torch.arange(4)
+SHAPE = "The inputs do not have the shape that the model takes."
+SAMPLE = "Try: this is one sample: give batches, as torch.stack(samples) or sample[None] make them."
+LABELS = "Try: yield the inputs, or the inputs and one label behind them: (x, y)."
+SCALE = "Try: convert and scale them as in training, for example x.float() / 255."
+LAST = "Try: channels come last here and first in the model: x.permute(0, 3, 1, 2)."
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = NET
+
+    def forward(self, image):
+        return self.net(image)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([X[0], X[1]], f"{SHAPE} Got: float32[2, 8, 8]. Allowed: ['batch', 3, 'any', 'any']. {SAMPLE}"),
+        (X[0], f"{SHAPE} Got: float32[2, 8, 8]. Allowed: ['batch', 3, 'any', 'any']. {SAMPLE}"),
+        ([(X[0], 1)], f"{SHAPE} Got: float32[2, 8, 8]. Allowed: ['batch', 3, 'any', 'any']. {SAMPLE}"),
+        ([X.permute(0, 2, 3, 1)], f"{SHAPE} Got: float32[2, 8, 8, 3]. Allowed: ['batch', 3, 'any', 'any']. {LAST}"),
+        (
+            [(X * 99).to(torch.uint8)],
+            "The inputs hold integers, and the model computes with floats. Got: uint8[2, 3, 8, 8]. "
+            f"Allowed: float32. {SCALE}",
+        ),
+        (
+            [(X, Y, Y)],
+            "A batch holds 3 items, and the model takes 1. Got: float32[2, 3, 8, 8], int64[2], int64[2]. " + LABELS,
+        ),
+        (
+            [{"pixels": X, "labels": Y}],
+            "The names in the batches are not those of the model's inputs. Got: pixels, labels. Allowed: image. "
+            "Try: rename them, or yield tuples in the order of the inputs.",
+        ),
+    ],
+    ids=["samples", "bare sample", "sample and label", "channels last", "uint8", "third item", "dict"],
+)
+def test_slips_with_calibration_data(data, message):
+    with pytest.raises(DataError) as e:
+        chipfit.quantize(Named().eval(), data, progress=False)
+    assert str(e.value) == message
+
+
+@pytest.fixture(scope="module")
+def result():
+    return chipfit.quantize(NET, [X], progress=False)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([X[0]], f"Got: [3, 8, 8]. Allowed: ['batch', 3, 8, 8]. {SAMPLE}"),
+        (X[0], f"Got: [3, 8, 8]. Allowed: ['batch', 3, 8, 8]. {SAMPLE}"),
+        ([X.permute(0, 2, 3, 1)], f"Got: [4, 8, 8, 3]. Allowed: ['batch', 3, 8, 8]. {LAST}"),
+        ([(X, Y, Y)], f"A batch holds 3 items, and the model takes 1. {LABELS}"),
+        ([(X * 99).to(torch.uint8)], "Try: convert and scale it as in training, for example x.float() / 255."),
+        ([{"image": X, "label": Y}], "Try: yield tensors or tuples in the order of the inputs."),
+    ],
+    ids=["samples", "bare sample", "channels last", "third item", "uint8", "dict"],
+)
+def test_slips_with_other_data_than_the_first(result, data, message):
+    with pytest.raises(DataError) as e:
+        result.verify(data)
+    assert str(e.value).endswith(message)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        X,
+        [X.double()],
+        [X.double().numpy()],
+        [(X, Y)],
+        [(X, torch.eye(5)[:4])],
+        [(X, Y.tolist())],
+        [{"image": X, "labels": Y}],
+    ],
+    ids=["bare tensor", "float64", "float64 of NumPy", "labels", "one-hot labels", "list of labels", "dict"],
+)
+def test_what_looks_like_a_slip_and_is_none(data, result):
+    made = chipfit.quantize(Named().eval(), data, progress=False)
+    assert made.plan["net.0.weight"].scale.equal(result.plan["0.weight"].scale)
+
+
+def test_a_model_that_fails_by_itself_keeps_its_own_error():
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x):
+            return self.conv(x) @ torch.ones(7)
+
+    with pytest.raises(chipfit.errors.CaptureError, match="size mismatch|mat1|must match|shape"):
+        chipfit.quantize(Broken().eval(), [X], progress=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda y: y.transpose(0, 3, 1, 2),
+            "Try: channels come first here and last in the model: x.permute(0, 2, 3, 1).",
+        ),
+        (lambda y: y[0], SAMPLE),
+    ],
+    ids=["channels first", "samples"],
+)
+def test_slips_with_a_keras_model(change, message):
+    keras = pytest.importorskip("keras")
+    x = keras.Input((8, 8, 3))
+    model = keras.Model(x, keras.layers.Conv2D(4, 3)(x))
+    with pytest.raises(DataError) as e:
+        chipfit.quantize(model, [np.ascontiguousarray(change(X.permute(0, 2, 3, 1).numpy()))], progress=False)
+    assert str(e.value).endswith(message)
