@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from chipfit.errors import PlanError
+from chipfit.errors import PlanError, UnknownNameError
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 from chipfit.screen import Screen, Shown
@@ -140,8 +140,11 @@ class Plan(Shown):
             PlanError: it is not quantized.
         """
         stored = self.stored(name)
+        if stored is None and name not in self.tensors:
+            near = UnknownNameError("tensor in the plan", name, self.tensors)
+            raise PlanError(near.what, allowed=near.allowed, hint="plan.tensors holds all of them")
         if stored is None:
-            raise PlanError(f"Tensor '{name}' is not quantized")
+            raise PlanError(f"Tensor '{name}' is not quantized", got=self.tensors[name].why or None)
         return stored
 
 
