@@ -128,3 +128,24 @@ def test_the_program_prints_one_panel_and_exits_with_2(folder):
         [sys.executable, "-m", "chipfit.cli", "quantize", "x.pt2", "--data", "d.npz"], capture_output=True, text=True
     )
     assert done.returncode == 2 and "CaptureError" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("platform", "suffix"),
+    [("ort_cpu", ".onnx"), ("tflite_int8", ".tflite"), ("edgetpu", ".tflite"), ("hailo", ".onnx")],
+)
+def test_the_format_is_the_one_that_the_platform_deploys(platform, suffix):
+    from chipfit.cli.app import _suffix
+    from chipfit.platform.load import load
+
+    assert _suffix(load(platform), None) == suffix
+    assert _suffix(load(platform), "onnx") == ".onnx"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [("tflite", "'ort_cpu' has no use for a .tflite file"), ("onxn", "no file format named '.onxn'")],
+)
+def test_a_format_that_cannot_be_is_refused_before_the_model_is_read(wanted, message):
+    done = run("quantize", "no_such_module:model", "--data", "none.npz", "--format", wanted)
+    assert done.exit_code != 0 and message in str(done.exception)

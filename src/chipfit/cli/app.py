@@ -15,6 +15,7 @@ from chipfit.platform.builtin import DEFAULT
 if TYPE_CHECKING:
     from chipfit.errors import ChipfitError
     from chipfit.pipeline import Result
+    from chipfit.platform.schema import Platform
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 platforms = typer.Typer(help="What chips can do: built-in descriptions and your own.", invoke_without_command=True)
@@ -33,7 +34,8 @@ Rule = Annotated[str, Option("--rule", help="range rule for activations")]
 WeightRule = Annotated[str, Option("--weight-rule", help="range rule for weights")]
 KeepFloat = Annotated[list[str] | None, Option("--float", help="keep a layer in float (repeatable)")]
 Bits = Annotated[list[str] | None, Option("--bits", help="LAYER=BITS, weight bits of a layer (repeatable)")]
-Format = Annotated[str, Option("--format", help="of the model file: onnx, tflite, or json for encodings")]
+_FORMATS = "of the model file: onnx, tflite, or json for encodings; by default what the platform deploys"
+Format = Annotated[str | None, Option("--format", help=_FORMATS)]
 _CHECK = "run the file and compare integers; by default where its runtime is the platform's own"
 Check = Annotated[bool | None, Option("--verify/--no-verify", help=_CHECK)]
 _RUNTIMES = "onnxruntime, openvino, litert, litert_reference or litert_optimized; by default the platform's own"
@@ -120,6 +122,34 @@ def _load(saved: Path) -> Result:
     return pipeline.load(saved / "plan" if (saved / "plan").is_dir() else saved)
 
 
+def _suffix(platform: Platform, wanted: str | None) -> str:
+    """The suffix of the file that a platform deploys, or of the format that is asked for.
+
+    Raises:
+        UnknownNameError, ExportError: see `chipfit.export.format_of`.
+        UnsupportedError: nothing that the platform deploys is made of such a file.
+    """
+    from chipfit.errors import UnsupportedError
+    from chipfit.export import format_of
+    from chipfit.registry import entries, entry
+
+    runs = [entry("runtime", name).declares.suffix for name in platform.runtimes]
+    named = [s for e in entries("format").values() for s in e.declares.suffixes for d in platform.deploy if s in d]
+    if wanted is None:
+        return next(iter([*runs, *named, ".onnx"]))
+    suffix = f".{wanted.removeprefix('.')}"
+    format_of(suffix)
+    own = dict.fromkeys([*runs, *named, ".onnx", ".json"])  # the last two are what other tools are made to read
+    if suffix not in own:
+        raise UnsupportedError(
+            f"'{platform.name}' has no use for a {suffix} file",
+            got=f"--format {wanted}",
+            allowed=", ".join(s.removeprefix(".") for s in own),
+            hint="leave --format out",
+        )
+    return suffix
+
+
 @app.command()
 def quantize(
     model: Model,
@@ -131,7 +161,7 @@ def quantize(
     weight_rule: WeightRule = "mse",
     keep_float: KeepFloat = None,
     bits: Bits = None,
-    suffix: Format = "onnx",
+    wanted: Format = None,
     input_size: Side = 224,
     mean: Mean = MEAN,
     std: Std = STD,
@@ -145,16 +175,18 @@ def quantize(
     from chipfit.frameworks import framework_of
     from chipfit.registry import entry
 
+    target = load_target(platform)
+    suffix = _suffix(target, wanted)  # before any work: a file that cannot be is refused
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
     network = load_model(model, weights)
     batches = load_data(data, input_size, mean, std, channels_last=framework_of(network) == "keras")
     result = pipeline.quantize(
-        network, batches, load_target(platform), rule=rule, weight_rule=weight_rule, overrides=overrides, seed=seed
+        network, batches, target, rule=rule, weight_rule=weight_rule, overrides=overrides, seed=seed
     )
     result.save(out / "plan")  # first, so that a file format that refuses costs no calibration
-    file = result.export(out / f"model.{suffix}")
+    file = result.export(out / f"model{suffix}")
     page = result.report.save(out / "report.html")
-    runtimes = [n for n in result.platform.runtimes if entry("runtime", n).declares.suffix == f".{suffix}"]
+    runtimes = [n for n in result.platform.runtimes if entry("runtime", n).declares.suffix == suffix]
     departs = False
     if check or (check is None and runtimes):
         found = result.verify(batches, batches=4, runtime=next(iter(runtimes), "onnxruntime"))
