@@ -318,7 +318,10 @@ def _captured(model: Any, args: Any, kwargs: Mapping[str, Any]) -> Graph:
     try:
         return capture(model, args, kwargs)
     except CaptureError as e:
-        raise explained(e, model, args, kwargs) from e
+        slip = explained(e, model, args, kwargs)
+        if slip is e:
+            raise
+        raise slip from e
 
 
 def prepare(graph: Graph, platform: Platform, settings: Settings = PLAIN) -> tuple[Graph, list[str]]:
