@@ -540,6 +540,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500, help="networks for each")
     parser.add_argument("--seed", type=int, default=0, help="the first network is number seed * 1,000,000")
     parser.add_argument("--first", type=int, default=0, help="leave so many out, to share the work")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop then, for each runtime")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -547,6 +548,8 @@ def main() -> int:
     for runtime in args.runtime or RUNTIMES:
         start, tally = time.perf_counter(), Tally()
         for k in range(args.first, args.first + args.count):
+            if time.perf_counter() - start > 60 * args.minutes:
+                break
             tally.outcomes.append(check(args.seed * 1_000_000 + k, runtime))
             for line in tally.outcomes[-1].faults:
                 print(f"network {tally.outcomes[-1].seed} on {tally.outcomes[-1].platform}: {line[:400]}", flush=True)
