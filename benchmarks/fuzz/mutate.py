@@ -78,7 +78,7 @@ def strange(rng: Random) -> Any:
     """One of them, or a nest that is deep."""
     if rng.random() < 0.03:
         deep: Any = rng.choice(([], {}))
-        for _ in range(rng.choice((30, 300, 3000))):
+        for _ in range(rng.choice((30, 60, 150))):
             deep = [deep] if isinstance(deep, list) else {"a": deep}
         return deep
     return copy.deepcopy(rng.choice(STRANGE))

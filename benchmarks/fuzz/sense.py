@@ -22,9 +22,9 @@ def check_result(result: Result) -> None:
     """
     check_plan(result.plan)
     for name, w in result.graph.weights.items():
-        if w.is_floating_point() and not bool(torch.isfinite(w).all()):
-            raise Nonsense(f"weight '{name}' is not finite")
         stored = result.plan.stored(name)
+        if bool(w.isnan().any()) or (stored is not None and not bool(torch.isfinite(w).all())):
+            raise Nonsense(f"weight '{name}' is not finite")
         if stored is not None and stored.scale.dim() == 1:
             axis = 0 if stored.axis is None else stored.axis
             if not -w.dim() <= axis < w.dim() or w.shape[axis] != len(stored.scale):
@@ -40,7 +40,7 @@ def check_plan(plan: Plan) -> None:
 def _faults(t: TensorPlan) -> Iterator[str]:
     for name in ("low", "high"):
         x = getattr(t, name)
-        if x is not None and not (isinstance(x, (int, float)) and math.isfinite(x)):
+        if x is not None and not (isinstance(x, (int, float)) and not math.isnan(x)):
             yield f"{name} is {x!r}"
     if t.low is not None and t.high is not None and t.low > t.high:
         yield f"low {t.low} is above high {t.high}"

@@ -154,7 +154,7 @@ def test_one_changed_byte_is_noticed(saved, name):
 
 def test_a_manifest_cut_short_is_refused(saved):
     (saved / "manifest.json").write_text('{"schema": 1, "fil')
-    with pytest.raises(PlanError, match=r"'manifest\.json' cannot be read"):
+    with pytest.raises(PlanError, match=r"not JSON.*manifest\.json"):
         load(saved)
 
 
@@ -227,7 +227,7 @@ def test_a_graph_that_is_inconsistent_is_refused(saved):
 
 def test_an_unknown_field_is_refused(saved):
     _edit(saved, "plan.json", lambda d: d["tensors"]["x"].update(colour="red"))
-    with pytest.raises(PlanError, match=r"malformed.*colour"):
+    with pytest.raises(PlanError, match="'colour' is unknown"):
         load(saved)
 
 

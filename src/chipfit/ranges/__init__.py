@@ -111,7 +111,9 @@ def rule_of(rule: Rule, **settings: Any) -> Callable[[Sample, Grid], QParams]:
     for setting in settings:
         if setting not in known:
             raise UnknownNameError(f"setting of range rule '{name}'", setting, known)
-    for setting, kind in ((f.name, getattr(f.type, "__name__", f.type)) for f in fields(make) if f.name in settings):
+    for setting, kind in (
+        (f.name, getattr(f.type, "__name__", str(f.type))) for f in fields(make) if f.name in settings
+    ):
         value = settings[setting]
         number = isinstance(value, (int,) if kind == "int" else (int, float)) and not isinstance(value, bool)
         if not (isinstance(value, bool) if kind == "bool" else number and 0 < value <= _MOST):
