@@ -116,7 +116,7 @@ def test_what_only_one_plan_has_is_said():
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema": 0}', '{"schema": 1}'])
 def test_what_is_not_a_plan_is_refused(text):
-    with pytest.raises(PlanError, match=r"JSON|schema version|malformed|is missing"):
+    with pytest.raises(PlanError, match=r"JSON|schema version|malformed"):
         plan_from_json(text)
 
 

@@ -98,29 +98,26 @@ def read_tree(text: str) -> Any:
         GraphError: the text is no such description.
     """
     try:
-        match json.loads(text):
-            case [1, node]:
-                return pytree.tree_structure(_nested(node))
-        raise ValueError("not of version 1")
-    except (ValueError, RecursionError) as e:
+        version, node = json.loads(text)
+        if version != 1:
+            raise ValueError(f"version {version}")
+        return pytree.tree_structure(_nested(node))
+    except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise GraphError("The structure of inputs or outputs is malformed", got=f"{type(e).__name__}: {e}") from e
 
 
 def _nested(node: Mapping[str, Any]) -> Any:
     """The same structure with 0 at every leaf."""
-    parts = node.get("children_spec") if isinstance(node, dict) else None
-    if not isinstance(parts, list) or not isinstance(node.get("type"), (str, type(None))):
-        raise ValueError(f"{str(node)[:80]} is no node")
-    kind, children = node.get("type", ""), [_nested(c) for c in parts]
+    kind, children = node["type"], [_nested(c) for c in node["children_spec"]]
     if kind is None:
         return 0
     if kind in ("builtins.list", "builtins.tuple"):
         return children if kind == "builtins.list" else tuple(children)
-    context = node.get("context")
+    context = node["context"]
     names = json.loads(context) if isinstance(context, str) and context[:1] == "[" else context
     while isinstance(names, list) and len(names) == 2 and isinstance(names[1], list):
         names = names[0] if isinstance(names[0], list) else names[1]  # fields of a dataclass; [factory, keys]
-    if isinstance(names, list) and len(names) == len(children) and all(isinstance(n, (str, int)) for n in names):
+    if isinstance(names, list) and len(names) == len(children):
         return dict(zip(names, children, strict=True))
     if kind in _DICTS:
         raise ValueError(f"{len(children)} entries with the keys {names}")

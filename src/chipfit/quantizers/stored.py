@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,15 +14,13 @@ from chipfit.quantizers.rounding import ROUNDINGS
 
 def _fault(grid: Grid) -> str:
     """What is wrong with a grid; "" where nothing is."""
-    if grid.kind not in ("int", "lut", "log", "float"):
-        return f"the kind {grid.kind!r} is not known"
     if not 1 <= grid.bits <= 64 or not grid.qmin < grid.qmax:
         return "it has no codes"
     wide = grid.qmin < -(1 << grid.bits - 1) or grid.qmax >= 1 << grid.bits or grid.qmax - grid.qmin >= 1 << grid.bits
     if grid.kind == "int" and grid.bits > 1 and wide:  # binary codes stand for -1 and +1
         return "its codes are wider than its bits"
-    if grid.table is not None and not all(-math.inf < a < b < math.inf for a, b in pairwise(grid.table)):
-        return "its table does not ascend"
+    if grid.table is not None and not all(a < b for a, b in zip(grid.table, grid.table[1:])):
+        return "its table does not increase"
     return ""
 
 
@@ -45,16 +41,13 @@ class Stored:
 
     def __post_init__(self) -> None:
         s, z, grid = self.scale, self.zero_point, self.grid
-        if s.dtype != torch.float32 or z.dtype != torch.int32:
-            kinds = f"scale {s.dtype}, zero point {z.dtype}"
-            raise PlanError("Scale or zero point is of another type", got=kinds, allowed="float32 and int32")
         if s.shape != z.shape or s.dim() > 1:
             shapes = f"scale {list(s.shape)}, zero point {list(z.shape)}"
             raise PlanError("Scale and zero point do not fit", got=shapes, allowed="both [], or both [C] along an axis")
         if not bool((torch.isfinite(s) & (s > 0)).all()):
             raise PlanError("A scale is not positive", got=float(s.min()), allowed="finite numbers above 0")
         if fault := _fault(grid):
-            raise PlanError(f"A grid is malformed: {fault}", got=f"{grid.bits} bits, {grid.qmin}..{grid.qmax}")
+            raise PlanError(f"A grid is malformed: {fault}", got=repr(grid)[:80])
         if grid.rounding not in ROUNDINGS:
             raise PlanError("A rounding is not known", got=repr(grid.rounding), allowed=", ".join(ROUNDINGS))
         if grid.kind == "int" and z.numel() and not grid.qmin <= int(z.min()) <= int(z.max()) <= grid.qmax:
