@@ -302,3 +302,17 @@ def test_a_class_token_is_repeated_for_every_sample_of_the_file():
     result = chipfit.quantize(Tokens(), [torch.randn(4, 5, 8)], platform="tflite_int8", progress=False)
     for runtime in LITERT:
         proved(result, torch.randn(3, 5, 8), runtime=runtime, float_ops=["aten.expand.default"])
+
+
+def test_a_split_of_which_one_part_stays_in_float():
+    """Codes are split, and what only a function in float reads of them is not stored."""
+
+    def f(x, a, b):
+        u, v = a(x).chunk(2, 1)
+        return b(u) + torch.sin(v)
+
+    for platform, runtimes in (("ort_cpu", ("onnxruntime",)), ("tflite_int8", LITERT)):
+        x = torch.randn(4, 4, 6, 6)
+        result = quantized(f, (x,), platform, nn.Conv2d(4, 8, 1), nn.Conv2d(4, 4, 1), overrides={"Sin": "float"})
+        for runtime in runtimes:
+            result.verify([torch.randn(4, 4, 6, 6)], runtime=runtime).require({"Sin", "Add"})

@@ -231,7 +231,8 @@ def _kernel(
     kernel = profile.kernels.get(head.op)
     if decided.exec == "follow":
         data = [i for i in reads if graph.is_float(i)]
-        tied = all(plan[v].same_numbers(plan[data[0]]) for v in (*data, *unit[-1].outputs))
+        ends = (*data, *(o for o in unit[-1].outputs if plan.quantized(o)))
+        tied = all(plan[v].same_numbers(plan[data[0]]) for v in ends)
         kernel = profile.moves.get(head.op) if tied else kernel
         kernel = move if kernel is None and _moves(head) else kernel
     return (kernel, clips) if kernel is not None and len(clips) == len(unit) - 1 else None

@@ -158,8 +158,9 @@ def _pool(w: Tape, n: Node, x: Names) -> list[str]:
 
     Where padding counts, what lies behind it does not: it is written as an operator of its own then.
     """
-    a, sizes, results = n.attrs, w.shape(n)[2:], w.graph.shape(n.output)[2:]
-    if a["ceil_mode"] and None not in sizes:
+    a, sizes = n.attrs, w.shape(n)[2:]
+    results = [s or 0 for s in w.graph.shape(n.output)[2:]]
+    if a["ceil_mode"] and None not in sizes and all(results):
         low, high = zip(*a["padding"], strict=True)
         windows = zip(a["kernel"], a["stride"], a.get("dilation", [1] * len(sizes)), strict=True)
         reach = [(o - 1) * s + d * (k - 1) + 1 for o, (k, s, d) in zip(results, windows, strict=True)]
