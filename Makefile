@@ -6,7 +6,7 @@ BIN := .venv/bin
 QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 WORKERS ?= 2
 
-.PHONY: help setup demo test test-all check format docs bench fuzz random clean
+.PHONY: help setup demo test test-all check format docs bench fuzz random mutants clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -53,5 +53,8 @@ fuzz: setup ## 10,000 cases of bad input: SEED=, MINUTES= and CASES= choose othe
 random: setup ## prove COUNT random networks on each of ONNX Runtime and LiteRT, drawn with SEED: every integer
 	$(QUIET) $(BIN)/python tests/random_networks.py --count $(or $(COUNT),500) --seed $(or $(SEED),0)
 
+mutants: setup ## 300 small defects, one at a time: do the tests notice them? SEED=, COUNT= and MINUTES= choose others
+	$(QUIET) $(BIN)/python -m benchmarks.mutants --seed $(or $(SEED),0) --count $(or $(COUNT),300) --minutes $(or $(MINUTES),120)
+
 clean: ## remove what the targets above made, except .venv
-	rm -rf build dist site demo_out out .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .mutants build dist site demo_out out .pytest_cache .ruff_cache .mypy_cache .hypothesis

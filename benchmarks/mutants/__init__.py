@@ -1,0 +1,1 @@
+"""Small defects, one at a time: do the tests notice them?"""

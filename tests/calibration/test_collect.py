@@ -1,0 +1,134 @@
+"""What calibration keeps of a tensor, against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from chipfit.calibration.collect import Need, TensorStats, collect
+from chipfit.calibration.histogram import BINS, Histogram, in_memory_order, without_outliers
+from chipfit.errors import DataError
+from chipfit.frameworks.torch.capture import capture
+
+BATCHES = [
+    torch.tensor([-1.0, 0.0, 2.0, 3.0]),
+    torch.tensor([-4.0, 1.0, 1.0, 0.5]),
+    torch.tensor([0.0, 7.0, 2.0, -2.0]),
+]
+
+
+def seen(batches=BATCHES, need=None):
+    stats = TensorStats("x")
+    for b in batches:
+        stats.update(b, need or Need())
+    return stats
+
+
+def test_the_range_is_that_of_all_batches():
+    s = seen()
+    assert (s.low, s.high, s.count, s.batches) == (-4.0, 7.0, 12, 3)
+
+
+def test_moving_averages_take_a_tenth_of_each_new_batch():
+    """-1; 0.9 (-1) + 0.1 (-4) = -1.3; 0.9 (-1.3) + 0.1 (-2) = -1.37. 3; 2.8; 0.9 2.8 + 0.1 7 = 3.22."""
+    s = seen()
+    assert s.smooth_low == pytest.approx(-1.37) and s.smooth_high == pytest.approx(3.22)
+
+
+def test_the_histogram_counts_what_numpy_counts():
+    """The reach is the next power of two above 7, so 8."""
+    h = seen().histogram
+    want, edges = np.histogram(torch.cat(BATCHES).numpy(), BINS, (-8, 8))
+    assert h.reach == 8 and h.zeros == 2
+    np.testing.assert_array_equal(h.counts.numpy(), want)
+    np.testing.assert_allclose(h.edges.numpy(), edges, atol=1e-12)
+    np.testing.assert_allclose(h.centers.numpy(), (edges[1:] + edges[:-1]) / 2, atol=1e-12)
+
+
+def test_bins_fold_in_pairs_however_far_the_range_grows():
+    h = Histogram()
+    first, later = torch.arange(-220, 220, 7) / 256 + 1 / 1024, torch.tensor([13.0, -3.0])
+    h.add(first, 0.9)
+    assert h.reach == 1
+    h.add(later, 13.0)
+    want, _ = np.histogram(torch.cat([first, later]).double().numpy(), BINS, (-16, 16))
+    assert h.reach == 16 and h.counts.sum() == 65
+    np.testing.assert_array_equal(h.counts.numpy(), want)
+
+
+def test_a_shift_moves_every_bin_and_both_ends():
+    s = seen(need=Need(mean_axis=0))
+    moved = s.shifted(2.0)
+    assert (moved.low, moved.high) == (-2.0, 9.0)
+    assert moved.smooth_low == pytest.approx(0.63) and moved.smooth_high == pytest.approx(5.22)
+    want, _ = np.histogram(torch.cat(BATCHES).numpy() + 2.0, BINS, (-16, 16))
+    np.testing.assert_array_equal(moved.histogram.counts.numpy(), want)
+    np.testing.assert_allclose(moved.mean, s.mean + 2.0)
+    down = s.shifted(-3.0).histogram
+    want, _ = np.histogram(torch.cat(BATCHES).numpy() - 3.0, BINS, (-8, 8))
+    np.testing.assert_array_equal(down.counts.numpy(), want)
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_means_are_those_of_each_channel(axis):
+    batches = [torch.randn(2, 3, 4), torch.randn(5, 3, 4)]
+    got = seen(batches, Need(histogram=False, mean_axis=axis))
+    rows = torch.cat([b.double().movedim(axis, 0).flatten(1) for b in batches], 1)
+    torch.testing.assert_close(got.mean, rows.mean(1), rtol=1e-6, atol=1e-6)
+    assert got.histogram is None
+
+
+def test_large_tensors_are_sampled_evenly():
+    """Blocks of 32 of every 353: a share of 0.09, whatever the order."""
+    x = torch.randn(353 * 200)
+    h = seen([x]).histogram
+    assert h.counts.sum() == 200 * 32
+    assert float((h.counts * h.centers).sum() / h.counts.sum()) == pytest.approx(float(x.mean()), abs=0.05)
+    s = seen([x])
+    assert (s.low, s.high) == (float(x.min()), float(x.max()))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_is_refused(bad):
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        seen([torch.tensor([0.0, bad])])
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    graph = capture(net.eval(), (torch.ones(2, 2),))
+    with pytest.raises(DataError, match="Batch 1 makes NaN or infinite values in input"):
+        collect(graph, [[torch.ones(2, 2)], [torch.full((2, 2), bad)]], tensors={graph.inputs[0]: Need()})
+
+
+def test_every_batch_counts_and_every_tensor_that_was_asked_for():
+    net = nn.Sequential(nn.Linear(3, 2), nn.ReLU()).eval()
+    batches = [torch.randn(4, 3), torch.randn(2, 3) * 5]
+    graph = capture(net, (batches[0],))
+    names = [graph.inputs[0], *(n.output for n in graph.nodes)]
+    found = collect(graph, [[b] for b in batches], tensors={n: Need() for n in names})
+    x = torch.cat(batches)
+    for name, want in zip(names, (x, net[0](x).detach(), net(x).detach()), strict=True):
+        assert found[name].high == pytest.approx(float(want.max()), rel=1e-6)
+        assert found[name].low == pytest.approx(float(want.min()), rel=1e-6)
+        assert found[name].batches == 2 and found[name].count == want.numel()
+    with pytest.raises(DataError):
+        collect(graph, [], tensors={})
+
+
+def test_outliers_are_what_lies_beyond_so_many_standard_deviations():
+    """Counts 1, 96, 2, 1 at -9, 0, 1, 30: mean 0.23, deviation 3.134: 9.2 and 29.8 lie beyond 2 of them."""
+    centers, counts = torch.tensor([-9.0, 0, 1, 30]).double(), torch.tensor([1.0, 96, 2, 1]).double()
+    x = np.repeat(centers.numpy(), counts.numpy().astype(int))
+    for z in (1.0, 2.0, 3.0, 20.0):
+        want = np.where(np.abs(centers.numpy() - x.mean()) <= z * x.std(), counts.numpy(), 0)
+        np.testing.assert_array_equal(without_outliers(centers, counts, z).numpy(), want)
+    assert without_outliers(torch.tensor([-1.0, 1.0]).double(), torch.tensor([1.0, 1.0]).double(), 0.1).sum() == 2
+
+
+def test_elements_come_as_memory_holds_them():
+    x = torch.randn(2, 3, 4, 5)
+    last = x.contiguous(memory_format=torch.channels_last)
+    assert in_memory_order(last).data_ptr() == last.data_ptr()
+    assert torch.equal(in_memory_order(last), last.permute(0, 2, 3, 1).reshape(-1))
+    assert torch.equal(in_memory_order(x[:, 1:]), x[:, 1:].reshape(-1))
+    assert torch.equal(in_memory_order(x[:, :, ::2]).sort().values, x[:, :, ::2].reshape(-1).sort().values)

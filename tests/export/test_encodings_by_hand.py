@@ -1,0 +1,210 @@
+"""Encodings of tensors whose numbers were worked on paper, and of QDQ files read with numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import nn
+
+import chipfit
+from chipfit.export.encodings import document
+from chipfit.plan.record import Plan, TensorPlan
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
+
+
+def tensor(name, role, grid, scale, zero, axis=None):
+    s, z = torch.tensor(scale), torch.tensor(zero, dtype=torch.int32)
+    return TensorPlan(name=name, role=role, stored=Stored(format="f", grid=grid, scale=s, zero_point=z, axis=axis))
+
+
+U8 = Grid(bits=8, qmin=0, qmax=255, zero="any")
+S8 = Grid(bits=8, qmin=-128, qmax=127)
+#: x: codes 0..255, 0.0 at 96: -48 to 79.5. w: two channels of -128..127: -32 to 31.75, and -128 to 127. b: 16 bits
+PLAN = Plan(
+    platform="paper",
+    tensors={
+        t.name: t
+        for t in (
+            tensor("x", "activation", U8, 0.5, 96),
+            tensor("w", "weight", S8, [0.25, 1.0], [0, 0], axis=0),
+            tensor("b", "bias", Grid(bits=16, qmin=-32768, qmax=32767), [0.125, 0.5], [0, 0]),
+            TensorPlan(name="f", role="activation", why="kept"),
+        )
+    },
+)
+
+
+def test_tensorrt_wants_the_largest_magnitude():
+    assert document(PLAN, "tensorrt") == {"tensorrt": {"blob_range": {"x": 79.5}}}
+
+
+def test_qualcomm_wants_minus_the_code_of_zero_counted_from_the_lowest():
+    """min = scale (offset + 0), max = scale (offset + 255) for 8 bits, signed or not. AIMET encodings 0.6.1."""
+    d = document(PLAN, "qualcomm")
+    (x,) = d["activation_encodings"]["x"]
+    assert x == {
+        "bitwidth": 8,
+        "min": -48.0,
+        "max": 79.5,
+        "scale": 0.5,
+        "offset": -96,
+        "is_symmetric": "False",
+        "dtype": "int",
+    }
+    first, second = d["param_encodings"]["w"]
+    assert (first["min"], first["max"], first["scale"], first["offset"]) == (-32.0, 31.75, 0.25, -128)
+    assert (second["min"], second["max"], second["scale"], second["offset"]) == (-128.0, 127.0, 1.0, -128)
+    assert first["is_symmetric"] == "True" and d["param_encodings"]["b"][1]["bitwidth"] == 16
+    assert d["param_encodings"]["b"][1]["min"] == -16384.0 and set(d["param_encodings"]) == {"w", "b"}
+    for r in (x, first, second):
+        assert r["min"] == r["scale"] * r["offset"] and r["max"] == r["scale"] * (r["offset"] + 255)
+
+
+def test_ppl_for_gpus_wants_ends_and_whether_they_are_per_channel():
+    d = document(PLAN, "ppl_cuda")["ppl-cuda"]
+    assert d["x"] == {
+        "bit_width": 8,
+        "per_channel": False,
+        "quant_flag": True,
+        "sym": False,
+        "max": 79.5,
+        "min": -48.0,
+    }
+    assert d["w"] == {
+        "bit_width": 8,
+        "per_channel": True,
+        "quant_flag": True,
+        "sym": True,
+        "max": [31.75, 127.0],
+        "min": [-32.0, -128.0],
+    }
+    assert set(d) == {"x", "w"}
+
+
+def test_ppl_for_dsps_wants_step_zero_point_and_ends():
+    d = document(PLAN, "ppl_dsp")["ppl"]
+    assert d["x"] == {"step": 0.5, "zero_point": 96, "min": -48.0, "max": 79.5, "bit": 8, "type": "biased"}
+    assert d["w"]["step"] == [0.25, 1.0] and d["w"]["type"] == "weight" and set(d) == {"x", "w"}
+
+
+def test_vitis_wants_places_behind_the_point():
+    d = document(PLAN, "vitis")["fix_info"]
+    assert d == {
+        "x": {"bit_width": 8, "fix_point": 1},
+        "w": {"bit_width": 8, "fix_point": [2, 0]},
+        "b": {"bit_width": 16, "fix_point": [3, 1]},
+    }
+
+
+def test_nnie_wants_one_magnitude_and_ncnn_reciprocals_and_stpu_ends():
+    assert document(PLAN, "nnie") == {"nnie": {"gfpq": {"x": 79.5, "w": 128.0}}}
+    assert document(PLAN, "ncnn") == {"scales": {"x": [2.0], "w": [4.0, 1.0]}}
+    ends = {"x": {"min": -48.0, "max": 79.5}, "w": {"min": [-32.0, -128.0], "max": [31.75, 127.0]}}
+    assert document(PLAN, "stpu") == ends
+
+
+def test_everything_is_in_the_own_dialect():
+    d = document(PLAN, "generic")
+    assert d["platform"] == "paper" and set(d["tensors"]) == {"x", "w", "b"}
+    assert d["tensors"]["w"] == {
+        "role": "weight",
+        "layer": "",
+        "format": "f",
+        "bits": 8,
+        "qmin": -128,
+        "qmax": 127,
+        "axis": 0,
+        "scale": [0.25, 1.0],
+        "zero_point": [0, 0],
+        "min": [-32.0, -128.0],
+        "max": [31.75, 127.0],
+    }
+    lut = tensor("t", "weight", Grid(bits=4, qmin=0, qmax=2, kind="lut", table=(-1.0, 0.0, 0.5)), 0.5, 0)
+    assert document(Plan(tensors={"t": lut}))["tensors"]["t"]["table"] == [-1.0, 0.0, 0.5]
+
+
+# ---------------------------------------------------------------- QDQ files
+
+
+class Net(nn.Module):
+    """Each kind of weight, with as many channels in as out and very unlike channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.up = nn.Conv2d(4, 4, 3, padding=1), nn.ConvTranspose2d(4, 4, 2, 2)
+        self.depth, self.head = nn.Conv2d(4, 4, 3, groups=4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.depth(self.up(self.conv(x).relu())).relu().mean((2, 3)))
+
+
+def written(folder, platform):
+    torch.manual_seed(0)
+    net = Net().eval()
+    with torch.no_grad():
+        for name, axis in (("conv", 0), ("up", 1), ("depth", 0), ("head", 0)):
+            w = getattr(net, name).weight
+            shape = [-1 if k == axis else 1 for k in range(w.dim())]
+            w.mul_(torch.tensor([1.0, 0.1, 4.0, 0.02]).view(shape))
+    result = chipfit.quantize(net, [torch.randn(4, 4, 6, 6)], platform, weight_rule="no_clipping", progress=False)
+    model = onnx.load(result.export(folder / f"{platform}.onnx"))
+    return net, model, {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("onnx"), "ort_cpu")
+
+
+@pytest.fixture(scope="module")
+def file_with_transposed(tmp_path_factory):
+    """ONNX Runtime's transposed convolutions run in float; TensorRT's do not."""
+    return written(tmp_path_factory.mktemp("onnx"), "tensorrt")
+
+
+@pytest.mark.parametrize("name, axis", [("conv", 0), ("up", 1), ("depth", 0), ("head", 0)])
+def test_a_weights_scales_run_along_its_output_channels(file, file_with_transposed, name, axis):
+    """The largest |w| of each output channel takes one of the last codes, and codes are rint(w / s) along the axis."""
+    net, model, held = file_with_transposed if name == "up" else file
+    (node,) = [n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[0] == f"{name}.weight_q"]
+    q, s, z = (held[i] for i in node.input)
+    w = getattr(net, name).weight.detach().numpy()
+    others = tuple(k for k in range(w.ndim) if k != axis)
+    (found,) = [a.i for a in node.attribute if a.name == "axis"] or [1]  # ONNX's default
+    assert found % w.ndim == axis and q.dtype == np.int8 and not z.any()
+    codes = np.abs(w).max(others) / s
+    assert s.shape == (4,) and (codes > 126).all() and (codes < 128.01).all()
+    np.testing.assert_array_equal(q, np.rint(w / s.reshape([-1 if k == axis else 1 for k in range(w.ndim)])))
+
+
+@pytest.mark.parametrize("name", ["conv", "depth", "head"])
+def test_a_bias_is_stored_at_the_scale_of_the_products(file, name):
+    """b_q = rint(b / (s_in s_w)) in int32; s_in is what the file quantizes the layer's input with."""
+    net, model, held = file
+    by_output = {o: n for n in model.graph.node for o in n.output}
+    (kernel,) = [
+        n
+        for n in model.graph.node
+        if n.op_type in ("Conv", "Gemm") and by_output[n.input[1]].input[0] == f"{name}.weight_q"
+    ]
+    x, w, b = (by_output[i] for i in kernel.input)
+    s = held[x.input[1]] * held[w.input[1]]
+    np.testing.assert_array_equal(held[b.input[1]], s)
+    want = np.rint(getattr(net, name).bias.detach().numpy() / s)
+    assert held[b.input[0]].dtype == np.int32
+    np.testing.assert_array_equal(held[b.input[0]], want)
+
+
+def test_an_activations_numbers_are_the_observed_range(file):
+    """s = (max - min) / 255, z = rint(-min / s), on the data themselves with the rule "no_clipping"."""
+    net, *_ = file
+    x = torch.rand(4, 4, 6, 6) * 3 - 1
+    result = chipfit.quantize(net, [x], "ort_cpu", rule="no_clipping", progress=False)
+    t = result.plan.tensors["x"]
+    low, high = float(x.min()), float(x.max())
+    assert float(t.scale) == pytest.approx((high - low) / 255, rel=1e-6)
+    assert int(t.zero_point) == round(-low / ((high - low) / 255)) and (t.low, t.high) == (low, high)

@@ -1,0 +1,190 @@
+"""Folding of batch norms: numbers worked on paper, and PyTorch's own layers in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from chipfit.engine.run import run
+from chipfit.frameworks.torch.capture import capture
+from chipfit.passes.fold_batch_norm import fold_batch_norm
+
+
+def folded(model, x):
+    graph, notes = fold_batch_norm(capture(model.eval(), (x,)))
+    return graph, notes
+
+
+def set_norm(bn, gamma, beta, mean, var):
+    with torch.no_grad():
+        if bn.affine:
+            bn.weight.copy_(torch.tensor(gamma))
+            bn.bias.copy_(torch.tensor(beta))
+        bn.running_mean.copy_(torch.tensor(mean))
+        bn.running_var.copy_(torch.tensor(var))
+
+
+def on_paper(**kw):
+    """w = 2, 4; b = 1, -1 and the moments of two channels, with eps that makes whole roots."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 1, bias=kw.pop("bias", True)), nn.BatchNorm2d(2, eps=0.05, **kw))
+    with torch.no_grad():
+        net[0].weight.copy_(torch.tensor([2.0, 4.0]).view(2, 1, 1, 1))
+        if net[0].bias is not None:
+            net[0].bias.copy_(torch.tensor([1.0, -1.0]))
+    set_norm(net[1], [3.0, -0.5], [0.5, 2.0], [4.0, 3.0], [0.2, 3.95])
+    return net
+
+
+def test_the_equation_on_paper():
+    """k = gamma / sqrt(var + eps) = 3 / 0.5, -0.5 / 2; W' = k W; b' = (b - mean) k + beta. Jacob 2018, eq. 14."""
+    graph, notes = folded(on_paper(), torch.randn(2, 1, 3, 3))
+    assert graph.weights["0.weight"].flatten().tolist() == pytest.approx([12.0, -1.0], rel=1e-6)
+    assert graph.weights["0.bias"].tolist() == pytest.approx([(1 - 4) * 6 + 0.5, (-1 - 3) * -0.25 + 2], rel=1e-6)
+    assert [n.op for n in graph.nodes] == ["Conv2D"] and notes == ["folded batch norm '1' into '0'"]
+
+
+def test_without_a_bias_and_without_gamma_and_beta():
+    graph, _ = folded(on_paper(bias=False), torch.randn(2, 1, 3, 3))
+    assert graph.weights["0.bias"].tolist() == pytest.approx([-4 * 6 + 0.5, -3 * -0.25 + 2], rel=1e-6)
+    graph, _ = folded(on_paper(affine=False), torch.randn(2, 1, 3, 3))
+    assert graph.weights["0.weight"].flatten().tolist() == pytest.approx([4.0, 2.0], rel=1e-6)
+    assert graph.weights["0.bias"].tolist() == pytest.approx([(1 - 4) * 2, (-1 - 3) * 0.5], rel=1e-6)
+
+
+def test_momentum_changes_nothing_and_epsilon_does():
+    at = [folded(on_paper(momentum=m), torch.randn(2, 1, 3, 3))[0].weights["0.weight"] for m in (0.1, 0.9)]
+    assert torch.equal(*at)
+    net = on_paper()
+    net[1].eps = 0.84  # 0.2 + 0.84 = 1.04, 3.95 + 0.84 = 4.79
+    got = folded(net, torch.randn(2, 1, 3, 3))[0].weights["0.weight"].flatten().tolist()
+    assert got == pytest.approx([2 * 3 / 1.04**0.5, 4 * -0.5 / 4.79**0.5], rel=1e-6)
+
+
+#: as many channels in as out, so that a wrong axis keeps the shape
+SQUARE = {
+    "conv1d": (nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4), (2, 4, 7)),
+    "conv2d": (nn.Conv2d(4, 4, 4), nn.BatchNorm2d(4), (2, 4, 7, 6)),
+    "conv3d": (nn.Conv3d(4, 4, 2), nn.BatchNorm3d(4), (2, 4, 4, 5, 3)),
+    "grouped": (nn.Conv2d(4, 4, 3, groups=2), nn.BatchNorm2d(4), (2, 4, 7, 6)),
+    "depthwise": (nn.Conv2d(4, 8, 3, groups=4), nn.BatchNorm2d(8), (2, 4, 7, 6)),
+    "transposed": (nn.ConvTranspose2d(4, 4, 3, 2), nn.BatchNorm2d(4), (2, 4, 5, 4)),
+    "transposed, grouped": (nn.ConvTranspose2d(4, 4, 3, groups=2), nn.BatchNorm2d(4), (2, 4, 5, 4)),
+    "transposed, 1 axis": (nn.ConvTranspose1d(4, 4, 2, bias=False), nn.BatchNorm1d(4), (2, 4, 5)),
+    "linear": (nn.Linear(4, 4), nn.BatchNorm1d(4), (5, 4)),
+}
+
+
+@pytest.mark.parametrize("name", SQUARE)
+def test_the_channel_axis_is_that_of_the_outputs(name):
+    linear, bn, shape = SQUARE[name]
+    nn.init.uniform_(bn.running_mean, -1, 1)
+    nn.init.uniform_(bn.running_var, 0.01, 3)
+    nn.init.uniform_(bn.weight, -2, 2)
+    nn.init.uniform_(bn.bias, -1, 1)
+    bn.eps = 0.1
+    net, x = nn.Sequential(linear, bn).eval(), torch.randn(shape)
+    graph, _ = folded(net, x)
+    assert "BatchNorm" not in {n.op for n in graph.nodes}
+    (got,) = run(graph, [x]).values()
+    want = net.double()(x.double())
+    net.float()
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+class Two(nn.Module):
+    """One convolution read twice, each time with a batch norm behind."""
+
+    def __init__(self, same, eps=1e-5):
+        super().__init__()
+        self.conv, self.a = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)
+        self.b = self.a if same else nn.BatchNorm2d(2, eps=eps)
+        if not same:
+            self.b.load_state_dict(self.a.state_dict())
+
+    def forward(self, x):
+        return self.a(self.conv(x)) + self.b(self.conv(x + 1))
+
+
+def test_a_shared_weight_is_folded_once_and_only_for_one_batch_norm():
+    x = torch.randn(2, 2, 3, 3)
+    graph, notes = folded(Two(same=True), x)
+    assert notes == ["folded batch norm 'a' into 'conv'"] and "BatchNorm" not in {n.op for n in graph.nodes}
+    for eps in (1e-5, 0.5):  # equal numbers in other tensors, and another epsilon
+        graph, notes = folded(Two(same=False, eps=eps), x)
+        assert sum(n.op == "BatchNorm" for n in graph.nodes) == 2
+        assert all("is also read elsewhere, folding would change that reader" in n for n in notes)
+
+
+class OneNormTwice(nn.Module):
+    """Weight and statistics are shared, epsilon is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)
+
+    def forward(self, x):
+        def norm(y, eps):
+            bn = self.bn
+            return nn.functional.batch_norm(y, bn.running_mean, bn.running_var, bn.weight, bn.bias, eps=eps)
+
+        return norm(self.conv(x), 1e-5) + norm(self.conv(x + 1), 0.5)
+
+
+def test_the_same_statistics_with_another_epsilon_are_another_batch_norm():
+    x = torch.randn(2, 2, 3, 3)
+    net = OneNormTwice()
+    graph, _ = folded(net, x)
+    assert sum(n.op == "BatchNorm" for n in graph.nodes) == 2
+    (got,) = run(graph, [x]).values()
+    torch.testing.assert_close(got, net(x), rtol=1e-6, atol=1e-6)
+
+
+class Returned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return y, self.bn(y)
+
+
+class Sequences(nn.Module):
+    """A batch norm over axis 1 of [N, 3, 3]; the linear layer's outputs lie along axis 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.bn = nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return self.bn(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    "model, shape, why",
+    [
+        (Returned(), (2, 2, 3, 3), "stays: the output of 'conv' is also read elsewhere"),
+        (Sequences(), (2, 3, 3), "its channel axis is not the axis of the linear layer's outputs"),
+        (nn.Sequential(nn.ReLU(), nn.BatchNorm2d(2)), (2, 2, 3, 3), "it follows Relu, which has no weights"),
+        (nn.Sequential(nn.BatchNorm2d(2)), (2, 2, 3, 3), "it follows the input, which has no weights"),
+    ],
+)
+def test_what_would_change_the_network_stays_and_says_why(model, shape, why):
+    x = torch.randn(shape)
+    for m in model.modules():
+        if isinstance(m, nn.modules.batchnorm._BatchNorm):
+            nn.init.uniform_(m.running_mean, -1, 1)
+            nn.init.uniform_(m.running_var, 0.1, 3)
+    graph, (note,) = folded(model, x)
+    assert why in note
+    want = model(x)
+    got = list(run(graph, [x]).values())
+    for a, b in zip(want if isinstance(want, tuple) else (want,), got, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-6)
+
+
+def test_the_new_bias_has_its_layers_name_and_trains_with_the_weight():
+    graph, _ = folded(nn.Sequential(nn.Conv2d(1, 2, 1, bias=False), nn.BatchNorm2d(2)), torch.randn(2, 1, 3, 3))
+    assert graph.nodes[0].inputs[1:] == ("0.weight", "0.bias") and {"0.weight", "0.bias"} <= graph.trainable
+    assert {"1.weight", "1.running_mean"} <= set(graph.weights)  # the state dict keeps its names

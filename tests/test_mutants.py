@@ -1,0 +1,78 @@
+"""The list of defects written by hand follows the code, and drawing finds what it should."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("cosmic_ray")
+
+from benchmarks.mutants.draw import ROOT, SOURCE, OutOfDate, _around, _by_hand, _excluded, by_hand, files
+
+
+def test_every_defect_by_hand_fits_the_code_once_and_changes_it():
+    """Where this fails, the code has moved on: bring `benchmarks/mutants/by_hand.yaml` along."""
+    mutants = by_hand()
+    assert len(mutants) >= 60
+    assert len({m.text for m in mutants}) == len(mutants)
+    for m in mutants:
+        assert m.text != (SOURCE / m.file).read_text() and m.what
+
+
+@pytest.mark.parametrize("old, why", [("no such text", "0 times"), ("import", "times in the code, must be once")])
+def test_a_defect_that_no_longer_fits_is_an_error(old, why):
+    with pytest.raises(OutOfDate, match=why):
+        _by_hand({"file": "chipfit/pipeline.py", "old": old, "new": "", "user": "x"})
+
+
+def test_a_defect_that_does_not_compile_is_an_error():
+    with pytest.raises(OutOfDate, match="does not compile"):
+        _by_hand({"file": "chipfit/errors.py", "old": "class ChipfitError(Exception)", "new": "class", "user": "x"})
+
+
+def test_the_function_around_a_place_is_found():
+    source = """
+A = 1
+class B:
+    def f(self):
+        def g():
+            return 2
+        return g
+T = {1: lambda x: x + 3}
+"""
+    assert [_around(source, line, col) for line, col in ((2, 4), (4, 8), (6, 19), (8, 18))] == [
+        "",
+        "B.f",
+        "B.f.<locals>.g",
+        "<lambda>",
+    ]
+
+
+def test_what_cannot_change_a_result_is_left_out_by_rule():
+    source = """
+def f(x: int | None) -> int | None:
+    if x is None:
+        raise ValueError(f'{x + 1}')
+    return x + 1
+"""
+    reasons = [why for *_, why in _excluded(source)]
+    assert sorted(set(reasons)) == ["a text", "a type annotation", "the text of an error"]
+    line = source.splitlines().index("    return x + 1") + 1
+    assert not any(a <= (line, 11) <= b for a, b, _ in _excluded(source))
+
+
+def test_the_named_modules_carry_meaning():
+    found = files()
+    assert {"chipfit/verify.py", "chipfit/pipeline.py", "chipfit/decide/legality.py"} <= set(found)
+    assert not any(f.startswith(("chipfit/facade", "chipfit/cli", "chipfit/report")) for f in found)
+
+
+@pytest.mark.slow
+def test_the_tool_draws_the_same_for_the_same_seed():
+    def shown(seed):
+        command = [sys.executable, "-m", "benchmarks.mutants", "--list", "--seed", str(seed), "--count", "80"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    assert shown(1) == shown(1) != shown(2)
