@@ -10,7 +10,7 @@ import torch
 
 from chipfit.errors import ChipfitError, DataError
 
-_RANKS = {torch.nn.Conv1d: 3, torch.nn.Conv2d: 4, torch.nn.Conv3d: 5}
+_RANKS: dict[Any, int] = {torch.nn.Conv1d: 3, torch.nn.Conv2d: 4, torch.nn.Conv3d: 5}
 ONE_SAMPLE = "this is one sample: give batches, as torch.stack(samples) or sample[None] make them"
 LABELS = "yield the inputs, or the inputs and one label behind them: (x, y)"
 
@@ -94,8 +94,9 @@ def _expected(model: Any) -> tuple[int | None, ...] | None:
         return known
     if not isinstance(model, torch.nn.Module):
         return None
-    first = next((m for m in model.modules() if type(m) in _RANKS), None)
-    return None if first is None else (None, first.in_channels, *[None] * (_RANKS[type(first)] - 2))
+    first: Any = next((m for m in model.modules() if isinstance(m, tuple(_RANKS))), None)
+    rank = next((r for kind, r in _RANKS.items() if isinstance(first, kind)), 0)
+    return (None, int(first.in_channels), *[None] * (rank - 2)) if rank else None
 
 
 def _shapes(args: Sequence[Any]) -> str:
