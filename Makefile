@@ -6,7 +6,7 @@ BIN := .venv/bin
 QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 WORKERS ?= 2
 
-.PHONY: help setup demo test test-all check format docs bench fuzz random mutants clean
+.PHONY: help setup demo test test-all check format docs bench fuzz random mutants kills clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -55,6 +55,9 @@ random: setup ## prove COUNT random networks on each of ONNX Runtime and LiteRT,
 
 mutants: setup ## 300 small defects, one at a time: do the tests notice them? SEED=, COUNT= and MINUTES= choose others
 	$(QUIET) $(BIN)/python -m benchmarks.mutants --seed $(or $(SEED),0) --count $(or $(COUNT),300) --minutes $(or $(MINUTES),120)
+
+kills: setup ## kill 500 writers at random instants and load 300 times while others write: nothing may be lost
+	$(QUIET) $(BIN)/python benchmarks/kills.py
 
 clean: ## remove what the targets above made, except .venv
 	rm -rf .mutants build dist site demo_out out .pytest_cache .ruff_cache .mypy_cache .hypothesis

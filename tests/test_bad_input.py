@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 
 import numpy as np
 import pytest
@@ -276,7 +275,7 @@ def test_a_folder_that_takes_no_file_is_named_with_the_cure(tmp_path, monkeypatc
         raise OSError(code, os.strerror(code))
 
     result = fit(small(), [X])
-    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(os, "fsync", refuse)
     e = refusal(ExportError, os.strerror(code), result.export, tmp_path / "m.onnx")
     assert cure in e.hint and str(tmp_path) in e.where and list(tmp_path.iterdir()) == []
 

@@ -1,17 +1,34 @@
-"""Files appear whole or not at all, and what the disk refuses is said in one way."""
+"""Files and folders appear whole or not at all: at every instant a reader finds the old one or the new one.
+
+A writer works beside its target under a name that nobody else uses, holds a lock on that as long as it lives, brings
+everything to the disk, and renames once. What a killed writer has left is removed by the next one.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
+import re
+import secrets
+import shutil
 import stat
-import tempfile
 import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from chipfit.errors import ChipfitError, ExportError
+
+#: lists what a folder holds, and by that proves that chipfit wrote it
+MANIFEST = "manifest.json"
+_UNFINISHED = re.compile(r"\.chipfit-[0-9a-f]{16}")
+_Kinds = tuple[type[OSError | ValueError], ...]
+#: of renameat2(2)
+_HERE, _EXCHANGE = -100, 2
+
 
 #: what the disk says -> what to try
 _CURES = {
@@ -37,30 +54,244 @@ def refused_by_disk(e: OSError | ValueError) -> tuple[str, str]:
 
 
 def write_atomically(path: Path, content: bytes) -> Path:
-    """Write to a temporary file in the same folder, then rename it over `path`.
+    """Replace a file. A link is followed; a file that was there keeps its mode, a new one gets that of the umask.
 
     Raises:
-        ExportError: the disk is full, the folder does not exist or may not be written; nothing is left behind.
+        ExportError: the disk is full, the file or its folder may not be written, or something else than a file stands
+            there; nothing is left behind.
     """
-    temporary: str | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "wb") as f:
-            f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except (OSError, ValueError) as e:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
-        why, cure = refused_by_disk(e)
-        raise ExportError(
-            f"The file cannot be written: {why}", where=str(path), got=f"{len(content)} bytes", hint=cure
-        ) from e
+    with _typed(path, "file", f"{len(content)} bytes", (OSError, ValueError)):
+        target = Path(os.path.realpath(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target.parent)
+        mode = stat.S_IMODE(target.stat().st_mode) if target.is_file() else None
+        if mode is not None and not mode & 0o222:
+            raise PermissionError(errno.EACCES, "it is marked read-only")
+        with _unfinished(target.parent, folder=False) as new:
+            with new.open("wb") as f:
+                f.write(content)
+                f.flush()
+                os.fsync(f.fileno())
+            if mode is not None:
+                os.chmod(new, mode)
+            os.replace(new, target)
+            _sync(target.parent)
     return path
 
+
+@contextmanager
+def replacing(directory: Path, what: str, refusal: type[ChipfitError] = ExportError) -> Iterator[Path]:
+    """A folder to fill, which takes the place of `directory` when the block ends; with an error, nothing changes.
+
+    What stood there is removed if it is empty, or if its manifest lists all that it holds. Links are followed, and a
+    folder keeps its mode.
+
+    Args:
+        what: what the folder holds, as messages call it.
+        refusal: raised when something else stands there.
+
+    Raises:
+        ExportError: the disk refuses.
+    """
+    with _typed(directory, "folder", None, (OSError, ValueError)):
+        target = Path(os.path.realpath(directory))
+        demand_replaceable(target, what, refusal)
+    with _typed(directory, "folder"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target.parent)
+        with _unfinished(target.parent, folder=True) as work:
+            new = work / "new"
+            new.mkdir()
+            yield new
+            for folder, _, names in os.walk(new):
+                for name in (*names, ""):
+                    _sync(Path(folder, name))
+            _put(new, target, work / "old", lambda found: demand_replaceable(found, what, refusal, directory))
+            _sync(target.parent)
+
+
+def demand_replaceable(
+    directory: Path, what: str, refusal: type[ChipfitError] = ExportError, name: Path | None = None
+) -> None:
+    """Raise `refusal` unless `replacing` may remove what stands there.
+
+    Args:
+        name: what messages call the directory.
+    """
+    reason = not_ours(directory)
+    if reason:
+        message = f"'{name or directory}' exists and is not {what}: {reason}"
+        raise refusal(message, hint="choose a new directory, or remove it yourself")
+
+
+def not_ours(folder: Path) -> str:
+    """Why a folder is nothing that chipfit wrote; "" for one that it did, an empty one, or none."""
+    if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
+        return ""
+    if not folder.is_dir():
+        return "it is a file"
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        manifest = None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict) or "chipfit" not in manifest:
+        return f"it has no {MANIFEST} of chipfit"
+    foreign = sorted(p.name for p in folder.iterdir() if p.name not in {MANIFEST, *manifest["files"]})
+    if foreign:
+        return f"it also holds '{foreign[0]}'"
+    inside = ((p.name, not_ours(p)) for p in folder.iterdir() if p.is_dir())
+    return next((f"'{name}' is not chipfit's, {why}" for name, why in inside if why), "")
+
+
+def standing(directory: Path) -> Path:
+    """`directory`, or where it is while a writer that cannot exchange folders replaces it, or has died doing so."""
+    with suppress(OSError, ValueError):
+        target = Path(os.path.realpath(directory))
+        if not target.exists():
+            for work in _unfinished_in(target.parent):
+                if (work / "old" / target.name).is_dir():
+                    return work / "old" / target.name
+    return directory
+
+
+# ----------------------------------------------------------------------------------------------- how it is done
+
+
+def _put(new: Path, target: Path, old: Path, demand_ours: Callable[[Path], None]) -> None:
+    """Give `new` the name `target`; what stood there is then at `new`, or below `old`."""
+    while True:
+        if target.is_dir():
+            shutil.copymode(target, new)
+        try:
+            os.rename(new, target)  # where nothing stands, or an empty folder
+            return
+        except OSError as e:
+            if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        with suppress(FileNotFoundError):  # another writer has just put it aside
+            if _exchange(new, target):
+                try:
+                    demand_ours(new)  # it may have come while we wrote
+                except ChipfitError:
+                    _exchange(new, target)
+                    raise
+                return
+            aside = old / target.name
+            old.mkdir(exist_ok=True)
+            os.rename(target, aside)
+            try:
+                demand_ours(aside)
+            except ChipfitError:
+                os.rename(aside, target)
+                raise
+            with suppress(OSError):  # another writer was faster: once more
+                os.rename(new, target)
+                return
+            shutil.rmtree(aside)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Exchange two folders in one step; False where the system cannot.
+
+    Raises:
+        OSError: it can, and refuses.
+    """
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    if function(_HERE, os.fsencode(a), _HERE, os.fsencode(b), _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(b))
+
+
+@contextmanager
+def _unfinished(parent: Path, *, folder: bool) -> Iterator[Path]:
+    """A new file or folder that is locked while the block runs; what is left of it is removed."""
+    while True:
+        path = parent / f".chipfit-{secrets.token_hex(8)}"
+        try:
+            if folder:
+                path.mkdir()
+            lock = os.open(path, os.O_RDONLY if folder else os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        except FileNotFoundError:
+            if parent.is_dir():
+                continue  # swept before it was locked
+            raise
+        _lock(lock, wait=True)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), path.stat()):
+                break
+        os.close(lock)
+    try:
+        yield path
+    finally:
+        _remove(path)
+        os.close(lock)
+
+
+def _unfinished_in(folder: Path) -> list[Path]:
+    return [Path(e) for e in os.scandir(folder) if _UNFINISHED.fullmatch(e.name)]
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed writers have left; a folder that one had put aside gets its name back."""
+    for path in _unfinished_in(folder):
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:  # gone, or somebody else's
+            continue
+        try:
+            if _lock(lock, wait=False):
+                for aside in (path / "old").iterdir() if (path / "old").is_dir() else ():
+                    if not os.path.lexists(folder / aside.name):
+                        os.rename(aside, folder / aside.name)
+                _remove(path)
+        finally:
+            os.close(lock)
+
+
+def _lock(handle: int, *, wait: bool) -> bool:
+    """Lock an open file or folder for this process; False when a living writer holds it."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks here: one's own is one's own, and nothing of others is touched
+        return wait
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)  # does nothing to a file
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Bring a file or a folder's entries to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _typed(path: Path, what: str, got: str | None = None, kinds: _Kinds = (OSError,)) -> Iterator[None]:
+    """Say in one way what the disk refuses; a ValueError is of a path that no disk can have."""
+    try:
+        yield
+    except kinds as e:
+        why, cure = refused_by_disk(e)
+        raise ExportError(f"The {what} cannot be written: {why}", where=str(path), got=got, hint=cure) from e
+
+
+# ----------------------------------------------------------------------------------------------- archives
 
 #: an archive that says to hold more than this [bytes], and more than this many times its own size, is refused
 _LARGE, _RATIO = 1 << 30, 200
@@ -87,6 +318,9 @@ def open_zip(path: str | Path) -> zipfile.ZipFile:
         archive.close()
         raise
     return archive
+
+
+# ----------------------------------------------------------------------------------------------- reading
 
 
 def read_text(path: Any, failure: type[ChipfitError]) -> str:

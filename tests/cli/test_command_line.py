@@ -45,7 +45,9 @@ def test_quantize_verify_and_explain(folder):
     path, name = folder
     done = run("quantize", f"{name}:net", "--data", "d.npz", "--out", "out")
     assert done.exit_code == 0, done.output
-    assert "0 of" in done.output and {p.name for p in (path / "out").iterdir()} == {"model.onnx", "plan", "report.html"}
+    assert "0 of" in done.output and {p.name for p in (path / "out").iterdir()} == {
+        *"model.onnx plan report.html manifest.json".split()
+    }
     done = run("verify", "out", "--data", "d.npz", "--file", "out/model.onnx")
     assert done.exit_code == 0 and "0 of" in done.output and "top-1" in done.output
     done = run("explain", "out", "0")
@@ -54,6 +56,31 @@ def test_quantize_verify_and_explain(folder):
         and "scale" in done.output
         and "input scale x weight scale" in done.output
     )
+
+
+def test_a_folder_of_something_else_is_refused_before_the_work(folder):
+    path, _ = folder
+    (path / "notes").mkdir()
+    (path / "notes" / "thesis.txt").write_text("mine")
+    done = run("quantize", "nothing:there", "--data", "nothing.npz", "--out", "notes")
+    assert isinstance(done.exception, ChipfitError) and "is not the output of `chipfit quantize`" in str(done.exception)
+    assert (path / "notes" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_report_of_an_unknown_form_is_refused_before_the_work(folder):
+    done = run("verify", "nothing", "--data", "nothing.npz", "--report", "found.pdf")
+    assert isinstance(done.exception, ChipfitError) and "The form of the report" in str(done.exception)
+
+
+def test_a_quantize_that_fails_leaves_the_earlier_output(folder, monkeypatch):
+    path, name = folder
+    run("quantize", f"{name}:net", "--data", "d.npz", "--out", "out", "--no-verify")
+    before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file() and "out" in p.parts}
+    monkeypatch.setattr("chipfit.report.html.page", lambda report: 1 / 0)
+    done = run("quantize", f"{name}:net", "--data", "d.npz", "--out", "out", "--no-verify", "--float", "0")
+    assert isinstance(done.exception, ZeroDivisionError)
+    assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file() and "out" in p.parts} == before
+    assert not list(path.glob(".chipfit-*"))
 
 
 def test_a_pt2_file_and_an_iterable(folder):

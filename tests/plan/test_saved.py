@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import chipfit.plan.saved as saving
-from chipfit.errors import PlanError
+from chipfit.errors import ExportError, PlanError
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.pipeline import load, quantize
 from chipfit.plan.diff import diff
@@ -101,8 +102,8 @@ def test_a_save_that_fails_leaves_the_earlier_result_and_nothing_else(result, sa
     def no_space_left(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(saving, "save_file", no_space_left)
-    with pytest.raises(OSError, match="no space left"):
+    monkeypatch.setattr(saving, "to_bytes", no_space_left)
+    with pytest.raises(ExportError, match="no space left"):
         result.save(saved)
     load(saved)
     assert [p.name for p in saved.parent.iterdir()] == ["out"]
@@ -154,7 +155,7 @@ def test_one_changed_byte_is_noticed(saved, name):
 
 def test_a_manifest_cut_short_is_refused(saved):
     (saved / "manifest.json").write_text('{"schema": 1, "fil')
-    with pytest.raises(PlanError, match=r"not JSON.*manifest\.json"):
+    with pytest.raises(PlanError, match=r"is not JSON.*manifest\.json"):
         load(saved)
 
 
@@ -177,7 +178,8 @@ def _edit(root: Path, name: str, change) -> None:
 
 def _accept(root: Path, name: str) -> None:
     manifest = json.loads((root / "manifest.json").read_text())
-    manifest["files"][name] = {"sha256": saving._sha256(root / name), "bytes": (root / name).stat().st_size}
+    content = (root / name).read_bytes()
+    manifest["files"][name] = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
     (root / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -299,3 +301,16 @@ def test_an_attribute_without_json_form_is_refused(tmp_path):
     with pytest.raises(PlanError, match="cannot be saved as JSON"):
         saving.save(tmp_path / "p", graph, Plan(), load_platform("ort_cpu"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_while_writers_replace_it_a_result_is_read_again(result, saved, monkeypatch):
+    real, calls = saving.check_schema, []
+
+    def replaced_meanwhile(*args):
+        if not calls:
+            calls.append(result.save(saved))
+            (saved.parent / "gone").mkdir()
+        return real(*args)
+
+    monkeypatch.setattr(saving, "check_schema", replaced_meanwhile)
+    assert diff(load(saved).plan, result.plan) == [] and calls

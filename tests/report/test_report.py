@@ -231,3 +231,12 @@ def test_a_result_that_was_only_loaded_has_a_page_too(result, browse, tmp_path):
     loaded = chipfit.load(result.save(tmp_path / "saved"))  # neither statistics nor timings nor verification
     dom, console = browse(page(loaded.report))
     assert console == [] and "not verified" in dom and "No histogram was kept" in dom
+
+
+def test_a_report_of_an_unknown_form_is_refused(tmp_path):
+    from chipfit.errors import ExportError
+    from chipfit.report.report import check_suffix
+
+    for name in ("report", "report.pdf", "report.htm", "report.HTML"):
+        with pytest.raises(ExportError, match=r"not understood.*Allowed: \.html or \.json"):
+            check_suffix(tmp_path / name)

@@ -43,6 +43,7 @@ Runtime = Annotated[str | None, Option("--runtime", help=_RUNTIMES)]
 Deployed = Annotated[Path | None, Option("--file", exists=True, help="the deployed file; exported again when omitted")]
 ReportFile = Annotated[Path | None, Option("--report", help="write what was found, as .html or .json")]
 Shape = Annotated[str | None, Option("--input-shape", help="batch first: 1,3,224,224; a file knows its own")]
+_OUTPUT = "the output of `chipfit quantize`"
 MEAN, STD = "0.485,0.456,0.406", "0.229,0.224,0.225"  # ImageNet's, which most vision models were trained with
 
 
@@ -172,26 +173,32 @@ def quantize(
     from chipfit import pipeline
     from chipfit.cli.inputs import load_data, load_model, parse_bits
     from chipfit.cli.named import load_target
+    from chipfit.files import MANIFEST, demand_replaceable, replacing
     from chipfit.frameworks import framework_of
+    from chipfit.plan.saved import manifest
     from chipfit.registry import entry
 
     target = load_target(platform)
     suffix = _suffix(target, wanted)  # before any work: a file that cannot be is refused
+    demand_replaceable(out, _OUTPUT)  # before the work
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
     network = load_model(model, weights)
     batches = load_data(data, input_size, mean, std, channels_last=framework_of(network) == "keras")
     result = pipeline.quantize(
         network, batches, target, rule=rule, weight_rule=weight_rule, overrides=overrides, seed=seed
     )
-    result.save(out / "plan")  # first, so that a file format that refuses costs no calibration
-    file = result.export(out / f"model{suffix}")
-    page = result.report.save(out / "report.html")
+    file, page = out / f"model{suffix}", out / "report.html"
+    with replacing(out, _OUTPUT) as new:  # one unit: all of it, or what was there before
+        result.save(new / "plan")
+        result.export(new / file.name)
+        result.report.save(new / page.name)
+        (new / MANIFEST).write_text(manifest(dict.fromkeys(os.listdir(new))), encoding="utf-8")
     runtimes = [n for n in result.platform.runtimes if entry("runtime", n).declares.suffix == suffix]
     departs = False
     if check or (check is None and runtimes):
         found = result.verify(batches, batches=4, runtime=next(iter(runtimes), "onnxruntime"))
         departs = found.verdict == "departs"
-        page = result.report.save(page)
+        result.report.save(page)
     result.report.show()
     typer.echo(f"model   {file}\nplan    {out / 'plan'}\nreport  {page}")
     raise typer.Exit(int(departs))
@@ -213,7 +220,10 @@ def verify(
     Exit code 1 when file or runtime depart, 3 when a runtime differs that was not promised to be equal.
     """
     from chipfit.cli.inputs import load_data
+    from chipfit.report.report import check_suffix
 
+    if report is not None:
+        check_suffix(report)
     result = _load(saved)
     batches = load_data(data, input_size, mean, std, channels_last=result.graph.framework == "keras")
     found = result.verify(batches, runtime=runtime, path=file)

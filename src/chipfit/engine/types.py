@@ -8,22 +8,15 @@ import torch
 
 from chipfit.errors import GraphError
 
+_DTYPES = """
+    bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex32 complex64
+    complex128
+    float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
+"""
+_OTHERS = "strided contiguous_format channels_last channels_last_3d preserve_format"
 #: name without "torch." -> dtype
-DTYPES: dict[str, torch.dtype] = {
-    str(d).removeprefix("torch."): d
-    for d in (
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.uint16, torch.uint32, torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        *(torch.complex32, torch.complex64, torch.complex128),
-        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
-    )
-}
-_FORMATS = torch.contiguous_format, torch.channels_last, torch.channels_last_3d, torch.preserve_format
-_CONSTANTS: dict[str, Any] = {
-    **DTYPES,
-    "strided": torch.strided,
-    **{str(f).removeprefix("torch."): f for f in _FORMATS},
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES.split()}
+_CONSTANTS: dict[str, Any] = {**DTYPES, **{name: getattr(torch, name) for name in _OTHERS.split()}}
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -9,23 +9,23 @@ report.json          only where a report was given
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
-import secrets
-import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pydantic
 import safetensors
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load as from_bytes
+from safetensors.torch import save as to_bytes
 
 from chipfit._version import __version__
 from chipfit.errors import PlanError
-from chipfit.files import read_json, read_text
+from chipfit.files import MANIFEST, parse_json, read_json, replacing, standing
 from chipfit.graph.ir import Graph
 from chipfit.plan.graph_text import graph_from_plain, graph_to_plain
 from chipfit.plan.plain import SCHEMA, check_schema
@@ -36,6 +36,8 @@ from chipfit.platform.load import names
 from chipfit.platform.schema import Platform
 
 _FILES = ("plan.json", "plan.safetensors", "graph.json", "weights.safetensors", "platform.json")
+#: how often a directory is read that writers keep replacing
+_ATTEMPTS = 100
 
 
 class Saved(NamedTuple):
@@ -52,30 +54,19 @@ def save(
 ) -> Path:
     """Write a result.
 
-    Everything is written to a temporary directory beside `directory`, which then takes its name, so that no
-    half-written result is ever found there. An earlier saved result of that name is replaced.
+    A reader finds the earlier result or this one at every instant, and several writers may save to one directory.
+    An earlier saved result of that name is replaced.
 
     Args:
         report: JSON-able table to keep with it.
 
     Raises:
-        PlanError: `directory` holds something else than a saved result, or an attribute has no JSON form.
+        PlanError: `directory` holds something else than a saved result, a number of the plan is none that a chip could
+            use, or an attribute has no JSON form.
+        ExportError: the disk refuses.
     """
-    target = Path(directory).absolute()
-    if target.exists() and not (target / "manifest.json").is_file() and (not target.is_dir() or any(target.iterdir())):
-        raise PlanError(f"'{directory}' exists and is not a saved result", hint="choose a new directory")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unique = f".{target.name}.{secrets.token_hex(8)}"
-    staging, old = target.with_name(f"{unique}.new"), target.with_name(f"{unique}.old")
-    staging.mkdir()
-    try:
-        _write(staging, graph, plan, platform, report)
-        if target.exists():  # a full directory cannot be replaced in one step
-            os.replace(target, old)
-        os.replace(staging, target)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    with replacing(Path(directory), "a saved result", PlanError) as new:
+        _write(new, graph, plan, platform, report)
     return Path(directory)
 
 
@@ -87,26 +78,26 @@ def load(directory: str | Path) -> Saved:
             plan, graph and weights do not fit together.
     """
     root = Path(directory)
-    if not (root / "manifest.json").is_file():
-        raise PlanError(
-            f"'{directory}' is not a saved result: it has no manifest.json",
-            hint="pass the directory that Result.save wrote",
-        )
-    manifest = _json(root / "manifest.json")
-    check_schema(manifest, f"'{root / 'manifest.json'}'")
-    _check_files(root, manifest.get("files"))
-
-    numbers = _tensors(root / "plan.safetensors")
-    plan = plan_from_json(read_text(root / "plan.json", PlanError), numbers)
-    graph = graph_from_plain(_json(root / "graph.json"), _tensors(root / "weights.safetensors"))
+    for attempt in range(_ATTEMPTS):
+        before = _identity(root)
+        try:
+            files = _files(standing(root), root)
+            break
+        except PlanError:
+            if _identity(root) == before or attempt == _ATTEMPTS - 1:  # else a writer replaced it while it was read
+                raise
+        time.sleep(0.001 * attempt)
+    numbers = _tensors(files, "plan.safetensors", root)
+    plan = plan_from_json(_text(files, "plan.json", root), numbers)
+    graph = graph_from_plain(_json(files, "graph.json", root), _tensors(files, "weights.safetensors", root))
     strangers = sorted(set(plan.tensors) - set(graph.values) - set(graph.weights)) + sorted(
         set(plan.nodes) - {n.name for n in graph.nodes}
     )
     if strangers:
         message = "The plan speaks of tensors or nodes that the graph does not have"
         raise PlanError(message, where=str(root), got=", ".join(strangers[:8]))
-    platform = _platform(root / "platform.json")
-    report = _json(root / "report.json") if "report.json" in manifest["files"] else None
+    platform = _platform(_json(files, "platform.json", root), root / "platform.json")
+    report = _json(files, "report.json", root) if "report.json" in files else None
     return Saved(graph, plan, platform, report)
 
 
@@ -115,51 +106,84 @@ def load(directory: str | Path) -> Saved:
 
 def _write(root: Path, graph: Graph, plan: Plan, platform: Platform, report: Mapping[str, Any] | None) -> None:
     numbers: dict[str, torch.Tensor] = {}
-    texts = {"plan.json": plan_to_json(plan, numbers)}
-    save_file({k: v.detach().cpu().contiguous().clone() for k, v in numbers.items()}, root / "plan.safetensors")
     described, weights = graph_to_plain(graph)
-    save_file(weights, root / "weights.safetensors")
-    texts["graph.json"] = json.dumps(described, allow_nan=False)
     target: dict[str, Any] = {"platform": platform.model_dump(mode="json", by_alias=True)}
     target |= {"arch_selected": platform.arch_selected, "file": platform.file}
-    texts["platform.json"] = json.dumps(target, indent=1)
+    files = {
+        "plan.json": plan_to_json(plan, numbers).encode(),
+        "graph.json": json.dumps(described, allow_nan=False).encode(),
+        "platform.json": json.dumps(target, indent=1).encode(),
+        "plan.safetensors": to_bytes({k: v.detach().cpu().contiguous().clone() for k, v in numbers.items()}),
+        "weights.safetensors": to_bytes(weights),
+    }
     if report is not None:
-        texts["report.json"] = json.dumps(report, indent=1)
-    for name, text in texts.items():
-        (root / name).write_text(text, encoding="utf-8")
-    for path in root.glob("*.safetensors"):  # the library lets only the owner read them
-        shutil.copymode(root / "graph.json", path)
-    files = {p.name: {"sha256": _sha256(p), "bytes": p.stat().st_size} for p in sorted(root.iterdir())}
-    manifest = {"schema": SCHEMA, "chipfit": __version__, "torch": torch.__version__, "files": files}
-    (root / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        files["report.json"] = json.dumps(report, indent=1).encode()
+    for name, content in files.items():
+        (root / name).write_bytes(content)
+    (root / MANIFEST).write_text(manifest(files), encoding="utf-8")
+
+
+def manifest(contents: Mapping[str, bytes | None]) -> str:
+    """What a folder of chipfit's holds, as the JSON text that stands in it; with hashes where contents are given."""
+    listed: dict[str, Any] = {}
+    for name, c in sorted(contents.items()):
+        listed[name] = {} if c is None else {"sha256": hashlib.sha256(c).hexdigest(), "bytes": len(c)}
+    versions = {"schema": SCHEMA, "chipfit": __version__, "torch": torch.__version__}
+    return json.dumps({**versions, "files": listed}, indent=1)
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
 
 
-def _check_files(root: Path, files: Any) -> None:
-    if not isinstance(files, dict) or not set(_FILES) <= set(files) <= {*_FILES, "report.json"}:
+def _identity(root: Path) -> tuple[int, ...] | None:
+    """Which folder it is; another one after it was replaced."""
+    try:
+        s = root.stat()
+    except (OSError, ValueError):
+        return None
+    return s.st_dev, s.st_ino, s.st_ctime_ns
+
+
+def _files(home: Path, root: Path) -> dict[str, bytes]:
+    """The files of a saved result, each as its manifest lists it.
+
+    Args:
+        home: where they are.
+        root: what messages call that.
+    """
+    if not _guarded(root / MANIFEST, (home / MANIFEST).is_file):
+        raise PlanError(
+            f"'{root}' is not a saved result: it has no {MANIFEST}", hint="pass the directory that Result.save wrote"
+        )
+    listing = read_json(home / MANIFEST, PlanError)
+    check_schema(listing, f"'{root / MANIFEST}'")
+    listed = listing.get("files")
+    if not isinstance(listed, dict) or not set(_FILES) <= set(listed) <= {*_FILES, "report.json"}:
         raise PlanError(
             "The manifest does not list the files of a saved result",
-            where=str(root / "manifest.json"),
+            where=str(root / MANIFEST),
             allowed=", ".join(_FILES),
         )
-    for name, expected in files.items():
-        path = root / name
-        if not path.is_file():
-            raise PlanError(f"The saved result is incomplete: '{name}' is missing", where=str(root))
-        size = path.stat().st_size
-        if not isinstance(expected, dict) or size != expected.get("bytes"):
-            message = f"'{name}' is truncated or was changed after it was saved"
-            raise PlanError(message, where=str(path), got=f"{size} bytes", allowed=f"{expected}")
-        if _sha256(path) != expected.get("sha256"):
-            hint = "to edit a plan, load it, change it in Python, and save it again"
-            message = f"'{name}' was changed after it was saved: its SHA-256 is not the manifest's"
-            raise PlanError(message, where=str(path), hint=hint)
+    missing = next((name for name in listed if not (home / name).is_file()), None)
+    if missing is not None:
+        raise PlanError(f"The saved result is incomplete: '{missing}' is missing", where=str(root))
+    files = {}
+    with contextlib.ExitStack() as opened:  # all at once: they stay readable when the folder is replaced
+        paths = {name: home / name for name in listed}
+        handles = _guarded(root, lambda: {name: opened.enter_context(p.open("rb")) for name, p in paths.items()})
+        for name, expected in listed.items():
+            files[name] = content = _guarded(root / name, handles[name].read)
+            if not isinstance(expected, dict) or len(content) != expected.get("bytes"):
+                message = f"'{name}' is truncated or was changed after it was saved"
+                raise PlanError(message, where=str(root / name), got=f"{len(content)} bytes", allowed=f"{expected}")
+            if hashlib.sha256(content).hexdigest() != expected.get("sha256"):
+                hint = "to edit a plan, load it, change it in Python, and save it again"
+                message = f"'{name}' was changed after it was saved: its SHA-256 is not the manifest's"
+                raise PlanError(message, where=str(root / name), hint=hint)
+    return files
 
 
-def _platform(path: Path) -> Platform:
-    described = _json(path)
+def _platform(described: Any, path: Path) -> Platform:
     try:
         fields = described["platform"]
         if "runtimes" not in fields and fields["name"] in names():  # saved before platforms named them
@@ -171,18 +195,22 @@ def _platform(path: Path) -> Platform:
         raise PlanError("The saved platform is malformed", where=str(path), got=str(e)) from e
 
 
-def _json(path: Path) -> Any:
-    return read_json(path, PlanError)
+def _text(files: Mapping[str, bytes], name: str, root: Path) -> str:
+    text: str = _guarded(root / name, lambda: files[name].decode())
+    return text
 
 
-def _tensors(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        tensors: dict[str, torch.Tensor] = load_file(path)
-    except (OSError, safetensors.SafetensorError) as e:
-        raise PlanError(f"'{path.name}' cannot be read", where=str(path), got=f"{type(e).__name__}: {e}") from e
+def _json(files: Mapping[str, bytes], name: str, root: Path) -> Any:
+    return parse_json(_text(files, name, root), PlanError, where=str(root / name))
+
+
+def _tensors(files: Mapping[str, bytes], name: str, root: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = _guarded(root / name, lambda: from_bytes(files[name]))
     return tensors
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+def _guarded(path: Path, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except (ValueError, OSError, RecursionError, safetensors.SafetensorError) as e:
+        raise PlanError(f"'{path.name}' cannot be read", where=str(path), got=f"{type(e).__name__}: {e}") from e

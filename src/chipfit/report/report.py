@@ -6,9 +6,18 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from chipfit.errors import ExportError
 from chipfit.files import write_atomically
 from chipfit.report.record import ReportData
 from chipfit.screen import Screen, Shown
+
+SUFFIXES = ".html", ".json"
+
+
+def check_suffix(path: Path) -> None:
+    """Raise an ExportError unless a report can be written to a file of that name."""
+    if path.suffix not in SUFFIXES:
+        raise ExportError("The form of the report is not understood", got=str(path), allowed=" or ".join(SUFFIXES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -19,9 +28,10 @@ class Report(Shown, ReportData):
         """Write the report: a self-contained page for `.html`, data for `.json`.
 
         Raises:
-            ExportError: the file cannot be written; nothing is left behind.
+            ExportError: the suffix is another, or the file cannot be written; nothing is left behind.
         """
         path = Path(path)
+        check_suffix(path)
         if path.suffix == ".json":
             return write_atomically(path, json.dumps(self.to_dict(), indent=1, default=str).encode())
         from chipfit.report.html import page

@@ -46,18 +46,9 @@ def _check(path: str | Path) -> None:
             config = json.loads(archive.read("config.json"))
             demand_known({k: v for k, v in config.items() if k != "compile_config"})  # which is not loaded
     except (OSError, ValueError, KeyError, RecursionError, zipfile.BadZipFile) as e:
-        raise CaptureError(
-            "The file is not a Keras model that can be loaded here",
-            where=str(path),
-            got=f"{type(e).__name__}: {str(e)[:300]}",
-            hint="save it with model.save('model.keras')",
-        ) from e
+        what, got = "The file is not a Keras model that can be loaded here", f"{type(e).__name__}: {str(e)[:300]}"
+        raise CaptureError(what, where=str(path), got=got, hint="save it with model.save('model.keras')") from e
     except GraphError as e:
-        raise CaptureError(
-            f"The file is not data: {e.what}",
-            where=str(path),
-            got=e.got,
-            allowed=e.allowed,
-            hint="save it again without such layers; for custom classes give module:factory instead; "
-            "lambdas are never executed",
-        ) from e
+        hint = "save it again without such layers; for custom classes give module:factory; lambdas are never executed"
+        what = f"The file is not data: {e.what}"
+        raise CaptureError(what, where=str(path), got=e.got, allowed=e.allowed, hint=hint) from e

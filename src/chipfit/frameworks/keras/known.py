@@ -21,16 +21,15 @@ _CLASSES = (
 #: modules whose functions may be named
 _FUNCTIONS = "keras.activations", "keras.ops", "keras.src.activations", "keras.src.ops"
 _KINDS = (
-    keras.Layer,
-    keras.Operation,
-    keras.Initializer,
-    keras.Regularizer,
-    keras.constraints.Constraint,
-    keras.dtype_policies.DTypePolicy,
-    keras.optimizers.Optimizer,
-    keras.losses.Loss,
-    keras.metrics.Metric,
-    keras.random.SeedGenerator,
+    *(
+        keras.Layer,
+        keras.Operation,
+        keras.Initializer,
+        keras.Regularizer,
+        keras.constraints.Constraint,
+        keras.losses.Loss,
+    ),
+    *(keras.metrics.Metric, keras.optimizers.Optimizer, keras.dtype_policies.DTypePolicy, keras.random.SeedGenerator),
 )
 #: classes that hold code
 _CODE = frozenset("Lambda TorchModuleWrapper TFSMLayer JaxLayer FlaxLayer".split())
@@ -75,12 +74,9 @@ def _demand(config: dict[str, Any]) -> None:
         found = _found(module, name) if module == "keras" or _below(module, _CLASSES) else None
         known = isinstance(found, type) and issubclass(found, _KINDS)
     if not known:
-        raise GraphError(
-            f"'{name}' is neither a building block of Keras nor registered here",
-            got=f"module {module}",
-            allowed=", ".join(_CLASSES),
-            hint="register its class with keras.saving.register_keras_serializable, and import it before loading",
-        )
+        what = f"'{name}' is neither a building block of Keras nor registered here"
+        hint = "register its class with keras.saving.register_keras_serializable, and import it before loading"
+        raise GraphError(what, got=f"module {module}", allowed=", ".join(_CLASSES), hint=hint)
 
 
 def _below(module: Any, homes: Any) -> bool:

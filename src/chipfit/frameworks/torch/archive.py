@@ -26,23 +26,28 @@ from chipfit.engine.trees import flatten_call, read_tree
 from chipfit.engine.types import constant_of, dtype_of
 from chipfit.errors import CaptureError, ChipfitError
 from chipfit.files import open_zip
+from chipfit.frameworks.torch.export import brief
 from chipfit.frameworks.torch.origin import CHECKS
 
 _SCHEMA = 8
-#: numbers of types, layouts and memory formats in the file -> torch's names
-_DTYPES = dict(
-    enumerate(
-        "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16".split(), 1
-    )
-) | {
-    28: "uint16",
-    **dict(enumerate("e4m3fn e5m2 e4m3fnuz e5m2fnuz e8m0fnu".split(), 29)),
-    34: "uint32",
-    35: "uint64",
-}
-_DTYPES |= {k: f"float8_{v}" for k, v in _DTYPES.items() if v.startswith("e")}
+_DAMAGED = OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError
+_MALFORMED = (
+    KeyError,
+    IndexError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RuntimeError,
+)  #: what reading such tables raises
+#: numbers of types and memory formats in the file -> torch's names
+_NAMES = """
+    uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16 uint16
+    float8_e4m3fn
+    float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu uint32 uint64
+"""
+_DTYPES = dict(zip((*range(1, 14), *range(28, 36)), _NAMES.split(), strict=True))
 _STRIDED = 7
-_MEMORY = {1: "contiguous_format", 2: "channels_last", 3: "channels_last_3d", 4: "preserve_format"}
+_MEMORY = dict(enumerate("contiguous_format channels_last channels_last_3d preserve_format".split(), 1))
 _PLAIN = "as_int as_ints as_float as_floats as_string as_strings as_bool as_bools as_int_lists as_float_lists".split()
 
 
@@ -61,25 +66,15 @@ def load(path: str | Path) -> nn.Module:
     try:
         with open_zip(path) as archive:
             return _program(_Archive(archive))
-    except CaptureError as e:
-        raise CaptureError(e.what, where=where, got=e.got, allowed=e.allowed, hint=e.hint) from e
     except ChipfitError as e:
-        message = "The program cannot be read"
-        raise CaptureError(f"{message}: {e.what}", where=where, got=e.got, allowed=e.allowed, hint=e.hint) from e
-    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as e:
-        raise _no_program(where, e) from e
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as e:  # of a malformed table
-        raise _no_program(where, e) from e
-
-
-def _no_program(where: str, e: Exception) -> CaptureError:
-    first = (str(e).strip().splitlines() or [""])[0][:300]
-    return CaptureError(
-        "The file is not a program that torch.export.save wrote",
-        where=where,
-        got=f"{type(e).__name__}: {first}",
-        hint="torch.export.save(torch.export.export(model, example), 'model.pt2') with torch 2.9 or newer",
-    )
+        raise CaptureError(e.what, where=where, got=e.got, allowed=e.allowed, hint=e.hint) from e
+    except (*_DAMAGED, *_MALFORMED) as e:
+        raise CaptureError(
+            "The file is not a program that torch.export.save wrote",
+            where=where,
+            got=brief(e),
+            hint="torch.export.save(torch.export.export(model, example), 'model.pt2') with torch 2.9 or newer",
+        ) from e
 
 
 class _Archive:
@@ -175,26 +170,22 @@ def _program(archive: _Archive) -> nn.Module:
     forward.__signature__ = inspect.Signature([this, *parameters])  # type: ignore[attr-defined]  # inspect reads it
     program: Program = type("Program", (Program,), {"forward": forward})()
     program.inputs = inputs
-    program.spec = {
-        "args": len(positional),
-        "kwargs": list(keywords),
-        "leaves": sum(not weight for weight, _ in inputs),
-        "tensors": list(range(sum(not weight for weight, _ in inputs))),
-        "names": names[: len(positional)],
-    }
+    count = sum(not weight for weight, _ in inputs)
+    program.spec = {"args": len(positional), "kwargs": list(keywords), "leaves": count, "tensors": list(range(count))}
+    program.spec["names"] = names[: len(positional)]
     program.out_tree = read_tree(call["out_spec"])
     program.own({**archive.tensors("weights"), **archive.tensors("constants")})
+    _ = [program.places[weight] for weight, _ in inputs if weight]  # a KeyError is of a malformed file
     program.graph = fx.Graph()
     values = {name: program.graph.placeholder(f"in{i}") for i, name in enumerate(map(_name, module["graph"]["inputs"]))}
     _Calls(program.graph, values).through(module["graph"]["nodes"])
-    kinds_out = [(kind, o) for spec in module["signature"]["output_specs"] for kind, o in spec.items()]
-    if any(kind != "user_output" for kind, _ in kinds_out):
+    outputs = module["signature"]["output_specs"]
+    if not all("user_output" in o for o in outputs):
+        hint = "export the model in eval mode: model.eval()"
         raise CaptureError(
-            "The program changes its own weights or inputs when it runs",
-            got=", ".join(sorted({kind for kind, _ in kinds_out if kind != "user_output"})),
-            hint="export the model in eval mode: model.eval()",
+            "The program changes its own weights or inputs when it runs", got=str(outputs)[:200], hint=hint
         )
-    program.graph.output([_Calls(program.graph, values).value(o["arg"]) for _, o in kinds_out])
+    program.graph.output([_Calls(program.graph, values).value(o["user_output"]["arg"]) for o in outputs])
     shapes = module["graph"]["tensor_values"]
     users = [name for weight, name in inputs if not weight]
     program.example = None if keywords or not set(users) <= set(shapes) else tuple(_example(shapes[n]) for n in users)
@@ -220,10 +211,8 @@ def _input(spec: Mapping[str, Any]) -> tuple[str, str]:
 def _example(meta: Mapping[str, Any]) -> torch.Tensor:
     """A tensor of the shape that an input had: random numbers, or ones."""
     shape = [d["as_int"] if "as_int" in d else d["as_expr"]["hint"]["as_int"] for d in meta["sizes"]]
-    dtype = dtype_of(_DTYPES[meta["dtype"]])
-    if not dtype.is_floating_point:
-        return torch.ones(shape, dtype=dtype)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    dtype, draw = dtype_of(_DTYPES[meta["dtype"]]), torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=draw).to(dtype) if dtype.is_floating_point else torch.ones(shape, dtype=dtype)
 
 
 class Program(nn.Module):
@@ -234,9 +223,11 @@ class Program(nn.Module):
     out_tree: Any
     graph: fx.Graph
     example: tuple[torch.Tensor, ...] | None
+    places: dict[str, tuple[dict[str, Any], str]]  #: name of a weight -> the table of its module, and its key there
 
     def own(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Register weights under their dotted names."""
+        self.places = {}
         for name, w in weights.items():
             *path, leaf = name.split(".")
             module: nn.Module = self
@@ -244,21 +235,14 @@ class Program(nn.Module):
                 module = module._modules.setdefault(p, nn.Module())  # type: ignore[assignment]  # entries are modules
             table: dict[str, Any] = module._parameters if isinstance(w, nn.Parameter) else module._buffers
             table[leaf] = w
-
-    def weight(self, name: str) -> torch.Tensor:
-        *path, leaf = name.split(".")
-        module: nn.Module = self
-        for p in path:
-            module = module._modules[p]  # type: ignore[assignment]
-        found: Any = module._parameters.get(leaf, module._buffers.get(leaf))
-        if found is None:
-            raise KeyError(name)
-        return found
+            self.places[name] = table, leaf
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of a call, in the structure that the program returns."""
         leaves = iter(flatten_call(self.spec, args, kwargs))
-        given = [self.weight(weight) if weight else next(leaves) for weight, _ in self.inputs]
+        given = [
+            self.places[weight][0][self.places[weight][1]] if weight else next(leaves) for weight, _ in self.inputs
+        ]
         with fx.traceback.preserve_node_meta():  # an export of this tells the original layers
             results = fx.Interpreter(self, graph=self.graph).run(*given)
         return pytree.tree_unflatten(list(results), self.out_tree)

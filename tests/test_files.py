@@ -1,0 +1,223 @@
+"""Files and folders appear whole or not at all, and nobody else's is touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chipfit import files
+from chipfit.errors import ExportError
+from chipfit.files import MANIFEST, replacing, standing, write_atomically
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from chipfit import files
+def die(*_): os.kill(os.getpid(), 9)
+files.{hook} = die
+{act}
+"""
+
+
+def put(directory, text="new"):
+    with replacing(directory, "a test") as new:
+        (new / "a.txt").write_text(text)
+        (new / MANIFEST).write_text(json.dumps({"chipfit": "1", "files": {"a.txt": {}}}))
+
+
+def killed(act, hook="_put"):
+    """Run a writer in a process of its own that dies where it calls `hook`."""
+    done = subprocess.run([sys.executable, "-c", KILLED.format(hook=hook, act=act)], check=False)
+    assert done.returncode == -9
+
+
+def here(folder):
+    return sorted(p.name for p in folder.iterdir())
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_a_file_gets_the_mode_of_the_umask_and_keeps_the_one_it_had(tmp_path):
+    old = os.umask(0o027)
+    try:
+        write_atomically(tmp_path / "f", b"1")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "f").stat().st_mode) == 0o640
+    (tmp_path / "f").chmod(0o604)
+    write_atomically(tmp_path / "f", b"2")
+    assert ((tmp_path / "f").read_bytes(), stat.S_IMODE((tmp_path / "f").stat().st_mode)) == (b"2", 0o604)
+
+
+def test_a_link_is_followed_and_stays(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "f")  # which is not there yet
+    write_atomically(tmp_path / "link", b"1")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "f").read_bytes() == b"1"
+    assert here(tmp_path) == ["link", "real"]
+
+
+def test_a_file_marked_read_only_and_a_folder_are_refused(tmp_path):
+    (tmp_path / "f").write_bytes(b"1")
+    (tmp_path / "f").chmod(0o444)
+    (tmp_path / "d").mkdir()
+    for name, why in (("f", "marked read-only"), ("d", "directory")):
+        with pytest.raises(ExportError, match=why):
+            write_atomically(tmp_path / name, b"2")
+    assert here(tmp_path) == ["d", "f"] and (tmp_path / "f").read_bytes() == b"1"
+
+
+def test_a_name_as_long_as_the_system_takes_is_written(tmp_path):
+    assert write_atomically(tmp_path / ("n" * 255), b"1").read_bytes() == b"1"
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_looks_alike_is_not(tmp_path):
+    killed(f"files.write_atomically(Path({str(tmp_path / 'f')!r}), b'1')", hook="os.replace")
+    assert len(here(tmp_path)) == 1
+    for name in (".chipfit-notes", ".chipfit-0123", "chipfit-0123456789abcdef"):
+        (tmp_path / name).write_text("mine")
+    write_atomically(tmp_path / "g", b"1")
+    assert here(tmp_path) == [".chipfit-0123", ".chipfit-notes", "chipfit-0123456789abcdef", "g"]
+
+
+def test_what_a_living_writer_has_begun_is_left_alone(tmp_path):
+    with files._unfinished(tmp_path, folder=True) as work, files._unfinished(tmp_path, folder=False) as file:
+        put(tmp_path / "out")
+        assert here(tmp_path) == sorted([work.name, file.name, "out"])
+    assert here(tmp_path) == ["out"]
+
+
+# ---------------------------------------------------------------- folders
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def system(request, monkeypatch):
+    """Systems that exchange two folders in one step, and those that cannot."""
+    if request.param == "two renames":
+        monkeypatch.setattr(files, "_exchange", lambda a, b: False)
+
+
+def test_a_folder_replaces_an_empty_one_and_one_of_ours(tmp_path, system):
+    (tmp_path / "out").mkdir(mode=0o700)
+    put(tmp_path / "out", "1")
+    put(tmp_path / "out", "2")
+    assert (tmp_path / "out" / "a.txt").read_text() == "2"
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o700
+    assert here(tmp_path) == ["out"]
+
+
+def foreign_file(out):
+    out.write_text("mine")
+
+
+def foreign_folder(out):
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+
+
+def foreign_manifest(out):
+    out.mkdir()
+    (out / MANIFEST).write_text('{"manifest_version": 3, "name": "a browser extension"}')
+
+
+def foreign_guest(out):
+    put(out)
+    (out / "thesis.txt").write_text("mine")
+
+
+def foreign_inside(out):
+    put(out)
+    (out / MANIFEST).write_text(json.dumps({"chipfit": "1", "files": {"a.txt": {}, "data": {}}}))
+    (out / "data").mkdir()
+    (out / "data" / "thesis.txt").write_text("mine")
+
+
+def everything(folder):
+    return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+FOREIGN = [foreign_file, foreign_folder, foreign_manifest, foreign_guest, foreign_inside]
+
+
+@pytest.mark.parametrize("make", FOREIGN)
+def test_nothing_that_is_not_ours_is_replaced(tmp_path, make):
+    make(tmp_path / "out")
+    before = everything(tmp_path)
+    with pytest.raises(ExportError, match="exists and is not a test"):
+        put(tmp_path / "out")
+    assert everything(tmp_path) == before
+
+
+def test_what_comes_while_we_write_is_not_replaced_either(tmp_path, system):
+    def write():
+        with replacing(tmp_path / "out", "a test") as new:
+            (new / "a.txt").write_text("new")
+            foreign_guest(tmp_path / "out")
+
+    with pytest.raises(ExportError, match=r"also holds 'thesis\.txt'"):
+        write()
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "mine"
+    assert here(tmp_path) == ["out"]
+
+
+def test_an_error_leaves_what_was_there_and_nothing_else(tmp_path, system):
+    put(tmp_path / "out", "1")
+    with pytest.raises(ZeroDivisionError), replacing(tmp_path / "out", "a test") as new:
+        (new / "a.txt").write_text(str(1 / 0))
+    with pytest.raises(ExportError, match="cannot be written"), replacing(tmp_path / "out", "a test") as new:
+        (new / "missing" / "a.txt").write_text("x")
+    assert here(tmp_path) == ["out"] and (tmp_path / "out" / "a.txt").read_text() == "1"
+
+
+def test_a_link_to_a_folder_is_followed(tmp_path, system):
+    put(tmp_path / "real", "1")
+    (tmp_path / "link").symlink_to("real")
+    put(tmp_path / "link", "2")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "a.txt").read_text() == "2"
+
+
+PUT = """
+with files.replacing(Path({out!r}), "a test") as new:
+    (new / "a.txt").write_text("new")
+    (new / "manifest.json").write_text('{{"chipfit": "1", "files": {{"a.txt": {{}}}}}}')
+"""
+
+
+def test_a_writer_killed_before_its_rename_changes_nothing(tmp_path):
+    put(tmp_path / "out", "old")
+    killed(PUT.format(out=str(tmp_path / "out")))
+    assert (tmp_path / "out" / "a.txt").read_text() == "old" and len(here(tmp_path)) == 2
+    put(tmp_path / "other")
+    assert here(tmp_path) == ["other", "out"]
+
+
+def test_a_writer_killed_between_two_renames_loses_nothing(tmp_path):
+    put(tmp_path / "out", "old")
+    third = (
+        "_exchange = lambda a, b: False\nreal, calls = os.rename, []\n"  # the first finds a folder, the second moves it
+    )
+    third += "os.rename = lambda a, b: die() if calls.append(a) or len(calls) == 3 else real(a, b)\nfiles.unused"
+    killed(PUT.format(out=str(tmp_path / "out")), hook=third)
+    assert not (tmp_path / "out").exists()
+    assert (standing(tmp_path / "out") / "a.txt").read_text() == "old"  # where `load` reads it
+    write_atomically(tmp_path / "f", b"1")  # whoever writes next gives it its name back
+    assert here(tmp_path) == ["f", "out"] and (tmp_path / "out" / "a.txt").read_text() == "old"
+
+
+# ---------------------------------------------------------------- killed at any instant
+
+
+def test_killed_writers_lose_nothing_and_readers_find_a_result_at_every_instant():
+    """A small share of `make kills`; its exit code is 1 as well when writers that do lose something go unnoticed."""
+    command = [sys.executable, "benchmarks/kills.py", "--kills", "20", "--loads", "30"]
+    root, quiet = Path(__file__).parents[1], {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=root, env=quiet, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "20 kills: 0 wrong; 30 loads against two writers: 0 wrong" in done.stdout
