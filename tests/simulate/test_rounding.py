@@ -316,3 +316,21 @@ def test_a_split_of_which_one_part_stays_in_float():
         result = quantized(f, (x,), platform, nn.Conv2d(4, 8, 1), nn.Conv2d(4, 4, 1), overrides={"Sin": "float"})
         for runtime in runtimes:
             result.verify([torch.randn(4, 4, 6, 6)], runtime=runtime).require({"Sin", "Add"})
+
+
+def test_a_mean_on_xnnpack_sums_codes_with_their_zero_point():
+    """1001 / 28 * 2 = 71.5, and 28 codes around -93 with zero point -128 come out just below it."""
+    result = quantized(
+        lambda t: F.adaptive_avg_pool2d(F.leaky_relu(t, 0.5), 1),
+        (torch.ones(1, 1, 4, 7),),
+        "xnnpack",
+        rule="no_clipping",
+    )
+    operand, out = (n.output for n in result.graph.nodes)
+    low, tensors = torch.tensor(-128, dtype=torch.int32), dict(result.plan.tensors)
+    for name, scale in ((result.graph.inputs[0], 2.0**-7), (operand, 2.0**-7), (out, 2.0**-8)):
+        tensors[name] = tensors[name].with_(scale=torch.tensor(scale), zero_point=low)
+    result = replace(result, plan=replace(result.plan, tensors=tensors), _model=None)
+    totals = torch.arange(7, 1700, 14)[:, None]  # halves, when divided by 14
+    codes = totals // 28 + (torch.arange(28) < totals % 28).long()
+    proved(result, (codes * 2.0**-7).reshape(-1, 1, 4, 7), runtime="litert")
