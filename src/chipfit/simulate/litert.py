@@ -377,11 +377,9 @@ def _mean_optimized(u: _Unit) -> None:
 
 def _mean_xnnpack(u: _Unit) -> None:
     """sum(q) m + (z_y - n z m) with m = s / (s_y n), each step in float32."""
-    axes, keep = _mean_axes(u)
-    q = u.run.code(u.x).float()
-    n = math.prod(q.shape[a] for a in axes)
-    m = u.real() / n
-    u.run.store(u.out, torch.round(q.sum(axes, keep) * m + (u.run.zero(u.out).float() - n * u.run.zero(u.x) * m)))
+    total, n = _sum(u)
+    m, shift = u.real() / n, n * u.run.zero(u.x)
+    u.run.store(u.out, torch.round((total + shift).float() * m + (u.run.zero(u.out).float() - shift * m)))
 
 
 def _avg_pool(u: _Unit) -> None:

@@ -173,9 +173,8 @@ def _pool(w: Tape, n: Node, x: Names) -> list[str]:
         if counted:
             a["count_include_pad"] = False
         n = n.with_(attrs=a)
-    if n.op == "MaxPool":
-        return Row("MaxPool", f"{_WINDOW} dilations=dilation")(w, n, x)
-    return Row("AveragePool", f"{_WINDOW} count_include_pad")(w, n, x)
+    kind, own = ("MaxPool", "dilations=dilation") if n.op == "MaxPool" else ("AveragePool", "count_include_pad")
+    return Row(kind, f"{_WINDOW} {own}")(w, n, x)
 
 
 # ---------------------------------------------------------------- norms
