@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import hashlib
 import importlib.abc
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -41,20 +42,18 @@ CHUNKS = (2.0, 8.0, 1e9)  #: seconds of tests in one run of pytest, the first, t
 # ---------------------------------------------------------------- one defect, in a process of its own
 
 
-class Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class Replaced(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
     """Imports one module from another text."""
 
     def __init__(self, m: Mutant) -> None:
-        self.name, self.path, self.text = m.module, SOURCE / m.file, m.text
+        super().__init__(m.module, str(SOURCE / m.file))
+        self.text = m.text
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != self.name:
-            return None
-        package = [str(self.path.parent)] if self.path.name == "__init__.py" else None
-        return importlib.util.spec_from_file_location(name, self.path, loader=self, submodule_search_locations=package)
+        return importlib.util.spec_from_file_location(name, self.path, loader=self) if name == self.name else None
 
-    def exec_module(self, module: Any) -> None:
-        exec(compile(self.text, str(self.path), "exec"), module.__dict__)
+    def get_code(self, fullname: str) -> Any:
+        return compile(self.text, self.path, "exec")
 
 
 class Failures:
