@@ -39,18 +39,22 @@ SOURCE = Path(chipfit.__file__).parent
 MEMORY = 3 << 30
 
 _ORT = tuple(x for x in vars(onnxruntime_pybind11_state).values() if isinstance(x, type) and issubclass(x, Exception))
+_ZIP = (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError)
 #: file of chipfit -> exceptions that its refusals may come from, since that is how the thing it asks says no
 FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
     "platform/read.py": (yaml.YAMLError,),
     "platform/load.py": (pydantic.ValidationError,),
     "facade/checks.py": (pydantic.ValidationError,),
     "files.py": (OSError, ValueError, RecursionError),
-    "calibration/data.py": (StopIteration, RecursionError, TypeError),
-    "calibration/collect.py": (ValueError,),
+    "calibration/data.py": (StopIteration, RecursionError, TypeError, ValueError, RuntimeError),  # labels of any kind
+    "calibration/collect.py": (ValueError, RuntimeError),  # torch's, of batches that do not run through the model
     "plan/saved.py": (OSError, safetensors.SafetensorError, pydantic.ValidationError),
     "plan/trial.py": (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, ArithmeticError),
     "engine/trees.py": (ValueError, RecursionError),
-    "runtimes/onnxruntime.py": (OSError, DecodeError, *_ORT),
+    # a zip archive of tables with another program's schema, read by their keys, and raw bytes for torch
+    "frameworks/torch/archive.py": (*_ZIP, LookupError, TypeError, ValueError, AttributeError, RuntimeError),
+    "frameworks/keras/files.py": (*_ZIP, ValueError, KeyError, RecursionError),
+    "runtimes/onnxruntime.py": (OSError, DecodeError, UnicodeDecodeError, *_ORT),  # names in the file
     "runtimes/litert.py": (OSError, ValueError, RuntimeError),
     "export/onnx/writer.py": (onnx.checker.ValidationError, onnx.shape_inference.InferenceError),
     "export/onnx/opaque.py": (torch.onnx.OnnxExporterError, RuntimeError),
@@ -65,6 +69,7 @@ FOREIGN: tuple[str, ...] = (
     "frameworks/keras/files.py",
     "frameworks/keras/opaque.py",
     "cli/named.py",
+    "verify.py",  # runtimes
 )
 
 

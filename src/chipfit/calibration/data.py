@@ -213,12 +213,13 @@ def _fit(graph: Graph, name: str, x: Any) -> torch.Tensor:
                 f"Input '{name}' holds numbers that float32 does not, in which models are read",
                 got=float(given.abs().max()),
             )
-    if want.dtype.startswith("float") and not x.is_floating_point():
+    floats, kinds = "float" in want.dtype, ("integers", "floats")
+    if floats != x.is_floating_point():
         raise DataError(
-            f"Input '{name}' holds integers, the model was captured with floats",
+            f"Input '{name}' holds {kinds[not floats]}, the model was captured with {kinds[floats]}",
             got=str(x.dtype).removeprefix("torch."),
             allowed=want.dtype,
-            hint="convert and scale it as in training, for example x.float() / 255",
+            hint="convert and scale it as in training, for example x.float() / 255" if floats else "x.long() converts",
         )
     if len(x.shape) != len(want.shape) or any(w not in (None, s) for w, s in zip(want.shape, x.shape, strict=False)):
         raise DataError(

@@ -120,7 +120,7 @@ def _load(saved: Path) -> Result:
     """A saved result; the folder of `chipfit quantize` holds one under "plan"."""
     from chipfit import pipeline
 
-    return pipeline.load(saved / "plan" if (saved / "plan").is_dir() else saved)
+    return pipeline.load(saved / "plan" if os.path.isdir(saved / "plan") else saved)
 
 
 def _suffix(platform: Platform, wanted: str | None) -> str:

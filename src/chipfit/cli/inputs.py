@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import zipfile
 import zlib
@@ -86,7 +87,7 @@ def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1",
     path = Path(text)
     if text.endswith(".npz"):
         return _npz(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         images = _images(path, input_size, parse_numbers(mean, "mean"), parse_numbers(std, "std"))
         return [x.permute(0, 2, 3, 1).contiguous() for x in images] if channels_last else images
     if ":" not in text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -77,9 +78,9 @@ def load(what: Target, arch: str | None = None) -> Platform:
         arch = arch or tag
     if text in names():
         platform = _read(_BUILTIN / f"{text}.yaml", f"{text}.yaml")
-    elif text.endswith((".yaml", ".yml")) or Path(text).is_file():
+    elif text.endswith((".yaml", ".yml")) or os.path.isfile(text):
         path = Path(text)
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise PlatformError("The platform file does not exist", where=str(path), hint="check the path")
         platform = _read(path, str(path))
     else:

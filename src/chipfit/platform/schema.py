@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NotRequired, Self
+from typing import Annotated, Any, Literal, NotRequired, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator, with_config
 from typing_extensions import TypedDict
@@ -57,7 +57,7 @@ class _Record(BaseModel):
 class Table(TypedDict, total=False):
     """The values that the codes of a look-up table stand for."""
 
-    value_bits: int
+    value_bits: Annotated[int, Field(ge=1, le=32)]
     entries: int
     per: Literal["tensor", "channel"]
     group: int
@@ -138,6 +138,8 @@ class Format(_Record):
             low, high = -1, 1
         if self.kind in ("log", "lut") and self.bits > 16:
             yield f"a table for {self.bits}-bit codes has 2^{self.bits} entries: at most 16 bits are supported"
+        if self.zero == ():
+            yield "zero is an empty set: name at least one code"
         if self.range == "narrow" and self.signed is False:
             yield "range narrow drops the lowest negative code, and unsigned codes have none: use full or [low, high]"
         if isinstance(self.range, tuple):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ def load(path: str | Path) -> Any:
         CaptureError: there is no such file, it is damaged, or it holds Python code or classes that are not registered
             here.
     """
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise CaptureError("The model file does not exist", where=str(path))
     _check(path)
     try:
@@ -44,8 +46,10 @@ def _check(path: str | Path) -> None:
     try:
         with open_zip(path) as archive:
             config = json.loads(archive.read("config.json"))
+            if not isinstance(config, dict):
+                raise ValueError("its configuration is no table")
             demand_known({k: v for k, v in config.items() if k != "compile_config"})  # which is not loaded
-    except (OSError, ValueError, KeyError, RecursionError, zipfile.BadZipFile) as e:
+    except (OSError, ValueError, KeyError, RecursionError, NotImplementedError, zipfile.BadZipFile, zlib.error) as e:
         what, got = "The file is not a Keras model that can be loaded here", f"{type(e).__name__}: {str(e)[:300]}"
         raise CaptureError(what, where=str(path), got=got, hint="save it with model.save('model.keras')") from e
     except GraphError as e:

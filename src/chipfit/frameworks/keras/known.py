@@ -21,14 +21,8 @@ _CLASSES = (
 #: modules whose functions may be named
 _FUNCTIONS = "keras.activations", "keras.ops", "keras.src.activations", "keras.src.ops"
 _KINDS = (
-    *(
-        keras.Layer,
-        keras.Operation,
-        keras.Initializer,
-        keras.Regularizer,
-        keras.constraints.Constraint,
-        keras.losses.Loss,
-    ),
+    *(keras.Layer, keras.Operation, keras.Initializer, keras.Regularizer, keras.constraints.Constraint),
+    keras.losses.Loss,
     *(keras.metrics.Metric, keras.optimizers.Optimizer, keras.dtype_policies.DTypePolicy, keras.random.SeedGenerator),
 )
 #: classes that hold code
@@ -56,7 +50,7 @@ def demand_known(config: Any) -> None:
 
 def _demand(config: dict[str, Any]) -> None:
     kind, module, inner = config["class_name"], config.get("module"), config.get("config")
-    if kind in _VALUES:
+    if isinstance(kind, str) and kind in _VALUES:
         return
     name = inner if kind == "function" else kind
     registered = name if kind == "function" else config.get("registered_name") or name

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import zipfile
 import zlib
@@ -31,14 +32,8 @@ from chipfit.frameworks.torch.origin import CHECKS
 
 _SCHEMA = 8
 _DAMAGED = OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError
-_MALFORMED = (
-    KeyError,
-    IndexError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    RuntimeError,
-)  #: what reading such tables raises
+#: what reading tables raises that are not those of the schema, and what torch raises of sizes that do not fit the bytes
+_MALFORMED = KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError
 #: numbers of types and memory formats in the file -> torch's names
 _NAMES = """
     uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16 uint16
@@ -61,7 +56,7 @@ def load(path: str | Path) -> nn.Module:
             operator that is not listed.
     """
     where = str(path)
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise CaptureError("The model file does not exist", where=where)
     try:
         with open_zip(path) as archive:
