@@ -15,6 +15,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("keras")
 
 from benchmarks.fuzz import sense
+from benchmarks.fuzz.__main__ import run
 from benchmarks.fuzz.run import Case, all_of, one
 from torch import nn
 
@@ -82,6 +83,13 @@ def test_the_same_seed_draws_the_same_case_and_another_seed_another(tmp_path):
         return [Case("saved", k, seed, tmp_path).random.random() for k in range(4)]
 
     assert numbers(7) == numbers(7) != numbers(8)
+
+
+@pytest.mark.parametrize("kind, cases", [("platforms", 100), ("models", 80)])
+def test_drawn_files_end_in_a_result_or_in_a_refusal(kind, cases):
+    outcomes = run(seed=777001, cases=cases, minutes=2, limit=20, only=kind)
+    assert [o for o in outcomes if o.failed] == [] and len(outcomes) == cases
+    assert {o.what for o in outcomes} == {"accepted", "refused"}
 
 
 # ------------------------------------------------------------------------------------------- what drawing has found
