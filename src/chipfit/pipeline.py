@@ -11,8 +11,6 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from chipfit import steps
 from chipfit.calibration.collect import TensorStats, collect
 from chipfit.calibration.data import as_call, batches, first_batch
@@ -26,6 +24,7 @@ from chipfit.decide.heard import unheard
 from chipfit.decide.overrides import Overrides, resolve_overrides, to_record
 from chipfit.decide.requantize import requantize
 from chipfit.decide.ties import tie_groups
+from chipfit.engine.process import undisturbed
 from chipfit.errors import CaptureError, ConfigError, DataError, NothingQuantizedError, PlanError
 from chipfit.frameworks import capture, checksum, lower, read_back
 from chipfit.graph.ir import Graph
@@ -63,6 +62,7 @@ class Result(Shown):
     )
 
     @property
+    @undisturbed
     def model(self) -> Any:
         """The simulation, which still trains: an `nn.Module` or a Keras model with the original inputs and outputs."""
         if self._model is None:
@@ -180,6 +180,7 @@ class Result(Shown):
 
         return replace(report, tried=tried(report, self.graph, self.plan, edit))
 
+    @undisturbed
     def export(self, path: str | Path, **options: Any) -> Path:
         """Write the file that the chip's runtime loads; the suffix chooses the format (`.onnx`, `.tflite`, `.json`)."""
         from chipfit.export import export
@@ -187,6 +188,7 @@ class Result(Shown):
         self._refuse_trained("the file")
         return export(self.graph, self.plan, path, self.platform, **options)
 
+    @undisturbed
     def verify(self, data: Any, *, runtime: str | None = None, **options: Any) -> Verification:
         """Run float, simulated, integer and device side by side on `data`; see `chipfit.verify.verify`."""
         from chipfit.verify import verify
@@ -205,6 +207,7 @@ class Result(Shown):
         return save(directory, self.graph, self.plan, self.platform, self.report.to_dict())
 
 
+@undisturbed
 def quantize(
     model: Any,
     data: Any,
@@ -245,7 +248,6 @@ def quantize(
     shown = Progress(progress)
     clock = _Clock()
     target, again = load_platform(platform), data
-    torch.manual_seed(seed)
     for r in (rule, weight_rule):
         rule_of(r)  # refuses unknown names before any data are read
     for step in steps.taken(settings, "correct") if isinstance(data, Iterator) else ():
@@ -273,7 +275,7 @@ def quantize(
     record = provenance.record(
         graph,
         target,
-        stats,
+        seen.hash,
         overrides=to_record(overrides) if overrides else None,
         steps=settings.to_record() or None,
         seed=seed,
@@ -405,6 +407,7 @@ class Lint(Shown):
         return list(self.assignment.nodes.values())
 
 
+@undisturbed
 def lint(
     model: Any, example: Any, platform: str | Path | Platform = DEFAULT, overrides: Overrides | None = None
 ) -> Lint:

@@ -303,6 +303,66 @@ def test_an_attribute_without_json_form_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+# ---- numbers that no chip could use
+
+
+def numbers_changed(saved, name, change):
+    numbers = load_file(saved / "plan.safetensors")
+    numbers[name] = change(numbers[name].clone())
+    save_file(numbers, saved / "plan.safetensors")
+    _accept(saved, "plan.safetensors")
+
+
+NONSENSE = {
+    "a scale that is NaN": ("scale:conv.weight", lambda s: s.fill_(float("nan")), "not positive"),
+    "an infinite scale": ("scale:x", lambda s: s.fill_(float("inf")), "not positive"),
+    "a negative scale": ("scale:conv.weight", lambda s: -s, "not positive"),
+    "a scale of 0": ("scale:x", lambda s: s.zero_(), "not positive"),
+    "a zero point that is no code": ("zero_point:x", lambda z: z + 4000, "not a code"),
+    "a zero point that is a fraction": ("zero_point:x", lambda z: z.float(), "another type"),
+    "a scale of another type": ("scale:x", lambda s: s.double(), "another type"),
+    "a scale too many": ("scale:x", lambda s: torch.cat([s.reshape(1)] * 2), "do not fit"),
+}
+
+
+@pytest.mark.parametrize("name, change, words", NONSENSE.values(), ids=NONSENSE)
+def test_numbers_that_no_chip_could_use_are_not_loaded(saved, name, change, words):
+    numbers_changed(saved, name, change)
+    with pytest.raises(PlanError, match=words):
+        load(saved)
+
+
+def test_scales_for_other_channels_than_the_weight_has_are_not_loaded(saved):
+    for kind in ("scale", "zero_point"):
+        numbers_changed(saved, f"{kind}:conv.weight", lambda v: v[:3])
+    with pytest.raises(PlanError, match="do not fit its shape"):
+        load(saved)
+
+
+def test_a_weight_that_is_not_finite_is_not_loaded(saved):
+    weights = load_file(saved / "weights.safetensors")
+    weights["conv.weight"][0, 0, 0, 0] = float("nan")
+    save_file(weights, saved / "weights.safetensors")
+    _accept(saved, "weights.safetensors")
+    with pytest.raises(PlanError, match="holds NaN or infinite values"):
+        load(saved)
+
+
+@pytest.mark.parametrize("low, high", [({"$float": "nan"}, 1.0), (0.0, {"$float": "inf"}), (2.0, 1.0)])
+def test_a_range_that_is_none_is_not_loaded(saved, low, high):
+    _edit(saved, "plan.json", lambda d: d["tensors"]["x"].update(low=low, high=high))
+    with pytest.raises(PlanError, match="The range of 'x' is none"):
+        load(saved)
+
+
+def test_a_scale_that_was_spoilt_in_place_is_not_saved(result, saved):
+    back = load(saved)
+    back.plan["x"].scale.fill_(float("nan"))
+    with pytest.raises(PlanError, match="not positive"):
+        back.save(saved)
+    load(saved)
+
+
 def test_while_writers_replace_it_a_result_is_read_again(result, saved, monkeypatch):
     real, calls = saving.check_schema, []
 

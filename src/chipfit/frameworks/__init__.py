@@ -54,12 +54,18 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | No
     Raises:
         CaptureError: the model cannot be read; names the layer or line and what to change.
     """
-    return _door(framework_of(model), "capture").capture(model, args, kwargs)
+    from chipfit.engine.process import TRACING
+
+    with TRACING:
+        return _door(framework_of(model), "capture").capture(model, args, kwargs)
 
 
 def lower(graph: Graph, plan: Plan) -> Any:
     """The trainable simulation, as a model of the framework that the graph came from."""
-    return _door(graph.framework, "lower").lower(graph, plan)
+    from chipfit.engine.process import TRACING
+
+    with TRACING:
+        return _door(graph.framework, "lower").lower(graph, plan)
 
 
 def device(graph: Graph, run_flat: Callable[[Sequence[Any]], list[Any]], floats: Sequence[str]) -> Any:

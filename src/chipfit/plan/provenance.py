@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +11,6 @@ from chipfit._version import __version__
 from chipfit.graph.ir import Graph
 
 if TYPE_CHECKING:
-    from chipfit.calibration.collect import TensorStats
     from chipfit.platform.schema import Platform
 
 
@@ -28,23 +26,19 @@ def hash_graph(graph: Graph) -> str:
     return h.hexdigest()
 
 
-def hash_stats(stats: Mapping[str, TensorStats]) -> str:
-    """SHA-256 over what calibration saw: the data as far as any decision depends on it."""
-    h = hashlib.sha256()
-    for name in sorted(stats):
-        h.update(f"{name} {stats[name].low!r} {stats[name].high!r}".encode())
-    return h.hexdigest()
+def record(graph: Graph, platform: Platform, data: str, **settings: Any) -> dict[str, Any]:
+    """The provenance entry of a Plan, JSON-able; with the whole platform where exported files are to carry it.
 
-
-def record(graph: Graph, platform: Platform, stats: Mapping[str, TensorStats], **settings: Any) -> dict[str, Any]:
-    """The provenance entry of a Plan, JSON-able; with the whole platform where exported files are to carry it."""
+    Args:
+        data: hash of what calibration saw.
+    """
     described = platform.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     return {
         **({"platform": described} if platform.metadata else {}),
         "chipfit": __version__,
         "torch": torch.__version__,
         "graph_sha256": hash_graph(graph),
-        "data_sha256": hash_stats(stats),
+        "data_sha256": data,
         "platform_sha256": platform.hash,
         "settings": {k: v for k, v in settings.items() if v is not None},
     }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ from chipfit.files import MANIFEST, parse_json, read_json, replacing, standing
 from chipfit.graph.ir import Graph
 from chipfit.plan.graph_text import graph_from_plain, graph_to_plain
 from chipfit.plan.plain import SCHEMA, check_schema
-from chipfit.plan.record import Plan
+from chipfit.plan.record import Plan, TensorPlan
 from chipfit.plan.text import plan_from_json, plan_to_json
 from chipfit.platform.load import load as load_platform
 from chipfit.platform.load import names
@@ -96,6 +97,8 @@ def load(directory: str | Path) -> Saved:
     if strangers:
         message = "The plan speaks of tensors or nodes that the graph does not have"
         raise PlanError(message, where=str(root), got=", ".join(strangers[:8]))
+    for t in plan.tensors.values():
+        _fits(t, graph)
     platform = _platform(_json(files, "platform.json", root), root / "platform.json")
     report = _json(files, "report.json", root) if "report.json" in files else None
     return Saved(graph, plan, platform, report)
@@ -181,6 +184,24 @@ def _files(home: Path, root: Path) -> dict[str, bytes]:
                 message = f"'{name}' was changed after it was saved: its SHA-256 is not the manifest's"
                 raise PlanError(message, where=str(root / name), hint=hint)
     return files
+
+
+def _fits(t: TensorPlan, graph: Graph) -> None:
+    """Raise unless the numbers of a tensor are for one of this shape, and a stored weight is one of numbers."""
+    if t.stored is None:
+        return
+    shape, size, axis = graph.shape(t.name), t.stored.scale.numel(), t.stored.axis
+    if t.stored.scale.dim():
+        axis = 0 if axis is None and len(shape) == 1 else axis
+        if axis is None or not -len(shape) <= axis < len(shape) or shape[axis] not in (None, size):
+            got = f"{size} scales along axis {axis} of {list(shape)}"
+            raise PlanError(f"The scales of '{t.name}' do not fit its shape", got=got)
+    w = graph.weights.get(t.name)
+    if w is not None and not bool(torch.isfinite(w).all()):
+        raise PlanError(f"The weight '{t.name}' is stored in codes and holds NaN or infinite values")
+    ends = [x for x in (t.low, t.high) if x is not None]
+    if not all(map(math.isfinite, ends)) or ends != sorted(ends):
+        raise PlanError(f"The range of '{t.name}' is none", got=f"{t.low}..{t.high}")
 
 
 def _platform(described: Any, path: Path) -> Platform:

@@ -30,6 +30,7 @@ def plan_to_json(plan: Plan, numbers: dict[str, torch.Tensor] | None = None) -> 
     for t in plan.tensors.values():
         entry = record_to_plain(t, leave_out=("name", "stored"))
         if t.stored is not None:
+            t.stored.check()
             entry |= record_to_plain(t.stored, leave_out=("grid", *_NUMBERS)) | {"grid": record_to_plain(t.stored.grid)}
             for field in _NUMBERS:
                 value = getattr(t.stored, field)

@@ -40,12 +40,19 @@ class Stored:
     axis: int | None = None  #: channel axis when scale is [C]; a bias, which has one axis, may leave it out
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raise a PlanError where the numbers are none that a chip could use; a tensor can be written in place."""
         s, z, grid = self.scale, self.zero_point, self.grid
         if s.shape != z.shape or s.dim() > 1:
             shapes = f"scale {list(s.shape)}, zero point {list(z.shape)}"
             raise PlanError("Scale and zero point do not fit", got=shapes, allowed="both [], or both [C] along an axis")
         if not bool((torch.isfinite(s) & (s > 0)).all()):
             raise PlanError("A scale is not positive", got=float(s.min()), allowed="finite numbers above 0")
+        if s.dtype != torch.float32 or z.dtype != torch.int32:
+            got = f"scale {s.dtype}, zero point {z.dtype}"
+            raise PlanError("Scale or zero point is of another type", got=got, allowed="float32 and int32")
         if fault := _fault(grid):
             raise PlanError(f"A grid is malformed: {fault}", got=repr(grid)[:80])
         if grid.rounding not in ROUNDINGS:

@@ -12,6 +12,7 @@ import torch
 from onnx import numpy_helper
 
 from chipfit.engine.kernels import execute
+from chipfit.engine.process import TRACING
 from chipfit.engine.run import run
 from chipfit.engine.types import dtype_of
 from chipfit.errors import UnsupportedError
@@ -122,15 +123,16 @@ def _translated(
     region: _Region, example: list[torch.Tensor], shapes: list[tuple[int | None, ...]], opset: int
 ) -> onnx.ModelProto:
     dynamic = tuple({k: torch.export.Dim.AUTO for k, s in enumerate(shape) if s is None} for shape in shapes)
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            program = torch.export.export(region, tuple(example), dynamic_shapes=(dynamic,), strict=False)
-            made = torch.onnx.export(program, (), dynamo=True, opset_version=opset, verbose=False, optimize=True)
-    finally:
-        logging.disable(disabled)
+    with TRACING:
+        disabled = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        try:
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")
+                program = torch.export.export(region, tuple(example), dynamic_shapes=(dynamic,), strict=False)
+                made = torch.onnx.export(program, (), dynamo=True, opset_version=opset, verbose=False, optimize=True)
+        finally:
+            logging.disable(disabled)
     if made is None:  # torch returns None only when it writes the file itself
         raise RuntimeError("torch.onnx.export returned nothing")
     return made.model_proto

@@ -1,0 +1,117 @@
+"""Quantizing leaves the caller's process as it was, depends on nothing in it, and may run in several threads."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from chipfit.pipeline import lint, quantize
+
+
+class Noisy(nn.Module):
+    """Draws numbers whenever it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        y = torch.relu(self.a(x))
+        return self.b(y * torch.rand_like(y))
+
+
+def plain(width=8):
+    torch.manual_seed(width)
+    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3)).eval()
+
+
+def noisy():
+    torch.manual_seed(0)
+    return Noisy().eval()
+
+
+X = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
+
+
+def draws():
+    return torch.rand(3).tolist(), np.random.rand(3).tolist(), [random.random() for _ in range(3)]
+
+
+def seed_all(seed):
+    torch.manual_seed(seed), np.random.seed(seed), random.seed(seed)
+
+
+def numbers(result):
+    return {n: (t.scale.tolist(), t.zero_point.tolist()) for n, t in result.plan.tensors.items() if t.quantized}
+
+
+def test_the_callers_random_numbers_are_left_alone(tmp_path):
+    seed_all(7)
+    want = draws()
+    seed_all(7)
+    result = quantize(noisy_model, [X], progress=False)
+    _ = result.model
+    lint(noisy_model, X)
+    plain_result.export(tmp_path / "m.onnx")
+    assert draws() == want
+
+
+noisy_model, plain_result = noisy(), quantize(plain(), [X], progress=False)
+
+
+def test_results_do_not_depend_on_the_callers_random_numbers():
+    found = []
+    for seed in (1, 2):
+        seed_all(seed)
+        found.append(numbers(quantize(noisy_model, [X], progress=False)))
+    assert found[0] == found[1] != numbers(quantize(noisy_model, [X], seed=5, progress=False))
+
+
+def test_threads_give_what_one_after_the_other_gives():
+    models = [plain(w) for w in (8, 9, 10, 11)]
+    want = [numbers(quantize(m, [X], progress=False)) for m in models]
+    filters, disabled, got, failed = list(warnings.filters), logging.root.manager.disable, {}, []
+    seed_all(3)
+    drawn = draws()
+    seed_all(3)
+
+    def work(k):
+        try:
+            got[k] = numbers(quantize(models[k], [X], progress=False))
+        except Exception as e:
+            failed.append(e)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert failed == []
+    assert [got[k] for k in range(4)] == want
+    assert (list(warnings.filters), logging.root.manager.disable) == (filters, disabled)
+    assert draws() == drawn
+
+
+BATCHES = [X[:16], X[16:]]
+CHANGED = {
+    "a number in the middle": lambda: [X[:16], X[16:].clone().index_fill_(0, torch.tensor([3]), 0.125)],
+    "the order": lambda: BATCHES[::-1],
+    "the borders of batches": lambda: [X[:8], X[8:]],
+    "the number of batches": lambda: [*BATCHES, X[:16]],
+    "the type": lambda: [b.half().float() for b in BATCHES],
+}
+
+
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_the_hash_of_the_data_tells_them_apart(change):
+    told = [quantize(plain(), b, progress=False).plan.provenance["data_sha256"] for b in (BATCHES, BATCHES, change())]
+    assert told[0] == told[1] != told[2]
+    json.dumps(told)
