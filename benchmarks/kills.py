@@ -252,6 +252,7 @@ def in_two_renames(result: Result, path: Path) -> None:
     result.save(other)
     with contextlib.suppress(OSError):
         shutil.rmtree(path)
+        time.sleep(0.01)  # so that a busy machine shows it too
         os.rename(other, path)
 
 

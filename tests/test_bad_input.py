@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -543,7 +544,10 @@ def test_a_reader_that_goes_away_ends_a_command_quietly():
 def test_ctrl_c_ends_a_command_with_130_and_no_traceback(tmp_path):
     (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
     words = [sys.executable, "-m", "chipfit.cli", "platforms", "show", "slow:chip"]
-    running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
+    heard = partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # what runs in the background ignores it, and so do its children
+    running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, preexec_fn=heard)
     assert running.stdout.readline() == b"here\n"
     running.send_signal(signal.SIGINT)
     _, err = running.communicate(timeout=30)

@@ -167,7 +167,9 @@ def resolve_overrides(graph: Graph, overrides: Overrides) -> dict[str, dict[str,
                 hint="name a layer with weights, or say activation_bits, rule or method about its result",
             )
         for node in nodes:
-            out[node.name] = over(out.pop(node.name, {}), choices)
+            taken = over(out.pop(node.name, {}), choices)
+            # of a group that shares one kernel, only the layer with weights has a word about them
+            out[node.name] = {k: v for k, v in taken.items() if k not in OF_WEIGHTS or has_weights(node.op)}
     return out
 
 

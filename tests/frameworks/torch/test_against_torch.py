@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from chipfit.engine.run import run
+from chipfit.frameworks.torch.call import _NEUTRAL
 from chipfit.frameworks.torch.capture import capture
 from chipfit.frameworks.torch.read import READERS
 from chipfit.graph.ir import OPAQUE
@@ -1019,7 +1020,7 @@ def test_every_argument_of_every_overload_is_looked_at(read, refused):
         first.setdefault(f, name)
     for _, f, schema, seen, _ in [*read.readings, *refused.readings]:
         key = first[f], f"{schema.name}.{schema.overload_name}"
-        asked[key] |= seen
+        asked[key] |= seen | set(_NEUTRAL.split())
         arguments[key] |= {a.name for a in schema.arguments}
     unseen = {
         key: left
