@@ -167,3 +167,12 @@ def test_a_norm_of_zeros_does_not_divide_by_the_zero_of_a_grid(platform):
     got = result.model(x)
     assert torch.isfinite(got).all() and cosine(got, model(x)) > 0.99
     assert result.verify([x]).sound
+
+
+def test_a_part_of_a_split_that_nobody_reads_does_not_keep_the_others_in_float():
+    class Half(nn.Module):
+        def forward(self, x):
+            return torch.split(x, 2, 1)[0] + 1
+
+    result = chipfit.quantize(Half(), [torch.randn(2, 4, 8, 8)], platform="ort_cpu", progress=False)
+    assert result.plan.quantized(result.graph.nodes[0].outputs[0])

@@ -26,7 +26,7 @@ GUARD_WHY = "it is kept away from 0, which is a code of every grid"
 
 
 def unrounded(graph: Graph) -> dict[str, str]:
-    """The float values that no grid may hold, and why; all others may be quantized."""
+    """The float values that no grid may hold, and why; all others may be quantized, those that nobody reads too."""
     given, producers = _given(graph), graph.producers()
     masked, masks = _masks(graph, given, producers)
     use = dict.fromkeys(graph.outputs, _REAL)
@@ -38,7 +38,7 @@ def unrounded(graph: Graph) -> dict[str, str]:
     exact = {
         v: EXACT_WHY
         for v in graph.values
-        if graph.is_float(v) and use.get(v, _EXACT) <= (_COMPARED if v in given else _EXACT)
+        if v in use and graph.is_float(v) and use[v] <= (_COMPARED if v in given else _EXACT)
     }
     return exact | masked | _guarded(graph, producers)
 
