@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import chipfit
+from chipfit.engine.run import run
+from chipfit.frameworks.torch.capture import capture
 
 
 class Positional(nn.Module):
@@ -40,3 +42,13 @@ def test_open_signatures(model, named):
     run = lambda m: m(**other) if named else m(*other)
     assert (run(result.model) - run(network)).abs().max() < 0.2
     assert result.verify([other]).exact
+
+
+def test_a_tensor_given_twice_is_two_inputs():
+    class Difference(nn.Module):
+        def forward(self, x, y):
+            return 2 * x - y
+
+    x = torch.randn(3, 4)
+    graph = capture(Difference(), (x, x))
+    assert torch.equal(run(graph, [x, 3 * x])[graph.outputs[0]], 2 * x - 3 * x)

@@ -66,8 +66,10 @@ def capture(
 
 
 def _single(x: Any) -> Any:
-    """Data in float32, whatever float they are."""
-    return x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+    """Data in float32, whatever float they are, each a tensor of its own: one given twice would be read as one input."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return x.detach().float() if x.is_floating_point() else x.detach()
 
 
 def _twin(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
