@@ -15,6 +15,7 @@ import torch
 #: held while torch.export, torch.onnx or Keras trace: they change filters of warnings, loggers and tables for a while
 TRACING = threading.RLock()
 _LOCK = threading.Lock()
+_LARGEST = (1 << 63) - 1  #: seed that every generator takes
 _INSIDE: list[Callable[[], None]] = []  #: what gives the caller's generators back, once for each call that runs
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -64,7 +65,7 @@ def undisturbed(f: F) -> F:
     @functools.wraps(f)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         seed = kwargs.get("seed", 0)
-        with seeded(seed if isinstance(seed, int) else 0):  # anything else is refused by the function itself
+        with seeded(seed & _LARGEST if isinstance(seed, int) else 0):  # what is no seed, the function itself refuses
             return f(*args, **kwargs)
 
     return wrapped  # type: ignore[return-value]  # the same signature

@@ -66,7 +66,7 @@ def capture(
 
 
 def _single(x: Any) -> Any:
-    """Data in float32, whatever float they are, each a tensor of its own: one given twice would be read as one input."""
+    """Data in float32, whatever float they are; each a tensor of its own, for one given twice is read as one input."""
     if not isinstance(x, torch.Tensor):
         return x
     return x.detach().float() if x.is_floating_point() else x.detach()
