@@ -124,7 +124,10 @@ def test_a_bias_that_its_grid_would_clip_stays():
         name="bias",
         role="bias",
         stored=Stored(
-            format="", grid=Grid(bits=8, qmin=-128, qmax=127), scale=torch.tensor(0.01), zero_point=torch.tensor(0)
+            format="",
+            grid=Grid(bits=8, qmin=-128, qmax=127),
+            scale=torch.tensor(0.01),
+            zero_point=torch.tensor(0, dtype=torch.int32),
         ),
     )
     plan = replace(plan, tensors={**plan.tensors, "bias": narrow})

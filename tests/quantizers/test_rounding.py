@@ -91,7 +91,7 @@ def test_a_range_is_searched_for_the_rule_that_the_chip_has():
     x = torch.rand(1, 4000, generator=torch.Generator().manual_seed(0)) * 10
     scales = {r: float(choose(x, grid(r, bits=3, qmin=-4, qmax=3), rule="mse").scale) for r in ("half_even", "trunc")}
     assert scales["trunc"] != scales["half_even"]
-    s, z = torch.tensor(scales["trunc"]), torch.tensor(0)
+    s, z = torch.tensor(scales["trunc"]), torch.tensor(0, dtype=torch.int32)
 
     def error(scale: float) -> float:
         return float(
@@ -103,4 +103,6 @@ def test_a_range_is_searched_for_the_rule_that_the_chip_has():
 
 def test_an_unknown_rule_is_refused():
     with pytest.raises(PlanError, match="half_even"):
-        Stored(format="a8", grid=grid("half_odd"), scale=torch.tensor(1.0), zero_point=torch.tensor(0))
+        Stored(
+            format="a8", grid=grid("half_odd"), scale=torch.tensor(1.0), zero_point=torch.tensor(0, dtype=torch.int32)
+        )

@@ -66,7 +66,9 @@ def test_a_histogram_spans_what_was_seen_and_its_shares_add_up(line):
 
 def test_clipping_is_the_share_of_values_outside_the_grid(line):
     name = line.graph.inputs[0]
-    narrow = line.plan.tensors[name].with_(scale=torch.tensor(0.7 / 255), zero_point=torch.tensor(0))  # 0 .. 0.7
+    narrow = line.plan.tensors[name].with_(
+        scale=torch.tensor(0.7 / 255), zero_point=torch.tensor(0, dtype=torch.int32)
+    )  # 0 .. 0.7
     plan = replace(line.plan, tensors={**line.plan.tensors, name: narrow})
     (seen,) = chipfit.Result(line.graph, plan, line.platform, line.stats).report.inputs
     assert seen.clipped == pytest.approx(0.01)  # the row of ones

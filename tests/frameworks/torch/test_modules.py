@@ -95,6 +95,6 @@ def test_the_mode_is_not_part_of_the_state():
 
 def test_a_bias_is_rounded_to_the_product_of_the_scales():
     int32 = Grid(bits=32, qmin=-(2**31), qmax=2**31 - 1)
-    stored = Stored(format="", grid=int32, scale=torch.tensor(1.0), zero_point=torch.tensor(0))
+    stored = Stored(format="", grid=int32, scale=torch.tensor(1.0), zero_point=torch.tensor(0, dtype=torch.int32))
     b = BiasQuantizer("b", stored)
     assert b(torch.tensor([1.1, -1.1]), torch.tensor([0.25, 0.5])).tolist() == [1.0, -1.0]
