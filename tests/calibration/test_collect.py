@@ -26,8 +26,9 @@ def seen(batches=BATCHES, need=None):
     return stats
 
 
-def test_the_range_is_that_of_all_batches():
-    s = seen()
+@pytest.mark.parametrize("batches", [BATCHES, BATCHES[::-1]], ids=["greatest last", "greatest first"])
+def test_the_range_is_that_of_all_batches(batches):
+    s = seen(batches)
     assert (s.low, s.high, s.count, s.batches) == (-4.0, 7.0, 12, 3)
 
 
