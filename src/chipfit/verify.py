@@ -490,8 +490,8 @@ class _Comparison:
             )
         before: dict[str, Any] = {}
         alone = self._simulated(inputs, codes, before)
-        for name, q in codes.items():
-            row = next(r for r in self.out.rows if r.tensor == name)
+        for row in (r for r in self.out.rows if r.tensor in codes):
+            name, q = row.tensor, codes[row.tensor]
             row.why = "" if q.numel() or row.elements else "empty"
             row.add(
                 q, free[name], alone[name], reals[name], self.plan[name], before.get(name) if row.float_ops else None
