@@ -6,7 +6,7 @@ BIN := .venv/bin
 QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 WORKERS ?= 2
 
-.PHONY: help setup demo test test-all check format docs bench fuzz random mutants kills clean
+.PHONY: help setup demo test test-all check format docs bench bench-qat snapshots fuzz random mutants kills clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -40,12 +40,20 @@ test-all: check ## the same, with the slow tests: model zoo, many random network
 	$(QUIET) $(BIN)/pytest -q -n $(WORKERS)
 
 docs: setup ## write the generated pages again: support table, JSON Schema of platform files
-	$(BIN)/python -m chipfit.platform.support docs
+	$(BIN)/python docs/generate.py
+
+snapshots: setup ## write anew what the tests compare results with: for a change of results that was meant
+	$(QUIET) $(BIN)/python -m tests.snapshots.test_snapshots
+	$(QUIET) KERAS_BACKEND=torch $(BIN)/python -m tests.snapshots.test_keras_snapshots
 
 bench: setup ## time and memory against the limits, and the exactness table
 	$(BIN)/python benchmarks/ptq_speed.py
 	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/import_time.py
+
+bench-qat: setup ## what training with rounding costs, and the accuracy that it returns in 4 and 3 bits (hours)
+	$(BIN)/python benchmarks/qat_speed.py --compiled
+	$(BIN)/python benchmarks/qat.py
 
 fuzz: setup ## 10,000 cases of bad input: SEED=, MINUTES= and CASES= choose others
 	$(QUIET) $(BIN)/python -m benchmarks.fuzz --seed $(or $(SEED),0) --minutes $(or $(MINUTES),60) --cases $(or $(CASES),10000)

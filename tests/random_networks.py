@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import multiprocessing
 import os
 import random
 import sys
@@ -430,8 +431,12 @@ class Outcome:
 @cache
 def platforms(runtime: str) -> list[str]:
     """The built-in platforms that a runtime proves, with their revisions."""
-    found = [load(name) for name in names()]
-    return [f"{p.name}@{tag}" if tag else p.name for p in found if runtime in p.runtimes for tag in p.arch or ("",)]
+    found = [p for p in map(load, names()) for r in p.runtimes[:1] if _suffix(r) == RUNTIMES[runtime]]
+    return [f"{p.name}@{tag}" if tag else p.name for p in found for tag in p.arch or ("",)]
+
+
+def _suffix(runtime: str) -> str:
+    return str(entry("runtime", runtime).declares.suffix)
 
 
 def check(seed: int, runtime: str) -> Outcome:
@@ -456,7 +461,7 @@ def check(seed: int, runtime: str) -> Outcome:
         with tempfile.TemporaryDirectory() as folder:
             path = export(result.graph, plan, Path(folder) / f"model{RUNTIMES[runtime]}", result.platform)
             for r in result.platform.runtimes:
-                if entry("runtime", r).declares.suffix == RUNTIMES[runtime]:
+                if _suffix(r) == RUNTIMES[runtime]:
                     args = result.graph, plan, result.platform, data[2:]
                     out.checks.append(verify(*args, runtime=r, path=path))
     except chipfit.errors.RuntimeUnavailable as e:  # the file is written, and the runtime refuses it: our fault
@@ -472,6 +477,22 @@ def check(seed: int, runtime: str) -> Outcome:
         if not found.integers:
             out.faults.append(f"{found.runtime}: nothing was compared")
     return out
+
+
+def apart(seed: int, runtime: str, work: Callable[[int, str], Outcome] = check) -> Outcome:
+    """`check` in a process of its own: a runtime that ends it is a fault of that network, and not the end."""
+    fork = multiprocessing.get_context("fork")
+    receiving, sending = fork.Pipe(duplex=False)
+    process = fork.Process(target=lambda: sending.send(work(seed, runtime)))
+    process.start()
+    sending.close()
+    try:
+        return receiving.recv()
+    except EOFError:
+        process.join()
+        return Outcome(seed, "?", faults=[f"the process ended with exit status {process.exitcode}"])
+    finally:
+        process.join()
 
 
 @dataclass
@@ -550,7 +571,7 @@ def main() -> int:
         for k in range(args.first, args.first + args.count):
             if time.perf_counter() - start > 60 * args.minutes:
                 break
-            tally.outcomes.append(check(args.seed * 1_000_000 + k, runtime))
+            tally.outcomes.append(apart(args.seed * 1_000_000 + k, runtime))
             for line in tally.outcomes[-1].faults:
                 print(f"network {tally.outcomes[-1].seed} on {tally.outcomes[-1].platform}: {line[:400]}", flush=True)
         print(

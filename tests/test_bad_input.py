@@ -388,6 +388,7 @@ def test_a_deployed_file_of_garbage_is_refused(tmp_path, content, runtime, suffi
         ({"z_threshold": float("nan")}, ConfigError, "'z_threshold' is not understood"),
         ({"rule": list}, ConfigError, "no range rule"),
         ({"rule": [1]}, ConfigError, "no range rule"),
+        ({"weight_rule": torch.relu}, ConfigError, "no range rule"),
         ({"rule": lambda sample: sample}, ConfigError, "no range rule"),
         ({"rule": lambda sample, grid: 3}, DataError, "returned no range"),
         ({"rule": "lp(p='x')"}, ConfigError, "Setting 'p'"),
@@ -419,6 +420,7 @@ def test_an_option_of_another_kind_is_refused(options, error, words):
     "data, words",
     [
         (lambda extra: [X], "needs arguments"),
+        (torch.relu, "needs arguments"),
         ([np.array([["a"]])], "something else than numbers"),
         ([np.array([object()])], "something else than numbers"),
         ([X.to_sparse()], "without plain numbers"),

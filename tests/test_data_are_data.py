@@ -121,7 +121,7 @@ def test_a_saved_structure_imports_no_class(result, tmp_path, trap, field, kind)
     tree = json.dumps([1, {"type": kind, "context": json.dumps("trap.Thing"), "children_spec": [leaf]}])
 
     def change(graph):
-        graph[field] = json.dumps({**json.loads(graph[field]), "tree": tree, "plain": tree, "captured": "trap.Thing"})
+        graph[field] = json.dumps({**json.loads(graph[field]), "plain": tree, "captured": "trap.Thing"})
 
     got = load(tampered(result, tmp_path, change)).model(X)
     assert (got if field == "in_spec" else {"y": got[0]})["y"].shape == (4, 4)
@@ -298,6 +298,47 @@ def test_a_program_calls_only_what_is_listed(program, trap, change):
     with pytest.raises(CaptureError):
         capture(load_program(edited(program[1], "models/model.json", change)), *CALL)
     assert not trap.exists()
+
+
+MALFORMED = {
+    "nodes that are a number": (lambda d: d["graph_module"]["graph"].update(nodes=3), "graph.nodes' is malformed"),
+    "an operator without name": (lambda d: node(d).update(target=None), "target' is malformed"),
+    "a type in a list": (lambda d: node(d)["inputs"][0].update(arg={"as_scalar_type": [7]}), "as_scalar_type' is malf"),
+    "a number in words": (lambda d: node(d)["inputs"][0].update(arg={"as_float": "much"}), "as_float' is malformed"),
+    "a shape below zero": (lambda d: shapes(d)["x"]["sizes"][1].update(as_int=-3), "as_int' is malformed"),
+    "a signature of text": (lambda d: call(d).update(signature="x"), "signature' is malformed"),
+    "no signature": (lambda d: call(d).update(signature=None), "not a program that torch.export.save wrote"),
+    "names of arguments as numbers": (lambda d: call(d)["signature"].update(forward_arg_names=[1]), "names.0' is malf"),
+    "arguments that are one": (lambda d: call(d)["signature"].update(in_spec=LEAF), "not a program that torch.export"),
+}
+LEAF = json.dumps([1, {"type": None, "context": None, "children_spec": []}])
+
+
+def shapes(d):
+    return d["graph_module"]["graph"]["tensor_values"]
+
+
+def call(d):
+    return d["graph_module"]["module_call_graph"][0]
+
+
+@pytest.mark.parametrize("change, words", MALFORMED.values(), ids=MALFORMED)
+def test_a_program_whose_tables_are_others_is_refused(program, change, words):
+    with pytest.raises(CaptureError, match=words):
+        load_program(edited(program[1], "models/model.json", change))
+
+
+class Masked(nn.Module):
+    """Infinities among the arguments of calls, which a file holds as texts."""
+
+    def forward(self, x):
+        return torch.softmax(x.masked_fill(x > 0, float("-inf")).clamp(max=float("inf")), 1)
+
+
+def test_infinities_in_a_program_are_numbers(tmp_path):
+    x = torch.tensor([[1.0, -1.0, -2.0]])
+    torch.export.save(torch.export.export(Masked().eval(), (x,)), tmp_path / "masked.pt2")
+    assert torch.equal(load_program(tmp_path / "masked.pt2")(x), Masked()(x))
 
 
 def test_symbols_and_origins_of_a_program_are_texts(program, trap):

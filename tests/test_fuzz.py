@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import zipfile
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,13 +17,21 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("keras")
 
 from benchmarks.fuzz import sense
-from benchmarks.fuzz.__main__ import run
-from benchmarks.fuzz.run import Case, all_of, one
+from benchmarks.fuzz.__main__ import KINDS, plan, run, share
+from benchmarks.fuzz.run import Case, all_of
 from torch import nn
 
 import chipfit
 from chipfit.cli.inputs import load_model
-from chipfit.errors import CaptureError, DataError, PlanError, PlatformError
+from chipfit.errors import (
+    CaptureError,
+    ChipfitError,
+    DataError,
+    ModelingError,
+    PlanError,
+    PlatformError,
+    RuntimeUnavailable,
+)
 from chipfit.plan.record import Plan, TensorPlan
 
 
@@ -69,7 +79,8 @@ def sound(case: Case) -> None:
     ],
 )
 def test_what_a_case_does_is_told_apart(planted, what):
-    assert one("planted", planted, 0, seed=1, limit=0.3).what == what
+    (outcome,) = all_of({"planted": planted}, [("planted", 0)], seed=1, limit=1)  # the alarm rings in a fork
+    assert outcome.what == what
 
 
 def test_a_case_that_ends_the_process_is_told_and_the_next_ones_still_run():
@@ -85,11 +96,18 @@ def test_the_same_seed_draws_the_same_case_and_another_seed_another(tmp_path):
     assert numbers(7) == numbers(7) != numbers(8)
 
 
-@pytest.mark.parametrize("kind, cases", [("platforms", 100), ("models", 80)])
-def test_drawn_files_end_in_a_result_or_in_a_refusal(kind, cases):
-    outcomes = run(seed=777001, cases=cases, minutes=2, limit=20, only=kind)
-    assert [o for o in outcomes if o.failed] == [] and len(outcomes) == cases
-    assert {o.what for o in outcomes} == {"accepted", "refused"}
+def test_drawn_input_of_every_kind_ends_in_a_result_or_in_a_refusal():
+    outcomes = run(seed=1001, cases=300, minutes=30, limit=60)
+    assert [o for o in outcomes if o.failed] == [] and len(outcomes) == 300
+    for kind in KINDS:
+        assert {o.what for o in outcomes if o.kind == kind} == {"accepted", "refused"}
+
+
+def test_several_processes_share_the_cases_and_go_on_where_they_stopped():
+    whole = plan(1000)
+    parts = [share(whole, f"{k}/3", 0) for k in (1, 2, 3)]
+    assert sorted(x for p in parts for x in p) == sorted(whole) and max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert share(whole, "2/3", 10) == parts[1][10:] and {k for k, _ in parts[2]} == set(KINDS)
 
 
 # ------------------------------------------------------------------------------------------- what drawing has found
@@ -99,6 +117,10 @@ def test_drawn_files_end_in_a_result_or_in_a_refusal(kind, cases):
     "platform, change, words",
     [
         ("k210", lambda d: d["formats"]["w8"].update(zero=[]), "zero is an empty set"),
+        ("inc_tensorflow", lambda d: d["math"].update(acc=[{"bits": 32}, {"bits": -32}]), "greater than or equal to 1"),
+        ("axis_artpec9", lambda d: d["ops"][0].update(where={"channels": {"min": math.nan}}), "where.channels is nan"),
+        ("qnn_htp", lambda d: d["ops"][0]["rules"][0].update(eq=10**400), "an integer of 1329 bits"),
+        ("xnnpack", lambda d: d["ops"][0]["rules"][0]["mono"].update(in0=10**400), "less than or equal to 8"),
         ("coreml", lambda d: d["formats"]["p4q"]["lut"].update(value_bits=-1), "value_bits"),
     ],
 )
@@ -110,6 +132,53 @@ def test_a_format_that_holds_nothing_is_refused(tmp_path, platform, change, word
     (tmp_path / "chip.yaml").write_text(yaml.safe_dump(data))
     with pytest.raises(PlatformError, match=words):
         chipfit.load_platform(tmp_path / "chip.yaml")
+
+
+@pytest.mark.parametrize("platform", ["tflite_int8", "ort_cpu"])
+def test_numbers_that_would_overflow_inside_a_kernel_are_refused_before_a_runtime_meets_them(platform):
+    x = torch.randn(4, 4)
+    with pytest.raises(DataError, match="too large for any kernel"):  # LiteRT ends the process on such a sum
+        chipfit.quantize(nn.Linear(4, 4), [x * 1e35], platform, progress=False)
+    assert chipfit.quantize(nn.Linear(4, 4), [x * 1e20], platform, progress=False).verify([x * 1e20]).sound
+
+
+def test_a_batch_of_nothing_proves_nothing():
+    x = torch.randn(4, 4)
+    result = chipfit.quantize(nn.Linear(4, 4), [x], "ort_cpu", progress=False)
+    with pytest.raises(DataError):
+        result.verify([x[:0]])
+
+
+def test_a_saved_bias_of_another_length_is_refused(tmp_path):
+    from chipfit.plan.trial import demand_runs
+
+    result = chipfit.quantize(nn.Sequential(nn.Conv2d(3, 4, 3)), [torch.randn(2, 3, 6, 6)], "ort_cpu", progress=False)
+    graph = result.graph.copy()
+    demand_runs(graph)
+    graph.weights = {name: w[:1] if w.dim() == 1 else w for name, w in graph.weights.items()}
+    with pytest.raises(PlanError, match=r"has the shape \[1\], not \[4\]"):
+        demand_runs(graph)
+    image = result.graph.copy()
+    name = image.inputs[0]
+    image.values = {**image.values, name: replace(image.values[name], shape=(None, 3, 6, 6, None, 3))}
+    with pytest.raises(PlanError, match="a weight of 4 axes for 6"):
+        demand_runs(image)
+    soft = chipfit.quantize(nn.Softmax(-1), [torch.randn(2, 4)], "imx500", progress=False).graph.copy()
+    demand_runs(soft)
+    soft.nodes = [n.with_(attrs={**n.attrs, "axis": 64}) for n in soft.nodes]
+    with pytest.raises(PlanError, match="is 64, and it works on 2 axes"):  # torch's kernel without numbers takes it
+        demand_runs(soft)
+
+
+def test_a_saved_platform_without_a_revision_that_it_uses_is_refused():
+    from chipfit.platform.load import demand_consistent
+
+    platform = chipfit.load_platform("ort_cpu")
+    demand_consistent(platform, "platform.json")
+    with pytest.raises(PlatformError, match="no revision named .VNNI."):
+        demand_consistent(platform.model_copy(update={"arch": ("AVX2", "V")}), "platform.json")
+    with pytest.raises(ChipfitError, match="named 'V'"):
+        demand_consistent(platform.model_copy(update={"arch_selected": "V"}), "platform.json")
 
 
 @pytest.mark.parametrize(
@@ -141,6 +210,48 @@ def test_a_name_that_no_disk_can_have_is_no_model(ending):
         load_model(f"{'a' * 5000}.{ending}")
 
 
-def test_a_name_that_no_disk_can_have_is_no_platform():
+def test_a_name_that_no_disk_can_have_is_no_platform(tmp_path):
     with pytest.raises(PlatformError):
         chipfit.load_platform(f"{'a' * 5000}.yaml")
+    (tmp_path / "chip.yaml").write_text(yaml.safe_dump({"name": "chip", "extends": "a" * 5000}))
+    with pytest.raises(PlatformError, match="does not exist"):
+        chipfit.load_platform(tmp_path / "chip.yaml")
+    with pytest.raises(ModelingError):
+        chipfit.target_platform.load_target_platform_capabilities(f"{'a' * 5000}.json")
+
+
+def test_a_litert_file_without_a_network_is_refused_before_it_ends_the_process(tmp_path):
+    from ai_edge_litert import schema_py_generated as schema
+
+    x, file = torch.randn(2, 4), tmp_path / "m.tflite"
+    result = chipfit.quantize(nn.Sequential(nn.Linear(4, 2)), [x], "tflite_int8", progress=False)
+    content = bytearray(result.export(file).read_bytes())
+    model = schema.Model.GetRootAs(content, 0)._tab.Pos
+    fields = model - int.from_bytes(content[model : model + 4], "little", signed=True)
+    content[fields + 8 : fields + 10] = b"\0\0"  # "subgraphs", the third field of the schema's Model, is absent
+    file.write_bytes(content)
+    with pytest.raises(RuntimeUnavailable, match="holds no network"):
+        result.verify([x], path=file)
+    content[0:4] = (0x80000000).to_bytes(4, "little")  # the root lies beyond the file
+    file.write_bytes(content)
+    with pytest.raises(RuntimeUnavailable, match="LiteRT refuses the file"):
+        result.verify([x], path=file)
+
+
+@pytest.mark.parametrize("what", ["output", "note"])
+def test_a_litert_file_that_points_beyond_itself_is_refused(tmp_path, what):
+    import flatbuffers
+    from ai_edge_litert import schema_py_generated as schema
+
+    x, file = torch.randn(2, 4), tmp_path / "m.tflite"
+    result = chipfit.quantize(nn.Sequential(nn.Linear(4, 2)), [x], "tflite_int8", progress=False)
+    model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(result.export(file).read_bytes(), 0))
+    if what == "output":
+        model.subgraphs[0].outputs = [999]
+    else:
+        model.metadata[0].buffer = 999
+    builder = flatbuffers.Builder(1024)
+    builder.Finish(model.Pack(builder), file_identifier=b"TFL3")
+    file.write_bytes(bytes(builder.Output()))
+    with pytest.raises(RuntimeUnavailable):
+        result.verify([x], path=file)

@@ -100,7 +100,7 @@ def test_the_pinned_versions_satisfy_the_package_metadata():
 #: rooms from the bottom up: each may import those before it
 LAYERS = (
     "errors screen registry files quantizers graph engine calibration ranges platform plan decide passes correction "
-    "frameworks export simulate runtimes verify report settings steps pipeline facade cli"
+    "frameworks export simulate runtimes verify report settings steps pipeline training facade cli"
 ).split()
 #: room -> rooms below it of which it knows nothing all the same
 STRANGERS = {
@@ -118,7 +118,10 @@ CROSSINGS = {
     "passes/give_biases.py imports platform",
 }
 #: modules that repeat the documents' names, and the package's own door
-DOORS = {"__init__", "_version", "core", "framework_info", "hardware_representation", "ptq", "target_platform"}
+DOORS = set(
+    "__init__ _version constants core framework_info hardware_representation ptq qat quantize_fx "
+    "target_platform target_platform_capabilities trainable_infrastructure".split()
+)
 
 
 def statements(source: str, *, typing: bool) -> list[ast.AST]:
@@ -200,7 +203,7 @@ def test_a_circle_through_a_function_is_found():
 
 # ---------------------------------------------------------------- size
 
-LINES_OF_CODE = 18_400  #: the most that src/chipfit may have
+LINES_OF_CODE = 21_525
 TOP_LEVEL = 15  #: modules beside the documents' doors
 #: files that may name one operator: a row in the table, a kernel, a row for each reader and writer
 FILES_PER_OPERATOR = 9

@@ -388,3 +388,8 @@ def test_the_page_about_settings_names_every_one_of_them():
     page = (Path(__file__).parents[1] / "docs" / "settings.md").read_text()
     named = [*known(), *CHOICES, *vars(QuantizationConfig())]
     assert [n for n in named if f"`{n}`" not in page] == []
+
+
+def test_every_setting_is_off_unless_asked_for():
+    assert {s.default for s in known().values()} <= {False, None}
+    assert Settings() == Settings(collapse_linear=False) and Settings().to_record() == {}

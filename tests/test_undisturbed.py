@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from chipfit.engine.process import undisturbed
 from chipfit.pipeline import lint, quantize
 
 
@@ -115,3 +116,10 @@ def test_the_hash_of_the_data_tells_them_apart(change):
     told = [quantize(plain(), b, progress=False).plan.provenance["data_sha256"] for b in (BATCHES, BATCHES, change())]
     assert told[0] == told[1] != told[2]
     json.dumps(told)
+
+
+def test_every_bit_of_a_seed_counts():
+    drawn = {}
+    for seed in (0, 1, 1 << 40, 1 << 62):
+        drawn[seed] = undisturbed(lambda *, seed: random.random())(seed=seed)  # torch takes 32 bits on a CPU
+    assert len(set(drawn.values())) == len(drawn)

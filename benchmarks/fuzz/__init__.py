@@ -1,6 +1,7 @@
 """Bad input drawn at random: does everything end in a result that makes sense, or in an error that says what to do?
 
     python -m benchmarks.fuzz --seed 7 --cases 10000 --minutes 60
+    python -m benchmarks.fuzz --seed 7 --cases 10000 --part 2/2 --first 700  # half of them, from its case 700 on
     python -m benchmarks.fuzz --seed 7 --only saved:1234        # one case again, with what was drawn and the traceback
 
 Kinds of input: saved results, platform files, chips described in Python, calibration data, model files, command lines.

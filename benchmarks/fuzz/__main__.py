@@ -46,11 +46,19 @@ def prepare(kinds: set[str]) -> None:
         model_files()
 
 
-def run(seed: int, cases: int, minutes: float, limit: float, only: str = "") -> list[Outcome]:
+def share(todo: list[tuple[str, int]], part: str, first: int) -> list[tuple[str, int]]:
+    """What one of several processes does ("2/3": the second of three), from its case `first` on."""
+    k, _, n = part.partition("/")
+    return todo[int(k) - 1 :: int(n)][first:]
+
+
+def run(
+    seed: int, cases: int, minutes: float, limit: float, only: str = "", part: str = "1/1", first: int = 0
+) -> list[Outcome]:
     """Run cases and print failures as they come."""
     end = time.monotonic() + 60 * minutes
     kinds = {k: f for k, (f, _) in KINDS.items()}
-    todo = plan(cases, only)
+    todo = share(plan(cases, only), part, first)
     prepare({k for k, _ in todo})
     out = []
     for outcome in all_of(kinds, todo, seed, limit):
@@ -59,7 +67,7 @@ def run(seed: int, cases: int, minutes: float, limit: float, only: str = "") -> 
             print(f"{outcome.what}: {outcome.detail}\n    {'; '.join(outcome.notes)}")
             print(f"    python -m benchmarks.fuzz --seed {seed} --only {outcome.kind}:{outcome.index}", flush=True)
         if time.monotonic() > end:
-            print(f"time is up after {len(out)} of {len(todo)} cases")
+            print(f"time is up after {len(out)} of {len(todo)} cases; --first {first + len(out)} goes on")
             break
     return out
 
@@ -85,6 +93,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--limit", type=float, default=20, help="of one case [s]")
     parser.add_argument("--only", default="", help="KIND, or KIND:INDEX to see one case")
+    parser.add_argument("--part", default="1/1", help="K/N: the K-th of N processes that share the cases")
+    parser.add_argument("--first", type=int, default=0, help="cases of the part that were run before, and are left out")
     given = parser.parse_args()
     try:
         if ":" in given.only:
@@ -94,7 +104,7 @@ def main() -> int:
             print(outcome.what, outcome.detail, *outcome.notes, sep="\n    ")
             return int(outcome.failed)
         start = time.monotonic()
-        outcomes = run(given.seed, given.cases, given.minutes, given.limit, given.only)
+        outcomes = run(given.seed, given.cases, given.minutes, given.limit, given.only, given.part, given.first)
         print(f"seed {given.seed}, {len(outcomes)} cases in {time.monotonic() - start:.0f} s\n{table(outcomes)}")
         return int(any(o.failed for o in outcomes))
     finally:

@@ -40,36 +40,60 @@ MEMORY = 3 << 30
 
 _ORT = tuple(x for x in vars(onnxruntime_pybind11_state).values() if isinstance(x, type) and issubclass(x, Exception))
 _ZIP = (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError)
-#: file of chipfit -> exceptions that its refusals may come from, since that is how the thing it asks says no
+#: function of chipfit -> exceptions that its refusals may come from, since that is how the thing it asks says no
 FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
-    "platform/read.py": (yaml.YAMLError,),
-    "platform/load.py": (pydantic.ValidationError,),
-    "facade/checks.py": (pydantic.ValidationError,),
-    "files.py": (OSError, ValueError, RecursionError),
-    "calibration/data.py": (StopIteration, RecursionError, TypeError, ValueError, RuntimeError),  # labels of any kind
-    "calibration/collect.py": (ValueError, RuntimeError),  # torch's, of batches that do not run through the model
-    "plan/saved.py": (OSError, safetensors.SafetensorError, pydantic.ValidationError),
-    "plan/trial.py": (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, ArithmeticError),
-    "engine/trees.py": (ValueError, RecursionError),
-    # a zip archive of tables with another program's schema, read by their keys, and raw bytes for torch
-    "frameworks/torch/archive.py": (*_ZIP, LookupError, TypeError, ValueError, AttributeError, RuntimeError),
-    "frameworks/keras/files.py": (*_ZIP, ValueError, KeyError, RecursionError),
-    "runtimes/onnxruntime.py": (OSError, DecodeError, UnicodeDecodeError, *_ORT),  # names in the file
-    "runtimes/litert.py": (OSError, ValueError, RuntimeError),
-    "export/onnx/writer.py": (onnx.checker.ValidationError, onnx.shape_inference.InferenceError),
-    "export/onnx/opaque.py": (torch.onnx.OnnxExporterError, RuntimeError),
-    "cli/inputs.py": (OSError, ValueError, zipfile.BadZipFile, zlib.error),
+    "platform/read.py:__init__": (yaml.YAMLError,),
+    "files.py:_typed": (OSError, ValueError),
+    "files.py:read_text": (OSError, ValueError),
+    "files.py:open_zip": (OSError, ValueError),
+    "files.py:reading": (OSError,),
+    "files.py:parse_json": (ValueError, RecursionError),
+    "calibration/data.py:_called": (TypeError,),  # of a signature
+    "calibration/data.py:first_batch": (StopIteration,),
+    "calibration/data.py:_tensor": (TypeError,),  # torch's, of arrays
+    "calibration/data.py:_call": (RecursionError,),
+    "calibration/data.py:_classes": (TypeError, ValueError, RuntimeError),  # torch's, of labels of any kind
+    "calibration/collect.py:see": (ValueError,),
+    "calibration/collect.py:_run_checked": (RuntimeError,),  # torch's, of batches that do not run through the model
+    "plan/plain.py:demand": (pydantic.ValidationError,),
+    "plan/saved.py:_platform": (pydantic.ValidationError,),
+    "plan/saved.py:_guarded": (OSError, UnicodeDecodeError, safetensors.SafetensorError),
+    # what torch's kernels raise of the attributes, shapes and types of a file
+    "plan/trial.py:demand_runs": (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        AssertionError,
+    ),
+    "engine/trees.py:read_tree": (ValueError, RecursionError),
+    # a zip archive; names of values and weights that nothing has; raw bytes for torch
+    "frameworks/torch/archive.py:load": (*_ZIP, LookupError, ValueError, RuntimeError),
+    "frameworks/keras/files.py:_check": (*_ZIP, ValueError, KeyError, RecursionError),
+    "runtimes/onnxruntime.py:__init__": (UnicodeDecodeError, *_ORT),  # names in the file
+    "runtimes/onnxruntime.py:read": (DecodeError, onnx.checker.ValidationError),
+    "runtimes/litert.py:__init__": (ValueError, RuntimeError),
+    "export/onnx/writer.py:export_onnx": (onnx.checker.ValidationError, onnx.shape_inference.InferenceError),
+    "export/onnx/opaque.py:splice": (torch.onnx.OnnxExporterError, RuntimeError),
+    "cli/inputs.py:_load_weights": (RuntimeError, safetensors.SafetensorError),
+    "cli/inputs.py:_npz": (*_ZIP, ValueError, RuntimeError),
+    "cli/inputs.py:_images": (OSError, ValueError, SyntaxError, EOFError),
+    "ranges/__init__.py:rule_of": (SyntaxError, ValueError, TypeError),
 }
-#: files of chipfit that call code of the user or of a library, which raises what it likes: any exception that arises
-#: outside of chipfit may stand behind their refusals
+#: functions of chipfit that call code of the user or of a library, which raises what it likes: any exception that
+#: arises outside of chipfit may stand behind their refusals
 FOREIGN: tuple[str, ...] = (
-    "frameworks/torch/capture.py",
-    "frameworks/torch/export.py",
-    "frameworks/keras/capture.py",
-    "frameworks/keras/files.py",
-    "frameworks/keras/opaque.py",
-    "cli/named.py",
-    "verify.py",  # runtimes
+    "frameworks/torch/capture.py:_try_once",
+    "frameworks/torch/export.py:export",
+    "frameworks/keras/capture.py:_in_float32",
+    "frameworks/keras/capture.py:_compare",
+    "frameworks/keras/files.py:load",
+    "frameworks/keras/opaque.py:restored",
+    "cli/named.py:named",
+    "cli/named.py:made",
+    "verify.py:_run",  # runtimes
 )
 
 
@@ -184,8 +208,8 @@ def _file(frame: traceback.FrameSummary) -> str:
 
 
 def _ours(e: BaseException) -> str:
-    """The last file of chipfit that an exception passed on its way out of it, where it was raised."""
-    return next((f for f in (_file(x) for x in reversed(_frames(e))) if f), "")
+    """The innermost function of chipfit that an exception left, where it was raised: "files.py:read_text"."""
+    return next((f"{_file(x)}:{x.name}" for x in reversed(_frames(e)) if _file(x)), "")
 
 
 def _at(e: BaseException) -> str:

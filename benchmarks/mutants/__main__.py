@@ -222,6 +222,7 @@ def main() -> int:
     p.add_argument("--part", default="1/1", help="k/n: every n-th defect, from the k-th")
     p.add_argument("--workers", type=int, default=2)
     p.add_argument("--seconds", type=float, default=25, help="of tests for one defect, at most, as they were traced")
+    p.add_argument("--then", type=float, default=150, help="of other tests, for a defect that those do not notice")
     p.add_argument("--only", default="", help="defects whose file contains this")
     p.add_argument("--again", action="store_true", help="do not go on with an earlier call of the same seed")
     p.add_argument("--survivors", action="store_true", help="try again those that an earlier call did not see noticed")
@@ -262,13 +263,14 @@ def main() -> int:
             pool._wait()
         return out
 
-    def whatever(m: Mutant, key: str, chosen: list[str]) -> Callable[[dict[str, Any]], None]:
+    def whatever(m: Mutant, key: str, chosen: list[str], most: float) -> Callable[[dict[str, Any]], None]:
         started = time.monotonic()
 
         def done(r: dict[str, Any]) -> None:
             if r.get("error"):
                 raise SystemExit(f"{m.file}:{m.line}: the tests could not be run: {r['error']}")
-            results[key] = {**r, "file": m.file, "seconds": round(time.monotonic() - started, 2), "of": len(chosen)}
+            took, before = round(time.monotonic() - started, 2), results.get(key, {"of": 0})["of"]
+            results[key] = {**r, "file": m.file, "seconds": took, "of": before + len(chosen), "most": most}
             with store.open("a") as f:
                 f.write(json.dumps({"key": key, **results[key]}) + "\n")
             how = "hang" if r.get("hang") else f"noticed by {r['by']}" if r["noticed"] else "NOT NOTICED"
@@ -278,17 +280,22 @@ def main() -> int:
 
         return done
 
-    for m in mutants:
-        key = hashlib.sha256(m.diff.encode()).hexdigest()[:16]
-        if key in results:
-            continue
-        if time.monotonic() > until:
-            break
-        chosen = known.choose(m, a.seconds)
-        limit = 60 + 6 * sum(known.seconds[t] for t in chosen)
-        pool.start(lambda m=m, chosen=chosen: attempt(m, chosen, known.seconds), limit, whatever(m, key, chosen))  # type: ignore[misc]
-    while pool.running:
-        pool._wait()
+    for most in (a.seconds, a.then):
+        for m in mutants:
+            key = hashlib.sha256(m.diff.encode()).hexdigest()[:16]
+            if key in results and (results[key]["noticed"] or results[key].get("most", a.seconds) >= most):
+                continue
+            if time.monotonic() > until:
+                break
+            before = set(known.choose(m, a.seconds)) if most > a.seconds else set()
+            chosen = [t for t in known.choose(m, most) if t not in before]
+            if not chosen:
+                continue
+            limit = 60 + 6 * sum(known.seconds[t] for t in chosen)
+            done = whatever(m, key, chosen, most)
+            pool.start(lambda m=m, chosen=chosen: attempt(m, chosen, known.seconds), limit, done)  # type: ignore[misc]
+        while pool.running:
+            pool._wait()
 
     tried = [(m, results[key]) for m in mutants if (key := hashlib.sha256(m.diff.encode()).hexdigest()[:16]) in results]
     noticing = sorted({r["by"] for _, r in tried if r["noticed"] and r["by"] in known.seconds})

@@ -212,6 +212,9 @@ def _excluded(source: str) -> list[_Range]:
                 "TypeVar",
             ):
                 leave(n, "the text of an error")
+            if called == "refuse":  # of a writer: raises, whatever it is told
+                for x in n.args:
+                    leave(x, "the text of an error")
             for k in n.keywords:
                 if called == "zip" and k.arg == "strict":
                     leave(k.value, "a check of equal lengths inside zip")

@@ -12,6 +12,7 @@ import hashlib
 import importlib.abc
 import importlib.machinery
 import json
+import re
 import sys
 import time
 from collections import Counter, defaultdict
@@ -161,7 +162,8 @@ class Table:
         """The tests that should notice, in the order in which they run.
 
         Those that execute the function; of a defect at the level of a module, or in a function that runs when it is
-        imported, those that execute anything of the module. Cheap ones first; of one parametrized test a few before
+        imported, those that execute anything of the module. Cheap ones first, and before them the tests of the module's
+        own room and those whose names share a rare word with the changed lines; of one parametrized test a few before
         the others' rest; no more than `most` seconds of them.
         """
         key = f"{m.file}:{m.within}"
@@ -170,14 +172,21 @@ class Table:
             found = self.by_file[m.file] | found
         if not found:
             found = set(self.seconds)
-        near = _mirrors(m.file)
+        room, own = _mirrors(m.file)
+        changed = "".join(line for line in m.diff.splitlines() if line[:1] in "-+" and line[:3] not in ("---", "+++"))
+        words = _words(f"{m.within} {changed}")
+        told = {t: words & _words(t.partition("::")[2]) for t in found}
+        often = Counter(w for shared in told.values() for w in shared)
         seen: Counter[str] = Counter()
         ranked = []
         for t in sorted(found, key=lambda t: (self.seconds[t], t)):
             stem = t.partition("[")[0]
             seen[stem] += 1
-            own = t.startswith(near)
-            ranked.append((self.seconds[t] * (1 if own else 2) + 0.02 * seen[stem] + 0.05 * (not own), t))
+            weight = 0.25 if t.startswith(own) else 0.5 if t.startswith(room) else 2
+            late = 0.02 * seen[stem] + 0.05 * (weight == 2)
+            if any(often[w] <= max(5, len(found) // 20) for w in told[t]):
+                weight, late = weight / 8, 0.0
+            ranked.append((self.seconds[t] * weight + late, t))
         out, spent = [], 0.0
         for _, t in sorted(ranked):
             if spent + self.seconds[t] <= most or not out:
@@ -186,11 +195,17 @@ class Table:
         return out
 
 
-def _mirrors(file: str) -> tuple[str, ...]:
-    """Beginnings of the names of the tests that belong to a module."""
+def _mirrors(file: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Beginnings of the names of the tests that belong to a module's room, and to itself."""
     inner = Path(file).relative_to("chipfit")
-    room = inner.parent if inner.parent != Path(".") else Path(inner.stem)
-    return f"tests/{room}/", f"tests/test_{inner.stem}", f"src/{file}"
+    room = f"tests/{inner.parent}/" if inner.parent != Path(".") else "tests/test_"
+    return (room, f"src/{file}"), (f"{room.removesuffix('test_')}test_{inner.stem}", f"src/{file}")
+
+
+def _words(text: str) -> set[str]:
+    """Words of four letters or more, small; of names like `conv_bias` and `HardTanh` each part, and the whole."""
+    parts = re.findall(r"[A-Z]?[a-z]{3,}|[A-Za-z]{4,}", text)
+    return {w.lower() for w in parts if len(w) > 3}
 
 
 def kept(test_file: str) -> Path:

@@ -71,6 +71,10 @@ class PlanError(ChipfitError):
     """A plan, or a saved result, is malformed, truncated, tampered with, or does not fit the model."""
 
 
+class TrainingError(PlanError):
+    """Training has driven a number to zero, infinity or NaN, or scales to where a platform's rules cannot hold."""
+
+
 class ConfigError(ChipfitError, ValueError):
     """An option of a configuration is of the wrong kind, out of bounds, or contradicts another."""
 
@@ -99,7 +103,7 @@ class UnknownNameError(ChipfitError):
     """A name was not found; the message lists near ones."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], *, hint: str = "") -> None:
-        known = sorted(known)
+        known = sorted(map(str, known))  # those of a malformed file are of any type
         near = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
         shown = near or known[:12]
         more = "" if near or len(known) <= 12 else f" and {len(known) - 12} more"

@@ -4,8 +4,6 @@ A writer works beside its target under a name that nobody else uses, holds a loc
 everything to the disk, and renames once. What a killed writer has left is removed by the next one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json
@@ -17,8 +15,11 @@ import stat
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import resources
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from chipfit.errors import ChipfitError, ExportError
 
@@ -323,6 +324,20 @@ def open_zip(path: str | Path) -> zipfile.ZipFile:
 # ----------------------------------------------------------------------------------------------- reading
 
 
+@contextmanager
+def reading(path: Any, failure: type[ChipfitError], what: str = "The file") -> Iterator[None]:
+    """Say in one way why the disk does not let `what` be read."""
+    try:
+        yield
+    except OSError as e:
+        raise _unreadable(path, failure, what, e) from e
+
+
+def _unreadable(path: Any, failure: type[ChipfitError], what: str, e: OSError | ValueError) -> ChipfitError:
+    why, cure = refused_by_disk(e)
+    return failure(f"{what} cannot be read: {why}", where=str(path), hint=cure)
+
+
 def read_text(path: Any, failure: type[ChipfitError]) -> str:
     """The text of a file (a Path, or a resource of a package).
 
@@ -336,8 +351,13 @@ def read_text(path: Any, failure: type[ChipfitError]) -> str:
         hint = "save it as UTF-8 text"
         raise failure("The file is not text in UTF-8", where=str(path), got=got, hint=hint) from e
     except (OSError, ValueError) as e:
-        why, cure = refused_by_disk(e)
-        raise failure(f"The file cannot be read: {why}", where=str(path), hint=cure) from e
+        raise _unreadable(path, failure, "The file", e) from e
+
+
+def package_data(package: str, name: str) -> Any:
+    """The data of a YAML file that stands in a package of chipfit."""
+    text = (resources.files(package) / name).read_text(encoding="utf-8")
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def read_json(path: Path, failure: type[ChipfitError]) -> Any:

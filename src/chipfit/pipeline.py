@@ -20,7 +20,8 @@ from chipfit.calibration.seen import Seen
 from chipfit.calibration.slips import explained
 from chipfit.decide import scales
 from chipfit.decide.assignment import Assignment, assign
-from chipfit.decide.heard import unheard
+from chipfit.decide.bounds import plan_limits
+from chipfit.decide.heard import unheard, untaken
 from chipfit.decide.overrides import Overrides, resolve_overrides, to_record
 from chipfit.decide.requantize import requantize
 from chipfit.decide.ties import tie_groups
@@ -32,6 +33,7 @@ from chipfit.passes.fuse import fuse
 from chipfit.passes.shift_negative import fuse_shifts
 from chipfit.plan import provenance
 from chipfit.plan.record import Plan, TensorPlan
+from chipfit.plan.training import Training, checked
 from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.load import load as load_platform
 from chipfit.platform.match import fusions, sets_of
@@ -55,18 +57,18 @@ class Result(Shown):
     stats: dict[str, TensorStats] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)  #: seconds per stage
     verification: Verification | None = None
+    training: Training | None = None  #: what trains the quantizers of `model`; None: their scales stay
     _model: Any = None
     _made: int = 0  #: checksum of the numbers of `model` as it was made
-    _uncorrected: tuple[Graph, Plan] | None = (
-        None  #: before biases and weights were corrected; None where they were not
-    )
+    #: before biases and weights were corrected; None where they were not
+    _uncorrected: tuple[Graph, Plan] | None = None
 
     @property
     @undisturbed
     def model(self) -> Any:
         """The simulation, which still trains: an `nn.Module` or a Keras model with the original inputs and outputs."""
         if self._model is None:
-            self._model = lower(self.graph, self.plan)
+            self._model = lower(self.graph, self.plan, self.training)
             self._made = checksum(self._model, self.graph.framework)
         return self._model
 
@@ -102,28 +104,41 @@ class Result(Shown):
             UnsupportedError: the platform does not say how it computes.
             PlanError: `model` was trained since.
         """
-        self._refuse_trained("the device model")
+        self.refuse_trained("the device model")
         from chipfit.simulate.device import device_model
 
         return device_model(self.graph, self.plan, self.platform)
 
-    def as_calibrated(self) -> Result:
-        """The result without what was done to `model` since: as it came from calibration."""
-        return Result(self.graph, self.plan, self.platform, self.stats, self.timings, _uncorrected=self._uncorrected)
+    def trains(self, training: Any) -> Result:
+        """The result with a `model` whose quantizers train.
 
-    def _refuse_trained(self, what: str) -> None:
+        Args:
+            training: see `quantize`.
+
+        Raises:
+            UnknownNameError, ConfigError, UnsupportedError: see `quantize`; PlanError when `model` was trained.
+        """
+        self.refuse_trained("another training")
+        chosen = Training.of(training)
+        checked(chosen, self.plan)
+        return replace(self, training=chosen, _model=None)
+
+    def as_calibrated(self) -> Result:
+        """The result without what was done to `model` since: as it came from calibration, to be trained alike."""
+        return replace(self, verification=None, _model=None)
+
+    def refuse_trained(self, what: str) -> None:
         """Raise where `model` holds other numbers than the plan: which are meant is the user's to say."""
         if self._model is not None and checksum(self._model, self.graph.framework) != self._made:
-            raise PlanError(
-                f"`model` has changed since it was made, and {what} would not see that",
-                hint="`result.trained()` takes its weights and scales over; `result.as_calibrated()` leaves them out",
-            )
+            hint = "`result.trained()` takes its weights and scales over; `result.as_calibrated()` leaves them out"
+            raise PlanError(f"`model` has changed since it was made, and {what} would not see that", hint=hint)
 
     def trained(self) -> Result:
         """The result with the weights and scales that training gave to `model`, to be exported, verified or saved.
 
         Raises:
             PlanError: training has left a scale that is not positive.
+            UnsupportedError: what an algorithm has trained cannot be deployed.
         """
         graph, plan = read_back(self.model, self.graph, self.plan)
         return Result(graph, plan, self.platform, self.stats, self.timings)
@@ -141,7 +156,7 @@ class Result(Shown):
             UnknownNameError, PlanError, UnsupportedError: see `quantize`; PlanError also when a tensor would need a new
                 calibration, or a new correction that needs data, or `model` was trained.
         """
-        self._refuse_trained("an edit")
+        self.refuse_trained("an edit")
         chosen = self.plan.provenance.get("settings", {})
         settings = Settings.from_record(chosen.get("steps", {}))
         corrections = steps.taken(settings, "correct")
@@ -161,8 +176,9 @@ class Result(Shown):
         rules = {k: v for k, v in chosen.items() if k in ("rule", "weight_rule", "z_threshold")}
         tensors = scales.choose(graph, assignment, stats, known=before.tensors, **rules)
         record = {**self.plan.provenance, "edited": to_record(overrides)}
-        plan = _plan(before, tensors, assignment, provenance=record)
-        return _corrected(graph, plan, self.platform, settings, self.stats, self.timings)
+        plan = _plan(before, graph, tensors, assignment, provenance=record)
+        result = _corrected(graph, plan, self.platform, settings, self.stats, self.timings)
+        return result.trains(self.training) if self.training is not None else result
 
     @property
     def report(self) -> Report:
@@ -185,7 +201,7 @@ class Result(Shown):
         """Write the file that the chip's runtime loads; the suffix chooses the format (`.onnx`, `.tflite`, `.json`)."""
         from chipfit.export import export
 
-        self._refuse_trained("the file")
+        self.refuse_trained("the file")
         return export(self.graph, self.plan, path, self.platform, **options)
 
     @undisturbed
@@ -193,7 +209,7 @@ class Result(Shown):
         """Run float, simulated, integer and device side by side on `data`; see `chipfit.verify.verify`."""
         from chipfit.verify import verify
 
-        self._refuse_trained("the file that is verified")
+        self.refuse_trained("the file that is verified")
         self.verification = verify(
             self.graph, self.plan, self.platform, data, runtime=runtime, model=self.model, **options
         )
@@ -203,7 +219,7 @@ class Result(Shown):
         """Write plan, graph and weights to `directory` (JSON and safetensors); `chipfit.load` brings them back."""
         from chipfit.plan.saved import save
 
-        self._refuse_trained("the saved result")
+        self.refuse_trained("the saved result")
         return save(directory, self.graph, self.plan, self.platform, self.report.to_dict())
 
 
@@ -219,6 +235,7 @@ def quantize(
     example: Any = None,
     z_threshold: float | None = None,
     settings: Settings = PLAIN,
+    training: Any = None,
     seed: int = 0,
     progress: bool = True,
 ) -> Result:
@@ -236,6 +253,8 @@ def quantize(
         example: one batch of inputs for the capture; the first batch of `data` when omitted.
         z_threshold: drop activation histogram bins further than this many standard deviations from the mean.
         settings: optional rewrites and corrections.
+        training: what trains the quantizers of `Result.model`: the name of an algorithm ("lsq"), a mapping ({"weights":
+            "dorefa", "activations": "pact"}), or a `chipfit.plan.training.Training`. None: weights train, scales stay.
         seed: of everything random.
         progress: show what is being done: a bar with the time left on a terminal, one line per stage elsewhere.
 
@@ -245,6 +264,7 @@ def quantize(
         NothingQuantizedError: no tensor of this model can be quantized on this platform.
     """
     seed = _understood(settings, z_threshold, seed)
+    trained_by = Training.of(training)
     shown = Progress(progress)
     clock = _Clock()
     target, again = load_platform(platform), data
@@ -252,11 +272,8 @@ def quantize(
         rule_of(r)  # refuses unknown names before any data are read
     for step in steps.taken(settings, "correct") if isinstance(data, Iterator) else ():
         if "batches" in step.declares.needs:
-            raise DataError(
-                f"The correction '{step.name}' reads the data twice",
-                got="an iterator",
-                hint="give a list, or a function that returns one",
-            )
+            hint = "give a list, or a function that returns one"
+            raise DataError(f"The correction '{step.name}' reads the data twice", got="an iterator", hint=hint)
     with clock("capture"), shown.stage("capture"):
         args, kwargs, data = first_batch(data, model) if example is None else (*as_call(example, model), data)
         captured = _captured(model, args, kwargs)
@@ -289,7 +306,12 @@ def quantize(
             notes += adapted
         tensors = scales.choose(graph, assignment, stats, **rules)
     plan = _plan(
-        Plan(platform=target.name), tensors, assignment, rewrites=(*doubts, *notes, *decisions), provenance=record
+        Plan(platform=target.name),
+        graph,
+        tensors,
+        assignment,
+        rewrites=(*doubts, *notes, *decisions),
+        provenance=record,
     )
     for doubt in (n for n in plan.rewrites if progress and n.startswith("warning: ")):
         logging.getLogger("chipfit").warning(doubt)
@@ -298,7 +320,8 @@ def quantize(
         return scales.choose(g, assignment, stats, known=known, **rules)
 
     with clock("correct") if steps.taken(settings, "correct") else nullcontext():
-        return _corrected(graph, plan, target, settings, stats, clock.seconds, batches(again, graph), choose)
+        result = _corrected(graph, plan, target, settings, stats, clock.seconds, batches(again, graph), choose)
+    return result.trains(trained_by) if trained_by is not None else result
 
 
 def _understood(settings: Any, z_threshold: Any, seed: Any) -> int:
@@ -351,10 +374,11 @@ def decide(
     apart, insertions = requantize(graph, platform, assignment)
     if apart is not graph:
         assignment, notes = one_pass(apart)
-    return apart, assignment, notes + insertions + unheard(apart, assignment, overrides or {})
+    said = unheard(apart, assignment, overrides or {}) + untaken(apart, platform, assignment)
+    return apart, assignment, notes + insertions + said
 
 
-def _plan(start: Plan, tensors: dict[str, TensorPlan], assignment: Assignment, **changes: Any) -> Plan:
+def _plan(start: Plan, graph: Graph, tensors: dict[str, TensorPlan], assignment: Assignment, **changes: Any) -> Plan:
     """`start` with these decisions."""
     return replace(
         start,
@@ -363,6 +387,7 @@ def _plan(start: Plan, tensors: dict[str, TensorPlan], assignment: Assignment, *
         groups=assignment.groups,
         float_edges=assignment.float_edges,
         ties=tie_groups(assignment.bindings),
+        **plan_limits(graph, assignment.bindings, tensors),
         **changes,
     )
 

@@ -7,8 +7,7 @@
 A file inside the package is imported when its name is asked for; one outside registers as soon as it is imported.
 """
 
-from __future__ import annotations
-
+import ast
 import functools
 import importlib
 import importlib.util
@@ -19,7 +18,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from chipfit.errors import RegistrationError, RuntimeUnavailable, UnknownNameError
+from chipfit.errors import ConfigError, RegistrationError, RuntimeUnavailable, UnknownNameError
 
 T = TypeVar("T")
 
@@ -33,6 +32,8 @@ class Setting(NamedTuple):
     argument: str = ""  #: keyword under which the step takes that number
 
 
+#: no setting of an entry is as large
+_MOST = 1000
 #: in which a step can be taken, in their order; see `Step`
 STAGES = ("rewrite", "formats", "adapt", "correct")
 
@@ -47,9 +48,8 @@ class Step:
     stage: str
     after: tuple[str, ...] = ()  #: steps of the same stage that go before
     setting: Setting | None = None  #: None: it is always taken
-    needs: tuple[
-        str, ...
-    ] = ()  #: keywords that it wants besides: "platform", "stats", "batches" (the data again), "changed"
+    #: keywords that it wants besides: "platform", "stats", "batches" (the data again), "changed"
+    needs: tuple[str, ...] = ()
     with_any: str = ""  #: taken only where some step of this stage is
     collects: Callable[..., Any] | None = None  #: (graph, needs) -> what calibration must collect for it
 
@@ -93,6 +93,9 @@ KINDS = {
     "runtime": Kind("runtime", "chipfit.runtimes", DeviceRuntime, ("run", "executed")),
     "kernels": Kind("kernels", "chipfit.simulate", None, ("kernels", "clip", "quantize")),
     "modelled": Kind("form of modelled chips", "chipfit.facade.target_platform", None, ("read", "write")),
+    "training": Kind("training algorithm", "chipfit.quantizers.algorithms", None, ("init", "numbers", "reals", "call")),
+    "observer": Kind("observer", "chipfit.facade.quantize_fx", None, ("forward", "calculate_qparams")),
+    "quantizer": Kind("quantizer", "chipfit.facade.quantize_fx", None, ("forward", "numbers")),
     "opaque": Kind("framework", "chipfit.frameworks.{}.opaque"),
 }
 
@@ -125,12 +128,9 @@ def register(kind: str, name: str, **declaration: Any) -> Callable[[T], T]:
     def enter(thing: T) -> T:
         taken = _ENTRIES[kind].get(name)
         if taken is not None and _origin(taken.thing) != _origin(thing):
-            raise RegistrationError(
-                f"The {KINDS[kind].word} '{name}' exists already",
-                where=_origin(thing),
-                got=f"another one in {_origin(taken.thing)}",
-                hint="choose another name",
-            )
+            got = f"another one in {_origin(taken.thing)}"
+            what = f"The {KINDS[kind].word} '{name}' exists already"
+            raise RegistrationError(what, where=_origin(thing), got=got, hint="choose another name")
         _ENTRIES[kind][name] = Entry(name, thing, _declared(kind, name, thing, declaration))
         return thing
 
@@ -204,6 +204,39 @@ def lookup(kind: str, name: str) -> Any:
     return entry(kind, name).thing
 
 
+def made(kind: str, text: str, aliases: Mapping[str, str] | None = None, **settings: Any) -> Any:
+    """An instance of what is registered, which is a dataclass: its name, perhaps with settings as in "lp(p=3)".
+
+    Args:
+        aliases: other names -> registered ones.
+        settings: fields of it, over those in the text: a bool, an integer or a number above 0, as the field is.
+
+    Raises:
+        UnknownNameError: no such name, or no such setting of it.
+        ConfigError: a setting out of bounds.
+    """
+    word = KINDS[kind].word
+    name, has_settings, rest = text.partition("(")
+    if has_settings:
+        try:
+            call = ast.parse(f"f({rest}", mode="eval").body
+            settings = {k.arg or "": ast.literal_eval(k.value) for k in getattr(call, "keywords", ())} | settings
+        except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):  # what `ast` says of bad text
+            name = text
+    make = lookup(kind, (aliases or {}).get(name, name))
+    known = {f.name: getattr(f.type, "__name__", str(f.type)) for f in fields(make)}
+    for setting, value in settings.items():
+        if setting not in known:
+            raise UnknownNameError(f"setting of {word} '{name}'", setting, known)
+        is_number = isinstance(value, (int,) if known[setting] == "int" else (int, float))
+        fits = is_number and not isinstance(value, bool) and 0 < value <= _MOST
+        if not (isinstance(value, bool) if known[setting] == "bool" else fits):
+            allowed = {"bool": "True or False", "int": "an integer above 0"}.get(known[setting], "a number above 0")
+            got = repr(value)[:120]
+            raise ConfigError(f"Setting '{setting}' of {word} '{name}' is not understood", got=got, allowed=allowed)
+    return make(**settings)
+
+
 def entries(kind: str) -> dict[str, Entry]:
     """Every entry of one kind by name, sorted."""
     _import_all(kind)
@@ -223,10 +256,8 @@ def require(found: Entry, error: type[RuntimeUnavailable] | type[Any] = RuntimeU
     """
     missing = [lib for lib in found.declares.libraries if importlib.util.find_spec(lib) is None]
     if missing:
-        raise error(
-            f"'{found.name}' needs {', '.join(missing)}, which is not installed",
-            hint=f"pip install 'chipfit[{found.declares.extra}]'" if found.declares.extra else "",
-        )
+        hint = f"pip install 'chipfit[{found.declares.extra}]'" if found.declares.extra else ""
+        raise error(f"'{found.name}' needs {', '.join(missing)}, which is not installed", hint=hint)
 
 
 def ordered(stage: str) -> list[Entry]:
@@ -239,9 +270,8 @@ def ordered(stage: str) -> list[Entry]:
     for e in steps.values():
         for other in e.declares.after:
             if other not in steps:
-                raise RegistrationError(
-                    f"The step '{e.name}' goes after '{other}', which does not exist", allowed=", ".join(steps)
-                )
+                what = f"The step '{e.name}' goes after '{other}', which does not exist"
+                raise RegistrationError(what, allowed=", ".join(steps))
     sorter = TopologicalSorter({name: steps[name].declares.after for name in steps})
     out: list[Entry] = []
     try:

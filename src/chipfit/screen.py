@@ -1,7 +1,5 @@
 """What a person sees of an object: a screenful of facts and a table, as text and in notebooks."""
 
-from __future__ import annotations
-
 import html
 import textwrap
 from collections.abc import Mapping, Sequence

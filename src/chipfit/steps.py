@@ -1,7 +1,5 @@
 """The steps of `quantize` that are dropped in, passes and corrections: which are taken, in which order, on what."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -103,9 +101,8 @@ def correct(
     """
     before = graph.weights
     for step in taken(settings, "correct"):
-        changed = {
-            n.name for n in graph.nodes if is_linear(graph, n) and graph.weights[n.weight] is not before[n.weight]
-        }
+        linear = [n for n in graph.nodes if is_linear(graph, n)]
+        changed = {n.name for n in linear if graph.weights[n.weight] is not before[n.weight]}
         context = {"stats": stats, "batches": batches, "changed": changed}
         new, notes = _take(step, settings, graph, plan, **context)
         if any(new.weights[n.weight] is not graph.weights[n.weight] for n in new.nodes if is_linear(new, n)):

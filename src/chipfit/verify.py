@@ -20,6 +20,7 @@ from chipfit.engine.run import run
 from chipfit.errors import DataError, RuntimeUnavailable, VerificationError, theirs
 from chipfit.export import InFile, export, format_of
 from chipfit.export.names import output_names
+from chipfit.graph.builder import needed
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.platform.modelled import not_modelled, whole_arithmetic
@@ -462,7 +463,7 @@ class _Comparison:
 
     def __post_init__(self) -> None:
         self.seen = Seen.of(self.plan.provenance)
-        self.live = _live(self.graph)
+        self.live = needed(self.graph)
 
     def add(self, inputs: list[torch.Tensor], label: torch.Tensor | None) -> None:
         """Run one batch everywhere and compare."""
@@ -483,11 +484,9 @@ class _Comparison:
             else:
                 codes[row.tensor] = q
         if self.out.rows and not codes:
-            raise RuntimeUnavailable(
-                f"'{self.out.runtime}' returned none of the {len(self.out.rows)} tensors that were asked for",
-                got=", ".join(list(got)[:8]) or "nothing",
-                hint="is this the file that was written for this model?",
-            )
+            hint = "is this the file that was written for this model?"
+            what = f"'{self.out.runtime}' returned none of the {len(self.out.rows)} tensors that were asked for"
+            raise RuntimeUnavailable(what, got=", ".join(list(got)[:8]) or "nothing", hint=hint)
         before: dict[str, Any] = {}
         alone = self._simulated(inputs, codes, before)
         for row in (r for r in self.out.rows if r.tensor in codes):
@@ -514,10 +513,8 @@ class _Comparison:
             if not theirs(e):
                 raise
             why = (str(e) or type(e).__name__).splitlines()[0][:300]
-            raise RuntimeUnavailable(
-                f"'{self.out.runtime}' cannot run the file on these inputs: {why}",
-                hint="is this the file that was written for this model?",
-            ) from e
+            what = f"'{self.out.runtime}' cannot run the file on these inputs: {why}"
+            raise RuntimeUnavailable(what, hint="is this the file that was written for this model?") from e
         small = {k: np.asarray(x) for k, x in results.items()}  # numpy has no type of 4 bits, nor has torch
         return {k: torch.from_numpy(x.astype(np.int8) if "int4" in x.dtype.name else x) for k, x in small.items()}
 
@@ -550,15 +547,6 @@ class _Comparison:
 
 
 # ---------------------------------------------------------------- what is compared, and how
-
-
-def _live(graph: Graph) -> set[str]:
-    """Values that an output depends on."""
-    live = set(graph.outputs)
-    for n in reversed(graph.nodes):
-        if live.intersection(n.outputs):
-            live.update(i for i in n.inputs if i is not None)
-    return live
 
 
 def _types(bits: int, signed: bool) -> set[str]:

@@ -131,3 +131,27 @@ def test_slips_with_a_keras_model(change, message):
     with pytest.raises(DataError) as e:
         chipfit.quantize(model, [np.ascontiguousarray(change(X.permute(0, 2, 3, 1).numpy()))], progress=False)
     assert str(e.value).endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("x", "kind"),
+    [
+        (torch.eye(3).to_sparse(), "torch.sparse_coo"),
+        (torch.zeros(2, 3, device="meta"), "meta"),
+    ],
+)
+def test_tensors_without_plain_numbers_are_told_by_their_kind(x, kind):
+    with pytest.raises(DataError, match=f"a tensor without plain numbers. Got: {kind}"):
+        chipfit.quantize(nn.Linear(3, 2).eval(), [x], progress=False)
+
+
+class Any(nn.Module):
+    """Does not say how many inputs it takes."""
+
+    def forward(self, *images):
+        return NET(images[0]) if len(images) == 1 else images[0] / images[1]
+
+
+def test_a_label_behind_the_input_of_a_model_that_takes_any_number_is_left_out():
+    result = chipfit.quantize(Any().eval(), [(X, Y)], progress=False)
+    assert len(result.graph.inputs) == 1

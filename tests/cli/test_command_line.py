@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from chipfit.cli.app import app
 from chipfit.errors import ChipfitError
+from chipfit.platform.load import names
 
 MODULE = """\
 import torch
@@ -176,3 +178,38 @@ def test_the_format_is_the_one_that_the_platform_deploys(platform, suffix):
 def test_a_format_that_cannot_be_is_refused_before_the_model_is_read(wanted, message):
     done = run("quantize", "no_such_module:model", "--data", "none.npz", "--format", wanted)
     assert done.exit_code != 0 and message in str(done.exception)
+
+
+def test_every_screen_fits_80_columns_and_loses_no_letter(folder):
+    """Every command, as a terminal of 80 columns shows it; nothing is cut short."""
+    path, name = folder
+    (path / "p.yaml").write_text("name: p\nextends: tensorrt\n")
+    (path / "q.yaml").write_text("name: q\nextends: ort_cpu\n" + f"{'z' * 90}: 1\n" + "platz: 2\n")
+    model = (f"{name}:net", "--platform", "ort_cpu@AVX2")
+    commands = [
+        ("quantize", *model, "--data", "d.npz", "--out", "o", "--float", "0"),
+        ("verify", "o", "--data", "d.npz"),
+        ("explain", "o", "*"),
+        ("lint", *model, "--input-shape", "1,3,8,8"),
+        ("lint", f"{name}:net", "--input-shape", "1,3,8,8", "--platform", "tensorrt"),
+        ("platforms",),
+        ("platforms", "check", "p.yaml"),
+        ("platforms", "check", "q.yaml"),
+        ("platforms", "export", "tensorrt", "t.yaml"),
+        *(("platforms", "show", p) for p in names()),
+    ]
+    for command in commands:
+        done = CliRunner().invoke(app, list(command), env={"COLUMNS": "80"})
+        assert done.exit_code == 0 or "q.yaml" in command, (command, done.output, done.exception)
+        assert max((len(line) for line in done.output.splitlines()), default=0) <= 80, command
+        assert "…" not in done.output, command
+    wide = CliRunner().invoke(app, ["explain", "o", "*"], env={"COLUMNS": "300"}).output
+    assert max(map(len, wide.splitlines())) > 100  # where there is room, it is used
+
+
+def test_where_no_terminal_is_a_fact_is_a_line(folder):
+    run("quantize", f"{folder[1]}:net", "--data", "d.npz", "--out", "out", "--no-verify")
+    told = [sys.executable, "-m", "chipfit.cli", "explain", "out", "0"]
+    environment = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
+    lines = subprocess.run(told, capture_output=True, text=True, env=environment, check=True).stdout.splitlines()
+    assert len(lines) == 4 and max(map(len, lines)) > 100

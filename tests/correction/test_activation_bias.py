@@ -9,6 +9,7 @@ from torch import nn
 from chipfit.calibration.collect import Need, collect
 from chipfit.correction.activation_bias import correct_activation_bias, mean_shift
 from chipfit.engine.run import run
+from chipfit.frameworks.torch.capture import capture
 from chipfit.frameworks.torch.lower import lower
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
@@ -100,3 +101,47 @@ def test_small_relative_shifts_stay_below_the_threshold():
     stats = collect(graph, [[x]], tensors={graph.inputs[0]: Need()})
     assert correct_activation_bias(graph, planned(graph, 1.0), stats, threshold=0.5)[1] == []  # 0.3 / 0.7 = 0.43
     assert len(correct_activation_bias(graph, planned(graph, 1.0), stats, threshold=0.4)[1]) == 1
+
+
+@pytest.mark.parametrize(
+    "layer, weight, value, bias",
+    [
+        (nn.Linear(2, 2), [1.0, 2.0, 0.5, -0.25], 0.2, [0.6, 0.05]),  # 0.2 is stored as 0
+        (nn.Conv2d(2, 2, 1, groups=2), [1.0, 2.0], 0.7, [-0.3, -0.6]),
+        (nn.ConvTranspose2d(2, 2, 1), [1.0, 2.0, 0.5, -0.25], 0.7, [-0.3 * 1.5, -0.3 * 1.75]),
+        (nn.Conv2d(2, 1, 3, padding=1), [7.0] * 4 + [1.0] + [7.0] * 8 + [2.0] + [7.0] * 4, 0.7, [-0.9]),  # on 1 pixel
+    ],
+)
+def test_the_shift_of_the_outputs_mean_by_hand(layer, weight, value, bias):
+    """Step 1 stores 0.7 as 1, 0.3 too much, and 0.2 as 0: an output shifts by the sum of its weights times that."""
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor(weight).view_as(layer.weight))
+        layer.bias.zero_()
+    x = torch.full((4, 2, *[1] * (layer.weight.dim() - 2)), value)
+    graph = captured(layer, x)
+    new, _ = correct_activation_bias(
+        graph, planned(graph, 1.0), collect(graph, [[x]], tensors={graph.inputs[0]: Need()})
+    )
+    torch.testing.assert_close(new.weights["bias"], torch.tensor(bias), atol=4e-3, rtol=0)
+
+
+def test_a_bias_that_two_layers_share_stays_as_it_is():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.b.bias = self.a.bias
+
+        def forward(self, x):
+            return self.a(x) + self.b(x)
+
+    x = torch.rand(64, 3)
+    graph = capture(Two().eval(), (x,))
+    stats = collect(graph, [[x]], tensors={graph.inputs[0]: Need(histogram=True)})
+    plan = planned(graph, 0.3)
+    new, notes = correct_activation_bias(graph, plan, stats)
+    assert notes == ["the bias of 'a' is not corrected: 'a.bias' is read by several operators"]
+    assert torch.equal(new.weights["a.bias"], graph.weights["a.bias"])
+    one = captured(nn.Linear(3, 3), x)
+    _, notes = correct_activation_bias(one, planned(one, 0.3), {})
+    assert notes == ["the bias of 'linear' is not corrected: there is no histogram of its input"]

@@ -134,3 +134,36 @@ def test_a_bias_that_its_grid_would_clip_stays():
     x = torch.tensor([[100.0, 100.0]]) * graph.weights["weight"].sign()
     new, notes = correct_bias(graph, plan, means(graph, x))
     assert "exceeds its 8-bit grid" in notes[0] and torch.equal(new.weights["bias"], graph.weights["bias"])
+
+
+#: layer, its weights, the bias that undoes the shift of the output's mean. Step 0.5: 0.3 gains 0.2, 1.1 loses 0.1,
+#: 0.5 stays; the inputs' means are 4 and 2
+BY_HAND = {
+    "matrix": (lambda: nn.Linear(2, 2), [0.3, 1.1, 0.5, 0.3], [-(0.8 - 0.2), -0.4]),
+    "conv": (lambda: nn.Conv2d(2, 2, 1), [0.3, 1.1, 0.5, 0.3], [-(0.8 - 0.2), -0.4]),
+    "groups": (lambda: nn.Conv2d(2, 2, 1, groups=2), [0.3, 1.1], [-0.8, 0.2]),
+    "transposed": (lambda: nn.ConvTranspose2d(2, 2, 1), [0.3, 1.1, 0.5, 0.3], [-0.8, 0.4 - 0.4]),
+    # every output sees one tap of each input: the mean over the taps counts
+    "upsampling": (
+        lambda: nn.ConvTranspose2d(2, 1, 2, 2),
+        [0.3, 0.3, 1.1, 1.1, 0.5, 0.5, 0.5, 0.3],
+        [-(0.05 * 4 + 0.05 * 2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_shift_of_the_outputs_mean_by_hand(name):
+    make, weight, bias = BY_HAND[name]
+    layer = make()
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor(weight).view_as(layer.weight))
+        layer.bias.zero_()
+    x = torch.tensor([[3.0, 1.0], [5.0, 3.0]])
+    x = x if name == "matrix" else x[:, :, None, None].expand(2, 2, 3, 3).contiguous()
+    graph = captured(layer, x)
+    plan = weights_only(graph, 0.5)
+    torch.testing.assert_close(per_channel_error(graph, graph, plan, x), -torch.tensor(bias))
+    new, _ = correct_bias(graph, plan, means(graph, x))
+    torch.testing.assert_close(new.weights["bias"], torch.tensor(bias))
+    assert float(per_channel_error(new, graph, plan, x).abs().max()) < 1e-5

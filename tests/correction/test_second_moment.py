@@ -89,3 +89,21 @@ def test_no_data_is_an_error():
     graph = captured(nn.Linear(2, 2), torch.randn(2, 2))
     with pytest.raises(DataError, match="empty"):
         correct_second_moment(graph, weights_only(graph, 1.0), [])
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(1, 3), nn.Conv2d(1, 3, 1)])
+def test_each_channel_has_a_factor_of_its_own_over_all_batches(layer):
+    """Inputs 3, 5 and 7 in two batches, mean 5; the codes 1, 1 and 1 of step 1 stand for weights 0.8, 1.2 and 4.
+
+    k = 0.8, 1.2 and 4, of which 2 is allowed. b' = k (b - m_q) + m with b = 1, m = 5, 7, 21 and m_q = 6.
+    """
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([0.8, 1.2, 4.0]).view_as(layer.weight))
+        layer.bias.fill_(1.0)
+    batches = [torch.tensor([3.0, 5.0]), torch.tensor([7.0])]
+    batches = [[b.view(-1, 1, *[1] * (layer.weight.dim() - 2))] for b in batches]
+    graph = captured(layer, torch.cat([b for (b,) in batches]))
+    new, notes = correct_second_moment(graph, weights_only(graph, 1.0, bits=2), batches)
+    torch.testing.assert_close(new.weights["weight"].flatten(), torch.tensor([0.64, 1.44, 8.0]))
+    torch.testing.assert_close(new.weights["bias"], torch.tensor([0.8 * -5 + 5, 1.2 * -5 + 7, 2 * -5 + 21]))
+    assert notes == [f"corrected the second moment of '{graph.nodes[0].who}' by 0.8 to 2"]

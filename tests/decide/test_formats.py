@@ -64,3 +64,14 @@ def test_an_index_that_is_computed_is_not_quantized_with_what_it_picks():
     gather = next(n for n in result.graph.nodes if n.op == "Gather")
     assert result.plan.quantized(gather.output)
     assert [result.plan.quantized(i) for i in gather.inputs] == [True, False]
+
+
+def test_a_mover_that_is_kept_in_float_carries_no_codes():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.MaxPool2d(2), nn.Conv2d(4, 2, 1)).eval()
+    whole, kept = (
+        chipfit.quantize(model, [X], "tflite_int8", overrides=o, progress=False).plan
+        for o in ({}, {"MaxPool": "float"})
+    )
+    assert whole.nodes["max_pool2d"].exec == "follow" and not whole.float_edges
+    assert kept.nodes["max_pool2d"].exec == "float" and kept.nodes["max_pool2d"].why
+    assert not whole.tensors["max_pool2d"].quantized or whole["max_pool2d"].same_numbers(whole["conv2d"])

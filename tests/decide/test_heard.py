@@ -9,6 +9,7 @@ from torch import nn
 
 import chipfit
 from chipfit.errors import PlanError
+from chipfit.platform.schema import Platform
 
 
 class Net(nn.Module):
@@ -86,3 +87,22 @@ def test_a_range_known_beforehand_is_not_widened_by_what_moves_the_same_numbers(
         plan = quantize({"0": {"range": (-1.0, 1.0)}}, platform, model, data).plan
         assert float(plan["conv2d"].scale) == pytest.approx(2 / 255, rel=1e-3)
         assert float(plan["flatten"].scale) == pytest.approx(2 / 255, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ({"io_in": ["a8"], "io_out": ["a8"]}, []),
+        ({"io_in": ["a16"], "io_out": ["a8", "float"]}, ["input 'input' is a8: 'npu' names a16 for it"]),
+        ({"io_in": ["a8"], "io_out": ["a16"]}, ["output 'relu' is a8: 'npu' names a16 for it"]),
+        ({"io_in": ["float"]}, ["input 'input' is a8: 'npu' names float for it"]),
+        ({}, []),
+    ],
+)
+def test_inputs_and_outputs_that_the_platform_names_another_format_for_are_noted(place, said):
+    op = {"match": ["Linear", "Relu"], "use": [{"in": "a8", "w": "a8", "out": "a8"}], "src": ["M"], "conf": "V"}
+    formats = {"a8": {"bits": 8}, "a16": {"bits": 16}}
+    npu = Platform.model_validate({"name": "npu", "formats": formats, "ops": [op], "place": place})
+    net = nn.Sequential(nn.Linear(3, 2), nn.ReLU()).eval()
+    plan = chipfit.quantize(net, [torch.randn(4, 3)], platform=npu, progress=False).plan
+    assert [n for n in plan.rewrites if "names" in n] == said

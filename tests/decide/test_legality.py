@@ -288,3 +288,34 @@ def test_a_tie_that_breaks_a_bound_is_an_error():
 
 def test_nothing_to_legalise_is_legal():
     assert project({}, []) == {}
+
+
+def test_what_is_tied_to_a_dictated_scale_has_it_too():
+    """A sigmoid of 1/256 that is joined with two others: all of them, and only they."""
+    tie = Rule(tie=("ins", "out"))
+    bindings = [
+        Binding(op="Sigmoid", rules=(Rule(fix="out", scale=1 / 256, zp=-128),), slots={"in0": ("x",), "out": ("a",)}),
+        Binding(op="Concat", rules=(tie,), slots={"ins": ("a", "b", "c"), "out": ("y",)}),
+        Binding(op="Add", rules=(), slots={"ins": ("b", "z"), "out": ("s",)}),
+    ]
+    assert fixed(bindings) == dict.fromkeys(("a", "b", "c", "y"), (1 / 256, -128))
+
+
+def test_powers_of_two_are_exact_although_the_solver_has_a_tolerance(monkeypatch):
+    """HiGHS calls 3.0000001 an integer."""
+    import scipy.optimize
+
+    solved = scipy.optimize.milp
+
+    def inexact(*args, **kwargs):
+        answer = solved(*args, **kwargs)
+        answer.x = answer.x + 1e-7
+        return answer
+
+    monkeypatch.setattr(scipy.optimize, "milp", inexact)
+    grid = Grid(bits=8, qmin=-128, qmax=127, pot=True)
+    rule = Rule(mono={"in0": 1, "out": -1}, max=0.25)
+    binding = Binding(op="Relu", rules=(rule,), slots={"in0": ("x",), "out": ("y",)})
+    found = project({t: stored(grid, torch.tensor(0.5), 0) for t in "xy"}, [binding])
+    assert float(found["x"].scale / found["y"].scale) <= 0.25
+    assert all(math.log2(float(s.scale)).is_integer() for s in found.values())

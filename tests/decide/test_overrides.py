@@ -67,3 +67,13 @@ def test_float_carries_its_reason():
 def test_anything_else_is_refused_with_what_is_allowed(wrong):
     with pytest.raises(PlanError, match=r"not understood.*Allowed"):
         resolve_overrides(GRAPH, {"head": wrong})
+
+
+@pytest.mark.parametrize("overrides", [[("head", "float", "besides")], [("head",)], ["ab"], "ab", 3, {"head", "relu"}])
+def test_what_is_neither_a_table_nor_pairs_is_refused(overrides):
+    with pytest.raises(PlanError, match="The overrides are not understood"):
+        resolve_overrides(GRAPH, overrides)
+
+
+def test_pairs_may_be_lists():
+    assert resolve_overrides(GRAPH, [["head", {"bits": 4}]]) == {"linear": {"bits": 4}}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
+from chipfit.decide.scales import needs
 from chipfit.pipeline import quantize
+from tests.steps import begin
 
 
 class _Tied(nn.Module):
@@ -52,3 +56,20 @@ def test_an_eight_bit_bias_has_a_range_of_its_own(platform):
     assert b.grid.bits == 8
     assert b.scale * b.grid.qmax <= 4 * model[0].bias.detach().abs().max()
     assert "enlarged" not in w.origin
+
+
+def test_a_histogram_is_collected_only_where_a_range_is_searched():
+    steps = begin(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(8, 4), "tflite_int8")
+    a, dictated = steps.assignment, "tanh"  # 1/128 on this chip
+    assert a.slots[dictated].rule is None
+
+    def searched(rule, z=None, slots=a.slots):
+        return {t for t, need in needs(replace(a, slots=slots), rule, z).items() if need.histogram}
+
+    others = {t for t, s in a.slots.items() if s.role == "activation"} - {dictated}
+    assert searched("mse") == others and len(others) == 3
+    assert searched("no_clipping") == set() and searched("no_clipping", 3.0) == others
+    own = {**a.slots, "linear": replace(a.slots["linear"], rule="kl")}
+    assert searched("no_clipping", slots=own) == {"linear"}
+    own["linear"] = replace(a.slots["linear"], rule="no_clipping")
+    assert searched("mse", slots=own) == others - {"linear"}

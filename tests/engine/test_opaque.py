@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from chipfit.engine.opaque import _listed, fill, resolve_target, target_name, torch_operator
+from chipfit.engine.types import constant_of
 from chipfit.errors import GraphError, UnknownNameError
 from chipfit.graph.ir import Ref
 
@@ -78,3 +79,19 @@ def test_every_listed_operator_exists_and_only_computes():
 def test_a_template_is_filled_with_inputs_types_and_devices():
     template = {"a": [Ref(1), 2], "b": {"torch": "float16"}, "c": {"torch": "device:cpu"}}
     assert fill(template, ["x", "y"]) == {"a": ["y", 2], "b": torch.float16, "c": torch.device("cpu")}
+
+
+@pytest.mark.parametrize("text", ["layer:cpu", "device:disk", "device:cuda:x", "device:", "cpu", "device:cpu:0:1"])
+def test_only_devices_and_numeric_types_are_constants(text):
+    with pytest.raises(GraphError, match="is no constant that a graph can hold"):
+        constant_of(text)
+
+
+def test_a_device_may_have_a_number():
+    assert constant_of("device:cpu") == torch.device("cpu")
+    assert constant_of("device:cuda:1") == torch.device("cuda", 1)
+
+
+def test_an_index_is_data_and_comes_back_as_an_index():
+    template = {"index": [[0, -1, None], "...", 2, None, [Ref(0), None, 2]]}
+    assert fill([template], [5]) == [(slice(0, -1, None), ..., 2, None, slice(5, None, 2))]

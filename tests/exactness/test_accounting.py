@@ -10,6 +10,7 @@ from torch import nn
 
 import chipfit
 from chipfit.platform.modelled import not_modelled
+from chipfit.verify import Output, Row, Verification
 from tests.zoo import make, unseen
 
 
@@ -78,3 +79,42 @@ def test_a_tensor_that_a_layout_absorbs_is_counted_as_elided(tmp_path):
     assert all(r.missed and not r.elements and not r.fault for r in missed)
     strict = sum(r.elements for r in found.rows if not r.float_ops)
     assert found.exact_share == strict / (found.integers + sum(r.missed for r in missed)) < 1
+
+
+def test_a_comparison_of_nothing_is_neither_sound_nor_exact():
+    nothing = Verification("runtime", promised=True)
+    assert nothing.departures == [] and not nothing.sound and not nothing.exact
+    assert nothing.verdict == "departs"
+    assert Verification("runtime", promised=True, rows=[Row("x", "", "Relu", elements=1)]).exact
+
+
+@pytest.mark.parametrize(
+    "float_ops, differing, fault",
+    [((), 0, False), ((), 1, True), (("Softmax",), 1, False), (("Softmax",), 2, True)],
+)
+def test_integers_that_are_returned_may_differ_only_behind_floats_and_then_one_in_a_hundred(
+    float_ops, differing, fault
+):
+    device, simulated = torch.zeros(100, dtype=torch.long), torch.zeros(100, dtype=torch.long)
+    device[:differing] = 1
+    out = Output("y", "y", float_ops)
+    out.add(device, simulated, simulated)
+    assert out.differing == differing and bool(out.fault) is fault
+
+
+@pytest.mark.parametrize(
+    "float_ops, ties, by, astray, fault",
+    [
+        ((), 0, 1, 0, True),
+        (("Tanh",), 0, 1, 0, False),  # one in a hundred
+        (("Tanh",), 0, 2, 0, True),
+        (("Tanh",), 0, 1, 1, True),
+    ],
+)
+def test_behind_floats_a_code_may_differ_by_one_where_its_real_lies_half_way(float_ops, ties, by, astray, fault):
+    row = Row("x", "", "Tanh", 100, 1, by, op_differing=1, op_largest=by, ties=ties, astray=astray, float_ops=float_ops)
+    assert bool(row.fault) is fault
+    row.op_differing, row.ties = 3, 2  # two ties, and one in a hundred besides
+    assert bool(row.fault) is fault
+    row.op_differing = 4
+    assert row.fault

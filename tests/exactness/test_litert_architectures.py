@@ -21,7 +21,6 @@ REFUSED = {
 FLOAT = {
     "attention_fused": {"LayerNorm", "SDPA"},
     "attention_manual": {"LayerNorm"},
-    "functional": {"Clamp", "Div"},
     "pixel_shuffle_norms": {"GroupNorm", "InstanceNorm"},
     "residual_elu": {"Elu"},
     "residual_hardsigmoid": {"HardSigmoid"},
@@ -32,7 +31,6 @@ FLOAT = {
 FLOAT_OF_16_BITS = {
     "inverted_residual_hardswish": {"HardSwish"},
     "residual_hardswish": {"HardSwish"},
-    "residual_prelu": {"PRelu"},
 }
 
 

@@ -23,5 +23,5 @@ def test_a_kernel_of_a_family_that_is_wrong_is_noticed(monkeypatch, family):
     kernels = lookup("kernels", family).kernels
     monkeypatch.setitem(kernels, "Conv2D", off_by_one(kernels["Conv2D"]))
     runtime = family.replace("litert_xnnpack", "litert")
-    lines = [line for seed in (100, 101, 102) for line in check(seed, "litert").faults]
-    assert any(line.startswith(f"{runtime}: Conv2D") for line in lines), lines
+    lines = (line for seed in range(100, 115) for line in check(seed, "litert").faults)
+    assert any(line.startswith(f"{runtime}: Conv2D") for line in lines)

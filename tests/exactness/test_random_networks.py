@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from chipfit.registry import lookup
 from chipfit.simulate.integer import Run
-from tests.random_networks import Network, Outcome, Tally, check, platforms
+from tests.random_networks import Network, Outcome, Tally, apart, check, platforms
 
 
 @pytest.mark.parametrize("part", range(4))  # 40 networks in parts, so that workers share them
@@ -17,6 +19,12 @@ def test_no_integer_of_a_random_network_differs_from_onnx_runtime(part):
     tally = Tally([check(10 * part + k, "onnxruntime") for k in range(10)])
     assert not [line for o in tally.outcomes for line in o.faults], tally.report()
     assert len(tally.refused) <= 1, tally.report()
+
+
+def test_a_runtime_that_ends_the_process_is_a_fault_of_that_network():
+    assert apart(7, "litert", lambda seed, runtime: Outcome(seed, runtime)) == Outcome(7, "litert")
+    (fault,) = apart(7, "litert", lambda seed, runtime: os.kill(os.getpid(), signal.SIGKILL)).faults
+    assert fault == "the process ended with exit status -9"
 
 
 def test_a_number_makes_one_network():

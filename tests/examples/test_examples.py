@@ -88,3 +88,12 @@ def test_the_chip_models_quantize_a_model(monkeypatch):
     assert result.plan["dense/kernel"].grid.bits == 8
     assert result.edit({"dense": {"bits": 4}}).plan["dense/kernel"].grid.bits == 4
     assert len(result.plan.groups) == 1
+
+
+@pytest.mark.filterwarnings("ignore")  # of the trainers themselves
+@pytest.mark.parametrize(("example", "package"), [("lightning", "lightning"), ("transformers", "accelerate")])
+def test_a_trainer_of_others_trains_what_the_device_computes(example, package, tmp_path):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    main = script(f"train_with_{example}").main
+    found = main() if example == "lightning" else main(tmp_path)
+    assert found["last"] < 0.8 * found["first"] and found["exact"]

@@ -166,3 +166,22 @@ def test_a_dict_keeps_its_names(tmp_path):
         "scores",
         "boxes",
     ]
+
+
+class TwoLengths(torch.nn.Module):
+    """One input without a batch axis."""
+
+    def forward(self, x, table):
+        return x * 2, table + 1
+
+
+def test_a_result_has_a_first_axis_of_its_own_where_inputs_differ_in_theirs(tmp_path):
+    def named(model, inputs):
+        g = onnx.load(str(export_onnx(capture(model, inputs), None, tmp_path / "m.onnx"))).graph
+        return [[d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in (*g.input, *g.output)]
+
+    x, y = torch.randn(2, 3), torch.randn(5, 3)
+    assert named(torch.nn.Linear(3, 4), (x,)) == [["batch", 3], ["batch", 4]]
+    given, table, first, second = named(TwoLengths(), (x, y))
+    assert given == ["batch", 3] and table == second == [5, 3]
+    assert isinstance(first[0], str) and first[0] != "batch" and first[1] == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,12 +16,16 @@ import chipfit
 from chipfit.engine.run import run
 from chipfit.engine.trees import flatten_inputs
 from chipfit.errors import UnsupportedError
+from chipfit.export.tflite.emit import code_type
+from chipfit.export.tflite.file import INT4, TYPES
 from chipfit.export.tflite.ops import REFUSED, ROWS
-from chipfit.export.tflite.writer import export_tflite
+from chipfit.export.tflite.writer import _sizes, export_tflite
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ops import OPS
 from chipfit.passes.decompose import RULES
-from chipfit.quantizers.grids import quantize
+from chipfit.plan.record import TensorPlan
+from chipfit.quantizers.grids import Grid, quantize
+from chipfit.quantizers.stored import Stored
 from chipfit.registry import lookup
 from chipfit.runtimes.litert import LiteRt
 from tests.zoo import ZOO, make
@@ -233,3 +238,66 @@ def test_a_refused_operator_is_named_with_the_reason(tmp_path):
 
     with pytest.raises(UnsupportedError, match=r"Erf 'erf': TensorFlow Lite has no error function\. Try: replace"):
         export_tflite(capture(Erf(), (torch.randn(2, 3),)), None, tmp_path / "m.tflite")
+
+
+def operators_of(file):
+    model, names = model_of(file), {v: k for k, v in vars(schema.BuiltinOperator).items()}
+    return [names[model.operatorCodes[o.opcodeIndex].builtinCode] for o in model.subgraphs[0].operators]
+
+
+def test_a_transposed_convolution_that_same_places_is_one_operator(tmp_path):
+    """Kernel 4, stride 2, padding 1 of 6 rows: 12 rows; SAME cuts (12/2 - 1) 2 + 4 - 12 = 2, one before, one behind."""
+    for padding, more in ((1, []), (2, ["SLICE"]), (0, [])):
+        graph = capture(nn.ConvTranspose2d(3, 4, 4, 2, padding), (torch.randn(2, 3, 6, 6),))
+        assert operators_of(export_tflite(graph, None, tmp_path / "m.tflite")) == ["TRANSPOSE_CONV", *more]
+
+
+def test_sizes_that_only_the_run_tells_are_those_of_the_example(tmp_path):
+    graph = capture(nn.Conv2d(3, 4, 1), (torch.randn(2, 3, 6, 5),))
+    (name,) = graph.inputs
+    graph.values[name] = replace(graph.values[name], shape=(None, 3, None, 5))
+    for example, height in ((graph.example, 6), ((), 1)):
+        graph.example = example
+        assert _sizes(graph, 7)[name] == (7, 3, height, 5) and _sizes(graph, 7)[graph.outputs[0]] == (7, 4, height, 5)
+
+
+@pytest.mark.parametrize(
+    "role, bits, kind",
+    [
+        ("bias", 32, "int32"),
+        ("bias", 33, "int64"),
+        ("weight", 4, None),
+        ("weight", 5, "int8"),
+        ("weight", 8, "int8"),
+        ("activation", 9, "int16"),
+        ("activation", 16, "int16"),
+        ("activation", 17, "int32"),
+    ],
+)
+def test_codes_take_the_narrowest_type_that_holds_them(role, bits, kind):
+    grid, zero = Grid(bits=bits, qmin=-(1 << bits - 1), qmax=(1 << bits - 1) - 1), torch.tensor(0, dtype=torch.int32)
+    stored = Stored(format="f", grid=grid, scale=torch.tensor(1.0), zero_point=zero)
+    assert code_type(TensorPlan(name="t", role=role, stored=stored)) == (TYPES[kind] if kind else INT4)
+
+
+PICKED = {
+    "constant indices, some from the end": (lambda x, i: x[:, [0, -1, 1]], lambda: torch.zeros(2)),
+    "indices of the call": (lambda x, i: x[:, i], lambda: torch.tensor([2, 0])),
+    "nine windows": (lambda x, i: nn.functional.adaptive_avg_pool2d(x, 3), lambda: torch.zeros(2)),
+    "the largest of nine windows": (lambda x, i: nn.functional.adaptive_max_pool2d(x, 3), lambda: torch.zeros(2)),
+    "windows of two sizes": (lambda x, i: nn.functional.adaptive_avg_pool2d(x, (2, 3)), lambda: torch.zeros(2)),
+}
+
+
+@pytest.mark.parametrize("what", PICKED)
+def test_what_is_picked_and_pooled_is_what_torch_picks(what, tmp_path):
+    f, index = PICKED[what]
+
+    class Picks(nn.Module):
+        def forward(self, x, i):
+            return f(x, i)
+
+    inputs = torch.randn(3, 4, 6, 6), index()
+    file = export_tflite(capture(Picks(), inputs), None, tmp_path / "m.tflite")
+    (got,) = LiteRt(file).run([x.numpy() for x in inputs]).values()
+    np.testing.assert_allclose(got, f(*inputs).numpy(), rtol=1e-6, atol=1e-6)

@@ -145,6 +145,14 @@ def elementwise(node: Node, inputs: list[torch.Tensor]) -> bool:
     return same(results(node, turned), [y.permute(0, 2, 3, 1) for y in results(node, inputs)])
 
 
+def ieee(node: Node, inputs: list[torch.Tensor]) -> bool:
+    """One correctly rounded operation: computed in float64 and rounded, it is the same (Figueroa 1995)."""
+    inputs = [torch.randn_like(x) if x.is_floating_point() else x for x in inputs]
+    wide = [x.double() if x.is_floating_point() else x for x in inputs]
+    pairs = zip(results(node, inputs), results(node, wide), strict=True)
+    return all(torch.equal(y, z.to(y.dtype)) for y, z in pairs)
+
+
 def wrong(op: str, row: OpDef) -> list[str]:
     """The facts of a row that the operator's kernel contradicts, or that it has although the row denies them."""
     node, inputs = made(op)
@@ -157,6 +165,8 @@ def wrong(op: str, row: OpDef) -> list[str]:
         out.append("by_channel")
     if not row.view and not fresh(node, inputs):
         out.append("view")
+    if row.ieee and not ieee(node, inputs):
+        out.append("ieee")
     if row.layout == "elementwise" and not elementwise(node, inputs):
         out.append("layout")
     if row.kind:
@@ -183,6 +193,9 @@ def test_the_table_says_what_the_kernel_does(op):
         ("ChannelShuffle", "by_channel", True),
         ("Reshape", "view", False),
         ("Softmax", "layout", "elementwise"),
+        ("Sigmoid", "ieee", True),
+        ("Mean", "ieee", True),
+        ("LeakyRelu", "ieee", True),
         ("TransposeConv2D", "weight_axis", 0),
     ],
 )

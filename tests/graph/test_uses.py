@@ -73,9 +73,34 @@ def test_what_the_network_computes_may_be_rounded_before_it_is_compared_and_what
     assert len(found) == 2 and "mul" in found  # the mask and twice the mask
 
 
-def test_a_value_with_one_real_reader_may_be_rounded():
-    found, _ = table(lambda f, x: (f(x), x.long()), X)
+def test_a_given_value_stays_float_where_it_is_a_number_and_an_index_too():
+    found, graph = table(lambda f, x: (f(x), (x * 2).long()), X)
+    assert len(found) == 2 and graph.inputs[0] in found
+    found, _ = table(lambda f, x: (f(x), f(f(x)).long()), X)
+    assert len(found) == 1  # what the network computes for both may be rounded; the second result is cast only
+    found, _ = table(lambda f, x: (f(x), f(x) * (x > 0)), X)  # compared as the chip has it
     assert found == set()
+
+
+class Both(nn.Module):
+    """Ids that choose rows, and are features too."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.out = nn.Embedding(1000, 4), nn.Linear(4, 4)
+
+    def forward(self, ids):
+        return self.rows(ids.long())[:, 0] + self.out(ids)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_ids_that_are_features_too_still_choose_their_own_rows(platform):
+    torch.manual_seed(0)
+    model, ids = Both().eval(), torch.randint(0, 1000, (8, 4)).float()
+    nn.init.zeros_(model.out.weight)
+    result = chipfit.quantize(model, [ids], platform=platform, progress=False)
+    assert (result.model(ids) - model(ids)).abs().max() < 0.05  # a wrong row is off by about 1
+    assert not result.plan.quantized("ids")
 
 
 def test_a_value_whose_shape_alone_is_read_stays_float():

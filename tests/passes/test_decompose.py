@@ -13,7 +13,7 @@ from chipfit.graph.check import check
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.ops import OPS
 from chipfit.passes.decompose import RULES, decompose
-from chipfit.passes.layout import to_layout
+from chipfit.passes.layout import rearrange
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
@@ -89,11 +89,11 @@ def case(op: str, k: int) -> Graph:
 def test_what_a_composite_becomes_computes_the_same(op, k, held, layout):
     graph = case(op, k)
     held = {*held} - {op}
-    new, _, reasons = decompose(to_layout(graph, layout)[0], Plan(), held)
+    new, _, reasons = decompose(rearrange(graph, layout).graph, Plan(), held)
     check(new)
     assert not reasons
     assert not {n.op for n in new.nodes} & (set(RULES) - held)
-    back, _ = to_layout(new, "channels_first")
+    back = rearrange(new, "channels_first").graph
     want, got = run(graph, list(graph.example)), run(back, list(graph.example))
     for o, p in zip(graph.outputs, back.outputs, strict=True):
         torch.testing.assert_close(got[p].float(), want[o].float(), atol=2e-5, rtol=1e-4, equal_nan=True)
@@ -102,8 +102,8 @@ def test_what_a_composite_becomes_computes_the_same(op, k, held, layout):
 @pytest.mark.parametrize("layout", ["channels_first", "channels_last"])
 @pytest.mark.parametrize("op, k", EVERY)
 def test_the_shapes_of_the_values_between_are_right(op, k, layout):
-    graph = decompose(to_layout(case(op, k), layout)[0], Plan(), ())[0]
-    first = to_layout(graph, "channels_first")[0]
+    graph = decompose(rearrange(case(op, k), layout).graph, Plan(), ())[0]
+    first = rearrange(graph, "channels_first").graph
     found = run(first, list(graph.example), keep=list(first.values))
     for name in {*graph.values} & {*first.values}:
         if graph.values[name].shape == first.values[name].shape:  # the layout pass did not touch it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -83,3 +84,56 @@ def test_what_cannot_be_scaled_back_says_why():
         f"'4' is not equalized: '{graph.outputs[0]}' is an output of the model",
     ]
     assert all(torch.equal(w, new.weights[k]) for k, w in graph.weights.items())
+
+
+def test_a_2_by_2_pair_on_paper():
+    """r1 = (4, 9) along rows, r2 = (1, 4) along columns: s = sqrt(r1 r2) / r2 = (2 / 1, 6 / 4)."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2, bias=False))
+    with torch.no_grad():
+        net[0].weight.copy_(torch.tensor([[1.0, -4.0], [9.0, 3.0]]))
+        net[0].bias.copy_(torch.tensor([1.0, 3.0]))
+        net[2].weight.copy_(torch.tensor([[1.0, 4.0], [-0.25, 1.0]]))
+    x = torch.tensor([[1.0, -1.0]])
+    new, _ = equalize(captured(net, x))
+    assert new.weights["0.weight"].tolist() == [[0.5, -2.0], [6.0, 2.0]]
+    assert new.weights["0.bias"].tolist() == [0.5, 2.0]
+    assert new.weights["2.weight"].tolist() == [[2.0, 6.0], [-0.5, 1.5]]
+    (y,) = run(new, [x]).values()
+    assert y.tolist() == [[42.0, 7.5]]  # of 6 and 9 before, and of 3 and 6 now
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        (nn.Conv2d(1, 2, 1), nn.Conv2d(2, 1, 1)),
+        (nn.Conv2d(2, 2, 1, groups=2), nn.Conv2d(2, 2, 1, groups=2)),
+        (nn.ConvTranspose2d(1, 2, 1), nn.ConvTranspose2d(2, 1, 1)),
+        (nn.ConvTranspose2d(2, 2, 1, groups=2), nn.Conv2d(2, 1, 1)),
+    ],
+)
+def test_channels_are_found_on_every_kind_of_weight(first, second):
+    """r1 = (8, 0.5) and r2 = (2, 8): s = (2, 0.25)."""
+    with torch.no_grad():
+        first.weight.copy_(torch.tensor([8.0, 0.5]).view_as(first.weight))
+        first.bias.copy_(torch.tensor([4.0, 1.0]))
+        second.weight.copy_(torch.tensor([2.0, 8.0]).view_as(second.weight))
+    new, _ = equalize(captured(nn.Sequential(first, nn.ReLU(), second), torch.randn(2, first.in_channels, 3, 3)))
+    assert new.weights["0.weight"].flatten().tolist() == [4.0, 2.0]
+    assert new.weights["0.bias"].tolist() == [2.0, 4.0]
+    assert new.weights["2.weight"].flatten().tolist() == [4.0, 2.0]
+
+
+def test_the_widest_of_several_readers_counts():
+    class Fork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.a, self.b = (nn.Linear(1, 1, bias=False) for _ in range(3))
+            for layer, w in ((self.first, 8.0), (self.a, 0.5), (self.b, 2.0)):
+                nn.init.constant_(layer.weight, w)
+
+        def forward(self, x):
+            y = torch.relu(self.first(x))
+            return self.a(y) + self.b(y)
+
+    new, _ = equalize(captured(Fork(), torch.randn(2, 1)))  # s = sqrt(8 / 2) = 2
+    assert [float(new.weights[f"{k}.weight"]) for k in ("first", "a", "b")] == [4.0, 1.0, 4.0]

@@ -128,3 +128,46 @@ def test_a_shift_that_does_not_help_or_cannot_be_undone_is_refused(net, span, wh
 def test_formats_with_a_zero_point_of_their_own_have_nothing_to_gain():
     steps = begin(Identity(nn.SiLU()), spread(-4, 7), "ort_cpu")
     assert shift_negative(steps.graph, steps.assignment, steps.stats)[2] == []
+
+
+@pytest.mark.parametrize(
+    "behind, weight, bias",
+    [
+        ([nn.Conv2d(3, 3, 1, groups=3)], [1.0, 2.0, -4.0], [1 - 0.28125, 1 - 0.5625, 1 + 1.125]),
+        ([nn.Conv2d(3, 2, 1)], [1.0, 2.0, 3.0, 0.0, -4.0, 1.0], [1 - 6 * 0.28125, 1 + 3 * 0.28125]),
+        (
+            [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2)],
+            [1.0, 2.0, 3.0, 0.0, -4.0, 1.0],
+            [1 - 6 * 0.28125, 1 + 3 * 0.28125],
+        ),
+    ],
+)
+def test_each_output_gives_back_the_sum_of_its_own_weights(behind, weight, bias):
+    """The shift of 9/32 as above; an output whose weights sum to s has s * 9/32 less in its bias."""
+    with torch.no_grad():
+        behind[-1].weight.copy_(torch.tensor(weight).view_as(behind[-1].weight))
+        behind[-1].bias.fill_(1.0)
+    net = Identity(nn.SiLU())
+    net.last = nn.Sequential(*behind)
+    steps = begin(net, spread(-4, 7))
+    new, _, _ = shift_negative(steps.graph, steps.assignment, steps.stats)
+    assert new.weights[new.nodes[-1].bias].tolist() == bias
+
+
+class Two(nn.Module):
+    """The first activation is also returned, so that only the second can be shifted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Conv2d(3, 3, 1) for _ in range(3))
+
+    def forward(self, x):
+        y = torch.nn.functional.silu(self.one(x))
+        return self.three(torch.nn.functional.silu(self.two(y))), y
+
+
+def test_one_that_cannot_be_shifted_keeps_no_other_from_it():
+    steps = begin(Two(), spread(-4, 7))
+    new, _, notes = shift_negative(steps.graph, steps.assignment, steps.stats, ratio=10.0)
+    assert [n.split(" by ")[0].split(": ")[0] for n in notes] == ["'silu' is not shifted", "shifted 'silu_1'"]
+    assert sum(n.layer_type == SHIFT for n in new.nodes) == 1

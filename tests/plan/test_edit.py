@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import chipfit
 from chipfit.errors import NothingQuantizedError, PlanError, UnknownNameError
@@ -58,3 +59,11 @@ def test_mistakes_are_typed_errors(fitted):
         result.edit({"Conv2D": "float", "Linear": "float", "Relu": "float", "Add": "float", "GlobalAvgPool": "float"})
     with pytest.raises(PlanError, match="not understood"):
         result.edit({"head": {"bitz": 4}})
+
+
+def test_a_tensor_that_the_plan_does_not_know_is_named_with_those_near_it():
+    plan = chipfit.quantize(nn.Sequential(nn.Linear(3, 2)).eval(), [torch.randn(4, 3)], progress=False).plan
+    with pytest.raises(PlanError, match="'0.wieght'.*did you mean '0.weight'"):
+        plan["0.wieght"]
+    with pytest.raises(PlanError, match=r"plan\.tensors holds all of them"):
+        plan["conv1"]

@@ -20,6 +20,7 @@ from chipfit.pipeline import load, quantize
 from chipfit.plan.diff import diff
 from chipfit.plan.provenance import hash_graph
 from chipfit.plan.record import Plan
+from chipfit.plan.trial import demand_runs
 from chipfit.platform.load import load as load_platform
 from chipfit.platform.load import names
 
@@ -229,13 +230,13 @@ def test_a_graph_that_is_inconsistent_is_refused(saved):
 
 def test_an_unknown_field_is_refused(saved):
     _edit(saved, "plan.json", lambda d: d["tensors"]["x"].update(colour="red"))
-    with pytest.raises(PlanError, match=r"malformed.*colour"):
+    with pytest.raises(PlanError, match="'colour' is malformed"):
         load(saved)
 
 
 def test_a_saved_platform_with_an_unknown_key_is_refused(saved):
     _edit(saved, "platform.json", lambda d: d["platform"].update(colour="red"))
-    with pytest.raises(PlanError, match="platform is malformed"):
+    with pytest.raises(PlanError, match=r"'colour' is malformed.*platform\.json"):
         load(saved)
 
 
@@ -341,10 +342,118 @@ def test_scales_for_other_channels_than_the_weight_has_are_not_loaded(saved):
 
 def test_a_weight_that_is_not_finite_is_not_loaded(saved):
     weights = load_file(saved / "weights.safetensors")
-    weights["conv.weight"][0, 0, 0, 0] = float("nan")
+    weights["conv.weight"][0, 0, 0, 0] = float("inf")
     save_file(weights, saved / "weights.safetensors")
     _accept(saved, "weights.safetensors")
     with pytest.raises(PlanError, match="holds NaN or infinite values"):
+        load(saved)
+
+
+def test_a_weight_that_holds_nan_is_neither_loaded_nor_saved(result, saved):
+    back = load(saved)
+    back.graph.weights["a.bias"].fill_(float("nan"))
+    with pytest.raises(PlanError, match="'a.bias' holds NaN"):
+        back.save(saved.parent / "again")
+    weights = load_file(saved / "weights.safetensors")
+    weights["a.bias"].fill_(float("nan"))
+    save_file(weights, saved / "weights.safetensors")
+    _accept(saved, "weights.safetensors")
+    with pytest.raises(PlanError, match="'a.bias' holds NaN"):
+        load(saved)
+
+
+# ---- data of another form than was saved
+
+
+@pytest.fixture(scope="module")
+def plain_result():
+    """One without operators of torch's own, so that it is tried when it is loaded."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)).eval()
+    return quantize(model, [X], overrides={"3": "float"}, progress=False)
+
+
+def _text(change, field):
+    """A change of what a field holds as JSON text."""
+
+    def edit(d):
+        inner = json.loads(d[field])
+        change(inner)
+        d[field] = json.dumps(inner)
+
+    return edit
+
+
+def _first(d, key="tensors"):
+    return next(iter(d[key].values()))
+
+
+MALFORMED = {
+    "a list for a table": ("plan.json", lambda d: d.update(tensors=[]), "'tensors' is malformed"),
+    "a table for a name": ("plan.json", lambda d: d.update(platform={}), "'platform' is malformed"),
+    "a key too few": ("plan.json", lambda d: d.pop("ties"), "'ties' is malformed.*required"),
+    "an edge of three": ("plan.json", lambda d: d.update(float_edges=[["a"] * 3]), "'float_edges.0' is malformed"),
+    "a role that is none": ("plan.json", lambda d: _first(d).update(role="wheel"), "'role' is malformed"),
+    "a grid of text": ("plan.json", lambda d: _first(d)["grid"].update(bits="8"), "'bits' is malformed"),
+    "a grid of no kind": ("plan.json", lambda d: _first(d)["grid"].update(kind="x"), "'kind' is malformed"),
+    "an operator that runs in no way": ("plan.json", lambda d: _first(d, "nodes").update(exec="x"), "'exec' is malf"),
+    "instructions of no channels": ("plan.json", lambda d: _first(d, "nodes").update(simd=0), "'simd' is malformed"),
+    "a tie to nothing": ("plan.json", lambda d: d.update(ties=[["a", "b"]]), "does not have.*a, b"),
+    "a shape of text": ("graph.json", lambda d: _first(d, "values").update(shape="2"), "'shape' is malformed"),
+    "a type that is none": ("graph.json", lambda d: _first(d, "values").update(dtype="float7"), "float7"),
+    "a node of text": ("graph.json", lambda d: d["nodes"].insert(0, "x"), "'nodes.0' is malformed"),
+    "weights that are not there": ("graph.json", lambda d: d["weights"].append("w"), "no numbers for weights"),
+    "an alias of nothing": ("graph.json", lambda d: d["aliases"].update(x="0.bias"), "no weights for aliases"),
+    "a trained value": ("graph.json", lambda d: d["trainable"].append("x"), "trainable weights are not there"),
+    "arguments that are no table": ("graph.json", lambda d: d.update(in_spec="[]"), "in_spec"),
+    "arguments that are not text": ("graph.json", lambda d: d.update(in_spec="{"), "the call of the graph"),
+    "an argument too many": ("graph.json", _text(lambda s: s["tensors"].append(1), "in_spec"), "do not fit"),
+    "a result too many": ("graph.json", _text(lambda s: s["leaves"].append({"output": 0}), "out_spec"), "do not fit"),
+    "a result that is none": ("graph.json", _text(lambda s: s.update(leaves=[{"output": 7}]), "out_spec"), "do not f"),
+    "a structure that is none": ("graph.json", _text(lambda s: s.update(plain="[1, 2]"), "out_spec"), "no node"),
+    "an operand of another shape": (
+        "graph.json",
+        lambda d: _first(d, "values").update(shape={"$tuple": [2, 6]}),
+        "does not run",
+    ),
+    "an attribute of text": ("graph.json", lambda d: d["nodes"][0]["attrs"].update(stride="x"), "does not run"),
+    "an attribute too few": ("graph.json", lambda d: d["nodes"][0]["attrs"].clear(), "does not run"),
+    "a result of another shape": (
+        "graph.json",
+        lambda d: d["values"]["relu"].update(shape={"$tuple": [2, 2]}),
+        "and was float32",
+    ),
+    "no table for the platform": ("platform.json", lambda d: d.update(platform=3), "'platform' is malformed"),
+    "no name of the platform": ("platform.json", lambda d: d["platform"].pop("name"), "'name' is malformed"),
+}
+
+
+@pytest.mark.parametrize("file, change, words", MALFORMED.values(), ids=MALFORMED)
+def test_data_of_another_form_are_not_loaded(plain_result, tmp_path, file, change, words):
+    saved = plain_result.save(tmp_path / "out")
+    load(saved)
+    _edit(saved, file, change)
+    with pytest.raises(PlanError, match=words):
+        load(saved)
+
+
+@pytest.mark.parametrize(
+    "name, change, words",
+    [
+        ("0.bias", lambda w: w.reshape(1, -1), "do not fit its shape"),
+        ("3.bias", lambda w: w.reshape(1, -1), r"bias of Linear '3' has the shape \[1, 2\]"),
+        ("0.weight", lambda w: w.double(), "float32 and torch.float64"),
+        ("0.weight", lambda w: w[:, :1].clone(), "does not run"),
+        ("3.weight", lambda w: w.long(), "does not run|is trained"),
+    ],
+)
+def test_weights_of_another_form_are_not_loaded(plain_result, tmp_path, name, change, words):
+    saved = plain_result.save(tmp_path / "out")
+    weights = load_file(saved / "weights.safetensors")
+    weights[name] = change(weights[name])
+    save_file(weights, saved / "weights.safetensors")
+    _accept(saved, "weights.safetensors")
+    with pytest.raises(PlanError, match=words):
         load(saved)
 
 
@@ -374,3 +483,13 @@ def test_while_writers_replace_it_a_result_is_read_again(result, saved, monkeypa
 
     monkeypatch.setattr(saving, "check_schema", replaced_meanwhile)
     assert diff(load(saved).plan, result.plan) == [] and calls
+
+
+def test_a_graph_whose_stride_has_an_axis_too_many_does_not_run():
+    """Tensors without numbers do not show it."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3)).eval()
+    graph = quantize(model, [torch.randn(2, 3, 6, 6)], progress=False).graph
+    demand_runs(graph)
+    graph.nodes[0] = graph.nodes[0].with_(attrs={**graph.nodes[0].attrs, "stride": (1, 1, 1)})
+    with pytest.raises(PlanError, match="stride of Conv2D"):
+        demand_runs(graph)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from docs.generate import PAGES
 
 from chipfit.errors import PlatformError, UnknownNameError
 from chipfit.platform.load import check, load, names
 from chipfit.platform.match import fusions, resolve
 from chipfit.platform.schema import Format
-from chipfit.platform.support import PAGES
 
 GOOD = """\
 name: tiny_npu
@@ -201,6 +201,42 @@ def test_check_lists_every_problem_at_once(tmp_path):
     assert check(write(tmp_path, GOOD)) == []
 
 
+MALFORMED = """name: npu
+arch: [A, B]
+formats:
+  a8: {bits: 8, zero: any, colour: red}
+  w8: {bits: many}
+ops:
+  - {match: [Conv2D, Conv2E, 3], use: [{in: a8, w: w8, out: a9, speed: 2}], rules: [{mono: 3}], src: [M, X], conf: V}
+  - {match: [Linaer], exec: fast, use: [{in: a8, out: b8, when: {arch: C}}], src: [M]}
+  - 5
+fuse:
+  - {chain: [[Conv2D, Convv], [4], [Relux]], src: [N], conf: V, when: {arch: Z}}
+  - {graph: {nodes: {a: Add, c: [Conv2X]}, edges: [[a, c], [c, a]]}, src: [M], conf: V}
+place: {at: nowhere, io_in: [a7]}
+math: {acc: [{bits: x, when: {arch: Q}}]}
+sources: {M: manual}
+"""
+
+
+def test_check_looks_up_names_in_malformed_entries_too(tmp_path):
+    """One error for each of the 25 slips, and none because of another one."""
+    wrong = """
+        formats.a8.colour formats.w8.bits
+        ops.0.match.2 ops.0.use.0.speed ops.0.rules.0.mono ops.0.match.1 ops.0.src ops.0.use.0.out
+        ops.1.exec ops.1.conf ops.1.match.0 ops.1.use.0.out ops.1.use.0.when.arch ops.2
+        fuse.0.chain.1.0 fuse.0.src fuse.0.chain.0 fuse.0.chain.2 fuse.0.when.arch fuse.1 fuse.1.graph.nodes.c
+        place.at place.io_in math.acc.0.bits math.acc.0.when.arch
+    """
+    assert [str(e.where).rpartition(" ")[2] for e in check(write(tmp_path, MALFORMED))] == wrong.split()
+
+
+@pytest.mark.parametrize("table", ["formats", "sources", "arch", "ops", "fuse", "sets", "place", "math", "deploy"])
+def test_names_of_a_malformed_table_are_not_called_unknown(tmp_path, table):
+    found = check(write(tmp_path, f"name: npu\n{table}: 3\nextends: tflite_int8\n"))
+    assert [str(e.where).rpartition(" ")[2] for e in found] == [table]
+
+
 def test_every_fault_of_an_entry_is_named(tmp_path):
     double = GOOD.replace("bits: 8, zero: any", "bits: 8, range: [5, 3], zero: 300")
     assert [e.what.partition(" ")[0] for e in check(write(tmp_path, double))] == ["range", "zero"]
@@ -271,3 +307,7 @@ def test_signedness_that_is_decided_by_data_needs_the_data():
 @pytest.mark.parametrize("page", PAGES)
 def test_generated_pages_are_up_to_date(page, request):
     assert (request.config.rootpath / "docs" / page).read_text() == PAGES[page]()
+
+
+def test_near_names_are_looked_for_among_names_of_any_type():
+    assert "'word'" in str(UnknownNameError("revision", "wort", [None, "word", 3]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from chipfit.platform.filters import Member
 from chipfit.platform.load import load, names
 from chipfit.platform.match import fusions, resolve
 from chipfit.platform.schema import Platform
@@ -49,6 +50,7 @@ def test_a_condition_that_fails_says_what_was_wanted():
         ({"groups": [1, "in_channels"]}, {"groups": 2, "in_channels": 8}, "groups 1 or 8 (got 2)"),
         ({"kernel": [1, 3]}, {"kernel": (3, 5)}, "kernel 1 or 3 (got 3 x 5)"),
         ({"channels": {"multiple": 16}}, {"channels": 24}, "channels a multiple of 16 (got 24)"),
+        ({"dilation": "equal_xy"}, {"dilation": (2, 2)}, ""),
         ({"dilation": "equal_xy"}, {"dilation": (1, 2)}, "dilation equal in x and y (got 1 x 2)"),
         ({"slope": 0.1015625}, {"negative_slope": 0.01}, "slope 0.1015625 (got 0.01)"),
         ({"dilated_h": {"max": 64}}, {"kernel": (33, 1), "dilation": (2, 1)}, "dilated_h at most 64 (got 65)"),
@@ -166,3 +168,10 @@ def test_a_branched_fusion_becomes_the_chain_along_its_edges():
     p = platform(rule("Add"), fuse=[{"graph": graph, "src": ["M"], "conf": "V"}])
     conv = frozenset({"Conv1D", "Conv2D", "DepthwiseConv2D", "Conv3D"})
     assert fusions(p) == ((conv, frozenset({"Add"}), frozenset({"Relu"})),)
+
+
+def test_a_layer_is_meant_first_by_its_own_name_then_by_its_operator():
+    assert Member(op=("Conv2D",), type="Conv2d").nearness("Conv2d") == 0
+    assert Member(op=("Conv2D",), name="Conv2d").nearness("Conv2d") == 0
+    assert Member(op=("Conv2D",)).nearness("Conv2d") == 1
+    assert Member(op=("Conv2D",), name="Conv1d").nearness("Conv2d") == 2

@@ -8,8 +8,9 @@ import torch
 
 from chipfit.calibration.collect import Need, TensorStats
 from chipfit.quantizers.grids import Grid
-from chipfit.ranges import choose
+from chipfit.ranges import _of_stats, choose
 from chipfit.ranges.qparams import LEAST_SCALE, finish_scale, from_min_max
+from chipfit.ranges.search import ALL, FEW, Sample, _binned
 
 A8 = Grid(bits=8, qmin=0, qmax=255, zero="any")
 A4 = Grid(bits=4, qmin=0, qmax=15, zero="any")
@@ -44,8 +45,10 @@ def numbers(q):
         (-1.0, 2.0, Grid(bits=8, qmin=0, qmax=255, zero=128), 2.0 / 127, 128),
         (-1.0, 2.0, Grid(bits=8, qmin=0, qmax=255, zero=(0, 128)), 2.0 / 127, 128),
         (1.0, 2.55, Grid(bits=8, qmin=0, qmax=255, zero=(0, 128)), 2.55 / 255, 0),
-        (0.0, 0.0, A8, LEAST_SCALE, 0),
-        (0.0, 0.0, S8, LEAST_SCALE, 0),
+        (0.0, 0.0, A8, 1.0 / 255, 0),  # nothing was seen
+        (0.0, 0.0, S8, 1.0 / 127, 0),
+        (0.0, 0.0, P8, 2.0**-6, 0),  # 1 / 127 is above 2^-7
+        (0.0, 1e-9, A8, LEAST_SCALE, 0),
         (-1.0, 1.0, Grid(bits=8, qmin=-128, qmax=127, scale_min=0.25), 0.25, 0),
     ],
 )
@@ -229,3 +232,35 @@ def test_kullback_leibler_takes_the_range_with_the_least_divergence(grid):
     scale, _ = numbers(choose(torch.from_numpy(x), grid, rule="kl"))
     assert tried[scale] == pytest.approx(min(tried.values()), rel=1e-3)
     assert grid.bits == 8 or min(tried.values()) < tried[max(tried)]  # clipping pays
+
+
+@pytest.mark.parametrize("zeros", [1, 3])
+def test_zeros_of_a_histogram_count_at_zero_and_not_in_the_middle_of_a_bin(zeros):
+    stats = TensorStats("x")
+    stats.update(torch.tensor([-1.0, 2.0, *[0.0] * zeros]), Need(histogram=True))
+    sample = _of_stats(stats, None)
+    assert float(sample.values[0, -1]) == 0 and float(sample.weights[0, -1]) == zeros
+    assert float(sample.weights.sum()) == zeros + 2
+    assert sorted(float(v) for v, w in zip(sample.values[0], sample.weights[0]) if w) == pytest.approx(
+        [-1, 0, 2], abs=0.01
+    )
+
+
+def test_large_weights_of_affine_channels_are_searched_in_a_histogram_of_each():
+    """Normal numbers in 16 codes: clipping gains a fifth or more, and the middles lie where each channel's do."""
+    rows = FEW + 1 + ALL // 2
+    x = torch.randn(3, rows, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1.0], [0.1], [3.0]])
+    x[2] += 2.0
+    low, high = x.double().aminmax(dim=1)
+    bins = _binned(Sample(x, None, low, high))
+    assert bins.values.shape == bins.weights.shape and bins.weights.sum(1).tolist() == [rows] * 3
+    mean, width = (bins.values * bins.weights).sum(1) / rows, (high - low) / bins.values.shape[1]
+    assert bool(((mean - x.mean(1)).abs() < 0.1 * width).all())
+    found, whole = (choose(x, A4, rule=rule, axis=0) for rule in ("mse", "no_clipping"))
+
+    def error(q):
+        s, z = q.scale.unsqueeze(1), q.zero_point.unsqueeze(1)
+        codes = (torch.round(x / s) + z).clamp(0, 15)
+        return ((codes - z) * s - x).square().mean(1)
+
+    assert bool((error(found) < 0.8 * error(whole)).all())

@@ -11,8 +11,10 @@ from rich.console import Console
 from torch import nn
 
 import chipfit
-from chipfit.calibration.doubts import unlike_training
+from chipfit.calibration.collect import TensorStats
+from chipfit.calibration.doubts import thin, unlike_training
 from chipfit.frameworks.torch.capture import capture
+from chipfit.graph.ir import Graph, Node
 from chipfit.report.html import page
 from chipfit.report.terminal import render
 
@@ -116,3 +118,22 @@ def test_what_float32_cannot_hold_is_refused():
             [torch.randn(4, 4), torch.full((2, 4), 1e60, dtype=torch.float64)],
             progress=False,
         )
+
+
+def test_channels_of_very_different_means_are_not_doubted():
+    """Each is compared with the statistics of its own."""
+    model = nn.Sequential(nn.Conv2d(2, 2, 1, groups=2, bias=False), nn.BatchNorm2d(2)).eval()
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+        model[1].running_mean.copy_(torch.tensor([0.0, 1000.0]))
+    x = torch.randn(4, 2, 5, 5) + torch.tensor([0.0, 1000.0]).view(1, 2, 1, 1)
+    assert unlike_training(capture(model, (x,))) == []
+    assert unlike_training(capture(model, (x.flip(1),)))
+
+
+@pytest.mark.parametrize("count, more", [(4, ""), (5, " and 1 more")])
+def test_four_layers_that_never_change_are_named(count, more):
+    nodes = [Node(f"r{k}", "Relu", ("x",), (f"y{k}",)) for k in range(count)]
+    stats = {f"y{k}": TensorStats(f"y{k}", 0.5, 0.5, count=8, batches=2) for k in range(count)}
+    (warning,) = thin(Graph(nodes, ["x"], [], {}, {}), stats, 8)
+    assert warning.endswith("comes from " + ", ".join(f"Relu 'r{k}' (0.5)" for k in range(4)) + more)

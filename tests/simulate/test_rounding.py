@@ -18,6 +18,7 @@ from chipfit.platform.load import load
 from chipfit.platform.schema import Fuse, OpRule
 from chipfit.registry import lookup
 from chipfit.simulate.libm import libm
+from chipfit.verify import verify
 
 LITERT = ("litert_reference", "litert_optimized", "litert")
 
@@ -226,8 +227,7 @@ def test_biases_of_8_bit_layers_have_the_32_bits_that_litert_reads():
         )
         assert {t.grid.bits for t in result.plan.tensors.values() if t.role == "bias" and t.quantized} == {40}
         for runtime in LITERT:
-            inside = torch.randn(4, 6, 8, 8).clamp(-2, 2)  # LiteRT clips 16-bit inputs at -32768, the grid at -32767
-            proved(result, inside, runtime=runtime, float_ops=["Conv2D"] * (bits == 16))
+            proved(result, torch.randn(4, 6, 8, 8), runtime=runtime, float_ops=["Conv2D"] * (bits == 16))
 
 
 @pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8", "tflite_int16x8"])
@@ -335,3 +335,18 @@ def test_a_mean_on_xnnpack_sums_codes_with_their_zero_point():
     totals = torch.arange(7, 1700, 14)[:, None]  # halves, when divided by 14
     codes = totals // 28 + (torch.arange(28) < totals % 28).long()
     proved(result, (codes * 2.0**-7).reshape(-1, 1, 4, 7), runtime="litert")
+
+
+def test_a_product_of_two_values_half_way_between_two_codes(tmp_path):
+    """Scales of 1/16 without zero points and a result in steps of 1: halves times integers are often ties."""
+    draw = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-8, 9, (4, 6, 6), generator=draw) * unit for unit in (0.5, 1.0))
+    result = quantized(torch.matmul, (a, b), "tflite_int8")
+    tensors = dict(result.plan.tensors)
+    for name, scale in (*((i, 1 / 16) for i in result.graph.inputs), (result.graph.outputs[0], 1.0)):
+        tensors[name] = tensors[name].with_(scale=torch.tensor(scale), zero_point=torch.tensor(0, dtype=torch.int32))
+    plan = replace(result.plan, tensors=tensors)
+    assert int(((a @ b) % 1 == 0.5).sum()) > 50
+    path = export_tflite(result.graph, plan, tmp_path / "m.tflite")
+    for runtime in LITERT:
+        verify(result.graph, plan, result.platform, [(a, b)], runtime=runtime, path=path).require()

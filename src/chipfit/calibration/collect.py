@@ -51,15 +51,10 @@ class TensorStats:
 
     def shifted(self, by: float) -> TensorStats:
         """What calibration would have seen of x + `by`."""
-        return replace(
-            self,
-            low=self.low + by,
-            high=self.high + by,
-            smooth_low=self.smooth_low + by,
-            smooth_high=self.smooth_high + by,
-            histogram=None if self.histogram is None else self.histogram.shifted(by),
-            total=None if self.total is None else self.total + by * self.count / self.total.numel(),
-        )
+        ends = {name: getattr(self, name) + by for name in ("low", "high", "smooth_low", "smooth_high")}
+        histogram = None if self.histogram is None else self.histogram.shifted(by)
+        total = None if self.total is None else self.total + by * self.count / self.total.numel()
+        return replace(self, histogram=histogram, total=total, **ends)
 
     def update(self, x: torch.Tensor, need: Need) -> None:
         """Add one batch of the tensor, float32, any shape.
@@ -90,11 +85,7 @@ class TensorStats:
 
 
 def collect(
-    graph: Graph,
-    batches: Iterable[Sequence[torch.Tensor]],
-    *,
-    tensors: Mapping[str, Need],
-    seed: int = 0,
+    graph: Graph, batches: Iterable[Sequence[torch.Tensor]], *, tensors: Mapping[str, Need], seed: int = 0
 ) -> dict[str, TensorStats]:
     """Run the float graph over all batches and gather statistics of `tensors`.
 
@@ -113,11 +104,9 @@ def collect(
         except ValueError:
             node = layers.get(name)
             who = f"layer '{node.who}' ({node.op})" if node else f"input '{name}'"
-            raise DataError(
-                f"Batch {count} makes NaN or infinite values in {who}",
-                where=node.source if node else "",
-                hint="check the weights of that layer and the scaling of the inputs",
-            ) from None
+            hint = "check the weights of that layer and the scaling of the inputs"
+            what = f"Batch {count} makes NaN or infinite values in {who}"
+            raise DataError(what, where=node.source if node else "", hint=hint) from None
 
     def hook(node: Node, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
         for o, x in zip(node.outputs, outputs, strict=False):
@@ -143,12 +132,10 @@ def _run_checked(graph: Graph, inputs: list[torch.Tensor], hook: Any, index: int
         run(graph, inputs, hook=hook, reuse=True)
     except RuntimeError as e:
         want = {n: graph.values[n].shape for n in graph.inputs}
-        raise DataError(
-            f"Batch {index} does not run through the model: {str(e).splitlines()[0]}",
-            got=", ".join(str(list(x.shape)) for x in inputs),
-            allowed=", ".join(f"{n} {['batch' if d is None else d for d in s]}" for n, s in want.items()),
-            hint="give batches of the shape that the model was captured with",
-        ) from e
+        allowed = ", ".join(f"{n} {['batch' if d is None else d for d in s]}" for n, s in want.items())
+        hint = "give batches of the shape that the model was captured with"
+        what = f"Batch {index} does not run through the model: {str(e).splitlines()[0]}"
+        raise DataError(what, got=", ".join(str(list(x.shape)) for x in inputs), allowed=allowed, hint=hint) from e
 
 
 def _layout(x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """Calibration data in any usual form, as flat lists of tensors."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -49,23 +47,21 @@ def iterate(data: Any) -> Iterator[Any]:
 def _called(function: Callable[..., Any]) -> Any:
     """What a function without arguments returns."""
     try:
-        inspect.signature(function).bind()
+        try:
+            inspect.signature(function).bind()
+        except ValueError:  # C functions tell no signature, and refuse when they are called
+            return function()
     except TypeError as e:
-        raise DataError(
-            "The function that gives calibration data needs arguments",
-            got=f"{getattr(function, '__name__', type(function).__name__)}: {e}",
-            allowed="a function that is called without",
-        ) from None
-    except ValueError:  # C functions tell no signature
-        pass
+        got = f"{getattr(function, '__name__', type(function).__name__)}: {e}"
+        allowed = "a function that is called without"
+        raise DataError("The function that gives calibration data needs arguments", got=got, allowed=allowed) from None
     return function()
 
 
 def no_data() -> DataError:
     """The refusal of data without a single batch."""
-    return DataError(
-        "The calibration data are empty", hint="give at least one batch; a generator can be used up only once"
-    )
+    hint = "give at least one batch; a generator can be used up only once"
+    return DataError("The calibration data are empty", hint=hint)
 
 
 def first_batch(data: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -105,9 +101,8 @@ def _tensors(x: Any) -> Any:
         return _tensor(x)
     if isinstance(x, torch.Tensor) and (x.layout is not torch.strided or x.is_nested or x.is_meta or x.is_quantized):
         kind = "nested" if x.is_nested else "meta" if x.is_meta else "quantized" if x.is_quantized else str(x.layout)
-        raise DataError(
-            "Calibration data hold a tensor without plain numbers", got=kind, allowed="dense tensors that hold values"
-        )
+        allowed = "dense tensors that hold values"
+        raise DataError("Calibration data hold a tensor without plain numbers", got=kind, allowed=allowed)
     if isinstance(x, Mapping):
         return {k: _tensors(v) for k, v in x.items()}
     if isinstance(x, (tuple, list)) and not (isinstance(x, list) and x and isinstance(x[0], (int, float))):
@@ -122,11 +117,9 @@ def _tensor(x: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(x)
     except TypeError:
         got = f"{x.dtype}{list(x.shape)}"
-        raise DataError(
-            "Calibration data hold an array of something else than numbers that a model computes with",
-            got=got,
-            allowed="arrays of floats, integers or booleans, all rows equally long",
-        ) from None
+        allowed = "arrays of floats, integers or booleans, all rows equally long"
+        what = "Calibration data hold an array of something else than numbers that a model computes with"
+        raise DataError(what, got=got, allowed=allowed) from None
 
 
 def as_call(batch: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -185,9 +178,8 @@ def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Ten
     rows = {name: len(x) for name, x in zip(graph.inputs, out, strict=True) if graph.values[name].shape[:1] == (None,)}
     if len(set(rows.values())) > 1:
         got = ", ".join(f"'{name}' {n}" for name, n in rows.items())
-        raise DataError(
-            "The inputs of a batch have different numbers of samples", got=got, allowed="the same on axis 0"
-        )
+        allowed = "the same on axis 0"
+        raise DataError("The inputs of a batch have different numbers of samples", got=got, allowed=allowed)
     return out, None if label is None else _classes(label)
 
 
@@ -203,24 +195,18 @@ def _classes(label: Any) -> torch.Tensor:
 def _fit(graph: Graph, name: str, x: Any) -> torch.Tensor:
     want = graph.values[name]
     if not isinstance(x, torch.Tensor):
-        raise DataError(
-            f"Input '{name}' is not a tensor", got=type(x).__name__, allowed=f"{want.dtype} {list(want.shape)}"
-        )
+        got = type(x).__name__
+        raise DataError(f"Input '{name}' is not a tensor", got=got, allowed=f"{want.dtype} {list(want.shape)}")
     if x.is_floating_point() and want.dtype == "float32" and x.dtype != torch.float32:
         given, x = x, x.float()
         if bool((given.isfinite() & ~x.isfinite()).any()):
-            raise DataError(
-                f"Input '{name}' holds numbers that float32 does not, in which models are read",
-                got=float(given.abs().max()),
-            )
+            got = str(float(given.abs().max()))
+            raise DataError(f"Input '{name}' holds numbers that float32 does not, in which models are read", got=got)
     floats, kinds = "float" in want.dtype, ("integers", "floats")
     if floats != x.is_floating_point():
-        raise DataError(
-            f"Input '{name}' holds {kinds[not floats]}, the model was captured with {kinds[floats]}",
-            got=str(x.dtype).removeprefix("torch."),
-            allowed=want.dtype,
-            hint="convert and scale it as in training, for example x.float() / 255" if floats else "x.long() converts",
-        )
+        hint = "convert and scale it as in training, for example x.float() / 255" if floats else "x.long() converts"
+        what = f"Input '{name}' holds {kinds[not floats]}, the model was captured with {kinds[floats]}"
+        raise DataError(what, got=str(x.dtype).removeprefix("torch."), allowed=want.dtype, hint=hint)
     if len(x.shape) != len(want.shape) or any(w not in (None, s) for w, s in zip(want.shape, x.shape, strict=False)):
         raise DataError(
             f"Input '{name}' has the wrong shape",

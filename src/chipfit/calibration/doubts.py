@@ -1,7 +1,5 @@
 """Signs that calibration data are not what the model was trained on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """What a long call shows while it runs: on a terminal a line with percent and time left, elsewhere a line per stage."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Generator, Iterable, Iterator

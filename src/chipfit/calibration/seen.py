@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -49,5 +50,6 @@ def _digests(inputs: Sequence[torch.Tensor]) -> list[str]:
     parts = [
         x.expand(count, *x.shape[1:]) if x.dim() and len(x) == count else x.expand(count, *x.shape) for x in inputs
     ]
-    rows = [p.reshape(count, -1)[:, :: max(1, p[:1].numel() // _NUMBERS)].cpu().numpy() for p in parts]
+    sizes = [math.prod(p.shape[1:]) for p in parts]
+    rows = [p.reshape(count, n)[:, :: max(1, n // _NUMBERS)].cpu().numpy() for p, n in zip(parts, sizes, strict=True)]
     return [hashlib.blake2b(b"".join(r[k].tobytes() for r in rows), digest_size=6).hexdigest() for k in range(count)]

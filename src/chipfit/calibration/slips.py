@@ -1,13 +1,12 @@
 """The commonest slips with data, told from what a model refuses and what it expects."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from chipfit.engine.types import described
 from chipfit.errors import ChipfitError, DataError
 
 _RANKS: dict[Any, int] = {torch.nn.Conv1d: 3, torch.nn.Conv2d: 4, torch.nn.Conv3d: 5}
@@ -63,9 +62,8 @@ def explained(refusal: ChipfitError, model: Any, args: Sequence[Any], kwargs: Ma
             hint="rename them, or yield tuples in the order of the inputs",
         )
     if count is not None and len(args) > count:
-        return DataError(
-            f"A batch holds {len(args)} items, and the model takes {count}", got=_shapes(args), hint=LABELS
-        )
+        got = _shapes(args)
+        return DataError(f"A batch holds {len(args)} items, and the model takes {count}", got=got, hint=LABELS)
     x, want = next((a for a in args if isinstance(a, torch.Tensor)), None), _expected(model)
     if x is None or not args:
         return refusal
@@ -82,9 +80,8 @@ def explained(refusal: ChipfitError, model: Any, args: Sequence[Any], kwargs: Ma
     if not hint or want is None:
         return refusal
     allowed = str(["batch", *("any" if d is None else d for d in want[1:])])
-    return DataError(
-        "The inputs do not have the shape that the model takes", got=_shapes(args), allowed=allowed, hint=hint
-    )
+    got = _shapes(args)
+    return DataError("The inputs do not have the shape that the model takes", got=got, allowed=allowed, hint=hint)
 
 
 def _expected(model: Any) -> tuple[int | None, ...] | None:
@@ -100,9 +97,4 @@ def _expected(model: Any) -> tuple[int | None, ...] | None:
 
 
 def _shapes(args: Sequence[Any]) -> str:
-    def word(a: Any) -> str:
-        return (
-            f"{str(a.dtype).removeprefix('torch.')}{list(a.shape)}" if isinstance(a, torch.Tensor) else type(a).__name__
-        )
-
-    return ", ".join(map(word, args))
+    return ", ".join(map(described, args))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,6 +46,7 @@ Deployed = Annotated[Path | None, Option("--file", exists=True, help="the deploy
 ReportFile = Annotated[Path | None, Option("--report", help="write what was found, as .html or .json")]
 Shape = Annotated[str | None, Option("--input-shape", help="batch first: 1,3,224,224; a file knows its own")]
 _OUTPUT = "the output of `chipfit quantize`"
+_CALIBRATION = 16  #: batches of training data that ranges are taken from
 MEAN, STD = "0.485,0.456,0.406", "0.229,0.224,0.225"  # ImageNet's, which most vision models were trained with
 
 
@@ -96,9 +99,17 @@ def _panel(e: ChipfitError, title: str = "") -> None:
     for label, fact in e.facts.items():
         facts.add_row(label, Text(str(fact)))
     body = Table.grid()
+    body.add_column(overflow="fold")
     body.add_row(Text(e.what.rstrip(".") + ".", style="bold"))
     body.add_row(facts)
     Console(stderr=True).print(Panel(body, title=title or type(e).__name__, title_align="left", border_style="red"))
+
+
+def _say(text: str) -> None:
+    """Lines as wide as the terminal, what goes on further in; whole ones where no terminal is."""
+    width = shutil.get_terminal_size((1 << 16, 0)).columns
+    for line in text.splitlines():
+        typer.echo(textwrap.fill(line, width, subsequent_indent="    ", break_on_hyphens=False))
 
 
 def _version(wanted: bool) -> None:
@@ -142,12 +153,10 @@ def _suffix(platform: Platform, wanted: str | None) -> str:
     format_of(suffix)
     own = dict.fromkeys([*runs, *named, ".onnx", ".json"])  # the last two are what other tools are made to read
     if suffix not in own:
-        raise UnsupportedError(
-            f"'{platform.name}' has no use for a {suffix} file",
-            got=f"--format {wanted}",
-            allowed=", ".join(s.removeprefix(".") for s in own),
-            hint="leave --format out",
-        )
+        got = f"--format {wanted}"
+        allowed = ", ".join(s.removeprefix(".") for s in own)
+        hint = "leave --format out"
+        raise UnsupportedError(f"'{platform.name}' has no use for a {suffix} file", got=got, allowed=allowed, hint=hint)
     return suffix
 
 
@@ -173,10 +182,8 @@ def quantize(
     from chipfit import pipeline
     from chipfit.cli.inputs import load_data, load_model, parse_bits
     from chipfit.cli.named import load_target
-    from chipfit.files import MANIFEST, demand_replaceable, replacing
+    from chipfit.files import demand_replaceable
     from chipfit.frameworks import framework_of
-    from chipfit.plan.saved import manifest
-    from chipfit.registry import entry
 
     target = load_target(platform)
     suffix = _suffix(target, wanted)  # before any work: a file that cannot be is refused
@@ -187,6 +194,75 @@ def quantize(
     result = pipeline.quantize(
         network, batches, target, rule=rule, weight_rule=weight_rule, overrides=overrides, seed=seed
     )
+    _deliver(result, out, suffix, batches, check)
+
+
+@app.command()
+def train(
+    what: Annotated[str, Argument(help="folder that `quantize` wrote, or a model as for `quantize`")],
+    data: Annotated[str, Option("--data", help=".npz with x and y (labels), or module:iterable of (input, label)")],
+    platform: Annotated[str | None, Option("--platform", "-p", help=_CHIP)] = None,
+    method: Annotated[
+        str, Option("--method", help="training algorithm, perhaps with options, or module:Class")
+    ] = "lsq",
+    epochs: Annotated[int, Option("--epochs", min=1, help="passes over the data")] = 1,
+    rate: Annotated[float, Option("--rate", help="learning rate, which falls to 0 along a cosine")] = 0.001,
+    batch_size: Annotated[int, Option("--batch-size", min=1, help="images a step")] = 32,
+    loop: Annotated[str | None, Option("--loop", help="module:function(model, data) that trains instead")] = None,
+    out: Annotated[Path, Option("--out", "-o", help="folder for plan, model file and report")] = Path(
+        "chipfit_trained"
+    ),
+    weights: Weights = None,
+    keep_float: KeepFloat = None,
+    bits: Bits = None,
+    wanted: Format = None,
+    seed: Annotated[int, Option("--seed", help="of everything random")] = 0,
+    check: Check = None,
+) -> None:
+    """Train a quantized model on labelled data, or with a loop of your own; write what `quantize` writes."""
+    from chipfit import pipeline
+    from chipfit.cli.inputs import load_data, load_model, parse_bits
+    from chipfit.cli.named import load_target
+    from chipfit.cli.train import by_labels, by_loop, method_of
+    from chipfit.errors import ConfigError
+    from chipfit.files import demand_replaceable
+    from chipfit.frameworks import framework_of
+    from chipfit.plan.training import Training
+
+    if not 0 < rate < float("inf"):
+        raise ConfigError("The learning rate is not understood", got=rate, allowed="a number above 0")
+    demand_replaceable(out, _OUTPUT)
+    training = Training.of(method_of(method))  # before any work, as the suffix
+    if os.path.isdir(what):
+        for name, value in (("platform", platform), ("weights", weights), ("float", keep_float), ("bits", bits)):
+            if value:
+                hint = "leave it out, or name the model instead of the folder"
+                raise ConfigError(f"--{name} is for a model, and this is a result", got=what, hint=hint)
+        result = _load(Path(what))
+        suffix = _suffix(result.platform, wanted)
+        batches = load_data(data, channels_last=result.graph.framework == "keras")
+        result = result.trains(training)
+    else:
+        target = load_target(platform or DEFAULT)
+        suffix = _suffix(target, wanted)
+        network = load_model(what, weights)
+        batches = load_data(data, channels_last=framework_of(network) == "keras")
+        overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
+        some = batches[:_CALIBRATION] if isinstance(batches, list) else batches
+        result = pipeline.quantize(network, some, target, overrides=overrides, training=training, seed=seed)
+    if loop is not None:
+        by_loop(result, loop, batches)
+    else:
+        by_labels(result, batches, epochs, rate, batch_size, seed, _say)
+    _deliver(result.trained(), out, suffix, batches, check)
+
+
+def _deliver(result: Result, out: Path, suffix: str, batches: Any, check: bool | None) -> None:
+    """Write plan, file and report as one unit, compare with the runtime, and end; status 1 when that departs."""
+    from chipfit.files import MANIFEST, replacing
+    from chipfit.plan.saved import manifest
+    from chipfit.registry import entry
+
     file, page = out / f"model{suffix}", out / "report.html"
     with replacing(out, _OUTPUT) as new:  # one unit: all of it, or what was there before
         result.save(new / "plan")
@@ -227,7 +303,7 @@ def verify(
     result = _load(saved)
     batches = load_data(data, input_size, mean, std, channels_last=result.graph.framework == "keras")
     found = result.verify(batches, runtime=runtime, path=file)
-    typer.echo(found.summary())
+    _say(found.summary())
     if report is not None:
         typer.echo(f"report  {result.report.save(report)}")
     raise typer.Exit({"departs": 1, "unpromised": 3}.get(found.verdict, 0))
@@ -272,10 +348,10 @@ def explain(saved: Saved, layer: Annotated[str, Argument(help="layer path, glob,
         decided = result.plan.nodes[node.name]
         group = f", one kernel with '{decided.group}'" if decided.group and decided.group != node.name else ""
         why = f": {decided.why}" if decided.why else ""
-        typer.echo(f"{node.op} '{node.who}': runs in {decided.exec}{group}{why}")
+        _say(f"{node.op} '{node.who}': runs in {decided.exec}{group}{why}")
         for name in dict.fromkeys((*node.inputs, *node.outputs)):
             if name in result.plan.tensors:
-                typer.echo(f"  {result.plan.tensors[name]}")
+                _say(f"  {result.plan.tensors[name]}")
 
 
 @platforms.callback()
@@ -329,11 +405,11 @@ def platforms_check(file: Annotated[Path, Argument(help="YAML file")]) -> None:
     if problems:
         raise problems[-1]  # `main` shows it, as it shows every error
     p = load(file)
-    typer.echo(f"{p.name}: {len(p.formats)} formats, {len(p.ops)} rules, {len(p.fuse)} fusions; no problem found")
+    _say(f"{p.name}: {len(p.formats)} formats, {len(p.ops)} rules, {len(p.fuse)} fusions; no problem found")
     if not p.math.requant:
-        typer.echo("math.requant is absent: chipfit will not claim exactness for this platform")
+        _say("math.requant is absent: chipfit will not claim exactness for this platform")
     for words in not_modelled(p):
-        typer.echo(f"not modelled: {words}")
+        _say(f"not modelled: {words}")
 
 
 @app.command()

@@ -1,7 +1,5 @@
 """Models and data as they are named on the command line."""
 
-from __future__ import annotations
-
 import os
 import struct
 import zipfile
@@ -15,7 +13,7 @@ import torch
 
 from chipfit.cli.named import made, named, named_or_made, reason
 from chipfit.errors import CaptureError, DataError, PlanError
-from chipfit.files import refused_by_disk
+from chipfit.files import reading
 from chipfit.frameworks import framework_of, load_keras, load_torch
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".webp")
@@ -35,12 +33,9 @@ def load_model(text: str, weights: Path | None = None) -> Any:
     elif ":" in text:
         model = named_or_made(text, "model", CaptureError, _is_model)
     else:
-        raise CaptureError(
-            "The model is not understood",
-            got=text,
-            allowed="a .pt2 file, a .keras file, or module:factory",
-            hint="torch.export.save(program, 'model.pt2') writes the first, model.save('model.keras') the second",
-        )
+        allowed = "a .pt2 file, a .keras file, or module:factory"
+        hint = "torch.export.save(program, 'model.pt2') writes the first, model.save('model.keras') the second"
+        raise CaptureError("The model is not understood", got=text, allowed=allowed, hint=hint)
     if not _is_model(model):
         raise CaptureError(f"'{text}' gives no torch.nn.Module and no Keras model", got=type(model).__name__)
     if weights is not None:
@@ -56,10 +51,8 @@ def _load_weights(model: Any, file: Path) -> None:
         hint = "load them in the factory, or save a .keras file with them"
         raise CaptureError("--weights are for PyTorch models", got=str(file), hint=hint)
     try:
-        weights = load_file(str(file))
-    except OSError as e:
-        why, cure = refused_by_disk(e)
-        raise CaptureError(f"The weights cannot be read: {why}", where=str(file), hint=cure) from e
+        with reading(file, CaptureError, "The weights"):
+            weights = load_file(str(file))
     except SafetensorError as e:
         raise CaptureError("The weights are no safetensors file", where=str(file), got=reason(e)) from e
     try:
@@ -101,11 +94,8 @@ def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1",
 
 def _npz(path: Path) -> list[Any]:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with reading(path, DataError, "The data file"), zipfile.ZipFile(path) as archive:
             arrays = {k.removesuffix(".npy"): _array(archive, k) for k in archive.namelist() if k.endswith(".npy")}
-    except OSError as e:
-        why, cure = refused_by_disk(e)
-        raise DataError(f"The data file cannot be read: {why}", where=str(path), hint=cure) from e
     except (ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error, RuntimeError) as e:
         # truncated, pickled, larger than memory, no archive, damaged, with a password or an unknown compression
         raise DataError(f"The data file cannot be read as an archive of arrays: {reason(e)}", where=str(path)) from e

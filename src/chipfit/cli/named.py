@@ -28,11 +28,9 @@ def named(text: str, what: str, failure: type[ChipfitError]) -> Any:
     except Exception as e:  # importing runs the user's code, which raises what it likes
         if not theirs(e):
             raise
+        hint = "run from the folder that holds the module"
         raise failure(
-            f"The {what} '{text}' cannot be imported: {reason(e)}",
-            where=_line(e),
-            allowed="module:name",
-            hint="run from the folder that holds the module",
+            f"The {what} '{text}' cannot be imported: {reason(e)}", where=_line(e), allowed="module:name", hint=hint
         ) from e
     finally:
         sys.path.remove(here)

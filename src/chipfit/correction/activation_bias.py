@@ -1,7 +1,5 @@
 """Activation bias correction: the mean error of a rounded input is taken off behind the next linear operator."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -61,11 +59,8 @@ def correct_activation_bias(
             continue
         w = rounded(plan, node, graph.weights[node.weight].detach())
         groups, _, per_group = in_groups(node, w).shape[:3]
-        notes.append(
-            move_bias(
-                graph, plan, node, -mean_output(node, w, torch.full((groups * per_group,), shift), spatial(graph, node))
-            )
-        )
+        shifts = torch.full((groups * per_group,), shift)
+        notes.append(move_bias(graph, plan, node, -mean_output(node, w, shifts, spatial(graph, node))))
     return graph, notes
 
 

@@ -1,7 +1,5 @@
 """Bias correction: the mean error that rounded weights make is subtracted from the bias."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from chipfit.calibration.data import no_data
 from chipfit.correction.bias import quantized_linear, rounded
 from chipfit.engine.run import run
-from chipfit.errors import DataError
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, channel_axis, own, scale_outputs, with_bias
 from chipfit.plan.record import Plan
@@ -84,9 +84,7 @@ def correct_second_moment(
             run(graph, batch, weights=weights, hook=hook)
             count += 1
     if not count:
-        raise DataError(
-            "The calibration data are empty", hint="give at least one batch; a generator can be used up only once"
-        )
+        raise no_data()
     for output, node in nodes.items():
         wanted, here = moments[output]
         k = _ratio(wanted, here, limit)

@@ -19,7 +19,7 @@ from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph
 from chipfit.graph.ops import OPS
 from chipfit.graph.uses import unrounded
-from chipfit.plan.record import NodePlan
+from chipfit.plan.record import NodePlan, Role
 from chipfit.platform.schema import Format, Platform
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges import Rule
@@ -30,7 +30,7 @@ class Slot:
     """One tensor that will be quantized, and in which format."""
 
     name: str
-    role: str  #: "activation", "weight" or "bias"
+    role: Role
     format_name: str
     format: Format
     axis: int | None = None  #: channel axis when the format is per channel
@@ -145,10 +145,8 @@ class _Record:
         if written:
             bound |= {"outs": written, "out": written[:1]}
         if d.integer and bound:
-            slots = {slot: tuple(tensors) for slot, tensors in bound.items()}
-            self.bindings.append(
-                Binding(op=unit.head.op, rules=unit.resolved.rules, slots=slots, attrs=dict(unit.head.attrs))
-            )
+            slots, head = {slot: tuple(tensors) for slot, tensors in bound.items()}, unit.head
+            self.bindings.append(Binding(op=head.op, rules=unit.resolved.rules, slots=slots, attrs=dict(head.attrs)))
 
     def add_inputs(self) -> None:
         for name in self.graph.inputs:
@@ -170,14 +168,12 @@ class _Record:
         head, listed = d.unit.head, d.unit.resolved.rule is not None
         if self.platform.unlisted != "reject" or d.integer or listed or not self.graph.is_float(d.unit.tail.output):
             return
-        raise UnsupportedError(
-            f"{head.op} '{head.who}' cannot run on '{self.platform.name}'",
-            where=head.source,
-            allowed="the operators that `chipfit platforms show` lists",
-            hint="replace the operator, or choose a platform that runs unlisted ones in float",
-        )
+        allowed = "the operators that `chipfit platforms show` lists"
+        hint = "replace the operator, or choose a platform that runs unlisted ones in float"
+        what = f"{head.op} '{head.who}' cannot run on '{self.platform.name}'"
+        raise UnsupportedError(what, where=head.source, allowed=allowed, hint=hint)
 
-    def _store(self, name: str, role: str, format_name: str, fmt: Format | None = None, **facts: Any) -> bool:
+    def _store(self, name: str, role: Role, format_name: str, fmt: Format | None = None, **facts: Any) -> bool:
         """Let a tensor be stored, unless it is already; of several readers the first one says how."""
         if name not in self.slots:
             fmt = self.platform.formats[format_name] if fmt is None else fmt

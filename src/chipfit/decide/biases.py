@@ -1,7 +1,5 @@
 """Scales of biases: input scale x weight scale where the chip adds them in the accumulator, else a range alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,14 +1,12 @@
 """The format of every value, and what every unit does: one walk forward over the units."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from chipfit.decide.options import first_fitting
 from chipfit.decide.units import NO_FORMAT, Unit
 from chipfit.graph.ir import Graph
-from chipfit.platform.schema import Option, Platform
+from chipfit.platform.schema import Exec, Option, Platform
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +15,7 @@ class Decision:
 
     unit: Unit
     option: Option | None  #: None for a unit in float, or one that moves what it reads
-    exec: str  #: as `NodePlan.exec`
+    exec: Exec
     why: str = ""  #: why it runs in float
 
     @property
@@ -39,9 +37,8 @@ class Formats:
     requests: Mapping[str, str]  #: value -> the format that its readers want
     kept: Mapping[str, str]  #: values that stay float, whoever reads them -> why
     of: dict[str, str] = field(default_factory=dict)  #: value -> format name
-    codes: set[str] = field(
-        default_factory=set
-    )  #: values that exist on the chip as codes only: their maker writes codes
+    #: values that exist on the chip as codes only: their maker writes codes
+    codes: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for value in self.graph.inputs:
@@ -87,9 +84,8 @@ class Formats:
         option = first_fitting(self.platform, unit, self.of)
         if option is None:
             self._write(unit, None)
-            return Decision(
-                unit, None, "float", unit.resolved.why or f"no format of '{self.platform.name}' fits its inputs"
-            )
+            why = unit.resolved.why or f"no format of '{self.platform.name}' fits its inputs"
+            return Decision(unit, None, "float", why)
         for value, name in unit.data_formats(option).items():
             if value not in self.of:
                 self._give(value, name)

@@ -1,7 +1,5 @@
 """Scale and zero point of one tensor by itself: decided earlier, dictated, of a known range, or by a range rule."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -73,10 +71,8 @@ class Sources:
             given = TensorStats(s.name, low=float(s.range[0]), high=float(s.range[1]), batches=1)
             return choose(given, grid, rule="no_clipping", expand=False), "known beforehand"
         if s.name not in self.stats:
-            raise PlanError(
-                f"Tensor '{s.name}' was not calibrated as a quantized one",
-                hint="quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`",
-            )
+            hint = "quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`"
+            raise PlanError(f"Tensor '{s.name}' was not calibrated as a quantized one", hint=hint)
         rule, z, seen = s.rule or self.rule, s.z_threshold or self.z_threshold, self.stats[s.name]
         if rule == "no_clipping" and not z:
             seen = replace(seen, histogram=None)  # which may be of a part of the values

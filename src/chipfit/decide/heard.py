@@ -1,7 +1,5 @@
 """Whether overrides did what they say: one that changes nothing is refused; one that a layer does not take is said."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +10,7 @@ from chipfit.decide.scales import copies
 from chipfit.decide.ties import fixed, tie_groups
 from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph, Node
+from chipfit.platform.schema import Platform
 
 #: layers that a message names
 _NAMED = 4
@@ -56,9 +55,8 @@ def _reasons(graph: Graph, assignment: Assignment) -> Callable[[str, Any, Node],
             tensor = next((i for slot, i in graph.slots(n) if slot == "w"), None)
         if tensor is None or (asked == "float" and tensor not in slots):
             return None if tensor is None else ""
-        if choice == "activation_bits" and any(
-            i in slots and slots[i].format.bits == asked for i in n.inputs if i is not None
-        ):
+        read = [slots[i].format.bits for i in n.inputs if i is not None and i in slots]
+        if choice == "activation_bits" and asked in read:
             return ""  # of what it reads, where its result is float
         if tensor not in slots:
             return assignment.floats.get(tensor) or assignment.nodes[n.name].why or "it is not stored in codes"
@@ -75,3 +73,15 @@ def _reasons(graph: Graph, assignment: Assignment) -> Callable[[str, Any, Node],
         return "" if same else f"it has {held!r}; {assignment.nodes[slot.node].why}".removesuffix("; ")
 
     return reason
+
+
+def untaken(graph: Graph, platform: Platform, assignment: Assignment) -> list[str]:
+    """One note for each input and output of the model in a format that the platform does not name for it."""
+    ends = (("input", graph.inputs, platform.place.io_in), ("output", graph.outputs, platform.place.io_out))
+    formats = {name: s.format_name for name, s in assignment.slots.items()}
+    return [
+        f"{word} '{v}' is {formats.get(v, 'float')}: '{platform.name}' names {', '.join(named)} for it"
+        for word, values, named in ends
+        for v in values
+        if named and graph.is_float(v) and formats.get(v, "float") not in named
+    ]

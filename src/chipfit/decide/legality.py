@@ -27,6 +27,8 @@ _EQUAL = 2.5e-7
 _MARGIN = 2e-6
 #: the least scale, in log2: the least normal float32 number
 _LEAST = -126.0
+#: what it costs more to move a scale down than up: enough to decide between equal ways, too little for others
+_CLIPS = 1e-3
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -137,11 +139,8 @@ def _allow_zero_points(
         for t in (t for t in b.of(slot) if t in out):
             allowed[leader[t]] = left = allowed.get(leader[t], here) & here
             if not left or (t in dictated and dictated[t][1] not in here):
-                raise UnsupportedError(
-                    f"No zero point of '{t}' is allowed by every rule",
-                    where=f"operator {b.op}",
-                    allowed=f"{sorted(here)} here",
-                )
+                what = f"No zero point of '{t}' is allowed by every rule"
+                raise UnsupportedError(what, where=f"operator {b.op}", allowed=f"{sorted(here)} here")
     for t, head in leader.items():
         v = out[t]
         now = int(v.zero_point.reshape(-1)[0])
@@ -216,7 +215,8 @@ class _Problem:
     def solve(self, table: Sequence[Row], free: Collection[str]) -> dict[str, Array] | None:
         """The scales of the free tensors that satisfy the rows with the least sum of |v - wanted|.
 
-        The variables are v and d >= |v - wanted|, of which the sum of d is least; every row is one constraint for each
+        Of two ways that move as far, the one that makes scales larger: smaller ones clip what was seen. The variables
+        are v and d >= |v - wanted|, of which the sum of d is least; every row is one constraint for each
         channel. What is not free is a constant of its rows. Solved scales stay a little inside their bounds, since they
         are rounded to float32 afterwards; sums of integers need no such margin. None when there are no such scales.
         """
@@ -225,9 +225,8 @@ class _Problem:
 
         names = sorted(free)
         if not names:
-            return (
-                {} if all(np.all(a <= 0) and np.all(z >= 0) for a, z in (self._limits(r, ()) for r in table)) else None
-            )
+            limits = (self._limits(r, ()) for r in table)
+            return {} if all(np.all(a <= 0) and np.all(z >= 0) for a, z in limits) else None
         sizes = [self.log[t].size for t in names]
         start = dict(zip(names, np.cumsum([0, *sizes]), strict=False))
         n = sum(sizes)
@@ -253,11 +252,12 @@ class _Problem:
         )
         eye, none = eye_array(n), np.full(n, np.inf)
         rules = hstack([csr_array(entries, shape=(m, n)), csr_array((m, n))])
-        matrix = vstack([rules, hstack([eye, -eye]), hstack([eye, eye])]).tocsr()  # v - d <= wanted <= v + d
+        down = 1 + _CLIPS  # v - d <= wanted <= v + d / down
+        matrix = vstack([rules, hstack([eye, -eye]), hstack([down * eye, eye])]).tocsr()
         answer = milp(
             np.r_[np.zeros(n), np.ones(n)],
             constraints=LinearConstraint(
-                matrix, np.concatenate([*low, -none, wanted]), np.concatenate([*high, wanted, none])
+                matrix, np.concatenate([*low, -none, down * wanted]), np.concatenate([*high, wanted, none])
             ),
             bounds=Bounds(np.r_[least, np.zeros(n)], np.r_[np.full(n, -_LEAST), none]),
             integrality=np.r_[integral, np.zeros(n)],

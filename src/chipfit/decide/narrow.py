@@ -1,7 +1,5 @@
 """Formats made narrower by hand: some of the numbers that the chip can hold, never others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from chipfit.errors import UnsupportedError

@@ -1,7 +1,5 @@
 """Which joint formats a unit may take, and why it takes none."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,11 +35,8 @@ def usable(graph: Graph, platform: Platform, unit: Unit, kept: Mapping[str, str]
 
 def _stores(option: Option) -> bool:
     """Something of it is stored in codes."""
-    return (
-        option.in_ not in NO_FORMAT
-        or option.w not in NO_FORMAT
-        or (option.in_ == "any" and option.out not in NO_FORMAT)
-    )
+    written = option.in_ == "any" and option.out not in NO_FORMAT
+    return option.in_ not in NO_FORMAT or option.w not in NO_FORMAT or written
 
 
 def _obstacle(graph: Graph, platform: Platform, unit: Unit, kept: Mapping[str, str]) -> str:

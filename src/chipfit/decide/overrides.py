@@ -1,7 +1,5 @@
 """What the user decides by hand about single layers: kept in float, bits, narrower grids, range rules."""
 
-from __future__ import annotations
-
 import fnmatch
 import math
 import re
@@ -161,11 +159,9 @@ def resolve_overrides(graph: Graph, overrides: Overrides) -> dict[str, dict[str,
         nodes = layers.match(pattern)
         about_weights = [k for k in choices if k in OF_WEIGHTS]
         if about_weights and nodes and not any(has_weights(n.op) for n in nodes):
-            raise PlanError(
-                f"'{pattern}' has no weights, so that '{about_weights[0]}' says nothing about it",
-                got=", ".join(dict.fromkeys(f"{n.op} '{n.who}'" for n in nodes[:8])),
-                hint="name a layer with weights, or say activation_bits, rule or method about its result",
-            )
+            hint = "name a layer with weights, or say activation_bits, rule or method about its result"
+            what = f"'{pattern}' has no weights, so that '{about_weights[0]}' says nothing about it"
+            raise PlanError(what, got=", ".join(dict.fromkeys(f"{n.op} '{n.who}'" for n in nodes[:8])), hint=hint)
         for node in nodes:
             taken = over(out.pop(node.name, {}), choices)
             # of a group that shares one kernel, only the layer with weights has a word about them
@@ -187,11 +183,8 @@ def check_choices(pattern: Any, choices: Any) -> None:
         PlanError: anything else.
     """
     if not (isinstance(choices, Mapping) and choices and all(isinstance(k, str) and k in CHOICES for k in choices)):
-        raise PlanError(
-            f"The override of '{pattern}' is not understood",
-            got=repr(choices)[:120],
-            allowed=f'"float", or a table with {", ".join(CHOICES)}, such as {{"bits": 4, "activation_bits": 8}}',
-        )
+        allowed = f'"float", or a table with {", ".join(CHOICES)}, such as {{"bits": 4, "activation_bits": 8}}'
+        raise PlanError(f"The override of '{pattern}' is not understood", got=repr(choices)[:120], allowed=allowed)
     for k, v in choices.items():
         words, fits = CHOICES[k]
         if not fits(v):

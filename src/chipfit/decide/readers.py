@@ -1,7 +1,5 @@
 """What the readers of a value ask of its format, seen through operators that only move codes. Both walk backwards."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from chipfit.decide.options import first_fitting
@@ -42,12 +40,9 @@ def _narrower(platform: Platform, unit: Unit, bits: int, reader: str) -> Unit:
     widths = {o.out: platform.formats[o.out].bits for o in options if o.out in platform.formats}
     left = [o for o in options if widths.get(o.out or "", bits) <= bits]
     if options and not left:
-        raise UnsupportedError(
-            f"'{unit.who}' writes codes that its reader '{reader}' cannot take on '{platform.name}'",
-            got=sorted(set(widths.values())),
-            allowed=f"at most {bits} bits",
-            hint="keep one of them in float with overrides",
-        )
+        hint = "keep one of them in float with overrides"
+        what = f"'{unit.who}' writes codes that its reader '{reader}' cannot take on '{platform.name}'"
+        raise UnsupportedError(what, got=sorted(set(widths.values())), allowed=f"at most {bits} bits", hint=hint)
     return unit.with_options(left)
 
 

@@ -5,8 +5,6 @@ all that it joins. Forcing 1/256 on the others would clip them. A chip that can 
 (it has a rule for the operator Requantize) does that on the way into the tie instead.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from chipfit.decide.assignment import Assignment

@@ -1,7 +1,5 @@
 """From statistics to scales: ranges by rule, ties and fixed outputs by the platform, then one legal projection."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 import torch
@@ -13,14 +11,14 @@ from chipfit.decide.found import Sources, entry
 from chipfit.decide.legality import project
 from chipfit.decide.ties import fixed, tie_groups
 from chipfit.decide.weight_sums import with_small_sums
-from chipfit.errors import PlanError, UnsupportedError
+from chipfit.errors import DataError, PlanError, UnsupportedError
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
-from chipfit.plan.record import TensorPlan
+from chipfit.plan.record import Role, TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 from chipfit.ranges import Rule
-from chipfit.ranges.qparams import QParams, from_min_max
+from chipfit.ranges.qparams import GREATEST_SCALE, QParams, from_min_max
 
 #: how a tensor is stored, and where its numbers came from
 Found = tuple[Stored, str]
@@ -60,6 +58,7 @@ def choose(
 
     Raises:
         PlanError: an activation has neither statistics nor an earlier decision.
+        DataError: the numbers of a tensor are too large for kernels.
         UnsupportedError: the rules of the platform contradict each other for this model.
     """
     groups, dictated = tie_groups(assignment.bindings), fixed(assignment.bindings)
@@ -69,9 +68,11 @@ def choose(
     for group in groups:
         members = {name: found[name] for name in group if name in found}
         given = any(assignment.slots[name].range is not None for name in members)
-        found |= _tied(members, dictated.keys(), copies(graph, group) if given else ())
+        silent = {name for name in members if assignment.slots[name].range is None and _silent(name, graph, stats)}
+        found |= _tied(members, dictated.keys(), silent | (copies(graph, group) if given else set()))
     wanted = with_small_sums(graph, assignment.bindings, {name: stored for name, (stored, _) in found.items()})
     legal = project(wanted, assignment.bindings)
+    _demand_moderate(legal)
     with_small_sums(graph, assignment.bindings, legal, final=True)
 
     nodes = {n.name: n for n in graph.nodes}
@@ -132,6 +133,23 @@ def copies(graph: Graph, group: Collection[str]) -> set[str]:
     return {o for n in graph.nodes if moves(n) for o in n.outputs if o in group}
 
 
+def _silent(name: str, graph: Graph, stats: Mapping[str, TensorStats]) -> bool:
+    """It was 0 throughout: the grid that it has of its own says nothing about it."""
+    seen = stats.get(name)
+    return seen.low == seen.high == 0 if seen is not None else name in graph.weights and not graph.weights[name].any()
+
+
+def _demand_moderate(scales: Mapping[str, Stored]) -> None:
+    """Raise a DataError where numbers are so large that kernels, which multiply scales as float32, would overflow."""
+    for name, stored in scales.items():
+        if float(stored.scale.max()) > GREATEST_SCALE:
+            got = f"up to about {stored.grid.levels * float(stored.scale.max()):.1e}"
+            allowed = f"a step of at most {GREATEST_SCALE:.1e} between two codes"
+            hint = "are the data scaled as in training? Numbers like 1e35 often mean bytes read as the wrong type"
+            what = f"The numbers of '{name}' are too large for any kernel"
+            raise DataError(what, got=got, allowed=allowed, hint=hint)
+
+
 def _tied(members: Mapping[str, Found], dictated: Collection[str], besides: Collection[str] = ()) -> dict[str, Found]:
     """Tied tensors with one scale and zero point, which covers the range of each; a dictated one is everybody's.
 
@@ -171,7 +189,8 @@ def _floats(graph: Graph, reasons: Mapping[str, str]) -> dict[str, TensorPlan]:
             first.setdefault(name, n)
     out = {}
     for name, why in reasons.items():
-        node, role = first.get(name), "weight" if graph.is_weight(name) else "activation"
+        node = first.get(name)
+        role: Role = "weight" if graph.is_weight(name) else "activation"
         layer, op = (node.layer, node.op) if node else ("", "")
         out[name] = TensorPlan(name=name, role=role, why=why, layer=layer, op=op)
     return out

@@ -1,7 +1,5 @@
 """Tensors that share their numbers: by the platform's ties, and where the hardware dictates scale and zero point."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,8 +89,5 @@ def fixed(bindings: Sequence[Binding]) -> dict[str, Numbers]:
 
 
 def _two_values(what: str, got: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{what} fixed to two different (scale, zero point)",
-        got=got,
-        hint="keep the operator that joins them in float with overrides",
-    )
+    hint = "keep the operator that joins them in float with overrides"
+    return UnsupportedError(f"{what} fixed to two different (scale, zero point)", got=got, hint=hint)

@@ -159,12 +159,9 @@ def _first_and_last(platform: Platform, units: list[Unit]) -> list[Unit]:
     for k in {weighted[0], weighted[-1]}:
         by_user = {"w": "bits", "in_": "activation_bits", "out": "activation_bits"}
         slots = [s for s in named if units[k].choices.get(by_user.get(s, "")) is None]
-        out[k] = units[k].with_options(
-            [
-                o.model_copy(update={s: sibling(platform, getattr(o, s), rule["bits"]) for s in slots})
-                for o in units[k].resolved.options
-            ]
-        )
+        options = units[k].resolved.options
+        changes = [{s: sibling(platform, getattr(o, s), rule["bits"]) for s in slots} for o in options]
+        out[k] = units[k].with_options([o.model_copy(update=c) for o, c in zip(options, changes, strict=True)])
     return out
 
 

@@ -6,14 +6,13 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from importlib import resources
 from typing import Any
 
 import torch
-import yaml
 
 from chipfit.engine.types import constant_of
 from chipfit.errors import GraphError
+from chipfit.files import package_data
 from chipfit.graph.ir import Ref
 from chipfit.registry import lookup
 
@@ -37,8 +36,8 @@ _SYMBOLIC = "sym_max", "sym_min", "sym_not", "sym_float", "sym_int", "sym_sqrt",
 @functools.cache
 def _listed() -> dict[str, frozenset[str]]:
     """Namespace of torch's operators -> the names that may be called."""
-    text = (resources.files("chipfit.engine") / "operators.yaml").read_text(encoding="utf-8")
-    return {namespace: frozenset(names.split()) for namespace, names in yaml.safe_load(text).items()}
+    data = package_data("chipfit.engine", "operators.yaml")
+    return {namespace: frozenset(names.split()) for namespace, names in data.items()}
 
 
 def torch_operator(target: str, *, in_place: bool = False) -> torch._ops.OpOverload | None:
@@ -108,11 +107,9 @@ def target_name(target: Any) -> str:
 
 
 def _not_listed(target: str) -> GraphError:
-    return GraphError(
-        f"'{target}' is not an operator that a graph can hold",
-        allowed="what chipfit/engine/operators.yaml lists and this torch has, and functions of `operator` and `math`",
-        hint="write the layer with other operators, or quantize the model without it",
-    )
+    allowed = "what chipfit/engine/operators.yaml lists and this torch has, and functions of `operator` and `math`"
+    hint = "write the layer with other operators, or quantize the model without it"
+    return GraphError(f"'{target}' is not an operator that a graph can hold", allowed=allowed, hint=hint)
 
 
 def fill(template: Any, inputs: Sequence[Any]) -> Any:
@@ -124,5 +121,8 @@ def fill(template: Any, inputs: Sequence[Any]) -> Any:
     if isinstance(template, dict):
         if set(template) == {"torch"}:
             return constant_of(template["torch"])
+        if set(template) == {"index"}:  # of x[1:, ..., 3]: [start, stop, step], "...", or what stands there itself
+            keys = fill(template["index"], inputs)
+            return tuple(slice(*k) if isinstance(k, list) else ... if k == "..." else k for k in keys)
         return {k: fill(v, inputs) for k, v in template.items()}
     return template

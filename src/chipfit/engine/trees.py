@@ -38,17 +38,10 @@ def flatten_call(spec: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[s
     leaves = pytree.tree_leaves((args, {k: kwargs[k] for k in spec["kwargs"] if k in kwargs}))
     if len(args) != spec["args"] or set(kwargs) != set(spec["kwargs"]) or len(leaves) != spec["leaves"]:
         words = "{} positional and {} keyword arguments, {} leaves"
-        raise DataError(
-            "The model was captured with other inputs",
-            got=words.format(len(args), sorted(kwargs), len(leaves)),
-            allowed=words.format(spec["args"], sorted(spec["kwargs"]), spec["leaves"]),
-        )
+        got = words.format(len(args), sorted(kwargs), len(leaves))
+        allowed = words.format(spec["args"], sorted(spec["kwargs"]), spec["leaves"])
+        raise DataError("The model was captured with other inputs", got=got, allowed=allowed)
     return [leaves[i] for i in spec["tensors"]]
-
-
-def unflatten_outputs(graph: Graph, outputs: Sequence[Any]) -> Any:
-    """The structure that the user's model returns, from one value per graph output."""
-    return Results(graph)(outputs)
 
 
 class Results:
@@ -98,26 +91,29 @@ def read_tree(text: str) -> Any:
         GraphError: the text is no such description.
     """
     try:
-        version, node = json.loads(text)
-        if version != 1:
-            raise ValueError(f"version {version}")
-        return pytree.tree_structure(_nested(node))
-    except (ValueError, TypeError, KeyError, RecursionError) as e:
+        match json.loads(text):
+            case [1, node]:
+                return pytree.tree_structure(_nested(node))
+        raise ValueError("not of version 1")
+    except (ValueError, RecursionError) as e:
         raise GraphError("The structure of inputs or outputs is malformed", got=f"{type(e).__name__}: {e}") from e
 
 
 def _nested(node: Mapping[str, Any]) -> Any:
     """The same structure with 0 at every leaf."""
-    kind, children = node["type"], [_nested(c) for c in node["children_spec"]]
+    parts = node.get("children_spec") if isinstance(node, dict) else None
+    if not isinstance(parts, list) or not isinstance(node.get("type"), (str, type(None))):
+        raise ValueError(f"{str(node)[:80]} is no node")
+    kind, children = node.get("type", ""), [_nested(c) for c in parts]
     if kind is None:
         return 0
     if kind in ("builtins.list", "builtins.tuple"):
         return children if kind == "builtins.list" else tuple(children)
-    context = node["context"]
+    context = node.get("context")
     names = json.loads(context) if isinstance(context, str) and context[:1] == "[" else context
     while isinstance(names, list) and len(names) == 2 and isinstance(names[1], list):
         names = names[0] if isinstance(names[0], list) else names[1]  # fields of a dataclass; [factory, keys]
-    if isinstance(names, list) and len(names) == len(children):
+    if isinstance(names, list) and len(names) == len(children) and all(isinstance(n, (str, int)) for n in names):
         return dict(zip(names, children, strict=True))
     if kind in _DICTS:
         raise ValueError(f"{len(children)} entries with the keys {names}")

@@ -30,6 +30,13 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def described(x: Any) -> str:
+    """A value of a call as messages show it, such as float32[2, 3]."""
+    if isinstance(x, torch.Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+    return type(x).__name__
+
+
 def constant_of(text: str) -> Any:
     """dtype, layout or memory format by its name, or the device of "device:cpu".
 

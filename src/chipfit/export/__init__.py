@@ -33,11 +33,8 @@ def export(graph: Graph, plan: Plan, path: str | Path, platform: Platform, **opt
     """
     foreign = plan.provenance.get("foreign_quantizers")
     if foreign:
-        raise UnsupportedError(
-            "A model whose results are quantized by functions of your own cannot be exported",
-            got=", ".join(foreign[:8]),
-            hint="leave activation_quantizer_mapping out",
-        )
+        what = "A model whose results are quantized by functions of your own cannot be exported"
+        raise UnsupportedError(what, got=", ".join(foreign[:8]), hint="leave activation_quantizer_mapping out")
     path = Path(path)
     return format_of(path.suffix).thing(graph, plan, path, platform, **options)
 

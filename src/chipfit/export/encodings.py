@@ -56,9 +56,9 @@ def _one(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def _tensorrt(plan: Plan) -> dict[str, Any]:
-    """Dynamic range of each activation: symmetric, max |x|."""
-    return {"tensorrt": {"blob_range": _each(plan, "activation", lambda e: e.reach)}}
+def _numbers(e: _Entry, keys: str) -> dict[str, Any]:
+    """Numbers of an entry under the keys of a dialect: "step=scale min=low"."""
+    return {key: _one(getattr(e, name)) for key, name in (word.split("=") for word in keys.split())}
 
 
 def _qualcomm(plan: Plan) -> dict[str, Any]:
@@ -106,14 +106,8 @@ def _ppl_dsp(plan: Plan) -> dict[str, Any]:
     """Step, zero point, range and type of every tensor."""
 
     def record(e: _Entry) -> dict[str, Any]:
-        return {
-            "step": _one(e.scale),
-            "zero_point": _one(e.zero),
-            "min": _one(e.low),
-            "max": _one(e.high),
-            "bit": e.grid.bits,
-            "type": "biased" if e.tensor.role == "activation" else "weight",
-        }
+        kind = "biased" if e.tensor.role == "activation" else "weight"
+        return {**_numbers(e, "step=scale zero_point=zero min=low max=high"), "bit": e.grid.bits, "type": kind}
 
     return {"ppl": _each(plan, "activation weight", record)}
 
@@ -124,30 +118,12 @@ def _vitis(plan: Plan) -> dict[str, Any]:
     def record(e: _Entry) -> dict[str, Any]:
         places = [-math.log2(s) for s in e.scale]
         if any(p != round(p) for p in places):
-            raise UnsupportedError(
-                "Fix positions need power-of-two scales",
-                where=e.tensor.name,
-                got=e.scale[:4],
-                hint="quantize for a platform whose formats have such scales",
-            )
+            got = e.scale[:4]
+            hint = "quantize for a platform whose formats have such scales"
+            raise UnsupportedError("Fix positions need power-of-two scales", where=e.tensor.name, got=got, hint=hint)
         return {"bit_width": e.grid.bits, "fix_point": _one([int(p) for p in places])}
 
     return {"fix_info": _each(plan, "activation weight bias", record)}
-
-
-def _nnie(plan: Plan) -> dict[str, Any]:
-    """Clip value of each tensor."""
-    return {"nnie": {"gfpq": _each(plan, "activation weight", lambda e: e.reach)}}
-
-
-def _stpu(plan: Plan) -> dict[str, Any]:
-    """Min and max of every tensor."""
-    return _each(plan, "activation weight", lambda e: {"min": _one(e.low), "max": _one(e.high)})
-
-
-def _ncnn(plan: Plan) -> dict[str, Any]:
-    """Reciprocal scales, as the calibration table lists them."""
-    return {"scales": _each(plan, "activation weight", lambda e: [1 / s for s in e.scale])}
 
 
 def _generic(plan: Plan) -> dict[str, Any]:
@@ -155,19 +131,9 @@ def _generic(plan: Plan) -> dict[str, Any]:
 
     def record(e: _Entry) -> dict[str, Any]:
         t, grid = e.tensor, e.grid
-        out = {
-            "role": t.role,
-            "layer": t.layer,
-            "format": t.format,
-            "bits": grid.bits,
-            "qmin": grid.qmin,
-            "qmax": grid.qmax,
-            "axis": t.axis,
-            "scale": _one(e.scale),
-            "zero_point": _one(e.zero),
-            "min": _one(e.low),
-            "max": _one(e.high),
-        }
+        out: dict[str, Any] = {"role": t.role, "layer": t.layer, "format": t.format}
+        out |= {"bits": grid.bits, "qmin": grid.qmin, "qmax": grid.qmax, "axis": t.axis}
+        out |= _numbers(e, "scale=scale zero_point=zero min=low max=high")
         if grid.table is not None:  # what each code stands for, in units of the scale
             out |= {"kind": grid.kind, "table": list(grid.table)}
         return out
@@ -178,14 +144,18 @@ def _generic(plan: Plan) -> dict[str, Any]:
 
 #: dialect -> writer; a platform names its own (`encodings`)
 DIALECTS: dict[str, Callable[[Plan], dict[str, Any]]] = {
-    "tensorrt": _tensorrt,
+    # dynamic range of each activation: symmetric, max |x|
+    "tensorrt": lambda plan: {"tensorrt": {"blob_range": _each(plan, "activation", lambda e: e.reach)}},
     "qualcomm": _qualcomm,
     "ppl_cuda": _ppl_cuda,
     "ppl_dsp": _ppl_dsp,
     "vitis": _vitis,
-    "nnie": _nnie,
-    "stpu": _stpu,
-    "ncnn": _ncnn,
+    # clip value of each tensor
+    "nnie": lambda plan: {"nnie": {"gfpq": _each(plan, "activation weight", lambda e: e.reach)}},
+    # min and max of every tensor
+    "stpu": lambda plan: _each(plan, "activation weight", lambda e: _numbers(e, "min=low max=high")),
+    # reciprocal scales, as the calibration table lists them
+    "ncnn": lambda plan: {"scales": _each(plan, "activation weight", lambda e: [1 / s for s in e.scale])},
     "generic": _generic,
 }
 

@@ -1,7 +1,5 @@
 """The names that a file gives to what a model returns."""
 
-from __future__ import annotations
-
 import ast
 import json
 

@@ -3,8 +3,6 @@
 The only place that turns a `ValidationError` into one of ours. Checks are strict: no value is converted on the quiet.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import reprlib
@@ -18,30 +16,14 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError, to_json
 
 from chipfit.errors import ChipfitError, ConfigError, UnknownNameError
+from chipfit.files import package_data
 
 C = TypeVar("C")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True, validate_assignment=True)
 #: types of pydantic's errors -> what is allowed; braces hold the error's own facts
-_ALLOWED = {
-    "allowed": "{words}",
-    "bool_type": "True or False",
-    "int_type": "an integer",
-    "float_type": "a number",
-    "string_type": "a text that is not empty",
-    "string_too_short": "a text that is not empty",
-    "tuple_type": "a list",
-    "sequence_str": "a list",
-    "too_short": "a list that is not empty",
-    "dict_type": "a dictionary",
-    "callable_type": "a function",
-    "is_type": "a class",
-    "dataclass_exact_type": "{class_name}",
-    "model_type": "{class_name}",
-    "is_instance_of": "{class}",
-    "greater_than_equal": "a number that is at least {ge}",
-}
+_ALLOWED: dict[str, str] = package_data("chipfit.facade", "words.yaml")
 _CLASSES = {"Sequence": "a list", "list": "a list", "dict": "a dictionary"}
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 120  # of a value in a message

@@ -16,14 +16,14 @@ from chipfit.errors import ModelingError, UnsupportedError
 from chipfit.facade.checks import Number, allowed, arguments, by_name
 from chipfit.facade.target_platform.capabilities import DefaultDict, matches, members_of
 from chipfit.facade.target_platform.configs import QuantizationMethod
-from chipfit.facade.target_platform.layers import package_of, squash
+from chipfit.facade.target_platform.layers import name_of, package_of, squash, table
 from chipfit.graph.config import plain
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 from chipfit.plan.record import TensorPlan
 from chipfit.platform.filters import Member
 from chipfit.platform.load import groups
-from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.inferable import parameters
 from chipfit.quantizers.stored import Stored
 
 __all__ = ["ActivationQuantizer", "FrameworkInfo", "WeightQuantizer"]
@@ -35,22 +35,6 @@ if TYPE_CHECKING:
 WeightQuantizer = Callable[[torch.Tensor, int, bool, Mapping[str, Any], bool, int | None], torch.Tensor]
 #: (bits, parameters) -> the function that quantizes a tensor
 ActivationQuantizer = Callable[[int, Mapping[str, Any]], Callable[[torch.Tensor], torch.Tensor]]
-
-#: axes (out, in) of the kernels that frameworks store
-_KERNEL_AXES: dict[str, dict[str, tuple[int, int]]] = {
-    "torch": {
-        **dict.fromkeys(("conv1d", "conv2d", "conv3d", "linear"), (0, 1)),
-        **dict.fromkeys(("convtranspose1d", "convtranspose2d", "convtranspose3d"), (1, 0)),
-    },
-    "keras": {
-        "conv1d": (2, 1),
-        "conv2d": (3, 2),
-        "conv3d": (4, 3),
-        "depthwiseconv2d": (2, 2),
-        "dense": (1, 0),
-        "conv2dtranspose": (2, 3),
-    },
-}
 
 
 def _finite(pair: tuple[float | None, float | None]) -> tuple[float | None, float | None]:
@@ -159,18 +143,14 @@ class FrameworkInfo:
         self.output_channel_index = output_channel_index
         for layer in self.no_quantization_ops:
             if any(layer is other for other in (*self.kernel_ops, *self.activation_ops)):
-                raise ModelingError(
-                    f"'{_name(layer)}' is in no_quantization_ops and in another list", allowed="one of them"
-                )
+                what = f"'{name_of(layer)}' is in no_quantization_ops and in another list"
+                raise ModelingError(what, allowed="one of them")
         for layer, axes in (kernel_channels_mapping.known_dict if kernel_channels_mapping else {}).items():
             package = "torch" if package_of(layer) == "torch" else "keras"
-            known = _KERNEL_AXES[package].get(squash(_name(layer)))
-            if known is not None and tuple(axes) != known:
-                raise ModelingError(
-                    f"The kernel of '{_name(layer)}' has its output and input channels elsewhere",
-                    got=axes,
-                    allowed=known,
-                )
+            known = table()["kernel_axes"][package].get(squash(name_of(layer)))
+            if known is not None and list(axes) != known:
+                what = f"The kernel of '{name_of(layer)}' has its output and input channels elsewhere"
+                raise ModelingError(what, got=axes, allowed=tuple(known))
 
     # ---- what the lists mean
 
@@ -226,40 +206,33 @@ class FrameworkInfo:
         if not self.activation_quantizer_mapping and not self.weights_quantizer_mapping:
             return result
         stored = [(t, t.stored) for t in result.plan.tensors.values() if t.stored is not None]
-        weights = [
-            (t, s) for t, s in stored if t.role == "weight" and _method(s.grid) in self.weights_quantizer_mapping
-        ]
-        results = [
-            (t, s) for t, s in stored if t.role == "activation" and _method(s.grid) in self.activation_quantizer_mapping
-        ]
+
+        def named(role: str, methods: Mapping[QuantizationMethod, Any]) -> list[tuple[TensorPlan, Stored]]:
+            return [(t, s) for t, s in stored if t.role == role and QuantizationMethod.of_grid(s.grid) in methods]
+
+        weights = named("weight", self.weights_quantizer_mapping)
+        results = named("activation", self.activation_quantizer_mapping)
         graph = result.graph.copy()
         for t, s in weights:
             w = graph.weights[t.name]
             rounded = self._rounded(t.name, w.detach(), s, *_layout(graph, t))
             graph.weights[t.name] = torch.nn.Parameter(rounded, requires_grad=w.requires_grad)
-        notes = [
-            f"{len(found)} {what} quantized by functions of FrameworkInfo"
-            for found, what in ((weights, "weights"), (results, "results"))
-            if found
-        ]
+        counts = {"weights": len(weights), "results": len(results)}
+        notes = [f"{n} {what} quantized by functions of FrameworkInfo" for what, n in counts.items() if n]
         foreign = {"foreign_quantizers": [t.name for t, _ in results]} if results else {}
-        plan = replace(
-            result.plan,
-            rewrites=(*result.plan.rewrites, *notes),
-            provenance={**result.plan.provenance, **foreign},
-        )
+        rewrites, provenance = (*result.plan.rewrites, *notes), {**result.plan.provenance, **foreign}
+        plan = replace(result.plan, rewrites=rewrites, provenance=provenance)
         out = replace(result, graph=graph, plan=plan, _model=None)
         if results and not hasattr(out.model, "quantizer_of"):
-            raise UnsupportedError(
-                "Functions of your own quantize results in PyTorch models only", got=type(out.model).__name__
-            )
+            got = type(out.model).__name__
+            raise UnsupportedError("Functions of your own quantize results in PyTorch models only", got=got)
         for t, s in results:
-            function = self.activation_quantizer_mapping[_method(s.grid)]
+            function = self.activation_quantizer_mapping[QuantizationMethod.of_grid(s.grid)]
             out.model.quantizer_of(t.name).function = function(s.grid.bits, parameters(s))
         return out
 
     def _rounded(self, name: str, w: torch.Tensor, s: Stored, theirs: _Relayout, ours: _Relayout) -> torch.Tensor:
-        function = self.weights_quantizer_mapping[_method(s.grid)]
+        function = self.weights_quantizer_mapping[QuantizationMethod.of_grid(s.grid)]
         axis, own = s.axis, theirs(w).clone()
         if axis is not None:
             axis = theirs(torch.empty([2 if d == axis % w.dim() else 1 for d in range(w.dim())])).shape.index(2)
@@ -273,18 +246,6 @@ class FrameworkInfo:
         return ours(got).to(w.dtype)
 
 
-def parameters(s: Stored) -> dict[str, Any]:
-    """The grid in the words of thresholds: "threshold", or "range_min" and "range_max"; float32 tensors, [] or [C]."""
-    if not s.grid.symmetric:
-        return {
-            "range_min": (s.grid.qmin - s.zero_point) * s.scale,
-            "range_max": (s.grid.qmax - s.zero_point) * s.scale,
-        }
-    if s.grid.table is not None:
-        return {"threshold": s.scale * float(s.grid.qmax + 1), "lut_values": s.grid.table}
-    return {"threshold": s.scale * float(1 << s.grid.bits - int(s.grid.signed))}
-
-
 def _layout(graph: Graph, t: TensorPlan) -> tuple[_Relayout, _Relayout]:
     """From the layout of the graph to that in which the framework stores a weight, and back."""
     node = next((n for n in graph.nodes if t.name in n.inputs and n.op in OPS and OPS[n.op].kind), None)
@@ -295,14 +256,6 @@ def _layout(graph: Graph, t: TensorPlan) -> tuple[_Relayout, _Relayout]:
     depthwise = "depthwise" in node.layer_type.lower() or t.name.endswith("depthwise_kernel")
     layout = DEPTHWISE if depthwise else OPS[node.op].kind
     return (lambda w: to_keras(layout, w, len(w))), (lambda w: to_canonical(layout, w))
-
-
-def _method(grid: Grid) -> QuantizationMethod:
-    return QuantizationMethod.of(lut=grid.kind == "lut", pot=grid.pot, affine=not grid.symmetric)
-
-
-def _name(layer: Any) -> str:
-    return layer if isinstance(layer, str) else getattr(layer, "__name__", repr(layer))
 
 
 def _is(members: tuple[Member, ...], node: Node) -> bool:

@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from chipfit.facade.target_platform import configs
@@ -26,10 +27,7 @@ __all__ = ["FrameworkHardwareModel", "HardwareModel", "OpQuantizationConfig", "g
 
 #: argument of the first generation -> field of the kernel's configuration
 _KERNEL = {
-    "weights_quantization_method": "weights_quantization_method",
-    "weights_n_bits": "weights_n_bits",
-    "weights_per_channel_threshold": "weights_per_channel_threshold",
-    "enable_weights_quantization": "enable_weights_quantization",
+    **{f.name: f.name for f in fields(AttributeQuantizationConfig) if f.name != "lut_values_bitwidth"},
     "weights_multiplier_nbits": "lut_values_bitwidth",
 }
 

@@ -1,7 +1,5 @@
 """Post-training quantization under the predecessor's names: a model, a function that yields data, configurations."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -80,7 +78,8 @@ def pytorch_post_training_quantization(
         DataError: the generator yields nothing, or batches that do not fit the model.
     """
     limits, platform = target_resource_utilization, target_platform_capabilities
-    return _quantize("pytorch", in_module, representative_data_gen, limits, core_config, platform, fw_info)
+    name = "pytorch_post_training_quantization"
+    return quantized("pytorch", name, in_module, representative_data_gen, limits, core_config, platform, fw_info)
 
 
 def keras_post_training_quantization(
@@ -93,11 +92,13 @@ def keras_post_training_quantization(
 ) -> tuple[Any, UserInformation]:
     """Quantize a trained Keras 3 model after training; arguments, result and errors as for PyTorch."""
     limits, platform = target_resource_utilization, target_platform_capabilities
-    return _quantize("keras", in_model, representative_data_gen, limits, core_config, platform, fw_info)
+    name = "keras_post_training_quantization"
+    return quantized("keras", name, in_model, representative_data_gen, limits, core_config, platform, fw_info)
 
 
-def _quantize(
+def quantized(
     framework: str,
+    facade: str,
     model: Any,
     generator: Any,
     limits: Any,
@@ -105,18 +106,15 @@ def _quantize(
     platform: Any,
     fw_info: FrameworkInfo | None,
 ) -> tuple[Any, UserInformation]:
-    facade = f"{framework}_post_training_quantization"
+    """What every facade does first; `facade` is its name in messages."""
     config = checked(CoreConfig | None, config, ConfigError, facade, "core_config") or CoreConfig()
     checked(ResourceUtilization | None, limits, ConfigError, facade, "target_resource_utilization")
     config.debug_config.check()
     if config.debug_config.bypass:
         return model, UserInformation()
     if limits is not None and limits.is_any_restricted():
-        raise UnsupportedError(
-            "Searching bit widths under limits is not supported",
-            got=limits,
-            hint="choose bit widths by hand with BitWidthConfig",
-        )
+        hint = "choose bit widths by hand with BitWidthConfig"
+        raise UnsupportedError("Searching bit widths under limits is not supported", got=limits, hint=hint)
     settings, rules = config.quantization_config.to_settings(), config.quantization_config.to_rules()
     of_layers = [] if fw_info is None else fw_info.overrides()
     overrides = [*of_layers, *config.bit_width_config.choices, *to_overrides(config.debug_config.network_editor)]
@@ -141,17 +139,14 @@ def _with_layers(platform: Any, custom: Mapping[str, Any]) -> TargetPlatformCapa
     """
     tpc = TargetPlatformCapabilities(platform) if isinstance(platform, TargetPlatformModel) else platform
     if not isinstance(tpc, TargetPlatformCapabilities):
-        raise ConfigError(
-            "custom_tpc_opset_to_layer needs a platform that is described in Python",
-            got=type(platform).__name__,
-            allowed="TargetPlatformCapabilities or TargetPlatformModel",
-            hint="name the layers in `sets` of the platform file",
-        )
+        got = type(platform).__name__
+        allowed = "TargetPlatformCapabilities or TargetPlatformModel"
+        what = "custom_tpc_opset_to_layer needs a platform that is described in Python"
+        raise ConfigError(what, got=got, allowed=allowed, hint="name the layers in `sets` of the platform file")
     own = [o for o in tpc.op_sets_to_layers.op_sets_to_layers if o.name not in custom]
     added = [OperationsSetToLayers(name, list(layers)) for name, layers in custom.items()]
-    return TargetPlatformCapabilities(
-        tpc.tp_model, tpc.name, tpc.version, op_sets_to_layers=OperationsToLayers([*own, *added])
-    )
+    layers = OperationsToLayers([*own, *added])
+    return TargetPlatformCapabilities(tpc.tp_model, tpc.name, tpc.version, op_sets_to_layers=layers)
 
 
 def _first(generator: Any) -> Any:
@@ -163,19 +158,13 @@ def _first(generator: Any) -> Any:
     try:
         inspect.signature(generator).bind()
     except (TypeError, ValueError):
-        raise DataError(
-            "representative_data_gen is called without arguments and yields batches",
-            got=type(generator).__name__,
-            allowed="such a function",
-            hint="def representative_data_gen(): yield [batch]",
-        ) from None
+        hint = "def representative_data_gen(): yield [batch]"
+        what = "representative_data_gen is called without arguments and yields batches"
+        raise DataError(what, got=type(generator).__name__, allowed="such a function", hint=hint) from None
     made = generator()
     if not isinstance(made, Iterable) or isinstance(made, (str, bytes)):
-        raise DataError(
-            "representative_data_gen returned no batches",
-            got=type(made).__name__,
-            allowed="an iterator over lists of inputs",
-        )
+        allowed = "an iterator over lists of inputs"
+        raise DataError("representative_data_gen returned no batches", got=type(made).__name__, allowed=allowed)
     for batch in made:
         return batch
     raise DataError("The calibration data are empty", hint="representative_data_gen yields at least one batch")

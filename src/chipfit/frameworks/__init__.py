@@ -1,11 +1,11 @@
 """Which framework a model belongs to, found without importing any of them.
 
 A framework is one folder here, with the same four doors: `capture.capture(model, args, kwargs)` reads a model into a
-Graph, `lower.lower(graph, plan)` builds the trainable simulation, `train.read_back(model, graph, plan)` brings back
-what training changed in it, of which `train.numbers(model)` gives everything as arrays, `device.device(graph, run_flat,
-floats)` makes a model of a function on flat tensors. The simulation has such a `run_flat(inputs)`: torch tensors in the
-order of the graph's inputs to outputs. An `opaque` module, where a folder has one, runs operators that only this
-framework knows (`engine.opaque`).
+Graph, `lower.lower(graph, plan, training)` builds the trainable simulation, `train.read_back(model, graph, plan)`
+brings back what training changed in it, of which `train.numbers(model)` gives everything as arrays,
+`device.device(graph, run_flat, floats)` makes a model of a function on flat tensors. The simulation has such a
+`run_flat(inputs)`: torch tensors in the order of the graph's inputs to outputs. An `opaque` module, where a folder has
+one, runs operators that only this framework knows (`engine.opaque`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from chipfit.errors import CaptureError
 if TYPE_CHECKING:
     from chipfit.graph.ir import Graph
     from chipfit.plan.record import Plan
+    from chipfit.plan.training import Training
 
 #: folder -> top packages that the classes of its models come from; Keras first: on its torch backend a model is also a
 #: module of torch
@@ -36,12 +37,9 @@ def framework_of(model: Any) -> str:
     """
     packages = {c.__module__.partition(".")[0] for c in type(model).__mro__}
     if "tf_keras" in packages:
-        raise CaptureError(
-            "This is a model of Keras 2 (tf_keras)",
-            got=type(model).__name__,
-            allowed="Keras 3 or PyTorch",
-            hint="save it with model.save('model.h5') and load that file with Keras 3",
-        )
+        got = type(model).__name__
+        hint = "save it with model.save('model.h5') and load that file with Keras 3"
+        raise CaptureError("This is a model of Keras 2 (tf_keras)", got=got, allowed="Keras 3 or PyTorch", hint=hint)
     return next((name for name, owned in _OWNED.items() if packages.intersection(owned)), "torch")
 
 
@@ -60,12 +58,19 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | No
         return _door(framework_of(model), "capture").capture(model, args, kwargs)
 
 
-def lower(graph: Graph, plan: Plan) -> Any:
-    """The trainable simulation, as a model of the framework that the graph came from."""
+def lower(graph: Graph, plan: Plan, training: Training | None = None) -> Any:
+    """The trainable simulation, as a model of the framework that the graph came from.
+
+    Args:
+        training: what trains the quantizers; None leaves their scales where they are.
+
+    Raises:
+        UnsupportedError: an algorithm cannot train a tensor.
+    """
     from chipfit.engine.process import TRACING
 
     with TRACING:
-        return _door(graph.framework, "lower").lower(graph, plan)
+        return _door(graph.framework, "lower").lower(graph, plan, training)
 
 
 def device(graph: Graph, run_flat: Callable[[Sequence[Any]], list[Any]], floats: Sequence[str]) -> Any:
@@ -113,6 +118,20 @@ def load_keras(path: str) -> Any:
     if not (Path(os.environ.get("KERAS_HOME", "~/.keras")).expanduser() / "keras.json").is_file():
         os.environ.setdefault("KERAS_BACKEND", "torch")
     return _door("keras", "files").load(path)
+
+
+def fit(framework: str) -> Any:
+    """How a simulation takes a step of training: `stepper(model, rate, steps, probabilities)`."""
+    return _door(framework, "fit")
+
+
+def keras_part(name: str) -> Any:
+    """A module of the Keras folder, for users who ask for its classes.
+
+    Raises:
+        CaptureError: Keras or its backend is not installed.
+    """
+    return _door("keras", name)
 
 
 def _door(framework: str, name: str) -> Any:

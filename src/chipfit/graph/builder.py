@@ -1,7 +1,5 @@
 """Pieces that rewrites build graphs with: free names, nodes in the place of others."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 
 from chipfit.graph.ir import Graph, Node
@@ -29,12 +27,16 @@ def replace_node(graph: Graph, old: Node, *new: Node) -> None:
 
 def drop_dead(graph: Graph) -> None:
     """Take out the nodes that nothing reads, with their values."""
-    live, kept = set(graph.outputs), []
+    live = needed(graph)
+    for o in (o for n in graph.nodes if live.isdisjoint(n.outputs) for o in n.outputs):
+        graph.values.pop(o, None)
+    graph.nodes = [n for n in graph.nodes if not live.isdisjoint(n.outputs)]
+
+
+def needed(graph: Graph) -> set[str]:
+    """Values and weights that an output depends on."""
+    live = set(graph.outputs)
     for n in reversed(graph.nodes):
         if live.intersection(n.outputs):
-            kept.append(n)
             live.update(i for i in n.inputs if i is not None)
-        else:
-            for o in n.outputs:
-                graph.values.pop(o, None)
-    graph.nodes = kept[::-1]
+    return live

@@ -1,7 +1,5 @@
 """The invariants of a Graph, checked after every pass."""
 
-from __future__ import annotations
-
 from chipfit.errors import GraphError
 from chipfit.graph.ir import OPAQUE, Graph
 from chipfit.graph.ops import OPS
@@ -30,9 +28,8 @@ def check(graph: Graph, blame: str = "") -> None:
         slots = OPS[n.op].slots if n.op in OPS else ("*",)
         least = sum(not s.endswith(("?", "*")) for s in slots)
         if len(n.inputs) < least or (len(n.inputs) > len(slots) and not any(s.endswith("*") for s in slots)):
-            raise GraphError(
-                f"Node '{n.name}' ({n.op}) has {len(n.inputs)} inputs", where=where, allowed=" ".join(slots)
-            )
+            allowed = " ".join(slots)
+            raise GraphError(f"Node '{n.name}' ({n.op}) has {len(n.inputs)} inputs", where=where, allowed=allowed)
         for o in n.outputs:
             if o in known:
                 raise GraphError(f"Value '{o}' is written twice, again by '{n.name}'", where=where)

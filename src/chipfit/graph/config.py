@@ -1,7 +1,5 @@
 """What a framework knows about a layer or a call, as data that filters compare and files hold."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from enum import Enum

@@ -1,7 +1,5 @@
 """A Graph while a framework's reader writes it: fresh names, nodes with their outputs, attempts that can be undone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -50,9 +50,8 @@ class Node:
     layer: str = ""  #: path of the user's module that this came from ("layers.0.conv1")
     layer_type: str = ""  #: class name of that module ("Conv2d"), or of the function ("relu") without one
     source: str = ""  #: "file:line" in the user's code, when known
-    config: dict[str, Any] = field(
-        default_factory=dict
-    )  #: the framework's own settings of that layer or call, for filters; JSON-able
+    #: the framework's own settings of that layer or call, for filters; JSON-able
+    config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def output(self) -> str:
@@ -99,6 +98,20 @@ class Node:
         return replace(self, **changes)
 
 
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """A batch norm that was folded into a weight; its tensors, by name, stay in `Graph.weights`."""
+
+    bias: str  #: of the layer, as folded
+    gamma: str | None
+    beta: str | None
+    mean: str
+    var: str
+    eps: float
+    biased: bool  #: the layer had a bias of its own
+    checksum: int  #: of weight and bias as they were folded, see `folds.checksum`
+
+
 @dataclass(slots=True)
 class Graph:
     """A network as data. Treat as immutable outside `passes/`; `copy()` before a rewrite."""
@@ -114,24 +127,13 @@ class Graph:
     data_format: str = "channels_first"
     framework: str = "torch"  #: the folder of `frameworks` that read it, and builds the trainable model
     example: tuple[Any, ...] = ()  #: flat example inputs (tensors), used to re-trace; never serialised
+    folds: dict[str, Fold] = field(default_factory=dict)  #: weight -> the batch norm that is folded into it
     notes: list[str] = field(default_factory=list)  #: what the reader has to say; it goes to `Plan.rewrites`
 
     def copy(self) -> Graph:
         """A copy whose node list, values and weight table can be edited; tensors are shared, never edited in place."""
-        return Graph(
-            list(self.nodes),
-            list(self.inputs),
-            list(self.outputs),
-            dict(self.values),
-            dict(self.weights),
-            set(self.trainable),
-            self.in_spec,
-            self.out_spec,
-            self.data_format,
-            self.framework,
-            self.example,
-            self.notes,
-        )
+        edited = ("nodes", "inputs", "outputs", "values", "weights", "trainable", "folds")
+        return replace(self, **{name: copy.copy(getattr(self, name)) for name in edited})
 
     def node(self, name: str) -> Node:
         for n in self.nodes:

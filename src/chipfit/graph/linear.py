@@ -4,8 +4,6 @@ A weight seen *in groups* is [g, O/g, I/g, *kernel] for every operator: g groups
 channels to O/g output channels. Linear has one group and no kernel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

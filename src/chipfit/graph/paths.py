@@ -1,7 +1,5 @@
 """From a value to the linear operators that read it, through operators that a rewrite may cross."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """What values are for: which carry numbers that a grid may round, and which only choose, count, compare or mask."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from chipfit.graph.ir import Graph, Node
@@ -21,6 +19,7 @@ _SOFT, _HARD = ("Softmax", "LogSoftmax"), ("ReduceMax", "ReduceMin", "ArgMax")
 _BETWEEN = ("Add", "Sub", "Mul", "Div", "Clamp", "Cast")
 
 EXACT_WHY = "it is only read as an index, a mask or a shape, compared, or cast to integers"
+WHOLE_WHY = "beside its use as a number it is given as an index or cast to integers, where no rounding may move it"
 MASKED_WHY = "a mask of extreme range is in it, which would set its grid"
 GUARD_WHY = "it is kept away from 0, which is a code of every grid"
 
@@ -30,15 +29,19 @@ def unrounded(graph: Graph) -> dict[str, str]:
     given, producers = _given(graph), graph.producers()
     masked, masks = _masks(graph, given, producers)
     use = dict.fromkeys(graph.outputs, _REAL)
+    whole = set[str]()  # an index or a cast to integers follows from them
     for n in reversed(graph.nodes):
         made = max((use.get(o, _EXACT) for o in n.outputs), default=_EXACT)
         for slot, i in graph.slots(n):
             why = _EXACT if (n.name, i) in masks else _use(graph, n, slot, made)
             use[i] = max(use.get(i, _EXACT), why)
+            behind = not _computes(n) and any(o in whole and graph.is_float(o) for o in n.outputs)
+            if slot == "index" or _to_integers(n) or behind:
+                whole.add(i)
     exact = {
-        v: EXACT_WHY
+        v: EXACT_WHY if use[v] <= (_COMPARED if v in given else _EXACT) else WHOLE_WHY
         for v in graph.values
-        if v in use and graph.is_float(v) and use[v] <= (_COMPARED if v in given else _EXACT)
+        if v in use and graph.is_float(v) and (v in given & whole or use[v] <= (_COMPARED if v in given else _EXACT))
     }
     return exact | masked | _guarded(graph, producers)
 
@@ -76,8 +79,11 @@ def _use(graph: Graph, n: Node, slot: str, made: int) -> int:
         return _REAL
     if any(graph.is_float(o) for o in n.outputs):
         return made
-    whole = n.op == "Cast" and n.attrs["dtype"] != "bool"
-    return _EXACT if whole else _COMPARED
+    return _EXACT if _to_integers(n) else _COMPARED
+
+
+def _to_integers(n: Node) -> bool:
+    return n.op == "Cast" and n.attrs["dtype"].startswith(("int", "uint"))
 
 
 def _computes(n: Node) -> bool:

@@ -1,7 +1,5 @@
 """Store the weights of 2-D convolutions in channels-last memory: same numbers and shapes, faster on CPUs."""
 
-from __future__ import annotations
-
 import torch
 
 from chipfit.graph.ir import Graph

@@ -1,7 +1,5 @@
 """Two linear operators in a row become one: conv -> 1x1 conv, Linear -> Linear, and a constant added to either."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -32,12 +30,10 @@ def collapse_linear(graph: Graph) -> tuple[Graph, list[str]]:
         users = graph.users()
         for first in graph.nodes:
             second = only_reader(graph, users, first.output) if is_linear(graph, first) else None
-            merged = (
-                None
-                if second is None
-                else _added(graph, users, first, second) or _merged(graph, users, first, second, notes)
-            )
-            if second is not None and merged is not None:
+            if second is None:
+                continue
+            merged = _added(graph, users, first, second) or _merged(graph, users, first, second, notes)
+            if merged is not None:
                 notes[f"collapsed '{second.who}' into '{first.who}'"] = None
                 graph.nodes[graph.nodes.index(first)] = merged.with_(outputs=second.outputs)
                 graph.nodes.remove(second)
@@ -51,12 +47,8 @@ def _merged(
     graph: Graph, users: dict[str, list[Node]], first: Node, second: Node, notes: dict[str, None]
 ) -> Node | None:
     """`first` with the weights of both."""
-    if (
-        first.op not in CONVS | {"Linear"}
-        or second.op != first.op
-        or not is_linear(graph, second)
-        or second.inputs[0] != first.output
-    ):
+    fits = first.op in CONVS | {"Linear"} and second.op == first.op and second.inputs[0] == first.output
+    if not fits or not is_linear(graph, second):
         return None
     w1, w2 = (graph.weights[n.weight] for n in (first, second))
     if math.prod(w2.shape[2:]) > 1:
@@ -84,19 +76,15 @@ def _merged(
 def _added(graph: Graph, users: dict[str, list[Node]], first: Node, add: Node) -> Node | None:
     """`first` with the constant that `add` adds in its bias."""
     other = next((i for i in add.inputs if i != first.output), None)
-    if (
-        add.op not in ("Add", "Sub")
-        or (add.op == "Sub" and add.inputs[0] != first.output)
-        or not graph.is_weight(other)
-    ):
+    adds = add.op == "Add" or (add.op == "Sub" and add.inputs[0] == first.output)
+    if not adds or not graph.is_weight(other):
         return None
     constant, shape = graph.weights[other or ""].detach().double(), graph.shape(first.output)
     axis = len(shape) - 1 if first.op == "Linear" else 1
     padded = [1] * (len(shape) - constant.dim()) + list(constant.shape)
     bias = bias_or_zero(graph, first)
-    per_channel = len(padded) == len(shape) and all(
-        size in (1, len(bias) if k == axis else 1) for k, size in enumerate(padded)
-    )
+    others = [size for k, size in enumerate(padded) if k != axis]
+    per_channel = len(padded) == len(shape) and set(others) <= {1} and padded[axis] in (1, len(bias))
     if not per_channel or not graph.is_float(other or "") or own(graph, users, first):
         return None
     bias = bias + (constant if add.op == "Add" else -constant).reshape(-1)

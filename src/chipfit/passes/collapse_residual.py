@@ -1,7 +1,5 @@
 """conv(x) + x becomes one convolution: 1 is added to the centre tap of every channel's own kernel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -27,9 +25,8 @@ def collapse_residual(graph: Graph) -> tuple[Graph, list[str]]:
     graph, notes = graph.copy(), []
     users = graph.users()
     for node in list(graph.nodes):
-        add = (
-            only_reader(graph, users, node.output) if node.op in CONVS | {"Linear"} and is_linear(graph, node) else None
-        )
+        fits = node.op in CONVS | {"Linear"} and is_linear(graph, node)
+        add = only_reader(graph, users, node.output) if fits else None
         if add is None or add.op != "Add" or set(add.inputs) != {node.inputs[0], node.output}:
             continue
         tap = _centre(node)

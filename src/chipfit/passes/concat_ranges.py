@@ -1,7 +1,5 @@
 """A concatenation, its result and its inputs share one grid: it then moves codes and rounds nothing."""
 
-from __future__ import annotations
-
 from chipfit.decide.assignment import Assignment
 from chipfit.decide.ties import Binding
 from chipfit.graph.ir import Graph

@@ -4,8 +4,6 @@ A rule receives `New`, which makes nodes, and the composite; it returns the name
 know both layouts (`Graph.data_format`). What they make is computed in float.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Cross-layer equalization: channels between two linear operators are scaled so that both weights have equal ranges."""
 
-from __future__ import annotations
-
 import torch
 
 from chipfit.graph.ir import Graph, Node

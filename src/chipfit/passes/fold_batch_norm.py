@@ -1,11 +1,10 @@
 """conv -> batch norm becomes conv: W' = W g / sqrt(var + eps), b' = (b - mean) g / sqrt(var + eps) + beta."""
 
-from __future__ import annotations
-
 import torch
 
 from chipfit.graph.builder import unique
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.folds import checksum
+from chipfit.graph.ir import Fold, Graph, Node
 from chipfit.graph.linear import LINEAR, TRANSPOSED, scale_outputs
 from chipfit.registry import register
 
@@ -92,6 +91,10 @@ def _fold(graph: Graph, node: Node, bn: Node) -> str:
     graph.weights[b_name] = new_b.to(w.dtype)
     if w_name in graph.trainable:
         graph.trainable.add(b_name)
+    check, names = checksum(graph.weights[w_name], graph.weights[b_name]), (bn.inputs[3], bn.inputs[4])
+    if names[0] is not None and names[1] is not None:
+        given = (names[0], names[1], bn.attrs["eps"], node.bias is not None, check)
+        graph.folds[w_name] = Fold(b_name, bn.inputs[1], bn.inputs[2], *given)
     return b_name
 
 

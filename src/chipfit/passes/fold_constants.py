@@ -3,8 +3,6 @@
 Reparametrized and standardised weights, position tables and masks become plain constants, which chips store.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Group nodes that the chip runs as one kernel, by the platform's fusion patterns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence, Set
 
 from chipfit.graph.ir import Graph, Node

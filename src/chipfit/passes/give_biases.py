@@ -1,7 +1,5 @@
 """Every linear operator gets a bias, of zeros, so that corrections have a place to go."""
 
-from __future__ import annotations
-
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import bias_or_zero, is_linear, with_bias
 from chipfit.platform.match import resolve_node

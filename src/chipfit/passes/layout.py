@@ -11,8 +11,6 @@ solid: a Transpose that must stay an operator, because its result is stored with
 raw: a reader takes the value before it is quantized. What is rearranged for it is neither shared nor quantized.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,17 +19,6 @@ from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.ops import OPS
 
 Form = tuple[int, ...]
-
-
-def to_layout(graph: Graph, target: str) -> tuple[Graph, dict[str, Form]]:
-    """The same network with its spatial operators in `target` layout ("channels_first" or "channels_last").
-
-    Returns:
-        The rewritten graph, and for each value that is held rearranged under its own name the permutation p with
-        held = natural.permute(p).
-    """
-    new = rearrange(graph, target)
-    return new.graph, new.forms
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +40,10 @@ def rearrange(
     *,
     borders: bool = False,
 ) -> Rearranged:
-    """As `to_layout`, for a graph whose values have a quantized and a raw side.
+    """The same network with its spatial operators in `target` layout ("channels_first" or "channels_last").
 
     Args:
+        graph: its values may have a quantized and a raw side.
         raw: (value, node) edges that read the raw side.
         solid: names of Transpose nodes.
         borders: inputs may be held rearranged where that spares transpositions, outputs stay as they are made; else

@@ -1,7 +1,5 @@
 """Give a graph weights of its own, so that training the user's model later changes nothing in it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """The layout pass for a graph that has a plan: inserted values take the numbers of what they rearrange."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from chipfit.graph.ir import Graph

@@ -1,7 +1,5 @@
 """Clipped activations get a power of two as their upper bound: Relu6 becomes a clamp at 8."""
 
-from __future__ import annotations
-
 import math
 
 from chipfit.graph.ir import Graph, Node

@@ -1,7 +1,5 @@
 """A bias read by several operators becomes one bias each: its int32 scale is that reader's s_in * s_w."""
 
-from __future__ import annotations
-
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import LINEAR
 from chipfit.registry import register

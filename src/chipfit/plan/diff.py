@@ -1,7 +1,5 @@
 """What differs between two plans."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -46,14 +44,12 @@ def diff(a: Plan, b: Plan) -> Differences:
         for name in dict.fromkeys([*ours, *theirs]):
             where, x, y = f"{kind} '{name}'", ours.get(name), theirs.get(name)
             if x is None or y is None:
-                out.append(
-                    Difference(where, "", "absent" if x is None else "present", "absent" if y is None else "present")
-                )
+                out.append(Difference(where, "", *("absent" if t is None else "present" for t in (x, y))))
                 continue
             for name_, u, v in ((n, getattr(x, n), getattr(y, n)) for n in _facts(x)):
                 if not _equal(u, v):
                     out.append(Difference(where, name_.replace("_", " "), _show(u, v), _show(v, u)))
-    for field in ("platform", "groups", "float_edges", "ties", "rewrites"):
+    for field in ("platform", "groups", "float_edges", "ties", "limits", "fixed", "zeros", "sums", "rewrites"):
         u, v = getattr(a, field), getattr(b, field)
         if u != v:
             out.append(Difference("plan", field.replace("_", " "), _only(u, v), _only(v, u)))
@@ -77,9 +73,8 @@ def _show(u: Any, other: Any) -> str:
     if isinstance(u, torch.Tensor):
         if u.dim() == 0:
             return f"{u.item():.9g}"  # nine digits tell any two float32 apart
-        changed = (
-            f", {int((u != other).sum())} differ" if isinstance(other, torch.Tensor) and other.shape == u.shape else ""
-        )
+        alike = isinstance(other, torch.Tensor) and other.shape == u.shape
+        changed = f", {int((u != other).sum())} differ" if alike else ""
         return f"[{u.numel()}] in {u.min().item():.9g}..{u.max().item():.9g}{changed}" if u.numel() else "[0]"
     if isinstance(u, Grid):
         return f"{u.bits} bit {u.qmin}..{u.qmax}"
@@ -90,4 +85,4 @@ def _only(u: Any, v: Any) -> str:
     """What `u` holds and `v` does not."""
     if isinstance(u, str):
         return repr(u)
-    return ", ".join(map(str, sorted(set(u) - set(v)))) or "-"
+    return ", ".join(sorted(map(str, set(u) - set(v)))) or "-"

@@ -1,14 +1,18 @@
 """Values and flat records as JSON data that comes back exactly."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any
+from dataclasses import MISSING, fields
+from functools import cache
+from typing import Any, NotRequired, TypeVar, cast, get_type_hints
+
+import pydantic
+from typing_extensions import TypedDict
 
 from chipfit.errors import PlanError
 from chipfit.graph.ir import Ref
+
+T = TypeVar("T")
 
 #: version of the JSON form; raised when a reader of the old form would misread the new one
 SCHEMA = 1
@@ -36,20 +40,61 @@ def to_plain(x: Any) -> Any:
 
 
 def from_plain(x: Any) -> Any:
-    """The inverse of `to_plain`."""
-    if isinstance(x, list):
-        return [from_plain(v) for v in x]
-    if not isinstance(x, dict):
-        return x
-    if len(x) == 1:
-        ((key, v),) = x.items()
-        if key == "$float":
+    """The inverse of `to_plain`; a mark with something else behind it stays the table that it is."""
+    match x:
+        case list():
+            return [from_plain(v) for v in x]
+        case {"$float": "inf" | "-inf" | "nan" as v}:
             return float(v)
-        if key == "$ref":
-            return Ref(v)
-        if key == "$tuple":
-            return tuple(from_plain(i) for i in v)
-    return {k: from_plain(v) for k, v in x.items()}
+        case {"$ref": int(index)}:
+            return Ref(index)
+        case {"$tuple": list(items)}:
+            return tuple(from_plain(v) for v in items)
+        case dict():
+            return {k: from_plain(v) for k, v in x.items()}
+    return x
+
+
+def table(**wanted: Any) -> pydantic.TypeAdapter[Any]:
+    """What `demand` asks of a table: these keys and no others, with values of these types."""
+    make: Any = TypedDict  # the types are data
+    kind = make("Table", wanted)
+    kind.__pydantic_config__ = pydantic.ConfigDict(strict=True, extra="forbid")
+    return pydantic.TypeAdapter(kind)
+
+
+def demand(data: Any, wanted: pydantic.TypeAdapter[Any], where: str) -> Any:
+    """The data, or a PlanError that names the first key which is missing, unknown or of another type."""
+    try:
+        return wanted.validate_python(data)
+    except pydantic.ValidationError as e:
+        raise malformed(e, where) from e
+
+
+def malformed(e: pydantic.ValidationError, where: str) -> PlanError:
+    """The first thing that does not fit, as an error."""
+    first = e.errors(include_url=False)[0]
+    at, why = ".".join(map(str, first["loc"])) or "all", first["msg"].removeprefix("Value error, ")
+    return PlanError(f"'{at}' is malformed: {why}", where=where, got=repr(first["input"])[:80])
+
+
+def record_from_plain(kind: type[T], data: Any, where: str, **given: Any) -> T:
+    """The inverse of `record_to_plain`; `given` are the fields that were left out.
+
+    Raises:
+        PlanError: naming the field that is missing, unknown or of another type.
+    """
+    data, hashable = from_plain(data), cast("Any", kind)
+    demand(data, _fields(hashable, *given), where)
+    return kind(**given, **data)
+
+
+@cache
+def _fields(kind: Any, *given: str) -> pydantic.TypeAdapter[Any]:
+    """The fields of a dataclass without those that are given."""
+    hints = get_type_hints(kind, include_extras=True)
+    own = [(f, f.default is MISSING and f.default_factory is MISSING) for f in fields(kind) if f.name not in given]
+    return table(**{f.name: hints[f.name] if needed else NotRequired[hints[f.name]] for f, needed in own})
 
 
 def record_to_plain(x: Any, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:

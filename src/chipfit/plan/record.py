@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import PositiveInt
 
 from chipfit.errors import PlanError, UnknownNameError
+from chipfit.platform.schema import Exec
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 from chipfit.screen import Screen, Shown
 
+Role = Literal["activation", "weight", "bias"]
 _STORED = frozenset(f.name for f in fields(Stored))
 
 
@@ -21,7 +26,7 @@ class TensorPlan:
     """How one tensor is stored on the chip, or why it stays float."""
 
     name: str  #: value or weight name in the Graph
-    role: str  #: "activation", "weight" or "bias"
+    role: Role
     layer: str = ""  #: the user's layer that makes or owns it
     op: str = ""  #: canonical operator of that node
     stored: Stored | None = None  #: None when it stays float
@@ -84,15 +89,30 @@ class NodePlan:
     name: str
     op: str
     layer: str = ""
-    exec: str = "float"  #: "int", "float", "follow" (moves codes, no arithmetic) or "table"
+    exec: Exec = "float"
     group: str = ""  #: name of the fused group's last node; "" when the node is alone
     why: str = ""  #: why it runs in float
-    simd: int | None = None  #: output channels that one instruction makes; weights are padded to a multiple of it
+    simd: PositiveInt | None = None  #: output channels that one instruction makes; weights are padded to multiples
 
     @property
     def who(self) -> str:
         """The node as the user knows it."""
         return self.layer or self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """A bound of the platform on scales: low <= sum of exponent * log2(scale) <= high, channel by channel."""
+
+    op: str  #: canonical operator whose rule it is
+    terms: tuple[tuple[str, int], ...]  #: (tensor, exponent)
+    low: float = -math.inf
+    high: float = math.inf
+
+    def __str__(self) -> str:
+        product = " * ".join(t if e == 1 else f"{t}^{e}" for t, e in self.terms)
+        bounds = [f"{w} {2.0**v:g}" for w, v in ((">=", self.low), ("<=", self.high)) if math.isfinite(v)]
+        return f"{self.op}: {product} {' and '.join(bounds)} (scales)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -105,6 +125,10 @@ class Plan(Shown):
     #: (value, node) pairs where that reader takes the value before its quantizer (input-placed platforms)
     float_edges: frozenset[tuple[str, str]] = frozenset()
     ties: tuple[tuple[str, ...], ...] = ()  #: tensors that must keep one scale and zero point, also when trained
+    limits: tuple[Limit, ...] = ()  #: bounds that hold in every step of training
+    fixed: tuple[str, ...] = ()  #: tensors whose scale and zero point the platform dictates
+    zeros: tuple[str, ...] = ()  #: tensors whose zero point a rule of the platform says
+    sums: tuple[tuple[str, float], ...] = ()  #: (weight, greatest sum of |code| over one output channel)
     platform: str = ""
     rewrites: tuple[str, ...] = ()  #: one line for each rewrite applied or refused
     provenance: dict[str, Any] = field(default_factory=dict)  #: versions, hashes, seed, settings
@@ -119,12 +143,18 @@ class Plan(Shown):
                 "operators": ", ".join(f"{n} {how}" for how, n in runs.items()),
                 "kernels": f"{len(self.groups)} of several operators" if self.groups else "",
                 "ties": f"{len(self.ties)} groups of tensors share scale and zero point" if self.ties else "",
+                "limits": f"{len(self.limits)} bounds on scales, such as: {self.limits[0]}" if self.limits else "",
+                "fixed": f"{len(self.fixed)} tensors whose numbers the platform dictates" if self.fixed else "",
                 "rewrites": f"{len(self.rewrites)}, such as: {self.rewrites[0]}" if self.rewrites else "",
             },
             ("tensor", "role", "format", "scale", "origin"),
             rows,
             "plan.tensors",
         )
+
+    def before_rounding(self, values: Collection[str]) -> bool:
+        """Whether an operator reads one of these values as it was before its codes: an integer kernel has it not."""
+        return any(value in values for value, _ in self.float_edges)
 
     def quantized(self, name: str | None) -> bool:
         return self.stored(name) is not None

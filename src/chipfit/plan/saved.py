@@ -7,12 +7,10 @@ platform.json        the platform as it was
 report.json          only where a report was given
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
-import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,14 +27,16 @@ from chipfit.errors import PlanError
 from chipfit.files import MANIFEST, parse_json, read_json, replacing, standing
 from chipfit.graph.ir import Graph
 from chipfit.plan.graph_text import graph_from_plain, graph_to_plain
-from chipfit.plan.plain import SCHEMA, check_schema
+from chipfit.plan.plain import SCHEMA, check_schema, demand, malformed, table
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.plan.text import plan_from_json, plan_to_json
+from chipfit.plan.trial import demand_runs
+from chipfit.platform.load import demand_consistent, names
 from chipfit.platform.load import load as load_platform
-from chipfit.platform.load import names
 from chipfit.platform.schema import Platform
 
 _FILES = ("plan.json", "plan.safetensors", "graph.json", "weights.safetensors", "platform.json")
+_PLATFORM = table(platform=dict[str, Any], arch_selected=str | None, file=str)
 #: how often a directory is read that writers keep replacing
 _ATTEMPTS = 100
 
@@ -91,14 +91,17 @@ def load(directory: str | Path) -> Saved:
     numbers = _tensors(files, "plan.safetensors", root)
     plan = plan_from_json(_text(files, "plan.json", root), numbers)
     graph = graph_from_plain(_json(files, "graph.json", root), _tensors(files, "weights.safetensors", root))
-    strangers = sorted(set(plan.tensors) - set(graph.values) - set(graph.weights)) + sorted(
-        set(plan.nodes) - {n.name for n in graph.nodes}
-    )
+    tensors, nodes = set(plan.tensors).union(*plan.ties), set(plan.nodes).union(*plan.groups)
+    tensors |= {t for limit in plan.limits for t, _ in limit.terms}.union(plan.fixed, plan.zeros, dict(plan.sums))
+    tensors, nodes = tensors | {v for v, _ in plan.float_edges}, nodes | {n for _, n in plan.float_edges}
+    strangers = sorted((tensors - {*graph.values, *graph.weights}) | (nodes - {n.name for n in graph.nodes}))
     if strangers:
         message = "The plan speaks of tensors or nodes that the graph does not have"
         raise PlanError(message, where=str(root), got=", ".join(strangers[:8]))
     for t in plan.tensors.values():
         _fits(t, graph)
+    if graph.in_spec:  # nobody captured one that has none
+        demand_runs(graph)
     platform = _platform(_json(files, "platform.json", root), root / "platform.json")
     report = _json(files, "report.json", root) if "report.json" in files else None
     return Saved(graph, plan, platform, report)
@@ -155,19 +158,15 @@ def _files(home: Path, root: Path) -> dict[str, bytes]:
         root: what messages call that.
     """
     if not _guarded(root / MANIFEST, (home / MANIFEST).is_file):
-        raise PlanError(
-            f"'{root}' is not a saved result: it has no {MANIFEST}", hint="pass the directory that Result.save wrote"
-        )
+        what = f"'{root}' is not a saved result: it has no {MANIFEST}"
+        raise PlanError(what, hint="pass the directory that Result.save wrote")
     listing = read_json(home / MANIFEST, PlanError)
     check_schema(listing, f"'{root / MANIFEST}'")
     listed = listing.get("files")
     if not isinstance(listed, dict) or not set(_FILES) <= set(listed) <= {*_FILES, "report.json"}:
-        raise PlanError(
-            "The manifest does not list the files of a saved result",
-            where=str(root / MANIFEST),
-            allowed=", ".join(_FILES),
-        )
-    missing = next((name for name in listed if not (home / name).is_file()), None)
+        what = "The manifest does not list the files of a saved result"
+        raise PlanError(what, where=str(root / MANIFEST), allowed=", ".join(_FILES))
+    missing = next((name for name in listed if not os.path.isfile(home / name)), None)
     if missing is not None:
         raise PlanError(f"The saved result is incomplete: '{missing}' is missing", where=str(root))
     files = {}
@@ -197,23 +196,23 @@ def _fits(t: TensorPlan, graph: Graph) -> None:
             got = f"{size} scales along axis {axis} of {list(shape)}"
             raise PlanError(f"The scales of '{t.name}' do not fit its shape", got=got)
     w = graph.weights.get(t.name)
-    if w is not None and not bool(torch.isfinite(w).all()):
-        raise PlanError(f"The weight '{t.name}' is stored in codes and holds NaN or infinite values")
-    ends = [x for x in (t.low, t.high) if x is not None]
-    if not all(map(math.isfinite, ends)) or ends != sorted(ends):
-        raise PlanError(f"The range of '{t.name}' is none", got=f"{t.low}..{t.high}")
+    if w is not None and not (w.is_floating_point() and bool(torch.isfinite(w).all())):
+        raise PlanError(f"The weight '{t.name}' is stored in codes and holds NaN or infinite values", got=str(w.dtype))
 
 
 def _platform(described: Any, path: Path) -> Platform:
+    demand(described, _PLATFORM, str(path))
     try:
         fields = described["platform"]
-        if "runtimes" not in fields and fields["name"] in names():  # saved before platforms named them
+        if "runtimes" not in fields and fields.get("name") in names():  # saved before platforms named them
             now = load_platform(fields["name"])
             fields |= {"runtimes": now.runtimes, "encodings": now.encodings}
         selected = {k: described[k] for k in ("arch_selected", "file")}
-        return Platform.model_validate(fields).model_copy(update=selected)
-    except (KeyError, TypeError, pydantic.ValidationError) as e:
-        raise PlanError("The saved platform is malformed", where=str(path), got=str(e)) from e
+        platform = Platform.model_validate(fields).model_copy(update=selected)
+    except pydantic.ValidationError as e:
+        raise malformed(e, str(path)) from e
+    demand_consistent(platform, str(path))
+    return platform
 
 
 def _text(files: Mapping[str, bytes], name: str, root: Path) -> str:

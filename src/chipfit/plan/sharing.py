@@ -1,15 +1,14 @@
 """Which quantizer rounds which tensor of a simulation; the same for every framework."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from chipfit.errors import PlanError
+from chipfit.errors import TrainingError
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
-from chipfit.plan.record import Plan, TensorPlan
+from chipfit.plan.record import Limit, Plan, TensorPlan
+from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 
 
@@ -23,6 +22,19 @@ class Rounding:
     rounded: set[str] = field(default_factory=set)
     #: bias -> (input, weight) whose scales multiply to its own
     products: dict[str, tuple[str, str]] = field(default_factory=dict)
+    #: owners whose scale and zero point the platform dictates, and those whose zero point it says
+    fixed: set[str] = field(default_factory=set)
+    zeros: set[str] = field(default_factory=set)
+    #: the plan's limits over owners, and its bounds on sums of codes
+    limits: list[Limit] = field(default_factory=list)
+    sums: dict[str, float] = field(default_factory=dict)
+
+    def start(self, plan: Plan, owner: str) -> Stored:
+        """What a quantizer starts from: as planned, with a zero point that a rule says as that of the grid."""
+        stored = plan[owner]
+        if owner not in self.zeros:
+            return stored
+        return stored.with_(grid=replace(stored.grid, zero=int(stored.zero_point.reshape(-1)[0])))
 
 
 def rounding(graph: Graph, plan: Plan) -> Rounding:
@@ -49,6 +61,15 @@ def rounding(graph: Graph, plan: Plan) -> Rounding:
                 out.products[b] = x, w
             out.owner[b] = b
             out.rounded.add(b)
+    out.fixed, out.zeros = ({out.owner[t] for t in names if t in out.owner} for names in (plan.fixed, plan.zeros))
+    out.sums = {out.owner[t]: most for t, most in plan.sums if t in out.owner}
+    for limit in plan.limits:
+        exponents: dict[str, int] = {}
+        for member, e in limit.terms:
+            owner = out.owner.get(member, member)
+            exponents[owner] = exponents.get(owner, 0) + e
+        if any(exponents.values()):
+            out.limits.append(replace(limit, terms=tuple((t, e) for t, e in exponents.items() if e)))
     return out
 
 
@@ -79,21 +100,28 @@ def _is_product(bias: Stored, x: Stored | None, w: Stored | None) -> bool:
     return fits and torch.equal(scale.expand_as(bias.scale), bias.scale)
 
 
-def retrained(t: TensorPlan, scale: torch.Tensor) -> TensorPlan:
-    """A quantized tensor with the scale that training gave it; the same record where it keeps the old one.
+def retrained(
+    t: TensorPlan, scale: torch.Tensor, zero_point: torch.Tensor | None = None, grid: Grid | None = None
+) -> TensorPlan:
+    """A quantized tensor with the numbers that training gave it; the same record where it keeps the old ones.
+
+    Args:
+        scale, zero_point: [] or as in the plan; None keeps the zero point.
+        grid: where training brought its own.
 
     Raises:
-        PlanError: it is not positive.
+        TrainingError: the scale is not positive, or the zero point is no code.
     """
     if t.stored is None:
         return t
-    old = t.stored.scale
-    scale = scale.detach().to(device=old.device, dtype=old.dtype).expand_as(old).clone()
+    old = t.stored
+    scale = scale.detach().to(device=old.scale.device, dtype=old.scale.dtype).expand_as(old.scale).clone()
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-        raise PlanError(
-            f"Training left '{t.name}' without a positive scale",
-            where=t.layer,
-            got=float(scale.min()),
-            hint="lower the learning rate of the scales, or keep this one frozen",
-        )
-    return t if torch.equal(scale, old) else t.with_(scale=scale, origin=f"{t.origin}, trained")
+        got = float(scale.min())
+        hint = "lower the learning rate of the scales, or keep this one frozen"
+        raise TrainingError(f"Training left '{t.name}' without a positive scale", where=t.layer, got=got, hint=hint)
+    zero = old.zero_point
+    if zero_point is not None:
+        zero = zero_point.detach().to(zero.device).round().to(zero.dtype).expand_as(zero).clone()
+    new = old.with_(scale=scale, zero_point=zero, grid=replace(grid or old.grid, zero=old.grid.zero))
+    return t if new.same_numbers(old) else t.with_(stored=new, origin=f"{t.origin}, trained")

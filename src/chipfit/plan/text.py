@@ -1,20 +1,54 @@
 """Plans as text: to JSON and back."""
 
-from __future__ import annotations
-
 import json
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypeAlias
 
 import torch
+from pydantic import Field
 
 from chipfit.errors import PlanError
 from chipfit.files import parse_json
-from chipfit.plan.plain import SCHEMA, check_schema, from_plain, record_to_plain, to_plain
-from chipfit.plan.record import NodePlan, Plan, TensorPlan
+from chipfit.plan.plain import (
+    SCHEMA,
+    check_schema,
+    demand,
+    from_plain,
+    record_from_plain,
+    record_to_plain,
+    table,
+    to_plain,
+)
+from chipfit.plan.record import Limit, NodePlan, Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 
+_Lists: TypeAlias = list[list[str]]
+_Pairs: TypeAlias = list[Annotated[list[str], Field(min_length=2, max_length=2)]]
+_Int32: TypeAlias = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+_PLAN = table(
+    schema=int,
+    tensors=dict[str, dict[str, Any]],
+    nodes=dict[str, dict[str, Any]],
+    groups=_Lists,
+    float_edges=_Pairs,
+    ties=_Lists,
+    limits=NotRequired[list[dict[str, Any]]],  # these four are newer than the schema
+    fixed=NotRequired[list[str]],
+    zeros=NotRequired[list[str]],
+    sums=NotRequired[dict[str, Annotated[float, Field(gt=0)]]],
+    platform=str,
+    rewrites=list[str],
+    provenance=dict[str, Any],
+)
+_STORED = table(
+    format=str,
+    axis=NotRequired[int | None],
+    grid=dict[str, Any],
+    scale=NotRequired[float | list[float]],
+    zero_point=NotRequired[_Int32 | list[_Int32]],
+)
 _NUMBERS = {"scale": torch.float32, "zero_point": torch.int32}
 
 
@@ -48,6 +82,10 @@ def plan_to_json(plan: Plan, numbers: dict[str, torch.Tensor] | None = None) -> 
             "groups": plan.groups,
             "float_edges": sorted(plan.float_edges),
             "ties": plan.ties,
+            "limits": [record_to_plain(x) for x in plan.limits],
+            "fixed": plan.fixed,
+            "zeros": plan.zeros,
+            "sums": dict(plan.sums),
             "rewrites": plan.rewrites,
             "provenance": to_plain(plan.provenance),
         },
@@ -64,20 +102,22 @@ def plan_from_json(text: str, numbers: Mapping[str, torch.Tensor] | None = None)
     """
     data = parse_json(text, PlanError, where="the plan")
     check_schema(data, "the plan")
-    try:
-        tensors = {name: _tensor(name, entry, numbers) for name, entry in data["tensors"].items()}
-        plan = Plan(
-            tensors=tensors,
-            nodes={name: NodePlan(name=name, **from_plain(entry)) for name, entry in data["nodes"].items()},
-            groups=tuple(map(tuple, data["groups"])),
-            float_edges=frozenset((value, node) for value, node in data["float_edges"]),
-            ties=tuple(map(tuple, data["ties"])),
-            platform=data["platform"],
-            rewrites=tuple(data["rewrites"]),
-            provenance=from_plain(data["provenance"]),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise PlanError("The plan is malformed", got=f"{type(e).__name__}: {e}") from e
+    demand(data, _PLAN, "the plan")
+    tensors = {name: _tensor(name, entry, numbers) for name, entry in data["tensors"].items()}
+    plan = Plan(
+        tensors=tensors,
+        nodes={k: record_from_plain(NodePlan, entry, f"node '{k}'", name=k) for k, entry in data["nodes"].items()},
+        groups=tuple(map(tuple, data["groups"])),
+        float_edges=frozenset((value, node) for value, node in data["float_edges"]),
+        ties=tuple(map(tuple, data["ties"])),
+        limits=tuple(record_from_plain(Limit, x, f"limit {k}") for k, x in enumerate(data.get("limits", ()))),
+        fixed=tuple(data.get("fixed", ())),
+        zeros=tuple(data.get("zeros", ())),
+        sums=tuple(data.get("sums", {}).items()),
+        platform=data["platform"],
+        rewrites=tuple(data["rewrites"]),
+        provenance=from_plain(data["provenance"]),
+    )
     known = {f"{field}:{t.name}" for t in tensors.values() for field in _NUMBERS if getattr(t, field) is not None}
     extra = sorted(set(numbers or ()) - known)
     if extra:
@@ -86,22 +126,26 @@ def plan_from_json(text: str, numbers: Mapping[str, torch.Tensor] | None = None)
 
 
 def _tensor(name: str, entry: dict[str, Any], numbers: Mapping[str, torch.Tensor] | None) -> TensorPlan:
-    entry = dict(entry)
-    grid = entry.pop("grid", None)
-    if grid is None:
-        return TensorPlan(name=name, **from_plain(entry))
-    values: dict[str, Any] = {}
-    for field, dtype in _NUMBERS.items():
-        if numbers is None:
-            given = entry.pop(field, None)
-            values[field] = None if given is None else torch.tensor(given, dtype=dtype)
-        else:
-            values[field] = numbers.get(f"{field}:{name}")
-        if values[field] is None:
-            raise PlanError(f"Tensor '{name}' is quantized but has no {field.replace('_', ' ')}")
-    values |= {field: from_plain(entry.pop(field)) for field in ("format", "axis") if field in entry}
-    try:
-        stored = Stored(grid=Grid(**from_plain(grid)), **values)
-    except PlanError as e:
-        raise PlanError(e.what, where=f"tensor '{name}'", got=e.got, allowed=e.allowed) from e
-    return TensorPlan(name=name, stored=stored, **from_plain(entry))
+    where, stored = f"tensor '{name}'", None
+    if entry.get("grid") is not None:
+        own = {k: entry[k] for k in ("format", "axis", "grid", *(_NUMBERS if numbers is None else ())) if k in entry}
+        demand(own, _STORED, where)
+        entry = {k: v for k, v in entry.items() if k not in own}
+        own["grid"] = record_from_plain(Grid, own["grid"], f"{where}, grid")
+        for field, dtype in _NUMBERS.items():
+            if numbers is not None and f"{field}:{name}" in numbers:
+                own[field] = numbers[f"{field}:{name}"]
+            elif field in own:
+                own[field] = torch.tensor(own[field], dtype=dtype)
+            else:
+                raise PlanError(f"Tensor '{name}' is quantized but has no {field.replace('_', ' ')}")
+        try:
+            stored = Stored(**own)
+        except PlanError as e:
+            raise PlanError(e.what, where=where, got=e.got, allowed=e.allowed) from e
+    t = record_from_plain(TensorPlan, entry, where, name=name, stored=stored)
+    ends = [x for x in (t.low, t.high) if x is not None]
+    infinite = not all(map(math.isfinite, ends)) if stored is not None else any(map(math.isnan, ends))
+    if infinite or ends != sorted(ends):
+        raise PlanError(f"The range of '{name}' is none", got=f"{t.low}..{t.high}")
+    return t

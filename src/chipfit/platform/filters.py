@@ -29,6 +29,16 @@ def equal(a: Any, b: Any) -> bool:
     return a is b if isinstance(a, bool) or isinstance(b, bool) else bool(a == b)
 
 
+def has_nan(value: Any) -> bool:
+    """Whether a value to compare with is nan, or a list or table that holds it."""
+    parts = value.values() if isinstance(value, dict) else value
+    return (
+        any(map(has_nan, parts))
+        if isinstance(value, (dict, list, tuple))
+        else isinstance(value, float) and value != value
+    )
+
+
 class AttributeFilter(BaseModel):
     """A condition on one attribute, or several joined by `&` and `|`, nested at will."""
 
@@ -51,6 +61,8 @@ class AttributeFilter(BaseModel):
     def _one_kind(self) -> AttributeFilter:
         if sum(x is not None for x in (self.attr, self.any_, self.all_)) != 1:
             raise ValueError("a filter has exactly one of attr, any, all")
+        if has_nan(self.value):
+            raise ValueError("nan is equal to nothing and in no order: no layer is meant by it")
         return self
 
     def match(self, config: Mapping[str, Any]) -> bool:

@@ -1,7 +1,5 @@
 """Read platform files: YAML with line numbers, `extends`, and an error for everything that is not understood."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -10,33 +8,24 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from chipfit.errors import PlatformError, UnknownNameError
-from chipfit.graph.ops import ALIASES, OPS
+from chipfit.files import package_data
+from chipfit.graph.ops import ALIASES, FOREIGN, OPS
 from chipfit.platform.read import Path as Keys
-from chipfit.platform.read import Problem, Source, explain
+from chipfit.platform.read import Problem, Source, explain, what_fits
 from chipfit.platform.schema import NOT_A_FORMAT, Gate, Option, Platform
 from chipfit.platform.where import ATTRIBUTES, TESTS
 from chipfit.registry import lookup
 
 _BUILTIN = resources.files("chipfit.platform") / "builtin"
-#: operators that platform files may name beyond the canonical ones: parts of networks that chipfit does not read yet
-_FOREIGN = frozenset(
-    """
-    AddN ArgMin Attention BatchToSpace DynamicUpdateSlice FakeQuant Flatten GRU GatherND GetItem HardTanh L2Norm LSTM
-    MVN MirrorPad NMS Output PadV2 PixelShuffle ReluN1To1 Requantize Reverse SSDPostProcess SVDF ScatterND Shape
-    SpaceToBatch SquaredDifference StridedSlice TopK
-    """.split()
-)
 
 
 @lru_cache(maxsize=1)
 def groups() -> dict[str, tuple[str, ...]]:
     """The @groups of operators that platform files use."""
-    text = (resources.files("chipfit.platform") / "groups.yaml").read_text()
-    return {k: tuple(v) for k, v in yaml.safe_load(text).items()}
+    return {k: tuple(v) for k, v in package_data("chipfit.platform", "groups.yaml").items()}
 
 
 @lru_cache(maxsize=1)
@@ -64,11 +53,9 @@ def load(what: Target, arch: str | None = None) -> Platform:
         return _select(what, arch)
     if not isinstance(what, (str, Path)):
         if isinstance(what, type) or not hasattr(what, "to_platform"):
-            raise PlatformError(
-                "This is no platform",
-                got=getattr(what, "__name__", type(what).__name__),
-                allowed="a name, a path, a Platform, or modelled capabilities",
-            )
+            got = getattr(what, "__name__", type(what).__name__)
+            allowed = "a name, a path, a Platform, or modelled capabilities"
+            raise PlatformError("This is no platform", got=got, allowed=allowed)
         return _select(what.to_platform(), arch)
     text = str(what)
     if text.endswith(".json"):
@@ -84,9 +71,8 @@ def load(what: Target, arch: str | None = None) -> Platform:
             raise PlatformError("The platform file does not exist", where=str(path), hint="check the path")
         platform = _read(path, str(path))
     else:
-        raise UnknownNameError(
-            "platform", text, names(), hint="`chipfit platforms list`, or give the path of a YAML file"
-        )
+        hint = "`chipfit platforms list`, or give the path of a YAML file"
+        raise UnknownNameError("platform", text, names(), hint=hint)
     return _select(platform, arch)
 
 
@@ -118,8 +104,8 @@ def _read(text: Any, file: str, below: tuple[str, ...] = ()) -> Platform:
         platform = Platform.model_validate({**data, "file": file})
     except ValidationError as e:
         problems += explain(e, source)
-    else:
-        problems += _problems(platform)
+        platform = what_fits(Platform, data)
+    problems += _problems(platform, {at for at, *_ in problems})
     if not problems:
         return platform
     errors = [source.error(at, what, **facts) for at, what, facts in sorted(problems, key=lambda p: source.line(p[0]))]
@@ -128,6 +114,14 @@ def _read(text: Any, file: str, below: tuple[str, ...] = ()) -> Platform:
     first = PlatformError(one.what, where=one.where, got=one.got, allowed=one.allowed, hint=more)
     first.all = errors
     raise first
+
+
+def demand_consistent(p: Platform, where: str) -> None:
+    """Raise a PlatformError where a platform from elsewhere than its own file uses a name that is not defined."""
+    for path, what, facts in _problems(p, set()):
+        raise PlatformError(what, where=f"{where}, {'.'.join(map(str, path))}", **facts)
+    if p.arch_selected not in (p.arch or (None,)):
+        raise UnknownNameError(f"revision of '{p.name}'", str(p.arch_selected), p.arch)
 
 
 #: fields of a Platform that no file gives
@@ -143,7 +137,7 @@ def _parent(text: Any, source: Source, below: tuple[str, ...]) -> dict[str, Any]
         through = " and ".join(below[:-1])
         raise source.error(("extends",), f"'{name}' extends itself, through {through}", hint="remove the cycle")
     beside = text.parent / f"{name}.yaml" if isinstance(text, Path) else None
-    if beside is not None and beside.is_file():
+    if beside is not None and os.path.isfile(beside):  # False also of a name that no disk can have
         platform = _read(beside, str(beside), below)
     elif name in names():
         platform = _read(_BUILTIN / f"{name}.yaml", f"{name}.yaml", below)
@@ -158,9 +152,7 @@ def _merge(parent: dict[str, Any], child: dict[str, Any], source: Source) -> dic
     out = dict(parent)
     for key, value in child.items():
         if key in ("ops", "fuse", "gaps"):
-            if not isinstance(value or [], list):
-                raise source.error((key,), f"'{key}' must be a list")
-            out[key] = [*(value or []), *parent.get(key, [])]
+            out[key] = [*(value or []), *parent.get(key, [])] if isinstance(value or [], list) else value
         elif isinstance(value, dict) and isinstance(parent.get(key), dict):
             out[key] = {**parent[key], **value}
         else:
@@ -168,30 +160,36 @@ def _merge(parent: dict[str, Any], child: dict[str, Any], source: Source) -> dic
     return out
 
 
-def _problems(p: Platform) -> Iterator[Problem]:
-    """What the types cannot say: every name that is used is defined, bits of tied slots agree."""
+#: what a name is of -> where such names are defined
+_TABLES = {"format": "formats", "source": "sources", "revision": "arch", "operator or group": "sets"}
+
+
+def _problems(p: Platform, wrong: set[Keys]) -> Iterator[Problem]:
+    """What the types cannot say: every name that is used is defined, bits of tied slots agree.
+
+    Args:
+        p: a platform, perhaps without what is malformed in its file.
+        wrong: where that was.
+    """
     for tag in {a for a in p.arch if p.arch.count(a) > 1}:
         yield ("arch",), f"Revision '{tag}' is listed twice", {}
     for path, word, name, known in _names(p):
-        if name not in known:
+        if name is not None and name not in known and not {path, (_TABLES.get(word),)} & wrong:
             near = UnknownNameError(word, str(name), known)
             yield path, near.what, {"allowed": near.allowed}
     for i, op in enumerate(p.ops):
         for use in op.use if op.how != "follow" else ():
             for r in op.rules:
-                stored = {n for slot in r.tie or () for n in _formats_of(use, slot)} if r.hard else set()
-                bits = sorted({p.formats[n].bits for n in stored & set(p.formats)})
+                stored = {n for slot in r.tie or () if slot for n in _formats_of(use, slot)} if r.hard else set()
+                bits = sorted({p.formats[n].bits for n in stored & set(p.formats)} - {None})
                 if len(bits) > 1:
-                    yield (
-                        ("ops", i, "rules"),
-                        "Slots with different bits are tied",
-                        {"got": bits, "allowed": "one width"},
-                    )
+                    facts = {"got": bits, "allowed": "one width"}
+                    yield ("ops", i, "rules"), "Slots with different bits are tied", facts
 
 
 def _names(p: Platform) -> Iterator[tuple[Keys, str, str, Iterable[str]]]:
     """Every name that a platform uses: where, what it is the name of, the name, and which there are."""
-    operators = {*OPS, *_FOREIGN, *ALIASES, *groups(), "*", *(f"@{name}" for name in p.sets)}
+    operators = {*OPS, *FOREIGN, *ALIASES, *groups(), "*", *(f"@{name}" for name in p.sets)}
     formats = NOT_A_FORMAT | set(p.formats)
 
     def gate(path: Keys, when: Gate, *keys: str) -> Iterator[tuple[Keys, str, str, Iterable[str]]]:
@@ -216,10 +214,11 @@ def _names(p: Platform) -> Iterator[tuple[Keys, str, str, Iterable[str]]]:
             yield from (((*at, "use", k, slot), "format", name, formats) for slot, name in used)
             yield from gate((*at, "use", k, "when"), use.when, "arch", "bits", "runtime")
     for i, f in enumerate(p.fuse):
-        at, pattern = ("fuse", i), "chain" if f.chain else "graph"
+        at, nodes = ("fuse", i), f.graph["nodes"] if f.graph else {}
         yield from (((*at, "src"), "source", s, p.sources) for s in f.src)
-        parts = [(k, name) for k, step in enumerate(f.steps) for name in step]
-        yield from (((*at, pattern, k), "operator or group", name, operators) for k, name in parts)
+        steps: dict[Keys, Iterable[str]] = {("chain", k): step for k, step in enumerate(f.chain or ())}
+        steps |= {("graph", "nodes", k): [n] if isinstance(n, str) else n for k, n in nodes.items()}
+        yield from (((*at, *k), "operator or group", name, operators) for k, step in steps.items() for name in step)
         yield (*at, "inner"), "format", f.inner, formats
         yield from gate((*at, "when"), f.when, "arch", "phase", "single_use")
     for k, stage in enumerate(p.math.acc):

@@ -1,7 +1,5 @@
 """Which rule of a platform governs an operator, and why none does."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +8,7 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS, words_of
 from chipfit.platform.filters import Member
 from chipfit.platform.load import groups
-from chipfit.platform.schema import OpRule, Option, Platform, Rule
+from chipfit.platform.schema import Exec, OpRule, Option, Platform, Rule
 from chipfit.platform.where import judge
 
 
@@ -21,7 +19,7 @@ class Resolved:
     rule: OpRule | None  #: the rule that won; None when the operator is not listed
     options: tuple[Option, ...]  #: joint formats, best first, gates applied
     rules: tuple[Rule, ...]  #: constraints, those of fall-through rules included
-    exec: str  #: "int", "float", "table" or "follow"
+    exec: Exec
     why: str = ""  #: why it runs in float
     notes: tuple[str, ...] = ()  #: conditions of the rule that this node does not tell; they count as satisfied
 
@@ -98,10 +96,8 @@ def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int 
     why = ""
     node = op, attrs.get("layer_type", ""), attrs.get("config") or {}
     own_sets = sets_of(platform.sets, *node, filtered=True)
-    turns = [
-        words_of(op, attrs) | sets_of(platform.sets, *node),
-        *({w} for w in (OPS[op].case_of if op in OPS else ())),
-    ]
+    cases = OPS[op].case_of if op in OPS else ()
+    turns = [words_of(op, attrs) | sets_of(platform.sets, *node), *({w} for w in cases)]
     for words in [own_sets, *turns] if own_sets else turns:
         constraints: list[Rule] = []
         for number, rule in enumerate(platform.ops):
@@ -121,7 +117,7 @@ def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int 
                 options, why = _options(platform, op, rule, bits)
                 return Resolved(rule, options, tuple(constraints), rule.how, why, notes)
     on_cpu = ", which the CPU computes" if platform.unlisted == "cpu" else ""
-    how = "follow" if platform.unlisted == "follow" else "float"
+    how: Exec = "follow" if platform.unlisted == "follow" else "float"
     return Resolved(None, (), tuple(constraints), how, why or f"'{platform.name}' lists no rule for {op}{on_cpu}")
 
 

@@ -1,7 +1,5 @@
 """What a platform's file says and chipfit does not do: one line for each word, with what is done instead."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from chipfit.platform.schema import Gate, Platform

@@ -1,17 +1,16 @@
 """YAML with the line of every key, and what is wrong with it by file, line and key."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from typing_extensions import get_type_hints, is_typeddict
 
 from chipfit.errors import PlatformError
-from chipfit.files import read_text
+from chipfit.files import package_data, read_text
 from chipfit.platform import schema
 from chipfit.platform.filters import AttributeFilter, Member
 
@@ -36,16 +35,7 @@ _RECORDS: dict[str, Any] = {
     "acc": schema.Accumulator,
 }
 #: pydantic's error types in our words
-_WORDS = {
-    **dict.fromkeys(("tuple_type", "list_type"), "must be a list"),
-    **dict.fromkeys(("dict_type", "model_type"), "must be a table of keys"),
-    **dict.fromkeys(("int_type", "int_parsing"), "must be an integer"),
-    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
-    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
-    "string_type": "must be text",
-    "too_short": "must not be empty",
-    "too_long": "must be a list [low, high]",
-}
+_WORDS: dict[str, str] = package_data("chipfit.platform", "words.yaml")
 #: levels of tables and lists in a platform file; the deepest one that means something has 8
 _DEEPEST = 40
 #: what pydantic puts into a path for a member of a union or a key of a table, though no file has such a key
@@ -180,3 +170,25 @@ def _keys_at(path: Path) -> list[str]:
         record = next((_RECORDS[part] for part in reversed(path) if part in _RECORDS), schema.Platform)
     fields = getattr(record, "model_fields", {})
     return sorted(f.alias or n for n, f in fields.items() if not f.exclude) or sorted(record.__annotations__)
+
+
+def what_fits(kind: Any, data: Any) -> Any:
+    """Data as a type, without what is malformed in them; the others keep their places, for names to be looked up."""
+    either = (kind,) if get_origin(kind) is dict else (kind, *get_args(kind))
+    many = next((k for k in either if get_origin(k) is tuple), None)
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        given = data if isinstance(data, dict) else {}
+        known = {n: f.annotation for n, f in kind.model_fields.items() if (f.alias or n) in given or f.is_required()}
+        keys = {n: kind.model_fields[n].alias or n for n in known}
+        return kind.model_construct(**{n: what_fits(known[n], given.get(k)) for n, k in keys.items()})
+    if is_typeddict(kind):
+        given, known = data if isinstance(data, dict) else {}, get_type_hints(kind)
+        return {k: what_fits(known[k], given[k]) for k in known if k in given}
+    if isinstance(data, list) and many:
+        return tuple(what_fits(get_args(many)[0], x) for x in data)
+    if isinstance(data, dict) and get_origin(kind) is dict:
+        return {str(k): what_fits(get_args(kind)[1], x) for k, x in data.items()}
+    try:
+        return TypeAdapter(kind).validate_python(data)
+    except ValidationError:
+        return () if many else {} if get_origin(kind) is dict else None

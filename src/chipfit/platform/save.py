@@ -1,7 +1,5 @@
 """Platforms as files, whichever door they came through."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

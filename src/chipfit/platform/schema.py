@@ -3,18 +3,16 @@
 Everything that is left out of a file takes the default given here. Unknown keys are refused.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, NotRequired, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator, with_config
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator, with_config
 from typing_extensions import TypedDict
 
-from chipfit.platform.filters import Member
+from chipfit.platform.filters import Member, has_nan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.tables import FLOATS, float_table, log_table
 from chipfit.screen import Screen, Shown
@@ -22,6 +20,8 @@ from chipfit.screen import Screen, Shown
 #: words that stand where a format name may stand
 NOT_A_FORMAT = frozenset({"float", "same", "none", "any"})
 Rounding = Literal["half_even", "half_away", "half_up", "floor", "trunc"]
+#: how an operator runs: on codes, on reals, by looking codes up, moving them without arithmetic
+Exec = Literal["int", "float", "table", "follow"]
 Slot = Literal["in0", "in1", "in2", "ins", "w", "b", "out", "outs"]
 Confidence = Literal["V", "D", "I"]  #: verified in source, documented, inferred
 #: heads of rules -> the numbers that may stand beside each
@@ -34,12 +34,22 @@ HEADS: dict[str, tuple[str, ...]] = {
     "wsum_max": (),
 }
 _NUMBERS = tuple(dict.fromkeys(n for numbers in HEADS.values() for n in numbers))
+#: bits of one number
+Width = Annotated[int, Field(ge=1, le=128)]
 _STRICT = ConfigDict(extra="forbid")
 _INPUTS = "format of the data inputs, or one per slot; any: whatever the producer writes"
 
 
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _moderate(cls, given: Any) -> Any:
+        for key, value in given.items() if isinstance(given, dict) else ():
+            if isinstance(value, int) and value.bit_length() > 63:
+                raise ValueError(f"{key} is an integer of {value.bit_length()} bits, which no chip counts with")
+        return given
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -58,10 +68,10 @@ class Table(TypedDict, total=False):
     """The values that the codes of a look-up table stand for."""
 
     value_bits: Annotated[int, Field(ge=1, le=32)]
-    entries: int
+    entries: PositiveInt
     per: Literal["tensor", "channel"]
-    group: int
-    dim: int
+    group: PositiveInt
+    dim: PositiveInt
 
 
 @with_config(_STRICT)
@@ -77,7 +87,7 @@ class Branches(TypedDict):
 class FirstLast(TypedDict):
     """What the first and last weighted layer take instead."""
 
-    bits: int
+    bits: Width
     slots: NotRequired[list[Slot]]
 
 
@@ -86,7 +96,7 @@ class Gate(TypedDict, total=False):
     """When something of a file holds."""
 
     arch: str  #: a revision T, or >=T, or <T
-    bits: int  #: width of the activations; of rules and choices
+    bits: PositiveInt  #: width of the activations; of rules and choices
     runtime: str  #: the same
     phase: Literal["ptq", "qat"]  #: of fusions: before or while weights are trained
     single_use: Literal[True]  #: of fusions: no value between the operators has another reader; always so
@@ -105,8 +115,8 @@ class Requant(TypedDict, total=False):
 class Accumulator(TypedDict):
     """A register that sums products."""
 
-    bits: int
-    terms: NotRequired[int]  #: products that are summed at this width; all when left out
+    bits: Width
+    terms: NotRequired[PositiveInt]  #: products that are summed at this width; all when left out
     sat: NotRequired[bool]  #: what does not fit becomes the nearest end; else it wraps around
     when: NotRequired[Gate]  #: revisions that have this stage
 
@@ -239,7 +249,7 @@ class Option(_Record):
     w: str | None = Field(None, description="format of the weights; with in any, also of constant data inputs")
     b: str | None = None
     out: str | None = None
-    simd: int | None = Field(None, description="SIMD width, a cost hint")
+    simd: PositiveInt | None = Field(None, description="SIMD width, a cost hint")
     when: Gate = Gate()
 
     @property
@@ -254,7 +264,9 @@ class Rule(_Record):
     tie: tuple[Slot, ...] | None = Field(None, description="slots with equal scale and zero point")
     dtype: tuple[Slot, ...] | None = Field(None, description="slots with equal storage type")
     fix: Slot | None = Field(None, description="slot with the given scale and zp")
-    mono: dict[Slot, int] | None = Field(None, description="product of scale^exponent with eq, min, max or lt")
+    mono: dict[Slot, Annotated[int, Field(ge=-8, le=8)]] | None = Field(
+        None, description="product of scale^exponent with eq, min, max or lt"
+    )
     zero: Slot | None = Field(None, description="slot whose zero point is eq, or one of a list")
     wsum_max: float | None = Field(None, gt=0, description="bound on sum |w_q| per output channel")
     scale: float | None = None
@@ -315,7 +327,7 @@ class OpRule(_Record):
     when: Gate = Field(Gate(), description="architecture or bits gate")
     use: tuple[Option, ...] = Field((), description="joint choices, the first is the base one")
     rules: tuple[Rule, ...] = ()
-    exec: Literal["int", "float", "table", "follow"] | None = None
+    exec: Exec | None = None
     src: tuple[str, ...] = Field(min_length=1, description="source ids")
     conf: Confidence = Field(description="V verified in source, D documented, I inferred")
     note: str = ""
@@ -334,11 +346,12 @@ class OpRule(_Record):
                 if low > high:
                     product = f"the product {r.mono}"
                     yield f"two rules for {product} can never hold together: at least {low:g} and at most {high:g}"
+        yield from (f"where.{a} is nan, which is equal to nothing" for a, want in self.where.items() if has_nan(want))
         if self.exec in ("int", "table") and not self.use:
             yield f"exec {self.exec} needs use: the formats that the kernel takes"
 
     @property
-    def how(self) -> str:
+    def how(self) -> Exec:
         return self.exec or "int"
 
 

@@ -1,20 +1,22 @@
 """Platforms on a terminal: every fact with its source and confidence."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 
 from chipfit.platform.load import load, names
 from chipfit.platform.modelled import not_modelled
 from chipfit.platform.schema import Option, Platform, Rule
 
-_PLAIN: dict[str, Any] = {"show_edge": False, "header_style": "bold"}
 CONFIDENCE = {"V": "verified in source", "D": "documented", "I": "inferred"}
+
+
+def _table(*headings: str, show_lines: bool = False) -> Table:
+    """A table that loses no letter where the terminal is narrow."""
+    columns = (Column(h, overflow="fold") for h in headings)
+    return Table(*columns, show_edge=False, header_style="bold", show_lines=show_lines)
 
 
 def option_text(o: Option) -> str:
@@ -45,10 +47,10 @@ def rule_text(r: Rule) -> str:
 def show(platform: Platform) -> Group:
     """Everything that a platform says."""
     parts: list[RenderableType] = [Panel(f"[bold]{platform.name}[/]  {platform.title}", border_style="cyan")]
-    formats = Table("format", "what it is", **_PLAIN)
+    formats = _table("format", "what it is")
     for name, f in platform.formats.items():
         formats.add_row(name, str(f))
-    ops = Table("operators", "formats, best first", "rules", "runs in", "source", **_PLAIN, show_lines=True)
+    ops = _table("operators", "formats, best first", "rules", "runs in", "source", show_lines=True)
     for o in platform.ops:
         where = "".join(f"\n[dim]where {k}: {v}[/]" for k, v in {**o.where, **o.when}.items())
         ops.add_row(
@@ -60,13 +62,14 @@ def show(platform: Platform) -> Group:
         )
     parts += [formats, ops]
     if platform.fuse:
-        fuse = Table("runs as one kernel", "source", **_PLAIN)
+        fuse = _table("runs as one kernel", "source")
         for kernel in platform.fuse:
             text = " -> ".join(" | ".join(step) for step in kernel.chain) if kernel.chain else str(kernel.graph)
             fuse.add_row(text + _note(kernel.note), f"{', '.join(kernel.src)}  [dim]{CONFIDENCE[kernel.conf]}[/]")
         parts.append(fuse)
     rest = Table.grid(padding=(0, 2))
     rest.add_column(style="dim")
+    rest.add_column(overflow="fold")
     for label, fact in _facts(platform):
         rest.add_row(label, fact)
     return Group(*parts, rest)
@@ -93,7 +96,7 @@ def _facts(p: Platform) -> Iterator[tuple[str, str]]:
 
 def overview() -> Table:
     """One line per built-in platform."""
-    table = Table("platform", "device", "weights x activations", "deploys as", **_PLAIN)
+    table = _table("platform", "device", "weights x activations", "deploys as")
     for name in names():
         p = load(name)
         first = next((u for o in p.ops for u in o.use if u.w), None)

@@ -7,8 +7,6 @@ An attribute with one entry per axis satisfies a test when every entry does. A w
 for its value: `groups: [1, in_channels]`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -7,6 +7,7 @@ and the zero point is added after rounding, as ONNX QuantizeLinear specifies.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -23,8 +24,8 @@ class Grid:
     qmax: int  #: highest code
     zero: int | str | tuple[int, ...] = 0  #: the zero point: fixed, "any", or one of a set
     pot: bool = False  #: the scale must be a power of two
-    per: str = "tensor"  #: what shares one scale: "tensor", "channel", "block", "row"
-    kind: str = "int"  #: "int", "offset", "lut", "log", "float"; all but "int" store indices into `table`
+    per: Literal["tensor", "channel", "block", "row"] = "tensor"  #: what shares one scale
+    kind: Literal["int", "offset", "lut", "log", "float"] = "int"  #: all but "int" store indices into `table`
     scale_min: float | None = None  #: least scale that the hardware represents
     entries: int | None = None  #: "lut": size of the table that is fitted to each tensor
     table: tuple[float, ...] | None = None  #: ascending, in units of the scale; codes are then indices into it
@@ -52,6 +53,17 @@ class Grid:
     def ends(self) -> tuple[float, float]:
         """What the lowest and the highest code stand for, in units of the scale, before the zero point."""
         return (self.table[0], self.table[-1]) if self.kind == "offset" and self.table else (self.qmin, self.qmax)
+
+    @property
+    def file_bits(self) -> int:
+        """The width of the least integer type of files that holds the codes."""
+        return next((b for b in (4, 8, 16) if self.bits <= b), 32)
+
+    @property
+    def file_ends(self) -> tuple[int, int]:
+        """The codes at which that type saturates; a narrower grid has others."""
+        half = 1 << self.file_bits - 1
+        return (-half, half - 1) if self.signed else (0, 2 * half - 1)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -7,7 +7,6 @@ logarithmic grid the nearest on the logarithm.
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 
@@ -58,8 +57,7 @@ def boundaries(table: tuple[float, ...], logarithmic: bool) -> torch.Tensor:
     low, high = t[:-1], t[1:]
     if not logarithmic:
         return (low + high) / 2
-    step = math.sqrt(table[-1] / table[-2])  # half a code, beside zero too
-    beside_zero = torch.where(low == 0, high / step, low / step)
+    beside_zero = (low + high) / 2  # which has no logarithm
     return torch.where((low == 0) | (high == 0), beside_zero, torch.sign(low) * torch.sqrt((low * high).abs()))
 
 
@@ -99,9 +97,8 @@ def _k_means(x: torch.Tensor, w: torch.Tensor, k: int) -> torch.Tensor:
     m0, m1, m2 = (torch.cat([zero, (w * x**p).cumsum(0)]) for p in (0, 1, 2))
     a, b = torch.arange(n + 1).unsqueeze(1), torch.arange(n + 1).unsqueeze(0)
     count, total = m0[b] - m0[a], m1[b] - m1[a]
-    cost = torch.where(
-        b > a, m2[b] - m2[a] - total.square() / count.clamp_min(1e-300), torch.inf
-    )  # of one group a..b-1
+    # of one group a..b-1
+    cost = torch.where(b > a, m2[b] - m2[a] - total.square() / count.clamp_min(1e-300), torch.inf)
     best = cost[0].clone()
     cuts = []
     for _ in range(k - 1):
@@ -111,5 +108,5 @@ def _k_means(x: torch.Tensor, w: torch.Tensor, k: int) -> torch.Tensor:
     for cut in reversed(cuts):
         end = int(cut[end])
         ends.append(end)
-    edges = torch.tensor([0, *sorted({e for e in ends if e > 0})])
+    edges = torch.tensor([0, *reversed(ends)])
     return (m1[edges[1:]] - m1[edges[:-1]]) / (m0[edges[1:]] - m0[edges[:-1]])

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from chipfit.calibration.histogram import BINS, in_memory_order, without_outliers
-from chipfit.errors import ConfigError, DataError, UnknownNameError
+from chipfit.errors import ConfigError, DataError
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.tables import fit
 from chipfit.ranges.qparams import QParams
 from chipfit.ranges.search import Sample
-from chipfit.registry import lookup
+from chipfit.registry import lookup, made
 
 if TYPE_CHECKING:
     from chipfit.calibration.collect import TensorStats
@@ -25,23 +24,14 @@ if TYPE_CHECKING:
 Rule = str | Callable[[Sample, Grid], QParams]
 
 #: names of the same formulas in MCT and MQBench
-ALIASES = {
-    "NOCLIPPING": "no_clipping",
-    "MSE": "mse",
-    "MAE": "mae",
-    "LP": "lp",
-    "KL": "kl",
-    "minmax": "no_clipping",
-    "MinMaxObserver": "no_clipping",
-    "EMAMinMaxObserver": "smooth_min_max",
-    "MSEObserver": "mse",
-    "ClipStdObserver": "std",
-    "KLDObserver": "kl",
-    "quantile": "percentile",
-}
+ALIASES = dict(
+    word.split("=")
+    for word in """
+        NOCLIPPING=no_clipping MSE=mse MAE=mae LP=lp KL=kl minmax=no_clipping MinMaxObserver=no_clipping
+        EMAMinMaxObserver=smooth_min_max MSEObserver=mse ClipStdObserver=std KLDObserver=kl quantile=percentile
+    """.split()
+)
 
-#: no setting of a rule is as large
-_MOST = 1000
 #: borders of bins above which the bins of a histogram are taken in pairs
 _EDGES = 768
 
@@ -72,9 +62,8 @@ def choose(
     place = rule_of(rule, **settings)
     sample = _of_tensor(source, axis) if isinstance(source, torch.Tensor) else _of_stats(source, z_threshold)
     if not bool((sample.low.isfinite() & sample.high.isfinite()).all()):
-        raise DataError(
-            "A range needs finite values", got=f"minimum {sample.low.min():g}, maximum {sample.high.max():g}"
-        )
+        got = f"minimum {sample.low.min():g}, maximum {sample.high.max():g}"
+        raise DataError("A range needs finite values", got=got)
     q: QParams
     if grid.entries is not None and grid.table is None:  # the table follows the data, so the range need not clip
         q = lookup("range", "no_clipping")()(sample, grid)
@@ -99,39 +88,15 @@ def rule_of(rule: Rule, **settings: Any) -> Callable[[Sample, Grid], QParams]:
             allowed = "the name of a rule, or a function of a sample and a grid"
             raise ConfigError("This is no range rule", got=repr(rule)[:120], allowed=allowed)
         return rule
-    name, has_settings, rest = rule.partition("(")
-    if has_settings:
-        try:
-            call = ast.parse(f"f({rest}", mode="eval").body
-            settings = {k.arg or "": ast.literal_eval(k.value) for k in getattr(call, "keywords", ())} | settings
-        except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):  # what `ast` says of bad text
-            name = rule
-    make = lookup("range", ALIASES.get(name, name))
-    known = [f.name for f in fields(make)]
-    for setting in settings:
-        if setting not in known:
-            raise UnknownNameError(f"setting of range rule '{name}'", setting, known)
-    for setting, kind in (
-        (f.name, getattr(f.type, "__name__", str(f.type))) for f in fields(make) if f.name in settings
-    ):
-        value = settings[setting]
-        number = isinstance(value, (int,) if kind == "int" else (int, float)) and not isinstance(value, bool)
-        if not (isinstance(value, bool) if kind == "bool" else number and 0 < value <= _MOST):
-            allowed = {"bool": "True or False", "int": "an integer above 0"}.get(kind, "a number above 0")
-            raise ConfigError(
-                f"Setting '{setting}' of range rule '{name}' is not understood", got=repr(value)[:120], allowed=allowed
-            )
-    made: Callable[[Sample, Grid], QParams] = make(**settings)
-    return made
+    place: Callable[[Sample, Grid], QParams] = made("range", rule, ALIASES, **settings)
+    return place
 
 
 def _takes_two(rule: Callable[..., Any]) -> bool:
     try:
         inspect.signature(rule).bind(None, None)
-    except TypeError:
+    except (TypeError, ValueError):  # C functions that tell no signature know no grids either
         return False
-    except ValueError:  # C functions tell no signature
-        pass
     return True
 
 
@@ -174,10 +139,8 @@ def _of_stats(stats: TensorStats, z_threshold: float | None) -> Sample:
         counts[BINS // 2] -= zeros
     counts, edges = counts[first:last], edges[first : last + 1].clone()
     least = 0.01 * (edges[1] - edges[0])  # a bin that is hardly wider than nothing would have an inexact density
-    edges[0], edges[-1] = (
-        edges[0].maximum(low[0].minimum(edges[1] - least)),
-        edges[-1].minimum(high[0].maximum(edges[-2] + least)),
-    )
+    edges[0] = edges[0].maximum(low[0].minimum(edges[1] - least))
+    edges[-1] = edges[-1].minimum(high[0].maximum(edges[-2] + least))
     keep = torch.ones(len(edges), dtype=torch.bool)
     keep[1:-1] = (counts[1:] > 0) | (counts[:-1] > 0)  # runs of empty bins become one
     if keep.sum() > _EDGES:

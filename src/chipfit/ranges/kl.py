@@ -1,7 +1,5 @@
 """Least Kullback-Leibler divergence between the distribution of the values and that of their codes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

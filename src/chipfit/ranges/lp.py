@@ -1,7 +1,5 @@
 """Least mean |error|^p."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from chipfit.quantizers.grids import Grid

@@ -1,7 +1,5 @@
 """Least mean squared error."""
 
-from __future__ import annotations
-
 from chipfit.ranges.search import ErrorRange
 from chipfit.registry import register
 

@@ -1,13 +1,11 @@
 """The whole range that was seen."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 
 from chipfit.quantizers.grids import Grid
-from chipfit.ranges.qparams import QParams, finish_scale, from_min_max
+from chipfit.ranges.qparams import UNSEEN, QParams, finish_scale, from_min_max
 from chipfit.ranges.search import Sample
 from chipfit.registry import register
 
@@ -23,6 +21,7 @@ class NoClippingRange:
         """sample: extremes [C]. Returns QParams [C]."""
         if not self.expand and grid.zero == 0:
             threshold = torch.maximum(sample.high.abs(), sample.low.abs())
+            threshold = threshold if bool(threshold.any()) else torch.full_like(threshold, UNSEEN)
             scale = finish_scale(threshold / (-grid.qmin or grid.qmax + 1), grid)
             return QParams(scale, torch.zeros_like(scale, dtype=torch.int32))
         return from_min_max(sample.low, sample.high, grid)

@@ -1,7 +1,5 @@
 """Cut a fixed share of the values at each end. Never a default: it destroys tensors whose outliers matter."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +32,5 @@ class PercentileRange:
         last = x.shape[1] - 1
         top = (cdf < self.share).sum(1, keepdim=True).clamp_max(last)
         bottom = (cdf <= 1 - self.share).sum(1, keepdim=True).clamp_max(last)
-        return from_min_max(
-            x.gather(1, bottom)[:, 0].maximum(sample.low), x.gather(1, top)[:, 0].minimum(sample.high), grid
-        )
+        low, high = (x.gather(1, end)[:, 0] for end in (bottom, top))
+        return from_min_max(low.maximum(sample.low), high.minimum(sample.high), grid)

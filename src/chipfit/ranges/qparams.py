@@ -1,7 +1,5 @@
 """Scale and zero point from a range."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -9,8 +7,11 @@ import torch
 
 from chipfit.quantizers.grids import Grid
 
-#: least scale ever given, so that constant and dead tensors get a legal grid
-LEAST_SCALE = 2.0**-24
+#: least and greatest scale ever given; kernels multiply scales by each other and by 2^20, in float32
+LEAST_SCALE, GREATEST_SCALE = 2.0**-24, 2.0**100
+#: greatest number that a grid is made for where calibration saw nothing but 0: a tiny scale would make ratios to the
+#: neighbours' scales that kernels cannot multiply by, and cut everything that comes after all
+UNSEEN = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ def finish_scale(scale: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 def from_min_max(low: torch.Tensor | float, high: torch.Tensor | float, grid: Grid) -> QParams:
-    """The grid that just holds [low, high] and 0.
+    """The grid that just holds [low, high] and 0; [0, `UNSEEN`] where all channels are 0.
 
     Args:
         low, high: in the tensor's unit, [] or [C]; widened to contain 0.
@@ -52,6 +53,8 @@ def from_min_max(low: torch.Tensor | float, high: torch.Tensor | float, grid: Gr
     """
     lo = torch.as_tensor(low, dtype=torch.float64).clamp_max(0.0)
     hi = torch.as_tensor(high, dtype=torch.float64).clamp_min(0.0)
+    if bool((lo == hi).all()):
+        hi = torch.full_like(hi, UNSEEN)
     if isinstance(grid.zero, str):  # "any"
         scale = finish_scale((hi - lo) / (grid.qmax - grid.qmin), grid)
         zero = torch.clamp(torch.round(grid.qmin - lo / scale.double()), grid.qmin, grid.qmax)

@@ -54,10 +54,9 @@ class Sample:
     def chunks(self, per_channel: int) -> Iterator[Sample]:
         """The same in groups of channels such that `per_channel` values of each fit in bounded memory."""
         size = max(1, _CHUNK // max(1, per_channel))
+        whole: dict[str, Any] = {f: getattr(self, f) for f in self.__slots__}
         for c in range(0, len(self.low), size):
-            part: dict[str, Any] = {
-                f: x if x is None else x[c : c + size] for f in self.__slots__ for x in (getattr(self, f),)
-            }
+            part: dict[str, Any] = {f: x if x is None else x[c : c + size] for f, x in whole.items()}
             yield Sample(**part)
 
 
@@ -102,9 +101,8 @@ def search(sample: Sample, grid: Grid, p: float) -> QParams:
         return best(sample, grid, error, HALVINGS.unsqueeze(-1))[0]
     if not (affine and len(sample.low) == 1 and bool(sample.low < 0) and bool(sample.high > 0)):
         _, f, _ = best(sample, grid, error, _COARSE)
-        return best(sample, grid, error, torch.cat([torch.ones_like(f).unsqueeze(0), (f * _FINE).clamp_max(_WIDEST)]))[
-            0
-        ]
+        factors = torch.cat([torch.ones_like(f).unsqueeze(0), (f * _FINE).clamp_max(_WIDEST)])
+        return best(sample, grid, error, factors)[0]
     low, high = _pairs(_ENDS, _ENDS)
     for width in (0.15, 0.04):
         _, f, g = best(sample, grid, error, low, high)
@@ -118,9 +116,8 @@ def search(sample: Sample, grid: Grid, p: float) -> QParams:
 def errors(sample: Sample, q: QParams, grid: Grid, p: float) -> torch.Tensor:
     """Mean |x - q|^p of each candidate and channel; q.scale [K, C]. Returns [K, C]."""
     s, z = q.scale.unsqueeze(-1), q.zero_point.unsqueeze(-1)  # [K, C, 1]
-    if (
-        sample.edges is None or sample.weights is None or not grid.nearest
-    ):  # the integral is that of nearest codes in equal steps
+    # the integral is that of nearest codes in equal steps
+    if sample.edges is None or sample.weights is None or not grid.nearest:
         e = (sample.values - fake_quantize(sample.values, s, z, grid)).abs_().pow_(p)
         if sample.weights is None:
             return e.mean(-1, dtype=torch.float64)
@@ -156,11 +153,8 @@ def best(
     tried = _grids(low * sample.low, high * sample.high, grid)
     parts = zip(torch.split(tried.scale, at_once), torch.split(tried.zero_point, at_once))
     k = torch.cat([error(sample, QParams(s, z), grid) for s, z in parts]).argmin(0, keepdim=True)
-    return (
-        QParams(tried.scale.gather(0, k)[0], tried.zero_point.gather(0, k)[0]),
-        low.gather(0, k)[0],
-        high.gather(0, k)[0],
-    )
+    scale, zero, low, high = (x.gather(0, k)[0] for x in (tried.scale, tried.zero_point, low, high))
+    return QParams(scale, zero), low, high
 
 
 def _grids(low: torch.Tensor, high: torch.Tensor, grid: Grid) -> QParams:
@@ -181,7 +175,7 @@ def _by_shared_bins(sample: Sample, grid: Grid, p: float) -> QParams:
     full = from_min_max(sample.low, sample.high, grid)
     z = int(full.zero_point[0])
     first, last = grid.qmin - z, grid.qmax - z
-    counts, zeros = _count(sample.values, full.scale * first, full.scale * (last - first))
+    counts, zeros = count(sample.values, full.scale * first, full.scale * (last - first))
     if first <= 0 < last:  # the error of 0 is 0 on every grid: its mass must not be spread over a bin
         at = min(int(-first * BINS / (last - first)), BINS - 1)
         counts[:, at] -= zeros
@@ -217,21 +211,23 @@ def _binned(sample: Sample) -> Sample:
     at = torch.linspace(0, 1, BINS + 1, dtype=torch.float64)
     edges = (sample.low.unsqueeze(-1) + span(sample).unsqueeze(-1) * at).float()
     parts = sample.chunks(max(sample.values.shape[1], BINS))
-    counts = torch.cat([_count(s.values, s.low, span(s))[0] for s in parts])
+    counts = torch.cat([count(s.values, s.low, span(s))[0] for s in parts])
     return Sample((edges[:, 1:] + edges[:, :-1]) / 2, counts, sample.low, sample.high, edges)
 
 
-def _count(rows: torch.Tensor, start: torch.Tensor, span: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts of [C, N] values in BINS bins over [start, start + span], float32 [C, BINS]; exact zeros per row [C]."""
+def count(
+    rows: torch.Tensor, start: torch.Tensor, span: torch.Tensor, bins: int = BINS
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts of [C, N] values in bins over [start, start + span], float32 [C, bins]; exact zeros per row [C]."""
     channels = len(rows)
-    per_unit = (BINS / span.double()).float().unsqueeze(-1)
+    per_unit = (bins / span.double()).float().unsqueeze(-1)
     offset = (-start.double() * per_unit[:, 0]).float().unsqueeze(-1)
-    index = torch.addcmul(offset, rows, per_unit).clamp_(0, BINS - 1).to(torch.int32)
-    index += torch.arange(channels, dtype=torch.int32).unsqueeze(-1) * BINS
-    counts = torch.bincount(index.view(-1), minlength=channels * BINS).view(channels, BINS).float()
+    index = torch.addcmul(offset, rows, per_unit).clamp_(0, bins - 1).to(torch.int32)
+    index += torch.arange(channels, dtype=torch.int32, device=rows.device).unsqueeze(-1) * bins
+    counts = torch.bincount(index.view(-1), minlength=channels * bins).view(channels, bins).float()
     # none at all is the usual case, and ten times faster to find than the zeros of each row
     none = int(rows.count_nonzero()) == rows.numel()
-    return counts, torch.zeros(channels) if none else rows.shape[1] - rows.count_nonzero(1).float()
+    return counts, counts.new_zeros(channels) if none else rows.shape[1] - rows.count_nonzero(1).float()
 
 
 def join(parts: Iterable[QParams]) -> QParams:

@@ -1,7 +1,5 @@
 """Moving average of each batch's minimum and maximum."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from chipfit.quantizers.grids import Grid

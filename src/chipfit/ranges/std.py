@@ -1,7 +1,5 @@
 """Mean plus and minus some standard deviations, inside what was seen."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -25,5 +23,12 @@ class StdRange:
         w = torch.ones_like(x) if sample.weights is None else sample.weights
         n = w.sum(1)
         mean = (x * w).sum(1) / n
-        reach = self.k * ((x - mean.unsqueeze(1)).square() * w).sum(1).div((n - 1).clamp_min(1)).sqrt()
-        return from_min_max((mean - reach).maximum(sample.low), (mean + reach).minimum(sample.high), grid)
+        sd = ((x - mean.unsqueeze(1)).square() * w).sum(1).div((n - 1).clamp_min(1)).sqrt()
+        return from_min_max(*within(mean, sd, self.k, sample.low, sample.high), grid)
+
+
+def within(
+    mean: torch.Tensor, sd: torch.Tensor, k: float, low: torch.Tensor, high: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[mean - k sd, mean + k sd] cut at the extremes, all [C]."""
+    return (mean - k * sd).maximum(low), (mean + k * sd).minimum(high)

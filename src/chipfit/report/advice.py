@@ -1,7 +1,5 @@
 """What to try next, from what the report holds."""
 
-from __future__ import annotations
-
 from chipfit.report.record import ReportData
 from chipfit.report.trials import WEAK_DB
 

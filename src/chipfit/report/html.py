@@ -1,7 +1,5 @@
 """The report as one self-contained page."""
 
-from __future__ import annotations
-
 import json
 from importlib import resources
 from typing import Any
@@ -52,40 +50,14 @@ def page(report: ReportData) -> str:
 def _kernel(kernel: tuple[LayerRow, ...]) -> dict[str, Any]:
     r = kernel[-1]
     weights = [k.weight_sqnr_db for k in kernel if k.weight_sqnr_db is not None]
-    return {
-        "name": kernel_name(kernel),
-        "ops": kernel_ops(kernel),
-        "exec": kernel_exec(kernel),
-        "format": formats(kernel),
-        "sqnr": r.sqnr_db,
-        "wsqnr": min(weights, default=None),
-        "why": r.why,
-        "origin": r.origin,
-        "low": r.low,
-        "high": r.high,
-        "clip": [r.clip_low, r.clip_high],
-        "clipped": r.clipped,
-        "scale": r.scale,
-        "zero": r.zero_point,
-        "bars": r.bars,
-        "ends": [r.bars_low, r.bars_high],
-        "differing": r.differing,
-    }
+    names = {"name": kernel_name(kernel), "ops": kernel_ops(kernel), "exec": kernel_exec(kernel)}
+    noise = {"format": formats(kernel), "sqnr": r.sqnr_db, "wsqnr": min(weights, default=None)}
+    ends = {"clip": [r.clip_low, r.clip_high], "zero": r.zero_point, "ends": [r.bars_low, r.bars_high]}
+    same = "why origin low high clipped scale bars differing".split()
+    return {**names, **noise, **ends, **{field: getattr(r, field) for field in same}}
 
 
 def _tensors(report: ReportData) -> list[dict[str, Any]]:
     """Each compared tensor: its integers, how many differ, how far, and the same given the device's inputs."""
-    keys = (
-        "tensor",
-        "layer",
-        "op",
-        "elements",
-        "differing",
-        "largest",
-        "op_differing",
-        "op_largest",
-        "in_float",
-        "why",
-        "fault",
-    )
+    keys = "tensor layer op elements differing largest op_differing op_largest in_float why fault".split()
     return [{k: row[k] for k in keys} for row in report.verification["rows"]] if report.verification else []

@@ -1,7 +1,5 @@
 """What a report holds: how well it went, as data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The Report that users hold: the data, and the forms in which it is read."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

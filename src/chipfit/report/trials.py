@@ -1,7 +1,5 @@
 """Advice is tried before it is given: on the samples that the model was captured with, the first of calibration."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -71,8 +69,6 @@ def output_sqnr(graph: Graph, plan: Plan) -> float:
         inputs = [stored(name, x) for name, x in zip(graph.inputs, graph.example, strict=True)]
         want, got = run(graph, graph.example), run(graph, inputs, hook=hook, weights=weights)
     floats = [o for o in set(graph.outputs) if graph.is_float(o)]
-    signal, noise = (
-        sum(float(d.double().square().sum()) for d in each)
-        for each in ((want[o] for o in floats), (got[o] - want[o] for o in floats))
-    )
+    signal = sum(float(want[o].double().square().sum()) for o in floats)
+    noise = sum(float((got[o] - want[o]).double().square().sum()) for o in floats)
     return 10 * math.log10(signal / noise) if signal and noise else math.inf

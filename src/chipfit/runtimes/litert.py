@@ -1,7 +1,7 @@
 """LiteRT (TensorFlow Lite) on the CPU: load a file, return any of its tensors in the graph's own layout."""
 
-from __future__ import annotations
-
+import contextlib
+import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from chipfit.errors import RuntimeUnavailable
-from chipfit.files import parse_json, refused_by_disk
+from chipfit.files import parse_json, reading
 from chipfit.registry import register
 
 _DECLARED: dict[str, Any] = {"suffix": ".tflite", "libraries": ("ai_edge_litert", "flatbuffers"), "extra": "litert"}
@@ -107,9 +107,8 @@ class LiteRt:
                         taken.add(makers[t])
                         todo += [int(i) for i in own[makers[t]]["inputs"]]
                     seen.add(t)
-        return dict(
-            sorted(Counter(("XNNPACK " if k in taken else "") + op["op_name"] for k, op in enumerate(own)).items())
-        )
+        kinds = Counter(("XNNPACK " if k in taken else "") + op["op_name"] for k, op in enumerate(own))
+        return dict(sorted(kinds.items()))
 
 
 @register("runtime", "litert_reference", **_DECLARED, kernels="litert_reference")
@@ -133,15 +132,18 @@ def _fits(x: np.ndarray, detail: Mapping[str, Any]) -> bool:
 
 
 def _content(path: Path) -> bytes:
-    """The bytes of a file that says it is a TensorFlow Lite model."""
-    try:
+    """The bytes of a file that says it is a TensorFlow Lite model, and holds a network."""
+    from ai_edge_litert import schema_py_generated as schema
+
+    with reading(path, RuntimeUnavailable):
         raw = path.read_bytes()
-    except OSError as e:
-        why, cure = refused_by_disk(e)
-        raise RuntimeUnavailable(f"The file cannot be read: {why}", where=str(path), hint=cure) from e
     if raw[4:8] != b"TFL3":
         message = "The file is not a TensorFlow Lite model: the identifier TFL3 is missing"
         raise RuntimeUnavailable(message, where=str(path), got=repr(raw[4:8]))
+    # an offset that leads anywhere, of which LiteRT has words of its own
+    with contextlib.suppress(struct.error, TypeError, IndexError):
+        if schema.Model.GetRootAs(raw, 0).SubgraphsIsNone():  # LiteRT would end the process
+            raise RuntimeUnavailable("The file holds no network", where=str(path))
     return raw
 
 
@@ -152,6 +154,9 @@ def _with_outputs(raw: bytes, path: str, tensors: Sequence[str]) -> tuple[bytes,
 
     model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(raw, 0))
     graph = model.subgraphs[0]
+    ends = all(0 <= k < len(graph.tensors) for k in (*graph.inputs, *graph.outputs))
+    if not ends or not all(0 <= m.buffer < len(model.buffers) for m in model.metadata or ()):
+        raise RuntimeUnavailable("An input, an output or a note of the network is not in the file", where=path)
     made = {int(o) for op in graph.operators for o in op.outputs}
     names = {t.name.decode(): k for k, t in enumerate(graph.tensors)}
     notes: dict[str, Any] = {}

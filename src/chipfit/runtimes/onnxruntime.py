@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from chipfit.errors import RuntimeUnavailable
-from chipfit.files import refused_by_disk
+from chipfit.files import reading
 from chipfit.registry import register
 
 if TYPE_CHECKING:
@@ -59,9 +59,8 @@ class OnnxRuntime:
                     disabled_optimizers=["WeightBiasQuantization"],
                 )
             except (*refusals, UnicodeDecodeError) as e:  # the last: of names in the file
-                raise RuntimeUnavailable(
-                    f"ONNX Runtime refuses the file: {str(e).splitlines()[0][:300]}", where=str(path)
-                ) from e
+                what = f"ONNX Runtime refuses the file: {str(e).splitlines()[0][:300]}"
+                raise RuntimeUnavailable(what, where=str(path)) from e
             self._optimised = onnx.load(str(optimised), load_external_data=False)
         self.inputs = [i.name for i in self.session.get_inputs()]
 
@@ -96,14 +95,11 @@ def read(path: str | Path, tensors: Sequence[str] = ()) -> Any:
     from google.protobuf.message import DecodeError
 
     try:
-        model = onnx.load(str(path))
-    except OSError as e:
-        why, cure = refused_by_disk(e)
-        raise RuntimeUnavailable(f"The file cannot be read: {why}", where=str(path), hint=cure) from e
+        with reading(path, RuntimeUnavailable):
+            model = onnx.load(str(path))
     except (DecodeError, onnx.checker.ValidationError) as e:  # no such message; weights in another file are not there
-        raise RuntimeUnavailable(
-            f"The file is not an ONNX model: {str(e).splitlines()[0][:300]}", where=str(path)
-        ) from e
+        what = f"The file is not an ONNX model: {str(e).splitlines()[0][:300]}"
+        raise RuntimeUnavailable(what, where=str(path)) from e
     made = {o for n in model.graph.node for o in n.output} - {o.name for o in model.graph.output}
     model.graph.output.extend(onnx.ValueInfoProto(name=t) for t in tensors if t in made)
     return model
@@ -114,9 +110,8 @@ def _signed(model: Any) -> bool:
     import onnx
 
     types = {i.name: i.data_type for i in model.graph.initializer}
-    return any(
-        n.op_type == "QuantizeLinear" and types.get(n.input[2]) == onnx.TensorProto.INT8 for n in model.graph.node
-    )
+    zeros = [n.input[2] for n in model.graph.node if n.op_type == "QuantizeLinear"]
+    return any(types.get(z) == onnx.TensorProto.INT8 for z in zeros)
 
 
 def _unshare_weights(model: Any) -> None:

@@ -1,7 +1,5 @@
 """OpenVINO on the CPU: reported beside the simulator, never promised to be equal."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,9 +30,8 @@ class OpenVino:
             core = openvino.Core()
             self.model = core.compile_model(core.read_model(model.SerializeToString()), "CPU", config)
         except RuntimeError as e:
-            raise RuntimeUnavailable(
-                f"OpenVINO refuses the file: {str(e).splitlines()[0][:300]}", where=str(path)
-            ) from e
+            what = f"OpenVINO refuses the file: {str(e).splitlines()[0][:300]}"
+            raise RuntimeUnavailable(what, where=str(path)) from e
         self.inputs = [i.get_any_name() for i in self.model.inputs]
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:

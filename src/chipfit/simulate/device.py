@@ -1,7 +1,5 @@
 """The device as a model: a platform's own integers, from inputs to outputs, on any data."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -52,7 +50,8 @@ def output(graph: Graph, plan: Plan, done: Mapping[str, Any], name: str) -> torc
 def float_operators(graph: Graph, plan: Plan) -> Callable[[str], tuple[str, ...]]:
     """For a value that is computed in float: the operators in float since codes were read, sorted.
 
-    Those that only move numbers are left out: their results are exact. Opaque ones go by what they call.
+    Those that only move numbers are left out, and those that IEEE 754 says to the last bit: their results are exact.
+    Opaque ones go by what they call.
     """
     unit_of = {o: unit for unit in units(graph, plan) for n in unit for o in n.outputs}
 
@@ -64,7 +63,7 @@ def float_operators(graph: Graph, plan: Plan) -> Callable[[str], tuple[str, ...]
                 continue
             done.add(v)
             for n in unit_of[v]:
-                found |= set() if n.op in OPS and OPS[n.op].moves else {_called(n)}
+                found |= set() if n.op in OPS and (OPS[n.op].moves or OPS[n.op].ieee) else {_called(n)}
                 reads = [i for i in n.inputs if i in graph.values and graph.is_float(i)]
                 todo += [i for i in reads if not plan.quantized(i) or (i, n.name) in plan.float_edges]
         return tuple(sorted(found))

@@ -1,10 +1,10 @@
-"""Fixed-point functions of gemmlowp that LiteRT's reference kernels call, on int64 tensors that hold 32-bit raw values.
+"""Fixed-point functions of gemmlowp that LiteRT's kernels call, on int64 tensors that hold raw values of 32 or 16 bits.
 
-A raw value with i integer bits stands for raw / 2^(31 - i).
+A raw value of w bits, i of them for integers, stands for raw / 2^(w - 1 - i). Widths are 32 unless said.
 Source: gemmlowp, fixedpoint/fixedpoint.h; TensorFlow Lite, kernels/internal/common.h and reference/softmax.h.
 """
 
-from __future__ import annotations
+from functools import partial
 
 import torch
 
@@ -16,36 +16,63 @@ TOP = (1 << 31) - 1  #: "one" without integer bits
 _POWERS = (1672461947, 1302514674, 790015084, 290630308, 39332535, 720401, 242)
 
 
-def _product(a: Tensor, b: Tensor | int) -> Tensor:
+def _product(a: Tensor, b: Tensor | int, width: int = 32) -> Tensor:
     """Doubled high half of a product."""
-    return shift_up(a * b, 31).clamp(-TOP - 1, TOP)
+    return _up(shift_up(a * b, width - 1), 0, width)
 
 
-def _up(x: Tensor, by: Tensor | int) -> Tensor:
-    return (x << by).clamp(-TOP - 1, TOP)
+def _up(x: Tensor, by: Tensor | int, width: int = 32) -> Tensor:
+    top = (1 << width - 1) - 1
+    return (x << by).clamp(-top - 1, top)
 
 
-def exp_of_negative(a: Tensor) -> Tensor:
-    """exp(a) for a <= 0 with 5 integer bits; without integer bits."""
-    quarter = 1 << 24
+def _constant(raw: int, width: int) -> int:
+    """A constant of 32 bits in another width."""
+    by = 32 - width
+    return raw + (1 << by >> 1) >> by
+
+
+def exp_of_negative(a: Tensor, integers: int = 5, width: int = 32) -> Tensor:
+    """exp(a) for a <= 0 with some integer bits; without integer bits."""
+    product, constant = partial(_product, width=width), partial(_constant, width=width)
+    digits = width - 1 - integers - 2  # below a quarter
+    quarter = 1 << digits
     low = (a & (quarter - 1)) - quarter
-    x = _up(low, 5) + (1 << 28)  # around -1/8, where the series is developed
-    x2 = _product(x, x)
-    series = shift_away(_product(shift_away(_product(x2, x2), 2) + _product(x2, x), 715827883) + x2, 1)
-    y = 1895147668 + _product(x + series, 1895147668)
+    x = _up(low, integers, width) + constant(1 << 28)  # around -1/8, where the series is developed
+    x2 = product(x, x)
+    series = shift_away(product(shift_away(product(x2, x2), 2) + product(x2, x), constant(715827883)) + x2, 1)
+    y = constant(1895147668) + product(x + series, constant(1895147668))
     rest = low - a
-    for k, power in enumerate(_POWERS):
-        y = torch.where((rest >> 24 + k) & 1 == 1, _product(y, power), y)
-    return torch.where(a == 0, TOP, y)
+    for k, power in enumerate(_POWERS[: integers + 2]):
+        y = torch.where((rest >> digits + k) & 1 == 1, product(y, constant(power)), y)
+    return torch.where(a == 0, (1 << width - 1) - 1, y)
 
 
-def reciprocal_of_one_plus(a: Tensor) -> Tensor:
-    """1 / (1 + a) for a in 0 .. 1, neither with integer bits: three steps of Newton and Raphson."""
-    half = (a + TOP + 1) >> 1
-    x = 1515870810 + _product(half, -1010580540)
+def _inverse(a: Tensor, width: int) -> Tensor:
+    """2 / (1 + a) for a in 0 .. 1 without integer bits; with 2 of them: three steps of Newton and Raphson."""
+    product = partial(_product, width=width)
+    half = (a + (1 << width - 1)) >> 1
+    x = _constant(1515870810, width) + product(half, _constant(-1010580540, width))
     for _ in range(3):
-        x = x + _up(_product(x, (1 << 29) - _product(half, x)), 2)
-    return _up(x, 1)
+        x = x + _up(product(x, (1 << width - 3) - product(half, x)), 2, width)
+    return x
+
+
+def reciprocal_of_one_plus(a: Tensor, width: int = 32) -> Tensor:
+    """1 / (1 + a) for a in 0 .. 1, neither with integer bits."""
+    return _up(_inverse(a, width), 1, width)
+
+
+def logistic16(a: Tensor) -> Tensor:
+    """1 / (1 + exp(-a)) of 16 bits, 3 for integers; without integer bits."""
+    y = reciprocal_of_one_plus(exp_of_negative(-a.abs(), 3, 16), 16)
+    return torch.where(a == 0, 1 << 14, torch.where(a > 0, y, (1 << 15) - 1 - y))
+
+
+def tanh16(a: Tensor) -> Tensor:
+    """tanh(a) of 16 bits, 3 for integers; without integer bits: (1 - e) / (1 + e), e = exp(-2 |a|)."""
+    y = _up(_inverse(exp_of_negative(-a.abs(), 4, 16), 16) - (1 << 13), 2, 16)
+    return torch.sign(a) * y
 
 
 def _fine(diff: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ platform names its own in `math.kernels`; a runtime may name the one that it run
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,8 +47,11 @@ class Profile:
     #: that, and the whole unit is computed in float
     clip: Callable[[Node, Stored], tuple[int, int] | None]
     quantize: Callable[[Tensor, Stored], Tensor]  #: (reals, how they are stored) -> codes
+    #: values saturate at the ends of the file's integer type, not at those of a narrower grid
+    by_type: bool = False
     #: what a platform with these kernels may say of rounding and requantization; none: they compute as it says
     says: Collection[str] = ()
+    widest: int = 64  #: bits of the codes that the kernels compute with; beyond, the runtime computes in float
 
 
 @dataclass
@@ -131,12 +134,10 @@ def profile_for(platform: Platform, kernels: str | None = None) -> Profile:
     """
     name = kernels or kernels_of(platform)
     if name is None:
-        raise UnsupportedError(
-            f"'{platform.name}' has no verified arithmetic, so its integers cannot be simulated",
-            got=platform.math.requant,
-            allowed="math.kernels, or math.requant with form float or q31",
-            hint=f"use Result.model, the float simulation, or a platform with a verified profile such as {DEFAULT}",
-        )
+        got = platform.math.requant
+        hint = f"use Result.model, the float simulation, or a platform with a verified profile such as {DEFAULT}"
+        what = f"'{platform.name}' has no verified arithmetic, so its integers cannot be simulated"
+        raise UnsupportedError(what, got=got, allowed="math.kernels, or math.requant with form float or q31", hint=hint)
     profile: Profile = lookup("kernels", name)
     return profile
 
@@ -169,7 +170,8 @@ def simulate(
     Raises:
         UnsupportedError: see `profile_for`.
     """
-    run = Run(graph, plan, profile_for(platform, kernels), platform.math)
+    profile = profile_for(platform, kernels)
+    run = Run(graph, _in_types(plan) if profile.by_type else plan, profile, platform.math)
     wanted = {*(graph.values if keep is None else keep), *graph.outputs}
     todo = units(graph, plan)
     last = {i: k for k, unit in enumerate(todo) for n in unit for i in n.inputs if i is not None}
@@ -198,6 +200,17 @@ def simulate(
     return done
 
 
+def _in_types(plan: Plan) -> Plan:
+    """The plan with the grids of values as wide as the types that hold them in a file."""
+    wide = {}
+    for name, t in plan.tensors.items():
+        if t.role == "activation" and t.grid is not None and t.grid.kind == "int":
+            low, high = t.grid.file_ends
+            if (low, high) != (t.grid.qmin, t.grid.qmax):
+                wide[name] = t.with_(grid=replace(t.grid, qmin=low, qmax=high))
+    return replace(plan, tensors={**plan.tensors, **wide}) if wide else plan
+
+
 def units(graph: Graph, plan: Plan) -> list[list[Node]]:
     """What runs as one kernel, in execution order: the members of each fused group, and every other node alone."""
     nodes = {n.name: n for n in graph.nodes}
@@ -224,6 +237,8 @@ def _kernel(
     if decided is None or decided.exec == "float" or out is None or out.grid.table is not None:
         return None
     made = {o for n in unit for o in n.outputs}
+    if plan.before_rounding(made):
+        return None
     reads = [i for n in unit for i in n.inputs if i is not None and i not in made]
     if not all(plan.quantized(i) and plan[i].grid.table is None for i in reads if graph.is_float(i)):
         return None
@@ -235,6 +250,11 @@ def _kernel(
         tied = all(plan[v].same_numbers(plan[data[0]]) for v in ends)
         kernel = profile.moves.get(head.op) if tied else kernel
         kernel = move if kernel is None and _moves(head) else kernel
+    widths = [
+        plan[v].grid.bits for v in (*reads, unit[-1].output) if plan.quantized(v) and plan.tensors[v].role != "bias"
+    ]
+    if kernel is not move and max(widths, default=0) > profile.widest:
+        return None
     return (kernel, clips) if kernel is not None and len(clips) == len(unit) - 1 else None
 
 
@@ -274,9 +294,8 @@ def move(run: Run, unit: Sequence[Node]) -> None:
     data = [i for i in node.inputs if i is not None and run.graph.is_float(i)]
     results = [o for o in unit[-1].outputs if run.plan.quantized(o)]
     tied = all(run.stored(v).same_numbers(run.stored(data[0])) for v in (*data, *results))
-    args: list[Any] = [
-        run.real(i, node) if i not in data else run.code(i).float() for i in node.inputs if i is not None
-    ]
+    given = [i for i in node.inputs if i is not None]
+    args: list[Any] = [run.code(i).float() if i in data else run.real(i, node) for i in given]
     if not tied:
         args = [run.stored(i).dequantize(run.code(i)) if i in data else x for i, x in zip(node.inputs, args)]
     if tied and node.op == "Pad" and node.attrs["mode"] == "constant":

@@ -1,7 +1,5 @@
 """float32 functions of the C library, which runtimes call to fill their tables: the last bit is the library's own."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from functools import cache

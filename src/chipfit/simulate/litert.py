@@ -5,10 +5,9 @@ the optimised ones round matrix products twice with halves up; XNNPACK multiplie
 Sources: TensorFlow Lite, kernels/internal; XNNPACK, src/microparams-init.c and src/operators.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -256,6 +255,16 @@ def _table(
     u.put(nearest((y * (1.0 / result)).double())[codes - stored.grid.qmin])
 
 
+def _curve(near: Callable[[Tensor, Tensor], Tensor], fixed: Callable[[Tensor], Tensor], shifts: Sequence[int]) -> Any:
+    """Of 16-bit codes: in fixed point with 3 integer bits where a shift makes these of the scale, else as `near`."""
+
+    def wide(q: Tensor, scale: Tensor) -> Tensor:
+        by = 12 + float(torch.log2(scale.double()))
+        return fixed((q << int(by)).clamp(-(1 << 15), (1 << 15) - 1)) if by in shifts else near(q, scale)
+
+    return wide
+
+
 def _sigmoid(x: Tensor, node: Node) -> Tensor:
     """Each step rounded to float32."""
     return 1.0 / (1.0 + libm("exp", -x))
@@ -372,7 +381,7 @@ def _mean_optimized(u: _Unit) -> None:
     shift = u.run.zero(u.x).float() * scale / result
     total, vector = q.sum(axes, keep), q.shape[1] // 16 * 16
     parts = (fixed_point(total[:, :vector], real, "up"), fixed_point(total[:, vector:], real, "away"))
-    u.put(torch.cat(parts, 1) - torch.trunc(torch.where(shift > 0, shift + 0.5, shift - 0.5)))
+    u.put(torch.cat(parts, 1) - torch.trunc(torch.where(shift > 0, shift + 0.5, shift - 0.5)).to(torch.int64))
 
 
 def _mean_xnnpack(u: _Unit) -> None:
@@ -506,6 +515,8 @@ _OPTIMIZED = {
     **_by(_softmax, "Softmax", rows=_rows_optimized),
     **_by(_softmax, "LogSoftmax", rows=_log_rows_optimized),
     **_by(_mean_optimized, *_MEANS),
+    **_by(_table, "Sigmoid", f=_sigmoid, wide=_curve(tables16.sigmoid, gemmlowp.logistic16, (0,))),
+    **_by(_table, "Tanh", wide=_curve(tables16.tanh, gemmlowp.tanh16, (0, 1))),
 }
 _XNNPACK = {
     **_by(_convolution, *_CONVOLUTIONS, how="float"),
@@ -525,17 +536,17 @@ _MOVES_XNNPACK = _by(_resize, "Resize", lines=_lines_xnnpack, one=2048)
 
 _SAYS = ("half_even", "q31 2 half_away", "q15 1 half_up")
 
+_profile = partial(Profile, clip=_clip, by_type=True)
 register("kernels", "litert_reference")(
-    Profile(kernels=_REFERENCE, moves=_MOVES, clip=_clip, quantize=_quantize_away, says=("half_away", *_SAYS[1:]))
+    _profile(kernels=_REFERENCE, moves=_MOVES, quantize=_quantize_away, says=("half_away", *_SAYS[1:]))
 )
 register("kernels", "litert_optimized")(
-    Profile(kernels=_OPTIMIZED, moves=_MOVES, clip=_clip, quantize=_quantize_inverse, says=_SAYS)
+    _profile(kernels=_OPTIMIZED, moves=_MOVES, quantize=_quantize_inverse, says=_SAYS)
 )
 register("kernels", "litert_xnnpack")(
-    Profile(
+    _profile(
         kernels=_narrow(_XNNPACK, _OPTIMIZED),
         moves=_narrow(_MOVES_XNNPACK, _MOVES),
-        clip=_clip,
         quantize=_quantize_inverse,
         says=("float 1 half_even", *_SAYS),
     )

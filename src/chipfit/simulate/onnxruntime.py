@@ -1,7 +1,5 @@
 """ONNX Runtime's integer kernels on the CPU; product sums requantize as the platform's `math.requant` says."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -13,18 +11,19 @@ from chipfit.graph.ir import Node
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
 from chipfit.simulate.integer import Kernel, Profile, Run, accumulate, bounds, windows
+from chipfit.simulate.libm import libm
 from chipfit.simulate.requantize import requantize
 
 Tensor = torch.Tensor
 
 
 def _absorbed(act: Node, t: Stored) -> tuple[int, int] | None:
-    """The whole grid, where clipping to it does what the activation does; else that is computed in float."""
+    """The whole grid, where saturating in its type does what the activation does; else that is computed in float."""
     reals = bounds(act)
     if reals is None:
         return None
     low, high = reals
-    least, most = (float((end - t.zero_point.float()) * t.scale) for end in (t.grid.qmin, t.grid.qmax))
+    least, most = (float((end - t.zero_point.float()) * t.scale) for end in t.grid.file_ends)
     below = low is not None and least < low - 1.2e-7
     above = high is not None and most > high + 1.2e-7
     return None if below or above else (t.grid.qmin, t.grid.qmax)
@@ -92,21 +91,25 @@ def _mul(run: Run, unit: Sequence[Node]) -> None:
 
 
 def _softmax(run: Run, unit: Sequence[Node]) -> None:
-    """Exponentials from a float32 table, aligned so that each row's maximum reads the last entry. QLinearSoftmax.
+    name, out, axis = unit[0].data, unit[-1].output, unit[0].attrs["axis"]
+    q = run.code(name).to(torch.int64).movedim(axis, -1)
+    y = softmax(q, run.scale(name), run.scale(out))
+    run.store(out, (torch.round(y) + run.zero(out)).movedim(-1, axis))
 
-    t[i] = exp((i - 255 + shift) s_x), shift = max(0, ln(float32 max / n) - 5) / s_x;
-    y = rne(t[q + 255 - max q] floor(1 / s_y) / sum t) + z_y, with the sum taken in order.
+
+def softmax(q: torch.Tensor, s_x: torch.Tensor, s_y: torch.Tensor) -> torch.Tensor:
+    """Codes along the last axis to those of the result, before rounding and zero point. QLinearSoftmax.
+
+    Exponentials come from a float32 table, aligned so that each row's maximum reads the last entry:
+    t[i] = exp((i - 255 + shift) s_x), shift = max(0, ln(float32 max / n) - 5) / s_x, the logarithm in float32;
+    y = t[q + 255 - max q] floor(1 / s_y) / sum t, with the sum taken in order.
     """
-    name, out = unit[0].data, unit[-1].output
-    q = run.code(name).to(torch.int64).movedim(unit[0].attrs["axis"], -1)
-    s = float(run.scale(name))
-    shift = max(0.0, float(np.log(np.float64(np.finfo(np.float32).max / np.float32(q.shape[-1])))) - 5) / s
+    s = float(s_x)
+    shift = max(0.0, float(libm("log", torch.tensor(torch.finfo(torch.float32).max) / q.shape[-1])) - 5) / s
     table = torch.from_numpy(np.exp((np.arange(256, dtype=np.float64) - 255 + shift) * s).astype(np.float32))
     t = table[q + (255 - q.amax(-1, keepdim=True))]
     total = torch.from_numpy(np.cumsum(t.numpy(), axis=-1, dtype=np.float32)[..., -1:].copy())
-    c = torch.floor(1.0 / run.scale(out))
-    y = torch.round(t * c / total) + run.zero(out)
-    run.store(out, y.movedim(-1, unit[0].attrs["axis"]))
+    return t * torch.floor(1.0 / s_y) / total
 
 
 def _global_average(run: Run, unit: Sequence[Node]) -> None:
@@ -145,8 +148,30 @@ def _concat(run: Run, unit: Sequence[Node]) -> None:
 def _table(run: Run, unit: Sequence[Node]) -> None:
     """Element-wise operators that the runtime turns into a table over all codes, computed in float32."""
     x, out = unit[0].data, unit[-1].output
-    (y,) = execute(unit[0], [run.stored(x).dequantize(run.code(x))])
+    reals = run.stored(x).dequantize(run.code(x))
+    y = logistic(reals) if unit[0].op == "Sigmoid" else execute(unit[0], [reals])[0]
     run.codes[out] = run.stored(out).quantize(y)
+
+
+#: coefficients of the odd numerator and the even denominator, from the highest power down
+_ABOVE = (4.37031012579801e-11, 1.15627324459942e-07, 6.08574864600143e-05, 8.51377133304701e-03, 2.48287947061529e-01)
+_BELOW = (6.10247389755681e-13, 5.76102136993427e-09, 6.29106785017040e-06, 1.70198817374094e-03, 1.16817656904453e-01)
+_CONSTANT = 9.93151921023180e-01
+
+
+def logistic(x: torch.Tensor) -> torch.Tensor:
+    """The runtime's 1 / (1 + exp(-x)) of float32, bit for bit: 1/2 + x p(x^2) / q(x^2) in fused multiply-adds."""
+    x = x.clamp(-18, 18)
+    square = (x * x).double()
+
+    def horner(coefficients: Sequence[float]) -> torch.Tensor:
+        first, *rest = torch.tensor(coefficients, dtype=torch.float32).double()
+        total = first.expand_as(square)
+        for c in rest:
+            total = (total * square + c).float().double()  # fused: rounded once
+        return total.float()
+
+    return (x * horner(_ABOVE) / horner((*_BELOW, _CONSTANT)) + 0.5).clamp(0, 1)
 
 
 _KERNELS: dict[str, Kernel] = {
@@ -164,5 +189,5 @@ _KERNELS: dict[str, Kernel] = {
 #: given one set of numbers, averages still round
 _MOVES = {op: _KERNELS[op] for op in ("AvgPool", "GlobalAvgPool")}
 register("kernels", "onnxruntime")(
-    Profile(kernels=_KERNELS, moves=_MOVES, clip=_absorbed, quantize=lambda x, stored: stored.quantize(x))
+    Profile(kernels=_KERNELS, moves=_MOVES, clip=_absorbed, quantize=lambda x, stored: stored.quantize(x), widest=8)
 )

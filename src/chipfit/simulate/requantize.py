@@ -1,7 +1,5 @@
 """From accumulators to codes: float multipliers, and fixed-point ones as gemmlowp and TensorFlow Lite have them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 Source: TensorFlow Lite, kernels/internal/common.h and reference/integer_ops/{logistic,tanh}.h, reference/softmax.h.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -670,3 +672,13 @@ def test_45_wrong_files_are_named(tmp_path):
         export_target_platform_capabilities(3, tmp_path / "x.json")
     with pytest.raises(ValueError, match="chip.txt"):
         export_target_platform_capabilities(tpc, tmp_path / "chip.txt")
+
+
+@pytest.mark.parametrize("name, value", [("stride", math.nan), ("padding", (1, math.nan)), (3, 1)])
+def test_an_attribute_is_compared_with_anything_but_nan(name, value):
+    with pytest.raises(ModelingError, match="any value but nan"):
+        Eq(name, value)
+    if isinstance(name, str):
+        with pytest.raises(ModelingError, match="any value but nan"):
+            LayerFilterParams(nn.Conv2d, **{name: value})
+    assert LayerFilterParams(nn.Hardtanh, min_val=-math.inf).match(nn.Hardtanh(-math.inf, 1.0))

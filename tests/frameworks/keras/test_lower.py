@@ -169,7 +169,7 @@ def test_a_file_that_another_backend_saved_computes_the_same():
 
 def test_a_quantizer_rounds_halves_to_even_and_saturates():
     q = KerasQuantizer(-8, 7)
-    q.set(np.array(0.5, "float32"), np.array(0))
+    q.set({"scale": np.array(0.5, "float32")})
     assert numbers(q(np.array([-9.0, -0.75, 0.25, 0.75, 100.0, np.inf], "float32"))).tolist() == [
         -4.0,
         -1.0,
@@ -182,7 +182,7 @@ def test_a_quantizer_rounds_halves_to_even_and_saturates():
 
 def test_a_quantizer_with_a_table_takes_the_nearest_entry():
     q = KerasQuantizer(0, 3, table=(-1.0, 0.0, 0.5, 2.0))
-    q.set(np.array(2.0, "float32"), np.array(0))
+    q.set({"scale": np.array(2.0, "float32")})
     assert numbers(q(np.array([-9.0, -0.9, 0.6, 2.4, 3.0, 9.0], "float32"))).tolist() == [-2.0, 0.0, 1.0, 1.0, 4.0, 4.0]
 
 
@@ -274,3 +274,13 @@ def test_another_model_is_not_read_back():
         read_back(make("residual")[0], result.graph, result.plan)
     with pytest.raises(chipfit.errors.PlanError, match="another graph or plan"):
         read_back(quantized("shared")[0].model, result.graph, result.plan)
+
+
+def test_a_layer_of_which_nothing_is_rounded_stays_the_plain_layer():
+    image = keras.Input((6, 6, 3))
+    model = keras.Model(image, layers.Conv2D(2, 1, name="last")(layers.Conv2D(4, 1, name="first")(image)))
+    x = np.linspace(-1, 1, 2 * 6 * 6 * 3, dtype=np.float32).reshape(2, 6, 6, 3)
+    result = chipfit.quantize(model, [x], overrides={"last": "float"}, progress=False)
+    found = {type(x) for x in result.model.layers if "last" in x.name}
+    assert found == {layers.Conv2D}
+    assert any(isinstance(x, KerasQuantizationWrapper) and "first" in x.name for x in result.model.layers)

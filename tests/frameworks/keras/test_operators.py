@@ -10,10 +10,12 @@ keras = pytest.importorskip("keras")
 
 from keras import layers, ops  # noqa: E402 -- after the import that may skip
 
+import chipfit  # noqa: E402
 from chipfit.engine.run import run  # noqa: E402
 from chipfit.frameworks.keras.capture import capture  # noqa: E402
 from chipfit.frameworks.keras.forms import FORMS  # noqa: E402
 from chipfit.frameworks.keras.lower import lower  # noqa: E402
+from chipfit.graph.ir import OPAQUE  # noqa: E402
 from chipfit.graph.ops import OPS  # noqa: E402
 from chipfit.plan.record import Plan  # noqa: E402
 from tests.keras_zoo import on_others, randomize  # noqa: E402
@@ -181,3 +183,26 @@ def test_an_expression_is_read_as_its_operator_and_comes_back_as_it_was(op):
     env = run(graph, [x])
     for name, got in zip(graph.outputs, lower(graph, Plan()).run_flat([x]), strict=True):
         torch.testing.assert_close(got.to(env[name].dtype), env[name], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "key, op",
+    [
+        ((slice(0, 2), slice(None)), "Slice"),
+        ((slice(1, None), ...), "Slice"),
+        ((slice(0, -1), slice(None)), OPAQUE),
+        ((slice(-2, None), ..., slice(1, 3)), OPAQUE),
+    ],
+)
+def test_a_part_of_the_batch_is_read_where_it_is_counted_from_the_front(key, op, tmp_path):
+    """From the end its size is only known at run time: Keras computes it, also when it was saved."""
+    rows = keras.Input((5,))
+    model, x = keras.Model(rows, layers.Dense(3)(rows[key] * 2.0)), torch.randn(4, 5)
+    graph = capture(model, (x,))
+    assert op in [n.op for n in graph.nodes]
+    torch.testing.assert_close(
+        run(graph, [x])[graph.outputs[0]], torch.from_numpy(keras.ops.convert_to_numpy(model(x.numpy())))
+    )
+    result = chipfit.quantize(model, [x], progress=False)
+    loaded = chipfit.load(result.save(tmp_path / "saved"))
+    assert torch.equal(loaded.model.run_flat([x])[0], result.model.run_flat([x])[0])

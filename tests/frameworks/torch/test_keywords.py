@@ -9,6 +9,7 @@ from torch import nn
 import chipfit
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
+from chipfit.platform.filters import AttributeFilter
 
 
 class Positional(nn.Module):
@@ -52,3 +53,61 @@ def test_a_tensor_given_twice_is_two_inputs():
     x = torch.randn(3, 4)
     graph = capture(Difference(), (x, x))
     assert torch.equal(run(graph, [x, 3 * x])[graph.outputs[0]], 2 * x - 3 * x)
+
+
+SECOND_NAMES = {
+    "subtract": "Sub", "multiply": "Mul", "divide": "Div", "true_divide": "Div", "absolute": "Abs", "negative": "Neg",
+    "not_equal": "NotEqual", "less": "Less", "less_equal": "LessEqual", "greater": "Greater",
+    "greater_equal": "GreaterEqual",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SECOND_NAMES)
+def test_second_names_of_functions_are_the_same_operators(name):
+    f, alone = getattr(torch, name), name in ("absolute", "negative")
+
+    class Net(torch.nn.Module):
+        def forward(self, x, y):
+            y = f(x) if alone else f(x, y)
+            return y.to(x.dtype)
+
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    y[0] = x[0]
+    graph = chipfit.lint(Net(), (x, y), "ort_cpu").graph
+    assert SECOND_NAMES[name] in [n.op for n in graph.nodes]
+    assert torch.equal(run(graph, [x, y] if len(graph.inputs) == 2 else [x])[graph.outputs[0]], Net()(x, y))
+
+
+def test_constants_of_a_chip_are_the_same_under_both_names():
+    """imx500 v3_lut quantizes constant operands of arithmetic."""
+    chip = chipfit.get_target_platform_capabilities("pytorch", "imx500", "v3_lut")
+    c = torch.rand(3, 1, 1) + 0.5
+
+    class Net(torch.nn.Module):
+        def __init__(self, f):
+            super().__init__()
+            self.f, self.c = f, torch.nn.Parameter(c)
+
+        def forward(self, x):
+            return self.f(torch.relu(x), self.c)
+
+    x = torch.randn(4, 3, 4, 4)
+    for a, b in ((torch.sub, torch.subtract), (torch.mul, torch.multiply), (torch.div, torch.true_divide)):
+        one, other = (chipfit.quantize(Net(f).eval(), [x], platform=chip, progress=False).plan for f in (a, b))
+        assert [(t.role, t.format) for t in one.tensors.values()] == [
+            (t.role, t.format) for t in other.tensors.values()
+        ]
+        assert one["c"].same_numbers(other["c"])
+
+
+@pytest.mark.parametrize("names", [("dim", "keepdim"), ("axis", "keepdims")])
+def test_filters_find_the_arguments_under_both_names(names):
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            return torch.sum(torch.relu(x), **{names[0]: 1, names[1]: True})
+
+    (n,) = (n for n in chipfit.lint(Net(), torch.randn(2, 3, 4), "ort_cpu").graph.nodes if n.op == "Sum")
+    for axis, keep in (("dim", "keepdim"), ("axis", "keepdims")):
+        assert AttributeFilter(attr=axis, value=1).match(n.config)
+        assert AttributeFilter(attr=keep, value=True).match(n.config)
+        assert not AttributeFilter(attr=axis, value=2).match(n.config)

@@ -15,6 +15,7 @@ from chipfit.errors import DataError, PlanError, UnknownNameError
 from chipfit.frameworks.torch.lower import lower
 from chipfit.frameworks.torch.modules import BiasQuantizer
 from chipfit.frameworks.torch.train import read_back
+from chipfit.frameworks.torch.wrappers import PytorchActivationQuantizationHolder, PytorchQuantizationWrapper
 from chipfit.pipeline import quantize
 from chipfit.quantizers.grids import dequantize
 from chipfit.runtimes.onnxruntime import OnnxRuntime
@@ -195,6 +196,19 @@ def test_the_quantizer_of_a_float_tensor_does_not_exist(model):
         model.quantizer_of("conv2d")
 
 
+def test_layers_with_rounded_weights_are_wrappers_and_stored_results_pass_through_holders(model):
+    wrappers = {n: m for n, m in model.named_modules() if isinstance(m, PytorchQuantizationWrapper)}
+    holders = [m for m in model.modules() if isinstance(m, PytorchActivationQuantizationHolder)]
+    assert set(wrappers) == {"conv1", "conv2", "fc"} and len(holders) > 3
+    rounded = wrappers["fc"].get_quantized_weights()
+    for name in ("weight", "bias"):
+        w, s = model.weight(f"fc.{name}"), model.scale(f"fc.{name}").reshape(-1, *[1] * (name == "weight"))
+        assert torch.equal(rounded[name], torch.round(w / s).clamp(-(2**31), 2**31 - 1) * s)
+        assert not torch.equal(rounded[name], w)
+    x = torch.randn(9)
+    assert all(torch.equal(h.activation_holder_quantizer(x), h(x)) for h in holders)
+
+
 def test_biases_follow_the_scales_of_input_and_weight(result, model):
     assert isinstance(model.quantizer_of("fc.bias"), BiasQuantizer)
     assert torch.equal(model.scale("fc.bias"), result.plan.tensors["fc.bias"].scale)
@@ -294,7 +308,7 @@ def test_a_trained_result_is_exported_as_the_trained_model_computes(tmp_path):
 
 def test_a_scale_that_training_made_negative_is_refused(result, model):
     model.quantizer_of("fc.weight").scale.data[0] = -1.0
-    with pytest.raises(PlanError, match=r"'fc\.weight' without a positive scale"):
+    with pytest.raises(PlanError, match=r"'fc\.weight' is -1.*fc"):
         read_back(model, result.graph, result.plan)
 
 

@@ -32,6 +32,11 @@ def test_a_quantizer_rounds_bit_for_bit_as_the_grid_does(axis):
     assert torch.equal(q(x), fake_quantize(x, q.scale, q.zero_point, UINT8, axis))
 
 
+def test_a_tensor_of_one_axis_may_leave_its_axis_out():
+    x, q = torch.tensor([0.7, 0.7]), _quantizer([0.5, 0.25], [0, 0], INT4)
+    assert q(x).tolist() == [0.5, 0.75]
+
+
 def test_gradients_pass_inside_the_range_and_stop_outside():
     x = torch.tensor([-5.0, -4.0, 0.3, 3.5, 3.9], requires_grad=True)
     _quantizer(0.5, 0, INT4)(x).sum().backward()
@@ -96,5 +101,14 @@ def test_the_mode_is_not_part_of_the_state():
 def test_a_bias_is_rounded_to_the_product_of_the_scales():
     int32 = Grid(bits=32, qmin=-(2**31), qmax=2**31 - 1)
     stored = Stored(format="", grid=int32, scale=torch.tensor(1.0), zero_point=torch.tensor(0, dtype=torch.int32))
-    b = BiasQuantizer("b", stored)
-    assert b(torch.tensor([1.1, -1.1]), torch.tensor([0.25, 0.5])).tolist() == [1.0, -1.0]
+    b = BiasQuantizer("b", stored, (_quantizer(0.25, 0, UINT8), _quantizer([1.0, 2.0], [0, 0], INT4, 0)))
+    assert b(torch.tensor([1.1, -1.1])).tolist() == [1.0, -1.0]
+
+
+def test_an_observer_keeps_the_least_and_the_greatest_of_all_batches():
+    q = _quantizer(0.5, 0, INT4)
+    q.mode = "observe"
+    for batch in ([-1.0, 3.0], [-2.0, 1.0], [0.0, 2.0]):
+        assert torch.equal(q(torch.tensor(batch)), torch.tensor(batch))
+    q(torch.zeros(0))
+    assert q.seen == (-2.0, 3.0)

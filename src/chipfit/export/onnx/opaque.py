@@ -1,7 +1,5 @@
 """Opaque operators in ONNX: translated by PyTorch's own exporter, one small graph each, and spliced in."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A function receives the `Tape`, the node and the ONNX names of its inputs, and r
 Composites that stand in neither table are decomposed before (`passes.decompose`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from chipfit.export.onnx.tape import Tape, refuse, tensor_type
+from chipfit.files import package_data
 from chipfit.graph.ir import Node
 
 Names = Sequence[Any]  # None for an operand that is left out
@@ -24,8 +23,7 @@ class Row:
 
     onnx: str  #: what ONNX calls it
     attrs: str = ""  #: attributes that it takes, each as "theirs=ours", or one word where both have one name
-    #: our attributes -> constants that follow its operands; None for one that is left out
-    constants: Callable[[Mapping[str, Any]], Sequence[Any]] | None = None
+    constants: str = ""  #: those that follow its operands, each as "attribute:form", or a number in its place
     fixed: Mapping[str, Any] | None = None  #: further attributes, the same for every node
 
     def __call__(self, w: Tape, n: Node, x: Names, **more: Any) -> list[str]:
@@ -33,7 +31,8 @@ class Row:
         for word in self.attrs.split():
             theirs, _, ours = word.partition("=")
             attrs[theirs] = _attribute(n.attrs[ours or theirs])
-        made = self.constants(n.attrs) if self.constants else ()
+        words = (word.split(":") for word in self.constants.split())
+        made = [_FORMS[form](n.attrs.get(name, name)) for name, form in words]
         constants = [None if c is None else w.const(c) for c in made]
         return w.op_many(self.onnx, [*x, *constants], len(n.outputs), **attrs, **(self.fixed or {}), **more)
 
@@ -55,66 +54,23 @@ def _ints(*v: int | None) -> np.ndarray:
     return np.array(v, dtype=np.int64)
 
 
+_END = np.iinfo(np.int64).max
+#: how an attribute becomes a constant; None where that is left out
+_FORMS: dict[str, Callable[[Any], Any]] = {
+    "real": lambda v: None if v is None else np.float32(v),
+    "integer": np.int64,
+    "integers": lambda v: np.atleast_1d(np.asarray(v, np.int64)),
+    "sizes": lambda v: _ints(*(1 if s == -1 else s for s in v)),
+    "end": lambda v: _ints(_END if v is None else v),
+}
 _SUMS = "strides=stride pads=padding dilations=dilation group=groups"
 _WINDOW = "kernel_shape=kernel strides=stride pads=padding ceil_mode"
-_END = np.iinfo(np.int64).max
-
-#: operators that are the same in ONNX, without attributes
-_SAME = """
-    Relu Sigmoid Tanh Exp Log Abs Neg Sqrt Sin Cos Erf Floor Ceil Round Sign Reciprocal Identity Selu
-    MatMul Add Sub Mul Div Pow Max Min Equal Less Greater Where
-"""
-
-WRITERS: dict[str, Write] = {
-    **{op: Row(op) for op in _SAME.split()},
-    "LessEqual": Row("LessOrEqual"),
-    "GreaterEqual": Row("GreaterOrEqual"),
-    "LogicalNot": Row("Not"),
-    "LogicalAnd": Row("And"),
-    "LogicalOr": Row("Or"),
-    "Requantize": Row("Identity"),
-    "Dropout": Row("Identity"),
-    "GlobalAvgPool": Row("GlobalAveragePool"),
-    **dict.fromkeys(
-        ("TransposeConv1D", "TransposeConv2D", "TransposeConv3D"), Row("ConvTranspose", f"{_SUMS} output_padding")
-    ),
-    "LeakyRelu": Row("LeakyRelu", "alpha=negative_slope"),
-    "Elu": Row("Elu", "alpha"),
-    "Softplus": Row("Softplus"),
-    "HardSigmoid": Row("HardSigmoid", fixed={"alpha": 1.0 / 6.0, "beta": 0.5}),
-    "Relu6": Row("Clip", constants=lambda a: (np.float32(0), np.float32(6))),
-    "Clamp": Row(
-        "Clip", constants=lambda a: [None if a[end] is None else np.float32(a[end]) for end in ("min", "max")]
-    ),
-    "LogSoftmax": Row("LogSoftmax", "axis"),
-    "Mean": Row("ReduceMean", "axes keepdims"),
-    "Sum": Row("ReduceSum", "axes keepdims"),
-    **{op: Row(op, "axes keepdims") for op in ("ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2")},
-    "CumSum": Row("CumSum", constants=lambda a: [np.int64(a["axis"])]),
-    "Concat": Row("Concat", "axis"),
-    "Split": Row("Split", "axis", lambda a: [_ints(*a["sizes"])]),
-    "Reshape": Row("Reshape", constants=lambda a: [_ints(*a["shape"])]),
-    "Transpose": Row("Transpose", "perm"),
-    "Expand": Row("Expand", constants=lambda a: [_ints(*(1 if s == -1 else s for s in a["shape"]))]),
-    "Slice": Row(
-        "Slice",
-        constants=lambda a: [
-            _ints(v) for v in (a["start"], _END if a["end"] is None else a["end"], a["axis"], a["step"])
-        ],
-    ),
-    "Select": Row("Gather", "axis", lambda a: [np.int64(a["index"])]),
-    "Gather": Row("Gather", "axis"),
-    "Embedding": Row("Gather", fixed={"axis": 0}),
-    "DepthToSpace": Row("DepthToSpace", "blocksize=block", fixed={"mode": "CRD"}),
-}
+_OPERATORS = package_data("chipfit.export.onnx", "operators.yaml")
+WRITERS: dict[str, Write] = {op: Row(op) for op in _OPERATORS["same"].split()}
+WRITERS |= {op: Row(**row) for ops, row in _OPERATORS["rows"].items() for op in ops.split()}
 
 #: what cannot be written, and why
-REFUSED = {
-    "Mod": "its remainder has the divisor's sign, which ONNX has for integers only",
-    "FloorDiv": "ONNX divides floats without rounding, and integers towards zero",
-    "AdaptiveAvgPool": "ONNX has no windows that differ in size",
-    "AdaptiveMaxPool": "ONNX has no windows that differ in size",
-}
+REFUSED: dict[str, str] = _OPERATORS["refused"]
 
 
 def _writes(*names: str) -> Callable[[Write], Write]:

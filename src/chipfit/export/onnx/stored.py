@@ -1,7 +1,5 @@
 """Reads back what a QDQ ONNX file says of each tensor that is stored in codes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +13,11 @@ def stored(path: Path) -> dict[str, InFile]:
     """By the name of the tensor, whose codes are called "{name}_q"; numbers from every (de)quantizer of them."""
     graph = onnx.load(str(path)).graph
     constants = {i.name: numpy_helper.to_array(i) for i in graph.initializer}
+    clipped = {n.input[0]: n.output[0] for n in graph.node if n.op_type == "Clip"}
     found: dict[str, InFile] = {}
     for n in graph.node:
         if n.op_type in ("QuantizeLinear", "DequantizeLinear"):
-            codes = n.output[0] if n.op_type == "QuantizeLinear" else n.input[0]
+            codes = n.input[0] if n.op_type == "DequantizeLinear" else clipped.get(n.output[0], n.output[0])
             q = constants.get(codes)
             entry = found.setdefault(codes.removesuffix("_q"), InFile(None if q is None else q.astype(np.int64), []))
             scale = constants.get(n.input[1], np.array(np.nan))

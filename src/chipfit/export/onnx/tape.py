@@ -4,8 +4,6 @@ Names: graph value `v` is `v` before its quantizer, its codes are `v_q`; inputs 
 Everything else is called after the node of the graph that is being written, with a running number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -136,8 +134,20 @@ class Tape:
     # ---- quantizers
 
     def _quantizer(self, x: str, value: str, codes: str) -> str:
-        scale, zero = self._numbers(value, self.plan[value])
-        self.nodes.append(helper.make_node("QuantizeLinear", [x, scale, zero], [codes], name=codes))
+        """QuantizeLinear saturates at the ends of its type: a narrower grid is clipped to, in codes where ONNX can."""
+        stored = self.plan[value]
+        scale, zero, ends = *self._numbers(value, stored), (stored.grid.qmin, stored.grid.qmax)
+        narrow, bytewide, out = ends != stored.grid.file_ends, stored.grid.file_bits == 8, codes
+        if narrow and not bytewide:
+            shape = [-1 if k == stored.axis else 1 for k in range(len(self.graph.shape(value)))]
+            for kind, end in zip(("Max", "Min"), ends, strict=True):
+                x = self.op(kind, [x, self.const(((end - stored.zero_point) * stored.scale).reshape(shape).numpy())])
+        elif narrow:
+            out = self.fresh("saturated")
+        self.nodes.append(helper.make_node("QuantizeLinear", [x, scale, zero], [out], name=out))
+        if out != codes:
+            low, high = (self.const(np.array(end, "int8" if stored.grid.signed else "uint8")) for end in ends)
+            self.nodes.append(helper.make_node("Clip", [out, low, high], [codes], name=codes))
         return self.op("DequantizeLinear", [codes, scale, zero])
 
     def _numbers(self, name: str, stored: Stored) -> tuple[str, str]:
@@ -151,7 +161,7 @@ class Tape:
     def _codes(self, name: str, codes: torch.Tensor, tensor: str) -> onnx.TensorProto:
         """Codes of a tensor in the least integer type that ONNX has for them; of biases in int32."""
         grid = self.plan[tensor].grid
-        bits = 32 if self.plan.tensors[tensor].role == "bias" else next((b for b in (4, 8, 16) if grid.bits <= b), 32)
+        bits = 32 if self.plan.tensors[tensor].role == "bias" else grid.file_bits
         kind = tensor_type(f"int{bits}" if grid.signed or bits == 32 else f"uint{bits}")
         if bits == 4:
             return helper.make_tensor(name, kind, codes.shape, codes.reshape(-1).tolist())

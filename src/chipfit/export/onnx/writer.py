@@ -1,7 +1,5 @@
 """Write a Graph under a Plan as ONNX with QuantizeLinear / DequantizeLinear and real integer initialisers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from pathlib import Path
@@ -43,9 +41,8 @@ def export_onnx(graph: Graph, plan: Plan | None, path: str | Path, *, opset: int
     plan = plan or Plan()
     least = _least_opset(graph, plan)
     if opset is not None and opset < least:
-        raise UnsupportedError(
-            f"This model needs ONNX opset {least}", got=opset, allowed=f">= {least}", hint="leave `opset` out"
-        )
+        hint = "leave `opset` out"
+        raise UnsupportedError(f"This model needs ONNX opset {least}", got=opset, allowed=f">= {least}", hint=hint)
     model = _model(_written(*_held(graph, plan), opset or least))
     try:
         onnx.checker.check_model(model, full_check=True)
@@ -79,19 +76,14 @@ def _held(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
         if n.name in reasons:
             refuse(n, reasons[n.name])
     if unknown:
-        raise UnsupportedError(
-            "These operators have no ONNX writer",
-            got=", ".join(f"{n.op} '{n.who}' ({REFUSED.get(n.op, 'unknown')})" for n in unknown),
-            allowed=", ".join(sorted({*WRITERS, *RULES})),
-            hint="replace them in the model, or export the part without them",
-        )
+        got = ", ".join(f"{n.op} '{n.who}' ({REFUSED.get(n.op, 'unknown')})" for n in unknown)
+        allowed = ", ".join(sorted({*WRITERS, *RULES}))
+        hint = "replace them in the model, or export the part without them"
+        raise UnsupportedError("These operators have no ONNX writer", got=got, allowed=allowed, hint=hint)
     kinds = {t.stored.grid.kind for t in plan.tensors.values() if t.stored is not None} - {"int"}
     if kinds:
-        raise UnsupportedError(
-            "ONNX holds integer grids only",
-            got=", ".join(sorted(kinds)),
-            hint="export JSON encodings (`.json`) for this platform",
-        )
+        hint = "export JSON encodings (`.json`) for this platform"
+        raise UnsupportedError("ONNX holds integer grids only", got=", ".join(sorted(kinds)), hint=hint)
     return graph, plan
 
 

@@ -1,7 +1,5 @@
 """What operators are written with: the graph's values as tensors of the file, its weights as constants."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 

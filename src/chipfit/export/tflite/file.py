@@ -1,7 +1,5 @@
 """A `.tflite` file in the making: tensors and operators, and what the schema wants around them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +8,7 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 
 from chipfit._version import __version__
+from chipfit.files import package_data
 from chipfit.graph.builder import unique
 
 #: names that torch and numpy have for types -> the schema's codes
@@ -193,32 +192,7 @@ def _packed(codes: np.ndarray) -> np.ndarray:
 
 #: tables of options: "fullyconnected" -> "FullyConnectedOptions"
 _TABLES = {name.removesuffix("Options").lower(): name for name in vars(schema.BuiltinOptions)}
-#: of operators that are not called alike
-_ODD_TABLES = {
-    kind: table
-    for table, kinds in {
-        "MaximumMinimumOptions": "MAXIMUM MINIMUM",
-        "ReducerOptions": "MEAN SUM REDUCE_MAX REDUCE_MIN REDUCE_PROD",
-        "Pool2DOptions": "MAX_POOL_2D AVERAGE_POOL_2D",
-        "": "LOG_SOFTMAX",
-    }.items()
-    for kind in kinds.split()
-}
-#: versions of a kernel for float, int8, int16 codes and 4-bit weights, by operator; "1232" for those that are not here
-_VERSIONS = {
-    kind: versions
-    for versions, kinds in {
-        "1345": "CONV_2D",
-        "1356": "DEPTHWISE_CONV_2D",
-        "5575": "FULLY_CONNECTED",
-        "3343": "TRANSPOSE_CONV RESIZE_BILINEAR RESIZE_NEAREST_NEIGHBOR",
-        "1252": "SUB",
-        "2232": "DEQUANTIZE",
-        "1121": "QUANTIZE",
-        "1242": "MUL STRIDED_SLICE GATHER",
-        "1222": "LEAKY_RELU EXP LOG TILE",
-        "1111": "ABS CAST CEIL CONV_3D COS CUMSUM DEPTH_TO_SPACE DIV FLOOR GELU HARD_SWISH NEG POW PRELU RELU_0_TO_1 "
-        "RELU_N1_TO_1 RESHAPE ROUND SELECT_V2 SIN SPACE_TO_DEPTH UNPACK",
-    }.items()
-    for kind in kinds.split()
-}
+_SCHEMA = package_data("chipfit.export.tflite", "schema.yaml")
+_ODD_TABLES, _VERSIONS = (
+    {kind: value for value, kinds in _SCHEMA[key].items() for kind in kinds.split()} for key in ("tables", "versions")
+)

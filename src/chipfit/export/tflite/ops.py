@@ -4,8 +4,6 @@ A function receives the `Emitter`, the node (channels last) and the tensors that
 says whether operands are codes. Composites without a row are written out before (`passes.decompose`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -106,9 +104,8 @@ def _window(
     """SAME or VALID where one places the windows as the node does, else VALID and the padding to apply first."""
     same, valid, pads = True, True, []
     dilation = n.attrs.get("dilation", (1,) * len(kernel))
-    for i, o, k, s, d, (low, _) in zip(
-        sizes, out, kernel, n.attrs["stride"], dilation, n.attrs["padding"], strict=True
-    ):
+    axes = zip(sizes, out, kernel, n.attrs["stride"], dilation, n.attrs["padding"], strict=True)
+    for i, o, k, s, d, (low, _) in axes:
         covered = (o - 1) * s + d * (k - 1) + 1  # elements under the windows, counted from the first padded one
         total = max(covered - i, 0)
         same &= o == -(-i // s) and low == total // 2
@@ -337,9 +334,9 @@ def _pool(w: Emitter, n: Node, y: Sequence[int]) -> None:
             around = m.attrs["padding"]
             if n.attrs["count_include_pad"] and any(p for pair in around for p in pair):
                 x = _padded(w, m, x, a, around)
-                a = [s + sum(pair) for s, pair in zip(a, ((0, 0), *around, (0, 0)), strict=True)]
+                wide = [s + sum(pair) for s, pair in zip(a[1:3], around, strict=True)]
                 plain = m.with_(attrs={**m.attrs, "padding": ((0, 0),) * 2})
-                padding, pads = _window(plain, a[1:3], b[1:3], m.attrs["kernel"])
+                padding, pads = _window(plain, wide, b[1:3], m.attrs["kernel"])
             if pads is not None:
                 w.refuse(n, "its windows reach beyond what counts, and not as those of SAME")
         if pads is not None:

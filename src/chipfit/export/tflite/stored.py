@@ -1,7 +1,5 @@
 """Reads back what a `.tflite` file says of each tensor: its numbers, and what constants hold."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

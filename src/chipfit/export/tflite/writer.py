@@ -6,8 +6,6 @@ model's own layout again, stand in the metadata entry "chipfit". Operators that 
 float, with QUANTIZE and DEQUANTIZE at their borders.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -129,7 +127,7 @@ class Writer(Emitter):
         made = {o for m in members for o in m.outputs}
         reads = [i for m in members for i in m.inputs if i is not None and i not in made and self.graph.is_float(i)]
         ends = [*reads, *members[-1].outputs]
-        if not reads or not all(plan.quantized(v) for v in ends):
+        if not reads or plan.before_rounding(made) or not all(plan.quantized(v) for v in ends):
             return False
         return not ROWS[head.op].moves or all(same_numbers(plan, reads[0], v) for v in ends)
 
@@ -244,9 +242,8 @@ def _sizes(graph: Graph, batch: int) -> dict[str, tuple[int, ...]]:
         with torch.inference_mode():
             run(graph, inputs, hook=note)
     except RuntimeError as e:
-        raise ExportError(
-            f"The model does not run on a batch of {batch}: {str(e).splitlines()[0]}", hint="choose another `batch`"
-        ) from e
+        hint = "choose another `batch`"
+        raise ExportError(f"The model does not run on a batch of {batch}: {str(e).splitlines()[0]}", hint=hint) from e
     return found
 
 

@@ -1,7 +1,5 @@
 """The predecessor's configurations, with its names, order and defaults; what each option becomes stands beside it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import field
 from typing import Annotated, Any
@@ -71,15 +69,11 @@ class QuantizationConfig:
             UnsupportedError: an option that is not supported.
         """
         if self.input_scaling:
-            raise UnsupportedError(
-                "input_scaling would return a model that expects other inputs than the one that was given",
-                hint="scale the data, or fold the factor into the first layer",
-            )
+            what = "input_scaling would return a model that expects other inputs than the one that was given"
+            raise UnsupportedError(what, hint="scale the data, or fold the factor into the first layer")
         if self.shift_negative_params_search:
-            raise UnsupportedError(
-                "Searching the shift of negative activations is not supported",
-                hint="leave shift_negative_params_search off",
-            )
+            hint = "leave shift_negative_params_search off"
+            raise UnsupportedError("Searching the shift of negative activations is not supported", hint=hint)
         percent = self.activation_bias_correction_threshold
         return Settings(
             collapse_linear=self.linear_collapsing,
@@ -148,9 +142,8 @@ class BitWidthConfig:
             if attr not in KERNELS:
                 raise ConfigError("Only the width of kernels can be chosen", got=repr(attr), allowed=", ".join(KERNELS))
         if isinstance(attrs, list) and len(attrs) not in (1, len(pairs)):
-            raise ConfigError(
-                f"There are {len(attrs)} attributes for {len(pairs)} filters", allowed="one for all, or one for each"
-            )
+            allowed = "one for all, or one for each"
+            raise ConfigError(f"There are {len(attrs)} attributes for {len(pairs)} filters", allowed=allowed)
         self.choices += [(f, {"bits": b}) for f, b in pairs]
 
     def __repr__(self) -> str:
@@ -162,9 +155,8 @@ def _paired(filters: Any, bit_widths: Any) -> list[tuple[NodeFilter, int]]:
     widths = list(bit_widths) if isinstance(bit_widths, (list, tuple)) else [bit_widths]
     checked(list[Width], widths, ConfigError, "BitWidthConfig", "bit_widths")
     if len(widths) not in (1, len(chosen)):
-        raise ConfigError(
-            f"There are {len(widths)} bit widths for {len(chosen)} filters", allowed="one for all, or one for each"
-        )
+        allowed = "one for all, or one for each"
+        raise ConfigError(f"There are {len(widths)} bit widths for {len(chosen)} filters", allowed=allowed)
     return list(zip(chosen, widths * len(chosen) if len(widths) == 1 else widths, strict=True))
 
 
@@ -219,9 +211,8 @@ class DebugConfig:
         """
         checked(list[EditRule], self.network_editor, ConfigError, "DebugConfig", "network_editor")
         if self.analyze_similarity:
-            raise UnsupportedError(
-                "analyze_similarity is not supported", hint="information.result.verify(data) compares every layer"
-            )
+            hint = "information.result.verify(data) compares every layer"
+            raise UnsupportedError("analyze_similarity is not supported", hint=hint)
         if self.simulate_scheduler:
             raise UnsupportedError("simulate_scheduler is not supported", hint="leave it off")
 

@@ -1,7 +1,5 @@
 """The predecessor's names of range rules."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 from chipfit.errors import UnsupportedError
@@ -24,9 +22,7 @@ class QuantizationErrorMethod(Enum):
             UnsupportedError: HMSE, which needs scores that only gradient-based tuning computes.
         """
         if self is QuantizationErrorMethod.HMSE:
-            raise UnsupportedError(
-                "HMSE needs Hessian scores, which are not computed yet",
-                allowed="NOCLIPPING, MSE, MAE, KL, LP",
-                hint="use MSE",
-            )
+            allowed = "NOCLIPPING, MSE, MAE, KL, LP"
+            hint = "use MSE"
+            raise UnsupportedError("HMSE needs Hessian scores, which are not computed yet", allowed=allowed, hint=hint)
         return {"NOCLIPPING": "no_clipping", "LP": f"lp(p={p})"}.get(self.name, self.name.lower())

@@ -155,29 +155,20 @@ def filters_of(given: Any) -> list[NodeFilter]:
         ConfigError: none, or something that is no filter.
     """
     found = list(given) if isinstance(given, (list, tuple)) else [given]
-    filters: list[NodeFilter] = checked(
-        Annotated[list[Filter], Field(min_length=1)], found, ConfigError, "a rule", "filters"
-    )
-    return filters
+    some = Annotated[list[Filter], Field(min_length=1)]
+    return checked(some, found, ConfigError, "a rule", "filters")  # type: ignore[no-any-return]  # as `some` says
 
 
 # ---------------------------------------------------------------- actions
 
 #: names that the weights of linear operators go by
 KERNELS = ("kernel", "kernel_attr", "weight", "depthwise_kernel")
-_METHODS = {
-    QuantizationMethod.POWER_OF_TWO: "power_of_two",
-    QuantizationMethod.SYMMETRIC: "symmetric",
-    QuantizationMethod.UNIFORM: "uniform",
-    QuantizationMethod.LUT_POT_QUANTIZER: "lut_power_of_two",
-    QuantizationMethod.LUT_SYM_QUANTIZER: "lut_symmetric",
-}
 
 # what an attribute may be, and which choice of `overrides` it becomes
 Width = Annotated[int, Field(ge=1), allowed("a number of bits, at least 1")]
 _Enabled = Annotated[bool, AfterValidator(lambda on: None if on else "float")]
 _PerChannel = Annotated[bool, AfterValidator(lambda on: "channel" if on else "tensor")]
-_Method = Annotated[QuantizationMethod, by_name(QuantizationMethod), AfterValidator(_METHODS.__getitem__)]
+_Method = Annotated[QuantizationMethod, by_name(QuantizationMethod), AfterValidator(lambda method: method.word)]
 _ErrorMethod = Annotated[QuantizationErrorMethod, by_name(QuantizationErrorMethod)]
 _SIGNS = (Signedness.SIGNED, Signedness.UNSIGNED)
 _Signed = Annotated[
@@ -222,11 +213,9 @@ class _ByAttributes(Action):
         p = kwargs.pop("l_p_value", None)
         method = kwargs.get(self.error_method)
         if p is not None and getattr(method, "name", "") != "LP":
-            raise ConfigError(
-                "l_p_value is the exponent of the error method LP",
-                got=f"{self.error_method}={method}",
-                hint=f"set {self.error_method} as well",
-            )
+            got = f"{self.error_method}={method}"
+            hint = f"set {self.error_method} as well"
+            raise ConfigError("l_p_value is the exponent of the error method LP", got=got, hint=hint)
         choices = {}
         for attr, value in kwargs.items():
             if attr not in self.table:
@@ -370,9 +359,8 @@ class _ByFunction:
                     return from_min_max(torch.where(sample.low < 0, -t, 0.0), t, grid)
                 scale = finish_scale(t / (-grid.qmin or grid.qmax + 1), grid)
                 return QParams(scale, torch.zeros_like(scale, dtype=torch.int32))
-            return from_min_max(
-                _per_channel(found["range_min"], sample), _per_channel(found["range_max"], sample), grid
-            )
+            low, high = (_per_channel(found[end], sample) for end in ("range_min", "range_max"))
+            return from_min_max(low, high, grid)
         except (KeyError, TypeError, ValueError, RuntimeError):
             raise ConfigError(
                 f"The function '{self.__name__}' returned no range",

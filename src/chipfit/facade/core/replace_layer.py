@@ -1,7 +1,5 @@
 """Layers of a PyTorch model exchanged for others before it is read: the action `ReplaceLayer` of the network editor."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from typing import Any
@@ -30,9 +28,8 @@ def replace_layers(model: Any, rules: Iterable[EditRule]) -> Any:
     if not wanted:
         return model
     if framework_of(model) != "torch":
-        raise UnsupportedError(
-            "ReplaceLayer works on PyTorch models", got=type(model).__name__, hint="replace the layer, then quantize"
-        )
+        got = type(model).__name__
+        raise UnsupportedError("ReplaceLayer works on PyTorch models", got=got, hint="replace the layer, then quantize")
     model = copy.deepcopy(model)
     for chosen, action in wanted:
         leaves = {
@@ -64,9 +61,7 @@ def _replacement(name: str, old: torch.nn.Module, action: ReplaceLayer) -> torch
         new = action.layer_type(**attributes)
         new.load_state_dict({k: torch.as_tensor(v) for k, v in weights.items()})
     except (TypeError, ValueError, RuntimeError, AttributeError) as e:
-        raise ConfigError(
-            f"'{name}' cannot become a {action.layer_type.__name__}",
-            got=str(e).splitlines()[0],
-            allowed="get_params_and_weights_fn(weights, **attributes) returns (weights, attributes) that fit the layer",
-        ) from e
+        got = str(e).splitlines()[0]
+        allowed = "get_params_and_weights_fn(weights, **attributes) returns (weights, attributes) that fit the layer"
+        raise ConfigError(f"'{name}' cannot become a {action.layer_type.__name__}", got=got, allowed=allowed) from e
     return new.train(old.training)

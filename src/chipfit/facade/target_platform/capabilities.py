@@ -5,18 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import field
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from chipfit.errors import ModelingError
-from chipfit.facade.checks import arguments
+from chipfit.facade.checks import arguments, record
 from chipfit.facade.target_platform.configs import OpQuantizationConfig, QuantizationConfigOptions
-from chipfit.facade.target_platform.layers import member_of, squash
+from chipfit.facade.target_platform.layers import member_of, name_of, squash
 from chipfit.facade.target_platform.model import OperatorGroup, TargetPlatformModel
 from chipfit.graph.config import call_settings, module_settings, plain
 from chipfit.graph.ir import Node
-from chipfit.platform.filters import AttributeFilter, Member
+from chipfit.platform.filters import AttributeFilter, Member, has_nan
 from chipfit.platform.match import sets_of
 from chipfit.platform.schema import Platform
 
@@ -39,9 +40,16 @@ __all__ = [
 _CURRENT: ContextVar[TargetPlatformCapabilities | None] = ContextVar("target_platform_capabilities", default=None)
 
 
+def _condition(attr: str, test: Any, value: Any) -> AttributeFilter:
+    if not isinstance(attr, str) or has_nan(plain(value)):
+        allowed = "an attribute's name, and any value but nan, which is equal to nothing and in no order"
+        raise ModelingError("An attribute cannot be compared so", got=f"{attr!r}, {value!r}"[:120], allowed=allowed)
+    return AttributeFilter(attr=attr, test=test, value=value)
+
+
 def _filter(name: str, test: str, doc: str) -> Any:
     def make(attr: str, value: Any) -> AttributeFilter:
-        return AttributeFilter(attr=attr, test=test, value=value)  # type: ignore[arg-type]  # one of the literals
+        return _condition(attr, test, value)
 
     make.__name__ = make.__qualname__ = name
     make.__doc__ = f"Layers that have the attribute, with a value {doc} `value`. Combine with `&` and `|`."
@@ -57,16 +65,17 @@ SmallerEq = _filter("SmallerEq", "le", "at or below")
 Contains = _filter("Contains", "contains", "that contains")
 
 
+_Known = Annotated[
+    Mapping[Any, Any], BeforeValidator(lambda given: {} if given is None else given), AfterValidator(dict)
+]
+
+
+@record(ModelingError, frozen=True)
 class DefaultDict:
     """A read-only mapping with a value for every other key."""
 
-    def __init__(self, known_dict: Mapping[Any, Any] | None = None, default_value: Any = None) -> None:
-        if not isinstance(known_dict, (Mapping, type(None))):
-            got = f"{known_dict!r} of type {type(known_dict).__name__}"
-            raise ModelingError(
-                "The known values of a DefaultDict are a table", got=got, allowed="a dictionary, or None"
-            )
-        self.known_dict, self.default_value = dict(known_dict or {}), default_value
+    known_dict: _Known = field(default_factory=dict)
+    default_value: Any = None
 
     def get(self, key: Any) -> Any:
         """The key's value, else the default."""
@@ -76,14 +85,8 @@ class DefaultDict:
         """The keys with a value of their own."""
         return self.known_dict.keys()
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DefaultDict) and vars(self) == vars(other)
-
     def __hash__(self) -> int:
         return hash(len(self.known_dict))
-
-    def __repr__(self) -> str:
-        return f"DefaultDict({self.known_dict!r}, {self.default_value!r})"
 
 
 class LayerFilterParams:
@@ -98,17 +101,15 @@ class LayerFilterParams:
     def __init__(self, layer: Any, *conditions: AttributeFilter, **kwargs: Any) -> None:
         for c in conditions:
             if not isinstance(c, AttributeFilter):
-                raise ModelingError(
-                    "Not an attribute filter",
-                    got=f"{c!r} of type {type(c).__name__}",
-                    allowed="Eq, NotEq, Greater, ... joined by & and |",
-                )
+                allowed = "Eq, NotEq, Greater, ... joined by & and |"
+                raise ModelingError("Not an attribute filter", got=f"{c!r} of type {type(c).__name__}", allowed=allowed)
         self.layer, self.conditions, self.kwargs = layer, conditions, {k: plain(v) for k, v in kwargs.items()}
+        self._tests = [*(_condition(k, "is", v) for k, v in self.kwargs.items()), *conditions]
 
     @property
     def member(self) -> Member:
         """The filter as data."""
-        tests = [*(AttributeFilter(attr=k, test="is", value=v) for k, v in self.kwargs.items()), *self.conditions]
+        tests = self._tests
         where = tests[0] if len(tests) == 1 else AttributeFilter(all_=tuple(tests)) if tests else None
         return member_of(self.layer).model_copy(update={"where": where})
 
@@ -130,7 +131,7 @@ class LayerFilterParams:
 
     def __repr__(self) -> str:
         words = [f"{k}={v}" for k, v in self.kwargs.items()] + [repr(c) for c in self.conditions]
-        return f"{_label(self.layer)}({', '.join(words)})"
+        return f"{name_of(self.layer)}({', '.join(words)})"
 
 
 def members_of(layers: Iterable[Any]) -> tuple[Member, ...]:
@@ -194,7 +195,7 @@ class OperationsSetToLayers:
             tpc._add(self)
 
     def __repr__(self) -> str:
-        return f"OperationsSetToLayers({self.name!r}, [{', '.join(map(_label, self.layers))}])"
+        return f"OperationsSetToLayers({self.name!r}, [{', '.join(map(name_of, self.layers))}])"
 
 
 class OperationsToLayers:
@@ -219,10 +220,8 @@ class OperationsToLayers:
         for layer in entry.layers:
             (member,) = members_of([layer])
             if member in seen:  # the same layer, or one that goes by the same name
-                raise ModelingError(
-                    f"Found layer {_label(layer)} in more than one OperatorsSet",
-                    got=f"'{seen[member]}' and '{entry.name}'",
-                )
+                got = f"'{seen[member]}' and '{entry.name}'"
+                raise ModelingError(f"Found layer {name_of(layer)} in more than one OperatorsSet", got=got)
         self.op_sets_to_layers.append(entry)
 
     def get_layers_by_op(self, op: OperatorGroup) -> list[Any] | None:
@@ -328,7 +327,7 @@ class TargetPlatformCapabilities:
             "Capabilities": self.name,
             "Version": self.version,
             **self.tp_model.get_info(),
-            "Layers": {o.name: [_label(x) for x in o.layers] for o in self._entries},
+            "Layers": {o.name: [name_of(x) for x in o.layers] for o in self._entries},
         }
 
     def show(self) -> None:
@@ -364,10 +363,7 @@ def _renamed(
         return options
     names = {a: a for c in options.quantization_config_list for a in c.attr_weights_configs_mapping}
     for attribute, d in mapping.items():  # a file knows layers by their names
-        known = next((v for k, v in d.known_dict.items() if k is layer or _label(k) == _label(layer)), d.default_value)
+        named = (v for k, v in d.known_dict.items() if k is layer or name_of(k) == name_of(layer))
+        known = next(named, d.default_value)
         names[attribute] = known or attribute
     return options.clone_and_map_weights_attr_keys(names)
-
-
-def _label(layer: Any) -> str:
-    return repr(layer) if isinstance(layer, LayerFilterParams) else getattr(layer, "__name__", str(layer))

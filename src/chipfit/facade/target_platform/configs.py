@@ -11,7 +11,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Strict, TypeAdapter
 
 from chipfit.errors import ModelingError, UnknownNameError
-from chipfit.facade.checks import allowed, by_name, record
+from chipfit.facade.checks import allowed, by_name, checked, record
+from chipfit.quantizers.grids import Grid
 
 __all__ = [
     "BIAS_ATTR",
@@ -48,6 +49,11 @@ class QuantizationMethod(Enum):
             return cls.LUT_POT_QUANTIZER if pot else cls.LUT_SYM_QUANTIZER
         return cls.UNIFORM if affine else cls.POWER_OF_TWO if pot else cls.SYMMETRIC
 
+    @classmethod
+    def of_grid(cls, grid: Grid) -> QuantizationMethod:
+        """The method that a grid is of."""
+        return cls.of(lut=grid.kind == "lut", pot=grid.pot, affine=not grid.symmetric)
+
     @property
     def lut(self) -> bool:
         """Whether codes stand for the entries of a table."""
@@ -62,6 +68,12 @@ class QuantizationMethod(Enum):
     def affine(self) -> bool:
         """Whether grids have a zero point."""
         return self is QuantizationMethod.UNIFORM
+
+    @property
+    def word(self) -> str:
+        """The word of `chipfit.decide.narrow.METHODS`."""
+        grid = "uniform" if self.affine else "power_of_two" if self.pot else "symmetric"
+        return f"lut_{grid}" if self.lut else grid
 
 
 class Signedness(Enum):
@@ -107,15 +119,11 @@ class AttributeQuantizationConfig:
 Attributes = Annotated[
     Mapping[str, AttributeQuantizationConfig], AfterValidator(lambda given: MappingProxyType(dict(given)))
 ]
+_Edits = Mapping[str, Mapping[str, Any]] | None
 Scale = Annotated[float, Field(gt=0, strict=False), allowed("a number above 0")]
 #: True stands for SIGNED, False for UNSIGNED
-Sign = Annotated[
-    Signedness,
-    by_name(Signedness),
-    BeforeValidator(
-        lambda given: (Signedness.UNSIGNED, Signedness.SIGNED)[given] if isinstance(given, bool) else given
-    ),
-]
+_OF_BOOLS = BeforeValidator(lambda v: (Signedness.UNSIGNED, Signedness.SIGNED)[v] if isinstance(v, bool) else v)
+Sign = Annotated[Signedness, by_name(Signedness), _OF_BOOLS]
 
 
 @record(ModelingError, frozen=True)
@@ -174,19 +182,15 @@ class OpQuantizationConfig:
         Raises:
             ModelingError: a field, or a weight attribute, that does not exist.
         """
-        mapping = changes.pop("attr_weights_configs_mapping", self.attr_weights_configs_mapping)
-        edited = {} if attr_to_edit is None else attr_to_edit
-        for given in (mapping, edited, *(edited.values() if isinstance(edited, Mapping) else ())):
-            if not isinstance(given, Mapping) or not all(isinstance(k, str) for k in given):
-                got = f"{repr(given)[:100]} of type {type(given).__name__}"
-                raise ModelingError("Weight attributes are edited by name", got=got, allowed="tables: name -> value")
-        attrs = dict(mapping)
-        for name, edits in edited.items():
+        edited = checked(_Edits, attr_to_edit, ModelingError, "OpQuantizationConfig.clone_and_edit", "attr_to_edit")
+        changed = replace(self, **changes)
+        attrs = dict(changed.attr_weights_configs_mapping)
+        for name, edits in (edited or {}).items():
             if name not in attrs:
                 near = UnknownNameError("weight attribute", name, attrs)
                 raise ModelingError(near.what, allowed=near.allowed)
             attrs[name] = attrs[name].clone_and_edit(**edits)
-        return replace(self, **{**changes, "attr_weights_configs_mapping": attrs})
+        return replace(changed, attr_weights_configs_mapping=attrs)
 
 
 @record(ModelingError, frozen=True)
@@ -204,10 +208,8 @@ class QuantizationConfigOptions:
     def __post_init__(self) -> None:
         configs = self.quantization_config_list
         if self.base_config is None and len(configs) > 1:
-            raise ModelingError(
-                f"With {len(configs)} options, base_config must say which one holds where bits are not searched",
-                hint="base_config=...",
-            )
+            what = f"With {len(configs)} options, base_config must say which one holds where bits are not searched"
+            raise ModelingError(what, hint="base_config=...")
         object.__setattr__(self, "base_config", self.base_config or configs[0])
         if self.base_config not in configs:
             raise ModelingError("base_config must be one of quantization_config_list", got=self.base_config)
@@ -254,13 +256,9 @@ class QuantizationConfigOptions:
         def renamed(c: OpQuantizationConfig) -> OpQuantizationConfig:
             for a in c.attr_weights_configs_mapping:
                 if a not in layer_attrs_mapping:
-                    raise ModelingError(
-                        f"The attribute mapping does not name '{a}'", allowed=", ".join(layer_attrs_mapping)
-                    )
-            return c.clone_and_edit(
-                attr_weights_configs_mapping={
-                    layer_attrs_mapping[a]: v for a, v in c.attr_weights_configs_mapping.items()
-                }
-            )
+                    allowed = ", ".join(layer_attrs_mapping)
+                    raise ModelingError(f"The attribute mapping does not name '{a}'", allowed=allowed)
+            attrs = {layer_attrs_mapping[a]: v for a, v in c.attr_weights_configs_mapping.items()}
+            return c.clone_and_edit(attr_weights_configs_mapping=attrs)
 
         return self._each(renamed)

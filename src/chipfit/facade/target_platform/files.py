@@ -1,8 +1,7 @@
 """Modelled chips as JSON: enumerations by name, layers by name or as filters, a schema version."""
 
-from __future__ import annotations
-
 import json
+import os
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -20,6 +19,7 @@ from chipfit.facade.target_platform.capabilities import (
 )
 from chipfit.facade.target_platform.configs import OpQuantizationConfig, QuantizationConfigOptions
 from chipfit.facade.target_platform.from_platform import from_platform
+from chipfit.facade.target_platform.layers import name_of
 from chipfit.facade.target_platform.model import (
     Fusing,
     OperatorGroup,
@@ -37,50 +37,28 @@ __all__ = ["export_target_platform_capabilities", "load_target_platform_capabili
 SCHEMA_VERSION = 1
 
 
-class _Options(TypedDict):
-    options: list[Any]
-    base: int
+# the types are data
+_make: Any = TypedDict
+_list: Any = list
+_dict: Any = dict
 
 
-class _Set(TypedDict):
-    name: str
-    options: NotRequired[_Options | None]
-    members: NotRequired[list[str]]
+def _table(**wanted: Any) -> Any:
+    """A table with these keys, beside others."""
+    return _make("Table", wanted)
 
 
-class _Fusing(TypedDict):
-    name: str | None
-    groups: list[str]
-
-
-class _Model(TypedDict):
-    name: str
-    add_metadata: bool
-    default: _Options
-    math: dict[str, Any] | None
-    operator_sets: list[_Set]
-    fusings: list[_Fusing]
-
-
-class _Attribute(TypedDict):
-    known: dict[str, Any]
-    default: Any
-
-
-class _Entry(TypedDict):
-    set: str
-    members: list[Any]
-    attributes: dict[str, _Attribute]
-
-
-class _File(TypedDict):
-    """What a file holds."""
-
-    SCHEMA_VERSION: int
-    name: str
-    version: str | None
-    model: _Model
-    layers: list[_Entry]
+_options = _table(options=list[Any], base=int)
+_set = _table(name=str, options=NotRequired[_options | None], members=NotRequired[list[str]])
+_fusing = _table(name=str | None, groups=list[str])
+_attribute = _table(known=dict[str, Any], default=Any)
+_entry = _table(set=str, members=list[Any], attributes=_dict[str, _attribute])
+_math = dict[str, Any] | None
+_model = _table(
+    name=str, add_metadata=bool, default=_options, math=_math, operator_sets=_list[_set], fusings=_list[_fusing]
+)
+#: what a file holds
+_file = _table(SCHEMA_VERSION=int, name=str, version=str | None, model=_model, layers=_list[_entry])
 
 
 class MissingFile(ModelingError, FileNotFoundError):
@@ -122,18 +100,16 @@ def load_target_platform_capabilities(source: Any) -> TargetPlatformCapabilities
     if isinstance(source, TargetPlatformModel):
         return TargetPlatformCapabilities(source)
     if not isinstance(source, (str, Path)):
-        raise NotCapabilities(
-            "Capabilities are given as an object or as the path of a .json file", got=type(source).__name__
-        )
+        got = type(source).__name__
+        raise NotCapabilities("Capabilities are given as an object or as the path of a .json file", got=got)
     path = _json_path(source)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise MissingFile("The capabilities file does not exist", where=str(path))
     data = read_json(path, ModelingError)
     version = data.get("SCHEMA_VERSION") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
-        raise ModelingError(
-            "The file is of an unknown schema version", where=str(path), got=repr(version), allowed=SCHEMA_VERSION
-        )
+        what = "The file is of an unknown schema version"
+        raise ModelingError(what, where=str(path), got=repr(version), allowed=SCHEMA_VERSION)
     try:
         return read(data)
     except ModelingError as e:
@@ -156,9 +132,8 @@ class ModelledFiles:
 def _json_path(path: str | Path) -> Path:
     path = Path(path)
     if path.suffix != ".json":
-        raise ModelingError(
-            "Capabilities are kept in .json files", where=str(path), got=path.suffix or "no suffix", allowed=".json"
-        )
+        got = path.suffix or "no suffix"
+        raise ModelingError("Capabilities are kept in .json files", where=str(path), got=got, allowed=".json")
     return path
 
 
@@ -192,7 +167,7 @@ def _dump(tpc: TargetPlatformCapabilities) -> dict[str, Any]:
                 "set": o.name,
                 "members": [m.model_dump(mode="json", by_alias=True, exclude_defaults=True) for m in o.members],
                 "attributes": {
-                    k: {"known": {_name(x): v for x, v in d.known_dict.items()}, "default": d.default_value}
+                    k: {"known": {name_of(x): v for x, v in d.known_dict.items()}, "default": d.default_value}
                     for k, d in o.attr_mapping.items()
                 },
             }
@@ -213,10 +188,6 @@ def _plain(thing: Any) -> Any:
     return dict(thing) if isinstance(thing, Mapping) else vars(thing)
 
 
-def _name(layer: Any) -> str:
-    return layer if isinstance(layer, str) else getattr(layer, "__name__", str(layer))
-
-
 # ---------------------------------------------------------------- data to objects
 
 
@@ -226,7 +197,7 @@ def read(data: Mapping[str, Any]) -> TargetPlatformCapabilities:
     Raises:
         ModelingError: the data are no modelled chip, or the chip contradicts itself.
     """
-    checked(_File, data, ModelingError, "the file", "", json=True)
+    checked(_file, data, ModelingError, "the file", "", json=True)
     m = data["model"]
     default = read_options(m["default"])
     sets: dict[str, OperatorGroup] = {}

@@ -1,7 +1,5 @@
 """A platform as modelled values: the way back from the record that platform files load into."""
 
-from __future__ import annotations
-
 from chipfit.facade.target_platform.capabilities import (
     OperationsSetToLayers,
     OperationsToLayers,
@@ -46,9 +44,7 @@ def from_platform(platform: Platform) -> TargetPlatformCapabilities:
         members = [m for w in rule.match for m in platform.sets.get(w.removeprefix("@"), ())]
         members += [Member(op=(o,)) for o in sorted(words) if o in OPS]
         members = [m for m in members if m not in taken]
-        if (
-            members and label not in sets
-        ):  # a second rule for the same operators holds under conditions that sets cannot say
+        if members and label not in sets:  # a second rule holds under conditions that sets cannot say
             taken.update(members)
             layers.append(OperationsSetToLayers(label, members))
             sets[label], words_of[label] = OperatorsSet(label, options), words

@@ -4,15 +4,11 @@ Entries are recognised by name, so that neither PyTorch nor Keras nor TensorFlow
 `keras.layers.Add`, `keras.ops.add`, `torch.add`, `operator.add` and "Add" are all the operator Add.
 """
 
-from __future__ import annotations
-
 import functools
-from importlib import resources
 from typing import Any
 
-import yaml
-
 from chipfit.errors import ModelingError, UnknownNameError
+from chipfit.files import package_data
 from chipfit.graph.ops import OPS
 from chipfit.platform.filters import Member
 
@@ -20,8 +16,7 @@ from chipfit.platform.filters import Member
 @functools.cache
 def table() -> dict[str, Any]:
     """The data of `layers.yaml`."""
-    data: dict[str, Any] = yaml.safe_load((resources.files(__package__) / "layers.yaml").read_text(encoding="utf-8"))
-    return data
+    return package_data("chipfit.facade.target_platform", "layers.yaml")  # type: ignore[no-any-return]  # a table
 
 
 @functools.cache
@@ -36,9 +31,19 @@ def known_set(name: str) -> tuple[str, ...] | None:
     return _operators("sets").get(squash(name), (None,))[0]
 
 
+def operator_named(name: str) -> str:
+    """The first operator that the name of a layer or function may stand for; "" for none."""
+    return _operators("operators").get(squash(name), (("",), False))[0][0]
+
+
 def squash(name: str) -> str:
     """A name without case, underscores, and TensorFlow's version suffix."""
     return name.lower().replace("_v2", "").replace("_", "")
+
+
+def name_of(entry: Any) -> str:
+    """What messages and files call a class, a function, a filter or a name."""
+    return getattr(entry, "__name__", str(entry))
 
 
 def package_of(entry: Any) -> str:

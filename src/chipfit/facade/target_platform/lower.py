@@ -1,7 +1,5 @@
 """A chip described in Python becomes the record that platform files load into."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,14 +20,6 @@ from chipfit.graph.ops import OPS
 from chipfit.platform.filters import Member
 from chipfit.platform.schema import Format, Fuse, OpRule, Option, Placement, Platform, Rule
 
-#: methods in names of formats
-_SHORT = {
-    QuantizationMethod.POWER_OF_TWO: "pot",
-    QuantizationMethod.SYMMETRIC: "sym",
-    QuantizationMethod.UNIFORM: "uni",
-    QuantizationMethod.LUT_POT_QUANTIZER: "lutpot",
-    QuantizationMethod.LUT_SYM_QUANTIZER: "lutsym",
-}
 #: operators that carry codes on where their results have no quantizer: those that move numbers, and a few like them
 _CARRYING = {o for o, facts in OPS.items() if facts.moves} | {"ArgMax", "Cast", "Pad", "Size"}
 _COMMON: dict[str, Any] = {"src": ("python",), "conf": "D"}
@@ -76,6 +66,7 @@ def lower(
         if all(steps):
             fusings.append(Fuse(chain=steps, note=note, **_COMMON))
     base = default.base
+    given = (_activation(base, formats),) if base.enable_activation_quantization else ()
     return Platform(
         name=name,
         title=f"{name}, described in Python",
@@ -84,9 +75,7 @@ def lower(
         ops=tuple(rules),
         unlisted="float",
         fuse=tuple(fusings),
-        place=Placement(
-            at="outputs", io_in=(_activation(base, formats),) if base.enable_activation_quantization else ()
-        ),
+        place=Placement(at="outputs", io_in=given),
         sources={"python": "described in Python"},
         file=f"<{name}>",
         **rest,
@@ -105,11 +94,8 @@ def members_of(name: str) -> tuple[Member, ...]:
     try:
         return (member_of(name),)
     except ModelingError as e:
-        raise ModelingError(
-            f"No layers are attached to the operator set '{name}', and its name is no known operator",
-            allowed=e.allowed,
-            hint=f"OperationsSetToLayers('{name}', [...])",
-        ) from None
+        what = f"No layers are attached to the operator set '{name}', and its name is no known operator"
+        raise ModelingError(what, allowed=e.allowed, hint=f"OperationsSetToLayers('{name}', [...])") from None
 
 
 def _rules(
@@ -169,17 +155,9 @@ def _pick(
     attrs: Mapping[str, AttributeQuantizationConfig], names: tuple[str, ...], default: AttributeQuantizationConfig
 ) -> AttributeQuantizationConfig:
     """The configuration of a weight attribute, by its generic name or a framework's own."""
-    exact = next((attrs[n] for n in names if n in attrs), None)
-    if exact is not None:
-        return exact
-    return next(
-        (
-            v
-            for k, v in attrs.items()
-            if k.rpartition("_")[2] in names or k.rpartition("/")[2].partition(":")[0] in names
-        ),
-        default,
-    )
+    exact = [attrs[n] for n in names if n in attrs]
+    last_words = {k: {k.rpartition("_")[2], k.rpartition("/")[2].partition(":")[0]} for k in attrs}
+    return next(iter([*exact, *(v for k, v in attrs.items() if last_words[k] & {*names})]), default)
 
 
 def _weight(a: AttributeQuantizationConfig, formats: dict[str, Format]) -> str:
@@ -187,7 +165,7 @@ def _weight(a: AttributeQuantizationConfig, formats: dict[str, Format]) -> str:
         return "float"
     method, channels = a.weights_quantization_method, a.weights_per_channel_threshold
     entries = f"_v{a.lut_values_bitwidth}" if method.lut and a.lut_values_bitwidth else ""
-    name = f"w{a.weights_n_bits}_{_SHORT[method]}{'_ch' if channels else ''}{entries}"
+    name = f"w{a.weights_n_bits}_{_short(method)}{'_ch' if channels else ''}{entries}"
     per = "channel" if channels else "tensor"
     formats[name] = _format(method, a.weights_n_bits, a.lut_values_bitwidth, per=per)
     return name
@@ -200,9 +178,14 @@ def _activation(c: OpQuantizationConfig, formats: dict[str, Format]) -> str:
     else:
         signed = c.signedness is Signedness.SIGNED
         mark = "_u" if not signed else "" if method.affine else "_s"
-    name = f"a{bits}_{_SHORT[method]}{mark}"
+    name = f"a{bits}_{_short(method)}{mark}"
     formats[name] = _format(method, bits, signed=signed)
     return name
+
+
+def _short(method: QuantizationMethod) -> str:
+    """A method in names of formats."""
+    return ("lut" if method.lut else "") + ("uni" if method.affine else "pot" if method.pot else "sym")
 
 
 def _format(method: QuantizationMethod, bits: int, entry_bits: int | None = None, **more: Any) -> Format:
@@ -223,9 +206,8 @@ def _fixed(c: OpQuantizationConfig, formats: dict[str, Format]) -> tuple[Rule, .
     zero = c.fixed_zero_point or 0
     low, high = (0, (1 << f.bits) - 1) if f.signed is False else (-(1 << f.bits - 1), (1 << f.bits - 1) - 1)
     if f.zero == 0 and zero != 0:
-        raise ModelingError(
-            "fixed_zero_point must be 0 on a symmetric grid", got=zero, hint="use QuantizationMethod.UNIFORM"
-        )
+        hint = "use QuantizationMethod.UNIFORM"
+        raise ModelingError("fixed_zero_point must be 0 on a symmetric grid", got=zero, hint=hint)
     if not low <= zero <= high:
         raise ModelingError(f"fixed_zero_point is outside the codes {low}..{high}", got=zero, hint="set signedness")
     return (Rule(fix="out", scale=c.fixed_scale, zp=zero),)

@@ -42,9 +42,8 @@ def get_default_quantization_config_options() -> QuantizationConfigOptions:
     """
     model = _CURRENT.get()
     if model is None:
-        raise ModelingError(
-            "Target platform model is not initialized.", hint="ask inside `with TargetPlatformModel(...):`"
-        )
+        hint = "ask inside `with TargetPlatformModel(...):`"
+        raise ModelingError("Target platform model is not initialized.", hint=hint)
     return model.default_qco
 
 
@@ -55,12 +54,12 @@ class OperatorGroup:
 
     @property
     def members(self) -> tuple[OperatorsSet, ...]:
-        """The sets inside; of a set, itself."""
-        raise NotImplementedError
+        """The sets inside; of a set, itself: it is a concatenation of one."""
+        return (self,)  # type: ignore[return-value]  # concatenations have their own
 
     def get_info(self) -> dict[str, Any]:
         """For printing."""
-        raise NotImplementedError
+        return {"name": self.name}
 
 
 @record(ModelingError, frozen=True)
@@ -77,15 +76,6 @@ class OperatorsSet(OperatorGroup):
 
     def __post_init__(self) -> None:
         _join(self)
-
-    @property
-    def members(self) -> tuple[OperatorsSet, ...]:
-        """Itself: a set is a concatenation of one."""
-        return (self,)
-
-    def get_info(self) -> dict[str, Any]:
-        """For printing."""
-        return {"name": self.name}
 
 
 def _of_name(given: Any) -> Any:
@@ -156,9 +146,8 @@ class Fusing:
     def __post_init__(self) -> None:
         groups = self.operator_groups_list
         if len(groups) < 2:
-            raise ModelingError(
-                "Fusing can not be created for a single operators group", got=len(groups), allowed="two or more"
-            )
+            what = "Fusing can not be created for a single operators group"
+            raise ModelingError(what, got=len(groups), allowed="two or more")
         object.__setattr__(self, "name", self.name or "_".join(g.name for g in groups))
         _join(self)
 
@@ -209,10 +198,8 @@ class TargetPlatformModel:
         is_simd_padding: Flag = False,
     ) -> None:
         if len(default_qco.quantization_config_list) != 1:
-            raise ModelingError(
-                "Default QuantizationConfigOptions must contain only one option",
-                got=len(default_qco.quantization_config_list),
-            )
+            got = len(default_qco.quantization_config_list)
+            raise ModelingError("Default QuantizationConfigOptions must contain only one option", got=got)
         self._frozen = False
         self.default_qco, self.add_metadata, self.name = default_qco, add_metadata, name
         self.math, self.is_simd_padding = _arithmetic(math), is_simd_padding
@@ -242,9 +229,7 @@ class TargetPlatformModel:
     def _add(self, part: OperatorGroup | Fusing) -> None:
         if isinstance(part, Fusing):
             self.fusing_patterns += (part,)
-        elif (
-            isinstance(part, OperatorsSet) or part not in self.operator_set
-        ):  # the same concatenation may be made again
+        elif isinstance(part, OperatorsSet) or part not in self.operator_set:  # concatenations may be made again
             self.operator_set += (part,)
 
     def set_simd_padding(self, is_simd_padding: bool) -> None:
@@ -261,9 +246,8 @@ class TargetPlatformModel:
         named = [o.name for o in self.operator_set]
         twice = next((n for n in named if named.count(n) > 1), None)
         if twice is not None:
-            raise ModelingError(
-                f"Two operator sets are named '{twice}'", where=f"model '{self.name}'", allowed="unique names"
-            )
+            allowed = "unique names"
+            raise ModelingError(f"Two operator sets are named '{twice}'", where=f"model '{self.name}'", allowed=allowed)
         self._frozen = True
 
     def _with_own_sets(self, fusing: Fusing) -> Fusing:

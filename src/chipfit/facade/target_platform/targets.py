@@ -1,7 +1,5 @@
 """Built-in chips as modelled values: those of `platform/builtin/modelled` in every version, and any platform file."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import itertools

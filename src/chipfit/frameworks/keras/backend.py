@@ -1,7 +1,5 @@
 """Tensors and calls of whatever backend Keras runs on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary

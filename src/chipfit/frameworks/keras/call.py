@@ -1,7 +1,5 @@
 """What readers work with: the Graph that a Keras model is read into, and the call that is being read."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A canonical operator as a Keras layer, where no layer of Keras says it as well."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ An operation that no reader knows is opened: its `call` is traced on symbolic te
 its place. What cannot be traced (recurrent layers, foreign code) stays an opaque node that calls the layer.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,10 +50,8 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | No
     reading = Walk()
     if recorded is None or any(None in kt.shape[1:] for kt in leaves(struct)):
         if example is None:
-            raise CaptureError(
-                f"The shapes of the inputs of '{model.name}' are not fixed",
-                hint="give an example batch: the shapes are taken from it",
-            )
+            hint = "give an example batch: the shapes are taken from it"
+            raise CaptureError(f"The shapes of the inputs of '{model.name}' are not fixed", hint=hint)
         given = example
         struct = keras.tree.map_structure(lambda t: keras.KerasTensor((None, *t.shape[1:]), dtype=_dtype(t)), example)
         outputs = None
@@ -89,15 +85,11 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | No
 
 def _demand_model(model: Any) -> None:
     if not isinstance(model, keras.Model):
-        raise CaptureError(
-            "A Keras model is an instance of keras.Model",
-            got=type(model).__name__,
-            hint="wrap a layer: keras.Sequential([layer])",
-        )
+        hint = "wrap a layer: keras.Sequential([layer])"
+        raise CaptureError("A Keras model is an instance of keras.Model", got=type(model).__name__, hint=hint)
     if not model.built:
-        raise CaptureError(
-            f"The model '{model.name}' has no weights yet", hint="call it once on data, or load its weights, first"
-        )
+        hint = "call it once on data, or load its weights, first"
+        raise CaptureError(f"The model '{model.name}' has no weights yet", hint=hint)
     inside = list(model._flatten_layers())
     first = next((x for x in inside if getattr(x, "data_format", None) == "channels_first"), None)
     if first is not None:
@@ -158,22 +150,18 @@ def _example(struct: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         want, got = len(leaves(struct)), len(leaves(given))
         if isinstance(struct, Mapping) != isinstance(given, Mapping) or want != got:
             described = f"inputs named {sorted(struct)}" if isinstance(struct, Mapping) else f"{want} inputs"
-            raise CaptureError(
-                "The example does not fit the model", got=f"{type(given).__name__} of {got}", allowed=described
-            )
+            what = "The example does not fit the model"
+            raise CaptureError(what, got=f"{type(given).__name__} of {got}", allowed=described)
     if any(not isinstance(x, torch.Tensor) or x.dim() == 0 for x in leaves(given)):
-        raise CaptureError(
-            "The example holds something else than batches of numbers",
-            got=str([type(x).__name__ for x in leaves(given)]),
-        )
+        what = "The example holds something else than batches of numbers"
+        raise CaptureError(what, got=str([type(x).__name__ for x in leaves(given)]))
     return given
 
 
 def _input_names(struct: Any, model: Any) -> list[str]:
     by_name, several = isinstance(struct, Mapping), isinstance(struct, (list, tuple))
-    if (by_name and any(not isinstance(k, str) or len(leaves(v)) != 1 for k, v in struct.items())) or (
-        several and any(isinstance(x, (list, tuple, Mapping)) for x in struct)
-    ):
+    nested = by_name and any(not isinstance(k, str) or len(leaves(v)) != 1 for k, v in struct.items())
+    if nested or (several and any(isinstance(x, (list, tuple, Mapping)) for x in struct)):
         raise CaptureError(f"The inputs of '{model.name}' are a nested structure", hint="use one flat dict, or a list")
     if by_name:
         return sorted(struct)  # the order in which Keras flattens a dict
@@ -190,9 +178,8 @@ def _compare(graph: Graph, model: Any, example: Any) -> None:
     except Exception as e:  # the user's code may raise anything
         if not theirs(e):
             raise
-        raise CaptureError(
-            f"The model fails on the example input: {type(e).__name__}: {str(e).strip().splitlines()[0][:300]}"
-        ) from e
+        what = f"The model fails on the example input: {type(e).__name__}: {str(e).strip().splitlines()[0][:300]}"
+        raise CaptureError(what) from e
     with torch.inference_mode():
         env = run(graph, graph.example)
     got = [env[o].numpy() for o in graph.outputs]
@@ -201,11 +188,9 @@ def _compare(graph: Graph, model: Any, example: Any) -> None:
             not a.size or np.abs(a - b).max() <= _TOLERANCE * max(float(np.abs(a).max()), 1e-3)
         )
         if not same and np.isfinite(a).all():
-            raise CaptureError(
-                f"Output '{name}' of the captured graph differs from the model's",
-                got=f"{np.abs(a - b).max() if a.shape == b.shape else b.shape}",
-                hint="the model computes something that this reader does not see; please report it with the model",
-            )
+            hint = "the model computes something that this reader does not see; please report it with the model"
+            what = f"Output '{name}' of the captured graph differs from the model's"
+            raise CaptureError(what, got=f"{np.abs(a - b).max() if a.shape == b.shape else b.shape}", hint=hint)
 
 
 # ---------------------------------------------------------------- the ends of the graph

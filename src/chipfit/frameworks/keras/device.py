@@ -1,7 +1,5 @@
 """The device as a Keras model, for evaluation."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import keras
 import torch
 
-from chipfit.engine.trees import flatten_call, unflatten_outputs
+from chipfit.engine.trees import Results, flatten_call
 from chipfit.frameworks.keras.backend import to_backend, to_torch
 from chipfit.graph.ir import Graph
 
@@ -32,9 +30,8 @@ class DeviceModel(keras.Model):
         spec, given = json.loads(self._graph.in_spec), keras.tree.map_structure(to_torch, inputs)
         packed = tuple(given) if isinstance(given, (list, tuple)) else (given,)
         flat = flatten_call(spec, () if spec["kwargs"] else packed, given if spec["kwargs"] else {})
-        outs = unflatten_outputs(self._graph, self.run_flat([x.detach().cpu() for x in flat]))
+        outs = Results(self._graph)(self.run_flat([x.detach().cpu() for x in flat]))
         return keras.tree.map_structure(to_backend, outs)
 
 
-def device(graph: Graph, run_flat: Callable[[Sequence[torch.Tensor]], list[Any]], floats: Sequence[str]) -> DeviceModel:
-    return DeviceModel(graph, run_flat, floats)
+device = DeviceModel

@@ -1,7 +1,5 @@
 """Keras models from files. Nothing that a file holds is executed: its layers are checked before Keras makes them."""
 
-from __future__ import annotations
-
 import json
 import os
 import zipfile

@@ -1,7 +1,5 @@
 """What computes the canonical operators in Keras, channels last: a layer where one does, else `keras.ops`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -278,22 +276,6 @@ def _slice(x: Any, *, axis: int, start: int, end: int | None, step: int) -> Any:
     return x[tuple(index)]
 
 
-def _select(x: Any, *, axis: int, index: int) -> Any:
-    return ops.take(x, index if index >= 0 else x.shape[axis] + index, axis)
-
-
-def _softplus(x: Any, *, beta: float, threshold: float) -> Any:
-    return ops.softplus(x * beta) / beta
-
-
-def _mish(x: Any) -> Any:
-    return x * ops.tanh(ops.softplus(x))
-
-
-def _parametric_relu(x: Any, w: Any) -> Any:
-    return ops.maximum(x, 0.0) + w * ops.minimum(x, 0.0)
-
-
 def _linear(x: Any, w: Any, b: Any = None) -> Any:
     y = ops.matmul(x, ops.transpose(w))
     return y if b is None else y + b
@@ -314,18 +296,10 @@ def _clamp(x: Any, *, min: float | None, max: float | None) -> Any:
     return ops.clip(x, -math.inf if min is None else min, math.inf if max is None else max)
 
 
-def _reduce_l2(x: Any, *, axes: Any, keepdims: bool) -> Any:
-    return ops.sqrt(ops.sum(ops.square(x), axes, keepdims))
-
-
 def _unsqueeze(x: Any, *, axes: Any) -> Any:
     for a in axes:
         x = ops.expand_dims(x, a)
     return x
-
-
-def _cast(x: Any, *, dtype: str) -> Any:
-    return ops.cast(x, dtype_here(dtype))
 
 
 def _normalize(x: Any, w: Any, b: Any, axes: Sequence[int], eps: float) -> Any:
@@ -366,14 +340,14 @@ FORMS: dict[str, Form] = {
         lambda f: Form(getattr(ops, f), _layer(layers.Activation, activation=f)),
     ),
     "Exp": Form(ops.exp, _layer(layers.Activation, activation="exponential")),
-    "Mish": Form(_mish),
+    "Mish": Form(lambda x: x * ops.tanh(ops.softplus(x))),
     "Relu": Form(ops.relu, _layer(layers.ReLU)),
     "Relu6": Form(ops.relu6, _layer(layers.ReLU, max_value=6.0)),
     "LeakyRelu": Form(ops.leaky_relu, _layer(layers.LeakyReLU, "negative_slope")),
-    "PRelu": Form(_parametric_relu, _prelu, "alpha"),
+    "PRelu": Form(lambda x, w: ops.maximum(x, 0.0) + w * ops.minimum(x, 0.0), _prelu, "alpha"),
     "Elu": Form(ops.elu, _layer(layers.ELU, "alpha")),
     "Gelu": Form(lambda x, *, approximate: ops.gelu(x, approximate == "tanh"), _gelu),
-    "Softplus": Form(_softplus),
+    "Softplus": Form(lambda x, *, beta, threshold: ops.softplus(x * beta) / beta),
     "Softmax": Form(ops.softmax, _layer(layers.Softmax, "axis")),
     "Clamp": Form(_clamp),
     **{f"Conv{n}D": Form(None, _conv, "kernel bias") for n in (1, 2, 3)},
@@ -396,7 +370,7 @@ FORMS: dict[str, Form] = {
         "Mean=mean Sum=sum ReduceMax=max ReduceMin=min ReduceProd=prod Squeeze=squeeze",
         lambda f: Form(_renamed(getattr(ops, f), axes="axis")),
     ),
-    "ReduceL2": Form(_reduce_l2),
+    "ReduceL2": Form(lambda x, *, axes, keepdims: ops.sqrt(ops.sum(ops.square(x), axes, keepdims))),
     "MaxPool": Form(_max_pool, _pool("MaxPooling{}D")),
     "AvgPool": Form(_avg_pool, _pool("AveragePooling{}D")),
     "GlobalAvgPool": Form(lambda x: ops.mean(x, _spatial(x), keepdims=True), _global_average),
@@ -410,9 +384,9 @@ FORMS: dict[str, Form] = {
     "Unsqueeze": Form(_unsqueeze),
     "Expand": Form(_expand),
     "Slice": Form(_slice),
-    "Select": Form(_select),
+    "Select": Form(lambda x, *, axis, index: ops.take(x, index if index >= 0 else x.shape[axis] + index, axis)),
     "Roll": Form(_roll),
-    "Cast": Form(_cast),
+    "Cast": Form(lambda x, *, dtype: ops.cast(x, dtype_here(dtype))),
     "Dropout": Form(lambda x, *, p: x, _layer(layers.Dropout, "rate=p")),
     **dict.fromkeys(("Identity", "Requantize"), Form(lambda x: x, _layer(layers.Identity))),
 }

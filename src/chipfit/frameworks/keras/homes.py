@@ -1,11 +1,9 @@
 """Where the numbers of Graph and Plan live in the lowered Keras model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
-from chipfit.frameworks.keras.layers import KerasQuantizationWrapper, KerasQuantizer
+from chipfit.frameworks.keras.layers import NORM, KerasQuantizationWrapper, KerasQuantizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +22,8 @@ class Home:
         if isinstance(layer, KerasQuantizationWrapper):
             if self.use:
                 return layer.bias(self.use)
+            if self.variable in NORM:
+                return getattr(layer, self.variable)
             layer = layer.layer
         if self.variable.isdigit():
             return [*layer.trainable_variables, *layer.non_trainable_variables][int(self.variable)]

@@ -4,8 +4,6 @@ Keras finds a class by the module and name that a file gives. It refuses most of
 version more; this list does not depend on the version.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
+import torch
 from keras import ops
 
-from chipfit.quantizers.rounding import ROUNDINGS
+from chipfit.frameworks.keras.ops import KerasOps
+from chipfit.quantizers.algorithm import Algorithm, text_of
+from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward, remembered
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.hosting import inferable, rounded, start
 from chipfit.quantizers.stored import Stored
-from chipfit.quantizers.tables import boundaries
+from chipfit.registry import made
 
+#: variables of a batch norm
+NORM = ("gamma", "beta", "moving_mean", "moving_variance")
 _registered = keras.saving.register_keras_serializable(package="chipfit")
 
 
 @_registered
 class KerasQuantizer(keras.layers.Layer):
-    """Rounds a tensor to a grid: y = (clip(round(x / s) + z, qmin, qmax) - z) s.
+    """Rounds a tensor to a grid: y = (clip(round(x / s) + z, qmin, qmax) - z) s, as its algorithm trains it.
 
-    The gradient passes straight through rounding inside the range and stops outside; the scale gets that of LSQ (Esser
-    et al. 2020, arXiv:1902.08153, eq. 3), which differentiating the formula gives. Everything is computed in float32.
+    Everything is computed in float32. Scale and zero point are variables, trainable where the algorithm trains them;
+    gradients are those of its formula, which differentiating it gives.
 
     Args:
         qmin, qmax: least and greatest code.
@@ -29,8 +36,13 @@ class KerasQuantizer(keras.layers.Layer):
         table: what the codes stand for in units of the scale, ascending, where it is not the codes themselves.
         logarithmic: entries of the table are chosen on the logarithm.
         train_scale: let training move the scale; afterwards `scale.trainable` tells.
-        bits: width of a stored code, for display.
+        bits: width of a stored code.
         rounding: of `chipfit.quantizers.rounding`.
+        pot: the scale is a power of two.
+        affine: any code can be the zero point.
+        algorithm: name of a training algorithm, with its options, or the quantizer of a user as Keras saves it.
+        trains: names of the variables that it trains.
+        constants: names of those that it is given besides.
     """
 
     def __init__(
@@ -43,54 +55,105 @@ class KerasQuantizer(keras.layers.Layer):
         train_scale: bool = False,
         bits: int = 8,
         rounding: str = "half_even",
+        pot: bool = False,
+        affine: bool = False,
+        algorithm: str | Algorithm | dict[str, Any] = "ste",
+        trains: Sequence[str] = (),
+        constants: Sequence[str] = ("scale", "zero_point", "least"),
         **kwargs: Any,
     ) -> None:
         super().__init__(**{"dtype": "float32", "autocast": False, **kwargs})
         self.qmin, self.qmax, self.shape, self.bits = int(qmin), int(qmax), tuple(shape), int(bits)
         self.table = None if table is None else tuple(float(t) for t in table)
-        self.logarithmic, self.rounding = logarithmic, rounding
-        self.scale = self.add_weight(name="scale", shape=self.shape, initializer="ones")
-        self.scale.trainable = train_scale  # afterwards: TensorFlow never watches a variable that was made untrainable
-        self.zero_point = self.add_weight(name="zero_point", shape=self.shape, initializer="zeros", trainable=False)
+        self.logarithmic, self.rounding, self.pot, self.affine = logarithmic, rounding, pot, affine
+        if isinstance(algorithm, dict):
+            given = {**algorithm}
+            algorithm = keras.saving.deserialize_keras_object(given.pop("quantizer")).as_algorithm(**given)
+        found: Any = made("training", algorithm) if isinstance(algorithm, str) else algorithm
+        self.algorithm = found
+        self.trains = tuple(trains)
+        kind: Literal["int", "lut", "log"] = "log" if logarithmic else "lut" if self.table is not None else "int"
+        grid = Grid(
+            bits=self.bits,
+            qmin=self.qmin,
+            qmax=self.qmax,
+            zero="any" if affine else 0,
+            pot=pot,
+            per="channel" if self.shape else "tensor",
+            kind=kind,
+            table=self.table,
+            rounding=rounding,
+        )
+        self.grid = self.algorithm.grid(grid)
+        fixed = tuple(n for n in constants if n not in self.trains)
+        for name in (*self.trains, *fixed):
+            start = "ones" if name == "scale" else "zeros"
+            variable = self.add_weight(name=name, shape=self.shape, initializer=start)
+            # afterwards: TensorFlow never watches a variable that was made untrainable
+            variable.trainable = name in self.trains or (name == "scale" and train_scale)
+            setattr(self, name, variable)
+        self.constants, self._given = fixed, (*self.trains, *fixed)
+        self.algorithm.start(self)
         self.built = True
 
-    def call(self, x: Any, scale: Any = None) -> Any:
+    def given(self) -> dict[str, Any]:
+        """What the algorithm is given, each of `shape`."""
+        return {name: ops.convert_to_tensor(getattr(self, name)) for name in self._given}
+
+    def numbers(self) -> tuple[Any, Any]:
+        """Scale and zero point as they are now, of `shape`; gradients flow to what trains."""
+        return self.algorithm.numbers(KerasOps, self.given(), self.grid)
+
+    def call(self, x: Any, scale: Any = None, training: Any = None) -> Any:
         """x: reals. Returns reals on the grid, same shape. `scale` takes the place of the quantizer's own."""
-        s = ops.convert_to_tensor(self.scale if scale is None else scale)
-        if self.table is not None:
-            return self._nearest_entry(x, s, self.table)
-        z = ops.convert_to_tensor(self.zero_point)
-        v = ops.clip(x / s, -(2.0**40), 2.0**40)  # an infinity must not become inf - inf
-        q = v + ops.stop_gradient(ROUNDINGS[self.rounding](v, ops) - v) + z  # exact, see `rounding`
-        return (_clamp(q, self.qmin, self.qmax) - z) * s
+        p = {**self.given(), "training": bool(training)}
+        if scale is not None:
+            p["scale"] = ops.convert_to_tensor(scale)
+        return self.algorithm.call(KerasOps, x, p, self.grid)
 
-    def _nearest_entry(self, x: Any, s: Any, table: Sequence[float]) -> Any:
-        edges = boundaries(tuple(table), self.logarithmic).numpy().astype("float32")
-        v = _clamp(x / s, table[0], table[-1])
-        index = ops.searchsorted(ops.convert_to_tensor(edges), ops.reshape(ops.stop_gradient(v), (-1,)))
-        entry = ops.reshape(ops.take(ops.convert_to_tensor(np.asarray(table, "float32")), index), ops.shape(v))
-        return (v + ops.stop_gradient(entry - v)) * s
+    def reals(self, w: Any) -> Any:
+        """What is rounded in place of w: the weight that the plan's grid is for when training ends."""
+        return self.algorithm.reals(KerasOps, w, self.given(), self.grid)
 
-    def set(self, scale: np.ndarray, zero_point: np.ndarray) -> None:
-        """Take these numbers; arrays of `shape`."""
-        self.scale.assign(scale)
-        self.zero_point.assign(zero_point.astype("float32"))
+    def set(self, stored: Mapping[str, np.ndarray]) -> None:
+        """Take these numbers, by name; arrays of `shape`."""
+        for name, value in stored.items():
+            getattr(self, name).assign(value.astype("float32"))
 
     def get_config(self) -> dict[str, Any]:
-        own = ("qmin", "qmax", "shape", "table", "logarithmic", "bits", "rounding")
-        return {**super().get_config(), **{k: getattr(self, k) for k in own}, "train_scale": self.scale.trainable}
+        settings = ("qmin", "qmax", "shape", "table", "logarithmic", "bits", "rounding", "pot", "affine")
+        config = {k: getattr(self, k) for k in (*settings, "trains", "constants")}
+        algorithm: Any = getattr(self.algorithm, "quantizer", None)  # of the user
+        if algorithm is not None:
+            algorithm = {"quantizer": keras.saving.serialize_keras_object(algorithm), **self.algorithm.get_config()}
+        else:
+            algorithm = text_of(self.algorithm)
+        return {
+            **super().get_config(),
+            **config,
+            "train_scale": self.scale.trainable if hasattr(self, "scale") else False,
+            "algorithm": algorithm,
+        }
 
     @classmethod
-    def of(cls, stored: Stored, shape: Sequence[int] = (), **kwargs: Any) -> KerasQuantizer:
+    def of(cls, stored: Stored, shape: Sequence[int], algorithm: Algorithm, **kwargs: Any) -> KerasQuantizer:
         """The quantizer of a tensor that is stored like this; its numbers are still to be set."""
         grid = stored.grid
-        how: dict[str, Any] = {"bits": grid.bits, "rounding": grid.rounding}
+        how: dict[str, Any] = {"bits": grid.bits, "rounding": grid.rounding, "pot": grid.pot}
+        how |= {"affine": grid.zero == "any", "algorithm": algorithm}
         return cls(grid.qmin, grid.qmax, shape, grid.table, grid.kind == "log", **how, **kwargs)
 
-
-def _clamp(x: Any, low: float, high: float) -> Any:
-    """`ops.clip` whose gradient is 1 at both ends, on every backend."""
-    return ops.where(x < low, float(low), ops.where(x > high, float(high), x))
+    @classmethod
+    def started(cls, stored: Stored, algorithm: Algorithm, weight: Any, rank: int, **kwargs: Any) -> KerasQuantizer:
+        """The same, with its numbers: of a weight of this rank in Keras's layout, or of an activation (weight None)."""
+        shape = [1] * rank if stored.axis is not None else []
+        if stored.axis is not None:
+            shape[stored.axis] = len(stored.scale)
+        x = None if weight is None else torch.from_numpy(ops.convert_to_numpy(weight).copy())
+        trains, fixed = algorithm.init(stored, x), algorithm.constants(stored, x)
+        made = cls.of(stored, shape, algorithm, trains=tuple(trains), constants=tuple(fixed), **kwargs)
+        made.set({n: p.detach().numpy().reshape(shape) for n, p in {**fixed, **trains}.items()})
+        return made
 
 
 @_registered
@@ -100,21 +163,26 @@ class KerasActivationQuantizationHolder(keras.layers.Layer):
     Tensors that the chip keeps on one grid pass through one holder.
 
     Args:
-        activation_holder_quantizer: what rounds.
+        activation_holder_quantizer: what rounds: a KerasQuantizer, or one by hand: trainable, inferable, or a function.
         gives_scale: return (rounded tensor, scale), for the bias of a layer whose scale follows from it.
     """
 
-    def __init__(self, activation_holder_quantizer: KerasQuantizer, gives_scale: bool = False, **kwargs: Any) -> None:
+    def __init__(self, activation_holder_quantizer: Any, gives_scale: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.activation_holder_quantizer = activation_holder_quantizer
         self.gives_scale = gives_scale
+        start(activation_holder_quantizer, None, "activation_holder_quantizer", self)
         self.built = True
 
-    def call(self, inputs: Any) -> Any:
-        y = self.activation_holder_quantizer(inputs)
-        return (y, ops.convert_to_tensor(self.activation_holder_quantizer.scale)) if self.gives_scale else y
+    def convert_to_inferable_quantizers(self) -> None:
+        """Leave training: a trainable quantizer becomes the inferable one that it converts to."""
+        self.activation_holder_quantizer = inferable(self.activation_holder_quantizer)
 
-    def compute_output_spec(self, inputs: Any) -> Any:
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        y = rounded(self.activation_holder_quantizer, inputs, training)
+        return (y, self.activation_holder_quantizer.numbers()[0]) if self.gives_scale else y
+
+    def compute_output_spec(self, inputs: Any, training: Any = None) -> Any:
         y = keras.KerasTensor(inputs.shape, "float32")  # given, not traced, which takes a while in large models
         return (y, keras.KerasTensor((), "float32")) if self.gives_scale else y
 
@@ -134,7 +202,7 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
 
     Args:
         layer: the layer, of any class.
-        weights_quantizers: name of a variable of the layer -> its quantizer.
+        weights_quantizers: name of a variable of the layer -> its quantizer, as of a holder.
         bias_follows: name of the variable whose scale, times that of the input, is the scale of the bias; the scale of
             the input is then an argument of the call. "" when the bias has a scale of its own.
         uses: how many biases there are: called on inputs of several scales, the layer may have one for each call.
@@ -143,7 +211,7 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
     def __init__(
         self,
         layer: Any,
-        weights_quantizers: Mapping[str, KerasQuantizer] | None = None,
+        weights_quantizers: Mapping[str, Any] | None = None,
         bias_follows: str = "",
         uses: int = 1,
         **kwargs: Any,
@@ -156,31 +224,45 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
         super().build(input_shape)
         shape = self.layer.bias.shape if self.uses > 1 else ()
         self.own_biases = [self.add_weight(name=f"bias_{k}", shape=shape) for k in range(1, self.uses)]
+        for name, quantizer in self.weights_quantizers.items():
+            start(quantizer, tuple(self.weight_of(name).shape), name, self)
 
     def bias(self, use: int = 0) -> Any:
         """The bias of one of the uses, unrounded."""
         return self.own_biases[use - 1] if use else self.layer.bias
 
-    def get_quantized_weights(self, input_scale: Any = None, use: int = 0) -> dict[str, Any]:
+    def convert_to_inferable_quantizers(self) -> None:
+        """Leave training: every trainable quantizer becomes the inferable one that it converts to."""
+        self.weights_quantizers = {n: inferable(q) for n, q in self.weights_quantizers.items()}
+
+    def get_quantized_weights(self, input_scale: Any = None, use: int = 0, training: Any = None) -> dict[str, Any]:
         """The weights that the layer computes with, by variable name, rounded as they are now.
 
         Args:
             input_scale: of the tensor that the layer reads. Without it, a bias whose scale follows from it is left out.
             use: which of several biases.
         """
-        out = {}
-        for name, quantizer in self.weights_quantizers.items():
-            x = ops.convert_to_tensor(self.bias(use) if name == "bias" else self._variable(name))
-            if name != "bias" or not self.bias_follows:
-                out[name] = quantizer(x)
-            elif input_scale is not None:
-                s = ops.convert_to_tensor(self.weights_quantizers[self.bias_follows].scale)
-                out[name] = quantizer(x, scale=input_scale * (ops.reshape(s, (-1,)) if len(s.shape) else s))
-        return out
+        given = {n: self.bias(use) if n == "bias" else self.weight_of(n) for n in self.weights_quantizers}
+        if self.bias_follows and input_scale is None:
+            given.pop("bias", None)
+        return {n: self._rounded(n, ops.convert_to_tensor(x), input_scale, training) for n, x in given.items()}
 
-    def call(self, inputs: Any, input_scale: Any = None, use: int = 0) -> Any:
+    def _rounded(self, name: str, x: Any, input_scale: Any, training: Any) -> Any:
+        """What the layer computes with in place of a weight of this name."""
+        quantizer = self.weights_quantizers.get(name)
+        if quantizer is None:
+            return x
+        if name != "bias" or not self.bias_follows:
+            return rounded(quantizer, x, training)
+        s = self.weights_quantizers[self.bias_follows].numbers()[0]
+        return quantizer(x, scale=input_scale * (ops.reshape(s, (-1,)) if len(s.shape) else s))
+
+    def call(self, inputs: Any, input_scale: Any = None, use: int = 0, training: Any = None) -> Any:
         values = {"bias": ops.convert_to_tensor(self.bias(use))} if use else {}
-        values |= self.get_quantized_weights(input_scale, use)
+        return self._run(inputs, values | self.get_quantized_weights(input_scale, use, training))
+
+    def _run(self, inputs: Any, values: Mapping[str, Any]) -> Any:
+        """The layer with other numbers, by variable name."""
         # every variable gets a value: the inner scope does not see those of an outer one (a training step of JAX)
         mapping = [(v, values.get(v.name, ops.convert_to_tensor(v))) for v in self.layer.variables]
         with keras.StatelessScope(state_mapping=mapping) as scope:
@@ -191,10 +273,11 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
                 v.assign(now)  # what the layer counts or averages in training
         return out
 
-    def compute_output_spec(self, inputs: Any, input_scale: Any = None, use: int = 0) -> Any:
+    def compute_output_spec(self, inputs: Any, input_scale: Any = None, use: int = 0, training: Any = None) -> Any:
         return self.layer.compute_output_spec(inputs)
 
-    def _variable(self, name: str) -> Any:
+    def weight_of(self, name: str) -> Any:
+        """A variable of the layer, unrounded."""
         return next(v for v in self.layer.variables if v.name == name)
 
     def get_config(self) -> dict[str, Any]:
@@ -211,3 +294,75 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
         quantizers = {k: keras.saving.deserialize_keras_object(q) for k, q in config["weights_quantizers"].items()}
         layer = keras.saving.deserialize_keras_object(config["layer"], custom_objects=custom_objects)
         return cls(**{**config, "layer": layer, "weights_quantizers": quantizers})
+
+
+@_registered
+class KerasBatchNormWrapper(KerasQuantizationWrapper):
+    """A layer with a kernel and the batch norm that is folded into it, which train apart and are rounded as one.
+
+    Args:
+        bn_fold: strategy of `chipfit.quantizers.bn_fold`; set to 1, statistics stay.
+        epsilon, bn_momentum: of the batch norm; the latter is the share of a step.
+        trains: which of "gamma", "beta" and the layer's "bias" train.
+        factor: shape in which [C] broadcasts against the kernel.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        weights_quantizers: Mapping[str, Any] | None = None,
+        bias_follows: str = "",
+        uses: int = 1,
+        bn_fold: int = 1,
+        epsilon: float = 1e-3,
+        bn_momentum: float = 0.1,
+        trains: Sequence[str] = ("gamma", "beta", "bias"),
+        factor: Sequence[int] = (-1,),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(layer, weights_quantizers, bias_follows, uses, **kwargs)
+        self.bn_fold, self.epsilon, self.bn_momentum = bn_fold, epsilon, bn_momentum
+        self.trains, self.factor = tuple(trains), tuple(factor)
+
+    def build(self, input_shape: Any = None) -> None:
+        super().build(input_shape)
+        shape = tuple(self.layer.bias.shape)
+        self.layer.bias.trainable = "bias" in self.trains
+        for name in NORM:
+            start = "ones" if name in ("gamma", "moving_variance") else "zeros"
+            variable = self.add_weight(name=name, shape=shape, initializer=start, trainable=name in self.trains)
+            setattr(self, name, variable)
+
+    def _norm(self) -> tuple[Any, Any, Norm, Channels]:
+        w, b = (ops.convert_to_tensor(v) for v in (self.layer.kernel, self.layer.bias))
+        gamma, beta, mean, variance = (ops.convert_to_tensor(v) for v in self.norm_variables)
+        return w, b, Norm(gamma, beta, mean, variance, self.epsilon), Channels(tuple(w.shape), self.factor, -1)
+
+    @property
+    def norm_variables(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in NORM)
+
+    def folded(self) -> tuple[Any, Any]:
+        """Kernel and bias that inference computes with."""
+        return folded(KerasOps, *self._norm())
+
+    def call(self, inputs: Any, input_scale: Any = None, use: int = 0, training: Any = None) -> Any:
+        w, b, norm, at = self._norm()
+
+        def layer(kernel: Any, bias: Any) -> Any:
+            return self._run(inputs, {"kernel": kernel, "bias": ops.zeros_like(b) if bias is None else bias})
+
+        def rounding_of(name: str) -> Any:
+            return lambda x: self._rounded(name, x, input_scale, training)
+
+        given = (layer, w, b, norm, at, rounding_of("kernel"), rounding_of("bias"))
+        y, batch = forward(KerasOps, self.bn_fold, bool(training), *given)
+        if batch is not None:
+            mean, variance = remembered(norm, batch, self.bn_momentum)
+            self.moving_mean.assign(ops.stop_gradient(mean))
+            self.moving_variance.assign(ops.stop_gradient(variance))
+        return y
+
+    def get_config(self) -> dict[str, Any]:
+        own = ("bn_fold", "epsilon", "bn_momentum", "trains", "factor")
+        return {**super().get_config(), **{name: getattr(self, name) for name in own}}

@@ -1,7 +1,5 @@
 """From Graph and Plan to a Keras model that simulates the chip and still trains."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +9,20 @@ import numpy as np
 import torch
 
 from chipfit.engine.opaque import fill
-from chipfit.engine.trees import unflatten_outputs
+from chipfit.engine.trees import Results
 from chipfit.errors import UnsupportedError
 from chipfit.frameworks.keras.backend import dtype_here, forward
+from chipfit.frameworks.keras.bounds import Bounds, CheckNumbers
 from chipfit.frameworks.keras.canonical import CanonicalOperation
 from chipfit.frameworks.keras.forms import FORMS, layer_of, padding_word
 from chipfit.frameworks.keras.homes import Home, Scale
-from chipfit.frameworks.keras.layers import KerasActivationQuantizationHolder, KerasQuantizationWrapper, KerasQuantizer
+from chipfit.frameworks.keras.layers import (
+    NORM,
+    KerasActivationQuantizationHolder,
+    KerasBatchNormWrapper,
+    KerasQuantizationWrapper,
+    KerasQuantizer,
+)
 from chipfit.frameworks.keras.opaque import PREFIX, fresh
 from chipfit.frameworks.keras.weights import DEPTHWISE, to_keras
 from chipfit.graph.builder import unique
@@ -26,6 +31,8 @@ from chipfit.graph.ops import OPS
 from chipfit.passes.relayout import relayout
 from chipfit.plan.record import Plan
 from chipfit.plan.sharing import rounding
+from chipfit.plan.training import Training, starting
+from chipfit.quantizers.algorithms.ste import STE
 from chipfit.quantizers.stored import Stored
 
 
@@ -37,25 +44,49 @@ class QuantizedModel(keras.Model):
     weights are in a `KerasQuantizationWrapper`, stored results pass through a `KerasActivationQuantizationHolder`.
     """
 
+    #: what holds in each step; None in a model that was loaded from a file
+    bounds: Bounds | None = None
+
+    def fit(self, *args: Any, callbacks: Any = None, **kwargs: Any) -> Any:
+        """As of every Keras model.
+
+        Raises:
+            TrainingError: a scale or weight is no number any more; names layer and step.
+        """
+        if self.bounds is not None and not isinstance(callbacks, keras.callbacks.CallbackList):
+            own = [callbacks] if isinstance(callbacks, keras.callbacks.Callback) else list(callbacks or ())
+            callbacks = [*own, CheckNumbers()]
+        return super().fit(*args, callbacks=callbacks, **kwargs)
+
     def run_flat(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Torch tensors in the order of the graph's inputs to torch tensors in the order of its outputs."""
         return keras.tree.flatten(forward(self, keras.tree.pack_sequence_as(self._inputs_struct, list(inputs))))
 
 
-def lower(graph: Graph, plan: Plan) -> QuantizedModel:
+def lower(graph: Graph, plan: Plan, training: Training | None = None) -> QuantizedModel:
     """The trainable simulation of `graph` under `plan`, on the Keras backend of this process.
 
+    Args:
+        training: what trains the quantizers; None leaves their scales where they are.
+
     Raises:
-        UnsupportedError: an operator has no Keras form.
+        UnsupportedError: an operator has no Keras form, or an algorithm cannot train a tensor.
     """
-    return Builder(graph, plan).build()
+    return Builder(graph, plan, training or Training()).build()
 
 
 class Builder:
     """One model under construction. The same graph and plan give the same layers with the same names."""
 
-    def __init__(self, graph: Graph, plan: Plan) -> None:
-        self.relaid, self.plan = relayout(graph, plan, "channels_last")
+    def __init__(self, graph: Graph, plan: Plan, training: Training) -> None:
+        if training.bn_sync:
+            raise UnsupportedError("Keras models have no bn_sync", hint="train in one process")
+        self.training = training
+        self._starts: dict[str, dict[str, torch.Tensor]] = {}  #: tensor -> what its quantizer starts from
+        apart, plan = starting(graph, plan, training)
+        self._folds = graph.folds if training.bn_fold else {}
+        self._planned = graph.weights if training.bn_fold != -1 else apart.weights
+        self.relaid, self.plan = relayout(apart, plan, "channels_last")
         self.graph = self.relaid.graph
         self.rounding = rounding(self.graph, self.plan)
         self.homes: dict[str, list[Home]] = {}
@@ -90,10 +121,16 @@ class Builder:
         spec = json.loads(g.in_spec)
         given = list(inputs.values())
         struct = inputs if spec["kwargs"] else given if spec["packed"] else given[0]
-        outputs = unflatten_outputs(g, [self._output(o) for o in g.outputs])
+        outputs = Results(g)([self._output(o) for o in g.outputs])
         model = QuantizedModel(struct, outputs, name=self._unique("quantized"))
         self._set_numbers(model)
+        model.bounds = self.bounds_of(model)
+        model.bounds.attach()
         return model
+
+    def bounds_of(self, model: Any) -> Bounds:
+        """What holds in each step of training of this model, or of one that was made like it."""
+        return Bounds(self.rounding, self.plan, {s.tensor: s.quantizer_in(model) for s in self.scales})
 
     # ---- values
 
@@ -105,12 +142,27 @@ class Builder:
         if owner not in self._holders:
             stored, called = self.plan[owner], self._unique(f"{name}_holder")
             shape = self._channels(name, stored)
-            quantizer = KerasQuantizer.of(stored, shape, name=f"{_clean(name)}_quantizer")
+            quantizer = self._quantizer(owner, stored, shape, self.graph.shape(name), _clean(name))
             followed = owner in self._followed
             self._holders[owner] = KerasActivationQuantizationHolder(quantizer, gives_scale=followed, name=called)
             self.scales.append(Scale(owner, called))
         y = self._holders[owner](x)
         self._ready[name], self._scale_of[owner] = y if owner in self._followed else (y, None)
+
+    def _quantizer(
+        self, tensor: str, stored: Stored, shape: tuple[int, ...], of: tuple[int | None, ...], name: str
+    ) -> KerasQuantizer:
+        """The quantizer of a tensor; its scale has `shape`, the tensor the shape `of`, both in Keras's layout."""
+        t, stored = self.plan.tensors[tensor], self.rounding.start(self.plan, tensor)
+        channels = [d for d, size in enumerate(shape) if size > 1]
+        here = stored.with_(axis=channels[0] if channels else len(shape) - 1) if shape else stored
+        found = None if tensor in self.rounding.fixed else self.training.algorithm(t)
+        algorithm = (found or STE()).for_tensor(here, t.role, of)
+        x = self._planned[tensor] if tensor in self._folds else self.graph.weights.get(tensor)
+        trains = algorithm.init(stored, x)
+        self._starts[tensor] = {**algorithm.constants(stored, x), **trains}
+        names = {"trains": tuple(trains), "constants": tuple(n for n in self._starts[tensor] if n not in trains)}
+        return KerasQuantizer.of(stored, shape, algorithm, **names, name=f"{name}_quantizer")
 
     def _channels(self, name: str, stored: Stored) -> tuple[int, ...]:
         """The shape in which the scale of a value broadcasts against it."""
@@ -127,9 +179,8 @@ class Builder:
 
     def _output(self, name: str) -> Any:
         if name in self.graph.weights:
-            raise UnsupportedError(
-                f"The output '{name}' of the model is a constant", hint="leave it out of the outputs"
-            )
+            hint = "leave it out of the outputs"
+            raise UnsupportedError(f"The output '{name}' of the model is a constant", hint=hint)
         if self._ready[name] is not self._raw.get(name) or name not in self.graph.inputs:
             return self._ready[name]
         return keras.layers.Identity(name=self._unique(f"{name}_output"))(self._ready[name])
@@ -148,10 +199,8 @@ class Builder:
 
     def _canonical(self, node: Node) -> CanonicalOperation:
         if node.op not in FORMS or FORMS[node.op].kernel is None:
-            raise UnsupportedError(
-                f"{node.op} '{node.who}' has no Keras form",
-                hint="export or verify the result, which needs no Keras model",
-            )
+            hint = "export or verify the result, which needs no Keras model"
+            raise UnsupportedError(f"{node.op} '{node.who}' has no Keras form", hint=hint)
         slots: list[Any] = []
         for i in node.inputs:
             w = self.graph.weights.get(i or "")
@@ -193,17 +242,41 @@ class Builder:
             if weight not in self.rounding.rounded or (weight, node.name) in self.plan.float_edges:
                 continue
             shape: tuple[int, ...] = ()
+            value = to_keras(home.layout, self.graph.weights[weight].detach(), groups)
             if weight in self.rounding.products:
                 follows = next(v for v, w in variables.items() if w == self.rounding.products[weight][1])
             else:
                 shape = self._numbers(weight, self.plan[weight].scale, home).shape
                 self.scales.append(Scale(weight, inner.name, variable))
-            quantizers[variable] = KerasQuantizer.of(self.plan[weight], shape, name=f"{variable}_quantizer")
+            quantizers[variable] = self._quantizer(weight, self.plan[weight], shape, tuple(value.shape), variable)
         for use, bias in enumerate(biases[1:], 1):
             self.homes.setdefault(bias or "", []).append(Home(inner.name, "bias", use))
+        if node.operand("w") in self._folds:
+            return self._with_norm(node, inner, layout, quantizers, follows, len(biases))
         if not quantizers and len(biases) == 1:
             return inner
         return KerasQuantizationWrapper(inner, quantizers, follows, len(biases), name=inner.name)
+
+    def _with_norm(
+        self, node: Node, inner: Any, layout: str, quantizers: dict[str, Any], follows: str, uses: int
+    ) -> KerasBatchNormWrapper:
+        """The wrapper of a layer whose batch norm trains."""
+        if not layout:
+            what = f"{node.op} '{node.who}' is no layer of Keras, so that its batch norm does not fold in training"
+            raise UnsupportedError(what, hint="train with bn_fold=0")
+        fold, w = self._folds[node.weight], self.graph.weights[node.weight]
+        shape = [1] * w.dim()
+        shape[OPS[node.op].weight_axis] = len(self.graph.weights[fold.mean])
+        factor = to_keras(layout, torch.zeros(shape), node.attrs.get("groups", 1)).shape
+        names = dict(zip(NORM, (fold.gamma, fold.beta, fold.mean, fold.var), strict=True))
+        for variable, name in names.items():
+            if name is not None:
+                if name in self.homes:
+                    raise UnsupportedError(f"'{name}' is of several layers", hint="train with bn_fold=0")
+                self.homes[name] = [Home(inner.name, variable)]
+        trains = [v for v, there in (("gamma", fold.gamma), ("beta", fold.beta), ("bias", fold.biased)) if there]
+        settings = (self.training.bn_fold, fold.eps, self.training.bn_momentum, trains, tuple(factor))
+        return KerasBatchNormWrapper(inner, quantizers, follows, uses, *settings, name=inner.name)
 
     def _opaque(self, node: Node) -> Any:
         if not node.attrs["target"].startswith(PREFIX):
@@ -254,7 +327,7 @@ class Builder:
             shape = [1] * self.graph.weights[weight].dim()
             shape[self.plan[weight].axis or 0] = -1
             p = to_keras(home.layout, p.reshape(shape), home.groups)
-        return p.numpy()
+        return p.detach().numpy()
 
     def _set_numbers(self, model: Any) -> None:
         for weight, homes in self.homes.items():
@@ -263,11 +336,11 @@ class Builder:
                 value = to_keras(home.layout, self.graph.weights[weight].detach(), home.groups)
                 variable.assign(value.reshape(tuple(variable.shape)).numpy())
         for s in self.scales:
-            stored, quantizer = self.plan[s.tensor], s.quantizer_in(model)
+            quantizer = s.quantizer_in(model)
             at = [h for h in self.homes.get(s.tensor, ()) if (h.layer, h.variable) == (s.layer, s.variable)]
-            numbers = (stored.scale, stored.zero_point)
-            arrays = [self._numbers(s.tensor, p, at[0]) if at else p.numpy() for p in numbers]
-            quantizer.set(*(a.reshape(quantizer.shape) for a in arrays))
+            start = self._starts[s.tensor].items()
+            arrays = {name: self._numbers(s.tensor, p, at[0]) if at else p.numpy() for name, p in start}
+            quantizer.set({name: a.reshape(quantizer.shape) for name, a in arrays.items()})
 
     def _unique(self, name: str) -> str:
         found = unique(_clean(name), self._names)

@@ -47,7 +47,19 @@ def resolve(target: str) -> Callable[..., Any]:
     Raises:
         GraphError: the result was saved, and Keras cannot make its operation again.
     """
-    return _Caller(target.operation if isinstance(target, Held) else restored(target))
+    operation = target.operation if isinstance(target, Held) else restored(target)
+
+    def call(variables: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        variables, args, kwargs = keras.tree.map_structure(to_backend, (list(variables), list(args), kwargs))
+        if isinstance(operation, keras.Layer):
+            count = len(operation.trainable_variables)
+            out, _ = operation.stateless_call(variables[:count], variables[count:], *args, **kwargs)
+        else:
+            out = operation(*args, **kwargs)
+        flat = tuple(to_torch(x) for x in keras.tree.flatten(out))
+        return flat[0] if len(flat) == 1 else flat
+
+    return call
 
 
 @lru_cache(maxsize=256)
@@ -68,11 +80,8 @@ def restored(target: str) -> Any:
     except Exception as e:  # Keras raises many types, and so do the classes that are registered
         if not theirs(e):
             raise
-        raise GraphError(
-            "A Keras layer of this saved result cannot be made again",
-            got=text[:200],
-            hint="register its class with keras.saving.register_keras_serializable, and import it before loading",
-        ) from e
+        hint = "register its class with keras.saving.register_keras_serializable, and import it before loading"
+        raise GraphError("A Keras layer of this saved result cannot be made again", got=text[:200], hint=hint) from e
 
 
 def fresh(target: str, name: str) -> Any:
@@ -88,20 +97,3 @@ def fresh(target: str, name: str) -> Any:
         return type(operation).from_config({**operation.get_config(), "name": name})
     except Exception:  # custom layers without a configuration raise what they like
         return operation
-
-
-class _Caller:
-    """One operation as a function of torch tensors."""
-
-    def __init__(self, operation: Any) -> None:
-        self.operation = operation
-
-    def __call__(self, variables: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        variables, args, kwargs = keras.tree.map_structure(to_backend, (list(variables), list(args), kwargs))
-        if isinstance(self.operation, keras.Layer):
-            count = len(self.operation.trainable_variables)
-            out, _ = self.operation.stateless_call(variables[:count], variables[count:], *args, **kwargs)
-        else:
-            out = self.operation(*args, **kwargs)
-        flat = tuple(to_torch(x) for x in keras.tree.flatten(out))
-        return flat[0] if len(flat) == 1 else flat

@@ -1,7 +1,5 @@
 """Padding in Keras's words ("valid", "same", "causal") and in numbers: zeros before and after each spatial axis."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ result, before the layer's own activation. It raises `Unreadable` for a form wit
 is then opened or stays opaque. Layers whose own `call` says it all in keras.ops need no reader: they are opened.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Keras's own records: which symbolic calls a model consists of, and what a layer or a call was set to."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """After training: bring weights and scales of a trained Keras simulation back into Graph and Plan."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,13 +8,18 @@ import keras
 import numpy as np
 import torch
 
-from chipfit.errors import PlanError
+from chipfit.errors import PlanError, TrainingError
 from chipfit.frameworks.keras.homes import Home
+from chipfit.frameworks.keras.layers import KerasBatchNormWrapper
 from chipfit.frameworks.keras.lower import Builder, QuantizedModel
 from chipfit.frameworks.keras.weights import to_canonical
+from chipfit.graph.folds import refolded
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.plan.sharing import retrained, rounding
+from chipfit.plan.training import Training, committed, demand_folds, deployable
+from chipfit.quantizers.algorithm import Algorithm
+from chipfit.quantizers.sums import enlargement
 
 
 def numbers(model: Any) -> Iterator[np.ndarray]:
@@ -36,31 +39,55 @@ def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
     Raises:
         PlanError: `model` is not a lowered one of this graph, or training has driven a scale to zero, below it, or to a
             number that is not finite.
+        UnsupportedError: what an algorithm has trained cannot be deployed.
     """
     if not isinstance(model, QuantizedModel):
-        raise PlanError(
-            f"A {type(model).__name__} is not a quantized model",
-            hint="pass Result.model, or what keras.saving.load_model made of it",
-        )
-    builder = Builder(graph, plan)
+        hint = "pass Result.model, or what keras.saving.load_model made of it"
+        raise PlanError(f"A {type(model).__name__} is not a quantized model", hint=hint)
+    bn_fold = next((x.bn_fold for x in model.layers if isinstance(x, KerasBatchNormWrapper)), 0)
+    demand_folds(bn_fold)
+    builder = Builder(graph, plan, Training(bn_fold=bn_fold))
     if [x.name for x in builder.build().layers] != [x.name for x in model.layers]:
         raise PlanError("The model was made from another graph or plan", got=model.name)
-    new, scales = graph.copy(), _scales(model, builder)
+    builder.bounds_of(model).settle()  # a step that nobody has computed since
+    new, found = graph.copy(), _trained(model, builder)
     new.weights.update(_weights(model, graph, builder))
+    if bn_fold:
+        refolded(new)
     products, tensors = builder.rounding.products, dict(plan.tensors)
-    scales |= {name: scales[o] for name, o in rounding(graph, plan).owner.items() if name not in scales and o in scales}
+    found |= {name: found[o] for name, o in rounding(graph, plan).owner.items() if name not in found and o in found}
     for name, t in plan.tensors.items():
-        if t.quantized and name in builder.rounding.owner:
-            factors = [scales[i].reshape(builder.plan[i].scale.shape) for i in products.get(name, (name,))]
+        if name in products:
+            factors = [found[i][0].reshape(builder.plan[i].scale.shape) for i in products[name]]
             tensors[name] = retrained(t, torch.stack(torch.broadcast_tensors(*factors)).prod(0))
+        elif t.stored is not None and name in builder.rounding.owner:
+            scale, zero_point, algorithm = found[name]
+            deployable(algorithm, t)
+            scale, zero_point = (p.reshape(t.stored.scale.shape) for p in (scale, zero_point))
+            tensors[name] = retrained(t, scale, zero_point, algorithm.grid(t.stored.grid))
+            if t.role == "weight":
+                new.weights[name] = committed(graph.weights[name], new.weights[name], t, plan)
+    for name, most in plan.sums:
+        stored = tensors[name].stored
+        if stored is not None and enlargement(stored, new.weights[name], most) is not None:
+            raise TrainingError(f"The codes of '{name}' add up to more than {most:g}", where=plan.tensors[name].layer)
     return new, replace(plan, tensors=tensors)
 
 
 def _weights(model: Any, graph: Graph, builder: Builder) -> dict[str, torch.Tensor]:
-    """The weights of `graph` as they are now, in its layout; constants that the builder rearranged are put back."""
+    """The weights of `graph` as they are now, in its layout; constants that the builder rearranged are put back.
+
+    One that an algorithm rounds as something else is what that is.
+    """
+    quantizers = {(s.layer, s.variable): s.quantizer_in(model) for s in builder.scales}
     found = {}
     for name, (home, *_) in builder.homes.items():
-        now = _number(home.variable_in(model), home)
+        now, layer = home.variable_in(model), model.get_layer(home.layer)
+        if isinstance(layer, KerasBatchNormWrapper) and home.variable in ("kernel", "bias"):
+            now = layer.folded()[home.variable == "bias"]
+        if (home.layer, home.variable) in quantizers:
+            now = quantizers[home.layer, home.variable].reals(keras.ops.convert_to_tensor(now))
+        now = _number(now, home)
         source, form = builder.relaid.copies.get(name, (name, None))
         if form is not None:
             now = now.reshape(builder.graph.weights[name].shape).permute([form.index(d) for d in range(len(form))])
@@ -69,12 +96,14 @@ def _weights(model: Any, graph: Graph, builder: Builder) -> dict[str, torch.Tens
     return found
 
 
-def _scales(model: Any, builder: Builder) -> dict[str, torch.Tensor]:
-    """The scale of every quantized tensor that has one of its own or shares that of another."""
-    found: dict[str, torch.Tensor] = {}
+def _trained(model: Any, builder: Builder) -> dict[str, tuple[torch.Tensor, torch.Tensor, Algorithm]]:
+    """Scale, zero point and algorithm of every quantized tensor that has its own or shares those of another."""
+    found: dict[str, tuple[torch.Tensor, torch.Tensor, Algorithm]] = {}
     for s in builder.scales:
         home = next((h for h in builder.homes.get(s.tensor, ()) if h.layer == s.layer), Home(s.layer, s.variable))
-        found[s.tensor] = _number(s.quantizer_in(model).scale, home)
+        quantizer = s.quantizer_in(model)
+        scale, zero_point = (_number(p, home) for p in quantizer.numbers())
+        found[s.tensor] = scale, zero_point, quantizer.algorithm
         found.setdefault(builder.relaid.copies.get(s.tensor, (s.tensor, None))[0], found[s.tensor])
     return found | {name: found[owner] for name, owner in builder.rounding.owner.items() if owner in found}
 

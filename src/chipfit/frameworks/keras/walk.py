@@ -1,7 +1,5 @@
 """Reading a model call by call: by a reader, else opened into what it is made of, else kept as an opaque node."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -165,6 +163,9 @@ class Walk:
         inputs: list[str] = []
 
         def template(x: Any) -> Any:
+            if isinstance(x, tuple) and any(isinstance(k, slice) or k is ... for k in x):
+                ends = [[k.start, k.stop, k.step] if isinstance(k, slice) else "..." if k is ... else k for k in x]
+                return {"index": template(ends)}
             if isinstance(x, (tuple, list)):
                 return [template(v) for v in x]
             if isinstance(x, Mapping):

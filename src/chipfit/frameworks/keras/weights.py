@@ -3,8 +3,6 @@
 A layout is the `kind` of an operator in `graph.ops`, or "depthwise" for the convolutions that Keras calls so.
 """
 
-from __future__ import annotations
-
 import torch
 
 DEPTHWISE = "depthwise"

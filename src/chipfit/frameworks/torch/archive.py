@@ -26,14 +26,17 @@ from chipfit.engine.opaque import resolve_target, torch_operator
 from chipfit.engine.trees import flatten_call, read_tree
 from chipfit.engine.types import constant_of, dtype_of
 from chipfit.errors import CaptureError, ChipfitError
-from chipfit.files import open_zip
+from chipfit.files import open_zip, parse_json
 from chipfit.frameworks.torch.export import brief
+from chipfit.frameworks.torch.modules import own
 from chipfit.frameworks.torch.origin import CHECKS
+from chipfit.frameworks.torch.schema import GENERATION, GRAPH, PROGRAM, WEIGHTS
+from chipfit.plan.plain import demand
 
 _SCHEMA = 8
 _DAMAGED = OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError
-#: what reading tables raises that are not those of the schema, and what torch raises of sizes that do not fit the bytes
-_MALFORMED = KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError
+#: what names that nothing has and lists of other lengths raise, and torch of sizes that do not fit the bytes
+_MALFORMED = KeyError, IndexError, ValueError, RuntimeError
 #: numbers of types and memory formats in the file -> torch's names
 _NAMES = """
     uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16 uint16
@@ -42,7 +45,11 @@ _NAMES = """
 """
 _DTYPES = dict(zip((*range(1, 14), *range(28, 36)), _NAMES.split(), strict=True))
 _STRIDED = 7
-_MEMORY = dict(enumerate("contiguous_format channels_last channels_last_3d preserve_format".split(), 1))
+_CONSTANTS = {
+    "as_scalar_type": _DTYPES,
+    "as_layout": {_STRIDED: "strided"},
+    "as_memory_format": dict(enumerate("contiguous_format channels_last channels_last_3d preserve_format".split(), 1)),
+}
 _PLAIN = "as_int as_ints as_float as_floats as_string as_strings as_bool as_bools as_int_lists as_float_lists".split()
 
 
@@ -64,12 +71,9 @@ def load(path: str | Path) -> nn.Module:
     except ChipfitError as e:
         raise CaptureError(e.what, where=where, got=e.got, allowed=e.allowed, hint=e.hint) from e
     except (*_DAMAGED, *_MALFORMED) as e:
-        raise CaptureError(
-            "The file is not a program that torch.export.save wrote",
-            where=where,
-            got=brief(e),
-            hint="torch.export.save(torch.export.export(model, example), 'model.pt2') with torch 2.9 or newer",
-        ) from e
+        hint = "torch.export.save(torch.export.export(model, example), 'model.pt2') with torch 2.9 or newer"
+        what = "The file is not a program that torch.export.save wrote"
+        raise CaptureError(what, where=where, got=brief(e), hint=hint) from e
 
 
 class _Archive:
@@ -82,11 +86,8 @@ class _Archive:
             raise CaptureError("The numbers of the program are not little-endian")
         models = [n for n in names if n.startswith(f"{self._top}models/")]
         if len(models) != 1:
-            raise CaptureError(
-                "The file is not an archive with one program",
-                got=", ".join(names[:8]),
-                hint="torch.export.save of torch 2.9 or newer writes one; older files hold pickles, which are code",
-            )
+            hint = "torch.export.save of torch 2.9 or newer writes one; older files hold pickles, which are code"
+            raise CaptureError("The file is not an archive with one program", got=", ".join(names[:8]), hint=hint)
         self.model = models[0].rpartition("/")[2].removesuffix(".json")
 
     def _has(self, name: str) -> bool:
@@ -96,10 +97,7 @@ class _Archive:
         return self._archive.read(self._top + name)
 
     def json(self, name: str) -> Any:
-        try:
-            return json.loads(self.bytes(name))
-        except RecursionError as e:
-            raise ValueError(f"{name} is nested too deeply") from e
+        return parse_json(self.bytes(name).decode(), CaptureError, where=name)
 
     def tensors(self, kind: str) -> dict[str, torch.Tensor]:
         """Weights or constants by name; those that share their bytes and their form are one tensor."""
@@ -107,7 +105,8 @@ class _Archive:
         if self._has(f"{folder}/{self.model}.pt"):
             raise _pickled(f"{folder}/{self.model}.pt")
         out, made = {}, {}
-        for name, entry in self.json(f"{folder}/{self.model}_{kind}_config.json")["config"].items():
+        listed = f"{folder}/{self.model}_{kind}_config.json"
+        for name, entry in demand(self.json(listed), WEIGHTS, listed)["config"].items():
             file, meta = entry["path_name"], entry["tensor_meta"]
             if entry["use_pickle"] or not re.fullmatch(r"(weight|tensor)_\d+", file):
                 raise _pickled(name)
@@ -128,17 +127,16 @@ class _Archive:
 
 
 def _pickled(what: str) -> CaptureError:
-    return CaptureError(
-        f"'{what}' is pickled, and a pickle is code",
-        hint="save the program with plain tensors as weights: torch.export.save of torch 2.9 or newer",
-    )
+    hint = "save the program with plain tensors as weights: torch.export.save of torch 2.9 or newer"
+    return CaptureError(f"'{what}' is pickled, and a pickle is code", hint=hint)
 
 
 # ---------------------------------------------------------------------------------------------------- the program
 
 
 def _program(archive: _Archive) -> nn.Module:
-    data = archive.json(f"models/{archive.model}.json")
+    where = f"models/{archive.model}.json"
+    data = demand(archive.json(where), GENERATION, where)
     if data["schema_version"]["major"] != _SCHEMA:
         raise CaptureError(
             "The program was saved by another generation of torch.export",
@@ -146,22 +144,25 @@ def _program(archive: _Archive) -> nn.Module:
             allowed=f"schema {_SCHEMA}",
             hint="export it again with the torch that is installed here",
         )
-    module = data["graph_module"]
-    call = next(c["signature"] for c in module["module_call_graph"] if c["fqn"] == "")
+    module = demand(data, PROGRAM, where)["graph_module"]
+    (call,) = (c["signature"] for c in module["module_call_graph"] if c["fqn"] == "" and c["signature"])
     inputs = [_input(s) for s in module["signature"]["input_specs"]]
     taken = read_tree(call["in_spec"]).unflatten([name for weight, name in inputs if not weight])
-    positional, keywords = taken
+    match taken:
+        case (tuple() as positional, dict() as keywords):
+            pass
+        case _:
+            raise ValueError("the arguments are no call")
     names = call.get("forward_arg_names") or [x if isinstance(x, str) else f"arg{i}" for i, x in enumerate(positional)]
-    names = [*names[: len(positional)], *keywords]
-    kinds = [inspect.Parameter.POSITIONAL_OR_KEYWORD] * len(positional) + [inspect.Parameter.KEYWORD_ONLY] * len(
-        keywords
-    )
-    parameters = [inspect.Parameter(n, k) for n, k in zip(names, kinds, strict=True)]
+    names = [*names[: len(positional)], *map(str, keywords)]
+    make = inspect.Parameter
+    kinds = [make.POSITIONAL_OR_KEYWORD] * len(positional) + [make.KEYWORD_ONLY] * len(keywords)
+    parameters = [make(n, k) for n, k in zip(names, kinds, strict=True)]
 
     def forward(self: Program, *args: Any, **kwargs: Any) -> Any:
         return self.run(args, kwargs)
 
-    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    this = make("self", make.POSITIONAL_ONLY)
     forward.__signature__ = inspect.Signature([this, *parameters])  # type: ignore[attr-defined]  # inspect reads it
     program: Program = type("Program", (Program,), {"forward": forward})()
     program.inputs = inputs
@@ -169,7 +170,8 @@ def _program(archive: _Archive) -> nn.Module:
     program.spec = {"args": len(positional), "kwargs": list(keywords), "leaves": count, "tensors": list(range(count))}
     program.spec["names"] = names[: len(positional)]
     program.out_tree = read_tree(call["out_spec"])
-    program.own({**archive.tensors("weights"), **archive.tensors("constants")})
+    stored = {**archive.tensors("weights"), **archive.tensors("constants")}
+    program.places = {name: own(program, name, w) for name, w in stored.items()}
     _ = [program.places[weight] for weight, _ in inputs if weight]  # a KeyError is of a malformed file
     program.graph = fx.Graph()
     values = {name: program.graph.placeholder(f"in{i}") for i, name in enumerate(map(_name, module["graph"]["inputs"]))}
@@ -177,9 +179,8 @@ def _program(archive: _Archive) -> nn.Module:
     outputs = module["signature"]["output_specs"]
     if not all("user_output" in o for o in outputs):
         hint = "export the model in eval mode: model.eval()"
-        raise CaptureError(
-            "The program changes its own weights or inputs when it runs", got=str(outputs)[:200], hint=hint
-        )
+        got = str(outputs)[:200]
+        raise CaptureError("The program changes its own weights or inputs when it runs", got=got, hint=hint)
     program.graph.output([_Calls(program.graph, values).value(o["user_output"]["arg"]) for o in outputs])
     shapes = module["graph"]["tensor_values"]
     users = [name for weight, name in inputs if not weight]
@@ -220,24 +221,11 @@ class Program(nn.Module):
     example: tuple[torch.Tensor, ...] | None
     places: dict[str, tuple[dict[str, Any], str]]  #: name of a weight -> the table of its module, and its key there
 
-    def own(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Register weights under their dotted names."""
-        self.places = {}
-        for name, w in weights.items():
-            *path, leaf = name.split(".")
-            module: nn.Module = self
-            for p in path:
-                module = module._modules.setdefault(p, nn.Module())  # type: ignore[assignment]  # entries are modules
-            table: dict[str, Any] = module._parameters if isinstance(w, nn.Parameter) else module._buffers
-            table[leaf] = w
-            self.places[name] = table, leaf
-
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of a call, in the structure that the program returns."""
         leaves = iter(flatten_call(self.spec, args, kwargs))
-        given = [
-            self.places[weight][0][self.places[weight][1]] if weight else next(leaves) for weight, _ in self.inputs
-        ]
+        held = {name: table[key] for name, (table, key) in self.places.items()}
+        given = [held[weight] if weight else next(leaves) for weight, _ in self.inputs]
         with fx.traceback.preserve_node_meta():  # an export of this tells the original layers
             results = fx.Interpreter(self, graph=self.graph).run(*given)
         return pytree.tree_unflatten(list(results), self.out_tree)
@@ -272,7 +260,7 @@ class _Calls:
         ((kind, v),) = output.items()
         if kind == "as_tensors":
             for i, t in enumerate(v):
-                self.values[t["name"]] = self._item(made, i)
+                self.values[t["name"]] = made[i] if isinstance(made, list) else self._item(made, i)
         elif kind != "as_none":
             self.values[_name(output)] = made
 
@@ -286,19 +274,14 @@ class _Calls:
         arguments = [a["arg"] for a in n["inputs"]]
         at = next((i for i, a in enumerate(arguments) if "as_graph" in a), None)
         if at is None or ".wrap_with_" not in n["target"]:
-            raise CaptureError(
-                f"The program uses the control-flow operator '{n['target'].rpartition('.')[2]}'",
-                hint="replace torch.cond / while_loop by plain tensor operations",
-            )
-        inner = arguments[at]["as_graph"]["graph"]
+            what = f"The program uses the control-flow operator '{n['target'].rpartition('.')[2]}'"
+            raise CaptureError(what, hint="replace torch.cond / while_loop by plain tensor operations")
+        inner = demand(arguments[at]["as_graph"]["graph"], GRAPH, n["target"])
         operands = [self.value(a) for a in arguments[at + 1 :]]
         calls = _Calls(self.graph, dict(zip(map(_name, inner["inputs"]), operands, strict=True)))
         calls.through(inner["nodes"])
         for o, made in zip(n["outputs"], inner["outputs"], strict=True):
-            if "as_tensors" in o:
-                self.values |= {t["name"]: v for t, v in zip(o["as_tensors"], calls.value(made), strict=True)}
-            else:
-                self.values[_name(o)] = calls.value(made)
+            self._bind(o, calls.value(made))
 
     def value(self, argument: Mapping[str, Any]) -> Any:
         """An argument of the file: a constant, or the call that made it."""
@@ -309,15 +292,14 @@ class _Calls:
             return v
         if kind in ("as_tensor", "as_sym_int", "as_sym_bool", "as_sym_float"):
             name = v.get("name") or v.get("as_name")
-            return self.values[name] if name else next(v[k] for k in ("as_int", "as_bool", "as_float") if k in v)
+            (number,) = (None,) if name else (v[k] for k in ("as_int", "as_bool", "as_float") if k in v)
+            return self.values[name] if name else number
         if kind in ("as_tensors", "as_sym_ints", "as_sym_bools", "as_sym_floats"):
             return [self.value({kind[:-1]: i}) for i in v]
         if kind in ("as_optional_tensor", "as_optional_tensors"):
             return self.value(v) if kind == "as_optional_tensor" else [self.value(i) for i in v]
-        if kind == "as_scalar_type":
-            return dtype_of(_DTYPES[v])
-        if kind in ("as_memory_format", "as_layout"):
-            return constant_of(_MEMORY[v] if kind == "as_memory_format" else {_STRIDED: "strided"}[v])
+        if kind in _CONSTANTS:
+            return constant_of(_CONSTANTS[kind][v])
         if kind == "as_device":
             return torch.device("cpu")  # where the weights are now
         raise CaptureError(f"The program holds an argument of the kind '{kind}', which is not understood")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from chipfit.engine.types import described
 from chipfit.errors import CaptureError, theirs
 from chipfit.frameworks.torch.export import brief, export
 from chipfit.frameworks.torch.origin import users_line
@@ -18,9 +19,7 @@ from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
 
 
-def capture(
-    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, dynamic_batch: bool = True
-) -> Graph:
+def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Graph:
     """Read a model into a Graph.
 
     The model is not changed; it is captured in eval mode: what depends on training (dropout, stochastic depth) takes
@@ -31,7 +30,6 @@ def capture(
         model: any module that `torch.export` can trace.
         args: example positional inputs; any structure of tensors.
         kwargs: example keyword inputs.
-        dynamic_batch: let the batch size vary.
 
     Raises:
         CaptureError: naming the user's line and what to change; a weight is beyond float32.
@@ -40,25 +38,17 @@ def capture(
     (`passes.own_weights` replaces those that are left).
     """
     if isinstance(model, torch.jit.ScriptModule):
-        raise CaptureError(
-            "A scripted or traced module (torch.jit) cannot be read",
-            got=type(model).__name__,
-            allowed="a torch.nn.Module, or the module() of a program of torch.export",
-            hint="pass the module that was scripted",
-        )
+        allowed = "a torch.nn.Module, or the module() of a program of torch.export"
+        what = "A scripted or traced module (torch.jit) cannot be read"
+        raise CaptureError(what, got=type(model).__name__, allowed=allowed, hint="pass the module that was scripted")
     if not isinstance(model, torch.nn.Module):
-        raise CaptureError(
-            "A PyTorch model is an instance of torch.nn.Module",
-            got=type(model).__name__,
-            hint="pass the model object, not its class or its weights",
-        )
+        hint = "pass the model object, not its class or its weights"
+        raise CaptureError("A PyTorch model is an instance of torch.nn.Module", got=type(model).__name__, hint=hint)
     args, kwargs = tuple(args), dict(kwargs or {})
     twin, cast = _twin(model)
-    args, kwargs = pytree.tree_map(_single, (args, kwargs))
-    if dynamic_batch:
-        args, kwargs = _at_least_two(args, kwargs)
+    args, kwargs = _at_least_two(*pytree.tree_map(_single, (args, kwargs)))
     example_out = _try_once(twin, args, kwargs)
-    graph = read(export(twin, args, kwargs, dynamic_batch), twin if cast else model, (args, kwargs), example_out)
+    graph = read(export(twin, args, kwargs), twin if cast else model, (args, kwargs), example_out)
     if cast:
         graph.notes.append(f"warning: the model computes in {cast}; it was read, and is simulated, in float32")
     check(graph, blame="capture")
@@ -86,9 +76,8 @@ def _twin(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
     twin = copy.deepcopy(model, memo).eval().float()
     for (name, old), new in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
         if bool((old.isfinite() & ~new.isfinite()).any()):
-            raise CaptureError(
-                f"'{name}' holds numbers that float32 does not, in which models are read", got=float(old.abs().max())
-            )
+            got = float(old.abs().max())
+            raise CaptureError(f"'{name}' holds numbers that float32 does not, in which models are read", got=got)
     return twin, " and ".join(sorted(str(f).removeprefix("torch.") for f in floats))
 
 
@@ -111,13 +100,10 @@ def _try_once(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     except Exception as e:  # the user's code may raise anything
         if not theirs(e):
             raise
-        given = [_described(a) for a in args] + [f"{k}={_described(v)}" for k, v in kwargs.items()]
-        raise CaptureError(
-            f"The model fails on the example input: {brief(e)}",
-            where=users_line(e),
-            got=", ".join(given) or "no input",
-            hint="call the model on this input yourself, in eval mode, and correct the input or the model",
-        ) from e
+        given = [described(a) for a in args] + [f"{k}={described(v)}" for k, v in kwargs.items()]
+        hint = "call the model on this input yourself, in eval mode, and correct the input or the model"
+        what = f"The model fails on the example input: {brief(e)}"
+        raise CaptureError(what, where=users_line(e), got=", ".join(given) or "no input", hint=hint) from e
     for cls in map(type, _dataclasses(out)):
         if cls not in pytree.SUPPORTED_NODES:
             torch.export.register_dataclass(cls, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}")
@@ -131,10 +117,3 @@ def _dataclasses(x: Any) -> list[Any]:
     if isinstance(x, (Mapping, tuple, list)):
         return [d for v in (x.values() if isinstance(x, Mapping) else x) for d in _dataclasses(v)]
     return []
-
-
-def _described(x: Any) -> str:
-    """An example input as messages show it, such as float32[2, 3]."""
-    if isinstance(x, torch.Tensor):
-        return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
-    return type(x).__name__

@@ -37,5 +37,4 @@ class DeviceModel(nn.Module):
         return f"in float: {', '.join(self.float_operators) or 'nothing'}"
 
 
-def device(graph: Graph, run_flat: Callable[[Sequence[torch.Tensor]], list[Any]], floats: Sequence[str]) -> DeviceModel:
-    return DeviceModel(graph, run_flat, floats)
+device = DeviceModel

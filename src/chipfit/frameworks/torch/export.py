@@ -20,20 +20,17 @@ from chipfit.frameworks.torch.origin import users_line
 _COPIES = ("clone", "_to_copy", "_unsafe_view")
 
 
-def export(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool
-) -> torch.export.ExportedProgram:
+def export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
     """Trace a model, which may be changed for that; what it writes in place stays visible only where that is plain.
 
-    Args:
-        dynamic: let axis 0 vary in every input where it has the size that it has in the first.
+    Axis 0 may vary in every input where it has the size that it has in the first.
 
     Raises:
         CaptureError: naming the user's line and what to change.
     """
     shapes: Any = None
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim() > 0]
-    if dynamic and tensors:
+    if tensors:
         batch = tensors[0].shape[0]
 
         def free(x: Any) -> Any:
@@ -57,11 +54,8 @@ def export(
                 where=users_line(e),
                 hint="replace the Python `if` by torch.where, or move it out of the model",
             ) from e
-        raise CaptureError(
-            f"The model cannot be captured: {brief(e)}",
-            where=users_line(e),
-            hint="rewrite this line with tensor operations, or quantize the part of the model around it",
-        ) from e
+        hint = "rewrite this line with tensor operations, or quantize the part of the model around it"
+        raise CaptureError(f"The model cannot be captured: {brief(e)}", where=users_line(e), hint=hint) from e
     finally:
         logging.disable(disabled)
     return program.run_decompositions({}) if _needs_functional(program.graph) else program
@@ -111,9 +105,8 @@ def _is_view(n: torch.fx.Node) -> bool:
     if n.target is operator.getitem:
         return isinstance(n.args[0], torch.fx.Node) and _is_view(n.args[0])
     name = _aten_name(n)
-    shares = bool(name) and any(
-        r.alias_info is not None and not r.alias_info.is_write for r in n.target._schema.returns
-    )
+    aliases = [r.alias_info for r in n.target._schema.returns if r.alias_info is not None] if name else []
+    shares = any(not a.is_write for a in aliases)
     return shares or name in _COPIES
 
 

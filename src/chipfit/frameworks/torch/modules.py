@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from chipfit.quantizers.grids import Grid, fake_quantize
-from chipfit.quantizers.rounding import ROUNDINGS
+from chipfit.errors import PlanError
+from chipfit.frameworks.torch.wrappers import PytorchActivationQuantizationHolder, PytorchQuantizationWrapper
+from chipfit.quantizers.algorithm import Algorithm
+from chipfit.quantizers.algorithms.ste import STE
+from chipfit.quantizers.grids import Grid, quantize
+from chipfit.quantizers.ops import TorchOps
 from chipfit.quantizers.stored import Stored
 
-
-class _FakeQuantize(torch.autograd.Function):
-    """Straight-through fake quantization with one temporary: gradients pass inside the range and stop outside."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, qmin: int, qmax: int, rounding: str
-    ) -> torch.Tensor:
-        q = ROUNDINGS[rounding](x / scale).add_(zero)
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            ctx.save_for_backward(x, scale, zero)
-            ctx.grid = qmin, qmax, rounding
-        return q.clamp_(qmin, qmax).sub_(zero).mul_(scale)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        (grad,) = grads
-        x, scale, zero = ctx.saved_tensors
-        qmin, qmax, rounding = ctx.grid
-        v = x / scale
-        q = ROUNDINGS[rounding](v)
-        inside = (q + zero >= qmin) & (q + zero <= qmax)
-        grad_scale = None
-        if ctx.needs_input_grad[1]:  # LSQ, Esser et al. 2020, arXiv:1902.08153, eq. 3
-            local = torch.where(inside, q - v, (q + zero).clamp(qmin, qmax) - zero)
-            grad_scale = (grad * local).sum_to_size(scale.shape)
-        return grad * inside, grad_scale, None, None, None, None
+#: of quantizers that do not train
+_STE = STE()
 
 
 def fake_quantize_ste(
@@ -48,45 +27,81 @@ def fake_quantize_ste(
 
     Computed in float32, or float64 where x is, and returned in the dtype of x. Shapes and units as in `grids.quantize`.
     """
+    return _rounded(_STE, x, {"scale": scale, "zero_point": zero_point}, grid, axis)
+
+
+def _rounded(
+    algorithm: Algorithm,
+    x: torch.Tensor,
+    p: Mapping[str, torch.Tensor],
+    grid: Grid,
+    axis: int | None,
+    training: bool = False,
+) -> torch.Tensor:
+    """x through an algorithm whose numbers p are [] or [C] along `axis`."""
+    wide = torch.promote_types(p["scale"].dtype, x.dtype)
+    given = {**_broadcast(p, x, axis, wide), "training": training}
+    return algorithm.call(TorchOps, x.to(wide), given, grid).to(x.dtype)  # type: ignore[no-any-return]
+
+
+def _broadcast(
+    p: Mapping[str, torch.Tensor], x: torch.Tensor, axis: int | None, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     shape = [1] * x.dim()
-    if axis is not None and scale.dim():
-        shape[axis] = -1
-        scale, zero_point = scale.view(shape), zero_point.view(shape)
-    s = scale.to(torch.promote_types(scale.dtype, x.dtype))
-    z = zero_point.to(s.dtype)
-    if grid.table is not None:
-        return _nearest_entry(x.to(s.dtype), s, grid, grid.table).to(x.dtype)
-    if not (torch.compiler.is_compiling() or torch.compiler.is_exporting()):
-        return _FakeQuantize.apply(x.to(s.dtype), s, z, grid.qmin, grid.qmax, grid.rounding).to(x.dtype)
-    # plain operators, which the compiler fuses; the first clamp keeps an infinity from becoming inf - inf
-    v = (x.to(s.dtype) / s).clamp(-(2.0**40), 2.0**40)
-    rounded = v + (ROUNDINGS[grid.rounding](v) - v).detach()  # exact, see `rounding`
-    return ((torch.clamp(rounded + z, grid.qmin, grid.qmax) - z) * s).to(x.dtype)
+    if shape:
+        shape[axis or 0] = -1  # a tensor of one axis may leave it out
+    return {k: (v.view(shape) if v.dim() else v).to(dtype) for k, v in p.items()}
 
 
-def _nearest_entry(x: torch.Tensor, s: torch.Tensor, grid: Grid, table: Sequence[float]) -> torch.Tensor:
-    """The nearest entry of the table times s; straight through for x inside the table, d/ds = entry - x/s."""
-    v = (x / s).clamp(table[0], table[-1])
-    entry = fake_quantize(v.detach(), torch.ones_like(s), torch.zeros_like(s), grid)
-    return (v + (entry - v).detach()) * s
+def _blended(x: torch.Tensor, y: torch.Tensor, share: float) -> torch.Tensor:
+    return y if share == 1 else torch.lerp(x, y, share)
+
+
+def own(
+    module: nn.Module, name: str, weight: torch.Tensor, rounded: Collection[str] = ()
+) -> tuple[dict[str, Any], str]:
+    """Register a weight under its dotted name; returns the table that it is in, and its key there.
+
+    Args:
+        rounded: names of layers that compute with rounded weights.
+    """
+    *path, leaf = name.split(".")
+    for k, p in enumerate(path, 1):
+        if p not in module._modules:  # not add_module: the user's names may be names of our methods
+            module._modules[p] = LayerWeights() if ".".join(path[:k]) in rounded else nn.Module()
+        module = module._modules[p]  # type: ignore[assignment]  # entries are modules
+    table: dict[str, Any] = module._parameters if isinstance(weight, nn.Parameter) else module._buffers
+    table[leaf] = weight
+    return table, leaf
 
 
 class FakeQuantizer(nn.Module):
-    """Rounds a tensor to the grid of its plan: y = (clip(round(x / s) + z) - z) s.
+    """Rounds a tensor to the grid of its plan: y = (clip(round(x / s) + z) - z) s, as its algorithm trains it.
 
-    `scale` is a parameter (frozen until `requires_grad_()`), `zero_point` a buffer. `mode` is a plain attribute:
-    "quantize", "bypass" (the identity), or "observe" (the identity, keeping the least and greatest value in `seen`).
+    What the algorithm trains are parameters; a `scale` that it does not train is a frozen one, until
+    `requires_grad_()`. `mode` is a plain attribute: "quantize", "bypass" (the identity), or "observe" (the identity,
+    keeping the least and greatest value in `seen`).
     """
 
     MODES = ("quantize", "bypass", "observe")
+    share = 1.0  #: of rounding in what is computed: y = (1 - share) x + share Q(x)
 
+    scale: torch.Tensor
     zero_point: torch.Tensor
 
-    def __init__(self, tensor: str, stored: Stored) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(stored.scale.clone(), requires_grad=False)
-        self.register_buffer("zero_point", stored.zero_point.clone())
-        self.tensor, self.grid, self.axis = tensor, stored.grid, stored.axis
+    def __init__(self, tensor: str, stored: Stored, algorithm: Algorithm = _STE, x: torch.Tensor | None = None) -> None:
+        nn.Module.__init__(self)
+        trains = algorithm.init(stored, x)
+        given = {**algorithm.constants(stored, x), **trains}
+        for name, value in given.items():
+            if name in trains or name == "scale":
+                value = nn.Parameter(value.detach().clone(), requires_grad=name in trains)
+                self.register_parameter(name, value)
+            else:
+                self.register_buffer(name, value.clone(), persistent=name != "least")
+        self._given = tuple(given)
+        self.tensor, self.grid, self.axis, self.algorithm = tensor, algorithm.grid(stored.grid), stored.axis, algorithm
+        algorithm.start(self)
         self.mode = "quantize"
         self.seen: tuple[float, float] | None = None
         #: rounds in our place, see FrameworkInfo.apply
@@ -98,37 +113,124 @@ class FakeQuantizer(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FakeQuantizer:
         """`.half()` and `.bfloat16()` leave scales in float32: rounding them would move every code."""
-        before = self.scale.detach()
+        before = {name: p.detach() for name, p in self.named_parameters()}
         super()._apply(fn, recurse)
-        if torch.finfo(self.scale.dtype).bits < 32:
-            self.scale.data = before.to(self.scale.device)
+        for name, p in self.named_parameters():
+            if torch.finfo(p.dtype).bits < 32:
+                p.data = before[name].to(p.device)
         return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):  # beside the tensors, whose names stay
+            destination._metadata[prefix[:-1]]["grid"] = repr(self.grid)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        """Take numbers from a checkpoint.
+
+        Raises:
+            PlanError: they are of another grid.
+        """
+        if local_metadata.get("grid", repr(self.grid)) != repr(self.grid):
+            grids = {"got": local_metadata["grid"], "allowed": repr(self.grid)}
+            raise PlanError(f"This checkpoint is of another plan: the grid of '{self.tensor}' differs", **grids)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def given(self) -> dict[str, torch.Tensor]:
+        """What the algorithm is given: [] or [C] each."""
+        return {name: getattr(self, name) for name in self._given}
+
+    def numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scale and zero point as they are now, [] or [C]; gradients flow to what trains."""
+        s, z = self.algorithm.numbers(TorchOps, self.given(), self.grid)
+        return s, z
+
+    def trained(self) -> dict[str, torch.Tensor]:
+        """The parameters that train now, by name."""
+        return {name: p for name, p in self.named_parameters(recurse=False) if p.requires_grad}
+
+    @torch.no_grad()
+    def rescale(self, factor: torch.Tensor) -> None:
+        """Let the scale be this factor more, [] or [C]."""
+        for name, value in self.algorithm.rescaled(TorchOps, self.trained(), factor).items():
+            getattr(self, name).copy_(value)
+
+    def reals(self, w: torch.Tensor) -> torch.Tensor:
+        """The weight [*dims] that is rounded in place of w: what the plan's grid is for when training ends."""
+        p = _broadcast(self.given(), w, self.axis, self.scale.dtype)
+        return self.algorithm.reals(TorchOps, w, p, self.grid).to(w.dtype)  # type: ignore[no-any-return]
+
+    def codes(self, x: torch.Tensor) -> torch.Tensor:
+        """The codes of reals [*dims], or their entries in the grid's table; without gradients."""
+        s, z = (n.detach() for n in self.numbers())
+        return quantize(x.detach().to(s.dtype), s, z, self.grid, self.axis)
+
+    def as_reals(self, codes: torch.Tensor) -> torch.Tensor:
+        """What codes [*dims] stand for; without gradients."""
+        s, z = (n.detach() for n in self.numbers())
+        p = _broadcast({"s": s, "z": z}, codes, self.axis, s.dtype)
+        table = self.grid.table
+        return (codes - p["z"] if table is None else torch.tensor(table, device=s.device)[codes.long()]) * p["s"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: reals [*dims]. Returns reals on the grid, same shape and dtype."""
         if self.mode == "quantize":
             if self.function is not None:
-                return self.function(x)
-            return fake_quantize_ste(x, self.scale, self.zero_point, self.grid, self.axis)
+                return _blended(x, self.function(x), self.share)
+            y = _rounded(self.algorithm, x, self.given(), self.grid, self.axis, self.training)
+            return _blended(x, y, self.share)
         if self.mode == "observe" and x.numel():
             low, high = (float(v) for v in x.detach().aminmax())
             self.seen = (low, high) if self.seen is None else (min(low, self.seen[0]), max(high, self.seen[1]))
         return x
 
 
-class BiasQuantizer(nn.Module):
-    """Rounds a bias to int32 at s_in * s_w, taken from the live quantizers, so that it follows scales in training."""
+class ActivationQuantizer(FakeQuantizer, PytorchActivationQuantizationHolder):
+    """Stores results as the chip does: rounds them."""
 
-    def __init__(self, tensor: str, stored: Stored) -> None:
+    @property
+    def activation_holder_quantizer(self) -> Any:  # type: ignore[override]  # of other holders it is an attribute
+        """What rounds: the user's own quantizer, or this one."""
+        return getattr(self.algorithm, "quantizer", self)
+
+
+class LayerWeights(PytorchQuantizationWrapper):
+    """The weights of a layer, some of which are rounded when the model computes with them."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.weights_quantizers = {}
+
+    def weight_of(self, name: str) -> torch.Tensor:
+        table: dict[str, Any] = self._parameters if name in self._parameters else self._buffers
+        return table[name]
+
+
+class BiasQuantizer(nn.Module):
+    """Rounds a bias to int32 at s_in * s_w, taken from the live quantizers, so that it follows scales in training.
+
+    Args:
+        factors: quantizers of the input and the weight.
+    """
+
+    def __init__(self, tensor: str, stored: Stored, factors: tuple[FakeQuantizer, ...]) -> None:
         super().__init__()
         self.tensor, self.grid = tensor, stored.grid
+        self.share = 1.0
+        self._factors = factors  # in a tuple, so that they are registered in one place only
         self.mode = "quantize"
+
+    def numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scale and zero point as they are now, [] or [C]."""
+        of_input, of_weight = (f.numbers()[0] for f in self._factors)
+        scale = of_input * of_weight
+        return scale, torch.zeros_like(scale)
 
     def extra_repr(self) -> str:
         return f"{self.tensor}, {self.grid.bits} bit at input scale x weight scale, mode={self.mode}"
 
-    def forward(self, b: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """b: [C]. scale: s_in * s_w, [] or [C]. Returns reals on the grid, [C]."""
+    def forward(self, b: torch.Tensor) -> torch.Tensor:
+        """b: [C]. Returns reals on the grid, [C]."""
         if self.mode != "quantize":
             return b
-        return fake_quantize_ste(b, scale, torch.zeros_like(scale), self.grid, 0)
+        return _blended(b, fake_quantize_ste(b, *self.numbers(), self.grid, 0), self.share)

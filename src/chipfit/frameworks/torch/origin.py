@@ -22,6 +22,8 @@ _RENAMED = {
     "split": {"split_size": "split_size_or_sections", "split_sizes": "split_size_or_sections"},
     "view": {"size": "shape"},
 }
+#: NumPy's names, which PyTorch's functions take for theirs
+_NUMPY = {"dim": "axis", "keepdim": "keepdims"}
 #: operators that check or annotate and compute nothing
 CHECKS = re.compile("_assert|sym_constrain|_set_grad_enabled|_enter_autocast|_exit_autocast|lift_fresh|_guards_fn")
 
@@ -91,7 +93,7 @@ def _settings(n: torch.fx.Node, module: torch.nn.Module | None, kind: str) -> di
                     found.setdefault(renamed.get(k, k), plain(v))
             if kind == "interpolate" and "upsample" in m.target.__name__:
                 found["mode"] = m.target.__name__.partition("upsample_")[2].partition(".")[0].rstrip("d321").rstrip("_")
-    return found
+    return {_NUMPY[k]: v for k, v in found.items() if k in _NUMPY} | found
 
 
 def _call(n: torch.fx.Node) -> Iterator[torch.fx.Node]:

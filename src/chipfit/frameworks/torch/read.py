@@ -1,4 +1,4 @@
-"""How each ATen operator becomes canonical: a row where the row says it all, else one short function.
+"""How each ATen operator becomes canonical: a row of `aten.yaml` where that says it all, else one short function.
 
 A row names the arguments that are operands and those that are attributes. A function takes a `Call` and returns the
 value (or tuple of values) that the call's result is known by. Either raises `Unreadable` for a form that has no
@@ -13,12 +13,16 @@ from typing import Any
 
 import torch
 
+from chipfit.files import package_data
 from chipfit.frameworks.torch.call import Call, Unreadable
 
 Read = Callable[[Call], Any]
 
 #: ATen operator, without overload -> what reads it
 READERS: dict[str, Read] = {}
+_ATEN = package_data("chipfit.frameworks.torch", "aten.yaml")
+#: ATen's second names -> its own
+SYNONYMS = dict(word.split("=") for word in _ATEN["synonyms"].split())
 
 
 def _many(v: Any, n: int) -> tuple[Any, ...]:
@@ -98,71 +102,11 @@ def reads(names: str) -> Callable[[Read], Read]:
 
 # ---------------------------------------------------------------- rows
 
-#: operators of one operand, and of two; the ATen name follows "=" where it is not the operator's own in lower case
-_PLAIN = {
-    "self": """
-        Relu Relu6 Sigmoid Tanh HardSwish HardSigmoid Swish=silu Mish Selu Exp Log Abs Neg Sqrt Rsqrt Sin Cos Erf Floor
-        Ceil Sign Reciprocal LogicalNot=logical_not
-    """,
-    "self# other#": """
-        Mul Max=maximum Min=minimum Equal=eq NotEqual=ne Less=lt LessEqual=le Greater=gt GreaterEqual=ge
-        LogicalAnd=logical_and LogicalOr=logical_or
-    """,
-}
-for _operands, _words in _PLAIN.items():
+for _operands, _words in _ATEN["plain"].items():
     for _op, _, _name in (word.partition("=") for word in _words.split()):
         row(_name or _op.lower(), _op, _operands)
-
-row("linear", "Linear", "input weight bias?")
-row("embedding", "Embedding", "weight indices")
-row(
-    "batch_norm _native_batch_norm_legit_no_training",
-    "BatchNorm",
-    "input weight? bias? running_mean running_var",
-    "eps",
-    only={"training": False},
-)
-row("layer_norm", "LayerNorm", "input weight? bias?", "normalized_shape eps")
-row("group_norm", "GroupNorm", "input weight? bias?", "groups=num_groups eps")
-row("instance_norm", "InstanceNorm", "input weight? bias?", "eps", only={"use_input_stats": True})
-row("rms_norm", "RMSNorm", "input weight?", "normalized_shape eps")
-row("scaled_dot_product_attention", "SDPA", "query key value attn_mask?", "is_causal scale enable_gqa")
-
-row("rsub", "Sub", "other# self#", only={"alpha": 1})
-row("div", "Div", "self# other#", only={"rounding_mode": None})
-row("pow", "Pow", "self# exponent#")
-row("where", "Where", "condition self# other#")
-row("masked_fill", "Where", "mask value# self#")
-row("prelu", "PRelu", "self weight")
-row("elu", "Elu", "self", "alpha:float", only={"scale": 1, "input_scale": 1})
-row("leaky_relu", "LeakyRelu", "self", "negative_slope:float")
-row("softplus", "Softplus", "self", "beta:float threshold:float")
-row("gelu", "Gelu", "self", "approximate")
-row("argmax", "ArgMax", "self", "axis=dim keepdims=keepdim:bool")
-
-row(
-    "max_pool1d max_pool2d max_pool3d",
-    "MaxPool",
-    "self",
-    "kernel=kernel_size:spatial stride:stride padding:padding dilation:spatial ceil_mode:bool",
-)
-row(
-    "avg_pool1d avg_pool2d avg_pool3d",
-    "AvgPool",
-    "self",
-    "kernel=kernel_size:spatial stride:stride padding:padding ceil_mode:bool count_include_pad:bool",
-    only={"divisor_override": None},
-)
-row("adaptive_max_pool1d adaptive_max_pool2d", "AdaptiveMaxPool", "self", "output_size:spatial")
-
-row("permute", "Transpose", "self", "perm=dims:axes")
-row("unsqueeze", "Unsqueeze", "self", "axes=dim:new_axis")
-row("select", "Select", "self", "axis=dim:axis index")
-row("index_select", "Gather", "self index", "axis=dim:axis")
-row("repeat", "Tile", "self", "repeats")
-row("pixel_shuffle", "DepthToSpace", "self", "block=upscale_factor")
-row("pixel_unshuffle", "SpaceToDepth", "self", "block=downscale_factor")
-row("channel_shuffle", "ChannelShuffle", "self", "groups")
+for _names, _row in _ATEN["rows"].items():
+    row(_names, **_row)
 
 
 # ---------------------------------------------------------------- products and sums

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from chipfit.errors import PlanError
+from chipfit.errors import PlanError, UnsupportedError
 from chipfit.frameworks.torch.lower import QuantizedModule
+from chipfit.frameworks.torch.modules import FakeQuantizer
+from chipfit.graph.folds import refolded
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.plan.sharing import retrained
+from chipfit.plan.training import committed, demand_folds, deployable
 
 
 def numbers(model: torch.nn.Module) -> Iterator[np.ndarray]:
@@ -20,6 +24,18 @@ def numbers(model: torch.nn.Module) -> Iterator[np.ndarray]:
     for t in model.state_dict().values():
         if not t.is_meta:
             yield t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def lowered(model: torch.nn.Module) -> QuantizedModule:
+    """The model, where it is a quantized one of PyTorch.
+
+    Raises:
+        PlanError: it is none.
+    """
+    if not isinstance(model, QuantizedModule):
+        hint = "unwrap it first, for example `.module` of DistributedDataParallel"
+        raise PlanError(f"A {type(model).__name__} is not a quantized model of PyTorch", hint=hint)
+    return model
 
 
 def read_back(model: torch.nn.Module, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
@@ -34,12 +50,15 @@ def read_back(model: torch.nn.Module, graph: Graph, plan: Plan) -> tuple[Graph, 
     Raises:
         PlanError: `model` is not a lowered one, or training has driven a scale to zero, below it, or to a number that
             is not finite.
+        UnsupportedError: what an algorithm has trained cannot be deployed.
     """
-    if not isinstance(model, QuantizedModule):
-        raise PlanError(
-            f"A {type(model).__name__} is not a quantized model",
-            hint="unwrap it first, for example `.module` of DistributedDataParallel",
-        )
+    model = lowered(model)
+    shares: list[Any] = [q.share for q in model._quant.children()]
+    if (low := min(shares, default=1.0)) < 1:
+        what = "What was trained cannot be deployed: it is not rounded all the way yet"
+        raise UnsupportedError(what, got=f"a share of {low:g}", hint="`finish()` the schedule, and train on")
+    demand_folds(model.bn_fold)
+    model.settle()  # a step that nobody has computed since
     new = graph.copy()
     copies: dict[int, torch.Tensor] = {}
     for name, old in graph.weights.items():
@@ -47,8 +66,21 @@ def read_back(model: torch.nn.Module, graph: Graph, plan: Plan) -> tuple[Graph, 
         if id(now) not in copies:
             copies[id(now)] = now.detach().to(device=old.device, dtype=old.dtype, copy=True)
         new.weights[name] = copies[id(now)]
+    with torch.no_grad():
+        for node in (n for n in graph.nodes if model.bn_fold and n.operand("w") in graph.folds):
+            both = zip((node.weight, node.bias or ""), model.folded(node.weight), strict=True)
+            new.weights |= {name: t.to(graph.weights[name]) for name, t in both}
     tensors = dict(plan.tensors)
-    for name, t in plan.tensors.items():
-        if t.quantized:
-            tensors[name] = retrained(t, model.scale(name))
+    with torch.no_grad():
+        for name, t in plan.tensors.items():
+            quantizer = model.quantizer_of(name) if t.quantized else None
+            if isinstance(quantizer, FakeQuantizer):
+                deployable(quantizer.algorithm, t)
+                tensors[name] = retrained(t, *quantizer.numbers(), quantizer.grid)
+                if name in new.weights and t.role == "weight":
+                    new.weights[name] = committed(new.weights[name], quantizer.reals(new.weights[name]), t, plan)
+            elif quantizer is not None:
+                tensors[name] = retrained(t, model.scale(name))
+    if model.bn_fold:
+        refolded(new)
     return new, replace(plan, tensors=tensors)

@@ -18,7 +18,7 @@ from chipfit.errors import CaptureError, GraphError
 from chipfit.frameworks.torch.call import Call, Unreadable
 from chipfit.frameworks.torch.draft import Draft
 from chipfit.frameworks.torch.origin import CHECKS, arguments, source
-from chipfit.frameworks.torch.read import READERS
+from chipfit.frameworks.torch.read import READERS, SYNONYMS
 from chipfit.graph.builder import drop_dead
 from chipfit.graph.ir import OPAQUE, Graph, Ref
 
@@ -119,9 +119,10 @@ class _Walk:
         in_place = target._schema.is_mutable and name.endswith("_")
         try:
             name = name[:-1] if in_place else name
-            if name not in READERS:
+            known = SYNONYMS.get(name, name)
+            if known not in READERS:
                 raise Unreadable
-            env[n] = READERS[name](Call(self.draft, n, name, arguments(n)))
+            env[n] = READERS[known](Call(self.draft, n, known, arguments(n)))
         except Unreadable:
             if target._schema.is_mutable:
                 target = getattr(getattr(torch.ops.aten, name), target._overloadname)
@@ -168,11 +169,8 @@ class _Walk:
         inner = next((a for a in n.args if isinstance(a, torch.fx.Node) and a.op == "get_attr"), None)
         module = self.draft.env[inner] if inner is not None else None
         if not isinstance(module, torch.fx.GraphModule) or "wrap" not in str(n.target):
-            raise CaptureError(
-                f"The model uses the control-flow operator '{n.target}'",
-                where=source(n),
-                hint="replace torch.cond / while_loop by plain tensor operations",
-            )
+            hint = "replace torch.cond / while_loop by plain tensor operations"
+            raise CaptureError(f"The model uses the control-flow operator '{n.target}'", where=source(n), hint=hint)
         operands = iter(n.args[n.args.index(inner) + 1 :])
         self.through(module.graph, module, lambda _: self.draft.arg(next(operands)))
         (out,) = module.graph.output_node().args

@@ -1,0 +1,107 @@
+"""The two small networks of every accuracy figure: a residual and a depthwise one, trained on procedural images."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from benchmarks.images import images
+from benchmarks.models import BasicBlock, InvertedResidual, conv_bn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+
+class ResNet20(nn.Module):
+    """ResNet-20 of images [N, 3, 32, 32].  arXiv:1512.03385, section 4.2; 0.27 M parameters, 41 M multiplications."""
+
+    def __init__(self, classes: int = 20) -> None:
+        super().__init__()
+        self.stem = conv_bn(3, 16, 3)
+        widths = [(16, 16, 1), (16, 32, 2), (32, 64, 2)]
+        self.stages = nn.Sequential(
+            *(nn.Sequential(BasicBlock(i, o, s), BasicBlock(o, o, 1), BasicBlock(o, o, 1)) for i, o, s in widths)
+        )
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stages(self.stem(x)))
+
+
+class SmallMobileNetV2(nn.Module):
+    """A MobileNetV2 of images [N, 3, 32, 32]: ten inverted residuals, 0.16 M parameters, 13 M multiplications."""
+
+    def __init__(self, classes: int = 20) -> None:
+        super().__init__()
+        rows = [
+            (1, 16, 1, 1),
+            (4, 24, 2, 2),
+            (4, 32, 3, 2),
+            (4, 48, 2, 1),
+            (4, 64, 2, 2),
+        ]  # widen, width, blocks, stride
+        blocks, width = [], 16
+        for widen, out, count, stride in rows:
+            for k in range(count):
+                blocks.append(InvertedResidual(width, out, stride if k == 0 else 1, widen))
+                width = out
+        self.stem, self.blocks, self.last = conv_bn(3, 16, 3, act=nn.ReLU6), nn.Sequential(*blocks), conv_bn(64, 192, 1)
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(192, classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.last(self.blocks(self.stem(x))))
+
+
+#: networks of every accuracy figure
+SMALL: dict[str, type[nn.Module]] = {"resnet20": ResNet20, "mobilenetv2": SmallMobileNetV2}
+#: trained weights are kept here
+KEPT = Path(__file__).parents[1] / ".bench"
+
+
+def trained(name: str, seed: int = 0, epochs: int = 12) -> nn.Module:
+    """One of `SMALL`, trained in float on 16,000 procedural images; minutes the first time, then read from `.bench`."""
+    torch.manual_seed(seed)
+    model = SMALL[name]()
+    file = KEPT / f"{name}-{seed}-{_version()}.safetensors"
+    if file.exists():
+        model.load_state_dict(load_file(file))
+        return model.eval()
+    x, y = images(16000, 1000 + seed)
+    steps = epochs * (len(x) // 64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=steps)
+    model.train().to(memory_format=torch.channels_last)
+    for epoch in range(epochs):
+        for k in torch.randperm(len(x)).split(64):
+            if len(k) < 64:
+                continue
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[k].contiguous(memory_format=torch.channels_last)), y[k]).backward()
+            optimizer.step()
+            schedule.step()
+        print(f"{name} seed {seed}: epoch {epoch + 1} of {epochs}", flush=True)
+    KEPT.mkdir(exist_ok=True)
+    scratch = file.with_suffix(".part")
+    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, scratch)
+    scratch.replace(file)
+    return model.to(memory_format=torch.contiguous_format).eval()
+
+
+@torch.inference_mode()
+def logits(model: nn.Module, x: Tensor, batch: int = 500) -> Tensor:
+    """Of many images [N, 3, 32, 32], batch after batch."""
+    return torch.cat([model(part) for part in x.split(batch)])
+
+
+def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    """Top-1 in percent."""
+    return 100 * float((logits(model, x).argmax(1) == y).float().mean())
+
+
+def _version() -> str:
+    """Of what the weights depend on: the networks and the images."""
+    here = Path(__file__).parent
+    return hashlib.sha256(
+        b"".join((here / f"{name}.py").read_bytes() for name in ("models", "small", "images"))
+    ).hexdigest()[:8]

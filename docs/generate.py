@@ -1,0 +1,120 @@
+"""The generated pages: which platform supports what, the JSON Schema of platform files, training algorithms.
+
+python docs/generate.py [DOCS_DIR]
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from chipfit.platform.load import load, names
+from chipfit.platform.modelled import kernels_of, whole_arithmetic
+from chipfit.platform.schema import Platform
+from chipfit.platform.show import option_text
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.tables import log_table
+from chipfit.registry import registered
+
+
+def support_table() -> str:
+    """Markdown: one row per built-in platform."""
+    lines = [
+        "# Built-in platforms",
+        "",
+        "Generated from the platform files by `make docs`. V, D, I count the rules that are verified in source, "
+        "documented, inferred. Simulated: whole where all that the file says of arithmetic is, so that exactness is"
+        " claimed; in part where `chipfit platforms show` names what is not modelled; - where no integers are.",
+        "",
+        "| platform | device | first choice of weighted operators | rules V/D/I | fusions | arithmetic | simulated"
+        " | deploys as |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in names():
+        p = load(name)
+        first = next((option_text(u) for o in p.ops for u in o.use if u.w), "-")
+        counts = "/".join(str(sum(o.conf == c for o in p.ops)) for c in "VDI")
+        math = p.math.requant.get("form", "-") if p.math.requant else "-"
+        how = "whole" if whole_arithmetic(p) else "in part" if kernels_of(p) else "-"
+        deploys = p.deploy[0] if p.deploy else "-"
+        cells = (f"`{name}`", p.title, first, counts, str(len(p.fuse)), str(math), how, deploys)
+        lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def json_schema() -> str:
+    """The JSON Schema that editors use to complete and check platform files."""
+    schema = Platform.model_json_schema(by_alias=True)
+    for hidden in ("arch_selected", "file"):
+        schema["properties"].pop(hidden, None)
+    schema["title"] = "chipfit platform, schema version 0"
+    return json.dumps(schema, indent=1) + "\n"
+
+
+#: of four bits but the last
+_GRIDS = {
+    "symmetric": Grid(bits=4, qmin=-8, qmax=7),
+    "affine": Grid(bits=4, qmin=0, qmax=15, zero="any"),
+    "look-up table": Grid(bits=4, qmin=-128, qmax=127, kind="lut", entries=16, table=tuple(map(float, range(-8, 8)))),
+    "logarithmic": Grid(bits=8, qmin=-1, qmax=1, kind="log", table=log_table(2 ** (1 / 16), 8)),
+}
+
+
+def algorithm_table() -> str:
+    """Markdown: one row per training algorithm."""
+    lines = [
+        "# Training algorithms",
+        "",
+        "Generated from `quantizers/algorithms/` by `make docs`; each file holds the formula with an example worked by"
+        " hand. The names are what `training=` takes, options stand behind them in parentheses:"
+        ' `training="lsq(use_grad_scaling=False)"`. The columns weights and activations name the grids that an'
+        " algorithm trains; in parentheses where the outcome is for study only, because the codes of such a format"
+        " cannot hold it, or no chip rounds so: `Result.trained()` then refuses, and says why. Your own algorithm is"
+        " one file: [how](extending.md#a-training-algorithm).",
+        "",
+        "| name | algorithm | source | weights | activations | options |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, make in registered("training").items():
+        text, algorithm = inspect.getdoc(make) or "", make()
+        title, _, rest = text.partition(" Source: ")
+        source = " ".join(rest.partition("\n\n")[0].split()).removesuffix(".")
+        if "\n" in title:  # the source stands behind an example
+            title = title.partition("\n")[0]
+        options = ", ".join(f"`{f.name}={f.default}`" for f in fields(make) if f.name != "activations")
+        cells = (f"`{name}`", title.rstrip("."), source, *(_trained(algorithm, r) for r in ("weight", "activation")))
+        lines.append("| " + " | ".join(c or "-" for c in (*cells, options)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _trained(algorithm: Any, role: str) -> str:
+    """The grids that it trains for a role; those that it cannot be deployed on in parentheses."""
+    found = []
+    for word, grid in _GRIDS.items():
+        if not algorithm.refuses(grid, role):
+            held = grid.table is not None or algorithm.grid(grid).table is None
+            found.append(word if held and role not in algorithm.undeployable else f"({word})")
+    return ", ".join(found)
+
+
+#: generated file below docs/ -> its text
+PAGES = {
+    "platforms/support.md": support_table,
+    "schema/platform.schema.json": json_schema,
+    "algorithms.md": algorithm_table,
+}
+
+
+def write(docs: Path) -> None:
+    """Write every generated page."""
+    for name, make in PAGES.items():
+        (docs / name).parent.mkdir(parents=True, exist_ok=True)
+        (docs / name).write_text(make())
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)

@@ -1,0 +1,97 @@
+"""Training from the command line: labelled data, or a loop of the user."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from chipfit.calibration.data import split_label
+from chipfit.calibration.progress import Progress
+from chipfit.cli.named import made, named
+from chipfit.errors import ConfigError, DataError, TrainingError
+from chipfit.frameworks import fit
+from chipfit.pipeline import Result
+
+#: top-1 is told on so many images
+_TOLD = 4096
+
+
+def method_of(text: str) -> Any:
+    """A training algorithm by name, or a class of quantizers as module:Class."""
+    module = text.partition("(")[0]
+    return named(text, "method", ConfigError) if ":" in module else text
+
+
+def by_loop(result: Result, text: str, data: Any) -> None:
+    """Let the user's function train the model: `function(model, data)`.
+
+    Raises:
+        ConfigError: there is none, or it fails.
+    """
+    loop = named(text, "training loop", ConfigError)
+    if not callable(loop):
+        raise ConfigError("The training loop is no function", got=type(loop).__name__, allowed="function(model, data)")
+    made(functools.partial(loop, result.model, data), text, "training loop", ConfigError)
+
+
+def by_labels(
+    result: Result, data: Any, epochs: int, rate: float, batch_size: int, seed: int, say: Callable[[str], None]
+) -> None:
+    """Train the model as a classifier.
+
+    Raises:
+        DataError: data without labels, or with labels that are not classes of the model.
+        TrainingError: training left the numbers.
+    """
+    inputs, labels = _labelled(data, result)
+    probabilities = result.graph.outputs[0] in {o for n in result.graph.nodes if n.op == "Softmax" for o in n.outputs}
+    steps = -(-len(labels) // batch_size)
+    step = fit(result.graph.framework).stepper(result.model, rate, epochs * steps, probabilities)
+    before, shown, draw = _top1(result, inputs, labels), Progress(True), torch.Generator().manual_seed(seed)
+    for epoch in range(1, epochs + 1):
+        order = torch.randperm(len(labels), generator=draw).split(batch_size)
+        total = 0.0
+        for k, rows in enumerate(shown.count(f"epoch {epoch} of {epochs}", order, steps), 1):
+            loss = step([x[rows] for x in inputs], labels[rows])
+            if not math.isfinite(loss):
+                hint = "lower --rate, or look for numbers in the data that are not finite"
+                raise TrainingError(f"The loss is {loss}", where=f"epoch {epoch}, step {k}", hint=hint)
+            total += loss
+        say(f"epoch {epoch} of {epochs}: loss {total / steps:.4f}")
+    n = min(len(labels), _TOLD)
+    say(f"top-1 on {n} of the training images: {before:.1%} before, {_top1(result, inputs, labels):.1%} after")
+
+
+def _labelled(data: Any, result: Result) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """All inputs, flat, and all labels.
+
+    Raises:
+        DataError: see `by_labels`.
+    """
+    batches: Iterable[Any] = data() if callable(data) and not isinstance(data, Iterable) else data
+    pairs = [split_label(b, result.graph) for b in batches]
+    graph, hint = result.graph, "or train with a function of your own: --loop module:function"
+    if not pairs or any(y is None for _, y in pairs):
+        got = "no data" if not pairs else "batches without labels"
+        what = "Training needs labels"
+        raise DataError(what, got=got, allowed="x and y in the .npz file, or (input, label)", hint=hint)
+    shape = graph.shape(graph.outputs[0])
+    labels = torch.cat([torch.as_tensor(y) for _, y in pairs])
+    if len(graph.outputs) != 1 or len(shape) != 2 or labels.dim() != 1 or labels.is_floating_point():
+        got = f"{len(graph.outputs)} outputs, the first {list(shape)}; labels {list(labels.shape)} of {labels.dtype}"
+        what = "This is no classifier"
+        raise DataError(what, got=got, allowed="one output [N, classes], one integer an input", hint=hint)
+    if int(labels.min()) < 0 or int(labels.max()) >= (shape[1] or 0):
+        got, allowed = f"{int(labels.min())} to {int(labels.max())}", f"0 to {(shape[1] or 0) - 1}"
+        raise DataError("Labels are no classes of the model", got=got, allowed=allowed)
+    return [torch.cat(list(xs)) for xs in zip(*(x for x, _ in pairs), strict=True)], labels.long()
+
+
+def _top1(result: Result, inputs: list[torch.Tensor], labels: torch.Tensor) -> float:
+    right = 0
+    with torch.no_grad():
+        for rows in torch.arange(min(len(labels), _TOLD)).split(64):
+            right += int((result.model.run_flat([x[rows] for x in inputs])[0].argmax(1) == labels[rows]).sum())
+    return right / min(len(labels), _TOLD)

@@ -1,0 +1,217 @@
+"""Quantization-aware training under the predecessor's names: quantize, train the model that comes back, finalize it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+from pydantic import InstanceOf
+
+from chipfit.errors import ConfigError, PlanError, UnknownNameError
+from chipfit.facade.checks import checked, record
+from chipfit.facade.core.config import CoreConfig, ResourceUtilization
+from chipfit.facade.ptq import DataGenerator, UserInformation, quantized
+from chipfit.facade.trainable.adaptor import Hosted
+from chipfit.facade.trainable.base import (
+    BaseKerasTrainableQuantizer,
+    BasePytorchTrainableQuantizer,
+    BaseTrainableQuantizer,
+    QuantizationTarget,
+    marked,
+)
+from chipfit.frameworks import keras_part
+from chipfit.pipeline import Result
+from chipfit.plan.training import Training, algorithm_of
+from chipfit.quantizers.algorithm import Algorithm
+from chipfit.registry import made, registered
+
+_NAMES = [
+    f"{framework}_quantization_aware_training_{step}"
+    for framework in ("keras", "pytorch")
+    for step in ("init", "finalize")
+]
+__all__ = ["QATConfig", "TrainingMethod", "result_of", *_NAMES, *(f"{name}_experimental" for name in _NAMES)]
+
+#: every registered training algorithm; its value is the name
+TrainingMethod = Enum("TrainingMethod", {name.upper(): name for name in registered("training")})  # type: ignore[misc]
+
+_BASES = {"torch": BasePytorchTrainableQuantizer, "keras": BaseKerasTrainableQuantizer}
+
+
+@record(ConfigError)
+class QATConfig:
+    """What trains weights and activations.
+
+    Args:
+        weight_training_method: a TrainingMethod or its name, perhaps with options ("lsq(use_grad_scaling=False)"); a
+            class of trainable quantizers, or the identifier under which such classes are marked; None leaves numbers
+            where calibration put them.
+        activation_training_method: the same.
+        weight_quantizer_params_override: options of the method, or of the constructor of the class.
+        activation_quantizer_params_override: the same.
+    """
+
+    weight_training_method: Any = "ste"
+    activation_training_method: Any = "ste"
+    weight_quantizer_params_override: InstanceOf[Mapping[str, Any]] | None = None
+    activation_quantizer_params_override: InstanceOf[Mapping[str, Any]] | None = None
+
+    def to_training(self, framework: str) -> Training:
+        """The same for `chipfit.quantize`.
+
+        Raises:
+            UnknownNameError: no such method, or no such option of it.
+            ConfigError: something that is no method.
+        """
+        weights, results = self.weight_quantizer_params_override, self.activation_quantizer_params_override
+        return Training(
+            weights=_algorithm(self.weight_training_method, weights or {}, QuantizationTarget.Weights, framework),
+            activations=_algorithm(
+                self.activation_training_method, results or {}, QuantizationTarget.Activation, framework
+            ),
+        )
+
+
+def _algorithm(method: Any, options: Mapping[str, Any], target: QuantizationTarget, framework: str) -> Algorithm | None:
+    method = method.value if isinstance(method, TrainingMethod) else method
+    if isinstance(method, type) and issubclass(method, BaseTrainableQuantizer):
+        return method.hosted(**options)
+    ours = [c for c in marked(_BASES[framework]) if c.quantization_target is target]
+    if found := tuple(c for c in ours if method is not None and c.identifier == method):
+        return Hosted(found, options)
+    if not isinstance(method, str):
+        return algorithm_of(method)
+    if method.partition("(")[0] not in (names := registered("training")):
+        identifiers = {c.identifier for c in ours if isinstance(c.identifier, str)}
+        raise UnknownNameError("training method", method, {*names, *identifiers})
+    return made("training", method, **options)  # type: ignore[no-any-return]
+
+
+def pytorch_quantization_aware_training_init(
+    in_model: Any,
+    representative_data_gen: DataGenerator,
+    target_resource_utilization: ResourceUtilization | None = None,
+    core_config: CoreConfig | None = None,
+    qat_config: QATConfig | None = None,
+    target_platform_capabilities: Any = None,
+) -> tuple[Any, UserInformation]:
+    """Quantize a PyTorch module and return what trains.
+
+    Args:
+        qat_config: what trains weights and activations; straight-through rounding when omitted.
+        in_model, representative_data_gen, target_resource_utilization, core_config, target_platform_capabilities: as
+            of `pytorch_post_training_quantization`.
+
+    Returns:
+        The module, in which layers with rounded weights are `PytorchQuantizationWrapper`s and results are stored by
+        `PytorchActivationQuantizationHolder`s; train it, then call `..._finalize`. And what there is to know about it.
+
+    Raises:
+        UnsupportedError: a method that cannot train a tensor; see also `pytorch_post_training_quantization`.
+        UnknownNameError: no such method.
+    """
+    given = in_model, representative_data_gen, target_resource_utilization, core_config, qat_config
+    return _init("torch", *given, target_platform_capabilities)
+
+
+@functools.wraps(pytorch_quantization_aware_training_init)
+def keras_quantization_aware_training_init(*args: Any, **kwargs: Any) -> tuple[Any, UserInformation, dict[str, type]]:
+    """Quantize a Keras 3 model and return what trains; arguments and errors as for PyTorch.
+
+    Returns:
+        Also the custom objects with which Keras loads the model when it was saved.
+    """
+    given = inspect.signature(pytorch_quantization_aware_training_init).bind(*args, **kwargs).arguments
+    model, information = _init("keras", **given)
+    layers, training = vars(keras_part("layers")), information.result.training if information.result else None
+    hosted = [a for a in (training.weights, training.activations) if isinstance(a, Hosted)] if training else []
+    own = {n: c for n, c in layers.items() if n.startswith(("KerasQ", "KerasA"))}
+    return model, information, {**own, **{c.__name__: c for a in hosted for c in a.classes}}
+
+
+def pytorch_quantization_aware_training_finalize(in_model: Any, information: UserInformation | None = None) -> Any:
+    """The trained module without what trains: its weights, scales and zero points are those that training left.
+
+    Args:
+        in_model: what `..._init` returned, or a copy of it.
+        information: what came with it; needed for a model that was loaded from a file.
+
+    Returns:
+        A module like that of post-training quantization; `result_of` it exports, verifies and saves.
+
+    Raises:
+        PlanError: another model, or training has left a scale that is not positive.
+        UnsupportedError: what was trained cannot be deployed.
+    """
+    origin = _origin_of(in_model, information)
+    return _with_origin(replace(origin, _model=in_model).trained())
+
+
+def result_of(model: Any) -> Result:
+    """The result that a model of these facades stands for: plan, report, `export`, `verify`, `save`.
+
+    Raises:
+        PlanError: it is of something else, or was trained and not finalized.
+    """
+    result = _origin_of(model, None)
+    result = result if result._model is model else replace(result, _model=model)
+    result.refuse_trained("the result of this model")
+    return result
+
+
+keras_quantization_aware_training_finalize = pytorch_quantization_aware_training_finalize  # frameworks differ below
+pytorch_quantization_aware_training_init_experimental = pytorch_quantization_aware_training_init
+pytorch_quantization_aware_training_finalize_experimental = pytorch_quantization_aware_training_finalize
+keras_quantization_aware_training_init_experimental = keras_quantization_aware_training_init
+keras_quantization_aware_training_finalize_experimental = keras_quantization_aware_training_finalize
+
+
+class _Origin:
+    """Which result a model came from, on the model; copies of the model came from the same one."""
+
+    def __init__(self, result: Result) -> None:
+        self.result = result
+
+    def __deepcopy__(self, memo: Any) -> _Origin:
+        return self
+
+
+def _with_origin(result: Result) -> Any:
+    result.model._chipfit = _Origin(result)
+    return result.model
+
+
+def _origin_of(model: Any, information: UserInformation | None) -> Result:
+    origin = getattr(model, "_chipfit", None)
+    result = origin.result if isinstance(origin, _Origin) else information.result if information else None
+    if result is None:
+        got = type(model).__name__
+        allowed = "a model of a facade, or a copy of it"
+        hint = "give what came with it: finalize(model, information)"
+        raise PlanError("This model does not know which result it came from", got=got, allowed=allowed, hint=hint)
+    return result
+
+
+def _init(
+    framework: str,
+    in_model: Any,
+    representative_data_gen: Any,
+    target_resource_utilization: Any = None,
+    core_config: Any = None,
+    qat_config: Any = None,
+    target_platform_capabilities: Any = None,
+) -> tuple[Any, UserInformation]:
+    prefix = "pytorch" if framework == "torch" else framework
+    facade = f"{prefix}_quantization_aware_training_init"
+    chosen = checked(QATConfig | None, qat_config, ConfigError, facade, "qat_config") or QATConfig()
+    training = chosen.to_training(framework)  # before the work
+    given = in_model, representative_data_gen, target_resource_utilization, core_config, target_platform_capabilities
+    model, information = quantized(prefix, facade, *given, None)
+    if information.result is None:
+        return model, information
+    result = information.result.trains(training)
+    return _with_origin(result), replace(information, result=result)

@@ -1,0 +1,191 @@
+"""A model that was trained in a hardware setting, handed over to a platform with the numbers that it learned."""
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from chipfit import pipeline
+from chipfit.calibration.data import first_batch
+from chipfit.decide.legality import project
+from chipfit.engine.run import run
+from chipfit.engine.trees import flatten_call
+from chipfit.errors import PlanError, UnsupportedError
+from chipfit.facade.quantize_fx.quantizers import AlgorithmQuantizer, QuantizeBase
+from chipfit.facade.quantize_fx.settings import QConfig, misfit
+from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
+from chipfit.graph.ir import Graph
+from chipfit.pipeline import Result
+from chipfit.plan.training import deployable
+from chipfit.platform.load import load
+from chipfit.quantizers.bn_fold import UNFOLDED
+from chipfit.quantizers.grids import fake_quantize
+
+__all__ = ["deploy"]
+
+#: tensors are the same whose numbers differ by no more than this, relative to the greatest
+_SAME = 1e-5
+
+
+def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
+    """The result of a trained model on a platform, to be exported and verified: with the scales that training learned.
+
+    What training did not round, and the platform does, is calibrated; `Result.plan.rewrites` names it.
+
+    Args:
+        model: what `prepare_qat_fx` returned, trained.
+        data: calibration batches, see `chipfit.quantize`.
+        platform: a name, file or Platform.
+
+    Raises:
+        PlanError: another model.
+        UnsupportedError: the platform cannot hold what was trained, and why.
+    """
+    if not isinstance(getattr(model, "qconfig", None), QConfig):
+        raise PlanError("This is no model of prepare_qat_fx", got=type(model).__name__)
+    target = load(platform)
+    plain, learned, of_weights = _stripped(model)
+    args, kwargs, data = first_batch(data, plain)
+    graph = pipeline.lint(plain, args, target).graph
+    names = {
+        **_found(plain, learned, graph, args, kwargs),
+        **{w: q for w, q in of_weights.items() if w in graph.weights},
+    }
+    overrides = _widths(graph, names)
+    decided = pipeline.lint(plain, args, target, overrides).assignment
+    result = pipeline.quantize(
+        plain, data, target, overrides=overrides, rule="no_clipping", weight_rule="no_clipping", progress=False
+    )
+    _hand_over(result, names)
+    trained = result.trained()
+    stored = {t.name: t.stored for t in trained.plan.tensors.values() if t.stored is not None and t.role != "bias"}
+    legal = project(stored, decided.bindings)
+    if moved := [name for name, s in stored.items() if not legal[name].same_numbers(s)]:
+        got = ", ".join(moved)
+        raise UnsupportedError(f"The rules of '{target.name}' forbid the scales that were learned", got=got)
+    calibrated = [f"'{name}' was not rounded in training; it is calibrated" for name in stored if name not in names]
+    floats = [f"'{name}' was rounded in training and stays in float" for name in names if name not in stored]
+    notes = (*trained.plan.rewrites, *calibrated, *floats)
+    return replace(trained, plan=replace(trained.plan, rewrites=notes))
+
+
+def _stripped(model: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, QuantizeBase], dict[str, QuantizeBase]]:
+    """The float network; node -> quantizer of its result; weight -> its quantizer.
+
+    Raises:
+        UnsupportedError: a batch norm was not folded.
+    """
+    plain = copy.deepcopy(model).eval()
+    modules = dict(plain.named_modules())
+    learned: dict[str, QuantizeBase] = {}
+    of_weights: dict[str, QuantizeBase] = {}
+    for n in list(plain.graph.nodes):
+        m: Any = modules[n.target] if n.op == "call_module" else None
+        if isinstance(m, QuantizeBase):
+            learned[n.args[0].name] = m
+            n.replace_all_uses_with(n.args[0])
+            plain.graph.erase_node(n)
+        elif isinstance(m, FoldedBatchNorm) and f"{n.target}.weight" not in of_weights:
+            if any(isinstance(modules.get(u.target), _BatchNorm) for u in n.users if u.op == "call_module"):
+                got = UNFOLDED
+                raise UnsupportedError("What was trained cannot be deployed", got=got, hint="fold by strategy 1 to 4")
+            layer: Any = m.fold()
+            quantizer: Any = m.weight_quantizer
+            with torch.no_grad():
+                raw, layer.weight = layer.weight, nn.Parameter(quantizer.reals(layer.weight))
+                _demand_grid(f"{n.target}.weight", quantizer, layer.weight, quantizer(raw))
+            plain.add_submodule(str(n.target), layer)
+            of_weights[f"{n.target}.weight"] = quantizer
+    plain.delete_all_unused_submodules()
+    plain.recompile()
+    return plain, learned, of_weights
+
+
+def _demand_grid(name: str, q: QuantizeBase, x: torch.Tensor, y: torch.Tensor) -> None:
+    """Raise where y is not x rounded to the grid of the quantizer's scale and zero point.
+
+    Raises:
+        UnsupportedError: naming the tensor.
+    """
+    scale, zero = q.numbers()
+    off = (fake_quantize(x, scale, zero, q.grid, q.ch_axis if q.ch_axis >= 0 else None) - y).abs().max()
+    if float(off) > _SAME * float(y.abs().max()):
+        what = f"'{name}' was rounded otherwise than to equal steps of its scale, and formats have no other levels"
+        raise UnsupportedError(what, got=type(getattr(q, "algorithm", q)).__name__, hint="train it with another method")
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a trace and keeps every result."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.seen = {**getattr(self, "seen", {}), n.name: super().run_node(n)}
+        return self.seen[n.name]
+
+
+def _found(
+    plain: fx.GraphModule, learned: Mapping[str, QuantizeBase], graph: Graph, args: Any, kwargs: Any
+) -> dict[str, QuantizeBase]:
+    """Values of a graph -> the quantizers of the trace's tensors that hold the same numbers, for one batch."""
+    inputs = flatten_call(json.loads(graph.in_spec), args, kwargs)
+    with torch.no_grad():
+        recorder = _Recorder(plain)
+        recorder.run(*args, *kwargs.values())
+        made = [o for n in graph.nodes for o in n.outputs]
+        ours = {**dict(zip(graph.inputs, inputs)), **run(graph, inputs, keep=made)}
+    out = {}
+    for node, quantizer in learned.items():
+        x = recorder.seen[node]
+        _demand_grid(node, quantizer, x, quantizer(x).detach())
+        for name, y in ours.items():
+            alike = isinstance(y, torch.Tensor) and y.shape == x.shape and y.is_floating_point()
+            if alike and float((x - y).abs().max()) <= _SAME * float(x.abs().max()):
+                out[name] = quantizer
+    return out
+
+
+def _widths(graph: Graph, names: Mapping[str, QuantizeBase]) -> dict[str, dict[str, int]]:
+    """Overrides that ask for the widths of training, where these are not those of most chips."""
+    out: dict[str, dict[str, int]] = {}
+    for n in graph.nodes:
+        weights = [names[i].bitwidth for i in n.inputs if i in names and i in graph.weights]
+        results = [names[o].bitwidth for o in n.outputs if o in names]
+        asked = {k: bits[0] for k, bits in (("bits", weights), ("activation_bits", results)) if bits and bits[0] != 8}
+        out |= {n.name: asked} if asked else {}
+    return out
+
+
+def _hand_over(result: Result, names: Mapping[str, QuantizeBase]) -> None:
+    """Give the quantizers of a result's model what was learned.
+
+    Raises:
+        UnsupportedError: a format cannot hold it, or two tensors with one scale learned different ones.
+    """
+    given: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
+    for name, q in names.items():
+        stored = result.plan.stored(name)
+        if stored is None:
+            continue
+        if isinstance(q, AlgorithmQuantizer):
+            deployable(q.rounds.algorithm, result.plan.tensors[name])
+        if why := misfit(q.grid, stored.grid):
+            hint = "`platforms_of(qconfig)` says where a setting fits"
+            raise UnsupportedError(
+                f"'{result.platform.name}' cannot hold '{name}' as it was trained: its format {stored.format} {why}",
+                got=f"{q.bitwidth} bits, {q.qscheme}",
+                hint=hint,
+            )
+        s, z = q.numbers()
+        s, z = s.expand_as(stored.scale).float(), (z + (stored.grid.qmin - q.grid.qmin)).expand_as(stored.zero_point)
+        quantizer = result.model.quantizer_of(name)
+        other, s0, z0 = given.setdefault(id(quantizer), (name, s, z))
+        if not (torch.equal(s, s0) and torch.equal(z, z0)):
+            what = f"'{result.platform.name}' stores '{other}' and '{name}' with one scale, and training learned two"
+            raise UnsupportedError(what, got=f"{s0.reshape(-1)[:4].tolist()} and {s.reshape(-1)[:4].tolist()}")
+        with torch.no_grad():
+            quantizer.scale.copy_(s)
+            quantizer.zero_point.copy_(z)

@@ -1,0 +1,473 @@
+"""Observers of MQBench, by its names: what was seen of a tensor, and the scale and zero point that follow.
+
+Under DDP every rank sees the extremes, sums and counts of all ranks' batches, so that all have the numbers that one
+rank would have on the whole batch; scales are never averaged. A new one registers where it stands:
+
+    @register("observer", "mine")
+    class Mine(ObserverBase): ...
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from chipfit.errors import ConfigError, DataError
+from chipfit.quantizers.grids import Grid
+from chipfit.ranges.kl import KlRange
+from chipfit.ranges.qparams import QParams, finish_scale, from_min_max
+from chipfit.ranges.search import Sample, count, errors, search
+from chipfit.ranges.std import within
+from chipfit.registry import lookup, register
+
+__all__ = ["ObserverBase"]
+
+#: how what several batches show becomes one
+OVER = ("widest", "moving", "mean", "latest", "first")
+_MOST_BITS = 16
+
+
+def reduced(x: torch.Tensor, how: str) -> torch.Tensor:
+    """x of all ranks together, "MIN", "MAX" or "SUM"; x itself where there is one."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        x = x.clone()
+        dist.all_reduce(x, getattr(dist.ReduceOp, how))
+    return x
+
+
+def codes(bits: int, signed: bool) -> tuple[int, int]:
+    """quant_min and quant_max: all codes of two's complement, or all from 0."""
+    return (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+
+
+def to_pot(scale: torch.Tensor) -> torch.Tensor:
+    """The power of two that is nearest in the logarithm: 2^round(log2 s); a range may shrink by up to sqrt(2)."""
+    return torch.exp2(torch.round(torch.log2(scale)))
+
+
+class ObserverBase(nn.Module):
+    """What was seen of a tensor; `quant_min`, `quant_max` and `adjust_sign` may be set at any time.
+
+    A subclass says in `see` what one batch shows, and perhaps in `step` what scale follows.
+
+    Args:
+        quant_min, quant_max: the codes.
+        qscheme: one of torch's four.
+        ch_axis: channel axis, one scale each; -1 for one scale.
+        ada_sign: the quantizer may switch to codes from 0, see `QuantizeBase`; symmetric only.
+        pot_scale: scales become powers of two.
+        bitwidth: width of a code; the least that holds the codes when omitted.
+        sticky_sign: once without sign, always; False: the latest batch decides.
+        over: how batches become one range, one of `OVER`; each class has its own default.
+        ema_ratio: weight of what was seen before, where `over` is "moving".
+
+    Raises:
+        ConfigError: options that contradict each other.
+    """
+
+    over: str = "widest"
+    _STATE: ClassVar[tuple[str, ...]] = ("seen", "batches", "adjust_sign", "quant_min", "quant_max")
+
+    def __init__(
+        self,
+        quant_min: int = -128,
+        quant_max: int = 127,
+        qscheme: torch.qscheme = torch.per_tensor_symmetric,
+        ch_axis: int = -1,
+        ada_sign: bool = False,
+        pot_scale: bool = False,
+        *,
+        bitwidth: int | None = None,
+        sticky_sign: bool = True,
+        over: str | None = None,
+        ema_ratio: float = 0.9,
+    ) -> None:
+        super().__init__()
+        bitwidth = (quant_max - quant_min).bit_length() if bitwidth is None else bitwidth
+        per, _, kind = str(qscheme).removeprefix("torch.per_").partition("_")
+        over = self.over if over is None else over
+        faults = (
+            (kind not in ("symmetric", "affine"), "qscheme", qscheme, "torch.per_tensor_symmetric and its three like"),
+            (not quant_min < quant_max or quant_min > 0, "quant_min", quant_min, "at most 0, and below quant_max"),
+            (not 1 <= bitwidth <= _MOST_BITS, "bitwidth", bitwidth, f"1 to {_MOST_BITS}"),
+            (quant_max - quant_min >= 1 << bitwidth, "quant_max", quant_max, f"codes that fit into {bitwidth} bits"),
+            ((per == "channel") != (ch_axis >= 0), "ch_axis", ch_axis, "-1 per tensor; from 0 per channel"),
+            (ada_sign and kind == "affine", "ada_sign", ada_sign, "False where the grid is affine: its zero is free"),
+            (over not in OVER, "over", over, ", ".join(OVER)),
+        )
+        for wrong, option, got, allowed in faults:
+            if wrong:
+                raise ConfigError(f"'{option}' of {type(self).__name__} does not fit", got=got, allowed=allowed)
+        self.quant_min, self.quant_max, self.qscheme, self.ch_axis = quant_min, quant_max, qscheme, ch_axis
+        self.ada_sign, self.pot_scale, self.bitwidth, self.sticky_sign = ada_sign, pot_scale, bitwidth, sticky_sign
+        self.over, self.ema_ratio = over, ema_ratio
+        self.symmetric = kind == "symmetric"
+        self.adjust_sign = False  #: the codes reach from 0 up
+        self.batches = 0  #: that were seen
+        self.seen = torch.empty(0)  #: [K, C], of which row 0 is the least and row 1 the greatest value
+
+    # ---- seeing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Take one batch into account; returns it as it is."""
+        if x.numel():
+            with torch.no_grad():
+                self._take(self.see(x.detach()))
+        return x
+
+    def see(self, x: torch.Tensor) -> torch.Tensor:
+        """What a batch shows, [K, C]: least and greatest value, and what `step` wants besides."""
+        return torch.stack(self.extremes(x))
+
+    def _take(self, now: torch.Tensor) -> None:
+        now = now.double()
+        old, ratio = self.seen.to(now.device), self.ema_ratio
+        self.batches += 1
+        if self.batches == 1 or self.over == "latest":
+            self.seen = now
+        elif self.over == "widest":
+            self.seen = torch.cat([torch.minimum(old[:1], now[:1]), torch.maximum(old[1:], now[1:])])
+        elif self.over != "first":
+            self.seen = old + (now - old) * (1 / self.batches if self.over == "mean" else 1 - ratio)
+
+    # ---- statistics of a batch, over all ranks
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """[C, N]; C is 1 per tensor."""
+        x = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        return x.reshape(1, -1) if self.ch_axis < 0 else x.movedim(self.ch_axis, 0).flatten(1)
+
+    def extremes(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Least and greatest value of each channel, float64 [C]."""
+        low, high = torch.aminmax(self.rows(x).flatten(1), dim=1)
+        return reduced(low.double(), "MIN"), reduced(high.double(), "MAX")
+
+    def moments(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Mean of |x|, mean and standard deviation (unbiased) of each channel, float64 [C]."""
+        v = self.rows(x).double()
+        n = torch.full_like(v[:, 0], v.shape[1])
+        n, level, total, squares = reduced(torch.stack([n, v.abs().sum(1), v.sum(1), v.square().sum(1)]), "SUM")
+        variance = (squares - total.square() / n) / (n - 1).clamp_min(1)
+        return level / n, total / n, variance.clamp_min(0).sqrt()
+
+    def sample(self, x: torch.Tensor) -> Sample:
+        """What the search for a range looks at: values per channel, which only weights have, else a histogram."""
+        low, high = (end.cpu() for end in self.extremes(x))
+        if self.ch_axis >= 0:
+            return Sample(self.rows(x).float().cpu(), None, low, high)
+        counts, edges, zeros = self.histogram(self.rows(x), low, high)
+        values = torch.cat([(edges[:, 1:] + edges[:, :-1]) / 2, torch.zeros(1, 1)], 1)
+        return Sample(values, torch.cat([counts, zeros], 1), low, high, edges)
+
+    def histogram(
+        self, rows: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bins: int = 2048
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Counts [C, bins] without exact zeros, edges [C, bins + 1] and exact zeros [C, 1]."""
+        span = (high - low).clamp_min(2.0**-100)
+        found = count(rows.float(), low.to(rows.device), span.to(rows.device), bins)
+        counts, zeros = (reduced(n, "SUM").cpu() for n in found)  # on the device whose process group it is
+        home = (-low / span * bins).long().clamp(0, bins - 1).unsqueeze(-1)
+        zeros = zeros.unsqueeze(-1)
+        counts = counts.scatter_add(1, home, -zeros).clamp_min(0)
+        edges = low.unsqueeze(-1) + span.unsqueeze(-1) * torch.linspace(0, 1, bins + 1, dtype=torch.float64)
+        return counts, edges.float(), zeros
+
+    def ends(self, q: QParams) -> torch.Tensor:
+        """The range of which a scale and zero point follow, [2, C]."""
+        s, z = q.scale.double(), q.zero_point
+        if self.symmetric:
+            return torch.stack([-s * self._levels * (not self.adjust_sign), s * self._levels])
+        return torch.stack([(self.quant_min - z) * s, (self.quant_max - z) * s])
+
+    # ---- numbers
+
+    @property
+    def grid(self) -> Grid:
+        """The codes as they are now, on the grid of the core."""
+        return Grid(
+            bits=self.bitwidth,
+            qmin=self.quant_min,
+            qmax=self.quant_max,
+            zero=0 if self.symmetric else "any",
+            pot=self.pot_scale,
+            per="channel" if self.ch_axis >= 0 else "tensor",
+        )
+
+    @property
+    def _levels(self) -> float:
+        """Codes that the greatest magnitude is spread over."""
+        return (self.quant_max - self.quant_min) / (1 if self.adjust_sign else 2)
+
+    def step(self, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+        """The scale [C] of what was seen; low <= 0 <= high.
+
+        Symmetric: max(-low, high) / ((quant_max - quant_min) / 2), over all codes where `adjust_sign`; affine:
+        (high - low) / (quant_max - quant_min).
+        """
+        if self.symmetric:
+            return torch.maximum(-low, high) / self._levels
+        return from_min_max(low, high, self.grid).scale.double()
+
+    def calculate_qparams(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scale, float32, and zero point, int32: [] or, per channel, [C].
+
+        Raises:
+            DataError: nothing was seen.
+        """
+        if not self.batches:
+            hint = "run a batch after enable_calibration(model)"
+            raise DataError(f"{type(self).__name__} has seen no batch", hint=hint)
+        low, high = self.seen[0].clamp_max(0), self.seen[1].clamp_min(0)
+        scale = finish_scale(self.step(low, high, *self.seen[2:]), Grid(bits=self.bitwidth, qmin=0, qmax=1))
+        scale = to_pot(scale) if self.pot_scale else scale
+        zero = torch.zeros_like(low)
+        if not self.symmetric:
+            zero = torch.clamp(torch.round(self.quant_min - low / scale), self.quant_min, self.quant_max)
+        pair = scale, zero.to(torch.int32)
+        return pair if self.ch_axis >= 0 else (pair[0][0], pair[1][0])
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {k: getattr(self, k) for k in self._STATE}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def extra_repr(self) -> str:
+        return f"codes {self.quant_min}..{self.quant_max}, {self.qscheme}, {self.over} of {self.batches} batches"
+
+
+@register("observer", "MinMax")
+class MinMax(ObserverBase):
+    """Least and greatest value of all batches; `over="latest"` of the last one, as MQBench's first generation."""
+
+
+@register("observer", "EMAMinMax")
+class EMAMinMax(ObserverBase):
+    """m <- 0.9 m + 0.1 (this batch's extreme). Source: Jacob et al. 2018, arXiv:1712.05877, section 3.1."""
+
+    over = "moving"
+
+
+@register("observer", "AverageMinMax")
+class AverageMinMax(ObserverBase):
+    """The mean of the batches' extremes."""
+
+    over = "mean"
+
+
+@register("observer", "BatchMeanMax")
+class BatchMeanMax(ObserverBase):
+    """The mean over samples of each sample's extremes, moving over batches; axis 0 counts samples."""
+
+    over = "moving"
+
+    def see(self, x: torch.Tensor) -> torch.Tensor:
+        if self.ch_axis == 0:
+            raise ConfigError("BatchMeanMax needs samples on axis 0", got="ch_axis=0", allowed="-1, or from 1")
+        each = x.reshape(len(x), 1, -1) if self.ch_axis < 0 else x.movedim(self.ch_axis, 1).flatten(2)  # [N, C, M]
+        sums = torch.stack([each.amin(2).double().sum(0), each.amax(2).double().sum(0)])
+        n = reduced(torch.tensor(float(len(x)), dtype=torch.float64, device=x.device), "SUM")
+        return reduced(sums, "SUM") / n
+
+
+@register("observer", "Quantile")
+class Quantile(ObserverBase):
+    """The magnitude that a share of the values does not exceed: the middle of the first bin of |x| to reach it.
+
+    Args:
+        threshold: that share.
+        bins: of the histogram of |x| up to its greatest.
+    """
+
+    def __init__(self, *args: Any, threshold: float = 0.99999, bins: int = 2048, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.threshold, self.bins = threshold, bins
+
+    def see(self, x: torch.Tensor) -> torch.Tensor:
+        low, high = (end.cpu() for end in self.extremes(x))
+        top = torch.maximum(-low, high)
+        counts, _, zeros = self.histogram(self.rows(x).abs(), torch.zeros_like(top), top, self.bins)
+        cdf = (counts.double().cumsum(1) + zeros) / (counts.double().sum(1, keepdim=True) + zeros)
+        i = (cdf < self.threshold).sum(1).clamp_max(self.bins - 1)
+        clip = (i + 0.5) * top / self.bins
+        return torch.stack([low.maximum(-clip), high.minimum(clip)])
+
+
+@register("observer", "EMAQuantile")
+class EMAQuantile(Quantile):
+    """`Quantile`, moving over batches."""
+
+    over = "moving"
+
+
+@register("observer", "QuantileMovingAverage")
+class QuantileMovingAverage(Quantile):
+    """The 0.9999 quantile of the first batch, which is what MQBench computes under this name; `over="moving"` moves."""
+
+    over = "first"
+
+    def __init__(self, *args: Any, threshold: float = 0.9999, **options: Any) -> None:
+        super().__init__(*args, threshold=threshold, **options)
+
+
+@register("observer", "ClipStd")
+class ClipStd(ObserverBase):
+    """[mean - k sd, mean + k sd] inside the extremes, of the last batch."""
+
+    over = "latest"
+
+    def __init__(self, *args: Any, k: float = 2.6, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.k = k
+
+    def see(self, x: torch.Tensor) -> torch.Tensor:
+        _, mean, sd = self.moments(x)
+        return torch.stack(within(mean, sd, self.k, *self.extremes(x)))
+
+
+@register("observer", "LSQ")
+class LSQ(ObserverBase):
+    """s = 2 mean|x| / sqrt(quant_max), of the last batch. Source: Esser et al. 2020, arXiv:1902.08153, section 2.1."""
+
+    over = "latest"
+
+    def see(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([*self.extremes(x), self.moments(x)[0]])
+
+    def step(self, low: torch.Tensor, high: torch.Tensor, level: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return 2 * level / math.sqrt(max(self.quant_max, 1))
+
+
+@register("observer", "AverageLSQ")
+class AverageLSQ(LSQ):
+    """`LSQ`, over the mean of the batches."""
+
+    over = "mean"
+
+
+@register("observer", "LSQPlus")
+class LSQPlus(ObserverBase):
+    """s = max(|mean - 3 sd|, |mean + 3 sd|) / (codes), of the last batch.
+
+    Source: Bhalgat et al. 2020, arXiv:2004.09576, section 3.3.
+
+    Args:
+        by_half: divide by half the codes, as MQBench's first generation.
+    """
+
+    over = "latest"
+
+    def __init__(self, *args: Any, by_half: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.by_half = by_half
+
+    def see(self, x: torch.Tensor) -> torch.Tensor:
+        _, mean, sd = self.moments(x)
+        return torch.stack([*self.extremes(x), torch.maximum((mean - 3 * sd).abs(), (mean + 3 * sd).abs())])
+
+    def step(self, low: torch.Tensor, high: torch.Tensor, reach: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        span = self.quant_max - self.quant_min
+        return reach / (span // 2 if self.by_half else span + 1)
+
+
+@register("observer", "MSE")
+class MSE(ObserverBase):
+    """The range with the least mean |error|^p of each batch, and the widest of these; see `chipfit.ranges.search`."""
+
+    def __init__(self, *args: Any, p: float = 2.0, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.p = p
+
+    def see(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ends(search(self.sample(x), self.grid, self.p))
+
+
+@register("observer", "EMAMSE")
+class EMAMSE(MSE):
+    """`MSE`, moving over batches."""
+
+    over = "moving"
+
+
+@register("observer", "KL")
+@register("observer", "KLD")
+class KL(ObserverBase):
+    """The range with the least divergence of each batch, and the widest of these; see `chipfit.ranges.kl`."""
+
+    def see(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ends(KlRange()(self.sample(x), self.grid))
+
+
+@register("observer", "MinMaxFloor")
+class MinMaxFloor(ObserverBase):
+    """s = 2^-n with the least squared error among the greatest n that clips nothing and those above it, n <= 12.
+
+    Per tensor, symmetric, powers of two whatever `pot_scale` says.
+
+    Args:
+        candidates: how many n are tried; 1 keeps the range, as for inputs of a network.
+    """
+
+    over = "latest"
+    _MOST: ClassVar[int] = 12
+
+    def __init__(self, *args: Any, candidates: int = 5, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.ch_axis >= 0 or not self.symmetric:
+            allowed = "torch.per_tensor_symmetric"
+            raise ConfigError(f"{type(self).__name__} has one scale and no offset", got=self.qscheme, allowed=allowed)
+        self.candidates = candidates
+
+    def exponent(self, x: torch.Tensor) -> int:
+        """n of one batch."""
+        sample = self.sample(x)
+        low, high = float(sample.low), float(sample.high)
+        step = max(low / self.quant_min if self.quant_min else 0.0, high / self.quant_max if self.quant_max else 0.0)
+        first = math.floor(-math.log2(step)) if step > 2.0**-15 else 0
+        tried = torch.tensor([min(first + k, self._MOST) for k in range(self.candidates)]).unsqueeze(-1)
+        q = QParams(torch.exp2(-tried.double()), torch.zeros_like(tried))
+        return int(tried[errors(sample, q, self.grid, 2.0)[:, 0].argmin()])
+
+    def see(self, x: torch.Tensor) -> torch.Tensor:
+        low, high = self.extremes(x)
+        return torch.stack([low, high, torch.full_like(low, 2.0 ** -self.exponent(x))])
+
+    def step(self, low: torch.Tensor, high: torch.Tensor, step: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return step
+
+
+@register("observer", "PoTMode")
+class PoTMode(MinMaxFloor):
+    """`MinMaxFloor` with the most frequent n of all batches; of equally frequent ones the least."""
+
+    _STATE = (*ObserverBase._STATE, "votes")
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.votes: dict[int, int] = {}
+
+    def exponent(self, x: torch.Tensor) -> int:
+        n = super().exponent(x)
+        self.votes[n] = self.votes.get(n, 0) + 1
+        return min(self.votes, key=lambda k: (-self.votes[k], k))
+
+
+def observer_of(given: str | Callable[..., ObserverBase]) -> Callable[..., ObserverBase]:
+    """The class that a name stands for, with or without "Observer" behind it; a class or a partial one stays itself.
+
+    Raises:
+        UnknownNameError: listing near names.
+        ConfigError: neither a name nor something that makes an observer.
+    """
+    if isinstance(given, str):
+        return lookup("observer", given.removesuffix("Observer"))  # type: ignore[no-any-return]  # by registration
+    made = given.func if isinstance(given, partial) else given
+    if not (isinstance(made, type) and issubclass(made, ObserverBase)):
+        allowed = "a registered name, or a class derived from ObserverBase"
+        raise ConfigError("This is no observer", got=repr(given)[:120], allowed=allowed)
+    return given

@@ -1,0 +1,227 @@
+"""prepare_qat_fx: a traced copy of a model with quantizers where a hardware setting wants them, ready to train."""
+
+import copy
+import operator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from chipfit.errors import CaptureError, ConfigError, UnknownNameError, theirs
+from chipfit.facade.quantize_fx.settings import FoldBN, QConfig
+from chipfit.facade.target_platform.layers import operator_named
+from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
+from chipfit.frameworks.torch.export import brief
+from chipfit.graph.ops import OPS
+
+__all__ = ["prepare_qat_fx"]
+
+#: operators beside the weighted ones whose operands and results are rounded in graphs of kind 2 and 3
+_LISTED = set("Add Mul MatMul Concat Mean AvgPool AdaptiveAvgPool GlobalAvgPool Resize PRelu".split())
+#: run in the kernel of what is before them
+_INSIDE = set("Relu Relu6 Clamp BatchNorm".split())
+#: methods whose results are no tensors
+_ASKS = ("dim", "numel", "size")
+
+
+def prepare_qat_fx(
+    model: nn.Module,
+    qconfig_dict: Mapping[str, QConfig],
+    foldbn_config: FoldBN | None = None,
+    *,
+    example_inputs: Any = None,
+) -> fx.GraphModule:
+    """A copy of a model that rounds weights and activations, and trains like any other module.
+
+    All parameters exist on return. Quantizers start from the first batch of training, or from those that run after
+    `enable_calibration`. Activations are named `NODE_post_act_fake_quantizer`, weights `LAYER.weight_quantizer`.
+
+    Args:
+        model: in any mode.
+        qconfig_dict: {"": qconfig}.
+        foldbn_config: how batch norms fold; the qconfig's own when omitted.
+        example_inputs: a tensor or a tuple of inputs, on which the copy is compared with the model.
+
+    Raises:
+        CaptureError: the model cannot be traced, or the trace computes something else.
+        ConfigError, UnknownNameError: a configuration is not understood.
+        UnsupportedError: a batch norm cannot be folded.
+    """
+    qconfig = qconfig_dict.get("") if isinstance(qconfig_dict, Mapping) else None
+    if not isinstance(qconfig, QConfig):
+        raise ConfigError("This is no setting", got=repr(qconfig_dict)[:120], allowed='{"": get_qconfig(...)}')
+    for name in set(qconfig_dict) - {""}:
+        raise UnknownNameError("key of the qconfig dictionary", name, [""], hint="one setting is the whole model's")
+    if not isinstance(foldbn_config, FoldBN | None):
+        allowed = "get_foldbn_config(...)"
+        raise ConfigError("This says not how to fold batch norms", got=repr(foldbn_config)[:120], allowed=allowed)
+    traced = _traced(model)
+    if example_inputs is not None:
+        _compare(traced, model, example_inputs if isinstance(example_inputs, tuple) else (example_inputs,))
+    strategy = qconfig.bnfold if foldbn_config is None else foldbn_config.strategy
+    graph = _Graph(traced)
+    if not graph.weighted:
+        raise CaptureError("The model has no convolution and no linear layer to quantize", got=type(model).__name__)
+    ends = graph.ends()
+    for node in graph.weighted:
+        _round_weight(graph, node, qconfig, strategy, any(n.target == node.target for n in ends))
+    for source, (readers, reached) in _Graph(traced).rounded(qconfig.graph).items():
+        quantizer = qconfig.quantizer("activation", bool(reached & ends))
+        quantizer.prepare(None)
+        name = f"{source.name}_post_act_fake_quantizer"
+        traced.add_submodule(name, quantizer.to(next(traced.parameters()).device))
+        with traced.graph.inserting_after(source):
+            rounded = traced.graph.call_module(name, (source,))
+        for reader in readers:
+            reader.replace_input_with(source, rounded)
+    traced.delete_all_unused_submodules()
+    traced.graph.lint()
+    traced.recompile()
+    setattr(traced, "qconfig", qconfig)  # noqa: B010 -- a plain attribute, which modules are not typed for
+    return traced.train(model.training)
+
+
+def _traced(model: nn.Module) -> fx.GraphModule:
+    """A copy as a graph of layers and functions, of which none remembers the mode that it was traced in."""
+    try:
+        traced = fx.symbolic_trace(copy.deepcopy(model))
+    except Exception as e:  # the user's code, called with proxies, may raise anything
+        if not theirs(e):
+            raise
+        hint = "replace a Python `if` on values by torch.where, or put the code into a layer of its own and wrap it"
+        raise CaptureError(f"The model cannot be traced: {brief(e)}", where=type(model).__name__, hint=hint) from e
+    for n in list(traced.graph.nodes):
+        if n.op == "call_function" and "training" in n.kwargs:
+            if n.target is not F.dropout:
+                hint = "use the layer, not the function"
+                raise CaptureError(f"'{n.name}' keeps the mode that it was traced in", hint=hint)
+            traced.add_submodule(n.name, nn.Dropout(n.args[1] if len(n.args) > 1 else n.kwargs.get("p", 0.5)))
+            with traced.graph.inserting_after(n):
+                n.replace_all_uses_with(traced.graph.call_module(n.name, n.args[:1]))
+            traced.graph.erase_node(n)
+    traced.recompile()
+    return traced
+
+
+def _compare(traced: nn.Module, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    modes = {m: m.training for m in model.modules()}
+    with torch.no_grad():
+        results = [m.eval()(*inputs) for m in (model, traced)]
+    for m, training in modes.items():
+        m.training = training
+    leaves = [torch.utils._pytree.tree_leaves(r) for r in results]
+    if not all(torch.equal(a, b) for a, b in zip(*leaves, strict=True) if isinstance(a, torch.Tensor)):
+        hint = "does it draw numbers, or keep state?"
+        raise CaptureError("The trace of the model computes something else", hint=hint)
+
+
+class _Graph:
+    """What the nodes of a trace are."""
+
+    def __init__(self, traced: fx.GraphModule) -> None:
+        self.traced, self.modules = traced, dict(traced.named_modules())
+        self.nodes = list(traced.graph.nodes)
+        self.ops = {n: self._op(n) for n in self.nodes}
+        #: sizes, and what is computed of them: no tensors
+        self.sizes = set[fx.Node]()
+        for n in self.nodes:
+            of_sizes = n.op == "call_function" and n.all_input_nodes and self.sizes.issuperset(n.all_input_nodes)
+            if of_sizes or n.target is getattr or (n.op == "call_method" and n.target in _ASKS):
+                self.sizes.add(n)
+        weighted = [n for n in self.nodes if self.ops[n] in OPS and OPS[self.ops[n]].kind]
+        self.weighted = [n for n in weighted if n.op == "call_module"]
+        self.listed = {n for n in self.nodes if self.ops[n] in _LISTED and n not in self.sizes} | set(self.weighted)
+        for n in set(weighted) - set(self.weighted):
+            hint = "use the layer, not the function"
+            raise CaptureError(f"The weight of '{n.name}' is no layer's", got=n.target, hint=hint)
+
+    def _op(self, n: fx.Node) -> str:
+        """The canonical operator; "" for others. An entry of a tuple, which an index chooses, is none."""
+        if n.op == "call_module":
+            layer = self.modules[str(n.target)]
+            return operator_named(type(layer.layer if isinstance(layer, FoldedBatchNorm) else layer).__name__)
+        index = n.target is operator.getitem and isinstance(n.args[1], int)
+        is_call = n.op in ("call_function", "call_method") and not index
+        return operator_named(n.target if isinstance(n.target, str) else n.target.__name__) if is_call else ""
+
+    def moves(self, n: fx.Node) -> bool:
+        op = OPS.get(self.ops[n])
+        return op is not None and op.moves and op.slots == ("in0",)
+
+    def operands(self, n: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Where each operand's numbers come from, behind what moves them, with the node that reads them there."""
+        for x in n.all_input_nodes:
+            reader = n
+            while x not in self.sizes and self.moves(x):
+                reader, x = x, x.all_input_nodes[0]
+            if x not in self.sizes and x.op != "get_attr":
+                yield x, reader
+
+    def result(self, n: fx.Node) -> fx.Node:
+        """The tensor that the kernel of an operator writes, which may go on behind it."""
+        while len(n.users) == 1 and self.ops[user := next(iter(n.users))] in _INSIDE:
+            n = user
+        return n
+
+    def leaves(self, x: fx.Node) -> bool:
+        """Whether the model returns it, perhaps moved."""
+        return any(u.op == "output" or (self.moves(u) and self.leaves(u)) for u in x.users)
+
+    def of_convolution(self, x: fx.Node) -> bool:
+        """Whether a convolution makes a tensor, with its batch norm."""
+        x = x.all_input_nodes[0] if self.ops[x] == "BatchNorm" else x
+        return x in self.weighted and OPS[self.ops[x]].kind != "linear"
+
+    def ends(self) -> set[fx.Node]:
+        """The weighted layers with none before, and those with none behind."""
+        before, behind = set[fx.Node](), set[fx.Node]()  # nodes with a weighted layer before, or behind them
+        for n in self.nodes:
+            if any(m in before or m in self.weighted for m in n.all_input_nodes):
+                before.add(n)
+        for n in reversed(self.nodes):
+            if any(m in behind or m in self.weighted for m in n.users):
+                behind.add(n)
+        return set(self.weighted) - (before & behind)
+
+    def rounded(self, kind: int) -> dict[fx.Node, tuple[list[fx.Node], set[fx.Node]]]:
+        """Tensors that are rounded -> the nodes that read them rounded, and the operators that these numbers reach."""
+        found: dict[fx.Node, tuple[list[fx.Node], set[fx.Node]]] = {}
+        apart: set[tuple[fx.Node, fx.Node]] = set()
+        if kind == 2:
+            for add in (n for n in self.listed if self.ops[n] == "Add"):
+                made = [x for x, reader in self.operands(add) if reader is add and self.of_convolution(x)]
+                apart |= {(x, add) for x in made[:1]}
+        for n in self.weighted if kind == 1 else [n for n in self.nodes if n in self.listed]:
+            for x, reader in self.operands(n):
+                if (x, reader) not in apart:
+                    readers, reached = found.setdefault(x, ([], set()))
+                    readers += [reader] if reader not in readers else []
+                    reached.add(n)
+            out = self.result(n)
+            if kind != 1 and not self.leaves(out) and not any((out, u) in apart for u in out.users):
+                found.setdefault(out, ([], set()))
+        if kind != 1:  # a chip reads what it has stored, whoever reads
+            found = {x: ([u for u in x.users if (x, u) not in apart], reached) for x, (_, reached) in found.items()}
+        return found
+
+
+def _round_weight(graph: _Graph, node: fx.Node, qconfig: QConfig, strategy: int, end: bool) -> None:
+    """Put a layer, with the batch norm behind it where that folds, into a module that rounds its weight."""
+    path = str(node.target)
+    layer, calls = graph.modules[path], Counter(n.target for n in graph.nodes if n.op == "call_module")
+    if isinstance(layer, FoldedBatchNorm):  # called before
+        return
+    quantizer = qconfig.quantizer("weight", end, OPS[graph.ops[node]].weight_axis)
+    quantizer.prepare(layer.weight)
+    user = next(iter(node.users), node)
+    folds = len(node.users) == 1 and graph.ops[user] == "BatchNorm" and calls[path] == calls[user.target] == 1
+    bn = graph.modules[str(user.target)] if folds and strategy != -1 else None
+    host = FoldedBatchNorm(layer, bn, strategy, quantizer.to(layer.weight.device))
+    graph.modules[path] = host
+    graph.traced.add_submodule(path, host)
+    if bn is not None:
+        user.replace_all_uses_with(node)
+        graph.traced.graph.erase_node(user)

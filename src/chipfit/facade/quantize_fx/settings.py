@@ -1,0 +1,217 @@
+"""What document 004 chooses before a model is prepared: the method, the flags of a backend, how batch norms fold."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from chipfit.errors import ConfigError, UnknownNameError
+from chipfit.facade.quantize_fx.observers import ObserverBase, codes, observer_of
+from chipfit.facade.quantize_fx.quantizers import AlgorithmQuantizer, QuantizeBase, quantizer_of
+from chipfit.files import package_data
+from chipfit.platform.load import load, names
+from chipfit.platform.match import resolve
+from chipfit.platform.schema import Format
+from chipfit.quantizers.bn_fold import STRATEGIES
+from chipfit.quantizers.grids import Grid
+
+__all__ = ["FoldBN", "QConfig", "get_backend_params", "get_foldbn_config", "get_qconfig", "platforms_of"]
+
+#: of the first and the last weighted layer, in every setting
+END_BITS = 8
+
+
+@dataclass(frozen=True)
+class QConfig:
+    """The quantizers of a model, and where they stand.
+
+    `activation` and `weight` make one, from the keywords of a `QuantizeBase`.
+    """
+
+    activation: Callable[..., QuantizeBase]
+    weight: Callable[..., QuantizeBase]
+    bit: int
+    ada_sign: bool
+    symmetry: bool
+    per_channel: bool
+    pot_scale: bool
+    graph: int
+    bnfold: int
+
+    def quantizer(self, role: str, end: bool, axis: int = 0) -> QuantizeBase:
+        """A quantizer of a "weight" with its channels on `axis`, or of an "activation", of a first or last layer."""
+        bits, per_channel = END_BITS if end else self.bit, self.per_channel and role == "weight"
+        low, high = codes(bits, self.symmetry)
+        kind = f"per_{'channel' if per_channel else 'tensor'}_{'symmetric' if self.symmetry else 'affine'}"
+        make = self.weight if role == "weight" else self.activation
+        made = make(
+            quant_min=low,
+            quant_max=high,
+            qscheme=getattr(torch, kind),
+            ch_axis=axis if per_channel else -1,
+            ada_sign=self.ada_sign and role == "activation",
+            pot_scale=self.pot_scale,
+            bitwidth=bits,
+        )
+        if role == "activation" and made.ch_axis >= 0:
+            raise ConfigError("Activations have one scale: per_channel concerns weights", got=f"ch_axis={made.ch_axis}")
+        return made
+
+
+@dataclass(frozen=True)
+class FoldBN:
+    """How batch norms are folded while they train, see `chipfit.quantizers.bn_fold`."""
+
+    strategy: int
+
+
+@lru_cache(maxsize=1)
+def _settings() -> dict[str, Any]:
+    return package_data("chipfit.facade.quantize_fx", "settings.yaml")  # type: ignore[no-any-return]  # a table
+
+
+def get_backend_params(backend: str) -> dict[str, Any]:
+    """The flags of a backend of document 004, for `get_qconfig`. Its name means these settings, not a platform's.
+
+    Raises:
+        UnknownNameError: listing near names.
+    """
+    known = _settings()["backends"]
+    if backend not in known:
+        raise UnknownNameError("backend", backend, known)
+    return dict(known[backend])
+
+
+def get_foldbn_config(strategy: int) -> FoldBN:
+    """The folding strategy with this number.
+
+    Raises:
+        ConfigError: another number.
+    """
+    if strategy not in STRATEGIES or isinstance(strategy, bool):
+        raise ConfigError("There is no such way to fold a batch norm", got=repr(strategy), allowed=STRATEGIES)
+    return FoldBN(strategy)
+
+
+def get_qconfig(
+    w_method: Any = "lsq",
+    a_method: Any = "lsq",
+    bit: int = 8,
+    w_observer: str | Callable[..., ObserverBase] | None = None,
+    a_observer: str | Callable[..., ObserverBase] | None = None,
+    *,
+    ada_sign: bool = False,
+    symmetry: bool = True,
+    per_channel: bool = False,
+    pot_scale: bool = False,
+    graph: int | None = None,
+    bnfold: int | None = None,
+    allow_code: bool = False,
+    **unknown: Any,
+) -> QConfig:
+    """The quantizers of a setting, `get_qconfig(**qparams, **backend_params)`.
+
+    Args:
+        w_method, a_method: a registered quantizer or training algorithm, a method of settings.yaml, or a class.
+        bit: width of weights and activations; first and last layers have 8.
+        w_observer, a_observer: what they start from; the method's own when omitted.
+        ada_sign: activations without negative values lose their sign; academic settings only.
+        symmetry: zero points are 0, else free.
+        per_channel: one scale for each output channel of a weight.
+        pot_scale: scales are powers of two.
+        graph: 1, 2 or 3, where quantizers stand; 1 where `ada_sign` and 3 elsewhere when omitted.
+        bnfold: folding strategy where `prepare_qat_fx` is given none.
+        allow_code: methods may be "module:Class".
+
+    Raises:
+        UnknownNameError: a method, an observer or an option that does not exist.
+        ConfigError, UnsupportedError: an option out of bounds, or one that contradicts another.
+    """
+    defaults = _settings()["defaults"]
+    graph = (1 if ada_sign else defaults["graph"]) if graph is None else graph
+    bnfold = (-1 if ada_sign else defaults["bnfold"]) if bnfold is None else bnfold
+    if unknown:
+        options = {*get_qconfig.__annotations__} - {"unknown", "return"}
+        raise UnknownNameError("option of get_qconfig", next(iter(unknown)), options)
+    if not all(isinstance(flag, bool) for flag in (ada_sign, symmetry, per_channel, pot_scale)):
+        got = {"ada_sign": ada_sign, "symmetry": symmetry, "per_channel": per_channel, "pot_scale": pot_scale}
+        raise ConfigError("The flags of a backend are True or False", got=got)
+    if isinstance(bit, bool) or not isinstance(bit, int) or not 1 <= bit <= 16:
+        raise ConfigError("'bit' is out of bounds", got=repr(bit)[:80], allowed="1 to 16")
+    if graph not in (1, 2, 3):
+        raise ConfigError("There is no such kind of graph", got=repr(graph)[:80], allowed="1, 2 or 3")
+    if ada_sign and (not symmetry or pot_scale):
+        allowed = "with symmetry=True and pot_scale=False"
+        raise ConfigError("ada_sign is for academic settings: no chip chooses a sign while it runs", allowed=allowed)
+    pair = (("weight", w_method, w_observer), ("activation", a_method, a_observer))
+    w, a = (_maker(role, method, observer, allow_code) for role, method, observer in pair)
+    out = QConfig(a, w, bit, ada_sign, symmetry, per_channel, pot_scale, graph, get_foldbn_config(bnfold).strategy)
+    for role in ("weight", "activation"):
+        for end in (False, True):
+            out.quantizer(role, end)  # refuses what it cannot hold
+    return out
+
+
+def _maker(role: str, method: Any, observer: Any, allow_code: bool) -> Callable[..., QuantizeBase]:
+    """Makes the quantizers of one role."""
+    known = _settings()["methods"]
+    own = known.get(method.partition("(")[0], {}) if isinstance(method, str) else {}
+    default = own.get(f"{role[0]}_observer", "MinMax" if role == "weight" else "EMAMinMax")
+    make = partial(quantizer_of(own.get("algorithm", method), allow_code), observer_of(observer or default))
+    if make.func is AlgorithmQuantizer:
+        make = partial(make, role=role, follows=own.get("follows", False))
+    return make
+
+
+# ---------------------------------------------------------------- platforms
+
+
+def misfit(own: Grid, at: Grid) -> str:
+    """Why a chip that stores a tensor on a grid cannot hold what was rounded to another; "" where it can.
+
+    Codes may all move by the same number, and the zero point with them.
+    """
+    zero = own.zero if own.zero == "any" else at.qmin - own.qmin
+    allowed = at.zero if isinstance(at.zero, tuple) else (at.zero,)
+    if at.kind != "int" or at.levels != own.levels:
+        return f"has {at.levels} codes of kind {at.kind}, not {own.levels}"
+    if "any" not in allowed and zero not in allowed:
+        return "has no free zero point" if zero == "any" else f"has the zero point {at.zero}, not {zero}"
+    if at.pot and not own.pot:
+        return "wants powers of two"
+    return "has one scale a tensor" if own.per == "channel" and at.per == "tensor" else ""
+
+
+def platforms_of(qconfig: QConfig) -> dict[str, str]:
+    """Every built-in platform -> why convolutions and linear layers in these settings do not fit; "" where they do.
+
+    Its rules for a whole model are seen when that is handed over, see `deploy`.
+    """
+    return {name: _why_not(qconfig, name) for name in names()}
+
+
+def _why_not(qconfig: QConfig, name: str) -> str:
+    if qconfig.ada_sign:
+        return "ada_sign is for academic settings: formats have their sign before training"
+    platform = load(name)
+    for op in ("Conv2D", "Linear"):
+        found = resolve(platform, op, {})
+        for end in (False, True):
+            wanted = qconfig.quantizer("weight", end), qconfig.quantizer("activation", end)
+            reasons = [
+                next(filter(None, (_of_format(q, f, platform.formats) for q, f in zip(wanted, (o.w, *o.ins[:1])))), "")
+                for o in found.options
+            ]
+            if "" not in reasons:
+                return f"{op}: {reasons[0] if reasons else found.why or 'runs in float'}"
+    return ""
+
+
+def _of_format(q: QuantizeBase, name: str | None, formats: Mapping[str, Format]) -> str:
+    if name is None or name not in formats:
+        return f"stays in {name or 'float'}"
+    at = formats[name].model_copy(update={"bits": q.bitwidth} if formats[name].free else {})
+    why = at.gap or misfit(q.grid, at.grid(signed=q.grid.signed))
+    return f"format {name} {why}" if why else ""

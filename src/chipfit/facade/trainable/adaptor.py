@@ -1,0 +1,167 @@
+"""A quantizer that a user wrote, as a training algorithm: it rounds in every model, and what it learned is deployed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from chipfit.errors import UnsupportedError
+from chipfit.facade.target_platform.configs import QuantizationMethod
+from chipfit.facade.trainable.configs import config_of
+from chipfit.frameworks import framework_of
+from chipfit.quantizers.algorithm import Algorithm, Numbers
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.hosting import rounded, start
+from chipfit.quantizers.ops import clamp
+from chipfit.quantizers.stored import Stored
+
+#: how far a number may lie from a code, in steps
+_NEAR = 0.01
+#: a number beyond any grid
+_FAR = 1e30
+
+
+class Hosted(Algorithm):
+    """One quantizer of a user's class for each tensor.
+
+    The model computes what the quantizer returns. When training ends, the grid is that of the inferable quantizer which
+    it converts to, and a weight is what it rounded, so that learned rounding stays.
+
+    Args:
+        classes: of which one fits each tensor.
+        options: of their constructors.
+    """
+
+    #: the quantizer of one tensor, its shape and its role
+    quantizer: Any
+    _shape: tuple[int | None, ...]
+    _role: str
+
+    def __init__(self, classes: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        self.classes, self.options = classes, dict(options)
+
+    @classmethod
+    def of(cls, quantizer: Any, shape: Sequence[int | None], role: str) -> Hosted:
+        """The algorithm of one tensor."""
+        made = cls((type(quantizer),), {})
+        made.quantizer, made._shape, made._role = quantizer, tuple(shape), role
+        return made
+
+    def refuses(self, grid: Grid, role: str) -> str:
+        names = ", ".join(c.__name__ for c in self.classes)
+        if grid.kind not in ("int", "lut") or (grid.symmetric and grid.zero != 0) or (grid.pot and not grid.symmetric):
+            return f"no quantization method describes this grid to {names}"
+        method = QuantizationMethod.of_grid(grid)
+        fitting = [c for c in self._for(role) if method in c.quantization_method]
+        if len(fitting) != 1:
+            return f"{'none' if not fitting else 'more than one'} of {names} rounds {role}s of {method}"
+        return ""
+
+    def _for(self, role: str) -> list[Any]:
+        return [c for c in self.classes if c.quantization_target.role == role]
+
+    def for_tensor(self, stored: Stored, role: str, shape: tuple[int | None, ...]) -> Hosted:
+        if stored.axis is not None and shape[stored.axis] != len(stored.scale):
+            got = f"{len(stored.scale)} scales for a weight {list(shape)}"
+            raise UnsupportedError("A quantizer of your own has one axis of channels, and this weight has two", got=got)
+        method = QuantizationMethod.of_grid(stored.grid)
+        cls = next(c for c in self._for(role) if method in c.quantization_method)
+        return Hosted.of(cls(config_of(stored, role, len(shape)), **self.options), shape, role)
+
+    def start(self, host: Any) -> None:
+        self._host = host
+        if self.quantizer.framework != framework_of(host):
+            got = self.quantizer.framework
+            what = f"{type(self.quantizer).__name__} is a quantizer for another framework than the model's"
+            raise UnsupportedError(what, got=got, hint="derive it from the base class of the model's own framework")
+        start(self.quantizer, self._shape, "quantizer", host)
+
+    def get_config(self) -> dict[str, Any]:
+        """What a saved model keeps beside the quantizer."""
+        return {"shape": list(self._shape), "role": self._role}
+
+    def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        return {}
+
+    def numbers(self, ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:
+        if ops.traced(p["scale"]):
+            return self._seen(ops, p, grid)
+        stored = self._stored(grid, int(np.prod(p["scale"].shape)))
+        s, z = (
+            ops.reshape(ops.constant(v.reshape(-1).tolist(), p["scale"]), tuple(p["scale"].shape))
+            for v in (stored.scale, stored.zero_point)
+        )
+        return s, z
+
+    def _stored(self, grid: Grid, channels: int) -> Stored:
+        """What the quantizer converts to, on a grid of the plan.
+
+        Raises:
+            UnsupportedError: it is of another grid.
+        """
+        found = self.quantizer.convert2inferable().stored
+        kind = (found.grid.bits, found.grid.table, found.grid.symmetric, found.grid.symmetric and found.grid.signed)
+        if kind != (grid.bits, grid.table, grid.symmetric, grid.symmetric and grid.signed):
+            self._refuse("it converts to a quantizer of another grid", f"{found.grid.bits} bits: {found.grid}")
+        scale, zero = found.scale.reshape(-1), found.zero_point.reshape(-1)
+        if len(scale) not in (1, channels):
+            self._refuse("it converts to a quantizer of other channels", f"{len(scale)} of {channels}")
+        if grid.pot and bool((scale.log2() != scale.log2().round()).any()):
+            self._refuse("it converts to scales that are no powers of two", scale.tolist()[:4])
+        if not grid.symmetric:
+            zero = zero + grid.qmin  # codes of inferable quantizers start at 0
+        return Stored(format="", grid=grid, scale=scale.expand(channels), zero_point=zero.expand(channels), axis=0)
+
+    def _seen(self, ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:
+        """Scale and zero point while values are not known: from what the quantizer makes of numbers beyond its ends."""
+        scale = p["scale"]
+        shape = tuple(scale.shape) or (1,) * len(self._shape)
+        far = ops.reshape(ops.constant([_FAR] * int(np.prod(shape)), scale), shape)
+        high, low = rounded(self.quantizer, far, False), rounded(self.quantizer, -far, False)
+        steps = grid.table[-1] - grid.table[0] if grid.table is not None else (1 << grid.bits) - 1
+        s = (high - low) / steps
+        if grid.pot:
+            s = ops.power(2.0, ops.round(ops.log2(s)))
+        z = p["zero_point"] if grid.symmetric else ops.reshape(grid.qmin - ops.round(low / s), tuple(scale.shape))
+        return ops.stop_gradient(ops.reshape(s, tuple(scale.shape))), ops.stop_gradient(z)
+
+    def call(self, ops: Any, x: Any, p: Numbers, grid: Grid) -> Any:
+        y = rounded(self.quantizer, x, p["training"])
+        if tuple(y.shape) != tuple(x.shape):
+            self._refuse("it returned a tensor of another shape", list(y.shape), list(x.shape))
+        if grid.table is None and grid.levels < 1 << grid.bits:  # the chip leaves out the lowest code
+            s, z = self.numbers(ops, p, grid)
+            y = clamp(ops, y, (grid.qmin - z) * s, (grid.qmax - z) * s)
+        return y
+
+    def reals(self, ops: Any, x: Any, p: Numbers, grid: Grid) -> Any:
+        s, z = self.numbers(ops, p, grid)
+        y = self.call(ops, x, {**p, "training": False}, grid)
+        off = float(ops.stop_gradient(ops.max(ops.abs(y - ops.fake_quantize(y, s, z, grid)) / s)))
+        if not off <= _NEAR:
+            self._refuse(
+                "it rounds to numbers that are not on the grid of its inferable quantizer", f"{off:.3g} steps off"
+            )
+        return y
+
+    @property
+    def undeployable(self) -> Mapping[str, str]:  # type: ignore[override]  # of other algorithms it is known beforehand
+        """That it rounds activations otherwise than its inferable quantizer, which is what the chip computes."""
+        if self._role != "activation":
+            return {}
+        inferable = self.quantizer.convert2inferable()
+        grid, s, z = inferable.stored.grid, float(inferable.stored.scale), int(inferable.stored.zero_point)
+        codes = grid.table or [q - z + 0.25 for q in range(grid.qmin - 2, grid.qmax + 3, max(1, grid.levels // 64))]
+        x = inferable.ops.constant([c * s for c in codes], self._host.scale)
+        x = inferable.ops.reshape(x, (-1, *[1] * (len(self._shape) - 1)))
+        off = abs(rounded(self.quantizer, x, False) - inferable(x))
+        name = type(self.quantizer).__name__
+        differs = not float(inferable.ops.stop_gradient(inferable.ops.max(off))) <= _NEAR * s
+        return {self._role: f"{name} rounds otherwise than what it converts to"} if differs else {}
+
+    def _refuse(self, why: str, got: Any, allowed: Any = None) -> None:
+        what = f"{type(self.quantizer).__name__} cannot round this {self._role}: {why}"
+        raise UnsupportedError(what, got=got, allowed=allowed)

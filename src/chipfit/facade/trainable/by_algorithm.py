@@ -1,0 +1,92 @@
+"""Trainable quantizers for layers by hand, which train as a named algorithm does."""
+
+from typing import Any
+
+from chipfit.errors import ConfigError
+from chipfit.facade.target_platform.configs import QuantizationMethod
+from chipfit.facade.trainable.base import (
+    CONFIGS,
+    BaseKerasTrainableQuantizer,
+    BasePytorchTrainableQuantizer,
+    QuantizationTarget,
+    VariableGroup,
+    mark_quantizer,
+)
+from chipfit.facade.trainable.configs import stored_of
+from chipfit.frameworks import keras_part
+from chipfit.frameworks.torch.modules import FakeQuantizer
+from chipfit.plan.training import algorithm_of
+from chipfit.quantizers import inferable
+
+__all__ = ["KerasActivationQuantizer", "KerasWeightsQuantizer", "PytorchActivationQuantizer", "PytorchWeightsQuantizer"]
+
+
+class _ByAlgorithm:
+    """Rounds as a training algorithm does: a registered name, perhaps with options, or an instance."""
+
+    def _start(self: Any, shape: Any, name: str, layer: Any) -> Any:
+        role = self.quantization_target.role
+        self._stored = stored_of(self.quantization_config, None if shape is None else tuple(shape))
+        algorithm = algorithm_of(self.algorithm)
+        if algorithm is None or (why := algorithm.refuses(self._stored.grid, role)):
+            raise ConfigError(f"{self.algorithm} cannot train this {role}", got=why if algorithm else None)
+        own = algorithm.for_tensor(self._stored, role, tuple(shape or ()))
+        return self._stored, own, layer.weight_of(name) if role == "weight" else None
+
+    def __call__(self: Any, inputs: Any, training: bool) -> Any:
+        return self.quantizer(inputs)
+
+    def get_config(self: Any) -> dict[str, Any]:
+        return {**super().get_config(), "algorithm": self.algorithm}  # type: ignore[misc]
+
+    def _to_torch(self, x: Any) -> Any:
+        return x
+
+    def convert2inferable(self: Any) -> Any:
+        scale, zero = (
+            self._to_torch(p).detach().cpu().reshape(self._stored.scale.shape) for p in self.quantizer.numbers()
+        )
+        stored = self._stored.with_(scale=scale.float(), zero_point=zero.round().int(), grid=self.quantizer.grid)
+        return inferable.of(stored, self.quantization_target.role, self._classes())
+
+    def _classes(self) -> Any:
+        return inferable.CLASSES
+
+
+class _Pytorch(_ByAlgorithm, BasePytorchTrainableQuantizer):
+    def initialize_quantization(self, tensor_shape: Any, name: str, layer: Any) -> None:
+        self.quantizer = FakeQuantizer(name, *self._start(tensor_shape, name, layer))
+        layer.add_module(f"{name}_quantizer", self.quantizer)
+        for key, variable in self.quantizer.named_parameters():
+            self.add_quantizer_variable(key, variable, VariableGroup.QPARAMS)
+
+
+class _Keras(_ByAlgorithm, BaseKerasTrainableQuantizer):
+    def initialize_quantization(self, tensor_shape: Any, name: str, layer: Any) -> None:
+        given = *self._start(tensor_shape, name, layer), len(tensor_shape or ())
+        self.quantizer = keras_part("layers").KerasQuantizer.started(*given, name=f"{name}_quantizer")
+        setattr(layer, f"{name}_quantizer", self.quantizer)
+        for variable in self.quantizer.weights:
+            self.add_quantizer_variable(variable.name, variable, VariableGroup.QPARAMS)
+
+    def _to_torch(self, x: Any) -> Any:
+        return keras_part("backend").to_torch(x)
+
+    def _classes(self) -> Any:
+        return keras_part("inferable").CLASSES
+
+
+def _class(base: Any, target: QuantizationTarget, name: str) -> Any:
+    def init(self: Any, quantization_config: Any, algorithm: Any = "lsq") -> None:
+        base.__init__(self, quantization_config)
+        self.algorithm = algorithm
+
+    init.__annotations__["quantization_config"] = CONFIGS[target].__name__
+    about = {"__init__": init, "__module__": __name__, "__doc__": f"{target.value} as an algorithm trains them."}
+    return mark_quantizer(target, list(QuantizationMethod), "algorithm")(type(name, (base,), about))
+
+
+KerasActivationQuantizer = _class(_Keras, QuantizationTarget.Activation, "KerasActivationQuantizer")
+KerasWeightsQuantizer = _class(_Keras, QuantizationTarget.Weights, "KerasWeightsQuantizer")
+PytorchActivationQuantizer = _class(_Pytorch, QuantizationTarget.Activation, "PytorchActivationQuantizer")
+PytorchWeightsQuantizer = _class(_Pytorch, QuantizationTarget.Weights, "PytorchWeightsQuantizer")

@@ -1,0 +1,176 @@
+"""What a trainable quantizer is told about its tensor, with the predecessor's names, order and defaults."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from chipfit.errors import ConfigError
+from chipfit.facade.checks import Number, record
+from chipfit.facade.target_platform.configs import Bits, Flag, Method, QuantizationMethod
+from chipfit.facade.trainable.constants import LUT_VALUES, MIN_THRESHOLD, RANGE_MAX, RANGE_MIN, SIGNED, THRESHOLD
+from chipfit.quantizers.inferable import LUT_BITS, parameters, symmetric, uniform
+from chipfit.quantizers.stored import Stored
+
+__all__ = ["TrainableQuantizerActivationConfig", "TrainableQuantizerCandidateConfig", "TrainableQuantizerWeightsConfig"]
+
+Params = Mapping[str, Any]
+Positive = Annotated[Number, Field(gt=0)]
+C = TypeVar("C", bound="_Config")
+
+
+@record(ConfigError)
+class TrainableQuantizerCandidateConfig:
+    """One of the widths that a quantizer may have, with its parameters."""
+
+    n_bits: Bits
+    quantization_params: Params
+
+
+Candidates = list[TrainableQuantizerCandidateConfig] | None
+
+
+class _Config:
+    """What both configurations do."""
+
+    def __post_init__(self) -> None:
+        enabled = next(getattr(self, f.name) for f in fields(self) if f.name.startswith("enable"))  # type: ignore[arg-type]  # a dataclass
+        if enabled:
+            stored_of(self)
+
+    def get_config(self) -> dict[str, Any]:
+        """The fields as data: enumerations by name, arrays as lists; `from_config` reads them back."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]  # a dataclass
+
+    @classmethod
+    def from_config(cls: type[C], config: Mapping[str, Any]) -> C:
+        given: dict[str, Any] = {k: _arrays(v) if k.endswith("params") else v for k, v in config.items()}
+        for name, value in given.items():
+            if name.endswith("method") and isinstance(value, str):
+                given[name] = QuantizationMethod.__members__.get(value, value)
+            elif name.endswith("candidates") and value is not None:
+                made = (
+                    TrainableQuantizerCandidateConfig(c["n_bits"], _arrays(c["quantization_params"])) for c in value
+                )
+                given[name] = list(made)
+        return cls(**given)
+
+
+@record(ConfigError)
+class TrainableQuantizerWeightsConfig(_Config):
+    """How a weight is quantized while it trains.
+
+    Args:
+        weights_quantization_params: where training starts: THRESHOLD, or RANGE_MIN and RANGE_MAX, and LUT_VALUES; a
+            number, or an array that broadcasts against the weight.
+        weights_channels_axis: axis of the channels where thresholds are per channel.
+        min_threshold: least threshold that training starts from.
+    """
+
+    weights_quantization_method: Method
+    weights_n_bits: Bits
+    weights_quantization_params: Params
+    enable_weights_quantization: Flag
+    weights_channels_axis: int | None
+    weights_per_channel_threshold: Flag
+    min_threshold: Positive
+    weights_quantization_candidates: Candidates = None
+
+
+@record(ConfigError)
+class TrainableQuantizerActivationConfig(_Config):
+    """How an activation is quantized while the network trains.
+
+    Args:
+        activation_quantization_params: where training starts: THRESHOLD, or RANGE_MIN and RANGE_MAX, and LUT_VALUES;
+            SIGNED where codes have a sign, which is assumed where it is left out.
+        min_threshold: least threshold that training starts from.
+    """
+
+    activation_quantization_method: Method
+    activation_n_bits: Bits
+    activation_quantization_params: Params
+    enable_activation_quantization: Flag
+    min_threshold: Positive
+    activation_quantization_candidates: Candidates = None
+
+
+def stored_of(config: Any, shape: tuple[int, ...] | None = None) -> Stored:
+    """Where training starts: the grid that a configuration describes.
+
+    A single threshold serves every channel. UNIFORM from a threshold t is [-t, t], or [0, t] without a sign.
+
+    Args:
+        shape: of the weight.
+
+    Raises:
+        ConfigError: the parameters do not describe a grid.
+    """
+    role = "weights" if isinstance(config, TrainableQuantizerWeightsConfig) else "activation"
+    method, bits, params = (
+        getattr(config, f"{role}_{n}") for n in ("quantization_method", "n_bits", "quantization_params")
+    )
+    axis = config.weights_channels_axis if getattr(config, "weights_per_channel_threshold", False) else None
+    if axis is None and getattr(config, "weights_per_channel_threshold", False):
+        raise ConfigError("Thresholds per channel need weights_channels_axis", hint="0 in PyTorch, 3 in Keras")
+    if method.lut and bits > LUT_BITS:
+        raise ConfigError("A look-up table is too large", got=f"{bits} bits", allowed=f"at most {LUT_BITS} bits")
+    signed = role == "weights" or bool(params.get(SIGNED, True))
+
+    def number(key: str) -> torch.Tensor:
+        if key not in params:
+            raise ConfigError(f"Quantization parameters of {method.name} lack '{key}'", got=", ".join(params))
+        given = torch.as_tensor(np.asarray(params[key], "float64")).reshape(-1)
+        channels = 1 if axis is None else given.numel() if shape is None else shape[axis]
+        if given.numel() not in (1, channels):
+            got, allowed = f"{given.numel()} values of {key}", f"1 or {channels}"
+            raise ConfigError("Quantization parameters do not fit the tensor", got=got, allowed=allowed)
+        return given[0] if axis is None else given.expand(channels)
+
+    if method.affine and RANGE_MIN in params:
+        return uniform(bits, number(RANGE_MIN), number(RANGE_MAX), axis)
+    t = number(THRESHOLD)
+    t = torch.where(t > 0, t.clamp_min(float(config.min_threshold)), t)
+    if method.affine:
+        return uniform(bits, -t if signed else torch.zeros_like(t), t, axis)
+    table = [float(v) for v in np.ravel(params[LUT_VALUES])] if method.lut and LUT_VALUES in params else None
+    return symmetric(bits, t, signed, axis, pot=method.pot, table=table)
+
+
+def config_of(stored: Stored, role: str, rank: int) -> Any:
+    """The configuration that says how a tensor is stored; what is per channel broadcasts against the tensor."""
+
+    def number(p: Any) -> Any:
+        if not isinstance(p, torch.Tensor):
+            return np.asarray(p, "float32")
+        if role == "activation" or not p.dim():
+            return float(p)
+        return p.numpy().reshape([-1 if d == (stored.axis or 0) % rank else 1 for d in range(rank)])
+
+    words = {name: number(p) for name, p in parameters(stored).items()}
+    method, bits = QuantizationMethod.of_grid(stored.grid), stored.grid.bits
+    if role == "activation":
+        own = {**words, SIGNED: stored.grid.signed or (not stored.grid.symmetric and words[RANGE_MIN] < 0)}
+        return TrainableQuantizerActivationConfig(method, bits, own, True, MIN_THRESHOLD)
+    per_channel = stored.axis is not None
+    return TrainableQuantizerWeightsConfig(method, bits, words, True, stored.axis, per_channel, MIN_THRESHOLD)
+
+
+def _plain(value: Any) -> Any:
+    """As data."""
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, TrainableQuantizerCandidateConfig):
+        return _plain(vars(value))
+    return (
+        value.name if isinstance(value, QuantizationMethod) else value.tolist() if hasattr(value, "tolist") else value
+    )
+
+
+def _arrays(params: Params) -> dict[str, Any]:
+    return {k: np.asarray(v, "float32") if isinstance(v, list) else v for k, v in params.items()}

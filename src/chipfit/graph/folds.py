@@ -1,0 +1,69 @@
+"""Batch norms that were folded: what layer and batch norm were before, for training that folds them in each step."""
+
+import zlib
+from dataclasses import replace
+
+import torch
+
+from chipfit.errors import UnsupportedError
+from chipfit.graph.ir import Fold, Graph
+from chipfit.graph.linear import scale_outputs
+
+#: numbers of each row of a weight that its checksum is of
+_SAMPLE = 64
+
+
+def checksum(weight: torch.Tensor, bias: torch.Tensor) -> int:
+    """Of the bias and a sample of each row of the weight: whoever changes a folded layer changes most of them."""
+    rows = weight.detach().reshape(len(weight), -1)
+    sample = rows[:, :: max(1, rows.shape[1] // _SAMPLE)]
+    parts = (t.detach().cpu().contiguous().view(torch.uint8).numpy() for t in (sample, bias))
+    total = 0
+    for part in parts:
+        total = zlib.crc32(part.tobytes(), total)
+    return total
+
+
+def numbers(graph: Graph, fold: Fold) -> tuple[torch.Tensor, ...]:
+    """gamma, beta, mean and variance, [C] float64."""
+    w, mean = graph.weights, graph.weights[fold.mean].detach().double()
+    gamma, beta = (mean * 0 + n if name is None else w[name].detach().double() for name, n in _absent(fold))
+    return gamma, beta, mean, w[fold.var].detach().double()
+
+
+def _absent(fold: Fold) -> tuple[tuple[str | None, float], ...]:
+    return (fold.gamma, 1.0), (fold.beta, 0.0)
+
+
+def unfolded(graph: Graph) -> Graph:
+    """The graph with the weights and biases of before its batch norms were folded, which then go behind them.
+
+    A channel whose gamma is 0 was folded to zeros, and has no other weights. Biases that layers did not have are 0.
+
+    Raises:
+        UnsupportedError: there is no folded batch norm, or a folded layer was changed since.
+    """
+    out, readers = graph.copy(), graph.users()
+    for name, fold in graph.folds.items():
+        w, b = graph.weights[name], graph.weights[fold.bias]
+        if not readers.get(name) or checksum(w, b) != fold.checksum:
+            hint = "train with bn_fold=0, or without settings that equalize, collapse or correct"
+            what = "A layer was changed after its batch norm was folded, so that the two cannot be told apart"
+            raise UnsupportedError(what, where=name, hint=hint)
+        gamma, beta, mean, var = numbers(graph, fold)
+        k = gamma / torch.sqrt(var + fold.eps)
+        safe = torch.where(k == 0, 1.0, k)
+        out.weights[name] = scale_outputs(readers[name][0], w.detach().double(), 1 / safe).to(w.dtype)
+        raw = torch.where(k == 0, 0.0, (b.detach().double() - beta) / safe + mean)
+        out.weights[fold.bias] = (raw if fold.biased else raw * 0).to(b.dtype)
+        unread = {n.bias or "" for n in readers[name]} - ({fold.bias} if fold.biased else set())
+        out.trainable -= unread  # what inference adds follows from the batch norm
+    if not graph.folds:
+        raise UnsupportedError("There is no folded batch norm in this network", hint="train with bn_fold=0")
+    return out
+
+
+def refolded(graph: Graph) -> None:
+    """Say that weights and biases are those that their batch norms were folded into, in place."""
+    for name, fold in graph.folds.items():
+        graph.folds[name] = replace(fold, checksum=checksum(graph.weights[name], graph.weights[fold.bias]))

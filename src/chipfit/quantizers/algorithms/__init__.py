@@ -1,0 +1,1 @@
+"""Training algorithms, one a file; see `chipfit.quantizers.algorithm`."""

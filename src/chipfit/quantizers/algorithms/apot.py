@@ -1,0 +1,87 @@
+"""APoT: levels that are sums of powers of two."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from chipfit.quantizers.algorithm import Numbers, of_table, threshold
+from chipfit.quantizers.algorithms.lsq import Scaled
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
+from chipfit.registry import register
+
+
+def magnitudes(bits: int) -> tuple[int, ...]:
+    """The levels of a magnitude of so many bits, ascending whole numbers: divided by the greatest they are in [0, 1].
+
+    Terms of two bits are 0 or one of three powers of two, that of an odd bit 0 or one; powers are dealt in turn.
+    Source: eqs. 4 and 5 of the paper.
+
+    >>> [magnitudes(b) for b in (2, 3)]
+    [(0, 1, 2, 4), (0, 1, 2, 3, 4, 6, 8, 10)]
+    """
+    n, odd = divmod(bits, 2)
+    turns = [*range(n)] * 2 + [n] * odd + [*range(n)]
+    terms = [[0, *(1 << len(turns) - k - 1 for k, t in enumerate(turns) if t == term)] for term in range(n + odd)]
+    return tuple(sorted(sum(chosen) for chosen in itertools.product(*terms)))
+
+
+@register("training", "apot")
+@dataclass(frozen=True)
+class APoT(Scaled):
+    """Additive powers of two. Source: Li et al. 2020, arXiv:1909.13144, eqs. 4 to 8.
+
+    x / alpha takes the nearest level, times alpha, which trains; weights are standardised before (eq. 8). With alpha
+    = 3 and 3 bits of magnitude, levels 0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8 and 1, [0.95, -2, 5] becomes [0.9, -1.8, 3].
+
+    Args:
+        rescale: standardised weights get back the mean and the deviation that they started with, and alpha starts from
+            the plan's range. In the paper's form it starts from 3, and from 6 for activations.
+        activations: the form for activations.
+    """
+
+    rescale: bool = True
+    activations: bool = False
+
+    def grid(self, grid: Grid) -> Grid:
+        m = magnitudes(grid.bits - 1 if grid.qmin < 0 else grid.bits)
+        table = tuple(float(v) for v in ((*(-v for v in reversed(m[1:])), *m) if grid.qmin < 0 else m))
+        if grid.kind == "lut":
+            return replace(grid, table=table)
+        return replace(grid, kind="lut", table=table, qmin=int(table[0]), qmax=int(table[-1]))
+
+    def refuses(self, grid: Grid, role: str) -> str:
+        if why := of_table(grid, "lut", least=2):
+            return why
+        own = self.grid(grid)
+        if grid.kind == "lut" and (len(own.table or ()) > (grid.entries or 0) or (own.table or (0,))[-1] > grid.qmax):
+            return "its levels do not fit into the look-up table"
+        return ""
+
+    def constants(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        given = super().constants(stored, x)
+        if x is not None and self.rescale:
+            mean, spread = (v.expand_as(stored.scale) for v in _moments(torch, x.detach().float()))
+            given |= {"mean": mean, "spread": spread}
+        return given
+
+    def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        alpha = threshold(stored) if self.rescale else torch.full_like(stored.scale, 6.0 if x is None else 3.0)
+        return {"scale": alpha / (self.grid(stored.grid).table or (1.0,))[-1]}
+
+    def reals(self, ops: Any, x: Any, p: Numbers, grid: Grid) -> Any:
+        if self.activations:
+            return x
+        mean, spread = _moments(ops, x)
+        standard = (x - mean) / spread
+        return standard * p["spread"] + p["mean"] if self.rescale else standard
+
+
+def _moments(ops: Any, x: Any) -> tuple[Any, Any]:
+    """Mean and standard deviation, above 0, of all of x."""
+    mean = ops.mean(x)
+    return mean, ops.sqrt(ops.mean((x - mean) ** 2) + 1e-10)

@@ -1,0 +1,56 @@
+"""LSQ: the step size of each quantizer trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from chipfit.quantizers.algorithm import Algorithm, Numbers, rows
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.ops import gradient_times
+from chipfit.quantizers.stored import Stored
+from chipfit.registry import register
+
+
+@dataclass(frozen=True)
+class Scaled(Algorithm):
+    """A learned scale, and other parameters of one tensor, whose gradients are as large as those of weights.
+
+    Args:
+        use_grad_scaling: multiply the gradient of a parameter by g = 1 / sqrt(numbers that share it * greatest code).
+    """
+
+    use_grad_scaling: bool = True
+
+    def call(self, ops: Any, x: Any, p: Numbers, grid: Grid) -> Any:
+        s, z = self.numbers(ops, p, grid)
+        return ops.fake_quantize(self.reals(ops, x, p, grid), self.scaled(ops, s, x, grid), z, grid)
+
+    def scaled(self, ops: Any, p: Any, x: Any, grid: Grid) -> Any:
+        """A parameter that rounds x, with g on its gradient. Source: Esser et al. 2020, section 2.2."""
+        if not self.use_grad_scaling:
+            return p
+        return gradient_times(ops, p, (ops.size(x) / ops.size(p) * max(grid.qmax, 1)) ** -0.5)
+
+
+@register("training", "lsq")
+@dataclass(frozen=True)
+class LSQ(Scaled):
+    """Learned step size quantization. Source: Esser et al. 2020, arXiv:1902.08153, eqs. 1 to 3 and sections 2.1, 2.2.
+
+    With s = 0.2 and codes -8 to 7, [-0.3, 2.0] becomes [-0.4, 1.4]; of the sum, ds is (-2 + 1.5) + 7 times g, and
+    g = 1 / sqrt(2 * 7).
+
+    Args:
+        use_grad_scaling: multiply the gradient of the scale by g = 1 / sqrt(numbers that share it * greatest code).
+        from_mean: weights start at the scale 2 mean|w| / sqrt(greatest code) in place of the plan's.
+    """
+
+    from_mean: bool = False
+
+    def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        if x is None or not self.from_mean:
+            return {"scale": stored.scale}
+        return {"scale": 2 * rows(x, stored).abs().mean(-1) / max(stored.grid.qmax, 1) ** 0.5}

@@ -1,0 +1,121 @@
+"""Batch norm folded into the layer before it while both train, written once for every framework.
+
+The strategies are numbered as in document 004 (MQBench, Li et al. 2021, arXiv:2111.03759, section 3); 2 and 3 are those
+of Krishnamoorthi 2018, arXiv:1806.08342, section 3.2.2. With w, b the layer's weight and bias, k = gamma / sd, mean and
+sd = sqrt(var + eps) what is remembered, m and s = sqrt(v + eps) those of the batch, and Q the rounding of weights:
+
+    -1  BN(conv(x, Q(w)) + b), never folded: no chip computes that from codes
+     0  w and b are folded once, before training, and the batch norm is gone
+     1  conv(x, Q(w k)) + (b - mean) k + beta: what is remembered stays
+     2  the same with m and s, which a convolution with w finds first
+     3  conv(x, Q(w k)) sd / s + (b - m) gamma / s + beta
+     4  BN(conv(x, Q(w k)) / k + b)
+
+In inference 1 to 4 are all what 1 is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+STRATEGIES = (-1, 0, 1, 2, 3, 4)
+#: why what strategy -1 trains is not exported
+UNFOLDED = "bn_fold=-1 rounds weights without their batch norm, which a chip folds into them before it rounds"
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """The numbers of a batch norm, [C] each."""
+
+    gamma: Any
+    beta: Any
+    mean: Any
+    var: Any
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """Where a linear layer has its output channels."""
+
+    weight: tuple[int, ...]  #: shape in which the weight is viewed
+    factor: tuple[int, ...]  #: shape in which [C] broadcasts against that
+    axis: int  #: of results
+
+
+def times(ops: Any, w: Any, k: Any, at: Channels) -> Any:
+    """The weight whose output channel c is multiplied by k[c]."""
+    return ops.reshape(ops.reshape(w, at.weight) * ops.reshape(k, at.factor), tuple(w.shape))
+
+
+def folded(ops: Any, w: Any, b: Any, bn: Norm, at: Channels) -> tuple[Any, Any]:
+    """Weight and bias [C] of the layer that computes the layer and its batch norm (Jacob et al. 2018, eq. 14)."""
+    k = bn.gamma / ops.sqrt(bn.var + bn.eps)
+    return times(ops, w, k, at), (b - bn.mean) * k + bn.beta
+
+
+def moments(ops: Any, y: Any, at: Channels) -> tuple[Any, Any, Any]:
+    """Mean and variance of each channel [C], and of how many numbers they are."""
+    axes = tuple(a for a in range(len(y.shape)) if a != at.axis % len(y.shape))
+    m = ops.mean(y, axes)
+    return m, ops.mean(ops.square(y - _along(ops, m, y, at)), axes), ops.size(y) / y.shape[at.axis]
+
+
+def remembered(running: Norm, batch: tuple[Any, Any, Any], momentum: float) -> tuple[Any, Any]:
+    """Mean and variance after a step: the moving average, of the unbiased variance."""
+    m, v, n = batch
+    unbiased = v * (n / (n - 1))
+    return running.mean + momentum * (m - running.mean), running.var + momentum * (unbiased - running.var)
+
+
+def forward(
+    ops: Any,
+    strategy: int,
+    training: bool,
+    call: Callable[[Any, Any], Any],
+    w: Any,
+    b: Any,
+    bn: Norm,
+    at: Channels,
+    weight: Callable[[Any], Any],
+    bias: Callable[[Any], Any],
+) -> tuple[Any, tuple[Any, Any, Any] | None]:
+    """The result of the layer and its batch norm, and `moments` to remember, None where they stay.
+
+    Args:
+        strategy: any but 0.
+        call: the result of the layer with a weight and a bias [C], or None, for the input of this step.
+        w, b: the layer's own, unfolded; b is [C].
+        weight, bias: how each is rounded.
+    """
+    if strategy != -1 and (strategy == 1 or not training):
+        w_folded, b_folded = folded(ops, w, b, bn, at)
+        return call(weight(w_folded), bias(b_folded)), None
+    sd = ops.sqrt(bn.var + bn.eps)
+    if strategy in (-1, 4):
+        if strategy == -1:
+            y = call(weight(w), b)
+        else:  # where gamma is 0 any factor does, since the result does not depend on the weight
+            k = ops.where(bn.gamma == 0, ops.ones_like(bn.gamma), bn.gamma) / sd
+            y = call(weight(times(ops, w, k, at)), None)
+            y = y / _along(ops, k, y, at) + _along(ops, b, y, at)
+        batch = moments(ops, y, at) if training else None
+        m, s = (bn.mean, sd) if batch is None else (batch[0], ops.sqrt(batch[1] + bn.eps))
+        y = (y - _along(ops, m, y, at)) * _along(ops, bn.gamma / s, y, at)
+        return y + _along(ops, bn.beta, y, at), batch
+    batch = moments(ops, call(w, b), at)
+    s = ops.sqrt(batch[1] + bn.eps)
+    shift = (b - batch[0]) * bn.gamma / s + bn.beta
+    if strategy == 2:
+        return call(weight(times(ops, w, bn.gamma / s, at)), bias(shift)), batch
+    y = call(weight(times(ops, w, bn.gamma / sd, at)), None)
+    return y * _along(ops, sd / s, y, at) + _along(ops, shift, y, at), batch
+
+
+def _along(ops: Any, v: Any, y: Any, at: Channels) -> Any:
+    """[C] as it broadcasts against y."""
+    shape = [1] * len(y.shape)
+    shape[at.axis] = -1
+    return ops.reshape(v, tuple(shape))

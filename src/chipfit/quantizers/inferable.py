@@ -1,0 +1,211 @@
+"""Inferable quantizers: rounding that no longer trains, described by thresholds, ranges and look-up tables.
+
+A symmetric grid of n bits has the step s = t / 2^(n-1) and the ends -t and t - s, or t / 2^n, 0 and t - s without a
+sign. A uniform one has s = (b - a) / (2^n - 1), shifted so that 0 is a code. Entries of a look-up table are integers in
+units of t / 2^(B-1), or t / 2^B without a sign. The classes here are for tensors of PyTorch; those for Keras are in
+`frameworks.keras.inferable`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from chipfit.errors import ConfigError
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.ops import TorchOps
+from chipfit.quantizers.stored import Stored
+
+#: widest index into a look-up table [bit]
+LUT_BITS = 8
+
+
+def symmetric(
+    bits: int,
+    threshold: Any,
+    signed: bool,
+    axis: int | None = None,
+    *,
+    pot: bool = False,
+    table: Sequence[float] | None = None,
+    entry_bits: int = LUT_BITS,
+) -> Stored:
+    """A grid about zero.
+
+    Args:
+        threshold: [] or [C] along `axis`.
+        table: entries of a look-up table; `entry_bits` is their width.
+
+    Raises:
+        ConfigError: a threshold that is not positive, or no power of two where one is asked for; a table that does not
+            fit its width.
+    """
+    t = torch.as_tensor(threshold, dtype=torch.float64)
+    if not bool((torch.isfinite(t) & (t > 0)).all()):
+        raise ConfigError("A threshold is not positive", got=t.tolist(), allowed="finite numbers above 0")
+    if pot and bool((t.log2() != t.log2().round()).any()):
+        found = ", ".join(f"{v:g}" for v in t.reshape(-1).tolist())
+        raise ConfigError(f"Expected threshold to be power of 2 but is [{found}]")
+    width = bits if table is None else entry_bits
+    low, high = (-(1 << width - 1), (1 << width - 1) - 1) if signed else (0, (1 << width) - 1)
+    grid = Grid(bits=bits, qmin=low, qmax=high, pot=pot, per="tensor" if axis is None else "channel")
+    if table is not None:
+        grid = _with_table(grid, table)
+    scale = (t / float(high + 1)).float()
+    return Stored(format="", grid=grid, scale=scale, zero_point=torch.zeros_like(scale, dtype=torch.int32), axis=axis)
+
+
+def _with_table(grid: Grid, table: Sequence[float]) -> Grid:
+    entries = tuple(sorted({float(v) for v in table}))
+    if grid.bits > LUT_BITS:
+        raise ConfigError("A look-up table is too large", got=f"{grid.bits} bits", allowed=f"at most {LUT_BITS} bits")
+    most = grid.qmax + (0 if grid.signed else 1)  # without a sign, the threshold itself is an entry
+    if not 2 <= len(entries) <= 1 << grid.bits:
+        got, allowed = f"{len(entries)} entries", f"2 to {1 << grid.bits} with {grid.bits} bits"
+        raise ConfigError("A look-up table does not fit its width", got=got, allowed=allowed)
+    if any(v != round(v) for v in entries) or entries[0] < grid.qmin or entries[-1] > most:
+        allowed = f"integers from {grid.qmin} to {most}"
+        raise ConfigError("An entry of a look-up table is out of bounds", got=list(entries)[:8], allowed=allowed)
+    return Grid(bits=grid.bits, qmin=grid.qmin, qmax=grid.qmax, pot=grid.pot, per=grid.per, kind="lut", table=entries)
+
+
+def uniform(bits: int, low: Any, high: Any, axis: int | None = None) -> Stored:
+    """A grid from low to high, [] or [C] along `axis`: widened to hold 0, and shifted so that 0 is a code.
+
+    Raises:
+        ConfigError: low is not below high.
+    """
+    a, b = (torch.as_tensor(v, dtype=torch.float64) for v in (low, high))
+    if a.shape != b.shape or not bool((torch.isfinite(a) & torch.isfinite(b) & (a < b)).all()):
+        got = f"{a.tolist()} to {b.tolist()}"
+        raise ConfigError("A range is empty", got=got, allowed="min_range below max_range, both finite")
+    a, b = a.clamp_max(0.0), b.clamp_min(0.0)
+    grid = Grid(bits=bits, qmin=0, qmax=(1 << bits) - 1, zero="any", per="tensor" if axis is None else "channel")
+    scale = (b - a) / grid.qmax
+    zero = torch.round(-a / scale).to(torch.int32)
+    return Stored(format="", grid=grid, scale=scale.float(), zero_point=zero, axis=axis)
+
+
+def parameters(s: Stored) -> dict[str, Any]:
+    """The grid in the words of thresholds: "threshold", or "range_min" and "range_max"; float32 tensors, [] or [C]."""
+    if not s.grid.symmetric:
+        return {
+            "range_min": (s.grid.qmin - s.zero_point) * s.scale,
+            "range_max": (s.grid.qmax - s.zero_point) * s.scale,
+        }
+    if s.grid.table is not None:
+        return {"threshold": s.scale * float(s.grid.qmax + 1), "lut_values": s.grid.table}
+    return {"threshold": s.scale * float(1 << s.grid.bits - int(s.grid.signed))}
+
+
+class InferableQuantizer:
+    """Rounds tensors; `stored` is the grid that it rounds to. It has its arguments as attributes.
+
+    `threshold`, `min_range`, `max_range` and `lut_values` are lists; a range becomes what it was shifted to.
+
+    Raises:
+        ConfigError: they are something else, or do not describe a grid.
+    """
+
+    ops: Any = TorchOps
+    pot = False  #: thresholds are powers of two
+    __signature__: inspect.Signature
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        bound = self.__signature__.bind(*args, **kwargs)
+        bound.apply_defaults()
+        self._config = given = bound.arguments
+        who, per_channel, axis = type(self).__name__, given.get("per_channel", False), given.get("channel_axis")
+        if per_channel and axis is None:
+            raise ConfigError(f"{who} quantizes per channel without a channel_axis", hint="channel_axis=0")
+        for name in _LISTS & set(given):
+            if not isinstance(given[name], (list, tuple)) or not given[name]:
+                raise ConfigError(f"Expected {name} of {who} to be a list", got=repr(given[name])[:80])
+            if name != "lut_values" and not per_channel and len(given[name]) > 1:
+                got = f"{name} {given[name]}"[:80]
+                raise ConfigError(f"{who} quantizes per tensor, which takes one threshold or range", got=got)
+        axis = axis if per_channel else None
+        numbers = {n: given[n] if per_channel else given[n][0] for n in _LISTS & set(given) if n != "lut_values"}
+        bits, table = given["num_bits"], given.get("lut_values")
+        if "threshold" in numbers:
+            how = {"pot": self.pot, "table": table, "entry_bits": given.get("lut_values_bitwidth", LUT_BITS)}
+            self.stored = symmetric(bits, numbers["threshold"], given.get("signed", True), axis, **how)
+        else:
+            self.stored = uniform(bits, numbers["min_range"], numbers["max_range"], axis)
+            ends = zip(("min_range", "max_range"), parameters(self.stored).values(), strict=True)
+            given |= {name: end.reshape(-1).tolist() for name, end in ends}
+        self.__dict__ |= given
+
+    def __call__(self, inputs: Any) -> Any:
+        """inputs: reals [*dims]. Returns reals on the grid, same shape."""
+        shape = [1] * len(inputs.shape) if self.stored.axis is not None else []
+        if shape:
+            shape[self.stored.axis or 0] = -1
+        s, z = (
+            self.ops.reshape(self.ops.constant([float(v) for v in p.reshape(-1)], inputs), shape)
+            for p in (self.stored.scale, self.stored.zero_point)
+        )
+        return self.ops.fake_quantize(inputs, s, z, self.stored.grid)
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments that make it again."""
+        return dict(self._config)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> InferableQuantizer:
+        return cls(**config)
+
+
+_LISTS = {"threshold", "min_range", "max_range", "lut_values"}
+_DEFAULTS = {"channel_axis": None, "input_rank": None, "lut_values_bitwidth": LUT_BITS}
+_CHANNELS = "per_channel channel_axis input_rank"
+#: what stands before "InferableQuantizer" in the name -> its arguments
+_ARGUMENTS = {
+    "WeightsSymmetric": f"num_bits threshold {_CHANNELS}",
+    "WeightsPOT": f"num_bits threshold {_CHANNELS}",
+    "WeightsUniform": f"num_bits min_range max_range {_CHANNELS}",
+    "WeightsLUTSymmetric": f"num_bits lut_values threshold {_CHANNELS} lut_values_bitwidth",
+    "WeightsLUTPOT": f"num_bits lut_values threshold {_CHANNELS} lut_values_bitwidth",
+    "ActivationSymmetric": "num_bits threshold signed",
+    "ActivationPOT": "num_bits threshold signed",
+    "ActivationUniform": "num_bits min_range max_range",
+    "ActivationLutPOT": "num_bits lut_values threshold signed lut_values_bitwidth",
+}
+
+
+def _class(name: str, arguments: str) -> type[InferableQuantizer]:
+    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    takes = inspect.Signature([inspect.Parameter(a, kind, default=_DEFAULTS.get(a, empty)) for a in arguments.split()])
+    about = {"__signature__": takes, "pot": name.endswith("POT"), "__doc__": InferableQuantizer.__doc__}
+    return type(f"{name}InferableQuantizer", (InferableQuantizer,), {**about, "__module__": __name__})
+
+
+#: name -> class
+CLASSES = {made.__name__: made for made in (_class(*row) for row in _ARGUMENTS.items())}
+globals().update(CLASSES)
+
+
+def of(stored: Stored, role: str, classes: Mapping[str, Any] = CLASSES) -> Any:
+    """The inferable quantizer of a tensor that is stored like this.
+
+    Args:
+        role: "weight" or "activation".
+        classes: those of a framework, by name.
+    """
+    grid, words = stored.grid, parameters(stored)
+    given: dict[str, Any] = {k: v.reshape(-1).tolist() for k, v in words.items() if k != "lut_values"}
+    given = {{"range_min": "min_range", "range_max": "max_range"}.get(k, k): v for k, v in given.items()}
+    if role == "weight":
+        given |= {"per_channel": stored.axis is not None, "channel_axis": stored.axis}
+    elif grid.symmetric:
+        given["signed"] = grid.signed
+    kind = ("POT" if grid.pot else "Symmetric") if grid.symmetric else "Uniform"
+    if grid.table is not None:
+        kind = "LUT" + kind if role == "weight" else "Lut" + kind
+        given |= {"lut_values": list(grid.table), "lut_values_bitwidth": int(math.log2(grid.qmax - grid.qmin + 1))}
+    name = f"{role.capitalize()}{'s' if role == 'weight' else ''}{kind}InferableQuantizer"
+    return classes[name](num_bits=grid.bits, **given)

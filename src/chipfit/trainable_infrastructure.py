@@ -1,0 +1,22 @@
+"""Quantizers that train, by hand on a layer or in a whole model; names of the Model Compression Toolkit."""
+
+# ruff: noqa: F403 -- a door has what its rooms have
+from typing import Any
+
+from chipfit.facade.trainable.base import *
+from chipfit.facade.trainable.by_algorithm import *
+from chipfit.facade.trainable.configs import *
+from chipfit.frameworks import keras_part
+from chipfit.frameworks.torch.wrappers import PytorchActivationQuantizationHolder as PytorchActivationQuantizationHolder
+from chipfit.frameworks.torch.wrappers import PytorchQuantizationWrapper as PytorchQuantizationWrapper
+from chipfit.quantizers import inferable as pytorch_inferable_quantizers  # noqa: F401
+from chipfit.quantizers.inferable import InferableQuantizer as BaseInferableQuantizer  # noqa: F401
+
+
+def __getattr__(name: str) -> Any:
+    """What needs Keras loads when it is asked for."""
+    if name == "keras_inferable_quantizers":
+        return keras_part("inferable")
+    if name in ("KerasActivationQuantizationHolder", "KerasQuantizationWrapper"):
+        return getattr(keras_part("layers"), name)
+    raise AttributeError(f"module 'chipfit.trainable_infrastructure' has no attribute '{name}'")

@@ -1,0 +1,66 @@
+"""Averages of what trains, scales included, over the steps of training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from chipfit.errors import ConfigError
+from chipfit.frameworks.torch.lower import QuantizedModule
+from chipfit.frameworks.torch.train import lowered
+
+
+class EMA(nn.Module):
+    """The exponential moving average a of every parameter p that trains: a = decay a + (1 - decay) p, first p itself.
+
+    What `torch.optim.swa_utils.AveragedModel` computes with `get_ema_multi_avg_fn(decay)`, without a second model. It
+    is a module so that it is saved (`state_dict`) and moved like one; what it averages is not a part of it.
+
+    Args:
+        model: `Result.model`, of PyTorch. Those of Keras have it in their optimizers: `use_ema=True`.
+        decay: share of what was, from 0 to 1, without 1.
+
+    Raises:
+        PlanError: another model.
+        ConfigError: another decay.
+    """
+
+    steps: torch.Tensor
+
+    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
+        super().__init__()
+        if not 0 <= decay < 1:
+            raise ConfigError("A decay is a share", got=decay, allowed="0 to 1, without 1")
+        self._model, self.decay = (lowered(model),), decay  # in a tuple, so that it is no part of this module
+        self._trains = [p for p in model.parameters() if p.requires_grad]
+        self.averages = nn.ParameterList(nn.Parameter(p.detach().clone(), False) for p in self._trains)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take the parameters of a step in; call it behind that of the optimizer."""
+        share = 1.0 if self.steps == 0 else 1 - self.decay
+        for p, a in zip(self._trains, self.averages, strict=True):
+            a.lerp_(p.to(a), share)
+        self.steps += 1
+
+    @contextmanager
+    def swapped(self) -> Iterator[QuantizedModule]:
+        """Let the model compute with the averages, brought to where the platform's rules hold, for evaluation, and for
+        `Result.trained()`, which then takes them over; afterwards it has its own numbers again.
+        """
+        own = [p.detach().clone() for p in self._trains]
+        try:
+            self._put(self.averages)
+            self._model[0].settle()
+            yield self._model[0]
+        finally:
+            self._put(own)
+
+    @torch.no_grad()
+    def _put(self, values: Iterable[torch.Tensor]) -> None:
+        for p, value in zip(self._trains, values, strict=True):
+            p.copy_(value)

@@ -1,0 +1,125 @@
+"""Knowledge distillation: the quantized network learns from what the float one returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from chipfit.engine.run import run
+from chipfit.engine.trees import flatten_call
+from chipfit.errors import ConfigError, UnknownNameError
+from chipfit.frameworks import device
+from chipfit.frameworks.torch.train import lowered
+from chipfit.graph.ir import Graph
+from chipfit.pipeline import Result
+from chipfit.quantizers.ops import TorchOps
+
+
+def divergence(student: Any, teacher: Any, temperature: float = 1.0, axis: int = -1, ops: Any = TorchOps) -> Any:
+    """T^2 KL(softmax(teacher / T) || softmax(student / T)), the mean over everything but the classes.
+
+    Source: Hinton et al. 2015, arXiv:1503.02531, section 2; T^2 keeps gradients as large at every temperature.
+    Logits [0, 0] that learn from [ln 3, 0] at T = 1: 0.75 ln 1.5 + 0.25 ln 0.5 = 0.1308.
+
+    Args:
+        student, teacher: logits [*dims]; no gradient flows to the teacher.
+        axis: of the classes.
+        ops: `keras.ops` for tensors of Keras.
+    """
+    t = ops.stop_gradient(teacher) / temperature
+    gap = ops.log_softmax(t, axis) - ops.log_softmax(student / temperature, axis)
+    return temperature**2 * ops.mean(ops.sum(ops.softmax(t, axis) * gap, axis))
+
+
+def teacher(result: Result) -> Any:
+    """The float network as a model of the user's framework, on the CPU, without gradients: what a student learns from.
+
+    It computes with the weights that `result` holds; there is no second copy of them.
+    """
+    graph = _float(result)
+
+    def run_flat(inputs: Sequence[torch.Tensor]) -> list[Any]:
+        with torch.no_grad():
+            done = run(graph, inputs)
+        return [done[o] for o in graph.outputs]
+
+    return device(graph, run_flat, graph.outputs)
+
+
+class Distillation(nn.Module):
+    """The quantized network beside the float one that `result` holds: called like them, it returns (outputs, loss).
+
+    The outputs are those of `result.model`. The loss is the `divergence` of every output that is a float, where a
+    softmax makes it of its logarithm, plus the mean squared error of the layers that are named. Under
+    DistributedDataParallel, or as the module that a trainer trains, it stands for the model.
+
+    Args:
+        result: as it came from `quantize`, so that its weights are those of before training; of a PyTorch model.
+        temperature: softens both distributions; above 0.
+        layers: names of layers or tensors -> weight of their error; a sequence weighs each by 1.
+        axis: of the classes, in every output.
+
+    Raises:
+        PlanError: the model is not one of PyTorch.
+        UnknownNameError: there is no such layer.
+        ConfigError: a temperature that is not positive.
+    """
+
+    def __init__(
+        self, result: Result, temperature: float = 1.0, layers: Mapping[str, float] | Iterable[str] = (), axis: int = -1
+    ) -> None:
+        super().__init__()
+        if not temperature > 0:
+            raise ConfigError("A temperature is positive", got=temperature, allowed="above 0")
+        self.student, self._graph, self.temperature, self.axis = (
+            lowered(result.model),
+            _float(result),
+            temperature,
+            axis,
+        )
+        given = layers if isinstance(layers, Mapping) else dict.fromkeys(layers, 1.0)
+        made = {key: o for n in self._graph.nodes for o in n.outputs[::-1] for key in (n.layer, n.name, o)}
+        if unknown := [name for name in given if name not in made]:
+            raise UnknownNameError("layer", unknown[0], made)
+        self.layers = {made[name]: weight for name, weight in given.items()}
+        self._softmax = {o for n in self._graph.nodes if n.op == "Softmax" for o in n.outputs}
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
+        """Arguments as of the model. Returns what it does, and the loss []."""
+        inputs, outputs, kept = (
+            flatten_call(self.student._in_spec, args, kwargs),
+            self._graph.outputs,
+            list(self.layers),
+        )
+        if self.training:
+            self.student.begin()
+        found, where = self.student.run_flat(inputs, kept), inputs[0].device
+        with torch.no_grad():
+            self._graph = _on(self._graph, where)
+            known = run(self._graph, inputs, keep=kept)
+        loss = torch.zeros((), device=where)
+        for name, y in zip(outputs, found, strict=False):
+            if y.is_floating_point():
+                pair = [v.clamp_min(1e-12).log() if name in self._softmax else v for v in (y, known[name])]
+                loss = loss + divergence(pair[0], pair[1], self.temperature, self.axis)
+        for name, y in zip(kept, found[len(outputs) :], strict=True):
+            loss = loss + self.layers[name] * nn.functional.mse_loss(y, known[name])
+        return self.student._results(found[: len(outputs)]), loss
+
+
+def _float(result: Result) -> Graph:
+    """The float network of before corrections for rounding."""
+    return result._uncorrected[0] if result._uncorrected else result.graph
+
+
+def _on(graph: Graph, where: torch.device) -> Graph:
+    """The network on a device: itself where it is there."""
+    if all(w.device == where for w in graph.weights.values()):
+        return graph
+    out = graph.copy()
+    out.weights.update({name: w.to(where) for name, w in out.weights.items()})
+    out.nodes[:] = [n.with_(attrs={**n.attrs, "device": where}) if "device" in n.attrs else n for n in out.nodes]
+    return out

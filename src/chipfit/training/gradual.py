@@ -1,0 +1,55 @@
+"""Rounding that comes in little by little."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from chipfit.errors import ConfigError
+from chipfit.frameworks.torch.train import lowered
+
+
+class Gradual:
+    """Lets the share of rounding in what the model computes with grow from 0 to 1: y = (1 - share) x + share Q(x).
+
+    The formula is that of the gradual activation quantization of Sony's Model Compression Toolkit, for every tensor.
+    Only at share 1 does the model compute what a chip does: before that `Result.trained()` is refused, until `finish`.
+
+    Args:
+        model: `Result.model`, of PyTorch.
+        steps: of training until everything is rounded.
+        start: steps before it begins.
+        by_layer: one operator after the other, in the order of execution, each in an equal part of the steps; all at
+            once otherwise.
+
+    Raises:
+        PlanError: another model.
+        ConfigError: no steps, or a negative start.
+    """
+
+    def __init__(self, model: nn.Module, steps: int, start: int = 0, by_layer: bool = False) -> None:
+        if steps < 1 or start < 0:
+            got = f"steps={steps}, start={start}"
+            raise ConfigError("A schedule has steps", got=got, allowed="1 or more; 0 or more")
+        self.model, self.steps, self.start = lowered(model), steps, start
+        self.now = -1
+        used = [{*n.inputs, *n.outputs} for n in self.model._nodes]
+        parts: dict[int, list[Any]] = {}
+        for q in self.model._quant.children():
+            first = next((k for k, names in enumerate(used) if q.tensor in names), 0) if by_layer else 0
+            parts.setdefault(first, []).append(q)
+        self._parts = [parts[k] for k in sorted(parts)]
+        self.step()
+
+    def step(self, step: int | None = None) -> None:
+        """Set the shares of a step, counted from 0: the one after the last without a number."""
+        self.now = self.now + 1 if step is None else step
+        done = len(self._parts) * (self.now - self.start) / self.steps
+        for k, part in enumerate(self._parts):
+            for q in part:
+                q.share = min(max(done - k, 0.0), 1.0)
+
+    def finish(self) -> None:
+        """Round everything from now on."""
+        self.step(self.start + self.steps)

@@ -1,0 +1,147 @@
+"""Weights that jump between two codes: how often they do, a loss against it, and freezing those that do it too often.
+
+Source: Nagel et al. 2022, arXiv:2203.11086, sections 4.1 to 4.3 and algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from chipfit.errors import ConfigError, UnsupportedError
+from chipfit.frameworks.torch.lower import QuantizedModule
+from chipfit.frameworks.torch.modules import FakeQuantizer
+from chipfit.frameworks.torch.train import lowered
+from chipfit.quantizers.algorithm import Algorithm
+from chipfit.quantizers.bn_fold import times
+from chipfit.quantizers.ops import TorchOps
+
+
+def _weights(model: QuantizedModule) -> Iterator[tuple[str, FakeQuantizer]]:
+    """Names and quantizers of the weights that train and are rounded."""
+    for name in model._live:
+        if name in model._rounded and model._bounds.plan.tensors[name].role == "weight":
+            yield name, model.quantizer_of(name)  # type: ignore[misc]  # biases have the other kind
+
+
+def dampening(model: nn.Module) -> torch.Tensor:
+    """The squared distances of all weights, clipped to their grids, from the codes that they are rounded to, added up.
+
+    Gradients pull weights to the middle of their steps, where none flips; scales get none. With scale 1 and codes -2 to
+    1, [0.25, -0.5, 3] gives 0.0625 + 0.25 + 0. Multiply it by a weight that grows while training goes on.
+
+    Args:
+        model: `Result.model`, of PyTorch.
+
+    Raises:
+        PlanError: another model.
+    """
+    total = torch.zeros(())
+    for name, q in _weights(model := lowered(model)):
+        x = q.reals(model._stored(name))
+        codes = q.codes(x)
+        rounded, g = q.as_reals(codes), q.grid
+        low, high = (g.qmin, g.qmax) if g.table is None else (0, g.levels - 1)
+        beyond = ((codes == low) & (x < rounded)) | ((codes == high) & (x > rounded))
+        total = total.to(x.device) + torch.where(beyond, 0.0, rounded - x).square().sum()
+    return total
+
+
+class _Track(nn.Module):
+    """One weight [*dims]: its codes, and what is known of how they moved."""
+
+    codes: torch.Tensor  #: of the last step, or where it is frozen, float32
+    direction: torch.Tensor  #: sign of the last change; 0 before the first
+    frequency: torch.Tensor  #: moving average of how often a change goes back
+    average: torch.Tensor  #: of the codes
+    frozen: torch.Tensor  #: bool
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        super().__init__()
+        for name, value in (("codes", codes), ("average", codes.clone())):
+            self.register_buffer(name, value)
+        for name in ("direction", "frequency"):
+            self.register_buffer(name, torch.zeros_like(codes))
+        self.register_buffer("frozen", torch.zeros_like(codes, dtype=torch.bool))
+
+    def step(self, now: torch.Tensor, momentum: float, threshold: float | None) -> None:
+        now = torch.where(self.frozen, self.codes, now)
+        change = torch.sign(now - self.codes)
+        self.frequency.lerp_((change * self.direction == -1).to(now.dtype), momentum)
+        self.direction.copy_(torch.where(change == 0, self.direction, change))
+        self.average.lerp_(now, momentum)
+        self.codes.copy_(now)
+        if threshold is not None:
+            new = (self.frequency > threshold) & ~self.frozen
+            self.codes.copy_(torch.where(new, self.average.round(), self.codes))
+            self.frozen |= new
+
+
+class Oscillations(nn.Module):
+    """Watches the codes of all weights that train: a change against the last one, in sign, is an oscillation o, and its
+    frequency the moving average f = momentum o + (1 - momentum) f. Where it exceeds the threshold, the weight is frozen
+    at the code nearest to the moving average of its codes: it follows its scale, and nothing else, from then on.
+
+    Where batch norms fold in each step, it is the folded weight that is frozen, by their running statistics; under
+    `bn_fold=2`, which rounds by those of the batch, a code may still move while training runs.
+
+    It is a module so that it is saved and moved like one.
+
+    Args:
+        model: `Result.model`, of PyTorch.
+        momentum: share of a step.
+        threshold: of the frequency, several times the momentum; an attribute, which may be lowered while training goes
+            on. None only watches.
+
+    Raises:
+        PlanError: another model.
+        ConfigError: a number out of bounds.
+    """
+
+    def __init__(self, model: nn.Module, momentum: float = 0.01, threshold: float | None = None) -> None:
+        super().__init__()
+        if not 0 < momentum <= 1 or (threshold is not None and not 0 < threshold < 1):
+            got = f"momentum={momentum}, threshold={threshold}"
+            raise ConfigError("Momentum and threshold are shares", got=got, allowed="above 0, at most 1")
+        self._model, self._weights = (lowered(model),), list(_weights(lowered(model)))
+        self.momentum, self.threshold = momentum, threshold
+        self.tracks: Any = nn.ModuleList(_Track(self._codes(name, q)) for name, q in self._weights)
+
+    @property
+    def frequency(self) -> dict[str, torch.Tensor]:
+        """How often each weight oscillates [*dims], a share of the steps, by name."""
+        return {name: t.frequency for (name, _), t in zip(self._weights, self.tracks, strict=True)}
+
+    @property
+    def frozen(self) -> dict[str, torch.Tensor]:
+        """Which weights are frozen [*dims], by name."""
+        return {name: t.frozen for (name, _), t in zip(self._weights, self.tracks, strict=True)}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Look at the codes, and put frozen weights back; call it behind the step of the optimizer.
+
+        Raises:
+            TrainingError: a number is none.
+            UnsupportedError: something is to be frozen that is rounded as something else than itself.
+        """
+        model = self._model[0]
+        model.settle()  # first: where a bound moves a scale, frozen weights follow
+        for (name, q), track in zip(self._weights, self.tracks, strict=True):
+            if self.threshold is not None and type(q.algorithm).reals is not Algorithm.reals:
+                what = f"{type(q.algorithm).__name__} rounds '{name}' as something else, so that it cannot be frozen"
+                raise UnsupportedError(what, hint="train it with ste or lsq, or use `dampening`")
+            track.step(self._codes(name, q), self.momentum, self.threshold)
+            if self.threshold is not None:
+                w, held = model.weight(name), q.as_reals(track.codes)
+                if name in model._folds and model.bn_fold != -1:
+                    norm, at = model._norm(name)
+                    held = times(TorchOps, held, torch.sqrt(norm.var + norm.eps) / norm.gamma, at)
+                w.copy_(torch.where(track.frozen, held.to(w.dtype), w))
+
+    @torch.no_grad()
+    def _codes(self, name: str, q: FakeQuantizer) -> torch.Tensor:
+        return q.codes(q.reals(self._model[0]._stored(name))).float()

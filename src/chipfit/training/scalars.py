@@ -1,0 +1,62 @@
+"""Scales, zero points and ranges of a model that trains, for TensorBoard or anything that is written to like it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chipfit.errors import ConfigError, RuntimeUnavailable
+
+
+def writer(folder: str | Path) -> Any:
+    """A `SummaryWriter` of `torch.utils.tensorboard` that writes to a folder.
+
+    Raises:
+        RuntimeUnavailable: TensorBoard is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as e:
+        hint = "pip install tensorboard, or give any object with `add_scalar` and `add_histogram`"
+        raise RuntimeUnavailable(f"TensorBoard cannot be imported: {e}", hint=hint) from e
+    return SummaryWriter(str(folder))
+
+
+def write_scales(to: Any, model: Any, step: int) -> None:
+    """Write what every quantizer with numbers of its own has in a step: `add_scalar(name, number, step)` for one
+    number, `add_histogram(name, array, step)` for one a channel, and a histogram of the logarithms of all scales.
+
+    The names are `scale/<tensor>`, `zero_point/<tensor>`, `low/<tensor>` and `high/<tensor>`, the last two in the
+    tensor's unit, and `log2_scale/all`.
+
+    Args:
+        to: has the two functions: a `SummaryWriter` (see `writer`), or anything else.
+        model: `Result.model`, of PyTorch or Keras.
+
+    Raises:
+        ConfigError: `to` has no such functions, or the model no such quantizers.
+    """
+    bounds = getattr(model, "_bounds", None) or getattr(model, "bounds", None)
+    if bounds is None or not all(callable(getattr(to, f"add_{kind}", None)) for kind in ("scalar", "histogram")):
+        got = f"{type(to).__name__}, {type(model).__name__}"
+        allowed = "a writer with `add_scalar` and `add_histogram`, and the model of a Result"
+        raise ConfigError("The scales cannot be written", got=got, allowed=allowed)
+    logs = [np.zeros(0)]
+    for name, q in bounds.quantizers.items():
+        s, z = (_numbers(n) for n in q.numbers())
+        g = q.grid
+        low, high = ((g.qmin - z) * s, (g.qmax - z) * s) if g.table is None else (g.table[0] * s, g.table[-1] * s)
+        for what, value in (("scale", s), ("zero_point", z), ("low", low), ("high", high)):
+            if value.size == 1:
+                to.add_scalar(f"{what}/{name}", float(value[0]), step)
+            else:
+                to.add_histogram(f"{what}/{name}", value, step)
+        logs.append(np.log2(s))
+    to.add_histogram("log2_scale/all", np.concatenate(logs), step)
+
+
+def _numbers(x: Any) -> np.ndarray:
+    """One number, or one a channel, [C]; of torch or of a backend of Keras."""
+    return np.asarray(x.detach().cpu() if hasattr(x, "detach") else x, "float32").reshape(-1)

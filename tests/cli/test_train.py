@@ -1,0 +1,121 @@
+"""`chipfit train`: labelled data or a loop of the user's, from a saved result or a model, to one unit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import chipfit
+from chipfit.cli.app import app
+from chipfit.errors import ChipfitError
+
+MODULE = """\
+import torch
+from torch import nn
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 64, 3)).eval()
+
+def two():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(192, 3)
+        def forward(self, x):
+            y = self.a(torch.flatten(x, 1))
+            return y, y * 2
+    return Two().eval()
+
+def loop(model, data):
+    model.train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01)
+    for x, y in data:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+def broken(model, data):
+    return data[0][0] @ model
+
+def takes_nothing():
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("train")
+    name = f"mod_{abs(hash(str(path)))}"
+    (path / f"{name}.py").write_text(MODULE)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(96, 3, 8, 8)).astype("float32"), rng.integers(0, 3, 96)
+    x[np.arange(96), y] += 1.0  # what there is to learn
+    np.savez(path / "d.npz", x=x, y=y)
+    np.savez(path / "bare.npz", x=x)
+    np.savez(path / "wrong.npz", x=x, y=y + 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        done = run("quantize", f"{name}:net", "--data", "d.npz", "--out", "saved", "--no-verify")
+        assert done.exit_code == 0, done.output
+    return path, name
+
+
+@pytest.fixture(autouse=True)
+def _there(folder, monkeypatch):
+    monkeypatch.chdir(folder[0])
+
+
+def run(*args: str):
+    return CliRunner().invoke(app, list(args), catch_exceptions=True, env={"COLUMNS": "200"})
+
+
+def test_labels_in_an_archive_are_enough_to_train(folder):
+    path, _ = folder
+    done = run("train", "saved", "--data", "d.npz", "--epochs", "3", "--rate", "0.02", "--out", "trained")
+    assert done.exit_code == 0, done.output
+    assert {p.name for p in (path / "trained").iterdir()} == set("model.onnx plan report.html manifest.json".split())
+    assert "epoch 3 of 3: loss" in done.output and "0 of" in done.output
+    before, after = (float(done.output.split(word)[0].split()[-1].strip("%")) for word in (" before", " after"))
+    assert after > before + 10
+    old, new = chipfit.load(path / "saved/plan"), chipfit.load(path / "trained/plan")
+    assert not torch.equal(old.graph.weights["3.weight"], new.graph.weights["3.weight"])
+    assert new.plan.tensors["3.weight"].origin.endswith("trained")
+
+
+def test_a_model_is_quantized_first_and_a_loop_of_the_user_trains_it(folder):
+    path, name = folder
+    args = "--data", "d.npz", "--method", "ste", "--loop", f"{name}:loop", "--platform", "ort_cpu", "--bits", "3=8"
+    done = run("train", f"{name}:net", *args, "--out", "looped")
+    assert done.exit_code == 0, done.output
+    assert chipfit.load(path / "looped/plan").verify([torch.randn(4, 3, 8, 8)]).exact
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("saved", "--data", "d.npz", "--method", "lsk"), "did you mean 'lsq'"),
+        (("saved", "--data", "d.npz", "--method", "lsq(scaling=True)"), "use_grad_scaling"),
+        (("saved", "--data", "bare.npz"), "Training needs labels"),
+        (("saved", "--data", "wrong.npz"), "no classes of the model"),
+        (("saved", "--data", "d.npz", "--rate", "-1"), "learning rate"),
+        (("saved", "--data", "d.npz", "--rate", "1e30"), "step"),
+        (("saved", "--data", "d.npz", "--platform", "ort_cpu"), "--platform is for a model"),
+        (("saved", "--data", "d.npz", "--format", "pdf"), "pdf"),
+        (("saved", "--data", "d.npz", "--loop", "MOD:broken"), "fails"),
+        (("saved", "--data", "d.npz", "--loop", "MOD:takes_nothing"), "fails"),
+        (("saved", "--data", "d.npz", "--loop", "MOD:missing"), "cannot be imported"),
+        (("MOD:two", "--data", "d.npz"), "no classifier"),
+        (("saved", "--data", "d.npz", "--out", "."), "is not the output of"),
+        (("nowhere", "--data", "d.npz"), "model is not understood"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(args, says, folder):
+    args = [a.replace("MOD", folder[1]) for a in args]
+    if "--out" not in args:
+        args += ["--out", "refused"]
+    done = run("train", *args)
+    assert isinstance(done.exception, ChipfitError) and says in str(done.exception), done.exception
+    assert not (folder[0] / "refused").exists()

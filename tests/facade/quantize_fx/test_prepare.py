@@ -1,0 +1,310 @@
+"""prepare_qat_fx: where quantizers stand in each setting, and that what was trained is what a chip computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+from chipfit.errors import CaptureError, ConfigError, UnknownNameError, UnsupportedError
+from chipfit.facade.quantize_fx.quantizers import QuantizeBase
+from chipfit.quantize_fx import (
+    deploy,
+    disable_all,
+    enable_calibration,
+    enable_quantization,
+    get_backend_params,
+    get_foldbn_config,
+    get_qconfig,
+    platforms_of,
+    prepare_qat_fx,
+)
+from chipfit.quantizers.algorithms.ste import STE
+
+SEED = torch.Generator().manual_seed(0)
+DATA = [torch.randn(8, 3, 8, 8, generator=SEED) for _ in range(3)]
+LABELS = torch.arange(8) % 5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.conv2, self.bn2 = nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.relu = nn.ReLU()  # used twice
+
+    def forward(self, x):
+        y = self.relu(self.bn1(self.conv1(x)))
+        return self.relu(self.bn2(self.conv2(y)) + x)
+
+
+class Net(nn.Module):
+    """Stem, a residual block, average pooling, a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
+        self.block, self.pool, self.fc = Block(), nn.AdaptiveAvgPool2d(1), nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = self.block(self.stem(x))
+        return self.fc(nn.functional.dropout(torch.flatten(self.pool(x), 1), 0.1, training=self.training))
+
+
+@pytest.fixture(scope="module")
+def net():
+    model = Net()
+    for x in DATA:
+        model(x)
+    return model.eval()
+
+
+def setting(backend, bit=4, method="lsq", **options):
+    return get_qconfig(method, method, bit, **{**get_backend_params(backend), **options})
+
+
+def prepared(net, backend, fold=None, **options):
+    config = None if fold is None else get_foldbn_config(fold)
+    return prepare_qat_fx(net, {"": setting(backend, **options)}, config)
+
+
+def quantizers(model, what=QuantizeBase):
+    return {name: m for name, m in model.named_modules() if isinstance(m, what)}
+
+
+def stands(model):
+    return {n.removesuffix("_post_act_fake_quantizer") for n in quantizers(model) if n.endswith("_quantizer")} - {
+        n for n in quantizers(model) if "weight" in n
+    }
+
+
+def train(model, steps=4):
+    optimizer = torch.optim.SGD(model.train().parameters(), 0.02)  # before the first batch
+    for k in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(DATA[k % 3]), LABELS).backward()
+        optimizer.step()
+    return model.eval()
+
+
+BACKENDS = "academic tensorrt acl tvm snpe fbgemm tflitemicro".split()
+
+
+def test_41_with_all_quantizers_off_the_network_is_what_it_was(net):
+    for backend in BACKENDS:
+        model = prepared(net, backend, fold=-1)
+        disable_all(model)
+        assert torch.equal(model(DATA[0]), net(DATA[0]))
+        enable_calibration(model)
+        assert torch.equal(model(DATA[0]), net(DATA[0]))
+        enable_quantization(model)
+        assert not torch.equal(model(DATA[0]), net(DATA[0]))
+        assert not model.training
+
+
+def test_42_43_the_academic_setting(net):
+    """Inputs and weights of each weighted layer; the first and the last have 8 bits; one quantizer for each tensor."""
+    model = prepared(net, "academic")
+    bits = {name: q.bitwidth for name, q in quantizers(model).items()}
+    weights = {k.removesuffix(".weight_quantizer"): b for k, b in bits.items() if k.endswith("weight_quantizer")}
+    inputs = {k.removesuffix("_post_act_fake_quantizer"): b for k, b in bits.items() if "post_act" in k}
+    assert weights == {"stem.0": 8, "block.conv1": 4, "block.conv2": 4, "fc": 8}
+    assert inputs == {"x": 8, "stem_2": 4, "block_relu": 4, "pool": 8}
+    calls = [n for n in model.graph.nodes if n.op == "call_module" and "post_act" in n.target]
+    assert len(calls) == 4
+    codes = {n: (q.quant_min, q.quant_max) for n, q in quantizers(model).items()}
+    assert codes["stem.0.weight_quantizer"] == (-128, 127) and codes["block.conv1.weight_quantizer"] == (-8, 7)
+    assert {n for n, q in quantizers(model).items() if q.ada_sign} == {n for n in bits if "post_act" in n}
+    train(model)
+    signs = {n.split("_post")[0]: q.quant_min for n, q in quantizers(model).items() if "post_act" in n}
+    assert signs == {"x": -128, "stem_2": 0, "block_relu": 0, "pool": 0}
+
+
+def test_44_graph_kinds_differ_at_sums_and_pools(net):
+    stood = {kind: stands(prepared(net, "snpe", graph=kind)) for kind in (1, 2, 3)}
+    assert stood[1] == {"x", "stem_2", "block_relu", "pool"}
+    assert stood[3] == stood[1] | {"block_conv2", "block_relu_1"}
+    assert stood[3] - stood[2] == {"block_conv2"} and stood[2] < stood[3]
+
+
+class Reuses(nn.Module):
+    """A layer that is called twice, a tensor with three readers, sizes that are no tensors, an output that is moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.a, self.b = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
+        self.up = nn.ConvTranspose2d(4, 6, 2, stride=2)
+
+    def forward(self, x):
+        y = self.conv(self.conv(x))
+        z = self.up(torch.cat([self.a(y) + self.b(y), self.a(y)[:, :0]], 1))
+        return (z * 0.5).view(x.size(0) * 1, -1)
+
+
+def test_42_what_is_used_several_times():
+    torch.manual_seed(0)
+    model = Reuses().eval()
+    ready = prepare_qat_fx(model, {"": setting("tensorrt", graph=3)}, example_inputs=torch.randn(2, 3, 4, 4))
+    names = [n for n, q in quantizers(ready).items() if "weight" in n]
+    assert names == [f"{layer}.weight_quantizer" for layer in ("conv", "a", "b", "up")]
+    assert ready.up.weight_quantizer.ch_axis == 1 and ready.up.weight_quantizer.rounds.scale.shape == (6,)
+    assert {"conv", "conv_1", "x"} <= stands(ready) and "mul_1" not in stands(ready)
+    readers = [len(n.users) for n in ready.graph.nodes if n.name.startswith("conv_1_post")]
+    assert readers == [3]
+    ready.train()(torch.randn(2, 3, 4, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("method", ["lsq", "ema"])
+def test_45_every_setting_trains_and_its_state_comes_back(backend, method, net):
+    model = prepared(net, backend, method=method)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    train(model)
+    assert set(dict(model.named_parameters())) == set(before)  # all were there for the optimizer
+    scales = [n for n, p in model.named_parameters() if n.endswith("scale") and p.requires_grad]
+    assert bool(scales) == (method == "lsq")
+    fresh = prepared(Net(), backend, method=method).eval()
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(DATA[1]), model(DATA[1]))
+    pot = get_backend_params(backend)["pot_scale"]
+    numbers = torch.cat([q.numbers()[0].reshape(-1) for q in quantizers(model).values()])
+    assert torch.equal(numbers.log2(), numbers.log2().round()) == pot
+
+
+@pytest.mark.parametrize("fold", [0, 1, 2, 3, 4])
+def test_batch_norms_fold_by_every_strategy(fold, net):
+    model = prepared(net, "tensorrt", fold=fold, bit=8)
+    assert any(isinstance(m, nn.BatchNorm2d) for m in model.modules()) == (fold != 0)
+    train(model)
+    result = deploy(model, DATA, "tensorrt")
+    torch.testing.assert_close(result.model(DATA[1]), model(DATA[1]), rtol=0, atol=0.02)
+
+
+# ---------------------------------------------------------------- platforms
+
+
+@pytest.mark.parametrize("backend, method", [("tvm", "lsq"), ("snpe", "lsq"), ("tensorrt", "ema")])
+def test_what_was_trained_is_what_the_runtime_computes(backend, method, net):
+    """ONNX Runtime holds 8-bit grids of all these settings, affine weights aside."""
+    qconfig = setting(backend, 8, method, **({"per_channel": True, "symmetry": True} if backend == "snpe" else {}))
+    assert platforms_of(qconfig)["ort_cpu"] == ""
+    model = train(prepare_qat_fx(net, {"": qconfig}, get_foldbn_config(1)))
+    result = deploy(model, DATA, "ort_cpu")
+    for name, q in quantizers(model).items():
+        if name.endswith("weight_quantizer"):
+            learned = q.numbers()[0].expand_as(result.plan[name.replace("_quantizer", "")].scale)
+            assert torch.equal(result.plan[name.replace("_quantizer", "")].scale, learned)
+    assert torch.equal(result.plan["x"].scale, model.x_post_act_fake_quantizer.numbers()[0])
+    torch.testing.assert_close(result.model(DATA[1]), model(DATA[1]), rtol=0, atol=0.02)
+    assert result.verify(DATA[:1]).exact
+
+
+def test_why_no_platform_can_deploy_is_said(net):
+    assert set(platforms_of(setting("academic")).values()) == {
+        "ada_sign is for academic settings: formats have their sign before training"
+    }
+    four = platforms_of(setting("tensorrt", bit=4))
+    assert "codes" in four["tensorrt"] or "float" in four["tensorrt"]
+    with pytest.raises(UnsupportedError, match="cannot hold"):
+        deploy(train(prepared(net, "snpe", fold=1, bit=8)), DATA, "tensorrt")
+    with pytest.raises(UnsupportedError, match="bn_fold=-1"):
+        deploy(train(prepared(net, "tensorrt", fold=-1, bit=8)), DATA, "tensorrt")
+
+
+class Squared(QuantizeBase):
+    """Levels that lie further apart the greater they are."""
+
+    def forward(self, x):
+        if self.observing:
+            self.activation_post_process(x.detach())
+        s = self.numbers()[0]
+        return x.sign() * s * torch.round((x.abs() / s).sqrt()) ** 2
+
+
+@dataclass(frozen=True)
+class OnPaper(STE):
+    """An algorithm of which no chip computes what it trains for activations."""
+
+    undeployable = {"activation": "no chip has it"}
+
+
+@pytest.mark.parametrize("method, says", [(Squared, "equal steps"), (OnPaper(), "no chip has it")])
+def test_methods_without_equal_steps_or_without_a_chip_are_not_handed_over(method, says, net):
+    qconfig = get_qconfig("ste", method, 8, per_channel=True, bnfold=1)
+    model = train(prepare_qat_fx(net, {"": qconfig}), steps=1)
+    with pytest.raises(UnsupportedError, match=says):
+        deploy(model, DATA, "tensorrt")
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "options, error, says",
+    [
+        ({"w_method": "lsk"}, UnknownNameError, "'lsq'"),
+        ({"a_observer": "MinMox"}, UnknownNameError, "'MinMax'"),
+        ({"bits": 4}, UnknownNameError, "'bit'"),
+        ({"bit": 17}, ConfigError, "1 to 16"),
+        ({"bit": 1}, UnsupportedError, "1 bit"),
+        ({"ada_sign": True, "symmetry": False}, ConfigError, "academic"),
+        ({"ada_sign": True, "pot_scale": True}, ConfigError, "academic"),
+        ({"per_channel": 1}, ConfigError, "True or False"),
+        ({"graph": 4}, ConfigError, "1, 2 or 3"),
+        ({"bnfold": 5}, ConfigError, "-1, 0, 1"),
+    ],
+)
+def test_settings_that_are_not_understood_are_refused(options, error, says):
+    with pytest.raises(error, match=says):
+        get_qconfig(**options)
+
+
+def test_what_prepare_is_given_is_checked(net):
+    with pytest.raises(ConfigError, match="get_qconfig"):
+        prepare_qat_fx(net, {})
+    with pytest.raises(UnknownNameError, match="'fc'"):
+        prepare_qat_fx(net, {"": setting("snpe"), "fc": setting("snpe")})
+    with pytest.raises(ConfigError, match="get_foldbn_config"):
+        prepare_qat_fx(net, {"": setting("snpe")}, (torch.randn(2, 3, 8, 8),))
+    with pytest.raises(UnknownNameError, match="'tensorrt'"):
+        get_backend_params("tensort")
+    plain = setting("snpe")
+
+    def per_channel(**options):
+        return plain.activation(**{**options, "qscheme": torch.per_channel_affine, "ch_axis": 1})
+
+    with pytest.raises(ConfigError, match="per_channel concerns weights"):
+        prepare_qat_fx(net, {"": replace(plain, activation=per_channel)})
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.fc(x) if x.sum() > 0 else x
+
+
+class Draws(Branches):
+    def forward(self, x):
+        return self.fc(x) + torch.randn(1).item()
+
+
+class Bare(Branches):
+    def forward(self, x):
+        return nn.functional.linear(x, self.fc.weight)
+
+
+def test_a_model_that_cannot_be_traced_is_refused_with_a_hint():
+    with pytest.raises(CaptureError, match="cannot be traced.*torch.where"):
+        prepare_qat_fx(Branches(), {"": setting("snpe")})
+    with pytest.raises(CaptureError, match="computes something else"):
+        prepare_qat_fx(Draws(), {"": setting("snpe")}, example_inputs=torch.ones(2, 2))
+    with pytest.raises(CaptureError, match="'linear' is no layer's"):
+        prepare_qat_fx(Bare(), {"": setting("snpe")})
+    with pytest.raises(CaptureError, match="no convolution"):
+        prepare_qat_fx(nn.ReLU(), {"": setting("snpe")})

@@ -1,0 +1,145 @@
+"""Quantization-aware training under the predecessor's names; of Keras: tests/frameworks/keras/test_trainable.py."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit.errors import ConfigError, PlanError, UnknownNameError
+from chipfit.qat import QATConfig, TrainingMethod, result_of
+from chipfit.registry import registered
+from chipfit.trainable_infrastructure import PytorchActivationQuantizationHolder, PytorchQuantizationWrapper
+
+X = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+LABELS = torch.arange(16) % 4
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 36, 4)).eval()
+
+
+def batches():
+    yield [X]
+
+
+def init(**options):
+    platform = {"target_platform_capabilities": "ort_cpu", **options}
+    return chipfit.pytorch_quantization_aware_training_init_experimental(net(), batches, **platform)
+
+
+def train(model, steps=5):
+    model.train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.05)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(X), LABELS).backward()
+        optimizer.step()
+    return model.eval()
+
+
+def test_train_finalize_export_and_verify(tmp_path):
+    config = QATConfig(TrainingMethod.LSQ, TrainingMethod.LSQ, {"use_grad_scaling": False})
+    model, information = init(qat_config=config)
+    kinds = {type(m) for m in model.modules()}
+    for kind in (PytorchActivationQuantizationHolder, PytorchQuantizationWrapper):
+        assert any(issubclass(k, kind) for k in kinds)
+    assert not information.result.training.weights.use_grad_scaling
+    assert information.result.training.activations.use_grad_scaling
+    assert information.result.model is model
+    train(model)
+    averaged = copy.deepcopy(model)
+    final = chipfit.pytorch_quantization_aware_training_finalize(model)
+    assert torch.equal(final(X), model(X)) and not any(
+        "quant" in n for n, p in final.named_parameters() if p.requires_grad
+    )
+    result = result_of(final)
+    assert torch.equal(result.plan["3.weight"].scale, model.quantizer_of("3.weight").numbers()[0].detach())
+    assert result.export(tmp_path / "net.onnx").is_file() and result.verify([X]).exact
+    again = chipfit.qat.pytorch_quantization_aware_training_finalize_experimental(averaged)
+    assert torch.equal(again(X), final(X))  # a copy knows where it came from, too
+
+
+def test_without_a_configuration_rounding_is_straight_through():
+    model, information = init()
+    assert not [n for n, p in model.named_parameters() if p.requires_grad and "quant." in n]
+    assert type(information.result.training.weights).__name__ == "STE"
+
+
+def test_every_algorithm_is_a_method():
+    assert {m.value for m in TrainingMethod} == set(registered("training"))
+
+
+def test_a_trained_model_has_no_result_until_it_is_finalized():
+    model, _ = init()
+    assert result_of(model).plan is not None
+    with pytest.raises(PlanError, match="trained"):
+        result_of(train(model))
+
+
+def test_a_model_of_something_else_is_refused():
+    for use in (result_of, chipfit.pytorch_quantization_aware_training_finalize):
+        with pytest.raises(PlanError, match="does not know which result"):
+            use(net())
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "says"),
+    [
+        (lambda: QATConfig("lsk"), UnknownNameError, "'lsq'"),
+        (lambda: QATConfig(TrainingMethod.LSQ, "ste", {"scaling": True}), UnknownNameError, "use_grad_scaling"),
+        (lambda: QATConfig(weight_method="lsq"), UnknownNameError, "weight_training_method"),
+        (lambda: QATConfig(weight_quantizer_params_override=3), ConfigError, "weight_quantizer_params_override"),
+        (lambda: QATConfig(7), ConfigError, "training algorithm"),
+        (lambda: "lsq", ConfigError, "qat_config"),
+    ],
+)
+def test_methods_that_are_not_understood(config, error, says):
+    with pytest.raises(error, match=says):
+        init(qat_config=config())
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def test_a_checkpoint_comes_back():
+    model, _ = init(qat_config=QATConfig("lsq", "lsq"))
+    state = copy.deepcopy(train(model).state_dict())
+    other, _ = init(qat_config=QATConfig("lsq", "lsq"))
+    assert not torch.equal(other(X), model(X))
+    other.load_state_dict(state)
+    assert torch.equal(other(X), model(X))
+
+
+def test_a_checkpoint_of_another_plan_is_refused():
+    model, _ = init()
+    good = model.state_dict()
+    tensors = {k: v for k, v in good.items() if k != "quant.input.scale"}
+    shapes = {**good, "3.weight": torch.zeros(4, 5)}
+    names = {f"module.{k}": v for k, v in good.items()}
+    for state, says in ((tensors, "quant.input.scale"), (shapes, "3.weight"), (names, "module")):
+        with pytest.raises(PlanError, match=f"(?s)another plan.*{says}"):
+            model.load_state_dict(state)
+
+
+def test_a_checkpoint_of_other_grids_is_refused():
+    result = chipfit.quantize(net(), [X], platform="imx500", progress=False)
+    other = chipfit.quantize(net(), [X], platform="imx500", overrides={"3": {"bits": 4}}, progress=False)
+    with pytest.raises(PlanError, match=r"(?s)another plan.*3\.weight.*bit"):
+        result.model.load_state_dict(other.model.state_dict())
+    state = torch.load(saved(other.model.state_dict()), weights_only=True)
+    with pytest.raises(PlanError, match="another plan"):
+        result.model.load_state_dict(state)
+
+
+def saved(state):
+    import io
+
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file

@@ -1,0 +1,220 @@
+"""Trainable quantizers in Keras: by hand, in whole models, through the facades, saved and loaded."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+keras = pytest.importorskip("keras")
+
+from keras import layers, ops  # noqa: E402 -- after the import that may skip
+
+import chipfit  # noqa: E402
+from chipfit.constants import MIN_THRESHOLD, RANGE_MAX, RANGE_MIN, THRESHOLD  # noqa: E402
+from chipfit.errors import UnsupportedError  # noqa: E402
+from chipfit.plan.training import Training  # noqa: E402
+from chipfit.qat import QATConfig, TrainingMethod, result_of  # noqa: E402
+from chipfit.target_platform import QuantizationMethod  # noqa: E402
+from chipfit.trainable_infrastructure import (  # noqa: E402
+    BaseKerasTrainableQuantizer,
+    KerasActivationQuantizationHolder,
+    KerasActivationQuantizer,
+    KerasQuantizationWrapper,
+    KerasWeightsQuantizer,
+    QuantizationTarget,
+    TrainableQuantizerActivationConfig,
+    TrainableQuantizerWeightsConfig,
+    VariableGroup,
+    keras_inferable_quantizers,
+    mark_quantizer,
+    pytorch_inferable_quantizers,
+)
+
+iq = keras_inferable_quantizers
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(16, 6, 6, 2)).astype("float32"), RNG.normal(size=(16, 3)).astype("float32")
+
+
+def numbers(x):
+    return ops.convert_to_numpy(x)
+
+
+def started(name, start, layer, quantizer):
+    start = np.asarray(start, "float32")
+    variable = layer.add_weight(name=name, shape=start.shape, initializer="zeros", trainable=True)
+    variable.assign(start)
+    quantizer.add_quantizer_variable(name, variable, VariableGroup.QPARAMS)
+
+
+def straight_through(x, y):
+    return x + ops.stop_gradient(y - x)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+@mark_quantizer(QuantizationTarget.Weights, [QuantizationMethod.SYMMETRIC], "keras_ours")
+class OurWeights(BaseKerasTrainableQuantizer):
+    def __init__(self, quantization_config: TrainableQuantizerWeightsConfig):
+        super().__init__(quantization_config)
+        self.levels = 2 ** (quantization_config.weights_n_bits - 1)
+
+    def initialize_quantization(self, tensor_shape, name, layer):
+        started(f"{name}_t", self.quantization_config.weights_quantization_params[THRESHOLD], layer, self)
+        self.name = f"{name}_t"
+
+    def __call__(self, inputs, training):
+        step = ops.abs(self.get_quantizer_variable(self.name)) / self.levels
+        x = ops.clip(inputs / step, -self.levels, self.levels - 1)
+        return straight_through(x, ops.round(x)) * step
+
+    def convert2inferable(self):
+        c, t = self.quantization_config, np.abs(numbers(self.get_quantizer_variable(self.name)))
+        per = {"per_channel": c.weights_per_channel_threshold, "channel_axis": c.weights_channels_axis}
+        return iq.WeightsSymmetricInferableQuantizer(c.weights_n_bits, t.flatten().tolist(), **per)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+@mark_quantizer(QuantizationTarget.Activation, [QuantizationMethod.UNIFORM], "keras_ours")
+class OurActivations(BaseKerasTrainableQuantizer):
+    def __init__(self, quantization_config: TrainableQuantizerActivationConfig):
+        super().__init__(quantization_config)
+        self.levels = 2**quantization_config.activation_n_bits - 1
+
+    def initialize_quantization(self, tensor_shape, name, layer):
+        params = self.quantization_config.activation_quantization_params
+        for key in (RANGE_MIN, RANGE_MAX):
+            started(key, params[key], layer, self)
+
+    def __call__(self, inputs, training):
+        low, high = (self.get_quantizer_variable(k) for k in (RANGE_MIN, RANGE_MAX))
+        step = (high - low) / self.levels
+        zero = ops.round(-low / step)
+        x = ops.clip(inputs / step + zero, 0, self.levels) - zero
+        return straight_through(x, ops.round(x)) * step
+
+    def convert2inferable(self):
+        ends = ([float(numbers(self.get_quantizer_variable(k)))] for k in (RANGE_MIN, RANGE_MAX))
+        return iq.ActivationUniformInferableQuantizer(self.quantization_config.activation_n_bits, *ends)
+
+
+def small():
+    keras.utils.set_random_seed(1)
+    image = keras.Input((6, 6, 2), name="image")
+    x = layers.Conv2D(4, 3, activation="relu", name="conv")(image)
+    return keras.Model(image, layers.Dense(3, name="head")(layers.Flatten(name="flat")(x)))
+
+
+def fit(model, epochs=3):
+    model.compile(optimizer=keras.optimizers.SGD(0.01), loss="mse")
+    return model.fit(X, Y, batch_size=8, epochs=epochs, verbose=0, shuffle=False).history["loss"]
+
+
+# ---------------------------------------------------------------- inferable quantizers
+
+
+@pytest.mark.parametrize("name", pytorch_inferable_quantizers.CLASSES)
+def test_they_round_as_those_of_pytorch_do_and_are_saved(name):
+    how = {"num_bits": 3, "threshold": [2.0], "signed": True, "per_channel": False, "lut_values": [-3.0, 0.0, 5.0]}
+    how |= {"min_range": [-1.0], "max_range": [2.0]}
+    cls = pytorch_inferable_quantizers.CLASSES[name]
+    given = {k: v for k, v in how.items() if k in inspect.signature(cls).parameters}
+    x = RNG.normal(size=(50, 3)).astype("float32")
+    q = getattr(iq, name)(**given)
+    np.testing.assert_array_equal(numbers(q(x)), cls(**given)(torch.from_numpy(x)).numpy())
+    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(q))
+    np.testing.assert_array_equal(numbers(again(x)), numbers(q(x)))
+
+
+def test_28_per_channel_on_axis_3():
+    x = (RNG.normal(size=(3, 3, 2, 3)) * 5).astype("float32")
+    y = numbers(iq.WeightsSymmetricInferableQuantizer(2, [3.0, 6.0, 2.0], True, 3, input_rank=4)(x))
+    for c, t in enumerate([3.0, 6.0, 2.0]):
+        np.testing.assert_array_equal(y[..., c], np.clip(np.round(x[..., c] / (t / 2)), -2, 1) * (t / 2))
+
+
+# ---------------------------------------------------------------- by hand
+
+
+@pytest.mark.parametrize("made", [KerasWeightsQuantizer, OurWeights])
+def test_the_documents_configurations_train_a_layer(made):
+    config = TrainableQuantizerWeightsConfig(
+        weights_quantization_method=QuantizationMethod.SYMMETRIC,
+        weights_n_bits=8,
+        weights_quantization_params={THRESHOLD: 2.0},
+        enable_weights_quantization=True,
+        weights_channels_axis=3,
+        weights_per_channel_threshold=True,
+        min_threshold=MIN_THRESHOLD,
+    )
+    results = TrainableQuantizerActivationConfig(
+        activation_quantization_method=QuantizationMethod.UNIFORM,
+        activation_n_bits=8,
+        activation_quantization_params={THRESHOLD: 2.0},
+        enable_activation_quantization=True,
+        min_threshold=MIN_THRESHOLD,
+    )
+    wrapper = KerasQuantizationWrapper(layers.Conv2D(4, 3, name="conv"), {"kernel": made(config)}, name="wrapped")
+    holder = KerasActivationQuantizationHolder(KerasActivationQuantizer(results), name="holder")
+    image = keras.Input((6, 6, 2))
+    model = keras.Model(image, layers.Dense(3)(layers.Flatten()(holder(wrapper(image)))))
+    before = [numbers(v).copy() for v in model.trainable_variables]
+    assert len(before) == 6  # kernels and biases, and what both quantizers train
+    losses = fit(model, 8)
+    assert losses[-1] < losses[0]
+    assert all(not np.array_equal(numbers(v), b) for v, b in zip(model.trainable_variables, before, strict=True))
+    want, kernel = numbers(model(X)), numbers(wrapper.get_quantized_weights()["kernel"])
+    wrapper.convert_to_inferable_quantizers()
+    holder.convert_to_inferable_quantizers()
+    np.testing.assert_allclose(numbers(wrapper.get_quantized_weights()["kernel"]), kernel, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(numbers(model(X)), want, rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------- in a whole model
+
+
+def init(**options):
+    given = {"target_platform_capabilities": "ort_cpu", **options}
+    return chipfit.keras_quantization_aware_training_init_experimental(small(), lambda: iter([[X]]), **given)
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() == "jax", reason="what a user's quantizer trained on JAX is refused by name, not deployed"
+)
+def test_a_quantizer_of_a_user_trains_a_whole_model_and_is_exact_on_the_device(tmp_path):
+    model, information, objects = init(qat_config=QATConfig(OurWeights, "keras_ours"))
+    assert objects["OurWeights"] is OurWeights and "KerasQuantizationWrapper" in objects
+    found = [x.activation_holder_quantizer for x in model.layers if isinstance(x, KerasActivationQuantizationHolder)]
+    assert found and any(isinstance(x, KerasQuantizationWrapper) for x in model.layers)
+    losses = fit(model)
+    assert losses[-1] < losses[0]
+    want = numbers(model(X))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras", custom_objects=objects)
+    np.testing.assert_array_equal(numbers(loaded(X)), want)
+    final = chipfit.keras_quantization_aware_training_finalize(model)
+    np.testing.assert_allclose(numbers(final(X)), want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+    result = result_of(final)
+    assert result.plan.tensors["conv/kernel"].origin.endswith("trained")
+    assert result.verify([X]).exact
+    again = chipfit.keras_quantization_aware_training_finalize(loaded, information)
+    assert torch.equal(result_of(again).plan["conv/kernel"].scale, result.plan["conv/kernel"].scale)
+
+
+def test_the_facade_trains_scales_with_lsq():
+    model, *_ = init(qat_config=QATConfig(TrainingMethod.LSQ, TrainingMethod.LSQ))
+    losses = fit(model)
+    assert losses[-1] < losses[0]
+    final = chipfit.qat.keras_quantization_aware_training_finalize_experimental(model)
+    np.testing.assert_allclose(numbers(final(X)), numbers(model(X)), rtol=1e-5, atol=1e-6)
+    assert not any(v.trainable for x in final.layers for v in x.variables if v.name == "scale")
+    assert result_of(final).verify([X]).exact
+
+
+def test_a_quantizer_of_another_framework_is_refused():
+    from tests.facade.test_trainable_infrastructure import OurWeights as Theirs
+
+    result = chipfit.quantize(small(), [X], platform="ort_cpu", progress=False)
+    with pytest.raises(UnsupportedError, match="another framework"):
+        result.trains(Training(weights=Theirs)).model

@@ -1,0 +1,125 @@
+"""Batch norms that train, folded in each step, in a Keras model: as in PyTorch, step for step, and exported."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit.errors import UnsupportedError
+from chipfit.plan.training import Training
+from tests.test_training import DATA, LABELS
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.bn1 = nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6)
+        self.body, self.bn2 = nn.Conv2d(6, 6, 3, groups=6), nn.BatchNorm2d(6)
+        self.fc, self.bn3 = nn.Linear(24, 8), nn.BatchNorm1d(8, affine=False)
+        self.head = nn.Linear(8, 5)
+        for m in (self.bn1, self.bn2):
+            nn.init.uniform_(m.weight, 0.5, 1.5)
+            nn.init.uniform_(m.bias, -0.5, 0.5)
+        with torch.no_grad():
+            self.bn1.weight[1].neg_()
+            for _ in range(20):
+                self(DATA[0])
+
+    def forward(self, x):
+        x = torch.relu(self.bn1(self.stem(x)))
+        x = torch.relu(self.bn2(self.body(x)))
+        x = nn.functional.max_pool2d(x, 2).flatten(1)
+        return self.head(torch.relu(self.bn3(self.fc(x))))
+
+
+def twin() -> tuple[nn.Module, keras.Model]:
+    own = Net().eval()
+    norm = {"epsilon": 1e-5}
+    x = inputs = keras.Input((8, 8, 3))
+    x = keras.layers.ReLU()(
+        keras.layers.BatchNormalization(name="bn1", **norm)(keras.layers.Conv2D(6, 3, use_bias=False, name="stem")(x))
+    )
+    x = keras.layers.ReLU()(
+        keras.layers.BatchNormalization(name="bn2", **norm)(keras.layers.DepthwiseConv2D(3, name="body")(x))
+    )
+    x = keras.layers.MaxPooling2D(2)(x)
+    x = keras.layers.Flatten()(keras.layers.Permute((3, 1, 2))(x))
+    x = keras.layers.Dense(8, name="fc")(x)
+    x = keras.layers.ReLU()(keras.layers.BatchNormalization(name="bn3", scale=False, center=False, **norm)(x))
+    model = keras.Model(inputs, keras.layers.Dense(5, name="head")(x))
+    kernels = {
+        "stem": own.stem.weight.permute(2, 3, 1, 0),
+        "body": own.body.weight.permute(2, 3, 0, 1),
+        "fc": own.fc.weight.t(),
+        "head": own.head.weight.t(),
+    }
+    for name, kernel in kernels.items():
+        bias = getattr(own, name).bias
+        model.get_layer(name).set_weights([t.detach().numpy() for t in (kernel, bias) if t is not None])
+    for name in ("bn1", "bn2", "bn3"):
+        bn = getattr(own, name)
+        numbers = (bn.weight, bn.bias, bn.running_mean, bn.running_var)
+        model.get_layer(name).set_weights([t.detach().numpy() for t in numbers if t is not None])
+    return own, model
+
+
+@pytest.fixture(scope="module")
+def results():
+    own, model = twin()
+    here = [x.permute(0, 2, 3, 1).contiguous() for x in DATA]
+    given = {"platform": "ort_cpu", "progress": False}
+    return chipfit.quantize(own, DATA, **given), chipfit.quantize(model, here, **given), here
+
+
+@pytest.mark.parametrize("bn_fold", [0, 1, 3, 4])
+def test_both_frameworks_train_alike(bn_fold, results):
+    torchs, keras_, here = results
+    training, rate = Training("lsq", bn_fold=bn_fold), 0.005
+    ours, theirs = torchs.trains(training), keras_.trains(training)
+    module, model = ours.model.train(), theirs.model
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], rate)
+    model.compile(keras.optimizers.SGD(rate), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    losses, names = [], ("weight", "bias", "running_mean", "running_var")
+    norm = model.get_layer("stem").norm_variables if bn_fold else ()
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(module(DATA[0]), LABELS)
+        loss.backward()
+        optimizer.step()
+        losses.append((loss.item(), float(model.train_on_batch(here[0].numpy(), LABELS.numpy()))))
+        for name, variable in zip(names if bn_fold and len(losses) == 1 else (), norm, strict=False):
+            np.testing.assert_allclose(
+                keras.ops.convert_to_numpy(variable), module.weight(f"bn1.{name}").detach(), rtol=1e-4, atol=1e-6
+            )
+    first, second = np.array(losses).T
+    np.testing.assert_allclose(first[:2], second[:2], rtol=2e-5)
+    # later, numbers beside ties have taken other codes, which the statistics of a batch enlarge
+    np.testing.assert_allclose(first, second, rtol=0.02 if bn_fold in (0, 1) else 0.1)
+    assert first[-1] < first[0]
+    after = theirs.trained()
+    expected = keras.ops.convert_to_numpy(model(here[1].numpy(), training=False))
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(after.model(here[1].numpy())), expected, atol=1e-6)
+    verified = after.verify([2 * here[2]])
+    assert verified.exact, verified
+
+
+def test_what_was_never_folded_trains_and_is_not_deployed(results):
+    result = results[1].trains(Training("lsq", bn_fold=-1))
+    result.model.compile(keras.optimizers.SGD(0.01), "mse")
+    result.model.train_on_batch(results[2][0].numpy(), np.zeros((8, 5), "float32"))
+    with pytest.raises(UnsupportedError, match="bn_fold=-1"):
+        result.trained()
+
+
+def test_it_is_saved_and_loaded(results, tmp_path):
+    result = results[1].trains(Training("lsq", bn_fold=3))
+    result.model.save(tmp_path / "model.keras")
+    loaded, x = keras.saving.load_model(tmp_path / "model.keras"), results[2][1].numpy()
+    for training in (False, True):
+        a, b = (keras.ops.convert_to_numpy(m(x, training=training)) for m in (loaded, result.model))
+        np.testing.assert_allclose(a, b, atol=1e-6)

@@ -1,0 +1,190 @@
+"""Batch norm folded in training, against torch itself: assertions 30 to 35 of the study of MQBench, in float64."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from chipfit.errors import ConfigError, DataError, UnsupportedError
+from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
+from chipfit.quantizers.bn_fold import STRATEGIES
+
+#: layer, batch norm, input
+LAYERS = {
+    "conv": (lambda: nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d, (5, 3, 7, 7)),
+    "bias": (lambda: nn.Conv2d(3, 6, 3, padding=1, padding_mode="reflect"), nn.BatchNorm2d, (5, 3, 7, 7)),
+    "group": (lambda: nn.Conv2d(4, 6, 3, groups=2), nn.BatchNorm2d, (5, 4, 7, 7)),
+    "depthwise": (lambda: nn.Conv2d(6, 6, 3, groups=6), nn.BatchNorm2d, (5, 6, 7, 7)),
+    "1d": (lambda: nn.Conv1d(3, 6, 3), nn.BatchNorm1d, (5, 3, 9)),
+    "3d": (lambda: nn.Conv3d(3, 6, 2), nn.BatchNorm3d, (5, 3, 4, 4, 4)),
+    "transposed": (lambda: nn.ConvTranspose2d(3, 6, 3, stride=2, output_padding=1), nn.BatchNorm2d, (5, 3, 4, 4)),
+    "transposed in groups": (lambda: nn.ConvTranspose2d(4, 6, 3, groups=2), nn.BatchNorm2d, (5, 4, 4, 4)),
+    "linear": (lambda: nn.Linear(3, 6), nn.BatchNorm1d, (5, 3)),
+}
+GAMMA = torch.tensor([1.5, -0.7, 0.3, 1.0, -2.0, 0.9])
+
+
+def pair(kind: str = "conv", gamma: torch.Tensor = GAMMA):
+    torch.manual_seed(0)
+    make, norm, shape = LAYERS[kind]
+    layer, bn = make().double(), norm(6).double()
+    with torch.no_grad():
+        bn.weight.copy_(gamma)
+        bn.bias.uniform_(-1, 1)
+        bn.running_mean.uniform_(-1, 1)
+        bn.running_var.uniform_(0.5, 2)
+    return layer, bn, torch.randn(shape, dtype=torch.float64)
+
+
+def coarse(w: torch.Tensor) -> torch.Tensor:
+    """To 4 bits, one scale for all, straight through."""
+    s = w.detach().abs().max() / 7
+    return w + ((w / s).round() * s - w).detach()
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("training", [True, False])
+def test_30_without_rounding_it_is_the_batch_norm(strategy, kind, training):
+    layer, bn, x = pair(kind)
+    own = copy.deepcopy(nn.Sequential(layer, bn)).train(training and strategy not in (0, 1))
+    given, like = x.clone().requires_grad_(), x.clone().requires_grad_()
+    module = FoldedBatchNorm(layer, bn, strategy).train(training)
+    y, expected = module(given), own(like)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    (y * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(given.grad, like.grad, rtol=1e-9, atol=1e-11)
+    if strategy != 0:
+        torch.testing.assert_close(bn.weight.grad, own[1].weight.grad, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(layer.weight.grad, own[0].weight.grad, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("strategy", [1, 2, 3, 4])
+def test_31_inference_is_the_rounded_fold(strategy, kind):
+    layer, bn, x = pair(kind)
+    module = FoldedBatchNorm(layer, bn, strategy, coarse).train()
+    module(x)
+    module.eval()
+    alone = module.fold()
+    with torch.no_grad():
+        # folded by torch, which neither knows our formula nor our layouts
+        transposed = isinstance(layer, nn.ConvTranspose2d)
+        w, b = (
+            nn.utils.fuse_conv_bn_weights(
+                layer.weight,
+                layer.bias,
+                bn.running_mean,
+                bn.running_var,
+                bn.eps,
+                bn.weight,
+                bn.bias,
+                transpose=transposed,
+            )
+            if kind != "transposed in groups"
+            else (alone.weight, alone.bias)
+        )
+        torch.testing.assert_close(alone.weight, w, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(alone.bias, b, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(alone(x), nn.Sequential(layer, bn).eval()(x), rtol=1e-12, atol=1e-12)
+        alone.weight.copy_(coarse(alone.weight))
+        torch.testing.assert_close(module(x), alone(x), rtol=1e-12, atol=1e-12)
+    assert type(alone) is type(layer)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_32_statistics_move_once_a_step_or_never(strategy):
+    layer, bn, x = pair("bias")
+    before, own = copy.deepcopy(bn), copy.deepcopy(nn.Sequential(layer, bn)).train()
+    module = FoldedBatchNorm(layer, bn, strategy).train()
+    for _ in range(2):
+        module(x), own(x)
+    expected = before if strategy in (0, 1) else own[1]
+    torch.testing.assert_close(bn.running_mean, expected.running_mean, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(bn.running_var, expected.running_var, rtol=1e-12, atol=1e-12)
+    assert bn.num_batches_tracked == expected.num_batches_tracked
+
+
+@pytest.mark.parametrize("kind", ["conv", "bias"])
+def test_33_folded_up_front_nothing_is_left_of_the_batch_norm(kind):
+    layer, bn, _ = pair(kind)
+    module = FoldedBatchNorm(layer, bn, 0)
+    assert {n for n, _ in module.named_parameters()} == {"layer.weight", "layer.bias"}
+    k = bn.weight / torch.sqrt(bn.running_var + bn.eps)
+    b = bn.bias - k * bn.running_mean + (k * layer.bias if layer.bias is not None else 0)
+    torch.testing.assert_close(module.layer.bias, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", [-1, 1, 2, 3, 4])
+def test_34_the_quantizer_sees_the_folded_weight(strategy):
+    seen = []
+
+    def look(w):
+        seen.append(w.detach().clone())
+        return w
+
+    layer, bn, x = pair()
+    module, w = FoldedBatchNorm(layer, bn, strategy, look).train(), layer.weight.detach()
+
+    def folded(var):
+        return w * (bn.weight / torch.sqrt(var + bn.eps)).detach().view(-1, 1, 1, 1)
+
+    for batch in (x, 3 * x):
+        of_batch, before = layer(batch).var((0, 2, 3), unbiased=False), bn.running_var.clone()
+        module(batch)
+        expected = w if strategy == -1 else folded(of_batch if strategy == 2 else before)
+        torch.testing.assert_close(seen[-1], expected, rtol=1e-12, atol=1e-12)
+        assert (strategy == 2) == torch.allclose(seen[-1], folded(of_batch))
+    with torch.no_grad():  # its range, and so the scale that an observer gives it, follows |gamma|
+        bn.running_var.fill_(2.0), module(x)
+        bn.running_var.fill_(2.0), bn.weight.mul_(-2)
+        module(x)
+    ranges = [m.abs().amax((1, 2, 3)) for m in seen[-2:]]
+    torch.testing.assert_close(ranges[1], (1 if strategy == -1 else 2) * ranges[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_35_gamma_of_zero_gives_beta_and_finite_gradients(strategy, kind):
+    layer, bn, x = pair(kind, torch.tensor([1.0, 0.0, -1.0, 0.0, 2.0, -0.5]))
+    module = FoldedBatchNorm(layer, bn, strategy, coarse).train()
+    y = module(x)
+    for c in (1, 3):
+        torch.testing.assert_close(y[:, c], bn.bias[c].expand_as(y[:, c]))
+    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in module.parameters())
+    if strategy in (1, 2, 3, 4):
+        assert bn.weight.grad[1] != 0  # it can come back
+    assert bn.running_var.isfinite().all()
+
+
+def test_a_batch_norm_in_eval_mode_stays_so():
+    layer, bn, x = pair()
+    before = bn.running_mean.clone()
+    module = FoldedBatchNorm(layer, bn, 4).train()
+    bn.eval()
+    module(x)
+    assert torch.equal(bn.running_mean, before)
+
+
+def test_one_number_a_channel_has_no_statistics():
+    layer, bn, x = pair("linear")
+    with pytest.raises(DataError, match="more than one"):
+        FoldedBatchNorm(layer, bn, 3).train()(x[:1])
+
+
+def test_what_cannot_be_folded_is_refused():
+    layer, bn, _ = pair()
+    with pytest.raises(ConfigError, match="-1, 0, 1, 2, 3, 4"):
+        FoldedBatchNorm(layer, bn, 5)
+    with pytest.raises(UnsupportedError, match="Embedding"):
+        FoldedBatchNorm(nn.Embedding(3, 3), bn, 1)
+    with pytest.raises(UnsupportedError, match="statistics"):
+        FoldedBatchNorm(layer, nn.BatchNorm2d(6, track_running_stats=False), 1)
+    with pytest.raises(UnsupportedError, match="without their batch norm"):
+        FoldedBatchNorm(layer, bn, -1).fold()

@@ -1,0 +1,124 @@
+"""Every training algorithm from a plan to a plan: the loss falls, and the outcome is exact on the device or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit.errors import UnsupportedError
+from chipfit.registry import registered
+from tests.test_training import DATA, LABELS, Net
+
+#: roles that a network on integers trains with an algorithm; LSQ trains the other
+INTEGERS = {
+    **dict.fromkeys(("ste", "lsq", "lsq_plus", "tqt", "dsq", "dorefa"), ("weights", "activations")),
+    "pact": ("activations",),
+    "qil": ("weights",),
+    "n2uq": ("weights",),
+}
+#: levels of their own -> the platform that has them
+LEVELS = {"apot": "tables", "lut": "tables", "nnie_log": "nnie"}
+TABLES = """
+name: tables
+title: Weights are entries of a table of eight-bit numbers
+formats:
+  a8: {bits: 8, zero: any}
+  w4: {kind: lut, bits: 4, lut: {value_bits: 8, entries: 16, per: tensor}}
+  b32: {bits: 32}
+ops:
+  - {match: ["@conv", Linear], use: [{in: a8, w: w4, b: b32, out: a8}], src: [T], conf: I}
+unlisted: float
+math: {note: none}
+sources: {T: this test}
+"""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    file = tmp_path_factory.mktemp("platform") / "tables.yaml"
+    file.write_text(TABLES)
+    known = {}
+
+    def of(platform):
+        if platform not in known:
+            where = file if platform == "tables" else platform
+            known[platform] = chipfit.quantize(Net().eval(), DATA, platform=where, progress=False)
+        return known[platform]
+
+    return of
+
+
+def losses(result, steps=6, rate=0.02):
+    model = result.model.train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], rate)
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(DATA[0]), LABELS)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    model.eval()
+    return found
+
+
+def test_every_algorithm_is_tried():
+    assert {*INTEGERS, *LEVELS} == {n for n, a in registered("training").items() if "chipfit.quant" in a.__module__}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_what_was_trained_is_exact_on_the_device(name, plain):
+    result = plain("ort_cpu").trains({"method": "lsq", **dict.fromkeys(INTEGERS[name], name)})
+    found = losses(result)
+    assert found[-1] < found[0]
+    after = result.trained()
+    assert torch.equal(after.model(DATA[1]), result.model(DATA[1]))
+    assert any(not torch.equal(w, plain("ort_cpu").graph.weights[n]) for n, w in after.graph.weights.items())
+    assert after.verify([2 * DATA[2]]).exact
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_levels_of_their_own_end_in_the_plan(name, plain):
+    before = plain(LEVELS[name])
+    result = before.trains({"weights": name, "activations": "lsq" if LEVELS[name] == "tables" else name})
+    found = losses(result)
+    assert found[-1] < found[0]
+    after = result.trained()
+    assert torch.equal(after.model(DATA[1]), result.model(DATA[1]))
+    for n, t in after.plan.tensors.items():
+        if t.role == "weight" and t.quantized:
+            codes = t.stored.round(after.graph.weights[n]) / t.scale
+            assert all(min(abs(v - e) for e in t.stored.grid.table) < 1e-4 for v in codes.unique().tolist())
+            assert (t.stored.grid.table == before.plan[n].grid.table) == (name == "lut")
+
+
+@pytest.mark.parametrize(
+    ("training", "says"),
+    [
+        ({"activations": "qil"}, "equal steps from 0"),
+        ({"weights": "apot"}, "levels of a table"),
+        ({"weights": "nnie_log"}, "levels of a table"),
+    ],
+)
+def test_what_no_chip_rounds_is_refused_when_training_ends(training, says, plain):
+    result = plain("ort_cpu").trains(training)
+    found = losses(result)
+    assert found[-1] < found[0]
+    with pytest.raises(UnsupportedError, match=says):
+        result.trained()
+
+
+@pytest.mark.parametrize(
+    ("training", "says"),
+    [
+        ("pact", '"activations": "pact"'),
+        ({"weights": "lut"}, "look-up table"),
+        ({"activations": "n2uq"}, "6 bits"),
+        ({"activations": "apot"}, "zero point"),
+    ],
+)
+def test_a_grid_that_it_cannot_hold_is_refused_before(training, says, plain):
+    with pytest.raises(UnsupportedError, match=says):
+        plain("ort_cpu").trains(training)

@@ -1,0 +1,108 @@
+"""Quantization-aware training from a plan to a plan: what was trained is what the device computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit.errors import ConfigError, TrainingError, UnknownNameError
+from chipfit.plan.training import Training
+from chipfit.quantizers.algorithms.lsq import LSQ
+
+SEED = torch.Generator().manual_seed(0)
+DATA = [torch.randn(8, 3, 8, 8, generator=SEED) for _ in range(3)]
+LABELS = torch.arange(8) % 5
+
+
+class Net(nn.Module):
+    """A convolution, a depthwise one, a residual connection whose operands share a scale on some chips, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
+        self.body = nn.Conv2d(6, 6, 3, padding=1, groups=6)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(torch.relu(self.body(x) + x).mean((2, 3)))
+
+
+def train(result, steps=5, rate=0.01):
+    model = result.model.train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], rate)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(DATA[0]), LABELS).backward()
+        optimizer.step()
+    model.eval()
+    return result.trained()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return chipfit.quantize(Net().eval(), DATA, platform="ort_cpu", progress=False)
+
+
+@pytest.mark.parametrize("method", ["ste", "lsq"])
+def test_what_was_trained_is_exact_on_the_device(method, plain):
+    result = plain.trains(method)
+    after = train(result)
+    moved = [n for n, t in after.plan.tensors.items() if t.quantized and t.role != "bias" and "trained" in t.origin]
+    assert bool(moved) == (method == "lsq")
+    assert any(not torch.equal(w, plain.graph.weights[n]) for n, w in after.graph.weights.items())
+    assert torch.equal(after.model(DATA[1]), result.model(DATA[1]))  # nothing is repaired at the end
+    verified = after.verify([2 * DATA[2]])
+    assert verified.exact, verified
+
+
+def test_scales_train_only_where_it_was_asked(plain):
+    def trained(training):
+        return {n for n, p in plain.trains(training).model.named_parameters() if p.requires_grad and "quant." in n}
+
+    everything, weights = trained("lsq"), trained({"weights": "lsq"})
+    assert {n for n in everything if "weight" in n} == weights != everything
+    assert trained(Training(only={"head": "lsq"})) == {n for n in everything if "head" in n or "linear" in n}
+    assert trained(LSQ()) == everything
+    assert trained({"method": "lsq", "activations": ""}) == weights
+    assert trained({"method": "lsq", "only": {"head": None}}) == everything - trained(Training(only={"head": "lsq"}))
+    assert not trained("ste")
+
+
+def test_the_option_of_quantize(plain):
+    result = chipfit.quantize(Net().eval(), DATA, platform="ort_cpu", training="lsq", progress=False)
+    assert result.training == Training("lsq")
+    assert set(result.model.state_dict()) == set(plain.trains("lsq").model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("training", "error", "says"),
+    [
+        ("lsk", UnknownNameError, "lsq"),
+        ("lsq(scaling=True)", UnknownNameError, "use_grad_scaling"),
+        ("lsq(use_grad_scaling=3)", ConfigError, "True or False"),
+        ({"weight": "lsq"}, UnknownNameError, "weights"),
+        ({"only": {"stem.9": "lsq"}}, UnknownNameError, "stem.0"),
+        (7, ConfigError, "weights"),
+    ],
+)
+def test_what_is_not_understood_is_refused_before_the_work(training, error, says, plain):
+    with pytest.raises(error, match=says):
+        plain.trains(training)
+
+
+def test_a_scale_that_training_destroyed_is_no_result(plain):
+    result = plain.trains("lsq")
+    result.model.quantizer_of("head.weight").scale.data.fill_(float("nan"))
+    with pytest.raises(TrainingError, match="scale of .head.weight. is nan.*head"):
+        result.trained()
+
+
+def test_what_trains_is_remembered_by_results_that_follow(plain):
+    result = plain.trains({"weights": "lsq"})
+    for other in (result.as_calibrated(), result.edit({"body": "float"})):
+        assert other.training == result.training
+        assert other.model.quantizer_of("head.weight").scale.requires_grad

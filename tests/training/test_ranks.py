@@ -1,0 +1,86 @@
+"""Two processes on half batches, as `torchrun` starts them, train what one does on the whole batch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch
+from torch import nn
+
+import chipfit
+from tests.test_training import DATA, LABELS
+
+SCRIPT = """
+import datetime, os, sys
+import torch, torch.distributed as dist
+from torch import nn
+import chipfit
+
+def train(model, x, y, steps):
+    model.train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.02)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    model.eval()
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder = sys.argv[1]
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=40))
+    rank = dist.get_rank()
+    x, y = torch.load(f"{folder}/data")
+    half = slice(4 * rank, 4 * rank + 4)
+    for sync in (True, False):
+        training = {"weights": "lsq", "activations": "lsq(use_grad_scaling=False)", "bn_fold": 4, "bn_sync": sync}
+        model = chipfit.load(f"{folder}/result").trains(training).model
+        parallel = nn.parallel.DistributedDataParallel(model)
+        for steps in (1, 4):
+            train(parallel, x[half], y[half], steps)
+            torch.save(model.state_dict(), f"{folder}/{sync}{rank}{steps}")
+    dist.destroy_process_group()
+"""
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.bn1 = nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.body, self.bn2 = nn.Conv2d(6, 6, 3, padding=1, groups=6), nn.BatchNorm2d(6)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.bn1(self.stem(x)))
+        return self.head(torch.relu(self.bn2(self.body(x)) + x).mean((2, 3)))
+
+
+def test_two_processes_train_what_one_does_on_the_whole_batch(tmp_path):
+    plain = chipfit.quantize(Net().eval(), DATA, platform="ort_cpu", progress=False)
+    plain.save(tmp_path / "result")
+    torch.save((DATA[0], LABELS), tmp_path / "data")
+    (tmp_path / "ranks.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(tmp_path / "ranks.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    namespace = {"__name__": "one"}
+    exec(SCRIPT, namespace)
+    result = plain.trains({"weights": "lsq", "activations": "lsq(use_grad_scaling=False)", "bn_fold": 4})
+    for steps in (1, 4):
+        start = {k: v.clone() for k, v in result.model.state_dict().items()}
+        namespace["train"](result.model, DATA[0], LABELS, steps)
+        both, apart = ([torch.load(tmp_path / f"{sync}{rank}{steps}") for rank in range(2)] for sync in (True, False))
+        for name, expected in result.model.state_dict().items():
+            assert torch.equal(both[0][name], both[1][name]), name
+            way, off, other = ((x[name] - expected).abs().max() for x in (start, both[0], apart[0]))
+            if steps == 1:
+                assert off <= 1e-4 * way + 1e-9, name
+            elif "quant." in name:  # sums in another order let a number round to the other side, which scales feel most
+                torch.testing.assert_close(both[0][name], expected, rtol=0.05, atol=0)
+            else:
+                assert off <= 0.01 * way, name
+            if steps == 1 and name in ("stem.weight", "body.weight", "bn1.weight"):
+                assert other > 0.3 * way > 0, name  # where each trains with what its own half shows
