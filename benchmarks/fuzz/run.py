@@ -8,7 +8,6 @@ import io
 import json
 import os
 import resource
-import select
 import shutil
 import signal
 import sys
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TextIO
 
 import onnx
 import pydantic
@@ -97,10 +96,6 @@ FOREIGN: tuple[str, ...] = (
 )
 
 
-class Hang(BaseException):
-    """The alarm of a case; no `except Exception` holds it up."""
-
-
 class Bug(Exception):
     """The command line said that something happened that nobody foresaw."""
 
@@ -145,21 +140,21 @@ class Outcome:
 Kind = Callable[[Case], None]  #: raises what the product raises, or Nonsense; returns where something was accepted
 
 
-def one(kind: str, run: Kind, index: int, seed: int, limit: float, loud: bool = False) -> Outcome:
-    """Run one case in this process."""
+def one(
+    kind: str, run: Kind, index: int, seed: int, limit: float, loud: bool = False, stacks: TextIO = sys.stderr
+) -> Outcome:
+    """Run one case in this process, which ends where it takes longer than `limit`, its stack written to `stacks`."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz."))
     case = Case(kind, index, seed, folder)
     here = os.getcwd()
-    signal.signal(signal.SIGALRM, _alarm)
-    signal.setitimer(signal.ITIMER_REAL, limit)
+    # a thread of its own, since compiled code lets no signal through and a library may take the signal for itself
+    faulthandler.dump_traceback_later(limit, exit=True, file=stacks)
     quiet: Any = contextlib.nullcontext() if loud else contextlib.redirect_stdout(io.StringIO())
     try:
         with quiet, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             run(case)
         what, detail = "accepted", ""
-    except Hang as e:
-        what, detail = "hang", f"more than {limit:g} s at {_at(e)}"
     except Nonsense as e:
         what, detail = "nonsense", str(e)
     except ChipfitError as e:
@@ -175,7 +170,7 @@ def one(kind: str, run: Kind, index: int, seed: int, limit: float, loud: bool = 
         if loud:
             traceback.print_exc()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
         os.chdir(here)
         shutil.rmtree(folder, ignore_errors=True)
     return Outcome(kind, index, what, detail, case.notes)
@@ -222,10 +217,6 @@ def _at(e: BaseException) -> str:
     return f"{_file(frame) or frame.filename}:{frame.lineno}"
 
 
-def _alarm(*_: Any) -> None:
-    raise Hang
-
-
 # ---------------------------------------------------------------------------------------------------------- workers
 
 
@@ -242,42 +233,51 @@ def _worker(kinds: dict[str, Kind], cases: list[tuple[str, int]], seed: int, lim
     reading, writing = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        _work(kinds, cases, seed, limit, writing)
-    os.close(writing)
-    ended = 0
-    try:
-        buffer = b""
-        while ended < len(cases):
-            ready, _, _ = select.select([reading], [], [], 2 * limit + 10)
-            got = os.read(reading, 1 << 16) if ready else b""
-            if not got:
-                kind, index = cases[ended]
-                if not ready:  # in compiled code, which no alarm interrupts
-                    yield Outcome(kind, index, "hang", f"more than {2 * limit + 10:g} s, in compiled code")
-                else:
+    with tempfile.TemporaryDirectory(prefix="fuzz.") as folder, open(f"{folder}/stacks", "w+") as stacks:
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            tempfile.tempdir = folder
+            _work(kinds, cases, seed, limit, writing, stacks)
+        os.close(writing)
+        ended = 0
+        try:
+            buffer = b""
+            while ended < len(cases):
+                got = os.read(reading, 1 << 16)
+                if not got:
                     _, status = os.waitpid(child, 0)
                     child = 0
-                    yield Outcome(kind, index, "died", _status(status))
-                return
-            *lines, buffer = (buffer + got).split(b"\n")
-            for line in lines:
-                ended += 1
-                yield Outcome(**json.loads(line))
-    finally:
-        os.close(reading)
-        if child:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+                    stacks.seek(0)  # the two processes share the place
+                    at = _innermost(stacks.read())
+                    what, detail = ("hang", f"more than {limit:g} s at {at}") if at else ("died", _status(status))
+                    yield Outcome(*cases[ended], what, detail)
+                    return
+                *lines, buffer = (buffer + got).split(b"\n")
+                for line in lines:
+                    ended += 1
+                    yield Outcome(**json.loads(line))
+        finally:
+            os.close(reading)
+            if child:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+
+def _innermost(stack: str) -> str:
+    """The innermost line of chipfit in what faulthandler wrote, else the innermost line; "" where it wrote nothing."""
+    lines = [x.split('"') for x in stack.splitlines() if x.startswith("  File ")]
+    ours = [x for x in lines if Path(x[1]).is_relative_to(SOURCE)]
+    return next((f"{file}{place}" for _, file, place in ours or lines), "")
 
 
 def _status(status: int) -> str:
     return signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"exit {os.WEXITSTATUS(status)}"
 
 
-def _work(kinds: dict[str, Kind], cases: list[tuple[str, int]], seed: int, limit: float, writing: int) -> None:
+def _work(
+    kinds: dict[str, Kind], cases: list[tuple[str, int]], seed: int, limit: float, writing: int, stacks: TextIO
+) -> None:
     """The worker: one line of JSON for each case."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * os.sysconf("SC_PAGE_SIZE") + MEMORY
@@ -286,6 +286,6 @@ def _work(kinds: dict[str, Kind], cases: list[tuple[str, int]], seed: int, limit
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 2)  # compiled libraries write there
     for kind, index in cases:
-        outcome = one(kind, kinds[kind], index, seed, limit)
+        outcome = one(kind, kinds[kind], index, seed, limit, stacks=stacks)
         os.write(writing, (json.dumps(vars(outcome)) + "\n").encode())
     os._exit(0)
