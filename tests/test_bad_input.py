@@ -521,6 +521,22 @@ def test_what_ends_a_command_has_a_status_of_its_own_and_no_traceback(typed, rai
     assert code == status and words in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    "command, option",
+    [
+        ("quantize", "--input-size"),
+        ("quantize", "--seed"),
+        ("verify", "--input-size"),
+        ("train", "--epochs"),
+        ("train", "--batch-size"),
+        ("train", "--seed"),
+    ],
+)
+def test_a_number_that_no_machine_counts_to_is_refused(typed, command, option):
+    code, err = typed(command, ".", "--data", "d.npz", option, "9" * 20)
+    assert code == 2 and f"'{option}': Input should be less than or equal to" in err
+
+
 @pytest.mark.parametrize("words", [":y", "x:", "../x:y", "a.b.c:d", "json:dumps", "json:loads"])
 def test_a_module_that_gives_no_model_is_refused(typed, words):
     code, err = typed("lint", words, "--input-shape", "1,3")

@@ -33,7 +33,9 @@ def _given() -> dict[str, list[str]]:
     (folder / "chips.py").write_text(
         "import torch\nfrom torch import nn\n"
         "def images():\n    torch.manual_seed(0)\n    return nn.Sequential(nn.Conv2d(3, 2, 1), nn.ReLU())\n"
-        "data = [torch.randn(2, 3, 6, 6)]\nnumber = 3\ndef fails():\n    raise ValueError('mine')\n"
+        "def classes():\n    torch.manual_seed(0)\n    return nn.Sequential(nn.Flatten(), nn.Linear(108, 2))\n"
+        "data = [torch.randn(2, 3, 6, 6)]\nlabelled = [(data[0], torch.tensor([0, 1]))]\n"
+        "number = 3\ndef fails():\n    raise ValueError('mine')\n"
         "def stops():\n    raise SystemExit(5)\n"
     )
     (folder / "latin.yaml").write_bytes("name: caf\xe9".encode("latin-1"))
@@ -48,6 +50,7 @@ def _given() -> dict[str, list[str]]:
         "model": [
             *models,
             "chips:images",
+            "chips:classes",
             "chips:number",
             "chips:fails",
             "chips:none",
@@ -57,6 +60,7 @@ def _given() -> dict[str, list[str]]:
         "data": [
             *(str(folder / f"{n}.npz") for n in ("images", "rows", "wrong", "empty")),
             "chips:data",
+            "chips:labelled",
             "chips:fails",
             str(folder / "pictures"),
             str(folder),
@@ -177,6 +181,24 @@ def _words(rng: Random, case: Case) -> list[str]:
                 **of_images,
             ),
         ],
+        "train": lambda: [
+            rng.choice((w("saved"), w("model"), "chips:classes")),
+            "--data",
+            rng.choice((w("data"), "chips:labelled")),
+            "--out",
+            "OUT" if rng.random() < 0.9 else w("folder"),
+            *options(
+                platform=names(),
+                method=("lsq", "ste", "lsq(x=1)", "chips:number"),
+                epochs=(1, 2),
+                rate=("0.01", "1e30", "1e300"),
+                batch_size=(1, 64),
+                seed=(0, 2**70),
+                loop=("chips:fails", "chips:images"),
+                bits=("0=4", "x"),
+                format=("onnx", "x"),
+            ),
+        ],
         "lint": lambda: [w("model"), *options(input_shape=("1,3,6,6", "2,4", "1,3,6"), platform=names())],
         "explain": lambda: [w("saved"), rng.choice(("0", "Conv2D", "*", _odd(rng)))],
         "platforms show": lambda: [w("platform")],
@@ -186,7 +208,7 @@ def _words(rng: Random, case: Case) -> list[str]:
         "platforms": list,
         "": list,
     }
-    command = rng.choice([*commands, *["quantize", "verify", "explain", "lint"] * 2])
+    command = rng.choice([*commands, *["quantize", "train", "verify", "explain", "lint"] * 2])
     words = [*command.split(), *commands[command]()]
     if rng.random() < 0.15 and words:
         k = rng.randrange(len(words))

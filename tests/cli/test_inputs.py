@@ -93,9 +93,15 @@ def test_a_factory_needs_a_shape():
         example_of("m:net", None)
 
 
-@pytest.mark.parametrize("text", ["", "1,x", "0,3", "1,-3", "1;3", "²"])
+@pytest.mark.parametrize("text", ["", "1,x", "0,3", "1,-3", "1;3", "²", "1," + "9" * 5000])
 def test_a_shape_is_positive_integers(text):
     with pytest.raises(DataError, match="positive integers"):
+        example_of("m:net", text)
+
+
+@pytest.mark.parametrize("text", ["1,999999999999999", "1000000000,1000000000,1000000000"])
+def test_a_shape_that_no_memory_holds_is_refused(text):
+    with pytest.raises(DataError, match="no memory"):
         example_of("m:net", text)
 
 
@@ -166,7 +172,7 @@ def test_an_iterable_can_be_read_twice_even_when_it_is_a_generator(here):
     assert (len(list(data)), len(list(data))) == (3, 3)
 
 
-@pytest.mark.parametrize("text", ["a", "a=", "=4", "a=four", "a=-4"])
+@pytest.mark.parametrize("text", ["a", "a=", "=4", "a=four", "a=-4", "a=0", "a=" + "9" * 5000])
 def test_bits_are_layer_and_number(text):
     with pytest.raises(PlanError, match="LAYER=BITS"):
         parse_bits([text])

@@ -102,6 +102,7 @@ def test_a_model_is_quantized_first_and_a_loop_of_the_user_trains_it(folder):
         (("saved", "--data", "wrong.npz"), "no classes of the model"),
         (("saved", "--data", "d.npz", "--rate", "-1"), "learning rate"),
         (("saved", "--data", "d.npz", "--rate", "1e30"), "step"),
+        (("saved", "--data", "d.npz", "--rate", "1e300"), "below 1e38"),
         (("saved", "--data", "d.npz", "--platform", "ort_cpu"), "--platform is for a model"),
         (("saved", "--data", "d.npz", "--format", "pdf"), "pdf"),
         (("saved", "--data", "d.npz", "--loop", "MOD:broken"), "fails"),

@@ -28,7 +28,9 @@ Data = Annotated[str, Option("--data", help=".npz (x, and y for accuracy), a fol
 _CHIP = "built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python"
 Chip = Annotated[str, Option("--platform", "-p", help=_CHIP)]
 Weights = Annotated[Path | None, Option("--weights", help="safetensors for module:factory")]
-Side = Annotated[int, Option("--input-size", min=1, help="side of the square that images are resized to [pixels]")]
+_SIDE = "side of the square that images are resized to [pixels]"
+Side = Annotated[int, Option("--input-size", min=1, max=1 << 14, help=_SIDE)]
+Seed = Annotated[int, Option("--seed", min=-(1 << 63), max=(1 << 64) - 1, help="of everything random")]
 Mean = Annotated[str, Option("--mean", help="of images in 0..1, per channel")]
 Std = Annotated[str, Option("--std", help="of images in 0..1, per channel")]
 Saved = Annotated[Path, Argument(help="folder that `quantize` or Result.save wrote")]
@@ -175,7 +177,7 @@ def quantize(
     input_size: Side = 224,
     mean: Mean = MEAN,
     std: Std = STD,
-    seed: Annotated[int, Option("--seed", help="of everything random")] = 0,
+    seed: Seed = 0,
     check: Check = None,
 ) -> None:
     """Quantize a model for a platform; write its file, its plan and a report. Exit code 1 when the runtime departs."""
@@ -205,9 +207,9 @@ def train(
     method: Annotated[
         str, Option("--method", help="training algorithm, perhaps with options, or module:Class")
     ] = "lsq",
-    epochs: Annotated[int, Option("--epochs", min=1, help="passes over the data")] = 1,
+    epochs: Annotated[int, Option("--epochs", min=1, max=1 << 20, help="passes over the data")] = 1,
     rate: Annotated[float, Option("--rate", help="learning rate, which falls to 0 along a cosine")] = 0.001,
-    batch_size: Annotated[int, Option("--batch-size", min=1, help="images a step")] = 32,
+    batch_size: Annotated[int, Option("--batch-size", min=1, max=1 << 20, help="images a step")] = 32,
     loop: Annotated[str | None, Option("--loop", help="module:function(model, data) that trains instead")] = None,
     out: Annotated[Path, Option("--out", "-o", help="folder for plan, model file and report")] = Path(
         "chipfit_trained"
@@ -216,7 +218,7 @@ def train(
     keep_float: KeepFloat = None,
     bits: Bits = None,
     wanted: Format = None,
-    seed: Annotated[int, Option("--seed", help="of everything random")] = 0,
+    seed: Seed = 0,
     check: Check = None,
 ) -> None:
     """Train a quantized model on labelled data, or with a loop of your own; write what `quantize` writes."""
@@ -229,8 +231,8 @@ def train(
     from chipfit.frameworks import framework_of
     from chipfit.plan.training import Training
 
-    if not 0 < rate < float("inf"):
-        raise ConfigError("The learning rate is not understood", got=rate, allowed="a number above 0")
+    if not 0 < rate < 1e38:  # of float32, in which steps are taken
+        raise ConfigError("The learning rate is not understood", got=rate, allowed="a number above 0, below 1e38")
     demand_replaceable(out, _OUTPUT)
     training = Training.of(method_of(method))  # before any work, as the suffix
     if os.path.isdir(what):

@@ -176,11 +176,19 @@ def example_of(model: str, shape: str | None, network: Any = None) -> Any:
         if example is None:
             raise DataError("The shape of the input is needed", hint="--input-shape 1,3,224,224, batch first")
         return example
-    parts = shape.split(",")
-    if not all(p.strip().isdecimal() and int(p) > 0 for p in parts):
+    sizes = [_count(p.strip()) for p in shape.split(",")]
+    if not all(sizes):
         allowed = "positive integers with commas, batch first: 1,3,224,224"
         raise DataError("The shape is not understood", got=shape, allowed=allowed)
-    return torch.randn(*(int(p) for p in parts))
+    try:
+        return torch.randn(sizes)
+    except RuntimeError as e:
+        raise DataError("There is no memory for an input of this shape", got=shape) from e
+
+
+def _count(text: str) -> int:
+    """A positive integer that fits 64 bits; 0 of other text."""
+    return int(text) if text.isdecimal() and len(text) < 19 else 0
 
 
 def parse_bits(items: list[str]) -> dict[str, dict[str, int]]:
@@ -192,8 +200,8 @@ def parse_bits(items: list[str]) -> dict[str, dict[str, int]]:
     out = {}
     for item in items:
         layer, _, bits = item.rpartition("=")
-        if not layer or not bits.isdecimal():
+        if not layer or not _count(bits):
             allowed = "LAYER=BITS, for example features.0=4"
             raise PlanError("A --bits option is not understood", got=item, allowed=allowed)
-        out[layer] = {"bits": int(bits)}
+        out[layer] = {"bits": _count(bits)}
     return out

@@ -1,14 +1,51 @@
 """A graph from a file is tried once on nothing, so that one whose parts do not fit is refused when it is loaded."""
 
-from typing import Any
+import math
+from typing import Annotated, Any, NotRequired
 
 import torch
+from pydantic import AfterValidator, Field
 
 from chipfit.engine.run import run
 from chipfit.engine.types import dtype_of
 from chipfit.errors import PlanError
 from chipfit.graph.ir import OPAQUE, Graph, Node
 from chipfit.graph.ops import OPS
+from chipfit.plan.plain import demand, table
+
+
+def _infinite(x: float) -> float:
+    if not math.isinf(x):
+        raise ValueError("no float32")
+    return x
+
+
+_Int = Annotated[int, Field(gt=-(1 << 31), lt=1 << 31)]
+_Size = Annotated[int, Field(ge=0, lt=1 << 31)]
+_Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+_MAX = torch.finfo(torch.float32).max
+_Real = Annotated[float, Field(ge=-_MAX, le=_MAX)]
+_Bound = _Real | Annotated[float, AfterValidator(_infinite)]
+_Above = Annotated[float, Field(ge=0, le=_MAX)]
+#: what attributes hold, whichever operator has them: kernels without numbers take others too
+_KINDS = {
+    bool: "is_causal enable_gqa keepdims ceil_mode count_include_pad align_corners",
+    str: "approximate mode dtype",
+    _Int: "start index",
+    _Int | None: "end axis",
+    tuple[_Int, ...]: "axes shape perm shifts",
+    _Count: "block step groups",
+    tuple[_Count, ...]: "kernel stride dilation output_size normalized_shape repeats",
+    tuple[_Count, ...] | None: "size",
+    tuple[_Size, ...]: "output_padding sizes",
+    tuple[tuple[_Int, _Int], ...]: "padding",
+    _Real: "negative_slope alpha beta threshold p",
+    _Bound: "value",
+    _Bound | None: "min max",
+    _Above | None: "eps",
+    _Real | tuple[_Above, ...] | None: "scale",
+}
+_ATTRIBUTES = table(**{name: NotRequired[kind] for kind, names in _KINDS.items() for name in names.split()})
 
 #: what torch and the kernels say of attributes, types and shapes that do not fit
 _MISFITS = (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
@@ -28,6 +65,7 @@ def demand_runs(graph: Graph) -> None:
     for device in ("meta", "cpu"):
         try:
             for n in graph.nodes:
+                _demand_attributes(n)
                 _demand_axes(n, graph)
                 _demand_layer(n, graph)
             if not open_:
@@ -58,6 +96,25 @@ def _once(graph: Graph, device: str) -> None:
         run(graph, inputs, hook=fits, weights={name: moved[id(w)] for name, w in graph.weights.items()})
 
 
+def _demand_attributes(n: Node) -> None:
+    """Those of the operator and no others, each of its kind; of what counts by spatial axis, as many of each."""
+    if n.op not in OPS:
+        return
+    a = n.attrs
+    demand(a, _ATTRIBUTES, f"attributes of {n.op} '{n.who}'")
+    if set(a) != set(OPS[n.op].attrs):
+        raise ValueError(f"{n.op} '{n.who}' has the attributes {sorted(a)}, not {sorted(OPS[n.op].attrs)}")
+    if OPS[n.op].layout == "spatial":
+        counted = {k: len(v) for k, v in a.items() if isinstance(v, tuple)}
+        if len(set(counted.values())) > 1:
+            raise ValueError(f"{n.op} '{n.who}' has numbers for so many spatial axes: {counted}")
+        if any(p < 0 for pair in a.get("padding", ()) for p in pair):
+            raise ValueError(f"padding of {n.op} '{n.who}' is {a['padding']}, which is negative")
+        steps = map(max, a["stride"], a["dilation"]) if "output_padding" in a else ()
+        if any(p >= step for p, step in zip(a.get("output_padding", ()), steps)):
+            raise ValueError(f"output_padding of {n.op} '{n.who}' is {a['output_padding']}, no less than its steps")
+
+
 def _demand_axes(n: Node, graph: Graph) -> None:
     """Axes that no operand and no result has: kernels without numbers take them."""
     rank = max((len(graph.shape(v)) for v in (*n.inputs, *n.outputs) if v is not None), default=0)
@@ -86,6 +143,5 @@ def _demand_layer(n: Node, graph: Graph) -> None:
         raise ValueError(
             f"{n.op} '{n.who}' has a weight of {len(graph.shape(n.weight))} axes for {axes + 2} of its input"
         )
-    for name in ("stride", "padding", "dilation"):
-        if OPS[n.op].kind != "linear" and len(n.attrs.get(name, [0] * axes)) != axes:
-            raise ValueError(f"{name} of {n.op} '{n.who}' is {n.attrs[name]}, and the image has {axes} axes")
+    if spatial and len(n.attrs["stride"]) != axes:
+        raise ValueError(f"stride of {n.op} '{n.who}' is {n.attrs['stride']}, and the image has {axes} axes")

@@ -36,6 +36,8 @@ HEADS: dict[str, tuple[str, ...]] = {
 _NUMBERS = tuple(dict.fromkeys(n for numbers in HEADS.values() for n in numbers))
 #: bits of one number
 Width = Annotated[int, Field(ge=1, le=128)]
+#: zero points, which are kept in 32 bits whatever the format
+_ZEROS = range(-(1 << 31), 1 << 31)
 _STRICT = ConfigDict(extra="forbid")
 _INPUTS = "format of the data inputs, or one per slot; any: whatever the producer writes"
 
@@ -291,18 +293,19 @@ class Rule(_Record):
                 yield f"'{key}' has no meaning in a {heads[0]} rule, which takes {takes}"
         if self.tie is not None and len(self.tie) == 1 and self.tie[0] not in ("ins", "outs"):
             yield f"a tie needs two slots, or ins or outs; this one has {self.tie[0]} alone"
-        if self.fix and (self.scale is None or self.scale <= 0 or self.zp is None):
-            yield f"fix needs a scale above 0 and zp; this one has scale {self.scale}, zp {self.zp}"
-        if self.zero is not None and not (isinstance(self.eq, int) or (isinstance(self.eq, list) and self.eq)):
-            yield f"zero needs eq, an integer or a list of integers; this one has {self.eq!r}"
+        if self.fix and (self.scale is None or self.scale <= 0 or self.zp not in _ZEROS):
+            yield f"fix needs a scale above 0 and zp of 32 bits; this one has scale {self.scale}, zp {self.zp}"
+        zeros = self.eq if isinstance(self.eq, (list, tuple)) else [self.eq]
+        if self.zero is not None and not (zeros and all(isinstance(z, int) and z in _ZEROS for z in zeros)):
+            yield f"zero needs eq, an integer of 32 bits or a list of them; this one has {self.eq!r}"
         if self.mono is not None:
             tops = [b for b in (self.eq, self.max, self.lt) if b is not None]
             if not tops and self.min is None:
                 yield "mono needs one of eq, min, max, lt"
             if self.eq is not None and (self.min, self.max, self.lt) != (None, None, None):
                 yield "mono has eq and a bound: the bound is redundant or contradicts eq"
-            if any(not isinstance(t, (int, float)) or t <= 0 for t in tops):
-                yield f"mono can never hold: scales are positive, and their product is to be {tops[0]!r} or less"
+            if any(not isinstance(t, (int, float)) or not 0 < t < math.inf for t in tops):
+                yield f"mono can never hold: products of scales are finite and positive, and this is to be {tops}"
             elif self.min is not None and tops and self.min > min(tops):
                 yield f"mono can never hold: min {self.min} is above its upper bound {min(tops)}"
 
