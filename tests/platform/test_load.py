@@ -102,6 +102,7 @@ BAD = {
     "an infinite product": ("{tie: [ins, out]}", "{mono: {in0: 1}, eq: .inf}", ["can never hold", "inf"]),
     "a zero point of many bits": ("{tie: [ins, out]}", "{zero: out, eq: [0, 1099511627776]}", ["32 bits", "[0, 10"]),
     "a word for a zero point": ("{tie: [ins, out]}", "{zero: out, eq: [x]}", ["an integer", "'x'"]),
+    "a fixed scale without zero point": ("{tie: [ins, out]}", "{fix: out, scale: 1}", ["zp of 32 bits", "zp None"]),
     "a fixed zero point of many bits": ("{tie: [ins, out]}", "{fix: out, scale: 1, zp: 1099511627776}", ["32 bits"]),
     "a zero rule without zero": ("{tie: [ins, out]}", "{zero: out}", ["zero needs eq"]),
     "integers without formats": ("use: [{in: a8, out: a8}]", "exec: int", ["exec int needs use"]),

@@ -36,8 +36,6 @@ HEADS: dict[str, tuple[str, ...]] = {
 _NUMBERS = tuple(dict.fromkeys(n for numbers in HEADS.values() for n in numbers))
 #: bits of one number
 Width = Annotated[int, Field(ge=1, le=128)]
-#: zero points, which are kept in 32 bits whatever the format
-_ZEROS = range(-(1 << 31), 1 << 31)
 _STRICT = ConfigDict(extra="forbid")
 _INPUTS = "format of the data inputs, or one per slot; any: whatever the producer writes"
 
@@ -260,6 +258,11 @@ class Option(_Record):
         return self.in_ if isinstance(self.in_, tuple) else (self.in_,) if self.in_ else ()
 
 
+def _is_zero_point(x: Any) -> bool:
+    """An integer of 32 bits, in which zero points are kept whatever the format."""
+    return isinstance(x, int) and -(1 << 31) <= x < 1 << 31
+
+
 class Rule(_Record):
     """One constraint across the tensors of an operator; exactly one of the heads is given."""
 
@@ -293,10 +296,10 @@ class Rule(_Record):
                 yield f"'{key}' has no meaning in a {heads[0]} rule, which takes {takes}"
         if self.tie is not None and len(self.tie) == 1 and self.tie[0] not in ("ins", "outs"):
             yield f"a tie needs two slots, or ins or outs; this one has {self.tie[0]} alone"
-        if self.fix and (self.scale is None or self.scale <= 0 or self.zp not in _ZEROS):
+        if self.fix and (self.scale is None or self.scale <= 0 or not _is_zero_point(self.zp)):
             yield f"fix needs a scale above 0 and zp of 32 bits; this one has scale {self.scale}, zp {self.zp}"
         zeros = self.eq if isinstance(self.eq, (list, tuple)) else [self.eq]
-        if self.zero is not None and not (zeros and all(isinstance(z, int) and z in _ZEROS for z in zeros)):
+        if self.zero is not None and not (zeros and all(map(_is_zero_point, zeros))):
             yield f"zero needs eq, an integer of 32 bits or a list of them; this one has {self.eq!r}"
         if self.mono is not None:
             tops = [b for b in (self.eq, self.max, self.lt) if b is not None]

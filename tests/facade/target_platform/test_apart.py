@@ -9,24 +9,14 @@ from torch import nn
 import chipfit
 from chipfit.errors import ModelingError
 from chipfit.target_platform import (
-    AttributeQuantizationConfig,
-    Fusing,
     LayerFilterParams,
-    OperationsSetToLayers,
-    OperatorsSet,
-    OpQuantizationConfig,
-    QuantizationConfigOptions,
-    QuantizationMethod,
-    TargetPlatformCapabilities,
-    TargetPlatformModel,
     export_target_platform_capabilities,
     get_target_platform_capabilities,
     load_target_platform_capabilities,
 )
+from tests.facade.target_platform.small import chip
 
 F = nn.functional
-EIGHT = OpQuantizationConfig(AttributeQuantizationConfig(), {}, QuantizationMethod.POWER_OF_TWO, 8, (4, 8), True)
-FOUR = QuantizationConfigOptions([EIGHT.clone_and_edit(activation_n_bits=4)])
 
 
 class Net(nn.Module):
@@ -38,16 +28,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return F.relu(self.b(self.layer(self.a(x))))
-
-
-def chip(four, eight, fusing=""):
-    sets = {n: OperatorsSet(n, o) for n, o in (("four", FOUR), ("eight", None), ("Conv", None))}
-    fusings = [Fusing([sets["Conv"], sets[fusing]])] if fusing else []
-    model = TargetPlatformModel(QuantizationConfigOptions([EIGHT]), operator_set=sets.values(), fusing_patterns=fusings)
-    with TargetPlatformCapabilities(model) as tpc:
-        OperationsSetToLayers("four", four)
-        OperationsSetToLayers("eight", eight)
-    return tpc
 
 
 def fit(tpc, net=None):

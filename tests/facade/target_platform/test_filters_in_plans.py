@@ -8,23 +8,15 @@ from torch import nn
 
 import chipfit
 from chipfit.target_platform import (
-    AttributeQuantizationConfig,
     Eq,
     Greater,
     LayerFilterParams,
     NotEq,
-    OperationsSetToLayers,
-    OperatorsSet,
-    OpQuantizationConfig,
-    QuantizationConfigOptions,
-    QuantizationMethod,
     Smaller,
-    TargetPlatformCapabilities,
-    TargetPlatformModel,
 )
+from tests.facade.target_platform.small import chip
 
 F = nn.functional
-PLAIN = OpQuantizationConfig(AttributeQuantizationConfig(), {}, QuantizationMethod.POWER_OF_TWO, 8, (4, 8), True)
 
 
 def bits_of_results(function, *layers, x=None):
@@ -39,12 +31,8 @@ def bits_of_results(function, *layers, x=None):
         def forward(self, x):
             return (self.layer if isinstance(function, nn.Module) else function)(x)
 
-    four = OperatorsSet("four", QuantizationConfigOptions([PLAIN.clone_and_edit(activation_n_bits=4)]))
-    model = TargetPlatformModel(QuantizationConfigOptions([PLAIN]), operator_set=[four])
-    with TargetPlatformCapabilities(model) as chip:
-        OperationsSetToLayers("four", list(layers))
     data = torch.randn(2, 4, 8, 8) if x is None else x
-    plan = chipfit.quantize(Net().eval(), [data], chip, progress=False)
+    plan = chipfit.quantize(Net().eval(), [data], chip(layers), progress=False)
     results = (o for n in plan.graph.nodes for o in n.outputs)
     return [plan.plan[o].grid.bits for o in results if plan.plan.quantized(o)]
 
