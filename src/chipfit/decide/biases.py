@@ -10,6 +10,7 @@ from chipfit.decide.ties import Binding
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import per_output
 from chipfit.ranges import choose
 from chipfit.ranges.qparams import QParams
 
@@ -39,8 +40,8 @@ def with_biases(
         slot, values = assignment.slots[name], graph.weights[name].detach()
         if accumulated:
             scale = (plan[b.of("in0")[0]].scale * plan[b.of("w")[0]].scale).to(torch.float32)
-            if slot.axis is not None and scale.dim() == 0:
-                scale = scale.expand(values.numel()).contiguous()
+            if slot.axis is not None:
+                scale = per_output(scale.reshape(-1), values.numel())
             q, origin = QParams(scale, torch.zeros_like(scale, dtype=torch.int32)), "input scale x weight scale"
         else:
             q, origin = choose(values, grids[name], rule="no_clipping", axis=slot.axis), "no_clipping over the bias"
@@ -64,7 +65,7 @@ def _make_room(plan: Plan, binding: Binding, bias: torch.Tensor, grid: Grid) -> 
     name = binding.of("w")[0]
     s_in, w = plan[binding.of("in0")[0]].scale, plan[name]
     least = bias.abs() / (s_in * grid.qmax * _SHARE)  # [C_out]
-    least = least if w.scale.shape == least.shape else least.max()
+    least = least.view(-1, w.scale.numel()).amax(0).view(w.scale.shape)
     if w.grid.pot:
         least = torch.exp2(torch.ceil(torch.log2(least)))
     if bool((w.scale < least).any()):

@@ -9,7 +9,7 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 from chipfit.plan.record import Limit, Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.stored import Stored
+from chipfit.quantizers.stored import Stored, per_output
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ def _is_product(bias: Stored, x: Stored | None, w: Stored | None) -> bool:
     """The bias is stored at s_in * s_w with zero point 0."""
     if x is None or w is None or x.scale.dim():
         return False
-    scale = x.scale * w.scale
+    scale = per_output(x.scale * w.scale, bias.scale.numel())
     fits = scale.dim() <= bias.scale.dim() and bool((bias.zero_point == 0).all())
     return fits and torch.equal(scale.expand_as(bias.scale), bias.scale)
 

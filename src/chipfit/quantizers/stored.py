@@ -24,6 +24,11 @@ def _fault(grid: Grid) -> str:
     return ""
 
 
+def per_output(scale: torch.Tensor, outputs: int) -> torch.Tensor:
+    """A weight's scales for every output channel: groups of a transposed convolution share those of their channels."""
+    return scale.repeat(outputs // scale.numel()) if scale.dim() else scale
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stored:
     """Format, grid, scale and zero point of one tensor.

@@ -17,7 +17,7 @@ from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Node
 from chipfit.graph.ops import OPS
 from chipfit.quantizers.rounding import half_away as round_away
-from chipfit.quantizers.stored import Stored
+from chipfit.quantizers.stored import Stored, per_output
 from chipfit.registry import register
 from chipfit.simulate import gemmlowp, tables16
 from chipfit.simulate.integer import Kernel, Profile, Run, accumulate, bounds, move, windows
@@ -105,7 +105,7 @@ def _convolution(u: _Unit, how: str) -> None:
     if u.wide:
         how = "q15"
     acc = accumulate(u.run, head)
-    real = u.real(u.x, w, kind=_precision(how)).expand(acc.shape[1]).view(-1, *[1] * (acc.dim() - 2))
+    real = per_output(u.real(u.x, w, kind=_precision(how)).reshape(-1), acc.shape[1]).view(-1, *[1] * (acc.dim() - 2))
     if how == "up" and not plain:  # vector instructions take 8 channels at once, the scalar code what is left
         v = acc.shape[1] // 8 * 8
         u.put(torch.cat((_scaled(acc[:, :v], real[:v], "up"), _scaled(acc[:, v:], real[v:], "away")), 1))

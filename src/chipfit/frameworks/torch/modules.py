@@ -14,7 +14,7 @@ from chipfit.quantizers.algorithm import Algorithm
 from chipfit.quantizers.algorithms.ste import STE
 from chipfit.quantizers.grids import Grid, quantize
 from chipfit.quantizers.ops import TorchOps
-from chipfit.quantizers.stored import Stored
+from chipfit.quantizers.stored import Stored, per_output
 
 #: of quantizers that do not train
 _STE = STE()
@@ -217,13 +217,14 @@ class BiasQuantizer(nn.Module):
         super().__init__()
         self.tensor, self.grid = tensor, stored.grid
         self.share = 1.0
+        self._channels = stored.scale.numel()
         self._factors = factors  # in a tuple, so that they are registered in one place only
         self.mode = "quantize"
 
     def numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and zero point as they are now, [] or [C]."""
         of_input, of_weight = (f.numbers()[0] for f in self._factors)
-        scale = of_input * of_weight
+        scale = per_output(of_input * of_weight, self._channels)
         return scale, torch.zeros_like(scale)
 
     def extra_repr(self) -> str:

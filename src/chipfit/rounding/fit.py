@@ -1,0 +1,154 @@
+"""Weights, scales and codes of one linear operator for given moments, in closed form.
+
+With H [g, K, K] the moments of what the operator reads, the error of rounded weights q in its outputs is
+(q - w) H (q - w)' for every row on its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from chipfit.quantizers.grids import Grid, fake_quantize
+
+#: of the mean of diag(H), added to the diagonal before it is inverted
+DAMPING = 0.01
+#: columns that are rounded one by one before the rest of the matrix hears of it
+BLOCK = 64
+#: scales that are tried for every row, in units of the one that a search by diag(H) finds
+CANDIDATES = (0.80, 0.89, 0.98, 1.06, 1.15)
+#: the same, for rows of many weights, of which each try is slow
+FEW = (1.0,)
+MANY = 1024
+
+
+@dataclass
+class Rows:
+    """How the weight of one operator is stored, seen as [g, O/g, K]."""
+
+    grid: Grid
+    scale: Tensor  #: of each number, [g, O/g, K] or of one that is the same for all K, [g, O/g, 1]
+    zero: Tensor  #: zero point, the same shape
+    ids: Tensor | None  #: which entry of the stored scale a row has, int64 [g, O/g]; None: it stays
+    low: Tensor  #: least value of each entry that the platform allows, [entries]
+    high: Tensor  #: greatest
+
+
+def corrected(w: Tensor, h: Tensor, c: Tensor, ridge: float) -> Tensor:
+    """W* = W + (C - W H) (H + rho mean(diag H) I)^-1: what makes most of the outputs that are wanted.
+
+    Args:
+        w: [g, O/g, K].
+        h, c: moments of inputs, and of wanted outputs with inputs.
+        ridge: rho, which draws towards the weights as they are.
+    """
+    a = h + torch.diag_embed((ridge * _mean(h)).expand(h.shape[:2]))
+    return w + torch.linalg.solve(a, (c - w @ h).transpose(1, 2)).transpose(1, 2)
+
+
+def rounded(w: Tensor, h: Tensor, rows: Rows, damping: float = DAMPING) -> tuple[Tensor, Tensor, bool]:
+    """Weights on their grid with the least error in the outputs.
+
+    Returns:
+        q [g, O/g, K]; the entries of the scale; whether H could be inverted (where it could not, q is the nearest).
+    """
+    g, o, k = w.shape
+    entries = _entries(rows)
+    tries = [rows.scale]
+    if rows.ids is not None and rows.grid.table is None and not bool(rows.zero.any()):
+        best = _search(w, h, rows, damping)
+        tries = [_allowed(best * r, rows) for r in (FEW if k > MANY else CANDIDATES)]
+        tries = [t[rows.ids].unsqueeze(2) for t in tries]
+    many = torch.cat([t.expand(g, o, k) for t in tries], 1)
+    inverse = _inverse(h, damping)
+    again = w.repeat(1, len(tries), 1)
+    zeros = rows.zero.expand(g, o, k).repeat(1, len(tries), 1)
+    q = gptq(again, inverse, many, zeros, rows.grid) if inverse is not None else _nearest(again, many, zeros, rows.grid)
+    error = (((q - again) @ h) * (q - again)).sum(2).view(g, len(tries), o)
+    q = q.view(g, len(tries), o, k)
+    if len(tries) == 1 or rows.ids is None:
+        return q[:, 0], entries, inverse is not None
+    losses = torch.stack([torch.zeros(len(entries)).index_add_(0, rows.ids.flatten(), e.flatten()) for e in error.unbind(1)])
+    winner = losses.argmin(0)  # [entries]
+    pick = winner[rows.ids]  # [g, O/g]
+    scales = torch.stack([t[..., 0] for t in tries], 1).gather(1, pick.unsqueeze(1))[:, 0]
+    entries = entries.clone().index_copy_(0, rows.ids.flatten(), scales.flatten())
+    return q.gather(1, pick[:, None, :, None].expand(g, 1, o, k))[:, 0], entries, inverse is not None
+
+
+def gptq(w: Tensor, inverse: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> Tensor:
+    """Columns one after another; the error of each goes to those that are still to come.
+
+    Args:
+        w, scale, zero: [g, R, K].
+        inverse: upper Cholesky factor of H^-1, [g, K, K].
+
+    Source: Frantar et al. 2022, arXiv:2210.17323, algorithm 1.
+    """
+    w, q, size = w.clone(), torch.empty_like(w), w.shape[2]
+    for start in range(0, size, BLOCK):
+        end = min(start + BLOCK, size)
+        part, errors = w[:, :, start:end].contiguous(), torch.empty_like(w[:, :, start:end])
+        u = inverse[:, start:end, start:end]
+        for i in range(end - start):
+            at = start + i
+            q[:, :, at] = _nearest(part[:, :, i], scale[:, :, at], zero[:, :, at], grid)
+            errors[:, :, i] = (part[:, :, i] - q[:, :, at]) / u[:, i, i].unsqueeze(1)
+            part[:, :, i + 1 :].baddbmm_(errors[:, :, i : i + 1], u[:, i : i + 1, i + 1 :], alpha=-1)
+        w[:, :, end:].baddbmm_(errors, inverse[:, start:end, end:], alpha=-1)
+    return q
+
+
+def _nearest(w: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> Tensor:
+    return fake_quantize(w, scale, zero, grid)
+
+
+def _inverse(h: Tensor, damping: float) -> Tensor | None:
+    """The upper Cholesky factor of the damped H's inverse; None where even ten times the mean does not make it one."""
+    while damping <= 10:
+        damped = h + torch.diag_embed((damping * _mean(h)).expand(h.shape[:2]))
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not bool(failed.any()):
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not bool(failed.any()) and bool(torch.isfinite(upper).all()):
+                return upper
+        damping *= 10
+    return None
+
+
+def _mean(h: Tensor) -> Tensor:
+    """Mean of the diagonal, [g, 1]; above 0 where all inputs are dead."""
+    return h.diagonal(dim1=1, dim2=2).mean(1, keepdim=True).clamp_min(1e-10)
+
+
+def _search(w: Tensor, h: Tensor, rows: Rows, damping: float) -> Tensor:
+    """The entries of the scale with the least sum of (h_jj + damping) (q_j - w_j)^2, of 70 that are tried."""
+    assert rows.ids is not None
+    weights = (h.diagonal(dim1=1, dim2=2) + damping * _mean(h)).unsqueeze(1)
+    flat, n = rows.ids.flatten(), len(rows.low)
+    top = torch.zeros(n).scatter_reduce_(0, flat, w.abs().amax(2).flatten(), "amax")
+    half = (rows.grid.qmax - rows.grid.qmin) / 2
+    tries, losses = [], []
+    for r in torch.linspace(0.25, 1.1, 70).tolist():
+        s = _allowed((top / half * r).clamp_min(1e-12), rows)
+        q = _nearest(w, s[rows.ids].unsqueeze(2), rows.zero, rows.grid)
+        error = ((q - w).square() * weights).sum(2)
+        tries.append(s)
+        losses.append(torch.zeros(n).index_add_(0, flat, error.flatten()))
+    return torch.stack(tries).gather(0, torch.stack(losses).argmin(0, keepdim=True))[0]
+
+
+def _allowed(scale: Tensor, rows: Rows) -> Tensor:
+    """The nearest entries that the platform allows."""
+    if rows.grid.pot:
+        scale = torch.exp2(torch.round(torch.log2(scale)))
+    return torch.minimum(torch.maximum(scale, rows.low), rows.high)
+
+
+def _entries(rows: Rows) -> Tensor:
+    """The entries of the scale as they are."""
+    if rows.ids is None:
+        return rows.low
+    return torch.zeros_like(rows.low).index_copy_(0, rows.ids.flatten(), rows.scale[..., 0].flatten())

@@ -1,0 +1,125 @@
+"""Second moments of a linear operator: of its inputs, and of its inputs with the outputs that it should have.
+
+An operator is seen as g groups of y = W x + b, W [g, O/g, K]: x is what one output position reads of one group, K =
+input channels per group x kernel size. A transposed convolution is one of stride 1 over an input with zeros between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chipfit.graph.ir import Node
+from chipfit.graph.linear import TRANSPOSED, from_groups, in_groups
+
+
+def as_rows(node: Node, w: Tensor) -> Tensor:
+    """A weight as [g, O/g, K], in the order in which `patches` lays out what it is multiplied by."""
+    parts = in_groups(node, w)
+    if node.op in TRANSPOSED:
+        parts = parts.flip(list(range(3, parts.dim())))
+    return parts.flatten(2)
+
+
+def from_rows(node: Node, rows: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `as_rows`: a weight of the shape of `like`."""
+    parts = rows.view(in_groups(node, like).shape)
+    if node.op in TRANSPOSED:
+        parts = parts.flip(list(range(3, parts.dim())))
+    return from_groups(node, parts).contiguous()
+
+
+def positions(node: Node, y: Tensor, most: int, generator: torch.Generator) -> Tensor:
+    """At most `most` positions of an output, drawn without replacement; for Linear, positions within one sample."""
+    size = prod(y.shape[2:]) if node.op != "Linear" else prod(y.shape[1:-1])
+    return torch.randperm(size, generator=generator)[:most] if most < size else torch.arange(size)
+
+
+def targets(node: Node, y: Tensor, where: Tensor) -> Tensor:
+    """An output at those positions, [g, O/g, samples x positions]."""
+    if node.op == "Linear":
+        return y.reshape(y.shape[0], -1, y.shape[-1])[:, where].flatten(0, 1).t().unsqueeze(0)
+    g = node.attrs["groups"]
+    return y.flatten(2)[:, :, where].transpose(0, 1).reshape(g, y.shape[1] // g, -1)
+
+
+def patches(node: Node, x: Tensor, w: Tensor, where: Tensor) -> Tensor:
+    """What the operator reads at those output positions, [g, K, samples x positions]."""
+    if node.op == "Linear":
+        return x.reshape(x.shape[0], -1, x.shape[-1])[:, where].flatten(0, 1).t().unsqueeze(0)
+    kernel, dims = w.shape[2:], w.dim() - 2
+    stride, dilation, padding, g = (node.attrs[k] for k in ("stride", "dilation", "padding", "groups"))
+    if node.op in TRANSPOSED:
+        x = _apart(x, stride)
+        reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        extra = node.attrs["output_padding"]
+        padding = [(r - lo, r - hi + e) for r, (lo, hi), e in zip(reach, padding, extra, strict=True)]
+        stride = (1,) * dims
+    x = F.pad(x, [p for lo_hi in reversed(list(padding)) for p in lo_hi]).contiguous()
+    out = [
+        (n - d * (k - 1) - 1) // s + 1 for n, d, k, s in zip(x.shape[2:], dilation, kernel, stride, strict=True)
+    ]
+    steps = x.stride()[2:]
+    view = x.as_strided(
+        (*x.shape[:2], *out, *kernel),
+        (*x.stride()[:2], *(a * s for a, s in zip(steps, stride, strict=True)),
+         *(a * d for a, d in zip(steps, dilation, strict=True))),
+    )
+    index = torch.unravel_index(where, out)
+    read = view[(slice(None), slice(None), *index)]  # [N, C, P, *kernel]
+    n, c, p = read.shape[:3]
+    return read.flatten(3).permute(1, 3, 0, 2).reshape(g, c // g * prod(kernel), n * p)
+
+
+def _apart(x: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Zeros between the positions of an image."""
+    if all(s == 1 for s in stride):
+        return x
+    out = x.new_zeros(*x.shape[:2], *((n - 1) * s + 1 for n, s in zip(x.shape[2:], stride, strict=True)))
+    out[(slice(None), slice(None), *(slice(None, None, s) for s in stride))] = x
+    return out
+
+
+@dataclass
+class Moments:
+    """Sums over positions, per group; float32, shapes [g, K, K], [g, O/g, K], [g, K] and [g, O/g]."""
+
+    xx: Tensor
+    tx: Tensor
+    x: Tensor
+    t: Tensor
+    count: int = 0
+
+    @classmethod
+    def of(cls, w: Tensor) -> Moments:
+        """Empty ones, for a weight [g, O/g, K]."""
+        g, o, k = w.shape
+        return cls(w.new_zeros(g, k, k), w.new_zeros(g, o, k), w.new_zeros(g, k), w.new_zeros(g, o))
+
+    def add(self, x: Tensor, t: Tensor) -> None:
+        """Inputs [g, K, n] and the outputs [g, O/g, n] that belong to them."""
+        self.xx.baddbmm_(x, x.transpose(1, 2))
+        self.tx.baddbmm_(t, x.transpose(1, 2))
+        self.x += x.sum(2)
+        self.t += t.sum(2)
+        self.count += x.shape[2]
+
+    def means(self) -> tuple[Tensor, Tensor]:
+        """E[x], E[t]."""
+        return self.x / self.count, self.t / self.count
+
+    def centred(self) -> tuple[Tensor, Tensor]:
+        """Covariances of x with itself, H, and of t with x, C: for an operator whose bias takes the means."""
+        x, t = self.means()
+        return (
+            self.xx / self.count - x.unsqueeze(2) * x.unsqueeze(1),
+            self.tx / self.count - t.unsqueeze(2) * x.unsqueeze(1),
+        )
+
+    def about(self, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """E[x x'] and E[(t - b) x']: for an operator whose bias b [g, O/g] stays."""
+        return self.xx / self.count, self.tx / self.count - bias.unsqueeze(2) * (self.x / self.count).unsqueeze(1)

@@ -1,0 +1,77 @@
+"""The values of calibration images on their way through the network: compact, and on disk where they are many."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chipfit.quantizers.stored import Stored
+
+#: larger magnitudes are not kept in half precision
+_HALF = 3e4
+
+
+@dataclass
+class Budget:
+    """Bytes of values in memory; what comes beyond `most` is mapped from files that are gone with their tensors."""
+
+    most: int = 1 << 30
+    used: int = 0
+    spilled: int = 0
+
+    def keep(self, x: Tensor) -> Tensor:
+        """The same numbers, in memory or on disk."""
+        size = x.numel() * x.element_size()
+        if self.used + size <= self.most or size == 0:
+            self.used += size
+            return x
+        self.spilled += size
+        with tempfile.NamedTemporaryFile() as file:  # the mapping outlives its name
+            mapped = torch.from_file(file.name, shared=True, size=x.numel(), dtype=x.dtype).view(x.shape)
+        return mapped.copy_(x)
+
+    def release(self, x: Tensor) -> None:
+        if not x.is_shared():
+            self.used -= x.numel() * x.element_size()
+
+
+@dataclass
+class Stream:
+    """One value for every chunk of images, as codes where it is stored in codes, else in half precision."""
+
+    budget: Budget
+    stored: Stored | None = None
+    chunks: list[Any] = field(default_factory=list)
+
+    def append(self, x: Any) -> None:
+        """One more chunk; anything that is no float tensor is kept as it is."""
+        if isinstance(x, Tensor) and x.is_floating_point():
+            if self.stored is not None:
+                x = self.stored.quantize(x)
+            elif x.dtype == torch.float32 and x.numel() and float(x.abs().max()) < _HALF:
+                x = x.half()
+            x = self.budget.keep(x.contiguous())
+        self.chunks.append(x)
+
+    def __getitem__(self, k: int) -> Any:
+        """Chunk k as it was given, float32 and rounded as it is kept."""
+        x = self.chunks[k]
+        if not isinstance(x, Tensor):
+            return x
+        if self.stored is not None:
+            return self.stored.dequantize(x)
+        return x.float() if x.dtype == torch.float16 else x
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[k] for k in range(len(self.chunks)))
+
+    def free(self) -> None:
+        for x in self.chunks:
+            if isinstance(x, Tensor) and (self.stored is not None or x.is_floating_point()):
+                self.budget.release(x)
+        self.chunks.clear()

@@ -1,0 +1,220 @@
+"""One walk through the network with two streams of images: the float one and the quantized one.
+
+For every node: run it on the float stream; where it is linear, fit weights, scales and bias to what the quantized
+stream brings it and what the float one wants of it; run it on the quantized stream. So each operator repairs what those
+before it have lost, and no node runs twice. Scales of activations are the plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chipfit.engine.kernels import execute
+from chipfit.engine.run import done_after
+from chipfit.errors import DataError
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.linear import bias_or_zero, is_linear, own, with_bias
+from chipfit.plan.record import Plan, TensorPlan
+from chipfit.quantizers.stored import Stored
+from chipfit.rounding import fit
+from chipfit.rounding.bounds import rows_of
+from chipfit.rounding.moments import Moments, as_rows, from_rows, patches, positions, targets
+from chipfit.rounding.streams import Budget, Stream
+
+#: images that go through a node at a time
+CHUNK = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """The steps of the walk."""
+
+    samples: int = 8192  #: output positions per operator, of all images; twice K at least
+    ridge: float | None = 0.1  #: corrected weights, drawn towards the old ones; None: they are rounded as they are
+    residual: bool = True  #: an operator before an addition also repairs what the other operand has lost
+    centred: bool = True  #: the bias takes the means of what rounding changes
+    memory: int = 1 << 30  #: of both streams [byte]; what is beyond lies in mapped files
+    seed: int = 0
+
+
+@dataclass
+class Walked:
+    """What a walk decided."""
+
+    graph: Graph  #: with weights that lie on their grids, and new biases
+    tensors: dict[str, TensorPlan] = field(default_factory=dict)  #: the weights, with their scales
+    notes: list[str] = field(default_factory=list)
+    spilled: int = 0  #: bytes that were kept on disk
+
+
+@torch.inference_mode()
+def walk(graph: Graph, plan: Plan, batches: Iterable[Sequence[Tensor]], how: How = How()) -> Walked:
+    """Round the weights of every linear operator that the plan stores in codes.
+
+    Args:
+        batches: of graph inputs; they are read once.
+
+    Raises:
+        DataError: no batch at all.
+    """
+    walker = _Walker(graph.copy(), plan, how)
+    walker.read(batches)
+    out = Walked(walker.graph)
+    for k, (node, done) in enumerate(zip(list(graph.nodes), done_after(graph), strict=True)):
+        walker.step(k, node, out)
+        for name in done:
+            walker.free(name)
+    out.spilled = walker.budget.spilled
+    return out
+
+
+class _Walker:
+    def __init__(self, graph: Graph, plan: Plan, how: How) -> None:
+        self.graph, self.plan, self.how = graph, plan, how
+        self.original, self.users = graph.weights, graph.users()
+        graph.weights = dict(graph.weights)
+        self.budget = Budget(how.memory)
+        self.floats: dict[str, Stream] = {}
+        self.codes: dict[str, Stream] = {}
+        self.rounded: dict[str, Any] = {}  #: weights as the chip stores them
+        self.random = torch.Generator().manual_seed(how.seed)
+        self.images = 0
+
+    def read(self, batches: Iterable[Sequence[Tensor]]) -> None:
+        """The graph's inputs, in chunks; a batch whose inputs do not agree on its size stays whole."""
+        for name in self.graph.inputs:
+            self._new(name)
+        for batch in batches:
+            sizes = {len(x) if x.dim() else 0 for x in batch}
+            whole = len(sizes) > 1 or 0 in sizes or any(self.graph.shape(i)[:1] != (None,) for i in self.graph.inputs)
+            parts = [[x] if whole else x.split(CHUNK) for x in batch]
+            self.images += max(sizes)
+            for name, chunks in zip(self.graph.inputs, parts, strict=True):
+                for x in chunks:
+                    self.floats[name].append(x)
+                    self.codes[name].append(x)
+        if not self.images:
+            raise DataError("There is no calibration data", allowed="one batch at least")
+
+    def step(self, index: int, node: Node, out: Walked) -> None:
+        """One node on both streams."""
+        for o in node.outputs:
+            self._new(o)
+        count = len(next(iter(self.floats.values())).chunks) if self.floats else 0
+        why = self._why_not(node)
+        moments = None if why is not None else Moments.of(as_rows(node, self._weight(node)))
+        for k in range(count):
+            results = execute(node, [self._float(i, k) for i in node.inputs])
+            if moments is not None:
+                self._sum(node, moments, results[0], k)
+            for o, y in zip(node.outputs, results, strict=False):
+                self.floats[o].append(y)
+        if moments is not None:
+            node = self._fit(node, moments, out)
+            self.graph.nodes[index] = node
+        elif why:
+            out.notes.append(f"the weight of '{node.who}' is rounded to the nearest code: {why}")
+        for k in range(count):
+            results = execute(node, [self._quantized(i, node, k) for i in node.inputs])
+            for o, y in zip(node.outputs, results, strict=False):
+                self.codes[o].append(y)
+
+    def free(self, name: str) -> None:
+        for streams in (self.floats, self.codes):
+            if name in streams:
+                streams.pop(name).free()
+
+    def _new(self, name: str) -> None:
+        stored = self.plan.stored(name)
+        raw = any(value == name for value, _ in self.plan.float_edges)
+        self.floats[name] = Stream(self.budget)
+        self.codes[name] = Stream(self.budget, None if raw else stored)
+
+    def _float(self, name: str | None, k: int) -> Any:
+        if name is None:
+            return None
+        return self.floats[name][k] if name in self.floats else self.original[name]
+
+    def _quantized(self, name: str | None, node: Node, k: int) -> Any:
+        """What a node reads on the chip: codes, unless it is a raw edge."""
+        if name is None:
+            return None
+        raw = (name, node.name) in self.plan.float_edges
+        stored = None if raw else self.plan.stored(name)
+        if name not in self.codes:
+            return self._stored_weight(name, stored)
+        stream = self.codes[name]
+        x = stream[k]
+        return stored.round(x) if stored is not None and stream.stored is None else x
+
+    def _stored_weight(self, name: str, stored: Stored | None) -> Any:
+        """A constant as the chip has it; biases stay as they are, since their scale follows from the weights'."""
+        w = self.graph.weights[name]
+        if stored is None or self.plan.tensors[name].role == "bias":
+            return w
+        if name not in self.rounded:
+            self.rounded[name] = stored.round(w.detach())
+        return self.rounded[name]
+
+    def _weight(self, node: Node) -> Tensor:
+        return self.original[node.weight].detach().float()
+
+    def _why_not(self, node: Node) -> str | None:
+        """Why the weight of a node is not fitted: "" for one that has none to fit, None for one that is."""
+        if not is_linear(self.graph, node) or (node.weight, node.name) in self.plan.float_edges:
+            return ""
+        stored = self.plan.stored(node.weight)
+        if stored is None:
+            return ""
+        if stored.grid.table is None and not stored.grid.nearest:
+            return f"the chip rounds weights by {stored.grid.rounding}"
+        if self.graph.is_weight(node.data):
+            return "it reads no data"
+        return own(self.graph, self.users, node) or None
+
+    def _sum(self, node: Node, moments: Moments, y: Tensor, k: int) -> None:
+        """Add one chunk to the moments."""
+        w = self._weight(node)
+        most = -(-max(self.how.samples, 2 * moments.x.shape[1]) // self.images)
+        where = positions(node, y, most, self.random)
+        other = self._other(node) if self.how.residual else None
+        if other is not None:
+            lost = self.floats[other][k] - self._quantized(other, self.users[node.output][0], k)
+            y = y + lost if lost.shape == y.shape else y
+        moments.add(patches(node, self._quantized(node.data, node, k).float(), w, where), targets(node, y, where))
+
+    def _other(self, node: Node) -> str | None:
+        """The other operand of an addition that alone reads this result, where that operand is there already."""
+        readers = self.users.get(node.output, [])
+        if len(readers) != 1 or readers[0].op != "Add" or node.output in self.graph.outputs:
+            return None
+        others = [i for i in readers[0].inputs if i != node.output]
+        return others[0] if len(others) == 1 and others[0] in self.codes and self.codes[others[0]].chunks else None
+
+    def _fit(self, node: Node, moments: Moments, out: Walked) -> Node:
+        """Weights, scales and bias of one operator; returns the node, with a bias where it had none."""
+        plan, name = self.plan, node.weight
+        w = self._weight(node)
+        rows, bias = as_rows(node, w), bias_or_zero(self.graph, node).float()
+        bias = bias.view(rows.shape[:2])
+        takes = self.how.centred and node.bias is not None
+        h, c = moments.centred() if takes else moments.about(bias)
+        if self.how.ridge is not None:
+            rows = fit.corrected(rows, h, c, self.how.ridge)
+        stored = plan[name]
+        q, entries, inverted = fit.rounded(rows, h, rows_of(plan, node, w))
+        if not inverted:
+            out.notes.append(f"the weight of '{node.who}' is rounded to the nearest code: its moments are singular")
+        self.graph.weights[name] = self.rounded[name] = from_rows(node, q, w)
+        scale = entries.view(stored.scale.shape).to(torch.float32)
+        origin = f"gptq over {moments.count} positions"
+        out.tensors[name] = plan.tensors[name].with_(scale=scale, origin=origin)
+        if takes:
+            x, t = moments.means()
+            node = with_bias(self.graph, node, (t - (q @ x.unsqueeze(2))[..., 0]).flatten())
+        return node

@@ -1,0 +1,54 @@
+"""What a linear operator reads at an output position, against torch's own operators."""
+
+import pytest
+import torch
+
+from chipfit.engine.kernels import execute
+from chipfit.graph.ir import Node
+from chipfit.rounding.moments import Moments, as_rows, from_rows, patches, positions, targets
+
+
+def conv(op: str, **attrs) -> Node:
+    return Node(op, op, ("x", "w", None), ("y",), attrs)
+
+
+ONE = {"stride": (1,), "padding": ((2, 1),), "dilation": (2,), "groups": 1}
+TWO = {"stride": (2, 1), "padding": ((1, 0), (2, 2)), "dilation": (1, 2), "groups": 2}
+THREE = {"stride": (2, 1, 1), "padding": ((1, 1), (0, 0), (1, 0)), "dilation": (1, 1, 1), "groups": 1}
+CASES = [
+    (conv("Linear"), (5, 7), (3, 7)),
+    (conv("Linear"), (5, 4, 6, 7), (3, 7)),
+    (conv("Conv1D", **ONE), (3, 4, 11), (6, 4, 3)),
+    (conv("Conv2D", **TWO), (3, 4, 9, 8), (6, 2, 3, 2)),
+    (conv("DepthwiseConv2D", **{**TWO, "groups": 4}), (3, 4, 9, 8), (8, 1, 3, 3)),
+    (conv("Conv3D", **THREE), (2, 2, 5, 4, 6), (3, 2, 3, 2, 2)),
+    (conv("TransposeConv1D", **ONE, output_padding=(0,)), (3, 4, 7), (4, 5, 3)),
+    (conv("TransposeConv2D", **TWO, output_padding=(1, 0)), (3, 4, 5, 6), (4, 3, 3, 2)),
+    (conv("TransposeConv3D", **THREE, output_padding=(1, 0, 0)), (2, 2, 3, 4, 3), (2, 3, 3, 2, 2)),
+]
+
+
+@pytest.mark.parametrize("node, size, kernel", CASES, ids=lambda x: getattr(x, "op", None))
+@pytest.mark.parametrize("most", [4, 10_000])
+def test_weights_times_patches_are_the_operators_outputs_at_the_positions(node, size, kernel, most):
+    torch.manual_seed(0)
+    x, w = torch.randn(size), torch.randn(kernel)
+    (y,) = execute(node, [x, w, None])
+    where = positions(node, y, most, torch.Generator().manual_seed(1))
+    got = as_rows(node, w) @ patches(node, x, w, where)
+    torch.testing.assert_close(got, targets(node, y, where), rtol=1e-4, atol=1e-4)
+    assert torch.equal(from_rows(node, as_rows(node, w), w), w)
+
+
+def test_moments_are_means_of_products_by_hand():
+    m = Moments.of(torch.zeros(1, 1, 2))
+    m.add(torch.tensor([[[1.0, 3.0], [2.0, 2.0]]]), torch.tensor([[[1.0, 5.0]]]))
+    m.add(torch.tensor([[[5.0], [8.0]]]), torch.tensor([[[0.0]]]))
+    x, t = m.means()
+    assert x.tolist() == [[3.0, 4.0]] and t.tolist() == [[2.0]]
+    h, c = m.centred()  # var x0 = (4+0+4)/3, cov = (4+0+8)/3, var x1 = (4+4+16)/3
+    torch.testing.assert_close(h, torch.tensor([[[8 / 3, 4.0], [4.0, 8.0]]]))
+    torch.testing.assert_close(c, torch.tensor([[[(2 + 0 - 4) / 3, (2 - 6 - 8) / 3]]]))
+    h, c = m.about(torch.tensor([[2.0]]))
+    torch.testing.assert_close(h, torch.tensor([[[35 / 3, 16.0], [16.0, 24.0]]]).where(torch.ones(2, 2) > 0, h))
+    torch.testing.assert_close(c, torch.tensor([[[16 / 3 - 6.0, 12 / 3 - 8.0]]]))
