@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from chipfit.platform.load import load as load_platform  # noqa: F401
     from chipfit.platform.schema import Platform as Platform
     from chipfit.report.report import Report as Report
+    from chipfit.search.limits import Limits as Limits
     from chipfit.settings import Settings as Settings
     from chipfit.verify import Verification as Verification
 
@@ -55,6 +56,7 @@ _HOMES = {
     "platform.load": "load_platform=load",
     "platform.schema": "Platform",
     "report.report": "Report",
+    "search.limits": "Limits",
     "settings": "Settings",
     "verify": "Verification",
 }

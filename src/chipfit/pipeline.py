@@ -40,6 +40,7 @@ from chipfit.platform.match import fusions, sets_of
 from chipfit.platform.schema import Platform
 from chipfit.ranges import Rule, name_of, rule_of
 from chipfit.screen import Screen, Shown
+from chipfit.search.limits import Limits, as_overrides, search
 from chipfit.settings import PLAIN, Settings
 
 if TYPE_CHECKING:
@@ -235,6 +236,7 @@ def quantize(
     example: Any = None,
     z_threshold: float | None = None,
     settings: Settings = PLAIN,
+    limits: Limits | None = None,
     training: Any = None,
     seed: int = 0,
     progress: bool = True,
@@ -253,6 +255,8 @@ def quantize(
         example: one batch of inputs for the capture; the first batch of `data` when omitted.
         z_threshold: drop activation histogram bins further than this many standard deviations from the mean.
         settings: optional rewrites and corrections.
+        limits: memory or operations that the model may take (`chipfit.Limits(weights="50%")`): of the widths that the
+            platform has for weights, those with the least loss are chosen; reads the data twice.
         training: what trains the quantizers of `Result.model`: the name of an algorithm ("lsq"), a mapping ({"weights":
             "dorefa", "activations": "pact"}), or a `chipfit.plan.training.Training`. None: weights train, scales stay.
         seed: of everything random.
@@ -263,17 +267,18 @@ def quantize(
         ConfigError: an option of the wrong kind.
         NothingQuantizedError: no tensor of this model can be quantized on this platform.
     """
-    seed = _understood(settings, z_threshold, seed)
+    seed = _understood(settings, z_threshold, limits, seed)
     trained_by = Training.of(training)
     shown = Progress(progress)
     clock = _Clock()
     target, again = load_platform(platform), data
     for r in (rule, weight_rule):
         rule_of(r)  # refuses unknown names before any data are read
-    for step in steps.taken(settings, "correct") if isinstance(data, Iterator) else ():
-        if "batches" in step.declares.needs:
+    twice = [f"The correction '{s.name}'" for s in steps.taken(settings, "correct") if "batches" in s.declares.needs]
+    for who in [*twice, *(["A search of widths"] if limits is not None else [])]:
+        if isinstance(data, Iterator):
             hint = "give a list, or a function that returns one"
-            raise DataError(f"The correction '{step.name}' reads the data twice", got="an iterator", hint=hint)
+            raise DataError(f"{who} reads the data twice", got="an iterator", hint=hint)
     with clock("capture"), shown.stage("capture"):
         args, kwargs, data = first_batch(data, model) if example is None else (*as_call(example, model), data)
         captured = _captured(model, args, kwargs)
@@ -305,6 +310,17 @@ def quantize(
             graph, assignment, decisions = decide(graph, target, overrides, settings)
             notes += adapted
         tensors = scales.choose(graph, assignment, stats, **rules)
+    if limits is not None:
+        with clock("search"), shown.stage("search"):
+            start = _plan(Plan(platform=target.name), graph, tensors, assignment)
+            by_hand = resolve_overrides(graph, overrides or {})
+            decided = {name for name, c in by_hand.items() if c.get("bits") is not None}
+            found = search(graph, target, assignment, start, limits, batches(again, graph), stats, seed, decided)
+            chosen = as_overrides(graph, found.bits, overrides)
+            graph, assignment, decisions = decide(graph, target, chosen, settings)
+            tensors = scales.choose(graph, assignment, stats, **rules)
+            record["limits"], record["chosen"] = limits.to_record(), found.bits
+            decisions = [*decisions, str(found)]
     plan = _plan(
         Plan(platform=target.name),
         graph,
@@ -324,14 +340,15 @@ def quantize(
     return result.trains(trained_by) if trained_by is not None else result
 
 
-def _understood(settings: Any, z_threshold: Any, seed: Any) -> int:
+def _understood(settings: Any, z_threshold: Any, limits: Any, seed: Any) -> int:
     """Options that are of the right kind; returns the seed as an integer that JSON knows."""
     is_number = isinstance(z_threshold, (int, float)) and not isinstance(z_threshold, bool)
-    limits = (-(2**63), 2**63 - 1)
+    ends = (-(2**63), 2**63 - 1)
     options: tuple[tuple[str, Any, bool, str], ...] = (
         ("settings", settings, isinstance(settings, Settings), "chipfit.Settings(...)"),
         ("z_threshold", z_threshold, z_threshold is None or (is_number and z_threshold > 0), "None, or above 0"),
-        ("seed", seed, isinstance(seed, Integral) and limits[0] <= int(seed) <= limits[1], "an integer of 64 bits"),
+        ("limits", limits, limits is None or isinstance(limits, Limits), "None, or chipfit.Limits(...)"),
+        ("seed", seed, isinstance(seed, Integral) and ends[0] <= int(seed) <= ends[1], "an integer of 64 bits"),
     )
     for name, value, fits, allowed in options:
         if not fits:

@@ -27,9 +27,10 @@ class Setting(NamedTuple):
     """The entry of `chipfit.Settings` that asks for a step."""
 
     name: str
-    default: bool | None  #: False: it is on or off; None: it is off, or on with a number of at least 0
+    default: bool | float | None  #: a bool: it is on or off; else it is off with None, or a number of at least 0
     doc: str
-    argument: str = ""  #: keyword under which the step takes that number
+    argument: str = ""  #: keyword under which the step takes that value
+    choices: tuple[str, ...] = ()  #: the words that it takes instead of numbers
 
 
 #: no setting of an entry is as large
@@ -48,7 +49,10 @@ class Step:
     stage: str
     after: tuple[str, ...] = ()  #: steps of the same stage that go before
     setting: Setting | None = None  #: None: it is always taken
-    #: keywords that it wants besides: "platform", "stats", "batches" (the data again), "changed"
+    options: tuple[Setting, ...] = ()  #: settings besides, which do not ask for it
+    excludes: tuple[str, ...] = ()  #: steps of the same stage that cannot be taken with it
+    decides: bool = False  #: "correct": it returns (graph, plan, notes), with scales of its own
+    #: keywords that it wants besides: "platform", "stats", "batches" (the data again), "changed", "choose" (scales)
     needs: tuple[str, ...] = ()
     with_any: str = ""  #: taken only where some step of this stage is
     collects: Callable[..., Any] | None = None  #: (graph, needs) -> what calibration must collect for it

@@ -16,8 +16,8 @@ from chipfit.registry import STAGES, Setting, ordered
 
 def known() -> dict[str, Setting]:
     """Every setting by name, in the order in which the steps are taken."""
-    settings = (step.declares.setting for stage in STAGES for step in ordered(stage))
-    return {s.name: s for s in settings if s is not None}
+    steps = (step.declares for stage in STAGES for step in ordered(stage))
+    return {s.name: s for says in steps for s in (says.setting, *says.options) if s is not None}
 
 
 class _Signed(type):
@@ -46,6 +46,8 @@ class Settings(metaclass=_Signed):
                 raise UnknownNameError("setting", name, settings)
             if isinstance(settings[name].default, bool):
                 bad, allowed = not isinstance(value, bool), "True or False"
+            elif words := settings[name].choices:
+                bad, allowed = value is not None and value not in words, f"None, or {', '.join(map(repr, words))}"
             else:
                 number = isinstance(value, (int, float)) and not isinstance(value, bool)
                 bad = value is not None and not (number and 0 <= value < math.inf)

@@ -8,6 +8,7 @@ import torch
 
 from chipfit.calibration.collect import Need, TensorStats
 from chipfit.decide.assignment import Assignment
+from chipfit.errors import ConfigError
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear
@@ -32,15 +33,22 @@ def taken(settings: Settings, stage: str) -> list[Entry]:
         value = True if says.setting is None else getattr(settings, says.setting.name)
         return value is not None and value is not False  # a ratio of 0 asks for the step
 
-    return [e for e in ordered(stage) if wanted(e)]
+    out = [e for e in ordered(stage) if wanted(e)]
+    for e in out:
+        if other := next((o for o in out if o.name in e.declares.excludes), None):
+            names = [x.declares.setting.name for x in (e, other)]
+            hint = f"leave '{names[1]}' out: '{names[0]}' does its work"
+            raise ConfigError(f"The settings '{names[0]}' and '{names[1]}' cannot be taken together", hint=hint)
+    return out
 
 
 def _take(step: Entry, settings: Settings, *given: Any, **context: Any) -> Any:
     """Call a step with what its stage gives, what it needs besides, and the number that its setting is."""
     says = step.declares
     keywords = {name: context[name] for name in says.needs}
-    if says.setting is not None and says.setting.argument:
-        keywords[says.setting.argument] = getattr(settings, says.setting.name)
+    for setting in (says.setting, *says.options):
+        if setting is not None and setting.argument:
+            keywords[setting.argument] = getattr(settings, setting.name)
     return step.thing(*given, **keywords)
 
 
@@ -103,7 +111,11 @@ def correct(
     for step in taken(settings, "correct"):
         linear = [n for n in graph.nodes if is_linear(graph, n)]
         changed = {n.name for n in linear if graph.weights[n.weight] is not before[n.weight]}
-        context = {"stats": stats, "batches": batches, "changed": changed}
+        context = {"stats": stats, "batches": batches, "changed": changed, "choose": choose}
+        if step.declares.decides:
+            graph, plan, notes = _take(step, settings, graph, plan, **context)
+            plan = replace(plan, rewrites=(*plan.rewrites, *notes))
+            continue
         new, notes = _take(step, settings, graph, plan, **context)
         if any(new.weights[n.weight] is not graph.weights[n.weight] for n in new.nodes if is_linear(new, n)):
             known = {k: t for k, t in plan.tensors.items() if t.role == "activation" and t.quantized}

@@ -17,7 +17,7 @@ X = [torch.randn(4, 4, 5, 5, generator=torch.Generator().manual_seed(1))]
 
 @pytest.mark.filterwarnings("ignore:No runtime proves")
 def test_every_output_channel_has_a_bias_at_its_scale_and_the_integers_agree():
-    result = chipfit.quantize(net(), X, "qnn_htp", progress=False)
+    result = chipfit.quantize(net(), X, "ppl_cuda", progress=False)
     weight, bias, x = (result.plan[name] for name in ("0.weight", "0.bias", "input"))
     assert weight.scale.shape == (3,) and bias.scale.shape == (6,)
     torch.testing.assert_close(bias.scale, torch.cat([x.scale * weight.scale] * 2))
@@ -31,3 +31,10 @@ def test_every_output_channel_has_a_bias_at_its_scale_and_the_integers_agree():
 def test_formats_whose_operator_has_no_groups_keep_it_in_float(platform):
     lint = chipfit.lint(net(), X[0], platform)
     assert [n.exec for n in lint.rows if n.op == "TransposeConv2D"] == ["float"]
+
+
+@pytest.mark.parametrize("platform", ["hailo", "rknn", "qnn_htp", "edgetpu", "tvm_qnn"])
+def test_the_simulation_runs_and_trains_on_platforms_without_a_runtime(platform):
+    result = chipfit.quantize(net(), X, platform, progress=False, training="lsq")
+    result.model.train()(X[0]).sum().backward()
+    assert result.trained().plan["0.bias"].scale.shape == (6,)

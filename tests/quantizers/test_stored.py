@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import chipfit
 from chipfit.errors import PlanError
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
@@ -79,3 +80,11 @@ def test_codes_stand_for_the_reals_that_rounding_gives():
 def test_numbers_are_the_same_whatever_the_format_is_called(change):
     assert make().same_numbers(make().with_(format="other"))
     assert not make().same_numbers(make().with_(**change))
+
+
+def test_the_codes_of_a_table_with_zero_on_top_stand_for_what_rounding_gives():
+    torch.manual_seed(0)
+    result = chipfit.quantize(torch.nn.Linear(8, 8), [torch.randn(64, 8)], "nnie", progress=False)
+    stored = [t.stored for t in result.plan.tensors.values() if t.stored and len(t.grid.table or ()) == 257]
+    x = torch.linspace(-4, 4, 999)
+    assert stored and all(torch.equal(s.dequantize(s.quantize(x)), s.round(x)) for s in stored)

@@ -40,7 +40,7 @@ def with_biases(
         slot, values = assignment.slots[name], graph.weights[name].detach()
         if accumulated:
             scale = (plan[b.of("in0")[0]].scale * plan[b.of("w")[0]].scale).to(torch.float32)
-            if slot.axis is not None:
+            if slot.axis is not None or scale.dim():
                 scale = per_output(scale.reshape(-1), values.numel())
             q, origin = QParams(scale, torch.zeros_like(scale, dtype=torch.int32)), "input scale x weight scale"
         else:

@@ -69,14 +69,16 @@ class Grid:
     def dtype(self) -> torch.dtype:
         """The smallest torch integer type that holds every code."""
         if self.kind != "int":
-            return torch.uint8 if self.bits <= 8 else torch.int32
+            indices = 1 << self.bits if self.table is None else len(self.table)  # zero may come on top of all codes
+            return torch.uint8 if indices <= 256 else torch.int32
         for d in (torch.int8, torch.uint8, torch.int16, torch.int32):
             if torch.iinfo(d).min <= self.qmin and self.qmax <= torch.iinfo(d).max:
                 return d
         return torch.int64
 
 
-def _shape_for(p: torch.Tensor, x: torch.Tensor, axis: int | None) -> torch.Tensor:
+def shape_for(p: torch.Tensor, x: torch.Tensor, axis: int | None) -> torch.Tensor:
+    """Scales or zero points [C] in a shape that meets x along its channel axis; a single one as it is."""
     if axis is None or p.dim() == 0:
         return p
     shape = [1] * x.dim()
@@ -104,7 +106,7 @@ def quantize(
     >>> quantize(torch.tensor([-9.0, -0.75, 0.25, 0.5]), torch.tensor(0.5), torch.tensor(0), g).tolist()
     [-8, -2, 0, 1]
     """
-    s, z = _shape_for(scale, x, axis), _shape_for(zero_point, x, axis)
+    s, z = shape_for(scale, x, axis), shape_for(zero_point, x, axis)
     if grid.table is not None:
         return _index(x / s, grid.table, grid.kind).to(grid.dtype)
     return torch.clamp(ROUNDINGS[grid.rounding](x / s) + z, grid.qmin, grid.qmax).to(grid.dtype)
@@ -121,7 +123,7 @@ def dequantize(q: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, a
 
     Shapes and units as in `quantize`. The subtraction is done in int32 as ONNX DequantizeLinear does.
     """
-    s, z = _shape_for(scale, q, axis), _shape_for(zero_point, q, axis)
+    s, z = shape_for(scale, q, axis), shape_for(zero_point, q, axis)
     return (q.to(torch.int32) - z.to(torch.int32)).to(scale.dtype) * s
 
 
@@ -129,7 +131,7 @@ def fake_quantize(
     x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, grid: Grid, axis: int | None = None
 ) -> torch.Tensor:
     """Quantize and dequantize: the nearest real that the grid holds. Shapes and units as in `quantize`."""
-    s, z = _shape_for(scale, x, axis), _shape_for(zero_point, x, axis)
+    s, z = shape_for(scale, x, axis), shape_for(zero_point, x, axis)
     if grid.table is not None:
         return torch.tensor(grid.table, dtype=x.dtype, device=x.device)[_index(x / s, grid.table, grid.kind)] * s
     return (torch.clamp(ROUNDINGS[grid.rounding](x / s) + z, grid.qmin, grid.qmax) - z) * s

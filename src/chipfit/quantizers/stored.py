@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from chipfit.errors import PlanError
-from chipfit.quantizers.grids import Grid, dequantize, fake_quantize, quantize
+from chipfit.quantizers.grids import Grid, dequantize, fake_quantize, quantize, shape_for
 from chipfit.quantizers.rounding import ROUNDINGS
 
 
@@ -77,7 +77,7 @@ class Stored:
         """Codes [*dims] to the reals that they stand for; see `grids.dequantize`."""
         if self.grid.table is not None:
             entries = torch.tensor(self.grid.table, dtype=self.scale.dtype)[q.long()]
-            return dequantize(entries, self.scale, torch.zeros_like(self.zero_point), self.axis)
+            return entries * shape_for(self.scale, q, self.axis)
         return dequantize(q, self.scale, self.zero_point, self.axis)
 
     def round(self, x: torch.Tensor) -> torch.Tensor:

@@ -26,23 +26,22 @@ def rows_of(plan: Plan, node: Node, w: Tensor) -> Rows:
 
     scale, zero = spread(stored.scale), spread(stored.zero_point)
     ids = spread(torch.arange(stored.scale.numel()).view(stored.scale.shape))
-    free = not _held(plan, node.weight) and bool((ids == ids[..., :1]).all())
-    flat = stored.scale.reshape(-1)
-    low, high = _limits(plan, node.weight, flat) if free else (flat, flat)
-    if stored.grid.scale_min is not None:
-        low = low.clamp_min(stored.grid.scale_min)
+    bounds = allowed(plan, node.weight)
+    free = bounds is not None and bool((ids == ids[..., :1]).all())
+    low, high = bounds if bounds is not None else (stored.scale.reshape(-1),) * 2
     return Rows(stored.grid, scale, zero, ids[..., 0] if free else None, low, high)
 
 
-def _held(plan: Plan, name: str) -> bool:
-    """Others have its scale, or its scale has rules beyond bounds."""
+def allowed(plan: Plan, name: str) -> tuple[Tensor, Tensor] | None:
+    """Least and greatest value of each entry of a scale [entries] while all other scales stay.
+
+    None where others have this scale, or it has rules beyond bounds.
+    """
     tied = any(name in group for group in plan.ties)
-    return tied or name in plan.fixed or any(name == weight for weight, _ in plan.sums)
-
-
-def _limits(plan: Plan, name: str, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and greatest value of each entry of a scale [entries] while all other scales stay."""
-    low = torch.full_like(scale, torch.finfo(torch.float32).tiny)
+    if tied or name in plan.fixed or any(name == weight for weight, _ in plan.sums):
+        return None
+    scale = plan[name].scale.reshape(-1)
+    low = torch.full_like(scale, plan[name].grid.scale_min or torch.finfo(torch.float32).tiny)
     high = torch.full_like(scale, 2.0**100)
     for limit in plan.limits:
         exponents = dict(limit.terms)
@@ -56,3 +55,9 @@ def _limits(plan: Plan, name: str, scale: Tensor) -> tuple[Tensor, Tensor]:
         low = torch.maximum(low, torch.exp2(below if per_entry else below.max()).to(scale.dtype))
         high = torch.minimum(high, torch.exp2(above if per_entry else above.min()).to(scale.dtype))
     return torch.minimum(low, scale), torch.maximum(high, scale)
+
+
+def allows(plan: Plan, name: str, scale: Tensor) -> bool:
+    """Whether a tensor may have this scale while all others stay."""
+    bounds = allowed(plan, name)
+    return bounds is not None and bool(((scale >= bounds[0]) & (scale <= bounds[1])).all())

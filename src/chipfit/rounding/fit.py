@@ -6,6 +6,7 @@ With H [g, K, K] the moments of what the operator reads, the error of rounded we
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,8 +49,20 @@ def corrected(w: Tensor, h: Tensor, c: Tensor, ridge: float) -> Tensor:
     return w + torch.linalg.solve(a, (c - w @ h).transpose(1, 2)).transpose(1, 2)
 
 
-def rounded(w: Tensor, h: Tensor, rows: Rows, damping: float = DAMPING) -> tuple[Tensor, Tensor, bool]:
+def rounded(
+    w: Tensor,
+    h: Tensor,
+    rows: Rows,
+    *,
+    spread: bool = True,
+    damping: float = DAMPING,
+    candidates: Sequence[float] = CANDIDATES,
+) -> tuple[Tensor, Tensor, bool]:
     """Weights on their grid with the least error in the outputs.
+
+    Args:
+        spread: the error of a column goes to those behind it; else each weight takes its nearest code.
+        candidates: scales to try, in units of the one that a search by diag(H) finds.
 
     Returns:
         q [g, O/g, K]; the entries of the scale; whether H could be inverted (where it could not, q is the nearest).
@@ -59,23 +72,23 @@ def rounded(w: Tensor, h: Tensor, rows: Rows, damping: float = DAMPING) -> tuple
     tries = [rows.scale]
     if rows.ids is not None and rows.grid.table is None and not bool(rows.zero.any()):
         best = _search(w, h, rows, damping)
-        tries = [_allowed(best * r, rows) for r in (FEW if k > MANY else CANDIDATES)]
+        tries = [_allowed(best * r, rows) for r in (FEW if k > MANY else candidates)]
         tries = [t[rows.ids].unsqueeze(2) for t in tries]
     many = torch.cat([t.expand(g, o, k) for t in tries], 1)
-    inverse = _inverse(h, damping)
+    inverse = _inverse(h, damping) if spread else None
     again = w.repeat(1, len(tries), 1)
     zeros = rows.zero.expand(g, o, k).repeat(1, len(tries), 1)
     q = gptq(again, inverse, many, zeros, rows.grid) if inverse is not None else _nearest(again, many, zeros, rows.grid)
     error = (((q - again) @ h) * (q - again)).sum(2).view(g, len(tries), o)
     q = q.view(g, len(tries), o, k)
     if len(tries) == 1 or rows.ids is None:
-        return q[:, 0], entries, inverse is not None
+        return q[:, 0], entries, inverse is not None or not spread
     losses = torch.stack([torch.zeros(len(entries)).index_add_(0, rows.ids.flatten(), e.flatten()) for e in error.unbind(1)])
     winner = losses.argmin(0)  # [entries]
     pick = winner[rows.ids]  # [g, O/g]
     scales = torch.stack([t[..., 0] for t in tries], 1).gather(1, pick.unsqueeze(1))[:, 0]
     entries = entries.clone().index_copy_(0, rows.ids.flatten(), scales.flatten())
-    return q.gather(1, pick[:, None, :, None].expand(g, 1, o, k))[:, 0], entries, inverse is not None
+    return q.gather(1, pick[:, None, :, None].expand(g, 1, o, k))[:, 0], entries, inverse is not None or not spread
 
 
 def gptq(w: Tensor, inverse: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> Tensor:

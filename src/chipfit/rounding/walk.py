@@ -7,7 +7,7 @@ before it have lost, and no node runs twice. Scales of activations are the plan'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,11 +18,12 @@ from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after
 from chipfit.errors import DataError
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import bias_or_zero, is_linear, own, with_bias
+from chipfit.graph.linear import bias_or_zero, channel_axis, is_linear, own, with_bias
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.stored import Stored
-from chipfit.rounding import fit
-from chipfit.rounding.bounds import rows_of
+from chipfit.ranges import Rule, name_of
+from chipfit.rounding import fit, grids
+from chipfit.rounding.bounds import allowed, allows, rows_of
 from chipfit.rounding.moments import Moments, as_rows, from_rows, patches, positions, targets
 from chipfit.rounding.streams import Budget, Stream
 
@@ -34,9 +35,11 @@ CHUNK = 32
 class How:
     """The steps of the walk."""
 
+    gptq: bool = True  #: errors of columns go to those behind them; False: each weight takes its nearest code
     samples: int = 8192  #: output positions per operator, of all images; twice K at least
     ridge: float | None = 0.1  #: corrected weights, drawn towards the old ones; None: they are rounded as they are
     residual: bool = True  #: an operator before an addition also repairs what the other operand has lost
+    rule: Rule = "mse"  #: of activations
     centred: bool = True  #: the bias takes the means of what rounding changes
     memory: int = 1 << 30  #: of both streams [byte]; what is beyond lies in mapped files
     seed: int = 0
@@ -47,24 +50,29 @@ class Walked:
     """What a walk decided."""
 
     graph: Graph  #: with weights that lie on their grids, and new biases
-    tensors: dict[str, TensorPlan] = field(default_factory=dict)  #: the weights, with their scales
+    tensors: dict[str, TensorPlan] = field(default_factory=dict)  #: weights and activations with new scales
     notes: list[str] = field(default_factory=list)
     spilled: int = 0  #: bytes that were kept on disk
 
 
 @torch.inference_mode()
-def walk(graph: Graph, plan: Plan, batches: Iterable[Sequence[Tensor]], how: How = How()) -> Walked:
+def walk(
+    graph: Graph, plan: Plan, batches: Iterable[Sequence[Tensor]], how: How = How(), searched: Collection[str] = ()
+) -> Walked:
     """Round the weights of every linear operator that the plan stores in codes.
 
     Args:
         batches: of graph inputs; they are read once.
+        searched: activations whose grids follow the stream where the platform leaves them free.
 
     Raises:
         DataError: no batch at all.
     """
-    walker = _Walker(graph.copy(), plan, how)
+    walker = _Walker(graph.copy(), plan, how, searched)
     walker.read(batches)
     out = Walked(walker.graph)
+    for name in graph.inputs:
+        walker.settle(name, out)
     for k, (node, done) in enumerate(zip(list(graph.nodes), done_after(graph), strict=True)):
         walker.step(k, node, out)
         for name in done:
@@ -74,8 +82,9 @@ def walk(graph: Graph, plan: Plan, batches: Iterable[Sequence[Tensor]], how: How
 
 
 class _Walker:
-    def __init__(self, graph: Graph, plan: Plan, how: How) -> None:
-        self.graph, self.plan, self.how = graph, plan, how
+    def __init__(self, graph: Graph, plan: Plan, how: How, searched: Collection[str]) -> None:
+        self.graph, self.how = graph, how
+        self.plan = replace(plan, tensors=dict(plan.tensors))
         self.original, self.users = graph.weights, graph.users()
         graph.weights = dict(graph.weights)
         self.budget = Budget(how.memory)
@@ -84,6 +93,9 @@ class _Walker:
         self.rounded: dict[str, Any] = {}  #: weights as the chip stores them
         self.random = torch.Generator().manual_seed(how.seed)
         self.images = 0
+        self.raw = {value for value, _ in plan.float_edges}  #: which some reader takes before it is rounded
+        free = {n for n in searched if plan.quantized(n) and n not in plan.zeros and allowed(plan, n) is not None}
+        self.open = {n for n in free if plan[n].grid.table is None and plan[n].scale.dim() == 0}
 
     def read(self, batches: Iterable[Sequence[Tensor]]) -> None:
         """The graph's inputs, in chunks; a batch whose inputs do not agree on its size stays whole."""
@@ -123,6 +135,32 @@ class _Walker:
             results = execute(node, [self._quantized(i, node, k) for i in node.inputs])
             for o, y in zip(node.outputs, results, strict=False):
                 self.codes[o].append(y)
+        for o in node.outputs:
+            self.settle(o, out)
+
+    def settle(self, name: str, out: Walked) -> None:
+        """Choose the grid of a value of the quantized stream where that was left open, and keep its codes."""
+        if name not in self.open:
+            return
+        stream, stored = self.codes[name], self.plan[name]
+        readers = self.users.get(name, [])
+        if name in self.graph.outputs and grids.is_scores(stream[0], stored.grid):
+            scale, zero = grids.logits(stored, self.floats[name], stream)
+        else:
+            axis = channel_axis(readers[0]) if readers and is_linear(self.graph, readers[0]) else 1
+            gain = grids.gains(self.graph, readers, self.original)
+            scale, zero = grids.found(name, stored.grid, stream, gain, axis, self.how.rule)
+        if allows(self.plan, name, scale):
+            origin = f"{name_of(self.how.rule)} over the quantized stream"
+            new = self.plan.tensors[name].with_(scale=scale, zero_point=zero, origin=origin)
+            out.tensors[name] = self.plan.tensors[name] = new
+        if name in self.raw:
+            return
+        rounded = Stream(self.budget, self.plan.stored(name))
+        for x in stream:
+            rounded.append(x)
+        stream.free()
+        self.codes[name] = rounded
 
     def free(self, name: str) -> None:
         for streams in (self.floats, self.codes):
@@ -130,10 +168,9 @@ class _Walker:
                 streams.pop(name).free()
 
     def _new(self, name: str) -> None:
-        stored = self.plan.stored(name)
-        raw = any(value == name for value, _ in self.plan.float_edges)
         self.floats[name] = Stream(self.budget)
-        self.codes[name] = Stream(self.budget, None if raw else stored)
+        rounded = name not in self.raw and name not in self.open
+        self.codes[name] = Stream(self.budget, self.plan.stored(name) if rounded else None)
 
     def _float(self, name: str | None, k: int) -> Any:
         if name is None:
@@ -207,13 +244,13 @@ class _Walker:
         if self.how.ridge is not None:
             rows = fit.corrected(rows, h, c, self.how.ridge)
         stored = plan[name]
-        q, entries, inverted = fit.rounded(rows, h, rows_of(plan, node, w))
+        q, entries, inverted = fit.rounded(rows, h, rows_of(plan, node, w), spread=self.how.gptq)
         if not inverted:
             out.notes.append(f"the weight of '{node.who}' is rounded to the nearest code: its moments are singular")
         self.graph.weights[name] = self.rounded[name] = from_rows(node, q, w)
         scale = entries.view(stored.scale.shape).to(torch.float32)
-        origin = f"gptq over {moments.count} positions"
-        out.tensors[name] = plan.tensors[name].with_(scale=scale, origin=origin)
+        origin = f"{'gptq' if self.how.gptq else 'nearest'} over {moments.count} positions"
+        out.tensors[name] = plan.tensors[name] = plan.tensors[name].with_(scale=scale, origin=origin)
         if takes:
             x, t = moments.means()
             node = with_bias(self.graph, node, (t - (q @ x.unsqueeze(2))[..., 0]).flatten())

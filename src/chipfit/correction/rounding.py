@@ -1,0 +1,113 @@
+"""Rounding of weights by what the calibration images make of it, in closed form; see `chipfit.rounding`."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from chipfit.calibration.collect import TensorStats
+from chipfit.errors import DataError
+from chipfit.graph.ir import Graph
+from chipfit.plan.record import Plan, TensorPlan
+from chipfit.registry import Setting, register
+from chipfit.rounding.compare import Reference
+from chipfit.rounding.walk import How, walk
+
+#: share of the images that the guard keeps for itself
+HELD_OUT = 1 / 8
+
+
+@register(
+    "correction",
+    "rounding",
+    stage="correct",
+    needs=("stats", "batches", "choose"),
+    excludes=("bias", "activation_bias", "second_moment"),
+    decides=True,
+    setting=Setting(
+        "rounding",
+        None,
+        "scales, codes and biases follow from what each operator reads; reads the data twice",
+        "rounding",
+        ("gptq", "nearest"),
+    ),
+    options=(
+        Setting("rounding_samples", 8192, "output positions that each operator is fitted to", "samples"),
+        Setting("correct_weights", 0.1, "before they are rounded, weights move to what repairs their inputs; ridge", "ridge"),
+        Setting("repair_residual", True, "operators before an addition repair what the other operand has lost", "residual"),
+        Setting("ranges_on_the_way", True, "grids of activations follow what rounding before them has made", "ranges"),
+        Setting("rounding_guard", True, "the plain plan is kept where it is better on an eighth of the images", "guard"),
+    ),
+)
+def round_weights(
+    graph: Graph,
+    plan: Plan,
+    *,
+    stats: Mapping[str, TensorStats],
+    batches: Iterable[Sequence[Tensor]],
+    choose: Callable[[Graph, dict[str, TensorPlan]], dict[str, TensorPlan]],
+    rounding: str = "gptq",
+    samples: float = 8192,
+    ridge: float | None = 0.1,
+    residual: bool = True,
+    ranges: bool = True,
+    guard: bool = True,
+) -> tuple[Graph, Plan, list[str]]:
+    """The graph with weights that lie on their grids and biases to match, the plan with their scales, and notes.
+
+    Raises:
+        DataError: no batch at all.
+    """
+    held: list[Sequence[Tensor]] = []
+    images = list(batches)
+    if guard:
+        images, held = _apart(images)
+    how = How(
+        gptq=rounding == "gptq",
+        samples=int(samples),
+        ridge=ridge,
+        residual=residual,
+        rule=plan.provenance.get("settings", {}).get("rule", "mse"),
+        seed=plan.provenance.get("seed", 0),
+    )
+    done = walk(graph, plan, images, how, stats if ranges else ())
+    known = {k: t for k, t in plan.tensors.items() if t.role == "activation" and t.quantized} | done.tensors
+    better = replace(plan, tensors=choose(done.graph, known))
+    notes = list(done.notes)
+    for name, t in done.tensors.items():
+        if t.role == "weight" and not torch.equal(better[name].scale, t.scale):
+            notes.append(f"warning: the scale of '{name}' moved to satisfy the platform's rules after it was rounded")
+    if held:
+        reference = Reference(graph, held)
+        before, after = reference.loss(graph, plan), reference.loss(done.graph, better)
+        count = sum(len(b[0]) for b in held)
+        said = f"on {count} held-out images the loss to the float model is {after:.4g}, {before:.4g} without"
+        if after > before:
+            return graph, plan, [*notes, f"warning: weights are rounded to the nearest codes after all: {said}"]
+        weights = sum(t.role == "weight" for t in done.tensors.values())
+        notes.append(f"{weights} weights are rounded by {rounding}: {said}")
+    return done.graph, better, notes
+
+
+def _apart(batches: list[Sequence[Tensor]]) -> tuple[list[Sequence[Tensor]], list[Sequence[Tensor]]]:
+    """Batches for the walk, and the last images for the guard; none where images cannot be told apart."""
+    if not batches:
+        raise DataError("There is no calibration data", allowed="one batch at least")
+    total = sum(len(b[0]) if b[0].dim() else 1 for b in batches)
+    want, held = int(total * HELD_OUT), []
+    first = list(batches)
+    while first and want > 0:
+        last = first.pop()
+        size = len(last[0]) if last[0].dim() else 1
+        if size <= want and first:
+            held.append(last)
+            want -= size
+            continue
+        if any(not x.dim() or len(x) != size for x in last):
+            first.append(last)
+            break
+        first.append([x[: size - want] for x in last])
+        held.append([x[size - want :] for x in last])
+        want = 0
+    return first, held
