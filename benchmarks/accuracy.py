@@ -2,11 +2,11 @@
 
     python benchmarks/accuracy.py [--networks resnet20 mobilenetv2] [--rows W4A8 W3A8 ...] [--ablation W3A8] [--sets 3]
 
-Every row: 512 unlabelled images for calibration, drawn anew for each set, top-1 on 20,000 images that calibration has not
-seen, means over the sets; processor seconds of `quantize` on one thread without the capture; KL of class probabilities
-to the float network's, in thousandths of a nat, which tells variants apart that accuracy does not. First and last
-layers have the width of the rest. The plain plan is `quantize` without settings; the limits are beside the figures. Best of
-other tools on such networks, in points below float: W4A8 0.7 and 2.0, W3A8 5.3, W4A4 2.8 and 12.3.
+Every row: 512 unlabelled images for calibration, drawn anew for each set, top-1 on 20,000 images that calibration has
+not seen, means over the sets; processor seconds of `quantize` on one thread without the capture; KL of class
+probabilities to the float network's, in thousandths of a nat, which tells variants apart that accuracy does not. First
+and last layers have the width of the rest. The plain plan is `quantize` without settings; limits stand beside the
+figures. Best of other tools on such networks, in points below float: W4A8 0.7 and 2.0, W3A8 5.3, W4A4 2.8 and 12.3.
 
 The float networks are trained first, some minutes each, and kept below `.bench`.
 """
@@ -59,14 +59,19 @@ ROWS = {
     "W4A8 tflite_int8": Row(4, 8, "tflite_int8"),
     "W4A8 imx500": Row(4, 8, "imx500"),
 }
+#: without the comparison on held-out images
+ALONE: dict[str, Any] = {"rounding_guard": False}
 #: what an ablation takes away, or adds, one at a time
 STEPS: dict[str, Settings] = {
     "plain": chipfit.Settings(),
     "bias correction": Settings(correct_bias=True),
-    "nearest, bias and scale by moments": Settings(rounding="nearest", correct_weights=None, rounding_guard=False),
-    "gptq": Settings(rounding="gptq", correct_weights=None, rounding_guard=False),
-    "+ corrected weights": Settings(rounding="gptq", repair_residual=False, rounding_guard=False),
-    "+ residual target": Settings(rounding="gptq", rounding_guard=False),
+    "nearest, bias and scale by moments": Settings(
+        rounding="nearest", correct_weights=None, score_ranges=False, **ALONE
+    ),
+    "gptq": Settings(rounding="gptq", correct_weights=None, repair_residual=False, score_ranges=False, **ALONE),
+    "+ corrected weights": Settings(rounding="gptq", repair_residual=False, score_ranges=False, **ALONE),
+    "+ residual target": Settings(rounding="gptq", score_ranges=False, **ALONE),
+    "+ grid of the scores": Settings(rounding="gptq", **ALONE),
     "+ guard": Settings(rounding="gptq"),
 }
 
@@ -76,7 +81,9 @@ def overrides(row: Row) -> dict[str, Any]:
     width: dict[str, Any] = {"bits": row.weights}
     if isinstance(row.platform, Path):
         width["activation_bits"] = row.activations
-    return {"*": width} if isinstance(row.platform, Path) else {"Conv2D": width, "DepthwiseConv2D": width, "Linear": width}
+    return (
+        {"*": width} if isinstance(row.platform, Path) else {"Conv2D": width, "DepthwiseConv2D": width, "Linear": width}
+    )
 
 
 @dataclass
@@ -111,7 +118,7 @@ def measured(model: nn.Module, row: Row, settings: Settings, sets: int, test: Te
 def rows(names: list[str], networks: list[str], best: Settings, sets: int, test: int, seed: int) -> Iterator[list[str]]:
     """Table rows: plain and best at each width, the figure beside its limit."""
     x, y = images(test, 1)
-    for k, network in enumerate(networks):
+    for network in networks:
         model = trained(network, seed)
         real = 100 * float((logits(model, x).argmax(1) == y).float().mean())
         for name in names:
@@ -130,7 +137,7 @@ def rows(names: list[str], networks: list[str], best: Settings, sets: int, test:
                 f"{good.kl:.1f}",
                 f"{plain.seconds:.1f}",
                 f"{good.seconds:.1f} of {row.seconds:g}",
-                "over" if limit is not None and real - good.top1 > limit or good.seconds > row.seconds else "",
+                "over" if (limit is not None and real - good.top1 > limit) or good.seconds > row.seconds else "",
             ]
 
 
@@ -156,7 +163,9 @@ def main() -> int:
                 table.add_row(network, step, f"{real - s.top1:.2f}", f"{s.kl:.1f}", f"{s.seconds:.1f}")
         console.print(table)
         return 0
-    table = Table("network", "width", "float", "plain", "below float", "worst", "limit", "KL plain", "KL", "s plain", "s", "")
+    table = Table(
+        "network", "width", "float", "plain", "below float", "worst", "limit", "KL plain", "KL", "s plain", "s", ""
+    )
     found = list(rows(a.rows, a.networks, STEPS["+ guard"], a.sets, a.test, a.seed))
     for row in found:
         table.add_row(*row)

@@ -41,6 +41,7 @@ from chipfit.platform.schema import Platform
 from chipfit.ranges import Rule, name_of, rule_of
 from chipfit.screen import Screen, Shown
 from chipfit.search.limits import Limits, as_overrides, search
+from chipfit.search.sensitivity import Sensitivity, sensitivity
 from chipfit.settings import PLAIN, Settings
 
 if TYPE_CHECKING:
@@ -181,6 +182,18 @@ class Result(Shown):
         result = _corrected(graph, plan, self.platform, settings, self.stats, self.timings)
         return result.trains(self.training) if self.training is not None else result
 
+    @undisturbed
+    def sensitivity(self, data: Any) -> Sensitivity:
+        """Which tensors hurt: what each adds to the loss as it is stored, and at the other widths that the chip has.
+
+        One forward and one backward pass over the first 128 samples of `data`; nothing is quantized again.
+
+        Raises:
+            DataError: see `quantize`.
+        """
+        graph, plan = self._uncorrected or (self.graph, self.plan)
+        return sensitivity(graph, plan, self.platform, batches(data, graph), self.stats)
+
     @property
     def report(self) -> Report:
         """How well it went, as data; `report.save(path)` writes the HTML page."""
@@ -315,7 +328,7 @@ def quantize(
             start = _plan(Plan(platform=target.name), graph, tensors, assignment)
             by_hand = resolve_overrides(graph, overrides or {})
             decided = {name for name, c in by_hand.items() if c.get("bits") is not None}
-            found = search(graph, target, assignment, start, limits, batches(again, graph), stats, seed, decided)
+            found = search(graph, target, start, limits, batches(again, graph), stats, seed, decided)
             chosen = as_overrides(graph, found.bits, overrides)
             graph, assignment, decisions = decide(graph, target, chosen, settings)
             tensors = scales.choose(graph, assignment, stats, **rules)

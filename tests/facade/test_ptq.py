@@ -289,16 +289,21 @@ def test_what_is_not_there_yet_says_so(net, config):
         chipfit.pytorch_post_training_quantization(net[0], net[2], core_config=config)
 
 
-def test_limits_on_resources_are_refused_until_bit_widths_are_searched(net):
+def test_limits_on_resources_start_a_search_of_widths(net):
     model, _, data = net
-    with pytest.raises(UnsupportedError, match="bit widths"):
-        chipfit.pytorch_post_training_quantization(model, data, core.ResourceUtilization(weights_memory=1000))
-    chipfit.pytorch_post_training_quantization(
-        model,
-        data,
-        core.ResourceUtilization(),
-        CoreConfig(mixed_precision_config=core.MixedPrecisionQuantizationConfig()),
-    )
+    plain = chipfit.pytorch_post_training_quantization(model, data)[1].result
+    small = core.ResourceUtilization(weights_memory=0.6 * sum(w.numel() for w in model.parameters() if w.dim() > 1))
+    mixed = core.CoreConfig(mixed_precision_config=core.MixedPrecisionQuantizationConfig())
+    info = chipfit.pytorch_post_training_quantization(model, data, small, mixed)[1]
+    assert info.result.report.quantized_bytes < plain.report.quantized_bytes
+    chosen = info.result.plan.provenance["chosen"]
+    assert min(chosen.values()) < 8 and all(info.result.plan[w].grid.bits == b for w, b in chosen.items())
+    for limit in ({"activation_memory": 10}, {"total_memory": 10}):
+        with pytest.raises(UnsupportedError, match=next(iter(limit))):
+            chipfit.pytorch_post_training_quantization(model, data, core.ResourceUtilization(**limit))
+    given = core.CoreConfig(mixed_precision_config=core.MixedPrecisionQuantizationConfig(configuration_overwrite=[1]))
+    with pytest.raises(UnsupportedError, match="configuration_overwrite"):
+        chipfit.pytorch_post_training_quantization(model, data, core_config=given)
 
 
 def test_arguments_of_the_wrong_kind_are_refused(net):

@@ -74,16 +74,29 @@ def test_corrected_weights_are_least_squares_without_a_ridge_and_the_old_ones_wi
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_scales_are_searched_for_what_they_are_shared_by(shared):
-    h, w = moments(), torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(4)) * torch.tensor([[[1.0], [4], [16]]])
+    h, w = (
+        moments(),
+        torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(4)) * torch.tensor([[[1.0], [4], [16]]]),
+    )
     rows = stored(free=True)
     if shared:
         one = torch.tensor([0.3])
-        rows = fit.Rows(GRID, one.view(1, 1, 1).expand(1, 3, 1), torch.zeros(1, 3, 1), torch.zeros(1, 3, dtype=torch.long), one / 1e6, one * 1e6)
+        rows = fit.Rows(
+            GRID,
+            one.view(1, 1, 1).expand(1, 3, 1),
+            torch.zeros(1, 3, 1),
+            torch.zeros(1, 3, dtype=torch.long),
+            one / 1e6,
+            one * 1e6,
+        )
     q, scale, _ = fit.rounded(w, h, rows)
     assert scale.shape == ((1,) if shared else (3,))
     each = scale.expand(3).view(1, 3, 1)
     torch.testing.assert_close(q, (q / each).round().clamp(-4, 3) * each)
-    assert float(error(q, w, h).sum()) < float(error(fit.rounded(w, h, stored(scale=float(scale[0])))[0], w, h).sum()) or shared
+    assert (
+        float(error(q, w, h).sum()) < float(error(fit.rounded(w, h, stored(scale=float(scale[0])))[0], w, h).sum())
+        or shared
+    )
 
 
 def test_scales_stay_between_bounds_and_powers_of_two_where_the_platform_says():

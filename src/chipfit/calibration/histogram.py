@@ -38,21 +38,14 @@ class Histogram:
 
     reach: float = 0.0
     counts: torch.Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.float64))
-    zeros: float = 0  #: values that are exactly 0; they are also counted in bin BINS / 2, which starts at 0
+    zeros: int = 0  #: values that are exactly 0; they are also counted in bin BINS / 2, which starts at 0
 
-    def add(self, values: torch.Tensor, largest: float, weights: torch.Tensor | None = None) -> None:
-        """Count `values` (1-D, float32, finite), of which none is larger than `largest` in magnitude.
-
-        Args:
-            weights: how often each value counts, [N]; None: once.
-        """
+    def add(self, values: torch.Tensor, largest: float) -> None:
+        """Count `values` (1-D, float32, finite), of which none is larger than `largest` in magnitude."""
         self.grow(largest)
         index = torch.mul(values, BINS / (2 * self.reach)).add_(BINS / 2).clamp_(0, BINS - 1).to(torch.int32)
-        self.counts += torch.bincount(index, weights, minlength=BINS)
-        if weights is None:
-            self.zeros += values.numel() - int(torch.count_nonzero(values))
-        else:
-            self.zeros += float(weights[values == 0].sum())
+        self.counts += torch.bincount(index, minlength=BINS)
+        self.zeros += values.numel() - int(torch.count_nonzero(values))
 
     def grow(self, largest: float) -> None:
         """Double the reach until it exceeds `largest`."""

@@ -173,6 +173,8 @@ def quantize(
     weight_rule: WeightRule = "mse",
     keep_float: KeepFloat = None,
     bits: Bits = None,
+    limit: Annotated[list[str] | None, Option("--limit", help="weights=50%, bops=1e9: widths are searched")] = None,
+    rounding: Annotated[str | None, Option("--rounding", help="of weights: gptq, or nearest")] = None,
     wanted: Format = None,
     input_size: Side = 224,
     mean: Mean = MEAN,
@@ -182,10 +184,11 @@ def quantize(
 ) -> None:
     """Quantize a model for a platform; write its file, its plan and a report. Exit code 1 when the runtime departs."""
     from chipfit import pipeline
-    from chipfit.cli.inputs import load_data, load_model, parse_bits
+    from chipfit.cli.inputs import load_data, load_model, parse_bits, parse_limits
     from chipfit.cli.named import load_target
     from chipfit.files import demand_replaceable
     from chipfit.frameworks import framework_of
+    from chipfit.settings import Settings
 
     target = load_target(platform)
     suffix = _suffix(target, wanted)  # before any work: a file that cannot be is refused
@@ -194,7 +197,15 @@ def quantize(
     network = load_model(model, weights)
     batches = load_data(data, input_size, mean, std, channels_last=framework_of(network) == "keras")
     result = pipeline.quantize(
-        network, batches, target, rule=rule, weight_rule=weight_rule, overrides=overrides, seed=seed
+        network,
+        batches,
+        target,
+        rule=rule,
+        weight_rule=weight_rule,
+        overrides=overrides,
+        settings=Settings(rounding=rounding),
+        limits=parse_limits(limit) if limit else None,
+        seed=seed,
     )
     _deliver(result, out, suffix, batches, check)
 
@@ -341,11 +352,26 @@ def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: W
 
 
 @app.command()
-def explain(saved: Saved, layer: Annotated[str, Argument(help="layer path, glob, operator or layer type")]) -> None:
-    """Everything that was decided about a layer, and why."""
+def explain(
+    saved: Saved,
+    layer: Annotated[str | None, Argument(help="layer path, glob, operator or layer type; all, with --data")] = None,
+    data: Annotated[str | None, Option("--data", help="as for quantize: which tensors hurt, most first")] = None,
+    input_size: Side = 224,
+    mean: Mean = MEAN,
+    std: Std = STD,
+) -> None:
+    """Everything that was decided about a layer, and why; with data, what each tensor costs at every width."""
+    from chipfit.cli.inputs import load_data
     from chipfit.decide.overrides import match_layers
 
     result = _load(saved)
+    if data is not None:
+        keras = result.graph.framework == "keras"
+        _say(str(result.sensitivity(load_data(data, input_size, mean, std, channels_last=keras))))
+    if layer is None:
+        if data is None:
+            raise typer.BadParameter("name a layer, or give --data", param_hint="LAYER")
+        return
     for node in match_layers(result.graph, layer):
         decided = result.plan.nodes[node.name]
         group = f", one kernel with '{decided.group}'" if decided.group and decided.group != node.name else ""

@@ -5,16 +5,20 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from chipfit.cli.named import made, named, named_or_made, reason
-from chipfit.errors import CaptureError, DataError, PlanError
+from chipfit.errors import CaptureError, ConfigError, DataError, PlanError
 from chipfit.files import reading
 from chipfit.frameworks import framework_of, load_keras, load_torch
+
+if TYPE_CHECKING:
+    from chipfit.search.limits import Limits
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".webp")
 _BATCH = 16
@@ -205,3 +209,18 @@ def parse_bits(items: list[str]) -> dict[str, dict[str, int]]:
             raise PlanError("A --bits option is not understood", got=item, allowed=allowed)
         out[layer] = {"bits": _count(bits)}
     return out
+
+
+def parse_limits(texts: list[str]) -> Limits:
+    """NAME=AMOUNT pairs as limits.
+
+    Raises:
+        ConfigError: a name or an amount that is not understood.
+    """
+    from chipfit.search.limits import Limits
+
+    pairs = [text.partition("=")[::2] for text in texts]
+    names = [f.name for f in fields(Limits)]
+    if bad := [name for name, _ in pairs if name not in names]:
+        raise ConfigError(f"There is no limit on '{bad[0]}'", got=bad[0], allowed=", ".join(names))
+    return Limits(**dict(pairs))

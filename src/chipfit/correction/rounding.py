@@ -34,10 +34,16 @@ HELD_OUT = 1 / 8
     ),
     options=(
         Setting("rounding_samples", 8192, "output positions that each operator is fitted to", "samples"),
-        Setting("correct_weights", 0.1, "before they are rounded, weights move to what repairs their inputs; ridge", "ridge"),
-        Setting("repair_residual", True, "operators before an addition repair what the other operand has lost", "residual"),
-        Setting("ranges_on_the_way", True, "grids of activations follow what rounding before them has made", "ranges"),
-        Setting("rounding_guard", True, "the plain plan is kept where it is better on an eighth of the images", "guard"),
+        Setting(
+            "correct_weights", 0.1, "before they are rounded, weights move to what repairs their inputs; ridge", "ridge"
+        ),
+        Setting(
+            "repair_residual", True, "operators before an addition repair what the other operand has lost", "residual"
+        ),
+        Setting("score_ranges", True, "class scores get the grid that keeps their probabilities", "scores"),
+        Setting(
+            "rounding_guard", True, "the plain plan is kept where it is better on an eighth of the images", "guard"
+        ),
     ),
 )
 def round_weights(
@@ -51,7 +57,7 @@ def round_weights(
     samples: float = 8192,
     ridge: float | None = 0.1,
     residual: bool = True,
-    ranges: bool = True,
+    scores: bool = True,
     guard: bool = True,
 ) -> tuple[Graph, Plan, list[str]]:
     """The graph with weights that lie on their grids and biases to match, the plan with their scales, and notes.
@@ -68,15 +74,15 @@ def round_weights(
         samples=int(samples),
         ridge=ridge,
         residual=residual,
-        rule=plan.provenance.get("settings", {}).get("rule", "mse"),
         seed=plan.provenance.get("seed", 0),
     )
-    done = walk(graph, plan, images, how, stats if ranges else ())
+    by_error = plan.provenance.get("settings", {}).get("rule", "mse") == "mse"  # any other rule was the user's choice
+    done = walk(graph, plan, images, how, stats if scores and by_error else ())
     known = {k: t for k, t in plan.tensors.items() if t.role == "activation" and t.quantized} | done.tensors
     better = replace(plan, tensors=choose(done.graph, known))
     notes = list(done.notes)
     for name, t in done.tensors.items():
-        if t.role == "weight" and not torch.equal(better[name].scale, t.scale):
+        if t.role == "weight" and t.scale is not None and not torch.equal(better[name].scale, t.scale):
             notes.append(f"warning: the scale of '{name}' moved to satisfy the platform's rules after it was rounded")
     if held:
         reference = Reference(graph, held)

@@ -63,7 +63,7 @@ def pytorch_post_training_quantization(
     Args:
         in_module: in any mode; it is copied, never changed.
         representative_data_gen: function without arguments that yields lists of arrays or tensors, one for each input.
-        target_resource_utilization: limits that start a search of bit widths; refused until there is one.
+        target_resource_utilization: limits of weights and bit operations that start a search of widths.
         core_config: range rules, rewrites, corrections, network editor, bit widths; `CoreConfig()` when omitted.
         target_platform_capabilities: TargetPlatformCapabilities, TargetPlatformModel, Platform, name, or path of a YAML
             or JSON file; the predecessor's default chip (imx500) when omitted.
@@ -112,9 +112,10 @@ def quantized(
     config.debug_config.check()
     if config.debug_config.bypass:
         return model, UserInformation()
-    if limits is not None and limits.is_any_restricted():
-        hint = "choose bit widths by hand with BitWidthConfig"
-        raise UnsupportedError("Searching bit widths under limits is not supported", got=limits, hint=hint)
+    searched = limits.to_limits() if limits is not None else None
+    if config.mixed_precision_config is not None and config.mixed_precision_config.configuration_overwrite is not None:
+        hint = "choose bit widths by name with BitWidthConfig"
+        raise UnsupportedError("'configuration_overwrite' is not supported", hint=hint)
     settings, rules = config.quantization_config.to_settings(), config.quantization_config.to_rules()
     of_layers = [] if fw_info is None else fw_info.overrides()
     overrides = [*of_layers, *config.bit_width_config.choices, *to_overrides(config.debug_config.network_editor)]
@@ -124,7 +125,15 @@ def quantized(
     if config.quantization_config.custom_tpc_opset_to_layer:
         platform = _with_layers(platform, config.quantization_config.custom_tpc_opset_to_layer)
     result = pipeline.quantize(
-        model, generator, platform, **rules, settings=settings, overrides=overrides, example=example, progress=False
+        model,
+        generator,
+        platform,
+        **rules,
+        settings=settings,
+        overrides=overrides,
+        example=example,
+        limits=searched,
+        progress=False,
     )
     result = result if fw_info is None else fw_info.apply(result)
     return result.model, UserInformation(result)

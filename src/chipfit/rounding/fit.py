@@ -83,7 +83,9 @@ def rounded(
     q = q.view(g, len(tries), o, k)
     if len(tries) == 1 or rows.ids is None:
         return q[:, 0], entries, inverse is not None or not spread
-    losses = torch.stack([torch.zeros(len(entries)).index_add_(0, rows.ids.flatten(), e.flatten()) for e in error.unbind(1)])
+    losses = torch.stack(
+        [torch.zeros(len(entries)).index_add_(0, rows.ids.flatten(), e.flatten()) for e in error.unbind(1)]
+    )
     winner = losses.argmin(0)  # [entries]
     pick = winner[rows.ids]  # [g, O/g]
     scales = torch.stack([t[..., 0] for t in tries], 1).gather(1, pick.unsqueeze(1))[:, 0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,18 +60,20 @@ def patches(node: Node, x: Tensor, w: Tensor, where: Tensor) -> Tensor:
         extra = node.attrs["output_padding"]
         padding = [(r - lo, r - hi + e) for r, (lo, hi), e in zip(reach, padding, extra, strict=True)]
         stride = (1,) * dims
-    x = F.pad(x, [p for lo_hi in reversed(list(padding)) for p in lo_hi]).contiguous()
-    out = [
-        (n - d * (k - 1) - 1) // s + 1 for n, d, k, s in zip(x.shape[2:], dilation, kernel, stride, strict=True)
-    ]
+    around = [p for lo_hi in reversed(list(padding)) for p in lo_hi]
+    x = (F.pad(x, around) if any(around) else x).contiguous()
+    out = [(n - d * (k - 1) - 1) // s + 1 for n, d, k, s in zip(x.shape[2:], dilation, kernel, stride, strict=True)]
     steps = x.stride()[2:]
     view = x.as_strided(
         (*x.shape[:2], *out, *kernel),
-        (*x.stride()[:2], *(a * s for a, s in zip(steps, stride, strict=True)),
-         *(a * d for a, d in zip(steps, dilation, strict=True))),
+        (
+            *x.stride()[:2],
+            *(a * s for a, s in zip(steps, stride, strict=True)),
+            *(a * d for a, d in zip(steps, dilation, strict=True)),
+        ),
     )
-    index = torch.unravel_index(where, out)
-    read = view[(slice(None), slice(None), *index)]  # [N, C, P, *kernel]
+    index: list[Any] = [slice(None), slice(None), *torch.unravel_index(where, out)]
+    read = view[tuple(index)]  # [N, C, P, *kernel]
     n, c, p = read.shape[:3]
     return read.flatten(3).permute(1, 3, 0, 2).reshape(g, c // g * prod(kernel), n * p)
 
@@ -80,7 +83,8 @@ def _apart(x: Tensor, stride: tuple[int, ...]) -> Tensor:
     if all(s == 1 for s in stride):
         return x
     out = x.new_zeros(*x.shape[:2], *((n - 1) * s + 1 for n, s in zip(x.shape[2:], stride, strict=True)))
-    out[(slice(None), slice(None), *(slice(None, None, s) for s in stride))] = x
+    index: list[Any] = [slice(None), slice(None), *(slice(None, None, s) for s in stride)]
+    out[tuple(index)] = x
     return out
 
 

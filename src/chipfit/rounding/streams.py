@@ -40,6 +40,11 @@ class Budget:
             self.used -= x.numel() * x.element_size()
 
 
+def _moderate(x: Tensor) -> bool:
+    low, high = torch.aminmax(x)
+    return float(low) > -_HALF and float(high) < _HALF
+
+
 @dataclass
 class Stream:
     """One value for every chunk of images, as codes where it is stored in codes, else in half precision."""
@@ -53,7 +58,7 @@ class Stream:
         if isinstance(x, Tensor) and x.is_floating_point():
             if self.stored is not None:
                 x = self.stored.quantize(x)
-            elif x.dtype == torch.float32 and x.numel() and float(x.abs().max()) < _HALF:
+            elif x.dtype == torch.float32 and x.numel() and _moderate(x):
                 x = x.half()
             x = self.budget.keep(x.contiguous())
         self.chunks.append(x)

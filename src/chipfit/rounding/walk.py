@@ -18,10 +18,9 @@ from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after
 from chipfit.errors import DataError
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import bias_or_zero, channel_axis, is_linear, own, with_bias
+from chipfit.graph.linear import bias_or_zero, is_linear, own, with_bias
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.stored import Stored
-from chipfit.ranges import Rule, name_of
 from chipfit.rounding import fit, grids
 from chipfit.rounding.bounds import allowed, allows, rows_of
 from chipfit.rounding.moments import Moments, as_rows, from_rows, patches, positions, targets
@@ -39,7 +38,6 @@ class How:
     samples: int = 8192  #: output positions per operator, of all images; twice K at least
     ridge: float | None = 0.1  #: corrected weights, drawn towards the old ones; None: they are rounded as they are
     residual: bool = True  #: an operator before an addition also repairs what the other operand has lost
-    rule: Rule = "mse"  #: of activations
     centred: bool = True  #: the bias takes the means of what rounding changes
     memory: int = 1 << 30  #: of both streams [byte]; what is beyond lies in mapped files
     seed: int = 0
@@ -63,7 +61,7 @@ def walk(
 
     Args:
         batches: of graph inputs; they are read once.
-        searched: activations whose grids follow the stream where the platform leaves them free.
+        searched: class scores among these get a grid of their own where the platform leaves it free.
 
     Raises:
         DataError: no batch at all.
@@ -71,8 +69,6 @@ def walk(
     walker = _Walker(graph.copy(), plan, how, searched)
     walker.read(batches)
     out = Walked(walker.graph)
-    for name in graph.inputs:
-        walker.settle(name, out)
     for k, (node, done) in enumerate(zip(list(graph.nodes), done_after(graph), strict=True)):
         walker.step(k, node, out)
         for name in done:
@@ -92,10 +88,10 @@ class _Walker:
         self.codes: dict[str, Stream] = {}
         self.rounded: dict[str, Any] = {}  #: weights as the chip stores them
         self.random = torch.Generator().manual_seed(how.seed)
-        self.images = 0
+        self.images = self.chunks = 0
         self.raw = {value for value, _ in plan.float_edges}  #: which some reader takes before it is rounded
-        free = {n for n in searched if plan.quantized(n) and n not in plan.zeros and allowed(plan, n) is not None}
-        self.open = {n for n in free if plan[n].grid.table is None and plan[n].scale.dim() == 0}
+        free = {n for n in graph.outputs if n in searched and plan.quantized(n) and n not in plan.zeros}
+        self.open = {n for n in free if allowed(plan, n) is not None and not self.users.get(n)}
 
     def read(self, batches: Iterable[Sequence[Tensor]]) -> None:
         """The graph's inputs, in chunks; a batch whose inputs do not agree on its size stays whole."""
@@ -106,6 +102,7 @@ class _Walker:
             whole = len(sizes) > 1 or 0 in sizes or any(self.graph.shape(i)[:1] != (None,) for i in self.graph.inputs)
             parts = [[x] if whole else x.split(CHUNK) for x in batch]
             self.images += max(sizes)
+            self.chunks += len(parts[0]) if parts else 1
             for name, chunks in zip(self.graph.inputs, parts, strict=True):
                 for x in chunks:
                     self.floats[name].append(x)
@@ -117,10 +114,9 @@ class _Walker:
         """One node on both streams."""
         for o in node.outputs:
             self._new(o)
-        count = len(next(iter(self.floats.values())).chunks) if self.floats else 0
         why = self._why_not(node)
         moments = None if why is not None else Moments.of(as_rows(node, self._weight(node)))
-        for k in range(count):
+        for k in range(self.chunks):
             results = execute(node, [self._float(i, k) for i in node.inputs])
             if moments is not None:
                 self._sum(node, moments, results[0], k)
@@ -131,7 +127,7 @@ class _Walker:
             self.graph.nodes[index] = node
         elif why:
             out.notes.append(f"the weight of '{node.who}' is rounded to the nearest code: {why}")
-        for k in range(count):
+        for k in range(self.chunks):
             results = execute(node, [self._quantized(i, node, k) for i in node.inputs])
             for o, y in zip(node.outputs, results, strict=False):
                 self.codes[o].append(y)
@@ -139,28 +135,15 @@ class _Walker:
             self.settle(o, out)
 
     def settle(self, name: str, out: Walked) -> None:
-        """Choose the grid of a value of the quantized stream where that was left open, and keep its codes."""
-        if name not in self.open:
+        """Choose the grid of class scores where the platform leaves it open, and keep their codes."""
+        if name not in self.open or not grids.is_scores(self.codes[name][0], self.plan[name].grid):
             return
-        stream, stored = self.codes[name], self.plan[name]
-        readers = self.users.get(name, [])
-        if name in self.graph.outputs and grids.is_scores(stream[0], stored.grid):
-            scale, zero = grids.logits(stored, self.floats[name], stream)
-        else:
-            axis = channel_axis(readers[0]) if readers and is_linear(self.graph, readers[0]) else 1
-            gain = grids.gains(self.graph, readers, self.original)
-            scale, zero = grids.found(name, stored.grid, stream, gain, axis, self.how.rule)
+        stream = self.codes[name]
+        scale, zero = grids.logits(self.plan[name], self.floats[name], stream)
         if allows(self.plan, name, scale):
-            origin = f"{name_of(self.how.rule)} over the quantized stream"
+            origin = "least divergence of the class probabilities"
             new = self.plan.tensors[name].with_(scale=scale, zero_point=zero, origin=origin)
             out.tensors[name] = self.plan.tensors[name] = new
-        if name in self.raw:
-            return
-        rounded = Stream(self.budget, self.plan.stored(name))
-        for x in stream:
-            rounded.append(x)
-        stream.free()
-        self.codes[name] = rounded
 
     def free(self, name: str) -> None:
         for streams in (self.floats, self.codes):
@@ -169,7 +152,7 @@ class _Walker:
 
     def _new(self, name: str) -> None:
         self.floats[name] = Stream(self.budget)
-        rounded = name not in self.raw and name not in self.open
+        rounded = name not in self.raw and name not in self.open  # nothing reads the codes of what is open
         self.codes[name] = Stream(self.budget, self.plan.stored(name) if rounded else None)
 
     def _float(self, name: str | None, k: int) -> Any:

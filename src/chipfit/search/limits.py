@@ -12,14 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from chipfit.calibration.collect import TensorStats
-from chipfit.decide.assignment import Assignment
 from chipfit.decide.units import format_of
 from chipfit.errors import ConfigError, PlanError
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear
 from chipfit.plan.record import Plan
 from chipfit.platform.match import resolve_node
-from chipfit.platform.schema import Format, Platform
+from chipfit.platform.schema import Platform
 from chipfit.search.losses import Losses, losses
 from chipfit.search.solve import Unit, solve
 
@@ -92,7 +91,7 @@ class Choice:
 
 
 def candidates(
-    graph: Graph, platform: Platform, assignment: Assignment, decided: Collection[str] = ()
+    graph: Graph, platform: Platform, plan: Plan, decided: Collection[str] = ()
 ) -> dict[str, tuple[int, ...]]:
     """The widths that each quantized weight of a linear operator may have while activations keep their formats.
 
@@ -101,30 +100,23 @@ def candidates(
     """
     out: dict[str, tuple[int, ...]] = {}
     for n in graph.nodes:
-        if not is_linear(graph, n) or n.weight not in assignment.slots or (n.weight, n.name) in assignment.float_edges:
+        now = plan.stored(n.weight) if is_linear(graph, n) and (n.weight, n.name) not in plan.float_edges else None
+        if now is None:
             continue
-        now, formats = assignment.slots[n.weight].format, platform.formats
-        wide = {now.bits}
-        data = assignment.slots.get(n.data)
-        for o in () if n.name in decided else resolve_node(platform, graph, n).options:
-            w, reads = (formats.get(f) if isinstance(f, str) else None for f in (o.w, format_of(o, "in0")))
-            same = data is None or reads is None or _reads_as(reads, data.format)
-            if w is None or w.kind != now.kind or not same:
-                continue
-            wide |= set(FREE) if w.free else {w.bits}
+        wide, data = {now.grid.bits}, plan.stored(n.data)
+        changes = now.grid.table is None and n.name not in decided
+        for o in resolve_node(platform, graph, n).options if changes else ():
+            w, reads = (platform.formats.get(f) if isinstance(f, str) else None for f in (o.w, format_of(o, "in0")))
+            same = data is None or reads is None or reads.free or reads.bits == data.grid.bits
+            if w is not None and w.kind == "int" and same:
+                wide |= set(FREE) if w.free else {w.bits}
         out[n.weight] = tuple(sorted(wide & set(out.get(n.weight, wide))))
     return out
-
-
-def _reads_as(wanted: Format, have: Format) -> bool:
-    """An operand of one format is what an option wants; a free width is any."""
-    return wanted.kind == have.kind and (wanted.free or wanted.bits == have.bits)
 
 
 def search(
     graph: Graph,
     platform: Platform,
-    assignment: Assignment,
     plan: Plan,
     limits: Limits,
     batches: Iterable[Sequence[Tensor]],
@@ -140,7 +132,7 @@ def search(
     Raises:
         PlanError: there is no choice, or none that keeps them.
     """
-    widths = candidates(graph, platform, assignment, decided)
+    widths = candidates(graph, platform, plan, decided)
     if not any(len(w) > 1 for w in widths.values()):
         what = f"'{platform.name}' leaves no width of a weight to choose"
         raise PlanError(what, hint="`chipfit platforms show` lists the formats of each operator")

@@ -81,9 +81,9 @@ def losses(
             rows = as_rows(n, table[n.weight].float())
             seen.append(_Seen(n, rows, Moments.of(rows), rows.new_zeros(rows.shape[:2])))
     grids = {
-        name: {b: _activation(plan[name], b, stats[name]) for b in bits}
+        name: {b: _activation(plan[name], b, stats.get(name)) for b in bits}
         for name, bits in widths.items()
-        if name not in table and name in stats
+        if name not in table
     }
     out: Losses = {name: dict.fromkeys(bits, 0.0) for name, bits in widths.items()}
     count = 0
@@ -129,9 +129,9 @@ def at_width(grid: Grid, bits: int) -> Grid:
     return replace(grid, bits=bits, qmin=low, qmax=high)
 
 
-def _activation(stored: Stored, bits: int, stats: TensorStats) -> Stored:
+def _activation(stored: Stored, bits: int, stats: TensorStats | None) -> Stored:
     """An activation at another width, with the range that suits it."""
-    if bits == stored.grid.bits:
+    if bits == stored.grid.bits or stats is None:
         return stored
     grid = at_width(stored.grid, bits)
     q = choose(stats, grid)

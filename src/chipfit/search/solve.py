@@ -55,7 +55,9 @@ def solve(units: Sequence[Unit], budgets: Mapping[str, float]) -> list[int]:
         if cost.any():
             size = most or 1.0
             constraints.append(LinearConstraint(csr_array(cost[None] / size), -np.inf, most / size))
-    answer = milp(loss, constraints=constraints, integrality=np.ones(n), bounds=Bounds(0, 1), options={"mip_rel_gap": 1e-4})
+    answer = milp(
+        loss, constraints=constraints, integrality=np.ones(n), bounds=Bounds(0, 1), options={"mip_rel_gap": 1e-4}
+    )
     if answer.x is None:
         got = ", ".join(f"{k} {v:,.0f}" for k, v in budgets.items())
         raise PlanError("No choice of widths keeps all limits together", got=got, hint="raise one of them")

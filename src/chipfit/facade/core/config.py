@@ -10,6 +10,7 @@ from chipfit.errors import ConfigError, UnsupportedError
 from chipfit.facade.checks import Number, by_name, checked, record
 from chipfit.facade.core.error_method import QuantizationErrorMethod
 from chipfit.facade.core.network_editor import KERNELS, EditRule, NodeFilter, Width, filters_of
+from chipfit.search.limits import Limits
 from chipfit.settings import Settings
 
 __all__ = [
@@ -173,17 +174,30 @@ class ResourceUtilization:
         """Whether some limit is finite."""
         return any(math.isfinite(v) for v in vars(self).values())
 
+    def to_limits(self) -> Limits | None:
+        """What a search of widths keeps; None where nothing is restricted.
+
+        Raises:
+            UnsupportedError: a limit on activations, whose widths are not searched.
+        """
+        for name in ("activation_memory", "total_memory"):
+            if math.isfinite(getattr(self, name)):
+                hint = "limit weights_memory or bops; choose widths of activations with BitWidthConfig"
+                raise UnsupportedError(f"A search under a limit on {name} is not supported", got=self, hint=hint)
+        finite = {n: v for n, v in (("weights", self.weights_memory), ("bops", self.bops)) if math.isfinite(v)}
+        return Limits(**finite) if finite else None
+
 
 @record(ConfigError)
 class MixedPrecisionQuantizationConfig:
-    """How bit widths are searched. Searching is not supported: a facade refuses limits, which would start it."""
+    """How bit widths are searched, under the predecessor's names. There is one search, by `chipfit.search`."""
 
-    num_of_images: int = 32
-    configuration_overwrite: InstanceOf[list[int]] | None = None
-    num_interest_points_factor: Number = 1.0
-    use_hessian_based_scores: bool = False
-    norm_scores: bool = True
-    refine_mp_solution: bool = True
+    num_of_images: int = 32  #: no effect: 128 images, or as many as there are
+    configuration_overwrite: InstanceOf[list[int]] | None = None  #: refused; BitWidthConfig says widths by name
+    num_interest_points_factor: Number = 1.0  #: no effect: the loss is of the outputs
+    use_hessian_based_scores: bool = False  #: no effect: losses are always weighted by gradients
+    norm_scores: bool = True  #: no effect
+    refine_mp_solution: bool = True  #: no effect: the solution is the best
 
 
 @record(ConfigError)

@@ -1,0 +1,183 @@
+"""Rounding in one walk: better than plain rounding, exact on the device, and said where it cannot be done."""
+
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit import Settings
+from chipfit.errors import ConfigError, DataError, UnknownNameError
+from chipfit.rounding.compare import Reference
+from chipfit.rounding.streams import Budget, Stream
+from chipfit.rounding.walk import How, walk
+
+GPTQ = Settings(rounding="gptq")
+
+
+class Net(nn.Module):
+    def __init__(self, transposed: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.body = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.depth = nn.Conv2d(8, 8, 3, stride=2, groups=8)
+        self.up = nn.ConvTranspose2d(8, 8, 3, 2) if transposed else nn.Conv2d(8, 8, 1)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        x = torch.relu(self.body(x) + x)
+        x = torch.relu(self.up(torch.relu(self.depth(x))))
+        return 4 * self.head(x.mean((2, 3)))
+
+
+DATA = list(torch.randn(256, 3, 10, 10, generator=torch.Generator().manual_seed(1)).split(32))
+NEW = torch.randn(256, 3, 10, 10, generator=torch.Generator().manual_seed(2))
+
+
+def loss(result, graph) -> float:
+    return Reference(graph, [[NEW]]).loss(result.graph, result.plan)
+
+
+def fitted(platform, overrides=None, settings=None, model=None, **options):
+    model = model or Net().eval()
+    given = {} if settings is None else {"settings": settings}
+    return chipfit.quantize(model, DATA, platform, overrides=overrides, progress=False, **given, **options)
+
+
+@pytest.mark.parametrize(
+    "platform, bits, most",
+    [("mqbench_academic", 4, 0.3), ("mqbench_academic", 3, 0.2), ("nnie", None, 0.8)],
+)
+def test_new_images_lose_less_than_by_rounding_to_the_nearest(platform, bits, most):
+    wide = {"*": {"bits": bits, "activation_bits": 8}} if bits else None
+    plain, better = fitted(platform, wide), fitted(platform, wide, GPTQ)
+    assert loss(better, plain.graph) < most * loss(plain, plain.graph)
+    assert any("rounded by gptq" in n for n in better.plan.rewrites)
+
+
+def test_each_step_of_the_recipe_has_its_share():
+    wide = {"*": {"bits": 3, "activation_bits": 8}}
+    graph = fitted("mqbench_academic", wide).graph
+    alone = {"rounding_guard": False}
+    steps = [
+        Settings(correct_bias=True),
+        Settings(rounding="nearest", correct_weights=None, **alone),
+        Settings(rounding="gptq", correct_weights=None, **alone),
+        Settings(rounding="gptq", **alone),
+    ]
+    found = [loss(fitted("mqbench_academic", wide, s), graph) for s in steps]
+    assert found[0] > found[1] > found[2] > found[3]
+
+
+@pytest.mark.parametrize(
+    "platform, four", [("tflite_int8", ("stem", "body", "depth")), ("ort_cpu", ()), ("tengine", ()), ("ethos_u", ())]
+)
+def test_the_device_computes_what_the_walk_decided(platform, four):
+    pytest.importorskip("ai_edge_litert")
+    result = fitted(platform, {name: {"bits": 4} for name in four} or None, GPTQ, Net(transposed=False).eval())
+    assert not any("moved to satisfy" in n for n in result.plan.rewrites)
+    seen = result.verify([NEW[:32]])
+    assert seen.exact, seen.summary()
+
+
+@pytest.mark.parametrize("platform", ["tflite_int8", "tinyengine"])
+def test_weights_lie_on_their_grids_and_scales_obey_the_platform(platform):
+    result = fitted(platform, None, GPTQ)
+    rounded = [t for t in result.plan.tensors.values() if "gptq over" in t.origin]
+    assert len(rounded) >= 4
+    for t in rounded:
+        torch.testing.assert_close(t.stored.round(result.graph.weights[t.name]), result.graph.weights[t.name])
+        for limit in (x for x in result.plan.limits if t.name in dict(x.terms)):
+            total = sum(e * torch.log2(result.plan[n].scale.double()) for n, e in limit.terms)
+            assert bool((total >= limit.low).all() and (total <= limit.high).all())
+
+
+def test_the_same_seed_gives_the_same_plan_and_saving_keeps_it(tmp_path):
+    first, second = (fitted("ort_cpu", None, GPTQ) for _ in range(2))
+    for name, t in first.plan.tensors.items():
+        if t.quantized:
+            assert t.stored.same_numbers(second.plan[name])
+    first.save(tmp_path / "result")
+    again = chipfit.load(tmp_path / "result")
+    assert all(torch.equal(again.graph.weights[k], w) for k, w in first.graph.weights.items())
+
+
+def test_the_guard_keeps_the_plain_plan_where_it_is_better_and_says_so(monkeypatch):
+    import chipfit.correction.rounding as step
+
+    losses = iter((0.1, 0.2))
+    monkeypatch.setattr(step.Reference, "loss", lambda *_: next(losses))
+    plain, kept = fitted("ort_cpu"), fitted("ort_cpu", None, GPTQ)
+    assert all(t.stored.same_numbers(kept.plan[n]) for n, t in plain.plan.tensors.items() if t.quantized)
+    assert any("after all" in n and "0.2, 0.1 without" in n for n in kept.plan.rewrites)
+
+
+def test_shared_weights_layers_without_bias_and_dead_inputs_are_carried():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.twice, self.out = nn.Linear(6, 6, bias=False), nn.Linear(6, 3, bias=False)
+
+        def forward(self, x):
+            return self.out(torch.relu(self.twice(torch.relu(self.twice(x * torch.tensor([1.0, 1, 1, 0, 0, 0]))))))
+
+    data = [torch.randn(64, 6, generator=torch.Generator().manual_seed(k)) for k in range(2)]
+    wide = {"*": {"bits": 4, "activation_bits": 8}}
+    result = chipfit.quantize(
+        Odd().eval(),
+        data,
+        "mqbench_academic",
+        overrides=wide,
+        settings=Settings(rounding="gptq", rounding_guard=False),
+        progress=False,
+    )
+    assert any("'twice.weight' is read by several operators" in n for n in result.plan.rewrites)
+    assert all(bool(torch.isfinite(w).all()) for w in result.graph.weights.values() if w.is_floating_point())
+
+
+def test_sequences_are_rounded_token_by_token():
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+        def forward(self, x):
+            return x + self.down(nn.functional.gelu(self.up(x)))
+
+    data = [torch.randn(32, 12, 8, generator=torch.Generator().manual_seed(k)) for k in range(4)]
+    wide = {"*": {"bits": 3, "activation_bits": 8}}
+    plain, better = (
+        chipfit.quantize(Tokens().eval(), data, "mqbench_academic", overrides=wide, settings=s, progress=False)
+        for s in (Settings(), GPTQ)
+    )
+    new = [[torch.randn(64, 12, 8, generator=torch.Generator().manual_seed(9))]]
+    reference = Reference(plain.graph, new)
+    assert reference.loss(better.graph, better.plan) < 0.5 * reference.loss(plain.graph, plain.plan)
+
+
+def test_values_beyond_the_limit_lie_on_disk_and_change_nothing():
+    result = fitted("ort_cpu")
+    batches = [[x] for x in DATA[:2]]
+    held, spilled = (walk(result.graph, result.plan, batches, How(memory=m)) for m in (1 << 30, 1 << 10))
+    assert held.spilled == 0 < spilled.spilled
+    assert all(torch.equal(held.graph.weights[k], w) for k, w in spilled.graph.weights.items())
+    budget = Budget(16)  # in half precision, four numbers take 8 bytes
+    stream = Stream(budget)
+    for _ in range(3):
+        stream.append(torch.arange(4.0))
+    assert budget.used == 16 and budget.spilled == 8 and torch.equal(stream[2], torch.arange(4.0))
+    stream.free()
+    assert budget.used == 0
+
+
+def test_settings_that_cannot_be_are_refused():
+    with pytest.raises(ConfigError, match="'rounding' and 'correct_bias'"):
+        fitted("ort_cpu", None, Settings(rounding="gptq", correct_bias=True))
+    with pytest.raises(DataError, match="twice"):
+        chipfit.quantize(Net().eval(), iter(DATA), settings=GPTQ, progress=False)
+    with pytest.raises(chipfit.errors.PlanError, match="'gptq', 'nearest'"):
+        Settings(rounding="gpqt")
+    with pytest.raises(UnknownNameError):
+        Settings(roundings="gptq")
