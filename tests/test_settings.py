@@ -13,6 +13,7 @@ import chipfit
 from chipfit.core import BitWidthConfig, CoreConfig, QuantizationConfig, QuantizationErrorMethod
 from chipfit.core.network_editor import NodeTypeFilter
 from chipfit.errors import DataError, PlanError
+from chipfit.registry import STAGES, ordered
 from chipfit.settings import Settings, known
 
 OFF = {
@@ -380,16 +381,18 @@ def test_settings_are_told_by_the_plan(everything):
     assert Settings.from_record(steps) == Settings(correct_bias=True, shift_negative=0.05)
 
 
-def test_the_page_about_settings_names_every_one_of_them():
+def test_the_pages_about_settings_name_every_one_of_them():
     from pathlib import Path
 
     from chipfit.decide.overrides import CHOICES
 
-    page = (Path(__file__).parents[1] / "docs" / "settings.md").read_text()
+    docs = Path(__file__).parents[1] / "docs"
+    page = (docs / "settings.md").read_text() + (docs / "few-bits.md").read_text()
     named = [*known(), *CHOICES, *vars(QuantizationConfig())]
     assert [n for n in named if f"`{n}`" not in page] == []
 
 
 def test_every_setting_is_off_unless_asked_for():
-    assert {s.default for s in known().values()} <= {False, None}
+    steps = [step.declares for stage in STAGES for step in ordered(stage)]
+    assert {s.setting.default for s in steps if s.setting is not None} <= {False, None}
     assert Settings() == Settings(collapse_linear=False) and Settings().to_record() == {}

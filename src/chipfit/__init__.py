@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from chipfit.platform.schema import Platform as Platform
     from chipfit.report.report import Report as Report
     from chipfit.search.limits import Limits as Limits
+    from chipfit.settings import BEST as BEST
     from chipfit.settings import Settings as Settings
     from chipfit.verify import Verification as Verification
 
@@ -57,7 +58,7 @@ _HOMES = {
     "platform.schema": "Platform",
     "report.report": "Report",
     "search.limits": "Limits",
-    "settings": "Settings",
+    "settings": "BEST Settings",
     "verify": "Verification",
 }
 #: public name -> (module, name there)

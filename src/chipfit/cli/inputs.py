@@ -211,7 +211,7 @@ def parse_bits(items: list[str]) -> dict[str, dict[str, int]]:
     return out
 
 
-def parse_limits(texts: list[str]) -> Limits:
+def parse_limits(texts: list[str]) -> "Limits":
     """NAME=AMOUNT pairs as limits.
 
     Raises:
