@@ -6,7 +6,8 @@ BIN := .venv/bin
 QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 WORKERS ?= 2
 
-.PHONY: help setup demo test test-all check format docs bench bench-qat snapshots fuzz random mutants kills clean
+.PHONY: help setup demo test test-all check format docs bench bench-qat bench-algorithms snapshots fuzz random
+.PHONY: mutants kills clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -54,6 +55,9 @@ bench: setup ## time and memory against the limits, and the exactness table
 bench-qat: setup ## what training with rounding costs, and the accuracy that it returns in 4 and 3 bits (hours)
 	$(BIN)/python benchmarks/qat_speed.py --compiled
 	$(BIN)/python benchmarks/qat.py
+
+bench-algorithms: setup ## every training algorithm in three hardware settings at 4 bits, shortened
+	$(BIN)/python benchmarks/qat.py --algorithms
 
 fuzz: setup ## 10,000 cases of bad input: SEED=, MINUTES= and CASES= choose others
 	$(QUIET) $(BIN)/python -m benchmarks.fuzz --seed $(or $(SEED),0) --minutes $(or $(MINUTES),60) --cases $(or $(CASES),10000)

@@ -1,7 +1,7 @@
 """Procedural images of 20 classes, five shapes with four textures each: data that needs no download.
 
 Where a shape lies, how large and how turned it is, both colours, the background and the noise are random, so that a
-network has something to learn and never learns all of it: `small.py` reaches 93 to 95 %.
+network has something to learn and never learns all of it: `small.py` reaches 85 to 90 %.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 CLASSES = 20
 SIDE = 32
 #: standard deviation of the noise on every pixel
-NOISE = 0.45
+NOISE = 0.55
 
 
 def images(count: int, seed: int) -> tuple[Tensor, Tensor]:

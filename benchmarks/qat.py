@@ -1,13 +1,20 @@
 """Accuracy of quantization-aware training in few bits, on networks trained on procedural images.
 
     python benchmarks/qat.py [--networks resnet20 mobilenetv2] [--bits 4 3] [--seeds 3] [--epochs 3]
+    python benchmarks/qat.py --algorithms [--networks resnet20]
 
 Starts from `chipfit.quantize` with default settings on 512 images (platform mqbench_academic: weights per channel and
 inputs of layers in so many bits, first and last layer in 8), and trains on 8,000 images an epoch, learning from the
-float model beside the labels. Top-1 on 20,000 images that neither training saw. The reference is the float network; the
-best of five other tools, at 4 bits on such a residual network in two epochs, ends 2.2 points below it.
+float model beside the labels. Top-1 on 20,000 images that neither training saw. There is one float network of each
+kind, that of every accuracy figure; a seed draws the images of calibration and the order of those of training. The
+reference is the float network; the best of five other tools, at 4 bits on such a residual network in two epochs, ends
+2.2 points below it.
 
-The float networks are trained first, half an hour for each seed, and kept below `.bench`.
+`--algorithms` trains every registered algorithm in the hardware settings of `chipfit.quantize_fx` in so many bits, and
+shows top-1 behind that of the float network: shortened to one seed, one epoch of 2,000 images, labels alone and 4,000
+test images, so that it compares settings and shows no algorithm at its best. Cells that are refused say why below.
+
+The float networks are trained first, a quarter of an hour each, and kept below `.bench`.
 """
 
 from __future__ import annotations
@@ -30,11 +37,17 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import chipfit
+from chipfit.errors import ChipfitError
+from chipfit.quantize_fx import enable_calibration, enable_quantization, get_backend_params, get_qconfig, prepare_qat_fx
+from chipfit.registry import registered
 from chipfit.training import Distillation
 
 #: points below float that must be reached: (network, bits)
 LIMITS = {("resnet20", 4): 1.0, ("resnet20", 3): 3.0, ("mobilenetv2", 4): 2.5, ("mobilenetv2", 3): 6.0}
 PLATFORM = "mqbench_academic"
+#: method -> its usual partner for weights, where it trains activations alone
+PARTNERS = {"pact": "dorefa"}
+SETTINGS = ("academic", "tensorrt", "snpe")  #: of the table of algorithms
 BATCH = 64
 
 
@@ -45,14 +58,24 @@ def fitted(model: nn.Module, calibration: Tensor, bits: int, training: object = 
     return chipfit.quantize(model, data, PLATFORM, overrides=width, training=training, progress=False)
 
 
-def train(result: chipfit.Result, x: Tensor, y: Tensor, epochs: int, rate: float = 0.001, seed: int = 0) -> None:
-    """Plain stochastic gradient descent with a cosine schedule, on labels and on what the float network returns."""
+def optimizer_of(network: nn.Module, rate: float, of_scales: float) -> torch.optim.Optimizer:
+    """Adam; scales and their kin, which differ by orders of magnitude, go parts of themselves in a step.
+
+    Args:
+        rate: of weights and biases.
+        of_scales: those parts; of 1 where a number starts at 0.
+    """
+    named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
+    own = [p for name, p in named if "quant" in name]
+    groups = [{"params": [p], "lr": of_scales * (float(p.detach().abs().mean()) or 1.0)} for p in own]
+    return torch.optim.Adam([{"params": [p for name, p in named if "quant" not in name]}, *groups], rate)
+
+
+def train(result: chipfit.Result, x: Tensor, y: Tensor, epochs: int, rate: float, of_scales: float, seed: int) -> None:
+    """With a cosine schedule, on labels and on what the float network returns."""
     torch.manual_seed(seed)
     distill = Distillation(result)
-    parameters = [p for p in distill.parameters() if p.requires_grad]
-    decay = [{"params": [p for p in parameters if p.dim() > 1], "weight_decay": 1e-4}]
-    rest = [{"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0}]
-    optimizer = torch.optim.SGD(decay + rest, rate, momentum=0.9, nesterov=True)
+    optimizer = optimizer_of(result.model, rate, of_scales)
     steps = epochs * (len(x) // BATCH)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     distill.train()
@@ -66,47 +89,109 @@ def train(result: chipfit.Result, x: Tensor, y: Tensor, epochs: int, rate: float
     distill.eval()
 
 
-def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--networks", nargs="+", choices=list(SMALL), default=list(SMALL))
-    p.add_argument("--bits", nargs="+", type=int, default=[4, 3])
-    p.add_argument("--seeds", type=int, default=3)
-    p.add_argument("--first-seed", type=int, default=0)
-    p.add_argument("--epochs", type=int, default=3)
-    p.add_argument("--images", type=int, default=8000, help="in an epoch")
-    p.add_argument("--test", type=int, default=20000, help="images")
-    p.add_argument(
-        "--rate", type=float, default=0.001, help="of the weights; ten times as much lets depthwise networks diverge"
-    )
-    p.add_argument("--method", default="lsq")
-    p.add_argument("--bn-fold", type=int, default=None)
-    a = p.parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+def accuracies(a: argparse.Namespace, console: Console) -> bool:
+    """The table of networks and bits; whether all of it is within the limits."""
     x_test, y_test = images(a.test, 1)
-    console, bad = Console(), 0
+    x, y = images(a.images, 2000)
+    training = a.method if a.bn_fold is None else {"method": a.method, "bn_fold": a.bn_fold}
+    within = True
     table = Table("network", "bits", "float", "quantized", "trained", "below float", "limit", "at worst", "s")
     for name in a.networks:
+        model = trained(name)
+        real = accuracy(model, x_test, y_test)
         for bits in a.bits:
-            rows = []
-            begun = time.perf_counter()
+            rows, begun = [], time.perf_counter()
             for seed in range(a.first_seed, a.first_seed + a.seeds):
-                model = trained(name, seed)
-                x, y = images(a.images, 2000 + seed)
-                training = a.method if a.bn_fold is None else {"method": a.method, "bn_fold": a.bn_fold}
                 result = fitted(model, images(512, 3000 + seed)[0], bits, training)
                 before = accuracy(result.model.eval(), x_test, y_test)
-                train(result, x, y, a.epochs, a.rate, seed)
+                train(result, x, y, a.epochs, a.rate, a.scale_rate, seed)
                 after = accuracy(result.trained().model.eval(), x_test, y_test)
-                rows.append((accuracy(model, x_test, y_test), before, after))
-                words = ", ".join(f"{w} {v:.2f}" for w, v in zip(("float", "quantized", "trained"), rows[-1]))
+                rows.append((before, after))
+                words = f"float {real:.2f}, quantized {before:.2f}, trained {after:.2f}"
                 print(f"{name} W{bits}A{bits} seed {seed}: {words}", flush=True)
-            real, before, after = (sum(r) / len(rows) for r in zip(*rows, strict=True))
-            worst, limit = max(r[0] - r[2] for r in rows), LIMITS.get((name, bits), 100.0)
-            bad += real - after > limit or any(r[2] < r[1] for r in rows)
+            before, after = (sum(r) / len(rows) for r in zip(*rows, strict=True))
+            worst, limit = max(real - r[1] for r in rows), LIMITS.get((name, bits), 100.0)
+            within &= real - after <= limit and all(r[1] >= r[0] for r in rows)
             numbers = (real, before, after, real - after, limit, worst, time.perf_counter() - begun)
             table.add_row(name, f"W{bits}A{bits}", *(f"{v:.2f}" for v in numbers))
     console.print(table)
-    return int(bad > 0)
+    return within
+
+
+def in_setting(model: nn.Module, method: str, setting: str, a: argparse.Namespace, x: Tensor, y: Tensor) -> nn.Module:
+    """A network that an algorithm has trained in a hardware setting, for an epoch of x [N, 3, 32, 32], y [N].
+
+    Raises:
+        ChipfitError: the setting does not go with the algorithm, or training diverged.
+    """
+    torch.manual_seed(0)
+    qconfig = get_qconfig(PARTNERS.get(method, method), method, a.bits[0], **get_backend_params(setting))
+    network = prepare_qat_fx(model, {"": qconfig}).eval()
+    enable_calibration(network)
+    with torch.no_grad():
+        for part in images(512, 3000)[0].split(BATCH):
+            network(part)
+    enable_quantization(network)
+    network.train()
+    optimizer = optimizer_of(network, a.rate, a.scale_rate)
+    steps = torch.randperm(len(x))[: len(x) // BATCH * BATCH].split(BATCH)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(steps))
+    for k in steps:
+        optimizer.zero_grad(set_to_none=True)
+        F.cross_entropy(network(x[k]), y[k]).backward()
+        optimizer.step()
+        schedule.step()
+    return network.eval()
+
+
+def algorithms(a: argparse.Namespace, console: Console) -> None:
+    """The table of algorithms and hardware settings."""
+    x_test, y_test = images(a.test, 1)
+    x, y = images(a.images, 2000)
+    for name in a.networks:
+        model, refused = trained(name), dict[str, list[str]]()
+        real = accuracy(model, x_test, y_test)
+        table = Table(f"{name}, {a.bits[0]} bits", *SETTINGS, title=f"top-1; the float network has {real:.2f} %")
+        for method in sorted(registered("training")):
+            cells = []
+            for setting in SETTINGS:
+                try:
+                    network = in_setting(model, method, setting, a, x, y)
+                    cells.append(f"{accuracy(network, x_test, y_test):.2f}")
+                except ChipfitError as e:
+                    cells.append("refused")
+                    refused.setdefault(str(e), []).append(f"{method} x {setting}")
+                print(f"{name} {method} x {setting}: {cells[-1]}", flush=True)
+            table.add_row(method, *cells)
+        console.print(table)
+        for why, where in refused.items():
+            console.print(f"{', '.join(where)}: {why}", markup=False)
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--algorithms", action="store_true", help="the table of algorithms and hardware settings")
+    p.add_argument("--networks", nargs="+", choices=list(SMALL))
+    p.add_argument("--bits", nargs="+", type=int)
+    p.add_argument("--seeds", type=int, default=3)
+    p.add_argument("--first-seed", type=int, default=0)
+    p.add_argument("--epochs", type=int, default=3)
+    p.add_argument("--images", type=int, help="in an epoch")
+    p.add_argument("--test", type=int, help="images")
+    p.add_argument("--rate", type=float, default=0.0007, help="of the weights")
+    p.add_argument("--scale-rate", type=float, default=0.001, help="of the scales, in parts of themselves")
+    p.add_argument("--method", default="lsq")
+    p.add_argument("--bn-fold", type=int, default=None)
+    a = p.parse_args()
+    a.networks = a.networks or (["resnet20"] if a.algorithms else list(SMALL))
+    a.bits = a.bits or ([4] if a.algorithms else [4, 3])
+    a.images = a.images or (2000 if a.algorithms else 8000)
+    a.test = a.test or (4000 if a.algorithms else 20000)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+    if a.algorithms:
+        algorithms(a, Console())
+        return 0
+    return int(not accuracies(a, Console()))
 
 
 if __name__ == "__main__":

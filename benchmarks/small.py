@@ -53,13 +53,15 @@ class SmallMobileNetV2(nn.Module):
         return self.head(self.last(self.blocks(self.stem(x))))
 
 
+#: cycles of training, of 8 epochs each: depthwise networks learn slowly
+CYCLES = {"resnet20": 1, "mobilenetv2": 2}
 #: networks of every accuracy figure
 SMALL: dict[str, type[nn.Module]] = {"resnet20": ResNet20, "mobilenetv2": SmallMobileNetV2}
 #: trained weights are kept here
 KEPT = Path(__file__).parents[1] / ".bench"
 
 
-def trained(name: str, seed: int = 0, epochs: int = 12) -> nn.Module:
+def trained(name: str, seed: int = 0, epochs: int = 8) -> nn.Module:
     """One of `SMALL`, trained in float on 16,000 procedural images; minutes the first time, then read from `.bench`."""
     torch.manual_seed(seed)
     model = SMALL[name]()
@@ -68,24 +70,28 @@ def trained(name: str, seed: int = 0, epochs: int = 12) -> nn.Module:
         model.load_state_dict(load_file(file))
         return model.eval()
     x, y = images(16000, 1000 + seed)
-    steps = epochs * (len(x) // 64)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=steps)
     model.train().to(memory_format=torch.channels_last)
-    for epoch in range(epochs):
-        for k in torch.randperm(len(x)).split(64):
-            if len(k) < 64:
-                continue
-            optimizer.zero_grad()
-            F.cross_entropy(model(x[k].contiguous(memory_format=torch.channels_last)), y[k]).backward()
-            optimizer.step()
-            schedule.step()
-        print(f"{name} seed {seed}: epoch {epoch + 1} of {epochs}", flush=True)
+    for cycle in range(CYCLES[name]):
+        _cycle(model, x, y, epochs)
+        torch.manual_seed(seed + cycle + 1)  # the next one is the same behind weights that were saved here
+        print(f"{name} seed {seed}: cycle {cycle + 1} of {CYCLES[name]}", flush=True)
     KEPT.mkdir(exist_ok=True)
     scratch = file.with_suffix(".part")
     save_file({k: v.contiguous() for k, v in model.state_dict().items()}, scratch)
     scratch.replace(file)
     return model.to(memory_format=torch.contiguous_format).eval()
+
+
+def _cycle(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> None:
+    """One cycle of the learning rate, up and down again."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=epochs * (len(x) // 64))
+    for _ in range(epochs):
+        for k in torch.randperm(len(x))[: len(x) // 64 * 64].split(64):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[k].contiguous(memory_format=torch.channels_last)), y[k]).backward()
+            optimizer.step()
+            schedule.step()
 
 
 @torch.inference_mode()
