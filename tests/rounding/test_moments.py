@@ -1,5 +1,7 @@
 """What a linear operator reads at an output position, against torch's own operators."""
 
+import copy
+
 import pytest
 import torch
 
@@ -46,9 +48,18 @@ def test_moments_are_means_of_products_by_hand():
     m.add(torch.tensor([[[5.0], [8.0]]]), torch.tensor([[[0.0]]]))
     x, t = m.means()
     assert x.tolist() == [[3.0, 4.0]] and t.tolist() == [[2.0]]
+    again = copy.deepcopy(m)
     h, c = m.centred()  # var x0 = (4+0+4)/3, cov = (4+0+8)/3, var x1 = (4+4+16)/3
     torch.testing.assert_close(h, torch.tensor([[[8 / 3, 4.0], [4.0, 8.0]]]))
     torch.testing.assert_close(c, torch.tensor([[[(2 + 0 - 4) / 3, (2 - 6 - 8) / 3]]]))
-    h, c = m.about(torch.tensor([[2.0]]))
+    h, c = again.about(torch.tensor([[2.0]]))
     torch.testing.assert_close(h, torch.tensor([[[35 / 3, 16.0], [16.0, 24.0]]]).where(torch.ones(2, 2) > 0, h))
     torch.testing.assert_close(c, torch.tensor([[[16 / 3 - 6.0, 12 / 3 - 8.0]]]))
+
+
+def test_moments_of_many_weights_are_summed_in_blocks_of_one_triangle():
+    x = torch.randn(1, 530, 40, generator=torch.Generator().manual_seed(0))
+    m = Moments.of(torch.zeros(1, 2, 530))
+    m.add(x, torch.zeros(1, 2, 40))
+    h, _ = m.about(torch.zeros(1, 2))
+    torch.testing.assert_close(h, x @ x.transpose(1, 2) / 40)

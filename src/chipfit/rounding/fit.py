@@ -45,8 +45,11 @@ def corrected(w: Tensor, h: Tensor, c: Tensor, ridge: float) -> Tensor:
         h, c: moments of inputs, and of wanted outputs with inputs.
         ridge: rho, which draws towards the weights as they are.
     """
-    a = h + torch.diag_embed((ridge * _mean(h)).expand(h.shape[:2]))
-    return w + torch.linalg.solve(a, (c - w @ h).transpose(1, 2)).transpose(1, 2)
+    a, wanted = h + torch.diag_embed((ridge * _mean(h)).expand(h.shape[:2])), (c - w @ h).transpose(1, 2)
+    lower, failed = torch.linalg.cholesky_ex(a)
+    if bool(failed.any()):
+        return w + torch.linalg.lstsq(a, wanted).solution.transpose(1, 2)
+    return w + torch.cholesky_solve(wanted, lower).transpose(1, 2)
 
 
 def rounded(
@@ -124,10 +127,12 @@ def _inverse(h: Tensor, damping: float) -> Tensor | None:
     """The upper Cholesky factor of the damped H's inverse; None where even ten times the mean does not make it one."""
     while damping <= 10:
         damped = h + torch.diag_embed((damping * _mean(h)).expand(h.shape[:2]))
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        # with rows and columns in reverse, H = R R' for an upper R, so that H^-1 = (R^-1)' R^-1
+        lower, failed = torch.linalg.cholesky_ex(damped.flip(1, 2))
         if not bool(failed.any()):
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not bool(failed.any()) and bool(torch.isfinite(upper).all()):
+            r = lower.flip(1, 2)
+            upper = torch.linalg.solve_triangular(r, torch.eye(h.shape[1]).expand_as(h), upper=True)
+            if bool(torch.isfinite(upper).all()):
                 return upper
         damping *= 10
     return None

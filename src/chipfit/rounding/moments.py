@@ -88,6 +88,10 @@ def _apart(x: Tensor, stride: tuple[int, ...]) -> Tensor:
     return out
 
 
+#: weights of one output above which moments are summed in blocks
+LARGE = 512
+
+
 @dataclass
 class Moments:
     """Sums over positions, per group; float32, shapes [g, K, K], [g, O/g, K], [g, K] and [g, O/g]."""
@@ -106,7 +110,11 @@ class Moments:
 
     def add(self, x: Tensor, t: Tensor) -> None:
         """Inputs [g, K, n] and the outputs [g, O/g, n] that belong to them."""
-        self.xx.baddbmm_(x, x.transpose(1, 2))
+        k = x.shape[1]
+        size = -(-k // 4) if k >= LARGE else k
+        for start in range(0, k, size):  # one triangle of blocks; the other is its mirror, see `_squares`
+            rows = slice(start, start + size)
+            self.xx[:, rows, start:].baddbmm_(x[:, rows], x[:, start:].transpose(1, 2))
         self.tx.baddbmm_(t, x.transpose(1, 2))
         self.x += x.sum(2)
         self.t += t.sum(2)
@@ -120,10 +128,16 @@ class Moments:
         """Covariances of x with itself, H, and of t with x, C: for an operator whose bias takes the means."""
         x, t = self.means()
         return (
-            self.xx / self.count - x.unsqueeze(2) * x.unsqueeze(1),
+            self._squares().sub_(x.unsqueeze(2) * x.unsqueeze(1)),
             self.tx / self.count - t.unsqueeze(2) * x.unsqueeze(1),
         )
 
     def about(self, bias: Tensor) -> tuple[Tensor, Tensor]:
         """E[x x'] and E[(t - b) x']: for an operator whose bias b [g, O/g] stays."""
-        return self.xx / self.count, self.tx / self.count - bias.unsqueeze(2) * (self.x / self.count).unsqueeze(1)
+        x, _ = self.means()
+        return self._squares(), self.tx / self.count - bias.unsqueeze(2) * x.unsqueeze(1)
+
+    def _squares(self) -> Tensor:
+        """E[x x'], both triangles, in the memory of the sums: nothing can be added any more."""
+        upper, self.xx = self.xx.triu_(), self.xx.new_zeros(())
+        return upper.add_(upper.triu(1).transpose(1, 2)).div_(self.count)

@@ -39,7 +39,7 @@ class How:
     ridge: float | None = 0.1  #: corrected weights, drawn towards the old ones; None: they are rounded as they are
     residual: bool = True  #: an operator before an addition also repairs what the other operand has lost
     centred: bool = True  #: the bias takes the means of what rounding changes
-    memory: int = 1 << 30  #: of both streams [byte]; what is beyond lies in mapped files
+    memory: int = 3 << 28  #: of both streams [byte]; what is beyond lies in mapped files
     seed: int = 0
 
 
