@@ -36,6 +36,10 @@ from torch import Tensor, nn
 import chipfit
 from chipfit import Settings
 
+#: images that run at a time when accuracy is measured
+BATCH = 50
+#: operators with weights
+LAYERS = ("Conv2D", "DepthwiseConv2D", "Linear")
 HERE = Path(__file__).parent / "platforms"
 
 
@@ -48,6 +52,7 @@ class Row:
     platform: str | Path = HERE / "inputs.yaml"
     points: tuple[float, float] | None = None  #: below float, residual and depthwise
     seconds: float = 10.0
+    limits: chipfit.Limits | None = None  #: widths of weights are searched
 
 
 ROWS = {
@@ -55,6 +60,7 @@ ROWS = {
     "W3A8": Row(3, 8, points=(0.6, 2.0), seconds=4),
     "W4A4": Row(4, 4, points=(1.2, 4.0), seconds=5),
     "W4A4 everywhere": Row(4, 4, HERE / "everywhere.yaml", (2.3, 5.2), 5),
+    "half memory": Row(4, 8, points=(0.1, 0.4), seconds=4, limits=chipfit.Limits(weights="50%")),
     "W2A8": Row(2, 8),
     "W4A8 tflite_int8": Row(4, 8, "tflite_int8"),
     "W4A8 imx500": Row(4, 8, "imx500"),
@@ -78,12 +84,10 @@ STEPS: dict[str, Settings] = {
 
 def overrides(row: Row) -> dict[str, Any]:
     """The widths of a row, where the platform leaves them free; on a chip, those of the weights."""
-    width: dict[str, Any] = {"bits": row.weights}
+    width: dict[str, Any] = {} if row.limits else {"bits": row.weights}
     if isinstance(row.platform, Path):
         width["activation_bits"] = row.activations
-    return (
-        {"*": width} if isinstance(row.platform, Path) else {"Conv2D": width, "DepthwiseConv2D": width, "Linear": width}
-    )
+    return {"*": width} if isinstance(row.platform, Path) else dict.fromkeys(LAYERS, width)
 
 
 @dataclass
@@ -98,16 +102,25 @@ class Score:
 
 def measured(model: nn.Module, row: Row, settings: Settings, sets: int, test: Tensor, labels: Tensor) -> Score:
     """Quantize for each calibration set and compare on the test images."""
-    want = logits(model, test)
+    want = logits(model, test, BATCH)
     tops, divergences, seconds = [], [], []
     for seed in range(sets):
         data = list(images(512, 5000 + seed)[0].split(32))
         begun = time.process_time()
+        chipfit.capture(model, (data[0],))
+        capture, begun = time.process_time() - begun, time.process_time()
         r = chipfit.quantize(
-            model, data, row.platform, overrides=overrides(row), settings=settings, progress=False, seed=seed
+            model,
+            data,
+            row.platform,
+            overrides=overrides(row),
+            settings=settings,
+            limits=row.limits if settings != Settings() else None,
+            progress=False,
+            seed=seed,
         )
-        seconds.append(time.process_time() - begun - r.timings["capture"])
-        got = logits(r.model.eval(), test)
+        seconds.append(max(time.process_time() - begun - capture, 0.0))
+        got = logits(r.model.eval(), test, BATCH)
         tops.append(100 * float((got.argmax(1) == labels).float().mean()))
         p, q = want.log_softmax(1), got.log_softmax(1)
         divergences.append(1000 * float((p.exp() * (p - q)).sum(1).mean()))
@@ -120,7 +133,7 @@ def rows(names: list[str], networks: list[str], best: Settings, sets: int, test:
     x, y = images(test, 1)
     for network in networks:
         model = trained(network, seed)
-        real = 100 * float((logits(model, x).argmax(1) == y).float().mean())
+        real = 100 * float((logits(model, x, BATCH).argmax(1) == y).float().mean())
         for name in names:
             row = ROWS[name]
             plain, good = (measured(model, row, s, sets, x, y) for s in (Settings(), best))
@@ -157,7 +170,7 @@ def main() -> int:
         x, y = images(a.test, 1)
         for network in a.networks:
             model = trained(network, a.seed)
-            real = 100 * float((logits(model, x).argmax(1) == y).float().mean())
+            real = 100 * float((logits(model, x, BATCH).argmax(1) == y).float().mean())
             for step, settings in STEPS.items():
                 s = measured(model, ROWS[a.ablation], settings, a.sets, x, y)
                 table.add_row(network, step, f"{real - s.top1:.2f}", f"{s.kl:.1f}", f"{s.seconds:.1f}")

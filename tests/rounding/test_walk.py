@@ -112,6 +112,16 @@ def test_the_guard_keeps_the_plain_plan_where_it_is_better_and_says_so(monkeypat
     assert any("after all" in n and "0.2, 0.1 without" in n for n in kept.plan.rewrites)
 
 
+def test_fewer_images_than_weights_are_carried_by_the_ridge_and_said():
+    result = chipfit.quantize(
+        Net().eval(), [DATA[0][:2]], "ort_cpu", settings=Settings(rounding="gptq", rounding_guard=False), progress=False
+    )
+    assert any("'head' is fitted to 2 positions for 8 weights" in n for n in result.plan.rewrites)
+    assert all(bool(torch.isfinite(w).all()) for w in result.graph.weights.values() if w.is_floating_point())
+    plain = fitted("ort_cpu")
+    assert loss(result, plain.graph) < 20 * loss(plain, plain.graph)
+
+
 def test_shared_weights_layers_without_bias_and_dead_inputs_are_carried():
     class Odd(nn.Module):
         def __init__(self) -> None:

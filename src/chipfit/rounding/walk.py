@@ -228,6 +228,9 @@ class _Walker:
             rows = fit.corrected(rows, h, c, self.how.ridge)
         stored = plan[name]
         q, entries, inverted = fit.rounded(rows, h, rows_of(plan, node, w), spread=self.how.gptq)
+        if moments.count < rows.shape[2]:
+            few = f"{moments.count} positions for {rows.shape[2]} weights of one output"
+            out.notes.append(f"warning: '{node.who}' is fitted to {few}: more images make it better")
         if not inverted:
             out.notes.append(f"the weight of '{node.who}' is rounded to the nearest code: its moments are singular")
         self.graph.weights[name] = self.rounded[name] = from_rows(node, q, w)
