@@ -1,6 +1,7 @@
 """LiteRT (TensorFlow Lite) on the CPU: load a file, return any of its tensors in the graph's own layout."""
 
 import contextlib
+import itertools
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,8 +12,18 @@ import numpy as np
 
 from chipfit.errors import RuntimeUnavailable
 from chipfit.files import parse_json, reading
+from chipfit.plan.plain import demand, table
 from chipfit.registry import register
 
+#: of each output its form, None as the model has it, and its batch axis
+_NOTES = table(
+    platform=str,
+    inputs=list[list[int] | None],
+    forms=dict[str, list[int]],
+    batch_axis=dict[str, int],
+    outputs=list[list[list[int] | int | None]],
+    provenance=dict[str, Any],
+)
 _DECLARED: dict[str, Any] = {"suffix": ".tflite", "libraries": ("ai_edge_litert", "flatbuffers"), "extra": "litert"}
 
 
@@ -47,9 +58,14 @@ class LiteRt:
         self.inputs = self.interpreter.get_input_details()
         forms, axes = (self.notes.get(k, {}) for k in ("forms", "batch_axis"))
         outputs = self.notes.get("outputs", [])
-        rest = [(forms.get(name), axes.get(name, 0)) for name in self.tensors[len(outputs) :]]
+        rest = [[forms.get(name), axes.get(name, 0)] for name in self.tensors[len(outputs) :]]
         #: how each lies, against the model's own layout, and its batch axis there; an output may be a rearranged value
         self.held = [*outputs, *rest]
+        noted = [*([f, 0] for f in self.notes.get("inputs") or [None] * len(self.inputs)), *self.held]
+        ranks = [len(d["shape"]) for d in (*self.inputs, *self.interpreter.get_output_details())]
+        if len(noted) != len(ranks) or not all(itertools.starmap(_lies, zip(noted, ranks))):
+            hint = "export it again"
+            raise RuntimeUnavailable("The notes in the file do not fit its tensors", where=str(path), hint=hint)
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """One batch, in the model's order and layout; outputs and the requested tensors by name, in that layout too.
@@ -125,6 +141,16 @@ class LiteRtOptimized(LiteRt):
     resolver = "BUILTIN_WITHOUT_DEFAULT_DELEGATES"
 
 
+def _lies(noted: list[Any], rank: int) -> bool:
+    """Whether a tensor of that many axes can lie in this form, with this batch axis."""
+    match noted:
+        case [None, int(axis)]:
+            return 0 <= axis < max(rank, 1)
+        case [[*form], int(axis)]:
+            return sorted(form) == [*range(rank)] and 0 <= axis < max(rank, 1)
+    return False
+
+
 def _fits(x: np.ndarray, detail: Mapping[str, Any]) -> bool:
     """Whether an input can be given to a tensor as it is: sizes are open or equal."""
     signature = detail["shape_signature"] if len(detail["shape_signature"]) else detail["shape"]
@@ -147,6 +173,11 @@ def _content(path: Path) -> bytes:
     return raw
 
 
+def _each(vector: Any) -> Any:
+    """What a file lists; a list that it leaves out is empty."""
+    return () if vector is None else vector
+
+
 def _with_outputs(raw: bytes, path: str, tensors: Sequence[str]) -> tuple[bytes, list[str], dict[str, Any]]:
     """The file with more of its tensors declared outputs, the names of all outputs, and chipfit's notes."""
     import flatbuffers
@@ -154,16 +185,21 @@ def _with_outputs(raw: bytes, path: str, tensors: Sequence[str]) -> tuple[bytes,
 
     model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(raw, 0))
     graph = model.subgraphs[0]
-    ends = all(0 <= k < len(graph.tensors) for k in (*graph.inputs, *graph.outputs))
-    if not ends or not all(0 <= m.buffer < len(model.buffers) for m in model.metadata or ()):
+    own = [int(o) for o in _each(graph.outputs)]
+    ends = all(0 <= k < len(_each(graph.tensors)) for k in (*_each(graph.inputs), *own))
+    if not own or not ends or not all(0 <= m.buffer < len(_each(model.buffers)) for m in _each(model.metadata)):
         raise RuntimeUnavailable("An input, an output or a note of the network is not in the file", where=path)
-    made = {int(o) for op in graph.operators for o in op.outputs}
+    if any(t.name is None for t in graph.tensors):
+        raise RuntimeUnavailable("A tensor of the network has no name", where=path)
+    made = {int(o) for op in _each(graph.operators) for o in _each(op.outputs)}
     names = {t.name.decode(): k for k, t in enumerate(graph.tensors)}
     notes: dict[str, Any] = {}
-    for m in model.metadata or ():
+    for m in _each(model.metadata):
         if m.name == b"chipfit":
-            notes = parse_json(bytes(model.buffers[m.buffer].data).decode(), RuntimeUnavailable, where=path)
-    own = [int(o) for o in graph.outputs]
+            text = bytes(_each(model.buffers[m.buffer].data)).decode()
+            notes = demand(parse_json(text, RuntimeUnavailable, where=path), _NOTES, path)
+    if len(notes.get("outputs", own)) != len(own):
+        raise RuntimeUnavailable("The notes in the file do not fit its outputs", where=path, hint="export it again")
     extra = [names[t] for t in tensors if t in names and names[t] in made and names[t] not in own]
     graph.outputs = np.array([*own, *extra], np.int32)
     shown: list[str] = []
