@@ -74,6 +74,7 @@ FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
     "runtimes/onnxruntime.py:__init__": (UnicodeDecodeError, *_ORT),  # names in the file
     "runtimes/onnxruntime.py:read": (DecodeError, onnx.checker.ValidationError),
     "runtimes/litert.py:__init__": (ValueError, RuntimeError),
+    "runtimes/litert.py:_with_outputs": (pydantic.ValidationError,),
     "export/onnx/writer.py:export_onnx": (onnx.checker.ValidationError, onnx.shape_inference.InferenceError),
     "export/onnx/opaque.py:splice": (torch.onnx.OnnxExporterError, RuntimeError),
     "cli/inputs.py:_load_weights": (RuntimeError, safetensors.SafetensorError),

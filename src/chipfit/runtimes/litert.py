@@ -9,22 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from chipfit.errors import RuntimeUnavailable
 from chipfit.files import parse_json, reading
-from chipfit.plan.plain import demand, table
 from chipfit.registry import register
 
-#: of each output its form, None as the model has it, and its batch axis
-_NOTES = table(
-    platform=str,
-    inputs=list[list[int] | None],
-    forms=dict[str, list[int]],
-    batch_axis=dict[str, int],
-    outputs=list[list[list[int] | int | None]],
-    provenance=dict[str, Any],
-)
 _DECLARED: dict[str, Any] = {"suffix": ".tflite", "libraries": ("ai_edge_litert", "flatbuffers"), "extra": "litert"}
+
+
+@with_config(ConfigDict(strict=True, extra="forbid"))
+class _Notes(TypedDict):
+    """What the writer says of the layout in which the model itself has its tensors."""
+
+    platform: str
+    inputs: list[list[int] | None]
+    forms: dict[str, list[int]]
+    batch_axis: dict[str, int]
+    outputs: list[list[list[int] | int | None]]  #: of each its form, None as the model has it, and its batch axis
+    provenance: dict[str, Any]
 
 
 @register("runtime", "litert", **_DECLARED, kernels="litert_xnnpack")
@@ -193,11 +197,15 @@ def _with_outputs(raw: bytes, path: str, tensors: Sequence[str]) -> tuple[bytes,
         raise RuntimeUnavailable("A tensor of the network has no name", where=path)
     made = {int(o) for op in _each(graph.operators) for o in _each(op.outputs)}
     names = {t.name.decode(): k for k, t in enumerate(graph.tensors)}
-    notes: dict[str, Any] = {}
+    notes: Any = {}
     for m in _each(model.metadata):
         if m.name == b"chipfit":
             text = bytes(_each(model.buffers[m.buffer].data)).decode()
-            notes = demand(parse_json(text, RuntimeUnavailable, where=path), _NOTES, path)
+            try:
+                notes = TypeAdapter(_Notes).validate_python(parse_json(text, RuntimeUnavailable, where=path))
+            except ValidationError as e:
+                got = e.errors(include_url=False)[0]["loc"]
+                raise RuntimeUnavailable("The notes in the file are malformed", where=path, got=got) from e
     if len(notes.get("outputs", own)) != len(own):
         raise RuntimeUnavailable("The notes in the file do not fit its outputs", where=path, hint="export it again")
     extra = [names[t] for t in tensors if t in names and names[t] in made and names[t] not in own]
