@@ -1,7 +1,6 @@
 """LiteRT (TensorFlow Lite) on the CPU: load a file, return any of its tensors in the graph's own layout."""
 
 import contextlib
-import itertools
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -67,7 +66,7 @@ class LiteRt:
         self.held = [*outputs, *rest]
         noted = [*([f, 0] for f in self.notes.get("inputs") or [None] * len(self.inputs)), *self.held]
         ranks = [len(d["shape"]) for d in (*self.inputs, *self.interpreter.get_output_details())]
-        if len(noted) != len(ranks) or not all(itertools.starmap(_lies, zip(noted, ranks))):
+        if len(noted) != len(ranks) or not all(map(_lies, noted, ranks)):
             hint = "export it again"
             raise RuntimeUnavailable("The notes in the file do not fit its tensors", where=str(path), hint=hint)
 
