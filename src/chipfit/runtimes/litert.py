@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from chipfit.errors import RuntimeUnavailable
-from chipfit.files import parse_json, reading
+from chipfit.files import reading
 from chipfit.registry import register
 
 _DECLARED: dict[str, Any] = {"suffix": ".tflite", "libraries": ("ai_edge_litert", "flatbuffers"), "extra": "litert"}
@@ -26,7 +26,7 @@ class _Notes(TypedDict):
     inputs: list[list[int] | None]
     forms: dict[str, list[int]]
     batch_axis: dict[str, int]
-    outputs: list[list[list[int] | int | None]]  #: of each its form, None as the model has it, and its batch axis
+    outputs: list[tuple[list[int] | None, int]]  #: of each its form, None as the model has it, and its batch axis
     provenance: dict[str, Any]
 
 
@@ -61,12 +61,13 @@ class LiteRt:
         self.inputs = self.interpreter.get_input_details()
         forms, axes = (self.notes.get(k, {}) for k in ("forms", "batch_axis"))
         outputs = self.notes.get("outputs", [])
-        rest = [[forms.get(name), axes.get(name, 0)] for name in self.tensors[len(outputs) :]]
+        rest = [(forms.get(name), axes.get(name, 0)) for name in self.tensors[len(outputs) :]]
         #: how each lies, against the model's own layout, and its batch axis there; an output may be a rearranged value
         self.held = [*outputs, *rest]
-        noted = [*([f, 0] for f in self.notes.get("inputs") or [None] * len(self.inputs)), *self.held]
+        noted = [*((f, 0) for f in self.notes.get("inputs") or [None] * len(self.inputs)), *self.held]
         ranks = [len(d["shape"]) for d in (*self.inputs, *self.interpreter.get_output_details())]
-        if len(noted) != len(ranks) or not all(map(_lies, noted, ranks)):
+        lie = [0 <= a < max(r, 1) and (f is None or sorted(f) == [*range(r)]) for (f, a), r in zip(noted, ranks)]
+        if len(noted) != len(ranks) or not all(lie):
             hint = "export it again"
             raise RuntimeUnavailable("The notes in the file do not fit its tensors", where=str(path), hint=hint)
 
@@ -144,16 +145,6 @@ class LiteRtOptimized(LiteRt):
     resolver = "BUILTIN_WITHOUT_DEFAULT_DELEGATES"
 
 
-def _lies(noted: list[Any], rank: int) -> bool:
-    """Whether a tensor of that many axes can lie in this form, with this batch axis."""
-    match noted:
-        case [None, int(axis)]:
-            return 0 <= axis < max(rank, 1)
-        case [[*form], int(axis)]:
-            return sorted(form) == [*range(rank)] and 0 <= axis < max(rank, 1)
-    return False
-
-
 def _fits(x: np.ndarray, detail: Mapping[str, Any]) -> bool:
     """Whether an input can be given to a tensor as it is: sizes are open or equal."""
     signature = detail["shape_signature"] if len(detail["shape_signature"]) else detail["shape"]
@@ -199,11 +190,10 @@ def _with_outputs(raw: bytes, path: str, tensors: Sequence[str]) -> tuple[bytes,
     notes: Any = {}
     for m in _each(model.metadata):
         if m.name == b"chipfit":
-            text = bytes(_each(model.buffers[m.buffer].data)).decode()
             try:
-                notes = TypeAdapter(_Notes).validate_python(parse_json(text, RuntimeUnavailable, where=path))
+                notes = TypeAdapter(_Notes).validate_json(bytes(_each(model.buffers[m.buffer].data)))
             except ValidationError as e:
-                got = e.errors(include_url=False)[0]["loc"]
+                got = e.errors(include_url=False)[0]["msg"]
                 raise RuntimeUnavailable("The notes in the file are malformed", where=path, got=got) from e
     if len(notes.get("outputs", own)) != len(own):
         raise RuntimeUnavailable("The notes in the file do not fit its outputs", where=path, hint="export it again")
