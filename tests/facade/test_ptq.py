@@ -13,7 +13,15 @@ from torch import nn
 import chipfit
 from chipfit import core
 from chipfit.core import CoreConfig, DebugConfig, QuantizationConfig, QuantizationErrorMethod
-from chipfit.errors import ChipfitError, ConfigError, DataError, PlatformError, UnknownNameError, UnsupportedError
+from chipfit.errors import (
+    ChipfitError,
+    ConfigError,
+    DataError,
+    PlanError,
+    PlatformError,
+    UnknownNameError,
+    UnsupportedError,
+)
 from chipfit.target_platform import TargetPlatformCapabilities, get_target_platform_capabilities
 from tests.zoo import make
 
@@ -298,8 +306,11 @@ def test_limits_on_resources_start_a_search_of_widths(net):
     assert info.result.report.quantized_bytes < plain.report.quantized_bytes
     chosen = info.result.plan.provenance["chosen"]
     assert min(chosen.values()) < 8 and all(info.result.plan[w].grid.bits == b for w, b in chosen.items())
+    takes, default = info.final_resource_utilization, core.pytorch_resource_utilization_data(model, data)
+    assert takes.activation_memory == default.activation_memory and takes.bops < default.bops
+    assert takes.total_memory == takes.weights_memory + takes.activation_memory < default.total_memory
     for limit in ({"activation_memory": 10}, {"total_memory": 10}):
-        with pytest.raises(UnsupportedError, match=next(iter(limit))):
+        with pytest.raises(PlanError, match=next(iter(limit)).partition("_")[0]):
             chipfit.pytorch_post_training_quantization(model, data, core.ResourceUtilization(**limit))
     given = core.CoreConfig(mixed_precision_config=core.MixedPrecisionQuantizationConfig(configuration_overwrite=[1]))
     with pytest.raises(UnsupportedError, match="configuration_overwrite"):

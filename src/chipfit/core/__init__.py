@@ -2,3 +2,5 @@
 
 from chipfit.core import network_editor as network_editor
 from chipfit.facade.core.config import *  # noqa: F403 -- a door has what its room has
+from chipfit.facade.ptq import keras_resource_utilization_data as keras_resource_utilization_data
+from chipfit.facade.ptq import pytorch_resource_utilization_data as pytorch_resource_utilization_data

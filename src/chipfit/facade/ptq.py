@@ -20,8 +20,16 @@ from chipfit.facade.target_platform.capabilities import (
 from chipfit.facade.target_platform.model import TargetPlatformModel
 from chipfit.facade.target_platform.targets import get_target_platform_capabilities
 from chipfit.pipeline import Result
+from chipfit.search.resources import resources
 
-__all__ = ["DataGenerator", "UserInformation", "keras_post_training_quantization", "pytorch_post_training_quantization"]
+__all__ = [
+    "DataGenerator",
+    "UserInformation",
+    "keras_post_training_quantization",
+    "keras_resource_utilization_data",
+    "pytorch_post_training_quantization",
+    "pytorch_resource_utilization_data",
+]
 
 #: called without arguments, returns an iterator over batches; a batch is the list of the model's inputs
 DataGenerator = Callable[[], Iterable[Any]]
@@ -38,8 +46,11 @@ class UserInformation:
 
     @property
     def final_resource_utilization(self) -> ResourceUtilization | None:
-        """Bytes that the weights take on the chip; the other entries stay infinite, which is unknown."""
-        return None if self.result is None else ResourceUtilization(weights_memory=self.result.report.quantized_bytes)
+        """What the model takes on the chip for one sample; weights count with biases."""
+        if self.result is None:
+            return None
+        found, weights = resources(self.result.graph, self.result.plan), self.result.report.quantized_bytes
+        return ResourceUtilization(weights, found.activations, weights + found.activations, found.bops)
 
     @property
     def fusions(self) -> list[list[str]]:
@@ -94,6 +105,33 @@ def keras_post_training_quantization(
     limits, platform = target_resource_utilization, target_platform_capabilities
     name = "keras_post_training_quantization"
     return quantized("keras", name, in_model, representative_data_gen, limits, core_config, platform, fw_info)
+
+
+def pytorch_resource_utilization_data(
+    in_model: Any,
+    representative_data_gen: DataGenerator,
+    core_config: CoreConfig | None = None,
+    target_platform_capabilities: Any = None,
+    fw_info: FrameworkInfo | None = None,
+) -> ResourceUtilization:
+    """What a model takes at the chip's default widths: what limits are set from. Arguments and errors as above."""
+    return _resources("pytorch", in_model, representative_data_gen, core_config, target_platform_capabilities, fw_info)
+
+
+def keras_resource_utilization_data(
+    in_model: Any,
+    representative_data_gen: DataGenerator,
+    core_config: CoreConfig | None = None,
+    target_platform_capabilities: Any = None,
+    fw_info: FrameworkInfo | None = None,
+) -> ResourceUtilization:
+    """The same for a Keras 3 model."""
+    return _resources("keras", in_model, representative_data_gen, core_config, target_platform_capabilities, fw_info)
+
+
+def _resources(framework: str, model: Any, generator: Any, config: Any, platform: Any, fw_info: Any) -> Any:
+    name = f"{framework}_resource_utilization_data"
+    return quantized(framework, name, model, generator, None, config, platform, fw_info)[1].final_resource_utilization
 
 
 def quantized(

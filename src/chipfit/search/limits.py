@@ -20,6 +20,7 @@ from chipfit.plan.record import Plan
 from chipfit.platform.match import resolve_node
 from chipfit.platform.schema import Platform
 from chipfit.search.losses import Losses, losses
+from chipfit.search.resources import peak, products, width
 from chipfit.search.solve import Unit, solve
 
 #: widths that are tried where a format leaves them free
@@ -40,6 +41,8 @@ class Limits:
     """
 
     weights: Amount = None  #: memory of quantized weights [byte]
+    activations: Amount = None  #: most memory of values alive at one time, for one sample [byte]; it is not searched
+    total: Amount = None  #: both together [byte]
     bops: Amount = None  #: multiplications x bits of weights x bits of their inputs, for one sample
 
     def __post_init__(self) -> None:
@@ -138,22 +141,37 @@ def search(
         raise PlanError(what, hint="`chipfit platforms show` lists the formats of each operator")
     found = losses(graph, plan, batches, widths, stats, seed)
     units = _units(graph, plan, widths, found)
-    whole = {k: sum(u.costs[k][-1] / widths[u.name][-1] * 8 for u in units) for k in limits.to_record()}
-    most = {k: amount(v, whole[k], k) for k, v in limits.to_record().items()}
-    picks = solve(units, most)
+    alive = {"activations": peak(graph, plan), "total": peak(graph, plan)}  # whatever the widths of weights are
+    most = {k: amount(v, _whole(k, graph, plan, units, widths), k) for k, v in limits.to_record().items()}
+    if most.get("activations", math.inf) < alive["activations"]:
+        raise PlanError(
+            "The values between operators take more than the limit on activations",
+            got=f"{alive['activations']:,.0f} bytes at one time",
+            allowed=f"{most['activations']:,.0f}",
+            hint="widths of activations are not searched: choose fewer bits by overrides, or a smaller input",
+        )
+    picks = solve(units, {k: v - alive.get(k, 0.0) for k, v in most.items()})
     bits = {u.name: widths[u.name][k] for u, k in zip(units, picks, strict=True)}
-    used = {r: sum(u.costs[r][k] for u, k in zip(units, picks, strict=True)) for r in most}
+    chosen = {r: sum((u.costs[r][k] if r in u.costs else 0.0) for u, k in zip(units, picks, strict=True)) for r in most}
+    used = {r: alive.get(r, 0.0) + v for r, v in chosen.items()}
     return Choice(bits, found, used, most)
+
+
+def _whole(name: str, graph: Graph, plan: Plan, units: Sequence[Unit], widths: Mapping[str, Sequence[int]]) -> float:
+    """What a limit's tensors take in 8 bits."""
+    weights = sum(u.costs[name][-1] / widths[u.name][-1] * 8 for u in units if name in u.costs)
+    return weights + (peak(graph, plan, 8.0) if name in ("activations", "total") else 0.0)
 
 
 def _units(graph: Graph, plan: Plan, widths: Mapping[str, Sequence[int]], found: Losses) -> list[Unit]:
     units = []
     for name, choices in widths.items():
         count = graph.weights[name].numel()
-        products = sum(_products(graph, n) * _width(plan, n.data) for n in graph.nodes if _reads(graph, n, name))
+        times = sum(products(graph, n) * width(plan, n.data) for n in graph.nodes if _reads(graph, n, name))
         costs = {
             "weights": tuple(count * b / 8 for b in choices),
-            "bops": tuple(products * b for b in choices),
+            "total": tuple(count * b / 8 for b in choices),
+            "bops": tuple(times * b for b in choices),
         }
         units.append(Unit(name, tuple(found[name][b] for b in choices), costs))
     return units
@@ -161,19 +179,6 @@ def _units(graph: Graph, plan: Plan, widths: Mapping[str, Sequence[int]], found:
 
 def _reads(graph: Graph, node: Node, weight: str) -> bool:
     return is_linear(graph, node) and node.weight == weight
-
-
-def _width(plan: Plan, name: str) -> float:
-    """Bits of what an operator reads; those of float32 where it is not stored in codes."""
-    stored = plan.stored(name)
-    return float(stored.grid.bits) if stored is not None else 32.0
-
-
-def _products(graph: Graph, node: Node) -> float:
-    """Multiplications of one sample: every weight once for each position of the output (of the input, transposed)."""
-    value = graph.values[node.data if node.op.startswith("Transpose") else node.output]
-    places = value.shape[2:] if node.op != "Linear" else value.shape[1:-1]
-    return float(graph.weights[node.weight].numel() * math.prod(int(p or 1) for p in places))
 
 
 def as_overrides(graph: Graph, bits: Mapping[str, int], user: Any) -> list[tuple[Any, Any]]:

@@ -175,16 +175,9 @@ class ResourceUtilization:
         return any(math.isfinite(v) for v in vars(self).values())
 
     def to_limits(self) -> Limits | None:
-        """What a search of widths keeps; None where nothing is restricted.
-
-        Raises:
-            UnsupportedError: a limit on activations, whose widths are not searched.
-        """
-        for name in ("activation_memory", "total_memory"):
-            if math.isfinite(getattr(self, name)):
-                hint = "limit weights_memory or bops; choose widths of activations with BitWidthConfig"
-                raise UnsupportedError(f"A search under a limit on {name} is not supported", got=self, hint=hint)
-        finite = {n: v for n, v in (("weights", self.weights_memory), ("bops", self.bops)) if math.isfinite(v)}
+        """What a search of widths keeps; None where nothing is restricted."""
+        given = zip(("weights", "activations", "total", "bops"), vars(self).values(), strict=True)
+        finite = {name: v for name, v in given if math.isfinite(v)}
         return Limits(**finite) if finite else None
 
 

@@ -1,0 +1,68 @@
+"""What a quantized model takes on the chip for one sample: memory, and operations by the widths of their operands."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from chipfit.engine.run import done_after
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.linear import is_linear
+from chipfit.plan.record import Plan
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of one model."""
+
+    weights: float  #: of linear operators, as they are stored [byte]
+    activations: float  #: the most that is alive at one time [byte]
+    bops: float  #: multiplications of linear operators x bits of weights x bits of their inputs
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.activations
+
+
+def resources(graph: Graph, plan: Plan) -> Resources:
+    """What the weights of linear operators and the values between kernels take; what is in float has 32 bits."""
+    linear = [n for n in graph.nodes if is_linear(graph, n)]
+    weights = sum(graph.weights[w].numel() * width(plan, w) / 8 for w in dict.fromkeys(n.weight for n in linear))
+    bops = sum(products(graph, n) * width(plan, n.data) * width(plan, n.weight) for n in linear)
+    return Resources(weights, peak(graph, plan), bops)
+
+
+def peak(graph: Graph, plan: Plan, bits: float | None = None) -> float:
+    """The most bytes of values that are alive at one time, in the order of the graph.
+
+    Args:
+        bits: of every value that is stored in codes, in place of the plan's.
+    """
+    inner = {o for g in plan.groups for n in graph.nodes if n.name in g[:-1] for o in n.outputs}
+    alive = {i: _bytes(graph, plan, i, bits) for i in graph.inputs}
+    most = sum(alive.values())
+    for n, done in zip(graph.nodes, done_after(graph), strict=True):
+        alive |= {o: _bytes(graph, plan, o, bits) for o in n.outputs if o not in inner}
+        most = max(most, sum(alive.values()))
+        for name in done:
+            alive.pop(name, None)
+    return most
+
+
+def _bytes(graph: Graph, plan: Plan, name: str, bits: float | None) -> float:
+    """Of one sample of a value; an unknown size counts once."""
+    wide = bits if bits is not None and plan.quantized(name) else width(plan, name)
+    return math.prod(int(d or 1) for d in graph.values[name].shape) * wide / 8
+
+
+def width(plan: Plan, name: str) -> float:
+    """Bits of a number of a tensor."""
+    stored = plan.stored(name)
+    return float(stored.grid.bits) if stored is not None else 32.0
+
+
+def products(graph: Graph, node: Node) -> float:
+    """Multiplications of one sample: every weight once for each position of the output (of the input, transposed)."""
+    value = graph.values[node.data if node.op.startswith("Transpose") else node.output]
+    places = value.shape[2:] if node.op != "Linear" else value.shape[1:-1]
+    return float(graph.weights[node.weight].numel() * math.prod(int(p or 1) for p in places))
