@@ -6,7 +6,7 @@ BIN := .venv/bin
 QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 WORKERS ?= 2
 
-.PHONY: help setup demo test test-all check format docs bench bench-qat bench-algorithms snapshots fuzz random
+.PHONY: help setup demo test test-all check format docs bench bench-accuracy bench-qat bench-algorithms snapshots fuzz random
 .PHONY: mutants kills clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,6 +51,9 @@ bench: setup ## time and memory against the limits, and the exactness table
 	$(BIN)/python benchmarks/ptq_speed.py
 	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/import_time.py
+
+bench-accuracy: setup ## accuracy in 4, 3 and 2 bits without training, beside the limits (an hour)
+	$(BIN)/python benchmarks/accuracy.py
 
 bench-qat: setup ## what training with rounding costs, and the accuracy that it returns in 4 and 3 bits (hours)
 	$(BIN)/python benchmarks/qat_speed.py --compiled
