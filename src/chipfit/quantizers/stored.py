@@ -26,7 +26,7 @@ def _fault(grid: Grid) -> str:
 
 def per_output(scale: torch.Tensor, outputs: int) -> torch.Tensor:
     """A weight's scales for every output channel: groups of a transposed convolution share those of their channels."""
-    return scale.repeat(outputs // scale.numel()) if scale.dim() else scale
+    return scale.repeat(outputs // scale.numel()) if scale.dim() and outputs > scale.numel() else scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,9 +8,10 @@ import torch
 
 from chipfit.engine.run import run
 from chipfit.errors import ChipfitError
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.report.record import ReportData
+from chipfit.rounding.compare import rounded_run
 
 WEAK_DB = 20.0  #: a result below this is worth a look: its noise is a tenth of its signal
 CUT = 0.01  #: share of clipped values worth a try
@@ -58,16 +59,8 @@ def tried(
 def output_sqnr(graph: Graph, plan: Plan) -> float:
     """Signal over the noise of all stored tensors in the model's float outputs, on its example [dB]."""
 
-    def stored(name: str, x: Any) -> Any:
-        return plan[name].round(x) if plan.quantized(name) else x
-
-    def hook(node: Node, outs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(stored(o, x) for o, x in zip(node.outputs, outs, strict=False))
-
     with torch.inference_mode():
-        weights = {name: stored(name, w.detach()) for name, w in graph.weights.items()}
-        inputs = [stored(name, x) for name, x in zip(graph.inputs, graph.example, strict=True)]
-        want, got = run(graph, graph.example), run(graph, inputs, hook=hook, weights=weights)
+        want, got = run(graph, graph.example), rounded_run(graph, plan, graph.example)
     floats = [o for o in set(graph.outputs) if graph.is_float(o)]
     signal = sum(float(want[o].double().square().sum()) for o in floats)
     noise = sum(float((got[o] - want[o]).double().square().sum()) for o in floats)

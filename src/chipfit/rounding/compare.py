@@ -8,22 +8,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chipfit.engine.run import run
-from chipfit.graph.ir import Graph, Node
+from chipfit.engine.kernels import execute
+from chipfit.engine.run import done_after, run
+from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 
 
 def rounded_run(graph: Graph, plan: Plan, inputs: Sequence[Tensor]) -> dict[str, Any]:
-    """The outputs of a network whose stored tensors are rounded, by name."""
+    """The outputs of a network as a plan rounds it, by name: each operator reads codes, or what was before them."""
+    env: dict[str, Any] = dict(zip(graph.inputs, inputs, strict=True))
+    rounded: dict[str, Any] = {}
 
-    def stored(name: str, x: Any) -> Any:
-        return plan[name].round(x) if plan.quantized(name) else x
+    def read(name: str | None, reader: str = "") -> Any:
+        if name is None:
+            return None
+        x = env[name] if name in env else graph.weights[name].detach()
+        if not plan.quantized(name) or (name, reader) in plan.float_edges:
+            return x
+        if name not in rounded:
+            rounded[name] = plan[name].round(x)
+        return rounded[name]
 
-    def hook(node: Node, outs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(stored(o, x) for o, x in zip(node.outputs, outs, strict=False))
-
-    weights = {name: stored(name, w.detach()) for name, w in graph.weights.items()}
-    return run(graph, [stored(n, x) for n, x in zip(graph.inputs, inputs, strict=True)], hook=hook, weights=weights)
+    for node, done in zip(graph.nodes, done_after(graph), strict=True):
+        env.update(zip(node.outputs, execute(node, [read(i, node.name) for i in node.inputs]), strict=False))
+        for name in done:
+            env.pop(name, None)
+            rounded.pop(name, None)
+    return {name: read(name) for name in graph.outputs}
 
 
 class Reference:

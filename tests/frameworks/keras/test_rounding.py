@@ -36,4 +36,4 @@ def test_a_keras_model_loses_less_in_4_bits_and_runs_as_simulated():
     plain, (best, result) = error(chipfit.Settings())[0], error(chipfit.BEST)
     assert best < 0.1 * plain
     assert result.verify([new[:16]]).exact
-    assert set(result.sensitivity(data).losses) >= {"conv2d/kernel", "dense/kernel"}
+    assert sum(name.endswith("kernel") for name in result.sensitivity(data).losses) == 4
