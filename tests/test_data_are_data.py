@@ -6,6 +6,7 @@ import hashlib
 import json
 import pickle
 import stat
+import struct
 import sys
 import zipfile
 
@@ -396,6 +397,23 @@ def test_an_archive_holds_plain_files_inside_it(tmp_path, monkeypatch, suffix, w
     with zipfile.ZipFile(path, "w") as z:
         write(z)
     with pytest.raises(CaptureError, match=r"holds links, paths outside or a name twice|says to hold"):
+        load_model(str(path))
+
+
+@pytest.mark.parametrize("suffix, inside", [("pt2", "model.json"), ("keras", "config.json")])
+def test_an_archive_that_ends_before_it_says_is_refused_by_name(tmp_path, suffix, inside):
+    if suffix == "keras":
+        pytest.importorskip("keras")
+    path = tmp_path / f"model.{suffix}"
+    with zipfile.ZipFile(path, "w") as z:
+        z.writestr("archive/byteorder" if suffix == "pt2" else inside, "{}")
+    raw = bytearray(path.read_bytes())
+    at = raw.rindex(b"PK\1\2") + 20  # its sizes, packed and not, in the directory
+    raw[at : at + 8] = struct.pack("<II", 10_000, 10_000)
+    path.write_bytes(raw)
+    with pytest.raises(EOFError), zipfile.ZipFile(path) as z:
+        z.read(z.namelist()[0])
+    with pytest.raises(CaptureError):
         load_model(str(path))
 
 

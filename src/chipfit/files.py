@@ -13,6 +13,7 @@ import secrets
 import shutil
 import stat
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import resources
@@ -296,6 +297,8 @@ def _typed(path: Path, what: str, got: str | None = None, kinds: _Kinds = (OSErr
 
 #: an archive that says to hold more than this [bytes], and more than this many times its own size, is refused
 _LARGE, _RATIO = 1 << 30, 200
+#: what reading an archive raises that is damaged, cut off, or packed in an unknown way
+DAMAGED = OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError
 
 
 def open_zip(path: str | Path) -> zipfile.ZipFile:

@@ -3,7 +3,6 @@
 import os
 import struct
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 
 from chipfit.cli.named import made, named, named_or_made, reason
 from chipfit.errors import CaptureError, ConfigError, DataError, PlanError
-from chipfit.files import reading
+from chipfit.files import DAMAGED, reading
 from chipfit.frameworks import framework_of, load_keras, load_torch
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ def _npz(path: Path) -> list[Any]:
     try:
         with reading(path, DataError, "The data file"), zipfile.ZipFile(path) as archive:
             arrays = {k.removesuffix(".npy"): _array(archive, k) for k in archive.namelist() if k.endswith(".npy")}
-    except (ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error, RuntimeError) as e:
+    except (*DAMAGED, ValueError, MemoryError, RuntimeError) as e:
         # truncated, pickled, larger than memory, no archive, damaged, with a password or an unknown compression
         raise DataError(f"The data file cannot be read as an archive of arrays: {reason(e)}", where=str(path)) from e
     x = next((arrays[k] for k in ("x", "inputs", "images", "data") if k in arrays), None)

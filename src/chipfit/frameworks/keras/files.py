@@ -2,15 +2,13 @@
 
 import json
 import os
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
 import keras
 
 from chipfit.errors import CaptureError, GraphError, theirs
-from chipfit.files import open_zip
+from chipfit.files import DAMAGED, open_zip
 from chipfit.frameworks.keras.known import demand_known
 
 
@@ -47,7 +45,7 @@ def _check(path: str | Path) -> None:
             if not isinstance(config, dict):
                 raise ValueError("its configuration is no table")
             demand_known({k: v for k, v in config.items() if k != "compile_config"})  # which is not loaded
-    except (OSError, ValueError, KeyError, RecursionError, NotImplementedError, zipfile.BadZipFile, zlib.error) as e:
+    except (*DAMAGED, ValueError, KeyError, RecursionError) as e:
         what, got = "The file is not a Keras model that can be loaded here", f"{type(e).__name__}: {str(e)[:300]}"
         raise CaptureError(what, where=str(path), got=got, hint="save it with model.save('model.keras')") from e
     except GraphError as e:

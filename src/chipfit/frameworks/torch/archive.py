@@ -13,7 +13,6 @@ import json
 import os
 import re
 import zipfile
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from chipfit.engine.opaque import resolve_target, torch_operator
 from chipfit.engine.trees import flatten_call, read_tree
 from chipfit.engine.types import constant_of, dtype_of
 from chipfit.errors import CaptureError, ChipfitError
-from chipfit.files import open_zip, parse_json
+from chipfit.files import DAMAGED, open_zip, parse_json
 from chipfit.frameworks.torch.export import brief
 from chipfit.frameworks.torch.modules import own
 from chipfit.frameworks.torch.origin import CHECKS
@@ -34,7 +33,6 @@ from chipfit.frameworks.torch.schema import GENERATION, GRAPH, PROGRAM, WEIGHTS
 from chipfit.plan.plain import demand
 
 _SCHEMA = 8
-_DAMAGED = OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError
 #: what names that nothing has and lists of other lengths raise, and torch of sizes that do not fit the bytes
 _MALFORMED = KeyError, IndexError, ValueError, RuntimeError
 #: numbers of types and memory formats in the file -> torch's names
@@ -70,7 +68,7 @@ def load(path: str | Path) -> nn.Module:
             return _program(_Archive(archive))
     except ChipfitError as e:
         raise CaptureError(e.what, where=where, got=e.got, allowed=e.allowed, hint=e.hint) from e
-    except (*_DAMAGED, *_MALFORMED) as e:
+    except (*DAMAGED, *_MALFORMED) as e:
         hint = "torch.export.save(torch.export.export(model, example), 'model.pt2') with torch 2.9 or newer"
         what = "The file is not a program that torch.export.save wrote"
         raise CaptureError(what, where=where, got=brief(e), hint=hint) from e
