@@ -116,3 +116,12 @@ def test_dead_inputs_and_singular_moments_are_carried_by_the_damping():
     bad = torch.full((1, 4, 4), float("nan"))
     q, _, inverted = fit.rounded(w, bad, stored())
     assert not inverted and bool(torch.isfinite(q).all())
+
+
+def test_wide_rows_come_with_the_scale_that_they_were_rounded_to():
+    k = fit.MANY + 6
+    h, w = torch.eye(k).unsqueeze(0), torch.randn(1, 2, k, generator=torch.Generator().manual_seed(6))
+    q, scale, _ = fit.rounded(w, h, stored(2, k, scale=7.0, free=True))
+    codes = q / scale.view(1, 2, 1)
+    assert bool((scale < 2).all()) and len(q.unique()) > 4
+    torch.testing.assert_close(codes, codes.round(), rtol=0, atol=1e-4)

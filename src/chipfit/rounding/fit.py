@@ -84,7 +84,7 @@ def rounded(
     q = gptq(again, inverse, many, zeros, rows.grid) if inverse is not None else _nearest(again, many, zeros, rows.grid)
     error = (((q - again) @ h) * (q - again)).sum(2).view(g, len(tries), o)
     q = q.view(g, len(tries), o, k)
-    if len(tries) == 1 or rows.ids is None:
+    if rows.ids is None:
         return q[:, 0], entries, inverse is not None or not spread
     losses = torch.stack(
         [torch.zeros(len(entries)).index_add_(0, rows.ids.flatten(), e.flatten()) for e in error.unbind(1)]

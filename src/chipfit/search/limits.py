@@ -141,7 +141,7 @@ def search(
         raise PlanError(what, hint="`chipfit platforms show` lists the formats of each operator")
     found = losses(graph, plan, batches, widths, stats, seed)
     units = _units(graph, plan, widths, found)
-    alive = {"activations": peak(graph, plan), "total": peak(graph, plan)}  # whatever the widths of weights are
+    alive = dict.fromkeys(("activations", "total"), peak(graph, plan))  # whatever the widths of weights are
     most = {k: amount(v, _whole(k, graph, plan, units, widths), k) for k, v in limits.to_record().items()}
     if most.get("activations", math.inf) < alive["activations"]:
         raise PlanError(
