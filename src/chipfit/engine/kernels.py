@@ -4,8 +4,6 @@ Calibration, simulation and the trainable model call the same kernels; autograd,
 `torch.export` see plain torch. An operator is a word in `_PLAIN`, a row in `_RENAMED`, or a function with `@kernel`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Opaque operators: what has no canonical name stays a call of the framework's own, chosen from an allow-list."""
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

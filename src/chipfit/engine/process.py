@@ -1,7 +1,5 @@
 """What all threads of a process share: random generators, and machinery of torch that one thread at a time may use."""
 
-from __future__ import annotations
-
 import functools
 import random
 import threading

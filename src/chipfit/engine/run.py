@@ -1,7 +1,5 @@
 """Run a Graph on the torch engine, node by node."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Types of torch by the names that files and graphs give them: the only attributes of torch that a name can reach."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

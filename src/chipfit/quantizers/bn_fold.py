@@ -14,8 +14,6 @@ sd = sqrt(var + eps) what is remembered, m and s = sqrt(v + eps) those of the ba
 In inference 1 to 4 are all what 1 is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

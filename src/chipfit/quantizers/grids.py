@@ -4,8 +4,6 @@ Rounding is the grid's own, half to even unless a platform says otherwise; divis
 and the zero point is added after rounding, as ONNX QuantizeLinear specifies.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

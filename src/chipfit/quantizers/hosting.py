@@ -4,8 +4,6 @@ A trainable one makes what it trains on the layer that holds it, is told whether
 to an inferable one. An inferable one is a function.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """Bounds on products of scales in training: what has left them goes back by the least change, tensor after tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 

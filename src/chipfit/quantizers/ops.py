@@ -4,8 +4,6 @@ A formula takes them as `ops`: `TorchOps` here, `KerasOps` in `frameworks.keras.
 abs, clip, exp, floor, log2, maximum, minimum, reshape, round, sign, sqrt, tanh, trunc and where, which are alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

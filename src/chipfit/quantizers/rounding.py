@@ -5,8 +5,6 @@ They are exact: x - round(x) is, because round(x) is within a factor of two of x
 2 under half_even, half_away, half_up, half_even_up, floor and trunc.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sums of |code| over the weights of one output channel, which some chips bound."""
 
-from __future__ import annotations
-
 import torch
 
 from chipfit.quantizers.stored import Stored

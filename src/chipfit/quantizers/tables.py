@@ -4,8 +4,6 @@ A table holds, in ascending order, what each code stands for in units of the sca
 logarithmic grid the nearest on the logarithm.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

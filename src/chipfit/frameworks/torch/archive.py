@@ -6,8 +6,6 @@ never opened; pickled weights and constants are refused. Calls are those of `eng
 torch/_export/serde/schema.py.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -1,7 +1,5 @@
 """A linear layer of PyTorch, the batch norm behind it and the rounding of its weight as one module that trains."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What holds in each step of training: numbers that are numbers, and the platform's bounds on scales."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """One ATen call while it is read: its arguments as canonical operands and attributes, its result as new nodes."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from typing import Any

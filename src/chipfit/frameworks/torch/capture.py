@@ -1,7 +1,5 @@
 """From a PyTorch module to a Graph, through `torch.export`."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence

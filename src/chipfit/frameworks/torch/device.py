@@ -1,7 +1,5 @@
 """The device as an `nn.Module`, for evaluation."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from typing import Any

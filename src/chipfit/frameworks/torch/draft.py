@@ -1,7 +1,5 @@
 """The Graph of a model while it is read: what each fx node has become, and new nodes under free names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

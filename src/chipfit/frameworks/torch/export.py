@@ -1,7 +1,5 @@
 """From a PyTorch module to the program that `torch.export` makes of it."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """Steps of training a classifier, for users without a loop of their own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

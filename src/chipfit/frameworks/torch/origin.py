@@ -1,7 +1,5 @@
 """Where something comes from in the user's model: the layer and its settings of an fx node, the line of an error."""
 
-from __future__ import annotations
-
 import linecache
 import re
 import traceback

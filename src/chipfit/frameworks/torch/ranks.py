@@ -1,7 +1,5 @@
 """Statistics of the batches of all processes that train together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

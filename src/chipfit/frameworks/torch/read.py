@@ -5,8 +5,6 @@ value (or tuple of values) that the call's result is known by. Either raises `Un
 canonical equivalent; the operator then stays opaque.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The tables of a `.pt2` file: types of what is read of schema 8 of torch/_export/serde/schema.py; the rest may be."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, NotRequired
 
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter

@@ -1,7 +1,5 @@
 """After training: bring weights and scales of a trained simulation back into Graph and Plan."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """From the program that `torch.export` returns to a Graph, call by call."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import operator

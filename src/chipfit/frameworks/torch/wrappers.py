@@ -1,7 +1,5 @@
 """A layer that computes with rounded weights, and a place that rounds activations, to be used layer by layer."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

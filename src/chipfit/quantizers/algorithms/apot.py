@@ -1,7 +1,5 @@
 """APoT: levels that are sums of powers of two."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, replace
 from typing import Any

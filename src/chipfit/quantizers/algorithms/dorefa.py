@@ -1,7 +1,5 @@
 """DoReFa: weights through tanh, activations clipped, on fixed ranges."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DSQ: the gradient of a soft staircase."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

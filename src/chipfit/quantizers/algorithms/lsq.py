@@ -1,7 +1,5 @@
 """LSQ: the step size of each quantizer trains."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

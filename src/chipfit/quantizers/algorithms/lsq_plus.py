@@ -1,7 +1,5 @@
 """LSQ+: the zero point trains too."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

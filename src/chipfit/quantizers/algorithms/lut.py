@@ -1,7 +1,5 @@
 """Look-up tables: any levels, in units of a scale that trains."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from chipfit.quantizers.algorithm import of_table

@@ -1,7 +1,5 @@
 """N2UQ: thresholds that train, levels in equal steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

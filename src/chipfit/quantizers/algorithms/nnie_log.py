@@ -1,7 +1,5 @@
 """NNIE: logarithmic codes, rounded on the logarithm."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """PACT: the ends of the range of activations train."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """QIL: the interval of magnitudes that is quantized trains."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Straight-through rounding: weights train, grids stay where calibration put them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

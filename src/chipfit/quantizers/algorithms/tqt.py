@@ -1,7 +1,5 @@
 """TQT: the logarithm of the threshold trains."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
