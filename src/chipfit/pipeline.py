@@ -64,6 +64,8 @@ class Result(Shown):
     _made: int = 0  #: checksum of the numbers of `model` as it was made
     #: before biases and weights were corrected; None where they were not
     _uncorrected: tuple[Graph, Plan] | None = None
+    _overrides: Overrides | None = None  #: as they were given; a plan holds their text
+    _sensitivity: Sensitivity | None = None  #: what `sensitivity` found
 
     @property
     @undisturbed
@@ -159,8 +161,7 @@ class Result(Shown):
                 calibration, or a new correction that needs data, or `model` was trained.
         """
         self.refuse_trained("an edit")
-        chosen = self.plan.provenance.get("settings", {})
-        settings = Settings.from_record(chosen.get("steps", {}))
+        settings = self._settings
         corrections = steps.taken(settings, "correct")
         if corrections and (self._uncorrected is None or any("batches" in c.declares.needs for c in corrections)):
             raise PlanError(
@@ -168,31 +169,55 @@ class Result(Shown):
                 "and the calibration data are not here",
                 hint="quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`",
             )
+        graph, plan = self._decided(overrides)
+        plan = replace(plan, provenance={**self.plan.provenance, "edited": to_record(overrides)})
+        result = _corrected(graph, plan, self.platform, settings, self.stats, self.timings)
+        result._overrides = overrides
+        return result.trains(self.training) if self.training is not None else result
+
+    @property
+    def _settings(self) -> Settings:
+        return Settings.from_record(self.plan.provenance.get("settings", {}).get("steps", {}))
+
+    def _decided(self, overrides: Overrides) -> tuple[Graph, Plan]:
+        """The plan with these overrides instead, rounded to the nearest."""
         graph, before = self._uncorrected or (self.graph, self.plan)
-        graph, assignment, _notes = decide(graph, self.platform, overrides, settings)
+        graph, assignment, _notes = decide(graph, self.platform, overrides, self._settings)
         _refuse_all_float(assignment, self.platform)
         stats = dict(self.stats)
         for t in self.plan.tensors.values():
             if t.name not in stats and t.role == "activation" and t.low is not None and t.high is not None:
                 stats[t.name] = TensorStats(t.name, t.low, t.high, batches=1)
+        chosen = self.plan.provenance.get("settings", {})
         rules = {k: v for k, v in chosen.items() if k in ("rule", "weight_rule", "z_threshold")}
         tensors = scales.choose(graph, assignment, stats, known=before.tensors, **rules)
-        record = {**self.plan.provenance, "edited": to_record(overrides)}
-        plan = _plan(before, graph, tensors, assignment, provenance=record)
-        result = _corrected(graph, plan, self.platform, settings, self.stats, self.timings)
-        return result.trains(self.training) if self.training is not None else result
+        return graph, _plan(before, graph, tensors, assignment)
+
+    def _and(self, overrides: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+        """More overrides, behind those that were given and the widths that a search chose."""
+        known, earlier = self.plan.provenance, self._overrides
+        if earlier is None:
+            earlier = known.get("edited", known.get("settings", {}).get("overrides"))
+        widths = {} if "edited" in known else known.get("chosen", {})
+        return [*as_overrides(self.graph, widths, earlier), *overrides.items()]
 
     @undisturbed
     def sensitivity(self, data: Any) -> Sensitivity:
         """Which tensors hurt: what each adds to the loss as it is stored, and at the other widths that the chip has.
 
-        One forward and one backward pass over the first 128 samples of `data`; nothing is quantized again.
+        One forward and one backward pass over the first 128 samples of `data`, and one trial of each change that is
+        advised. From now on `report` shows it.
 
         Raises:
             DataError: see `quantize`.
         """
         graph, plan = self._uncorrected or (self.graph, self.plan)
-        return sensitivity(graph, plan, self.platform, batches(data, graph), self.stats)
+
+        def tried(more: Mapping[str, Any]) -> tuple[Graph, Plan]:
+            return self._decided(self._and(more))
+
+        self._sensitivity = sensitivity(graph, plan, self.platform, batches(data, graph), self.stats, tried)
+        return self._sensitivity
 
     @property
     def report(self) -> Report:
@@ -204,11 +229,15 @@ class Result(Shown):
             self.graph, self.plan, self.platform, stats=self.stats, timings=self.timings, verification=self.verification
         )
 
-        def edit(overrides: Overrides) -> tuple[Graph, Plan]:
-            other = self.as_calibrated().edit(overrides)
+        def edit(more: Mapping[str, Any]) -> tuple[Graph, Plan]:
+            other = self.as_calibrated().edit(self._and(more))
             return other.graph, other.plan
 
-        return replace(report, tried=tried(report, self.graph, self.plan, edit))
+        advised = tried(report, self.graph, self.plan, edit)
+        found = self._sensitivity
+        if found is None:
+            return replace(report, tried=advised)
+        return replace(report, tried=(*advised, *found.tried), sensitivity=tuple(found.rows()))
 
     @undisturbed
     def export(self, path: str | Path, **options: Any) -> Path:
@@ -350,6 +379,7 @@ def quantize(
 
     with clock("correct") if steps.taken(settings, "correct") else nullcontext():
         result = _corrected(graph, plan, target, settings, stats, clock.seconds, batches(again, graph), choose)
+    result._overrides = overrides
     return result.trains(trained_by) if trained_by is not None else result
 
 

@@ -44,6 +44,17 @@ def test_an_override_that_helps_is_advised_with_its_gain_and_the_gain_is_true(sp
     assert after > before + 1
 
 
+def test_advice_is_tried_on_top_of_earlier_overrides(spread):
+    model, data = spread
+    result = chipfit.quantize(model, data, rule="no_clipping", overrides={"2": "float"}, progress=False)
+    result.verify(data)
+    (said,) = [a for a in advice(result.report) if "overrides=" in a]
+    more = "0" if "{'0': 'float'}" in said else "1"
+    other = chipfit.quantize(model, data, rule="no_clipping", overrides={"2": "float", more: "float"}, progress=False)
+    after = float(said.split(" to ")[1].split(" dB")[0])
+    assert output_sqnr(other.graph, other.plan) == pytest.approx(after, abs=0.1)
+
+
 def test_one_that_does_not_help_is_not_spoken_of(spread):
     model, data = spread
     result = chipfit.quantize(model, data, rule="no_clipping", progress=False)

@@ -1,11 +1,19 @@
 """Losses of widths against brute force, and networks that keep their limits."""
 
+import io
+import re
+from dataclasses import replace
+
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import chipfit
 from chipfit.errors import ConfigError, DataError, PlanError
+from chipfit.report.advice import advice
+from chipfit.report.html import page
+from chipfit.report.terminal import render
 from chipfit.rounding.compare import Reference
 
 
@@ -55,6 +63,52 @@ def test_losses_rank_layers_as_trying_them_out_does():
     ranked = found.ranked()
     assert [v for _, v in ranked] == sorted((v for _, v in ranked), reverse=True)
     assert "b.weight" in str(found) and "at other widths" in str(found)
+
+
+def test_losses_of_activations_are_those_of_rounding_one_alone():
+    result = chipfit.quantize(Net().eval(), DATA, overrides={"*": {"bits": 16, "activation_bits": 5}}, **PLATFORM)
+    found, reference = result.sensitivity(DATA), Reference(result.graph, [[x] for x in DATA])
+    alone = {
+        name: reference.loss(result.graph, replace(result.plan, tensors={name: t}))
+        for name, t in result.plan.tensors.items()
+        if t.role == "activation" and t.quantized
+    }
+    assert len(alone) == 4 and alone.keys() <= found.losses.keys()
+    predicted = {name: found.losses[name][5] for name in alone}
+    assert sorted(alone, key=alone.get) == sorted(predicted, key=predicted.get)
+    for name, loss in alone.items():
+        assert predicted[name] == pytest.approx(loss, rel=0.6), name
+
+
+def test_advice_names_a_width_that_was_tried_with_its_gain_and_price():
+    overrides = {"*": {"bits": 8, "activation_bits": 16}, "a": {"bits": 2, "activation_bits": 16}}
+    result = fitted(overrides=overrides)
+    assert result.report.sensitivity == () and "which tensors hurt" not in terminal(result)
+    (said,) = result.sensitivity(DATA).tried
+    assert said.startswith("keep 'a' at ") and said in advice(result.report)
+    assert "try   keep 'a' at " in str(result.sensitivity(DATA))
+    bits, before, after, gain, price = re.search(
+        r"'bits': (\d)}} takes the loss from (\S+) to (\S+) \((-\d+) %, predicted -\d+ %\) for \+(\S+) %", said
+    ).groups()
+    other = fitted(overrides={**overrides, "a": {"bits": int(bits), "activation_bits": 16}})
+    reference = Reference(result.graph, [[x] for x in DATA])
+    assert reference.loss(result.graph, result.plan) == pytest.approx(float(before), rel=0.01)
+    assert reference.loss(other.graph, other.plan) == pytest.approx(float(after), rel=0.01)
+    assert 100 * float(after) / float(before) - 100 == pytest.approx(float(gain), abs=1)
+    sizes = {n: w.numel() for n, w in Net().named_parameters() if w.dim() > 1}
+    size = 8 * sum(sizes.values()) - 6 * sizes["a.weight"]
+    assert 100 * (int(bits) - 2) * sizes["a.weight"] / size == pytest.approx(float(price), abs=0.06)
+    shown = terminal(result)
+    assert "which tensors hurt" in shown and "█" * 24 in shown
+    rows = result.report.to_dict()["sensitivity"]
+    assert [r["loss"] for r in rows] == sorted((r["loss"] for r in rows), reverse=True) and rows[0]["share"] == 1
+    assert "Which tensors hurt" in page(result.report) and "a.weight, 2 bits" in page(result.report)
+
+
+def terminal(result):
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(render(result.report))
+    return console.export_text()
 
 
 def test_fewer_bits_never_lose_less_and_float_activations_have_no_row():

@@ -60,6 +60,8 @@ class ReportData:
     simulated: bool = False  #: all that the platform says of its arithmetic is simulated: exactness may be claimed
     not_modelled: tuple[str, ...] = ()  #: what the platform says and chipfit does not do, with what it does instead
     tried: tuple[str, ...] = ()  #: overrides that were tried and help, each with its gain
+    #: what each tensor adds to the loss, most first; empty before `Result.sensitivity` (see `Sensitivity.rows`)
+    sensitivity: tuple[Mapping[str, Any], ...] = ()
     inputs: tuple[LayerRow, ...] = ()  #: how the model's own inputs are stored
     verification: Mapping[str, Any] | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)

@@ -90,6 +90,7 @@ def build(
         notes=plan.rewrites,
         simulated=whole_arithmetic(platform),
         tried=(),
+        sensitivity=(),
         not_modelled=not_modelled(platform),
         provenance=plan.provenance,
         verification={**verification.to_dict(), "summary": verification.summary()} if verification else None,

@@ -15,6 +15,7 @@ from chipfit.report.record import LayerRow, ReportData
 
 #: longest table that is printed whole; of a longer one the weakest kernels are shown
 KERNELS = 40
+HEAVY = 12  #: tensors that are shown, of those that hurt
 RUNS = {"int": "integers", "follow": "moves codes", "table": "table", "float": "float"}
 
 
@@ -95,6 +96,8 @@ def render(report: ReportData) -> Group:
     if report.warnings:
         doubts = escape("\n".join(report.warnings))
         parts.insert(0, Panel(doubts, title="read this first", border_style="red"))
+    if report.sensitivity:
+        parts.append(Panel(_hurts(report), title="which tensors hurt", border_style="cyan"))
     if report.floats:
         why = Table.grid(padding=(0, 2))
         for reason, layers in report.floats.items():
@@ -156,6 +159,18 @@ def _table(kernels: list[tuple[LayerRow, ...]]) -> Table:
         runs = f"[yellow]{RUNS[how]}[/]" if how == "float" else RUNS[how]
         noise = "" if r.sqnr_db is None else f"{r.sqnr_db:.1f} dB"
         table.add_row(escape(kernel_name(kernel)), escape(kernel_ops(kernel)), runs, formats(kernel), reach, noise)
+    return table
+
+
+def _hurts(report: ReportData) -> Table:
+    """The heaviest tensors, with bars."""
+    table = Table.grid(padding=(0, 2))
+    for r in report.sensitivity[:HEAVY]:
+        bar = f"[yellow]{'█' * round(24 * r['share'])}[/]"
+        table.add_row(escape(r["tensor"]), f"{r['bits']} bits", f"{r['loss']:.2g}", bar)
+    left = len(report.sensitivity) - HEAVY
+    if left > 0:
+        table.add_row(f"[dim]and {left} more[/]")
     return table
 
 

@@ -35,12 +35,12 @@ def tried(
 ) -> tuple[str, ...]:
     """A sentence for each candidate that makes the model's outputs better, with the gain that was measured.
 
-    Nothing is tried where the samples are not there any more, or where earlier overrides would be lost.
+    Nothing is tried where the samples are not there any more.
 
     Args:
-        edit: decides again with overrides.
+        edit: decides again with more overrides.
     """
-    hopes = candidates(report) if graph.example and not plan.provenance.get("overrides") else []
+    hopes = candidates(report) if graph.example else []
     before, out = output_sqnr(graph, plan) if hopes else 0.0, []
     for overrides, why in hopes:
         try:

@@ -87,7 +87,7 @@ def losses(
     }
     out: Losses = {name: dict.fromkeys(bits, 0.0) for name, bits in widths.items()}
     count = 0
-    for batch in _few(batches):
+    for batch in few(batches):
         count += max(len(x) if x.dim() else 1 for x in batch)
         outputs = {s.node.output for s in seen}
         values, gradients = _backward(graph, batch, outputs | grids.keys(), {s.node.data for s in seen}, random)
@@ -141,8 +141,8 @@ def _activation(stored: Stored, bits: int, stats: TensorStats | None) -> Stored:
     return stored.with_(grid=grid, scale=q.scale, zero_point=q.zero_point)
 
 
-def _few(batches: Iterable[Sequence[Tensor]]) -> Iterable[list[Tensor]]:
-    """The first images, in chunks."""
+def few(batches: Iterable[Sequence[Tensor]]) -> Iterable[list[Tensor]]:
+    """The first `IMAGES` samples, in chunks."""
     left = IMAGES
     for batch in batches:
         sizes = {len(x) if x.dim() else 0 for x in batch}

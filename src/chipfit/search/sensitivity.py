@@ -1,19 +1,29 @@
-"""Which tensors hurt: the loss that each adds, as it is stored and at other widths."""
+"""Which tensors hurt: the loss that each adds, as it is stored and at other widths, and what to do about it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
 from chipfit.calibration.collect import TensorStats
+from chipfit.errors import ChipfitError
 from chipfit.graph.ir import Graph
+from chipfit.graph.linear import is_linear
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
+from chipfit.rounding.compare import Reference
 from chipfit.screen import Screen, Shown
 from chipfit.search.limits import candidates
-from chipfit.search.losses import Losses, losses
+from chipfit.search.losses import Losses, few, losses
+from chipfit.search.resources import resources
+
+#: how many changes are tried, and the share of the loss that one must give back to be spoken of
+TRIALS, GAIN = 2, 0.1
+#: a wider format is wide enough when it gives back so much of what float would
+ENOUGH = 0.75
 
 
 @dataclass(frozen=True, repr=False)
@@ -23,28 +33,39 @@ class Sensitivity(Shown):
     losses: Losses  #: tensor -> width in bits -> loss
     bits: dict[str, int]  #: the width that each has
     layers: dict[str, str]  #: the user's layer that owns or makes it
+    tried: tuple[str, ...] = ()  #: overrides that were tried and help, each with its gain and price
 
     def ranked(self) -> list[tuple[str, float]]:
         """Tensors and what keeping each in float would give back, most first."""
         return sorted(((t, row[self.bits[t]]) for t, row in self.losses.items()), key=lambda x: -x[1])
 
+    def rows(self) -> list[dict[str, Any]]:
+        """The same as data: tensor, layer, bits, loss, loss as a share of the greatest, and losses at other widths."""
+        most = max((v for _, v in self.ranked()), default=0.0)
+        return [
+            {
+                "tensor": t,
+                "layer": self.layers[t] or t,
+                "bits": self.bits[t],
+                "loss": v,
+                "share": v / most if most else 0.0,
+                "others": {b: x for b, x in sorted(self.losses[t].items()) if b != self.bits[t]},
+            }
+            for t, v in self.ranked()
+        ]
+
     def _screen(self) -> Screen:
-        ranked = self.ranked()
-        total, most = sum(v for _, v in ranked), max((v for _, v in ranked), default=0.0)
+        others = (", ".join(f"{b}: {x:.2g}" for b, x in r["others"].items()) for r in self.rows())
         rows = [
-            (
-                self.layers[t] or t,
-                t,
-                self.bits[t],
-                v,
-                "#" * round(12 * v / most) if most else "",
-                ", ".join(f"{b}: {x:.2g}" for b, x in sorted(self.losses[t].items()) if b != self.bits[t]),
-            )
-            for t, v in ranked
+            (r["layer"], r["tensor"], r["bits"], r["loss"], "#" * round(12 * r["share"]), more)
+            for r, more in zip(self.rows(), others, strict=True)
         ]
         return Screen(
-            f"Predicted loss {total:.3g}, of {len(rows)} tensors one at a time",
-            {"unit": "KL divergence to the float model for class scores, else share of the outputs' energy"},
+            f"Predicted loss {sum(v for _, v in self.ranked()):.3g}, of {len(rows)} tensors one at a time",
+            {
+                "unit": "KL divergence to the float model for class scores, else share of the outputs' energy",
+                "try": "; ".join(self.tried),
+            },
             ("layer", "tensor", "bits", "loss", "", "at other widths"),
             rows,
             "sensitivity.losses",
@@ -57,12 +78,14 @@ def sensitivity(
     platform: Platform,
     batches: Iterable[Sequence[Tensor]],
     stats: Mapping[str, TensorStats],
+    decide: Callable[[dict[str, Any]], tuple[Graph, Plan]],
 ) -> Sensitivity:
     """The losses of all weights of linear operators and of all activations that are stored in codes.
 
     Args:
         batches: of graph inputs.
         stats: of activations, for their ranges at other widths; without them only the present width is tried.
+        decide: the plan with more overrides, rounded to the nearest.
 
     Raises:
         DataError: no batch at all.
@@ -71,6 +94,45 @@ def sensitivity(
     for name, t in plan.tensors.items():
         if t.role == "activation" and t.stored is not None and name not in widths:
             widths[name] = (t.stored.grid.bits,)
-    now = {name: plan[name].grid.bits for name in widths}
-    found = losses(graph, plan, batches, widths, stats)
-    return Sensitivity(found, now, {name: plan.tensors[name].layer for name in widths})
+    now, images = {name: plan[name].grid.bits for name in widths}, list(few(batches))
+    found = losses(graph, plan, images, widths, stats)
+    out = Sensitivity(found, now, {name: plan.tensors[name].layer for name in widths})
+    return replace(out, tried=_tried(out, graph, plan, images, decide))
+
+
+def _tried(
+    found: Sensitivity,
+    graph: Graph,
+    plan: Plan,
+    images: Sequence[Sequence[Tensor]],
+    decide: Callable[[dict[str, Any]], tuple[Graph, Plan]],
+) -> tuple[str, ...]:
+    """A sentence for each of the heaviest weights that more bits, or float, make better on these images."""
+    readers = {n.weight: n for n in graph.nodes if is_linear(graph, n)}
+    total = sum(v for _, v in found.ranked())
+    heavy = [(t, v) for t, v in found.ranked() if t in readers and v > GAIN * total][:TRIALS]
+    if not heavy:
+        return ()
+    reference, out = Reference(graph, images), []
+    before, size = reference.loss(graph, plan), resources(graph, plan).weights
+    samples = sum(len(x[0]) if x[0].dim() else 1 for x in images)
+    for tensor, loss in heavy:
+        gains = {b: loss - x for b, x in found.losses[tensor].items() if b > found.bits[tensor]}
+        bits = min((b for b, gain in gains.items() if gain >= ENOUGH * loss), default=None)
+        change: Any = "float" if bits is None else {"bits": bits}
+        overrides = {readers[tensor].who: change}
+        try:
+            other = decide(overrides)
+        except ChipfitError:  # the platform does not allow it
+            continue
+        after = reference.loss(*other)
+        if after <= (1 - GAIN) * before:
+            where = "in float" if bits is None else f"at {bits} bits"
+            gain, hoped = 1 - after / before, gains.get(bits or 0, loss) / total
+            price = resources(*other).weights / size - 1
+            out.append(
+                f"keep '{readers[tensor].who}' {where}: overrides={overrides} takes the loss from {before:.3g} to "
+                f"{after:.3g} ({-100 * gain:+.0f} %, predicted {-100 * hoped:+.0f} %) for {100 * price:+.1f} % of the "
+                f"weights' memory (tried on {samples} samples, rounded to the nearest)."
+            )
+    return tuple(out)
