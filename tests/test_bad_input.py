@@ -480,6 +480,49 @@ def test_a_table_for_60_bit_codes_is_refused_in_python_too():
     refusal(ModelingError, "at most 16 bits", fit, small(), [X], platform=model)
 
 
+@pytest.mark.parametrize("part", ["math", "operator_set", "fusing_patterns"])
+@pytest.mark.parametrize("given", [torch.ones(2), 0, 5, "x"], ids=str)
+def test_parts_of_a_modelled_chip_are_of_their_kind(part, given):
+    import chipfit.target_platform as tp
+
+    weights = tp.AttributeQuantizationConfig(tp.QuantizationMethod.SYMMETRIC, 8)
+    options = tp.QuantizationConfigOptions(
+        [tp.OpQuantizationConfig(weights, {}, tp.QuantizationMethod.SYMMETRIC, 8, 8, True)]
+    )
+    refusal(ModelingError, f"'{part}' of TargetPlatformModel", tp.TargetPlatformModel, options, **{part: given})
+
+
+@pytest.mark.parametrize("much", [10**30, 2**64, 10**400], ids=["1e30", "2^64", "1e400"])
+def test_integers_that_no_tensor_holds(much):
+    overrides = {"0": {"z_threshold": much}}
+    if much < 10**300:  # further than any value: nothing is dropped
+        fit(small(), [X], z_threshold=much)
+        fit(small(), [X], overrides=overrides)
+    else:
+        refusal(ConfigError, "above 0", fit, small(), [X], z_threshold=much)
+        refusal(PlanError, "standard deviations", fit, small(), [X], overrides=overrides)
+        refusal(ConfigError, "a number above 0", chipfit.Limits, total=much)
+        refusal(PlanError, "a number of at least 0", chipfit.Settings, shift_negative=much)
+
+
+@pytest.mark.parametrize("scale", [float("inf"), float("nan"), 0, -1.0, "x"])
+def test_a_fixed_scale_is_a_finite_number_above_zero(scale):
+    import chipfit.target_platform as tp
+
+    weights = tp.AttributeQuantizationConfig(tp.QuantizationMethod.SYMMETRIC, 8)
+    given = (weights, {}, tp.QuantizationMethod.SYMMETRIC, 8, 8, True)
+    refusal(ModelingError, "finite number above 0", tp.OpQuantizationConfig, *given, fixed_scale=scale)
+
+
+def test_a_list_that_holds_itself_is_cut_off_in_filters():
+    import chipfit.target_platform as tp
+
+    loop: list = [1]
+    loop.append(loop)
+    said = repr(tp.LayerFilterParams(torch.nn.Conv2d, stride=loop))
+    assert "..." in said and said.count("(1,") == 20
+
+
 # ---------------------------------------------------------------- the command line
 
 

@@ -39,6 +39,7 @@ from chipfit.platform.load import load as load_platform
 from chipfit.platform.match import fusions, sets_of
 from chipfit.platform.schema import Platform
 from chipfit.ranges import Rule, name_of, rule_of
+from chipfit.registry import is_number
 from chipfit.screen import Screen, Shown
 from chipfit.search.limits import Limits, as_overrides, search
 from chipfit.search.sensitivity import Sensitivity, sensitivity
@@ -385,11 +386,15 @@ def quantize(
 
 def _understood(settings: Any, z_threshold: Any, limits: Any, seed: Any) -> int:
     """Options that are of the right kind; returns the seed as an integer that JSON knows."""
-    is_number = isinstance(z_threshold, (int, float)) and not isinstance(z_threshold, bool)
     ends = (-(2**63), 2**63 - 1)
     options: tuple[tuple[str, Any, bool, str], ...] = (
         ("settings", settings, isinstance(settings, Settings), "chipfit.Settings(...)"),
-        ("z_threshold", z_threshold, z_threshold is None or (is_number and z_threshold > 0), "None, or above 0"),
+        (
+            "z_threshold",
+            z_threshold,
+            z_threshold is None or (is_number(z_threshold) and z_threshold > 0),
+            "None, or above 0",
+        ),
         ("limits", limits, limits is None or isinstance(limits, Limits), "None, or chipfit.Limits(...)"),
         ("seed", seed, isinstance(seed, Integral) and ends[0] <= int(seed) <= ends[1], "an integer of 64 bits"),
     )

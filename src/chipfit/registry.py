@@ -12,11 +12,12 @@ import functools
 import importlib
 import importlib.util
 import pkgutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 from chipfit.errors import ConfigError, RegistrationError, RuntimeUnavailable, UnknownNameError
 
@@ -232,13 +233,19 @@ def made(kind: str, text: str, aliases: Mapping[str, str] | None = None, **setti
     for setting, value in settings.items():
         if setting not in known:
             raise UnknownNameError(f"setting of {word} '{name}'", setting, known)
-        is_number = isinstance(value, (int,) if known[setting] == "int" else (int, float))
-        fits = is_number and not isinstance(value, bool) and 0 < value <= _MOST
+        whole = known[setting] != "int" or isinstance(value, int)
+        fits = whole and is_number(value) and 0 < value <= _MOST
         if not (isinstance(value, bool) if known[setting] == "bool" else fits):
             allowed = {"bool": "True or False", "int": "an integer above 0"}.get(known[setting], "a number above 0")
             got = repr(value)[:120]
             raise ConfigError(f"Setting '{setting}' of {word} '{name}' is not understood", got=got, allowed=allowed)
     return make(**settings)
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is a number that a double holds: no bool, no infinity, no integer beyond."""
+    most = sys.float_info.max
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -most <= value <= most
 
 
 def entries(kind: str) -> dict[str, Entry]:

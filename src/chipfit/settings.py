@@ -6,12 +6,11 @@ Each step declares its setting where it stands (`chipfit.registry.Step`); a step
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from chipfit.errors import PlanError, UnknownNameError
-from chipfit.registry import STAGES, Setting, ordered
+from chipfit.registry import STAGES, Setting, is_number, ordered
 
 
 def known() -> dict[str, Setting]:
@@ -49,8 +48,7 @@ class Settings(metaclass=_Signed):
             elif words := settings[name].choices:
                 bad, allowed = value is not None and value not in words, f"None, or {', '.join(map(repr, words))}"
             else:
-                number = isinstance(value, (int, float)) and not isinstance(value, bool)
-                bad = value is not None and not (number and 0 <= value < math.inf)
+                bad = value is not None and not (is_number(value) and value >= 0)
                 allowed = "None, or a number of at least 0"
             if bad:
                 raise PlanError(f"The setting '{name}' is not understood", got=repr(value), allowed=allowed)

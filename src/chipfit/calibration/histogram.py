@@ -95,4 +95,4 @@ def without_outliers(centers: torch.Tensor, counts: torch.Tensor, z_threshold: f
     distance = (centers - mean).abs()
     std = (distance.square() * counts).sum().div(counts.sum()).sqrt()
     nearest = distance[counts > 0].min() * (1 + 1e-6)
-    return torch.where(distance <= torch.maximum(z_threshold * std, nearest), counts, torch.zeros_like(counts))
+    return torch.where(distance <= torch.maximum(float(z_threshold) * std, nearest), counts, torch.zeros_like(counts))

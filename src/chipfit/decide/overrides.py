@@ -14,6 +14,7 @@ from chipfit.errors import PlanError, UnknownNameError
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 from chipfit.ranges import name_of, rule_of
+from chipfit.registry import is_number
 
 
 class LayerFilter(Protocol):
@@ -29,12 +30,8 @@ class LayerFilter(Protocol):
 Overrides = Mapping[Any, Any] | Sequence[tuple[Any, Any]]
 
 
-def _is_number(v: Any) -> bool:
-    return isinstance(v, (int, float)) and not isinstance(v, bool)
-
-
 def _is_bits(v: Any) -> bool:
-    return v is None or (isinstance(v, str) and v == "float") or (_is_number(v) and isinstance(v, int) and v > 0)
+    return v is None or (isinstance(v, str) and v == "float") or (is_number(v) and isinstance(v, int) and v > 0)
 
 
 def _is_rule(v: Any) -> bool:
@@ -42,7 +39,7 @@ def _is_rule(v: Any) -> bool:
 
 
 def _is_range(v: Any) -> bool:
-    numbers = isinstance(v, (tuple, list)) and all(_is_number(x) and abs(x) <= _LARGEST for x in v)
+    numbers = isinstance(v, (tuple, list)) and all(is_number(x) and abs(x) <= _LARGEST for x in v)
     return numbers and len(v) == 2 and bool(v[0] <= v[1])
 
 
@@ -65,7 +62,7 @@ CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "range": ("(low, high) of the result, known beforehand: nothing is collected for it", _is_range),
     "z_threshold": (
         "outliers of the result that its range ignores, in standard deviations",
-        lambda v: _is_number(v) and v > 0,
+        lambda v: is_number(v) and v > 0,
     ),
 }
 #: those that say nothing about a layer without weights

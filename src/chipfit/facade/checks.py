@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True, validate_assignment=True)
 #: types of pydantic's errors -> what is allowed; braces hold the error's own facts
 _ALLOWED: dict[str, str] = package_data("chipfit.facade", "words.yaml")
-_CLASSES = {"Sequence": "a list", "list": "a list", "dict": "a dictionary"}
+_CLASSES = {"Sequence": "a list", "list": "a list", "dict": "a dictionary", "Math": "a dictionary"}
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 120  # of a value in a message
 _ARITY = ("missing", "missing_argument", "unexpected_positional_argument", "multiple_argument_values")

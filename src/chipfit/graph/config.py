@@ -5,17 +5,25 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+#: lists and mappings inside each other; a list that holds itself has no end
+_DEEPEST = 20
 
-def plain(value: Any) -> Any:
-    """A value of a framework's configuration as JSON data: what has a name by its name, lists as tuples."""
+
+def plain(value: Any, deepest: int = _DEEPEST) -> Any:
+    """A value of a framework's configuration as JSON data: what has a name by its name, lists as tuples.
+
+    What lies deeper than `deepest` lists and mappings is "...".
+    """
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, (list, tuple, Mapping)) and not deepest:
+        return "..."
     if isinstance(value, (list, tuple)):
-        return tuple(plain(v) for v in value)
+        return tuple(plain(v, deepest - 1) for v in value)
     if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {str(k): plain(v, deepest - 1) for k, v in value.items()}
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         return value.item()
     return getattr(value, "__name__", None) or str(value)

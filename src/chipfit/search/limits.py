@@ -19,6 +19,7 @@ from chipfit.graph.linear import is_linear
 from chipfit.plan.record import Plan
 from chipfit.platform.match import resolve_node
 from chipfit.platform.schema import Platform
+from chipfit.registry import is_number
 from chipfit.search.losses import Losses, losses
 from chipfit.search.resources import peak, products, width
 from chipfit.search.solve import Unit, solve
@@ -63,11 +64,9 @@ def amount(value: Amount, whole: float, name: str) -> float:
     if isinstance(value, str):
         parts = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([A-Za-z]*|%)\s*", value)
         number, unit = (float(parts[1]), parts[2].upper()) if parts else (None, "")
-    good = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number) and number > 0
-    if not good or not (unit == "%" or unit in _UNITS):
+    if not (is_number(number) and number > 0 and (unit == "%" or unit in _UNITS)):
         allowed = f"a number above 0, a share like '50%', or a number with one of {', '.join(u for u in _UNITS if u)}"
         raise ConfigError(f"The limit on {name} is not understood", got=repr(value), allowed=allowed)
-    assert isinstance(number, (int, float))
     return number / 100 * whole if unit == "%" else number * _UNITS[unit]
 
 

@@ -120,7 +120,7 @@ Attributes = Annotated[
     Mapping[str, AttributeQuantizationConfig], AfterValidator(lambda given: MappingProxyType(dict(given)))
 ]
 _Edits = Mapping[str, Mapping[str, Any]] | None
-Scale = Annotated[float, Field(gt=0, strict=False), allowed("a number above 0")]
+Scale = Annotated[float, Field(gt=0, strict=False, allow_inf_nan=False), allowed("a finite number above 0")]
 #: True stands for SIGNED, False for UNSIGNED
 _OF_BOOLS = BeforeValidator(lambda v: (Signedness.UNSIGNED, Signedness.SIGNED)[v] if isinstance(v, bool) else v)
 Sign = Annotated[Signedness, by_name(Signedness), _OF_BOOLS]

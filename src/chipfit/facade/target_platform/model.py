@@ -8,12 +8,12 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, PlainValidator, SkipValidation
+from pydantic import AfterValidator, BeforeValidator, PlainValidator
 
 from chipfit.errors import ModelingError, UnknownNameError
 from chipfit.facade.checks import Name, arguments, record
@@ -167,7 +167,7 @@ class Fusing:
 
 
 def _arithmetic(given: Any) -> Math:
-    return Math.model_validate(given or {})
+    return Math.model_validate({} if given is None else given)
 
 
 class TargetPlatformModel:
@@ -192,8 +192,8 @@ class TargetPlatformModel:
         add_metadata: Flag = False,
         name: str = "default_tp_model",
         *,
-        operator_set: SkipValidation[Iterable[OperatorGroup] | None] = None,
-        fusing_patterns: SkipValidation[Iterable[Fusing] | None] = None,
+        operator_set: Sequence[OperatorGroup] | None = None,
+        fusing_patterns: Sequence[Fusing] | None = None,
         math: Annotated[Math | Mapping[str, Any] | None, PlainValidator(_arithmetic)] = None,
         is_simd_padding: Flag = False,
     ) -> None:
