@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from pkgutil import resolve_name
 
 import pytest
 import torch
 
-from chipfit.engine.kernels import _PLAIN, _RENAMED, KERNELS
+from chipfit.engine.kernels import _TORCH, KERNELS
 from chipfit.graph.ops import OPS
 
-PLAIN = {word.partition("=")[0] for words in _PLAIN.values() for word in words.split()}
+PLAIN = {word.partition("=")[0] for words in _TORCH["plain"].values() for word in words.split()}
+RENAMED = _TORCH["renamed"]
 
 
 def parameters(function) -> set[str]:
@@ -28,15 +30,15 @@ def test_every_operator_has_a_kernel_and_every_kernel_an_operator():
 
 
 def test_an_operator_is_registered_once():
-    assert not PLAIN & set(_RENAMED)
+    assert not PLAIN & set(RENAMED)
 
 
-@pytest.mark.parametrize("op", sorted(_RENAMED))
+@pytest.mark.parametrize("op", sorted(RENAMED))
 def test_a_renamed_attribute_is_the_operators_and_a_parameter_of_torch(op):
-    function, names = _RENAMED[op]
+    function, names = RENAMED[op]
     ours, theirs = zip(*(name.split("=") for name in names.split()), strict=True)
     assert sorted(ours) == sorted(OPS[op].attrs)
-    assert set(theirs) <= parameters(function)
+    assert set(theirs) <= parameters(resolve_name(function))
 
 
 @pytest.mark.parametrize("op", sorted(PLAIN))
@@ -44,7 +46,7 @@ def test_torch_takes_the_attributes_of_a_plain_operator_under_their_own_names(op
     assert set(OPS[op].attrs) <= parameters(KERNELS[op])
 
 
-@pytest.mark.parametrize("op", sorted(set(OPS) - PLAIN - set(_RENAMED)))
+@pytest.mark.parametrize("op", sorted(set(OPS) - PLAIN - set(RENAMED)))
 def test_a_kernel_takes_the_attributes_of_its_operator_and_no_others(op):
     keywords = [p for p in inspect.signature(KERNELS[op]).parameters.values() if p.kind is p.KEYWORD_ONLY]
     assert sorted(p.name for p in keywords if p.default is p.empty) == sorted(OPS[op].attrs)

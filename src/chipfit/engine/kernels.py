@@ -1,11 +1,12 @@
 """The torch engine: one kernel per canonical operator, called as `kernel(*operands, **attributes)`.
 
 Calibration, simulation and the trainable model call the same kernels; autograd, autocast, `torch.compile` and
-`torch.export` see plain torch. An operator is a word in `_PLAIN`, a row in `_RENAMED`, or a function with `@kernel`.
+`torch.export` see plain torch. An operator is a word or a row in `kernels.yaml`, or a function in `KERNELS`.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -14,59 +15,26 @@ from torch import Tensor
 
 from chipfit.engine.opaque import fill, resolve_target
 from chipfit.engine.types import dtype_of
+from chipfit.files import package_data
 from chipfit.graph.ir import OPAQUE, Node
 
 Kernel = Callable[..., Any]
 
-#: operators that torch computes by one function of the same operands and attributes; its name follows "=" where it is
-#: not the operator's own in lower case
-_PLAIN = {
-    torch: """
-        MatMul Relu Sigmoid Tanh Exp Log Abs Neg Sqrt Rsqrt Sin Cos Erf Floor Ceil Round Sign Reciprocal Clamp Reshape
-        Add Sub Mul Div Pow Where Max=maximum Min=minimum Mod=remainder FloorDiv=floor_divide LogicalNot=logical_not
-        Equal=eq NotEqual=ne Less=lt LessEqual=le Greater=gt GreaterEqual=ge LogicalAnd=logical_and LogicalOr=logical_or
-    """,
-    F: """
-        Linear Relu6 HardSwish HardSigmoid Swish=silu Mish Selu Elu Gelu Softplus LeakyRelu=leaky_relu PRelu
-        SDPA=scaled_dot_product_attention ChannelShuffle=channel_shuffle
-    """,
-}
-#: operators whose attributes have other names in torch: its function, and "attribute=parameter" for each
-_RENAMED: dict[str, tuple[Kernel, str]] = {
-    "Softmax": (torch.softmax, "axis=dim"),
-    "LogSoftmax": (torch.log_softmax, "axis=dim"),
-    "CumSum": (torch.cumsum, "axis=dim"),
-    "Mean": (torch.mean, "axes=dim keepdims=keepdim"),
-    "Sum": (torch.sum, "axes=dim keepdims=keepdim"),
-    "ReduceMax": (torch.amax, "axes=dim keepdims=keepdim"),
-    "ReduceMin": (torch.amin, "axes=dim keepdims=keepdim"),
-    "ReduceL2": (torch.linalg.vector_norm, "axes=dim keepdims=keepdim"),
-    "ArgMax": (torch.argmax, "axis=dim keepdims=keepdim"),
-    "Transpose": (torch.permute, "perm=dims"),
-    "Squeeze": (torch.squeeze, "axes=dim"),
-    "Expand": (Tensor.expand, "shape=size"),
-    "Tile": (Tensor.repeat, "repeats=repeats"),
-    "Roll": (torch.roll, "shifts=shifts axes=dims"),
-    "Split": (torch.split, "axis=dim sizes=split_size_or_sections"),
-    "Unstack": (torch.unbind, "axis=dim"),
-    "Select": (torch.select, "axis=dim index=index"),
-    "DepthToSpace": (F.pixel_shuffle, "block=upscale_factor"),
-    "SpaceToDepth": (F.pixel_unshuffle, "block=downscale_factor"),
-}
+_TORCH = package_data("chipfit.engine", "kernels.yaml")
 
 
-def _renamed(function: Kernel, names: str) -> Kernel:
-    parameter = dict(name.split("=") for name in names.split())
+def _renamed(function: str, names: str) -> Kernel:
+    parameter, theirs = dict(name.split("=") for name in names.split()), resolve_name(function)
 
     def renamed(*operands: Any, **attrs: Any) -> Any:
-        return function(*operands, **{parameter[k]: v for k, v in attrs.items()})
+        return theirs(*operands, **{parameter[k]: v for k, v in attrs.items()})
 
     return renamed
 
 
-KERNELS: dict[str, Kernel] = {op: _renamed(*row) for op, row in _RENAMED.items()} | {
-    op: getattr(module, name or op.lower())
-    for module, words in _PLAIN.items()
+KERNELS: dict[str, Kernel] = {op: _renamed(*row) for op, row in _TORCH["renamed"].items()} | {
+    op: resolve_name(f"{module}:{name or op.lower()}")
+    for module, words in _TORCH["plain"].items()
     for op, _, name in (word.partition("=") for word in words.split())
 }
 
@@ -99,7 +67,7 @@ def _flat(padding: Sequence[Sequence[int]]) -> list[int]:
     return [p for lo_hi in reversed(padding) for p in lo_hi]
 
 
-# ---------------------------------------------------------------- weights and norms
+# ---------------------------------------------------------------- weights
 
 
 @kernel("Conv1D Conv2D Conv3D DepthwiseConv2D")
@@ -131,56 +99,6 @@ def conv_transpose(
     return y
 
 
-@kernel("Embedding")
-def embedding(w: Tensor, index: Tensor) -> Tensor:
-    return F.embedding(index, w)
-
-
-@kernel("BatchNorm")
-def batch_norm(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, var: Tensor, *, eps: float) -> Tensor:
-    return F.batch_norm(x, mean, var, w, b, False, 0.0, eps)
-
-
-@kernel("LayerNorm")
-def layer_norm(
-    x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, normalized_shape: Any, eps: float
-) -> Tensor:
-    return F.layer_norm(x, normalized_shape, w, b, eps)
-
-
-@kernel("GroupNorm")
-def group_norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, groups: int, eps: float) -> Tensor:
-    return F.group_norm(x, groups, w, b, eps)
-
-
-@kernel("InstanceNorm")
-def instance_norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, eps: float) -> Tensor:
-    return F.instance_norm(x, weight=w, bias=b, eps=eps)
-
-
-@kernel("RMSNorm")
-def rms_norm(x: Tensor, w: Tensor | None = None, *, normalized_shape: Any, eps: float | None) -> Tensor:
-    return F.rms_norm(x, normalized_shape, w, eps)
-
-
-# ---------------------------------------------------------------- element by element
-
-
-@kernel("Identity Requantize")
-def identity(x: Tensor) -> Tensor:
-    return x
-
-
-@kernel("Dropout")
-def dropout(x: Tensor, *, p: float, training: bool = False) -> Tensor:
-    return F.dropout(x, p, training)
-
-
-@kernel("Cast")
-def cast(x: Tensor, *, dtype: str) -> Tensor:
-    return x.to(dtype_of(dtype))
-
-
 # ---------------------------------------------------------------- pooling and reduction
 
 
@@ -198,21 +116,6 @@ def avg_pool(x: Tensor, *, kernel: Any, stride: Any, padding: Any, ceil_mode: bo
         return f(x, kernel, stride, pad, ceil_mode, count_include_pad)
     ones, _ = _pad_spatial(torch.ones_like(x[:1, :1]), padding, float(count_include_pad))
     return f(padded, kernel, stride, 0, ceil_mode) / f(ones, kernel, stride, 0, ceil_mode)  # the share that counts
-
-
-@kernel("GlobalAvgPool")
-def global_avg_pool(x: Tensor) -> Tensor:
-    return x.mean(tuple(range(2, x.dim())), keepdim=True)
-
-
-@kernel("AdaptiveAvgPool")
-def adaptive_avg_pool(x: Tensor, *, output_size: Any) -> Tensor:
-    return _spatial("adaptive_avg_pool", len(output_size))(x, output_size)
-
-
-@kernel("AdaptiveMaxPool")
-def adaptive_max_pool(x: Tensor, *, output_size: Any) -> Tensor:
-    return _spatial("adaptive_max_pool", len(output_size))(x, output_size)
 
 
 @kernel("ReduceProd")
@@ -243,11 +146,6 @@ def slice_(x: Tensor, *, axis: int, start: int, end: int | None, step: int) -> T
     return x[tuple(index)]
 
 
-@kernel("Gather")
-def gather(x: Tensor, index: Tensor, *, axis: int) -> Tensor:
-    return x[(slice(None),) * (axis % x.dim()) + (index,)]
-
-
 @kernel("Resize")
 def resize(x: Tensor, *, mode: str, size: Any, scale: Any, align_corners: bool) -> Tensor:
     """size or scale per spatial axis, the other one None."""
@@ -265,19 +163,27 @@ def unsqueeze(x: Tensor, *, axes: Any) -> Tensor:
     return x
 
 
-@kernel("Concat")
-def concat(*xs: Tensor, axis: int) -> Tensor:
-    return torch.cat(xs, axis)
+# ---------------------------------------------------------------- one expression each
 
-
-@kernel("Stack")
-def stack(*xs: Tensor, axis: int) -> Tensor:
-    return torch.stack(xs, axis)
-
-
-@kernel("Size")
-def size(x: Tensor, *, axis: int) -> int:
-    return x.shape[axis]
+KERNELS |= {
+    "Embedding": lambda w, index: F.embedding(index, w),
+    "BatchNorm": lambda x, w, b, mean, var, *, eps: F.batch_norm(x, mean, var, w, b, False, 0.0, eps),
+    "LayerNorm": lambda x, w=None, b=None, *, normalized_shape, eps: F.layer_norm(x, normalized_shape, w, b, eps),
+    "GroupNorm": lambda x, w=None, b=None, *, groups, eps: F.group_norm(x, groups, w, b, eps),
+    "InstanceNorm": lambda x, w=None, b=None, *, eps: F.instance_norm(x, weight=w, bias=b, eps=eps),
+    "RMSNorm": lambda x, w=None, *, normalized_shape, eps: F.rms_norm(x, normalized_shape, w, eps),
+    "Identity": lambda x: x,
+    "Requantize": lambda x: x,
+    "Dropout": lambda x, *, p, training=False: F.dropout(x, p, training),
+    "Cast": lambda x, *, dtype: x.to(dtype_of(dtype)),
+    "GlobalAvgPool": lambda x: x.mean(tuple(range(2, x.dim())), keepdim=True),
+    "AdaptiveAvgPool": lambda x, *, output_size: _spatial("adaptive_avg_pool", len(output_size))(x, output_size),
+    "AdaptiveMaxPool": lambda x, *, output_size: _spatial("adaptive_max_pool", len(output_size))(x, output_size),
+    "Gather": lambda x, index, *, axis: x[(slice(None),) * (axis % x.dim()) + (index,)],
+    "Concat": lambda *xs, axis: torch.cat(xs, axis),
+    "Stack": lambda *xs, axis: torch.stack(xs, axis),
+    "Size": lambda x, *, axis: x.shape[axis],
+}
 
 
 # ---------------------------------------------------------------- running a node
