@@ -35,7 +35,7 @@ from chipfit.plan import provenance
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.plan.training import Training, checked
 from chipfit.platform.builtin import DEFAULT
-from chipfit.platform.load import load as load_platform
+from chipfit.platform.load import load_platform
 from chipfit.platform.match import fusions, sets_of
 from chipfit.platform.schema import Platform
 from chipfit.ranges import Rule, name_of, rule_of

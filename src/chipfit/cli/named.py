@@ -70,7 +70,7 @@ def load_target(text: str) -> Platform:
     Raises:
         UnknownNameError, PlatformError: see `chipfit.load_platform`; PlatformError also when the module gives no chip.
     """
-    from chipfit.platform.load import load as load_platform
+    from chipfit.platform.load import load_platform
 
     if not re.fullmatch(r"[A-Za-z_][\w.]*:\w+", text):
         return load_platform(text)

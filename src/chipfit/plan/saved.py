@@ -31,8 +31,7 @@ from chipfit.plan.plain import SCHEMA, check_schema, demand, malformed, table
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.plan.text import plan_from_json, plan_to_json
 from chipfit.plan.trial import demand_runs
-from chipfit.platform.load import demand_consistent, names
-from chipfit.platform.load import load as load_platform
+from chipfit.platform.load import demand_consistent, load_platform, names
 from chipfit.platform.schema import Platform
 
 _FILES = ("plan.json", "plan.safetensors", "graph.json", "weights.safetensors", "platform.json")

@@ -76,6 +76,9 @@ def load(what: Target, arch: str | None = None) -> Platform:
     return _select(platform, arch)
 
 
+load_platform = load  #: the same where other things are loaded too
+
+
 def check(file: str | Path) -> list[PlatformError]:
     """Every problem of a platform file, in the file's order; empty when it loads."""
     try:

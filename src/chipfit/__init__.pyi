@@ -1,0 +1,53 @@
+"""What `import chipfit` offers; type checkers read this, and `__init__.py` finds each name by it."""
+
+from typing import Any
+
+from chipfit import errors as errors
+from chipfit._version import __version__ as __version__
+from chipfit.errors import ChipfitError as ChipfitError
+from chipfit.facade.framework_info import FrameworkInfo as FrameworkInfo
+from chipfit.facade.hardware_representation import get_model as get_model
+from chipfit.facade.ptq import keras_post_training_quantization as keras_post_training_quantization
+from chipfit.facade.ptq import pytorch_post_training_quantization as pytorch_post_training_quantization
+from chipfit.facade.qat import (
+    keras_quantization_aware_training_finalize as keras_quantization_aware_training_finalize,
+)
+from chipfit.facade.qat import (
+    keras_quantization_aware_training_finalize_experimental as keras_quantization_aware_training_finalize_experimental,
+)
+from chipfit.facade.qat import (
+    keras_quantization_aware_training_init as keras_quantization_aware_training_init,
+)
+from chipfit.facade.qat import (
+    keras_quantization_aware_training_init_experimental as keras_quantization_aware_training_init_experimental,
+)
+from chipfit.facade.qat import (
+    pytorch_quantization_aware_training_finalize as pytorch_quantization_aware_training_finalize,
+)
+from chipfit.facade.qat import (
+    pytorch_quantization_aware_training_finalize_experimental as pytorch_quantization_aware_training_finalize_experimental,  # noqa: E501
+)
+from chipfit.facade.qat import (
+    pytorch_quantization_aware_training_init as pytorch_quantization_aware_training_init,
+)
+from chipfit.facade.qat import (
+    pytorch_quantization_aware_training_init_experimental as pytorch_quantization_aware_training_init_experimental,
+)
+from chipfit.facade.target_platform.capabilities import DefaultDict as DefaultDict
+from chipfit.facade.target_platform.targets import get_target_platform_capabilities as get_target_platform_capabilities
+from chipfit.frameworks import capture as capture
+from chipfit.pipeline import Lint as Lint
+from chipfit.pipeline import Result as Result
+from chipfit.pipeline import lint as lint
+from chipfit.pipeline import load as load
+from chipfit.pipeline import quantize as quantize
+from chipfit.plan.record import Plan as Plan
+from chipfit.platform.load import load_platform as load_platform
+from chipfit.platform.schema import Platform as Platform
+from chipfit.report.report import Report as Report
+from chipfit.search.limits import Limits as Limits
+from chipfit.settings import BEST as BEST
+from chipfit.settings import Settings as Settings
+from chipfit.verify import Verification as Verification
+
+def __getattr__(name: str) -> Any: ...
