@@ -67,7 +67,7 @@ ROWS = {
 ALONE: dict[str, Any] = {"rounding_guard": False}
 #: what an ablation takes away, or adds, one at a time
 STEPS: dict[str, Settings] = {
-    "plain": chipfit.Settings(),
+    "plain": Settings(rounding="off"),
     "bias correction": Settings(correct_bias=True),
     "nearest, bias and scale by moments": Settings(
         rounding="nearest", correct_weights=None, score_ranges=False, **ALONE
@@ -113,7 +113,7 @@ def measured(model: nn.Module, row: Row, settings: Settings, sets: int, test: Te
             row.platform,
             overrides=overrides(row),
             settings=settings,
-            limits=row.limits if settings != Settings() else None,
+            limits=row.limits if settings != STEPS["plain"] else None,
             progress=False,
             seed=seed,
         )
@@ -134,7 +134,7 @@ def rows(names: list[str], networks: list[str], best: Settings, sets: int, test:
         real = 100 * float((logits(model, x, BATCH).argmax(1) == y).float().mean())
         for name in names:
             row = ROWS[name]
-            plain, good = (measured(model, row, s, sets, x, y) for s in (Settings(), best))
+            plain, good = (measured(model, row, s, sets, x, y) for s in (STEPS["plain"], best))
             limit = row.points[list(SMALL).index(network)] if row.points else None
             yield [
                 network,

@@ -59,7 +59,10 @@ def fitted(model: nn.Module, calibration: Tensor, bits: int, training: object = 
     """The starting point: post-training quantization, with quantizers that train."""
     width = {"*": {"bits": bits, "activation_bits": bits}}
     data = list(calibration.split(BATCH))
-    return chipfit.quantize(model, data, PLATFORM, overrides=width, training=training, progress=False)
+    settings = chipfit.Settings(rounding="off")  # what training gains is seen from the nearest codes
+    return chipfit.quantize(
+        model, data, PLATFORM, overrides=width, settings=settings, training=training, progress=False
+    )
 
 
 def optimizer_of(network: nn.Module, rate: float, of_scales: float) -> torch.optim.Optimizer:

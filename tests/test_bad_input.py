@@ -514,6 +514,27 @@ def test_a_fixed_scale_is_a_finite_number_above_zero(scale):
     refusal(ModelingError, "finite number above 0", tp.OpQuantizationConfig, *given, fixed_scale=scale)
 
 
+@pytest.fixture(scope="module")
+def table():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4)).eval()
+    ids = torch.arange(5)
+    return fit(model, [ids]), ids
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "uint64"])
+def test_integers_of_another_type_are_read_as_those_of_the_example(table, kind):
+    result, ids = table
+    found = result.verify([ids.numpy().astype(kind)])
+    assert found.exact and found.samples == 5
+
+
+def test_integers_that_the_type_of_the_example_does_not_hold_are_refused(table):
+    much = torch.tensor([1, 2**63 + 1], dtype=torch.uint64)
+    refusal(DataError, "holds numbers that int64 does not.*9223372036854775809", table[0].verify, [much])
+    refusal(DataError, "holds complex numbers", table[0].verify, [table[1].to(torch.complex64)])
+
+
 def test_a_list_that_holds_itself_is_cut_off_in_filters():
     import chipfit.target_platform as tp
 

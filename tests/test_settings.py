@@ -377,8 +377,8 @@ def test_settings_refuse_what_they_do_not_understand(wrong):
 def test_settings_are_told_by_the_plan(everything):
     result = fit(*everything, weights_bias_correction=True, shift_negative_activation_correction=True)
     steps = result.plan.provenance["settings"]["steps"]
-    assert steps == {"correct_bias": True, "shift_negative": 0.05}
-    assert Settings.from_record(steps) == Settings(correct_bias=True, shift_negative=0.05)
+    assert steps == {"correct_bias": True, "shift_negative": 0.05, "rounding": "off"}  # the facade's fields say all
+    assert Settings.from_record(steps) == Settings(correct_bias=True, shift_negative=0.05, rounding="off")
 
 
 def test_the_pages_about_settings_name_every_one_of_them():

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,7 @@ class Result(Shown):
     _uncorrected: tuple[Graph, Plan] | None = None
     _overrides: Overrides | None = None  #: as they were given; a plan holds their text
     _sensitivity: Sensitivity | None = None  #: what `sensitivity` found
+    _data: Any = None  #: as it was given to `quantize`, where it can be read again
 
     @property
     @undisturbed
@@ -161,27 +163,33 @@ class Result(Shown):
             UnknownNameError, PlanError, UnsupportedError: see `quantize`; PlanError also when a tensor would need a new
                 calibration, or a new correction that needs data, or `model` was trained.
         """
+        return self._edited(overrides, self._data)
+
+    def _edited(self, overrides: Overrides, data: Any) -> Result:
         self.refuse_trained("an edit")
-        settings = self._settings
+        graph, plan, choose = self._decided(overrides)
+        settings, said = steps.completed(self._settings, plan, data is not None)
         corrections = steps.taken(settings, "correct")
-        if corrections and (self._uncorrected is None or any("batches" in c.declares.needs for c in corrections)):
+        lacks = data is None and any("batches" in c.declares.needs for c in corrections)
+        if lacks or (self.plan.provenance.get("corrected") and self._uncorrected is None):
             raise PlanError(
                 "What was corrected for this plan's rounding would be wrong for another's, "
                 "and the calibration data are not here",
                 hint="quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`",
             )
-        graph, plan = self._decided(overrides)
-        plan = replace(plan, provenance={**self.plan.provenance, "edited": to_record(overrides)})
-        result = _corrected(graph, plan, self.platform, settings, self.stats, self.timings)
-        result._overrides = overrides
+        record = {**self.plan.provenance, "edited": to_record(overrides)}
+        plan = replace(plan, rewrites=(*plan.rewrites, *said), provenance=record)
+        read = batches(data, graph) if data is not None else ()
+        result = _corrected(graph, plan, self.platform, settings, self.stats, self.timings, read, choose)
+        result._overrides, result._data = overrides, data
         return result.trains(self.training) if self.training is not None else result
 
     @property
     def _settings(self) -> Settings:
         return Settings.from_record(self.plan.provenance.get("settings", {}).get("steps", {}))
 
-    def _decided(self, overrides: Overrides) -> tuple[Graph, Plan]:
-        """The plan with these overrides instead, rounded to the nearest."""
+    def _decided(self, overrides: Overrides) -> tuple[Graph, Plan, steps.Choose]:
+        """The plan with these overrides instead, rounded to the nearest, and what makes its scales again."""
         graph, before = self._uncorrected or (self.graph, self.plan)
         graph, assignment, _notes = decide(graph, self.platform, overrides, self._settings)
         _refuse_all_float(assignment, self.platform)
@@ -191,8 +199,8 @@ class Result(Shown):
                 stats[t.name] = TensorStats(t.name, t.low, t.high, batches=1)
         chosen = self.plan.provenance.get("settings", {})
         rules = {k: v for k, v in chosen.items() if k in ("rule", "weight_rule", "z_threshold")}
-        tensors = scales.choose(graph, assignment, stats, known=before.tensors, **rules)
-        return graph, _plan(before, graph, tensors, assignment)
+        choose = partial(_choose, assignment, stats, rules)
+        return graph, _plan(before, graph, choose(graph, before.tensors), assignment), choose
 
     def _and(self, overrides: Mapping[str, Any]) -> list[tuple[Any, Any]]:
         """More overrides, behind those that were given and the widths that a search chose."""
@@ -215,7 +223,7 @@ class Result(Shown):
         graph, plan = self._uncorrected or (self.graph, self.plan)
 
         def tried(more: Mapping[str, Any]) -> tuple[Graph, Plan]:
-            return self._decided(self._and(more))
+            return self._decided(self._and(more))[:2]
 
         self._sensitivity = sensitivity(graph, plan, self.platform, batches(data, graph), self.stats, tried)
         return self._sensitivity
@@ -231,7 +239,7 @@ class Result(Shown):
         )
 
         def edit(more: Mapping[str, Any]) -> tuple[Graph, Plan]:
-            other = self.as_calibrated().edit(self._and(more))
+            other = self.as_calibrated()._edited(self._and(more), None)
             return other.graph, other.plan
 
         advised = tried(report, self.graph, self.plan, edit)
@@ -372,14 +380,16 @@ def quantize(
         rewrites=(*doubts, *notes, *decisions),
         provenance=record,
     )
+    once = isinstance(again, Iterator)
+    settings, said = steps.completed(settings, plan, not once)
+    plan = replace(plan, rewrites=(*plan.rewrites, *said))
     for doubt in (n for n in plan.rewrites if progress and n.startswith("warning: ")):
         logging.getLogger("chipfit").warning(doubt)
 
-    def choose(g: Graph, known: Mapping[str, TensorPlan]) -> dict[str, TensorPlan]:
-        return scales.choose(g, assignment, stats, known=known, **rules)
-
     with clock("correct") if steps.taken(settings, "correct") else nullcontext():
+        choose = partial(_choose, assignment, stats, rules)
         result = _corrected(graph, plan, target, settings, stats, clock.seconds, batches(again, graph), choose)
+        result._data = None if once else again
     result._overrides = overrides
     return result.trains(trained_by) if trained_by is not None else result
 
@@ -464,14 +474,27 @@ def _corrected(
     settings: Settings,
     stats: dict[str, TensorStats],
     timings: dict[str, float],
-    data: Iterable[Any] = (),
-    choose: steps.Choose = lambda graph, known: {},
+    data: Iterable[Any],
+    choose: steps.Choose,
 ) -> Result:
     """The result after the corrections that the settings ask for; it remembers what was before them."""
     if not steps.taken(settings, "correct"):
         return Result(graph, plan, platform, stats, timings)
-    corrected = steps.correct(graph, plan, stats, data, choose, settings)
-    return Result(*corrected, platform, stats, timings, _uncorrected=(graph, plan))
+    new, corrected = steps.correct(graph, plan, stats, data, choose, settings)
+    record = {**corrected.provenance, "corrected": [s.name for s in steps.taken(settings, "correct")]}
+    corrected = replace(corrected, provenance=record)
+    return Result(new, corrected, platform, stats, timings, _uncorrected=(graph, plan))
+
+
+def _choose(
+    assignment: Assignment,
+    stats: Mapping[str, TensorStats],
+    rules: Mapping[str, Any],
+    graph: Graph,
+    known: Mapping[str, TensorPlan],
+) -> dict[str, TensorPlan]:
+    """`steps.Choose`, once everything but its arguments is known."""
+    return scales.choose(graph, assignment, stats, known=known, **rules)
 
 
 @dataclass(frozen=True, repr=False)

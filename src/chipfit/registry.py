@@ -36,6 +36,8 @@ class Setting(NamedTuple):
 
 #: no setting of an entry is as large
 _MOST = 1000
+#: the word with which a setting that plans may ask for is turned off
+OFF = "off"
 #: in which a step can be taken, in their order; see `Step`
 STAGES = ("rewrite", "formats", "adapt", "correct")
 
@@ -53,6 +55,8 @@ class Step:
     options: tuple[Setting, ...] = ()  #: settings besides, which do not ask for it
     excludes: tuple[str, ...] = ()  #: steps of the same stage that cannot be taken with it
     decides: bool = False  #: "correct": it returns (graph, plan, notes), with scales of its own
+    #: "correct": (plan) -> what the setting is where it was left at None; None again where the plan does not need it
+    asks: Callable[[Any], Any] | None = None
     #: keywords that it wants besides: "platform", "stats", "batches" (the data again), "changed", "choose" (scales)
     needs: tuple[str, ...] = ()
     with_any: str = ""  #: taken only where some step of this stage is

@@ -28,7 +28,8 @@ class _Signed(type):
 
 
 class Settings(metaclass=_Signed):
-    """Optional steps of `quantize`, each a keyword and an attribute. All are off unless asked for.
+    """Optional steps of `quantize`, each a keyword and an attribute. All are off unless asked for, but
+    for `rounding`: weights of fewer than 6 bits ask for it.
 
     Raises:
         UnknownNameError: a setting that does not exist.

@@ -15,7 +15,7 @@ from chipfit.graph.linear import is_linear
 from chipfit.passes.own_weights import own_weights
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.schema import Platform
-from chipfit.registry import Entry, ordered
+from chipfit.registry import OFF, Entry, ordered
 from chipfit.settings import Settings
 
 Stats = dict[str, TensorStats]
@@ -31,7 +31,7 @@ def taken(settings: Settings, stage: str) -> list[Entry]:
         if says.with_any:
             return bool(taken(settings, says.with_any))
         value = True if says.setting is None else getattr(settings, says.setting.name)
-        return value is not None and value is not False  # a ratio of 0 asks for the step
+        return value not in (None, OFF) and value is not False  # a ratio of 0 asks for the step
 
     out = [e for e in ordered(stage) if wanted(e)]
     for e in out:
@@ -40,6 +40,26 @@ def taken(settings: Settings, stage: str) -> list[Entry]:
             hint = f"leave '{names[1]}' out: '{names[0]}' does its work"
             raise ConfigError(f"The settings '{names[0]}' and '{names[1]}' cannot be taken together", hint=hint)
     return out
+
+
+def completed(settings: Settings, plan: Plan, again: bool) -> tuple[Settings, list[str]]:
+    """The settings with the corrections that a plan asks for where the user left them open, and what to say of it.
+
+    Args:
+        again: whether the data can be read again.
+    """
+    notes: list[str] = []
+    for step in ordered("correct"):
+        says = step.declares
+        value = says.asks(plan) if says.asks and getattr(settings, says.setting.name) is None else None
+        if value is None or any(other.name in says.excludes for other in taken(settings, "correct")):
+            continue
+        if "batches" in says.needs and not again:
+            what = f"warning: {says.setting.name}='{value}' would keep more accuracy, but reads the data twice: "
+            notes.append(what + "quantize again with a list, or a function that returns an iterator")
+        else:
+            settings = Settings(**settings.to_record(), **{says.setting.name: value})
+    return settings, notes
 
 
 def _take(step: Entry, settings: Settings, *given: Any, **context: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from chipfit.calibration.data import iterate, split_label
 from chipfit.calibration.seen import Seen
 from chipfit.engine.run import run
-from chipfit.errors import DataError, RuntimeUnavailable, VerificationError, first_line, theirs
+from chipfit.errors import DataError, RuntimeUnavailable, VerificationError, theirs
 from chipfit.export import InFile, export, format_of
 from chipfit.export.names import output_names
 from chipfit.graph.builder import needed
@@ -512,7 +512,8 @@ class _Comparison:
         except Exception as e:  # the errors of runtimes share no base
             if not theirs(e):
                 raise
-            what = f"'{self.out.runtime}' cannot run the file on these inputs: {first_line(e)}"
+            why = (str(e) or type(e).__name__).splitlines()[0][:300]
+            what = f"'{self.out.runtime}' cannot run the file on these inputs: {why}"
             raise RuntimeUnavailable(what, hint="is this the file that was written for this model?") from e
         small = {k: np.asarray(x) for k, x in results.items()}  # numpy has no type of 4 bits, nor has torch
         return {k: torch.from_numpy(x.astype(np.int8) if "int4" in x.dtype.name else x) for k, x in small.items()}
@@ -541,6 +542,8 @@ class _Comparison:
         if run_flat is not None:
             results["simulated"] = run_flat(inputs)[0]
         self.out.labelled += label.shape[0]
+        if not self.out.labelled:  # a batch without samples
+            return
         self.hits.update({k: int((y.argmax(1) == label.reshape(-1)).sum()) for k, y in results.items()})
         self.out.accuracy = {k: right / self.out.labelled for k, right in self.hits.items()}
 

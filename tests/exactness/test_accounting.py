@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import chipfit
+from chipfit.errors import DataError
 from chipfit.platform.modelled import not_modelled
 from chipfit.verify import Output, Row, Verification
 from tests.zoo import make, unseen
@@ -38,6 +39,14 @@ def test_accuracy_comes_with_its_number_of_samples(fitted):
     from chipfit.report.terminal import accuracies_of
 
     assert accuracies_of(result.report) == "top-1 of 13 samples, 5 of the 13 verified are calibration data"
+
+
+def test_a_batch_without_samples_counts_for_nothing(fitted):
+    result, x = fitted
+    none, some = (x[:0], torch.zeros(0, dtype=torch.long)), (x[12:], torch.ones(8, dtype=torch.long))
+    assert result.verify([none, some]).labelled == 8
+    with pytest.raises(DataError, match="no data to verify on"):
+        result.verify([none])
 
 
 def test_what_the_platform_states_and_nothing_models_is_in_the_verification(fitted):

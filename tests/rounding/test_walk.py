@@ -6,12 +6,13 @@ from torch import nn
 
 import chipfit
 from chipfit import Settings
-from chipfit.errors import ConfigError, DataError, UnknownNameError
+from chipfit.errors import ConfigError, DataError, PlanError, UnknownNameError
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.streams import Budget, Stream
 from chipfit.rounding.walk import How, walk
 
 GPTQ = Settings(rounding="gptq")
+OFF = Settings(rounding="off")
 
 
 class Net(nn.Module):
@@ -50,14 +51,14 @@ def fitted(platform, overrides=None, settings=None, model=None, **options):
 )
 def test_new_images_lose_less_than_by_rounding_to_the_nearest(platform, bits, most):
     wide = {"*": {"bits": bits, "activation_bits": 8}} if bits else None
-    plain, better = fitted(platform, wide), fitted(platform, wide, GPTQ)
+    plain, better = fitted(platform, wide, OFF), fitted(platform, wide, GPTQ)
     assert loss(better, plain.graph) < most * loss(plain, plain.graph)
     assert any("rounded by gptq" in n for n in better.plan.rewrites)
 
 
 def test_each_step_of_the_recipe_has_its_share():
     wide = {"*": {"bits": 3, "activation_bits": 8}}
-    graph = fitted("mqbench_academic", wide).graph
+    graph = fitted("mqbench_academic", wide, OFF).graph
     alone = {"rounding_guard": False}
     steps = [
         Settings(correct_bias=True),
@@ -160,7 +161,7 @@ def test_sequences_are_rounded_token_by_token():
     wide = {"*": {"bits": 3, "activation_bits": 8}}
     plain, better = (
         chipfit.quantize(Tokens().eval(), data, "mqbench_academic", overrides=wide, settings=s, progress=False)
-        for s in (Settings(), GPTQ)
+        for s in (OFF, GPTQ)
     )
     new = [[torch.randn(64, 12, 8, generator=torch.Generator().manual_seed(9))]]
     reference = Reference(plain.graph, new)
@@ -191,3 +192,62 @@ def test_settings_that_cannot_be_are_refused():
         Settings(rounding="gpqt")
     with pytest.raises(UnknownNameError):
         Settings(roundings="gptq")
+
+
+def weights(result):
+    return {name: t.origin.split()[0] for name, t in result.plan.tensors.items() if t.role == "weight" and t.quantized}
+
+
+@pytest.mark.parametrize(
+    "bits, options, walks",
+    [
+        (8, {}, False),
+        (6, {}, False),
+        (5, {}, True),
+        (4, {}, True),
+        (4, {"settings": OFF}, False),
+        (4, {"settings": Settings(correct_bias=True)}, False),
+        (4, {"weight_rule": "no_clipping"}, False),
+        (4, {"rule": "no_clipping"}, True),
+    ],
+    ids=str,
+)
+def test_few_bits_are_rounded_by_what_they_do_unless_the_user_chose_otherwise(bits, options, walks):
+    result = fitted("mqbench_academic", {"*": {"bits": bits, "activation_bits": 8}}, **options)
+    assert (set(weights(result).values()) == {"gptq"}) is walks
+    if walks and "rule" not in options:
+        asked = fitted("mqbench_academic", {"*": {"bits": bits, "activation_bits": 8}}, GPTQ)
+        assert {k: t.scale.tolist() for k, t in asked.plan.tensors.items() if t.quantized} == {
+            k: t.scale.tolist() for k, t in result.plan.tensors.items() if t.quantized
+        }
+
+
+def test_data_that_are_gone_are_said_and_the_nearest_codes_taken():
+    four = {"*": {"bits": 4, "activation_bits": 8}}
+    result = chipfit.quantize(Net().eval(), iter(DATA), "mqbench_academic", overrides=four, progress=False)
+    assert "gptq" not in weights(result).values()
+    assert any(n.startswith("warning: rounding='gptq' would keep more accuracy") for n in result.plan.rewrites)
+
+
+def test_an_edit_rounds_anew_with_the_data_of_before(tmp_path):
+    four, other = ({"*": {"bits": b, "activation_bits": 8}, "head": {"bits": 8, "activation_bits": 8}} for b in (4, 3))
+    result = fitted("mqbench_academic", four)
+    edited, again = result.edit(other), fitted("mqbench_academic", other)
+    assert set(weights(edited).values()) == {"gptq"}
+    assert torch.equal(edited.graph.weights["stem.weight"], again.graph.weights["stem.weight"])
+    eight = {"*": {"bits": 8, "activation_bits": 8}}
+    assert "gptq" not in weights(result.edit(eight)).values()
+    plain = fitted("mqbench_academic", eight)
+    plain.save(tmp_path / "plain")
+    assert "gptq" not in weights(chipfit.load(tmp_path / "plain").edit(four)).values()
+    result.save(tmp_path / "rounded")
+    with pytest.raises(PlanError, match="data are not here"):
+        chipfit.load(tmp_path / "rounded").edit(other)
+
+
+def test_another_seed_sees_other_positions():
+    four = {"*": {"bits": 4, "activation_bits": 8}}
+    few = Settings(rounding_samples=64)
+    found = [fitted("mqbench_academic", four, few, seed=seed).graph.weights["stem.bias"] for seed in (0, 0, 1)]
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])

@@ -34,6 +34,7 @@ class Net(nn.Module):
 
 DATA = list(torch.randn(128, 3, 12, 12, generator=torch.Generator().manual_seed(1)).split(32))
 PLATFORM = {"platform": "mqbench_academic", "progress": False}
+OFF = chipfit.Settings(rounding="off")
 WIDE = {"*": {"activation_bits": 16}}
 
 
@@ -42,7 +43,7 @@ def fitted(**options):
 
 
 def test_losses_rank_layers_as_trying_them_out_does():
-    result = chipfit.quantize(Net().eval(), DATA, overrides={"*": {"bits": 4, "activation_bits": 16}}, **PLATFORM)
+    result = fitted(overrides={"*": {"bits": 4, "activation_bits": 16}}, settings=OFF)
     found = result.sensitivity(DATA)
     reference = Reference(result.graph, [[x] for x in DATA])
     tried = {}
@@ -82,7 +83,7 @@ def test_losses_of_activations_are_those_of_rounding_one_alone():
 
 def test_advice_names_a_width_that_was_tried_with_its_gain_and_price():
     overrides = {"*": {"bits": 8, "activation_bits": 16}, "a": {"bits": 2, "activation_bits": 16}}
-    result = fitted(overrides=overrides)
+    result = fitted(overrides=overrides, settings=OFF)
     assert result.report.sensitivity == () and "which tensors hurt" not in terminal(result)
     (said,) = result.sensitivity(DATA).tried
     assert said.startswith("keep 'a' at ") and said in advice(result.report)
@@ -90,7 +91,7 @@ def test_advice_names_a_width_that_was_tried_with_its_gain_and_price():
     bits, before, after, gain, price = re.search(
         r"'bits': (\d)}} takes the loss from (\S+) to (\S+) \((-\d+) %, predicted -\d+ %\) for \+(\S+) %", said
     ).groups()
-    other = fitted(overrides={**overrides, "a": {"bits": int(bits), "activation_bits": 16}})
+    other = fitted(overrides={**overrides, "a": {"bits": int(bits), "activation_bits": 16}}, settings=OFF)
     reference = Reference(result.graph, [[x] for x in DATA])
     assert reference.loss(result.graph, result.plan) == pytest.approx(float(before), rel=0.01)
     assert reference.loss(other.graph, other.plan) == pytest.approx(float(after), rel=0.01)

@@ -18,9 +18,10 @@ from chipfit.errors import ChipfitError  # noqa: E402
 from chipfit.frameworks import capture  # noqa: E402
 from chipfit.graph.ir import Graph  # noqa: E402
 from chipfit.pipeline import Result  # noqa: E402
+from chipfit.settings import Settings  # noqa: E402
 from tests.keras_zoo import batch_for, make  # noqa: E402
 from tests.snapshots.record import record  # noqa: E402
-from tests.snapshots.test_snapshots import PLATFORMS, RECORDS, Case, check, kept, write  # noqa: E402
+from tests.snapshots.test_snapshots import NEAREST, PLATFORMS, RECORDS, Case, check, kept, write  # noqa: E402
 
 pytestmark = pytest.mark.skipif(keras.config.backend() != "torch", reason="the records are of Keras on torch")
 
@@ -38,7 +39,7 @@ class KerasCase(Case):
     def result(self) -> Result:
         model, batch = made(self.zoo)
         with mock.patch.object(pipeline, "capture", return_value=captured(self.zoo).copy()):
-            return chipfit.quantize(model, [batch], self.platform, progress=False)
+            return chipfit.quantize(model, [batch], self.platform, settings=Settings(**NEAREST), progress=False)
 
     @property
     def zoo(self) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from chipfit.calibration.slips import LABELS, takes, wrong_layout
 from chipfit.engine.trees import flatten_inputs
+from chipfit.engine.types import dtype_of
 from chipfit.errors import DataError
 from chipfit.graph.ir import Graph
 
@@ -197,16 +198,14 @@ def _fit(graph: Graph, name: str, x: Any) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         got = type(x).__name__
         raise DataError(f"Input '{name}' is not a tensor", got=got, allowed=f"{want.dtype} {list(want.shape)}")
-    if x.is_floating_point() and want.dtype == "float32" and x.dtype != torch.float32:
-        given, x = x, x.float()
-        if bool((given.isfinite() & ~x.isfinite()).any()):
-            got = str(float(given.abs().max()))
-            raise DataError(f"Input '{name}' holds numbers that float32 does not, in which models are read", got=got)
-    floats, kinds = "float" in want.dtype, ("integers", "floats")
-    if floats != x.is_floating_point():
+    kinds = "floats", "complex numbers", "integers"
+    floats, kind = "float" in want.dtype, kinds[0 if x.is_floating_point() else 1 if x.is_complex() else 2]
+    if kind != (kinds[0] if floats else kinds[2]):
         hint = "convert and scale it as in training, for example x.float() / 255" if floats else "x.long() converts"
-        what = f"Input '{name}' holds {kinds[not floats]}, the model was captured with {kinds[floats]}"
+        what = f"Input '{name}' holds {kind}, the model was captured with {kinds[0] if floats else kinds[2]}"
         raise DataError(what, got=str(x.dtype).removeprefix("torch."), allowed=want.dtype, hint=hint)
+    if x.dtype != dtype_of(want.dtype):
+        x = _as(want.dtype, name, x)
     if len(x.shape) != len(want.shape) or any(w not in (None, s) for w, s in zip(want.shape, x.shape, strict=False)):
         raise DataError(
             f"Input '{name}' has the wrong shape",
@@ -216,6 +215,20 @@ def _fit(graph: Graph, name: str, x: Any) -> torch.Tensor:
             or "every batch needs the shape of the example; only the batch size may differ",
         )
     return x.detach()
+
+
+def _as(dtype: str, name: str, x: torch.Tensor) -> torch.Tensor:
+    """An input in the type with which the model was captured."""
+    out = x.to(dtype_of(dtype))
+    if x.is_floating_point():
+        lost = x.isfinite() & ~out.isfinite()
+    else:  # in 64 bits, where an integer without a sign is too large if it comes out below zero
+        whole = x.long()
+        lost = (out.long() != whole) | (whole < 0 if not x.dtype.is_signed else False)
+    if bool(lost.any()):
+        got = str(x[lost].flatten()[0].item())
+        raise DataError(f"Input '{name}' holds numbers that {dtype} does not, as which it is read", got=got)
+    return out
 
 
 class batches:  # noqa: N801 -- reads as a verb where it is used: for x in batches(data, graph)

@@ -1,5 +1,6 @@
 """Rounding of weights by what the calibration images make of it, in closed form; see `chipfit.rounding`."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -10,12 +11,15 @@ from chipfit.calibration.collect import TensorStats
 from chipfit.errors import DataError
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
-from chipfit.registry import Setting, register
+from chipfit.registry import OFF, Setting, register
+from chipfit.rounding.budget import affordable
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.walk import How, walk
 
 #: share of the images that the guard keeps for itself
 HELD_OUT = 1 / 8
+#: bits from which on the nearest codes are good enough
+FEW = 6
 
 
 @register(
@@ -25,15 +29,19 @@ HELD_OUT = 1 / 8
     needs=("stats", "batches", "choose"),
     excludes=("bias", "activation_bias", "second_moment"),
     decides=True,
+    asks=lambda plan: "gptq" if _few_bits(plan) else None,
     setting=Setting(
         "rounding",
         None,
-        "scales, codes and biases follow from what each operator reads; reads the data twice",
+        "scales, codes and biases follow from what each operator reads; reads the data twice. None: 'gptq' where "
+        "weights have fewer than 6 bits",
         "rounding",
-        ("gptq", "nearest"),
+        ("gptq", "nearest", OFF),
     ),
     options=(
         Setting("rounding_samples", 8192, "output positions that each operator is fitted to", "samples"),
+        Setting("rounding_images", None, "images that are used, the first ones; None: all", "most"),
+        Setting("seconds", None, "time for all this, from which the two numbers before follow", "seconds"),
         Setting(
             "correct_weights", 0.1, "before they are rounded, weights move to what repairs their inputs; ridge", "ridge"
         ),
@@ -55,6 +63,8 @@ def round_weights(
     choose: Callable[[Graph, dict[str, TensorPlan]], dict[str, TensorPlan]],
     rounding: str = "gptq",
     samples: float = 8192,
+    most: float | None = None,
+    seconds: float | None = None,
     ridge: float | None = 0.1,
     residual: bool = True,
     scores: bool = True,
@@ -66,7 +76,17 @@ def round_weights(
         DataError: no batch at all.
     """
     held: list[Sequence[Tensor]] = []
-    images = list(batches)
+    images, chosen, notes = list(batches), plan.provenance.get("settings", {}), []
+    if seconds is not None:
+        most, samples, expected = affordable(graph, plan, _count(images), seconds)
+        notes.append(
+            f"{'' if expected <= seconds else 'warning: '}rounding is expected to take {expected:.2g} s of {seconds:g} "
+            f"with {most} images and {samples} positions"
+        )
+        amount = {"rounding_images": most, "rounding_samples": samples}
+        steps = {k: v for k, v in chosen.get("steps", {}).items() if k != "seconds"} | amount
+        plan = replace(plan, provenance={**plan.provenance, "settings": {**chosen, "steps": steps}})
+    images = _first(images, most)
     if guard:
         images, held = _apart(images)
     how = How(
@@ -74,13 +94,13 @@ def round_weights(
         samples=int(samples),
         ridge=ridge,
         residual=residual,
-        seed=plan.provenance.get("seed", 0),
+        seed=chosen.get("seed", 0),
     )
-    by_error = plan.provenance.get("settings", {}).get("rule", "mse") == "mse"  # any other rule was the user's choice
+    by_error = chosen.get("rule", "mse") == "mse"  # any other rule was the user's choice
     done = walk(graph, plan, images, how, stats if scores and by_error else ())
     known = {k: t for k, t in plan.tensors.items() if t.role == "activation" and t.quantized} | done.tensors
     better = replace(plan, tensors=choose(done.graph, known))
-    notes = list(done.notes)
+    notes += done.notes
     for name, t in done.tensors.items():
         if t.role == "weight" and t.scale is not None and not torch.equal(better[name].scale, t.scale):
             notes.append(f"warning: the scale of '{name}' moved to satisfy the platform's rules after it was rounded")
@@ -96,12 +116,33 @@ def round_weights(
     return done.graph, better, notes
 
 
+def _few_bits(plan: Plan) -> bool:
+    """Whether nearest codes lose much: a weight has fewer bits than this, and its range was not chosen by the user."""
+    few = any(t.role == "weight" and t.quantized and plan[t.name].grid.bits < FEW for t in plan.tensors.values())
+    return few and plan.provenance.get("settings", {}).get("weight_rule", "mse") == "mse"
+
+
+def _count(batches: Iterable[Sequence[Tensor]]) -> int:
+    return sum(len(b[0]) if b[0].dim() else 1 for b in batches)
+
+
+def _first(batches: list[Sequence[Tensor]], most: float | None) -> list[Sequence[Tensor]]:
+    """The batches that hold the first images; the last is cut where its tensors agree on their size."""
+    out: list[Sequence[Tensor]] = []
+    for batch in batches:
+        left = math.inf if most is None else most - _count(out)
+        if left <= 0:
+            break
+        cut = left < _count([batch]) and all(x.dim() and len(x) == len(batch[0]) for x in batch)
+        out.append([x[: int(left)] for x in batch] if cut else batch)
+    return out
+
+
 def _apart(batches: list[Sequence[Tensor]]) -> tuple[list[Sequence[Tensor]], list[Sequence[Tensor]]]:
     """Batches for the walk, and the last images for the guard; none where images cannot be told apart."""
     if not batches:
         raise DataError("There is no calibration data", allowed="one batch at least")
-    total = sum(len(b[0]) if b[0].dim() else 1 for b in batches)
-    want, held = int(total * HELD_OUT), []
+    want, held = int(_count(batches) * HELD_OUT), []
     first = list(batches)
     while first and want > 0:
         last = first.pop()

@@ -4,6 +4,7 @@ A weight seen *in groups* is [g, O/g, I/g, *kernel] for every operator: g groups
 channels to O/g output channels. Linear has one group and no kernel.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -84,3 +85,10 @@ def bias_or_zero(graph: Graph, node: Node) -> torch.Tensor:
         return graph.weights[name].detach().double()
     w = graph.weights[node.weight]
     return torch.zeros(out_channels(node, w), dtype=torch.float64, device=w.device)
+
+
+def products(graph: Graph, node: Node) -> float:
+    """Multiplications of one sample: every weight once for each position of the output (of the input, transposed)."""
+    value = graph.values[node.data if node.op.startswith("Transpose") else node.output]
+    places = value.shape[2:] if node.op != "Linear" else value.shape[1:-1]
+    return float(graph.weights[node.weight].numel() * math.prod(int(p or 1) for p in places))

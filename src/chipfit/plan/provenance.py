@@ -1,13 +1,17 @@
 """Where a plan came from: versions, hashes, settings; enough to replay it and to notice when something differs."""
 
+from __future__ import annotations
+
 import hashlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from chipfit._version import __version__
 from chipfit.graph.ir import Graph
-from chipfit.platform.schema import Platform
+
+if TYPE_CHECKING:
+    from chipfit.platform.schema import Platform
 
 
 def hash_graph(graph: Graph) -> str:

@@ -1,13 +1,14 @@
 """Range rules: which part of a tensor's values a grid covers. One rule a file; `choose` applies one by name."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.histogram import BINS, in_memory_order, without_outliers
 from chipfit.errors import ConfigError, DataError
 from chipfit.quantizers.grids import Grid
@@ -15,6 +16,9 @@ from chipfit.quantizers.tables import fit
 from chipfit.ranges.qparams import QParams
 from chipfit.ranges.search import Sample
 from chipfit.registry import lookup, made
+
+if TYPE_CHECKING:
+    from chipfit.calibration.collect import TensorStats
 
 #: a registered name, perhaps with settings, such as "lp(p=3)", or a rule itself
 Rule = str | Callable[[Sample, Grid], QParams]

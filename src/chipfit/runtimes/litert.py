@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from chipfit.errors import RuntimeUnavailable, first_line
+from chipfit.errors import RuntimeUnavailable
 from chipfit.files import reading
 from chipfit.registry import register
 
@@ -39,7 +39,7 @@ class LiteRt:
 
     resolver = "AUTO"  #: how LiteRT names it
 
-    def __init__(self, path: str | Path, tensors: Sequence[str] = ()) -> None:
+    def __init__(self, path: str | Path, tensors: Sequence[str] = (), *, threads: int = 1) -> None:
         """Load `path` and make the tensors named in `tensors` readable.
 
         Raises:
@@ -52,10 +52,12 @@ class LiteRt:
         try:
             Interpreter(model_content=raw, experimental_op_resolver_type=resolver)  # checks every offset in the file
             content, self.tensors, self.notes = _with_outputs(raw, str(path), tensors)
-            self.interpreter = Interpreter(model_content=content, num_threads=1, experimental_op_resolver_type=resolver)
+            self.interpreter = Interpreter(
+                model_content=content, num_threads=max(threads, 1), experimental_op_resolver_type=resolver
+            )
             self.interpreter.allocate_tensors()
         except (RuntimeError, ValueError) as e:
-            raise RuntimeUnavailable(f"LiteRT refuses the file: {first_line(e)}", where=str(path)) from e
+            raise RuntimeUnavailable(f"LiteRT refuses the file: {str(e).splitlines()[0][:300]}", where=str(path)) from e
         self.inputs = self.interpreter.get_input_details()
         forms, axes = (self.notes.get(k, {}) for k in ("forms", "batch_axis"))
         outputs = self.notes.get("outputs", [])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from chipfit.errors import RuntimeUnavailable, first_line
+from chipfit.errors import RuntimeUnavailable
 from chipfit.files import reading
 from chipfit.registry import register
 
@@ -28,7 +28,7 @@ class OnnxRuntime:
     One optimiser is off: it would quantize float convolutions that stand between quantizers, behind the plan's back.
     """
 
-    def __init__(self, path: str | Path, tensors: Sequence[str] = ()) -> None:
+    def __init__(self, path: str | Path, tensors: Sequence[str] = (), *, threads: int = 0) -> None:
         """Load `path` and make the ONNX values named in `tensors` readable.
 
         Raises:
@@ -42,6 +42,7 @@ class OnnxRuntime:
         model = read(path, tensors)
         options = ort.SessionOptions()
         options.log_severity_level = 3
+        options.intra_op_num_threads = threads
         signed = _signed(model)
         options.add_session_config_entry("session.qdqisint8allowed", "1" if signed else "0")
         if saturates() and not signed:  # compute what a CPU with VNNI does: slower, with weights shifted to uint8
@@ -58,7 +59,7 @@ class OnnxRuntime:
                     disabled_optimizers=["WeightBiasQuantization"],
                 )
             except (*refusals, UnicodeDecodeError) as e:  # the last: of names in the file
-                what = f"ONNX Runtime refuses the file: {first_line(e)}"
+                what = f"ONNX Runtime refuses the file: {str(e).splitlines()[0][:300]}"
                 raise RuntimeUnavailable(what, where=str(path)) from e
             self._optimised = onnx.load(str(optimised), load_external_data=False)
         self.inputs = [i.name for i in self.session.get_inputs()]
@@ -97,7 +98,7 @@ def read(path: str | Path, tensors: Sequence[str] = ()) -> Any:
         with reading(path, RuntimeUnavailable):
             model = onnx.load(str(path))
     except (DecodeError, onnx.checker.ValidationError) as e:  # no such message; weights in another file are not there
-        what = f"The file is not an ONNX model: {first_line(e)}"
+        what = f"The file is not an ONNX model: {str(e).splitlines()[0][:300]}"
         raise RuntimeUnavailable(what, where=str(path)) from e
     made = {o for n in model.graph.node for o in n.output} - {o.name for o in model.graph.output}
     model.graph.output.extend(onnx.ValueInfoProto(name=t) for t in tensors if t in made)

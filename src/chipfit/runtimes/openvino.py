@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from chipfit.errors import RuntimeUnavailable, first_line
+from chipfit.errors import RuntimeUnavailable
 from chipfit.registry import register
 from chipfit.runtimes.onnxruntime import read
 
@@ -15,7 +15,7 @@ from chipfit.runtimes.onnxruntime import read
 class OpenVino:
     """A loaded ONNX file, with float layers kept in float32 (they would run in bfloat16 on CPUs that have it)."""
 
-    def __init__(self, path: str | Path, tensors: Sequence[str] = ()) -> None:
+    def __init__(self, path: str | Path, tensors: Sequence[str] = (), *, threads: int = 0) -> None:
         """Load `path` and make the ONNX values named in `tensors` readable.
 
         Raises:
@@ -25,12 +25,12 @@ class OpenVino:
 
         model = read(path, tensors)
         self.outputs = [o.name for o in model.graph.output]
-        how = {"INFERENCE_PRECISION_HINT": "f32"}
+        config = {"INFERENCE_PRECISION_HINT": "f32", **({"INFERENCE_NUM_THREADS": threads} if threads else {})}
         try:
             core = openvino.Core()
-            self.model = core.compile_model(core.read_model(model.SerializeToString()), "CPU", how)
+            self.model = core.compile_model(core.read_model(model.SerializeToString()), "CPU", config)
         except RuntimeError as e:
-            what = f"OpenVINO refuses the file: {first_line(e)}"
+            what = f"OpenVINO refuses the file: {str(e).splitlines()[0][:300]}"
             raise RuntimeUnavailable(what, where=str(path)) from e
         self.inputs = [i.get_any_name() for i in self.model.inputs]
 

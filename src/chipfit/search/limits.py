@@ -15,13 +15,13 @@ from chipfit.calibration.collect import TensorStats
 from chipfit.decide.units import format_of
 from chipfit.errors import ConfigError, PlanError
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import is_linear
+from chipfit.graph.linear import is_linear, products
 from chipfit.plan.record import Plan
 from chipfit.platform.match import resolve_node
 from chipfit.platform.schema import Platform
 from chipfit.registry import is_number
 from chipfit.search.losses import Losses, losses
-from chipfit.search.resources import peak, products, width
+from chipfit.search.resources import peak, width
 from chipfit.search.solve import Unit, solve
 
 #: widths that are tried where a format leaves them free

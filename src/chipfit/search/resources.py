@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from chipfit.engine.run import done_after
-from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import is_linear
+from chipfit.graph.ir import Graph
+from chipfit.graph.linear import is_linear, products
 from chipfit.plan.record import Plan
 
 
@@ -59,10 +59,3 @@ def width(plan: Plan, name: str) -> float:
     """Bits of a number of a tensor."""
     stored = plan.stored(name)
     return float(stored.grid.bits) if stored is not None else 32.0
-
-
-def products(graph: Graph, node: Node) -> float:
-    """Multiplications of one sample: every weight once for each position of the output (of the input, transposed)."""
-    value = graph.values[node.data if node.op.startswith("Transpose") else node.output]
-    places = value.shape[2:] if node.op != "Linear" else value.shape[1:-1]
-    return float(graph.weights[node.weight].numel() * math.prod(int(p or 1) for p in places))

@@ -10,6 +10,7 @@ from chipfit.errors import ConfigError, UnsupportedError
 from chipfit.facade.checks import Number, by_name, checked, record
 from chipfit.facade.core.error_method import QuantizationErrorMethod
 from chipfit.facade.core.network_editor import KERNELS, EditRule, NodeFilter, Width, filters_of
+from chipfit.registry import OFF
 from chipfit.search.limits import Limits
 from chipfit.settings import Settings
 
@@ -87,6 +88,7 @@ class QuantizationConfig:
             correct_second_moment=self.weights_second_moment_correction,
             correct_bias=self.weights_bias_correction,
             correct_activation_bias=percent / 100 if self.activation_bias_correction else None,
+            rounding=OFF,  # what corrects is said by the fields alone
         )
 
     def to_rules(self) -> dict[str, Any]:

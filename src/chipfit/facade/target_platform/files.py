@@ -218,7 +218,7 @@ def read(data: Mapping[str, Any]) -> TargetPlatformCapabilities:
         default,
         m["add_metadata"],
         m["name"],
-        operator_set=list(sets.values()),
+        operator_set=[*sets.values()],
         fusing_patterns=fusings,
         math=m["math"],
         is_simd_padding=m.get("is_simd_padding", True),  # files of earlier versions pad wherever there is a width

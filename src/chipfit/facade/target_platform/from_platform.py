@@ -60,7 +60,7 @@ def from_platform(platform: Platform) -> TargetPlatformCapabilities:
         default,
         platform.metadata,
         platform.name,
-        operator_set=list(sets.values()),
+        operator_set=[*sets.values()],
         fusing_patterns=fusings,
         math=platform.math,
         is_simd_padding=True,

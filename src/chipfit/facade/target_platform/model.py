@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, ValuesView
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -166,6 +166,10 @@ class Fusing:
         return {self.name: " -> ".join(g.name for g in self.operator_groups_list)}
 
 
+#: the values of a dictionary, or what a generator makes, as a list
+_LISTED = BeforeValidator(lambda v: list(v) if isinstance(v, (ValuesView, Iterator)) else v)
+
+
 def _arithmetic(given: Any) -> Math:
     return Math.model_validate({} if given is None else given)
 
@@ -192,8 +196,8 @@ class TargetPlatformModel:
         add_metadata: Flag = False,
         name: str = "default_tp_model",
         *,
-        operator_set: Sequence[OperatorGroup] | None = None,
-        fusing_patterns: Sequence[Fusing] | None = None,
+        operator_set: Annotated[Sequence[OperatorGroup] | None, _LISTED] = None,
+        fusing_patterns: Annotated[Sequence[Fusing] | None, _LISTED] = None,
         math: Annotated[Math | Mapping[str, Any] | None, PlainValidator(_arithmetic)] = None,
         is_simd_padding: Flag = False,
     ) -> None:

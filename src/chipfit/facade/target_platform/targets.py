@@ -107,7 +107,7 @@ def _model(chip: dict[str, Any], version: str) -> TargetPlatformModel:
         options(chip["default"]),
         chip.get("add_metadata", False),
         chip["name"].format(version=version),
-        operator_set=list(sets.values()),
+        operator_set=[*sets.values()],
         fusing_patterns=[Fusing([group(step) for step in chain]) for chain in chip["fusings"]],
         math=platforms.load(chip["math"]).math if "math" in chip else None,
         is_simd_padding=chip.get("simd_padding", False),

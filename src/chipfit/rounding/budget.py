@@ -1,0 +1,61 @@
+"""How much work a walk may do in a given time: images and output positions, from what each costs on this machine."""
+
+import time
+from math import prod
+
+import torch
+
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.linear import is_linear, products
+from chipfit.plan.record import Plan
+from chipfit.rounding.fit import CANDIDATES, FEW, MANY
+from chipfit.rounding.moments import as_rows
+
+#: (images, output positions per operator), best first: positions above 2,048 matter less than images, and those above
+#: 128 less than positions
+LADDER = (
+    *((None, positions) for positions in (65536, 32768, 16384, 8192, 4096, 2048)),
+    *((256, 2048), (128, 2048), (128, 1024), (64, 1024), (64, 512), (32, 512), (16, 256)),
+)
+#: share of a matrix product's speed that convolutions, gathers and rounding reach together
+EFFICIENCY = 0.25
+
+
+def speed() -> float:
+    """Multiplications per second of a matrix product with the threads that are set."""
+    a, best = torch.ones(384, 384), 1e9
+    for _ in range(5):
+        begun = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - begun)
+    return a.numel() * len(a) / best
+
+
+def cost(graph: Graph, plan: Plan, images: int, positions: int) -> float:
+    """Multiplications of a walk."""
+    linear = [n for n in graph.nodes if is_linear(graph, n)]
+    streams = 2 * images * sum(products(graph, n) for n in linear)
+    fitted = [n for n in linear if plan.quantized(n.weight) and not graph.is_weight(n.data)]
+    return streams + sum(_fit(graph, n, images, positions) for n in fitted)
+
+
+def affordable(graph: Graph, plan: Plan, images: int, seconds: float) -> tuple[int, int, float]:
+    """Images and positions for the time, and the seconds that they are expected to take; the least where none fits."""
+    rate = EFFICIENCY * speed()
+    takes = images, LADDER[-1][1], 0.0
+    for most, positions in LADDER:
+        used = min(images, most or images)
+        takes = used, positions, cost(graph, plan, used, positions) / rate
+        if takes[2] <= seconds:
+            break
+    return takes
+
+
+def _fit(graph: Graph, node: Node, images: int, positions: int) -> float:
+    """Of one operator: moments, two factorizations, and the columns of every scale that is tried."""
+    g, o, k = as_rows(node, graph.weights[node.weight].detach()).shape
+    shape = graph.values[node.output].shape
+    places = prod(int(p or 1) for p in (shape[2:] if node.op != "Linear" else shape[1:-1]))
+    read = min(max(positions, 2 * k), images * places)
+    tries = len(FEW if k > MANY else CANDIDATES)
+    return float(g * (read * k * (k + o) + k**3 + tries * o * k * k))
