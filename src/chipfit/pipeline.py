@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,9 +40,12 @@ from chipfit.platform.load import load_platform
 from chipfit.platform.match import fusions, sets_of
 from chipfit.platform.schema import Platform
 from chipfit.ranges import Rule, name_of, rule_of
-from chipfit.registry import is_number
+from chipfit.registry import OFF, is_number
 from chipfit.screen import Screen, Shown
-from chipfit.search.limits import Limits, as_overrides, search
+from chipfit.search.candidates import as_overrides
+from chipfit.search.choose import space
+from chipfit.search.limits import Limits
+from chipfit.search.losses import Rounding
 from chipfit.search.sensitivity import Sensitivity, sensitivity
 from chipfit.settings import PLAIN, Settings
 
@@ -188,6 +191,11 @@ class Result(Shown):
     def _settings(self) -> Settings:
         return Settings.from_record(self.plan.provenance.get("settings", {}).get("steps", {}))
 
+    @property
+    def _rules(self) -> dict[str, Any]:
+        chosen = self.plan.provenance.get("settings", {})
+        return {k: v for k, v in chosen.items() if k in ("rule", "weight_rule", "z_threshold")}
+
     def _decided(self, overrides: Overrides) -> tuple[Graph, Plan, steps.Choose]:
         """The plan with these overrides instead, rounded to the nearest, and what makes its scales again."""
         graph, before = self._uncorrected or (self.graph, self.plan)
@@ -197,9 +205,7 @@ class Result(Shown):
         for t in self.plan.tensors.values():
             if t.name not in stats and t.role == "activation" and t.low is not None and t.high is not None:
                 stats[t.name] = TensorStats(t.name, t.low, t.high, batches=1)
-        chosen = self.plan.provenance.get("settings", {})
-        rules = {k: v for k, v in chosen.items() if k in ("rule", "weight_rule", "z_threshold")}
-        choose = partial(_choose, assignment, stats, rules)
+        choose = partial(_choose, assignment, stats, self._rules)
         return graph, _plan(before, graph, choose(graph, before.tensors), assignment), choose
 
     def _and(self, overrides: Mapping[str, Any]) -> list[tuple[Any, Any]]:
@@ -208,7 +214,7 @@ class Result(Shown):
         if earlier is None:
             earlier = known.get("edited", known.get("settings", {}).get("overrides"))
         widths = {} if "edited" in known else known.get("chosen", {})
-        return [*as_overrides(self.graph, widths, earlier), *overrides.items()]
+        return [*as_overrides(self.graph, self.plan, widths, earlier), *overrides.items()]
 
     @undisturbed
     def sensitivity(self, data: Any) -> Sensitivity:
@@ -225,7 +231,9 @@ class Result(Shown):
         def tried(more: Mapping[str, Any]) -> tuple[Graph, Plan]:
             return self._decided(self._and(more))[:2]
 
-        self._sensitivity = sensitivity(graph, plan, self.platform, batches(data, graph), self.stats, tried)
+        how = _rounding(self.plan.provenance.get("corrected", ()), self._rules)
+        few = batches(data, graph)
+        self._sensitivity = sensitivity(graph, plan, self.platform, few, self.stats, tried, how)
         return self._sensitivity
 
     @property
@@ -365,12 +373,19 @@ def quantize(
         with clock("search"), shown.stage("search"):
             start = _plan(Plan(platform=target.name), graph, tensors, assignment)
             by_hand = resolve_overrides(graph, overrides or {})
-            decided = {name for name, c in by_hand.items() if c.get("bits") is not None}
-            found = search(graph, target, start, limits, batches(again, graph), stats, seed, decided)
-            chosen = as_overrides(graph, found.bits, overrides)
-            graph, assignment, decisions = decide(graph, target, chosen, settings)
+
+            def at(bits: Mapping[str, int]) -> tuple[Graph, Assignment, list[str]]:
+                return decide(graph, target, as_overrides(graph, start, bits, overrides), settings)
+
+            # few bits ask for rounding
+            hoped = ["rounding"] if settings.rounding != OFF else []
+            corrections = [s.name for s in steps.taken(settings, "correct")] or hoped
+            named, few, how = limits.to_record(), batches(again, graph), _rounding(corrections, rules)
+            choices = space(graph, target, start, named, few, stats, lambda bits: at(bits)[1], by_hand, seed, how)
+            found = choices.choose(limits)
+            graph, assignment, decisions = at(found.bits)
             tensors = scales.choose(graph, assignment, stats, **rules)
-            record["limits"], record["chosen"] = limits.to_record(), found.bits
+            record["limits"], record["chosen"] = named, found.bits
             decisions = [*decisions, str(found)]
     plan = _plan(
         Plan(platform=target.name),
@@ -392,6 +407,12 @@ def quantize(
         result._data = None if once else again
     result._overrides = overrides
     return result.trains(trained_by) if trained_by is not None else result
+
+
+def _rounding(corrections: Collection[str], rules: Mapping[str, Any]) -> Rounding:
+    """How tensors are rounded where these corrections are made."""
+    named = {k: v for k, v in rules.items() if k != "z_threshold"}
+    return Rounding(**named, fitted="rounding" in corrections, means=not corrections)
 
 
 def _understood(settings: Any, z_threshold: Any, limits: Any, seed: Any) -> int:

@@ -49,7 +49,7 @@ def test_limits_on_both_memories_leave_weights_what_activations_do_not_take():
     assert 100 < taken <= 200
     assert f"total {alive + taken:,.0f} of {alive + 200:,.0f}" in next(n for n in result.plan.rewrites if "widths" in n)
     fitted(activations=alive)
-    with pytest.raises(PlanError, match="not searched"):
+    with pytest.raises(PlanError, match="activations while"):
         fitted(activations=alive - 1)
     with pytest.raises(PlanError, match="limit on total"):
         fitted(total=alive)

@@ -43,12 +43,58 @@ def test_the_choice_is_the_best_of_all(seed):
     assert tuple(pick) in allowed and loss(pick) <= 1.0001 * min(map(loss, allowed))
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_kernels_take_pairs_of_widths_and_peaks_are_one_budget_for_each_moment(seed):
+    draw, widths = random.Random(seed), (2, 4, 8)
+    sizes = {name: draw.randint(1, 50) for name in ("w0", "w1", "a0", "a1", "a2")}
+    moments = {"activations while '0' runs": ("a0", "a1"), "activations while '1' runs": ("a1", "a2")}
+
+    def tensor(name):
+        cost = tuple(sizes[name] * b for b in widths)
+        budgets = ["weights"] if name in ("w0", "w1") else [m for m, at in moments.items() if name in at]
+        return Unit(name, tuple(draw.random() * 4.0**-b for b in widths), dict.fromkeys(budgets, cost))
+
+    def kernel(k):
+        pairs = [(b, a) for b in range(3) for a in range(3) if a >= b]  # weights no wider than what they multiply
+        bops = tuple(float((k + 1) * widths[b] * widths[a]) for b, a in pairs)
+        goes = {f"w{k}": tuple(b for b, _ in pairs), f"a{k}": tuple(a for _, a in pairs)}
+        return Unit(f"k{k}", (0.0,) * len(pairs), {"bops": bops}, goes)
+
+    given = [kernel(0), *map(tensor, sizes), kernel(1)]
+    budgets = {"weights": 5.0 * (sizes["w0"] + sizes["w1"]), "bops": 0.3 * 64 * 3}
+    budgets |= {m: 0.6 * 8 * max(sum(sizes[t] for t in at) for at in moments.values()) for m in moments}
+
+    def good(pick):
+        chosen = {u.name: k for u, k in zip(given, pick, strict=True)}
+        follows = all(picks[chosen[u.name]] == chosen[o] for u in given for o, picks in u.goes.items())
+        used = {r: sum(u.costs[r][k] for u, k in zip(given, pick, strict=True) if r in u.costs) for r in budgets}
+        return follows and all(used[r] <= budgets[r] for r in budgets)
+
+    def loss(pick):
+        return sum(u.losses[k] for u, k in zip(given, pick, strict=True))
+
+    allowed = [p for p in itertools.product(*(range(len(u.losses)) for u in given)) if good(p)]
+    pick = solve(given, budgets)
+    assert good(pick) and loss(pick) <= 1.001 * min(map(loss, allowed))
+
+
+def test_limits_that_hold_one_by_one_and_not_together_say_by_how_much_to_raise_them():
+    said = r"limit on weights\. Got: 5\. Allowed: 8 at least, and the other limits raised 1\.60 times as well"
+    a = Unit("a", (1.0, 0.0), {"weights": (4.0, 8.0), "bops": (16.0, 8.0)})  # what spares one costs the other
+    assert solve([a], {"weights": 4.0}) == [0] and solve([a], {"bops": 8.0}) == [1]
+    with pytest.raises(PlanError, match=said):
+        solve([a], {"weights": 5.0, "bops": 8.0})
+
+
 def test_a_hundred_layers_are_solved_and_what_cannot_be_says_the_least():
     given = units(3, 100)
     whole = sum(u.costs["weights"][-1] for u in given)
     pick = solve(given, {"weights": 0.4 * whole})
     assert sum(u.costs["weights"][k] for u, k in zip(given, pick, strict=True)) <= 0.4 * whole
     with pytest.raises(PlanError, match=f"Allowed: {0.25 * whole:,.0f} at least"):
+        solve(given, {"weights": 0.2 * whole})
+    largest = max(given, key=lambda u: u.costs["weights"][0]).name
+    with pytest.raises(PlanError, match=f"the largest are '{largest}'"):
         solve(given, {"weights": 0.2 * whole})
     assert solve([], {"weights": 1}) == []
 

@@ -47,6 +47,11 @@ class Binding:
 
 def tie_groups(bindings: Iterable[Binding]) -> tuple[tuple[str, ...], ...]:
     """Tensors that must share scale and zero point, joined over all hard ties; groups of two or more, sorted."""
+    return tuple(g for g in joined(m for b in bindings for m in b.tied) if len(g) > 1)
+
+
+def joined(lists: Iterable[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """What lists with common members hold together, sorted."""
     parent: dict[str, str] = {}
 
     def find(t: str) -> str:
@@ -56,13 +61,13 @@ def tie_groups(bindings: Iterable[Binding]) -> tuple[tuple[str, ...], ...]:
             t = parent[t]
         return t
 
-    for members in (m for b in bindings for m in b.tied):
-        for t in members[1:]:
+    for members in lists:
+        for t in members:
             parent[find(t)] = find(members[0])
     groups: dict[str, list[str]] = {}
     for t in parent:
         groups.setdefault(find(t), []).append(t)
-    return tuple(sorted(tuple(sorted(g)) for g in groups.values() if len(g) > 1))
+    return tuple(sorted(tuple(sorted(g)) for g in groups.values()))
 
 
 def fixed(bindings: Sequence[Binding]) -> dict[str, Numbers]:

@@ -74,7 +74,7 @@ def pytorch_post_training_quantization(
     Args:
         in_module: in any mode; it is copied, never changed.
         representative_data_gen: function without arguments that yields lists of arrays or tensors, one for each input.
-        target_resource_utilization: limits of weights and bit operations that start a search of widths.
+        target_resource_utilization: limits that start a search of widths.
         core_config: range rules, rewrites, corrections, network editor, bit widths; `CoreConfig()` when omitted.
         target_platform_capabilities: TargetPlatformCapabilities, TargetPlatformModel, Platform, name, or path of a YAML
             or JSON file; the predecessor's default chip (imx500) when omitted.

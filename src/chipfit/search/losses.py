@@ -23,7 +23,7 @@ from chipfit.graph.linear import is_linear
 from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
-from chipfit.ranges import choose
+from chipfit.ranges import Rule, choose
 from chipfit.rounding import fit
 from chipfit.rounding.bounds import rows_of
 from chipfit.rounding.moments import Moments, as_rows, patches, positions, targets
@@ -37,21 +37,40 @@ SAMPLES = 4096
 Losses = dict[str, dict[int, float]]
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """How tensors will be rounded, on which their losses depend."""
+
+    rule: Rule = "mse"  #: ranges of activations
+    weight_rule: Rule = "mse"  #: ranges of weights that take their nearest codes
+    fitted: bool = False  #: codes and biases of weights follow from what they read
+    means: bool = True  #: no bias takes the mean of what rounded weights change
+
+
+NEAREST = Rounding()
+
+
 @dataclass
 class _Seen:
-    """Of one linear operator: moments of its inputs, and squared gradients of each output channel, summed."""
+    """Of one linear operator: moments of its inputs, and squared gradients of each output channel, summed.
+
+    What changes at random from position to position meets the gradients one by one, a mean error their sum.
+    """
 
     node: Node
     rows: Tensor  #: the weight, [g, O/g, K]
     moments: Moments
-    gradients: Tensor  #: [g, O/g]
+    gradients: Tensor  #: sum over positions of squares, [g, O/g]
+    together: Tensor  #: sum over samples of squares of sums over positions, [g, O/g]
 
     def add(self, x: Tensor, y: Tensor, g: Tensor, w: Tensor, random: torch.Generator) -> None:
         """Inputs, outputs, and the gradients of the outputs, of one batch."""
         where = positions(self.node, y, -(-SAMPLES // IMAGES), random)
         self.moments.add(patches(self.node, x, w, where), targets(self.node, y, where))
         everywhere = torch.arange(g[0, 0].numel() if self.node.op != "Linear" else g[0].numel() // g.shape[-1])
-        self.gradients += targets(self.node, g, everywhere).square().sum(2)
+        t = targets(self.node, g, everywhere)
+        self.gradients += t.square().sum(2)
+        self.together += t.view(*t.shape[:2], -1, len(everywhere)).sum(3).square().sum(2)
 
 
 def losses(
@@ -61,6 +80,7 @@ def losses(
     widths: Mapping[str, Collection[int]],
     stats: Mapping[str, TensorStats],
     seed: int = 0,
+    rounding: Rounding = NEAREST,
 ) -> Losses:
     """The loss that rounding each tensor alone to so many bits adds to the outputs.
 
@@ -69,6 +89,7 @@ def losses(
         batches: of graph inputs, of which the first `IMAGES` samples are taken.
         widths: tensors, weights of linear operators or activations, and the bits to try.
         stats: of activations, for their ranges at other widths.
+        rounding: of what the losses are.
 
     Raises:
         DataError: no batch at all.
@@ -79,25 +100,27 @@ def losses(
     for n in graph.nodes:
         if is_linear(graph, n) and n.weight in widths and not graph.is_weight(n.data):
             rows = as_rows(n, table[n.weight].float())
-            seen.append(_Seen(n, rows, Moments.of(rows), rows.new_zeros(rows.shape[:2])))
+            zeros = rows.new_zeros(2, *rows.shape[:2])
+            seen.append(_Seen(n, rows, Moments.of(rows), zeros[0], zeros[1]))
     grids = {
-        name: {b: _activation(plan[name], b, stats.get(name)) for b in bits}
+        name: {b: _activation(plan[name], b, stats.get(name), rounding.rule) for b in bits}
         for name, bits in widths.items()
         if name not in table
     }
     out: Losses = {name: dict.fromkeys(bits, 0.0) for name, bits in widths.items()}
+    split, codes = _apart(graph, plan, grids)
+    wanted = {s.node.output for s in seen} | set(codes.values())
     count = 0
     for batch in few(batches):
         count += max(len(x) if x.dim() else 1 for x in batch)
-        outputs = {s.node.output for s in seen}
-        values, gradients = _backward(graph, batch, outputs | grids.keys(), {s.node.data for s in seen}, random)
+        values, gradients = _backward(split, batch, wanted, {s.node.data for s in seen}, random)
         for s in seen:
             if s.node.output in gradients:
                 y, g = values[s.node.output], gradients[s.node.output]
                 s.add(values[s.node.data], y, g, table[s.node.weight].float(), random)
         for name, choices in grids.items():
-            if name in gradients:
-                x, g = values[name], gradients[name]
+            if codes[name] in gradients:
+                x, g = values[codes[name]], gradients[codes[name]]
                 for b, stored in choices.items():
                     out[name][b] += 0.5 * float((g * (stored.round(x) - x)).square().sum())
     if not count:
@@ -105,24 +128,31 @@ def losses(
     for s in seen:
         name = s.node.weight
         if s.moments.count:
-            h, _ = s.moments.centred()
+            mean, h = s.moments.means()[0], s.moments.centred()[0]
             for b in widths[name]:
-                error = _weight_error(plan, s, table[name].float(), h, b)
-                out[name][b] += 0.5 * float((error * s.gradients).sum())
+                d = _weight_error(plan, s, table[name].float(), h, b, rounding)
+                out[name][b] += 0.5 * float((((d @ h) * d).sum(2) * s.gradients).sum())
+                if rounding.means:
+                    out[name][b] += 0.5 * float(((d @ mean.unsqueeze(2))[..., 0].square() * s.together).sum())
     return {name: {b: v / count for b, v in row.items()} for name, row in out.items()}
 
 
-def _weight_error(plan: Plan, s: _Seen, w: Tensor, h: Tensor, bits: int) -> Tensor:
-    """(q - w) H (q - w)' of every row, [g, O/g], for weights that are rounded to the nearest of so many bits.
+def _weight_error(plan: Plan, s: _Seen, w: Tensor, h: Tensor, bits: int, rounding: Rounding) -> Tensor:
+    """q - w, [g, O/g, K], for weights that are rounded to the nearest of so many bits.
 
-    Better rounding loses less, but of every width alike: it leads to the same choice.
+    Of fitted ones the scales are those that serve the outputs. Their codes would lose still less, but of every width
+    alike: it leads to the same choice.
     """
-    name = s.node.weight
-    there = plan.tensors[name].with_(grid=at_width(plan[name].grid, bits))
-    free = replace(plan, tensors={**plan.tensors, name: there}, limits=())
-    q, *_ = fit.rounded(s.rows, h, rows_of(free, s.node, w), spread=False, candidates=(0.89, 1.0, 1.15))
-    d = q - s.rows
-    return ((d @ h) * d).sum(2)
+    name, stored = s.node.weight, plan[s.node.weight]
+    grid = at_width(stored.grid, bits)
+    if rounding.fitted:
+        free = replace(plan, tensors={**plan.tensors, name: plan.tensors[name].with_(grid=grid)}, limits=())
+        q, *_ = fit.rounded(s.rows, h, rows_of(free, s.node, w), spread=False, candidates=(0.89, 1.0, 1.15))
+        return q - s.rows
+    if bits != stored.grid.bits:
+        found = choose(w, grid, rule=rounding.weight_rule, axis=stored.axis)
+        stored = replace(stored, grid=grid, scale=found.scale, zero_point=found.zero_point)
+    return as_rows(s.node, stored.round(w)) - s.rows
 
 
 def at_width(grid: Grid, bits: int) -> Grid:
@@ -132,13 +162,13 @@ def at_width(grid: Grid, bits: int) -> Grid:
     return replace(grid, bits=bits, qmin=low, qmax=high)
 
 
-def _activation(stored: Stored, bits: int, stats: TensorStats | None) -> Stored:
+def _activation(stored: Stored, bits: int, stats: TensorStats | None, rule: Rule) -> Stored:
     """An activation at another width, with the range that suits it."""
     if bits == stored.grid.bits or stats is None:
         return stored
     grid = at_width(stored.grid, bits)
-    q = choose(stats, grid)
-    return stored.with_(grid=grid, scale=q.scale, zero_point=q.zero_point)
+    q = choose(stats, grid, rule=rule)
+    return replace(stored, grid=grid, scale=q.scale, zero_point=q.zero_point)
 
 
 def few(batches: Iterable[Sequence[Tensor]]) -> Iterable[list[Tensor]]:
@@ -157,6 +187,26 @@ def few(batches: Iterable[Sequence[Tensor]]) -> Iterable[list[Tensor]]:
             return
 
 
+def _apart(graph: Graph, plan: Plan, names: Iterable[str]) -> tuple[Graph, dict[str, str]]:
+    """The graph in which readers of codes find them by a name of their own, where others read what was before them."""
+    before = {value for value, _ in plan.float_edges}
+    codes = {name: f"{name} in codes" if name in before else name for name in names}
+    out, nodes = graph.copy(), list[Node]()
+
+    def add(values: Iterable[str]) -> None:
+        for v in (v for v in values if codes.get(v, v) != v):
+            nodes.append(Node(codes[v], "Identity", (v,), (codes[v],)))
+            out.values[codes[v]] = replace(graph.values[v], name=codes[v])
+
+    add(graph.inputs)
+    for n in graph.nodes:
+        reads = (i if i is None or (i, n.name) in plan.float_edges else codes.get(i, i) for i in n.inputs)
+        nodes.append(n.with_(inputs=tuple(reads)))
+        add(n.outputs)
+    out.nodes[:], out.outputs[:] = nodes, [codes.get(o, o) for o in graph.outputs]
+    return out, codes
+
+
 def _backward(
     graph: Graph, batch: Sequence[Tensor], wanted: Collection[str], besides: Collection[str], random: torch.Generator
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -165,7 +215,7 @@ def _backward(
 
     def watch(name: str, x: Any) -> Any:
         if name in wanted and isinstance(x, Tensor) and x.is_floating_point():
-            x = kept[name] = x if x.requires_grad else x.detach().clone().requires_grad_()
+            x = kept[name] = x.view_as(x) if x.requires_grad else x.detach().clone().requires_grad_()
         return x
 
     def hook(node: Node, outputs: tuple[Any, ...]) -> tuple[Any, ...]:

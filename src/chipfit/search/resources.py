@@ -38,19 +38,24 @@ def peak(graph: Graph, plan: Plan, bits: float | None = None) -> float:
     Args:
         bits: of every value that is stored in codes, in place of the plan's.
     """
+    return max(sum(size(graph, plan, name, bits) for name in names) for _, names in alive(graph, plan))
+
+
+def alive(graph: Graph, plan: Plan) -> list[tuple[str, frozenset[str]]]:
+    """The operators at which most values are alive, and these values; what is all alive a step later is left out."""
     inner = {o for g in plan.groups for n in graph.nodes if n.name in g[:-1] for o in n.outputs}
-    alive = {i: _bytes(graph, plan, i, bits) for i in graph.inputs}
-    most = sum(alive.values())
+    now, out = frozenset(graph.inputs), [("", frozenset(graph.inputs))]
     for n, done in zip(graph.nodes, done_after(graph), strict=True):
-        alive |= {o: _bytes(graph, plan, o, bits) for o in n.outputs if o not in inner}
-        most = max(most, sum(alive.values()))
-        for name in done:
-            alive.pop(name, None)
-    return most
+        now |= {o for o in n.outputs if o not in inner}
+        if out[-1][1] <= now:
+            out.pop()
+        out += [(n.who, now)] if not out or not now <= out[-1][1] else []
+        now -= set(done)
+    return out
 
 
-def _bytes(graph: Graph, plan: Plan, name: str, bits: float | None) -> float:
-    """Of one sample of a value; an unknown size counts once."""
+def size(graph: Graph, plan: Plan, name: str, bits: float | None = None) -> float:
+    """Bytes of one sample of a value; an unknown size counts once."""
     wide = bits if bits is not None and plan.quantized(name) else width(plan, name)
     return math.prod(int(d or 1) for d in graph.values[name].shape) * wide / 8
 

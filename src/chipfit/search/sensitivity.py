@@ -16,8 +16,8 @@ from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
 from chipfit.rounding.compare import Reference
 from chipfit.screen import Screen, Shown
-from chipfit.search.limits import candidates
-from chipfit.search.losses import Losses, few, losses
+from chipfit.search.candidates import activations, is_copy, layers, of_weights
+from chipfit.search.losses import NEAREST, Losses, Rounding, few, losses
 from chipfit.search.resources import resources
 
 #: how many changes are tried, and the share of the loss that one must give back to be spoken of
@@ -79,6 +79,7 @@ def sensitivity(
     batches: Iterable[Sequence[Tensor]],
     stats: Mapping[str, TensorStats],
     decide: Callable[[dict[str, Any]], tuple[Graph, Plan]],
+    rounding: Rounding = NEAREST,
 ) -> Sensitivity:
     """The losses of all weights of linear operators and of all activations that are stored in codes.
 
@@ -86,16 +87,17 @@ def sensitivity(
         batches: of graph inputs.
         stats: of activations, for their ranges at other widths; without them only the present width is tried.
         decide: the plan with more overrides, rounded to the nearest.
+        rounding: how tensors are rounded.
 
     Raises:
         DataError: no batch at all.
     """
-    widths: dict[str, tuple[int, ...]] = dict(candidates(graph, platform, plan))
-    for name, t in plan.tensors.items():
-        if t.role == "activation" and t.stored is not None and name not in widths:
-            widths[name] = (t.stored.grid.bits,)
+    widths, makers = of_weights(graph, layers(graph, platform, plan, ())), graph.producers()
+    for p in activations(graph, platform, plan, {}):
+        for t in (t for t in p.tensors if not is_copy(graph, plan, makers.get(t))):
+            widths[t] = p.widths if t in stats else (plan[t].grid.bits,)
     now, images = {name: plan[name].grid.bits for name in widths}, list(few(batches))
-    found = losses(graph, plan, images, widths, stats)
+    found = losses(graph, plan, images, widths, stats, rounding=rounding)
     out = Sensitivity(found, now, {name: plan.tensors[name].layer for name in widths})
     return replace(out, tried=_tried(out, graph, plan, images, decide))
 

@@ -2,67 +2,103 @@
 
     least sum of loss[u, k] x[u, k], one k for every unit u, sum of cost[r, u, k] x[u, k] <= budget[r] for every budget
 
-A peak of several sums, as of tensors alive at the same time, is one budget for each sum.
+A peak of several sums, as of tensors alive at the same time, is one budget for each sum. A unit may go with others: a
+kernel takes the widths of its weight and of its data together, so that its choice says theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from chipfit.errors import PlanError
 
+#: the loss may be a thousandth above the least, which halves the time
+_OPTIONS = {"mip_rel_gap": 1e-3}
+
 
 @dataclass(frozen=True)
 class Unit:
-    """What takes one choice: tensors of one kernel, or of one tie."""
+    """What takes one choice: a weight, activations of one width, or a kernel."""
 
     name: str
     losses: tuple[float, ...]  #: of each choice
     costs: Mapping[str, tuple[float, ...]]  #: budget -> of each choice
+    goes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  #: other unit -> its choice with each choice
 
 
 def solve(units: Sequence[Unit], budgets: Mapping[str, float]) -> list[int]:
     """The choice of every unit.
 
     Raises:
-        PlanError: no choice keeps all budgets; says the least that is possible.
+        PlanError: no choice keeps all budgets; says the least that is possible, and what takes most of it.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import csr_array
+    from scipy.sparse import csr_array, hstack
 
     if not units:
         return []
     sizes = [len(u.losses) for u in units]
-    ends = np.cumsum(sizes)
-    n = int(ends[-1])
-    scale = max((max(u.losses) for u in units), default=0.0) or 1.0
-    loss = np.concatenate([np.asarray(u.losses) for u in units]) / scale
+    starts = np.cumsum([0, *sizes])
+    n = int(starts[-1])
+    loss = np.concatenate([np.asarray(u.losses) for u in units])
     one = csr_array((np.ones(n), (np.repeat(np.arange(len(units)), sizes), np.arange(n))))
-    constraints = [LinearConstraint(one, 1, 1)]
-    for name, most in budgets.items():
-        cost = np.concatenate([np.asarray(u.costs.get(name, (0.0,) * len(u.losses))) for u in units])
-        least = sum(min(u.costs.get(name, (0.0,))) for u in units)
-        if least > most:
-            raise PlanError(
-                f"No choice of widths keeps the limit on {name}",
-                got=f"{most:,.0f}",
-                allowed=f"{least:,.0f} at least",
-                hint="the largest are " + ", ".join(f"'{u.name}'" for u in _largest(units, name)),
-            )
-        if cost.any():
-            size = most or 1.0
-            constraints.append(LinearConstraint(csr_array(cost[None] / size), -np.inf, most / size))
-    answer = milp(
-        loss, constraints=constraints, integrality=np.ones(n), bounds=Bounds(0, 1), options={"mip_rel_gap": 1e-4}
+    rules = [(one, 1)]
+    at = {u.name: k for k, u in enumerate(units)}
+    for u, first in zip(units, starts, strict=False):
+        for other, picks in u.goes.items():
+            rows = range(sizes[at[other]])
+            mine = ((1.0, k, first + j) for j, k in enumerate(picks))
+            cells = [*mine, *((-1.0, k, starts[at[other]] + k) for k in rows)]
+            value, row, column = zip(*cells, strict=True)
+            rules.append((csr_array((value, (row, column)), shape=(len(rows), n)), 0))
+    costs = {r: np.concatenate([u.costs.get(r, (0.0,) * len(u.losses)) for u in units]) for r in budgets}
+    limits = csr_array(np.stack([costs[r] / budgets[r] for r in budgets])) if budgets else csr_array((0, n))
+
+    def best(objective: np.ndarray, factor: bool) -> np.ndarray | None:
+        """The choice with the least objective; with a last column, by which all budgets are multiplied."""
+        wide = int(factor)
+        keep = [LinearConstraint(hstack([m, csr_array((m.shape[0], wide))]), v, v) for m, v in rules]
+        most = np.full((len(budgets), wide), -1.0)
+        keep.append(LinearConstraint(hstack([limits, csr_array(most)]), -np.inf, 0.0 if factor else 1.0))
+        upper = np.concatenate([np.ones(n), np.full(wide, np.inf)])
+        free = np.concatenate([np.ones(n), np.zeros(wide)])
+        answer = milp(objective, constraints=keep, integrality=free, bounds=Bounds(0, upper), options=_OPTIONS)
+        return None if answer.x is None else answer.x[:n]
+
+    x = best(loss / (loss.max() or 1.0), False)
+    if x is None:
+        raise _least(units, budgets, costs, best(np.concatenate([np.zeros(n), np.ones(1)]), True))
+    return [int(part.argmax()) for part in np.split(x, starts[1:-1])]
+
+
+def _least(
+    units: Sequence[Unit], budgets: Mapping[str, float], costs: Mapping[str, np.ndarray], x: np.ndarray | None
+) -> PlanError:
+    """What the choice with the smallest common multiple of all budgets takes of that which binds it."""
+    assert x is not None  # any choice keeps budgets that are large enough
+    used = {r: float(costs[r] @ np.round(x)) for r in budgets}
+    tight = max(budgets, key=lambda r: used[r] / budgets[r])
+    parts = np.split(costs[tight] * np.round(x), np.cumsum([len(u.losses) for u in units])[:-1])
+    largest = sorted(zip((p.sum() for p in parts), (u.name for u in units), strict=True), key=_size)[:3]
+    more = used[tight] / budgets[tight]
+    together = f", and the other limits raised {more:.2f} times as well" if len({*map(kind_of, budgets)}) > 1 else ""
+    return PlanError(
+        f"No choice of widths keeps the limit on {tight}",
+        got=f"{budgets[tight]:,.0f}",
+        allowed=f"{used[tight]:,.0f} at least{together}",
+        hint=("" if any(len(u.losses) > 1 for u in units) else "the platform leaves no width to choose; ")
+        + "the largest are "
+        + ", ".join(f"'{name}'" for size, name in largest if size),
     )
-    if answer.x is None:
-        got = ", ".join(f"{k} {v:,.0f}" for k, v in budgets.items())
-        raise PlanError("No choice of widths keeps all limits together", got=got, hint="raise one of them")
-    return [int(part.argmax()) for part in np.split(answer.x, ends[:-1])]
 
 
-def _largest(units: Sequence[Unit], budget: str) -> list[Unit]:
-    return sorted(units, key=lambda u: -min(u.costs.get(budget, (0.0,))))[:3]
+def _size(part: tuple[float, str]) -> float:
+    return -part[0]
+
+
+def kind_of(budget: str) -> str:
+    """The limit that a budget belongs to: "activations" of "activations while 'conv' runs"."""
+    return budget.partition(" ")[0]

@@ -1,0 +1,172 @@
+"""What a search of widths may choose: of each operator's weight and data, and of activations that keep one width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from chipfit.decide.assignment import Assignment
+from chipfit.decide.ties import joined
+from chipfit.decide.units import NO_FORMAT, Unit, find_units, format_of
+from chipfit.errors import ChipfitError
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.linear import is_linear
+from chipfit.graph.ops import OPS
+from chipfit.plan.record import Plan
+from chipfit.platform.match import as_tuple, resolve_node
+from chipfit.platform.schema import WIDEST, Platform
+
+#: widths that are tried where a format leaves them free
+FREE = (2, 3, 4, 5, 6, 8)
+
+#: node name -> the user's choices about it, as `resolve_overrides` gives them
+ByHand = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Together:
+    """Activations of one width: kernels read and write them in the same codes, or they share one scale."""
+
+    tensors: tuple[str, ...]
+    widths: tuple[int, ...]  #: ascending
+
+    @property
+    def name(self) -> str:
+        return self.tensors[0]
+
+
+def activations(graph: Graph, platform: Platform, plan: Plan, by_hand: ByHand) -> list[Together]:
+    """All activations that are stored in codes, with the widths that every kernel around them has.
+
+    What the user chose, what the hardware dictates and what no kernel says a width of stays as it is.
+    """
+    formats = platform.formats.values()
+    every = {f.bits for f in formats if f.kind == "int" and f.bits <= WIDEST}
+    every |= set(FREE) if any(f.free for f in formats) else set()
+    units = find_units(graph, platform, plan.groups, by_hand)
+    touched = [_touched(plan, u) for u in units]
+    fits: dict[str, set[int]] = {u.head.name: set() for u in units}
+    for bits in every:
+        asked = {n.name: {**by_hand.get(n.name, {}), "activation_bits": bits} for n in graph.nodes}
+        for u in find_units(graph, platform, plan.groups, asked):
+            if any(_at(platform, u, o, bits) for o in u.resolved.options):
+                fits[u.head.name].add(bits)
+    stored = {t.name for t in plan.tensors.values() if t.role == "activation" and t.stored is not None}
+    out = []
+    for part in joined([*touched, *plan.ties, *([t] for t in stored)]):
+        tensors = tuple(t for t in part if t in stored)
+        around = [u for u, own in zip(units, touched, strict=True) if not u.moves and not set(own).isdisjoint(part)]
+        now = {plan[t].grid.bits for t in tensors}
+        said = any(u.choices.get("activation_bits") is not None for u in around)
+        plain = all(plan[t].grid.kind == "int" for t in tensors) and set(plan.fixed).isdisjoint(part)
+        wide = set.intersection(*(fits[u.head.name] for u in around)) if around else set()
+        if len(now) == 1:
+            out.append(Together(tensors, tuple(sorted(wide | now if plain and not said else now))))
+    return out
+
+
+def _touched(plan: Plan, unit: Unit) -> tuple[str, ...]:
+    """The activations that a unit reads or writes as codes."""
+    if plan.nodes[unit.tail.name].exec == "float":
+        return ()
+    reads = [r.tensor for r in unit.reads if r.is_data and (r.tensor, r.node.name) not in plan.float_edges]
+    writes = unit.moves or any(o.out not in NO_FORMAT for o in unit.resolved.options)
+    return tuple(t for t in (*reads, *(unit.tail.outputs if writes else ())) if plan.quantized(t))
+
+
+def _at(platform: Platform, unit: Unit, option: Any, bits: int) -> bool:
+    """Whether a kernel with this option reads and writes codes of so many bits, with the weights that are asked for."""
+    asked = unit.choices.get("bits")
+    words = [*as_tuple(option.in_), option.out]
+    return any(w in platform.formats for w in words) and all(
+        takes(platform, word, b) for word, b in [*((w, bits) for w in words), (option.w, asked)] if isinstance(b, int)
+    )
+
+
+def takes(platform: Platform, word: Any, bits: int) -> bool:
+    """Whether a word of an option allows codes of so many bits: it names no format, or one of that or any width."""
+    fmt = platform.formats.get(word) if isinstance(word, str) else None
+    return fmt is None or fmt.free or fmt.bits == bits
+
+
+def tried(
+    parts: Sequence[Together], start: Mapping[str, int], decide: Callable[[Mapping[str, int]], Assignment]
+) -> list[Together]:
+    """The same without the widths that the platform does not give when asked for them.
+
+    Args:
+        start: the widths as they are.
+        decide: formats of the network with these widths of tensors.
+    """
+    good = {p.name: {start[p.name]} for p in parts}
+    for bits in sorted({b for p in parts for b in p.widths}):
+        wanted = [p for p in parts if bits in p.widths and bits != start[p.name]]
+        try:
+            slots = decide({t: bits for p in wanted for t in p.tensors}).slots if wanted else {}
+        except ChipfitError:
+            continue
+        for p in wanted:
+            if all(t in slots and slots[t].format.bits == bits for t in p.tensors):
+                good[p.name].add(bits)
+    return [replace(p, widths=tuple(sorted(good[p.name]))) for p in parts]
+
+
+def layers(
+    graph: Graph, platform: Platform, plan: Plan, parts: Sequence[Together], decided: Collection[str] = ()
+) -> dict[str, list[tuple[int, int]]]:
+    """Linear operator -> the widths of its weight and its data that a kernel takes together; 0 for data in float.
+
+    Args:
+        parts: the activations whose widths are chosen as well.
+        decided: nodes whose weights keep their widths.
+    """
+    reach = {t: p.widths for p in parts for t in p.tensors}
+    out: dict[str, list[tuple[int, int]]] = {}
+    for n in graph.nodes:
+        now = plan.stored(n.weight) if is_linear(graph, n) and (n.weight, n.name) not in plan.float_edges else None
+        if now is None:
+            continue
+        stored, stays = plan.stored(n.data), n.name in decided or now.grid.table is not None
+        data = 0 if stored is None else stored.grid.bits
+        found = {(now.grid.bits, data)}
+        for a in reach.get(n.data, (data,)):
+            for o in resolve_node(platform, graph, n, bits=a or 8).options:
+                w = platform.formats.get(o.w) if isinstance(o.w, str) else None
+                if w is None or not (stays or w.kind == "int") or (a and not takes(platform, format_of(o, "in0"), a)):
+                    continue
+                wide = {now.grid.bits} & ({now.grid.bits} if w.free else {w.bits}) if stays else set(FREE)
+                found |= {(b, a) for b in (wide if stays or w.free else {w.bits})}
+        out[n.name] = sorted(found)
+    return out
+
+
+def of_weights(graph: Graph, pairs: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, tuple[int, ...]]:
+    """Weight -> the widths that all of its readers take."""
+    out: dict[str, set[int]] = {}
+    for n in graph.nodes:
+        if n.name in pairs:
+            wide = {b for b, _ in pairs[n.name]}
+            out[n.weight] = wide & out.get(n.weight, wide)
+    return {name: tuple(sorted(wide)) for name, wide in out.items()}
+
+
+def is_copy(graph: Graph, plan: Plan, maker: Node | None) -> bool:
+    """Whether an activation only holds codes that stand in others already, so that it loses nothing of its own."""
+    if maker is None or maker.op not in OPS or not OPS[maker.op].moves:
+        return False
+    return all(plan.quantized(i) for i in maker.inputs if i is not None and graph.is_float(i))
+
+
+def as_overrides(graph: Graph, plan: Plan, bits: Mapping[str, int], user: Any) -> list[tuple[Any, Any]]:
+    """Widths of weights and activations as overrides, behind those of the user."""
+    before = list(user.items()) if isinstance(user, Mapping) else list(user or ())
+    out = []
+    for n in graph.nodes:
+        choices = {"bits": bits[n.weight]} if is_linear(graph, n) and n.weight in bits else {}
+        decided, weight = plan.nodes.get(n.name), n.operand("w")
+        around = [bits[i] for i in (*n.inputs, *n.outputs) if i is not None and i in bits and i != weight]
+        if around and decided is not None and decided.exec not in ("float", "follow"):
+            choices["activation_bits"] = around[0]
+        out += [(n.name, choices)] if choices else []
+    return [*before, *out]

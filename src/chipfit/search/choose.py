@@ -1,0 +1,166 @@
+"""Widths under limits: what may be chosen, what it costs, and the choice with the least loss."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from chipfit.calibration.collect import TensorStats
+from chipfit.decide.assignment import Assignment
+from chipfit.graph.ir import Graph
+from chipfit.graph.linear import products
+from chipfit.plan.record import Plan
+from chipfit.platform.schema import Platform
+from chipfit.search.candidates import ByHand, Together, activations, is_copy, layers, of_weights, tried
+from chipfit.search.limits import Limits, amount
+from chipfit.search.losses import NEAREST, Losses, Rounding, losses
+from chipfit.search.resources import alive, peak, size, width
+from chipfit.search.solve import Unit, kind_of, solve
+
+#: limits that some choice of the widths of weights, and of activations, can keep or break
+_OF_WEIGHTS, _OF_ACTIVATIONS = {"weights", "total", "bops"}, {"activations", "total", "bops"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a search decided."""
+
+    weights: dict[str, int]  #: tensor -> width
+    activations: dict[str, int]  #: the same of those whose widths were searched
+    predicted: float  #: the loss that they add, in nats for class scores
+    used: dict[str, float]  #: limit -> what the choice takes
+    most: dict[str, float]  #: limit -> what it may take
+
+    @property
+    def bits(self) -> dict[str, int]:
+        return {**self.weights, **self.activations}
+
+    def __str__(self) -> str:
+        """How many tensors have which width, and what they take."""
+
+        def counted(bits: Mapping[str, int]) -> str:
+            return ", ".join(f"{n} of {b} bits" for b, n in sorted(Counter(bits.values()).items()))
+
+        more = f"; of activations: {counted(self.activations)}" if self.activations else ""
+        takes = ", ".join(f"{name} {self.used[name]:,.0f} of {most:,.0f}" for name, most in self.most.items())
+        return f"widths of weights chosen: {counted(self.weights)}{more}; {takes}; predicted loss {self.predicted:.3g}"
+
+
+@dataclass(frozen=True)
+class Space:
+    """All choices of widths of one network, and what each loses."""
+
+    graph: Graph
+    plan: Plan
+    parts: Sequence[Together]  #: activations whose widths are chosen
+    pairs: Mapping[str, Sequence[tuple[int, int]]]  #: see `candidates.layers`
+    losses: Losses
+
+    def choose(self, limits: Limits) -> Choice:
+        """The choice with the least loss inside the limits.
+
+        Raises:
+            PlanError: there is none.
+        """
+        most = {k: amount(v, self._whole(k), k) for k, v in limits.to_record().items()}
+        moments = alive(self.graph, self.plan)
+        budgets = {k: v for k, v in most.items() if k in ("weights", "bops")}
+        during = {f"{k} while '{who}' runs": at for k in ("activations", "total") if k in most for who, at in moments}
+        budgets |= {name: most[kind_of(name)] for name in during}
+        units = self._units(during, "bops" in most)
+        picks = solve(units, budgets)
+        chosen = {u.name: k for u, k in zip(units, picks, strict=True)}
+        taken = {r: sum(u.costs[r][k] for u, k in zip(units, picks, strict=True) if r in u.costs) for r in budgets}
+        used = {k: max(v for r, v in taken.items() if kind_of(r) == k) for k in most}
+        widths = of_weights(self.graph, self.pairs)
+        return Choice(
+            {name: wide[chosen[name]] for name, wide in widths.items()},
+            {t: p.widths[chosen[p.name]] for p in self.parts for t in p.tensors},
+            sum(u.losses[k] for u, k in zip(units, picks, strict=True)),
+            used,
+            most,
+        )
+
+    def _whole(self, name: str) -> float:
+        """What a limit's tensors take in 8 bits."""
+        searched = {t for p in self.parts for t in p.tensors}
+        readers = [n for n in self.graph.nodes if n.name in self.pairs]
+        if name == "bops":
+            return sum(
+                products(self.graph, n) * 8 * (8 if n.data in searched else width(self.plan, n.data)) for n in readers
+            )
+        weights = sum(float(self.graph.weights[w].numel()) for w in {n.weight for n in readers})
+        values = 0.0 if name == "weights" else peak(self.graph, self.plan, 8.0)
+        return values + (0.0 if name == "activations" else weights)
+
+    def _units(self, during: Mapping[str, frozenset[str]], bops: bool) -> list[Unit]:
+        """Weights, activations together, every other value, and the kernels that do not take all pairs of widths."""
+        out, wide = [], of_weights(self.graph, self.pairs)
+        total = [r for r in during if kind_of(r) == "total"]
+        for name, bits in wide.items():
+            takes = tuple(self.graph.weights[name].numel() * b / 8 for b in bits)
+            lost = tuple(self.losses[name][b] for b in bits)
+            out.append(Unit(name, lost, {"weights": takes, **dict.fromkeys(total, takes)}))
+        part = {t: p for p in self.parts for t in p.tensors}
+        for p in self.parts:
+            bytes_of = {t: size(self.graph, self.plan, t, 8.0) for t in p.tensors}
+            at_8_bits = {r: sum(bytes_of[t] for t in at & bytes_of.keys()) for r, at in during.items()}
+            cost = {r: tuple(v * b / 8 for b in p.widths) for r, v in at_8_bits.items() if v}
+            lost = tuple(sum(self.losses[t][b] for t in p.tensors if t in self.losses) for b in p.widths)
+            out.append(Unit(p.name, lost, cost))
+        for name in dict.fromkeys(t for at in during.values() for t in at if t not in part):
+            takes = (size(self.graph, self.plan, name),)
+            out.append(Unit(name, (0.0,), {r: takes for r, at in during.items() if name in at}))
+        for n in (n for n in self.graph.nodes if n.name in self.pairs):
+            own = part.get(n.data)
+            pairs = [(b, a) for b, a in self.pairs[n.name] if b in wide[n.weight]]
+            if not bops and (own is None or len(pairs) == len(wide[n.weight]) * len(own.widths)):
+                continue
+            goes = {n.weight: tuple(wide[n.weight].index(b) for b, _ in pairs)}
+            goes |= {own.name: tuple(own.widths.index(a) for _, a in pairs)} if own else {}
+            times = products(self.graph, n)
+            costs = {"bops": tuple(times * b * (a or 32.0) for b, a in pairs)}
+            out.append(Unit(f"kernel {n.name}", (0.0,) * len(pairs), costs, goes))
+        return out
+
+
+def space(
+    graph: Graph,
+    platform: Platform,
+    plan: Plan,
+    limited: Iterable[str],
+    batches: Iterable[Sequence[Tensor]],
+    stats: Mapping[str, TensorStats],
+    decide: Callable[[Mapping[str, int]], Assignment],
+    by_hand: ByHand,
+    seed: int = 0,
+    rounding: Rounding = NEAREST,
+) -> Space:
+    """What may be chosen where some things are limited, and what each choice loses.
+
+    Args:
+        limited: names of `Limits`: only what they are about is chosen.
+        decide: formats of the network with these widths of tensors.
+        by_hand: what the user has chosen, by node: its widths stay.
+        rounding: how tensors will be rounded.
+
+    Raises:
+        DataError: no batch at all.
+    """
+    limited = set(limited)
+    parts: list[Together] = []
+    if limited & _OF_ACTIVATIONS:
+        found = (p for p in activations(graph, platform, plan, by_hand) if len(p.widths) > 1)
+        parts = [p for p in found if stats.keys() >= set(p.tensors)]  # whose ranges at other widths are known
+        parts = [p for p in tried(parts, {p.name: plan[p.name].grid.bits for p in parts}, decide) if len(p.widths) > 1]
+    stay = {name for name, c in by_hand.items() if c.get("bits") is not None}
+    stay |= set() if limited & _OF_WEIGHTS else {n.name for n in graph.nodes}
+    pairs = layers(graph, platform, plan, parts, stay)
+    widths: dict[str, Sequence[int]] = dict(of_weights(graph, pairs))
+    makers = graph.producers()
+    for p in parts:
+        widths.update((t, p.widths) for t in p.tensors if not is_copy(graph, plan, makers.get(t)))
+    return Space(graph, plan, parts, pairs, losses(graph, plan, batches, widths, stats, seed, rounding))
