@@ -514,6 +514,15 @@ def test_a_fixed_scale_is_a_finite_number_above_zero(scale):
     refusal(ModelingError, "finite number above 0", tp.OpQuantizationConfig, *given, fixed_scale=scale)
 
 
+@pytest.mark.parametrize(
+    "rule, words", [(nn.Linear(2, 2), "TypeError"), (lambda sample, grid: sample.nothing, "AttributeError")]
+)
+def test_a_users_range_rule_that_fails_is_named(rule, words):
+    with pytest.raises(ConfigError, match=f"range rule .* fails: {words}") as e:
+        fit(small(), [X], weight_rule=rule)
+    assert type(e.value.__cause__).__name__ == words
+
+
 @pytest.fixture(scope="module")
 def table():
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from chipfit.calibration.histogram import BINS, in_memory_order, without_outliers
-from chipfit.errors import ConfigError, DataError
+from chipfit.errors import ConfigError, DataError, theirs
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.tables import fit
 from chipfit.ranges.qparams import QParams
@@ -70,7 +70,13 @@ def choose(
         in_steps = sample.values / q.scale.unsqueeze(-1)
         q = replace(q, table=fit(in_steps, sample.weights, grid.entries, grid.qmin, grid.qmax))
     else:
-        q = place(sample, grid)
+        try:
+            q = place(sample, grid)
+        except Exception as e:  # of a user's rule
+            if not theirs(e):
+                raise
+            what = f"The range rule '{name_of(rule)}' fails: {type(e).__name__}: {str(e)[:200]}"
+            raise ConfigError(what, allowed="a function of a sample and a grid") from e
         if not isinstance(q, QParams):
             raise DataError(f"The range rule '{name_of(rule)}' returned no range", got=repr(q)[:120], allowed="QParams")
     return replace(q, scale=q.scale[0], zero_point=q.zero_point[0]) if axis is None else q
