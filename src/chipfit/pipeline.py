@@ -313,8 +313,8 @@ def quantize(
             "activation_bits": 16}; `chipfit.decide.overrides.CHOICES` lists them. A later entry wins over an earlier.
         example: one batch of inputs for the capture; the first batch of `data` when omitted.
         z_threshold: drop activation histogram bins further than this many standard deviations from the mean.
-        settings: optional rewrites and corrections. Weights of fewer than 6 bits are rounded in closed form, which reads
-            the data twice, unless `Settings(rounding="off")` says otherwise.
+        settings: optional rewrites and corrections. Weights of fewer than 6 bits are rounded in closed form, which
+            reads the data twice, unless `Settings(rounding="off")` says otherwise.
         limits: memory or operations that the model may take (`chipfit.Limits(weights="50%")`): of the widths that the
             platform has for weights, those with the least loss are chosen; reads the data twice.
         training: what trains the quantizers of `Result.model`: the name of an algorithm ("lsq"), a mapping ({"weights":
