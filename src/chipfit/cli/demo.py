@@ -1,12 +1,9 @@
 """The whole way on one small network: train, quantize, export, run, prove."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +12,10 @@ from rich.table import Table
 from torch import nn
 
 from chipfit.errors import RuntimeUnavailable
+from chipfit.pipeline import Result, quantize
 from chipfit.platform.builtin import DEFAULT
+from chipfit.report.report import Report
 from chipfit.report.terminal import accuracies, size
-
-if TYPE_CHECKING:
-    from chipfit.pipeline import Result
-    from chipfit.report.report import Report
 
 
 def _layer(
@@ -96,8 +91,6 @@ def run(out: Path, epochs: int = 12) -> Result:
     Raises:
         RuntimeUnavailable: scikit-learn or ONNX Runtime is not installed.
     """
-    from chipfit.pipeline import quantize
-
     console = Console()
     threads = torch.get_num_threads()
     torch.set_num_threads(min(2, threads))  # more only get in each other's way on 8x8 images

@@ -6,7 +6,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +15,7 @@ from chipfit.cli.named import made, named, named_or_made, reason
 from chipfit.errors import CaptureError, ConfigError, DataError, PlanError
 from chipfit.files import DAMAGED, reading
 from chipfit.frameworks import framework_of, load_keras, load_torch
-
-if TYPE_CHECKING:
-    from chipfit.search.limits import Limits
+from chipfit.search.limits import Limits
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".webp")
 _BATCH = 16
@@ -210,14 +208,12 @@ def parse_bits(items: list[str]) -> dict[str, dict[str, int]]:
     return out
 
 
-def parse_limits(texts: list[str]) -> "Limits":
+def parse_limits(texts: list[str]) -> Limits:
     """NAME=AMOUNT pairs as limits.
 
     Raises:
         ConfigError: a name or an amount that is not understood.
     """
-    from chipfit.search.limits import Limits
-
     pairs = [text.partition("=")[::2] for text in texts]
     names = [f.name for f in fields(Limits)]
     if bad := [name for name, _ in pairs if name not in names]:

@@ -1,19 +1,15 @@
 """What the command line names in Python, as module:name; loads no framework by itself."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from chipfit.errors import ChipfitError, PlatformError, theirs
-
-if TYPE_CHECKING:
-    from chipfit.platform.schema import Platform
+from chipfit.platform.schema import Platform
 
 
 def named(text: str, what: str, failure: type[ChipfitError]) -> Any:

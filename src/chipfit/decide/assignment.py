@@ -232,15 +232,8 @@ class _Record:
         axis = None
         if fmt.per == "channel":
             axis = 0 if is_bias else OPS[node.op].weight_axis % len(self.graph.shape(r.tensor))
-        return self._store(
-            r.tensor,
-            "bias" if is_bias else "weight",
-            name,
-            fmt,
-            axis=axis,
-            node=node.name,
-            rule=choices.get("weight_rule"),
-        )
+        role: Role = "bias" if is_bias else "weight"
+        return self._store(r.tensor, role, name, fmt, axis=axis, node=node.name, rule=choices.get("weight_rule"))
 
     def _write(self, d: Decision, value: str) -> bool:
         """Whether a unit writes the codes of a value."""

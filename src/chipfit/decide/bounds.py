@@ -10,7 +10,8 @@ from chipfit.decide.legality import rows
 from chipfit.decide.ties import Binding, fixed
 from chipfit.graph.ir import Graph
 from chipfit.graph.ops import OPS
-from chipfit.plan.record import Limit, TensorPlan
+from chipfit.plan.record import TensorPlan
+from chipfit.quantizers.limits import Limit
 
 
 def plan_limits(graph: Graph, bindings: Sequence[Binding], tensors: Mapping[str, TensorPlan]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import torch
 from chipfit.decide.ties import Binding, Numbers, fixed, tie_groups
 from chipfit.errors import UnsupportedError
 from chipfit.platform.schema import Rule
+from chipfit.quantizers.limits import Limit
 from chipfit.quantizers.stored import Stored
 
 #: an equality holds up to this much in log2: two roundings of float32
@@ -33,15 +34,11 @@ _CLIPS = 1e-3
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One product rule with its tensors: low <= sum of exponent * log2(scale) <= high, for every channel."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Limit):
+    """One product rule with its tensors."""
 
-    op: str
     rule: Rule
-    terms: tuple[tuple[str, int], ...]  #: (tensor, exponent)
-    low: float
-    high: float
 
     def total(self, log: Mapping[str, Array]) -> Array:
         """The sum per channel: [] or [C]; a scale without channels counts for each."""
@@ -67,7 +64,8 @@ def rows(bindings: Iterable[Binding], tensors: Collection[str]) -> list[Row]:
                 continue
             low, high = _bounds(r, b.attrs)
             for k in range(max(len(ts) for ts, _ in factors)):
-                out.append(Row(b.op, r, tuple((ts[min(k, len(ts) - 1)], e) for ts, e in factors), low, high))
+                terms = tuple((ts[min(k, len(ts) - 1)], e) for ts, e in factors)
+                out.append(Row(op=b.op, terms=terms, low=low, high=high, rule=r))
     return out
 
 

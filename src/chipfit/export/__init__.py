@@ -1,19 +1,15 @@
 """Files for the chip: one format a module, chosen by suffix."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from chipfit.errors import ExportError, UnknownNameError, UnsupportedError
+from chipfit.graph.ir import Graph
+from chipfit.plan.record import Plan
+from chipfit.platform.schema import Platform
 from chipfit.registry import Entry, entries, require
-
-if TYPE_CHECKING:
-    from chipfit.graph.ir import Graph
-    from chipfit.plan.record import Plan
-    from chipfit.platform.schema import Platform
 
 
 class InFile(NamedTuple):

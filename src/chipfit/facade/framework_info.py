@@ -1,12 +1,10 @@
 """What a framework's layers need: which of them to quantize, known ranges, and the user's quantization functions."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import AfterValidator, BeforeValidator
@@ -20,6 +18,7 @@ from chipfit.facade.target_platform.layers import name_of, package_of, squash, t
 from chipfit.graph.config import plain
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
+from chipfit.pipeline import Result
 from chipfit.plan.record import TensorPlan
 from chipfit.platform.filters import Member
 from chipfit.platform.load import groups
@@ -27,9 +26,6 @@ from chipfit.quantizers.inferable import parameters
 from chipfit.quantizers.stored import Stored
 
 __all__ = ["ActivationQuantizer", "FrameworkInfo", "WeightQuantizer"]
-
-if TYPE_CHECKING:
-    from chipfit.pipeline import Result
 
 #: (weights, bits, signed, parameters, per channel, channel axis) -> quantized weights; arrays are tensors
 WeightQuantizer = Callable[[torch.Tensor, int, bool, Mapping[str, Any], bool, int | None], torch.Tensor]

@@ -62,24 +62,11 @@ class OpQuantizationConfig(configs.OpQuantizationConfig):
         fixed_zero_point: int | None = None,
         weights_multiplier_nbits: int | None = None,
     ) -> None:
-        kernel = AttributeQuantizationConfig(
-            weights_quantization_method,
-            weights_n_bits,
-            weights_per_channel_threshold,
-            enable_weights_quantization,
-            weights_multiplier_nbits,
-        )
-        super().__init__(
-            AttributeQuantizationConfig(),
-            {KERNEL_ATTR: kernel},
-            activation_quantization_method,
-            activation_n_bits,
-            64,
-            enable_activation_quantization,
-            quantization_preserving,
-            fixed_scale,
-            fixed_zero_point,
-        )
+        kernel = weights_quantization_method, weights_n_bits, weights_per_channel_threshold, enable_weights_quantization
+        weights = {KERNEL_ATTR: AttributeQuantizationConfig(*kernel, weights_multiplier_nbits)}
+        result = activation_quantization_method, activation_n_bits, 64, enable_activation_quantization
+        dictated = quantization_preserving, fixed_scale, fixed_zero_point
+        super().__init__(AttributeQuantizationConfig(), weights, *result, *dictated)
 
     #: in place of the inherited one
     __signature__ = inspect.signature(functools.partial(__init__, None))  # type: ignore[arg-type]

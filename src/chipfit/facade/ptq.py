@@ -154,7 +154,7 @@ def quantized(
     if config.mixed_precision_config is not None and config.mixed_precision_config.configuration_overwrite is not None:
         hint = "choose bit widths by name with BitWidthConfig"
         raise UnsupportedError("'configuration_overwrite' is not supported", hint=hint)
-    settings, rules = config.quantization_config.to_settings(), config.quantization_config.to_rules()
+    options = config.quantization_config.to_rules() | {"settings": config.quantization_config.to_settings()}
     of_layers = [] if fw_info is None else fw_info.overrides()
     overrides = [*of_layers, *config.bit_width_config.choices, *to_overrides(config.debug_config.network_editor)]
     model = replace_layers(model, config.debug_config.network_editor)
@@ -162,17 +162,8 @@ def quantized(
     platform = get_target_platform_capabilities(framework) if platform is None else platform
     if config.quantization_config.custom_tpc_opset_to_layer:
         platform = _with_layers(platform, config.quantization_config.custom_tpc_opset_to_layer)
-    result = pipeline.quantize(
-        model,
-        generator,
-        platform,
-        **rules,
-        settings=settings,
-        overrides=overrides,
-        example=example,
-        limits=searched,
-        progress=False,
-    )
+    options |= {"overrides": overrides, "example": example, "limits": searched}
+    result = pipeline.quantize(model, generator, platform, **options, progress=False)
     result = result if fw_info is None else fw_info.apply(result)
     return result.model, UserInformation(result)
 

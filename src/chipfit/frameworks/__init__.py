@@ -8,21 +8,17 @@ brings back what training changed in it, of which `train.numbers(model)` gives e
 one, runs operators that only this framework knows (`engine.opaque`).
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from chipfit.errors import CaptureError
-
-if TYPE_CHECKING:
-    from chipfit.graph.ir import Graph
-    from chipfit.plan.record import Plan
-    from chipfit.plan.training import Training
+from chipfit.graph.ir import Graph
+from chipfit.plan.record import Plan
+from chipfit.plan.training import Training
 
 #: folder -> top packages that the classes of its models come from; Keras first: on its torch backend a model is also a
 #: module of torch

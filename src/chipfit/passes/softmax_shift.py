@@ -1,19 +1,14 @@
 """Logits are moved to the middle of their range: softmax(x + c) = softmax(x)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from chipfit.calibration.collect import TensorStats
+from chipfit.decide.assignment import Assignment
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import bias_or_zero, is_linear, own, with_bias
 from chipfit.graph.paths import only_reader
 from chipfit.passes.shift_negative import step
 from chipfit.registry import Setting, register
-
-if TYPE_CHECKING:
-    from chipfit.decide.assignment import Assignment
 
 
 @register(

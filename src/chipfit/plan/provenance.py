@@ -1,17 +1,13 @@
 """Where a plan came from: versions, hashes, settings; enough to replay it and to notice when something differs."""
 
-from __future__ import annotations
-
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from chipfit._version import __version__
 from chipfit.graph.ir import Graph
-
-if TYPE_CHECKING:
-    from chipfit.platform.schema import Platform
+from chipfit.platform.schema import Platform
 
 
 def hash_graph(graph: Graph) -> str:

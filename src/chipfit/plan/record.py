@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
@@ -14,6 +13,7 @@ from pydantic import PositiveInt
 from chipfit.errors import PlanError, UnknownNameError
 from chipfit.platform.schema import Exec
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.limits import Limit
 from chipfit.quantizers.stored import Stored
 from chipfit.screen import Screen, Shown
 
@@ -98,21 +98,6 @@ class NodePlan:
     def who(self) -> str:
         """The node as the user knows it."""
         return self.layer or self.name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    """A bound of the platform on scales: low <= sum of exponent * log2(scale) <= high, channel by channel."""
-
-    op: str  #: canonical operator whose rule it is
-    terms: tuple[tuple[str, int], ...]  #: (tensor, exponent)
-    low: float = -math.inf
-    high: float = math.inf
-
-    def __str__(self) -> str:
-        product = " * ".join(t if e == 1 else f"{t}^{e}" for t, e in self.terms)
-        bounds = [f"{w} {2.0**v:g}" for w, v in ((">=", self.low), ("<=", self.high)) if math.isfinite(v)]
-        return f"{self.op}: {product} {' and '.join(bounds)} (scales)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

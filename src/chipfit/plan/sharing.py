@@ -7,8 +7,9 @@ import torch
 from chipfit.errors import TrainingError
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
-from chipfit.plan.record import Limit, Plan, TensorPlan
+from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.limits import Limit
 from chipfit.quantizers.stored import Stored, per_output
 
 

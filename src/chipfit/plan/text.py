@@ -20,8 +20,9 @@ from chipfit.plan.plain import (
     table,
     to_plain,
 )
-from chipfit.plan.record import Limit, NodePlan, Plan, TensorPlan
+from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.limits import Limit
 from chipfit.quantizers.stored import Stored
 
 _Lists: TypeAlias = list[list[str]]

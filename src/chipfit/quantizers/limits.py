@@ -1,7 +1,9 @@
 """Bounds on products of scales in training: what has left them goes back by the least change, tensor after tensor."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 #: a bound counts as broken beyond this, in log2: a few roundings of float32
 SLACK = 4e-6
@@ -9,19 +11,23 @@ SLACK = 4e-6
 _INSIDE = 1e-5
 
 
-class Bound(Protocol):
-    """low <= sum of exponent * log2(scale) <= high, channel by channel."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """A bound of the platform on scales: low <= sum of exponent * log2(scale) <= high, channel by channel."""
 
-    @property
-    def terms(self) -> tuple[tuple[str, int], ...]: ...
-    @property
-    def low(self) -> float: ...
-    @property
-    def high(self) -> float: ...
+    op: str  #: canonical operator whose rule it is
+    terms: tuple[tuple[str, int], ...]  #: (tensor, exponent)
+    low: float = -math.inf
+    high: float = math.inf
+
+    def __str__(self) -> str:
+        product = " * ".join(t if e == 1 else f"{t}^{e}" for t, e in self.terms)
+        bounds = [f"{w} {2.0**v:g}" for w, v in ((">=", self.low), ("<=", self.high)) if math.isfinite(v)]
+        return f"{self.op}: {product} {' and '.join(bounds)} (scales)"
 
 
 def clipped(
-    ops: Any, bounds: Sequence[Bound], log: Mapping[str, Any], moves: Sequence[str], pot: Collection[str]
+    ops: Any, bounds: Sequence[Limit], log: Mapping[str, Any], moves: Sequence[str], pot: Collection[str]
 ) -> dict[str, Any]:
     """Scales inside their bounds: each tensor in turn goes to the nearest one that the others allow.
 

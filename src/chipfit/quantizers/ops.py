@@ -1,7 +1,8 @@
 """The functions that training formulas are written in: what torch and `keras.ops` both provide, under Keras's names.
 
 A formula takes them as `ops`: `TorchOps` here, `KerasOps` in `frameworks.keras.ops`. Besides those below it may use
-abs, clip, exp, floor, log2, maximum, minimum, reshape, round, sign, sqrt, tanh, trunc and where, which are alike.
+abs, clip, exp, floor, log2, max (of all), maximum, minimum, reshape, round, sign, sqrt, tanh, trunc and where, which
+are alike.
 """
 
 from collections.abc import Sequence
@@ -51,10 +52,6 @@ class TorchOps(metaclass=_Alike):
     @staticmethod
     def mean(x: torch.Tensor, axis: Any = None, keepdims: bool = False) -> torch.Tensor:
         return x.mean() if axis is None else x.mean(axis, keepdim=keepdims)
-
-    @staticmethod
-    def max(x: torch.Tensor, axis: Any = None, keepdims: bool = False) -> torch.Tensor:
-        return x.amax() if axis is None else x.amax(axis, keepdim=keepdims)
 
     @staticmethod
     def power(x: Any, y: Any) -> torch.Tensor:

@@ -1,14 +1,13 @@
 """Range rules: which part of a tensor's values a grid covers. One rule a file; `choose` applies one by name."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.histogram import BINS, in_memory_order, without_outliers
 from chipfit.errors import ConfigError, DataError, theirs
 from chipfit.quantizers.grids import Grid
@@ -16,9 +15,6 @@ from chipfit.quantizers.tables import fit
 from chipfit.ranges.qparams import QParams
 from chipfit.ranges.search import Sample
 from chipfit.registry import lookup, made
-
-if TYPE_CHECKING:
-    from chipfit.calibration.collect import TensorStats
 
 #: a registered name, perhaps with settings, such as "lp(p=3)", or a rule itself
 Rule = str | Callable[[Sample, Grid], QParams]

@@ -39,7 +39,7 @@ class LiteRt:
 
     resolver = "AUTO"  #: how LiteRT names it
 
-    def __init__(self, path: str | Path, tensors: Sequence[str] = (), *, threads: int = 1) -> None:
+    def __init__(self, path: str | Path, tensors: Sequence[str] = ()) -> None:
         """Load `path` and make the tensors named in `tensors` readable.
 
         Raises:
@@ -52,9 +52,7 @@ class LiteRt:
         try:
             Interpreter(model_content=raw, experimental_op_resolver_type=resolver)  # checks every offset in the file
             content, self.tensors, self.notes = _with_outputs(raw, str(path), tensors)
-            self.interpreter = Interpreter(
-                model_content=content, num_threads=max(threads, 1), experimental_op_resolver_type=resolver
-            )
+            self.interpreter = Interpreter(model_content=content, num_threads=1, experimental_op_resolver_type=resolver)
             self.interpreter.allocate_tensors()
         except (RuntimeError, ValueError) as e:
             raise RuntimeUnavailable(f"LiteRT refuses the file: {str(e).splitlines()[0][:300]}", where=str(path)) from e

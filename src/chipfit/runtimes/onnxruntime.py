@@ -28,7 +28,7 @@ class OnnxRuntime:
     One optimiser is off: it would quantize float convolutions that stand between quantizers, behind the plan's back.
     """
 
-    def __init__(self, path: str | Path, tensors: Sequence[str] = (), *, threads: int = 0) -> None:
+    def __init__(self, path: str | Path, tensors: Sequence[str] = ()) -> None:
         """Load `path` and make the ONNX values named in `tensors` readable.
 
         Raises:
@@ -42,7 +42,6 @@ class OnnxRuntime:
         model = read(path, tensors)
         options = ort.SessionOptions()
         options.log_severity_level = 3
-        options.intra_op_num_threads = threads
         signed = _signed(model)
         options.add_session_config_entry("session.qdqisint8allowed", "1" if signed else "0")
         if saturates() and not signed:  # compute what a CPU with VNNI does: slower, with weights shifted to uint8

@@ -15,7 +15,7 @@ from chipfit.runtimes.onnxruntime import read
 class OpenVino:
     """A loaded ONNX file, with float layers kept in float32 (they would run in bfloat16 on CPUs that have it)."""
 
-    def __init__(self, path: str | Path, tensors: Sequence[str] = (), *, threads: int = 0) -> None:
+    def __init__(self, path: str | Path, tensors: Sequence[str] = ()) -> None:
         """Load `path` and make the ONNX values named in `tensors` readable.
 
         Raises:
@@ -25,10 +25,10 @@ class OpenVino:
 
         model = read(path, tensors)
         self.outputs = [o.name for o in model.graph.output]
-        config = {"INFERENCE_PRECISION_HINT": "f32", **({"INFERENCE_NUM_THREADS": threads} if threads else {})}
+        how = {"INFERENCE_PRECISION_HINT": "f32"}
         try:
             core = openvino.Core()
-            self.model = core.compile_model(core.read_model(model.SerializeToString()), "CPU", config)
+            self.model = core.compile_model(core.read_model(model.SerializeToString()), "CPU", how)
         except RuntimeError as e:
             what = f"OpenVINO refuses the file: {str(e).splitlines()[0][:300]}"
             raise RuntimeUnavailable(what, where=str(path)) from e

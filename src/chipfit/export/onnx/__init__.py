@@ -1,16 +1,12 @@
 """ONNX files; the writer loads when the first one is written."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from chipfit.export import InFile
+from chipfit.graph.ir import Graph
+from chipfit.plan.record import Plan
 from chipfit.registry import register
-
-if TYPE_CHECKING:
-    from chipfit.export import InFile
-    from chipfit.graph.ir import Graph
-    from chipfit.plan.record import Plan
 
 
 def _stored(path: Path) -> dict[str, InFile]:

@@ -91,18 +91,9 @@ class FoldedBatchNorm(nn.Module):
         training, again = self.training and bn.training, repeated()
         remembers = training and self.strategy != 1
         bias = layer.bias if layer.bias is not None else torch.zeros_like(bn.running_mean)
-        y, batch = forward(
-            TorchOps,
-            self.strategy,
-            training,
-            lambda w, b: _call(layer, x, w, b),
-            layer.weight,
-            bias,
-            norm := replace(self._norm(), **self._before) if again and remembers else self._norm(),
-            self._channels(),
-            self.weight_quantizer,
-            self.bias_quantizer,
-        )
+        norm = replace(self._norm(), **self._before) if again and remembers else self._norm()
+        given = (layer.weight, bias, norm, self._channels(), self.weight_quantizer, self.bias_quantizer)
+        y, batch = forward(TorchOps, self.strategy, training, lambda w, b: _call(layer, x, w, b), *given)
         if batch is not None and not again:
             self._before = {"mean": norm.mean.clone(), "var": norm.var.clone()}
             step(bn.running_mean, bn.running_var, batch, self._momentum())
