@@ -41,6 +41,17 @@ def theirs(e: BaseException) -> bool:
     return at is None or not at.tb_frame.f_code.co_filename.startswith(_HOME)
 
 
+def first_line(e: BaseException) -> str:
+    """What somebody else's exception says first; its type where it says nothing."""
+    return str(e).strip().partition("\n")[0][:300] or type(e).__name__
+
+
+def brief(e: BaseException) -> str:
+    """Type and first line of somebody else's exception."""
+    said, kind = first_line(e), type(e).__name__
+    return said if said == kind else f"{kind}: {said}"
+
+
 class PlatformError(ChipfitError):
     """A platform description is malformed or contradicts itself."""
 

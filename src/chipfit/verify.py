@@ -17,7 +17,7 @@ import torch
 from chipfit.calibration.data import iterate, split_label
 from chipfit.calibration.seen import Seen
 from chipfit.engine.run import run
-from chipfit.errors import DataError, RuntimeUnavailable, VerificationError, theirs
+from chipfit.errors import DataError, RuntimeUnavailable, VerificationError, first_line, theirs
 from chipfit.export import InFile, export, format_of
 from chipfit.export.names import output_names
 from chipfit.graph.builder import needed
@@ -512,8 +512,7 @@ class _Comparison:
         except Exception as e:  # the errors of runtimes share no base
             if not theirs(e):
                 raise
-            why = (str(e) or type(e).__name__).splitlines()[0][:300]
-            what = f"'{self.out.runtime}' cannot run the file on these inputs: {why}"
+            what = f"'{self.out.runtime}' cannot run the file on these inputs: {first_line(e)}"
             raise RuntimeUnavailable(what, hint="is this the file that was written for this model?") from e
         small = {k: np.asarray(x) for k, x in results.items()}  # numpy has no type of 4 bits, nor has torch
         return {k: torch.from_numpy(x.astype(np.int8) if "int4" in x.dtype.name else x) for k, x in small.items()}

@@ -12,7 +12,7 @@ import torch
 from chipfit.calibration.data import no_data
 from chipfit.calibration.histogram import Histogram, in_memory_order
 from chipfit.engine.run import run
-from chipfit.errors import DataError
+from chipfit.errors import DataError, first_line
 from chipfit.graph.ir import Graph, Node
 
 #: a histogram counts every element up to this many per batch; of larger tensors a block of 32 out of every 353 elements
@@ -134,7 +134,7 @@ def _run_checked(graph: Graph, inputs: list[torch.Tensor], hook: Any, index: int
         want = {n: graph.values[n].shape for n in graph.inputs}
         allowed = ", ".join(f"{n} {['batch' if d is None else d for d in s]}" for n, s in want.items())
         hint = "give batches of the shape that the model was captured with"
-        what = f"Batch {index} does not run through the model: {str(e).splitlines()[0]}"
+        what = f"Batch {index} does not run through the model: {first_line(e)}"
         raise DataError(what, got=", ".join(str(list(x.shape)) for x in inputs), allowed=allowed, hint=hint) from e
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from chipfit.cli.named import made, named, named_or_made, reason
-from chipfit.errors import CaptureError, ConfigError, DataError, PlanError
+from chipfit.cli.named import made, named, named_or_made
+from chipfit.errors import CaptureError, ConfigError, DataError, PlanError, brief
 from chipfit.files import DAMAGED, reading
 from chipfit.frameworks import framework_of, load_keras, load_torch
 from chipfit.search.limits import Limits
@@ -55,7 +55,7 @@ def _load_weights(model: Any, file: Path) -> None:
         with reading(file, CaptureError, "The weights"):
             weights = load_file(str(file))
     except SafetensorError as e:
-        raise CaptureError("The weights are no safetensors file", where=str(file), got=reason(e)) from e
+        raise CaptureError("The weights are no safetensors file", where=str(file), got=brief(e)) from e
     try:
         model.load_state_dict(weights)
     except RuntimeError as e:  # missing keys, wrong shapes
@@ -99,7 +99,7 @@ def _npz(path: Path) -> list[Any]:
             arrays = {k.removesuffix(".npy"): _array(archive, k) for k in archive.namelist() if k.endswith(".npy")}
     except (*DAMAGED, ValueError, MemoryError, RuntimeError) as e:
         # truncated, pickled, larger than memory, no archive, damaged, with a password or an unknown compression
-        raise DataError(f"The data file cannot be read as an archive of arrays: {reason(e)}", where=str(path)) from e
+        raise DataError(f"The data file cannot be read as an archive of arrays: {brief(e)}", where=str(path)) from e
     x = next((arrays[k] for k in ("x", "inputs", "images", "data") if k in arrays), None)
     y = next((arrays[k] for k in ("y", "labels", "targets") if k in arrays), None)
     if x is None or x.dtype.kind not in "fiub" or x.ndim == 0:
@@ -136,7 +136,7 @@ def _images(folder: Path, side: int, mean: torch.Tensor, std: torch.Tensor) -> l
             with Image.open(f) as image:
                 pixels = np.asarray(image.convert("RGB").resize((side, side)), dtype=np.float32) / 255
         except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as e:
-            raise DataError("An image cannot be read", where=str(f), got=reason(e)) from e
+            raise DataError("An image cannot be read", where=str(f), got=brief(e)) from e
         out.append((torch.from_numpy(pixels).permute(2, 0, 1) - mean) / std)
     return list(torch.stack(out).split(_BATCH))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from chipfit.errors import ChipfitError, PlatformError, theirs
+from chipfit.errors import ChipfitError, PlatformError, brief, theirs
 from chipfit.platform.schema import Platform
 
 
@@ -26,7 +26,7 @@ def named(text: str, what: str, failure: type[ChipfitError]) -> Any:
             raise
         hint = "run from the folder that holds the module"
         raise failure(
-            f"The {what} '{text}' cannot be imported: {reason(e)}", where=_line(e), allowed="module:name", hint=hint
+            f"The {what} '{text}' cannot be imported: {brief(e)}", where=_line(e), allowed="module:name", hint=hint
         ) from e
     finally:
         sys.path.remove(here)
@@ -45,19 +45,13 @@ def made(thing: Any, text: str, what: str, failure: type[ChipfitError]) -> Any:
     except Exception as e:  # the user's code again
         if not theirs(e):
             raise
-        raise failure(f"The {what} '{text}' fails: {reason(e)}", where=_line(e)) from e
+        raise failure(f"The {what} '{text}' fails: {brief(e)}", where=_line(e)) from e
 
 
 def _line(e: Exception) -> str:
     """Where the user's code fails; "" where it was not reached."""
     frames = [f for f in traceback.extract_tb(e.__traceback__)[1:] if "importlib" not in f.filename]
     return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
-
-
-def reason(e: Exception) -> str:
-    """Type and first line of somebody else's exception."""
-    first = str(e).strip().splitlines()[0][:300] if str(e).strip() else ""
-    return f"{type(e).__name__}: {first}" if first else type(e).__name__
 
 
 def load_target(text: str) -> Platform:

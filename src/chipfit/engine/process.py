@@ -1,8 +1,10 @@
 """What all threads of a process share: random generators, and machinery of torch that one thread at a time may use."""
 
 import functools
+import logging
 import random
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -17,6 +19,19 @@ _LARGEST = (1 << 63) - 1  #: seed that every generator takes
 _INSIDE: list[Callable[[], None]] = []  #: what gives the caller's generators back, once for each call that runs
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without gradients, and without what torch warns of and logs while it traces."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 @contextmanager

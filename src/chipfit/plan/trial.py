@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 
 from chipfit.engine.run import run
 from chipfit.engine.types import dtype_of
-from chipfit.errors import PlanError
+from chipfit.errors import PlanError, first_line
 from chipfit.graph.ir import OPAQUE, Graph, Node
 from chipfit.graph.ops import OPS
 from chipfit.plan.plain import demand, table
@@ -72,8 +72,8 @@ def demand_runs(graph: Graph) -> None:
                 _once(graph, device)
         except _MISFITS as e:
             if device == "cpu":
-                why = (str(e).splitlines() or [""])[0][:200]
-                raise PlanError("The saved graph does not run: its parts do not fit each other", got=why) from e
+                what = "The saved graph does not run: its parts do not fit each other"
+                raise PlanError(what, got=first_line(e)) from e
         else:
             return
 

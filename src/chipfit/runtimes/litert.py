@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from chipfit.errors import RuntimeUnavailable
+from chipfit.errors import RuntimeUnavailable, first_line
 from chipfit.files import reading
 from chipfit.registry import register
 
@@ -55,7 +55,7 @@ class LiteRt:
             self.interpreter = Interpreter(model_content=content, num_threads=1, experimental_op_resolver_type=resolver)
             self.interpreter.allocate_tensors()
         except (RuntimeError, ValueError) as e:
-            raise RuntimeUnavailable(f"LiteRT refuses the file: {str(e).splitlines()[0][:300]}", where=str(path)) from e
+            raise RuntimeUnavailable(f"LiteRT refuses the file: {first_line(e)}", where=str(path)) from e
         self.inputs = self.interpreter.get_input_details()
         forms, axes = (self.notes.get(k, {}) for k in ("forms", "batch_axis"))
         outputs = self.notes.get("outputs", [])

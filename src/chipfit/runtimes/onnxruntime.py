@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from chipfit.errors import RuntimeUnavailable
+from chipfit.errors import RuntimeUnavailable, first_line
 from chipfit.files import reading
 from chipfit.registry import register
 
@@ -58,7 +58,7 @@ class OnnxRuntime:
                     disabled_optimizers=["WeightBiasQuantization"],
                 )
             except (*refusals, UnicodeDecodeError) as e:  # the last: of names in the file
-                what = f"ONNX Runtime refuses the file: {str(e).splitlines()[0][:300]}"
+                what = f"ONNX Runtime refuses the file: {first_line(e)}"
                 raise RuntimeUnavailable(what, where=str(path)) from e
             self._optimised = onnx.load(str(optimised), load_external_data=False)
         self.inputs = [i.name for i in self.session.get_inputs()]
@@ -97,7 +97,7 @@ def read(path: str | Path, tensors: Sequence[str] = ()) -> Any:
         with reading(path, RuntimeUnavailable):
             model = onnx.load(str(path))
     except (DecodeError, onnx.checker.ValidationError) as e:  # no such message; weights in another file are not there
-        what = f"The file is not an ONNX model: {str(e).splitlines()[0][:300]}"
+        what = f"The file is not an ONNX model: {first_line(e)}"
         raise RuntimeUnavailable(what, where=str(path)) from e
     made = {o for n in model.graph.node for o in n.output} - {o.name for o in model.graph.output}
     model.graph.output.extend(onnx.ValueInfoProto(name=t) for t in tensors if t in made)

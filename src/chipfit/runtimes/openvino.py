@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from chipfit.errors import RuntimeUnavailable
+from chipfit.errors import RuntimeUnavailable, first_line
 from chipfit.registry import register
 from chipfit.runtimes.onnxruntime import read
 
@@ -30,7 +30,7 @@ class OpenVino:
             core = openvino.Core()
             self.model = core.compile_model(core.read_model(model.SerializeToString()), "CPU", how)
         except RuntimeError as e:
-            what = f"OpenVINO refuses the file: {str(e).splitlines()[0][:300]}"
+            what = f"OpenVINO refuses the file: {first_line(e)}"
             raise RuntimeUnavailable(what, where=str(path)) from e
         self.inputs = [i.get_any_name() for i in self.model.inputs]
 

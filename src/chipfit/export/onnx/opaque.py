@@ -1,7 +1,5 @@
 """Opaque operators in ONNX: translated by PyTorch's own exporter, one small graph each, and spliced in."""
 
-import logging
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +8,10 @@ import torch
 from onnx import numpy_helper
 
 from chipfit.engine.kernels import execute
-from chipfit.engine.process import TRACING
+from chipfit.engine.process import TRACING, quiet
 from chipfit.engine.run import run
 from chipfit.engine.types import dtype_of
-from chipfit.errors import UnsupportedError
+from chipfit.errors import UnsupportedError, first_line
 from chipfit.export.onnx.tape import Tape
 from chipfit.graph.ir import OPAQUE, Graph, Node
 
@@ -74,7 +72,7 @@ def splice(tape: Tape, node: Node) -> list[str]:
         raise UnsupportedError(
             f"Operator '{node.layer_type if of_keras else node.attrs['target']}' of '{node.who}' has no ONNX form",
             where=node.source,
-            got=str(e).strip().splitlines()[0][:200] if str(e).strip() else type(e).__name__,
+            got=first_line(e),
             hint="replace it by standard operators"
             + (", or set KERAS_BACKEND=torch, on which many layers have one" if of_keras else ", or export without it"),
         ) from e
@@ -121,16 +119,9 @@ def _translated(
     region: _Region, example: list[torch.Tensor], shapes: list[tuple[int | None, ...]], opset: int
 ) -> onnx.ModelProto:
     dynamic = tuple({k: torch.export.Dim.AUTO for k, s in enumerate(shape) if s is None} for shape in shapes)
-    with TRACING:
-        disabled = logging.root.manager.disable
-        logging.disable(logging.WARNING)
-        try:
-            with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")
-                program = torch.export.export(region, tuple(example), dynamic_shapes=(dynamic,), strict=False)
-                made = torch.onnx.export(program, (), dynamo=True, opset_version=opset, verbose=False, optimize=True)
-        finally:
-            logging.disable(disabled)
+    with TRACING, quiet():
+        program = torch.export.export(region, tuple(example), dynamic_shapes=(dynamic,), strict=False)
+        made = torch.onnx.export(program, (), dynamo=True, opset_version=opset, verbose=False, optimize=True)
     if made is None:  # torch returns None only when it writes the file itself
         raise RuntimeError("torch.onnx.export returned nothing")
     return made.model_proto

@@ -8,7 +8,7 @@ import onnx
 from onnx import helper
 
 from chipfit._version import __version__
-from chipfit.errors import ExportError, UnsupportedError
+from chipfit.errors import ExportError, UnsupportedError, first_line
 from chipfit.export.names import output_names
 from chipfit.export.onnx.opaque import splice
 from chipfit.export.onnx.ops import REFUSED, WRITERS
@@ -47,7 +47,7 @@ def export_onnx(graph: Graph, plan: Plan | None, path: str | Path, *, opset: int
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as e:  # the last: over 2 GB
-        raise ExportError(f"The ONNX checker refuses the model: {str(e).splitlines()[0]}") from e
+        raise ExportError(f"The ONNX checker refuses the model: {first_line(e)}") from e
     return write_atomically(Path(path), model.SerializeToString())
 
 

@@ -18,7 +18,7 @@ import torch
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import run
 from chipfit.engine.types import dtype_of
-from chipfit.errors import ExportError, UnsupportedError
+from chipfit.errors import ExportError, UnsupportedError, first_line
 from chipfit.export.names import output_names
 from chipfit.export.tflite.emit import Emitter, Refusal, code_type
 from chipfit.export.tflite.file import TYPES, Numbers
@@ -243,7 +243,7 @@ def _sizes(graph: Graph, batch: int) -> dict[str, tuple[int, ...]]:
             run(graph, inputs, hook=note)
     except RuntimeError as e:
         hint = "choose another `batch`"
-        raise ExportError(f"The model does not run on a batch of {batch}: {str(e).splitlines()[0]}", hint=hint) from e
+        raise ExportError(f"The model does not run on a batch of {batch}: {first_line(e)}", hint=hint) from e
     return found
 
 

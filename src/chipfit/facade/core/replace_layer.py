@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from chipfit.errors import ConfigError, UnknownNameError, UnsupportedError
+from chipfit.errors import ConfigError, UnknownNameError, UnsupportedError, first_line
 from chipfit.facade.core.network_editor import EditRule, ReplaceLayer
 from chipfit.facade.target_platform.layers import member_of
 from chipfit.frameworks import framework_of
@@ -61,7 +61,8 @@ def _replacement(name: str, old: torch.nn.Module, action: ReplaceLayer) -> torch
         new = action.layer_type(**attributes)
         new.load_state_dict({k: torch.as_tensor(v) for k, v in weights.items()})
     except (TypeError, ValueError, RuntimeError, AttributeError) as e:
-        got = str(e).splitlines()[0]
         allowed = "get_params_and_weights_fn(weights, **attributes) returns (weights, attributes) that fit the layer"
-        raise ConfigError(f"'{name}' cannot become a {action.layer_type.__name__}", got=got, allowed=allowed) from e
+        raise ConfigError(
+            f"'{name}' cannot become a {action.layer_type.__name__}", got=first_line(e), allowed=allowed
+        ) from e
     return new.train(old.training)

@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from chipfit.errors import CaptureError, ConfigError, UnknownNameError, theirs
+from chipfit.errors import CaptureError, ConfigError, UnknownNameError, brief, theirs
 from chipfit.facade.quantize_fx.settings import FoldBN, QConfig
 from chipfit.facade.target_platform.layers import operator_named
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
-from chipfit.frameworks.torch.export import brief
 from chipfit.graph.ops import OPS
 
 __all__ = ["prepare_qat_fx"]

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from chipfit.engine.run import run
 from chipfit.engine.trees import dump_tree
-from chipfit.errors import CaptureError, theirs
+from chipfit.errors import CaptureError, brief, theirs
 from chipfit.frameworks.keras.backend import forward
 from chipfit.frameworks.keras.recorded import functional
 from chipfit.frameworks.keras.walk import Walk, leaves
@@ -178,7 +178,7 @@ def _compare(graph: Graph, model: Any, example: Any) -> None:
     except Exception as e:  # the user's code may raise anything
         if not theirs(e):
             raise
-        what = f"The model fails on the example input: {type(e).__name__}: {str(e).strip().splitlines()[0][:300]}"
+        what = f"The model fails on the example input: {brief(e)}"
         raise CaptureError(what) from e
     with torch.inference_mode():
         env = run(graph, graph.example)

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from chipfit.errors import CaptureError, GraphError, theirs
+from chipfit.errors import CaptureError, GraphError, first_line, theirs
 from chipfit.files import DAMAGED, open_zip
 from chipfit.frameworks.keras.known import demand_known
 
@@ -27,11 +27,10 @@ def load(path: str | Path) -> Any:
     except Exception as e:  # Keras raises many types, and so do the classes that are registered
         if not theirs(e):
             raise
-        first = (str(e).strip().splitlines() or [type(e).__name__])[0][:300]
         raise CaptureError(
             "The file is not a Keras model that can be loaded here",
             where=str(path),
-            got=first,
+            got=first_line(e),
             hint="save it again with model.save('model.keras'); for custom classes give module:factory instead; "
             "lambdas are never executed",
         ) from e

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import torch
 
+from chipfit.errors import brief
 from chipfit.frameworks.keras.call import Call, KerasDraft, Unreadable
 from chipfit.frameworks.keras.opaque import hold
 from chipfit.frameworks.keras.read import ACTIVATED, READERS, UNTRACEABLE
@@ -150,7 +151,7 @@ class Walk:
                     return None
                 calls_before(leaves(out), env)
             except Exception as e:  # foreign code may raise anything
-                self.last_failure = f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0][:300]}"
+                self.last_failure = brief(e)
                 return None
             self.draft.alive.append((made, out))
             prefix = f"{origin.path}/" if origin.path else ""

@@ -22,9 +22,8 @@ from torch.utils import _pytree as pytree
 from chipfit.engine.opaque import resolve_target, torch_operator
 from chipfit.engine.trees import flatten_call, read_tree
 from chipfit.engine.types import constant_of, dtype_of
-from chipfit.errors import CaptureError, ChipfitError
+from chipfit.errors import CaptureError, ChipfitError, brief
 from chipfit.files import DAMAGED, open_zip, parse_json
-from chipfit.frameworks.torch.export import brief
 from chipfit.frameworks.torch.modules import own
 from chipfit.frameworks.torch.origin import CHECKS
 from chipfit.frameworks.torch.schema import GENERATION, GRAPH, PROGRAM, WEIGHTS

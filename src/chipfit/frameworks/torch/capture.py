@@ -9,8 +9,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from chipfit.engine.types import described
-from chipfit.errors import CaptureError, theirs
-from chipfit.frameworks.torch.export import brief, export
+from chipfit.errors import CaptureError, brief, theirs
+from chipfit.frameworks.torch.export import export
 from chipfit.frameworks.torch.origin import users_line
 from chipfit.frameworks.torch.walk import read
 from chipfit.graph.check import check

@@ -2,16 +2,15 @@
 
 import functools
 import inspect
-import logging
 import operator
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from chipfit.errors import CaptureError, theirs
+from chipfit.engine.process import quiet
+from chipfit.errors import CaptureError, brief, theirs
 from chipfit.frameworks.torch.origin import users_line
 
 #: ATen operators whose result is read as the operand itself though their schema says that it is another tensor
@@ -37,11 +36,8 @@ def export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
         _name_keywords(model, kwargs)
         shapes = pytree.tree_map(free, dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments))
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
+        with quiet():
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as e:  # the user's code, traced by torch.export, may raise anything
         if not theirs(e):
@@ -54,14 +50,7 @@ def export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             ) from e
         hint = "rewrite this line with tensor operations, or quantize the part of the model around it"
         raise CaptureError(f"The model cannot be captured: {brief(e)}", where=users_line(e), hint=hint) from e
-    finally:
-        logging.disable(disabled)
     return program.run_decompositions({}) if _needs_functional(program.graph) else program
-
-
-def brief(e: BaseException) -> str:
-    """Type and first line of an error."""
-    return f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0][:300]}"
 
 
 def _name_keywords(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
