@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from chipfit.engine.opaque import _listed, fill, resolve_target, target_name, torch_operator
+from chipfit.engine.opaque import _LISTED, fill, resolve_target, target_name, torch_operator
 from chipfit.engine.types import constant_of
 from chipfit.errors import GraphError, UnknownNameError
 from chipfit.graph.ir import Ref
@@ -60,7 +60,7 @@ def test_a_callable_that_is_not_listed_has_no_name(f):
 
 
 def listed():
-    return [(ns, name) for ns, names in _listed().items() if ns in ("aten", "prims") for name in names]
+    return [(ns, name) for ns, names in _LISTED.items() if ns in ("aten", "prims") for name in names]
 
 
 def test_every_listed_operator_exists_and_only_computes():

@@ -1,6 +1,5 @@
 """Opaque operators: what has no canonical name stays a call of the framework's own, chosen from an allow-list."""
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -14,28 +13,16 @@ from chipfit.files import package_data
 from chipfit.graph.ir import Ref
 from chipfit.registry import lookup
 
-_OPERATOR = """
-    abs add and_ eq floordiv ge getitem gt index inv invert le lshift lt mod mul ne neg not_ or_ pos pow rshift sub
-    truediv truth xor
-"""
-_MATH = """
-    acos asin atan atan2 ceil cos cosh exp fabs floor fmod gcd hypot isfinite isinf isnan isqrt log log10 log1p log2 pow
-    sin sinh sqrt tan tanh trunc
-"""
+_DATA = package_data("chipfit.engine", "operators.yaml")
 #: functions of Python's numbers, which compute shapes
 _PYTHON: dict[str, Callable[..., Any]] = {
-    f"{m.__name__.lstrip('_')}.{n}": getattr(m, n)
-    for m, names in ((operator, _OPERATOR), (math, _MATH))
-    for n in names.split()
+    f"{home}.{name}": getattr(module, name)
+    for home, module in (("operator", operator), ("math", math))
+    for name in _DATA["python"][home].split()
 }
-_SYMBOLIC = "sym_max", "sym_min", "sym_not", "sym_float", "sym_int", "sym_sqrt", "sym_ite", "sym_sum"
-
-
-@functools.cache
-def _listed() -> dict[str, frozenset[str]]:
-    """Namespace of torch's operators -> the names that may be called."""
-    data = package_data("chipfit.engine", "operators.yaml")
-    return {namespace: frozenset(names.split()) for namespace, names in data.items()}
+_SYMBOLIC = _DATA["python"]["torch"].split()
+#: namespace of torch's operators -> the names that may be called
+_LISTED = {namespace: frozenset(names.split()) for namespace, names in _DATA["operators"].items()}
 
 
 def torch_operator(target: str, *, in_place: bool = False) -> torch._ops.OpOverload | None:
@@ -46,7 +33,7 @@ def torch_operator(target: str, *, in_place: bool = False) -> torch._ops.OpOverl
     """
     namespace, _, rest = target.partition(".")
     name, _, overload = rest.partition(".")
-    listed = _listed().get(namespace, frozenset())
+    listed = _LISTED.get(namespace, frozenset())
     if name not in listed and not (in_place and name.endswith("_") and name[:-1] in listed):
         return None
     packet = getattr(getattr(torch.ops, namespace), name, None)

@@ -167,9 +167,6 @@ class FrameworkInfo:
         low, high = next(by_function, None) or next(by_layer, (None, None))
         return None if low is None or high is None else (float(low), float(high))
 
-    def _is_in(self, ends: tuple[float, float], node: Node) -> bool:
-        return self.known_range(node) == ends
-
     def overrides(self) -> list[tuple[Any, Any]]:
         """The same as choices for `chipfit.quantize(overrides=...)`; put your own after them."""
         pick = {op for op, row in OPS.items() if row.moves and row.layout in ("spatial", "concat") and not row.view}
@@ -184,7 +181,8 @@ class FrameworkInfo:
         pairs = {*self.activation_min_max_mapping.values(), *self.layer_min_max_mapping.values()}
         for low, high in sorted(p for p in pairs if None not in p):
             ends = (float(low), float(high))
-            known = _Layers(f"results known to be in [{low:g}, {high:g}]", functools.partial(self._is_in, ends))
+            in_it = lambda n, ends=ends: self.known_range(n) == ends  # noqa: E731 -- as above
+            known = _Layers(f"results known to be in [{low:g}, {high:g}]", in_it)
             choices.append((known, {"range": ends}))
         return choices
 

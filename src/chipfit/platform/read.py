@@ -12,28 +12,10 @@ from typing_extensions import get_type_hints, is_typeddict
 from chipfit.errors import PlatformError
 from chipfit.files import package_data, read_text
 from chipfit.platform import schema
-from chipfit.platform.filters import AttributeFilter, Member
 
 Path = tuple[Any, ...]  #: keys and indices from the top of a file
 Problem = tuple[Path, str, dict[str, Any]]  #: where, what is wrong, and the facts of the error about it
 
-#: key -> what stands below it
-_RECORDS: dict[str, Any] = {
-    "formats": schema.Format,
-    "lut": schema.Table,
-    "sets": Member,
-    "ops": schema.OpRule,
-    "use": schema.Option,
-    "rules": schema.Rule,
-    "fuse": schema.Fuse,
-    "graph": schema.Branches,
-    "when": schema.Gate,
-    "place": schema.Placement,
-    "first_last": schema.FirstLast,
-    "math": schema.Math,
-    "requant": schema.Requant,
-    "acc": schema.Accumulator,
-}
 #: pydantic's error types in our words
 _WORDS: dict[str, str] = package_data("chipfit.platform", "words.yaml")
 #: levels of tables and lists in a platform file; the deepest one that means something has 8
@@ -164,12 +146,23 @@ def _in_words(path: Path, errors: list[Any]) -> tuple[str, dict[str, Any]]:
 
 def _keys_at(path: Path) -> list[str]:
     """The keys that may stand at a path."""
-    if path[:1] == ("sets",) and "where" in path:
-        record: Any = AttributeFilter
-    else:
-        record = next((_RECORDS[part] for part in reversed(path) if part in _RECORDS), schema.Platform)
-    fields = getattr(record, "model_fields", {})
-    return sorted(f.alias or n for n, f in fields.items() if not f.exclude) or sorted(record.__annotations__)
+    record: Any = schema.Platform
+    for part in path:
+        record = next(iter(_records(_fields(record)[part])), record) if part in _fields(record) else record
+    return sorted(_fields(record))
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    """Key -> type of what stands there, as files call it."""
+    if is_typeddict(record):
+        return get_type_hints(record)
+    return {f.alias or n: f.annotation for n, f in record.model_fields.items() if not f.exclude}
+
+
+def _records(kind: Any) -> list[Any]:
+    """The tables of keys in a type."""
+    is_record = is_typeddict(kind) or (isinstance(kind, type) and issubclass(kind, BaseModel))
+    return [kind] if is_record else [r for inner in get_args(kind) for r in _records(inner)]
 
 
 def what_fits(kind: Any, data: Any) -> Any:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator,
 from typing_extensions import TypedDict
 
 from chipfit.platform.filters import Member, has_nan
-from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.grids import Grid, all_codes
 from chipfit.quantizers.tables import FLOATS, float_table, log_table
 from chipfit.screen import Screen, Shown
 
@@ -143,7 +143,7 @@ class Format(_Record):
     float_: str | None = Field(None, alias="float", description="fp32, fp16, bf16, e4m3, e5m2, e2m1 ...")
 
     def _faults(self) -> Iterator[str]:
-        low, high = _codes(self.bits, self.signed is not False)[0], _codes(self.bits, self.signed is True)[1]
+        low, high = all_codes(self.bits, self.signed is not False)[0], all_codes(self.bits, self.signed is True)[1]
         if self.bits == 1:  # binary: the codes stand for -1 and +1
             low, high = -1, 1
         if self.kind in ("log", "lut") and self.bits > 16:
@@ -209,9 +209,9 @@ class Format(_Record):
             return Grid(qmin=-1, qmax=1, table=log_table(self.base or 2.0, self.bits), **common)
         if self.kind == "lut":
             lut = self.lut or {}
-            low, high = _codes(lut.get("value_bits", 8), s)
+            low, high = all_codes(lut.get("value_bits", 8), s)
             return Grid(qmin=low, qmax=high, entries=lut.get("entries", 1 << self.bits), **common)
-        low, high = self.range if isinstance(self.range, tuple) else _codes(self.bits, s)
+        low, high = self.range if isinstance(self.range, tuple) else all_codes(self.bits, s)
         binary = self.bits == 1 and s and self.zero == 0
         if binary or self.grid_offset:
             table = (-1.0, 1.0) if binary else tuple(q + self.grid_offset for q in range(low, high + 1))
@@ -234,11 +234,6 @@ class Format(_Record):
 
 #: most bits that may be asked of a format whose width is free
 WIDEST = 16
-
-
-def _codes(bits: int, signed: bool) -> tuple[int, int]:
-    """Lowest and highest code."""
-    return (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
 
 
 class Option(_Record):

@@ -13,6 +13,11 @@ from chipfit.quantizers.rounding import ROUNDINGS
 from chipfit.quantizers.tables import boundaries
 
 
+def all_codes(bits: int, signed: bool) -> tuple[int, int]:
+    """Lowest and highest code of so many bits: of two's complement, or from 0."""
+    return (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
     """The codes of one tensor after every choice of its format is made (signedness included)."""
@@ -60,8 +65,7 @@ class Grid:
     @property
     def file_ends(self) -> tuple[int, int]:
         """The codes at which that type saturates; a narrower grid has others."""
-        half = 1 << self.file_bits - 1
-        return (-half, half - 1) if self.signed else (0, 2 * half - 1)
+        return all_codes(self.file_bits, self.signed)
 
     @property
     def dtype(self) -> torch.dtype:

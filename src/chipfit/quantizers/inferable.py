@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from chipfit.errors import ConfigError
-from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.grids import Grid, all_codes
 from chipfit.quantizers.ops import TorchOps
 from chipfit.quantizers.stored import Stored
 
@@ -51,7 +51,7 @@ def symmetric(
         found = ", ".join(f"{v:g}" for v in t.reshape(-1).tolist())
         raise ConfigError(f"Expected threshold to be power of 2 but is [{found}]")
     width = bits if table is None else entry_bits
-    low, high = (-(1 << width - 1), (1 << width - 1) - 1) if signed else (0, (1 << width) - 1)
+    low, high = all_codes(width, signed)
     grid = Grid(bits=bits, qmin=low, qmax=high, pot=pot, per="tensor" if axis is None else "channel")
     if table is not None:
         grid = _with_table(grid, table)

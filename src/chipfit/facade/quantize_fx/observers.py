@@ -39,11 +39,6 @@ def reduced(x: torch.Tensor, how: str) -> torch.Tensor:
     return x
 
 
-def codes(bits: int, signed: bool) -> tuple[int, int]:
-    """quant_min and quant_max: all codes of two's complement, or all from 0."""
-    return (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
-
-
 def to_pot(scale: torch.Tensor) -> torch.Tensor:
     """The power of two that is nearest in the logarithm: 2^round(log2 s); a range may shrink by up to sqrt(2)."""
     return torch.exp2(torch.round(torch.log2(scale)))

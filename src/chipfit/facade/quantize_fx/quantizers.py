@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from chipfit.errors import ConfigError, DataError, UnknownNameError, UnsupportedError
-from chipfit.facade.quantize_fx.observers import ObserverBase, codes, observer_of, reduced, to_pot
+from chipfit.facade.quantize_fx.observers import ObserverBase, observer_of, reduced, to_pot
 from chipfit.frameworks.torch.modules import FakeQuantizer
 from chipfit.plan.training import algorithm_of
 from chipfit.quantizers.algorithm import Algorithm
-from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.grids import Grid, all_codes
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import lookup, registered
 
@@ -80,7 +80,7 @@ class QuantizeBase(nn.Module):
             return
         unsigned = bool(reduced(x.detach().min(), "MIN") >= 0)
         if unsigned or not self.sticky_sign:
-            self.quant_min, self.quant_max = codes(self.bitwidth, False) if unsigned else self._signed
+            self.quant_min, self.quant_max = all_codes(self.bitwidth, False) if unsigned else self._signed
             own = self.activation_post_process
             own.quant_min, own.quant_max, own.adjust_sign = self.quant_min, self.quant_max, unsigned
 

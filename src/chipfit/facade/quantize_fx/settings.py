@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from chipfit.errors import ConfigError, UnknownNameError
-from chipfit.facade.quantize_fx.observers import ObserverBase, codes, observer_of
+from chipfit.facade.quantize_fx.observers import ObserverBase, observer_of
 from chipfit.facade.quantize_fx.quantizers import AlgorithmQuantizer, QuantizeBase, quantizer_of
 from chipfit.files import package_data
 from chipfit.platform.load import load, names
 from chipfit.platform.match import resolve
 from chipfit.platform.schema import Format
 from chipfit.quantizers.bn_fold import STRATEGIES
-from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.grids import Grid, all_codes
 
 __all__ = ["FoldBN", "QConfig", "get_backend_params", "get_foldbn_config", "get_qconfig", "platforms_of"]
 
@@ -43,7 +43,7 @@ class QConfig:
     def quantizer(self, role: str, end: bool, axis: int = 0) -> QuantizeBase:
         """A quantizer of a "weight" with its channels on `axis`, or of an "activation", of a first or last layer."""
         bits, per_channel = END_BITS if end else self.bit, self.per_channel and role == "weight"
-        low, high = codes(bits, self.symmetry)
+        low, high = all_codes(bits, self.symmetry)
         kind = f"per_{'channel' if per_channel else 'tensor'}_{'symmetric' if self.symmetry else 'affine'}"
         make = self.weight if role == "weight" else self.activation
         made = make(

@@ -19,6 +19,7 @@ from chipfit.facade.target_platform.layers import known_set, member_of
 from chipfit.graph.ops import OPS
 from chipfit.platform.filters import Member
 from chipfit.platform.schema import Format, Fuse, OpRule, Option, Placement, Platform, Rule
+from chipfit.quantizers.grids import all_codes
 
 #: operators that carry codes on where their results have no quantizer: those that move numbers, and a few like them
 _CARRYING = {o for o, facts in OPS.items() if facts.moves} | {"ArgMax", "Cast", "Pad", "Size"}
@@ -204,7 +205,7 @@ def _fixed(c: OpQuantizationConfig, formats: dict[str, Format]) -> tuple[Rule, .
         return ()
     f = formats[_activation(c, formats)]
     zero = c.fixed_zero_point or 0
-    low, high = (0, (1 << f.bits) - 1) if f.signed is False else (-(1 << f.bits - 1), (1 << f.bits - 1) - 1)
+    low, high = all_codes(f.bits, f.signed is not False)
     if f.zero == 0 and zero != 0:
         hint = "use QuantizationMethod.UNIFORM"
         raise ModelingError("fixed_zero_point must be 0 on a symmetric grid", got=zero, hint=hint)

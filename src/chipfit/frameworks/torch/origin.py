@@ -9,17 +9,13 @@ from typing import Any
 
 import torch
 
+from chipfit.files import package_data
 from chipfit.graph.config import module_settings, plain
 from chipfit.graph.draft import Origin
 
 _TORCH = str(Path(torch.__file__).parent)
 #: arguments of PyTorch's functions that ATen has other names for
-_RENAMED = {
-    "interpolate": {"output_size": "size", "scale_factors": "scale_factor"},
-    "normalize": {"ord": "p", "min": "eps"},
-    "split": {"split_size": "split_size_or_sections", "split_sizes": "split_size_or_sections"},
-    "view": {"size": "shape"},
-}
+_RENAMED = package_data("chipfit.frameworks.torch", "aten.yaml")["renamed"]
 #: NumPy's names, which PyTorch's functions take for theirs
 _NUMPY = {"dim": "axis", "keepdim": "keepdims"}
 #: operators that check or annotate and compute nothing
