@@ -183,7 +183,7 @@ class Result(Shown):
         record = {**self.plan.provenance, "edited": to_record(overrides)}
         plan = replace(plan, rewrites=(*plan.rewrites, *said), provenance=record)
         read = batches(data, graph) if data is not None else ()
-        result = _corrected(graph, plan, self.platform, settings, self.stats, self.timings, read, choose)
+        result = _corrected(Result(graph, plan, self.platform, self.stats, self.timings), settings, read, choose)
         result._overrides, result._data = overrides, data
         return result.trains(self.training) if self.training is not None else result
 
@@ -404,7 +404,8 @@ def quantize(
 
     with clock("correct") if steps.taken(settings, "correct") else nullcontext():
         choose = partial(_choose, assignment, stats, rules)
-        result = _corrected(graph, plan, target, settings, stats, clock.seconds, batches(again, graph), choose)
+        result = Result(graph, plan, target, stats, clock.seconds)
+        result = _corrected(result, settings, batches(again, graph), choose)
         result._data = None if once else again
     result._overrides = overrides
     return result.trains(trained_by) if trained_by is not None else result
@@ -489,31 +490,18 @@ def _plan(start: Plan, graph: Graph, tensors: dict[str, TensorPlan], assignment:
     )
 
 
-def _corrected(
-    graph: Graph,
-    plan: Plan,
-    platform: Platform,
-    settings: Settings,
-    stats: dict[str, TensorStats],
-    timings: dict[str, float],
-    data: Iterable[Any],
-    choose: steps.Choose,
-) -> Result:
+def _corrected(result: Result, settings: Settings, data: Iterable[Any], choose: steps.Choose) -> Result:
     """The result after the corrections that the settings ask for; it remembers what was before them."""
-    if not steps.taken(settings, "correct"):
-        return Result(graph, plan, platform, stats, timings)
-    new, corrected = steps.correct(graph, plan, stats, data, choose, settings)
-    record = {**corrected.provenance, "corrected": [s.name for s in steps.taken(settings, "correct")]}
-    corrected = replace(corrected, provenance=record)
-    return Result(new, corrected, platform, stats, timings, _uncorrected=(graph, plan))
+    taken = [s.name for s in steps.taken(settings, "correct")]
+    if not taken:
+        return result
+    graph, plan = steps.correct(result.graph, result.plan, result.stats, data, choose, settings)
+    plan = replace(plan, provenance={**plan.provenance, "corrected": taken})
+    return replace(result, graph=graph, plan=plan, _uncorrected=(result.graph, result.plan))
 
 
 def _choose(
-    assignment: Assignment,
-    stats: Mapping[str, TensorStats],
-    rules: Mapping[str, Any],
-    graph: Graph,
-    known: Mapping[str, TensorPlan],
+    assignment: Assignment, stats: steps.Stats, rules: dict[str, Any], graph: Graph, known: Mapping[str, TensorPlan]
 ) -> dict[str, TensorPlan]:
     """`steps.Choose`, once everything but its arguments is known."""
     return scales.choose(graph, assignment, stats, known=known, **rules)

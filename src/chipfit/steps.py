@@ -19,6 +19,7 @@ from chipfit.registry import OFF, Entry, ordered
 from chipfit.settings import Settings
 
 Stats = dict[str, TensorStats]
+Batches = Iterable[Sequence[torch.Tensor]]
 #: makes the scales of a graph again; tensors given as known keep theirs
 Choose = Callable[[Graph, Mapping[str, TensorPlan]], dict[str, TensorPlan]]
 
@@ -113,12 +114,7 @@ def adapt(graph: Graph, assignment: Assignment, stats: Stats, settings: Settings
 
 
 def correct(
-    graph: Graph,
-    plan: Plan,
-    stats: Stats,
-    batches: Iterable[Sequence[torch.Tensor]],
-    choose: Choose,
-    settings: Settings,
+    graph: Graph, plan: Plan, stats: Stats, batches: Batches, choose: Choose, settings: Settings
 ) -> tuple[Graph, Plan]:
     """Give back in weights and biases what rounding took on average.
 

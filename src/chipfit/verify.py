@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from chipfit.calibration.data import iterate, split_label
 from chipfit.calibration.seen import Seen
@@ -71,13 +72,7 @@ class Row:
     noise: float = 0.0  #: sum of squares of its error on the device
 
     def add(
-        self,
-        device: torch.Tensor,
-        free: torch.Tensor,
-        alone: torch.Tensor,
-        reals: torch.Tensor,
-        stored: Stored,
-        before: torch.Tensor | None = None,
+        self, device: Tensor, free: Tensor, alone: Tensor, reals: Tensor, stored: Stored, before: Tensor | None = None
     ) -> None:
         """Count one batch.
 
@@ -151,7 +146,7 @@ class Output:
     op_gap: float = 0.0  #: the same given the device's codes, relative to the span of its codes or its largest number
     wrong: str = ""  #: what should not be, besides numbers that differ
 
-    def add(self, device: torch.Tensor | None, free: torch.Tensor, alone: torch.Tensor) -> None:
+    def add(self, device: Tensor | None, free: Tensor, alone: Tensor) -> None:
         """Count one batch: the device's numbers, the simulation's, and the simulation's given the device's codes."""
         self.wrong = self.wrong or _misshapen(device, alone, {str(alone.dtype).removeprefix("torch.")})
         if self.wrong or device is None or not device.numel():
@@ -465,7 +460,7 @@ class _Comparison:
         self.seen = Seen.of(self.plan.provenance)
         self.live = needed(self.graph)
 
-    def add(self, inputs: list[torch.Tensor], label: torch.Tensor | None) -> None:
+    def add(self, inputs: list[Tensor], label: Tensor | None) -> None:
         """Run one batch everywhere and compare."""
         self.out.samples += inputs[0].shape[0] if inputs and inputs[0].dim() else 1
         self.out.calibrated += self.seen.known(inputs)
@@ -505,7 +500,7 @@ class _Comparison:
             found = {"float": first, "integer": outputs[0], "device": returned[0]}
             self._count(inputs, label, {k: y for k, y in found.items() if y.shape == first.shape})
 
-    def _run(self, inputs: list[np.ndarray]) -> dict[str, torch.Tensor]:
+    def _run(self, inputs: list[np.ndarray]) -> dict[str, Tensor]:
         """The device's outputs, in the model's order, and then its codes, by name."""
         try:
             results = self.device.run(inputs)
@@ -518,10 +513,7 @@ class _Comparison:
         return {k: torch.from_numpy(x.astype(np.int8) if "int4" in x.dtype.name else x) for k, x in small.items()}
 
     def _simulated(
-        self,
-        inputs: list[torch.Tensor],
-        force: Mapping[str, torch.Tensor] | None = None,
-        reals: dict[str, Any] | None = None,
+        self, inputs: list[Tensor], force: Mapping[str, Tensor] | None = None, reals: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         kernels = self.declares.kernels
         return simulate(self.graph, self.plan, inputs, self.platform, force=force, kernels=kernels, reals=reals)
@@ -535,7 +527,7 @@ class _Comparison:
         else:
             row.why = "elided by the runtime" if row.tensor in self.live else "without use for any output"
 
-    def _count(self, inputs: list[torch.Tensor], label: torch.Tensor, results: dict[str, torch.Tensor]) -> None:
+    def _count(self, inputs: list[Tensor], label: Tensor, results: dict[str, Tensor]) -> None:
         """Right answers by the label, of the simulation too."""
         run_flat: Any = getattr(self.model, "run_flat", None)  # modules that chipfit made have it
         if run_flat is not None:
@@ -556,7 +548,7 @@ def _types(bits: int, signed: bool) -> set[str]:
     return {f"int{size}" if signed or size == 32 else f"uint{size}"}
 
 
-def _misshapen(got: torch.Tensor | None, want: torch.Tensor, types: Collection[str]) -> str:
+def _misshapen(got: Tensor | None, want: Tensor, types: Collection[str]) -> str:
     """Why an array of the device cannot be compared; "" when it can."""
     if got is None:
         return "it is missing from the device's results"

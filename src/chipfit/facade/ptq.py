@@ -135,16 +135,9 @@ def _resources(framework: str, model: Any, generator: Any, config: Any, platform
 
 
 def quantized(
-    framework: str,
-    facade: str,
-    model: Any,
-    generator: Any,
-    limits: Any,
-    config: CoreConfig | None,
-    platform: Any,
-    fw_info: FrameworkInfo | None,
+    framework: str, facade: str, model: Any, generator: Any, limits: Any, config: Any, platform: Any, fw_info: Any
 ) -> tuple[Any, UserInformation]:
-    """What every facade does first; `facade` is its name in messages."""
+    """What every facade does first, with what a user gave it; `facade` is its name in messages."""
     config = checked(CoreConfig | None, config, ConfigError, facade, "core_config") or CoreConfig()
     checked(ResourceUtilization | None, limits, ConfigError, facade, "target_resource_utilization")
     config.debug_config.check()

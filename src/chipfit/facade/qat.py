@@ -125,8 +125,9 @@ def keras_quantization_aware_training_init(*args: Any, **kwargs: Any) -> tuple[A
     Returns:
         Also the custom objects with which Keras loads the model when it was saved.
     """
-    given = inspect.signature(pytorch_quantization_aware_training_init).bind(*args, **kwargs).arguments
-    model, information = _init("keras", **given)
+    given = inspect.signature(pytorch_quantization_aware_training_init).bind(*args, **kwargs)
+    given.apply_defaults()
+    model, information = _init("keras", *given.args)
     layers, training = vars(keras_part("layers")), information.result.training if information.result else None
     hosted = [a for a in (training.weights, training.activations) if isinstance(a, Hosted)] if training else []
     own = {n: c for n, c in layers.items() if n.startswith(("KerasQ", "KerasA"))}
@@ -197,20 +198,13 @@ def _origin_of(model: Any, information: UserInformation | None) -> Result:
 
 
 def _init(
-    framework: str,
-    in_model: Any,
-    representative_data_gen: Any,
-    target_resource_utilization: Any = None,
-    core_config: Any = None,
-    qat_config: Any = None,
-    target_platform_capabilities: Any = None,
+    framework: str, model: Any, generator: Any, limits: Any, config: Any, qat_config: Any, platform: Any
 ) -> tuple[Any, UserInformation]:
     prefix = "pytorch" if framework == "torch" else framework
     facade = f"{prefix}_quantization_aware_training_init"
     chosen = checked(QATConfig | None, qat_config, ConfigError, facade, "qat_config") or QATConfig()
     training = chosen.to_training(framework)  # before the work
-    given = in_model, representative_data_gen, target_resource_utilization, core_config, target_platform_capabilities
-    model, information = quantized(prefix, facade, *given, None)
+    model, information = quantized(prefix, facade, model, generator, limits, config, platform, None)
     if information.result is None:
         return model, information
     result = information.result.trains(training)

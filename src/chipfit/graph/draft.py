@@ -7,6 +7,8 @@ from typing import Any
 from chipfit.graph.builder import unique
 from chipfit.graph.ir import Graph, Node, Value
 
+Forms = Sequence[tuple[Sequence[int | None], str]]  #: shape and dtype of each output
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -38,19 +40,13 @@ class Draft:
         return self.graph.values[name]
 
     def emit(
-        self,
-        origin: Origin,
-        name: str,
-        op: str,
-        inputs: Sequence[str | None],
-        attrs: dict[str, Any],
-        outs: Sequence[tuple[Sequence[int | None], str]],
+        self, origin: Origin, name: str, op: str, inputs: Sequence[str | None], attrs: dict[str, Any], outs: Forms
     ) -> list[Value]:
         """Append a node; one output has the node's name, several a number behind it.
 
         Args:
             inputs: by slot; absent ones at the end may be None.
-            outs: shape and dtype of each output.
+            outs: of each output.
         """
         name = self.fresh(name)
         names = [name] if len(outs) == 1 else [self.fresh(f"{name}.{i}") for i in range(len(outs))]

@@ -112,6 +112,9 @@ class Fold:
     checksum: int  #: of weight and bias as they were folded, see `folds.checksum`
 
 
+Users = dict[str, list[Node]]  #: value or weight -> the nodes that read it
+
+
 @dataclass(slots=True)
 class Graph:
     """A network as data. Treat as immutable outside `passes/`; `copy()` before a rewrite."""
@@ -145,9 +148,9 @@ class Graph:
         """Value name -> the node that writes it."""
         return {o: n for n in self.nodes for o in n.outputs}
 
-    def users(self) -> dict[str, list[Node]]:
+    def users(self) -> Users:
         """Value or weight name -> the nodes that read it, in order; a node that reads it twice appears twice."""
-        out: dict[str, list[Node]] = {}
+        out: Users = {}
         for n in self.nodes:
             for i in n.inputs:
                 if i is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import Graph, Node, Users
 from chipfit.graph.linear import is_linear
 
 
@@ -16,7 +16,7 @@ class Paths:
     refused: str = ""  #: why some path does not end in a linear operator
 
 
-def paths(graph: Graph, users: dict[str, list[Node]], value: str, crossable: Callable[[Node], bool]) -> Paths:
+def paths(graph: Graph, users: Users, value: str, crossable: Callable[[Node], bool]) -> Paths:
     """Follow every reader of `value` to a linear operator.
 
     Args:
@@ -43,7 +43,7 @@ def paths(graph: Graph, users: dict[str, list[Node]], value: str, crossable: Cal
     return out
 
 
-def only_reader(graph: Graph, users: dict[str, list[Node]], value: str) -> Node | None:
+def only_reader(graph: Graph, users: Users, value: str) -> Node | None:
     """The one node that reads `value`, once; None when there are several, or when the model returns it."""
     readers = users.get(value, [])
     return readers[0] if len(readers) == 1 and value not in graph.outputs else None

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import Graph, Node, Users
 from chipfit.graph.linear import CONVS, bias_or_zero, is_linear, own, with_bias
 from chipfit.graph.paths import only_reader
 from chipfit.registry import Setting, register
@@ -43,9 +43,7 @@ def collapse_linear(graph: Graph) -> tuple[Graph, list[str]]:
     return graph, list(notes)
 
 
-def _merged(
-    graph: Graph, users: dict[str, list[Node]], first: Node, second: Node, notes: dict[str, None]
-) -> Node | None:
+def _merged(graph: Graph, users: Users, first: Node, second: Node, notes: dict[str, None]) -> Node | None:
     """`first` with the weights of both."""
     fits = first.op in CONVS | {"Linear"} and second.op == first.op and second.inputs[0] == first.output
     if not fits or not is_linear(graph, second):
@@ -73,7 +71,7 @@ def _merged(
     return with_bias(graph, first, bias)
 
 
-def _added(graph: Graph, users: dict[str, list[Node]], first: Node, add: Node) -> Node | None:
+def _added(graph: Graph, users: Users, first: Node, add: Node) -> Node | None:
     """`first` with the constant that `add` adds in its bias."""
     other = next((i for i in add.inputs if i != first.output), None)
     adds = add.op == "Add" or (add.op == "Sub" and add.inputs[0] == first.output)

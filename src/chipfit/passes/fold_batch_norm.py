@@ -4,7 +4,7 @@ import torch
 
 from chipfit.graph.builder import unique
 from chipfit.graph.folds import checksum
-from chipfit.graph.ir import Fold, Graph, Node
+from chipfit.graph.ir import Fold, Graph, Node, Users
 from chipfit.graph.linear import LINEAR, TRANSPOSED, scale_outputs
 from chipfit.registry import register
 
@@ -56,7 +56,7 @@ def _key(bn: Node) -> tuple:
     return (*bn.inputs[1:], bn.attrs["eps"])
 
 
-def _refusal(graph: Graph, node: Node | None, bn: Node, users: dict[str, list[Node]]) -> str:
+def _refusal(graph: Graph, node: Node | None, bn: Node, users: Users) -> str:
     """Why this batch norm cannot fold; "" when it can."""
     if node is None or node.op not in LINEAR:
         return f"it follows {'the input' if node is None else node.op}, which has no weights"

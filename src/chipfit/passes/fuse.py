@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence, Set
 
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import Graph, Node, Users
 from chipfit.graph.ops import words_of
 
 #: a pattern is a chain of alternatives: ({"Conv2D", "Linear"}, {"Relu"})
 Pattern = tuple[frozenset[str], ...]
+Fits = Callable[[Node, frozenset[str]], bool]  #: whether a node is one of the alternatives
 
 
 def fuse(
@@ -55,12 +56,7 @@ def fuse(
 
 
 def _follow(
-    graph: Graph,
-    start: Node,
-    chain: Pattern,
-    users: dict[str, list[Node]],
-    taken: set[str],
-    fits: Callable[[Node, frozenset[str]], bool],
+    graph: Graph, start: Node, chain: Pattern, users: Users, taken: set[str], fits: Fits
 ) -> tuple[list[Node], str]:
     """The nodes along `chain` from `start` as far as it fits, and why it stopped when a reader would have fitted."""
     if not fits(start, chain[0]):

@@ -19,6 +19,7 @@ from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.ops import OPS
 
 Form = tuple[int, ...]
+Edges = Collection[tuple[str, str]]  #: (value, node that reads it)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,7 @@ class Rearranged:
 
 
 def rearrange(
-    graph: Graph,
-    target: str,
-    raw: Collection[tuple[str, str]] = frozenset(),
-    solid: Collection[str] = frozenset(),
-    *,
-    borders: bool = False,
+    graph: Graph, target: str, raw: Edges = frozenset(), solid: Collection[str] = frozenset(), *, borders: bool = False
 ) -> Rearranged:
     """The same network with its spatial operators in `target` layout ("channels_first" or "channels_last").
 
@@ -92,13 +88,7 @@ class _Walk:
     """One pass over the nodes in execution order; a method for each `layout` that an operator may have."""
 
     def __init__(
-        self,
-        graph: Graph,
-        target: str,
-        raw: Collection[tuple[str, str]],
-        solid: Collection[str],
-        entries: Mapping[str, Form],
-        loose: bool,
+        self, graph: Graph, target: str, raw: Edges, solid: Collection[str], entries: Mapping[str, Form], loose: bool
     ) -> None:
         self.source, self.target, self.raw_edges, self.solid = graph, target, raw, solid
         self.result = Rearranged(graph.copy())

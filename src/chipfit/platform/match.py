@@ -11,6 +11,8 @@ from chipfit.platform.load import groups
 from chipfit.platform.schema import Exec, OpRule, Option, Platform, Rule
 from chipfit.platform.where import judge
 
+Sets = Mapping[str, tuple[Member, ...]]  #: operator set -> its members
+
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
@@ -32,14 +34,7 @@ def covers(match: tuple[str, ...], words: set[str], *, everything: bool = True) 
     )
 
 
-def sets_of(
-    sets: Mapping[str, tuple[Member, ...]],
-    op: str,
-    layer_type: str,
-    config: Mapping[str, Any],
-    *,
-    filtered: bool = False,
-) -> set[str]:
+def sets_of(sets: Sets, op: str, layer_type: str, config: Mapping[str, Any], *, filtered: bool = False) -> set[str]:
     """The operator sets of a platform that hold a node, as "@name"; `filtered`: by a condition on attributes only.
 
     Where several hold it, those that name this very layer go before those that only have its operator.

@@ -4,11 +4,11 @@ import math
 from collections.abc import Sequence
 
 Pairs = tuple[tuple[int, int], ...]
+Ints = Sequence[int]  #: by spatial axis
+Sizes = Sequence[int | None]  #: the same; None where one is not known
 
 
-def same_padding(
-    size: Sequence[int | None], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
-) -> Pairs | None:
+def same_padding(size: Sizes, kernel: Ints, stride: Ints, dilation: Ints) -> Pairs | None:
     """The zeros of padding="same": what the last window lacks, the odd one behind.
 
     None where the size of a strided axis is not known.
@@ -26,9 +26,7 @@ def same_padding(
     return tuple(out)
 
 
-def numbers(
-    word: str, size: Sequence[int | None], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
-) -> Pairs | None:
+def numbers(word: str, size: Sizes, kernel: Ints, stride: Ints, dilation: Ints) -> Pairs | None:
     """The padding of a convolution or pool; None where its word or the sizes do not tell."""
     if word == "valid":
         return ((0, 0),) * len(kernel)
@@ -37,13 +35,7 @@ def numbers(
     return same_padding(size, kernel, stride, dilation) if word == "same" else None
 
 
-def word(
-    padding: Sequence[Sequence[int]],
-    size: Sequence[int | None],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-) -> str:
+def word(padding: Sequence[Ints], size: Sizes, kernel: Ints, stride: Ints, dilation: Ints) -> str:
     """The inverse of `numbers`; "" where Keras has no word that its convolutions and pools share."""
     pairs = tuple((int(lo), int(hi)) for lo, hi in padding)
     if not any(map(any, pairs)):

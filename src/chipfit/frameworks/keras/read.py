@@ -283,19 +283,15 @@ _row("", "Unstack", "Unstack", axis=_own("axis"))
 
 
 def _conv(
-    r: Call,
-    x: Value,
-    kernel: Any,
-    bias: Any,
-    strides: Any,
-    mode: str,
-    dilation: Any,
-    *,
-    depthwise: bool = False,
-    part: str = "",
-    name: str = "kernel",
+    r: Call, x: Value, kernel: Any, bias: Any, form: Any = None, *, depthwise: bool = False, part: str = ""
 ) -> Value:
-    """A convolution with a Keras kernel: [*space, in / groups, out], depthwise [*space, in, multiplier]."""
+    """A convolution with a Keras kernel: [*space, in / groups, out], depthwise [*space, in, multiplier].
+
+    Args:
+        form: strides, padding and dilation; the layer's own where it is left out.
+        part: of the layer that it is, whose kernel is called after it.
+    """
+    strides, mode, dilation = form or (r.op.strides, r.op.padding, r.op.dilation_rate)
     *window, last_but_one, last = kernel.shape
     n, channels = len(window), x.shape[-1]
     if channels is None or isinstance(kernel, Value):
@@ -308,35 +304,28 @@ def _conv(
         for size, (lo, hi), k, s, d in zip(x.shape[1:-1], padding, window, stride, dilation, strict=True)
     ]
     shape = (x.shape[0], *space, channels * last if depthwise else last)
+    name = f"{part}_kernel" if part else "kernel"
     inputs = [x, r.weight(kernel, DEPTHWISE if depthwise else "conv", name), r.weight(bias, name="bias")]
     op = "DepthwiseConv2D" if n == 2 and groups == channels and groups > 1 else f"Conv{n}D"
     attrs = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     return r.emit(op, inputs, shape, part=part, **attrs)
 
 
-@_reads("Conv*D", activated=True)
+@_reads("Conv*D DepthwiseConv1D DepthwiseConv2D", activated=True)
 def _conv_layer(r: Call, x: Value) -> Value:
-    return _conv(r, x, r.op.kernel, r.op.bias, r.op.strides, r.op.padding, r.op.dilation_rate)
-
-
-@_reads("DepthwiseConv1D DepthwiseConv2D", activated=True)
-def _depthwise_layer(r: Call, x: Value) -> Value:
-    return _conv(r, x, r.op.kernel, r.op.bias, r.op.strides, r.op.padding, r.op.dilation_rate, depthwise=True)
+    return _conv(r, x, r.op.kernel, r.op.bias, depthwise=hasattr(r.op, "depth_multiplier"))
 
 
 @_reads("SeparableConv1D SeparableConv2D", activated=True)
 def _separable_layer(r: Call, x: Value) -> Value:
-    o, first = r.op, "depthwise_kernel"
-    form = (o.strides, o.padding, o.dilation_rate)
-    y = _conv(r, x, o.depthwise_kernel, None, *form, depthwise=True, part="depthwise", name=first)
-    return _conv(r, y, o.pointwise_kernel, o.bias, 1, "valid", 1, part="pointwise", name="pointwise_kernel")
+    y = _conv(r, x, r.op.depthwise_kernel, None, depthwise=True, part="depthwise")
+    return _conv(r, y, r.op.pointwise_kernel, r.op.bias, (1, "valid", 1), part="pointwise")
 
 
 @_reads("", "Conv")
 def _conv_operation(r: Call, x: Value, kernel: Any, depthwise: bool = False) -> Value:
-    o = r.op
     _need(_channels_last(r, x))
-    return _conv(r, x, kernel, None, o.strides, o.padding, o.dilation_rate, depthwise=depthwise)
+    return _conv(r, x, kernel, None, depthwise=depthwise)
 
 
 _reads("", "DepthwiseConv")(partial(_conv_operation, depthwise=True))

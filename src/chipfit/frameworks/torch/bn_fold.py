@@ -50,7 +50,6 @@ class FoldedBatchNorm(nn.Module):
         bn: the batch norm behind it, with statistics of its own; None where there is none.
         strategy: -1, 0, 1, 2, 3 or 4.
         weight_quantizer: rounds a weight; it sees the folded one, except under -1.
-        bias_quantizer: rounds a folded bias [O], where the strategy has one.
 
     Raises:
         ConfigError: another strategy.
@@ -58,12 +57,7 @@ class FoldedBatchNorm(nn.Module):
     """
 
     def __init__(
-        self,
-        layer: nn.Module,
-        bn: _BatchNorm | None,
-        strategy: int,
-        weight_quantizer: Rounding | None = None,
-        bias_quantizer: Rounding | None = None,
+        self, layer: nn.Module, bn: _BatchNorm | None, strategy: int, weight_quantizer: Rounding = _as_it_is
     ) -> None:
         super().__init__()
         if strategy not in STRATEGIES or isinstance(strategy, bool):
@@ -76,7 +70,7 @@ class FoldedBatchNorm(nn.Module):
         self._before: dict[str, torch.Tensor] = {}  #: what was remembered before the last step
         self.layer: Any = layer
         self.bn: Any = bn
-        self.weight_quantizer, self.bias_quantizer = weight_quantizer or _as_it_is, bias_quantizer or _as_it_is
+        self.weight_quantizer = weight_quantizer
         if strategy == 0 and bn is not None:
             self.layer = self._folded_layer()
             self.bn = None
@@ -87,12 +81,12 @@ class FoldedBatchNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         layer, bn = self.layer, self.bn
         if bn is None:
-            return _call(layer, x, self.weight_quantizer(layer.weight), self.bias_quantizer(layer.bias))
+            return _call(layer, x, self.weight_quantizer(layer.weight), layer.bias)
         training, again = self.training and bn.training, repeated()
         remembers = training and self.strategy != 1
         bias = layer.bias if layer.bias is not None else torch.zeros_like(bn.running_mean)
         norm = replace(self._norm(), **self._before) if again and remembers else self._norm()
-        given = (layer.weight, bias, norm, self._channels(), self.weight_quantizer, self.bias_quantizer)
+        given = (layer.weight, bias, norm, self._channels(), self.weight_quantizer, _as_it_is)
         y, batch = forward(TorchOps, self.strategy, training, lambda w, b: _call(layer, x, w, b), *given)
         if batch is not None and not again:
             self._before = {"mean": norm.mean.clone(), "var": norm.var.clone()}
