@@ -17,14 +17,16 @@ OTHERS = {"jax", "tensorflow", "torch"} - {os.environ["KERAS_BACKEND"]}
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Models saved on the backend of this process, and what they compute, for the others to load."""
+    """Models saved on the backend of this process, what they compute and how they train, for the others to load."""
     from tests.frameworks.keras.test_lower import flat, quantized
+    from tests.frameworks.keras.test_training_alike import prepare
 
     folder = tmp_path_factory.mktemp("saved")
     for name in ("mobilenet", "shared"):
         result, batch = quantized(name)
         result.model.save(folder / f"{name}.keras")
         np.save(folder / f"{name}.npy", result.model.run_flat(flat(batch))[0].numpy())
+    prepare(folder)
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 
 import numpy as np
@@ -14,7 +15,7 @@ from keras import layers, ops  # noqa: E402 -- after the import that may skip
 
 import chipfit  # noqa: E402
 from chipfit.constants import MIN_THRESHOLD, RANGE_MAX, RANGE_MIN, THRESHOLD  # noqa: E402
-from chipfit.errors import UnsupportedError  # noqa: E402
+from chipfit.errors import PlanError, UnsupportedError  # noqa: E402
 from chipfit.plan.training import Training  # noqa: E402
 from chipfit.qat import QATConfig, TrainingMethod, result_of  # noqa: E402
 from chipfit.target_platform import QuantizationMethod  # noqa: E402
@@ -88,8 +89,8 @@ class OurActivations(BaseKerasTrainableQuantizer):
             started(key, params[key], layer, self)
 
     def __call__(self, inputs, training):
-        low, high = (self.get_quantizer_variable(k) for k in (RANGE_MIN, RANGE_MAX))
-        step = (high - low) / self.levels
+        low, high = ops.minimum(self.get_quantizer_variable(RANGE_MIN), 0.0), self.get_quantizer_variable(RANGE_MAX)
+        step = (high - low) / self.levels  # of a range with 0, which every chip has a code for
         zero = ops.round(-low / step)
         x = ops.clip(inputs / step + zero, 0, self.levels) - zero
         return straight_through(x, ops.round(x)) * step
@@ -179,9 +180,6 @@ def init(**options):
     return chipfit.keras_quantization_aware_training_init_experimental(small(), lambda: iter([[X]]), **given)
 
 
-@pytest.mark.skipif(
-    keras.backend.backend() == "jax", reason="what a user's quantizer trained on JAX is refused by name, not deployed"
-)
 def test_a_quantizer_of_a_user_trains_a_whole_model_and_is_exact_on_the_device(tmp_path):
     model, information, objects = init(qat_config=QATConfig(OurWeights, "keras_ours"))
     assert objects["OurWeights"] is OurWeights and "KerasQuantizationWrapper" in objects
@@ -210,6 +208,22 @@ def test_the_facade_trains_scales_with_lsq():
     np.testing.assert_allclose(numbers(final(X)), numbers(model(X)), rtol=1e-5, atol=1e-6)
     assert not any(v.trainable for x in final.layers for v in x.variables if v.name == "scale")
     assert result_of(final).verify([X]).exact
+
+
+def test_numbers_of_another_plan_are_refused(tmp_path):
+    plans = [chipfit.quantize(small(), [X], "imx500", overrides=o, progress=False) for o in ({}, {"head": {"bits": 4}})]
+    own, other = (plan.trains("lsq") for plan in plans)
+    own.model.save_weights(tmp_path / "model.weights.h5")
+    own.model.load_weights(tmp_path / "model.weights.h5")
+    with pytest.raises(PlanError, match="checkpoint is of another plan: the grid of 'head_kernel_quantizer' is"):
+        other.model.load_weights(tmp_path / "model.weights.h5")
+    with pytest.raises((ValueError, OSError), match="No such file|not found"):
+        own.model.load_weights(tmp_path / "none.weights.h5")
+    own.model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert dataclasses.replace(own, _model=loaded).trained()
+    with pytest.raises(PlanError, match=r"model is of another plan: the grid of 'head_kernel_quantizer'"):
+        dataclasses.replace(other, _model=loaded).trained()
 
 
 def test_a_quantizer_of_another_framework_is_refused():

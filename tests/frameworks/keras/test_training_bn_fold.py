@@ -76,10 +76,10 @@ def results():
     return chipfit.quantize(own, DATA, **given), chipfit.quantize(model, here, **given), here
 
 
-@pytest.mark.parametrize("bn_fold", [0, 1, 3, 4])
+@pytest.mark.parametrize("bn_fold", [0, 1, 2, 3, 4])
 def test_both_frameworks_train_alike(bn_fold, results):
     torchs, keras_, here = results
-    training, rate = Training("lsq", bn_fold=bn_fold), 0.005
+    training, rate = Training("lsq", bn_fold=bn_fold), 3e-4
     ours, theirs = torchs.trains(training), keras_.trains(training)
     module, model = ours.model.train(), theirs.model
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], rate)
@@ -97,10 +97,10 @@ def test_both_frameworks_train_alike(bn_fold, results):
                 keras.ops.convert_to_numpy(variable), module.weight(f"bn1.{name}").detach(), rtol=1e-4, atol=1e-6
             )
     first, second = np.array(losses).T
-    np.testing.assert_allclose(first[:2], second[:2], rtol=2e-5)
-    # later, numbers beside ties have taken other codes, which the statistics of a batch enlarge
-    np.testing.assert_allclose(first, second, rtol=0.02 if bn_fold in (0, 1) else 0.1)
-    assert first[-1] < first[0]
+    np.testing.assert_allclose(first, second, rtol=2e-6)
+    model.compile(keras.optimizers.SGD(0.005), model.loss)  # so fast, numbers beside ties would have parted them
+    faster = [float(model.train_on_batch(here[0].numpy(), LABELS.numpy())) for _ in range(5)]
+    assert faster[-1] < second[0]
     after = theirs.trained()
     expected = keras.ops.convert_to_numpy(model(here[1].numpy(), training=False))
     np.testing.assert_allclose(keras.ops.convert_to_numpy(after.model(here[1].numpy())), expected, atol=1e-6)

@@ -72,3 +72,5 @@ def test_keras_training_ends_where_a_number_is_none(twin):
     model.compile(keras.optimizers.SGD(1e-3), "sparse_categorical_crossentropy")
     with pytest.raises(TrainingError, match="In step 1 of training"):
         model.fit(DATA[0] * float("nan"), Y, epochs=1, verbose=0)
+    with pytest.raises(TrainingError, match="In step 2 of training"):
+        model.train_on_batch(DATA[0], Y)

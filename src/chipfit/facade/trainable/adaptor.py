@@ -153,14 +153,19 @@ class Hosted(Algorithm):
         if self._role != "activation":
             return {}
         inferable = self.quantizer.convert2inferable()
-        grid, s, z = inferable.stored.grid, float(inferable.stored.scale), int(inferable.stored.zero_point)
-        codes = grid.table or [q - z + 0.25 for q in range(grid.qmin - 2, grid.qmax + 3, max(1, grid.levels // 64))]
-        x = inferable.ops.constant([c * s for c in codes], self._host.scale)
-        x = inferable.ops.reshape(x, (-1, *[1] * (len(self._shape) - 1)))
-        off = abs(rounded(self.quantizer, x, False) - inferable(x))
-        name = type(self.quantizer).__name__
-        differs = not float(inferable.ops.stop_gradient(inferable.ops.max(off))) <= _NEAR * s
-        return {self._role: f"{name} rounds otherwise than what it converts to"} if differs else {}
+        stored, ops = inferable.stored, inferable.ops
+        grid, s, zero = stored.grid, float(stored.scale), int(stored.zero_point)
+        codes = grid.table or [q - zero + 0.25 for q in range(grid.qmin - 2, grid.qmax + 3, max(1, grid.levels // 64))]
+        x = ops.constant([c * s for c in codes], self._host.scale)
+        x = ops.reshape(x, (-1, *[1] * (len(self._shape) - 1)))
+        own, wanted = rounded(self.quantizer, x, False), inferable(x)
+        off = ops.abs(own - wanted)
+        if (most := float(ops.stop_gradient(ops.max(off)))) <= _NEAR * s:
+            return {}
+        worst = ops.where(off < most, -_FAR, 0.0)
+        at, y, z = (float(ops.stop_gradient(ops.max(v + worst))) for v in (x, own, wanted))
+        what = f"{type(self.quantizer).__name__} rounds otherwise than what it converts to"
+        return {self._role: f"{what}, {at:g} to {y:g} in place of {z:g}"}
 
     def _refuse(self, why: str, got: Any, allowed: Any = None) -> None:
         what = f"{type(self.quantizer).__name__} cannot round this {self._role}: {why}"

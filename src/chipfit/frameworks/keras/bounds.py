@@ -103,11 +103,19 @@ class Bounds:
         raise TrainingError(what, where=name.rpartition("/")[0], hint=hint)
 
 
+def check_numbers(model: Any) -> None:
+    """Raise where a step of training has left a scale or weight that is no number.
+
+    Raises:
+        TrainingError: naming layer and step.
+    """
+    if keras.backend.backend() == "jax":
+        model.jax_state_sync()
+    model.bounds.check(model.trainable_variables, int(model.optimizer.iterations))
+
+
 class CheckNumbers(keras.callbacks.Callback):
     """Ends training where a scale or weight is no number; `fit` of a quantized model has it."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        model: Any = self.model
-        if keras.backend.backend() == "jax":
-            model.jax_state_sync()
-        model.bounds.check(model.trainable_variables, int(model.optimizer.iterations))
+        check_numbers(self.model)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from keras import ops
 
+from chipfit.errors import PlanError
 from chipfit.frameworks.keras.ops import KerasOps
 from chipfit.quantizers.algorithm import Algorithm, text_of
 from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward, remembered
@@ -119,6 +120,27 @@ class KerasQuantizer(keras.layers.Layer):
         """Take these numbers, by name; arrays of `shape`."""
         for name, value in stored.items():
             getattr(self, name).assign(value.astype("float32"))
+
+    def demand(self, grid: Grid) -> None:
+        """Raise unless a plan's grid is the one that this quantizer was made for.
+
+        Raises:
+            PlanError: it is another one.
+        """
+        if (allowed := self.algorithm.grid(grid)) != self.grid:
+            what = f"This model is of another plan: the grid of '{self.name}' differs"
+            raise PlanError(what, got=repr(self.grid), allowed=repr(allowed))
+
+    def save_own_variables(self, store: Any) -> None:
+        super().save_own_variables(store)
+        store["grid"] = np.frombuffer(repr(self.grid).encode(), "uint8")
+
+    def load_own_variables(self, store: Any) -> None:
+        given, here = {name: store[name] for name in list(store.keys())}, repr(self.grid)
+        there = np.asarray(given.pop("grid", np.frombuffer(here.encode(), "uint8"))).tobytes().decode()
+        if there != here:  # as text in the error that Keras makes of it, which `QuantizedModel` reads
+            raise PlanError(f"the grid of '{self.name}' is {there}, here {here}")
+        super().load_own_variables(given)
 
     def get_config(self) -> dict[str, Any]:
         settings = ("qmin", "qmax", "shape", "table", "logarithmic", "bits", "rounding", "pot", "affine")

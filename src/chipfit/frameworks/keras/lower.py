@@ -10,9 +10,9 @@ import torch
 
 from chipfit.engine.opaque import fill
 from chipfit.engine.trees import Results
-from chipfit.errors import UnsupportedError
+from chipfit.errors import PlanError, UnsupportedError
 from chipfit.frameworks.keras.backend import dtype_here, forward
-from chipfit.frameworks.keras.bounds import Bounds, CheckNumbers
+from chipfit.frameworks.keras.bounds import Bounds, CheckNumbers, check_numbers
 from chipfit.frameworks.keras.canonical import CanonicalOperation
 from chipfit.frameworks.keras.forms import FORMS, layer_of, padding_word
 from chipfit.frameworks.keras.homes import Home, Scale
@@ -57,6 +57,30 @@ class QuantizedModel(keras.Model):
             own = [callbacks] if isinstance(callbacks, keras.callbacks.Callback) else list(callbacks or ())
             callbacks = [*own, CheckNumbers()]
         return super().fit(*args, callbacks=callbacks, **kwargs)
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """As of every Keras model.
+
+        Raises:
+            TrainingError: as `fit`.
+        """
+        logs = super().train_on_batch(*args, **kwargs)
+        if self.bounds is not None:
+            check_numbers(self)
+        return logs
+
+    def load_weights(self, *args: Any, **kwargs: Any) -> None:
+        """As of every Keras model.
+
+        Raises:
+            PlanError: numbers do not fit; they are of another plan.
+        """
+        try:
+            super().load_weights(*args, **kwargs)
+        except ValueError as error:  # of Keras, with that of the first layer between empty lines
+            if not (why := str(error).partition(":\n\n")[2].partition("\n\n")[0]):
+                raise
+            raise PlanError(f"This checkpoint is of another plan: {why}", where=self.name) from error
 
     def run_flat(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Torch tensors in the order of the graph's inputs to torch tensors in the order of its outputs."""
@@ -162,7 +186,8 @@ class Builder:
         trains = algorithm.init(stored, x)
         self._starts[tensor] = {**algorithm.constants(stored, x), **trains}
         names = {"trains": tuple(trains), "constants": tuple(n for n in self._starts[tensor] if n not in trains)}
-        return KerasQuantizer.of(stored, shape, algorithm, **names, name=f"{name}_quantizer")
+        # a name of its own: Keras on torch forgets to reset gradients of variables whose paths are the same
+        return KerasQuantizer.of(stored, shape, algorithm, **names, name=self._unique(f"{name}_quantizer"))
 
     def _channels(self, name: str, stored: Stored) -> tuple[int, ...]:
         """The shape in which the scale of a value broadcasts against it."""
@@ -248,7 +273,8 @@ class Builder:
             else:
                 shape = self._numbers(weight, self.plan[weight].scale, home).shape
                 self.scales.append(Scale(weight, inner.name, variable))
-            quantizers[variable] = self._quantizer(weight, self.plan[weight], shape, tuple(value.shape), variable)
+            called = f"{inner.name}_{variable}"
+            quantizers[variable] = self._quantizer(weight, self.plan[weight], shape, tuple(value.shape), called)
         for use, bias in enumerate(biases[1:], 1):
             self.homes.setdefault(bias or "", []).append(Home(inner.name, "bias", use))
         if node.operand("w") in self._folds:

@@ -47,8 +47,11 @@ def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
     bn_fold = next((x.bn_fold for x in model.layers if isinstance(x, KerasBatchNormWrapper)), 0)
     demand_folds(bn_fold)
     builder = Builder(graph, plan, Training(bn_fold=bn_fold))
-    if [x.name for x in builder.build().layers] != [x.name for x in model.layers]:
+    made = builder.build()
+    if [x.name for x in made.layers] != [x.name for x in model.layers]:
         raise PlanError("The model was made from another graph or plan", got=model.name)
+    for s in builder.scales:
+        s.quantizer_in(model).demand(s.quantizer_in(made).grid)
     builder.bounds_of(model).settle()  # a step that nobody has computed since
     new, found = graph.copy(), _trained(model, builder)
     new.weights.update(_weights(model, graph, builder))

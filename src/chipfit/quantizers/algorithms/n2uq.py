@@ -19,7 +19,7 @@ _WIDEST = 6
 @register("training", "n2uq")
 @dataclass(frozen=True)
 class N2UQ(Scaled):
-    """Nonuniform to uniform quantization. Source: Liu et al. 2022, arXiv:2111.14826, sections 3.2 and 3.3.
+    """Nonuniform to uniform quantization. Source: Liu et al. 2022, arXiv:2111.14826.
 
     Activations: intervals a_1, a_2, ... from a start, which all train, hold one step each, whose threshold is in their
     middle; the gradient of x is 1 / a_i steps, and that of the a_i follows (generalized straight-through estimator).

@@ -1,0 +1,93 @@
+"""The same losses on every backend of Keras, step for step: `test_backends` trains, and lets the others repeat it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import layers
+
+import chipfit
+
+STEPS = 20
+X = np.random.default_rng(0).normal(size=(4, 4, 4, 3)).astype("float32")
+Y = np.arange(4)
+PLATFORM = """
+name: so_many_bits
+title: Integers of some bits, or a table of sixteen entries
+formats:
+  a: {{bits: {bits}, zero: any}}
+  w: {{bits: {bits}, range: narrow, per: channel}}
+  b: {{bits: 32, per: channel}}
+  table: {{kind: lut, bits: 4, lut: {{value_bits: 8, entries: 16, per: tensor}}}}
+  bt: {{bits: 32}}
+ops:
+  - {{match: ["@conv", Linear], use: [{{in: a, w: {w}, b: {b}, out: a}}], src: [T], conf: I}}
+  - {{match: [Relu, GlobalAvgPool], use: [{{in: a, out: a}}], src: [T], conf: I}}
+unlisted: float
+math: {{note: none}}
+sources: {{T: this test}}
+"""
+#: bits, formats of weight and bias, what trains, rate.
+#: Steps of a scale must be small beside it, and one of 8 bits is small: trained ten times as fast, losses of one
+#: backend, from weights that differ by a factor of 1 +- 1e-7, differ by 1e-6 from step 4 on and then by 2e-3.
+CASES = {
+    "ste": (8, "w", "b", "ste", 0.01),
+    "lsq of 8 bits": (8, "w", "b", "lsq", 0.001),
+    "lsq of 4 bits": (4, "w", "b", "lsq", 0.01),
+    "apot": (8, "table", "bt", {"weights": "apot", "activations": "lsq"}, 0.003),
+    "dorefa and pact": (8, "w", "b", {"weights": "dorefa", "activations": "pact"}, 0.01),
+    "lsq_plus, norms folded": (4, "w", "b", {"method": "lsq_plus", "bn_fold": 4}, 0.003),
+}
+
+
+def net(norm: bool) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    x = inputs = keras.Input((4, 4, 3))
+    x = layers.Conv2D(6, 3, padding="same", name="stem")(x)
+    x = layers.ReLU()(layers.BatchNormalization(name="norm")(x) if norm else x)
+    x = layers.ReLU()(layers.DepthwiseConv2D(3, padding="same", name="body")(x))
+    return keras.Model(inputs, layers.Dense(4, name="head")(layers.GlobalAveragePooling2D(name="pool")(x)))
+
+
+def losses(model: keras.Model, rate: float) -> np.ndarray:
+    optimizer = keras.optimizers.SGD(rate, momentum=0.9)
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return np.array([float(model.train_on_batch(X, Y)) for _ in range(STEPS)])
+
+
+def prepare(folder: Path) -> None:
+    """Save each model as it is before training, and the losses of training it on the backend of this process."""
+    for name, (bits, w, b, training, rate) in CASES.items():
+        platform = folder / "so_many_bits.yaml"
+        platform.write_text(PLATFORM.format(bits=bits, w=w, b=b))
+        given = {"platform": platform, "training": training, "progress": False}
+        model = chipfit.quantize(net("norm" in name), [torch.from_numpy(X)], **given).model
+        model.save(folder / f"{name}.keras")
+        np.save(folder / f"{name}.npy", losses(model, rate))
+
+
+@pytest.mark.skipif("CHIPFIT_SAVED" not in os.environ, reason="`test_backends` trains first")
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains_as_on_another_backend(name):
+    folder = Path(os.environ["CHIPFIT_SAVED"])
+    expected = np.load(folder / f"{name}.npy")
+    np.testing.assert_allclose(
+        losses(keras.saving.load_model(folder / f"{name}.keras"), CASES[name][-1]), expected, 2e-6
+    )
+    assert expected[-1] < 0.998 * expected[0]
+
+
+def test_no_two_variables_of_a_model_share_a_path():
+    """Keras on torch keeps variables by their paths, and resets the gradients of those that it keeps."""
+    result = chipfit.quantize(net(True), [torch.from_numpy(X)], "ort_cpu", training="lsq", progress=False)
+    paths = [v.path for v in result.model.variables]
+    assert len(set(paths)) == len(paths)
+    if keras.backend.backend() == "torch":
+        losses(result.model, 0.01)
+        result.model.zero_grad()
+        assert all(v.value.grad is None for v in result.model.trainable_variables)
