@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -27,7 +27,7 @@ from chipfit.decide.overrides import Overrides, resolve_overrides, to_record
 from chipfit.decide.requantize import requantize
 from chipfit.decide.ties import tie_groups
 from chipfit.engine.process import undisturbed
-from chipfit.errors import CaptureError, ConfigError, DataError, NothingQuantizedError, PlanError
+from chipfit.errors import CaptureError, ConfigError, DataError, NothingQuantizedError, PlanError, UnknownNameError
 from chipfit.frameworks import capture, checksum, lower, read_back
 from chipfit.graph.ir import Graph
 from chipfit.passes.fuse import fuse
@@ -41,11 +41,13 @@ from chipfit.platform.match import fusions, sets_of
 from chipfit.platform.schema import Platform
 from chipfit.ranges import Rule, name_of, rule_of
 from chipfit.registry import OFF, is_number
+from chipfit.rounding.compare import Reference
 from chipfit.screen import Screen, Shown
 from chipfit.search.candidates import as_overrides
 from chipfit.search.choose import space
 from chipfit.search.limits import Limits
-from chipfit.search.losses import Rounding
+from chipfit.search.losses import Rounding, few
+from chipfit.search.pareto import SHARES, Pareto, pareto
 from chipfit.search.sensitivity import Sensitivity, sensitivity
 from chipfit.settings import PLAIN, Settings
 
@@ -71,6 +73,7 @@ class Result(Shown):
     _uncorrected: tuple[Graph, Plan] | None = None
     _overrides: Overrides | None = None  #: as they were given; a plan holds their text
     _sensitivity: Sensitivity | None = None  #: what `sensitivity` found
+    _pareto: Pareto | None = None  #: what `pareto` found
     _data: Any = None  #: as it was given to `quantize`, where it can be read again
 
     @property
@@ -208,13 +211,18 @@ class Result(Shown):
         choose = partial(_choose, assignment, stats, self._rules)
         return graph, _plan(before, graph, choose(graph, before.tensors), assignment), choose
 
+    @property
+    def _given(self) -> Overrides:
+        """The user's overrides; of a result that was loaded, their text."""
+        known = self.plan.provenance
+        earlier = known.get("edited", known.get("settings", {}).get("overrides"))
+        return (earlier if self._overrides is None else self._overrides) or {}
+
     def _and(self, overrides: Mapping[str, Any]) -> list[tuple[Any, Any]]:
         """More overrides, behind those that were given and the widths that a search chose."""
-        known, earlier = self.plan.provenance, self._overrides
-        if earlier is None:
-            earlier = known.get("edited", known.get("settings", {}).get("overrides"))
+        known = self.plan.provenance
         widths = {} if "edited" in known else known.get("chosen", {})
-        return [*as_overrides(self.graph, self.plan, widths, earlier), *overrides.items()]
+        return [*as_overrides(self.graph, self.plan, widths, self._given), *overrides.items()]
 
     @undisturbed
     def sensitivity(self, data: Any) -> Sensitivity:
@@ -232,9 +240,43 @@ class Result(Shown):
             return self._decided(self._and(more))[:2]
 
         how = _rounding(self.plan.provenance.get("corrected", ()), self._rules)
-        few = batches(data, graph)
-        self._sensitivity = sensitivity(graph, plan, self.platform, few, self.stats, tried, how)
+        read = batches(data, graph)
+        self._sensitivity = sensitivity(graph, plan, self.platform, read, self.stats, tried, how)
         return self._sensitivity
+
+    @undisturbed
+    def pareto(self, data: Any, over: str = "weights", shares: Sequence[float] = SHARES) -> Pareto:
+        """The best widths for several budgets, with the loss that is predicted and the one that is measured.
+
+        One forward and one backward pass over the first 128 samples of `data`, one integer program for each budget, and
+        one forward pass for each choice, rounded to the nearest. From now on `report` shows it.
+
+        Args:
+            over: what is limited, by its name in `Limits`.
+            shares: budgets, of what the same tensors take in 8 bits [%].
+
+        Raises:
+            UnknownNameError: there is no such limit.
+            PlanError: no budget can be kept.
+            DataError: see `quantize`.
+        """
+        limits = [f.name for f in fields(Limits)]
+        if over not in limits:
+            raise UnknownNameError("limit", over, limits)
+        graph, plan = self._uncorrected or (self.graph, self.plan)
+        images, by_hand = list(few(batches(data, graph))), resolve_overrides(graph, self._given)
+        reference = Reference(graph, images)
+
+        def asked(bits: Mapping[str, int]) -> list[tuple[Any, Any]]:
+            return as_overrides(graph, plan, bits, self._given)
+
+        def formats(bits: Mapping[str, int]) -> Assignment:
+            return decide(graph, self.platform, asked(bits), self._settings)[1]
+
+        how = _rounding((), self._rules)
+        choices = space(graph, self.platform, plan, [over], images, self.stats, formats, by_hand, rounding=how)
+        self._pareto = pareto(choices, over, shares, lambda bits: reference.loss(*self._decided(asked(bits))[:2]))
+        return self._pareto
 
     @property
     def report(self) -> Report:
@@ -251,10 +293,11 @@ class Result(Shown):
             return other.graph, other.plan
 
         advised = tried(report, self.graph, self.plan, edit)
-        found = self._sensitivity
-        if found is None:
-            return replace(report, tried=advised)
-        return replace(report, tried=(*advised, *found.tried), sensitivity=tuple(found.rows()))
+        found, curve = self._sensitivity, self._pareto
+        if found is not None:
+            report = replace(report, sensitivity=tuple(found.rows()))
+            advised = (*advised, *found.tried)
+        return replace(report, tried=advised, pareto=curve.points if curve is not None else ())
 
     @undisturbed
     def export(self, path: str | Path, **options: Any) -> Path:
@@ -381,8 +424,8 @@ def quantize(
             # few bits ask for rounding
             hoped = ["rounding"] if settings.rounding != OFF else []
             corrections = [s.name for s in steps.taken(settings, "correct")] or hoped
-            named, few, how = limits.to_record(), batches(again, graph), _rounding(corrections, rules)
-            choices = space(graph, target, start, named, few, stats, lambda bits: at(bits)[1], by_hand, seed, how)
+            named, read, how = limits.to_record(), batches(again, graph), _rounding(corrections, rules)
+            choices = space(graph, target, start, named, read, stats, lambda bits: at(bits)[1], by_hand, seed, how)
             found = choices.choose(limits)
             graph, assignment, decisions = at(found.bits)
             tensors = scales.choose(graph, assignment, stats, **rules)

@@ -53,6 +53,7 @@ def test_quantize_verify_and_explain(folder):
     done = run("verify", "out", "--data", "d.npz", "--file", "out/model.onnx")
     assert done.exit_code == 0 and "0 of" in done.output and "top-1" in done.output
     assert "Predicted loss" in run("explain", "out", "--data", "d.npz").output
+    assert "best choices by weights" in run("explain", "out", "--data", "d.npz", "--curve", "weights").output
     done = run("explain", "out", "0")
     assert (
         "Conv2D '0': runs in int" in done.output

@@ -206,6 +206,21 @@ def test_a_browser_shows_every_layer_without_a_word_on_the_console(result, brows
 
 
 @pytest.mark.chromium
+def test_a_browser_draws_what_hurts_and_the_curve_of_size_and_loss(result, browse):
+    hurts = {"tensor": "stem.0.weight", "layer": "stem.0", "bits": 4, "loss": 0.25, "share": 1.0, "others": {8: 1e-3}}
+    points = [
+        {"size": 100.0 * k, "share": k / 4, "predicted": 10.0**-k, "measured": 2 * 10.0**-k, "height": 1, "bits": {}}
+        for k in (1, 2, 4)
+    ]
+    dom, console = browse(page(replace(result.report, sensitivity=(hurts,), pareto=tuple(points))))
+    assert console == []
+    assert "stem.0.weight, 4 bits" in dom and "8: 0.001" in dom and 'style="width:100.0%"' in dom
+    assert len(re.findall("<circle ", dom)) == 6 and len(re.findall("<polyline ", dom)) == 2
+    assert 'aria-label="25 % of 8 bits (100)\nmeasured loss 0.2"' in dom
+    assert "<circle" not in page(result.report) and 'id="curve"' not in page(result.report)
+
+
+@pytest.mark.chromium
 def test_the_chart_sorts_the_table_filters_and_the_theme_turns(result, browse):
     script = """
       document.querySelector("[data-order=worst]").click();

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import nn
 
 import chipfit
-from chipfit.errors import ConfigError, DataError, PlanError
+from chipfit.errors import ConfigError, DataError, PlanError, UnknownNameError
 from chipfit.report.advice import advice
 from chipfit.report.html import page
 from chipfit.report.terminal import render
@@ -137,6 +137,32 @@ def test_weights_keep_their_limit_and_lose_less_than_one_width_for_all(limit, sh
     assert reference.loss(mixed.graph, mixed.plan) < reference.loss(alike.graph, alike.plan)
     assert any("widths of weights chosen" in n for n in mixed.plan.rewrites)
     assert mixed.plan.provenance["limits"] == {"weights": limit}
+
+
+def test_the_curve_falls_with_size_and_its_losses_are_those_of_the_networks_that_it_names():
+    result = chipfit.quantize(Small(0).eval(), DATA, settings=OFF, **PLATFORM)
+    assert result.report.pareto == () and "best widths" not in terminal(result)
+    curve = result.pareto(DATA, shares=(20, 40, 60, 100))
+    sizes, predicted = ([p[key] for p in curve.points] for key in ("size", "predicted"))
+    assert (
+        len(curve.points) == 3 and sizes == sorted(sizes) and predicted == sorted(predicted, reverse=True)
+    )  # 20: none
+    weights = {n: w.numel() for n, w in Small(0).named_parameters() if w.dim() > 1}
+    reference = Reference(result.graph, [[x] for x in DATA])
+    for p, share in zip(curve.points, (40, 60, 100), strict=True):
+        assert p["size"] == sum(n * p["bits"][w] / 8 for w, n in weights.items()) <= share / 100 * sum(weights.values())
+        named = {w.removesuffix(".weight"): {"bits": b} for w, b in p["bits"].items()}
+        other = chipfit.quantize(Small(0).eval(), DATA, overrides=named, settings=OFF, **PLATFORM)
+        assert p["measured"] == pytest.approx(reference.loss(other.graph, other.plan), rel=0.01)
+    assert curve.points[0]["height"] == pytest.approx(1) and curve.points[-1]["height"] == 0
+    assert "best choices by weights" in str(curve) and "size and loss of the best widths" in terminal(result)
+    assert '<div id="curve">' in page(result.report) and len(result.report.to_dict()["pareto"]) == 3
+    with pytest.raises(PlanError, match="at least"):
+        result.pareto(DATA, shares=(1, 2))
+    with pytest.raises(UnknownNameError, match="weights"):
+        result.pareto(DATA, "weight")
+    with pytest.raises(ConfigError, match="weights is not understood"):
+        result.pareto(DATA, shares=(-5,))
 
 
 class Small(nn.Module):

@@ -356,6 +356,7 @@ def explain(
     saved: Saved,
     layer: Annotated[str | None, Argument(help="layer path, glob, operator or layer type; all, with --data")] = None,
     data: Annotated[str | None, Option("--data", help="as for quantize: which tensors hurt, most first")] = None,
+    curve: Annotated[str | None, Option("--curve", help="size against loss, over weights, total, bops")] = None,
     input_size: Side = 224,
     mean: Mean = MEAN,
     std: Std = STD,
@@ -367,7 +368,8 @@ def explain(
     result = _load(saved)
     if data is not None:
         keras = result.graph.framework == "keras"
-        _say(str(result.sensitivity(load_data(data, input_size, mean, std, channels_last=keras))))
+        images = load_data(data, input_size, mean, std, channels_last=keras)
+        _say(str(result.sensitivity(images) if curve is None else result.pareto(images, curve)))
     if layer is None:
         if data is None:
             raise typer.BadParameter("name a layer, or give --data", param_hint="LAYER")

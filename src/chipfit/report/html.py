@@ -29,6 +29,7 @@ def page(report: ReportData) -> str:
     env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     kernels = [_kernel(k) for k in report.kernels]
     data = {"inputs": [_kernel((r,)) for r in report.inputs], "kernels": kernels, "tensors": _tensors(report)}
+    data["curve"] = [dict(p) for p in report.pareto]
     share = {runs: sum(r.exec == key for r in report.layers) / max(1, len(report.layers)) for key, runs in RUNS.items()}
     return env.from_string(text).render(
         r=report,

@@ -1,6 +1,6 @@
 "use strict";
 const $ = id => document.getElementById(id), NS = "http://www.w3.org/2000/svg";
-const { kernels, inputs, tensors } = JSON.parse($("data").textContent), tip = $("tip"), root = document.documentElement;
+const { kernels, inputs, tensors, curve } = JSON.parse($("data").textContent), tip = $("tip"), root = document.documentElement;
 const html = (tag, props, ...kids) => { const e = Object.assign(document.createElement(tag), props); e.append(...kids); return e };
 const svg = (tag, attrs, ...kids) => { const e = document.createElementNS(NS, tag); for (const k in attrs) e.setAttribute(k, attrs[k]); e.append(...kids); return e };
 const num = x => x === null ? "" : x !== 0 && (Math.abs(x) >= 1e4 || Math.abs(x) < 1e-3) ? x.toExponential(2) : String(+x.toPrecision(4));
@@ -53,6 +53,25 @@ for (const key of ["measure", "order"]) {
   group.forEach(b => b.onclick = () => { show[key] = b.dataset[key]; group.forEach(o => o.setAttribute("aria-pressed", o === b)); chart() });
 }
 if ($("sqnr")) chart();
+
+/* what the best widths lose for each budget */
+if (curve.length) {
+  const W = 1120, H = 260, left = 60, foot = 26, log = v => Math.log10(Math.max(v, 1e-12)), all = curve.flatMap(p => [log(p.measured), log(p.predicted)]);
+  const low = Math.floor(Math.min(...all)), high = Math.max(low + 1, Math.ceil(Math.max(...all))), most = Math.max(...curve.map(p => p.share));
+  const x = p => left + p.share / most * (W - left - 20), y = v => 10 + (high - log(v)) / (high - low) * (H - foot - 20);
+  const s = svg("svg", { viewBox: `0 0 ${W} ${H}`, width: "100%", role: "group", "aria-label": "Loss against size" });
+  for (let e = low; e <= high; e++) s.append(svg("line", { x1: left, x2: W, y1: y(10 ** e), y2: y(10 ** e), stroke: "var(--line)" }), svg("text", { x: left - 8, y: y(10 ** e) + 4, "text-anchor": "end" }, `1e${e}`));
+  for (const [key, color] of [["predicted", "var(--c4)"], ["measured", "var(--c1)"]]) {
+    s.append(svg("polyline", { points: curve.map(p => `${x(p).toFixed(1)},${y(p[key]).toFixed(1)}`).join(" "), fill: "none", stroke: color, "stroke-width": 1.6 }));
+    for (const p of curve) {
+      const dot = svg("circle", { cx: x(p), cy: y(p[key]), r: 4.5, fill: color, tabindex: 0, role: "img" });
+      explain(dot, `${(100 * p.share).toFixed(0)} % of 8 bits (${Math.round(p.size).toLocaleString("en")})\n${key} loss ${num(p[key])}`);
+      s.append(dot);
+    }
+  }
+  for (const p of curve) s.append(svg("text", { x: x(p), y: H - 6, "text-anchor": "middle" }, `${(100 * p.share).toFixed(0)} %`));
+  $("curve").replaceChildren(s);
+}
 
 /* one square for each quantized tensor */
 for (const t of tensors) {

@@ -62,6 +62,8 @@ class ReportData:
     tried: tuple[str, ...] = ()  #: overrides that were tried and help, each with its gain
     #: what each tensor adds to the loss, most first; empty before `Result.sensitivity` (see `Sensitivity.rows`)
     sensitivity: tuple[Mapping[str, Any], ...] = ()
+    #: the best widths for several budgets; empty before `Result.pareto` (see `Pareto.points`)
+    pareto: tuple[Mapping[str, Any], ...] = ()
     inputs: tuple[LayerRow, ...] = ()  #: how the model's own inputs are stored
     verification: Mapping[str, Any] | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)

@@ -91,6 +91,7 @@ def build(
         simulated=whole_arithmetic(platform),
         tried=(),
         sensitivity=(),
+        pareto=(),
         not_modelled=not_modelled(platform),
         provenance=plan.provenance,
         verification={**verification.to_dict(), "summary": verification.summary()} if verification else None,

@@ -98,6 +98,8 @@ def render(report: ReportData) -> Group:
         parts.insert(0, Panel(doubts, title="read this first", border_style="red"))
     if report.sensitivity:
         parts.append(Panel(_hurts(report), title="which tensors hurt", border_style="cyan"))
+    if report.pareto:
+        parts.append(Panel(_curve(report), title="size and loss of the best widths", border_style="cyan"))
     if report.floats:
         why = Table.grid(padding=(0, 2))
         for reason, layers in report.floats.items():
@@ -171,6 +173,16 @@ def _hurts(report: ReportData) -> Table:
     left = len(report.sensitivity) - HEAVY
     if left > 0:
         table.add_row(f"[dim]and {left} more[/]")
+    return table
+
+
+def _curve(report: ReportData) -> Table:
+    """What each budget loses, with bars of a logarithmic scale."""
+    table = Table("of 8 bits", "takes", "predicted loss", "measured loss", "", show_edge=False, header_style="bold")
+    for p in report.pareto:
+        losses = f"{p['predicted']:.2g}", f"{p['measured']:.2g}"
+        bar = f"[yellow]{'█' * round(24 * p['height'])}[/]"
+        table.add_row(f"{100 * p['share']:.0f} %", f"{p['size']:,.0f}", *losses, bar)
     return table
 
 

@@ -1,0 +1,70 @@
+"""Size against loss: the best widths for several budgets of one limit."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chipfit.errors import PlanError
+from chipfit.screen import Screen, Shown
+from chipfit.search.choose import Space
+from chipfit.search.limits import Limits
+
+#: of what the limited tensors take in 8 bits [%]
+SHARES = (15, 20, 25, 30, 35, 40, 50, 60, 75, 100, 150, 200)
+
+
+@dataclass(frozen=True, repr=False)
+class Pareto(Shown):
+    """The best choices of widths for rising budgets, each with what it takes and what it loses."""
+
+    over: str  #: the limit
+    #: size, share (of 8 bits), predicted, measured, bits (by tensor), height (0 to 1, of the logarithm of the loss)
+    points: tuple[Mapping[str, Any], ...]
+
+    def _screen(self) -> Screen:
+        def widths(p: Mapping[str, Any]) -> str:
+            return ", ".join(f"{n} of {b} bits" for b, n in sorted(Counter(p["bits"].values()).items()))
+
+        bars = ("#" * round(12 * p["height"]) for p in self.points)
+        rows = [
+            (f"{100 * p['share']:.0f} %", p["size"], p["predicted"], p["measured"], bar, widths(p))
+            for p, bar in zip(self.points, bars, strict=True)
+        ]
+        unit = "KL divergence to the float model for class scores, else share of the outputs' energy"
+        known = {"loss": unit, "size": f"limit '{self.over}', and its share of 8 bits; rounded to the nearest"}
+        header = ("share", "size", "predicted", "measured", "", "widths")
+        return Screen(f"{len(rows)} best choices by {self.over}", known, header, rows, "pareto.points")
+
+
+def pareto(choices: Space, over: str, shares: Sequence[float], measure: Callable[[Mapping[str, int]], float]) -> Pareto:
+    """One point for each budget that can be kept; of equal choices one.
+
+    Args:
+        choices: what may be chosen where `over` is limited.
+        shares: budgets, of what the tensors take in 8 bits [%].
+        measure: the loss of the network with these widths.
+
+    Raises:
+        PlanError: no budget can be kept.
+    """
+    found: dict[tuple[int, ...], dict[str, Any]] = {}
+    refused = None
+    for share in sorted(shares):
+        try:
+            c = choices.choose(Limits(**{over: f"{share}%"}))
+        except PlanError as e:
+            refused = e
+            continue
+        size, whole = c.used[over], c.most[over] / share * 100
+        point = {"size": size, "share": size / whole, "predicted": c.predicted, "bits": c.bits}
+        found.setdefault(tuple(c.bits.values()), point)
+    if refused is not None and not found:
+        raise refused
+    points = [{**p, "measured": measure(p["bits"])} for p in found.values()]
+    logs = [math.log(max(p["measured"], 1e-12)) for p in points]
+    reach = max(logs) - min(logs) or 1.0
+    return Pareto(over, tuple({**p, "height": (v - min(logs)) / reach} for p, v in zip(points, logs, strict=True)))
