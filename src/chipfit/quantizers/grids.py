@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from chipfit.quantizers.rounding import ROUNDINGS
 from chipfit.quantizers.tables import boundaries
@@ -79,7 +80,7 @@ class Grid:
         return torch.int64
 
 
-def shape_for(p: torch.Tensor, x: torch.Tensor, axis: int | None) -> torch.Tensor:
+def shape_for(p: Tensor, x: Tensor, axis: int | None) -> Tensor:
     """Scales or zero points [C] in a shape that meets x along its channel axis; a single one as it is."""
     if axis is None or p.dim() == 0:
         return p
@@ -88,9 +89,7 @@ def shape_for(p: torch.Tensor, x: torch.Tensor, axis: int | None) -> torch.Tenso
     return p.view(shape)
 
 
-def quantize(
-    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, grid: Grid, axis: int | None = None
-) -> torch.Tensor:
+def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axis: int | None = None) -> Tensor:
     """Round reals to codes: q = clip(round(x / s) + z, qmin, qmax).
 
     Args:
@@ -114,13 +113,13 @@ def quantize(
     return torch.clamp(ROUNDINGS[grid.rounding](x / s) + z, grid.qmin, grid.qmax).to(grid.dtype)
 
 
-def _index(v: torch.Tensor, table: tuple[float, ...], kind: str) -> torch.Tensor:
+def _index(v: Tensor, table: tuple[float, ...], kind: str) -> Tensor:
     """The entries of a table that values in units of the scale take."""
     edges = boundaries(table, kind == "log").to(device=v.device, dtype=v.dtype)
     return torch.bucketize(v.contiguous(), edges)
 
 
-def dequantize(q: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, axis: int | None = None) -> torch.Tensor:
+def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None = None) -> Tensor:
     """The reals that integer codes stand for: x = (q - z) * s, float32.
 
     Shapes and units as in `quantize`. The subtraction is done in int32 as ONNX DequantizeLinear does.
@@ -129,9 +128,7 @@ def dequantize(q: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, a
     return (q.to(torch.int32) - z.to(torch.int32)).to(scale.dtype) * s
 
 
-def fake_quantize(
-    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, grid: Grid, axis: int | None = None
-) -> torch.Tensor:
+def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axis: int | None = None) -> Tensor:
     """Quantize and dequantize: the nearest real that the grid holds. Shapes and units as in `quantize`."""
     s, z = shape_for(scale, x, axis), shape_for(zero_point, x, axis)
     if grid.table is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from chipfit.errors import PlanError
 from chipfit.frameworks.torch.wrappers import PytorchActivationQuantizationHolder, PytorchQuantizationWrapper
@@ -20,9 +20,7 @@ from chipfit.quantizers.stored import Stored, per_output
 _STE = STE()
 
 
-def fake_quantize_ste(
-    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, grid: Grid, axis: int | None = None
-) -> torch.Tensor:
+def fake_quantize_ste(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axis: int | None = None) -> Tensor:
     """`grids.fake_quantize` with a straight-through gradient for x and the LSQ gradient for scale.
 
     Computed in float32, or float64 where x is, and returned in the dtype of x. Shapes and units as in `grids.quantize`.
@@ -31,35 +29,26 @@ def fake_quantize_ste(
 
 
 def _rounded(
-    algorithm: Algorithm,
-    x: torch.Tensor,
-    p: Mapping[str, torch.Tensor],
-    grid: Grid,
-    axis: int | None,
-    training: bool = False,
-) -> torch.Tensor:
+    algorithm: Algorithm, x: Tensor, p: Mapping[str, Tensor], grid: Grid, axis: int | None, training: bool = False
+) -> Tensor:
     """x through an algorithm whose numbers p are [] or [C] along `axis`."""
     wide = torch.promote_types(p["scale"].dtype, x.dtype)
     given = {**_broadcast(p, x, axis, wide), "training": training}
     return algorithm.call(TorchOps, x.to(wide), given, grid).to(x.dtype)  # type: ignore[no-any-return]
 
 
-def _broadcast(
-    p: Mapping[str, torch.Tensor], x: torch.Tensor, axis: int | None, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+def _broadcast(p: Mapping[str, Tensor], x: Tensor, axis: int | None, dtype: torch.dtype) -> dict[str, Tensor]:
     shape = [1] * x.dim()
     if shape:
         shape[axis or 0] = -1  # a tensor of one axis may leave it out
     return {k: (v.view(shape) if v.dim() else v).to(dtype) for k, v in p.items()}
 
 
-def _blended(x: torch.Tensor, y: torch.Tensor, share: float) -> torch.Tensor:
+def _blended(x: Tensor, y: Tensor, share: float) -> Tensor:
     return y if share == 1 else torch.lerp(x, y, share)
 
 
-def own(
-    module: nn.Module, name: str, weight: torch.Tensor, rounded: Collection[str] = ()
-) -> tuple[dict[str, Any], str]:
+def own(module: nn.Module, name: str, weight: Tensor, rounded: Collection[str] = ()) -> tuple[dict[str, Any], str]:
     """Register a weight under its dotted name; returns the table that it is in, and its key there.
 
     Args:
@@ -86,10 +75,10 @@ class FakeQuantizer(nn.Module):
     MODES = ("quantize", "bypass", "observe")
     share = 1.0  #: of rounding in what is computed: y = (1 - share) x + share Q(x)
 
-    scale: torch.Tensor
-    zero_point: torch.Tensor
+    scale: Tensor
+    zero_point: Tensor
 
-    def __init__(self, tensor: str, stored: Stored, algorithm: Algorithm = _STE, x: torch.Tensor | None = None) -> None:
+    def __init__(self, tensor: str, stored: Stored, algorithm: Algorithm = _STE, x: Tensor | None = None) -> None:
         nn.Module.__init__(self)
         trains = algorithm.init(stored, x)
         given = {**algorithm.constants(stored, x), **trains}
@@ -105,13 +94,13 @@ class FakeQuantizer(nn.Module):
         self.mode = "quantize"
         self.seen: tuple[float, float] | None = None
         #: rounds in our place, see FrameworkInfo.apply
-        self.function: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.function: Callable[[Tensor], Tensor] | None = None
 
     def extra_repr(self) -> str:
         codes = f"codes {self.grid.qmin}..{self.grid.qmax}"
         return f"{self.tensor}, {self.grid.bits} bit, {codes}, axis={self.axis}, mode={self.mode}"
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FakeQuantizer:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FakeQuantizer:
         """`.half()` and `.bfloat16()` leave scales in float32: rounding them would move every code."""
         before = {name: p.detach() for name, p in self.named_parameters()}
         super()._apply(fn, recurse)
@@ -136,43 +125,43 @@ class FakeQuantizer(nn.Module):
             raise PlanError(f"This checkpoint is of another plan: the grid of '{self.tensor}' differs", **grids)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
-    def given(self) -> dict[str, torch.Tensor]:
+    def given(self) -> dict[str, Tensor]:
         """What the algorithm is given: [] or [C] each."""
         return {name: getattr(self, name) for name in self._given}
 
-    def numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def numbers(self) -> tuple[Tensor, Tensor]:
         """Scale and zero point as they are now, [] or [C]; gradients flow to what trains."""
         s, z = self.algorithm.numbers(TorchOps, self.given(), self.grid)
         return s, z
 
-    def trained(self) -> dict[str, torch.Tensor]:
+    def trained(self) -> dict[str, Tensor]:
         """The parameters that train now, by name."""
         return {name: p for name, p in self.named_parameters(recurse=False) if p.requires_grad}
 
     @torch.no_grad()
-    def rescale(self, factor: torch.Tensor) -> None:
+    def rescale(self, factor: Tensor) -> None:
         """Let the scale be this factor more, [] or [C]."""
         for name, value in self.algorithm.rescaled(TorchOps, self.trained(), factor).items():
             getattr(self, name).copy_(value)
 
-    def reals(self, w: torch.Tensor) -> torch.Tensor:
+    def reals(self, w: Tensor) -> Tensor:
         """The weight [*dims] that is rounded in place of w: what the plan's grid is for when training ends."""
         p = _broadcast(self.given(), w, self.axis, self.scale.dtype)
         return self.algorithm.reals(TorchOps, w, p, self.grid).to(w.dtype)  # type: ignore[no-any-return]
 
-    def codes(self, x: torch.Tensor) -> torch.Tensor:
+    def codes(self, x: Tensor) -> Tensor:
         """The codes of reals [*dims], or their entries in the grid's table; without gradients."""
         s, z = (n.detach() for n in self.numbers())
         return quantize(x.detach().to(s.dtype), s, z, self.grid, self.axis)
 
-    def as_reals(self, codes: torch.Tensor) -> torch.Tensor:
+    def as_reals(self, codes: Tensor) -> Tensor:
         """What codes [*dims] stand for; without gradients."""
         s, z = (n.detach() for n in self.numbers())
         p = _broadcast({"s": s, "z": z}, codes, self.axis, s.dtype)
         table = self.grid.table
         return (codes - p["z"] if table is None else torch.tensor(table, device=s.device)[codes.long()]) * p["s"]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x: reals [*dims]. Returns reals on the grid, same shape and dtype."""
         if self.mode == "quantize":
             if self.function is not None:
@@ -201,7 +190,7 @@ class LayerWeights(PytorchQuantizationWrapper):
         nn.Module.__init__(self)
         self.weights_quantizers = {}
 
-    def weight_of(self, name: str) -> torch.Tensor:
+    def weight_of(self, name: str) -> Tensor:
         table: dict[str, Any] = self._parameters if name in self._parameters else self._buffers
         return table[name]
 
@@ -221,7 +210,7 @@ class BiasQuantizer(nn.Module):
         self._factors = factors  # in a tuple, so that they are registered in one place only
         self.mode = "quantize"
 
-    def numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def numbers(self) -> tuple[Tensor, Tensor]:
         """Scale and zero point as they are now, [] or [C]."""
         of_input, of_weight = (f.numbers()[0] for f in self._factors)
         scale = per_output(of_input * of_weight, self._channels)
@@ -230,7 +219,7 @@ class BiasQuantizer(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.tensor}, {self.grid.bits} bit at input scale x weight scale, mode={self.mode}"
 
-    def forward(self, b: torch.Tensor) -> torch.Tensor:
+    def forward(self, b: Tensor) -> Tensor:
         """b: [C]. Returns reals on the grid, [C]."""
         if self.mode != "quantize":
             return b
