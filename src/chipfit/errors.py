@@ -119,9 +119,6 @@ class UnknownNameError(ChipfitError):
         shown = near or known[:12]
         more = "" if near or len(known) <= 12 else f" and {len(known) - 12} more"
         label = "did you mean" if near else "known"
-        super().__init__(
-            f"There is no {kind} named '{name}'",
-            allowed=f"{label} {', '.join(map(repr, shown))}{more}" if shown else "none is defined",
-            hint=hint,
-        )
+        allowed = f"{label} {', '.join(map(repr, shown))}{more}" if shown else "none is defined"
+        super().__init__(f"There is no {kind} named '{name}'", allowed=allowed, hint=hint)
         self.near = near

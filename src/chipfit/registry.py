@@ -154,11 +154,9 @@ def _declared(kind: str, name: str, thing: Any, declaration: dict[str, Any]) -> 
     lacking = [m for m in methods if not hasattr(thing, m)]
     for what, names in (("does not declare", missing), ("declares the unknown", unknown), ("has no", lacking)):
         if names:
-            raise RegistrationError(
-                f"The {word} '{name}' {what} {', '.join(map(repr, names))}",
-                where=_origin(thing),
-                allowed=", ".join(known) if names is not lacking and known else None,
-            )
+            allowed = ", ".join(known) if names is not lacking and known else None
+            message = f"The {word} '{name}' {what} {', '.join(map(repr, names))}"
+            raise RegistrationError(message, where=_origin(thing), allowed=allowed)
     return declares(**declaration) if declares is not None else None
 
 

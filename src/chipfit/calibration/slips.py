@@ -68,12 +68,9 @@ def explained(refusal: ChipfitError, model: Any, args: Sequence[Any], kwargs: Ma
     if x is None or not args:
         return refusal
     if want is not None and not x.is_floating_point() and x.dim() > 2:
-        return DataError(
-            "The inputs hold integers, and the model computes with floats",
-            got=_shapes(args),
-            allowed="float32",
-            hint="convert and scale them as in training, for example x.float() / 255",
-        )
+        what = "The inputs hold integers, and the model computes with floats"
+        hint = "convert and scale them as in training, for example x.float() / 255"
+        return DataError(what, got=_shapes(args), allowed="float32", hint=hint)
     hint = wrong_layout(tuple(x.shape), want) if want is not None else ""
     if want is not None and not hint and x.dim() == len(want) - 1:  # the example is cut along what is no batch
         hint = ONE_SAMPLE

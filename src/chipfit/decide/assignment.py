@@ -128,14 +128,10 @@ class _Record:
         unit = d.unit
         self._refuse_unlisted(d)
         for n in unit.nodes:
+            group = unit.tail.name if len(unit.nodes) > 1 else ""
+            simd = d.option.simd if d.option and n is unit.head else None
             self.nodes[n.name] = NodePlan(
-                name=n.name,
-                op=n.op,
-                layer=n.layer,
-                exec=d.exec,
-                group=unit.tail.name if len(unit.nodes) > 1 else "",
-                why=d.why,
-                simd=d.option.simd if d.option and n is unit.head else None,
+                name=n.name, op=n.op, layer=n.layer, exec=d.exec, group=group, why=d.why, simd=simd
             )
         bound: dict[str, list[str]] = {}
         for r in unit.reads:

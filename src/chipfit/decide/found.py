@@ -19,15 +19,10 @@ from chipfit.ranges.qparams import QParams
 
 def entry(slot: Slot, node: Node | None, stored: Stored, origin: str, seen: TensorStats | None = None) -> TensorPlan:
     """A quantized tensor of the plan; node: that makes or reads it, None for an input of the model."""
+    layer, op = (node.layer, node.op) if node else ("", "Input")
+    low, high = (seen.low, seen.high) if seen else (None, None)
     return TensorPlan(
-        name=slot.name,
-        role=slot.role,
-        layer=node.layer if node else "",
-        op=node.op if node else "Input",
-        stored=stored,
-        origin=origin,
-        low=seen.low if seen else None,
-        high=seen.high if seen else None,
+        name=slot.name, role=slot.role, layer=layer, op=op, stored=stored, origin=origin, low=low, high=high
     )
 
 

@@ -252,14 +252,11 @@ class _Problem:
         rules = hstack([csr_array(entries, shape=(m, n)), csr_array((m, n))])
         down = 1 + _CLIPS  # v - d <= wanted <= v + d / down
         matrix = vstack([rules, hstack([eye, -eye]), hstack([down * eye, eye])]).tocsr()
-        answer = milp(
-            np.r_[np.zeros(n), np.ones(n)],
-            constraints=LinearConstraint(
-                matrix, np.concatenate([*low, -none, down * wanted]), np.concatenate([*high, wanted, none])
-            ),
-            bounds=Bounds(np.r_[least, np.zeros(n)], np.r_[np.full(n, -_LEAST), none]),
-            integrality=np.r_[integral, np.zeros(n)],
-        )
+        at_least, at_most = np.concatenate([*low, -none, down * wanted]), np.concatenate([*high, wanted, none])
+        within = LinearConstraint(matrix, at_least, at_most)
+        bounds = Bounds(np.r_[least, np.zeros(n)], np.r_[np.full(n, -_LEAST), none])
+        cost, whole = np.r_[np.zeros(n), np.ones(n)], np.r_[integral, np.zeros(n)]
+        answer = milp(cost, constraints=within, bounds=bounds, integrality=whole)
         if answer.x is None:
             return None
         v = np.where(integral > 0, np.rint(answer.x[:n]), answer.x[:n])
@@ -295,11 +292,7 @@ class _Problem:
 def _contradiction(conflict: Iterable[Row]) -> UnsupportedError:
     from chipfit.platform.show import rule_text
 
-    return UnsupportedError(
-        "No scales satisfy all rules of the platform together",
-        got="; ".join(
-            f"{r.op} over {', '.join(repr(t) for t, _ in r.terms) or 'tied tensors'}: {rule_text(r.rule)}"
-            for r in conflict
-        ),
-        hint="keep one of these layers in float with overrides={'layer': 'float'}",
-    )
+    over = [(r, ", ".join(repr(t) for t, _ in r.terms) or "tied tensors") for r in conflict]
+    got = "; ".join(f"{r.op} over {tensors}: {rule_text(r.rule)}" for r, tensors in over)
+    hint = "keep one of these layers in float with overrides={'layer': 'float'}"
+    return UnsupportedError("No scales satisfy all rules of the platform together", got=got, hint=hint)

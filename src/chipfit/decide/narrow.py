@@ -62,9 +62,5 @@ def narrow(
 
 
 def _refuse(who: str, what: str, got: Any, allowed: tuple[Any, ...]) -> UnsupportedError:
-    return UnsupportedError(
-        f"The chip's format for '{who}' cannot have this {what}",
-        got=got,
-        allowed=", ".join(map(str, allowed)) or "nothing else",
-        hint="describe a chip that can, or leave the layer as it is",
-    )
+    may, hint = ", ".join(map(str, allowed)) or "nothing else", "describe a chip that can, or leave the layer as it is"
+    return UnsupportedError(f"The chip's format for '{who}' cannot have this {what}", got=got, allowed=may, hint=hint)

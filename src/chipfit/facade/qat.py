@@ -15,31 +15,21 @@ from chipfit.errors import ConfigError, PlanError, UnknownNameError
 from chipfit.facade.checks import checked, record
 from chipfit.facade.core.config import CoreConfig, ResourceUtilization
 from chipfit.facade.ptq import DataGenerator, UserInformation, quantized
+from chipfit.facade.trainable import base
 from chipfit.facade.trainable.adaptor import Hosted
-from chipfit.facade.trainable.base import (
-    BaseKerasTrainableQuantizer,
-    BasePytorchTrainableQuantizer,
-    BaseTrainableQuantizer,
-    QuantizationTarget,
-    marked,
-)
 from chipfit.frameworks import keras_part
 from chipfit.pipeline import Result
 from chipfit.plan.training import Training, algorithm_of
 from chipfit.quantizers.algorithm import Algorithm
 from chipfit.registry import made, registered
 
-_NAMES = [
-    f"{framework}_quantization_aware_training_{step}"
-    for framework in ("keras", "pytorch")
-    for step in ("init", "finalize")
-]
+_NAMES = [f"{f}_quantization_aware_training_{step}" for f in ("keras", "pytorch") for step in ("init", "finalize")]
 __all__ = ["QATConfig", "TrainingMethod", "result_of", *_NAMES, *(f"{name}_experimental" for name in _NAMES)]
 
 #: every registered training algorithm; its value is the name
 TrainingMethod = Enum("TrainingMethod", {name.upper(): name for name in registered("training")})  # type: ignore[misc]
 
-_BASES = {"torch": BasePytorchTrainableQuantizer, "keras": BaseKerasTrainableQuantizer}
+_BASES = {"torch": base.BasePytorchTrainableQuantizer, "keras": base.BaseKerasTrainableQuantizer}
 
 
 @record(ConfigError)
@@ -67,20 +57,19 @@ class QATConfig:
             UnknownNameError: no such method, or no such option of it.
             ConfigError: something that is no method.
         """
-        weights, results = self.weight_quantizer_params_override, self.activation_quantizer_params_override
-        return Training(
-            weights=_algorithm(self.weight_training_method, weights or {}, QuantizationTarget.Weights, framework),
-            activations=_algorithm(
-                self.activation_training_method, results or {}, QuantizationTarget.Activation, framework
-            ),
-        )
+        weights, results = self.weight_quantizer_params_override or {}, self.activation_quantizer_params_override or {}
+        w = _algorithm(self.weight_training_method, weights, base.QuantizationTarget.Weights, framework)
+        a = _algorithm(self.activation_training_method, results, base.QuantizationTarget.Activation, framework)
+        return Training(weights=w, activations=a)
 
 
-def _algorithm(method: Any, options: Mapping[str, Any], target: QuantizationTarget, framework: str) -> Algorithm | None:
+def _algorithm(
+    method: Any, options: Mapping[str, Any], target: base.QuantizationTarget, framework: str
+) -> Algorithm | None:
     method = method.value if isinstance(method, TrainingMethod) else method
-    if isinstance(method, type) and issubclass(method, BaseTrainableQuantizer):
+    if isinstance(method, type) and issubclass(method, base.BaseTrainableQuantizer):
         return method.hosted(**options)
-    ours = [c for c in marked(_BASES[framework]) if c.quantization_target is target]
+    ours = [c for c in base.marked(_BASES[framework]) if c.quantization_target is target]
     if found := tuple(c for c in ours if method is not None and c.identifier == method):
         return Hosted(found, options)
     if not isinstance(method, str):

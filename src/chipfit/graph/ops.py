@@ -77,9 +77,5 @@ FOREIGN = frozenset(_DATA["foreign"].split())
 
 def words_of(op: str, attrs: Mapping[str, Any]) -> set[str]:
     """Every word that a platform file may use for an operator: its canonical name and the aliases that fit."""
-    fits = (
-        word
-        for word, (canonical, needed) in ALIASES.items()
-        if canonical == op and all(attrs.get(k) == v for k, v in needed.items())
-    )
-    return {op, *fits}
+    named = ((word, needed) for word, (canonical, needed) in ALIASES.items() if canonical == op)
+    return {op, *(word for word, needed in named if all(attrs.get(k) == v for k, v in needed.items()))}

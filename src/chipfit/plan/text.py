@@ -10,16 +10,7 @@ from pydantic import Field
 
 from chipfit.errors import PlanError
 from chipfit.files import parse_json
-from chipfit.plan.plain import (
-    SCHEMA,
-    check_schema,
-    demand,
-    from_plain,
-    record_from_plain,
-    record_to_plain,
-    table,
-    to_plain,
-)
+from chipfit.plan import plain
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.limits import Limit
@@ -28,7 +19,7 @@ from chipfit.quantizers.stored import Stored
 _Lists: TypeAlias = list[list[str]]
 _Pairs: TypeAlias = list[Annotated[list[str], Field(min_length=2, max_length=2)]]
 _Int32: TypeAlias = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
-_PLAN = table(
+_PLAN = plain.table(
     schema=int,
     tensors=dict[str, dict[str, Any]],
     nodes=dict[str, dict[str, Any]],
@@ -43,7 +34,7 @@ _PLAN = table(
     rewrites=list[str],
     provenance=dict[str, Any],
 )
-_STORED = table(
+_STORED = plain.table(
     format=str,
     axis=NotRequired[int | None],
     grid=dict[str, Any],
@@ -63,10 +54,12 @@ def plan_to_json(plan: Plan, numbers: dict[str, torch.Tensor] | None = None) -> 
     """
     tensors = {}
     for t in plan.tensors.values():
-        entry = record_to_plain(t, leave_out=("name", "stored"))
+        entry = plain.record_to_plain(t, leave_out=("name", "stored"))
         if t.stored is not None:
             t.stored.check()
-            entry |= record_to_plain(t.stored, leave_out=("grid", *_NUMBERS)) | {"grid": record_to_plain(t.stored.grid)}
+            entry |= plain.record_to_plain(t.stored, leave_out=("grid", *_NUMBERS)) | {
+                "grid": plain.record_to_plain(t.stored.grid)
+            }
             for field in _NUMBERS:
                 value = getattr(t.stored, field)
                 if numbers is None:
@@ -76,19 +69,19 @@ def plan_to_json(plan: Plan, numbers: dict[str, torch.Tensor] | None = None) -> 
         tensors[t.name] = entry
     return json.dumps(
         {
-            "schema": SCHEMA,
+            "schema": plain.SCHEMA,
             "platform": plan.platform,
             "tensors": tensors,
-            "nodes": {n.name: record_to_plain(n, leave_out=("name",)) for n in plan.nodes.values()},
+            "nodes": {n.name: plain.record_to_plain(n, leave_out=("name",)) for n in plan.nodes.values()},
             "groups": plan.groups,
             "float_edges": sorted(plan.float_edges),
             "ties": plan.ties,
-            "limits": [record_to_plain(x) for x in plan.limits],
+            "limits": [plain.record_to_plain(x) for x in plan.limits],
             "fixed": plan.fixed,
             "zeros": plan.zeros,
             "sums": dict(plan.sums),
             "rewrites": plan.rewrites,
-            "provenance": to_plain(plan.provenance),
+            "provenance": plain.to_plain(plan.provenance),
         },
         indent=1,
         allow_nan=False,
@@ -102,22 +95,24 @@ def plan_from_json(text: str, numbers: Mapping[str, torch.Tensor] | None = None)
         PlanError: the text is not a plan, is of another schema version, or names fields or numbers that do not exist.
     """
     data = parse_json(text, PlanError, where="the plan")
-    check_schema(data, "the plan")
-    demand(data, _PLAN, "the plan")
+    plain.check_schema(data, "the plan")
+    plain.demand(data, _PLAN, "the plan")
     tensors = {name: _tensor(name, entry, numbers) for name, entry in data["tensors"].items()}
     plan = Plan(
         tensors=tensors,
-        nodes={k: record_from_plain(NodePlan, entry, f"node '{k}'", name=k) for k, entry in data["nodes"].items()},
+        nodes={
+            k: plain.record_from_plain(NodePlan, entry, f"node '{k}'", name=k) for k, entry in data["nodes"].items()
+        },
         groups=tuple(map(tuple, data["groups"])),
         float_edges=frozenset((value, node) for value, node in data["float_edges"]),
         ties=tuple(map(tuple, data["ties"])),
-        limits=tuple(record_from_plain(Limit, x, f"limit {k}") for k, x in enumerate(data.get("limits", ()))),
+        limits=tuple(plain.record_from_plain(Limit, x, f"limit {k}") for k, x in enumerate(data.get("limits", ()))),
         fixed=tuple(data.get("fixed", ())),
         zeros=tuple(data.get("zeros", ())),
         sums=tuple(data.get("sums", {}).items()),
         platform=data["platform"],
         rewrites=tuple(data["rewrites"]),
-        provenance=from_plain(data["provenance"]),
+        provenance=plain.from_plain(data["provenance"]),
     )
     known = {f"{field}:{t.name}" for t in tensors.values() for field in _NUMBERS if getattr(t, field) is not None}
     extra = sorted(set(numbers or ()) - known)
@@ -130,9 +125,9 @@ def _tensor(name: str, entry: dict[str, Any], numbers: Mapping[str, torch.Tensor
     where, stored = f"tensor '{name}'", None
     if entry.get("grid") is not None:
         own = {k: entry[k] for k in ("format", "axis", "grid", *(_NUMBERS if numbers is None else ())) if k in entry}
-        demand(own, _STORED, where)
+        plain.demand(own, _STORED, where)
         entry = {k: v for k, v in entry.items() if k not in own}
-        own["grid"] = record_from_plain(Grid, own["grid"], f"{where}, grid")
+        own["grid"] = plain.record_from_plain(Grid, own["grid"], f"{where}, grid")
         for field, dtype in _NUMBERS.items():
             if numbers is not None and f"{field}:{name}" in numbers:
                 own[field] = numbers[f"{field}:{name}"]
@@ -144,7 +139,7 @@ def _tensor(name: str, entry: dict[str, Any], numbers: Mapping[str, torch.Tensor
             stored = Stored(**own)
         except PlanError as e:
             raise PlanError(e.what, where=where, got=e.got, allowed=e.allowed) from e
-    t = record_from_plain(TensorPlan, entry, where, name=name, stored=stored)
+    t = plain.record_from_plain(TensorPlan, entry, where, name=name, stored=stored)
     ends = [x for x in (t.low, t.high) if x is not None]
     infinite = not all(map(math.isfinite, ends)) if stored is not None else any(map(math.isnan, ends))
     if infinite or ends != sorted(ends):

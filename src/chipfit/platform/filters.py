@@ -32,11 +32,9 @@ def equal(a: Any, b: Any) -> bool:
 def has_nan(value: Any) -> bool:
     """Whether a value to compare with is nan, or a list or table that holds it."""
     parts = value.values() if isinstance(value, dict) else value
-    return (
-        any(map(has_nan, parts))
-        if isinstance(value, (dict, list, tuple))
-        else isinstance(value, float) and value != value
-    )
+    if isinstance(value, (dict, list, tuple)):
+        return any(map(has_nan, parts))
+    return isinstance(value, float) and value != value
 
 
 class AttributeFilter(BaseModel):

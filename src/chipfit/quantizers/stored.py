@@ -86,9 +86,5 @@ class Stored:
 
     def same_numbers(self, other: Stored) -> bool:
         """The same codes stand for the same reals, whatever the format is called."""
-        return (
-            self.grid == other.grid
-            and self.axis == other.axis
-            and torch.equal(self.scale, other.scale)
-            and torch.equal(self.zero_point, other.zero_point)
-        )
+        same = (self.grid, self.axis) == (other.grid, other.axis)
+        return same and torch.equal(self.scale, other.scale) and torch.equal(self.zero_point, other.zero_point)

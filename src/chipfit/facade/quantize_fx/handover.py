@@ -52,10 +52,8 @@ def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
     plain, learned, of_weights = _stripped(model)
     args, kwargs, data = first_batch(data, plain)
     graph = pipeline.lint(plain, args, target).graph
-    names = {
-        **_found(plain, learned, graph, args, kwargs),
-        **{w: q for w, q in of_weights.items() if w in graph.weights},
-    }
+    weights = {w: q for w, q in of_weights.items() if w in graph.weights}
+    names = {**_found(plain, learned, graph, args, kwargs), **weights}
     overrides = _widths(graph, names)
     decided = pipeline.lint(plain, args, target, overrides).assignment
     result = pipeline.quantize(

@@ -183,14 +183,10 @@ class ObserverBase(nn.Module):
     @property
     def grid(self) -> Grid:
         """The codes as they are now, on the grid of the core."""
-        return Grid(
-            bits=self.bitwidth,
-            qmin=self.quant_min,
-            qmax=self.quant_max,
-            zero=0 if self.symmetric else "any",
-            pot=self.pot_scale,
-            per="channel" if self.ch_axis >= 0 else "tensor",
-        )
+        zero: Any = 0 if self.symmetric else "any"
+        per: Any = "channel" if self.ch_axis >= 0 else "tensor"
+        low, high = self.quant_min, self.quant_max
+        return Grid(bits=self.bitwidth, qmin=low, qmax=high, zero=zero, pot=self.pot_scale, per=per)
 
     @property
     def _levels(self) -> float:

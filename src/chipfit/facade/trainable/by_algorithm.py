@@ -4,14 +4,7 @@ from typing import Any
 
 from chipfit.errors import ConfigError
 from chipfit.facade.target_platform.configs import QuantizationMethod
-from chipfit.facade.trainable.base import (
-    CONFIGS,
-    BaseKerasTrainableQuantizer,
-    BasePytorchTrainableQuantizer,
-    QuantizationTarget,
-    VariableGroup,
-    mark_quantizer,
-)
+from chipfit.facade.trainable import base
 from chipfit.facade.trainable.configs import stored_of
 from chipfit.frameworks import keras_part
 from chipfit.frameworks.torch.modules import FakeQuantizer
@@ -53,21 +46,21 @@ class _ByAlgorithm:
         return inferable.CLASSES
 
 
-class _Pytorch(_ByAlgorithm, BasePytorchTrainableQuantizer):
+class _Pytorch(_ByAlgorithm, base.BasePytorchTrainableQuantizer):
     def initialize_quantization(self, tensor_shape: Any, name: str, layer: Any) -> None:
         self.quantizer = FakeQuantizer(name, *self._start(tensor_shape, name, layer))
         layer.add_module(f"{name}_quantizer", self.quantizer)
         for key, variable in self.quantizer.named_parameters():
-            self.add_quantizer_variable(key, variable, VariableGroup.QPARAMS)
+            self.add_quantizer_variable(key, variable, base.VariableGroup.QPARAMS)
 
 
-class _Keras(_ByAlgorithm, BaseKerasTrainableQuantizer):
+class _Keras(_ByAlgorithm, base.BaseKerasTrainableQuantizer):
     def initialize_quantization(self, tensor_shape: Any, name: str, layer: Any) -> None:
         given = *self._start(tensor_shape, name, layer), len(tensor_shape or ())
         self.quantizer = keras_part("layers").KerasQuantizer.started(*given, name=f"{name}_quantizer")
         setattr(layer, f"{name}_quantizer", self.quantizer)
         for variable in self.quantizer.weights:
-            self.add_quantizer_variable(variable.name, variable, VariableGroup.QPARAMS)
+            self.add_quantizer_variable(variable.name, variable, base.VariableGroup.QPARAMS)
 
     def _to_torch(self, x: Any) -> Any:
         return keras_part("backend").to_torch(x)
@@ -76,17 +69,17 @@ class _Keras(_ByAlgorithm, BaseKerasTrainableQuantizer):
         return keras_part("inferable").CLASSES
 
 
-def _class(base: Any, target: QuantizationTarget, name: str) -> Any:
+def _class(parent: Any, target: base.QuantizationTarget, name: str) -> Any:
     def init(self: Any, quantization_config: Any, algorithm: Any = "lsq") -> None:
-        base.__init__(self, quantization_config)
+        parent.__init__(self, quantization_config)
         self.algorithm = algorithm
 
-    init.__annotations__["quantization_config"] = CONFIGS[target].__name__
+    init.__annotations__["quantization_config"] = base.CONFIGS[target].__name__
     about = {"__init__": init, "__module__": __name__, "__doc__": f"{target.value} as an algorithm trains them."}
-    return mark_quantizer(target, list(QuantizationMethod), "algorithm")(type(name, (base,), about))
+    return base.mark_quantizer(target, list(QuantizationMethod), "algorithm")(type(name, (parent,), about))
 
 
-KerasActivationQuantizer = _class(_Keras, QuantizationTarget.Activation, "KerasActivationQuantizer")
-KerasWeightsQuantizer = _class(_Keras, QuantizationTarget.Weights, "KerasWeightsQuantizer")
-PytorchActivationQuantizer = _class(_Pytorch, QuantizationTarget.Activation, "PytorchActivationQuantizer")
-PytorchWeightsQuantizer = _class(_Pytorch, QuantizationTarget.Weights, "PytorchWeightsQuantizer")
+KerasActivationQuantizer = _class(_Keras, base.QuantizationTarget.Activation, "KerasActivationQuantizer")
+KerasWeightsQuantizer = _class(_Keras, base.QuantizationTarget.Weights, "KerasWeightsQuantizer")
+PytorchActivationQuantizer = _class(_Pytorch, base.QuantizationTarget.Activation, "PytorchActivationQuantizer")
+PytorchWeightsQuantizer = _class(_Pytorch, base.QuantizationTarget.Weights, "PytorchWeightsQuantizer")

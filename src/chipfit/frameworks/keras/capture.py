@@ -222,16 +222,10 @@ def _finish(reading: Walk, results: Any, struct: Any, names: Sequence[str]) -> G
     graph.out_spec = json.dumps({**dump_tree(tree, filled), "leaves": [{"output": i} for i in order]})
     by_name = isinstance(struct, Mapping)
     call: Any = ((), dict.fromkeys(names, 0)) if by_name else ((0,) * len(names), {})
-    spec = {
-        **dump_tree(pytree.tree_structure(call), call),
-        "args": len(call[0]),
-        "kwargs": list(call[1]),
-        "leaves": len(names),
-        "tensors": list(range(len(names))),
-        "names": [] if by_name else list(names),
-        "packed": not isinstance(struct, keras.KerasTensor),
-    }
-    graph.in_spec = json.dumps(spec)
+    packed = not isinstance(struct, keras.KerasTensor)
+    spec = {"args": len(call[0]), "kwargs": list(call[1]), "leaves": len(names), "tensors": list(range(len(names)))}
+    spec |= {"names": [] if by_name else list(names), "packed": packed}
+    graph.in_spec = json.dumps({**dump_tree(pytree.tree_structure(call), call), **spec})
     drop_dead(graph)
     check(graph, blame="capture")
     moved = rearrange(graph, "channels_first")

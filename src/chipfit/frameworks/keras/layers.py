@@ -150,12 +150,8 @@ class KerasQuantizer(keras.layers.Layer):
             algorithm = {"quantizer": keras.saving.serialize_keras_object(algorithm), **self.algorithm.get_config()}
         else:
             algorithm = text_of(self.algorithm)
-        return {
-            **super().get_config(),
-            **config,
-            "train_scale": self.scale.trainable if hasattr(self, "scale") else False,
-            "algorithm": algorithm,
-        }
+        train_scale = self.scale.trainable if hasattr(self, "scale") else False
+        return {**super().get_config(), **config, "train_scale": train_scale, "algorithm": algorithm}
 
     @classmethod
     def of(cls, stored: Stored, shape: Sequence[int], algorithm: Algorithm, **kwargs: Any) -> KerasQuantizer:
@@ -304,12 +300,8 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
 
     def get_config(self) -> dict[str, Any]:
         quantizers = {k: keras.saving.serialize_keras_object(q) for k, q in self.weights_quantizers.items()}
-        return {
-            **super().get_config(),
-            "weights_quantizers": quantizers,
-            "bias_follows": self.bias_follows,
-            "uses": self.uses,
-        }
+        own = {"weights_quantizers": quantizers, "bias_follows": self.bias_follows, "uses": self.uses}
+        return {**super().get_config(), **own}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> KerasQuantizationWrapper:

@@ -339,15 +339,15 @@ def _transposed_layer(r: Call, x: Value) -> Value:
     extra = (None,) * n if o.output_padding is None else _many(o.output_padding, n)
     spans = [d * (k - 1) + 1 for k, d in zip(o.kernel.shape[:n], dilation, strict=True)]
     trims = [paddings.trim(span, s, o.padding, e) for span, s, e in zip(spans, stride, extra, strict=True)]
-    return r.emit(
-        f"TransposeConv{n}D",
-        [x, r.weight(o.kernel, "transposed"), r.weight(o.bias)],
-        stride=stride,
-        dilation=dilation,
-        groups=1,
-        padding=tuple((lo, max(hi, 0)) for lo, hi in trims),
-        output_padding=tuple(max(-hi, 0) for _, hi in trims),
-    )
+    padding, beyond = tuple((lo, max(hi, 0)) for lo, hi in trims), tuple(max(-hi, 0) for _, hi in trims)
+    how: dict[str, Any] = {
+        "stride": stride,
+        "dilation": dilation,
+        "groups": 1,
+        "padding": padding,
+        "output_padding": beyond,
+    }
+    return r.emit(f"TransposeConv{n}D", [x, r.weight(o.kernel, "transposed"), r.weight(o.bias)], **how)
 
 
 @_reads("Dense", activated=True)

@@ -355,14 +355,9 @@ def _resize(c: Call) -> Any:
         if made != list(size):
             raise Unreadable
         scale = tuple(given)
-    return c.emit(
-        "Resize",
-        [c.value(data)],
-        mode={"nearest": "nearest", "bicubic": "cubic"}.get(method, "linear"),
-        size=None if scale else size,
-        scale=scale or None,
-        align_corners=bool(c.raw("align_corners")),
-    )
+    mode = {"nearest": "nearest", "bicubic": "cubic"}.get(method, "linear")
+    how = {"size": None if scale else size, "scale": scale or None, "align_corners": bool(c.raw("align_corners"))}
+    return c.emit("Resize", [c.value(data)], mode=mode, **how)
 
 
 # ---------------------------------------------------------------- bookkeeping
