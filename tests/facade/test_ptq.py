@@ -312,9 +312,27 @@ def test_limits_on_resources_start_a_search_of_widths(net):
     for limit in ({"activation_memory": 10}, {"total_memory": 10}):
         with pytest.raises(PlanError, match=next(iter(limit)).partition("_")[0]):
             chipfit.pytorch_post_training_quantization(model, data, core.ResourceUtilization(**limit))
-    given = core.CoreConfig(mixed_precision_config=core.MixedPrecisionQuantizationConfig(configuration_overwrite=[1]))
-    with pytest.raises(UnsupportedError, match="configuration_overwrite"):
-        chipfit.pytorch_post_training_quantization(model, data, core_config=given)
+    for option in ({"configuration_overwrite": [1]}, {"compute_distance_fn": max}):
+        given = core.CoreConfig(mixed_precision_config=core.MixedPrecisionQuantizationConfig(**option))
+        with pytest.raises(UnsupportedError, match=next(iter(option))):
+            chipfit.pytorch_post_training_quantization(model, data, core_config=given)
+
+
+def test_options_of_the_search_have_the_predecessors_order_and_defaults():
+    assert list(vars(core.MixedPrecisionQuantizationConfig()).items()) == [
+        ("compute_distance_fn", None),
+        ("distance_weighting_method", core.MpDistanceWeighting.AVG),
+        ("num_of_images", 32),
+        ("configuration_overwrite", None),
+        ("num_interest_points_factor", 1.0),
+        ("use_hessian_based_scores", False),
+        ("norm_scores", True),
+        ("refine_mp_solution", True),
+        ("metric_normalization_threshold", 1e10),
+    ]
+    for bad in ({"num_interest_points_factor": 0}, {"distance_weighting_method": "AVG"}, {"compute_distance_fn": 3}):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            core.MixedPrecisionQuantizationConfig(**bad)
 
 
 def test_arguments_of_the_wrong_kind_are_refused(net):

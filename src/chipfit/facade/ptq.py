@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chipfit import pipeline
-from chipfit.errors import ConfigError, DataError, UnsupportedError
+from chipfit.errors import ConfigError, DataError
 from chipfit.facade.checks import checked
 from chipfit.facade.core.config import CoreConfig, ResourceUtilization
 from chipfit.facade.core.network_editor import to_overrides
@@ -144,9 +144,8 @@ def quantized(
     if config.debug_config.bypass:
         return model, UserInformation()
     searched = limits.to_limits() if limits is not None else None
-    if config.mixed_precision_config is not None and config.mixed_precision_config.configuration_overwrite is not None:
-        hint = "choose bit widths by name with BitWidthConfig"
-        raise UnsupportedError("'configuration_overwrite' is not supported", hint=hint)
+    if config.mixed_precision_config is not None:
+        config.mixed_precision_config.check()
     options = config.quantization_config.to_rules() | {"settings": config.quantization_config.to_settings()}
     of_layers = [] if fw_info is None else fw_info.overrides()
     overrides = [*of_layers, *config.bit_width_config.choices, *to_overrides(config.debug_config.network_editor)]

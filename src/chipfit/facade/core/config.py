@@ -1,7 +1,9 @@
 """The predecessor's configurations, with its names, order and defaults; what each option becomes stands beside it."""
 
 import math
+from collections.abc import Callable
 from dataclasses import field
+from enum import Enum
 from typing import Annotated, Any
 
 from pydantic import Field, InstanceOf
@@ -20,6 +22,7 @@ __all__ = [
     "CoreConfig",
     "DebugConfig",
     "MixedPrecisionQuantizationConfig",
+    "MpDistanceWeighting",
     "QuantizationConfig",
     "QuantizationErrorMethod",
     "ResourceUtilization",
@@ -183,16 +186,43 @@ class ResourceUtilization:
         return Limits(**finite) if finite else None
 
 
+class MpDistanceWeighting(Enum):
+    """How the predecessor weighs the distances of inner layers. The loss here is of the outputs alone."""
+
+    AVG = 0
+    LAST_LAYER = 1
+    EXP = 2
+    HESSIAN = 3
+
+
 @record(ConfigError)
 class MixedPrecisionQuantizationConfig:
     """How bit widths are searched, under the predecessor's names. There is one search, by `chipfit.search`."""
 
+    compute_distance_fn: Callable[..., Any] | None = None  #: refused; losses are predicted, not measured
+    #: no effect: the loss is of the outputs
+    distance_weighting_method: Annotated[MpDistanceWeighting, by_name(MpDistanceWeighting)] = MpDistanceWeighting.AVG
     num_of_images: int = 32  #: no effect: 128 images, or as many as there are
     configuration_overwrite: InstanceOf[list[int]] | None = None  #: refused; BitWidthConfig says widths by name
-    num_interest_points_factor: Number = 1.0  #: no effect: the loss is of the outputs
+    num_interest_points_factor: Annotated[Number, Field(gt=0, le=1)] = 1.0  #: no effect: the loss is of the outputs
     use_hessian_based_scores: bool = False  #: no effect: losses are always weighted by gradients
     norm_scores: bool = True  #: no effect
     refine_mp_solution: bool = True  #: no effect: the solution is the best
+    metric_normalization_threshold: AtLeast0 = 1e10  #: no effect: the integer program is always scaled
+
+    def check(self) -> None:
+        """Refuse what is not supported, before any work is done.
+
+        Raises:
+            UnsupportedError: an option that is not supported.
+        """
+        hints = {
+            "compute_distance_fn": "leave it out: what a width loses in the outputs decides",
+            "configuration_overwrite": "choose bit widths by name with BitWidthConfig",
+        }
+        for name, hint in hints.items():
+            if getattr(self, name) is not None:
+                raise UnsupportedError(f"'{name}' is not supported", hint=hint)
 
 
 @record(ConfigError)
