@@ -98,11 +98,10 @@ def plan_from_json(text: str, numbers: Mapping[str, torch.Tensor] | None = None)
     plain.check_schema(data, "the plan")
     plain.demand(data, _PLAN, "the plan")
     tensors = {name: _tensor(name, entry, numbers) for name, entry in data["tensors"].items()}
+    nodes = {k: plain.record_from_plain(NodePlan, e, f"node '{k}'", name=k) for k, e in data["nodes"].items()}
     plan = Plan(
         tensors=tensors,
-        nodes={
-            k: plain.record_from_plain(NodePlan, entry, f"node '{k}'", name=k) for k, entry in data["nodes"].items()
-        },
+        nodes=nodes,
         groups=tuple(map(tuple, data["groups"])),
         float_edges=frozenset((value, node) for value, node in data["float_edges"]),
         ties=tuple(map(tuple, data["ties"])),

@@ -93,10 +93,8 @@ def uniform(bits: int, low: Any, high: Any, axis: int | None = None) -> Stored:
 def parameters(s: Stored) -> dict[str, Any]:
     """The grid in the words of thresholds: "threshold", or "range_min" and "range_max"; float32 tensors, [] or [C]."""
     if not s.grid.symmetric:
-        return {
-            "range_min": (s.grid.qmin - s.zero_point) * s.scale,
-            "range_max": (s.grid.qmax - s.zero_point) * s.scale,
-        }
+        low, high = ((end - s.zero_point) * s.scale for end in (s.grid.qmin, s.grid.qmax))
+        return {"range_min": low, "range_max": high}
     if s.grid.table is not None:
         return {"threshold": s.scale * float(s.grid.qmax + 1), "lut_values": s.grid.table}
     return {"threshold": s.scale * float(1 << s.grid.bits - int(s.grid.signed))}

@@ -51,12 +51,8 @@ class OnnxRuntime:
             optimised = Path(folder) / "optimised.onnx"
             options.optimized_model_filepath = str(optimised)
             try:
-                self.session = ort.InferenceSession(
-                    model.SerializeToString(),
-                    options,
-                    providers=["CPUExecutionProvider"],
-                    disabled_optimizers=["WeightBiasQuantization"],
-                )
+                how = {"providers": ["CPUExecutionProvider"], "disabled_optimizers": ["WeightBiasQuantization"]}
+                self.session = ort.InferenceSession(model.SerializeToString(), options, **how)
             except (*refusals, UnicodeDecodeError) as e:  # the last: of names in the file
                 what = f"ONNX Runtime refuses the file: {first_line(e)}"
                 raise RuntimeUnavailable(what, where=str(path)) from e

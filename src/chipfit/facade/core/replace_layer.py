@@ -32,11 +32,8 @@ def replace_layers(model: Any, rules: Iterable[EditRule]) -> Any:
         raise UnsupportedError("ReplaceLayer works on PyTorch models", got=got, hint="replace the layer, then quantize")
     model = copy.deepcopy(model)
     for chosen, action in wanted:
-        leaves = {
-            name: m
-            for name, m in model.named_modules(remove_duplicate=False)
-            if name and not any(True for _ in m.children())
-        }
+        named = model.named_modules(remove_duplicate=False)
+        leaves = {name: m for name, m in named if name and not any(True for _ in m.children())}
         found = [name for name, m in leaves.items() if chosen.match(_node(name, m))]
         if not found:
             raise UnknownNameError("module for the filter", chosen.name, leaves)
