@@ -102,6 +102,16 @@ def test_what_was_never_folded_trains_and_is_not_deployed(plain):
         result.trained()
 
 
+def test_batch_norms_train_in_few_bits_without_a_setting():
+    """Weights of fewer than 6 bits are rounded in closed form otherwise, after which no batch norm comes apart."""
+    given = {"platform": "imx500", "overrides": {"fc": {"bits": 4}}, "progress": False}
+    result = chipfit.quantize(Net().eval(), DATA, training={"method": "lsq", "bn_fold": 4}, **given)
+    train(result.model, 1)
+    assert result.trained().plan["fc.weight"].grid.bits == 4
+    with pytest.raises(UnsupportedError, match='rounding="off"'):
+        chipfit.quantize(Net().eval(), DATA, **given).trains({"method": "lsq", "bn_fold": 4}).model
+
+
 def test_training_goes_on_after_it_was_saved(plain, tmp_path):
     result = plain.trains({"method": "lsq", "bn_fold": 4})
     train(result.model, 2)

@@ -372,6 +372,9 @@ def quantize(
     """
     seed = _understood(settings, z_threshold, limits, seed)
     trained_by = Training.of(training)
+    if trained_by is not None and trained_by.bn_fold and settings.rounding is None:
+        # weights that were rounded do not come apart from batch norms
+        settings = Settings(**settings.to_record(), rounding=OFF)
     shown = Progress(progress)
     clock = _Clock()
     target, again = load_platform(platform), data

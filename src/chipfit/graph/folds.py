@@ -47,7 +47,7 @@ def unfolded(graph: Graph) -> Graph:
     for name, fold in graph.folds.items():
         w, b = graph.weights[name], graph.weights[fold.bias]
         if not readers.get(name) or checksum(w, b) != fold.checksum:
-            hint = "train with bn_fold=0, or without settings that equalize, collapse or correct"
+            hint = 'train with bn_fold=0, or quantize with rounding="off" and no settings that equalize or correct'
             what = "A layer was changed after its batch norm was folded, so that the two cannot be told apart"
             raise UnsupportedError(what, where=name, hint=hint)
         gamma, beta, mean, var = numbers(graph, fold)

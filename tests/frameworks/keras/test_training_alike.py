@@ -65,7 +65,8 @@ def prepare(folder: Path) -> None:
     for name, (bits, w, b, training, rate) in CASES.items():
         platform = folder / "so_many_bits.yaml"
         platform.write_text(PLATFORM.format(bits=bits, w=w, b=b))
-        given = {"platform": platform, "training": training, "progress": False}
+        off = chipfit.Settings(rounding="off")  # which leaves weights beside ties
+        given = {"platform": platform, "training": training, "settings": off, "progress": False}
         model = chipfit.quantize(net("norm" in name), [torch.from_numpy(X)], **given).model
         model.save(folder / f"{name}.keras")
         np.save(folder / f"{name}.npy", losses(model, rate))

@@ -18,6 +18,8 @@ from chipfit.quantizers.stored import Stored
 __all__ = ["TrainableQuantizerActivationConfig", "TrainableQuantizerCandidateConfig", "TrainableQuantizerWeightsConfig"]
 
 Params = Mapping[str, Any]
+#: widest code that trains: steps of wider ones are lost in float32
+MOST_BITS = 16
 Positive = Annotated[Number, Field(gt=0)]
 C = TypeVar("C", bound="_Config")
 
@@ -119,6 +121,10 @@ def stored_of(config: Any, shape: tuple[int, ...] | None = None) -> Stored:
     if method.lut and bits > LUT_BITS:
         raise ConfigError("A look-up table is too large", got=f"{bits} bits", allowed=f"at most {LUT_BITS} bits")
     signed = role == "weights" or bool(params.get(SIGNED, True))
+    least = 2 if signed and not (method.affine or method.lut) else 1  # one bit with a sign holds nothing above 0
+    if not least <= bits <= MOST_BITS:
+        allowed = f"{least} to {MOST_BITS} bits"
+        raise ConfigError(f"{method.name} numbers of so many bits do not train", got=f"{bits} bits", allowed=allowed)
 
     def number(key: str) -> torch.Tensor:
         if key not in params:
