@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from chipfit.errors import ConfigError, DataError, UnknownNameError
-from chipfit.facade.quantize_fx.observers import LSQ, MSE, ObserverBase, codes, observer_of, to_pot
-from chipfit.quantizers.grids import fake_quantize
+from chipfit.facade.quantize_fx.observers import LSQ, MSE, ObserverBase, observer_of, to_pot
+from chipfit.quantizers.grids import all_codes, fake_quantize
 from chipfit.registry import register, registered
 
 S4 = {"quant_min": -8, "quant_max": 7}
@@ -39,7 +39,7 @@ def ends(observer) -> list[float]:
 
 
 def test_1_codes_and_their_width():
-    assert [codes(4, True), codes(4, False), codes(16, False)] == [(-8, 7), (0, 15), (0, 65535)]
+    assert [all_codes(4, True), all_codes(4, False), all_codes(16, False)] == [(-8, 7), (0, 15), (0, 65535)]
     assert ObserverBase(-127, 127).bitwidth == 8 == ObserverBase(-128, 127).bitwidth == ObserverBase(0, 255).bitwidth
     assert ObserverBase(0, 65535, torch.per_tensor_affine).bitwidth == 16
 
