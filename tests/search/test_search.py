@@ -11,14 +11,15 @@ from rich.console import Console
 from torch import nn
 
 import chipfit
-from chipfit.errors import ConfigError, DataError, PlanError, UnknownNameError
+from chipfit.cli.inputs import parse_limits
+from chipfit.errors import ConfigError, DataError, PlanError, UnknownNameError, UnsupportedError
 from chipfit.report.advice import advice
 from chipfit.report.html import page
 from chipfit.report.terminal import render
 from chipfit.rounding.compare import Reference
 from chipfit.search import candidates
 from chipfit.search.losses import losses
-from chipfit.search.resources import resources
+from chipfit.search.resources import peak, resources
 
 
 class Net(nn.Module):
@@ -248,6 +249,22 @@ def test_activations_that_kernels_share_have_one_width_and_only_what_is_limited_
         assert changed and role not in {only.plan.tensors[n].role for n in changed}
 
 
+def test_the_peak_is_kept_where_one_layer_runs_several_times():
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.wide, self.small, self.act = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3, stride=3), nn.ReLU()
+
+        def forward(self, x):
+            x = self.act(self.wide(x))  # 3 x 12 x 12 and 8 x 10 x 10 numbers, and less when it runs again
+            return self.act(self.small(x)).mean((2, 3))
+
+    chip = {"platform": "ort_qnn_ep", "progress": False}
+    result = chipfit.quantize(Again().eval(), DATA, limits=chipfit.Limits(activations="150%"), **chip)
+    assert peak(result.graph, result.plan) == 432 + 800
+
+
 def test_a_limit_that_nothing_can_keep_says_where_and_what_takes_most():
     said = r"activations while 'relu_1' runs.*Allowed: 4,096 at least.*largest are 'conv2d_1', 'relu_1'"
     with pytest.raises(PlanError, match=said):  # two float values of 8 x 8 x 8 numbers
@@ -256,6 +273,16 @@ def test_a_limit_that_nothing_can_keep_says_where_and_what_takes_most():
         chipfit.quantize(Net().eval(), DATA, "ort_cpu", limits=chipfit.Limits(activations=10), progress=False)
     with pytest.raises(ConfigError, match="activations is not understood.*KB"):
         chipfit.Limits(activations="3 bits")
+    with pytest.raises(ConfigError, match="There is no limit on 'speed'.*weights, activations, total, bops"):
+        parse_limits(["weights=50%", "speed=9"])
+    with pytest.raises(ConfigError, match="weights is not understood"):
+        parse_limits(["weights"])
+
+
+@pytest.mark.parametrize("choice, bits, has", [("bits", 3, "8"), ("activation_bits", 5, "8")])
+def test_widths_that_the_chip_has_not_are_refused_with_those_that_it_has(choice, bits, has):
+    with pytest.raises(UnsupportedError, match=rf"cannot have {bits}-bit.*'ort_cpu'.*Allowed: {has} bits"):
+        chipfit.quantize(Net().eval(), DATA, "ort_cpu", overrides={"a": {choice: bits}}, progress=False)
 
 
 def test_bit_operations_are_multiplications_times_both_widths():

@@ -68,7 +68,7 @@ class Space:
         most = {k: amount(v, self._whole(k), k) for k, v in limits.to_record().items()}
         moments = alive(self.graph, self.plan)
         budgets = {k: v for k, v in most.items() if k in ("weights", "bops")}
-        during = {f"{k} while '{who}' runs": at for k in ("activations", "total") if k in most for who, at in moments}
+        during = {f"{k} while '{name}' runs": at for k in ("activations", "total") if k in most for name, at in moments}
         budgets |= {name: most[kind_of(name)] for name in during}
         units = self._units(during, "bops" in most)
         picks = solve(units, budgets)
@@ -111,7 +111,7 @@ class Space:
             cost = {r: tuple(v * b / 8 for b in p.widths) for r, v in at_8_bits.items() if v}
             lost = tuple(sum(self.losses[t][b] for t in p.tensors if t in self.losses) for b in p.widths)
             out.append(Unit(p.name, lost, cost))
-        for name in dict.fromkeys(t for at in during.values() for t in at if t not in part):
+        for name in sorted({t for at in during.values() for t in at if t not in part}):
             takes = (size(self.graph, self.plan, name),)
             out.append(Unit(name, (0.0,), {r: takes for r, at in during.items() if name in at}))
         for n in (n for n in self.graph.nodes if n.name in self.pairs):

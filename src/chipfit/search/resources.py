@@ -43,14 +43,18 @@ def peak(graph: Graph, plan: Plan, bits: float | None = None) -> float:
 
 def alive(graph: Graph, plan: Plan) -> list[tuple[str, frozenset[str]]]:
     """The operators at which most values are alive, and these values; what is all alive a step later is left out."""
-    inner = {o for g in plan.groups for n in graph.nodes if n.name in g[:-1] for o in n.outputs}
-    now, out = frozenset(graph.inputs), [("", frozenset(graph.inputs))]
+    inner = {name for g in plan.groups for name in g[:-1]}
+    now, late, out = frozenset(graph.inputs), set[str](), [("", frozenset(graph.inputs))]
     for n, done in zip(graph.nodes, done_after(graph), strict=True):
-        now |= {o for o in n.outputs if o not in inner}
+        late.update(done)
+        if n.name in inner:  # the kernel still reads, and does not write
+            continue
+        now |= set(n.outputs)
         if out[-1][1] <= now:
             out.pop()
-        out += [(n.who, now)] if not out or not now <= out[-1][1] else []
-        now -= set(done)
+        out += [(n.name, now)] if not out or not now <= out[-1][1] else []
+        now -= late
+        late.clear()
     return out
 
 
