@@ -130,12 +130,12 @@ class Tracer:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Any:
         SEEN.clear()
-        begun = time.perf_counter()
+        begun = time.process_time()
         try:
             return (yield)
         finally:
             runs = SEEN.union(*(self.fixtures[f] for f in getattr(item, "fixturenames", ())))
-            self.tests[item.nodeid] = {"seconds": time.perf_counter() - begun, "runs": sorted(runs)}
+            self.tests[item.nodeid] = {"seconds": time.process_time() - begun, "runs": sorted(runs)}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed or report.skipped:
