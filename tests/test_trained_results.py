@@ -55,6 +55,12 @@ def test_every_number_counts(change, result, tmp_path):
         result.export(tmp_path / "net.onnx")
 
 
+def test_loading_a_state_fills_the_parameters_that_an_optimizer_holds(result):
+    held, state = result.model.get_parameter("0.weight"), result.model.state_dict()
+    result.model.load_state_dict({k: v.clone() for k, v in state.items()})
+    assert result.model.get_parameter("0.weight") is held
+
+
 def test_both_ways_out_say_which_weights_are_meant(result, tmp_path):
     old = result.graph.weights["0.weight"].clone()
     train(result.model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -101,6 +103,27 @@ def test_small_relative_shifts_stay_below_the_threshold():
     stats = collect(graph, [[x]], tensors={graph.inputs[0]: Need()})
     assert correct_activation_bias(graph, planned(graph, 1.0), stats, threshold=0.5)[1] == []  # 0.3 / 0.7 = 0.43
     assert len(correct_activation_bias(graph, planned(graph, 1.0), stats, threshold=0.4)[1]) == 1
+
+
+def test_a_layer_that_needs_nothing_does_not_keep_others_from_it():
+    x = torch.full((4, 2), 20.1)
+    net = nn.Sequential(nn.Linear(2, 2), linear())
+    with torch.no_grad():
+        net[0].weight.copy_(torch.eye(2) / 4)
+        net[0].bias.fill_(0.7 - 20.1 / 4)  # 20.1 is stored as 20, and 0.7 as 1
+    graph = captured(net, x)
+    first, second = graph.nodes
+    stats = collect(graph, [[x]], tensors={graph.inputs[0]: Need(), second.data: Need()})
+    plan = planned(graph, 1.0)
+    more = {
+        second.data: replace(plan.tensors[graph.inputs[0]], name=second.data),
+        second.inputs[1]: replace(plan.tensors[first.inputs[1]], name=second.inputs[1]),
+    }
+    both = replace(plan, tensors=plan.tensors | more)
+    _, notes = correct_activation_bias(graph, both, stats, threshold=0.1)
+    assert len(notes) == 1 and "corrected the bias of '1'" in notes[0]
+    turned = replace(both, tensors={k: t for k, t in both.tensors.items() if k != graph.inputs[0]})
+    assert len(correct_activation_bias(graph, turned, stats, threshold=0.0)[1]) == 1
 
 
 @pytest.mark.parametrize(

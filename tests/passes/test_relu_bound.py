@@ -51,6 +51,14 @@ def test_powers_of_two_and_unbounded_activations_are_not_mentioned():
     assert relu_bound_to_power_of_two(captured(net, torch.randn(2, 3, 4, 4)))[1] == []
 
 
+@pytest.mark.parametrize("ends", [(-2.0, -1.0), (0.5, 3.0), (-1.0, float("inf"))])
+def test_clips_that_do_not_keep_zero_or_have_no_end_are_left_alone(ends):
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Hardtanh(*ends), nn.Conv2d(4, 4, 1))
+    graph = captured(net, torch.randn(2, 3, 4, 4))
+    new, notes = relu_bound_to_power_of_two(graph)
+    assert notes == [] and [n.attrs for n in new.nodes] == [n.attrs for n in graph.nodes]
+
+
 def identity_net() -> nn.Module:
     net = nn.Sequential(nn.Linear(8, 8), nn.ReLU6(), nn.Linear(8, 4))
     with torch.no_grad():

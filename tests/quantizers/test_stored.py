@@ -45,6 +45,24 @@ def test_codes_wider_than_the_zero_point_hold_every_one_of_them():
     assert make(grid=INT64).grid.bits == 64
 
 
+@pytest.mark.parametrize(
+    "grid, words",
+    [
+        (Grid(bits=0, qmin=0, qmax=1), "no codes"),
+        (Grid(bits=65, qmin=0, qmax=1), "no codes"),
+        (Grid(bits=8, qmin=1, qmax=1), "no codes"),
+        (Grid(bits=4, qmin=-8, qmax=15), "wider than its bits"),  # either end alone would fit
+        (Grid(bits=4, qmin=-8, qmax=8), "wider than its bits"),
+        (Grid(bits=4, qmin=-9, qmax=0), "wider than its bits"),
+        (Grid(bits=4, qmin=0, qmax=16), "wider than its bits"),
+    ],
+    ids=str,
+)
+def test_a_grid_has_codes_and_they_fit_into_its_bits(grid, words):
+    with pytest.raises(PlanError, match=words):
+        make(grid=grid)
+
+
 def test_codes_of_a_table_need_no_zero_point_among_them():
     fp8 = Grid(bits=8, qmin=1, qmax=2, kind="float", table=(1.0, 2.0))
     assert make(grid=fp8).zero_point == 0

@@ -9,8 +9,8 @@ import torch
 from chipfit.calibration.collect import Need, TensorStats
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges import _of_stats, choose
-from chipfit.ranges.qparams import LEAST_SCALE, finish_scale, from_min_max
-from chipfit.ranges.search import ALL, FEW, Sample, _binned
+from chipfit.ranges.qparams import LEAST_SCALE, QParams, finish_scale, from_min_max
+from chipfit.ranges.search import ALL, FEW, Sample, _binned, errors
 
 A8 = Grid(bits=8, qmin=0, qmax=255, zero="any")
 A4 = Grid(bits=4, qmin=0, qmax=15, zero="any")
@@ -264,3 +264,14 @@ def test_large_weights_of_affine_channels_are_searched_in_a_histogram_of_each():
         return ((codes - z) * s - x).square().mean(1)
 
     assert bool((error(found) < 0.8 * error(whole)).all())
+
+
+def test_the_error_of_weighed_values_is_their_mean_by_weight_of_each_channel():
+    values, weights = torch.tensor([[1.0, 3.5], [2.25, 0.5]]), torch.tensor([[3.0, 1.0], [2.0, 6.0]])
+    ends = values.amin(1).double(), values.amax(1).double()
+    grid = Grid(bits=8, qmin=-128, qmax=127, rounding="floor")
+    q = QParams(torch.tensor([[1.0, 1.0], [2.0, 0.5]]), torch.zeros(2, 2, dtype=torch.int32))
+    found = errors(Sample(values, weights, *ends), q, grid, 2.0)
+    # floored in steps of 1: 0 and 0.5; 0.25 and 0.5. In steps of 2 and of 0.5: 1 and 1.5; 0.25 and 0
+    by_hand = [[0.25 / 4, (2 * 0.0625 + 6 * 0.25) / 8], [(3 + 2.25) / 4, 2 * 0.0625 / 8]]
+    torch.testing.assert_close(found.double(), torch.tensor(by_hand, dtype=torch.float64))
