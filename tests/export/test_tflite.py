@@ -283,6 +283,9 @@ def test_codes_take_the_narrowest_type_that_holds_them(role, bits, kind):
 PICKED = {
     "constant indices, some from the end": (lambda x, i: x[:, [0, -1, 1]], lambda: torch.zeros(2)),
     "indices of the call": (lambda x, i: x[:, i], lambda: torch.tensor([2, 0])),
+    "one channel": (lambda x, i: x[:, 1], lambda: torch.zeros(2)),
+    "one row": (lambda x, i: x[:, :, 3], lambda: torch.zeros(2)),
+    "the last column": (lambda x, i: x[..., -1], lambda: torch.zeros(2)),
     "nine windows": (lambda x, i: nn.functional.adaptive_avg_pool2d(x, 3), lambda: torch.zeros(2)),
     "the largest of nine windows": (lambda x, i: nn.functional.adaptive_max_pool2d(x, 3), lambda: torch.zeros(2)),
     "windows of two sizes": (lambda x, i: nn.functional.adaptive_avg_pool2d(x, (2, 3)), lambda: torch.zeros(2)),
