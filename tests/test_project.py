@@ -7,6 +7,7 @@ import importlib
 import io
 import re
 import subprocess
+import sys
 import tokenize
 import tomllib
 from collections.abc import Collection
@@ -293,3 +294,11 @@ def test_every_module_has_a_docstring():
         if p.read_text().strip() and not ast.get_docstring(ast.parse(p.read_text()))
     ]
     assert [str(p) for p in bare] == []
+
+
+def test_a_test_file_that_cannot_be_imported_fails(tmp_path):
+    broken = tmp_path / "test_broken.py"
+    broken.write_text("from chipfit.errors import NoSuchError\n\n\ndef test_nothing(): ...\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml", broken]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "cannot import name 'NoSuchError'" in done.stdout
