@@ -120,7 +120,7 @@ CROSSINGS = {
 }
 #: modules that repeat the documents' names, and the package's own door
 DOORS = set(
-    "__init__ _version constants core framework_info hardware_representation ptq qat quantize_fx "
+    "__init__ _version constants core framework_info gptq hardware_representation ptq qat quantize_fx "
     "target_platform target_platform_capabilities trainable_infrastructure".split()
 )
 
@@ -204,7 +204,7 @@ def test_a_circle_through_a_function_is_found():
 
 # ---------------------------------------------------------------- size
 
-LINES_OF_CODE = 22_840
+LINES_OF_CODE = 23_355
 TOP_LEVEL = 15  #: modules beside the documents' doors
 #: files that may name one operator: a row in the table, a kernel, a row for each reader and writer
 FILES_PER_OPERATOR = 9

@@ -21,7 +21,7 @@ _HOMES = {
 }
 #: modules that need no import of their own, as users of the predecessor write `mct.core.QuantizationConfig`
 _DOORS = (
-    *("constants", "core", "framework_info", "hardware_representation", "ptq", "qat", "quantize_fx"),
+    *("constants", "core", "framework_info", "gptq", "hardware_representation", "ptq", "qat", "quantize_fx"),
     *("target_platform", "target_platform_capabilities", "trainable_infrastructure"),
 )
 _MODULES = {

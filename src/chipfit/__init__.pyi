@@ -6,6 +6,12 @@ from chipfit import errors as errors
 from chipfit._version import __version__ as __version__
 from chipfit.errors import ChipfitError as ChipfitError
 from chipfit.facade.framework_info import FrameworkInfo as FrameworkInfo
+from chipfit.facade.gptq import (
+    keras_gradient_post_training_quantization as keras_gradient_post_training_quantization,
+)
+from chipfit.facade.gptq import (
+    pytorch_gradient_post_training_quantization as pytorch_gradient_post_training_quantization,
+)
 from chipfit.facade.hardware_representation import get_model as get_model
 from chipfit.facade.ptq import keras_post_training_quantization as keras_post_training_quantization
 from chipfit.facade.ptq import pytorch_post_training_quantization as pytorch_post_training_quantization

@@ -57,7 +57,8 @@ class Step:
     decides: bool = False  #: "correct": it returns (graph, plan, notes), with scales of its own
     #: "correct": (plan) -> what the setting is where it was left at None; None again where the plan does not need it
     asks: Callable[[Any], Any] | None = None
-    #: keywords that it wants besides: "platform", "stats", "batches" (the data again), "changed", "choose" (scales)
+    #: keywords that it wants besides: "platform", "stats", "batches" (the data again), "changed", "choose" (scales),
+    #: "original" (the graph before every correction)
     needs: tuple[str, ...] = ()
     with_any: str = ""  #: taken only where some step of this stage is
     collects: Callable[..., Any] | None = None  #: (graph, needs) -> what calibration must collect for it

@@ -104,7 +104,7 @@ def test_the_same_seed_gives_the_same_plan_and_saving_keeps_it(tmp_path):
 
 
 def test_the_guard_keeps_the_plain_plan_where_it_is_better_and_says_so(monkeypatch):
-    import chipfit.correction.rounding as step
+    import chipfit.rounding.compare as step
 
     losses = iter((0.1, 0.2))
     monkeypatch.setattr(step.Reference, "loss", lambda *_: next(losses))

@@ -8,18 +8,16 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.collect import TensorStats
-from chipfit.errors import DataError
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.registry import OFF, Setting, register
 from chipfit.rounding.budget import affordable
-from chipfit.rounding.compare import Reference
+from chipfit.rounding.compare import apart, better, count
 from chipfit.rounding.walk import How, walk
 
-#: share of the images that the guard keeps for itself
-HELD_OUT = 1 / 8
 #: bits from which on the nearest codes are good enough
 FEW = 6
+GUARD = Setting("rounding_guard", True, "the plain plan is kept where it is better on an eighth of the images", "guard")
 
 
 @register(
@@ -49,9 +47,7 @@ FEW = 6
             "repair_residual", True, "operators before an addition repair what the other operand has lost", "residual"
         ),
         Setting("score_ranges", True, "class scores get the grid that keeps their probabilities", "scores"),
-        Setting(
-            "rounding_guard", True, "the plain plan is kept where it is better on an eighth of the images", "guard"
-        ),
+        GUARD,
     ),
 )
 def round_weights(
@@ -78,7 +74,7 @@ def round_weights(
     held: list[Sequence[Tensor]] = []
     images, chosen, notes = list(batches), plan.provenance.get("settings", {}), []
     if seconds is not None:
-        most, samples, expected = affordable(graph, plan, _count(images), seconds)
+        most, samples, expected = affordable(graph, plan, count(images), seconds)
         notes.append(
             f"{'' if expected <= seconds else 'warning: '}rounding is expected to take {expected:.2g} s of {seconds:g} "
             f"with {most} images and {samples} positions"
@@ -88,7 +84,7 @@ def round_weights(
         plan = replace(plan, provenance={**plan.provenance, "settings": {**chosen, "steps": steps}})
     images = _first(images, most)
     if guard:
-        images, held = _apart(images)
+        images, held = apart(images)
     how = How(
         gptq=rounding == "gptq",
         samples=int(samples),
@@ -99,21 +95,18 @@ def round_weights(
     by_error = chosen.get("rule", "mse") == "mse"  # any other rule was the user's choice
     done = walk(graph, plan, images, how, stats if scores and by_error else ())
     known = {k: t for k, t in plan.tensors.items() if t.role == "activation" and t.quantized} | done.tensors
-    better = replace(plan, tensors=choose(done.graph, known))
+    better_plan = replace(plan, tensors=choose(done.graph, known))
     notes += done.notes
     for name, t in done.tensors.items():
-        if t.role == "weight" and t.scale is not None and not torch.equal(better[name].scale, t.scale):
+        if t.role == "weight" and t.scale is not None and not torch.equal(better_plan[name].scale, t.scale):
             notes.append(f"warning: the scale of '{name}' moved to satisfy the platform's rules after it was rounded")
     if held:
-        reference = Reference(graph, held)
-        before, after = reference.loss(graph, plan), reference.loss(done.graph, better)
-        count = sum(len(b[0]) for b in held)
-        said = f"on {count} held-out images the loss to the float model is {after:.4g}, {before:.4g} without"
-        if after > before:
+        fits, said = better(graph, held, (graph, plan), (done.graph, better_plan))
+        if not fits:
             return graph, plan, [*notes, f"warning: weights are rounded to the nearest codes after all: {said}"]
         weights = sum(t.role == "weight" for t in done.tensors.values())
         notes.append(f"{weights} weights are rounded by {rounding}: {said}")
-    return done.graph, better, notes
+    return done.graph, better_plan, notes
 
 
 def _few_bits(plan: Plan) -> bool:
@@ -122,39 +115,13 @@ def _few_bits(plan: Plan) -> bool:
     return few and plan.provenance.get("settings", {}).get("weight_rule", "mse") == "mse"
 
 
-def _count(batches: Iterable[Sequence[Tensor]]) -> int:
-    return sum(len(b[0]) if b[0].dim() else 1 for b in batches)
-
-
 def _first(batches: list[Sequence[Tensor]], most: float | None) -> list[Sequence[Tensor]]:
     """The batches that hold the first images; the last is cut where its tensors agree on their size."""
     out: list[Sequence[Tensor]] = []
     for batch in batches:
-        left = math.inf if most is None else most - _count(out)
+        left = math.inf if most is None else most - count(out)
         if left <= 0:
             break
-        cut = left < _count([batch]) and all(x.dim() and len(x) == len(batch[0]) for x in batch)
+        cut = left < count([batch]) and all(x.dim() and len(x) == len(batch[0]) for x in batch)
         out.append([x[: int(left)] for x in batch] if cut else batch)
     return out
-
-
-def _apart(batches: list[Sequence[Tensor]]) -> tuple[list[Sequence[Tensor]], list[Sequence[Tensor]]]:
-    """Batches for the walk, and the last images for the guard; none where images cannot be told apart."""
-    if not batches:
-        raise DataError("There is no calibration data", allowed="one batch at least")
-    want, held = int(_count(batches) * HELD_OUT), []
-    first = list(batches)
-    while first and want > 0:
-        last = first.pop()
-        size = len(last[0]) if last[0].dim() else 1
-        if size <= want and first:
-            held.append(last)
-            want -= size
-            continue
-        if any(not x.dim() or len(x) != size for x in last):
-            first.append(last)
-            break
-        first.append([x[: size - want] for x in last])
-        held.append([x[size - want :] for x in last])
-        want = 0
-    return first, held

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from chipfit import pipeline
@@ -21,6 +22,7 @@ from chipfit.facade.target_platform.model import TargetPlatformModel
 from chipfit.facade.target_platform.targets import get_target_platform_capabilities
 from chipfit.pipeline import Result
 from chipfit.search.resources import resources
+from chipfit.settings import Settings
 
 __all__ = [
     "DataGenerator",
@@ -42,7 +44,9 @@ class UserInformation:
     result: Result | None = None  #: plan, report, `export`, `verify`, `save`; None where quantization was bypassed
     mixed_precision_cfg: list[int] | None = None  #: None: bit widths were not searched
     input_scale: float = 1.0  #: factor for the inputs of the quantized model
-    gptq_info_dict: Mapping[str, Any] = field(default_factory=dict)  #: empty: rounding was not tuned
+    gptq_info_dict: Mapping[str, Any] = field(
+        default_factory=dict
+    )  #: settings that codes were learned by; empty: they were not
 
     @property
     def final_resource_utilization(self) -> ResourceUtilization | None:
@@ -135,9 +139,21 @@ def _resources(framework: str, model: Any, generator: Any, config: Any, platform
 
 
 def quantized(
-    framework: str, facade: str, model: Any, generator: Any, limits: Any, config: Any, platform: Any, fw_info: Any
+    framework: str,
+    facade: str,
+    model: Any,
+    generator: Any,
+    limits: Any,
+    config: Any,
+    platform: Any,
+    fw_info: Any,
+    steps: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Any, UserInformation]:
-    """What every facade does first, with what a user gave it; `facade` is its name in messages."""
+    """What every facade does first, with what a user gave it; `facade` is its name in messages.
+
+    Args:
+        steps: settings besides.
+    """
     config = checked(CoreConfig | None, config, ConfigError, facade, "core_config") or CoreConfig()
     checked(ResourceUtilization | None, limits, ConfigError, facade, "target_resource_utilization")
     config.debug_config.check()
@@ -150,14 +166,15 @@ def quantized(
     of_layers = [] if fw_info is None else fw_info.overrides()
     overrides = [*of_layers, *config.bit_width_config.choices, *to_overrides(config.debug_config.network_editor)]
     model = replace_layers(model, config.debug_config.network_editor)
-    example = _first(generator)  # a list of inputs, of which none is a label
+    example = first(generator)  # a list of inputs, of which none is a label
     platform = get_target_platform_capabilities(framework) if platform is None else platform
     if config.quantization_config.custom_tpc_opset_to_layer:
         platform = _with_layers(platform, config.quantization_config.custom_tpc_opset_to_layer)
+    options["settings"] = Settings(**options["settings"].to_record(), **steps)
     options |= {"overrides": overrides, "example": example, "limits": searched}
     result = pipeline.quantize(model, generator, platform, **options, progress=False)
     result = result if fw_info is None else fw_info.apply(result)
-    return result.model, UserInformation(result)
+    return result.model, UserInformation(result, gptq_info_dict=dict(steps))
 
 
 def _with_layers(platform: Any, custom: Mapping[str, Any]) -> TargetPlatformCapabilities:
@@ -179,7 +196,7 @@ def _with_layers(platform: Any, custom: Mapping[str, Any]) -> TargetPlatformCapa
     return TargetPlatformCapabilities(tpc.tp_model, tpc.name, tpc.version, op_sets_to_layers=layers)
 
 
-def _first(generator: Any) -> Any:
+def first(generator: Any) -> Any:
     """The first batch.
 
     Raises:

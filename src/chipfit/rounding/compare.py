@@ -2,39 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from chipfit.calibration.data import no_data
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after, run
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 
+#: share of the images that a guard keeps for itself
+HELD_OUT = 1 / 8
+
 
 def rounded_run(graph: Graph, plan: Plan, inputs: Sequence[Tensor]) -> dict[str, Any]:
     """The outputs of a network as a plan rounds it, by name: each operator reads codes, or what was before them."""
+    found = before_codes(graph, plan, inputs)
+    return {name: plan[name].round(x) if plan.quantized(name) else x for name, x in found.items()}
+
+
+def before_codes(
+    graph: Graph,
+    plan: Plan,
+    inputs: Sequence[Tensor],
+    weights: Mapping[str, Tensor] | None = None,
+    done: Collection[str] = (),
+    rounding: Callable[[str, Tensor], Tensor] | None = None,
+) -> dict[str, Any]:
+    """The same, where the outputs are not rounded themselves.
+
+    Args:
+        weights: instead of the graph's.
+        done: tensors, weights included, that are rounded already.
+        rounding: rounds a tensor of this name; as it is stored, unless given.
+    """
     env: dict[str, Any] = dict(zip(graph.inputs, inputs, strict=True))
+    table = graph.weights if weights is None else weights
     rounded: dict[str, Any] = {}
 
-    def read(name: str | None, reader: str = "") -> Any:
+    def read(name: str | None, reader: str) -> Any:
         if name is None:
             return None
-        x = env[name] if name in env else graph.weights[name].detach()
-        if not plan.quantized(name) or (name, reader) in plan.float_edges:
+        x = env[name] if name in env else table[name]
+        if name in done or not plan.quantized(name) or (name, reader) in plan.float_edges:
             return x
         if name not in rounded:
-            rounded[name] = plan[name].round(x)
+            rounded[name] = rounding(name, x) if rounding is not None else plan[name].round(x.detach())
         return rounded[name]
 
-    for node, done in zip(graph.nodes, done_after(graph), strict=True):
+    for node, over in zip(graph.nodes, done_after(graph), strict=True):
         env.update(zip(node.outputs, execute(node, [read(i, node.name) for i in node.inputs]), strict=False))
-        for name in done:
+        for name in over:
             env.pop(name, None)
             rounded.pop(name, None)
-    return {name: read(name) for name in graph.outputs}
+    return {name: env[name] if name in env else table[name] for name in graph.outputs}
 
 
 class Reference:
@@ -69,3 +93,43 @@ def _distance(wanted: Tensor, got: Tensor) -> tuple[float, float]:
         p, q = wanted.log_softmax(1), got.log_softmax(1)
         return float((p.exp() * (p - q)).sum()), float(len(wanted))
     return float((got - wanted).square().sum()), float(wanted.square().sum())
+
+
+def better(
+    graph: Graph, held: Sequence[Sequence[Tensor]], before: tuple[Graph, Plan], after: tuple[Graph, Plan]
+) -> tuple[bool, str]:
+    """Whether the second of two plans loses no more than the first on some batches, and both losses in words.
+
+    Args:
+        graph: the float network.
+    """
+    reference = Reference(graph, held)
+    was, now = reference.loss(*before), reference.loss(*after)
+    return now <= was, f"on {count(held)} held-out images the loss to the float model is {now:.4g}, {was:.4g} without"
+
+
+def count(batches: Iterable[Sequence[Tensor]]) -> int:
+    """How many images there are."""
+    return sum(len(b[0]) if b[0].dim() else 1 for b in batches)
+
+
+def apart(batches: list[Sequence[Tensor]]) -> tuple[list[Sequence[Tensor]], list[Sequence[Tensor]]]:
+    """Batches to fit to, and the last images for a guard; none where images cannot be told apart."""
+    if not batches:
+        raise no_data()
+    want, held = int(count(batches) * HELD_OUT), []
+    first = list(batches)
+    while first and want > 0:
+        last = first.pop()
+        size = len(last[0]) if last[0].dim() else 1
+        if size <= want and first:
+            held.append(last)
+            want -= size
+            continue
+        if any(not x.dim() or len(x) != size for x in last):
+            first.append(last)
+            break
+        first.append([x[: size - want] for x in last])
+        held.append([x[size - want :] for x in last])
+        want = 0
+    return first, held

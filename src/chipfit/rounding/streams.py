@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from chipfit.graph.ir import Graph
 from chipfit.quantizers.stored import Stored
 
+#: images that go through a node at a time
+CHUNK = 32
 #: larger magnitudes are not kept in half precision
 _HALF = 3e4
+
+
+def chunks(graph: Graph, batch: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Parts of a batch of graph inputs; one whose inputs do not agree on its size stays whole."""
+    sizes = {len(x) if x.dim() else 0 for x in batch}
+    whole = len(sizes) > 1 or 0 in sizes or any(graph.shape(i)[:1] != (None,) for i in graph.inputs)
+    return [list(batch)] if whole else [list(part) for part in zip(*(x.split(CHUNK) for x in batch), strict=True)]
 
 
 @dataclass

@@ -7,7 +7,7 @@ before it have lost, and no node runs twice. Scales of activations are the plan'
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,10 +24,7 @@ from chipfit.quantizers.stored import Stored
 from chipfit.rounding import fit, grids
 from chipfit.rounding.bounds import allowed, allows, rows_of
 from chipfit.rounding.moments import Moments, as_rows, from_rows, patches, positions, targets
-from chipfit.rounding.streams import Budget, Stream
-
-#: images that go through a node at a time
-CHUNK = 32
+from chipfit.rounding.streams import Budget, Stream, chunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +74,20 @@ def walk(
     return out
 
 
+def why_not(graph: Graph, plan: Plan, users: Mapping[str, Sequence[Node]], node: Node) -> str | None:
+    """Why the weight of a node is not fitted: "" for one that has none to fit, None for one that is."""
+    if not is_linear(graph, node) or (node.weight, node.name) in plan.float_edges:
+        return ""
+    stored = plan.stored(node.weight)
+    if stored is None:
+        return ""
+    if stored.grid.table is None and not stored.grid.nearest:
+        return f"the chip rounds weights by {stored.grid.rounding}"
+    if graph.is_weight(node.data):
+        return "it reads no data"
+    return own(graph, users, node) or None
+
+
 class _Walker:
     def __init__(self, graph: Graph, plan: Plan, how: How, searched: Collection[str]) -> None:
         self.graph, self.how = graph, how
@@ -98,13 +109,10 @@ class _Walker:
         for name in self.graph.inputs:
             self._new(name)
         for batch in batches:
-            sizes = {len(x) if x.dim() else 0 for x in batch}
-            whole = len(sizes) > 1 or 0 in sizes or any(self.graph.shape(i)[:1] != (None,) for i in self.graph.inputs)
-            parts = [[x] if whole else x.split(CHUNK) for x in batch]
-            self.images += max(sizes)
-            self.chunks += len(parts[0]) if parts else 1
-            for name, chunks in zip(self.graph.inputs, parts, strict=True):
-                for x in chunks:
+            for inputs in chunks(self.graph, batch):
+                self.chunks += 1
+                self.images += max((len(x) if x.dim() else 0 for x in inputs), default=0)
+                for name, x in zip(self.graph.inputs, inputs, strict=True):
                     self.floats[name].append(x)
                     self.codes[name].append(x)
         if not self.images:
@@ -114,7 +122,7 @@ class _Walker:
         """One node on both streams."""
         for o in node.outputs:
             self._new(o)
-        why = self._why_not(node)
+        why = why_not(self.graph, self.plan, self.users, node)
         moments = None if why is not None else Moments.of(as_rows(node, self._weight(node)))
         for k in range(self.chunks):
             results = execute(node, [self._float(i, k) for i in node.inputs])
@@ -183,19 +191,6 @@ class _Walker:
 
     def _weight(self, node: Node) -> Tensor:
         return self.original[node.weight].detach().float()
-
-    def _why_not(self, node: Node) -> str | None:
-        """Why the weight of a node is not fitted: "" for one that has none to fit, None for one that is."""
-        if not is_linear(self.graph, node) or (node.weight, node.name) in self.plan.float_edges:
-            return ""
-        stored = self.plan.stored(node.weight)
-        if stored is None:
-            return ""
-        if stored.grid.table is None and not stored.grid.nearest:
-            return f"the chip rounds weights by {stored.grid.rounding}"
-        if self.graph.is_weight(node.data):
-            return "it reads no data"
-        return own(self.graph, self.users, node) or None
 
     def _sum(self, node: Node, moments: Moments, y: Tensor, k: int) -> None:
         """Add one chunk to the moments."""

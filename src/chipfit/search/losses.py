@@ -1,23 +1,19 @@
 """What each width of each tensor costs in the network's outputs, from one forward and one backward pass.
 
 To second order, a small error d in a value costs d' F d / 2, where F, the Fisher information of the outputs, is the
-mean of g g' over gradients g of the loss at labels that are drawn from the network's own outputs: class scores give
-labels by their softmax, other outputs are taken for means of normal distributions of their own spread.
+mean of g g' over gradients g, see `rounding.fisher`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.data import no_data
-from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear
 from chipfit.plan.record import Plan
@@ -26,6 +22,7 @@ from chipfit.quantizers.stored import Stored
 from chipfit.ranges import Rule, choose
 from chipfit.rounding import fit
 from chipfit.rounding.bounds import rows_of
+from chipfit.rounding.fisher import gradients
 from chipfit.rounding.moments import Moments, as_rows, patches, positions, targets
 
 #: images that are enough for a ranking, and how many go through the network at a time
@@ -113,14 +110,14 @@ def losses(
     count = 0
     for batch in few(batches):
         count += max(len(x) if x.dim() else 1 for x in batch)
-        values, gradients = _backward(split, batch, wanted, {s.node.data for s in seen}, random)
+        values, found = gradients(split, batch, wanted, {s.node.data for s in seen}, random)
         for s in seen:
-            if s.node.output in gradients:
-                y, g = values[s.node.output], gradients[s.node.output]
+            if s.node.output in found:
+                y, g = values[s.node.output], found[s.node.output]
                 s.add(values[s.node.data], y, g, table[s.node.weight].float(), random)
         for name, choices in grids.items():
-            if codes[name] in gradients:
-                x, g = values[codes[name]], gradients[codes[name]]
+            if codes[name] in found:
+                x, g = values[codes[name]], found[codes[name]]
                 for b, stored in choices.items():
                     out[name][b] += 0.5 * float((g * (stored.round(x) - x)).square().sum())
     if not count:
@@ -205,37 +202,3 @@ def _apart(graph: Graph, plan: Plan, names: Iterable[str]) -> tuple[Graph, dict[
         add(n.outputs)
     out.nodes[:], out.outputs[:] = nodes, [codes.get(o, o) for o in graph.outputs]
     return out, codes
-
-
-def _backward(
-    graph: Graph, batch: Sequence[Tensor], wanted: Collection[str], besides: Collection[str], random: torch.Generator
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Values, of `wanted` and `besides`, and the gradients of the sampled loss for those that outputs depend on."""
-    kept: dict[str, Tensor] = {}
-
-    def watch(name: str, x: Any) -> Any:
-        if name in wanted and isinstance(x, Tensor) and x.is_floating_point():
-            x = kept[name] = x.view_as(x) if x.requires_grad else x.detach().clone().requires_grad_()
-        return x
-
-    def hook(node: Node, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(watch(o, x) for o, x in zip(node.outputs, outputs, strict=False))
-
-    weights = {k: w.detach() for k, w in graph.weights.items()}
-    with torch.enable_grad():
-        inputs = [watch(name, x.detach()) for name, x in zip(graph.inputs, batch, strict=True)]
-        env = run(graph, inputs, hook=hook, weights=weights, keep=set(besides))
-        floats = [env[o] for o in dict.fromkeys(graph.outputs) if graph.is_float(o)]
-        loss = sum((_sampled(y, random) for y in floats if y.requires_grad), torch.zeros(()))
-        found = torch.autograd.grad(loss, list(kept.values()), allow_unused=True) if loss.requires_grad else ()
-    values = {k: x.detach() for k, x in {**env, **kept}.items() if isinstance(x, Tensor)}
-    return values, {k: g.detach() for k, g in zip(kept, found, strict=False) if g is not None}
-
-
-def _sampled(y: Tensor, random: torch.Generator) -> Tensor:
-    """A loss whose gradient has the Fisher information of an output as its second moment."""
-    if y.dim() == 2 and y.shape[1] > 1:
-        labels = torch.multinomial(y.detach().softmax(1), 1, generator=random)[:, 0]
-        return F.cross_entropy(y, labels, reduction="sum")
-    noise = torch.randn(y.shape, generator=random) / y.detach().std().clamp_min(1e-12)
-    return (y * noise).sum()

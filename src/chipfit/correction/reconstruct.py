@@ -1,0 +1,83 @@
+"""Codes of weights that are learned by gradient descent, for those with minutes; see `rounding.reconstruct`."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from chipfit.correction.rounding import GUARD
+from chipfit.graph.ir import Graph
+from chipfit.plan.record import Plan
+from chipfit.registry import Setting, register
+from chipfit.rounding.compare import apart, better
+from chipfit.rounding.reconstruct import How, reconstruct
+from chipfit.rounding.units import SCOPES
+
+
+@register(
+    "correction",
+    "reconstruct",
+    stage="correct",
+    after=("rounding", "second_moment", "bias", "activation_bias"),
+    needs=("original", "batches"),
+    decides=True,
+    setting=Setting("reconstruct", None, "codes and biases are learned, part by part", "scope", SCOPES),
+    options=(
+        Setting("reconstruct_steps", 1000, "gradient steps for each part, on 32 images each", "steps"),
+        Setting("reconstruct_rate", 0.2, "step size of Adam", "rate"),
+        Setting("reconstruct_float", 0.0, "probability that a value stays in float for a step", "floats"),
+        Setting("reconstruct_anneal", False, "that probability falls to 0 in a line", "anneal"),
+        Setting("reconstruct_pull", 1.0, "weight of the pull towards codes", "pull"),
+        Setting("reconstruct_biases", True, "biases are learned as well", "biases"),
+        Setting("reconstruct_fisher", False, "errors weigh as much as they change the network's outputs", "fisher"),
+        GUARD,
+    ),
+)
+def learn_codes(
+    graph: Graph,
+    plan: Plan,
+    *,
+    original: Graph,
+    batches: Iterable[Sequence[Tensor]],
+    scope: str = "block",
+    steps: float = 1000,
+    rate: float = 0.2,
+    floats: float = 0.0,
+    anneal: bool = False,
+    pull: float = 1.0,
+    biases: bool = True,
+    fisher: bool = False,
+    guard: bool = True,
+) -> tuple[Graph, Plan, list[str]]:
+    """The graph with learned weights and biases, the plan, whose scales stay, and notes.
+
+    Args:
+        original: the float network, which the outputs are compared with.
+
+    Raises:
+        DataError: no batch at all.
+    """
+    images, held = apart(list(batches)) if guard else (list(batches), [])
+    how = How(
+        scope=scope,
+        steps=int(steps),
+        rate=rate,
+        floats=floats,
+        anneal=anneal,
+        pull=pull,
+        biases=biases,
+        fisher=fisher,
+        seed=plan.provenance.get("settings", {}).get("seed", 0),
+    )
+    done, notes = reconstruct(original, graph, plan, images, how)
+    if held:
+        fits, said = better(original, held, (graph, plan), (done, plan))
+        if not fits:
+            return graph, plan, [*notes, f"warning: weights keep the codes from before they were learned: {said}"]
+        notes.append(f"learned codes are kept: {said}")
+    tensors = {
+        name: t.with_(origin=f"{t.origin}, codes learned by {scope}")
+        for name, t in plan.tensors.items()
+        if t.role == "weight" and t.quantized and done.weights[name] is not graph.weights[name]
+    }
+    return done, replace(plan, tensors={**plan.tensors, **tensors}), notes

@@ -1,0 +1,81 @@
+"""Rounding that is learned: each weight lies between two codes, at a share h in [0, 1] that training drives to an end.
+
+The formulas are those of AdaRound, Nagel et al. 2020, arXiv:2004.10568, equations 22 to 25.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from chipfit.quantizers.stored import Stored
+
+#: the ends of the stretched sigmoid, which is then clipped to [0, 1]
+LOW, HIGH = -0.1, 1.1
+#: share of the steps before the regularizer sets in, and its exponent then and in the last step
+WARM_UP, FIRST, LAST = 0.2, 20.0, 2.0
+
+
+def rectified_sigmoid(v: Tensor) -> Tensor:
+    """h = clip(1.2 sigmoid(v) - 0.1, 0, 1): 0.5 at 0, 1 from ln 11 = 2.398 on, 0 up to -2.398."""
+    return torch.clamp(torch.sigmoid(v) * (HIGH - LOW) + LOW, 0, 1)
+
+
+def inverse(h: Tensor) -> Tensor:
+    """The v of least magnitude that gives h in [0, 1]."""
+    return torch.log((h - LOW) / (HIGH - h))
+
+
+def regularizer(h: Tensor, exponent: float) -> Tensor:
+    """The sum of 1 - |2h - 1|^exponent: 0 where every h is 0 or 1, one for each at 0.5; 0.75 at 0.25 and exponent 2."""
+    return (1 - (2 * h - 1).abs().pow(exponent)).sum()
+
+
+def exponent(step: int, steps: int) -> float:
+    """20 in the first fifth of the steps, then in a line to 2 at their end: 11 midway there."""
+    after = max(step / steps - WARM_UP, 0) / (1 - WARM_UP)
+    return FIRST + (LAST - FIRST) * after
+
+
+def output_error(got: Tensor, wanted: Tensor, weight: Tensor | None = None) -> Tensor:
+    """The squared error, summed over channels (the second axis) and averaged over all others.
+
+    Args:
+        weight: of each sample and channel, [N, C].
+    """
+    error = (got - wanted).square()
+    if error.dim() < 2:
+        return error.mean()
+    per_channel = error.flatten(2).mean(2) if error.dim() > 2 else error
+    return (per_channel if weight is None else per_channel * weight).sum(1).mean()
+
+
+class Soft:
+    """A weight between two codes: the one that it starts from, and the one on the other side of its float value.
+
+    Args:
+        stored: how it is stored, on any grid.
+        wanted: the float weight.
+        start: the same, on its grid or to be rounded to it; hard rounding gives this until something is learned. Where
+            that is the nearest code, the soft weight is the float one, inside the range of the grid.
+    """
+
+    def __init__(self, stored: Stored, wanted: Tensor, start: Tensor) -> None:
+        q = stored.quantize(start).long()
+        ends = (stored.grid.qmin, stored.grid.qmax) if stored.grid.table is None else (0, stored.grid.levels - 1)
+        below = q - (wanted < stored.dequantize(q)).long()
+        self.low, self.high = (stored.dequantize(c.clamp(*ends)) for c in (below, below + 1))
+        gap = self.high - self.low
+        share = ((wanted - self.low) / torch.where(gap > 0, gap, 1)).clamp(0, 1)
+        share = torch.where(q > below, share.clamp_min(0.5 + 1e-6), share.clamp_max(0.5 - 1e-6))
+        self.v = inverse(share).requires_grad_()
+
+    def share(self) -> Tensor:
+        return rectified_sigmoid(self.v)
+
+    def soft(self) -> Tensor:
+        return torch.lerp(self.low, self.high, self.share())
+
+    def hard(self) -> Tensor:
+        """On the grid: the upper code where the share is at least one half."""
+        return torch.where(self.v.detach() >= 0, self.high, self.low)

@@ -1,0 +1,69 @@
+"""The parts of a network whose outputs are kept while their weights are rounded: layers, blocks, or all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from chipfit.graph.ir import Graph
+from chipfit.graph.linear import is_linear
+
+SCOPES = ("layer", "block", "network")
+#: linear operators in a row, without a branch, that make a block
+IN_A_ROW = 3
+
+
+class Unit(NamedTuple):
+    """Nodes from the first to before the last, the values that they read, and those that others read of them."""
+
+    first: int
+    last: int
+    reads: list[str]
+    gives: list[str]
+
+    def of(self, graph: Graph, more: list[str]) -> Graph:
+        """These nodes as a network of its own, with more outputs."""
+        outputs = [*dict.fromkeys([*self.gives, *more])]
+        return replace(graph, nodes=graph.nodes[self.first : self.last], inputs=self.reads, outputs=outputs)
+
+
+def units(graph: Graph, scope: str) -> Iterator[Unit]:
+    """Parts of the network in execution order.
+
+    layer: a linear operator with what follows it up to the next one. block: what lies between two values that alone
+    connect the network before and behind, as around residual branches; where nothing branches, up to three linear
+    operators.
+    """
+    heads = [k for k, n in enumerate(graph.nodes) if is_linear(graph, n)]
+    cuts = {"layer": heads[1:], "block": _blocks(graph, heads), "network": []}[scope]
+    made = {o: k for k, n in enumerate(graph.nodes) for o in n.outputs}
+    used = _last_used(graph)
+    for first, last in zip([0, *cuts], [*cuts, len(graph.nodes)], strict=True):
+        nodes = graph.nodes[first:last]
+        reads = dict.fromkeys(i for n in nodes for i in n.inputs if i is not None and not graph.is_weight(i))
+        gives = [o for n in nodes for o in n.outputs if used.get(o, -1) >= last or o in graph.outputs]
+        yield Unit(first, last, [i for i in reads if made.get(i, -1) < first], gives)
+
+
+def _last_used(graph: Graph) -> dict[str, int]:
+    return {i: k for k, n in enumerate(graph.nodes) for i in n.inputs if i is not None}
+
+
+def _blocks(graph: Graph, heads: list[int]) -> list[int]:
+    """Where one block ends and the next begins."""
+    used, alive = _last_used(graph), {i for i in graph.inputs if graph.is_float(i)}
+    pieces: list[tuple[int, int]] = []  # begin, linear operators in it
+    for k, node in enumerate(graph.nodes):
+        alive = {v for v in alive if used.get(v, -1) >= k}
+        if k == 0 or len(alive) == 1:
+            pieces.append((k, 0))
+        pieces[-1] = pieces[-1][0], pieces[-1][1] + (k in heads)
+        alive |= {o for o in node.outputs if graph.is_float(o)}
+    cuts, row = [], 0
+    for begin, linear in pieces:
+        if linear and row and (linear > 1 or row + 1 > IN_A_ROW):
+            cuts.append(begin)
+            row = 0
+        row = max(row, 0) + (IN_A_ROW if linear > 1 else linear)
+    return cuts

@@ -1,0 +1,107 @@
+"""Learned rounding under the predecessor's names."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit import gptq
+from chipfit.errors import ConfigError, DataError, UnsupportedError
+
+X = torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 36, 4)).eval()
+
+
+def batches():
+    yield [X[:16]]
+    yield [X[16:]]
+
+
+def learn(config=None, **options):
+    options = {"target_platform_capabilities": "ort_cpu", **options}
+    return gptq.pytorch_gradient_post_training_quantization(net(), batches, gptq_config=config, **options)
+
+
+def test_the_names_and_defaults_of_the_predecessor_are_there():
+    function = chipfit.pytorch_gradient_post_training_quantization
+    assert function is gptq.pytorch_gradient_post_training_quantization
+    assert list(inspect.signature(function).parameters) == [
+        *("model", "representative_data_gen", "target_resource_utilization", "core_config", "gptq_config"),
+        *("gptq_representative_data_gen", "target_platform_capabilities"),
+    ]
+    assert {m.name: m.value for m in gptq.RoundingType} == {"STE": 0, "SoftQuantizer": 1}
+    config = gptq.get_pytorch_gptq_config(3)
+    assert list(vars(config))[:4] == ["n_epochs", "loss", "optimizer", "optimizer_rest"]
+    assert config.hessian_weights_config.per_sample and config.train_bias
+    policy = config.gradual_activation_quantization_config.q_fraction_scheduler_policy
+    assert (policy.initial_q_fraction, policy.target_q_fraction, policy.start_step, policy.end_step) == (0, 1, 0, None)
+
+
+def test_a_module_comes_back_learned_and_exact():
+    quantized, info = learn(gptq.get_pytorch_gptq_config(2, torch.optim.Adam([torch.zeros(1)], lr=0.03)))
+    assert quantized(X).shape == (32, 4) and info.gptq_info_dict["reconstruct_steps"] == 4
+    assert info.gptq_info_dict["reconstruct_rate"] == 0.03
+    assert any("learned the codes of" in n for n in info.result.plan.rewrites)
+    assert info.result.verify([X]).exact
+
+
+def test_options_become_settings():
+    make = gptq.get_pytorch_gptq_config
+    plain = make(2, use_hessian_based_weights=False, use_hessian_sample_attention=False, regularization_factor=0.1)
+    plain.gradual_activation_quantization_config, plain.train_bias = None, False
+    assert plain.to_steps(5) == {
+        "reconstruct": "network",
+        "reconstruct_steps": 10,
+        "reconstruct_biases": False,
+        "reconstruct_fisher": False,
+        "reconstruct_float": 0.0,
+        "reconstruct_anneal": False,
+        "reconstruct_pull": 0.1,
+    }
+    steps = make(1).to_steps(1)
+    assert steps["reconstruct_fisher"] and steps["reconstruct_anneal"] and steps["reconstruct_float"] == 1
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"loss": print}, "'loss'"),
+        ({"log_function": print}, "'log_function'"),
+        ({"optimizer_bias": 1}, "'optimizer_bias'"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "Adam. Got: SGD"),
+        ({"rounding_type": gptq.RoundingType.STE}, "SoftQuantizer"),
+        ({"gptq_quantizer_params_override": {"a": 1}}, "gptq_quantizer_params_override"),
+    ],
+)
+def test_what_is_not_supported_is_refused(options, says):
+    with pytest.raises(UnsupportedError, match=says):
+        learn(gptq.GradientPTQConfig(1, **options))
+
+
+def test_wrong_options_are_named():
+    annealing = gptq.QFractionLinearAnnealingConfig
+    with pytest.raises(ConfigError, match="grows"):
+        annealing(0.5, 0.5, 0, None)
+    with pytest.raises(ConfigError, match="grows"):
+        annealing(0, 1, 5, 5)
+    with pytest.raises(ConfigError, match="initial_q_fraction"):
+        annealing(-0.1, 1, 0, None)
+    with pytest.raises(ConfigError, match="use_hessian_based_weights"):
+        gptq.get_pytorch_gptq_config(1, use_hessian_based_weights=False)
+    with pytest.raises(ConfigError, match="n_epochs"):
+        gptq.get_pytorch_gptq_config(0)
+    late = gptq.GradualActivationQuantizationConfig(annealing(0, 1, 3, None))
+    with pytest.raises(UnsupportedError, match="from the first step"):
+        learn(gptq.get_pytorch_gptq_config(1, gradual_activation_quantization=late))
+    with pytest.raises(UnsupportedError, match="gptq_representative_data_gen"):
+        learn(gptq_representative_data_gen=batches)
+    with pytest.raises(DataError, match="called without arguments"):
+        gptq.pytorch_gradient_post_training_quantization(net(), [X])

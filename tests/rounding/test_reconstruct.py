@@ -1,0 +1,257 @@
+"""Learned codes; (n) is the number of the assertion in the list that users of the predecessors know."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit import Settings
+from chipfit.engine.run import run
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
+from chipfit.rounding import reconstruct as engine
+from chipfit.rounding.compare import Reference, rounded_run
+from chipfit.rounding.reconstruct import How, reconstruct
+from chipfit.rounding.soft import Soft, exponent, inverse, output_error, rectified_sigmoid, regularizer
+from chipfit.rounding.units import SCOPES, units
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.depth, self.up = nn.Conv2d(8, 8, 3, groups=8), nn.ConvTranspose2d(8, 4, 2)
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        x = torch.relu(self.b(torch.relu(self.a(x))) + x)
+        return self.head(torch.relu(self.up(self.depth(x))).flatten(1)[:, :64])
+
+
+DATA = list(torch.randn(64, 3, 7, 7, generator=torch.Generator().manual_seed(1)).split(32))
+NEW = torch.randn(128, 3, 7, 7, generator=torch.Generator().manual_seed(2))
+THREE = {"*": {"bits": 3, "activation_bits": 8}}
+
+
+@functools.cache
+def plain_result():
+    return fitted()
+
+
+def fitted(platform="mqbench_academic", overrides=THREE, **settings):
+    settings = Settings(**{"rounding": "off", **settings})
+    return chipfit.quantize(Net().eval(), DATA, platform, overrides=overrides, settings=settings, progress=False)
+
+
+def energy(graph, got) -> float:
+    """The squared error of the outputs on new images, as a share of their energy."""
+    (want,) = run(graph, [NEW]).values()
+    return float((got - want).square().sum() / want.square().sum())
+
+
+@torch.no_grad()
+def error(result) -> float:
+    graph = result._uncorrected[0] if result._uncorrected else result.graph
+    return energy(graph, *rounded_run(result.graph, result.plan, [NEW]).values())
+
+
+# ---------------------------------------------------------------- formulas on paper
+
+
+def stored(scale=0.25, bits=3, **grid):
+    g = Grid(bits=bits, qmin=-(1 << bits - 1), qmax=(1 << bits - 1) - 1, **grid)
+    return Stored(format="w", grid=g, scale=torch.tensor(scale), zero_point=torch.tensor(0, dtype=torch.int32))
+
+
+def test_the_rectified_sigmoid_ends_at_the_logarithm_of_eleven():
+    v = torch.tensor([-9, -math.log(11), -math.log(2), 0, math.log(2), math.log(11), 9])
+    # 1.2 / 3 - 0.1 = 0.3 at -ln 2
+    torch.testing.assert_close(rectified_sigmoid(v), torch.tensor([0, 0, 0.3, 0.5, 0.7, 1, 1]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(inverse(torch.tensor([0.3, 0.7])), torch.tensor([-1, 1]) * math.log(2))
+
+
+@torch.no_grad()
+def test_36_soft_weights_start_as_the_float_ones_and_hard_ones_as_the_nearest():
+    w = torch.linspace(-0.99, 0.74, 1001)  # inside the range, codes of -4 to 3
+    soft = Soft(stored(), w, w)
+    torch.testing.assert_close(soft.soft().detach(), w, atol=5e-7, rtol=0)
+    ties = (w / 0.25 % 1 - 0.5).abs() < 1e-5
+    assert torch.equal(soft.hard()[~ties], stored().round(w)[~ties]) and int(ties.sum()) < 10
+    assert float(soft.share().min()) >= 0 and float(soft.share().max()) <= 1
+
+
+def test_36_within_2e_8_at_the_scale_of_weights():
+    w = torch.linspace(-0.039, 0.029, 1001)
+    assert float((Soft(stored(0.01), w, w).soft() - w).detach().abs().max()) < 2e-8
+
+
+def test_other_codes_to_start_from_stay_until_something_is_learned():
+    w = torch.tensor([0.1, 0.1, 0.1, -0.3, 9.0])
+    start = torch.tensor([0.0, 0.25, 0.5, -0.5, 0.75])  # the third is more than a step away, the last at the end
+    soft = Soft(stored(), w, start)
+    assert torch.equal(soft.hard(), start)
+    assert soft.low.tolist() == [0, 0, 0.25, -0.5, 0.75] and soft.high.tolist() == [0.25, 0.25, 0.5, -0.25, 0.75]
+
+
+@pytest.mark.parametrize("grid", [{"table": (-1.0, -0.4, 0.0, 0.3, 1.0), "kind": "lut"}, {"zero": "any"}])
+def test_tables_and_zero_points_have_neighbours_too(grid):
+    s = stored(0.5, **grid)
+    s = s if "table" in grid else s.with_(zero_point=torch.tensor(2, dtype=torch.int32))
+    w = torch.tensor([-0.35, 0.05, 0.2])
+    soft = Soft(s, w, w)
+    assert torch.equal(soft.hard(), s.round(w)) and bool((soft.low <= w).all()) and bool((w <= soft.high).all())
+    assert torch.equal(s.round(soft.low), soft.low) and torch.equal(s.round(soft.high), soft.high)
+
+
+def test_37_the_exponent_is_held_and_then_falls_in_a_line():
+    assert [exponent(s, 100) for s in (0, 10, 20)] == [20, 20, 20]
+    assert exponent(60, 100) == pytest.approx(11) and exponent(100, 100) == pytest.approx(2)
+
+
+def test_37_the_regularizer_is_0_at_the_ends_and_greatest_midway():
+    assert float(regularizer(torch.tensor([0.0, 1.0]), 7)) == 0
+    assert [float(regularizer(torch.tensor([h]), 2)) for h in (0.25, 0.5, 0.9)] == pytest.approx([0.75, 1, 0.36])
+
+
+def test_38_the_error_is_summed_over_channels():
+    got, want = torch.randn(4, 3, 5, 5), torch.randn(4, 3, 5, 5)
+    plain = (got - want).square().mean()
+    torch.testing.assert_close(output_error(got, want), 3 * plain)
+    torch.testing.assert_close(output_error(got, want, torch.full((4, 3), 2.0)), 6 * plain)
+    torch.testing.assert_close(
+        output_error(got[:, :, 0, 0], want[:, :, 0, 0]), 3 * (got - want)[..., 0, 0].square().mean()
+    )
+
+
+# ---------------------------------------------------------------- the engine
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_38_no_unit_ends_worse_and_the_float_network_stays(scope, monkeypatch):
+    plain, seen = plain_result(), []
+    before = {k: w.clone() for k, w in plain.graph.weights.items()}
+    monkeypatch.setattr(engine._Engine, "_learn", lambda *_: None)
+    same, notes = reconstruct(plain.graph, plain.graph, plain.plan, [[x] for x in DATA], How(scope=scope))
+    assert "the codes of 0 of" in notes[-1]
+    monkeypatch.undo()
+    old = engine._Engine._error
+    monkeypatch.setattr(engine._Engine, "_error", lambda *a: seen.append(old(*a)) or seen[-1])
+    out, _ = reconstruct(plain.graph, plain.graph, plain.plan, [[x] for x in DATA], How(scope=scope, steps=25))
+    assert all(torch.equal(w, plain.graph.weights[k]) for k, w in before.items())
+    assert all(torch.equal(w, before[k]) for k, w in same.weights.items())
+    better = [after < b for b, after in zip(seen[::2], seen[1::2], strict=True)]
+    changed = [name for name, w in out.weights.items() if not torch.equal(w, before[name])]
+    assert any(better) == bool(changed) and (any(better) or scope == "network")
+    for name, t in plain.plan.tensors.items():
+        if t.role == "weight" and t.quantized and not torch.equal(out.weights[name], before[name]):
+            torch.testing.assert_close(t.stored.round(out.weights[name]), out.weights[name])
+
+
+@pytest.mark.parametrize("share, lost", [(0.0, 0.0), (1.0, 1.0), (0.25, 0.25)])
+def test_39_as_many_values_stay_in_float_as_are_asked_for(share, lost):
+    plain = plain_result()
+    made = engine._Engine(plain.graph, plain.graph, plain.plan, How())
+    rounded, real = torch.zeros(100_000), torch.ones(100_000)
+    assert float(made._mixed(rounded, real, share).mean()) == pytest.approx(lost, abs=0.01)
+    assert torch.equal(made._mixed(rounded, real, share), rounded) == (share == 0)
+
+
+@pytest.mark.parametrize("inputs, outputs", [(1, 8), (8, 1), (5, 5)])
+def test_40_equalized_channels_have_the_geometric_mean_of_both_ranges(inputs, outputs):
+    from chipfit.passes.equalize import equalize
+    from tests.steps import captured
+
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(inputs, 6), nn.ReLU(), nn.Linear(6, outputs)), torch.randn(50, inputs)
+    graph = captured(net, x)
+    r = graph.weights["0.weight"].abs().amax(1), graph.weights["2.weight"].abs().amax(0)
+    new, _ = equalize(graph)
+    for got in (new.weights["0.weight"].abs().amax(1), new.weights["2.weight"].abs().amax(0)):
+        torch.testing.assert_close(got, (r[0] * r[1]).sqrt())
+    torch.testing.assert_close(*(run(g, [x])[graph.outputs[0]] for g in (graph, new)))
+
+
+@pytest.mark.parametrize("scope, most", [("layer", 0.8), ("block", 0.8)])
+def test_new_images_lose_less_than_by_rounding_to_the_nearest(scope, most):
+    plain, learned = plain_result(), fitted(reconstruct=scope, reconstruct_steps=100)
+    assert error(learned) < most * error(plain)
+    assert any("learned codes are kept" in n for n in learned.plan.rewrites)
+    assert all(t.stored.same_numbers(plain.plan[n]) for n, t in learned.plan.tensors.items() if t.quantized)
+
+
+@pytest.mark.parametrize("more", [{"reconstruct_float": 0.5}, {"reconstruct_fisher": True}, {"rounding": "gptq"}])
+def test_every_way_of_learning_ends_no_worse_than_it_began_and_alike_each_time(more):
+    start = {k: v for k, v in more.items() if k == "rounding"}
+    first, second = (fitted(reconstruct="block", reconstruct_steps=8, reconstruct_anneal=True, **more) for _ in "12")
+    assert all(torch.equal(w, second.graph.weights[k]) for k, w in first.graph.weights.items())
+    held = [[DATA[-1][24:]]]  # an eighth of the images, which the guard compares on
+    reference = Reference(plain_result().graph, held)
+    before = fitted(**start) if start else plain_result()
+    assert reference.loss(first.graph, first.plan) <= reference.loss(before.graph, before.plan)
+
+
+def test_the_guard_keeps_the_codes_from_before_where_they_are_better(monkeypatch):
+    losses = iter((0.1, 0.2))
+    monkeypatch.setattr(Reference, "loss", lambda *_: next(losses))
+    plain, kept = plain_result(), fitted(reconstruct="block", reconstruct_steps=5)
+    assert all(torch.equal(w, plain.graph.weights[k]) for k, w in kept.graph.weights.items())
+    assert any("keep the codes from before" in n and "0.2, 0.1 without" in n for n in kept.plan.rewrites)
+
+
+def test_codes_that_nothing_is_learned_about_do_not_pass_for_learned():
+    """The control: with a pull alone, and no error to follow, new images lose as much as before."""
+    plain, blind = plain_result(), fitted(reconstruct="layer", reconstruct_steps=10, reconstruct_rate=1e-9)
+    assert error(blind) > 0.9 * error(plain)
+
+
+@pytest.mark.parametrize("platform", ["tflite_int8", "ort_cpu", "imx500", "nnie"])
+def test_weights_lie_on_the_grids_of_every_platform(platform):
+    learned = fitted(platform, None, reconstruct="block", reconstruct_steps=4, rounding_guard=False)
+    found = [t for t in learned.plan.tensors.values() if "learned by block" in t.origin]
+    for t in found:
+        w = learned.graph.weights[t.name]
+        torch.testing.assert_close(t.stored.round(w), w)
+
+
+def test_the_device_computes_what_was_learned():
+    pytest.importorskip("onnxruntime")
+    result = fitted("ort_cpu", None, reconstruct="layer", reconstruct_steps=4, rounding_guard=False)
+    assert result.verify([NEW[:32]]).exact
+
+
+def test_blocks_begin_and_end_where_one_value_connects_the_network():
+    graph = plain_result().graph
+    found = {s: [[graph.nodes[k].who for k in range(u.first, u.last)] for u in units(graph, s)] for s in SCOPES}
+    assert len(found["network"]) == 1 and len(found["layer"]) == 6
+    firsts = [names[0] for names in found["block"]]
+    assert firsts == ["stem", "a", "depth"] and found["block"][1][:1] == ["a"] and "b" in found["block"][1]
+
+
+def test_a_weight_that_several_operators_read_is_said():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.out = nn.Linear(6, 6), nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.out(torch.relu(self.fc(torch.relu(self.fc(x)))))
+
+    torch.manual_seed(0)
+    settings = Settings(reconstruct="layer", reconstruct_steps=3)
+    result = chipfit.quantize(Twice().eval(), [torch.randn(32, 6)], "ort_cpu", settings=settings, progress=False)
+    assert any("'fc' is not learned: 'fc.weight' is read by several" in n for n in result.plan.rewrites)
+
+
+def test_sums_of_codes_that_a_chip_bounds_are_left_alone():
+    plain = plain_result()
+    bound = replace(plain.plan, sums=(("stem.weight", 1e3),))
+    _, notes = reconstruct(plain.graph, plain.graph, bound, [[DATA[0]]], How(steps=2))
+    assert notes[0] == "the rounding of 'stem' is not learned: the chip bounds the sum of its codes"
