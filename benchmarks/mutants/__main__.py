@@ -81,6 +81,9 @@ def attempt(m: Mutant | None, chosen: Sequence[str], seconds: dict[str, float]) 
     for chunk in _chunks(chosen, seconds):
         failures = Failures()
         status = pytest.main([*tests.OPTIONS, "-x", *chunk], plugins=[failures])
+        if status == pytest.ExitCode.USAGE_ERROR:  # the defect has changed what parameters a test is named after
+            stems = dict.fromkeys(t.partition("[")[0] for t in chunk)
+            status = pytest.main([*tests.OPTIONS, "-x", *stems], plugins=[failures])
         ran += len(chunk)
         if failures.first:
             return {"noticed": True, "by": failures.first, "ran": ran}

@@ -183,3 +183,13 @@ def test_a_deployed_file_that_is_garbage_is_refused(tmp_path):
     for runtime in ("onnxruntime", "openvino"):
         with pytest.raises(RuntimeUnavailable, match="not an ONNX model"):
             lookup("runtime", runtime)(tmp_path / "g.onnx", [])
+
+
+def test_a_whole_disk_is_no_folder_of_images(tmp_path, monkeypatch):
+    monkeypatch.setattr("chipfit.cli.inputs._MOST_FILES", 5)
+    for k in range(2):
+        (tmp_path / str(k)).mkdir()
+        for name in ("a.txt", "b.txt"):
+            (tmp_path / str(k) / name).touch()
+    with pytest.raises(DataError, match="too many files.*at most 5 files"):
+        load_data(str(tmp_path))

@@ -19,6 +19,8 @@ from chipfit.search.limits import Limits
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".webp")
 _BATCH = 16
+#: in a folder of images and those inside it; a whole disk is a slip
+_MOST_FILES = 200_000
 
 
 def load_model(text: str, weights: Path | None = None) -> Any:
@@ -127,7 +129,15 @@ def _images(folder: Path, side: int, mean: torch.Tensor, std: torch.Tensor) -> l
     except ImportError as e:
         raise DataError("A folder of images needs Pillow", hint="pip install pillow") from e
 
-    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in _IMAGES)
+    files: list[Path] = []
+    seen = 0
+    for where, _, names in os.walk(folder):  # which leaves out what vanishes or may not be read
+        files += (Path(where, n) for n in names if Path(n).suffix.lower() in _IMAGES)
+        seen += 1 + len(names)
+        if seen > _MOST_FILES:
+            allowed = f"at most {_MOST_FILES:,} files; about a hundred images are enough"
+            raise DataError("The folder holds too many files to look for images", where=str(folder), allowed=allowed)
+    files.sort()
     if not files:
         raise DataError("The folder holds no images", where=str(folder), allowed=", ".join(_IMAGES))
     out = []
