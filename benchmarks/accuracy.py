@@ -5,8 +5,9 @@
 Every row: 512 unlabelled images for calibration, drawn anew for each set, top-1 on 20,000 images that calibration has
 not seen, means over the sets; processor seconds of `quantize` on one thread without the capture; KL of class
 probabilities to the float network's, in thousandths of a nat, which tells variants apart that accuracy does not. First
-and last layers have the width of the rest. The plain plan is `quantize` without settings; limits stand beside the
-figures. Best of other tools on such networks, in points below float: W4A8 0.7 and 2.0, W3A8 5.3, W4A4 2.8 and 12.3.
+and last layers have the width of the rest. The plain plan is that of nearest codes, `Settings(rounding="off")`;
+limits stand beside the figures. Best of other tools on such networks, in points below float: W4A8 0.7 and 2.0, W3A8
+5.3, W4A4 2.8 and 12.3.
 
 The float networks are trained first, some minutes each, and kept below `.bench`.
 """

@@ -10,6 +10,7 @@ from torch import nn
 
 import chipfit
 from chipfit.errors import UnsupportedError
+from chipfit.quantizers.tables import float_table
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +54,20 @@ def test_onnx_refuses_tables_and_the_encodings_hold_them(network, tmp_path):
     assert not list(tmp_path.iterdir())
     written = json.loads(result.export(tmp_path / "m.json").read_text())["tensors"]["0.weight"]
     assert written["kind"] == "float" and max(written["table"]) == 448
+
+
+@pytest.mark.parametrize(
+    "name, positive, least, greatest",
+    [
+        ("e2m1", 7, 0.5, 6.0),
+        ("e2m3", 31, 0.125, 7.5),
+        ("e3m2", 31, 0.0625, 28.0),
+        ("e4m3", 126, 2.0**-9, 448.0),
+        ("e5m2", 123, 2.0**-16, 57344.0),
+    ],
+)
+def test_a_narrow_float_has_the_values_of_its_specification(name, positive, least, greatest):
+    """All codes but zeros, infinities and NaNs; ends as in OCP Microscaling Formats 1.0, section 5.3."""
+    table = float_table(name)
+    assert (len(table), table[positive], table[positive + 1], table[-1]) == (2 * positive + 1, 0.0, least, greatest)
+    assert table == tuple(-v for v in reversed(table))

@@ -1,5 +1,7 @@
 """Rounding in one walk: better than plain rounding, exact on the device, and said where it cannot be done."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -251,3 +253,23 @@ def test_another_seed_sees_other_positions():
     found = [fitted("mqbench_academic", four, few, seed=seed).graph.weights["stem.bias"] for seed in (0, 0, 1)]
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
+
+
+def test_a_scale_with_rules_beyond_bounds_stays_and_the_codes_are_fitted_to_it():
+    plain = fitted("mqbench_academic", {"*": {"bits": 4, "activation_bits": 8}}, OFF)
+    plan = replace(plain.plan, sums=(("body.weight", 1e9),))
+    done = walk(plain.graph, plan, [[x] for x in DATA])
+    assert torch.equal(done.tensors["body.weight"].scale, plan.tensors["body.weight"].scale)
+    assert not torch.equal(done.tensors["stem.weight"].scale, plan.tensors["stem.weight"].scale)
+    stored, w = plan["body.weight"], done.graph.weights["body.weight"]
+    assert torch.allclose(stored.round(w), w, atol=1e-6)
+    assert not torch.equal(stored.quantize(w), stored.quantize(plain.graph.weights["body.weight"].detach()))
+
+
+def test_batches_go_through_a_node_in_chunks(monkeypatch):
+    """What memory holds for one node does not grow with the batches that the user happens to give."""
+    sizes: list[int] = []
+    plain = fitted("mqbench_academic", {"*": {"bits": 4, "activation_bits": 8}}, OFF)
+    monkeypatch.setattr(Stream, "append", lambda self, x, inner=Stream.append: (sizes.append(len(x)), inner(self, x)))
+    walk(plain.graph, plain.plan, [[torch.cat(DATA)[:100]]])
+    assert max(sizes) == 32 and min(sizes) == 4
