@@ -71,10 +71,12 @@ def main(folder: Path) -> dict[str, float | bool]:
     found["8 bit"] = accuracy(result.model, test_x, test_y)
     found["exact"] = result.verify([(test_x, test_y)]).exact
 
-    coarse = chipfit.quantize(model, x[:128], platform="imx500", overrides={"*": {"bits": 2}}, progress=False)
-    found["2 bit weights"] = accuracy(coarse.model, test_x, test_y)
-    fit(coarse.model, x, y, epochs=3, rate=2e-3)
-    found["2 bit weights, trained"] = accuracy(coarse.trained().model, test_x, test_y)
+    two = {"platform": "imx500", "overrides": {"*": {"bits": 2}}, "progress": False}
+    found["2 bit weights"] = accuracy(chipfit.quantize(model, x[:128], **two).model, test_x, test_y)
+    nearest = chipfit.quantize(model, x[:128], settings=chipfit.Settings(rounding="off"), **two)
+    found["2 bits, nearest codes"] = accuracy(nearest.model, test_x, test_y)
+    fit(nearest.model, x, y, epochs=3, rate=2e-3)
+    found["2 bits, those trained"] = accuracy(nearest.trained().model, test_x, test_y)
     for name, value in found.items():
         print(f"{name:25} {value if isinstance(value, bool) else f'{100 * value:.1f} %'}")
     return found

@@ -546,12 +546,12 @@ def test_n2uq_keeps_the_mean_magnitude_of_weights():
 
 
 def test_lut_by_hand():
-    """Table -4, 0, 1, 4 in units of 0.5: 0.3 and 1.4 take 1, 9 the end; ds = (1 - 0.6) + (1 - 2.8) + 4."""
+    """Table -4, 0, 1, 4 in units of 0.5: 0.3 and 1.2 take 1, 9 the end; ds = (1 - 0.6) + (1 - 2.4) + 4."""
     grid = Grid(bits=2, qmin=-8, qmax=7, kind="lut", entries=4, table=(-4.0, 0.0, 1.0, 4.0))
-    x, y, p = run(LUT(use_grad_scaling=False), torch.tensor([0.3, 1.4, 9.0]), stored(grid, 0.5))
+    x, y, p = run(LUT(use_grad_scaling=False), torch.tensor([0.3, 1.2, 9.0]), stored(grid, 0.5))
     y.sum().backward()
     assert y.tolist() == [0.5, 0.5, 2.0]
-    assert p["scale"].grad.item() == pytest.approx((1 - 0.6) + (1 - 2.8) + 4)
+    assert p["scale"].grad.item() == pytest.approx((1 - 0.6) + (1 - 2.4) + 4)
     assert x.grad.tolist() == [1, 1, 0]
 
 
