@@ -486,3 +486,20 @@ def test_while_writers_replace_it_a_result_is_read_again(result, saved, monkeypa
 
     monkeypatch.setattr(saving, "check_schema", replaced_meanwhile)
     assert diff(load(saved).plan, result.plan) == [] and calls
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, y):
+        return self.linear(x) + y
+
+
+@pytest.mark.parametrize("places", [[0, 0], [1, 1], [1, 0]], ids=str)
+def test_every_input_has_an_argument_of_its_own_in_their_order(places, tmp_path):
+    folder = quantize(Both().eval(), [(torch.randn(8, 4), torch.randn(8, 4))], progress=False).save(tmp_path / "both")
+    _edit(folder, "graph.json", _text(lambda s: s.update(tensors=places), "in_spec"))
+    with pytest.raises(PlanError, match="do not fit the graph's inputs"):
+        load(folder)

@@ -123,3 +123,26 @@ def test_what_is_not_a_plan_is_refused(text):
 def test_a_provenance_without_json_form_is_refused():
     with pytest.raises(PlanError, match="cannot be saved as JSON"):
         plan_to_json(replace(PLAN, provenance={"model": object()}))
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("samples", ["a", ["b"]]),
+        ("samples", "abc"),
+        ("corrected", [1]),
+        ("chosen", [["w", 4]]),
+        ("settings", ["mse"]),
+        ("settings", {"steps": ["gptq"]}),
+        ("settings", {"rule": 3}),
+        ("settings", {"seed": "0"}),
+        ("settings", {"z_threshold": "3"}),
+    ],
+)
+def test_what_is_read_again_of_a_provenance_has_its_type(key, value):
+    text = json.loads(plan_to_json(PLAN))
+    text["provenance"][key] = value
+    with pytest.raises(PlanError, match="is malformed.*provenance"):
+        plan_from_json(json.dumps(text))
+    text["provenance"] = {"samples": ["a"], "settings": {"z_threshold": 3, "steps": {}}, "mine": [1]}
+    assert plan_from_json(json.dumps(text)).provenance == text["provenance"]

@@ -37,6 +37,7 @@ BAD = {
     "an unknown key of a format": ("bits: 8, zero: any", "bits: 8, zeros: any", ["formats.a8.zeros", "zero"]),
     "a format without bits": ("a8: {bits: 8, zero: any}", "a8: {zero: any}", ["formats.a8.bits", "required"]),
     "an undefined format": ("{in: a8, out: a8}", "{in: a9, out: a8}", ["ops.1.use.0.in", "'a9'", "'a8'"]),
+    "a format without a name": ("{in: a8, out: a8}", '{in: "", out: a8}', ["ops.1.use.0.in", "''", "'a8'"]),
     "an unknown operator": ("match: [Add]", "match: [Ad]", ["ops.1.match", "'Ad'", "'Add'"]),
     "an unknown group": ('"@conv"', '"@convs"', ["fuse.0.chain", "'@conv'"]),
     "an unknown source": ("src: [M], conf: V}\nfuse", "src: [X], conf: V}\nfuse", ["ops.1.src", "'X'"]),

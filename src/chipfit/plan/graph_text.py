@@ -135,8 +135,10 @@ def _demand_call(graph: Graph) -> None:
     """Raise a PlanError or GraphError unless what is written about arguments and results fits the graph."""
     call, results = (parse_json(x, PlanError, where="the call of the graph") for x in (graph.in_spec, graph.out_spec))
     demand(call, _CALL, "in_spec of the graph")
-    if len(call["tensors"]) != len(graph.inputs) or any(not 0 <= k < call["leaves"] for k in call["tensors"]):
-        raise GraphError("Arguments do not fit the graph's inputs", got=str(call["tensors"])[:80])
+    places = call["tensors"]
+    inside = all(0 <= k < call["leaves"] for k in places)
+    if len(places) != len(graph.inputs) or not inside or places != sorted(set(places)):
+        raise GraphError("Arguments do not fit the graph's inputs", got=str(places)[:80], allowed="ascending places")
     demand(results, _RESULTS, "out_spec of the graph")
     leaves, known = results["leaves"], {str({"output": k}) for k in range(len(graph.outputs))}
     strange = [x for x in leaves if set(x) != {"constant"} and str(x) not in known]

@@ -55,11 +55,11 @@ def from_plain(x: Any) -> Any:
     return x
 
 
-def table(**wanted: Any) -> pydantic.TypeAdapter[Any]:
-    """What `demand` asks of a table: these keys and no others, with values of these types."""
+def table(others: Any = False, **wanted: Any) -> pydantic.TypeAdapter[Any]:
+    """What `demand` asks of a table: these keys, with values of these types, and no others unless `others`."""
     make: Any = TypedDict  # the types are data
     kind = make("Table", wanted)
-    kind.__pydantic_config__ = pydantic.ConfigDict(strict=True, extra="forbid")
+    kind.__pydantic_config__ = pydantic.ConfigDict(strict=True, extra="allow" if others else "forbid")
     return pydantic.TypeAdapter(kind)
 
 

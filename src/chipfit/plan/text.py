@@ -34,6 +34,22 @@ _PLAN = plain.table(
     rewrites=list[str],
     provenance=dict[str, Any],
 )
+#: what is read again, of what a plan says about where it came from
+_PROVENANCE = plain.table(
+    others=True,
+    settings=NotRequired[dict[str, Any]],
+    samples=NotRequired[list[str]],
+    corrected=NotRequired[list[str]],
+    chosen=NotRequired[dict[str, Any]],
+)
+_SETTINGS = plain.table(
+    others=True,
+    steps=NotRequired[dict[str, Any]],
+    rule=NotRequired[str],
+    weight_rule=NotRequired[str],
+    z_threshold=NotRequired[float],
+    seed=NotRequired[int],
+)
 _STORED = plain.table(
     format=str,
     axis=NotRequired[int | None],
@@ -97,6 +113,8 @@ def plan_from_json(text: str, numbers: Mapping[str, torch.Tensor] | None = None)
     data = parse_json(text, PlanError, where="the plan")
     plain.check_schema(data, "the plan")
     plain.demand(data, _PLAN, "the plan")
+    provenance = plain.demand(plain.from_plain(data["provenance"]), _PROVENANCE, "the plan, provenance")
+    plain.demand(provenance.get("settings", {}), _SETTINGS, "the plan, provenance.settings")
     tensors = {name: _tensor(name, entry, numbers) for name, entry in data["tensors"].items()}
     nodes = {k: plain.record_from_plain(NodePlan, e, f"node '{k}'", name=k) for k, e in data["nodes"].items()}
     plan = Plan(
@@ -111,7 +129,7 @@ def plan_from_json(text: str, numbers: Mapping[str, torch.Tensor] | None = None)
         sums=tuple(data.get("sums", {}).items()),
         platform=data["platform"],
         rewrites=tuple(data["rewrites"]),
-        provenance=plain.from_plain(data["provenance"]),
+        provenance=provenance,
     )
     known = {f"{field}:{t.name}" for t in tensors.values() for field in _NUMBERS if getattr(t, field) is not None}
     extra = sorted(set(numbers or ()) - known)

@@ -250,7 +250,7 @@ class Option(_Record):
     @property
     def ins(self) -> tuple[str, ...]:
         """Formats of the data inputs: one for all, one per slot, or none."""
-        return self.in_ if isinstance(self.in_, tuple) else (self.in_,) if self.in_ else ()
+        return self.in_ if isinstance(self.in_, tuple) else (self.in_,) if self.in_ is not None else ()
 
 
 def _is_zero_point(x: Any) -> bool:
