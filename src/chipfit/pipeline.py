@@ -186,8 +186,8 @@ class Result(Shown):
         record = {**self.plan.provenance, "edited": to_record(overrides)}
         plan = replace(plan, rewrites=(*plan.rewrites, *said), provenance=record)
         read = batches(data, graph) if data is not None else ()
-        result = _corrected(Result(graph, plan, self.platform, self.stats, self.timings), settings, read, choose)
-        result._overrides, result._data = overrides, data
+        result = Result(graph, plan, self.platform, self.stats, self.timings, _overrides=overrides, _data=data)
+        result = _corrected(result, settings, read, choose)
         return result.trains(self.training) if self.training is not None else result
 
     @property
@@ -450,10 +450,9 @@ def quantize(
 
     with clock("correct") if steps.taken(settings, "correct") else nullcontext():
         choose = partial(_choose, assignment, stats, rules)
-        result = Result(graph, plan, target, stats, clock.seconds)
+        kept = None if once else again
+        result = Result(graph, plan, target, stats, clock.seconds, _overrides=overrides, _data=kept)
         result = _corrected(result, settings, batches(again, graph), choose)
-        result._data = None if once else again
-    result._overrides = overrides
     return result.trains(trained_by) if trained_by is not None else result
 
 

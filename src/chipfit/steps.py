@@ -123,10 +123,10 @@ def correct(
         batches: the data again, for steps that read them.
         choose: makes the scales of changed weights.
     """
-    before, original = graph.weights, graph
+    original = graph
     for step in taken(settings, "correct"):
         linear = [n for n in graph.nodes if is_linear(graph, n)]
-        changed = {n.name for n in linear if graph.weights[n.weight] is not before[n.weight]}
+        changed = {n.name for n in linear if graph.weights[n.weight] is not original.weights[n.weight]}
         context = {"stats": stats, "batches": batches, "changed": changed, "choose": choose, "original": original}
         if step.declares.decides:
             graph, plan, notes = _take(step, settings, graph, plan, **context)

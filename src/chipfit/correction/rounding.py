@@ -117,11 +117,11 @@ def _few_bits(plan: Plan) -> bool:
 
 def _first(batches: list[Sequence[Tensor]], most: float | None) -> list[Sequence[Tensor]]:
     """The batches that hold the first images; the last is cut where its tensors agree on their size."""
-    out: list[Sequence[Tensor]] = []
+    left, out = math.inf if most is None else most, list[Sequence[Tensor]]()
     for batch in batches:
-        left = math.inf if most is None else most - count(out)
         if left <= 0:
             break
         cut = left < count([batch]) and all(x.dim() and len(x) == len(batch[0]) for x in batch)
         out.append([x[: int(left)] for x in batch] if cut else batch)
+        left -= count([batch])
     return out

@@ -90,5 +90,9 @@ def bias_or_zero(graph: Graph, node: Node) -> torch.Tensor:
 def products(graph: Graph, node: Node) -> float:
     """Multiplications of one sample: every weight once for each position of the output (of the input, transposed)."""
     value = graph.values[node.data if node.op.startswith("Transpose") else node.output]
-    places = value.shape[2:] if node.op != "Linear" else value.shape[1:-1]
-    return float(graph.weights[node.weight].numel() * math.prod(int(p or 1) for p in places))
+    return float(graph.weights[node.weight].numel() * places(node, value.shape))
+
+
+def places(node: Node, shape: Sequence[int | None]) -> int:
+    """Positions of one sample of a value of this shape, each with all channels; an unknown size counts once."""
+    return math.prod(int(p or 1) for p in (shape[2:] if node.op != "Linear" else shape[1:-1]))

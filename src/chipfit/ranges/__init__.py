@@ -9,7 +9,7 @@ import torch
 
 from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.histogram import BINS, in_memory_order, without_outliers
-from chipfit.errors import ConfigError, DataError, theirs
+from chipfit.errors import ConfigError, DataError, brief, theirs
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.tables import fit
 from chipfit.ranges.qparams import QParams
@@ -71,7 +71,7 @@ def choose(
         except Exception as e:  # of a user's rule
             if not theirs(e):
                 raise
-            what = f"The range rule '{name_of(rule)}' fails: {type(e).__name__}: {str(e)[:200]}"
+            what = f"The range rule '{name_of(rule)}' fails: {brief(e)}"
             raise ConfigError(what, allowed="a function of a sample and a grid") from e
         if not isinstance(q, QParams):
             raise DataError(f"The range rule '{name_of(rule)}' returned no range", got=repr(q)[:120], allowed="QParams")

@@ -1,12 +1,11 @@
 """How much work a walk may do in a given time: images and output positions, from what each costs on this machine."""
 
 import time
-from math import prod
 
 import torch
 
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import is_linear, products
+from chipfit.graph.linear import is_linear, places, products
 from chipfit.plan.record import Plan
 from chipfit.rounding.fit import CANDIDATES, FEW, MANY
 from chipfit.rounding.moments import as_rows
@@ -42,20 +41,17 @@ def cost(graph: Graph, plan: Plan, images: int, positions: int) -> float:
 def affordable(graph: Graph, plan: Plan, images: int, seconds: float) -> tuple[int, int, float]:
     """Images and positions for the time, and the seconds that they are expected to take; the least where none fits."""
     rate = EFFICIENCY * speed()
-    takes = images, LADDER[-1][1], 0.0
     for most, positions in LADDER:
         used = min(images, most or images)
-        takes = used, positions, cost(graph, plan, used, positions) / rate
-        if takes[2] <= seconds:
+        expected = cost(graph, plan, used, positions) / rate
+        if expected <= seconds:
             break
-    return takes
+    return used, positions, expected
 
 
 def _fit(graph: Graph, node: Node, images: int, positions: int) -> float:
     """Of one operator: moments, two factorizations, and the columns of every scale that is tried."""
     g, o, k = as_rows(node, graph.weights[node.weight].detach()).shape
-    shape = graph.values[node.output].shape
-    places = prod(int(p or 1) for p in (shape[2:] if node.op != "Linear" else shape[1:-1]))
-    read = min(max(positions, 2 * k), images * places)
+    read = min(max(positions, 2 * k), images * places(node, graph.values[node.output].shape))
     tries = len(FEW if k > MANY else CANDIDATES)
     return float(g * (read * k * (k + o) + k**3 + tries * o * k * k))

@@ -121,7 +121,7 @@ def apart(batches: list[Sequence[Tensor]]) -> tuple[list[Sequence[Tensor]], list
     first = list(batches)
     while first and want > 0:
         last = first.pop()
-        size = len(last[0]) if last[0].dim() else 1
+        size = count([last])
         if size <= want and first:
             held.append(last)
             want -= size

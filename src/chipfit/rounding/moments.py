@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chipfit.graph.ir import Node
-from chipfit.graph.linear import TRANSPOSED, from_groups, in_groups
+from chipfit.graph.linear import TRANSPOSED, from_groups, in_groups, places
 
 
 def as_rows(node: Node, w: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def from_rows(node: Node, rows: Tensor, like: Tensor) -> Tensor:
 
 def positions(node: Node, y: Tensor, most: int, generator: torch.Generator) -> Tensor:
     """At most `most` positions of an output, drawn without replacement; for Linear, positions within one sample."""
-    size = prod(y.shape[2:]) if node.op != "Linear" else prod(y.shape[1:-1])
+    size = places(node, y.shape)
     return torch.randperm(size, generator=generator)[:most] if most < size else torch.arange(size)
 
 

@@ -122,7 +122,7 @@ class _Engine:
         soft, shifts, notes = {}, {}, []
         for n in unit.nodes:
             why = why_not(self.out, self.plan, self.users, n)
-            if not why and why is not None:
+            if why == "":
                 continue
             if any(n.weight == name for name, _ in self.plan.sums):
                 why = "the chip bounds the sum of its codes"
@@ -154,11 +154,10 @@ class _Engine:
 
     def _inputs(self, unit: Graph, k: int, floats: float = 0.0) -> list[Any]:
         """What a unit reads of a chunk, of which a share is float."""
-        pairs = [(self.codes[i][k], self.floats[i][k]) for i in unit.inputs]
-        return [
-            self._mixed(x, y, floats) if floats and isinstance(x, Tensor) and x.is_floating_point() else x
-            for x, y in pairs
-        ]
+        codes = [self.codes[i][k] for i in unit.inputs]
+        if not floats:
+            return codes
+        return [self._mixed(x, self.floats[i][k], floats) for i, x in zip(unit.inputs, codes, strict=True)]
 
     def _mixed(self, x: Any, other: Any, share: float) -> Any:
         """`x`, of which a share of the numbers, at random, is the other's; all of it where that is no float tensor."""

@@ -65,5 +65,5 @@ def _blocks(graph: Graph, heads: list[int]) -> list[int]:
         if linear and row and (linear > 1 or row + 1 > IN_A_ROW):
             cuts.append(begin)
             row = 0
-        row = max(row, 0) + (IN_A_ROW if linear > 1 else linear)
+        row += IN_A_ROW if linear > 1 else linear
     return cuts

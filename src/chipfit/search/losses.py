@@ -15,7 +15,7 @@ from torch import Tensor
 from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.data import no_data
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import is_linear
+from chipfit.graph.linear import is_linear, places
 from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
@@ -64,7 +64,7 @@ class _Seen:
         """Inputs, outputs, and the gradients of the outputs, of one batch."""
         where = positions(self.node, y, -(-SAMPLES // IMAGES), random)
         self.moments.add(patches(self.node, x, w, where), targets(self.node, y, where))
-        everywhere = torch.arange(g[0, 0].numel() if self.node.op != "Linear" else g[0].numel() // g.shape[-1])
+        everywhere = torch.arange(places(self.node, g.shape))
         t = targets(self.node, g, everywhere)
         self.gradients += t.square().sum(2)
         self.together += t.view(*t.shape[:2], -1, len(everywhere)).sum(3).square().sum(2)
