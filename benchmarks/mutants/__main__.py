@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -38,6 +40,7 @@ from benchmarks.mutants.draw import ROOT, SOURCE, Mutant, by_hand, draw
 
 TARGET = 0.95  #: share that must be noticed
 CHUNKS = (2.0, 8.0, 1e9)  #: seconds of tests in one run of pytest, the first, the second, ...
+COLLECT = 0.2  #: what pytest takes to read one more file of tests [s]
 
 
 # ---------------------------------------------------------------- one defect, in a process of its own
@@ -94,13 +97,15 @@ def attempt(m: Mutant | None, chosen: Sequence[str], seconds: dict[str, float]) 
 
 def _chunks(chosen: Sequence[str], seconds: dict[str, float]) -> list[list[str]]:
     out: list[list[str]] = [[]]
-    spent = 0.0
+    spent, files = 0.0, set[str]()
     for t in chosen:
         if spent > CHUNKS[len(out) - 1]:
             out.append([])
-            spent = 0.0
+            spent, files = 0.0, set()
+        file = t.partition("::")[0]
+        spent += seconds.get(t, 1.0) + COLLECT * (file not in files)
+        files.add(file)
         out[-1].append(t)
-        spent += seconds.get(t, 1.0)
     return out
 
 
@@ -176,7 +181,7 @@ def _in_child(work: Callable[[], dict[str, Any]], answer: Path, scratch: Path) -
 
 
 def preload() -> None:
-    """What tests import from others, once."""
+    """What tests and pytest import from others, once; no fork walks over it again when it collects garbage."""
     import numpy  # noqa: F401
     import pydantic  # noqa: F401
     import scipy.optimize  # noqa: F401
@@ -195,7 +200,11 @@ def preload() -> None:
     ):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    assert not any(m.partition(".")[0] == "chipfit" for m in sys.modules)
+    with tempfile.TemporaryDirectory() as empty, contextlib.redirect_stdout(io.StringIO()):
+        pytest.main(["-q", "--collect-only", empty])  # loads its plugins
+    assert not any(m.partition(".")[0] in ("chipfit", "tests") for m in sys.modules)
+    gc.collect()
+    gc.freeze()
 
 
 # ---------------------------------------------------------------- the whole

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import chipfit
+from chipfit.calibration.slips import takes, wrong_layout
 from chipfit.errors import DataError
 
 NET = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5)).eval()
@@ -18,6 +22,10 @@ SAMPLE = "Try: this is one sample: give batches, as torch.stack(samples) or samp
 LABELS = "Try: yield the inputs, or the inputs and one label behind them: (x, y)."
 SCALE = "Try: convert and scale them as in training, for example x.float() / 255."
 LAST = "Try: channels come last here and first in the model: x.permute(0, 3, 1, 2)."
+
+
+LAST_HERE = "channels come last here and first in the model"
+FIRST_HERE = "channels come first here and last in the model"
 
 
 class Named(nn.Module):
@@ -143,6 +151,41 @@ def test_slips_with_a_keras_model(change, message):
 def test_tensors_without_plain_numbers_are_told_by_their_kind(x, kind):
     with pytest.raises(DataError, match=f"a tensor without plain numbers. Got: {kind}"):
         chipfit.quantize(nn.Linear(3, 2).eval(), [x], progress=False)
+
+
+@pytest.mark.parametrize(
+    "forward, count",
+    [
+        (lambda x: x, 1),
+        (lambda x, /, y, *, scale=1: x, 2),
+        (lambda *xs: xs, None),
+        (int.from_bytes, 2),
+        (getattr, None),  # of C, without a signature: ValueError
+        ("no function", None),  # TypeError
+    ],
+)
+def test_a_model_takes_as_many_inputs_as_it_tells(forward, count):
+    assert takes(SimpleNamespace(forward=forward)) == count
+    assert takes(object()) is None
+
+
+@pytest.mark.parametrize(
+    "got, want, hint",
+    [
+        ((4, 8, 3), (None, 3, None), f"{LAST_HERE}: x.permute(0, 2, 1)"),
+        ((4, 3, 8), (None, 8, 3), f"{LAST_HERE}: x.permute(0, 2, 1)"),  # of one axis both are the same
+        ((4, 8, 9, 7, 3), (None, 3, None, None, None), f"{LAST_HERE}: x.permute(0, 4, 1, 2, 3)"),
+        ((4, 3, 8, 9, 7), (None, 8, 9, 7, 3), f"{FIRST_HERE}: x.permute(0, 2, 3, 4, 1)"),
+        ((4, 8, 8, 5), (None, 3, None, None), ""),
+        ((3, 8, 8), (None, 3, None, None), SAMPLE.removeprefix("Try: ").removesuffix(".")),
+        ((7,), (None, 3), ""),
+        ((), (None, 3), ""),
+    ],
+)
+def test_the_order_of_axes_that_a_model_wants_is_told_for_every_rank(got, want, hint):
+    assert wrong_layout(got, want) == hint
+    order = [int(k) for k in re.findall(r"\d", hint.partition("permute")[2])]
+    assert not order or all(w in (None, got[k]) for w, k in zip(want, order, strict=True))
 
 
 class Any(nn.Module):

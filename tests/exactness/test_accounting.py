@@ -11,8 +11,47 @@ from torch import nn
 import chipfit
 from chipfit.errors import DataError
 from chipfit.platform.modelled import not_modelled
-from chipfit.verify import Output, Row, Verification
+from chipfit.verify import Held, Output, Row, Verification
 from tests.zoo import make, unseen
+
+
+def row(name, **facts):
+    return Row(name, name, "Conv2D", elements=200, **facts)
+
+
+def test_the_summary_says_what_a_person_asks_in_lines():
+    floats = [row(f"f{k}", in_float=True) for k in range(7)]
+    off = row("c", differing=3, largest=2, op_differing=1, op_largest=1)
+    found = Verification(
+        "chip", True, samples=4, rows=[row("a"), row("b", in_float=True), off, row("d", wrong="bad"), *floats]
+    )
+    found.held = [Held("a", "activation"), Held("w", "weight"), Held("v", "weight", elements=9, differing=2)]
+    assert found.first_difference is off
+    assert found.summary().splitlines()[:8] == [
+        "chip: 3 of 2200 integers differ over 4 samples",
+        "compared 11 of 11 tensors; 1 of 2 weights and biases read back from the file; "
+        "81.82 % of all integers compared at 0",  # 9 of 11 tensors are without fault
+        "departs: weight 'v' in the file: 2 of its 9 codes are not the plan's; and 2 more",
+        "first difference: Conv2D 'c', 1.5000 % of its integers, at most 2",
+        "each operator by itself, given the device's inputs: largest difference 1",
+        "computed in float by the runtime: Conv2D 'b', Conv2D 'f0', Conv2D 'f1', Conv2D 'f2', Conv2D 'f3', "
+        "Conv2D 'f4' and 2 more",
+    ]
+    found.rows = [row("w", wrong="bad"), *floats]
+    assert "first difference: Conv2D 'w', 0.0000 %" in found.summary()
+    assert found.summary().endswith("Conv2D 'f5' and 1 more")
+    found.rows = floats[:6]
+    assert found.summary().endswith("Conv2D 'f5'")
+
+
+@pytest.mark.parametrize("float_ops, gap", [((), 2.0**-22), (("Erf",), 1e-4)])
+def test_an_output_in_reals_may_be_off_by_as_much_as_its_kernels_round(float_ops, gap):
+    """(q - z) s rounds twice, q s - z s three times: each by at most 2^-24 of the span, and float operators more."""
+    for times, sound in ((0.75, True), (1.5, False)):
+        out = Output("y", "y", float_ops, span=4.0)
+        alone = torch.tensor([1.0, 0.0], dtype=torch.float64)
+        out.add(alone + torch.tensor([0.0, 4.0 * gap * times]), alone, alone)
+        assert (out.fault == "") is sound and (out.elements, out.differing) == (2, 1)
 
 
 @pytest.fixture(scope="module")

@@ -55,6 +55,7 @@ def test_codes_wider_than_the_zero_point_hold_every_one_of_them():
         (Grid(bits=4, qmin=-8, qmax=8), "wider than its bits"),
         (Grid(bits=4, qmin=-9, qmax=0), "wider than its bits"),
         (Grid(bits=4, qmin=0, qmax=16), "wider than its bits"),
+        (Grid(bits=4, qmin=9, qmax=16), "wider than its bits"),  # few codes, and one that 4 bits do not hold
     ],
     ids=str,
 )

@@ -43,8 +43,8 @@ def test_more_time_means_more_work_and_the_plan_holds_how_much(monkeypatch):
     graph, plan = fitted()._uncorrected
     rate = budget.cost(graph, plan, 96, 2048) / budget.EFFICIENCY
     monkeypatch.setattr(budget, "speed", lambda: rate * 1.001)
-    much, little = fitted(seconds=1.0), fitted(seconds=0.5)
-    assert steps(much) == {"rounding_images": 96, "rounding_samples": 2048}
+    much, little = fitted(seconds=1.0, shift_negative=0.5), fitted(seconds=0.5)
+    assert steps(much) == {"shift_negative": 0.5, "rounding_images": 96, "rounding_samples": 2048}
     assert steps(little)["rounding_images"] < 96
     assert any("is expected to take" in n and not n.startswith("warning") for n in much.plan.rewrites)
     again = fitted(**steps(little))

@@ -42,6 +42,13 @@ def test_weights_times_patches_are_the_operators_outputs_at_the_positions(node, 
     assert torch.equal(from_rows(node, as_rows(node, w), w), w)
 
 
+@pytest.mark.parametrize("most, drawn", [(4, 4), (62, 62), (63, 63), (1000, 63)])
+def test_positions_are_drawn_without_replacement_all_where_there_are_no_more(most, drawn):
+    found = positions(conv("Conv2D", **TWO), torch.zeros(3, 6, 7, 9), most, torch.Generator().manual_seed(1)).tolist()
+    assert len(found) == len(set(found)) == drawn and set(found) <= set(range(63))
+    assert drawn == 63 or found != sorted(found)
+
+
 def test_moments_are_means_of_products_by_hand():
     m = Moments.of(torch.zeros(1, 1, 2))
     m.add(torch.tensor([[[1.0, 3.0], [2.0, 2.0]]]), torch.tensor([[[1.0, 5.0]]]))

@@ -144,15 +144,34 @@ def test_38_no_unit_ends_worse_and_the_float_network_stays(scope, monkeypatch):
     monkeypatch.undo()
     old = engine._Engine._error
     monkeypatch.setattr(engine._Engine, "_error", lambda *a: seen.append(old(*a)) or seen[-1])
-    out, _ = reconstruct(plain.graph, plain.graph, plain.plan, [[x] for x in DATA], How(scope=scope, steps=25))
+    out, notes = reconstruct(plain.graph, plain.graph, plain.plan, [[x] for x in DATA], How(scope=scope, steps=25))
     assert all(torch.equal(w, plain.graph.weights[k]) for k, w in before.items())
     assert all(torch.equal(w, before[k]) for k, w in same.weights.items())
     better = [after < b for b, after in zip(seen[::2], seen[1::2], strict=True)]
+    assert f"the codes of {sum(better)} of {len(better)} units" in notes[-1]
     changed = [name for name, w in out.weights.items() if not torch.equal(w, before[name])]
     assert any(better) == bool(changed) and (any(better) or scope == "network")
     for name, t in plain.plan.tensors.items():
         if t.role == "weight" and t.quantized and not torch.equal(out.weights[name], before[name]):
             torch.testing.assert_close(t.stored.round(out.weights[name]), out.weights[name])
+
+
+def test_biases_learn_a_hundred_times_slower_and_ever_slower(monkeypatch):
+    """Codes at 0.01 throughout; biases at 1e-4, 0.75e-4, 0.5e-4 and 0.25e-4."""
+    rates = []
+
+    class Adam(torch.optim.Adam):
+        def step(self, *args):
+            rates.append([group["lr"] for group in self.param_groups])
+            return super().step(*args)
+
+    monkeypatch.setattr(torch.optim, "Adam", Adam)
+    plain = plain_result()
+    how = How(scope="network", steps=4, rate=0.01, biases=True)
+    reconstruct(plain.graph, plain.graph, plain.plan, [[DATA[0]]], how)
+    assert [r for group in zip(*rates, strict=True) for r in group] == pytest.approx(
+        [0.01] * 4 + [1e-4, 0.75e-4, 0.5e-4, 0.25e-4]
+    )
 
 
 @pytest.mark.parametrize("share, lost", [(0.0, 0.0), (1.0, 1.0), (0.25, 0.25)])
