@@ -6,7 +6,7 @@ The only place that turns a `ValidationError` into one of ours. Checks are stric
 import functools
 import inspect
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import field, fields
 from enum import Enum
 from typing import Annotated, Any, TypeVar, dataclass_transform
@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError, to_json
 
-from chipfit.errors import ChipfitError, ConfigError, UnknownNameError
+from chipfit.errors import ChipfitError, ConfigError, UnknownNameError, UnsupportedError
 from chipfit.files import package_data
 
 C = TypeVar("C")
@@ -70,7 +70,7 @@ def record(error: type[ChipfitError], *, frozen: bool = False) -> Callable[[type
 
     def decorate(cls: type[C]) -> type[C]:
         made: Any = dataclass(cls, config=_STRICT, frozen=frozen)
-        names = [f.name for f in fields(made)]
+        names = {f.name: True for f in fields(made)}
         for method in ("__init__", "__setattr__"):
             setattr(made, method, in_our_words(getattr(made, method), error, cls.__name__, names))
         return made  # type: ignore[no-any-return]
@@ -83,7 +83,7 @@ def arguments(error: type[ChipfitError]) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         parameters = inspect.signature(function).parameters.values()
-        names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        names = {p.name: p.kind is not p.KEYWORD_ONLY for p in parameters}
         owner = function.__qualname__.removesuffix(".__init__")
         return in_our_words(validate_call(config=_STRICT)(function), error, owner, names)
 
@@ -100,12 +100,30 @@ def checked(kind: Any, value: Any, error: type[ChipfitError], owner: str, name: 
     try:
         return adapter.validate_json(to_json(value)) if json else adapter.validate_python(value, strict=True)
     except ValidationError as e:
-        refusal = _refusal(e, error, owner, [name], (name,) if name else ())
+        refusal = _refusal(e, error, owner, {name: True}, (name,) if name else ())
     raise refusal
 
 
-def in_our_words(function: Any, error: type[ChipfitError], owner: str, names: Sequence[str]) -> Any:
-    """The function, whose ValidationErrors become `error`."""
+def as_json(thing: Any) -> Any:
+    """What JSON has no form of, for `json.dumps(default=...)`: enumerations, arrays, mappings, records."""
+    if isinstance(thing, Enum):
+        return thing.name
+    return thing.tolist() if hasattr(thing, "tolist") else dict(thing) if isinstance(thing, Mapping) else vars(thing)
+
+
+def refuse(options: Any, names: str, hint: str) -> None:
+    """Refuse what a configuration has, and chipfit does not do.
+
+    Raises:
+        UnsupportedError: one of the options of these names is asked for.
+    """
+    for name in names.split():
+        if getattr(options, name) not in (None, False, {}):
+            raise UnsupportedError(f"'{name}' of {type(options).__name__} is not supported", hint=hint)
+
+
+def in_our_words(function: Any, error: type[ChipfitError], owner: str, names: Mapping[str, bool]) -> Any:
+    """The function, whose ValidationErrors become `error`; `names` of its arguments, and whether they have a place."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -119,7 +137,7 @@ def in_our_words(function: Any, error: type[ChipfitError], owner: str, names: Se
 
 
 def _refusal(
-    e: ValidationError, error: type[ChipfitError], owner: str, names: Sequence[str], inside: tuple[str, ...] = ()
+    e: ValidationError, error: type[ChipfitError], owner: str, names: Mapping[str, bool], inside: tuple[str, ...] = ()
 ) -> Exception:
     """The first problem; where the members of a union complain together, with all that is allowed."""
     first = e.errors()[0]
@@ -127,8 +145,9 @@ def _refusal(
     if isinstance(cause, ChipfitError):
         return cause
     place = (*inside, *first["loc"]) or (0,)  # an index at first stands for an argument by position
-    name = names[min(place[0], len(names) - 1)] if isinstance(place[0], int) else place[0]
-    if len(place) == 1 and first["type"] in _ARITY and names[0]:
+    by_place = [name for name, has_place in names.items() if has_place]
+    name = by_place[min(place[0], len(by_place) - 1)] if isinstance(place[0], int) else place[0]
+    if len(place) == 1 and first["type"] in _ARITY and by_place[0]:
         return TypeError(f"{owner}: {first['msg'].lower()} '{name}'")
     if len(place) == 1 and first["type"] in ("unexpected_keyword_argument", "no_such_attribute"):
         unknown = UnknownNameError(f"option of {owner}", name, names)

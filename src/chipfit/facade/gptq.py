@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import field
 from enum import Enum
@@ -12,22 +10,15 @@ from typing import Annotated, Any
 from pydantic import Field, InstanceOf
 
 from chipfit.errors import ConfigError, UnsupportedError
-from chipfit.facade.checks import Number, arguments, by_name, checked, record
+from chipfit.facade.checks import Number, arguments, by_name, checked, record, refuse
 from chipfit.facade.core.config import CoreConfig, ResourceUtilization
-from chipfit.facade.ptq import DataGenerator, UserInformation, first, quantized
+from chipfit.facade.ptq import DataGenerator, UserInformation, first, of_keras, prefix, quantized
 
-__all__ = [
-    "GPTQHessianScoresConfig",
-    "GradientPTQConfig",
-    "GradualActivationQuantizationConfig",
-    "QFractionLinearAnnealingConfig",
-    "RoundingType",
-    "get_keras_gptq_config",
-    "get_pytorch_gptq_config",
-    "keras_gradient_post_training_quantization",
-    "pytorch_gradient_post_training_quantization",
-]
+__all__ = ["keras_gradient_post_training_quantization", "pytorch_gradient_post_training_quantization"]
+__all__ += ["GradientPTQConfig", "RoundingType", "get_keras_gptq_config", "get_pytorch_gptq_config"]
+__all__ += ["GPTQHessianScoresConfig", "GradualActivationQuantizationConfig", "QFractionLinearAnnealingConfig"]
 
+_NAME = "gradient_post_training_quantization"
 Share = Annotated[Number, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0)]
 Many = Annotated[int, Field(ge=1)]
@@ -111,9 +102,8 @@ class GradientPTQConfig:
         Raises:
             UnsupportedError: an option that is not supported.
         """
-        for name in (*_REFUSED, "gptq_quantizer_params_override"):
-            if getattr(self, name):
-                raise UnsupportedError(f"'{name}' of GradientPTQConfig is not supported", hint="leave it out")
+        refuse(self, "loss log_function gptq_quantizer_params_override", "leave it out")
+        refuse(self, "optimizer_rest optimizer_quantization_parameter optimizer_bias", "leave it out")
         if self.rounding_type is RoundingType.STE:
             raise UnsupportedError("RoundingType.STE is not supported", hint="RoundingType.SoftQuantizer")
         gradual = self.gradual_activation_quantization_config
@@ -132,9 +122,6 @@ class GradientPTQConfig:
             **({} if rate is None else {"reconstruct_rate": rate}),
             **({} if pull is None else {"reconstruct_pull": float(pull)}),
         }
-
-
-_REFUSED = ("loss", "optimizer_rest", "optimizer_quantization_parameter", "optimizer_bias", "log_function")
 
 
 def _rate(optimizer: Any) -> float | None:
@@ -176,16 +163,9 @@ def get_pytorch_gptq_config(
     scores = GPTQHessianScoresConfig(use_hessian_sample_attention, hessian_batch_size=hessian_batch_size)
     given = gradual_activation_quantization
     gradual = GradualActivationQuantizationConfig() if given is True else given or None
-    return GradientPTQConfig(
-        n_epochs,
-        loss,
-        optimizer,
-        optimizer_rest,
-        hessian_weights_config=scores if use_hessian_based_weights else None,
-        gradual_activation_quantization_config=gradual,
-        regularization_factor=regularization_factor,
-        log_function=log_function,
-    )
+    weighted = scores if use_hessian_based_weights else None
+    options = n_epochs, loss, optimizer, optimizer_rest, True, weighted, gradual, regularization_factor
+    return GradientPTQConfig(*options, log_function=log_function)
 
 
 get_keras_gptq_config = get_pytorch_gptq_config
@@ -210,27 +190,15 @@ def pytorch_gradient_post_training_quantization(
     Raises:
         UnsupportedError: an option that is not supported.
     """
-    given = model, representative_data_gen, target_resource_utilization, core_config
-    return _learned("pytorch", *given, gptq_config, gptq_representative_data_gen, target_platform_capabilities)
-
-
-@functools.wraps(pytorch_gradient_post_training_quantization)
-def keras_gradient_post_training_quantization(*args: Any, **kwargs: Any) -> tuple[Any, UserInformation]:
-    """The same for a Keras 3 model, which is called `in_model`."""
-    kwargs = {"model" if k == "in_model" else k: v for k, v in kwargs.items()}
-    bound = inspect.signature(pytorch_gradient_post_training_quantization).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return _learned("keras", *bound.args)
-
-
-def _learned(
-    framework: str, model: Any, data: Any, limits: Any, core: Any, config: Any, other: Any, platform: Any
-) -> tuple[Any, UserInformation]:
-    facade = f"{framework}_gradient_post_training_quantization"
-    chosen = checked(GradientPTQConfig | None, config, ConfigError, facade, "gptq_config") or GradientPTQConfig(5)
-    if other is not None:
+    who = f"{prefix(model)}_{_NAME}"
+    chosen = checked(GradientPTQConfig | None, gptq_config, ConfigError, who, "gptq_config") or GradientPTQConfig(5)
+    if gptq_representative_data_gen is not None:
         hint = "yield those images from representative_data_gen"
         raise UnsupportedError("'gptq_representative_data_gen' is not supported", hint=hint)
-    first(data)  # refuses what yields nothing
-    steps = chosen.to_steps(sum(1 for _ in data()))
-    return quantized(framework, facade, model, data, limits, core, platform, None, steps)
+    first(representative_data_gen)  # refuses what yields nothing
+    steps = chosen.to_steps(sum(1 for _ in representative_data_gen()))
+    options = target_resource_utilization, core_config, target_platform_capabilities
+    return quantized(_NAME, model, representative_data_gen, *options, steps=steps)
+
+
+keras_gradient_post_training_quantization = of_keras(pytorch_gradient_post_training_quantization)

@@ -14,12 +14,6 @@ from typing import Any
 
 from chipfit.facade.target_platform import configs
 from chipfit.facade.target_platform.capabilities import TargetPlatformCapabilities
-from chipfit.facade.target_platform.configs import (
-    KERNEL_ATTR,
-    AttributeQuantizationConfig,
-    QuantizationConfigOptions,
-    QuantizationMethod,
-)
 from chipfit.facade.target_platform.model import TargetPlatformModel
 from chipfit.facade.target_platform.targets import get_target_platform_capabilities
 
@@ -27,7 +21,7 @@ __all__ = ["FrameworkHardwareModel", "HardwareModel", "OpQuantizationConfig", "g
 
 #: argument of the first generation -> field of the kernel's configuration
 _KERNEL = {
-    **{f.name: f.name for f in fields(AttributeQuantizationConfig) if f.name != "lut_values_bitwidth"},
+    **{f.name: f.name for f in fields(configs.AttributeQuantizationConfig) if f.name != "lut_values_bitwidth"},
     "weights_multiplier_nbits": "lut_values_bitwidth",
 }
 
@@ -50,8 +44,8 @@ class OpQuantizationConfig(configs.OpQuantizationConfig):
 
     def __init__(
         self,
-        activation_quantization_method: QuantizationMethod,
-        weights_quantization_method: QuantizationMethod,
+        activation_quantization_method: configs.QuantizationMethod,
+        weights_quantization_method: configs.QuantizationMethod,
         activation_n_bits: int,
         weights_n_bits: int,
         weights_per_channel_threshold: bool,
@@ -63,10 +57,10 @@ class OpQuantizationConfig(configs.OpQuantizationConfig):
         weights_multiplier_nbits: int | None = None,
     ) -> None:
         kernel = weights_quantization_method, weights_n_bits, weights_per_channel_threshold, enable_weights_quantization
-        weights = {KERNEL_ATTR: AttributeQuantizationConfig(*kernel, weights_multiplier_nbits)}
+        weights = {configs.KERNEL_ATTR: configs.AttributeQuantizationConfig(*kernel, weights_multiplier_nbits)}
         result = activation_quantization_method, activation_n_bits, 64, enable_activation_quantization
         dictated = quantization_preserving, fixed_scale, fixed_zero_point
-        super().__init__(AttributeQuantizationConfig(), weights, *result, *dictated)
+        super().__init__(configs.AttributeQuantizationConfig(), weights, *result, *dictated)
 
     #: in place of the inherited one
     __signature__ = inspect.signature(functools.partial(__init__, None))  # type: ignore[arg-type]
@@ -74,7 +68,7 @@ class OpQuantizationConfig(configs.OpQuantizationConfig):
     def __getattr__(self, name: str) -> Any:
         if name not in _KERNEL:
             raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
-        return getattr(self.attr_weights_configs_mapping[KERNEL_ATTR], _KERNEL[name])
+        return getattr(self.attr_weights_configs_mapping[configs.KERNEL_ATTR], _KERNEL[name])
 
     def clone_and_edit(
         self, attr_to_edit: Mapping[str, Mapping[str, Any]] | None = None, **changes: Any
@@ -86,7 +80,7 @@ class OpQuantizationConfig(configs.OpQuantizationConfig):
         """
         attributes = dict(attr_to_edit or {})
         kernel = {_KERNEL[k]: changes.pop(k) for k in list(changes) if k in _KERNEL}
-        attributes[KERNEL_ATTR] = {**attributes.get(KERNEL_ATTR, {}), **kernel}
+        attributes[configs.KERNEL_ATTR] = {**attributes.get(configs.KERNEL_ATTR, {}), **kernel}
         clone = copy.copy(self)
         vars(clone).update(vars(self.plain.clone_and_edit(attributes, **changes)))
         return clone
@@ -100,7 +94,7 @@ class OpQuantizationConfig(configs.OpQuantizationConfig):
 class HardwareModel(TargetPlatformModel):
     """First-generation name of `TargetPlatformModel`."""
 
-    def __init__(self, default_qco: QuantizationConfigOptions, name: str = "default_hwm") -> None:
+    def __init__(self, default_qco: configs.QuantizationConfigOptions, name: str = "default_hwm") -> None:
         super().__init__(default_qco, name=name)
 
 

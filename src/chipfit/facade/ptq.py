@@ -1,10 +1,11 @@
 """Post-training quantization under the predecessor's names: a model, a function that yields data, configurations."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from chipfit import pipeline
 from chipfit.errors import ConfigError, DataError
@@ -13,26 +14,19 @@ from chipfit.facade.core.config import CoreConfig, ResourceUtilization
 from chipfit.facade.core.network_editor import to_overrides
 from chipfit.facade.core.replace_layer import replace_layers
 from chipfit.facade.framework_info import FrameworkInfo
-from chipfit.facade.target_platform.capabilities import (
-    OperationsSetToLayers,
-    OperationsToLayers,
-    TargetPlatformCapabilities,
-)
+from chipfit.facade.target_platform import capabilities
 from chipfit.facade.target_platform.model import TargetPlatformModel
 from chipfit.facade.target_platform.targets import get_target_platform_capabilities
+from chipfit.frameworks import framework_of
 from chipfit.pipeline import Result
 from chipfit.search.resources import resources
 from chipfit.settings import Settings
 
-__all__ = [
-    "DataGenerator",
-    "UserInformation",
-    "keras_post_training_quantization",
-    "keras_resource_utilization_data",
-    "pytorch_post_training_quantization",
-    "pytorch_resource_utilization_data",
-]
+__all__ = ["DataGenerator", "UserInformation", "keras_post_training_quantization"]
+__all__ += ["pytorch_post_training_quantization"]
+__all__ += ["keras_resource_utilization_data", "pytorch_resource_utilization_data"]
 
+R = TypeVar("R")
 #: called without arguments, returns an iterator over batches; a batch is the list of the model's inputs
 DataGenerator = Callable[[], Iterable[Any]]
 
@@ -44,9 +38,8 @@ class UserInformation:
     result: Result | None = None  #: plan, report, `export`, `verify`, `save`; None where quantization was bypassed
     mixed_precision_cfg: list[int] | None = None  #: None: bit widths were not searched
     input_scale: float = 1.0  #: factor for the inputs of the quantized model
-    gptq_info_dict: Mapping[str, Any] = field(
-        default_factory=dict
-    )  #: settings that codes were learned by; empty: they were not
+    #: settings that codes were learned by; empty: they were not
+    gptq_info_dict: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def final_resource_utilization(self) -> ResourceUtilization | None:
@@ -92,23 +85,8 @@ def pytorch_post_training_quantization(
         UnsupportedError: an option that is not supported, or that the platform cannot hold.
         DataError: the generator yields nothing, or batches that do not fit the model.
     """
-    limits, platform = target_resource_utilization, target_platform_capabilities
-    name = "pytorch_post_training_quantization"
-    return quantized("pytorch", name, in_module, representative_data_gen, limits, core_config, platform, fw_info)
-
-
-def keras_post_training_quantization(
-    in_model: Any,
-    representative_data_gen: DataGenerator,
-    target_resource_utilization: ResourceUtilization | None = None,
-    core_config: CoreConfig | None = None,
-    target_platform_capabilities: Any = None,
-    fw_info: FrameworkInfo | None = None,
-) -> tuple[Any, UserInformation]:
-    """Quantize a trained Keras 3 model after training; arguments, result and errors as for PyTorch."""
-    limits, platform = target_resource_utilization, target_platform_capabilities
-    name = "keras_post_training_quantization"
-    return quantized("keras", name, in_model, representative_data_gen, limits, core_config, platform, fw_info)
+    options = target_resource_utilization, core_config, target_platform_capabilities, fw_info
+    return quantized("post_training_quantization", in_module, representative_data_gen, *options)
 
 
 def pytorch_resource_utilization_data(
@@ -119,41 +97,45 @@ def pytorch_resource_utilization_data(
     fw_info: FrameworkInfo | None = None,
 ) -> ResourceUtilization:
     """What a model takes at the chip's default widths: what limits are set from. Arguments and errors as above."""
-    return _resources("pytorch", in_model, representative_data_gen, core_config, target_platform_capabilities, fw_info)
+    options = None, core_config, target_platform_capabilities, fw_info
+    found: Any = quantized("resource_utilization_data", in_model, representative_data_gen, *options)[1]
+    return found.final_resource_utilization  # type: ignore[no-any-return]  # it is known where something was quantized
 
 
-def keras_resource_utilization_data(
-    in_model: Any,
-    representative_data_gen: DataGenerator,
-    core_config: CoreConfig | None = None,
-    target_platform_capabilities: Any = None,
-    fw_info: FrameworkInfo | None = None,
-) -> ResourceUtilization:
-    """The same for a Keras 3 model."""
-    return _resources("keras", in_model, representative_data_gen, core_config, target_platform_capabilities, fw_info)
+def of_keras(function: Callable[..., R]) -> Callable[..., R]:
+    """The same function under its name for Keras 3, where the model is called `in_model`."""
+    model, *others = inspect.signature(function).parameters.values()
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> R:
+        return function(*args, **{model.name if name == "in_model" else name: v for name, v in kwargs.items()})
+
+    call.__name__ = call.__qualname__ = function.__name__.replace("pytorch", "keras")
+    call.__signature__ = inspect.Signature([model.replace(name="in_model"), *others])  # type: ignore[attr-defined]
+    return call
 
 
-def _resources(framework: str, model: Any, generator: Any, config: Any, platform: Any, fw_info: Any) -> Any:
-    name = f"{framework}_resource_utilization_data"
-    return quantized(framework, name, model, generator, None, config, platform, fw_info)[1].final_resource_utilization
+keras_post_training_quantization = of_keras(pytorch_post_training_quantization)
+keras_resource_utilization_data = of_keras(pytorch_resource_utilization_data)
 
 
 def quantized(
-    framework: str,
-    facade: str,
+    what: str,
     model: Any,
     generator: Any,
     limits: Any,
     config: Any,
     platform: Any,
-    fw_info: Any,
+    fw_info: FrameworkInfo | None = None,
     steps: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Any, UserInformation]:
-    """What every facade does first, with what a user gave it; `facade` is its name in messages.
+    """What every facade does first, with what a user gave it; `what` is the end of its name.
 
     Args:
         steps: settings besides.
     """
+    framework = prefix(model)
+    facade = f"{framework}_{what}"
     config = checked(CoreConfig | None, config, ConfigError, facade, "core_config") or CoreConfig()
     checked(ResourceUtilization | None, limits, ConfigError, facade, "target_resource_utilization")
     config.debug_config.check()
@@ -177,23 +159,28 @@ def quantized(
     return result.model, UserInformation(result, gptq_info_dict=dict(steps))
 
 
-def _with_layers(platform: Any, custom: Mapping[str, Any]) -> TargetPlatformCapabilities:
+def prefix(model: Any) -> str:
+    """What the names of facades start with that take such a model."""
+    return "keras" if framework_of(model) == "keras" else "pytorch"
+
+
+def _with_layers(platform: Any, custom: Mapping[str, Any]) -> capabilities.TargetPlatformCapabilities:
     """A modelled platform with layers attached to some of its operator sets.
 
     Raises:
         ConfigError: a platform that has no operator sets to attach to.
         ModelingError: a set that the platform does not have, or layers that are no known operators.
     """
-    tpc = TargetPlatformCapabilities(platform) if isinstance(platform, TargetPlatformModel) else platform
-    if not isinstance(tpc, TargetPlatformCapabilities):
+    tpc = capabilities.TargetPlatformCapabilities(platform) if isinstance(platform, TargetPlatformModel) else platform
+    if not isinstance(tpc, capabilities.TargetPlatformCapabilities):
         got = type(platform).__name__
         allowed = "TargetPlatformCapabilities or TargetPlatformModel"
         what = "custom_tpc_opset_to_layer needs a platform that is described in Python"
         raise ConfigError(what, got=got, allowed=allowed, hint="name the layers in `sets` of the platform file")
     own = [o for o in tpc.op_sets_to_layers.op_sets_to_layers if o.name not in custom]
-    added = [OperationsSetToLayers(name, list(layers)) for name, layers in custom.items()]
-    layers = OperationsToLayers([*own, *added])
-    return TargetPlatformCapabilities(tpc.tp_model, tpc.name, tpc.version, op_sets_to_layers=layers)
+    added = [capabilities.OperationsSetToLayers(name, list(layers)) for name, layers in custom.items()]
+    layers = capabilities.OperationsToLayers([*own, *added])
+    return capabilities.TargetPlatformCapabilities(tpc.tp_model, tpc.name, tpc.version, op_sets_to_layers=layers)
 
 
 def first(generator: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
@@ -14,10 +13,10 @@ from pydantic import InstanceOf
 from chipfit.errors import ConfigError, PlanError, UnknownNameError
 from chipfit.facade.checks import checked, record
 from chipfit.facade.core.config import CoreConfig, ResourceUtilization
-from chipfit.facade.ptq import DataGenerator, UserInformation, quantized
+from chipfit.facade.ptq import DataGenerator, UserInformation, prefix, quantized
 from chipfit.facade.trainable import base
 from chipfit.facade.trainable.adaptor import Hosted
-from chipfit.frameworks import keras_part
+from chipfit.frameworks import framework_of, keras_part
 from chipfit.pipeline import Result
 from chipfit.plan.training import Training, algorithm_of
 from chipfit.quantizers.algorithm import Algorithm
@@ -26,10 +25,10 @@ from chipfit.registry import made, registered
 _NAMES = [f"{f}_quantization_aware_training_{step}" for f in ("keras", "pytorch") for step in ("init", "finalize")]
 __all__ = ["QATConfig", "TrainingMethod", "result_of", *_NAMES, *(f"{name}_experimental" for name in _NAMES)]
 
+_NAME = "quantization_aware_training_init"
+
 #: every registered training algorithm; its value is the name
 TrainingMethod = Enum("TrainingMethod", {name.upper(): name for name in registered("training")})  # type: ignore[misc]
-
-_BASES = {"torch": base.BasePytorchTrainableQuantizer, "keras": base.BaseKerasTrainableQuantizer}
 
 
 @record(ConfigError)
@@ -69,7 +68,7 @@ def _algorithm(
     method = method.value if isinstance(method, TrainingMethod) else method
     if isinstance(method, type) and issubclass(method, base.BaseTrainableQuantizer):
         return method.hosted(**options)
-    ours = [c for c in base.marked(_BASES[framework]) if c.quantization_target is target]
+    ours = [c for c in base.MARKED if (c.framework, c.quantization_target) == (framework, target)]
     if found := tuple(c for c in ours if method is not None and c.identifier == method):
         return Hosted(found, options)
     if not isinstance(method, str):
@@ -103,8 +102,15 @@ def pytorch_quantization_aware_training_init(
         UnsupportedError: a method that cannot train a tensor; see also `pytorch_post_training_quantization`.
         UnknownNameError: no such method.
     """
-    given = in_model, representative_data_gen, target_resource_utilization, core_config, qat_config
-    return _init("torch", *given, target_platform_capabilities)
+    who = f"{prefix(in_model)}_{_NAME}"
+    chosen = checked(QATConfig | None, qat_config, ConfigError, who, "qat_config") or QATConfig()
+    training = chosen.to_training(framework_of(in_model))  # before the work
+    options = target_resource_utilization, core_config, target_platform_capabilities
+    model, information = quantized(_NAME, in_model, representative_data_gen, *options)
+    if information.result is None:
+        return model, information
+    result = information.result.trains(training)
+    return _with_origin(result), replace(information, result=result)
 
 
 @functools.wraps(pytorch_quantization_aware_training_init)
@@ -114,9 +120,7 @@ def keras_quantization_aware_training_init(*args: Any, **kwargs: Any) -> tuple[A
     Returns:
         Also the custom objects with which Keras loads the model when it was saved.
     """
-    given = inspect.signature(pytorch_quantization_aware_training_init).bind(*args, **kwargs)
-    given.apply_defaults()
-    model, information = _init("keras", *given.args)
+    model, information = pytorch_quantization_aware_training_init(*args, **kwargs)
     layers, training = vars(keras_part("layers")), information.result.training if information.result else None
     hosted = [a for a in (training.weights, training.activations) if isinstance(a, Hosted)] if training else []
     own = {n: c for n, c in layers.items() if n.startswith(("KerasQ", "KerasA"))}
@@ -184,17 +188,3 @@ def _origin_of(model: Any, information: UserInformation | None) -> Result:
         hint = "give what came with it: finalize(model, information)"
         raise PlanError("This model does not know which result it came from", got=got, allowed=allowed, hint=hint)
     return result
-
-
-def _init(
-    framework: str, model: Any, generator: Any, limits: Any, config: Any, qat_config: Any, platform: Any
-) -> tuple[Any, UserInformation]:
-    prefix = "pytorch" if framework == "torch" else framework
-    facade = f"{prefix}_quantization_aware_training_init"
-    chosen = checked(QATConfig | None, qat_config, ConfigError, facade, "qat_config") or QATConfig()
-    training = chosen.to_training(framework)  # before the work
-    model, information = quantized(prefix, facade, model, generator, limits, config, platform, None)
-    if information.result is None:
-        return model, information
-    result = information.result.trains(training)
-    return _with_origin(result), replace(information, result=result)

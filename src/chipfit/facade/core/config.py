@@ -8,30 +8,21 @@ from typing import Annotated, Any
 
 from pydantic import Field, InstanceOf
 
-from chipfit.errors import ConfigError, UnsupportedError
-from chipfit.facade.checks import Number, by_name, checked, record
+from chipfit.errors import ConfigError
+from chipfit.facade.checks import Number, by_name, checked, record, refuse
 from chipfit.facade.core.error_method import QuantizationErrorMethod
-from chipfit.facade.core.network_editor import KERNELS, EditRule, NodeFilter, Width, filters_of
+from chipfit.facade.core.network_editor import KERNELS, EditRule, ErrorMethod, NodeFilter, Width, filters_of
 from chipfit.registry import OFF
 from chipfit.search.limits import Limits
 from chipfit.settings import Settings
 
-__all__ = [
-    "DEFAULTCONFIG",
-    "BitWidthConfig",
-    "CoreConfig",
-    "DebugConfig",
-    "MixedPrecisionQuantizationConfig",
-    "MpDistanceWeighting",
-    "QuantizationConfig",
-    "QuantizationErrorMethod",
-    "ResourceUtilization",
-]
+__all__ = ["DEFAULTCONFIG", "BitWidthConfig", "CoreConfig", "DebugConfig", "QuantizationConfig"]
+__all__ += ["QuantizationErrorMethod"]
+__all__ += ["MixedPrecisionQuantizationConfig", "MpDistanceWeighting", "ResourceUtilization"]
 
 
 AtLeast0 = Annotated[Number, Field(ge=0)]
 AtLeast1 = Annotated[Number, Field(ge=1)]
-ErrorMethod = Annotated[QuantizationErrorMethod, by_name(QuantizationErrorMethod)]
 
 
 @record(ConfigError)
@@ -73,12 +64,10 @@ class QuantizationConfig:
         Raises:
             UnsupportedError: an option that is not supported.
         """
-        if self.input_scaling:
-            what = "input_scaling would return a model that expects other inputs than the one that was given"
-            raise UnsupportedError(what, hint="scale the data, or fold the factor into the first layer")
-        if self.shift_negative_params_search:
-            hint = "leave shift_negative_params_search off"
-            raise UnsupportedError("Searching the shift of negative activations is not supported", hint=hint)
+        refuse(
+            self, "input_scaling", "scale the data, or fold it into the first layer: the model's inputs would change"
+        )
+        refuse(self, "shift_negative_params_search", "leave it off")
         percent = self.activation_bias_correction_threshold
         return Settings(
             collapse_linear=self.linear_collapsing,
@@ -216,13 +205,8 @@ class MixedPrecisionQuantizationConfig:
         Raises:
             UnsupportedError: an option that is not supported.
         """
-        hints = {
-            "compute_distance_fn": "leave it out: what a width loses in the outputs decides",
-            "configuration_overwrite": "choose bit widths by name with BitWidthConfig",
-        }
-        for name, hint in hints.items():
-            if getattr(self, name) is not None:
-                raise UnsupportedError(f"'{name}' is not supported", hint=hint)
+        refuse(self, "compute_distance_fn", "leave it out: what a width loses in the outputs decides")
+        refuse(self, "configuration_overwrite", "choose bit widths by name with BitWidthConfig")
 
 
 @record(ConfigError)
@@ -249,11 +233,8 @@ class DebugConfig:
             UnsupportedError: an option that is not supported.
         """
         checked(list[EditRule], self.network_editor, ConfigError, "DebugConfig", "network_editor")
-        if self.analyze_similarity:
-            hint = "information.result.verify(data) compares every layer"
-            raise UnsupportedError("analyze_similarity is not supported", hint=hint)
-        if self.simulate_scheduler:
-            raise UnsupportedError("simulate_scheduler is not supported", hint="leave it off")
+        refuse(self, "analyze_similarity", "information.result.verify(data) compares every layer")
+        refuse(self, "simulate_scheduler", "leave it off")
 
 
 @record(ConfigError)

@@ -23,27 +23,12 @@ from chipfit.quantizers.grids import Grid
 from chipfit.ranges.qparams import QParams, finish_scale, from_min_max
 from chipfit.ranges.search import Sample
 
-__all__ = [
-    "ACTIONS",
-    "Action",
-    "ChangeCandidatesActivationQuantConfigAttr",
-    "ChangeCandidatesActivationQuantizationMethod",
-    "ChangeCandidatesWeightsQuantConfigAttr",
-    "ChangeCandidatesWeightsQuantizationMethod",
-    "ChangeFinalActivationQuantConfigAttr",
-    "ChangeFinalActivationQuantizationMethod",
-    "ChangeFinalWeightsQuantConfigAttr",
-    "ChangeFinalWeightsQuantizationMethod",
-    "ChangeQuantizationParamFunction",
-    "EditRule",
-    "NodeFilter",
-    "NodeNameFilter",
-    "NodeNameScopeFilter",
-    "NodeTypeFilter",
-    "ReplaceLayer",
-    "filters_of",
-    "to_overrides",
-]
+__all__ = ["ACTIONS", "Action", "ChangeQuantizationParamFunction", "EditRule", "ReplaceLayer"]
+__all__ += ["NodeFilter", "NodeNameFilter", "NodeNameScopeFilter", "NodeTypeFilter", "filters_of", "to_overrides"]
+__all__ += ["ChangeCandidatesActivationQuantConfigAttr", "ChangeCandidatesActivationQuantizationMethod"]
+__all__ += ["ChangeCandidatesWeightsQuantConfigAttr", "ChangeCandidatesWeightsQuantizationMethod"]
+__all__ += ["ChangeFinalActivationQuantConfigAttr", "ChangeFinalActivationQuantizationMethod"]
+__all__ += ["ChangeFinalWeightsQuantConfigAttr", "ChangeFinalWeightsQuantizationMethod"]
 
 # ---------------------------------------------------------------- filters
 
@@ -169,7 +154,7 @@ Width = Annotated[int, Field(ge=1), allowed("a number of bits, at least 1")]
 _Enabled = Annotated[bool, AfterValidator(lambda on: None if on else "float")]
 _PerChannel = Annotated[bool, AfterValidator(lambda on: "channel" if on else "tensor")]
 _Method = Annotated[QuantizationMethod, by_name(QuantizationMethod), AfterValidator(lambda method: method.word)]
-_ErrorMethod = Annotated[QuantizationErrorMethod, by_name(QuantizationErrorMethod)]
+ErrorMethod = Annotated[QuantizationErrorMethod, by_name(QuantizationErrorMethod)]
 _SIGNS = (Signedness.SIGNED, Signedness.UNSIGNED)
 _Signed = Annotated[
     bool,
@@ -230,14 +215,14 @@ _WEIGHTS: _Attributes = {
     "weights_n_bits": ("bits", Width),
     "enable_weights_quantization": ("bits", _Enabled),
     "weights_quantization_method": ("weight_method", _Method),
-    "weights_error_method": ("weight_rule", _ErrorMethod),
+    "weights_error_method": ("weight_rule", ErrorMethod),
     "weights_per_channel_threshold": ("per", _PerChannel),
 }
 _ACTIVATIONS: _Attributes = {
     "activation_n_bits": ("activation_bits", Width),
     "enable_activation_quantization": ("activation_bits", _Enabled),
     "activation_quantization_method": ("method", _Method),
-    "activation_error_method": ("rule", _ErrorMethod),
+    "activation_error_method": ("rule", ErrorMethod),
     "signedness": ("signed", _Signed),
     "z_threshold": ("z_threshold", float),
 }

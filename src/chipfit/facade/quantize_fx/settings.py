@@ -3,11 +3,13 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 
 from chipfit.errors import ConfigError, UnknownNameError
+from chipfit.facade.checks import allowed, arguments
 from chipfit.facade.quantize_fx.observers import ObserverBase, observer_of
 from chipfit.facade.quantize_fx.quantizers import AlgorithmQuantizer, QuantizeBase, quantizer_of
 from chipfit.files import package_data
@@ -95,10 +97,11 @@ def get_foldbn_config(strategy: int) -> FoldBN:
     return FoldBN(strategy)
 
 
+@arguments(ConfigError)
 def get_qconfig(
     w_method: Any = "lsq",
     a_method: Any = "lsq",
-    bit: int = 8,
+    bit: Annotated[int, Field(ge=1, le=16), allowed("1 to 16")] = 8,
     w_observer: str | Callable[..., ObserverBase] | None = None,
     a_observer: str | Callable[..., ObserverBase] | None = None,
     *,
@@ -106,10 +109,9 @@ def get_qconfig(
     symmetry: bool = True,
     per_channel: bool = False,
     pot_scale: bool = False,
-    graph: int | None = None,
+    graph: Literal[1, 2, 3] | None = None,
     bnfold: int | None = None,
     allow_code: bool = False,
-    **unknown: Any,
 ) -> QConfig:
     """The quantizers of a setting, `get_qconfig(**qparams, **backend_params)`.
 
@@ -132,21 +134,11 @@ def get_qconfig(
     defaults = _settings()["defaults"]
     graph = (1 if ada_sign else defaults["graph"]) if graph is None else graph
     bnfold = (-1 if ada_sign else defaults["bnfold"]) if bnfold is None else bnfold
-    if unknown:
-        options = {*get_qconfig.__annotations__} - {"unknown", "return"}
-        raise UnknownNameError("option of get_qconfig", next(iter(unknown)), options)
-    if not all(isinstance(flag, bool) for flag in (ada_sign, symmetry, per_channel, pot_scale)):
-        got = {"ada_sign": ada_sign, "symmetry": symmetry, "per_channel": per_channel, "pot_scale": pot_scale}
-        raise ConfigError("The flags of a backend are True or False", got=got)
-    if isinstance(bit, bool) or not isinstance(bit, int) or not 1 <= bit <= 16:
-        raise ConfigError("'bit' is out of bounds", got=repr(bit)[:80], allowed="1 to 16")
-    if graph not in (1, 2, 3):
-        raise ConfigError("There is no such kind of graph", got=repr(graph)[:80], allowed="1, 2 or 3")
     if ada_sign and (not symmetry or pot_scale):
-        allowed = "with symmetry=True and pot_scale=False"
-        raise ConfigError("ada_sign is for academic settings: no chip chooses a sign while it runs", allowed=allowed)
-    pair = (("weight", w_method, w_observer), ("activation", a_method, a_observer))
-    w, a = (_maker(role, method, observer, allow_code) for role, method, observer in pair)
+        what = "ada_sign is for academic settings: no chip chooses a sign while it runs"
+        raise ConfigError(what, allowed="with symmetry=True and pot_scale=False")
+    w = _maker("weight", w_method, w_observer, allow_code)
+    a = _maker("activation", a_method, a_observer, allow_code)
     out = QConfig(a, w, bit, ada_sign, symmetry, per_channel, pot_scale, graph, get_foldbn_config(bnfold).strategy)
     for role in ("weight", "activation"):
         for end in (False, True):
@@ -174,10 +166,10 @@ def misfit(own: Grid, at: Grid) -> str:
     Codes may all move by the same number, and the zero point with them.
     """
     zero = own.zero if own.zero == "any" else at.qmin - own.qmin
-    allowed = at.zero if isinstance(at.zero, tuple) else (at.zero,)
+    zeros = at.zero if isinstance(at.zero, tuple) else (at.zero,)
     if at.kind != "int" or at.levels != own.levels:
         return f"has {at.levels} codes of kind {at.kind}, not {own.levels}"
-    if "any" not in allowed and zero not in allowed:
+    if "any" not in zeros and zero not in zeros:
         return "has no free zero point" if zero == "any" else f"has the zero point {at.zero}, not {zero}"
     if at.pot and not own.pot:
         return "wants powers of two"

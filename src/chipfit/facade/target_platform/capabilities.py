@@ -21,21 +21,8 @@ from chipfit.platform.filters import AttributeFilter, Member, has_nan
 from chipfit.platform.match import sets_of
 from chipfit.platform.schema import Platform
 
-__all__ = [
-    "AttributeFilter",
-    "Contains",
-    "DefaultDict",
-    "Eq",
-    "Greater",
-    "GreaterEq",
-    "LayerFilterParams",
-    "NotEq",
-    "OperationsSetToLayers",
-    "OperationsToLayers",
-    "Smaller",
-    "SmallerEq",
-    "TargetPlatformCapabilities",
-]
+__all__ = ["LayerFilterParams", "OperationsSetToLayers", "OperationsToLayers", "TargetPlatformCapabilities"]
+__all__ += ["AttributeFilter", "Contains", "DefaultDict", "Eq", "Greater", "GreaterEq", "NotEq", "Smaller", "SmallerEq"]
 
 _CURRENT: ContextVar[TargetPlatformCapabilities | None] = ContextVar("target_platform_capabilities", default=None)
 

@@ -14,17 +14,8 @@ from chipfit.errors import ModelingError, UnknownNameError
 from chipfit.facade.checks import allowed, by_name, checked, record
 from chipfit.quantizers.grids import Grid
 
-__all__ = [
-    "BIAS_ATTR",
-    "FLOAT_BITWIDTH",
-    "KERNEL_ATTR",
-    "POSITIONAL_ATTR",
-    "AttributeQuantizationConfig",
-    "OpQuantizationConfig",
-    "QuantizationConfigOptions",
-    "QuantizationMethod",
-    "Signedness",
-]
+__all__ = ["AttributeQuantizationConfig", "OpQuantizationConfig", "QuantizationConfigOptions"]
+__all__ += ["BIAS_ATTR", "FLOAT_BITWIDTH", "KERNEL_ATTR", "POSITIONAL_ATTR", "QuantizationMethod", "Signedness"]
 
 FLOAT_BITWIDTH = 32
 #: generic names of weight attributes, mapped to a framework's own by `OperationsSetToLayers(attr_mapping=...)`

@@ -3,30 +3,17 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
 from chipfit.errors import ModelingError, UnknownNameError
-from chipfit.facade.checks import checked
-from chipfit.facade.target_platform.capabilities import (
-    DefaultDict,
-    OperationsSetToLayers,
-    OperationsToLayers,
-    TargetPlatformCapabilities,
-)
+from chipfit.facade.checks import as_json, checked
+from chipfit.facade.target_platform import capabilities, model
 from chipfit.facade.target_platform.configs import OpQuantizationConfig, QuantizationConfigOptions
 from chipfit.facade.target_platform.from_platform import from_platform
 from chipfit.facade.target_platform.layers import name_of
-from chipfit.facade.target_platform.model import (
-    Fusing,
-    OperatorGroup,
-    OperatorSetConcat,
-    OperatorsSet,
-    TargetPlatformModel,
-)
 from chipfit.files import read_json, write_atomically
 from chipfit.platform.filters import Member
 from chipfit.platform.load import load
@@ -70,7 +57,7 @@ class NotCapabilities(ModelingError, TypeError):
 
 
 def export_target_platform_capabilities(
-    tpc: TargetPlatformCapabilities | TargetPlatformModel, path: str | Path
+    tpc: capabilities.TargetPlatformCapabilities | model.TargetPlatformModel, path: str | Path
 ) -> Path:
     """Write a modelled chip to a `.json` file; folders above it are made.
 
@@ -80,13 +67,13 @@ def export_target_platform_capabilities(
         ModelingError: the suffix is not .json.
         NotCapabilities: `tpc` is something else.
     """
-    if not isinstance(tpc, (TargetPlatformCapabilities, TargetPlatformModel)):
+    if not isinstance(tpc, (capabilities.TargetPlatformCapabilities, model.TargetPlatformModel)):
         raise NotCapabilities("Only capabilities or a model can be written", got=type(tpc).__name__)
     data = _dump(load_target_platform_capabilities(tpc))
-    return write_atomically(_json_path(path), (json.dumps(data, indent=4, default=_plain) + "\n").encode())
+    return write_atomically(_json_path(path), (json.dumps(data, indent=4, default=as_json) + "\n").encode())
 
 
-def load_target_platform_capabilities(source: Any) -> TargetPlatformCapabilities:
+def load_target_platform_capabilities(source: Any) -> capabilities.TargetPlatformCapabilities:
     """Capabilities from a `.json` file, or as they are.
 
     Raises:
@@ -95,10 +82,10 @@ def load_target_platform_capabilities(source: Any) -> TargetPlatformCapabilities
         ModelingError: also a ValueError; the suffix is not .json, the text is no JSON, or the content is no modelled
             chip.
     """
-    if isinstance(source, TargetPlatformCapabilities):
+    if isinstance(source, capabilities.TargetPlatformCapabilities):
         return source
-    if isinstance(source, TargetPlatformModel):
-        return TargetPlatformCapabilities(source)
+    if isinstance(source, model.TargetPlatformModel):
+        return capabilities.TargetPlatformCapabilities(source)
     if not isinstance(source, (str, Path)):
         got = type(source).__name__
         raise NotCapabilities("Capabilities are given as an object or as the path of a .json file", got=got)
@@ -125,7 +112,7 @@ class ModelledFiles:
     @staticmethod
     def write(what: Any, path: Path) -> Path:
         """Write any platform as modelled capabilities."""
-        modelled = isinstance(what, (TargetPlatformCapabilities, TargetPlatformModel))
+        modelled = isinstance(what, (capabilities.TargetPlatformCapabilities, model.TargetPlatformModel))
         return export_target_platform_capabilities(what if modelled else from_platform(load(what)), path)
 
 
@@ -140,40 +127,31 @@ def _json_path(path: str | Path) -> Path:
 # ---------------------------------------------------------------- objects to data
 
 
-def _dump(tpc: TargetPlatformCapabilities) -> dict[str, Any]:
-    model = tpc.tp_model
-    return {
-        "SCHEMA_VERSION": SCHEMA_VERSION,
-        "name": tpc.name,
-        "version": tpc.version,
-        "model": {
-            "name": model.name,
-            "add_metadata": model.add_metadata,
-            "is_simd_padding": model.is_simd_padding,
-            "default": _dump_options(model.default_qco),
-            "math": model.math.model_dump(mode="json", exclude_defaults=True),
-            "operator_sets": [
-                {"name": o.name, "options": _dump_options(o.qc_options)}
-                if isinstance(o, OperatorsSet)
-                else {"name": o.name, "members": [m.name for m in o.members]}
-                for o in model.operator_set
-            ],
-            "fusings": [
-                {"name": f.name, "groups": [g.name for g in f.operator_groups_list]} for f in model.fusing_patterns
-            ],
-        },
-        "layers": [
-            {
-                "set": o.name,
-                "members": [m.model_dump(mode="json", by_alias=True, exclude_defaults=True) for m in o.members],
-                "attributes": {
-                    k: {"known": {name_of(x): v for x, v in d.known_dict.items()}, "default": d.default_value}
-                    for k, d in o.attr_mapping.items()
-                },
-            }
-            for o in tpc.op_sets_to_layers.op_sets_to_layers
-        ],
+def _dump(tpc: capabilities.TargetPlatformCapabilities) -> dict[str, Any]:
+    m = tpc.tp_model
+    described = {
+        **{name: getattr(m, name) for name in ("name", "add_metadata", "is_simd_padding")},
+        "default": _dump_options(m.default_qco),
+        "math": m.math.model_dump(mode="json", exclude_defaults=True),
+        "operator_sets": [{"name": o.name, **_dump_group(o)} for o in m.operator_set],
+        "fusings": [{"name": f.name, "groups": [g.name for g in f.operator_groups_list]} for f in m.fusing_patterns],
     }
+    layers = [_dump_layers(o) for o in tpc.op_sets_to_layers.op_sets_to_layers]
+    about = {"SCHEMA_VERSION": SCHEMA_VERSION, "name": tpc.name, "version": tpc.version}
+    return {**about, "model": described, "layers": layers}
+
+
+def _dump_group(o: model.OperatorGroup) -> dict[str, Any]:
+    if isinstance(o, model.OperatorsSet):
+        return {"options": _dump_options(o.qc_options)}
+    return {"members": [m.name for m in o.members]}
+
+
+def _dump_layers(o: capabilities.OperationsSetToLayers) -> dict[str, Any]:
+    members = [m.model_dump(mode="json", by_alias=True, exclude_defaults=True) for m in o.members]
+    known = {k: {name_of(x): v for x, v in d.known_dict.items()} for k, d in o.attr_mapping.items()}
+    attributes = {k: {"known": known[k], "default": d.default_value} for k, d in o.attr_mapping.items()}
+    return {"set": o.name, "members": members, "attributes": attributes}
 
 
 def _dump_options(o: QuantizationConfigOptions | None) -> dict[str, Any] | None:
@@ -181,17 +159,10 @@ def _dump_options(o: QuantizationConfigOptions | None) -> dict[str, Any] | None:
     return None if o is None else {"options": configs, "base": configs.index(o.base)}
 
 
-def _plain(thing: Any) -> Any:
-    """What JSON has no form of: members of enumerations, mappings, and configurations."""
-    if isinstance(thing, Enum):
-        return thing.name
-    return dict(thing) if isinstance(thing, Mapping) else vars(thing)
-
-
 # ---------------------------------------------------------------- data to objects
 
 
-def read(data: Mapping[str, Any]) -> TargetPlatformCapabilities:
+def read(data: Mapping[str, Any]) -> capabilities.TargetPlatformCapabilities:
     """The capabilities that a file's data say.
 
     Raises:
@@ -200,9 +171,9 @@ def read(data: Mapping[str, Any]) -> TargetPlatformCapabilities:
     checked(_file, data, ModelingError, "the file", "", json=True)
     m = data["model"]
     default = read_options(m["default"])
-    sets: dict[str, OperatorGroup] = {}
+    sets: dict[str, model.OperatorGroup] = {}
 
-    def named(names: Sequence[str]) -> list[OperatorGroup]:
+    def named(names: Sequence[str]) -> list[model.OperatorGroup]:
         for name in names:
             if name not in sets:
                 raise ModelingError(UnknownNameError("operator set", name, sets).what, allowed=", ".join(sets))
@@ -210,25 +181,20 @@ def read(data: Mapping[str, Any]) -> TargetPlatformCapabilities:
 
     for o in m["operator_sets"]:
         if "members" in o:
-            sets[o["name"]] = OperatorSetConcat(*named(o["members"]), name=o["name"])
+            sets[o["name"]] = model.OperatorSetConcat(*named(o["members"]), name=o["name"])
         else:
-            sets[o["name"]] = OperatorsSet(o["name"], read_options(o.get("options")) if o.get("options") else None)
-    fusings = [Fusing(named(f["groups"]), f["name"]) for f in m["fusings"]]
-    model = TargetPlatformModel(
-        default,
-        m["add_metadata"],
-        m["name"],
-        operator_set=[*sets.values()],
-        fusing_patterns=fusings,
-        math=m["math"],
-        is_simd_padding=m.get("is_simd_padding", True),  # files of earlier versions pad wherever there is a width
-    )
-    layers = OperationsToLayers()
+            options = o.get("options")
+            sets[o["name"]] = model.OperatorsSet(o["name"], read_options(options) if options else None)
+    fusings = [model.Fusing(named(f["groups"]), f["name"]) for f in m["fusings"]]
+    # files of earlier versions pad wherever there is a width
+    rest: Any = {"fusing_patterns": fusings, "math": m["math"], "is_simd_padding": m.get("is_simd_padding", True)}
+    made = model.TargetPlatformModel(default, m["add_metadata"], m["name"], operator_set=[*sets.values()], **rest)
+    layers = capabilities.OperationsToLayers()
     for e in data["layers"]:
-        mapping = {k: DefaultDict(d["known"], d["default"]) for k, d in e["attributes"].items()}
+        mapping = {k: capabilities.DefaultDict(d["known"], d["default"]) for k, d in e["attributes"].items()}
         members = checked(list[Member], e["members"], ModelingError, f"set '{e['set']}'", "members", json=True)
-        layers.add(OperationsSetToLayers(e["set"], members, mapping))
-    return TargetPlatformCapabilities(model, data["name"], data["version"], op_sets_to_layers=layers)
+        layers.add(capabilities.OperationsSetToLayers(e["set"], members, mapping))
+    return capabilities.TargetPlatformCapabilities(made, data["name"], data["version"], op_sets_to_layers=layers)
 
 
 def read_options(data: Mapping[str, Any]) -> QuantizationConfigOptions:

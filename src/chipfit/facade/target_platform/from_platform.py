@@ -1,43 +1,31 @@
 """A platform as modelled values: the way back from the record that platform files load into."""
 
-from chipfit.facade.target_platform.capabilities import (
-    OperationsSetToLayers,
-    OperationsToLayers,
-    TargetPlatformCapabilities,
-)
-from chipfit.facade.target_platform.configs import (
-    BIAS_ATTR,
-    KERNEL_ATTR,
-    AttributeQuantizationConfig,
-    OpQuantizationConfig,
-    QuantizationConfigOptions,
-    QuantizationMethod,
-    Signedness,
-)
-from chipfit.facade.target_platform.model import Fusing, OperatorSetConcat, OperatorsSet, TargetPlatformModel
+from typing import Any
+
+from chipfit.facade.target_platform import capabilities, configs, model
 from chipfit.graph.ops import OPS
 from chipfit.platform.filters import Member
 from chipfit.platform.load import groups
 from chipfit.platform.schema import Format, OpRule, Option, Platform
 
 
-def from_platform(platform: Platform) -> TargetPlatformCapabilities:
+def from_platform(platform: Platform) -> capabilities.TargetPlatformCapabilities:
     """A platform as capabilities that can be read, printed and edited; the platform itself stays attached.
 
     What has no counterpart in these classes (rules across tensors other than ties and fixed outputs, conditions on
     shapes) is kept in the attached record only: a model that is edited and lowered again is a chip without it.
     """
-    default = QuantizationConfigOptions([_config(platform, None, Option())])
-    sets: dict[str, OperatorsSet] = {}
+    default = configs.QuantizationConfigOptions([_config(platform, None, Option())])
+    sets: dict[str, model.OperatorsSet] = {}
     words_of: dict[str, set[str]] = {}  # set -> every word that its rule is known by
-    layers: list[OperationsSetToLayers] = []
+    layers: list[capabilities.OperationsSetToLayers] = []
     taken: set[Member] = set()
     for rule in platform.ops:
         if not rule.use and rule.exec is None:
             continue
         options = _options(platform, rule)
         if rule.match == ("*",):
-            default = QuantizationConfigOptions([options.base])
+            default = configs.QuantizationConfigOptions([options.base])
             continue
         label = ", ".join(w.removeprefix("@") if w.removeprefix("@") in platform.sets else w for w in rule.match)
         words = {o for w in rule.match for o in (*groups().get(w, ()), w)}
@@ -46,8 +34,8 @@ def from_platform(platform: Platform) -> TargetPlatformCapabilities:
         members = [m for m in members if m not in taken]
         if members and label not in sets:  # a second rule holds under conditions that sets cannot say
             taken.update(members)
-            layers.append(OperationsSetToLayers(label, members))
-            sets[label], words_of[label] = OperatorsSet(label, options), words
+            layers.append(capabilities.OperationsSetToLayers(label, members))
+            sets[label], words_of[label] = model.OperatorsSet(label, options), words
     fusings = []
     for f in platform.fuse:
         steps = [
@@ -55,37 +43,29 @@ def from_platform(platform: Platform) -> TargetPlatformCapabilities:
             for step in f.steps
         ]
         if all(steps):
-            fusings.append(Fusing([g[0] if len(g) == 1 else OperatorSetConcat(*g) for g in steps], name=f.note or None))
-    model = TargetPlatformModel(
-        default,
-        platform.metadata,
-        platform.name,
-        operator_set=[*sets.values()],
-        fusing_patterns=fusings,
-        math=platform.math,
-        is_simd_padding=True,
-    )
-    return TargetPlatformCapabilities(
-        model, platform.name, platform.arch_selected, op_sets_to_layers=OperationsToLayers(layers), platform=platform
-    )
+            members_of_steps = [g[0] if len(g) == 1 else model.OperatorSetConcat(*g) for g in steps]
+            fusings.append(model.Fusing(members_of_steps, name=f.note or None))
+    parts: dict[str, Any] = {"operator_set": [*sets.values()], "fusing_patterns": fusings, "math": platform.math}
+    made = model.TargetPlatformModel(default, platform.metadata, platform.name, **parts, is_simd_padding=True)
+    attached: dict[str, Any] = {"op_sets_to_layers": capabilities.OperationsToLayers(layers), "platform": platform}
+    return capabilities.TargetPlatformCapabilities(made, platform.name, platform.arch_selected, **attached)
 
 
-def _options(platform: Platform, rule: OpRule) -> QuantizationConfigOptions:
-    configs = list(dict.fromkeys(_config(platform, rule, o) for o in (rule.use or (Option(),))))
-    return QuantizationConfigOptions(configs, configs[0])
+def _options(platform: Platform, rule: OpRule) -> configs.QuantizationConfigOptions:
+    choices = list(dict.fromkeys(_config(platform, rule, o) for o in (rule.use or (Option(),))))
+    return configs.QuantizationConfigOptions(choices, choices[0])
 
 
-def _config(platform: Platform, rule: OpRule | None, o: Option) -> OpQuantizationConfig:
+def _config(platform: Platform, rule: OpRule | None, o: Option) -> configs.OpQuantizationConfig:
     fix = next((r for r in (rule.rules if rule else ()) if r.fix == "out"), None)
     follow = rule is not None and rule.how == "follow"
     out = platform.formats.get(o.out or "")
     data = platform.formats.get((o.in_ if isinstance(o.in_, str) else (o.in_ or ("",))[0]) or "")
-    stored = out or data
-    return OpQuantizationConfig(
-        default_weight_attr_config=AttributeQuantizationConfig(),
-        attr_weights_configs_mapping={
-            k: _attribute(platform.formats.get(n)) for k, n in ((KERNEL_ATTR, o.w), (BIAS_ATTR, o.b)) if n is not None
-        },
+    stored, weights = out or data, ((configs.KERNEL_ATTR, o.w), (configs.BIAS_ATTR, o.b))
+    signed: Any = stored.signed if stored else "auto"
+    return configs.OpQuantizationConfig(
+        default_weight_attr_config=configs.AttributeQuantizationConfig(),
+        attr_weights_configs_mapping={k: _attribute(platform.formats.get(n)) for k, n in weights if n is not None},
         activation_quantization_method=_method(stored),
         activation_n_bits=stored.bits if stored else 32,
         supported_input_activation_n_bits=o.in_bits or (data.bits if data else 32,),
@@ -94,21 +74,19 @@ def _config(platform: Platform, rule: OpRule | None, o: Option) -> OpQuantizatio
         fixed_scale=fix.scale if fix else None,
         fixed_zero_point=fix.zp if fix else None,
         simd_size=o.simd,
-        signedness={True: Signedness.SIGNED, False: Signedness.UNSIGNED, "auto": Signedness.AUTO}[stored.signed]
-        if stored
-        else Signedness.AUTO,
+        signedness=configs.Signedness.AUTO if signed == "auto" else signed,
     )
 
 
-def _method(f: Format | None) -> QuantizationMethod:
+def _method(f: Format | None) -> configs.QuantizationMethod:
     if f is None:
-        return QuantizationMethod.POWER_OF_TWO
-    return QuantizationMethod.of(lut=f.kind == "lut", pot=f.scale == "pot", affine=f.zero == "any")
+        return configs.QuantizationMethod.POWER_OF_TWO
+    return configs.QuantizationMethod.of(lut=f.kind == "lut", pot=f.scale == "pot", affine=f.zero == "any")
 
 
-def _attribute(f: Format | None) -> AttributeQuantizationConfig:
+def _attribute(f: Format | None) -> configs.AttributeQuantizationConfig:
     if f is None or f.is_float:
-        return AttributeQuantizationConfig()
-    return AttributeQuantizationConfig(
+        return configs.AttributeQuantizationConfig()
+    return configs.AttributeQuantizationConfig(
         _method(f), f.bits, f.per == "channel", True, int(f.lut.get("value_bits", 8)) if f.lut else None
     )

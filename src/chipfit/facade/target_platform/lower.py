@@ -5,16 +5,7 @@ from typing import Any
 
 from chipfit.errors import ModelingError
 from chipfit.facade.checks import in_our_words
-from chipfit.facade.target_platform.configs import (
-    BIAS_ATTR,
-    KERNEL_ATTR,
-    POSITIONAL_ATTR,
-    AttributeQuantizationConfig,
-    OpQuantizationConfig,
-    QuantizationConfigOptions,
-    QuantizationMethod,
-    Signedness,
-)
+from chipfit.facade.target_platform import configs
 from chipfit.facade.target_platform.layers import known_set, member_of
 from chipfit.graph.ops import OPS
 from chipfit.platform.filters import Member
@@ -28,8 +19,8 @@ _COMMON: dict[str, Any] = {"src": ("python",), "conf": "D"}
 
 def lower(
     name: str,
-    default: QuantizationConfigOptions,
-    named: Mapping[str, tuple[tuple[Member, ...], QuantizationConfigOptions]],
+    default: configs.QuantizationConfigOptions,
+    named: Mapping[str, tuple[tuple[Member, ...], configs.QuantizationConfigOptions]],
     chains: list[tuple[str, list[list[str]]]],
     *,
     simd: bool,
@@ -100,7 +91,7 @@ def members_of(name: str) -> tuple[Member, ...]:
 
 
 def _rules(
-    members: tuple[Member, ...], options: QuantizationConfigOptions, formats: dict[str, Format], simd: bool
+    members: tuple[Member, ...], options: configs.QuantizationConfigOptions, formats: dict[str, Format], simd: bool
 ) -> Iterator[tuple[set[str] | None, OpRule]]:
     """The rules of a set, each with the operators that it is about; None: all that are left.
 
@@ -136,10 +127,9 @@ def _holds_constants(op: str) -> bool:
     return OPS[op].weighted or (several and op not in _CARRYING)
 
 
-def _option(c: OpQuantizationConfig, formats: dict[str, Format], simd: bool) -> Option:
-    attrs = c.attr_weights_configs_mapping
-    kernel = _pick(attrs, (KERNEL_ATTR, "kernel", "weight", POSITIONAL_ATTR), c.default_weight_attr_config)
-    bias = _pick(attrs, (BIAS_ATTR, "bias"), c.default_weight_attr_config)
+def _option(c: configs.OpQuantizationConfig, formats: dict[str, Format], simd: bool) -> Option:
+    kernel = _pick(c, configs.KERNEL_ATTR, "kernel", "weight", configs.POSITIONAL_ATTR)
+    bias = _pick(c, configs.BIAS_ATTR, "bias")
     supported = c.supported_input_activation_n_bits
     assert isinstance(supported, tuple)  # made one by the configuration
     return Option(
@@ -152,16 +142,17 @@ def _option(c: OpQuantizationConfig, formats: dict[str, Format], simd: bool) -> 
     )
 
 
-def _pick(
-    attrs: Mapping[str, AttributeQuantizationConfig], names: tuple[str, ...], default: AttributeQuantizationConfig
-) -> AttributeQuantizationConfig:
+def _pick(c: configs.OpQuantizationConfig, *names: str) -> configs.AttributeQuantizationConfig:
     """The configuration of a weight attribute, by its generic name or a framework's own."""
+    attrs = c.attr_weights_configs_mapping
     exact = [attrs[n] for n in names if n in attrs]
     last_words = {k: {k.rpartition("_")[2], k.rpartition("/")[2].partition(":")[0]} for k in attrs}
-    return next(iter([*exact, *(v for k, v in attrs.items() if last_words[k] & {*names})]), default)
+    return next(
+        iter([*exact, *(v for k, v in attrs.items() if last_words[k] & {*names})]), c.default_weight_attr_config
+    )
 
 
-def _weight(a: AttributeQuantizationConfig, formats: dict[str, Format]) -> str:
+def _weight(a: configs.AttributeQuantizationConfig, formats: dict[str, Format]) -> str:
     if not a.enable_weights_quantization:
         return "float"
     method, channels = a.weights_quantization_method, a.weights_per_channel_threshold
@@ -172,25 +163,25 @@ def _weight(a: AttributeQuantizationConfig, formats: dict[str, Format]) -> str:
     return name
 
 
-def _activation(c: OpQuantizationConfig, formats: dict[str, Format]) -> str:
+def _activation(c: configs.OpQuantizationConfig, formats: dict[str, Format]) -> str:
     method, bits = c.activation_quantization_method, c.activation_n_bits
-    if c.signedness is Signedness.AUTO:
+    if c.signedness is configs.Signedness.AUTO:
         mark, signed = ("", True if method.affine else "auto")
     else:
-        signed = c.signedness is Signedness.SIGNED
+        signed = c.signedness is configs.Signedness.SIGNED
         mark = "_u" if not signed else "" if method.affine else "_s"
     name = f"a{bits}_{_short(method)}{mark}"
     formats[name] = _format(method, bits, signed=signed)
     return name
 
 
-def _short(method: QuantizationMethod) -> str:
+def _short(method: configs.QuantizationMethod) -> str:
     """A method in names of formats."""
     return ("lut" if method.lut else "") + ("uni" if method.affine else "pot" if method.pot else "sym")
 
 
-def _format(method: QuantizationMethod, bits: int, entry_bits: int | None = None, **more: Any) -> Format:
-    return in_our_words(Format, ModelingError, f"a {bits}-bit format of {method}", ["bits"])(
+def _format(method: configs.QuantizationMethod, bits: int, entry_bits: int | None = None, **more: Any) -> Format:
+    return in_our_words(Format, ModelingError, f"a {bits}-bit format of {method}", {"bits": True})(
         bits=bits,
         kind="lut" if method.lut else "int",
         scale="pot" if method.pot else "any",
@@ -200,7 +191,7 @@ def _format(method: QuantizationMethod, bits: int, entry_bits: int | None = None
     )
 
 
-def _fixed(c: OpQuantizationConfig, formats: dict[str, Format]) -> tuple[Rule, ...]:
+def _fixed(c: configs.OpQuantizationConfig, formats: dict[str, Format]) -> tuple[Rule, ...]:
     if c.fixed_scale is None or not c.enable_activation_quantization:
         return ()
     f = formats[_activation(c, formats)]

@@ -22,14 +22,8 @@ from chipfit.facade.target_platform.lower import lower, members_of
 from chipfit.platform.filters import Member
 from chipfit.platform.schema import Math, Platform
 
-__all__ = [
-    "Fusing",
-    "OperatorSetConcat",
-    "OperatorSetGroup",
-    "OperatorsSet",
-    "TargetPlatformModel",
-    "get_default_quantization_config_options",
-]
+__all__ = ["Fusing", "OperatorSetConcat", "OperatorSetGroup", "OperatorsSet", "TargetPlatformModel"]
+__all__ += ["get_default_quantization_config_options"]
 
 _CURRENT: ContextVar[TargetPlatformModel | None] = ContextVar("target_platform_model", default=None)
 

@@ -10,23 +10,10 @@ from typing import Any
 import yaml
 
 from chipfit.errors import ModelingError, RuntimeUnavailable, UnknownNameError
-from chipfit.facade.target_platform.capabilities import (
-    DefaultDict,
-    LayerFilterParams,
-    OperationsSetToLayers,
-    OperationsToLayers,
-    TargetPlatformCapabilities,
-)
+from chipfit.facade.target_platform import capabilities, model
 from chipfit.facade.target_platform.files import read_options
 from chipfit.facade.target_platform.from_platform import from_platform
 from chipfit.facade.target_platform.layers import table
-from chipfit.facade.target_platform.model import (
-    Fusing,
-    OperatorGroup,
-    OperatorSetConcat,
-    OperatorsSet,
-    TargetPlatformModel,
-)
 from chipfit.platform import load as platforms
 
 __all__ = ["get_target_platform_capabilities"]
@@ -37,7 +24,7 @@ FILE = "file"  #: version that means chipfit's own platform file, where a modell
 
 def get_target_platform_capabilities(
     fw_name: str, target_platform_name: str = "default", target_platform_version: str | None = None
-) -> TargetPlatformCapabilities:
+) -> capabilities.TargetPlatformCapabilities:
     """A built-in chip for a framework, as values to read, print (`.show()`) and edit.
 
     Args:
@@ -88,30 +75,26 @@ def modelled() -> dict[str, dict[str, Any]]:
     return out
 
 
-def _model(chip: dict[str, Any], version: str) -> TargetPlatformModel:
+def _model(chip: dict[str, Any], version: str) -> model.TargetPlatformModel:
     def options(words: str) -> Any:
         names = chip.get("options", {}).get(words, words).split()
         return read_options({"options": [_config(chip, name) for name in names], "base": 0})
 
-    def group(words: str) -> OperatorGroup:
+    def group(words: str) -> model.OperatorGroup:
         members = [sets[name] for name in words.split()]
-        return members[0] if len(members) == 1 else OperatorSetConcat(*members)
+        return members[0] if len(members) == 1 else model.OperatorSetConcat(*members)
 
     sets = {
-        name: OperatorsSet(name, None if words == "default" else options(words))
+        name: model.OperatorsSet(name, None if words == "default" else options(words))
         for names, words in chip["sets"].items()
         for name in names.split()
         if words != "absent"
     }
-    return TargetPlatformModel(
-        options(chip["default"]),
-        chip.get("add_metadata", False),
-        chip["name"].format(version=version),
-        operator_set=[*sets.values()],
-        fusing_patterns=[Fusing([group(step) for step in chain]) for chain in chip["fusings"]],
-        math=platforms.load(chip["math"]).math if "math" in chip else None,
-        is_simd_padding=chip.get("simd_padding", False),
-    )
+    fusings = [model.Fusing([group(step) for step in chain]) for chain in chip["fusings"]]
+    math = platforms.load(chip["math"]).math if "math" in chip else None
+    parts: Any = {"operator_set": [*sets.values()], "fusing_patterns": fusings, "math": math}
+    about = options(chip["default"]), chip.get("add_metadata", False), chip["name"].format(version=version)
+    return model.TargetPlatformModel(*about, **parts, is_simd_padding=chip.get("simd_padding", False))
 
 
 def _config(chip: dict[str, Any], name: str) -> dict[str, Any]:
@@ -140,24 +123,24 @@ def _merged(*tables: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------- layers
 
 
-def _attach(data: dict[str, Any], version: str, package: str) -> TargetPlatformCapabilities:
+def _attach(data: dict[str, Any], version: str, package: str) -> capabilities.TargetPlatformCapabilities:
     """The chip with the framework's layers attached to its operator sets."""
     chip = _merged(data, _entry(data["versions"], version))
-    model = _model(chip, version)
+    made = _model(chip, version)
     try:
         importlib.import_module(package)
     except ImportError as e:
         extra = "torch" if package == "torch" else "'chipfit[keras]'"
         raise RuntimeUnavailable(f"{package} is not installed", hint=f"pip install {extra}") from e
     known = table()
-    attributes = {attribute: DefaultDict({}, name) for attribute, name in known["weights"][package].items()}
-    layers = OperationsToLayers()
-    for name in (o.name for o in model.operator_set if isinstance(o, OperatorsSet)):
+    attributes = {k: capabilities.DefaultDict({}, name) for k, name in known["weights"][package].items()}
+    layers = capabilities.OperationsToLayers()
+    for name in (o.name for o in made.operator_set if isinstance(o, model.OperatorsSet)):
         rows = [known["layers"].get(row, {}) for row in chip.get("layers", {}).get(name, name).split()]
         words = " ".join(row.get(package, "") for row in rows).split()
         if words:
-            layers.add(OperationsSetToLayers(name, [_layer(word, package) for word in words], attributes))
-    return TargetPlatformCapabilities(model, model.name, version, op_sets_to_layers=layers)
+            layers.add(capabilities.OperationsSetToLayers(name, [_layer(word, package) for word in words], attributes))
+    return capabilities.TargetPlatformCapabilities(made, made.name, version, op_sets_to_layers=layers)
 
 
 def _layer(word: str, package: str) -> Any:
@@ -165,4 +148,4 @@ def _layer(word: str, package: str) -> Any:
     path, _, condition = word.partition("?")
     layer = pkgutil.resolve_name(path if path.startswith("operator.") else f"{package}.{path}")
     attribute, _, value = condition.partition("=")
-    return LayerFilterParams(layer, **{attribute: yaml.safe_load(value)}) if condition else layer
+    return capabilities.LayerFilterParams(layer, **{attribute: yaml.safe_load(value)}) if condition else layer

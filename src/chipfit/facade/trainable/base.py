@@ -12,14 +12,8 @@ from chipfit.facade.target_platform.configs import QuantizationMethod
 from chipfit.facade.trainable.adaptor import Hosted
 from chipfit.facade.trainable.configs import TrainableQuantizerActivationConfig, TrainableQuantizerWeightsConfig
 
-__all__ = [
-    "BaseKerasTrainableQuantizer",
-    "BasePytorchTrainableQuantizer",
-    "BaseTrainableQuantizer",
-    "QuantizationTarget",
-    "VariableGroup",
-    "mark_quantizer",
-]
+__all__ = ["QuantizationTarget", "VariableGroup", "mark_quantizer"]
+__all__ += ["BaseKerasTrainableQuantizer", "BasePytorchTrainableQuantizer", "BaseTrainableQuantizer"]
 
 T = TypeVar("T", bound=type)
 
@@ -42,6 +36,8 @@ class VariableGroup(Enum):
     QPARAMS = "qparams"  #: changes the grid
 
 
+#: every class that `mark_quantizer` has seen
+MARKED: list[Any] = []
 CONFIGS: dict[QuantizationTarget, Any] = {
     QuantizationTarget.Weights: TrainableQuantizerWeightsConfig,
     QuantizationTarget.Activation: TrainableQuantizerActivationConfig,
@@ -69,6 +65,7 @@ def mark_quantizer(
     def mark(cls: T) -> T:
         cls.quantization_target, cls.quantization_method = quantization_target, methods  # type: ignore[attr-defined]
         cls.identifier = identifier  # type: ignore[attr-defined]
+        MARKED.append(cls)
         return cls
 
     return mark
@@ -197,9 +194,3 @@ class BaseKerasTrainableQuantizer(BaseTrainableQuantizer):
     """Base of trainable quantizers for Keras, on any backend: variables are made by `layer.add_weight`."""
 
     framework, _trains = "keras", "trainable"
-
-
-def marked(base: type) -> list[Any]:
-    """All classes below a base class that `mark_quantizer` has seen."""
-    below = [c for cls in base.__subclasses__() for c in [cls, *marked(cls)]]  # type: ignore[var-annotated]  # recursive
-    return list(dict.fromkeys(c for c in below if "quantization_target" in vars(c)))

@@ -1,15 +1,16 @@
 """What a trainable quantizer is told about its tensor, with the predecessor's names, order and defaults."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from chipfit.errors import ConfigError
-from chipfit.facade.checks import Number, record
+from chipfit.facade.checks import Number, as_json, checked, record
 from chipfit.facade.target_platform.configs import Bits, Flag, Method, QuantizationMethod
 from chipfit.facade.trainable.constants import LUT_VALUES, MIN_THRESHOLD, RANGE_MAX, RANGE_MIN, SIGNED, THRESHOLD
 from chipfit.quantizers.inferable import LUT_BITS, parameters, symmetric, uniform
@@ -17,7 +18,15 @@ from chipfit.quantizers.stored import Stored
 
 __all__ = ["TrainableQuantizerActivationConfig", "TrainableQuantizerCandidateConfig", "TrainableQuantizerWeightsConfig"]
 
-Params = Mapping[str, Any]
+
+def _arrays(given: Any, info: Any) -> Any:
+    """Lists of a file as arrays."""
+    if info.mode != "json" or not isinstance(given, dict):
+        return given
+    return {k: np.asarray(v, "float32") if isinstance(v, list) else v for k, v in given.items()}
+
+
+Params = Annotated[Mapping[str, Any], BeforeValidator(_arrays)]
 #: widest code that trains: steps of wider ones are lost in float32
 MOST_BITS = 16
 Positive = Annotated[Number, Field(gt=0)]
@@ -45,20 +54,11 @@ class _Config:
 
     def get_config(self) -> dict[str, Any]:
         """The fields as data: enumerations by name, arrays as lists; `from_config` reads them back."""
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]  # a dataclass
+        return json.loads(json.dumps({f.name: getattr(self, f.name) for f in fields(self)}, default=as_json))  # type: ignore[arg-type,no-any-return]  # a dataclass
 
     @classmethod
     def from_config(cls: type[C], config: Mapping[str, Any]) -> C:
-        given: dict[str, Any] = {k: _arrays(v) if k.endswith("params") else v for k, v in config.items()}
-        for name, value in given.items():
-            if name.endswith("method") and isinstance(value, str):
-                given[name] = QuantizationMethod.__members__.get(value, value)
-            elif name.endswith("candidates") and value is not None:
-                made = (
-                    TrainableQuantizerCandidateConfig(c["n_bits"], _arrays(c["quantization_params"])) for c in value
-                )
-                given[name] = list(made)
-        return cls(**given)
+        return checked(cls, config, ConfigError, cls.__name__, "", json=True)  # type: ignore[no-any-return]  # as `cls` says
 
 
 @record(ConfigError)
@@ -163,20 +163,3 @@ def config_of(stored: Stored, role: str, rank: int) -> Any:
         return TrainableQuantizerActivationConfig(method, bits, own, True, MIN_THRESHOLD)
     per_channel = stored.axis is not None
     return TrainableQuantizerWeightsConfig(method, bits, words, True, stored.axis, per_channel, MIN_THRESHOLD)
-
-
-def _plain(value: Any) -> Any:
-    """As data."""
-    if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if isinstance(value, TrainableQuantizerCandidateConfig):
-        return _plain(vars(value))
-    return (
-        value.name if isinstance(value, QuantizationMethod) else value.tolist() if hasattr(value, "tolist") else value
-    )
-
-
-def _arrays(params: Params) -> dict[str, Any]:
-    return {k: np.asarray(v, "float32") if isinstance(v, list) else v for k, v in params.items()}
