@@ -44,6 +44,8 @@ def numbers(q):
         (-1.001, 0.0, P8, 2.0**-6, 0),
         (-1.0, 2.0, Grid(bits=8, qmin=0, qmax=255, zero=128), 2.0 / 127, 128),
         (-1.0, 2.0, Grid(bits=8, qmin=0, qmax=255, zero=(0, 128)), 2.0 / 127, 128),
+        (-2.0, 1.0, Grid(bits=8, qmin=0, qmax=255, zero=128), 2.0 / 128, 128),
+        (-2.0, 1.0, Grid(bits=8, qmin=0, qmax=255, zero=(0, 128)), 2.0 / 128, 128),
         (1.0, 2.55, Grid(bits=8, qmin=0, qmax=255, zero=(0, 128)), 2.55 / 255, 0),
         (0.0, 0.0, A8, 1.0 / 255, 0),  # nothing was seen
         (0.0, 0.0, S8, 1.0 / 127, 0),
@@ -161,6 +163,14 @@ def test_a_search_is_as_good_as_trying_everything(rule, p, grid):
     full = from_min_max(float(x.min()), float(x.max()), grid)
     assert found <= 1.02 * least
     assert grid.bits == 8 or found < 0.85 * error(x, *numbers(full), grid, p)
+
+
+@pytest.mark.parametrize("rest", [0.65, 0.375, 0.24, 0.1, 0.04])
+@pytest.mark.parametrize("far", [(-1.0, 1.0), (1.0,), (-1.0,)], ids=["both", "high", "low"])
+def test_few_values_far_out_are_clipped_however_far_they_are(rest, far):
+    x = np.concatenate([np.linspace(-rest, rest, 999), far]).astype("float32")
+    scale, zero = numbers(choose(torch.from_numpy(x), A4, rule="mae"))
+    assert error(x, scale, zero, A4, 1.0) <= 1.02 * brute(x, A4, 1.0)
 
 
 @pytest.mark.parametrize("rule, p", [("mse", 2.0), ("mae", 1.0)])

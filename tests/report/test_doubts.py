@@ -131,6 +131,14 @@ def test_channels_of_very_different_means_are_not_doubted():
     assert unlike_training(capture(model, (x.flip(1),)))
 
 
+@pytest.mark.parametrize("values, told", [(7, False), (8, True)])
+def test_a_spread_is_told_from_eight_values_a_channel_however_few_channels_there_are(values, told):
+    model = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)).eval()
+    x = torch.linspace(-1e-3, 1e-3, values).view(values, 1)
+    said = unlike_training(capture(model, (x,)))
+    assert bool(said) is told and all("times narrower than the statistics" in s for s in said)
+
+
 @pytest.mark.parametrize("count, more", [(4, ""), (5, " and 1 more")])
 def test_four_layers_that_never_change_are_named(count, more):
     nodes = [Node(f"r{k}", "Relu", ("x",), (f"y{k}",)) for k in range(count)]

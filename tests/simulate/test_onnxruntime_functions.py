@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import onnxruntime
+import pytest
 import torch
 from onnx import TensorProto, helper
 
-from chipfit.simulate.onnxruntime import logistic, softmax
+from chipfit.graph.ir import Node
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
+from chipfit.simulate.onnxruntime import _absorbed, logistic, softmax
 
 
 def _run(node, kind: int, x: torch.Tensor, constants=()) -> torch.Tensor:
@@ -24,6 +28,37 @@ def test_the_logistic_function():
     want = _run(helper.make_node("Sigmoid", ["x"], ["y"]), TensorProto.FLOAT, x)
     assert torch.equal(logistic(x), want)
     assert (torch.sigmoid(x) != want).sum() > 1000  # the last bit is the runtime's own
+
+
+@pytest.mark.parametrize(
+    "low, high, absorbed",
+    [
+        (-1.28, 1.27, True),  # what the codes stand for
+        (-1.3, 1.5, True),
+        (None, 1.27, True),
+        (-1.27, 1.27, False),  # one code less below
+        (-1.28, 1.26, False),  # and above
+        (-1.27, None, False),
+        (0.0, None, False),
+    ],
+)
+def test_a_clip_is_left_out_of_the_file_where_its_codes_end_no_later(low, high, absorbed):
+    grid = Grid(bits=8, qmin=-128, qmax=127)
+    stored = Stored(format="a8", grid=grid, scale=torch.tensor(0.01), zero_point=torch.tensor(0, dtype=torch.int32))
+    clip = Node("clip", "Clamp", ("x",), ("y",), {"min": low, "max": high})
+    assert _absorbed(clip, stored) == ((-128, 127) if absorbed else None)
+
+
+def test_a_relu_is_left_out_where_zero_is_the_lowest_code():
+    relu = Node("relu", "Relu", ("x",), ("y",))
+    for zero, absorbed in ((-128, True), (-127, False)):
+        stored = Stored(
+            format="a8",
+            grid=Grid(bits=8, qmin=-128, qmax=127, zero="any"),
+            scale=torch.tensor(0.01),
+            zero_point=torch.tensor(zero, dtype=torch.int32),
+        )
+        assert (_absorbed(relu, stored) is not None) is absorbed
 
 
 def test_softmax():

@@ -160,6 +160,30 @@ def test_the_graph_computes_what_the_model_does(graph):
     assert [op for op, (a, b) in pairs.items() if not torch.equal(a, b)] == []
 
 
+@pytest.mark.parametrize("ends", [(0, 62), (0, 70), (3, 99), (0, 100), (65, 66), (-40, -30), (-1, None)])
+def test_a_slice_of_a_long_axis_ends_where_it_says(ends):
+    class Slice(nn.Module):
+        def forward(self, x):
+            return x[:, slice(*ends)] * 2
+
+    x = torch.arange(200.0).view(2, 100)
+    (got,) = run(capture(Slice(), (x,)), [x]).values()
+    assert torch.equal(got, x[:, slice(*ends)] * 2)
+
+
+@pytest.mark.parametrize("ends, ops", [((-2, None), ["Max"]), ((None, 3), ["Min"]), ((-2, 3), ["Max", "Min"])])
+def test_a_clip_of_integers_is_one_operator_an_end(ends, ops):
+    class Clip(nn.Module):
+        def forward(self, x):
+            return x.clamp(*ends)
+
+    x = torch.arange(-6, 6).view(2, 6)
+    graph = capture(Clip(), (x,))
+    assert [n.op for n in graph.nodes] == ops
+    (got,) = run(graph, [x]).values()
+    assert torch.equal(got, x.clamp(*ends)) and got.dtype == torch.int64
+
+
 def test_a_softmax_computes_in_the_type_that_it_names():
     class Named(nn.Module):
         def forward(self, x):

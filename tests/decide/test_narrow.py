@@ -1,0 +1,67 @@
+"""Formats made narrower by hand hold numbers of the chip's format, and no others."""
+
+from __future__ import annotations
+
+import pytest
+
+from chipfit.decide.narrow import METHODS, method_of, narrow
+from chipfit.errors import UnsupportedError
+from chipfit.platform.schema import Format
+
+AFFINE = Format(bits=8, zero="any")
+FORMATS = {
+    "uniform": AFFINE,
+    "symmetric": Format(bits=8),
+    "power_of_two": Format(bits=8, scale="pot"),
+    "lut_symmetric": Format(bits=4, kind="lut", lut={"entries": 4}),
+    "lut_power_of_two": Format(bits=4, kind="lut", lut={"entries": 4}, scale="pot"),
+}
+#: Lloyd's tables keep their kind; zero points and scales may only lose freedom
+INSIDE = {
+    "uniform": {"uniform", "symmetric", "power_of_two"},
+    "symmetric": {"symmetric", "power_of_two"},
+    "power_of_two": {"power_of_two"},
+    "lut_symmetric": {"lut_symmetric", "lut_power_of_two"},
+    "lut_power_of_two": {"lut_power_of_two"},
+}
+
+
+@pytest.mark.parametrize("mine", METHODS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_format_becomes_what_it_holds_and_nothing_else(mine, method):
+    fmt = FORMATS[mine]
+    assert method_of(fmt) == mine
+    if method not in INSIDE[mine]:
+        with pytest.raises(UnsupportedError, match="method"):
+            narrow(fmt, who="conv", method=method)
+        return
+    made = narrow(fmt, who="conv", method=method)
+    assert made.scale == ("pot" if method.endswith("power_of_two") else "any") and made.bits == fmt.bits
+    assert (made == fmt) is (method == mine)
+
+
+@pytest.mark.parametrize("signed, zero", [(True, 0), ("auto", 0), (False, (0, 128))])
+def test_zero_is_in_the_middle_of_unsigned_codes_or_at_their_end(signed, zero):
+    """Of 8 bits 128 stands for 0 where values have both signs."""
+    made = narrow(Format(bits=8, zero="any", signed=signed), who="conv", method="symmetric")
+    assert made.zero == zero and made.signed == signed
+
+
+def test_a_sign_is_chosen_where_the_format_leaves_it_to_the_data():
+    assert narrow(Format(bits=8, signed="auto"), who="conv", signed=False).signed is False
+    assert narrow(AFFINE, who="conv", signed=True) == AFFINE
+    with pytest.raises(UnsupportedError, match="sign"):
+        narrow(AFFINE, who="conv", signed=False)
+
+
+def test_scales_per_channel_become_one_and_never_the_other_way_round():
+    assert narrow(Format(bits=8, per="channel"), who="conv", per="tensor").per == "tensor"
+    assert narrow(AFFINE, who="conv", per="tensor") == AFFINE
+    with pytest.raises(UnsupportedError, match="scale per"):
+        narrow(AFFINE, who="conv", per="channel")
+
+
+def test_codes_of_other_kinds_have_no_method():
+    assert method_of(Format(bits=8, kind="log", base=2.0)) is None
+    with pytest.raises(UnsupportedError):
+        narrow(Format(bits=8, kind="log", base=2.0), who="conv", method="symmetric")
