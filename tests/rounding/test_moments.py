@@ -49,6 +49,16 @@ def test_positions_are_drawn_without_replacement_all_where_there_are_no_more(mos
     assert drawn == 63 or found != sorted(found)
 
 
+@pytest.mark.parametrize("node, size, kernel", CASES, ids=lambda x: getattr(x, "op", None))
+def test_patches_of_codes_stand_for_the_patches_of_their_reals(node, size, kernel):
+    codes = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    reals, w = codes.float() - 7, torch.zeros(kernel)  # 7 stands for 0, around an image and between its positions too
+    where = torch.tensor([2, 0, 1] if len(size) > 2 else [0])
+    got = patches(node, codes, w, where, 7.0)
+    assert got.dtype == torch.uint8
+    assert torch.equal(got.float() - 7, patches(node, reals, w, where))
+
+
 def test_moments_are_means_of_products_by_hand():
     m = Moments.of(torch.zeros(1, 1, 2))
     m.add(torch.tensor([[[1.0, 3.0], [2.0, 2.0]]]), torch.tensor([[[1.0, 5.0]]]))

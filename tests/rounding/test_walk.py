@@ -9,6 +9,8 @@ from torch import nn
 import chipfit
 from chipfit import Settings
 from chipfit.errors import ConfigError, DataError, PlanError, UnknownNameError
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.streams import Budget, Stream
 from chipfit.rounding.walk import How, walk
@@ -183,6 +185,29 @@ def test_values_beyond_the_limit_lie_on_disk_and_change_nothing():
     assert budget.used == 16 and budget.spilled == 8 and torch.equal(stream[2], torch.arange(4.0))
     stream.free()
     assert budget.used == 0
+
+
+def test_a_part_of_a_value_is_the_same_whether_it_is_picked_before_or_after_it_is_decoded():
+    x, zeros = torch.linspace(-3, 5, 24).view(2, 3, 4), torch.zeros(3, dtype=torch.int32)
+    grid, scale = Grid(bits=8, qmin=0, qmax=255, zero="any"), torch.tensor([0.01, 0.02, 0.03])
+    one = Stored(format="a", grid=grid, scale=scale[1], zero_point=zeros[1] + 90)
+    each = Stored(format="a", grid=grid, scale=scale, zero_point=zeros + 90, axis=1)
+    table = Stored(format="a", grid=replace(grid, table=(-2.0, 3.0)), scale=scale[1], zero_point=zeros[1])  # without 0
+    for stored in (None, one, each, table):
+        stream = Stream(Budget(), stored)
+        stream.append(x)
+
+        def pick(x, zero):
+            return torch.cat([x.flatten(1)[:, 3:9], x.new_full((2, 1), zero)], 1)
+
+        assert torch.equal(stream.part(0, pick), pick(stream[0], 0.0))
+
+
+def test_small_values_are_kept_as_they_are():
+    for size, bytes_of in ((1 << 10, 4), ((1 << 23) + 1, 2)):
+        stream = Stream(Budget(), expected=2)
+        stream.append(torch.zeros(size))
+        assert stream.budget.used == size * bytes_of
 
 
 def test_settings_that_cannot_be_are_refused():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from chipfit.quantizers.grids import Grid, fake_quantize
+from chipfit.quantizers.rounding import ROUNDINGS
 
 #: of the mean of diag(H), added to the diagonal before it is inverted
 DAMPING = 0.01
@@ -20,6 +21,10 @@ DAMPING = 0.01
 BLOCK = 64
 #: scales that are tried for every row, in units of the one that a search by diag(H) finds
 CANDIDATES = (0.80, 0.89, 0.98, 1.06, 1.15)
+#: scales that this search tries
+TRIES = 36
+#: numbers that are rounded at a time: so many stay in the processor's cache
+_AT_ONCE = 1 << 17
 #: the same, for rows of many weights, of which each try is slow
 FEW = (1.0,)
 MANY = 1024
@@ -81,7 +86,7 @@ def rounded(
     inverse = _inverse(h, damping) if spread else None
     again = w.repeat(1, len(tries), 1)
     zeros = rows.zero.expand(g, o, k).repeat(1, len(tries), 1)
-    q = gptq(again, inverse, many, zeros, rows.grid) if inverse is not None else _nearest(again, many, zeros, rows.grid)
+    q = gptq(again, inverse, many, zeros, rows.grid) if inverse is not None else _Nearest(many, zeros, rows.grid)(again)
     error = (((q - again) @ h) * (q - again)).sum(2).view(g, len(tries), o)
     q = q.view(g, len(tries), o, k)
     if rows.ids is None:
@@ -105,22 +110,38 @@ def gptq(w: Tensor, inverse: Tensor, scale: Tensor, zero: Tensor, grid: Grid) ->
 
     Source: Frantar et al. 2022, arXiv:2210.17323, algorithm 1.
     """
-    w, q, size = w.clone(), torch.empty_like(w), w.shape[2]
+    # [g, K, R]: what is done to a column runs over numbers that lie side by side
+    w, scale, zero = (x.transpose(1, 2).contiguous() for x in (w, scale, zero))
+    w, q, size = w.clone(), torch.empty_like(w), w.shape[1]
+    nearest = _Nearest(scale, zero, grid)
     for start in range(0, size, BLOCK):
         end = min(start + BLOCK, size)
-        part, errors = w[:, :, start:end].contiguous(), torch.empty_like(w[:, :, start:end])
+        part, errors = w[:, start:end], torch.empty_like(w[:, start:end])
         u = inverse[:, start:end, start:end]
         for i in range(end - start):
-            at = start + i
-            q[:, :, at] = _nearest(part[:, :, i], scale[:, :, at], zero[:, :, at], grid)
-            errors[:, :, i] = (part[:, :, i] - q[:, :, at]) / u[:, i, i].unsqueeze(1)
-            part[:, :, i + 1 :].baddbmm_(errors[:, :, i : i + 1], u[:, i : i + 1, i + 1 :], alpha=-1)
-        w[:, :, end:].baddbmm_(errors, inverse[:, start:end, end:], alpha=-1)
-    return q
+            q[:, start + i] = nearest(part[:, i], start + i)
+            errors[:, i] = (part[:, i] - q[:, start + i]) / u[:, i, i].unsqueeze(1)
+            part[:, i + 1 :].addcmul_(u[:, i, i + 1 :].unsqueeze(2), errors[:, i].unsqueeze(1), value=-1)
+        w[:, end:].baddbmm_(inverse[:, start:end, end:].transpose(1, 2), errors, alpha=-1)
+    return q.transpose(1, 2).contiguous()
 
 
-def _nearest(w: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> Tensor:
-    return fake_quantize(w, scale, zero, grid)
+class _Nearest:
+    """Weights to the nearest reals that a grid with these scales and zero points holds, as `fake_quantize` does it.
+
+    Everything that does not depend on the weights is made once: the columns of a matrix come one by one.
+    """
+
+    def __init__(self, scale: Tensor, zero: Tensor, grid: Grid) -> None:
+        self.scale, self.zero, self.grid = scale, zero, grid
+        self.symmetric = grid.table is None and not bool(zero.any())
+
+    def __call__(self, w: Tensor, column: int | None = None) -> Tensor:
+        """All of [g, R, K], or one column [g, R] where scales are [g, K, R]."""
+        s, z = (p if column is None else p[:, column] for p in (self.scale, self.zero))
+        if not self.symmetric:
+            return fake_quantize(w, s, z, self.grid)
+        return ROUNDINGS[self.grid.rounding](w / s).clamp_(self.grid.qmin, self.grid.qmax).mul_(s)
 
 
 def _inverse(h: Tensor, damping: float) -> Tensor | None:
@@ -144,20 +165,19 @@ def _mean(h: Tensor) -> Tensor:
 
 
 def _search(w: Tensor, h: Tensor, rows: Rows, damping: float) -> Tensor:
-    """The entries of the scale with the least sum of (h_jj + damping) (q_j - w_j)^2, of 70 that are tried."""
+    """The entries of the scale with the least sum of (h_jj + damping) (q_j - w_j)^2, of `TRIES`."""
     assert rows.ids is not None
-    weights = (h.diagonal(dim1=1, dim2=2) + damping * _mean(h)).unsqueeze(1)
+    weights = (h.diagonal(dim1=1, dim2=2) + damping * _mean(h)).unsqueeze(2)
     flat, n = rows.ids.flatten(), len(rows.low)
     top = torch.zeros(n).scatter_reduce_(0, flat, w.abs().amax(2).flatten(), "amax")
     half = (rows.grid.qmax - rows.grid.qmin) / 2
-    tries, losses = [], []
-    for r in torch.linspace(0.25, 1.1, 70).tolist():
-        s = _allowed((top / half * r).clamp_min(1e-12), rows)
-        q = _nearest(w, s[rows.ids].unsqueeze(2), rows.zero, rows.grid)
-        error = ((q - w).square() * weights).sum(2)
-        tries.append(s)
-        losses.append(torch.zeros(n).index_add_(0, flat, error.flatten()))
-    return torch.stack(tries).gather(0, torch.stack(losses).argmin(0, keepdim=True))[0]
+    tries = _allowed((top / half * torch.linspace(0.25, 1.1, TRIES).unsqueeze(1)).clamp_min(1e-12), rows)  # [tries, n]
+    losses = []
+    for some in tries.split(max(1, _AT_ONCE // w.numel())):
+        q = _Nearest(some[:, rows.ids].unsqueeze(3), rows.zero, rows.grid)(w)  # [some, g, O/g, K]
+        error = (q.sub_(w).square_() @ weights).flatten(1)
+        losses.append(torch.zeros_like(some).index_add_(1, flat, error))
+    return tries.gather(0, torch.cat(losses).argmin(0, keepdim=True))[0]
 
 
 def _allowed(scale: Tensor, rows: Rows) -> Tensor:

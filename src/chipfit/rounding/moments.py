@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,46 +43,48 @@ def targets(node: Node, y: Tensor, where: Tensor) -> Tensor:
     """An output at those positions, [g, O/g, samples x positions]."""
     if node.op == "Linear":
         return y.reshape(y.shape[0], -1, y.shape[-1])[:, where].flatten(0, 1).t().unsqueeze(0)
-    g = node.attrs["groups"]
-    return y.flatten(2)[:, :, where].transpose(0, 1).reshape(g, y.shape[1] // g, -1)
+    g, y = node.attrs["groups"], y.flatten(2)
+    y = y.index_select(2, where) if len(where) < y.shape[2] else y
+    return y.transpose(0, 1).reshape(g, y.shape[1] // g, -1)
 
 
-def patches(node: Node, x: Tensor, w: Tensor, where: Tensor) -> Tensor:
-    """What the operator reads at those output positions, [g, K, samples x positions]."""
+def patches(node: Node, x: Tensor, w: Tensor, where: Tensor, zero: float = 0.0) -> Tensor:
+    """What the operator reads at those output positions, [g, K, samples x positions]; `zero` stands for 0 in `x`."""
     if node.op == "Linear":
         return x.reshape(x.shape[0], -1, x.shape[-1])[:, where].flatten(0, 1).t().unsqueeze(0)
     kernel, dims = w.shape[2:], w.dim() - 2
     stride, dilation, padding, g = (node.attrs[k] for k in ("stride", "dilation", "padding", "groups"))
     if node.op in TRANSPOSED:
-        x = _apart(x, stride)
+        x = _apart(x, stride, zero)
         reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         extra = node.attrs["output_padding"]
         padding = [(r - lo, r - hi + e) for r, (lo, hi), e in zip(reach, padding, extra, strict=True)]
         stride = (1,) * dims
     around = [p for lo_hi in reversed(list(padding)) for p in lo_hi]
-    x = (F.pad(x, around) if any(around) else x).contiguous()
-    out = [(n - d * (k - 1) - 1) // s + 1 for n, d, k, s in zip(x.shape[2:], dilation, kernel, stride, strict=True)]
-    steps = x.stride()[2:]
-    view = x.as_strided(
-        (*x.shape[:2], *out, *kernel),
-        (
-            *x.stride()[:2],
-            *(a * s for a, s in zip(steps, stride, strict=True)),
-            *(a * d for a, d in zip(steps, dilation, strict=True)),
-        ),
-    )
-    index: list[Any] = [slice(None), slice(None), *torch.unravel_index(where, out)]
-    read = view[tuple(index)]  # [N, C, P, *kernel]
-    n, c, p = read.shape[:3]
-    return read.flatten(3).permute(1, 3, 0, 2).reshape(g, c // g * prod(kernel), n * p)
+    x = F.pad(x, around, value=zero) if any(around) else x
+    sizes = list(zip(x.shape[2:], dilation, kernel, stride, strict=True))
+    at, reads = (
+        where.new_zeros(1),
+        where.new_zeros(1),
+    )  # where a patch begins in one image, and what it reads from there
+    for (n, d, k, s), place in zip(sizes, torch.unravel_index(where, [_places(*size) for size in sizes]), strict=True):
+        at = at * n + place * s
+        reads = (reads.unsqueeze(1) * n + torch.arange(k) * d).flatten()
+    read = x.flatten(2).index_select(2, (reads.unsqueeze(1) + at).flatten())  # [N, C, kernel x P]
+    return read.view(len(x), g, -1, len(where)).permute(1, 2, 0, 3).reshape(g, x.shape[1] // g * prod(kernel), -1)
 
 
-def _apart(x: Tensor, stride: tuple[int, ...]) -> Tensor:
+def _places(size: int, dilation: int, kernel: int, stride: int) -> int:
+    """Output positions along one axis of a padded image."""
+    return (size - dilation * (kernel - 1) - 1) // stride + 1
+
+
+def _apart(x: Tensor, stride: tuple[int, ...], zero: float) -> Tensor:
     """Zeros between the positions of an image."""
     if all(s == 1 for s in stride):
         return x
-    out = x.new_zeros(*x.shape[:2], *((n - 1) * s + 1 for n, s in zip(x.shape[2:], stride, strict=True)))
-    index: list[Any] = [slice(None), slice(None), *(slice(None, None, s) for s in stride)]
+    out = x.new_full((*x.shape[:2], *((n - 1) * s + 1 for n, s in zip(x.shape[2:], stride, strict=True))), zero)
+    index = [slice(None), slice(None), *(slice(None, None, s) for s in stride)]
     out[tuple(index)] = x
     return out
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ from chipfit.quantizers.stored import Stored
 CHUNK = 32
 #: larger magnitudes are not kept in half precision
 _HALF = 3e4
+#: values of fewer numbers, of all images, are kept as they are: to convert them costs more than their memory
+SMALL = 1 << 24
 
 
 def chunks(graph: Graph, batch: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -50,6 +52,15 @@ class Budget:
             self.used -= x.numel() * x.element_size()
 
 
+#: takes some numbers of a tensor in any order; what it adds around them is 0, which the second argument stands for
+Pick = Callable[[Tensor, float], Tensor]
+
+
+def by_number(stored: Stored) -> bool:
+    """Whether numbers are stored alike wherever they are, and 0 as 0."""
+    return not stored.scale.dim() and not float(stored.round(torch.zeros(())))
+
+
 def _moderate(x: Tensor) -> bool:
     low, high = torch.aminmax(x)
     return float(low) > -_HALF and float(high) < _HALF
@@ -57,10 +68,11 @@ def _moderate(x: Tensor) -> bool:
 
 @dataclass
 class Stream:
-    """One value for every chunk of images, as codes where it is stored in codes, else in half precision."""
+    """One value for every chunk of images: codes where it is stored in codes, else half precision where it is large."""
 
     budget: Budget
     stored: Stored | None = None
+    expected: int | None = None  #: chunks, where that is known
     chunks: list[Any] = field(default_factory=list)
 
     def append(self, x: Any) -> None:
@@ -68,14 +80,28 @@ class Stream:
         if isinstance(x, Tensor) and x.is_floating_point():
             if self.stored is not None:
                 x = self.stored.quantize(x)
-            elif x.dtype == torch.float32 and x.numel() and _moderate(x):
+            elif x.dtype == torch.float32 and self._is_large(x) and _moderate(x):
                 x = x.half()
             x = self.budget.keep(x.contiguous())
         self.chunks.append(x)
 
     def __getitem__(self, k: int) -> Any:
         """Chunk k as it was given, float32 and rounded as it is kept."""
-        x = self.chunks[k]
+        return self._values(self.chunks[k])
+
+    def part(self, k: int, pick: Pick) -> Tensor:
+        """What is picked of chunk k: before it is decoded, so that only that is."""
+        zero = 0.0
+        if self.stored is not None:
+            if not by_number(self.stored):
+                return pick(self[k], 0.0)
+            zero = float(self.stored.quantize(torch.zeros(())))
+        return self._values(pick(self.chunks[k], zero))
+
+    def _is_large(self, x: Tensor) -> bool:
+        return x.numel() > 0 and (self.expected is None or self.expected * x.numel() > SMALL)
+
+    def _values(self, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         if self.stored is not None:

@@ -24,7 +24,7 @@ from chipfit.quantizers.stored import Stored
 from chipfit.rounding import fit, grids
 from chipfit.rounding.bounds import allowed, allows, rows_of
 from chipfit.rounding.moments import Moments, as_rows, from_rows, patches, positions, targets
-from chipfit.rounding.streams import Budget, Stream, chunks
+from chipfit.rounding.streams import Budget, Pick, Stream, by_number, chunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,9 +159,9 @@ class _Walker:
                 streams.pop(name).free()
 
     def _new(self, name: str) -> None:
-        self.floats[name] = Stream(self.budget)
+        self.floats[name] = Stream(self.budget, expected=self.chunks or None)
         rounded = name not in self.raw and name not in self.open  # nothing reads the codes of what is open
-        self.codes[name] = Stream(self.budget, self.plan.stored(name) if rounded else None)
+        self.codes[name] = Stream(self.budget, self.plan.stored(name) if rounded else None, self.chunks or None)
 
     def _float(self, name: str | None, k: int) -> Any:
         if name is None:
@@ -172,13 +172,22 @@ class _Walker:
         """What a node reads on the chip: codes, unless it is a raw edge."""
         if name is None:
             return None
-        raw = (name, node.name) in self.plan.float_edges
-        stored = None if raw else self.plan.stored(name)
+        stored = self._read_as(name, node)
         if name not in self.codes:
             return self._stored_weight(name, stored)
         stream = self.codes[name]
         x = stream[k]
         return stored.round(x) if stored is not None and stream.stored is None else x
+
+    def _read_as(self, name: str, node: Node) -> Stored | None:
+        return None if (name, node.name) in self.plan.float_edges else self.plan.stored(name)
+
+    def _picked(self, name: str, node: Node, k: int, pick: Pick) -> Tensor:
+        """What is picked of that."""
+        stored, stream = self._read_as(name, node), self.codes[name]
+        if stored is None or stream.stored is not None:
+            return stream.part(k, pick)
+        return stored.round(stream.part(k, pick)) if by_number(stored) else pick(self._quantized(name, node, k), 0.0)
 
     def _stored_weight(self, name: str, stored: Stored | None) -> Any:
         """A constant as the chip has it; biases stay as they are, since their scale follows from the weights'."""
@@ -197,11 +206,16 @@ class _Walker:
         w = self._weight(node)
         most = -(-max(self.how.samples, 2 * moments.x.shape[1]) // self.images)
         where = positions(node, y, most, self.random)
+        t = targets(node, y, where)
         other = self._other(node) if self.how.residual else None
-        if other is not None:
-            lost = self.floats[other][k] - self._quantized(other, self.users[node.output][0], k)
-            y = y + lost if lost.shape == y.shape else y
-        moments.add(patches(node, self._quantized(node.data, node, k).float(), w, where), targets(node, y, where))
+        if other is not None and self.floats[other].chunks[k].shape == y.shape:
+
+            def pick(x: Tensor, zero: float) -> Tensor:
+                return targets(node, x, where)
+
+            t = t + self.floats[other].part(k, pick) - self._picked(other, self.users[node.output][0], k, pick)
+        x = self._picked(node.data, node, k, lambda x, zero: patches(node, x, w, where, zero))
+        moments.add(x.float(), t)
 
     def _other(self, node: Node) -> str | None:
         """The other operand of an addition that alone reads this result, where that operand is there already."""
