@@ -70,12 +70,6 @@ class Run:
         """How a quantized value or weight is stored."""
         return self.plan[name]
 
-    def scale(self, name: str) -> Tensor:
-        return self.plan[name].scale
-
-    def zero(self, name: str) -> Tensor:
-        return self.plan[name].zero_point
-
     def code(self, name: str) -> Tensor:
         """Codes of a quantized value or weight."""
         if name in self.codes:
@@ -93,7 +87,8 @@ class Run:
 
     def centred(self, name: str) -> Tensor:
         """Codes minus zero point, float64."""
-        axis, q, z = self.plan[name].axis, self.code(name).double(), self.zero(name).double()
+        stored, q = self.plan[name], self.code(name).double()
+        axis, z = stored.axis, stored.zero_point.double()
         return q - (z.view([-1 if k == axis else 1 for k in range(q.dim())]) if z.dim() else z)
 
     def summed(self, acc: Tensor) -> Tensor:
@@ -124,6 +119,58 @@ class Run:
 
 
 Kernel = Callable[[Run, Sequence[Node]], None]
+
+
+class Unit:
+    """The operands and the result of one kernel."""
+
+    def __init__(self, run: Run, nodes: Sequence[Node]) -> None:
+        self.run, self.nodes, self.node = run, nodes, nodes[0]
+        self.x, self.out, self.attrs = self.node.data, nodes[-1].output, self.node.attrs
+
+    @property
+    def second(self) -> str:
+        """The second operand: the weight of operators that have one."""
+        return self.node.inputs[1] or ""
+
+    @property
+    def wide(self) -> bool:
+        """16-bit codes."""
+        return self.bits(self.x) > 8
+
+    def bits(self, name: str) -> int:
+        return self.run.plan[name].grid.bits
+
+    def scale(self, name: str) -> Tensor:
+        return self.run.plan[name].scale
+
+    def zero(self, name: str) -> Tensor:
+        return self.run.plan[name].zero_point
+
+    def code(self, name: str = "") -> Tensor:
+        """Codes; of the first operand when none is named."""
+        return self.run.code(name or self.x)
+
+    def centred(self, name: str = "") -> Tensor:
+        """Codes minus zero point, float64, likewise."""
+        return self.run.centred(name or self.x)
+
+    def real(self, *over: str, kind: torch.dtype = torch.float32) -> Tensor:
+        """The product of the operands' scales (of the first operand's when none is named), divided by the result's."""
+        first, *others = over or (self.x,)
+        real = self.scale(first).to(kind)
+        for name in others:
+            real = real * self.scale(name).to(kind)
+        return real / self.scale(self.out).to(kind)
+
+    def put(self, y: Tensor) -> None:
+        """Keep codes without zero point as the result's."""
+        self.run.store(self.out, y + self.zero(self.out))
+
+
+def by(kernel: Callable[..., None], *ops: str, **how: Any) -> dict[str, Kernel]:
+    """Rows of operators with one kernel of a `Unit`; `how` it rounds."""
+    return dict.fromkeys(ops, lambda run, nodes: kernel(Unit(run, nodes), **how))
 
 
 def profile_for(platform: Platform, kernels: str | None = None) -> Profile:

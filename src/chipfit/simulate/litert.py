@@ -20,7 +20,7 @@ from chipfit.quantizers.rounding import half_away as round_away
 from chipfit.quantizers.stored import Stored, per_output
 from chipfit.registry import register
 from chipfit.simulate import gemmlowp, tables16
-from chipfit.simulate.integer import Kernel, Profile, Run, accumulate, bounds, move, windows
+from chipfit.simulate.integer import Kernel, Profile, Unit, accumulate, bounds, by, move, windows
 from chipfit.simulate.libm import libm
 from chipfit.simulate.requantize import fixed_point, multiplier_and_shift, scale_by, shift_away, shift_up, short
 
@@ -29,47 +29,6 @@ Tensor = torch.Tensor
 
 def _f32(v: float) -> Tensor:
     return torch.tensor(v, dtype=torch.float32)
-
-
-class _Unit:
-    """The operands and the result of one kernel."""
-
-    def __init__(self, run: Run, nodes: Sequence[Node]) -> None:
-        self.run, self.nodes, self.node = run, nodes, nodes[0]
-        self.x, self.out = nodes[0].data, nodes[-1].output
-        self.attrs = self.node.attrs
-
-    @property
-    def second(self) -> str:
-        """The second operand: the weight of operators that have one."""
-        return self.node.inputs[1] or ""
-
-    @property
-    def wide(self) -> bool:
-        """16-bit codes."""
-        return self.bits(self.x) > 8
-
-    def bits(self, name: str) -> int:
-        return self.run.plan[name].grid.bits
-
-    def scale(self, name: str) -> Tensor:
-        return self.run.plan[name].scale
-
-    def centred(self, name: str = "") -> Tensor:
-        """Codes minus zero point, float64; of the first operand when none is named."""
-        return self.run.centred(name or self.x)
-
-    def real(self, *over: str, kind: torch.dtype = torch.float32) -> Tensor:
-        """The product of the operands' scales (of the first operand's when none is named), divided by the result's."""
-        first, *others = over or (self.x,)
-        real = self.scale(first).to(kind)
-        for name in others:
-            real = real * self.scale(name).to(kind)
-        return real / self.scale(self.out).to(kind)
-
-    def put(self, y: Tensor) -> None:
-        """Keep codes without zero point as the result's."""
-        self.run.store(self.out, y + self.run.zero(self.out))
 
 
 # ---------------------------------------------------------------- products
@@ -93,10 +52,10 @@ def _precision(how: str) -> torch.dtype:
     return torch.float32 if how == "float" else torch.float64
 
 
-def _convolution(u: _Unit, how: str) -> None:
+def _convolution(u: Unit, how: str) -> None:
     head, w = u.node, u.second
     plain = head.op.startswith("Conv")
-    kernel = u.run.code(w).shape[2:]
+    kernel = u.code(w).shape[2:]
     gaps = OPS[head.op].kind == "transposed" and any(s > k for s, k in zip(u.attrs["stride"], kernel, strict=True))
     if how == "float" and (gaps or u.bits(w) <= 4):  # XNNPACK leaves these to LiteRT
         how = "up"
@@ -113,9 +72,9 @@ def _convolution(u: _Unit, how: str) -> None:
         u.put(_scaled(acc, real, how))
 
 
-def _linear(u: _Unit, how: str) -> None:
+def _linear(u: Unit, how: str) -> None:
     w = u.second
-    if how == "float" and u.bits(w) <= 4 and u.run.code(w).shape[-1] % 2:  # XNNPACK leaves rows of half bytes to LiteRT
+    if how == "float" and u.bits(w) <= 4 and u.code(w).shape[-1] % 2:  # XNNPACK leaves rows of half bytes to LiteRT
         how = "up"
     if u.wide:
         how = "double"
@@ -125,8 +84,8 @@ def _linear(u: _Unit, how: str) -> None:
     u.put(_scaled(accumulate(u.run, u.node), real, how))
 
 
-def _mat_mul(u: _Unit, how: str) -> None:
-    if how == "float" and int(u.run.zero(u.second)):  # XNNPACK takes products whose second operand has zero point 0
+def _mat_mul(u: Unit, how: str) -> None:
+    if how == "float" and int(u.zero(u.second)):  # XNNPACK takes products whose second operand has zero point 0
         how = "away"
     how = "q15" if u.wide else how
     real = (u.scale(u.x) * u.scale(u.second)).to(_precision(how)) / u.scale(u.out)
@@ -137,7 +96,7 @@ def _mat_mul(u: _Unit, how: str) -> None:
 # XNNPACK leaves scales that are far apart to LiteRT.
 
 
-def _rescaled(u: _Unit, sign: int = 1, how: str = "away") -> Tensor:
+def _rescaled(u: Unit, sign: int = 1, how: str = "away") -> Tensor:
     """Both operands shifted left and brought to twice the larger scale, added, brought to the result's scale."""
     left = 15 if u.wide else 20
     names = (u.x, u.second)
@@ -147,13 +106,13 @@ def _rescaled(u: _Unit, sign: int = 1, how: str = "away") -> Tensor:
     return fixed_point(a + sign * b, twice / ((1 << left) * u.scale(u.out).double()), "away")
 
 
-def _add(u: _Unit, sign: int = 1) -> None:
+def _add(u: Unit, sign: int = 1) -> None:
     u.put(_rescaled(u, sign))
 
 
-def _add_optimized(u: _Unit) -> None:
+def _add_optimized(u: Unit) -> None:
     """16-bit operands of one shape: vector instructions take 16 at once and round each operand once, halves up."""
-    a, b = (u.run.code(i) for i in (u.x, u.second))
+    a, b = (u.code(i) for i in (u.x, u.second))
     if not u.wide or a.shape != b.shape:
         return _add(u)
     image = a.dim() == 4 and u.run.graph.data_format == "channels_first"  # it lies channels last
@@ -161,7 +120,7 @@ def _add_optimized(u: _Unit) -> None:
     u.put(torch.where(single.movedim(-1, 1) if image else single, _rescaled(u), _rescaled(u, how="once")))
 
 
-def _add_xnnpack(u: _Unit, sign: int = 1) -> None:
+def _add_xnnpack(u: Unit, sign: int = 1) -> None:
     """Multipliers with 20 fractional bits below the larger one, one shift with halves up."""
     ra, rb = (u.real(i).double() for i in (u.x, u.second))
     if not all(2.0**-10 <= r < 256 for r in (ra, rb)):
@@ -172,13 +131,13 @@ def _add_xnnpack(u: _Unit, sign: int = 1) -> None:
     u.put(shift_up(total, shift))
 
 
-def _mul(u: _Unit, how: str) -> None:
+def _mul(u: Unit, how: str) -> None:
     real = u.real(u.x, u.second)
     near = 2.0**-16 <= real < 256
     u.put(_scaled(u.centred() * u.centred(u.second), real, how if near else "away"))
 
 
-def _leaky(u: _Unit) -> None:
+def _leaky(u: Unit) -> None:
     """One multiplier on either side of zero."""
     q, below = u.centred(), u.scale(u.x) * _f32(u.attrs["negative_slope"]) / u.scale(u.out)
     u.put(torch.where(q >= 0, fixed_point(q, u.real(), "away"), fixed_point(q, below, "away")))
@@ -189,7 +148,7 @@ def _by_256ths(q: Tensor, real: Tensor) -> Tensor:
     return shift_up(q.long() * torch.round(256.0 * real).long(), 8)
 
 
-def _leaky_xnnpack(u: _Unit) -> None:
+def _leaky_xnnpack(u: Unit) -> None:
     q, s = u.centred(), u.real()
     slope = s * _f32(u.attrs["negative_slope"])
     if not (2.0**-8 <= s <= 128 and (2.0**-8 <= slope <= 128 or -127.99609375 <= slope <= -(2.0**-8))):
@@ -197,19 +156,19 @@ def _leaky_xnnpack(u: _Unit) -> None:
     u.put(_by_256ths(q, torch.where(q >= 0, s, slope)))
 
 
-def _requantize(u: _Unit) -> None:
+def _requantize(u: Unit) -> None:
     """Codes to another scale."""
     u.put(fixed_point(u.centred(), u.real(kind=torch.float64), "away"))
 
 
-def _requantize_xnnpack(u: _Unit) -> None:
+def _requantize_xnnpack(u: Unit) -> None:
     s = u.real()
     if not 2.0**-8 <= s <= 128:
         return _requantize(u)
     u.put(_by_256ths(u.centred(), s))
 
 
-def _prelu(u: _Unit) -> None:
+def _prelu(u: Unit) -> None:
     """Below zero, the product with the slope's code."""
     q = u.centred()
     slope = u.centred(u.second).view(-1, *[1] * (q.dim() - 2))
@@ -217,7 +176,7 @@ def _prelu(u: _Unit) -> None:
     u.put(torch.where(q >= 0, fixed_point(q, u.real(), "away"), below))
 
 
-def _rectifier(u: _Unit) -> None:
+def _rectifier(u: Unit) -> None:
     """On its own: another scale, then the clip."""
     u.put(fixed_point(u.centred(), u.real(), "away"))
     ends = _clip(u.node, u.run.stored(u.out))
@@ -225,12 +184,12 @@ def _rectifier(u: _Unit) -> None:
         u.run.codes[u.out] = u.run.codes[u.out].clamp(*ends)
 
 
-def _abs(u: _Unit) -> None:
+def _abs(u: Unit) -> None:
     u.put(fixed_point(u.centred().abs(), u.real(), "away"))
 
 
 def _table(
-    u: _Unit,
+    u: Unit,
     f: Callable[[Tensor, Node], Tensor] | None = None,
     wide: Any = None,
     nearest: Callable[[Tensor], Tensor] = round_away,
@@ -242,7 +201,7 @@ def _table(
         wide: (codes, scale) -> codes, for 16-bit ones; a table too when omitted.
         nearest: rounds 8-bit results.
     """
-    codes, scale, result = u.run.code(u.x).long(), u.scale(u.x), u.scale(u.out)
+    codes, scale, result = u.code().long(), u.scale(u.x), u.scale(u.out)
 
     def function(reals: Tensor) -> Tensor:
         return f(reals, u.node) if f is not None else libm(u.node.op.lower(), reals)
@@ -278,7 +237,7 @@ def _gelu(x: Tensor, node: Node) -> Tensor:
     return 0.5 * x * libm("erfc", x * _f32(-math.sqrt(0.5)))
 
 
-def _hard_swish(u: _Unit) -> None:
+def _hard_swish(u: Unit) -> None:
     """x * relu6(x + 3) / 6 in 16-bit fixed point, with 7 more bits than the codes have."""
     fine = u.scale(u.x) / 128
     m_out, e_out = multiplier_and_shift((fine / u.scale(u.out)).double())
@@ -302,19 +261,14 @@ def _product16(a: Tensor, b: Tensor) -> Tensor:
     return _saturated(shift_up(a * b, 15))
 
 
-def _softmax(u: _Unit, rows: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+def _softmax(u: Unit, rows: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     """`rows` makes codes without zero point of codes, both with the axis last, and of both scales."""
     axis, scale = u.attrs["axis"], u.scale(u.x)
-    q = u.run.code(u.x).long().movedim(axis, -1)
+    q = u.code().long().movedim(axis, -1)
     if u.wide:
         u.run.store(u.out, tables16.softmax(q, scale).movedim(-1, axis))
     else:
         u.put(rows(q, scale, u.scale(u.out)).movedim(-1, axis))
-
-
-def _rows_reference(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
-    """Exponential and reciprocal in fixed point."""
-    return gemmlowp.softmax(q - q.amax(-1, keepdim=True), scale, 8)
 
 
 def _exponentials(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -330,11 +284,6 @@ def _rows_optimized(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
     return torch.floor(e * (1.0 / (total * result)) + 0.5)
 
 
-def _log_rows_reference(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
-    """Exponential and logarithm in fixed point."""
-    return gemmlowp.log_softmax(q - q.amax(-1, keepdim=True), scale)
-
-
 def _log_rows_optimized(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
     """The same table; s / s_y q - (s max q + log sum) / s_y, halves to even."""
     most = q.amax(-1, keepdim=True)
@@ -345,21 +294,21 @@ def _log_rows_optimized(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
 # ---------------------------------------------------------------- windows and means
 
 
-def _mean_axes(u: _Unit) -> tuple[tuple[int, ...], bool]:
+def _mean_axes(u: Unit) -> tuple[tuple[int, ...], bool]:
     """Axes counted from the front, and whether they stay as size 1."""
-    rank = u.run.code(u.x).dim()
+    rank = u.code().dim()
     axes = tuple(a % rank for a in u.attrs.get("axes", range(2, rank)))
     return axes, u.attrs.get("keepdims", True)
 
 
-def _sum(u: _Unit) -> tuple[Tensor, int]:
+def _sum(u: Unit) -> tuple[Tensor, int]:
     """The sum of codes without zero point, and how many each one has."""
     axes, keep = _mean_axes(u)
     q = u.centred()
     return q.sum(axes, keep), math.prod(q.shape[a] for a in axes)
 
 
-def _mean(u: _Unit) -> None:
+def _mean(u: Unit) -> None:
     """The multiplier takes the division by the count in: m 2^k / n, with k as large as 64 bits allow."""
     total, n = _sum(u)
     m, e = multiplier_and_shift(u.real(kind=torch.float64))
@@ -367,33 +316,33 @@ def _mean(u: _Unit) -> None:
     u.put(scale_by(total, (m << k) // n, e - k, "away"))
 
 
-def _mean_optimized(u: _Unit) -> None:
+def _mean_optimized(u: Unit) -> None:
     """Over rows and columns of an image, which stay as size 1, codes are summed with their zero point.
 
     Vector instructions take 16 channels at once and round halves up, the channels left over take the scalar code.
     """
     axes, keep = _mean_axes(u)
-    q = u.run.code(u.x).double()
+    q = u.code().double()
     if not keep or {*axes} != {2, 3} or q.dim() != 4 or u.wide:
         return _mean(u)
     scale, result = u.scale(u.x), u.scale(u.out)
     real = scale / (float(q.shape[2] * q.shape[3]) * result)
-    shift = u.run.zero(u.x).float() * scale / result
+    shift = u.zero(u.x).float() * scale / result
     total, vector = q.sum(axes, keep), q.shape[1] // 16 * 16
     parts = (fixed_point(total[:, :vector], real, "up"), fixed_point(total[:, vector:], real, "away"))
     u.put(torch.cat(parts, 1) - torch.trunc(torch.where(shift > 0, shift + 0.5, shift - 0.5)).to(torch.int64))
 
 
-def _mean_xnnpack(u: _Unit) -> None:
+def _mean_xnnpack(u: Unit) -> None:
     """sum(q) m + (z_y - n z m) with m = s / (s_y n), each step in float32."""
     total, n = _sum(u)
-    m, shift = u.real() / n, n * u.run.zero(u.x)
-    u.run.store(u.out, torch.round((total + shift).float() * m + (u.run.zero(u.out).float() - shift * m)))
+    m, shift = u.real() / n, n * u.zero(u.x)
+    u.run.store(u.out, torch.round((total + shift).float() * m + (u.zero(u.out).float() - shift * m)))
 
 
-def _avg_pool(u: _Unit) -> None:
+def _avg_pool(u: Unit) -> None:
     """(sum of codes ± n/2) / n, towards zero; n counts what lies inside the image, or in the padded one."""
-    parts, n = windows(u.run.code(u.x).double(), u.node, float(u.run.zero(u.x)))
+    parts, n = windows(u.code().double(), u.node, float(u.zero(u.x)))
     total = parts.sum(-1)
     half = torch.floor(n / 2)
     u.run.store(u.out, torch.where(total > 0, torch.floor((total + half) / n), -torch.floor((half - total) / n)))
@@ -423,11 +372,11 @@ def _lines_xnnpack(size: int, out: int, corners: bool) -> tuple[Tensor, Tensor, 
     return low, (low + 1).clamp_max(size - 1), torch.round((fine - low) * 2048).long()
 
 
-def _resize(u: _Unit, lines: Callable[[int, int, bool], tuple[Tensor, Tensor, Tensor]], one: int) -> None:
+def _resize(u: Unit, lines: Callable[[int, int, bool], tuple[Tensor, Tensor, Tensor]], one: int) -> None:
     """Bilinear with fixed-point shares of `one`; halves away from zero for shares of 1024, else up."""
     if u.attrs["mode"] == "nearest":
         return move(u.run, u.nodes)
-    q = u.run.code(u.x).long()
+    q = u.code().long()
     (like,) = execute(u.node, [q.float()])
     (top, low, v), (left, right, h) = (lines(q.shape[d], like.shape[d], bool(u.attrs["align_corners"])) for d in (2, 3))
     v = v[:, None]
@@ -469,16 +418,11 @@ def _quantize_inverse(x: Tensor, t: Stored) -> Tensor:
 # ---------------------------------------------------------------- families: each as it differs from the one before
 
 
-def _by(kernel: Callable[..., None], *ops: str, **how: Any) -> dict[str, Kernel]:
-    """Rows of operators with one kernel; `how` it rounds."""
-    return dict.fromkeys(ops, lambda run, nodes: kernel(_Unit(run, nodes), **how))
-
-
 def _narrow(theirs: dict[str, Kernel], ours: dict[str, Kernel]) -> dict[str, Kernel]:
     """XNNPACK takes 8-bit operators only."""
 
     def either(op: str) -> Kernel:
-        return lambda run, nodes: (ours if _Unit(run, nodes).wide else theirs)[op](run, nodes)
+        return lambda run, nodes: (ours if Unit(run, nodes).wide else theirs)[op](run, nodes)
 
     return ours | {op: either(op) for op in theirs}
 
@@ -487,52 +431,52 @@ _CONVOLUTIONS = [op for op, row in OPS.items() if row.kind in ("conv", "transpos
 _MEANS = ("Mean", "GlobalAvgPool")
 
 _REFERENCE = {
-    **_by(_convolution, *_CONVOLUTIONS, how="away"),
-    **_by(_linear, "Linear", how="double"),
-    **_by(_mat_mul, "MatMul", how="away"),
-    **_by(_add, "Add"),
-    **_by(_add, "Sub", sign=-1),
-    **_by(_mul, "Mul", how="away"),
-    **_by(_rectifier, "Relu", "Relu6", "Clamp"),
-    **_by(_leaky, "LeakyRelu"),
-    **_by(_prelu, "PRelu"),
-    **_by(_table, "Exp", "Log"),
-    **_by(_table, "Sigmoid", f=_sigmoid, wide=tables16.sigmoid),
-    **_by(_table, "Tanh", wide=tables16.tanh),
-    **_by(_table, "Gelu", f=_gelu),
-    **_by(_hard_swish, "HardSwish"),
-    **_by(_abs, "Abs"),
-    **_by(_requantize, "Requantize"),
-    **_by(_softmax, "Softmax", rows=_rows_reference),
-    **_by(_softmax, "LogSoftmax", rows=_log_rows_reference),
-    **_by(_mean, *_MEANS),
+    **by(_convolution, *_CONVOLUTIONS, how="away"),
+    **by(_linear, "Linear", how="double"),
+    **by(_mat_mul, "MatMul", how="away"),
+    **by(_add, "Add"),
+    **by(_add, "Sub", sign=-1),
+    **by(_mul, "Mul", how="away"),
+    **by(_rectifier, "Relu", "Relu6", "Clamp"),
+    **by(_leaky, "LeakyRelu"),
+    **by(_prelu, "PRelu"),
+    **by(_table, "Exp", "Log"),
+    **by(_table, "Sigmoid", f=_sigmoid, wide=tables16.sigmoid),
+    **by(_table, "Tanh", wide=tables16.tanh),
+    **by(_table, "Gelu", f=_gelu),
+    **by(_hard_swish, "HardSwish"),
+    **by(_abs, "Abs"),
+    **by(_requantize, "Requantize"),
+    **by(_softmax, "Softmax", rows=lambda q, s, _: gemmlowp.softmax(q - q.amax(-1, keepdim=True), s, 8)),
+    **by(_softmax, "LogSoftmax", rows=lambda q, s, _: gemmlowp.log_softmax(q - q.amax(-1, keepdim=True), s)),
+    **by(_mean, *_MEANS),
 }
 _OPTIMIZED = {
     **_REFERENCE,
-    **_by(_convolution, *_CONVOLUTIONS, how="up"),
-    **_by(_linear, "Linear", how="up"),
-    **_by(_add_optimized, "Add"),
-    **_by(_softmax, "Softmax", rows=_rows_optimized),
-    **_by(_softmax, "LogSoftmax", rows=_log_rows_optimized),
-    **_by(_mean_optimized, *_MEANS),
-    **_by(_table, "Sigmoid", f=_sigmoid, wide=_curve(tables16.sigmoid, gemmlowp.logistic16, (0,))),
-    **_by(_table, "Tanh", wide=_curve(tables16.tanh, gemmlowp.tanh16, (0, 1))),
+    **by(_convolution, *_CONVOLUTIONS, how="up"),
+    **by(_linear, "Linear", how="up"),
+    **by(_add_optimized, "Add"),
+    **by(_softmax, "Softmax", rows=_rows_optimized),
+    **by(_softmax, "LogSoftmax", rows=_log_rows_optimized),
+    **by(_mean_optimized, *_MEANS),
+    **by(_table, "Sigmoid", f=_sigmoid, wide=_curve(tables16.sigmoid, gemmlowp.logistic16, (0,))),
+    **by(_table, "Tanh", wide=_curve(tables16.tanh, gemmlowp.tanh16, (0, 1))),
 }
 _XNNPACK = {
-    **_by(_convolution, *_CONVOLUTIONS, how="float"),
-    **_by(_linear, "Linear", how="float"),
-    **_by(_mat_mul, "MatMul", how="float"),
-    **_by(_add_xnnpack, "Add"),
-    **_by(_add_xnnpack, "Sub", sign=-1),
-    **_by(_mul, "Mul", how="float"),
-    **_by(_leaky_xnnpack, "LeakyRelu"),
-    **_by(_requantize_xnnpack, "Requantize"),
-    **_by(_mean_xnnpack, *_MEANS),
-    **_by(_table, "Sigmoid", f=lambda x, node: torch.sigmoid(x.double()).float(), nearest=torch.round),
-    **_by(_table, "Tanh", nearest=torch.round),
+    **by(_convolution, *_CONVOLUTIONS, how="float"),
+    **by(_linear, "Linear", how="float"),
+    **by(_mat_mul, "MatMul", how="float"),
+    **by(_add_xnnpack, "Add"),
+    **by(_add_xnnpack, "Sub", sign=-1),
+    **by(_mul, "Mul", how="float"),
+    **by(_leaky_xnnpack, "LeakyRelu"),
+    **by(_requantize_xnnpack, "Requantize"),
+    **by(_mean_xnnpack, *_MEANS),
+    **by(_table, "Sigmoid", f=lambda x, node: torch.sigmoid(x.double()).float(), nearest=torch.round),
+    **by(_table, "Tanh", nearest=torch.round),
 }
-_MOVES = {**_by(_avg_pool, "AvgPool"), **_by(_resize, "Resize", lines=_lines, one=1024)}
-_MOVES_XNNPACK = _by(_resize, "Resize", lines=_lines_xnnpack, one=2048)
+_MOVES = {**by(_avg_pool, "AvgPool"), **by(_resize, "Resize", lines=_lines, one=1024)}
+_MOVES_XNNPACK = by(_resize, "Resize", lines=_lines_xnnpack, one=2048)
 
 _SAYS = ("half_even", "q31 2 half_away", "q15 1 half_up")
 

@@ -10,7 +10,7 @@ from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Node
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
-from chipfit.simulate.integer import Kernel, Profile, Run, accumulate, bounds, windows
+from chipfit.simulate.integer import Kernel, Profile, Unit, accumulate, bounds, by, windows
 from chipfit.simulate.libm import libm
 from chipfit.simulate.requantize import requantize
 
@@ -29,30 +29,17 @@ def _absorbed(act: Node, t: Stored) -> tuple[int, int] | None:
     return None if below or above else (t.grid.qmin, t.grid.qmax)
 
 
-def _ends(unit: Sequence[Node]) -> tuple[str, str, str]:
-    """Both operands of a unit, and its result."""
-    a, b = (i for i in unit[0].inputs[:2] if i is not None)
-    return a, b, unit[-1].output
-
-
-def _multiplier(run: Run, unit: Sequence[Node]) -> Tensor:
-    """s_a s_b / s_out in float32."""
-    a, b, out = _ends(unit)
-    return run.scale(a) * run.scale(b) / run.scale(out)
-
-
-def _product_sum(run: Run, unit: Sequence[Node]) -> None:
+def _product_sum(u: Unit) -> None:
     """acc -> rne(float32(acc) * float32(s_x s_w / s_y)) + z. ONNX Runtime's QLinearConv and QGemm."""
-    out, acc, m = unit[-1].output, accumulate(run, unit[0]), _multiplier(run, unit)
-    if m.dim() and unit[0].op != "Linear":
+    acc, m = accumulate(u.run, u.node), u.real(u.x, u.second)
+    if m.dim() and u.node.op != "Linear":
         m = m.view(-1, *[1] * (acc.dim() - 2))
-    run.store(out, requantize(acc, m, run.math.requant or {}) + run.zero(out))
+    u.put(requantize(acc, m, u.run.math.requant or {}))
 
 
-def _mat_mul(run: Run, unit: Sequence[Node]) -> None:
-    a, b, out = _ends(unit)
-    acc = run.summed(torch.matmul(run.centred(a), run.centred(b)))
-    run.store(out, requantize(acc, _multiplier(run, unit), run.math.requant or {}) + run.zero(out))
+def _mat_mul(u: Unit) -> None:
+    acc = u.run.summed(torch.matmul(u.centred(), u.centred(u.second)))
+    u.put(requantize(acc, u.real(u.x, u.second), u.run.math.requant or {}))
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -68,33 +55,29 @@ def _spans_scalar(a: Tensor, b: Tensor) -> bool:
     return a.dim() < b.dim() and all(s == 1 for s in a.shape)
 
 
-def _add(run: Run, unit: Sequence[Node]) -> None:
+def _add(u: Unit) -> None:
     """rne(fma(a, r_a, fma(b, r_b, z_o - fma(r_a, z_a, r_b z_b)))) with r = s_in / s_out in float32. QLinearAdd.
 
     Where `a` is one element against a row of `b`, the two change places.
     """
-    a, b, out = _ends(unit)
-    if _spans_scalar(run.code(a), run.code(b)):
+    a, b = u.x, u.second
+    if _spans_scalar(u.code(a), u.code(b)):
         a, b = b, a
-    ra, rb = run.scale(a) / run.scale(out), run.scale(b) / run.scale(out)
-    za, zb = run.zero(a).float(), run.zero(b).float()
-    offset = run.zero(out).float() - _fma(ra, za, rb * zb)
-    qa, qb = torch.broadcast_tensors(run.code(a).float(), run.code(b).float())
-    run.store(out, torch.round(_fma(qa, ra, _fma(qb, rb, offset))))
+    ra, rb = u.real(a), u.real(b)
+    offset = u.zero(u.out).float() - _fma(ra, u.zero(a).float(), rb * u.zero(b).float())
+    qa, qb = torch.broadcast_tensors(u.code(a).float(), u.code(b).float())
+    u.run.store(u.out, torch.round(_fma(qa, ra, _fma(qb, rb, offset))))
 
 
-def _mul(run: Run, unit: Sequence[Node]) -> None:
+def _mul(u: Unit) -> None:
     """rne((a - z_a)(b - z_b) * (s_a s_b / s_o) + z_o), each step rounded to float32. QLinearMul."""
-    a, b, out = _ends(unit)
-    product = (run.centred(a) * run.centred(b)).float()
-    run.store(out, torch.round(product * _multiplier(run, unit) + run.zero(out).float()))
+    product = (u.centred() * u.centred(u.second)).float()
+    u.run.store(u.out, torch.round(product * u.real(u.x, u.second) + u.zero(u.out).float()))
 
 
-def _softmax(run: Run, unit: Sequence[Node]) -> None:
-    name, out, axis = unit[0].data, unit[-1].output, unit[0].attrs["axis"]
-    q = run.code(name).to(torch.int64).movedim(axis, -1)
-    y = softmax(q, run.scale(name), run.scale(out))
-    run.store(out, (torch.round(y) + run.zero(out)).movedim(-1, axis))
+def _softmax(u: Unit) -> None:
+    q = u.code().long().movedim(u.attrs["axis"], -1)
+    u.put(torch.round(softmax(q, u.scale(u.x), u.scale(u.out))).movedim(-1, u.attrs["axis"]))
 
 
 def softmax(q: torch.Tensor, s_x: torch.Tensor, s_y: torch.Tensor) -> torch.Tensor:
@@ -112,45 +95,40 @@ def softmax(q: torch.Tensor, s_x: torch.Tensor, s_y: torch.Tensor) -> torch.Tens
     return t * torch.floor(1.0 / s_y) / total
 
 
-def _global_average(run: Run, unit: Sequence[Node]) -> None:
+def _global_average(u: Unit) -> None:
     """rne(sum(q - z) * float32(s / (s_o N))) + z_o. QLinearGlobalAveragePool."""
-    x, out = unit[0].data, unit[-1].output
-    q = run.centred(x)
-    axes = tuple(range(2, q.dim()))
+    q = u.centred()
     n = torch.tensor(float(math.prod(q.shape[2:])))
-    total = q.sum(axes, keepdim=True).float()
-    run.store(out, torch.round(total * (run.scale(x) / (run.scale(out) * n))) + run.zero(out))
+    total = q.sum(tuple(range(2, q.dim())), keepdim=True).float()
+    u.put(torch.round(total * (u.scale(u.x) / (u.scale(u.out) * n))))
 
 
-def _average(run: Run, unit: Sequence[Node]) -> None:
+def _average(u: Unit) -> None:
     """rne(mean / s_o + z_o) with the reals of a window added in order, in float32. QLinearAveragePool.
 
     A window that is the whole image is left to QLinearGlobalAveragePool.
     """
-    node, out = unit[0], unit[-1].output
-    q = run.code(node.data)
-    if tuple(q.shape[2:]) == tuple(node.attrs["kernel"]) and not any(p for ends in node.attrs["padding"] for p in ends):
-        return _global_average(run, unit)
-    parts, n = windows(run.stored(node.data).dequantize(q), node)
+    q = u.code()
+    if tuple(q.shape[2:]) == tuple(u.attrs["kernel"]) and not any(p for ends in u.attrs["padding"] for p in ends):
+        return _global_average(u)
+    parts, n = windows(u.run.stored(u.x).dequantize(q), u.node)
     total = torch.zeros_like(parts[..., 0])
     for x in parts.unbind(-1):
         total = total + x
-    run.store(out, torch.round(total / n / run.scale(out) + run.zero(out).float()))
+    u.run.store(u.out, torch.round(total / n / u.scale(u.out) + u.zero(u.out).float()))
 
 
-def _concat(run: Run, unit: Sequence[Node]) -> None:
+def _concat(u: Unit) -> None:
     """Each input requantized by a table of its codes, then joined. QLinearConcat."""
-    out = unit[-1].output
-    reals = [run.stored(i).dequantize(run.code(i)) for i in unit[0].inputs if i is not None]
-    run.codes[out] = torch.cat([run.stored(out).quantize(x) for x in reals], unit[0].attrs["axis"])
+    reals = [u.run.stored(i).dequantize(u.code(i)) for i in u.node.inputs if i is not None]
+    u.run.codes[u.out] = torch.cat([u.run.stored(u.out).quantize(x) for x in reals], u.attrs["axis"])
 
 
-def _table(run: Run, unit: Sequence[Node]) -> None:
+def _table(u: Unit) -> None:
     """Element-wise operators that the runtime turns into a table over all codes, computed in float32."""
-    x, out = unit[0].data, unit[-1].output
-    reals = run.stored(x).dequantize(run.code(x))
-    y = logistic(reals) if unit[0].op == "Sigmoid" else execute(unit[0], [reals])[0]
-    run.codes[out] = run.stored(out).quantize(y)
+    reals = u.run.stored(u.x).dequantize(u.code())
+    y = logistic(reals) if u.node.op == "Sigmoid" else execute(u.node, [reals])[0]
+    u.run.codes[u.out] = u.run.stored(u.out).quantize(y)
 
 
 #: coefficients of the odd numerator and the even denominator, from the highest power down
@@ -175,16 +153,15 @@ def logistic(x: torch.Tensor) -> torch.Tensor:
 
 
 _KERNELS: dict[str, Kernel] = {
-    **dict.fromkeys(("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D", "Linear"), _product_sum),
-    "MatMul": _mat_mul,
-    "Add": _add,
-    "Mul": _mul,
-    "GlobalAvgPool": _global_average,
-    "AvgPool": _average,
-    "Concat": _concat,
-    "Sigmoid": _table,
-    "LeakyRelu": _table,
-    "Softmax": _softmax,
+    **by(_product_sum, "Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D", "Linear"),
+    **by(_mat_mul, "MatMul"),
+    **by(_add, "Add"),
+    **by(_mul, "Mul"),
+    **by(_global_average, "GlobalAvgPool"),
+    **by(_average, "AvgPool"),
+    **by(_concat, "Concat"),
+    **by(_table, "Sigmoid", "LeakyRelu"),
+    **by(_softmax, "Softmax"),
 }
 #: given one set of numbers, averages still round
 _MOVES = {op: _KERNELS[op] for op in ("AvgPool", "GlobalAvgPool")}
