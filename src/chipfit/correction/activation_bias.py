@@ -7,7 +7,7 @@ import torch
 
 from chipfit.calibration.collect import Need, TensorStats
 from chipfit.calibration.histogram import Histogram
-from chipfit.correction.bias import mean_output, move_bias, quantized_linear, rounded, spatial
+from chipfit.correction.bias import mean_output, move_bias, quantized_linear, spatial
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import in_groups
 from chipfit.plan.record import Plan
@@ -21,6 +21,10 @@ def with_histograms(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     return {name: replace(need, histogram=True) for name, need in needs.items()}
 
 
+_DOES = "so does that of rounded inputs, where it is this share of their mean or more"
+_SETTING = Setting("correct_activation_bias", None, _DOES, "threshold")
+
+
 @register(
     "correction",
     "activation_bias",
@@ -28,12 +32,7 @@ def with_histograms(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     after=("bias",),
     needs=("stats",),
     collects=with_histograms,
-    setting=Setting(
-        "correct_activation_bias",
-        None,
-        "so does that of rounded inputs, where it is this share of their mean or more",
-        "threshold",
-    ),
+    setting=_SETTING,
 )
 def correct_activation_bias(
     graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], *, threshold: float = 0.0
@@ -57,7 +56,7 @@ def correct_activation_bias(
         shift, mean = mean_shift(seen.histogram, stored)
         if abs(shift) < threshold * abs(mean) or shift == 0:
             continue
-        w = rounded(plan, node, graph.weights[node.weight].detach())
+        w = plan[node.weight].round(graph.weights[node.weight].detach())
         groups, _, per_group = in_groups(node, w).shape[:3]
         shifts = torch.full((groups * per_group,), shift)
         notes.append(move_bias(graph, plan, node, -mean_output(node, w, shifts, spatial(graph, node))))

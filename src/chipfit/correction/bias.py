@@ -23,14 +23,12 @@ def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     return out
 
 
+_SETTING = Setting("correct_bias", False, "the mean error of rounded weights leaves the bias")
+_NEEDS = ("stats", "changed")
+
+
 @register(
-    "correction",
-    "bias",
-    stage="correct",
-    after=("second_moment",),
-    needs=("stats", "changed"),
-    collects=with_means,
-    setting=Setting("correct_bias", False, "the mean error of rounded weights leaves the bias"),
+    "correction", "bias", stage="correct", after=("second_moment",), needs=_NEEDS, collects=with_means, setting=_SETTING
 )
 def correct_bias(
     graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], *, changed: Container[str] = ()
@@ -59,7 +57,7 @@ def correct_bias(
             notes.append(f"the bias of '{node.who}' is not corrected: {why}")
             continue
         w = graph.weights[node.weight].detach()
-        error = mean_output(node, rounded(plan, node, w) - w, mean, spatial(graph, node))
+        error = mean_output(node, plan[node.weight].round(w) - w, mean, spatial(graph, node))
         notes.append(move_bias(graph, plan, node, -error))
     return graph, notes
 
@@ -83,11 +81,6 @@ def quantized_linear(graph: Graph, plan: Plan) -> Iterator[tuple[Node, str]]:
 def spatial(graph: Graph, node: Node) -> tuple[int | None, ...]:
     """Spatial size of what a linear operator reads; () for Linear."""
     return () if node.op == "Linear" else tuple(graph.shape(node.data))[2:]
-
-
-def rounded(plan: Plan, node: Node, w: torch.Tensor) -> torch.Tensor:
-    """The weight as the chip stores it."""
-    return plan[node.weight].round(w)
 
 
 def move_bias(graph: Graph, plan: Plan, node: Node, by: torch.Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -39,44 +40,29 @@ def learn_codes(
     *,
     original: Graph,
     batches: Iterable[Sequence[Tensor]],
-    scope: str = "block",
     steps: float = 1000,
-    rate: float = 0.2,
-    floats: float = 0.0,
-    anneal: bool = False,
-    pull: float = 1.0,
-    biases: bool = True,
-    fisher: bool = False,
     guard: bool = True,
+    **how: Any,
 ) -> tuple[Graph, Plan, list[str]]:
     """The graph with learned weights and biases, the plan, whose scales stay, and notes.
 
     Args:
         original: the float network, which the outputs are compared with.
+        how: fields of `rounding.reconstruct.How`.
 
     Raises:
         DataError: no batch at all.
     """
     images, held = apart(list(batches)) if guard else (list(batches), [])
-    how = How(
-        scope=scope,
-        steps=int(steps),
-        rate=rate,
-        floats=floats,
-        anneal=anneal,
-        pull=pull,
-        biases=biases,
-        fisher=fisher,
-        seed=plan.provenance.get("settings", {}).get("seed", 0),
-    )
-    done, notes = reconstruct(original, graph, plan, images, how)
+    chosen = How(**how, steps=int(steps), seed=plan.provenance.get("settings", {}).get("seed", 0))
+    done, notes = reconstruct(original, graph, plan, images, chosen)
     if held:
         fits, said = better(original, held, (graph, plan), (done, plan))
         if not fits:
             return graph, plan, [*notes, f"warning: weights keep the codes from before they were learned: {said}"]
         notes.append(f"learned codes are kept: {said}")
     tensors = {
-        name: t.with_(origin=f"{t.origin}, codes learned by {scope}")
+        name: t.with_(origin=f"{t.origin}, codes learned by {chosen.scope}")
         for name, t in plan.tensors.items()
         if t.role == "weight" and t.quantized and done.weights[name] is not graph.weights[name]
     }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from chipfit.calibration.data import no_data
-from chipfit.correction.bias import quantized_linear, rounded
+from chipfit.correction.bias import quantized_linear
 from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, channel_axis, own, scale_outputs, with_bias
@@ -19,17 +19,11 @@ from chipfit.registry import Setting, register
 _LEAST = 1e-4
 
 
-@register(
-    "correction",
-    "second_moment",
-    stage="correct",
-    needs=("batches",),
-    setting=Setting(
-        "correct_second_moment",
-        False,
-        "each channel gets back the mean and spread that it had in float; reads the data twice",
-    ),
-)
+_DOES = "each channel gets back the mean and spread that it had in float; reads the data twice"
+_SETTING = Setting("correct_second_moment", False, _DOES)
+
+
+@register("correction", "second_moment", stage="correct", needs=("batches",), setting=_SETTING)
 def correct_second_moment(
     graph: Graph, plan: Plan, batches: Iterable[Sequence[torch.Tensor]], *, limit: float = 2.0
 ) -> tuple[Graph, list[str]]:
@@ -58,8 +52,8 @@ def correct_second_moment(
             notes.append(f"'{node.who}' keeps its second moment: {why}")
         else:
             nodes[node.output] = node
-    table = {n.inputs[1]: rounded(plan, n, graph.weights[n.weight].detach()) for n, _ in quantized_linear(graph, plan)}
-    weights = {**graph.weights, **{k: v for k, v in table.items() if k is not None}}
+    names = [n.weight for n, _ in quantized_linear(graph, plan)]
+    weights = graph.weights | {name: plan[name].round(graph.weights[name].detach()) for name in names}
     moments = {o: (_Moments(), _Moments()) for o in nodes}
 
     def hook(node: Node, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

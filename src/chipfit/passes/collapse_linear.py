@@ -9,14 +9,10 @@ from chipfit.graph.linear import CONVS, bias_or_zero, is_linear, own, with_bias
 from chipfit.graph.paths import only_reader
 from chipfit.registry import Setting, register
 
+_SETTING = Setting("collapse_linear", False, "two linear operators in a row become one")
 
-@register(
-    "pass",
-    "collapse_linear",
-    stage="rewrite",
-    after=("unshare_biases",),
-    setting=Setting("collapse_linear", False, "two linear operators in a row become one"),
-)
+
+@register("pass", "collapse_linear", stage="rewrite", after=("unshare_biases",), setting=_SETTING)
 def collapse_linear(graph: Graph) -> tuple[Graph, list[str]]:
     """Merge W2 (W1 x + b1) + b2 into (W2 W1) x + (W2 b1 + b2), and (W x + b) + c into W x + (b + c).
 

@@ -9,14 +9,10 @@ from chipfit.graph.linear import CONVS, from_groups, in_groups, is_linear, own
 from chipfit.graph.paths import only_reader
 from chipfit.registry import Setting, register
 
+_SETTING = Setting("collapse_residual", False, "conv(x) + x becomes one convolution")
 
-@register(
-    "pass",
-    "collapse_residual",
-    stage="rewrite",
-    after=("collapse_linear",),
-    setting=Setting("collapse_residual", False, "conv(x) + x becomes one convolution"),
-)
+
+@register("pass", "collapse_residual", stage="rewrite", after=("collapse_linear",), setting=_SETTING)
 def collapse_residual(graph: Graph) -> tuple[Graph, list[str]]:
     """Rewrite W x + x as (W + I) x, where I has a 1 at the tap that reads the output's own position.
 

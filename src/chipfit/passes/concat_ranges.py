@@ -6,13 +6,10 @@ from chipfit.graph.ir import Graph
 from chipfit.platform.schema import Rule
 from chipfit.registry import Setting, register
 
+_SETTING = Setting("concat_ranges", False, "what a concatenation joins shares one grid with its result")
 
-@register(
-    "pass",
-    "concat_ranges",
-    stage="formats",
-    setting=Setting("concat_ranges", False, "what a concatenation joins shares one grid with its result"),
-)
+
+@register("pass", "concat_ranges", stage="formats", setting=_SETTING)
 def concat_ranges(graph: Graph, assignment: Assignment) -> tuple[Assignment, list[str]]:
     """Tie every concatenation's result to its inputs, as far as they are stored in the result's format."""
     tie = (Rule(tie=("ins", "out")),)

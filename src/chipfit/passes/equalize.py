@@ -8,14 +8,10 @@ from chipfit.graph.ops import OPS
 from chipfit.graph.paths import Paths, paths
 from chipfit.registry import Setting, register
 
+_SETTING = Setting("equalize", False, "channels between two linear operators get weights of equal range")
 
-@register(
-    "pass",
-    "equalize",
-    stage="rewrite",
-    after=("relu_bound",),
-    setting=Setting("equalize", False, "channels between two linear operators get weights of equal range"),
-)
+
+@register("pass", "equalize", stage="rewrite", after=("relu_bound",), setting=_SETTING)
 def equalize(graph: Graph, *, sweeps: int = 40, tolerance: float = 1e-3) -> tuple[Graph, list[str]]:
     """Scale channel i between two linear operators by 1 / s_i, s_i = sqrt(r1_i / r2_i), without changing the network.
 

@@ -8,14 +8,10 @@ from chipfit.graph.ops import OPS
 from chipfit.graph.paths import paths
 from chipfit.registry import Setting, register
 
+_SETTING = Setting("relu_bound", False, "clipped activations get a power of two as upper bound")
 
-@register(
-    "pass",
-    "relu_bound",
-    stage="rewrite",
-    after=("collapse_residual",),
-    setting=Setting("relu_bound", False, "clipped activations get a power of two as upper bound"),
-)
+
+@register("pass", "relu_bound", stage="rewrite", after=("collapse_residual",), setting=_SETTING)
 def relu_bound_to_power_of_two(graph: Graph, *, bits: int | None = None) -> tuple[Graph, list[str]]:
     """Scale linear -> clip(., low, high) -> linear by k = 2^ceil(log2 high) / high without changing the network.
 

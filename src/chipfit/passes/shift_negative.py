@@ -26,14 +26,11 @@ if TYPE_CHECKING:
 SHIFT = "ShiftNegative"
 
 
-@register(
-    "pass",
-    "shift_negative",
-    stage="adapt",
-    setting=Setting(
-        "shift_negative", None, "lift short negative tails above zero, up to this share of the threshold", "ratio"
-    ),
-)
+_DOES = "lift short negative tails above zero, up to this share of the threshold"
+_SETTING = Setting("shift_negative", None, _DOES, "ratio")
+
+
+@register("pass", "shift_negative", stage="adapt", setting=_SETTING)
 def shift_negative(
     graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats], *, ratio: float = 0.05
 ) -> tuple[Graph, dict[str, TensorStats], list[str]]:

@@ -10,14 +10,10 @@ from chipfit.graph.paths import only_reader
 from chipfit.passes.shift_negative import step
 from chipfit.registry import Setting, register
 
+_SETTING = Setting("softmax_shift", False, "logits go to the middle of their range")
 
-@register(
-    "pass",
-    "softmax_shift",
-    stage="adapt",
-    after=("shift_negative",),
-    setting=Setting("softmax_shift", False, "logits go to the middle of their range"),
-)
+
+@register("pass", "softmax_shift", stage="adapt", after=("shift_negative",), setting=_SETTING)
 def softmax_shift(
     graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats]
 ) -> tuple[Graph, dict[str, TensorStats], list[str]]:
