@@ -1,4 +1,4 @@
-"""How each canonical operator is written in TensorFlow Lite: a row each, and functions where arithmetic is needed.
+"""How each canonical operator is written in TensorFlow Lite: a row of `operators.yaml`, which may name a function here.
 
 A function receives the `Emitter`, the node (channels last) and the tensors that it must fill. Inside one, `w.integer`
 says whether operands are codes. Composites without a row are written out before (`passes.decompose`).
@@ -15,6 +15,7 @@ from ai_edge_litert import schema_py_generated as schema
 
 from chipfit.export.tflite.emit import Emitter
 from chipfit.export.tflite.file import Numbers
+from chipfit.files import package_data
 from chipfit.graph.ir import Node
 from chipfit.graph.ops import OPS
 
@@ -35,13 +36,9 @@ class Row:
     fixed_batch: bool = False  #: the batch must be known when it is written
 
 
-def _plain(**options: str) -> Write:
-    """Operands and results as they are; options from attributes: option="attribute"."""
-
-    def write(w: Emitter, n: Node, y: Sequence[int]) -> None:
-        w.op(w.kind, w.reads(n), y, **{option: n.attrs[attribute] for option, attribute in options.items()})
-
-    return write
+def _plain(w: Emitter, n: Node, y: Sequence[int]) -> None:
+    """Operands and results as they are."""
+    w.op(w.kind, w.reads(n), y)
 
 
 # ---------------------------------------------------------------- pieces
@@ -273,6 +270,10 @@ def _hard_sigmoid(w: Emitter, n: Node, y: Sequence[int]) -> None:
     w.op("MUL", [shifted, w.scalar(1.0 / 6.0)], y)
 
 
+def _leaky_relu(w: Emitter, n: Node, y: Sequence[int]) -> None:
+    w.op(w.kind, w.reads(n), y, alpha=n.attrs["negative_slope"])
+
+
 def _gelu(w: Emitter, n: Node, y: Sequence[int]) -> None:
     w.op(w.kind, w.reads(n), y, approximate=n.attrs["approximate"] == "tanh")
 
@@ -411,7 +412,7 @@ def _as_shape(w: Emitter, n: Node, y: Sequence[int]) -> None:
 
 
 def _requantize(w: Emitter, n: Node, y: Sequence[int]) -> None:
-    (_plain() if w.integer else _as_shape)(w, n, y)
+    (_plain if w.integer else _as_shape)(w, n, y)
 
 
 def _transpose(w: Emitter, n: Node, y: Sequence[int]) -> None:
@@ -507,70 +508,19 @@ def _shuffle(w: Emitter, n: Node, y: Sequence[int]) -> None:
 
 # ---------------------------------------------------------------- rows
 
-
-def _rows(names: str, write: Write = _plain(), **facts: Any) -> dict[str, Row]:  # noqa: B008 -- a function
-    """Rows "Canonical=SCHEMA" with the same facts."""
-    pairs = [name.partition("=") for name in names.split()]
-    return {op: Row(kind=kind, write=write, **{"moves": OPS[op].moves, **facts}) for op, _, kind in pairs}
+_DATA = package_data("chipfit.export.tflite", "operators.yaml")
 
 
-_KERNEL: dict[str, Any] = {"integer": True, "fuses": True}
-ROWS: dict[str, Row] = {
-    **_rows("Conv1D=CONV_2D Conv2D=CONV_2D DepthwiseConv2D=DEPTHWISE_CONV_2D", _conv, **_KERNEL),
-    **_rows("Conv3D=CONV_3D", _conv),
-    **_rows("TransposeConv2D=TRANSPOSE_CONV", _transpose_conv, **_KERNEL, fixed_batch=True),
-    **_rows("TransposeConv1D=TRANSPOSE_CONV", _transpose_conv, integer=True, fixed_batch=True),
-    **_rows("Linear=FULLY_CONNECTED", _linear, **_KERNEL),
-    **_rows("MatMul=BATCH_MATMUL", _mat_mul, integer=True),
-    **_rows("Embedding=GATHER"),  # of the rows of its first operand
-    **_rows("SDPA", _attention),
-    **_rows("Add=ADD Sub=SUB Mul=MUL", _binary, **_KERNEL),
-    **_rows(
-        """
-        Sigmoid=LOGISTIC Tanh=TANH HardSwish=HARD_SWISH Exp=EXP Log=LOG Abs=ABS Max=MAXIMUM Min=MINIMUM
-        """,
-        integer=True,
-    ),
-    **_rows("Relu=RELU Relu6=RELU6", integer=True, clips=True),
-    **_rows(
-        """
-        Sqrt=SQRT Rsqrt=RSQRT Neg=NEG Sin=SIN Cos=COS Floor=FLOOR Ceil=CEIL Round=ROUND Sign=SIGN Pow=POW Div=DIV
-        Mod=FLOOR_MOD FloorDiv=FLOOR_DIV Equal=EQUAL NotEqual=NOT_EQUAL Less=LESS LessEqual=LESS_EQUAL Greater=GREATER
-        GreaterEqual=GREATER_EQUAL LogicalNot=LOGICAL_NOT LogicalAnd=LOGICAL_AND LogicalOr=LOGICAL_OR Where=SELECT_V2
-        """
-    ),
-    **_rows("HardSigmoid", _hard_sigmoid),
-    **_rows("LeakyRelu=LEAKY_RELU", _plain(alpha="negative_slope"), integer=True),
-    **_rows("PRelu=PRELU", _prelu, integer=True),
-    **_rows("Gelu=GELU", _gelu, integer=True),
-    **_rows("Clamp", _clamp, integer=True, clips=True),
-    **_rows("Softmax=SOFTMAX LogSoftmax=LOG_SOFTMAX", _softmax, integer=True),
-    **_rows("Cast=CAST", _cast),
-    **_rows("MaxPool=MAX_POOL_2D AvgPool=AVERAGE_POOL_2D", _pool, **_KERNEL, moves=True),
-    **_rows("AdaptiveMaxPool=MAX_POOL_2D AdaptiveAvgPool=AVERAGE_POOL_2D", _adaptive),
-    **_rows("Mean=MEAN GlobalAvgPool=MEAN ReduceMax=REDUCE_MAX ReduceMin=REDUCE_MIN", _reduce, integer=True),
-    **_rows("Sum=SUM ReduceProd=REDUCE_PROD", _reduce),  # the 8-bit reference kernel of SUM is wrong in LiteRT 2.3
-    **_rows("ArgMax=ARG_MAX", _arg_max),
-    **_rows("CumSum=CUMSUM", _cum_sum),
-    **_rows("Concat=CONCATENATION Stack=PACK", _join, integer=True),
-    **_rows("Unstack=UNPACK", _unstack, integer=True),
-    **_rows("Split", _split, integer=True),
-    **_rows("Reshape Squeeze Unsqueeze Identity Dropout", _as_shape, integer=True),
-    **_rows("Requantize=QUANTIZE", _requantize, integer=True),
-    **_rows("Transpose=TRANSPOSE", _transpose, integer=True),
-    **_rows("Expand=TILE Tile=TILE", _expand, integer=True),
-    **_rows("Slice=STRIDED_SLICE Select=STRIDED_SLICE", _slice, integer=True),
-    **_rows("Gather=GATHER", _gather, integer=True),
-    **_rows("Pad", _pad, integer=True, moves=True),
-    **_rows("Resize", _resize, integer=True, moves=True),
-    **_rows("DepthToSpace=DEPTH_TO_SPACE SpaceToDepth=SPACE_TO_DEPTH", _depth, integer=True),
-    **_rows("ChannelShuffle", _shuffle, integer=True),
-}
+def _rows(ops: str, write: str = "plain", facts: str = "") -> dict[str, Row]:
+    """A row of `operators.yaml`."""
+    given: dict[str, bool] = dict.fromkeys(facts.split(), True)
+    pairs = [word.partition("=") for word in ops.split()]
+    return {
+        op: Row(kind=kind, write=globals()[f"_{write}"], **{"moves": OPS[op].moves, **given}) for op, _, kind in pairs
+    }
 
+
+ROWS: dict[str, Row] = {op: row for rows in _DATA["rows"] for op, row in _rows(**rows).items()}
 NO_FORM = "it has no TensorFlow Lite form here"
 #: operators that the file cannot hold, and why
-REFUSED = {
-    "Erf": "TensorFlow Lite has no error function",
-    "Size": NO_FORM,
-    "TransposeConv3D": "it has three spatial axes",
-}
+REFUSED: dict[str, str] = _DATA["refused"]
