@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import asdict, fields
+from typing import Any
 
 import keras
 import numpy as np
@@ -34,16 +35,11 @@ class KerasQuantizer(keras.layers.Layer):
     Args:
         qmin, qmax: least and greatest code.
         shape: of scale and zero point, which broadcast against the tensor; () is one of each for all of it.
-        table: what the codes stand for in units of the scale, ascending, where it is not the codes themselves.
-        logarithmic: entries of the table are chosen on the logarithm.
         train_scale: let training move the scale; afterwards `scale.trainable` tells.
-        bits: width of a stored code.
-        rounding: of `chipfit.quantizers.rounding`.
-        pot: the scale is a power of two.
-        affine: any code can be the zero point.
         algorithm: name of a training algorithm, with its options, or the quantizer of a user as Keras saves it.
         trains: names of the variables that it trains.
         constants: names of those that it is given besides.
+        kwargs: other fields of `quantizers.grids.Grid`, and what every layer takes.
     """
 
     def __init__(
@@ -51,41 +47,22 @@ class KerasQuantizer(keras.layers.Layer):
         qmin: int,
         qmax: int,
         shape: Sequence[int] = (),
-        table: Sequence[float] | None = None,
-        logarithmic: bool = False,
         train_scale: bool = False,
-        bits: int = 8,
-        rounding: str = "half_even",
-        pot: bool = False,
-        affine: bool = False,
         algorithm: str | Algorithm | dict[str, Any] = "ste",
         trains: Sequence[str] = (),
         constants: Sequence[str] = ("scale", "zero_point", "least"),
         **kwargs: Any,
     ) -> None:
+        grid: dict[str, Any] = {"bits": 8, "kind": "int" if kwargs.get("table") is None else "lut"}
+        grid |= {f.name: _plain(kwargs.pop(f.name)) for f in fields(Grid) if f.name in kwargs}
         super().__init__(**{"dtype": "float32", "autocast": False, **kwargs})
-        self.qmin, self.qmax, self.shape, self.bits = int(qmin), int(qmax), tuple(shape), int(bits)
-        self.table = None if table is None else tuple(float(t) for t in table)
-        self.logarithmic, self.rounding, self.pot, self.affine = logarithmic, rounding, pot, affine
+        self.planned, self.shape, self.trains = Grid(qmin=qmin, qmax=qmax, **grid), tuple(shape), tuple(trains)
         if isinstance(algorithm, dict):
             given = {**algorithm}
             algorithm = keras.saving.deserialize_keras_object(given.pop("quantizer")).as_algorithm(**given)
         found: Any = made("training", algorithm) if isinstance(algorithm, str) else algorithm
         self.algorithm = found
-        self.trains = tuple(trains)
-        kind: Literal["int", "lut", "log"] = "log" if logarithmic else "lut" if self.table is not None else "int"
-        grid = Grid(
-            bits=self.bits,
-            qmin=self.qmin,
-            qmax=self.qmax,
-            zero="any" if affine else 0,
-            pot=pot,
-            per="channel" if self.shape else "tensor",
-            kind=kind,
-            table=self.table,
-            rounding=rounding,
-        )
-        self.grid = self.algorithm.grid(grid)
+        self.grid = self.algorithm.grid(self.planned)
         fixed = tuple(n for n in constants if n not in self.trains)
         for name in (*self.trains, *fixed):
             start = "ones" if name == "scale" else "zeros"
@@ -143,8 +120,7 @@ class KerasQuantizer(keras.layers.Layer):
         super().load_own_variables(given)
 
     def get_config(self) -> dict[str, Any]:
-        settings = ("qmin", "qmax", "shape", "table", "logarithmic", "bits", "rounding", "pot", "affine")
-        config = {k: getattr(self, k) for k in (*settings, "trains", "constants")}
+        config = {**asdict(self.planned), "shape": self.shape, "trains": self.trains, "constants": self.constants}
         algorithm: Any = getattr(self.algorithm, "quantizer", None)  # of the user
         if algorithm is not None:
             algorithm = {"quantizer": keras.saving.serialize_keras_object(algorithm), **self.algorithm.get_config()}
@@ -154,24 +130,34 @@ class KerasQuantizer(keras.layers.Layer):
         return {**super().get_config(), **config, "train_scale": train_scale, "algorithm": algorithm}
 
     @classmethod
-    def of(cls, stored: Stored, shape: Sequence[int], algorithm: Algorithm, **kwargs: Any) -> KerasQuantizer:
-        """The quantizer of a tensor that is stored like this; its numbers are still to be set."""
-        grid = stored.grid
-        how: dict[str, Any] = {"bits": grid.bits, "rounding": grid.rounding, "pot": grid.pot}
-        how |= {"affine": grid.zero == "any", "algorithm": algorithm}
-        return cls(grid.qmin, grid.qmax, shape, grid.table, grid.kind == "log", **how, **kwargs)
+    def of(
+        cls, stored: Stored, algorithm: Algorithm, weight: torch.Tensor | None, shape: Sequence[int], **kwargs: Any
+    ) -> KerasQuantizer:
+        """The quantizer of a tensor that is stored like this, with its numbers.
+
+        Args:
+            weight: in the plan's layout; None for an activation.
+            shape: of the numbers in Keras's layout.
+        """
+        trains, fixed = algorithm.init(stored, weight), algorithm.constants(stored, weight)
+        names: dict[str, Any] = {"trains": tuple(trains), "constants": tuple(n for n in fixed if n not in trains)}
+        made = cls(**asdict(stored.grid), **names, shape=shape, algorithm=algorithm, **kwargs)
+        made.set({n: p.detach().numpy().reshape(shape) for n, p in {**fixed, **trains}.items()})
+        return made
 
     @classmethod
     def started(cls, stored: Stored, algorithm: Algorithm, weight: Any, rank: int, **kwargs: Any) -> KerasQuantizer:
-        """The same, with its numbers: of a weight of this rank in Keras's layout, or of an activation (weight None)."""
+        """The same of a weight of this rank in Keras's layout, in which `stored` is too, or of an activation."""
         shape = [1] * rank if stored.axis is not None else []
         if stored.axis is not None:
             shape[stored.axis] = len(stored.scale)
         x = None if weight is None else torch.from_numpy(ops.convert_to_numpy(weight).copy())
-        trains, fixed = algorithm.init(stored, x), algorithm.constants(stored, x)
-        made = cls.of(stored, shape, algorithm, trains=tuple(trains), constants=tuple(fixed), **kwargs)
-        made.set({n: p.detach().numpy().reshape(shape) for n, p in {**fixed, **trains}.items()})
-        return made
+        return cls.of(stored, algorithm, x, shape, **kwargs)
+
+
+def _plain(value: Any) -> Any:
+    """What a grid holds: tuples where JSON has lists."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 @_registered

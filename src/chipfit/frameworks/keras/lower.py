@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import torch
 
 from chipfit.engine.opaque import fill
@@ -106,7 +105,6 @@ class Builder:
         if training.bn_sync:
             raise UnsupportedError("Keras models have no bn_sync", hint="train in one process")
         self.training = training
-        self._starts: dict[str, dict[str, torch.Tensor]] = {}  #: tensor -> what its quantizer starts from
         apart, plan = starting(graph, plan, training)
         self._folds = graph.folds if training.bn_fold else {}
         self._planned = graph.weights if training.bn_fold != -1 else apart.weights
@@ -147,7 +145,7 @@ class Builder:
         struct = inputs if spec["kwargs"] else given if spec["packed"] else given[0]
         outputs = Results(g)([self._output(o) for o in g.outputs])
         model = QuantizedModel(struct, outputs, name=self._unique("quantized"))
-        self._set_numbers(model)
+        self._set_weights(model)
         model.bounds = self.bounds_of(model)
         model.bounds.attach()
         return model
@@ -183,11 +181,10 @@ class Builder:
         found = None if tensor in self.rounding.fixed else self.training.algorithm(t)
         algorithm = (found or STE()).for_tensor(here, t.role, of)
         x = self._planned[tensor] if tensor in self._folds else self.graph.weights.get(tensor)
-        trains = algorithm.init(stored, x)
-        self._starts[tensor] = {**algorithm.constants(stored, x), **trains}
-        names = {"trains": tuple(trains), "constants": tuple(n for n in self._starts[tensor] if n not in trains)}
+        if tensor in self.rounding.products:  # its scale comes with each call
+            stored = stored.with_(scale=torch.ones(()), zero_point=torch.zeros((), dtype=torch.int32))
         # a name of its own: Keras on torch forgets to reset gradients of variables whose paths are the same
-        return KerasQuantizer.of(stored, shape, algorithm, **names, name=self._unique(f"{name}_quantizer"))
+        return KerasQuantizer.of(stored, algorithm, x, shape, name=self._unique(f"{name}_quantizer"))
 
     def _channels(self, name: str, stored: Stored) -> tuple[int, ...]:
         """The shape in which the scale of a value broadcasts against it."""
@@ -271,7 +268,9 @@ class Builder:
             if weight in self.rounding.products:
                 follows = next(v for v, w in variables.items() if w == self.rounding.products[weight][1])
             else:
-                shape = self._numbers(weight, self.plan[weight].scale, home).shape
+                stored = self.plan[weight]
+                if stored.scale.dim():
+                    shape = self._broadcast(weight, stored.axis or 0, len(stored.scale), home.layout, groups)
                 self.scales.append(Scale(weight, inner.name, variable))
             called = f"{inner.name}_{variable}"
             quantizers[variable] = self._quantizer(weight, self.plan[weight], shape, tuple(value.shape), called)
@@ -290,10 +289,8 @@ class Builder:
         if not layout:
             what = f"{node.op} '{node.who}' is no layer of Keras, so that its batch norm does not fold in training"
             raise UnsupportedError(what, hint="train with bn_fold=0")
-        fold, w = self._folds[node.weight], self.graph.weights[node.weight]
-        shape = [1] * w.dim()
-        shape[OPS[node.op].weight_axis] = len(self.graph.weights[fold.mean])
-        factor = to_keras(layout, torch.zeros(shape), node.attrs.get("groups", 1)).shape
+        fold, axis, groups = self._folds[node.weight], OPS[node.op].weight_axis, node.attrs.get("groups", 1)
+        factor = self._broadcast(node.weight, axis, len(self.graph.weights[fold.mean]), layout, groups)
         names = dict(zip(NORM, (fold.gamma, fold.beta, fold.mean, fold.var), strict=True))
         for variable, name in names.items():
             if name is not None:
@@ -301,7 +298,7 @@ class Builder:
                     raise UnsupportedError(f"'{name}' is of several layers", hint="train with bn_fold=0")
                 self.homes[name] = [Home(inner.name, variable)]
         trains = [v for v, there in (("gamma", fold.gamma), ("beta", fold.beta), ("bias", fold.biased)) if there]
-        settings = (self.training.bn_fold, fold.eps, self.training.bn_momentum, trains, tuple(factor))
+        settings = (self.training.bn_fold, fold.eps, self.training.bn_momentum, trains, factor)
         return KerasBatchNormWrapper(inner, quantizers, follows, uses, *settings, name=inner.name)
 
     def _opaque(self, node: Node) -> Any:
@@ -347,26 +344,18 @@ class Builder:
 
     # ---- numbers
 
-    def _numbers(self, weight: str, p: torch.Tensor, home: Home) -> np.ndarray:
-        """Scale or zero point of a weight in the form in which it broadcasts against the Keras variable."""
-        if p.dim():
-            shape = [1] * self.graph.weights[weight].dim()
-            shape[self.plan[weight].axis or 0] = -1
-            p = to_keras(home.layout, p.reshape(shape), home.groups)
-        return p.detach().numpy()
+    def _broadcast(self, weight: str, axis: int, count: int, layout: str, groups: int) -> tuple[int, ...]:
+        """The shape in which so many numbers along an axis of a weight broadcast against the Keras variable."""
+        shape = [1] * self.graph.weights[weight].dim()
+        shape[axis] = count
+        return tuple(to_keras(layout, torch.zeros(shape), groups).shape)
 
-    def _set_numbers(self, model: Any) -> None:
+    def _set_weights(self, model: Any) -> None:
         for weight, homes in self.homes.items():
             for home in homes:
                 variable = home.variable_in(model)
                 value = to_keras(home.layout, self.graph.weights[weight].detach(), home.groups)
                 variable.assign(value.reshape(tuple(variable.shape)).numpy())
-        for s in self.scales:
-            quantizer = s.quantizer_in(model)
-            at = [h for h in self.homes.get(s.tensor, ()) if (h.layer, h.variable) == (s.layer, s.variable)]
-            start = self._starts[s.tensor].items()
-            arrays = {name: self._numbers(s.tensor, p, at[0]) if at else p.numpy() for name, p in start}
-            quantizer.set({name: a.reshape(quantizer.shape) for name, a in arrays.items()})
 
     def _unique(self, name: str) -> str:
         found = unique(_clean(name), self._names)
