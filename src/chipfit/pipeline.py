@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from numbers import Integral
@@ -208,8 +207,8 @@ class Result(Shown):
         for t in self.plan.tensors.values():
             if t.name not in stats and t.role == "activation" and t.low is not None and t.high is not None:
                 stats[t.name] = TensorStats(t.name, t.low, t.high, batches=1)
-        choose = partial(_choose, assignment, stats, self._rules)
-        return graph, _plan(before, graph, choose(graph, before.tensors), assignment), choose
+        choose: steps.Choose = partial(scales.choose, assignment=assignment, stats=stats, **self._rules)
+        return graph, _plan(before, graph, choose(graph, known=before.tensors), assignment), choose
 
     @property
     def _given(self) -> Overrides:
@@ -236,12 +235,9 @@ class Result(Shown):
         """
         graph, plan = self._uncorrected or (self.graph, self.plan)
 
-        def tried(more: Mapping[str, Any]) -> tuple[Graph, Plan]:
-            return self._decided(self._and(more))[:2]
-
         how = _rounding(self.plan.provenance.get("corrected", ()), self._rules)
-        read = batches(data, graph)
-        self._sensitivity = sensitivity(graph, plan, self.platform, read, self.stats, tried, how)
+        given = graph, plan, self.platform, batches(data, graph), self.stats
+        self._sensitivity = sensitivity(*given, lambda more: self._decided(self._and(more))[:2], how)
         return self._sensitivity
 
     @undisturbed
@@ -265,10 +261,7 @@ class Result(Shown):
             raise UnknownNameError("limit", over, limits)
         graph, plan = self._uncorrected or (self.graph, self.plan)
         images, by_hand = list(few(batches(data, graph))), resolve_overrides(graph, self._given)
-        reference = Reference(graph, images)
-
-        def asked(bits: Mapping[str, int]) -> list[tuple[Any, Any]]:
-            return as_overrides(graph, plan, bits, self._given)
+        reference, asked = Reference(graph, images), partial(as_overrides, graph, plan, user=self._given)
 
         def formats(bits: Mapping[str, int]) -> Assignment:
             return decide(graph, self.platform, asked(bits), self._settings)[1]
@@ -376,7 +369,6 @@ def quantize(
         # weights that were rounded do not come apart from batch norms
         settings = Settings(**settings.to_record(), rounding=OFF)
     shown = Progress(progress)
-    clock = _Clock()
     target, again = load_platform(platform), data
     for r in (rule, weight_rule):
         rule_of(r)  # refuses unknown names before any data are read
@@ -385,73 +377,59 @@ def quantize(
         if isinstance(data, Iterator):
             hint = "give a list, or a function that returns one"
             raise DataError(f"{who} reads the data twice", got="an iterator", hint=hint)
-    with clock("capture"), shown.stage("capture"):
+    with shown.stage("capture"):
         args, kwargs, data = first_batch(data, model) if example is None else (*as_call(example, model), data)
         captured = _captured(model, args, kwargs)
         doubts = unlike_training(captured) if example is None else []
-        graph, notes = prepare(captured, target, settings)
-    with clock("assign"):
+        graph, notes = steps.rewrite(captured, target, settings)
+    with shown.timed("assign"):
         graph, assignment, decisions = decide(graph, target, overrides, settings)
         _refuse_all_float(assignment, target)
     seen = Seen()
     counted = shown.count("calibrate", batches(data, graph, seen.note), length(again))
-    with clock("calibrate"), closing(counted):
+    with closing(counted):
         needs = steps.needs(graph, scales.needs(assignment, rule, z_threshold), settings)
         stats = collect(graph, counted, tensors=needs, seed=seed)
         doubts += thin(graph, stats, len(seen.digests))
     rules: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "z_threshold": z_threshold}
-    record = provenance.record(
-        graph,
-        target,
-        seen.hash,
-        overrides=to_record(overrides) if overrides else None,
-        steps=settings.to_record() or None,
-        seed=seed,
-        **{k: v if v is None else name_of(v) for k, v in rules.items()},
-    )
+    asked = {"overrides": to_record(overrides) if overrides else None, "steps": settings.to_record() or None}
+    named = {k: v if v is None else name_of(v) for k, v in rules.items()}
+    record = provenance.record(graph, target, seen.hash, **asked, seed=seed, **named)
     record["samples"] = sorted(seen.digests)
-    with clock("ranges"), shown.stage("ranges"):
+    with shown.stage("ranges"):
         if steps.taken(settings, "adapt"):
             graph, stats, adapted = steps.adapt(graph, assignment, stats, settings)
             graph, assignment, decisions = decide(graph, target, overrides, settings)
             notes += adapted
         tensors = scales.choose(graph, assignment, stats, **rules)
     if limits is not None:
-        with clock("search"), shown.stage("search"):
+        with shown.stage("search"):
             start = _plan(Plan(platform=target.name), graph, tensors, assignment)
             by_hand = resolve_overrides(graph, overrides or {})
 
             def at(bits: Mapping[str, int]) -> tuple[Graph, Assignment, list[str]]:
                 return decide(graph, target, as_overrides(graph, start, bits, overrides), settings)
 
-            # few bits ask for rounding
-            hoped = ["rounding"] if settings.rounding != OFF else []
-            corrections = [s.name for s in steps.taken(settings, "correct")] or hoped
-            named, read, how = limits.to_record(), batches(again, graph), _rounding(corrections, rules)
-            choices = space(graph, target, start, named, read, stats, lambda bits: at(bits)[1], by_hand, seed, how)
+            hoped = ["rounding"] if settings.rounding != OFF else []  # few bits ask for it
+            how = _rounding([s.name for s in steps.taken(settings, "correct")] or hoped, rules)
+            limited, read = limits.to_record(), batches(again, graph)
+            choices = space(graph, target, start, limited, read, stats, lambda bits: at(bits)[1], by_hand, seed, how)
             found = choices.choose(limits)
             graph, assignment, decisions = at(found.bits)
             tensors = scales.choose(graph, assignment, stats, **rules)
-            record["limits"], record["chosen"] = named, found.bits
+            record["limits"], record["chosen"] = limited, found.bits
             decisions = [*decisions, str(found)]
-    plan = _plan(
-        Plan(platform=target.name),
-        graph,
-        tensors,
-        assignment,
-        rewrites=(*doubts, *notes, *decisions),
-        provenance=record,
-    )
     once = isinstance(again, Iterator)
+    plan = _plan(Plan(platform=target.name, provenance=record), graph, tensors, assignment)
     settings, said = steps.completed(settings, plan, not once)
-    plan = replace(plan, rewrites=(*plan.rewrites, *said))
+    plan = replace(plan, rewrites=(*doubts, *notes, *decisions, *said))
     for doubt in (n for n in plan.rewrites if progress and n.startswith("warning: ")):
         logging.getLogger("chipfit").warning(doubt)
 
-    with clock("correct") if steps.taken(settings, "correct") else nullcontext():
-        choose = partial(_choose, assignment, stats, rules)
+    with shown.timed("correct") if steps.taken(settings, "correct") else nullcontext():
+        choose: steps.Choose = partial(scales.choose, assignment=assignment, stats=stats, **rules)
         kept = None if once else again
-        result = Result(graph, plan, target, stats, clock.seconds, _overrides=overrides, _data=kept)
+        result = Result(graph, plan, target, stats, shown.seconds, _overrides=overrides, _data=kept)
         result = _corrected(result, settings, batches(again, graph), choose)
     return result.trains(trained_by) if trained_by is not None else result
 
@@ -464,17 +442,13 @@ def _rounding(corrections: Collection[str], rules: Mapping[str, Any]) -> Roundin
 
 def _understood(settings: Any, z_threshold: Any, limits: Any, seed: Any) -> int:
     """Options that are of the right kind; returns the seed as an integer that JSON knows."""
-    ends = (-(2**63), 2**63 - 1)
+    positive = z_threshold is None or (is_number(z_threshold) and z_threshold > 0)
+    whole = isinstance(seed, Integral) and -(2**63) <= int(seed) < 2**63
     options: tuple[tuple[str, Any, bool, str], ...] = (
         ("settings", settings, isinstance(settings, Settings), "chipfit.Settings(...)"),
-        (
-            "z_threshold",
-            z_threshold,
-            z_threshold is None or (is_number(z_threshold) and z_threshold > 0),
-            "None, or above 0",
-        ),
+        ("z_threshold", z_threshold, positive, "None, or above 0"),
         ("limits", limits, limits is None or isinstance(limits, Limits), "None, or chipfit.Limits(...)"),
-        ("seed", seed, isinstance(seed, Integral) and ends[0] <= int(seed) <= ends[1], "an integer of 64 bits"),
+        ("seed", seed, whole, "an integer of 64 bits"),
     )
     for name, value, fits, allowed in options:
         if not fits:
@@ -490,11 +464,6 @@ def _captured(model: Any, args: Any, kwargs: Mapping[str, Any]) -> Graph:
         if slip is e:
             raise
         raise slip from e
-
-
-def prepare(graph: Graph, platform: Platform, settings: Settings = PLAIN) -> tuple[Graph, list[str]]:
-    """The rewrites before formats are decided; returns the graph and one note per rewrite or refusal."""
-    return steps.rewrite(graph, platform, settings)
 
 
 def decide(
@@ -521,7 +490,7 @@ def decide(
     return apart, assignment, notes + insertions + said
 
 
-def _plan(start: Plan, graph: Graph, tensors: dict[str, TensorPlan], assignment: Assignment, **changes: Any) -> Plan:
+def _plan(start: Plan, graph: Graph, tensors: dict[str, TensorPlan], assignment: Assignment) -> Plan:
     """`start` with these decisions."""
     return replace(
         start,
@@ -531,7 +500,6 @@ def _plan(start: Plan, graph: Graph, tensors: dict[str, TensorPlan], assignment:
         float_edges=assignment.float_edges,
         ties=tie_groups(assignment.bindings),
         **plan_limits(graph, assignment.bindings, tensors),
-        **changes,
     )
 
 
@@ -543,13 +511,6 @@ def _corrected(result: Result, settings: Settings, data: Iterable[Any], choose: 
     graph, plan = steps.correct(result.graph, result.plan, result.stats, data, choose, settings)
     plan = replace(plan, provenance={**plan.provenance, "corrected": taken})
     return replace(result, graph=graph, plan=plan, _uncorrected=(result.graph, result.plan))
-
-
-def _choose(
-    assignment: Assignment, stats: steps.Stats, rules: dict[str, Any], graph: Graph, known: Mapping[str, TensorPlan]
-) -> dict[str, TensorPlan]:
-    """`steps.Choose`, once everything but its arguments is known."""
-    return scales.choose(graph, assignment, stats, known=known, **rules)
 
 
 @dataclass(frozen=True, repr=False)
@@ -582,7 +543,7 @@ def lint(
     """Say which operators would run in integers, which fuse, and why the rest stays float; needs no data."""
     target = load_platform(platform)
     args, kwargs = as_call(example, model)
-    graph, notes = prepare(_captured(model, args, kwargs), target)
+    graph, notes = steps.rewrite(_captured(model, args, kwargs), target, PLAIN)
     graph, assignment, fuse_notes = decide(graph, target, overrides)
     return Lint(graph, target, assignment, tuple(notes + fuse_notes))
 
@@ -603,22 +564,8 @@ def _refuse_all_float(assignment: Assignment, platform: Platform) -> None:
     if any(s.role != "bias" for s in assignment.slots.values()):
         return
     reasons: Iterable[str] = dict.fromkeys(f"{n.op} '{n.who}': {n.why}" for n in assignment.nodes.values() if n.why)
-    raise NothingQuantizedError(
-        f"Nothing in this model can be quantized on '{platform.name}'",
-        got="; ".join(list(reasons)[:8]) or "a model without operators",
-        hint=f"`chipfit platforms show {platform.name}` lists what it runs; "
-        "remove overrides that keep every layer in float",
+    got = "; ".join(list(reasons)[:8]) or "a model without operators"
+    hint = (
+        f"`chipfit platforms show {platform.name}` lists what it runs; remove overrides that keep every layer in float"
     )
-
-
-class _Clock:
-    """Seconds per stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[stage] = time.perf_counter() - start
+    raise NothingQuantizedError(f"Nothing in this model can be quantized on '{platform.name}'", got=got, hint=hint)

@@ -20,8 +20,8 @@ from chipfit.settings import Settings
 
 Stats = dict[str, TensorStats]
 Batches = Iterable[Sequence[torch.Tensor]]
-#: makes the scales of a graph again; tensors given as known keep theirs
-Choose = Callable[[Graph, Mapping[str, TensorPlan]], dict[str, TensorPlan]]
+#: makes the scales of a graph again; tensors that are given as `known` keep theirs
+Choose = Callable[..., dict[str, TensorPlan]]
 
 
 def taken(settings: Settings, stage: str) -> list[Entry]:
@@ -135,6 +135,6 @@ def correct(
         new, notes = _take(step, settings, graph, plan, **context)
         if any(new.weights[n.weight] is not graph.weights[n.weight] for n in new.nodes if is_linear(new, n)):
             known = {k: t for k, t in plan.tensors.items() if t.role == "activation" and t.quantized}
-            plan = replace(plan, tensors=choose(new, known))
+            plan = replace(plan, tensors=choose(new, known=known))
         graph, plan = new, replace(plan, rewrites=(*plan.rewrites, *notes))
     return graph, plan

@@ -29,24 +29,31 @@ class Progress:
 
     def __init__(self, wanted: bool) -> None:
         self.wanted, self._live = wanted, wanted and sys.stderr.isatty()
+        self.seconds: dict[str, float] = {}  #: of each stage
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """A stage that is not shown."""
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """A stage whose end cannot be foreseen."""
-        start = time.perf_counter()
-        with self._bar(name, None):
+        with self.timed(name), self._bar(name, None):
             yield
-        self._line(f"{name}: {time.perf_counter() - start:.1f} s")
+        self._line(f"{name}: {self.seconds[name]:.1f} s")
 
     def count(self, name: str, batches: Iterable[Any], total: int | None) -> Generator[Any]:
         """The batches, counted: with percent and time left where their number is known, else with their rate."""
-        start, seen = time.perf_counter(), 0
-        with self._bar(name, total) as advance:
+        seen = 0
+        with self.timed(name), self._bar(name, total) as advance:
             for batch in batches:
                 yield batch
                 seen += 1
                 advance()
-        took = time.perf_counter() - start
+        took = self.seconds[name]
         self._line(f"{name}: {seen} batches in {took:.1f} s, {seen / max(took, 1e-9):.1f} batches/s")
 
     def _line(self, text: str) -> None:

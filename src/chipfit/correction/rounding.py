@@ -56,7 +56,7 @@ def round_weights(
     *,
     stats: Mapping[str, TensorStats],
     batches: Iterable[Sequence[Tensor]],
-    choose: Callable[[Graph, dict[str, TensorPlan]], dict[str, TensorPlan]],
+    choose: Callable[..., dict[str, TensorPlan]],
     rounding: str = "gptq",
     samples: float = 8192,
     most: float | None = None,
@@ -85,11 +85,17 @@ def round_weights(
     images = _first(images, most)
     if guard:
         images, held = apart(images)
-    how = How(gptq=rounding == "gptq", samples=int(samples), seed=chosen.get("seed", 0), ridge=ridge, residual=residual)
+    how = How(
+        gptq=rounding == "gptq",
+        samples=int(samples),
+        ridge=ridge,
+        residual=residual,
+        seed=chosen.get("seed", 0),
+    )
     by_error = chosen.get("rule", "mse") == "mse"  # any other rule was the user's choice
     done = walk(graph, plan, images, how, stats if scores and by_error else ())
     known = {k: t for k, t in plan.tensors.items() if t.role == "activation" and t.quantized} | done.tensors
-    better_plan = replace(plan, tensors=choose(done.graph, known))
+    better_plan = replace(plan, tensors=choose(done.graph, known=known))
     notes += done.notes
     for name, t in done.tensors.items():
         if t.role == "weight" and t.scale is not None and not torch.equal(better_plan[name].scale, t.scale):
