@@ -19,15 +19,9 @@ _GRAPH = table(
     schema=int,
     values=dict[str, dict[str, Any]],
     nodes=list[dict[str, Any]],
-    weights=list[str],
     aliases=dict[str, str],
-    trainable=list[str],
-    inputs=list[str],
-    outputs=list[str],
-    in_spec=str,
-    out_spec=str,
-    data_format=str,
-    framework=str,
+    **dict.fromkeys(("weights", "trainable", "inputs", "outputs"), list[str]),
+    **dict.fromkeys(("in_spec", "out_spec", "data_format", "framework"), str),
     folds=NotRequired[dict[str, dict[str, Any]]],  # newer than the schema
 )
 _CALL = table(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NotRequired, TypeAlias
 
 import torch
-from pydantic import Field
+from pydantic import Field, Strict
 
 from chipfit.errors import PlanError
 from chipfit.files import parse_json
@@ -16,22 +16,24 @@ from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.limits import Limit
 from chipfit.quantizers.stored import Stored
 
-_Lists: TypeAlias = list[list[str]]
-_Pairs: TypeAlias = list[Annotated[list[str], Field(min_length=2, max_length=2)]]
+# JSON has lists only
+_Names: TypeAlias = Annotated[tuple[str, ...], Strict(False)]
+_Groups: TypeAlias = Annotated[tuple[_Names, ...], Strict(False)]
+_Pairs: TypeAlias = Annotated[frozenset[Annotated[tuple[str, str], Strict(False)]], Strict(False)]
 _Int32: TypeAlias = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 _PLAN = plain.table(
     schema=int,
     tensors=dict[str, dict[str, Any]],
     nodes=dict[str, dict[str, Any]],
-    groups=_Lists,
+    groups=_Groups,
     float_edges=_Pairs,
-    ties=_Lists,
+    ties=_Groups,
     limits=NotRequired[list[dict[str, Any]]],  # these four are newer than the schema
-    fixed=NotRequired[list[str]],
-    zeros=NotRequired[list[str]],
+    fixed=NotRequired[_Names],
+    zeros=NotRequired[_Names],
     sums=NotRequired[dict[str, Annotated[float, Field(gt=0)]]],
     platform=str,
-    rewrites=list[str],
+    rewrites=_Names,
     provenance=dict[str, Any],
 )
 #: what is read again, of what a plan says about where it came from
@@ -83,25 +85,17 @@ def plan_to_json(plan: Plan, numbers: dict[str, torch.Tensor] | None = None) -> 
                 else:
                     numbers[f"{field}:{t.name}"] = value
         tensors[t.name] = entry
-    return json.dumps(
-        {
-            "schema": plain.SCHEMA,
-            "platform": plan.platform,
-            "tensors": tensors,
-            "nodes": {n.name: plain.record_to_plain(n, leave_out=("name",)) for n in plan.nodes.values()},
-            "groups": plan.groups,
-            "float_edges": sorted(plan.float_edges),
-            "ties": plan.ties,
-            "limits": [plain.record_to_plain(x) for x in plan.limits],
-            "fixed": plan.fixed,
-            "zeros": plan.zeros,
-            "sums": dict(plan.sums),
-            "rewrites": plan.rewrites,
-            "provenance": plain.to_plain(plan.provenance),
-        },
-        indent=1,
-        allow_nan=False,
-    )
+    data = {
+        "schema": plain.SCHEMA,
+        **{name: getattr(plan, name) for name in ("platform", "groups", "ties", "fixed", "zeros", "rewrites")},
+        "tensors": tensors,
+        "nodes": {n.name: plain.record_to_plain(n, leave_out=("name",)) for n in plan.nodes.values()},
+        "float_edges": sorted(plan.float_edges),
+        "limits": [plain.record_to_plain(x) for x in plan.limits],
+        "sums": dict(plan.sums),
+        "provenance": plain.to_plain(plan.provenance),
+    }
+    return json.dumps(data, indent=1, allow_nan=False)
 
 
 def plan_from_json(text: str, numbers: Mapping[str, torch.Tensor] | None = None) -> Plan:
@@ -112,25 +106,15 @@ def plan_from_json(text: str, numbers: Mapping[str, torch.Tensor] | None = None)
     """
     data = parse_json(text, PlanError, where="the plan")
     plain.check_schema(data, "the plan")
-    plain.demand(data, _PLAN, "the plan")
+    data = plain.demand(data, _PLAN, "the plan")
+    del data["schema"]
     provenance = plain.demand(plain.from_plain(data["provenance"]), _PROVENANCE, "the plan, provenance")
     plain.demand(provenance.get("settings", {}), _SETTINGS, "the plan, provenance.settings")
     tensors = {name: _tensor(name, entry, numbers) for name, entry in data["tensors"].items()}
     nodes = {k: plain.record_from_plain(NodePlan, e, f"node '{k}'", name=k) for k, e in data["nodes"].items()}
-    plan = Plan(
-        tensors=tensors,
-        nodes=nodes,
-        groups=tuple(map(tuple, data["groups"])),
-        float_edges=frozenset((value, node) for value, node in data["float_edges"]),
-        ties=tuple(map(tuple, data["ties"])),
-        limits=tuple(plain.record_from_plain(Limit, x, f"limit {k}") for k, x in enumerate(data.get("limits", ()))),
-        fixed=tuple(data.get("fixed", ())),
-        zeros=tuple(data.get("zeros", ())),
-        sums=tuple(data.get("sums", {}).items()),
-        platform=data["platform"],
-        rewrites=tuple(data["rewrites"]),
-        provenance=provenance,
-    )
+    limits = tuple(plain.record_from_plain(Limit, x, f"limit {k}") for k, x in enumerate(data.get("limits", ())))
+    data |= {"tensors": tensors, "nodes": nodes, "limits": limits, "provenance": provenance}
+    plan = Plan(**{**data, "sums": tuple(data.get("sums", {}).items())})
     known = {f"{field}:{t.name}" for t in tensors.values() for field in _NUMBERS if getattr(t, field) is not None}
     extra = sorted(set(numbers or ()) - known)
     if extra:
