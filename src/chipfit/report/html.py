@@ -1,25 +1,16 @@
 """The report as one self-contained page."""
 
 import json
+from collections import Counter
 from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from chipfit.report import terminal
 from chipfit.report.advice import advice
 from chipfit.report.record import LayerRow, ReportData
-from chipfit.report.terminal import (
-    RUNS,
-    accuracies,
-    accuracies_of,
-    agreement,
-    formats,
-    kernel_exec,
-    kernel_name,
-    kernel_ops,
-    size,
-)
 
 
 def page(report: ReportData) -> str:
@@ -30,20 +21,15 @@ def page(report: ReportData) -> str:
     kernels = [_kernel(k) for k in report.kernels]
     data = {"inputs": [_kernel((r,)) for r in report.inputs], "kernels": kernels, "tensors": _tensors(report)}
     data["curve"] = [dict(p) for p in report.pareto]
-    share = {runs: sum(r.exec == key for r in report.layers) / max(1, len(report.layers)) for key, runs in RUNS.items()}
+    count, every = Counter(r.exec for r in report.layers), max(1, len(report.layers))
     return env.from_string(text).render(
         r=report,
-        v=report.verification,
-        size=size,
         kernels=kernels,
-        runs=RUNS,
-        share={k: s for k, s in share.items() if s},
+        share={runs: count[key] / every for key, runs in terminal.RUNS.items() if count[key]},
         css=Markup(css),
         js=Markup(js),
         data=Markup(json.dumps(data).replace("<", "\\u003c")),  # no tag can start inside the script element
-        agreement=agreement(report).plain.splitlines(),
-        accuracies=accuracies(report),
-        accuracies_of=accuracies_of(report),
+        terminal=terminal,
         advice=advice(report),
     )
 
@@ -51,8 +37,8 @@ def page(report: ReportData) -> str:
 def _kernel(kernel: tuple[LayerRow, ...]) -> dict[str, Any]:
     r = kernel[-1]
     weights = [k.weight_sqnr_db for k in kernel if k.weight_sqnr_db is not None]
-    names = {"name": kernel_name(kernel), "ops": kernel_ops(kernel), "exec": kernel_exec(kernel)}
-    noise = {"format": formats(kernel), "sqnr": r.sqnr_db, "wsqnr": min(weights, default=None)}
+    names = {"name": kernel[0].name, "ops": terminal.kernel_ops(kernel), "exec": terminal.kernel_exec(kernel)}
+    noise = {"format": terminal.formats(kernel), "sqnr": r.sqnr_db, "wsqnr": min(weights, default=None)}
     ends = {"clip": [r.clip_low, r.clip_high], "zero": r.zero_point, "ends": [r.bars_low, r.bars_high]}
     same = "why origin low high clipped scale bars differing".split()
     return {**names, **noise, **ends, **{field: getattr(r, field) for field in same}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -45,10 +45,8 @@ def build(
         t = None if inside else plan.tensors.get(node.output)
         t = t or TensorPlan(name=node.output, role="activation")
         seen = None if inside or node.output not in stats else stats[node.output].histogram
-        weight_format, weight_sqnr = _weights(graph, plan, node)
         one = t.stored if t.stored is not None and t.stored.scale.dim() == 0 else None
         clip_low, clip_high = _clip(one)
-        bars, bars_low, bars_high = _bars(seen)
         return LayerRow(
             node=node.name,
             layer=node.layer,
@@ -67,11 +65,8 @@ def build(
             clipped=_clipped(seen, one),
             sqnr_db=found.sqnr_db if found and found.elements and math.isfinite(found.sqnr_db) else None,
             differing=found.differing if found and not found.why else None,
-            weight_format=weight_format,
-            weight_sqnr_db=weight_sqnr,
-            bars=bars,
-            bars_low=bars_low,
-            bars_high=bars_high,
+            **_weights(graph, plan, node),
+            **_bars(seen),
         )
 
     nodes = [row(n, plan.nodes.get(n.name) or NodePlan(name=n.name, op=n.op)) for n in graph.nodes]
@@ -89,9 +84,6 @@ def build(
         timings=dict(timings or {}),
         notes=plan.rewrites,
         simulated=whole_arithmetic(platform),
-        tried=(),
-        sensitivity=(),
-        pareto=(),
         not_modelled=not_modelled(platform),
         provenance=plan.provenance,
         verification={**verification.to_dict(), "summary": verification.summary()} if verification else None,
@@ -116,20 +108,20 @@ def _clipped(seen: Histogram | None, one: Stored | None) -> float | None:
     return float(seen.counts[outside].sum() / seen.counts.sum().clamp_min(1))
 
 
-def _bars(seen: Histogram | None) -> tuple[tuple[float, ...], float, float]:
-    """The histogram over the values seen, in at most BARS bins: shares, left end, right end."""
+def _bars(seen: Histogram | None) -> dict[str, Any]:
+    """The histogram over the values seen, in at most BARS bins."""
     if seen is None or not seen.counts.any():
-        return (), 0.0, 0.0
+        return {}
     counts, reach = seen.counts, seen.reach
     step = 2 * reach / counts.numel()
     used = counts.nonzero().view(-1)
     first, width = int(used[0]), int(used[-1] - used[0]) // BARS + 1
     bars = torch.stack([c.sum() for c in counts[first : int(used[-1]) + 1].split(width)]) / counts.sum()
     left = first * step - reach
-    return tuple(bars.tolist()), left, left + len(bars) * width * step
+    return {"bars": tuple(bars.tolist()), "bars_low": left, "bars_high": left + len(bars) * width * step}
 
 
-def _weights(graph: Graph, plan: Plan, node: Node) -> tuple[str, float | None]:
+def _weights(graph: Graph, plan: Plan, node: Node) -> dict[str, Any]:
     """Format of a node's weights, and their signal-to-quantization-noise ratio [dB]."""
     text, signal, noise = "", 0.0, 0.0
     for name in node.inputs:
@@ -141,10 +133,11 @@ def _weights(graph: Graph, plan: Plan, node: Node) -> tuple[str, float | None]:
             w = graph.weights[name].detach().float()
             signal += float(w.square().sum())
             noise += float((w - stored.round(w)).square().sum())
-    return text, 10 * math.log10(signal / noise) if signal and noise else None
+    ratio = 10 * math.log10(signal / noise) if signal and noise else None
+    return {"weight_format": text, "weight_sqnr_db": ratio}
 
 
-def _sizes(graph: Graph, plan: Plan) -> dict[str, int]:
+def _sizes(graph: Graph, plan: Plan) -> dict[str, Any]:
     """Bytes of the weights that the network reads, in float32, as stored, as stored and padded; and their number."""
     readers = {n.inputs[1]: n for n in graph.nodes if len(n.inputs) > 1}
     read = {i for n in graph.nodes for i in n.inputs if i is not None and i in graph.weights}

@@ -89,30 +89,28 @@ def formats(kernel: tuple[LayerRow, ...]) -> str:
 
 def render(report: ReportData) -> Group:
     """Summary, one line per kernel, what stays float, what to try next."""
-    parts: list[RenderableType] = [
-        Panel(_summary(report), title="chipfit", border_style="cyan"),
-        _table(report.kernels),
-    ]
-    if report.warnings:
-        doubts = escape("\n".join(report.warnings))
-        parts.insert(0, Panel(doubts, title="read this first", border_style="red"))
-    if report.sensitivity:
-        parts.append(Panel(_hurts(report), title="which tensors hurt", border_style="cyan"))
-    if report.pareto:
-        parts.append(Panel(_curve(report), title="size and loss of the best widths", border_style="cyan"))
-    if report.floats:
-        why = Table.grid(padding=(0, 2))
-        for reason, layers in report.floats.items():
-            names = ", ".join(layers[:5]) + (f" and {len(layers) - 5} more" if len(layers) > 5 else "")
-            why.add_row(f"[yellow]{len(layers)}[/]", escape(names), f"[dim]{escape(reason)}[/]")
-        parts.append(Panel(why, title="stays in float, and why", border_style="yellow"))
-    if report.not_modelled:
-        words = Text("\n".join(report.not_modelled), style="dim")
-        parts.append(Panel(words, title="said by the platform, not modelled", border_style="yellow"))
+    why = Table.grid(padding=(0, 2))
+    for reason, layers in report.floats.items():
+        names = ", ".join(layers[:5]) + (f" and {len(layers) - 5} more" if len(layers) > 5 else "")
+        why.add_row(f"[yellow]{len(layers)}[/]", escape(names), f"[dim]{escape(reason)}[/]")
     todo = Table.grid(padding=(0, 1))
     for line in advice(report):
         todo.add_row("[cyan]>[/]", escape(line))
-    return Group(*parts, Panel(todo, title="what to try next", border_style="cyan"))
+    warnings, words = escape("\n".join(report.warnings)), Text("\n".join(report.not_modelled), style="dim")
+    return Group(
+        *_panel(report.warnings, warnings, "read this first", "red"),
+        Panel(_summary(report), title="chipfit", border_style="cyan"),
+        _table(report.kernels),
+        *_panel(report.sensitivity, _hurts(report), "which tensors hurt"),
+        *_panel(report.pareto, _curve(report), "size and loss of the best widths"),
+        *_panel(report.floats, why, "stays in float, and why", "yellow"),
+        *_panel(report.not_modelled, words, "said by the platform, not modelled", "yellow"),
+        Panel(todo, title="what to try next", border_style="cyan"),
+    )
+
+
+def _panel(there_is: Any, content: RenderableType, title: str, style: str = "cyan") -> list[Panel]:
+    return [Panel(content, title=title, border_style=style)] if there_is else []
 
 
 def facts(report: ReportData) -> dict[str, str]:
