@@ -15,7 +15,7 @@ import stat
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -28,30 +28,29 @@ from chipfit.errors import ChipfitError, ExportError
 MANIFEST = "manifest.json"
 _UNFINISHED = re.compile(r"\.chipfit-[0-9a-f]{16}")
 _Kinds = tuple[type[OSError | ValueError], ...]
+_ANY = OSError, ValueError
 #: of renameat2(2)
 _HERE, _EXCHANGE = -100, 2
 
 
-#: what the disk says -> what to try
+#: what to try -> where the disk says one of these
 _CURES = {
-    errno.ENOSPC: "free disk space, or choose another disk",
-    errno.EDQUOT: "free disk space, or choose another disk",
-    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or choose another disk",
-    errno.EACCES: "change the permissions, or choose another folder",
-    errno.EPERM: "change the permissions, or choose another folder",
-    errno.EROFS: "choose a folder that can be written",
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.ENOENT: "check the path",
-    errno.ENOTDIR: "check the path: a file stands where it has a folder",
-    errno.EEXIST: "check the path: a file stands where it has a folder",
-    errno.EISDIR: "name a file, not a folder",
+    "free disk space, or choose another disk": (errno.ENOSPC, errno.EDQUOT),
+    "raise the limit on the size of files (ulimit -f), or choose another disk": (errno.EFBIG,),
+    "change the permissions, or choose another folder": (errno.EACCES, errno.EPERM),
+    "choose a folder that can be written": (errno.EROFS,),
+    "choose a shorter name": (errno.ENAMETOOLONG,),
+    "check the path": (errno.ENOENT,),
+    "check the path: a file stands where it has a folder": (errno.ENOTDIR, errno.EEXIST),
+    "name a file, not a folder": (errno.EISDIR,),
 }
 
 
 def refused_by_disk(e: OSError | ValueError) -> tuple[str, str]:
     """What the disk says in words, and what to try; a ValueError is of a path that no disk can have."""
     if isinstance(e, OSError):
-        return e.strerror or str(e), _CURES.get(e.errno or 0, "choose another folder")
+        cure = next((cure for cure, codes in _CURES.items() if e.errno in codes), "choose another folder")
+        return e.strerror or str(e), cure
     return str(e), "check the path"
 
 
@@ -62,7 +61,7 @@ def write_atomically(path: Path, content: bytes) -> Path:
         ExportError: the disk is full, the file or its folder may not be written, or something else than a file stands
             there; nothing is left behind.
     """
-    with _typed(path, "file", f"{len(content)} bytes", (OSError, ValueError)):
+    with _typed(path, ExportError, "The file cannot be written", f"{len(content)} bytes"):
         target = Path(os.path.realpath(path))
         target.parent.mkdir(parents=True, exist_ok=True)
         _sweep(target.parent)
@@ -95,10 +94,11 @@ def replacing(directory: Path, what: str, refusal: type[ChipfitError] = ExportEr
     Raises:
         ExportError: the disk refuses.
     """
-    with _typed(directory, "folder", None, (OSError, ValueError)):
+    what_fails = "The folder cannot be written"
+    with _typed(directory, ExportError, what_fails):
         target = Path(os.path.realpath(directory))
         demand_replaceable(target, what, refusal)
-    with _typed(directory, "folder"):
+    with _typed(directory, ExportError, what_fails, kinds=(OSError,)):
         target.parent.mkdir(parents=True, exist_ok=True)
         _sweep(target.parent)
         with _unfinished(target.parent, folder=True) as work:
@@ -284,13 +284,15 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def _typed(path: Path, what: str, got: str | None = None, kinds: _Kinds = (OSError,)) -> Iterator[None]:
+def _typed(
+    path: Any, failure: type[ChipfitError], what: str, got: str | None = None, kinds: _Kinds = _ANY
+) -> Iterator[None]:
     """Say in one way what the disk refuses; a ValueError is of a path that no disk can have."""
     try:
         yield
     except kinds as e:
         why, cure = refused_by_disk(e)
-        raise ExportError(f"The {what} cannot be written: {why}", where=str(path), got=got, hint=cure) from e
+        raise failure(f"{what}: {why}", where=str(path), got=got, hint=cure) from e
 
 
 # ----------------------------------------------------------------------------------------------- archives
@@ -327,18 +329,9 @@ def open_zip(path: str | Path) -> zipfile.ZipFile:
 # ----------------------------------------------------------------------------------------------- reading
 
 
-@contextmanager
-def reading(path: Any, failure: type[ChipfitError], what: str = "The file") -> Iterator[None]:
+def reading(path: Any, failure: type[ChipfitError], what: str = "The file") -> AbstractContextManager[None]:
     """Say in one way why the disk does not let `what` be read."""
-    try:
-        yield
-    except OSError as e:
-        raise _unreadable(path, failure, what, e) from e
-
-
-def _unreadable(path: Any, failure: type[ChipfitError], what: str, e: OSError | ValueError) -> ChipfitError:
-    why, cure = refused_by_disk(e)
-    return failure(f"{what} cannot be read: {why}", where=str(path), hint=cure)
+    return _typed(path, failure, f"{what} cannot be read", kinds=(OSError,))
 
 
 def read_text(path: Any, failure: type[ChipfitError]) -> str:
@@ -347,14 +340,14 @@ def read_text(path: Any, failure: type[ChipfitError]) -> str:
     Raises:
         failure: there is no such file, it may not be read, it is a folder, or it is not UTF-8.
     """
+    with _typed(path, failure, "The file cannot be read"):
+        raw: bytes = path.read_bytes()
     try:
-        return str(path.read_text(encoding="utf-8"))
+        return raw.decode()
     except UnicodeDecodeError as e:
         got = f"byte 0x{e.object[e.start]:02x} at position {e.start}"
         hint = "save it as UTF-8 text"
         raise failure("The file is not text in UTF-8", where=str(path), got=got, hint=hint) from e
-    except (OSError, ValueError) as e:
-        raise _unreadable(path, failure, "The file", e) from e
 
 
 def package_data(package: str, name: str) -> Any:

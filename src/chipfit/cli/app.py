@@ -6,18 +6,18 @@ import os
 import shutil
 import sys
 import textwrap
+import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
 
+import chipfit
+from chipfit.errors import ChipfitError, ConfigError, UnsupportedError
+from chipfit.files import MANIFEST, demand_replaceable, replacing
 from chipfit.platform.builtin import DEFAULT
-
-if TYPE_CHECKING:
-    from chipfit.errors import ChipfitError
-    from chipfit.pipeline import Result
-    from chipfit.platform.schema import Platform
+from chipfit.registry import entries, entry
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 platforms = typer.Typer(help="What chips can do: built-in descriptions and your own.", invoke_without_command=True)
@@ -27,6 +27,7 @@ Model = Annotated[str, Argument(help="a .pt2 file (torch.export.save), a .keras 
 Data = Annotated[str, Option("--data", help=".npz (x, and y for accuracy), a folder of images, or module:iterable")]
 _CHIP = "built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python"
 Chip = Annotated[str, Option("--platform", "-p", help=_CHIP)]
+Out = Annotated[Path, Option("--out", "-o", help="folder for plan, model file and report")]
 Weights = Annotated[Path | None, Option("--weights", help="safetensors for module:factory")]
 _SIDE = "side of the square that images are resized to [pixels]"
 Side = Annotated[int, Option("--input-size", min=1, max=1 << 14, help=_SIDE)]
@@ -58,7 +59,6 @@ BUG = 70
 
 def main() -> None:
     """Entry point. Exit status 2 and one readable panel where something is refused; 70 where chipfit has a bug."""
-    from chipfit.errors import ChipfitError
 
     try:
         try:
@@ -78,14 +78,10 @@ def main() -> None:
         _panel(ChipfitError("There is not enough memory for this model and data", hint=cure))
         raise SystemExit(2) from None
     except Exception:
-        import traceback
-
-        from chipfit import __version__
-
         traceback.print_exc()
         what = "This is a bug of chipfit, not a mistake of yours: something happened that nobody foresaw"
         hint = "report it, please, with the lines above, this command, and what it needs to happen again"
-        _panel(ChipfitError(what, got=f"chipfit {__version__}, {' '.join(sys.argv)}", hint=hint), "Bug")
+        _panel(ChipfitError(what, got=f"chipfit {chipfit.__version__}, {' '.join(sys.argv)}", hint=hint), "Bug")
         raise SystemExit(BUG) from None
 
 
@@ -116,9 +112,7 @@ def _say(text: str) -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from chipfit import __version__
-
-        typer.echo(f"chipfit {__version__}")
+        typer.echo(f"chipfit {chipfit.__version__}")
         raise typer.Exit
 
 
@@ -129,23 +123,20 @@ def _chipfit(
     """Fit a trained neural network to a chip."""
 
 
-def _load(saved: Path) -> Result:
+def _load(saved: Path) -> chipfit.Result:
     """A saved result; the folder of `chipfit quantize` holds one under "plan"."""
-    from chipfit import pipeline
 
-    return pipeline.load(saved / "plan" if os.path.isdir(saved / "plan") else saved)
+    return chipfit.load(saved / "plan" if os.path.isdir(saved / "plan") else saved)
 
 
-def _suffix(platform: Platform, wanted: str | None) -> str:
+def _suffix(platform: chipfit.Platform, wanted: str | None) -> str:
     """The suffix of the file that a platform deploys, or of the format that is asked for.
 
     Raises:
         UnknownNameError, ExportError: see `chipfit.export.format_of`.
         UnsupportedError: nothing that the platform deploys is made of such a file.
     """
-    from chipfit.errors import UnsupportedError
     from chipfit.export import format_of
-    from chipfit.registry import entries, entry
 
     runs = [entry("runtime", name).declares.suffix for name in platform.runtimes]
     named = [s for e in entries("format").values() for s in e.declares.suffixes for d in platform.deploy if s in d]
@@ -167,7 +158,7 @@ def quantize(
     model: Model,
     data: Data,
     platform: Chip = DEFAULT,
-    out: Annotated[Path, Option("--out", "-o", help="folder for plan, model file and report")] = Path("chipfit_out"),
+    out: Out = Path("chipfit_out"),
     weights: Weights = None,
     rule: Rule = "mse",
     weight_rule: WeightRule = "mse",
@@ -183,12 +174,9 @@ def quantize(
     check: Check = None,
 ) -> None:
     """Quantize a model for a platform; write its file, its plan and a report. Exit code 1 when the runtime departs."""
-    from chipfit import pipeline
     from chipfit.cli.inputs import load_data, load_model, parse_bits, parse_limits
     from chipfit.cli.named import load_target
-    from chipfit.files import demand_replaceable
     from chipfit.frameworks import framework_of
-    from chipfit.settings import Settings
 
     target = load_target(platform)
     suffix = _suffix(target, wanted)  # before any work: a file that cannot be is refused
@@ -196,17 +184,9 @@ def quantize(
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
     network = load_model(model, weights)
     batches = load_data(data, input_size, mean, std, channels_last=framework_of(network) == "keras")
-    result = pipeline.quantize(
-        network,
-        batches,
-        target,
-        rule=rule,
-        weight_rule=weight_rule,
-        overrides=overrides,
-        settings=Settings(rounding=rounding),
-        limits=parse_limits(limit) if limit else None,
-        seed=seed,
-    )
+    chosen: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "settings": chipfit.Settings(rounding=rounding)}
+    limits = parse_limits(limit) if limit else None
+    result = chipfit.quantize(network, batches, target, **chosen, overrides=overrides, limits=limits, seed=seed)
     _deliver(result, out, suffix, batches, check)
 
 
@@ -215,16 +195,12 @@ def train(
     what: Annotated[str, Argument(help="folder that `quantize` wrote, or a model as for `quantize`")],
     data: Annotated[str, Option("--data", help=".npz with x and y (labels), or module:iterable of (input, label)")],
     platform: Annotated[str | None, Option("--platform", "-p", help=_CHIP)] = None,
-    method: Annotated[
-        str, Option("--method", help="training algorithm, perhaps with options, or module:Class")
-    ] = "lsq",
+    method: Annotated[str, Option("--method", help="algorithm, perhaps with options, or module:Class")] = "lsq",
     epochs: Annotated[int, Option("--epochs", min=1, max=1 << 20, help="passes over the data")] = 1,
     rate: Annotated[float, Option("--rate", help="learning rate, which falls to 0 along a cosine")] = 0.001,
     batch_size: Annotated[int, Option("--batch-size", min=1, max=1 << 20, help="images a step")] = 32,
     loop: Annotated[str | None, Option("--loop", help="module:function(model, data) that trains instead")] = None,
-    out: Annotated[Path, Option("--out", "-o", help="folder for plan, model file and report")] = Path(
-        "chipfit_trained"
-    ),
+    out: Out = Path("chipfit_trained"),
     weights: Weights = None,
     keep_float: KeepFloat = None,
     bits: Bits = None,
@@ -233,12 +209,9 @@ def train(
     check: Check = None,
 ) -> None:
     """Train a quantized model on labelled data, or with a loop of your own; write what `quantize` writes."""
-    from chipfit import pipeline
     from chipfit.cli.inputs import load_data, load_model, parse_bits
     from chipfit.cli.named import load_target
     from chipfit.cli.train import by_labels, by_loop, method_of
-    from chipfit.errors import ConfigError
-    from chipfit.files import demand_replaceable
     from chipfit.frameworks import framework_of
     from chipfit.plan.training import Training
 
@@ -262,7 +235,7 @@ def train(
         batches = load_data(data, channels_last=framework_of(network) == "keras")
         overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
         some = batches[:_CALIBRATION] if isinstance(batches, list) else batches
-        result = pipeline.quantize(network, some, target, overrides=overrides, training=training, seed=seed)
+        result = chipfit.quantize(network, some, target, overrides=overrides, training=training, seed=seed)
     if loop is not None:
         by_loop(result, loop, batches)
     else:
@@ -270,11 +243,9 @@ def train(
     _deliver(result.trained(), out, suffix, batches, check)
 
 
-def _deliver(result: Result, out: Path, suffix: str, batches: Any, check: bool | None) -> None:
+def _deliver(result: chipfit.Result, out: Path, suffix: str, batches: Any, check: bool | None) -> None:
     """Write plan, file and report as one unit, compare with the runtime, and end; status 1 when that departs."""
-    from chipfit.files import MANIFEST, replacing
     from chipfit.plan.saved import manifest
-    from chipfit.registry import entry
 
     file, page = out / f"model{suffix}", out / "report.html"
     with replacing(out, _OUTPUT) as new:  # one unit: all of it, or what was there before
@@ -329,14 +300,13 @@ def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: W
     from rich.markup import escape
     from rich.table import Table
 
-    from chipfit import pipeline
     from chipfit.cli.inputs import example_of, load_model
     from chipfit.cli.named import load_target
     from chipfit.platform.modelled import not_modelled
     from chipfit.report.terminal import RUNS
 
     network = load_model(model, weights)
-    found = pipeline.lint(network, example_of(model, shape, network), load_target(platform))
+    found = chipfit.lint(network, example_of(model, shape, network), load_target(platform))
     tails = {n.name: f"{n.op} '{n.who}'" for n in found.rows}
     table = Table("layer", "operator", "runs in", "one kernel with", "why float", show_edge=False, header_style="bold")
     for n in found.rows:

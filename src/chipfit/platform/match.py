@@ -51,7 +51,7 @@ def facts(graph: Graph, node: Node) -> dict[str, Any]:
     data = node.inputs[0] if node.inputs else None
     if data is not None and data in graph.values:
         shape = graph.values[data].shape
-        out |= {"rank": len(shape), "in_shape": shape, "static_shape": None not in shape[1:]}
+        out |= {"in_shape": shape, "static_shape": None not in shape[1:]}
         if len(shape) > 1 and shape[1] is not None:
             out["channels"] = out["in_channels"] = shape[1]
     if node.outputs and node.output in graph.values:
@@ -61,9 +61,7 @@ def facts(graph: Graph, node: Node) -> dict[str, Any]:
         out["const_weights"] = graph.is_weight(w)
         out["weights"] = "constant" if graph.is_weight(w) else "computed"
         if "stride" in node.attrs:
-            out["kernel"] = kernel = graph.shape(w)[2:]
-            if len(kernel) > 1:
-                out["filter_width"] = kernel[-1]
+            out["kernel"] = graph.shape(w)[2:]
     return out
 
 

@@ -54,8 +54,7 @@ class OnnxRuntime:
                 how = {"providers": ["CPUExecutionProvider"], "disabled_optimizers": ["WeightBiasQuantization"]}
                 self.session = ort.InferenceSession(model.SerializeToString(), options, **how)
             except (*refusals, UnicodeDecodeError) as e:  # the last: of names in the file
-                what = f"ONNX Runtime refuses the file: {first_line(e)}"
-                raise RuntimeUnavailable(what, where=str(path)) from e
+                raise RuntimeUnavailable(f"ONNX Runtime refuses the file: {first_line(e)}", where=str(path)) from e
             self._optimised = onnx.load(str(optimised), load_external_data=False)
         self.inputs = [i.name for i in self.session.get_inputs()]
 
@@ -93,8 +92,7 @@ def read(path: str | Path, tensors: Sequence[str] = ()) -> Any:
         with reading(path, RuntimeUnavailable):
             model = onnx.load(str(path))
     except (DecodeError, onnx.checker.ValidationError) as e:  # no such message; weights in another file are not there
-        what = f"The file is not an ONNX model: {first_line(e)}"
-        raise RuntimeUnavailable(what, where=str(path)) from e
+        raise RuntimeUnavailable(f"The file is not an ONNX model: {first_line(e)}", where=str(path)) from e
     made = {o for n in model.graph.node for o in n.output} - {o.name for o in model.graph.output}
     model.graph.output.extend(onnx.ValueInfoProto(name=t) for t in tensors if t in made)
     return model

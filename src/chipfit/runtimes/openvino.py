@@ -30,8 +30,7 @@ class OpenVino:
             core = openvino.Core()
             self.model = core.compile_model(core.read_model(model.SerializeToString()), "CPU", how)
         except RuntimeError as e:
-            what = f"OpenVINO refuses the file: {first_line(e)}"
-            raise RuntimeUnavailable(what, where=str(path)) from e
+            raise RuntimeUnavailable(f"OpenVINO refuses the file: {first_line(e)}", where=str(path)) from e
         self.inputs = [i.get_any_name() for i in self.model.inputs]
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
