@@ -85,13 +85,7 @@ def round_weights(
     images = _first(images, most)
     if guard:
         images, held = apart(images)
-    how = How(
-        gptq=rounding == "gptq",
-        samples=int(samples),
-        ridge=ridge,
-        residual=residual,
-        seed=chosen.get("seed", 0),
-    )
+    how = How(gptq=rounding == "gptq", samples=int(samples), seed=chosen.get("seed", 0), ridge=ridge, residual=residual)
     by_error = chosen.get("rule", "mse") == "mse"  # any other rule was the user's choice
     done = walk(graph, plan, images, how, stats if scores and by_error else ())
     known = {k: t for k, t in plan.tensors.items() if t.role == "activation" and t.quantized} | done.tensors
