@@ -15,7 +15,6 @@ from typing import Any
 from chipfit.platform.load import load, names
 from chipfit.platform.modelled import kernels_of, whole_arithmetic
 from chipfit.platform.schema import Platform
-from chipfit.platform.show import option_text
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.tables import log_table
 from chipfit.registry import registered
@@ -36,7 +35,7 @@ def support_table() -> str:
     ]
     for name in names():
         p = load(name)
-        first = next((option_text(u) for o in p.ops for u in o.use if u.w), "-")
+        first = next((str(u) for o in p.ops for u in o.use if u.w), "-")
         counts = "/".join(str(sum(o.conf == c for o in p.ops)) for c in "VDI")
         math = p.math.requant.get("form", "-") if p.math.requant else "-"
         how = "whole" if whole_arithmetic(p) else "in part" if kernels_of(p) else "-"

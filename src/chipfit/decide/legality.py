@@ -290,9 +290,7 @@ class _Problem:
 
 
 def _contradiction(conflict: Iterable[Row]) -> UnsupportedError:
-    from chipfit.platform.show import rule_text
-
     over = [(r, ", ".join(repr(t) for t, _ in r.terms) or "tied tensors") for r in conflict]
-    got = "; ".join(f"{r.op} over {tensors}: {rule_text(r.rule)}" for r, tensors in over)
+    got = "; ".join(f"{r.op} over {tensors}: {r.rule}" for r, tensors in over)
     hint = "keep one of these layers in float with overrides={'layer': 'float'}"
     return UnsupportedError("No scales satisfy all rules of the platform together", got=got, hint=hint)

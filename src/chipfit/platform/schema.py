@@ -252,6 +252,12 @@ class Option(_Record):
         """Formats of the data inputs: one for all, one per slot, or none."""
         return self.in_ if isinstance(self.in_, tuple) else (self.in_,) if self.in_ is not None else ()
 
+    def __str__(self) -> str:
+        """The choice in a line: "u8 x w8 + b32 -> u8"."""
+        gate = f"  (where {', '.join(f'{k} {v}' for k, v in self.when.items())})" if self.when else ""
+        parts = ((" x ", self.w), (" + ", self.b), (" -> ", self.out))
+        return (" , ".join(self.ins) or "-") + "".join(f"{sign}{name}" for sign, name in parts if name) + gate
+
 
 def _is_zero_point(x: Any) -> bool:
     """An integer of 32 bits, in which zero points are kept whatever the format."""
@@ -318,6 +324,24 @@ class Rule(_Record):
     @property
     def head(self) -> str:
         return next(h for h in HEADS if getattr(self, h) is not None)
+
+    def __str__(self) -> str:
+        """The constraint in a line: "b = in0 * w"."""
+        soft = "" if self.hard else "  (preferred)"
+        if self.tie:
+            return f"{', '.join(self.tie)} share scale and zero point{soft}"
+        if self.dtype:
+            return f"{', '.join(self.dtype)} share the storage type{soft}"
+        if self.fix:
+            return f"{self.fix}: scale {self.scale:g}, zero point {self.zp}{soft}"
+        if self.mono:
+            product = " * ".join(s if e == 1 else f"{s}^{e}" for s, e in self.mono.items())
+            limits = (("=", self.eq), (">=", self.min), ("<=", self.max), ("<", self.lt))
+            bounds = " and ".join(f"{word} {v:g}" for word, v in limits if v is not None)
+            return f"{product}{f' * {self.times}' if self.times else ''} {bounds} (scales){soft}"
+        if self.zero:
+            return f"zero point of {self.zero} is {self.eq}{soft}"
+        return f"sum |w| <= {self.wsum_max:g} codes per output channel{soft}"
 
 
 class OpRule(_Record):
@@ -450,7 +474,7 @@ class Platform(Shown, _Record):
     def _screen(self) -> Screen:
         requant, revision = self.math.requant, f"@{self.arch_selected}" if self.arch_selected else ""
         first = [next((u for u in o.use if u.w), next(iter(o.use), None)) for o in self.ops]
-        rows = [(", ".join(o.match), o.how, _joint(u)) for o, u in zip(self.ops, first, strict=True)]
+        rows = [(", ".join(o.match), o.how, str(u or "")) for o, u in zip(self.ops, first, strict=True)]
         return Screen(
             f"Platform {self.name}{revision}: {self.title}",
             {
@@ -488,8 +512,3 @@ class Platform(Shown, _Record):
         if "bits" in when and when["bits"] != bits:
             return False
         return not ("runtime" in when and when["runtime"] != runtime)
-
-
-def _joint(o: Option | None) -> str:
-    given = {"in": ", ".join(o.ins), "w": o.w, "b": o.b, "out": o.out} if o is not None else {}
-    return ", ".join(f"{slot} {name}" for slot, name in given.items() if name)

@@ -8,7 +8,7 @@ from rich.table import Column, Table
 
 from chipfit.platform.load import load, names
 from chipfit.platform.modelled import not_modelled
-from chipfit.platform.schema import Option, Platform, Rule
+from chipfit.platform.schema import Platform
 
 CONFIDENCE = {"V": "verified in source", "D": "documented", "I": "inferred"}
 
@@ -17,31 +17,6 @@ def _table(*headings: str, show_lines: bool = False) -> Table:
     """A table that loses no letter where the terminal is narrow."""
     columns = (Column(h, overflow="fold") for h in headings)
     return Table(*columns, show_edge=False, header_style="bold", show_lines=show_lines)
-
-
-def option_text(o: Option) -> str:
-    """One joint choice in a line: "u8 x w8 + b32 -> u8"."""
-    ins = " , ".join(o.ins) or "-"
-    gate = f"  (where {', '.join(f'{k} {v}' for k, v in o.when.items())})" if o.when else ""
-    return ins + (f" x {o.w}" if o.w else "") + (f" + {o.b}" if o.b else "") + (f" -> {o.out}" if o.out else "") + gate
-
-
-def rule_text(r: Rule) -> str:
-    """One constraint in a line: "b = in0 * w"."""
-    soft = "" if r.hard else "  (preferred)"
-    if r.tie:
-        return f"{', '.join(r.tie)} share scale and zero point{soft}"
-    if r.dtype:
-        return f"{', '.join(r.dtype)} share the storage type{soft}"
-    if r.fix:
-        return f"{r.fix}: scale {r.scale:g}, zero point {r.zp}{soft}"
-    if r.mono:
-        product = " * ".join(s if e == 1 else f"{s}^{e}" for s, e in r.mono.items())
-        bounds = [f"{w} {v:g}" for w, v in (("=", r.eq), (">=", r.min), ("<=", r.max), ("<", r.lt)) if v is not None]
-        return f"{product}{f' * {r.times}' if r.times else ''} {' and '.join(bounds)} (scales){soft}"
-    if r.zero:
-        return f"zero point of {r.zero} is {r.eq}{soft}"
-    return f"sum |w| <= {r.wsum_max:g} codes per output channel{soft}"
 
 
 def show(platform: Platform) -> Group:
@@ -55,8 +30,8 @@ def show(platform: Platform) -> Group:
         where = "".join(f"\n[dim]where {k}: {v}[/]" for k, v in {**o.where, **o.when}.items())
         ops.add_row(
             ", ".join(o.match) + where,
-            "\n".join(option_text(u) for u in o.use) + _note(o.note),
-            "\n".join(rule_text(r) for r in o.rules),
+            "\n".join(map(str, o.use)) + _note(o.note),
+            "\n".join(map(str, o.rules)),
             o.how,
             f"{', '.join(o.src)}\n[dim]{CONFIDENCE[o.conf]}[/]",
         )
@@ -100,5 +75,5 @@ def overview() -> Table:
     for name in names():
         p = load(name)
         first = next((u for o in p.ops for u in o.use if u.w), None)
-        table.add_row(name, p.title, option_text(first) if first else "", p.deploy[0] if p.deploy else "")
+        table.add_row(name, p.title, str(first or ""), p.deploy[0] if p.deploy else "")
     return table
