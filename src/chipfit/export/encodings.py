@@ -65,24 +65,15 @@ def _qualcomm(plan: Plan) -> dict[str, Any]:
     """Quantization overrides: bit width, min, max, scale, offset (= -zero point); one record per channel."""
 
     def records(e: _Entry) -> list[dict[str, Any]]:
+        first = e.grid.qmin if e.grid.signed else 0
+        same = {"is_symmetric": str(e.grid.symmetric), "dtype": "int"}
         return [
-            {
-                "bitwidth": e.grid.bits,
-                "min": low,
-                "max": high,
-                "scale": scale,
-                "offset": -zero + e.grid.qmin if e.grid.signed else -zero,
-                "is_symmetric": str(e.grid.symmetric),
-                "dtype": "int",
-            }
+            {"bitwidth": e.grid.bits, "min": low, "max": high, "scale": scale, "offset": first - zero, **same}
             for scale, zero, low, high in zip(e.scale, e.zero, e.low, e.high, strict=True)
         ]
 
-    return {
-        "version": "0.6.1",
-        "activation_encodings": _each(plan, "activation", records),
-        "param_encodings": _each(plan, "weight bias", records),
-    }
+    parts = {"activation_encodings": "activation", "param_encodings": "weight bias"}
+    return {"version": "0.6.1", **{part: _each(plan, roles, records) for part, roles in parts.items()}}
 
 
 def _ppl_cuda(plan: Plan) -> dict[str, Any]:
@@ -90,14 +81,9 @@ def _ppl_cuda(plan: Plan) -> dict[str, Any]:
 
     def record(e: _Entry) -> dict[str, Any]:
         weight = e.tensor.role == "weight"
-        return {
-            "bit_width": e.grid.bits,
-            "per_channel": weight and len(e.scale) > 1,
-            "quant_flag": True,
-            "sym": e.grid.symmetric,
-            "max": e.high if weight else e.high[0],
-            "min": e.low if weight else e.low[0],
-        }
+        how = {"per_channel": weight and len(e.scale) > 1, "quant_flag": True, "sym": e.grid.symmetric}
+        ends = {"max": e.high, "min": e.low} if weight else {"max": e.high[0], "min": e.low[0]}
+        return {"bit_width": e.grid.bits, **how, **ends}
 
     return {"ppl-cuda": _each(plan, "activation", record) | _each(plan, "weight", record)}
 

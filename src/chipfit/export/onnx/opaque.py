@@ -63,19 +63,16 @@ def splice(tape: Tape, node: Node) -> list[str]:
     if not region.inputs:  # a constant
         return [tape.const(t.detach().numpy()) for t in region()]
     names = {v: tape.read(v, node) or "" for v in region.inputs}
+    shapes = [values[v].shape for v in region.inputs]
     try:
-        model = _translated(
-            region, _examples(tape, region.inputs), [values[v].shape for v in region.inputs], tape.opset
-        )
+        model = _translated(region, _examples(tape, region.inputs), shapes, tape.opset)
     except (torch.onnx.OnnxExporterError, RuntimeError) as e:  # of the translation; of the example that runs before it
-        of_keras = node.attrs["target"].startswith("keras:")
-        raise UnsupportedError(
-            f"Operator '{node.layer_type if of_keras else node.attrs['target']}' of '{node.who}' has no ONNX form",
-            where=node.source,
-            got=first_line(e),
-            hint="replace it by standard operators"
-            + (", or set KERAS_BACKEND=torch, on which many layers have one" if of_keras else ", or export without it"),
-        ) from e
+        called, way = node.attrs["target"], "export without it"
+        if called.startswith("keras:"):
+            called, way = node.layer_type, "set KERAS_BACKEND=torch, on which many layers have one"
+        what = f"Operator '{called}' of '{node.who}' has no ONNX form"
+        hint = f"replace it by standard operators, or {way}"
+        raise UnsupportedError(what, where=node.source, got=first_line(e), hint=hint) from e
     prefix = tape.fresh("opaque")
     outside = {i.name: names[v] for i, v in zip(model.graph.input, region.inputs, strict=True)}
 

@@ -108,20 +108,13 @@ def _model(tape: Tape) -> onnx.ModelProto:
         tape.nodes.append(helper.make_node("Identity", [source], [name], name=f"output_{i}"))
     nodes = _used(tape.nodes, outputs)
     needed = {i for n in nodes for i in n.input}
-    graph = helper.make_graph(
-        nodes,
-        "chipfit",
-        [_info(g, n, n) for n in g.inputs],
-        [_info(g, name, value) for name, value in zip(outputs, g.outputs, strict=True)],
-        [t for k, t in tape.initialisers.items() if k in needed],
-    )
-    model = helper.make_model(
-        graph,
-        opset_imports=[helper.make_opsetid("", tape.opset)],
-        ir_version=_IR_VERSIONS.get(tape.opset, _IR_VERSION),
-        producer_name="chipfit",
-        producer_version=__version__,
-    )
+    takes = [_info(g, n, n) for n in g.inputs]
+    gives = [_info(g, name, value) for name, value in zip(outputs, g.outputs, strict=True)]
+    constants = [t for k, t in tape.initialisers.items() if k in needed]
+    graph = helper.make_graph(nodes, "chipfit", takes, gives, constants)
+    opset, version = helper.make_opsetid("", tape.opset), _IR_VERSIONS.get(tape.opset, _IR_VERSION)
+    made_by = {"producer_name": "chipfit", "producer_version": __version__}
+    model = helper.make_model(graph, opset_imports=[opset], ir_version=version, **made_by)
     provenance = json.dumps(tape.plan.provenance, default=str)
     helper.set_model_props(model, {"chipfit.platform": tape.plan.platform, "chipfit.provenance": provenance})
     return model

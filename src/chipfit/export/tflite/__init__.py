@@ -15,14 +15,10 @@ def _stored(path: Path) -> dict[str, InFile]:
     return stored(path)
 
 
-@register(
-    "format",
-    "tflite",
-    suffixes=(".tflite",),
-    libraries=("flatbuffers", "ai_edge_litert"),
-    extra="litert",
-    stored=_stored,
-)
+_LIBRARIES = ("flatbuffers", "ai_edge_litert")
+
+
+@register("format", "tflite", suffixes=(".tflite",), libraries=_LIBRARIES, extra="litert", stored=_stored)
 def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options: Any) -> Path:
     """Write a `.tflite` file; see `chipfit.export.tflite.writer.export_tflite` for the options."""
     from chipfit.export.tflite.writer import export_tflite

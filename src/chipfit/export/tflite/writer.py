@@ -190,12 +190,9 @@ def _in_one(refused: Sequence[tuple[str, str]]) -> UnsupportedError:
     reasons: dict[str, list[str]] = {}
     for what, why in refused:
         reasons.setdefault(why, []).append(what)
-    return UnsupportedError(
-        "TensorFlow Lite cannot hold all of this model",
-        got="; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items()),
-        hint="replace these layers, export the part of the model without them, "
-        f"or quantize for a platform such as {_platform()}",
-    )
+    got = "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
+    hint = "replace these layers, export the part of the model without them, or quantize for a platform such as "
+    return UnsupportedError("TensorFlow Lite cannot hold all of this model", got=got, hint=hint + _platform())
 
 
 def _platform() -> str:
