@@ -63,11 +63,9 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | No
         filled = keras.tree.pack_sequence_as(struct, tensors)
         results = reading.open(model, model.call, (filled,), {}, Origin())
         if results is None:
-            raise CaptureError(
-                f"The model '{model.name}' cannot be traced: {reading.last_failure}",
-                hint="write its call with keras layers and keras.ops, without branches on values, "
-                "or as a Functional model",
-            )
+            what = f"The model '{model.name}' cannot be traced: {reading.last_failure}"
+            hint = "write its call with keras layers and keras.ops, without branches on values, "
+            raise CaptureError(what, hint=hint + "or as a Functional model")
     else:
         env = {id(kt): t for kt, t in zip(leaves(struct), tensors, strict=True)}
         results = keras.tree.pack_sequence_as(outputs, reading.walk(leaves(outputs), env, ""))
@@ -93,12 +91,9 @@ def _demand_model(model: Any) -> None:
     inside = list(model._flatten_layers())
     first = next((x for x in inside if getattr(x, "data_format", None) == "channels_first"), None)
     if first is not None:
-        raise CaptureError(
-            f"Layer '{first.name}' works channels-first",
-            allowed="data_format='channels_last'",
-            hint="build the model with keras.config.set_image_data_format('channels_last') and copy the weights, "
-            "which are the same",
-        )
+        how = "build the model with keras.config.set_image_data_format('channels_last')"
+        hint, allowed = f"{how} and copy the weights, which are the same", "data_format='channels_last'"
+        raise CaptureError(f"Layer '{first.name}' works channels-first", allowed=allowed, hint=hint)
 
 
 def _in_float32(model: Any) -> tuple[Any, str]:
@@ -178,8 +173,7 @@ def _compare(graph: Graph, model: Any, example: Any) -> None:
     except Exception as e:  # the user's code may raise anything
         if not theirs(e):
             raise
-        what = f"The model fails on the example input: {brief(e)}"
-        raise CaptureError(what) from e
+        raise CaptureError(f"The model fails on the example input: {brief(e)}") from e
     with torch.inference_mode():
         env = run(graph, graph.example)
     got = [env[o].numpy() for o in graph.outputs]
@@ -241,7 +235,4 @@ def _keep_names(graph: Graph, copies: Mapping[str, tuple[str, Any]]) -> None:
         if copy not in graph.weights or original in users or sum(o == original for o, _ in copies.values()) > 1:
             continue
         graph.weights[original] = graph.weights.pop(copy)
-        graph.nodes = [
-            n.with_(inputs=tuple(original if i == copy else i for i in n.inputs)) if copy in n.inputs else n
-            for n in graph.nodes
-        ]
+        graph.nodes = [n.with_(inputs=tuple(original if i == copy else i for i in n.inputs)) for n in graph.nodes]

@@ -1,7 +1,7 @@
 """What computes the canonical operators in Keras, channels last: a layer where one does, else `keras.ops`."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from chipfit.files import package_data
 from chipfit.frameworks.keras import padding as paddings
 from chipfit.frameworks.keras.backend import dtype_here
 from chipfit.graph.ir import Graph, Node
@@ -61,14 +62,9 @@ def padding_word(node: Node, graph: Graph) -> str:
 
 
 def _conv_settings(node: Node, graph: Graph, variables: dict[str, str]) -> dict[str, Any]:
-    return {
-        "kernel_size": tuple(graph.weights[variables["kernel"]].shape[2:]),
-        "strides": tuple(node.attrs["stride"]),
-        "dilation_rate": tuple(node.attrs["dilation"]),
-        "activation": None,
-        "use_bias": "bias" in variables,
-        "data_format": "channels_last",
-    }
+    window, a = tuple(graph.weights[variables["kernel"]].shape[2:]), node.attrs
+    how = {"kernel_size": window, "strides": tuple(a["stride"]), "dilation_rate": tuple(a["dilation"])}
+    return {**how, "activation": None, "use_bias": "bias" in variables, "data_format": "channels_last"}
 
 
 def _conv(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
@@ -130,15 +126,15 @@ def _prelu(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
 # ---------------------------------------------------------------- layers without
 
 
-def _layer(cls: Any, attrs: str = "", **settings: Any) -> Choose:
+def _layer(cls: Any, attrs: str = "", fixed: Mapping[str, Any] | None = None) -> Choose:
     """A layer that always serves.
 
     Args:
         attrs: which attributes become settings, "setting=attribute"; one word where both have the same name.
-        settings: those that are fixed.
+        fixed: further settings.
     """
     pairs = [(s, a or s) for s, _, a in (word.partition("=") for word in attrs.split())]
-    return lambda node, graph, variables: (cls, {**settings, **{s: node.attrs[a] for s, a in pairs}})
+    return lambda node, graph, variables: (cls, {**(fixed or {}), **{s: node.attrs[a] for s, a in pairs}})
 
 
 def _merge(cls: Any) -> Choose:
@@ -318,37 +314,27 @@ def _renamed(f: Kernel, **names: str) -> Kernel:
     return lambda *xs, **attrs: f(*xs, **{names.get(k, k): v for k, v in attrs.items()})
 
 
-def _each(text: str, make: Callable[[str], Form]) -> dict[str, Form]:
-    """A row for each "Operator=function" of a text, made from the name of the function."""
-    return {op: make(f) for op, f in (word.split("=") for word in text.split())}
+def _functions(key: str) -> dict[str, Kernel]:
+    """The functions of keras.ops that `forms.yaml` names under a word."""
+    return {op: getattr(ops, f) for op, f in (word.split("=") for word in _DATA[key].split())}
+
+
+def _known(function: str, layer: str, **settings: Any) -> Form:
+    """A row of `forms.yaml` with a layer."""
+    return Form(getattr(ops, function), _layer(getattr(layers, layer), **settings))
 
 
 # ---------------------------------------------------------------- rows
 
+_DATA = package_data("chipfit.frameworks.keras", "forms.yaml")
 FORMS: dict[str, Form] = {
-    # functions of keras.ops that take our attributes by our names
-    **_each(
-        "Log=log Abs=abs Neg=negative Sqrt=sqrt Rsqrt=rsqrt Sin=sin Cos=cos Erf=erf Floor=floor Ceil=ceil Round=round "
-        "Sign=sign Reciprocal=reciprocal LogicalNot=logical_not HardSwish=hard_silu Div=divide Pow=power Mod=mod "
-        "FloorDiv=floor_divide Equal=equal NotEqual=not_equal Less=less LessEqual=less_equal Greater=greater "
-        "GreaterEqual=greater_equal LogicalAnd=logical_and LogicalOr=logical_or MatMul=matmul Where=where "
-        "LogSoftmax=log_softmax ArgMax=argmax CumSum=cumsum Unstack=unstack Gather=take Tile=tile",
-        lambda f: Form(getattr(ops, f)),
-    ),
-    **_each(
-        "Sigmoid=sigmoid Tanh=tanh Swish=silu Selu=selu HardSigmoid=hard_sigmoid",
-        lambda f: Form(getattr(ops, f), _layer(layers.Activation, activation=f)),
-    ),
-    "Exp": Form(ops.exp, _layer(layers.Activation, activation="exponential")),
+    **{op: Form(f) for op, f in _functions("functions").items()},
+    **{op: Form(_renamed(f, axes="axis")) for op, f in _functions("reductions").items()},
+    **{op: _known(**row) for op, row in _DATA["layers"].items()},
     "Mish": Form(lambda x: x * ops.tanh(ops.softplus(x))),
-    "Relu": Form(ops.relu, _layer(layers.ReLU)),
-    "Relu6": Form(ops.relu6, _layer(layers.ReLU, max_value=6.0)),
-    "LeakyRelu": Form(ops.leaky_relu, _layer(layers.LeakyReLU, "negative_slope")),
     "PRelu": Form(lambda x, w: ops.maximum(x, 0.0) + w * ops.minimum(x, 0.0), _prelu, "alpha"),
-    "Elu": Form(ops.elu, _layer(layers.ELU, "alpha")),
     "Gelu": Form(lambda x, *, approximate: ops.gelu(x, approximate == "tanh"), _gelu),
     "Softplus": Form(lambda x, *, beta, threshold: ops.softplus(x * beta) / beta),
-    "Softmax": Form(ops.softmax, _layer(layers.Softmax, "axis")),
     "Clamp": Form(_clamp),
     **{f"Conv{n}D": Form(None, _conv, "kernel bias") for n in (1, 2, 3)},
     "DepthwiseConv2D": Form(None, _conv, "kernel bias"),
@@ -366,10 +352,6 @@ FORMS: dict[str, Form] = {
     "Mul": Form(ops.multiply, _merge(layers.Multiply)),
     "Max": Form(ops.maximum, _merge(layers.Maximum)),
     "Min": Form(ops.minimum, _merge(layers.Minimum)),
-    **_each(
-        "Mean=mean Sum=sum ReduceMax=max ReduceMin=min ReduceProd=prod Squeeze=squeeze",
-        lambda f: Form(_renamed(getattr(ops, f), axes="axis")),
-    ),
     "ReduceL2": Form(lambda x, *, axes, keepdims: ops.sqrt(ops.sum(ops.square(x), axes, keepdims))),
     "MaxPool": Form(_max_pool, _pool("MaxPooling{}D")),
     "AvgPool": Form(_avg_pool, _pool("AveragePooling{}D")),

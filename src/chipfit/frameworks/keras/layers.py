@@ -309,10 +309,7 @@ class KerasBatchNormWrapper(KerasQuantizationWrapper):
 
     def __init__(
         self,
-        layer: Any,
-        weights_quantizers: Mapping[str, Any] | None = None,
-        bias_follows: str = "",
-        uses: int = 1,
+        *wrapped: Any,
         bn_fold: int = 1,
         epsilon: float = 1e-3,
         bn_momentum: float = 0.1,
@@ -320,7 +317,7 @@ class KerasBatchNormWrapper(KerasQuantizationWrapper):
         factor: Sequence[int] = (-1,),
         **kwargs: Any,
     ) -> None:
-        super().__init__(layer, weights_quantizers, bias_follows, uses, **kwargs)
+        super().__init__(*wrapped, **kwargs)
         self.bn_fold, self.epsilon, self.bn_momentum = bn_fold, epsilon, bn_momentum
         self.trains, self.factor = tuple(trains), tuple(factor)
 

@@ -298,8 +298,13 @@ class Builder:
                     raise UnsupportedError(f"'{name}' is of several layers", hint="train with bn_fold=0")
                 self.homes[name] = [Home(inner.name, variable)]
         trains = [v for v, there in (("gamma", fold.gamma), ("beta", fold.beta), ("bias", fold.biased)) if there]
-        settings = (self.training.bn_fold, fold.eps, self.training.bn_momentum, trains, factor)
-        return KerasBatchNormWrapper(inner, quantizers, follows, uses, *settings, name=inner.name)
+        how: dict[str, Any] = {
+            "bn_fold": self.training.bn_fold,
+            "epsilon": fold.eps,
+            "bn_momentum": self.training.bn_momentum,
+        }
+        how |= {"trains": trains, "factor": factor}
+        return KerasBatchNormWrapper(inner, quantizers, follows, uses, **how, name=inner.name)
 
     def _opaque(self, node: Node) -> Any:
         if not node.attrs["target"].startswith(PREFIX):

@@ -1,4 +1,4 @@
-"""How Keras layers and `keras.ops` operations become canonical: a row each, or a function where that takes arithmetic.
+"""How Keras layers and `keras.ops` operations become canonical: a row of `operations.yaml`, or a function.
 
 A reader takes a `Call` and the arguments of the call, tensors as `Value`, and returns the value (or values) of its
 result, before the layer's own activation. It raises `Unreadable` for a form without canonical equivalent; the operation
@@ -14,13 +14,13 @@ from typing import Any
 import keras
 import numpy as np
 
+from chipfit.files import package_data
 from chipfit.frameworks.keras import padding as paddings
 from chipfit.frameworks.keras.call import Call, Unreadable
 from chipfit.frameworks.keras.weights import DEPTHWISE
 from chipfit.graph.ir import Value
 
 Read = Callable[..., Any]
-Holds = Callable[[Call, Value], bool]
 READERS: dict[tuple[str, str], Read] = {}  #: ("layer" or "operation", class name) -> reader
 ACTIVATED: set[Read] = set()  #: readers of layers that apply an activation to their result
 
@@ -55,43 +55,46 @@ def _need(condition: bool) -> None:
         raise Unreadable
 
 
+def _integer(v: Any) -> int:
+    _need(isinstance(v, int))
+    return v
+
+
+#: conversions of settings in rows
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "": lambda v: v,
+    "float": float,
+    "int": int,
+    "bool": bool,
+    "approximation": lambda yes: "tanh" if yes else "none",
+    "one_axis": lambda axis: _integer(axis[0] if isinstance(axis, (list, tuple)) and len(axis) == 1 else axis),
+    "integer": _integer,
+}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
     """Reads a call that is one node, on the tensors of the call and then on the layer's own variables."""
 
     op: str
-    attrs: Mapping[str, Any]  #: of the node: constants, or functions of the call and its first tensor
     operands: int = 1
     variables: str = ""  #: names of the layer's variables, by slot of the operator behind the data
-    only: Holds | None = None  #: what else must hold
+    only: str = ""  #: the function below of what else must hold
+    #: "attribute=setting:conversion" for each attribute; the setting is left out where it has the same name, the
+    #: conversion where it needs none. "attribute:function": of the call and its first tensor, below
+    attrs: str = ""
+    fixed: Mapping[str, Any] | None = None  #: further attributes, the same for every call
 
     def __call__(self, r: Call, *xs: Any) -> list[Value]:
-        _need(len(xs) == self.operands and (self.only is None or self.only(r, xs[0])))
+        _need(len(xs) == self.operands and (not self.only or globals()[f"_{self.only}"](r, xs[0])))
         inputs = [*(r.operand(x) for x in xs), *(r.weight(getattr(r.op, v)) for v in self.variables.split())]
-        return r.emit_all(self.op, inputs, **{k: v(r, xs[0]) if callable(v) else v for k, v in self.attrs.items()})
-
-
-def _row(
-    layers: str,
-    operations: str,
-    op: str,
-    variables: str = "",
-    only: Holds | None = None,
-    operands: int = 1,
-    **attrs: Any,
-) -> None:
-    """Enter a Row for these classes."""
-    _reads(layers, operations)(Row(op, attrs, operands, variables, only))
-
-
-def _words(text: str) -> list[tuple[str, str]]:
-    """The pairs of "A=B C": (A, B), (C, C)."""
-    return [(a, b or a) for a, _, b in (word.partition("=") for word in text.split())]
-
-
-def _own(name: str, convert: Callable[[Any], Any] = lambda v: v) -> Callable[[Call, Value], Any]:
-    """The constructor argument of this name."""
-    return lambda r, x: convert(getattr(r.op, name))
+        attrs: dict[str, Any] = {}
+        for word in self.attrs.split():
+            name, _, how = word.partition(":")
+            attr, _, setting = name.partition("=")
+            convert = _CONVERSIONS.get(how)
+            attrs[attr] = convert(getattr(r.op, setting or attr)) if convert else globals()[f"_{how}"](r, xs[0])
+        return r.emit_all(self.op, inputs, **attrs, **(self.fixed or {}))
 
 
 def _number(v: Any) -> float:
@@ -113,7 +116,7 @@ def _channels_last(r: Call, x: Value) -> bool:
     return r.op.data_format in (None, "channels_last")
 
 
-def _plain(r: Call, x: Value) -> bool:
+def _bare(r: Call, x: Value) -> bool:
     """Nothing is asked for beside the operation itself: no number to begin with, no decimals, no other type."""
     o = r.op
     rest = getattr(o, "initial", None) is None and not getattr(o, "decimals", 0)
@@ -140,15 +143,6 @@ def _reduced(r: Call, x: Value) -> tuple[int, ...]:
     axis = r.op.axis
     axes = range(len(x.shape)) if axis is None else [axis] if isinstance(axis, int) else axis
     return tuple(sorted(a % len(x.shape) for a in axes))
-
-
-def _integer(v: Any) -> int:
-    _need(isinstance(v, int))
-    return v
-
-
-def _one_axis(axis: Any) -> int:
-    return _integer(axis[0] if isinstance(axis, (list, tuple)) and len(axis) == 1 else axis)
 
 
 def _window(r: Call, x: Value) -> tuple[int, ...]:
@@ -186,10 +180,6 @@ def _interpolation(r: Call, x: Value) -> str:
     if mode is None:
         raise Unreadable
     return mode
-
-
-def _factors(r: Call, x: Value) -> tuple[float, ...]:
-    return tuple(float(s) for s in _many(r.op.size, len(x.shape) - 2))
 
 
 def _swapped(r: Call, x: Value) -> tuple[int, ...]:
@@ -230,53 +220,31 @@ def _sizes(r: Call, x: Value) -> tuple[int, ...]:
     return tuple(o.shape[r.op.axis % len(x.shape)] for o in r.outputs)
 
 
-# ---------------------------------------------------------------- rows: layers, operations, canonical operator
+def _result(r: Call, x: Value) -> tuple[int, ...]:
+    return _static(r.shape)
 
-_epsilon = _own("epsilon", float)
-_row("BatchNormalization", "", "BatchNorm", "gamma beta moving_mean moving_variance", _last_axis, eps=_epsilon)
-_row("GroupNormalization", "", "GroupNorm", "gamma beta", _last_axis, groups=_own("groups", int), eps=_epsilon)
-_row("LayerNormalization", "", "LayerNorm", "gamma beta", _centred, normalized_shape=_last_shape, eps=_epsilon)
-_row("RMSNormalization", "", "RMSNorm", "scale", _last_axis, normalized_shape=_last_shape, eps=_epsilon)
 
-for _name, _op in _words(
-    "Relu Relu6 Sigmoid Tanh HardSigmoid Selu Silu=Swish HardSilu=HardSwish Exp Log Abs Absolute=Abs Negative=Neg "
-    "Sqrt Rsqrt Sin Cos Erf Floor Ceil Sign Reciprocal LogicalNot StopGradient=Identity Copy=Identity"
-):
-    _row("", _name, _op)
-_row("", "Round", "Round", only=_plain)
-for _name, _op in _words(
-    "Add Subtract=Sub Multiply=Mul Divide=Div TrueDivide=Div Power=Pow Maximum=Max Minimum=Min Mod "
-    "FloorDivide=FloorDiv LogicalAnd LogicalOr"
-):
-    _row("", _name, _op, operands=2)
-for _name, _op in _words("Mean Sum Max=ReduceMax Amax=ReduceMax Min=ReduceMin Amin=ReduceMin Prod=ReduceProd"):
-    _row("", _name, _op, only=_plain, axes=_reduced, keepdims=_own("keepdims", bool))
+def _permuted_dims(r: Call, x: Value) -> tuple[int, ...]:
+    return (0, *r.op.dims)
 
-_row("LeakyReLU", "LeakyRelu", "LeakyRelu", negative_slope=_own("negative_slope", float))
-_row("ELU", "Elu", "Elu", alpha=_own("alpha", float))
-_row("", "Gelu", "Gelu", approximate=_own("approximate", lambda yes: "tanh" if yes else "none"))
-_row("", "Softplus", "Softplus", beta=1.0, threshold=20.0)
-_row("Softmax", "Softmax", "Softmax", axis=_own("axis", _one_axis))
-_row("", "LogSoftmax", "LogSoftmax", axis=_own("axis", _one_axis))
-_row("", "HardTanh", "Clamp", min=-1.0, max=1.0)
-_row("", "Cumsum", "CumSum", only=_plain, axis=_own("axis", _integer))
-_row("Dropout SpatialDropout*D", "", "Dropout", p=_own("rate", float))
 
+def _new_axis(r: Call, x: Value) -> tuple[int, ...]:
+    return (_integer(r.op.axis) % len(r.shape),)
+
+
+def _axis(r: Call, x: Value) -> int:
+    return r.op.axis % len(x.shape)
+
+
+# ---------------------------------------------------------------- rows
+
+_DATA = package_data("chipfit.frameworks.keras", "operations.yaml")
+for _operands, _words in _DATA["plain"].items():
+    for _name, _, _op in (word.partition("=") for word in _words.split()):
+        _reads("", _name)(Row(_op or _name, _operands))
+for _row in _DATA["rows"]:
+    _reads(_row.pop("layers", ""), _row.pop("operations", ""))(Row(**_row))
 _POOL: dict[str, Any] = {"kernel": _window, "stride": _steps, "padding": _pool_padding, "ceil_mode": False}
-_row("MaxPooling*D", "MaxPool", "MaxPool", only=_channels_last, dilation=_undilated, **_POOL)
-_row("ZeroPadding*D", "", "Pad", padding=_border, mode="constant", value=0.0)
-_row("UpSampling*D", "", "Resize", mode=_interpolation, size=None, scale=_factors, align_corners=False)
-
-_row("Flatten Reshape", "Reshape Ravel Squeeze", "Reshape", shape=lambda r, x: _static(r.shape))
-_row("Permute", "", "Transpose", perm=lambda r, x: (0, *r.op.dims))
-_row("", "Transpose", "Transpose", perm=_ordered)
-_row("", "Swapaxes", "Transpose", perm=_swapped)
-_row("", "Moveaxis", "Transpose", perm=_moved)
-_row("", "ExpandDims", "Unsqueeze", axes=lambda r, x: (_integer(r.op.axis) % len(r.shape),))
-_row("", "BroadcastTo", "Expand", shape=_broadcast)
-_row("", "Tile", "Tile", repeats=_repeats)
-_row("", "Split", "Split", axis=lambda r, x: r.op.axis % len(x.shape), sizes=_sizes)
-_row("", "Unstack", "Unstack", axis=_own("axis"))
 
 
 # ---------------------------------------------------------------- convolutions and linear layers
@@ -340,14 +308,9 @@ def _transposed_layer(r: Call, x: Value) -> Value:
     spans = [d * (k - 1) + 1 for k, d in zip(o.kernel.shape[:n], dilation, strict=True)]
     trims = [paddings.trim(span, s, o.padding, e) for span, s, e in zip(spans, stride, extra, strict=True)]
     padding, beyond = tuple((lo, max(hi, 0)) for lo, hi in trims), tuple(max(-hi, 0) for _, hi in trims)
-    how: dict[str, Any] = {
-        "stride": stride,
-        "dilation": dilation,
-        "groups": 1,
-        "padding": padding,
-        "output_padding": beyond,
-    }
-    return r.emit(f"TransposeConv{n}D", [x, r.weight(o.kernel, "transposed"), r.weight(o.bias)], **how)
+    how: dict[str, Any] = {"stride": stride, "dilation": dilation, "groups": 1}
+    inputs = [x, r.weight(o.kernel, "transposed"), r.weight(o.bias)]
+    return r.emit(f"TransposeConv{n}D", inputs, **how, padding=padding, output_padding=beyond)
 
 
 @_reads("Dense", activated=True)
@@ -432,6 +395,12 @@ def _resize(r: Call, x: Value) -> Value:
     return r.emit("Resize", [x], mode=mode, size=tuple(int(s) for s in size), scale=None, align_corners=False)
 
 
+@_reads("UpSampling*D")
+def _up_sampling(r: Call, x: Value) -> Value:
+    scale = tuple(float(s) for s in _many(r.op.size, len(x.shape) - 2))
+    return r.emit("Resize", [x], mode=_interpolation(r, x), size=None, scale=scale, align_corners=False)
+
+
 @_reads("", "Pad")
 def _pad(r: Call, x: Value, constant_values: Any = None) -> Value:
     pairs = tuple((int(lo), int(hi)) for lo, hi in r.op.pad_width)
@@ -456,8 +425,8 @@ def _comparison(op: str) -> Read:
     return read
 
 
-for _name, _op in _words("Equal NotEqual Less LessEqual Greater GreaterEqual"):
-    _reads("", _name)(_comparison(_op))
+for _name in "Equal NotEqual Less LessEqual Greater GreaterEqual".split():
+    _reads("", _name)(_comparison(_name))
 
 
 @_reads("", "Clip")
