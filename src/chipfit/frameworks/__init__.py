@@ -138,8 +138,6 @@ def _door(framework: str, name: str) -> Any:
     except (ImportError, ValueError) as e:  # Keras raises the latter for backends that it does not know
         if framework == "torch":
             raise
-        raise CaptureError(
-            f"{framework.capitalize()} cannot be imported: {e}",
-            hint="pip install 'chipfit[keras]', "
-            "and set KERAS_BACKEND to a backend that is installed: torch, jax or tensorflow",
-        ) from e
+        backend = "set KERAS_BACKEND to a backend that is installed: torch, jax or tensorflow"
+        what, hint = f"{framework.capitalize()} cannot be imported: {e}", f"pip install 'chipfit[keras]', and {backend}"
+        raise CaptureError(what, hint=hint) from e

@@ -132,22 +132,17 @@ def _pickled(what: str) -> CaptureError:
 def _program(archive: _Archive) -> nn.Module:
     where = f"models/{archive.model}.json"
     data = demand(archive.json(where), GENERATION, where)
-    if data["schema_version"]["major"] != _SCHEMA:
-        raise CaptureError(
-            "The program was saved by another generation of torch.export",
-            got=f"schema {data['schema_version']['major']}",
-            allowed=f"schema {_SCHEMA}",
-            hint="export it again with the torch that is installed here",
-        )
+    if (found := data["schema_version"]["major"]) != _SCHEMA:
+        what = "The program was saved by another generation of torch.export"
+        hint = "export it again with the torch that is installed here"
+        raise CaptureError(what, got=f"schema {found}", allowed=f"schema {_SCHEMA}", hint=hint)
     module = demand(data, PROGRAM, where)["graph_module"]
     (call,) = (c["signature"] for c in module["module_call_graph"] if c["fqn"] == "" and c["signature"])
     inputs = [_input(s) for s in module["signature"]["input_specs"]]
     taken = read_tree(call["in_spec"]).unflatten([name for weight, name in inputs if not weight])
-    match taken:
-        case (tuple() as positional, dict() as keywords):
-            pass
-        case _:
-            raise ValueError("the arguments are no call")
+    if not (isinstance(taken, tuple) and list(map(type, taken)) == [tuple, dict]):
+        raise ValueError("the arguments are no call")
+    positional, keywords = taken
     names = call.get("forward_arg_names") or [x if isinstance(x, str) else f"arg{i}" for i, x in enumerate(positional)]
     names = [*names[: len(positional)], *map(str, keywords)]
     make = inspect.Parameter

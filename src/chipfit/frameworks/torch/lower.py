@@ -150,13 +150,10 @@ class QuantizedModule(nn.Module):
         try:
             return super().load_state_dict(state_dict, strict, assign)
         except RuntimeError as e:
-            lines = [line.strip() for line in str(e).splitlines()[1:4]]
-            raise PlanError(
-                "This checkpoint is of another plan",
-                got=" ".join(lines)[:400],
-                hint="load it into the model of the result that it was saved from; "
-                "names that begin with 'module.' come from DistributedDataParallel",
-            ) from e
+            got = " ".join(line.strip() for line in str(e).splitlines()[1:4])[:400]
+            hint = "load it into the model of the result that it was saved from; "
+            hint += "names that begin with 'module.' come from DistributedDataParallel"
+            raise PlanError("This checkpoint is of another plan", got=got, hint=hint) from e
 
     def set_mode(self, mode: str) -> None:
         """Switch every quantizer: "quantize", "bypass" for the float network after rewrites, or "observe".
@@ -280,10 +277,8 @@ class QuantizedModule(nn.Module):
         """The batch norm behind a weight, and where that has its channels."""
         fold = self._folds[weight]
         mean, var = self.weight(fold.mean), self.weight(fold.var)
-        gamma, beta = (
-            torch.full_like(mean, n) if name is None else self.weight(name)
-            for name, n in ((fold.gamma, 1.0), (fold.beta, 0.0))
-        )
+        absent = (fold.gamma, 1.0), (fold.beta, 0.0)
+        gamma, beta = (torch.full_like(mean, n) if name is None else self.weight(name) for name, n in absent)
         return Norm(gamma, beta, mean, var, fold.eps), channels(self.weight(weight), *self._kinds[weight])
 
     def folded(self, weight: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -210,11 +210,6 @@ def _length(c: Call) -> Any:
     return c.emit("ReduceL2", [c.value("self")], axes=tuple(a % c.rank for a in axes), keepdims=bool(c.raw("keepdim")))
 
 
-@reads("square")
-def _square(c: Call) -> Any:
-    return c.emit("Mul", [c.value("self")] * 2)
-
-
 @reads("softmax _softmax log_softmax _log_softmax")
 def _softmax(c: Call) -> Any:
     """The operand in the type that `dtype` asks for."""
