@@ -88,7 +88,7 @@ def assign(
     units = [u if u.moves else usable(graph, platform, u, kept) for u in reversed(units)][::-1]
     requests = {v: f for v, f in requested(graph, platform, units).items() if v not in kept}
     formats = Formats(graph, platform, requests, kept)
-    out = _Record(formats)
+    out = _Record(graph, platform, formats)
     for k, decision in enumerate([formats.decide(u) for u in units]):
         out.add(decision)
         if k == 0:  # plans list the model's inputs behind the weights of the operator that comes first
@@ -108,20 +108,14 @@ def assign(
 class _Record:
     """An assignment in the making: what the decisions about units mean for tensors."""
 
+    graph: Graph
+    platform: Platform
     formats: Formats
     slots: dict[str, Slot] = field(default_factory=dict)
     floats: dict[str, str] = field(default_factory=dict)
     nodes: dict[str, NodePlan] = field(default_factory=dict)
     bindings: list[Binding] = field(default_factory=list)
     float_edges: set[tuple[str, str]] = field(default_factory=set)
-
-    @property
-    def graph(self) -> Graph:
-        return self.formats.graph
-
-    @property
-    def platform(self) -> Platform:
-        return self.formats.platform
 
     def add(self, d: Decision) -> None:
         """One unit: its nodes, the tensors that it reads and writes, and its rules about them."""

@@ -219,7 +219,7 @@ class _Problem:
         are rounded to float32 afterwards; sums of integers need no such margin. None when there are no such scales.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_array, eye_array, hstack, vstack
+        from scipy.sparse import block_array, csr_array, eye_array
 
         names = sorted(free)
         if not names:
@@ -232,7 +232,7 @@ class _Problem:
         integral = np.concatenate([np.full(self.log[t].size, t in self.pot) for t in names])
         # a floor that float32 holds is kept by a power of two above it, and by other scales with a rounding's margin
         least = np.concatenate([np.full(self.log[t].size, self._floor(t)) for t in names])
-        at_row, at_column, factors, m = [], [], [], 0
+        at_row, at_column, factors, m = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)], 0
         low: list[np.ndarray] = []
         high: list[np.ndarray] = []
         for row in table:
@@ -245,13 +245,11 @@ class _Problem:
             for side, limit in zip((low, high), self._limits(row, free), strict=True):
                 side.append(np.broadcast_to(limit, width))
             m += width
-        entries = (
-            (np.concatenate(factors), (np.concatenate(at_row), np.concatenate(at_column))) if m else ([], ([], []))
-        )
+        entries = np.concatenate(factors), (np.concatenate(at_row), np.concatenate(at_column))
         eye, none = eye_array(n), np.full(n, np.inf)
-        rules = hstack([csr_array(entries, shape=(m, n)), csr_array((m, n))])
         down = 1 + _CLIPS  # v - d <= wanted <= v + d / down
-        matrix = vstack([rules, hstack([eye, -eye]), hstack([down * eye, eye])]).tocsr()
+        rules = csr_array(entries, shape=(m, n))
+        matrix = block_array([[rules, None], [eye, -eye], [down * eye, eye]], format="csr")
         at_least, at_most = np.concatenate([*low, -none, down * wanted]), np.concatenate([*high, wanted, none])
         within = LinearConstraint(matrix, at_least, at_most)
         bounds = Bounds(np.r_[least, np.zeros(n)], np.r_[np.full(n, -_LEAST), none])

@@ -82,12 +82,10 @@ def _with_bits(platform: Platform, unit: Unit, options: list[Option]) -> list[Op
             names = {n for o in unit.resolved.options for s in slots for n in as_tuple(getattr(o, s))}
             free = any(f.free for n, f in platform.formats.items() if n in names)
             widths += [set(range(1, WIDEST + 1))] * free
-            raise UnsupportedError(
-                f"'{unit.who}' cannot have {asked}-bit {what} on '{platform.name}'",
-                got=asked,
-                allowed=", ".join(map(str, sorted(set().union(*widths)))) + " bits",
-                hint="choose one of the allowed widths or leave the layer out of `overrides`",
-            )
+            allowed = ", ".join(map(str, sorted(set().union(*widths)))) + " bits"
+            hint = "choose one of the allowed widths or leave the layer out of `overrides`"
+            message = f"'{unit.who}' cannot have {asked}-bit {what} on '{platform.name}'"
+            raise UnsupportedError(message, got=asked, allowed=allowed, hint=hint)
     return options
 
 
@@ -118,7 +116,5 @@ def first_fitting(platform: Platform, unit: Unit, formats: Mapping[str, str]) ->
             return not option.in_bits or have.bits <= max(option.in_bits)
         return wanted in NO_FORMAT or agree(have, platform.formats[wanted], *_STORAGE)
 
-    return next(
-        (o for o in unit.resolved.options if all(reads(o, v, wanted) for v, wanted in unit.data_formats(o).items())),
-        None,
-    )
+    options = unit.resolved.options
+    return next((o for o in options if all(reads(o, *asked) for asked in unit.data_formats(o).items())), None)

@@ -8,7 +8,7 @@ all that it joins. Forcing 1/256 on the others would clip them. A chip that can 
 from dataclasses import replace
 
 from chipfit.decide.assignment import Assignment
-from chipfit.decide.ties import Binding, Numbers, tie_groups
+from chipfit.decide.ties import Binding, tie_groups
 from chipfit.graph.builder import unique
 from chipfit.graph.ir import Graph, Node
 from chipfit.platform.match import resolve_node
@@ -61,19 +61,13 @@ def _clashes(graph: Graph, assignment: Assignment) -> list[tuple[str, str]]:
         if len(inputs) < 2 or not groups or not _ties_inputs(b):
             continue
         without = tie_groups(o for k in groups for o in tying[k] if o is not b)
-        grids = _grids(inputs, without, dictated)
+        tied = {t: group for group in without for t in group}
+        # tensor -> the dictated numbers of those that it is tied to, and its own
+        grids = {t: frozenset(dictated[m] for m in tied.get(t, (t,)) if m in dictated) for t in inputs}
         if len(set(grids.values())) > 1 and b.of("out"):
             reader = makers[b.of("out")[0]]
             found += [(t, reader.name) for t in inputs if grids[t] and t in reader.inputs]
     return found
-
-
-def _grids(
-    tensors: list[str], groups: tuple[tuple[str, ...], ...], dictated: dict[str, Numbers]
-) -> dict[str, frozenset[Numbers]]:
-    """Tensor -> the dictated numbers of those that it is tied to, and its own."""
-    group_of = {t: group for group in groups for t in group}
-    return {t: frozenset(dictated[m] for m in group_of.get(t, (t,)) if m in dictated) for t in tensors}
 
 
 def _ties_inputs(b: Binding) -> bool:

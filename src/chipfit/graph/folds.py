@@ -17,22 +17,16 @@ def checksum(weight: torch.Tensor, bias: torch.Tensor) -> int:
     """Of the bias and a sample of each row of the weight: whoever changes a folded layer changes most of them."""
     rows = weight.detach().reshape(len(weight), -1)
     sample = rows[:, :: max(1, rows.shape[1] // _SAMPLE)]
-    parts = (t.detach().cpu().contiguous().view(torch.uint8).numpy() for t in (sample, bias))
-    total = 0
-    for part in parts:
-        total = zlib.crc32(part.tobytes(), total)
-    return total
+    first, second = (t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in (sample, bias))
+    return zlib.crc32(second, zlib.crc32(first))
 
 
 def numbers(graph: Graph, fold: Fold) -> tuple[torch.Tensor, ...]:
     """gamma, beta, mean and variance, [C] float64."""
     w, mean = graph.weights, graph.weights[fold.mean].detach().double()
-    gamma, beta = (mean * 0 + n if name is None else w[name].detach().double() for name, n in _absent(fold))
+    absent = (fold.gamma, 1.0), (fold.beta, 0.0)
+    gamma, beta = (mean * 0 + n if name is None else w[name].detach().double() for name, n in absent)
     return gamma, beta, mean, w[fold.var].detach().double()
-
-
-def _absent(fold: Fold) -> tuple[tuple[str | None, float], ...]:
-    return (fold.gamma, 1.0), (fold.beta, 0.0)
 
 
 def unfolded(graph: Graph) -> Graph:

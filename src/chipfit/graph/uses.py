@@ -38,11 +38,8 @@ def unrounded(graph: Graph) -> dict[str, str]:
             behind = not _computes(n) and any(o in whole and graph.is_float(o) for o in n.outputs)
             if slot == "index" or _to_integers(n) or behind:
                 whole.add(i)
-    exact = {
-        v: EXACT_WHY if use[v] <= (_COMPARED if v in given else _EXACT) else WHOLE_WHY
-        for v in graph.values
-        if v in use and graph.is_float(v) and (v in given & whole or use[v] <= (_COMPARED if v in given else _EXACT))
-    }
+    real = {v: use[v] > (_COMPARED if v in given else _EXACT) for v in graph.values if v in use and graph.is_float(v)}
+    exact = {v: WHOLE_WHY if is_real else EXACT_WHY for v, is_real in real.items() if not is_real or v in given & whole}
     return exact | masked | _guarded(graph, producers)
 
 

@@ -216,17 +216,13 @@ class _Walk:
         form = self.form(node.data)
         return self.read(node.data, form, node.name), form
 
-    def one_axis(self, node: Node, keeps: bool) -> None:
+    def on_axes(self, node: Node, keeps: bool) -> None:
+        """Works on one axis, or on several, which its results keep or lack."""
         x, form = self.as_held(node)
-        axis = node.attrs["axis"] % len(form)
-        left = form if keeps else without(form, {axis})
-        self.emit(node, [x], [left] * len(node.outputs), axis=form.index(axis))
-
-    def several_axes(self, node: Node, keeps: bool) -> None:
-        x, form = self.as_held(node)
-        axes = {a % len(form) for a in node.attrs["axes"]}
-        left = form if keeps else without(form, axes)
-        self.emit(node, [x], [left], axes=tuple(sorted(form.index(a) for a in axes)))
+        axes = {a % len(form) for a in node.attrs.get("axes", [node.attrs.get("axis")])}
+        here = tuple(sorted(form.index(a) for a in axes))
+        how = {"axes": here} if "axes" in node.attrs else {"axis": here[0]}
+        self.emit(node, [x], [form if keeps else without(form, axes)] * len(node.outputs), **how)
 
     # ---- kinds of operators
 
@@ -256,28 +252,26 @@ class _Walk:
         self.emit(node, self.operands(node, lambda _: form), [form], axis=form.index(node.attrs["axis"] % rank))
 
     def along(self, node: Node) -> None:
-        self.one_axis(node, keeps=True)
+        self.on_axes(node, keeps=True)
 
     def remove_axis(self, node: Node) -> None:
-        self.one_axis(node, keeps=False)
+        self.on_axes(node, keeps=False)
 
     def arg_max(self, node: Node) -> None:
-        if node.attrs["axis"] is None:
-            return self.natural(node)
-        self.one_axis(node, keeps=node.attrs["keepdims"])
+        (self.natural if node.attrs["axis"] is None else self.reduce)(node)
 
     def size(self, node: Node) -> None:
         x, form = self.as_held(node)
         self.emit(node, [x], [()], axis=form.index(node.attrs["axis"] % len(form)))
 
     def reduce(self, node: Node) -> None:
-        self.several_axes(node, keeps=node.attrs["keepdims"])
+        self.on_axes(node, keeps=node.attrs["keepdims"])
 
     def squeeze(self, node: Node) -> None:
         axes = {a % self.rank(node.data) for a in node.attrs["axes"]}
         if self.rank(node.output) != self.rank(node.data) - len(axes):  # some of them are not of size 1 and stay
             return self.natural(node)
-        self.several_axes(node, keeps=False)
+        self.on_axes(node, keeps=False)
 
     def pad(self, node: Node) -> None:
         padding = node.attrs["padding"]
