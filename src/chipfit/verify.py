@@ -301,13 +301,12 @@ class Verification(Shown):
         others = [f"{op} runs in float" for op in sorted(self.float_ops.difference(float_ops))]
         found = [*self.departures, *others] or ([] if self.integers else ["nothing was compared"])
         if found:
-            raise VerificationError(
-                f"{self.runtime} is not what the plan says: {found[0]}",
-                got="; ".join(found[:8]) + (f"; and {len(found) - 8} more" if len(found) > 8 else ""),
-                allowed=f"in float: {', '.join(sorted(float_ops)) or 'nothing'}; elsewhere no difference",
-                hint="name operators that the runtime computes in float; "
-                "anything else is a fault of file, runtime or simulation",
-            )
+            got = "; ".join(found[:8]) + (f"; and {len(found) - 8} more" if len(found) > 8 else "")
+            allowed = f"in float: {', '.join(sorted(float_ops)) or 'nothing'}; elsewhere no difference"
+            what = f"{self.runtime} is not what the plan says: {found[0]}"
+            hint = "name operators that the runtime computes in float; "
+            hint += "anything else is a fault of file, runtime or simulation"
+            raise VerificationError(what, got=got, allowed=allowed, hint=hint)
         return self
 
     def coverage(self) -> str:
@@ -435,10 +434,8 @@ def verify(
     if out.samples == 0:
         raise DataError("There are no data to verify on", hint="give at least one batch")
     if out.calibrated:
-        out.warnings.append(
-            f"{out.calibrated} of the {out.samples} samples are calibration data: "
-            "accuracy and noise on them are better than on new data"
-        )
+        found_among = f"{out.calibrated} of the {out.samples} samples are calibration data"
+        out.warnings.append(f"{found_among}: accuracy and noise on them are better than on new data")
     return out
 
 
@@ -487,9 +484,8 @@ class _Comparison:
         for row in (r for r in self.out.rows if r.tensor in codes):
             name, q = row.tensor, codes[row.tensor]
             row.why = "" if q.numel() or row.elements else "empty"
-            row.add(
-                q, free[name], alone[name], reals[name], self.plan[name], before.get(name) if row.float_ops else None
-            )
+            unrounded = before.get(name) if row.float_ops else None
+            row.add(q, free[name], alone[name], reals[name], self.plan[name], unrounded)
         returned, outputs = list(got.values()), []
         for k, o in enumerate(self.out.outputs):
             device = returned[k] if k < len(returned) else None

@@ -17,6 +17,10 @@ from chipfit.rounding.walk import How, walk
 
 #: bits from which on the nearest codes are good enough
 FEW = 6
+_DOES = (
+    "scales, codes and biases follow from what each operator reads; reads the data twice. None: 'gptq' where weights "
+    "have fewer than 6 bits"
+)
 GUARD = Setting("rounding_guard", True, "the plain plan is kept where it is better on an eighth of the images", "guard")
 
 
@@ -28,14 +32,7 @@ GUARD = Setting("rounding_guard", True, "the plain plan is kept where it is bett
     excludes=("bias", "activation_bias", "second_moment"),
     decides=True,
     asks=lambda plan: "gptq" if _few_bits(plan) else None,
-    setting=Setting(
-        "rounding",
-        None,
-        "scales, codes and biases follow from what each operator reads; reads the data twice. None: 'gptq' where "
-        "weights have fewer than 6 bits",
-        "rounding",
-        ("gptq", "nearest", OFF),
-    ),
+    setting=Setting("rounding", None, _DOES, "rounding", ("gptq", "nearest", OFF)),
     options=(
         Setting("rounding_samples", 8192, "output positions that each operator is fitted to", "samples"),
         Setting("rounding_images", None, "images that are used, the first ones; None: all", "most"),

@@ -27,11 +27,8 @@ def device_model(graph: Graph, plan: Plan, platform: Platform) -> Any:
     behind = float_operators(graph, plan)
     floats = {*float_results(graph, plan, profile_for(platform, kernels)), *graph.outputs}
     if not platform.runtimes:
-        warnings.warn(
-            f"No runtime proves '{platform.name}': this model computes what its description says, "
-            "which may not be what the chip does",
-            stacklevel=3,
-        )
+        what = f"No runtime proves '{platform.name}': this model computes what its description says, "
+        warnings.warn(what + "which may not be what the chip does", stacklevel=3)
 
     def run_flat(inputs: Sequence[torch.Tensor]) -> list[Any]:
         with torch.inference_mode():

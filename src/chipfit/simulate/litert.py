@@ -7,7 +7,6 @@ Sources: TensorFlow Lite, kernels/internal; XNNPACK, src/microparams-init.c and 
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -397,12 +396,10 @@ def _clip(act: Node, t: Stored) -> tuple[int, int] | None:
     if reals is None or reals == (None, None):
         return None
     low, high = (
-        None if v is None else int(t.zero_point) + int(round_away((_f32(v) / t.scale).double())) for v in reals
+        end if v is None else int(t.zero_point) + int(round_away((_f32(v) / t.scale).double()))
+        for v, end in zip(reals, (grid.qmin, grid.qmax), strict=True)
     )
-    return (
-        grid.qmin if low is None else min(max(grid.qmin, low), grid.qmax),
-        grid.qmax if high is None else max(min(grid.qmax, high), grid.qmin),
-    )
+    return min(max(grid.qmin, low), grid.qmax), min(max(grid.qmin, high), grid.qmax)
 
 
 def _quantize_away(x: Tensor, t: Stored) -> Tensor:
@@ -480,18 +477,11 @@ _MOVES_XNNPACK = by(_resize, "Resize", lines=_lines_xnnpack, one=2048)
 
 _SAYS = ("half_even", "q31 2 half_away", "q15 1 half_up")
 
-_profile = partial(Profile, clip=_clip, by_type=True)
-register("kernels", "litert_reference")(
-    _profile(kernels=_REFERENCE, moves=_MOVES, quantize=_quantize_away, says=("half_away", *_SAYS[1:]))
-)
-register("kernels", "litert_optimized")(
-    _profile(kernels=_OPTIMIZED, moves=_MOVES, quantize=_quantize_inverse, says=_SAYS)
-)
-register("kernels", "litert_xnnpack")(
-    _profile(
-        kernels=_narrow(_XNNPACK, _OPTIMIZED),
-        moves=_narrow(_MOVES_XNNPACK, _MOVES),
-        quantize=_quantize_inverse,
-        says=("float 1 half_even", *_SAYS),
-    )
-)
+_EIGHT_BITS = _narrow(_XNNPACK, _OPTIMIZED)
+for _name, _kernels, _moves, _quantize, _says in (
+    ("litert_reference", _REFERENCE, _MOVES, _quantize_away, ("half_away", *_SAYS[1:])),
+    ("litert_optimized", _OPTIMIZED, _MOVES, _quantize_inverse, _SAYS),
+    ("litert_xnnpack", _EIGHT_BITS, _narrow(_MOVES_XNNPACK, _MOVES), _quantize_inverse, ("float 1 half_even", *_SAYS)),
+):
+    _how = Profile(kernels=_kernels, moves=_moves, clip=_clip, quantize=_quantize, by_type=True, says=_says)
+    register("kernels", _name)(_how)
