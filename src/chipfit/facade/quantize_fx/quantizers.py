@@ -22,14 +22,8 @@ from chipfit.quantizers.grids import Grid, all_codes
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import lookup, registered
 
-__all__ = [
-    "AlgorithmQuantizer",
-    "QuantizeBase",
-    "disable_all",
-    "enable_all",
-    "enable_calibration",
-    "enable_quantization",
-]
+__all__ = ["AlgorithmQuantizer", "QuantizeBase"]
+__all__ += ["disable_all", "enable_all", "enable_calibration", "enable_quantization"]
 
 _TRAINS = "train a batch, or run one after enable_calibration(model)"
 
