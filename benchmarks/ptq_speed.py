@@ -2,14 +2,18 @@
 
     python benchmarks/ptq_speed.py [--models resnet18 mobilenetv2] [--threads 2] [--images 128] [--repeats 3] [--quick]
 
-Time: `chipfit.quantize` as a whole (capture, rewrites, calibration, ranges; without export) over an eager float pass in
-inference mode, same process, same threads, best of `--repeats` after a warm-up. Memory: peak resident size during the
-work less that after importing and building model and images, each in a process of its own (Linux only).
+The float pass is the model as it is: eager, in inference mode, batch norms unfolded, images in plain memory and not in
+channels last. Beside it stands what a deployment would run: batch norms folded, channels last. `chipfit.quantize` is
+measured as a whole (capture, rewrites, calibration, ranges; without export): the first call of a process, with all that
+it loads but torch, and later calls. Every process measures them in turns; the least of `--repeats` processes counts, by
+the clock and in processor seconds of all threads. Memory: peak resident size during the work less that after importing
+and building model and images, each in a process of its own (Linux only).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -28,11 +32,11 @@ from models import MODELS, build, keras_mobilenetv2
 from rich.console import Console
 from rich.table import Table
 
-#: ratio that we want to stay below
-TIME_LIMIT = {"resnet18": 1.5, "mobilenetv2": 1.3, "keras_mobilenetv2": 2.0}
+#: ratios that we want to stay below: first call of a process, later ones
+TIME_LIMIT = {"resnet18": (1.5, 0.9), "mobilenetv2": (1.25, 0.9), "keras_mobilenetv2": (2.0, 2.0)}
 MEMORY_LIMIT = 1.3
-#: best ratios measured for other tools on the same task (128 images, one machine)
-PEERS = {"resnet18": "2.0x AIMET", "mobilenetv2": "1.5x ONNX Runtime quantization tool", "keras_mobilenetv2": ""}
+#: best ratios measured for other tools on the same task (128 images, one machine), first call
+PEERS = {"resnet18": "1.45x AIMET", "mobilenetv2": "1.5x ONNX Runtime's tool", "keras_mobilenetv2": ""}
 NAMES = [*MODELS, "keras_mobilenetv2"]
 BATCH = 16
 
@@ -57,31 +61,56 @@ def float_pass(model: Any, data: list[torch.Tensor]) -> None:
                 model(x.numpy(), training=False)
 
 
-def quantize(model: Any, data: list[torch.Tensor]) -> dict[str, float]:
-    """Returns seconds per stage."""
+def quantize(model: Any, data: list[torch.Tensor]) -> Any:
+    """The result, of which every image is in the statistics."""
     import chipfit
 
-    return chipfit.quantize(model, data, platform="ort_cpu", progress=False).timings
+    result = chipfit.quantize(model, data, platform="ort_cpu", progress=False)
+    seen = result.stats[result.graph.inputs[0]].count
+    if seen != sum(x.numel() for x in data):
+        raise SystemExit(f"{seen} numbers of the images are in the statistics")
+    return result
 
 
-def seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def folded_pass(graph: Any, data: list[torch.Tensor]) -> None:
+    """The network after the rewrites, with the same kernels, and nothing that looks at it."""
+    from chipfit.engine.run import run
+
+    with torch.inference_mode():
+        for x in data:
+            run(graph, [x.contiguous(memory_format=torch.channels_last)], reuse=True)
+
+
+def both_clocks(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds by the clock, and of all processors."""
+    wall, processor = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - start
+    return time.perf_counter() - wall, time.process_time() - processor
 
 
-def measure_time(name: str, count: int, repeats: int) -> tuple[float, float, dict[str, float]]:
-    """Best seconds of the float pass and of quantize, taken in turns, and the stages of the last quantize."""
+def time_child(name: str, count: int) -> None:
+    """Print what one process measures: seconds by both clocks for each kind of work, and stages of the calls."""
     model, data = make(name), images(count, name)
     float_pass(model, data[:2])
-    stages = quantize(model, data[:1])
-    plain, ours = [], []
-    for _ in range(repeats):
-        plain.append(seconds(lambda: float_pass(model, data)))
-        start = time.perf_counter()
-        stages = quantize(model, data)
-        ours.append(time.perf_counter() - start)
-    return min(plain), min(ours), stages
+    plain, folded, results = [], [], []
+    plain.append(both_clocks(lambda: float_pass(model, data)))
+    first = both_clocks(lambda: results.append(quantize(model, data)))
+    plain.append(both_clocks(lambda: float_pass(model, data)))
+    later = [both_clocks(lambda: results.append(quantize(model, data)))]
+    folded.append(both_clocks(lambda: folded_pass(results[0].graph, data)))
+    plain.append(both_clocks(lambda: float_pass(model, data)))
+    later.append(both_clocks(lambda: results.append(quantize(model, data))))
+    folded.append(both_clocks(lambda: folded_pass(results[0].graph, data)))
+    stages = {"first call": results[0].timings, "a later call": results[-1].timings}
+    print(json.dumps({"plain": plain, "folded": folded, "first": [first], "later": later, "stages": stages}))
+
+
+def measure_time(name: str, count: int, threads: int, repeats: int) -> tuple[dict[str, tuple[float, float]], Any]:
+    """The least seconds, by both clocks, of each kind of work over some processes, and the stages of the last."""
+    runs = [json.loads(child("--time-child", [name], count, threads)) for _ in range(repeats)]
+    kinds = ("plain", "folded", "first", "later")
+    best = {k: tuple(min(both[c] for r in runs for both in r[k]) for c in (0, 1)) for k in kinds}
+    return best, runs[-1]["stages"]
 
 
 def resident_mib(field: str) -> float:
@@ -102,19 +131,14 @@ def memory_child(name: str, what: str, count: int) -> None:
     print(resident_mib("VmHWM") - before)
 
 
+def child(kind: str, what: list[str], count: int, threads: int) -> str:
+    """What a process of its own prints last."""
+    command = [sys.executable, __file__, kind, *what, "--images", str(count), "--threads", str(threads)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip().splitlines()[-1]
+
+
 def measure_memory(name: str, what: str, count: int, threads: int) -> float:
-    command = [
-        sys.executable,
-        __file__,
-        "--memory-child",
-        name,
-        what,
-        "--images",
-        str(count),
-        "--threads",
-        str(threads),
-    ]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    return float(child("--memory-child", [name, what], count, threads))
 
 
 def main() -> int:
@@ -125,51 +149,51 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="32 images, once: does it run at all")
     parser.add_argument("--memory-child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--time-child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     count, repeats = (32, 1) if args.quick else (args.images, args.repeats)
     if args.memory_child:
         memory_child(*args.memory_child, args.images)
         return 0
+    if args.time_child:
+        time_child(args.time_child, args.images)
+        return 0
 
-    table = Table(
-        title=f"chipfit.quantize, {count} images of 224x224 in batches of {BATCH}, "
-        f"{args.threads} threads, best of {repeats}"
+    title = (
+        f"{count} images of 224x224 in batches of {BATCH}, {args.threads} threads, least of {repeats}; s (processor s)"
     )
-    for heading in (
-        "model",
-        "float pass [s]",
-        "quantize [s]",
-        "time ratio",
-        "limit",
-        "best peer",
-        "memory ratio",
-        "limit ",
-    ):
+    table = Table(title=title)
+    headings = "model|float pass|folded, channels last|first call|limit|best peer|later calls|limit|memory|limit"
+    for heading in headings.split("|"):
         table.add_column(heading, justify="left" if heading in ("model", "best peer") else "right")
     notes, within = [], True
     for name in args.models:
-        plain, ours, stages = measure_time(name, count, repeats)
+        seconds, stages = measure_time(name, count, args.threads, repeats)
         base, grown = (measure_memory(name, what, count, args.threads) for what in ("float", "quantize"))
-        time_ratio, memory_ratio = ours / plain, grown / base
-        ok = time_ratio <= TIME_LIMIT[name] and memory_ratio <= MEMORY_LIMIT
+        plain = seconds["plain"]
+        ratios = {k: (both[0] / plain[0], both[1] / plain[1]) for k, both in seconds.items()}
+        first, later = TIME_LIMIT[name]
+        ok = ratios["first"][0] <= first and ratios["later"][0] <= later and grown / base <= MEMORY_LIMIT
         within &= ok
-        row = (
+        told = {k: f"{r[0]:.2f}x ({r[1]:.2f}x)" for k, r in ratios.items()}
+        table.add_row(
             name,
-            f"{plain:.2f}",
-            f"{ours:.2f}",
-            f"{time_ratio:.2f}x",
-            f"{TIME_LIMIT[name]}x",
+            f"{plain[0]:.2f} ({plain[1]:.2f})",
+            told["folded"],
+            told["first"],
+            f"{first}x",
             PEERS[name],
-            f"{memory_ratio:.2f}x",
+            told["later"],
+            f"{later}x",
+            f"{grown / base:.2f}x",
+            f"{MEMORY_LIMIT}x",
+            style="" if ok else "red",
         )
-        table.add_row(*row, f"{MEMORY_LIMIT}x", style="" if ok else "red")
-        notes.append(
-            f"{name}: "
-            + ", ".join(f"{k} {v:.2f} s" for k, v in stages.items())
-            + f"; peak {base:.0f} and {grown:.0f} MiB"
-        )
-    console = Console(width=140)
+        for call, spent in stages.items():
+            notes.append(f"{name}, {call}: " + ", ".join(f"{k} {v:.2f} s" for k, v in spent.items()))
+        notes.append(f"{name}: peak {base:.0f} and {grown:.0f} MiB")
+    console = Console(width=180)
     console.print(table)
     for note in notes:
         console.print(note, highlight=False)
