@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +32,8 @@ from chipfit.errors import (
     UnknownNameError,
     UnsupportedError,
 )
+from chipfit.platform.save import export_platform
+from chipfit.target_platform import export_target_platform_capabilities
 from tests.zoo import make
 
 
@@ -307,6 +310,48 @@ def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path):
     refusal(ExportError, "directory", fit(small(), [X]).export, tmp_path / "m.json")
 
 
+@pytest.mark.parametrize("write", ["save", "export"])
+def test_a_folder_in_which_nothing_can_be_made_is_tried_once(monkeypatch, write):
+    tries = iter(["0" * 16])
+    monkeypatch.setattr("chipfit.files.secrets.token_hex", lambda _: next(tries))
+    refusal(ExportError, "No such file", getattr(fit(small(), [X]), write), "/proc/m.onnx")
+
+
+def test_a_folder_that_may_not_be_read_is_not_replaced(tmp_path, monkeypatch):
+    def refuse(_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    result, folder = fit(small(), [X]), tmp_path / "mine"
+    folder.mkdir()
+    monkeypatch.setattr("chipfit.files.Path.iterdir", refuse)
+    refusal(PlanError, "it may not be read", result.save, folder)
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "litert"])
+@pytest.mark.parametrize("endless", ["/dev/zero", "pipe"])
+def test_what_has_no_end_is_not_read(tmp_path, runtime, endless):
+    os.mkfifo(tmp_path / "pipe")
+    refusal(
+        RuntimeUnavailable,
+        "is a folder, a device or a pipe",
+        fit(small(), [X]).verify,
+        [X],
+        runtime=runtime,
+        path=tmp_path / endless,  # the absolute one as it is
+    )
+
+
+@pytest.mark.parametrize("path", [None, 5, b"x.json", ["x.json"]], ids=repr)
+def test_what_is_no_path_is_refused(tmp_path, path):
+    result, chip = fit(small(), [X]), chipfit.get_target_platform_capabilities("pytorch")
+    for write in (result.export, result.save, result.report.save, partial(export_platform, "ort_cpu")):
+        refusal(ExportError, "This is no path", write, path)
+    refusal(PlanError, "This is no path", chipfit.load, path)
+    refusal(ModelingError, "This is no path", export_target_platform_capabilities, chip, path)
+    if path is not None:
+        refusal(RuntimeUnavailable, "This is no path", result.verify, [X], path=path)
+
+
 # ---------------------------------------------------------------- text that is none
 
 LATIN = "name: café".encode("latin-1")
@@ -333,6 +378,7 @@ DEEP = b"[" * 100_000
         (b"name: x\nformats: {a: {bits: 60, kind: lut}}", "at most 16 bits"),
         (b"name: x\nformats: {a: {bits: 1" + b"0" * 400 + b"}}", "bits is an integer of 1329 bits.*key formats.a"),
         (b"name: x\nextends: x", "extends itself"),
+        (b'name: "\\ud800"', "surrogates not allowed"),
     ],
 )
 def test_a_platform_file_of_garbage_is_refused(tmp_path, content, words):
@@ -343,7 +389,7 @@ def test_a_platform_file_of_garbage_is_refused(tmp_path, content, words):
 
 def test_a_folder_is_no_platform_file(tmp_path):
     (tmp_path / "x.yaml").mkdir()
-    refusal(PlatformError, "does not exist", chipfit.load_platform, tmp_path / "x.yaml")
+    refusal(PlatformError, "is a folder", chipfit.load_platform, tmp_path / "x.yaml")
 
 
 @pytest.mark.parametrize(
@@ -353,6 +399,7 @@ def test_a_folder_is_no_platform_file(tmp_path):
         (b"", "not JSON"),
         (DEEP, "nest too deep"),
         (b'{"SCHEMA_VERSION": NaN}', "NaN is no number"),
+        (b'{"SCHEMA_VERSION": 1, "name": "\\ud800"}', "surrogates not allowed"),
         (b'{"SCHEMA_VERSION": ' + b"9" * 5000 + b"}", "not understood"),
         (b'{"SCHEMA_VERSION": 1}', "'name' is missing|'name' of the file is missing"),
         (b'{"SCHEMA_VERSION": 1, "name": "x", "version": "", "model": []}', "'model'.*a dictionary"),
@@ -371,7 +418,7 @@ def test_a_deployed_file_of_garbage_is_refused(tmp_path, content, runtime, suffi
     file = tmp_path / f"m.{suffix}"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(RuntimeUnavailable, match="TensorFlow Lite|not an ONNX model|refuses|No such file") as e:
+    with pytest.raises(RuntimeUnavailable, match="TensorFlow Lite|not an ONNX model|refuses|does not exist") as e:
         fit(small(), [X]).verify([X], runtime=runtime, path=file)
     assert str(file) in e.value.where
 
@@ -414,6 +461,18 @@ def test_a_deployed_file_of_garbage_is_refused(tmp_path, content, runtime, suffi
 )
 def test_an_option_of_another_kind_is_refused(options, error, words):
     refusal(error, words, fit, small(), [X], **options)
+
+
+@pytest.mark.parametrize("name", [5, 1.5, b"AVX2", ("AVX2",), []], ids=repr)
+def test_a_name_that_is_no_text_is_unknown(name):
+    refusal(UnknownNameError, "no revision of 'ort_cpu'", chipfit.load_platform, "ort_cpu", name)
+    if name != []:  # as None: the platform's own
+        refusal(UnknownNameError, "no runtime named", fit(small(), [X]).verify, [X], runtime=name)
+
+
+@pytest.mark.parametrize("gives", [lambda: None, lambda: "ort_cpu", lambda: nn.Linear(1, 1)])
+def test_what_gives_no_platform_is_none(gives):
+    refusal(PlatformError, "This is no platform", chipfit.load_platform, SimpleNamespace(to_platform=gives))
 
 
 @pytest.mark.parametrize(
@@ -670,6 +729,9 @@ def tampered(folder, name, change):
         ("plan.json", lambda d: d["tensors"]["relu"]["grid"].update(qmin=255), "no codes"),
         ("plan.json", lambda d: d["tensors"]["relu"]["grid"].update(bits=65), "no codes"),
         ("plan.json", lambda d: d["tensors"]["relu"]["grid"].update(kind="log", table={"$tuple": [1, 0]}), "increase"),
+        ("plan.json", lambda d: d["tensors"]["relu"]["grid"].update(scale_min=-1.0), "least scale"),
+        ("plan.json", lambda d: d["tensors"]["relu"]["grid"].update(scale_min=1e-60), "least scale"),
+        ("plan.json", lambda d: d["tensors"]["relu"]["grid"].update(zero="x"), "'zero.int' is malformed"),
     ],
 )
 def test_a_saved_result_whose_grid_cannot_be_is_refused(tmp_path, name, change, words):

@@ -114,7 +114,7 @@ class UnknownNameError(ChipfitError):
     """A name was not found; the message lists near ones."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], *, hint: str = "") -> None:
-        known = sorted(map(str, known))  # those of a malformed file are of any type
+        name, known = str(name), sorted(map(str, known))  # what is asked for, and what files hold, is of any type
         near = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
         shown = near or known[:12]
         more = "" if near or len(known) <= 12 else f" and {len(known) - 12} more"

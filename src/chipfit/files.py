@@ -128,20 +128,26 @@ def demand_replaceable(
 
 def not_ours(folder: Path) -> str:
     """Why a folder is nothing that chipfit wrote; "" for one that it did, an empty one, or none."""
-    if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
+    if not os.path.lexists(folder):
         return ""
     if not folder.is_dir():
         return "it is a file"
+    try:
+        held = list(folder.iterdir())
+    except PermissionError:
+        return "it may not be read"
+    if not held:
+        return ""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         manifest = None
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict) or "chipfit" not in manifest:
         return f"it has no {MANIFEST} of chipfit"
-    foreign = sorted(p.name for p in folder.iterdir() if p.name not in {MANIFEST, *manifest["files"]})
+    foreign = sorted(p.name for p in held if p.name not in {MANIFEST, *manifest["files"]})
     if foreign:
         return f"it also holds '{foreign[0]}'"
-    inside = ((p.name, not_ours(p)) for p in folder.iterdir() if p.is_dir())
+    inside = ((p.name, not_ours(p)) for p in held if p.is_dir())
     return next((f"'{name}' is not chipfit's, {why}" for name, why in inside if why), "")
 
 
@@ -214,12 +220,12 @@ def _unfinished(parent: Path, *, folder: bool) -> Iterator[Path]:
     """A new file or folder that is locked while the block runs; what is left of it is removed."""
     while True:
         path = parent / f".chipfit-{secrets.token_hex(8)}"
+        if folder:
+            path.mkdir()
         try:
-            if folder:
-                path.mkdir()
             lock = os.open(path, os.O_RDONLY if folder else os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         except FileNotFoundError:
-            if parent.is_dir():
+            if folder:
                 continue  # swept before it was locked
             raise
         _lock(lock, wait=True)
@@ -299,6 +305,8 @@ def _typed(
 
 #: an archive that says to hold more than this [bytes], and more than this many times its own size, is refused
 _LARGE, _RATIO = 1 << 30, 200
+#: where JSON writes a character in two halves, or one of them alone
+_HALVES = re.compile(r"\\u[dD][89a-fA-F]")
 #: what reading an archive raises that is damaged, cut off, or packed in an unknown way
 DAMAGED = OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError
 
@@ -329,8 +337,34 @@ def open_zip(path: str | Path) -> zipfile.ZipFile:
 # ----------------------------------------------------------------------------------------------- reading
 
 
+def path_of(given: Any, failure: type[ChipfitError]) -> Path:
+    """What an argument names on the disk.
+
+    Raises:
+        failure: it is no text and no path.
+    """
+    try:
+        return Path(given)
+    except TypeError:
+        raise failure("This is no path", got=type(given).__name__, allowed="text, or a pathlib.Path") from None
+
+
+def existing(given: Any, failure: type[ChipfitError], what: str) -> Path:
+    """The path of a file that is there.
+
+    Raises:
+        failure: it is not, or is something without an end, such as a pipe or /dev/zero.
+    """
+    path = path_of(given, failure)
+    if not os.path.isfile(path):  # False also of a name that no disk can have
+        why = "is a folder, a device or a pipe" if os.path.exists(path) else "does not exist"
+        raise failure(f"{what} {why}", where=str(path), hint="check the path")
+    return path
+
+
 def reading(path: Any, failure: type[ChipfitError], what: str = "The file") -> AbstractContextManager[None]:
     """Say in one way why the disk does not let `what` be read."""
+    existing(path, failure, what)
     return _typed(path, failure, f"{what} cannot be read", kinds=(OSError,))
 
 
@@ -340,7 +374,7 @@ def read_text(path: Any, failure: type[ChipfitError]) -> str:
     Raises:
         failure: there is no such file, it may not be read, it is a folder, or it is not UTF-8.
     """
-    with _typed(path, failure, "The file cannot be read"):
+    with reading(path, failure):
         raw: bytes = path.read_bytes()
     try:
         return raw.decode()
@@ -373,10 +407,12 @@ def parse_json(text: str, failure: type[ChipfitError], *, where: str) -> Any:
         raise ValueError(f"{name} is no number in JSON")
 
     try:
+        if _HALVES.search(text):
+            json.dumps(json.loads(text), ensure_ascii=False).encode()
         return json.loads(text, parse_constant=no_number)
     except json.JSONDecodeError as e:
         raise failure(f"This is not JSON: {e.msg}", where=f"{where}, line {e.lineno}, column {e.colno}") from e
-    except ValueError as e:  # the constants above, or an integer of thousands of digits
-        raise failure(f"A number is not understood: {e}", where=where) from e
+    except ValueError as e:  # the constants above, an integer of thousands of digits, half a character
+        raise failure(f"A number or a text is not understood: {e}", where=where) from e
     except RecursionError as e:
         raise failure("The data nest too deep to be read", where=where) from e

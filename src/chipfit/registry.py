@@ -196,6 +196,7 @@ def entry(kind: str, name: str) -> Entry:
     Raises:
         UnknownNameError: listing near names.
     """
+    name = str(name)  # which a user may give: what is no text is no name either
     if name not in _ENTRIES[kind]:
         _import(kind, name)
     if name not in _ENTRIES[kind]:

@@ -21,6 +21,7 @@ from chipfit.engine.run import run
 from chipfit.errors import DataError, RuntimeUnavailable, VerificationError, first_line, theirs
 from chipfit.export import InFile, export, format_of
 from chipfit.export.names import output_names
+from chipfit.files import path_of
 from chipfit.graph.builder import needed
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
@@ -396,13 +397,14 @@ def verify(
             compared.
         DataError: no data.
     """
-    runtime = runtime or own_runtime(platform, Path(path).suffix if path is not None else "")
+    given = None if path is None else path_of(path, RuntimeUnavailable)
+    runtime = runtime or own_runtime(platform, "" if given is None else given.suffix)
     found = entry("runtime", runtime)
     require(found)
     quantized = [v for v in (*graph.inputs, *(o for n in graph.nodes for o in n.outputs)) if plan.quantized(v)]
     with tempfile.TemporaryDirectory() as folder:
         suffix = found.declares.suffix
-        file = Path(path) if path is not None else export(graph, plan, Path(folder) / f"model{suffix}", platform)
+        file = given or export(graph, plan, Path(folder) / f"model{suffix}", platform)
         device = found.thing(file, [found.declares.codes.format(v) for v in quantized])
         stored = format_of(suffix).declares.stored
         held = stored(file) if stored is not None else None

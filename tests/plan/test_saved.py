@@ -387,6 +387,13 @@ def _first(d, key="tensors"):
     return next(iter(d[key].values()))
 
 
+def _bound(**changes):
+    """A change that adds a bound on the scale of `relu` with something else in it."""
+    sound = {"op": "Relu", "terms": [{"$tuple": ["relu", 1]}], "low": -10.0}
+    bound = {**sound, **changes}
+    return lambda d: d.update(limits=[{**bound, "terms": {"$tuple": bound["terms"]}}])
+
+
 MALFORMED = {
     "a list for a table": ("plan.json", lambda d: d.update(tensors=[]), "'tensors' is malformed"),
     "a table for a name": ("plan.json", lambda d: d.update(platform={}), "'platform' is malformed"),
@@ -397,6 +404,26 @@ MALFORMED = {
     "a grid of no kind": ("plan.json", lambda d: _first(d)["grid"].update(kind="x"), "'kind' is malformed"),
     "an operator that runs in no way": ("plan.json", lambda d: _first(d, "nodes").update(exec="x"), "'exec' is malf"),
     "instructions of no channels": ("plan.json", lambda d: _first(d, "nodes").update(simd=0), "'simd' is malformed"),
+    "a bound on nothing": ("plan.json", _bound(terms=[]), "bound on scales is none"),
+    "a power of which there is none": (
+        "plan.json",
+        _bound(terms=[{"$tuple": ["relu", 10**400]}]),
+        "bound on scales is none",
+    ),
+    "a bound of no number": ("plan.json", _bound(low=3.5e38), "bound on scales is none"),
+    "a bound of nan": ("plan.json", _bound(high={"$float": "nan"}), "bound on scales is none"),
+    "quantizers that are no names": (
+        "plan.json",
+        lambda d: d["provenance"].update(foreign_quantizers=3),
+        "'foreign_quantizers' is malformed",
+    ),
+    "a seed of 70 bits": ("plan.json", lambda d: d["provenance"]["settings"].update(seed=2**70), "'seed' is malformed"),
+    "half a character": ("graph.json", lambda d: d["nodes"][0].update(layer="\ud800"), "surrogates not allowed"),
+    "half a key": (
+        "graph.json",
+        _text(lambda s: s.update(plain='[1, {"\\ud800": 0}]'), "out_spec"),
+        "surrogates not allowed",
+    ),
     "a tie to nothing": ("plan.json", lambda d: d.update(ties=[["a", "b"]]), "does not have.*a, b"),
     "a shape of text": ("graph.json", lambda d: _first(d, "values").update(shape="2"), "'shape' is malformed"),
     "a type that is none": ("graph.json", lambda d: _first(d, "values").update(dtype="float7"), "float7"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from io import StringIO
+
 import pytest
 from docs.generate import PAGES
+from rich.console import Console
 
 from chipfit.errors import PlatformError, UnknownNameError
 from chipfit.platform.load import check, load, names
 from chipfit.platform.match import fusions, resolve
 from chipfit.platform.schema import Format
+from chipfit.platform.show import show
 
 GOOD = """\
 name: tiny_npu
@@ -37,6 +41,20 @@ BAD = {
     "an unknown key of a format": ("bits: 8, zero: any", "bits: 8, zeros: any", ["formats.a8.zeros", "zero"]),
     "a format without bits": ("a8: {bits: 8, zero: any}", "a8: {zero: any}", ["formats.a8.bits", "required"]),
     "an undefined format": ("{in: a8, out: a8}", "{in: a9, out: a8}", ["ops.1.use.0.in", "'a9'", "'a8'"]),
+    "the word of a result where something is read": (
+        "{in: a8, out: a8}",
+        "{in: same, out: a8}",
+        ["ops.1.use.0.in", "'same'"],
+    ),
+    "the word of an operand where something is written": (
+        "{in: a8, out: a8}",
+        "{in: a8, out: any}",
+        ["0.out", "'any'"],
+    ),
+    "a place for the word of a result": ("math: ", "place: {io_out: [same]}\nmath: ", ["place.io_out", "'same'"]),
+    "a least scale that no float32 is": ("bits: 8, zero: any", "bits: 8, zero: any, scale_min: 1.0e-60", ["scale_min"]),
+    "a multiple of nothing": ("min: 1, max: 3", "multiple: 0", ["where.stride", "a number above 0"]),
+    "a list that is none": ("min: 1, max: 3", "in: 5", ["where.stride", "takes a list"]),
     "a format without a name": ("{in: a8, out: a8}", '{in: "", out: a8}', ["ops.1.use.0.in", "''", "'a8'"]),
     "an unknown operator": ("match: [Add]", "match: [Ad]", ["ops.1.match", "'Ad'", "'Add'"]),
     "an unknown group": ('"@conv"', '"@convs"', ["fuse.0.chain", "'@conv'"]),
@@ -308,6 +326,13 @@ def test_signedness_that_is_decided_by_data_needs_the_data():
     assert (f.grid(signed=True).qmin, f.grid(signed=False).qmax) == (-128, 255)
     with pytest.raises(ValueError, match="signed"):
         f.grid()
+
+
+def test_brackets_are_shown_as_they_stand(tmp_path):
+    file, out = tmp_path / "chip.yaml", StringIO()
+    file.write_text(GOOD.replace("TinyNPU rev C", "'[/x] [bold]'").replace("section 4.2", "[/y]"))
+    Console(file=out, width=200).print(show(load(file)))
+    assert "[/x] [bold]" in out.getvalue() and "[/y]" in out.getvalue()
 
 
 @pytest.mark.parametrize("page", PAGES)

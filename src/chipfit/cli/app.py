@@ -318,7 +318,7 @@ def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: W
     for note in (*found.notes, *(f"not modelled: {words}" for words in not_modelled(found.platform))):
         console.print(note, style="dim", markup=False)
     count = sum(n.exec != "float" for n in found.rows)
-    console.print(f"{count} of {len(found.rows)} operators run in integers on {found.platform.name}")
+    console.print(f"{count} of {len(found.rows)} operators run in integers on {found.platform.name}", markup=False)
 
 
 @app.command()

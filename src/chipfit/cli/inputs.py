@@ -13,7 +13,7 @@ import torch
 
 from chipfit.cli.named import made, named, named_or_made
 from chipfit.errors import CaptureError, ConfigError, DataError, PlanError, brief
-from chipfit.files import DAMAGED, reading
+from chipfit.files import DAMAGED, existing, reading
 from chipfit.frameworks import framework_of, load_keras, load_torch
 from chipfit.search.limits import Limits
 
@@ -54,7 +54,7 @@ def _load_weights(model: Any, file: Path) -> None:
         hint = "load them in the factory, or save a .keras file with them"
         raise CaptureError("--weights are for PyTorch models", got=str(file), hint=hint)
     try:
-        with reading(file, CaptureError, "The weights"):
+        with reading(file, CaptureError, "The weights file"):
             weights = load_file(str(file))
     except SafetensorError as e:
         raise CaptureError("The weights are no safetensors file", where=str(file), got=brief(e)) from e
@@ -143,7 +143,7 @@ def _images(folder: Path, side: int, mean: torch.Tensor, std: torch.Tensor) -> l
     out = []
     for f in files:
         try:
-            with Image.open(f) as image:
+            with Image.open(existing(f, DataError, "The image")) as image:
                 pixels = np.asarray(image.convert("RGB").resize((side, side)), dtype=np.float32) / 255
         except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as e:
             raise DataError("An image cannot be read", where=str(f), got=brief(e)) from e

@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from chipfit.errors import DataError, GraphError
+from chipfit.files import parse_json
 from chipfit.graph.ir import Graph
 
 
@@ -91,7 +92,7 @@ def read_tree(text: str) -> Any:
         GraphError: the text is no such description.
     """
     try:
-        match json.loads(text):
+        match parse_json(text, GraphError, where="the structure of inputs or outputs"):
             case [1, node]:
                 return pytree.tree_structure(_nested(node))
         raise ValueError("not of version 1")

@@ -8,8 +8,7 @@ from chipfit.errors import GraphError
 
 _DTYPES = """
     bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex32 complex64
-    complex128
-    float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
+    complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
 """
 _OTHERS = "strided contiguous_format channels_last channels_last_3d preserve_format"
 #: name without "torch." -> dtype

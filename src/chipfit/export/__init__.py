@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from chipfit.errors import ExportError, UnknownNameError, UnsupportedError
+from chipfit.files import path_of
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
@@ -31,7 +32,7 @@ def export(graph: Graph, plan: Plan, path: str | Path, platform: Platform, **opt
     if foreign:
         what = "A model whose results are quantized by functions of your own cannot be exported"
         raise UnsupportedError(what, got=", ".join(foreign[:8]), hint="leave activation_quantizer_mapping out")
-    path = Path(path)
+    path = path_of(path, ExportError)
     return format_of(path.suffix).thing(graph, plan, path, platform, **options)
 
 

@@ -23,11 +23,11 @@ from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 
 from chipfit._version import __version__
-from chipfit.errors import PlanError
-from chipfit.files import MANIFEST, parse_json, read_json, replacing, standing
+from chipfit.errors import ExportError, PlanError
+from chipfit.files import MANIFEST, parse_json, path_of, read_json, replacing, standing
 from chipfit.graph.ir import Graph
 from chipfit.plan.graph_text import graph_from_plain, graph_to_plain
-from chipfit.plan.plain import SCHEMA, check_schema, demand, malformed, table
+from chipfit.plan.plain import SCHEMA, T, check_schema, demand, malformed, table
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.plan.text import plan_from_json, plan_to_json
 from chipfit.plan.trial import demand_runs
@@ -65,9 +65,10 @@ def save(
             use, or an attribute has no JSON form.
         ExportError: the disk refuses.
     """
-    with replacing(Path(directory), "a saved result", PlanError) as new:
+    root = path_of(directory, ExportError)
+    with replacing(root, "a saved result", PlanError) as new:
         _write(new, graph, plan, platform, report)
-    return Path(directory)
+    return root
 
 
 def load(directory: str | Path) -> Saved:
@@ -77,7 +78,7 @@ def load(directory: str | Path) -> Saved:
         PlanError: a file is missing, truncated, or not the one that was saved; the schema version is another; or
             plan, graph and weights do not fit together.
     """
-    root = Path(directory)
+    root = path_of(directory, PlanError)
     for attempt in range(_ATTEMPTS):
         before = _identity(root)
         try:
@@ -215,8 +216,7 @@ def _platform(described: Any, path: Path) -> Platform:
 
 
 def _text(files: Mapping[str, bytes], name: str, root: Path) -> str:
-    text: str = _guarded(root / name, lambda: files[name].decode())
-    return text
+    return _guarded(root / name, lambda: files[name].decode())
 
 
 def _json(files: Mapping[str, bytes], name: str, root: Path) -> Any:
@@ -224,11 +224,10 @@ def _json(files: Mapping[str, bytes], name: str, root: Path) -> Any:
 
 
 def _tensors(files: Mapping[str, bytes], name: str, root: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = _guarded(root / name, lambda: from_bytes(files[name]))
-    return tensors
+    return _guarded(root / name, lambda: from_bytes(files[name]))
 
 
-def _guarded(path: Path, read: Callable[[], Any]) -> Any:
+def _guarded(path: Path, read: Callable[[], T]) -> T:
     try:
         return read()
     except (ValueError, OSError, RecursionError, safetensors.SafetensorError) as e:

@@ -43,14 +43,17 @@ _PROVENANCE = plain.table(
     samples=NotRequired[list[str]],
     corrected=NotRequired[list[str]],
     chosen=NotRequired[dict[str, Any]],
+    edited=NotRequired[dict[str, Any]],
+    foreign_quantizers=NotRequired[list[str]],
 )
 _SETTINGS = plain.table(
     others=True,
     steps=NotRequired[dict[str, Any]],
     rule=NotRequired[str],
     weight_rule=NotRequired[str],
-    z_threshold=NotRequired[float],
-    seed=NotRequired[int],
+    overrides=NotRequired[dict[str, Any]],
+    z_threshold=NotRequired[Annotated[float, Field(gt=0, allow_inf_nan=False)]],
+    seed=NotRequired[Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]],
 )
 _STORED = plain.table(
     format=str,

@@ -11,11 +11,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from chipfit.errors import PlatformError, UnknownNameError
-from chipfit.files import package_data
+from chipfit.files import existing, package_data
 from chipfit.graph.ops import ALIASES, FOREIGN, OPS
 from chipfit.platform.read import Path as Keys
 from chipfit.platform.read import Problem, Source, explain, what_fits
-from chipfit.platform.schema import NOT_A_FORMAT, Gate, Option, Platform
+from chipfit.platform.schema import WORDS, Gate, Option, Platform
 from chipfit.platform.where import ATTRIBUTES, TESTS
 from chipfit.registry import lookup
 
@@ -52,11 +52,12 @@ def load(what: Target, arch: str | None = None) -> Platform:
     if isinstance(what, Platform):
         return _select(what, arch)
     if not isinstance(what, (str, Path)):
-        if isinstance(what, type) or not hasattr(what, "to_platform"):
+        platform = what.to_platform() if hasattr(what, "to_platform") and not isinstance(what, type) else None
+        if not isinstance(platform, Platform):
             got = getattr(what, "__name__", type(what).__name__)
             allowed = "a name, a path, a Platform, or modelled capabilities"
             raise PlatformError("This is no platform", got=got, allowed=allowed)
-        return _select(what.to_platform(), arch)
+        return _select(platform, arch)
     text = str(what)
     if text.endswith(".json"):
         return _select(lookup("modelled", "files").read(text).to_platform(), arch)
@@ -66,10 +67,7 @@ def load(what: Target, arch: str | None = None) -> Platform:
     if text in names():
         platform = _read(_BUILTIN / f"{text}.yaml", f"{text}.yaml")
     elif text.endswith((".yaml", ".yml")) or os.path.isfile(text):
-        path = Path(text)
-        if not os.path.isfile(path):
-            raise PlatformError("The platform file does not exist", where=str(path), hint="check the path")
-        platform = _read(path, str(path))
+        platform = _read(existing(text, PlatformError, "The platform file"), text)
     else:
         hint = "`chipfit platforms list`, or give the path of a YAML file"
         raise UnknownNameError("platform", text, names(), hint=hint)
@@ -193,7 +191,7 @@ def _problems(p: Platform, wrong: set[Keys]) -> Iterator[Problem]:
 def _names(p: Platform) -> Iterator[tuple[Keys, str, str, Iterable[str]]]:
     """Every name that a platform uses: where, what it is the name of, the name, and which there are."""
     operators = {*OPS, *FOREIGN, *ALIASES, *groups(), "*", *(f"@{name}" for name in p.sets)}
-    formats = NOT_A_FORMAT | set(p.formats)
+    formats = {slot: words | set(p.formats) for slot, words in WORDS.items()}
 
     def gate(path: Keys, when: Gate, *keys: str) -> Iterator[tuple[Keys, str, str, Iterable[str]]]:
         yield from (((*path, key), "gate", key, keys) for key in when)
@@ -214,7 +212,7 @@ def _names(p: Platform) -> Iterator[tuple[Keys, str, str, Iterable[str]]]:
         for k, use in enumerate(rule.use):
             slots = {"in": use.ins, "w": (use.w,), "b": (use.b,), "out": (use.out,)}
             used = [(slot, name) for slot, stored in slots.items() for name in stored if name is not None]
-            yield from (((*at, "use", k, slot), "format", name, formats) for slot, name in used)
+            yield from (((*at, "use", k, slot), "format", name, formats[slot]) for slot, name in used)
             yield from gate((*at, "use", k, "when"), use.when, "arch", "bits", "runtime")
     for i, f in enumerate(p.fuse):
         at, nodes = ("fuse", i), f.graph["nodes"] if f.graph else {}
@@ -222,12 +220,12 @@ def _names(p: Platform) -> Iterator[tuple[Keys, str, str, Iterable[str]]]:
         steps: dict[Keys, Iterable[str]] = {("chain", k): step for k, step in enumerate(f.chain or ())}
         steps |= {("graph", "nodes", k): [n] if isinstance(n, str) else n for k, n in nodes.items()}
         yield from (((*at, *k), "operator or group", name, operators) for k, step in steps.items() for name in step)
-        yield (*at, "inner"), "format", f.inner, formats
+        yield (*at, "inner"), "format", f.inner, formats["inner"]
         yield from gate((*at, "when"), f.when, "arch", "phase", "single_use")
     for k, stage in enumerate(p.math.acc):
         yield from gate(("math", "acc", k, "when"), stage.get("when", Gate()), "arch")
     for key, stored in (("io_in", p.place.io_in), ("io_out", p.place.io_out)):
-        yield from ((("place", key), "format", name, formats) for name in stored)
+        yield from ((("place", key), "format", name, formats[key]) for name in stored)
 
 
 def _formats_of(use: Option, slot: str) -> tuple[str, ...]:

@@ -91,9 +91,12 @@ class _Loader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep)
+            data = super().construct_object(node, deep)
+            if isinstance(data, str):
+                data.encode()  # "\\ud800" is half a character, which no file holds
+            return data
         except ValueError as e:  # what looks like a number or a date and is none: 0x, 2001-99-99, thousands of digits
-            why = f"this is no number and no date: {e}"
+            why = f"this is no text, no number and no date: {e}"
             raise yaml.constructor.ConstructorError(None, None, why, node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

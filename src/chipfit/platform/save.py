@@ -5,8 +5,8 @@ from typing import Any
 
 import yaml
 
-from chipfit.errors import UnknownNameError
-from chipfit.files import write_atomically
+from chipfit.errors import ExportError, UnknownNameError
+from chipfit.files import path_of, write_atomically
 from chipfit.platform.load import Target, load
 from chipfit.platform.schema import Platform
 from chipfit.registry import lookup
@@ -44,7 +44,7 @@ def export_platform(what: Target, path: str | Path) -> Path:
         UnknownNameError: another suffix.
         ExportError: the file cannot be written; nothing is left behind.
     """
-    path = Path(path)
+    path = path_of(path, ExportError)
     if path.suffix in (".yaml", ".yml"):
         return write_atomically(path, to_yaml(load(what)).encode())
     if path.suffix == ".json":

@@ -13,12 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator,
 from typing_extensions import TypedDict
 
 from chipfit.platform.filters import Member, has_nan
-from chipfit.quantizers.grids import Grid, all_codes
+from chipfit.quantizers.grids import SCALES, Grid, all_codes
 from chipfit.quantizers.tables import FLOATS, float_table, log_table
+from chipfit.registry import is_number
 from chipfit.screen import Screen, Shown
 
-#: words that stand where a format name may stand
-NOT_A_FORMAT = frozenset({"float", "same", "none", "any"})
+#: slot of a choice, or place -> words that may stand there where a format name may stand
+WORDS = {slot: {"float", "none"} for slot in ("w", "b", "inner", "io_in", "io_out")}
+WORDS |= {"in": {"float", "none", "any"}, "out": {"float", "none", "same"}}
 Rounding = Literal["half_even", "half_away", "half_up", "floor", "trunc"]
 #: how an operator runs: on codes, on reals, by looking codes up, moving them without arithmetic
 Exec = Literal["int", "float", "table", "follow"]
@@ -130,7 +132,7 @@ class Format(_Record):
     signed: bool | Literal["auto"] = Field(True, description="auto: decided per tensor from its data")
     range: Literal["full", "narrow"] | tuple[int, int] = Field("full", description="narrow drops the lowest code")
     scale: Literal["any", "pot"] = Field("any", description="pot: powers of two only")
-    scale_min: float | None = Field(None, gt=0, description="least scale that the hardware represents")
+    scale_min: float | None = Field(None, ge=SCALES[0], le=SCALES[1], description="least scale of the hardware")
     zero: int | Literal["any"] | tuple[int, ...] = Field(0, description="zero point: fixed, any, or one of a set")
     grid_offset: float = Field(0, alias="grid", description="code offset before scaling")
     per: Literal["tensor", "channel", "block", "row"] = Field("tensor", description="what shares one scale")
@@ -308,7 +310,7 @@ class Rule(_Record):
                 yield "mono needs one of eq, min, max, lt"
             if self.eq is not None and (self.min, self.max, self.lt) != (None, None, None):
                 yield "mono has eq and a bound: the bound is redundant or contradicts eq"
-            if any(not isinstance(t, (int, float)) or not 0 < t < math.inf for t in tops):
+            if any(not isinstance(t, (int, float)) or not 0 < t <= 2.0**1000 for t in tops):
                 yield f"mono can never hold: products of scales are finite and positive, and this is to be {tops}"
             elif self.min is not None and tops and self.min > min(tops):
                 yield f"mono can never hold: min {self.min} is above its upper bound {min(tops)}"
@@ -371,7 +373,13 @@ class OpRule(_Record):
                 if low > high:
                     product = f"the product {r.mono}"
                     yield f"two rules for {product} can never hold together: at least {low:g} and at most {high:g}"
-        yield from (f"where.{a} is nan, which is equal to nothing" for a, want in self.where.items() if has_nan(want))
+        for a, want in self.where.items():
+            tests = want if isinstance(want, dict) else {}
+            step = tests.get("multiple", 1)
+            if has_nan(want):
+                yield f"where.{a} is nan, which is equal to nothing"
+            if not isinstance(tests.get("in", ()), (list, tuple)) or not (is_number(step) and step > 0):
+                yield f"where.{a}: 'in' takes a list, and 'multiple' a number above 0"
         if self.exec in ("int", "table") and not self.use:
             yield f"exec {self.exec} needs use: the formats that the kernel takes"
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Column, Table
 
@@ -21,37 +22,41 @@ def _table(*headings: str, show_lines: bool = False) -> Table:
 
 def show(platform: Platform) -> Group:
     """Everything that a platform says."""
-    parts: list[RenderableType] = [Panel(f"[bold]{platform.name}[/]  {platform.title}", border_style="cyan")]
+    parts: list[RenderableType] = [
+        Panel(f"[bold]{escape(platform.name)}[/]  {escape(platform.title)}", border_style="cyan")
+    ]
     formats = _table("format", "what it is")
     for name, f in platform.formats.items():
-        formats.add_row(name, str(f))
+        formats.add_row(escape(name), escape(str(f)))
     ops = _table("operators", "formats, best first", "rules", "runs in", "source", show_lines=True)
     for o in platform.ops:
-        where = "".join(f"\n[dim]where {k}: {v}[/]" for k, v in {**o.where, **o.when}.items())
+        where = "".join(f"\n[dim]where {k}: {escape(str(v))}[/]" for k, v in {**o.where, **o.when}.items())
         ops.add_row(
-            ", ".join(o.match) + where,
-            "\n".join(map(str, o.use)) + _note(o.note),
-            "\n".join(map(str, o.rules)),
+            escape(", ".join(o.match)) + where,
+            escape("\n".join(map(str, o.use))) + _note(o.note),
+            escape("\n".join(map(str, o.rules))),
             o.how,
-            f"{', '.join(o.src)}\n[dim]{CONFIDENCE[o.conf]}[/]",
+            f"{escape(', '.join(o.src))}\n[dim]{CONFIDENCE[o.conf]}[/]",
         )
     parts += [formats, ops]
     if platform.fuse:
         fuse = _table("runs as one kernel", "source")
         for kernel in platform.fuse:
             text = " -> ".join(" | ".join(step) for step in kernel.chain) if kernel.chain else str(kernel.graph)
-            fuse.add_row(text + _note(kernel.note), f"{', '.join(kernel.src)}  [dim]{CONFIDENCE[kernel.conf]}[/]")
+            fuse.add_row(
+                escape(text) + _note(kernel.note), f"{escape(', '.join(kernel.src))}  [dim]{CONFIDENCE[kernel.conf]}[/]"
+            )
         parts.append(fuse)
     rest = Table.grid(padding=(0, 2))
     rest.add_column(style="dim")
     rest.add_column(overflow="fold")
     for label, fact in _facts(platform):
-        rest.add_row(label, fact)
+        rest.add_row(escape(label), fact if label == "revisions" else escape(fact))
     return Group(*parts, rest)
 
 
 def _note(text: str) -> str:
-    return f"\n[dim]{text}[/]" if text else ""
+    return f"\n[dim]{escape(text)}[/]" if text else ""
 
 
 def _facts(p: Platform) -> Iterator[tuple[str, str]]:
@@ -59,7 +64,7 @@ def _facts(p: Platform) -> Iterator[tuple[str, str]]:
     yield "other operators", p.unlisted
     yield "quantizers at", p.place.at
     if p.arch:
-        yield "revisions", ", ".join(f"[bold]{a}[/]" if a == p.arch_selected else a for a in p.arch)
+        yield "revisions", ", ".join(f"[bold]{escape(a)}[/]" if a == p.arch_selected else escape(a) for a in p.arch)
     known = {"rounding": p.math.q_round, "requantize": p.math.requant}
     arithmetic = ", ".join(f"{k} {v}" for k, v in known.items() if v)
     yield "arithmetic", arithmetic or "not known: exactness is not claimed"

@@ -13,6 +13,9 @@ from torch import Tensor
 from chipfit.quantizers.rounding import ROUNDINGS
 from chipfit.quantizers.tables import boundaries
 
+#: the least and the greatest power of two that a scale, a float32, can be
+SCALES = 2.0**-149, 2.0**127
+
 
 def all_codes(bits: int, signed: bool) -> tuple[int, int]:
     """Lowest and highest code of so many bits: of two's complement, or from 0."""
@@ -26,7 +29,7 @@ class Grid:
     bits: int  #: width of a stored code
     qmin: int  #: lowest code
     qmax: int  #: highest code
-    zero: int | str | tuple[int, ...] = 0  #: the zero point: fixed, "any", or one of a set
+    zero: int | Literal["any"] | tuple[int, ...] = 0  #: the zero point: fixed, "any", or one of a set
     pot: bool = False  #: the scale must be a power of two
     per: Literal["tensor", "channel", "block", "row"] = "tensor"  #: what shares one scale
     kind: Literal["int", "offset", "lut", "log", "float"] = "int"  #: all but "int" store indices into `table`

@@ -5,6 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from chipfit.errors import PlanError
+
 #: a bound counts as broken beyond this, in log2: a few roundings of float32
 SLACK = 4e-6
 #: scales go back this much further, so that rounding them to float32 crosses no bound
@@ -13,12 +15,21 @@ _INSIDE = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """A bound of the platform on scales: low <= sum of exponent * log2(scale) <= high, channel by channel."""
+    """A bound of the platform on scales: low <= sum of exponent * log2(scale) <= high, channel by channel.
+
+    Raises:
+        PlanError: it is about nothing, has exponents beyond those of platforms, or ends that no double is a power of.
+    """
 
     op: str  #: canonical operator whose rule it is
     terms: tuple[tuple[str, int], ...]  #: (tensor, exponent)
     low: float = -math.inf
     high: float = math.inf
+
+    def __post_init__(self) -> None:
+        ends = [x for x in (self.low, self.high) if not math.isinf(x)]
+        if not (self.terms and all(abs(e) <= 8 for _, e in self.terms) and all(-1074 <= x < 1024 for x in ends)):
+            raise PlanError("A bound on scales is none", got=f"{self.terms}, {self.low}..{self.high}"[:120])
 
     def __str__(self) -> str:
         product = " * ".join(t if e == 1 else f"{t}^{e}" for t, e in self.terms)

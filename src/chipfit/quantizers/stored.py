@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from chipfit.errors import PlanError
-from chipfit.quantizers.grids import Grid, dequantize, fake_quantize, quantize, shape_for
+from chipfit.quantizers.grids import SCALES, Grid, dequantize, fake_quantize, quantize, shape_for
 from chipfit.quantizers.rounding import ROUNDINGS
 
 
@@ -21,6 +21,8 @@ def _fault(grid: Grid) -> str:
         return "its codes are wider than its bits"
     if grid.table is not None and not all(a < b for a, b in zip(grid.table, grid.table[1:])):
         return "its table does not increase"
+    if grid.scale_min is not None and not SCALES[0] <= grid.scale_min <= SCALES[1]:
+        return "its least scale is none"
     return ""
 
 

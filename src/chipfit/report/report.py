@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chipfit.errors import ExportError
-from chipfit.files import write_atomically
+from chipfit.files import path_of, write_atomically
 from chipfit.report.record import ReportData
 from chipfit.screen import Screen, Shown
 
@@ -28,7 +28,7 @@ class Report(Shown, ReportData):
         Raises:
             ExportError: the suffix is another, or the file cannot be written; nothing is left behind.
         """
-        path = Path(path)
+        path = path_of(path, ExportError)
         check_suffix(path)
         if path.suffix == ".json":
             return write_atomically(path, json.dumps(self.to_dict(), indent=1, default=str).encode())

@@ -1,7 +1,6 @@
 """Modelled chips as JSON: enumerations by name, layers by name or as filters, a schema version."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NotRequired
@@ -14,7 +13,7 @@ from chipfit.facade.target_platform import capabilities, model
 from chipfit.facade.target_platform.configs import OpQuantizationConfig, QuantizationConfigOptions
 from chipfit.facade.target_platform.from_platform import from_platform
 from chipfit.facade.target_platform.layers import name_of
-from chipfit.files import read_json, write_atomically
+from chipfit.files import existing, path_of, read_json, write_atomically
 from chipfit.platform.filters import Member
 from chipfit.platform.load import load
 from chipfit.registry import register
@@ -86,12 +85,7 @@ def load_target_platform_capabilities(source: Any) -> capabilities.TargetPlatfor
         return source
     if isinstance(source, model.TargetPlatformModel):
         return capabilities.TargetPlatformCapabilities(source)
-    if not isinstance(source, (str, Path)):
-        got = type(source).__name__
-        raise NotCapabilities("Capabilities are given as an object or as the path of a .json file", got=got)
-    path = _json_path(source)
-    if not os.path.isfile(path):
-        raise MissingFile("The capabilities file does not exist", where=str(path))
+    path = existing(_json_path(source), MissingFile, "The capabilities file")
     data = read_json(path, ModelingError)
     version = data.get("SCHEMA_VERSION") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
@@ -117,7 +111,7 @@ class ModelledFiles:
 
 
 def _json_path(path: str | Path) -> Path:
-    path = Path(path)
+    path = path_of(path, NotCapabilities)
     if path.suffix != ".json":
         got = path.suffix or "no suffix"
         raise ModelingError("Capabilities are kept in .json files", where=str(path), got=got, allowed=".json")
@@ -180,6 +174,8 @@ def read(data: Mapping[str, Any]) -> capabilities.TargetPlatformCapabilities:
         return [sets[name] for name in names]
 
     for o in m["operator_sets"]:
+        if o["name"] in sets:
+            raise ModelingError(f"Two operator sets are named '{o['name']}'", allowed="unique names")
         if "members" in o:
             sets[o["name"]] = model.OperatorSetConcat(*named(o["members"]), name=o["name"])
         else:

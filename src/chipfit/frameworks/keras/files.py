@@ -1,14 +1,13 @@
 """Keras models from files. Nothing that a file holds is executed: its layers are checked before Keras makes them."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import keras
 
 from chipfit.errors import CaptureError, GraphError, first_line, theirs
-from chipfit.files import DAMAGED, open_zip
+from chipfit.files import DAMAGED, existing, open_zip
 from chipfit.frameworks.keras.known import demand_known
 
 
@@ -19,9 +18,7 @@ def load(path: str | Path) -> Any:
         CaptureError: there is no such file, it is damaged, or it holds Python code or classes that are not registered
             here.
     """
-    if not os.path.isfile(path):
-        raise CaptureError("The model file does not exist", where=str(path))
-    _check(path)
+    _check(existing(path, CaptureError, "The model file"))
     try:
         return keras.saving.load_model(path, compile=False, safe_mode=True)
     except Exception as e:  # Keras raises many types, and so do the classes that are registered

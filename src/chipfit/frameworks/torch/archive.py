@@ -8,7 +8,6 @@ torch/_export/serde/schema.py.
 
 import inspect
 import json
-import os
 import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from chipfit.engine.opaque import resolve_target, torch_operator
 from chipfit.engine.trees import flatten_call, read_tree
 from chipfit.engine.types import constant_of, dtype_of
 from chipfit.errors import CaptureError, ChipfitError, brief
-from chipfit.files import DAMAGED, open_zip, parse_json
+from chipfit.files import DAMAGED, existing, open_zip, parse_json
 from chipfit.frameworks.torch.modules import own
 from chipfit.frameworks.torch.origin import CHECKS
 from chipfit.frameworks.torch.schema import GENERATION, GRAPH, PROGRAM, WEIGHTS
@@ -35,8 +34,7 @@ _MALFORMED = KeyError, IndexError, ValueError, RuntimeError
 #: numbers of types and memory formats in the file -> torch's names
 _NAMES = """
     uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16 uint16
-    float8_e4m3fn
-    float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu uint32 uint64
+    float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu uint32 uint64
 """
 _DTYPES = dict(zip((*range(1, 14), *range(28, 36)), _NAMES.split(), strict=True))
 _STRIDED = 7
@@ -57,9 +55,7 @@ def load(path: str | Path) -> nn.Module:
         CaptureError: there is no such file; it is no such archive, is damaged, holds pickled weights, or calls an
             operator that is not listed.
     """
-    where = str(path)
-    if not os.path.isfile(path):
-        raise CaptureError("The model file does not exist", where=where)
+    where = str(existing(path, CaptureError, "The model file"))
     try:
         with open_zip(path) as archive:
             return _program(_Archive(archive))
