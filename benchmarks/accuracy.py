@@ -64,8 +64,8 @@ ROWS = {
     "W4A8 tflite_int8": Row(4, 8, "tflite_int8"),
     "W4A8 imx500": Row(4, 8, "imx500"),
 }
-#: without the comparison on held-out images
-ALONE: dict[str, Any] = {"rounding_guard": False}
+#: without the comparison on held-out images, and with the plan's own grids
+ALONE: dict[str, Any] = {"rounding_guard": False, "effect_ranges": False}
 #: what an ablation takes away, or adds, one at a time
 STEPS: dict[str, Settings] = {
     "plain": Settings(rounding="off"),
@@ -77,6 +77,7 @@ STEPS: dict[str, Settings] = {
     "+ corrected weights": Settings(rounding="gptq", repair_residual=False, score_ranges=False, **ALONE),
     "+ residual target": Settings(rounding="gptq", score_ranges=False, **ALONE),
     "+ grid of the scores": Settings(rounding="gptq", **ALONE),
+    "+ grids by effect": Settings(rounding="gptq", rounding_guard=False),
     "+ guard": Settings(rounding="gptq"),
 }
 

@@ -41,11 +41,12 @@ from chipfit.platform.schema import Platform
 from chipfit.ranges import Rule, name_of, rule_of
 from chipfit.registry import OFF, is_number
 from chipfit.rounding.compare import Reference
+from chipfit.rounding.fisher import few
 from chipfit.screen import Screen, Shown
 from chipfit.search.candidates import as_overrides
 from chipfit.search.choose import space
 from chipfit.search.limits import Limits
-from chipfit.search.losses import Rounding, few
+from chipfit.search.losses import Rounding
 from chipfit.search.pareto import SHARES, Pareto, pareto
 from chipfit.search.sensitivity import Sensitivity, sensitivity
 from chipfit.settings import PLAIN, Settings

@@ -17,8 +17,12 @@ def net():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Flatten(), nn.Linear(144, 3)).eval()
 
 
-def fitted(**settings):
-    given = {"overrides": FOUR, "settings": Settings(**settings), "progress": False}
+def fitted(activation_bits=8, **settings):
+    given = {
+        "overrides": [*FOUR.items(), ("*", {"activation_bits": activation_bits})],
+        "settings": Settings(**settings),
+        "progress": False,
+    }
     return chipfit.quantize(net(), DATA, "mqbench_academic", **given)
 
 
@@ -36,6 +40,8 @@ def test_the_cost_is_that_of_both_streams_moments_factors_and_columns():
     last = 1 * 144 * (144 + 3) + 144**3 + 5 * 3 * 144**2
     graph, plan = result._uncorrected
     assert budget.cost(graph, plan, 1, 256) == streams + first + second + last
+    few = fitted(rounding="off", activation_bits=4).plan
+    assert budget.cost(graph, few, 1, 256) == 2.5 * streams + first + second + last  # and images forth and back
     assert budget.cost(graph, plan, 2, 16) < 2 * budget.cost(graph, plan, 1, 256)  # 2 K positions at least, of 72
 
 

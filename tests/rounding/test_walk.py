@@ -12,6 +12,7 @@ from chipfit.errors import ConfigError, DataError, PlanError, UnknownNameError
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 from chipfit.rounding.compare import Reference
+from chipfit.rounding.grids import by_effect
 from chipfit.rounding.streams import Budget, Stream
 from chipfit.rounding.walk import How, walk
 
@@ -72,6 +73,31 @@ def test_each_step_of_the_recipe_has_its_share():
     ]
     found = [loss(fitted("mqbench_academic", wide, s), graph) for s in steps]
     assert found[0] > found[1] > found[2] > found[3]
+
+
+def test_grids_of_few_bits_serve_the_channels_that_the_outputs_depend_on():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    with torch.no_grad():
+        model[0].weight *= torch.tensor([3.0, 0.01])  # the second input, ten times as large, hardly counts
+    data = [torch.randn(64, 2) * torch.tensor([1.0, 10.0]) for _ in range(2)]
+    few = {"*": {"bits": 8, "activation_bits": 4}}
+    plain = chipfit.quantize(model, data, "mqbench_academic", overrides=few, settings=OFF, progress=False)
+    placed = by_effect(plain.graph, plain.plan, plain.stats, [[x] for x in data])
+    (name,) = plain.graph.inputs
+    assert placed[name].scale < 0.9 * plain.plan[name].scale
+    reference = Reference(plain.graph, [[torch.randn(256, 2) * torch.tensor([1.0, 10.0])]])
+    assert reference.loss(plain.graph, placed) < reference.loss(plain.graph, plain.plan)
+    for own in (True, False):
+        settings = Settings(rounding="gptq", rounding_guard=False, effect_ranges=own)
+        done = chipfit.quantize(model, data, "mqbench_academic", overrides=few, settings=settings, progress=False)
+        assert torch.equal(done.plan[name].scale, (placed if own else plain.plan)[name].scale)
+
+
+def test_grids_of_many_bits_and_those_that_others_share_stay():
+    for platform, bits in (("mqbench_academic", 8), ("nnie", None)):
+        plain = fitted(platform, {"*": {"activation_bits": bits}} if bits else None, OFF)
+        assert by_effect(plain.graph, plain.plan, plain.stats, [[DATA[0]]]) is plain.plan
 
 
 @pytest.mark.parametrize(

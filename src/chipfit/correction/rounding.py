@@ -11,6 +11,7 @@ from chipfit.calibration.collect import TensorStats
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.registry import OFF, Setting, register
+from chipfit.rounding import grids
 from chipfit.rounding.budget import affordable
 from chipfit.rounding.compare import apart, better, count
 from chipfit.rounding.walk import How, walk
@@ -44,6 +45,7 @@ GUARD = Setting("rounding_guard", True, "the plain plan is kept where it is bett
             "repair_residual", True, "operators before an addition repair what the other operand has lost", "residual"
         ),
         Setting("score_ranges", True, "class scores get the grid that keeps their probabilities", "scores"),
+        Setting("effect_ranges", True, "activations of at most 6 bits: grids by what errors do to outputs", "effect"),
         GUARD,
     ),
 )
@@ -61,6 +63,7 @@ def round_weights(
     ridge: float | None = 0.1,
     residual: bool = True,
     scores: bool = True,
+    effect: bool = True,
     guard: bool = True,
 ) -> tuple[Graph, Plan, list[str]]:
     """The graph with weights that lie on their grids and biases to match, the plan with their scales, and notes.
@@ -84,8 +87,9 @@ def round_weights(
         images, held = apart(images)
     how = How(gptq=rounding == "gptq", samples=int(samples), seed=chosen.get("seed", 0), ridge=ridge, residual=residual)
     by_error = chosen.get("rule", "mse") == "mse"  # any other rule was the user's choice
-    done = walk(graph, plan, images, how, stats if scores and by_error else ())
-    known = {k: t for k, t in plan.tensors.items() if t.role == "activation" and t.quantized} | done.tensors
+    placed = grids.by_effect(graph, plan, stats, images, how.seed) if effect and by_error else plan
+    done = walk(graph, placed, images, how, stats if scores and by_error else ())
+    known = {k: t for k, t in placed.tensors.items() if t.role == "activation" and t.quantized} | done.tensors
     better_plan = replace(plan, tensors=choose(done.graph, known=known))
     notes += done.notes
     for name, t in done.tensors.items():

@@ -7,6 +7,8 @@ import torch
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear, places, products
 from chipfit.plan.record import Plan
+from chipfit.rounding import grids
+from chipfit.rounding.fisher import IMAGES
 from chipfit.rounding.fit import CANDIDATES, FEW, MANY
 from chipfit.rounding.moments import as_rows
 
@@ -33,7 +35,8 @@ def speed() -> float:
 def cost(graph: Graph, plan: Plan, images: int, positions: int) -> float:
     """Multiplications of a walk."""
     linear = [n for n in graph.nodes if is_linear(graph, n)]
-    streams = 2 * images * sum(products(graph, n) for n in linear)
+    passes = 2 * images + (3 * min(images, IMAGES) if grids.open_to(plan) else 0)
+    streams = passes * sum(products(graph, n) for n in linear)
     fitted = [n for n in linear if plan.quantized(n.weight) and not graph.is_weight(n.data)]
     return streams + sum(_fit(graph, n, images, positions) for n in fitted)
 

@@ -6,7 +6,8 @@ other outputs are taken for means of normal distributions of their own spread.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from torch import Tensor
 
 from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node
+from chipfit.plan.record import Plan
+
+#: images that are enough for means of them, and how many go through the network at a time
+IMAGES, CHUNK = 128, 32
 
 
 def gradients(
@@ -49,3 +54,39 @@ def _sampled(y: Tensor, random: torch.Generator) -> Tensor:
         return F.cross_entropy(y, labels, reduction="sum")
     noise = torch.randn(y.shape, generator=random) / y.detach().std().clamp_min(1e-12)
     return (y * noise).sum()
+
+
+def apart(graph: Graph, plan: Plan, names: Iterable[str]) -> tuple[Graph, dict[str, str]]:
+    """The graph in which readers of codes find them by a name of their own, where others read what was before them."""
+    before = {value for value, _ in plan.float_edges}
+    codes = {name: f"{name} in codes" if name in before else name for name in names}
+    out, nodes = graph.copy(), list[Node]()
+
+    def add(values: Iterable[str]) -> None:
+        for v in (v for v in values if codes.get(v, v) != v):
+            nodes.append(Node(codes[v], "Identity", (v,), (codes[v],)))
+            out.values[codes[v]] = replace(graph.values[v], name=codes[v])
+
+    add(graph.inputs)
+    for n in graph.nodes:
+        reads = (i if i is None or (i, n.name) in plan.float_edges else codes.get(i, i) for i in n.inputs)
+        nodes.append(n.with_(inputs=tuple(reads)))
+        add(n.outputs)
+    out.nodes[:], out.outputs[:] = nodes, [codes.get(o, o) for o in graph.outputs]
+    return out, codes
+
+
+def few(batches: Iterable[Sequence[Tensor]]) -> Iterable[list[Tensor]]:
+    """The first `IMAGES` samples, in chunks."""
+    left = IMAGES
+    for batch in batches:
+        sizes = {len(x) if x.dim() else 0 for x in batch}
+        if len(sizes) > 1 or 0 in sizes:
+            yield list(batch)
+            left -= 1
+        else:
+            for parts in zip(*(x[:left].split(CHUNK) for x in batch), strict=True):
+                yield list(parts)
+            left -= sizes.pop()
+        if left <= 0:
+            return

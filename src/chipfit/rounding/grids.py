@@ -1,15 +1,22 @@
-"""The grid of class scores: what a softmax makes of them counts, not their squared error."""
+"""Grids of activations by what their errors do to the network's outputs, not by the errors alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from chipfit.calibration.collect import TensorStats
+from chipfit.graph.ir import Graph
+from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import Grid, fake_quantize
 from chipfit.quantizers.stored import Stored
 from chipfit.ranges.qparams import QParams, from_min_max
+from chipfit.ranges.search import Sample, search
+from chipfit.rounding.bounds import allowed, allows
+from chipfit.rounding.fisher import apart, few, gradients
 
 #: shares of the range on which its ends are tried
 _LOWS, _HIGHS = torch.linspace(0, 1, 21).tolist(), torch.linspace(0.5, 1, 11).tolist()
@@ -35,3 +42,52 @@ def logits(stored: Stored, wanted: Iterable[Tensor], got: Iterable[Tensor]) -> t
 def is_scores(x: Tensor, grid: Grid) -> bool:
     """Scores of classes, on a grid of few codes."""
     return x.dim() == 2 and x.shape[1] > 1 and grid.table is None and grid.bits < 8
+
+
+#: activations of so many bits or fewer get another grid
+FEW = 6
+#: of the mean squared gradient, with which every error counts at least
+_FLOOR = 0.3
+_BINS = 2048
+
+
+def open_to(plan: Plan) -> list[str]:
+    """The activations of few bits whose grids the platform leaves open."""
+    found = (t.name for t in plan.tensors.values() if t.role == "activation" and t.stored is not None)
+    few = (n for n in found if plan[n].grid.bits <= FEW and plan[n].grid.nearest and not plan[n].scale.dim())
+    return [n for n in few if n not in plan.zeros and allowed(plan, n) is not None]
+
+
+def by_effect(
+    graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], batches: Iterable[Sequence[Tensor]], seed: int = 0
+) -> Plan:
+    """The plan with grids of the least sum of (g^2 + 0.3 mean g^2) (Q(x) - x)^2 for activations of few bits.
+
+    g is the gradient of the loss at labels drawn from the float network's own outputs, whose square says to second
+    order what an error there costs; the floor keeps the few images from deciding alone.
+
+    Args:
+        stats: of the float network; activations that are not among them stay as they are.
+        batches: of graph inputs, of which the first `fisher.IMAGES` samples are taken.
+    """
+    names = [n for n in open_to(plan) if n in stats and stats[n].low < stats[n].high]
+    if not names:
+        return plan
+    split, codes = apart(graph, plan, names)
+    random, counts = torch.Generator().manual_seed(seed), {n: torch.zeros(_BINS) for n in names}
+    for batch in few(batches):
+        values, found = gradients(split, batch, set(codes.values()), (), random)
+        for n in (n for n in names if codes[n] in found):
+            x, weight = values[codes[n]].flatten(), found[codes[n]].flatten().square()
+            weight = (weight + _FLOOR * weight.mean()) * (x != 0)  # every grid holds 0
+            counts[n] += torch.histogram(x, _BINS, range=(stats[n].low, stats[n].high), weight=weight).hist
+    for n in (n for n in names if bool(counts[n].any())):
+        low, high = (torch.tensor([v], dtype=torch.float64) for v in (stats[n].low, stats[n].high))
+        edges = torch.linspace(stats[n].low, stats[n].high, _BINS + 1).unsqueeze(0)
+        sample = Sample((edges[:, 1:] + edges[:, :-1]) / 2, counts[n].unsqueeze(0), low, high, edges)
+        q = search(sample, plan[n].grid, p=2.0)
+        if allows(plan, n, q.scale[0]):
+            origin = "least squared error weighed by squared gradients"
+            new = plan.tensors[n].with_(scale=q.scale[0], zero_point=q.zero_point[0], origin=origin)
+            plan = replace(plan, tensors={**plan.tensors, n: new})
+    return plan

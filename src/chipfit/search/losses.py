@@ -22,11 +22,9 @@ from chipfit.quantizers.stored import Stored
 from chipfit.ranges import Rule, choose
 from chipfit.rounding import fit
 from chipfit.rounding.bounds import rows_of
-from chipfit.rounding.fisher import gradients
+from chipfit.rounding.fisher import IMAGES, apart, few, gradients
 from chipfit.rounding.moments import Moments, as_rows, patches, positions, targets
 
-#: images that are enough for a ranking, and how many go through the network at a time
-IMAGES, CHUNK = 128, 32
 #: output positions per operator
 SAMPLES = 4096
 
@@ -105,7 +103,7 @@ def losses(
         if name not in table
     }
     out: Losses = {name: dict.fromkeys(bits, 0.0) for name, bits in widths.items()}
-    split, codes = _apart(graph, plan, grids)
+    split, codes = apart(graph, plan, grids)
     wanted = {s.node.output for s in seen} | set(codes.values())
     count = 0
     for batch in few(batches):
@@ -166,39 +164,3 @@ def _activation(stored: Stored, bits: int, stats: TensorStats | None, rule: Rule
     grid = at_width(stored.grid, bits)
     q = choose(stats, grid, rule=rule)
     return replace(stored, grid=grid, scale=q.scale, zero_point=q.zero_point)
-
-
-def few(batches: Iterable[Sequence[Tensor]]) -> Iterable[list[Tensor]]:
-    """The first `IMAGES` samples, in chunks."""
-    left = IMAGES
-    for batch in batches:
-        sizes = {len(x) if x.dim() else 0 for x in batch}
-        if len(sizes) > 1 or 0 in sizes:
-            yield list(batch)
-            left -= 1
-        else:
-            for parts in zip(*(x[:left].split(CHUNK) for x in batch), strict=True):
-                yield list(parts)
-            left -= sizes.pop()
-        if left <= 0:
-            return
-
-
-def _apart(graph: Graph, plan: Plan, names: Iterable[str]) -> tuple[Graph, dict[str, str]]:
-    """The graph in which readers of codes find them by a name of their own, where others read what was before them."""
-    before = {value for value, _ in plan.float_edges}
-    codes = {name: f"{name} in codes" if name in before else name for name in names}
-    out, nodes = graph.copy(), list[Node]()
-
-    def add(values: Iterable[str]) -> None:
-        for v in (v for v in values if codes.get(v, v) != v):
-            nodes.append(Node(codes[v], "Identity", (v,), (codes[v],)))
-            out.values[codes[v]] = replace(graph.values[v], name=codes[v])
-
-    add(graph.inputs)
-    for n in graph.nodes:
-        reads = (i if i is None or (i, n.name) in plan.float_edges else codes.get(i, i) for i in n.inputs)
-        nodes.append(n.with_(inputs=tuple(reads)))
-        add(n.outputs)
-    out.nodes[:], out.outputs[:] = nodes, [codes.get(o, o) for o in graph.outputs]
-    return out, codes

@@ -15,9 +15,10 @@ from chipfit.graph.linear import is_linear
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
 from chipfit.rounding.compare import Reference
+from chipfit.rounding.fisher import few
 from chipfit.screen import Screen, Shown
 from chipfit.search.candidates import activations, is_copy, layers, of_weights
-from chipfit.search.losses import NEAREST, Losses, Rounding, few, losses
+from chipfit.search.losses import NEAREST, Losses, Rounding, losses
 from chipfit.search.resources import resources
 
 #: how many changes are tried, and the share of the loss that one must give back to be spoken of
