@@ -1,7 +1,7 @@
 """Accuracy of quantization-aware training in few bits, on networks trained on procedural images.
 
     python benchmarks/qat.py [--networks resnet20 mobilenetv2] [--bits 4 3] [--seeds 3] [--epochs 3]
-    python benchmarks/qat.py --algorithms [--networks resnet20]
+    python benchmarks/qat.py --algorithms [--networks resnet20] [--resume]
 
 Starts from `chipfit.quantize` with default settings on 512 images (platform mqbench_academic: weights per channel and
 inputs of layers in so many bits, first and last layer in 8), and trains on 8,000 images an epoch, learning from the
@@ -13,6 +13,7 @@ reference is the float network; the best of five other tools, at 4 bits on such 
 `--algorithms` trains every registered algorithm in the hardware settings of `chipfit.quantize_fx` in so many bits, and
 shows top-1 behind that of the float network: shortened to one seed, one epoch of 2,000 images, labels alone and 4,000
 test images, so that it compares settings and shows no algorithm at its best. Cells that are refused say why below.
+Each cell is written to `.bench/algorithms.json` when it is known; `--resume` goes on from those of a run that ended.
 
 The float networks are trained first, a quarter of an hour each, and kept below `.bench`.
 """
@@ -20,6 +21,7 @@ The float networks are trained first, a quarter of an hour each, and kept below 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -31,7 +33,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import torch
 import torch.nn.functional as F
 from benchmarks.images import images
-from benchmarks.small import SMALL, accuracy, trained
+from benchmarks.small import KEPT, SMALL, accuracy, trained
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -160,6 +162,8 @@ def algorithms(a: argparse.Namespace, console: Console) -> None:
     """The table of algorithms and hardware settings."""
     x_test, y_test = images(a.test, 1)
     x, y = images(a.images, 2000)
+    file = KEPT / "algorithms.json"
+    known = json.loads(file.read_text()) if a.resume and file.exists() else {}
     for name in a.networks:
         model, refused = trained(name), dict[str, list[str]]()
         real = accuracy(model, x_test, y_test)
@@ -167,12 +171,18 @@ def algorithms(a: argparse.Namespace, console: Console) -> None:
         for method in sorted(registered("training")):
             cells = []
             for setting in SETTINGS:
-                try:
-                    network = in_setting(model, method, setting, a, x, y)
-                    cells.append(f"{accuracy(network, x_test, y_test):.2f}")
-                except ChipfitError as e:
-                    cells.append("refused")
-                    refused.setdefault(str(e), []).append(f"{method} x {setting}")
+                key = f"{name} {method} {setting} {a.bits[0]} {a.images} {a.test} {_rates(a, RATES)}"
+                if key not in known:
+                    try:
+                        network = in_setting(model, method, setting, a, x, y)
+                        known[key] = f"{accuracy(network, x_test, y_test):.2f}", ""
+                    except ChipfitError as e:
+                        known[key] = "refused", str(e)
+                    file.write_text(json.dumps(known))
+                cell, why = known[key]
+                cells.append(cell)
+                if why:
+                    refused.setdefault(why, []).append(f"{method} x {setting}")
                 print(f"{name} {method} x {setting}: {cells[-1]}", flush=True)
             table.add_row(method, *cells)
         console.print(table)
@@ -183,6 +193,7 @@ def algorithms(a: argparse.Namespace, console: Console) -> None:
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--algorithms", action="store_true", help="the table of algorithms and hardware settings")
+    p.add_argument("--resume", action="store_true", help="with the cells of the table that an earlier run has left")
     p.add_argument("--networks", nargs="+", choices=list(SMALL))
     p.add_argument("--bits", nargs="+", type=int)
     p.add_argument("--seeds", type=int, default=3)

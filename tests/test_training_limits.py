@@ -12,6 +12,7 @@ from torch import nn
 import chipfit
 from chipfit.errors import PlanError, TrainingError
 from chipfit.frameworks import lower
+from chipfit.frameworks.torch.fit import stepper
 from chipfit.plan.diff import diff
 from chipfit.plan.record import Limit
 from chipfit.plan.text import plan_from_json, plan_to_json
@@ -137,6 +138,16 @@ def test_a_weight_that_is_no_number_ends_training_and_is_named(tflite):
         model.weight("b.weight")[0, 0] = float("nan")
     with pytest.raises(TrainingError, match=r"step 1 of training, 'b.weight' holds NaN.*Where: b"):
         model(DATA[0])
+
+
+def test_steps_of_the_command_line_are_counted(tflite):
+    model = tflite.as_calibrated().trains("ste").model
+    step = stepper(model, 0.01, 3, True)
+    step([DATA[0]], torch.arange(8) % 3)
+    with torch.no_grad():
+        model.weight("a.weight")[0, 0] = float("inf")
+    with pytest.raises(TrainingError, match=r"step 2 of training, 'a.weight' holds NaN.*Where: a"):
+        step([DATA[0]], torch.arange(8) % 3)
 
 
 def test_rules_that_nothing_may_move_for_are_an_error(tflite):

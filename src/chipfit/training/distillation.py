@@ -74,12 +74,8 @@ class Distillation(nn.Module):
         super().__init__()
         if not temperature > 0:
             raise ConfigError("A temperature is positive", got=temperature, allowed="above 0")
-        self.student, self._graph, self.temperature, self.axis = (
-            lowered(result.model),
-            _float(result),
-            temperature,
-            axis,
-        )
+        self.student, self._graph = lowered(result.model), _float(result)
+        self.temperature, self.axis = temperature, axis
         given = layers if isinstance(layers, Mapping) else dict.fromkeys(layers, 1.0)
         made = {key: o for n in self._graph.nodes for o in n.outputs[::-1] for key in (n.layer, n.name, o)}
         if unknown := [name for name in given if name not in made]:
@@ -89,11 +85,8 @@ class Distillation(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
         """Arguments as of the model. Returns what it does, and the loss []."""
-        inputs, outputs, kept = (
-            flatten_call(self.student._in_spec, args, kwargs),
-            self._graph.outputs,
-            list(self.layers),
-        )
+        inputs = flatten_call(self.student._in_spec, args, kwargs)
+        outputs, kept = self._graph.outputs, list(self.layers)
         if self.training:
             self.student.begin()
         found, where = self.student.run_flat(inputs, kept), inputs[0].device

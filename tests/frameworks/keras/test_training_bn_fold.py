@@ -108,6 +108,45 @@ def test_both_frameworks_train_alike(bn_fold, results):
     assert verified.exact, verified
 
 
+class Operators(keras.layers.Layer):
+    """Two convolutions as operators: the batch norms behind them fold into no layer of the user's."""
+
+    def build(self, shape):
+        self.stem = self.add_weight(shape=(3, 3, shape[-1], 4), name="stem")
+        self.body = self.add_weight(shape=(3, 3, 4, 1), name="body")
+        self.norms = [keras.layers.BatchNormalization() for _ in range(2)]
+
+    def call(self, x):
+        x = keras.ops.relu(self.norms[0](keras.ops.conv(x, self.stem, padding="same")))
+        return keras.ops.relu(self.norms[1](keras.ops.depthwise_conv(x, self.body, padding="same")))
+
+
+def test_convolutions_that_are_no_layers_train_as_layers_do(results):
+    x, y = results[2][0].numpy(), np.arange(8) % 4
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((8, 8, 3))
+    outer = keras.layers.GlobalAveragePooling2D()(Operators(name="own")(inputs))
+    operators, losses = keras.Model(inputs, outer), []
+    own = operators.get_layer("own")
+    z = keras.layers.Conv2D(4, 3, padding="same", use_bias=False, name="stem")(inputs)
+    z = keras.layers.ReLU()(keras.layers.BatchNormalization()(z))
+    z = keras.layers.DepthwiseConv2D(3, padding="same", use_bias=False, name="body")(z)
+    z = keras.layers.ReLU()(keras.layers.BatchNormalization()(z))
+    of_layers = keras.Model(inputs, keras.layers.GlobalAveragePooling2D()(z))
+    for name in ("stem", "body"):
+        of_layers.get_layer(name).set_weights([keras.ops.convert_to_numpy(getattr(own, name))])
+    for model in (operators, of_layers):
+        result = chipfit.quantize(model, [torch.from_numpy(x)], "ort_cpu", progress=False).trains(
+            Training("lsq", bn_fold=4)
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        result.model.compile(keras.optimizers.SGD(0.01), loss)
+        losses.append([float(result.model.train_on_batch(x, y)) for _ in range(4)])
+        assert result.trained().verify([torch.from_numpy(x)]).exact
+    np.testing.assert_allclose(losses[0], losses[1], rtol=2e-6)
+    assert losses[0][-1] < losses[0][0]
+
+
 def test_what_was_never_folded_trains_and_is_not_deployed(results):
     result = results[1].trains(Training("lsq", bn_fold=-1))
     result.model.compile(keras.optimizers.SGD(0.01), "mse")

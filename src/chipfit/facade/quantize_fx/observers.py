@@ -275,9 +275,11 @@ class Quantile(ObserverBase):
         bins: of the histogram of |x| up to its greatest.
     """
 
-    def __init__(self, *args: Any, threshold: float = 0.99999, bins: int = 2048, **options: Any) -> None:
+    _SHARE: ClassVar[float] = 0.99999
+
+    def __init__(self, *args: Any, threshold: float | None = None, bins: int = 2048, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.threshold, self.bins = threshold, bins
+        self.threshold, self.bins = self._SHARE if threshold is None else threshold, bins
 
     def see(self, x: torch.Tensor) -> torch.Tensor:
         low, high = (end.cpu() for end in self.extremes(x))
@@ -301,9 +303,7 @@ class QuantileMovingAverage(Quantile):
     """The 0.9999 quantile of the first batch, which is what MQBench computes under this name; `over="moving"` moves."""
 
     over = "first"
-
-    def __init__(self, *args: Any, threshold: float = 0.9999, **options: Any) -> None:
-        super().__init__(*args, threshold=threshold, **options)
+    _SHARE = 0.9999
 
 
 @register("observer", "ClipStd")

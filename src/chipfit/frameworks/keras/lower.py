@@ -286,9 +286,6 @@ class Builder:
         self, node: Node, inner: Any, layout: str, quantizers: dict[str, Any], follows: str, uses: int
     ) -> KerasBatchNormWrapper:
         """The wrapper of a layer whose batch norm trains."""
-        if not layout:
-            what = f"{node.op} '{node.who}' is no layer of Keras, so that its batch norm does not fold in training"
-            raise UnsupportedError(what, hint="train with bn_fold=0")
         fold, axis, groups = self._folds[node.weight], OPS[node.op].weight_axis, node.attrs.get("groups", 1)
         factor = self._broadcast(node.weight, axis, len(self.graph.weights[fold.mean]), layout, groups)
         names = dict(zip(NORM, (fold.gamma, fold.beta, fold.mean, fold.var), strict=True))

@@ -24,6 +24,7 @@ def stepper(model: QuantizedModule, rate: float, steps: int, probabilities: bool
 
     def step(inputs: Sequence[torch.Tensor], labels: torch.Tensor) -> float:
         model.train()
+        model.begin()
         out = model.run_flat(inputs)[0]
         loss = torch.nn.functional.cross_entropy(out.clamp_min(1e-12).log() if probabilities else out, labels)
         if math.isfinite(value := loss.item()):
