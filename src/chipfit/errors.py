@@ -6,6 +6,7 @@ import difflib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 _HOME = str(Path(__file__).parent) + os.sep
 
@@ -104,6 +105,22 @@ class RuntimeUnavailable(ChipfitError):
 
 class VerificationError(ChipfitError):
     """A device, or the file that it runs, is not what a plan says."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while a step was being done that others do not need; `result` is what had been decided until then."""
+
+    NOTE = "warning: interrupted"  #: how the note begins that such a step leaves
+
+    def __init__(self, what: str, result: Any) -> None:
+        where = "`.result` of this exception, at a prompt `sys.last_value.result`, holds what was decided until then"
+        super().__init__(f"{what}; {where}")
+        self.result = result
+
+
+def interrupted(notes: Iterable[str]) -> str:
+    """The note of a step that was not done to its end; "" where all were."""
+    return next((n for n in notes if n.startswith(Interrupted.NOTE)), "")
 
 
 class RegistrationError(ChipfitError):

@@ -15,6 +15,7 @@ from chipfit import steps
 from chipfit.calibration.collect import TensorStats, collect
 from chipfit.calibration.data import as_call, batches, first_batch
 from chipfit.calibration.doubts import thin, unlike_training
+from chipfit.calibration.kept import Kept
 from chipfit.calibration.progress import Progress, length
 from chipfit.calibration.seen import Seen
 from chipfit.calibration.slips import explained
@@ -26,7 +27,7 @@ from chipfit.decide.overrides import Overrides, resolve_overrides, to_record
 from chipfit.decide.requantize import requantize
 from chipfit.decide.ties import tie_groups
 from chipfit.engine.process import undisturbed
-from chipfit.errors import CaptureError, ConfigError, DataError, NothingQuantizedError, PlanError, UnknownNameError
+from chipfit.errors import CaptureError, ConfigError, Interrupted, NothingQuantizedError, PlanError, UnknownNameError
 from chipfit.frameworks import capture, checksum, lower, read_back
 from chipfit.graph.ir import Graph
 from chipfit.passes.fuse import fuse
@@ -49,6 +50,7 @@ from chipfit.search.limits import Limits
 from chipfit.search.losses import Rounding
 from chipfit.search.pareto import SHARES, Pareto, pareto
 from chipfit.search.sensitivity import Sensitivity, sensitivity
+from chipfit.search.solve import LOSS
 from chipfit.settings import PLAIN, Settings
 
 if TYPE_CHECKING:
@@ -174,9 +176,9 @@ class Result(Shown):
     def _edited(self, overrides: Overrides, data: Any) -> Result:
         self.refuse_trained("an edit")
         graph, plan, choose = self._decided(overrides)
-        settings, said = steps.completed(self._settings, plan, data is not None)
-        corrections = steps.taken(settings, "correct")
-        lacks = data is None and any("batches" in c.declares.needs for c in corrections)
+        rule = self._rules.get("weight_rule", "mse")
+        settings, said = steps.completed(self._settings, _widths(plan), rule, data is not None)
+        lacks = data is None and steps.reads_again(settings)
         if lacks or (self.plan.provenance.get("corrected") and self._uncorrected is None):
             raise PlanError(
                 "What was corrected for this plan's rounding would be wrong for another's, "
@@ -186,9 +188,9 @@ class Result(Shown):
         record = {**self.plan.provenance, "edited": to_record(overrides)}
         plan = replace(plan, rewrites=(*plan.rewrites, *said), provenance=record)
         read = batches(data, graph) if data is not None else ()
-        result = Result(graph, plan, self.platform, self.stats, self.timings, _overrides=overrides, _data=data)
-        result = _corrected(result, settings, read, choose)
-        return result.trains(self.training) if self.training is not None else result
+        made = Result(graph, plan, self.platform, self.stats, self.timings, _overrides=overrides, _data=data)
+        made = made.trains(self.training) if self.training is not None else made
+        return _corrected(made, settings, read, choose)
 
     @property
     def _settings(self) -> Settings:
@@ -257,7 +259,7 @@ class Result(Shown):
             PlanError: no budget can be kept.
             DataError: see `quantize`.
         """
-        limits = [f.name for f in fields(Limits)]
+        limits = [f.name for f in fields(Limits) if f.name != LOSS]
         if over not in limits:
             raise UnknownNameError("limit", over, limits)
         graph, plan = self._uncorrected or (self.graph, self.plan)
@@ -351,7 +353,7 @@ def quantize(
         example: one batch of inputs for the capture; the first batch of `data` when omitted.
         z_threshold: drop activation histogram bins further than this many standard deviations from the mean.
         settings: optional rewrites and corrections. Weights of fewer than 6 bits are rounded in closed form, which
-            reads the data twice, unless `Settings(rounding="off")` says otherwise.
+            reads the data twice (an iterator's are kept), unless `Settings(rounding="off")` says otherwise.
         limits: memory or operations that the model may take (`chipfit.Limits(weights="50%")`): of the widths that the
             platform has for weights, those with the least loss are chosen; reads the data twice.
         training: what trains the quantizers of `Result.model`: the name of an algorithm ("lsq"), a mapping ({"weights":
@@ -363,6 +365,7 @@ def quantize(
         CaptureError, DataError, UnsupportedError, UnknownNameError: see `chipfit.errors`.
         ConfigError: an option of the wrong kind.
         NothingQuantizedError: no tensor of this model can be quantized on this platform.
+        Interrupted: Ctrl-C in the search of widths or in a correction; its `result` is usable all the same.
     """
     seed = _understood(settings, z_threshold, limits, seed)
     trained_by = Training.of(training)
@@ -373,11 +376,7 @@ def quantize(
     target, again = load_platform(platform), data
     for r in (rule, weight_rule):
         rule_of(r)  # refuses unknown names before any data are read
-    twice = [f"The correction '{s.name}'" for s in steps.taken(settings, "correct") if "batches" in s.declares.needs]
-    for who in [*twice, *(["A search of widths"] if limits is not None else [])]:
-        if isinstance(data, Iterator):
-            hint = "give a list, or a function that returns one"
-            raise DataError(f"{who} reads the data twice", got="an iterator", hint=hint)
+    steps.taken(settings, "correct")  # refuses what excludes each other, before any data are read
     with shown.stage("capture"):
         args, kwargs, data = first_batch(data, model) if example is None else (*as_call(example, model), data)
         captured = _captured(model, args, kwargs)
@@ -386,6 +385,10 @@ def quantize(
     with shown.timed("assign"):
         graph, assignment, decisions = decide(graph, target, overrides, settings)
         _refuse_all_float(assignment, target)
+    if isinstance(again, Iterator):
+        bits = [s.format.bits for s in assignment.slots.values() if s.role == "weight"]
+        if limits is not None or steps.reads_again(steps.completed(settings, bits, name_of(weight_rule), True)[0]):
+            again = data = Kept(data)
     seen = Seen()
     counted = shown.count("calibrate", batches(data, graph, seen.note), length(again))
     with closing(counted):
@@ -403,6 +406,7 @@ def quantize(
             graph, assignment, decisions = decide(graph, target, overrides, settings)
             notes += adapted
         tensors = scales.choose(graph, assignment, stats, **rules)
+    stopped = ""
     if limits is not None:
         with shown.stage("search"):
             start = _plan(Plan(platform=target.name), graph, tensors, assignment)
@@ -414,25 +418,33 @@ def quantize(
             hoped = ["rounding"] if settings.rounding != OFF else []  # few bits ask for it
             how = _rounding([s.name for s in steps.taken(settings, "correct")] or hoped, rules)
             limited, read = limits.to_record(), batches(again, graph)
-            choices = space(graph, target, start, limited, read, stats, lambda bits: at(bits)[1], by_hand, seed, how)
-            found = choices.choose(limits)
-            graph, assignment, decisions = at(found.bits)
-            tensors = scales.choose(graph, assignment, stats, **rules)
-            record["limits"], record["chosen"] = limited, found.bits
-            decisions = [*decisions, str(found)]
+            try:
+                found = space(
+                    graph, target, start, limited, read, stats, lambda bits: at(bits)[1], by_hand, seed, how
+                ).choose(limits)
+            except KeyboardInterrupt:
+                stopped = f"{Interrupted.NOTE}: the widths were not searched to the end, and no limit is kept"
+                decisions = [*decisions, stopped]
+            else:
+                graph, assignment, decisions = at(found.bits)
+                tensors = scales.choose(graph, assignment, stats, **rules)
+                record |= {"limits": limited, "chosen": found.bits, "widths": found.widths}
+                decisions = [*decisions, str(found)]
     once = isinstance(again, Iterator)
     plan = _plan(Plan(platform=target.name, provenance=record), graph, tensors, assignment)
-    settings, said = steps.completed(settings, plan, not once)
+    settings, said = steps.completed(settings, _widths(plan), name_of(weight_rule), not once)
     plan = replace(plan, rewrites=(*doubts, *notes, *decisions, *said))
     for doubt in (n for n in plan.rewrites if progress and n.startswith("warning: ")):
         logging.getLogger("chipfit").warning(doubt)
 
+    kept = None if once else again
+    result = Result(graph, plan, target, stats, shown.seconds, _overrides=overrides, _data=kept)
+    result = result.trains(trained_by) if trained_by is not None else result
+    if stopped:
+        raise Interrupted(stopped, result)
     with shown.timed("correct") if steps.taken(settings, "correct") else nullcontext():
         choose: steps.Choose = partial(scales.choose, assignment=assignment, stats=stats, **rules)
-        kept = None if once else again
-        result = Result(graph, plan, target, stats, shown.seconds, _overrides=overrides, _data=kept)
-        result = _corrected(result, settings, batches(again, graph), choose)
-    return result.trains(trained_by) if trained_by is not None else result
+        return _corrected(result, settings, batches(again, graph), choose)
 
 
 def _rounding(corrections: Collection[str], rules: Mapping[str, Any]) -> Rounding:
@@ -509,9 +521,17 @@ def _corrected(result: Result, settings: Settings, data: Iterable[Any], choose: 
     taken = [s.name for s in steps.taken(settings, "correct")]
     if not taken:
         return result
-    graph, plan = steps.correct(result.graph, result.plan, result.stats, data, choose, settings)
+    graph, plan, stopped = steps.correct(result.graph, result.plan, result.stats, data, choose, settings)
     plan = replace(plan, provenance={**plan.provenance, "corrected": taken})
-    return replace(result, graph=graph, plan=plan, _uncorrected=(result.graph, result.plan))
+    result = replace(result, graph=graph, plan=plan, _uncorrected=(result.graph, result.plan))
+    if stopped:
+        raise Interrupted(stopped, result)
+    return result
+
+
+def _widths(plan: Plan) -> list[int]:
+    """Bits of each weight."""
+    return [plan[t.name].grid.bits for t in plan.tensors.values() if t.role == "weight" and t.quantized]
 
 
 @dataclass(frozen=True, repr=False)

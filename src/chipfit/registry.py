@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -55,8 +55,9 @@ class Step:
     options: tuple[Setting, ...] = ()  #: settings besides, which do not ask for it
     excludes: tuple[str, ...] = ()  #: steps of the same stage that cannot be taken with it
     decides: bool = False  #: "correct": it returns (graph, plan, notes), with scales of its own
-    #: "correct": (plan) -> what the setting is where it was left at None; None again where the plan does not need it
-    asks: Callable[[Any], Any] | None = None
+    #: "correct": (bits of each weight, range rule of weights) -> what the setting is where it was left at None; None
+    #: again where it is not needed
+    asks: Callable[[Collection[int], str], Any] | None = None
     #: keywords that it wants besides: "platform", "stats", "batches" (the data again), "changed", "choose" (scales),
     #: "original" (the graph before every correction)
     needs: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """The steps of `quantize` that are dropped in, passes and corrections: which are taken, in which order, on what."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 
 from chipfit.calibration.collect import Need, TensorStats
 from chipfit.decide.assignment import Assignment
-from chipfit.errors import ConfigError
+from chipfit.errors import ConfigError, Interrupted, interrupted
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear
@@ -43,21 +43,23 @@ def taken(settings: Settings, stage: str) -> list[Entry]:
     return out
 
 
-def completed(settings: Settings, plan: Plan, again: bool) -> tuple[Settings, list[str]]:
-    """The settings with the corrections that a plan asks for where the user left them open, and what to say of it.
+def completed(settings: Settings, bits: Collection[int], rule: str, again: bool) -> tuple[Settings, list[str]]:
+    """The settings with the corrections that few bits ask for where the user left them open, and what to say of it.
 
     Args:
+        bits: of each weight.
+        rule: range rule of weights.
         again: whether the data can be read again.
     """
     notes: list[str] = []
     for step in ordered("correct"):
         says = step.declares
-        value = says.asks(plan) if says.asks and getattr(settings, says.setting.name) is None else None
+        value = says.asks(bits, rule) if says.asks and getattr(settings, says.setting.name) is None else None
         if value is None or any(other.name in says.excludes for other in taken(settings, "correct")):
             continue
         if "batches" in says.needs and not again:
             what = f"warning: {says.setting.name}='{value}' would keep more accuracy, but reads the data twice: "
-            notes.append(what + "quantize again with a list, or a function that returns an iterator")
+            notes.append(what + "quantize again with these overrides")
         else:
             settings = Settings(**settings.to_record(), **{says.setting.name: value})
     return settings, notes
@@ -113,10 +115,15 @@ def adapt(graph: Graph, assignment: Assignment, stats: Stats, settings: Settings
     return graph, stats, notes
 
 
+def reads_again(settings: Settings) -> bool:
+    """Whether some correction reads the data once more."""
+    return any("batches" in s.declares.needs for s in taken(settings, "correct"))
+
+
 def correct(
     graph: Graph, plan: Plan, stats: Stats, batches: Batches, choose: Choose, settings: Settings
-) -> tuple[Graph, Plan]:
-    """Give back in weights and biases what rounding took on average.
+) -> tuple[Graph, Plan, str]:
+    """Give back in weights and biases what rounding took on average; also the note of a step that Ctrl-C has ended.
 
     Args:
         stats: of the float graph, with what `needs` asks for.
@@ -124,17 +131,25 @@ def correct(
         choose: makes the scales of changed weights.
     """
     original = graph
-    for step in taken(settings, "correct"):
+    chosen = taken(settings, "correct")
+    for step in chosen:
+        notes: list[str] = []
         linear = [n for n in graph.nodes if is_linear(graph, n)]
         changed = {n.name for n in linear if graph.weights[n.weight] is not original.weights[n.weight]}
         context = {"stats": stats, "batches": batches, "changed": changed, "choose": choose, "original": original}
-        if step.declares.decides:
-            graph, plan, notes = _take(step, settings, graph, plan, **context)
-            plan = replace(plan, rewrites=(*plan.rewrites, *notes))
-            continue
-        new, notes = _take(step, settings, graph, plan, **context)
-        if any(new.weights[n.weight] is not graph.weights[n.weight] for n in new.nodes if is_linear(new, n)):
-            known = {k: t for k, t in plan.tensors.items() if t.role == "activation" and t.quantized}
-            plan = replace(plan, tensors=choose(new, known=known))
-        graph, plan = new, replace(plan, rewrites=(*plan.rewrites, *notes))
-    return graph, plan
+        try:
+            if step.declares.decides:
+                graph, plan, notes = _take(step, settings, graph, plan, **context)
+            else:
+                new, notes = _take(step, settings, graph, plan, **context)
+                if any(new.weights[n.weight] is not graph.weights[n.weight] for n in new.nodes if is_linear(new, n)):
+                    known = {k: t for k, t in plan.tensors.items() if t.role == "activation" and t.quantized}
+                    plan = replace(plan, tensors=choose(new, known=known))
+                graph = new
+        except KeyboardInterrupt:
+            left = ", ".join(s.name for s in chosen[chosen.index(step) :])
+            notes = [f"{Interrupted.NOTE}: not done: {left}"]
+        plan = replace(plan, rewrites=(*plan.rewrites, *notes))
+        if interrupted(notes):
+            return graph, plan, interrupted(notes)
+    return graph, plan, ""

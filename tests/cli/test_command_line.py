@@ -62,6 +62,21 @@ def test_quantize_verify_and_explain(folder):
     )
 
 
+def test_ctrl_c_while_weights_are_rounded_writes_what_was_decided(folder, monkeypatch):
+    from chipfit.rounding import walk
+
+    path, name = folder
+
+    def pressed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(walk._Walker, "_fit", pressed)
+    done = run("quantize", f"{name}:net", "--data", "d.npz", "--out", "out", "--rounding", "gptq")
+    assert done.exit_code == 130 and "what was decided until then is written" in done.output
+    assert "and what follows it take their nearest codes" in (path / "out" / "report.html").read_text()
+    assert run("verify", "out", "--data", "d.npz", "--file", "out/model.onnx").exit_code == 0
+
+
 def test_a_folder_of_something_else_is_refused_before_the_work(folder):
     path, _ = folder
     (path / "notes").mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit import core
+from chipfit import core, ptq
 from chipfit.core import CoreConfig, DebugConfig, QuantizationConfig, QuantizationErrorMethod
 from chipfit.errors import (
     ChipfitError,
@@ -306,6 +307,9 @@ def test_limits_on_resources_start_a_search_of_widths(net):
     assert info.result.report.quantized_bytes < plain.report.quantized_bytes
     chosen = info.result.plan.provenance["chosen"]
     assert min(chosen.values()) < 8 and all(info.result.plan[w].grid.bits == b for w, b in chosen.items())
+    layers = [n for n, m in model.named_modules() if f"{n}.weight" in chosen]
+    # of 8, 4 and 2 bits, in the order of the network
+    assert info.mixed_precision_cfg == [(8, 4, 2).index(chosen[f"{n}.weight"]) for n in layers] != [0] * len(layers)
     takes, default = info.final_resource_utilization, core.pytorch_resource_utilization_data(model, data)
     assert takes.activation_memory == default.activation_memory and takes.bops < default.bops
     assert takes.total_memory == takes.weights_memory + takes.activation_memory < default.total_memory
@@ -316,6 +320,17 @@ def test_limits_on_resources_start_a_search_of_widths(net):
         given = core.CoreConfig(mixed_precision_config=core.MixedPrecisionQuantizationConfig(**option))
         with pytest.raises(UnsupportedError, match=next(iter(option))):
             chipfit.pytorch_post_training_quantization(model, data, core_config=given)
+
+
+def test_candidates_are_pairs_of_a_layers_weight_and_result_widest_first():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)).eval()
+    result = chipfit.quantize(model, [torch.randn(8, 4)], "mqbench_academic", progress=False)
+    (x,), (a, relu, _) = result.graph.inputs, (n.output for n in result.graph.nodes)
+    widths = {"0.weight": (2, 4, 8), a: (4, 8), relu: (8,), x: (4, 8, 16), "2.weight": (2, 4)}
+    chosen = {"0.weight": 4, a: 4, relu: 8, x: 8, "2.weight": 4}
+    plan = replace(result.plan, provenance={"widths": widths, "chosen": chosen})
+    # x: 16, 8, 4; the first layer: 8/8, 8/4, 4/8, 4/4, 2/8, 2/4; the activation has no choice; the last layer: 4, 2
+    assert ptq.UserInformation(replace(result, plan=plan)).mixed_precision_cfg == [1, 3, 0]
 
 
 def test_options_of_the_search_have_the_predecessors_order_and_defaults():

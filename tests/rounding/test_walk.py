@@ -8,12 +8,13 @@ from torch import nn
 
 import chipfit
 from chipfit import Settings
-from chipfit.errors import ConfigError, DataError, PlanError, UnknownNameError
+from chipfit.calibration.kept import Budget
+from chipfit.errors import ConfigError, PlanError, UnknownNameError
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.grids import by_effect
-from chipfit.rounding.streams import Budget, Stream
+from chipfit.rounding.streams import Stream
 from chipfit.rounding.walk import How, walk
 
 GPTQ = Settings(rounding="gptq")
@@ -239,8 +240,6 @@ def test_small_values_are_kept_as_they_are():
 def test_settings_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match="'rounding' and 'correct_bias'"):
         fitted("ort_cpu", None, Settings(rounding="gptq", correct_bias=True))
-    with pytest.raises(DataError, match="twice"):
-        chipfit.quantize(Net().eval(), iter(DATA), settings=GPTQ, progress=False)
     with pytest.raises(chipfit.errors.PlanError, match="'gptq', 'nearest'"):
         Settings(rounding="gpqt")
     with pytest.raises(UnknownNameError):
@@ -273,13 +272,6 @@ def test_few_bits_are_rounded_by_what_they_do_unless_the_user_chose_otherwise(bi
         assert {k: t.scale.tolist() for k, t in asked.plan.tensors.items() if t.quantized} == {
             k: t.scale.tolist() for k, t in result.plan.tensors.items() if t.quantized
         }
-
-
-def test_data_that_are_gone_are_said_and_the_nearest_codes_taken():
-    four = {"*": {"bits": 4, "activation_bits": 8}}
-    result = chipfit.quantize(Net().eval(), iter(DATA), "mqbench_academic", overrides=four, progress=False)
-    assert "gptq" not in weights(result).values()
-    assert any(n.startswith("warning: rounding='gptq' would keep more accuracy") for n in result.plan.rewrites)
 
 
 def test_an_edit_rounds_anew_with_the_data_of_before(tmp_path):

@@ -85,6 +85,20 @@ def test_losses_of_activations_are_those_of_rounding_one_alone():
         assert predicted[name] == pytest.approx(loss, rel=0.6), name
 
 
+def test_losses_of_what_are_no_scores_are_shares_of_the_outputs_energy():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    with torch.no_grad():
+        model[2].bias += 2.0  # most of the energy is in the mean
+    result = chipfit.quantize(
+        model, DATA, overrides={"*": {"bits": 4, "activation_bits": 16}}, settings=OFF, **PLATFORM
+    )
+    found, reference = result.sensitivity(DATA), Reference(result.graph, [[x] for x in DATA])
+    for name in ("0.weight", "2.weight"):
+        alone = replace(result.plan, tensors={name: result.plan.tensors[name]})
+        assert found.losses[name][4] == pytest.approx(reference.loss(result.graph, alone), rel=0.25), name
+
+
 def test_advice_names_a_width_that_was_tried_with_its_gain_and_price():
     overrides = {"*": {"bits": 8, "activation_bits": 16}, "a": {"bits": 2, "activation_bits": 16}}
     result = fitted(overrides=overrides, settings=OFF)
@@ -279,6 +293,20 @@ def test_a_limit_that_nothing_can_keep_says_where_and_what_takes_most():
         parse_limits(["weights"])
 
 
+def test_a_limit_on_the_loss_gives_the_least_memory_that_keeps_it():
+    half = fitted(limits=chipfit.Limits(weights="50%"), settings=OFF)
+    used, most, loss = re.search(r"weights (\S+) of (\S+); predicted loss (\S+)", half.plan.rewrites[-1]).groups()
+    small = fitted(limits=chipfit.Limits(loss=float(loss) * 1.01), settings=OFF)
+    taken = sum(small.graph.weights[n].numel() * b / 8 for n, b in small.plan.provenance["chosen"].items())
+    assert taken <= 1.002 * float(used.replace(",", "")) <= float(most.replace(",", ""))
+    said = re.search(r"loss (\S+) of (\S+); predicted loss (\S+)$", small.plan.rewrites[-1]).groups()
+    assert float(said[0]) == float(said[2]) <= float(said[1])
+    more = fitted(limits=chipfit.Limits(loss=10 * float(loss)), settings=OFF).plan.provenance["chosen"]
+    assert sum(more.values()) < sum(small.plan.provenance["chosen"].values())
+    with pytest.raises(PlanError, match="keeps the limit on (loss|weights).*and the other limits raised"):
+        fitted(limits=chipfit.Limits(loss=1e-6, weights="30%"), settings=OFF)
+
+
 @pytest.mark.parametrize("choice, bits, has", [("bits", 3, "8"), ("activation_bits", 5, "8")])
 def test_widths_that_the_chip_has_not_are_refused_with_those_that_it_has(choice, bits, has):
     with pytest.raises(UnsupportedError, match=rf"cannot have {bits}-bit.*'ort_cpu'.*Allowed: {has} bits"):
@@ -300,8 +328,6 @@ def test_widths_that_the_user_chose_stay_and_what_cannot_be_searched_is_refused(
         fitted(limits=chipfit.Limits(weights="5%"))
     with pytest.raises(PlanError, match="no width"):
         chipfit.quantize(Net().eval(), DATA, "ort_cpu", limits=chipfit.Limits(weights="50%"), progress=False)
-    with pytest.raises(DataError, match="twice"):
-        chipfit.quantize(Net().eval(), iter(DATA), limits=chipfit.Limits(weights="50%"), progress=False)
     with pytest.raises(ConfigError, match="limits"):
         chipfit.quantize(Net().eval(), DATA, limits="50%", progress=False)
     with pytest.raises(DataError):

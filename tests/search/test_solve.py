@@ -78,6 +78,30 @@ def test_kernels_take_pairs_of_widths_and_peaks_are_one_budget_for_each_moment(s
     assert good(pick) and loss(pick) <= 1.001 * min(map(loss, allowed))
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_with_a_limit_on_the_loss_the_smallest_is_chosen_and_of_equal_ones_the_better(seed):
+    given = units(seed)
+    given += [Unit("free", (0.5e-4, 0.1e-4, 0.3e-4), {})]  # takes no memory, whichever choice
+    most = sum(u.losses[1] for u in given[:-1]) + 0.6e-4
+
+    def size(pick):
+        return sum(u.cost("weights")[k] for u, k in zip(given, pick, strict=True))
+
+    def loss(pick):
+        return sum(u.losses[k] for u, k in zip(given, pick, strict=True))
+
+    picks = itertools.product(*(range(len(u.losses)) for u in given))
+    smallest = min(size(p) for p in picks if loss(p) <= most)
+    pick = solve(given, {"loss": most}, least="weights")
+    assert loss(pick) <= most * 1.000001 and size(pick) <= 1.002 * smallest and pick[-1] == 1
+
+
+def test_a_loss_that_no_choice_keeps_says_the_least_and_whose_it_is():
+    given = [Unit("a", (0.5, 0.02), {"weights": (1.0, 2.0)}), Unit("b", (0.3, 0.001), {"weights": (1.0, 2.0)})]
+    with pytest.raises(PlanError, match=r"limit on loss\. Got: 0\.01\. Allowed: 0\.021 at least.*largest are 'a', 'b'"):
+        solve(given, {"loss": 0.01}, least="weights")
+
+
 def test_limits_that_hold_one_by_one_and_not_together_say_by_how_much_to_raise_them():
     said = r"limit on weights\. Got: 5\. Allowed: 8 at least, and the other limits raised 1\.60 times as well"
     a = Unit("a", (1.0, 0.0), {"weights": (4.0, 8.0), "bops": (16.0, 8.0)})  # what spares one costs the other
@@ -101,12 +125,27 @@ def test_a_hundred_layers_are_solved_and_what_cannot_be_says_the_least():
 
 def test_amounts_are_numbers_texts_with_units_and_shares():
     assert [amount(v, 200, "weights") for v in (3, "50%", "1.5 KB", "2KiB", "1e3")] == [3, 100, 1500, 2048, 1000]
+    assert [amount(v, 200, "bops") for v in ("50%", "2.5e9")] == [100, 2.5e9] and amount("1e-3", 1, "loss") == 0.001
 
 
 @pytest.mark.parametrize("bad", ["abc", "5 parsecs", "-3", "", 0, -1, float("nan"), float("inf"), True, "0%"])
 def test_amounts_that_mean_nothing_are_refused(bad):
     with pytest.raises(ConfigError, match="limit on weights"):
         Limits(weights=bad)
+
+
+@pytest.mark.parametrize(
+    "limit, allowed",
+    [
+        ({"total": "3 bits"}, r"a number above 0, or a share like '50%', or a number with one of B, KB, MB"),
+        ({"bops": "3 KB"}, r"Allowed: a number above 0, or a share like '50%'\.$"),  # operations are no bytes
+        ({"loss": "5%"}, r"Allowed: a number above 0\.$"),
+        ({"loss": "1 B"}, r"Allowed: a number above 0\.$"),
+    ],
+)
+def test_a_unit_that_the_limit_has_not_is_refused_with_those_that_it_has(limit, allowed):
+    with pytest.raises(ConfigError, match=allowed):
+        Limits(**limit)
 
 
 def test_limits_that_limit_nothing_are_refused():

@@ -135,11 +135,20 @@ def as_call(batch: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, kwargs
 
 
-def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_tensors(batch: Any) -> Any:
+    """A batch with tensors in place of arrays.
+
+    Raises:
+        DataError: arrays or tensors without plain numbers; a batch that contains itself.
+    """
     try:
-        batch = _tensors(batch)
+        return _tensors(batch)
     except RecursionError:
         raise DataError("A batch contains itself", got=type(batch).__name__) from None
+
+
+def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    batch = as_tensors(batch)
     if isinstance(batch, Mapping):
         if any(not isinstance(k, str) for k in batch):
             raise DataError("The inputs of a batch have names", got=str(list(batch)[:8]), allowed="text as keys")

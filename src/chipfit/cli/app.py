@@ -8,7 +8,7 @@ import sys
 import textwrap
 import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer import Argument, Option
@@ -53,8 +53,8 @@ _CALIBRATION = 16  #: batches of training data that ranges are taken from
 MEAN, STD = "0.485,0.456,0.406", "0.229,0.224,0.225"  # ImageNet's, which most vision models were trained with
 
 
-#: exit status of what nobody foresaw, as sysexits.h has it (EX_SOFTWARE)
-BUG = 70
+#: exit status of what nobody foresaw, as sysexits.h has it (EX_SOFTWARE), and behind Ctrl-C, as shells have it
+BUG, INTERRUPTED = 70, 130
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
     except MemoryError:
         cure = "smaller batches, fewer samples, or another machine"
         _panel(ChipfitError("There is not enough memory for this model and data", hint=cure))
@@ -176,6 +176,7 @@ def quantize(
     """Quantize a model for a platform; write its file, its plan and a report. Exit code 1 when the runtime departs."""
     from chipfit.cli.inputs import load_data, load_model, parse_bits, parse_limits
     from chipfit.cli.named import load_target
+    from chipfit.errors import Interrupted
     from chipfit.frameworks import framework_of
 
     target = load_target(platform)
@@ -186,7 +187,11 @@ def quantize(
     batches = load_data(data, input_size, mean, std, channels_last=framework_of(network) == "keras")
     chosen: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "settings": chipfit.Settings(rounding=rounding)}
     limits = parse_limits(limit) if limit else None
-    result = chipfit.quantize(network, batches, target, **chosen, overrides=overrides, limits=limits, seed=seed)
+    try:
+        result = chipfit.quantize(network, batches, target, **chosen, overrides=overrides, limits=limits, seed=seed)
+    except Interrupted as e:
+        typer.echo("interrupted: what was decided until then is written; Ctrl-C again ends that, too", err=True)
+        _deliver(e.result, out, suffix, batches, False, INTERRUPTED)
     _deliver(result, out, suffix, batches, check)
 
 
@@ -243,7 +248,9 @@ def train(
     _deliver(result.trained(), out, suffix, batches, check)
 
 
-def _deliver(result: chipfit.Result, out: Path, suffix: str, batches: Any, check: bool | None) -> None:
+def _deliver(
+    result: chipfit.Result, out: Path, suffix: str, batches: Any, check: bool | None, status: int = 0
+) -> NoReturn:
     """Write plan, file and report as one unit, compare with the runtime, and end; status 1 when that departs."""
     from chipfit.plan.saved import manifest
 
@@ -261,7 +268,7 @@ def _deliver(result: chipfit.Result, out: Path, suffix: str, batches: Any, check
         result.report.save(page)
     result.report.show()
     typer.echo(f"model   {file}\nplan    {out / 'plan'}\nreport  {page}")
-    raise typer.Exit(int(departs))
+    raise typer.Exit(status or int(departs))
 
 
 @app.command()

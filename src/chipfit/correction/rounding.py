@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.collect import TensorStats
+from chipfit.errors import interrupted
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.registry import OFF, Setting, register
@@ -32,7 +33,8 @@ GUARD = Setting("rounding_guard", True, "the plain plan is kept where it is bett
     needs=("stats", "batches", "choose"),
     excludes=("bias", "activation_bias", "second_moment"),
     decides=True,
-    asks=lambda plan: "gptq" if _few_bits(plan) else None,
+    # nearest codes lose much; a range rule beside the default one was the user's choice
+    asks=lambda bits, rule: "gptq" if min(bits, default=FEW) < FEW and rule == "mse" else None,
     setting=Setting("rounding", None, _DOES, "rounding", ("gptq", "nearest", OFF)),
     options=(
         Setting("rounding_samples", 8192, "output positions that each operator is fitted to", "samples"),
@@ -95,19 +97,13 @@ def round_weights(
     for name, t in done.tensors.items():
         if t.role == "weight" and t.scale is not None and not torch.equal(better_plan[name].scale, t.scale):
             notes.append(f"warning: the scale of '{name}' moved to satisfy the platform's rules after it was rounded")
-    if held:
+    if held and not interrupted(notes):
         fits, said = better(graph, held, (graph, plan), (done.graph, better_plan))
         if not fits:
             return graph, plan, [*notes, f"warning: weights are rounded to the nearest codes after all: {said}"]
         weights = sum(t.role == "weight" for t in done.tensors.values())
         notes.append(f"{weights} weights are rounded by {rounding}: {said}")
     return done.graph, better_plan, notes
-
-
-def _few_bits(plan: Plan) -> bool:
-    """Whether nearest codes lose much: a weight has fewer bits than this, and its range was not chosen by the user."""
-    few = any(t.role == "weight" and t.quantized and plan[t.name].grid.bits < FEW for t in plan.tensors.values())
-    return few and plan.provenance.get("settings", {}).get("weight_rule", "mse") == "mse"
 
 
 def _first(batches: list[Sequence[Tensor]], most: float | None) -> list[Sequence[Tensor]]:

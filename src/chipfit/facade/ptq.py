@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -36,7 +37,6 @@ class UserInformation:
     """What a facade tells beside the model."""
 
     result: Result | None = None  #: plan, report, `export`, `verify`, `save`; None where quantization was bypassed
-    mixed_precision_cfg: list[int] | None = None  #: None: bit widths were not searched
     input_scale: float = 1.0  #: factor for the inputs of the quantized model
     #: settings that codes were learned by; empty: they were not
     gptq_info_dict: Mapping[str, Any] = field(default_factory=dict)
@@ -48,6 +48,24 @@ class UserInformation:
             return None
         found, weights = resources(self.result.graph, self.result.plan), self.result.report.quantized_bytes
         return ResourceUtilization(weights, found.activations, weights + found.activations, found.bops)
+
+    @property
+    def mixed_precision_cfg(self) -> list[int] | None:
+        """Which candidate was chosen for each input and layer that had several, in the order of the network.
+
+        Candidates are the pairs of widths of a layer's weight and result, widest first. None: nothing was searched.
+        """
+        known = self.result.plan.provenance if self.result is not None else {}
+        if self.result is None or "widths" not in known:
+            return None
+        wide = {name: sorted(bits, reverse=True) for name, bits in known["widths"].items() if len(bits) > 1}
+        graph, out = self.result.graph, list[int]()
+        for own in [*([i] for i in graph.inputs), *((n.operand("w"), *n.outputs) for n in graph.nodes)]:
+            tensors = [t for t in own if t in wide]
+            if tensors:
+                pairs = list(itertools.product(*(wide[t] for t in tensors)))
+                out.append(pairs.index(tuple(known["chosen"][t] for t in tensors)))
+        return out
 
     @property
     def fusions(self) -> list[list[str]]:

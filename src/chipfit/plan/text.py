@@ -42,7 +42,8 @@ _PROVENANCE = plain.table(
     settings=NotRequired[dict[str, Any]],
     samples=NotRequired[list[str]],
     corrected=NotRequired[list[str]],
-    chosen=NotRequired[dict[str, Any]],
+    chosen=NotRequired[dict[str, int]],
+    widths=NotRequired[dict[str, list[int]]],
     edited=NotRequired[dict[str, Any]],
     foreign_quantizers=NotRequired[list[str]],
 )

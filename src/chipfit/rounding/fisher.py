@@ -1,7 +1,8 @@
 """Gradients whose second moment is the Fisher information of a network's outputs.
 
 They are of the loss at labels that are drawn from the network's own outputs: class scores give labels by their softmax,
-other outputs are taken for means of normal distributions of their own spread.
+other outputs are taken for means of normal distributions, of such a spread that errors count as `compare.Reference`
+counts them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def gradients(
     def watch(name: str, x: Any) -> Any:
         if name in wanted and isinstance(x, Tensor) and x.is_floating_point():
             x = kept[name] = x.view_as(x) if x.requires_grad else x.detach().clone().requires_grad_()
+            x.register_hook(_finite)  # for those before it
         return x
 
     def hook(node: Node, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -44,15 +46,25 @@ def gradients(
         loss = sum((_sampled(y, random) for y in floats if y.requires_grad), torch.zeros(()))
         found = torch.autograd.grad(loss, list(kept.values()), allow_unused=True) if loss.requires_grad else ()
     values = {k: x.detach() for k, x in {**env, **kept}.items() if isinstance(x, Tensor)}
-    return values, {k: g.detach() for k, g in zip(kept, found, strict=False) if g is not None}
+    # what is asked for comes as it was before the hook
+    return values, {k: _finite(g.detach()) for k, g in zip(kept, found, strict=False) if g is not None}
+
+
+def _finite(g: Tensor) -> Tensor:
+    """Where a function has no slope, as a root at 0, the value counts as one that does not matter."""
+    return g.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _sampled(y: Tensor, random: torch.Generator) -> Tensor:
-    """A loss whose gradient has the Fisher information of an output as its second moment."""
+    """A loss whose gradient has the Fisher information of an output as its second moment.
+
+    Half of d' F d is then the KL divergence of class scores, or the energy of d as a share of the outputs' own.
+    """
     if y.dim() == 2 and y.shape[1] > 1:
         labels = torch.multinomial(y.detach().softmax(1), 1, generator=random)[:, 0]
         return F.cross_entropy(y, labels, reduction="sum")
-    noise = torch.randn(y.shape, generator=random) / y.detach().std().clamp_min(1e-12)
+    energy = y.detach().square().sum() / max(len(y) if y.dim() else 1, 1)
+    noise = torch.randn(y.shape, generator=random) * (2 / energy.clamp_min(1e-24)).sqrt()
     return (y * noise).sum()
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from chipfit.calibration.data import no_data
 from chipfit.engine.run import run
+from chipfit.errors import Interrupted
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear
 from chipfit.plan.record import Plan
@@ -102,7 +103,11 @@ class _Engine:
             raise no_data()
         notes = []
         for k, u in enumerate(parts):
-            notes += self._unit(u.of(out, heads), u.of(self.graph, heads))
+            try:
+                notes += self._unit(u.of(out, heads), u.of(self.graph, heads))
+            except KeyboardInterrupt:
+                notes.append(f"{Interrupted.NOTE}: '{out.nodes[u.first].who}' and what follows it keep their codes")
+                break
             later = {i for rest in parts[k + 1 :] for i in rest.reads}
             for streams in (self.floats, self.codes):
                 for name in [n for n in streams if n not in later]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chipfit.calibration.kept import Budget
 from chipfit.graph.ir import Graph
 from chipfit.quantizers.stored import Stored
 
@@ -26,30 +26,6 @@ def chunks(graph: Graph, batch: Sequence[Tensor]) -> list[list[Tensor]]:
     sizes = {len(x) if x.dim() else 0 for x in batch}
     whole = len(sizes) > 1 or 0 in sizes or any(graph.shape(i)[:1] != (None,) for i in graph.inputs)
     return [list(batch)] if whole else [list(part) for part in zip(*(x.split(CHUNK) for x in batch), strict=True)]
-
-
-@dataclass
-class Budget:
-    """Bytes of values in memory; what comes beyond `most` is mapped from files that are gone with their tensors."""
-
-    most: int = 1 << 30
-    used: int = 0
-    spilled: int = 0
-
-    def keep(self, x: Tensor) -> Tensor:
-        """The same numbers, in memory or on disk."""
-        size = x.numel() * x.element_size()
-        if self.used + size <= self.most or size == 0:
-            self.used += size
-            return x
-        self.spilled += size
-        with tempfile.NamedTemporaryFile() as file:  # the mapping outlives its name
-            mapped = torch.from_file(file.name, shared=True, size=x.numel(), dtype=x.dtype).view(x.shape)
-        return mapped.copy_(x)
-
-    def release(self, x: Tensor) -> None:
-        if not x.is_shared():
-            self.used -= x.numel() * x.element_size()
 
 
 #: takes some numbers of a tensor in any order; what it adds around them is 0, which the second argument stands for

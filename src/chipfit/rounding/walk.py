@@ -16,7 +16,7 @@ from torch import Tensor
 
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after
-from chipfit.errors import DataError
+from chipfit.errors import DataError, Interrupted
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, is_linear, own, with_bias
 from chipfit.plan.record import Plan, TensorPlan
@@ -54,7 +54,7 @@ class Walked:
 def walk(
     graph: Graph, plan: Plan, batches: Iterable[Sequence[Tensor]], how: How = How(), searched: Collection[str] = ()
 ) -> Walked:
-    """Round the weights of every linear operator that the plan stores in codes.
+    """Round the weights of every linear operator that the plan stores in codes, or of those until Ctrl-C.
 
     Args:
         batches: of graph inputs; they are read once.
@@ -67,7 +67,11 @@ def walk(
     walker.read(batches)
     out = Walked(walker.graph)
     for k, (node, done) in enumerate(zip(list(graph.nodes), done_after(graph), strict=True)):
-        walker.step(k, node, out)
+        try:
+            walker.step(k, node, out)
+        except KeyboardInterrupt:
+            out.notes.append(f"{Interrupted.NOTE}: '{node.who}' and what follows it take their nearest codes")
+            break
         for name in done:
             walker.free(name)
     out.spilled = walker.budget.spilled

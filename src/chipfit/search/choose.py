@@ -18,10 +18,10 @@ from chipfit.search.candidates import ByHand, Together, activations, is_copy, la
 from chipfit.search.limits import Limits, amount
 from chipfit.search.losses import NEAREST, Losses, Rounding, losses
 from chipfit.search.resources import alive, peak, size, width
-from chipfit.search.solve import Unit, kind_of, solve
+from chipfit.search.solve import LOSS, Unit, kind_of, number, solve
 
 #: limits that some choice of the widths of weights, and of activations, can keep or break
-_OF_WEIGHTS, _OF_ACTIVATIONS = {"weights", "total", "bops"}, {"activations", "total", "bops"}
+_OF_WEIGHTS, _OF_ACTIVATIONS = {"weights", "total", "bops", LOSS}, {"activations", "total", "bops"}
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Choice:
     predicted: float  #: the loss that they add, in nats for class scores
     used: dict[str, float]  #: limit -> what the choice takes
     most: dict[str, float]  #: limit -> what it may take
+    widths: dict[str, tuple[int, ...]]  #: tensor -> what there was to choose from, ascending
 
     @property
     def bits(self) -> dict[str, int]:
@@ -45,7 +46,7 @@ class Choice:
             return ", ".join(f"{n} of {b} bits" for b, n in sorted(Counter(bits.values()).items()))
 
         more = f"; of activations: {counted(self.activations)}" if self.activations else ""
-        takes = ", ".join(f"{name} {self.used[name]:,.0f} of {most:,.0f}" for name, most in self.most.items())
+        takes = ", ".join(f"{name} {number(self.used[name])} of {number(most)}" for name, most in self.most.items())
         return f"widths of weights chosen: {counted(self.weights)}{more}; {takes}; predicted loss {self.predicted:.3g}"
 
 
@@ -60,32 +61,33 @@ class Space:
     losses: Losses
 
     def choose(self, limits: Limits) -> Choice:
-        """The choice with the least loss inside the limits.
+        """The choice with the least loss inside the limits; where the loss has one, the least memory of weights.
 
         Raises:
             PlanError: there is none.
         """
         most = {k: amount(v, self._whole(k), k) for k, v in limits.to_record().items()}
         moments = alive(self.graph, self.plan)
-        budgets = {k: v for k, v in most.items() if k in ("weights", "bops")}
+        budgets = {k: v for k, v in most.items() if k in ("weights", "bops", LOSS)}
         during = {f"{k} while '{name}' runs": at for k in ("activations", "total") if k in most for name, at in moments}
         budgets |= {name: most[kind_of(name)] for name in during}
         units = self._units(during, "bops" in most)
-        picks = solve(units, budgets)
+        picks = solve(units, budgets, least="weights" if LOSS in most else LOSS)
         chosen = {u.name: k for u, k in zip(units, picks, strict=True)}
-        taken = {r: sum(u.costs[r][k] for u, k in zip(units, picks, strict=True) if r in u.costs) for r in budgets}
+        taken = {r: sum(u.cost(r)[k] for u, k in zip(units, picks, strict=True)) for r in budgets}
         used = {k: max(v for r, v in taken.items() if kind_of(r) == k) for k in most}
-        widths = of_weights(self.graph, self.pairs)
+        weights, values = of_weights(self.graph, self.pairs), {t: p for p in self.parts for t in p.tensors}
         return Choice(
-            {name: wide[chosen[name]] for name, wide in widths.items()},
-            {t: p.widths[chosen[p.name]] for p in self.parts for t in p.tensors},
+            {name: wide[chosen[name]] for name, wide in weights.items()},
+            {t: p.widths[chosen[p.name]] for t, p in values.items()},
             sum(u.losses[k] for u, k in zip(units, picks, strict=True)),
             used,
             most,
+            weights | {t: p.widths for t, p in values.items()},
         )
 
     def _whole(self, name: str) -> float:
-        """What a limit's tensors take in 8 bits."""
+        """What a limit's tensors take in 8 bits; a limit on the loss knows no shares."""
         searched = {t for p in self.parts for t in p.tensors}
         readers = [n for n in self.graph.nodes if n.name in self.pairs]
         if name == "bops":

@@ -8,16 +8,18 @@ from dataclasses import dataclass, fields
 from chipfit.errors import ConfigError
 from chipfit.registry import is_number
 
-_UNITS = {"": 1.0, "B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 1024.0, "MIB": 1024.0**2, "GIB": 1024.0**3}
+_BYTES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 1024.0, "MIB": 1024.0**2, "GIB": 1024.0**3}
 #: "50%", "120 KB", a number
 Amount = str | float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a quantized model may take: a number of bytes, a text with a unit ("1.5 MB"), or a share ("50%").
+    """What a quantized model may take, or lose.
 
-    A share is of what the same tensors take in 8 bits.
+    Memory is a number of bytes, a text with a unit ("1.5 MB"), or a share ("50%") of what the same tensors take in 8
+    bits; operations are a number or such a share. Inside these limits the least loss is chosen, or, where there is a
+    limit on the loss, the least memory of weights that keeps it.
 
     Raises:
         ConfigError: an amount that is not understood, or none at all.
@@ -27,12 +29,13 @@ class Limits:
     activations: Amount = None  #: most memory of values alive at one time, for one sample [byte]
     total: Amount = None  #: both together [byte]
     bops: Amount = None  #: multiplications x bits of weights x bits of their inputs, for one sample
+    #: that the widths may add, as it is predicted: KL divergence for class scores [nat], else share of outputs' energy
+    loss: Amount = None
 
     def __post_init__(self) -> None:
-        given = {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}
-        if not given:
+        if not self.to_record():
             raise ConfigError("Limits that limit nothing", allowed=", ".join(f.name for f in fields(self)))
-        for name, value in given.items():
+        for name, value in self.to_record().items():
             amount(value, 1.0, name)
 
     def to_record(self) -> dict[str, Amount]:
@@ -43,10 +46,12 @@ class Limits:
 def amount(value: Amount, whole: float, name: str) -> float:
     """An amount as a number; a share is of `whole`."""
     number, unit = value, ""
+    units = {"": 1.0} | ({} if name == "loss" else {"%": whole / 100}) | ({} if name in ("loss", "bops") else _BYTES)
     if isinstance(value, str):
-        parts = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([A-Za-z]*|%)\s*", value)
+        parts = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z]*|%)\s*", value)
         number, unit = (float(parts[1]), parts[2].upper()) if parts else (None, "")
-    if not (is_number(number) and number > 0 and (unit == "%" or unit in _UNITS)):
-        allowed = f"a number above 0, a share like '50%', or a number with one of {', '.join(u for u in _UNITS if u)}"
-        raise ConfigError(f"The limit on {name} is not understood", got=repr(value), allowed=allowed)
-    return number / 100 * whole if unit == "%" else number * _UNITS[unit]
+    if not (is_number(number) and number > 0 and unit in units):
+        said = ["a number above 0", *(["a share like '50%'"] if "%" in units else [])]
+        said += [f"a number with one of {', '.join(_BYTES)}"] if "B" in units else []
+        raise ConfigError(f"The limit on {name} is not understood", got=repr(value), allowed=", or ".join(said))
+    return number * units[unit]

@@ -2,6 +2,8 @@
 
     least sum of loss[u, k] x[u, k], one k for every unit u, sum of cost[r, u, k] x[u, k] <= budget[r] for every budget
 
+The loss may be a budget as well, and something else the least.
+
 A peak of several sums, as of tensors alive at the same time, is one budget for each sum. A unit may go with others: a
 kernel takes the widths of its weight and of its data together, so that its choice says theirs.
 """
@@ -15,6 +17,10 @@ import numpy as np
 
 from chipfit.errors import PlanError
 
+#: name of the budget that is the units' losses
+LOSS = "loss"
+#: what the loss counts beside another objective, so that of choices that are nearly alike it takes the better
+_BESIDE = 1e-3
 #: the loss may be a thousandth above the least, which halves the time
 _OPTIONS = {"mip_rel_gap": 1e-3}
 
@@ -28,9 +34,16 @@ class Unit:
     costs: Mapping[str, tuple[float, ...]]  #: budget -> of each choice
     goes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  #: other unit -> its choice with each choice
 
+    def cost(self, budget: str) -> tuple[float, ...]:
+        """Of each choice."""
+        return self.losses if budget == LOSS else self.costs.get(budget, (0.0,) * len(self.losses))
 
-def solve(units: Sequence[Unit], budgets: Mapping[str, float]) -> list[int]:
+
+def solve(units: Sequence[Unit], budgets: Mapping[str, float], least: str = LOSS) -> list[int]:
     """The choice of every unit.
+
+    Args:
+        least: what is to be the least, by the name of a budget; other than the loss only where that has a budget.
 
     Raises:
         PlanError: no choice keeps all budgets; says the least that is possible, and what takes most of it.
@@ -43,7 +56,6 @@ def solve(units: Sequence[Unit], budgets: Mapping[str, float]) -> list[int]:
     sizes = [len(u.losses) for u in units]
     starts = np.cumsum([0, *sizes])
     n = int(starts[-1])
-    loss = np.concatenate([np.asarray(u.losses) for u in units])
     one = csr_array((np.ones(n), (np.repeat(np.arange(len(units)), sizes), np.arange(n))))
     rules = [(one, 1)]
     at = {u.name: k for k, u in enumerate(units)}
@@ -54,7 +66,7 @@ def solve(units: Sequence[Unit], budgets: Mapping[str, float]) -> list[int]:
             cells = [*mine, *((-1.0, k, starts[at[other]] + k) for k in rows)]
             value, row, column = zip(*cells, strict=True)
             rules.append((csr_array((value, (row, column)), shape=(len(rows), n)), 0))
-    costs = {r: np.concatenate([u.costs.get(r, (0.0,) * len(u.losses)) for u in units]) for r in budgets}
+    costs = {r: np.concatenate([u.cost(r) for u in units]) for r in {*budgets, least}}
     limits = csr_array(np.stack([costs[r] / budgets[r] for r in budgets])) if budgets else csr_array((0, n))
 
     def best(objective: np.ndarray, factor: bool) -> np.ndarray | None:
@@ -68,7 +80,8 @@ def solve(units: Sequence[Unit], budgets: Mapping[str, float]) -> list[int]:
         answer = milp(objective, constraints=keep, integrality=free, bounds=Bounds(0, upper), options=_OPTIONS)
         return None if answer.x is None else answer.x[:n]
 
-    x = best(loss / (loss.max() or 1.0), False)
+    goal = costs[least] / (costs[least].max() or 1.0)
+    x = best(goal if least == LOSS else goal + _BESIDE / budgets[LOSS] * costs[LOSS], False)
     if x is None:
         raise _least(units, budgets, costs, best(np.concatenate([np.zeros(n), np.ones(1)]), True))
     return [int(part.argmax()) for part in np.split(x, starts[1:-1])]
@@ -87,12 +100,17 @@ def _least(
     together = f", and the other limits raised {more:.2f} times as well" if len({*map(kind_of, budgets)}) > 1 else ""
     return PlanError(
         f"No choice of widths keeps the limit on {tight}",
-        got=f"{budgets[tight]:,.0f}",
-        allowed=f"{used[tight]:,.0f} at least{together}",
+        got=number(budgets[tight]),
+        allowed=f"{number(used[tight])} at least{together}",
         hint=("" if any(len(u.losses) > 1 for u in units) else "the platform leaves no width to choose; ")
         + "the largest are "
         + ", ".join(f"'{name}'" for size, name in largest if size),
     )
+
+
+def number(x: float) -> str:
+    """Bytes and operations whole, losses with three digits."""
+    return f"{x:,.0f}" if x >= 10 else f"{x:.3g}"
 
 
 def _size(part: tuple[float, str]) -> float:

@@ -1,0 +1,78 @@
+"""Smoothing moves large channels from a layer norm into its readers' weights and changes nothing in float."""
+
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit.engine.run import run
+from chipfit.passes.smooth import smooth
+from tests.steps import captured
+
+
+class Net(nn.Module):
+    """A norm that two linear layers read, and one that something else reads as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.a, self.b = nn.LayerNorm(2), nn.Linear(2, 2), nn.Linear(2, 3)
+        self.last, self.c = nn.LayerNorm(5), nn.Linear(5, 4)
+        with torch.no_grad():
+            self.norm.weight.copy_(torch.tensor([5.0, 1.0]))
+            self.norm.bias.copy_(torch.tensor([1.0, -1.0]))
+            self.a.weight.copy_(torch.tensor([[0.5, 4.0], [-1.0, 2.0]]))
+            self.b.weight.copy_(torch.tensor([[0.25, 1.0], [0.5, -3.0], [0.0, 0.0]]))
+
+    def forward(self, x):
+        y = self.norm(x)
+        y = self.last(torch.cat([self.a(y), self.b(y)], -1))
+        return self.c(y) + y[..., :4]
+
+
+def test_the_scales_of_equation_4_on_paper():
+    new, notes = smooth(captured(Net(), torch.randn(3, 2)), alpha=0.5)
+    # reach 1 + 3 * 5 = 16 and 1 + 3 * 1 = 4, weights 1 and 4: s = sqrt(16 / 1) = 4 and sqrt(4 / 4) = 1
+    assert new.weights["norm.weight"].tolist() == [1.25, 1.0] and new.weights["norm.bias"].tolist() == [0.25, -1.0]
+    assert new.weights["a.weight"].tolist() == [[2.0, 4.0], [-4.0, 2.0]]
+    assert new.weights["b.weight"].tolist() == [[1.0, 1.0], [2.0, -3.0], [0.0, 0.0]]
+    assert notes == ["smoothed 'norm' for 'a', 'b'", "'last' is not smoothed: others than linear layers read it"]
+
+
+@pytest.mark.parametrize("alpha, s", [(1.0, [16.0, 4.0]), (0.0, [1.0, 0.25])])
+def test_the_strength_says_who_takes_the_range(alpha, s):
+    new, _ = smooth(captured(Net(), torch.randn(3, 2)), alpha=alpha)
+    torch.testing.assert_close(new.weights["norm.weight"], torch.tensor([5.0, 1.0]) / torch.tensor(s))
+
+
+def test_the_network_stays_what_it_was_also_with_dead_channels_and_shared_weights():
+    net = Net()
+    with torch.no_grad():
+        net.norm.weight[0] = net.norm.bias[0] = 0
+    x = torch.randn(7, 3, 2)
+    graph = captured(net, x)
+    before = {k: w.clone() for k, w in graph.weights.items()}
+    new, _ = smooth(graph)
+    torch.testing.assert_close(list(run(new, [x]).values()), list(run(graph, [x]).values()), rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(w, before[k]) for k, w in graph.weights.items())
+
+    class Twice(nn.Module):
+        def forward(self, x):
+            return net.a(net.norm(x)) + net.a(x)
+
+    assert smooth(captured(Twice(), x))[1] == ["'norm' is not smoothed: 'net.a.weight' is read by several operators"]
+
+
+def test_large_channels_cost_less_where_they_are_smoothed():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 16)).eval()
+    with torch.no_grad():
+        net[0].weight[:2] *= 50
+        net[1].weight[:, :2] /= 50
+    x = torch.randn(256, 32)
+    errors = []
+    for settings in (chipfit.Settings(), chipfit.Settings(smooth=0.5)):
+        result = chipfit.quantize(net, [x], "mqbench_academic", settings=settings, progress=False)
+        with torch.no_grad():
+            errors.append(float((result.model(x) - net(x)).square().mean()))
+    assert errors[1] < 0.1 * errors[0]
