@@ -19,7 +19,7 @@ from chipfit.graph.ir import Graph, Node, Value
 from chipfit.pipeline import load, quantize
 from chipfit.plan.diff import diff
 from chipfit.plan.provenance import hash_graph
-from chipfit.plan.record import Plan
+from chipfit.plan.record import NodePlan, Plan
 from chipfit.platform.load import load as load_platform
 from chipfit.platform.load import names
 
@@ -267,7 +267,8 @@ def test_attributes_keep_their_types_and_infinities(tmp_path):
         {"x": Value("x", (None, 3)), "y": Value("y", (None, 6), "int64")},
         {},
     )
-    saving.save(tmp_path / "p", graph, Plan(), load_platform("ort_cpu"))
+    plan = Plan(nodes={n.name: NodePlan(name=n.name, op=n.op) for n in graph.nodes})
+    saving.save(tmp_path / "p", graph, plan, load_platform("ort_cpu"))
     back = saving.load(tmp_path / "p").graph
     assert back.nodes == graph.nodes
     assert back.values == graph.values
@@ -424,6 +425,7 @@ MALFORMED = {
         _text(lambda s: s.update(plain='[1, {"\\ud800": 0}]'), "out_spec"),
         "surrogates not allowed",
     ),
+    "a node that is left out": ("plan.json", lambda d: d["nodes"].pop("relu"), "leaves nodes out.*relu"),
     "a tie to nothing": ("plan.json", lambda d: d.update(ties=[["a", "b"]]), "does not have.*a, b"),
     "a shape of text": ("graph.json", lambda d: _first(d, "values").update(shape="2"), "'shape' is malformed"),
     "a type that is none": ("graph.json", lambda d: _first(d, "values").update(dtype="float7"), "float7"),

@@ -117,10 +117,10 @@ def run(out: Path, epochs: int = 12) -> Result:
     console.print(_table(report))
     for text in (
         f"\nmodel   {file}  ({size(file.stat().st_size)})\nplan    {out / 'plan'}\nreport  {page}",
-        f"\n[bold]next[/]  open {page} in a browser\n      chipfit explain {out} block1.depthwise.0",
+        f"\nnext  open {page} in a browser\n      chipfit explain {out} block1.depthwise.0",
         "      chipfit platforms\n      chipfit quantize your_model.pt2 --data your_images/",
     ):
-        console.print(text, soft_wrap=True)
+        console.print(text, soft_wrap=True, markup=False)
     return result
 
 

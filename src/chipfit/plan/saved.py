@@ -94,9 +94,10 @@ def load(directory: str | Path) -> Saved:
     tensors, nodes = set(plan.tensors).union(*plan.ties), set(plan.nodes).union(*plan.groups)
     tensors |= {t for limit in plan.limits for t, _ in limit.terms}.union(plan.fixed, plan.zeros, dict(plan.sums))
     tensors, nodes = tensors | {v for v, _ in plan.float_edges}, nodes | {n for _, n in plan.float_edges}
-    strangers = sorted((tensors - {*graph.values, *graph.weights}) | (nodes - {n.name for n in graph.nodes}))
+    known = {n.name for n in graph.nodes}
+    strangers = sorted((tensors - {*graph.values, *graph.weights}) | (nodes - known) | (known - set(plan.nodes)))
     if strangers:
-        message = "The plan speaks of tensors or nodes that the graph does not have"
+        message = "The plan speaks of tensors or nodes that the graph does not have, or leaves nodes out"
         raise PlanError(message, where=str(root), got=", ".join(strangers[:8]))
     for t in plan.tensors.values():
         _fits(t, graph)
