@@ -444,6 +444,8 @@ def test_a_deployed_file_of_garbage_is_refused(tmp_path, content, runtime, suffi
         ({"rule": "percentile(share=2)"}, ConfigError, "'share'"),
         ({"overrides": ["0"]}, PlanError, "overrides are not understood"),
         ({"overrides": 3}, PlanError, "overrides are not understood"),
+        ({"overrides": 0}, PlanError, "overrides are not understood"),
+        ({"overrides": torch.ones(2)}, PlanError, "overrides are not understood"),
         ({"overrides": nn.Conv2d}, PlanError, "overrides are not understood"),
         ({"overrides": {nn.Conv2d: "float"}}, PlanError, "key of an override"),
         ({"overrides": {0: "float"}}, PlanError, "key of an override"),
@@ -466,8 +468,7 @@ def test_an_option_of_another_kind_is_refused(options, error, words):
 @pytest.mark.parametrize("name", [5, 1.5, b"AVX2", ("AVX2",), []], ids=repr)
 def test_a_name_that_is_no_text_is_unknown(name):
     refusal(UnknownNameError, "no revision of 'ort_cpu'", chipfit.load_platform, "ort_cpu", name)
-    if name != []:  # as None: the platform's own
-        refusal(UnknownNameError, "no runtime named", fit(small(), [X]).verify, [X], runtime=name)
+    refusal(UnknownNameError, "no runtime named", fit(small(), [X]).verify, [X], runtime=name)
 
 
 @pytest.mark.parametrize("gives", [lambda: None, lambda: "ort_cpu", lambda: nn.Linear(1, 1)])

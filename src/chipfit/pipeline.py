@@ -214,11 +214,11 @@ class Result(Shown):
         return graph, _plan(before, graph, choose(graph, known=before.tensors), assignment), choose
 
     @property
-    def _given(self) -> Overrides:
+    def _given(self) -> Overrides | None:
         """The user's overrides; of a result that was loaded, their text."""
         known = self.plan.provenance
         earlier = known.get("edited", known.get("settings", {}).get("overrides"))
-        return (earlier if self._overrides is None else self._overrides) or {}
+        return earlier if self._overrides is None else self._overrides
 
     def _and(self, overrides: Mapping[str, Any]) -> list[tuple[Any, Any]]:
         """More overrides, behind those that were given and the widths that a search chose."""
@@ -396,7 +396,7 @@ def quantize(
         stats = collect(graph, counted, tensors=needs, seed=seed)
         doubts += thin(graph, stats, len(seen.digests))
     rules: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "z_threshold": z_threshold}
-    asked = {"overrides": to_record(overrides) if overrides else None, "steps": settings.to_record() or None}
+    asked = {"overrides": to_record(overrides) or None, "steps": settings.to_record() or None}
     named = {k: v if v is None else name_of(v) for k, v in rules.items()}
     record = provenance.record(graph, target, seen.hash, **asked, seed=seed, **named)
     record["samples"] = sorted(seen.digests)
@@ -410,7 +410,7 @@ def quantize(
     if limits is not None:
         with shown.stage("search"):
             start = _plan(Plan(platform=target.name), graph, tensors, assignment)
-            by_hand = resolve_overrides(graph, overrides or {})
+            by_hand = resolve_overrides(graph, overrides)
 
             def at(bits: Mapping[str, int]) -> tuple[Graph, Assignment, list[str]]:
                 return decide(graph, target, as_overrides(graph, start, bits, overrides), settings)
@@ -491,7 +491,7 @@ def decide(
 
     def one_pass(g: Graph) -> tuple[Assignment, list[str]]:
         groups, notes = fuse(g, fusions(platform), lambda n: sets_of(platform.sets, n.op, n.layer_type, n.config))
-        assignment = assign(g, platform, fuse_shifts(g, groups), resolve_overrides(g, overrides or {}))
+        assignment = assign(g, platform, fuse_shifts(g, groups), resolve_overrides(g, overrides))
         assignment, more = steps.settle(g, assignment, platform, settings)
         return assignment, notes + more
 
@@ -499,7 +499,7 @@ def decide(
     apart, insertions = requantize(graph, platform, assignment)
     if apart is not graph:
         assignment, notes = one_pass(apart)
-    said = unheard(apart, assignment, overrides or {}) + untaken(apart, platform, assignment)
+    said = unheard(apart, assignment, overrides) + untaken(apart, platform, assignment)
     return apart, assignment, notes + insertions + said
 
 

@@ -398,7 +398,7 @@ def verify(
         DataError: no data.
     """
     given = None if path is None else path_of(path, RuntimeUnavailable)
-    runtime = runtime or own_runtime(platform, "" if given is None else given.suffix)
+    runtime = own_runtime(platform, "" if given is None else given.suffix) if runtime is None else runtime
     found = entry("runtime", runtime)
     require(found)
     quantized = [v for v in (*graph.inputs, *(o for n in graph.nodes for o in n.outputs)) if plan.quantized(v)]

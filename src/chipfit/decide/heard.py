@@ -16,7 +16,7 @@ from chipfit.platform.schema import Platform
 _NAMED = 4
 
 
-def unheard(graph: Graph, assignment: Assignment, overrides: Overrides) -> list[str]:
+def unheard(graph: Graph, assignment: Assignment, overrides: Overrides | None) -> list[str]:
     """One note for each choice that some of its layers did not take.
 
     A choice that a later entry replaces for the same layer is not asked for any more. Filters, which choose layers by

@@ -121,13 +121,13 @@ def match_layers(graph: Graph, pattern: str | LayerFilter) -> list[Node]:
 _LISTS = "`chipfit.lint(model, example)` lists the layers"
 
 
-def pairs(overrides: Overrides) -> list[tuple[Any, Any]]:
-    """Overrides as (pattern, "float" or choices), in the order given.
+def pairs(overrides: Overrides | None) -> list[tuple[Any, Any]]:
+    """Overrides as (pattern, "float" or choices), in the order given; None has none.
 
     Raises:
         PlanError: neither a table nor pairs, or a pattern that is no name and no filter.
     """
-    listed = list(overrides.items()) if isinstance(overrides, Mapping) else overrides
+    listed = [] if overrides is None else list(overrides.items()) if isinstance(overrides, Mapping) else overrides
     if not isinstance(listed, (list, tuple)) or any(not isinstance(p, (list, tuple)) or len(p) != 2 for p in listed):
         allowed = 'a table, or a list of pairs: layer -> "float" or a table of choices'
         raise PlanError("The overrides are not understood", got=repr(overrides)[:120], allowed=allowed)
@@ -139,7 +139,7 @@ def pairs(overrides: Overrides) -> list[tuple[Any, Any]]:
     return [(pattern, choices) for pattern, choices in listed]
 
 
-def resolve_overrides(graph: Graph, overrides: Overrides) -> dict[str, dict[str, Any]]:
+def resolve_overrides(graph: Graph, overrides: Overrides | None) -> dict[str, dict[str, Any]]:
     """Overrides by node name, in the order of the last entry about each; a later entry wins over an earlier one.
 
     Raises:
@@ -193,7 +193,7 @@ def has_weights(op: str) -> bool:
     return op == "MatMul" or (op in OPS and OPS[op].weighted)
 
 
-def to_record(overrides: Overrides) -> dict[str, Any]:
+def to_record(overrides: Overrides | None) -> dict[str, Any]:
     """Overrides as JSON data: filters and rules by their text, numbers that JSON has no word for as well."""
 
     def plain(v: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from chipfit.decide.assignment import Assignment
+from chipfit.decide.overrides import pairs
 from chipfit.decide.ties import joined
 from chipfit.decide.units import NO_FORMAT, Unit, find_units, format_of
 from chipfit.errors import ChipfitError
@@ -160,8 +161,7 @@ def is_copy(graph: Graph, plan: Plan, maker: Node | None) -> bool:
 
 def as_overrides(graph: Graph, plan: Plan, bits: Mapping[str, int], user: Any) -> list[tuple[Any, Any]]:
     """Widths of weights and activations as overrides, behind those of the user."""
-    before = list(user.items()) if isinstance(user, Mapping) else list(user or ())
-    out = []
+    out = pairs(user)
     for n in graph.nodes:
         choices = {"bits": bits[n.weight]} if is_linear(graph, n) and n.weight in bits else {}
         decided, weight = plan.nodes.get(n.name), n.operand("w")
@@ -169,4 +169,4 @@ def as_overrides(graph: Graph, plan: Plan, bits: Mapping[str, int], user: Any) -
         if around and decided is not None and decided.exec not in ("float", "follow"):
             choices["activation_bits"] = around[0]
         out += [(n.name, choices)] if choices else []
-    return [*before, *out]
+    return out
