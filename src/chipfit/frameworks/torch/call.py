@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from chipfit.frameworks.torch.draft import Draft
+from chipfit.frameworks.torch.program import Form, Open
 
 
 class Unreadable(Exception):
@@ -43,7 +44,7 @@ class Call:
             x = self.draft.env.get(x)
             if not isinstance(x, (int, float)):
                 raise Unreadable
-        elif isinstance(x, (torch.SymInt, torch.SymFloat)):
+        elif isinstance(x, (torch.SymInt, torch.SymFloat, Open)):
             raise Unreadable
         return x
 
@@ -66,7 +67,7 @@ class Call:
         v = self.draft.arg(self.args.get(key))
         if isinstance(v, (int, float)) and not isinstance(v, bool):
             like = self.result
-            if not isinstance(like, torch.Tensor):
+            if not isinstance(like, Form):
                 raise Unreadable
             if like.dtype is torch.bool:  # of a comparison, which computes in the type of its operands
                 like = self.tensor("self" if key == "other" else "other")
@@ -89,12 +90,13 @@ class Call:
             return v
         return self.step("Cast", [v], self.tensor(key).to(result), dtype=str(result).removeprefix("torch."))
 
-    def tensor(self, key: str) -> torch.Tensor:
-        """The fake tensor of an argument, for its shape and dtype."""
+    def tensor(self, key: str) -> Form:
+        """Shape and type of an argument."""
         v = self.args[key]
-        if not isinstance(v, torch.fx.Node) or not isinstance(v.meta.get("val"), torch.Tensor):
+        if not isinstance(v, torch.fx.Node) or not isinstance(v.meta.get("val"), Form):
             raise Unreadable
-        return v.meta["val"]
+        form: Form = v.meta["val"]
+        return form
 
     def says_nothing(self, key: str) -> bool:
         """Whether an argument is left at its default, or changes no number."""
@@ -109,7 +111,7 @@ class Call:
 
     @property
     def result(self) -> Any:
-        """The fake tensor that the call returns, or a list of them, or a number."""
+        """The form of what the call returns, or a list of them, or a number."""
         return self.node.meta["val"]
 
     def demand_first_alone(self) -> None:

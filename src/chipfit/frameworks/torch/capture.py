@@ -1,7 +1,6 @@
-"""From a PyTorch module to a Graph, through `torch.export`."""
+"""From a PyTorch module to a Graph."""
 
 import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,8 @@ from chipfit.engine.types import described
 from chipfit.errors import CaptureError, brief, theirs
 from chipfit.frameworks.torch.export import export
 from chipfit.frameworks.torch.origin import users_line
+from chipfit.frameworks.torch.program import Unclear, register
+from chipfit.frameworks.torch.record import record
 from chipfit.frameworks.torch.walk import read
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
@@ -43,10 +44,15 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         hint = "pass the model object, not its class or its weights"
         raise CaptureError("A PyTorch model is an instance of torch.nn.Module", got=type(model).__name__, hint=hint)
     args, kwargs = tuple(args), dict(kwargs or {})
-    twin, cast = _twin(model)
     args, kwargs = _at_least_two(*pytree.tree_map(_single, (args, kwargs)))
-    example_out = _try_once(twin, args, kwargs)
-    graph = read(export(twin, args, kwargs), twin if cast else model, (args, kwargs), example_out)
+    twin, cast = _twin(model)
+    try:
+        program, example_out = record(twin, args, kwargs)
+        graph = read(program, twin if cast else model, (args, kwargs), example_out)
+    except Unclear:
+        twin, cast = _twin(model)
+        example_out = _try_once(twin, args, kwargs)
+        graph = read(export(twin, args, kwargs), twin if cast else model, (args, kwargs), example_out)
     if cast:
         graph.notes.append(f"warning: the model computes in {cast}; it was read, and is simulated, in float32")
     check(graph, blame="capture")
@@ -102,16 +108,5 @@ def _try_once(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         hint = "call the model on this input yourself, in eval mode, and correct the input or the model"
         what = f"The model fails on the example input: {brief(e)}"
         raise CaptureError(what, where=users_line(e), got=", ".join(given) or "no input", hint=hint) from e
-    for cls in map(type, _dataclasses(out)):
-        if cls not in pytree.SUPPORTED_NODES:
-            torch.export.register_dataclass(cls, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}")
+    register(out)
     return out
-
-
-def _dataclasses(x: Any) -> list[Any]:
-    """The instances of dataclasses in a nested result."""
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        return [x, *(d for f in dataclasses.fields(x) for d in _dataclasses(getattr(x, f.name)))]
-    if isinstance(x, (Mapping, tuple, list)):
-        return [d for v in (x.values() if isinstance(x, Mapping) else x) for d in _dataclasses(v)]
-    return []

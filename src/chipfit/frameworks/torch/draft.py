@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from chipfit.frameworks.torch.origin import origin
+from chipfit.frameworks.torch.program import Form
 from chipfit.graph import draft as drafts
 from chipfit.graph.builder import unique
 from chipfit.graph.ir import Graph
@@ -57,7 +58,7 @@ class Draft(drafts.Draft):
     # ---- what is added
 
     def enter(self, name: str, like: Any) -> str:
-        """Enter a value of the shape and type of a (fake) tensor, or a Python integer."""
+        """Enter a value of the shape and type of a tensor, or a Python integer."""
         return self.value(name, *_form(like)).name
 
     def constant(self, name: str, t: torch.Tensor) -> str:
@@ -66,7 +67,7 @@ class Draft(drafts.Draft):
         self.graph.weights.setdefault(name, t.detach().clone())
         return name
 
-    def scalar(self, near: str, value: float, like: torch.Tensor) -> str:
+    def scalar(self, near: str, value: float, like: Form) -> str:
         """A Python number as a 0-d weight beside the node `near`; integers stay integers beside integers."""
         whole = isinstance(value, int) or like.dtype.is_floating_point
         name = unique(f"{near}.scalar", self.graph.weights)
@@ -81,7 +82,7 @@ class Draft(drafts.Draft):
 
 
 def _form(like: Any) -> tuple[tuple[int | None, ...], str]:
-    """Shape and type of a (fake) tensor, or of a Python integer."""
-    if not isinstance(like, torch.Tensor):
+    """Shape and type of a tensor, None where a size is open, or of a Python integer."""
+    if not isinstance(like, Form):
         return (), "int"
     return tuple(int(s) if isinstance(s, int) else None for s in like.shape), str(like.dtype).removeprefix("torch.")

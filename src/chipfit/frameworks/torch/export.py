@@ -2,22 +2,20 @@
 
 import functools
 import inspect
-import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from chipfit.engine.process import quiet
 from chipfit.errors import CaptureError, brief, theirs
 from chipfit.frameworks.torch.origin import users_line
-
-#: ATen operators whose result is read as the operand itself though their schema says that it is another tensor
-_COPIES = ("clone", "_to_copy", "_unsafe_view")
+from chipfit.frameworks.torch.program import Form, Program, needs_functional
 
 
-def export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
+def export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
     """Trace a model, which may be changed for that; what it writes in place stays visible only where that is plain.
 
     Axis 0 may vary in every input where it has the size that it has in the first.
@@ -50,7 +48,30 @@ def export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             ) from e
         hint = "rewrite this line with tensor operations, or quantize the part of the model around it"
         raise CaptureError(f"The model cannot be captured: {brief(e)}", where=users_line(e), hint=hint) from e
-    return program.run_decompositions({}) if _needs_functional(program.graph) else program
+    return _program(program.run_decompositions({}) if needs_functional(program.graph) else program)
+
+
+def _program(exported: torch.export.ExportedProgram) -> Program:
+    """What is read of torch's record, which no later change of torch can then touch."""
+    graphs = [m.graph for m in exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+    for n in (n for g in graphs for n in g.nodes if "val" in n.meta):
+        n.meta["val"] = pytree.tree_map_only(torch.Tensor, lambda t: Form(tuple(t.shape), t.dtype), n.meta["val"])
+    inputs, weight_of = {}, dict[str, str]()
+    for n, spec in zip(exported.graph.find_nodes(op="placeholder"), exported.graph_signature.input_specs, strict=True):
+        if spec.kind is not InputKind.USER_INPUT:
+            weight_of[n.name] = str(spec.target)
+        elif isinstance(n.meta.get("val"), Form):
+            inputs[n.name] = n.name
+        else:
+            n.meta["val"] = getattr(spec.arg, "value", n.meta.get("val"))
+    specs = exported.graph_signature.output_specs
+    (returned,) = exported.graph.output_node().args
+    results = [x for x, spec in zip(returned, specs, strict=True) if spec.kind is OutputKind.USER_OUTPUT]
+    constants = {k: v for k, v in exported.constants.items() if isinstance(v, torch.Tensor)}
+    weights = {**exported.state_dict, **constants}
+    return Program(
+        exported.graph, exported.graph_module, weights, weight_of, inputs, results, exported.call_spec.out_spec
+    )
 
 
 def _name_keywords(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
@@ -68,35 +89,3 @@ def _name_keywords(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
 
     named.__signature__ = old.replace(parameters=[*rest, *extra])  # type: ignore[attr-defined]  # inspect reads it
     model.forward = named  # type: ignore[method-assign]  # of the copy that is captured
-
-
-def _needs_functional(graph: torch.fx.Graph) -> bool:
-    """Whether something is written in place that a reader of single calls would miss.
-
-    An in-place operator is read as the one without "_" whose result replaces the operand from there on. That loses the
-    write where the operand is a view, has views or copies, or is the caller's own tensor, and where there is no such
-    operator.
-    """
-    return any(_writes_elsewhere(n) for n in graph.nodes if _aten_name(n) and n.target._schema.is_mutable)
-
-
-def _writes_elsewhere(n: torch.fx.Node) -> bool:
-    name, target = _aten_name(n), n.args[0] if n.args else None
-    if not name.endswith("_") or not hasattr(torch.ops.aten, name[:-1]) or not isinstance(target, torch.fx.Node):
-        return True
-    return target.op == "placeholder" or _is_view(target) or any(_is_view(user) for user in target.users)
-
-
-def _is_view(n: torch.fx.Node) -> bool:
-    """Whether the result may share memory with an operand, or is read as if it did."""
-    if n.target is operator.getitem:
-        return isinstance(n.args[0], torch.fx.Node) and _is_view(n.args[0])
-    name = _aten_name(n)
-    aliases = [r.alias_info for r in n.target._schema.returns if r.alias_info is not None] if name else []
-    shares = any(not a.is_write for a in aliases)
-    return shares or name in _COPIES
-
-
-def _aten_name(n: torch.fx.Node) -> str:
-    """The operator's name without namespace and overload; "" of what is not one."""
-    return n.target._schema.name.partition("::")[2] if isinstance(n.target, torch._ops.OpOverload) else ""

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from chipfit.files import package_data
+from chipfit.frameworks.torch.program import Open
 from chipfit.graph.config import module_settings, plain
 from chipfit.graph.draft import Origin
 
-_TORCH = str(Path(torch.__file__).parent)
+TORCH = str(Path(torch.__file__).parent)
 #: arguments of PyTorch's functions that ATen has other names for
 _RENAMED = package_data("chipfit.frameworks.torch", "aten.yaml")["renamed"]
 #: NumPy's names, which PyTorch's functions take for theirs
@@ -65,7 +66,7 @@ def source(n: torch.fx.Node) -> str:
     found = ""
     for line in (n.meta.get("stack_trace") or "").splitlines():
         line = line.strip()
-        if line.startswith('File "') and _TORCH not in line:
+        if line.startswith('File "') and TORCH not in line:
             file, _, rest = line[6:].partition('", line ')
             found = f"{file}:{rest.partition(',')[0]}"
     return found
@@ -77,7 +78,7 @@ def _settings(n: torch.fx.Node, module: torch.nn.Module | None, kind: str) -> di
         return module_settings(module)
 
     def constant(v: Any) -> bool:
-        return not any(isinstance(i, torch.fx.Node) for i in (v if isinstance(v, (list, tuple)) else (v,)))
+        return not any(isinstance(i, (torch.fx.Node, Open)) for i in (v if isinstance(v, (list, tuple)) else (v,)))
 
     renamed, found = _RENAMED.get(kind, {}), dict[str, Any]()
     for m in _call(n):
@@ -105,7 +106,7 @@ def users_line(e: BaseException) -> str:
     """ "file:line, in function: code" of an error's last frame in the user's own code; "" where there is none."""
     for f in reversed(traceback.extract_tb(e.__traceback__)):
         ours = "chipfit" in Path(f.filename).parts[-4:-1] or "chipfit/" in f.filename
-        if not ours and not f.filename.startswith((_TORCH, "<")):
+        if not ours and not f.filename.startswith((TORCH, "<")):
             line = (f.line or linecache.getline(f.filename, f.lineno or 0)).strip()
             return f"{f.filename}:{f.lineno}, in {f.name}: {line}"
     return ""

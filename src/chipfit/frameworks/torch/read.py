@@ -13,6 +13,7 @@ import torch
 
 from chipfit.files import package_data
 from chipfit.frameworks.torch.call import Call, Unreadable
+from chipfit.frameworks.torch.program import Form
 
 Read = Callable[[Call], Any]
 
@@ -230,7 +231,7 @@ def _cumsum(c: Call) -> Any:
 # ---------------------------------------------------------------- moving data
 
 
-def _static_shape(like: torch.Tensor) -> tuple[int, ...]:
+def _static_shape(like: Form) -> tuple[int, ...]:
     """A shape for Reshape: at most one unknown entry, written -1."""
     shape = tuple(int(s) if isinstance(s, int) else -1 for s in like.shape)
     if shape.count(-1) > 1:

@@ -1,4 +1,4 @@
-"""From the program that `torch.export` returns to a Graph, call by call."""
+"""From the program that a tracer returns to a Graph, call by call."""
 
 import inspect
 import json
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from chipfit.engine.opaque import target_name
@@ -16,29 +15,30 @@ from chipfit.errors import CaptureError, GraphError
 from chipfit.frameworks.torch.call import Call, Unreadable
 from chipfit.frameworks.torch.draft import Draft
 from chipfit.frameworks.torch.origin import CHECKS, arguments, source
+from chipfit.frameworks.torch.program import Open, Program, Unclear
 from chipfit.frameworks.torch.read import READERS, SYNONYMS
 from chipfit.graph.builder import drop_dead
 from chipfit.graph.ir import OPAQUE, Graph, Ref
 
 
-def read(program: torch.export.ExportedProgram, model: torch.nn.Module, call: Any, example_out: Any) -> Graph:
-    """The Graph of an exported program.
+def read(program: Program, model: torch.nn.Module, call: Any, example_out: Any) -> Graph:
+    """The Graph of a program.
 
     Args:
-        program: what `torch.export` made of a twin of the model.
+        program: what a tracer made of a twin of the model.
         model: the user's model, whose names and tensors the graph takes.
         call: (args, kwargs) of the example call.
         example_out: what the model returned for it.
     """
     walk = _Walk(program, model)
-    walk.through(program.graph, program.graph_module, walk.placeholder)
+    walk.through(program.graph, program.owner, walk.placeholder)
     graph = walk.draft.graph
     leaves, tree = pytree.tree_flatten(call)
     args, kwargs = call
     names = list(inspect.signature(model.forward).parameters)[: len(args)]
     counts = {"args": len(args), "kwargs": list(kwargs), "leaves": len(leaves), "tensors": walk.tensors}
     graph.in_spec = json.dumps({**dump_tree(tree, call), **counts, "names": names})
-    graph.out_spec = json.dumps({**dump_tree(program.call_spec.out_spec, example_out), "leaves": walk.results()})
+    graph.out_spec = json.dumps({**dump_tree(program.out_tree, example_out), "leaves": walk.results()})
     graph.example = tuple(leaves[i] for i in walk.tensors)
     drop_dead(graph)
     return graph
@@ -47,10 +47,8 @@ def read(program: torch.export.ExportedProgram, model: torch.nn.Module, call: An
 class _Walk:
     """One pass over the program's calls."""
 
-    def __init__(self, program: torch.export.ExportedProgram, model: torch.nn.Module) -> None:
-        constants = {k: v for k, v in program.constants.items() if isinstance(v, torch.Tensor)}
-        self.program, self.draft = program, Draft(model, {**program.state_dict, **constants})
-        self.specs = {s.arg.name: s for s in program.graph_signature.input_specs}
+    def __init__(self, program: Program, model: torch.nn.Module) -> None:
+        self.program, self.draft = program, Draft(model, program.weights)
         self.tensors: list[int] = []  #: which leaves of the call are tensors
         self.leaves = 0  #: of the call, so far
 
@@ -72,29 +70,26 @@ class _Walk:
 
     def placeholder(self, n: torch.fx.Node) -> Any:
         """An input of the program: a weight, or the next leaf of the user's call."""
-        spec = self.specs[n.name]
-        if spec.kind is not InputKind.USER_INPUT:
-            return self.draft.tied[spec.target]
+        if n.name in self.program.weight_of:
+            return self.draft.tied[self.program.weight_of[n.name]]
         self.leaves += 1
-        like = n.meta.get("val")
-        if not isinstance(like, torch.Tensor):
-            return getattr(spec.arg, "value", like)
-        self.draft.graph.inputs.append(n.name)
+        name, like = self.program.inputs.get(n.name), n.meta.get("val")
+        if name is None:
+            return like
+        self.draft.graph.inputs.append(name)
         self.tensors.append(self.leaves - 1)
-        return self.draft.enter(n.name, like)
+        return self.draft.enter(name, like)
 
     def results(self) -> list[dict[str, Any]]:
         """The leaves of what the model returns: graph outputs, which are entered, and constants."""
         outputs, leaves = self.draft.graph.outputs, []
-        (returned,) = self.program.graph.output_node().args
-        for spec, arg in zip(self.program.graph_signature.output_specs, returned, strict=True):
-            if spec.kind is OutputKind.USER_OUTPUT:
-                v = self.draft.arg(arg)
-                if isinstance(arg, torch.fx.Node) and isinstance(v, str):
-                    leaves.append({"output": len(outputs)})
-                    outputs.append(v)
-                else:
-                    leaves.append({"constant": v})
+        for arg in self.program.results:
+            v = self.draft.arg(arg)
+            if isinstance(arg, torch.fx.Node) and isinstance(v, str):
+                leaves.append({"output": len(outputs)})
+                outputs.append(v)
+            else:
+                leaves.append({"constant": v})
         return leaves
 
     def call(self, n: torch.fx.Node) -> None:
@@ -146,6 +141,8 @@ class _Walk:
                 return known(self.draft.arg(x))
             if isinstance(x, (list, tuple)):
                 return [template(i) for i in x]
+            if isinstance(x, Open):
+                raise Unclear
             if isinstance(x, dict):
                 return {k: template(v) for k, v in x.items()}
             if isinstance(x, (torch.dtype, torch.layout, torch.memory_format)):

@@ -1,0 +1,319 @@
+"""From a PyTorch module to its program by watching it run twice, with two sizes of the batch.
+
+The calls are those that `torch.export` finds, without its tracer, which takes a second to load and another for a
+middling network. In inference mode, nothing takes a call apart before a dispatch mode sees it. Where the two runs
+differ, the batch decides. Whatever a run could hide (values that the model looks at, sizes that it computes with, state
+that it writes) is `Unclear`, and left to `torch.export`.
+"""
+
+import inspect
+import operator
+import re
+import sys
+from collections.abc import Callable, Mapping
+from itertools import chain
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from chipfit.frameworks.torch.origin import TORCH
+from chipfit.frameworks.torch.program import Form, Open, Program, Unclear, needs_functional, register, writes_elsewhere
+
+#: what a tensor tells of itself and not of its values; properties aside
+_ASKED = """
+    size stride dim ndimension numel nelement element_size storage_offset is_floating_point is_complex is_signed
+    is_contiguous is_same_size get_device type __len__ result_type can_cast promote_types
+"""
+_HIDES = torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output
+
+
+def record(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Program, Any]:
+    """The program of a model, and what it returns for the example.
+
+    Args:
+        model: gets hooks; a copy, whose own state both runs may change.
+        args, kwargs: tensors, with the batch on axis 0, of at least two rows.
+
+    Raises:
+        Unclear: also where the model raises something.
+    """
+    positional = [*inspect.signature(model.forward).bind(*args, **kwargs).arguments][: len(args)]
+    names = [re.sub("[^a-zA-Z0-9]", "_", k).lower() for k in (*positional, *kwargs)]
+    example = [*args, *kwargs.values()]
+    modules = [*model.named_modules(remove_duplicate=False)]
+    if (
+        not all(type(x) is torch.Tensor and x.layout is torch.strided for x in example)
+        or not any(x.dim() for x in example)
+        or len({*names}) < len(example)
+        or len({id(m) for _, m in modules}) < len(modules)
+        or any(_brings_a_program(m) for _, m in modules)
+    ):
+        raise Unclear
+    path: list[str] = []
+    for name, m in modules:
+        _follow(name, m, path)
+    every = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    stored = model.state_dict(keep_vars=True)
+    weights = dict(sorted(chain(*every), key=lambda item: item[0] not in stored))
+    batch = next(len(x) for x in example if x.dim())
+
+    def other(x: Any) -> Any:
+        if not x.dim() or len(x) != batch:
+            return x
+        return x[:2] if batch > 2 else torch.cat([x, x[:1]])
+
+    draws = torch.get_rng_state()
+    first = _Run(names, weights, path, None)
+    out = first.through(model, args, kwargs)
+    if not torch.equal(draws, torch.get_rng_state()):
+        torch.set_rng_state(draws)
+        raise Unclear
+    second = _Run(names, weights, path, first)
+    second.through(model, tuple(map(other, args)), {k: other(x) for k, x in kwargs.items()})
+    first.join(second)
+    return Program(first.graph, None, weights, first.weight_of, first.inputs, first.results, first.out_tree), out
+
+
+def _brings_a_program(m: torch.nn.Module) -> bool:
+    """Whether the origins of its calls are told otherwise than by where they are made."""
+    compiled = type(m).__module__.startswith("torch._dynamo") or isinstance(m, torch.jit.ScriptModule)
+    return compiled or isinstance(getattr(m, "graph", None), torch.fx.Graph)
+
+
+def _follow(name: str, m: torch.nn.Module, path: list[str]) -> None:
+    """Keep the paths of the modules that run, the innermost last."""
+
+    def enter(*_: Any) -> None:
+        path.append(name)
+
+    def leave(*_: Any) -> None:
+        path.pop()
+
+    m.register_forward_pre_hook(enter, prepend=True)
+    m.register_forward_hook(leave)
+
+
+class _Size(int):
+    """A size that follows the batch. Sums and products with a number tell two batches apart; the rest might not."""
+
+    run: "_Run"
+
+
+def _computed(name: str) -> Callable[..., Any]:
+    """The method of `_Size` that stands for the one of int."""
+
+    def method(size: _Size, *operands: Any) -> Any:
+        keeps = name in ("add", "radd", "sub", "rsub") or (name in ("mul", "rmul") and 0 not in operands)
+        if not keeps or not all(type(x) is int for x in operands):
+            size.run.give_up()
+        return size.run.size(getattr(int, f"__{name}__")(size, *operands))
+
+    return method
+
+
+for _name in """add radd sub rsub mul rmul floordiv rfloordiv truediv rtruediv mod rmod divmod rdivmod pow rpow lshift
+        rlshift rshift rrshift and rand or ror xor rxor lt le gt ge eq ne bool hash float int index trunc round floor
+        ceil abs neg invert""".split():
+    setattr(_Size, f"__{_name}__", _computed(_name))
+
+
+class _Calls:
+    """Sees what is dispatched; apart from the mode, for which torch would load its compiler, to keep that from it."""
+
+    call: Callable[..., Any]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.call(func, args, kwargs or {})
+
+
+class _Run(_Calls, TorchDispatchMode):
+    """One run of the model, and the calls that it makes.
+
+    Args:
+        names: of the inputs.
+        weights: parameters and buffers by name.
+        path: the modules that run now, which their hooks tell.
+        before: an earlier run, with another size of the batch.
+    """
+
+    def __init__(
+        self, names: list[str], weights: Mapping[str, torch.Tensor], path: list[str], before: "_Run | None"
+    ) -> None:
+        super().__init__()
+        self.path, self.before = path, before
+        self.graph = torch.fx.Graph()
+        self.calls = WeakIdKeyDictionary()  #: tensor -> the node that made it
+        self.answers: list[tuple[str, Any]] = []  #: what the model asked of tensors
+        self.indexed: list[tuple[torch.fx.Node, Any]] = []  #: operands and indices of x[...]
+        self.function: tuple[str, str] | None = None  #: torch's function that was called last, as torch.export tells it
+        self.unclear = False  #: also when the model catches the exception
+        self._counts: dict[str, int] = {}
+        self.weight_of = {self._placeholder(t): name for name, t in weights.items()}
+        self.inputs = dict.fromkeys(names, "")
+        self.results: list[Any] = []
+
+    def _placeholder(self, t: torch.Tensor) -> str:
+        n = self.graph.placeholder(f"in{len(self.graph.nodes)}")
+        n.meta["val"], self.calls[t] = _form(t), n
+        return n.name
+
+    def give_up(self) -> Any:
+        self.unclear = True
+        raise Unclear
+
+    def size(self, value: int) -> _Size:
+        size = _Size(value)
+        size.run = self
+        return size
+
+    def through(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the model on tensors, in the order of the inputs' names; returns its result."""
+        placeholders = [self._placeholder(x) for x in (*args, *kwargs.values())]
+        self.inputs = dict(zip(placeholders, self.inputs, strict=True))
+        try:
+            with torch.inference_mode(), _Functions(self), self:
+                out = model(*args, **kwargs)
+        except Exception as e:  # the user's code may raise anything
+            raise Unclear from e
+        if self.path:  # left by an exception that the model caught
+            raise Unclear
+        register(out)
+        leaves, self.out_tree = pytree.tree_flatten(out)
+        self.results = [self._known(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        if self.unclear or not all(
+            isinstance(x, (torch.fx.Node, bool, int, float, str, type(None))) for x in self.results
+        ):
+            raise Unclear
+        return out
+
+    def asked(self, function: Callable[..., Any], answer: Any) -> Any:
+        """What the model is told of a tensor: sizes that differ from those of the run before are open."""
+        name = function.__name__
+        if name not in ("__get__", *_ASKED.split()):
+            self.give_up()
+        k = len(self.answers)
+        self.answers.append((name, answer))
+        if self.before is None:
+            return answer
+        was, old = self.before.answers[k] if k < len(self.before.answers) else ("", None)
+        return self._told(old, answer) if was == name else self.give_up()
+
+    def _told(self, old: Any, new: Any) -> Any:
+        if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+            return type(new)(self._told(a, b) for a, b in zip(old, new, strict=True))
+        if type(old) is int and type(new) is int:
+            return new if old == new else self.size(new)
+        return new if old == new else self.give_up()
+
+    def enter_function(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        name = function.__name__
+        if name == "__getitem__":
+            self.indexed.append((self._known(args[0]), args[1]))
+        self._counts[name] = self._counts.get(name, 0) + 1
+        self.function = f"{name}_{self._counts[name]}", f"{type(function).__name__}.{name}"
+
+    def call(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note a call, and make it."""
+        if self.unclear or op.namespace != "aten" or any(tag in op.tags for tag in _HIDES):
+            self.give_up()
+        known = pytree.tree_map_only(torch.Tensor, self._known, (args, kwargs))
+        n = self.graph.create_node("call_function", op, known[0], known[1], op.overloadpacket.__name__.lower())
+        n.meta |= {"nn_module_stack": {"": (self.path[-1], "")}, "torch_fn": self.function, "stack_trace": _line()}
+        writes = op._schema.is_mutable
+        if writes and writes_elsewhere(n):
+            self.give_up()
+        out = op(*args, **kwargs)
+        if isinstance(out, torch.Tensor):
+            if not writes and any(out is x for x in pytree.tree_leaves((args, kwargs))):
+                out = out.detach()  # has a name of its own
+            n.meta["val"], self.calls[out] = _form(out), n
+        elif isinstance(out, (tuple, list)) and all(isinstance(t, torch.Tensor) for t in out):
+            n.meta["val"] = [_form(t) for t in out]
+            for k, t in enumerate(out):
+                self.calls[t] = self.graph.call_function(operator.getitem, (n, k))
+                self.calls[t].meta |= n.meta | {"val": _form(t)}
+        else:
+            self.give_up()
+        return out
+
+    def _known(self, t: torch.Tensor) -> torch.fx.Node:
+        n: torch.fx.Node | None = self.calls.get(t)
+        return self.give_up() if n is None else n
+
+    def join(self, other: "_Run") -> None:
+        """Open the sizes that differ in another run, which must have made the same calls.
+
+        Raises:
+            Unclear: it has not, or returned something else.
+        """
+        if len(self.graph.nodes) != len(other.graph.nodes) or needs_functional(self.graph):
+            raise Unclear
+        for n, m in zip(self.graph.nodes, other.graph.nodes, strict=True):
+            _joined(n, m)
+            n.args, n.kwargs = _joined(n.args, m.args), _joined(n.kwargs, m.kwargs)
+            n.meta["val"] = _joined(n.meta["val"], m.meta["val"])
+        if any(_slices_batch(n.meta["val"].shape, index) for n, index in self.indexed):
+            raise Unclear  # torch.export finds a call of slice there
+        results = _joined(self.results, other.results)
+        taken = {
+            n.target.overloadpacket.__name__ for n in self.graph.nodes if isinstance(n.target, torch._ops.OpOverload)
+        }
+        if results != self.results or self.out_tree != other.out_tree or taken.intersection(self.inputs.values()):
+            raise Unclear
+
+
+def _slices_batch(shape: tuple[Any, ...], index: Any) -> bool:
+    """Whether x[index] has a slice of an axis whose size follows the batch."""
+    taken = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not None]
+    rest = next((k for k, i in enumerate(taken) if i is ...), len(taken))
+    behind = taken[rest + 1 :]
+    pairs = [*zip(taken[:rest], shape, strict=False), *zip(behind[::-1], shape[::-1], strict=False)]
+    return any(isinstance(i, slice) and isinstance(size, Open) for i, size in pairs)
+
+
+def _joined(a: Any, b: Any) -> Any:
+    """What two runs have in common, and `Open` where their numbers differ."""
+    if isinstance(a, torch.fx.Node) and isinstance(b, torch.fx.Node) and (a.name, a.target) == (b.name, b.target):
+        return a
+    if isinstance(a, Form) and isinstance(b, Form):
+        return Form(_joined(a.shape, b.shape), _joined(a.dtype, b.dtype))
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        return {k: _joined(v, b[k]) for k, v in a.items()}
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) and len(a) == len(b):
+        return type(a)([_joined(x, y) for x, y in zip(a, b, strict=True)])
+    if type(a) is type(b) and (a is b or a == b):
+        return a
+    if type(a) is type(b) is int:
+        return Open((a, b))
+    raise Unclear
+
+
+def _form(t: torch.Tensor) -> Form:
+    return Form(tuple(t.shape), t.dtype)
+
+
+def _line() -> str:
+    """Where a module's `forward` calls, as a traceback says it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_name != "forward" or frame.f_code.co_filename.startswith(TORCH)):
+        frame = frame.f_back
+    return f'File "{frame.f_code.co_filename}", line {frame.f_lineno}, in forward' if frame else ""
+
+
+class _Functions(TorchFunctionMode):
+    """Sees torch's functions, with those that dispatch nothing."""
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.run.enter_function(func, args)
+        out = func(*args, **(kwargs or {}))
+        many = isinstance(out, (tuple, list)) and any(isinstance(x, torch.Tensor) for x in out)
+        return out if many or isinstance(out, torch.Tensor) else self.run.asked(func, out)

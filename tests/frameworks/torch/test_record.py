@@ -1,0 +1,159 @@
+"""A model that is watched gives the program that `torch.export` finds; what watching does not tell is left to that."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from chipfit.engine.run import run
+from chipfit.frameworks.torch.capture import capture
+from chipfit.frameworks.torch.export import export
+from chipfit.frameworks.torch.program import Unclear
+from chipfit.frameworks.torch.record import record
+from chipfit.frameworks.torch.walk import read
+from chipfit.graph.ir import Graph
+from tests.zoo import make
+
+
+class Of(nn.Module):
+    """A function of one batch, beside a layer and a buffer."""
+
+    def __init__(self, function: Callable[[Of, torch.Tensor], object]) -> None:
+        super().__init__()
+        self.function = function
+        self.dense = nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(4, 4))
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.loose = torch.ones(4)
+
+    def forward(self, input):
+        return self.function(self, input)
+
+
+def everything(graph: Graph) -> list[object]:
+    """What a graph holds but for the numbers."""
+    nodes = [tuple(getattr(n, f) for f in n.__dataclass_fields__) for n in graph.nodes]
+    weights = [(name, w.shape, w.dtype) for name, w in graph.weights.items()]
+    spec = [graph.inputs, graph.outputs, graph.in_spec, graph.out_spec, sorted(graph.trainable), graph.notes]
+    return [*nodes, *graph.values.items(), *weights, *spec]
+
+
+def watched(model: nn.Module, batch: torch.Tensor) -> list[object]:
+    program, out = record(copy.deepcopy(model), (batch,), {})
+    return everything(read(program, model, ((batch,), {}), out))
+
+
+def exported(model: nn.Module, batch: torch.Tensor) -> list[object]:
+    return everything(read(export(copy.deepcopy(model), (batch,), {}), model, ((batch,), {}), model(batch)))
+
+
+NETWORKS = (
+    "residual residual_prelu inverted_residual_hardswish squeeze_excite unet_bilinear split attention_fused "
+    "attention_manual shapes conv1d padding_modes pixel_shuffle_norms grouped_strided"
+).split()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_that_is_watched_has_the_graph_that_torch_export_gives(name):
+    model, batch = make(name)
+    assert watched(model, batch) == exported(model, batch)
+
+
+SAME = {
+    "the batch in a view": lambda m, x: x.view(x.shape[0], 2, -1).flatten(1),
+    "a multiple of the batch in a view": lambda m, x: x.view(2 * x.shape[0], -1).sum(-1),
+    "the batch and more in a view": lambda m, x: F.pad(x, (0, 0, 1, 0)).view(x.size(0) + 1, 2, 2).tanh(),
+    "a broadcast over the batch": lambda m, x: x.unsqueeze(1).expand(x.shape[0], 3, 4) * m.table[:3],
+    "what dropout makes, and what it reads": lambda m, x: x.tanh() + F.dropout(x.tanh(), 0.5, m.training),
+    "a second name of the same tensor": lambda m, x: x.contiguous().to(torch.float32) + x,
+    "an activation in place": lambda m, x: F.relu(m.dense(x), inplace=True).add_(1),
+    "parts": lambda m, x: torch.cat(torch.split(x, [1, 3], 1)[::-1], 1) + torch.stack(x.unbind(1), 1),
+    "a maximum with its place": lambda m, x: x.max(1, keepdim=True)[0] - x,
+    "several results": lambda m, x: {"a": m.dense(x), "b": [x, None, 3, m.table]},
+    "a weight as a constant": lambda m, x: (x @ m.table.T).softmax(-1),
+    "a tensor that is made": lambda m, x: x + torch.arange(4) / 4,
+    "a loop over a fixed axis": lambda m, x: sum(x[..., k] * k for k in range(x.shape[1])),
+    "a choice by a fixed axis": lambda m, x: m.dense(x) if x.shape[-1] > 3 and x.is_floating_point() else x,
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_is_watched_is_what_torch_export_finds(name):
+    model, batch = Of(SAME[name]).eval(), torch.randn(2, 4)
+    assert watched(model, batch) == exported(model, batch)
+
+
+def caught(m: Of, x: torch.Tensor) -> torch.Tensor:
+    try:
+        return x * (x.shape[0] // 4)
+    except Exception:
+        return x
+
+
+UNCLEAR = {
+    "a branch on a value": lambda m, x: x if x.sum() > 0 else -x,
+    "a value as a number": lambda m, x: x * float(x.max()),
+    "values in numpy": lambda m, x: x * float(x.numpy().max()),
+    "values in a list": lambda m, x: x * x.tolist()[0][0],
+    "rows that values choose": lambda m, x: x[x[:, 0] > 0],
+    "a part of the batch": lambda m, x: x * (x.shape[0] // 4),
+    "a limit on the batch": lambda m, x: x if x.shape[0] < 8 else -x,
+    "the batch in a product": lambda m, x: x / x.shape[0],
+    "the batch as a bound": lambda m, x: x + torch.arange(len(x))[:, None],
+    "a loop over the batch": lambda m, x: torch.stack([m.dense(r) for r in x]),
+    "one batch only": lambda m, x: x.view(2, 4) + m.table[:2],
+    "a batch that is returned": lambda m, x: (x, x.shape[0]),
+    "a number of elements that is looked at": lambda m, x: x if x.numel() == 8 else -x,
+    "an exception that is caught": caught,
+    "the whole batch in an index": lambda m, x: x[:, 1],
+    "state that is written": lambda m, x: x + m.seen.add_(1),
+    "a view that is written": lambda m, x: F.relu(x.tanh()[:, :2], inplace=True),
+    "an entry that is written": lambda m, x: x.tanh().index_fill_(1, torch.tensor([0]), 0.0),
+    "a tensor that is no weight": lambda m, x: x * m.loose,
+    "what is drawn": lambda m, x: x + torch.rand_like(x),
+    "a region without gradients": lambda m, x: torch.no_grad()(m.dense)(x),
+}
+
+
+@pytest.mark.parametrize("name", UNCLEAR)
+def test_what_a_run_hides_is_unclear(name):
+    model = Of(UNCLEAR[name]).eval()
+    state, weight = torch.get_rng_state(), model.dense.weight.clone()
+    with pytest.raises(Unclear):
+        watched(model, torch.ones(2, 4))
+    assert torch.equal(state, torch.get_rng_state()) and torch.equal(weight, model.dense.weight)
+
+
+def test_what_is_unclear_is_captured_all_the_same():
+    mean = capture(Of(UNCLEAR["the batch in a product"]).eval(), (torch.randn(2, 4),))
+    x = torch.randn(5, 4)
+    assert torch.equal(run(mean, [x])[mean.outputs[0]], x / 5)
+
+
+def test_the_length_of_a_batch_leaves_it_open():
+    graph = capture(Of(lambda m, x: x.view(len(x), 2, 2)).eval(), (torch.randn(2, 4),))
+    assert graph.values[graph.outputs[0]].shape == (None, 2, 2)
+
+
+def test_a_layer_that_has_two_names_is_unclear():
+    layer = nn.Linear(4, 4)
+    with pytest.raises(Unclear):
+        record(nn.ModuleDict({"a": layer, "b": layer}), (torch.randn(2, 4),), {})
+
+
+def test_a_plain_network_is_quantized_without_loading_the_compiler():
+    probe = (
+        "import sys, torch, chipfit\n"
+        "net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU()).eval()\n"
+        "chipfit.quantize(net, [torch.randn(2, 3, 8, 8)], progress=False)\n"
+        "print('LOADED', sorted({'torch._dynamo', 'torch._inductor', 'sympy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("LOADED []")
