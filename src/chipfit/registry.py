@@ -106,6 +106,8 @@ KINDS = {
     "modelled": Kind("form of modelled chips", "chipfit.facade.target_platform", None, ("read", "write")),
     "training": Kind("training algorithm", "chipfit.quantizers.algorithms", None, ("init", "numbers", "reals", "call")),
     "observer": Kind("observer", "chipfit.facade.quantize_fx", None, ("forward", "calculate_qparams")),
+    "network": Kind("network", "chipfit.bench.networks"),
+    "data": Kind("data set", "chipfit.bench.data"),
     "quantizer": Kind("quantizer", "chipfit.facade.quantize_fx", None, ("forward", "numbers")),
     "opaque": Kind("framework", "chipfit.frameworks.{}.opaque"),
 }

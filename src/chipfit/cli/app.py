@@ -14,6 +14,7 @@ import typer
 from typer import Argument, Option
 
 import chipfit
+from chipfit.cli.bench import bench
 from chipfit.errors import ChipfitError, ConfigError, UnsupportedError
 from chipfit.files import MANIFEST, demand_replaceable, replacing
 from chipfit.platform.builtin import DEFAULT
@@ -22,6 +23,7 @@ from chipfit.registry import entries, entry
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 platforms = typer.Typer(help="What chips can do: built-in descriptions and your own.", invoke_without_command=True)
 app.add_typer(platforms, name="platforms")
+app.add_typer(bench, name="bench")
 
 Model = Annotated[str, Argument(help="a .pt2 file (torch.export.save), a .keras file, or module:factory")]
 Data = Annotated[str, Option("--data", help=".npz (x, and y for accuracy), a folder of images, or module:iterable")]

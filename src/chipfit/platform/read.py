@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from typing_extensions import get_type_hints, is_typeddict
 
-from chipfit.errors import PlatformError
+from chipfit.errors import ChipfitError, PlatformError
 from chipfit.files import package_data, read_text
 from chipfit.platform import schema
 
@@ -25,24 +25,29 @@ _TAG = re.compile(r"(literal|tuple|list|function|int|str|bool)\b|\[key\]$")
 
 
 class Source:
-    """A platform file as it stands there: its data, and errors about them that name file, line and dotted key.
+    """A file as it stands there: its data, and errors about them that name file, line and dotted key.
+
+    Args:
+        text: what to read: a Path, or a resource of a package.
+        file: its name in errors.
+        failure: the kind of these errors.
 
     Raises:
-        PlatformError: the file cannot be read, or holds no table of keys.
+        failure: the file cannot be read, or holds no table of keys.
     """
 
-    def __init__(self, text: Any, file: str) -> None:
-        self.file = file
+    def __init__(self, text: Any, file: str, failure: type[ChipfitError] = PlatformError) -> None:
+        self.file, self.failure = file, failure
         try:
-            loader = _Loader(read_text(text, PlatformError))
+            loader = _Loader(read_text(text, failure))
             node = loader.get_single_node()
             data = None if node is None else loader.construct_document(node)
         except yaml.YAMLError as e:
             mark = getattr(e, "problem_mark", None)
             line = f":{mark.line + 1}" if mark else ""
-            raise PlatformError(f"This is not valid YAML: {getattr(e, 'problem', e)}", where=f"{file}{line}") from None
+            raise failure(f"This is not valid YAML: {getattr(e, 'problem', e)}", where=f"{file}{line}") from None
         if not isinstance(data, dict):
-            raise PlatformError("A platform file is a table of keys", where=file, got=type(data).__name__)
+            raise failure("Such a file is a table of keys", where=file, got=type(data).__name__)
         self.data: dict[str, Any] = data
         self._lines = dict(_lines(node, ()))
 
@@ -56,8 +61,8 @@ class Source:
             path = path[:-1]
         return self._lines.get(path, 1)
 
-    def error(self, path: Path, what: str, **facts: Any) -> PlatformError:
-        return PlatformError(what, where=f"{self.file}:{self.line(path)}, key {'.'.join(map(str, path))}", **facts)
+    def error(self, path: Path, what: str, **facts: Any) -> ChipfitError:
+        return self.failure(what, where=f"{self.file}:{self.line(path)}, key {'.'.join(map(str, path))}", **facts)
 
 
 def _lines(node: yaml.Node, path: Path) -> Iterator[tuple[Path, int]]:
@@ -80,7 +85,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         here = self.peek_event().start_mark
         if self.check_event(yaml.AliasEvent):
-            why = 'aliases (*name) are not read in platform files; quote "*"'
+            why = 'aliases (*name) are not read; quote "*"'
             raise yaml.composer.ComposerError(None, None, why, here)
         if self._depth == _DEEPEST:
             raise yaml.composer.ComposerError(None, None, f"it nests deeper than {_DEEPEST} levels", here)
@@ -110,8 +115,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def explain(e: ValidationError, source: Source) -> Iterator[Problem]:
-    """One problem for each place: the members of a union complain together."""
+def explain(e: ValidationError, source: Source, record: Any = schema.Platform) -> Iterator[Problem]:
+    """One problem for each place: the members of a union complain together.
+
+    Args:
+        record: what the file was read as.
+    """
     places: dict[Path, list[Any]] = {}
     for error in e.errors():
         if error["type"] == "too_short" and error["input"]:
@@ -122,18 +131,18 @@ def explain(e: ValidationError, source: Source) -> Iterator[Problem]:
                 path = (*path, part)
         places.setdefault(path or ("?",), []).append(error)
     for path, errors in places.items():
-        what, facts = _in_words(path, errors)
+        what, facts = _in_words(path, errors, record)
         yield from ((path, line, facts) for line in what.splitlines())
 
 
-def _in_words(path: Path, errors: list[Any]) -> tuple[str, dict[str, Any]]:
+def _in_words(path: Path, errors: list[Any], record: Any) -> tuple[str, dict[str, Any]]:
     """What is wrong at a place, and the facts of the error about it."""
     first, got = errors[0], errors[0].get("input")
     names = [k for k, part in enumerate(path) if isinstance(part, str)]
     key = ".".join(map(str, path[names[-1] if names else 0 :]))  # an entry of a list by the name of the list
     facts = {} if isinstance(got, dict) else {"got": repr(got)}
     if first["type"] == "extra_forbidden":
-        known = _keys_at(path[:-1])
+        known = _keys_at(path[:-1], record)
         near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
         return f"Key '{key}' is unknown", {"allowed": f"did you mean {', '.join(near)}" if near else ", ".join(known)}
     if first["type"] == "missing":
@@ -147,9 +156,8 @@ def _in_words(path: Path, errors: list[Any]) -> tuple[str, dict[str, Any]]:
     return first["msg"].removeprefix("Value error, ").replace("Input should", f"'{key}' should"), facts
 
 
-def _keys_at(path: Path) -> list[str]:
-    """The keys that may stand at a path."""
-    record: Any = schema.Platform
+def _keys_at(path: Path, record: Any) -> list[str]:
+    """The keys that may stand at a path of a record."""
     for part in path:
         record = next(iter(_records(_fields(record)[part])), record) if part in _fields(record) else record
     return sorted(_fields(record))

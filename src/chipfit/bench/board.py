@@ -1,0 +1,191 @@
+"""What experiments gave, side by side: a table, differences, curves, one page, and files for other tools."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from chipfit.errors import ConfigError, UnknownNameError
+from chipfit.files import write_atomically
+
+#: column -> its heading, in order
+COLUMNS = {
+    "name": "experiment",
+    "study": "study",
+    "model": "model",
+    "method": "method",
+    "bit": "bits",
+    "setting": "setting",
+    "float": "float",
+    "top1": "top-1",
+    "below": "below float",
+    "deployed": "deployed",
+    "differing": "differing integers",
+    "seed": "seed",
+    "seconds": "s",
+    "unified": "unified",
+    "status": "status",
+}
+
+
+def row(run: Mapping[str, Any]) -> dict[str, Any]:
+    """One run of a store as a flat row; what it has not is None."""
+    out = dict.fromkeys(COLUMNS) | {k: run[k] for k in ("key", "name", "study", "status")}
+    told = run["outcome"]
+    if told is None:
+        return out | {"error": run["error"]}
+    config, best = told["config"], max((d for d in told["deployed"] if d["top1"] is not None), key=_top1, default=None)
+    trains, asked = config["qparams"], config["ptq"]
+    methods = (trains["w_method"], trains["a_method"]) if trains else (asked["weight_rule"], asked["rule"])
+    return out | {
+        "model": config["model"]["type"],
+        "method": " / ".join(dict.fromkeys(methods)),
+        "bit": trains["bit"] if trains else asked["bit"],
+        "setting": told["setting"],
+        "float": told["float_top1"],
+        "top1": told["top1"],
+        "below": told["float_top1"] - told["top1"],
+        "deployed": None if best is None else best["top1"],
+        "differing": None if best is None else best["differing"],
+        "seed": config["seed"],
+        "seconds": told["seconds"],
+        "unified": "" if config["unified"] else "not unified",
+        "size": told["size"],
+    }
+
+
+def _top1(deployed: Mapping[str, Any]) -> float:
+    return float(deployed["top1"])
+
+
+def text(value: Any) -> str:
+    """A cell."""
+    return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def without_times(runs: Iterable[Mapping[str, Any]]) -> str:
+    """Everything in the runs but when and how fast they were, as text that two equal sweeps give alike."""
+    times = ("seconds", "cpu_seconds", "memory")
+    plain = []
+    for run in runs:
+        told = run["outcome"] and {k: v for k, v in run["outcome"].items() if k not in times}
+        plain.append({k: run[k] for k in ("key", "name", "study", "status")} | {"outcome": told})
+    return json.dumps(plain, indent=1, sort_keys=True)
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """With the columns' own names."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(COLUMNS), extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of the columns that say something."""
+    shown = [c for c in COLUMNS if any(r[c] not in (None, "") for r in rows)]
+    lines = ["| " + " | ".join(COLUMNS[c] for c in shown) + " |", "|" + "---|" * len(shown)]
+    lines += ["| " + " | ".join(text(r[c]).replace("|", "\\|") for c in shown) + " |" for r in rows]
+    return "\n".join(lines) + "\n"
+
+
+def find(runs: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+    """The run of this name, or whose key begins so.
+
+    Raises:
+        UnknownNameError: there is none.
+        ConfigError: there are several.
+    """
+    found = [r for r in runs if r["name"] == name or r["key"].startswith(name)]
+    if not found:
+        raise UnknownNameError("run", name, [r["name"] for r in runs])
+    if len(found) > 1:
+        raise ConfigError(f"Several runs are named '{name}'", got=", ".join(r["key"] for r in found), hint="give a key")
+    return found[0]
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Where two runs part: dotted key, and what each says."""
+    a, b = (dict(_flat(r["outcome"] or {})) for r in (one, other))
+    return [(k, text(a.get(k)), text(b.get(k))) for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
+
+
+def _flat(value: Any, at: str = "") -> Iterable[tuple[str, Any]]:
+    if isinstance(value, Mapping) and not at.startswith("curves"):
+        for k, v in value.items():
+            yield from _flat(v, f"{at}.{k}" if at else k)
+    elif not isinstance(value, Mapping):
+        yield at, json.dumps(value) if isinstance(value, list) else value
+
+
+def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Draw accuracy over steps, and accuracy against the size of the weights; the suffix chooses the format.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or knows no such format.
+        ExportError: the disk refuses.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise ConfigError("Drawing needs matplotlib", hint="pip install 'chipfit[bench]'") from e
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    curves, sizes = figure.subplots(1, 2)
+    for run in runs:
+        if told := run["outcome"]:
+            if told["curves"]["top1"]:
+                curves.plot(*zip(*told["curves"]["top1"], strict=True), marker=".", label=run["name"])
+            sizes.scatter(told["size"] / 1e3, told["top1"], label=run["name"])
+    for axes, x in ((curves, "step"), (sizes, "weights [kB]")):
+        axes.set(xlabel=x, ylabel="top-1 [%]")
+        axes.grid(alpha=0.3)
+    if len(runs) <= 12:
+        sizes.legend(fontsize="x-small")
+    out = io.BytesIO()
+    try:
+        figure.savefig(
+            out,
+            format=path.suffix.removeprefix(".") or "png",
+            metadata={"Date": None} if path.suffix == ".svg" else None,
+        )
+    except ValueError as e:
+        raise ConfigError(f"The drawing cannot be written: {e}", got=path.suffix, allowed=".png, .svg, .pdf") from e
+    return write_atomically(path, out.getvalue())
+
+
+def page(runs: Sequence[Mapping[str, Any]]) -> str:
+    """One self-contained page: filters, a table that sorts, accuracy against size, and each run by itself."""
+    here = resources.files("chipfit.bench")
+    source, js = ((here / f"board.{kind}").read_text(encoding="utf-8") for kind in ("html.j2", "js"))
+    css = (resources.files("chipfit.report") / "page.css").read_text(encoding="utf-8")
+    told = [{**row(r), "outcome": r["outcome"]} for r in runs]
+    data = json.dumps({"columns": COLUMNS, "runs": told}).replace("<", "\\u003c")  # no tag can start inside the script
+    env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return env.from_string(source).render(count=len(runs), css=Markup(css), js=Markup(js), data=Markup(data))
+
+
+def write(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Write the runs as a page, a table or data.
+
+    Raises:
+        ConfigError: a suffix without a format.
+        ExportError: the disk refuses.
+    """
+    makers: dict[str, Any] = {
+        ".html": lambda: page(runs),
+        ".csv": lambda: as_csv([row(r) for r in runs]),
+        ".md": lambda: as_markdown([row(r) for r in runs]),
+        ".json": lambda: without_times(runs),
+    }
+    if path.suffix not in makers:
+        raise ConfigError("There is no such form of a leaderboard", got=path.suffix, allowed=", ".join(makers))
+    return write_atomically(path, makers[path.suffix]().encode())

@@ -1,0 +1,324 @@
+"""An experiment as a file: MQBench's keys, checked, over a base that several experiments share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from chipfit.errors import ChipfitError, ConfigError
+from chipfit.facade.quantize_fx.settings import get_backend_params, get_qconfig
+from chipfit.platform.read import Source, explain
+
+Count = Annotated[int, Field(ge=1, le=1 << 40)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(ge=0, le=1e3)]
+
+#: keys that tell experiments of one unified training setting apart; whoever changes another leaves it
+VARIES = frozenset("extends qparams ptq backend bnfold freeze_step deploy model seed study".split())
+
+#: keys that no result depends on
+_ELSEWHERE: Any = {
+    "study": True,
+    "unified": True,
+    "data": {"root": True, "num_workers": True, "train": {"root"}, "test": {"root"}},
+    "saver": {"print_freq": True, "save_many": True, "pretrain": {"path"}},
+}
+
+
+class Record(BaseModel):
+    """A table of keys: unknown ones are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Model(Record):
+    """The network, see `chipfit.bench.networks`."""
+
+    type: str  #: a registered name, "timm:NAME", "torchvision:NAME", "transformers:NAME" or "module:factory"
+    kwargs: dict[str, Any] = {}
+
+
+class QParams(Record):
+    """How weights and activations are rounded in training, see `chipfit.quantize_fx.get_qconfig`."""
+
+    w_method: str = "lsq"
+    a_method: str = "lsq"
+    bit: int = 8
+    w_observer: str | None = None
+    a_observer: str | None = None
+
+
+class Backend(Record):
+    """A hardware setting of one's own, see `chipfit.quantize_fx.get_qconfig`."""
+
+    name: str
+    ada_sign: bool
+    symmetry: bool
+    per_channel: bool
+    pot_scale: bool
+    graph: Literal[1, 2, 3] | None = None
+
+
+class Ptq(Record):
+    """Quantization without training, by `chipfit.quantize`."""
+
+    platform: str = "ort_cpu"
+    bit: Annotated[int, Field(ge=1, le=16)] | None = None  #: of weights; None: what the platform takes first
+    a_bit: Annotated[int, Field(ge=1, le=16)] | None = None  #: of activations, where the platform leaves it free
+    rule: str = "mse"
+    weight_rule: str = "mse"
+    settings: dict[str, Any] = {}  #: of `chipfit.Settings`
+    limits: dict[str, float | str] = {}  #: of `chipfit.Limits`
+
+
+class Optimizer(Record):
+    """torch.optim's, by name."""
+
+    type: Literal["SGD", "Adam", "AdamW"] = "SGD"
+    kwargs: dict[str, bool | float] = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
+    no_wd: bool = False  #: parameters with one axis or none (norms, biases, scales) do not decay
+
+
+class Rates(Record):
+    """From `warmup_lr` straight up to `base_lr` in `warmup_steps`, then by a cosine down to `min_lr`."""
+
+    base_lr: Rate
+    warmup_lr: Rate = 1e-4
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    max_iter: Annotated[int, Field(ge=0, le=1 << 40)]  #: 0: ranges are tested as calibration gives them
+    min_lr: Rate = 0.0
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Rates:
+        if self.warmup_steps >= max(self.max_iter, 1):
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) must be less than max_iter ({self.max_iter})")
+        return self
+
+
+class Schedule(Record):
+    """The learning rate, step by step."""
+
+    type: Literal["Cosine"] = "Cosine"
+    kwargs: Rates
+
+
+class Decay(Record):
+    """Of the average."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
+
+
+class Ema(Record):
+    """An exponential moving average of what trains is what is tested and deployed."""
+
+    enable: bool = False
+    kwargs: Decay = Decay()
+
+
+class Dist(Record):
+    """Several processes, under torchrun; each takes its part of every batch."""
+
+    sync: bool = False  #: statistics of batch norms are those of all processes
+    amp: bool = False  #: automatic mixed precision, in bfloat16
+    accumulate: Count = 1  #: batches whose gradients make one step
+
+
+class Transforms(Record):
+    """How an image becomes a tensor."""
+
+    type: Literal["STANDARD", "ONECROP", "PLAIN"] = "PLAIN"
+
+
+class Split(Record):
+    """One half of the data."""
+
+    transforms: Transforms = Transforms()
+    root: str | None = None  #: folder of this half; that of the whole otherwise
+    images: Count | None = None  #: only the first so many
+
+
+class Data(Record):
+    """The images, see `chipfit.bench.data`."""
+
+    type: str = "imagenet"
+    root: str | None = None
+    batch_size: Count = 64  #: of one process
+    num_workers: Annotated[int, Field(ge=0, le=256)] = 0
+    input_size: Annotated[int, Field(ge=1, le=1 << 12)] = 224
+    test_resize: Annotated[int, Field(ge=1, le=1 << 12)] = 256
+    calibration: Count = 256  #: images for ranges, from the training half
+    corrupted: Share = 0.01  #: of the images may be unreadable; they are left out and counted
+    train: Split = Split(transforms=Transforms(type="STANDARD"))
+    test: Split = Split(transforms=Transforms(type="ONECROP"))
+
+
+class Pretrain(Record):
+    """Where the float network comes from."""
+
+    path: str | None = None  #: safetensors
+    #: or: it is trained first, for so many passes over the data, at this rate; kept for all experiments that ask for it
+    epochs: Count | None = None
+    lr: Rate = 0.1
+
+
+class Saver(Record):
+    """What is written while training."""
+
+    print_freq: Count = 100  #: steps between two points of the loss curve
+    val_freq: Count = 5000  #: steps between two tests, each of which is a place to resume
+    save_many: bool = False  #: keep each of them
+    pretrain: Pretrain = Pretrain()
+
+
+class Config(Record):
+    """One experiment: training in a hardware setting (`qparams`, `backend`), or quantization without (`ptq`)."""
+
+    model: Model
+    data: Data = Data()
+    qparams: QParams | None = None
+    backend: str | Backend | None = None  #: one of `chipfit.quantize_fx`, or flags
+    bnfold: int | None = None
+    freeze_step: Count | None = None  #: steps after which statistics of batch norms stay
+    ptq: Ptq | None = None
+    deploy: tuple[str, ...] | None = None  #: platforms; those with a runtime that hold the setting when omitted
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: Schedule | None = None
+    label_smooth: Share = 0.0
+    ema: Ema = Ema()
+    dist: Dist = Dist()
+    saver: Saver = Saver()
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 1000
+    study: str = ""  #: what it is part of
+    unified: bool = False  #: it differs from its base in what is compared, and in nothing else
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Config:
+        if (self.qparams is None) == (self.ptq is None):
+            raise ValueError("give one of 'qparams' (training) and 'ptq' (without training)")
+        if self.qparams is not None:
+            if self.backend is None:
+                raise ValueError("'qparams' are those of a hardware setting: 'backend' is missing")
+            if self.lr_scheduler is None:
+                raise ValueError("training needs 'lr_scheduler'")
+            self.setting()
+        elif self.backend is not None or self.bnfold is not None:
+            raise ValueError("'backend' and 'bnfold' are of training; without it, 'ptq.platform' names the chip")
+        return self
+
+    def setting(self) -> Any:
+        """The QConfig of the hardware setting.
+
+        Raises:
+            ValueError: its parts contradict each other; ChipfitError's words.
+        """
+        assert self.qparams is not None and self.backend is not None  # for the type checker: `_one_kind`
+        try:
+            if isinstance(self.backend, Backend):
+                flags: dict[str, Any] = self.backend.model_dump(exclude={"name"}) | {"bnfold": self.bnfold}
+            else:
+                flags = get_backend_params(self.backend)
+                if self.bnfold is not None and not self._unfolded:
+                    flags["bnfold"] = self.bnfold
+            return get_qconfig(**self.qparams.model_dump(), **flags)
+        except ChipfitError as e:
+            raise ValueError(str(e)) from None
+
+    @property
+    def _unfolded(self) -> bool:
+        """Batch norms stay as they are, whatever `bnfold` says: MQBench's own academic setting."""
+        return isinstance(self.backend, str) and get_backend_params(self.backend)["ada_sign"]
+
+    @property
+    def setting_name(self) -> str:
+        """Of the hardware setting; "" without training."""
+        return self.backend.name if isinstance(self.backend, Backend) else self.backend or ""
+
+    @property
+    def notes(self) -> list[str]:
+        """What of the file has no effect."""
+        has_none = self.bnfold is not None and self._unfolded
+        return [f"bnfold has no effect: '{self.backend}' leaves batch norms as they are"] if has_none else []
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """All of it, as JSON has it."""
+        return self.model_dump(mode="json")
+
+    @property
+    def key(self) -> str:
+        """Of the experiment: the same where all that its result may depend on is the same, wherever its files lie."""
+        told = self.model_dump(mode="json", exclude=_ELSEWHERE)
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def name(self) -> str:
+        """Readable: model, method, width, setting."""
+        if self.qparams is not None:
+            w, a = self.qparams.w_method, self.qparams.a_method
+            fold = "" if self.bnfold is None else f"_bn{self.bnfold}"
+            return f"{self.model.type}_{w if w == a else f'{w}-{a}'}_{self.qparams.bit}bit_{self.setting_name}{fold}"
+        assert self.ptq is not None  # for the type checker
+        bits = f"{self.ptq.bit or ''}" + (f"a{self.ptq.a_bit}" if self.ptq.a_bit else "")
+        return f"{self.model.type}_{self.ptq.rule}_{bits or 'default'}bit_{self.ptq.platform}"
+
+
+def load(path: str | Path) -> Config:
+    """The experiment of a YAML file, over what it extends.
+
+    Raises:
+        ConfigError: the file is malformed, or contradicts itself; says file, line and key.
+    """
+    data, source, unified = _with_base(Path(path), ())
+    return of(data, source, unified)
+
+
+def of(data: Mapping[str, Any], source: Source | None = None, unified: bool = False) -> Config:
+    """The experiment that data describe.
+
+    Raises:
+        ConfigError: see `load`.
+    """
+    try:
+        return Config.model_validate({**data, "unified": unified})
+    except ValidationError as e:
+        if source is None:
+            first = e.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ConfigError(first["msg"].removeprefix("Value error, "), where=where) from None
+        path, what, facts = next(explain(e, source, Config))
+        raise source.error(path, what, **facts) from None
+
+
+def _with_base(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], Source, bool]:
+    """The data of a file over those of its base; whether it leaves the base's training setting as it is."""
+    source = Source(path, str(path), ConfigError)
+    base = source.data.pop("extends", None)
+    if base is None:
+        return source.data, source, False
+    if not isinstance(base, str):
+        raise source.error(("extends",), "extends is the path of one file", got=repr(base))
+    there = (path.parent / base).resolve()
+    if there in below:
+        raise source.error(("extends",), f"'{base}' extends itself", hint="remove the cycle")
+    if not there.is_file():
+        raise source.error(("extends",), "The file that this one extends does not exist", got=base)
+    under = _with_base(there, (*below, path.resolve()))[0]
+    return merged(under, source.data), source, set(source.data) <= VARIES
+
+
+def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables by key, the rest replaced.
+
+    >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}, "d": 4})
+    {'a': {'b': 1, 'c': 3}, 'd': 4}
+    """
+    out = dict(under)
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
+        out[key] = merged(out[key], value) if both else value
+    return out

@@ -1,0 +1,143 @@
+"""Data sets of experiments: folders of images, or images that need no download.
+
+@register("data", "mine")
+def mine(config: chipfit.bench.config.Data) -> Sets: ...
+
+Whatever is random about an image is drawn from the experiment's seed, the pass and the image's number, so that it is the
+same however many processes read, and after an interruption.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from chipfit.bench.config import Data
+from chipfit.errors import DataError
+from chipfit.registry import lookup
+
+
+class Images(Protocol):
+    """One half of a data set."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int, draw: torch.Generator) -> tuple[Tensor, int] | None:
+        """An image float32 [C, H, W] and its class; None for one that cannot be read."""
+
+    def digest(self) -> str:
+        """A hash of what it holds."""
+
+
+@dataclass
+class Sets:
+    """Both halves of a data set."""
+
+    train: Images
+    test: Images
+    classes: int
+
+
+@dataclass
+class Tensors:
+    """Images that are in memory: x [N, C, H, W], y [N]."""
+
+    x: Tensor
+    y: Tensor
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def read(self, index: int, draw: torch.Generator) -> tuple[Tensor, int]:
+        return self.x[index], int(self.y[index])
+
+    def digest(self) -> str:
+        return hashlib.sha256(self.x.numpy().tobytes() + self.y.numpy().tobytes()).hexdigest()[:16]
+
+
+class _Numbered(Dataset[Any]):
+    """Images by pass and number."""
+
+    def __init__(self, images: Images, seed: int) -> None:
+        self.images, self.seed = images, seed
+
+    def __getitem__(self, at: tuple[int, int]) -> Any:
+        digest = hashlib.sha256(f"{self.seed}:{at[0]}:{at[1]}".encode()).digest()
+        return self.images.read(at[1], torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1))
+
+
+def _joined(read: list[tuple[Tensor, int] | None]) -> tuple[Tensor, Tensor, int]:
+    """A batch of those that could be read, and how many could not."""
+    good = [r for r in read if r is not None]
+    if not good:
+        return torch.empty(0), torch.empty(0, dtype=torch.long), len(read)
+    return torch.stack([x for x, _ in good]), torch.tensor([y for _, y in good]), len(read) - len(good)
+
+
+@dataclass
+class Reader:
+    """Batches of one half of a data set.
+
+    Args:
+        rank, world: this process of so many, which share every batch.
+    """
+
+    images: Images
+    config: Data
+    seed: int
+    rank: int = 0
+    world: int = 1
+    unreadable: int = field(default=0, init=False)
+
+    def batches(self, epoch: int, *, shuffled: bool, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of a pass from its batch `first` on: images [N, C, H, W], classes [N].
+
+        A shuffled pass leaves out what fills no batch for all processes.
+
+        Raises:
+            DataError: more images cannot be read than the configuration allows.
+        """
+        n, size = len(self.images), self.config.batch_size
+        draw = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        order = torch.randperm(n, generator=draw) if shuffled else torch.arange(n)
+        parts = [p[self.rank :: self.world] for p in order.split(size * self.world)]
+        parts = [p for p in parts[first:] if len(p) == size or not shuffled]
+        keys = [[(epoch, int(i)) for i in part] for part in parts]
+        loader = DataLoader(
+            _Numbered(self.images, self.seed),
+            batch_sampler=keys,
+            num_workers=self.config.num_workers,
+            collate_fn=_joined,
+            generator=torch.Generator(),
+        )
+        for x, y, missing in loader:
+            self.unreadable += missing
+            if self.unreadable > self.config.corrupted * n:
+                allowed = f"{self.config.corrupted:.1%} of {n} (data.corrupted)"
+                raise DataError("Too many images cannot be read", got=self.unreadable, allowed=allowed)
+            if len(y):
+                yield x, y
+
+    def steps(self) -> int:
+        """Batches of a shuffled pass."""
+        return len(self.images) // (self.config.batch_size * self.world)
+
+
+def load(config: Data) -> Sets:
+    """The data set that a configuration names.
+
+    Raises:
+        UnknownNameError: there is none of that name.
+        DataError: a folder is missing, or holds something else.
+    """
+    sets: Sets = lookup("data", config.type)(config)
+    for half, images in (("train", sets.train), ("test", sets.test)):
+        if not len(images):
+            raise DataError(f"The {half} half of '{config.type}' has no images", where=str(config.root or ""))
+    return sets

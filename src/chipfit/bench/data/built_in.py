@@ -1,0 +1,34 @@
+"""Data sets that need no download: handwritten digits, and procedural images."""
+
+import torch
+
+from chipfit.bench.config import Data
+from chipfit.bench.data import Sets, Tensors
+from chipfit.bench.data.procedural import CLASSES, images
+from chipfit.errors import DataError
+from chipfit.registry import register
+
+
+@register("data", "procedural")
+def procedural(config: Data) -> Sets:
+    """Images of 32 pixels, 20 classes; as many as the halves ask for."""
+    train, test = (split.images or 2000 for split in (config.train, config.test))
+    return Sets(Tensors(*images(train, 1000)), Tensors(*images(test, 1)), CLASSES)
+
+
+@register("data", "digits")
+def digits(config: Data) -> Sets:
+    """scikit-learn's 1,797 digits of 8 pixels in 10 classes, in gray, as [N, 3, 8, 8] in 0..1; every fourth is for tests."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as e:
+        raise DataError("The digits come with scikit-learn", hint="pip install scikit-learn") from e
+    x, y = load_digits(return_X_y=True)
+    pixels = torch.tensor(x / 16, dtype=torch.float32).view(-1, 1, 8, 8).repeat(1, 3, 1, 1)
+    classes = torch.tensor(y)
+    held = torch.arange(len(classes)) % 4 == 3
+    halves = [Tensors(pixels[k], classes[k]) for k in (~held, held)]
+    train, test = (
+        Tensors(h.x[: s.images], h.y[: s.images]) for h, s in zip(halves, (config.train, config.test), strict=True)
+    )
+    return Sets(train, test, 10)

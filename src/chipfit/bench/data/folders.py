@@ -1,0 +1,184 @@
+"""Images on a disk: ImageNet and its like as a folder for each class, CIFAR in its binary form."""
+
+import hashlib
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chipfit.bench.config import Data, Split
+from chipfit.bench.data import Sets, Tensors
+from chipfit.errors import DataError
+from chipfit.files import reading
+from chipfit.registry import register
+
+#: of the colours of ImageNet, in 0..1
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SUFFIXES = {".jpeg", ".jpg", ".png", ".bmp", ".webp"}
+#: brightness, contrast, saturation by a factor of 1 +- this; hue by this part of the circle
+JITTER, HUE = 0.2, 0.1
+
+
+@dataclass
+class Folder:
+    """Images of classes, one folder for each, in the order of their names."""
+
+    files: list[tuple[Path, int]]
+    transforms: str
+    size: int  #: of the side that the network sees [pixels]
+    resize: int  #: of the short side before the middle is cut out [pixels]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, index: int, draw: torch.Generator) -> tuple[Tensor, int] | None:
+        from PIL import Image
+
+        path, label = self.files[index]
+        try:
+            with Image.open(path) as image:
+                pixels = self._transformed(image.convert("RGB"), draw)
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            return None
+        x = torch.from_numpy(np.array(pixels, dtype=np.float32) / 255)
+        return ((x - torch.tensor(MEAN)) / torch.tensor(STD)).permute(2, 0, 1), label
+
+    def _transformed(self, image: Any, draw: torch.Generator) -> Any:
+        if self.transforms == "PLAIN":
+            return image.resize((self.size, self.size))
+        if self.transforms == "ONECROP":
+            short = self.resize / min(image.size)
+            image = image.resize([max(round(side * short), self.size) for side in image.size])
+            left, top = ((side - self.size) // 2 for side in image.size)
+            return image.crop((left, top, left + self.size, top + self.size))
+        return _jittered(_cut(image, self.size, draw), draw)
+
+    def digest(self) -> str:
+        """Of names and sizes: reading all of ImageNet would take longer than an experiment."""
+        told = "\n".join(f"{p.parent.name}/{p.name} {p.stat().st_size}" for p, _ in self.files)
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def _uniform(draw: torch.Generator, low: float, high: float) -> float:
+    return low + (high - low) * float(torch.rand((), generator=draw))
+
+
+def _cut(image: Any, size: int, draw: torch.Generator) -> Any:
+    """A random part of 8 to 100 % of the area and 3:4 to 4:3 in shape, at `size`, perhaps mirrored.
+
+    Source: Szegedy et al. 2015, arXiv:1409.4842, section 6.
+    """
+    from PIL import ImageOps
+
+    width, height = image.size
+    for _ in range(10):
+        area = width * height * _uniform(draw, 0.08, 1.0)
+        ratio = math.exp(_uniform(draw, math.log(3 / 4), math.log(4 / 3)))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            break
+    else:
+        w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
+    left, top = round(_uniform(draw, 0, width - w)), round(_uniform(draw, 0, height - h))
+    image = image.resize((size, size), box=(left, top, left + w, top + h))
+    return ImageOps.mirror(image) if _uniform(draw, 0, 1) < 0.5 else image
+
+
+def _jittered(image: Any, draw: torch.Generator) -> Any:
+    """Brightness, contrast, saturation and hue, each a little off."""
+    from PIL import Image, ImageEnhance
+
+    for change in (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color):
+        image = change(image).enhance(_uniform(draw, 1 - JITTER, 1 + JITTER))
+    turned = np.array(image.convert("HSV"))
+    turned[..., 0] += np.uint8(round(_uniform(draw, -HUE, HUE) * 256) % 256)  # the circle has 256 parts
+    return Image.fromarray(turned, "HSV").convert("RGB")
+
+
+def _half(config: Data, split: Split, names: tuple[str, ...]) -> tuple[Folder, list[str]]:
+    root = Path(split.root or config.root or os.environ.get("CHIPFIT_DATA", ""))
+    root = next((root / n for n in names if not split.root and (root / n).is_dir()), root)
+    with reading(root, DataError, "The folder of images"):
+        classes = sorted(p.name for p in root.iterdir() if p.is_dir())
+    files = [
+        (f, k)
+        for k, name in enumerate(classes)
+        for f in sorted((root / name).iterdir())
+        if f.suffix.lower() in SUFFIXES
+    ]
+    if not files:
+        hint = "one folder for each class, with images in it: train/n01440764/a.JPEG"
+        raise DataError("The folder holds no classes of images", where=str(root), hint=hint)
+    return Folder(files[: split.images], split.transforms.type, config.input_size, config.test_resize), classes
+
+
+@register("data", "imagenet")
+def imagenet(config: Data) -> Sets:
+    """`root` with train/CLASS/*.JPEG and val/CLASS/*.JPEG; any other images in such folders as well.
+
+    Raises:
+        DataError: no Pillow, no such folder, no images, or other classes in the two halves.
+    """
+    try:
+        import PIL  # noqa: F401
+    except ImportError as e:
+        raise DataError("Folders of images need Pillow", hint="pip install pillow") from e
+    if config.root is None and "CHIPFIT_DATA" not in os.environ and not (config.train.root and config.test.root):
+        hint = "CHIPFIT_DATA=FOLDER with train/ and val/ in it, or data.root"
+        raise DataError("It is not said where the images are", hint=hint)
+    train, classes = _half(config, config.train, ("train",))
+    test, others = _half(config, config.test, ("val", "test"))
+    if classes != others:
+        odd = sorted(set(classes) ^ set(others))[:4]
+        raise DataError("The two halves have other classes", got=", ".join(odd))
+    return Sets(train, test, len(classes))
+
+
+def _cifar(config: Data, files: tuple[tuple[str, ...], str], labels: int, classes: int) -> Sets:
+    """Rows of label bytes, the last of which counts, and 3 x 32 x 32 colours."""
+    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in ((0.491, 0.482, 0.447), (0.247, 0.243, 0.262)))
+    halves = []
+    for names, split in ((files[0], config.train), ((files[1],), config.test)):
+        root = Path(split.root or config.root or os.environ.get("CHIPFIT_DATA", ""))
+        with reading(root, DataError, "CIFAR's binary files"):
+            raw = np.concatenate([np.fromfile(root / n, np.uint8) for n in names])
+        if raw.size == 0 or raw.size % (labels + 3072):
+            got = f"{raw.size} bytes"
+            allowed = f"rows of {labels + 3072} bytes"
+            raise DataError("This is not CIFAR's binary form", where=str(root), got=got, allowed=allowed)
+        rows = raw.reshape(-1, labels + 3072)[: split.images]
+        x = (torch.from_numpy(rows[:, labels:].copy()).view(-1, 3, 32, 32) / 255 - mean) / std
+        halves.append(Shifted(x, torch.from_numpy(rows[:, labels - 1].astype(np.int64)), split.transforms.type))
+    return Sets(halves[0], halves[1], classes)
+
+
+@dataclass
+class Shifted(Tensors):
+    """Images in memory, in training moved by up to 4 pixels and perhaps mirrored (He et al. 2016, section 4.2)."""
+
+    transforms: str = "PLAIN"
+
+    def read(self, index: int, draw: torch.Generator) -> tuple[Tensor, int]:
+        x, y = super().read(index, draw)
+        if self.transforms == "STANDARD":
+            top, left = torch.randint(9, (2,), generator=draw).tolist()
+            x = torch.nn.functional.pad(x, (4, 4, 4, 4))[:, top : top + 32, left : left + 32]
+            x = x.flip(2) if _uniform(draw, 0, 1) < 0.5 else x
+        return x, y
+
+
+@register("data", "cifar10")
+def cifar10(config: Data) -> Sets:
+    """`root` with data_batch_1.bin ... and test_batch.bin, the binary version of the data set."""
+    return _cifar(config, (tuple(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"), 1, 10)
+
+
+@register("data", "cifar100")
+def cifar100(config: Data) -> Sets:
+    """`root` with train.bin and test.bin, the binary version of the data set."""
+    return _cifar(config, (("train.bin",), "test.bin"), 2, 100)

@@ -1,0 +1,160 @@
+"""Many experiments from one file: axes of choices, and studies that combine them.
+
+    axes:
+      algorithm: {lsq: {qparams: {w_method: lsq, a_method: lsq}}}
+      backend: {snpe: {backend: snpe}, tvm: {backend: tvm}}
+    studies:
+      algorithms: {of: [algorithm, backend], folder: "{algorithm}_experiments/{backend}", config: {extends: base.yaml}}
+
+Each choice is a part of a configuration; one of each axis, over `config`, makes an experiment.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from chipfit.bench.config import Config, Record, load, merged
+from chipfit.errors import ConfigError, UnknownNameError
+from chipfit.files import write_atomically
+from chipfit.platform.read import Source, explain
+
+#: first line of every file that is made from a matrix
+MADE = "# Made from {matrix} by `chipfit bench generate`: change that."
+RUN = """#!/bin/sh
+# The same as `chipfit bench run config.yaml`.
+python -u -m chipfit.bench.solver.cls_quant_solver --config config.yaml "$@"
+"""
+
+
+class Study(Record):
+    """One question, and the experiments that answer it."""
+
+    title: str = ""
+    of: tuple[str, ...]  #: axes
+    folder: str  #: of each experiment, below the matrix; {axis} stands for the choice
+    config: dict[str, Any] = {}
+    only: dict[str, tuple[str, ...]] = {}  #: axis -> choices that it has here; all otherwise
+    without: tuple[dict[str, str], ...] = ()  #: combinations that are left out
+
+
+class Matrix(Record):
+    """A file of studies."""
+
+    axes: dict[str, dict[str, dict[str, Any]]]
+    studies: dict[str, Study]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One combination of choices."""
+
+    study: str
+    folder: str  #: below the matrix
+    data: dict[str, Any]  #: its configuration, as a file holds it; `extends` is relative to the matrix
+
+
+def read(path: str | Path) -> Matrix:
+    """A matrix file.
+
+    Raises:
+        ConfigError, UnknownNameError: it is malformed, or names an axis or a choice that it does not have.
+    """
+    source = Source(Path(path), str(path), ConfigError)
+    try:
+        matrix = Matrix.model_validate(source.data)
+    except ValidationError as e:
+        at, what, facts = next(explain(e, source, Matrix))
+        raise source.error(at, what, **facts) from None
+    for name, study in matrix.studies.items():
+        for axis in (*study.of, *study.only, *(a for w in study.without for a in w)):
+            if axis not in matrix.axes:
+                raise UnknownNameError(f"axis of study '{name}'", axis, matrix.axes)
+        chosen = {(a, c) for a, cs in study.only.items() for c in cs} | {x for w in study.without for x in w.items()}
+        for axis, choice in chosen:
+            if choice not in matrix.axes[axis]:
+                raise UnknownNameError(f"choice of axis '{axis}' in study '{name}'", choice, matrix.axes[axis])
+    return matrix
+
+
+def experiments(matrix: Matrix, study: str | None = None) -> Iterator[Experiment]:
+    """The experiments of a study, or of all.
+
+    Raises:
+        UnknownNameError: there is no such study.
+        ConfigError: two experiments have one folder.
+    """
+    if study is not None and study not in matrix.studies:
+        raise UnknownNameError("study", study, matrix.studies)
+    seen: dict[str, str] = {}
+    for name in matrix.studies if study is None else [study]:
+        asked = matrix.studies[name]
+        for choices in itertools.product(*(asked.only.get(a, tuple(matrix.axes[a])) for a in asked.of)):
+            chosen = dict(zip(asked.of, choices, strict=True))
+            if any(w.items() <= chosen.items() for w in asked.without):
+                continue
+            data: dict[str, Any] = asked.config
+            for axis, choice in chosen.items():
+                data = merged(data, matrix.axes[axis][choice])
+            folder = re.sub(r"\{(\w+)\}", lambda m, c=chosen: c.get(m[1], m[0]), asked.folder)
+            if folder in seen:
+                raise ConfigError(f"Two experiments have one folder: '{folder}'", got=f"studies {seen[folder]}, {name}")
+            seen[folder] = name
+            yield Experiment(name, folder, {**data, "study": name})
+
+
+def files(path: Path, study: str | None = None) -> dict[Path, str]:
+    """File -> text of all that is made from a matrix, below the folder that it stands in."""
+    out = {}
+    for e in experiments(read(path), study):
+        data = dict(e.data)
+        if "extends" in data:
+            data["extends"] = os.path.relpath(path.parent / data["extends"], path.parent / e.folder)
+        up = os.path.relpath(path, path.parent / e.folder)
+        head = MADE.format(matrix=up)
+        out[Path(e.folder, "config.yaml")] = f"{head}\n{yaml.safe_dump(data, sort_keys=False)}"
+        out[Path(e.folder, "run.sh")] = RUN
+    return out
+
+
+def generate(path: Path, study: str | None = None) -> list[Path]:
+    """Write the files of a matrix; those that it no longer makes are removed where they say that one made them.
+
+    Raises:
+        ConfigError, UnknownNameError, ExportError: the matrix is malformed, or the disk refuses.
+    """
+    wanted = files(path, study)
+    for name, text in wanted.items():
+        write_atomically(path.parent / name, text.encode())
+        if name.suffix == ".sh":
+            (path.parent / name).chmod(0o755)
+    if study is None:
+        mark = MADE.partition("{")[0]
+        for old in path.parent.glob("*/*/config.yaml"):
+            if old.relative_to(path.parent) not in wanted and old.read_text().startswith(mark):
+                old.unlink()
+                old.with_name("run.sh").unlink(missing_ok=True)
+    return sorted(wanted)
+
+
+def configs(path: Path, study: str | None = None) -> dict[str, Config]:
+    """Folder -> configuration of every experiment, from the files that were made from the matrix.
+
+    Raises:
+        ConfigError: a file is missing, or not what the matrix makes.
+    """
+    wanted = files(path, study)
+    for name, text in wanted.items():
+        there = path.parent / name
+        if not there.is_file() or there.read_text() != text:
+            hint = f"chipfit bench generate {path}"
+            raise ConfigError("A file is not what the matrix makes", where=str(there), hint=hint)
+    return {str(n.parent): load(path.parent / n) for n in wanted if n.name == "config.yaml"}

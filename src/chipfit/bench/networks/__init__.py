@@ -1,0 +1,112 @@
+"""Networks of experiments: written to their papers, or by name from a library that is installed, or the user's own.
+
+@register("network", "mine")
+def mine(classes: int = 1000) -> nn.Module: ...
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from chipfit.bench.config import Model
+from chipfit.cli.named import named
+from chipfit.errors import ConfigError, brief, theirs
+from chipfit.registry import lookup
+
+
+def model_entry(config: Model | Mapping[str, Any], pretrained: bool = False, path: str | Path | None = None) -> Any:
+    """The network that a configuration names.
+
+    Args:
+        config: `type` and `kwargs`.
+        pretrained: with trained weights: of "timm:", "torchvision:" and "transformers:" names those of the library,
+            which it may have to download; of others those of `path`.
+        path: weights as safetensors.
+
+    Raises:
+        UnknownNameError: no such network.
+        ConfigError: the library is not installed, or refuses; there are no weights, or they do not fit.
+    """
+    known = config if isinstance(config, Model) else Model(**config)
+    library, colon, name = known.type.partition(":")
+    if not colon:
+        network = _made(lookup("network", known.type), known)
+    elif library in _LIBRARIES:
+        network = _made(lambda **kw: _LIBRARIES[library](name, pretrained and path is None, **kw), known)
+    else:
+        network = _made(named(known.type, "network", ConfigError), known)
+    if pretrained and path is None and library not in _LIBRARIES:
+        hint = "CHIPFIT_WEIGHTS=FOLDER with MODEL.safetensors, or train it first: saver.pretrain.epochs"
+        raise ConfigError("There are no trained weights", where=known.type, hint=hint)
+    return network if path is None else _with_weights(network, Path(path))
+
+
+def _made(make: Callable[..., Any], known: Model) -> Any:
+    try:
+        inspect.signature(make).bind(**known.kwargs)
+        return make(**known.kwargs)
+    except ConfigError:
+        raise
+    except Exception as e:  # libraries and the user's code refuse as they like
+        if not theirs(e):
+            raise
+        raise ConfigError(f"The network cannot be made: {brief(e)}", where=known.type, got=known.kwargs) from e
+
+
+def _with_weights(network: Any, path: Path) -> Any:
+    if not isinstance(network, nn.Module):
+        raise ConfigError("Weights are read for PyTorch networks", got=type(network).__name__)
+    try:
+        network.load_state_dict(load_file(path))
+    except (OSError, SafetensorError, RuntimeError) as e:
+        hint = "safetensors with the network's own parameter names"
+        raise ConfigError(f"The weights cannot be read: {brief(e)}", where=str(path), hint=hint) from e
+    return network
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as e:
+        raise ConfigError(f"'{name}' cannot be imported: {brief(e)}", hint=f"pip install {name}") from e
+
+
+def _timm(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
+    made: nn.Module = _library("timm").create_model(name, pretrained=pretrained, **kwargs)
+    return made
+
+
+def _torchvision(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
+    weights = "DEFAULT" if pretrained else None
+    made: nn.Module = _library("torchvision").models.get_model(name, weights=weights, **kwargs)
+    return made
+
+
+class _Logits(nn.Module):
+    """A classifier of transformers, pixels to logits."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(pixel_values=x).logits
+
+
+def _transformers(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
+    library = _library("transformers")
+    if pretrained:
+        return _Logits(library.AutoModelForImageClassification.from_pretrained(name, **kwargs))
+    config = library.AutoConfig.for_model(name, **kwargs)
+    return _Logits(library.AutoModelForImageClassification.from_config(config))
+
+
+_LIBRARIES = {"timm": _timm, "torchvision": _torchvision, "transformers": _transformers}

@@ -1,0 +1,330 @@
+"""One experiment, from its configuration to what is stored of it: float, quantized, deployed."""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform as machine
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save
+from torch import nn
+
+import chipfit
+from chipfit.bench import data
+from chipfit.bench.config import Config, Optimizer, Rates, Schedule
+from chipfit.bench.data import Reader, Sets
+from chipfit.bench.networks import model_entry
+from chipfit.bench.train import Curves, Here, Said, processes, top1, train
+from chipfit.errors import ChipfitError
+from chipfit.facade.quantize_fx.handover import deploy
+from chipfit.facade.quantize_fx.prepare import prepare_qat_fx
+from chipfit.facade.quantize_fx.quantizers import enable_calibration, enable_quantization
+from chipfit.facade.quantize_fx.settings import platforms_of
+from chipfit.files import write_atomically
+from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
+from chipfit.pipeline import Result
+from chipfit.platform.load import load as load_platform
+
+#: test images whose integers are compared
+VERIFIED = 128
+#: of float networks, whatever the experiments that start from them have
+FLOAT_SEED = 0
+
+
+@dataclass
+class Deployed:
+    """A platform, and what its runtime made of the network."""
+
+    platform: str
+    top1: float | None = None  #: [%]
+    runtime: str = ""
+    integers: int = 0  #: compared with the simulation
+    differing: int = 0
+    exact: bool = False
+    why: str = ""  #: why it was not deployed, or not compared
+
+
+@dataclass
+class Outcome:
+    """What is stored of an experiment."""
+
+    key: str
+    name: str
+    config: dict[str, Any]
+    setting: str = ""  #: hardware setting, or platform
+    float_top1: float = 0.0  #: [%]
+    top1: float = 0.0  #: of the simulation [%]
+    size: int = 0  #: of the weights, at their widths [byte]
+    tested: int = 0  #: images
+    deployed: list[Deployed] = field(default_factory=list)
+    curves: Curves = field(default_factory=Curves)
+    notes: list[str] = field(default_factory=list)
+    data: str = ""  #: hash of the images
+    code: str = ""  #: hash of chipfit
+    versions: dict[str, str] = field(default_factory=dict)
+    hardware: str = ""
+    seconds: float = 0.0  #: on the clock, of the call that ended it
+    cpu_seconds: float = 0.0
+    memory: int = 0  #: greatest resident size [byte]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+class Busy(ChipfitError):
+    """Another process is at the same experiment."""
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Holds a folder for this process as long as it lives.
+
+    Raises:
+        Busy: another one holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Busy("Another process is at this experiment", where=str(folder), hint="wait for it") from None
+        yield
+
+
+def run(
+    config: Config, home: Path, said: Said = print, hopeless: Callable[[Curves], bool] | None = None
+) -> Outcome | None:
+    """Run an experiment; what another call has begun goes on. None in processes that only help another.
+
+    Args:
+        home: folder of everything that experiments keep: float networks, checkpoints.
+
+    Raises:
+        Busy: another process is at it.
+        ChipfitError: it cannot be run.
+    """
+    begun, cpu = time.perf_counter(), time.process_time()
+    folder = home / "runs" / config.key
+    with processes() as here:
+        if not here.leads:
+            _run(config, home, folder, here, lambda text: None, hopeless)
+            return None
+        with alone(folder):
+            out = _run(config, home, folder, here, said, hopeless)
+    out.seconds, out.cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu
+    out.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return out
+
+
+def _run(
+    config: Config, home: Path, folder: Path, here: Here, said: Said, hopeless: Callable[[Curves], bool] | None
+) -> Outcome:
+    setting = config.setting_name or (config.ptq.platform if config.ptq else "")
+    out = Outcome(
+        config.key, config.name, config.resolved, setting, notes=config.notes, code=code(), versions=versions()
+    )
+    out.hardware = torch.cuda.get_device_name(here.device) if here.device.type == "cuda" else machine.processor()
+    out.hardware = f"{here.world} x {out.hardware or machine.machine()}"
+    for note in config.notes:
+        said(f"note: {note}")
+    sets = data.load(config.data)
+    out.data = f"{sets.train.digest()}-{sets.test.digest()}"
+    tests = Reader(sets.test, config.data, config.seed, here.rank, here.world)
+    network = pretrained(config, sets, here, home, said)
+    torch.manual_seed(config.seed)
+    out.tested = len(sets.test)
+    out.float_top1 = top1(network, tests, here)
+    said(f"float: top-1 {out.float_top1:.2f} %")
+    if config.ptq is not None:
+        result = _without_training(config, network, sets)
+        out.top1, out.notes = top1(result.model, tests, here), [*out.notes, *result.plan.rewrites]
+        out.deployed = [deployed(result, tests, here)]
+        out.size = sum(
+            result.graph.weights[t.name].numel() * t.stored.grid.bits // 8
+            for t in result.plan.tensors.values()
+            if t.role == "weight" and t.stored is not None
+        )
+    else:
+        model = prepared(config, network, sets)
+        model, out.curves = train(model, config, sets, here, folder, said, hopeless or (lambda curves: False))
+        out.top1 = top1(model, tests, here)
+        layers = [m for m in model.modules() if isinstance(m, FoldedBatchNorm)]
+        out.size = sum(m.layer.weight.numel() * int(m.weight_quantizer.bitwidth) // 8 for m in layers)
+        if here.leads:
+            out.deployed = list(_deployments(config, model.cpu(), sets, tests, here))
+    said(f"quantized: top-1 {out.top1:.2f} %")
+    out.notes += [f"{r.unreadable} images could not be read" for r in (tests,) if r.unreadable]
+    return out
+
+
+def pretrained(config: Config, sets: Sets, here: Here, home: Path, said: Said) -> nn.Module:
+    """The float network: with weights of a file, or trained here, once for all experiments that start from it."""
+    given = config.saver.pretrain
+    kwargs = {"classes": sets.classes, **config.model.kwargs} if ":" not in config.model.type else config.model.kwargs
+    model = config.model.model_copy(update={"kwargs": kwargs})
+    if given.epochs is None:
+        kept = Path(os.environ.get("CHIPFIT_WEIGHTS", ""), f"{config.model.type}.safetensors")
+        path = given.path or (kept if "CHIPFIT_WEIGHTS" in os.environ and kept.is_file() else None)
+        return model_entry(model, pretrained=True, path=path).eval()  # type: ignore[no-any-return]
+    torch.manual_seed(FLOAT_SEED)
+    network: nn.Module = model_entry(model)
+    steps = given.epochs * (len(sets.train) // (config.data.batch_size * here.world))
+    rates = Rates(base_lr=given.lr, warmup_lr=given.lr / 10, warmup_steps=steps // 10, max_iter=max(steps, 1))
+    told = config.saver.model_copy(update={"val_freq": max(steps // 4, 1)})
+    plain = config.model_copy(
+        update={
+            "lr_scheduler": Schedule(kwargs=rates),
+            "optimizer": Optimizer(kwargs={"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}),
+            "seed": FLOAT_SEED,
+            "saver": told,
+            "freeze_step": None,
+        }
+    )
+    asked = {
+        k: plain.resolved[k] for k in ("model", "data", "lr_scheduler", "optimizer", "saver", "label_smooth", "ema")
+    }
+    name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    file = home / "float" / f"{name}.safetensors"
+    if not _agreed(file.exists(), here):
+        said(f"trains the float network: {steps} steps")
+        with _waiting(home / "float" / name, here):
+            if not _agreed(file.exists(), here):
+                network, _ = train(network, plain, sets, here, home / "float" / name, said)
+                if here.leads:
+                    write_atomically(file, save({k: v.contiguous() for k, v in network.state_dict().items()}))
+    network.load_state_dict(load_file(file))
+    return network.to(here.device).eval()
+
+
+def _agreed(answer: bool, here: Here) -> bool:
+    """What the first process says."""
+    said = torch.tensor([float(answer)], device=here.device)
+    if here.world > 1:
+        dist.broadcast(said, 0)
+    return bool(said)
+
+
+@contextmanager
+def _waiting(folder: Path, here: Here) -> Iterator[None]:
+    """Holds a folder as soon as nobody else does."""
+    if not here.leads:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _calibration(config: Config, sets: Sets) -> list[torch.Tensor]:
+    """Training images without what is random about them."""
+    images = copy.copy(sets.train)
+    if hasattr(images, "transforms"):
+        images.transforms = "ONECROP"
+    reader = Reader(images, config.data, config.seed)
+    wanted = -(-config.data.calibration // config.data.batch_size)
+    return [x for _, (x, _) in zip(range(wanted), reader.batches(0, shuffled=True), strict=False)]
+
+
+def prepared(config: Config, network: nn.Module, sets: Sets) -> nn.Module:
+    """The network with quantizers of its hardware setting, which have seen the calibration images."""
+    model = prepare_qat_fx(network.cpu(), {"": config.setting()}).eval()
+    enable_calibration(model)
+    with torch.no_grad():
+        for x in _calibration(config, sets):
+            model(x)
+    enable_quantization(model)
+    return model
+
+
+def _without_training(config: Config, network: Any, sets: Sets) -> Result:
+    asked = config.ptq
+    assert asked is not None  # for the type checker
+    widths = {k: v for k, v in (("bits", asked.bit), ("activation_bits", asked.a_bit)) if v is not None}
+    return chipfit.quantize(
+        network,
+        _calibration(config, sets),
+        asked.platform,
+        rule=asked.rule,
+        weight_rule=asked.weight_rule,
+        overrides={"*": widths} if widths else None,
+        settings=chipfit.Settings(**asked.settings),
+        limits=chipfit.Limits(**asked.limits) if asked.limits else None,
+        seed=config.seed,
+        progress=False,
+    )
+
+
+def _deployments(config: Config, model: Any, sets: Sets, tests: Reader, here: Here) -> Iterator[Deployed]:
+    """The trained model on every platform that has a runtime here and holds it."""
+    fits = platforms_of(config.setting())
+    names = [n for n, why in fits.items() if not why and load_platform(n).runtimes]
+    for name in names if config.deploy is None else config.deploy:
+        try:
+            result = deploy(model, _calibration(config, sets), name)
+        except ChipfitError as e:
+            yield Deployed(name, why=str(e))
+            continue
+        yield deployed(result, tests, here)
+
+
+def deployed(result: Result, tests: Reader, here: Here) -> Deployed:
+    """What the platform's runtime makes of a result: its accuracy, and its integers beside the simulated ones."""
+    out = Deployed(result.platform.name)
+    try:
+        found = result.verify(list(_first(tests, VERIFIED)))
+        out.runtime, out.integers, out.differing, out.exact = (
+            found.runtime,
+            found.integers,
+            found.differing,
+            found.exact,
+        )
+        out.top1 = top1(result.device_model, tests, here)
+    except ChipfitError as e:
+        out.why = str(e)
+    return out
+
+
+def _first(reader: Reader, count: int) -> Iterator[torch.Tensor]:
+    for x, _ in reader.batches(0, shuffled=False):
+        yield x[:count]
+        count -= len(x)
+        if count <= 0:
+            return
+
+
+@cache
+def code() -> str:
+    """A hash of chipfit's own source."""
+    home = Path(chipfit.__file__).parent
+    files = sorted(p for p in home.rglob("*") if p.suffix in (".py", ".yaml"))
+    return hashlib.sha256(b"".join(p.read_bytes() for p in files)).hexdigest()[:16]
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Of what results may depend on."""
+    names = ("chipfit", "torch", "numpy", "onnxruntime", "ai-edge-litert", "keras")
+    out = {"python": machine.python_version()}
+    for name in names:
+        try:
+            out[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return out

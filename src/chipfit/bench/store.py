@@ -1,0 +1,95 @@
+"""What experiments gave, in one SQLite file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import JSON, Column, Float, Integer, MetaData, String, Table, create_engine, event, select, text
+from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.exc import DatabaseError
+
+from chipfit.errors import ConfigError, brief
+
+#: of the tables; a store says which it has
+VERSION = 1
+_METADATA = MetaData()
+RUNS = Table(
+    "runs",
+    _METADATA,
+    Column("key", String, primary_key=True),
+    Column("name", String, nullable=False),
+    Column("study", String, nullable=False, index=True),
+    Column("status", String, nullable=False),  # "done", or "failed"
+    Column("ended", Float, nullable=False),  # seconds since 1970
+    Column("tries", Integer, nullable=False),
+    Column("outcome", JSON),
+    Column("error", String),
+)
+
+
+class Store:
+    """Outcomes by the key of their experiment; several processes may read and write at once.
+
+    Raises:
+        ConfigError: the file is no store, or of a newer version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 60})
+        event.listen(self.engine, "connect", lambda c, _: c.execute("PRAGMA journal_mode=WAL"))
+        try:
+            with self.engine.begin() as db:
+                version = db.execute(text("PRAGMA user_version")).scalar_one()
+                if version > VERSION:
+                    hint = "read it with the chipfit that wrote it, or a newer one"
+                    got, allowed = f"version {version}", f"up to {VERSION}"
+                    raise ConfigError(
+                        "The store is newer than this", where=str(path), got=got, allowed=allowed, hint=hint
+                    )
+                _METADATA.create_all(db)
+                db.execute(text(f"PRAGMA user_version={VERSION}"))
+        except DatabaseError as e:
+            raise ConfigError(f"The store cannot be read: {brief(e.orig or e)}", where=str(path)) from e
+
+    def put(self, key: str, name: str, study: str, outcome: dict[str, Any] | None, error: str | None = None) -> None:
+        """File an outcome, or why there is none, in place of an earlier one.
+
+        Raises:
+            ConfigError: the disk refuses.
+        """
+        row = {
+            "key": key,
+            "name": name,
+            "study": study,
+            "status": "failed" if outcome is None else "done",
+            "ended": time.time(),
+            "tries": 1,
+            "outcome": outcome,
+            "error": error,
+        }
+        again = {k: v for k, v in row.items() if k not in ("key", "tries")} | {"tries": RUNS.c.tries + 1}
+        try:
+            with self.engine.begin() as db:
+                db.execute(insert(RUNS).values(row).on_conflict_do_update(index_elements=["key"], set_=again))
+        except DatabaseError as e:
+            hint = "free disk space, and run it again: it goes on where it was"
+            raise ConfigError(
+                f"The store cannot be written: {brief(e.orig or e)}", where=str(self.path), hint=hint
+            ) from e
+
+    def rows(self, study: str | None = None) -> list[dict[str, Any]]:
+        """Every run, by name: its columns, `outcome` as data."""
+        asked = select(RUNS).order_by(RUNS.c.name, RUNS.c.key)
+        with self.engine.connect() as db:
+            found = db.execute(asked if study is None else asked.where(RUNS.c.study == study))
+            return [dict(r) for r in found.mappings()]
+
+    def done(self, keys: Iterable[str]) -> set[str]:
+        """Those of these experiments that have an outcome."""
+        with self.engine.connect() as db:
+            return set(db.execute(select(RUNS.c.key).where(RUNS.c.status == "done")).scalars()) & set(keys)

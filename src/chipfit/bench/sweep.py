@@ -1,0 +1,113 @@
+"""Many experiments at once: each in a process of its own, on this machine or on a cluster of Ray's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from chipfit.bench.config import Config
+from chipfit.bench.store import Store
+from chipfit.errors import RuntimeUnavailable
+
+Told = Callable[[str, str], None]  #: an experiment's folder, and what happened to it
+#: exit status of `chipfit bench run` where another process is at the same experiment
+BUSY = 75  # EX_TEMPFAIL of sysexits.h
+_LAST = 2000  #: characters of what a failed process printed that are kept
+
+
+def attempt(config: str, home: str, early: bool) -> tuple[int, str]:
+    """Run an experiment in a process of its own; its exit status, and the end of what it printed."""
+    command = [sys.executable, "-m", "chipfit.cli", "bench", "run", config, "--home", home]
+    command += ["--stop-early"] if early else []
+    environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    return done.returncode, (done.stdout + done.stderr)[-_LAST:]
+
+
+def sweep(
+    wanted: Mapping[str, Config],
+    matrix: Path,
+    home: Path,
+    *,
+    workers: int = 1,
+    ray: str | None = None,
+    cpus: float = 1,
+    gpus: float = 0,
+    memory: int | None = None,
+    retries: int = 2,
+    stop_early: bool = False,
+    told: Told = lambda name, what: None,
+) -> list[str]:
+    """Run what has no outcome yet; returns the folders of experiments that failed.
+
+    A second call goes on where the first ended, however it did: each experiment has its own checkpoint, and its outcome
+    is filed before it counts as done.
+
+    Args:
+        wanted: folder below the matrix -> configuration.
+        ray: None: this machine without Ray; "local": Ray here; else the address of a cluster, whose machines share
+            `home` and the matrix.
+        cpus, gpus, memory: of one experiment, on Ray; memory in bytes.
+        retries: of an experiment whose process fails.
+    """
+    store = Store(home / "runs.sqlite")
+    done = store.done(c.key for c in wanted.values())
+    left = {name: 1 + retries for name, c in wanted.items() if c.key not in done}
+    for name in wanted.keys() - left.keys():
+        told(name, "done before")
+    failed: list[str] = []
+    with _places(workers, ray, cpus, gpus, memory) as start:
+        running: dict[Future[tuple[int, str]], str] = {}
+        queue = list(left)
+        while queue or running:
+            while queue and (ray is not None or len(running) < workers):
+                name = queue.pop(0)
+                told(name, "runs")
+                config = str((matrix.parent / name / "config.yaml").resolve())
+                running[start(config, str(home.resolve()), stop_early)] = name
+            for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                name = running.pop(ended)
+                error = ended.exception()
+                status, text = (1, str(error)) if error is not None else ended.result()
+                left[name] -= 1
+                if status == 0:
+                    told(name, "done")
+                elif status == BUSY:
+                    told(name, "another process is at it")
+                elif left[name]:
+                    told(name, "failed: tries again")
+                    queue.append(name)
+                else:
+                    c = wanted[name]
+                    store.put(c.key, c.name, c.study, None, text)
+                    told(name, "failed")
+                    failed.append(name)
+    return failed
+
+
+@contextmanager
+def _places(
+    workers: int, ray: str | None, cpus: float, gpus: float, memory: int | None
+) -> Iterator[Callable[..., Future[Any]]]:
+    """What starts `attempt` somewhere."""
+    if ray is None:
+        with ThreadPoolExecutor(workers) as pool:
+            yield lambda *given: pool.submit(attempt, *given)
+        return
+    try:
+        import ray as cluster
+    except ImportError as e:
+        raise RuntimeUnavailable("A sweep on Ray needs ray", hint="pip install 'chipfit[bench]'") from e
+    own = {"num_cpus": workers} if ray == "local" else {"address": ray}
+    cluster.init(**own, include_dashboard=False, log_to_driver=False, logging_level="warning")
+    try:
+        place = cluster.remote(num_cpus=cpus, num_gpus=gpus, memory=memory, max_retries=-1)(attempt)
+        yield lambda *given: place.remote(*given).future()
+    finally:
+        cluster.shutdown()

@@ -1,0 +1,210 @@
+"""Training by a configuration: the same steps for every experiment, alone or under torchrun, gone on with after a crash."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from chipfit.bench import checkpoint
+from chipfit.bench.config import Config, Rates
+from chipfit.bench.data import Reader, Sets
+from chipfit.errors import ConfigError, TrainingError
+from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
+
+Said = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Here:
+    """This process among those that train together, and where it computes."""
+
+    rank: int = 0
+    world: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+
+@contextmanager
+def processes() -> Iterator[Here]:
+    """The processes that torchrun has started, joined; alone where it has not."""
+    gpus = torch.cuda.device_count()
+    if not dist.is_torchelastic_launched():
+        yield Here(device=torch.device("cuda" if gpus else "cpu"))
+        return
+    dist.init_process_group("nccl" if gpus else "gloo")
+    try:
+        rank = dist.get_rank()
+        yield Here(rank, dist.get_world_size(), torch.device("cuda", rank % gpus) if gpus else torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
+def rate(step: int, rates: Rates) -> float:
+    """The learning rate of a step, from 0.
+
+    >>> rates = Rates(base_lr=1.0, warmup_lr=0.5, warmup_steps=2, max_iter=4)
+    >>> [round(rate(k, rates), 6) for k in range(4)]
+    [0.5, 0.75, 1.0, 0.5]
+    """
+    if step < rates.warmup_steps:
+        return rates.warmup_lr + (rates.base_lr - rates.warmup_lr) * step / rates.warmup_steps
+    done = (step - rates.warmup_steps) / (rates.max_iter - rates.warmup_steps)
+    return rates.min_lr + (rates.base_lr - rates.min_lr) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+def top1(model: Callable[[Tensor], Tensor], reader: Reader, here: Here) -> float:
+    """Share of the images of all processes whose class has the greatest logit [%]."""
+    right = total = 0
+    for x, y in reader.batches(0, shuffled=False):
+        with torch.no_grad():
+            right += int((model(x.to(here.device)).argmax(1).cpu() == y).sum())
+        total += len(y)
+    both = torch.tensor([right, total], dtype=torch.float64, device=here.device)
+    if here.world > 1:
+        dist.all_reduce(both)
+    return 100 * float(both[0] / both[1])
+
+
+@dataclass
+class Curves:
+    """What training went through, by step."""
+
+    loss: list[tuple[int, float]] = field(default_factory=list)
+    top1: list[tuple[int, float]] = field(default_factory=list)
+
+
+def train(
+    model: nn.Module,
+    config: Config,
+    sets: Sets,
+    here: Here,
+    folder: Path,
+    said: Said = print,
+    hopeless: Callable[[Curves], bool] = lambda curves: False,
+) -> tuple[nn.Module, Curves]:
+    """Train a model; returns it, or the average of what trained where the configuration asks for that, and the curves.
+
+    Goes on from the checkpoint in `folder`, to the same numbers as without the interruption on a CPU.
+
+    Args:
+        hopeless: whether to stop early, asked at every test.
+
+    Raises:
+        TrainingError: the loss is no number.
+        DataError: the data have no batch for every process, or cannot be read.
+        ConfigError: a checkpoint of something else, or statistics of all processes where they cannot be had.
+    """
+    assert config.lr_scheduler is not None  # for the type checker: a configuration that trains has it
+    rates, often = config.lr_scheduler.kwargs, config.dist.accumulate
+    readers = [Reader(s, config.data, config.seed, here.rank, here.world) for s in (sets.train, sets.test)]
+    in_epoch = readers[0].steps() // often
+    if not in_epoch:
+        got, need = len(sets.train), config.data.batch_size * here.world * often
+        raise ConfigError("The training images do not fill one step", got=got, allowed=f"at least {need}")
+    model.to(here.device).train()
+    if config.dist.sync:
+        model = _synced(model, here)
+    optimizer = _optimizer(model, config)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.ema.kwargs.decay), use_buffers=True)
+    result: nn.Module = average.module if config.ema.enable else model
+    modules: dict[str, nn.Module] = {"model": model, **({"average": average} if config.ema.enable else {})}
+    runs: Any = nn.parallel.DistributedDataParallel(model) if here.world > 1 else model
+    curves, step, place = Curves(), 0, folder / "checkpoint.safetensors"
+    if place.exists():
+        told = checkpoint.read(place, modules, optimizer)
+        step, curves = told["step"], Curves(*(list(map(tuple, told[k])) for k in ("loss", "top1")))
+        said(f"goes on at step {step}")
+    batches: Iterator[Any] = iter(())
+    while step < rates.max_iter:
+        if config.freeze_step is not None and step >= config.freeze_step:
+            _freeze(model)
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step, rates)
+        optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for _ in range(often):
+            got = next(batches, None)
+            if got is None:
+                epoch, done = divmod(step, in_epoch)
+                batches = readers[0].batches(epoch, shuffled=True, first=done * often)
+                got = next(batches)
+            loss = _loss(runs, got, config, here) / often
+            loss.backward()
+            total += float(loss.detach())
+        if not math.isfinite(total):
+            hint = "lower lr_scheduler.kwargs.base_lr, or warm up for longer"
+            raise TrainingError(f"The loss is {total}", where=f"step {step}", hint=hint)
+        optimizer.step()
+        if config.ema.enable:
+            average.update_parameters(model)
+        step += 1
+        if (step % in_epoch) == 0:
+            batches = iter(())
+        if step % config.saver.print_freq == 0 or step == rates.max_iter:
+            curves.loss.append((step, total))
+            said(f"step {step} of {rates.max_iter}: loss {total:.4f}")
+        if step % config.saver.val_freq == 0 or step == rates.max_iter:
+            curves.top1.append((step, top1(result.eval(), readers[1], here)))
+            model.train()
+            said(f"step {step}: top-1 {curves.top1[-1][1]:.2f} %")
+            if here.leads:
+                checkpoint.write(place, modules, optimizer, {"step": step, **vars(curves)})
+                if config.saver.save_many:
+                    checkpoint.write(folder / f"step-{step}.safetensors", modules, optimizer, {"step": step})
+            if hopeless(curves):
+                said("stopped: it is behind the others")
+                break
+    return result.eval(), curves
+
+
+def _loss(runs: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor], config: Config, here: Here) -> Tensor:
+    x, y = (t.to(here.device) for t in batch)
+    with torch.autocast(here.device.type, torch.bfloat16, enabled=config.dist.amp):
+        out = runs(x)
+    return F.cross_entropy(out.float(), y, label_smoothing=config.label_smooth)
+
+
+def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """torch's own; its first parameter group is of what decays."""
+    make: Any = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[config.optimizer.type]
+    trains = [p for p in model.parameters() if p.requires_grad]
+    alone = [p for p in trains if config.optimizer.no_wd and p.dim() <= 1]
+    rest = [p for p in trains if not any(p is a for a in alone)]
+    groups = [{"params": rest}, *([{"params": alone, "weight_decay": 0.0}] if alone else [])]
+    try:
+        made: torch.optim.Optimizer = make(groups, lr=0.0, **config.optimizer.kwargs)
+    except (TypeError, ValueError) as e:
+        raise ConfigError(f"The optimizer refuses its options: {e}", where="optimizer.kwargs") from e
+    return made
+
+
+def _freeze(model: nn.Module) -> None:
+    """Statistics of batch norms stay from now on."""
+    for m in model.modules():
+        if isinstance(m, FoldedBatchNorm) and m.strategy > 1:
+            m.strategy = 1
+        elif isinstance(m, _BatchNorm):
+            m.eval()
+
+
+def _synced(model: nn.Module, here: Here) -> nn.Module:
+    """Statistics of batch norms are those of all processes."""
+    folded = [m for m in model.modules() if isinstance(m, FoldedBatchNorm) and m.bn is not None]
+    if folded or (here.world > 1 and here.device.type == "cpu"):
+        got = "batch norms that fold" if folded else "processors without GPU"
+        raise ConfigError("dist.sync is not supported here", got=got, hint="dist: {sync: false}")
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if here.world > 1 else model

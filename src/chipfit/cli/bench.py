@@ -1,0 +1,194 @@
+"""`chipfit bench`: experiments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+if TYPE_CHECKING:
+    from chipfit.bench.train import Curves
+
+bench = typer.Typer(help="Experiments: algorithms x hardware x models, from files.", no_args_is_help=True)
+
+Home = Annotated[Path, Option("--home", help="folder of results, float networks and checkpoints")]
+HOME = Path("bench_runs")
+Matrix = Annotated[Path, Argument(help="a matrix file")]
+StudyName = Annotated[str | None, Option("--study", help="one study of the matrix; all when omitted")]
+OfStudy = Annotated[str | None, Option("--study", help="only the runs of this study")]
+
+
+@bench.command()
+def run(
+    config: Annotated[Path, Argument(help="an experiment, as YAML")],
+    home: Home = HOME,
+    again: Annotated[bool, Option("--again", help="also where the store has its outcome")] = False,
+    stop_early: Annotated[bool, Option("--stop-early", help="where it is behind the median of its study")] = False,
+) -> None:
+    """Run one experiment; goes on where an earlier call was interrupted. Status 75 while another process is at it."""
+    from chipfit.bench import config as configs
+    from chipfit.bench.run import Busy
+    from chipfit.bench.run import run as run_one
+    from chipfit.bench.store import Store
+    from chipfit.bench.sweep import BUSY
+
+    asked = configs.load(config)
+    store = Store(home / "runs.sqlite")
+    if not again and store.done([asked.key]):
+        typer.echo(f"{asked.name}: done before; --again runs it once more")
+        return
+    behind = _behind(store, asked) if stop_early else None
+    try:
+        outcome = run_one(asked, home, typer.echo, behind)
+    except Busy as e:
+        typer.echo(str(e), err=True)
+        raise typer.Exit(BUSY) from None
+    if outcome is not None:
+        store.put(asked.key, asked.name, asked.study, outcome.record)
+        for d in outcome.deployed:
+            found = f"{d.top1:.2f} %, {d.differing} of {d.integers} integers differ" if d.top1 is not None else d.why
+            typer.echo(f"deployed on {d.platform}: {found}")
+        typer.echo(f"{asked.name}: {outcome.top1:.2f} %, float {outcome.float_top1:.2f} %")
+
+
+def _behind(store: Any, asked: Any) -> Any:
+    """Whether a run's last test is below the median of those that the other runs of its study had at that step.
+
+    Source: Golovin et al. 2017, Google Vizier, section 3.2.2.
+    """
+    from statistics import median
+
+    others = [dict(map(tuple, r["outcome"]["curves"]["top1"])) for r in store.rows(asked.study) if r["outcome"]]
+
+    def hopeless(curves: Curves) -> bool:
+        step, reached = curves.top1[-1]
+        there = [o[step] for o in others if step in o]
+        return len(there) >= 3 and reached < median(there)
+
+    return hopeless
+
+
+@bench.command()
+def generate(matrix: Matrix, study: StudyName = None) -> None:
+    """Write the files of every experiment of a matrix."""
+    from chipfit.bench.matrix import generate as write
+
+    typer.echo(f"{len(write(matrix, study)) // 2} experiments below {matrix.parent}")
+
+
+@bench.command()
+def sweep(
+    matrix: Matrix,
+    study: StudyName = None,
+    home: Home = HOME,
+    workers: Annotated[int, Option("--workers", min=1, help="experiments at once, on this machine")] = 1,
+    ray: Annotated[str | None, Option("--ray", help='"local", or the address of a cluster; without it, no Ray')] = None,
+    cpus: Annotated[float, Option("--cpus", min=0, help="of one experiment, on Ray")] = 1,
+    gpus: Annotated[float, Option("--gpus", min=0, help="of one experiment, on Ray")] = 0,
+    memory: Annotated[int | None, Option("--memory", min=1, help="of one experiment, on Ray [byte]")] = None,
+    retries: Annotated[int, Option("--retries", min=0, help="of an experiment that fails")] = 2,
+    stop_early: Annotated[bool, Option("--stop-early", help="experiments behind the median of their study")] = False,
+) -> None:
+    """Run every experiment of a matrix that has no outcome yet. Status 1 where one failed."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.table import Table
+
+    from chipfit.bench.matrix import configs
+    from chipfit.bench.sweep import sweep as run_all
+
+    wanted, states = configs(matrix, study), dict[str, str]()
+    console = Console()
+
+    def shown() -> Table:
+        table = Table("experiment", "", show_edge=False)
+        ended = sum(s in ("done", "done before", "failed") for s in states.values())
+        for name in [n for n, s in states.items() if s not in ("done", "done before")][-20:]:
+            table.add_row(name, states[name])
+        table.caption = f"{ended} of {len(wanted)} ended"
+        return table
+
+    with Live(shown(), console=console, auto_refresh=False, transient=True) as live:
+
+        def told(name: str, what: str) -> None:
+            states[name] = what
+            live.update(shown(), refresh=True)
+            if not console.is_terminal:
+                typer.echo(f"{name}: {what}")
+
+        resources = {"cpus": cpus, "gpus": gpus, "memory": memory, "retries": retries, "stop_early": stop_early}
+        failed = run_all(wanted, matrix, home, workers=workers, ray=ray, told=told, **resources)  # type: ignore[arg-type]
+    typer.echo(f"{len(wanted) - len(failed)} of {len(wanted)} experiments have an outcome in {home / 'runs.sqlite'}")
+    raise typer.Exit(int(bool(failed)))
+
+
+def _runs(home: Path, study: str | None = None) -> list[dict[str, Any]]:
+    from chipfit.bench.store import Store
+    from chipfit.errors import ConfigError
+
+    file = home / "runs.sqlite"
+    if not file.is_file():
+        raise ConfigError("There are no runs", where=str(file), hint="chipfit bench run, or --home FOLDER")
+    return Store(file).rows(study)
+
+
+@bench.command()
+def table(home: Home = HOME, study: OfStudy = None) -> None:
+    """Every run, best first."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from chipfit.bench.board import COLUMNS, row, text
+
+    rows = sorted((row(r) for r in _runs(home, study)), key=lambda r: (r["below"] is None, r["below"]))
+    shown = [c for c in COLUMNS if c != "name" and any(r[c] not in (None, "") for r in rows)]
+    out = Table("experiment", *(COLUMNS[c] for c in shown), show_edge=False)
+    for r in rows:
+        out.add_row(r["name"], *(text(r[c]) for c in shown))
+    Console().print(out)
+
+
+@bench.command()
+def compare(
+    one: Annotated[str, Argument(help="name, or the beginning of a key")],
+    other: Annotated[str, Argument(help="name, or the beginning of a key")],
+    home: Home = HOME,
+) -> None:
+    """Where two runs part: settings, versions, results."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from chipfit.bench.board import differences, find
+
+    runs = _runs(home)
+    a, b = find(runs, one), find(runs, other)
+    out = Table("", f"{a['name']} {a['key'][:6]}", f"{b['name']} {b['key'][:6]}", show_edge=False)
+    for line in differences(a, b):
+        out.add_row(*line)
+    Console().print(out)
+
+
+@bench.command()
+def plot(
+    path: Annotated[Path, Argument(help=".png, .svg or .pdf")] = Path("bench.png"),
+    home: Home = HOME,
+    study: OfStudy = None,
+) -> None:
+    """Draw accuracy over steps, and against the size of the weights."""
+    from chipfit.bench.board import plot as draw
+
+    typer.echo(f"plot  {draw(_runs(home, study), path)}")
+
+
+@bench.command()
+def board(
+    path: Annotated[Path, Argument(help=".html, .csv, .md, or .json")] = Path("leaderboard.html"),
+    home: Home = HOME,
+    study: OfStudy = None,
+) -> None:
+    """Write the leaderboard: one page, a table, or data."""
+    from chipfit.bench.board import write
+
+    typer.echo(f"board  {write(_runs(home, study), path)}")
