@@ -6,7 +6,7 @@ BIN := .venv/bin
 QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 WORKERS ?= 2
 
-.PHONY: help setup demo test test-all check format docs bench bench-accuracy bench-qat bench-algorithms snapshots fuzz random
+.PHONY: help setup demo test test-all check format docs bench bench-accuracy bench-qat bench-algorithms bench-small snapshots fuzz random
 .PHONY: mutants kills clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,7 +19,7 @@ setup: .venv/.ready ## make .venv and install chipfit with every tool it is deve
 	touch $@
 
 .venv/.ready: .venv/.torch pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[onnx,openvino,litert,keras,backends,images,dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[onnx,openvino,litert,keras,backends,images,bench,dev]"
 	touch $@
 
 demo: setup ## quantize a small network, export it, verify every integer, write a report to demo_out/
@@ -42,6 +42,10 @@ test-all: check ## the same, with the slow tests: model zoo, many random network
 
 docs: setup ## write the generated pages again: support table, JSON Schema of platform files
 	$(BIN)/python docs/generate.py
+
+bench-small: setup ## a tenth of the small matrix of experiments, on procedural images, with its leaderboard
+	$(QUIET) $(BIN)/chipfit bench sweep qbench_zoo/matrix.yaml --study small_ranges --workers $(WORKERS)
+	$(BIN)/chipfit bench board leaderboard.html
 
 snapshots: setup ## write anew what the tests compare results with: for a change of results that was meant
 	$(QUIET) $(BIN)/python -m tests.snapshots.test_snapshots

@@ -17,9 +17,9 @@ from torch import nn
 
 from chipfit import files
 from chipfit.cli.inputs import load_data, load_model
-from chipfit.cli.named import load_target
 from chipfit.engine.trees import read_tree
 from chipfit.errors import CaptureError, ChipfitError, DataError, GraphError, PlatformError
+from chipfit.facade.named import load_target
 from chipfit.frameworks.torch.archive import load as load_program
 from chipfit.frameworks.torch.capture import capture
 from chipfit.pipeline import load, quantize

@@ -76,4 +76,4 @@ def test_a_shell_line_names_a_command_that_exists(page, line):
     elif words[0] == "python":
         assert (ROOT / words[1]).is_file(), f"{page}: no such script"
     else:
-        assert words[0] in {"pip", "git", "cd", "export"}, f"{page}: what is {words[0]}?"
+        assert words[0] in {"pip", "git", "cd", "export", "sh"}, f"{page}: what is {words[0]}?"

@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +105,15 @@ def experiments(matrix: Matrix, study: str | None = None) -> Iterator[Experiment
             data: dict[str, Any] = asked.config
             for axis, choice in chosen.items():
                 data = merged(data, matrix.axes[axis][choice])
-            folder = re.sub(r"\{(\w+)\}", lambda m, c=chosen: c.get(m[1], m[0]), asked.folder)
+            folder = re.sub(r"\{(\w+)\}", partial(_choice, chosen), asked.folder)
             if folder in seen:
                 raise ConfigError(f"Two experiments have one folder: '{folder}'", got=f"studies {seen[folder]}, {name}")
             seen[folder] = name
             yield Experiment(name, folder, {**data, "study": name})
+
+
+def _choice(chosen: dict[str, str], axis: re.Match[str]) -> str:
+    return chosen.get(axis[1], axis[0])
 
 
 def files(path: Path, study: str | None = None) -> dict[Path, str]:

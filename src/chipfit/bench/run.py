@@ -164,8 +164,8 @@ def _run(
         model = prepared(config, network, sets)
         model, out.curves = train(model, config, sets, here, folder, said, hopeless or (lambda curves: False))
         out.top1 = top1(model, tests, here)
-        layers = [m for m in model.modules() if isinstance(m, FoldedBatchNorm)]
-        out.size = sum(m.layer.weight.numel() * int(m.weight_quantizer.bitwidth) // 8 for m in layers)
+        layers: list[Any] = [m for m in model.modules() if isinstance(m, FoldedBatchNorm)]
+        out.size = sum(m.layer.weight.numel() * m.weight_quantizer.bitwidth // 8 for m in layers)
         if here.leads:
             out.deployed = list(_deployments(config, model.cpu(), sets, tests, here))
     said(f"quantized: top-1 {out.top1:.2f} %")

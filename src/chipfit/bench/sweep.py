@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -105,9 +106,10 @@ def _places(
     except ImportError as e:
         raise RuntimeUnavailable("A sweep on Ray needs ray", hint="pip install 'chipfit[bench]'") from e
     own = {"num_cpus": workers} if ray == "local" else {"address": ray}
-    cluster.init(**own, include_dashboard=False, log_to_driver=False, logging_level="warning")
+    cluster.init(**own, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
     try:
-        place = cluster.remote(num_cpus=cpus, num_gpus=gpus, memory=memory, max_retries=-1)(attempt)
+        wants: dict[str, Any] = {"num_cpus": cpus, "num_gpus": gpus, **({"memory": memory} if memory else {})}
+        place = cluster.remote(**wants, max_retries=-1)(attempt)
         yield lambda *given: place.remote(*given).future()
     finally:
         cluster.shutdown()

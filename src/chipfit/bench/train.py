@@ -1,4 +1,4 @@
-"""Training by a configuration: the same steps for every experiment, alone or under torchrun, gone on with after a crash."""
+"""Training by a configuration: the same steps for every experiment, alone or under torchrun, resumed after a crash."""
 
 from __future__ import annotations
 
@@ -137,12 +137,12 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for _ in range(often):
-            got = next(batches, None)
-            if got is None:
+            batch = next(batches, None)
+            if batch is None:
                 epoch, done = divmod(step, in_epoch)
                 batches = readers[0].batches(epoch, shuffled=True, first=done * often)
-                got = next(batches)
-            loss = _loss(runs, got, config, here) / often
+                batch = next(batches)
+            loss = _loss(runs, batch, config, here) / often
             loss.backward()
             total += float(loss.detach())
         if not math.isfinite(total):

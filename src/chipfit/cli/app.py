@@ -177,8 +177,8 @@ def quantize(
 ) -> None:
     """Quantize a model for a platform; write its file, its plan and a report. Exit code 1 when the runtime departs."""
     from chipfit.cli.inputs import load_data, load_model, parse_bits, parse_limits
-    from chipfit.cli.named import load_target
     from chipfit.errors import Interrupted
+    from chipfit.facade.named import load_target
     from chipfit.frameworks import framework_of
 
     target = load_target(platform)
@@ -217,7 +217,7 @@ def train(
 ) -> None:
     """Train a quantized model on labelled data, or with a loop of your own; write what `quantize` writes."""
     from chipfit.cli.inputs import load_data, load_model, parse_bits
-    from chipfit.cli.named import load_target
+    from chipfit.facade.named import load_target
     from chipfit.cli.train import by_labels, by_loop, method_of
     from chipfit.frameworks import framework_of
     from chipfit.plan.training import Training
@@ -310,7 +310,7 @@ def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: W
     from rich.table import Table
 
     from chipfit.cli.inputs import example_of, load_model
-    from chipfit.cli.named import load_target
+    from chipfit.facade.named import load_target
     from chipfit.platform.modelled import not_modelled
     from chipfit.report.terminal import RUNS
 
@@ -384,7 +384,7 @@ def platforms_show(name: Annotated[str, Argument(help="built-in name, YAML or JS
     """Every fact about a platform, with its source and confidence."""
     from rich.console import Console
 
-    from chipfit.cli.named import load_target
+    from chipfit.facade.named import load_target
     from chipfit.platform.show import show
 
     Console().print(show(load_target(name)))
@@ -396,7 +396,7 @@ def platforms_export(
     file: Annotated[Path, Argument(help="to write: .yaml for a platform file, .json for modelled capabilities")],
 ) -> None:
     """Turn a chip described in Python into a platform file, or a platform file into capabilities to edit in Python."""
-    from chipfit.cli.named import load_target
+    from chipfit.facade.named import load_target
     from chipfit.platform.save import export_platform
 
     typer.echo(f"{export_platform(load_target(platform), file)} written")

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from chipfit.cli.named import made, named, named_or_made
 from chipfit.errors import CaptureError, ConfigError, DataError, PlanError, brief
+from chipfit.facade.named import made, named, named_or_made
 from chipfit.files import DAMAGED, existing, reading
 from chipfit.frameworks import framework_of, load_keras, load_torch
 from chipfit.search.limits import Limits

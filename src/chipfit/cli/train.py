@@ -9,8 +9,8 @@ import torch
 
 from chipfit.calibration.data import split_label
 from chipfit.calibration.progress import Progress
-from chipfit.cli.named import made, named
 from chipfit.errors import ConfigError, DataError, TrainingError
+from chipfit.facade.named import made, named
 from chipfit.frameworks import fit
 from chipfit.pipeline import Result
 

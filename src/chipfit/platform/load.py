@@ -113,7 +113,7 @@ def _read(text: Any, file: str, below: tuple[str, ...] = ()) -> Platform:
     one, rest = errors[0], len(errors) - 1
     more = f"`chipfit platforms check {file}` lists {rest} more" if rest else ""
     first = PlatformError(one.what, where=one.where, got=one.got, allowed=one.allowed, hint=more)
-    first.all = errors
+    first.all = errors  # type: ignore[assignment]  # of the kind that the source was opened with
     raise first
 
 

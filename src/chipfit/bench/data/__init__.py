@@ -3,8 +3,8 @@
 @register("data", "mine")
 def mine(config: chipfit.bench.config.Data) -> Sets: ...
 
-Whatever is random about an image is drawn from the experiment's seed, the pass and the image's number, so that it is the
-same however many processes read, and after an interruption.
+Whatever is random about an image is drawn from the experiment's seed, the pass and the image's number, so that it is
+the same however many processes read, and after an interruption.
 """
 
 from __future__ import annotations

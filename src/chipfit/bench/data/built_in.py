@@ -18,7 +18,7 @@ def procedural(config: Data) -> Sets:
 
 @register("data", "digits")
 def digits(config: Data) -> Sets:
-    """scikit-learn's 1,797 digits of 8 pixels in 10 classes, in gray, as [N, 3, 8, 8] in 0..1; every fourth is for tests."""
+    """scikit-learn's 1,797 digits in gray, as [N, 3, 8, 8] in 0..1, of 10 classes; every fourth is for tests."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as e:

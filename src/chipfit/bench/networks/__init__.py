@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from chipfit.bench.config import Model
-from chipfit.cli.named import named
 from chipfit.errors import ConfigError, brief, theirs
+from chipfit.facade.named import named
 from chipfit.registry import lookup
 
 

@@ -1,7 +1,7 @@
 """Networks of inverted residuals: MobileNetV2 (Sandler et al. 2018, arXiv:1801.04381), EfficientNet-Lite0.
 
-EfficientNet-Lite0 is EfficientNet-B0 (Tan and Le 2019, arXiv:1905.11946, table 1) without squeeze-and-excitation and with
-ReLU6, as its authors released it for chips. Parameters are named as torchvision names MobileNetV2's.
+EfficientNet-Lite0 is EfficientNet-B0 (Tan and Le 2019, arXiv:1905.11946, table 1) without squeeze-and-excitation and
+with ReLU6, as its authors released it for chips. Parameters are named as torchvision names MobileNetV2's.
 """
 
 from collections.abc import Sequence

@@ -9,7 +9,7 @@ from chipfit.registry import register
 class Block(nn.Module):
     """Convolutions with batch norms, and a shortcut around them; fig. 2 (basic), fig. 5 (bottleneck).
 
-    The bottleneck has its stride at the 3x3 convolution, as all weights that one finds have it; the paper has it before.
+    The bottleneck has its stride at the 3x3 convolution, as published weights have it; the paper has it before.
     """
 
     def __init__(self, c_in: int, width: int, stride: int, bottleneck: bool) -> None:

@@ -4,7 +4,6 @@
 class Mine(QuantizeBase): ...
 """
 
-import importlib
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from chipfit.errors import ConfigError, DataError, UnknownNameError, UnsupportedError
+from chipfit.facade.named import named
 from chipfit.facade.quantize_fx.observers import ObserverBase, observer_of, reduced, to_pot
 from chipfit.frameworks.torch.modules import FakeQuantizer
 from chipfit.plan.training import algorithm_of
@@ -206,11 +206,7 @@ def quantizer_of(name: Any, allow_code: bool = False) -> Callable[..., QuantizeB
         if not allow_code:
             hint = "pass allow_code=True if you trust it"
             raise ConfigError("A method in a module runs that module's code", got=name, hint=hint)
-        module, _, attribute = name.partition(":")
-        try:
-            name = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as e:
-            raise ConfigError(f"There is no such method: {e}", got=name, allowed="module:Class") from e
+        name = named(name, "method", ConfigError)
     if isinstance(name, type) and issubclass(name, QuantizeBase):
         return name
     if isinstance(name, Algorithm):

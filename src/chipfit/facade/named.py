@@ -1,4 +1,4 @@
-"""What the command line names in Python, as module:name; loads no framework by itself."""
+"""What users name in Python, as module:name; loads no framework by itself."""
 
 import importlib
 import re

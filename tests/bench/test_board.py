@@ -1,0 +1,101 @@
+"""The leaderboard: its numbers, its files, its page in a browser."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from chipfit.bench.board import as_csv, as_markdown, differences, page, plot, row, write
+from chipfit.errors import ConfigError
+
+
+def runs(count=6):
+    """Runs whose k-th is k points below float, at 4 or 8 bits; the last one failed."""
+    out = []
+    for k in range(count - 1):
+        config = {
+            "model": {"type": "resnet20"},
+            "qparams": {"w_method": "dorefa", "a_method": "pact", "bit": 4 if k % 2 else 8},
+            "ptq": None,
+            "seed": k,
+            "unified": k != 1,
+        }
+        deployed = [
+            {"platform": "ort_cpu", "top1": 79.0 - k, "differing": 0, "integers": 9, "why": ""},
+            {"platform": "imx500", "top1": None, "differing": 0, "integers": 0, "why": "wants powers of two"},
+        ]
+        told = {"config": config, "setting": "snpe", "float_top1": 80.0, "top1": 80.0 - k, "deployed": deployed}
+        told |= {"seconds": 1.5, "size": 1000 * (9 - k), "curves": {"loss": [], "top1": [[1, 50.0], [2, 80.0 - k]]}}
+        out.append(
+            {"key": f"{k:016x}", "name": f"run{k}", "study": "s", "status": "done", "outcome": told, "error": None}
+        )
+    lost = {"key": "f" * 16, "name": "lost", "study": "s", "status": "failed", "outcome": None}
+    return [*out, {**lost, "error": "</script><b>no memory"}]
+
+
+def test_a_row_has_the_best_deployment_and_says_what_is_not_unified():
+    found = row(runs()[1])
+    assert (found["method"], found["bit"], found["below"], found["deployed"]) == ("dorefa / pact", 4, 1.0, 78.0)
+    assert (found["unified"], row(runs()[0])["unified"]) == ("not unified", "")
+    assert row(runs()[-1])["status"] == "failed" and row(runs()[-1])["top1"] is None
+
+
+def test_tables_for_other_tools_have_a_line_for_each_run(tmp_path):
+    rows = [row(r) for r in runs()]
+    assert len(
+        as_csv(rows).splitlines()
+    ) == 7 and "run1,s,resnet20,dorefa / pact,4,snpe,80.0,79.0,1.0,78.0,0" in as_csv(rows)
+    assert "| run1 | s | resnet20 | dorefa / pact | 4 | snpe | 80.00 | 79.00 | 1.00 | 78.00 | 0 |" in as_markdown(rows)
+    with pytest.raises(ConfigError, match=r"\.html, \.csv"):
+        write(runs(), tmp_path / "board.txt")
+
+
+def test_two_runs_differ_where_they_do():
+    one, other = runs()[:2]
+    assert {k for k, *_ in differences(one, other)} == {
+        "config.qparams.bit", "config.seed", "config.unified", "deployed", "size", "top1"
+    }  # fmt: skip
+    assert differences(one, one) == []
+
+
+def test_curves_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert plot(runs(), tmp_path / "b.svg").read_text().startswith("<?xml")
+    with pytest.raises(ConfigError, match="drawing cannot be written"):
+        plot(runs(), tmp_path / "b.doc")
+
+
+@pytest.mark.chromium
+def test_the_page_filters_sorts_and_shows_a_run_in_a_browser(tmp_path):
+    browser = shutil.which("chromium")
+    if browser is None:
+        pytest.skip("no chromium is installed")
+
+    def text(do: str) -> str:
+        """What stands in the page after a script."""
+        (tmp_path / "b.html").write_text(page(runs()).replace("</body>", f"<script>{do}</script></body>").replace(
+            "script-src 'unsafe-inline'", "script-src 'unsafe-inline'"))  # fmt: skip
+        flags = (
+            "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --dump-dom".split()
+        )
+        command = [browser, *flags, f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "b.html").as_uri()]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    def names(dom: str) -> list[str]:
+        return re.findall(r'<td><a href="#[0-9a-f]+">(\w+)</a>', dom)
+
+    dom = text("")
+    assert 'data-ready="6"' in dom and names(dom) == ["run0", "run1", "run2", "run3", "run4", "lost"]
+    assert dom.count('class="front"') == 5 and "<b>no memory" not in dom
+    four = "const s = document.getElementById('filter-bit'); s.value = '4'; s.onchange();"
+    assert names(text(four)) == ["run1", "run3"]
+    back = "document.querySelector('th[data-key=top1] button').click();"
+    assert names(text(back))[:2] == ["run4", "run3"]
+    assert "wants powers of two" in text("location.hash = '#' + '0'.repeat(16); window.onhashchange();")
+
+
+def test_what_runs_say_cannot_leave_the_data_of_the_page():
+    data = re.search(r'id="data">(.*?)</script>', page(runs()), re.DOTALL)[1]
+    assert json.loads(data)["runs"][-1]["error"] == "</script><b>no memory"

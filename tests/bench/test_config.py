@@ -1,0 +1,106 @@
+"""Experiments as files: what they say, and what is refused."""
+
+import pytest
+import yaml
+
+from chipfit.bench.config import Config, load, of
+from chipfit.errors import ConfigError
+from tests.bench.tiny import config
+
+#: what document 004 has its readers write
+FRAGMENT = """
+qparams:
+    w_method: lsq
+    a_method: lsq
+    bit: 4
+
+backend: academic
+bnfold: 4
+"""
+
+
+@pytest.fixture
+def base(tmp_path):
+    shared = {k: v for k, v in config().items() if k not in ("qparams", "backend", "bnfold")}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(shared))
+    return tmp_path
+
+
+def test_the_documents_fragment_is_an_experiment_over_a_base_and_leaves_its_setting_as_it_is(base):
+    (base / "config.yaml").write_text("extends: base.yaml\n" + FRAGMENT)
+    found = load(base / "config.yaml")
+    assert found.qparams.model_dump(exclude_none=True) == {"w_method": "lsq", "a_method": "lsq", "bit": 4}
+    assert found.unified and found.lr_scheduler.kwargs.max_iter == 12
+    assert found.notes == ["bnfold has no effect: 'academic' leaves batch norms as they are"]
+    assert found.setting().bnfold == -1
+
+
+def test_who_changes_the_training_setting_is_not_unified(base):
+    (base / "config.yaml").write_text("extends: base.yaml\nlabel_smooth: 0.2\n" + FRAGMENT)
+    assert not load(base / "config.yaml").unified
+    assert not of(config()).unified
+
+
+def test_an_unknown_key_is_refused_by_file_line_and_near_names(base):
+    (base / "config.yaml").write_text("extends: base.yaml\nlable_smooth: 0.2\n" + FRAGMENT)
+    with pytest.raises(ConfigError) as e:
+        load(base / "config.yaml")
+    assert "config.yaml:2, key lable_smooth" in str(e.value) and "label_smooth" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "over, words",
+    [
+        ({"backend": None}, "'backend' is missing"),
+        ({"backend": "tensorrtt"}, "'tensorrt'"),
+        ({"qparams": {"w_method": "lsqq"}}, "'lsq'"),
+        ({"qparams": {"bit": 17}}, "1 to 16"),
+        ({"bnfold": 5}, "no such way to fold"),
+        ({"qparams": None}, "give one of 'qparams' (training) and 'ptq'"),
+        ({"ptq": {}}, "give one of 'qparams' (training) and 'ptq'"),
+        ({"lr_scheduler": None}, "training needs 'lr_scheduler'"),
+        ({"lr_scheduler": {"kwargs": {"base_lr": 0.1, "warmup_steps": 9, "max_iter": 9}}}, "less than max_iter"),
+        ({"seed": -1}, "greater than or equal to 0"),
+        ({"label_smooth": 2}, "less than or equal to 1"),
+        ({"data": {"batch_size": 0}}, "greater than or equal to 1"),
+        ({"optimizer": {"type": "LBFGS"}}, "'SGD'"),
+    ],
+)
+def test_parts_that_contradict_each_other_or_mean_nothing_are_refused(over, words):
+    with pytest.raises(ConfigError) as e:
+        of(config(**over))
+    assert words in str(e.value)
+
+
+def test_files_that_extend_each_other_are_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("extends: a.yaml\n")
+    with pytest.raises(ConfigError, match="extends itself"):
+        load(tmp_path / "a.yaml")
+    (tmp_path / "b.yaml").write_text("extends: c.yaml\n")
+    with pytest.raises(ConfigError, match="does not exist"):
+        load(tmp_path / "a.yaml")
+
+
+def test_the_key_follows_what_a_result_depends_on_and_not_where_files_lie():
+    one = of(config())
+    data = {**config()["data"], "root": "elsewhere", "num_workers": 3}
+    assert of(config(data=data, study="other")).key == one.key
+    for other in ({"seed": 1}, {"bnfold": 3}, {"label_smooth": 0.1}, {"data": {**data, "batch_size": 25}}):
+        assert of(config(**other)).key != one.key
+
+
+def test_flags_of_ones_own_are_a_backend_and_batch_norms_fold_in_it():
+    flags = {"name": "mine", "ada_sign": True, "symmetry": True, "per_channel": False, "pot_scale": False, "graph": 2}
+    found = of(config(backend=flags, bnfold=3))
+    assert (found.setting().graph, found.setting().bnfold, found.notes) == (2, 3, [])
+    assert found.name == "tests.bench.tiny:net_lsq_8bit_mine_bn3"
+
+
+def test_every_field_of_a_configuration_has_a_reader():
+    """Each changes the key, or is said to change no result."""
+    from chipfit.bench.config import _ELSEWHERE
+
+    plain = Config.model_validate(config()).model_dump(mode="json")
+    assert {k for k, v in _ELSEWHERE.items() if v is True} == {"study", "unified"}
+    assert set(_ELSEWHERE["data"]) <= set(plain["data"]) and set(_ELSEWHERE["saver"]) <= set(plain["saver"])

@@ -1,0 +1,105 @@
+"""The committed experiments are those of the matrix, and their names say what they hold."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from chipfit.bench.config import load
+from chipfit.bench.matrix import configs, experiments, files, generate, read
+from chipfit.errors import ChipfitError, ConfigError, UnknownNameError
+
+ZOO = Path(__file__).parents[2] / "qbench_zoo"
+#: how many experiments each study has
+COUNTS = {
+    "algorithms": 5 * 5 * 7,
+    "bn_fold": 2 * 2 * 6,
+    "graph": 2 * 2 * 3,
+    "calibration": 9 * 9,
+    "bits": 2 * 6 * 3,
+    "small": 5 * 2 * 4,
+    "small_ptq": 2 * 2 * 2 * 3,
+    "small_ranges": 5,
+}
+
+
+def test_the_committed_files_are_what_the_matrix_makes():
+    wanted = files(ZOO / "matrix.yaml")
+    made = {p.relative_to(ZOO) for p in ZOO.glob("*/*/*")}
+    assert made == set(wanted)
+    assert [str(n) for n, text in wanted.items() if (ZOO / n).read_text() != text] == []
+    assert all((ZOO / n).stat().st_mode & 0o111 for n in wanted if n.suffix == ".sh")
+
+
+def test_studies_have_all_their_combinations():
+    found = [e.study for e in experiments(read(ZOO / "matrix.yaml"))]
+    assert {s: found.count(s) for s in dict.fromkeys(found)} == COUNTS
+
+
+def test_names_say_what_the_files_hold():  # reference: the shipped settings of MQBench contradicted theirs
+    for folder, c in configs(ZOO / "matrix.yaml").items():
+        words = folder.replace("_experiments/", "/")
+        assert c.model.type in words
+        if c.study in ("algorithms", "small", "bits"):
+            kind, _, rest = words.partition("/")
+            method = rest if kind in ("small", "bit") else kind
+            assert method.startswith("pact" if c.qparams.a_method == "pact" else c.qparams.w_method), folder
+            assert f"{c.qparams.bit}bit" in rest and rest.endswith(c.setting_name), folder
+        if c.study == "calibration":
+            assert words.endswith(f"{c.qparams.w_observer}_{c.qparams.a_observer}"), folder
+        if c.study == "bn_fold":
+            assert words.endswith(f"bn{c.bnfold}"), folder
+        assert c.unified or c.study in ("calibration",), folder
+
+
+def test_the_documents_own_experiment_is_there():
+    c = load(ZOO / "lsq_experiments/resnet18_4bit_academic/config.yaml")
+    assert (c.model.type, c.qparams.w_method, c.qparams.a_method, c.qparams.bit) == ("resnet18", "lsq", "lsq", 4)
+    assert (c.setting_name, c.bnfold, c.label_smooth, c.optimizer.kwargs["nesterov"]) == ("academic", 4, 0.1, True)
+    rates = c.lr_scheduler.kwargs
+    assert (rates.base_lr, rates.warmup_lr, rates.warmup_steps, rates.max_iter) == (0.004, 1e-4, 2500, 250_000)
+
+
+MATRIX = {
+    "axes": {"bit": {"b4": {"qparams": {"bit": 4}}, "b8": {"qparams": {"bit": 8}}}, "to": {"x": {"backend": "snpe"}}},
+    "studies": {"s": {"of": ["bit", "to"], "folder": "{bit}/{to}", "config": {"extends": "base.yaml"}}},
+}
+
+
+def write(below: Path, **study: object) -> Path:
+    data = {**MATRIX, "studies": {"s": {**MATRIX["studies"]["s"], **study}}}
+    (below / "matrix.yaml").write_text(yaml.safe_dump(data))
+    return below / "matrix.yaml"
+
+
+def test_what_a_matrix_no_longer_makes_is_removed_and_what_others_wrote_stays(tmp_path):
+    generate(write(tmp_path))
+    (tmp_path / "b4/own").mkdir()
+    (tmp_path / "b4/own/config.yaml").write_text("model: {type: mine}\n")
+    generate(write(tmp_path, without=[{"bit": "b8"}]))
+    left = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/*/config.yaml"))
+    assert left == ["b4/own/config.yaml", "b4/x/config.yaml"]
+
+
+@pytest.mark.parametrize(
+    "study, error, words",
+    [
+        ({"of": ["bits", "to"]}, UnknownNameError, "'bit'"),
+        ({"only": {"bit": ["b5"]}}, UnknownNameError, "'b4'"),
+        ({"folder": "{to}"}, ConfigError, "Two experiments have one folder: 'x'"),
+        ({"folders": "x"}, ConfigError, "matrix.yaml:"),
+    ],
+)
+def test_a_matrix_that_means_nothing_is_refused(tmp_path, study, error, words):
+    with pytest.raises(error) as e:
+        files(write(tmp_path, **study))
+    assert words in str(e.value)
+
+
+def test_a_file_that_was_edited_by_hand_is_noticed_before_it_runs(tmp_path):
+    path = write(tmp_path)
+    generate(path)
+    with (tmp_path / "b4/x/config.yaml").open("a") as f:
+        f.write("seed: 3\n")
+    with pytest.raises(ChipfitError, match="not what the matrix makes"):
+        configs(path)

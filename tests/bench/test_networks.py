@@ -1,0 +1,82 @@
+"""Networks have the sizes that their papers and published weights have."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from chipfit.bench.networks import model_entry
+from chipfit.errors import ConfigError, UnknownNameError
+
+#: parameters, and multiplications at a side of so many pixels, as published
+SIZES = [
+    ("resnet18", 224, 11_689_512, 1.814e9),
+    ("resnet50", 224, 25_557_032, 4.089e9),
+    ("mobilenet_v2", 224, 3_504_872, 0.3008e9),
+    ("efficientnetlite_b0", 224, 4_652_008, 0.3852e9),
+    ("regnetx_600m", 224, 6_196_040, 0.6009e9),
+    ("resnet20", 32, 272_474, 0.0408e9),
+]
+
+
+def multiplications(model: nn.Module, side: int) -> int:
+    """Counted on shapes alone."""
+    total = 0
+
+    def count(m: nn.Module, _: object, out: torch.Tensor) -> None:
+        nonlocal total
+        total += out[0].numel() * m.weight[0].numel() if isinstance(m, nn.Conv2d) else m.weight.numel()
+
+    for m in model.modules():
+        if isinstance(m, (nn.Conv2d, nn.Linear)):
+            m.register_forward_hook(count)
+    model(torch.zeros(1, 3, side, side, device="meta"))
+    return total
+
+
+@pytest.mark.parametrize("name, side, parameters, published", SIZES)
+def test_a_network_has_its_published_size(name, side, parameters, published):
+    with torch.device("meta"):
+        model = model_entry({"type": name}).eval()
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert multiplications(model, side) == pytest.approx(published, rel=5e-4)
+
+
+def test_resnets_take_weights_under_the_names_that_torchvision_gives_them():
+    names = dict(model_entry({"type": "resnet18", "kwargs": {"classes": 5}}).state_dict())
+    assert {"conv1.weight", "layer1.0.bn2.running_var", "layer2.0.downsample.1.bias", "fc.weight"} <= names.keys()
+    names = dict(model_entry({"type": "mobilenet_v2"}).state_dict())
+    assert {
+        "features.0.0.weight",
+        "features.1.conv.0.0.weight",
+        "features.2.conv.3.bias",
+        "classifier.1.weight",
+    } <= set(names)
+
+
+def test_weights_of_a_file_are_the_networks(tmp_path):
+    model = model_entry({"type": "resnet20"})
+    save_file(model.state_dict(), tmp_path / "w.safetensors")
+    again = model_entry({"type": "resnet20"}, pretrained=True, path=tmp_path / "w.safetensors")
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_what_cannot_be_made_is_refused(tmp_path):
+    with pytest.raises(UnknownNameError, match="resnet18"):
+        model_entry({"type": "resnet19"})
+    with pytest.raises(ConfigError, match="no trained weights"):
+        model_entry({"type": "resnet20"}, pretrained=True)
+    with pytest.raises(ConfigError, match="cannot be made"):
+        model_entry({"type": "resnet20", "kwargs": {"depth": 3}})
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        model_entry({"type": "nowhere:net"})
+    (tmp_path / "w.safetensors").write_bytes(b"no")
+    with pytest.raises(ConfigError, match="weights cannot be read"):
+        model_entry({"type": "resnet20"}, path=tmp_path / "w.safetensors")
+
+
+def test_a_network_of_transformers_is_one_by_its_kind():
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    kwargs = {**small, "image_size": 16, "patch_size": 8, "num_labels": 4}
+    model = model_entry({"type": "transformers:vit", "kwargs": kwargs})
+    assert model.eval()(torch.zeros(2, 3, 16, 16)).shape == (2, 4)

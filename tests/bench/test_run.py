@@ -1,0 +1,94 @@
+"""One experiment from its file to what is stored, and that it is the same again."""
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from chipfit.bench.board import find, row, without_times
+from chipfit.bench.config import of
+from chipfit.bench.run import Busy, alone, run
+from chipfit.bench.store import Store
+from chipfit.cli.app import app
+from chipfit.errors import UnknownNameError
+from tests.bench.tiny import config
+
+
+def quiet(text: str) -> None:
+    """Says nothing."""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("bench")
+
+
+@pytest.fixture(scope="module")
+def trained(home):
+    return run(of(config()), home, quiet)
+
+
+def test_a_trained_network_is_deployed_and_its_integers_are_compared(trained):
+    assert trained.float_top1 > 50 and trained.top1 > 50 and trained.tested == 100
+    (deployed,) = [d for d in trained.deployed if d.platform == "ort_cpu"]
+    assert (deployed.runtime, deployed.differing, deployed.exact, deployed.why) == ("onnxruntime", 0, True, "")
+    assert deployed.integers > 100_000
+    assert deployed.top1 == pytest.approx(trained.top1, abs=2.0)  # what training did not round, the platform does
+    assert [step for step, _ in trained.curves.loss] == list(range(1, 13))
+    assert [step for step, _ in trained.curves.top1] == [4, 8, 12] and trained.curves.top1[-1][1] == trained.top1
+    assert trained.size == 3 * 8 * 9 + 8 * 8 * 9 + 512 * 10  # weights of 8 bits
+    assert trained.key == of(config()).key and trained.versions["torch"] and trained.data and trained.code
+
+
+def test_the_same_experiment_gives_the_same_numbers_in_another_place(trained, tmp_path):
+    again = run(of(config()), tmp_path, quiet)
+    told = [
+        {k: v for k, v in o.record.items() if k not in ("seconds", "cpu_seconds", "memory")} for o in (trained, again)
+    ]
+    assert told[0] == told[1]
+
+
+def test_an_academic_setting_is_deployed_nowhere(home):
+    asked = config(backend="academic", lr_scheduler={"kwargs": {"base_lr": 0.01, "max_iter": 0}})
+    out = run(of(asked), home, quiet)
+    assert out.deployed == [] and out.curves.loss == [] and "bnfold has no effect" in out.notes[0]
+
+
+def test_a_platform_that_is_asked_for_and_cannot_hold_the_setting_says_why(home):
+    asked = config(deploy=["tflite_int8"], backend="tvm", lr_scheduler={"kwargs": {"base_lr": 0.01, "max_iter": 0}})
+    (found,) = run(of(asked), home, quiet).deployed
+    assert found.top1 is None and found.why
+
+
+def test_without_training_a_platform_quantizes(home):
+    plain = {k: v for k, v in config().items() if k not in ("qparams", "backend", "bnfold", "lr_scheduler")}
+    out = run(
+        of({**plain, "ptq": {"platform": "ort_cpu", "rule": "mse", "settings": {"correct_bias": True}}}), home, quiet
+    )
+    assert out.float_top1 - 3 <= out.top1 and out.deployed[0].exact and out.deployed[0].top1 == out.top1
+    assert out.name.endswith("mse_defaultbit_ort_cpu") and out.size == 3 * 8 * 9 + 8 * 8 * 9 + 512 * 10
+
+
+def test_two_processes_are_not_at_one_experiment(tmp_path):
+    with alone(tmp_path), pytest.raises(Busy, match="Another process"), alone(tmp_path):
+        pass
+    with alone(tmp_path):  # and what one has left is free
+        pass
+
+
+def test_the_command_line_files_an_outcome_once(home, trained, tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config()))
+    said = CliRunner().invoke(
+        app, ["bench", "run", str(tmp_path / "config.yaml"), "--home", str(home)], catch_exceptions=False
+    )
+    assert said.exit_code == 0 and "deployed on ort_cpu" in said.output
+    again = CliRunner().invoke(app, ["bench", "run", str(tmp_path / "config.yaml"), "--home", str(home)])
+    assert "done before" in again.output
+    (kept,) = Store(home / "runs.sqlite").rows()
+    assert row(kept)["top1"] == trained.top1 and row(kept)["method"] == "lsq" and row(kept)["status"] == "done"
+    assert kept["key"] in without_times([kept]) and '"seconds"' not in without_times([kept])
+    with pytest.raises(UnknownNameError):
+        find([kept], "other")
+    for words in (["table"], ["compare", kept["key"][:6], kept["name"]], ["board", str(tmp_path / "b.md")]):
+        said = CliRunner().invoke(app, ["bench", *words, "--home", str(home)], catch_exceptions=False)
+        assert said.exit_code == 0, said.output
+    assert kept["name"] in (tmp_path / "b.md").read_text()

@@ -1,0 +1,46 @@
+"""The store keeps outcomes, and refuses what is none of its own."""
+
+import sqlite3
+
+import pytest
+
+from chipfit.bench.store import Store
+from chipfit.errors import ConfigError
+
+
+def test_a_second_outcome_takes_the_place_of_the_first_and_is_counted(tmp_path):
+    store = Store(tmp_path / "runs.sqlite")
+    store.put("k", "one", "s", None, "it broke")
+    assert store.done(["k", "other"]) == set()
+    Store(tmp_path / "runs.sqlite").put("k", "one", "s", {"top1": 3.0})
+    (found,) = store.rows("s")
+    assert (found["status"], found["tries"], found["outcome"], found["error"]) == ("done", 2, {"top1": 3.0}, None)
+    assert store.done(["k", "other"]) == {"k"} and store.rows("t") == []
+
+
+def test_a_store_of_a_newer_version_is_refused_and_stays_as_it_is(tmp_path):
+    path = tmp_path / "runs.sqlite"
+    Store(path)
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version=2")
+    with pytest.raises(ConfigError, match=r"newer than this.*version 2.*up to 1"):
+        Store(path)
+    with sqlite3.connect(path) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (2,)
+
+
+def test_what_is_no_store_is_refused(tmp_path):
+    (tmp_path / "runs.sqlite").write_bytes(b"not a data base" * 100)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Store(tmp_path / "runs.sqlite")
+
+
+def test_a_full_disk_is_said(tmp_path):
+    store = Store(tmp_path / "runs.sqlite")
+    with store.engine.connect() as db:
+        db.exec_driver_sql("PRAGMA max_page_count=1")
+        pool = store.engine.raw_connection()
+        pool.driver_connection.execute("PRAGMA max_page_count=1")
+        pool.close()
+    with pytest.raises(ConfigError, match="cannot be written.*full"):
+        store.put("k", "one", "s", {"x": "y" * 100_000})

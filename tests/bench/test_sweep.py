@@ -1,0 +1,68 @@
+"""Sweeps: every experiment once, failures said, nothing lost."""
+
+import pytest
+import yaml
+
+from chipfit.bench import sweep as sweeps
+from chipfit.bench.board import without_times
+from chipfit.bench.config import of
+from chipfit.bench.matrix import configs, generate
+from chipfit.bench.store import Store
+from chipfit.bench.sweep import BUSY, sweep
+from tests.bench.tiny import config
+
+
+def matrix(folder, bits=(4, 8)):
+    """One experiment for each width, and one whose data are missing."""
+    axes = {"bit": {f"b{b}": {"qparams": {"bit": b}} for b in bits}, "seed": {"s0": {"seed": 0}}}
+    study = {"of": ["bit", "seed"], "folder": "{bit}/{seed}", "config": config()}
+    (folder / "matrix.yaml").write_text(yaml.safe_dump({"axes": axes, "studies": {"s": study}}))
+    generate(folder / "matrix.yaml")
+    return folder / "matrix.yaml"
+
+
+def test_a_failing_experiment_is_tried_again_and_then_said(tmp_path, monkeypatch):
+    path = matrix(tmp_path)
+    tries = []
+
+    def attempt(file, home, early):
+        tries.append(file)
+        if "b4" in file:
+            return 1, "out of memory"
+        store = Store(tmp_path / "home/runs.sqlite")
+        asked = of(config())
+        store.put(asked.key, asked.name, "s", {"top1": 1.0})
+        return 0, ""
+
+    monkeypatch.setattr(sweeps, "attempt", attempt)
+    told = []
+    failed = sweep(configs(path), path, tmp_path / "home", retries=1, told=lambda *what: told.append(what))
+    assert failed == ["b4/s0"] and len(tries) == 3
+    assert told.count(("b4/s0", "failed: tries again")) == 1 and ("b8/s0", "done") in told
+    lost = next(r for r in Store(tmp_path / "home/runs.sqlite").rows() if r["status"] == "failed")
+    assert lost["error"] == "out of memory"
+
+
+def test_what_another_process_is_at_is_left_to_it(tmp_path, monkeypatch):
+    path = matrix(tmp_path, (8,))
+    monkeypatch.setattr(sweeps, "attempt", lambda *given: (BUSY, ""))
+    assert sweep(configs(path), path, tmp_path / "home") == []
+    assert Store(tmp_path / "home/runs.sqlite").rows() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ray", [None, "local"])
+def test_a_sweep_gives_what_its_experiments_give_alone_and_a_second_call_does_nothing(tmp_path, ray):
+    if ray is not None:
+        pytest.importorskip("ray")
+    path = matrix(tmp_path)
+    tables = []
+    for home in ("one", "other"):
+        told = []
+        where = {"ray": ray, "workers": 2} if home == "one" else {"workers": 1}
+        assert sweep(configs(path), path, tmp_path / home, told=lambda *w: told.append(w), **where) == []  # noqa: B023
+        tables.append(without_times(Store(tmp_path / home / "runs.sqlite").rows()))
+    assert tables[0] == tables[1]
+    told = []
+    sweep(configs(path), path, tmp_path / "one", told=lambda *w: told.append(w[1]))
+    assert told == ["done before", "done before"]

@@ -1,0 +1,141 @@
+"""Training: its rates, averages and checkpoints; what an interruption changes (nothing)."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from chipfit.bench import data
+from chipfit.bench.config import Rates, of
+from chipfit.bench.run import prepared
+from chipfit.bench.train import Here, rate, train
+from chipfit.errors import ConfigError, TrainingError
+from tests.bench.tiny import config, net
+
+
+def quiet(text: str) -> None:
+    """Says nothing."""
+
+
+class Interrupted(Exception):
+    """The process dies."""
+
+
+def start(asked):
+    """A prepared network and its data."""
+    torch.manual_seed(0)
+    sets = data.load(asked.data)
+    return prepared(asked, net().eval(), sets), sets
+
+
+def test_the_rate_rises_straight_and_falls_by_a_cosine():
+    rates = Rates(base_lr=0.004, warmup_lr=1e-4, warmup_steps=2500, max_iter=250_000)  # ResNet-18's
+    assert rate(0, rates) == 1e-4 and rate(1250, rates) == pytest.approx((1e-4 + 0.004) / 2)
+    assert rate(2500, rates) == 0.004 and rate(126_250, rates) == pytest.approx(0.002)
+    assert rate(249_999, rates) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_an_interruption_changes_no_bit(tmp_path):
+    asked = of(config(ema={"enable": True, "kwargs": {"decay": 0.9}}))
+    model, sets = start(asked)
+    whole, curves = train(model, asked, sets, Here(), tmp_path / "whole", quiet)
+
+    def dies(text):
+        if text.startswith("step 9"):
+            raise Interrupted
+
+    model, _ = start(asked)
+    with pytest.raises(Interrupted):
+        train(model, asked, sets, Here(), tmp_path / "other", dies)
+    torch.manual_seed(99)
+    model, _ = start(asked)
+    for p in model.parameters():
+        p.data.zero_()  # whatever a new process has made of them
+    again, others = train(model, asked, sets, Here(), tmp_path / "other", quiet)
+    assert others.loss[-4:] == curves.loss[-4:] and others.top1 == curves.top1
+    for (name, a), (_, b) in zip(whole.state_dict().items(), again.state_dict().items(), strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else str(a) == str(b), name
+
+
+def test_another_order_of_images_is_noticed(tmp_path):
+    """The control of the test above."""
+    model, sets = start(of(config()))
+    _, one = train(model, of(config()), sets, Here(), tmp_path / "one", quiet)
+    model, _ = start(of(config()))
+    _, other = train(model, of(config(seed=5)), sets, Here(), tmp_path / "other", quiet)
+    assert one.loss != other.loss
+
+
+def test_a_checkpoint_of_another_experiment_is_refused(tmp_path):
+    asked = of(config())
+    model, sets = start(asked)
+    train(model, asked, sets, Here(), tmp_path, quiet)
+    with pytest.raises(ConfigError, match="checkpoint cannot be read"):
+        train(nn.Sequential(nn.Flatten(), nn.Linear(192, 10)), asked, sets, Here(), tmp_path, quiet)
+    (tmp_path / "checkpoint.safetensors").write_bytes(b"half")
+    with pytest.raises(ConfigError, match="remove it"):
+        train(start(asked)[0], asked, sets, Here(), tmp_path, quiet)
+
+
+def test_gradients_of_several_batches_make_the_step_of_one_large_one(tmp_path):
+    """Without batch norms and with plain descent."""
+    flat = lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
+    weights = []
+    for size, often in ((100, 1), (50, 2)):
+        rates = {"kwargs": {"base_lr": 0.1, "max_iter": 1}}
+        sgd = {"kwargs": {"momentum": 0.0, "nesterov": False}}
+        over = {"data": {**config()["data"], "batch_size": size}, "dist": {"accumulate": often}}
+        asked = of(config(lr_scheduler=rates, optimizer=sgd, **over))
+        torch.manual_seed(0)
+        model, _ = train(flat(), asked, data.load(asked.data), Here(), tmp_path / str(size), quiet)
+        weights.append(model[1].weight.detach())
+    assert torch.allclose(*weights, atol=1e-6) and not torch.equal(weights[0], flat()[1].weight)
+
+
+def test_the_average_is_what_is_returned(tmp_path):
+    """Of a bias with gradient g in each of two steps at rate 1: b1 = b - g1, b2 = b1 - g2; mean 0.5 b1 + 0.5 b2."""
+    sgd = {"kwargs": {"momentum": 0.0, "nesterov": False}}
+    over = {"optimizer": sgd, "lr_scheduler": {"kwargs": {"base_lr": 1.0, "min_lr": 1.0, "max_iter": 2}}}
+    results = []
+    for ema in (False, True):
+        asked = of(config(ema={"enable": ema, "kwargs": {"decay": 0.5}}, saver={"val_freq": 9}, **over))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
+        seen = []
+        if not ema:
+            model[1].bias.register_hook(lambda g, m=model, to=seen: to.append(m[1].bias.detach().clone()))
+        out, _ = train(model, asked, data.load(asked.data), Here(), tmp_path / str(ema), quiet)
+        results.append((out[1].bias.detach(), seen))
+    (last, seen), (mean, _) = results
+    assert torch.allclose(mean, 0.5 * seen[1] + 0.5 * last, atol=1e-6) and not torch.equal(mean, last)
+
+
+def test_statistics_stay_after_the_step_at_which_they_freeze(tmp_path):
+    asked = of(config(freeze_step=4, backend="academic", bnfold=None))
+    model, sets = start(asked)
+    seen = []
+    norm = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
+    norm.register_forward_hook(lambda m, *_: seen.append((m.training, m.running_mean.clone())))
+    train(model, asked, sets, Here(), tmp_path, quiet)
+    trained = [mean for training, mean in seen if training]
+    assert len(trained) == 4 and torch.equal(norm.running_mean, trained[-1])
+
+
+def test_a_loss_that_is_no_number_ends_training_with_its_step(tmp_path):
+    asked = of(config(lr_scheduler={"kwargs": {"base_lr": 1e3, "warmup_lr": 1e3, "max_iter": 12}}))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
+    model[1].weight.data.fill_(math.inf)
+    with pytest.raises(TrainingError, match="step 0"):
+        train(model, asked, data.load(asked.data), Here(), tmp_path, quiet)
+
+
+def test_options_that_an_optimizer_has_not_and_data_that_fill_no_step_are_refused(tmp_path):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
+    asked = of(config(optimizer={"type": "Adam", "kwargs": {"nesterov": True}}))
+    with pytest.raises(ConfigError, match=r"optimizer.kwargs"):
+        train(model, asked, data.load(asked.data), Here(), tmp_path, quiet)
+    asked = of(config(data={**config()["data"], "batch_size": 500}))
+    with pytest.raises(ConfigError, match="do not fill one step.*at least 500"):
+        train(model, asked, data.load(asked.data), Here(), tmp_path, quiet)
