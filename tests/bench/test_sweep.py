@@ -43,11 +43,21 @@ def test_a_failing_experiment_is_tried_again_and_then_said(tmp_path, monkeypatch
     assert lost["error"] == "out of memory"
 
 
-def test_what_another_process_is_at_is_left_to_it(tmp_path, monkeypatch):
+def test_what_another_process_is_at_is_waited_for(tmp_path, monkeypatch):
     path = matrix(tmp_path, (8,))
-    monkeypatch.setattr(sweeps, "attempt", lambda *given: (BUSY, ""))
-    assert sweep(configs(path), path, tmp_path / "home") == []
-    assert Store(tmp_path / "home/runs.sqlite").rows() == []
+    asked, calls = of(config(study="s", seed=0)), []
+
+    def attempt(*given):
+        calls.append(given)
+        if len(calls) == 2:  # the other process ends meanwhile
+            Store(tmp_path / "home/runs.sqlite").put(asked.key, asked.name, "s", {"top1": 1.0})
+        return BUSY, ""
+
+    monkeypatch.setattr(sweeps, "attempt", attempt)
+    monkeypatch.setattr(sweeps, "PAUSE", 0.0)
+    told = []
+    assert sweep(configs(path), path, tmp_path / "home", told=lambda *what: told.append(what[1])) == []
+    assert told == ["runs", "another process is at it"] * 2 + ["done elsewhere"]
 
 
 @pytest.mark.slow

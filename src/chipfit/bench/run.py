@@ -18,8 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save
 from torch import nn
 
@@ -28,13 +28,14 @@ from chipfit.bench import data
 from chipfit.bench.config import Config, Optimizer, Rates, Schedule
 from chipfit.bench.data import Reader, Sets
 from chipfit.bench.networks import model_entry
-from chipfit.bench.train import Curves, Here, Said, processes, top1, train
+from chipfit.bench.train import CHECKPOINT, Curves, Here, Said, agreed, processes, top1, train
 from chipfit.errors import ChipfitError
 from chipfit.facade.quantize_fx.handover import deploy
 from chipfit.facade.quantize_fx.prepare import prepare_qat_fx
 from chipfit.facade.quantize_fx.quantizers import enable_calibration, enable_quantization
 from chipfit.facade.quantize_fx.settings import platforms_of
 from chipfit.files import write_atomically
+from chipfit.frameworks import framework_of
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 from chipfit.pipeline import Result
 from chipfit.platform.load import load as load_platform
@@ -85,6 +86,11 @@ class Outcome:
     def record(self) -> dict[str, Any]:
         """As JSON has it."""
         return asdict(self)
+
+
+def forget(config: Config, home: Path) -> None:
+    """Remove the checkpoint of an experiment whose outcome is filed: to run it again is to start again."""
+    (home / "runs" / config.key / CHECKPOINT).unlink(missing_ok=True)
 
 
 class Busy(ChipfitError):
@@ -149,28 +155,46 @@ def _run(
     network = pretrained(config, sets, here, home, said)
     torch.manual_seed(config.seed)
     out.tested = len(sets.test)
-    out.float_top1 = top1(network, tests, here)
+    out.float_top1 = top1(predictor(network), tests, here)
     said(f"float: top-1 {out.float_top1:.2f} %")
-    if config.ptq is not None:
-        result = _without_training(config, network, sets)
-        out.top1, out.notes = top1(result.model, tests, here), [*out.notes, *result.plan.rewrites]
-        out.deployed = [deployed(result, tests, here)]
-        out.size = sum(
-            result.graph.weights[t.name].numel() * t.stored.grid.bits // 8
-            for t in result.plan.tensors.values()
-            if t.role == "weight" and t.stored is not None
-        )
-    else:
+    if config.qparams is not None:
         model = prepared(config, network, sets)
         model, out.curves = train(model, config, sets, here, folder, said, hopeless or (lambda curves: False))
         out.top1 = top1(model, tests, here)
         layers: list[Any] = [m for m in model.modules() if isinstance(m, FoldedBatchNorm)]
         out.size = sum(m.layer.weight.numel() * m.weight_quantizer.bitwidth // 8 for m in layers)
-        if here.leads:
-            out.deployed = list(_deployments(config, model.cpu(), sets, tests, here))
+    if here.leads:  # what follows is one process's work
+        tests, here = Reader(sets.test, config.data, config.seed), Here()
+        if config.ptq is not None:
+            result = _without_training(config, network, sets)
+            out.top1, out.size = top1(predictor(result.model), tests, here), _bytes(result)
+            out.notes = [*out.notes, *result.plan.rewrites]
+            out.deployed = [deployed(result, tests)]
+        else:
+            out.deployed = list(_deployments(config, model.cpu(), sets, tests))
     said(f"quantized: top-1 {out.top1:.2f} %")
-    out.notes += [f"{r.unreadable} images could not be read" for r in (tests,) if r.unreadable]
+    out.notes += [f"{tests.unreadable} images could not be read"] if tests.unreadable else []
     return out
+
+
+def _bytes(result: Result) -> int:
+    """Of the weights that are stored in codes."""
+    weights, tensors = result.graph.weights, result.plan.tensors.values()
+    stored = [t for t in tensors if t.role == "weight" and t.stored is not None]
+    return sum(weights[t.name].numel() * t.stored.grid.bits // 8 for t in stored if t.stored is not None)
+
+
+def predictor(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Images [N, C, H, W] to logits [N, classes], on any framework."""
+    framework = framework_of(model)
+    if framework == "torch":
+        return model  # type: ignore[no-any-return]
+    return lambda x: torch.from_numpy(np.array(model.predict_on_batch(shown(x, framework).numpy())))
+
+
+def shown(x: torch.Tensor, framework: str) -> torch.Tensor:
+    """Images [N, C, H, W] as models of a framework take them: those of Keras [N, H, W, C]."""
+    return x.permute(0, 2, 3, 1) if framework == "keras" else x
 
 
 def pretrained(config: Config, sets: Sets, here: Here, home: Path, said: Said) -> nn.Module:
@@ -181,7 +205,8 @@ def pretrained(config: Config, sets: Sets, here: Here, home: Path, said: Said) -
     if given.epochs is None:
         kept = Path(os.environ.get("CHIPFIT_WEIGHTS", ""), f"{config.model.type}.safetensors")
         path = given.path or (kept if "CHIPFIT_WEIGHTS" in os.environ and kept.is_file() else None)
-        return model_entry(model, pretrained=True, path=path).eval()  # type: ignore[no-any-return]
+        found = model_entry(model, pretrained=True, path=path)
+        return found.eval() if isinstance(found, nn.Module) else found  # type: ignore[return-value]  # of Keras
     torch.manual_seed(FLOAT_SEED)
     network: nn.Module = model_entry(model)
     steps = given.epochs * (len(sets.train) // (config.data.batch_size * here.world))
@@ -201,23 +226,15 @@ def pretrained(config: Config, sets: Sets, here: Here, home: Path, said: Said) -
     }
     name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
     file = home / "float" / f"{name}.safetensors"
-    if not _agreed(file.exists(), here):
+    if not agreed(file.exists(), here):
         said(f"trains the float network: {steps} steps")
         with _waiting(home / "float" / name, here):
-            if not _agreed(file.exists(), here):
+            if not agreed(file.exists(), here):
                 network, _ = train(network, plain, sets, here, home / "float" / name, said)
                 if here.leads:
                     write_atomically(file, save({k: v.contiguous() for k, v in network.state_dict().items()}))
     network.load_state_dict(load_file(file))
     return network.to(here.device).eval()
-
-
-def _agreed(answer: bool, here: Here) -> bool:
-    """What the first process says."""
-    said = torch.tensor([float(answer)], device=here.device)
-    if here.world > 1:
-        dist.broadcast(said, 0)
-    return bool(said)
 
 
 @contextmanager
@@ -259,7 +276,7 @@ def _without_training(config: Config, network: Any, sets: Sets) -> Result:
     widths = {k: v for k, v in (("bits", asked.bit), ("activation_bits", asked.a_bit)) if v is not None}
     return chipfit.quantize(
         network,
-        _calibration(config, sets),
+        [shown(x, framework_of(network)) for x in _calibration(config, sets)],
         asked.platform,
         rule=asked.rule,
         weight_rule=asked.weight_rule,
@@ -271,7 +288,7 @@ def _without_training(config: Config, network: Any, sets: Sets) -> Result:
     )
 
 
-def _deployments(config: Config, model: Any, sets: Sets, tests: Reader, here: Here) -> Iterator[Deployed]:
+def _deployments(config: Config, model: Any, sets: Sets, tests: Reader) -> Iterator[Deployed]:
     """The trained model on every platform that has a runtime here and holds it."""
     fits = platforms_of(config.setting())
     names = [n for n, why in fits.items() if not why and load_platform(n).runtimes]
@@ -281,21 +298,17 @@ def _deployments(config: Config, model: Any, sets: Sets, tests: Reader, here: He
         except ChipfitError as e:
             yield Deployed(name, why=str(e))
             continue
-        yield deployed(result, tests, here)
+        yield deployed(result, tests)
 
 
-def deployed(result: Result, tests: Reader, here: Here) -> Deployed:
+def deployed(result: Result, tests: Reader) -> Deployed:
     """What the platform's runtime makes of a result: its accuracy, and its integers beside the simulated ones."""
     out = Deployed(result.platform.name)
     try:
-        found = result.verify(list(_first(tests, VERIFIED)))
-        out.runtime, out.integers, out.differing, out.exact = (
-            found.runtime,
-            found.integers,
-            found.differing,
-            found.exact,
-        )
-        out.top1 = top1(result.device_model, tests, here)
+        found = result.verify([shown(x, result.graph.framework) for x in _first(tests, VERIFIED)])
+        out.runtime, out.exact = found.runtime, found.exact
+        out.integers, out.differing = found.integers, found.differing
+        out.top1 = top1(predictor(result.device_model), tests, Here())
     except ChipfitError as e:
         out.why = str(e)
     return out

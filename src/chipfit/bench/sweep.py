@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from chipfit.errors import RuntimeUnavailable
 Told = Callable[[str, str], None]  #: an experiment's folder, and what happened to it
 #: exit status of `chipfit bench run` where another process is at the same experiment
 BUSY = 75  # EX_TEMPFAIL of sysexits.h
+#: before it is asked again whether another process has ended an experiment [s]
+PAUSE = 2.0
 _LAST = 2000  #: characters of what a failed process printed that are kept
 
 
@@ -69,6 +72,9 @@ def sweep(
         while queue or running:
             while queue and (ray is not None or len(running) < workers):
                 name = queue.pop(0)
+                if store.done([wanted[name].key]):
+                    told(name, "done elsewhere")
+                    continue
                 told(name, "runs")
                 config = str((matrix.parent / name / "config.yaml").resolve())
                 running[start(config, str(home.resolve()), stop_early)] = name
@@ -76,11 +82,14 @@ def sweep(
                 name = running.pop(ended)
                 error = ended.exception()
                 status, text = (1, str(error)) if error is not None else ended.result()
+                if status == BUSY:
+                    told(name, "another process is at it")
+                    time.sleep(PAUSE)
+                    queue.append(name)
+                    continue
                 left[name] -= 1
                 if status == 0:
                     told(name, "done")
-                elif status == BUSY:
-                    told(name, "another process is at it")
                 elif left[name]:
                     told(name, "failed: tries again")
                     queue.append(name)

@@ -23,6 +23,7 @@ from chipfit.errors import ConfigError, TrainingError
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 
 Said = Callable[[str], None]
+CHECKPOINT = "checkpoint.safetensors"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,14 @@ def processes() -> Iterator[Here]:
         yield Here(rank, dist.get_world_size(), torch.device("cuda", rank % gpus) if gpus else torch.device("cpu"))
     finally:
         dist.destroy_process_group()
+
+
+def agreed(answer: bool, here: Here) -> bool:
+    """What the first process says, in all of them."""
+    said = torch.tensor([float(answer)], device=here.device)
+    if here.world > 1:
+        dist.broadcast(said, 0)
+    return bool(said)
 
 
 def rate(step: int, rates: Rates) -> float:
@@ -119,11 +128,12 @@ def train(
     if config.dist.sync:
         model = _synced(model, here)
     optimizer = _optimizer(model, config)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.ema.kwargs.decay), use_buffers=True)
-    result: nn.Module = average.module if config.ema.enable else model
-    modules: dict[str, nn.Module] = {"model": model, **({"average": average} if config.ema.enable else {})}
+    update = get_ema_multi_avg_fn(config.ema.kwargs.decay)
+    average = AveragedModel(model, multi_avg_fn=update, use_buffers=True) if config.ema.enable else None
+    result: nn.Module = model if average is None else average.module
+    modules = {k: m for k, m in (("model", model), ("average", average)) if m is not None}
     runs: Any = nn.parallel.DistributedDataParallel(model) if here.world > 1 else model
-    curves, step, place = Curves(), 0, folder / "checkpoint.safetensors"
+    curves, step, place = Curves(), 0, folder / CHECKPOINT
     if place.exists():
         told = checkpoint.read(place, modules, optimizer)
         step, curves = told["step"], Curves(*(list(map(tuple, told[k])) for k in ("loss", "top1")))
@@ -149,7 +159,7 @@ def train(
             hint = "lower lr_scheduler.kwargs.base_lr, or warm up for longer"
             raise TrainingError(f"The loss is {total}", where=f"step {step}", hint=hint)
         optimizer.step()
-        if config.ema.enable:
+        if average is not None:
             average.update_parameters(model)
         step += 1
         if (step % in_epoch) == 0:
@@ -165,7 +175,7 @@ def train(
                 checkpoint.write(place, modules, optimizer, {"step": step, **vars(curves)})
                 if config.saver.save_many:
                     checkpoint.write(folder / f"step-{step}.safetensors", modules, optimizer, {"step": step})
-            if hopeless(curves):
+            if agreed(here.leads and hopeless(curves), here):
                 said("stopped: it is behind the others")
                 break
     return result.eval(), curves

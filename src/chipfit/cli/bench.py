@@ -29,7 +29,7 @@ def run(
 ) -> None:
     """Run one experiment; goes on where an earlier call was interrupted. Status 75 while another process is at it."""
     from chipfit.bench import config as configs
-    from chipfit.bench.run import Busy
+    from chipfit.bench.run import Busy, forget
     from chipfit.bench.run import run as run_one
     from chipfit.bench.store import Store
     from chipfit.bench.sweep import BUSY
@@ -47,6 +47,7 @@ def run(
         raise typer.Exit(BUSY) from None
     if outcome is not None:
         store.put(asked.key, asked.name, asked.study, outcome.record)
+        forget(asked, home)
         for d in outcome.deployed:
             found = f"{d.top1:.2f} %, {d.differing} of {d.integers} integers differ" if d.top1 is not None else d.why
             typer.echo(f"deployed on {d.platform}: {found}")

@@ -28,7 +28,7 @@ def model_entry(config: Model | Mapping[str, Any], pretrained: bool = False, pat
     Args:
         config: `type` and `kwargs`.
         pretrained: with trained weights: of "timm:", "torchvision:" and "transformers:" names those of the library,
-            which it may have to download; of others those of `path`.
+            which it may have to download; those that a factory of one's own returns; of others those of `path`.
         path: weights as safetensors.
 
     Raises:
@@ -43,7 +43,7 @@ def model_entry(config: Model | Mapping[str, Any], pretrained: bool = False, pat
         network = _made(lambda **kw: _LIBRARIES[library](name, pretrained and path is None, **kw), known)
     else:
         network = _made(named(known.type, "network", ConfigError), known)
-    if pretrained and path is None and library not in _LIBRARIES:
+    if pretrained and path is None and not colon:
         hint = "CHIPFIT_WEIGHTS=FOLDER with MODEL.safetensors, or train it first: saver.pretrain.epochs"
         raise ConfigError("There are no trained weights", where=known.type, hint=hint)
     return network if path is None else _with_weights(network, Path(path))
