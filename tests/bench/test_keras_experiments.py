@@ -5,10 +5,10 @@ import os
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
 import keras
-from tests.bench.tiny import config
 
 from chipfit.bench.config import of
 from chipfit.bench.run import run
+from tests.bench.tiny import config
 
 
 def net() -> keras.Model:

@@ -217,8 +217,8 @@ def train(
 ) -> None:
     """Train a quantized model on labelled data, or with a loop of your own; write what `quantize` writes."""
     from chipfit.cli.inputs import load_data, load_model, parse_bits
-    from chipfit.facade.named import load_target
     from chipfit.cli.train import by_labels, by_loop, method_of
+    from chipfit.facade.named import load_target
     from chipfit.frameworks import framework_of
     from chipfit.plan.training import Training
 
