@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from chipfit.errors import ChipfitError, ConfigError
 from chipfit.facade.quantize_fx.settings import get_backend_params, get_qconfig
+from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.read import Source, explain
 
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
@@ -67,7 +68,7 @@ class Backend(Record):
 class Ptq(Record):
     """Quantization without training, by `chipfit.quantize`."""
 
-    platform: str = "ort_cpu"
+    platform: str = DEFAULT
     bit: Annotated[int, Field(ge=1, le=16)] | None = None  #: of weights; None: what the platform takes first
     a_bit: Annotated[int, Field(ge=1, le=16)] | None = None  #: of activations, where the platform leaves it free
     rule: str = "mse"
