@@ -1,5 +1,8 @@
 """One experiment from its file to what is stored, and that it is the same again."""
 
+import subprocess
+import sys
+
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -92,3 +95,10 @@ def test_the_command_line_files_an_outcome_once(home, trained, tmp_path, monkeyp
         said = CliRunner().invoke(app, ["bench", *words, "--home", str(home)], catch_exceptions=False)
         assert said.exit_code == 0, said.output
     assert kept["name"] in (tmp_path / "b.md").read_text()
+
+
+def test_the_documents_own_command_runs_an_experiment(home, tmp_path):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config(backend="tensort")))
+    command = [sys.executable, "-u", "-m", "chipfit.bench.solver.cls_quant_solver", "--config", "config.yaml"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert said.returncode == 2 and "tensorrt" in said.stderr  # it has read the file, and names what is near

@@ -1,18 +1,13 @@
 """`python -m chipfit.bench.solver.cls_quant_solver --config config.yaml`: `chipfit bench run config.yaml`."""
 
+import os
 import sys
 
 
 def main() -> None:
-    """Run the command line with the solver's own spelling."""
-    from chipfit.cli.app import main as run
-
-    given = sys.argv[1:]
-    if "--config" in given:
-        at = given.index("--config")
-        given[at : at + 2] = given[at + 1 : at + 2]
-    sys.argv[1:] = ["bench", "run", *given]
-    run()
+    """Become the command line, with the solver's own spelling of what it is given."""
+    given = [word for word in sys.argv[1:] if word != "--config"]
+    os.execv(sys.executable, [sys.executable, "-m", "chipfit.cli", "bench", "run", *given])
 
 
 if __name__ == "__main__":
