@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.data import no_data
+from chipfit.calibration.kept import Budget
 from chipfit.engine.run import run
 from chipfit.errors import Interrupted
 from chipfit.graph.ir import Graph
@@ -28,7 +29,7 @@ from chipfit.rounding.compare import before_codes
 from chipfit.rounding.fisher import gradients
 from chipfit.rounding.moments import as_rows
 from chipfit.rounding.soft import WARM_UP, Soft, exponent, output_error, regularizer
-from chipfit.rounding.streams import Budget, Stream, chunks
+from chipfit.rounding.streams import Stream, chunks
 from chipfit.rounding.units import units
 from chipfit.rounding.walk import why_not
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chipfit.calibration.kept import Budget
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after
 from chipfit.errors import DataError, Interrupted
@@ -24,7 +25,7 @@ from chipfit.quantizers.stored import Stored
 from chipfit.rounding import fit, grids
 from chipfit.rounding.bounds import allowed, allows, rows_of
 from chipfit.rounding.moments import Moments, as_rows, from_rows, patches, positions, targets
-from chipfit.rounding.streams import Budget, Pick, Stream, by_number, chunks
+from chipfit.rounding.streams import Pick, Stream, by_number, chunks
 
 
 @dataclass(frozen=True, kw_only=True)
