@@ -368,6 +368,16 @@ def reading(path: Any, failure: type[ChipfitError], what: str = "The file") -> A
     return _typed(path, failure, f"{what} cannot be read", kinds=(OSError,))
 
 
+def listed(folder: Path, failure: type[ChipfitError], what: str) -> list[Path]:
+    """What a folder holds, by name.
+
+    Raises:
+        failure: there is no such folder, or it may not be read.
+    """
+    with _typed(folder, failure, f"{what} cannot be read", kinds=(OSError,)):
+        return sorted(folder.iterdir())
+
+
 def read_text(path: Any, failure: type[ChipfitError]) -> str:
     """The text of a file (a Path, or a resource of a package).
 

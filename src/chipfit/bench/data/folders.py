@@ -14,7 +14,7 @@ from torch import Tensor
 from chipfit.bench.config import Data, Split
 from chipfit.bench.data import Sets, Tensors
 from chipfit.errors import DataError
-from chipfit.files import reading
+from chipfit.files import existing, listed
 from chipfit.registry import register
 
 #: of the colours of ImageNet, in 0..1
@@ -103,8 +103,7 @@ def _jittered(image: Any, draw: torch.Generator) -> Any:
 def _half(config: Data, split: Split, names: tuple[str, ...]) -> tuple[Folder, list[str]]:
     root = Path(split.root or config.root or os.environ.get("CHIPFIT_DATA", ""))
     root = next((root / n for n in names if not split.root and (root / n).is_dir()), root)
-    with reading(root, DataError, "The folder of images"):
-        classes = sorted(p.name for p in root.iterdir() if p.is_dir())
+    classes = [p.name for p in listed(root, DataError, "The folder of images") if p.is_dir()]
     files = [
         (f, k)
         for k, name in enumerate(classes)
@@ -145,8 +144,8 @@ def _cifar(config: Data, files: tuple[tuple[str, ...], str], labels: int, classe
     halves = []
     for names, split in ((files[0], config.train), ((files[1],), config.test)):
         root = Path(split.root or config.root or os.environ.get("CHIPFIT_DATA", ""))
-        with reading(root, DataError, "CIFAR's binary files"):
-            raw = np.concatenate([np.fromfile(root / n, np.uint8) for n in names])
+        paths = [existing(root / n, DataError, "CIFAR's binary file") for n in names]
+        raw = np.concatenate([np.fromfile(p, np.uint8) for p in paths])
         if raw.size == 0 or raw.size % (labels + 3072):
             got = f"{raw.size} bytes"
             allowed = f"rows of {labels + 3072} bytes"
