@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from chipfit.engine.run import run
+from chipfit.errors import CaptureError
 from chipfit.frameworks.torch.capture import capture
 from chipfit.frameworks.torch.export import export
 from chipfit.frameworks.torch.program import Unclear
@@ -140,6 +141,12 @@ def test_what_is_unclear_is_captured_all_the_same():
 def test_the_length_of_a_batch_leaves_it_open():
     graph = capture(Of(lambda m, x: x.view(len(x), 2, 2)).eval(), (torch.randn(2, 4),))
     assert graph.values[graph.outputs[0]].shape == (None, 2, 2)
+
+
+@pytest.mark.parametrize("given", [(), (torch.ones(2, 4), torch.ones(2, 4))])
+def test_other_arguments_than_the_model_takes_are_refused_as_the_model_refuses_them(given):
+    with pytest.raises(CaptureError, match=r"The model fails on the example input: TypeError"):
+        capture(Of(lambda m, x: m.dense(x)), given)
 
 
 def test_a_layer_that_has_two_names_is_unclear():

@@ -42,7 +42,10 @@ def record(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     Raises:
         Unclear: also where the model raises something.
     """
-    positional = [*inspect.signature(model.forward).bind(*args, **kwargs).arguments][: len(args)]
+    try:
+        positional = [*inspect.signature(model.forward).bind(*args, **kwargs).arguments][: len(args)]
+    except (TypeError, ValueError) as e:  # other arguments, or a function that tells none
+        raise Unclear from e
     names = [re.sub("[^a-zA-Z0-9]", "_", k).lower() for k in (*positional, *kwargs)]
     example = [*args, *kwargs.values()]
     modules = [*model.named_modules(remove_duplicate=False)]
