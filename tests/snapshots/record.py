@@ -26,6 +26,8 @@ from chipfit.simulate.integer import simulate
 
 #: floats may differ by this share of themselves, or near 0 by this
 FLOATS, ROUGH_FLOATS = 1e-5, 2e-5
+#: scales of trained networks by this share of the largest beside them: some ten roundings of float32
+SMALL = 2.0**-20
 #: means of outputs of the float simulation by this share of their absolute mean: a code may go either way
 MEANS = 2e-3
 #: where the network's floats are not exact, sums of codes may differ by one for so many of them, and by this share of
@@ -272,6 +274,8 @@ def differences(want: dict[str, Any], got: dict[str, Any], exact: bool) -> list[
 
 
 def _same(key: str, a: Any, b: Any, exact: bool) -> bool:
+    if key == "scales" and not exact and isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and _near_scales(a, b)
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(_same(key, x, y, exact) for x, y in zip(a, b))
     if isinstance(a, float) and isinstance(b, float):
@@ -282,6 +286,13 @@ def _same(key: str, a: Any, b: Any, exact: bool) -> bool:
     if key in CODES and not exact and isinstance(a, str) and isinstance(b, str) and ": " in a and ": " in b:
         return _near(a, b, lambda n, size: 1 + int(n) // ONE_IN + SHARE * size)
     return bool(a == b)
+
+
+def _near_scales(a: list[Any], b: list[Any]) -> bool:
+    """Logarithms to base 2: what training has moved to almost 0 is the difference of two numbers of usual size."""
+    room = SMALL * max((2**x for x in a if isinstance(x, float)), default=0.0)
+    small = [isinstance(x, float) and isinstance(y, float) and abs(2**x - 2**y) <= room for x, y in zip(a, b)]
+    return all(fits or _same("", x, y, False) for fits, x, y in zip(small, a, b))
 
 
 def _near(a: str, b: str, most: Callable[[str, float], float]) -> bool:

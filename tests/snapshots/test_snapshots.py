@@ -264,6 +264,8 @@ def _altered(value: Any) -> Any:
         ("scales", [-5.0], [-5.00004], True, True),
         ("scales", [-5.0], [-5.00008], False, True),
         ("scales", [-5.0], [-5.001], False, False),
+        ("scales", [-5.0, -17.0], [-5.0, -17.001], False, True),
+        ("scales", [-5.0, -17.0], [-5.0, -17.01], False, False),
         ("integers", ["10: 5 5 5"], ["10: 6 6 6"], False, True),
         ("integers", ["10: 5 5 5"], ["10: 7 7 7"], False, False),
         ("integers", ["10: 5 5 5"], ["11: 5 5 5"], False, False),
