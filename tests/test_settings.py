@@ -12,7 +12,7 @@ from torch import nn
 import chipfit
 from chipfit.core import BitWidthConfig, CoreConfig, QuantizationConfig, QuantizationErrorMethod
 from chipfit.core.network_editor import NodeTypeFilter
-from chipfit.errors import DataError, PlanError
+from chipfit.errors import PlanError
 from chipfit.registry import STAGES, ordered
 from chipfit.settings import Settings, known
 
@@ -359,10 +359,11 @@ def test_a_saved_correction_is_not_taken_for_one_of_another_rounding(everything,
         chipfit.load(result.save(tmp_path / "saved")).edit({"skip": "float"})
 
 
-def test_data_that_can_be_read_once_are_refused_where_they_are_read_twice(everything):
+def test_data_that_can_be_read_once_serve_what_reads_them_twice(everything):
     model, x = everything
-    with pytest.raises(DataError, match="twice"):
-        chipfit.quantize(model, iter([x]), settings=Settings(correct_second_moment=True), progress=False)
+    how = {"settings": Settings(correct_second_moment=True), "progress": False}
+    once, again = (chipfit.quantize(model, data, **how) for data in (iter([x]), [x]))
+    assert str(once.plan) == str(again.plan) and "second_moment" in once.plan.provenance["corrected"]
 
 
 @pytest.mark.parametrize(

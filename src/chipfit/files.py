@@ -358,7 +358,7 @@ def existing(given: Any, failure: type[ChipfitError], what: str) -> Path:
     path = path_of(given, failure)
     if not os.path.isfile(path):  # False also of a name that no disk can have
         why = "is a folder, a device or a pipe" if os.path.exists(path) else "does not exist"
-        raise failure(f"{what} {why}", where=str(path), hint="check the path")
+        raise failure(f"{what} cannot be read: it {why}", where=str(path), hint="check the path")
     return path
 
 

@@ -57,10 +57,16 @@ def test_the_network_stays_what_it_was_also_with_dead_channels_and_shared_weight
     assert all(torch.equal(w, before[k]) for k, w in graph.weights.items())
 
     class Twice(nn.Module):
-        def forward(self, x):
-            return net.a(net.norm(x)) + net.a(x)
+        def __init__(self):
+            super().__init__()
+            self.net = net
 
-    assert smooth(captured(Twice(), x))[1] == ["'norm' is not smoothed: 'net.a.weight' is read by several operators"]
+        def forward(self, x):
+            return self.net.a(self.net.norm(x)) + self.net.a(x)
+
+    assert smooth(captured(Twice(), x))[1] == [
+        "'net.norm' is not smoothed: 'net.a.weight' is read by several operators"
+    ]
 
 
 def test_large_channels_cost_less_where_they_are_smoothed():

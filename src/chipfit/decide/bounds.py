@@ -20,7 +20,7 @@ def plan_limits(graph: Graph, bindings: Sequence[Binding], tensors: Mapping[str,
     Weights whose codes cannot add up to too much are left out of `sums`.
     """
     grids = {t.name: t.stored.grid for t in tensors.values() if t.stored is not None and t.role != "bias"}
-    found = [Limit(op=r.op, terms=r.terms, low=r.low, high=r.high) for r in rows(bindings, grids)]
+    found = [Limit(op=r.op, terms=r.terms, low=r.low, high=r.high) for r in rows(bindings, grids) if r.terms]
     for t, grid in grids.items():
         if grid.scale_min:
             found.append(Limit(op=tensors[t].op, terms=((t, 1),), low=math.log2(np.float32(grid.scale_min))))

@@ -92,7 +92,7 @@ def read_tree(text: str) -> Any:
         GraphError: the text is no such description.
     """
     try:
-        match parse_json(text, GraphError, where="the structure of inputs or outputs"):
+        match parse_json(text, GraphError, where="a structure of inputs or outputs is malformed"):
             case [1, node]:
                 return pytree.tree_structure(_nested(node))
         raise ValueError("not of version 1")
