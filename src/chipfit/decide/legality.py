@@ -40,6 +40,9 @@ class Row(Limit):
 
     rule: Rule
 
+    def __post_init__(self) -> None:
+        """Anything goes: where ties leave no tensor, the projection finds out whether the bound holds of nothing."""
+
     def total(self, log: Mapping[str, Array]) -> Array:
         """The sum per channel: [] or [C]; a scale without channels counts for each."""
         return sum((e * log[t] for t, e in self.terms), start=np.zeros(()))

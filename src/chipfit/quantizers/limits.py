@@ -18,7 +18,7 @@ class Limit:
     """A bound of the platform on scales: low <= sum of exponent * log2(scale) <= high, channel by channel.
 
     Raises:
-        PlanError: it has exponents beyond those of platforms, or ends that no double is a power of.
+        PlanError: it is about nothing, has exponents beyond those of platforms, or ends that no double is a power of.
     """
 
     op: str  #: canonical operator whose rule it is
@@ -28,7 +28,7 @@ class Limit:
 
     def __post_init__(self) -> None:
         ends = [x for x in (self.low, self.high) if not math.isinf(x)]
-        if not (all(abs(e) <= 8 for _, e in self.terms) and all(-1074 <= x < 1024 for x in ends)):
+        if not (self.terms and all(abs(e) <= 8 for _, e in self.terms) and all(-1074 <= x < 1024 for x in ends)):
             raise PlanError("A bound on scales is none", got=f"{self.terms}, {self.low}..{self.high}"[:120])
 
     def __str__(self) -> str:
