@@ -28,7 +28,6 @@ if os.environ.get("OMP_NUM_THREADS") != "1":
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import torch
-from benchmarks.images import images
 from benchmarks.small import SMALL, logits, trained
 from rich.console import Console
 from rich.table import Table
@@ -36,6 +35,7 @@ from torch import Tensor, nn
 
 import chipfit
 from chipfit import Settings
+from chipfit.bench.data.procedural import images
 
 #: images that run at a time when accuracy is measured
 BATCH = 50

@@ -31,13 +31,13 @@ import random
 import torch
 import torch.nn.functional as F
 from benchmarks.accuracy import HERE
-from benchmarks.images import images
 from benchmarks.small import SMALL, logits, trained
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 import chipfit
+from chipfit.bench.data.procedural import images
 from chipfit.rounding.compare import Reference
 from chipfit.search import candidates
 from chipfit.search.losses import losses

@@ -32,13 +32,13 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import torch
 import torch.nn.functional as F
-from benchmarks.images import images
 from benchmarks.small import KEPT, SMALL, accuracy, trained
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 import chipfit
+from chipfit.bench.data.procedural import images
 from chipfit.errors import ChipfitError
 from chipfit.quantize_fx import enable_calibration, enable_quantization, get_backend_params, get_qconfig, prepare_qat_fx
 from chipfit.registry import registered

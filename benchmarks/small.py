@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from benchmarks.images import images
 from benchmarks.models import BasicBlock, InvertedResidual, conv_bn
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from chipfit.bench.data import procedural
+from chipfit.bench.data.procedural import images
 
 
 class ResNet20(nn.Module):
@@ -108,6 +110,5 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
 def _version() -> str:
     """Of what the weights depend on: the networks and the images."""
     here = Path(__file__).parent
-    return hashlib.sha256(
-        b"".join((here / f"{name}.py").read_bytes() for name in ("models", "small", "images"))
-    ).hexdigest()[:8]
+    files = here / "models.py", here / "small.py", Path(procedural.__file__)
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:8]
