@@ -45,12 +45,11 @@ FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
     "files.py:_typed": (OSError, ValueError),
     "files.py:read_text": (OSError, ValueError),
     "files.py:open_zip": (OSError, ValueError),
-    "files.py:reading": (OSError,),
     "files.py:parse_json": (ValueError, RecursionError),
     "calibration/data.py:_called": (TypeError,),  # of a signature
     "calibration/data.py:first_batch": (StopIteration,),
     "calibration/data.py:_tensor": (TypeError,),  # torch's, of arrays
-    "calibration/data.py:_call": (RecursionError,),
+    "calibration/data.py:as_tensors": (RecursionError,),
     "calibration/data.py:_classes": (TypeError, ValueError, RuntimeError),  # torch's, of labels of any kind
     "calibration/collect.py:see": (ValueError,),
     "calibration/collect.py:_run_checked": (RuntimeError,),  # torch's, of batches that do not run through the model
@@ -80,7 +79,6 @@ FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
     "cli/inputs.py:_load_weights": (RuntimeError, safetensors.SafetensorError),
     "cli/inputs.py:_npz": (*_ZIP, ValueError, RuntimeError),
     "cli/inputs.py:_images": (OSError, ValueError, SyntaxError, EOFError),
-    "ranges/__init__.py:rule_of": (SyntaxError, ValueError, TypeError),
 }
 #: functions of chipfit that call code of the user or of a library, which raises what it likes: any exception that
 #: arises outside of chipfit may stand behind their refusals
@@ -91,8 +89,8 @@ FOREIGN: tuple[str, ...] = (
     "frameworks/keras/capture.py:_compare",
     "frameworks/keras/files.py:load",
     "frameworks/keras/opaque.py:restored",
-    "cli/named.py:named",
-    "cli/named.py:made",
+    "facade/named.py:named",
+    "facade/named.py:made",
     "ranges/__init__.py:choose",  # the user's rule
     "verify.py:_run",  # runtimes
 )

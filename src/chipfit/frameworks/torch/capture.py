@@ -18,6 +18,9 @@ from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
 
 
+_HALVES = frozenset(map(chr, range(0xD800, 0xE000)))  #: of UTF-16 surrogate pairs, which UTF-8 does not have
+
+
 def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Graph:
     """Read a model into a Graph.
 
@@ -31,7 +34,7 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         kwargs: example keyword inputs.
 
     Raises:
-        CaptureError: naming the user's line and what to change; a weight is beyond float32.
+        CaptureError: naming the user's line and what to change; a weight is beyond float32; a layer's name no text.
 
     Parameters are not copied: `Graph.weights` holds the model's own tensors until a pass replaces them
     (`passes.own_weights` replaces those that are left).
@@ -43,6 +46,9 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     if not isinstance(model, torch.nn.Module):
         hint = "pass the model object, not its class or its weights"
         raise CaptureError("A PyTorch model is an instance of torch.nn.Module", got=type(model).__name__, hint=hint)
+    for name, _ in model.named_modules():
+        if not _HALVES.isdisjoint(name):
+            raise CaptureError("A layer's name holds half a character, which no file can", got=ascii(name))
     args, kwargs = tuple(args), dict(kwargs or {})
     args, kwargs = _at_least_two(*pytree.tree_map(_single, (args, kwargs)))
     twin, cast = _twin(model)
