@@ -17,7 +17,6 @@ from chipfit.frameworks.torch.walk import read
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
 
-
 _HALVES = frozenset(map(chr, range(0xD800, 0xE000)))  #: of UTF-16 surrogate pairs, which UTF-8 does not have
 
 
