@@ -92,6 +92,7 @@ FOREIGN: tuple[str, ...] = (
     "facade/named.py:named",
     "facade/named.py:made",
     "ranges/__init__.py:choose",  # the user's rule
+    "decide/overrides.py:_meant",  # the user's filter
     "verify.py:_run",  # runtimes
 )
 

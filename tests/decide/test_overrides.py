@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from chipfit.decide.overrides import match_layers, resolve_overrides
@@ -77,3 +80,9 @@ def test_what_is_neither_a_table_nor_pairs_is_refused(overrides):
 
 def test_pairs_may_be_lists():
     assert resolve_overrides(GRAPH, [["head", {"bits": 4}]]) == {"linear": {"bits": 4}}
+
+
+@pytest.mark.parametrize("key", [Path("x"), re.compile("conv")])
+def test_a_key_whose_match_is_about_something_else_is_refused(key):
+    with pytest.raises(PlanError, match="key of an override"):
+        resolve_overrides(GRAPH, {key: "float"})

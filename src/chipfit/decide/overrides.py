@@ -2,7 +2,6 @@
 
 import fnmatch
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -10,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from chipfit.decide.narrow import METHODS
-from chipfit.errors import PlanError, UnknownNameError
+from chipfit.errors import PlanError, UnknownNameError, brief, theirs
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 from chipfit.ranges import name_of, rule_of
@@ -87,7 +86,7 @@ class Layers:
     def match(self, pattern: str | LayerFilter) -> list[Node]:
         """See `match_layers`."""
         if not isinstance(pattern, str):
-            found = [n for n in self.nodes if pattern.match(n)]
+            found = [n for n in self.nodes if _meant(pattern, n)]
             if not found and not getattr(pattern, "optional", False):
                 wanted = getattr(pattern, "name", None) or pattern
                 known = self._known | {n.name for n in self.nodes}
@@ -104,6 +103,16 @@ class Layers:
     @property
     def _known(self) -> set[str]:
         return {name for n in self.nodes for name in (n.layer, n.op, n.layer_type) if name}
+
+
+def _meant(chosen_by: LayerFilter, node: Node) -> bool:
+    try:
+        return bool(chosen_by.match(node))
+    except Exception as e:  # of a user's filter, or of a thing whose `match` compares something else
+        if not theirs(e):
+            raise
+        allowed = "a layer's path, a glob, an operator, a layer type, or a filter, whose match(node) says yes or no"
+        raise PlanError(f"The key of an override fails: {brief(e)}", got=repr(chosen_by)[:120], allowed=allowed) from e
 
 
 def match_layers(graph: Graph, pattern: str | LayerFilter) -> list[Node]:
@@ -133,7 +142,7 @@ def pairs(overrides: Overrides | None) -> list[tuple[Any, Any]]:
         raise PlanError("The overrides are not understood", got=repr(overrides)[:120], allowed=allowed)
     for pattern, _ in listed:
         is_filter = callable(getattr(pattern, "match", None)) and not isinstance(pattern, type)
-        if not (isinstance(pattern, str) or is_filter) or isinstance(pattern, re.Pattern):
+        if not (isinstance(pattern, str) or is_filter):
             allowed = "a layer's path, a glob, an operator, a layer type, or a filter"
             raise PlanError("The key of an override is not understood", got=repr(pattern)[:120], allowed=allowed)
     return [(pattern, choices) for pattern, choices in listed]
