@@ -7,7 +7,7 @@ QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 WORKERS ?= 2
 
 .PHONY: help setup demo test test-all check format docs bench bench-accuracy bench-qat bench-algorithms bench-small snapshots fuzz random
-.PHONY: mutants kills clean
+.PHONY: mutants kills chaos clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -46,6 +46,9 @@ docs: setup ## write the generated pages again: support table, JSON Schema of pl
 bench-small: setup ## a tenth of the small matrix of experiments, on procedural images, with its leaderboard
 	$(QUIET) $(BIN)/chipfit bench sweep qbench_zoo/matrix.yaml --study small_ranges --workers $(WORKERS)
 	$(BIN)/chipfit bench board leaderboard.html
+
+chaos: setup ## kill driver and workers of the small matrix 20 times: the table is that of an undisturbed sweep (an hour)
+	$(QUIET) $(BIN)/python benchmarks/chaos.py qbench_zoo/matrix.yaml --study $(or $(STUDY),small) --kills $(or $(KILLS),20) --seed $(or $(SEED),0)
 
 snapshots: setup ## write anew what the tests compare results with: for a change of results that was meant
 	$(QUIET) $(BIN)/python -m tests.snapshots.test_snapshots

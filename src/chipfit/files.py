@@ -112,6 +112,20 @@ def replacing(directory: Path, what: str, refusal: type[ChipfitError] = ExportEr
             _sync(target.parent)
 
 
+@contextmanager
+def holding(folder: Path, *, wait: bool) -> Iterator[bool]:
+    """Holds a folder for this process while the block runs; False where another one does, and `wait` is not asked for.
+
+    Raises:
+        ExportError: the disk refuses.
+    """
+    with _typed(folder, ExportError, "The folder cannot be written"):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+    with lock:
+        yield _lock(lock.fileno(), wait=wait)
+
+
 def demand_replaceable(
     directory: Path, what: str, refusal: type[ChipfitError] = ExportError, name: Path | None = None
 ) -> None:

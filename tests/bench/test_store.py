@@ -1,11 +1,14 @@
 """The store keeps outcomes, and refuses what is none of its own."""
 
 import sqlite3
+import subprocess
+import sys
+from subprocess import PIPE
 
 import pytest
 
 from chipfit.bench.store import Store
-from chipfit.errors import ConfigError
+from chipfit.errors import ConfigError, ExportError
 
 
 def test_a_second_outcome_takes_the_place_of_the_first_and_is_counted(tmp_path):
@@ -16,6 +19,41 @@ def test_a_second_outcome_takes_the_place_of_the_first_and_is_counted(tmp_path):
     (found,) = store.rows("s")
     assert (found["status"], found["tries"], found["outcome"], found["error"]) == ("done", 2, {"top1": 3.0}, None)
     assert store.done(["k", "other"]) == {"k"} and store.rows("t") == []
+
+
+def test_an_outcome_stays_where_another_process_fails_at_the_same_experiment(tmp_path):
+    store = Store(tmp_path / "runs.sqlite")
+    store.put("k", "one", "s", {"top1": 3.0})
+    store.put("k", "one", "s", None, "no memory")
+    (found,) = store.rows()
+    assert (found["status"], found["outcome"], found["error"]) == ("done", {"top1": 3.0}, None)
+
+
+def test_processes_that_make_a_store_at_the_same_time_all_have_it(tmp_path):
+    """As drivers do that start together."""
+    write = (
+        "import sys\nfrom pathlib import Path\nfrom chipfit.bench.store import Store\n"
+        "for at in sys.stdin: Store(Path(at.strip()) / 'runs.sqlite').put(sys.argv[1], 'n', 's', {}); print(flush=True)"
+    )
+    drivers = [
+        subprocess.Popen([sys.executable, "-c", write, str(k)], stdin=PIPE, stdout=PIPE, text=True) for k in range(3)
+    ]
+    for k in range(10):
+        for told in drivers:
+            told.stdin.write(f"{tmp_path / str(k)}\n")
+            told.stdin.flush()
+        for told in drivers:
+            told.stdout.readline()
+        assert [r["key"] for r in Store(tmp_path / f"{k}/runs.sqlite").rows()] == ["0", "1", "2"]
+    for told in drivers:
+        told.communicate()
+        assert told.returncode == 0
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ExportError, match="a file stands where it has a folder"):
+        Store(tmp_path / "file" / "runs.sqlite")
 
 
 def test_a_store_of_a_newer_version_is_refused_and_stays_as_it_is(tmp_path):

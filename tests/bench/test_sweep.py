@@ -1,5 +1,8 @@
 """Sweeps: every experiment once, failures said, nothing lost."""
 
+import subprocess
+import sys
+
 import pytest
 import yaml
 
@@ -12,10 +15,10 @@ from chipfit.bench.sweep import BUSY, sweep
 from tests.bench.tiny import config
 
 
-def matrix(folder, bits=(4, 8)):
-    """One experiment for each width, and one whose data are missing."""
+def matrix(folder, bits=(4, 8), **over):
+    """One experiment for each width."""
     axes = {"bit": {f"b{b}": {"qparams": {"bit": b}} for b in bits}, "seed": {"s0": {"seed": 0}}}
-    study = {"of": ["bit", "seed"], "folder": "{bit}/{seed}", "config": config()}
+    study = {"of": ["bit", "seed"], "folder": "{bit}/{seed}", "config": config(**over)}
     (folder / "matrix.yaml").write_text(yaml.safe_dump({"axes": axes, "studies": {"s": study}}))
     generate(folder / "matrix.yaml")
     return folder / "matrix.yaml"
@@ -58,6 +61,36 @@ def test_what_another_process_is_at_is_waited_for(tmp_path, monkeypatch):
     told = []
     assert sweep(configs(path), path, tmp_path / "home", told=lambda *what: told.append(what[1])) == []
     assert told == ["runs", "another process is at it"] * 2 + ["done elsewhere"]
+
+
+def test_a_worker_that_is_killed_after_it_has_filed_its_outcome_has_not_failed(tmp_path, monkeypatch):
+    path = matrix(tmp_path, (8,))
+
+    def attempt(*given):
+        asked = of(config(study="s", seed=0))
+        Store(tmp_path / "home/runs.sqlite").put(asked.key, asked.name, "s", {"top1": 1.0})
+        return -9, ""
+
+    monkeypatch.setattr(sweeps, "attempt", attempt)
+    assert sweep(configs(path), path, tmp_path / "home", retries=0) == []
+    assert [r["status"] for r in Store(tmp_path / "home/runs.sqlite").rows()] == ["done"]
+
+
+def test_a_worker_without_memory_is_said_and_the_others_go_on(tmp_path, monkeypatch):
+    """Linux ends a process for which no memory is left with SIGKILL."""
+    path = matrix(tmp_path)
+    run = subprocess.run
+
+    def started(command, **how):  # the process is a real one, which ends so in place of training
+        died = "import os, signal; print('step 3'); os.kill(os.getpid(), signal.SIGKILL)"
+        return run([sys.executable, "-c", died if "b4" in command[5] else "pass"], **how)
+
+    monkeypatch.setattr(subprocess, "run", started)
+    told = []
+    assert sweep(configs(path), path, tmp_path / "home", retries=1, told=lambda *what: told.append(what)) == ["b4/s0"]
+    assert ("b8/s0", "done") in told and ("b4/s0", "failed: tries again") in told
+    (lost,) = Store(tmp_path / "home/runs.sqlite").rows()
+    assert "ended by SIGKILL: no memory was left, perhaps" in lost["error"]
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -12,7 +11,7 @@ import platform as machine
 import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -34,7 +33,7 @@ from chipfit.facade.quantize_fx.handover import deploy
 from chipfit.facade.quantize_fx.prepare import prepare_qat_fx
 from chipfit.facade.quantize_fx.quantizers import enable_calibration, enable_quantization
 from chipfit.facade.quantize_fx.settings import platforms_of
-from chipfit.files import write_atomically
+from chipfit.files import holding, write_atomically
 from chipfit.frameworks import framework_of
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 from chipfit.pipeline import Result
@@ -104,12 +103,9 @@ def alone(folder: Path) -> Iterator[None]:
     Raises:
         Busy: another one holds it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Busy("Another process is at this experiment", where=str(folder), hint="wait for it") from None
+    with holding(folder, wait=False) as held:
+        if not held:
+            raise Busy("Another process is at this experiment", where=str(folder), hint="wait for it")
         yield
 
 
@@ -228,25 +224,13 @@ def pretrained(config: Config, sets: Sets, here: Here, home: Path, said: Said) -
     file = home / "float" / f"{name}.safetensors"
     if not agreed(file.exists(), here):
         said(f"trains the float network: {steps} steps")
-        with _waiting(home / "float" / name, here):
+        with holding(home / "float" / name, wait=True) if here.leads else nullcontext():
             if not agreed(file.exists(), here):
                 network, _ = train(network, plain, sets, here, home / "float" / name, said)
                 if here.leads:
                     write_atomically(file, save({k: v.contiguous() for k, v in network.state_dict().items()}))
     network.load_state_dict(load_file(file))
     return network.to(here.device).eval()
-
-
-@contextmanager
-def _waiting(folder: Path, here: Here) -> Iterator[None]:
-    """Holds a folder as soon as nobody else does."""
-    if not here.leads:
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _calibration(config: Config, sets: Sets) -> list[torch.Tensor]:
@@ -290,9 +274,10 @@ def _without_training(config: Config, network: Any, sets: Sets) -> Result:
 
 def _deployments(config: Config, model: Any, sets: Sets, tests: Reader) -> Iterator[Deployed]:
     """The trained model on every platform that has a runtime here and holds it."""
-    fits = platforms_of(config.setting())
-    names = [n for n, why in fits.items() if not why and load_platform(n).runtimes]
-    for name in names if config.deploy is None else config.deploy:
+    names = config.deploy
+    if names is None:
+        names = tuple(n for n, why in platforms_of(config.setting()).items() if not why and load_platform(n).runtimes)
+    for name in names:
         try:
             result = deploy(model, _calibration(config, sets), name)
         except ChipfitError as e:

@@ -12,6 +12,7 @@ from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DatabaseError
 
 from chipfit.errors import ConfigError, brief
+from chipfit.files import holding
 
 #: of the tables; a store says which it has
 VERSION = 1
@@ -35,15 +36,15 @@ class Store:
 
     Raises:
         ConfigError: the file is no store, or of a newer version.
+        ExportError: its folder cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 60})
         event.listen(self.engine, "connect", lambda c, _: c.execute("PRAGMA journal_mode=WAL"))
         try:
-            with self.engine.begin() as db:
+            with holding(path.parent, wait=True), self.engine.begin() as db:  # one process makes the tables
                 version = db.execute(text("PRAGMA user_version")).scalar_one()
                 if version > VERSION:
                     hint = "read it with the chipfit that wrote it, or a newer one"
@@ -57,7 +58,7 @@ class Store:
             raise ConfigError(f"The store cannot be read: {brief(e.orig or e)}", where=str(path)) from e
 
     def put(self, key: str, name: str, study: str, outcome: dict[str, Any] | None, error: str | None = None) -> None:
-        """File an outcome, or why there is none, in place of an earlier one.
+        """File an outcome, or why there is none, in place of an earlier one; an outcome stays where the next try fails.
 
         Raises:
             ConfigError: the disk refuses.
@@ -73,9 +74,11 @@ class Store:
             "error": error,
         }
         again = {k: v for k, v in row.items() if k not in ("key", "tries")} | {"tries": RUNS.c.tries + 1}
+        replaced = RUNS.c.status != "done" if outcome is None else None  # another process may have ended it meanwhile
+        filed = insert(RUNS).values(row).on_conflict_do_update(index_elements=["key"], set_=again, where=replaced)
         try:
             with self.engine.begin() as db:
-                db.execute(insert(RUNS).values(row).on_conflict_do_update(index_elements=["key"], set_=again))
+                db.execute(filed)
         except DatabaseError as e:
             hint = "free disk space, and run it again: it goes on where it was"
             raise ConfigError(

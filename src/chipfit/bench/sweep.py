@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
+from signal import SIGKILL, Signals
 from typing import Any
 
 from chipfit.bench.config import Config
@@ -26,12 +27,20 @@ _LAST = 2000  #: characters of what a failed process printed that are kept
 
 
 def attempt(config: str, home: str, early: bool) -> tuple[int, str]:
-    """Run an experiment in a process of its own; its exit status, and the end of what it printed."""
+    """Run an experiment in a process of its own; its exit status, and the end of what it printed, or what ended it."""
     command = [sys.executable, "-m", "chipfit.cli", "bench", "run", config, "--home", home]
     command += ["--stop-early"] if early else []
     environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    return done.returncode, (done.stdout + done.stderr)[-_LAST:]
+    return done.returncode, (done.stdout + done.stderr + _killed(done.returncode))[-_LAST:]
+
+
+def _killed(status: int) -> str:
+    """Which signal ended a process, in words; "" where none did."""
+    if status >= 0:
+        return ""
+    cure = ": no memory was left, perhaps; fewer workers, or a smaller data.batch_size" if status == -SIGKILL else ""
+    return f"The process was ended by {Signals(-status).name}{cure}"
 
 
 def sweep(
@@ -88,7 +97,7 @@ def sweep(
                     queue.append(name)
                     continue
                 left[name] -= 1
-                if status == 0:
+                if status == 0 or store.done([wanted[name].key]):  # some are killed when they have filed their outcome
                     told(name, "done")
                 elif left[name]:
                     told(name, "failed: tries again")
@@ -118,7 +127,7 @@ def _places(
     cluster.init(**own, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
     try:
         wants: dict[str, Any] = {"num_cpus": cpus, "num_gpus": gpus, **({"memory": memory} if memory else {})}
-        place = cluster.remote(**wants, max_retries=-1)(attempt)
+        place = cluster.remote(**wants, max_retries=0)(attempt)  # `sweep` tries again, and counts
         yield lambda *given: place.remote(*given).future()
     finally:
         cluster.shutdown()
