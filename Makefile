@@ -44,7 +44,7 @@ docs: setup ## write the generated pages again: support table, JSON Schema of pl
 	$(BIN)/python docs/generate.py
 
 bench-small: setup ## a tenth of the small matrix of experiments, on procedural images, with its leaderboard
-	$(QUIET) $(BIN)/chipfit bench sweep qbench_zoo/matrix.yaml --study small_ranges --workers $(WORKERS)
+	$(QUIET) $(BIN)/chipfit bench sweep qbench_zoo/matrix.yaml --study tenth --workers $(WORKERS)
 	$(BIN)/chipfit bench board leaderboard.html
 
 chaos: setup ## kill driver and workers of the small matrix 20 times: the table is that of an undisturbed sweep (an hour)

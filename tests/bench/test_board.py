@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from chipfit.bench.board import as_csv, as_markdown, differences, page, plot, row, write
+from chipfit.bench.board import as_csv, as_markdown, as_text, differences, page, plot, row, write
 from chipfit.errors import ConfigError
 
 
@@ -50,6 +50,22 @@ def test_tables_for_other_tools_have_a_line_for_each_run(tmp_path):
     assert "| run1 | s | resnet20 | dorefa / pact | 4 | snpe | 80.00 | 79.00 | 1.00 | 78.00 | 0 |" in as_markdown(rows)
     with pytest.raises(ConfigError, match=r"\.html, \.csv"):
         write(runs(), tmp_path / "board.txt")
+
+
+def test_a_table_has_the_columns_that_a_terminal_holds_and_names_the_others():
+    rows = [row(r) for r in runs()]
+    assert as_text(rows, 45).splitlines()[:4] == [
+        "                   below",
+        "experiment  top-1  float  deployed  status",
+        "run0        80.00   0.00     79.00    done",
+        "run1        79.00   1.00     78.00    done",
+    ]
+    said = as_text(rows, 60)
+    assert "run0        80.00  80.00   0.00     79.00          0    done\n" in said and "lost" in said
+    assert "not shown here: study, model, method" in said and max(map(len, said.splitlines())) <= 60
+    whole = as_text(rows, 1000).splitlines()
+    assert len(whole) == 8 and "dorefa / pact" in whole[3] and "not unified" in whole[3]
+    assert as_text(rows, 3).splitlines()[1:3] == ["experiment", "run0"]  # what it is remains
 
 
 def test_two_runs_differ_where_they_do():

@@ -18,6 +18,7 @@ COUNTS = {
     "calibration": 9 * 9,
     "bits": 2 * 6 * 3,
     "small": 5 * 2 * 4,
+    "tenth": 2 * 2,
     "small_ptq": 2 * 2 * 2 * 3,
     "small_ranges": 5,
 }
@@ -40,7 +41,7 @@ def test_names_say_what_the_files_hold():  # reference: the shipped settings of 
     for folder, c in configs(ZOO / "matrix.yaml").items():
         words = folder.replace("_experiments/", "/")
         assert c.model.type in words
-        if c.study in ("algorithms", "small", "bits"):
+        if c.study in ("algorithms", "small", "tenth", "bits"):
             kind, _, rest = words.partition("/")
             method = rest if kind in ("small", "bit") else kind
             assert method.startswith("pact" if c.qparams.a_method == "pact" else c.qparams.w_method), folder

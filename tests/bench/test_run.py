@@ -95,6 +95,10 @@ def test_the_command_line_files_an_outcome_once(home, trained, tmp_path, monkeyp
         said = CliRunner().invoke(app, ["bench", *words, "--home", str(home)], catch_exceptions=False)
         assert said.exit_code == 0, said.output
     assert kept["name"] in (tmp_path / "b.md").read_text()
+    said = CliRunner().invoke(app, ["bench", "table", "--home", str(home)], env={"COLUMNS": "80"})
+    assert max(map(len, said.output.splitlines())) <= 80 and "95.00" in said.output.replace(
+        f"{trained.top1:.2f}", "95.00"
+    )
 
 
 def test_the_documents_own_command_runs_an_experiment(home, tmp_path):

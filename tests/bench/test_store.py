@@ -21,6 +21,14 @@ def test_a_second_outcome_takes_the_place_of_the_first_and_is_counted(tmp_path):
     assert store.done(["k", "other"]) == {"k"} and store.rows("t") == []
 
 
+def test_curves_are_left_out_where_a_table_does_not_need_them(tmp_path):
+    store = Store(tmp_path / "runs.sqlite")
+    store.put("k", "one", "s", {"top1": 3.0, "curves": {"loss": [[1, 2.0]]}})
+    store.put("l", "two", "s", None, "it broke")
+    whole, plain = store.rows(), store.rows(curves=False)
+    assert whole[0]["outcome"].pop("curves") and whole == plain
+
+
 def test_an_outcome_stays_where_another_process_fails_at_the_same_experiment(tmp_path):
     store = Store(tmp_path / "runs.sqlite")
     store.put("k", "one", "s", {"top1": 3.0})

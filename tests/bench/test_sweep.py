@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -13,6 +14,8 @@ from chipfit.bench.matrix import configs, generate
 from chipfit.bench.store import Store
 from chipfit.bench.sweep import BUSY, sweep
 from tests.bench.tiny import config
+
+ROOT = Path(__file__).parents[2]
 
 
 def matrix(folder, bits=(4, 8), **over):
@@ -109,3 +112,18 @@ def test_a_sweep_gives_what_its_experiments_give_alone_and_a_second_call_does_no
     told = []
     sweep(configs(path), path, tmp_path / "one", told=lambda *w: told.append(w[1]))
     assert told == ["done before", "done before"]
+
+
+def test_a_tenth_of_the_small_matrix_runs_as_make_bench_small_does(tmp_path):
+    """Four experiments on two workers, by the command line, and their page."""
+    line = next(x for x in (ROOT / "Makefile").read_text().splitlines() if "--study tenth" in x)
+    words = line.strip().replace("$(WORKERS)", "2").partition("chipfit ")[2].split()
+    for given in (words, ["bench", "board", str(tmp_path / "page.html")]):
+        command = [sys.executable, "-m", "chipfit.cli", *given, "--home", str(tmp_path / "home")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    found = Store(tmp_path / "home/runs.sqlite").rows()
+    assert [(r["status"], r["study"], r["outcome"]["tested"]) for r in found] == [("done", "tenth", 200)] * 4
+    assert len({r["outcome"]["float_top1"] for r in found}) == 1  # one float network, trained once
+    assert all(r["outcome"]["config"]["unified"] for r in found)
+    assert all(r["name"] in (tmp_path / "page.html").read_text() for r in found)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
@@ -34,6 +35,8 @@ COLUMNS = {
     "unified": "unified",
     "status": "status",
 }
+#: those that a narrow terminal shows, as many as fit, from the first on
+FIRST = "name below top1 deployed status differing float bit unified setting method model study seed seconds".split()
 
 
 def row(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,9 +93,31 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return out.getvalue()
 
 
+def as_text(rows: Sequence[Mapping[str, Any]], width: int) -> str:
+    """A table of as many of the columns that say something as fit into so many characters, and what is left out."""
+    cells, left = {}, width
+    for c in _saying(rows):
+        above, _, below = COLUMNS[c].rpartition(" ")
+        cells[c] = [above, below, *(text(r[c]) for r in rows)]
+    sizes = {c: max(map(len, cells[c])) + 2 * (c != "name") for c in cells}
+    for c in sorted(cells, key=FIRST.index):
+        left -= sizes[c]
+        if left < 0 and c != "name":
+            left += sizes.pop(c)
+    lines = zip(*([f"{x:{'<' if c == 'name' else '>'}{n}}" for x in cells[c]] for c, n in sizes.items()), strict=True)
+    hidden = ", ".join(COLUMNS[c] for c in cells if c not in sizes)
+    told = [fill(f"not shown here: {hidden} (chipfit bench board runs.csv)", max(width, 40))] if hidden else []
+    return "\n".join(["".join(line).rstrip() for line in lines] + told)
+
+
+def _saying(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Columns that are not empty."""
+    return [c for c in COLUMNS if any(r[c] not in (None, "") for r in rows)]
+
+
 def as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """A table of the columns that say something."""
-    shown = [c for c in COLUMNS if any(r[c] not in (None, "") for r in rows)]
+    shown = _saying(rows)
     lines = ["| " + " | ".join(COLUMNS[c] for c in shown) + " |", "|" + "---|" * len(shown)]
     lines += ["| " + " | ".join(text(r[c]).replace("|", "\\|") for c in shown) + " |" for r in rows]
     return "\n".join(lines) + "\n"

@@ -208,18 +208,10 @@ def pretrained(config: Config, sets: Sets, here: Here, home: Path, said: Said) -
     steps = given.epochs * (len(sets.train) // (config.data.batch_size * here.world))
     rates = Rates(base_lr=given.lr, warmup_lr=given.lr / 10, warmup_steps=steps // 10, max_iter=max(steps, 1))
     told = config.saver.model_copy(update={"val_freq": max(steps // 4, 1)})
-    plain = config.model_copy(
-        update={
-            "lr_scheduler": Schedule(kwargs=rates),
-            "optimizer": Optimizer(kwargs={"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}),
-            "seed": FLOAT_SEED,
-            "saver": told,
-            "freeze_step": None,
-        }
-    )
-    asked = {
-        k: plain.resolved[k] for k in ("model", "data", "lr_scheduler", "optimizer", "saver", "label_smooth", "ema")
-    }
+    sgd = Optimizer(kwargs={"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4})
+    own = {"lr_scheduler": Schedule(kwargs=rates), "optimizer": sgd, "seed": FLOAT_SEED, "saver": told}
+    plain = config.model_copy(update={**own, "freeze_step": None})
+    asked = {k: plain.resolved[k] for k in "model data lr_scheduler optimizer saver label_smooth ema".split()}
     name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
     file = home / "float" / f"{name}.safetensors"
     if not agreed(file.exists(), here):

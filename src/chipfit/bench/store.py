@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import JSON, Column, Float, Integer, MetaData, String, Table, create_engine, event, select, text
+import sqlalchemy as sql
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DatabaseError
 
@@ -16,18 +16,18 @@ from chipfit.files import holding
 
 #: of the tables; a store says which it has
 VERSION = 1
-_METADATA = MetaData()
-RUNS = Table(
+_METADATA = sql.MetaData()
+RUNS = sql.Table(
     "runs",
     _METADATA,
-    Column("key", String, primary_key=True),
-    Column("name", String, nullable=False),
-    Column("study", String, nullable=False, index=True),
-    Column("status", String, nullable=False),  # "done", or "failed"
-    Column("ended", Float, nullable=False),  # seconds since 1970
-    Column("tries", Integer, nullable=False),
-    Column("outcome", JSON),
-    Column("error", String),
+    sql.Column("key", sql.String, primary_key=True),
+    sql.Column("name", sql.String, nullable=False),
+    sql.Column("study", sql.String, nullable=False, index=True),
+    sql.Column("status", sql.String, nullable=False),  # "done", or "failed"
+    sql.Column("ended", sql.Float, nullable=False),  # seconds since 1970
+    sql.Column("tries", sql.Integer, nullable=False),
+    sql.Column("outcome", sql.JSON),
+    sql.Column("error", sql.String),
 )
 
 
@@ -41,11 +41,11 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 60})
-        event.listen(self.engine, "connect", lambda c, _: c.execute("PRAGMA journal_mode=WAL"))
+        self.engine = sql.create_engine(f"sqlite:///{path}", connect_args={"timeout": 60})
+        sql.event.listen(self.engine, "connect", lambda c, _: c.execute("PRAGMA journal_mode=WAL"))
         try:
             with holding(path.parent, wait=True), self.engine.begin() as db:  # one process makes the tables
-                version = db.execute(text("PRAGMA user_version")).scalar_one()
+                version = db.execute(sql.text("PRAGMA user_version")).scalar_one()
                 if version > VERSION:
                     hint = "read it with the chipfit that wrote it, or a newer one"
                     got, allowed = f"version {version}", f"up to {VERSION}"
@@ -53,7 +53,7 @@ class Store:
                         "The store is newer than this", where=str(path), got=got, allowed=allowed, hint=hint
                     )
                 _METADATA.create_all(db)
-                db.execute(text(f"PRAGMA user_version={VERSION}"))
+                db.execute(sql.text(f"PRAGMA user_version={VERSION}"))
         except DatabaseError as e:
             raise ConfigError(f"The store cannot be read: {brief(e.orig or e)}", where=str(path)) from e
 
@@ -63,19 +63,12 @@ class Store:
         Raises:
             ConfigError: the disk refuses.
         """
-        row = {
-            "key": key,
-            "name": name,
-            "study": study,
-            "status": "failed" if outcome is None else "done",
-            "ended": time.time(),
-            "tries": 1,
-            "outcome": outcome,
-            "error": error,
-        }
-        again = {k: v for k, v in row.items() if k not in ("key", "tries")} | {"tries": RUNS.c.tries + 1}
+        ended = {"name": name, "study": study, "status": "failed" if outcome is None else "done", "ended": time.time()}
+        told = {**ended, "outcome": outcome, "error": error}
         replaced = RUNS.c.status != "done" if outcome is None else None  # another process may have ended it meanwhile
-        filed = insert(RUNS).values(row).on_conflict_do_update(index_elements=["key"], set_=again, where=replaced)
+        again = told | {"tries": RUNS.c.tries + 1}
+        row = insert(RUNS).values(key=key, tries=1, **told)
+        filed = row.on_conflict_do_update(index_elements=["key"], set_=again, where=replaced)
         try:
             with self.engine.begin() as db:
                 db.execute(filed)
@@ -85,9 +78,11 @@ class Store:
                 f"The store cannot be written: {brief(e.orig or e)}", where=str(self.path), hint=hint
             ) from e
 
-    def rows(self, study: str | None = None) -> list[dict[str, Any]]:
-        """Every run, by name: its columns, `outcome` as data."""
-        asked = select(RUNS).order_by(RUNS.c.name, RUNS.c.key)
+    def rows(self, study: str | None = None, *, curves: bool = True) -> list[dict[str, Any]]:
+        """Every run, by name: its columns, `outcome` as data, without curves where they are not asked for."""
+        plain = sql.type_coerce(sql.func.json_remove(RUNS.c.outcome, "$.curves"), sql.JSON).label("outcome")
+        columns = [plain if c.name == "outcome" and not curves else c for c in RUNS.c]
+        asked = sql.select(*columns).order_by(RUNS.c.name, RUNS.c.key)
         with self.engine.connect() as db:
             found = db.execute(asked if study is None else asked.where(RUNS.c.study == study))
             return [dict(r) for r in found.mappings()]
@@ -95,4 +90,4 @@ class Store:
     def done(self, keys: Iterable[str]) -> set[str]:
         """Those of these experiments that have an outcome."""
         with self.engine.connect() as db:
-            return set(db.execute(select(RUNS.c.key).where(RUNS.c.status == "done")).scalars()) & set(keys)
+            return set(db.execute(sql.select(RUNS.c.key).where(RUNS.c.status == "done")).scalars()) & set(keys)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -125,30 +127,24 @@ def sweep(
     raise typer.Exit(int(bool(failed)))
 
 
-def _runs(home: Path, study: str | None = None) -> list[dict[str, Any]]:
+def _runs(home: Path, study: str | None = None, *, curves: bool = True) -> list[dict[str, Any]]:
     from chipfit.bench.store import Store
     from chipfit.errors import ConfigError
 
     file = home / "runs.sqlite"
     if not file.is_file():
         raise ConfigError("There are no runs", where=str(file), hint="chipfit bench run, or --home FOLDER")
-    return Store(file).rows(study)
+    gc.disable()  # of thousands of runs nothing is garbage, and looking for it takes most of the time
+    return Store(file).rows(study, curves=curves)
 
 
 @bench.command()
 def table(home: Home = HOME, study: OfStudy = None) -> None:
-    """Every run, best first."""
-    from rich.console import Console
-    from rich.table import Table
+    """Every run, best first; as many columns as the terminal holds."""
+    from chipfit.bench.board import as_text, row
 
-    from chipfit.bench.board import COLUMNS, row, text
-
-    rows = sorted((row(r) for r in _runs(home, study)), key=lambda r: (r["below"] is None, r["below"]))
-    shown = [c for c in COLUMNS if c != "name" and any(r[c] not in (None, "") for r in rows)]
-    out = Table("experiment", *(COLUMNS[c] for c in shown), show_edge=False)
-    for r in rows:
-        out.add_row(r["name"], *(text(r[c]) for c in shown))
-    Console().print(out)
+    rows = sorted((row(r) for r in _runs(home, study, curves=False)), key=lambda r: (r["below"] is None, r["below"]))
+    typer.echo(as_text(rows, shutil.get_terminal_size((1 << 16, 0)).columns))
 
 
 @bench.command()
@@ -158,17 +154,13 @@ def compare(
     home: Home = HOME,
 ) -> None:
     """Where two runs part: settings, versions, results."""
-    from rich.console import Console
-    from rich.table import Table
-
     from chipfit.bench.board import differences, find
 
     runs = _runs(home)
     a, b = find(runs, one), find(runs, other)
-    out = Table("", f"{a['name']} {a['key'][:6]}", f"{b['name']} {b['key'][:6]}", show_edge=False)
-    for line in differences(a, b):
-        out.add_row(*line)
-    Console().print(out)
+    typer.echo(f"- {a['name']} {a['key'][:6]}\n+ {b['name']} {b['key'][:6]}")
+    for key, *both in differences(a, b):
+        typer.echo(f"{key}\n  - {both[0]}\n  + {both[1]}")
 
 
 @bench.command()

@@ -104,12 +104,8 @@ def _half(config: Data, split: Split, names: tuple[str, ...]) -> tuple[Folder, l
     root = Path(split.root or config.root or os.environ.get("CHIPFIT_DATA", ""))
     root = next((root / n for n in names if not split.root and (root / n).is_dir()), root)
     classes = [p.name for p in listed(root, DataError, "The folder of images") if p.is_dir()]
-    files = [
-        (f, k)
-        for k, name in enumerate(classes)
-        for f in sorted((root / name).iterdir())
-        if f.suffix.lower() in SUFFIXES
-    ]
+    inside = ((f, k) for k, name in enumerate(classes) for f in sorted((root / name).iterdir()))
+    files = [(f, k) for f, k in inside if f.suffix.lower() in SUFFIXES]
     if not files:
         hint = "one folder for each class, with images in it: train/n01440764/a.JPEG"
         raise DataError("The folder holds no classes of images", where=str(root), hint=hint)

@@ -66,15 +66,8 @@ def mobilenet_v2(classes: int = 1000) -> nn.Module:
 @register("network", "efficientnetlite_b0")
 def efficientnetlite_b0(classes: int = 1000) -> nn.Module:
     """arXiv:1905.11946, table 1, without squeeze-and-excitation; 4.7 M parameters, 0.39 G multiplications."""
-    stages = [
-        (1, 3, 16, 1, 1),
-        (6, 3, 24, 2, 2),
-        (6, 5, 40, 2, 2),
-        (6, 3, 80, 3, 2),
-        (6, 5, 112, 3, 1),
-        (6, 5, 192, 4, 2),
-        (6, 3, 320, 1, 1),
-    ]
+    rows = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 40, 2, 2), (6, 80, 3, 2), (6, 112, 3, 1), (6, 192, 4, 2), (6, 320, 1, 1))
+    stages = [(w, k, c, n, s) for (w, c, n, s), k in zip(rows, (3, 3, 5, 3, 5, 5, 3), strict=True)]
     return InvertedResiduals(32, stages, 1280, classes)
 
 
