@@ -1,4 +1,4 @@
-"""The generated pages: which platform supports what, the JSON Schema of platform files, training algorithms.
+"""The generated pages: which platform supports what, JSON Schemas of platforms and experiments, training algorithms.
 
 python docs/generate.py [DOCS_DIR]
 """
@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from chipfit.bench.config import Config
 from chipfit.platform.load import load, names
 from chipfit.platform.modelled import kernels_of, whole_arithmetic
 from chipfit.platform.schema import Platform
@@ -52,6 +53,20 @@ def json_schema() -> str:
         schema["properties"].pop(hidden, None)
     schema["title"] = "chipfit platform, schema version 0"
     return json.dumps(schema, indent=1) + "\n"
+
+
+def experiment_schema() -> str:
+    """The JSON Schema that editors use to complete and check experiments.
+
+    A file may say a part of each table, and leave the rest to the one that it extends.
+    """
+    schema = Config.model_json_schema()
+    needs = schema.pop("required")
+    schema["properties"].pop("unified")  # is found, not said
+    schema["properties"]["extends"] = {"type": "string", "description": "path of the file under this one"}
+    for table in schema["$defs"].values():
+        table.pop("required", None)
+    return json.dumps({**schema, "anyOf": [{"required": ["extends"]}, {"required": needs}]}, indent=1) + "\n"
 
 
 #: of four bits but the last
@@ -104,6 +119,7 @@ def _trained(algorithm: Any, role: str) -> str:
 PAGES = {
     "platforms/support.md": support_table,
     "schema/platform.schema.json": json_schema,
+    "schema/experiment.schema.json": experiment_schema,
     "algorithms.md": algorithm_table,
 }
 

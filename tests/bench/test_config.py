@@ -1,5 +1,8 @@
 """Experiments as files: what they say, and what is refused."""
 
+import json
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -7,6 +10,7 @@ from chipfit.bench.config import Config, load, of
 from chipfit.errors import ConfigError
 from tests.bench.tiny import config
 
+ROOT = Path(__file__).parents[2]
 #: what document 004 has its readers write
 FRAGMENT = """
 qparams:
@@ -70,6 +74,20 @@ def test_parts_that_contradict_each_other_or_mean_nothing_are_refused(over, word
     with pytest.raises(ConfigError) as e:
         of(config(**over))
     assert words in str(e.value)
+
+
+def test_the_published_schema_takes_every_committed_experiment_and_refuses_what_the_reader_refuses():
+    """By another reader of JSON Schemas."""
+    jsonschema = pytest.importorskip("jsonschema")
+    text = (ROOT / "docs/schema/experiment.schema.json").read_text()
+    check = jsonschema.Draft202012Validator(json.loads(text))
+    files = [*ROOT.glob("qbench_zoo/settings/*.yaml"), *ROOT.glob("qbench_zoo/*/*/config.yaml")]
+    assert len(files) > 300
+    assert [str(f) for f in files if not check.is_valid(yaml.load(f.read_text(), yaml.CSafeLoader))] == []
+    assert check.is_valid(config()) and check.is_valid({"extends": "base.yaml", "ptq": {}})
+    wrong = {"lable_smooth": 0.1}, {"seed": -1}, {"optimizer": {"type": "LBFGS"}}, {"unified": True}, {"extends": 3}
+    assert not any(check.is_valid(config(**over)) for over in wrong)
+    assert not check.is_valid({"ptq": {}})
 
 
 def test_files_that_extend_each_other_are_refused(tmp_path):
