@@ -11,6 +11,11 @@ def net() -> nn.Module:
     return nn.Sequential(body, nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
 
 
+def plain() -> nn.Module:
+    """The same without batch norm, whose statistics would be those of one process's part of a batch."""
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
+
+
 def config(**over: Any) -> dict[str, Any]:
     """Digits, 8 bits, 12 steps."""
     return {

@@ -221,6 +221,7 @@ def pretrained(config: Config, sets: Sets, here: Here, home: Path, said: Said) -
                 network, _ = train(network, plain, sets, here, home / "float" / name, said)
                 if here.leads:
                     write_atomically(file, save({k: v.contiguous() for k, v in network.state_dict().items()}))
+                agreed(True, here)  # nobody reads it before it is there
     network.load_state_dict(load_file(file))
     return network.to(here.device).eval()
 
