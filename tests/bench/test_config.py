@@ -45,7 +45,7 @@ def test_who_changes_the_training_setting_is_not_unified(base):
     assert not of(config()).unified
 
 
-def test_an_unknown_key_is_refused_by_file_line_and_near_names(base):
+def test_48_an_unknown_key_is_refused_by_file_line_and_near_names(base):
     (base / "config.yaml").write_text("extends: base.yaml\nlable_smooth: 0.2\n" + FRAGMENT)
     with pytest.raises(ConfigError) as e:
         load(base / "config.yaml")

@@ -37,7 +37,7 @@ def test_studies_have_all_their_combinations():
     assert {s: found.count(s) for s in dict.fromkeys(found)} == COUNTS
 
 
-def test_names_say_what_the_files_hold():  # reference: the shipped settings of MQBench contradicted theirs
+def test_48_names_say_what_the_files_hold():  # the shipped settings of MQBench contradicted theirs
     for folder, c in configs(ZOO / "matrix.yaml").items():
         words = folder.replace("_experiments/", "/")
         assert c.model.type in words

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from chipfit.bench import data
-from chipfit.bench.config import Rates, of
+from chipfit.bench.config import Rates, load, of
 from chipfit.bench.run import prepared
 from chipfit.bench.train import Here, rate, train
 from chipfit.errors import ConfigError, TrainingError
@@ -58,13 +59,18 @@ def test_an_interruption_changes_no_bit(tmp_path):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else str(a) == str(b), name
 
 
-def test_another_order_of_images_is_noticed(tmp_path):
-    """The control of the test above."""
-    model, sets = start(of(config()))
-    _, one = train(model, of(config()), sets, Here(), tmp_path / "one", quiet)
-    model, _ = start(of(config()))
-    _, other = train(model, of(config(seed=5)), sets, Here(), tmp_path / "other", quiet)
-    assert one.loss != other.loss
+def test_48_a_configuration_and_its_seed_give_the_same_losses_and_another_seed_others(tmp_path):
+    """From the file to the steps: the second time it is read as it was resolved the first time."""
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config()))
+    asked = load(tmp_path / "config.yaml")
+    losses = []
+    for k, again in enumerate(
+        (asked, of({n: v for n, v in asked.resolved.items() if n != "unified"}), of(config(seed=5)))
+    ):
+        model, sets = start(again)
+        losses.append(train(model, again, sets, Here(), tmp_path / str(k), quiet)[1].loss)
+    assert losses[0] == losses[1] and len(losses[0]) == 12
+    assert losses[0] != losses[2]
 
 
 def test_a_checkpoint_of_another_experiment_is_refused(tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -200,6 +202,53 @@ def test_what_was_trained_is_what_the_runtime_computes(backend, method, net):
     assert torch.equal(result.plan["x"].scale, model.x_post_act_fake_quantizer.numbers()[0])
     torch.testing.assert_close(result.model(DATA[1]), model(DATA[1]), rtol=0, atol=0.02)
     assert result.verify(DATA[:1]).exact
+
+
+class Plain(nn.Module):
+    """Two convolutions and a linear layer; names are those of the ONNX file."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.fc = nn.Conv2d(3, 6, 3, bias=bias), nn.Conv2d(6, 6, 3, bias=bias), nn.Linear(96, 5, bias)
+        self.relu = nn.ReLU()
+
+    def forward(self, x):
+        return self.fc(torch.flatten(self.relu(self.b(self.relu(self.a(x)))), 1))
+
+
+@pytest.mark.parametrize("backend, bias, apart", [("tvm", False, 0), ("tvm", True, 1), ("tensorrt", True, 1)])
+def test_46_codes_in_training_are_those_of_the_exported_file(backend, bias, apart, tmp_path):
+    """Every quantizer of activations beside the QuantizeLinear of its tensor, which ONNX Runtime computes as it stands.
+
+    With steps that are powers of two all numbers are whole multiples of one, and float32 adds them exactly. A bias,
+    which training leaves as it is and the file stores in codes, may turn a tie, and so may other steps.
+    """
+    model = train(prepare_qat_fx(Plain(bias), {"": setting(backend, 8)}))
+    simulated = {}
+    names = {q: n.removesuffix("_post_act_fake_quantizer") for n, q in quantizers(model).items() if "weight" not in n}
+
+    def keep(q, _, y):
+        simulated[names[q]] = y.detach(), q.numbers()[0]
+
+    hooks = [q.register_forward_hook(keep) for q in names]
+    model(DATA[0])
+    for hook in hooks:
+        hook.remove()
+    assert set(simulated) == {"x", "relu", "relu_1"}
+    file = onnx.load(deploy(model, DATA, "ort_cpu").export(tmp_path / "m.onnx"))
+    numbers = {i.name: onnx.numpy_helper.to_array(i) for i in file.graph.initializer}
+    nodes = {n.output[0]: n for n in file.graph.node if n.op_type == "QuantizeLinear"}
+    file.graph.output.extend(onnx.helper.make_empty_tensor_value_info(f"{t}_q") for t in simulated)
+    plain = onnxruntime.SessionOptions()
+    plain.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(file.SerializeToString(), plain)
+    for tensor, (value, scale) in simulated.items():
+        (codes,) = session.run([f"{tensor}_q"], {session.get_inputs()[0].name: DATA[0].numpy()})
+        _, step, zero = nodes[f"{tensor}_q"].input
+        assert numbers[step] == scale.numpy()
+        own = (value / scale).round().int().numpy() + int(numbers[zero])
+        assert abs(codes.astype(int) - own).max() <= apart and len(set(own.flatten())) > 30, tensor
 
 
 def test_why_no_platform_can_deploy_is_said(net):
