@@ -23,6 +23,10 @@ bnfold: 4
 """
 
 
+#: of snpe
+FLAGS = {"name": "mine", "ada_sign": False, "symmetry": False, "per_channel": False, "pot_scale": False}
+
+
 @pytest.fixture
 def base(tmp_path):
     shared = {k: v for k, v in config().items() if k not in ("qparams", "backend", "bnfold")}
@@ -60,6 +64,9 @@ def test_48_an_unknown_key_is_refused_by_file_line_and_near_names(base):
         ({"qparams": {"w_method": "lsqq"}}, "'lsq'"),
         ({"qparams": {"bit": 17}}, "1 to 16"),
         ({"bnfold": 5}, "no such way to fold"),
+        ({"qparams": {"per_channel": True}}, "Extra inputs are not permitted"),
+        ({"backend": {**FLAGS, "name": "snpe", "per_channel": True}}, "'snpe' is a setting with another per_channel"),
+        ({"backend": {**FLAGS, "ada_sign": True}}, "ada_sign is for academic settings"),
         ({"qparams": None}, "give one of 'qparams' (training) and 'ptq'"),
         ({"ptq": {}}, "give one of 'qparams' (training) and 'ptq'"),
         ({"lr_scheduler": None}, "training needs 'lr_scheduler'"),

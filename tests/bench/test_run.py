@@ -1,18 +1,21 @@
 """One experiment from its file to what is stored, and that it is the same again."""
 
+import resource
 import subprocess
 import sys
 
 import pytest
 import yaml
+from PIL import Image
 from typer.testing import CliRunner
 
 from chipfit.bench.board import find, row, without_times
 from chipfit.bench.config import of
-from chipfit.bench.run import Busy, alone, run
+from chipfit.bench.run import Busy, run
 from chipfit.bench.store import Store
 from chipfit.cli.app import app
-from chipfit.errors import UnknownNameError
+from chipfit.errors import ExportError, UnknownNameError
+from chipfit.files import holding
 from tests.bench.tiny import config
 
 
@@ -71,11 +74,52 @@ def test_without_training_a_platform_quantizes(home):
     assert out.name.endswith("mse_defaultbit_ort_cpu") and out.size == 3 * 8 * 9 + 8 * 8 * 9 + 512 * 10
 
 
+def test_corrupted_images_are_left_out_counted_and_said_also_after_an_interruption(tmp_path):
+    for half, count in (("train", 20), ("val", 10)):
+        for k, name in enumerate("ab"):
+            (tmp_path / half / name).mkdir(parents=True)
+            for j in range(count):
+                Image.new("RGB", (9, 9), (250 * k, j, 9)).save(tmp_path / half / name / f"{j}.png")
+    (tmp_path / "train/a/3.png").write_bytes(b"no image")
+    (tmp_path / "val/b/7.png").write_bytes(b"")
+    data = {"type": "imagenet", "root": str(tmp_path), "batch_size": 10, "calibration": 10, "corrupted": 0.1}
+    data |= {"input_size": 8, "test_resize": 8, "train": {"transforms": {"type": "STANDARD"}}}
+    asked = of(config(data=data, deploy=["ort_cpu"], saver={"val_freq": 4, "pretrain": {"epochs": 1, "lr": 0.01}}))
+    whole = run(asked, tmp_path / "whole", quiet)
+    assert whole.notes == ["1 training images could not be read", "1 test images could not be read"]
+
+    def dies(text):
+        if text.startswith("step 8:"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(asked, tmp_path / "home", dies)
+    again = run(asked, tmp_path / "home", quiet)
+    assert again.notes == whole.notes and again.curves == whole.curves
+
+
+def test_a_full_disk_is_said_and_with_room_an_experiment_goes_on_to_the_same_numbers(home, trained):
+    """The system refuses files above a few kilobytes, as a full disk would."""
+    asked = of(config(seed=1))
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most[1]))
+    try:
+        with pytest.raises(ExportError, match="cannot be written.*Try: raise the limit"):
+            run(asked, home, quiet)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    again, fresh = run(asked, home, quiet), run(of(config(seed=1)), home.parent / "fresh", quiet)
+    assert again.curves == fresh.curves and again.top1 == fresh.top1
+
+
 def test_two_processes_are_not_at_one_experiment(tmp_path):
-    with alone(tmp_path), pytest.raises(Busy, match="Another process"), alone(tmp_path):
-        pass
-    with alone(tmp_path):  # and what one has left is free
-        pass
+    asked = of(config())
+    with holding(tmp_path / "runs" / asked.key, wait=False) as held:
+        assert held
+        with pytest.raises(Busy, match="Another process"):
+            run(asked, tmp_path, quiet)
+    with holding(tmp_path / "runs" / asked.key, wait=False) as held:  # what one has left is free
+        assert held
 
 
 def test_the_command_line_files_an_outcome_once(home, trained, tmp_path, monkeypatch):

@@ -114,6 +114,18 @@ def test_a_sweep_gives_what_its_experiments_give_alone_and_a_second_call_does_no
     assert told == ["done before", "done before"]
 
 
+@pytest.mark.slow
+def test_two_drivers_on_one_store_share_the_work(tmp_path):
+    path = matrix(tmp_path, (4, 6, 8), deploy=[])
+    command = [sys.executable, "-m", "chipfit.cli", "bench", "sweep", str(path), "--home", str(tmp_path / "home")]
+    drivers = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for driver in drivers:
+        said, _ = driver.communicate()
+        assert driver.returncode == 0 and "3 of 3 experiments have an outcome" in said
+    found = Store(tmp_path / "home/runs.sqlite").rows()
+    assert [(r["status"], r["tries"]) for r in found] == [("done", 1)] * 3
+
+
 def test_a_tenth_of_the_small_matrix_runs_as_make_bench_small_does(tmp_path):
     """Four experiments on two workers, by the command line, and their page."""
     line = next(x for x in (ROOT / "Makefile").read_text().splitlines() if "--study tenth" in x)

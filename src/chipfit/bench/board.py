@@ -15,28 +15,10 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from chipfit.errors import ConfigError, UnknownNameError
-from chipfit.files import write_atomically
+from chipfit.files import package_data, write_atomically
 
-#: column -> its heading, in order
-COLUMNS = {
-    "name": "experiment",
-    "study": "study",
-    "model": "model",
-    "method": "method",
-    "bit": "bits",
-    "setting": "setting",
-    "float": "float",
-    "top1": "top-1",
-    "below": "below float",
-    "deployed": "deployed",
-    "differing": "differing integers",
-    "seed": "seed",
-    "seconds": "s",
-    "unified": "unified",
-    "status": "status",
-}
-#: those that a narrow terminal shows, as many as fit, from the first on
-FIRST = "name below top1 deployed status differing float bit unified setting method model study seed seconds".split()
+_SHOWN = package_data("chipfit.bench", "columns.yaml")
+COLUMNS: dict[str, str] = _SHOWN["columns"]  #: column -> its heading, in order
 
 
 def row(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,20 +30,17 @@ def row(run: Mapping[str, Any]) -> dict[str, Any]:
     config, best = told["config"], max((d for d in told["deployed"] if d["top1"] is not None), key=_top1, default=None)
     trains, asked = config["qparams"], config["ptq"]
     methods = (trains["w_method"], trains["a_method"]) if trains else (asked["weight_rule"], asked["rule"])
+    out |= {k: told[k] for k in ("setting", "top1", "seconds", "size")}
     return out | {
         "model": config["model"]["type"],
         "method": " / ".join(dict.fromkeys(methods)),
         "bit": trains["bit"] if trains else asked["bit"],
-        "setting": told["setting"],
         "float": told["float_top1"],
-        "top1": told["top1"],
         "below": told["float_top1"] - told["top1"],
         "deployed": None if best is None else best["top1"],
         "differing": None if best is None else best["differing"],
         "seed": config["seed"],
-        "seconds": told["seconds"],
         "unified": "" if config["unified"] else "not unified",
-        "size": told["size"],
     }
 
 
@@ -100,7 +79,7 @@ def as_text(rows: Sequence[Mapping[str, Any]], width: int) -> str:
         above, _, below = COLUMNS[c].rpartition(" ")
         cells[c] = [above, below, *(text(r[c]) for r in rows)]
     sizes = {c: max(map(len, cells[c])) + 2 * (c != "name") for c in cells}
-    for c in sorted(cells, key=FIRST.index):
+    for c in sorted(cells, key=_SHOWN["narrow"].split().index):
         left -= sizes[c]
         if left < 0 and c != "name":
             left += sizes.pop(c)

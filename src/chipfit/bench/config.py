@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from chipfit.errors import ChipfitError, ConfigError
+from chipfit.errors import ChipfitError, ConfigError, UnknownNameError
 from chipfit.facade.quantize_fx.settings import get_backend_params, get_qconfig
 from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.read import Source, explain
@@ -221,6 +222,12 @@ class Config(Record):
         try:
             if isinstance(self.backend, Backend):
                 flags: dict[str, Any] = self.backend.model_dump(exclude={"name"}) | {"bnfold": self.bnfold}
+                with suppress(UnknownNameError):
+                    known = {**flags, **get_backend_params(self.backend.name)}
+                    other = [k for k, v in flags.items() if k != "bnfold" and v not in (None, known[k])]
+                    if other:
+                        what = f"'{self.backend.name}' is a setting with another {', '.join(other)}"
+                        raise ValueError(f"{what}: choose a name of your own")
             else:
                 flags = get_backend_params(self.backend)
                 if self.bnfold is not None and not self._unfolded:

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,18 +100,14 @@ def experiments(matrix: Matrix, study: str | None = None) -> Iterator[Experiment
             chosen = dict(zip(asked.of, choices, strict=True))
             if any(w.items() <= chosen.items() for w in asked.without):
                 continue
-            data: dict[str, Any] = asked.config
+            data, folder = asked.config, asked.folder
             for axis, choice in chosen.items():
                 data = merged(data, matrix.axes[axis][choice])
-            folder = re.sub(r"\{(\w+)\}", partial(_choice, chosen), asked.folder)
+                folder = folder.replace(f"{{{axis}}}", choice)
             if folder in seen:
                 raise ConfigError(f"Two experiments have one folder: '{folder}'", got=f"studies {seen[folder]}, {name}")
             seen[folder] = name
             yield Experiment(name, folder, {**data, "study": name})
-
-
-def _choice(chosen: dict[str, str], axis: re.Match[str]) -> str:
-    return chosen.get(axis[1], axis[0])
 
 
 def files(path: Path, study: str | None = None) -> dict[Path, str]:

@@ -11,7 +11,7 @@ import platform as machine
 import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -96,19 +96,6 @@ class Busy(ChipfitError):
     """Another process is at the same experiment."""
 
 
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Holds a folder for this process as long as it lives.
-
-    Raises:
-        Busy: another one holds it.
-    """
-    with holding(folder, wait=False) as held:
-        if not held:
-            raise Busy("Another process is at this experiment", where=str(folder), hint="wait for it")
-        yield
-
-
 def run(
     config: Config, home: Path, said: Said = print, hopeless: Callable[[Curves], bool] | None = None
 ) -> Outcome | None:
@@ -127,7 +114,9 @@ def run(
         if not here.leads:
             _run(config, home, folder, here, lambda text: None, hopeless)
             return None
-        with alone(folder):
+        with holding(folder, wait=False) as alone:
+            if not alone:
+                raise Busy("Another process is at this experiment", where=str(folder), hint="wait for it")
             out = _run(config, home, folder, here, said, hopeless)
     out.seconds, out.cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu
     out.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -169,7 +158,8 @@ def _run(
         else:
             out.deployed = list(_deployments(config, model.cpu(), sets, tests))
     said(f"quantized: top-1 {out.top1:.2f} %")
-    out.notes += [f"{tests.unreadable} images could not be read"] if tests.unreadable else []
+    lost = {"training": out.curves.unreadable, "test": len(tests.unreadable)}
+    out.notes += [f"{count} {half} images could not be read" for half, count in lost.items() if count]
     return out
 
 

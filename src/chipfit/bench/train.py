@@ -94,6 +94,7 @@ class Curves:
 
     loss: list[tuple[int, float]] = field(default_factory=list)
     top1: list[tuple[int, float]] = field(default_factory=list)
+    unreadable: int = 0  #: images that were left out
 
 
 def train(
@@ -136,7 +137,8 @@ def train(
     curves, step, place = Curves(), 0, folder / CHECKPOINT
     if place.exists():
         told = checkpoint.read(place, modules, optimizer)
-        step, curves = told["step"], Curves(*(list(map(tuple, told[k])) for k in ("loss", "top1")))
+        step, curves = told["step"], Curves(list(map(tuple, told["loss"])), list(map(tuple, told["top1"])))
+        readers[0].unreadable.update(told["unreadable"])
         said(f"goes on at step {step}")
     batches: Iterator[Any] = iter(())
     while step < rates.max_iter:
@@ -172,12 +174,14 @@ def train(
             model.train()
             said(f"step {step}: top-1 {curves.top1[-1][1]:.2f} %")
             if here.leads:
-                checkpoint.write(place, modules, optimizer, {"step": step, **vars(curves)})
+                lost = {"unreadable": sorted(readers[0].unreadable)}
+                checkpoint.write(place, modules, optimizer, {"step": step, **vars(curves), **lost})
                 if config.saver.save_many:
                     checkpoint.write(folder / f"step-{step}.safetensors", modules, optimizer, {"step": step})
             if agreed(here.leads and hopeless(curves), here):
                 said("stopped: it is behind the others")
                 break
+    curves.unreadable = len(readers[0].unreadable)
     return result.eval(), curves
 
 

@@ -69,15 +69,16 @@ class _Numbered(Dataset[Any]):
 
     def __getitem__(self, at: tuple[int, int]) -> Any:
         digest = hashlib.sha256(f"{self.seed}:{at[0]}:{at[1]}".encode()).digest()
-        return self.images.read(at[1], torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1))
+        draw = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        return at[1], self.images.read(at[1], draw)
 
 
-def _joined(read: list[tuple[Tensor, int] | None]) -> tuple[Tensor, Tensor, int]:
-    """A batch of those that could be read, and how many could not."""
-    good = [r for r in read if r is not None]
+def _joined(read: list[tuple[int, tuple[Tensor, int] | None]]) -> tuple[Tensor, Tensor, list[int]]:
+    """A batch of those that could be read, and the numbers of the others."""
+    good, lost = [r for _, r in read if r is not None], [k for k, r in read if r is None]
     if not good:
-        return torch.empty(0), torch.empty(0, dtype=torch.long), len(read)
-    return torch.stack([x for x, _ in good]), torch.tensor([y for _, y in good]), len(read) - len(good)
+        return torch.empty(0), torch.empty(0, dtype=torch.long), lost
+    return torch.stack([x for x, _ in good]), torch.tensor([y for _, y in good]), lost
 
 
 @dataclass
@@ -93,7 +94,7 @@ class Reader:
     seed: int
     rank: int = 0
     world: int = 1
-    unreadable: int = field(default=0, init=False)
+    unreadable: set[int] = field(default_factory=set, init=False)  #: numbers of images, over all passes
 
     def batches(self, epoch: int, *, shuffled: bool, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of a pass from its batch `first` on: images [N, C, H, W], classes [N].
@@ -116,11 +117,11 @@ class Reader:
             collate_fn=_joined,
             generator=torch.Generator(),
         )
-        for x, y, missing in loader:
-            self.unreadable += missing
-            if self.unreadable > self.config.corrupted * n:
+        for x, y, lost in loader:
+            self.unreadable.update(lost)
+            if len(self.unreadable) > self.config.corrupted * n:
                 allowed = f"{self.config.corrupted:.1%} of {n} (data.corrupted)"
-                raise DataError("Too many images cannot be read", got=self.unreadable, allowed=allowed)
+                raise DataError("Too many images cannot be read", got=len(self.unreadable), allowed=allowed)
             if len(y):
                 yield x, y
 
