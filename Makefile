@@ -6,7 +6,7 @@ BIN := .venv/bin
 QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 WORKERS ?= 2
 
-.PHONY: help setup demo test test-all check format docs bench bench-accuracy bench-qat bench-algorithms bench-small snapshots fuzz random
+.PHONY: help setup demo test test-all check format docs bench bench-accuracy bench-qat bench-algorithms bench-small snapshots fuzz random zoo
 .PHONY: mutants kills chaos clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -74,6 +74,14 @@ fuzz: setup ## 10,000 cases of bad input: SEED=, MINUTES= and CASES= choose othe
 
 random: setup ## prove COUNT random networks on each of ONNX Runtime and LiteRT, drawn with SEED: every integer
 	$(QUIET) $(BIN)/python tests/random_networks.py --count $(or $(COUNT),500) --seed $(or $(SEED),0)
+
+.venv/zoo: constraints.txt
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ "$$(grep '^timm==' constraints.txt)"
+	touch $@
+
+zoo: setup .venv/zoo ## 90 architectures on ONNX Runtime and LiteRT: those not yet in the table; ONLY= chooses
+	$(BIN)/python -m benchmarks.zoo $(if $(ONLY),--only $(ONLY))
+	$(BIN)/python docs/generate.py
 
 mutants: setup ## 300 small defects, one at a time: do the tests notice them? SEED=, COUNT= and MINUTES= choose others
 	$(QUIET) $(BIN)/python -m benchmarks.mutants --seed $(or $(SEED),0) --count $(or $(COUNT),300) --minutes $(or $(MINUTES),120)

@@ -423,7 +423,7 @@ def verify(
         out.outputs.append(Output(name, v, () if span or v in graph.weights else behind(v), span))
     if held is not None:
         read = dict.fromkeys(i for n in graph.nodes for i in n.inputs if i in graph.weights and plan.quantized(i))
-        by_tensor = _by_tensor(plan, held)
+        by_tensor = _by_tensor({*plan.tensors, *graph.weights}, held)
         out.held = [_held(graph, plan, name, by_tensor.get(name, ())) for name in (*quantized, *read)]
     if hasattr(device, "warnings"):
         out.warnings += device.warnings(platform)
@@ -556,11 +556,11 @@ def _misshapen(got: Tensor | None, want: Tensor, types: Collection[str]) -> str:
     return f"the device gives {kind} {list(got.shape)}, not {' or '.join(sorted(types))} {list(want.shape)}"
 
 
-def _by_tensor(plan: Plan, held: Mapping[str, InFile]) -> dict[str, list[InFile]]:
+def _by_tensor(known: Collection[str], held: Mapping[str, InFile]) -> dict[str, list[InFile]]:
     """What a file holds of each tensor, in order: itself, in floats, and copies, numbered or of another layout."""
     found: dict[str, list[InFile]] = {}
     for name in sorted(held, key=len):
-        own = name if name in plan.tensors else re.sub(r"(_t\d+)?(/float)?(_t\d+)?(_\d+)?$", "", name)
+        own = name if name in known else re.sub(r"(_t\d+)?(/float)?(_t\d+)?(_\d+)?$", "", name)
         found.setdefault(own, []).append(held[name])
     return found
 
@@ -577,9 +577,10 @@ def _held(graph: Graph, plan: Plan, name: str, found: Sequence[InFile]) -> Held:
                 out.wrong = out.wrong or f"{word} {b[at]:.9g} instead of {a[at]:.9g}"
     if constant is not None:
         codes = stored.quantize(constant)
+        as_given = [constant] if any(v == name for v, _ in plan.float_edges) else []
         for q in (f.codes for f in found if f.codes is not None):
-            want = stored.dequantize(codes) if q.dtype.kind == "f" else codes
-            differing = _least_differing(want.numpy(), q)
+            wants = [stored.dequantize(codes), *as_given] if q.dtype.kind == "f" else [codes]
+            differing = min((d for w in wants if (d := _least_differing(w.numpy(), q)) is not None), default=None)
             out.elements, out.differing = out.elements + q.size, out.differing + (differing or 0)
             out.wrong = out.wrong or ("" if differing is not None else f"its shape is {list(q.shape)}")
         out.wrong = out.wrong or ("" if out.elements or not codes.numel() else "it is missing from the file")

@@ -89,6 +89,16 @@ MOVE = {
     "average_5": (lambda x: F.avg_pool2d(x, 5, 1), images()),
     "average_padded": (lambda x: F.avg_pool2d(x, 3, 2, 1), images()),
     "average_without_padding": (lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False), images()),
+    "average_of_what_is_there": (lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), images()),
+    "average_of_what_is_there_5": (
+        lambda x: F.avg_pool2d(x, 5, 3, 2, count_include_pad=False),
+        images(4, 8, 13, 10),
+    ),
+    "linear_1d": (lambda x: F.interpolate(x, scale_factor=2.0, mode="linear"), images(4, 8, 12)),
+    "linear_1d_corners": (
+        lambda x: F.interpolate(x, size=19, mode="linear", align_corners=True),
+        images(4, 8, 12),
+    ),
     "adaptive": (lambda x: F.adaptive_avg_pool2d(x, 3), images()),
     "average_1d": (lambda x: F.avg_pool1d(x, 2), images(4, 8, 12)),
     "max_1d": (lambda x: F.max_pool1d(x, 2), images(4, 8, 12)),

@@ -165,15 +165,18 @@ def test_executed_tells_xnnpacks_operators_from_litert_s_own(tmp_path):
 
 def test_everything_that_the_file_cannot_hold_is_named_in_one_error_and_no_file_is_left(tmp_path):
     model = nn.Sequential(
-        nn.ConvTranspose2d(4, 4, 3, groups=2), nn.MaxPool2d(2, dilation=2), nn.Conv2d(4, 2, 1), nn.AdaptiveAvgPool2d(3)
+        nn.ConvTranspose2d(4, 4, 3, dilation=2),
+        nn.MaxPool2d(2, dilation=2),
+        nn.Conv2d(4, 2, 1),
+        nn.Upsample((9, 9), mode="bicubic"),
     )
     result = chipfit.quantize(model, [torch.randn(2, 4, 9, 9)], platform="tflite_int8", progress=False)
     with pytest.raises(UnsupportedError) as e:
         result.export(tmp_path / "m.tflite")
     for part in (
-        "TransposeConv2D '0': it has groups",
+        "TransposeConv2D '0': it has dilation",
         "MaxPool '1': its window is dilated",
-        "AdaptiveAvgPool '3'",
+        "Resize '3': mode 'cubic'",
         "Try: replace these layers",
     ):
         assert part in str(e.value)
@@ -232,12 +235,19 @@ def test_the_schema_has_the_operators_of_all_rows():
 
 
 def test_a_refused_operator_is_named_with_the_reason(tmp_path):
-    class Erf(nn.Module):
-        def forward(self, x):
-            return torch.erf(x)
+    model, x = nn.ConvTranspose3d(2, 2, 2), torch.randn(2, 2, 3, 3, 3)
+    with pytest.raises(UnsupportedError, match=r"TransposeConv3D '.*': it has three spatial axes\. Try: replace"):
+        export_tflite(capture(model, (x,)), None, tmp_path / "m.tflite")
 
-    with pytest.raises(UnsupportedError, match=r"Erf 'erf': TensorFlow Lite has no error function\. Try: replace"):
-        export_tflite(capture(Erf(), (torch.randn(2, 3),)), None, tmp_path / "m.tflite")
+
+def test_a_layer_whose_weight_is_computed_is_refused(tmp_path):
+    class Drawn(nn.Module):
+        def forward(self, x, w):
+            return nn.functional.conv2d(x, w)
+
+    graph = capture(Drawn(), (torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3)))
+    with pytest.raises(UnsupportedError, match="Conv2D 'conv2d': its weight is computed at run time"):
+        export_tflite(graph, None, tmp_path / "m.tflite")
 
 
 def operators_of(file):
@@ -280,6 +290,7 @@ def test_codes_take_the_narrowest_type_that_holds_them(role, bits, kind):
     assert code_type(TensorPlan(name="t", role=role, stored=stored)) == (TYPES[kind] if kind else INT4)
 
 
+KERNEL, TRIANGLE = torch.linspace(-1, 1, 108).reshape(4, 3, 3, 3), torch.ones(6, 6, dtype=torch.bool).tril()
 PICKED = {
     "constant indices, some from the end": (lambda x, i: x[:, [0, -1, 1]], lambda: torch.zeros(2)),
     "indices of the call": (lambda x, i: x[:, i], lambda: torch.tensor([2, 0])),
@@ -288,6 +299,34 @@ PICKED = {
     "the last column": (lambda x, i: x[..., -1], lambda: torch.zeros(2)),
     "nine windows": (lambda x, i: nn.functional.adaptive_avg_pool2d(x, 3), lambda: torch.zeros(2)),
     "the largest of nine windows": (lambda x, i: nn.functional.adaptive_max_pool2d(x, 3), lambda: torch.zeros(2)),
+    "windows that differ in size": (lambda x, i: nn.functional.adaptive_avg_pool2d(x, (4, 5)), lambda: torch.zeros(2)),
+    "the largest of such windows": (lambda x, i: nn.functional.adaptive_max_pool2d(x, (4, 5)), lambda: torch.zeros(2)),
+    "means of what is no padding": (
+        lambda x, i: nn.functional.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+        lambda: torch.zeros(2),
+    ),
+    "a row made longer": (
+        lambda x, i: nn.functional.interpolate(x[..., 0], scale_factor=2.0, mode="linear"),
+        lambda: torch.zeros(2),
+    ),
+    "groups of a transposed convolution": (
+        lambda x, i: nn.functional.conv_transpose2d(x, KERNEL, None, 2, 1, 1, 2),
+        lambda: torch.zeros(2),
+    ),
+    "one of each row": (lambda x, i: x.gather(-1, i), lambda: torch.randint(0, 6, (3, 4, 6, 2))),
+    "attention to what came before": (
+        lambda x, i: nn.functional.scaled_dot_product_attention(x, x, x, TRIANGLE),
+        lambda: torch.zeros(2),
+    ),
+    "heads that share keys": (
+        lambda x, i: nn.functional.scaled_dot_product_attention(x, x[:, :2], x[:, :2], enable_gqa=True),
+        lambda: torch.zeros(2),
+    ),
+    "a token before the others": (
+        lambda x, i: torch.cat([i.expand(x.shape[0], -1, -1), x[:, 0]], 1),
+        lambda: torch.randn(1, 1, 6),
+    ),
+    "the error function": (lambda x, i: torch.erf(3 * x), lambda: torch.zeros(2)),
     "windows of two sizes": (lambda x, i: nn.functional.adaptive_avg_pool2d(x, (2, 3)), lambda: torch.zeros(2)),
 }
 

@@ -60,6 +60,7 @@ CASES: dict[str, tuple[list[tuple], dict]] = {
     "Slice": ([IMAGE], {"axis": 1, "start": 1, "end": None, "step": 2}),
     "Select": ([IMAGE], {"axis": 1, "index": 1}),
     "Gather": ([IMAGE, (3, INT)], {"axis": 1}),
+    "GatherElements": ([IMAGE, (*IMAGE, INT)], {"axis": 1}),
     "Embedding": ([(5, 3), (2, 4, INT)], {}),
     "Where": ([(*IMAGE, BOOL), IMAGE, IMAGE], {}),
     "Roll": ([IMAGE], {"shifts": (1,), "axes": (1,)}),

@@ -180,9 +180,11 @@ KERNELS |= {
     "AdaptiveAvgPool": lambda x, *, output_size: _spatial("adaptive_avg_pool", len(output_size))(x, output_size),
     "AdaptiveMaxPool": lambda x, *, output_size: _spatial("adaptive_max_pool", len(output_size))(x, output_size),
     "Gather": lambda x, index, *, axis: x[(slice(None),) * (axis % x.dim()) + (index,)],
+    "GatherElements": lambda x, index, *, axis: x.gather(axis, index.long()),
     "Concat": lambda *xs, axis: torch.cat(xs, axis),
     "Stack": lambda *xs, axis: torch.stack(xs, axis),
     "Size": lambda x, *, axis: x.shape[axis],
+    "Expand": lambda x, batch=None, *, shape: x.expand(*(batch if s is None else s for s in shape)),
 }
 
 

@@ -49,7 +49,7 @@ def decompose(
         except _Refusal as e:
             reasons[node.name] = str(e)
             return [node]
-        return [m for part in made for m in written_out(part)]
+        return [m for part in made for m in ([part] if part.op == node.op else written_out(part))]
 
     became = {n.name: written_out(n) for n in graph.nodes}
     out.nodes = [m for made in became.values() for m in made]
@@ -188,8 +188,60 @@ def _gelu(new: New, n: Node) -> str:
     return new("Mul", new("Mul", x, new("Add", gate, 1.0)), 0.5)
 
 
+def _erf(new: New, n: Node) -> str:
+    """1 - (a1 t + ... + a5 t^5) exp(-x^2) with t = 1 / (1 + p |x|), of the sign of x; within 1.5e-7.
+
+    Source: Abramowitz and Stegun 1964, 7.1.26.
+    """
+    size = new("Abs", n.data)
+    t = new("Div", 1.0, new("Add", new("Mul", size, 0.3275911), 1.0))
+    sum_ = new("Mul", t, 1.061405429)
+    for a in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        sum_ = new("Mul", new("Add", sum_, a), t)
+    tail = new("Mul", sum_, new("Exp", new("Neg", new("Mul", size, size))))
+    return new("Mul", new("Sign", n.data), new("Sub", 1.0, tail))
+
+
 def _reduce_l2(new: New, n: Node) -> str:
     return new("Sqrt", new("Sum", new("Mul", n.data, n.data), gives=new.shape(n.output), **n.attrs))
+
+
+# ---------------------------------------------------------------- windows and groups
+
+
+def _adaptive(new: New, n: Node) -> str:
+    """Windows that differ in size: along each axis the elements of all, of which the largest or the mean is taken."""
+    x, shape = n.data, [new.shape(n.data)[0], *new.sizes(n.data)]
+    for axis, count in enumerate(n.attrs["output_size"], 1 if new.channels_last else 2):
+        size, shape[axis] = new.size(x, axis), count
+        ends = [(k * size // count, -(-(k + 1) * size // count)) for k in range(count)]
+        longest = max(high - low for low, high in ends)
+        index = [[min(low + k, high - 1) for k in range(longest)] for low, high in ends]
+        wide = (*shape[: axis + 1], longest, *shape[axis + 1 :])
+        x = new("Gather", x, new.constant(torch.tensor(index, dtype=torch.int32)), gives=wide, axis=axis)
+        if n.op == "AdaptiveAvgPool":
+            shares = [[1 / (high - low) if low + k < high else 0.0 for k in range(longest)] for low, high in ends]
+            x = new("Mul", x, new.constant(torch.tensor(shares).reshape(-1, longest, *[1] * (len(shape) - axis - 1))))
+        kind = "Sum" if n.op == "AdaptiveAvgPool" else "ReduceMax"
+        x = new(kind, x, gives=tuple(shape), axes=(axis + 1,), keepdims=False)
+    return x
+
+
+def _one_by_one(new: New, n: Node) -> str:
+    """The groups of a transposed convolution."""
+    if not all(i is None or i in new.graph.weights for i in n.inputs[1:]):
+        new.refuse("its weight is computed at run time")
+    groups, axis = n.attrs["groups"], len(new.shape(n.data)) - 1 if new.channels_last else 1
+    tensors = [new.graph.weights[i].detach().chunk(groups) for i in n.inputs[1:] if i is not None]
+    sizes = [new.size(v, axis) // groups for v in (n.data, n.output)]
+    inner, outer = ((*new.shape(v)[:axis], s, *new.shape(v)[axis + 1 :]) for v, s in zip((n.data, n.output), sizes))
+    results = []
+    for k, parts in enumerate(zip(*tensors, strict=True)):
+        part = {"start": k * sizes[0], "end": (k + 1) * sizes[0], "step": 1}
+        x = new("Slice", n.data, gives=inner, axis=axis, **part)
+        own = (new.constant(t.contiguous()) for t in parts)
+        results.append(new(n.op, x, *own, gives=outer, **{**n.attrs, "groups": 1}))
+    return new("Concat", *results, gives=new.shape(n.output), axis=axis)
 
 
 # ---------------------------------------------------------------- norms and attention
@@ -321,6 +373,11 @@ RULES: dict[str, Callable[[New, Node], str | Sequence[str]]] = {
     "Elu": _elu,
     "Selu": _elu,
     "Gelu": _gelu,
+    "Erf": _erf,
+    "AdaptiveAvgPool": _adaptive,
+    "AdaptiveMaxPool": _adaptive,
+    "TransposeConv1D": _one_by_one,
+    "TransposeConv2D": _one_by_one,
     "ReduceL2": _reduce_l2,
     "LayerNorm": _layer_norm,
     "RMSNorm": _layer_norm,

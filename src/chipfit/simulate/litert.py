@@ -377,10 +377,13 @@ def _resize(u: Unit, lines: Callable[[int, int, bool], tuple[Tensor, Tensor, Ten
         return move(u.run, u.nodes)
     q = u.code().long()
     (like,) = execute(u.node, [q.float()])
+    shape = like.shape
+    if len(shape) == 3:  # a row is an image of height 1
+        q, like = q[:, :, None], like[:, :, None]
     (top, low, v), (left, right, h) = (lines(q.shape[d], like.shape[d], bool(u.attrs["align_corners"])) for d in (2, 3))
     v = v[:, None]
     upper, lower = (q[:, :, row][..., left] * (one - h) + q[:, :, row][..., right] * h for row in (top, low))
-    y, half, whole = upper * (one - v) + lower * v, one * one // 2, one * one
+    y, half, whole = (upper * (one - v) + lower * v).reshape(shape), one * one // 2, one * one
     if one == 1024:
         u.run.store(u.out, torch.div(y + torch.where(y > 0, half, -half), whole, rounding_mode="trunc"))
     else:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from chipfit.engine.run import run
+from chipfit.frameworks.torch import program
 from chipfit.frameworks.torch.call import _NEUTRAL
 from chipfit.frameworks.torch.capture import capture
 from chipfit.frameworks.torch.read import READERS
@@ -206,6 +207,7 @@ CASES = {
         lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=signed(x)),
         lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=triangle),
         lambda x: F.scaled_dot_product_attention(x, x[:, :2], 1 - x[:, :2], enable_gqa=True),
+        lambda x: F.scaled_dot_product_attention(x, x[:, :1], 1 - x[:, :1], enable_gqa=True),
         lambda x: F.scaled_dot_product_attention(x, x[..., :4, :], x[..., :4, 1:4]),
     ),
     "rsub": (
@@ -318,10 +320,19 @@ CASES = {
         lambda x: x.index_select(1, torch.tensor([2, 0])),
         lambda x: x.index_select(-1, torch.tensor([5, 5, 1, 0])),
     ),
-    "repeat": (lambda x: x.repeat(1, 2, 1, 1), lambda x: x.repeat(3, 1, 1, 1, 2)),
+    "repeat": (
+        lambda x: x.repeat(1, 2, 1, 1),
+        lambda x: x.repeat(3, 1, 1, 1, 2),
+        lambda x: norm[None].repeat(x.shape[0], 1),
+        lambda x: norm[:, None].repeat(x.shape[0], 1, 3),
+    ),
     "pixel_shuffle": (lambda x: F.pixel_shuffle(x, 2), lambda x: F.pixel_shuffle(x.repeat(1, 9, 1, 1), 3)),
     "pixel_unshuffle": (lambda x: F.pixel_unshuffle(x, 2), lambda x: F.pixel_unshuffle(x, 3)),
     "channel_shuffle": (lambda x: F.channel_shuffle(x, 2), lambda x: F.channel_shuffle(x.repeat(1, 3, 1, 1), 3)),
+    "gather": (
+        lambda x: x.gather(1, ints(x).clamp(0, 3)),
+        lambda x: x.gather(-1, ints(x)[..., :2].clamp(0, 5)),
+    ),
     # ---- with a function of their own in the reader
     "conv1d": (
         lambda x: F.conv1d(flat(x), w1),
@@ -451,7 +462,14 @@ CASES = {
     ),
     "amax": (lambda x: x.amax(), lambda x: x.amax((1, -1)), lambda x: x.amax(2, keepdim=True)),
     "amin": (lambda x: x.amin(), lambda x: x.amin((1, -1)), lambda x: x.amin(2, keepdim=True)),
-    "cumsum": (lambda x: x.cumsum(1), lambda x: x.cumsum(-1), lambda x: ints(x).cumsum(2)),
+    "cumsum": (
+        lambda x: x.cumsum(1),
+        lambda x: x.cumsum(-1),
+        lambda x: ints(x).cumsum(2),
+        lambda x: x.cumsum(1, dtype=torch.float64),
+        lambda x: ints(x).int().cumsum(1),
+        lambda x: flags(x).cumsum(1),
+    ),
     "view": (lambda x: x.view(-1, 4, 36), lambda x: x.view(x.shape[0], 24, 6)),
     "reshape": (lambda x: x.reshape(-1, 2, 72), lambda x: x.transpose(1, 2).reshape(x.shape[0], -1)),
     "flatten": (lambda x: x.flatten(1), lambda x: x.flatten(0, 1), lambda x: x.flatten(-2)),
@@ -510,6 +528,8 @@ CASES = {
     "concatenate": (lambda x: aten.concatenate([x, signed(x)], 1), lambda x: aten.concatenate([x, x[..., :2]], -1)),
     "stack": (lambda x: torch.stack([x, signed(x)]), lambda x: torch.stack([x, x, 1 - x], -2)),
     "expand": (
+        lambda x: x[:1].expand(x.shape[0], -1, -1, -1),
+        lambda x: norm.expand(x.shape[0], -1),
         lambda x: x[:, :1].expand(-1, 3, -1, -1),
         lambda x: norm.expand(2, 3, 4),
         lambda x: x[:, :, :1].expand(-1, 4, 5, 6),
@@ -555,6 +575,11 @@ CASES = {
         lambda x: norm[ints(x).clamp(0, 3)],
         lambda x: x[:, :, more],
         lambda x: x[more - 1],
+        lambda x: x[:, index, more[:, :1]],
+        lambda x: x[:, :, index, index - 3],
+        lambda x: x[torch.arange(x.shape[0]), index[:1]],
+        lambda x: x[torch.arange(x.shape[0])[:, None], more[:1]],
+        lambda x: x[torch.arange(x.shape[0])[:, None, None], more[None]],
     ),
     "roll": (
         lambda x: x.roll(1, 1),
@@ -615,6 +640,64 @@ CASES = {
     ),
     "type_as": (lambda x: x.type_as(ints(x)), lambda x: ints(x).type_as(x)),
     "sym_size": (lambda x: F.pad(x, (1, 0)).shape[0], lambda x: x.transpose(0, 2).shape[2]),
+    "broadcast_to": (lambda x: norm.broadcast_to(2, 3, 4), lambda x: x[:, :1].broadcast_to(x.shape)),
+    "celu": (lambda x: F.celu(signed(x)), lambda x: F.celu(signed(x), 0.7)),
+    "max": (
+        lambda x: x.max(),
+        lambda x: x.max(1)[0],
+        lambda x: x.max(-1, True).values,
+        lambda x: torch.max(signed(x), x[:, :1]),
+        lambda x: torch.max(ints(x), x),
+    ),
+    "min": (
+        lambda x: x.min(),
+        lambda x: x.min(1)[0],
+        lambda x: x.min(-1, True).values,
+        lambda x: torch.min(ints(x), ints(x[:, :1])),
+    ),
+    "__and__": (lambda x: flags(x) & (x < 0.7),),
+    "__or__": (lambda x: flags(x) | (x < 0.2),),
+    "bitwise_and": (lambda x: torch.bitwise_and(flags(x), x < 0.7),),
+    "bitwise_or": (lambda x: torch.bitwise_or(flags(x), x < 0.2),),
+    "bitwise_not": (lambda x: ~flags(x),),
+    "zeros_like": (lambda x: torch.zeros_like(x), lambda x: torch.zeros_like(norm, dtype=torch.int64)),
+    "ones_like": (lambda x: torch.ones_like(x[:, 0]), lambda x: torch.ones_like(norm)),
+    "full_like": (lambda x: torch.full_like(x, 0.3), lambda x: torch.full_like(norm, 7)),
+    "new_zeros": (lambda x: x.new_zeros(2, 3), lambda x: x.new_zeros(x.shape[0], 2)),
+    "new_ones": (lambda x: x.new_ones((), dtype=torch.bool), lambda x: x.new_ones(2, x.shape[0])),
+    "new_full": (lambda x: x.new_full((2, 3), 0.7), lambda x: x.new_full((x.shape[0], 1), 3)),
+    "zeros": (lambda x: torch.zeros(2, 3), lambda x: torch.zeros(x.shape[0], 2, dtype=torch.int32)),
+    "ones": (lambda x: torch.ones(2, 3), lambda x: torch.ones(x.shape[0])),
+    "full": (lambda x: torch.full((2, 3), 0.7), lambda x: torch.full((x.shape[0], 1), True)),
+    "fill": (
+        lambda x: aten.fill(x, 0.4),
+        lambda x: aten.fill(norm, 3),
+        lambda x: aten.fill(x, x[0, 0, 0, 0]),
+    ),
+    "copy": (
+        lambda x: aten.copy(x, ints(x)),
+        lambda x: aten.copy(ints(x), x[:, :1]),
+        lambda x: aten.copy(x, norm[:, None, None]),
+    ),
+    "slice_scatter": (
+        lambda x: torch.slice_scatter(x, x[:, :2] * 2, 1, 1, 3),
+        lambda x: torch.slice_scatter(x, x[..., :2] * 2, -1, -2),
+        lambda x: torch.slice_scatter(x, x[..., :3] * 2, -1, 0, 3),
+        lambda x: torch.slice_scatter(x, 1 - x),
+        lambda x: torch.slice_scatter(x, x[:, :0], 1, 2, 2),
+    ),
+    "select_scatter": (
+        lambda x: torch.select_scatter(x, x[:, 0] * 2, 1, 2),
+        lambda x: torch.select_scatter(x, x[..., 0] * 2, -1, -1),
+        lambda x: torch.select_scatter(x, x[:, 0] * 2, 1, 0),
+    ),
+    "flip": (lambda x: x.flip(1), lambda x: x.flip(-1, 2)),
+    "unfold": (lambda x: x.unfold(2, 3, 1), lambda x: x.unfold(-1, 2, 2), lambda x: x.unfold(1, 3, 4)),
+    "im2col": (lambda x: F.unfold(x, 2, stride=2), lambda x: F.unfold(x, (2, 3), stride=(2, 3))),
+    "col2im": (
+        lambda x: F.fold(x.flatten(2), 12, 2, stride=2),
+        lambda x: F.fold(x.reshape(-1, 24, 6), (4, 9), (2, 3), stride=(2, 3)),
+    ),
 }
 
 #: operator -> calls in a form that no canonical operator has: they stay PyTorch's own, by name
@@ -659,10 +742,29 @@ REFUSED = {
     "clip": (lambda x: x.clip(min=norm[:, None, None] - 0.5),),
     "mean": (lambda x: x.mean(1, dtype=torch.float64), lambda x: ints(x).mean(1, dtype=torch.float32)),
     "sum": (lambda x: x.sum(1, dtype=torch.float64), lambda x: flags(x).sum(1)),
-    "cumsum": (lambda x: x.cumsum(1, dtype=torch.float64), lambda x: ints(x).int().cumsum(1)),
+    "max": (lambda x: torch.max(x, 1),),
+    "min": (lambda x: torch.min(x, 1),),
+    "__and__": (lambda x: aten.__and__(ints(x), ints(x * x)), lambda x: aten.__and__(ints(x), 3)),
+    "__or__": (lambda x: aten.__or__(ints(x), ints(x * x)), lambda x: aten.__or__(ints(x), 3)),
+    "bitwise_and": (lambda x: torch.bitwise_and(ints(x), 3), lambda x: torch.bitwise_and(3, ints(x))),
+    "bitwise_or": (lambda x: torch.bitwise_or(ints(x), 3), lambda x: torch.bitwise_or(3, ints(x))),
+    "bitwise_not": (lambda x: ~ints(x),),
+    "repeat": (lambda x: x[0].repeat(x.shape[0], 1, 1),),
+    "slice_scatter": (
+        lambda x: torch.slice_scatter(x, x[:, ::2] * 2, 1, step=2),
+        lambda x: torch.slice_scatter(x, x[:1] * 2, 0, 0, 1),
+    ),
+    "flip": (lambda x: x.flip(0),),
+    "unfold": (lambda x: x.unfold(0, 2, 1),),
+    "im2col": (
+        lambda x: F.unfold(x, 2),
+        lambda x: F.unfold(x, 2, 2, 0, 2),
+        lambda x: F.unfold(x, 2, 1, 1, 2),
+        lambda x: F.unfold(x, 4, 1, 0, 4),
+    ),
+    "col2im": (lambda x: F.fold(x.flatten(2), 7, 2, stride=1),),
     "roll": (lambda x: x.roll(1),),
-    "index": (lambda x: x[:, index, :, index], lambda x: x[:, some]),
-    "expand": (lambda x: x[:1].expand(x.shape[0], -1, -1, -1),),
+    "index": (lambda x: x[:, index, :, index], lambda x: x[:, some], lambda x: x[index % 2, index]),
     "eq": (lambda x: flags(x).eq(True),),
     "mul": (lambda x: x * x.shape[0], lambda x: flags(x) * True),
     "where": (lambda x: torch.where(flags(x), x, True),),
@@ -779,7 +881,7 @@ def difference(a, b):
 
 
 #: torch raises to a number by other functions than to a tensor, and has one kernel for means of parts of any size
-_LAST_BIT = ("pow", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
+_LAST_BIT = ("pow", "celu", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -819,6 +921,64 @@ def test_the_graph_says_the_type_and_shape_of_each_value(read):
             ):
                 wrong.append((n.layer, n.op, said, is_.dtype, tuple(is_.shape)))
     assert wrong == []
+
+
+# ---------------------------------------------------------------- what PyTorch takes apart
+
+vector = odd6 - 0.1
+#: operator -> calls; x is float32 [B, 4, 6, 6], in 0 to 1
+PARTS = {
+    "addcdiv": lambda x: torch.addcdiv(x, signed(x), x + 1, value=0.7),
+    "addcmul": lambda x: torch.addcmul(x, signed(x), x[:, :1], value=0.7),
+    "addmm": lambda x: torch.addmm(odd6[:5], x[:, 0, 0], rows.t(), beta=0.5, alpha=2),
+    "addmv": lambda x: torch.addmv(odd6[:5], rows, vector, alpha=2) + x[..., :5],
+    "addr": lambda x: torch.addr(rows, odd6[:5], vector, beta=0.5) + x[..., :5, :],
+    "baddbmm": lambda x: torch.baddbmm(x[:, 0], flat(x).transpose(1, 2), flat(x), beta=0.5, alpha=2),
+    "diff": lambda x: torch.diff(x, dim=1),
+    "dot": lambda x: torch.dot(odd6, vector) + x,
+    "einsum": lambda x: (
+        torch.einsum("bchw,bdhw->bcd", x, 1 - x),
+        torch.einsum("bcn,mn->bmc", flat(x), rows),
+        torch.einsum("bhnd,bhmd->bhnm", x, signed(x)),
+    ),
+    "glu": lambda x: (F.glu(signed(x), 1), F.glu(x)),
+    "hardshrink": lambda x: F.hardshrink(signed(x), 0.3),
+    "inner": lambda x: torch.inner(flat(x), rows),
+    "kron": lambda x: torch.kron(x[0, 0], rows),
+    "mT": lambda x: x.mT * 2,
+    "meshgrid": lambda x: [g + x for g in torch.meshgrid(odd6, vector, indexing="xy")],
+    "movedim": lambda x: x.movedim(1, -1) * 2,
+    "moveaxis": lambda x: x.moveaxis(1, -1) * 2,
+    "mv": lambda x: torch.mv(x[:, 0, 0], vector),
+    "narrow": lambda x: x.narrow(1, 1, 2) * 2,
+    "outer": lambda x: torch.outer(x[:, 0, 0, 0], vector),
+    "ravel": lambda x: x.ravel() * 2,
+    "repeat_interleave": lambda x: (x.repeat_interleave(2, 1), x.repeat_interleave(3, -1)),
+    "rot90": lambda x: x.rot90(1, (2, 3)) * 2,
+    "softshrink": lambda x: F.softshrink(signed(x), 0.3),
+    "swapdims": lambda x: x.swapdims(1, 2) * 2,
+    "tensordot": lambda x: torch.tensordot(x, rows, ([3], [1])),
+    "threshold": lambda x: F.threshold(signed(x), 0.2, -3),
+    "tile": lambda x: x.tile(2, 1, 1),
+}
+
+
+def test_every_operator_that_is_read_in_parts_has_a_case():
+    assert set(PARTS) == program._PARTED and not set(PARTS) & set(READERS)
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["watched", "traced"])
+@pytest.mark.parametrize("name", PARTS)
+def test_what_pytorch_takes_apart_is_read_in_parts(name, traced):
+    """Watched, or by `torch.export`, which a model calls that asks a tensor for something."""
+    f = PARTS[name]
+    model = One(lambda x: (f(x), x + torch.arange(x.shape[0])[:, None, None, None]) if traced else f(x)).eval()
+    graph = capture(model, (torch.rand(5, 4, 6, 6),))
+    assert {n.attrs["target"] for n in graph.nodes if n.op == OPAQUE} <= ({"aten.arange.default"} if traced else set())
+    fresh = torch.rand(3, 4, 6, 6)
+    values, want = run(graph, (fresh,)), torch.utils._pytree.tree_leaves(model(fresh))
+    for a, o in zip(want, graph.outputs, strict=True):
+        torch.testing.assert_close(values[o], a, rtol=1e-5, atol=1e-6)
 
 
 # ---------------------------------------------------------------- what is written in place
@@ -981,8 +1141,16 @@ def test_every_row_of_the_reader_has_cases_that_are_read_by_it(read):
 READS_TYPES = ("to", "_to_copy", "type_as")  #: others put a Cast where operands have several types
 #: attributes that a reader sets to one value, by reader (its first name), operator and attribute
 ONE_VALUE = {
-    ("adaptive_avg_pool1d", "AvgPool", "ceil_mode"): "windows that cover all",
-    ("adaptive_avg_pool1d", "AvgPool", "count_include_pad"): "no padding",
+    ("adaptive_max_pool1d", "AvgPool", "ceil_mode"): "windows that cover all",
+    ("adaptive_max_pool1d", "AvgPool", "count_include_pad"): "no padding",
+    ("adaptive_max_pool1d", "MaxPool", "ceil_mode"): "windows that cover all",
+    ("celu", "Elu", "alpha"): "the other alphas are factors around it",
+    ("index", "Squeeze", "axes"): "each sample is in its place",
+    ("scaled_dot_product_attention", "SDPA", "enable_gqa"): "copies are made before it",
+    ("scaled_dot_product_attention", "Unsqueeze", "axes"): "heads are the second axis",
+    ("scaled_dot_product_attention", "Reshape", "shape"): "as many heads as queries have",
+    ("slice_scatter", "Slice", "step"): "what is kept lies together",
+    **{(name, "Size", "axis"): "the first axis alone is open" for name in ("expand", "repeat", "zeros", "copy")},
     ("sym_size", "Size", "axis"): "programs ask the input, whose first axis alone is open",
 }
 
@@ -1004,6 +1172,9 @@ TOLD_BY_THE_RESULT = {
     "split": "split_size split_sizes chunks sections indices tensor_indices_or_sections",
     "expand": "implicit size other",
     "softmax": "dtype half_to_float",
+    "zeros": "self size dtype layout device pin_memory memory_format",
+    "copy": "self non_blocking",
+    "im2col": "output_size",
     "clone": "memory_format",
     "lift_fresh_copy": "memory_format",
     "cumsum": "dtype",
@@ -1033,7 +1204,7 @@ def test_every_argument_of_every_overload_is_looked_at(read, refused):
 #: overloads that `torch.export` never leaves in a program, that a CPU does not have, or whose shapes depend on values
 NOT_IN_PROGRAMS = """
     to.prim_Device to.prim_dtype to.prim_other index.Tensor_hacked_twin numpy_T.a
-    bmm.dtype mm.dtype split.default tensor_split.tensor_indices_or_sections where.default
+    bmm.dtype mm.dtype copy.Dict_Tensor split.default tensor_split.tensor_indices_or_sections where.default
 """
 
 

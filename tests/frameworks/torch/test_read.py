@@ -105,6 +105,7 @@ READ = {
     "Slice": lambda x: x[:, 1:4:2],
     "Select": lambda x: x[:, -1],
     "Gather": lambda x: x.index_select(1, torch.tensor([2, 0])),
+    "GatherElements": lambda x: x.gather(1, (x > 0.5).long()),
     "Embedding": lambda x: F.embedding((x > 0.5).long(), w1[..., 0]),
     "Roll": lambda x: x.roll((1, 2), (2, 3)),
     "Tile": lambda x: x.repeat(1, 2, 1, 1),

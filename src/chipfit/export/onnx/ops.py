@@ -60,7 +60,6 @@ _FORMS: dict[str, Callable[[Any], Any]] = {
     "real": lambda v: None if v is None else np.float32(v),
     "integer": np.int64,
     "integers": lambda v: np.atleast_1d(np.asarray(v, np.int64)),
-    "sizes": lambda v: _ints(*(1 if s == -1 else s for s in v)),
     "end": lambda v: _ints(_END if v is None else v),
 }
 _SUMS = "strides=stride pads=padding dilations=dilation group=groups"
@@ -228,6 +227,15 @@ def _pad(w: Tape, n: Node, x: Names) -> str:
 def _squeeze(w: Tape, n: Node, x: Names) -> str:
     axes = n.attrs["axes"]  # none at all would mean every axis of size 1
     return w.op(n.op, [x[0], w.const(_ints(*axes))]) if axes else w.op("Identity", x)
+
+
+@_writes("Expand")
+def _expand(w: Tape, n: Node, x: Names) -> str:
+    sizes = w.const(_ints(*(1 if s in (-1, None) else s for s in n.attrs["shape"])))
+    if None in n.attrs["shape"]:  # all other sizes are 1 in the factor that it is
+        here = w.const(_ints(*(0 if s is None else 1 for s in n.attrs["shape"])))
+        sizes = w.op("Where", [w.op("Cast", [here], to=tensor_type("bool")), sizes, x[1]])
+    return w.op("Expand", [x[0], sizes])
 
 
 @_writes("Roll")

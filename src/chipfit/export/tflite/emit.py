@@ -79,6 +79,8 @@ class Emitter(File):
             scale: one number or one per channel, in place of the plan's of the same value.
             wide: the operator reads 64 bits; else 32 where the codes fit, as kernels of 8-bit operands demand.
         """
+        if name not in self.graph.weights:
+            self.refuse(self.node, "its weight is computed at run time")
         w, stored = self.graph.weights[name].detach().cpu(), self.plan.stored(name)
         if stored is None or (name, self.node.name) in self.plan.float_edges:
             return self.constant(change(w.contiguous().numpy()), name)

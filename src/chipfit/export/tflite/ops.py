@@ -193,8 +193,8 @@ def _conv(w: Emitter, n: Node, y: Sequence[int]) -> None:
 
 def _transpose_conv(w: Emitter, n: Node, y: Sequence[int]) -> None:
     """Padding that SAME does not place is cut off afterwards."""
-    if n.attrs["groups"] != 1 or any(d != 1 for d in n.attrs["dilation"]):
-        w.refuse(n, "it has groups or dilation")
+    if any(d != 1 for d in n.attrs["dilation"]):
+        w.refuse(n, "it has dilation")
 
     def write(m: Node, x: int, a: list[int], out: int, b: list[int]) -> None:
         kernel, sizes = _kernel(w, n)
@@ -250,9 +250,11 @@ def _attention(w: Emitter, n: Node, y: Sequence[int]) -> None:
     if n.attrs["is_causal"]:
         s = step("ADD", s, w.constant(np.triu(np.full((rows[-2], columns[-2]), -1e30, np.float32), 1)))
     if mask is not None:
-        if not w.graph.is_float(mask):
-            w.refuse(n, "a boolean mask; add one of 0 and minus infinity instead")
-        s = step("ADD", s, w.read(mask))
+        s = (
+            step("ADD", s, w.read(mask))
+            if w.graph.is_float(mask)
+            else step("SELECT_V2", w.read(mask), s, w.scalar(-1e30))
+        )
     w.op("BATCH_MATMUL", [step("SOFTMAX", s, beta=1.0), w.read(v)], y)
 
 
@@ -338,8 +340,15 @@ def _pool(w: Emitter, n: Node, y: Sequence[int]) -> None:
                 wide = [s + sum(pair) for s, pair in zip(a[1:3], around, strict=True)]
                 plain = m.with_(attrs={**m.attrs, "padding": ((0, 0),) * 2})
                 padding, pads = _window(plain, wide, b[1:3], m.attrs["kernel"])
-            if pads is not None:
-                w.refuse(n, "its windows reach beyond what counts, and not as those of SAME")
+            if pads is not None:  # SAME centres every window: all of them, of which some are kept
+                steps = [-(-i // o) for i, o in zip(a[1:3], b[1:3], strict=True)]
+                centred = all(low == (k - 1) // 2 for (low, _), k in zip(around, m.attrs["kernel"], strict=True))
+                if not centred or steps != list(m.attrs["stride"]):
+                    w.refuse(n, "its windows reach beyond what counts, and not as those of SAME")
+                every = w.between(a, x)
+                write(m.with_(attrs={**m.attrs, "stride": (1, 1)}), x, a, every, a)
+                ends = ([0] * 4, [0] * 4, [1, *steps, 1])
+                return w.op("STRIDED_SLICE", [every, *(w.ints(*e) for e in ends)], out, beginMask=15, endMask=15)
         if pads is not None:
             x = _padded(w, m, x, a, pads, lowest=True)
         (height, width), how = m.attrs["kernel"], _steps(m, stride="stride{}")
@@ -347,15 +356,6 @@ def _pool(w: Emitter, n: Node, y: Sequence[int]) -> None:
         w.op(w.kind, [x], out, padding=padding, **how)
 
     _spatial(w, n, y, write)
-
-
-def _adaptive(w: Emitter, n: Node, y: Sequence[int]) -> None:
-    a, b = w.shape(n.data)[1:-1], w.shape(n.output)[1:-1]
-    if any(i % o for i, o in zip(a, b, strict=True)):
-        w.refuse(n, f"an input of {a} does not divide into {b} equal windows")
-    window = tuple(i // o for i, o in zip(a, b, strict=True))
-    how = {"padding": ((0, 0),) * len(window), "ceil_mode": False, "count_include_pad": False}
-    _pool(w, n.with_(attrs={"kernel": window, "stride": window, **how}), y)
 
 
 def _reduce(w: Emitter, n: Node, y: Sequence[int]) -> None:
@@ -457,6 +457,14 @@ def _gather(w: Emitter, n: Node, y: Sequence[int]) -> None:
     w.op(w.kind, [x, at], y, axis=axis)
 
 
+def _gather_elements(w: Emitter, n: Node, y: Sequence[int]) -> None:
+    """A GATHER inside every row, which is as long as one operand has it in the other's rows."""
+    a, b, axis = w.shape(n.data), w.shape(n.operand("index") or ""), _axis(w, n, n.data)
+    if axis != len(a) - 1 or a[:-1] != b[:-1]:
+        w.refuse(n, "it picks along another axis than the last, or of some rows only")
+    w.op(w.kind, w.reads(n), y, axis=axis, batchDims=axis)
+
+
 def _pad(w: Emitter, n: Node, y: Sequence[int]) -> None:
     mode, padding = n.attrs["mode"], n.attrs["padding"]
     ins = [w.read(n.data), w.constant(np.array(padding, np.int32))]
@@ -476,16 +484,20 @@ def _pad(w: Emitter, n: Node, y: Sequence[int]) -> None:
 
 
 def _resize(w: Emitter, n: Node, y: Sequence[int]) -> None:
-    a, b = w.shape(n.data), w.shape(n.output)
+    a, b = w.shape(n.data)[1:-1], w.shape(n.output)[1:-1]
     mode, scale = n.attrs["mode"], n.attrs["scale"]
-    if len(a) != 4 or mode not in ("nearest", "linear"):
-        w.refuse(n, f"mode '{mode}' over {len(a) - 2} axes")
-    if scale is not None and any(i * s != o for i, s, o in zip(a[1:3], scale, b[1:3], strict=True)):
+    if len(a) > 2 or mode not in ("nearest", "linear"):
+        w.refuse(n, f"mode '{mode}' over {len(a)} axes")
+    if scale is not None and any(i * s != o for i, s, o in zip(a, scale, b, strict=True)):
         w.refuse(n, "its factor does not give whole sizes; give the size instead")
     kind = "RESIZE_NEAREST_NEIGHBOR" if mode == "nearest" else "RESIZE_BILINEAR"
     corners = bool(n.attrs["align_corners"]) and mode == "linear"
     half = mode == "linear" and not corners
-    w.op(kind, [w.read(n.data), w.ints(*b[1:3])], y, alignCorners=corners, halfPixelCenters=half)
+
+    def write(_: Node, x: int, before: list[int], out: int, after: list[int]) -> None:
+        w.op(kind, [x, w.ints(*after[1:3])], out, alignCorners=corners, halfPixelCenters=half)
+
+    _spatial(w, n, y, write)
 
 
 def _depth(w: Emitter, n: Node, y: Sequence[int]) -> None:

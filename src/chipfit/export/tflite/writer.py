@@ -25,7 +25,8 @@ from chipfit.export.tflite.file import TYPES, Numbers
 from chipfit.export.tflite.ops import NO_FORM, REFUSED, ROWS, fused_code
 from chipfit.files import write_atomically
 from chipfit.graph.builder import drop_dead
-from chipfit.graph.ir import OPAQUE, Graph, Node
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.linear import TRANSPOSED
 from chipfit.passes.decompose import decompose
 from chipfit.passes.layout import natural
 from chipfit.passes.relayout import relayout, same_numbers
@@ -69,7 +70,8 @@ class Writer(Emitter):
         for v in new.graph.values:
             old, form = new.copies.get(v) or (v, self.forms.get(v) or natural(len(found[v])))
             sizes[v] = tuple(found[old][d] for d in form)
-        simple, plan, self.reasons = decompose(new.graph, plan, ROWS)
+        grouped = [n.name for n in new.graph if n.op in TRANSPOSED and n.attrs["groups"] > 1]
+        simple, plan, self.reasons = decompose(new.graph, plan, ROWS, grouped)
         _add_sizes(simple, sizes)
         super().__init__(simple, plan, sizes, batch)
 
@@ -202,8 +204,8 @@ def _platform() -> str:
 
 
 def _expands(node: Node) -> bool:
-    """It repeats something, such as a class token, as often as a shape that is computed says."""
-    return node.op == OPAQUE and node.attrs["target"] == "aten.expand.default"
+    """It repeats something, such as a class token, for every sample."""
+    return node.op == "Expand" and None in node.attrs["shape"]
 
 
 def _with_shapes(graph: Graph, sizes: Mapping[str, tuple[int, ...]]) -> Graph:
@@ -212,8 +214,7 @@ def _with_shapes(graph: Graph, sizes: Mapping[str, tuple[int, ...]]) -> Graph:
         return graph
     graph = graph.copy()
     graph.nodes = [
-        n.with_(op="Expand", inputs=n.inputs[:1], attrs={"shape": sizes[n.output]}) if _expands(n) else n
-        for n in graph.nodes
+        n.with_(inputs=n.inputs[:1], attrs={"shape": sizes[n.output]}) if _expands(n) else n for n in graph.nodes
     ]
     drop_dead(graph)
     return graph
@@ -245,8 +246,10 @@ def _sizes(graph: Graph, batch: int) -> dict[str, tuple[int, ...]]:
 
 
 def _add_sizes(graph: Graph, sizes: dict[str, tuple[int, ...]]) -> None:
-    """The sizes of what composites became: simple operators, to which the layout means nothing."""
+    """The sizes of what composites became: simple operators, to which the layout means nothing, and convolutions."""
     for n in graph.nodes:
-        if n.output not in sizes:
+        if n.output not in sizes and n.op in TRANSPOSED:
+            sizes[n.output] = tuple(sizes[n.data][0] if s is None else s for s in graph.shape(n.output))
+        elif n.output not in sizes:
             operands = [graph.weights[i] if i in graph.weights else torch.zeros(sizes[i or ""]) for i in n.inputs]
             sizes[n.output] = tuple(execute(n, operands)[0].shape)

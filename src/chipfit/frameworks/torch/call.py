@@ -79,16 +79,30 @@ class Call:
 
     def _promoted(self, key: str, v: str) -> str:
         """An operand in the type that torch computes in: mixed types get an explicit Cast."""
-        mine, result = self.tensor(key).dtype, self.result.dtype
+        result = self.result.dtype
         if result is torch.bool:
             operands = {k: self.args.get(k) for k in ("self", "other")}
             types = [self.tensor(k).dtype for k, x in operands.items() if isinstance(x, torch.fx.Node)]
             result = types[0] if len(types) == 1 else torch.promote_types(*types)
             if any(isinstance(x, float) for x in operands.values()) and not result.is_floating_point:
                 result = torch.float32
-        if mine is result:
+        return self._cast(key, v, result)
+
+    def typed(self, key: str) -> str:
+        """A tensor in the type of the result."""
+        return self._cast(key, self.value(key), self.result.dtype)
+
+    def _cast(self, key: str, v: str, kind: torch.dtype) -> str:
+        if self.tensor(key).dtype is kind:
             return v
-        return self.step("Cast", [v], self.tensor(key).to(result), dtype=str(result).removeprefix("torch."))
+        return self.step("Cast", [v], self.tensor(key).to(kind), dtype=str(kind).removeprefix("torch."))
+
+    def size(self, size: Any) -> str:
+        """An open size as a value."""
+        if str(size) not in self.draft.sizes:
+            raise Unreadable
+        name, axis = self.draft.sizes[str(size)]
+        return self.step("Size", [name], size, axis=axis)
 
     def tensor(self, key: str) -> Form:
         """Shape and type of an argument."""

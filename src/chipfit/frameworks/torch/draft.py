@@ -24,6 +24,7 @@ class Draft(drafts.Draft):
         super().__init__(Graph([], [], [], {}, {}))
         self.env: dict[torch.fx.Node, Any] = {}  #: value name, tuple of them, or a Python constant
         self.replaced: dict[str, str] = {}  #: value -> the value that an in-place operator wrote over it
+        self.sizes: dict[str, tuple[str, int]] = {}  #: open size -> an input that has it, and the axis
         self.tied: dict[str, str] = {}  #: weight -> the first name of its tensor, which the nodes read
         self._modules = dict(model.named_modules())
         self._own(model, weights)
@@ -54,6 +55,11 @@ class Draft(drafts.Draft):
         if isinstance(x, (list, tuple)):
             return [self.arg(i) for i in x]
         return x
+
+    def same(self, a: Any, b: Any) -> bool:
+        """Whether two sizes are one: symbols compare as text, and as many samples are in all inputs."""
+        axes = [self.sizes.get(str(s), ("", -1))[1] for s in (a, b)]
+        return str(a) == str(b) or axes == [0, 0]
 
     # ---- what is added
 

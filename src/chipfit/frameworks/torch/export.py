@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from chipfit.engine.process import quiet
 from chipfit.errors import CaptureError, brief, theirs
 from chipfit.frameworks.torch.origin import users_line
-from chipfit.frameworks.torch.program import Form, Program, needs_functional
+from chipfit.frameworks.torch.program import Form, Program, needs_functional, parts_of
 
 
 def export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
@@ -48,7 +48,11 @@ def export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             ) from e
         hint = "rewrite this line with tensor operations, or quantize the part of the model around it"
         raise CaptureError(f"The model cannot be captured: {brief(e)}", where=users_line(e), hint=hint) from e
-    return _program(program.run_decompositions({}) if needs_functional(program.graph) else program)
+    known: dict[Any, Any] = {}
+    if any(parts_of(n.target) for n in program.graph.nodes):
+        for table in (torch._decomp.decomposition_table, torch.export.default_decompositions()):
+            known |= {op: how for op, how in table.items() if parts_of(op)}
+    return _program(program.run_decompositions(known) if known or needs_functional(program.graph) else program)
 
 
 def _program(exported: torch.export.ExportedProgram) -> Program:

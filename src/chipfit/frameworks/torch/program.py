@@ -2,15 +2,26 @@
 
 import dataclasses
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from chipfit.files import package_data
+
+#: operators that are read in parts
+_PARTED = frozenset(package_data("chipfit.frameworks.torch", "aten.yaml")["parted"].split())
 #: ATen operators whose result is read as the operand itself though their schema says that it is another tensor
 _COPIES = ("clone", "_to_copy", "_unsafe_view")
+
+
+def parts_of(op: Any) -> Callable[..., Any] | None:
+    """What says an operator in simpler ones, of those that have to be; None of others."""
+    if not isinstance(op, torch._ops.OpOverload) or op._schema.name.partition("::")[2] not in _PARTED:
+        return None
+    return op.decompose if op._can_decompose() else torch._decomp.decomposition_table.get(op)
 
 
 class Unclear(Exception):

@@ -6,7 +6,7 @@ canonical equivalent; the operator then stays opaque.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -132,6 +132,25 @@ def _conv(c: Call) -> Any:
     return c.emit("DepthwiseConv2D" if depthwise else f"Conv{n}D", inputs, **attrs)
 
 
+@reads("scaled_dot_product_attention")
+def _attention(c: Call) -> Any:
+    """Heads that share keys and values get copies of them, which every later step knows how to hold."""
+    ins, copies = [c.value("query"), c.value("key"), c.value("value")], 1
+    if c.raw("dropout_p"):
+        raise Unreadable
+    if c.raw("enable_gqa"):
+        copies = c.tensor("query").shape[-3] // c.tensor("key").shape[-3]
+    for k, key in enumerate(("key", "value") if copies > 1 else (), 1):
+        (*outer, n, d), like = c.tensor(key).shape, c.tensor(key)
+        one, many = (like.new_empty((*outer, m, n, d)) for m in (1, copies))
+        x = c.step("Unsqueeze", [ins[k]], one, axes=(len(outer),))
+        x = c.step("Expand", [x], many, shape=(*[-1] * len(outer), copies, -1, -1))
+        whole = like.new_empty((*outer[:-1], outer[-1] * copies, n, d))
+        ins[k] = c.step("Reshape", [x], whole, shape=_static_shape(whole))
+    how = {"is_causal": c.raw("is_causal"), "scale": c.raw("scale"), "enable_gqa": False}
+    return c.emit("SDPA", [*ins, c.optional("attn_mask")], **how)
+
+
 @reads("matmul bmm mm")
 def _matmul(c: Call) -> Any:
     other = "other" if "other" in c.args else "mat2"
@@ -170,20 +189,32 @@ def _clamp(c: Call) -> Any:
     return c.emit("Clamp", [c.value("self")], **bounds)
 
 
+@reads("celu")
+def _celu(c: Call) -> Any:
+    """alpha elu(x / alpha)."""
+    x, alpha = c.value("self"), float(c.raw("alpha"))
+    if alpha == 1:
+        return c.emit("Elu", [x], alpha=1.0)
+    shrunk = c.step("Mul", [x, c.draft.scalar(c.node.name, 1 / alpha, c.result)], c.result)
+    bent = c.step("Elu", [shrunk], c.result, alpha=1.0)
+    return c.emit("Mul", [bent, c.draft.scalar(c.node.name, alpha, c.result)])
+
+
 # ---------------------------------------------------------------- pooling and reduction
 
 
-@reads("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d")
-def _adaptive_avg_pool(c: Call) -> Any:
-    n = _spatial(c)
+@reads("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d")
+def _adaptive_pool(c: Call) -> Any:
+    n, kind = _spatial(c), "Avg" if "avg" in c.name else "Max"
     out, spatial = _many(c.raw("output_size"), n), c.tensor("self").shape[2:]
-    if out == (1,) * n:
+    if kind == "Avg" and out == (1,) * n:
         return c.emit("GlobalAvgPool", [c.value("self")])
     if any(not isinstance(s, int) or s % o for s, o in zip(spatial, out, strict=True)):
-        return c.emit("AdaptiveAvgPool", [c.value("self")], output_size=out)
+        return c.emit(f"Adaptive{kind}Pool", [c.value("self")], output_size=out)
     kernel = tuple(s // o for s, o in zip(spatial, out, strict=True))
-    plain = {"padding": ((0, 0),) * n, "ceil_mode": False, "count_include_pad": True}
-    return c.emit("AvgPool", [c.value("self")], kernel=kernel, stride=kernel, **plain)
+    plain = {"padding": ((0, 0),) * n, "ceil_mode": False}
+    own: dict[str, Any] = {"count_include_pad": True} if kind == "Avg" else {"dilation": (1,) * n}
+    return c.emit(f"{kind}Pool", [c.value("self")], kernel=kernel, stride=kernel, **plain, **own)
 
 
 _REDUCTIONS = {"mean": "Mean", "sum": "Sum", "amax": "ReduceMax", "amin": "ReduceMin"}
@@ -214,18 +245,30 @@ def _length(c: Call) -> Any:
 @reads("softmax _softmax log_softmax _log_softmax")
 def _softmax(c: Call) -> Any:
     """The operand in the type that `dtype` asks for."""
-    x, kind = c.tensor("self"), c.result.dtype
-    v = c.value("self")
-    if kind is not x.dtype:
-        v = c.step("Cast", [v], x.to(kind), dtype=str(kind).removeprefix("torch."))
-    return c.emit("LogSoftmax" if "log" in c.name else "Softmax", [v], axis=c.raw("dim"))
+    return c.emit("LogSoftmax" if "log" in c.name else "Softmax", [c.typed("self")], axis=c.raw("dim"))
 
 
 @reads("cumsum")
 def _cumsum(c: Call) -> Any:
-    if c.result.dtype is not c.tensor("self").dtype:
+    return c.emit("CumSum", [c.typed("self")], axis=c.raw("dim"))
+
+
+@reads("max min")
+def _largest(c: Call) -> Any:
+    """Over an axis, whose places nothing may read; of the whole tensor; or of two."""
+    if "other" in c.args:
+        return c.emit(c.name.capitalize(), [c.number_or_value("self"), c.number_or_value("other")])
+    axes = (c.raw("dim") % c.rank,) if "dim" in c.args else tuple(range(c.rank))
+    return c.emit(f"Reduce{c.name.capitalize()}", [c.value("self")], axes=axes, keepdims=bool(c.raw("keepdim")))
+
+
+@reads("__and__ __or__ bitwise_and bitwise_or bitwise_not")
+def _bits(c: Call) -> Any:
+    """Of booleans."""
+    if c.result.dtype is not torch.bool:
         raise Unreadable
-    return c.emit("CumSum", [c.value("self")], axis=c.raw("dim"))
+    slots = [c.value(k) for k in ("self", "other") if k in c.args]
+    return c.emit(f"Logical{c.name.strip('_').removeprefix('bitwise_').capitalize()}", slots)
 
 
 # ---------------------------------------------------------------- moving data
@@ -299,14 +342,45 @@ def _concat(c: Call) -> Any:
     return c.emit("Stack" if c.name == "stack" else "Concat", tensors, axis=axis)
 
 
-@reads("expand expand_as")
+@reads("expand expand_as broadcast_to")
 def _expand(c: Call) -> Any:
+    return _expanded(c, c.value("self"), c.tensor("self").shape)
+
+
+def _expanded(c: Call, x: str, sizes: Sequence[Any]) -> Any:
+    """A tensor of these sizes in the shape of the result."""
     want = c.result.shape
-    have = (None,) * (len(want) - c.rank) + tuple(c.tensor("self").shape)
-    shape = tuple(-1 if str(h) == str(w) else w for h, w in zip(have, want, strict=True))  # symbols compare as text
-    if not all(isinstance(s, int) for s in shape):
+    have = (None,) * (len(want) - len(sizes)) + tuple(sizes)
+    shape = tuple(-1 if h is not None and c.draft.same(h, w) else w for h, w in zip(have, want, strict=True))
+    unknown = [s for s in shape if not isinstance(s, int)]
+    if len(unknown) > 1:
         raise Unreadable
-    return c.emit("Expand", [c.value("self")], shape=shape)
+    shape = tuple(s if isinstance(s, int) else None for s in shape)
+    return c.emit("Expand", [x, *map(c.size, unknown)], shape=shape)
+
+
+@reads("repeat")
+def _repeat(c: Call) -> Any:
+    """Of an axis of size 1, as often as there are samples, is an Expand."""
+    try:
+        return c.emit("Tile", [c.value("self")], repeats=c.raw("repeats"))
+    except Unreadable:
+        sizes = (1,) * (len(c.result.shape) - c.rank) + tuple(c.tensor("self").shape)
+        if not all(h == 1 or c.draft.same(h, w) for h, w in zip(sizes, c.result.shape, strict=True)):
+            raise
+        return _expanded(c, c.value("self"), sizes)
+
+
+@reads("zeros_like ones_like full_like new_zeros new_ones new_full zeros ones full fill")
+def _filled(c: Call) -> Any:
+    """One number everywhere."""
+    name = c.name.removeprefix("new_").removesuffix("_like")
+    if isinstance(c.args.get("value"), torch.fx.Node):
+        return _expanded(c, c.typed("value"), ())
+    value = c.raw("value" if name == "fill" else "fill_value") if name in ("full", "fill") else float(name == "ones")
+    shape = [s if isinstance(s, int) else 1 for s in c.result.shape]
+    x = c.draft.constant(f"{c.node.name}.constant", torch.full(shape, value, dtype=c.result.dtype))
+    return x if tuple(shape) == tuple(c.result.shape) else _expanded(c, x, shape)
 
 
 @reads("pad constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d")
@@ -323,12 +397,131 @@ def _pad(c: Call) -> Any:
 def _index(c: Call) -> Any:
     indices = c.draft.arg(c.args["indices"])
     given = [i for i, v in enumerate(indices) if v is not None]
-    if len(given) != 1 or not isinstance(indices[given[0]], str):
+    if any(not isinstance(indices[i], str) for i in given):
         raise Unreadable
-    (axis,) = given
-    if c.args["indices"][axis].meta["val"].dtype in (torch.bool, torch.uint8):  # a mask
+    if given == [0, 1] and _counts_samples(c):
+        like = c.args["indices"][1].meta["val"]
+        if len(like.shape) == len(c.result.shape) - c.rank + 2 and like.shape[0] == 1:
+            rows = c.step("Squeeze", [indices[1]], like.new_empty(like.shape[1:]), axes=(0,))
+            return c.emit("Gather", [c.value("self"), rows], axis=1)
+    likes = [c.args["indices"][i].meta["val"] for i in given]
+    sizes = c.tensor("self").shape
+    if any(like.dtype in (torch.bool, torch.uint8) for like in likes):  # a mask
         raise Unreadable
-    return c.emit("Gather", [c.value("self"), indices[axis]], axis=axis)
+    if len(given) == 1:
+        return c.emit("Gather", [c.value("self"), indices[given[0]]], axis=given[0])
+    first, last = given[0], given[-1]
+    inner = sizes[first : last + 1]
+    if given != list(range(first, last + 1)) or not all(isinstance(s, int) for s in (*inner, *c.result.shape[1:])):
+        raise Unreadable
+    wide = likes[0]
+    where = _from_start(c, indices[first], wide, sizes[first])  # in the axes as one
+    for i, like in zip(given[1:], likes[1:], strict=True):
+        grown = c.step("Mul", [where, c.draft.scalar(c.node.name, sizes[i], like)], wide)
+        wide = like.new_empty(torch.broadcast_shapes(wide.shape, like.shape))
+        where = c.step("Add", [grown, _from_start(c, indices[i], like, sizes[i])], wide)
+    shape = (*sizes[:first], math.prod(inner), *sizes[last + 1 :])
+    like = c.result.new_empty(shape)
+    flat = c.step("Reshape", [c.value("self")], like, shape=_static_shape(like))
+    return c.emit("Gather", [flat, where], axis=first)
+
+
+def _from_start(c: Call, index: str, like: Form, size: int) -> str:
+    """Indices that do not count from the end."""
+    flags = like.to(torch.bool)
+    less = c.step("Less", [index, c.draft.scalar(c.node.name, 0, like)], flags)
+    raised = c.step("Add", [index, c.draft.scalar(c.node.name, size, like)], like)
+    return c.step("Where", [less, raised, index], like)
+
+
+def _counts_samples(c: Call) -> bool:
+    """Whether the first index is 0, 1, 2 ... along axis 0 and varies along no other: each sample is in its place."""
+    n, size = c.args["indices"][0], c.tensor("self").shape[0]
+    shape = n.meta["val"].shape
+    while _called(n) in ("unsqueeze", "view", "reshape", "slice"):
+        n = n.args[0]
+    whole = c.draft.same(shape[0], size) and math.prod(shape[1:]) == 1 and not isinstance(size, int)
+    return whole and _called(n) == "arange" and n.target._overloadname == "default"
+
+
+def _called(n: Any) -> str:
+    return n.target._schema.name.partition("::")[2] if isinstance(n.target, torch._ops.OpOverload) else ""
+
+
+@reads("slice_scatter select_scatter")
+def _scatter(c: Call) -> Any:
+    """A part of a tensor in the place of another's: what is before it, it, and what is behind."""
+    x, axis = c.tensor("self"), c.raw("dim") % c.rank
+    size, part = x.shape[axis], c.value("src")
+    if c.name == "slice_scatter" and c.tensor("src").shape == x.shape:
+        return part
+    if not isinstance(size, int) or c.args.get("step", 1) != 1:
+        raise Unreadable
+    if c.name == "select_scatter":
+        start = c.raw("index") % size
+        end = start + 1
+        shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+        part = c.step("Unsqueeze", [part], x.new_empty(shape), axes=(axis,))
+    else:
+        start, end, _ = slice(c.raw("start"), c.raw("end")).indices(size)
+    parts = [part] if end > start else []
+    for lo, hi, at in ((0, start, 0), (max(start, end), size, len(parts) + 1)):
+        if hi > lo:
+            kept = x.new_empty((*x.shape[:axis], hi - lo, *x.shape[axis + 1 :]))
+            parts.insert(at, c.step("Slice", [c.value("self")], kept, axis=axis, start=lo, end=hi, step=1))
+    return parts[0] if len(parts) == 1 else c.emit("Concat", parts, axis=axis)
+
+
+@reads("copy")
+def _copy(c: Call) -> Any:
+    """Numbers of another tensor in the shape and type of this one."""
+    new, like = c.typed("src"), c.tensor("src")
+    return new if like.shape == c.result.shape else _expanded(c, new, like.shape)
+
+
+@reads("flip")
+def _flip(c: Call) -> Any:
+    x, shape = c.value("self"), c.tensor("self").shape
+    for axis in (a % c.rank for a in c.raw("dims")):
+        if not isinstance(shape[axis], int):
+            raise Unreadable
+        back = c.draft.constant(f"{c.node.name}.{axis}", torch.arange(shape[axis] - 1, -1, -1))
+        x = c.step("Gather", [x, back], c.result, axis=axis)
+    return x
+
+
+@reads("unfold")
+def _windows(c: Call) -> Any:
+    """Windows along an axis, and their elements as the last one."""
+    x, axis, size, step = c.tensor("self"), c.raw("dimension") % c.rank, c.raw("size"), c.raw("step")
+    if not isinstance(x.shape[axis], int):
+        raise Unreadable
+    count = (x.shape[axis] - size) // step + 1
+    index = torch.arange(count)[:, None] * step + torch.arange(size)
+    taken = x.new_empty((*x.shape[:axis], count, size, *x.shape[axis + 1 :]))
+    y = c.step("Gather", [c.value("self"), c.draft.constant(f"{c.node.name}.index", index)], taken, axis=axis)
+    order = list(range(c.rank + 1))
+    order.append(order.pop(axis + 1))
+    return c.emit("Transpose", [y], perm=tuple(order))
+
+
+@reads("im2col col2im")
+def _patches(c: Call) -> Any:
+    """Patches that do not overlap, to columns [N, C kh kw, patches] and back."""
+    kernel, image = c.raw("kernel_size"), (c.tensor("self") if c.name == "im2col" else c.result).shape
+    sizes = image[2:]
+    plain = c.raw("stride") == kernel and set(c.raw("padding")) == {0} and set(c.raw("dilation")) == {1}
+    if c.result.dim() + c.rank != 7 or not plain or not all(isinstance(s, int) for s in image[1:]):
+        raise Unreadable
+    if any(s % k for s, k in zip(sizes, kernel, strict=True)):
+        raise Unreadable
+    (h, w), (kh, kw), like = (s // k for s, k in zip(sizes, kernel)), kernel, c.result
+    split, columns = (image[1], h, kh, w, kw), (image[1], kh, kw, h, w)
+    first, perm = (split, (0, 1, 3, 5, 2, 4)) if c.name == "im2col" else (columns, (0, 1, 4, 2, 5, 3))
+    y = c.step("Reshape", [c.value("self")], like.new_empty((image[0], *first)), shape=(-1, *first))
+    moved = (image[0], *(first[p - 1] for p in perm[1:]))
+    y = c.step("Transpose", [y], like.new_empty(moved), perm=perm)
+    return c.emit("Reshape", [y], shape=_static_shape(like))
 
 
 @reads("roll")
@@ -367,7 +560,7 @@ def _same(c: Call) -> Any:
 @reads("dropout feature_dropout alpha_dropout native_dropout")
 def _dropout(c: Call) -> Any:
     c.demand_first_alone()
-    p, x = c.raw("p"), c.value("input")
+    p, x = c.raw("p"), c.value("input" if "input" in c.args else "self")
     if p:
         return c.emit("Dropout", [x], p=float(p))
     return (x, None) if c.name == "native_dropout" else x

@@ -22,7 +22,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from chipfit.frameworks.torch.origin import TORCH
-from chipfit.frameworks.torch.program import Form, Open, Program, Unclear, needs_functional, register, writes_elsewhere
+from chipfit.frameworks.torch.program import (
+    Form,
+    Open,
+    Program,
+    Unclear,
+    needs_functional,
+    parts_of,
+    register,
+    writes_elsewhere,
+)
 
 #: what a tensor tells of itself and not of its values; properties aside
 _ASKED = """
@@ -224,6 +233,9 @@ class _Run(_Calls, TorchDispatchMode):
         """Note a call, and make it."""
         if self.unclear or op.namespace != "aten" or any(tag in op.tags for tag in _HIDES):
             self.give_up()
+        if parts := parts_of(op):
+            with torch._C.DisableTorchFunction(), self:
+                return parts(*args, **kwargs)
         known = pytree.tree_map_only(torch.Tensor, self._known, (args, kwargs))
         n = self.graph.create_node("call_function", op, known[0], known[1], op.overloadpacket.__name__.lower())
         n.meta |= {"nn_module_stack": {"": (self.path[-1], "")}, "torch_fn": self.function, "stack_trace": _line()}

@@ -78,6 +78,9 @@ class _Walk:
             return like
         self.draft.graph.inputs.append(name)
         self.tensors.append(self.leaves - 1)
+        for axis, size in enumerate(like.shape):
+            if not isinstance(size, int):
+                self.draft.sizes.setdefault(str(size), (name, axis))  # symbols compare as text
         return self.draft.enter(name, like)
 
     def results(self) -> list[dict[str, Any]]:

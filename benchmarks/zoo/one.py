@@ -1,0 +1,97 @@
+"""One architecture: quantized, exported, run and compared."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.zoo.networks import ENTRIES
+
+import chipfit
+from chipfit.errors import ChipfitError
+from chipfit.graph.ir import OPAQUE, Graph, Node
+from chipfit.graph.linear import LINEAR, products
+from chipfit.pipeline import Result
+
+#: platform -> the file that it deploys as
+PLATFORMS = {"ort_cpu": "m.onnx", "tflite_int8": "m.tflite"}
+
+
+def tried(name: str) -> dict[str, Any]:
+    """What becomes of an architecture on each platform."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    entry = ENTRIES[name]
+    model = entry.model()
+    if isinstance(model, torch.nn.Module):
+        model = model if entry.source == "keras.applications" else _lively(model.eval())
+    torch.manual_seed(1)
+    *data, other = (entry.batch() for _ in range(3))
+    return {platform: _on(platform, model, data, [other]) for platform in PLATFORMS}
+
+
+@torch.no_grad()
+def _lively(model: torch.nn.Module) -> torch.nn.Module:
+    """Statistics of batch norms that folding has something to do with."""
+    for m in model.modules():
+        if isinstance(m, torch.nn.modules.batchnorm._BatchNorm) and m.running_mean is not None:
+            torch.nn.init.uniform_(m.running_mean, -0.2, 0.2)
+            torch.nn.init.uniform_(m.running_var, 0.5, 1.5)
+            if m.weight is not None:
+                torch.nn.init.uniform_(m.weight, 0.5, 1.5)
+    return model
+
+
+def _on(platform: str, model: Any, data: list[Any], others: list[Any]) -> dict[str, Any]:
+    """How far it comes ("", "quantized", "exported", "run"), what the integers are, and why not further."""
+    out: dict[str, Any] = {"stage": "", "error": "", "why": ""}
+    start = time.perf_counter()
+    try:
+        result = chipfit.quantize(model, data, platform=platform, progress=False)
+        opaque = {n.attrs["target"].removeprefix("aten.").partition(".")[0] for n in result.graph if n.op == OPAQUE}
+        out |= {"stage": "quantized", "share": _share(result), "opaque": sorted(opaque)}
+        with tempfile.TemporaryDirectory() as folder:
+            path = result.export(Path(folder) / PLATFORMS[platform])
+            out["stage"] = "exported"
+            seen = result.verify(others, path=path)
+        out |= {
+            "stage": "run",
+            "integers": seen.integers,
+            "differing": sum(r.op_differing for r in seen.rows),
+            "outside": sum(r.op_differing for r in seen.rows if not r.float_ops),
+            "departures": seen.departures[:3],
+            "float_ops": sorted(seen.float_ops),
+        }
+    except ChipfitError as e:
+        out |= {"error": type(e).__name__, "why": str(e)[:1500]}
+    except Exception as e:  # what must not be: the table shows it
+        where = traceback.extract_tb(e.__traceback__)[-1]
+        out |= {"error": f"bare {type(e).__name__}", "why": f"{e} ({Path(where.filename).name}:{where.lineno})"[:1500]}
+    return out | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def _share(result: Result) -> float:
+    """Share of the multiply-accumulates that run in integers."""
+    counts = {True: 0.0, False: 0.0}
+    for n in result.graph:
+        planned = result.plan.nodes.get(n.name)
+        counts[planned is not None and planned.exec != "float"] += _products(result.graph, n)
+    return round(counts[True] / max(1.0, sum(counts.values())), 4)
+
+
+def _products(graph: Graph, n: Node) -> float:
+    """Multiplications of one sample."""
+    if n.op in LINEAR:
+        return products(graph, n) if graph.is_weight(n.inputs[1]) else 0.0
+    if n.op not in ("MatMul", "SDPA"):
+        return 0.0
+    left, right, results = (graph.shape(v or "") for v in (n.inputs[0], n.inputs[1], n.output))
+    inner = (left[-1] or 1) + ((right[-2] or 1) if n.op == "SDPA" else 0)
+    return float(math.prod(s or 1 for s in results) * inner)
