@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -51,6 +52,19 @@ def brief(e: BaseException) -> str:
     """Type and first line of somebody else's exception."""
     said, kind = first_line(e), type(e).__name__
     return said if said == kind else f"{kind}: {said}"
+
+
+def installed(module: str, what: str, failure: type[ChipfitError], package: str = "") -> Any:
+    """A module of a library that not every installation has; `what` needs it.
+
+    Raises:
+        failure: it cannot be imported; says what to install.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as e:
+        library = module.partition(".")[0]
+        raise failure(f"{what} needs {library}: {brief(e)}", hint=f"pip install {package or library}") from e
 
 
 class PlatformError(ChipfitError):

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
@@ -85,7 +86,6 @@ def test_parts_that_contradict_each_other_or_mean_nothing_are_refused(over, word
 
 def test_the_published_schema_takes_every_committed_experiment_and_refuses_what_the_reader_refuses():
     """By another reader of JSON Schemas."""
-    jsonschema = pytest.importorskip("jsonschema")
     text = (ROOT / "docs/schema/experiment.schema.json").read_text()
     check = jsonschema.Draft202012Validator(json.loads(text))
     files = [*ROOT.glob("qbench_zoo/settings/*.yaml"), *ROOT.glob("qbench_zoo/*/*/config.yaml")]

@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from chipfit.errors import ConfigError, UnknownNameError
+from chipfit.errors import ConfigError, UnknownNameError, installed
 from chipfit.files import package_data, write_atomically
 
 _SHOWN = package_data("chipfit.bench", "columns.yaml")
@@ -138,11 +138,8 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
         ConfigError: matplotlib is not installed, or knows no such format.
         ExportError: the disk refuses.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise ConfigError("Drawing needs matplotlib", hint="pip install 'chipfit[bench]'") from e
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    drawing = installed("matplotlib.figure", "Drawing", ConfigError)
+    figure = drawing.Figure(figsize=(11, 4.5), layout="constrained")
     curves, sizes = figure.subplots(1, 2)
     for run in runs:
         if told := run["outcome"]:
@@ -154,13 +151,9 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
         axes.grid(alpha=0.3)
     if len(runs) <= 12:
         sizes.legend(fontsize="x-small")
-    out = io.BytesIO()
+    out, kind = io.BytesIO(), path.suffix.removeprefix(".") or "png"
     try:
-        figure.savefig(
-            out,
-            format=path.suffix.removeprefix(".") or "png",
-            metadata={"Date": None} if path.suffix == ".svg" else None,
-        )
+        figure.savefig(out, format=kind, metadata={"Date": None} if kind == "svg" else None)
     except ValueError as e:
         raise ConfigError(f"The drawing cannot be written: {e}", got=path.suffix, allowed=".png, .svg, .pdf") from e
     return write_atomically(path, out.getvalue())

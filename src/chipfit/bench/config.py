@@ -226,8 +226,7 @@ class Config(Record):
                     known = {**flags, **get_backend_params(self.backend.name)}
                     other = [k for k, v in flags.items() if k != "bnfold" and v not in (None, known[k])]
                     if other:
-                        what = f"'{self.backend.name}' is a setting with another {', '.join(other)}"
-                        raise ValueError(f"{what}: choose a name of your own")
+                        raise ValueError(f"'{self.backend.name}' is a setting with another {', '.join(other)}")
             else:
                 flags = get_backend_params(self.backend)
                 if self.bnfold is not None and not self._unfolded:

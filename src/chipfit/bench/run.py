@@ -11,7 +11,7 @@ import platform as machine
 import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -304,8 +304,6 @@ def versions() -> dict[str, str]:
     names = ("chipfit", "torch", "numpy", "onnxruntime", "ai-edge-litert", "keras")
     out = {"python": machine.python_version()}
     for name in names:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             out[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return out

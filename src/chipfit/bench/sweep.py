@@ -16,7 +16,7 @@ from typing import Any
 
 from chipfit.bench.config import Config
 from chipfit.bench.store import Store
-from chipfit.errors import RuntimeUnavailable
+from chipfit.errors import RuntimeUnavailable, installed
 
 Told = Callable[[str, str], None]  #: an experiment's folder, and what happened to it
 #: exit status of `chipfit bench run` where another process is at the same experiment
@@ -119,10 +119,7 @@ def _places(
         with ThreadPoolExecutor(workers) as pool:
             yield lambda *given: pool.submit(attempt, *given)
         return
-    try:
-        import ray as cluster
-    except ImportError as e:
-        raise RuntimeUnavailable("A sweep on Ray needs ray", hint="pip install 'chipfit[bench]'") from e
+    cluster = installed("ray", "A sweep on a cluster", RuntimeUnavailable)
     own = {"num_cpus": workers} if ray == "local" else {"address": ray}
     cluster.init(**own, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
     try:

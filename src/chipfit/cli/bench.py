@@ -19,6 +19,7 @@ Home = Annotated[Path, Option("--home", help="folder of results, float networks 
 HOME = Path("bench_runs")
 Matrix = Annotated[Path, Argument(help="a matrix file")]
 StudyName = Annotated[str | None, Option("--study", help="one study of the matrix; all when omitted")]
+Tracker = Annotated[str, Argument(help="folder for TensorBoard, or mlflow:ADDRESS")]
 OfStudy = Annotated[str | None, Option("--study", help="only the runs of this study")]
 
 
@@ -173,6 +174,14 @@ def plot(
     from chipfit.bench.board import plot as draw
 
     typer.echo(f"plot  {draw(_runs(home, study), path)}")
+
+
+@bench.command()
+def track(to: Tracker, home: Home = HOME, study: OfStudy = None) -> None:
+    """Curves and results for TensorBoard or MLflow."""
+    from chipfit.bench.track import track as write
+
+    typer.echo(f"{write(_runs(home, study), to)} runs  {to}")
 
 
 @bench.command()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chipfit.errors import CaptureError, ConfigError, DataError, PlanError, brief
+from chipfit.errors import CaptureError, ConfigError, DataError, PlanError, brief, installed
 from chipfit.facade.named import made, named, named_or_made
 from chipfit.files import DAMAGED, existing, reading
 from chipfit.frameworks import framework_of, load_keras, load_torch
@@ -124,11 +124,7 @@ def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 
 def _images(folder: Path, side: int, mean: torch.Tensor, std: torch.Tensor) -> list[torch.Tensor]:
-    try:
-        from PIL import Image
-    except ImportError as e:
-        raise DataError("A folder of images needs Pillow", hint="pip install pillow") from e
-
+    Image = installed("PIL.Image", "A folder of images", DataError, "pillow")
     files: list[Path] = []
     seen = 0
     for where, _, names in os.walk(folder):  # which leaves out what vanishes or may not be read

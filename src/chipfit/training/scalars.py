@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from chipfit.errors import ConfigError, RuntimeUnavailable
+from chipfit.errors import ConfigError, RuntimeUnavailable, installed
 
 
 def writer(folder: str | Path) -> Any:
@@ -16,12 +16,8 @@ def writer(folder: str | Path) -> Any:
     Raises:
         RuntimeUnavailable: TensorBoard is not installed.
     """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as e:
-        hint = "pip install tensorboard, or give any object with `add_scalar` and `add_histogram`"
-        raise RuntimeUnavailable(f"TensorBoard cannot be imported: {e}", hint=hint) from e
-    return SummaryWriter(str(folder))
+    library = installed("torch.utils.tensorboard", "A writer of scalars", RuntimeUnavailable, "tensorboard")
+    return library.SummaryWriter(str(folder))
 
 
 def write_scales(to: Any, model: Any, step: int) -> None:

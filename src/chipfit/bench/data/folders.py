@@ -13,7 +13,7 @@ from torch import Tensor
 
 from chipfit.bench.config import Data, Split
 from chipfit.bench.data import Sets, Tensors
-from chipfit.errors import DataError
+from chipfit.errors import DataError, installed
 from chipfit.files import existing, listed
 from chipfit.registry import register
 
@@ -119,10 +119,7 @@ def imagenet(config: Data) -> Sets:
     Raises:
         DataError: no Pillow, no such folder, no images, or other classes in the two halves.
     """
-    try:
-        import PIL  # noqa: F401
-    except ImportError as e:
-        raise DataError("Folders of images need Pillow", hint="pip install pillow") from e
+    installed("PIL", "A folder of images", DataError, "pillow")
     if config.root is None and "CHIPFIT_DATA" not in os.environ and not (config.train.root and config.test.root):
         hint = "CHIPFIT_DATA=FOLDER with train/ and val/ in it, or data.root"
         raise DataError("It is not said where the images are", hint=hint)

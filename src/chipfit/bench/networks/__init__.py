@@ -6,7 +6,6 @@ def mine(classes: int = 1000) -> nn.Module: ...
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from chipfit.bench.config import Model
-from chipfit.errors import ConfigError, brief, theirs
+from chipfit.errors import ConfigError, brief, installed, theirs
 from chipfit.facade.named import named
 from chipfit.registry import lookup
 
@@ -72,22 +71,13 @@ def _with_weights(network: Any, path: Path) -> Any:
     return network
 
 
-def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as e:
-        raise ConfigError(f"'{name}' cannot be imported: {brief(e)}", hint=f"pip install {name}") from e
+def _timm(name: str, pretrained: bool, **kwargs: Any) -> Any:
+    return installed("timm", "This network", ConfigError).create_model(name, pretrained=pretrained, **kwargs)
 
 
-def _timm(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
-    made: nn.Module = _library("timm").create_model(name, pretrained=pretrained, **kwargs)
-    return made
-
-
-def _torchvision(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
-    weights = "DEFAULT" if pretrained else None
-    made: nn.Module = _library("torchvision").models.get_model(name, weights=weights, **kwargs)
-    return made
+def _torchvision(name: str, pretrained: bool, **kwargs: Any) -> Any:
+    models = installed("torchvision.models", "This network", ConfigError)
+    return models.get_model(name, weights="DEFAULT" if pretrained else None, **kwargs)
 
 
 class _Logits(nn.Module):
@@ -102,7 +92,7 @@ class _Logits(nn.Module):
 
 
 def _transformers(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
-    library = _library("transformers")
+    library = installed("transformers", "This network", ConfigError)
     if pretrained:
         return _Logits(library.AutoModelForImageClassification.from_pretrained(name, **kwargs))
     config = library.AutoConfig.for_model(name, **kwargs)

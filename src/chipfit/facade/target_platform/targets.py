@@ -1,7 +1,6 @@
 """Built-in chips as modelled values: those of `platform/builtin/modelled` in every version, and any platform file."""
 
 import functools
-import importlib
 import itertools
 import pkgutil
 from importlib import resources
@@ -9,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from chipfit.errors import ModelingError, RuntimeUnavailable, UnknownNameError
+from chipfit.errors import ModelingError, RuntimeUnavailable, UnknownNameError, installed
 from chipfit.facade.target_platform import capabilities, model
 from chipfit.facade.target_platform.files import read_options
 from chipfit.facade.target_platform.from_platform import from_platform
@@ -127,11 +126,8 @@ def _attach(data: dict[str, Any], version: str, package: str) -> capabilities.Ta
     """The chip with the framework's layers attached to its operator sets."""
     chip = _merged(data, _entry(data["versions"], version))
     made = _model(chip, version)
-    try:
-        importlib.import_module(package)
-    except ImportError as e:
-        extra = "torch" if package == "torch" else "'chipfit[keras]'"
-        raise RuntimeUnavailable(f"{package} is not installed", hint=f"pip install {extra}") from e
+    extra = "torch" if package == "torch" else "'chipfit[keras]'"
+    installed(package, "This target", RuntimeUnavailable, extra)
     known = table()
     attributes = {k: capabilities.DefaultDict({}, name) for k, name in known["weights"][package].items()}
     layers = capabilities.OperationsToLayers()

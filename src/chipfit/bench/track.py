@@ -1,0 +1,55 @@
+"""Runs for TensorBoard and for MLflow, each written by its own library."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from chipfit.bench.board import as_markdown, row
+from chipfit.errors import ConfigError, brief, installed
+from chipfit.training.scalars import writer
+
+
+def track(runs: Sequence[Mapping[str, Any]], to: str) -> int:
+    """Write curves and results of all runs that have them; returns how many these are.
+
+    Args:
+        to: a folder for TensorBoard, or "mlflow:ADDRESS" of its server or data base.
+
+    Raises:
+        RuntimeUnavailable: the library is not installed.
+        ConfigError: MLflow refuses.
+    """
+    ended = [r for r in runs if r["outcome"]]
+    if to.startswith("mlflow:"):
+        _mlflow(ended, to.removeprefix("mlflow:"))
+        return len(ended)
+    for run in ended:
+        with writer(Path(to, f"{run['name'].replace(':', '_')}-{run['key'][:6]}")) as board:
+            for point in _points(run):
+                board.add_scalar(*point)
+            board.add_text("result", as_markdown([row(run)]))
+    return len(ended)
+
+
+def _mlflow(runs: Sequence[Mapping[str, Any]], uri: str) -> None:
+    """A study is an experiment there."""
+    library = installed("mlflow", "Sending runs", ConfigError, "mlflow-skinny")
+    try:
+        client = library.MlflowClient(uri)
+        for run in runs:
+            study = run["study"] or "chipfit"
+            known = client.get_experiment_by_name(study)
+            at = client.create_experiment(study) if known is None else known.experiment_id
+            made = client.create_run(at, run_name=run["name"], tags={"chipfit.key": run["key"]}).info.run_id
+            for curve, value, step in _points(run):
+                client.log_metric(made, curve, value, step=step)
+            for column, value in row(run).items():
+                client.log_param(made, column, value)
+            client.set_terminated(made)
+    except library.exceptions.MlflowException as e:
+        raise ConfigError(f"MLflow refuses: {brief(e)}", where=uri) from e
+
+
+def _points(run: Mapping[str, Any]) -> list[tuple[str, float, int]]:
+    """Curve, value and step."""
+    return [(c, value, step) for c in ("loss", "top1") for step, value in run["outcome"]["curves"][c]]
