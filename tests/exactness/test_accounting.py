@@ -166,3 +166,40 @@ def test_behind_floats_a_code_may_differ_by_one_where_its_real_lies_half_way(flo
     assert bool(row.fault) is fault
     row.op_differing = 4
     assert row.fault
+
+
+class Tied(nn.Module):
+    """A table of words that scores them too: its rows are looked up in float, and multiplied in integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.between = nn.Embedding(20, 8), nn.Linear(8, 8)
+
+    def forward(self, words):
+        return nn.functional.linear(self.between(self.table(words)), self.table.weight)
+
+
+class Numbered(nn.Module):
+    """The name of one constant is that of another with a number behind it, as copies in a file have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("centre", torch.tensor([0.1, -0.3, 0.2]))
+        self.register_buffer("centre_1", torch.tensor([1.5, 0.7, 2.0]))
+
+    def forward(self, x):
+        return (self.linear(x) - self.centre) / self.centre_1
+
+
+@pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8"])
+@pytest.mark.parametrize(
+    "model, draw",
+    [(Tied, lambda: torch.randint(0, 20, (4, 5))), (Numbered, lambda: torch.randn(4, 6))],
+    ids=["tied", "numbered"],
+)
+def test_what_is_read_in_float_and_what_is_named_alike_is_known_in_the_file(platform, model, draw, tmp_path):
+    torch.manual_seed(0)
+    result = chipfit.quantize(model().eval(), [draw()], platform=platform, progress=False)
+    path = result.export(tmp_path / f"m.{'onnx' if platform == 'ort_cpu' else 'tflite'}")
+    assert result.verify([draw()], path=path).departures == []

@@ -7,6 +7,7 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
+from torch import nn
 
 import chipfit
 from chipfit.engine.kernels import execute
@@ -185,3 +186,24 @@ def test_a_result_has_a_first_axis_of_its_own_where_inputs_differ_in_theirs(tmp_
     given, table, first, second = named(TwoLengths(), (x, y))
     assert given == ["batch", 3] and table == second == [5, 3]
     assert isinstance(first[0], str) and first[0] != "batch" and first[1] == 3
+
+
+class Pairs(nn.Module):
+    """Every sample against every other: both axes of the result are as long as the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y @ y.T
+
+
+def test_a_result_may_have_two_open_axes(tmp_path):
+    x = torch.randn(3, 6)
+    result = chipfit.quantize(Pairs(), [x], platform="ort_cpu", progress=False)
+    path = result.export(tmp_path / "m.onnx")
+    (out,) = onnx.load(path).graph.output
+    assert [d.dim_value for d in out.type.tensor_type.shape.dim] == [0, 0]
+    assert result.verify([torch.randn(5, 6)], path=path).departures == []

@@ -314,6 +314,11 @@ PICKED = {
         lambda: torch.zeros(2),
     ),
     "one of each row": (lambda x, i: x.gather(-1, i), lambda: torch.randint(0, 6, (3, 4, 6, 2))),
+    "one of each column": (lambda x, i: x.gather(2, i), lambda: torch.randint(0, 6, (3, 4, 2, 6))),
+    "the row that each sample names": (
+        lambda x, i: x.gather(1, i.reshape(-1, 1, 1, 1).expand(-1, -1, 6, 6)),
+        lambda: torch.tensor([3, 0, 2]),
+    ),
     "attention to what came before": (
         lambda x, i: nn.functional.scaled_dot_product_attention(x, x, x, TRIANGLE),
         lambda: torch.zeros(2),

@@ -136,10 +136,8 @@ def _info(g: Graph, name: str, value: str) -> onnx.ValueInfoProto:
         w = g.weights[value]
         return helper.make_tensor_value_info(name, tensor_type(str(w.dtype).removeprefix("torch.")), list(w.shape))
     v = g.values[value]
-    if value in g.outputs and value not in g.inputs and None in v.shape[1:]:
-        return helper.make_tensor_value_info(name, tensor_type(v.dtype), None)
-    follows = all(g.values[i].shape[:1] in ((), (None,)) for i in g.inputs)
-    if value in g.outputs and v.shape[:1] == (None,) and not follows:  # its first axis may be another than the inputs'
+    follows = all(g.values[i].shape[:1] in ((), (None,)) for i in g.inputs) and None not in v.shape[1:]
+    if value in g.outputs and value not in g.inputs and not follows:  # its first axis may be another than the inputs'
         dims = [f"{name}_{k}" if s is None else s for k, s in enumerate(v.shape)]
     else:
         dims = [("batch" if k == 0 else f"{value}_{k}") if s is None else s for k, s in enumerate(v.shape)]

@@ -458,11 +458,20 @@ def _gather(w: Emitter, n: Node, y: Sequence[int]) -> None:
 
 
 def _gather_elements(w: Emitter, n: Node, y: Sequence[int]) -> None:
-    """A GATHER inside every row, which is as long as one operand has it in the other's rows."""
-    a, b, axis = w.shape(n.data), w.shape(n.operand("index") or ""), _axis(w, n, n.data)
-    if axis != len(a) - 1 or a[:-1] != b[:-1]:
-        w.refuse(n, "it picks along another axis than the last, or of some rows only")
-    w.op(w.kind, w.reads(n), y, axis=axis, batchDims=axis)
+    """A GATHER inside every row, with transpositions around it where the rows lie along another axis than the last."""
+    index, axis = n.operand("index") or "", _axis(w, n, n.data)
+    perm = [*(d for d in range(len(w.shape(index))) if d != axis), axis]
+    shapes = [[w.shape(i)[d] for d in perm] for i in (n.data, index)]
+    if shapes[0][:-1] != shapes[1][:-1]:
+        w.refuse(n, "it picks from some rows only")
+    if axis == len(perm) - 1:
+        return w.op(w.kind, w.reads(n), y, axis=axis, batchDims=axis)
+    x, at = (w.between(shape, w.read(i)) for i, shape in zip((n.data, index), shapes, strict=True))
+    picked = w.between(shapes[1], y[0])
+    for given, moved in zip(w.reads(n), (x, at), strict=True):
+        _permute(w, given, perm, moved)
+    w.op(w.kind, [x, at], picked, axis=len(perm) - 1, batchDims=len(perm) - 1)
+    _permute(w, picked, [perm.index(d) for d in range(len(perm))], y[0])
 
 
 def _pad(w: Emitter, n: Node, y: Sequence[int]) -> None:

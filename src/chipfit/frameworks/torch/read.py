@@ -404,6 +404,8 @@ def _index(c: Call) -> Any:
         if len(like.shape) == len(c.result.shape) - c.rank + 2 and like.shape[0] == 1:
             rows = c.step("Squeeze", [indices[1]], like.new_empty(like.shape[1:]), axes=(0,))
             return c.emit("Gather", [c.value("self"), rows], axis=1)
+        if len(like.shape) == 1 and c.draft.same(like.shape[0], c.tensor("self").shape[0]):
+            return _one_of_each(c, indices[1], like)
     likes = [c.args["indices"][i].meta["val"] for i in given]
     sizes = c.tensor("self").shape
     if any(like.dtype in (torch.bool, torch.uint8) for like in likes):  # a mask
@@ -432,6 +434,17 @@ def _from_start(c: Call, index: str, like: Form, size: int) -> str:
     less = c.step("Less", [index, c.draft.scalar(c.node.name, 0, like)], flags)
     raised = c.step("Add", [index, c.draft.scalar(c.node.name, size, like)], like)
     return c.step("Where", [less, raised, index], like)
+
+
+def _one_of_each(c: Call, index: str, like: Form) -> Any:
+    """From every sample x [N, ...] the part that it names itself; an index for each element of it."""
+    samples, _, *rest = c.tensor("self").shape
+    narrow, wide = (like.new_empty((samples, 1, *sizes)) for sizes in ([1] * len(rest), rest))
+    index = c.step("Reshape", [index], narrow, shape=(-1, *narrow.shape[1:]))
+    if rest:
+        index = c.step("Expand", [index], wide, shape=(-1, -1, *_static_shape(wide)[2:]))
+    part = c.step("GatherElements", [c.value("self"), index], c.result.new_empty(wide.shape), axis=1)
+    return c.emit("Squeeze", [part], axes=(1,))
 
 
 def _counts_samples(c: Call) -> bool:
