@@ -97,6 +97,8 @@ def needs_functional(graph: torch.fx.Graph) -> bool:
 
 def writes_elsewhere(n: torch.fx.Node) -> bool:
     name, target = _aten_name(n), n.args[0] if n.args else None
+    if name == "dropout_" and not n.args[2]:  # outside of training
+        return False
     if not name.endswith("_") or not hasattr(torch.ops.aten, name[:-1]) or not isinstance(target, torch.fx.Node):
         return True
     return target.op == "placeholder" or _is_view(target) or any(_is_view(user) for user in target.users)

@@ -36,7 +36,7 @@ from chipfit.frameworks.torch.program import (
 #: what a tensor tells of itself and not of its values; properties aside
 _ASKED = """
     size stride dim ndimension numel nelement element_size storage_offset is_floating_point is_complex is_signed
-    is_contiguous is_same_size get_device type __len__ result_type can_cast promote_types
+    is_contiguous is_same_size get_device type __len__ result_type can_cast promote_types _assert
 """
 _HIDES = torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output
 
@@ -231,7 +231,8 @@ class _Run(_Calls, TorchDispatchMode):
 
     def call(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a call, and make it."""
-        if self.unclear or op.namespace != "aten" or any(tag in op.tags for tag in _HIDES):
+        hides = any(tag in op.tags for tag in _HIDES) and not (op is torch.ops.aten.index.Tensor and _counts(args[1]))
+        if self.unclear or op.namespace != "aten" or hides:
             self.give_up()
         if parts := parts_of(op):
             with torch._C.DisableTorchFunction(), self:
@@ -280,6 +281,11 @@ class _Run(_Calls, TorchDispatchMode):
         }
         if results != self.results or self.out_tree != other.out_tree or taken.intersection(self.inputs.values()):
             raise Unclear
+
+
+def _counts(indices: Any) -> bool:
+    """Whether indices are integers: how many a mask takes depends on its values."""
+    return all(t is None or t.dtype not in (torch.bool, torch.uint8) for t in indices)
 
 
 def _slices_batch(shape: tuple[Any, ...], index: Any) -> bool:
