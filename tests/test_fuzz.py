@@ -251,6 +251,17 @@ def noted(**changed):
     return change
 
 
+def numbers(**changed):
+    """Change the scale or zero point of the first tensor in codes."""
+
+    def change(model):
+        coded = next(t for t in model.subgraphs[0].tensors if t.type == 9)
+        for name, value in changed.items():
+            setattr(coded.quantization, name, [value])
+
+    return change
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -261,6 +272,9 @@ def noted(**changed):
         lambda m: setattr(m.subgraphs[0].operators[0], "outputs", None),
         lambda m: setattr(m.subgraphs[0].tensors[0], "name", None),
         lambda m: setattr(m.buffers[m.metadata[0].buffer], "data", None),
+        numbers(zeroPoint=-268435492),
+        numbers(scale=float("nan")),
+        numbers(scale=-0.5),
         noted(outputs=None),
         noted(outputs=[]),
         noted(outputs=[[None, 0], [None, 0]]),

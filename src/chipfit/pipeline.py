@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from chipfit import steps
-from chipfit.calibration.collect import TensorStats, collect
+from chipfit.calibration.collect import TensorStats, collect, padding_mask
 from chipfit.calibration.data import as_call, batches, first_batch
 from chipfit.calibration.doubts import thin, unlike_training
 from chipfit.calibration.kept import Kept
@@ -23,7 +24,7 @@ from chipfit.decide import scales
 from chipfit.decide.assignment import Assignment, assign
 from chipfit.decide.bounds import plan_limits
 from chipfit.decide.heard import unheard, untaken
-from chipfit.decide.overrides import Overrides, resolve_overrides, to_record
+from chipfit.decide.overrides import Overrides, resolve_overrides, to_record, with_results
 from chipfit.decide.requantize import requantize
 from chipfit.decide.ties import tie_groups
 from chipfit.engine.process import undisturbed
@@ -197,6 +198,11 @@ class Result(Shown):
         return Settings.from_record(self.plan.provenance.get("settings", {}).get("steps", {}))
 
     @property
+    def _results(self) -> Mapping[str, str]:
+        chosen: Mapping[str, str] = self.plan.provenance.get("results", {})
+        return chosen
+
+    @property
     def _rules(self) -> dict[str, Any]:
         chosen = self.plan.provenance.get("settings", {})
         return {k: v for k, v in chosen.items() if k in ("rule", "weight_rule", "z_threshold")}
@@ -204,7 +210,7 @@ class Result(Shown):
     def _decided(self, overrides: Overrides) -> tuple[Graph, Plan, steps.Choose]:
         """The plan with these overrides instead, rounded to the nearest, and what makes its scales again."""
         graph, before = self._uncorrected or (self.graph, self.plan)
-        graph, assignment, _notes = decide(graph, self.platform, overrides, self._settings)
+        graph, assignment, _notes = decide(graph, self.platform, overrides, self._settings, self._results)
         _refuse_all_float(assignment, self.platform)
         stats = dict(self.stats)
         for t in self.plan.tensors.values():
@@ -267,7 +273,7 @@ class Result(Shown):
         reference, asked = Reference(graph, images), partial(as_overrides, graph, plan, user=self._given)
 
         def formats(bits: Mapping[str, int]) -> Assignment:
-            return decide(graph, self.platform, asked(bits), self._settings)[1]
+            return decide(graph, self.platform, asked(bits), self._settings, self._results)[1]
 
         how = _rounding((), self._rules)
         choices = space(graph, self.platform, plan, [over], images, self.stats, formats, by_hand, rounding=how)
@@ -395,6 +401,8 @@ def quantize(
         needs = steps.needs(graph, scales.needs(assignment, rule, z_threshold), settings)
         stats = collect(graph, counted, tensors=needs, seed=seed)
         doubts += thin(graph, stats, len(seen.digests))
+        if (mask := padding_mask(graph)) is not None:
+            notes.append(f"calibration leaves out what '{mask}' says is padding")
     rules: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "z_threshold": z_threshold}
     asked = {"overrides": to_record(overrides) or None, "steps": settings.to_record() or None}
     named = {k: v if v is None else name_of(v) for k, v in rules.items()}
@@ -405,6 +413,10 @@ def quantize(
             graph, stats, adapted = steps.adapt(graph, assignment, stats, settings)
             graph, assignment, decisions = decide(graph, target, overrides, settings)
             notes += adapted
+        results, why = steps.results(graph, assignment, stats, settings)
+        if results:
+            graph, assignment, decisions = decide(graph, target, overrides, settings, results)
+            record["results"], notes = results, notes + why
         tensors = scales.choose(graph, assignment, stats, **rules)
     stopped = ""
     if limits is not None:
@@ -413,7 +425,7 @@ def quantize(
             by_hand = resolve_overrides(graph, overrides)
 
             def at(bits: Mapping[str, int]) -> tuple[Graph, Assignment, list[str]]:
-                return decide(graph, target, as_overrides(graph, start, bits, overrides), settings)
+                return decide(graph, target, as_overrides(graph, start, bits, overrides), settings, results)
 
             hoped = ["rounding"] if settings.rounding != OFF else []  # few bits ask for it
             how = _rounding([s.name for s in steps.taken(settings, "correct")] or hoped, rules)
@@ -480,9 +492,16 @@ def _captured(model: Any, args: Any, kwargs: Mapping[str, Any]) -> Graph:
 
 
 def decide(
-    graph: Graph, platform: Platform, overrides: Overrides | None = None, settings: Settings = PLAIN
+    graph: Graph,
+    platform: Platform,
+    overrides: Overrides | None = None,
+    settings: Settings = PLAIN,
+    results: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Graph, Assignment, list[str]]:
     """Fusions and formats: everything that can be said about a model on a platform before seeing data.
+
+    Args:
+        results: node name -> "codes", "float" or "whole", of kernels that can do several; see `steps.results`.
 
     Returns:
         The graph, with a Requantize where dictated scales and ties would clash; every decision; one note per refusal or
@@ -491,7 +510,7 @@ def decide(
 
     def one_pass(g: Graph) -> tuple[Assignment, list[str]]:
         groups, notes = fuse(g, fusions(platform), lambda n: sets_of(platform.sets, n.op, n.layer_type, n.config))
-        assignment = assign(g, platform, fuse_shifts(g, groups), resolve_overrides(g, overrides))
+        assignment = assign(g, platform, fuse_shifts(g, groups), with_results(resolve_overrides(g, overrides), results))
         assignment, more = steps.settle(g, assignment, platform, settings)
         return assignment, notes + more
 

@@ -39,7 +39,7 @@ _MOST = 1000
 #: the word with which a setting that plans may ask for is turned off
 OFF = "off"
 #: in which a step can be taken, in their order; see `Step`
-STAGES = ("rewrite", "formats", "adapt", "correct")
+STAGES = ("rewrite", "formats", "adapt", "results", "correct")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,8 @@ class Step:
 
     #: "rewrite": `(graph) -> (graph, notes)` before formats are decided. "formats": `(graph, assignment) ->
     #: (assignment, notes)` behind that decision. "adapt": `(graph, assignment, stats) -> (graph, stats, notes)` after
-    #: calibration. "correct": `(graph, plan) -> (graph, notes)` when the plan is made
+    #: calibration. "results": `(graph, assignment, stats) -> (node -> label, notes)` behind it, see `passes.islands`.
+    #: "correct": `(graph, plan) -> (graph, notes)` when the plan is made
     stage: str
     after: tuple[str, ...] = ()  #: steps of the same stage that go before
     setting: Setting | None = None  #: None: it is always taken

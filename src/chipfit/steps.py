@@ -115,6 +115,15 @@ def adapt(graph: Graph, assignment: Assignment, stats: Stats, settings: Settings
     return graph, stats, notes
 
 
+def results(graph: Graph, assignment: Assignment, stats: Stats, settings: Settings) -> tuple[dict[str, str], list[str]]:
+    """What kernels that can do several things do, "codes", "float" or "whole", by their first nodes."""
+    chosen, notes = dict[str, str](), list[str]()
+    for step in taken(settings, "results") if assignment.either else ():
+        more, said = _take(step, settings, graph, assignment, stats)
+        chosen, notes = chosen | more, notes + said
+    return chosen, notes
+
+
 def reads_again(settings: Settings) -> bool:
     """Whether some correction reads the data once more."""
     return any("batches" in s.declares.needs for s in taken(settings, "correct"))

@@ -33,8 +33,8 @@ def quantize(overrides, platform="ort_cpu", model=None, data=IDS):
 @pytest.mark.parametrize(
     ("overrides", "platform", "says"),
     [
-        ({"emb": {"bits": 8}}, "ort_cpu", "'emb' (its operator runs in float)"),
-        ({"emb": {"per": "tensor"}}, "ort_cpu", "'emb' (its operator runs in float)"),
+        ({"emb": {"bits": 8}}, "tflite_int8", "'emb' (its operator runs in float)"),
+        ({"emb": {"per": "tensor"}}, "tflite_int8", "'emb' (its operator runs in float)"),
         ({"ln": {"activation_bits": 16}}, "ort_cpu", "'ln' (it has 8"),
         ({"LayerNorm": {"bits": 8}}, "ort_cpu", "'ln' (its operator runs in float)"),
         ({"softmax": {"rule": "mse"}}, "tflite_int8", "the platform dictates its scale"),

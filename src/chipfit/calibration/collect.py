@@ -89,17 +89,21 @@ def collect(
 ) -> dict[str, TensorStats]:
     """Run the float graph over all batches and gather statistics of `tensors`.
 
-    Convolution networks run in channels-last layout, which changes speed and not results.
+    Convolution networks run in channels-last layout, which changes speed and not results. Of values [N, T, ...] only
+    the places count that the padding mask, if there is one, does not call padding.
 
     Raises:
         DataError: no batch at all, or NaN or infinity, naming the layer where it first appears.
     """
     stats = {name: TensorStats(name) for name in tensors}
     layers = {o: n for n in graph.nodes for o in n.outputs}
+    mask, words = padding_mask(graph), None
     count = 0
 
     def see(name: str, x: Any) -> None:
         try:
+            if words is not None and x.dim() > 2 and x.shape[:2] == words.shape:
+                x = x[words].unsqueeze(0)
             stats[name].update(x.float(), tensors[name])
         except ValueError:
             node = layers.get(name)
@@ -117,6 +121,9 @@ def collect(
     with torch.inference_mode():
         for batch in batches:
             inputs = [_layout(x) for x in batch]
+            if mask is not None:
+                words = inputs[graph.inputs.index(mask)] != 0
+                words = words if words.any() else None
             for name, x in zip(graph.inputs, inputs, strict=True):
                 if name in stats:
                     see(name, x)
@@ -125,6 +132,16 @@ def collect(
     if count == 0:
         raise no_data()
     return stats
+
+
+def padding_mask(graph: Graph) -> str | None:
+    """The input that says which places of a sequence hold words: integers [N, T], called a mask; None without one."""
+    found = [
+        name
+        for name in graph.inputs
+        if "mask" in name.lower() and len(graph.shape(name)) == 2 and not graph.is_float(name)
+    ]
+    return found[0] if len(found) == 1 else None
 
 
 def _run_checked(graph: Graph, inputs: list[torch.Tensor], hook: Any, index: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from chipfit.decide.formats import Decision, Formats
 from chipfit.decide.narrow import narrow
-from chipfit.decide.options import BY_HAND, usable
+from chipfit.decide.options import BY_HAND, either, usable
 from chipfit.decide.readers import requested, within_reach
 from chipfit.decide.ties import Binding
 from chipfit.decide.units import NO_FORMAT, Read, find_units, format_of
@@ -56,6 +56,9 @@ class Assignment:
     #: (value, node) pairs where that reader takes the value before its quantizer
     float_edges: frozenset[tuple[str, str]] = frozenset()
     groups: tuple[tuple[str, ...], ...] = ()  #: fused groups: node names, in execution order
+    codes: frozenset[str] = frozenset()  #: values that their makers hand over in codes
+    #: kernels that can do several things, by their first node -> "codes", "float" and "whole"; see `options.either`
+    either: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def with_bindings(self, more: Iterable[Binding]) -> Assignment:
         """The same with more rules to hold."""
@@ -84,12 +87,15 @@ def assign(
     units = within_reach(platform, find_units(graph, platform, groups, overrides or {}))
     by_hand = (o for u in units if u.choices.get("activation_bits") == "float" for o in u.tail.outputs)
     kept = unrounded(graph) | dict.fromkeys(by_hand, BY_HAND)
+    # where quantizers belong to readers or to writers alone, no kernel hands over what suits its neighbour
+    can = {u.head.name: either(u) for u in units} if platform.place.at == "both" else {}
     # backwards, so that of several layers with impossible bits the last one is named
     units = [u if u.moves else usable(graph, platform, u, kept) for u in reversed(units)][::-1]
     requests = {v: f for v, f in requested(graph, platform, units).items() if v not in kept}
     formats = Formats(graph, platform, requests, kept)
     out = _Record(graph, platform, formats)
-    for k, decision in enumerate([formats.decide(u) for u in units]):
+    decisions = [formats.decide(u) for u in units]
+    for k, decision in enumerate(decisions):
         out.add(decision)
         if k == 0:  # plans list the model's inputs behind the weights of the operator that comes first
             out.add_inputs()
@@ -101,6 +107,8 @@ def assign(
         bindings=tuple(out.bindings),
         float_edges=frozenset(out.float_edges),
         groups=tuple(groups),
+        codes=frozenset(formats.codes),
+        either={d.unit.head.name: e for d in decisions if d.integer and (e := can.get(d.unit.head.name))},
     )
 
 

@@ -53,6 +53,9 @@ def _reasons(graph: Graph, assignment: Assignment) -> Callable[[str, Any, Node],
         tensor = made[tails.get(n.name, n.name)] if graph.is_float(n.output) else None
         if choice in OF_WEIGHTS:
             tensor = next((i for slot, i in graph.slots(n) if slot == "w"), None)
+        if choice == "result" and tensor is not None:
+            hands = "codes" if tensor in assignment.codes else "float"
+            return "" if hands == asked else f"it hands over {hands}"
         if tensor is None or (asked == "float" and tensor not in slots):
             return None if tensor is None else ""
         read = [slots[i].format.bits for i in n.inputs if i is not None and i in slots]

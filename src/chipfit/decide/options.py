@@ -12,6 +12,9 @@ from chipfit.platform.schema import WIDEST, Option, Platform
 #: what the user may say about bits -> the slots of an option that it is about, and what they hold
 _BITS = {"bits": (("w",), "weights"), "activation_bits": (("in_", "out"), "activations")}
 
+#: what the user may say about a result, which then is in codes
+_OF_RESULT = ("result", "activation_bits", "rule", "method", "range", "signed", "z_threshold")
+
 BY_HAND = "overrides keep it in float"
 
 #: codes of one format can be read as another when these agree
@@ -30,7 +33,38 @@ def usable(graph: Graph, platform: Platform, unit: Unit, kept: Mapping[str, str]
     why = unit.kept_float or _obstacle(graph, platform, unit, kept)
     if why or unit.resolved.exec == "float" or not unit.resolved.options:
         return unit.with_options((), why=why or unit.resolved.why)
-    return unit.with_options(_with_bits(platform, unit, [o for o in unit.resolved.options if _stores(o)]))
+    return unit.with_options(_with_bits(platform, unit, [o for o in _with_result(platform, unit) if _stores(o)]))
+
+
+def either(unit: Unit) -> tuple[str, ...]:
+    """What the kernel can do where the user leaves it open: "codes", "float" (its result), "whole" (all in float)."""
+    options = unit.resolved.options
+    is_open = unit.resolved.exec != "float" and not unit.kept_float and unit.choices.keys().isdisjoint(_OF_RESULT)
+    if not is_open or all(o.out == "float" for o in options):
+        return ()
+    # a product with weights would cost far more in float than any conversion
+    weights = any(r.slot == "w" for r in unit.reads)
+    found = ("float",) * bool(_in_float(options)) + ("whole",) * (not weights and not all(map(_stores, options)))
+    return ("codes", *found) if found else ()
+
+
+def _in_float(options: Sequence[Option]) -> list[Option]:
+    """Those with a result in float that otherwise are what the first one with codes is."""
+    first = next(o for o in options if o.out != "float")
+    return [o for o in options if o.out == "float" and _stores(o) and (o.in_, o.w) == (first.in_, first.w)]
+
+
+def _with_result(platform: Platform, unit: Unit) -> list[Option]:
+    """The options that hand over what is asked for: codes or floats."""
+    asked, options = unit.choices.get("result"), list(unit.resolved.options)
+    if asked is None:
+        return options
+    left = [o for o in options if (o.out == "float") is (asked == "float") and _stores(o)]
+    if not left:
+        other = "codes" if asked == "float" else "float"
+        what = f"'{unit.who}' cannot hand over its result in {asked} on '{platform.name}'"
+        raise UnsupportedError(what, got=asked, allowed=other, hint="leave the layer out of `overrides`")
+    return left
 
 
 def _stores(option: Option) -> bool:
@@ -60,7 +94,7 @@ def _obstacle(graph: Graph, platform: Platform, unit: Unit, kept: Mapping[str, s
         return "its weights are computed at run time"
     if all(graph.is_weight(i) for i in unit.data):
         return "all its inputs are constant"
-    if not all(graph.is_float(i) for i in unit.data):
+    if not all(graph.is_float(i) for i in unit.data) and any(o.ins for o in unit.resolved.options):
         return "an input is not a float tensor"
     return ""
 

@@ -15,6 +15,8 @@ from chipfit.graph.ops import OPS
 from chipfit.ranges import name_of, rule_of
 from chipfit.registry import is_number
 
+FLOAT_TOO = "codes would cost more here than they save: what it reads, or its readers, are in float"
+
 
 class LayerFilter(Protocol):
     """Chooses layers by what they are rather than by a name."""
@@ -56,6 +58,7 @@ CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "method": (f"grid of the result, narrower than the chip's: {', '.join(METHODS)}", _one_of(*METHODS)),
     "per": ('"tensor" or "channel": what shares one weight scale', _one_of("tensor", "channel")),
     "signed": ("whether the result has a sign, where the chip leaves it to the data", lambda v: isinstance(v, bool)),
+    "result": ('"codes" or "float": what a kernel that can do both hands over', _one_of("codes", "float")),
     "weight_rule": ("range rule of the weights", _is_rule),
     "rule": ("range rule of the result", _is_rule),
     "range": ("(low, high) of the result, known beforehand: nothing is collected for it", _is_range),
@@ -179,6 +182,16 @@ def over(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]
     """Choices with later ones over them. Who asks for bits takes an earlier "float" back; no other choice does."""
     asks = any(isinstance(later.get(k), int) for k in ("bits", "activation_bits"))
     return {**{k: v for k, v in earlier.items() if not (asks and k == "float")}, **later}
+
+
+def with_results(resolved: Mapping[str, Mapping[str, Any]], results: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
+    """Overrides by node name, over what was chosen about results: node name -> "codes", "float" or "whole"."""
+    chosen: dict[str, Mapping[str, Any]] = {
+        n: {"float": FLOAT_TOO} if r == "whole" else {"result": r} for n, r in results.items()
+    }
+    return {n: c for n, c in chosen.items() if n not in resolved} | {
+        n: over(chosen.get(n, {}), c) for n, c in resolved.items()
+    }
 
 
 def check_choices(pattern: Any, choices: Any) -> None:

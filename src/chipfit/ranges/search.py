@@ -224,7 +224,7 @@ def count(
     offset = (-start.double() * per_unit[:, 0]).float().unsqueeze(-1)
     index = torch.addcmul(offset, rows, per_unit).clamp_(0, bins - 1).to(torch.int32)
     index += torch.arange(channels, dtype=torch.int32, device=rows.device).unsqueeze(-1) * bins
-    counts = torch.bincount(index.view(-1), minlength=channels * bins).view(channels, bins).float()
+    counts = torch.bincount(index.reshape(-1), minlength=channels * bins).view(channels, bins).float()
     # none at all is the usual case, and ten times faster to find than the zeros of each row
     none = int(rows.count_nonzero()) == rows.numel()
     return counts, counts.new_zeros(channels) if none else rows.shape[1] - rows.count_nonzero(1).float()

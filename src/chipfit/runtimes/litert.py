@@ -1,6 +1,7 @@
 """LiteRT (TensorFlow Lite) on the CPU: load a file, return any of its tensors in the graph's own layout."""
 
 import contextlib
+import math
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,10 @@ class _Notes(TypedDict):
     batch_axis: dict[str, int]
     outputs: list[tuple[list[int] | None, int]]  #: of each its form, None as the model has it, and its batch axis
     provenance: dict[str, Any]
+
+
+#: number of an integer type in the schema -> its least and greatest code; kernels shift and divide by what they find
+_CODES = {9: (-128, 127), 3: (0, 255), 7: (-(1 << 15), (1 << 15) - 1), 17: (-8, 7)}
 
 
 @register("runtime", "litert", **_DECLARED, kernels="litert_xnnpack")
@@ -183,6 +188,14 @@ def _with_outputs(raw: bytes, path: str, tensors: Sequence[str]) -> tuple[bytes,
         raise RuntimeUnavailable("An input, an output or a note of the network is not in the file", where=path)
     if any(t.name is None for t in graph.tensors):
         raise RuntimeUnavailable("A tensor of the network has no name", where=path)
+    for t in graph.tensors:
+        low, high = _CODES.get(t.type, (-math.inf, math.inf))
+        zeros, scales = (
+            np.asarray(_each(t.quantization and getattr(t.quantization, k))) for k in ("zeroPoint", "scale")
+        )
+        if not (np.all(low <= zeros) and np.all(zeros <= high) and np.all(scales > 0) and np.all(scales < math.inf)):
+            what = f"The scale or zero point of tensor '{t.name.decode(errors='replace')}' cannot be"
+            raise RuntimeUnavailable(what, where=path)
     made = {int(o) for op in _each(graph.operators) for o in _each(op.outputs)}
     names = {t.name.decode(): k for k, t in enumerate(graph.tensors)}
     notes: Any = {}

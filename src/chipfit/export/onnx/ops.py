@@ -95,7 +95,7 @@ def _linear(w: Tape, n: Node, x: Names) -> str:
     out, k = w.shape(n, "w")
     if len(shape) == 2:
         return w.op("Gemm", x, transB=1)
-    flat = w.moved("Reshape", [x[0], w.const(_ints(-1, k))], n)
+    flat = w.once((x[0], "rows"), lambda: w.moved("Reshape", [x[0], w.const(_ints(-1, k))], n))
     y = w.op("Gemm", [flat, *x[1:]], transB=1)
     if outer.count(None) > 1:
         refuse(n, "more than one axis of its input is only known at run time")
@@ -178,10 +178,10 @@ def _softmax(w: Tape, n: Node, x: Names) -> list[str] | str:
     """exp(log softmax) where ONNX Runtime must not make its quantized kernel of it.
 
     That kernel rounds to 1/256 or fails: over a single element it overflows and gives 0, and for results that are not
-    codes of 1/256 it is far off.
+    codes of 1/256 it is far off. It makes none of a softmax of floats.
     """
     planned = w.plan.nodes.get(n.name)
-    stored = w.plan.quantized(n.output)
+    stored = w.plan.quantized(n.output) and not w.computed_in_float(x[0])
     if stored and (planned is None or planned.exec == "float" or w.shape(n)[n.attrs["axis"]] == 1):
         return w.op("Exp", Row("LogSoftmax", "axis")(w, n, x))
     return Row("Softmax", "axis")(w, n, x)
@@ -204,6 +204,17 @@ def _stack(w: Tape, n: Node, x: Names) -> str:
 @_writes("Unstack")
 def _unstack(w: Tape, n: Node, x: Names) -> list[str]:
     return [w.op("Gather", [x[0], w.const(np.int64(i))], axis=n.attrs["axis"]) for i in range(len(n.outputs))]
+
+
+@_writes("Embedding")
+def _embedding(w: Tape, n: Node, x: Names) -> str:
+    """Rows of codes, which then become floats: the whole table would, each time, in front of a Gather."""
+    table = next((made for made in w.nodes if x[0] in made.output), None)
+    if table is None:
+        return w.op("Gather", x, axis=0)
+    codes, *numbers = table.input
+    columns = {"axis": len(w.shape(n, "in0"))} if w.plan[n.weight].scale.dim() else {}
+    return w.op("DequantizeLinear", [w.op("Gather", [codes, x[1]], axis=0), *numbers], **columns)
 
 
 @_writes("ArgMax")

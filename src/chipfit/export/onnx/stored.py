@@ -14,10 +14,12 @@ def stored(path: Path) -> dict[str, InFile]:
     graph = onnx.load(str(path)).graph
     constants = {i.name: numpy_helper.to_array(i) for i in graph.initializer}
     clipped = {n.input[0]: n.output[0] for n in graph.node if n.op_type == "Clip"}
+    tables = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "Gather"}  # rows of codes
     found: dict[str, InFile] = {}
     for n in graph.node:
         if n.op_type in ("QuantizeLinear", "DequantizeLinear"):
             codes = n.input[0] if n.op_type == "DequantizeLinear" else clipped.get(n.output[0], n.output[0])
+            codes = tables.get(codes, codes)
             q = constants.get(codes)
             entry = found.setdefault(codes.removesuffix("_q"), InFile(None if q is None else q.astype(np.int64), []))
             scale = constants.get(n.input[1], np.array(np.nan))

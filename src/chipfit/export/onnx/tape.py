@@ -17,6 +17,12 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import Plan
 from chipfit.quantizers.stored import Stored
 
+#: what hands on dequantized codes, to runtimes at least: they move it behind the DequantizeLinear that is before it
+_MOVING = frozenset(
+    "DequantizeLinear Cast Concat Expand Flatten Gather Identity Pad Reshape Slice Split Squeeze Tile Transpose "
+    "Unsqueeze MaxPool Relu Clip".split()
+)
+
 
 class Tape:
     """Nodes and initialisers so far, and the names of the graph's values among them."""
@@ -32,6 +38,8 @@ class Tape:
         #: values between the members of a fused group, which have no quantizer
         self.inner = {by_name[name].output for group in plan.groups for name in group[:-1]}
         self._finishes: dict[str, Callable[[str], str]] = {}  #: value -> what follows its quantizer
+        self._reshaped: dict[str, str] = {}  #: ONNX value -> what it is another shape of
+        self._written: dict[tuple[str, str], str] = {}
         self._scope, self._start, self._count = "io", 0, 0
 
     # ---- pieces that operators are written with
@@ -51,8 +59,21 @@ class Tape:
         while ins and not ins[-1]:
             ins.pop()
         names = [self.fresh(kind) for _ in range(outputs)]
+        if kind == "Reshape":
+            target = self.initialisers.get(ins[1])
+            if target is not None and 0 not in numpy_helper.to_array(
+                target
+            ):  # of a reshaped value the last shape counts
+                ins[0] = self._reshaped.get(ins[0], ins[0])
+            self._reshaped[names[0]] = ins[0]
         self.nodes.append(helper.make_node(kind, ins, names, name=names[0], **attrs))
         return names
+
+    def once(self, what: tuple[str, str], write: Callable[[], str]) -> str:
+        """What several nodes need of one ONNX value, written for the first of them."""
+        if what not in self._written:
+            self._written[what] = write()
+        return self._written[what]
 
     def const(self, value: Any) -> str:
         """A constant initialiser."""
@@ -97,6 +118,11 @@ class Tape:
             return self.weight(value, raw)
         return self.floats[value] if raw else self.ready[value]
 
+    def computed_in_float(self, name: str | None) -> bool:
+        """Whether an ONNX value is what an operator has computed: no codes as floats, nor such that were only moved."""
+        made = next((n for n in reversed(self.nodes) if name in n.output), None)
+        return made is not None and made.op_type not in _MOVING
+
     def weight(self, name: str, raw: bool) -> str:
         """A weight as floats; dequantized from its codes unless `raw` or stored in float."""
         stored, w = self.plan.stored(name), self.graph.weights[name].detach().cpu()
@@ -127,6 +153,8 @@ class Tape:
 
     def _rename(self, old: str, new: str) -> None:
         """Another name for a tensor that the node at hand has made."""
+        if old in self._reshaped:
+            self._reshaped[new] = self._reshaped[old]
         for n in self.nodes[self._start :]:
             n.input[:] = [new if i == old else i for i in n.input]
             n.output[:] = [new if o == old else o for o in n.output]

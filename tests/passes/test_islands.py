@@ -1,0 +1,193 @@
+"""What kernels hand over that can hand over codes or floats: the cheapest labels, and what a user asks for instead."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import chipfit
+from chipfit.errors import UnsupportedError
+from chipfit.passes import islands
+from chipfit.pipeline import decide
+
+DATA = [torch.randn(16, 6, 24, generator=torch.Generator().manual_seed(1))]
+
+
+class Block(nn.Module):
+    """Attention and an MLP beside skip connections, behind norms that ONNX Runtime computes in float."""
+
+    def __init__(self, norms: bool = True) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(24, 24) for _ in range(4))
+        self.up, self.down, self.head = nn.Linear(24, 48), nn.Linear(48, 24), nn.Linear(24, 5)
+        self.first, self.second = (nn.LayerNorm(24), nn.LayerNorm(24)) if norms else (nn.Identity(), nn.Identity())
+
+    def forward(self, x):
+        y = self.first(x)
+        scores = (self.q(y) @ self.k(y).transpose(1, 2) / 5).softmax(2)
+        x = x + self.out(scores @ self.v(y))
+        return self.head(x + self.down(F.gelu(self.up(self.second(x)))))
+
+
+def quantized(model, data=DATA, platform="ort_cpu", **given):
+    torch.manual_seed(0)
+    return chipfit.quantize(model().eval(), data, platform, progress=False, **given)
+
+
+def runs(result):
+    """Layer -> operator, how it runs, whether its result is stored in codes."""
+    stored = result.plan.tensors
+    return {
+        (n.op, n.layer): (result.plan.nodes[n.name].exec, stored[n.output].quantized)
+        for n in result.graph.nodes
+        if n.output in stored
+    }
+
+
+def test_a_transformer_adds_and_attends_in_float_and_multiplies_by_weights_in_integers():
+    result = quantized(Block)
+    found = runs(result)
+    assert {how for (op, _), (how, _) in found.items() if op == "Softmax"} == {"float"}
+    first = next(n for n in result.graph.nodes if n.op == "Add")
+    assert result.plan.nodes[first.name].exec == "float" and not result.plan.quantized(first.output)
+    linear = {layer: how for (op, layer), how in found.items() if op == "Linear"}
+    assert all(how == "int" for how, _ in linear.values())
+    assert not any(linear[layer][1] for layer in ("out", "up", "down"))  # what follows them is in float
+
+
+def test_a_convolutional_network_stays_in_codes():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+
+        def forward(self, x):
+            x = self.a(x)
+            return self.c(F.relu(x + self.b(x)))
+
+    found = quantized(Residual, [torch.randn(4, 4, 8, 8)])
+    assert {n.exec for n in found.plan.nodes.values()} == {"int"}
+    assert not any("hand over floats" in note for note in found.plan.rewrites)
+
+
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize("worth", [0.0, 1000.0, 1e6])
+def test_no_other_labels_cost_less(norms, worth, monkeypatch):
+    """All labels are tried, with the costs added up by themselves."""
+    monkeypatch.setattr(islands, "_WORTH", worth)
+    torch.manual_seed(0)
+    model = Block(norms).eval()
+    result = chipfit.quantize(model, DATA, "ort_cpu", settings=chipfit.Settings(results="codes"), progress=False)
+    graph, assignment, _ = decide(result.graph, result.platform)
+    chosen = islands._cut(graph, assignment, result.stats)
+    head = islands._heads(assignment)
+    movers = [n.name for n in graph.nodes if assignment.nodes[n.name].exec == "follow"]
+    labels = {**assignment.either, **dict.fromkeys(movers, ("codes", "whole"))}
+    made = {o: head.get(n.name, n.name) for n in graph.nodes for o in n.outputs}
+    edges = []  # of a value: maker, whether that makes codes, reader, whether that reads them, conversions, its noise
+    for n in graph.nodes:
+        kernel, reads = head.get(n.name, n.name), assignment.nodes[n.name].exec != "float"
+        for v in dict.fromkeys(i for i in n.inputs if i in graph.values and graph.is_float(i)):
+            noise = worth * islands._noise(v, assignment, result.stats)
+            ends = made.get(v), v in assignment.codes and v in made, kernel, reads
+            edges += [(*ends, islands._size(graph, v), noise)] * (made.get(v) != kernel)
+    for v in graph.outputs:
+        noise = worth * islands._noise(v, assignment, result.stats)
+        edges.append((made[v], v in assignment.codes, None, True, islands._size(graph, v), noise))
+    products = {n.name: islands._products(graph, n) / 64 for n in graph.nodes if n.op == "MatMul" and n.name in labels}
+
+    def cost(of):
+        total = sum(products[k] for k in products if of[k] == "whole")
+        for maker, writes, kernel, reads, size, noise in edges:
+            writes = of[maker] == "codes" if maker in of else writes
+            reads = of[kernel] != "whole" if kernel in of else reads
+            total += size * (writes != reads) + size * noise * (writes or reads)
+        return total
+
+    every = [cost(dict(zip(labels, c, strict=True))) for c in itertools.product(*labels.values())]
+    moved = itertools.product(*(labels[k] for k in movers))
+    ours = min(cost({**chosen, **dict(zip(movers, c, strict=True))}) for c in moved)
+    assert len(every) > 1000 and ours == pytest.approx(min(every), rel=1e-3)
+
+
+def test_outliers_of_one_token_keep_a_stream_out_of_codes():
+    """Between integer layers alone the additions stay in codes, unless one token is a hundred times the others."""
+
+    class Stream(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c, self.d = (nn.Linear(24, 24) for _ in range(4))
+
+        def forward(self, x):
+            x = self.a(x)
+            x = x + self.b(x)
+            return self.d(x + self.c(x))
+
+    calm, wild = DATA[0].clone(), DATA[0].clone()
+    wild[::8, 0, :] *= 300
+    assert {how for (op, _), (how, _) in runs(quantized(Stream, [calm])).items() if op == "Add"} == {"int"}
+    found = quantized(Stream, [wild])
+    assert {how for (op, _), (how, _) in runs(found).items() if op == "Add"} == {"float"}
+
+
+def test_the_user_asks_for_either():
+    codes = quantized(Block, settings=chipfit.Settings(results="codes"))
+    assert {how for (op, _), (how, _) in runs(codes).items() if op in ("Add", "MatMul", "Softmax")} == {"int"}
+    floats = quantized(Block, settings=chipfit.Settings(results="float"))
+    assert set(floats.plan.provenance["results"].values()) == {"float", "whole"}
+    assert {how for (op, _), (how, _) in runs(floats).items() if op in ("Add", "Softmax")} == {"float"}
+    one = quantized(Block, overrides={"up": {"result": "codes"}})
+    assert runs(one)["Linear", "up"] == ("int", True)
+    assert runs(one.edit({"up": {"result": "float"}}))["Linear", "up"] == ("int", False)
+
+
+def test_a_choice_that_the_chip_does_not_have_is_refused():
+    with pytest.raises(UnsupportedError, match="cannot hand over its result in float on 'tflite_int8'"):
+        quantized(Block, platform="tflite_int8", overrides={"up": {"result": "float"}})
+
+
+def test_what_was_chosen_is_kept_by_saved_and_edited_results(tmp_path):
+    result = quantized(Block)
+    again = chipfit.load(result.save(tmp_path / "saved"))
+    assert again.plan.provenance["results"] == result.plan.provenance["results"] != {}
+    kept = result.edit({"head": "float"})
+    assert {how for (op, _), (how, _) in runs(kept).items() if op == "Softmax"} == {"float"}
+
+
+def test_the_file_computes_what_was_promised():
+    pytest.importorskip("onnxruntime")
+    checked = quantized(Block).verify([torch.randn(16, 6, 24)])
+    assert checked.sound, checked.departures
+
+
+def test_an_embedding_is_stored_and_gathered_in_codes(tmp_path):
+    onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.a = nn.Embedding(500, 16), nn.Linear(16, 4)
+
+        def forward(self, ids):
+            return self.a(self.words(ids))
+
+    ids = [torch.randint(500, (32, 7), generator=torch.Generator().manual_seed(0))]
+    result = quantized(Words, ids)
+    file = result.export(tmp_path / "words.onnx")
+    graph = onnx.load(str(file)).graph
+    codes = {i.name: onnx.numpy_helper.to_array(i).copy() for i in graph.initializer}["words.weight_q"]
+    assert codes.dtype == "int8" and graph.node[0].op_type == "Gather"
+    scale = result.plan["words.weight"].scale
+    assert scale.shape == (16,)  # one for each column, which the rows share
+    # by hand: the rows of the rounded table
+    table = torch.from_numpy(codes).float() * scale
+    model = onnx.load(str(file))
+    model.graph.output.append(onnx.ValueInfoProto(name="embedding"))
+    session = runtime.InferenceSession(model.SerializeToString())
+    (rows,) = session.run(["embedding"], {session.get_inputs()[0].name: ids[0].numpy()})
+    assert torch.equal(torch.from_numpy(rows), table[ids[0]])
+    assert result.verify(ids, path=file).exact
