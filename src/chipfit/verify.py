@@ -413,7 +413,7 @@ def verify(
     out.not_modelled = [*not_modelled(platform)]
     profile = profile_for(platform, found.declares.kernels)
     in_float, makers = float_results(graph, plan, profile), graph.producers()
-    behind = float_operators(graph, plan)
+    behind = float_operators(graph, plan, profile)
     for v in quantized:
         layer, op = (makers[v].layer, makers[v].op) if v in makers else ("", "Input")
         out.rows.append(Row(v, layer, op, in_float=v in in_float, float_ops=behind(v) if v in in_float else ()))

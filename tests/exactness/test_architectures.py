@@ -12,15 +12,9 @@ FLOAT = {
     "attention_fused": {"Gelu", "LayerNorm", "Mean", "SDPA"},
     "attention_manual": {"Gelu", "LayerNorm", "Mean"},
     "conv1d": {"TransposeConv1D"},
-    "gru": {"aten.gru.input", "aten.zeros.default"},
-    "in_place_index": {
-        "aten.copy.default",
-        "aten.fill.Tensor",
-        "aten.select_scatter.default",
-        "aten.slice_scatter.default",
-    },
+    "gru": {"aten.gru.input"},
     "inverted_residual_hardswish": {"HardSwish"},
-    "lstm": {"aten.lstm.input", "aten.zeros.default"},
+    "lstm": {"aten.lstm.input"},
     "pixel_shuffle_norms": {"GroupNorm", "InstanceNorm"},
     "residual_elu": {"Elu"},
     "residual_gelu": {"Gelu"},
@@ -36,8 +30,7 @@ FLOAT = {
 
 #: what hands over floats besides, where the cheapest islands have it so; with `results="codes"` nothing does
 ISLANDS = {
-    "attention_fused": {"Linear"},
-    "attention_manual": {"Linear", "MatMul", "Softmax"},
+    "attention_manual": {"MatMul", "Softmax"},
     "inverted_residual_hardswish": {"GlobalAvgPool"},
 }
 

@@ -24,9 +24,10 @@ class Block(nn.Module):
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(24, 24) for _ in range(4))
         self.up, self.down, self.head = nn.Linear(24, 48), nn.Linear(48, 24), nn.Linear(24, 5)
-        self.first, self.second = (nn.LayerNorm(24), nn.LayerNorm(24)) if norms else (nn.Identity(), nn.Identity())
+        self.start, self.first, self.second = (nn.LayerNorm(24) if norms else nn.Identity() for _ in range(3))
 
     def forward(self, x):
+        x = self.start(x)
         y = self.first(x)
         scores = (self.q(y) @ self.k(y).transpose(1, 2) / 5).softmax(2)
         x = x + self.out(scores @ self.v(y))
@@ -93,7 +94,7 @@ def test_no_other_labels_cost_less(norms, worth, monkeypatch):
         kernel, reads = head.get(n.name, n.name), assignment.nodes[n.name].exec != "float"
         for v in dict.fromkeys(i for i in n.inputs if i in graph.values and graph.is_float(i)):
             noise = worth * islands._noise(v, assignment, result.stats)
-            ends = made.get(v), v in assignment.codes and v in made, kernel, reads
+            ends = made.get(v), v in (assignment.codes if v in made else assignment.slots), kernel, reads
             edges += [(*ends, islands._size(graph, v), noise)] * (made.get(v) != kernel)
     for v in graph.outputs:
         noise = worth * islands._noise(v, assignment, result.stats)

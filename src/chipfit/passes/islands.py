@@ -79,7 +79,7 @@ def _cut(graph: Graph, assignment: Assignment, stats: dict[str, TensorStats]) ->
     head = _heads(assignment)
     made = {o: head.get(n.name, n.name) for n in graph.nodes for o in n.outputs}
     number: dict[tuple[str, str], int] = {}  # (kernel, side) whose label is open -> its node in the network of flows
-    writes: dict[str, int] = {}
+    writes = {v: _CODES for v in graph.inputs if v in assignment.slots}
     capacity: dict[tuple[int, int], float] = defaultdict(float)
 
     def side(kernel: str, which: str) -> int:
@@ -116,7 +116,7 @@ def _cut(graph: Graph, assignment: Assignment, stats: dict[str, TensorStats]) ->
             capacity[side(kernel, "writes"), side(kernel, "reads")] = math.inf  # no kernel makes codes of floats
     if not number:
         return {}
-    for value in graph.outputs:  # a result of the model is in codes unless these cost more than a conversion
+    for value in graph.outputs:  # as its inputs, results of a model are in codes unless these cost more
         if graph.is_float(value):
             edge(value, _CODES)
     most = sum(c for c in capacity.values() if c < math.inf)

@@ -12,7 +12,7 @@ from chipfit.graph.ops import OPS
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
 from chipfit.registry import entry
-from chipfit.simulate.integer import float_results, profile_for, simulate, units
+from chipfit.simulate.integer import Profile, exact_reals, float_results, profile_for, simulate, units
 
 
 def device_model(graph: Graph, plan: Plan, platform: Platform) -> Any:
@@ -24,8 +24,9 @@ def device_model(graph: Graph, plan: Plan, platform: Platform) -> Any:
         UnsupportedError: the platform does not say how it computes.
     """
     kernels = entry("runtime", platform.runtimes[0]).declares.kernels if platform.runtimes else None
-    behind = float_operators(graph, plan)
-    floats = {*float_results(graph, plan, profile_for(platform, kernels)), *graph.outputs}
+    profile = profile_for(platform, kernels)
+    behind = float_operators(graph, plan, profile)
+    floats = {*float_results(graph, plan, profile), *graph.outputs}
     if not platform.runtimes:
         what = f"No runtime proves '{platform.name}': this model computes what its description says, "
         warnings.warn(what + "which may not be what the chip does", stacklevel=3)
@@ -44,7 +45,7 @@ def output(graph: Graph, plan: Plan, done: Mapping[str, Any], name: str) -> torc
     return stored.dequantize(x) if stored is not None and not x.is_floating_point() else x
 
 
-def float_operators(graph: Graph, plan: Plan) -> Callable[[str], tuple[str, ...]]:
+def float_operators(graph: Graph, plan: Plan, profile: Profile) -> Callable[[str], tuple[str, ...]]:
     """For a value that is computed in float: the operators in float since codes were read, sorted.
 
     Those that only move numbers are left out, and those that IEEE 754 says to the last bit: their results are exact.
@@ -59,6 +60,8 @@ def float_operators(graph: Graph, plan: Plan) -> Callable[[str], tuple[str, ...]
             if v in done or v not in unit_of:
                 continue
             done.add(v)
+            if exact_reals(graph, plan, unit_of[v], profile) is not None:
+                continue
             for n in unit_of[v]:
                 found |= set() if n.op in OPS and (OPS[n.op].moves or OPS[n.op].ieee) else {_called(n)}
                 reads = [i for i in n.inputs if i in graph.values and graph.is_float(i)]

@@ -45,6 +45,8 @@ class Profile:
     moves: Mapping[str, Kernel] = field(default_factory=dict)
     #: (fused activation, how its result is stored) -> the codes between which it clips; None where the kernel cannot do
     #: that, and the whole unit is computed in float
+    #: by operator, what its integer kernel hands over as floats where its result is never stored in codes, bit for bit
+    reals: Mapping[str, Callable[[Unit], Tensor]] = field(default_factory=dict)
     clip: Callable[[Node, Stored], tuple[int, int] | None]
     quantize: Callable[[Tensor, Stored], Tensor]  #: (reals, how they are stored) -> codes
     #: values saturate at the ends of the file's integer type, not at those of a narrower grid
@@ -272,6 +274,22 @@ def float_results(graph: Graph, plan: Plan, profile: Profile) -> set[str]:
     return {o for n in tails if plan.quantized(n.output) for o in n.outputs}
 
 
+def exact_reals(graph: Graph, plan: Plan, unit: Sequence[Node], profile: Profile) -> Callable[[Unit], Tensor] | None:
+    """What an integer kernel hands over as floats, bit for bit; None where it hands over codes or computes in float."""
+    head, decided = unit[0], plan.nodes.get(unit[0].name)
+    if decided is None or decided.exec == "float" or plan.quantized(unit[-1].output):
+        return None
+    reads = [i for i in head.inputs if i is not None and graph.is_float(i)]
+    if not all(
+        plan.quantized(i) and (i, head.name) not in plan.float_edges and plan[i].grid.table is None for i in reads
+    ):
+        return None
+    grids = [plan[i].grid for i in reads if plan.tensors[i].role != "bias"]
+    narrow = all(g.table is None and g.bits <= profile.widest for g in grids)
+    exact = all(n.op in OPS and OPS[n.op].ieee for n in unit[1:])
+    return profile.reals.get(head.op) if narrow and exact else None
+
+
 # ---------------------------------------------------------------- one unit
 
 
@@ -319,7 +337,10 @@ def _compute(run: Run, unit: Sequence[Node]) -> None:
             run.codes[unit[-1].output] = run.codes[unit[-1].output].clamp(low, high)
         return
     env: dict[str, Any] = {}
-    for n in unit:
+    reals = exact_reals(run.graph, run.plan, unit, run.profile)
+    if reals is not None:
+        env[unit[0].output] = reals(Unit(run, unit))
+    for n in unit if reals is None else unit[1:]:
         outs = execute(n, [None if i is None else env[i] if i in env else run.real(i, n) for i in n.inputs])
         env.update(zip(n.outputs, outs, strict=False))
     for o in unit[-1].outputs:

@@ -37,6 +37,17 @@ def _product_sum(u: Unit) -> None:
     u.put(requantize(acc, m, u.run.math.requant or {}))
 
 
+def _linear_reals(u: Unit) -> Tensor:
+    """float32(acc) * float32(s_x s_w). ONNX Runtime's QGemm with a float result."""
+    return accumulate(u.run, u.node).float() * (u.scale(u.x) * u.scale(u.second))
+
+
+def _mat_mul_reals(u: Unit) -> Tensor:
+    """The same of two values. ONNX Runtime's MatMulIntegerToFloat."""
+    acc = u.run.summed(torch.matmul(u.centred(), u.centred(u.second)))
+    return acc.float() * (u.scale(u.x) * u.scale(u.second))
+
+
 def _mat_mul(u: Unit) -> None:
     acc = u.run.summed(torch.matmul(u.centred(), u.centred(u.second)))
     u.put(requantize(acc, u.real(u.x, u.second), u.run.math.requant or {}))
@@ -166,5 +177,12 @@ _KERNELS: dict[str, Kernel] = {
 #: given one set of numbers, averages still round
 _MOVES = {op: _KERNELS[op] for op in ("AvgPool", "GlobalAvgPool")}
 register("kernels", "onnxruntime")(
-    Profile(kernels=_KERNELS, moves=_MOVES, clip=_absorbed, quantize=lambda x, stored: stored.quantize(x), widest=8)
+    Profile(
+        kernels=_KERNELS,
+        moves=_MOVES,
+        reals={"Linear": _linear_reals, "MatMul": _mat_mul_reals},
+        clip=_absorbed,
+        quantize=lambda x, stored: stored.quantize(x),
+        widest=8,
+    )
 )
