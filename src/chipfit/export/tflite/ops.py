@@ -341,9 +341,9 @@ def _pool(w: Emitter, n: Node, y: Sequence[int]) -> None:
                 plain = m.with_(attrs={**m.attrs, "padding": ((0, 0),) * 2})
                 padding, pads = _window(plain, wide, b[1:3], m.attrs["kernel"])
             if pads is not None:  # SAME centres every window: all of them, of which some are kept
-                steps = [-(-i // o) for i, o in zip(a[1:3], b[1:3], strict=True)]
+                steps = list(m.attrs["stride"])
                 centred = all(low == (k - 1) // 2 for (low, _), k in zip(around, m.attrs["kernel"], strict=True))
-                if not centred or steps != list(m.attrs["stride"]):
+                if not centred or [-(-i // s) for i, s in zip(a[1:3], steps, strict=True)] != [*b[1:3]]:
                     w.refuse(n, "its windows reach beyond what counts, and not as those of SAME")
                 every = w.between(a, x)
                 write(m.with_(attrs={**m.attrs, "stride": (1, 1)}), x, a, every, a)
