@@ -250,6 +250,21 @@ def test_a_layer_whose_weight_is_computed_is_refused(tmp_path):
         export_tflite(graph, None, tmp_path / "m.tflite")
 
 
+def test_a_model_that_compares_samples_asks_for_their_number_where_the_file_fixes_it(tmp_path):
+    class Pairs(nn.Module):
+        def forward(self, x, token):
+            y = torch.cat([token.expand(x.shape[0], -1), x], 1)
+            return y @ y.T
+
+    inputs = torch.randn(3, 6), torch.randn(1, 2)
+    graph = capture(Pairs(), inputs)
+    with pytest.raises(UnsupportedError, match="compares samples with each other.*Got: matmul.*Try: pass `batch`"):
+        export_tflite(graph, None, tmp_path / "m.tflite")
+    file = export_tflite(graph, None, tmp_path / "m.tflite", batch=3)
+    (got,) = LiteRt(file).run([x.numpy() for x in inputs]).values()
+    np.testing.assert_allclose(got, Pairs()(*inputs).numpy(), rtol=1e-5, atol=1e-5)
+
+
 def operators_of(file):
     model, names = model_of(file), {v: k for k, v in vars(schema.BuiltinOperator).items()}
     return [names[model.operatorCodes[o.opcodeIndex].builtinCode] for o in model.subgraphs[0].operators]

@@ -48,11 +48,16 @@ def export_tflite(
         keep_layout: inputs and outputs lie as in the model (channels first in PyTorch), behind transpositions.
 
     Raises:
-        UnsupportedError: operators or formats that the file cannot hold, all named at once; nothing is written.
+        UnsupportedError: operators or formats that the file cannot hold, all named at once; or the batch has to be
+            given. Nothing is written.
         ExportError: the disk refuses the file.
     """
     if batch is None and any(_expands(n) or (n.op in ROWS and ROWS[n.op].fixed_batch) for n in graph.nodes):
         batch = 1
+        across = [v.name for v in graph.values.values() if v.shape.count(None) > 1]
+        if across:
+            what = "The file holds one sample here, and this model compares samples with each other"
+            raise UnsupportedError(what, got=", ".join(across[:8]), hint="pass `batch`, the number of them in a call")
     return write_atomically(Path(path), Writer(graph, plan or Plan(), batch, keep_layout).write())
 
 
