@@ -96,6 +96,9 @@ def test_corrupted_images_are_left_out_counted_and_said_also_after_an_interrupti
         run(asked, tmp_path / "home", dies)
     again = run(asked, tmp_path / "home", quiet)
     assert again.notes == whole.notes and again.curves == whole.curves
+    kept = {k: v for k, v in config().items() if k not in ("qparams", "backend", "bnfold", "lr_scheduler")}
+    plain = {**kept, "data": {**data, "calibration": 40}, "ptq": {"platform": "ort_cpu"}}
+    assert set(whole.notes) <= set(run(of(plain), tmp_path / "home", quiet).notes)
 
 
 def test_a_full_disk_is_said_and_with_room_an_experiment_goes_on_to_the_same_numbers(home, trained):

@@ -151,7 +151,8 @@ def _run(
     if here.leads:  # what follows is one process's work
         tests, here = Reader(sets.test, config.data, config.seed), Here()
         if config.ptq is not None:
-            result = _without_training(config, network, sets)
+            images, out.curves.unreadable = _calibration(config, sets)
+            result = _without_training(config, network, images)
             out.top1, out.size = top1(predictor(result.model), tests, here), _bytes(result)
             out.notes = [*out.notes, *result.plan.rewrites]
             out.deployed = [deployed(result, tests)]
@@ -216,14 +217,15 @@ def pretrained(config: Config, sets: Sets, here: Here, home: Path, said: Said) -
     return network.to(here.device).eval()
 
 
-def _calibration(config: Config, sets: Sets) -> list[torch.Tensor]:
-    """Training images without what is random about them."""
+def _calibration(config: Config, sets: Sets) -> tuple[list[torch.Tensor], int]:
+    """Training images without what is random about them, and how many of them could not be read."""
     images = copy.copy(sets.train)
     if hasattr(images, "transforms"):
         images.transforms = "ONECROP"
     reader = Reader(images, config.data, config.seed)
     wanted = -(-config.data.calibration // config.data.batch_size)
-    return [x for _, (x, _) in zip(range(wanted), reader.batches(0, shuffled=True), strict=False)]
+    batches = [x for _, (x, _) in zip(range(wanted), reader.batches(0, shuffled=True), strict=False)]
+    return batches, len(reader.unreadable)
 
 
 def prepared(config: Config, network: nn.Module, sets: Sets) -> nn.Module:
@@ -231,19 +233,19 @@ def prepared(config: Config, network: nn.Module, sets: Sets) -> nn.Module:
     model = prepare_qat_fx(network.cpu(), {"": config.setting()}).eval()
     enable_calibration(model)
     with torch.no_grad():
-        for x in _calibration(config, sets):
+        for x in _calibration(config, sets)[0]:
             model(x)
     enable_quantization(model)
     return model
 
 
-def _without_training(config: Config, network: Any, sets: Sets) -> Result:
+def _without_training(config: Config, network: Any, images: list[torch.Tensor]) -> Result:
     asked = config.ptq
     assert asked is not None  # for the type checker
     widths = {k: v for k, v in (("bits", asked.bit), ("activation_bits", asked.a_bit)) if v is not None}
     return chipfit.quantize(
         network,
-        [shown(x, framework_of(network)) for x in _calibration(config, sets)],
+        [shown(x, framework_of(network)) for x in images],
         asked.platform,
         rule=asked.rule,
         weight_rule=asked.weight_rule,
@@ -262,7 +264,7 @@ def _deployments(config: Config, model: Any, sets: Sets, tests: Reader) -> Itera
         names = tuple(n for n, why in platforms_of(config.setting()).items() if not why and load_platform(n).runtimes)
     for name in names:
         try:
-            result = deploy(model, _calibration(config, sets), name)
+            result = deploy(model, _calibration(config, sets)[0], name)
         except ChipfitError as e:
             yield Deployed(name, why=str(e))
             continue
