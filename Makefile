@@ -79,7 +79,7 @@ random: setup ## prove COUNT random networks on each of ONNX Runtime and LiteRT,
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ "$$(grep '^timm==' constraints.txt)"
 	touch $@
 
-zoo: setup .venv/zoo ## 90 architectures on ONNX Runtime and LiteRT: those not yet in the table; ONLY= chooses
+zoo: setup .venv/zoo ## 102 architectures on ONNX Runtime and LiteRT: those not yet in the table; ONLY= chooses
 	$(BIN)/python -m benchmarks.zoo $(if $(ONLY),--only $(ONLY))
 	$(BIN)/python docs/generate.py
 
