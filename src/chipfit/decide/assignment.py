@@ -229,9 +229,15 @@ class _Record:
         fmt = narrow(fmt, who=d.unit.who, method=choices.get("weight_method"), per=choices.get("per"))
         axis = None
         if fmt.per == "channel":
-            axis = 0 if is_bias else OPS[node.op].weight_axis % len(self.graph.shape(r.tensor))
+            axis = 0 if is_bias else self._channels(r)
         role: Role = "bias" if is_bias else "weight"
         return self._store(r.tensor, role, name, fmt, axis=axis, node=node.name, rule=choices.get("weight_rule"))
+
+    def _channels(self, r: Read) -> int:
+        """The axis of a weight that counts channels: of an embedding that a linear layer shares, that layer's."""
+        readers = [n for n in self.graph if n.operand("w") == r.tensor] if OPS[r.node.op].moves else [r.node]
+        op = next((n.op for n in readers if not OPS[n.op].moves), r.node.op)
+        return OPS[op].weight_axis % len(self.graph.shape(r.tensor))
 
     def _write(self, d: Decision, value: str) -> bool:
         """Whether a unit writes the codes of a value."""

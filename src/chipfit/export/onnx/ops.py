@@ -212,9 +212,15 @@ def _embedding(w: Tape, n: Node, x: Names) -> str:
     table = next((made for made in w.nodes if x[0] in made.output), None)
     if table is None:
         return w.op("Gather", x, axis=0)
-    codes, *numbers = table.input
-    columns = {"axis": len(w.shape(n, "in0"))} if w.plan[n.weight].scale.dim() else {}
-    return w.op("DequantizeLinear", [w.op("Gather", [codes, x[1]], axis=0), *numbers], **columns)
+    codes, scale, zero = table.input
+    rows, stored, rank = w.op("Gather", [codes, x[1]], axis=0), w.plan[n.weight], len(w.shape(n, "in0"))
+    if stored.axis == 0 and not stored.zero_point.any():  # one scale for each row
+        scales = w.op("Gather", [scale, x[1]], axis=0)
+        scales = w.op("Unsqueeze", [scales, w.const(_ints(rank))])
+        return w.op("Mul", [w.op("Cast", [rows], to=tensor_type("float32")), scales])
+    if stored.axis == 0:
+        refuse(n, "its rows have zero points of their own")
+    return w.op("DequantizeLinear", [rows, scale, zero], **({"axis": rank} if stored.scale.dim() else {}))
 
 
 @_writes("ArgMax")
