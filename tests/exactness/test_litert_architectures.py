@@ -13,7 +13,6 @@ from tests.zoo import ZOO, make, unseen
 REFUSED = {
     "gru": UnsupportedError,
     "lstm": UnsupportedError,
-    "in_place_index": UnsupportedError,
     "conv3d": NothingQuantizedError,
 }
 

@@ -153,7 +153,8 @@ def batch(way, value, seed):
 def test_a_mask_does_not_set_the_grid_of_the_scores(way, value, platform):
     torch.manual_seed(1)
     model = Attention(way, value).eval()
-    result = chipfit.quantize(model, [batch(way, value, s) for s in range(3)], platform=platform, progress=False)
+    data, codes = [batch(way, value, s) for s in range(3)], chipfit.Settings(results="codes")
+    result = chipfit.quantize(model, data, platform=platform, settings=codes, progress=False)
     fresh = batch(way, value, 9)
     assert cosine(result.model(*fresh), model(*fresh)) > 0.99
     scores = next(n for n in result.graph.nodes if n.op == "MatMul")
