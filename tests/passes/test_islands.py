@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -76,10 +77,14 @@ def test_a_convolutional_network_stays_in_codes():
 
 
 @pytest.mark.parametrize("norms", [True, False])
-@pytest.mark.parametrize("worth", [0.0, 1000.0, 1e6])
-def test_no_other_labels_cost_less(norms, worth, monkeypatch):
-    """All labels are tried, with the costs added up by themselves."""
-    monkeypatch.setattr(islands, "_WORTH", worth)
+@pytest.mark.parametrize("seed", [None, *range(12)])
+def test_no_other_labels_cost_less(norms, seed, monkeypatch):
+    """All labels are tried, with the costs added up by themselves: those of the network, and drawn ones."""
+    worth = 1000.0
+    if seed is not None:
+        drawn, sizes, draw = {}, {}, random.Random(seed)
+        monkeypatch.setattr(islands, "_noise", lambda v, *_: drawn.setdefault(v, 10 ** draw.uniform(-5, -1)))
+        monkeypatch.setattr(islands, "_size", lambda graph, v: sizes.setdefault(v, draw.randint(1, 100)))
     torch.manual_seed(0)
     model = Block(norms).eval()
     result = chipfit.quantize(model, DATA, "ort_cpu", settings=chipfit.Settings(results="codes"), progress=False)
