@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,12 +77,7 @@ def filled(home: Path, count: int, points: int) -> None:
 
 def best(act: Callable[[], Any], times: int = 3) -> float:
     """Seconds."""
-    taken = []
-    for _ in range(times):
-        begun = time.perf_counter()
-        act()
-        taken.append(time.perf_counter() - begun)
-    return min(taken)
+    return min(timeit.repeat(act, number=1, repeat=times))
 
 
 def command(*words: str) -> Callable[[], Any]:

@@ -1,4 +1,7 @@
-"""Two standard networks at their standard widths, with random weights: speed depends on shapes, not on values."""
+"""Two standard networks at their standard widths, with random weights: speed depends on shapes, not on values.
+
+And the block that the transformers of other benchmarks are made of.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -80,6 +84,31 @@ class MobileNetV2(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))
+
+
+class AttentionBlock(nn.Module):
+    """Attention and an MLP, each behind a layer norm and beside a skip connection; values [N, T, width].
+
+    Args:
+        heads: of the attention.
+        widen: how many times as wide the MLP is inside.
+    """
+
+    def __init__(self, width: int, heads: int, widen: int) -> None:
+        super().__init__()
+        self.heads, self.scale = heads, (width // heads) ** 0.5
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, widen * width), nn.Linear(widen * width, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """mask: is added to the scores."""
+        y = self.first(x)
+        q, k, v = (f(y).unflatten(2, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        scores = q @ k.transpose(2, 3) / self.scale
+        scores = (scores if mask is None else scores + mask).softmax(3)
+        x = x + self.out((scores @ v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.second(x))))
 
 
 def keras_mobilenetv2() -> Any:

@@ -25,6 +25,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import torch
 import torch.nn.functional as F
+from benchmarks.models import AttentionBlock
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -42,23 +43,6 @@ ROWS = {
 }
 
 
-class Block(nn.Module):
-    """Attention and an MLP, each behind a layer norm and beside a skip connection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        q, k, v = (f(y).unflatten(2, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        scores = (q @ k.transpose(2, 3) / (WIDTH // HEADS) ** 0.5).softmax(3)
-        x = x + self.out((scores @ v).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.second(x))))
-
-
 class Transformer(nn.Module):
     """Of symbols int64 [N, 24] to scores [N, 8]."""
 
@@ -67,7 +51,7 @@ class Transformer(nn.Module):
         self.embed = nn.Embedding(SYMBOLS, WIDTH)
         self.place = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
         self.blocks, self.norm, self.head = (
-            nn.Sequential(Block(), Block()),
+            nn.Sequential(AttentionBlock(WIDTH, HEADS, 2), AttentionBlock(WIDTH, HEADS, 2)),
             nn.LayerNorm(WIDTH),
             nn.Linear(WIDTH, SYMBOLS),
         )

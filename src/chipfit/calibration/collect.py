@@ -102,9 +102,7 @@ def collect(
 
     def see(name: str, x: Any) -> None:
         try:
-            if (
-                words is not None and x.dim() > 2 and x.shape[:2] == words.shape and x[0, 0].numel() > 1
-            ):  # no mask itself
+            if words is not None and x.shape[:2] == words.shape and x[0, 0].numel() > 1:  # one number is the mask again
                 x = x[words].unsqueeze(0)
             stats[name].update(x.float(), tensors[name])
         except ValueError:

@@ -33,7 +33,8 @@ def usable(graph: Graph, platform: Platform, unit: Unit, kept: Mapping[str, str]
     why = unit.kept_float or _obstacle(graph, platform, unit, kept)
     if why or unit.resolved.exec == "float" or not unit.resolved.options:
         return unit.with_options((), why=why or unit.resolved.why)
-    return unit.with_options(_with_bits(platform, unit, [o for o in _with_result(platform, unit) if _stores(o)]))
+    options = _with_result(platform, unit, [o for o in unit.resolved.options if _stores(o)])
+    return unit.with_options(_with_bits(platform, unit, options))
 
 
 def either(unit: Unit) -> tuple[str, ...]:
@@ -54,12 +55,12 @@ def _in_float(options: Sequence[Option]) -> list[Option]:
     return [o for o in options if o.out == "float" and _stores(o) and (o.in_, o.w) == (first.in_, first.w)]
 
 
-def _with_result(platform: Platform, unit: Unit) -> list[Option]:
+def _with_result(platform: Platform, unit: Unit, options: list[Option]) -> list[Option]:
     """The options that hand over what is asked for: codes or floats."""
-    asked, options = unit.choices.get("result"), list(unit.resolved.options)
+    asked = unit.choices.get("result")
     if asked is None:
         return options
-    left = [o for o in options if (o.out == "float") is (asked == "float") and _stores(o)]
+    left = [o for o in options if (o.out == "float") is (asked == "float")]
     if not left:
         other = "codes" if asked == "float" else "float"
         what = f"'{unit.who}' cannot hand over its result in {asked} on '{platform.name}'"

@@ -80,6 +80,7 @@ def _cut(graph: Graph, assignment: Assignment, stats: dict[str, TensorStats]) ->
     made = {o: head.get(n.name, n.name) for n in graph.nodes for o in n.outputs}
     number: dict[tuple[str, str], int] = {}  # (kernel, side) whose label is open -> its node in the network of flows
     writes = {v: _CODES for v in graph.inputs if v in assignment.slots}
+    noises: dict[str, float] = {}  # of values; finding one takes a search, and a value may have several readers
     capacity: dict[tuple[int, int], float] = defaultdict(float)
 
     def side(kernel: str, which: str) -> int:
@@ -89,8 +90,10 @@ def _cut(graph: Graph, assignment: Assignment, stats: dict[str, TensorStats]) ->
 
     def edge(value: str, reader: int) -> None:
         writer, size = writes.get(value, _FLOATS), _size(graph, value)
-        if writer != reader:
-            noise = _WORTH * _noise(value, assignment, stats)
+        if writer != reader and max(writer, reader) > _FLOATS:  # between two that are fixed nothing is chosen
+            if value not in noises:
+                noises[value] = _WORTH * _noise(value, assignment, stats)
+            noise = noises[value]
             capacity[writer, reader] += size * (1 + noise / 2)
             capacity[reader, writer] += size * (1 + noise / 2)
             for end in (writer, reader):  # codes at either end round the value

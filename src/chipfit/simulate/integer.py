@@ -43,10 +43,10 @@ class Profile:
     #: the same for operators that follow their operand's format and, given its numbers, compute nevertheless; those
     #: that hold nothing but numbers of their operands are a `move`
     moves: Mapping[str, Kernel] = field(default_factory=dict)
-    #: (fused activation, how its result is stored) -> the codes between which it clips; None where the kernel cannot do
-    #: that, and the whole unit is computed in float
     #: by operator, what its integer kernel hands over as floats where its result is never stored in codes, bit for bit
     reals: Mapping[str, Callable[[Unit], Tensor]] = field(default_factory=dict)
+    #: (fused activation, how its result is stored) -> the codes between which it clips; None where the kernel cannot do
+    #: that, and the whole unit is computed in float
     clip: Callable[[Node, Stored], tuple[int, int] | None]
     quantize: Callable[[Tensor, Stored], Tensor]  #: (reals, how they are stored) -> codes
     #: values saturate at the ends of the file's integer type, not at those of a narrower grid
@@ -280,9 +280,7 @@ def exact_reals(graph: Graph, plan: Plan, unit: Sequence[Node], profile: Profile
     if decided is None or decided.exec == "float" or plan.quantized(unit[-1].output):
         return None
     reads = [i for i in head.inputs if i is not None and graph.is_float(i)]
-    if not all(
-        plan.quantized(i) and (i, head.name) not in plan.float_edges and plan[i].grid.table is None for i in reads
-    ):
+    if not all(plan.quantized(i) and (i, head.name) not in plan.float_edges for i in reads):
         return None
     grids = [plan[i].grid for i in reads if plan.tensors[i].role != "bias"]
     narrow = all(g.table is None and g.bits <= profile.widest for g in grids)

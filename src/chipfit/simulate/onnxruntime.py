@@ -37,20 +37,19 @@ def _product_sum(u: Unit) -> None:
     u.put(requantize(acc, m, u.run.math.requant or {}))
 
 
-def _linear_reals(u: Unit) -> Tensor:
-    """float32(acc) * float32(s_x s_w). ONNX Runtime's QGemm with a float result."""
-    return accumulate(u.run, u.node).float() * (u.scale(u.x) * u.scale(u.second))
-
-
-def _mat_mul_reals(u: Unit) -> Tensor:
-    """The same of two values. ONNX Runtime's MatMulIntegerToFloat."""
-    acc = u.run.summed(torch.matmul(u.centred(), u.centred(u.second)))
-    return acc.float() * (u.scale(u.x) * u.scale(u.second))
+def _inner(u: Unit) -> Tensor:
+    """Exact product sums of two values."""
+    return u.run.summed(torch.matmul(u.centred(), u.centred(u.second)))
 
 
 def _mat_mul(u: Unit) -> None:
-    acc = u.run.summed(torch.matmul(u.centred(), u.centred(u.second)))
-    u.put(requantize(acc, u.real(u.x, u.second), u.run.math.requant or {}))
+    u.put(requantize(_inner(u), u.real(u.x, u.second), u.run.math.requant or {}))
+
+
+def _reals(u: Unit) -> Tensor:
+    """float32(acc) * float32(s_x s_w). ONNX Runtime's QGemm and MatMulIntegerToFloat, whose results are floats."""
+    acc = _inner(u) if u.node.op == "MatMul" else accumulate(u.run, u.node)
+    return acc.float() * (u.scale(u.x) * u.scale(u.second))
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -180,7 +179,7 @@ register("kernels", "onnxruntime")(
     Profile(
         kernels=_KERNELS,
         moves=_MOVES,
-        reals={"Linear": _linear_reals, "MatMul": _mat_mul_reals},
+        reals={"Linear": _reals, "MatMul": _reals},
         clip=_absorbed,
         quantize=lambda x, stored: stored.quantize(x),
         widest=8,
