@@ -83,15 +83,17 @@ def test_what_was_trained_is_exact_on_the_device(name, plain):
 def test_levels_of_their_own_end_in_the_plan(name, plain):
     before = plain(LEVELS[name])
     result = before.trains({"weights": name, "activations": "lsq" if LEVELS[name] == "tables" else name})
-    found = losses(result)
+    found = losses(result, 15, 0.05) if name == "lut" else losses(result)  # entries are whole numbers, and move late
     assert found[-1] < found[0]
-    after = result.trained()
+    after, changed = result.trained(), []
     assert torch.equal(after.model(DATA[1]), result.model(DATA[1]))
     for n, t in after.plan.tensors.items():
         if t.role == "weight" and t.quantized:
             codes = t.stored.round(after.graph.weights[n]) / t.scale
             assert all(min(abs(v - e) for e in t.stored.grid.table) < 1e-4 for v in codes.unique().tolist())
-            assert (t.stored.grid.table == before.plan[n].grid.table) == (name == "lut")
+            changed.append(t.stored.grid.table != before.plan[n].grid.table)
+            assert len(t.stored.grid.table) <= (t.stored.grid.entries or 256) and 0.0 in t.stored.grid.table
+    assert any(changed) if name == "lut" else all(changed)
 
 
 @pytest.mark.parametrize(

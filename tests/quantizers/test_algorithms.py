@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from chipfit.errors import ConfigError
-from chipfit.quantizers.algorithm import Algorithm, text_of
+from chipfit.quantizers.algorithm import Algorithm, text_of, with_levels
 from chipfit.quantizers.algorithms.apot import APoT, magnitudes
 from chipfit.quantizers.algorithms.dorefa import DoReFa
 from chipfit.quantizers.algorithms.dsq import DSQ
@@ -49,6 +49,7 @@ OPTIONS = {
     "dsq": ["dsq(alpha=0.2)", "dsq(learn_range=False)"],
     "tqt": ["tqt(pot=True)"],
     "pact": ["pact(alpha=1.5)"],
+    "lut": ["lut(learn_levels=False)"],
 }
 FORMS = [form for name in registered("training") for form in (name, *OPTIONS.get(name, ()))]
 X = torch.tensor([-1.0, -0.3, 0.0, 0.2, 0.9, 2.0])
@@ -74,7 +75,8 @@ def ready(algorithm, at: Stored, x: torch.Tensor | None, dim: int, dtype=torch.f
     shape = [-1 if d == at.axis else 1 for d in range(dim)]
     trains = algorithm.init(at, x)
     given = {**algorithm.constants(at, x), **trains}
-    p = {k: (v.view(shape) if v.dim() else v).detach().clone().to(dtype) for k, v in given.items()}
+    laid = {k: v.view(shape) if v.dim() and k not in algorithm.vectors else v for k, v in given.items()}
+    p = {k: v.detach().clone().to(dtype) for k, v in laid.items()}
     return algorithm, {k: v.requires_grad_() if k in trains else v for k, v in p.items()}, algorithm.grid(at.grid)
 
 
@@ -553,6 +555,29 @@ def test_lut_by_hand():
     assert y.tolist() == [0.5, 0.5, 2.0]
     assert p["scale"].grad.item() == pytest.approx((1 - 0.6) + (1 - 2.4) + 4)
     assert x.grad.tolist() == [1, 1, 0]
+    assert p["levels"].tolist() == [-2.0, 0, 0.5, 2.0]  # two take the third, one the last; 0 never trains
+    assert p["levels"].grad.tolist() == [0, 0, 2, 1]
+
+
+def test_levels_stay_whole_numbers_of_the_chips_table_and_zero_stays():
+    grid = Grid(bits=2, qmin=-8, qmax=7, kind="lut", entries=4, table=(-4.0, 0.0, 1.0, 4.0))
+    algorithm, p, own = ready(LUT(), stored(grid, 0.5), X, 1)
+    with torch.no_grad():
+        p["levels"].copy_(torch.tensor([1.2, 3.6, 8.0, 1.28]))  # 2.4, fixed, beyond the end, 2.56
+    x = torch.linspace(-1, 5, 50)
+    y = algorithm.call(TorchOps, x, p, own)
+    after = with_levels(own, algorithm.table(TorchOps, p, own).tolist())
+    assert after.table == (0, 2, 3, 7)
+    assert torch.equal(y, stored(after, 0.5).round(x))
+    with torch.no_grad():
+        p["levels"].copy_(torch.tensor([1.2, 3.6, 1.2, 1.2]))
+    assert with_levels(own, algorithm.table(TorchOps, p, own).tolist()).table == (0, 2)
+
+
+def test_a_table_that_is_not_free_keeps_its_levels():
+    fixed = Grid(bits=2, qmin=-8, qmax=7, kind="lut", table=(-4.0, 0.0, 1.0, 4.0))
+    assert set(LUT().init(stored(fixed), X)) == {"scale"}
+    assert set(LUT(learn_levels=False).init(stored(replace(fixed, entries=4)), X)) == {"scale"}
 
 
 @pytest.mark.parametrize(

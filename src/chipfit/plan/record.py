@@ -144,6 +144,10 @@ class Plan(Shown):
     def quantized(self, name: str | None) -> bool:
         return self.stored(name) is not None
 
+    def layer_of(self, name: str) -> str:
+        """The layer that makes or owns a tensor; its own name where none does."""
+        return self.tensors[name].layer or name
+
     def stored(self, name: str | None) -> Stored | None:
         """How a tensor is stored; None for one in float, or for none."""
         return self.tensors[name].stored if name is not None and name in self.tensors else None

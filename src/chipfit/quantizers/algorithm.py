@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -36,6 +36,8 @@ class Algorithm:
 
     #: why what was trained cannot be deployed, by the role of the tensor; roles that are left out can
     undeployable: Mapping[str, str] = {}
+    #: parameters that are [N] for N levels, and broadcast against nothing
+    vectors: tuple[str, ...] = ()
 
     def refuses(self, grid: Grid, role: str) -> str:
         """Why it cannot round a tensor ("weight" or "activation") to this grid; "" where it can."""
@@ -75,6 +77,10 @@ class Algorithm:
         """Scale and zero point as the chip would store them now; gradients flow to the parameters."""
         return positive(ops, p["scale"], p["least"], grid), p["zero_point"]
 
+    def table(self, ops: Any, p: Numbers, grid: Grid) -> Any:
+        """The levels as they are now, ascending [N], in units of the scale; None: those of the grid."""
+        return None
+
     def rescaled(self, ops: Any, p: Numbers, factor: Any) -> dict[str, Any]:
         """The parameters with which `numbers` has this factor more scale, where a bound of the platform asks for it.
 
@@ -92,6 +98,11 @@ class Algorithm:
         """x [*dims] as the chip holds it. The value is `fake_quantize(reals, *numbers)`; the gradient is its own."""
         s, z = self.numbers(ops, p, grid)
         return ops.fake_quantize(self.reals(ops, x, p, grid), s, z, grid)
+
+
+def with_levels(grid: Grid, table: Iterable[float] | None) -> Grid:
+    """The grid with the levels of `Algorithm.table`, each once."""
+    return grid if table is None else replace(grid, table=tuple(sorted(set(table))))
 
 
 def positive(ops: Any, s: Any, least: Any, grid: Grid) -> Any:

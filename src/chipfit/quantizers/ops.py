@@ -54,6 +54,10 @@ class TorchOps(metaclass=_Alike):
         return x.mean() if axis is None else x.mean(axis, keepdim=keepdims)
 
     @staticmethod
+    def sort(x: torch.Tensor) -> torch.Tensor:
+        return x.sort().values
+
+    @staticmethod
     def power(x: Any, y: Any) -> torch.Tensor:
         return torch.pow(x, y)
 

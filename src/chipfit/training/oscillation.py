@@ -43,7 +43,7 @@ def dampening(model: nn.Module) -> torch.Tensor:
     for name, q in _weights(model := lowered(model)):
         x = q.reals(model._stored(name))
         codes = q.codes(x)
-        rounded, g = q.as_reals(codes), q.grid
+        rounded, g = q.as_reals(codes), q.learned()
         low, high = (g.qmin, g.qmax) if g.table is None else (0, g.levels - 1)
         beyond = ((codes == low) & (x < rounded)) | ((codes == high) & (x > rounded))
         total = total.to(x.device) + torch.where(beyond, 0.0, rounded - x).square().sum()

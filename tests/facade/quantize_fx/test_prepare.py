@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from dataclasses import dataclass, replace
 
 import onnx
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from chipfit.errors import CaptureError, ConfigError, UnknownNameError, UnsupportedError
+from chipfit.errors import CaptureError, ConfigError, TrainingError, UnknownNameError, UnsupportedError
 from chipfit.facade.quantize_fx.quantizers import QuantizeBase
 from chipfit.quantize_fx import (
     deploy,
@@ -194,7 +196,7 @@ def test_what_was_trained_is_what_the_runtime_computes(backend, method, net):
     qconfig = setting(backend, 8, method, **({"per_channel": True, "symmetry": True} if backend == "snpe" else {}))
     assert platforms_of(qconfig)["ort_cpu"] == ""
     model = train(prepare_qat_fx(net, {"": qconfig}, get_foldbn_config(1)))
-    result = deploy(model, DATA, "ort_cpu")
+    result = deploy(copy.deepcopy(model), DATA, "ort_cpu")
     for name, q in quantizers(model).items():
         if name.endswith("weight_quantizer"):
             learned = q.numbers()[0].expand_as(result.plan[name.replace("_quantizer", "")].scale)
@@ -357,3 +359,31 @@ def test_a_model_that_cannot_be_traced_is_refused_with_a_hint():
         prepare_qat_fx(Bare(), {"": setting("snpe")})
     with pytest.raises(CaptureError, match="no convolution"):
         prepare_qat_fx(nn.ReLU(), {"": setting("snpe")})
+
+
+# ---------------------------------------------------------------- numbers that are none
+
+
+def through_a_file(model):
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("door", [lambda m: m, copy.deepcopy, through_a_file], ids=["made", "copied", "from a file"])
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda m: m.block.conv2.layer.weight[0, 0].fill_(torch.inf), r"'block.conv2.layer.weight' holds NaN.*block"),
+        (lambda m: m.fc.weight_quantizer.rounds.scale[1].fill_(torch.nan), r"scale of 'fc.weight_quantizer' is nan"),
+    ],
+)
+def test_training_ends_where_a_number_is_none(spoil, says, door, net):
+    model = prepared(net, "tensorrt", fold=1).train()
+    train(model, 1)
+    model = door(model)
+    with torch.no_grad():
+        spoil(model)
+    model.eval()(DATA[0])
+    with pytest.raises(TrainingError, match=f"In step 2 of training, .*{says}"):
+        model.train()(DATA[0])

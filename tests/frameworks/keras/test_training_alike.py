@@ -40,6 +40,7 @@ CASES = {
     "lsq of 8 bits": (8, "w", "b", "lsq", 0.001),
     "lsq of 4 bits": (4, "w", "b", "lsq", 0.01),
     "apot": (8, "table", "bt", {"weights": "apot", "activations": "lsq"}, 0.003),
+    "lut": (8, "table", "bt", {"weights": "lut", "activations": "lsq"}, 0.003),
     "dorefa and pact": (8, "w", "b", {"weights": "dorefa", "activations": "pact"}, 0.01),
     "lsq_plus, norms folded": (4, "w", "b", {"method": "lsq_plus", "bn_fold": 4}, 0.003),
 }
@@ -60,14 +61,19 @@ def losses(model: keras.Model, rate: float) -> np.ndarray:
     return np.array([float(model.train_on_batch(X, Y)) for _ in range(STEPS)])
 
 
+def quantized(name: str, folder: Path) -> chipfit.Result:
+    bits, w, b, training, _ = CASES[name]
+    platform = folder / "so_many_bits.yaml"
+    platform.write_text(PLATFORM.format(bits=bits, w=w, b=b))
+    off = chipfit.Settings(rounding="off")  # which leaves weights beside ties
+    given = {"platform": platform, "training": training, "settings": off, "progress": False}
+    return chipfit.quantize(net("norm" in name), [torch.from_numpy(X)], **given)
+
+
 def prepare(folder: Path) -> None:
     """Save each model as it is before training, and the losses of training it on the backend of this process."""
-    for name, (bits, w, b, training, rate) in CASES.items():
-        platform = folder / "so_many_bits.yaml"
-        platform.write_text(PLATFORM.format(bits=bits, w=w, b=b))
-        off = chipfit.Settings(rounding="off")  # which leaves weights beside ties
-        given = {"platform": platform, "training": training, "settings": off, "progress": False}
-        model = chipfit.quantize(net("norm" in name), [torch.from_numpy(X)], **given).model
+    for name, (*_, rate) in CASES.items():
+        model = quantized(name, folder).model
         model.save(folder / f"{name}.keras")
         np.save(folder / f"{name}.npy", losses(model, rate))
 
@@ -81,6 +87,19 @@ def test_it_trains_as_on_another_backend(name):
         losses(keras.saving.load_model(folder / f"{name}.keras"), CASES[name][-1]), expected, 2e-6
     )
     assert expected[-1] < 0.998 * expected[0]
+
+
+def test_levels_that_trained_are_those_of_the_plan_and_of_a_loaded_model(tmp_path):
+    result = quantized("lut", tmp_path)
+    before = {n: t.stored.grid.table for n, t in result.plan.tensors.items() if t.role == "weight" and t.quantized}
+    losses(result.model, 0.05)
+    after = result.trained()
+    assert all(after.plan[n].grid.table != table and 0.0 in after.plan[n].grid.table for n, table in before.items())
+    expected = keras.ops.convert_to_numpy(result.model(X))
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(after.model(X)), expected, atol=1e-6)
+    result.model.save(tmp_path / "trained.keras")
+    loaded = keras.saving.load_model(tmp_path / "trained.keras")
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(loaded(X)), expected, atol=1e-6)
 
 
 def test_no_two_variables_of_a_model_share_a_path():

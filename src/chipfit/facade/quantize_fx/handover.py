@@ -16,8 +16,9 @@ from chipfit.decide.legality import project
 from chipfit.engine.run import run
 from chipfit.engine.trees import flatten_call
 from chipfit.errors import PlanError, UnsupportedError
+from chipfit.facade.quantize_fx.prepare import PreparedModule
 from chipfit.facade.quantize_fx.quantizers import AlgorithmQuantizer, QuantizeBase
-from chipfit.facade.quantize_fx.settings import QConfig, misfit
+from chipfit.facade.quantize_fx.settings import misfit
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 from chipfit.graph.ir import Graph
 from chipfit.pipeline import Result
@@ -46,7 +47,7 @@ def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
         PlanError: another model.
         UnsupportedError: the platform cannot hold what was trained, and why.
     """
-    if not isinstance(getattr(model, "qconfig", None), QConfig):
+    if not isinstance(model, PreparedModule):
         raise PlanError("This is no model of prepare_qat_fx", got=type(model).__name__)
     target = load(platform)
     plain, learned, of_weights = _stripped(model)

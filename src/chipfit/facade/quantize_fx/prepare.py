@@ -1,5 +1,7 @@
 """prepare_qat_fx: a traced copy of a model with quantizers where a hardware setting wants them, ready to train."""
 
+from __future__ import annotations
+
 import copy
 import operator
 from collections import Counter
@@ -11,9 +13,11 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from chipfit.errors import CaptureError, ConfigError, UnknownNameError, brief, theirs
+from chipfit.facade.quantize_fx.quantizers import QuantizeBase
 from chipfit.facade.quantize_fx.settings import FoldBN, QConfig
 from chipfit.facade.target_platform.layers import operator_named
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
+from chipfit.frameworks.torch.bounds import demand_numbers
 from chipfit.graph.ops import OPS
 
 __all__ = ["prepare_qat_fx"]
@@ -32,7 +36,7 @@ def prepare_qat_fx(
     foldbn_config: FoldBN | None = None,
     *,
     example_inputs: Any = None,
-) -> fx.GraphModule:
+) -> PreparedModule:
     """A copy of a model that rounds weights and activations, and trains like any other module.
 
     All parameters exist on return. Quantizers start from the first batch of training, or from those that run after
@@ -79,8 +83,54 @@ def prepare_qat_fx(
     traced.delete_all_unused_submodules()
     traced.graph.lint()
     traced.recompile()
-    setattr(traced, "qconfig", qconfig)  # noqa: B010 -- a plain attribute, which modules are not typed for
-    return traced.train(model.training)
+    return _made(traced, qconfig, 0).train(model.training)
+
+
+class PreparedModule(fx.GraphModule):
+    """A traced model that rounds, and says in which step and where a number of it is none; copies of it do so too."""
+
+    qconfig: QConfig
+    steps: int  #: of training so far
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the model.
+
+        Raises:
+            TrainingError: in training mode, a scale or weight is no number.
+        """
+        if self.training:
+            self.begin()
+        return super().__call__(*args, **kwargs)
+
+    @torch.compiler.disable
+    def begin(self) -> None:
+        """Count a step of training, and look at all numbers.
+
+        Raises:
+            TrainingError: one is none; names layer and step.
+        """
+        self.steps += 1
+        rounding = {n: m for n, m in self.named_modules() if isinstance(m, QuantizeBase) and m.fake_quant_enabled}
+        scales = {n: m.numbers()[0] for n, m in rounding.items() if m.activation_post_process.batches}
+        demand_numbers(self.steps, {n: p for n, p in self.named_parameters() if p.requires_grad}, scales, str)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> fx.GraphModule:
+        return _made(super().__deepcopy__(memo), self.qconfig, self.steps)
+
+    def __reduce__(self) -> Any:
+        make, given = super().__reduce__()
+        return _loaded, (make, given, self.qconfig, self.steps)
+
+
+def _made(traced: fx.GraphModule, qconfig: QConfig, steps: int) -> PreparedModule:
+    made = traced if isinstance(traced, PreparedModule) else PreparedModule(traced, traced.graph)
+    made.qconfig, made.steps = qconfig, steps
+    return made
+
+
+def _loaded(make: Any, given: Any, qconfig: QConfig, steps: int) -> PreparedModule:
+    """What `torch.load` makes of a file."""
+    return _made(make(*given), qconfig, steps)
 
 
 def _traced(model: nn.Module) -> fx.GraphModule:

@@ -39,7 +39,7 @@ class _ByAlgorithm:
         scale, zero = (
             self._to_torch(p).detach().cpu().reshape(self._stored.scale.shape) for p in self.quantizer.numbers()
         )
-        stored = self._stored.with_(scale=scale.float(), zero_point=zero.round().int(), grid=self.quantizer.grid)
+        stored = self._stored.with_(scale=scale.float(), zero_point=zero.round().int(), grid=self.quantizer.learned())
         return inferable.of(stored, self.quantization_target.role, self._classes())
 
     def _classes(self) -> Any:

@@ -35,6 +35,7 @@ class Scale:
     """Where the scale of a planned tensor lives in the model."""
 
     tensor: str
+    where: str  #: the user's layer
     layer: str
     variable: str = ""  #: of a wrapper; "" in a holder
 

@@ -13,7 +13,7 @@ from keras import ops
 
 from chipfit.errors import PlanError
 from chipfit.frameworks.keras.ops import KerasOps
-from chipfit.quantizers.algorithm import Algorithm, text_of
+from chipfit.quantizers.algorithm import Algorithm, text_of, with_levels
 from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward, remembered
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.hosting import inferable, rounded, start
@@ -66,7 +66,8 @@ class KerasQuantizer(keras.layers.Layer):
         fixed = tuple(n for n in constants if n not in self.trains)
         for name in (*self.trains, *fixed):
             start = "ones" if name == "scale" else "zeros"
-            variable = self.add_weight(name=name, shape=self.shape, initializer=start)
+            size = (len(self.grid.table or ()),) if name in found.vectors else self.shape
+            variable = self.add_weight(name=name, shape=size, initializer=start)
             # afterwards: TensorFlow never watches a variable that was made untrainable
             variable.trainable = name in self.trains or (name == "scale" and train_scale)
             setattr(self, name, variable)
@@ -75,7 +76,7 @@ class KerasQuantizer(keras.layers.Layer):
         self.built = True
 
     def given(self) -> dict[str, Any]:
-        """What the algorithm is given, each of `shape`."""
+        """What the algorithm is given, each of `shape`, or [N] for its levels."""
         return {name: ops.convert_to_tensor(getattr(self, name)) for name in self._given}
 
     def numbers(self) -> tuple[Any, Any]:
@@ -94,9 +95,15 @@ class KerasQuantizer(keras.layers.Layer):
         return self.algorithm.reals(KerasOps, w, self.given(), self.grid)
 
     def set(self, stored: Mapping[str, np.ndarray]) -> None:
-        """Take these numbers, by name; arrays of `shape`."""
+        """Take these numbers, by name; arrays of as many as there are."""
         for name, value in stored.items():
-            getattr(self, name).assign(value.astype("float32"))
+            variable = getattr(self, name)
+            variable.assign(value.astype("float32").reshape(tuple(variable.shape)))
+
+    def learned(self) -> Grid:
+        """The grid as it is now, with the levels that training gave it."""
+        table = self.algorithm.table(KerasOps, self.given(), self.grid)
+        return with_levels(self.grid, None if table is None else ops.convert_to_numpy(table).tolist())
 
     def demand(self, grid: Grid) -> None:
         """Raise unless a plan's grid is the one that this quantizer was made for.
@@ -142,7 +149,7 @@ class KerasQuantizer(keras.layers.Layer):
         trains, fixed = algorithm.init(stored, weight), algorithm.constants(stored, weight)
         names: dict[str, Any] = {"trains": tuple(trains), "constants": tuple(n for n in fixed if n not in trains)}
         made = cls(**asdict(stored.grid), **names, shape=shape, algorithm=algorithm, **kwargs)
-        made.set({n: p.detach().numpy().reshape(shape) for n, p in {**fixed, **trains}.items()})
+        made.set({n: p.detach().numpy() for n, p in {**fixed, **trains}.items()})
         return made
 
     @classmethod

@@ -1,5 +1,7 @@
 """From Graph and Plan to a Keras model that simulates the chip and still trains."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +13,7 @@ from chipfit.engine.opaque import fill
 from chipfit.engine.trees import Results
 from chipfit.errors import PlanError, UnsupportedError
 from chipfit.frameworks.keras.backend import dtype_here, forward
-from chipfit.frameworks.keras.bounds import Bounds, CheckNumbers, check_numbers
+from chipfit.frameworks.keras.bounds import Bounds
 from chipfit.frameworks.keras.canonical import CanonicalOperation
 from chipfit.frameworks.keras.forms import FORMS, layer_of, padding_word
 from chipfit.frameworks.keras.homes import Home, Scale
@@ -23,6 +25,7 @@ from chipfit.frameworks.keras.layers import (
     KerasQuantizer,
 )
 from chipfit.frameworks.keras.opaque import PREFIX, fresh
+from chipfit.frameworks.keras.ops import KerasOps
 from chipfit.frameworks.keras.weights import DEPTHWISE, to_keras
 from chipfit.graph.builder import unique
 from chipfit.graph.ir import OPAQUE, Graph, Node
@@ -43,30 +46,74 @@ class QuantizedModel(keras.Model):
     weights are in a `KerasQuantizationWrapper`, stored results pass through a `KerasActivationQuantizationHolder`.
     """
 
-    #: what holds in each step; None in a model that was loaded from a file
+    #: what holds in each step; None in what `keras.models.clone_model` makes, which cannot train
     bounds: Bounds | None = None
+    train_function: Any  #: of Keras
+    _stepping = False  #: one of Keras's own steps runs, which is checked when it is done
+    _steps = 0  #: of other loops
 
-    def fit(self, *args: Any, callbacks: Any = None, **kwargs: Any) -> Any:
+    def make_train_function(self, force: bool = False) -> Any:
+        """As of every Keras model; a step raises a TrainingError where it leaves a scale or weight that is no number,
+        naming layer and step.
+
+        Raises:
+            PlanError: the model does not know what holds in a step.
+        """
+        before = self.train_function
+        super().make_train_function(force)
+        if (step := self.train_function) is before:
+            return step
+        bounds = self._held()
+        bounds.freeze()
+
+        def checked(*args: Any) -> Any:
+            self._stepping = True
+            try:
+                out = step(*args)
+            finally:
+                self._stepping = False
+            with keras.StatelessScope(state_mapping=self._after(out)):
+                bounds.check(self.trainable_variables, int(self.optimizer.iterations))
+            return out
+
+        self.train_function = checked
+        return checked
+
+    def _after(self, out: Any) -> list[tuple[Any, Any]]:
+        """Variables and what a step has made of them, where the backend has not written it into them yet."""
+        if keras.backend.backend() != "jax":
+            return []
+        variables = self.trainable_variables, self.non_trainable_variables, self.optimizer.variables
+        return [pair for vs, now in zip(variables, out[1][:3], strict=True) for pair in zip(vs, now, strict=True)]
+
+    def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         """As of every Keras model.
 
         Raises:
-            TrainingError: a scale or weight is no number any more; names layer and step.
+            PlanError: as of `make_train_function`.
+            TrainingError: in a loop that runs eagerly, a step has left a scale or weight that is no number.
         """
-        if self.bounds is not None and not isinstance(callbacks, keras.callbacks.CallbackList):
-            own = [callbacks] if isinstance(callbacks, keras.callbacks.Callback) else list(callbacks or ())
-            callbacks = [*own, CheckNumbers()]
-        return super().fit(*args, callbacks=callbacks, **kwargs)
+        trains = self.trainable_variables if training and not self._stepping else ()
+        if trains and not any(KerasOps.traced(v.value) for v in trains[:1]):
+            self._steps += 1
+            self._held().check(trains, self._steps)
+        return super().call(inputs, training=training, mask=mask)
 
-    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """As of every Keras model.
+    def _held(self) -> Bounds:
+        if self.bounds is None:
+            hint = "copy.deepcopy(model), or save and load it; clone_model leaves out what layers do not hold"
+            raise PlanError("This model does not know the rules that hold while it trains", where=self.name, hint=hint)
+        return self.bounds
 
-        Raises:
-            TrainingError: as `fit`.
-        """
-        logs = super().train_on_batch(*args, **kwargs)
-        if self.bounds is not None:
-            check_numbers(self)
-        return logs
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), **({"bounds": self.bounds.to_config()} if self.bounds else {})}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> QuantizedModel:
+        model: QuantizedModel = super().from_config({k: v for k, v in config.items() if k != "bounds"}, custom_objects)
+        if "bounds" in config:
+            Bounds.from_config(model, config["bounds"]).attach(model)
+        return model
 
     def load_weights(self, *args: Any, **kwargs: Any) -> None:
         """As of every Keras model.
@@ -146,13 +193,12 @@ class Builder:
         outputs = Results(g)([self._output(o) for o in g.outputs])
         model = QuantizedModel(struct, outputs, name=self._unique("quantized"))
         self._set_weights(model)
-        model.bounds = self.bounds_of(model)
-        model.bounds.attach()
+        self.bounds_of(model).attach(model)
         return model
 
     def bounds_of(self, model: Any) -> Bounds:
         """What holds in each step of training of this model, or of one that was made like it."""
-        return Bounds(self.rounding, self.plan, {s.tensor: s.quantizer_in(model) for s in self.scales})
+        return Bounds(model, self.scales, self.rounding.limits)
 
     # ---- values
 
@@ -167,7 +213,7 @@ class Builder:
             quantizer = self._quantizer(owner, stored, shape, self.graph.shape(name), _clean(name))
             followed = owner in self._followed
             self._holders[owner] = KerasActivationQuantizationHolder(quantizer, gives_scale=followed, name=called)
-            self.scales.append(Scale(owner, called))
+            self.scales.append(Scale(owner, self.plan.layer_of(owner), called))
         y = self._holders[owner](x)
         self._ready[name], self._scale_of[owner] = y if owner in self._followed else (y, None)
 
@@ -271,7 +317,7 @@ class Builder:
                 stored = self.plan[weight]
                 if stored.scale.dim():
                     shape = self._broadcast(weight, stored.axis or 0, len(stored.scale), home.layout, groups)
-                self.scales.append(Scale(weight, inner.name, variable))
+                self.scales.append(Scale(weight, self.plan.layer_of(weight), inner.name, variable))
             called = f"{inner.name}_{variable}"
             quantizers[variable] = self._quantizer(weight, self.plan[weight], shape, tuple(value.shape), called)
         for use, bias in enumerate(biases[1:], 1):

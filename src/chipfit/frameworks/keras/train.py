@@ -10,7 +10,7 @@ import torch
 
 from chipfit.errors import PlanError, TrainingError
 from chipfit.frameworks.keras.homes import Home
-from chipfit.frameworks.keras.layers import KerasBatchNormWrapper
+from chipfit.frameworks.keras.layers import KerasBatchNormWrapper, KerasQuantizer
 from chipfit.frameworks.keras.lower import Builder, QuantizedModel
 from chipfit.frameworks.keras.weights import to_canonical
 from chipfit.graph.folds import refolded
@@ -18,7 +18,6 @@ from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.plan.sharing import retrained, rounding
 from chipfit.plan.training import Training, committed, demand_folds, deployable
-from chipfit.quantizers.algorithm import Algorithm
 from chipfit.quantizers.sums import enlargement
 
 
@@ -64,10 +63,10 @@ def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
             factors = [found[i][0].reshape(builder.plan[i].scale.shape) for i in products[name]]
             tensors[name] = retrained(t, torch.stack(torch.broadcast_tensors(*factors)).prod(0))
         elif t.stored is not None and name in builder.rounding.owner:
-            scale, zero_point, algorithm = found[name]
-            deployable(algorithm, t)
+            scale, zero_point, quantizer = found[name]
+            deployable(quantizer.algorithm, t)
             scale, zero_point = (p.reshape(t.stored.scale.shape) for p in (scale, zero_point))
-            tensors[name] = retrained(t, scale, zero_point, algorithm.grid(t.stored.grid))
+            tensors[name] = retrained(t, scale, zero_point, quantizer.learned())
             if t.role == "weight":
                 new.weights[name] = committed(graph.weights[name], new.weights[name], t, plan)
     for name, most in plan.sums:
@@ -99,14 +98,14 @@ def _weights(model: Any, graph: Graph, builder: Builder) -> dict[str, torch.Tens
     return found
 
 
-def _trained(model: Any, builder: Builder) -> dict[str, tuple[torch.Tensor, torch.Tensor, Algorithm]]:
-    """Scale, zero point and algorithm of every quantized tensor that has its own or shares those of another."""
-    found: dict[str, tuple[torch.Tensor, torch.Tensor, Algorithm]] = {}
+def _trained(model: Any, builder: Builder) -> dict[str, tuple[torch.Tensor, torch.Tensor, KerasQuantizer]]:
+    """Scale, zero point and quantizer of every quantized tensor that has its own or shares those of another."""
+    found: dict[str, tuple[torch.Tensor, torch.Tensor, KerasQuantizer]] = {}
     for s in builder.scales:
         home = next((h for h in builder.homes.get(s.tensor, ()) if h.layer == s.layer), Home(s.layer, s.variable))
         quantizer = s.quantizer_in(model)
         scale, zero_point = (_number(p, home) for p in quantizer.numbers())
-        found[s.tensor] = scale, zero_point, quantizer.algorithm
+        found[s.tensor] = scale, zero_point, quantizer
         found.setdefault(builder.relaid.copies.get(s.tensor, (s.tensor, None))[0], found[s.tensor])
     return found | {name: found[owner] for name, owner in builder.rounding.owner.items() if owner in found}
 

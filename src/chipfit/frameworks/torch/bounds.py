@@ -61,20 +61,16 @@ class Bounds:
         broken = self._broken(scales)
         fine = [torch.isfinite(norm).to(scales.device), ((scales > 0) & (scales < math.inf)).all(), ~broken.any()]
         finite, positive, inside = torch.stack(fine).tolist()
-        if not positive:
-            bad = {t: q.numbers()[0] for t, q in self.quantizers.items()}
-            name, s = next((t, s) for t, s in bad.items() if not bool(((s > 0) & (s < math.inf)).all()))
-            wrong = s[~((s > 0) & (s < math.inf))].reshape(-1)[0]
-            raise self._error(f"the scale of '{name}' is {float(wrong):g}", self.plan.tensors[name].layer or name)
-        if not finite:
-            name = next(n for n, w in weights.items() if not bool(w.isfinite().all()))
-            raise self._error(f"'{name}' holds NaN or infinite numbers", name.rpartition(".")[0])
+        if not (positive and finite):
+            demand_numbers(
+                self.steps, weights, {t: q.numbers()[0] for t, q in self.quantizers.items()}, self.plan.layer_of
+            )
         if not inside:
             self._project()
         for name, most in self.sums.items():
             t, q = self.plan.tensors[name], self.quantizers[name]
             while True:
-                stored = retrained(t, *q.numbers(), q.grid).stored
+                stored = retrained(t, *q.numbers(), q.learned()).stored
                 factor = enlargement(stored, rounded(name), most) if stored is not None else None
                 if factor is None:
                     break
@@ -93,7 +89,7 @@ class Bounds:
                 return
         limit = self.limits[int(self._table[-1][int(broken.nonzero()[0])])]
         layer = next((self.plan.tensors[t].layer for t, _ in limit.terms if t in moves), "") or limit.terms[0][0]
-        raise self._error(f"the scales that train cannot satisfy the platform's rule {limit}", layer)
+        raise _error(self.steps, f"the scales that train cannot satisfy the platform's rule {limit}", layer)
 
     def _scales(self) -> torch.Tensor:
         """All of them, one after the other, float64."""
@@ -107,6 +103,27 @@ class Bounds:
         total = (scales.log2()[places] * exponents).sum(-1)
         return (total < low - SLACK) | (total > high + SLACK)
 
-    def _error(self, what: str, layer: str) -> TrainingError:
-        hint = "lower the learning rate, or look at the loss and the data of the step before"
-        return TrainingError(f"In step {self.steps} of training, {what}", where=layer, hint=hint)
+
+@torch.no_grad()
+def demand_numbers(
+    step: int, weights: Mapping[str, torch.Tensor], scales: Mapping[str, torch.Tensor], layer_of: Callable[[str], str]
+) -> None:
+    """Raise where a scale is not positive or a weight is not finite.
+
+    Args:
+        layer_of: the layer of a scale by its name; a weight says it.
+
+    Raises:
+        TrainingError: naming layer and step.
+    """
+    for name, s in scales.items():
+        if (wrong := s[~((s > 0) & (s < math.inf))].reshape(-1)).numel():
+            raise _error(step, f"the scale of '{name}' is {float(wrong[0]):g}", layer_of(name))
+    for name, w in weights.items():
+        if not bool(w.isfinite().all()):
+            raise _error(step, f"'{name}' holds NaN or infinite numbers", name.rpartition(".")[0])
+
+
+def _error(step: int, what: str, layer: str) -> TrainingError:
+    hint = "lower the learning rate, or look at the loss and the data of the step before"
+    return TrainingError(f"In step {step} of training, {what}", where=layer, hint=hint)

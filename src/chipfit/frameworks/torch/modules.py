@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from chipfit.errors import PlanError
 from chipfit.frameworks.torch.wrappers import PytorchActivationQuantizationHolder, PytorchQuantizationWrapper
-from chipfit.quantizers.algorithm import Algorithm
+from chipfit.quantizers.algorithm import Algorithm, with_levels
 from chipfit.quantizers.algorithms.ste import STE
 from chipfit.quantizers.grids import Grid, quantize
 from chipfit.quantizers.ops import TorchOps
@@ -33,15 +33,17 @@ def _rounded(
 ) -> Tensor:
     """x through an algorithm whose numbers p are [] or [C] along `axis`."""
     wide = torch.promote_types(p["scale"].dtype, x.dtype)
-    given = {**_broadcast(p, x, axis, wide), "training": training}
+    given = {**_broadcast(p, x, axis, wide, algorithm.vectors), "training": training}
     return algorithm.call(TorchOps, x.to(wide), given, grid).to(x.dtype)  # type: ignore[no-any-return]
 
 
-def _broadcast(p: Mapping[str, Tensor], x: Tensor, axis: int | None, dtype: torch.dtype) -> dict[str, Tensor]:
+def _broadcast(
+    p: Mapping[str, Tensor], x: Tensor, axis: int | None, dtype: torch.dtype, vectors: Collection[str] = ()
+) -> dict[str, Tensor]:
     shape = [1] * x.dim()
     if shape:
         shape[axis or 0] = -1  # a tensor of one axis may leave it out
-    return {k: (v.view(shape) if v.dim() else v).to(dtype) for k, v in p.items()}
+    return {k: (v.view(shape) if v.dim() and k not in vectors else v).to(dtype) for k, v in p.items()}
 
 
 def _blended(x: Tensor, y: Tensor, share: float) -> Tensor:
@@ -134,6 +136,11 @@ class FakeQuantizer(nn.Module):
         s, z = self.algorithm.numbers(TorchOps, self.given(), self.grid)
         return s, z
 
+    def learned(self) -> Grid:
+        """The grid as it is now, with the levels that training gave it."""
+        table = self.algorithm.table(TorchOps, self.given(), self.grid)
+        return with_levels(self.grid, None if table is None else table.tolist())
+
     def trained(self) -> dict[str, Tensor]:
         """The parameters that train now, by name."""
         return {name: p for name, p in self.named_parameters(recurse=False) if p.requires_grad}
@@ -146,19 +153,19 @@ class FakeQuantizer(nn.Module):
 
     def reals(self, w: Tensor) -> Tensor:
         """The weight [*dims] that is rounded in place of w: what the plan's grid is for when training ends."""
-        p = _broadcast(self.given(), w, self.axis, self.scale.dtype)
+        p = _broadcast(self.given(), w, self.axis, self.scale.dtype, self.algorithm.vectors)
         return self.algorithm.reals(TorchOps, w, p, self.grid).to(w.dtype)  # type: ignore[no-any-return]
 
     def codes(self, x: Tensor) -> Tensor:
         """The codes of reals [*dims], or their entries in the grid's table; without gradients."""
         s, z = (n.detach() for n in self.numbers())
-        return quantize(x.detach().to(s.dtype), s, z, self.grid, self.axis)
+        return quantize(x.detach().to(s.dtype), s, z, self.learned(), self.axis)
 
     def as_reals(self, codes: Tensor) -> Tensor:
         """What codes [*dims] stand for; without gradients."""
         s, z = (n.detach() for n in self.numbers())
         p = _broadcast({"s": s, "z": z}, codes, self.axis, s.dtype)
-        table = self.grid.table
+        table = self.learned().table
         return (codes - p["z"] if table is None else torch.tensor(table, device=s.device)[codes.long()]) * p["s"]
 
     def forward(self, x: Tensor) -> Tensor:

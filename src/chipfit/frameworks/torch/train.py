@@ -74,7 +74,7 @@ def read_back(model: torch.nn.Module, graph: Graph, plan: Plan) -> tuple[Graph, 
             quantizer = model.quantizer_of(name) if t.quantized else None
             if isinstance(quantizer, FakeQuantizer):
                 deployable(quantizer.algorithm, t)
-                tensors[name] = retrained(t, *quantizer.numbers(), quantizer.grid)
+                tensors[name] = retrained(t, *quantizer.numbers(), quantizer.learned())
                 if name in new.weights and t.role == "weight":
                     new.weights[name] = committed(new.weights[name], quantizer.reals(new.weights[name]), t, plan)
             elif quantizer is not None:
