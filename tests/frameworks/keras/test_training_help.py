@@ -63,7 +63,8 @@ def test_the_average_of_an_optimizer_of_keras_is_deployed(plain):
     seen, result = Seen(), plain.as_calibrated()
     optimizer = keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.5)
     result.model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    result.model.fit(X, Y, batch_size=8, epochs=1, verbose=0, shuffle=False, callbacks=seen)
+    # in a list: on JAX, Keras lets a callback that is in none run beside the next step, which takes its arrays away
+    result.model.fit(X, Y, batch_size=8, epochs=1, verbose=0, shuffle=False, callbacks=[seen])
     average = seen.rows[0]
     for row in seen.rows[1:]:
         average = [0.5 * a + 0.5 * v for a, v in zip(average, row)]

@@ -11,7 +11,7 @@ import torch
 
 from chipfit.engine.opaque import fill
 from chipfit.engine.trees import Results
-from chipfit.errors import PlanError, UnsupportedError
+from chipfit.errors import PlanError, TrainingError, UnsupportedError
 from chipfit.frameworks.keras.backend import dtype_here, forward
 from chipfit.frameworks.keras.bounds import Bounds
 from chipfit.frameworks.keras.canonical import CanonicalOperation
@@ -72,8 +72,12 @@ class QuantizedModel(keras.Model):
                 out = step(*args)
             finally:
                 self._stepping = False
-            with keras.StatelessScope(state_mapping=self._after(out)):
-                bounds.check(self.trainable_variables, int(self.optimizer.iterations))
+            try:
+                with keras.StatelessScope(state_mapping=self._after(out)):
+                    bounds.check(self.trainable_variables, int(self.optimizer.iterations))
+            except TrainingError:
+                self._keep(out)
+                raise
             return out
 
         self.train_function = checked
@@ -83,8 +87,15 @@ class QuantizedModel(keras.Model):
         """Variables and what a step has made of them, where the backend has not written it into them yet."""
         if keras.backend.backend() != "jax":
             return []
-        variables = self.trainable_variables, self.non_trainable_variables, self.optimizer.variables
-        return [pair for vs, now in zip(variables, out[1][:3], strict=True) for pair in zip(vs, now, strict=True)]
+        kinds = self.trainable_variables, self.non_trainable_variables, self.optimizer.variables
+        return [pair for vs, now in zip(kinds, out[1][:3], strict=True) for pair in zip(vs, now, strict=True)]
+
+    def _keep(self, out: Any) -> None:
+        """Let variables hold what a step has made of them: JAX has given away the memory of what they were."""
+        if keras.backend.backend() == "jax":
+            kinds = "trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"
+            self._jax_state, self._jax_state_synced = dict(zip(kinds, out[1], strict=True)), False
+            self.jax_state_sync()
 
     def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         """As of every Keras model.
