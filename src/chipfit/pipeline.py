@@ -302,12 +302,45 @@ class Result(Shown):
         return replace(report, tried=advised, pareto=curve.points if curve is not None else ())
 
     @undisturbed
-    def export(self, path: str | Path, **options: Any) -> Path:
-        """Write the file that the chip's runtime loads; the suffix chooses the format (`.onnx`, `.tflite`, `.json`)."""
+    def export(
+        self,
+        path: str | Path,
+        *,
+        io: str | Sequence[str] | None = None,
+        labels: Sequence[str] | None = None,
+        mean: float | Sequence[float] | None = None,
+        std: float | Sequence[float] | None = None,
+        batch: int | None = None,
+        keep_layout: bool | None = None,
+        opset: int | None = None,
+        **others: Any,
+    ) -> Path:
+        """Write the file that the chip's runtime loads.
+
+        Args:
+            path: its suffix chooses the format: `.onnx`, `.tflite`, `.h` (the latter as an array of C, with the bytes
+                that its tensors take), `.json`, or one of your own.
+            io: "float" (when omitted), "int8", "uint8", "int16" or "uint16": what goes in and comes out; or two of
+                them, for inputs and for outputs.
+            labels: names of the classes.
+            mean, std: what an app takes from its pixels, and then divides by; a number, or one for each channel.
+            batch: size of a fixed batch (`.tflite`, `.h`).
+            keep_layout: inputs and outputs lie as in the model (`.tflite`, `.h`).
+            opset: of ONNX; the least that holds everything when omitted.
+            others: of formats of your own.
+
+        Raises:
+            UnknownNameError: no format has this suffix.
+            ConfigError: an option that the format has not, or that cannot be.
+            UnsupportedError: what the file cannot hold; nothing is written.
+            ExportError: a library is missing, or the disk refuses the file.
+        """
         from chipfit.export import export
 
         self.refuse_trained("the file")
-        return export(self.graph, self.plan, path, self.platform, **options)
+        named = {"io": io, "labels": labels, "mean": mean, "std": std}
+        named |= {"batch": batch, "keep_layout": keep_layout, "opset": opset}
+        return export(self.graph, self.plan, path, self.platform, **named, **others)
 
     @undisturbed
     def verify(self, data: Any, *, runtime: str | None = None, **options: Any) -> Verification:

@@ -73,6 +73,8 @@ class FileFormat:
     suffixes: tuple[str, ...]
     libraries: tuple[str, ...] = ()  #: modules that writing needs
     extra: str = ""  #: the extra of chipfit that installs them
+    wraps: str = ""  #: the suffix of the file that it holds in another form
+    options: tuple[str, ...] = ()  #: of `Result.export` that it takes; others are refused
     #: reads back what a file stores: (path) -> tensor -> `export.InFile`; None for a format without a reader
     stored: Callable[[Path], Mapping[str, Any]] | None = None
 

@@ -41,8 +41,13 @@ Rule = Annotated[str, Option("--rule", help="range rule for activations")]
 WeightRule = Annotated[str, Option("--weight-rule", help="range rule for weights")]
 KeepFloat = Annotated[list[str] | None, Option("--float", help="keep a layer in float (repeatable)")]
 Bits = Annotated[list[str] | None, Option("--bits", help="LAYER=BITS, weight bits of a layer (repeatable)")]
-_FORMATS = "of the model file: onnx, tflite, or json for encodings; by default what the platform deploys"
+_FORMATS = "of the model file: onnx, tflite, h (C), or json for encodings; by default what the platform deploys"
 Format = Annotated[str | None, Option("--format", help=_FORMATS)]
+_IO = "what goes in and comes out: float, int8, uint8, int16 or uint16, or IN,OUT"
+Handed = Annotated[str | None, Option("--io", help=_IO)]
+Labels = Annotated[
+    Path | None, Option("--labels", exists=True, help="a file with one class a line, for the model file")
+]
 _CHECK = "run the file and compare integers; by default where its runtime is the platform's own"
 Check = Annotated[bool | None, Option("--verify/--no-verify", help=_CHECK)]
 _RUNTIMES = "onnxruntime, openvino, litert, litert_reference or litert_optimized; by default the platform's own"
@@ -147,6 +152,7 @@ def _suffix(platform: chipfit.Platform, wanted: str | None) -> str:
     suffix = f".{wanted.removeprefix('.')}"
     format_of(suffix)
     own = dict.fromkeys([*runs, *named, ".onnx", ".json"])  # the last two are what other tools are made to read
+    own |= {s: None for e in entries("format").values() for s in e.declares.suffixes if e.declares.wraps in own}
     if suffix not in own:
         got = f"--format {wanted}"
         allowed = ", ".join(s.removeprefix(".") for s in own)
@@ -169,6 +175,8 @@ def quantize(
     limit: Annotated[list[str] | None, Option("--limit", help="weights=50%, bops=1e9: widths are searched")] = None,
     rounding: Annotated[str | None, Option("--rounding", help="of weights: gptq, or nearest")] = None,
     wanted: Format = None,
+    io: Handed = None,
+    labels: Labels = None,
     input_size: Side = 224,
     mean: Mean = MEAN,
     std: Std = STD,
@@ -182,7 +190,7 @@ def quantize(
     from chipfit.frameworks import framework_of
 
     target = load_target(platform)
-    suffix = _suffix(target, wanted)  # before any work: a file that cannot be is refused
+    suffix, ends = _suffix(target, wanted), _ends(io, labels)  # before any work: a file that cannot be is refused
     demand_replaceable(out, _OUTPUT)  # before the work
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
     network = load_model(model, weights)
@@ -193,8 +201,8 @@ def quantize(
         result = chipfit.quantize(network, batches, target, **chosen, overrides=overrides, limits=limits, seed=seed)
     except Interrupted as e:
         typer.echo("interrupted: what was decided until then is written; Ctrl-C again ends that, too", err=True)
-        _deliver(e.result, out, suffix, batches, False, INTERRUPTED)
-    _deliver(result, out, suffix, batches, check)
+        _deliver(e.result, out, suffix, ends, batches, False, INTERRUPTED)
+    _deliver(result, out, suffix, ends, batches, check)
 
 
 @app.command()
@@ -212,6 +220,8 @@ def train(
     keep_float: KeepFloat = None,
     bits: Bits = None,
     wanted: Format = None,
+    io: Handed = None,
+    labels: Labels = None,
     seed: Seed = 0,
     check: Check = None,
 ) -> None:
@@ -225,7 +235,7 @@ def train(
     if not 0 < rate < 1e38:  # of float32, in which steps are taken
         raise ConfigError("The learning rate is not understood", got=rate, allowed="a number above 0, below 1e38")
     demand_replaceable(out, _OUTPUT)
-    training = Training.of(method_of(method))  # before any work, as the suffix
+    training, ends = Training.of(method_of(method)), _ends(io, labels)  # before any work, as the suffix
     if os.path.isdir(what):
         for name, value in (("platform", platform), ("weights", weights), ("float", keep_float), ("bits", bits)):
             if value:
@@ -247,25 +257,52 @@ def train(
         by_loop(result, loop, batches)
     else:
         by_labels(result, batches, epochs, rate, batch_size, seed, _say)
-    _deliver(result.trained(), out, suffix, batches, check)
+    _deliver(result.trained(), out, suffix, ends, batches, check)
+
+
+def _ends(io: str | None, labels: Path | None) -> dict[str, Any]:
+    """What `Result.export` is told of inputs and outputs.
+
+    Raises:
+        ConfigError: a type that does not exist; a file of labels that cannot be read.
+    """
+    from chipfit.export.ends import kinds_of
+    from chipfit.files import read_text
+
+    ends: dict[str, Any] = {}
+    if io is not None:
+        ends["io"] = kinds_of(tuple(io.split(",")) if "," in io else io)
+    if labels is not None:
+        ends["labels"] = read_text(labels, ConfigError).splitlines()
+    return ends
 
 
 def _deliver(
-    result: chipfit.Result, out: Path, suffix: str, batches: Any, check: bool | None, status: int = 0
+    result: chipfit.Result,
+    out: Path,
+    suffix: str,
+    ends: dict[str, Any],
+    batches: Any,
+    check: bool | None,
+    status: int = 0,
 ) -> NoReturn:
     """Write plan, file and report as one unit, compare with the runtime, and end; status 1 when that departs."""
+    from chipfit.export import format_of
     from chipfit.plan.saved import manifest
 
     file, page = out / f"model{suffix}", out / "report.html"
     with replacing(out, _OUTPUT) as new:  # one unit: all of it, or what was there before
         result.save(new / "plan")
-        result.export(new / file.name)
+        result.export(new / file.name, **ends)
         result.report.save(new / page.name)
         (new / MANIFEST).write_text(manifest(dict.fromkeys(os.listdir(new))), encoding="utf-8")
-    runtimes = [n for n in result.platform.runtimes if entry("runtime", n).declares.suffix == suffix]
+    loads = {n: entry("runtime", n).declares.suffix for n in ("onnxruntime", *result.platform.runtimes)}
+    runtimes = [n for n in result.platform.runtimes if loads[n] in (suffix, format_of(suffix).declares.wraps)]
     departs = False
     if check or (check is None and runtimes):
-        found = result.verify(batches, batches=4, runtime=next(iter(runtimes), "onnxruntime"))
+        runtime = next(iter(runtimes), "onnxruntime")
+        delivered = file if loads[runtime] == suffix else None
+        found = result.verify(batches, batches=4, runtime=runtime, path=delivered)
         departs = found.verdict == "departs"
         result.report.save(page)
     result.report.show()

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from chipfit.errors import ExportError, UnknownNameError, UnsupportedError
+from chipfit.errors import ConfigError, ExportError, UnknownNameError, UnsupportedError
 from chipfit.files import path_of
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
@@ -23,8 +23,12 @@ class InFile(NamedTuple):
 def export(graph: Graph, plan: Plan, path: str | Path, platform: Platform, **options: Any) -> Path:
     """Write `plan` in the format that the suffix of `path` names.
 
+    Args:
+        options: those that the format declares; None leaves one out.
+
     Raises:
         UnknownNameError: no exporter for this suffix.
+        ConfigError: an option that this format has not.
         ExportError: a library that the format needs is not installed, or the disk refuses the file.
         UnsupportedError: functions of the user quantize some results: no file would compute what the simulation does.
     """
@@ -33,7 +37,18 @@ def export(graph: Graph, plan: Plan, path: str | Path, platform: Platform, **opt
         what = "A model whose results are quantized by functions of your own cannot be exported"
         raise UnsupportedError(what, got=", ".join(foreign[:8]), hint="leave activation_quantizer_mapping out")
     path = path_of(path, ExportError)
-    return format_of(path.suffix).thing(graph, plan, path, platform, **options)
+    found, given = format_of(path.suffix), {k: v for k, v in options.items() if v is not None}
+    for name in given.keys() & _known() - {*found.declares.options}:
+        having = sorted(
+            s for e in entries("format").values() if name in e.declares.options for s in e.declares.suffixes
+        )
+        raise ConfigError(f"A {path.suffix} file has no option `{name}`", got=given[name], allowed=", ".join(having))
+    return found.thing(graph, plan, path, platform, **given)
+
+
+def _known() -> set[str]:
+    """The options of all formats."""
+    return {o for e in entries("format").values() for o in e.declares.options}
 
 
 def format_of(suffix: str) -> Entry:

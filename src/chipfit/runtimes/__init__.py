@@ -4,4 +4,21 @@ A runtime is made of a file and of names of tensors that are to be readable. `ru
 by name, first the outputs in the model's order, then those tensors that the file holds; `executed()` counts the
 operators that it runs. It may have `warnings(platform)`: what a reader of a verification should know about the machine
 that it ran on, a list of sentences.
+
+A file may take and give codes in place of floats: a runtime is given floats all the same, and gives floats; the codes
+of such an input count as a tensor.
 """
+
+import numpy as np
+
+
+def to_codes(x: np.ndarray, scale: float, zero_point: int, dtype: np.dtype) -> np.ndarray:
+    """What an app hands over for reals: round(x * (1 / scale)) + zero_point, halves to even, within the type."""
+    ends = np.iinfo(dtype)
+    q = np.rint(x.astype(np.float32) * (np.float32(1) / np.float32(scale))) + np.float32(zero_point)
+    return np.clip(q, ends.min, ends.max).astype(dtype)
+
+
+def to_floats(q: np.ndarray, scale: float, zero_point: int) -> np.ndarray:
+    """The reals that codes stand for: (q - zero_point) * scale."""
+    return (q.astype(np.int32) - np.int32(zero_point)).astype(np.float32) * np.float32(scale)

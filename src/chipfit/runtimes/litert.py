@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 from chipfit.errors import RuntimeUnavailable, first_line
 from chipfit.files import reading
 from chipfit.registry import register
+from chipfit.runtimes import to_codes, to_floats
 
 _DECLARED: dict[str, Any] = {"suffix": ".tflite", "libraries": ("ai_edge_litert", "flatbuffers"), "extra": "litert"}
 
@@ -56,12 +57,12 @@ class LiteRt:
         raw = _content(Path(path))
         try:
             Interpreter(model_content=raw, experimental_op_resolver_type=resolver)  # checks every offset in the file
-            content, self.tensors, self.notes = _with_outputs(raw, str(path), tensors)
+            content, self._own, self.tensors, self.notes = _with_outputs(raw, str(path), tensors)
             self.interpreter = Interpreter(model_content=content, num_threads=1, experimental_op_resolver_type=resolver)
             self.interpreter.allocate_tensors()
         except (RuntimeError, ValueError) as e:
             raise RuntimeUnavailable(f"LiteRT refuses the file: {first_line(e)}", where=str(path)) from e
-        self.inputs = self.interpreter.get_input_details()
+        self.inputs, self._asked = self.interpreter.get_input_details(), set(tensors)
         forms, axes = (self.notes.get(k, {}) for k in ("forms", "batch_axis"))
         outputs = self.notes.get("outputs", [])
         rest = [(forms.get(name), axes.get(name, 0)) for name in self.tensors[len(outputs) :]]
@@ -84,16 +85,20 @@ class LiteRt:
             hint = "is this the file that was written for this model?"
             raise RuntimeUnavailable("The file takes other inputs", got=shapes[0], allowed=shapes[1], hint=hint)
         forms = self.notes.get("inputs") or [None] * len(inputs)
+        numbers = [_coded(d) for d in self.inputs]
+        inputs = [to_codes(x, *c) if c else x for x, c in zip(inputs, numbers, strict=True)]
+        named = [d["name"] if c else "" for d, c in zip(self.inputs, numbers, strict=True)]
+        codes = {name: x for name, x in zip(named, inputs, strict=True) if name in self._asked}
         given = [x.transpose(f) if f else x for x, f in zip(inputs, forms, strict=True)]
         cut = [len(d["shape"]) > 0 and not _fits(x, d) for x, d in zip(given, self.inputs, strict=True)]
         if not any(cut):
-            return self._once(given)
+            return self._once(given) | codes
         whole = max(len(x) for x, c in zip(given, cut) if c)
         size = next(int(d["shape"][0]) for d, c in zip(self.inputs, cut) if c)
         starts = range(0, whole, size)
         parts = [self._once([x[k : k + size] if c else x for x, c in zip(given, cut)]) for k in starts]
         axes = {name: axis for name, (_, axis) in zip(self.tensors, self.held, strict=True)}
-        return {name: np.concatenate([p[name] for p in parts], axes[name]) for name in parts[0]}
+        return {name: np.concatenate([p[name] for p in parts], axes[name]) for name in parts[0]} | codes
 
     def _once(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         other = [(x, d) for x, d in zip(inputs, self.inputs, strict=True) if tuple(x.shape) != tuple(d["shape"])]
@@ -106,8 +111,10 @@ class LiteRt:
             self.interpreter.set_tensor(d["index"], np.ascontiguousarray(x))
         self.interpreter.invoke()
         out, details = {}, self.interpreter.get_output_details()
-        for name, (form, _), d in zip(self.tensors, self.held, details, strict=True):
+        for k, (name, (form, _), d) in enumerate(zip(self.tensors, self.held, details, strict=True)):
             value = np.asarray(self.interpreter.get_tensor(d["index"]))  # of a scalar it gives a number
+            if k < self._own and (numbers := _coded(d)):
+                value = to_floats(value, *numbers[:2])
             out[name] = value.transpose(np.argsort(form)) if form else value
         return out
 
@@ -170,13 +177,25 @@ def _content(path: Path) -> bytes:
     return raw
 
 
+def _coded(detail: Mapping[str, Any]) -> tuple[float, int, np.dtype] | None:
+    """Scale, zero point and type of a tensor of codes; None of one that holds what it says."""
+    scales, zeros = (detail["quantization_parameters"][k] for k in ("scales", "zero_points"))
+    if not len(scales) or np.dtype(detail["dtype"]).kind not in "iu":
+        return None
+    return float(scales[0]), int(zeros[0]), np.dtype(detail["dtype"])
+
+
+def _numbers(tensor: Any, key: str) -> Any:
+    return tensor.quantization and getattr(tensor.quantization, key)
+
+
 def _each(vector: Any) -> Any:
     """What a file lists; a list that it leaves out is empty."""
     return () if vector is None else vector
 
 
-def _with_outputs(raw: bytes, path: str, tensors: Sequence[str]) -> tuple[bytes, list[str], dict[str, Any]]:
-    """The file with more of its tensors declared outputs, the names of all outputs, and chipfit's notes."""
+def _with_outputs(raw: bytes, path: str, tensors: Sequence[str]) -> tuple[bytes, int, list[str], dict[str, Any]]:
+    """The file with more of its tensors declared outputs, how many it had, the names of all, and chipfit's notes."""
     import flatbuffers
     from ai_edge_litert import schema_py_generated as schema
 
@@ -190,9 +209,7 @@ def _with_outputs(raw: bytes, path: str, tensors: Sequence[str]) -> tuple[bytes,
         raise RuntimeUnavailable("A tensor of the network has no name", where=path)
     for t in graph.tensors:
         low, high = _CODES.get(t.type, (-math.inf, math.inf))
-        zeros, scales = (
-            np.asarray(_each(t.quantization and getattr(t.quantization, k))) for k in ("zeroPoint", "scale")
-        )
+        zeros, scales = (np.asarray(_each(_numbers(t, k))) for k in ("zeroPoint", "scale"))
         if not (np.all(low <= zeros) and np.all(zeros <= high) and np.all(scales > 0) and np.all(scales < math.inf)):
             what = f"The scale or zero point of tensor '{t.name.decode(errors='replace')}' cannot be"
             raise RuntimeUnavailable(what, where=path)
@@ -208,12 +225,13 @@ def _with_outputs(raw: bytes, path: str, tensors: Sequence[str]) -> tuple[bytes,
                 raise RuntimeUnavailable("The notes in the file are malformed", where=path, got=got) from e
     if len(notes.get("outputs", own)) != len(own):
         raise RuntimeUnavailable("The notes in the file do not fit its outputs", where=path, hint="export it again")
-    extra = [names[t] for t in tensors if t in names and names[t] in made and names[t] not in own]
+    coded = {k for k in own if graph.tensors[k].type in _CODES and len(_each(_numbers(graph.tensors[k], "scale")))}
+    extra = [names[t] for t in tensors if t in names and names[t] in made and names[t] not in {*own} - coded]
     graph.outputs = np.array([*own, *extra], np.int32)
     shown: list[str] = []
-    for k in (*own, *extra):  # one tensor may be several outputs
-        name = graph.tensors[k].name.decode()
+    for n, k in enumerate((*own, *extra)):  # one tensor may be several outputs
+        name = graph.tensors[k].name.decode() + ("/float" if n < len(own) and k in coded else "")
         shown.append(f"{name}:{len(shown)}" if name in shown else name)
     builder = flatbuffers.Builder(len(raw))
     builder.Finish(model.Pack(builder), file_identifier=b"TFL3")
-    return bytes(builder.Output()), shown, notes
+    return bytes(builder.Output()), len(own), shown, notes

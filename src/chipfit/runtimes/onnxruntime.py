@@ -6,13 +6,16 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from chipfit.errors import RuntimeUnavailable, first_line
 from chipfit.files import reading
 from chipfit.registry import register
+from chipfit.runtimes import to_codes, to_floats
 
 if TYPE_CHECKING:
     from chipfit.platform.schema import Platform
@@ -57,12 +60,15 @@ class OnnxRuntime:
                 raise RuntimeUnavailable(f"ONNX Runtime refuses the file: {first_line(e)}", where=str(path)) from e
             self._optimised = onnx.load(str(optimised), load_external_data=False)
         self.inputs = [i.name for i in self.session.get_inputs()]
+        self._io = _handed(model, str(path))
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """One batch; `inputs` in the model's order. Returns outputs and the requested tensors by ONNX name."""
-        names = [o.name for o in self.session.get_outputs()]
+        names, (taken, given) = [o.name for o in self.session.get_outputs()], self._io
         feed = {i: np.ascontiguousarray(x) for i, x in zip(self.inputs, inputs, strict=False)}
-        return dict(zip(names, self.session.run(names, feed), strict=True))
+        feed |= {i: to_codes(feed[i], c["scale"], c["zero_point"], np.dtype(c["type"])) for i, c in taken.items()}
+        got = dict(zip(names, self.session.run(names, feed), strict=True))
+        return got | {o: to_floats(got[o], c["scale"], c["zero_point"]) for o, c in given.items()}
 
     def executed(self) -> Mapping[str, int]:
         """Operator kinds of the optimised model, with counts: QLinearConv means integers, Conv means float."""
@@ -77,6 +83,35 @@ class OnnxRuntime:
             "session.x64quantprecision to 1, as this check did; set it too, or use the platform revision "
             "'ort_cpu@AVX2', whose weights have 7 bits"
         ]
+
+
+@with_config(ConfigDict(strict=True, extra="forbid"))
+class _Codes(TypedDict):
+    """How an input or output is handed over."""
+
+    type: Literal["int8", "uint8", "int16", "uint16"]
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    zero_point: int
+    own: bool
+
+
+def _handed(model: Any, path: str) -> tuple[dict[str, _Codes], dict[str, _Codes]]:
+    """Inputs and outputs that are codes, as the file says.
+
+    Raises:
+        RuntimeUnavailable: it says what cannot be.
+    """
+    notes = next((p.value for p in model.metadata_props if p.key == "chipfit.io"), "{}")
+    try:
+        found = TypeAdapter(dict[Literal["inputs", "outputs"], dict[str, _Codes]]).validate_json(notes)
+    except ValidationError as e:
+        got = e.errors(include_url=False)[0]["msg"]
+        raise RuntimeUnavailable("The notes in the file are malformed", where=path, got=got) from e
+    taken, given = found.get("inputs", {}), found.get("outputs", {})
+    ends = {i.name for i in model.graph.input}, {o.name for o in model.graph.output}
+    if not (taken.keys() <= ends[0] and given.keys() <= ends[1]):
+        raise RuntimeUnavailable("The notes in the file do not fit its tensors", where=path, hint="export it again")
+    return taken, given
 
 
 def read(path: str | Path, tensors: Sequence[str] = ()) -> Any:

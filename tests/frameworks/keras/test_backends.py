@@ -41,6 +41,10 @@ def test_everything_holds_on_every_backend(which, saved):
         running[backend] = subprocess.Popen(
             command, cwd=HERE.parents[2], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-    said = {backend: process.communicate(timeout=900)[0] for backend, process in running.items()}
+    try:
+        said = {backend: process.communicate(timeout=900)[0] for backend, process in running.items()}
+    finally:
+        for process in running.values():
+            process.kill()
     failed = [f"on {backend}:\n{said[backend][-6000:]}" for backend, process in running.items() if process.returncode]
     assert not failed, "\n".join(failed)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from chipfit.export import InFile
+from chipfit.export.ends import OPTIONS
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.registry import register
@@ -15,7 +16,15 @@ def _stored(path: Path) -> dict[str, InFile]:
     return stored(path)
 
 
-@register("format", "onnx", suffixes=(".onnx",), libraries=("onnx",), extra="onnx", stored=_stored)
+@register(
+    "format",
+    "onnx",
+    suffixes=(".onnx",),
+    libraries=("onnx",),
+    extra="onnx",
+    stored=_stored,
+    options=(*OPTIONS, "opset"),
+)
 def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options: Any) -> Path:
     """Write a `.onnx` file; see `chipfit.export.onnx.writer.export_onnx` for the options."""
     from chipfit.export.onnx.writer import export_onnx

@@ -15,9 +15,11 @@ def stored(path: Path) -> dict[str, InFile]:
     constants = {i.name: numpy_helper.to_array(i) for i in graph.initializer}
     clipped = {n.input[0]: n.output[0] for n in graph.node if n.op_type == "Clip"}
     tables = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "Gather"}  # rows of codes
+    #: codes that come in, with numbers of their own
+    handed = {i.name for i in graph.input if i.type.tensor_type.elem_type != onnx.TensorProto.FLOAT}
     found: dict[str, InFile] = {}
     for n in graph.node:
-        if n.op_type in ("QuantizeLinear", "DequantizeLinear"):
+        if n.op_type in ("QuantizeLinear", "DequantizeLinear") and n.input[0] not in handed:
             codes = n.input[0] if n.op_type == "DequantizeLinear" else clipped.get(n.output[0], n.output[0])
             codes = tables.get(codes, codes)
             q = constants.get(codes)

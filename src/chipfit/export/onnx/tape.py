@@ -13,6 +13,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from chipfit.errors import UnsupportedError
+from chipfit.export.ends import Codes
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import Plan
 from chipfit.quantizers.stored import Stored
@@ -150,6 +151,26 @@ class Tape:
         if quantized:
             x = name if finish is None else finish(self._quantizer(name, value, self.fresh("q")))
             self.ready[value] = self._quantizer(x, value, f"{value}_q")
+
+    def take(self, value: str, codes: Codes) -> None:
+        """Make an input of the file known that holds codes; those of the plan pass as they are."""
+        grid, own = self.plan[value].grid, f"{value}_q"
+        if codes.own and (grid.qmin, grid.qmax) == grid.file_ends:
+            self.nodes.append(helper.make_node("Identity", [value], [own], name=own))
+            scale, zero = self._numbers(value, self.plan[value])
+            self.ready[value] = self.op("DequantizeLinear", [own, scale, zero])
+        else:
+            self.ready[value] = self._quantizer(self._handed("DequantizeLinear", value, codes), value, own)
+        self.floats[value] = self.ready[value]
+
+    def give(self, value: str, codes: Codes) -> str:
+        """The codes of an output."""
+        return f"{value}_q" if codes.own else self._handed("QuantizeLinear", self.ready[value], codes)
+
+    def _handed(self, kind: str, x: str, codes: Codes) -> str:
+        return self.op(
+            kind, [x, self.const(np.float32(codes.scale)), self.const(np.array(codes.zero_point, codes.type))]
+        )
 
     def _rename(self, old: str, new: str) -> None:
         """Another name for a tensor that the node at hand has made."""

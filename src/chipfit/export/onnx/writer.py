@@ -3,12 +3,14 @@
 import json
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import onnx
 from onnx import helper
 
 from chipfit._version import __version__
 from chipfit.errors import ExportError, UnsupportedError, first_line
+from chipfit.export.ends import Codes, Ends, ends_of
 from chipfit.export.names import output_names
 from chipfit.export.onnx.opaque import splice
 from chipfit.export.onnx.ops import REFUSED, WRITERS
@@ -25,7 +27,7 @@ _NEEDS_4_AND_16_BITS = 21
 _IR_VERSIONS, _IR_VERSION = {13: 7, 17: 8, 18: 8, 21: 10}, 10
 
 
-def export_onnx(graph: Graph, plan: Plan | None, path: str | Path, *, opset: int | None = None) -> Path:
+def export_onnx(graph: Graph, plan: Plan | None, path: str | Path, *, opset: int | None = None, **ends: Any) -> Path:
     """Write the model to `path`.
 
     Args:
@@ -33,17 +35,21 @@ def export_onnx(graph: Graph, plan: Plan | None, path: str | Path, *, opset: int
         path: the `.onnx` file; it appears complete or not at all.
         opset: ONNX operator set; the least that holds everything when omitted (13; 17 for layer norms, 18 for
             opaque operators, 21 for 4- and 16-bit codes).
+        ends: see `chipfit.export.ends.ends_of`. The metadata entry "chipfit.io" has the numbers of codes that go in
+            and come out; "chipfit.labels", "chipfit.mean" and "chipfit.std" are lists. All are JSON.
 
     Raises:
         UnsupportedError: operators or formats that ONNX cannot hold, all named at once; nothing is written.
+        ConfigError: see `ends_of`.
         ExportError: the checker refuses the model or the disk refuses the file.
     """
     plan = plan or Plan()
+    handed = ends_of(graph, plan, **ends)
     least = _least_opset(graph, plan)
     if opset is not None and opset < least:
         hint = "leave `opset` out"
         raise UnsupportedError(f"This model needs ONNX opset {least}", got=opset, allowed=f">= {least}", hint=hint)
-    model = _model(_written(*_held(graph, plan), opset or least))
+    model = _model(_written(*_held(graph, plan), handed, opset or least), handed)
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as e:  # the last: over 2 GB
@@ -87,11 +93,14 @@ def _held(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
     return graph, plan
 
 
-def _written(graph: Graph, plan: Plan, opset: int) -> Tape:
+def _written(graph: Graph, plan: Plan, handed: Ends, opset: int) -> Tape:
     """Every node of the graph, in order."""
     tape = Tape(graph, plan, opset)
     for name in graph.inputs:
-        tape.publish(name, name)
+        if name in handed.inputs:
+            tape.take(name, handed.inputs[name])
+        else:
+            tape.publish(name, name)
     for n in graph.nodes:
         tape.begin(n)
         made = splice(tape, n) if n.op == OPAQUE else WRITERS[n.op](tape, n, [tape.read(i, n) for i in n.inputs])
@@ -100,23 +109,30 @@ def _written(graph: Graph, plan: Plan, opset: int) -> Tape:
     return tape
 
 
-def _model(tape: Tape) -> onnx.ModelProto:
+def _model(tape: Tape, handed: Ends) -> onnx.ModelProto:
     g = tape.graph
     outputs = output_names(g)
     for i, (value, name) in enumerate(zip(g.outputs, outputs, strict=True)):
         source = tape.weight(value, True) if value in g.weights else tape.ready[value]
+        if value in handed.outputs:
+            source = tape.give(value, handed.outputs[value])
         tape.nodes.append(helper.make_node("Identity", [source], [name], name=f"output_{i}"))
     nodes = _used(tape.nodes, outputs)
     needed = {i for n in nodes for i in n.input}
-    takes = [_info(g, n, n) for n in g.inputs]
-    gives = [_info(g, name, value) for name, value in zip(outputs, g.outputs, strict=True)]
+    takes = [_info(g, n, n, handed.inputs.get(n)) for n in g.inputs]
+    gives = [_info(g, name, value, handed.outputs.get(value)) for name, value in zip(outputs, g.outputs, strict=True)]
     constants = [t for k, t in tape.initialisers.items() if k in needed]
     graph = helper.make_graph(nodes, "chipfit", takes, gives, constants)
     opset, version = helper.make_opsetid("", tape.opset), _IR_VERSIONS.get(tape.opset, _IR_VERSION)
     made_by = {"producer_name": "chipfit", "producer_version": __version__}
     model = helper.make_model(graph, opset_imports=[opset], ir_version=version, **made_by)
+    notes = {f"chipfit.{key}": json.dumps(value, default=str) for key, value in handed.notes.items()}
+    if handed.inputs or handed.outputs:
+        given = {name: handed.outputs[v]._asdict() for v, name in zip(g.outputs, outputs) if v in handed.outputs}
+        taken = {name: codes._asdict() for name, codes in handed.inputs.items()}
+        notes["chipfit.io"] = json.dumps({"inputs": taken, "outputs": given})
     provenance = json.dumps(tape.plan.provenance, default=str)
-    helper.set_model_props(model, {"chipfit.platform": tape.plan.platform, "chipfit.provenance": provenance})
+    helper.set_model_props(model, {"chipfit.platform": tape.plan.platform, "chipfit.provenance": provenance, **notes})
     return model
 
 
@@ -130,15 +146,16 @@ def _used(nodes: list[onnx.NodeProto], outputs: Collection[str]) -> list[onnx.No
     return kept[::-1]
 
 
-def _info(g: Graph, name: str, value: str) -> onnx.ValueInfoProto:
+def _info(g: Graph, name: str, value: str, codes: Codes | None = None) -> onnx.ValueInfoProto:
     """Type and shape of an input or output; sizes that only the run tells have names."""
     if value in g.weights:
         w = g.weights[value]
         return helper.make_tensor_value_info(name, tensor_type(str(w.dtype).removeprefix("torch.")), list(w.shape))
     v = g.values[value]
+    kind = tensor_type(codes.type if codes else v.dtype)
     follows = all(g.values[i].shape[:1] in ((), (None,)) for i in g.inputs) and None not in v.shape[1:]
     if value in g.outputs and value not in g.inputs and not follows:  # its first axis may be another than the inputs'
         dims = [f"{name}_{k}" if s is None else s for k, s in enumerate(v.shape)]
     else:
         dims = [("batch" if k == 0 else f"{value}_{k}") if s is None else s for k, s in enumerate(v.shape)]
-    return helper.make_tensor_value_info(name, tensor_type(v.dtype), dims)
+    return helper.make_tensor_value_info(name, kind, dims)

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from chipfit.export import InFile
+from chipfit.export.ends import OPTIONS
+from chipfit.files import write_atomically
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.registry import register
@@ -15,12 +17,23 @@ def _stored(path: Path) -> dict[str, InFile]:
     return stored(path)
 
 
-_LIBRARIES = ("flatbuffers", "ai_edge_litert")
+_LIBRARIES, _OPTIONS = ("flatbuffers", "ai_edge_litert"), (*OPTIONS, "batch", "keep_layout")
 
 
-@register("format", "tflite", suffixes=(".tflite",), libraries=_LIBRARIES, extra="litert", stored=_stored)
+@register(
+    "format", "tflite", suffixes=(".tflite",), libraries=_LIBRARIES, extra="litert", stored=_stored, options=_OPTIONS
+)
 def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options: Any) -> Path:
     """Write a `.tflite` file; see `chipfit.export.tflite.writer.export_tflite` for the options."""
     from chipfit.export.tflite.writer import export_tflite
 
     return export_tflite(graph, plan, path, **options)
+
+
+@register("format", "c", suffixes=(".h",), wraps=".tflite", libraries=_LIBRARIES, extra="litert", options=_OPTIONS)
+def export_c(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options: Any) -> Path:
+    """Write the same file as an array of C; see `chipfit.export.tflite.c_array.header`."""
+    from chipfit.export.tflite.c_array import header
+    from chipfit.export.tflite.writer import content
+
+    return write_atomically(path, header(content(graph, plan, **options), path.stem).encode())

@@ -107,12 +107,12 @@ class File:
             setattr(o.builtinOptions, key, value)
         self.operators.append(o)
 
-    def content(self, inputs: Mapping[str, int], outputs: Mapping[str, int], notes: bytes) -> bytes:
+    def content(self, inputs: Mapping[str, int], outputs: Mapping[str, int], notes: Mapping[str, bytes]) -> bytes:
         """The whole file.
 
         Args:
             inputs, outputs: tensors by the names that its signature gives them.
-            notes: content of the metadata entry "chipfit".
+            notes: metadata entries, by name.
         """
         used = {int(i) for o in self.operators for i in (*o.inputs, *o.outputs)}
         used |= {*inputs.values(), *outputs.values()}
@@ -128,11 +128,12 @@ class File:
         g = schema.SubGraphT()
         g.name, g.tensors, g.operators = b"main", [self.tensors[i] for i in keep], self.operators
         g.inputs, g.outputs = (np.array([new[k] for k in ends.values()], np.int32) for ends in (inputs, outputs))
-        entry = schema.MetadataT()
-        entry.name, entry.buffer = b"chipfit", self._buffer(notes)
+        entries = [schema.MetadataT() for _ in notes]
+        for entry, (name, content) in zip(entries, notes.items(), strict=True):
+            entry.name, entry.buffer = name.encode(), self._buffer(content)
         m = schema.ModelT()
         m.version, m.description, m.operatorCodes, m.subgraphs = 3, f"chipfit {__version__}".encode(), self._codes, [g]
-        m.metadata, m.buffers, m.signatureDefs = [entry], self._buffers, [signature]
+        m.metadata, m.buffers, m.signatureDefs = entries, self._buffers, [signature]
         builder = flatbuffers.Builder(1024)
         builder.Finish(m.Pack(builder), file_identifier=b"TFL3")
         return bytes(builder.Output())

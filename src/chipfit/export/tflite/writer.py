@@ -13,15 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import run
 from chipfit.engine.types import dtype_of
 from chipfit.errors import ExportError, UnsupportedError, first_line
+from chipfit.export.ends import Codes, Ends, ends_of
 from chipfit.export.names import output_names
 from chipfit.export.tflite.emit import Emitter, Refusal, code_type
 from chipfit.export.tflite.file import TYPES, Numbers
+from chipfit.export.tflite.metadata import attached, metadata
 from chipfit.export.tflite.ops import NO_FORM, REFUSED, ROWS, fused_code
 from chipfit.files import write_atomically
 from chipfit.graph.builder import drop_dead
@@ -35,22 +38,32 @@ from chipfit.platform.load import load, names
 from chipfit.registry import entries
 
 
-def export_tflite(
-    graph: Graph, plan: Plan | None, path: str | Path, *, batch: int | None = None, keep_layout: bool = False
-) -> Path:
-    """Write the model to `path`.
+def export_tflite(graph: Graph, plan: Plan | None, path: str | Path, **options: Any) -> Path:
+    """Write the model to `path`, which appears complete or not at all; options and errors as of `content`.
+
+    Raises:
+        ExportError: the disk refuses the file.
+    """
+    return write_atomically(Path(path), content(graph, plan, **options))
+
+
+def content(
+    graph: Graph, plan: Plan | None, *, batch: int | None = None, keep_layout: bool = False, **ends: Any
+) -> bytes:
+    """A `.tflite` file.
 
     Args:
         graph, plan: what to write; without a plan the float network is written.
-        path: the `.tflite` file; it appears complete or not at all.
         batch: a fixed batch size. When omitted the batch stays open (size 1 until it is resized), except in models
             with transposed convolutions, or with shapes that are computed from it: there it is fixed at 1.
         keep_layout: inputs and outputs lie as in the model (channels first in PyTorch), behind transpositions.
+        ends: see `chipfit.export.ends.ends_of`. Tensors that go in and come out as codes say their numbers; labels,
+            mean and std stand in the metadata that Android's libraries read.
 
     Raises:
         UnsupportedError: operators or formats that the file cannot hold, all named at once; or the batch has to be
-            given. Nothing is written.
-        ExportError: the disk refuses the file.
+            given.
+        ConfigError: see `ends_of`.
     """
     if batch is None and any(_expands(n) or (n.op in ROWS and ROWS[n.op].fixed_batch) for n in graph.nodes):
         batch = 1
@@ -58,14 +71,15 @@ def export_tflite(
         if across:
             what = "The file holds one sample here, and this model compares samples with each other"
             raise UnsupportedError(what, got=", ".join(across[:8]), hint="pass `batch`, the number of them in a call")
-    return write_atomically(Path(path), Writer(graph, plan or Plan(), batch, keep_layout).write())
+    handed = ends_of(graph, plan or Plan(), **ends)
+    return Writer(graph, plan or Plan(), batch, keep_layout, handed).write() + attached(handed.notes)
 
 
 class Writer(Emitter):
     """One export."""
 
-    def __init__(self, graph: Graph, plan: Plan, batch: int | None, keep_layout: bool) -> None:
-        self.source = graph
+    def __init__(self, graph: Graph, plan: Plan, batch: int | None, keep_layout: bool, handed: Ends) -> None:
+        self.source, self.handed = graph, handed
         self.refused = _unstorable(plan)  #: why the file cannot be written
         found = _sizes(graph, batch or 1)
         graph = _with_shapes(graph, found)
@@ -84,9 +98,7 @@ class Writer(Emitter):
         g = self.graph
         groups = {n: group for group in self.plan.groups for n in group}
         nodes = {n.name: n for n in g.nodes}
-        for name in g.inputs:
-            self._add(name, raw=True)
-            self._quantize(name)
+        ends = [self._input(name, own) for name, own in zip(g.inputs, self.source.inputs, strict=True)]
         for n in g.nodes:
             members = [nodes[m] for m in groups.get(n.name, (n.name,))]
             if n.name == members[-1].name:
@@ -97,10 +109,45 @@ class Writer(Emitter):
         if self.refused:
             raise _in_one(self.refused)
         self.begin(Node("io", "", (), ()))
-        outputs = [self._constant_output(o) if o in g.weights else self.read(o) for o in g.outputs]
-        inputs = [self.known[self.raw_name(i)] for i in g.inputs]
-        notes = json.dumps(self._notes(), default=str).encode()
-        return self.content(dict(zip(self.source.inputs, inputs)), dict(zip(output_names(self.source), outputs)), notes)
+        outputs = [self._output(name, own) for name, own in zip(g.outputs, self.source.outputs, strict=True)]
+        takes, gives = dict(zip(self.source.inputs, ends)), dict(zip(output_names(self.source), outputs))
+        notes = {"chipfit": json.dumps(self._notes(), default=str).encode()}
+        if self.handed.notes:
+            shape = self.source.shape(self.source.inputs[0])
+            channels = shape[-1 if self.source.framework == "keras" else 1] if len(shape) == 4 else 0
+            notes["TFLITE_METADATA"] = metadata(list(takes), list(gives), self.handed.notes, channels or 0)
+        return self.content(takes, gives, notes)
+
+    def _input(self, name: str, own: str) -> int:
+        """The tensor in which an input is handed over: floats, codes, or codes of another zero point."""
+        codes = self.handed.inputs.get(own)
+        self._add(name, raw=codes is None)
+        if codes is None:
+            self._quantize(name)
+            return self.known[self.raw_name(name)]
+        if codes.own:
+            return self.known[name]
+        x = self._handed(name, codes)
+        self.op("QUANTIZE", [x], self.known[name])
+        return x
+
+    def _output(self, name: str, own: str) -> int:
+        codes = self.handed.outputs.get(own)
+        if name in self.graph.weights:
+            return self._constant_output(name)
+        if codes is None:
+            return self.read(name)
+        if codes.own:
+            return self.known[name]
+        y = self._handed(name, codes)
+        self.op("QUANTIZE", [self.known[name]], y)
+        return y
+
+    def _handed(self, name: str, codes: Codes) -> int:
+        """A tensor of codes that stand for the same reals as the plan's, shifted."""
+        numbers = Numbers(np.array(codes.scale, np.float32), np.array(codes.zero_point))
+        shape, opened = self.sizes[name], self.open_shape(name)
+        return self.tensor(f"{name}/{codes.type}", shape, TYPES[codes.type], numbers, open_shape=opened)
 
     def _unit(self, members: Sequence[Node]) -> None:
         """One kernel: the head, and the activations that it may apply itself."""

@@ -1,0 +1,76 @@
+"""A `.tflite` file as an array of C, for microcontrollers without files, and the memory that its tensors take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from ai_edge_litert import schema_py_generated as schema
+
+from chipfit.export.tflite.file import INT4, NUMPY
+
+ALIGNED = 16  #: bytes, of TensorFlow Lite Micro's tensors
+_A_LINE = 16  #: bytes
+
+
+def header(content: bytes, name: str) -> str:
+    """C11 and C++11: the bytes of a file, their number, and the least arena.
+
+    Args:
+        name: of the array; what C does not allow in a name becomes "_".
+    """
+    name = "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
+    name = f"_{name}" if name[:1].isdigit() else name
+    rows = (content[k : k + _A_LINE] for k in range(0, len(content), _A_LINE))
+    body = "\n".join("    " + "".join(f"0x{byte:02x}," for byte in row) for row in rows)
+    return f"""#ifndef {name.upper()}_H
+#define {name.upper()}_H
+
+// Bytes of all tensors that are computed, at their best places; the runtime's own records and what kernels
+// take for themselves come on top: TensorFlow Lite Micro says how much in arena_used_bytes().
+#define {name.upper()}_TENSOR_ARENA {arena(content)}
+
+#ifdef __cplusplus
+alignas({ALIGNED})
+#else
+_Alignas({ALIGNED})
+#endif
+static const unsigned char {name}[] = {{
+{body}
+}};
+static const unsigned int {name}_len = {len(content)};
+
+#endif
+"""
+
+
+def arena(content: bytes, aligned: int = ALIGNED) -> int:
+    """Bytes that the tensors of a `.tflite` file take where those share memory that live at different times.
+
+    Placed greedily, the largest first, each at the lowest place that is free while it lives, as TensorFlow Lite Micro
+    places them ("greedy by size for offset calculation" of Pisarchyk and Lee 2020, arXiv:2001.03288).
+    """
+    model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(content, 0))
+    g = model.subgraphs[0]
+    lives: dict[int, list[int]] = {int(t): [0, 0] for t in g.inputs}
+    for k, op in enumerate(g.operators):
+        for t in (*op.inputs, *op.outputs):
+            if t >= 0 and model.buffers[g.tensors[t].buffer].data is None:
+                lives.setdefault(int(t), [k, k])[1] = k
+    for t in g.outputs:
+        lives.setdefault(int(t), [0, 0])[1] = len(g.operators)
+    sizes = {t: -(-_bytes(g.tensors[t]) // aligned) * aligned for t in lives}
+    placed: list[tuple[int, int, list[int]]] = []
+    for t in sorted(lives, key=lambda t: (-sizes[t], lives[t])):
+        begin, end = lives[t]
+        at = 0
+        for low, high, (first, last) in sorted(placed):
+            if first <= end and begin <= last and low < at + sizes[t]:
+                at = max(at, high)
+        placed.append((at, at + sizes[t], lives[t]))
+    return max((high for _, high, _ in placed), default=0)
+
+
+def _bytes(tensor: Any) -> int:
+    count = int(np.prod(tensor.shape, dtype=np.int64)) if tensor.shape is not None else 1
+    return (count + 1) // 2 if tensor.type == INT4 else count * NUMPY[tensor.type].itemsize

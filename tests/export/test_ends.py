@@ -1,0 +1,347 @@
+"""What files take and give: codes, labels, normalisation, and arrays of C."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from ai_edge_litert import schema_py_generated as schema
+from ai_edge_litert.interpreter import Interpreter, OpResolverType
+from torch import nn
+from typer.testing import CliRunner
+
+import chipfit
+from chipfit.cli.app import app
+from chipfit.errors import ChipfitError, ConfigError, RuntimeUnavailable, UnsupportedError
+from chipfit.export.tflite.c_array import arena
+
+SUFFIX = {"ort_cpu": ".onnx", "tflite_int8": ".tflite", "tflite_int16x8": ".tflite"}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        x = torch.relu(self.body(x)) + x
+        return self.head(x.mean((2, 3)))
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def results():
+    torch.manual_seed(0)
+    net, codes = Net(), chipfit.Settings(results="codes")
+    given = {"ort_cpu": {"settings": codes}}
+    data = [batch(0), batch(1)]
+    return {p: chipfit.quantize(net, data, p, progress=False, **given.get(p, {})) for p in SUFFIX}
+
+
+WAYS = [("ort_cpu", way) for way in ("uint8", "int8", ("int8", "float"), ("float", "int8"))]
+WAYS += [("tflite_int8", way) for way in ("uint8", "int8", ("uint8", "float"), ("float", "uint8"))]
+WAYS += [("tflite_int16x8", "int16")]
+
+
+@pytest.mark.parametrize("platform, way", WAYS)
+def test_a_file_of_codes_computes_what_the_file_of_floats_does(results, tmp_path, platform, way):
+    result = results[platform]
+    check = result.verify([batch(2)], path=result.export(tmp_path / f"codes{SUFFIX[platform]}", io=way))
+    plain = result.verify([batch(2)])
+    assert check.exact and not check.departures and check.output_gap == 0.0
+    assert [r.elements for r in check.rows] == [r.elements for r in plain.rows]
+
+
+def fed(path, given):
+    """What LiteRT itself makes of codes."""
+    interpreter = Interpreter(model_path=str(path))
+    entry = interpreter.get_input_details()[0]
+    interpreter.resize_tensor_input(entry["index"], given.shape)
+    interpreter.allocate_tensors()
+    interpreter.set_tensor(entry["index"], given)
+    interpreter.invoke()
+    return interpreter.get_tensor(interpreter.get_output_details()[0]["index"]), interpreter
+
+
+def test_a_file_takes_the_codes_that_its_tensor_says(results, tmp_path):
+    """Codes worked out here, and a runtime that is not asked through chipfit: uint8 are int8 and 128."""
+    result = results["tflite_int8"]
+    x, y = result.plan["x"], result.plan[result.graph.outputs[0]]
+    q = np.clip(np.rint(batch(2).numpy() / x.scale.item()) + x.zero_point.item(), -128, 127).astype(np.int8)
+    q = np.ascontiguousarray(q.transpose(0, 2, 3, 1))
+    small, of_small = fed(result.export(tmp_path / "s.tflite", io="int8"), q)
+    whole, of_whole = fed(result.export(tmp_path / "w.tflite", io="uint8"), (q.astype(np.int16) + 128).astype(np.uint8))
+    assert small.dtype == np.int8 and whole.dtype == np.uint8
+    assert np.array_equal(small.astype(int) + 128, whole.astype(int))
+    for interpreter, shift in ((of_small, 0), (of_whole, 128)):
+        for detail, stored in ((interpreter.get_input_details()[0], x), (interpreter.get_output_details()[0], y)):
+            assert detail["quantization"] == (stored.scale.item(), stored.zero_point.item() + shift)
+
+
+def test_an_onnx_file_takes_codes_and_says_their_numbers(results, tmp_path):
+    import onnxruntime
+
+    result = results["ort_cpu"]
+    session = onnxruntime.InferenceSession(str(result.export(tmp_path / "codes.onnx", io="uint8")))
+    said = json.loads(session.get_modelmeta().custom_metadata_map["chipfit.io"])
+    x, y = result.plan["x"], result.plan[result.graph.outputs[0]]
+    assert said["inputs"]["x"]["scale"] == x.scale.item() and said["outputs"]["output"]["zero_point"] == int(
+        y.zero_point
+    )
+    q = np.clip(np.rint(batch(2).numpy() / x.scale.item()) + x.zero_point.item(), 0, 255).astype(np.uint8)
+    (got,) = session.run(None, {"x": q})
+    plain = onnxruntime.InferenceSession(str(result.export(tmp_path / "floats.onnx")))
+    (floats,) = plain.run(None, {"x": batch(2).numpy()})
+    assert got.dtype == np.uint8
+    assert np.array_equal((got.astype(np.float32) - int(y.zero_point)) * np.float32(y.scale.item()), floats)
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".tflite"])
+def test_a_file_that_says_other_numbers_departs(results, tmp_path, suffix):
+    """The control: the first input's zero point is one off, as a careless editor leaves it."""
+    result = results["ort_cpu" if suffix == ".onnx" else "tflite_int8"]
+    path = result.export(tmp_path / f"codes{suffix}", io="int8")
+    if suffix == ".onnx":
+        import onnx
+
+        model = onnx.load(path)
+        entry = next(p for p in model.metadata_props if p.key == "chipfit.io")
+        said = json.loads(entry.value)
+        said["inputs"]["x"]["zero_point"] += 1
+        entry.value = json.dumps(said)
+        onnx.save(model, path)
+    else:
+        model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(path.read_bytes(), 0))
+        first = model.subgraphs[0].tensors[model.subgraphs[0].inputs[0]]
+        first.quantization.zeroPoint = first.quantization.zeroPoint + 1
+        import flatbuffers
+
+        b = flatbuffers.Builder(1024)
+        b.Finish(model.Pack(b), file_identifier=b"TFL3")
+        path.write_bytes(bytes(b.Output()))
+    assert not result.verify([batch(2)], path=path).exact
+
+
+@pytest.mark.parametrize("notes", ["[]", '{"inputs": {"x": {}}}', '{"inputs": {"other": %s}}', '{"others": {}}'])
+def test_notes_that_cannot_be_are_refused(results, tmp_path, notes):
+    import onnx
+
+    result = results["ort_cpu"]
+    path = result.export(tmp_path / "codes.onnx", io="int8")
+    model = onnx.load(path)
+    entry = next(p for p in model.metadata_props if p.key == "chipfit.io")
+    numbers = json.dumps(json.loads(entry.value)["inputs"]["x"])
+    entry.value = notes.replace("%s", numbers)
+    onnx.save(model, path)
+    with pytest.raises(RuntimeUnavailable, match="notes in the file"):
+        result.verify([batch(2)], path=path)
+
+
+# ---------------------------------------------------------------- labels and normalisation
+
+
+def test_labels_and_normalisation_are_read_by_the_schema_of_tensorflow_lite(results, tmp_path):
+    """Offsets followed by hand along the public schema (M001); labels in an archive that any tool opens."""
+    names = ["cat", "dog", "fox", "owl", "Füchsin"]
+    path = results["tflite_int8"].export(tmp_path / "m.tflite", labels=names, mean=[1, 2, 3.5], std=[4, 5, 6.5])
+    raw = path.read_bytes()
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        assert archive.read("labels.txt").decode().splitlines() == names
+    model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(raw, 0))
+    (found,) = (m for m in model.metadata if m.name == b"TFLITE_METADATA")
+    content = bytes(model.buffers[found.buffer].data)
+    assert content[4:8] == b"M001"
+    root = Table(content, int.from_bytes(content[:4], "little"))
+    (graph,) = root.tables(3)
+    (x,), (y,) = graph.tables(2), graph.tables(3)
+    (unit,) = x.tables(4)
+    assert x.text(0) == "x" and y.text(0) == "output"
+    assert x.table(3).byte(0) == 2 and x.table(3).table(1).byte(0) == 1  # ImageProperties, RGB
+    assert unit.byte(0) == 1  # NormalizationOptions
+    assert unit.table(1).floats(0) == [1, 2, 3.5] and unit.table(1).floats(1) == [4, 5, 6.5]
+    (file,) = y.tables(6)
+    assert file.text(0) == "labels.txt" and file.byte(2) == 2  # TENSOR_AXIS_LABELS
+    assert results["tflite_int8"].verify([batch(2)], path=path).exact
+
+
+class Table:
+    """A table of a flatbuffer, by https://flatbuffers.dev/internals."""
+
+    def __init__(self, raw: bytes, at: int) -> None:
+        self.raw, self.at = raw, at
+        self.of = at - int.from_bytes(raw[at : at + 4], "little", signed=True)
+
+    def place(self, field: int) -> int:
+        row = self.of + 4 + 2 * field
+        return self.at + int.from_bytes(self.raw[row : row + 2], "little")
+
+    def there(self, place: int) -> int:
+        return place + int.from_bytes(self.raw[place : place + 4], "little")
+
+    def byte(self, field: int) -> int:
+        return self.raw[self.place(field)]
+
+    def table(self, field: int) -> Table:
+        return Table(self.raw, self.there(self.place(field)))
+
+    def vector(self, field: int) -> tuple[int, int]:
+        at = self.there(self.place(field))
+        return at + 4, int.from_bytes(self.raw[at : at + 4], "little")
+
+    def text(self, field: int) -> str:
+        at, size = self.vector(field)
+        return self.raw[at : at + size].decode()
+
+    def tables(self, field: int) -> list[Table]:
+        at, size = self.vector(field)
+        return [Table(self.raw, self.there(at + 4 * k)) for k in range(size)]
+
+    def floats(self, field: int) -> list[float]:
+        at, size = self.vector(field)
+        return np.frombuffer(self.raw, "<f4", size, at).tolist()
+
+
+def test_onnx_files_hold_labels_as_json(results, tmp_path):
+    import onnx
+
+    model = onnx.load(results["ort_cpu"].export(tmp_path / "m.onnx", labels=list("abcde"), mean=0.5, std=0.25))
+    notes = {p.key: p.value for p in model.metadata_props}
+    assert json.loads(notes["chipfit.labels"]) == list("abcde")
+    assert json.loads(notes["chipfit.mean"]) == [0.5] and json.loads(notes["chipfit.std"]) == [0.25]
+
+
+# ---------------------------------------------------------------- an array of C
+
+
+def test_the_array_of_c_holds_the_file(results, tmp_path):
+    result = results["tflite_int8"]
+    file, page = (result.export(tmp_path / f"my net{s}", io="int8", batch=1) for s in (".tflite", ".h"))
+    text = page.read_text()
+    body = text[text.index("{") : text.index("}")]
+    assert bytes(int(b, 16) for b in re.findall(r"0x(..)", body)) == file.read_bytes()
+    assert f"my_net_len = {len(file.read_bytes())};" in text and "#define MY_NET_TENSOR_ARENA" in text
+    if compiler := shutil.which("cc"):
+        source = tmp_path / "main.c"
+        source.write_text(
+            f"#include \"{page.name}\"\nint main(void) {{ return my_net[4] != 'T' || my_net_len < 9; }}\n"
+        )
+        subprocess.run(
+            [compiler, "-std=c11", "-Wall", "-Werror", str(source), "-o", str(tmp_path / "main")], check=True
+        )
+        subprocess.run([str(tmp_path / "main")], check=True)
+
+
+def test_the_arena_is_what_tensors_take_that_live_together(results, tmp_path):
+    """By hand: images of 8 x 8, of 3 channels and then of 8, the sum read with both of its operands."""
+    file = results["tflite_int8"].export(tmp_path / "m.tflite", io="int8", batch=1)
+    assert arena(file.read_bytes()) == 3 * 8 * 8 * 8  # two operands and a result; the input lived before
+    floats = results["tflite_int8"].export(tmp_path / "f.tflite", batch=1)
+    assert arena(floats.read_bytes()) == max(3 * 512, 4 * 192 + 192)
+
+
+class Branches(nn.Module):
+    """Without sums and reshapes, whose results LiteRT writes over an operand, as microcontrollers do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(16, 2, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.a(x))
+        return self.c(torch.cat([torch.relu(self.b(x)), nn.functional.max_pool2d(x, 3, 1, 1)], 1))
+
+
+def test_litert_itself_takes_as_much(tmp_path):
+    """From the addresses that its own planner gave to the same tensors; it aligns to 64 bytes, and keeps inputs."""
+    torch.manual_seed(0)
+    result = chipfit.quantize(Branches(), [batch(0)], "tflite_int8", progress=False)
+    content = result.export(tmp_path / "m.tflite", io="int8", batch=1).read_bytes()
+    interpreter = Interpreter(model_content=content, experimental_op_resolver_type=OpResolverType.BUILTIN_REF)
+    interpreter.allocate_tensors()
+    model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(content, 0))
+    computed = [k for k, t in enumerate(model.subgraphs[0].tensors) if model.buffers[t.buffer].data is None]
+    arrays = [interpreter.tensor(k)() for k in computed]
+    begins = [a.__array_interface__["data"][0] for a in arrays]
+    taken = max(at + a.nbytes for at, a in zip(begins, arrays)) - min(begins)
+    assert arena(content, 64) <= taken <= arena(content, 64) + arrays[0].nbytes
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"io": "int9"}, ConfigError, "int9.*float, int8, uint8"),
+        ({"io": ("int8",)}, ConfigError, "two of them"),
+        ({"io": 8}, ConfigError, "not understood"),
+        ({"io": "int16"}, UnsupportedError, "stored in 8 bits.*Allowed: int8, uint8"),
+        ({"labels": "abcde"}, ConfigError, "list of lines of text"),
+        ({"labels": ["a"]}, ConfigError, "Got: 1. Allowed: 5"),
+        ({"labels": [1, 2, 3, 4, 5]}, ConfigError, "no names"),
+        ({"mean": 0.5}, ConfigError, "go together"),
+        ({"mean": [0, 0], "std": [1, 1]}, ConfigError, "do not fit the first input"),
+        ({"mean": 0, "std": 0}, ConfigError, "`std` is not understood"),
+        ({"mean": float("nan"), "std": 1}, ConfigError, "`mean` is not understood"),
+    ],
+)
+@pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8"])
+def test_what_cannot_be_is_refused_and_nothing_written(results, tmp_path, platform, options, error, words):
+    path = tmp_path / f"m{SUFFIX[platform]}"
+    with pytest.raises(error, match=words):
+        results[platform].export(path, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_file_computes_in_float_does_not_come_out_in_codes(tmp_path):
+    torch.manual_seed(0)
+    result = chipfit.quantize(Net(), [batch(0)], "ort_cpu", overrides={"head": "float"}, progress=False)
+    with pytest.raises(UnsupportedError, match=r"not stored in codes.*io=\(\.\.\., \"float\"\)"):
+        result.export(tmp_path / "m.onnx", io="uint8")
+    assert result.verify([batch(2)], path=result.export(tmp_path / "m.onnx", io=("uint8", "float"))).exact
+
+
+@pytest.mark.parametrize(
+    "suffix, options", [(".json", {"io": "int8"}), (".onnx", {"batch": 1}), (".tflite", {"opset": 17})]
+)
+def test_an_option_of_another_format_is_refused(results, tmp_path, suffix, options):
+    with pytest.raises(ConfigError, match="has no option.*Allowed: "):
+        results["tflite_int8"].export(tmp_path / f"m{suffix}", **options)
+
+
+def test_integers_that_a_model_takes_stay_what_they_are(tmp_path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 4))
+    ids = torch.arange(12).reshape(3, 4)
+    result = chipfit.quantize(net, [ids], "ort_cpu", progress=False, settings=chipfit.Settings(results="codes"))
+    path = result.export(tmp_path / "m.onnx", io="uint8")
+    assert result.verify([ids], path=path).exact
+
+
+def test_the_command_line_delivers_such_files(tmp_path):
+    np.savez(tmp_path / "x.npz", x=batch(0).numpy())
+    (tmp_path / "labels.txt").write_text("a\nb\nc\nd\ne\n")
+    command = ["quantize", "tests.export.test_ends:Net", "--data", str(tmp_path / "x.npz"), "-p", "tflite_int8"]
+    labels = ["--io", "uint8,int8", "--labels", str(tmp_path / "labels.txt")]
+    done = CliRunner().invoke(app, [*command, "-o", str(tmp_path / "out"), *labels])
+    assert done.exit_code == 0, done.output
+    interpreter = Interpreter(model_path=str(tmp_path / "out" / "model.tflite"))
+    ends = interpreter.get_input_details()[0], interpreter.get_output_details()[0]
+    assert [d["dtype"] for d in ends] == [np.uint8, np.int8]
+    done = CliRunner().invoke(app, [*command, "-o", str(tmp_path / "c"), "--format", "h", "--io", "int8"])
+    assert done.exit_code == 0 and (tmp_path / "c" / "model.h").exists(), done.output
+    done = CliRunner().invoke(app, [*command, "-o", str(tmp_path / "no"), "--io", "int7"])
+    assert isinstance(done.exception, ChipfitError) and "int7" in str(done.exception)
+    assert not (tmp_path / "no").exists()
