@@ -432,6 +432,8 @@ def test_a_deployed_file_of_garbage_is_refused(tmp_path, content, runtime, suffi
         ({"settings": {"equalize": True}}, ConfigError, "'settings' is not understood"),
         ({"seed": "0"}, ConfigError, "'seed' is not understood"),
         ({"seed": 2**70}, ConfigError, "'seed' is not understood"),
+        ({"seed": 2**63}, ConfigError, "'seed' is not understood"),
+        ({"seed": -(2**63) - 1}, ConfigError, "'seed' is not understood"),
         ({"z_threshold": float("nan")}, ConfigError, "'z_threshold' is not understood"),
         ({"rule": list}, ConfigError, "no range rule"),
         ({"rule": [1]}, ConfigError, "no range rule"),

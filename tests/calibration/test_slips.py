@@ -67,6 +67,12 @@ def test_slips_with_calibration_data(data, message):
     assert str(e.value) == message
 
 
+def test_a_sample_without_a_batch_axis_is_told_for_sequences_too():
+    net = nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU())
+    with pytest.raises(DataError, match="this is one sample: give batches"):
+        chipfit.quantize(net.eval(), [torch.randn(3, 16)], progress=False)
+
+
 @pytest.fixture(scope="module")
 def result():
     return chipfit.quantize(NET, [X], progress=False)

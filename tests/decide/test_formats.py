@@ -75,3 +75,27 @@ def test_a_mover_that_is_kept_in_float_carries_no_codes():
     assert whole.nodes["max_pool2d"].exec == "follow" and not whole.float_edges
     assert kept.nodes["max_pool2d"].exec == "float" and kept.nodes["max_pool2d"].why
     assert not whole.tensors["max_pool2d"].quantized or whole["max_pool2d"].same_numbers(whole["conv2d"])
+
+
+class Passed(nn.Module):
+    """A convolution, and its input in another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x):
+        return self.conv(x), x.flatten(1)
+
+
+def test_an_input_that_the_chip_holds_in_codes_is_moved_in_codes():
+    result = chipfit.quantize(Passed().eval(), [X], "tflite_int8", progress=False)
+    moved = next(n for n in result.graph.nodes if n.op == "Reshape")
+    assert result.plan.quantized(moved.output) and result.plan.nodes[moved.name].exec == "follow"
+
+
+def test_operators_of_one_kernel_name_the_last_as_their_group():
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
+    result = chipfit.quantize(net, [X], "tflite_int8", progress=False)
+    first, relu, last = (n.name for n in result.graph.nodes)
+    assert [result.plan.nodes[n].group for n in (first, relu, last)] == [relu, relu, ""]

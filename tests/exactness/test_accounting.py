@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.errors import DataError
+from chipfit.errors import DataError, VerificationError
 from chipfit.platform.modelled import not_modelled
 from chipfit.verify import Held, Output, Row, Verification
 from tests.zoo import make, unseen
 
 
-def row(name, **facts):
-    return Row(name, name, "Conv2D", elements=200, **facts)
+def row(name, elements=200, **facts):
+    return Row(name, name, "Conv2D", elements=elements, **facts)
 
 
 def test_the_summary_says_what_a_person_asks_in_lines():
@@ -42,6 +42,19 @@ def test_the_summary_says_what_a_person_asks_in_lines():
     assert found.summary().endswith("Conv2D 'f5' and 1 more")
     found.rows = floats[:6]
     assert found.summary().endswith("Conv2D 'f5'")
+
+
+@pytest.mark.parametrize("count, more", [(8, ""), (11, "; and 3 more")])
+def test_an_error_names_eight_faults_and_counts_the_others(count, more):
+    found = Verification("chip", True, samples=1, rows=[row(f"r{k}", wrong="bad") for k in range(count)])
+    with pytest.raises(VerificationError) as e:
+        found.require()
+    assert str(e.value).count("'r") == 9 and more in str(e.value) and ("and" in str(e.value)) is bool(more)
+
+
+def test_of_no_integers_none_differ():
+    empty = row("empty", elements=0)
+    assert empty.fraction == 0.0 and row("half", elements=4, differing=2).fraction == 0.5
 
 
 @pytest.mark.parametrize("float_ops, gap", [((), 2.0**-22), (("Erf",), 1e-4)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import chipfit
+from chipfit.calibration.collect import Need, TensorStats
 from chipfit.errors import UnsupportedError
 from chipfit.passes import islands
 from chipfit.pipeline import decide
+from chipfit.quantizers.grids import Grid
+from chipfit.ranges import choose
 
 DATA = [torch.randn(16, 6, 24, generator=torch.Generator().manual_seed(1))]
 
@@ -48,6 +52,18 @@ def runs(result):
         for n in result.graph.nodes
         if n.output in stored
     }
+
+
+@pytest.mark.parametrize("mean", [0.0, 5.0, -80.0])
+def test_the_error_of_a_grid_is_measured_against_the_spread_wherever_the_mean_is(mean):
+    """Evenly spread over mean +- 1, the bulk of it over mean +- _BULK: (s^2 / 12) / ((2 _BULK)^2 / 12)."""
+    seen, grid = TensorStats("x"), Grid(bits=8, qmin=0, qmax=255, zero="any")
+    seen.update(torch.linspace(mean - 1, mean + 1, 100_001), Need(histogram=True))
+    slots = SimpleNamespace(slots={"x": SimpleNamespace(grid=lambda signed: grid)})
+    scale = float(choose(seen, grid).scale)
+    expected = (scale / (2 * islands._BULK)) ** 2
+    assert islands._noise("x", slots, {"x": seen}) == pytest.approx(expected, rel=0.1)
+    assert islands._noise("y", slots, {"x": seen}) == 0.0
 
 
 def test_a_transformer_adds_and_attends_in_float_and_multiplies_by_weights_in_integers():

@@ -53,6 +53,25 @@ def test_a_loaded_model_gives_the_same_bits(result, saved):
     assert torch.equal(load(saved).model(X)["y"], result.model(X)["y"])
 
 
+def test_a_result_that_is_replaced_while_it_is_read_is_read_again(saved, monkeypatch):
+    """The first two attempts meet a writer; what stands there since is read. A fault that stays is an error at once."""
+    files, attempts, seen = saving._files, [], iter(range(100))
+
+    def broken(*where):
+        attempts.append(where)
+        if len(attempts) <= 2:
+            raise PlanError("a file is gone")
+        return files(*where)
+
+    monkeypatch.setattr(saving, "_files", broken)
+    with pytest.raises(PlanError, match="a file is gone"):
+        load(saved)
+    assert len(attempts) == 1
+    attempts.clear()
+    monkeypatch.setattr(saving, "_identity", lambda root: next(seen))
+    assert load(saved).plan is not None and len(attempts) == 3
+
+
 def test_graph_plan_and_platform_come_back_equal(result, saved):
     back = load(saved)
     assert diff(result.plan, back.plan) == []

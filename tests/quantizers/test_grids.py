@@ -97,3 +97,10 @@ def test_a_table_takes_the_nearest_entry():
     assert quantize(x, torch.tensor(0.5), torch.tensor(0), grid).tolist() == [0, 0, 1, 1, 1, 2, 2]
     got = fake_quantize(x, torch.tensor(0.5), torch.tensor(0), grid).tolist()
     assert got == [-0.5, -0.5, 0.0, 0.0, 0.0, 2.0, 2.0]
+
+
+def test_the_ends_of_a_grid_are_codes_unless_its_levels_are_offsets():
+    """A table of codes, as of look-up weights, keeps the ends of its codes; one of offsets ends where its levels do."""
+    lut = Grid(bits=4, qmin=-128, qmax=127, kind="lut", table=(-100.0, 0.0, 50.0))
+    offset = Grid(bits=2, qmin=0, qmax=3, kind="offset", table=(-1.5, -0.5, 0.5, 1.5))
+    assert lut.ends == (-128, 127) and offset.ends == (-1.5, 1.5) and U4.ends == (0, 15)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import chipfit
 from chipfit.errors import PlanError
-from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.grids import SCALES, Grid
 from chipfit.quantizers.stored import Stored
 
 INT8 = Grid(bits=8, qmin=-128, qmax=127, zero="any")
@@ -107,3 +109,12 @@ def test_the_codes_of_a_table_with_zero_on_top_stand_for_what_rounding_gives():
     stored = [t.stored for t in result.plan.tensors.values() if t.stored and len(t.grid.table or ()) == 257]
     x = torch.linspace(-4, 4, 999)
     assert stored and all(torch.equal(s.dequantize(s.quantize(x)), s.round(x)) for s in stored)
+
+
+def test_the_least_scale_of_a_grid_is_one_that_a_chip_can_use():
+    low, high = SCALES
+    for least in (low, 1.0, high):
+        assert make(grid=replace(INT8, scale_min=least)).grid.scale_min == least
+    for least in (low / 2, high * 2, float("nan")):
+        with pytest.raises(PlanError, match="its least scale is none"):
+            make(grid=replace(INT8, scale_min=least))

@@ -210,6 +210,7 @@ def test_values_beyond_the_limit_lie_on_disk_and_change_nothing():
     for _ in range(3):
         stream.append(torch.arange(4.0))
     assert budget.used == 16 and budget.spilled == 8 and torch.equal(stream[2], torch.arange(4.0))
+    stream.append(torch.arange(4))  # indices are kept as they are, and count for nothing
     stream.free()
     assert budget.used == 0
 

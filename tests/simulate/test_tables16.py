@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chipfit.simulate.tables16 import sigmoid, tanh
+from chipfit.simulate.tables16 import _thirds, sigmoid, tanh
 
 CODES = torch.cat([torch.arange(-300, 301), torch.arange(-32768, 32768, 97), torch.tensor([32767])])
 
@@ -25,6 +25,14 @@ def test_next_to_zero_a_sigmoid_rounds_to_the_nearest_code(scale):
     q = torch.tensor([-2, -1, 0, 1, 2])
     want = torch.round(32768 * torch.sigmoid(q.double() * scale))
     assert sigmoid(q, torch.tensor(scale)).tolist() == want.tolist()
+
+
+def test_a_multiplier_has_as_many_bits_as_fit():
+    """By the rule of TensorFlow Lite: doubled while it is at most 32767 / 2, so 16383.25 becomes 32766.5."""
+    q = torch.tensor([12288, -5, 40000])
+    assert _thirds(q, torch.tensor(16383.25 / 12288, dtype=torch.float64), ()).tolist() == [
+        (v * 32766 + 1) >> 1 for v in q.tolist()
+    ]
 
 
 @pytest.mark.parametrize("scale", [1 / 12288, 2.0**-12, 3e-4])

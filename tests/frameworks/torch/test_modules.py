@@ -112,3 +112,12 @@ def test_an_observer_keeps_the_least_and_the_greatest_of_all_batches():
         assert torch.equal(q(torch.tensor(batch)), torch.tensor(batch))
     q(torch.zeros(0))
     assert q.seen == (-2.0, 3.0)
+
+
+def test_a_module_that_rounds_in_its_place_moves_with_it():
+    q = _quantizer(0.5, 0, INT4)
+    q.function = torch.nn.PReLU()
+    q.double()
+    assert q.function.weight.dtype == torch.float64
+    q.half()
+    assert q.scale.dtype in (torch.float32, torch.float64)  # a scale in half precision would move every code

@@ -201,11 +201,6 @@ def _stack(w: Tape, n: Node, x: Names) -> str:
     return w.op("Concat", [w.op("Unsqueeze", [i, axis]) for i in x], axis=n.attrs["axis"])
 
 
-@_writes("Unstack")
-def _unstack(w: Tape, n: Node, x: Names) -> list[str]:
-    return [w.op("Gather", [x[0], w.const(np.int64(i))], axis=n.attrs["axis"]) for i in range(len(n.outputs))]
-
-
 @_writes("Embedding")
 def _embedding(w: Tape, n: Node, x: Names) -> str:
     """Rows of codes, which then become floats: the whole table would, each time, in front of a Gather."""
