@@ -15,6 +15,7 @@ from torch import Tensor
 
 from chipfit.engine.opaque import fill, resolve_target
 from chipfit.engine.types import dtype_of
+from chipfit.errors import DataError
 from chipfit.files import package_data
 from chipfit.graph.ir import OPAQUE, Node
 
@@ -163,10 +164,24 @@ def unsqueeze(x: Tensor, *, axes: Any) -> Tensor:
     return x
 
 
+def _embedding(w: Tensor, index: Tensor) -> Tensor:
+    """Rows of a table.
+
+    Raises:
+        DataError: an index of no row.
+    """
+    try:
+        return F.embedding(index, w)
+    except IndexError:
+        got = f"{int(index.min())} to {int(index.max())}"
+        hint = "does the tokenizer belong to this model? Ids of padding need a row, too"
+        raise DataError("Ids are out of the table's range", got=got, allowed=f"0 to {len(w) - 1}", hint=hint) from None
+
+
 # ---------------------------------------------------------------- one expression each
 
 KERNELS |= {
-    "Embedding": lambda w, index: F.embedding(index, w),
+    "Embedding": _embedding,
     "BatchNorm": lambda x, w, b, mean, var, *, eps: F.batch_norm(x, mean, var, w, b, False, 0.0, eps),
     "LayerNorm": lambda x, w=None, b=None, *, normalized_shape, eps: F.layer_norm(x, normalized_shape, w, b, eps),
     "GroupNorm": lambda x, w=None, b=None, *, groups, eps: F.group_norm(x, groups, w, b, eps),
