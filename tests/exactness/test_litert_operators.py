@@ -56,6 +56,7 @@ COMPUTE = {
     "hardtanh": (F.hardtanh, images()),
     "clamp_min": (lambda x: x.clamp(min=0), images()),
     "leaky": (lambda x: F.leaky_relu(x, 0.37), images()),
+    "leaky_falling": (lambda x: F.leaky_relu(x, -0.37), images()),
     "sigmoid": (torch.sigmoid, images()),
     "tanh": (torch.tanh, images()),
     "gelu": (F.gelu, images()),

@@ -207,3 +207,13 @@ def test_a_result_may_have_two_open_axes(tmp_path):
     (out,) = onnx.load(path).graph.output
     assert [d.dim_value for d in out.type.tensor_type.shape.dim] == [0, 0]
     assert result.verify([torch.randn(5, 6)], path=path).departures == []
+
+
+def test_of_a_reshaped_value_the_last_shape_counts(tmp_path):
+    class Twice(nn.Module):
+        def forward(self, x):
+            return torch.relu(x).reshape(-1, 4, 6).reshape(-1, 12, 2)
+
+    graph = capture(Twice().eval(), (torch.randn(3, 24),))
+    made = onnx.load(export_onnx(graph, None, tmp_path / "m.onnx")).graph.node
+    assert [n.op_type for n in made if n.op_type != "Identity"] == ["Relu", "Reshape"]

@@ -70,6 +70,8 @@ def test_a_condition_that_fails_says_what_was_wanted():
         ({"axis": "depth"}, {"axis": 2, "in_shape": (None, 8, 4, 4)}, "axis depth (got other)"),
         ({"reduced": {"max": 100}}, {"axes": (2, 3), "in_shape": (None, 8, 11, 11)}, "reduced at most 100 (got 121)"),
         ({"rank": {"max": 4}}, {"in_shape": (None, 3, 4, 4, 4)}, "rank at most 4 (got 5)"),
+        ({"dims_above_1": {"max": 2}}, {"in_shape": (None, 3, 1, 4, 1)}, ""),
+        ({"dims_above_1": {"max": 2}}, {"in_shape": (1, 3, 2, 4)}, "dims_above_1 at most 2 (got 3)"),
     ],
 )
 def test_conditions_are_read_as_the_files_mean_them(where, attrs, refused):
