@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 import time
 import traceback
@@ -15,9 +14,7 @@ from benchmarks.zoo.networks import ENTRIES
 
 import chipfit
 from chipfit.errors import ChipfitError
-from chipfit.graph.ir import OPAQUE, Graph, Node
-from chipfit.graph.linear import LINEAR, products
-from chipfit.pipeline import Result
+from chipfit.graph.ir import OPAQUE
 
 #: platform -> the file that it deploys as
 PLATFORMS = {"ort_cpu": "m.onnx", "tflite_int8": "m.tflite"}
@@ -56,7 +53,7 @@ def _on(platform: str, model: Any, data: list[Any], others: list[Any]) -> dict[s
     try:
         result = chipfit.quantize(model, data, platform=platform, progress=False)
         opaque = {n.attrs["target"].removeprefix("aten.").partition(".")[0] for n in result.graph if n.op == OPAQUE}
-        out |= {"stage": "quantized", "share": _share(result), "opaque": sorted(opaque)}
+        out |= {"stage": "quantized", "share": round(result.report.integer_share, 4), "opaque": sorted(opaque)}
         with tempfile.TemporaryDirectory() as folder:
             path = result.export(Path(folder) / PLATFORMS[platform])
             out["stage"] = "exported"
@@ -75,23 +72,3 @@ def _on(platform: str, model: Any, data: list[Any], others: list[Any]) -> dict[s
         where = traceback.extract_tb(e.__traceback__)[-1]
         out |= {"error": f"bare {type(e).__name__}", "why": f"{e} ({Path(where.filename).name}:{where.lineno})"[:1500]}
     return out | {"seconds": round(time.perf_counter() - start, 1)}
-
-
-def _share(result: Result) -> float:
-    """Share of the multiply-accumulates that run in integers."""
-    counts = {True: 0.0, False: 0.0}
-    for n in result.graph:
-        planned = result.plan.nodes.get(n.name)
-        counts[planned is not None and planned.exec != "float"] += _products(result.graph, n)
-    return round(counts[True] / max(1.0, sum(counts.values())), 4)
-
-
-def _products(graph: Graph, n: Node) -> float:
-    """Multiplications of one sample."""
-    if n.op in LINEAR:
-        return products(graph, n) if graph.is_weight(n.inputs[1]) else 0.0
-    if n.op not in ("MatMul", "SDPA"):
-        return 0.0
-    left, right, results = (graph.shape(v or "") for v in (n.inputs[0], n.inputs[1], n.output))
-    inner = (left[-1] or 1) + ((right[-2] or 1) if n.op == "SDPA" else 0)
-    return float(math.prod(s or 1 for s in results) * inner)

@@ -120,7 +120,7 @@ def test_no_other_labels_cost_less(norms, seed, monkeypatch):
     for v in graph.outputs:
         noise = worth * islands._noise(v, assignment, result.stats)
         edges.append((made[v], v in assignment.codes, None, True, islands._size(graph, v), noise))
-    products = {n.name: islands._products(graph, n) / 64 for n in graph.nodes if n.op == "MatMul" and n.name in labels}
+    products = {n.name: islands.products(graph, n) / 64 for n in graph.nodes if n.op == "MatMul" and n.name in labels}
 
     def cost(of):
         total = sum(products[k] for k in products if of[k] == "whole")

@@ -257,3 +257,12 @@ def test_a_report_of_an_unknown_form_is_refused(tmp_path):
     for name in ("report", "report.pdf", "report.htm", "report.HTML"):
         with pytest.raises(ExportError, match=r"not understood.*Allowed: \.html or \.json"):
             check_suffix(tmp_path / name)
+
+
+def test_the_share_in_integers_counts_multiplications():
+    """3 x 3 x 3 x 8 weights at 16 places, and 128 x 5: 3,456 of 4,096; rectifier and reshape have none."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5)).eval()
+    data = [torch.randn(4, 3, 4, 4)]
+    report = chipfit.quantize(net, data, "ort_cpu", overrides={"3": "float"}, progress=False).report
+    assert report.integer_share == 3456 / 4096 and report.integers == 3
+    assert "84 % of all multiplications; 3 of 4 operators" in str(report)

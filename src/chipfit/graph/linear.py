@@ -88,7 +88,17 @@ def bias_or_zero(graph: Graph, node: Node) -> torch.Tensor:
 
 
 def products(graph: Graph, node: Node) -> float:
-    """Multiplications of one sample: every weight once for each position of the output (of the input, transposed)."""
+    """Multiplications of one sample; 0 of operators that have no sums of products.
+
+    Every weight once for each position of the output (of the input, transposed); of two values, each number of the
+    result as often as sums are long; attention has two such products.
+    """
+    if node.op in ("MatMul", "SDPA"):
+        left, made = (math.prod(d or 1 for d in graph.shape(v)) for v in (node.data, node.output))
+        inner, keys = (graph.shape(v or "")[k] or 1 for v, k in ((node.data, -1), (node.inputs[1], -2)))
+        return float(made * inner if node.op == "MatMul" else (left + made) * keys)
+    if not is_linear(graph, node):
+        return 0.0
     value = graph.values[node.data if node.op.startswith("Transpose") else node.output]
     return float(graph.weights[node.weight].numel() * places(node, value.shape))
 

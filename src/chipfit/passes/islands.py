@@ -22,7 +22,8 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from chipfit.calibration.collect import TensorStats
 from chipfit.decide.assignment import Assignment
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import Graph
+from chipfit.graph.linear import products
 from chipfit.ranges import choose
 from chipfit.registry import Setting, register
 
@@ -115,7 +116,7 @@ def _cut(graph: Graph, assignment: Assignment, stats: dict[str, TensorStats]) ->
             if label > _FLOATS:
                 capacity[_CODES, label] += _TIE * _size(graph, value)
         if n.name == kernel and {"float", "whole"} <= {*can}:
-            capacity[_CODES, side(kernel, "reads")] += _PRODUCT * _products(graph, n)
+            capacity[_CODES, side(kernel, "reads")] += _PRODUCT * products(graph, n)
             capacity[side(kernel, "writes"), side(kernel, "reads")] = math.inf  # no kernel makes codes of floats
     if not number:
         return {}
@@ -142,11 +143,6 @@ def _cut(graph: Graph, assignment: Assignment, stats: dict[str, TensorStats]) ->
 def _size(graph: Graph, value: str) -> int:
     """Numbers of a value, of one sample where the batch is open."""
     return math.prod(d or 1 for d in graph.shape(value))
-
-
-def _products(graph: Graph, n: Node) -> int:
-    """Multiply-accumulates of a product of two values; 0 of every other operator."""
-    return _size(graph, n.output) * (graph.shape(n.data)[-1] or 1) if n.op == "MatMul" else 0
 
 
 def _noise(value: str, assignment: Assignment, stats: dict[str, TensorStats]) -> float:

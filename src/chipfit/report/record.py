@@ -29,6 +29,7 @@ class LayerRow:
     differing: int | None  #: integers that differ between simulator and device
     why: str  #: why it runs in float
     origin: str = ""  #: where the range came from
+    products: float = 0.0  #: multiplications of one sample
     weight_format: str = ""  #: "" without quantized weights
     weight_sqnr_db: float | None = None  #: of its stored weights; needs no data
     bars: tuple[float, ...] = ()  #: share of calibration values in equal bins over [bars_low, bars_high)
@@ -97,8 +98,15 @@ class ReportData:
 
     @property
     def integer_share(self) -> float:
-        """Share of operators that run in integers or move codes."""
-        return sum(r.exec != "float" for r in self.layers) / max(1, len(self.layers))
+        """Share of all multiplications that run in integers; of operators where there are none."""
+        work = [r.products for r in self.layers]
+        work = work if any(work) else [1.0] * len(work)
+        return sum(n for n, r in zip(work, self.layers, strict=True) if r.exec != "float") / max(1.0, sum(work))
+
+    @property
+    def integers(self) -> int:
+        """Operators that run in integers or move codes."""
+        return sum(r.exec != "float" for r in self.layers)
 
     @property
     def verdict(self) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from chipfit.graph.ir import Graph, Node
+from chipfit.graph.linear import products
 from chipfit.graph.ops import OPS
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.platform.modelled import not_modelled, whole_arithmetic
@@ -60,6 +61,7 @@ def build(
             low=t.low,
             high=t.high,
             origin=t.origin,
+            products=0.0 if node.op == "Input" else products(graph, node),
             clip_low=clip_low,
             clip_high=clip_high,
             clipped=_clipped(seen, one),

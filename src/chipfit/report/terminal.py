@@ -120,7 +120,8 @@ def facts(report: ReportData) -> dict[str, str]:
         weights += f" ({size(report.padded_bytes)} padded to the chip's SIMD width)"
     share, count = 100 * report.integer_share, len(report.layers)
     out = {"platform": f"{report.platform}  {report.title}", "weights": weights}
-    out["operators"] = f"{share:.0f} % of {count} run in integers, as {len(report.kernels)} kernels"
+    out["integers"] = f"{share:.0f} % of all multiplications; {report.integers} of {count} operators"
+    out["kernels"] = str(len(report.kernels))
     if report.timings:
         out["time"] = ", ".join(f"{k} {v:.2f} s" for k, v in report.timings.items())
     return out
