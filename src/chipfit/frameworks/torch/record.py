@@ -289,12 +289,12 @@ def _counts(indices: Any) -> bool:
 
 
 def _slices_batch(shape: tuple[Any, ...], index: Any) -> bool:
-    """Whether x[index] has a slice of an axis whose size follows the batch."""
+    """Whether x[index] has a slice of a part of an axis whose size follows the batch."""
     taken = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not None]
     rest = next((k for k, i in enumerate(taken) if i is ...), len(taken))
     behind = taken[rest + 1 :]
     pairs = [*zip(taken[:rest], shape, strict=False), *zip(behind[::-1], shape[::-1], strict=False)]
-    return any(isinstance(i, slice) and isinstance(size, Open) for i, size in pairs)
+    return any(isinstance(i, slice) and i != slice(None) and isinstance(size, Open) for i, size in pairs)
 
 
 def _joined(a: Any, b: Any) -> Any:
