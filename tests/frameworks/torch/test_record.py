@@ -84,6 +84,10 @@ SAME = {
     "a weight as a constant": lambda m, x: (x @ m.table.T).softmax(-1),
     "a tensor that is made": lambda m, x: x + torch.arange(4) / 4,
     "a loop over a fixed axis": lambda m, x: sum(x[..., k] * k for k in range(x.shape[1])),
+    "a region without gradients": lambda m, x: torch.no_grad()(m.dense)(x),
+    "a part of a multiple of the batch": lambda m, x: x.view(2 * x.shape[0], 2).view(2 * x.shape[0] // 2, -1).tanh(),
+    "what is known of the batch": lambda m, x: x + 1 if x.shape == x.tanh().shape else x,
+    "what is left out of an export": lambda m, x: x + 1 if torch.compiler.is_exporting() or x.sum() > 0 else x,
     "a choice by a fixed axis": lambda m, x: m.dense(x) if x.shape[-1] > 3 and x.is_floating_point() else x,
 }
 
@@ -122,6 +126,25 @@ def test_the_whole_batch_in_an_index_is_no_call(name):
     assert torch.equal(run(graph, [more])[graph.outputs[0]], model(more))
 
 
+#: what is given the size itself; `torch.export` names it after every one that it read
+SIZES = {
+    "the batch in a product": lambda m, x: x / x.shape[0],
+    "the batch as the end of a count": lambda m, x: x + torch.arange(x.shape[0])[:, None],
+    "the batch in a mask": lambda m, x: x * (torch.arange(x.shape[0]).view(-1, 1) > -1),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_that_is_computed_with_is_read_from_the_input(name):
+    model, batch = Of(SIZES[name]).eval(), torch.randn(4, 4)
+    program, out = record(copy.deepcopy(model), (batch,), {})
+    graph = read(program, model, ((batch,), {}), out)
+    assert [n.inputs for n in graph if n.op == "Size"] == [("input",)]
+    for count in (1, 2, 7):
+        more = torch.randn(count, 4)
+        assert torch.equal(run(graph, [more])[graph.outputs[0]], model(more))
+
+
 UNCLEAR = {
     "a branch on a value": lambda m, x: x if x.sum() > 0 else -x,
     "a value as a number": lambda m, x: x * float(x.max()),
@@ -134,7 +157,9 @@ UNCLEAR = {
     "the first of a batch in an index": lambda m, x: x[:1] + x,
     "all but the first of a batch in an index": lambda m, x: x[1:, None].sum() + x,
     "a limit on the batch": lambda m, x: x if x.shape[0] < 8 else -x,
-    "the batch in a product": lambda m, x: x / x.shape[0],
+    "a part of the batch and more": lambda m, x: F.pad(x, (0, 0, 2, 0)).view((2 * x.shape[0] + 4) // 2, 4)[:, 0],
+    "another part of the batch": lambda m, x: x.view(2 * x.shape[0] // 3 or 1, -1),
+    "a batch that happens to be another size": lambda m, x: x if x.shape[0] == x.view(-1).shape[0] - 6 else -x,
     "the batch as a bound": lambda m, x: x + torch.arange(len(x))[:, None],
     "a loop over the batch": lambda m, x: torch.stack([m.dense(r) for r in x]),
     "one batch only": lambda m, x: x.view(2, 4) + m.table[:2],
@@ -146,7 +171,6 @@ UNCLEAR = {
     "an entry that is written": lambda m, x: x.tanh().index_fill_(1, torch.tensor([0]), 0.0),
     "a tensor that is no weight": lambda m, x: x * m.loose,
     "what is drawn": lambda m, x: x + torch.rand_like(x),
-    "a region without gradients": lambda m, x: torch.no_grad()(m.dense)(x),
 }
 
 
@@ -160,9 +184,9 @@ def test_what_a_run_hides_is_unclear(name):
 
 
 def test_what_is_unclear_is_captured_all_the_same():
-    mean = capture(Of(UNCLEAR["the batch in a product"]).eval(), (torch.randn(2, 4),))
+    part = capture(Of(UNCLEAR["all but the first of a batch in an index"]).eval(), (torch.randn(2, 4),))
     x = torch.randn(5, 4)
-    assert torch.equal(run(mean, [x])[mean.outputs[0]], x / 5)
+    assert torch.equal(run(part, [x])[part.outputs[0]], x[1:].sum() + x)
 
 
 def test_the_length_of_a_batch_leaves_it_open():

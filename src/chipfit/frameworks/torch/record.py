@@ -6,11 +6,12 @@ differ, the batch decides. Whatever a run could hide (values that the model look
 that it writes) is `Unclear`, and left to `torch.export`.
 """
 
+import contextlib
 import inspect
 import operator
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -33,10 +34,10 @@ from chipfit.frameworks.torch.program import (
     writes_elsewhere,
 )
 
-#: what a tensor tells of itself and not of its values; properties aside
+#: what a tensor tells of itself and not of its values, properties aside; and what changes no number here
 _ASKED = """
     size stride dim ndimension numel nelement element_size storage_offset is_floating_point is_complex is_signed
-    is_contiguous is_same_size get_device type __len__ result_type can_cast promote_types _assert
+    is_contiguous is_same_size get_device type __len__ result_type can_cast promote_types _assert _set_grad_enabled
 """
 _HIDES = torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output
 
@@ -80,14 +81,15 @@ def record(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         return x[:2] if batch > 2 else torch.cat([x, x[:1]])
 
     draws = torch.get_rng_state()
-    first = _Run(names, weights, path, None)
+    first = _Run(names, weights, path, batch, None)
     out = first.through(model, args, kwargs)
     if not torch.equal(draws, torch.get_rng_state()):
         torch.set_rng_state(draws)
         raise Unclear
-    second = _Run(names, weights, path, first)
+    second = _Run(names, weights, path, 2 if batch > 2 else batch + 1, first)
     second.through(model, tuple(map(other, args)), {k: other(x) for k, x in kwargs.items()})
     first.join(second)
+    first.drop_unused()
     return Program(first.graph, None, weights, first.weight_of, first.inputs, first.results, first.out_tree), out
 
 
@@ -111,19 +113,39 @@ def _follow(name: str, m: torch.nn.Module, path: list[str]) -> None:
 
 
 class _Size(int):
-    """A size that follows the batch. Sums and products with a number tell two batches apart; the rest might not."""
+    """A size that follows the batch, by so much for each sample.
+
+    Sums and products with numbers are sizes too, and parts of what is a multiple of the batch; two that follow it alike
+    are equal. Anything else might turn out otherwise for another batch.
+    """
 
     run: "_Run"
+    slope: int
+
+    @property
+    def rest(self) -> int:
+        """What it would be without samples."""
+        return int.__sub__(self, int.__mul__(self.slope, self.run.batch))
 
 
 def _computed(name: str) -> Callable[..., Any]:
     """The method of `_Size` that stands for the one of int."""
+    plain = getattr(int, f"__{name}__")
 
     def method(size: _Size, *operands: Any) -> Any:
-        keeps = name in ("add", "radd", "sub", "rsub") or (name in ("mul", "rmul") and 0 not in operands)
-        if not keeps or not all(type(x) is int for x in operands):
-            size.run.give_up()
-        return size.run.size(getattr(int, f"__{name}__")(size, *operands))
+        other = operands[0] if len(operands) == 1 else None
+        slope = None
+        if name in ("eq", "ne") and type(other) is _Size and (other.slope, other.rest) == (size.slope, size.rest):
+            return name == "eq"
+        if name in ("add", "radd", "sub") and type(other) is int:
+            slope = size.slope
+        elif name in ("mul", "rmul") and type(other) is int and other:
+            slope = size.slope * other
+        elif name == "rsub" and type(other) is int:
+            slope = -size.slope
+        elif name == "floordiv" and type(other) is int and other and not size.rest and not size.slope % other:
+            slope = size.slope // other
+        return size.run.give_up() if slope is None else size.run.size(plain(size, *operands), slope)
 
     return method
 
@@ -150,20 +172,27 @@ class _Run(_Calls, TorchDispatchMode):
         names: of the inputs.
         weights: parameters and buffers by name.
         path: the modules that run now, which their hooks tell.
+        batch: its size in this run.
         before: an earlier run, with another size of the batch.
     """
 
     def __init__(
-        self, names: list[str], weights: Mapping[str, torch.Tensor], path: list[str], before: "_Run | None"
+        self,
+        names: list[str],
+        weights: Mapping[str, torch.Tensor],
+        path: list[str],
+        batch: int,
+        before: "_Run | None",
     ) -> None:
         super().__init__()
-        self.path, self.before = path, before
+        self.path, self.batch, self.before = path, batch, before
         self.graph = torch.fx.Graph()
         self.calls = WeakIdKeyDictionary()  #: tensor -> the node that made it
         self.answers: list[tuple[str, Any]] = []  #: what the model asked of tensors
         self.indexed: list[tuple[torch.fx.Node, Any]] = []  #: operands and indices of x[...]
         self.function: tuple[str, str] | None = None  #: torch's function that was called last, as torch.export tells it
         self.unclear = False  #: also when the model catches the exception
+        self.counted = False  #: the model took the length of a batch, which Python makes a number that tells nothing
         self._counts: dict[str, int] = {}
         self.weight_of = {self._placeholder(t): name for name, t in weights.items()}
         self.inputs = dict.fromkeys(names, "")
@@ -178,9 +207,9 @@ class _Run(_Calls, TorchDispatchMode):
         self.unclear = True
         raise Unclear
 
-    def size(self, value: int) -> _Size:
+    def size(self, value: int, slope: int) -> _Size:
         size = _Size(value)
-        size.run = self
+        size.run, size.slope = self, slope
         return size
 
     def through(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -188,7 +217,7 @@ class _Run(_Calls, TorchDispatchMode):
         placeholders = [self._placeholder(x) for x in (*args, *kwargs.values())]
         self.inputs = dict(zip(placeholders, self.inputs, strict=True))
         try:
-            with torch.inference_mode(), _Functions(self), self:
+            with torch.inference_mode(), _exporting(), _Functions(self), self:
                 out = model(*args, **kwargs)
         except Exception as e:  # the user's code may raise anything
             raise Unclear from e
@@ -213,13 +242,17 @@ class _Run(_Calls, TorchDispatchMode):
         if self.before is None:
             return answer
         was, old = self.before.answers[k] if k < len(self.before.answers) else ("", None)
+        self.counted |= name == "__len__" and old != answer
         return self._told(old, answer) if was == name else self.give_up()
 
     def _told(self, old: Any, new: Any) -> Any:
         if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
             return type(new)(self._told(a, b) for a, b in zip(old, new, strict=True))
         if type(old) is int and type(new) is int:
-            return new if old == new else self.size(new)
+            if old == new or self.before is None:
+                return new
+            slope, rest = divmod(new - old, self.batch - self.before.batch)
+            return self.give_up() if rest else self.size(new, slope)
         return new if old == new else self.give_up()
 
     def enter_function(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -275,12 +308,27 @@ class _Run(_Calls, TorchDispatchMode):
             n.meta["val"] = _joined(n.meta["val"], m.meta["val"])
         if any(_slices_batch(n.meta["val"].shape, index) for n, index in self.indexed):
             raise Unclear  # torch.export finds a call of slice there
+        if other.counted and any(map(_computes_with_sizes, self.graph.nodes)):
+            raise Unclear
         results = _joined(self.results, other.results)
         taken = {
             n.target.overloadpacket.__name__ for n in self.graph.nodes if isinstance(n.target, torch._ops.OpOverload)
         }
         if results != self.results or self.out_tree != other.out_tree or taken.intersection(self.inputs.values()):
             raise Unclear
+
+    def drop_unused(self) -> None:
+        """Forget calls whose results nothing reads, as `torch.export` does."""
+        for n in reversed(list(self.graph.nodes)):
+            writes = isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable
+            if n.op == "call_function" and not (n.users or writes or n in self.results):
+                self.graph.erase_node(n)
+
+
+def _computes_with_sizes(n: torch.fx.Node) -> bool:
+    """Whether a call is given an open size, and not to lay out what it has."""
+    shapes = isinstance(n.target, torch._ops.OpOverload) and n.target.overloadpacket.__name__ in ("view", "reshape")
+    return not shapes and any(isinstance(x, Open) for x in pytree.tree_leaves((n.args, n.kwargs)))
 
 
 def _counts(indices: Any) -> bool:
@@ -324,6 +372,19 @@ def _line() -> str:
     while frame is not None and (frame.f_code.co_name != "forward" or frame.f_code.co_filename.startswith(TORCH)):
         frame = frame.f_back
     return f'File "{frame.f_code.co_filename}", line {frame.f_lineno}, in forward' if frame else ""
+
+
+@contextlib.contextmanager
+def _exporting() -> Iterator[None]:
+    """Tell the model that it is exported, as `torch.export` does: many then leave out looks at values."""
+    flags = {name: getattr(torch.compiler, name, False) for name in ("_is_compiling_flag", "_is_exporting_flag")}
+    try:
+        for name in flags:
+            setattr(torch.compiler, name, True)
+        yield
+    finally:
+        for name, before in flags.items():
+            setattr(torch.compiler, name, before)
 
 
 class _Functions(TorchFunctionMode):

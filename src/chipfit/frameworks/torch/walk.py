@@ -51,6 +51,7 @@ class _Walk:
         self.program, self.draft = program, Draft(model, program.weights)
         self.tensors: list[int] = []  #: which leaves of the call are tensors
         self.leaves = 0  #: of the call, so far
+        self._sizes: dict[Open, str] = {}  #: values of open sizes
 
     def through(self, graph: torch.fx.Graph, owner: Any, placeholder: Callable[[torch.fx.Node], Any]) -> None:
         """Read one graph.
@@ -145,7 +146,7 @@ class _Walk:
             if isinstance(x, (list, tuple)):
                 return [template(i) for i in x]
             if isinstance(x, Open):
-                raise Unclear
+                return known(self.size(n, x))
             if isinstance(x, dict):
                 return {k: template(v) for k, v in x.items()}
             if isinstance(x, (torch.dtype, torch.layout, torch.memory_format)):
@@ -161,6 +162,19 @@ class _Walk:
         many = isinstance(result, (tuple, list))
         values = self.draft.append(n, OPAQUE, inputs, attrs, list(result) if many else [result])
         return tuple(values) if many else values[0]
+
+    def size(self, n: torch.fx.Node, size: Open) -> str:
+        """The value of a size of an input that a call was given as a number; read once.
+
+        Raises:
+            Unclear: no input has it.
+        """
+        name, axis = self.draft.sizes.get(str(size), ("", 0))
+        if not name:
+            raise Unclear
+        if size not in self._sizes:
+            self._sizes[size] = self.draft.append(n, "Size", [name], {"axis": axis}, [0], f"{name}_size")[0]
+        return self._sizes[size]
 
     def inline(self, n: torch.fx.Node) -> None:
         """Read the inner graph of `wrap_with_set_grad_enabled` and the like in place."""
