@@ -182,7 +182,7 @@ class Table:
         for t in sorted(found, key=lambda t: (self.seconds[t], t)):
             stem = t.partition("[")[0]
             seen[stem] += 1
-            weight = 0.25 if t.startswith(own) else 0.5 if t.startswith(room) else 2
+            weight = 0.1 if t.startswith(own) else 0.2 if t.startswith(room) else 2
             late = 0.02 * seen[stem] + 0.05 * (weight == 2)
             if any(often[w] <= max(5, len(found) // 20) for w in told[t]):
                 weight, late = weight / 8, 0.0

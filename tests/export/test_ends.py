@@ -64,6 +64,18 @@ def test_a_file_of_codes_computes_what_the_file_of_floats_does(results, tmp_path
     assert [r.elements for r in check.rows] == [r.elements for r in plain.rows]
 
 
+@pytest.mark.parametrize("runtime", ["litert", "litert_optimized", "litert_reference"])
+def test_halves_of_a_step_are_rounded_as_the_runtime_rounds_them(results, tmp_path, runtime):
+    """Inputs half way between two codes, and a hair beside: of each family the codes that it computes itself."""
+    result = results["tflite_int8"]
+    scale = result.plan["x"].scale.item()
+    x = (torch.arange(768).reshape(4, 3, 8, 8) - 384) / 4 * scale
+    x = x + torch.tensor([0.0, 1e-7, -1e-7, 0.0]).view(4, 1, 1, 1) * scale
+    path = result.export(tmp_path / "codes.tflite", io="int8")
+    assert result.verify([x], runtime=runtime, path=path).rows[0].differing == 0
+    assert result.verify([x], runtime=runtime).rows[0].differing == 0
+
+
 def fed(path, given):
     """What LiteRT itself makes of codes."""
     interpreter = Interpreter(model_path=str(path))

@@ -9,13 +9,24 @@ A file may take and give codes in place of floats: a runtime is given floats all
 of such an input count as a tensor.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
+#: float32 numbers and a scale -> how many steps of it they are, rounded
+Steps = Callable[[np.ndarray, Any], np.ndarray]
 
-def to_codes(x: np.ndarray, scale: float, zero_point: int, dtype: np.dtype) -> np.ndarray:
-    """What an app hands over for reals: round(x * (1 / scale)) + zero_point, halves to even, within the type."""
+
+def divided(x: np.ndarray, scale: Any) -> np.ndarray:
+    """x / scale, halves to even: as ONNX says."""
+    return np.rint(x / scale)
+
+
+def to_codes(x: np.ndarray, scale: float, zero_point: int, dtype: np.dtype, steps: Steps = divided) -> np.ndarray:
+    """What an app hands over for reals, with the rounding of the runtime's own kernel, within the type."""
     ends = np.iinfo(dtype)
-    q = np.rint(x.astype(np.float32) * (np.float32(1) / np.float32(scale))) + np.float32(zero_point)
+    q = steps(x.astype(np.float32), np.float32(scale)) + np.float32(zero_point)
     return np.clip(q, ends.min, ends.max).astype(dtype)
 
 

@@ -4,7 +4,7 @@ import contextlib
 import math
 import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class LiteRt:
     """
 
     resolver = "AUTO"  #: how LiteRT names it
+    #: what its kernels make of reals
+    steps: Callable[[np.ndarray, Any], np.ndarray] = staticmethod(lambda x, s: np.rint(x * (np.float32(1) / s)))
 
     def __init__(self, path: str | Path, tensors: Sequence[str] = ()) -> None:
         """Load `path` and make the tensors named in `tensors` readable.
@@ -86,7 +88,7 @@ class LiteRt:
             raise RuntimeUnavailable("The file takes other inputs", got=shapes[0], allowed=shapes[1], hint=hint)
         forms = self.notes.get("inputs") or [None] * len(inputs)
         numbers = [_coded(d) for d in self.inputs]
-        inputs = [to_codes(x, *c) if c else x for x, c in zip(inputs, numbers, strict=True)]
+        inputs = [to_codes(x, *c, steps=self.steps) if c else x for x, c in zip(inputs, numbers, strict=True)]
         named = [d["name"] if c else "" for d, c in zip(self.inputs, numbers, strict=True)]
         codes = {name: x for name, x in zip(named, inputs, strict=True) if name in self._asked}
         given = [x.transpose(f) if f else x for x, f in zip(inputs, forms, strict=True)]
@@ -146,6 +148,7 @@ class LiteRtReference(LiteRt):
     """Every operator by its reference kernel."""
 
     resolver = "BUILTIN_REF"
+    steps = staticmethod(lambda x, s: np.trunc(np.float64(x / s) + np.copysign(0.5, x)))  # halves away from zero
 
 
 @register("runtime", "litert_optimized", **_DECLARED, kernels="litert_optimized")

@@ -90,8 +90,8 @@ class _Codes(TypedDict):
     """How an input or output is handed over."""
 
     type: Literal["int8", "uint8", "int16", "uint16"]
-    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    zero_point: int
+    scale: Annotated[float, Field(ge=1e-38, le=1e38)]
+    zero_point: Annotated[int, Field(ge=-(1 << 16), le=1 << 16)]
     own: bool
 
 
