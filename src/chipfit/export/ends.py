@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from chipfit.errors import ConfigError, UnsupportedError
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
+from chipfit.registry import is_number
 
 #: types in which codes are handed over -> their bits, and whether they have a sign
 TYPES = {"int8": (8, True), "uint8": (8, False), "int16": (16, True), "uint16": (16, False)}
@@ -97,7 +98,8 @@ def _notes(graph: Graph, labels: Any, mean: Any, std: Any) -> dict[str, Any]:
     notes: dict[str, Any] = {}
     if labels is not None:
         sizes = {s for s in graph.shape(graph.outputs[0])[1:] if s is not None}
-        if isinstance(labels, str) or not all(isinstance(n, str) and n and "\n" not in n for n in labels):
+        lines = isinstance(labels, (list, tuple)) and all(isinstance(n, str) and n and "\n" not in n for n in labels)
+        if not lines:
             raise ConfigError("Labels are no names", got=repr(labels)[:80], allowed="a list of lines of text")
         if sizes and len(labels) not in sizes:
             allowed = " or ".join(map(str, sorted(sizes)))
@@ -105,16 +107,16 @@ def _notes(graph: Graph, labels: Any, mean: Any, std: Any) -> dict[str, Any]:
         notes["labels"] = list(labels)
     for key, value in (("mean", mean), ("std", std)):
         if value is not None:
-            numbers = [value] if isinstance(value, (int, float)) else list(value)
+            numbers = list(value) if isinstance(value, (list, tuple)) else [value]
             low = -math.inf if key == "mean" else 0.0
-            if not numbers or not all(isinstance(v, (int, float)) and low < v < math.inf for v in numbers):
+            if not numbers or not all(is_number(v) and low < v for v in numbers):
                 raise ConfigError(f"`{key}` is not understood", got=repr(value)[:80], allowed=f"numbers above {low:g}")
             notes[key] = [float(v) for v in numbers]
     if ("mean" in notes) != ("std" in notes) or len(notes.get("mean", ())) != len(notes.get("std", ())):
         raise ConfigError(
             "`mean` and `std` go together", got=f"mean {mean}, std {std}", allowed="one of each a channel"
         )
-    channels = {s for s in graph.shape(graph.inputs[0]) if s is not None} | {1}
+    channels = {s for i in graph.inputs[:1] for s in graph.shape(i) if s is not None} | {1}
     if "mean" in notes and len(notes["mean"]) not in channels:
         got = f"{len(notes['mean'])} numbers"
         raise ConfigError(

@@ -51,7 +51,6 @@ class _Walk:
         self.program, self.draft = program, Draft(model, program.weights)
         self.tensors: list[int] = []  #: which leaves of the call are tensors
         self.leaves = 0  #: of the call, so far
-        self._sizes: dict[Open, str] = {}  #: values of open sizes
 
     def through(self, graph: torch.fx.Graph, owner: Any, placeholder: Callable[[torch.fx.Node], Any]) -> None:
         """Read one graph.
@@ -164,17 +163,15 @@ class _Walk:
         return tuple(values) if many else values[0]
 
     def size(self, n: torch.fx.Node, size: Open) -> str:
-        """The value of a size of an input that a call was given as a number; read once.
+        """The value of a size of an input that a call was given as a number.
 
         Raises:
             Unclear: no input has it.
         """
-        name, axis = self.draft.sizes.get(str(size), ("", 0))
-        if not name:
-            raise Unclear
-        if size not in self._sizes:
-            self._sizes[size] = self.draft.append(n, "Size", [name], {"axis": axis}, [0], f"{name}_size")[0]
-        return self._sizes[size]
+        try:
+            return Call(self.draft, n, "size", {}).size(size)
+        except Unreadable as e:
+            raise Unclear from e
 
     def inline(self, n: torch.fx.Node) -> None:
         """Read the inner graph of `wrap_with_set_grad_enabled` and the like in place."""
