@@ -336,6 +336,12 @@ def test_an_option_of_another_format_is_refused(results, tmp_path, suffix, optio
         results["tflite_int8"].export(tmp_path / f"m{suffix}", **options)
 
 
+def test_codes_that_the_file_has_no_type_for_are_refused(results, tmp_path):
+    with pytest.raises(UnsupportedError, match="no such codes. Got: io: uint16. Allowed: int8, uint8, int16"):
+        results["tflite_int16x8"].export(tmp_path / "m.tflite", io="uint16")
+    assert not list(tmp_path.iterdir())
+
+
 def test_integers_that_a_model_takes_stay_what_they_are(tmp_path):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 4))

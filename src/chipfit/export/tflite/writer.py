@@ -72,6 +72,9 @@ def content(
             what = "The file holds one sample here, and this model compares samples with each other"
             raise UnsupportedError(what, got=", ".join(across[:8]), hint="pass `batch`, the number of them in a call")
     handed = ends_of(graph, plan or Plan(), **ends)
+    for codes in (*handed.inputs.values(), *handed.outputs.values()):
+        if codes.type not in TYPES:
+            raise UnsupportedError("The file has no such codes", got=f"io: {codes.type}", allowed="int8, uint8, int16")
     return Writer(graph, plan or Plan(), batch, keep_layout, handed).write() + attached(handed.notes)
 
 
