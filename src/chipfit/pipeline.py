@@ -23,6 +23,7 @@ from chipfit.calibration.slips import explained
 from chipfit.decide import scales
 from chipfit.decide.assignment import Assignment, assign
 from chipfit.decide.bounds import plan_limits
+from chipfit.decide.dynamic import with_dynamic, without_dynamic
 from chipfit.decide.heard import unheard, untaken
 from chipfit.decide.overrides import Overrides, resolve_overrides, to_record, with_results
 from chipfit.decide.requantize import requantize
@@ -547,9 +548,13 @@ def decide(
         assignment, more = steps.settle(g, assignment, platform, settings)
         return assignment, notes + more
 
+    graph = without_dynamic(graph)
     assignment, notes = one_pass(graph)
     apart, insertions = requantize(graph, platform, assignment)
     if apart is not graph:
+        assignment, notes = one_pass(apart)
+    if assignment.dynamic:
+        apart = with_dynamic(apart, platform, assignment)
         assignment, notes = one_pass(apart)
     said = unheard(apart, assignment, overrides) + untaken(apart, platform, assignment)
     return apart, assignment, notes + insertions + said

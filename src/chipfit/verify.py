@@ -23,7 +23,7 @@ from chipfit.export import InFile, export, format_of
 from chipfit.export.names import output_names
 from chipfit.files import path_of
 from chipfit.graph.builder import needed
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import DYNAMIC, Graph
 from chipfit.plan.record import Plan
 from chipfit.platform.modelled import not_modelled, whole_arithmetic
 from chipfit.platform.schema import Platform
@@ -135,7 +135,7 @@ class Row:
 
 @dataclass
 class Output:
-    """What the device returns, against the simulation."""
+    """Floats that the device hands over, as its outputs or inside, against the simulation."""
 
     name: str
     tensor: str
@@ -146,6 +146,7 @@ class Output:
     gap: float = 0.0  #: largest difference from the simulation, each side running on its own results
     op_gap: float = 0.0  #: the same given the device's codes, relative to the span of its codes or its largest number
     wrong: str = ""  #: what should not be, besides numbers that differ
+    inner: bool = False  #: no output of the model: floats that the next kernel rounds to a range of the moment
 
     def add(self, device: Tensor | None, free: Tensor, alone: Tensor) -> None:
         """Count one batch: the device's numbers, the simulation's, and the simulation's given the device's codes."""
@@ -238,7 +239,7 @@ class Verification(Shown):
     @property
     def output_gap(self) -> float:
         """Largest difference between outputs of the device and of the integer simulation."""
-        return max((o.gap for o in self.outputs), default=0.0)
+        return max((o.gap for o in self.outputs if not o.inner), default=0.0)
 
     @property
     def file_departures(self) -> list[str]:
@@ -250,7 +251,7 @@ class Verification(Shown):
     def departures(self) -> list[str]:
         """All that should not be, in a sentence each: first what the file holds, then tensors in execution order."""
         rows = [f"{r.who}: {r.fault}" for r in self.rows if r.fault and not r.wrong]
-        outputs = [f"output '{o.name}': {o.fault}" for o in self.outputs if o.fault]
+        outputs = [f"{'float' if o.inner else 'output'} '{o.name}': {o.fault}" for o in self.outputs if o.fault]
         return [*self.file_departures, *rows, *outputs]
 
     @property
@@ -261,7 +262,12 @@ class Verification(Shown):
     @property
     def sound(self) -> bool:
         """Every operator, given the device's inputs, computes the device's integers, but for `BORDER` in float."""
-        return self.integers > 0 and not self.departures
+        return self.checked and not self.departures
+
+    @property
+    def checked(self) -> bool:
+        """Integers were compared: of tensors, or of the weights in the file where nothing else is stored in codes."""
+        return self.integers > 0 if self.rows else any(h.elements for h in self.held)
 
     @property
     def verdict(self) -> str:
@@ -300,7 +306,7 @@ class Verification(Shown):
             VerificationError: something departs, or another operator runs in float; lists all that do.
         """
         others = [f"{op} runs in float" for op in sorted(self.float_ops.difference(float_ops))]
-        found = [*self.departures, *others] or ([] if self.integers else ["nothing was compared"])
+        found = [*self.departures, *others] or ([] if self.checked else ["nothing was compared"])
         if found:
             got = "; ".join(found[:8]) + (f"; and {len(found) - 8} more" if len(found) > 8 else "")
             allowed = f"in float: {', '.join(sorted(float_ops)) or 'nothing'}; elsewhere no difference"
@@ -317,11 +323,14 @@ class Verification(Shown):
         constants = [h for h in self.held if h.role != "activation"]
         right = sum(not h.fault and not h.why for h in constants)
         line += f"; {right} of {len(constants)} weights and biases read back from the file" if constants else ""
-        return f"{line}; {100 * self.exact_share:.2f} % of all integers compared at 0"
+        inner = [not o.fault for o in self.outputs if o.inner]
+        line += f"; {sum(inner)} of {len(inner)} floats as kernels round them each time" if inner else ""
+        return f"{line}; {100 * self.exact_share:.2f} % of all integers compared at 0" if self.rows else line
 
     def summary(self) -> str:
         """A few lines for a person."""
-        lines = [f"{self.runtime}: {self.differing} of {self.integers} integers differ over {self.samples} samples"]
+        found = f"{self.differing} of {self.integers} integers differ" if self.rows else "no value is stored in codes"
+        lines = [f"{self.runtime}: {found} over {self.samples} samples"]
         lines.append(self.coverage())
         if self.departures:
             more = len(self.departures) - 1
@@ -402,10 +411,13 @@ def verify(
     found = entry("runtime", runtime)
     require(found)
     quantized = [v for v in (*graph.inputs, *(o for n in graph.nodes for o in n.outputs)) if plan.quantized(v)]
+    #: floats that kernels round to a range of the moment
+    moment = dict.fromkeys(n.data for n in graph.nodes if n.op == DYNAMIC and n.data not in graph.inputs)
+    moment = {v: None for v in moment if not plan.quantized(v)}
     with tempfile.TemporaryDirectory() as folder:
         suffix = found.declares.suffix
         file = given or export(graph, plan, Path(folder) / f"model{suffix}", platform)
-        device = found.thing(file, [found.declares.codes.format(v) for v in quantized])
+        device = found.thing(file, [*(found.declares.codes.format(v) for v in quantized), *moment])
         stored = format_of(suffix).declares.stored
         held = stored(file) if stored is not None else None
     promised = runtime in platform.runtimes and whole_arithmetic(platform)
@@ -421,6 +433,7 @@ def verify(
         codes = plan.stored(v)
         span = float(codes.scale.max()) * (codes.grid.qmax - codes.grid.qmin) if codes is not None else 0.0
         out.outputs.append(Output(name, v, () if span or v in graph.weights else behind(v), span))
+    out.outputs += [Output(v, v, behind(v), inner=True) for v in moment]
     if held is not None:
         read = dict.fromkeys(i for n in graph.nodes for i in n.inputs if i in graph.weights and plan.quantized(i))
         by_tensor = _by_tensor({*plan.tensors, *graph.weights}, held)
@@ -481,21 +494,23 @@ class _Comparison:
             hint = "is this the file that was written for this model?"
             what = f"'{self.out.runtime}' returned none of the {len(self.out.rows)} tensors that were asked for"
             raise RuntimeUnavailable(what, got=", ".join(list(got)[:8]) or "nothing", hint=hint)
+        free_of = [output(self.graph, self.plan, free, o.tensor) for o in self.out.outputs]
+        inner = {o.tensor: x for o, x in zip(self.out.outputs, free_of, strict=True) if o.inner}
+        floats = {v: got[v].reshape(x.shape) for v, x in inner.items() if v in got and got[v].numel() == x.numel()}
         before: dict[str, Any] = {}
-        alone = self._simulated(inputs, codes, before)
+        alone = self._simulated(inputs, codes | floats, before)
         for row in (r for r in self.out.rows if r.tensor in codes):
             name, q = row.tensor, codes[row.tensor]
             row.why = "" if q.numel() or row.elements else "empty"
             unrounded = before.get(name) if row.float_ops else None
             row.add(q, free[name], alone[name], reals[name], self.plan[name], unrounded)
-        returned, outputs = list(got.values()), []
-        for k, o in enumerate(self.out.outputs):
-            device = returned[k] if k < len(returned) else None
-            outputs.append(output(self.graph, self.plan, free, o.tensor))
-            o.add(device, outputs[-1], output(self.graph, self.plan, alone | codes, o.tensor))
+        returned = list(got.values())
+        for k, (o, x) in enumerate(zip(self.out.outputs, free_of, strict=True)):
+            device = floats.get(o.tensor) if o.inner else returned[k] if k < len(returned) else None
+            o.add(device, x, output(self.graph, self.plan, alone | codes, o.tensor))
         first = reals[self.graph.outputs[0]]
         if label is not None and first.dim() == 2 and label.shape[:1] == first.shape[:1]:
-            found = {"float": first, "integer": outputs[0], "device": returned[0]}
+            found = {"float": first, "integer": free_of[0], "device": returned[0]}
             self._count(inputs, label, {k: y for k, y in found.items() if y.shape == first.shape})
 
     def _run(self, inputs: list[np.ndarray]) -> dict[str, Tensor]:
@@ -571,6 +586,7 @@ def _held(graph: Graph, plan: Plan, name: str, found: Sequence[InFile]) -> Held:
     constant = graph.weights[name].detach().cpu() if name in graph.weights else None
     for scale, zero in (pair for f in found for pair in f.numbers):
         for word, want, got in (("scale", stored.scale, scale), ("zero point", stored.zero_point, zero)):
+            want = want.t() if want.dim() > 1 and not np.array_equal(want.numpy(), got) else want  # in the other order
             a, b = np.broadcast_arrays(want.unique().numpy() if want.numel() != got.size else want.numpy(), got)
             if not np.array_equal(a, b):
                 at = np.unravel_index((a != b).argmax(), a.shape)

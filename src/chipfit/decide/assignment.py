@@ -14,7 +14,7 @@ from chipfit.decide.narrow import narrow
 from chipfit.decide.options import BY_HAND, either, usable
 from chipfit.decide.readers import requested, within_reach
 from chipfit.decide.ties import Binding
-from chipfit.decide.units import NO_FORMAT, Read, find_units, format_of
+from chipfit.decide.units import NO_FORMAT, Read, blocks_of, find_units, format_of
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph
 from chipfit.graph.ops import OPS
@@ -33,7 +33,8 @@ class Slot:
     role: Role
     format_name: str
     format: Format
-    axis: int | None = None  #: channel axis when the format is per channel
+    axis: int | None = None  #: channel axis when the format is per channel, that of the blocks when it is per block
+    block: int | None = None  #: numbers along it that share a scale, when the format is per block
     node: str = ""  #: node that makes (activation) or reads (weight, bias) it; "" for an input of the model
     rule: Rule | None = None  #: range rule that the user chose for it
     z_threshold: float | None = None
@@ -59,6 +60,8 @@ class Assignment:
     codes: frozenset[str] = frozenset()  #: values that their makers hand over in codes
     #: kernels that can do several things, by their first node -> "codes", "float" and "whole"; see `options.either`
     either: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    #: nodes whose kernels round what they read themselves, each time they run -> the format
+    dynamic: Mapping[str, str] = field(default_factory=dict)
 
     def with_bindings(self, more: Iterable[Binding]) -> Assignment:
         """The same with more rules to hold."""
@@ -109,6 +112,7 @@ def assign(
         groups=tuple(groups),
         codes=frozenset(formats.codes),
         either={d.unit.head.name: e for d in decisions if d.integer and (e := can.get(d.unit.head.name))},
+        dynamic={d.unit.head.name: d.option.dynamic for d in decisions if d.option and d.option.dynamic},
     )
 
 
@@ -227,11 +231,14 @@ class _Record:
             return False
         fmt = self.platform.formats[name]
         fmt = narrow(fmt, who=d.unit.who, method=choices.get("weight_method"), per=choices.get("per"))
-        axis = None
+        axis = block = None
         if fmt.per == "channel":
             axis = 0 if is_bias else self._channels(r)
+        elif found := blocks_of(fmt, node.op, self.graph.shape(r.tensor)) if fmt.per == "block" else None:
+            axis, block = found
         role: Role = "bias" if is_bias else "weight"
-        return self._store(r.tensor, role, name, fmt, axis=axis, node=node.name, rule=choices.get("weight_rule"))
+        facts = {"axis": axis, "block": block, "rule": choices.get("weight_rule")}
+        return self._store(r.tensor, role, name, fmt, node=node.name, **facts)
 
     def _channels(self, r: Read) -> int:
         """The axis of a weight that counts channels: of an embedding that a linear layer shares, that layer's."""

@@ -9,6 +9,9 @@ from chipfit.graph.ir import Graph
 from chipfit.platform.schema import Exec, Option, Platform
 
 
+OF_WEIGHTS_ALONE = "its weights alone are stored in codes"
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What a unit does."""
@@ -90,6 +93,8 @@ class Formats:
             if value not in self.of:
                 self._give(value, name)
         self._write(unit, option)
+        if option.reads == "float" and unit.data:
+            return Decision(unit, option, "float", OF_WEIGHTS_ALONE)
         return Decision(unit, option, unit.resolved.exec)
 
     def _write(self, unit: Unit, option: Option | None) -> None:

@@ -59,7 +59,7 @@ class Sources:
             return QParams(*numbers), "fixed by the platform"
         if s.role == "weight":
             rule = s.rule or (self.weight_rule if s.axis is not None or grid.symmetric else "no_clipping")
-            q = choose(self.graph.weights[s.name].detach(), grid, rule=rule, axis=s.axis)
+            q = choose(self.graph.weights[s.name].detach(), grid, rule=rule, axis=s.axis, block=s.block)
             lut = grid.kind == "lut"
             return q, "look-up table fitted to the weights" if lut else f"{name_of(rule)} over the weights"
         if s.range is not None:

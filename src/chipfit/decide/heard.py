@@ -46,6 +46,7 @@ def unheard(graph: Graph, assignment: Assignment, overrides: Overrides | None) -
 def _reasons(graph: Graph, assignment: Assignment) -> Callable[[str, Any, Node], str | None]:
     """f(choice, what is asked, node): why the node does not take it; "" when it does, None where it says nothing."""
     tails = {name: group[-1] for group in assignment.groups for name in group}
+    nodes = assignment.nodes
     made, slots, dictated = {n.name: n.output for n in graph.nodes}, assignment.slots, fixed(assignment.bindings)
     ties = {name: group for group in tie_groups(assignment.bindings) for name in group}
 
@@ -53,6 +54,11 @@ def _reasons(graph: Graph, assignment: Assignment) -> Callable[[str, Any, Node],
         tensor = made[tails.get(n.name, n.name)] if graph.is_float(n.output) else None
         if choice in OF_WEIGHTS:
             tensor = next((i for slot, i in graph.slots(n) if slot == "w"), None)
+        if choice == "inputs":
+            if tensor is None or not graph.is_float(n.data):
+                return None
+            takes = "dynamic" if n.name in assignment.dynamic else "codes" if nodes[n.name].exec != "float" else "float"
+            return "" if takes == asked and tensor in slots else f"it takes them in {takes}"
         if choice == "result" and tensor is not None:
             hands = "codes" if tensor in assignment.codes else "float"
             return "" if hands == asked else f"it hands over {hands}"

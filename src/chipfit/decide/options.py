@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from chipfit.decide.units import NO_FORMAT, Unit, agree, sibling
+from chipfit.decide.units import NO_FORMAT, Unit, agree, blocks_of, sibling
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph
 from chipfit.platform.match import as_tuple, needs_weight
@@ -12,8 +12,8 @@ from chipfit.platform.schema import WIDEST, Option, Platform
 #: what the user may say about bits -> the slots of an option that it is about, and what they hold
 _BITS = {"bits": (("w",), "weights"), "activation_bits": (("in_", "out"), "activations")}
 
-#: what the user may say about a result, which then is in codes
-_OF_RESULT = ("result", "activation_bits", "rule", "method", "range", "signed", "z_threshold")
+#: what the user may say about a result, which then is in codes, or about how data are read
+_OF_RESULT = ("result", "activation_bits", "rule", "method", "range", "signed", "z_threshold", "inputs")
 
 BY_HAND = "overrides keep it in float"
 
@@ -30,10 +30,11 @@ def usable(graph: Graph, platform: Platform, unit: Unit, kept: Mapping[str, str]
     Raises:
         UnsupportedError: the user asks for bits that no option offers.
     """
-    why = unit.kept_float or _obstacle(graph, platform, unit, kept)
-    if why or unit.resolved.exec == "float" or not unit.resolved.options:
+    options = _as_read(unit, [o for o in unit.resolved.options if _stores(o) and _in_blocks(graph, platform, unit, o)])
+    why = unit.kept_float or _obstacle(graph, platform, unit, options, kept)
+    if why or unit.resolved.exec == "float" or not options:
         return unit.with_options((), why=why or unit.resolved.why)
-    options = _with_result(platform, unit, [o for o in unit.resolved.options if _stores(o)])
+    options = _with_result(platform, unit, options)
     return unit.with_options(_with_bits(platform, unit, options))
 
 
@@ -68,23 +69,42 @@ def _with_result(platform: Platform, unit: Unit, options: list[Option]) -> list[
     return left
 
 
+def _as_read(unit: Unit, options: list[Option]) -> list[Option]:
+    """The options that take their data as the user asks; unasked none rounds them itself where the first does not."""
+    asked = unit.choices.get("inputs")
+    if asked is None:
+        return [o for o in options if o.reads != "dynamic" or options[0].reads == "dynamic"]
+    wanted = [o for o in options if o.reads in ("", asked)]
+    return wanted or options  # whether anyone has heard is seen at the end
+
+
+def _in_blocks(graph: Graph, platform: Platform, unit: Unit, option: Option) -> bool:
+    """Whether blocks of the option's weights fit this one, where it has any."""
+    fmt = platform.formats.get(option.w or "")
+    w = unit.head.operand("in1" if unit.head.op == "MatMul" else "w")
+    return fmt is None or fmt.per != "block" or (w is not None and bool(blocks_of(fmt, unit.head.op, graph.shape(w))))
+
+
 def _stores(option: Option) -> bool:
     """Something of it is stored in codes."""
     written = option.in_ == "any" and option.out not in NO_FORMAT
     return option.in_ not in NO_FORMAT or option.w not in NO_FORMAT or written
 
 
-def _obstacle(graph: Graph, platform: Platform, unit: Unit, kept: Mapping[str, str]) -> str:
+def _obstacle(
+    graph: Graph, platform: Platform, unit: Unit, options: Sequence[Option], kept: Mapping[str, str]
+) -> str:
     """Why this unit cannot run in integers although the platform has a rule for its operator."""
-    for o in unit.tail.outputs:
+    in_codes = not options or any(o.reads not in ("dynamic", "float") for o in options)
+    for o in unit.tail.outputs if in_codes else ():
         if kept.get(o, BY_HAND) != BY_HAND:
             return f"its result '{o}' stays float: {kept[o]}"
     # an integer kernel takes and gives codes; elsewhere quantizers belong to writers
     if platform.place.at != "outputs":
         for choice, what in (("bits", "weights"), ("activation_bits", "result")):
-            if unit.choices.get(choice) == "float":
+            if unit.choices.get(choice) == "float" and (in_codes or choice == "bits"):
                 return f"overrides keep its {what} in float"
-        for i in (i for i in unit.data if i in kept):
+        for i in (i for i in unit.data if i in kept and in_codes):
             if kept[i] == BY_HAND:
                 return f"overrides keep its input '{i}' in float"
             return f"its input '{i}' stays float: {kept[i]}"

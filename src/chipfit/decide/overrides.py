@@ -57,6 +57,10 @@ CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "weight_method": (f"grid of the weights, narrower than the chip's: {', '.join(METHODS)}", _one_of(*METHODS)),
     "method": (f"grid of the result, narrower than the chip's: {', '.join(METHODS)}", _one_of(*METHODS)),
     "per": ('"tensor" or "channel": what shares one weight scale', _one_of("tensor", "channel")),
+    "inputs": (
+        '"codes", "dynamic" (rounded by the kernel, each time it runs) or "float": how a layer takes its data',
+        _one_of("codes", "dynamic", "float"),
+    ),
     "signed": ("whether the result has a sign, where the chip leaves it to the data", lambda v: isinstance(v, bool)),
     "result": ('"codes" or "float": what a kernel that can do both hands over', _one_of("codes", "float")),
     "weight_rule": ("range rule of the weights", _is_rule),
@@ -68,7 +72,7 @@ CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
 }
 #: those that say nothing about a layer without weights
-OF_WEIGHTS = ("bits", "weight_method", "per", "weight_rule")
+OF_WEIGHTS = ("bits", "weight_method", "per", "weight_rule", "inputs")
 
 
 class Layers:

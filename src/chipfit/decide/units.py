@@ -8,6 +8,7 @@ from typing import Any
 
 from chipfit.decide.overrides import over
 from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ops import OPS
 from chipfit.platform.match import Resolved, as_tuple, resolve_node
 from chipfit.platform.schema import Format, Option, Platform, Rule
 
@@ -75,6 +76,24 @@ class Unit:
 
     def with_options(self, options: Sequence[Option], **changes: Any) -> Unit:
         return replace(self, resolved=replace(self.resolved, options=tuple(options), **changes))
+
+
+def blocks_of(fmt: Format, op: str, shape: Sequence[int | None]) -> tuple[int, int] | None:
+    """Along which axis of a matrix blocks lie that share a scale, and of how many numbers; None where none fit.
+
+    They divide what one sum of products runs over; of a table whose rows are picked, the row.
+    """
+    if len(shape) != 2:
+        return None
+    axis = 1 if OPS[op].moves else 1 - OPS[op].weight_axis % 2
+    block = block_of(fmt, shape[axis])
+    return (axis, block) if block else None
+
+
+def block_of(fmt: Format, size: int | None) -> int | None:
+    """The first of a format's sizes of blocks that divides an axis; None where none does, or there are none."""
+    sizes = fmt.block if isinstance(fmt.block, tuple) else (fmt.block,)
+    return next((b for b in sizes if b and size and size % b == 0), None)
 
 
 def format_of(option: Option, slot: str) -> Any:

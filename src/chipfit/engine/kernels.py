@@ -18,6 +18,8 @@ from chipfit.engine.types import dtype_of
 from chipfit.errors import DataError
 from chipfit.files import package_data
 from chipfit.graph.ir import OPAQUE, Node
+from chipfit.quantizers.dynamic import dynamic_quantize
+from chipfit.quantizers.ops import TorchOps
 
 Kernel = Callable[..., Any]
 
@@ -189,6 +191,7 @@ KERNELS |= {
     "RMSNorm": lambda x, w=None, *, normalized_shape, eps: F.rms_norm(x, normalized_shape, w, eps),
     "Identity": lambda x: x,
     "Requantize": lambda x: x,
+    "DynamicQuantize": lambda x, **how: dynamic_quantize(TorchOps, x.float(), **how).to(x.dtype),
     "Dropout": lambda x, *, p, training=False: F.dropout(x, p, training),
     "Cast": lambda x, *, dtype: x.to(dtype_of(dtype)),
     "GlobalAvgPool": lambda x: x.mean(tuple(range(2, x.dim())), keepdim=True),

@@ -19,6 +19,8 @@ import torch
 from chipfit.errors import GraphError, UnknownNameError
 from chipfit.graph.ops import OPS
 
+#: rounds what a kernel reads to a range of the moment, each time it runs; `decide` puts it in front
+DYNAMIC = "DynamicQuantize"
 OPAQUE = "Opaque"  #: an operator without canonical name; attrs hold target, args, kwargs (see `Ref`)
 
 

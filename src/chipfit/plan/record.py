@@ -68,7 +68,7 @@ class TensorPlan:
         if self.stored is None:
             return f"{self.role} {self.name}: float, {self.why}"
         s, grid = self.stored.scale, self.stored.grid
-        scale = f"{float(s):.6g}" if s.dim() == 0 else f"{float(s.min()):.3g}..{float(s.max()):.3g}, one per channel"
+        scale = f"{float(s):.6g}" if s.dim() == 0 else f"{float(s.min()):.3g}..{float(s.max()):.3g}, one per {grid.per}"
         codes, zero = f"codes {grid.qmin}..{grid.qmax}", int(self.stored.zero_point.reshape(-1)[0])
         return f"{self.role} {self.name}: {self.format}, {codes}, scale {scale}, zero point {zero}; {self.origin}"
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -186,15 +186,24 @@ def _files(home: Path, root: Path) -> dict[str, bytes]:
     return files
 
 
+def _meets(sizes: list[int], shape: Sequence[int | None], axis: int) -> bool:
+    """Whether scales of these sizes are for a shape: one along an axis, or of blocks along it."""
+    if len(sizes) == 1:
+        return shape[axis] in (None, *sizes)
+    pairs = zip(sizes, shape, strict=False)
+    blocks = all(s == b or (k == axis and b and s is not None and s % b == 0) for k, (b, s) in enumerate(pairs))
+    return len(sizes) == len(shape) and blocks
+
+
 def _fits(t: TensorPlan, graph: Graph) -> None:
     """Raise unless the numbers of a tensor are for one of this shape, and a stored weight is one of numbers."""
     if t.stored is None:
         return
-    shape, size, axis = graph.shape(t.name), t.stored.scale.numel(), t.stored.axis
-    if t.stored.scale.dim():
+    shape, sizes, axis = graph.shape(t.name), list(t.stored.scale.shape), t.stored.axis
+    if sizes:
         axis = 0 if axis is None and len(shape) == 1 else axis
-        if axis is None or not -len(shape) <= axis < len(shape) or shape[axis] not in (None, size):
-            got = f"{size} scales along axis {axis} of {list(shape)}"
+        if axis is None or not -len(shape) <= axis < len(shape) or not _meets(sizes, shape, axis % len(shape)):
+            got = f"scales {sizes} along axis {axis} of {list(shape)}"
             raise PlanError(f"The scales of '{t.name}' do not fit its shape", got=got)
     w = graph.weights.get(t.name)
     if w is not None and not (w.is_floating_point() and bool(torch.isfinite(w).all())):

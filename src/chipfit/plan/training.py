@@ -80,8 +80,10 @@ class Training:
         role = getattr(self, _WORDS[t.role])
         chosen = [self.only[key] for key in (t.name, t.layer) if key in self.only]
         found = algorithm_of(chosen[0] if chosen else self.method if role is None else role)
-        if found is not None and (why := found.refuses(t.stored.grid, t.role)):
-            hint = f"name another algorithm for it: training={{..., 'only': {{'{t.name}': 'lsq'}}}}"
+        blocks = "its blocks have a scale each, which stay" if t.stored.grid.per == "block" else ""
+        if found is not None and (why := blocks or found.refuses(t.stored.grid, t.role)):
+            other = None if blocks else "lsq"
+            hint = f"name another algorithm for it: training={{..., 'only': {{'{t.name}': {other!r}}}}}"
             what = f"{type(found).__name__} cannot train {t.role} '{t.name}': {why}"
             raise UnsupportedError(what, where=t.layer, got=f"format {t.format}", hint=hint)
         return found

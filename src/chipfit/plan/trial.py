@@ -1,7 +1,7 @@
 """A graph from a file is tried once on nothing, so that one whose parts do not fit is refused when it is loaded."""
 
 import math
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 import torch
 from pydantic import AfterValidator, Field
@@ -29,9 +29,10 @@ _Bound = _Real | Annotated[float, AfterValidator(_infinite)]
 _Above = Annotated[float, Field(ge=0, le=_MAX)]
 #: what attributes hold, whichever operator has them: kernels without numbers take others too
 _KINDS = {
-    bool: "is_causal enable_gqa keepdims ceil_mode count_include_pad align_corners",
+    Literal["tensor", "row", "block"]: "per",
+    bool: "affine is_causal enable_gqa keepdims ceil_mode count_include_pad align_corners",
     str: "approximate mode dtype",
-    _Int: "start index",
+    _Int: "start index qmin qmax",
     _Int | None: "end axis",
     tuple[_Int, ...]: "axes shape perm shifts",
     _Count: "block step groups",

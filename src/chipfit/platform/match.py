@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import DYNAMIC, Graph, Node
 from chipfit.graph.ops import OPS, words_of
 from chipfit.platform.filters import Member
 from chipfit.platform.load import groups
@@ -86,6 +86,8 @@ def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int 
         attrs: its attributes and what shapes imply (`facts`).
         bits: activation bits that gates may ask for.
     """
+    if op == DYNAMIC:  # which is a part of the kernel behind it
+        return Resolved(None, (), (), "float", "its range is found each time it runs")
     why = ""
     node = op, attrs.get("layer_type", ""), attrs.get("config") or {}
     own_sets = sets_of(platform.sets, *node, filtered=True)
@@ -117,9 +119,9 @@ def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int 
 def _options(platform: Platform, op: str, rule: OpRule, bits: int) -> tuple[tuple[Option, ...], str]:
     """The joint formats of a rule that are open and that chipfit can decide, and why the operator runs in float."""
     allowed = [o for o in rule.use if platform.allows(o.when, bits=bits)]
-    options = tuple(_in_plain_words(platform, o) for o in allowed if not _gap(platform, o))
+    options = tuple(_in_plain_words(platform, o) for o in allowed if not _gap(platform, op, o))
     if allowed and not options:
-        gap = _gap(platform, allowed[0])
+        gap = _gap(platform, op, allowed[0])
         return (), f"the formats of '{platform.name}' for {op} need {gap}, which chipfit cannot decide yet"
     if rule.use and not options:
         return (), f"'{platform.name}' has no formats for {op} on revision {platform.arch_selected}"
@@ -135,13 +137,24 @@ def _names(option: Option) -> tuple[str | None, ...]:
     return (*as_tuple(option.in_), option.w, option.b, option.out)
 
 
-def _gap(platform: Platform, option: Option) -> str:
+def _gap(platform: Platform, op: str, option: Option) -> str:
     """What chipfit cannot decide yet about the formats of an option; "" when it can."""
-    return next((gap for n in _names(option) if n in platform.formats and (gap := platform.formats[n].gap)), "")
+    formats, ins = platform.formats, as_tuple(option.in_)
+    for n in _names(option):
+        if n in formats and formats[n].gap:
+            return formats[n].gap
+    if any(n in formats and formats[n].dynamic for n in (option.w, option.b, option.out, *ins[1:])):
+        return "ranges computed at run time of other tensors than the first operand"
+    if op not in ("Linear", "MatMul") and any(n in formats and formats[n].dynamic and formats[n].per != "tensor" for n in ins):
+        return f"ranges of the moment for parts of what {op} reads"
+    static = (n for n in (option.out, option.b, *ins) if n in formats and not formats[n].dynamic)
+    return "scales per block of activations" if any(formats[n].per == "block" for n in static) else ""
 
 
 def _in_plain_words(platform: Platform, option: Option) -> Option:
-    """Formats that are 16- or 32-bit floating point become the word "float"."""
+    """Formats that are 16- or 32-bit floating point become the word "float", and those with ranges of the moment."""
+    if option.ins and option.ins[0] in platform.formats and platform.formats[option.ins[0]].dynamic:
+        option = option.rounding_itself(option.ins[0])
     floats = {n for n in _names(option) if n in platform.formats and platform.formats[n].is_float}
     if not floats:
         return option

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, NotRequired, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator, with_config
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, PrivateAttr, field_validator, model_validator, with_config
 from typing_extensions import TypedDict
 
 from chipfit.platform.filters import Member, has_nan
@@ -179,16 +179,18 @@ class Format(_Record):
     @property
     def gap(self) -> str:
         """What of this format chipfit cannot decide yet; "" when it can."""
-        if self.kind == "bfp" or self.per in ("block", "row"):
+        if self.kind == "bfp" or (self.per == "row" and not self.dynamic):
             return f"scales per {self.per}"
+        if self.per == "block" and (self.kind != "int" or self.block is None or self.free):
+            return "scales per block of other numbers than integers, or of no known size"
         if self.kind == "lut" and self.lut and ({"group", "dim"} & set(self.lut) or self.lut.get("per") == "channel"):
             return "look-up tables per channel or group of channels, or of vectors"
         if self.per == "channel" and self.axis != "out":
             return f"scales along the axis {self.axis}"
         if self.scale_bits is not None:
             return "scales of two levels"
-        if self.dynamic:
-            return "ranges computed at run time"
+        if self.dynamic and (self.kind != "int" or self.signed == "auto" or self.zero not in (0, "any")):
+            return "ranges computed at run time of such a format"
         if self.kind == "float" and not self.is_float and self.float_ not in FLOATS:
             return f"the float type {self.float_}"
         return ""
@@ -248,11 +250,30 @@ class Option(_Record):
     out: str | None = None
     simd: PositiveInt | None = Field(None, description="SIMD width, a cost hint")
     when: Gate = Gate()
+    #: the format to which the kernel rounds its data itself, each time it runs; `in_` is float then
+    _dynamic: str | None = PrivateAttr(None)
+
+    @property
+    def dynamic(self) -> str | None:
+        return self._dynamic
+
+    def rounding_itself(self, name: str) -> Self:
+        """The option with this format of data that the kernel rounds itself."""
+        out = self.model_copy(update={"in_": "float"})
+        out._dynamic = name
+        return out
 
     @property
     def ins(self) -> tuple[str, ...]:
         """Formats of the data inputs: one for all, one per slot, or none."""
         return self.in_ if isinstance(self.in_, tuple) else (self.in_,) if self.in_ is not None else ()
+
+    @property
+    def reads(self) -> str:
+        """How it takes its data: in "codes", rounding them itself ("dynamic"), in "float"; "" where it has none."""
+        if self.dynamic is not None or self.in_ is None:
+            return "dynamic" if self.dynamic else ""
+        return "float" if all(name in ("float", "none") for name in self.ins) else "codes"
 
     def __str__(self) -> str:
         """The choice in a line: "u8 x w8 + b32 -> u8"."""

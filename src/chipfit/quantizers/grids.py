@@ -84,12 +84,22 @@ class Grid:
 
 
 def shape_for(p: Tensor, x: Tensor, axis: int | None) -> Tensor:
-    """Scales or zero points [C] in a shape that meets x along its channel axis; a single one as it is."""
+    """Scales or zero points [C] in a shape that meets x along its channel axis; a single one as it is.
+
+    Those of blocks along the axis have all axes of x: each stands for as many numbers as a block has.
+    """
     if axis is None or p.dim() == 0:
         return p
+    if p.dim() > 1:
+        return p.repeat_interleave(x.shape[axis] // p.shape[axis], axis)
     shape = [1] * x.dim()
     shape[axis] = -1
     return p.view(shape)
+
+
+def in_blocks(x: Tensor, axis: int, block: int) -> Tensor:
+    """A tensor as [*others, blocks, block]: the blocks of so many numbers that lie along an axis."""
+    return x.movedim(axis, -1).unflatten(-1, (-1, block))
 
 
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axis: int | None = None) -> Tensor:
@@ -97,7 +107,7 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axis: int
 
     Args:
         x: reals [*dims] in the tensor's own unit u.
-        scale: s > 0 in u per code, shape [] or [C] along `axis`.
+        scale: s > 0 in u per code, shape [] or [C] along `axis`, or of x with blocks along `axis`.
         zero_point: the code of 0.0, integer, same shape as scale.
         grid: bounds of the codes.
         axis: the channel axis of x when scale is [C].

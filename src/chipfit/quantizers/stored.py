@@ -42,9 +42,10 @@ class Stored:
 
     format: str  #: format name in the platform
     grid: Grid
-    scale: torch.Tensor  #: float32, [] or [C]
+    scale: torch.Tensor  #: float32, [] or [C]; where blocks share one, as many axes as the tensor
     zero_point: torch.Tensor  #: int32, same shape as scale
-    axis: int | None = None  #: channel axis when scale is [C]; a bias, which has one axis, may leave it out
+    #: channel axis when scale is [C], or along which blocks lie; a bias, which has one axis, may leave it out
+    axis: int | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -52,9 +53,11 @@ class Stored:
     def check(self) -> None:
         """Raise a PlanError where the numbers are none that a chip could use; a tensor can be written in place."""
         s, z, grid = self.scale, self.zero_point, self.grid
-        if s.shape != z.shape or s.dim() > 1:
+        blocks = grid.per == "block"
+        if s.shape != z.shape or (s.dim() > 1) is not blocks or (blocks and self.axis is None):
             shapes = f"scale {list(s.shape)}, zero point {list(z.shape)}"
-            raise PlanError("Scale and zero point do not fit", got=shapes, allowed="both [], or both [C] along an axis")
+            allowed = "both [], or both [C] along an axis, or of blocks along one"
+            raise PlanError("Scale and zero point do not fit", got=shapes, allowed=allowed)
         if not bool((torch.isfinite(s) & (s > 0)).all()):
             raise PlanError("A scale is not positive", got=float(s.min()), allowed="finite numbers above 0")
         if s.dtype != torch.float32 or z.dtype != torch.int32:

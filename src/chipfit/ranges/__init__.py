@@ -10,7 +10,7 @@ import torch
 from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.histogram import BINS, in_memory_order, without_outliers
 from chipfit.errors import ConfigError, DataError, brief, theirs
-from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.grids import Grid, in_blocks
 from chipfit.quantizers.tables import fit
 from chipfit.ranges.qparams import QParams
 from chipfit.ranges.search import Sample
@@ -38,6 +38,7 @@ def choose(
     *,
     rule: Rule = "mse",
     axis: int | None = None,
+    block: int | None = None,
     z_threshold: float | None = None,
     **settings: Any,
 ) -> QParams:
@@ -48,6 +49,7 @@ def choose(
         grid: the codes to place.
         rule: a registered name, or one of the predecessors' names in `ALIASES`; or a rule itself.
         axis: channel axis for one range per channel; None for one range.
+        block: of a tensor, numbers along `axis` that share a range; None: all of the channel.
         z_threshold: drop histogram bins further than this many standard deviations from the mean first.
         settings: fields of the rule.
 
@@ -55,6 +57,11 @@ def choose(
         UnknownNameError: no such rule, or no such setting of it.
         DataError: the values are not finite.
     """
+    if block is not None and axis is not None and isinstance(source, torch.Tensor):
+        parts = in_blocks(source, axis, block)
+        q = choose(parts.flatten(0, -2), grid, rule=rule, axis=0, **settings)
+        scale, zero = (p.view(parts.shape[:-1]).movedim(-1, axis).contiguous() for p in (q.scale, q.zero_point))
+        return replace(q, scale=scale, zero_point=zero)
     place = rule_of(rule, **settings)
     sample = _of_tensor(source, axis) if isinstance(source, torch.Tensor) else _of_stats(source, z_threshold)
     if not bool((sample.low.isfinite() & sample.high.isfinite()).all()):

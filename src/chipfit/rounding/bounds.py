@@ -7,6 +7,7 @@ from torch import Tensor
 
 from chipfit.graph.ir import Node
 from chipfit.plan.record import Plan
+from chipfit.quantizers.grids import shape_for
 from chipfit.rounding.fit import Rows
 from chipfit.rounding.moments import as_rows
 
@@ -19,16 +20,13 @@ def rows_of(plan: Plan, node: Node, w: Tensor) -> Rows:
     stored = plan[node.weight]
 
     def spread(p: Tensor) -> Tensor:
-        shape = [1] * w.dim()
-        if p.dim():
-            shape[stored.axis or 0] = -1
-        return as_rows(node, p.view(shape).expand(w.shape))
+        return as_rows(node, shape_for(p, w, stored.axis or 0).expand(w.shape))
 
     scale, zero = spread(stored.scale), spread(stored.zero_point)
     ids = spread(torch.arange(stored.scale.numel()).view(stored.scale.shape))
     bounds = allowed(plan, node.weight)
     free = bounds is not None and bool((ids == ids[..., :1]).all())
-    low, high = bounds if bounds is not None else (stored.scale.reshape(-1),) * 2
+    low, high = bounds if bounds is not None and free else (stored.scale.reshape(-1),) * 2
     return Rows(stored.grid, scale, zero, ids[..., 0] if free else None, low, high)
 
 

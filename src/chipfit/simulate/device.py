@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from chipfit.frameworks import device
-from chipfit.graph.ir import OPAQUE, Graph, Node
+from chipfit.graph.ir import DYNAMIC, OPAQUE, Graph, Node
 from chipfit.graph.ops import OPS
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
@@ -61,6 +61,8 @@ def float_operators(graph: Graph, plan: Plan, profile: Profile) -> Callable[[str
                 continue
             done.add(v)
             if exact_reals(graph, plan, unit_of[v], profile) is not None:
+                continue
+            if unit_of[v][0].op == DYNAMIC:  # codes again
                 continue
             for n in unit_of[v]:
                 found |= set() if n.op in OPS and (OPS[n.op].moves or OPS[n.op].ieee) else {_called(n)}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,15 @@ import torch.nn.functional as F
 
 from chipfit.engine.kernels import execute, pad
 from chipfit.errors import UnsupportedError
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import DYNAMIC, Graph, Node
 from chipfit.graph.ops import OPS
 from chipfit.plan.record import Plan
 from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.modelled import kernels_of
 from chipfit.platform.schema import Math, Platform
+from chipfit.quantizers.dynamic import Codes, dynamic_codes
+from chipfit.quantizers.grids import shape_for
+from chipfit.quantizers.ops import TorchOps
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import lookup
 
@@ -45,6 +49,10 @@ class Profile:
     moves: Mapping[str, Kernel] = field(default_factory=dict)
     #: by operator, what its integer kernel hands over as floats where its result is never stored in codes, bit for bit
     reals: Mapping[str, Callable[[Unit], Tensor]] = field(default_factory=dict)
+    #: the same of kernels that round their data themselves, by operator, what shares a range there, and bits of weights
+    dynamic: Mapping[tuple[str, str, int], Callable[[Unit], Tensor]] = field(default_factory=dict)
+    #: how they round: reals and the attributes of DynamicQuantize -> codes, scale and zero point
+    rounds: Callable[..., Codes] = partial(dynamic_codes, TorchOps)
     #: (fused activation, how its result is stored) -> the codes between which it clips; None where the kernel cannot do
     #: that, and the whole unit is computed in float
     clip: Callable[[Node, Stored], tuple[int, int] | None]
@@ -67,6 +75,8 @@ class Run:
     codes: dict[str, Tensor] = field(default_factory=dict)  #: value -> integer codes, where it is quantized
     reals: dict[str, Any] = field(default_factory=dict)  #: value -> float (or other) tensor, before its quantizer
     weights: dict[str, Tensor] = field(default_factory=dict)  #: weight -> codes
+    #: what DynamicQuantize hands over: codes without zero point, and their scale
+    moment: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def stored(self, name: str) -> Stored:
         """How a quantized value or weight is stored."""
@@ -90,8 +100,7 @@ class Run:
     def centred(self, name: str) -> Tensor:
         """Codes minus zero point, float64."""
         stored, q = self.plan[name], self.code(name).double()
-        axis, z = stored.axis, stored.zero_point.double()
-        return q - (z.view([-1 if k == axis else 1 for k in range(q.dim())]) if z.dim() else z)
+        return q - shape_for(stored.zero_point.double(), q, stored.axis)
 
     def summed(self, acc: Tensor) -> Tensor:
         """Sums of all products as the last accumulator of `math.acc` holds them: they wrap around, or saturate."""
@@ -116,8 +125,8 @@ class Run:
             self.codes[name] = self.profile.quantize(x, stored)
 
     def drop(self, name: str) -> None:
-        self.codes.pop(name, None)
-        self.reals.pop(name, None)
+        for table in (self.codes, self.reals, self.moment):
+            table.pop(name, None)
 
 
 Kernel = Callable[[Run, Sequence[Node]], None]
@@ -207,8 +216,8 @@ def simulate(
     Args:
         inputs: float tensors, one per graph input.
         platform: gives the arithmetic (`math`).
-        force: device codes by value name. Every operator then reads the device's codes instead of the simulated
-            ones, so that each is compared by itself.
+        force: device codes by value name, and floats of what is stored in none. Every operator then reads the
+            device's instead of the simulated ones, so that each is compared by itself.
         keep: values to return; all when omitted.
         kernels: the family that runs instead of the platform's own.
         reals: where to leave what float operators compute before it is quantized, by value name.
@@ -235,8 +244,8 @@ def simulate(
                 done[o] = run.codes.get(o, run.reals.get(o))
             if reals is not None and o in run.codes and o in run.reals:
                 reals[o] = run.reals[o]
-            if force is not None and o in force and o in run.codes:
-                run.codes[o] = force[o]
+            if force is not None and o in force:
+                (run.codes if o in run.codes else run.reals)[o] = force[o]
 
     for name, x in zip(graph.inputs, inputs, strict=True):
         run.publish(name, x)
@@ -280,11 +289,17 @@ def exact_reals(graph: Graph, plan: Plan, unit: Sequence[Node], profile: Profile
     if decided is None or decided.exec == "float" or plan.quantized(unit[-1].output):
         return None
     reads = [i for i in head.inputs if i is not None and graph.is_float(i)]
+    exact = all(n.op in OPS and OPS[n.op].ieee for n in unit[1:])
+    if reads[:1] == [head.data] and not plan.quantized(head.data):
+        rounded = next((n for n in graph.nodes if n.op == DYNAMIC and n.output == head.data), None)
+        weight = plan.stored(reads[1]) if len(reads) > 1 else None
+        if rounded is None or weight is None or weight.grid.per == "block" or weight.grid.table is not None:
+            return None
+        return profile.dynamic.get((head.op, rounded.attrs["per"], weight.grid.bits)) if exact else None
     if not all(plan.quantized(i) and (i, head.name) not in plan.float_edges for i in reads):
         return None
     grids = [plan[i].grid for i in reads if plan.tensors[i].role != "bias"]
     narrow = all(g.table is None and g.bits <= profile.widest for g in grids)
-    exact = all(n.op in OPS and OPS[n.op].ieee for n in unit[1:])
     return profile.reals.get(head.op) if narrow and exact else None
 
 
@@ -333,6 +348,12 @@ def _compute(run: Run, unit: Sequence[Node]) -> None:
         kernel(run, unit)
         for low, high in clips:
             run.codes[unit[-1].output] = run.codes[unit[-1].output].clamp(low, high)
+        return
+    if unit[0].op == DYNAMIC:
+        (node,) = unit
+        q, s, z = run.profile.rounds(run.real(node.data, node).float(), **node.attrs)
+        run.moment[node.output] = q - z, s
+        run.publish(node.output, (q - z) * s)
         return
     env: dict[str, Any] = {}
     reals = exact_reals(run.graph, run.plan, unit, run.profile)
@@ -406,3 +427,12 @@ def accumulate(run: Run, node: Node) -> Tensor:
         return run.summed(F.linear(x, w, b))
     (acc,) = execute(node, [x, w])
     return run.summed(acc if b is None else acc + b.view(1, -1, *[1] * (acc.dim() - 2)))
+
+
+def rounded_each_time(u: Unit) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of a product whose data the kernel rounds, float64; the scale of the data; the bias in float, or 0."""
+    q, s = u.run.moment[u.x]
+    w = u.centred(u.second)
+    acc = u.run.summed(q.double() @ (w.transpose(-1, -2) if u.node.op == "Linear" else w))
+    bias = u.node.bias
+    return acc, s, torch.zeros(()) if bias is None else u.run.graph.weights[bias].detach()

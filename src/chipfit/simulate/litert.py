@@ -15,11 +15,12 @@ import torch
 from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Node
 from chipfit.graph.ops import OPS
+from chipfit.quantizers.dynamic import Codes
 from chipfit.quantizers.rounding import half_away as round_away
 from chipfit.quantizers.stored import Stored, per_output
 from chipfit.registry import register
 from chipfit.simulate import gemmlowp, tables16
-from chipfit.simulate.integer import Kernel, Profile, Unit, accumulate, bounds, by, move, windows
+from chipfit.simulate.integer import Kernel, Profile, Unit, accumulate, bounds, by, move, rounded_each_time, windows
 from chipfit.simulate.libm import libm
 from chipfit.simulate.requantize import fixed_point, multiplier_and_shift, scale_by, shift_away, shift_up, short
 
@@ -31,6 +32,43 @@ def _f32(v: float) -> Tensor:
 
 
 # ---------------------------------------------------------------- products
+
+
+def _codes_xnnpack(x: Tensor, **how: Any) -> Codes:
+    """XNNPACK's codes of rows that it rounds each time: q = rne(x m) + z with m = 255 / (max - min), 0 in the range.
+
+    z is reckoned from the end that has the smaller error, and the scale is 1 / m.
+    Source: XNNPACK, xnn_f32_qd8_asymmetric_quantization_params.
+    """
+    low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+    span, one = high - low, torch.ones_like(high)
+    m = torch.where(span > 0, _f32(255.0) * one / torch.where(span > 0, span, one), one)
+    z = torch.where((low * m - 128) + (high * m + 127) > 0, -128 - low * m, 127 - high * m)
+    z = torch.round(z.clamp(-128, 127))
+    return (torch.round(x * m) + z).clamp(-128, 127), one / m, z
+
+
+def _codes_by_row(x: Tensor, **how: Any) -> Codes:
+    """The built-in kernels': q = round(x (127 / max |x|)), halves away from zero, whatever the plan's zero point.
+
+    Source: TensorFlow Lite, kernels/internal/reference/portable_tensor_utils.cc, SymmetricQuantizeFloats.
+    """
+    top = x.abs().amax(-1, keepdim=True)
+    most = torch.full_like(top, 127)
+    top = torch.where(top == 0, most, top)
+    return round_away(x * (most / top)).clamp(-127, 127), top / most, torch.zeros_like(top)
+
+
+def _dynamic_xnnpack(u: Unit) -> Tensor:
+    """fma(float32(acc) s_x, s_w, b)."""
+    acc, s, b = rounded_each_time(u)
+    return ((acc.float() * s).double() * u.scale(u.second).double() + b.double()).float()
+
+
+def _dynamic(u: Unit) -> Tensor:
+    """float32(acc) (s_x s_w) + b."""
+    acc, s, b = rounded_each_time(u)
+    return acc.float() * (s * u.scale(u.second)) + b
 
 
 def _scaled(acc: Tensor, real: Tensor, how: str) -> Tensor:
@@ -486,5 +524,9 @@ for _name, _kernels, _moves, _quantize, _says in (
     ("litert_optimized", _OPTIMIZED, _MOVES, _quantize_inverse, _SAYS),
     ("litert_xnnpack", _EIGHT_BITS, _narrow(_MOVES_XNNPACK, _MOVES), _quantize_inverse, ("float 1 half_even", *_SAYS)),
 ):
-    _how = Profile(kernels=_kernels, moves=_moves, clip=_clip, quantize=_quantize, by_type=True, says=_says)
-    register("kernels", _name)(_how)
+    _own = _name == "litert_xnnpack"
+    # the optimised product with 4-bit weights adds in an order of its own
+    _bits = (8,) if _name == "litert_optimized" else (4, 8)
+    _each_time = dict.fromkeys((("Linear", "row", b) for b in _bits), _dynamic_xnnpack if _own else _dynamic)
+    _how = {"dynamic": _each_time, "rounds": _codes_xnnpack if _own else _codes_by_row, "says": _says, "by_type": True}
+    register("kernels", _name)(Profile(kernels=_kernels, moves=_moves, clip=_clip, quantize=_quantize, **_how))

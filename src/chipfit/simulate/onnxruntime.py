@@ -10,7 +10,7 @@ from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Node
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
-from chipfit.simulate.integer import Kernel, Profile, Unit, accumulate, bounds, by, windows
+from chipfit.simulate.integer import Kernel, Profile, Unit, accumulate, bounds, by, rounded_each_time, windows
 from chipfit.simulate.libm import libm
 from chipfit.simulate.requantize import requantize
 
@@ -50,6 +50,15 @@ def _reals(u: Unit) -> Tensor:
     """float32(acc) * float32(s_x s_w). ONNX Runtime's QGemm and MatMulIntegerToFloat, whose results are floats."""
     acc = _inner(u) if u.node.op == "MatMul" else accumulate(u.run, u.node)
     return acc.float() * (u.scale(u.x) * u.scale(u.second))
+
+
+def _dynamic(u: Unit) -> Tensor:
+    """float32(acc) * (s_x s_w) + b. MatMulInteger behind DynamicQuantizeLinear, as written and as the runtime fuses it.
+
+    Source: ONNX Runtime, contrib_ops/cpu/quantization/dynamic_quantize_matmul.cc.
+    """
+    acc, s, b = rounded_each_time(u)
+    return acc.float() * (s * u.scale(u.second)) + b
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -180,6 +189,7 @@ register("kernels", "onnxruntime")(
         kernels=_KERNELS,
         moves=_MOVES,
         reals={"Linear": _reals, "MatMul": _reals},
+        dynamic={("Linear", "tensor", 8): _dynamic, ("MatMul", "tensor", 8): _dynamic},
         clip=_absorbed,
         quantize=lambda x, stored: stored.quantize(x),
         widest=8,

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from onnx import numpy_helper
 
+from chipfit.export.onnx.stored import in_bytes
 from chipfit.export.onnx.tape import Tape, refuse, tensor_type
 from chipfit.files import package_data
 from chipfit.graph.ir import Node
@@ -88,9 +90,85 @@ def _conv(w: Tape, n: Node, x: Names) -> list[str]:
     return Row("Conv", _SUMS)(w, n, x, kernel_shape=list(w.shape(n, "w")[2:]))
 
 
+@_writes("DynamicQuantize")
+def _dynamic_quantize(w: Tape, n: Node, x: Names) -> str:
+    """DynamicQuantizeLinear, whose codes its readers take; blocks are rounded inside of those."""
+    a = n.attrs
+    if a["per"] == "block" and (a["qmin"], a["qmax"], a["affine"]) == (-127, 127, False):
+        w.moment[n.output] = ("", "", "")
+        return str(x[0])
+    if (a["per"], a["qmin"], a["qmax"], a["affine"]) != ("tensor", 0, 255, True):
+        refuse(n, f"codes {a['qmin']}..{a['qmax']} with a range for each {a['per']}; ONNX has 0..255 with one range")
+    q, s, z = w.op_many("DynamicQuantizeLinear", x, 3)
+    w.moment[n.output] = q, s, z
+    y = w.op("Mul", [w.op("Cast", [w.op("Sub", [w.op("Cast", [v], to=tensor_type("int32")) for v in (q, z)])], to=1), s])
+    return y
+
+
+def _rounding_itself(w: Tape, n: Node, x: Names) -> str | None:
+    """A product whose data are rounded each time, or whose weights have scales per block; None for any other."""
+    name = n.operand("in1" if n.op == "MatMul" else "w") or ""
+    stored, moment = w.plan.stored(name), w.moment.get(n.data)
+    raw = stored is None or (name, n.name) in w.plan.float_edges
+    if stored is None or raw or (moment is None and stored.grid.per != "block"):
+        return None
+    codes, bias = stored.quantize(w.graph.weights[name].detach().cpu()), x[2] if len(x) > 2 else None
+    if stored.grid.per == "block":
+        return _mat_mul_n_bits(w, n, x[0], name, bias, level=1 if moment is None else 4)
+    if moment is None or not moment[0]:
+        refuse(n, "weights with one scale for each channel multiply data with one for each block")
+    if stored.zero_point.any():
+        refuse(n, "weights with zero points multiply data that are rounded each time")
+    scale, _ = w._numbers(name, stored)
+    held = f"{name}_q"
+    w.initialisers[held] = w._codes(held, codes if n.op == "MatMul" else codes.t(), name)
+    acc = w.op("MatMulInteger", [moment[0], held, moment[2]])
+    y = w.op("Mul", [w.op("Cast", [acc], to=tensor_type("float32")), w.op("Mul", [moment[1], scale])])
+    return y if bias is None else w.op("Add", [y, bias])
+
+
+def _mat_mul_n_bits(w: Tape, n: Node, x: str, name: str, bias: str | None, level: int) -> str:
+    """ONNX Runtime's product with weights in blocks, as bytes [N, blocks, block * bits / 8], the low half first.
+
+    Args:
+        level: 1 computes in float32; 4 rounds the data to 8 bits in the same blocks.
+    """
+    k, bits, block, (codes, *numbers) = _in_blocks(w, n, name)
+    held = _hold(w, f"{name}_q", codes.reshape(len(codes), -1, block * bits // 8))
+    size = {"K": k, "N": len(codes), "bits": bits, "block_size": block}
+    return w.op("MatMulNBits@com.microsoft", [x, held, *numbers, None, bias], accuracy_level=level, **size)
+
+
+def _in_blocks(w: Tape, n: Node, name: str) -> tuple[int, int, int, list[Any]]:
+    """Numbers of a row, bits and size of blocks; the rows as bytes, and the names of their scales and zero points.
+
+    Codes with a sign are handed over without, as the kernels have them that know no zero points.
+    """
+    stored, codes = w.plan[name], w.plan[name].quantize(w.graph.weights[name].detach().cpu()).int()
+    scale, zero, grid = stored.scale, stored.zero_point, stored.grid
+    if n.op == "MatMul":
+        codes, scale, zero = (v.t() for v in (codes, scale, zero))
+    block = codes.shape[1] // scale.shape[1]
+    if grid.bits not in (4, 8) or block < 16 or block & (block - 1) or (grid.signed and zero.any()):
+        got = f"blocks of {block} {'signed ' * grid.signed}codes of {grid.bits} bits"
+        refuse(n, f"{got}; kernels take powers of two from 16, of 4 or 8 bits, and zero points without a sign")
+    middle = 1 << grid.bits - 1 if grid.signed else 0
+    zeros = None if grid.signed else _hold(w, f"{name}_zero_point", in_bytes(zero, grid.bits))
+    rows = [in_bytes(codes + middle, grid.bits), _hold(w, f"{name}_scale", scale), zeros]
+    return codes.shape[1], grid.bits, block, rows
+
+
+def _hold(w: Tape, name: str, value: Any) -> str:
+    """An initialiser of this name."""
+    w.initialisers[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
+    return name
+
+
 @_writes("Linear")
 def _linear(w: Tape, n: Node, x: Names) -> str:
     """Gemm on two axes; inputs of other rank are flattened around it, so that runtimes see one integer product."""
+    if (itself := _rounding_itself(w, n, x)) is not None:
+        return itself
     *outer, _ = shape = w.shape(n)
     out, k = w.shape(n, "w")
     if len(shape) == 2:
@@ -102,6 +180,11 @@ def _linear(w: Tape, n: Node, x: Names) -> str:
     target = _ints(*(-1 if s is None else s for s in outer), out)
     w.defer(n.output, lambda result: w.op("Reshape", [result, w.const(target)]))
     return y
+
+
+@_writes("MatMul")
+def _mat_mul(w: Tape, n: Node, x: Names) -> str:
+    return _rounding_itself(w, n, x) or w.op("MatMul", x)
 
 
 # ---------------------------------------------------------------- pools
@@ -204,6 +287,13 @@ def _stack(w: Tape, n: Node, x: Names) -> str:
 @_writes("Embedding")
 def _embedding(w: Tape, n: Node, x: Names) -> str:
     """Rows of codes, which then become floats: the whole table would, each time, in front of a Gather."""
+    if (held := w.plan.stored(n.weight)) is not None and held.grid.per == "block":
+        _, bits, block, (rows, *numbers) = _in_blocks(w, n, n.weight)
+        if held.grid.signed:
+            refuse(n, "its blocks have codes with a sign")
+        rows = _hold(w, f"{n.weight}_rows_q", rows)
+        how = {"gather_axis": 0, "quantize_axis": 1, "bits": bits, "block_size": block}
+        return w.op("GatherBlockQuantized@com.microsoft", [rows, x[1], *numbers], **how)
     table = next((made for made in w.nodes if x[0] in made.output), None)
     if table is None:
         return w.op("Gather", x, axis=0)

@@ -38,6 +38,8 @@ class Tape:
         by_name = {n.name: n for n in graph.nodes}
         #: values between the members of a fused group, which have no quantizer
         self.inner = {by_name[name].output for group in plan.groups for name in group[:-1]}
+        #: value that is rounded each time -> names of its codes, scale and zero point
+        self.moment: dict[str, tuple[str, str, str]] = {}
         self._finishes: dict[str, Callable[[str], str]] = {}  #: value -> what follows its quantizer
         self._reshaped: dict[str, str] = {}  #: ONNX value -> what it is another shape of
         self._written: dict[tuple[str, str], str] = {}
@@ -50,7 +52,7 @@ class Tape:
         return f"{self._scope}/{hint}_{self._count}"
 
     def op(self, kind: str, inputs: Sequence[str | None], **attrs: Any) -> str:
-        """Add a node with one output; returns its name."""
+        """Add a node with one output, "kind@domain" for one of another domain; returns its name."""
         return self.op_many(kind, inputs, 1, **attrs)[0]
 
     def op_many(self, kind: str, inputs: Sequence[str | None], outputs: int, **attrs: Any) -> list[str]:
@@ -67,7 +69,8 @@ class Tape:
             ):  # of a reshaped value the last shape counts
                 ins[0] = self._reshaped.get(ins[0], ins[0])
             self._reshaped[names[0]] = ins[0]
-        self.nodes.append(helper.make_node(kind, ins, names, name=names[0], **attrs))
+        kind, _, domain = kind.partition("@")
+        self.nodes.append(helper.make_node(kind, ins, names, name=names[0], domain=domain or None, **attrs))
         return names
 
     def once(self, what: tuple[str, str], write: Callable[[], str]) -> str:
@@ -136,6 +139,8 @@ class Tape:
             self.initialisers[codes] = self._codes(codes, stored.quantize(w), name)
             scale, zero = self._numbers(name, stored)
             attrs = {"axis": stored.axis} if stored.scale.dim() else {}
+            if stored.scale.dim() > 1:
+                attrs["block_size"] = w.shape[stored.axis] // stored.scale.shape[stored.axis]
             self.ready[name] = self.op("DequantizeLinear", [codes, scale, zero], **attrs)
         return self.ready[name]
 

@@ -123,9 +123,10 @@ def _model(tape: Tape, handed: Ends) -> onnx.ModelProto:
     gives = [_info(g, name, value, handed.outputs.get(value)) for name, value in zip(outputs, g.outputs, strict=True)]
     constants = [t for k, t in tape.initialisers.items() if k in needed]
     graph = helper.make_graph(nodes, "chipfit", takes, gives, constants)
-    opset, version = helper.make_opsetid("", tape.opset), _IR_VERSIONS.get(tape.opset, _IR_VERSION)
+    version = _IR_VERSIONS.get(tape.opset, _IR_VERSION)
+    opsets = [helper.make_opsetid("", tape.opset), *(helper.make_opsetid(d, 1) for d in {n.domain for n in nodes} - {""})]
     made_by = {"producer_name": "chipfit", "producer_version": __version__}
-    model = helper.make_model(graph, opset_imports=[opset], ir_version=version, **made_by)
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=version, **made_by)
     notes = {f"chipfit.{key}": json.dumps(value, default=str) for key, value in handed.notes.items()}
     if handed.inputs or handed.outputs:
         given = {name: handed.outputs[v]._asdict() for v, name in zip(g.outputs, outputs) if v in handed.outputs}

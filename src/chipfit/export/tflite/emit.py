@@ -24,6 +24,7 @@ class Emitter(File):
         self.kind = ""  #: what the schema calls it, where it has one name
         self.integer = False  #: it is written in integers
         self.fused = 0  #: code of the activation that it applies itself
+        self.moment: set[str] = set()  #: values in float that their readers round each time
 
     def begin(self, node: Node, kind: str = "", integer: bool = False, fused: int = 0) -> None:
         """The operator at hand is another one."""
@@ -85,7 +86,9 @@ class Emitter(File):
         if stored is None or (name, self.node.name) in self.plan.float_edges:
             return self.constant(change(w.contiguous().numpy()), name)
         q = stored.quantize(w)
-        if not self.integer:
+        planned, rounds = self.plan.nodes.get(self.node.name), self.node.data in self.moment
+        alone = planned is not None and planned.exec == "float" and not stored.zero_point.any()
+        if not (self.integer or rounds or alone):
             return self.constant(change(stored.dequantize(q).numpy()), f"{name}/float")
         scale = stored.scale.reshape(-1).numpy() if scale is None else scale
         zero = stored.zero_point.reshape(-1)[: len(scale)].numpy()
@@ -93,7 +96,14 @@ class Emitter(File):
         kind = code_type(self.plan.tensors[name])
         if kind == TYPES["int64"] and not wide and q.numel() and int(q.abs().max()) < 1 << 31:
             kind = TYPES["int32"]
-        return self.constant(change(q.numpy()), name, kind, numbers)
+        codes = self.constant(change(q.numpy()), name, kind, numbers)
+        if self.integer or rounds:
+            return codes
+        key = f"{name}/dequantized"
+        if key not in self.known:  # a runtime may do it once
+            self.tensor(key, self.tensors[codes].shape, TYPES["float32"])
+            self.op("DEQUANTIZE", [codes], self.known[key])
+        return self.known[key]
 
 
 def code_type(t: TensorPlan) -> int:

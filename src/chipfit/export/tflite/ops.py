@@ -216,6 +216,15 @@ def _transpose_conv(w: Emitter, n: Node, y: Sequence[int]) -> None:
     _spatial(w, n, y, write)
 
 
+def _dynamic_quantize(w: Emitter, n: Node, y: Sequence[int]) -> None:
+    """Nothing: the kernel behind it rounds what it reads, given codes for weights."""
+    a = n.attrs
+    if (a["per"], a["qmin"], a["qmax"]) != ("row", -128, 127):
+        w.refuse(n, f"codes {a['qmin']}..{a['qmax']} with a range for each {a['per']}; kernels have -128..127, by row")
+    w.known[n.output] = w.read(n.data)
+    w.moment.add(n.output)
+
+
 def _linear(w: Emitter, n: Node, y: Sequence[int]) -> None:
     ins = [w.read(n.data), w.weight(n.weight), _bias(w, n, w.shape(n.weight)[0])]
     w.op(w.kind, ins, y, fusedActivationFunction=w.fused, keepNumDims=len(w.shape(n.output)) > 2)

@@ -12,8 +12,10 @@ from keras import ops
 from chipfit.files import package_data
 from chipfit.frameworks.keras import padding as paddings
 from chipfit.frameworks.keras.backend import dtype_here
+from chipfit.frameworks.keras.ops import KerasOps
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
+from chipfit.quantizers.dynamic import dynamic_quantize
 
 layers = keras.layers
 Kernel = Callable[..., Any]
@@ -370,5 +372,6 @@ FORMS: dict[str, Form] = {
     "Roll": Form(_roll),
     "Cast": Form(lambda x, *, dtype: ops.cast(x, dtype_here(dtype))),
     "Dropout": Form(lambda x, *, p: x, _layer(layers.Dropout, "rate=p")),
+    "DynamicQuantize": Form(lambda x, **how: dynamic_quantize(KerasOps, x, **how)),
     **dict.fromkeys(("Identity", "Requantize"), Form(lambda x: x, _layer(layers.Identity))),
 }

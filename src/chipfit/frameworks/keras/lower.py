@@ -229,12 +229,21 @@ class Builder:
         self._ready[name], self._scale_of[owner] = y if owner in self._followed else (y, None)
 
     def _quantizer(
-        self, tensor: str, stored: Stored, shape: tuple[int, ...], of: tuple[int | None, ...], name: str
+        self,
+        tensor: str,
+        stored: Stored,
+        shape: tuple[int, ...],
+        of: tuple[int | None, ...],
+        name: str,
+        layout: str = "",
     ) -> KerasQuantizer:
         """The quantizer of a tensor; its scale has `shape`, the tensor the shape `of`, both in Keras's layout."""
         t, stored = self.plan.tensors[tensor], self.rounding.start(self.plan, tensor)
         channels = [d for d, size in enumerate(shape) if size > 1]
         here = stored.with_(axis=channels[0] if channels else len(shape) - 1) if shape else stored
+        if stored.scale.dim() > 1:  # of blocks
+            scale, zero = (to_keras(layout, p) for p in (stored.scale, stored.zero_point))
+            here = stored = stored.with_(scale=scale, zero_point=zero)
         found = None if tensor in self.rounding.fixed else self.training.algorithm(t)
         algorithm = (found or STE()).for_tensor(here, t.role, of)
         x = self._planned[tensor] if tensor in self._folds else self.graph.weights.get(tensor)
@@ -326,11 +335,13 @@ class Builder:
                 follows = next(v for v, w in variables.items() if w == self.rounding.products[weight][1])
             else:
                 stored = self.plan[weight]
-                if stored.scale.dim():
+                if stored.scale.dim() > 1:
+                    shape = tuple(to_keras(home.layout, stored.scale, groups).shape)
+                elif stored.scale.dim():
                     shape = self._broadcast(weight, stored.axis or 0, len(stored.scale), home.layout, groups)
                 self.scales.append(Scale(weight, self.plan.layer_of(weight), inner.name, variable))
             called = f"{inner.name}_{variable}"
-            quantizers[variable] = self._quantizer(weight, self.plan[weight], shape, tuple(value.shape), called)
+            quantizers[variable] = self._quantizer(weight, self.plan[weight], shape, tuple(value.shape), called, home.layout)
         for use, bias in enumerate(biases[1:], 1):
             self.homes.setdefault(bias or "", []).append(Home(inner.name, "bias", use))
         if node.operand("w") in self._folds:

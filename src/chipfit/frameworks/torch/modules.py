@@ -12,7 +12,7 @@ from chipfit.errors import PlanError
 from chipfit.frameworks.torch.wrappers import PytorchActivationQuantizationHolder, PytorchQuantizationWrapper
 from chipfit.quantizers.algorithm import Algorithm, with_levels
 from chipfit.quantizers.algorithms.ste import STE
-from chipfit.quantizers.grids import Grid, quantize
+from chipfit.quantizers.grids import Grid, quantize, shape_for
 from chipfit.quantizers.ops import TorchOps
 from chipfit.quantizers.stored import Stored, per_output
 
@@ -40,10 +40,8 @@ def _rounded(
 def _broadcast(
     p: Mapping[str, Tensor], x: Tensor, axis: int | None, dtype: torch.dtype, vectors: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    shape = [1] * x.dim()
-    if shape:
-        shape[axis or 0] = -1  # a tensor of one axis may leave it out
-    return {k: (v.view(shape) if v.dim() and k not in vectors else v).to(dtype) for k, v in p.items()}
+    along = axis or 0 if x.dim() else None  # a tensor of one axis may leave it out
+    return {k: (v if k in vectors else shape_for(v, x, along)).to(dtype) for k, v in p.items()}
 
 
 def _blended(x: Tensor, y: Tensor, share: float) -> Tensor:

@@ -1,0 +1,59 @@
+"""Rounding to a range that is found each time a kernel runs: of a whole tensor, of each row, or of blocks of a row."""
+
+from typing import Any, Literal
+
+from chipfit.quantizers.ops import ste
+
+#: codes, scale and zero point, all float32: the last two broadcast against the codes
+Codes = tuple[Any, Any, Any]
+
+
+def dynamic_codes(
+    ops: Any, x: Any, *, qmin: int, qmax: int, affine: bool, per: Literal["tensor", "row", "block"], block: int
+) -> Codes:
+    """The codes that a kernel makes of its data.
+
+    Affine, x and 0 lie in the range: s = (max - min) / (qmax - qmin), z = clip(round(qmin - min / s)), q =
+    clip(round(x / s) + z), halves to even. Symmetric, s = max |x| / qmax and q = round(x * (qmax / max |x|)). Where all
+    is 0, s = 1.
+
+    Args:
+        ops: see `quantizers.ops`.
+        x: reals [N, *dims, K], float32.
+        qmin, qmax: the ends of the codes.
+        affine: with a zero point; else 0 has the code 0.
+        per: what shares a range: everything, each row of K, or blocks of a row.
+        block: numbers of a block, which divides K, where blocks share one.
+
+    Source: ONNX DynamicQuantizeLinear-11; ONNX Runtime, MatMulNBits with accuracy_level 4.
+    >>> import torch
+    >>> how = {"qmin": 0, "qmax": 255, "affine": True, "per": "tensor", "block": 1}
+    >>> q, s, z = dynamic_codes(torch, torch.tensor([[-1.0, 0.0, 4.1]]), **how)
+    >>> q.tolist(), round(float(s), 3), float(z)
+    ([[0.0, 50.0, 255.0]], 0.02, 50.0)
+    """
+    parts = ops.reshape(x, (-1, x.shape[-1] // block, block)) if per == "block" else x
+    axes = tuple(range(len(x.shape))) if per == "tensor" else -1
+    low, high = ops.amin(parts, axis=axes, keepdims=True), ops.amax(parts, axis=axes, keepdims=True)
+    zeros = ops.zeros_like(high)
+    if affine:
+        low, high = ops.minimum(low, zeros), ops.maximum(high, zeros)
+        s = (high - low) / (zeros + (qmax - qmin))  # two tensors: torch divides a number by one in two roundings
+        s = ops.where(s > 0, s, zeros + 1)
+        z = ops.clip(ops.round(qmin - low / s), qmin, qmax)
+        q = ops.clip(ops.round(parts / s) + z, qmin, qmax)
+    else:
+        top = ops.maximum(high, -low)
+        top = ops.where(top > 0, top, zeros + qmax)
+        s, z = top / (zeros + qmax), zeros
+        q = ops.clip(ops.round(parts * ((zeros + qmax) / top)), qmin, qmax)
+    if parts is not x:
+        shape = (-1, *x.shape[1:])
+        q, s, z = (ops.reshape(p + ops.zeros_like(parts), shape) for p in (q, s, z))
+    return q, s, z
+
+
+def dynamic_quantize(ops: Any, x: Any, **how: Any) -> Any:
+    """The reals that those codes stand for, with a gradient as if nothing was rounded."""
+    q, s, z = dynamic_codes(ops, ops.stop_gradient(x), **how)
+    return ste(ops, x, (q - z) * s)
