@@ -586,7 +586,12 @@ def _held(graph: Graph, plan: Plan, name: str, found: Sequence[InFile]) -> Held:
     constant = graph.weights[name].detach().cpu() if name in graph.weights else None
     for scale, zero in (pair for f in found for pair in f.numbers):
         for word, want, got in (("scale", stored.scale, scale), ("zero point", stored.zero_point, zero)):
-            want = want.t() if want.dim() > 1 and not np.array_equal(want.numpy(), got) else want  # in the other order
+            if want.dim() > 1:  # of blocks, in either order of axes
+                fitting = [w for w in (want, want.t()) if w.shape == got.shape]
+                if not fitting:
+                    out.wrong = out.wrong or f"{word} of the shape {list(got.shape)}"
+                    continue
+                want = next((w for w in fitting if np.array_equal(w.numpy(), got)), fitting[0])
             a, b = np.broadcast_arrays(want.unique().numpy() if want.numel() != got.size else want.numpy(), got)
             if not np.array_equal(a, b):
                 at = np.unravel_index((a != b).argmax(), a.shape)

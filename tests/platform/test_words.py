@@ -195,6 +195,18 @@ def fmt(name: str, **changes: Any) -> Any:
     return lambda d: d["formats"].update({name: {**d["formats"].get(name, {"bits": 8}), **changes}})
 
 
+def blocks(size: int) -> Any:
+    """The linear layer's weights with a scale for each block of so many numbers."""
+    rule = {"match": ["Linear"], "use": [{"in": "a8", "w": "wb", "out": "a8"}]}
+    return both(fmt("wb", per="block", axis="in", block=size), lambda d: d["ops"].insert(0, rule))
+
+
+def moment(**changes: Any) -> Any:
+    """A linear layer whose kernel rounds what it reads when it runs."""
+    rule = {"match": ["Linear"], "use": [{"in": "d8", "w": "w8", "b": "float", "out": "float"}]}
+    return both(fmt("d8", **{"dynamic": True, "zero": "any", **changes}), lambda d: d["ops"].insert(0, rule))
+
+
 def both(*changes: Any) -> Any:
     def apply(d: dict[str, Any]) -> None:
         for c in changes:
@@ -278,6 +290,13 @@ EFFECTS: dict[str, tuple[Any, Any, str]] = {
     "Format.per=tensor": (None, fmt("w8", per="tensor"), "plan"),
     "Format.per=channel": (fmt("w8", per="tensor"), None, "plan"),
     "Format.axis=out": (fmt("w8", axis="in"), None, "plan"),
+    "Format.axis": (fmt("w8", per="block", block=16), blocks(16), "plan"),
+    "Format.axis=in": (fmt("w8", per="block", block=16), blocks(16), "plan"),
+    "Format.axis=last": (moment(per="block", block=16), moment(per="block", block=16, axis="last"), "plan"),
+    "Format.per=block": (None, blocks(16), "plan"),
+    "Format.block": (blocks(16), blocks(32), "plan"),
+    "Format.dynamic": (moment(dynamic=False), moment(), "plan"),
+    "Format.per=row": (moment(), moment(per="row"), "floats integers"),
     "Format.lut": (
         fmt("w8", kind="lut", range="full"),
         fmt("w8", kind="lut", range="full", lut={"entries": 4}),
@@ -492,14 +511,7 @@ EFFECTS["FirstLast.slots"] = EFFECTS["FirstLast.slots=w"]
 #: word -> a chip that says it, and the field under which it is named as not modelled
 NOT_MODELLED: dict[str, tuple[Any, str]] = {
     "Format.kind=bfp": (fmt("w8", kind="bfp", range="full"), "formats.w8"),
-    "Format.per=block": (fmt("w8", per="block", block=4), "formats.w8"),
-    "Format.block": (fmt("w8", per="block", block=4), "formats.w8"),
-    "Format.per=row": (fmt("w8", per="row"), "formats.w8"),
-    "Format.axis": (fmt("w8", axis=1), "formats.w8"),
-    "Format.axis=in": (fmt("w8", axis="in"), "formats.w8"),
-    "Format.axis=last": (fmt("w8", axis="last"), "formats.w8"),
     "Format.scale_bits": (fmt("w8", scale_bits=4), "formats.w8"),
-    "Format.dynamic": (fmt("a8", dynamic=True), "formats.a8"),
     "Table.per": (fmt("w8", kind="lut", range="full", lut={"per": "channel"}), "formats.w8"),
     "Table.per=channel": (fmt("w8", kind="lut", range="full", lut={"per": "channel"}), "formats.w8"),
     "Table.group": (fmt("w8", kind="lut", range="full", lut={"group": 4}), "formats.w8"),

@@ -21,7 +21,13 @@ def with_dynamic(graph: Graph, platform: Platform, assignment: Assignment) -> Gr
             if (n.data, name, block) not in made:
                 here = unique(f"{n.data}_dynamic", taken)
                 taken.add(here)
-                how = {"qmin": grid.qmin, "qmax": grid.qmax, "affine": grid.zero == "any", "per": fmt.per, "block": block}
+                how = {
+                    "qmin": grid.qmin,
+                    "qmax": grid.qmax,
+                    "affine": grid.zero == "any",
+                    "per": fmt.per,
+                    "block": block,
+                }
                 made[n.data, name, block] = Node(here, DYNAMIC, (n.data,), (here,), how, layer=n.layer)
                 out.values[here] = replace(graph.values[n.data], name=here)
                 nodes.append(made[n.data, name, block])

@@ -8,7 +8,6 @@ from chipfit.decide.units import NO_FORMAT, Unit
 from chipfit.graph.ir import Graph
 from chipfit.platform.schema import Exec, Option, Platform
 
-
 OF_WEIGHTS_ALONE = "its weights alone are stored in codes"
 
 

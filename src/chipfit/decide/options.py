@@ -31,6 +31,8 @@ def usable(graph: Graph, platform: Platform, unit: Unit, kept: Mapping[str, str]
         UnsupportedError: the user asks for bits that no option offers.
     """
     options = _as_read(unit, [o for o in unit.resolved.options if _stores(o) and _in_blocks(graph, platform, unit, o)])
+    sharing = [o for o in options if o.w in platform.formats and platform.formats[o.w].per == unit.choices.get("per")]
+    options = sharing or options  # of the others one may be made narrower, or none is what the user asks for
     why = unit.kept_float or _obstacle(graph, platform, unit, options, kept)
     if why or unit.resolved.exec == "float" or not options:
         return unit.with_options((), why=why or unit.resolved.why)
@@ -91,9 +93,7 @@ def _stores(option: Option) -> bool:
     return option.in_ not in NO_FORMAT or option.w not in NO_FORMAT or written
 
 
-def _obstacle(
-    graph: Graph, platform: Platform, unit: Unit, options: Sequence[Option], kept: Mapping[str, str]
-) -> str:
+def _obstacle(graph: Graph, platform: Platform, unit: Unit, options: Sequence[Option], kept: Mapping[str, str]) -> str:
     """Why this unit cannot run in integers although the platform has a rule for its operator."""
     in_codes = not options or any(o.reads not in ("dynamic", "float") for o in options)
     for o in unit.tail.outputs if in_codes else ():

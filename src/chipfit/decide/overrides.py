@@ -56,7 +56,10 @@ CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "activation_bits": ('of the result: a number of bits, "float", or None for the chip\'s own choice', _is_bits),
     "weight_method": (f"grid of the weights, narrower than the chip's: {', '.join(METHODS)}", _one_of(*METHODS)),
     "method": (f"grid of the result, narrower than the chip's: {', '.join(METHODS)}", _one_of(*METHODS)),
-    "per": ('"tensor" or "channel": what shares one weight scale', _one_of("tensor", "channel")),
+    "per": (
+        '"tensor", "channel" or "block": what shares one weight scale',
+        _one_of("tensor", "channel", "block"),
+    ),
     "inputs": (
         '"codes", "dynamic" (rounded by the kernel, each time it runs) or "float": how a layer takes its data',
         _one_of("codes", "dynamic", "float"),

@@ -145,7 +145,9 @@ def _gap(platform: Platform, op: str, option: Option) -> str:
             return formats[n].gap
     if any(n in formats and formats[n].dynamic for n in (option.w, option.b, option.out, *ins[1:])):
         return "ranges computed at run time of other tensors than the first operand"
-    if op not in ("Linear", "MatMul") and any(n in formats and formats[n].dynamic and formats[n].per != "tensor" for n in ins):
+    if op not in ("Linear", "MatMul") and any(
+        n in formats and formats[n].dynamic and formats[n].per != "tensor" for n in ins
+    ):
         return f"ranges of the moment for parts of what {op} reads"
     static = (n for n in (option.out, option.b, *ins) if n in formats and not formats[n].dynamic)
     return "scales per block of activations" if any(formats[n].per == "block" for n in static) else ""

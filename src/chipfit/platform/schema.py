@@ -9,7 +9,16 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, NotRequired, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, PrivateAttr, field_validator, model_validator, with_config
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+    with_config,
+)
 from typing_extensions import TypedDict
 
 from chipfit.platform.filters import Member, has_nan
@@ -183,6 +192,8 @@ class Format(_Record):
             return f"scales per {self.per}"
         if self.per == "block" and (self.kind != "int" or self.block is None or self.free):
             return "scales per block of other numbers than integers, or of no known size"
+        if self.per == "block" and self.axis != ("last" if self.dynamic else "in"):
+            return f"blocks along the axis {self.axis}"
         if self.kind == "lut" and self.lut and ({"group", "dim"} & set(self.lut) or self.lut.get("per") == "channel"):
             return "look-up tables per channel or group of channels, or of vectors"
         if self.per == "channel" and self.axis != "out":

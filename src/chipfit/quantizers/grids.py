@@ -99,7 +99,8 @@ def shape_for(p: Tensor, x: Tensor, axis: int | None) -> Tensor:
 
 def in_blocks(x: Tensor, axis: int, block: int) -> Tensor:
     """A tensor as [*others, blocks, block]: the blocks of so many numbers that lie along an axis."""
-    return x.movedim(axis, -1).unflatten(-1, (-1, block))
+    last = x.movedim(axis, -1)
+    return last.reshape(*last.shape[:-1], -1, block)
 
 
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axis: int | None = None) -> Tensor:

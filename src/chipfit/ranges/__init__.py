@@ -59,9 +59,10 @@ def choose(
     """
     if block is not None and axis is not None and isinstance(source, torch.Tensor):
         parts = in_blocks(source, axis, block)
-        q = choose(parts.flatten(0, -2), grid, rule=rule, axis=0, **settings)
-        scale, zero = (p.view(parts.shape[:-1]).movedim(-1, axis).contiguous() for p in (q.scale, q.zero_point))
-        return replace(q, scale=scale, zero_point=zero)
+        alone = choose(parts.flatten(0, -2), grid, rule=rule, axis=0, **settings)
+        pair = alone.scale, alone.zero_point
+        scale, zero = (p.view(parts.shape[:-1]).movedim(-1, axis).contiguous() for p in pair)
+        return replace(alone, scale=scale, zero_point=zero)
     place = rule_of(rule, **settings)
     sample = _of_tensor(source, axis) if isinstance(source, torch.Tensor) else _of_stats(source, z_threshold)
     if not bool((sample.low.isfinite() & sample.high.isfinite()).all()):

@@ -134,7 +134,12 @@ def layers(
         for a in reach.get(n.data, (data,)):
             for o in resolve_node(platform, graph, n, bits=a or 8).options:
                 w = platform.formats.get(o.w) if isinstance(o.w, str) else None
-                if w is None or (a and o.reads != "codes") or not (stays or w.kind == "int") or (a and not takes(platform, format_of(o, "in0"), a)):
+                if (
+                    w is None
+                    or (a and o.reads != "codes")
+                    or not (stays or w.kind == "int")
+                    or (a and not takes(platform, format_of(o, "in0"), a))
+                ):
                     continue
                 wide = {now.grid.bits} & ({now.grid.bits} if w.free else {w.bits}) if stays else set(FREE)
                 found |= {(b, a) for b in (wide if stays or w.free else {w.bits})}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +34,10 @@ from chipfit.registry import lookup
 Tensor = torch.Tensor
 
 
+def _codes(x: Tensor, **how: Any) -> Codes:
+    return dynamic_codes(TorchOps, x, **how)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """How one family of kernels computes; registered as "kernels".
@@ -52,7 +55,7 @@ class Profile:
     #: the same of kernels that round their data themselves, by operator, what shares a range there, and bits of weights
     dynamic: Mapping[tuple[str, str, int], Callable[[Unit], Tensor]] = field(default_factory=dict)
     #: how they round: reals and the attributes of DynamicQuantize -> codes, scale and zero point
-    rounds: Callable[..., Codes] = partial(dynamic_codes, TorchOps)
+    rounds: Callable[..., Codes] = _codes
     #: (fused activation, how its result is stored) -> the codes between which it clips; None where the kernel cannot do
     #: that, and the whole unit is computed in float
     clip: Callable[[Node, Stored], tuple[int, int] | None]

@@ -528,5 +528,14 @@ for _name, _kernels, _moves, _quantize, _says in (
     # the optimised product with 4-bit weights adds in an order of its own
     _bits = (8,) if _name == "litert_optimized" else (4, 8)
     _each_time = dict.fromkeys((("Linear", "row", b) for b in _bits), _dynamic_xnnpack if _own else _dynamic)
-    _how = {"dynamic": _each_time, "rounds": _codes_xnnpack if _own else _codes_by_row, "says": _says, "by_type": True}
-    register("kernels", _name)(Profile(kernels=_kernels, moves=_moves, clip=_clip, quantize=_quantize, **_how))
+    _how = Profile(
+        kernels=_kernels,
+        moves=_moves,
+        dynamic=_each_time,
+        rounds=_codes_xnnpack if _own else _codes_by_row,
+        clip=_clip,
+        quantize=_quantize,
+        by_type=True,
+        says=_says,
+    )
+    register("kernels", _name)(_how)

@@ -94,6 +94,8 @@ def _conv(w: Tape, n: Node, x: Names) -> list[str]:
 def _dynamic_quantize(w: Tape, n: Node, x: Names) -> str:
     """DynamicQuantizeLinear, whose codes its readers take; blocks are rounded inside of those."""
     a = n.attrs
+    if n.name not in w.plan.nodes:  # the float network
+        return str(x[0])
     if a["per"] == "block" and (a["qmin"], a["qmax"], a["affine"]) == (-127, 127, False):
         w.moment[n.output] = ("", "", "")
         return str(x[0])
@@ -101,7 +103,9 @@ def _dynamic_quantize(w: Tape, n: Node, x: Names) -> str:
         refuse(n, f"codes {a['qmin']}..{a['qmax']} with a range for each {a['per']}; ONNX has 0..255 with one range")
     q, s, z = w.op_many("DynamicQuantizeLinear", x, 3)
     w.moment[n.output] = q, s, z
-    y = w.op("Mul", [w.op("Cast", [w.op("Sub", [w.op("Cast", [v], to=tensor_type("int32")) for v in (q, z)])], to=1), s])
+    y = w.op(
+        "Mul", [w.op("Cast", [w.op("Sub", [w.op("Cast", [v], to=tensor_type("int32")) for v in (q, z)])], to=1), s]
+    )
     return y
 
 

@@ -11,7 +11,7 @@ from chipfit.export import InFile
 
 
 def in_bytes(codes: Any, bits: int) -> np.ndarray:
-    """Codes without a sign [*dims, n], of 4 bits two in a byte, the low half first; an odd one has a byte of its own."""
+    """Codes without a sign [*dims, n], of 4 bits two in a byte, the low half first; an odd one has its own byte."""
     q = np.asarray(codes, np.uint8)
     if bits == 8:
         return q
@@ -30,7 +30,10 @@ def _in_blocks(n: onnx.NodeProto, constants: dict[str, np.ndarray]) -> dict[str,
     operands = {"MatMulNBits": (1, 2, 3), "GatherBlockQuantized": (0, 2, 3)}.get(n.op_type)
     if operands is None:
         return {}
-    a, (name, scale, zero) = {x.name: x.i for x in n.attribute}, [n.input[k] if k < len(n.input) else "" for k in operands]
+    a, (name, scale, zero) = (
+        {x.name: x.i for x in n.attribute},
+        [n.input[k] if k < len(n.input) else "" for k in operands],
+    )
     rows, scales = constants[name].reshape(len(constants[name]), -1), constants[scale]
     codes = from_bytes(rows, a["bits"], a.get("K", scales.shape[1] * a["block_size"]))
     if zero:

@@ -139,7 +139,7 @@ class Tape:
             self.initialisers[codes] = self._codes(codes, stored.quantize(w), name)
             scale, zero = self._numbers(name, stored)
             attrs = {"axis": stored.axis} if stored.scale.dim() else {}
-            if stored.scale.dim() > 1:
+            if stored.scale.dim() > 1 and stored.axis is not None:
                 attrs["block_size"] = w.shape[stored.axis] // stored.scale.shape[stored.axis]
             self.ready[name] = self.op("DequantizeLinear", [codes, scale, zero], **attrs)
         return self.ready[name]

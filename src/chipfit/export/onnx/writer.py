@@ -124,7 +124,10 @@ def _model(tape: Tape, handed: Ends) -> onnx.ModelProto:
     constants = [t for k, t in tape.initialisers.items() if k in needed]
     graph = helper.make_graph(nodes, "chipfit", takes, gives, constants)
     version = _IR_VERSIONS.get(tape.opset, _IR_VERSION)
-    opsets = [helper.make_opsetid("", tape.opset), *(helper.make_opsetid(d, 1) for d in {n.domain for n in nodes} - {""})]
+    opsets = [
+        helper.make_opsetid("", tape.opset),
+        *(helper.make_opsetid(d, 1) for d in {n.domain for n in nodes} - {""}),
+    ]
     made_by = {"producer_name": "chipfit", "producer_version": __version__}
     model = helper.make_model(graph, opset_imports=opsets, ir_version=version, **made_by)
     notes = {f"chipfit.{key}": json.dumps(value, default=str) for key, value in handed.notes.items()}

@@ -341,7 +341,9 @@ class Builder:
                     shape = self._broadcast(weight, stored.axis or 0, len(stored.scale), home.layout, groups)
                 self.scales.append(Scale(weight, self.plan.layer_of(weight), inner.name, variable))
             called = f"{inner.name}_{variable}"
-            quantizers[variable] = self._quantizer(weight, self.plan[weight], shape, tuple(value.shape), called, home.layout)
+            quantizers[variable] = self._quantizer(
+                weight, self.plan[weight], shape, tuple(value.shape), called, home.layout
+            )
         for use, bias in enumerate(biases[1:], 1):
             self.homes.setdefault(bias or "", []).append(Home(inner.name, "bias", use))
         if node.operand("w") in self._folds:
