@@ -40,6 +40,10 @@ def test_a_row_has_the_best_deployment_and_says_what_is_not_unified():
     assert (found["method"], found["bit"], found["below"], found["deployed"]) == ("dorefa / pact", 4, 1.0, 78.0)
     assert (found["unified"], row(runs()[0])["unified"]) == ("not unified", "")
     assert row(runs()[-1])["status"] == "failed" and row(runs()[-1])["top1"] is None
+    ended = runs()[0]
+    assert row(ended)["status"] == "done"
+    ended["outcome"]["stopped"] = 4
+    assert row(ended)["status"] == "stopped early"
 
 
 def test_tables_for_other_tools_have_a_line_for_each_run(tmp_path):
