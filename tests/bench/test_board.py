@@ -29,7 +29,15 @@ def runs(count=6):
         told = {"config": config, "setting": "snpe", "float_top1": 80.0, "top1": 80.0 - k, "deployed": deployed}
         told |= {"seconds": 1.5, "size": 1000 * (9 - k), "curves": {"loss": [], "top1": [[1, 50.0], [2, 80.0 - k]]}}
         out.append(
-            {"key": f"{k:016x}", "name": f"run{k}", "study": "s", "status": "done", "outcome": told, "error": None}
+            {
+                "key": f"{k:016x}",
+                "name": f"run{k}",
+                "study": "s",
+                "status": "done",
+                "ended": 1.5e9 + k,
+                "outcome": told,
+                "error": None,
+            }
         )
     lost = {"key": "f" * 16, "name": "lost", "study": "s", "status": "failed", "outcome": None}
     return [*out, {**lost, "error": "</script><b>no memory"}]

@@ -143,7 +143,7 @@ def _run(
     torch.manual_seed(config.seed)
     out.code, out.tested = code(config), len(sets.test)
     out.float_top1 = top1(predictor(network), tests, here)
-    lost = {"test": len(tests.lost())}
+    lost = {"training": 0, "test": len(tests.lost())}
     said(f"float: top-1 {out.float_top1:.2f} %")
     if config.qparams is not None:
         model = prepared(config, network, sets)
