@@ -29,7 +29,15 @@ def runs(count=6):
         told = {"config": config, "setting": "snpe", "float_top1": 80.0, "top1": 80.0 - k, "deployed": deployed}
         told |= {"seconds": 1.5, "size": 1000 * (9 - k), "curves": {"loss": [], "top1": [[1, 50.0], [2, 80.0 - k]]}}
         out.append(
-            {"key": f"{k:016x}", "name": f"run{k}", "study": "s", "status": "done", "outcome": told, "error": None}
+            {
+                "key": f"{k:016x}",
+                "name": f"run{k}",
+                "study": "s",
+                "status": "done",
+                "ended": 1.5e9 + k,
+                "outcome": told,
+                "error": None,
+            }
         )
     lost = {"key": "f" * 16, "name": "lost", "study": "s", "status": "failed", "outcome": None}
     return [*out, {**lost, "error": "</script><b>no memory"}]
@@ -40,6 +48,10 @@ def test_a_row_has_the_best_deployment_and_says_what_is_not_unified():
     assert (found["method"], found["bit"], found["below"], found["deployed"]) == ("dorefa / pact", 4, 1.0, 78.0)
     assert (found["unified"], row(runs()[0])["unified"]) == ("not unified", "")
     assert row(runs()[-1])["status"] == "failed" and row(runs()[-1])["top1"] is None
+    ended = runs()[0]
+    assert row(ended)["status"] == "done"
+    ended["outcome"]["stopped"] = 4
+    assert row(ended)["status"] == "stopped early"
 
 
 def test_tables_for_other_tools_have_a_line_for_each_run(tmp_path):

@@ -24,6 +24,8 @@ bnfold: 4
 """
 
 
+#: of what is quantized without training
+PTQ = {"qparams": None, "backend": None, "bnfold": None}
 #: of snpe
 FLAGS = {"name": "mine", "ada_sign": False, "symmetry": False, "per_channel": False, "pot_scale": False}
 
@@ -57,6 +59,18 @@ def test_48_an_unknown_key_is_refused_by_file_line_and_near_names(base):
     assert "config.yaml:2, key lable_smooth" in str(e.value) and "label_smooth" in str(e.value)
 
 
+def test_what_a_base_says_is_refused_where_it_stands(base):
+    with (base / "base.yaml").open("a") as f:
+        f.write("ema:\n  enabel: true\n")
+    (base / "config.yaml").write_text("extends: base.yaml\n" + FRAGMENT)
+    line = len((base / "base.yaml").read_text().splitlines())
+    with pytest.raises(ConfigError, match=rf"Key 'enabel' is unknown.*base.yaml:{line}, key ema.enabel"):
+        load(base / "config.yaml")
+    (base / "config.yaml").write_text("extends: base.yaml\nema: {enabel: false}\n" + FRAGMENT)
+    with pytest.raises(ConfigError, match=r"config.yaml:2, key ema.enabel"):
+        load(base / "config.yaml")
+
+
 @pytest.mark.parametrize(
     "over, words",
     [
@@ -76,6 +90,15 @@ def test_48_an_unknown_key_is_refused_by_file_line_and_near_names(base):
         ({"label_smooth": 2}, "less than or equal to 1"),
         ({"data": {"batch_size": 0}}, "greater than or equal to 1"),
         ({"optimizer": {"type": "LBFGS"}}, "'SGD'"),
+        ({"deploy": ["ort_cpuu"]}, "'ort_cpu'"),
+        ({"saver": {"pretrain": {"path": "w.safetensors", "epochs": 2}}}, "leave out 'epochs'"),
+        ({"qparams": {"w_method": "nowhere:Mine"}}, "cannot be imported"),
+        ({**PTQ, "ptq": {"platform": "ort_cpuu"}}, "'ort_cpu'"),
+        ({**PTQ, "ptq": {"rule": "msee"}}, "'mse'"),
+        ({**PTQ, "ptq": {"weight_rule": "msee"}}, "'mse'"),
+        ({**PTQ, "ptq": {"settings": {"round": "gptq"}}}, "'rounding'"),
+        ({**PTQ, "ptq": {"limits": {"weight": "50%"}}}, "'weight'"),
+        ({**PTQ, "ptq": {"limits": {"weights": "half"}}}, "'half'"),
     ],
 )
 def test_parts_that_contradict_each_other_or_mean_nothing_are_refused(over, words):

@@ -92,6 +92,28 @@ def test_images_that_cannot_be_read_are_left_out_and_counted_up_to_a_limit(tmp_p
         list(strict.batches(0, shuffled=False))
 
 
+def test_a_batch_of_which_nothing_can_be_read_ends_training_and_is_left_out_of_tests(tmp_path):
+    root = folder(tmp_path)
+    (tmp_path / "train/b/3.png").write_bytes(b"no image")
+    config = data(root, corrupted=0.5, batch_size=1)
+    reader = Reader(load(config).train, config, 0)
+    assert sum(len(x) for x, _ in reader.batches(0, shuffled=False)) == 7
+    with pytest.raises(DataError, match=r"No image of a batch can be read.*images \[7\].*larger data.batch_size"):
+        list(reader.batches(0, shuffled=True))
+
+
+def test_a_data_set_of_ones_own_is_a_function_by_its_name(tmp_path, monkeypatch):
+    (tmp_path / "pictures.py").write_text(
+        "from chipfit.bench.data.built_in import digits as mine\ndef bad(config): 1 / 0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert len(load(Data(type="pictures:mine", train={"images": 30})).train) == 30
+    with pytest.raises(DataError, match="'pictures:bad' fails: ZeroDivisionError"):
+        load(Data(type="pictures:bad"))
+    with pytest.raises(DataError, match="cannot be imported"):
+        load(Data(type="pictures:yours"))
+
+
 def test_cifars_rows_are_labels_and_colours(tmp_path):
     rows = np.zeros((3, 3073), np.uint8)
     rows[:, 0], rows[1, 1:1025] = (7, 8, 9), 255  # the second image is red

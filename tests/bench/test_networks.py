@@ -1,5 +1,7 @@
 """Networks have the sizes that their papers and published weights have."""
 
+import sys
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -59,6 +61,24 @@ def test_weights_of_a_file_are_the_networks(tmp_path):
     save_file(model.state_dict(), tmp_path / "w.safetensors")
     again = model_entry({"type": "resnet20"}, pretrained=True, path=tmp_path / "w.safetensors")
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_weights_lie_in_one_folder_under_the_names_of_their_networks(tmp_path, monkeypatch):
+    model = model_entry({"type": "resnet20"})
+    save_file(model.state_dict(), tmp_path / "resnet20.safetensors")
+    monkeypatch.setenv("CHIPFIT_WEIGHTS", str(tmp_path))
+    assert torch.equal(model_entry({"type": "resnet20"}, pretrained=True).fc.weight, model.fc.weight)
+    assert not torch.equal(model_entry({"type": "resnet20"}).fc.weight, model.fc.weight)
+    with pytest.raises(ConfigError, match="no trained weights.*CHIPFIT_WEIGHTS"):
+        model_entry({"type": "mobilenet_v2_small"}, pretrained=True)
+
+
+@pytest.mark.parametrize("library", ["timm", "torchvision", "transformers"])
+def test_a_library_that_is_not_installed_is_said(library, monkeypatch):
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.setitem(sys.modules, f"{library}.models", None)
+    with pytest.raises(ConfigError, match=f"This network needs {library}.*pip install {library}"):
+        model_entry({"type": f"{library}:resnet18"})
 
 
 def test_what_cannot_be_made_is_refused(tmp_path):

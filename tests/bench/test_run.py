@@ -3,6 +3,7 @@
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,12 +12,14 @@ from typer.testing import CliRunner
 
 from chipfit.bench.board import find, row, without_times
 from chipfit.bench.config import of
-from chipfit.bench.run import Busy, run
+from chipfit.bench.run import Busy, code, run
 from chipfit.bench.store import Store
 from chipfit.cli.app import app
 from chipfit.errors import ExportError, UnknownNameError
 from chipfit.files import holding
 from tests.bench.tiny import config
+
+ROOT = Path(__file__).parents[2]
 
 
 def quiet(text: str) -> None:
@@ -96,6 +99,8 @@ def test_corrupted_images_are_left_out_counted_and_said_also_after_an_interrupti
         run(asked, tmp_path / "home", dies)
     again = run(asked, tmp_path / "home", quiet)
     assert again.notes == whole.notes and again.curves == whole.curves
+    nowhere = of(config(data=data, deploy=[], saver={"val_freq": 4, "pretrain": {"epochs": 1, "lr": 0.01}}))
+    assert run(nowhere, tmp_path / "home", quiet).notes == whole.notes  # tests are read by the simulation, too
     kept = {k: v for k, v in config().items() if k not in ("qparams", "backend", "bnfold", "lr_scheduler")}
     plain = {**kept, "data": {**data, "calibration": 40}, "ptq": {"platform": "ort_cpu"}}
     assert set(whole.notes) <= set(run(of(plain), tmp_path / "home", quiet).notes)
@@ -146,6 +151,59 @@ def test_the_command_line_files_an_outcome_once(home, trained, tmp_path, monkeyp
     assert max(map(len, said.output.splitlines())) <= 80 and "95.00" in said.output.replace(
         f"{trained.top1:.2f}", "95.00"
     )
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch, drop_ins):
+    """A folder with the algorithm that docs/extending.md shows, from which commands are given."""
+    page = (ROOT / "docs/extending.md").read_text()
+    (tmp_path / "leaky.py").write_text(page.partition('title="leaky.py"\n')[2].partition("```")[0])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_an_algorithm_in_a_file_and_a_backend_in_an_entry_run_from_a_config(home, mine):
+    """By the two how-to sections of document 004."""
+    entry = {"name": "mine", "ada_sign": False, "symmetry": True, "per_channel": True, "pot_scale": False}
+    method = {"w_method": "leaky:Leaky", "a_method": "leaky:Leaky", "bit": 8}
+    (mine / "config.yaml").write_text(yaml.safe_dump(config(qparams=method, backend=entry)))
+    said = CliRunner().invoke(app, ["bench", "run", "config.yaml", "--home", str(home)], catch_exceptions=False)
+    assert said.exit_code == 0 and "deployed on ort_cpu" in said.output
+    (kept,) = [r for r in Store(home / "runs.sqlite").rows() if "leaky" in r["name"]]
+    told = kept["outcome"]
+    assert (told["setting"], told["deployed"][0]["exact"], told["deployed"][0]["differing"]) == ("mine", True, 0)
+    asked = of(config(qparams=method, backend=entry))
+    assert told["code"] == code(asked) != code(of(config()))
+    with (mine / "leaky.py").open("a") as f:
+        f.write("# another version\n")
+    assert told["code"] != code(asked)
+
+
+def test_a_run_behind_the_median_of_its_study_stops_early_where_asked_and_says_so(home, tmp_path):
+    slow = config(lr_scheduler={"kwargs": {"base_lr": 1e-6, "max_iter": 12}}, study="race", bnfold=1, deploy=[])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(slow))
+    command = ["bench", "run", str(tmp_path / "config.yaml"), "--home", str(tmp_path), "--stop-early"]
+
+    def outcome():
+        said = CliRunner().invoke(app, command, catch_exceptions=False)
+        assert said.exit_code == 0, said.output
+        (found,) = [r for r in Store(tmp_path / "runs.sqlite").rows() if r["key"] == of(slow).key]
+        return said.output, found
+
+    store = Store(tmp_path / "runs.sqlite")
+    for k in range(3):
+        curves = {"loss": [], "top1": [[4, 0.0], [8, 100.0], [12, 100.0]]}
+        store.put(f"other{k}", "other", "race", {"curves": curves})
+    said, found = outcome()
+    assert "stopped: it is behind the others" in said and row(found)["status"] == "stopped early"
+    told = found["outcome"]
+    assert told["stopped"] == 8 and told["curves"]["top1"][-1][0] == 8  # at 4 it was not behind
+    assert told["notes"] == ["stopped early, at step 8 of 12"]
+    for k in range(3):  # the control: others that are no better
+        store.put(f"other{k}", "other", "race", {"curves": {"loss": [], "top1": [[4, 0.0], [8, 0.0], [12, 0.0]]}})
+    command.append("--again")
+    said, found = outcome()
+    assert "stopped" not in said and found["outcome"]["stopped"] == 0 and row(found)["status"] == "done"
 
 
 def test_the_documents_own_command_runs_an_experiment(home, tmp_path):

@@ -81,6 +81,19 @@ def test_what_is_no_store_is_refused(tmp_path):
         Store(tmp_path / "runs.sqlite")
 
 
+def test_a_store_that_is_damaged_while_it_is_open_is_said(tmp_path):
+    store = Store(tmp_path / "runs.sqlite")
+    for k in range(50):
+        store.put(f"{k}", "one", "s", {"x": "y" * 5000})
+    store.engine.dispose()
+    with (tmp_path / "runs.sqlite").open("r+b") as f:
+        f.seek(4096)
+        f.write(b"\xff" * 40_000)
+    for ask in (store.rows, lambda: store.done(["1"])):
+        with pytest.raises(ConfigError, match="store cannot be read.*malformed.*move it away"):
+            ask()
+
+
 def test_a_full_disk_is_said(tmp_path):
     store = Store(tmp_path / "runs.sqlite")
     with store.engine.connect() as db:

@@ -13,6 +13,7 @@ from chipfit.bench.config import of
 from chipfit.bench.matrix import configs, generate
 from chipfit.bench.store import Store
 from chipfit.bench.sweep import BUSY, sweep
+from chipfit.errors import ConfigError, RuntimeUnavailable
 from tests.bench.tiny import config
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +113,22 @@ def test_a_sweep_gives_what_its_experiments_give_alone_and_a_second_call_does_no
     told = []
     sweep(configs(path), path, tmp_path / "one", told=lambda *w: told.append(w[1]))
     assert told == ["done before", "done before"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "wants, error, words",
+    [
+        ({"ray": "hello"}, RuntimeUnavailable, "Ray cannot be reached.*hello.*ray start --head"),
+        ({"ray": "local", "gpus": 99}, ConfigError, "No experiment fits on this machine.*GPU 99 of"),
+        ({"ray": "local", "workers": 1, "cpus": 2}, ConfigError, "CPU 2 of 1"),
+    ],
+)
+def test_what_ray_cannot_give_is_refused_in_place_of_waiting_for_it(tmp_path, wants, error, words):
+    pytest.importorskip("ray")
+    path = matrix(tmp_path)
+    with pytest.raises(error, match=words):
+        sweep(configs(path), path, tmp_path / "home", **wants)
 
 
 @pytest.mark.slow

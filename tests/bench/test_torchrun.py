@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load_file
 
 from chipfit.bench.store import Store
@@ -17,11 +18,11 @@ ROOT = Path(__file__).parents[2]
 SOLVER = ["-m", "chipfit.bench.solver.cls_quant_solver", "--config", "config.yaml"]
 
 
-def trained(folder: Path, batch: int, processes: int):
+def trained(folder: Path, batch: int, processes: int, **over):
     """Outcome of an experiment whose processes take `batch` images each, and the weights of its float network."""
     folder.mkdir()
     data = {**config()["data"], "batch_size": batch}
-    asked = config(model={"type": "tests.bench.tiny:plain"}, data=data, deploy=["ort_cpu"])
+    asked = config(**{"model": {"type": "tests.bench.tiny:plain"}, "data": data, "deploy": ["ort_cpu"], **over})
     (folder / "config.yaml").write_text(yaml.safe_dump(asked))
     alone = [sys.executable, *SOLVER]
     several = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *SOLVER]
@@ -48,3 +49,20 @@ def test_two_processes_train_what_one_does_on_batches_twice_as_large(tmp_path):
     assert deployed["exact"] and deployed["differing"] == 0
     _, smaller, _ = trained(tmp_path / "smaller", 25, 1)  # the control: other batches give other weights
     assert not all(torch.allclose(alone[k], smaller[k], atol=1e-2) for k in alone)
+
+
+@pytest.mark.slow
+def test_images_that_any_process_cannot_read_are_counted(tmp_path):
+    for half, count in (("train", 20), ("val", 10)):
+        for k, name in enumerate("ab"):
+            (tmp_path / half / name).mkdir(parents=True)
+            for j in range(count):
+                Image.new("RGB", (8, 8), (250 * k, j, 9)).save(tmp_path / half / name / f"{j:02}.png")
+    for j in (1, 3, 5):  # the second process reads all of these
+        (tmp_path / f"val/a/{j:02}.png").write_bytes(b"no image")
+    for j in (2, 9):
+        (tmp_path / f"train/b/{j:02}.png").write_bytes(b"no image")
+    data = {"type": "imagenet", "root": str(tmp_path), "batch_size": 5, "calibration": 10, "corrupted": 0.2}
+    data |= {"input_size": 8, "test_resize": 8}
+    found, _, _ = trained(tmp_path / "two", 5, 2, data=data, deploy=[])
+    assert found["outcome"]["notes"] == ["2 training images could not be read", "3 test images could not be read"]

@@ -37,8 +37,16 @@ def test_the_rate_rises_straight_and_falls_by_a_cosine():
     assert rate(249_999, rates) == pytest.approx(0.0, abs=1e-9)
 
 
-def test_an_interruption_changes_no_bit(tmp_path):
-    asked = of(config(ema={"enable": True, "kwargs": {"decay": 0.9}}))
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"ema": {"enable": True, "kwargs": {"decay": 0.9}}},
+        {"dist": {"amp": True, "accumulate": 2}, "optimizer": {"type": "AdamW", "kwargs": {"weight_decay": 0.1}}},
+        {"backend": "academic", "bnfold": None, "freeze_step": 6, "optimizer": {"no_wd": True}},
+    ],
+)
+def test_an_interruption_changes_no_bit(tmp_path, over):
+    asked = of(config(**over))
     model, sets = start(asked)
     whole, curves = train(model, asked, sets, Here(), tmp_path / "whole", quiet)
 
@@ -97,6 +105,45 @@ def test_gradients_of_several_batches_make_the_step_of_one_large_one(tmp_path):
         model, _ = train(flat(), asked, data.load(asked.data), Here(), tmp_path / str(size), quiet)
         weights.append(model[1].weight.detach())
     assert torch.allclose(*weights, atol=1e-6) and not torch.equal(weights[0], flat()[1].weight)
+
+
+def test_mixed_precision_computes_in_bfloat16_and_keeps_weights_in_float(tmp_path):
+    losses = []
+    for amp in (False, True):
+        asked, seen = of(config(dist={"amp": amp})), set()
+        model, sets = start(asked)
+        model.register_forward_hook(lambda m, x, y, to=seen: to.add((m.training, y.dtype)))
+        model, curves = train(model, asked, sets, Here(), tmp_path / str(amp), quiet)
+        losses.append(curves.loss)
+        assert (True, torch.bfloat16 if amp else torch.float32) in seen and (False, torch.float32) in seen
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert losses[0] != losses[1] and losses[0][-1][1] == pytest.approx(losses[1][-1][1], abs=0.1)
+
+
+def test_parameters_with_one_axis_or_none_do_not_decay_where_that_is_asked_for(tmp_path):
+    for no_wd in (False, True):  # from a rate of nothing but decay: gradients are 0 where the images are
+        optimizer = {"kwargs": {"momentum": 0.0, "nesterov": False, "weight_decay": 0.5}, "no_wd": no_wd}
+        asked = of(config(optimizer=optimizer, lr_scheduler={"kwargs": {"base_lr": 1.0, "max_iter": 1}}))
+        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
+        with torch.no_grad():
+            model[1].weight.zero_()
+            model[1].bias.fill_(100.0)  # all classes alike: softmax is even, its gradients are below 1
+        model, _ = train(model, asked, data.load(asked.data), Here(), tmp_path / str(no_wd), quiet)
+        assert model[1].bias.detach().mean() == pytest.approx(100.0 if no_wd else 50.0, abs=1e-4)
+
+
+def test_each_test_leaves_its_numbers_where_many_are_kept(tmp_path):
+    asked = of(config(saver={"val_freq": 4, "save_many": True}))
+    model, sets = start(asked)
+    train(model, asked, sets, Here(), tmp_path, quiet)
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == [f"step-{k}.safetensors" for k in (12, 4, 8)]
+
+
+def test_statistics_of_all_processes_are_refused_where_they_cannot_be_had(tmp_path):
+    asked = of(config(dist={"sync": True}))
+    model, sets = start(asked)
+    with pytest.raises(ConfigError, match="dist.sync is not supported here.*batch norms that fold"):
+        train(model, asked, sets, Here(), tmp_path, quiet)
 
 
 def test_the_average_is_what_is_returned(tmp_path):

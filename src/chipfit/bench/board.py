@@ -41,6 +41,7 @@ def row(run: Mapping[str, Any]) -> dict[str, Any]:
         "differing": None if best is None else best["differing"],
         "seed": config["seed"],
         "unified": "" if config["unified"] else "not unified",
+        "status": "stopped early" if told.get("stopped") else run["status"],
     }
 
 

@@ -14,7 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from chipfit.errors import ChipfitError, ConfigError, UnknownNameError
 from chipfit.facade.quantize_fx.settings import get_backend_params, get_qconfig
 from chipfit.platform.builtin import DEFAULT
+from chipfit.platform.load import load as load_platform
 from chipfit.platform.read import Source, explain
+from chipfit.ranges import rule_of
+from chipfit.search.limits import Limits
+from chipfit.settings import Settings
 
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -48,7 +52,7 @@ class Model(Record):
 class QParams(Record):
     """How weights and activations are rounded in training, see `chipfit.quantize_fx.get_qconfig`."""
 
-    w_method: str = "lsq"
+    w_method: str = "lsq"  #: a registered name, or "module:Class"
     a_method: str = "lsq"
     bit: int = 8
     w_observer: str | None = None
@@ -76,6 +80,24 @@ class Ptq(Record):
     weight_rule: str = "mse"
     settings: dict[str, Any] = {}  #: of `chipfit.Settings`
     limits: dict[str, float | str] = {}  #: of `chipfit.Limits`
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For `chipfit.quantize`.
+
+        Raises:
+            ChipfitError, TypeError: a name that does not exist, or a value that is not understood.
+        """
+        load_platform(self.platform)
+        for rule in (self.rule, self.weight_rule):
+            rule_of(rule)
+        widths = {k: v for k, v in (("bits", self.bit), ("activation_bits", self.a_bit)) if v is not None}
+        return {
+            **self.model_dump(include={"platform", "rule", "weight_rule"}),
+            "overrides": {"*": widths} if widths else None,
+            "settings": Settings(**self.settings),
+            "limits": Limits(**self.limits) if self.limits else None,
+        }
 
 
 class Optimizer(Record):
@@ -147,7 +169,7 @@ class Split(Record):
 class Data(Record):
     """The images, see `chipfit.bench.data`."""
 
-    type: str = "imagenet"
+    type: str = "imagenet"  #: a registered name, or "module:function"
     root: str | None = None
     batch_size: Count = 64  #: of one process
     num_workers: Annotated[int, Field(ge=0, le=256)] = 0
@@ -207,33 +229,37 @@ class Config(Record):
                 raise ValueError("'qparams' are those of a hardware setting: 'backend' is missing")
             if self.lr_scheduler is None:
                 raise ValueError("training needs 'lr_scheduler'")
-            self.setting()
         elif self.backend is not None or self.bnfold is not None:
             raise ValueError("'backend' and 'bnfold' are of training; without it, 'ptq.platform' names the chip")
+        if self.saver.pretrain.path is not None and self.saver.pretrain.epochs is not None:
+            raise ValueError("weights of 'saver.pretrain.path' are not trained: leave out 'epochs'")
+        try:
+            _ = self.setting() if self.ptq is None else self.ptq.options
+            for name in self.deploy or ():
+                load_platform(name)
+        except (ChipfitError, TypeError) as e:
+            raise ValueError(str(e)) from None
         return self
 
     def setting(self) -> Any:
         """The QConfig of the hardware setting.
 
         Raises:
-            ValueError: its parts contradict each other; ChipfitError's words.
+            ValueError, ChipfitError: its parts contradict each other.
         """
         assert self.qparams is not None and self.backend is not None  # for the type checker: `_one_kind`
-        try:
-            if isinstance(self.backend, Backend):
-                flags: dict[str, Any] = self.backend.model_dump(exclude={"name"}) | {"bnfold": self.bnfold}
-                with suppress(UnknownNameError):
-                    known = {**flags, **get_backend_params(self.backend.name)}
-                    other = [k for k, v in flags.items() if k != "bnfold" and v not in (None, known[k])]
-                    if other:
-                        raise ValueError(f"'{self.backend.name}' is a setting with another {', '.join(other)}")
-            else:
-                flags = get_backend_params(self.backend)
-                if self.bnfold is not None and not self._unfolded:
-                    flags["bnfold"] = self.bnfold
-            return get_qconfig(**self.qparams.model_dump(), **flags)
-        except ChipfitError as e:
-            raise ValueError(str(e)) from None
+        if isinstance(self.backend, Backend):
+            flags: dict[str, Any] = self.backend.model_dump(exclude={"name"}) | {"bnfold": self.bnfold}
+            with suppress(UnknownNameError):
+                known = {**flags, **get_backend_params(self.backend.name)}
+                other = [k for k, v in flags.items() if k != "bnfold" and v not in (None, known[k])]
+                if other:
+                    raise ValueError(f"'{self.backend.name}' is a setting with another {', '.join(other)}")
+        else:
+            flags = get_backend_params(self.backend)
+            if self.bnfold is not None and not self._unfolded:
+                flags["bnfold"] = self.bnfold
+        return get_qconfig(**self.qparams.model_dump(), **flags, allow_code=True)  # as `model.type` may load some
 
     @property
     def _unfolded(self) -> bool:
@@ -314,7 +340,7 @@ def _with_base(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], Sou
         raise source.error(("extends",), f"'{base}' extends itself", hint="remove the cycle")
     if not there.is_file():
         raise source.error(("extends",), "The file that this one extends does not exist", got=base)
-    under = _with_base(there, (*below, path.resolve()))[0]
+    under, source.under, _ = _with_base(there, (*below, path.resolve()))
     return merged(under, source.data), source, set(source.data) <= VARIES
 
 

@@ -6,15 +6,16 @@ import copy
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform as machine
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from chipfit.bench.config import Config, Optimizer, Rates, Schedule
 from chipfit.bench.data import Reader, Sets
 from chipfit.bench.networks import model_entry
 from chipfit.bench.train import CHECKPOINT, Curves, Here, Said, agreed, processes, top1, train
-from chipfit.errors import ChipfitError
+from chipfit.errors import ChipfitError, ConfigError
 from chipfit.facade.quantize_fx.handover import deploy
 from chipfit.facade.quantize_fx.prepare import prepare_qat_fx
 from chipfit.facade.quantize_fx.quantizers import enable_calibration, enable_quantization
@@ -38,6 +39,8 @@ from chipfit.frameworks import framework_of
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 from chipfit.pipeline import Result
 from chipfit.platform.load import load as load_platform
+from chipfit.registry import entry
+from chipfit.verify import own_runtime
 
 #: test images whose integers are compared
 VERIFIED = 128
@@ -74,9 +77,10 @@ class Outcome:
     curves: Curves = field(default_factory=Curves)
     notes: list[str] = field(default_factory=list)
     data: str = ""  #: hash of the images
-    code: str = ""  #: hash of chipfit
+    code: str = ""  #: hash of chipfit, and of one's own modules
     versions: dict[str, str] = field(default_factory=dict)
     hardware: str = ""
+    stopped: int = 0  #: step at which training was given up; 0: it was not
     seconds: float = 0.0  #: on the clock, of the call that ended it
     cpu_seconds: float = 0.0
     memory: int = 0  #: greatest resident size [byte]
@@ -127,9 +131,7 @@ def _run(
     config: Config, home: Path, folder: Path, here: Here, said: Said, hopeless: Callable[[Curves], bool] | None
 ) -> Outcome:
     setting = config.setting_name or (config.ptq.platform if config.ptq else "")
-    out = Outcome(
-        config.key, config.name, config.resolved, setting, notes=config.notes, code=code(), versions=versions()
-    )
+    out = Outcome(config.key, config.name, config.resolved, setting, notes=config.notes, versions=versions())
     out.hardware = torch.cuda.get_device_name(here.device) if here.device.type == "cuda" else machine.processor()
     out.hardware = f"{here.world} x {out.hardware or machine.machine()}"
     for note in config.notes:
@@ -139,27 +141,33 @@ def _run(
     tests = Reader(sets.test, config.data, config.seed, here.rank, here.world)
     network = pretrained(config, sets, here, home, said)
     torch.manual_seed(config.seed)
-    out.tested = len(sets.test)
+    out.code, out.tested = code(config), len(sets.test)
     out.float_top1 = top1(predictor(network), tests, here)
+    lost = {"training": 0, "test": len(tests.lost())}
     said(f"float: top-1 {out.float_top1:.2f} %")
     if config.qparams is not None:
         model = prepared(config, network, sets)
         model, out.curves = train(model, config, sets, here, folder, said, hopeless or (lambda curves: False))
-        out.top1 = out.curves.top1[-1][1] if out.curves.top1 else top1(model, tests, here)  # the same
+        last, out.top1 = out.curves.top1[-1] if out.curves.top1 else (0, top1(model, tests, here))
+        assert config.lr_scheduler is not None  # for the type checker: a configuration that trains has it
+        if last < (whole := config.lr_scheduler.kwargs.max_iter):
+            out.stopped = last
+            out.notes = [*out.notes, f"stopped early, at step {last} of {whole}"]
         layers: list[Any] = [m for m in model.modules() if isinstance(m, FoldedBatchNorm)]
         out.size = sum(m.layer.weight.numel() * m.weight_quantizer.bitwidth // 8 for m in layers)
     if here.leads:  # what follows is one process's work
         tests, here = Reader(sets.test, config.data, config.seed), Here()
         if config.ptq is not None:
             images, out.curves.unreadable = _calibration(config, sets)
-            result = _without_training(config, network, images)
+            data_of = [shown(x, framework_of(network)) for x in images]
+            result = chipfit.quantize(network, data_of, **config.ptq.options, seed=config.seed, progress=False)
             out.top1, out.size = top1(predictor(result.model), tests, here), _bytes(result)
             out.notes = [*out.notes, *result.plan.rewrites]
-            out.deployed = [deployed(result, tests)]
+            out.deployed = list(deployed(result, tests))
         else:
             out.deployed = list(_deployments(config, model.cpu(), sets, tests))
     said(f"quantized: top-1 {out.top1:.2f} %")
-    lost = {"training": out.curves.unreadable, "test": len(tests.unreadable)}
+    lost["training"] = out.curves.unreadable
     out.notes += [f"{count} {half} images could not be read" for half, count in lost.items() if count]
     return out
 
@@ -184,18 +192,19 @@ def shown(x: torch.Tensor, framework: str) -> torch.Tensor:
     return x.permute(0, 2, 3, 1) if framework == "keras" else x
 
 
-def pretrained(config: Config, sets: Sets, here: Here, home: Path, said: Said) -> nn.Module:
+def pretrained(config: Config, sets: Sets, here: Here, home: Path, said: Said) -> Any:
     """The float network: with weights of a file, or trained here, once for all experiments that start from it."""
     given = config.saver.pretrain
     kwargs = {"classes": sets.classes, **config.model.kwargs} if ":" not in config.model.type else config.model.kwargs
     model = config.model.model_copy(update={"kwargs": kwargs})
-    if given.epochs is None:
-        kept = Path(os.environ.get("CHIPFIT_WEIGHTS", ""), f"{config.model.type}.safetensors")
-        path = given.path or (kept if "CHIPFIT_WEIGHTS" in os.environ and kept.is_file() else None)
-        found = model_entry(model, pretrained=True, path=path)
-        return found.eval() if isinstance(found, nn.Module) else found  # type: ignore[return-value]  # of Keras
     torch.manual_seed(FLOAT_SEED)
-    network: nn.Module = model_entry(model)
+    network: Any = model_entry(model, pretrained=given.epochs is None, path=given.path)
+    trains = config.qparams is not None or given.epochs is not None
+    if trains and framework_of(network) != "torch":
+        got, hint = type(network).__name__, "ptq in the place of qparams, and no saver.pretrain.epochs"
+        raise ConfigError("Networks of PyTorch are trained here", where=config.model.type, got=got, hint=hint)
+    if given.epochs is None:
+        return network.eval() if framework_of(network) == "torch" else network
     steps = given.epochs * (len(sets.train) // (config.data.batch_size * here.world))
     rates = Rates(base_lr=given.lr, warmup_lr=given.lr / 10, warmup_steps=steps // 10, max_iter=max(steps, 1))
     told = config.saver.model_copy(update={"val_freq": max(steps // 4, 1)})
@@ -239,24 +248,6 @@ def prepared(config: Config, network: nn.Module, sets: Sets) -> nn.Module:
     return model
 
 
-def _without_training(config: Config, network: Any, images: list[torch.Tensor]) -> Result:
-    asked = config.ptq
-    assert asked is not None  # for the type checker
-    widths = {k: v for k, v in (("bits", asked.bit), ("activation_bits", asked.a_bit)) if v is not None}
-    return chipfit.quantize(
-        network,
-        [shown(x, framework_of(network)) for x in images],
-        asked.platform,
-        rule=asked.rule,
-        weight_rule=asked.weight_rule,
-        overrides={"*": widths} if widths else None,
-        settings=chipfit.Settings(**asked.settings),
-        limits=chipfit.Limits(**asked.limits) if asked.limits else None,
-        seed=config.seed,
-        progress=False,
-    )
-
-
 def _deployments(config: Config, model: Any, sets: Sets, tests: Reader) -> Iterator[Deployed]:
     """The trained model on every platform that has a runtime here and holds it."""
     names = config.deploy
@@ -268,20 +259,28 @@ def _deployments(config: Config, model: Any, sets: Sets, tests: Reader) -> Itera
         except ChipfitError as e:
             yield Deployed(name, why=str(e))
             continue
-        yield deployed(result, tests)
+        yield from deployed(result, tests)
 
 
-def deployed(result: Result, tests: Reader) -> Deployed:
-    """What the platform's runtime makes of a result: its accuracy, and its integers beside the simulated ones."""
-    out = Deployed(result.platform.name)
-    try:
-        found = result.verify([shown(x, result.graph.framework) for x in _first(tests, VERIFIED)])
-        out.runtime, out.exact = found.runtime, found.exact
-        out.integers, out.differing = found.integers, found.differing
-        out.top1 = top1(predictor(result.device_model), tests, Here())
-    except ChipfitError as e:
-        out.why = str(e)
-    return out
+def deployed(result: Result, tests: Reader) -> Iterator[Deployed]:
+    """What each of the platform's runtimes makes of a result: its accuracy, its integers beside the simulated ones."""
+    framework = result.graph.framework
+    for name in result.platform.runtimes or (own_runtime(result.platform),):
+        out = Deployed(result.platform.name, runtime=name)
+        try:
+            found = result.verify([shown(x, framework) for x in _first(tests, VERIFIED)], runtime=name)
+            out.exact, out.integers, out.differing = found.exact, found.integers, found.differing
+            with TemporaryDirectory() as folder:
+                runtime = entry("runtime", name)
+                device = runtime.thing(result.export(Path(folder, f"model{runtime.declares.suffix}")))
+
+            def logits(x: torch.Tensor) -> torch.Tensor:
+                return torch.from_numpy(next(iter(device.run([shown(x, framework).numpy()]).values())))  # noqa: B023
+
+            out.top1 = top1(logits, tests, Here())
+        except ChipfitError as e:
+            out.why = str(e)
+        yield out
 
 
 def _first(reader: Reader, count: int) -> Iterator[torch.Tensor]:
@@ -292,18 +291,21 @@ def _first(reader: Reader, count: int) -> Iterator[torch.Tensor]:
             return
 
 
-@cache
-def code() -> str:
-    """A hash of chipfit's own source."""
+def code(config: Config) -> str:
+    """A hash of chipfit's own source, and of modules that the configuration names."""
     home = Path(chipfit.__file__).parent
     files = sorted(p for p in home.rglob("*") if p.suffix in (".py", ".yaml"))
+    named = [config.model.type, config.data.type]
+    named += [config.qparams.w_method, config.qparams.a_method] if config.qparams is not None else []
+    modules = [sys.modules.get(name.partition(":")[0]) for name in named if ":" in name]
+    files += [Path(m.__file__) for m in modules if m is not None and m.__file__ is not None]
     return hashlib.sha256(b"".join(p.read_bytes() for p in files)).hexdigest()[:16]
 
 
 @cache
 def versions() -> dict[str, str]:
     """Of what results may depend on."""
-    names = ("chipfit", "torch", "numpy", "onnxruntime", "ai-edge-litert", "keras")
+    names = ("chipfit", "torch", "numpy", "onnxruntime", "ai-edge-litert", "openvino", "keras", "timm", "transformers")
     out = {"python": machine.python_version()}
     for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from chipfit.files import holding
 
 #: of the tables; a store says which it has
 VERSION = 1
+_AWAY = "move it away, and run the experiments again"
 _METADATA = sql.MetaData()
 RUNS = sql.Table(
     "runs",
@@ -43,19 +45,24 @@ class Store:
         self.path = path
         self.engine = sql.create_engine(f"sqlite:///{path}", connect_args={"timeout": 60})
         sql.event.listen(self.engine, "connect", lambda c, _: c.execute("PRAGMA journal_mode=WAL"))
+        with holding(path.parent, wait=True), self._begun("read", _AWAY) as db:  # one process makes the tables
+            version = db.execute(sql.text("PRAGMA user_version")).scalar_one()
+            if version > VERSION:
+                hint = "read it with the chipfit that wrote it, or a newer one"
+                got, allowed = f"version {version}", f"up to {VERSION}"
+                raise ConfigError("The store is newer than this", where=str(path), got=got, allowed=allowed, hint=hint)
+            _METADATA.create_all(db)
+            db.execute(sql.text(f"PRAGMA user_version={VERSION}"))
+
+    @contextmanager
+    def _begun(self, what: str, hint: str) -> Iterator[sql.Connection]:
+        """A transaction."""
         try:
-            with holding(path.parent, wait=True), self.engine.begin() as db:  # one process makes the tables
-                version = db.execute(sql.text("PRAGMA user_version")).scalar_one()
-                if version > VERSION:
-                    hint = "read it with the chipfit that wrote it, or a newer one"
-                    got, allowed = f"version {version}", f"up to {VERSION}"
-                    raise ConfigError(
-                        "The store is newer than this", where=str(path), got=got, allowed=allowed, hint=hint
-                    )
-                _METADATA.create_all(db)
-                db.execute(sql.text(f"PRAGMA user_version={VERSION}"))
+            with self.engine.begin() as db:
+                yield db
         except DatabaseError as e:
-            raise ConfigError(f"The store cannot be read: {brief(e.orig or e)}", where=str(path)) from e
+            why = brief(e.orig or e)
+            raise ConfigError(f"The store cannot be {what}: {why}", where=str(self.path), hint=hint) from e
 
     def put(self, key: str, name: str, study: str, outcome: dict[str, Any] | None, error: str | None = None) -> None:
         """File an outcome, or why there is none, in place of an earlier one; an outcome stays where the next try fails.
@@ -69,25 +76,19 @@ class Store:
         again = told | {"tries": RUNS.c.tries + 1}
         row = insert(RUNS).values(key=key, tries=1, **told)
         filed = row.on_conflict_do_update(index_elements=["key"], set_=again, where=replaced)
-        try:
-            with self.engine.begin() as db:
-                db.execute(filed)
-        except DatabaseError as e:
-            hint = "free disk space, and run it again: it goes on where it was"
-            raise ConfigError(
-                f"The store cannot be written: {brief(e.orig or e)}", where=str(self.path), hint=hint
-            ) from e
+        with self._begun("written", "free disk space, and run it again: it goes on where it was") as db:
+            db.execute(filed)
 
     def rows(self, study: str | None = None, *, curves: bool = True) -> list[dict[str, Any]]:
         """Every run, by name: its columns, `outcome` as data, without curves where they are not asked for."""
         plain = sql.type_coerce(sql.func.json_remove(RUNS.c.outcome, "$.curves"), sql.JSON).label("outcome")
         columns = [plain if c.name == "outcome" and not curves else c for c in RUNS.c]
         asked = sql.select(*columns).order_by(RUNS.c.name, RUNS.c.key)
-        with self.engine.connect() as db:
+        with self._begun("read", _AWAY) as db:
             found = db.execute(asked if study is None else asked.where(RUNS.c.study == study))
             return [dict(r) for r in found.mappings()]
 
     def done(self, keys: Iterable[str]) -> set[str]:
         """Those of these experiments that have an outcome."""
-        with self.engine.connect() as db:
+        with self._begun("read", _AWAY) as db:
             return set(db.execute(sql.select(RUNS.c.key).where(RUNS.c.status == "done")).scalars()) & set(keys)

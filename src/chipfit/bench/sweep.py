@@ -16,7 +16,7 @@ from typing import Any
 
 from chipfit.bench.config import Config
 from chipfit.bench.store import Store
-from chipfit.errors import RuntimeUnavailable, installed
+from chipfit.errors import ConfigError, RuntimeUnavailable, brief, installed, theirs
 
 Told = Callable[[str, str], None]  #: an experiment's folder, and what happened to it
 #: exit status of `chipfit bench run` where another process is at the same experiment
@@ -121,8 +121,18 @@ def _places(
         return
     cluster = installed("ray", "A sweep on a cluster", RuntimeUnavailable)
     own = {"num_cpus": workers} if ray == "local" else {"address": ray}
-    cluster.init(**own, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
     try:
+        cluster.init(**own, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+    except Exception as e:  # Ray's errors share no base
+        if not theirs(e):
+            raise
+        hint = "local, or HOST:PORT of a head that `ray start --head` has started"
+        raise RuntimeUnavailable(f"Ray cannot be reached: {brief(e)}", where=ray, hint=hint) from e
+    try:
+        have, asked = cluster.cluster_resources(), {"CPU": cpus, "GPU": gpus, "memory": memory or 0}
+        short = [f"{k} {v:g} of {have.get(k, 0):g}" for k, v in asked.items() if v > have.get(k, 0)]
+        if short and ray == "local":  # a cluster may grow
+            raise ConfigError("No experiment fits on this machine", got=", ".join(short), hint="ask for less of it")
         wants: dict[str, Any] = {"num_cpus": cpus, "num_gpus": gpus, **({"memory": memory} if memory else {})}
         place = cluster.remote(**wants, max_retries=0)(attempt)  # `sweep` tries again, and counts
         yield lambda *given: place.remote(*given).future()

@@ -8,6 +8,9 @@ from chipfit.bench.board import as_markdown, row
 from chipfit.errors import ConfigError, brief, installed
 from chipfit.training.scalars import writer
 
+#: what is used of MLflow; a run that was sent to its end; points that it takes at once
+_MODULES, _SENT, _MOST = ("mlflow", "mlflow.entities"), " and attributes.status = 'FINISHED'", 1000
+
 
 def track(runs: Sequence[Mapping[str, Any]], to: str) -> int:
     """Write curves and results of all runs that have them; returns how many these are.
@@ -32,19 +35,22 @@ def track(runs: Sequence[Mapping[str, Any]], to: str) -> int:
 
 
 def _mlflow(runs: Sequence[Mapping[str, Any]], uri: str) -> None:
-    """A study is an experiment there."""
-    library = installed("mlflow", "Sending runs", ConfigError, "mlflow-skinny")
+    """A study is an experiment there; what an earlier call has sent is not sent again."""
+    library, entities = (installed(m, "Sending runs", ConfigError, "mlflow-skinny") for m in _MODULES)
     try:
         client = library.MlflowClient(uri)
         for run in runs:
             study = run["study"] or "chipfit"
             known = client.get_experiment_by_name(study)
             at = client.create_experiment(study) if known is None else known.experiment_id
-            made = client.create_run(at, run_name=run["name"], tags={"chipfit.key": run["key"]}).info.run_id
-            for curve, value, step in _points(run):
-                client.log_metric(made, curve, value, step=step)
-            for column, value in row(run).items():
-                client.log_param(made, column, value)
+            tags = {"chipfit.key": run["key"], "chipfit.ended": str(run["ended"])}
+            if client.search_runs([at], " and ".join(f"tags.`{k}` = '{v}'" for k, v in tags.items()) + _SENT):
+                continue
+            made = client.create_run(at, run_name=run["name"], tags=tags).info.run_id
+            points = [entities.Metric(c, v, int(1000 * run["ended"]), step) for c, v, step in _points(run)]
+            for k in range(0, len(points), _MOST):
+                client.log_batch(made, metrics=points[k : k + _MOST])
+            client.log_batch(made, params=[entities.Param(k, str(v)) for k, v in row(run).items()])
             client.set_terminated(made)
     except library.exceptions.MlflowException as e:
         raise ConfigError(f"MLflow refuses: {brief(e)}", where=uri) from e

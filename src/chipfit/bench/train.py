@@ -173,15 +173,15 @@ def train(
             curves.top1.append((step, top1(result.eval(), readers[1], here)))
             model.train()
             said(f"step {step}: top-1 {curves.top1[-1][1]:.2f} %")
+            lost = {"unreadable": sorted(readers[0].lost())}
             if here.leads:
-                lost = {"unreadable": sorted(readers[0].unreadable)}
                 checkpoint.write(place, modules, optimizer, {"step": step, **vars(curves), **lost})
                 if config.saver.save_many:
                     checkpoint.write(folder / f"step-{step}.safetensors", modules, optimizer, {"step": step})
             if agreed(here.leads and hopeless(curves), here):
                 said("stopped: it is behind the others")
                 break
-    curves.unreadable = len(readers[0].unreadable)
+    curves.unreadable = len(readers[0].lost())
     return result.eval(), curves
 
 

@@ -53,7 +53,7 @@ def run(
         forget(asked, home)
         for d in outcome.deployed:
             found = f"{d.top1:.2f} %, {d.differing} of {d.integers} integers differ" if d.top1 is not None else d.why
-            typer.echo(f"deployed on {d.platform}: {found}")
+            typer.echo(f"deployed on {d.platform}, {d.runtime}: {found}")
         typer.echo(f"{asked.name}: {outcome.top1:.2f} %, float {outcome.float_top1:.2f} %")
 
 

@@ -18,6 +18,7 @@ Problem = tuple[Path, str, dict[str, Any]]  #: where, what is wrong, and the fac
 
 #: pydantic's error types in our words
 _WORDS: dict[str, str] = package_data("chipfit.platform", "words.yaml")
+_WHOLE: Path = ("?",)  #: of what is wrong with a file, and with no key of it
 #: levels of tables and lists in a platform file; the deepest one that means something has 8
 _DEEPEST = 40
 #: what pydantic puts into a path for a member of a union or a key of a table, though no file has such a key
@@ -51,11 +52,12 @@ class Source:
         if not isinstance(data, dict):
             raise failure("Such a file is a table of keys", where=file, got=type(data).__name__)
         self.data: dict[str, Any] = data
+        self.under: Source | None = None  #: the file that this one goes over
         self._lines = dict(_lines(node, ()))
 
     def holds(self, path: Path) -> bool:
-        """There is something at this path."""
-        return path in self._lines
+        """There is something at this path, here or in the file that this one goes over."""
+        return path in self._lines or (self.under is not None and self.under.holds(path))
 
     def line(self, path: Path) -> int:
         """Where the last key of the path stands, or of as much of it as there is."""
@@ -64,7 +66,10 @@ class Source:
         return self._lines.get(path, 1)
 
     def error(self, path: Path, what: str, **facts: Any) -> ChipfitError:
-        return self.failure(what, where=f"{self.file}:{self.line(path)}, key {'.'.join(map(str, path))}", **facts)
+        if self.under is not None and path not in self._lines and self.under.holds(path):
+            return self.under.error(path, what, **facts)
+        at = f":{self.line(path)}, key {'.'.join(map(str, path))}" if path != _WHOLE else ""
+        return self.failure(what, where=f"{self.file}{at}", **facts)
 
 
 def _lines(node: yaml.Node, path: Path) -> Iterator[tuple[Path, int]]:
@@ -132,7 +137,7 @@ def explain(e: ValidationError, source: Source, record: Any = schema.Platform) -
         for part in error["loc"]:
             if source.holds((*path, part)) or not _TAG.match(str(part)):
                 path = (*path, part)
-        places.setdefault(path or ("?",), []).append(error)
+        places.setdefault(path or _WHOLE, []).append(error)
     for path, errors in places.items():
         what, facts = _in_words(path, errors, record)
         yield from ((path, line, facts) for line in what.splitlines())

@@ -3,6 +3,8 @@
 @register("data", "mine")
 def mine(config: chipfit.bench.config.Data) -> Sets: ...
 
+One outside the package is "module:mine".
+
 Whatever is random about an image is drawn from the experiment's seed, the pass and the image's number, so that it is
 the same however many processes read, and after an interruption.
 """
@@ -12,14 +14,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from chipfit.bench.config import Data
 from chipfit.errors import DataError
+from chipfit.facade.named import made, named
 from chipfit.registry import lookup
 
 
@@ -102,7 +107,7 @@ class Reader:
         A shuffled pass leaves out what fills no batch for all processes.
 
         Raises:
-            DataError: more images cannot be read than the configuration allows.
+            DataError: more images cannot be read than the configuration allows, or a shuffled batch has no other.
         """
         n, size = len(self.images), self.config.batch_size
         draw = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
@@ -122,8 +127,19 @@ class Reader:
             if len(self.unreadable) > self.config.corrupted * n:
                 allowed = f"{self.config.corrupted:.1%} of {n} (data.corrupted)"
                 raise DataError("Too many images cannot be read", got=len(self.unreadable), allowed=allowed)
+            if shuffled and not len(y):
+                hint = "remove them, or give a larger data.batch_size"
+                raise DataError("No image of a batch can be read", got=f"images {lost[:4]}", hint=hint)
             if len(y):
                 yield x, y
+
+    def lost(self) -> set[int]:
+        """What could not be read, by any of the processes, all of which ask."""
+        if self.world > 1:
+            told: list[Any] = [None] * self.world
+            dist.all_gather_object(told, self.unreadable)
+            self.unreadable.update(*told)
+        return self.unreadable
 
     def steps(self) -> int:
         """Batches of a shuffled pass."""
@@ -137,7 +153,9 @@ def load(config: Data) -> Sets:
         UnknownNameError: there is none of that name.
         DataError: a folder is missing, or holds something else.
     """
-    sets: Sets = lookup("data", config.type)(config)
+    own = ":" in config.type
+    make = partial(named(config.type, "data set", DataError) if own else lookup("data", config.type), config)
+    sets: Sets = made(make, config.type, "data set", DataError) if own else make()
     for half, images in (("train", sets.train), ("test", sets.test)):
         if not len(images):
             raise DataError(f"The {half} half of '{config.type}' has no images", where=str(config.root or ""))

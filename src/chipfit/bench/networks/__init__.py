@@ -7,6 +7,7 @@ def mine(classes: int = 1000) -> nn.Module: ...
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ def model_entry(config: Model | Mapping[str, Any], pretrained: bool = False, pat
     Args:
         config: `type` and `kwargs`.
         pretrained: with trained weights: of "timm:", "torchvision:" and "transformers:" names those of the library,
-            which it may have to download; those that a factory of one's own returns; of others those of `path`.
+            which it may have to download; those that a factory of one's own returns; of others those of `path`, or of
+            NAME.safetensors in the folder CHIPFIT_WEIGHTS.
         path: weights as safetensors.
 
     Raises:
@@ -43,6 +45,9 @@ def model_entry(config: Model | Mapping[str, Any], pretrained: bool = False, pat
     else:
         network = _made(named(known.type, "network", ConfigError), known)
     if pretrained and path is None and not colon:
+        kept = Path(os.environ.get("CHIPFIT_WEIGHTS", ""), f"{known.type}.safetensors")
+        if "CHIPFIT_WEIGHTS" in os.environ and kept.is_file():
+            return _with_weights(network, kept)
         hint = "CHIPFIT_WEIGHTS=FOLDER with MODEL.safetensors, or train it first: saver.pretrain.epochs"
         raise ConfigError("There are no trained weights", where=known.type, hint=hint)
     return network if path is None else _with_weights(network, Path(path))

@@ -209,6 +209,8 @@ def quantizer_of(name: Any, allow_code: bool = False) -> Callable[..., QuantizeB
         name = named(name, "method", ConfigError)
     if isinstance(name, type) and issubclass(name, QuantizeBase):
         return name
+    if isinstance(name, type) and issubclass(name, Algorithm):
+        name = name()
     if isinstance(name, Algorithm):
         return partial(AlgorithmQuantizer, algorithm=name)
     if not isinstance(name, str):
