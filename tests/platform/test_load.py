@@ -307,8 +307,8 @@ def test_a_child_overrides_its_parent_and_its_rules_come_first(tmp_path):
     assert resolve(p, "Mul", {}).exec == "int"
 
 
-def test_there_are_51_built_in_platforms():
-    assert len(names()) == 51
+def test_there_are_53_built_in_platforms():
+    assert len(names()) == 53
 
 
 @pytest.mark.parametrize("name", names())
