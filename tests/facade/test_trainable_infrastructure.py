@@ -199,7 +199,7 @@ def test_a_uniform_grid_from_a_threshold(signed, low):
         (lambda: weights(QuantizationMethod.LUT_POT_QUANTIZER, 9), ConfigError, "at most 8 bits"),
         (lambda: weights(QuantizationMethod.LUT_POT_QUANTIZER, 4), ConfigError, "lack 'lut_values'"),
         (lambda: weights(axis=None), ConfigError, "weights_channels_axis"),
-        (lambda: stored_of(weights(axis=3), (5, 2)), ConfigError, "weights_channels_axis.*axis 3 of 2"),
+        (lambda: stored_of(weights(axis=3), (5, 2)), ConfigError, "weights_channels_axis.*axis 3 of shape .5, 2"),
         (lambda: weights(method="SYMMETRIC"), ConfigError, "weights_quantization_method"),
         (lambda: weights(bits=0), ConfigError, "weights_n_bits"),
         (lambda: weights(bits=1), ConfigError, "2 to 16 bits"),
@@ -433,7 +433,7 @@ def replaced(config, **fields):
 @pytest.mark.parametrize(
     ("use", "error", "says"),
     [
-        (lambda q, _: PytorchActivationQuantizationHolder(q), UnsupportedError, "another framework or kind of tensor"),
+        (lambda q, _: PytorchActivationQuantizationHolder(q), UnsupportedError, "another framework or role"),
         (lambda _, q: PytorchQuantizationWrapper(nn.Linear(3, 4), {"weight": q}), UnsupportedError, "weights of torch"),
         (lambda q, _: PytorchQuantizationWrapper(nn.Linear(3, 4), {"wieght": q}), UnknownNameError, "'weight'"),
     ],

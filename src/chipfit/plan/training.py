@@ -12,8 +12,9 @@ from chipfit.errors import ConfigError, UnknownNameError, UnsupportedError
 from chipfit.graph.folds import unfolded
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
-from chipfit.quantizers.algorithm import Algorithm
-from chipfit.quantizers.bn_fold import STRATEGIES, UNFOLDED
+from chipfit.quantizers.algorithm import MOST_BITS, Algorithm
+from chipfit.quantizers.bn_fold import UNFOLDED, strategy_of
+from chipfit.quantizers.grids import Grid
 from chipfit.registry import made
 
 #: roles of tensors -> the word for them in options
@@ -62,10 +63,11 @@ class Training:
         return cls(**given)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.only, Mapping) or not isinstance(self.bn_sync, bool):
+            raise ConfigError("'only' is a table, 'bn_sync' true or false", got=repr((self.only, self.bn_sync))[:120])
         for chosen in (self.method, self.weights, self.activations, *self.only.values()):
             algorithm_of(chosen)  # refuses what it does not know
-        if self.bn_fold not in STRATEGIES or isinstance(self.bn_fold, bool):
-            raise ConfigError("There is no such way to fold a batch norm", got=repr(self.bn_fold), allowed=STRATEGIES)
+        strategy_of(self.bn_fold)
         if not (isinstance(self.bn_momentum, (int, float)) and 0 < self.bn_momentum <= 1):
             raise ConfigError("A momentum is a share", got=repr(self.bn_momentum), allowed="above 0, at most 1")
 
@@ -80,8 +82,8 @@ class Training:
         role = getattr(self, _WORDS[t.role])
         chosen = [self.only[key] for key in (t.name, t.layer) if key in self.only]
         found = algorithm_of(chosen[0] if chosen else self.method if role is None else role)
-        if found is not None and (why := found.refuses(t.stored.grid, t.role)):
-            hint = f"name another algorithm for it: training={{..., 'only': {{'{t.name}': 'lsq'}}}}"
+        if found is not None and (why := refusal(found, t.stored.grid, t.role)):
+            hint = f"name another algorithm for it, or None: training={{..., 'only': {{'{t.name}': None}}}}"
             what = f"{type(found).__name__} cannot train {t.role} '{t.name}': {why}"
             raise UnsupportedError(what, where=t.layer, got=f"format {t.format}", hint=hint)
         return found
@@ -102,6 +104,15 @@ def checked(training: Training | None, plan: Plan) -> None:
             raise UnknownNameError("tensor or layer", name, names)
     for t in plan.tensors.values():
         training.algorithm(t)
+
+
+def refusal(algorithm: Algorithm, grid: Grid, role: str) -> str:
+    """Why an algorithm cannot train a tensor ("weight" or "activation") on this grid; "" where it can."""
+    if grid.bits > MOST_BITS:
+        return f"{grid.bits} bits; at most {MOST_BITS} train, in float32 the steps of more are lost"
+    if grid.symmetric and grid.qmax < 1 and grid.table is None:
+        return f"codes {grid.qmin}..{grid.qmax} hold nothing above 0"
+    return algorithm.refuses(grid, role)
 
 
 def algorithm_of(chosen: str | Algorithm | None) -> Algorithm | None:

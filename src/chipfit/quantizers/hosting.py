@@ -20,8 +20,7 @@ def start(quantizer: Any, shape: Any, name: str, host: Any, has: str) -> None:
     """
     if _trains(quantizer):
         if (fits := getattr(quantizer, "fits", has)) != has:
-            what = f"{type(quantizer).__name__} is a quantizer for another framework or kind of tensor"
-            raise UnsupportedError(what, got=has, allowed=fits)
+            raise UnsupportedError(f"{type(quantizer).__name__} fits another framework or role", got=has, allowed=fits)
         quantizer.initialize_quantization(shape, name, host)
 
 

@@ -3,16 +3,17 @@
 import json
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from chipfit.errors import ConfigError
-from chipfit.facade.checks import Number, as_json, checked, record
+from chipfit.facade.checks import Positive, as_json, checked, record
 from chipfit.facade.target_platform.configs import Bits, Flag, Method, QuantizationMethod
 from chipfit.facade.trainable.constants import LUT_VALUES, MIN_THRESHOLD, RANGE_MAX, RANGE_MIN, SIGNED, THRESHOLD
+from chipfit.quantizers.algorithm import MOST_BITS
 from chipfit.quantizers.inferable import LUT_BITS, parameters, symmetric, uniform
 from chipfit.quantizers.stored import Stored
 
@@ -27,10 +28,6 @@ def _arrays(given: Any, info: Any) -> Any:
 
 
 Params = Annotated[Mapping[str, Any], BeforeValidator(_arrays)]
-#: widest code that trains: steps of wider ones are lost in float32
-MOST_BITS = 16
-Positive = Annotated[Number, Field(gt=0)]
-C = TypeVar("C", bound="_Config")
 
 
 @record(ConfigError)
@@ -50,8 +47,8 @@ class _Config:
     def __post_init__(self) -> None:
         if self.said("_quantization"):
             stored_of(self)
-            for c in self.said("_candidates") or ():
-                stored_of(self, None, c.n_bits, c.quantization_params)
+            for candidate in self.said("_candidates") or ():
+                stored_of(self, None, candidate)
 
     def said(self, word: str) -> Any:
         """The field whose name ends so: "_quantization" says whether it is enabled."""
@@ -62,7 +59,7 @@ class _Config:
         return json.loads(json.dumps({f.name: getattr(self, f.name) for f in fields(self)}, default=as_json))  # type: ignore[arg-type,no-any-return]  # a dataclass
 
     @classmethod
-    def from_config(cls: type[C], config: Mapping[str, Any]) -> C:
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
         return checked(cls, config, ConfigError, cls.__name__, "", json=True)  # type: ignore[no-any-return]  # as `cls` says
 
 
@@ -105,27 +102,26 @@ class TrainableQuantizerActivationConfig(_Config):
     activation_quantization_candidates: Candidates = None
 
 
-def stored_of(
-    config: Any, shape: tuple[int, ...] | None = None, bits: int | None = None, params: Mapping[str, Any] | None = None
-) -> Stored:
+def stored_of(config: Any, shape: tuple[int, ...] | None = None, candidate: Any = None) -> Stored:
     """Where training starts: the grid that a configuration describes.
 
     A single threshold serves every channel. UNIFORM from a threshold t is [-t, t], or [0, t] without a sign.
 
     Args:
         shape: of the weight.
-        bits, params: of a candidate, in place of the configuration's own.
+        candidate: whose bits and parameters count, in place of the configuration's own.
 
     Raises:
         ConfigError: the parameters do not describe a grid.
     """
-    method, bits = config.said("_method"), config.said("_bits") if bits is None else bits
-    params = config.said("_params") if params is None else params
-    axis = config.weights_channels_axis if getattr(config, "weights_per_channel_threshold", False) else None
-    if getattr(config, "weights_per_channel_threshold", False) and not _has(shape, axis):
-        got = None if axis is None else f"axis {axis} of {len(shape or ())}"
-        hint = "0 in PyTorch, 3 in Keras"
-        raise ConfigError("Thresholds per channel need weights_channels_axis", got=got, hint=hint)
+    method, bits, params = (config.said(f"_{word}") for word in ("method", "bits", "params"))
+    if candidate is not None:
+        bits, params = candidate.n_bits, candidate.quantization_params
+    per_channel = getattr(config, "weights_per_channel_threshold", False)
+    axis = config.weights_channels_axis if per_channel else None
+    if per_channel and (axis is None or (shape is not None and not -len(shape) <= axis < len(shape))):
+        what = "Thresholds per channel need weights_channels_axis, 0 in PyTorch, 3 in Keras"
+        raise ConfigError(what, got=f"axis {axis} of shape {shape}")
     if method.lut and bits > LUT_BITS:
         raise ConfigError("A look-up table is too large", got=f"{bits} bits", allowed=f"at most {LUT_BITS} bits")
     signed = isinstance(config, TrainableQuantizerWeightsConfig) or bool(params.get(SIGNED, True))
@@ -158,10 +154,6 @@ def stored_of(
         return uniform(bits, -t if signed else torch.zeros_like(t), t, axis)
     table = said(LUT_VALUES).tolist() if method.lut else None
     return symmetric(bits, t, signed, axis, pot=method.pot, table=table)
-
-
-def _has(shape: tuple[int, ...] | None, axis: int | None) -> bool:
-    return axis is not None and (shape is None or -len(shape) <= axis < len(shape))
 
 
 def config_of(stored: Stored, role: str, rank: int) -> Any:

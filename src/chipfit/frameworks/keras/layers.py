@@ -293,10 +293,9 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
         Raises:
             UnknownNameError: it has none of that name.
         """
-        for v in self.layer.variables:
-            if v.name == name:
-                return v
-        raise UnknownNameError(f"variable of {type(self.layer).__name__}", name, [v.name for v in self.layer.variables])
+        if not (found := [v for v in self.layer.variables if v.name == name]):
+            raise UnknownNameError(f"variable of '{self.layer.name}'", name, [v.name for v in self.layer.variables])
+        return found[0]
 
     def get_config(self) -> dict[str, Any]:
         quantizers = {k: keras.saving.serialize_keras_object(q) for k, q in self.weights_quantizers.items()}
