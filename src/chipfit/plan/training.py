@@ -51,7 +51,7 @@ class Training:
         """
         if given is None or isinstance(given, Training):
             return given
-        if isinstance(given, (str, Algorithm)):
+        if isinstance(given, (str, Algorithm, type)):
             return cls(given)
         if not isinstance(given, Mapping):
             allowed = 'a name such as "lsq", or {"weights": ..., "activations": ...}'
