@@ -32,11 +32,11 @@ class Training:
     stand behind the name, as in "lsq(use_grad_scaling=False)". An instance of an `Algorithm` does as well as a name.
     """
 
-    method: str | Algorithm | None = None  #: of both
-    weights: str | Algorithm | None = None
-    activations: str | Algorithm | None = None
+    method: str | Algorithm | type | None = None  #: of both
+    weights: str | Algorithm | type | None = None
+    activations: str | Algorithm | type | None = None
     #: names of tensors, or of the layers that make or own them -> algorithm for these
-    only: Mapping[str, str | Algorithm | None] = field(default_factory=dict)
+    only: Mapping[str, str | Algorithm | type | None] = field(default_factory=dict)
     #: how batch norms fold while they train: 0, once and before; or -1, 1, 2, 3, 4 of `chipfit.quantizers.bn_fold`
     bn_fold: int = 0
     bn_momentum: float = 0.1  #: share of a step's statistics in what batch norms remember
@@ -115,7 +115,7 @@ def refusal(algorithm: Algorithm, grid: Grid, role: str) -> str:
     return algorithm.refuses(grid, role)
 
 
-def algorithm_of(chosen: str | Algorithm | None) -> Algorithm | None:
+def algorithm_of(chosen: str | Algorithm | type | None) -> Algorithm | None:
     """The algorithm that a name stands for, with its options behind it.
 
     Raises:
