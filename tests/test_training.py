@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.errors import ConfigError, TrainingError, UnknownNameError
+from chipfit.errors import ConfigError, TrainingError, UnknownNameError, UnsupportedError
 from chipfit.plan.training import Training
 from chipfit.quantizers.algorithms.lsq import LSQ
 
@@ -87,11 +87,36 @@ def test_the_option_of_quantize(plain):
         ({"weight": "lsq"}, UnknownNameError, "weights"),
         ({"only": {"stem.9": "lsq"}}, UnknownNameError, "stem.0"),
         (7, ConfigError, "weights"),
+        ({"only": "lsq"}, ConfigError, "'only' is a table"),
+        ({"bn_sync": 1}, ConfigError, "'bn_sync' true or false"),
     ],
 )
 def test_what_is_not_understood_is_refused_before_the_work(training, error, says, plain):
     with pytest.raises(error, match=says):
         plain.trains(training)
+
+
+WIDE = """
+name: wide
+title: Activations of many bits
+formats:
+  a: {bits: 17, zero: any}
+  w: {bits: 8, range: narrow, per: channel}
+  b: {bits: 32, per: channel}
+ops: [{match: ["@conv", Linear], use: [{in: a, w: w, b: b, out: a}], src: [T], conf: I}]
+unlisted: float
+math: {note: none}
+sources: {T: this test}
+"""
+
+
+def test_steps_that_float32_loses_do_not_train(tmp_path):
+    (tmp_path / "wide.yaml").write_text(WIDE)
+    result = chipfit.quantize(Net().eval(), DATA, platform=tmp_path / "wide.yaml", progress=False)
+    with pytest.raises(UnsupportedError, match="cannot train activation .*17 bits; at most 16 train"):
+        result.trains("lsq")
+    after = train(result.trains({"weights": "lsq"}))
+    assert not torch.equal(after.plan["head.weight"].scale, result.plan["head.weight"].scale)
 
 
 def test_a_scale_that_training_destroyed_is_no_result(plain):

@@ -98,8 +98,9 @@ def test_what_was_trained_is_exact_on_the_device(bn_fold, plain):
 def test_what_was_never_folded_trains_and_is_not_deployed(plain):
     result = plain.trains(Training("lsq", bn_fold=-1))
     train(result.model)
-    with pytest.raises(UnsupportedError, match="bn_fold=-1 rounds weights without their batch norm"):
-        result.trained()
+    for leave in (result.trained, lambda: result.export("never.onnx")):
+        with pytest.raises(UnsupportedError, match="bn_fold=-1 rounds weights without their batch norm"):
+            leave()
 
 
 def test_batch_norms_train_in_few_bits_without_a_setting():

@@ -36,7 +36,7 @@ from chipfit.passes.fuse import fuse
 from chipfit.passes.shift_negative import fuse_shifts
 from chipfit.plan import provenance
 from chipfit.plan.record import Plan, TensorPlan
-from chipfit.plan.training import Training, checked
+from chipfit.plan.training import Training, checked, demand_folds
 from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.load import load_platform
 from chipfit.platform.match import fusions, sets_of
@@ -338,6 +338,7 @@ class Result(Shown):
         """
         from chipfit.export import export
 
+        demand_folds(self.training.bn_fold if self.training else 0)
         self.refuse_trained("the file")
         named = {"io": io, "labels": labels, "mean": mean, "std": std}
         named |= {"batch": batch, "keep_layout": keep_layout, "opset": opset}

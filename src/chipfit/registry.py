@@ -231,16 +231,10 @@ def made(kind: str, text: str, aliases: Mapping[str, str] | None = None, **setti
         ConfigError: a setting out of bounds.
     """
     word = KINDS[kind].word
-    name, has_settings, rest = text.partition("(")
-    if has_settings:
-        try:
-            call = ast.parse(f"f({rest}", mode="eval").body
-            settings = {k.arg or "": ast.literal_eval(k.value) for k in getattr(call, "keywords", ())} | settings
-        except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):  # what `ast` says of bad text
-            name = text
+    name, own = called(text)
     make = lookup(kind, (aliases or {}).get(name, name))
     known = {f.name: getattr(f.type, "__name__", str(f.type)) for f in fields(make)}
-    for setting, value in settings.items():
+    for setting, value in (own | settings).items():
         if setting not in known:
             raise UnknownNameError(f"setting of {word} '{name}'", setting, known)
         whole = known[setting] != "int" or isinstance(value, int)
@@ -249,7 +243,16 @@ def made(kind: str, text: str, aliases: Mapping[str, str] | None = None, **setti
             allowed = {"bool": "True or False", "int": "an integer above 0"}.get(known[setting], "a number above 0")
             got = repr(value)[:120]
             raise ConfigError(f"Setting '{setting}' of {word} '{name}' is not understood", got=got, allowed=allowed)
-    return make(**settings)
+    return make(**own | settings)
+
+
+def called(text: str) -> tuple[str, dict[str, Any]]:
+    """A name and the settings behind it, as in "lp(p=3)"; the whole text where it is none of that."""
+    try:
+        call = ast.parse(text, mode="eval").body
+        return text.partition("(")[0], {k.arg or "": ast.literal_eval(k.value) for k in getattr(call, "keywords", ())}
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):  # what `ast` says of bad text
+        return text, {}
 
 
 def is_number(value: Any) -> TypeGuard[float]:

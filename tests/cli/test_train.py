@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -91,6 +93,45 @@ def test_a_model_is_quantized_first_and_a_loop_of_the_user_trains_it(folder):
     done = run("train", f"{name}:net", *args, "--out", "looped")
     assert done.exit_code == 0, done.output
     assert chipfit.load(path / "looped/plan").verify([torch.randn(4, 3, 8, 8)]).exact
+
+
+ALGORITHM = """\
+from dataclasses import dataclass
+from chipfit.quantizers.algorithms.lsq import LSQ
+from chipfit.registry import register
+from tests.facade.test_trainable_infrastructure import OurActivations
+
+@register("training", "half")
+@dataclass(frozen=True)
+class Half(LSQ):
+    share: float = 0.5
+
+    def init(self, stored, x):
+        return {"scale": stored.scale * self.share}
+
+class Other(LSQ): ...
+"""
+
+
+@pytest.mark.usefixtures("drop_ins")
+def test_an_algorithm_of_ones_own_trains_by_the_place_of_its_class(folder):
+    path, _ = folder
+    (path / "mine.py").write_text(ALGORITHM)
+    for method, share in (("mine:Half", 0.5), ("mine:Half(share=0.25)", 0.25)):
+        done = run("train", "saved", "--data", "d.npz", "--method", method, "--rate", "1e-9", "--out", "halved")
+        assert done.exit_code == 0, done.output
+        old, new = (chipfit.load(path / f"{d}/plan").plan["3.weight"].scale for d in ("saved", "halved"))
+        torch.testing.assert_close(new, share * old)
+    wrong = {
+        "mine:Half(shard=1)": "share",
+        "mine:Other": "not registered|is no training algorithm",
+        "mine:OurActivations": "none of OurActivations rounds",
+        "mine:register": "says no training",
+    }
+    for method, says in wrong.items():
+        done = run("train", "saved", "--data", "d.npz", "--method", method, "--out", "refused")
+        assert isinstance(done.exception, ChipfitError), done.exception
+        assert re.search(says, str(done.exception)), done.exception
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,10 @@ def activation(method=QuantizationMethod.UNIFORM, bits=8, params=None):
     return TrainableQuantizerActivationConfig(method, bits, params or {THRESHOLD: 2.0}, True, MIN_THRESHOLD)
 
 
+def candidates(bits, threshold=1.0):
+    return [TrainableQuantizerCandidateConfig(bits, {THRESHOLD: threshold})]
+
+
 def test_a_scalar_threshold_serves_every_channel():
     stored = stored_of(weights(), (3, 3, 2, 5))
     assert stored.axis == 3 and torch.equal(stored.scale, torch.full((5,), 2 / 128))
@@ -193,7 +197,9 @@ def test_a_uniform_grid_from_a_threshold(signed, low):
         (lambda: weights(params={THRESHOLD: -1.0}), ConfigError, "not positive"),
         (lambda: weights(params={THRESHOLD: np.array([1.0, 0.0])}), ConfigError, "not positive"),
         (lambda: weights(QuantizationMethod.LUT_POT_QUANTIZER, 9), ConfigError, "at most 8 bits"),
+        (lambda: weights(QuantizationMethod.LUT_POT_QUANTIZER, 4), ConfigError, "lack 'lut_values'"),
         (lambda: weights(axis=None), ConfigError, "weights_channels_axis"),
+        (lambda: stored_of(weights(axis=3), (5, 2)), ConfigError, "weights_channels_axis.*axis 3 of shape .5, 2"),
         (lambda: weights(method="SYMMETRIC"), ConfigError, "weights_quantization_method"),
         (lambda: weights(bits=0), ConfigError, "weights_n_bits"),
         (lambda: weights(bits=1), ConfigError, "2 to 16 bits"),
@@ -202,6 +208,9 @@ def test_a_uniform_grid_from_a_threshold(signed, low):
         (lambda: weights(weights_candidates=None), UnknownNameError, "weights_quantization_candidates"),
         (lambda: activation(params={THRESHOLD: [1.0, 2.0]}), ConfigError, "do not fit"),
         (lambda: activation(params={RANGE_MIN: 1.0, RANGE_MAX: 0.0}), ConfigError, "range is empty"),
+        (lambda: activation(params={THRESHOLD: "two"}), ConfigError, "'threshold' .* is no number.*'two'"),
+        (lambda: weights(weights_quantization_candidates=candidates(17)), ConfigError, "2 to 16 bits"),
+        (lambda: weights(weights_quantization_candidates=candidates(4, -1.0)), ConfigError, "not positive"),
         (lambda: stored_of(weights(params={}), (1, 1, 1, 2)), ConfigError, "lack 'threshold'"),
         (lambda: stored_of(weights(params={THRESHOLD: [1.0] * 3}), (1, 1, 1, 2)), ConfigError, "do not fit"),
     ],
@@ -401,6 +410,37 @@ def test_the_documents_activation_configuration_trains(signed):
     holder.convert_to_inferable_quantizers()
     assert type(holder.activation_holder_quantizer).__name__ == "ActivationUniformInferableQuantizer"
     torch.testing.assert_close(holder(x), y)
+
+
+def test_what_is_not_enabled_is_not_rounded():
+    off = {"enable_weights_quantization": False, "weights_quantization_params": {}}
+    layer = nn.Linear(3, 4)
+    wrapper = PytorchQuantizationWrapper(layer, {"weight": PytorchWeightsQuantizer(replaced(weights(), **off))})
+    off = {"enable_activation_quantization": False}
+    holder = PytorchActivationQuantizationHolder(PytorchActivationQuantizer(replaced(activation(), **off)))
+    x = torch.randn(5, 3)
+    for _ in range(2):
+        assert torch.equal(wrapper(x), layer(x)) and holder(x) is x
+        wrapper.convert_to_inferable_quantizers()
+        holder.convert_to_inferable_quantizers()
+    assert {n for n, _ in wrapper.named_parameters()} == {"layer.weight", "layer.bias"}
+
+
+def replaced(config, **fields):
+    return type(config).from_config({**config.get_config(), **fields})
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "says"),
+    [
+        (lambda q, _: PytorchActivationQuantizationHolder(q), UnsupportedError, "another framework or role"),
+        (lambda _, q: PytorchQuantizationWrapper(nn.Linear(3, 4), {"weight": q}), UnsupportedError, "weights of torch"),
+        (lambda q, _: PytorchQuantizationWrapper(nn.Linear(3, 4), {"wieght": q}), UnknownNameError, "'weight'"),
+    ],
+)
+def test_a_quantizer_in_the_wrong_place_is_refused(use, error, says):
+    with pytest.raises(error, match=says):
+        use(PytorchWeightsQuantizer(weights(axis=0)), PytorchActivationQuantizer(activation()))
 
 
 # ---------------------------------------------------------------- in a whole model

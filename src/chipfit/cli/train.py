@@ -13,15 +13,19 @@ from chipfit.errors import ConfigError, DataError, TrainingError
 from chipfit.facade.named import made, named
 from chipfit.frameworks import fit
 from chipfit.pipeline import Result
+from chipfit.registry import called, registered
 
 #: top-1 is told on so many images
 _TOLD = 4096
 
 
 def method_of(text: str) -> Any:
-    """A training algorithm by name, or a class of quantizers as module:Class."""
-    module = text.partition("(")[0]
-    return named(text, "method", ConfigError) if ":" in module else text
+    """A training algorithm by name, or a class of one, or of quantizers, as module:Class; each perhaps with options."""
+    if ":" not in (place := text.partition("(")[0]):
+        return text
+    thing, options = named(place, "method", ConfigError), text.removeprefix(place)
+    name = next((n for n, known in registered("training").items() if known is thing), "")
+    return thing.hosted(**called(f"f{options}")[1]) if hasattr(thing, "hosted") else name + options if name else thing
 
 
 def by_loop(result: Result, text: str, data: Any) -> None:

@@ -31,6 +31,10 @@ _ARITY = ("missing", "missing_argument", "unexpected_positional_argument", "mult
 
 #: a number as it was given: 3 stays an integer
 Number = Annotated[float, WrapValidator(lambda value, check: value if check(value) is not None else None)]
+Positive = Annotated[Number, Field(gt=0)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+#: how many, where there is one at least
+Many = Annotated[int, Field(ge=1)]
 #: a text that is not empty
 Name = Annotated[str, Field(min_length=1)]
 

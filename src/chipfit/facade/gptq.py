@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field, InstanceOf
 
 from chipfit.errors import ConfigError, UnsupportedError
-from chipfit.facade.checks import Number, arguments, by_name, checked, record, refuse
+from chipfit.facade.checks import Many, Number, Share, arguments, by_name, checked, record, refuse
 from chipfit.facade.core.config import CoreConfig, ResourceUtilization
 from chipfit.facade.ptq import DataGenerator, UserInformation, first, of_keras, prefix, quantized
 
@@ -19,9 +19,7 @@ __all__ += ["GradientPTQConfig", "RoundingType", "get_keras_gptq_config", "get_p
 __all__ += ["GPTQHessianScoresConfig", "GradualActivationQuantizationConfig", "QFractionLinearAnnealingConfig"]
 
 _NAME = "gradient_post_training_quantization"
-Share = Annotated[Number, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0)]
-Many = Annotated[int, Field(ge=1)]
 
 
 class RoundingType(Enum):

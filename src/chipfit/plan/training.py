@@ -12,8 +12,9 @@ from chipfit.errors import ConfigError, UnknownNameError, UnsupportedError
 from chipfit.graph.folds import unfolded
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
-from chipfit.quantizers.algorithm import Algorithm
-from chipfit.quantizers.bn_fold import STRATEGIES, UNFOLDED
+from chipfit.quantizers.algorithm import MOST_BITS, Algorithm
+from chipfit.quantizers.bn_fold import UNFOLDED, strategy_of
+from chipfit.quantizers.grids import Grid
 from chipfit.registry import made
 
 #: roles of tensors -> the word for them in options
@@ -31,11 +32,11 @@ class Training:
     stand behind the name, as in "lsq(use_grad_scaling=False)". An instance of an `Algorithm` does as well as a name.
     """
 
-    method: str | Algorithm | None = None  #: of both
-    weights: str | Algorithm | None = None
-    activations: str | Algorithm | None = None
+    method: str | Algorithm | type | None = None  #: of both
+    weights: str | Algorithm | type | None = None
+    activations: str | Algorithm | type | None = None
     #: names of tensors, or of the layers that make or own them -> algorithm for these
-    only: Mapping[str, str | Algorithm | None] = field(default_factory=dict)
+    only: Mapping[str, str | Algorithm | type | None] = field(default_factory=dict)
     #: how batch norms fold while they train: 0, once and before; or -1, 1, 2, 3, 4 of `chipfit.quantizers.bn_fold`
     bn_fold: int = 0
     bn_momentum: float = 0.1  #: share of a step's statistics in what batch norms remember
@@ -50,7 +51,7 @@ class Training:
         """
         if given is None or isinstance(given, Training):
             return given
-        if isinstance(given, (str, Algorithm)):
+        if isinstance(given, (str, Algorithm, type)):
             return cls(given)
         if not isinstance(given, Mapping):
             allowed = 'a name such as "lsq", or {"weights": ..., "activations": ...}'
@@ -62,10 +63,11 @@ class Training:
         return cls(**given)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.only, Mapping) or not isinstance(self.bn_sync, bool):
+            raise ConfigError("'only' is a table, 'bn_sync' true or false", got=repr((self.only, self.bn_sync))[:120])
         for chosen in (self.method, self.weights, self.activations, *self.only.values()):
             algorithm_of(chosen)  # refuses what it does not know
-        if self.bn_fold not in STRATEGIES or isinstance(self.bn_fold, bool):
-            raise ConfigError("There is no such way to fold a batch norm", got=repr(self.bn_fold), allowed=STRATEGIES)
+        strategy_of(self.bn_fold)
         if not (isinstance(self.bn_momentum, (int, float)) and 0 < self.bn_momentum <= 1):
             raise ConfigError("A momentum is a share", got=repr(self.bn_momentum), allowed="above 0, at most 1")
 
@@ -80,10 +82,8 @@ class Training:
         role = getattr(self, _WORDS[t.role])
         chosen = [self.only[key] for key in (t.name, t.layer) if key in self.only]
         found = algorithm_of(chosen[0] if chosen else self.method if role is None else role)
-        blocks = "its blocks have a scale each, which stay" if t.stored.grid.per == "block" else ""
-        if found is not None and (why := blocks or found.refuses(t.stored.grid, t.role)):
-            other = None if blocks else "lsq"
-            hint = f"name another algorithm for it: training={{..., 'only': {{'{t.name}': {other!r}}}}}"
+        if found is not None and (why := refusal(found, t.stored.grid, t.role)):
+            hint = f"name another algorithm for it, or None: training={{..., 'only': {{'{t.name}': None}}}}"
             what = f"{type(found).__name__} cannot train {t.role} '{t.name}': {why}"
             raise UnsupportedError(what, where=t.layer, got=f"format {t.format}", hint=hint)
         return found
@@ -106,7 +106,18 @@ def checked(training: Training | None, plan: Plan) -> None:
         training.algorithm(t)
 
 
-def algorithm_of(chosen: str | Algorithm | None) -> Algorithm | None:
+def refusal(algorithm: Algorithm, grid: Grid, role: str) -> str:
+    """Why an algorithm cannot train a tensor ("weight" or "activation") on this grid; "" where it can."""
+    if grid.bits > MOST_BITS:
+        return f"{grid.bits} bits; at most {MOST_BITS} train, in float32 the steps of more are lost"
+    if grid.symmetric and grid.qmax < 1 and grid.table is None:
+        return f"codes {grid.qmin}..{grid.qmax} hold nothing above 0"
+    if grid.per == "block":
+        return "its blocks have a scale each, which stay"
+    return algorithm.refuses(grid, role)
+
+
+def algorithm_of(chosen: str | Algorithm | type | None) -> Algorithm | None:
     """The algorithm that a name stands for, with its options behind it.
 
     Raises:

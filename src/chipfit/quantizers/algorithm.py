@@ -14,6 +14,8 @@ from chipfit.quantizers.ops import clamp, ste
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import registered
 
+#: widest code that trains: steps of wider ones are lost in float32
+MOST_BITS = 16
 #: a scale that trains stays above this, or above a fraction of its first value where that is smaller
 EPS = torch.finfo(torch.float32).eps
 

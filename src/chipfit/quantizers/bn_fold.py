@@ -18,9 +18,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from chipfit.errors import ConfigError
+
 STRATEGIES = (-1, 0, 1, 2, 3, 4)
 #: why what strategy -1 trains is not exported
 UNFOLDED = "bn_fold=-1 rounds weights without their batch norm, which a chip folds into them before it rounds"
+
+
+def strategy_of(given: Any) -> int:
+    """The number of a strategy.
+
+    Raises:
+        ConfigError: there is none of that number.
+    """
+    if given not in STRATEGIES or isinstance(given, bool):
+        raise ConfigError("There is no such way to fold a batch norm", got=repr(given), allowed=STRATEGIES)
+    return int(given)
 
 
 @dataclass(frozen=True, slots=True)

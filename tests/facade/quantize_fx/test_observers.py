@@ -196,11 +196,47 @@ def test_a_new_observer_registers_where_it_stands():
         ({"ch_axis": 0, **S4}, "-1 per tensor"),
         ({"qscheme": torch.per_channel_affine}, "-1 per tensor"),
         ({"over": "all"}, "widest"),
+        ({"ada_sign": "yes"}, "True or False"),
+        ({"quant_min": -8.5}, "an integer"),
+        ({"bitwidth": "4"}, "an integer"),
+        ({"qscheme": "per_tensor_symmetric"}, "qscheme"),
+        ({"ema_ratio": 1.5}, "at most 1|less than or equal to 1"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options, says):
     with pytest.raises(ConfigError, match=says):
         observer_of("MinMax")(**options)
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("Quantile", {"threshold": 2.0}),
+        ("EMAQuantile", {"bins": 0}),
+        ("ClipStd", {"k": -1.0}),
+        ("EMAMSE", {"p": 0}),
+        ("PoTMode", {"candidates": 0}),
+        ("LSQPlus", {"by_half": "no"}),
+    ],
+)
+def test_options_of_one_observer_have_bounds(name, options):
+    with pytest.raises(ConfigError, match=f"'{next(iter(options))}'"):
+        observer_of(name)(**options)
+
+
+@pytest.mark.parametrize("name", registered("observer"))
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_numbers_that_are_none_are_not_observed(name, value):
+    observer = seen(name, NORMAL, **S4)
+    before = observer.calculate_qparams()
+    with pytest.raises(DataError, match="Batch 2 to observe holds NaN or infinite"):
+        observer(torch.tensor([1.0, value]))
+    assert observer.calculate_qparams() == before
+
+
+def test_a_channel_axis_is_one_of_the_tensors():
+    with pytest.raises(DataError, match=r"ch_axis=0 of \[\]"):
+        seen("MinMax", 3.0, **C4)
 
 
 def test_nothing_seen_gives_no_scale():

@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from chipfit.errors import CaptureError, ConfigError, TrainingError, UnknownNameError, UnsupportedError
+from chipfit.errors import (
+    CaptureError,
+    ConfigError,
+    DataError,
+    PlanError,
+    TrainingError,
+    UnknownNameError,
+    UnsupportedError,
+)
 from chipfit.facade.quantize_fx.quantizers import QuantizeBase
 from chipfit.quantize_fx import (
     deploy,
@@ -185,6 +193,20 @@ def test_batch_norms_fold_by_every_strategy(fold, net):
     train(model)
     result = deploy(model, DATA, "tensorrt")
     torch.testing.assert_close(result.model(DATA[1]), model(DATA[1]), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    "other, says",
+    [
+        ({"bit": 8}, "the grid of '(block_relu|stem_2|block.conv1.weight_quantizer).*Got: Grid.bits=8"),
+        ({"method": "tqt"}, "Unexpected key|Missing key"),
+        ({"backend": "snpe"}, "another plan"),
+    ],
+)
+def test_a_checkpoint_of_another_setting_is_refused(other, says, net):
+    theirs, ours = prepared(net, **{"backend": "tensorrt", **other}), prepared(net, "tensorrt")
+    with pytest.raises(PlanError, match=says):
+        ours.load_state_dict(train(theirs, 1).state_dict())
 
 
 # ---------------------------------------------------------------- platforms
@@ -387,3 +409,13 @@ def test_training_ends_where_a_number_is_none(spoil, says, door, net):
     model.eval()(DATA[0])
     with pytest.raises(TrainingError, match=f"In step 2 of training, .*{says}"):
         model.train()(DATA[0])
+
+
+@pytest.mark.parametrize("method", ["lsq", "ema"])
+@pytest.mark.parametrize("w_observer", ["MinMax", "MSE"])
+def test_the_first_batch_of_training_is_looked_at(method, w_observer, net):
+    model = prepared(net, "tensorrt", method=method, w_observer=w_observer, a_observer="MSE").train()
+    batch = DATA[0].clone()
+    batch[0, 0, 0, 0] = torch.nan
+    with pytest.raises(DataError, match="Batch 1 .* NaN.*x_post_act_fake_quantizer"):
+        model(batch)

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from chipfit.errors import ConfigError, DataError, UnknownNameError, UnsupportedError
 from chipfit.facade.quantize_fx import quantizers
 from chipfit.facade.quantize_fx.quantizers import AlgorithmQuantizer, QuantizeBase, quantizer_of
+from chipfit.facade.quantize_fx.settings import get_qconfig
 from chipfit.registry import made, register, registered
 
 S4 = {"quant_min": -8, "quant_max": 7}
@@ -98,7 +99,9 @@ def test_it_makes_its_observer_from_the_same_keywords_and_has_its_options():
 @pytest.mark.parametrize("role", ["weight", "activation"])
 def test_every_algorithm_trains_through_one_class(name, options, role):
     if role == "activation" and options is C4:
-        pytest.skip("activations have one scale")
+        with pytest.raises(ConfigError, match="per_channel concerns weights"):
+            AlgorithmQuantizer("MSE", algorithm=name, role=role, **options)
+        return
     grid = QuantizeBase("MinMax", **options).grid
     if made("training", name).refuses(grid, role):
         with pytest.raises(UnsupportedError):
@@ -170,6 +173,22 @@ def test_a_method_is_a_name_a_class_or_code_that_may_be_loaded(tmp_path, monkeyp
     register("quantizer", "lsq")(DocumentLSQ)
     with pytest.raises(ConfigError, match="a quantizer and a training algorithm"):
         quantizer_of("lsq")
+
+
+@pytest.mark.usefixtures("drop_ins")
+def test_options_stand_behind_the_name_of_every_method():
+    register("quantizer", "documented")(DocumentLSQ)
+    made_of = get_qconfig("documented(use_grad_scaling=False)", "lsq(use_grad_scaling=False)").quantizer
+    assert not made_of("weight", end=False).use_grad_scaling
+    assert not made_of("activation", end=False).algorithm.use_grad_scaling
+    for method in ("documented(grad_scaling=False)", "lsq(grad_scaling=False)", "ema(grad_scaling=False)"):
+        with pytest.raises(UnknownNameError, match="'grad_scaling'"):
+            get_qconfig(method)
+
+
+def test_a_channel_axis_is_one_of_the_weights():
+    with pytest.raises(DataError, match="ch_axis=3 of"):
+        AlgorithmQuantizer("MinMax", algorithm="lsq", role="weight", **{**C4, "ch_axis": 3}).prepare(X)
 
 
 def test_one_bit_with_sign_holds_nothing():

@@ -15,7 +15,7 @@ from keras import layers, ops  # noqa: E402 -- after the import that may skip
 
 import chipfit  # noqa: E402
 from chipfit.constants import MIN_THRESHOLD, RANGE_MAX, RANGE_MIN, THRESHOLD  # noqa: E402
-from chipfit.errors import PlanError, UnsupportedError  # noqa: E402
+from chipfit.errors import PlanError, UnknownNameError, UnsupportedError  # noqa: E402
 from chipfit.plan.training import Training  # noqa: E402
 from chipfit.qat import QATConfig, TrainingMethod, result_of  # noqa: E402
 from chipfit.target_platform import QuantizationMethod  # noqa: E402
@@ -25,6 +25,7 @@ from chipfit.trainable_infrastructure import (  # noqa: E402
     KerasActivationQuantizer,
     KerasQuantizationWrapper,
     KerasWeightsQuantizer,
+    PytorchWeightsQuantizer,
     QuantizationTarget,
     TrainableQuantizerActivationConfig,
     TrainableQuantizerWeightsConfig,
@@ -170,6 +171,25 @@ def test_the_documents_configurations_train_a_layer(made):
     holder.convert_to_inferable_quantizers()
     np.testing.assert_allclose(numbers(wrapper.get_quantized_weights()["kernel"]), kernel, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(numbers(model(X)), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_quantizer_in_the_wrong_place_is_refused_and_one_that_is_not_enabled_does_nothing():
+    def config(enabled):
+        params = {THRESHOLD: 2.0}
+        return TrainableQuantizerWeightsConfig(
+            QuantizationMethod.SYMMETRIC, 4, params, enabled, None, False, MIN_THRESHOLD
+        )
+
+    x = RNG.normal(size=(5, 3)).astype("float32")
+    off = KerasQuantizationWrapper(layers.Dense(4), {"kernel": KerasWeightsQuantizer(config(False))})
+    assert np.array_equal(numbers(off(x)), numbers(off.layer(x)))
+    on = KerasQuantizationWrapper(layers.Dense(4), {"kernel": KerasWeightsQuantizer(config(True))})
+    assert not np.array_equal(numbers(on(x)), numbers(on.layer(x)))
+    with pytest.raises(UnknownNameError, match="'kernel'"):
+        KerasQuantizationWrapper(layers.Dense(4), {"kernle": KerasWeightsQuantizer(config(True))})(x)
+    for wrong in (KerasWeightsQuantizer, PytorchWeightsQuantizer):
+        with pytest.raises(UnsupportedError, match="activations of keras"):
+            KerasActivationQuantizationHolder(wrong(config(True)))
 
 
 # ---------------------------------------------------------------- in a whole model

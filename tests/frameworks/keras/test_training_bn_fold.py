@@ -147,6 +147,52 @@ def test_convolutions_that_are_no_layers_train_as_layers_do(results):
     assert losses[0][-1] < losses[0][0]
 
 
+def normed(x):
+    """A batch norm with a negative gamma and one of zero."""
+    norm = keras.layers.BatchNormalization(momentum=0.5)
+    y = norm(x)
+    gamma = np.linspace(-1.0, 1.5, norm.gamma.shape[0])
+    gamma[1] = 0
+    norm.gamma.assign(gamma)
+    norm.beta.assign(np.full(len(gamma), 0.5))
+    return keras.layers.ReLU()(y)
+
+
+def of_images():
+    x = inputs = keras.Input((8, 8, 4))
+    x = normed(keras.layers.Conv2D(6, 3, groups=2)(x))
+    x = normed(keras.layers.Conv2DTranspose(4, 2, strides=2)(x))
+    x = normed(keras.layers.SeparableConv2D(4, 3)(x))
+    x = normed(keras.layers.Dense(6)(keras.layers.Flatten()(keras.layers.MaxPooling2D(4)(x))))
+    return keras.Model(inputs, keras.layers.Dense(5)(x))
+
+
+def of_rows():
+    x = inputs = keras.Input((16, 4))
+    x = normed(keras.layers.Conv1D(6, 3, groups=2)(x))
+    x = normed(keras.layers.DepthwiseConv1D(3)(x))
+    x = normed(keras.layers.Conv1DTranspose(4, 2)(x))
+    return keras.Model(inputs, keras.layers.Dense(5)(keras.layers.GlobalAveragePooling1D()(x)))
+
+
+@pytest.mark.parametrize("make, strategies", [(of_images, (2, 4)), (of_rows, (1, 3))])
+def test_every_kind_of_layer_trains_with_its_batch_norm_and_is_exact_on_the_device(make, strategies):
+    keras.utils.set_random_seed(0)
+    model = make()
+    x = np.random.default_rng(0).normal(size=(16, *model.input_shape[1:])).astype("float32")
+    for _ in range(10):  # statistics of the data
+        model(x, training=True)
+    plain = chipfit.quantize(model, [torch.from_numpy(x)], "ort_cpu", progress=False)
+    for bn_fold in strategies:
+        result = plain.trains(Training("lsq", bn_fold=bn_fold))
+        before = [keras.ops.convert_to_numpy(v).copy() for v in result.model.trainable_variables]
+        result.model.compile(keras.optimizers.SGD(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        assert all(np.isfinite(float(result.model.train_on_batch(x, np.arange(16) % 5))) for _ in range(3))
+        after = map(keras.ops.convert_to_numpy, result.model.trainable_variables)
+        assert np.mean([np.array_equal(a, b) for a, b in zip(before, after, strict=True)]) < 0.1
+        assert result.trained().verify([torch.from_numpy(2 * x)]).exact, bn_fold
+
+
 def test_what_was_never_folded_trains_and_is_not_deployed(results):
     result = results[1].trains(Training("lsq", bn_fold=-1))
     result.model.compile(keras.optimizers.SGD(0.01), "mse")

@@ -22,9 +22,8 @@ from chipfit.facade.quantize_fx.settings import misfit
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 from chipfit.graph.ir import Graph
 from chipfit.pipeline import Result
-from chipfit.plan.training import deployable
+from chipfit.plan.training import demand_folds, deployable
 from chipfit.platform.load import load
-from chipfit.quantizers.bn_fold import UNFOLDED
 from chipfit.quantizers.grids import fake_quantize
 
 __all__ = ["deploy"]
@@ -91,8 +90,7 @@ def _stripped(model: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, Quantize
             plain.graph.erase_node(n)
         elif isinstance(m, FoldedBatchNorm) and f"{n.target}.weight" not in of_weights:
             if any(isinstance(modules.get(u.target), _BatchNorm) for u in n.users if u.op == "call_module"):
-                got = UNFOLDED
-                raise UnsupportedError("What was trained cannot be deployed", got=got, hint="fold by strategy 1 to 4")
+                demand_folds(-1)
             layer: Any = m.fold()
             quantizer: Any = m.weight_quantizer
             with torch.no_grad():

@@ -7,16 +7,19 @@ rank would have on the whole batch; scales are never averaged. A new one registe
     class Mine(ObserverBase): ...
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from chipfit.errors import ConfigError, DataError
+from chipfit.errors import ConfigError, DataError, UnknownNameError
+from chipfit.facade.checks import Many, Positive, Share, arguments, checked
+from chipfit.quantizers.algorithm import MOST_BITS
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges.kl import KlRange
 from chipfit.ranges.qparams import QParams, finish_scale, from_min_max
@@ -25,10 +28,6 @@ from chipfit.ranges.std import within
 from chipfit.registry import lookup, register
 
 __all__ = ["ObserverBase"]
-
-#: how what several batches show becomes one
-OVER = ("widest", "moving", "mean", "latest", "first")
-_MOST_BITS = 16
 
 
 def reduced(x: torch.Tensor, how: str) -> torch.Tensor:
@@ -47,7 +46,8 @@ def to_pot(scale: torch.Tensor) -> torch.Tensor:
 class ObserverBase(nn.Module):
     """What was seen of a tensor; `quant_min`, `quant_max` and `adjust_sign` may be set at any time.
 
-    A subclass says in `see` what one batch shows, and perhaps in `step` what scale follows.
+    A subclass says in `see` what one batch shows, and perhaps in `step` what scale follows. Attributes that it
+    annotates are options of its own, with defaults.
 
     Args:
         quant_min, quant_max: the codes.
@@ -57,7 +57,7 @@ class ObserverBase(nn.Module):
         pot_scale: scales become powers of two.
         bitwidth: width of a code; the least that holds the codes when omitted.
         sticky_sign: once without sign, always; False: the latest batch decides.
-        over: how batches become one range, one of `OVER`; each class has its own default.
+        over: how batches become one range; each class has its own default.
         ema_ratio: weight of what was seen before, where `over` is "moving".
 
     Raises:
@@ -65,8 +65,10 @@ class ObserverBase(nn.Module):
     """
 
     over: str = "widest"
+    tensor = ""  #: what is seen, in messages
     _STATE: ClassVar[tuple[str, ...]] = ("seen", "batches", "adjust_sign", "quant_min", "quant_max")
 
+    @arguments(ConfigError)
     def __init__(
         self,
         quant_min: int = -128,
@@ -78,28 +80,34 @@ class ObserverBase(nn.Module):
         *,
         bitwidth: int | None = None,
         sticky_sign: bool = True,
-        over: str | None = None,
-        ema_ratio: float = 0.9,
+        over: Literal["widest", "moving", "mean", "latest", "first"] | None = None,
+        ema_ratio: Share = 0.9,
+        **own: Any,
     ) -> None:
         super().__init__()
+        who, above = type(self).__name__, type(self).__mro__[: type(self).__mro__.index(ObserverBase)]
+        kinds = {n: t for c in above for n, t in inspect.get_annotations(c, eval_str=bool(own)).items()}
+        for name, value in own.items():
+            if name not in kinds:
+                known = {*kinds, *inspect.signature(ObserverBase).parameters} - {"own"}
+                raise UnknownNameError(f"option of observer {who}", name, known)
+            setattr(self, name, checked(kinds[name], value, ConfigError, who, name))
         bitwidth = (quant_max - quant_min).bit_length() if bitwidth is None else bitwidth
         per, _, kind = str(qscheme).removeprefix("torch.per_").partition("_")
-        over = self.over if over is None else over
         faults = (
             (kind not in ("symmetric", "affine"), "qscheme", qscheme, "torch.per_tensor_symmetric and its three like"),
             (not quant_min < quant_max or quant_min > 0, "quant_min", quant_min, "at most 0, and below quant_max"),
-            (not 1 <= bitwidth <= _MOST_BITS, "bitwidth", bitwidth, f"1 to {_MOST_BITS}"),
+            (not 1 <= bitwidth <= MOST_BITS, "bitwidth", bitwidth, f"1 to {MOST_BITS}"),
             (quant_max - quant_min >= 1 << bitwidth, "quant_max", quant_max, f"codes that fit into {bitwidth} bits"),
             ((per == "channel") != (ch_axis >= 0), "ch_axis", ch_axis, "-1 per tensor; from 0 per channel"),
             (ada_sign and kind == "affine", "ada_sign", ada_sign, "False where the grid is affine: its zero is free"),
-            (over not in OVER, "over", over, ", ".join(OVER)),
         )
         for wrong, option, got, allowed in faults:
             if wrong:
-                raise ConfigError(f"'{option}' of {type(self).__name__} does not fit", got=got, allowed=allowed)
+                raise ConfigError(f"'{option}' of {who} does not fit", got=got, allowed=allowed)
         self.quant_min, self.quant_max, self.qscheme, self.ch_axis = quant_min, quant_max, qscheme, ch_axis
         self.ada_sign, self.pot_scale, self.bitwidth, self.sticky_sign = ada_sign, pot_scale, bitwidth, sticky_sign
-        self.over, self.ema_ratio = over, ema_ratio
+        self.over, self.ema_ratio = over or self.over, ema_ratio
         self.symmetric = kind == "symmetric"
         self.adjust_sign = False  #: the codes reach from 0 up
         self.batches = 0  #: that were seen
@@ -108,8 +116,14 @@ class ObserverBase(nn.Module):
     # ---- seeing
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Take one batch into account; returns it as it is."""
+        """Take one batch into account; returns it as it is.
+
+        Raises:
+            DataError: it holds NaN or infinite numbers, or has no channel axis.
+        """
         if x.numel():
+            if not bool(x.isfinite().all()):
+                raise DataError(f"Batch {self.batches + 1} to observe holds NaN or infinite numbers", where=self.tensor)
             with torch.no_grad():
                 self._take(self.see(x.detach()))
         return x
@@ -133,6 +147,8 @@ class ObserverBase(nn.Module):
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """[C, N]; C is 1 per tensor."""
+        if self.ch_axis >= x.dim():
+            raise DataError("There is no such channel axis", got=f"ch_axis={self.ch_axis} of {list(x.shape)}")
         x = x if x.dtype in (torch.float32, torch.float64) else x.float()
         return x.reshape(1, -1) if self.ch_axis < 0 else x.movedim(self.ch_axis, 0).flatten(1)
 
@@ -275,11 +291,8 @@ class Quantile(ObserverBase):
         bins: of the histogram of |x| up to its greatest.
     """
 
-    _SHARE: ClassVar[float] = 0.99999
-
-    def __init__(self, *args: Any, threshold: float | None = None, bins: int = 2048, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.threshold, self.bins = self._SHARE if threshold is None else threshold, bins
+    threshold: Share = 0.99999
+    bins: Many = 2048
 
     def see(self, x: torch.Tensor) -> torch.Tensor:
         low, high = (end.cpu() for end in self.extremes(x))
@@ -303,7 +316,7 @@ class QuantileMovingAverage(Quantile):
     """The 0.9999 quantile of the first batch, which is what MQBench computes under this name; `over="moving"` moves."""
 
     over = "first"
-    _SHARE = 0.9999
+    threshold = 0.9999
 
 
 @register("observer", "ClipStd")
@@ -312,9 +325,7 @@ class ClipStd(ObserverBase):
 
     over = "latest"
 
-    def __init__(self, *args: Any, k: float = 2.6, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.k = k
+    k: Positive = 2.6
 
     def see(self, x: torch.Tensor) -> torch.Tensor:
         _, mean, sd = self.moments(x)
@@ -353,9 +364,7 @@ class LSQPlus(ObserverBase):
 
     over = "latest"
 
-    def __init__(self, *args: Any, by_half: bool = False, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.by_half = by_half
+    by_half: bool = False
 
     def see(self, x: torch.Tensor) -> torch.Tensor:
         _, mean, sd = self.moments(x)
@@ -370,9 +379,7 @@ class LSQPlus(ObserverBase):
 class MSE(ObserverBase):
     """The range with the least mean |error|^p of each batch, and the widest of these; see `chipfit.ranges.search`."""
 
-    def __init__(self, *args: Any, p: float = 2.0, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.p = p
+    p: Positive = 2.0
 
     def see(self, x: torch.Tensor) -> torch.Tensor:
         return self.ends(search(self.sample(x), self.grid, self.p))
@@ -405,14 +412,14 @@ class MinMaxFloor(ObserverBase):
     """
 
     over = "latest"
-    _MOST: ClassVar[int] = 12
+    _MOST = 12
+    candidates: Many = 5
 
-    def __init__(self, *args: Any, candidates: int = 5, **options: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         if self.ch_axis >= 0 or not self.symmetric:
             allowed = "torch.per_tensor_symmetric"
             raise ConfigError(f"{type(self).__name__} has one scale and no offset", got=self.qscheme, allowed=allowed)
-        self.candidates = candidates
 
     def exponent(self, x: torch.Tensor) -> int:
         """n of one batch."""

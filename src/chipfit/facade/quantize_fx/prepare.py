@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from chipfit.errors import CaptureError, ConfigError, UnknownNameError, brief, theirs
+from chipfit.facade.quantize_fx.observers import ObserverBase
 from chipfit.facade.quantize_fx.quantizers import QuantizeBase
 from chipfit.facade.quantize_fx.settings import FoldBN, QConfig
 from chipfit.facade.target_platform.layers import operator_named
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
-from chipfit.frameworks.torch.bounds import demand_numbers
+from chipfit.frameworks.torch.bounds import Checkpointed, demand_numbers
+from chipfit.frameworks.torch.modules import FakeQuantizer
 from chipfit.graph.ops import OPS
 
 __all__ = ["prepare_qat_fx"]
@@ -86,7 +88,7 @@ def prepare_qat_fx(
     return _made(traced, qconfig, 0).train(model.training)
 
 
-class PreparedModule(fx.GraphModule):
+class PreparedModule(Checkpointed, fx.GraphModule):
     """A traced model that rounds, and says in which step and where a number of it is none; copies of it do so too."""
 
     qconfig: QConfig
@@ -125,6 +127,9 @@ class PreparedModule(fx.GraphModule):
 def _made(traced: fx.GraphModule, qconfig: QConfig, steps: int) -> PreparedModule:
     made = traced if isinstance(traced, PreparedModule) else PreparedModule(traced, traced.graph)
     made.qconfig, made.steps = qconfig, steps
+    for name, m in made.named_modules():  # in messages
+        if isinstance(m, (ObserverBase, FakeQuantizer)):
+            m.tensor = name.rpartition(".")[0]
     return made
 
 

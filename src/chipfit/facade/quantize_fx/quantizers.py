@@ -4,7 +4,6 @@
 class Mine(QuantizeBase): ...
 """
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,11 +15,11 @@ from chipfit.errors import ConfigError, DataError, UnknownNameError, Unsupported
 from chipfit.facade.named import named
 from chipfit.facade.quantize_fx.observers import ObserverBase, observer_of, reduced, to_pot
 from chipfit.frameworks.torch.modules import FakeQuantizer
-from chipfit.plan.training import algorithm_of
+from chipfit.plan.training import algorithm_of, refusal
 from chipfit.quantizers.algorithm import Algorithm
 from chipfit.quantizers.grids import Grid, all_codes
 from chipfit.quantizers.stored import Stored
-from chipfit.registry import lookup, registered
+from chipfit.registry import called, registered
 
 __all__ = ["AlgorithmQuantizer", "QuantizeBase"]
 __all__ += ["disable_all", "enable_all", "enable_calibration", "enable_quantization"]
@@ -46,13 +45,7 @@ class QuantizeBase(nn.Module):
 
     def __init__(self, observer: str | Callable[..., ObserverBase] = "MinMax", **observer_kwargs: Any) -> None:
         super().__init__()
-        make = observer_of(observer)
-        cls: Any = make.func if isinstance(make, partial) else make
-        known = {k for c in cls.__mro__ if issubclass(c, ObserverBase) for k in inspect.signature(c).parameters}
-        for name in observer_kwargs:
-            if name not in known:
-                raise UnknownNameError(f"option of observer {cls.__name__}", name, known - {"args", "options"})
-        self.activation_post_process = own = make(**observer_kwargs)
+        self.activation_post_process = own = observer_of(observer)(**observer_kwargs)
         self.quant_min, self.quant_max, self.bitwidth = own.quant_min, own.quant_max, own.bitwidth
         self.qscheme, self.ch_axis, self.pot_scale = own.qscheme, own.ch_axis, own.pot_scale
         self.ada_sign, self.sticky_sign = own.ada_sign, own.sticky_sign
@@ -106,6 +99,12 @@ class QuantizeBase(nn.Module):
         return f"codes {self.quant_min}..{self.quant_max}, observes={self.observing}, rounds={self.fake_quant_enabled}"
 
 
+def demand_one_scale(q: QuantizeBase, role: str) -> None:
+    """Raise where an "activation" has a scale for each channel, which concerns weights."""
+    if role == "activation" and q.ch_axis >= 0:
+        raise ConfigError("Activations have one scale: per_channel concerns weights", got=f"ch_axis={q.ch_axis}")
+
+
 class AlgorithmQuantizer(QuantizeBase):
     """Rounds as a training algorithm of chipfit does, which starts from what the observer has seen.
 
@@ -116,6 +115,7 @@ class AlgorithmQuantizer(QuantizeBase):
 
     Raises:
         UnsupportedError: the algorithm cannot round to such codes.
+        ConfigError: activations with a scale for each channel.
     """
 
     def __init__(
@@ -130,12 +130,10 @@ class AlgorithmQuantizer(QuantizeBase):
         super().__init__(observer, **observer_kwargs)
         self.algorithm, self.role, self.follows = algorithm_of(algorithm), role, follows
         assert self.algorithm is not None  # a name or an instance is one
-        why = self.algorithm.refuses(self.grid, role)
-        if not why and self.grid.symmetric and self.quant_max < 1:
-            why = f"codes {self.quant_min}..{self.quant_max} hold nothing above 0"
-        if why:
+        demand_one_scale(self, role)
+        if why := refusal(self.algorithm, self.grid, role):
             what = f"{type(self.algorithm).__name__} cannot train {role}s in {self.bitwidth} bits"
-            raise UnsupportedError(what, got=why, hint="choose more bits, or another algorithm")
+            raise UnsupportedError(what, got=why, hint="choose other bits, or another algorithm")
         self.prepare(None if role == "activation" else torch.zeros([1] * (self.ch_axis + 2)))
 
     @property
@@ -143,7 +141,7 @@ class AlgorithmQuantizer(QuantizeBase):
         return super().observing or (self.follows and self.training and self.fake_quant_enabled)
 
     def prepare(self, x: torch.Tensor | None) -> None:
-        channels = (x.shape[self.ch_axis],) if x is not None and self.ch_axis >= 0 else ()
+        channels = self.activation_post_process.rows(x).shape[:1] if x is not None and self.ch_axis >= 0 else ()
         self.rounds = self._made(torch.ones(channels), torch.zeros(channels, dtype=torch.int32), x)
 
     def _made(self, scale: torch.Tensor, zero: torch.Tensor, x: torch.Tensor | None) -> FakeQuantizer:
@@ -216,12 +214,15 @@ def quantizer_of(name: Any, allow_code: bool = False) -> Callable[..., QuantizeB
     if not isinstance(name, str):
         allowed = "a registered name, an Algorithm, or a class derived from QuantizeBase"
         raise ConfigError("This is no quantization method", got=repr(name)[:120], allowed=allowed)
-    bare, own, algorithms = name.partition("(")[0], registered("quantizer"), registered("training")
+    bare, options = called(name)
+    own, algorithms = registered("quantizer"), registered("training")
     if bare in own and bare in algorithms:
         raise ConfigError(f"'{bare}' is a quantizer and a training algorithm", hint="register the quantizer otherwise")
     if bare not in own and bare not in algorithms:
         raise UnknownNameError("quantization method", bare, [*own, *algorithms])
-    return lookup("quantizer", bare) if bare in own else partial(AlgorithmQuantizer, algorithm=name)
+    if bare in algorithms:
+        return partial(AlgorithmQuantizer, algorithm=name)
+    return partial(own[bare], **options) if options else own[bare]  # type: ignore[no-any-return]  # by registration
 
 
 # ---------------------------------------------------------------- states of a whole model

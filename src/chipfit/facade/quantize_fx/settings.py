@@ -11,12 +11,12 @@ from pydantic import Field
 from chipfit.errors import ConfigError, UnknownNameError
 from chipfit.facade.checks import allowed, arguments
 from chipfit.facade.quantize_fx.observers import ObserverBase, observer_of
-from chipfit.facade.quantize_fx.quantizers import AlgorithmQuantizer, QuantizeBase, quantizer_of
+from chipfit.facade.quantize_fx.quantizers import AlgorithmQuantizer, QuantizeBase, demand_one_scale, quantizer_of
 from chipfit.files import package_data
 from chipfit.platform.load import load, names
 from chipfit.platform.match import resolve
 from chipfit.platform.schema import Format
-from chipfit.quantizers.bn_fold import STRATEGIES
+from chipfit.quantizers.bn_fold import strategy_of
 from chipfit.quantizers.grids import Grid, all_codes
 
 __all__ = ["FoldBN", "QConfig", "get_backend_params", "get_foldbn_config", "get_qconfig", "platforms_of"]
@@ -57,8 +57,7 @@ class QConfig:
             pot_scale=self.pot_scale,
             bitwidth=bits,
         )
-        if role == "activation" and made.ch_axis >= 0:
-            raise ConfigError("Activations have one scale: per_channel concerns weights", got=f"ch_axis={made.ch_axis}")
+        demand_one_scale(made, role)
         return made
 
 
@@ -92,9 +91,7 @@ def get_foldbn_config(strategy: int) -> FoldBN:
     Raises:
         ConfigError: another number.
     """
-    if strategy not in STRATEGIES or isinstance(strategy, bool):
-        raise ConfigError("There is no such way to fold a batch norm", got=repr(strategy), allowed=STRATEGIES)
-    return FoldBN(strategy)
+    return FoldBN(strategy_of(strategy))
 
 
 @arguments(ConfigError)
@@ -148,10 +145,10 @@ def get_qconfig(
 
 def _maker(role: str, method: Any, observer: Any, allow_code: bool) -> Callable[..., QuantizeBase]:
     """Makes the quantizers of one role."""
-    known = _settings()["methods"]
-    own = known.get(method.partition("(")[0], {}) if isinstance(method, str) else {}
+    own = _settings()["methods"].get(name := str(method).partition("(")[0], {})
     default = own.get(f"{role[0]}_observer", "MinMax" if role == "weight" else "EMAMinMax")
-    make = partial(quantizer_of(own.get("algorithm", method), allow_code), observer_of(observer or default))
+    method = own["algorithm"] + method.removeprefix(name) if "algorithm" in own else method
+    make = partial(quantizer_of(method, allow_code), observer_of(observer or default))
     if make.func is AlgorithmQuantizer:
         make = partial(make, role=role, follows=own.get("follows", False))
     return make

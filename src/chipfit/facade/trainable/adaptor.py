@@ -73,11 +73,7 @@ class Hosted(Algorithm):
 
     def start(self, host: Any) -> None:
         self._host = host
-        if self.quantizer.framework != framework_of(host):
-            got = self.quantizer.framework
-            what = f"{type(self.quantizer).__name__} is a quantizer for another framework than the model's"
-            raise UnsupportedError(what, got=got, hint="derive it from the base class of the model's own framework")
-        start(self.quantizer, self._shape, "quantizer", host)
+        start(self.quantizer, self._shape, "quantizer", host, f"{self._role}s of {framework_of(host)}")
 
     def get_config(self) -> dict[str, Any]:
         """What a saved model keeps beside the quantizer."""

@@ -3,7 +3,6 @@
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -90,7 +89,8 @@ class BaseTrainableQuantizer(ABC):
 
     def __init__(self, quantization_config: Any) -> None:
         self._validate(quantization_config)
-        self.quantization_config = quantization_config
+        self.quantization_config, self.enabled = quantization_config, quantization_config.said("_quantization")
+        self.fits = f"{self.quantization_target.role}s of {self.framework}"  #: what a host must have
         self._variables: dict[str, tuple[Any, VariableGroup]] = {}
 
     def _validate(self, config: Any) -> None:
@@ -110,8 +110,7 @@ class BaseTrainableQuantizer(ABC):
             other = next((t.role for t, c in CONFIGS.items() if isinstance(config, c)), type(config).__name__)
             what = f"Expected {role} quantization configuration; received {other} quantization configuration"
             raise ConfigError(what, where=who)
-        method = next(getattr(config, f.name) for f in fields(config) if f.name.endswith("quantization_method"))
-        if method not in cls.quantization_method:
+        if (method := config.said("_method")) not in cls.quantization_method:
             expected = ", ".join(map(str, cls.quantization_method))
             what = f"Quantization method mismatch. Expected methods: [{expected}], received: {method}"
             raise ConfigError(what, where=who)

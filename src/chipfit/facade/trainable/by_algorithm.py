@@ -8,7 +8,7 @@ from chipfit.facade.trainable import base
 from chipfit.facade.trainable.configs import stored_of
 from chipfit.frameworks import keras_part
 from chipfit.frameworks.torch.modules import FakeQuantizer
-from chipfit.plan.training import algorithm_of
+from chipfit.plan.training import algorithm_of, refusal
 from chipfit.quantizers import inferable
 
 __all__ = ["KerasActivationQuantizer", "KerasWeightsQuantizer", "PytorchActivationQuantizer", "PytorchWeightsQuantizer"]
@@ -21,7 +21,7 @@ class _ByAlgorithm:
         role = self.quantization_target.role
         self._stored = stored_of(self.quantization_config, None if shape is None else tuple(shape))
         algorithm = algorithm_of(self.algorithm)
-        if algorithm is None or (why := algorithm.refuses(self._stored.grid, role)):
+        if algorithm is None or (why := refusal(algorithm, self._stored.grid, role)):
             raise ConfigError(f"{self.algorithm} cannot train this {role}", got=why if algorithm else None)
         own = algorithm.for_tensor(self._stored, role, tuple(shape or ()))
         return self._stored, own, layer.weight_of(name) if role == "weight" else None
@@ -32,18 +32,13 @@ class _ByAlgorithm:
     def get_config(self: Any) -> dict[str, Any]:
         return {**super().get_config(), "algorithm": self.algorithm}  # type: ignore[misc]
 
-    def _to_torch(self, x: Any) -> Any:
-        return x
-
     def convert2inferable(self: Any) -> Any:
-        scale, zero = (
-            self._to_torch(p).detach().cpu().reshape(self._stored.scale.shape) for p in self.quantizer.numbers()
-        )
+        numbers, classes = self.quantizer.numbers(), inferable.CLASSES
+        if self.framework == "keras":
+            numbers, classes = map(keras_part("backend").to_torch, numbers), keras_part("inferable").CLASSES
+        scale, zero = (p.detach().cpu().reshape(self._stored.scale.shape) for p in numbers)
         stored = self._stored.with_(scale=scale.float(), zero_point=zero.round().int(), grid=self.quantizer.learned())
-        return inferable.of(stored, self.quantization_target.role, self._classes())
-
-    def _classes(self) -> Any:
-        return inferable.CLASSES
+        return inferable.of(stored, self.quantization_target.role, classes)
 
 
 class _Pytorch(_ByAlgorithm, base.BasePytorchTrainableQuantizer):
@@ -61,12 +56,6 @@ class _Keras(_ByAlgorithm, base.BaseKerasTrainableQuantizer):
         setattr(layer, f"{name}_quantizer", self.quantizer)
         for variable in self.quantizer.weights:
             self.add_quantizer_variable(variable.name, variable, base.VariableGroup.QPARAMS)
-
-    def _to_torch(self, x: Any) -> Any:
-        return keras_part("backend").to_torch(x)
-
-    def _classes(self) -> Any:
-        return keras_part("inferable").CLASSES
 
 
 def _class(parent: Any, target: base.QuantizationTarget, name: str) -> Any:

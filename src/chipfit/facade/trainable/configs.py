@@ -3,16 +3,17 @@
 import json
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from chipfit.errors import ConfigError
-from chipfit.facade.checks import Number, as_json, checked, record
+from chipfit.facade.checks import Positive, as_json, checked, record
 from chipfit.facade.target_platform.configs import Bits, Flag, Method, QuantizationMethod
 from chipfit.facade.trainable.constants import LUT_VALUES, MIN_THRESHOLD, RANGE_MAX, RANGE_MIN, SIGNED, THRESHOLD
+from chipfit.quantizers.algorithm import MOST_BITS
 from chipfit.quantizers.inferable import LUT_BITS, parameters, symmetric, uniform
 from chipfit.quantizers.stored import Stored
 
@@ -27,10 +28,6 @@ def _arrays(given: Any, info: Any) -> Any:
 
 
 Params = Annotated[Mapping[str, Any], BeforeValidator(_arrays)]
-#: widest code that trains: steps of wider ones are lost in float32
-MOST_BITS = 16
-Positive = Annotated[Number, Field(gt=0)]
-C = TypeVar("C", bound="_Config")
 
 
 @record(ConfigError)
@@ -48,16 +45,21 @@ class _Config:
     """What both configurations do."""
 
     def __post_init__(self) -> None:
-        enabled = next(getattr(self, f.name) for f in fields(self) if f.name.startswith("enable"))  # type: ignore[arg-type]  # a dataclass
-        if enabled:
+        if self.said("_quantization"):
             stored_of(self)
+            for candidate in self.said("_candidates") or ():
+                stored_of(self, None, candidate)
+
+    def said(self, word: str) -> Any:
+        """The field whose name ends so: "_quantization" says whether it is enabled."""
+        return next(getattr(self, f.name) for f in fields(self) if f.name.endswith(word))  # type: ignore[arg-type]  # a dataclass
 
     def get_config(self) -> dict[str, Any]:
         """The fields as data: enumerations by name, arrays as lists; `from_config` reads them back."""
         return json.loads(json.dumps({f.name: getattr(self, f.name) for f in fields(self)}, default=as_json))  # type: ignore[arg-type,no-any-return]  # a dataclass
 
     @classmethod
-    def from_config(cls: type[C], config: Mapping[str, Any]) -> C:
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
         return checked(cls, config, ConfigError, cls.__name__, "", json=True)  # type: ignore[no-any-return]  # as `cls` says
 
 
@@ -100,36 +102,44 @@ class TrainableQuantizerActivationConfig(_Config):
     activation_quantization_candidates: Candidates = None
 
 
-def stored_of(config: Any, shape: tuple[int, ...] | None = None) -> Stored:
+def stored_of(config: Any, shape: tuple[int, ...] | None = None, candidate: Any = None) -> Stored:
     """Where training starts: the grid that a configuration describes.
 
     A single threshold serves every channel. UNIFORM from a threshold t is [-t, t], or [0, t] without a sign.
 
     Args:
         shape: of the weight.
+        candidate: whose bits and parameters count, in place of the configuration's own.
 
     Raises:
         ConfigError: the parameters do not describe a grid.
     """
-    role = "weights" if isinstance(config, TrainableQuantizerWeightsConfig) else "activation"
-    method, bits, params = (
-        getattr(config, f"{role}_{n}") for n in ("quantization_method", "n_bits", "quantization_params")
-    )
-    axis = config.weights_channels_axis if getattr(config, "weights_per_channel_threshold", False) else None
-    if axis is None and getattr(config, "weights_per_channel_threshold", False):
-        raise ConfigError("Thresholds per channel need weights_channels_axis", hint="0 in PyTorch, 3 in Keras")
+    method, bits, params = (config.said(f"_{word}") for word in ("method", "bits", "params"))
+    if candidate is not None:
+        bits, params = candidate.n_bits, candidate.quantization_params
+    per_channel = getattr(config, "weights_per_channel_threshold", False)
+    axis = config.weights_channels_axis if per_channel else None
+    if per_channel and (axis is None or (shape is not None and not -len(shape) <= axis < len(shape))):
+        what = "Thresholds per channel need weights_channels_axis, 0 in PyTorch, 3 in Keras"
+        raise ConfigError(what, got=f"axis {axis} of shape {shape}")
     if method.lut and bits > LUT_BITS:
         raise ConfigError("A look-up table is too large", got=f"{bits} bits", allowed=f"at most {LUT_BITS} bits")
-    signed = role == "weights" or bool(params.get(SIGNED, True))
+    signed = isinstance(config, TrainableQuantizerWeightsConfig) or bool(params.get(SIGNED, True))
     least = 2 if signed and not (method.affine or method.lut) else 1  # one bit with a sign holds nothing above 0
     if not least <= bits <= MOST_BITS:
         allowed = f"{least} to {MOST_BITS} bits"
         raise ConfigError(f"{method.name} numbers of so many bits do not train", got=f"{bits} bits", allowed=allowed)
 
-    def number(key: str) -> torch.Tensor:
+    def said(key: str) -> torch.Tensor:
         if key not in params:
             raise ConfigError(f"Quantization parameters of {method.name} lack '{key}'", got=", ".join(params))
-        given = torch.as_tensor(np.asarray(params[key], "float64")).reshape(-1)
+        try:
+            return torch.as_tensor(np.asarray(params[key], "float64")).reshape(-1)
+        except (TypeError, ValueError) as e:
+            raise ConfigError(f"'{key}' of quantization parameters is no number", got=repr(params[key])[:80]) from e
+
+    def number(key: str) -> torch.Tensor:
+        given = said(key)
         channels = 1 if axis is None else given.numel() if shape is None else shape[axis]
         if given.numel() not in (1, channels):
             got, allowed = f"{given.numel()} values of {key}", f"1 or {channels}"
@@ -142,7 +152,7 @@ def stored_of(config: Any, shape: tuple[int, ...] | None = None) -> Stored:
     t = torch.where(t > 0, t.clamp_min(float(config.min_threshold)), t)
     if method.affine:
         return uniform(bits, -t if signed else torch.zeros_like(t), t, axis)
-    table = [float(v) for v in np.ravel(params[LUT_VALUES])] if method.lut and LUT_VALUES in params else None
+    table = said(LUT_VALUES).tolist() if method.lut else None
     return symmetric(bits, t, signed, axis, pot=method.pot, table=table)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from keras import ops
 
-from chipfit.errors import PlanError
+from chipfit.errors import PlanError, UnknownNameError
 from chipfit.frameworks.keras.ops import KerasOps
 from chipfit.quantizers.algorithm import Algorithm, text_of, with_levels
 from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward, remembered
@@ -190,7 +190,7 @@ class KerasActivationQuantizationHolder(keras.layers.Layer):
         super().__init__(**kwargs)
         self.activation_holder_quantizer = activation_holder_quantizer
         self.gives_scale = gives_scale
-        start(activation_holder_quantizer, None, "activation_holder_quantizer", self)
+        start(activation_holder_quantizer, None, "activation_holder_quantizer", self, "activations of keras")
         self.built = True
 
     def convert_to_inferable_quantizers(self) -> None:
@@ -244,7 +244,7 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
         shape = self.layer.bias.shape if self.uses > 1 else ()
         self.own_biases = [self.add_weight(name=f"bias_{k}", shape=shape) for k in range(1, self.uses)]
         for name, quantizer in self.weights_quantizers.items():
-            start(quantizer, tuple(self.weight_of(name).shape), name, self)
+            start(quantizer, tuple(self.weight_of(name).shape), name, self, "weights of keras")
 
     def bias(self, use: int = 0) -> Any:
         """The bias of one of the uses, unrounded."""
@@ -296,8 +296,14 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
         return self.layer.compute_output_spec(inputs)
 
     def weight_of(self, name: str) -> Any:
-        """A variable of the layer, unrounded."""
-        return next(v for v in self.layer.variables if v.name == name)
+        """A variable of the layer, unrounded.
+
+        Raises:
+            UnknownNameError: it has none of that name.
+        """
+        if not (found := [v for v in self.layer.variables if v.name == name]):
+            raise UnknownNameError(f"variable of '{self.layer.name}'", name, [v.name for v in self.layer.variables])
+        return found[0]
 
     def get_config(self) -> dict[str, Any]:
         quantizers = {k: keras.saving.serialize_keras_object(q) for k, q in self.weights_quantizers.items()}

@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from chipfit.errors import ConfigError, DataError, UnsupportedError
-from chipfit.quantizers.bn_fold import STRATEGIES, UNFOLDED, Channels, Norm, folded, forward, remembered
+from chipfit.errors import DataError, UnsupportedError
+from chipfit.plan.training import demand_folds
+from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward, remembered, strategy_of
 from chipfit.quantizers.ops import TorchOps
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
@@ -60,13 +61,11 @@ class FoldedBatchNorm(nn.Module):
         self, layer: nn.Module, bn: _BatchNorm | None, strategy: int, weight_quantizer: Rounding = _as_it_is
     ) -> None:
         super().__init__()
-        if strategy not in STRATEGIES or isinstance(strategy, bool):
-            raise ConfigError("There is no such way to fold a batch norm", got=repr(strategy), allowed=STRATEGIES)
         if not isinstance(layer, (_ConvNd, nn.Linear)):
             raise UnsupportedError(f"A batch norm does not fold into a {type(layer).__name__}")
         if bn is not None and (bn.running_mean is None or bn.running_var is None):
             raise UnsupportedError("A batch norm that remembers no statistics cannot be folded")
-        self.strategy = strategy
+        self.strategy = strategy_of(strategy)
         self._before: dict[str, torch.Tensor] = {}  #: what was remembered before the last step
         self.layer: Any = layer
         self.bn: Any = bn
@@ -99,9 +98,8 @@ class FoldedBatchNorm(nn.Module):
         Raises:
             UnsupportedError: strategy -1, which has none.
         """
-        if self.strategy == -1 and self.bn is not None:
-            got = UNFOLDED
-            raise UnsupportedError("What was trained cannot be deployed", got=got, hint="train with bn_fold 1 to 4")
+        if self.bn is not None:
+            demand_folds(self.strategy)
         layer: nn.Module = copy.deepcopy(self.layer) if self.bn is None else self._folded_layer()
         return layer
 

@@ -1,18 +1,38 @@
-"""What holds in each step of training: numbers that are numbers, and the platform's bounds on scales."""
+"""What holds in each step of training: numbers that are numbers, of this plan, and the platform's bounds on scales."""
 
 import math
 from collections.abc import Callable, Mapping
 from itertools import accumulate
+from typing import Any
 
 import torch
+from torch import nn
 
-from chipfit.errors import TrainingError
+from chipfit.errors import PlanError, TrainingError
 from chipfit.frameworks.torch.modules import FakeQuantizer
 from chipfit.plan.record import Plan
 from chipfit.plan.sharing import Rounding, retrained
 from chipfit.quantizers.limits import SLACK, clipped
 from chipfit.quantizers.ops import TorchOps
 from chipfit.quantizers.sums import enlargement
+
+
+class Checkpointed(nn.Module):
+    """A model that takes numbers from no other plan's checkpoint."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """See `nn.Module`.
+
+        Raises:
+            PlanError: it is of a model with other tensors, shapes or grids.
+        """
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except RuntimeError as e:
+            got = " ".join(line.strip() for line in str(e).splitlines()[1:4])[:400]
+            hint = "load it into the model of the result that it was saved from; "
+            hint += "names that begin with 'module.' come from DistributedDataParallel"
+            raise PlanError("This checkpoint is of another plan", got=got, hint=hint) from e
 
 
 class Bounds:

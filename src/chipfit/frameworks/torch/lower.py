@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from chipfit.engine.kernels import call
 from chipfit.engine.run import done_after
 from chipfit.engine.trees import Results, flatten_call
-from chipfit.errors import PlanError, UnknownNameError
+from chipfit.errors import UnknownNameError
 from chipfit.frameworks.torch.bn_fold import channels, repeated, step
-from chipfit.frameworks.torch.bounds import Bounds
+from chipfit.frameworks.torch.bounds import Bounds, Checkpointed
 from chipfit.frameworks.torch.modules import ActivationQuantizer, BiasQuantizer, FakeQuantizer, LayerWeights, own
 from chipfit.frameworks.torch.ranks import SyncedOps
 from chipfit.graph.ir import Graph, Node
@@ -41,7 +41,7 @@ def lower(graph: Graph, plan: Plan, training: Training | None = None) -> Quantiz
     return QuantizedModule(graph, plan, training)
 
 
-class QuantizedModule(nn.Module):
+class QuantizedModule(Checkpointed):
     """A model as the chip computes it, in float: every stored tensor is rounded to its grid.
 
     It takes and returns what the original model does. Parameters and buffers have the original state-dict names;
@@ -140,20 +140,6 @@ class QuantizedModule(nn.Module):
         if name not in self._keys:
             raise UnknownNameError("quantized tensor", name, self._keys)
         return getattr(self._quant, self._keys[name])
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """See `nn.Module`.
-
-        Raises:
-            PlanError: it is of a model with other tensors, shapes or grids.
-        """
-        try:
-            return super().load_state_dict(state_dict, strict, assign)
-        except RuntimeError as e:
-            got = " ".join(line.strip() for line in str(e).splitlines()[1:4])[:400]
-            hint = "load it into the model of the result that it was saved from; "
-            hint += "names that begin with 'module.' come from DistributedDataParallel"
-            raise PlanError("This checkpoint is of another plan", got=got, hint=hint) from e
 
     def set_mode(self, mode: str) -> None:
         """Switch every quantizer: "quantize", "bypass" for the float network after rewrites, or "observe".

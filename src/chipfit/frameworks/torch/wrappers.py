@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from chipfit.errors import UnknownNameError
 from chipfit.quantizers.hosting import inferable, rounded, start
 
 
@@ -28,9 +29,15 @@ class PytorchQuantizationWrapper(nn.Module):
             self.add_weights_quantizer(name, quantizer)
 
     def add_weights_quantizer(self, name: str, quantizer: Any) -> None:
-        """Round a parameter; a trainable quantizer puts what it trains on this module."""
+        """Round a parameter; a trainable quantizer puts what it trains on this module.
+
+        Raises:
+            UnknownNameError: the layer has no parameter of that name.
+        """
+        if name not in (known := dict(self.layer.named_parameters())):
+            raise UnknownNameError(f"parameter of {type(self.layer).__name__}", name, known)
         self.weights_quantizers[name] = quantizer
-        start(quantizer, self.weight_of(name).shape, name, self)
+        start(quantizer, self.weight_of(name).shape, name, self, "weights of torch")
 
     def weight_of(self, name: str) -> torch.Tensor:
         """A parameter of the layer, unrounded."""
@@ -58,7 +65,7 @@ class PytorchActivationQuantizationHolder(nn.Module):
     def __init__(self, activation_holder_quantizer: Any) -> None:
         super().__init__()
         self.activation_holder_quantizer = activation_holder_quantizer
-        start(activation_holder_quantizer, None, "activation_holder_quantizer", self)
+        start(activation_holder_quantizer, None, "activation_holder_quantizer", self, "activations of torch")
 
     def convert_to_inferable_quantizers(self) -> None:
         """Leave training: a trainable quantizer becomes the inferable one that it converts to."""
