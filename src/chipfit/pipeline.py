@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from chipfit import steps
 from chipfit.calibration.collect import TensorStats, collect, padding_mask
-from chipfit.calibration.data import as_call, batches, first_batch
+from chipfit.calibration.data import OtherSize, as_call, batches, example_of, first_batch, split_label
 from chipfit.calibration.doubts import thin, unlike_training
 from chipfit.calibration.kept import Kept
 from chipfit.calibration.progress import Progress, length
@@ -416,26 +416,35 @@ def quantize(
     for r in (rule, weight_rule):
         rule_of(r)  # refuses unknown names before any data are read
     steps.taken(settings, "correct")  # refuses what excludes each other, before any data are read
-    with shown.stage("capture"):
-        args, kwargs, data = first_batch(data, model) if example is None else (*as_call(example, model), data)
-        captured = _captured(model, args, kwargs)
-        doubts = unlike_training(captured) if example is None else []
-        graph, notes = steps.rewrite(captured, target, settings)
-    with shown.timed("assign"):
-        graph, assignment, decisions = decide(graph, target, overrides, settings)
-        _refuse_all_float(assignment, target)
-    if isinstance(again, Iterator):
-        bits = [s.format.bits for s in assignment.slots.values() if s.role == "weight"]
-        if limits is not None or steps.reads_again(steps.completed(settings, bits, name_of(weight_rule), True)[0]):
-            again = data = Kept(data)
-    seen = Seen()
-    counted = shown.count("calibrate", batches(data, graph, seen.note), length(again))
-    with closing(counted):
+    others: list[Any] = []  # batches of other sizes than the example's, which stay open then
+    while True:
+        with shown.stage("capture"):
+            args, kwargs, data = first_batch(again, model) if example is None else (*as_call(example, model), again)
+            captured = _captured(model, args, kwargs, others)
+            doubts = unlike_training(captured) if example is None else []
+            graph, notes = steps.rewrite(captured, target, settings)
+        with shown.timed("assign"):
+            graph, assignment, decisions = decide(graph, target, overrides, settings)
+            _refuse_all_float(assignment, target)
+        if isinstance(again, Iterator):
+            bits = [s.format.bits for s in assignment.slots.values() if s.role == "weight"]
+            asked_again = steps.reads_again(steps.completed(settings, bits, name_of(weight_rule), True)[0])
+            if limits is not None or asked_again:
+                again = data = Kept(data)
+        seen = Seen()
+        counted = shown.count("calibrate", batches(data, graph, seen.note), length(again))
         needs = steps.needs(graph, scales.needs(assignment, rule, z_threshold), settings)
-        stats = collect(graph, counted, tensors=needs, seed=seed)
-        doubts += thin(graph, stats, len(seen.digests))
-        if (mask := padding_mask(graph)) is not None:
-            notes.append(f"calibration leaves out what '{mask}' says is padding")
+        try:
+            with closing(counted):
+                stats = collect(graph, counted, tensors=needs, seed=seed)
+                break
+        except OtherSize as e:
+            if isinstance(again, Iterator):
+                raise
+            others.append(e.batch)
+    doubts += thin(graph, stats, len(seen.digests))
+    if (mask := padding_mask(graph)) is not None:
+        notes.append(f"calibration leaves out what '{mask}' says is padding")
     rules: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "z_threshold": z_threshold}
     asked = {"overrides": to_record(overrides) or None, "steps": settings.to_record() or None}
     named = {k: v if v is None else name_of(v) for k, v in rules.items()}
@@ -514,9 +523,17 @@ def _understood(settings: Any, z_threshold: Any, limits: Any, seed: Any) -> int:
     return int(seed)
 
 
-def _captured(model: Any, args: Any, kwargs: Mapping[str, Any]) -> Graph:
+def _captured(model: Any, args: Any, kwargs: Mapping[str, Any], others: Sequence[Any] = ()) -> Graph:
+    """The Graph of a model, which takes the other batches, too.
+
+    Raises:
+        DataError: it does not.
+    """
     try:
-        return capture(model, args, kwargs)
+        graph = capture(model, args, kwargs, [example_of(batch, model) for batch in others])
+        for batch in others:
+            split_label(batch, graph)
+        return graph
     except CaptureError as e:
         slip = explained(e, model, args, kwargs)
         if slip is e:

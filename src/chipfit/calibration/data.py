@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,16 @@ from chipfit.graph.ir import Graph
 
 #: rows per batch when one big array is given
 ROWS = 16
+_SIZES = (
+    "sizes stay open in which the calibration batches differ from each other or from `example=`, where they can be "
+    "read again, as from a list"
+)
+
+
+class OtherSize(DataError):
+    """A batch of another size than the example's, where that size is fixed."""
+
+    batch: Any = None
 
 
 def iterate(data: Any) -> Iterator[Any]:
@@ -68,17 +79,18 @@ def no_data() -> DataError:
 def first_batch(data: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Example arguments for the capture from the first batch, and the data with that batch still in it.
 
-    The example has at most two rows: the capture learns shapes, not values.
-
     Raises:
         DataError: the data are empty.
     """
     rest = iterate(data)
-    try:
-        first = next(rest)
-    except StopIteration:
-        raise no_data() from None
-    args, kwargs = as_call(first, model)
+    for first in rest:
+        return *example_of(first, model), itertools.chain([first], rest)
+    raise no_data()
+
+
+def example_of(batch: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments for the capture: at most two rows of a batch, for it learns shapes, not values; labels are left out."""
+    args, kwargs = as_call(batch, model)
     if len(args) > 1 and isinstance(args[0], torch.Tensor):
         count = takes(model)
         if count == len(args) - 1 or ((count is None or len(args) <= count) and _is_label(args[-1])):
@@ -88,7 +100,7 @@ def first_batch(data: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any],
     def small(x: Any) -> Any:
         return x[:2] if isinstance(x, torch.Tensor) and x.dim() else x
 
-    return tree_map(small, args), tree_map(small, kwargs), itertools.chain([first], rest)
+    return tree_map(small, args), tree_map(small, kwargs)
 
 
 def _is_label(x: Any) -> bool:
@@ -184,7 +196,8 @@ def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Ten
     except DataError as e:
         hint = "yield tensors or tuples in the order of the inputs" if named else ""
         raise DataError(e.what, got=e.got, allowed=e.allowed, hint=hint or e.hint) from None
-    out = [_fit(graph, name, x) for name, x in zip(graph.inputs, flat, strict=True)]
+    limits = spec.get("limits", {})
+    out = [_fit(graph, name, x, limits.get(name, {})) for name, x in zip(graph.inputs, flat, strict=True)]
     rows = {name: len(x) for name, x in zip(graph.inputs, out, strict=True) if graph.values[name].shape[:1] == (None,)}
     if len(set(rows.values())) > 1:
         got = ", ".join(f"'{name}' {n}" for name, n in rows.items())
@@ -202,7 +215,7 @@ def _classes(label: Any) -> torch.Tensor:
     return label.argmax(1) if label.is_floating_point() and label.dim() == 2 and label.shape[1] > 1 else label
 
 
-def _fit(graph: Graph, name: str, x: Any) -> torch.Tensor:
+def _fit(graph: Graph, name: str, x: Any, limits: Mapping[str, Any]) -> torch.Tensor:
     want = graph.values[name]
     if not isinstance(x, torch.Tensor):
         got = type(x).__name__
@@ -215,14 +228,14 @@ def _fit(graph: Graph, name: str, x: Any) -> torch.Tensor:
         raise DataError(what, got=str(x.dtype).removeprefix("torch."), allowed=want.dtype, hint=hint)
     if x.dtype != dtype_of(want.dtype):
         x = _as(want.dtype, name, x)
-    if len(x.shape) != len(want.shape) or any(w not in (None, s) for w, s in zip(want.shape, x.shape, strict=False)):
-        raise DataError(
-            f"Input '{name}' has the wrong shape",
-            got=str(list(x.shape)),
-            allowed=str(["batch" if d is None else d for d in want.shape]),
-            hint=wrong_layout(tuple(x.shape), want.shape)
-            or "every batch needs the shape of the example; only the batch size may differ",
-        )
+    ends = [limits.get(str(k), (0, sys.maxsize)) if d is None else (d, d) for k, d in enumerate(want.shape)]
+    if len(x.shape) != len(ends) or not all(low <= s <= high for (low, high), s in zip(ends, x.shape, strict=True)):
+        said = ["{} to {}".format(*limits[str(k)]) if str(k) in limits else "any" for k in range(len(ends))]
+        sizes = [d or (said[k] if k else "batch") for k, d in enumerate(want.shape)]
+        what, got, hint = f"Input '{name}' has the wrong shape", list(x.shape), wrong_layout(tuple(x.shape), want.shape)
+        fixed = any(d not in (None, s) for d, s in zip(want.shape, x.shape, strict=False))
+        kind = OtherSize if fixed and not hint and len(x.shape) == len(ends) else DataError
+        raise kind(what, got=str(got), allowed=str(sizes), hint=hint or _SIZES)
     return x.detach()
 
 
@@ -248,7 +261,11 @@ class batches:  # noqa: N801 -- reads as a verb where it is used: for x in batch
 
     def __iter__(self) -> Iterator[list[torch.Tensor]]:
         for batch in iterate(self.data):
-            flat, _ = split_label(batch, self.graph)
+            try:
+                flat, _ = split_label(batch, self.graph)
+            except OtherSize as e:
+                e.batch = batch
+                raise
             if flat and flat[0].dim() and flat[0].shape[0] == 0:
                 continue
             if self.note is not None:

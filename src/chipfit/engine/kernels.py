@@ -178,6 +178,12 @@ def _embedding(w: Tensor, index: Tensor) -> Tensor:
         raise DataError("Ids are out of the table's range", got=got, allowed=f"0 to {len(w) - 1}", hint=hint) from None
 
 
+def _filled(shape: Sequence[int | None], sizes: Sequence[int]) -> list[int]:
+    """A shape with sizes in the places of None."""
+    left = [*sizes]
+    return [left.pop(0) if s is None else s for s in shape]
+
+
 # ---------------------------------------------------------------- one expression each
 
 KERNELS |= {
@@ -199,7 +205,8 @@ KERNELS |= {
     "Concat": lambda *xs, axis: torch.cat(xs, axis),
     "Stack": lambda *xs, axis: torch.stack(xs, axis),
     "Size": lambda x, *, axis: x.shape[axis],
-    "Expand": lambda x, batch=None, *, shape: x.expand(*(batch if s is None else s for s in shape)),
+    "Expand": lambda x, *sizes, shape: x.expand(_filled(shape, sizes)),
+    "Reshape": lambda x, *, shape: x.reshape([s or x.shape[k] for k, s in enumerate(shape)]),
 }
 
 

@@ -53,6 +53,26 @@ def run(
     return {name: env[name] if name in env else table[name] for name in (*graph.outputs, *keep)}
 
 
+#: largest difference between graph and model that the order of additions may make, as a share of the largest output
+_TOLERANCE = 1e-3
+
+
+def departs(graph: Graph, inputs: Sequence[torch.Tensor], want: Sequence[Any]) -> tuple[str, Any] | None:
+    """The first output of a graph that is not the model's, and its distance or shape; None where all are."""
+    with torch.inference_mode():
+        env = run(graph, inputs)
+    for name, a in zip(graph.outputs, want, strict=True):
+        b = env[name]
+        if isinstance(a, torch.Tensor) and a.shape != b.shape:
+            return name, list(b.shape)
+        a, b = (torch.as_tensor(x).double() for x in (a, b))
+        if a.numel() and a.isfinite().all():
+            gap = float((a - b).abs().max())
+            if not gap <= _TOLERANCE * max(float(a.abs().max()), 1e-3):
+                return name, gap
+    return None
+
+
 def done_after(graph: Graph) -> list[list[str]]:
     """For each node what nothing reads after it: values and weights, but none that the graph returns."""
     last: dict[str | None, int] = {}

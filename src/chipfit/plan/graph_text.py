@@ -1,8 +1,9 @@
 """A graph's structure as JSON data, its weights beside it."""
 
-from typing import Any, NotRequired
+from typing import Annotated, Any, NotRequired
 
 import torch
+from pydantic import Field
 
 from chipfit.engine.opaque import resolve_target
 from chipfit.engine.trees import read_tree
@@ -33,6 +34,7 @@ _CALL = table(
     plain=NotRequired[str],
     captured=NotRequired[str],
     packed=NotRequired[bool],
+    limits=NotRequired[dict[str, dict[str, Annotated[list[int], Field(min_length=2, max_length=2)]]]],
 )
 _RESULTS = table(plain=str, captured=NotRequired[str], leaves=list[dict[str, Any]])
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from chipfit.engine.run import run
+from chipfit.engine.run import departs
 from chipfit.engine.trees import dump_tree
 from chipfit.errors import CaptureError, brief, theirs
 from chipfit.frameworks.keras.backend import forward
@@ -24,9 +24,6 @@ from chipfit.graph.check import check
 from chipfit.graph.draft import Origin
 from chipfit.graph.ir import Graph, Value
 from chipfit.passes.layout import rearrange
-
-#: largest difference between Graph and model that the order of additions may make, as a share of the largest output
-_TOLERANCE = 1e-3
 
 
 def capture(model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Graph:
@@ -169,22 +166,14 @@ def _input_names(struct: Any, model: Any) -> list[str]:
 def _compare(graph: Graph, model: Any, example: Any) -> None:
     """A reader that misunderstands a layer is found here, not on the chip."""
     try:
-        want = [y.numpy() for y in leaves(forward(model, example))]
+        want = leaves(forward(model, example))
     except Exception as e:  # the user's code may raise anything
         if not theirs(e):
             raise
         raise CaptureError(f"The model fails on the example input: {brief(e)}") from e
-    with torch.inference_mode():
-        env = run(graph, graph.example)
-    got = [env[o].numpy() for o in graph.outputs]
-    for name, a, b in zip(graph.outputs, want, got, strict=True):
-        same = a.shape == b.shape and (
-            not a.size or np.abs(a - b).max() <= _TOLERANCE * max(float(np.abs(a).max()), 1e-3)
-        )
-        if not same and np.isfinite(a).all():
-            hint = "the model computes something that this reader does not see; please report it with the model"
-            what = f"Output '{name}' of the captured graph differs from the model's"
-            raise CaptureError(what, got=f"{np.abs(a - b).max() if a.shape == b.shape else b.shape}", hint=hint)
+    if found := departs(graph, graph.example, want):
+        hint = "the model computes something that this reader does not see; please report it with the model"
+        raise CaptureError(f"Output '{found[0]}' of the captured graph differs from the model's", got=found[1], hint=hint)
 
 
 # ---------------------------------------------------------------- the ends of the graph

@@ -1,5 +1,6 @@
 """From a PyTorch module to a Graph."""
 
+import contextlib
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from chipfit.engine.run import departs
+from chipfit.engine.trees import flatten_inputs
 from chipfit.engine.types import described
-from chipfit.errors import CaptureError, brief, theirs
-from chipfit.frameworks.torch.export import export
+from chipfit.errors import CaptureError, DataError, brief, first_line, theirs
+from chipfit.frameworks.torch.export import export, open_axes
 from chipfit.frameworks.torch.origin import users_line
 from chipfit.frameworks.torch.program import Unclear, register
 from chipfit.frameworks.torch.record import record
@@ -20,7 +23,9 @@ from chipfit.graph.ir import Graph
 _HALVES = frozenset(map(chr, range(0xD800, 0xE000)))  #: of UTF-16 surrogate pairs, which UTF-8 does not have
 
 
-def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Graph:
+def capture(
+    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, others: Sequence[Any] = ()
+) -> Graph:
     """Read a model into a Graph.
 
     The model is not changed; it is captured in eval mode: what depends on training (dropout, stochastic depth) takes
@@ -31,9 +36,11 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         model: any module that `torch.export` can trace.
         args: example positional inputs; any structure of tensors.
         kwargs: example keyword inputs.
+        others: further calls, as (args, kwargs), which the model takes: sizes in which they differ stay open.
 
     Raises:
-        CaptureError: naming the user's line and what to change; a weight is beyond float32; a layer's name no text.
+        CaptureError: naming the user's line and what to change; a weight is beyond float32; a layer's name no text; a
+            size decides what the model computes.
 
     Parameters are not copied: `Graph.weights` holds the model's own tensors until a pass replaces them
     (`passes.own_weights` replaces those that are left).
@@ -48,20 +55,68 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     for name, _ in model.named_modules():
         if not _HALVES.isdisjoint(name):
             raise CaptureError("A layer's name holds half a character, which no file can", got=ascii(name))
-    args, kwargs = tuple(args), dict(kwargs or {})
-    args, kwargs = _at_least_two(*pytree.tree_map(_single, (args, kwargs)))
+    calls = pytree.tree_map(_single, [(tuple(args), dict(kwargs or {})), *others])
+    if others:  # the largest first, for a size of 1 would be taken for a constant
+        others = _taken(_twin(model)[0], calls[0], calls[1:])
+        calls = sorted([calls[0], *others], key=_numbers, reverse=True)
+    args, kwargs = _at_least_two(*calls[0])
     twin, cast = _twin(model)
     try:
+        if others:
+            raise Unclear
         program, example_out = record(twin, args, kwargs)
         graph = read(program, twin if cast else model, (args, kwargs), example_out)
     except Unclear:
         twin, cast = _twin(model)
         example_out = _try_once(twin, args, kwargs)
-        graph = read(export(twin, args, kwargs), twin if cast else model, (args, kwargs), example_out)
+        graph = read(export(twin, args, kwargs, calls[1:]), twin if cast else model, (args, kwargs), example_out)
     if cast:
         graph.notes.append(f"warning: the model computes in {cast}; it was read, and is simulated, in float32")
     check(graph, blame="capture")
+    if others:
+        _demand_same(graph, _twin(model)[0], calls)
     return graph
+
+
+def _taken(model: torch.nn.Module, call: Any, others: Sequence[Any]) -> list[Any]:
+    """Those of the other calls that are built like this one, and that the model takes."""
+    kept = []
+    for other in (o for o in others if pytree.tree_structure(tuple(o)) == pytree.tree_structure(call)):
+        with contextlib.suppress(CaptureError):
+            _try_once(model, *other)
+            kept.append(other)
+    return kept
+
+
+def _numbers(call: Any) -> int:
+    return sum(x.numel() for x in pytree.tree_leaves(call) if isinstance(x, torch.Tensor))
+
+
+def _longer(x: Any, *like: Any) -> Any:
+    """A tensor with one element more along each axis in which others differ from it."""
+    for k in open_axes(x, like):
+        x = torch.cat([x, x.narrow(k, -1, 1)], k)
+    return x
+
+
+def _demand_same(graph: Graph, model: torch.nn.Module, calls: Sequence[Any]) -> None:
+    """What a graph with open sizes computes is what the model does, for sizes with which it was not traced, too.
+
+    Raises:
+        CaptureError: it is not.
+    """
+    longer = pytree.tree_map(_longer, *calls)
+    for args, kwargs in [*calls[1:], *_taken(model, calls[0], [longer])]:
+        inputs = flatten_inputs(graph, args, kwargs)
+        want = [x for x in pytree.tree_leaves(_try_once(model, args, kwargs)) if isinstance(x, torch.Tensor)]
+        try:
+            found = departs(graph, inputs, want)
+        except (RuntimeError, IndexError, DataError) as e:
+            found = first_line(e), ""
+        if found:
+            what = "The sizes in which the batches differ cannot stay open: the model computes otherwise for others"
+            got = f"{found[0]} {found[1]}, for " + ", ".join(map(described, inputs))
+            raise CaptureError(what, got=got, hint="give batches of one size: pad, cut or resize them")
 
 
 def _single(x: Any) -> Any:

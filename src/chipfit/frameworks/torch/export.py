@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +16,19 @@ from chipfit.frameworks.torch.origin import users_line
 from chipfit.frameworks.torch.program import Form, Program, needs_functional, parts_of
 
 
-def export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+def open_axes(x: Any, like: Sequence[Any]) -> list[int]:
+    """The axes, but for the batch, in which one of these tensors has another size."""
+    shapes = [y.shape for y in (x, *like)] if isinstance(x, torch.Tensor) else []
+    return [k for k, sizes in enumerate(zip(*shapes, strict=False)) if k and len(set(sizes)) > 1]
+
+
+def export(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], others: Sequence[Any] = ()
+) -> Program:
     """Trace a model, which may be changed for that; what it writes in place stays visible only where that is plain.
 
-    Axis 0 may vary in every input where it has the size that it has in the first.
+    Axis 0 may vary in every input where it has the size that it has in the first; the others where they do among
+    `others`, which are further (args, kwargs).
 
     Raises:
         CaptureError: naming the user's line and what to change.
@@ -28,12 +38,13 @@ def export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if tensors:
         batch = tensors[0].shape[0]
 
-        def free(x: Any) -> Any:
+        def free(x: Any, *like: Any) -> Any:
             counts = isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == batch
-            return {0: torch.export.Dim.AUTO} if counts else None
+            return dict.fromkeys([0] * counts + open_axes(x, like), torch.export.Dim.AUTO) or None
 
         _name_keywords(model, kwargs)
-        shapes = pytree.tree_map(free, dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments))
+        taken = inspect.signature(model.forward)
+        shapes = pytree.tree_map(free, *(dict(taken.bind(*a, **k).arguments) for a, k in ((args, kwargs), *others)))
     try:
         with quiet():
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
@@ -73,9 +84,11 @@ def _program(exported: torch.export.ExportedProgram) -> Program:
     results = [x for x, spec in zip(returned, specs, strict=True) if spec.kind is OutputKind.USER_OUTPUT]
     constants = {k: v for k, v in exported.constants.items() if isinstance(v, torch.Tensor)}
     weights = {**exported.state_dict, **constants}
-    return Program(
-        exported.graph, exported.graph_module, weights, weight_of, inputs, results, exported.call_spec.out_spec
-    )
+    tree = exported.call_spec.out_spec
+    # a size of less than 2 is told apart always; what has no end is larger than every number
+    ends = {str(s): (int(r.lower) if r.lower > 2 else 1, r.upper) for s, r in exported.range_constraints.items()}
+    ends = {s: (low, int(min(high, sys.maxsize))) for s, (low, high) in ends.items() if low > 1 or high < sys.maxsize}
+    return Program(exported.graph, exported.graph_module, weights, weight_of, inputs, results, tree, ends)
 
 
 def _name_keywords(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:

@@ -146,7 +146,7 @@ def _attention(c: Call) -> Any:
         x = c.step("Unsqueeze", [ins[k]], one, axes=(len(outer),))
         x = c.step("Expand", [x], many, shape=(*[-1] * len(outer), copies, -1, -1))
         whole = like.new_empty((*outer[:-1], outer[-1] * copies, n, d))
-        ins[k] = c.step("Reshape", [x], whole, shape=_static_shape(whole))
+        ins[k] = c.step("Reshape", [x], whole, shape=_static_shape(whole, many))
     how = {"is_causal": c.raw("is_causal"), "scale": c.raw("scale"), "enable_gqa": False}
     return c.emit("SDPA", [*ins, c.optional("attn_mask")], **how)
 
@@ -274,19 +274,23 @@ def _bits(c: Call) -> Any:
 # ---------------------------------------------------------------- moving data
 
 
-def _static_shape(like: Form) -> tuple[int, ...]:
-    """A shape for Reshape: at most one unknown entry, written -1."""
-    shape = tuple(int(s) if isinstance(s, int) else -1 for s in like.shape)
+def _static_shape(like: Form, of: Form | None = None) -> tuple[int, ...]:
+    """A shape for Reshape: one unknown entry, written -1, behind those that what is reshaped has in the same place."""
+    shape = [int(s) if isinstance(s, int) else -1 for s in like.shape]
+    kept = zip(like.shape, of.shape if of is not None and 0 not in shape else (), strict=False)
+    for k, (s, old) in enumerate(kept):
+        if shape[k] < 0 and shape.count(-1) > 1 and str(s) == str(old):
+            shape[k] = 0
     if shape.count(-1) > 1:
         raise Unreadable
-    return shape
+    return tuple(shape)
 
 
 @reads("view reshape flatten unflatten _unsafe_view view_as reshape_as")
 def _reshape(c: Call) -> Any:
     if c.result.dtype is not c.tensor("self").dtype:
         raise Unreadable  # the bits as another type
-    return c.emit("Reshape", [c.value("self")], shape=_static_shape(c.result))
+    return c.emit("Reshape", [c.value("self")], shape=_static_shape(c.result, c.tensor("self")))
 
 
 @reads("transpose swapaxes t numpy_T")
@@ -311,12 +315,23 @@ def _squeeze(c: Call) -> Any:
 
 @reads("slice")
 def _slice(c: Call) -> Any:
-    axis, start, end, step = c.raw("dim") % c.rank, c.raw("start") or 0, c.raw("end"), c.raw("step")
+    axis, start, step = c.raw("dim") % c.rank, c.raw("start") or 0, c.raw("step")
+    if (start, step) == (0, 1) and c.is_open("end"):
+        return c.emit("Gather", [c.value("self"), c.counted("end")], axis=axis)
+    end = c.raw("end")
     if end is not None and end >= 2**62:  # how torch writes "to the end"
         end = None
     if (start, end, step) == (0, None, 1):
         return c.value("self")
     return c.emit("Slice", [c.value("self")], axis=axis, start=start, end=end, step=step)
+
+
+@reads("arange")
+def _arange(c: Call) -> Any:
+    if not c.is_open("end") or (c.args.get("start", 0), c.args.get("step", 1)) != (0, 1):
+        raise Unreadable
+    kind = str(c.result.dtype).removeprefix("torch.")
+    return c.counted("end") if kind == "int64" else c.emit("Cast", [c.counted("end")], dtype=kind)
 
 
 @reads("split split_with_sizes chunk tensor_split")
@@ -352,11 +367,8 @@ def _expanded(c: Call, x: str, sizes: Sequence[Any]) -> Any:
     want = c.result.shape
     have = (None,) * (len(want) - len(sizes)) + tuple(sizes)
     shape = tuple(-1 if h is not None and c.draft.same(h, w) else w for h, w in zip(have, want, strict=True))
-    unknown = [s for s in shape if not isinstance(s, int)]
-    if len(unknown) > 1:
-        raise Unreadable
-    shape = tuple(s if isinstance(s, int) else None for s in shape)
-    return c.emit("Expand", [x, *map(c.size, unknown)], shape=shape)
+    sizes = [c.size(s) for s in shape if not isinstance(s, int)]
+    return c.emit("Expand", [x, *sizes], shape=tuple(s if isinstance(s, int) else None for s in shape))
 
 
 @reads("repeat")
