@@ -72,3 +72,33 @@ def test_sentences_of_other_lengths_are_computed_as_onnx_runtime_does(encoder, r
             with torch.no_grad():
                 near = F.cosine_similarity(r.model(*batch), encoder(*batch), dim=1)
             assert near.min() > 0.99
+
+
+class Pyramid(nn.Module):
+    """A convolutional network for images of any size: strides, pools, a resize back, a skip, a head over all places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.down = nn.Sequential(nn.Conv2d(8, 12, 3, stride=2, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+        self.up = nn.Sequential(nn.Upsample(scale_factor=4.0), nn.Conv2d(12, 8, 1))
+        self.places, self.head = nn.Conv2d(8, 4, 1), nn.Linear(8, 5)
+
+    def forward(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.stem(image)
+        x = x + self.up(self.down(x))
+        rows = self.places(x).flatten(2).transpose(1, 2)
+        return {"places": rows, "label": self.head(x.mean((2, 3)))}
+
+
+def test_images_of_other_heights_and_widths_are_computed_as_onnx_runtime_does(tmp_path):
+    torch.manual_seed(0)
+    model = Pyramid().eval()
+    result = quantized(model, [torch.randn(4, 3, 16, 16), torch.randn(4, 3, 24, 16), torch.randn(2, 3, 16, 32)])
+    result.save(tmp_path / "saved")
+    for r in (result, chipfit.load(tmp_path / "saved")):
+        for batch in (torch.randn(2, 3, 8, 40), torch.randn(1, 3, 20, 12)):
+            r.verify([batch]).require({"Resize", "Reshape"})
+            with torch.no_grad():
+                got, want = r.model(batch), model(batch)
+            assert all(F.cosine_similarity(got[k].flatten(1), want[k].flatten(1), dim=1).min() > 0.95 for k in want)

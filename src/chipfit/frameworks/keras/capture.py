@@ -173,7 +173,9 @@ def _compare(graph: Graph, model: Any, example: Any) -> None:
         raise CaptureError(f"The model fails on the example input: {brief(e)}") from e
     if found := departs(graph, graph.example, want):
         hint = "the model computes something that this reader does not see; please report it with the model"
-        raise CaptureError(f"Output '{found[0]}' of the captured graph differs from the model's", got=found[1], hint=hint)
+        raise CaptureError(
+            f"Output '{found[0]}' of the captured graph differs from the model's", got=found[1], hint=hint
+        )
 
 
 # ---------------------------------------------------------------- the ends of the graph

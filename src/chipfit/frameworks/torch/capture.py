@@ -12,9 +12,9 @@ from chipfit.engine.run import departs
 from chipfit.engine.trees import flatten_inputs
 from chipfit.engine.types import described
 from chipfit.errors import CaptureError, DataError, brief, first_line, theirs
-from chipfit.frameworks.torch.export import export, open_axes
+from chipfit.frameworks.torch.export import export
 from chipfit.frameworks.torch.origin import users_line
-from chipfit.frameworks.torch.program import Unclear, register
+from chipfit.frameworks.torch.program import Unclear, open_axes, register
 from chipfit.frameworks.torch.record import record
 from chipfit.frameworks.torch.walk import read
 from chipfit.graph.check import check
@@ -62,9 +62,7 @@ def capture(
     args, kwargs = _at_least_two(*calls[0])
     twin, cast = _twin(model)
     try:
-        if others:
-            raise Unclear
-        program, example_out = record(twin, args, kwargs)
+        program, example_out = record(twin, args, kwargs, calls[1:])
         graph = read(program, twin if cast else model, (args, kwargs), example_out)
     except Unclear:
         twin, cast = _twin(model)

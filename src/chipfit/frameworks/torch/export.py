@@ -13,13 +13,7 @@ from torch.utils import _pytree as pytree
 from chipfit.engine.process import quiet
 from chipfit.errors import CaptureError, brief, theirs
 from chipfit.frameworks.torch.origin import users_line
-from chipfit.frameworks.torch.program import Form, Program, needs_functional, parts_of
-
-
-def open_axes(x: Any, like: Sequence[Any]) -> list[int]:
-    """The axes, but for the batch, in which one of these tensors has another size."""
-    shapes = [y.shape for y in (x, *like)] if isinstance(x, torch.Tensor) else []
-    return [k for k, sizes in enumerate(zip(*shapes, strict=False)) if k and len(set(sizes)) > 1]
+from chipfit.frameworks.torch.program import Form, Program, needs_functional, open_axes, parts_of
 
 
 def export(
@@ -58,6 +52,7 @@ def export(
                 hint="replace the Python `if` by torch.where, or move it out of the model",
             ) from e
         hint = "rewrite this line with tensor operations, or quantize the part of the model around it"
+        hint += ", or give batches of one size" if others else ""
         raise CaptureError(f"The model cannot be captured: {brief(e)}", where=users_line(e), hint=hint) from e
     known: dict[Any, Any] = {}
     if any(parts_of(n.target) for n in program.graph.nodes):
