@@ -2,7 +2,6 @@
 
 import inspect
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -196,8 +195,7 @@ def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Ten
     except DataError as e:
         hint = "yield tensors or tuples in the order of the inputs" if named else ""
         raise DataError(e.what, got=e.got, allowed=e.allowed, hint=hint or e.hint) from None
-    limits = spec.get("limits", {})
-    out = [_fit(graph, name, x, limits.get(name, {})) for name, x in zip(graph.inputs, flat, strict=True)]
+    out = [_fit(graph, name, x) for name, x in zip(graph.inputs, flat, strict=True)]
     rows = {name: len(x) for name, x in zip(graph.inputs, out, strict=True) if graph.values[name].shape[:1] == (None,)}
     if len(set(rows.values())) > 1:
         got = ", ".join(f"'{name}' {n}" for name, n in rows.items())
@@ -215,7 +213,7 @@ def _classes(label: Any) -> torch.Tensor:
     return label.argmax(1) if label.is_floating_point() and label.dim() == 2 and label.shape[1] > 1 else label
 
 
-def _fit(graph: Graph, name: str, x: Any, limits: Mapping[str, Any]) -> torch.Tensor:
+def _fit(graph: Graph, name: str, x: Any) -> torch.Tensor:
     want = graph.values[name]
     if not isinstance(x, torch.Tensor):
         got = type(x).__name__
@@ -228,14 +226,12 @@ def _fit(graph: Graph, name: str, x: Any, limits: Mapping[str, Any]) -> torch.Te
         raise DataError(what, got=str(x.dtype).removeprefix("torch."), allowed=want.dtype, hint=hint)
     if x.dtype != dtype_of(want.dtype):
         x = _as(want.dtype, name, x)
-    ends = [limits.get(str(k), (0, sys.maxsize)) if d is None else (d, d) for k, d in enumerate(want.shape)]
-    if len(x.shape) != len(ends) or not all(low <= s <= high for (low, high), s in zip(ends, x.shape, strict=True)):
-        said = ["{} to {}".format(*limits[str(k)]) if str(k) in limits else "any" for k in range(len(ends))]
-        sizes = [d or (said[k] if k else "batch") for k, d in enumerate(want.shape)]
-        what, got, hint = f"Input '{name}' has the wrong shape", list(x.shape), wrong_layout(tuple(x.shape), want.shape)
-        fixed = any(d not in (None, s) for d, s in zip(want.shape, x.shape, strict=False))
-        kind = OtherSize if fixed and not hint and len(x.shape) == len(ends) else DataError
-        raise kind(what, got=str(got), allowed=str(sizes), hint=hint or _SIZES)
+    if len(x.shape) != len(want.shape) or any(w not in (None, s) for w, s in zip(want.shape, x.shape, strict=False)):
+        sizes = [d or ("any" if k else "batch") for k, d in enumerate(want.shape)]
+        hint = wrong_layout(tuple(x.shape), want.shape)
+        kind = DataError if hint or len(x.shape) != len(want.shape) else OtherSize
+        what = f"Input '{name}' has the wrong shape"
+        raise kind(what, got=str(list(x.shape)), allowed=str(sizes), hint=hint or _SIZES)
     return x.detach()
 
 

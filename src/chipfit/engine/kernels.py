@@ -208,7 +208,9 @@ KERNELS |= {
     "Stack": lambda *xs, axis: torch.stack(xs, axis),
     "Size": lambda x, *, axis: x.shape[axis],
     "Expand": lambda x, *sizes, shape: x.expand(_filled(shape, sizes)),
-    "Reshape": lambda x, *, shape: x.reshape([s or x.shape[k] for k, s in enumerate(shape)]),
+    "Reshape": lambda x, *sizes, shape: x.reshape(
+        [x.shape[k] if s == 0 else s for k, s in enumerate(_filled(shape, sizes))]
+    ),
 }
 
 

@@ -1,9 +1,8 @@
 """A graph's structure as JSON data, its weights beside it."""
 
-from typing import Annotated, Any, NotRequired
+from typing import Any, NotRequired
 
 import torch
-from pydantic import Field
 
 from chipfit.engine.opaque import resolve_target
 from chipfit.engine.trees import read_tree
@@ -34,7 +33,6 @@ _CALL = table(
     plain=NotRequired[str],
     captured=NotRequired[str],
     packed=NotRequired[bool],
-    limits=NotRequired[dict[str, dict[str, Annotated[list[int], Field(min_length=2, max_length=2)]]]],
 )
 _RESULTS = table(plain=str, captured=NotRequired[str], leaves=list[dict[str, Any]])
 

@@ -242,14 +242,14 @@ def _squeeze(w: Tape, n: Node, x: Names) -> str:
     return w.op(n.op, [x[0], w.const(_ints(*axes))]) if axes else w.op("Identity", x)
 
 
-@_writes("Expand")
+@_writes("Expand", "Reshape")
 def _expand(w: Tape, n: Node, x: Names) -> str:
-    shape = n.attrs["shape"]
-    sizes = w.const(_ints(*(1 if s in (-1, None) else s for s in shape)))
+    shape = [1 if s == -1 and n.op == "Expand" else s for s in n.attrs["shape"]]
+    target = w.const(_ints(*(1 if s is None else s for s in shape)))
     for size, k in zip(x[1:], (k for k, s in enumerate(shape) if s is None), strict=True):
-        here = w.const(_ints(*(int(k != axis) for axis in range(len(shape)))))
-        sizes = w.op("Where", [w.op("Cast", [here], to=tensor_type("bool")), sizes, size])
-    return w.op("Expand", [x[0], sizes])
+        here = w.const(np.arange(len(shape)) == k)
+        target = w.op("Where", [here, size, target])
+    return w.op(n.op, [x[0], target])
 
 
 @_writes("Roll")

@@ -110,8 +110,8 @@ class Call:
         return self.step("Size", [name], size, axis=axis)
 
     def is_open(self, key: str) -> bool:
-        """Whether an argument is an open size of an input."""
-        return str(_number(self.args[key])) in self.draft.sizes
+        """Whether an argument is an open size of an input, but for the batch."""
+        return self.draft.sizes.get(str(_number(self.args[key])), ("", 0))[1] > 0
 
     def counted(self, key: str) -> str:
         """0, 1, 2 ... below an open size: a sum of ones."""

@@ -22,6 +22,9 @@ from chipfit.graph.ir import Graph
 
 _HALVES = frozenset(map(chr, range(0xD800, 0xE000)))  #: of UTF-16 surrogate pairs, which UTF-8 does not have
 
+_FIXED = "The sizes in which the batches differ cannot stay open: what the model computes does not follow them"
+_ONE_SIZE = "give batches of one size: pad, cut or resize them"
+
 
 def capture(
     model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, others: Sequence[Any] = ()
@@ -64,10 +67,12 @@ def capture(
     try:
         program, example_out = record(twin, args, kwargs, calls[1:])
         graph = read(program, twin if cast else model, (args, kwargs), example_out)
-    except Unclear:
+    except Unclear as e:
         twin, cast = _twin(model)
         example_out = _try_once(twin, args, kwargs)
-        graph = read(export(twin, args, kwargs, calls[1:]), twin if cast else model, (args, kwargs), example_out)
+        if calls[1:]:
+            raise CaptureError(_FIXED, hint=_ONE_SIZE) from e
+        graph = read(export(twin, args, kwargs), twin if cast else model, (args, kwargs), example_out)
     if cast:
         graph.notes.append(f"warning: the model computes in {cast}; it was read, and is simulated, in float32")
     check(graph, blame="capture")
@@ -112,9 +117,8 @@ def _demand_same(graph: Graph, model: torch.nn.Module, calls: Sequence[Any]) -> 
         except (RuntimeError, IndexError, DataError) as e:
             found = first_line(e), ""
         if found:
-            what = "The sizes in which the batches differ cannot stay open: the model computes otherwise for others"
             got = f"{found[0]} {found[1]}, for " + ", ".join(map(described, inputs))
-            raise CaptureError(what, got=got, hint="give batches of one size: pad, cut or resize them")
+            raise CaptureError(_FIXED, got=got, hint=_ONE_SIZE)
 
 
 def _single(x: Any) -> Any:

@@ -2,8 +2,7 @@
 
 import functools
 import inspect
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,16 +12,13 @@ from torch.utils import _pytree as pytree
 from chipfit.engine.process import quiet
 from chipfit.errors import CaptureError, brief, theirs
 from chipfit.frameworks.torch.origin import users_line
-from chipfit.frameworks.torch.program import Form, Program, needs_functional, open_axes, parts_of
+from chipfit.frameworks.torch.program import Form, Program, needs_functional, parts_of
 
 
-def export(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], others: Sequence[Any] = ()
-) -> Program:
+def export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
     """Trace a model, which may be changed for that; what it writes in place stays visible only where that is plain.
 
-    Axis 0 may vary in every input where it has the size that it has in the first; the others where they do among
-    `others`, which are further (args, kwargs).
+    Axis 0 may vary in every input where it has the size that it has in the first.
 
     Raises:
         CaptureError: naming the user's line and what to change.
@@ -32,13 +28,12 @@ def export(
     if tensors:
         batch = tensors[0].shape[0]
 
-        def free(x: Any, *like: Any) -> Any:
+        def free(x: Any) -> Any:
             counts = isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == batch
-            return dict.fromkeys([0] * counts + open_axes(x, like), torch.export.Dim.AUTO) or None
+            return {0: torch.export.Dim.AUTO} if counts else None
 
         _name_keywords(model, kwargs)
-        taken = inspect.signature(model.forward)
-        shapes = pytree.tree_map(free, *(dict(taken.bind(*a, **k).arguments) for a, k in ((args, kwargs), *others)))
+        shapes = pytree.tree_map(free, dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments))
     try:
         with quiet():
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
@@ -52,7 +47,6 @@ def export(
                 hint="replace the Python `if` by torch.where, or move it out of the model",
             ) from e
         hint = "rewrite this line with tensor operations, or quantize the part of the model around it"
-        hint += ", or give batches of one size" if others else ""
         raise CaptureError(f"The model cannot be captured: {brief(e)}", where=users_line(e), hint=hint) from e
     known: dict[Any, Any] = {}
     if any(parts_of(n.target) for n in program.graph.nodes):
@@ -79,11 +73,9 @@ def _program(exported: torch.export.ExportedProgram) -> Program:
     results = [x for x, spec in zip(returned, specs, strict=True) if spec.kind is OutputKind.USER_OUTPUT]
     constants = {k: v for k, v in exported.constants.items() if isinstance(v, torch.Tensor)}
     weights = {**exported.state_dict, **constants}
-    tree = exported.call_spec.out_spec
-    # a size of less than 2 is told apart always; what has no end is larger than every number
-    ends = {str(s): (int(r.lower) if r.lower > 2 else 1, r.upper) for s, r in exported.range_constraints.items()}
-    ends = {s: (low, int(min(high, sys.maxsize))) for s, (low, high) in ends.items() if low > 1 or high < sys.maxsize}
-    return Program(exported.graph, exported.graph_module, weights, weight_of, inputs, results, tree, ends)
+    return Program(
+        exported.graph, exported.graph_module, weights, weight_of, inputs, results, exported.call_spec.out_spec
+    )
 
 
 def _name_keywords(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:

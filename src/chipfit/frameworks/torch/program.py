@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,7 +67,6 @@ class Program:
     inputs: dict[str, str]  #: placeholder -> name of an input that is a tensor; other placeholders are constants
     results: list[Any]  #: leaves of what the model returns: calls, or constants
     out_tree: pytree.TreeSpec
-    ends: dict[str, tuple[int, int]] = field(default_factory=dict)  #: open size -> least and largest for which it holds
 
 
 def open_axes(x: Any, like: Sequence[Any]) -> list[int]:

@@ -146,7 +146,8 @@ def _attention(c: Call) -> Any:
         x = c.step("Unsqueeze", [ins[k]], one, axes=(len(outer),))
         x = c.step("Expand", [x], many, shape=(*[-1] * len(outer), copies, -1, -1))
         whole = like.new_empty((*outer[:-1], outer[-1] * copies, n, d))
-        ins[k] = c.step("Reshape", [x], whole, shape=_static_shape(whole, many))
+        inputs, shape = _reshaped(c, x, many, whole)
+        ins[k] = c.step("Reshape", inputs, whole, **shape)
     how = {"is_causal": c.raw("is_causal"), "scale": c.raw("scale"), "enable_gqa": False}
     return c.emit("SDPA", [*ins, c.optional("attn_mask")], **how)
 
@@ -274,23 +275,31 @@ def _bits(c: Call) -> Any:
 # ---------------------------------------------------------------- moving data
 
 
-def _static_shape(like: Form, of: Form | None = None) -> tuple[int, ...]:
-    """A shape for Reshape: one unknown entry, written -1, behind those that what is reshaped has in the same place."""
-    shape = [int(s) if isinstance(s, int) else -1 for s in like.shape]
-    kept = zip(like.shape, of.shape if of is not None and 0 not in shape else (), strict=False)
-    for k, (s, old) in enumerate(kept):
-        if shape[k] < 0 and shape.count(-1) > 1 and str(s) == str(old):
-            shape[k] = 0
-    if shape.count(-1) > 1:
+def _static_shape(like: Form) -> tuple[int, ...]:
+    """A shape for Reshape: at most one unknown entry, written -1."""
+    shape = tuple(int(s) if isinstance(s, int) else -1 for s in like.shape)
+    if shape.count(-1) > 1 or 0 in shape:
         raise Unreadable
-    return tuple(shape)
+    return shape
+
+
+def _reshaped(c: Call, x: str, old: Form, like: Form) -> tuple[list[str], dict[str, Any]]:
+    """Operands and attributes of a Reshape; of several unknown entries the last is -1."""
+    shape, sizes = [int(s) if isinstance(s, int) else -1 for s in like.shape], [x]
+    for k, s in enumerate(like.shape if shape.count(-1) > 1 else ()):
+        if shape[k] == -1 and -1 in shape[k + 1 :]:
+            kept = k < old.dim() and c.draft.same(old.shape[k], s)
+            shape[k] = 0 if kept else None
+            sizes += [] if kept else [c.size(s)]
+    return sizes, {"shape": tuple(shape)}
 
 
 @reads("view reshape flatten unflatten _unsafe_view view_as reshape_as")
 def _reshape(c: Call) -> Any:
-    if c.result.dtype is not c.tensor("self").dtype:
+    if c.result.dtype is not c.tensor("self").dtype or 0 in c.result.shape:
         raise Unreadable  # the bits as another type
-    return c.emit("Reshape", [c.value("self")], shape=_static_shape(c.result, c.tensor("self")))
+    inputs, shape = _reshaped(c, c.value("self"), c.tensor("self"), c.result)
+    return c.emit("Reshape", inputs, **shape)
 
 
 @reads("transpose swapaxes t numpy_T")

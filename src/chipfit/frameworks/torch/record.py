@@ -138,8 +138,8 @@ def _follow(name: str, m: torch.nn.Module, path: list[str]) -> None:
 class _Size(int):
     """A size that follows the open one of a run, such as the batch, by so much for each sample.
 
-    Sums and products with numbers are sizes too, and parts of what is a multiple of the batch; two that follow it alike
-    are equal. Anything else might turn out otherwise for another batch.
+    Sums, and products with numbers, are sizes too, and parts of what is a multiple of the batch; two that follow it alike
+    compare as numbers. Anything else might turn out otherwise for another batch.
     """
 
     run: "_Run"
@@ -150,6 +150,14 @@ class _Size(int):
         """What it would be without samples."""
         return int.__int__(self) - self.slope * self.run.new
 
+    @property
+    def is_several(self) -> bool:
+        """Whether it is 2 or more wherever the open size is, as tracers take it."""
+        return self.slope >= 1 and self.rest >= 0
+
+
+_COMPARED = "lt le gt ge eq ne".split()
+
 
 def _computed(name: str) -> Callable[..., Any]:
     """The method of `_Size` that stands for the one of int."""
@@ -158,16 +166,16 @@ def _computed(name: str) -> Callable[..., Any]:
     def method(size: _Size, *operands: Any) -> Any:
         other = operands[0] if len(operands) == 1 else None
         slope = None
-        if name in ("eq", "ne") and type(other) is _Size and (other.slope, other.rest) == (size.slope, size.rest):
-            return name == "eq"
-        if name in ("add", "radd", "sub") and type(other) is int:
-            slope = size.slope
-        elif name in ("mul", "rmul") and type(other) is int and other:
-            slope = size.slope * other
-        elif name == "rsub" and type(other) is int:
-            slope = -size.slope
-        elif name == "floordiv" and type(other) is int and other and not size.rest and not size.slope % other:
-            slope = size.slope // other
+        if isinstance(other, int):
+            theirs = other.slope if type(other) is _Size else 0
+            if name in _COMPARED and (theirs == size.slope or (other < 2 and not theirs and size.is_several)):
+                return plain(size, other)
+            if name in ("add", "radd", "sub", "rsub"):
+                slope = {"sub": size.slope - theirs, "rsub": theirs - size.slope}.get(name, size.slope + theirs)
+            elif name in ("mul", "rmul") and not theirs and other:
+                slope = size.slope * other
+            elif name == "floordiv" and not theirs and other and not size.rest and not size.slope % other:
+                slope = size.slope // other
         return size.run.give_up() if slope is None else size.run.size(plain(size, *operands), slope)
 
     return method
@@ -231,10 +239,10 @@ class _Run(_Calls, TorchDispatchMode):
         self.unclear = True
         raise Unclear
 
-    def size(self, value: int, slope: Fraction) -> _Size:
+    def size(self, value: int, slope: Any) -> int:
         size = _Size(value)
         size.run, size.slope = self, slope
-        return size
+        return size if slope else value
 
     def through(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the model on tensors, in the order of the inputs' names; returns its result."""
@@ -327,8 +335,9 @@ class _Run(_Calls, TorchDispatchMode):
             _joined(n, m, k)
             n.args, n.kwargs = _joined(n.args, m.args, k), _joined(n.kwargs, m.kwargs, k)
             n.meta["val"] = _joined(n.meta["val"], m.meta["val"], k)
-        if any(_slices_batch(n.meta["val"].shape, index) for n, index in self.indexed):
-            raise Unclear  # torch.export finds a call of slice there
+        for (n, _), (_, index) in zip(self.indexed, other.indexed, strict=True):
+            if _slices_batch([isinstance(s, Open) and len(s.sizes) == k + 1 for s in n.meta["val"].shape], index):
+                raise Unclear  # torch.export finds a call of slice there
         if other.counted and any(map(_computes_with_sizes, self.graph.nodes)):
             raise Unclear
         results = _joined(self.results, other.results, k)
@@ -357,13 +366,13 @@ def _counts(indices: Any) -> bool:
     return all(t is None or t.dtype not in (torch.bool, torch.uint8) for t in indices)
 
 
-def _slices_batch(shape: tuple[Any, ...], index: Any) -> bool:
-    """Whether x[index] has a slice of a part of an axis whose size follows the batch."""
+def _slices_batch(shape: Sequence[bool], index: Any) -> bool:
+    """Whether x[index] has a slice of a part of an axis whose size is open, by a number."""
     taken = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not None]
     rest = next((k for k, i in enumerate(taken) if i is ...), len(taken))
     behind = taken[rest + 1 :]
     pairs = [*zip(taken[:rest], shape, strict=False), *zip(behind[::-1], shape[::-1], strict=False)]
-    return any(isinstance(i, slice) and i != slice(None) and isinstance(size, Open) for i, size in pairs)
+    return any(size and isinstance(i, slice) and (type(i.stop) is int or (type(i.start) is int and i.start)) for i, size in pairs)
 
 
 def _joined(a: Any, b: Any, k: int) -> Any:

@@ -37,7 +37,6 @@ def read(program: Program, model: torch.nn.Module, call: Any, example_out: Any) 
     args, kwargs = call
     names = list(inspect.signature(model.forward).parameters)[: len(args)]
     counts = {"args": len(args), "kwargs": list(kwargs), "leaves": len(leaves), "tensors": walk.tensors}
-    counts |= {"limits": walk.limits} if walk.limits else {}
     graph.in_spec = json.dumps({**dump_tree(tree, call), **counts, "names": names})
     graph.out_spec = json.dumps({**dump_tree(program.out_tree, example_out), "leaves": walk.results()})
     graph.example = tuple(leaves[i] for i in walk.tensors)
@@ -52,8 +51,6 @@ class _Walk:
         self.program, self.draft = program, Draft(model, program.weights)
         self.tensors: list[int] = []  #: which leaves of the call are tensors
         self.leaves = 0  #: of the call, so far
-        #: input -> axis -> least and largest size for which the model computes this
-        self.limits: dict[str, dict[int, tuple[int, int]]] = {}
 
     def through(self, graph: torch.fx.Graph, owner: Any, placeholder: Callable[[torch.fx.Node], Any]) -> None:
         """Read one graph.
@@ -84,8 +81,6 @@ class _Walk:
         for axis, size in enumerate(like.shape):
             if not isinstance(size, int):
                 self.draft.sizes.setdefault(str(size), (name, axis))  # symbols compare as text
-                if ends := self.program.ends.get(str(size)):
-                    self.limits.setdefault(name, {})[axis] = ends
         return self.draft.enter(name, like)
 
     def results(self) -> list[dict[str, Any]]:
