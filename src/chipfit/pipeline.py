@@ -28,7 +28,15 @@ from chipfit.decide.overrides import Overrides, resolve_overrides, to_record, wi
 from chipfit.decide.requantize import requantize
 from chipfit.decide.ties import tie_groups
 from chipfit.engine.process import undisturbed
-from chipfit.errors import CaptureError, ConfigError, Interrupted, NothingQuantizedError, PlanError, UnknownNameError
+from chipfit.errors import (
+    CaptureError,
+    ConfigError,
+    DataError,
+    Interrupted,
+    NothingQuantizedError,
+    PlanError,
+    UnknownNameError,
+)
 from chipfit.frameworks import capture, checksum, lower, read_back
 from chipfit.graph.ir import Graph
 from chipfit.passes.fuse import fuse
@@ -416,7 +424,7 @@ def quantize(
     for r in (rule, weight_rule):
         rule_of(r)  # refuses unknown names before any data are read
     steps.taken(settings, "correct")  # refuses what excludes each other, before any data are read
-    others: list[Any] = []  # batches of other sizes than the example's, which stay open then
+    others: list[OtherSize] = []  # batches of other sizes than the example's, which stay open then
     while True:
         with shown.stage("capture"):
             args, kwargs, data = first_batch(again, model) if example is None else (*as_call(example, model), again)
@@ -428,8 +436,7 @@ def quantize(
             _refuse_all_float(assignment, target)
         if isinstance(again, Iterator):
             bits = [s.format.bits for s in assignment.slots.values() if s.role == "weight"]
-            asked_again = steps.reads_again(steps.completed(settings, bits, name_of(weight_rule), True)[0])
-            if limits is not None or asked_again:
+            if limits is not None or steps.reads_again(steps.completed(settings, bits, name_of(weight_rule), True)[0]):
                 again = data = Kept(data)
         seen = Seen()
         counted = shown.count("calibrate", batches(data, graph, seen.note), length(again))
@@ -441,7 +448,7 @@ def quantize(
         except OtherSize as e:
             if isinstance(again, Iterator):
                 raise
-            others.append(e.batch)
+            others.append(e)
     doubts += thin(graph, stats, len(seen.digests))
     if (mask := padding_mask(graph)) is not None:
         notes.append(f"calibration leaves out what '{mask}' says is padding")
@@ -523,18 +530,16 @@ def _understood(settings: Any, z_threshold: Any, limits: Any, seed: Any) -> int:
     return int(seed)
 
 
-def _captured(model: Any, args: Any, kwargs: Mapping[str, Any], others: Sequence[Any] = ()) -> Graph:
-    """The Graph of a model, which takes the other batches, too.
-
-    Raises:
-        DataError: it does not.
-    """
+def _captured(model: Any, args: Any, kwargs: Mapping[str, Any], others: Sequence[OtherSize] = ()) -> Graph:
     try:
-        graph = capture(model, args, kwargs, [example_of(batch, model) for batch in others])
-        for batch in others:
-            split_label(batch, graph)
+        graph = capture(model, args, kwargs, [example_of(other.batch, model) for other in others])
+        for other in others:
+            split_label(other.batch, graph)
         return graph
     except CaptureError as e:
+        for other in others:
+            hint = f"give batches of one size, padded, cut or resized. {e}"
+            raise DataError(other.what, got=other.got, allowed=other.allowed, hint=hint) from e
         slip = explained(e, model, args, kwargs)
         if slip is e:
             raise

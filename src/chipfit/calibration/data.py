@@ -17,8 +17,7 @@ from chipfit.graph.ir import Graph
 #: rows per batch when one big array is given
 ROWS = 16
 _SIZES = (
-    "sizes stay open in which the calibration batches differ from each other or from `example=`, where they can be "
-    "read again, as from a list"
+    "sizes stay open in which calibration batches differ, or `example=` does, and that are read again, as from a list"
 )
 
 

@@ -174,22 +174,20 @@ def _rows(w: Tensor, index: Tensor, *, axis: int = 0) -> Tensor:
         return w[(slice(None),) * (axis % w.dim()) + (index,)] if axis or w.dim() != 2 else F.embedding(index, w)
     except IndexError:
         got, allowed = f"{int(index.min())} to {int(index.max())}", f"0 to {w.shape[axis] - 1}"
-        hint = (
-            "does the tokenizer belong to this model? Ids of padding need a row, too, and so does each place of a word"
-        )
+        hint = "does the tokenizer belong to this model? Ids of padding need a row, too, and so do places of words"
         raise DataError("Ids are out of the table's range", got=got, allowed=allowed, hint=hint) from None
 
 
-def _filled(shape: Sequence[int | None], sizes: Sequence[int]) -> list[int]:
-    """A shape with sizes in the places of None."""
+def _filled(x: Tensor, shape: Sequence[int | None], sizes: Sequence[int]) -> list[int]:
+    """A shape with sizes in the places of None, and for 0 those of `x`."""
     left = [*sizes]
-    return [left.pop(0) if s is None else s for s in shape]
+    return [left.pop(0) if s is None else s or x.shape[k] for k, s in enumerate(shape)]
 
 
 # ---------------------------------------------------------------- one expression each
 
 KERNELS |= {
-    "Embedding": lambda w, index: _rows(w, index),
+    "Embedding": _rows,
     "BatchNorm": lambda x, w, b, mean, var, *, eps: F.batch_norm(x, mean, var, w, b, False, 0.0, eps),
     "LayerNorm": lambda x, w=None, b=None, *, normalized_shape, eps: F.layer_norm(x, normalized_shape, w, b, eps),
     "GroupNorm": lambda x, w=None, b=None, *, groups, eps: F.group_norm(x, groups, w, b, eps),
@@ -207,10 +205,8 @@ KERNELS |= {
     "Concat": lambda *xs, axis: torch.cat(xs, axis),
     "Stack": lambda *xs, axis: torch.stack(xs, axis),
     "Size": lambda x, *, axis: x.shape[axis],
-    "Expand": lambda x, *sizes, shape: x.expand(_filled(shape, sizes)),
-    "Reshape": lambda x, *sizes, shape: x.reshape(
-        [x.shape[k] if s == 0 else s for k, s in enumerate(_filled(shape, sizes))]
-    ),
+    "Expand": lambda x, *sizes, shape: x.expand(_filled(x, shape, sizes)),
+    "Reshape": lambda x, *sizes, shape: x.reshape(_filled(x, shape, sizes)),
 }
 
 

@@ -18,11 +18,6 @@ class Unreadable(Exception):
 _NEUTRAL = "momentum cudnn_enable cudnn_enabled padding_idx scale_grad_by_freq sparse running_mean running_var"
 
 
-def _number(x: Any) -> Any:
-    """A size, of which torch.export hands over the call that reads it."""
-    return x.meta.get("val") if isinstance(x, torch.fx.Node) else x
-
-
 class Call:
     """What a reader is given.
 
@@ -111,17 +106,14 @@ class Call:
 
     def is_open(self, key: str) -> bool:
         """Whether an argument is an open size of an input, but for the batch."""
-        return self.draft.sizes.get(str(_number(self.args[key])), ("", 0))[1] > 0
+        return self.draft.sizes.get(str(self.args[key]), ("", 0))[1] > 0
 
     def counted(self, key: str) -> str:
         """0, 1, 2 ... below an open size: a sum of ones."""
-        size = _number(self.args[key])
-        if str(size) not in self.draft.counts:
-            like, first = Form((size,), torch.int64), self.draft.scalar(self.node.name, 1, Form((), torch.int64))
-            one = self.step("Reshape", [first], Form((1,), torch.int64), shape=(1,))
-            ones = self.step("Expand", [one, self.size(size)], like, shape=(None,))
-            self.draft.counts[str(size)] = self.step("Sub", [self.step("CumSum", [ones], like, axis=0), first], like)
-        return self.draft.counts[str(size)]
+        like = Form((self.args[key],), torch.int64)
+        one = self.draft.constant(f"{self.node.name}.one", torch.ones(1, dtype=torch.int64))
+        ones = self.step("Expand", [one, self.size(self.args[key])], like, shape=(None,))
+        return self.step("Sub", [self.step("CumSum", [ones], like, axis=0), one], like)
 
     def tensor(self, key: str) -> Form:
         """Shape and type of an argument."""

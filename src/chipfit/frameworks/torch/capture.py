@@ -1,6 +1,5 @@
 """From a PyTorch module to a Graph."""
 
-import contextlib
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,8 +21,7 @@ from chipfit.graph.ir import Graph
 
 _HALVES = frozenset(map(chr, range(0xD800, 0xE000)))  #: of UTF-16 surrogate pairs, which UTF-8 does not have
 
-_FIXED = "The sizes in which the batches differ cannot stay open: what the model computes does not follow them"
-_ONE_SIZE = "give batches of one size: pad, cut or resize them"
+_FIXED = "What the model computes does not follow the sizes in which the batches differ"
 
 
 def capture(
@@ -59,9 +57,9 @@ def capture(
         if not _HALVES.isdisjoint(name):
             raise CaptureError("A layer's name holds half a character, which no file can", got=ascii(name))
     calls = pytree.tree_map(_single, [(tuple(args), dict(kwargs or {})), *others])
-    if others:  # the largest first, for a size of 1 would be taken for a constant
-        others = _taken(_twin(model)[0], calls[0], calls[1:])
-        calls = sorted([calls[0], *others], key=_numbers, reverse=True)
+    calls = [c for c in calls if pytree.tree_structure(c) == pytree.tree_structure(calls[0])]
+    # the largest first, for a size of 1 would be taken for a constant
+    calls.sort(key=lambda call: -sum(getattr(x, "nbytes", 0) for x in pytree.tree_leaves(call)))
     args, kwargs = _at_least_two(*calls[0])
     twin, cast = _twin(model)
     try:
@@ -70,29 +68,15 @@ def capture(
     except Unclear as e:
         twin, cast = _twin(model)
         example_out = _try_once(twin, args, kwargs)
-        if calls[1:]:
-            raise CaptureError(_FIXED, hint=_ONE_SIZE) from e
+        if others:
+            raise CaptureError(_FIXED, where=users_line(e.__cause__ or e)) from e
         graph = read(export(twin, args, kwargs), twin if cast else model, (args, kwargs), example_out)
     if cast:
         graph.notes.append(f"warning: the model computes in {cast}; it was read, and is simulated, in float32")
     check(graph, blame="capture")
     if others:
-        _demand_same(graph, _twin(model)[0], calls)
+        _demand_same(graph, _twin(model)[0], [*calls[1:], pytree.tree_map(_longer, *calls)])
     return graph
-
-
-def _taken(model: torch.nn.Module, call: Any, others: Sequence[Any]) -> list[Any]:
-    """Those of the other calls that are built like this one, and that the model takes."""
-    kept = []
-    for other in (o for o in others if pytree.tree_structure(tuple(o)) == pytree.tree_structure(call)):
-        with contextlib.suppress(CaptureError):
-            _try_once(model, *other)
-            kept.append(other)
-    return kept
-
-
-def _numbers(call: Any) -> int:
-    return sum(x.numel() for x in pytree.tree_leaves(call) if isinstance(x, torch.Tensor))
 
 
 def _longer(x: Any, *like: Any) -> Any:
@@ -103,22 +87,23 @@ def _longer(x: Any, *like: Any) -> Any:
 
 
 def _demand_same(graph: Graph, model: torch.nn.Module, calls: Sequence[Any]) -> None:
-    """What a graph with open sizes computes is what the model does, for sizes with which it was not traced, too.
+    """What a graph with open sizes computes is what the model does, for other sizes that it takes.
 
     Raises:
         CaptureError: it is not.
     """
-    longer = pytree.tree_map(_longer, *calls)
-    for args, kwargs in [*calls[1:], *_taken(model, calls[0], [longer])]:
-        inputs = flatten_inputs(graph, args, kwargs)
-        want = [x for x in pytree.tree_leaves(_try_once(model, args, kwargs)) if isinstance(x, torch.Tensor)]
+    for args, kwargs in calls:
         try:
-            found = departs(graph, inputs, want)
-        except (RuntimeError, IndexError, DataError) as e:
+            out = _try_once(model, args, kwargs)
+        except CaptureError:
+            continue
+        inputs = flatten_inputs(graph, args, kwargs)
+        try:
+            found = departs(graph, inputs, [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)])
+        except (RuntimeError, DataError) as e:
             found = first_line(e), ""
         if found:
-            got = f"{found[0]} {found[1]}, for " + ", ".join(map(described, inputs))
-            raise CaptureError(_FIXED, got=got, hint=_ONE_SIZE)
+            raise CaptureError(_FIXED, got=f"{found[0]} {found[1]}, of " + ", ".join(map(described, inputs)))
 
 
 def _single(x: Any) -> Any:

@@ -25,7 +25,6 @@ class Draft(drafts.Draft):
         self.env: dict[torch.fx.Node, Any] = {}  #: value name, tuple of them, or a Python constant
         self.replaced: dict[str, str] = {}  #: value -> the value that an in-place operator wrote over it
         self.sizes: dict[str, tuple[str, int]] = {}  #: open size -> an input that has it, and the axis
-        self.counts: dict[str, str] = {}  #: open size -> the value 0, 1, 2 ... below it
         self.tied: dict[str, str] = {}  #: weight -> the first name of its tensor, which the nodes read
         self._modules = dict(model.named_modules())
         self._own(model, weights)

@@ -2,8 +2,9 @@
 
 The calls are those that `torch.export` finds, without its tracer, which takes a second to load and another for a
 middling network. In inference mode, nothing takes a call apart before a dispatch mode sees it. Where two runs differ,
-the size decides in which their inputs do: the batch, or one that differs among examples. Whatever a run could hide (values that the model looks at, sizes that it computes with, state
-that it writes) is `Unclear`, and left to `torch.export`.
+the size decides in which their inputs do: the batch, or one that differs among examples. Whatever a run could hide
+(values that the model looks at, sizes that it computes with, state that it writes) is `Unclear`, and left to
+`torch.export`, where only the batch is open.
 """
 
 import contextlib
@@ -138,8 +139,8 @@ def _follow(name: str, m: torch.nn.Module, path: list[str]) -> None:
 class _Size(int):
     """A size that follows the open one of a run, such as the batch, by so much for each sample.
 
-    Sums, and products with numbers, are sizes too, and parts of what is a multiple of the batch; two that follow it alike
-    compare as numbers. Anything else might turn out otherwise for another batch.
+    Sums, and products with numbers, are sizes too, and parts of what is a multiple of the batch; two that follow it
+    alike compare as numbers. Anything else might turn out otherwise for another batch.
     """
 
     run: "_Run"
@@ -335,9 +336,8 @@ class _Run(_Calls, TorchDispatchMode):
             _joined(n, m, k)
             n.args, n.kwargs = _joined(n.args, m.args, k), _joined(n.kwargs, m.kwargs, k)
             n.meta["val"] = _joined(n.meta["val"], m.meta["val"], k)
-        for (n, _), (_, index) in zip(self.indexed, other.indexed, strict=True):
-            if _slices_batch([isinstance(s, Open) and len(s.sizes) == k + 1 for s in n.meta["val"].shape], index):
-                raise Unclear  # torch.export finds a call of slice there
+        if k == 1 and any(_slices_batch(n.meta["val"].shape, index) for n, index in self.indexed):
+            raise Unclear  # torch.export finds a call of slice there
         if other.counted and any(map(_computes_with_sizes, self.graph.nodes)):
             raise Unclear
         results = _joined(self.results, other.results, k)
@@ -366,13 +366,13 @@ def _counts(indices: Any) -> bool:
     return all(t is None or t.dtype not in (torch.bool, torch.uint8) for t in indices)
 
 
-def _slices_batch(shape: Sequence[bool], index: Any) -> bool:
-    """Whether x[index] has a slice of a part of an axis whose size is open, by a number."""
+def _slices_batch(shape: tuple[Any, ...], index: Any) -> bool:
+    """Whether x[index] has a slice of a part of an axis whose size follows the batch."""
     taken = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not None]
     rest = next((k for k, i in enumerate(taken) if i is ...), len(taken))
     behind = taken[rest + 1 :]
     pairs = [*zip(taken[:rest], shape, strict=False), *zip(behind[::-1], shape[::-1], strict=False)]
-    return any(size and isinstance(i, slice) and (type(i.stop) is int or (type(i.start) is int and i.start)) for i, size in pairs)
+    return any(isinstance(i, slice) and i != slice(None) and isinstance(size, Open) for i, size in pairs)
 
 
 def _joined(a: Any, b: Any, k: int) -> Any:
