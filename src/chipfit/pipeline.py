@@ -28,15 +28,7 @@ from chipfit.decide.overrides import Overrides, resolve_overrides, to_record, wi
 from chipfit.decide.requantize import requantize
 from chipfit.decide.ties import tie_groups
 from chipfit.engine.process import undisturbed
-from chipfit.errors import (
-    CaptureError,
-    ConfigError,
-    DataError,
-    Interrupted,
-    NothingQuantizedError,
-    PlanError,
-    UnknownNameError,
-)
+from chipfit.errors import CaptureError, ConfigError, Interrupted, NothingQuantizedError, PlanError, UnknownNameError
 from chipfit.frameworks import capture, checksum, lower, read_back
 from chipfit.graph.ir import Graph
 from chipfit.passes.fuse import fuse
@@ -539,7 +531,7 @@ def _captured(model: Any, args: Any, kwargs: Mapping[str, Any], others: Sequence
     except CaptureError as e:
         for other in others:
             hint = f"give batches of one size, padded, cut or resized. {e}"
-            raise DataError(other.what, got=other.got, allowed=other.allowed, hint=hint) from e
+            raise OtherSize(other.what, got=other.got, allowed=other.allowed, hint=hint) from e
         slip = explained(e, model, args, kwargs)
         if slip is e:
             raise

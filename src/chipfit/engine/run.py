@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from chipfit.engine.kernels import execute
+from chipfit.errors import DataError, first_line
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 
@@ -59,9 +60,12 @@ _TOLERANCE = 1e-3
 
 
 def departs(graph: Graph, inputs: Sequence[torch.Tensor], want: Sequence[Any]) -> tuple[str, Any] | None:
-    """The first output of a graph that is not the model's, and its distance or shape; None where all are."""
-    with torch.inference_mode():
-        env = run(graph, inputs)
+    """The first output of a graph that is not the model's, and its distance, shape or error; None where all are."""
+    try:
+        with torch.inference_mode():
+            env = run(graph, inputs)
+    except (RuntimeError, DataError) as e:
+        return graph.outputs[0], first_line(e)
     for name, a in zip(graph.outputs, want, strict=True):
         a, b = (torch.as_tensor(x).double() for x in (a, env[name]))
         if a.shape != b.shape:

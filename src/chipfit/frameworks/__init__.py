@@ -1,11 +1,11 @@
 """Which framework a model belongs to, found without importing any of them.
 
 A framework is one folder here, with the same four doors: `capture.capture(model, args, kwargs, others)` reads a model
-into a Graph, `lower.lower(graph, plan, training)` builds the trainable simulation, `train.read_back(model, graph, plan)`
-brings back what training changed in it, of which `train.numbers(model)` gives everything as arrays,
-`device.device(graph, run_flat, floats)` makes a model of a function on flat tensors. The simulation has such a
-`run_flat(inputs)`: torch tensors in the order of the graph's inputs to outputs. An `opaque` module, where a folder has
-one, runs operators that only this framework knows (`engine.opaque`).
+into a Graph, `lower.lower(graph, plan, training)` builds the trainable simulation,
+`train.read_back(model, graph, plan)` brings back what training changed in it, of which `train.numbers(model)` gives
+everything as arrays, `device.device(graph, run_flat, floats)` makes a model of a function on flat tensors. The
+simulation has such a `run_flat(inputs)`: torch tensors in the order of the graph's inputs to outputs. An `opaque`
+module, where a folder has one, runs operators that only this framework knows (`engine.opaque`).
 """
 
 import importlib

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from chipfit.engine.run import departs
 from chipfit.engine.trees import flatten_inputs
 from chipfit.engine.types import described
-from chipfit.errors import CaptureError, DataError, brief, first_line, theirs
+from chipfit.errors import CaptureError, brief, theirs
 from chipfit.frameworks.torch.export import export
 from chipfit.frameworks.torch.origin import users_line
 from chipfit.frameworks.torch.program import Unclear, open_axes, register
@@ -98,12 +98,8 @@ def _demand_same(graph: Graph, model: torch.nn.Module, calls: Sequence[Any]) -> 
         except CaptureError:
             continue
         inputs = flatten_inputs(graph, args, kwargs)
-        try:
-            found = departs(graph, inputs, [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)])
-        except (RuntimeError, DataError) as e:
-            found = first_line(e), ""
-        if found:
-            raise CaptureError(_FIXED, got=f"{found[0]} {found[1]}, of " + ", ".join(map(described, inputs)))
+        if found := departs(graph, inputs, [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]):
+            raise CaptureError(_FIXED, got=f"{found[0]}: {found[1]}, of " + ", ".join(map(described, inputs)))
 
 
 def _single(x: Any) -> Any:

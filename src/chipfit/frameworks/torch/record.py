@@ -104,9 +104,7 @@ def _open(example: Sequence[Any], others: Sequence[Sequence[Any]]) -> list[tuple
     """
     batch = next(len(x) for x in example if x.dim())
     found = {
-        ((batch, 2 if batch > 2 else batch + 1), 0): [
-            (i, 0) for i, x in enumerate(example) if x.dim() and len(x) == batch
-        ]
+        ((batch, 2 if batch > 2 else batch + 1), 0): [(i, 0) for i, x in enumerate(example) if x.shape[:1] == (batch,)]
     }
     for i, x in enumerate(example):
         own = Counter[tuple[int, ...]]()
@@ -208,15 +206,7 @@ class _Run(_Calls, TorchDispatchMode):
         before: the first run.
     """
 
-    def __init__(
-        self,
-        names: list[str],
-        weights: Mapping[str, torch.Tensor],
-        path: list[str],
-        old: int = 0,
-        new: int = 0,
-        before: "_Run | None" = None,
-    ) -> None:
+    def __init__(self, names: Any, weights: Any, path: Any, old: int = 0, new: int = 0, before: Any = None) -> None:
         super().__init__()
         self.path, self.old, self.new, self.before = path, old, new, before
         self.graph = torch.fx.Graph()
