@@ -212,7 +212,6 @@ class _Run(_Calls, TorchDispatchMode):
         self.graph = torch.fx.Graph()
         self.calls = WeakIdKeyDictionary()  #: tensor -> the node that made it
         self.answers: list[tuple[str, Any]] = []  #: what the model asked of tensors
-        self.indexed: list[tuple[torch.fx.Node, Any]] = []  #: operands and indices of x[...]
         self.function: tuple[str, str] | None = None  #: torch's function that was called last, as torch.export tells it
         self.unclear = False  #: also when the model catches the exception
         self.counted = False  #: the model took the length of a batch, which Python makes a number that tells nothing
@@ -275,10 +274,8 @@ class _Run(_Calls, TorchDispatchMode):
             return new if old == new else self.size(new, Fraction(new - old, self.new - self.old))
         return new if old == new else self.give_up()
 
-    def enter_function(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def enter_function(self, function: Callable[..., Any]) -> None:
         name = function.__name__
-        if name == "__getitem__":
-            self.indexed.append((self._known(args[0]), args[1]))
         self._counts[name] = self._counts.get(name, 0) + 1
         self.function = f"{name}_{self._counts[name]}", f"{type(function).__name__}.{name}"
 
@@ -326,8 +323,6 @@ class _Run(_Calls, TorchDispatchMode):
             _joined(n, m, k)
             n.args, n.kwargs = _joined(n.args, m.args, k), _joined(n.kwargs, m.kwargs, k)
             n.meta["val"] = _joined(n.meta["val"], m.meta["val"], k)
-        if k == 1 and any(_slices_batch(n.meta["val"].shape, index) for n, index in self.indexed):
-            raise Unclear  # torch.export finds a call of slice there
         if other.counted and any(map(_computes_with_sizes, self.graph.nodes)):
             raise Unclear
         results = _joined(self.results, other.results, k)
@@ -354,15 +349,6 @@ def _computes_with_sizes(n: torch.fx.Node) -> bool:
 def _counts(indices: Any) -> bool:
     """Whether indices are integers: how many a mask takes depends on its values."""
     return all(t is None or t.dtype not in (torch.bool, torch.uint8) for t in indices)
-
-
-def _slices_batch(shape: tuple[Any, ...], index: Any) -> bool:
-    """Whether x[index] has a slice of a part of an axis whose size follows the batch."""
-    taken = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not None]
-    rest = next((k for k, i in enumerate(taken) if i is ...), len(taken))
-    behind = taken[rest + 1 :]
-    pairs = [*zip(taken[:rest], shape, strict=False), *zip(behind[::-1], shape[::-1], strict=False)]
-    return any(isinstance(i, slice) and i != slice(None) and isinstance(size, Open) for i, size in pairs)
 
 
 def _joined(a: Any, b: Any, k: int) -> Any:
@@ -416,7 +402,7 @@ class _Functions(TorchFunctionMode):
         self.run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.run.enter_function(func, args)
+        self.run.enter_function(func)
         out = func(*args, **(kwargs or {}))
         many = isinstance(out, (tuple, list)) and any(isinstance(x, torch.Tensor) for x in out)
         return out if many or isinstance(out, torch.Tensor) else self.run.asked(func, out)
