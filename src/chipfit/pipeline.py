@@ -438,7 +438,7 @@ def quantize(
                 stats = collect(graph, counted, tensors=needs, seed=seed)
                 break
         except OtherSize as e:
-            if isinstance(again, Iterator):
+            if e.batch is None or isinstance(again, Iterator):
                 raise
             others.append(e)
     doubts += thin(graph, stats, len(seen.digests))

@@ -22,7 +22,7 @@ _SIZES = (
 
 
 class OtherSize(DataError):
-    """A batch of another size than the example's, where that size is fixed."""
+    """A shape that does not fit; `batch` is all of it where it fits but for a size."""
 
     batch: Any = None
 
@@ -194,7 +194,7 @@ def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Ten
     except DataError as e:
         hint = "yield tensors or tuples in the order of the inputs" if named else ""
         raise DataError(e.what, got=e.got, allowed=e.allowed, hint=hint or e.hint) from None
-    out = [_fit(graph, name, x) for name, x in zip(graph.inputs, flat, strict=True)]
+    out = [_fit(graph, name, x, batch) for name, x in zip(graph.inputs, flat, strict=True)]
     rows = {name: len(x) for name, x in zip(graph.inputs, out, strict=True) if graph.values[name].shape[:1] == (None,)}
     if len(set(rows.values())) > 1:
         got = ", ".join(f"'{name}' {n}" for name, n in rows.items())
@@ -212,7 +212,7 @@ def _classes(label: Any) -> torch.Tensor:
     return label.argmax(1) if label.is_floating_point() and label.dim() == 2 and label.shape[1] > 1 else label
 
 
-def _fit(graph: Graph, name: str, x: Any) -> torch.Tensor:
+def _fit(graph: Graph, name: str, x: Any, batch: Any) -> torch.Tensor:
     want = graph.values[name]
     if not isinstance(x, torch.Tensor):
         got = type(x).__name__
@@ -228,9 +228,10 @@ def _fit(graph: Graph, name: str, x: Any) -> torch.Tensor:
     if len(x.shape) != len(want.shape) or any(w not in (None, s) for w, s in zip(want.shape, x.shape, strict=False)):
         sizes = [d or ("any" if k else "batch") for k, d in enumerate(want.shape)]
         hint = wrong_layout(tuple(x.shape), want.shape)
-        kind = DataError if hint or len(x.shape) != len(want.shape) else OtherSize
-        what = f"Input '{name}' has the wrong shape"
-        raise kind(what, got=str(list(x.shape)), allowed=str(sizes), hint=hint or _SIZES)
+        what, got = f"Input '{name}' has the wrong shape", str(list(x.shape))
+        error = OtherSize(what, got=got, allowed=str(sizes), hint=hint or _SIZES)
+        error.batch = None if hint or len(x.shape) != len(want.shape) else batch
+        raise error
     return x.detach()
 
 
@@ -256,11 +257,7 @@ class batches:  # noqa: N801 -- reads as a verb where it is used: for x in batch
 
     def __iter__(self) -> Iterator[list[torch.Tensor]]:
         for batch in iterate(self.data):
-            try:
-                flat, _ = split_label(batch, self.graph)
-            except OtherSize as e:
-                e.batch = batch
-                raise
+            flat, _ = split_label(batch, self.graph)
             if flat and flat[0].dim() and flat[0].shape[0] == 0:
                 continue
             if self.note is not None:

@@ -11,7 +11,7 @@ module, where a folder has one, runs operators that only this framework knows (`
 import importlib
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,7 @@ def framework_of(model: Any) -> str:
     return next((name for name, owned in _OWNED.items() if packages.intersection(owned)), "torch")
 
 
-def capture(
-    model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, others: Sequence[Any] = ()
-) -> Graph:
+def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Sequence[Any] = ()) -> Graph:
     """Read a model of any framework into a Graph; see the `capture` of its folder.
 
     Args:

@@ -26,9 +26,7 @@ from chipfit.graph.ir import Graph, Value
 from chipfit.passes.layout import rearrange
 
 
-def capture(
-    model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, others: Sequence[Any] = ()
-) -> Graph:
+def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Sequence[Any] = ()) -> Graph:
     """Read a Keras 3 model into a Graph, in channels-first form with inputs and outputs as the model has them.
 
     The model is read as `model(x, training=False)` computes it and not changed. Weights are named "layer/variable".

@@ -1,7 +1,7 @@
 """From a PyTorch module to a Graph."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,7 @@ _HALVES = frozenset(map(chr, range(0xD800, 0xE000)))  #: of UTF-16 surrogate pai
 _FIXED = "What the model computes does not follow the sizes in which the batches differ"
 
 
-def capture(
-    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, others: Sequence[Any] = ()
-) -> Graph:
+def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Any = None, others: Sequence[Any] = ()) -> Graph:
     """Read a model into a Graph.
 
     The model is not changed; it is captured in eval mode: what depends on training (dropout, stochastic depth) takes

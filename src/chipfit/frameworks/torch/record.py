@@ -46,9 +46,7 @@ _ASKED = """
 _HIDES = torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output
 
 
-def record(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], others: Sequence[Any] = ()
-) -> tuple[Program, Any]:
+def record(model: torch.nn.Module, args: Any, kwargs: Any, others: Sequence[Any] = ()) -> tuple[Program, Any]:
     """The program of a model, and what it returns for the example.
 
     Args:
@@ -149,11 +147,6 @@ class _Size(int):
         """What it would be without samples."""
         return int.__int__(self) - self.slope * self.run.new
 
-    @property
-    def is_several(self) -> bool:
-        """Whether it is 2 or more wherever the open size is, as tracers take it."""
-        return self.slope >= 1 and self.rest >= 0
-
 
 _COMPARED = "lt le gt ge eq ne".split()
 
@@ -167,7 +160,8 @@ def _computed(name: str) -> Callable[..., Any]:
         slope = None
         if isinstance(other, int):
             theirs = other.slope if type(other) is _Size else 0
-            if name in _COMPARED and (theirs == size.slope or (other < 2 and not theirs and size.is_several)):
+            several = size.slope >= 1 and size.rest >= 0  # 2 or more wherever the open size is, as tracers take it
+            if name in _COMPARED and (theirs == size.slope or (other < 2 and not theirs and several)):
                 return plain(size, other)
             if name in ("add", "radd", "sub", "rsub"):
                 slope = {"sub": size.slope - theirs, "rsub": theirs - size.slope}.get(name, size.slope + theirs)
