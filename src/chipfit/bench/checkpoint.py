@@ -42,8 +42,7 @@ def write(path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Opti
         "optimizer": optimizer.state_dict()["state"],
         _RANDOM: torch.get_rng_state(),
     }
-    text = json.dumps(rest, default=aside)
-    write_atomically(path, save(tensors, {"chipfit": text}))
+    write_atomically(path, save(tensors, {"chipfit": json.dumps(rest, default=aside)}))
 
 
 def read(path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

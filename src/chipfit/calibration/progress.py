@@ -70,8 +70,7 @@ class Progress:
         from rich.progress import Progress as Live
 
         known = (BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn())
-        open_end = (SpinnerColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn())
-        columns = known if total else open_end
+        columns = known if total else (SpinnerColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn())
         start = time.perf_counter()
         with Live(TextColumn(name), *columns, console=Console(stderr=True), transient=True) as live:
             task = live.add_task(name, total=total, rate="")

@@ -124,8 +124,7 @@ def _generic(plan: Plan) -> dict[str, Any]:
             out |= {"kind": grid.kind, "table": list(grid.table)}
         return out
 
-    tensors = _each(plan, "activation weight bias", record)
-    return {"chipfit_encodings": 1, "platform": plan.platform, "tensors": tensors}
+    return {"chipfit_encodings": 1, "platform": plan.platform, "tensors": _each(plan, "activation weight bias", record)}
 
 
 #: dialect -> writer; a platform names its own (`encodings`)

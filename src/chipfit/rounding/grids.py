@@ -34,8 +34,7 @@ def logits(stored: Stored, wanted: Iterable[Tensor], got: Iterable[Tensor]) -> t
         rounded = fake_quantize(x, q.scale, q.zero_point, stored.grid).log_softmax(1)
         return float((p.exp() * (p - rounded)).sum())
 
-    tries = [from_min_max(low * a, high * b, stored.grid) for a in _LOWS for b in _HIGHS]
-    best = min(tries, key=loss)
+    best = min([from_min_max(low * a, high * b, stored.grid) for a in _LOWS for b in _HIGHS], key=loss)
     return best.scale, best.zero_point
 
 

@@ -151,8 +151,7 @@ class _Walker:
         """Choose the grid of class scores where the platform leaves it open, and keep their codes."""
         if name not in self.open or not grids.is_scores(self.codes[name][0], self.plan[name].grid):
             return
-        stream = self.codes[name]
-        scale, zero = grids.logits(self.plan[name], self.floats[name], stream)
+        scale, zero = grids.logits(self.plan[name], self.floats[name], self.codes[name])
         if allows(self.plan, name, scale):
             origin = "least divergence of the class probabilities"
             new = self.plan.tensors[name].with_(scale=scale, zero_point=zero, origin=origin)

@@ -126,8 +126,7 @@ def imagenet(config: Data) -> Sets:
     train, classes = _half(config, config.train, ("train",))
     test, others = _half(config, config.test, ("val", "test"))
     if classes != others:
-        odd = sorted(set(classes) ^ set(others))[:4]
-        raise DataError("The two halves have other classes", got=", ".join(odd))
+        raise DataError("The two halves have other classes", got=", ".join(sorted(set(classes) ^ set(others))[:4]))
     return Sets(train, test, len(classes))
 
 

@@ -435,8 +435,7 @@ def _clip(r: Call, x: Value) -> Value:
     if "float" in r.dtype:
         return r.emit("Clamp", [x], min=lo, max=hi)
     _need(lo.is_integer() and hi.is_integer())
-    y = r.emit("Max", [r.operand(x), r.operand(int(lo))], part="low")
-    return r.emit("Min", [y, r.operand(int(hi))])
+    return r.emit("Min", [r.emit("Max", [r.operand(x), r.operand(int(lo))], part="low"), r.operand(int(hi))])
 
 
 @_reads("", "Square")
@@ -470,8 +469,7 @@ def _activation_layer(r: Call, x: Value) -> Value:
 @_reads("Rescaling")
 def _rescaling(r: Call, x: Value) -> Value:
     scale, offset = (np.asarray(v) if isinstance(v, (list, tuple)) else v for v in (r.op.scale, r.op.offset))
-    y = r.emit("Mul", [r.operand(x), r.operand(scale)], part="scale")
-    return r.emit("Add", [y, r.operand(offset)])
+    return r.emit("Add", [r.emit("Mul", [r.operand(x), r.operand(scale)], part="scale"), r.operand(offset)])
 
 
 @_reads("Normalization")
@@ -590,8 +588,7 @@ def _get_item(r: Call, x: Value, key: Any) -> Value:
             x = _slice(r, x, axis, k)
         axis += 1
     for axis, index in reversed(removed):
-        shape = (*x.shape[:axis], *x.shape[axis + 1 :])
-        x = r.emit("Select", [x], shape, x.dtype, "select", axis=axis, index=index)
+        x = r.emit("Select", [x], (*x.shape[:axis], *x.shape[axis + 1 :]), x.dtype, "select", axis=axis, index=index)
     return r.emit("Unsqueeze", [x], axes=tuple(added)) if added else x
 
 
