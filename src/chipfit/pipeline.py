@@ -383,13 +383,14 @@ def quantize(
     Args:
         model: in any mode; it is copied, never changed.
         data: calibration batches: an iterable of tensors, tuples, dicts or (input, label) pairs, or a callable
-            that returns one. About a hundred samples are enough.
+            that returns one. About a hundred samples are enough. Sizes in which batches differ stay open.
         platform: a built-in name ("ort_cpu", "tflite_int8@tag"), a YAML file, or a Platform.
         rule: range rule for activations: a name of `chipfit.ranges`, perhaps with settings ("lp(p=3)"), or a rule.
         weight_rule: range rule for weights.
         overrides: layer (path, glob, operator, layer type or filter) -> "float" or choices, such as {"bits": 4,
             "activation_bits": 16}; `chipfit.decide.overrides.CHOICES` lists them. A later entry wins over an earlier.
-        example: one batch of inputs for the capture; the first batch of `data` when omitted.
+        example: one batch of inputs for the capture; the first batch of `data` when omitted. Sizes in which it differs
+            from `data` stay open.
         z_threshold: drop activation histogram bins further than this many standard deviations from the mean.
         settings: optional rewrites and corrections. Weights of fewer than 6 bits are rounded in closed form, which
             reads the data twice (an iterator's are kept), unless `Settings(rounding="off")` says otherwise.

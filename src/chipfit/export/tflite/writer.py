@@ -61,8 +61,8 @@ def content(
             mean and std stand in the metadata that Android's libraries read.
 
     Raises:
-        UnsupportedError: operators or formats that the file cannot hold, all named at once; or the batch has to be
-            given.
+        UnsupportedError: operators or formats that the file cannot hold, all named at once; open sizes beside the
+            batch; or the batch has to be given.
         ConfigError: see `ends_of`.
     """
     if found := [i for i in graph.inputs if None in graph.shape(i)[1:]]:
