@@ -164,7 +164,7 @@ def unsqueeze(x: Tensor, *, axes: Any) -> Tensor:
     return x
 
 
-def _rows(w: Tensor, index: Tensor, *, axis: int = 0) -> Tensor:
+def _rows(w: Tensor, index: Tensor, *, axis: int) -> Tensor:
     """Rows of a table, or what else is counted along an axis.
 
     Raises:
@@ -187,7 +187,7 @@ def _filled(x: Tensor, shape: Sequence[int | None], sizes: Sequence[int]) -> lis
 # ---------------------------------------------------------------- one expression each
 
 KERNELS |= {
-    "Embedding": _rows,
+    "Embedding": lambda w, index: _rows(w, index, axis=0),
     "BatchNorm": lambda x, w, b, mean, var, *, eps: F.batch_norm(x, mean, var, w, b, False, 0.0, eps),
     "LayerNorm": lambda x, w=None, b=None, *, normalized_shape, eps: F.layer_norm(x, normalized_shape, w, b, eps),
     "GroupNorm": lambda x, w=None, b=None, *, groups, eps: F.group_norm(x, groups, w, b, eps),

@@ -284,7 +284,8 @@ def _static_shape(like: Form) -> tuple[int, ...]:
 
 def _reshaped(c: Call, x: str, old: Form, like: Form) -> tuple[list[str], dict[str, Any]]:
     """Operands and attributes of a Reshape; of several unknown entries the last is -1."""
-    shape, sizes = [int(s) if isinstance(s, int) else -1 for s in like.shape], [x]
+    shape: list[Any] = [int(s) if isinstance(s, int) else -1 for s in like.shape]
+    sizes = [x]
     for k, s in enumerate(like.shape if shape.count(-1) > 1 else ()):
         if shape[k] == -1 and -1 in shape[k + 1 :]:
             kept = k < old.dim() and c.draft.same(old.shape[k], s)

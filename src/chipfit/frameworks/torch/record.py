@@ -157,7 +157,7 @@ def _computed(name: str) -> Callable[..., Any]:
 
     def method(size: _Size, *operands: Any) -> Any:
         other = operands[0] if len(operands) == 1 else None
-        slope = None
+        slope: Any = None
         if isinstance(other, int):
             theirs = other.slope if type(other) is _Size else 0
             several = size.slope >= 1 and size.rest >= 0  # 2 or more wherever the open size is, as tracers take it
