@@ -404,7 +404,8 @@ def read_text(path: Any, failure: type[ChipfitError]) -> str:
         return raw.decode()
     except UnicodeDecodeError as e:
         got = f"byte 0x{e.object[e.start]:02x} at position {e.start}"
-        raise failure("The file is not text in UTF-8", where=str(path), got=got, hint="save it as UTF-8 text") from e
+        hint = "save it as UTF-8 text"
+        raise failure("The file is not text in UTF-8", where=str(path), got=got, hint=hint) from e
 
 
 def package_data(package: str, name: str) -> Any:

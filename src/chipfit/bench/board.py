@@ -138,7 +138,8 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
         ConfigError: matplotlib is not installed, or knows no such format.
         ExportError: the disk refuses.
     """
-    figure = installed("matplotlib.figure", "Drawing", ConfigError).Figure(figsize=(11, 4.5), layout="constrained")
+    drawing = installed("matplotlib.figure", "Drawing", ConfigError)
+    figure = drawing.Figure(figsize=(11, 4.5), layout="constrained")
     curves, sizes = figure.subplots(1, 2)
     for run in runs:
         if told := run["outcome"]:

@@ -42,7 +42,8 @@ def write(path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Opti
         "optimizer": optimizer.state_dict()["state"],
         _RANDOM: torch.get_rng_state(),
     }
-    write_atomically(path, save(tensors, {"chipfit": json.dumps(rest, default=aside)}))
+    text = json.dumps(rest, default=aside)
+    write_atomically(path, save(tensors, {"chipfit": text}))
 
 
 def read(path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

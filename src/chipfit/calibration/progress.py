@@ -70,7 +70,8 @@ class Progress:
         from rich.progress import Progress as Live
 
         known = (BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn())
-        columns = known if total else (SpinnerColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn())
+        open_end = (SpinnerColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn())
+        columns = known if total else open_end
         start = time.perf_counter()
         with Live(TextColumn(name), *columns, console=Console(stderr=True), transient=True) as live:
             task = live.add_task(name, total=total, rate="")

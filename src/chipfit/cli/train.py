@@ -20,7 +20,8 @@ _TOLD = 4096
 
 def method_of(text: str) -> Any:
     """A training algorithm by name, or a class of quantizers as module:Class."""
-    return named(text, "method", ConfigError) if ":" in text.partition("(")[0] else text
+    module = text.partition("(")[0]
+    return named(text, "method", ConfigError) if ":" in module else text
 
 
 def by_loop(result: Result, text: str, data: Any) -> None:

@@ -101,7 +101,8 @@ class _Moments:
     def add(self, x: torch.Tensor, axis: int) -> None:
         """One tensor with channels along `axis`."""
         rows = x.double().movedim(axis, 0).flatten(1)
-        self.merge(_Moments(rows.shape[1], rows.mean(1), rows.var(1, correction=0) * rows.shape[1]))
+        new = _Moments(rows.shape[1], rows.mean(1), rows.var(1, correction=0) * rows.shape[1])
+        self.merge(new)
 
     def merge(self, other: _Moments) -> None:
         total = self.count + other.count

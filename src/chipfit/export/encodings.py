@@ -124,7 +124,8 @@ def _generic(plan: Plan) -> dict[str, Any]:
             out |= {"kind": grid.kind, "table": list(grid.table)}
         return out
 
-    return {"chipfit_encodings": 1, "platform": plan.platform, "tensors": _each(plan, "activation weight bias", record)}
+    tensors = _each(plan, "activation weight bias", record)
+    return {"chipfit_encodings": 1, "platform": plan.platform, "tensors": tensors}
 
 
 #: dialect -> writer; a platform names its own (`encodings`)

@@ -182,7 +182,8 @@ class FrameworkInfo:
         for low, high in sorted(p for p in pairs if None not in p):
             ends = (float(low), float(high))
             in_it = lambda n, ends=ends: self.known_range(n) == ends  # noqa: E731 -- as above
-            choices.append((_Layers(f"results known to be in [{low:g}, {high:g}]", in_it), {"range": ends}))
+            known = _Layers(f"results known to be in [{low:g}, {high:g}]", in_it)
+            choices.append((known, {"range": ends}))
         return choices
 
     # ---- quantization functions of the user

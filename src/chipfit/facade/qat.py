@@ -141,7 +141,8 @@ def pytorch_quantization_aware_training_finalize(in_model: Any, information: Use
         PlanError: another model, or training has left a scale that is not positive.
         UnsupportedError: what was trained cannot be deployed.
     """
-    return _with_origin(replace(_origin_of(in_model, information), _model=in_model).trained())
+    origin = _origin_of(in_model, information)
+    return _with_origin(replace(origin, _model=in_model).trained())
 
 
 def result_of(model: Any) -> Result:

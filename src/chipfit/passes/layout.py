@@ -161,7 +161,8 @@ class _Walk:
         own = self.pending.pop(name, None)
         new = name if own else self.fresh(name, form)
         like = own or next((n for n in self.source.nodes if name in n.outputs), Node("", "", (), ()))
-        self.out.nodes.append(Node(own.name if own else new, op, (tensor,), (new,), attrs, like.layer, like.layer_type))
+        how = Node(own.name if own else new, op, (tensor,), (new,), attrs, like.layer, like.layer_type)
+        self.out.nodes.append(how)
         self.out.values[new] = replace(self.source.values[name], name=new, shape=moved)
         if own:
             self.held[name] = (name, form)

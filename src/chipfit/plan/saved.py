@@ -88,7 +88,8 @@ def load(directory: str | Path) -> Saved:
             if _identity(root) == before or attempt == _ATTEMPTS - 1:  # else a writer replaced it while it was read
                 raise
         time.sleep(0.001 * attempt)
-    plan = plan_from_json(_text(files, "plan.json", root), _tensors(files, "plan.safetensors", root))
+    numbers = _tensors(files, "plan.safetensors", root)
+    plan = plan_from_json(_text(files, "plan.json", root), numbers)
     graph = graph_from_plain(_json(files, "graph.json", root), _tensors(files, "weights.safetensors", root))
     tensors, nodes = set(plan.tensors).union(*plan.ties), set(plan.nodes).union(*plan.groups)
     tensors |= {t for limit in plan.limits for t, _ in limit.terms}.union(plan.fixed, plan.zeros, dict(plan.sums))

@@ -89,7 +89,8 @@ def _demand_plain(text: str) -> None:
         if isinstance(event, yaml.AliasEvent):
             raise yaml.composer.ComposerError(None, None, 'aliases (*name) are not read; quote "*"', event.start_mark)
         if isinstance(event, yaml.NodeEvent) and depth == _DEEPEST:
-            raise yaml.composer.ComposerError(None, None, f"it nests deeper than {_DEEPEST} levels", event.start_mark)
+            why = f"it nests deeper than {_DEEPEST} levels"
+            raise yaml.composer.ComposerError(None, None, why, event.start_mark)
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
 
 

@@ -66,7 +66,8 @@ def _facts(p: Platform) -> Iterator[tuple[str, str]]:
     if p.arch:
         yield "revisions", ", ".join(f"[bold]{escape(a)}[/]" if a == p.arch_selected else escape(a) for a in p.arch)
     known = {"rounding": p.math.q_round, "requantize": p.math.requant}
-    yield "arithmetic", ", ".join(f"{k} {v}" for k, v in known.items() if v) or "not known: exactness is not claimed"
+    arithmetic = ", ".join(f"{k} {v}" for k, v in known.items() if v)
+    yield "arithmetic", arithmetic or "not known: exactness is not claimed"
     yield from (("deploys as", d) for d in p.deploy)
     yield from ((f"source {key}", text) for key, text in p.sources.items())
     yield from (("not known", gap) for gap in p.gaps)

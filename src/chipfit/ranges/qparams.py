@@ -31,7 +31,8 @@ class QParams:
 
 def finish_scale(scale: torch.Tensor, grid: Grid) -> torch.Tensor:
     """A legal float32 scale near `scale`: at least the hardware's least, and a power of two above it where demanded."""
-    scale = scale.double().clamp_min(max(LEAST_SCALE, grid.scale_min or 0.0))
+    least = max(LEAST_SCALE, grid.scale_min or 0.0)
+    scale = scale.double().clamp_min(least)
     if grid.pot:
         scale = torch.exp2(torch.ceil(torch.log2(scale) - 1e-9))
     elif grid.kind == "log" and grid.table is not None:  # the hardware adds logarithms: the scale is a code as well

@@ -83,7 +83,8 @@ def kernel_ops(kernel: tuple[LayerRow, ...]) -> str:
 
 def formats(kernel: tuple[LayerRow, ...]) -> str:
     """Format of a kernel's result, and of its weights: "u8, w8"."""
-    return ", ".join([kernel[-1].format, *dict.fromkeys(r.weight_format for r in kernel if r.weight_format)])
+    weights = dict.fromkeys(r.weight_format for r in kernel if r.weight_format)
+    return ", ".join([kernel[-1].format, *weights])
 
 
 def render(report: ReportData) -> Group:

@@ -151,7 +151,8 @@ def _inverse(h: Tensor, damping: float) -> Tensor | None:
         # with rows and columns in reverse, H = R R' for an upper R, so that H^-1 = (R^-1)' R^-1
         lower, failed = torch.linalg.cholesky_ex(damped.flip(1, 2))
         if not bool(failed.any()):
-            upper = torch.linalg.solve_triangular(lower.flip(1, 2), torch.eye(h.shape[1]).expand_as(h), upper=True)
+            r = lower.flip(1, 2)
+            upper = torch.linalg.solve_triangular(r, torch.eye(h.shape[1]).expand_as(h), upper=True)
             if bool(torch.isfinite(upper).all()):
                 return upper
         damping *= 10

@@ -34,7 +34,8 @@ def logits(stored: Stored, wanted: Iterable[Tensor], got: Iterable[Tensor]) -> t
         rounded = fake_quantize(x, q.scale, q.zero_point, stored.grid).log_softmax(1)
         return float((p.exp() * (p - rounded)).sum())
 
-    best = min([from_min_max(low * a, high * b, stored.grid) for a in _LOWS for b in _HIGHS], key=loss)
+    tries = [from_min_max(low * a, high * b, stored.grid) for a in _LOWS for b in _HIGHS]
+    best = min(tries, key=loss)
     return best.scale, best.zero_point
 
 

@@ -84,7 +84,8 @@ def _apart(x: Tensor, stride: tuple[int, ...], zero: float) -> Tensor:
     if all(s == 1 for s in stride):
         return x
     out = x.new_full((*x.shape[:2], *((n - 1) * s + 1 for n, s in zip(x.shape[2:], stride, strict=True))), zero)
-    out[(slice(None), slice(None), *(slice(None, None, s) for s in stride))] = x
+    index = [slice(None), slice(None), *(slice(None, None, s) for s in stride)]
+    out[tuple(index)] = x
     return out
 
 

@@ -33,7 +33,8 @@ def regularizer(h: Tensor, exponent: float) -> Tensor:
 
 def exponent(step: int, steps: int) -> float:
     """20 in the first fifth of the steps, then in a line to 2 at their end: 11 midway there."""
-    return FIRST + (LAST - FIRST) * (max(step / steps - WARM_UP, 0) / (1 - WARM_UP))
+    after = max(step / steps - WARM_UP, 0) / (1 - WARM_UP)
+    return FIRST + (LAST - FIRST) * after
 
 
 def output_error(got: Tensor, wanted: Tensor, weight: Tensor | None = None) -> Tensor:

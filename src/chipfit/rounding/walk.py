@@ -151,7 +151,8 @@ class _Walker:
         """Choose the grid of class scores where the platform leaves it open, and keep their codes."""
         if name not in self.open or not grids.is_scores(self.codes[name][0], self.plan[name].grid):
             return
-        scale, zero = grids.logits(self.plan[name], self.floats[name], self.codes[name])
+        stream = self.codes[name]
+        scale, zero = grids.logits(self.plan[name], self.floats[name], stream)
         if allows(self.plan, name, scale):
             origin = "least divergence of the class probabilities"
             new = self.plan.tensors[name].with_(scale=scale, zero_point=zero, origin=origin)

@@ -41,7 +41,8 @@ class OpenVino:
     def executed(self) -> Mapping[str, int]:
         """Layer kinds of the compiled model with the type they run in, and counts."""
         nodes = [n.get_rt_info() for n in self.model.get_runtime_model().get_ordered_ops()]
-        return dict(sorted(Counter(f"{_text(n, 'layerType')} {_text(n, 'runtimePrecision')}" for n in nodes).items()))
+        kinds = Counter(f"{_text(n, 'layerType')} {_text(n, 'runtimePrecision')}" for n in nodes)
+        return dict(sorted(kinds.items()))
 
 
 def _text(info: Mapping[str, object], key: str) -> str:

@@ -56,13 +56,15 @@ def solve(units: Sequence[Unit], budgets: Mapping[str, float], least: str = LOSS
     sizes = [len(u.losses) for u in units]
     starts = np.cumsum([0, *sizes])
     n = int(starts[-1])
-    rules = [(csr_array((np.ones(n), (np.repeat(np.arange(len(units)), sizes), np.arange(n)))), 1)]
+    one = csr_array((np.ones(n), (np.repeat(np.arange(len(units)), sizes), np.arange(n))))
+    rules = [(one, 1)]
     at = {u.name: k for k, u in enumerate(units)}
     for u, first in zip(units, starts, strict=False):
         for other, picks in u.goes.items():
             rows = range(sizes[at[other]])
             mine = ((1.0, k, first + j) for j, k in enumerate(picks))
-            value, row, column = zip(*[*mine, *((-1.0, k, starts[at[other]] + k) for k in rows)], strict=True)
+            cells = [*mine, *((-1.0, k, starts[at[other]] + k) for k in rows)]
+            value, row, column = zip(*cells, strict=True)
             rules.append((csr_array((value, (row, column)), shape=(len(rows), n)), 0))
     costs = {r: np.concatenate([u.cost(r) for u in units]) for r in {*budgets, least}}
     limits = csr_array(np.stack([costs[r] / budgets[r] for r in budgets])) if budgets else csr_array((0, n))

@@ -10,5 +10,15 @@ from chipfit.training.gradual import Gradual
 from chipfit.training.oscillation import Oscillations, dampening
 from chipfit.training.scalars import write_scales, writer
 
-__all__ = ["EMA", "Distillation", "Gradual", "Oscillations", "dampening", "divergence", "reestimate", "teacher"]
-__all__ += ["write_scales", "writer"]
+__all__ = [
+    "EMA",
+    "Distillation",
+    "Gradual",
+    "Oscillations",
+    "dampening",
+    "divergence",
+    "reestimate",
+    "teacher",
+    "write_scales",
+    "writer",
+]

@@ -126,7 +126,8 @@ def imagenet(config: Data) -> Sets:
     train, classes = _half(config, config.train, ("train",))
     test, others = _half(config, config.test, ("val", "test"))
     if classes != others:
-        raise DataError("The two halves have other classes", got=", ".join(sorted(set(classes) ^ set(others))[:4]))
+        odd = sorted(set(classes) ^ set(others))[:4]
+        raise DataError("The two halves have other classes", got=", ".join(odd))
     return Sets(train, test, len(classes))
 
 

@@ -20,7 +20,8 @@ NOISE = 0.55
 def images(count: int, seed: int) -> tuple[Tensor, Tensor]:
     """`count` images float32 [N, 3, 32, 32] of mean about 0, and labels int64 [N]; the same for the same seed."""
     g = torch.Generator().manual_seed(seed)
-    x, y = zip(*(_batch(min(1000, count - start), g) for start in range(0, count, 1000)), strict=True)
+    parts = [_batch(min(1000, count - start), g) for start in range(0, count, 1000)]
+    x, y = zip(*parts, strict=True)
     return torch.cat(x), torch.cat(y)
 
 

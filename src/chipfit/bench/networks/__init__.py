@@ -95,7 +95,8 @@ def _transformers(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     library = installed("transformers", "This network", ConfigError)
     if pretrained:
         return _Logits(library.AutoModelForImageClassification.from_pretrained(name, **kwargs))
-    return _Logits(library.AutoModelForImageClassification.from_config(library.AutoConfig.for_model(name, **kwargs)))
+    config = library.AutoConfig.for_model(name, **kwargs)
+    return _Logits(library.AutoModelForImageClassification.from_config(config))
 
 
 _LIBRARIES = {"timm": _timm, "torchvision": _torchvision, "transformers": _transformers}

@@ -45,7 +45,8 @@ class _Region(torch.nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         env: dict[str, Any] = {**self.weights, **dict(zip(self.inputs, tensors, strict=True))}
         for n in self.nodes:
-            env.update(zip(n.outputs, execute(n, [None if i is None else env[i] for i in n.inputs]), strict=False))
+            results = execute(n, [None if i is None else env[i] for i in n.inputs])
+            env.update(zip(n.outputs, results, strict=False))
         return tuple(env[o] for o in self.outputs)
 
 

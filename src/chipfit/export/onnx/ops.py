@@ -247,7 +247,8 @@ def _expand(w: Tape, n: Node, x: Names) -> str:
     shape = [1 if s == -1 and n.op == "Expand" else s for s in n.attrs["shape"]]
     target = w.const(_ints(*(1 if s is None else s for s in shape)))
     for size, k in zip(x[1:], (k for k, s in enumerate(shape) if s is None), strict=True):
-        target = w.op("Where", [w.const(np.arange(len(shape)) == k), size, target])
+        here = w.const(np.arange(len(shape)) == k)
+        target = w.op("Where", [here, size, target])
     return w.op(n.op, [x[0], target])
 
 

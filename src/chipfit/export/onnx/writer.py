@@ -121,7 +121,8 @@ def _model(tape: Tape, handed: Ends) -> onnx.ModelProto:
     needed = {i for n in nodes for i in n.input}
     takes = [_info(g, n, n, handed.inputs.get(n)) for n in g.inputs]
     gives = [_info(g, name, value, handed.outputs.get(value)) for name, value in zip(outputs, g.outputs, strict=True)]
-    graph = helper.make_graph(nodes, "chipfit", takes, gives, [t for k, t in tape.initialisers.items() if k in needed])
+    constants = [t for k, t in tape.initialisers.items() if k in needed]
+    graph = helper.make_graph(nodes, "chipfit", takes, gives, constants)
     opset, version = helper.make_opsetid("", tape.opset), _IR_VERSIONS.get(tape.opset, _IR_VERSION)
     made_by = {"producer_name": "chipfit", "producer_version": __version__}
     model = helper.make_model(graph, opset_imports=[opset], ir_version=version, **made_by)

@@ -185,7 +185,8 @@ def _conv(w: Emitter, n: Node, y: Sequence[int]) -> None:
             how["depthMultiplier"] = b[-1] // a[-1]
         if w.kind == "CONV_3D" and n.attrs["groups"] != 1:
             w.refuse(n, "it has groups")
-        w.op(w.kind, [x, kernel, _bias(w, n, b[-1])], out, padding=padding, fusedActivationFunction=w.fused, **how)
+        ins = [x, kernel, _bias(w, n, b[-1])]
+        w.op(w.kind, ins, out, padding=padding, fusedActivationFunction=w.fused, **how)
 
     _spatial(w, n, y, write)
 
@@ -442,7 +443,8 @@ def _slice(w: Emitter, n: Node, y: Sequence[int]) -> None:
     one = 1 << axis
     others = (1 << rank) - 1 - one
     masks = {"beginMask": others, "endMask": others | (one if end is None else 0)}
-    w.op(w.kind, [w.read(n.data), *(w.ints(*ends) for ends in bounds)], y, **masks, shrinkAxisMask=one if select else 0)
+    ins = [w.read(n.data), *(w.ints(*ends) for ends in bounds)]
+    w.op(w.kind, ins, y, **masks, shrinkAxisMask=one if select else 0)
 
 
 def _gather(w: Emitter, n: Node, y: Sequence[int]) -> None:

@@ -69,7 +69,8 @@ def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
         raise UnsupportedError(f"The rules of '{target.name}' forbid the scales that were learned", got=got)
     calibrated = [f"'{name}' was not rounded in training; it is calibrated" for name in stored if name not in names]
     floats = [f"'{name}' was rounded in training and stays in float" for name in names if name not in stored]
-    return replace(trained, plan=replace(trained.plan, rewrites=(*trained.plan.rewrites, *calibrated, *floats)))
+    notes = (*trained.plan.rewrites, *calibrated, *floats)
+    return replace(trained, plan=replace(trained.plan, rewrites=notes))
 
 
 def _stripped(model: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, QuantizeBase], dict[str, QuantizeBase]]:

@@ -148,7 +148,8 @@ def get_qconfig(
 
 def _maker(role: str, method: Any, observer: Any, allow_code: bool) -> Callable[..., QuantizeBase]:
     """Makes the quantizers of one role."""
-    own = _settings()["methods"].get(method.partition("(")[0], {}) if isinstance(method, str) else {}
+    known = _settings()["methods"]
+    own = known.get(method.partition("(")[0], {}) if isinstance(method, str) else {}
     default = own.get(f"{role[0]}_observer", "MinMax" if role == "weight" else "EMAMinMax")
     make = partial(quantizer_of(own.get("algorithm", method), allow_code), observer_of(observer or default))
     if make.func is AlgorithmQuantizer:

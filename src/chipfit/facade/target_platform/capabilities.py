@@ -216,7 +216,8 @@ class OperationsToLayers:
         named = {o.name: o.layers for o in self.op_sets_to_layers}
         if op.name in named:
             return named[op.name]
-        return [layer for m in op.members for layer in named.get(m.name, ())] or None
+        found = [layer for m in op.members for layer in named.get(m.name, ())]
+        return found or None
 
 
 class TargetPlatformCapabilities:
@@ -348,5 +349,6 @@ def _renamed(
     names = {a: a for c in options.quantization_config_list for a in c.attr_weights_configs_mapping}
     for attribute, d in mapping.items():  # a file knows layers by their names
         named = (v for k, v in d.known_dict.items() if k is layer or name_of(k) == name_of(layer))
-        names[attribute] = next(named, d.default_value) or attribute
+        known = next(named, d.default_value)
+        names[attribute] = known or attribute
     return options.clone_and_map_weights_attr_keys(names)

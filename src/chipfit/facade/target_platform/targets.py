@@ -100,7 +100,8 @@ def _config(chip: dict[str, Any], name: str) -> dict[str, Any]:
     """A configuration as files hold it."""
     fields = _entry(chip["configs"], name)
     weights = {attribute: _entry(chip["weights"], stored) for attribute, stored in fields.pop("weights").items()}
-    return {"default_weight_attr_config": weights.pop("others", {}), "attr_weights_configs_mapping": weights, **fields}
+    others = weights.pop("others", {})
+    return {"default_weight_attr_config": others, "attr_weights_configs_mapping": weights, **fields}
 
 
 def _entry(table: dict[str, Any], name: str) -> dict[str, Any]:

@@ -123,4 +123,5 @@ class Bounds:
             if wrong.size:
                 raise TrainingError(f"{when}, the scale of '{at.tensor}' is {wrong[0]:g}", where=at.where, hint=hint)
         name = next(v.path for v, m in zip(weights, now[-len(largest) :], strict=True) if not np.isfinite(m))
-        raise TrainingError(f"{when}, '{name}' holds NaN or infinite numbers", where=name.rpartition("/")[0], hint=hint)
+        what = f"{when}, '{name}' holds NaN or infinite numbers"
+        raise TrainingError(what, where=name.rpartition("/")[0], hint=hint)

@@ -121,7 +121,8 @@ class Call:
             return self.draft.weight(x, self.origin)
         if x is None or isinstance(x, (str, list, tuple)):
             raise Unreadable
-        return self.draft.weight(keras.ops.convert_to_numpy(x).astype(dtype), self.origin, name=f"{own}.constant")
+        array = keras.ops.convert_to_numpy(x).astype(dtype)
+        return self.draft.weight(array, self.origin, name=f"{own}.constant")
 
 
 def _names(inputs: Sequence[Any]) -> list[str | None]:

@@ -58,7 +58,8 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
     names = _input_names(struct, model)
     tensors = [_input(reading, n, kt, x) for n, kt, x in zip(names, leaves(struct), leaves(given), strict=True)]
     if outputs is None:
-        results = reading.open(model, model.call, (keras.tree.pack_sequence_as(struct, tensors),), {}, Origin())
+        filled = keras.tree.pack_sequence_as(struct, tensors)
+        results = reading.open(model, model.call, (filled,), {}, Origin())
         if results is None:
             what = f"The model '{model.name}' cannot be traced: {reading.last_failure}"
             hint = "write its call with keras layers and keras.ops, without branches on values, "

@@ -284,7 +284,8 @@ def _roll(x: Any, *, shifts: Any, axes: Any) -> Any:
 
 
 def _split(x: Any, *, axis: int, sizes: Sequence[int]) -> Any:
-    return ops.split(x, [sum(sizes[: k + 1]) for k in range(len(sizes) - 1)], axis)
+    at = [sum(sizes[: k + 1]) for k in range(len(sizes) - 1)]
+    return ops.split(x, at, axis)
 
 
 def _clamp(x: Any, *, min: float | None, max: float | None) -> Any:

@@ -201,7 +201,8 @@ class Builder:
         spec = json.loads(g.in_spec)
         given = list(inputs.values())
         struct = inputs if spec["kwargs"] else given if spec["packed"] else given[0]
-        model = QuantizedModel(struct, Results(g)([self._output(o) for o in g.outputs]), name=self._unique("quantized"))
+        outputs = Results(g)([self._output(o) for o in g.outputs])
+        model = QuantizedModel(struct, outputs, name=self._unique("quantized"))
         self._set_weights(model)
         self.bounds_of(model).attach(model)
         return model

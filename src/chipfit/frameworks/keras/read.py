@@ -435,7 +435,8 @@ def _clip(r: Call, x: Value) -> Value:
     if "float" in r.dtype:
         return r.emit("Clamp", [x], min=lo, max=hi)
     _need(lo.is_integer() and hi.is_integer())
-    return r.emit("Min", [r.emit("Max", [r.operand(x), r.operand(int(lo))], part="low"), r.operand(int(hi))])
+    y = r.emit("Max", [r.operand(x), r.operand(int(lo))], part="low")
+    return r.emit("Min", [y, r.operand(int(hi))])
 
 
 @_reads("", "Square")
@@ -469,7 +470,8 @@ def _activation_layer(r: Call, x: Value) -> Value:
 @_reads("Rescaling")
 def _rescaling(r: Call, x: Value) -> Value:
     scale, offset = (np.asarray(v) if isinstance(v, (list, tuple)) else v for v in (r.op.scale, r.op.offset))
-    return r.emit("Add", [r.emit("Mul", [r.operand(x), r.operand(scale)], part="scale"), r.operand(offset)])
+    y = r.emit("Mul", [r.operand(x), r.operand(scale)], part="scale")
+    return r.emit("Add", [y, r.operand(offset)])
 
 
 @_reads("Normalization")
@@ -588,7 +590,8 @@ def _get_item(r: Call, x: Value, key: Any) -> Value:
             x = _slice(r, x, axis, k)
         axis += 1
     for axis, index in reversed(removed):
-        x = r.emit("Select", [x], (*x.shape[:axis], *x.shape[axis + 1 :]), x.dtype, "select", axis=axis, index=index)
+        shape = (*x.shape[:axis], *x.shape[axis + 1 :])
+        x = r.emit("Select", [x], shape, x.dtype, "select", axis=axis, index=index)
     return r.emit("Unsqueeze", [x], axes=tuple(added)) if added else x
 
 

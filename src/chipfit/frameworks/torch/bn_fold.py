@@ -26,7 +26,8 @@ def channels(w: torch.Tensor, transposed: bool, groups: int) -> Channels:
     """Where a layer with this weight has its output channels; groups count for transposed convolutions."""
     if not transposed:
         return Channels(tuple(w.shape), (len(w), *[1] * (w.dim() - 1)), 1)
-    return Channels((groups, w.shape[0] // groups, *w.shape[1:]), (groups, 1, w.shape[1], *[1] * (w.dim() - 2)), 1)
+    shape = (groups, w.shape[0] // groups, *w.shape[1:])
+    return Channels(shape, (groups, 1, w.shape[1], *[1] * (w.dim() - 2)), 1)
 
 
 @torch.compiler.assume_constant_result

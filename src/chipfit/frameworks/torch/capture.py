@@ -133,7 +133,8 @@ def _at_least_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
     if True not in batched or leaves[batched.index(True)].shape[0] != 1:
         return args, kwargs
     single = (b and t.shape[0] == 1 for t, b in zip(leaves, batched, strict=True))
-    return pytree.tree_unflatten([torch.cat([t, t]) if one else t for t, one in zip(leaves, single, strict=True)], tree)
+    twice = [torch.cat([t, t]) if one else t for t, one in zip(leaves, single, strict=True)]
+    return pytree.tree_unflatten(twice, tree)
 
 
 def _try_once(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -58,7 +58,8 @@ class Draft(drafts.Draft):
 
     def same(self, a: Any, b: Any) -> bool:
         """Whether two sizes are one: symbols compare as text, and as many samples are in all inputs."""
-        return str(a) == str(b) or [self.sizes.get(str(s), ("", -1))[1] for s in (a, b)] == [0, 0]
+        axes = [self.sizes.get(str(s), ("", -1))[1] for s in (a, b)]
+        return str(a) == str(b) or axes == [0, 0]
 
     # ---- what is added
 

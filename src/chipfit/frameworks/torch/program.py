@@ -116,7 +116,8 @@ def _is_view(n: torch.fx.Node) -> bool:
         return isinstance(n.args[0], torch.fx.Node) and _is_view(n.args[0])
     name = _aten_name(n)
     aliases = [r.alias_info for r in n.target._schema.returns if r.alias_info is not None] if name else []
-    return any(not a.is_write for a in aliases) or name in _COPIES
+    shares = any(not a.is_write for a in aliases)
+    return shares or name in _COPIES
 
 
 def _aten_name(n: torch.fx.Node) -> str:

@@ -197,7 +197,8 @@ def _celu(c: Call) -> Any:
     if alpha == 1:
         return c.emit("Elu", [x], alpha=1.0)
     shrunk = c.step("Mul", [x, c.draft.scalar(c.node.name, 1 / alpha, c.result)], c.result)
-    return c.emit("Mul", [c.step("Elu", [shrunk], c.result, alpha=1.0), c.draft.scalar(c.node.name, alpha, c.result)])
+    bent = c.step("Elu", [shrunk], c.result, alpha=1.0)
+    return c.emit("Mul", [bent, c.draft.scalar(c.node.name, alpha, c.result)])
 
 
 # ---------------------------------------------------------------- pooling and reduction
@@ -443,14 +444,18 @@ def _index(c: Call) -> Any:
         grown = c.step("Mul", [where, c.draft.scalar(c.node.name, sizes[i], like)], wide)
         wide = like.new_empty(torch.broadcast_shapes(wide.shape, like.shape))
         where = c.step("Add", [grown, _from_start(c, indices[i], like, sizes[i])], wide)
-    like = c.result.new_empty((*sizes[:first], math.prod(inner), *sizes[last + 1 :]))
-    return c.emit("Gather", [c.step("Reshape", [c.value("self")], like, shape=_static_shape(like)), where], axis=first)
+    shape = (*sizes[:first], math.prod(inner), *sizes[last + 1 :])
+    like = c.result.new_empty(shape)
+    flat = c.step("Reshape", [c.value("self")], like, shape=_static_shape(like))
+    return c.emit("Gather", [flat, where], axis=first)
 
 
 def _from_start(c: Call, index: str, like: Form, size: int) -> str:
     """Indices that do not count from the end."""
-    less = c.step("Less", [index, c.draft.scalar(c.node.name, 0, like)], like.to(torch.bool))
-    return c.step("Where", [less, c.step("Add", [index, c.draft.scalar(c.node.name, size, like)], like), index], like)
+    flags = like.to(torch.bool)
+    less = c.step("Less", [index, c.draft.scalar(c.node.name, 0, like)], flags)
+    raised = c.step("Add", [index, c.draft.scalar(c.node.name, size, like)], like)
+    return c.step("Where", [less, raised, index], like)
 
 
 def _one_of_each(c: Call, index: str, like: Form) -> Any:
@@ -490,7 +495,8 @@ def _scatter(c: Call) -> Any:
     if c.name == "select_scatter":
         start = c.raw("index") % size
         end = start + 1
-        part = c.step("Unsqueeze", [part], x.new_empty((*x.shape[:axis], 1, *x.shape[axis + 1 :])), axes=(axis,))
+        shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+        part = c.step("Unsqueeze", [part], x.new_empty(shape), axes=(axis,))
     else:
         start, end, _ = slice(c.raw("start"), c.raw("end")).indices(size)
     parts = [part] if end > start else []
@@ -548,7 +554,8 @@ def _patches(c: Call) -> Any:
     split, columns = (image[1], h, kh, w, kw), (image[1], kh, kw, h, w)
     first, perm = (split, (0, 1, 3, 5, 2, 4)) if c.name == "im2col" else (columns, (0, 1, 4, 2, 5, 3))
     y = c.step("Reshape", [c.value("self")], like.new_empty((image[0], *first)), shape=(-1, *first))
-    y = c.step("Transpose", [y], like.new_empty((image[0], *(first[p - 1] for p in perm[1:]))), perm=perm)
+    moved = (image[0], *(first[p - 1] for p in perm[1:]))
+    y = c.step("Transpose", [y], like.new_empty(moved), perm=perm)
     return c.emit("Reshape", [y], shape=_static_shape(like))
 
 

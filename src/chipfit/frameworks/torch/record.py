@@ -230,7 +230,8 @@ class _Run(_Calls, TorchDispatchMode):
 
     def through(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the model on tensors, in the order of the inputs' names; returns its result."""
-        self.inputs = dict(zip([self._placeholder(x) for x in (*args, *kwargs.values())], self.inputs, strict=True))
+        placeholders = [self._placeholder(x) for x in (*args, *kwargs.values())]
+        self.inputs = dict(zip(placeholders, self.inputs, strict=True))
         try:
             with torch.inference_mode(), _exporting(), _Functions(self), self:
                 out = model(*args, **kwargs)
