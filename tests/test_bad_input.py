@@ -94,8 +94,8 @@ def test_integer_images_for_a_float_model_are_refused_with_the_cure():
 
 
 def test_a_batch_of_another_shape_is_named():
-    with pytest.raises(DataError, match=r"\[2, 3, 6, 6\].*'batch', 3, 8, 8"):
-        fit(small(), [X, torch.randn(2, 3, 6, 6)])
+    with pytest.raises(DataError, match=r"\[2, 5, 8, 8\].*'batch', 3, 8, 8"):
+        fit(small(), [X, torch.randn(2, 5, 8, 8)])
 
 
 def test_a_smaller_last_batch_is_fine():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from chipfit import steps
 from chipfit.calibration.collect import TensorStats, collect, padding_mask
-from chipfit.calibration.data import as_call, batches, first_batch
+from chipfit.calibration.data import OtherSize, as_call, batches, example_of, first_batch, split_label
 from chipfit.calibration.doubts import thin, unlike_training
 from chipfit.calibration.kept import Kept
 from chipfit.calibration.progress import Progress, length
@@ -385,13 +385,14 @@ def quantize(
     Args:
         model: in any mode; it is copied, never changed.
         data: calibration batches: an iterable of tensors, tuples, dicts or (input, label) pairs, or a callable
-            that returns one. About a hundred samples are enough.
+            that returns one. About a hundred samples are enough. Sizes in which batches differ stay open.
         platform: a built-in name ("ort_cpu", "tflite_int8@tag"), a YAML file, or a Platform.
         rule: range rule for activations: a name of `chipfit.ranges`, perhaps with settings ("lp(p=3)"), or a rule.
         weight_rule: range rule for weights.
         overrides: layer (path, glob, operator, layer type or filter) -> "float" or choices, such as {"bits": 4,
             "activation_bits": 16}; `chipfit.decide.overrides.CHOICES` lists them. A later entry wins over an earlier.
-        example: one batch of inputs for the capture; the first batch of `data` when omitted.
+        example: one batch of inputs for the capture; the first batch of `data` when omitted. Sizes in which it differs
+            from `data` stay open.
         z_threshold: drop activation histogram bins further than this many standard deviations from the mean.
         settings: optional rewrites and corrections. Weights of fewer than 6 bits are rounded in closed form, which
             reads the data twice (an iterator's are kept), unless `Settings(rounding="off")` says otherwise.
@@ -418,26 +419,34 @@ def quantize(
     for r in (rule, weight_rule):
         rule_of(r)  # refuses unknown names before any data are read
     steps.taken(settings, "correct")  # refuses what excludes each other, before any data are read
-    with shown.stage("capture"):
-        args, kwargs, data = first_batch(data, model) if example is None else (*as_call(example, model), data)
-        captured = _captured(model, args, kwargs)
-        doubts = unlike_training(captured) if example is None else []
-        graph, notes = steps.rewrite(captured, target, settings)
-    with shown.timed("assign"):
-        graph, assignment, decisions = decide(graph, target, overrides, settings)
-        _refuse_all_float(assignment, target)
-    if isinstance(again, Iterator):
-        bits = [s.format.bits for s in assignment.slots.values() if s.role == "weight"]
-        if limits is not None or steps.reads_again(steps.completed(settings, bits, name_of(weight_rule), True)[0]):
-            again = data = Kept(data)
-    seen = Seen()
-    counted = shown.count("calibrate", batches(data, graph, seen.note), length(again))
-    with closing(counted):
+    others: list[OtherSize] = []  # batches of other sizes than the example's, which stay open then
+    while True:
+        with shown.stage("capture"):
+            args, kwargs, data = first_batch(again, model) if example is None else (*as_call(example, model), again)
+            captured = _captured(model, args, kwargs, others)
+            doubts = unlike_training(captured) if example is None else []
+            graph, notes = steps.rewrite(captured, target, settings)
+        with shown.timed("assign"):
+            graph, assignment, decisions = decide(graph, target, overrides, settings)
+            _refuse_all_float(assignment, target)
+        if isinstance(again, Iterator):
+            bits = [s.format.bits for s in assignment.slots.values() if s.role == "weight"]
+            if limits is not None or steps.reads_again(steps.completed(settings, bits, name_of(weight_rule), True)[0]):
+                again = data = Kept(data)
+        seen = Seen()
+        counted = shown.count("calibrate", batches(data, graph, seen.note), length(again))
         needs = steps.needs(graph, scales.needs(assignment, rule, z_threshold), settings)
-        stats = collect(graph, counted, tensors=needs, seed=seed)
-        doubts += thin(graph, stats, len(seen.digests))
-        if (mask := padding_mask(graph)) is not None:
-            notes.append(f"calibration leaves out what '{mask}' says is padding")
+        try:
+            with closing(counted):
+                stats = collect(graph, counted, tensors=needs, seed=seed)
+                break
+        except OtherSize as e:
+            if e.batch is None or isinstance(again, Iterator):
+                raise
+            others.append(e)
+    doubts += thin(graph, stats, len(seen.digests))
+    if (mask := padding_mask(graph)) is not None:
+        notes.append(f"calibration leaves out what '{mask}' says is padding")
     rules: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "z_threshold": z_threshold}
     asked = {"overrides": to_record(overrides) or None, "steps": settings.to_record() or None}
     named = {k: v if v is None else name_of(v) for k, v in rules.items()}
@@ -516,10 +525,16 @@ def _understood(settings: Any, z_threshold: Any, limits: Any, seed: Any) -> int:
     return int(seed)
 
 
-def _captured(model: Any, args: Any, kwargs: Mapping[str, Any]) -> Graph:
+def _captured(model: Any, args: Any, kwargs: Mapping[str, Any], others: Sequence[OtherSize] = ()) -> Graph:
     try:
-        return capture(model, args, kwargs)
+        graph = capture(model, args, kwargs, [example_of(other.batch, model) for other in others])
+        for other in others:
+            split_label(other.batch, graph)
+        return graph
     except CaptureError as e:
+        for other in others:
+            hint = f"give batches of one size, padded, cut or resized. {e}"
+            raise OtherSize(other.what, got=other.got, allowed=other.allowed, hint=hint) from e
         slip = explained(e, model, args, kwargs)
         if slip is e:
             raise

@@ -91,5 +91,5 @@ def test_a_terminal_shows_count_and_rate_where_it_is_not(monkeypatch, capsys):
 
 def test_an_error_in_the_data_ends_the_line(monkeypatch, capsys):
     with pytest.raises(DataError, match="wrong shape"):
-        chipfit.quantize(NET, [*DATA, torch.zeros(1, 3, 9, 9)])
+        chipfit.quantize(NET, [*DATA, torch.zeros(1, 5, 9, 9)])
     assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["chipfit capture"]

@@ -16,6 +16,15 @@ from chipfit.graph.ir import Graph
 
 #: rows per batch when one big array is given
 ROWS = 16
+_SIZES = (
+    "sizes stay open in which calibration batches differ, or `example=` does, and that are read again, as from a list"
+)
+
+
+class OtherSize(DataError):
+    """A shape that does not fit; `batch` is all of it where it fits but for a size."""
+
+    batch: Any = None
 
 
 def iterate(data: Any) -> Iterator[Any]:
@@ -68,17 +77,18 @@ def no_data() -> DataError:
 def first_batch(data: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Example arguments for the capture from the first batch, and the data with that batch still in it.
 
-    The example has at most two rows: the capture learns shapes, not values.
-
     Raises:
         DataError: the data are empty.
     """
     rest = iterate(data)
-    try:
-        first = next(rest)
-    except StopIteration:
-        raise no_data() from None
-    args, kwargs = as_call(first, model)
+    for first in rest:
+        return *example_of(first, model), itertools.chain([first], rest)
+    raise no_data()
+
+
+def example_of(batch: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments for the capture: at most two rows of a batch, for it learns shapes, not values; labels are left out."""
+    args, kwargs = as_call(batch, model)
     if len(args) > 1 and isinstance(args[0], torch.Tensor):
         count = takes(model)
         if count == len(args) - 1 or ((count is None or len(args) <= count) and _is_label(args[-1])):
@@ -88,7 +98,7 @@ def first_batch(data: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any],
     def small(x: Any) -> Any:
         return x[:2] if isinstance(x, torch.Tensor) and x.dim() else x
 
-    return tree_map(small, args), tree_map(small, kwargs), itertools.chain([first], rest)
+    return tree_map(small, args), tree_map(small, kwargs)
 
 
 def _is_label(x: Any) -> bool:
@@ -184,7 +194,7 @@ def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Ten
     except DataError as e:
         hint = "yield tensors or tuples in the order of the inputs" if named else ""
         raise DataError(e.what, got=e.got, allowed=e.allowed, hint=hint or e.hint) from None
-    out = [_fit(graph, name, x) for name, x in zip(graph.inputs, flat, strict=True)]
+    out = [_fit(graph, name, x, batch) for name, x in zip(graph.inputs, flat, strict=True)]
     rows = {name: len(x) for name, x in zip(graph.inputs, out, strict=True) if graph.values[name].shape[:1] == (None,)}
     if len(set(rows.values())) > 1:
         got = ", ".join(f"'{name}' {n}" for name, n in rows.items())
@@ -202,7 +212,7 @@ def _classes(label: Any) -> torch.Tensor:
     return label.argmax(1) if label.is_floating_point() and label.dim() == 2 and label.shape[1] > 1 else label
 
 
-def _fit(graph: Graph, name: str, x: Any) -> torch.Tensor:
+def _fit(graph: Graph, name: str, x: Any, batch: Any) -> torch.Tensor:
     want = graph.values[name]
     if not isinstance(x, torch.Tensor):
         got = type(x).__name__
@@ -216,13 +226,12 @@ def _fit(graph: Graph, name: str, x: Any) -> torch.Tensor:
     if x.dtype != dtype_of(want.dtype):
         x = _as(want.dtype, name, x)
     if len(x.shape) != len(want.shape) or any(w not in (None, s) for w, s in zip(want.shape, x.shape, strict=False)):
-        raise DataError(
-            f"Input '{name}' has the wrong shape",
-            got=str(list(x.shape)),
-            allowed=str(["batch" if d is None else d for d in want.shape]),
-            hint=wrong_layout(tuple(x.shape), want.shape)
-            or "every batch needs the shape of the example; only the batch size may differ",
-        )
+        sizes = [d or ("any" if k else "batch") for k, d in enumerate(want.shape)]
+        hint = wrong_layout(tuple(x.shape), want.shape)
+        what, got = f"Input '{name}' has the wrong shape", str(list(x.shape))
+        error = OtherSize(what, got=got, allowed=str(sizes), hint=hint or _SIZES)
+        error.batch = None if hint or len(x.shape) != len(want.shape) else batch
+        raise error
     return x.detach()
 
 

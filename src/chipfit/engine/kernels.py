@@ -166,24 +166,30 @@ def unsqueeze(x: Tensor, *, axes: Any) -> Tensor:
     return x
 
 
-def _embedding(w: Tensor, index: Tensor) -> Tensor:
-    """Rows of a table.
+def _rows(w: Tensor, index: Tensor, *, axis: int) -> Tensor:
+    """Rows of a table, or what else is counted along an axis.
 
     Raises:
         DataError: an index of no row.
     """
     try:
-        return F.embedding(index, w)
+        return w[(slice(None),) * (axis % w.dim()) + (index,)] if axis or w.dim() != 2 else F.embedding(index, w)
     except IndexError:
-        got = f"{int(index.min())} to {int(index.max())}"
-        hint = "does the tokenizer belong to this model? Ids of padding need a row, too"
-        raise DataError("Ids are out of the table's range", got=got, allowed=f"0 to {len(w) - 1}", hint=hint) from None
+        got, allowed = f"{int(index.min())} to {int(index.max())}", f"0 to {w.shape[axis] - 1}"
+        hint = "does the tokenizer belong to this model? Ids of padding need a row, too, and so do places of words"
+        raise DataError("Ids are out of the table's range", got=got, allowed=allowed, hint=hint) from None
+
+
+def _filled(x: Tensor, shape: Sequence[int | None], sizes: Sequence[int]) -> list[int]:
+    """A shape with sizes in the places of None, and for 0 those of `x`."""
+    left = [*sizes]
+    return [left.pop(0) if s is None else s or x.shape[k] for k, s in enumerate(shape)]
 
 
 # ---------------------------------------------------------------- one expression each
 
 KERNELS |= {
-    "Embedding": _embedding,
+    "Embedding": lambda w, index: _rows(w, index, axis=0),
     "BatchNorm": lambda x, w, b, mean, var, *, eps: F.batch_norm(x, mean, var, w, b, False, 0.0, eps),
     "LayerNorm": lambda x, w=None, b=None, *, normalized_shape, eps: F.layer_norm(x, normalized_shape, w, b, eps),
     "GroupNorm": lambda x, w=None, b=None, *, groups, eps: F.group_norm(x, groups, w, b, eps),
@@ -197,12 +203,13 @@ KERNELS |= {
     "GlobalAvgPool": lambda x: x.mean(tuple(range(2, x.dim())), keepdim=True),
     "AdaptiveAvgPool": lambda x, *, output_size: _spatial("adaptive_avg_pool", len(output_size))(x, output_size),
     "AdaptiveMaxPool": lambda x, *, output_size: _spatial("adaptive_max_pool", len(output_size))(x, output_size),
-    "Gather": lambda x, index, *, axis: x[(slice(None),) * (axis % x.dim()) + (index,)],
+    "Gather": _rows,
     "GatherElements": lambda x, index, *, axis: x.gather(axis, index.long()),
     "Concat": lambda *xs, axis: torch.cat(xs, axis),
     "Stack": lambda *xs, axis: torch.stack(xs, axis),
     "Size": lambda x, *, axis: x.shape[axis],
-    "Expand": lambda x, batch=None, *, shape: x.expand(*(batch if s is None else s for s in shape)),
+    "Expand": lambda x, *sizes, shape: x.expand(_filled(x, shape, sizes)),
+    "Reshape": lambda x, *sizes, shape: x.reshape(_filled(x, shape, sizes)),
 }
 
 

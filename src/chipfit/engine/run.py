@@ -1,11 +1,13 @@
 """Run a Graph on the torch engine, node by node."""
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from chipfit.engine.kernels import execute
+from chipfit.errors import DataError, first_line
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 
@@ -51,6 +53,27 @@ def run(
             if name not in keep:
                 env.pop(name, None)
     return {name: env[name] if name in env else table[name] for name in (*graph.outputs, *keep)}
+
+
+#: largest difference between graph and model that the order of additions may make, as a share of the largest output
+_TOLERANCE = 1e-3
+
+
+def departs(graph: Graph, inputs: Sequence[torch.Tensor], want: Sequence[Any]) -> tuple[str, Any] | None:
+    """The first output of a graph that is not the model's, and its distance, shape or error; None where all are."""
+    try:
+        with torch.inference_mode():
+            env = run(graph, inputs)
+    except (RuntimeError, DataError) as e:
+        return graph.outputs[0], first_line(e)
+    for name, a in zip(graph.outputs, want, strict=True):
+        a, b = (torch.as_tensor(x).double() for x in (a, env[name]))
+        if a.shape != b.shape:
+            return name, list(b.shape)
+        largest = float(a.abs().max()) if a.numel() else math.inf
+        if math.isfinite(largest) and not (a - b).abs().max() <= _TOLERANCE * max(largest, 1e-3):
+            return name, float((a - b).abs().max())
+    return None
 
 
 def done_after(graph: Graph) -> list[list[str]]:

@@ -1,17 +1,17 @@
 """Which framework a model belongs to, found without importing any of them.
 
-A framework is one folder here, with the same four doors: `capture.capture(model, args, kwargs)` reads a model into a
-Graph, `lower.lower(graph, plan, training)` builds the trainable simulation, `train.read_back(model, graph, plan)`
-brings back what training changed in it, of which `train.numbers(model)` gives everything as arrays,
-`device.device(graph, run_flat, floats)` makes a model of a function on flat tensors. The simulation has such a
-`run_flat(inputs)`: torch tensors in the order of the graph's inputs to outputs. An `opaque` module, where a folder has
-one, runs operators that only this framework knows (`engine.opaque`).
+A framework is one folder here, with the same four doors: `capture.capture(model, args, kwargs, others)` reads a model
+into a Graph, `lower.lower(graph, plan, training)` builds the trainable simulation,
+`train.read_back(model, graph, plan)` brings back what training changed in it, of which `train.numbers(model)` gives
+everything as arrays, `device.device(graph, run_flat, floats)` makes a model of a function on flat tensors. The
+simulation has such a `run_flat(inputs)`: torch tensors in the order of the graph's inputs to outputs. An `opaque`
+module, where a folder has one, runs operators that only this framework knows (`engine.opaque`).
 """
 
 import importlib
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,12 @@ def framework_of(model: Any) -> str:
     return next((name for name, owned in _OWNED.items() if packages.intersection(owned)), "torch")
 
 
-def capture(model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Graph:
+def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Sequence[Any] = ()) -> Graph:
     """Read a model of any framework into a Graph; see the `capture` of its folder.
 
     Args:
         args, kwargs: one batch of inputs, torch tensors, as the model is called with.
+        others: (args, kwargs) of further batches; sizes in which they differ stay open.
 
     Raises:
         CaptureError: the model cannot be read; names the layer or line and what to change.
@@ -51,7 +52,7 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | No
     from chipfit.engine.process import TRACING
 
     with TRACING:
-        return _door(framework_of(model), "capture").capture(model, args, kwargs)
+        return _door(framework_of(model), "capture").capture(model, args, kwargs, others)
 
 
 def lower(graph: Graph, plan: Plan, training: Training | None = None) -> Any:

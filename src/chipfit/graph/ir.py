@@ -36,7 +36,7 @@ class Value:
     """One tensor (or Python integer) that flows through the graph."""
 
     name: str
-    shape: tuple[int | None, ...]  #: None where the size is only known at run time (the batch)
+    shape: tuple[int | None, ...]  #: None where the size is only known at run time (the batch, a length)
     dtype: str = "float32"  #: torch's name without "torch."; "int" for a Python integer such as a size
 
 

@@ -179,10 +179,11 @@ def _linear(w: Tape, n: Node, x: Names) -> str:
         return w.op("Gemm", x, transB=1)
     flat = w.once((x[0], "rows"), lambda: w.moved("Reshape", [x[0], w.const(_ints(-1, k))], n))
     y = w.op("Gemm", [flat, *x[1:]], transB=1)
+    target = w.const(_ints(*(-1 if s is None else s for s in outer), out))
     if outer.count(None) > 1:
-        refuse(n, "more than one axis of its input is only known at run time")
-    target = _ints(*(-1 if s is None else s for s in outer), out)
-    w.defer(n.output, lambda result: w.op("Reshape", [result, w.const(target)]))
+        sizes = w.op("Slice", [w.op("Shape", [x[0]]), w.const(_ints(0)), w.const(_ints(-1))])
+        target = w.op("Concat", [sizes, w.const(_ints(out))], axis=0)
+    w.defer(n.output, lambda result: w.op("Reshape", [result, target]))
     return y
 
 
@@ -335,13 +336,14 @@ def _squeeze(w: Tape, n: Node, x: Names) -> str:
     return w.op(n.op, [x[0], w.const(_ints(*axes))]) if axes else w.op("Identity", x)
 
 
-@_writes("Expand")
+@_writes("Expand", "Reshape")
 def _expand(w: Tape, n: Node, x: Names) -> str:
-    sizes = w.const(_ints(*(1 if s in (-1, None) else s for s in n.attrs["shape"])))
-    if None in n.attrs["shape"]:  # all other sizes are 1 in the factor that it is
-        here = w.const(_ints(*(0 if s is None else 1 for s in n.attrs["shape"])))
-        sizes = w.op("Where", [w.op("Cast", [here], to=tensor_type("bool")), sizes, x[1]])
-    return w.op("Expand", [x[0], sizes])
+    shape = [1 if s == -1 and n.op == "Expand" else s for s in n.attrs["shape"]]
+    target = w.const(_ints(*(1 if s is None else s for s in shape)))
+    for size, k in zip(x[1:], (k for k, s in enumerate(shape) if s is None), strict=True):
+        here = w.const(np.arange(len(shape)) == k)
+        target = w.op("Where", [here, size, target])
+    return w.op(n.op, [x[0], target])
 
 
 @_writes("Roll")

@@ -61,10 +61,14 @@ def content(
             mean and std stand in the metadata that Android's libraries read.
 
     Raises:
-        UnsupportedError: operators or formats that the file cannot hold, all named at once; or the batch has to be
-            given.
+        UnsupportedError: operators or formats that the file cannot hold, all named at once; open sizes beside the
+            batch; or the batch has to be given.
         ConfigError: see `ends_of`.
     """
+    if found := [i for i in graph.inputs if None in graph.shape(i)[1:]]:
+        what = "The file holds one size of everything but the batch, and other sizes of this model are open"
+        shown, hint = ", ".join(f"'{i}' {list(graph.shape(i))}" for i in found), "quantize with batches of one size"
+        raise UnsupportedError(what, got=shown, hint=f"{hint}: pad, cut or resize them")
     if batch is None and any(_expands(n) or (n.op in ROWS and ROWS[n.op].fixed_batch) for n in graph.nodes):
         batch = 1
         across = [v.name for v in graph.values.values() if v.shape.count(None) > 1]

@@ -104,6 +104,17 @@ class Call:
         name, axis = self.draft.sizes[str(size)]
         return self.step("Size", [name], size, axis=axis)
 
+    def is_open(self, key: str) -> bool:
+        """Whether an argument is an open size of an input, but for the batch."""
+        return self.draft.sizes.get(str(self.args[key]), ("", 0))[1] > 0
+
+    def counted(self, key: str) -> str:
+        """0, 1, 2 ... below an open size: a sum of ones."""
+        like = Form((self.args[key],), torch.int64)
+        one = self.draft.constant(f"{self.node.name}.one", torch.ones(1, dtype=torch.int64))
+        ones = self.step("Expand", [one, self.size(self.args[key])], like, shape=(None,))
+        return self.step("Sub", [self.step("CumSum", [ones], like, axis=0), one], like)
+
     def tensor(self, key: str) -> Form:
         """Shape and type of an argument."""
         v = self.args[key]

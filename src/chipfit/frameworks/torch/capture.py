@@ -1,17 +1,19 @@
 """From a PyTorch module to a Graph."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from chipfit.engine.run import departs
+from chipfit.engine.trees import flatten_inputs
 from chipfit.engine.types import described
 from chipfit.errors import CaptureError, brief, theirs
 from chipfit.frameworks.torch.export import export
 from chipfit.frameworks.torch.origin import users_line
-from chipfit.frameworks.torch.program import Unclear, register
+from chipfit.frameworks.torch.program import Unclear, open_axes, register
 from chipfit.frameworks.torch.record import record
 from chipfit.frameworks.torch.walk import read
 from chipfit.graph.check import check
@@ -19,8 +21,10 @@ from chipfit.graph.ir import Graph
 
 _HALVES = frozenset(map(chr, range(0xD800, 0xE000)))  #: of UTF-16 surrogate pairs, which UTF-8 does not have
 
+_FIXED = "What the model computes does not follow the sizes in which the batches differ"
 
-def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Graph:
+
+def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Any = None, others: Sequence[Any] = ()) -> Graph:
     """Read a model into a Graph.
 
     The model is not changed; it is captured in eval mode: what depends on training (dropout, stochastic depth) takes
@@ -31,9 +35,11 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         model: any module that `torch.export` can trace.
         args: example positional inputs; any structure of tensors.
         kwargs: example keyword inputs.
+        others: further calls, as (args, kwargs), which the model takes: sizes in which they differ stay open.
 
     Raises:
-        CaptureError: naming the user's line and what to change; a weight is beyond float32; a layer's name no text.
+        CaptureError: naming the user's line and what to change; a weight is beyond float32; a layer's name no text; a
+            size decides what the model computes.
 
     Parameters are not copied: `Graph.weights` holds the model's own tensors until a pass replaces them
     (`passes.own_weights` replaces those that are left).
@@ -48,20 +54,50 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     for name, _ in model.named_modules():
         if not _HALVES.isdisjoint(name):
             raise CaptureError("A layer's name holds half a character, which no file can", got=ascii(name))
-    args, kwargs = tuple(args), dict(kwargs or {})
-    args, kwargs = _at_least_two(*pytree.tree_map(_single, (args, kwargs)))
+    calls = pytree.tree_map(_single, [(tuple(args), dict(kwargs or {})), *others])
+    calls = [c for c in calls if pytree.tree_structure(c) == pytree.tree_structure(calls[0])]
+    # the largest first, for a size of 1 would be taken for a constant
+    calls.sort(key=lambda call: -sum(getattr(x, "nbytes", 0) for x in pytree.tree_leaves(call)))
+    args, kwargs = _at_least_two(*calls[0])
     twin, cast = _twin(model)
     try:
-        program, example_out = record(twin, args, kwargs)
+        program, example_out = record(twin, args, kwargs, calls[1:])
         graph = read(program, twin if cast else model, (args, kwargs), example_out)
-    except Unclear:
+    except Unclear as e:
         twin, cast = _twin(model)
         example_out = _try_once(twin, args, kwargs)
+        if others:
+            raise CaptureError(_FIXED, where=users_line(e.__cause__ or e)) from e
         graph = read(export(twin, args, kwargs), twin if cast else model, (args, kwargs), example_out)
     if cast:
         graph.notes.append(f"warning: the model computes in {cast}; it was read, and is simulated, in float32")
     check(graph, blame="capture")
+    if others:
+        _demand_same(graph, _twin(model)[0], [*calls[1:], pytree.tree_map(_longer, *calls)])
     return graph
+
+
+def _longer(x: Any, *like: Any) -> Any:
+    """A tensor with one element more along each axis in which others differ from it."""
+    for k in open_axes(x, like):
+        x = torch.cat([x, x.narrow(k, -1, 1)], k)
+    return x
+
+
+def _demand_same(graph: Graph, model: torch.nn.Module, calls: Sequence[Any]) -> None:
+    """What a graph with open sizes computes is what the model does, for other sizes that it takes.
+
+    Raises:
+        CaptureError: it is not.
+    """
+    for args, kwargs in calls:
+        try:
+            out = _try_once(model, args, kwargs)
+        except CaptureError:
+            continue
+        inputs = flatten_inputs(graph, args, kwargs)
+        if found := departs(graph, inputs, [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]):
+            raise CaptureError(_FIXED, got=f"{found[0]}: {found[1]}, of " + ", ".join(map(described, inputs)))
 
 
 def _single(x: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,9 @@ class Unclear(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A size that follows the batch: what it was with two of them."""
+    """A size that is open: what it was in each run that was watched."""
 
-    sizes: tuple[int, int]
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,12 @@ class Program:
     inputs: dict[str, str]  #: placeholder -> name of an input that is a tensor; other placeholders are constants
     results: list[Any]  #: leaves of what the model returns: calls, or constants
     out_tree: pytree.TreeSpec
+
+
+def open_axes(x: Any, like: Sequence[Any]) -> list[int]:
+    """The axes, but for the batch, in which one of these tensors has another size."""
+    shapes = [y.shape for y in (x, *like)] if isinstance(x, torch.Tensor) else []
+    return [k for k, sizes in enumerate(zip(*shapes, strict=False)) if k and len(set(sizes)) > 1]
 
 
 def register(out: Any) -> None:

@@ -146,7 +146,8 @@ def _attention(c: Call) -> Any:
         x = c.step("Unsqueeze", [ins[k]], one, axes=(len(outer),))
         x = c.step("Expand", [x], many, shape=(*[-1] * len(outer), copies, -1, -1))
         whole = like.new_empty((*outer[:-1], outer[-1] * copies, n, d))
-        ins[k] = c.step("Reshape", [x], whole, shape=_static_shape(whole))
+        inputs, shape = _reshaped(c, x, many, whole)
+        ins[k] = c.step("Reshape", inputs, whole, **shape)
     how = {"is_causal": c.raw("is_causal"), "scale": c.raw("scale"), "enable_gqa": False}
     return c.emit("SDPA", [*ins, c.optional("attn_mask")], **how)
 
@@ -277,16 +278,29 @@ def _bits(c: Call) -> Any:
 def _static_shape(like: Form) -> tuple[int, ...]:
     """A shape for Reshape: at most one unknown entry, written -1."""
     shape = tuple(int(s) if isinstance(s, int) else -1 for s in like.shape)
-    if shape.count(-1) > 1:
+    if shape.count(-1) > 1 or 0 in shape:
         raise Unreadable
     return shape
 
 
+def _reshaped(c: Call, x: str, old: Form, like: Form) -> tuple[list[str], dict[str, Any]]:
+    """Operands and attributes of a Reshape; of several unknown entries the last is -1."""
+    shape: list[Any] = [int(s) if isinstance(s, int) else -1 for s in like.shape]
+    sizes = [x]
+    for k, s in enumerate(like.shape if shape.count(-1) > 1 else ()):
+        if shape[k] == -1 and -1 in shape[k + 1 :]:
+            kept = k < old.dim() and c.draft.same(old.shape[k], s)
+            shape[k] = 0 if kept else None
+            sizes += [] if kept else [c.size(s)]
+    return sizes, {"shape": tuple(shape)}
+
+
 @reads("view reshape flatten unflatten _unsafe_view view_as reshape_as")
 def _reshape(c: Call) -> Any:
-    if c.result.dtype is not c.tensor("self").dtype:
+    if c.result.dtype is not c.tensor("self").dtype or 0 in c.result.shape:
         raise Unreadable  # the bits as another type
-    return c.emit("Reshape", [c.value("self")], shape=_static_shape(c.result))
+    inputs, shape = _reshaped(c, c.value("self"), c.tensor("self"), c.result)
+    return c.emit("Reshape", inputs, **shape)
 
 
 @reads("transpose swapaxes t numpy_T")
@@ -311,12 +325,23 @@ def _squeeze(c: Call) -> Any:
 
 @reads("slice")
 def _slice(c: Call) -> Any:
-    axis, start, end, step = c.raw("dim") % c.rank, c.raw("start") or 0, c.raw("end"), c.raw("step")
+    axis, start, step = c.raw("dim") % c.rank, c.raw("start") or 0, c.raw("step")
+    if (start, step) == (0, 1) and c.is_open("end"):
+        return c.emit("Gather", [c.value("self"), c.counted("end")], axis=axis)
+    end = c.raw("end")
     if end is not None and end >= 2**62:  # how torch writes "to the end"
         end = None
     if (start, end, step) == (0, None, 1):
         return c.value("self")
     return c.emit("Slice", [c.value("self")], axis=axis, start=start, end=end, step=step)
+
+
+@reads("arange")
+def _arange(c: Call) -> Any:
+    if not c.is_open("end") or (c.args.get("start", 0), c.args.get("step", 1)) != (0, 1):
+        raise Unreadable
+    kind = str(c.result.dtype).removeprefix("torch.")
+    return c.counted("end") if kind == "int64" else c.emit("Cast", [c.counted("end")], dtype=kind)
 
 
 @reads("split split_with_sizes chunk tensor_split")
@@ -352,11 +377,8 @@ def _expanded(c: Call, x: str, sizes: Sequence[Any]) -> Any:
     want = c.result.shape
     have = (None,) * (len(want) - len(sizes)) + tuple(sizes)
     shape = tuple(-1 if h is not None and c.draft.same(h, w) else w for h, w in zip(have, want, strict=True))
-    unknown = [s for s in shape if not isinstance(s, int)]
-    if len(unknown) > 1:
-        raise Unreadable
-    shape = tuple(s if isinstance(s, int) else None for s in shape)
-    return c.emit("Expand", [x, *map(c.size, unknown)], shape=shape)
+    sizes = [c.size(s) for s in shape if not isinstance(s, int)]
+    return c.emit("Expand", [x, *sizes], shape=tuple(s if isinstance(s, int) else None for s in shape))
 
 
 @reads("repeat")

@@ -1,9 +1,10 @@
-"""From a PyTorch module to its program by watching it run twice, with two sizes of the batch.
+"""From a PyTorch module to its program by watching it run, once more for each open size with another.
 
 The calls are those that `torch.export` finds, without its tracer, which takes a second to load and another for a
-middling network. In inference mode, nothing takes a call apart before a dispatch mode sees it. Where the two runs
-differ, the batch decides. Whatever a run could hide (values that the model looks at, sizes that it computes with, state
-that it writes) is `Unclear`, and left to `torch.export`.
+middling network. In inference mode, nothing takes a call apart before a dispatch mode sees it. Where two runs differ,
+the size decides in which their inputs do: the batch, or one that differs among examples. Whatever a run could hide
+(values that the model looks at, sizes that it computes with, state that it writes) is `Unclear`, and left to
+`torch.export`, where only the batch is open.
 """
 
 import contextlib
@@ -11,7 +12,9 @@ import inspect
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -29,6 +32,7 @@ from chipfit.frameworks.torch.program import (
     Program,
     Unclear,
     needs_functional,
+    open_axes,
     parts_of,
     register,
     writes_elsewhere,
@@ -42,12 +46,13 @@ _ASKED = """
 _HIDES = torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output
 
 
-def record(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Program, Any]:
+def record(model: torch.nn.Module, args: Any, kwargs: Any, others: Sequence[Any] = ()) -> tuple[Program, Any]:
     """The program of a model, and what it returns for the example.
 
     Args:
         model: gets hooks; a copy, whose own state both runs may change.
         args, kwargs: tensors, with the batch on axis 0, of at least two rows.
+        others: further ones, which may differ in other sizes.
 
     Raises:
         Unclear: also where the model raises something.
@@ -73,24 +78,39 @@ def record(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     every = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     stored = model.state_dict(keep_vars=True)
     weights = dict(sorted(chain(*every), key=lambda item: item[0] not in stored))
-    batch = next(len(x) for x in example if x.dim())
-
-    def other(x: Any) -> Any:
-        if not x.dim() or len(x) != batch:
-            return x
-        return x[:2] if batch > 2 else torch.cat([x, x[:1]])
-
     draws = torch.get_rng_state()
-    first = _Run(names, weights, path, batch, None)
+    first = _Run(names, weights, path)
     out = first.through(model, args, kwargs)
     if not torch.equal(draws, torch.get_rng_state()):
         torch.set_rng_state(draws)
         raise Unclear
-    second = _Run(names, weights, path, 2 if batch > 2 else batch + 1, first)
-    second.through(model, tuple(map(other, args)), {k: other(x) for k, x in kwargs.items()})
-    first.join(second)
+    for k, (old, new, places) in enumerate(_open(example, [[*a, *kw.values()] for a, kw in others]), 1):
+        given = list(example)
+        for i, axis in places:
+            given[i] = given[i].index_select(axis, torch.arange(new) % old)
+        run = _Run(names, weights, path, old, new, first)
+        run.through(model, tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True)))
+        first.join(run, k)
     first.drop_unused()
     return Program(first.graph, None, weights, first.weight_of, first.inputs, first.results, first.out_tree), out
+
+
+def _open(example: Sequence[Any], others: Sequence[Sequence[Any]]) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """Each open size: what it is, what else it may be, and the (input, axis) that have it; first the batch.
+
+    Axes of several inputs have one size where they have it in all examples, those of one input never.
+    """
+    batch = next(len(x) for x in example if x.dim())
+    found = {
+        ((batch, 2 if batch > 2 else batch + 1), 0): [(i, 0) for i, x in enumerate(example) if x.shape[:1] == (batch,)]
+    }
+    for i, x in enumerate(example):
+        own = Counter[tuple[int, ...]]()
+        for axis in open_axes(x, [y[i] for y in others]):
+            sizes = tuple(y[i].shape[axis] for y in (example, *others))
+            own[sizes] += 1
+            found.setdefault((sizes, own[sizes]), []).append((i, axis))
+    return [(s[0], next(n for n in s if n != s[0]), places) for (s, _), places in found.items()]
 
 
 def _brings_a_program(m: torch.nn.Module) -> bool:
@@ -113,19 +133,22 @@ def _follow(name: str, m: torch.nn.Module, path: list[str]) -> None:
 
 
 class _Size(int):
-    """A size that follows the batch, by so much for each sample.
+    """A size that follows the open one of a run, such as the batch, by so much for each sample.
 
-    Sums and products with numbers are sizes too, and parts of what is a multiple of the batch; two that follow it alike
-    are equal. Anything else might turn out otherwise for another batch.
+    Sums, and products with numbers, are sizes too, and parts of what is a multiple of the batch; two that follow it
+    alike compare as numbers. Anything else might turn out otherwise for another batch.
     """
 
     run: "_Run"
-    slope: int
+    slope: Fraction
 
     @property
-    def rest(self) -> int:
+    def rest(self) -> Fraction:
         """What it would be without samples."""
-        return int.__sub__(self, int.__mul__(self.slope, self.run.batch))
+        return int.__int__(self) - self.slope * self.run.new
+
+
+_COMPARED = "lt le gt ge eq ne".split()
 
 
 def _computed(name: str) -> Callable[..., Any]:
@@ -134,17 +157,18 @@ def _computed(name: str) -> Callable[..., Any]:
 
     def method(size: _Size, *operands: Any) -> Any:
         other = operands[0] if len(operands) == 1 else None
-        slope = None
-        if name in ("eq", "ne") and type(other) is _Size and (other.slope, other.rest) == (size.slope, size.rest):
-            return name == "eq"
-        if name in ("add", "radd", "sub") and type(other) is int:
-            slope = size.slope
-        elif name in ("mul", "rmul") and type(other) is int and other:
-            slope = size.slope * other
-        elif name == "rsub" and type(other) is int:
-            slope = -size.slope
-        elif name == "floordiv" and type(other) is int and other and not size.rest and not size.slope % other:
-            slope = size.slope // other
+        slope: Any = None
+        if isinstance(other, int):
+            theirs = other.slope if type(other) is _Size else 0
+            several = size.slope >= 1 and size.rest >= 0  # 2 or more wherever the open size is, as tracers take it
+            if name in _COMPARED and (theirs == size.slope or (other < 2 and not theirs and several)):
+                return plain(size, other)
+            if name in ("add", "radd", "sub", "rsub"):
+                slope = {"sub": size.slope - theirs, "rsub": theirs - size.slope}.get(name, size.slope + theirs)
+            elif name in ("mul", "rmul") and not theirs and other:
+                slope = size.slope * other
+            elif name == "floordiv" and not theirs and other and not size.rest and not size.slope % other:
+                slope = size.slope // other
         return size.run.give_up() if slope is None else size.run.size(plain(size, *operands), slope)
 
     return method
@@ -172,24 +196,16 @@ class _Run(_Calls, TorchDispatchMode):
         names: of the inputs.
         weights: parameters and buffers by name.
         path: the modules that run now, which their hooks tell.
-        batch: its size in this run.
-        before: an earlier run, with another size of the batch.
+        old, new: what an open size is in the first run, and in this one.
+        before: the first run.
     """
 
-    def __init__(
-        self,
-        names: list[str],
-        weights: Mapping[str, torch.Tensor],
-        path: list[str],
-        batch: int,
-        before: "_Run | None",
-    ) -> None:
+    def __init__(self, names: Any, weights: Any, path: Any, old: int = 0, new: int = 0, before: Any = None) -> None:
         super().__init__()
-        self.path, self.batch, self.before = path, batch, before
+        self.path, self.old, self.new, self.before = path, old, new, before
         self.graph = torch.fx.Graph()
         self.calls = WeakIdKeyDictionary()  #: tensor -> the node that made it
         self.answers: list[tuple[str, Any]] = []  #: what the model asked of tensors
-        self.indexed: list[tuple[torch.fx.Node, Any]] = []  #: operands and indices of x[...]
         self.function: tuple[str, str] | None = None  #: torch's function that was called last, as torch.export tells it
         self.unclear = False  #: also when the model catches the exception
         self.counted = False  #: the model took the length of a batch, which Python makes a number that tells nothing
@@ -207,10 +223,10 @@ class _Run(_Calls, TorchDispatchMode):
         self.unclear = True
         raise Unclear
 
-    def size(self, value: int, slope: int) -> _Size:
+    def size(self, value: int, slope: Any) -> int:
         size = _Size(value)
         size.run, size.slope = self, slope
-        return size
+        return size if slope else value
 
     def through(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the model on tensors, in the order of the inputs' names; returns its result."""
@@ -249,16 +265,11 @@ class _Run(_Calls, TorchDispatchMode):
         if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
             return type(new)(self._told(a, b) for a, b in zip(old, new, strict=True))
         if type(old) is int and type(new) is int:
-            if old == new or self.before is None:
-                return new
-            slope, rest = divmod(new - old, self.batch - self.before.batch)
-            return self.give_up() if rest else self.size(new, slope)
+            return new if old == new else self.size(new, Fraction(new - old, self.new - self.old))
         return new if old == new else self.give_up()
 
-    def enter_function(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def enter_function(self, function: Callable[..., Any]) -> None:
         name = function.__name__
-        if name == "__getitem__":
-            self.indexed.append((self._known(args[0]), args[1]))
         self._counts[name] = self._counts.get(name, 0) + 1
         self.function = f"{name}_{self._counts[name]}", f"{type(function).__name__}.{name}"
 
@@ -294,8 +305,8 @@ class _Run(_Calls, TorchDispatchMode):
         n: torch.fx.Node | None = self.calls.get(t)
         return self.give_up() if n is None else n
 
-    def join(self, other: "_Run") -> None:
-        """Open the sizes that differ in another run, which must have made the same calls.
+    def join(self, other: "_Run", k: int) -> None:
+        """Open the sizes that differ in another run, the k-th, which must have made the same calls.
 
         Raises:
             Unclear: it has not, or returned something else.
@@ -303,14 +314,12 @@ class _Run(_Calls, TorchDispatchMode):
         if len(self.graph.nodes) != len(other.graph.nodes) or needs_functional(self.graph):
             raise Unclear
         for n, m in zip(self.graph.nodes, other.graph.nodes, strict=True):
-            _joined(n, m)
-            n.args, n.kwargs = _joined(n.args, m.args), _joined(n.kwargs, m.kwargs)
-            n.meta["val"] = _joined(n.meta["val"], m.meta["val"])
-        if any(_slices_batch(n.meta["val"].shape, index) for n, index in self.indexed):
-            raise Unclear  # torch.export finds a call of slice there
+            _joined(n, m, k)
+            n.args, n.kwargs = _joined(n.args, m.args, k), _joined(n.kwargs, m.kwargs, k)
+            n.meta["val"] = _joined(n.meta["val"], m.meta["val"], k)
         if other.counted and any(map(_computes_with_sizes, self.graph.nodes)):
             raise Unclear
-        results = _joined(self.results, other.results)
+        results = _joined(self.results, other.results, k)
         taken = {
             n.target.overloadpacket.__name__ for n in self.graph.nodes if isinstance(n.target, torch._ops.OpOverload)
         }
@@ -336,29 +345,21 @@ def _counts(indices: Any) -> bool:
     return all(t is None or t.dtype not in (torch.bool, torch.uint8) for t in indices)
 
 
-def _slices_batch(shape: tuple[Any, ...], index: Any) -> bool:
-    """Whether x[index] has a slice of a part of an axis whose size follows the batch."""
-    taken = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not None]
-    rest = next((k for k, i in enumerate(taken) if i is ...), len(taken))
-    behind = taken[rest + 1 :]
-    pairs = [*zip(taken[:rest], shape, strict=False), *zip(behind[::-1], shape[::-1], strict=False)]
-    return any(isinstance(i, slice) and i != slice(None) and isinstance(size, Open) for i, size in pairs)
-
-
-def _joined(a: Any, b: Any) -> Any:
-    """What two runs have in common, and `Open` where their numbers differ."""
+def _joined(a: Any, b: Any, k: int) -> Any:
+    """What runs have in common, and `Open` where their numbers differ; `b` is of the k-th after the first."""
     if isinstance(a, torch.fx.Node) and isinstance(b, torch.fx.Node) and (a.name, a.target) == (b.name, b.target):
         return a
     if isinstance(a, Form) and isinstance(b, Form):
-        return Form(_joined(a.shape, b.shape), _joined(a.dtype, b.dtype))
+        return Form(_joined(a.shape, b.shape, k), _joined(a.dtype, b.dtype, k))
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-        return {k: _joined(v, b[k]) for k, v in a.items()}
+        return {name: _joined(v, b[name], k) for name, v in a.items()}
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) and len(a) == len(b):
-        return type(a)([_joined(x, y) for x, y in zip(a, b, strict=True)])
-    if type(a) is type(b) and (a is b or a == b):
+        return type(a)([_joined(x, y, k) for x, y in zip(a, b, strict=True)])
+    known = a.sizes if isinstance(a, Open) else (a,)
+    if type(known[0]) is type(b) and (known[0] is b or known[0] == b):
         return a
-    if type(a) is type(b) is int:
-        return Open((a, b))
+    if type(known[0]) is type(b) is int:
+        return Open((*known, *known[:1] * (k - len(known)), b))
     raise Unclear
 
 
@@ -395,7 +396,7 @@ class _Functions(TorchFunctionMode):
         self.run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.run.enter_function(func, args)
+        self.run.enter_function(func)
         out = func(*args, **(kwargs or {}))
         many = isinstance(out, (tuple, list)) and any(isinstance(x, torch.Tensor) for x in out)
         return out if many or isinstance(out, torch.Tensor) else self.run.asked(func, out)

@@ -1,0 +1,211 @@
+"""Sizes in which calibration batches differ stay open: in the model, its simulation, saved results and ONNX files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import chipfit
+from chipfit.errors import DataError, UnsupportedError
+
+PLACES = 24  #: rows of the table of positions
+
+
+class Encoder(nn.Module):
+    """A small transformer: words and positions, a mask of padding, one block, a mean over the words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(50, 16), nn.Parameter(torch.randn(1, PLACES, 16))
+        self.first, self.second = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        return x.view(batch, length, 2, 8).transpose(1, 2)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        batch, length = ids.shape
+        x = self.words(ids) + self.places[:, :length]
+        y = self.first(x)
+        hidden = (1.0 - mask[:, None, None, :].float()) * torch.finfo(torch.float32).min
+        scores = self.heads(self.q(y)) @ self.heads(self.k(y)).transpose(-1, -2) / 8**0.5 + hidden
+        y = (scores.softmax(-1) @ self.heads(self.v(y))).transpose(1, 2).reshape(batch, length, 16)
+        x = x + self.out(y)
+        x = x + self.down(F.gelu(self.up(self.second(x))))
+        return (x * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
+
+
+def sentences(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    words = torch.randint(1, 50, (batch, length))
+    mask = (torch.arange(length) < torch.randint(2, length + 1, (batch, 1))).long()
+    return words * mask, mask
+
+
+def quantized(model: nn.Module, data: object, platform: str = "ort_cpu", **more: object) -> chipfit.Result:
+    return chipfit.quantize(model, data, platform, progress=False, **more)
+
+
+@pytest.fixture(scope="module")
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    return Encoder().eval()
+
+
+@pytest.fixture(scope="module")
+def result(encoder: nn.Module) -> chipfit.Result:
+    torch.manual_seed(1)
+    return quantized(encoder, [sentences(4, 12), sentences(4, 12), sentences(3, 7), sentences(5, 20)])
+
+
+FLOAT = {"Add", "Cast", "Div", "Gelu", "LayerNorm", "MatMul", "Mul", "Softmax", "Sum"}
+
+
+def test_sentences_of_other_lengths_are_computed_as_onnx_runtime_does(encoder, result, tmp_path):
+    result.save(tmp_path / "saved")
+    for r in (result, chipfit.load(tmp_path / "saved")):
+        for batch in (sentences(2, 9), sentences(1, 16), sentences(6, PLACES)):
+            r.verify([batch]).require(FLOAT)
+            with torch.no_grad():
+                near = F.cosine_similarity(r.model(*batch), encoder(*batch), dim=1)
+            assert near.min() > 0.99
+
+
+class Pyramid(nn.Module):
+    """A convolutional network for images of any size: strides, pools, a resize back, a skip, a head over all places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.down = nn.Sequential(nn.Conv2d(8, 12, 3, stride=2, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+        self.up = nn.Sequential(nn.Upsample(scale_factor=4.0), nn.Conv2d(12, 8, 1))
+        self.places, self.head = nn.Conv2d(8, 4, 1), nn.Linear(8, 5)
+
+    def forward(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.stem(image)
+        x = x + self.up(self.down(x))
+        rows = self.places(x).flatten(2).transpose(1, 2)
+        return {"places": rows, "label": self.head(x.mean((2, 3)))}
+
+
+def test_images_of_other_heights_and_widths_are_computed_as_onnx_runtime_does(tmp_path):
+    torch.manual_seed(0)
+    model = Pyramid().eval()
+    result = quantized(model, [torch.randn(4, 3, 16, 16), torch.randn(4, 3, 24, 16), torch.randn(2, 3, 16, 32)])
+    result.save(tmp_path / "saved")
+    for r in (result, chipfit.load(tmp_path / "saved")):
+        for batch in (torch.randn(2, 3, 8, 40), torch.randn(1, 3, 20, 12)):
+            r.verify([batch]).require({"Resize", "Reshape"})
+            with torch.no_grad():
+                got, want = r.model(batch), model(batch)
+            assert all(F.cosine_similarity(got[k].flatten(1), want[k].flatten(1), dim=1).min() > 0.95 for k in want)
+
+
+def test_data_of_one_size_leave_nothing_open_but_the_batch(encoder):
+    result = quantized(encoder, [sentences(4, 12), sentences(3, 12)])
+    assert [result.graph.shape(i) for i in result.graph.inputs] == [(None, 12), (None, 12)]
+    with pytest.raises(DataError, match=r"wrong shape. Got: \[2, 9\]. Allowed: \['batch', 12\]. Try: sizes stay open"):
+        result.verify([sentences(2, 9)])
+
+
+def test_an_example_of_another_size_opens_it_too(encoder):
+    result = quantized(encoder, [sentences(4, 12)], example=sentences(2, 5))
+    assert [result.graph.shape(i) for i in result.graph.inputs] == [(None, None), (None, None)]
+    result.verify([sentences(2, 9)]).require(FLOAT)
+
+
+def test_data_that_can_be_read_once_are_of_one_size(encoder):
+    with pytest.raises(DataError, match="that are read again, as from a list"):
+        quantized(encoder, iter([sentences(4, 12), sentences(4, 7)]))
+    assert quantized(encoder, lambda: iter([sentences(4, 12), sentences(4, 7)])).graph.shape("ids") == (None, None)
+
+
+def test_sentences_beyond_the_table_of_positions_are_refused_wherever_they_come_in(encoder, result):
+    long = sentences(2, PLACES + 1)
+    for act in (lambda: result.verify([long]), lambda: result.model(*long), lambda: result.device_model(*long)):
+        with pytest.raises(
+            DataError, match=rf"out of the table's range. Got: 0 to {PLACES}. Allowed: 0 to {PLACES - 1}"
+        ):
+            act()
+    with pytest.raises(DataError, match=r"'ids' has the wrong shape.*give batches of one size.*self.places"):
+        quantized(encoder, [sentences(2, 9), long])
+
+
+def test_a_tflite_file_has_one_size_and_says_so(result, encoder, tmp_path):
+    with pytest.raises(UnsupportedError, match=r"one size.*'ids' \[None, None\].*quantize with batches of one size"):
+        result.export(tmp_path / "encoder.tflite")
+    with pytest.raises(UnsupportedError, match="one size"):
+        quantized(Pyramid().eval(), [torch.randn(2, 3, s, s) for s in (16, 24)], "tflite_int8").verify(
+            [torch.randn(2, 3, 20, 20)]
+        )
+
+
+class Of(nn.Module):
+    """A function of [N, T, 4] between two layers."""
+
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.function, self.first, self.second = function, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.function(self.first(x)))
+
+
+FIXED = {
+    "a choice by the size": lambda x: x if x.shape[1] < 10 else -x,
+    "one size in a choice": lambda x: x if x.shape[1] != 17 else -x,
+    "an even size": lambda x: x if x.shape[1] % 2 == 0 else -x,
+    "a part of the size": lambda x: x[:, : x.shape[1] // 3] * 2,
+    "a size as a number in Python": lambda x: x * float(x.shape[1]),
+    "a pooled size that is rounded": lambda x: (
+        x * 2 if 2 * F.max_pool1d(x.mT, 2).shape[2] == x.shape[1] else x + F.max_pool1d(x.mT, 2).shape[2]
+    ),
+    "a root of the size": lambda x: x / x.shape[1] ** 0.5,
+    "a loop over the size": lambda x: torch.stack([x[:, k] * (k + 1) for k in range(x.shape[1])], 1),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_what_does_not_follow_a_size_is_refused_with_the_line(name):
+    data = [torch.randn(2, n, 4) for n in (8, 12)]
+    with pytest.raises(DataError, match=r"wrong shape. Got: \[2, \d+, 4\].*give batches of one size.*does not follow"):
+        quantized(Of(FIXED[name]).eval(), data)
+    assert quantized(Of(FIXED[name]).eval(), data[:1]).verify(data[:1]).sound
+
+
+FOLLOW = {
+    "places by number": lambda x: x + (torch.arange(x.shape[1])[None, :, None] * 1.0).sin(),
+    "a mask of what is before": lambda x: (x @ x.mT + torch.ones(x.shape[1], x.shape[1]).triu(1) * -9).softmax(-1) @ x,
+    "a token in front": lambda x: torch.cat([torch.ones(1, 1, 4).expand(x.shape[0], -1, -1), x], 1),
+    "zeros of the same size": lambda x: torch.cat([x.new_zeros(x.shape[0], x.shape[1], 4), x], 2)[..., 2:6],
+    "all words as one row": lambda x: x.reshape(x.shape[0] * x.shape[1], 4).relu().view(x.shape[0], x.shape[1], 4),
+    "the number of words": lambda x: x.sum(1, keepdim=True) / x.shape[1] + x,
+    "heads": lambda x: x.view(x.shape[0], -1, 2, 2).transpose(1, 2).flatten(1, 2).view(len(x), -1, 4),
+    "neighbours": lambda x: x[:, 1:] - x[:, :-1],
+    "twice as many": lambda x: F.interpolate(x.mT, scale_factor=2.0).mT,
+    "as many as the other": lambda x: F.interpolate(F.max_pool1d(x.mT, 2), size=x.shape[1]).mT,
+    "a size that is several": lambda x: x * 2 if x.shape[1] > 1 and x.shape[1] - 2 < x.shape[1] else x,
+    "normalised": lambda x: F.group_norm(x.mT, 2).mT + F.instance_norm(x.mT).mT,
+}
+
+
+@pytest.mark.parametrize("name", FOLLOW)
+def test_what_follows_a_size_is_computed_as_onnx_runtime_does(name):
+    torch.manual_seed(0)
+    model = Of(FOLLOW[name]).eval()
+    result = quantized(model, [torch.randn(99, n, 4) for n in (8, 12)])
+    for shape in ((2, 10, 4), (1, 6, 4), (5, 18, 4)):
+        x = torch.randn(shape).clamp(-1, 1)
+        assert result.verify([x]).sound, result.verification.departures
+        with torch.no_grad():
+            want = model(x)
+            assert (result.model(x) - want).abs().max() < 0.1 * want.abs().max()
+
+
+def test_weights_are_rounded_over_all_lengths(encoder):
+    data = [sentences(4, 12), sentences(4, 7), sentences(3, 20)]
+    result = quantized(encoder, data, settings=chipfit.Settings(rounding="gptq"))
+    result.verify([sentences(2, 9)]).require(FLOAT)
