@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from chipfit.decide.dynamic import without_dynamic
 from chipfit.errors import UnknownNameError, UnsupportedError
 from chipfit.files import write_atomically
 from chipfit.graph.ir import Graph
@@ -167,8 +168,9 @@ def export(graph: Graph, plan: Plan, path: Path, platform: Platform, *, dialect:
 
     Tensor names are those of the ONNX file's values.
     """
-    from chipfit.export.onnx.writer import export_onnx
+    from chipfit.decide.dynamic import without_dynamic
+from chipfit.export.onnx.writer import export_onnx
 
     text = json.dumps(document(plan, dialect or platform.encodings), indent=1)
-    export_onnx(graph, None, path.with_suffix(".onnx"))
+    export_onnx(without_dynamic(graph), None, path.with_suffix(".onnx"))
     return write_atomically(path, text.encode())

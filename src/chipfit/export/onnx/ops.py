@@ -94,8 +94,6 @@ def _conv(w: Tape, n: Node, x: Names) -> list[str]:
 def _dynamic_quantize(w: Tape, n: Node, x: Names) -> str:
     """DynamicQuantizeLinear, whose codes its readers take; blocks are rounded inside of those."""
     a = n.attrs
-    if n.name not in w.plan.nodes:  # the float network
-        return str(x[0])
     if a["per"] == "block" and (a["qmin"], a["qmax"], a["affine"]) == (-127, 127, False):
         w.moment[n.output] = ("", "", "")
         return str(x[0])

@@ -221,6 +221,9 @@ def _dynamic_quantize(w: Emitter, n: Node, y: Sequence[int]) -> None:
     a = n.attrs
     if (a["per"], a["qmin"], a["qmax"]) != ("row", -128, 127):
         w.refuse(n, f"codes {a['qmin']}..{a['qmax']} with a range for each {a['per']}; kernels have -128..127, by row")
+    readers = w.graph.users().get(n.output, [])
+    if not readers or not all(r.op == "Linear" and w.plan.quantized(r.weight) for r in readers):
+        w.refuse(n, "only linear layers whose weights are stored round what they read")
     w.known[n.output] = w.read(n.data)
     w.moment.add(n.output)
 
