@@ -168,8 +168,7 @@ def export(graph: Graph, plan: Plan, path: Path, platform: Platform, *, dialect:
 
     Tensor names are those of the ONNX file's values.
     """
-    from chipfit.decide.dynamic import without_dynamic
-from chipfit.export.onnx.writer import export_onnx
+    from chipfit.export.onnx.writer import export_onnx
 
     text = json.dumps(document(plan, dialect or platform.encodings), indent=1)
     export_onnx(without_dynamic(graph), None, path.with_suffix(".onnx"))
