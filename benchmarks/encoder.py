@@ -1,6 +1,6 @@
 """A sentence encoder for ONNX Runtime: quality, size and time beside float and ONNX Runtime's own dynamic quantization.
 
-    python benchmarks/encoder.py [FILE [--data DATA.npz]] [--results auto codes float] [--sentences 512] [--steps 200]
+    python benchmarks/encoder.py [FILE [--data DATA.npz]] [--ways auto dynamic "4 bits"] [--sentences 512] [--steps 200]
 
 Without FILE it builds and trains an encoder of six blocks (masked attention and MLP, layer norms in front, mean
 pooling over the words) to tell 64 topics apart, in about two minutes of processor time. One word in 64 is a separator
@@ -44,6 +44,18 @@ from chipfit.cli.inputs import load_model
 VOCABULARY, LENGTH, WIDTH, HEADS, BLOCKS, TOPICS = 6000, 32, 192, 6, 6, 64
 PADDING, SEPARATOR = 0, 1
 #: of a real encoder: cosine, neighbours, size and time beside float
+#: label -> platform and options of `chipfit.quantize`
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "auto": ("ort_cpu", {}),
+    "codes": ("ort_cpu", {"settings": chipfit.Settings(results="codes")}),
+    "float": ("ort_cpu", {"settings": chipfit.Settings(results="float")}),
+    "dynamic": ("ort_dynamic", {}),
+    "4 bits": ("ort_dynamic", {"overrides": {"Linear": {"bits": 4}, "Embedding": {"bits": 4}}}),
+    "4 bits, float": (
+        "ort_dynamic",
+        {"overrides": {"Linear": {"bits": 4, "inputs": "float"}, "Embedding": {"bits": 4}}},
+    ),
+}
 LIMITS = {"cosine": 0.993, "neighbours": 0.91, "size": 0.27, "time": 0.35}
 
 
@@ -148,7 +160,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", metavar="FILE")
     parser.add_argument("--data", metavar="DATA.npz")
-    parser.add_argument("--results", nargs="+", choices=["auto", "codes", "float"], default=["auto", "codes", "float"])
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=["auto", "codes", "dynamic", "4 bits"])
     parser.add_argument("--sentences", type=int, default=512)
     parser.add_argument("--batch", type=int, default=8, help="sentences that run together")
     parser.add_argument("--steps", type=int, default=200, help="of training")
@@ -166,14 +178,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = exported(model, inputs, folder)
-        for results in a.results:
+        for way in a.ways:
             begun = time.perf_counter()
             batches = [{k: x[i : i + 32] for k, x in calibration.items()} for i in range(0, half, 32)]
-            settings = chipfit.Settings(**({} if results == "auto" else {"results": results}))
-            made = chipfit.quantize(model, batches, "ort_cpu", settings=settings, progress=False)
+            platform, options = WAYS[way]
+            made = chipfit.quantize(model, batches, platform, **options, progress=False)
             between = time.perf_counter()
-            label = f"chipfit {results}"
-            files[label] = made.export(folder / f"chipfit_{results}.onnx")
+            label = f"chipfit {way}"
+            files[label] = made.export(folder / f"chipfit_{len(files)}.onnx")
             took = f"quantized in {between - begun:.1f} s, exported in {time.perf_counter() - between:.1f} s"
             begun = time.perf_counter()
             checked = made.verify([{k: x[:32] for k, x in test.items()}])

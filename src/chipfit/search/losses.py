@@ -140,12 +140,14 @@ def _weight_error(plan: Plan, s: _Seen, w: Tensor, h: Tensor, bits: int, roundin
     """
     name, stored = s.node.weight, plan[s.node.weight]
     grid = at_width(stored.grid, bits)
-    if rounding.fitted:
+    blocks = stored.grid.per == "block"  # whose scales are not fitted
+    if rounding.fitted and not blocks:
         free = replace(plan, tensors={**plan.tensors, name: plan.tensors[name].with_(grid=grid)}, limits=())
         q, *_ = fit.rounded(s.rows, h, rows_of(free, s.node, w), spread=False, candidates=(0.89, 1.0, 1.15))
         return q - s.rows
     if bits != stored.grid.bits:
-        found = choose(w, grid, rule=rounding.weight_rule, axis=stored.axis)
+        size = w.shape[stored.axis or 0] // stored.scale.shape[stored.axis or 0] if blocks else None
+        found = choose(w, grid, rule=rounding.weight_rule, axis=stored.axis, block=size)
         stored = replace(stored, grid=grid, scale=found.scale, zero_point=found.zero_point)
     return as_rows(s.node, stored.round(w)) - s.rows
 
