@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,9 +103,12 @@ def test_a_batch_without_samples_counts_for_nothing(fitted):
 
 
 def test_what_the_platform_states_and_nothing_models_is_in_the_verification(fitted):
-    found = fitted[0].verify([fitted[1][12:]])
-    assert found.not_modelled == [*not_modelled(fitted[0].platform)] and found.not_modelled
-    assert "not modelled: formats.wnb" in found.summary()
+    known = fitted[0].platform
+    pieces = known.math.model_copy(update={"act_table": {"kind": "pieces"}})
+    result = replace(fitted[0], platform=known.model_copy(update={"math": pieces}))
+    found = result.verify([fitted[1][12:]])
+    assert found.not_modelled == [*not_modelled(result.platform)] and found.not_modelled
+    assert "not modelled: math.act_table" in found.summary()
     assert json.loads(json.dumps(found.to_dict()))["not_modelled"] == found.not_modelled
 
 

@@ -71,7 +71,7 @@ CASES: dict[str, tuple[list[tuple], dict]] = {
     "ChannelShuffle": ([IMAGE], {"groups": 2}),
     "Cast": ([IMAGE], {"dtype": "int32"}),
     "Dropout": ([IMAGE], {"p": 0.5}),
-    "DynamicQuantize": ([IMAGE], {"qmin": 0, "qmax": 255, "affine": True, "per": "row", "block": 1}),
+    "DynamicQuantize": ([IMAGE], {"qmin": 0, "qmax": 255, "affine": True, "per": "tensor", "block": 1}),
     **{op: ([(*IMAGE, BOOL)] * 2, {}) for op in ("LogicalAnd", "LogicalOr")},
     "LogicalNot": ([(*IMAGE, BOOL)], {}),
 }

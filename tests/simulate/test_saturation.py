@@ -54,7 +54,7 @@ def narrower(grid: Grid) -> bool:
 def narrow_ports(p: Platform) -> bool:
     """Operators may read or write values whose grids are narrower than the types of a file."""
     ports = {p.formats[f] for o in p.ops for u in o.use for f in (*u.ins, u.out) if f in p.formats}
-    return any(narrower(f.grid(True)) for f in ports if f.kind == "int")
+    return any(narrower(f.grid(True)) for f in ports if f.kind == "int" and not f.dynamic)
 
 
 #: 16 bits are asked for by ethos_u's users; what nxp_neutron computes in such a format is not in the network

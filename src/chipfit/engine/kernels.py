@@ -197,7 +197,9 @@ KERNELS |= {
     "RMSNorm": lambda x, w=None, *, normalized_shape, eps: F.rms_norm(x, normalized_shape, w, eps),
     "Identity": lambda x: x,
     "Requantize": lambda x: x,
-    "DynamicQuantize": lambda x, **how: dynamic_quantize(TorchOps, x.float(), **how).to(x.dtype),
+    "DynamicQuantize": lambda x, *, qmin, qmax, affine, per, block: dynamic_quantize(
+        TorchOps, x.float(), qmin=qmin, qmax=qmax, affine=affine, per=per, block=block
+    ).to(x.dtype),
     "Dropout": lambda x, *, p, training=False: F.dropout(x, p, training),
     "Cast": lambda x, *, dtype: x.to(dtype_of(dtype)),
     "GlobalAvgPool": lambda x: x.mean(tuple(range(2, x.dim())), keepdim=True),

@@ -56,6 +56,11 @@ UNARY = (
 CASES = [
     *((op, [IMAGE], {}) for op in UNARY),
     *((op, [IMAGE], {}) for op in ("Sqrt", "Rsqrt", "Log")),
+    *(
+        ("DynamicQuantize", [IMAGE], {"qmin": low, "qmax": 127, "affine": low == -128, "per": per, "block": 1})
+        for low in (-128, -127)
+        for per in ("tensor", "row")
+    ),
     *((op, [IMAGE, IMAGE], {}) for op in ("Add", "Sub", "Mul", "Max", "Min", "Div", "Mod", "FloorDiv")),
     *((op, [IMAGE, W(4, 1, 1)], {}) for op in ("Add", "Sub", "Mul", "Max", "Pow")),
     *((op, [IMAGE, IMAGE], {}) for op in ("Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual")),

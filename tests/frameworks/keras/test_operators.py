@@ -23,6 +23,7 @@ from tests.keras_zoo import on_others, randomize  # noqa: E402
 #: operator -> why no Keras model is read as it
 NOT_READ = {
     "InstanceNorm": "Keras has no such layer",
+    "DynamicQuantize": "put in where a kernel rounds what it reads",
     "Requantize": "put in where a plan wants another grid",
     "Squeeze": "read as Reshape, whose target every shape of a Keras model tells",
     "Roll": "Keras's own stays opaque",

@@ -14,6 +14,7 @@ from chipfit.graph.ops import OPS
 
 #: canonical operators that no ATen operator becomes
 NEVER = {
+    "DynamicQuantize": "put in by decide, in front of kernels that round what they read",
     "Requantize": "put in by decide, where a tensor changes its grid",
     "Identity": "torch.export leaves no identities; other readers keep them",
     **dict.fromkeys(("Round", "Mod", "FloorDiv", "ReduceProd", "ReduceL2"), "torch's stays opaque; Keras's is read"),

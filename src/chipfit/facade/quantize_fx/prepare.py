@@ -203,7 +203,7 @@ class _Graph:
 
     def moves(self, n: fx.Node) -> bool:
         op = OPS.get(self.ops[n])
-        return op is not None and op.moves and op.slots == ("in0",)
+        return op is not None and op.moves and set(op.slots) <= {"in0", "sizes*"}
 
     def operands(self, n: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
         """Where each operand's numbers come from, behind what moves them, with the node that reads them there."""

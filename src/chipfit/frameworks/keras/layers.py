@@ -79,7 +79,7 @@ class KerasQuantizer(keras.layers.Layer):
         """What the algorithm is given, each of `shape`, or [N] for its levels."""
         return {name: ops.convert_to_tensor(getattr(self, name)) for name in self._given}
 
-    def spread(self, x: Any) -> dict[str, Any]:
+    def against(self, x: Any) -> dict[str, Any]:
         """The same as it broadcasts against x: where blocks share one, each as often as a block has numbers."""
         given = self.given()
         if self.grid.per != "block":
@@ -93,14 +93,14 @@ class KerasQuantizer(keras.layers.Layer):
 
     def call(self, x: Any, scale: Any = None, training: Any = None) -> Any:
         """x: reals. Returns reals on the grid, same shape. `scale` takes the place of the quantizer's own."""
-        p = {**self.spread(x), "training": bool(training)}
+        p = {**self.against(x), "training": bool(training)}
         if scale is not None:
             p["scale"] = ops.convert_to_tensor(scale)
         return self.algorithm.call(KerasOps, x, p, self.grid)
 
     def reals(self, w: Any) -> Any:
         """What is rounded in place of w: the weight that the plan's grid is for when training ends."""
-        return self.algorithm.reals(KerasOps, w, self.spread(w), self.grid)
+        return self.algorithm.reals(KerasOps, w, self.against(w), self.grid)
 
     def set(self, stored: Mapping[str, np.ndarray]) -> None:
         """Take these numbers, by name; arrays of as many as there are."""
