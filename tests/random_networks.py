@@ -430,8 +430,9 @@ class Outcome:
 
 @cache
 def platforms(runtime: str) -> list[str]:
-    """The built-in platforms that a runtime proves, with their revisions."""
+    """The built-in platforms that a runtime proves and that store values in codes, with their revisions."""
     found = [p for p in map(load, names()) for r in p.runtimes[:1] if _suffix(r) == RUNTIMES[runtime]]
+    found = [p for p in found if any(u.out in p.formats for o in p.ops for u in o.use)]
     return [f"{p.name}@{tag}" if tag else p.name for p in found for tag in p.arch or ("",)]
 
 
