@@ -77,6 +77,15 @@ def test_what_no_kernel_does_is_refused_by_name():
         quantized({"0": {"per": "block"}}, "tflite_int8")
 
 
+def test_a_table_of_embeddings_reads_no_floats():
+    network = nn.Sequential(nn.Embedding(20, 64), nn.Linear(64, 32)).eval()
+    ids, plain = [torch.randint(0, 20, (4, 3))], {"settings": OFF, "progress": False}
+    with pytest.raises(PlanError, match="changes nothing for '0' .it reads no floats"):
+        chipfit.quantize(network, ids, "ort_dynamic", overrides={"0": {"inputs": "dynamic"}}, **plain)
+    result = chipfit.quantize(network, ids, "ort_dynamic", overrides={"*": {"inputs": "dynamic"}}, **plain)
+    assert any("it reads no floats" in line for line in result.plan.rewrites)
+
+
 def test_training_leaves_the_scales_of_blocks_and_learns_the_weights():
     with pytest.raises(UnsupportedError, match="its blocks have a scale each, which stay") as e:
         quantized({"0": {"bits": 4}}, "ort_dynamic", training="lsq")

@@ -56,7 +56,7 @@ def _reasons(graph: Graph, assignment: Assignment) -> Callable[[str, Any, Node],
             tensor = next((i for slot, i in graph.slots(n) if slot == "w"), None)
         if choice == "inputs":
             if tensor is None or not graph.is_float(n.data):
-                return None
+                return None if tensor is None else "it reads no floats"
             takes = "dynamic" if n.name in assignment.dynamic else "codes" if nodes[n.name].exec != "float" else "float"
             return "" if takes == asked and tensor in slots else f"it takes them in {takes}"
         if choice == "result" and tensor is not None:
