@@ -126,7 +126,7 @@ def _model(tape: Tape, handed: Ends) -> onnx.ModelProto:
     version = _IR_VERSIONS.get(tape.opset, _IR_VERSION)
     opsets = [
         helper.make_opsetid("", tape.opset),
-        *(helper.make_opsetid(d, 1) for d in {n.domain for n in nodes} - {""}),
+        *(helper.make_opsetid(d, 1) for d in sorted({n.domain for n in nodes} - {""})),
     ]
     made_by = {"producer_name": "chipfit", "producer_version": __version__}
     model = helper.make_model(graph, opset_imports=opsets, ir_version=version, **made_by)
