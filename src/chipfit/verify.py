@@ -412,8 +412,8 @@ def verify(
     require(found)
     quantized = [v for v in (*graph.inputs, *(o for n in graph.nodes for o in n.outputs)) if plan.quantized(v)]
     #: floats that kernels round to a range of the moment
-    moment = dict.fromkeys(n.data for n in graph.nodes if n.op == DYNAMIC and n.data not in graph.inputs)
-    moment = {v: None for v in moment if not plan.quantized(v)}
+    rounded = (n.data for n in graph.nodes if n.op == DYNAMIC)
+    moment = dict.fromkeys(v for v in rounded if v not in graph.inputs and not plan.quantized(v))
     with tempfile.TemporaryDirectory() as folder:
         suffix = found.declares.suffix
         file = given or export(graph, plan, Path(folder) / f"model{suffix}", platform)

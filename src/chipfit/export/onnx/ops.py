@@ -101,10 +101,8 @@ def _dynamic_quantize(w: Tape, n: Node, x: Names) -> str:
         refuse(n, f"codes {a['qmin']}..{a['qmax']} with a range for each {a['per']}; ONNX has 0..255 with one range")
     q, s, z = w.op_many("DynamicQuantizeLinear", x, 3)
     w.moment[n.output] = q, s, z
-    y = w.op(
-        "Mul", [w.op("Cast", [w.op("Sub", [w.op("Cast", [v], to=tensor_type("int32")) for v in (q, z)])], to=1), s]
-    )
-    return y
+    centred = w.op("Sub", [w.op("Cast", [v], to=tensor_type("int32")) for v in (q, z)])
+    return w.op("Mul", [w.op("Cast", [centred], to=tensor_type("float32")), s])
 
 
 def _rounding_itself(w: Tape, n: Node, x: Names) -> str | None:
@@ -114,14 +112,14 @@ def _rounding_itself(w: Tape, n: Node, x: Names) -> str | None:
     raw = stored is None or (name, n.name) in w.plan.float_edges
     if stored is None or raw or (moment is None and stored.grid.per != "block"):
         return None
-    codes, bias = stored.quantize(w.graph.weights[name].detach().cpu()), x[2] if len(x) > 2 else None
+    bias = x[2] if len(x) > 2 else None
     if stored.grid.per == "block":
         return _mat_mul_n_bits(w, n, x[0], name, bias, level=1 if moment is None else 4)
     if moment is None or not moment[0]:
         refuse(n, "weights with one scale for each channel multiply data with one for each block")
     if stored.zero_point.any():
         refuse(n, "weights with zero points multiply data that are rounded each time")
-    scale, _ = w._numbers(name, stored)
+    codes, (scale, _) = stored.quantize(w.graph.weights[name].detach().cpu()), w._numbers(name, stored)
     held = f"{name}_q"
     w.initialisers[held] = w._codes(held, codes if n.op == "MatMul" else codes.t(), name)
     acc = w.op("MatMulInteger", [moment[0], held, moment[2]])
