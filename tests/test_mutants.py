@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("cosmic_ray")
 
-from benchmarks.mutants.draw import ROOT, SOURCE, OutOfDate, _around, _by_hand, _excluded, by_hand, files
+from benchmarks.mutants.draw import ROOT, SOURCE, Mutant, OutOfDate, _around, _by_hand, _excluded, by_hand, files
+from benchmarks.mutants.tests import Table, _branches
 
 
 def test_every_defect_by_hand_fits_the_code_once_and_changes_it():
@@ -76,3 +77,22 @@ def test_the_tool_draws_the_same_for_the_same_seed():
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
     assert shown(1) == shown(1) != shown(2)
+
+
+def test_those_are_asked_that_take_the_branch_first_of_all_the_modules_own():
+    file = "chipfit/calibration/collect.py"
+    line = 1 + (SOURCE / file).read_text().splitlines().index("                x = x[words].unsqueeze(0)")
+    [branch] = [key for first, last, key in _branches(file) if first <= line <= last and "see" in key and first == line]
+    see = f"{file}:{branch.partition('@')[0].removesuffix('.<locals>.')}"
+    runs = {"tests/test_a.py::f": [see], "tests/test_b.py::g": [see, f"{file}:{branch}"]}
+    runs |= {"tests/calibration/test_collect.py::h": [see, f"{file}:{branch}"]}
+    table = Table(dict.fromkeys(runs, 1.0), runs, set())
+
+    def chosen(at, most=25.0):
+        return table.choose(Mutant(file, "", at, see.partition(":")[2], "", "-a\n+b"), most)
+
+    assert chosen(line) == ["tests/calibration/test_collect.py::h", "tests/test_b.py::g"]
+    assert chosen(line, 1.5) == ["tests/calibration/test_collect.py::h"]
+    assert len(chosen(line - 1)) == 3
+    around = Mutant(file, "", line - 1, see.partition(":")[2], "", "-if a:\n-    b\n+c")
+    assert len(table.choose(around, 25)) == 2  # what is taken away

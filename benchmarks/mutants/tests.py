@@ -1,7 +1,7 @@
-"""Which tests should notice a defect: those that execute the function it is in, cheap ones first.
+"""Which tests should notice a defect: those that execute the branch it is in, of its own room and cheap ones first.
 
-The table of what each test executes is made by running the tests once, with a note in each function. It is kept below
-`.mutants` and made again for test files that have changed.
+The table of what each test executes is made by running the tests once, with a note in each function and each branch. It
+is kept below `.mutants` and made again for test files that have changed.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ def test_files() -> list[str]:
     return [t for t in tests if not t.startswith(left_out)] + doctests
 
 
-#: "file:function" of what was called since it was last emptied; the name under which instrumented code finds it
+#: "file:function" of what was called since it was last emptied, and "file:function@line" of the branches that were
+#: taken; the name under which instrumented code finds it
 SEEN: set[str] = set()
 _NAME = "__functions_seen__"
 
 
 class Instrumented(importlib.abc.MetaPathFinder):
-    """Imports chipfit with a first statement in each function that notes the call: far cheaper than tracing."""
+    """Imports chipfit with a first statement in each function and branch that notes it: far cheaper than tracing."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.partition(".")[0] != "chipfit":
@@ -69,14 +70,25 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class _Notes(ast.NodeTransformer):
-    """Puts the notes into a module."""
+    """Puts the notes into a module, and finds its branches: first line, last line, and what is noted there."""
 
     def __init__(self, file: str) -> None:
         self.file, self.path = file, ""
+        self.branches: list[tuple[int, int, str]] = []
 
     def _note(self, name: str) -> ast.Call:
         add = ast.Attribute(ast.Name(_NAME, ast.Load()), "add", ast.Load())
         return ast.Call(add, [ast.Constant(f"{self.file}:{name}")], [])
+
+    def generic_visit(self, node: Any) -> Any:
+        super().generic_visit(node)
+        if isinstance(node, ast.If | ast.For | ast.While | ast.Try | ast.ExceptHandler | ast.match_case):
+            for body in (node.body, getattr(node, "orelse", [])):
+                if body:
+                    first, last = body[0].lineno, body[-1].end_lineno
+                    self.branches.append((first, last, f"{self.path}@{first}"))
+                    body.insert(0, ast.copy_location(ast.Expr(self._note(f"{self.path}@{first}")), body[0]))
+        return node
 
     def _within(self, node: Any, name: str, inner: str) -> Any:
         before, self.path = self.path, f"{name}{inner}"
@@ -104,8 +116,16 @@ class _Notes(ast.NodeTransformer):
         return node
 
 
+@cache
+def _branches(file: str) -> list[tuple[int, int, str]]:
+    """Of a module below `src`, as it is."""
+    notes = _Notes(file)
+    notes.visit(ast.parse((SOURCE / file).read_text()))
+    return notes.branches
+
+
 class Tracer:
-    """A pytest plugin: the functions of chipfit that each test executes, and how long it takes."""
+    """A pytest plugin: the functions and branches of chipfit that each test executes, and how long it takes."""
 
     def __init__(self) -> None:
         self.tests: dict[str, dict[str, Any]] = {}
@@ -161,20 +181,27 @@ class Table:
     def choose(self, m: Mutant, most: float) -> list[str]:
         """The tests that should notice, in the order in which they run.
 
-        Those that execute the function; of a defect at the level of a module, or in a function that runs when it is
-        imported, those that execute anything of the module. Cheap ones first, and before them the tests of the module's
-        own room and those whose names share a rare word with the changed lines; of one parametrized test a few before
-        the others' rest; no more than `most` seconds of them.
+        Those that execute the branch that it is in or takes away, or else the function; of a defect at the level of a
+        module, or in a function that runs when it is imported, those that execute anything of the module. First the
+        tests of the module itself and those whose names share a rare word with the changed lines, then those of its
+        room, which together get two thirds of the time at most; of one parametrized test a few before the others' rest,
+        cheap ones before dear ones; no more than `most` seconds of them.
         """
+        changed = [x for x in m.diff.splitlines() if x[:1] in ("-", "+") and x[:3] not in ("---", "+++")]
+        end = m.line + sum(x.startswith("-") for x in changed) - 1
+        around = [(last - first, key) for first, last, key in _branches(m.file) if first <= m.line <= last]
+        taken_out = [key for first, last, key in _branches(m.file) if m.line < first <= last <= end]
         key = f"{m.file}:{m.within}"
-        found = {t for f, ts in self.by_function.items() if f == key or f.startswith(f"{key}.<locals>") for t in ts}
+        found = {t for b in taken_out or [k for _, k in sorted(around)[:1]] for t in self.by_function[f"{m.file}:{b}"]}
+        if not found:
+            called = (ts for f, ts in self.by_function.items() if f == key or f.startswith(f"{key}.<locals>"))
+            found = {t for ts in called for t in ts}
         if not m.within or key in self.imported or not found:
             found = self.by_file[m.file] | found
         if not found:
             found = set(self.seconds)
         room, own = _mirrors(m.file)
-        changed = "".join(line for line in m.diff.splitlines() if line[:1] in "-+" and line[:3] not in ("---", "+++"))
-        words = _words(f"{m.within} {changed}")
+        words = _words(f"{m.within} {' '.join(changed)}")
         told = {t: words & _words(t.partition("::")[2]) for t in found}
         often = Counter(w for shared in told.values() for w in shared)
         seen: Counter[str] = Counter()
@@ -182,14 +209,12 @@ class Table:
         for t in sorted(found, key=lambda t: (self.seconds[t], t)):
             stem = t.partition("[")[0]
             seen[stem] += 1
-            weight = 0.1 if t.startswith(own) else 0.2 if t.startswith(room) else 2
-            late = 0.02 * seen[stem] + 0.05 * (weight == 2)
-            if any(often[w] <= max(5, len(found) // 20) for w in told[t]):
-                weight, late = weight / 8, 0.0
-            ranked.append((self.seconds[t] * weight + late, t))
+            rare = any(often[w] <= max(5, len(found) // 20) for w in told[t])
+            tier = 0 if t.startswith(own) or rare else 1 if t.startswith(room) else 2
+            ranked.append((tier, self.seconds[t] + 0.1 * seen[stem], t))
         out, spent = [], 0.0
-        for _, t in sorted(ranked):
-            if spent + self.seconds[t] <= most or not out:
+        for tier, _, t in sorted(ranked):
+            if spent + self.seconds[t] <= (most if tier == 2 else most * 2 / 3) or not out:
                 out.append(t)
                 spent += self.seconds[t]
         return out
@@ -222,8 +247,9 @@ def load(names: tuple[str, ...]) -> Table:
     for name in names:
         data = json.loads(kept(name).read_text())
         imported |= set(data["imported"])
+        names_of = [sys.intern(n) for n in data["names"]]
         for test, entry in data["tests"].items():
-            seconds[test], runs[test] = entry["seconds"], entry["runs"]
+            seconds[test], runs[test] = entry["seconds"], [names_of[k] for k in entry["runs"]]
     return Table(seconds, runs, imported)
 
 
@@ -233,7 +259,10 @@ def trace(test_file: str) -> int:
     sys.meta_path.insert(0, Instrumented())
     tracer = Tracer()
     status = pytest.main([*OPTIONS, test_file], plugins=[tracer])
-    data = {"imported": tracer.imported, "tests": {t: e for t, e in tracer.tests.items() if t not in tracer.failed}}
+    found = {t: e for t, e in tracer.tests.items() if t not in tracer.failed}
+    number = {n: k for k, n in enumerate(sorted({n for e in found.values() for n in e["runs"]}))}
+    numbered = {t: {**e, "runs": [number[n] for n in e["runs"]]} for t, e in found.items()}
+    data = {"imported": tracer.imported, "names": list(number), "tests": numbered}
     kept(test_file).parent.mkdir(parents=True, exist_ok=True)
     kept(test_file).write_text(json.dumps(data))
     return int(status)

@@ -83,46 +83,49 @@ def rounded(
         tries = [_allowed(best * r, rows) for r in (FEW if k > MANY else candidates)]
         tries = [t[rows.ids].unsqueeze(2) for t in tries]
     many = torch.cat([t.expand(g, o, k) for t in tries], 1)
-    inverse = _inverse(h, damping) if spread else None
+    passed = _passed_on(h, damping) if spread else None
     again = w.repeat(1, len(tries), 1)
     zeros = rows.zero.expand(g, o, k).repeat(1, len(tries), 1)
-    q = gptq(again, inverse, many, zeros, rows.grid) if inverse is not None else _Nearest(many, zeros, rows.grid)(again)
-    error = (((q - again) @ h) * (q - again)).sum(2).view(g, len(tries), o)
-    q = q.view(g, len(tries), o, k)
+    q = gptq(again, passed, many, zeros, rows.grid) if passed is not None else _Nearest(many, zeros, rows.grid)(again)
     if rows.ids is None:
-        return q[:, 0], entries, inverse is not None or not spread
-    losses = torch.stack(
-        [torch.zeros(len(entries)).index_add_(0, rows.ids.flatten(), e.flatten()) for e in error.unbind(1)]
-    )
-    winner = losses.argmin(0)  # [entries]
+        return q, entries, passed is not None or not spread
+    winner = torch.zeros(len(entries), dtype=torch.long)
+    if len(tries) > 1:
+        error = (((q - again) @ h) * (q - again)).sum(2).view(g, len(tries), o)
+        losses = [torch.zeros(len(entries)).index_add_(0, rows.ids.flatten(), e.flatten()) for e in error.unbind(1)]
+        winner = torch.stack(losses).argmin(0)
+    q = q.view(g, len(tries), o, k)
     pick = winner[rows.ids]  # [g, O/g]
     scales = torch.stack([t[..., 0] for t in tries], 1).gather(1, pick.unsqueeze(1))[:, 0]
     entries = entries.clone().index_copy_(0, rows.ids.flatten(), scales.flatten())
-    return q.gather(1, pick[:, None, :, None].expand(g, 1, o, k))[:, 0], entries, inverse is not None or not spread
+    return q.gather(1, pick[:, None, :, None].expand(g, 1, o, k))[:, 0], entries, passed is not None or not spread
 
 
-def gptq(w: Tensor, inverse: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> Tensor:
+def gptq(w: Tensor, passed: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> Tensor:
     """Columns one after another; the error of each goes to those that are still to come.
+
+    With H = R R' for an upper triangular R, the error (q - w) H (q - w)' is the sum over columns j of the squares of
+    R_jj (q_j - w_j + sum over i < j of (q_i - w_i) R_ij / R_jj), which the nearest code to the rest makes least.
 
     Args:
         w, scale, zero: [g, R, K].
-        inverse: upper Cholesky factor of H^-1, [g, K, K].
+        passed: R_ij / R_jj, [g, K, K].
 
-    Source: Frantar et al. 2022, arXiv:2210.17323, algorithm 1.
+    Source: Frantar et al. 2022, arXiv:2210.17323, algorithm 1, without the inverse of H by theorem 6 of Chee et al.
+    2023, arXiv:2307.13304.
     """
     # [g, K, R]: what is done to a column runs over numbers that lie side by side
     w, scale, zero = (x.transpose(1, 2).contiguous() for x in (w, scale, zero))
-    w, q, size = w.clone(), torch.empty_like(w), w.shape[1]
+    heard, q, size = w.clone(), torch.empty_like(w), w.shape[1]
     nearest = _Nearest(scale, zero, grid)
     for start in range(0, size, BLOCK):
         end = min(start + BLOCK, size)
-        part, errors = w[:, start:end], torch.empty_like(w[:, start:end])
-        u = inverse[:, start:end, start:end]
+        part, errors, within = heard[:, start:end], torch.empty_like(w[:, start:end]), passed[:, start:end, start:end]
         for i in range(end - start):
             q[:, start + i] = nearest(part[:, i], start + i)
-            errors[:, i] = (part[:, i] - q[:, start + i]) / u[:, i, i].unsqueeze(1)
-            part[:, i + 1 :].addcmul_(u[:, i, i + 1 :].unsqueeze(2), errors[:, i].unsqueeze(1), value=-1)
-        w[:, end:].baddbmm_(inverse[:, start:end, end:].transpose(1, 2), errors, alpha=-1)
+            errors[:, i] = w[:, start + i] - q[:, start + i]
+            part[:, i + 1 :].addcmul_(within[:, i, i + 1 :].unsqueeze(2), errors[:, i].unsqueeze(1))
+        heard[:, end:].baddbmm_(passed[:, start:end, end:].transpose(1, 2), errors)
     return q.transpose(1, 2).contiguous()
 
 
@@ -144,17 +147,17 @@ class _Nearest:
         return ROUNDINGS[self.grid.rounding](w / s).clamp_(self.grid.qmin, self.grid.qmax).mul_(s)
 
 
-def _inverse(h: Tensor, damping: float) -> Tensor | None:
-    """The upper Cholesky factor of the damped H's inverse; None where even ten times the mean does not make it one."""
+def _passed_on(h: Tensor, damping: float) -> Tensor | None:
+    """What `gptq` takes, of the damped H; None where even ten times the mean does not make it definite."""
     while damping <= 10:
         damped = h + torch.diag_embed((damping * _mean(h)).expand(h.shape[:2]))
-        # with rows and columns in reverse, H = R R' for an upper R, so that H^-1 = (R^-1)' R^-1
+        # with rows and columns in reverse, so that the factor is upper triangular
         lower, failed = torch.linalg.cholesky_ex(damped.flip(1, 2))
         if not bool(failed.any()):
             r = lower.flip(1, 2)
-            upper = torch.linalg.solve_triangular(r, torch.eye(h.shape[1]).expand_as(h), upper=True)
-            if bool(torch.isfinite(upper).all()):
-                return upper
+            passed = r.div_(r.diagonal(dim1=1, dim2=2).unsqueeze(1).clone())
+            if bool(torch.isfinite(passed).all()):
+                return passed
         damping *= 10
     return None
 

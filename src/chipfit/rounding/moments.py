@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -63,12 +64,14 @@ def patches(node: Node, x: Tensor, w: Tensor, where: Tensor, zero: float = 0.0) 
     around = [p for lo_hi in reversed(list(padding)) for p in lo_hi]
     x = F.pad(x, around, value=zero) if any(around) else x
     sizes = list(zip(x.shape[2:], dilation, kernel, stride, strict=True))
+    # torch's own unravel_index loads a computer algebra system
+    at_axis = np.unravel_index(where.numpy(), [_places(*size) for size in sizes])
     at, reads = (
         where.new_zeros(1),
         where.new_zeros(1),
     )  # where a patch begins in one image, and what it reads from there
-    for (n, d, k, s), place in zip(sizes, torch.unravel_index(where, [_places(*size) for size in sizes]), strict=True):
-        at = at * n + place * s
+    for (n, d, k, s), place in zip(sizes, at_axis, strict=True):
+        at = at * n + torch.from_numpy(place) * s
         reads = (reads.unsqueeze(1) * n + torch.arange(k) * d).flatten()
     read = x.flatten(2).index_select(2, (reads.unsqueeze(1) + at).flatten())  # [N, C, kernel x P]
     return read.view(len(x), g, -1, len(where)).permute(1, 2, 0, 3).reshape(g, x.shape[1] // g * prod(kernel), -1)
@@ -89,8 +92,8 @@ def _apart(x: Tensor, stride: tuple[int, ...], zero: float) -> Tensor:
     return out
 
 
-#: weights of one output above which moments are summed in blocks
-LARGE = 512
+#: rows of a matrix of moments that are summed at a time: few, so that little of what the mirror gives is computed
+ROWS = 144
 
 
 @dataclass
@@ -111,10 +114,8 @@ class Moments:
 
     def add(self, x: Tensor, t: Tensor) -> None:
         """Inputs [g, K, n] and the outputs [g, O/g, n] that belong to them."""
-        k = x.shape[1]
-        size = -(-k // 4) if k >= LARGE else k
-        for start in range(0, k, size):  # one triangle of blocks; the other is its mirror, see `_squares`
-            rows = slice(start, start + size)
+        for start in range(0, x.shape[1], ROWS):  # one triangle of blocks; the other is its mirror, see `_squares`
+            rows = slice(start, start + ROWS)
             self.xx[:, rows, start:].baddbmm_(x[:, rows], x[:, start:].transpose(1, 2))
         self.tx.baddbmm_(t, x.transpose(1, 2))
         self.x += x.sum(2)

@@ -42,6 +42,12 @@ def _moderate(x: Tensor) -> bool:
     return float(low) > -_HALF and float(high) < _HALF
 
 
+def _layout(x: Tensor) -> torch.memory_format:
+    """Images stay in channels last where an operator made them so: the next one reads them so."""
+    last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last else torch.contiguous_format
+
+
 @dataclass
 class Stream:
     """One value for every chunk of images: codes where it is stored in codes, else half precision where it is large."""
@@ -58,7 +64,7 @@ class Stream:
                 x = self.stored.quantize(x)
             elif x.dtype == torch.float32 and self._is_large(x) and _moderate(x):
                 x = x.half()
-            x = self.budget.keep(x.contiguous())
+            x = self.budget.keep(x.contiguous(memory_format=_layout(x)))
         self.chunks.append(x)
 
     def __getitem__(self, k: int) -> Any:
