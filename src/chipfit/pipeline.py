@@ -454,7 +454,7 @@ def quantize(
     record["samples"] = sorted(seen.digests)
     with shown.stage("ranges"):
         if steps.taken(settings, "adapt"):
-            graph, stats, adapted = steps.adapt(graph, assignment, stats, settings)
+            graph, stats, adapted = steps.adapt(graph, assignment, stats, settings, batches(again, graph), seed)
             graph, assignment, decisions = decide(graph, target, overrides, settings)
             notes += adapted
         results, why = steps.results(graph, assignment, stats, settings)

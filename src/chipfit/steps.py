@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from chipfit.calibration.collect import Need, TensorStats
+from chipfit.calibration.collect import Need, TensorStats, collect
 from chipfit.decide.assignment import Assignment
 from chipfit.errors import ConfigError, Interrupted, interrupted
 from chipfit.graph.check import check
@@ -65,6 +65,13 @@ def completed(settings: Settings, bits: Collection[int], rule: str, again: bool)
     return settings, notes
 
 
+def tried(settings: Settings, bits: Collection[int]) -> Settings:
+    """The settings with the rewrites that activations of these widths may gain by, where the user left them open."""
+    open_ = [e.declares for e in ordered("adapt") if e.declares.tries and getattr(settings, e.declares.setting.name) is None]
+    more = {says.setting.name: says.tries(settings, bits) for says in open_}
+    return Settings(**settings.to_record(), **{k: v for k, v in more.items() if v is not None})
+
+
 def _take(step: Entry, settings: Settings, *given: Any, **context: Any) -> Any:
     """Call a step with what its stage gives, what it needs besides, and the number that its setting is."""
     says = step.declares
@@ -105,13 +112,24 @@ def needs(graph: Graph, found: Mapping[str, Need], settings: Settings) -> dict[s
     return out
 
 
-def adapt(graph: Graph, assignment: Assignment, stats: Stats, settings: Settings) -> tuple[Graph, Stats, list[str]]:
-    """The rewrites that follow the statistics; the formats are to be decided again afterwards."""
-    notes: list[str] = []
+def adapt(
+    graph: Graph, assignment: Assignment, stats: Stats, settings: Settings, batches: Batches, seed: int = 0
+) -> tuple[Graph, Stats, list[str]]:
+    """The rewrites that follow the statistics; the formats are to be decided again afterwards.
+
+    Args:
+        batches: the data again, for statistics that no rewrite can tell.
+    """
+    notes, before = list[str](), {n for n, s in stats.items() if s.histogram is None}
     for step in taken(settings, "adapt"):
         graph, stats, more = _take(step, settings, graph, assignment, stats)
         check(graph, blame=step.name)
         notes += more
+    stale = {n: s for n, s in stats.items() if s.histogram is None and n not in before}
+    axes = {n: None if s.total is None else 1 for n, s in stale.items()}
+    if stale:
+        needed = {n: Need(channel_axis=axis) for n, axis in axes.items()}
+        stats = {**stats, **collect(graph, batches, tensors=needed, seed=seed)}
     return graph, stats, notes
 
 
@@ -125,8 +143,9 @@ def results(graph: Graph, assignment: Assignment, stats: Stats, settings: Settin
 
 
 def reads_again(settings: Settings) -> bool:
-    """Whether some correction reads the data once more."""
-    return any("batches" in s.declares.needs for s in taken(settings, "correct"))
+    """Whether some step reads the data once more."""
+    asked = taken(settings, "adapt") + taken(settings, "correct")
+    return any(s.declares.again or "batches" in s.declares.needs for s in asked)
 
 
 def correct(

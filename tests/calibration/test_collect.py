@@ -60,7 +60,7 @@ def test_bins_fold_in_pairs_however_far_the_range_grows():
 
 
 def test_a_shift_moves_every_bin_and_both_ends():
-    s = seen(need=Need(mean_axis=0))
+    s = seen(need=Need(channel_axis=0))
     moved = s.shifted(2.0)
     assert (moved.low, moved.high) == (-2.0, 9.0)
     assert moved.smooth_low == pytest.approx(0.63) and moved.smooth_high == pytest.approx(5.22)
@@ -75,7 +75,7 @@ def test_a_shift_moves_every_bin_and_both_ends():
 @pytest.mark.parametrize("axis", [1, -1])
 def test_means_are_those_of_each_channel(axis):
     batches = [torch.randn(2, 3, 4), torch.randn(5, 3, 4)]
-    got = seen(batches, Need(histogram=False, mean_axis=axis))
+    got = seen(batches, Need(histogram=False, channel_axis=axis))
     rows = torch.cat([b.double().movedim(axis, 0).flatten(1) for b in batches], 1)
     torch.testing.assert_close(got.mean, rows.mean(1), rtol=1e-6, atol=1e-6)
     assert got.histogram is None

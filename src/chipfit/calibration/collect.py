@@ -27,7 +27,7 @@ class Need:
     """What to collect for one tensor; the range always."""
 
     histogram: bool = True
-    mean_axis: int | None = None  #: also the mean of every channel along this axis
+    channel_axis: int | None = None  #: also mean, least and greatest value of every channel along this axis
 
 
 @dataclass(slots=True)
@@ -42,19 +42,41 @@ class TensorStats:
     count: int = 0  #: elements seen
     batches: int = 0
     histogram: Histogram | None = None
-    total: torch.Tensor | None = None  #: sum of every channel, [C] float64, where a mean was asked for
+    total: torch.Tensor | None = None  #: sum of every channel, [C] float64, where `Need.channel_axis` asked for it
+    lows: torch.Tensor | None = None  #: least value of every channel, [C] float64, likewise
+    highs: torch.Tensor | None = None  #: and the greatest
 
     @property
     def mean(self) -> torch.Tensor | None:
-        """Mean of every channel, [C] float64; None unless `Need.mean_axis` asked for it."""
+        """Mean of every channel, [C] float64; None unless `Need.channel_axis` asked for it."""
         return None if self.total is None else self.total * (self.total.numel() / self.count)
+
+    @property
+    def peaks(self) -> torch.Tensor | None:
+        """Largest magnitude of every channel, [C] float64, likewise."""
+        return None if self.lows is None or self.highs is None else torch.maximum(-self.lows, self.highs)
 
     def shifted(self, by: float) -> TensorStats:
         """What calibration would have seen of x + `by`."""
         ends = {name: getattr(self, name) + by for name in ("low", "high", "smooth_low", "smooth_high")}
         histogram = None if self.histogram is None else self.histogram.shifted(by)
         total = None if self.total is None else self.total + by * self.count / self.total.numel()
-        return replace(self, histogram=histogram, total=total, **ends)
+        lows, highs = (None if t is None else t + by for t in (self.lows, self.highs))
+        return replace(self, histogram=histogram, total=total, lows=lows, highs=highs, **ends)
+
+    def by_channel(self, plus: torch.Tensor | float, times: torch.Tensor | float) -> TensorStats:
+        """Of (x + plus) * times, [C] each, times > 0: channels and ends; the histogram is to be collected again.
+
+        Raises:
+            ValueError: no channels were asked for.
+        """
+        if self.total is None or self.lows is None or self.highs is None:
+            raise ValueError(f"nothing is known of the channels of '{self.name}'")
+        total = (self.total + plus * self.count / self.total.numel()) * times
+        lows, highs = (self.lows + plus) * times, (self.highs + plus) * times
+        low, high = float(lows.min()), float(highs.max())
+        channels = {"total": total, "lows": lows, "highs": highs}
+        return replace(self, low=low, high=high, smooth_low=low, smooth_high=high, histogram=None, **channels)
 
     def update(self, x: torch.Tensor, need: Need) -> None:
         """Add one batch of the tensor, float32, any shape.
@@ -73,9 +95,12 @@ class TensorStats:
         self.smooth_high += _SMOOTH * (high - self.smooth_high)
         self.count += x.numel()
         self.batches += 1
-        if need.mean_axis is not None:
-            channels = x.sum([k for k in range(x.dim()) if k != need.mean_axis % x.dim()]).double()
-            self.total = channels if self.total is None else self.total + channels
+        if need.channel_axis is not None:
+            others = [k for k in range(x.dim()) if k != need.channel_axis % x.dim()]
+            total, lows, highs = (f(x, others).double() for f in (torch.sum, torch.amin, torch.amax))
+            self.total = total if self.total is None else self.total + total
+            self.lows = lows if self.lows is None else torch.minimum(self.lows, lows)
+            self.highs = highs if self.highs is None else torch.maximum(self.highs, highs)
         if need.histogram:
             if self.histogram is None:
                 self.histogram = Histogram()

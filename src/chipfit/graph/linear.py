@@ -28,6 +28,11 @@ def channel_axis(node: Node) -> int:
     return -1 if node.op == "Linear" else 1
 
 
+def on_axis_1(graph: Graph, node: Node) -> bool:
+    """Whether the data of a linear operator have their channels there."""
+    return node.op != "Linear" or len(graph.shape(node.data)) == 2
+
+
 def in_groups(node: Node, w: torch.Tensor) -> torch.Tensor:
     """View of a weight as [g, O/g, I/g, *kernel]."""
     g = node.attrs.get("groups", 1)
