@@ -16,6 +16,7 @@ from chipfit.passes.own_weights import own_weights
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.schema import Platform
 from chipfit.registry import OFF, Entry, ordered
+from chipfit.rounding.fisher import few
 from chipfit.settings import Settings
 
 Stats = dict[str, TensorStats]
@@ -65,10 +66,12 @@ def completed(settings: Settings, bits: Collection[int], rule: str, again: bool)
     return settings, notes
 
 
-def tried(settings: Settings, bits: Collection[int]) -> Settings:
-    """The settings with the rewrites that activations of these widths may gain by, where the user left them open."""
-    open_ = [e.declares for e in ordered("adapt") if e.declares.tries and getattr(settings, e.declares.setting.name) is None]
-    more = {says.setting.name: says.tries(settings, bits) for says in open_}
+def tried(settings: Settings, graph: Graph, assignment: Assignment) -> Settings:
+    """The settings with the rewrites that these formats may gain by, where the user left them open."""
+    more = dict[str, Any]()
+    for says in (e.declares for e in ordered("adapt")):
+        if says.tries is not None and getattr(settings, says.setting.name) is None:
+            more[says.setting.name] = says.tries(settings, graph, assignment)
     return Settings(**settings.to_record(), **{k: v for k, v in more.items() if v is not None})
 
 
@@ -118,18 +121,16 @@ def adapt(
     """The rewrites that follow the statistics; the formats are to be decided again afterwards.
 
     Args:
-        batches: the data again, for statistics that no rewrite can tell.
+        batches: the data again: the first samples give the histograms that no rewrite can tell.
     """
     notes, before = list[str](), {n for n, s in stats.items() if s.histogram is None}
     for step in taken(settings, "adapt"):
         graph, stats, more = _take(step, settings, graph, assignment, stats)
         check(graph, blame=step.name)
         notes += more
-    stale = {n: s for n, s in stats.items() if s.histogram is None and n not in before}
-    axes = {n: None if s.total is None else 1 for n, s in stale.items()}
-    if stale:
-        needed = {n: Need(channel_axis=axis) for n, axis in axes.items()}
-        stats = {**stats, **collect(graph, batches, tensors=needed, seed=seed)}
+    if stale := {n: Need() for n, s in stats.items() if s.histogram is None and n not in before}:
+        seen = collect(graph, few(batches), tensors=stale, seed=seed)
+        stats = {n: replace(s, histogram=seen[n].histogram) if n in stale else s for n, s in stats.items()}
     return graph, stats, notes
 
 

@@ -30,6 +30,29 @@ class Need:
     channel_axis: int | None = None  #: also mean, least and greatest value of every channel along this axis
 
 
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """What calibration saw of the channels of a tensor, [C] float64 each."""
+
+    total: torch.Tensor  #: sum
+    low: torch.Tensor
+    high: torch.Tensor
+
+    @property
+    def peak(self) -> torch.Tensor:
+        """Largest magnitude."""
+        return torch.maximum(-self.low, self.high)
+
+    def merged(self, other: Channels) -> Channels:
+        low, high = torch.minimum(self.low, other.low), torch.maximum(self.high, other.high)
+        return Channels(self.total + other.total, low, high)
+
+    def mapped(self, count: int, plus: torch.Tensor | float, times: torch.Tensor | float) -> Channels:
+        """Of (x + plus) * times, where x has `count` elements."""
+        total = self.total + plus * (count / self.total.numel())
+        return Channels(total * times, (self.low + plus) * times, (self.high + plus) * times)
+
+
 @dataclass(slots=True)
 class TensorStats:
     """What calibration saw of one tensor."""
@@ -42,41 +65,32 @@ class TensorStats:
     count: int = 0  #: elements seen
     batches: int = 0
     histogram: Histogram | None = None
-    total: torch.Tensor | None = None  #: sum of every channel, [C] float64, where `Need.channel_axis` asked for it
-    lows: torch.Tensor | None = None  #: least value of every channel, [C] float64, likewise
-    highs: torch.Tensor | None = None  #: and the greatest
+    channels: Channels | None = None  #: where `Need.channel_axis` asked for them
 
     @property
     def mean(self) -> torch.Tensor | None:
         """Mean of every channel, [C] float64; None unless `Need.channel_axis` asked for it."""
-        return None if self.total is None else self.total * (self.total.numel() / self.count)
-
-    @property
-    def peaks(self) -> torch.Tensor | None:
-        """Largest magnitude of every channel, [C] float64, likewise."""
-        return None if self.lows is None or self.highs is None else torch.maximum(-self.lows, self.highs)
+        total = None if self.channels is None else self.channels.total
+        return None if total is None else total * (total.numel() / self.count)
 
     def shifted(self, by: float) -> TensorStats:
         """What calibration would have seen of x + `by`."""
         ends = {name: getattr(self, name) + by for name in ("low", "high", "smooth_low", "smooth_high")}
         histogram = None if self.histogram is None else self.histogram.shifted(by)
-        total = None if self.total is None else self.total + by * self.count / self.total.numel()
-        lows, highs = (None if t is None else t + by for t in (self.lows, self.highs))
-        return replace(self, histogram=histogram, total=total, lows=lows, highs=highs, **ends)
+        channels = None if self.channels is None else self.channels.mapped(self.count, by, 1.0)
+        return replace(self, histogram=histogram, channels=channels, **ends)
 
     def by_channel(self, plus: torch.Tensor | float, times: torch.Tensor | float) -> TensorStats:
-        """Of (x + plus) * times, [C] each, times > 0: channels and ends; the histogram is to be collected again.
+        """Of (x + plus) * times, [C] each, times > 0; the histogram is to be collected again.
 
         Raises:
-            ValueError: no channels were asked for.
+            ValueError: nothing is known of the channels.
         """
-        if self.total is None or self.lows is None or self.highs is None:
+        if self.channels is None:
             raise ValueError(f"nothing is known of the channels of '{self.name}'")
-        total = (self.total + plus * self.count / self.total.numel()) * times
-        lows, highs = (self.lows + plus) * times, (self.highs + plus) * times
-        low, high = float(lows.min()), float(highs.max())
-        channels = {"total": total, "lows": lows, "highs": highs}
-        return replace(self, low=low, high=high, smooth_low=low, smooth_high=high, histogram=None, **channels)
+        new = self.channels.mapped(self.count, plus, times)
+        low, high = float(new.low.min()), float(new.high.max())
+        return replace(self, low=low, high=high, smooth_low=low, smooth_high=high, histogram=None, channels=new)
 
     def update(self, x: torch.Tensor, need: Need) -> None:
         """Add one batch of the tensor, float32, any shape.
@@ -97,10 +111,8 @@ class TensorStats:
         self.batches += 1
         if need.channel_axis is not None:
             others = [k for k in range(x.dim()) if k != need.channel_axis % x.dim()]
-            total, lows, highs = (f(x, others).double() for f in (torch.sum, torch.amin, torch.amax))
-            self.total = total if self.total is None else self.total + total
-            self.lows = lows if self.lows is None else torch.minimum(self.lows, lows)
-            self.highs = highs if self.highs is None else torch.maximum(self.highs, highs)
+            new = Channels(*(f(x, others).double() for f in (torch.sum, torch.amin, torch.amax)))
+            self.channels = new if self.channels is None else self.channels.merged(new)
         if need.histogram:
             if self.histogram is None:
                 self.histogram = Histogram()

@@ -23,6 +23,12 @@ def is_linear(graph: Graph, node: Node) -> bool:
     return node.op in LINEAR and all(graph.is_weight(i) for i in node.inputs[1:] if i is not None)
 
 
+def is_depthwise(graph: Graph, node: Node) -> bool:
+    """A linear operator of which each output channel reads one of several input channels."""
+    groups = node.attrs.get("groups", 1)
+    return groups > 1 and is_linear(graph, node) and in_groups(node, graph.weights[node.weight]).shape[2] == 1
+
+
 def channel_axis(node: Node) -> int:
     """Where a linear operator's data have their channels."""
     return -1 if node.op == "Linear" else 1

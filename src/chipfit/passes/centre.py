@@ -1,6 +1,6 @@
 """Centring: signed tensors lose the mean of each channel, which the biases of their readers take."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -11,6 +11,7 @@ from chipfit.graph.ir import Graph, Node, Users
 from chipfit.graph.linear import TRANSPOSED, bias_or_zero, in_groups, is_linear, on_axis_1, own, with_bias
 from chipfit.graph.paths import adds_alike
 from chipfit.registry import OFF, Setting, register
+from chipfit.rounding.grids import worth_a_trial
 
 _DOES = "signed tensors lose each channel's mean to their readers' biases. None: where few bits gain by it"
 _SETTING = Setting("centre", None, _DOES, choices=("always", OFF))
@@ -29,6 +30,7 @@ def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     after=("softmax_shift",),
     collects=with_means,
     again=True,
+    tries=worth_a_trial,
     setting=_SETTING,
 )
 def centre(
@@ -51,29 +53,31 @@ def centre(
     graph, stats, notes = graph.copy(), dict(stats), []
     users, refused = graph.users(), _movable(graph)
     lost, gained = dict[str, torch.Tensor](), dict[str, torch.Tensor]()  # by values, by the biases of nodes
+
+    def gain(node: Node, more: torch.Tensor) -> None:
+        gained[node.name] = gained[node.name] + more if node.name in gained else more
+
     for node in graph.nodes:
         v = node.output
-        if refused.get(v, ""):
-            if v in assignment.slots:
+        if refused.get(v, "-"):
+            if v in refused and v in assignment.slots:
                 notes.append(f"the result of '{node.who}' is not centred: {refused[v]}")
-            continue
-        if v not in refused:
             continue
         if is_linear(graph, node):
             m = _mean(stats, v)
             total = users[v][0] if len(users[v]) == 1 and not is_linear(graph, users[v][0]) else None
-            others = [i for i in total.inputs if i != v] if total is not None else []
-            if total is not None and all(i in lost or refused.get(i, "made elsewhere") for i in others):
-                m = _mean(stats, total.output) - sum(lost.get(i, 0) for i in others)
-            gained[node.name] = gained.get(node.name, 0) - m
+            others = [i for i in graph.activations(total) if i != v] if total is not None else []
+            if total is not None and all(i in lost or refused.get(i, "-") for i in others):
+                m = _mean(stats, total.output) - sum((lost[i] for i in others if i in lost), torch.zeros(()))
+            gain(node, -m)
             notes.append(f"centred the result of '{node.who}' by at most {float(m.abs().max()):.3g}")
         else:
-            m = sum(lost[i] for i in node.inputs if i in lost)
+            m = sum((lost[i] for i in graph.activations(node) if i in lost), torch.zeros(()))
         lost[v], stats[v] = m, stats[v].by_channel(-m, 1.0)
         for reader in (n for n in users[v] if is_linear(graph, n)):
-            w = in_groups(reader, graph.weights[reader.weight].detach().double()).flatten(2)
-            w = w.unflatten(2, (len(m) // len(w), -1)).sum(3)  # [g, O/g, I/g]
-            gained[reader.name] = gained.get(reader.name, 0) + (w @ m.view(len(w), -1, 1)).flatten()
+            w = in_groups(reader, graph.weights[reader.weight].detach().double())
+            w = w.reshape(*w.shape[:3], -1).sum(3)  # [g, O/g, I/g]
+            gain(reader, (w @ m.view(len(w), -1, 1)).flatten())
     for k, node in enumerate(graph.nodes):
         if node.name in gained:
             graph.nodes[k] = with_bias(graph, node, bias_or_zero(graph, node) + gained[node.name])
@@ -82,7 +86,7 @@ def centre(
 
 def _movable(graph: Graph) -> dict[str, str]:
     """Results of linear operators and of sums of such: why they cannot lose a constant, "" where they can."""
-    users, producers, out = graph.users(), graph.producers(), dict[str, str]()
+    users, out = graph.users(), dict[str, str]()
 
     def takes(reader: Node) -> str:
         if not is_linear(graph, reader):
@@ -100,7 +104,11 @@ def _movable(graph: Graph) -> dict[str, str]:
             why = why or takes(reader)
         out[node.output] = f"'{node.output}' is an output of the model" if node.output in graph.outputs else why
     for node in graph.nodes:  # a sum loses what one of its operands can
-        if not is_linear(graph, node) and out.get(node.output) == "" and all(out.get(i, "-") for i in node.inputs):
+        if (
+            not is_linear(graph, node)
+            and out.get(node.output) == ""
+            and all(out.get(i, "-") for i in graph.activations(node))
+        ):
             out[node.output] = "no operand of the sum can lose anything"
     return out
 

@@ -1,6 +1,6 @@
 """Equalization of activations: channels get magnitudes alike, over groups of tensors that share their channels."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,10 +10,9 @@ from chipfit.decide.assignment import Assignment
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import (
     bias_or_zero,
-    in_groups,
+    is_depthwise,
     is_linear,
     on_axis_1,
-    out_channels,
     own,
     scale_inputs,
     scale_outputs,
@@ -23,6 +22,7 @@ from chipfit.graph.ops import OPS
 from chipfit.graph.paths import adds_alike, scaled_by_channel
 from chipfit.passes.relu_bound import bounds
 from chipfit.registry import OFF, Setting, register
+from chipfit.rounding.grids import worth_a_trial
 
 _DOES = "channels that share a grid get magnitudes alike. None: where few bits gain by it"
 _SETTING = Setting("equalize_groups", None, _DOES, choices=("always", OFF))
@@ -42,17 +42,13 @@ class Group:
     clips: list[tuple[str, float]] = field(default_factory=list)  #: what is clipped from above, and where
     refused: str = ""  #: why its channels cannot be scaled
 
-    @property
-    def alpha(self) -> float:
-        """The exponent."""
-        return _DEPTHWISE if all(n.attrs.get("groups", 1) > 1 for n in self.readers) else _DENSE
-
 
 def with_channels(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     """`needs`, and the channels of every tensor that may be scaled."""
-    values = (v for g in groups(graph) if not g.refused for v in g.values)
-    asked = {n.data for n in graph.nodes if is_linear(graph, n)} | set(needs)
-    return {**needs, **{v: replace(needs.get(v, Need(histogram=False)), channel_axis=1) for v in values if v in asked}}
+    found = [g for g in groups(graph) if not g.refused]
+    asked = {*needs, *(n.data for g in found for n in g.readers), *(v for g in found for v, _ in g.clips)}
+    values = [v for g in found for v in g.values if v in asked]
+    return {**needs, **{v: replace(needs.get(v, Need(histogram=False)), channel_axis=1) for v in values}}
 
 
 @register(
@@ -62,6 +58,7 @@ def with_channels(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     after=("centre",),
     collects=with_channels,
     again=True,
+    tries=worth_a_trial,
     setting=_SETTING,
 )
 def equalize_groups(
@@ -87,21 +84,22 @@ def equalize_groups(
     """
     graph, stats, notes = graph.copy(), dict(stats), []
     for group in groups(graph):
-        why = group.refused
+        why, read = group.refused, [n.data for n in group.readers]
+        seen = {v: c for v in group.values if v in stats and (c := stats[v].channels) is not None}
         for v, bound in group.clips:
             if v not in assignment.slots:
                 why = why or f"'{v}' is clipped at {bound:g} and stored on no grid"
-        read = [stats[n.data].peaks if n.data in stats else None for n in group.readers]
-        if not why and any(p is None for p in read):
+        if not why and not {*read, *(v for v, _ in group.clips)} <= set(seen):
             why = "its channels were not collected"
         makers = ", ".join(repr(n.who) for n in group.makers)
         if why:
             notes.append(f"the channels of {makers} keep their magnitudes: {why}")
             continue
-        t = torch.stack([p for p in read if p is not None]).amax(0)
-        s = torch.where(t > 0, (t / t.max()).clamp_min(_FLOOR) ** group.alpha, 1.0)
+        t = torch.stack([seen[v].peak for v in read]).amax(0)
+        alpha = _DEPTHWISE if all(is_depthwise(graph, n) for n in group.readers) else _DENSE
+        s = torch.where(t > 0, (t / t.max()).clamp_min(_FLOOR) ** alpha, 1.0)
         for v, bound in group.clips:
-            s = torch.maximum(s, stats[v].highs / bound)
+            s = torch.maximum(s, seen[v].high / bound)
         for n in group.makers:
             graph.weights[n.weight] = scale_outputs(n, graph.weights[n.weight].detach(), 1 / s)
             if n.bias:
@@ -138,7 +136,9 @@ def groups(graph: Graph) -> list[Group]:
         if is_linear(graph, n):
             found[root(n.output)].makers.append(n)
             found[root(n.data)].readers.append(n)
-            why = own(graph, users, n) or ("" if on_axis_1(graph, n) else f"the channels of '{n.who}' are not on axis 1")
+            why = own(graph, users, n) or (
+                "" if on_axis_1(graph, n) else f"the channels of '{n.who}' are not on axis 1"
+            )
             for v in (n.data, n.output) if why else ():
                 refuse(v, why)
         elif not _shares(graph, n):

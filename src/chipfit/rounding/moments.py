@@ -63,15 +63,13 @@ def patches(node: Node, x: Tensor, w: Tensor, where: Tensor, zero: float = 0.0) 
     around = [p for lo_hi in reversed(list(padding)) for p in lo_hi]
     x = F.pad(x, around, value=zero) if any(around) else x
     sizes = list(zip(x.shape[2:], dilation, kernel, stride, strict=True))
-    at, reads = (
-        where.new_zeros(1),
-        where.new_zeros(1),
-    )  # where a patch begins in one image, and what it reads from there
-    for (n, d, k, s), place in zip(sizes, torch.unravel_index(where, [_places(*size) for size in sizes]), strict=True):
-        at = at * n + place * s
+    at, reads, left = where.new_zeros(1), where.new_zeros(1), prod(_places(*size) for size in sizes)
+    for n, d, k, s in sizes:  # where a patch begins in one image, and what it reads from there
+        left //= _places(n, d, k, s)
+        at, where = at * n + where // left * s, where % left
         reads = (reads.unsqueeze(1) * n + torch.arange(k) * d).flatten()
     read = x.flatten(2).index_select(2, (reads.unsqueeze(1) + at).flatten())  # [N, C, kernel x P]
-    return read.view(len(x), g, -1, len(where)).permute(1, 2, 0, 3).reshape(g, x.shape[1] // g * prod(kernel), -1)
+    return read.view(len(x), g, -1, len(at)).permute(1, 2, 0, 3).reshape(g, x.shape[1] // g * prod(kernel), -1)
 
 
 def _places(size: int, dilation: int, kernel: int, stride: int) -> int:
