@@ -99,7 +99,12 @@ class TensorStats:
             ValueError: NaN or infinity.
         """
         flat = in_memory_order(x)
-        low, high = (float(v) for v in torch.aminmax(flat))
+        new = None
+        if need.channel_axis is not None:
+            others = [k for k in range(x.dim()) if k != need.channel_axis % x.dim()]
+            new = Channels(*(f(x, others).double() for f in (torch.sum, torch.amin, torch.amax)))
+        ends = torch.aminmax(flat) if new is None else (new.low.min(), new.high.max())
+        low, high = (float(v) for v in ends)
         if not (math.isfinite(low) and math.isfinite(high)):
             raise ValueError("NaN or infinite values")
         if self.batches == 0:
@@ -109,9 +114,7 @@ class TensorStats:
         self.smooth_high += _SMOOTH * (high - self.smooth_high)
         self.count += x.numel()
         self.batches += 1
-        if need.channel_axis is not None:
-            others = [k for k in range(x.dim()) if k != need.channel_axis % x.dim()]
-            new = Channels(*(f(x, others).double() for f in (torch.sum, torch.amin, torch.amax)))
+        if new is not None:
             self.channels = new if self.channels is None else self.channels.merged(new)
         if need.histogram:
             if self.histogram is None:

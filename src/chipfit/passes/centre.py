@@ -10,8 +10,8 @@ from chipfit.decide.assignment import Assignment
 from chipfit.graph.ir import Graph, Node, Users
 from chipfit.graph.linear import TRANSPOSED, bias_or_zero, in_groups, is_linear, on_axis_1, own, with_bias
 from chipfit.graph.paths import adds_alike
+from chipfit.passes.equalize_groups import worth_a_trial
 from chipfit.registry import OFF, Setting, register
-from chipfit.rounding.grids import worth_a_trial
 
 _DOES = "signed tensors lose each channel's mean to their readers' biases. None: where few bits gain by it"
 _SETTING = Setting("centre", None, _DOES, choices=("always", OFF))

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from chipfit.calibration.collect import Need, TensorStats
-from chipfit.decide.assignment import Assignment
+from chipfit.decide.assignment import FEW, Assignment
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import (
     bias_or_zero,
@@ -22,7 +23,6 @@ from chipfit.graph.ops import OPS
 from chipfit.graph.paths import adds_alike, scaled_by_channel
 from chipfit.passes.relu_bound import bounds
 from chipfit.registry import OFF, Setting, register
-from chipfit.rounding.grids import worth_a_trial
 
 _DOES = "channels that share a grid get magnitudes alike. None: where few bits gain by it"
 _SETTING = Setting("equalize_groups", None, _DOES, choices=("always", OFF))
@@ -49,6 +49,16 @@ def with_channels(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     asked = {*needs, *(n.data for g in found for n in g.readers), *(v for g in found for v, _ in g.clips)}
     values = [v for g in found for v in g.values if v in asked]
     return {**needs, **{v: replace(needs.get(v, Need(histogram=False)), channel_axis=1) for v in values}}
+
+
+def worth_a_trial(settings: Any, graph: Graph, assignment: Assignment) -> str | None:
+    """Whether a rewrite for few bits is tried: where weights are fitted, in a network with depthwise operators whose
+    weights have a scale for each channel, which then costs nothing."""
+    slots = assignment.slots.values()
+    few = any(s.role == "activation" and s.format.bits <= FEW for s in slots)
+    fits = few and all(s.axis is not None for s in slots if s.role == "weight")
+    fitted = settings.rounding == "gptq" and settings.rounding_guard and settings.seconds is None
+    return "always" if fitted and fits and any(is_depthwise(graph, n) for n in graph.nodes) else None
 
 
 @register(

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from chipfit.calibration.collect import TensorStats
-from chipfit.decide.assignment import Assignment
+from chipfit.decide.assignment import FEW
 from chipfit.graph.ir import Graph
-from chipfit.graph.linear import is_depthwise
 from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import Grid, fake_quantize
 from chipfit.quantizers.stored import Stored
@@ -47,21 +45,9 @@ def is_scores(x: Tensor, grid: Grid) -> bool:
     return x.dim() == 2 and x.shape[1] > 1 and grid.table is None and grid.bits < 8
 
 
-#: activations of so many bits or fewer get another grid
-FEW = 6
 #: of the mean squared gradient, with which every error counts at least
 _FLOOR = 0.3
 _BINS = 2048
-
-
-def worth_a_trial(settings: Any, graph: Graph, assignment: Assignment) -> str | None:
-    """Whether rewrites for grids of few bits are tried: in depthwise networks whose weights, fitted, have a scale for
-    each channel; others gained nothing."""
-    slots, wants = assignment.slots.values(), settings.rounding == "gptq" and settings.rounding_guard
-    few = any(s.role == "activation" and s.format.bits <= FEW for s in slots)
-    whole = any(s.role == "weight" and s.axis is None for s in slots)
-    fits = few and not whole and any(is_depthwise(graph, n) for n in graph.nodes)
-    return "always" if wants and settings.seconds is None and fits else None
 
 
 def open_to(plan: Plan) -> list[str]:
