@@ -557,9 +557,11 @@ def _preferred(graph: Graph, before: _Adapted, after: _Adapted, data: steps.Batc
     if all(after.graph.weights.get(k) is w for k, w in before.graph.weights.items()):
         return before
     held = apart(list(data))[1]
-    fits, said = better(graph, held, (before.graph, before.plan()), (after.graph, after.plan()))
-    said += ", by rounded activations alone"
-    if not held or not fits:
+    fits, said = False, "there are too few images to hold some out"
+    if held:
+        fits, said = better(graph, held, (before.graph, before.plan()), (after.graph, after.plan()))
+        said += ", by rounded activations alone"
+    if not fits:
         return replace(before, notes=[*before.notes, f"channels are neither centred nor equalized: {said}"])
     return replace(after, notes=[*after.notes, f"channels are centred and equalized: {said}"])
 

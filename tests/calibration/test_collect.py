@@ -81,6 +81,18 @@ def test_means_are_those_of_each_channel(axis):
     assert got.histogram is None
 
 
+def test_channels_that_are_moved_and_scaled_have_the_statistics_of_the_new_tensor():
+    batches, need = [torch.randn(2, 3, 4), torch.randn(5, 3, 4)], Need(histogram=False, channel_axis=1)
+    plus, times = torch.tensor([1.0, -2.0, 0.0]).double(), torch.tensor([0.5, 3.0, 1.0]).double()
+    got = seen(batches, need).by_channel(plus, times)
+    want = seen([((b.double() + plus.view(1, 3, 1)) * times.view(1, 3, 1)).float() for b in batches], need)
+    for name in ("total", "low", "high", "peak"):
+        torch.testing.assert_close(getattr(got.channels, name), getattr(want.channels, name), rtol=1e-5, atol=1e-5)
+    assert (got.low, got.high) == pytest.approx((want.low, want.high)) and got.histogram is None
+    with pytest.raises(ValueError, match="nothing is known of the channels"):
+        seen(batches).by_channel(0.0, 1.0)
+
+
 def test_large_tensors_are_sampled_evenly():
     """Blocks of 32 of every 353: a share of 0.09, whatever the order."""
     x = torch.randn(353 * 200)

@@ -75,6 +75,16 @@ def test_the_shift_of_a_sum_is_that_of_its_operands_and_every_stored_sum_is_cent
     assert sum(n.startswith("centred") for n in notes) == 4
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_every_position_of_a_kernel_takes_the_mean(groups):
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, 3, stride=2, groups=groups)).eval()
+    x = torch.randn(4, 3, 7, 7) + 1
+    before, after, notes = centred(net, x)
+    assert notes[0].startswith("centred the result of '0'")
+    same(before, after, x, torch.randn(2, 3, 7, 7) * 5)
+
+
 class Skip(nn.Module):
     """One operand of the sum cannot lose anything: the other one takes the mean of both."""
 

@@ -123,6 +123,26 @@ def test_a_clip_stays_where_it_is_and_clips_nothing_that_calibration_saw():
     torch.testing.assert_close(beyond[1] - bias, torch.tensor([6.0, 0.5, 0.0]))  # of 6, 1, 0 without the rewrite
 
 
+def test_a_clip_in_front_of_a_sum_keeps_what_calibration_saw():
+    """t = 6 + 96, 3 + 1 gives (4 / 102)^0.75 = 0.088 for the second; 6 s >= 3 asks for 0.5."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(1, 2, 1), nn.Conv2d(1, 2, 1), nn.Conv2d(2, 1, 1)
+            with torch.no_grad():
+                for layer, w in ((self.a, [8.0, 3.0]), (self.b, [96.0, 1.0]), (self.c, [1.0, 1.0])):
+                    layer.weight.copy_(torch.tensor(w).view_as(layer.weight))
+                    layer.bias.zero_()
+
+        def forward(self, x):
+            return self.c(F.relu6(self.a(x)) + torch.relu(self.b(x)))
+
+    before, after, _ = equalized(Sum(), X)
+    assert after.graph.weights["c.weight"].flatten().tolist() == [1.0, 0.5]
+    same(before, after, X)
+
+
 def test_in_codes_a_clip_beyond_what_calibration_saw_is_the_grids():
     """The grid of the scaled value ends at 6 too, within a few codes of 255."""
     torch.manual_seed(0)

@@ -86,6 +86,13 @@ def test_what_loses_more_is_left_with_both_losses(monkeypatch):
     assert all(torch.equal(scale, result.plan[k].scale) for k, scale in scales.items())
 
 
+def test_without_images_to_hold_out_nothing_is_rewritten():
+    model = Net()
+    result = quantized(model, chipfit.BEST, [DATA[0][:4]])
+    assert said(result) == ["channels are neither centred nor equalized: there are too few images to hold some out"]
+    assert torch.equal(result._uncorrected[0].weights["wide.weight"], model.wide.weight)
+
+
 @pytest.mark.parametrize(
     "model, settings, overrides",
     [
