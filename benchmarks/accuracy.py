@@ -66,6 +66,8 @@ ROWS = {
 }
 #: without the comparison on held-out images, and with the plan's own grids
 ALONE: dict[str, Any] = {"rounding_guard": False, "effect_ranges": False}
+#: without rewrites of the network for few bits
+AS_IT_IS: dict[str, Any] = {"rounding": "gptq", "centre": "off", "equalize_groups": "off"}
 #: what an ablation takes away, or adds, one at a time
 STEPS: dict[str, Settings] = {
     "plain": Settings(rounding="off"),
@@ -78,7 +80,10 @@ STEPS: dict[str, Settings] = {
     "+ residual target": Settings(rounding="gptq", score_ranges=False, **ALONE),
     "+ grid of the scores": Settings(rounding="gptq", **ALONE),
     "+ grids by effect": Settings(rounding="gptq", rounding_guard=False),
-    "+ guard": Settings(rounding="gptq"),
+    "+ guard": Settings(**AS_IT_IS),
+    "+ centre": Settings(**AS_IT_IS | {"centre": "always"}),
+    "+ equalize groups": Settings(**AS_IT_IS | {"equalize_groups": "always"}),
+    "+ both, where held-out images gain": Settings(rounding="gptq"),
 }
 
 
@@ -180,7 +185,7 @@ def main() -> int:
         "network", "width", "float", "plain", "below float", "worst", "limit", "KL plain", "KL", "s plain", "s", ""
     )
     over = 0
-    for row in rows(a.rows, a.networks, STEPS["+ guard"], a.sets, a.test, a.seed):
+    for row in rows(a.rows, a.networks, chipfit.BEST, a.sets, a.test, a.seed):
         print(" | ".join(row), flush=True)
         table.add_row(*row)
         over += bool(row[-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -43,7 +43,7 @@ from chipfit.platform.match import fusions, sets_of
 from chipfit.platform.schema import Platform
 from chipfit.ranges import Rule, name_of, rule_of
 from chipfit.registry import OFF, is_number
-from chipfit.rounding.compare import Reference
+from chipfit.rounding.compare import Reference, activations_alone, apart, better
 from chipfit.rounding.fisher import few
 from chipfit.screen import Screen, Shown
 from chipfit.search.candidates import as_overrides
@@ -429,13 +429,14 @@ def quantize(
         with shown.timed("assign"):
             graph, assignment, decisions = decide(graph, target, overrides, settings)
             _refuse_all_float(assignment, target)
-        if isinstance(again, Iterator):
-            bits = [s.format.bits for s in assignment.slots.values() if s.role == "weight"]
-            if limits is not None or steps.reads_again(steps.completed(settings, bits, name_of(weight_rule), True)[0]):
-                again = data = Kept(data)
+        bits = [s.format.bits for s in assignment.slots.values() if s.role == "weight"]
+        completed = steps.completed(settings, bits, name_of(weight_rule), True)[0]
+        if isinstance(again, Iterator) and (limits is not None or steps.reads_again(completed)):
+            again = data = Kept(data)
+        tried = steps.tried(completed, graph, assignment)
         seen = Seen()
         counted = shown.count("calibrate", batches(data, graph, seen.note), length(again))
-        needs = steps.needs(graph, scales.needs(assignment, rule, z_threshold), settings)
+        needs = steps.needs(graph, scales.needs(assignment, rule, z_threshold), tried)
         try:
             with closing(counted):
                 stats = collect(graph, counted, tensors=needs, seed=seed)
@@ -453,15 +454,20 @@ def quantize(
     record = provenance.record(graph, target, seen.hash, **asked, seed=seed, **named)
     record["samples"] = sorted(seen.digests)
     with shown.stage("ranges"):
-        if steps.taken(settings, "adapt"):
-            graph, stats, adapted = steps.adapt(graph, assignment, stats, settings)
-            graph, assignment, decisions = decide(graph, target, overrides, settings)
-            notes += adapted
-        results, why = steps.results(graph, assignment, stats, settings)
+        calibrated = _Adapted(graph, stats, assignment, decisions)
+        redecided = partial(decide, platform=target, overrides=overrides)
+
+        def adapted(asked: Settings) -> _Adapted:
+            return _adapted(calibrated, asked, batches(again, graph), redecided, rules, seed)
+
+        found = adapted(settings)
+        if tried != completed:
+            found = _preferred(graph, found, adapted(tried), batches(again, graph))
+        graph, stats, assignment, decisions = found.graph, found.stats, found.assignment, found.decisions
+        results, tensors = found.results, found.tensors
         if results:
-            graph, assignment, decisions = decide(graph, target, overrides, settings, results)
-            record["results"], notes = results, notes + why
-        tensors = scales.choose(graph, assignment, stats, **rules)
+            record["results"] = results
+        notes += found.notes
     stopped = ""
     if limits is not None:
         with shown.stage("search"):
@@ -475,17 +481,17 @@ def quantize(
             how = _rounding([s.name for s in steps.taken(settings, "correct")] or hoped, rules)
             limited, read = limits.to_record(), batches(again, graph)
             try:
-                found = space(
+                searched = space(
                     graph, target, start, limited, read, stats, lambda bits: at(bits)[1], by_hand, seed, how
                 ).choose(limits)
             except KeyboardInterrupt:
                 stopped = f"{Interrupted.NOTE}: the widths were not searched to the end, and no limit is kept"
                 decisions = [*decisions, stopped]
             else:
-                graph, assignment, decisions = at(found.bits)
+                graph, assignment, decisions = at(searched.bits)
                 tensors = scales.choose(graph, assignment, stats, **rules)
-                record |= {"limits": limited, "chosen": found.bits, "widths": found.widths}
-                decisions = [*decisions, str(found)]
+                record |= {"limits": limited, "chosen": searched.bits, "widths": searched.widths}
+                decisions = [*decisions, str(searched)]
     once = isinstance(again, Iterator)
     plan = _plan(Plan(platform=target.name, provenance=record), graph, tensors, assignment)
     settings, said = steps.completed(settings, _widths(plan), name_of(weight_rule), not once)
@@ -501,6 +507,63 @@ def quantize(
     with shown.timed("correct") if steps.taken(settings, "correct") else nullcontext():
         choose: steps.Choose = partial(scales.choose, assignment=assignment, stats=stats, **rules)
         return _corrected(result, settings, batches(again, graph), choose)
+
+
+@dataclass(frozen=True)
+class _Adapted:
+    """A network and its formats, as rewrites that follow the statistics have left them."""
+
+    graph: Graph
+    stats: dict[str, TensorStats]
+    assignment: Assignment
+    decisions: list[str]
+    tensors: dict[str, TensorPlan] = field(default_factory=dict)
+    results: Mapping[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def plan(self) -> Plan:
+        """Its plan so far, with weights in float."""
+        return activations_alone(_plan(Plan(), self.graph, self.tensors, self.assignment))
+
+
+def _adapted(
+    start: _Adapted,
+    settings: Settings,
+    data: steps.Batches,
+    again: Callable[..., Any],
+    rules: Mapping[str, Any],
+    seed: int,
+) -> _Adapted:
+    """What the rewrites of some settings make of a network.
+
+    Args:
+        again: decides on formats.
+    """
+    graph, stats, assignment, decisions = start.graph, start.stats, start.assignment, start.decisions
+    notes = list[str]()
+    if steps.taken(settings, "adapt"):
+        graph, stats, notes = steps.adapt(graph, assignment, stats, settings, data, seed)
+        graph, assignment, decisions = again(graph, settings=settings)
+    results, why = steps.results(graph, assignment, stats, settings)
+    if results:
+        graph, assignment, decisions = again(graph, settings=settings, results=results)
+        notes = notes + why
+    tensors = scales.choose(graph, assignment, stats, **rules)
+    return _Adapted(graph, stats, assignment, decisions, tensors, results, notes)
+
+
+def _preferred(graph: Graph, before: _Adapted, after: _Adapted, data: steps.Batches) -> _Adapted:
+    """The second of two where rounding its activations loses less of `graph` on held-out images, and a note of that."""
+    if all(after.graph.weights.get(k) is w for k, w in before.graph.weights.items()):
+        return before
+    held = apart(list(data))[1]
+    fits, said = False, "there are too few images to hold some out"
+    if held:
+        fits, said = better(graph, held, (before.graph, before.plan()), (after.graph, after.plan()))
+        said += ", by rounded activations alone"
+    if not fits:
+        return replace(before, notes=[*before.notes, f"channels are neither centred nor equalized: {said}"])
+    return replace(after, notes=[*after.notes, f"channels are centred and equalized: {said}"])
 
 
 def _rounding(corrections: Collection[str], rules: Mapping[str, Any]) -> Rounding:

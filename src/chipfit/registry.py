@@ -64,6 +64,10 @@ class Step:
     needs: tuple[str, ...] = ()
     with_any: str = ""  #: taken only where some step of this stage is
     collects: Callable[..., Any] | None = None  #: (graph, needs) -> what calibration must collect for it
+    again: bool = False  #: "adapt": histograms of what it changes have to be collected again
+    #: "adapt": (settings, graph, assignment) -> what the setting is tried as where it was left at None; it is kept
+    #: where held-out images say so. None again: it is not tried
+    tries: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from chipfit.calibration.collect import Need, TensorStats
+from chipfit.calibration.collect import Need, TensorStats, collect
 from chipfit.decide.assignment import Assignment
 from chipfit.errors import ConfigError, Interrupted, interrupted
 from chipfit.graph.check import check
@@ -16,6 +16,7 @@ from chipfit.passes.own_weights import own_weights
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.schema import Platform
 from chipfit.registry import OFF, Entry, ordered
+from chipfit.rounding.fisher import few
 from chipfit.settings import Settings
 
 Stats = dict[str, TensorStats]
@@ -65,6 +66,15 @@ def completed(settings: Settings, bits: Collection[int], rule: str, again: bool)
     return settings, notes
 
 
+def tried(settings: Settings, graph: Graph, assignment: Assignment) -> Settings:
+    """The settings with the rewrites that these formats may gain by, where the user left them open."""
+    more = dict[str, Any]()
+    for says in (e.declares for e in ordered("adapt")):
+        if says.tries is not None and getattr(settings, says.setting.name) is None:
+            more[says.setting.name] = says.tries(settings, graph, assignment)
+    return Settings(**settings.to_record(), **{k: v for k, v in more.items() if v is not None})
+
+
 def _take(step: Entry, settings: Settings, *given: Any, **context: Any) -> Any:
     """Call a step with what its stage gives, what it needs besides, and the number that its setting is."""
     says = step.declares
@@ -105,13 +115,22 @@ def needs(graph: Graph, found: Mapping[str, Need], settings: Settings) -> dict[s
     return out
 
 
-def adapt(graph: Graph, assignment: Assignment, stats: Stats, settings: Settings) -> tuple[Graph, Stats, list[str]]:
-    """The rewrites that follow the statistics; the formats are to be decided again afterwards."""
-    notes: list[str] = []
+def adapt(
+    graph: Graph, assignment: Assignment, stats: Stats, settings: Settings, batches: Batches, seed: int = 0
+) -> tuple[Graph, Stats, list[str]]:
+    """The rewrites that follow the statistics; the formats are to be decided again afterwards.
+
+    Args:
+        batches: the data again: the first samples give the histograms that no rewrite can tell.
+    """
+    notes, before = list[str](), {n for n, s in stats.items() if s.histogram is None}
     for step in taken(settings, "adapt"):
         graph, stats, more = _take(step, settings, graph, assignment, stats)
         check(graph, blame=step.name)
         notes += more
+    if stale := {n: Need() for n, s in stats.items() if s.histogram is None and n not in before}:
+        seen = collect(graph, few(batches), tensors=stale, seed=seed)
+        stats = {n: replace(s, histogram=seen[n].histogram) if n in stale else s for n, s in stats.items()}
     return graph, stats, notes
 
 
@@ -125,8 +144,9 @@ def results(graph: Graph, assignment: Assignment, stats: Stats, settings: Settin
 
 
 def reads_again(settings: Settings) -> bool:
-    """Whether some correction reads the data once more."""
-    return any("batches" in s.declares.needs for s in taken(settings, "correct"))
+    """Whether some step reads the data once more."""
+    asked = taken(settings, "adapt") + taken(settings, "correct")
+    return any(s.declares.again or "batches" in s.declares.needs for s in asked)
 
 
 def correct(

@@ -60,7 +60,7 @@ def test_bins_fold_in_pairs_however_far_the_range_grows():
 
 
 def test_a_shift_moves_every_bin_and_both_ends():
-    s = seen(need=Need(mean_axis=0))
+    s = seen(need=Need(channel_axis=0))
     moved = s.shifted(2.0)
     assert (moved.low, moved.high) == (-2.0, 9.0)
     assert moved.smooth_low == pytest.approx(0.63) and moved.smooth_high == pytest.approx(5.22)
@@ -75,10 +75,22 @@ def test_a_shift_moves_every_bin_and_both_ends():
 @pytest.mark.parametrize("axis", [1, -1])
 def test_means_are_those_of_each_channel(axis):
     batches = [torch.randn(2, 3, 4), torch.randn(5, 3, 4)]
-    got = seen(batches, Need(histogram=False, mean_axis=axis))
+    got = seen(batches, Need(histogram=False, channel_axis=axis))
     rows = torch.cat([b.double().movedim(axis, 0).flatten(1) for b in batches], 1)
     torch.testing.assert_close(got.mean, rows.mean(1), rtol=1e-6, atol=1e-6)
     assert got.histogram is None
+
+
+def test_channels_that_are_moved_and_scaled_have_the_statistics_of_the_new_tensor():
+    batches, need = [torch.randn(2, 3, 4), torch.randn(5, 3, 4)], Need(histogram=False, channel_axis=1)
+    plus, times = torch.tensor([1.0, -2.0, 0.0]).double(), torch.tensor([0.5, 3.0, 1.0]).double()
+    got = seen(batches, need).by_channel(plus, times)
+    want = seen([((b.double() + plus.view(1, 3, 1)) * times.view(1, 3, 1)).float() for b in batches], need)
+    for name in ("total", "low", "high", "peak"):
+        torch.testing.assert_close(getattr(got.channels, name), getattr(want.channels, name), rtol=1e-5, atol=1e-5)
+    assert (got.low, got.high) == pytest.approx((want.low, want.high)) and got.histogram is None
+    with pytest.raises(ValueError, match="nothing is known of the channels"):
+        seen(batches).by_channel(0.0, 1.0)
 
 
 def test_large_tensors_are_sampled_evenly():

@@ -14,9 +14,11 @@ from chipfit.decide.assignment import assign
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.check import check
+from chipfit.passes.centre import centre, with_means
 from chipfit.passes.collapse_linear import collapse_linear
 from chipfit.passes.collapse_residual import collapse_residual
 from chipfit.passes.equalize import equalize
+from chipfit.passes.equalize_groups import equalize_groups, with_channels
 from chipfit.passes.fold_batch_norm import fold_batch_norm
 from chipfit.passes.fuse import fuse
 from chipfit.passes.relu_bound import relu_bound_to_power_of_two
@@ -111,13 +113,14 @@ KINDS = (
 STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 59)), min_size=1, max_size=7)
 
 
-def _calibrated(rewrite):
+def _calibrated(rewrite, collects=lambda graph, needs: needs):
     """A rewrite that needs formats and statistics, on a platform whose activation scales are powers of two."""
 
-    def on(graph, x):
+    def on(graph, batches):
         platform = load("imx500")
         assignment = assign(graph, platform, fuse(graph, fusions(platform))[0])
-        stats = collect(graph, [[x]], tensors={s: Need() for s in assignment.slots if s not in graph.weights})
+        needs = collects(graph, {s: Need() for s in assignment.slots if s not in graph.weights})
+        stats = collect(graph, [[x] for x in batches], tensors=needs)
         new, _stats, notes = rewrite(graph, assignment, stats)
         assign(new, platform, fuse_shifts(new, fuse(new, fusions(platform))[0]))
         return new, notes
@@ -133,19 +136,21 @@ REWRITES = {
     "shift_negative": _calibrated(shift_negative),
     "shift_negative_always": _calibrated(lambda *a: shift_negative(*a, ratio=1e9)),
     "softmax_shift": _calibrated(softmax_shift),
+    "centre": _calibrated(centre, with_means),
+    "equalize_groups": _calibrated(equalize_groups, with_channels),
 }
 
 
 def check_all(steps: list[tuple[str, int]], seed: int) -> None:
     torch.manual_seed(seed)
-    x = torch.randn(3, 4, 9, 9) * 3
+    x, _ = batches = torch.randn(3, 4, 9, 9) * 3, torch.randn(2, 4, 9, 9)
     graph = capture(Drawn(steps).eval(), (x,), {})
     graph = unshare_biases(fold_batch_norm(graph)[0])[0]
     before = {k: v.clone() for k, v in graph.weights.items()}
     for name, rewrite in REWRITES.items():
-        new, notes = rewrite(graph, x)
+        new, notes = rewrite(graph, batches)
         check(new, blame=name)
-        for other in (x, torch.randn(2, 4, 9, 9)):
+        for other in batches:
             (want,), (got,) = run(graph, [other]).values(), run(new, [other]).values()
             torch.testing.assert_close(
                 got, want, rtol=1e-4, atol=2e-6, msg=lambda m, n=name, said=notes: f"{n}: {m} {said}"

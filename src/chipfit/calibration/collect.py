@@ -27,7 +27,30 @@ class Need:
     """What to collect for one tensor; the range always."""
 
     histogram: bool = True
-    mean_axis: int | None = None  #: also the mean of every channel along this axis
+    channel_axis: int | None = None  #: also mean, least and greatest value of every channel along this axis
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """What calibration saw of the channels of a tensor, [C] float64 each."""
+
+    total: torch.Tensor  #: sum
+    low: torch.Tensor
+    high: torch.Tensor
+
+    @property
+    def peak(self) -> torch.Tensor:
+        """Largest magnitude."""
+        return torch.maximum(-self.low, self.high)
+
+    def merged(self, other: Channels) -> Channels:
+        low, high = torch.minimum(self.low, other.low), torch.maximum(self.high, other.high)
+        return Channels(self.total + other.total, low, high)
+
+    def mapped(self, count: int, plus: torch.Tensor | float, times: torch.Tensor | float) -> Channels:
+        """Of (x + plus) * times, where x has `count` elements."""
+        total = self.total + plus * (count / self.total.numel())
+        return Channels(total * times, (self.low + plus) * times, (self.high + plus) * times)
 
 
 @dataclass(slots=True)
@@ -42,19 +65,32 @@ class TensorStats:
     count: int = 0  #: elements seen
     batches: int = 0
     histogram: Histogram | None = None
-    total: torch.Tensor | None = None  #: sum of every channel, [C] float64, where a mean was asked for
+    channels: Channels | None = None  #: where `Need.channel_axis` asked for them
 
     @property
     def mean(self) -> torch.Tensor | None:
-        """Mean of every channel, [C] float64; None unless `Need.mean_axis` asked for it."""
-        return None if self.total is None else self.total * (self.total.numel() / self.count)
+        """Mean of every channel, [C] float64; None unless `Need.channel_axis` asked for it."""
+        total = None if self.channels is None else self.channels.total
+        return None if total is None else total * (total.numel() / self.count)
 
     def shifted(self, by: float) -> TensorStats:
         """What calibration would have seen of x + `by`."""
         ends = {name: getattr(self, name) + by for name in ("low", "high", "smooth_low", "smooth_high")}
         histogram = None if self.histogram is None else self.histogram.shifted(by)
-        total = None if self.total is None else self.total + by * self.count / self.total.numel()
-        return replace(self, histogram=histogram, total=total, **ends)
+        channels = None if self.channels is None else self.channels.mapped(self.count, by, 1.0)
+        return replace(self, histogram=histogram, channels=channels, **ends)
+
+    def by_channel(self, plus: torch.Tensor | float, times: torch.Tensor | float) -> TensorStats:
+        """Of (x + plus) * times, [C] each, times > 0; the histogram is to be collected again.
+
+        Raises:
+            ValueError: nothing is known of the channels.
+        """
+        if self.channels is None:
+            raise ValueError(f"nothing is known of the channels of '{self.name}'")
+        new = self.channels.mapped(self.count, plus, times)
+        low, high = float(new.low.min()), float(new.high.max())
+        return replace(self, low=low, high=high, smooth_low=low, smooth_high=high, histogram=None, channels=new)
 
     def update(self, x: torch.Tensor, need: Need) -> None:
         """Add one batch of the tensor, float32, any shape.
@@ -63,7 +99,12 @@ class TensorStats:
             ValueError: NaN or infinity.
         """
         flat = in_memory_order(x)
-        low, high = (float(v) for v in torch.aminmax(flat))
+        new = None
+        if need.channel_axis is not None:
+            others = [k for k in range(x.dim()) if k != need.channel_axis % x.dim()]
+            new = Channels(*(f(x, others).double() for f in (torch.sum, torch.amin, torch.amax)))
+        ends = torch.aminmax(flat) if new is None else (new.low.min(), new.high.max())
+        low, high = (float(v) for v in ends)
         if not (math.isfinite(low) and math.isfinite(high)):
             raise ValueError("NaN or infinite values")
         if self.batches == 0:
@@ -73,9 +114,8 @@ class TensorStats:
         self.smooth_high += _SMOOTH * (high - self.smooth_high)
         self.count += x.numel()
         self.batches += 1
-        if need.mean_axis is not None:
-            channels = x.sum([k for k in range(x.dim()) if k != need.mean_axis % x.dim()]).double()
-            self.total = channels if self.total is None else self.total + channels
+        if new is not None:
+            self.channels = new if self.channels is None else self.channels.merged(new)
         if need.histogram:
             if self.histogram is None:
                 self.histogram = Histogram()

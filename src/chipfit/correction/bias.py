@@ -19,7 +19,7 @@ def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     out = dict(needs)
     for n in graph.nodes:
         if is_linear(graph, n) and not graph.is_weight(n.data):
-            out[n.data] = replace(out.get(n.data, Need(histogram=False)), mean_axis=channel_axis(n))
+            out[n.data] = replace(out.get(n.data, Need(histogram=False)), channel_axis=channel_axis(n))
     return out
 
 

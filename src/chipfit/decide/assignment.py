@@ -24,6 +24,9 @@ from chipfit.platform.schema import Format, Platform
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges import Rule
 
+#: activations of so many bits or fewer get grids, and rewrites, by what their errors do
+FEW = 6
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:

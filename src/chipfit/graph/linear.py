@@ -23,9 +23,20 @@ def is_linear(graph: Graph, node: Node) -> bool:
     return node.op in LINEAR and all(graph.is_weight(i) for i in node.inputs[1:] if i is not None)
 
 
+def is_depthwise(graph: Graph, node: Node) -> bool:
+    """A linear operator of which each output channel reads one of several input channels."""
+    groups = node.attrs.get("groups", 1)
+    return groups > 1 and is_linear(graph, node) and in_groups(node, graph.weights[node.weight]).shape[2] == 1
+
+
 def channel_axis(node: Node) -> int:
     """Where a linear operator's data have their channels."""
     return -1 if node.op == "Linear" else 1
+
+
+def on_axis_1(graph: Graph, node: Node) -> bool:
+    """Whether the data of a linear operator have their channels there."""
+    return node.op != "Linear" or len(graph.shape(node.data)) == 2
 
 
 def in_groups(node: Node, w: torch.Tensor) -> torch.Tensor:

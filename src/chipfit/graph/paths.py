@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from chipfit.graph.ir import Graph, Node, Users
 from chipfit.graph.linear import is_linear
+from chipfit.graph.ops import OPS
 
 
 @dataclass(slots=True)
@@ -47,3 +48,16 @@ def only_reader(graph: Graph, users: Users, value: str) -> Node | None:
     """The one node that reads `value`, once; None when there are several, or when the model returns it."""
     readers = users.get(value, [])
     return readers[0] if len(readers) == 1 and value not in graph.outputs else None
+
+
+def scaled_by_channel(node: Node) -> bool:
+    """f(s x) = s f(x) holds with one s > 0 for each channel on axis 1."""
+    if node.op == "Pad":
+        return node.attrs["value"] == 0 and tuple(node.attrs["padding"][1]) == (0, 0)
+    return node.op in OPS and OPS[node.op].homogeneous and OPS[node.op].by_channel
+
+
+def adds_alike(graph: Graph, node: Node) -> bool:
+    """A sum of activations of one shape."""
+    data = graph.activations(node)
+    return node.op == "Add" and len(data) == 2 and graph.shape(data[0]) == graph.shape(data[1])

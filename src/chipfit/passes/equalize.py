@@ -5,7 +5,7 @@ import torch
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, in_groups, is_linear, own, scale_inputs, scale_outputs, with_bias
 from chipfit.graph.ops import OPS
-from chipfit.graph.paths import Paths, paths
+from chipfit.graph.paths import Paths, paths, scaled_by_channel
 from chipfit.registry import Setting, register
 
 _SETTING = Setting("equalize", False, "channels between two linear operators get weights of equal range")
@@ -27,7 +27,7 @@ def equalize(graph: Graph, *, sweeps: int = 40, tolerance: float = 1e-3) -> tupl
     for first in graph.nodes:
         if not is_linear(graph, first):
             continue
-        found = paths(graph, users, first.output, _elementwise if first.op == "Linear" else _crossable)
+        found = paths(graph, users, first.output, _elementwise if first.op == "Linear" else scaled_by_channel)
         why = found.refused
         for n in (first, *found.ends):
             why = why or own(graph, users, n)
@@ -77,13 +77,6 @@ def _apply(graph: Graph, first: Node, ends: list[Node], s: torch.Tensor) -> None
         graph.weights[name] = scale_inputs(end, graph.weights[name].detach(), s)
 
 
-def _crossable(node: Node) -> bool:
-    """f(s x) = s f(x) holds with one s > 0 for each channel."""
-    if node.op == "Pad":
-        return node.attrs["value"] == 0 and tuple(node.attrs["padding"][1]) == (0, 0)
-    return node.op in OPS and OPS[node.op].homogeneous and OPS[node.op].by_channel
-
-
 def _elementwise(node: Node) -> bool:
     """The same whatever axis the channels are on."""
-    return _crossable(node) and (OPS[node.op].layout == "elementwise" or OPS[node.op].activation)
+    return scaled_by_channel(node) and (OPS[node.op].layout == "elementwise" or OPS[node.op].activation)

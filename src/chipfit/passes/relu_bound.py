@@ -25,7 +25,7 @@ def relu_bound_to_power_of_two(graph: Graph, *, bits: int | None = None) -> tupl
     graph, notes = graph.copy(), []
     top = 1.0 if bits is None else 1 - 2.0**-bits
     for clip in list(graph.nodes):
-        low, high = _bounds(clip)
+        low, high = bounds(clip)
         if high is None or not 0 < high < math.inf or (low is not None and low > 0):
             continue
         bound = top * 2.0 ** math.ceil(math.log2(high) - 1e-9)
@@ -54,7 +54,7 @@ def relu_bound_to_power_of_two(graph: Graph, *, bits: int | None = None) -> tupl
     return graph, notes
 
 
-def _bounds(node: Node) -> tuple[float | None, float | None]:
+def bounds(node: Node) -> tuple[float | None, float | None]:
     """(low, high) of a clipping activation; high is None for every other operator."""
     if node.op == "Relu6":
         return 0.0, 6.0

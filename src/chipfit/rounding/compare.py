@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -106,6 +107,12 @@ def better(
     reference = Reference(graph, held)
     was, now = reference.loss(*before), reference.loss(*after)
     return now <= was, f"on {count(held)} held-out images the loss to the float model is {now:.4g}, {was:.4g} without"
+
+
+def activations_alone(plan: Plan) -> Plan:
+    """The plan in which weights are not rounded."""
+    floats = {k: t if t.role == "activation" else t.with_(stored=None) for k, t in plan.tensors.items()}
+    return replace(plan, tensors=floats)
 
 
 def count(batches: Iterable[Sequence[Tensor]]) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -64,17 +63,14 @@ def patches(node: Node, x: Tensor, w: Tensor, where: Tensor, zero: float = 0.0) 
     around = [p for lo_hi in reversed(list(padding)) for p in lo_hi]
     x = F.pad(x, around, value=zero) if any(around) else x
     sizes = list(zip(x.shape[2:], dilation, kernel, stride, strict=True))
-    # torch's own unravel_index loads a computer algebra system
-    at_axis = np.unravel_index(where.numpy(), [_places(*size) for size in sizes])
-    at, reads = (
-        where.new_zeros(1),
-        where.new_zeros(1),
-    )  # where a patch begins in one image, and what it reads from there
-    for (n, d, k, s), place in zip(sizes, at_axis, strict=True):
-        at = at * n + torch.from_numpy(place) * s
+    # not torch.unravel_index, which loads a computer algebra system
+    at, reads, left = where.new_zeros(1), where.new_zeros(1), prod(_places(*size) for size in sizes)
+    for n, d, k, s in sizes:  # where a patch begins in one image, and what it reads from there
+        left //= _places(n, d, k, s)
+        at, where = at * n + where // left * s, where % left
         reads = (reads.unsqueeze(1) * n + torch.arange(k) * d).flatten()
     read = x.flatten(2).index_select(2, (reads.unsqueeze(1) + at).flatten())  # [N, C, kernel x P]
-    return read.view(len(x), g, -1, len(where)).permute(1, 2, 0, 3).reshape(g, x.shape[1] // g * prod(kernel), -1)
+    return read.view(len(x), g, -1, len(at)).permute(1, 2, 0, 3).reshape(g, x.shape[1] // g * prod(kernel), -1)
 
 
 def _places(size: int, dilation: int, kernel: int, stride: int) -> int:

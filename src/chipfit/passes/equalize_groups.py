@@ -1,0 +1,180 @@
+"""Equalization of activations: channels get magnitudes alike, over groups of tensors that share their channels."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from chipfit.calibration.collect import Need, TensorStats
+from chipfit.decide.assignment import FEW, Assignment
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.linear import (
+    bias_or_zero,
+    is_depthwise,
+    is_linear,
+    on_axis_1,
+    own,
+    scale_inputs,
+    scale_outputs,
+    with_bias,
+)
+from chipfit.graph.ops import OPS
+from chipfit.graph.paths import adds_alike, scaled_by_channel
+from chipfit.passes.relu_bound import bounds
+from chipfit.registry import OFF, Setting, register
+
+_DOES = "channels that share a grid get magnitudes alike. None: where few bits gain by it"
+_SETTING = Setting("equalize_groups", None, _DOES, choices=("always", OFF))
+#: exponents of the magnitudes: of groups that depthwise convolutions alone read, whose rows pay nothing, and of others
+_DEPTHWISE, _DENSE = 1.0, 0.75
+#: share of the largest magnitude below which no channel is taken to be
+_FLOOR = 0.01
+
+
+@dataclass(slots=True)
+class Group:
+    """Values with the same channels on axis 1, and the linear operators around them."""
+
+    values: list[str] = field(default_factory=list)
+    makers: list[Node] = field(default_factory=list)
+    readers: list[Node] = field(default_factory=list)
+    clips: list[tuple[str, float]] = field(default_factory=list)  #: what is clipped from above, and where
+    refused: str = ""  #: why its channels cannot be scaled
+
+
+def with_channels(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
+    """`needs`, and the channels of every tensor that may be scaled."""
+    found = [g for g in groups(graph) if not g.refused]
+    asked = {*needs, *(n.data for g in found for n in g.readers), *(v for g in found for v, _ in g.clips)}
+    values = [v for g in found for v in g.values if v in asked]
+    return {**needs, **{v: replace(needs.get(v, Need(histogram=False)), channel_axis=1) for v in values}}
+
+
+def worth_a_trial(settings: Any, graph: Graph, assignment: Assignment) -> str | None:
+    """Whether a rewrite for few bits is tried: where weights are fitted, in a network with depthwise operators whose
+    weights have a scale for each channel, which then costs nothing."""
+    slots = assignment.slots.values()
+    few = any(s.role == "activation" and s.format.bits <= FEW for s in slots)
+    fits = few and all(s.axis is not None for s in slots if s.role == "weight")
+    fitted = settings.rounding == "gptq" and settings.rounding_guard and settings.seconds is None
+    return "always" if fitted and fits and any(is_depthwise(graph, n) for n in graph.nodes) else None
+
+
+@register(
+    "pass",
+    "equalize_groups",
+    stage="adapt",
+    after=("centre",),
+    collects=with_channels,
+    again=True,
+    tries=worth_a_trial,
+    setting=_SETTING,
+)
+def equalize_groups(
+    graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats]
+) -> tuple[Graph, dict[str, TensorStats], list[str]]:
+    """Divide channel c of every value of a group by s_c = (t_c / max t)^alpha, without changing the network.
+
+    t_c is the largest magnitude of the channel in what the group's readers read, 0.01 max t at least; makers get
+    W' = W / s, b' = b / s, readers W' = W s. alpha is 1 where only depthwise convolutions read, which have in effect a
+    scale for each channel then, and 0.75 elsewhere. A channel that is 0 throughout stays as it is.
+
+    A clip at b, as that of ReLU6, stays at b and so clips channel c of before at b s_c: s_c is raised to where that is
+    no less than calibration saw. Beyond it, the grid on which the clipped value is stored ends as well; where there is
+    none, the group is left.
+
+    Args:
+        graph: before its tensors are planned.
+        assignment: says which values are stored on grids.
+        stats: with what `with_channels` asks for; left as they are.
+
+    Returns:
+        The graph, the statistics without histograms of what was scaled, and one note per group or refusal.
+    """
+    graph, stats, notes = graph.copy(), dict(stats), []
+    for group in groups(graph):
+        why, read = group.refused, [n.data for n in group.readers]
+        seen = {v: c for v in group.values if v in stats and (c := stats[v].channels) is not None}
+        for v, bound in group.clips:
+            if v not in assignment.slots:
+                why = why or f"'{v}' is clipped at {bound:g} and stored on no grid"
+        if not why and not {*read, *(v for v, _ in group.clips)} <= set(seen):
+            why = "its channels were not collected"
+        makers = ", ".join(repr(n.who) for n in group.makers)
+        if why:
+            notes.append(f"the channels of {makers} keep their magnitudes: {why}")
+            continue
+        t = torch.stack([seen[v].peak for v in read]).amax(0)
+        alpha = _DEPTHWISE if all(is_depthwise(graph, n) for n in group.readers) else _DENSE
+        s = torch.where(t > 0, (t / t.max()).clamp_min(_FLOOR) ** alpha, 1.0)
+        for v, bound in group.clips:
+            s = torch.maximum(s, seen[v].high / bound)
+        for n in group.makers:
+            graph.weights[n.weight] = scale_outputs(n, graph.weights[n.weight].detach(), 1 / s)
+            if n.bias:
+                with_bias(graph, n, bias_or_zero(graph, n) / s)
+        for n in group.readers:
+            graph.weights[n.weight] = scale_inputs(n, graph.weights[n.weight].detach(), s)
+        for v in (v for v in group.values if v in stats):
+            stats[v] = stats[v].by_channel(0.0, 1 / s)
+        notes.append(f"the channels of {makers} grow by up to {float(1 / s.min()):.3g}")
+    return graph, stats, notes
+
+
+def groups(graph: Graph) -> list[Group]:
+    """Every group that some linear operator makes and some reads."""
+    up = {v: v for v in graph.values}
+
+    def root(v: str) -> str:
+        while up[v] != v:
+            v = up[v]
+        return v
+
+    for n in (n for n in graph.nodes if _shares(graph, n)):
+        for v in graph.activations(n):
+            up[root(v)] = root(n.output)
+    found: dict[str, Group] = {}
+    for v in graph.values:
+        found.setdefault(root(v), Group()).values.append(v)
+
+    def refuse(v: str, why: str) -> None:
+        found[root(v)].refused = found[root(v)].refused or why
+
+    users = graph.users()
+    for n in graph.nodes:
+        if is_linear(graph, n):
+            found[root(n.output)].makers.append(n)
+            found[root(n.data)].readers.append(n)
+            why = own(graph, users, n) or (
+                "" if on_axis_1(graph, n) else f"the channels of '{n.who}' are not on axis 1"
+            )
+            for v in (n.data, n.output) if why else ():
+                refuse(v, why)
+        elif not _shares(graph, n):
+            for v in graph.activations(n):
+                refuse(v, f"{n.op} '{n.who}' reads it")
+            for v in n.outputs:
+                refuse(v, f"{n.op} '{n.who}' makes it")
+        elif (bound := bounds(n)[1]) is not None:
+            found[root(n.output)].clips.append((n.output, bound))
+    for v in graph.inputs:
+        refuse(v, f"'{v}' is an input of the model")
+    for v in graph.outputs:
+        if v in up:
+            refuse(v, f"'{v}' is an output of the model")
+    return [g for g in found.values() if g.makers and g.readers]
+
+
+def _shares(graph: Graph, node: Node) -> bool:
+    """Its inputs and its result have the same channels on axis 1, and f(x / s) = f(x) / s, but for an upper bound."""
+    if len(node.outputs) != 1 or node.op not in OPS or is_linear(graph, node):
+        return False
+    low, high = bounds(node)
+    if scaled_by_channel(node) or adds_alike(graph, node) or (high is not None and high > 0 and low in (0, None)):
+        return True
+    before, after, row = graph.shape(node.data), graph.shape(node.output), OPS[node.op]
+    if row.layout == "reduce":
+        return row.homogeneous and all(a % len(before) > 1 for a in node.attrs["axes"])
+    moved = row.layout in ("reshape", "squeeze") and len(before) > 1 and before[:2] == after[:2]
+    return moved and all(size == 1 for size in (*before[2:], *after[2:]))

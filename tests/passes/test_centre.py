@@ -1,0 +1,138 @@
+"""Centring: tensors of mean 0 in every channel, and the same network."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from chipfit.calibration.collect import collect
+from chipfit.decide import scales
+from chipfit.engine.run import run
+from chipfit.passes.centre import centre, with_means
+from tests.steps import Steps, begin
+
+
+def centred(model: nn.Module, x: torch.Tensor, platform: str = "ort_cpu") -> tuple[Steps, Steps, list[str]]:
+    """Before, after (without histograms), and what is said."""
+    steps = begin(model, x, platform)
+    needs = with_means(steps.graph, scales.needs(steps.assignment, "mse"))
+    stats = collect(steps.graph, [[x]], tensors=needs)
+    graph, new, notes = centre(steps.graph, steps.assignment, stats)
+    return steps, steps.decided(graph, new), notes
+
+
+def same(before: Steps, after: Steps, *inputs: torch.Tensor) -> None:
+    for x in inputs:
+        (want,), (got,) = run(before.graph, [x]).values(), run(after.graph, [x]).values()
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def means(steps: Steps, name: str) -> torch.Tensor:
+    x = steps.float(name)[-1]
+    return x.mean([k for k in range(x.dim()) if k != 1])
+
+
+def test_a_pair_of_linear_layers_on_paper():
+    """x = 1, 3: the first gives 2 x + 5 = 7, 11 of mean 9; the second -x + 1. b1' = 5 - 9, b2' = 1 - 9."""
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    with torch.no_grad():
+        for layer, (w, b) in zip(net, ((2.0, 5.0), (-1.0, 1.0)), strict=True):
+            layer.weight.fill_(w)
+            layer.bias.fill_(b)
+    before, after, notes = centred(net, torch.tensor([[1.0], [3.0]]))
+    assert (after.graph.weights["0.bias"].item(), after.graph.weights["1.bias"].item()) == (-4.0, -8.0)
+    assert after.float()[0].flatten().tolist() == before.float()[0].flatten().tolist() == [-6.0, -10.0]
+    seen = after.stats[before.graph.nodes[0].output]
+    assert (seen.low, seen.high, seen.mean.item(), seen.histogram) == (-2.0, 2.0, 0.0, None)
+    assert notes[0] == "centred the result of '0' by at most 9"
+
+
+class Bottlenecks(nn.Module):
+    """Narrow tensors that are read by 1x1 convolutions and added up, and one that is padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.wide, self.last = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 8, 1, groups=2), nn.Conv2d(4, 2, 1)
+        self.narrow, self.again, self.beside = nn.Conv2d(8, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        a = self.first(x)
+        b = a + self.narrow(torch.relu(self.wide(a)))  # a has a reader of its own, the convolution's result none
+        c = self.beside(x) + self.again(b) + b
+        return self.last(c)
+
+
+def test_the_shift_of_a_sum_is_that_of_its_operands_and_every_stored_sum_is_centred():
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 7, 7) + 1
+    before, after, notes = centred(Bottlenecks().eval(), x)
+    same(before, after, x, torch.randn(4, 3, 7, 7) * 5)
+    read = {n.data for n in before.graph.nodes if n.who in ("wide", "again", "last")}
+    assert len(read) == 3
+    for name in read:
+        assert float(means(before, name).abs().max()) > 0.05 and float(means(after, name).abs().max()) < 1e-5
+    assert sum(n.startswith("centred") for n in notes) == 4
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_every_position_of_a_kernel_takes_the_mean(groups):
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, 3, stride=2, groups=groups)).eval()
+    x = torch.randn(4, 3, 7, 7) + 1
+    before, after, notes = centred(net, x)
+    assert notes[0].startswith("centred the result of '0'")
+    same(before, after, x, torch.randn(2, 3, 7, 7) * 5)
+
+
+class Skip(nn.Module):
+    """One operand of the sum cannot lose anything: the other one takes the mean of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(2, 3, 1), nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 2, 1)
+
+    def forward(self, x):
+        y = torch.relu(self.a(x))
+        return self.c(y + self.b(y))
+
+
+def test_the_operand_that_can_takes_the_rest_of_the_mean():
+    torch.manual_seed(1)
+    x = torch.randn(8, 2, 5, 5)
+    before, after, _ = centred(Skip().eval(), x)
+    same(before, after, x, torch.randn(3, 2, 5, 5) * 4)
+    (total,) = (n.output for n in before.graph.nodes if n.op == "Add")
+    assert float(means(before, total).abs().max()) > 0.05 and float(means(after, total).abs().max()) < 1e-5
+    relu = next(n.output for n in before.graph.nodes if n.op == "Relu")
+    assert torch.equal(means(before, relu), means(after, relu))
+
+
+@pytest.mark.parametrize(
+    "second, why",
+    [
+        (nn.Conv2d(4, 2, 3, padding=1), "Conv2D '1' would need another bias at every position"),
+        (nn.ConvTranspose2d(4, 2, 3), "TransposeConv2D '1' would need another bias at every position"),
+        (nn.Conv2d(4, 2, 1, bias=False), "'1' has no bias"),
+        (nn.Sigmoid(), "Sigmoid '1' reads it"),
+    ],
+)
+def test_what_cannot_be_centred_says_why(second, why):
+    torch.manual_seed(0)
+    before, after, notes = centred(nn.Sequential(nn.Conv2d(3, 4, 1), second).eval(), torch.randn(2, 3, 5, 5))
+    assert notes[0] == f"the result of '0' is not centred: {why}" or before.graph.nodes[0].output not in (
+        before.assignment.slots
+    )
+    assert all(torch.equal(w, after.graph.weights[k]) for k, w in before.graph.weights.items())
+
+
+def test_padding_that_was_ignored_would_be_seen(monkeypatch):
+    """The check notices: a padded reader that is taken for an unpadded one changes the network at its border."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 3, padding=1)).eval()
+    x = torch.randn(2, 3, 5, 5) + 1
+    steps = begin(net, x, "ort_cpu")
+    first = steps.graph.nodes[0].output
+    monkeypatch.setattr("chipfit.passes.centre._movable", lambda graph: {first: ""})
+    _, after, _ = centred(net, x)
+    with pytest.raises(AssertionError):
+        same(steps, after, x)

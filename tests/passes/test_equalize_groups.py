@@ -1,0 +1,198 @@
+"""Equalization of activations: magnitudes alike in every channel of a group, and the same network."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from chipfit.calibration.collect import collect
+from chipfit.decide import scales
+from chipfit.engine.run import run
+from chipfit.passes.equalize_groups import equalize_groups, with_channels
+from tests.steps import Steps, begin
+
+
+def equalized(model: nn.Module, x: torch.Tensor, platform: str = "ort_cpu") -> tuple[Steps, Steps, list[str]]:
+    """Before, after (without histograms), and what is said."""
+    steps = begin(model.eval(), x, platform)
+    needs = with_channels(steps.graph, scales.needs(steps.assignment, "mse"))
+    stats = collect(steps.graph, [[x]], tensors=needs)
+    graph, new, notes = equalize_groups(steps.graph, steps.assignment, stats)
+    return steps, steps.decided(graph, new), notes
+
+
+def same(before: Steps, after: Steps, x: torch.Tensor) -> None:
+    (want,), (got,) = run(before.graph, [x]).values(), run(after.graph, [x]).values()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def pair(second: nn.Module, act: nn.Module = nn.ReLU()) -> nn.Sequential:  # noqa: B008
+    """Channels 4 x, x / 4 and one that stays 0, then `second` with weights of 1."""
+    net = nn.Sequential(nn.Conv2d(1, 3, 1), act, second)
+    with torch.no_grad():
+        net[0].weight.copy_(torch.tensor([4.0, 0.25, -1.0]).view(3, 1, 1, 1))
+        net[0].bias.zero_()
+        second.weight.fill_(1.0)
+    return net
+
+
+X = torch.tensor([0.5, 1.0]).view(2, 1, 1, 1)
+
+
+def test_a_dense_reader_on_paper():
+    """t = 4, 1/4, 0: s = 1, (1/16)^0.75 = 1/8, and 1 for the channel without any value."""
+    before, after, notes = equalized(pair(nn.Conv2d(3, 1, 1)), X)
+    assert after.graph.weights["0.weight"].flatten().tolist() == [4.0, 2.0, -1.0]
+    assert after.graph.weights["2.weight"].flatten().tolist() == [1.0, 0.125, 1.0]
+    same(before, after, X)
+    same(before, after, -9 * X)
+    seen = after.stats[after.graph.nodes[1].output]
+    assert seen.channels.high.tolist() == [4.0, 2.0, 0.0] and seen.histogram is None
+    assert "the channels of '0' grow by up to 8" in notes
+
+
+def test_a_depthwise_reader_on_paper():
+    """s = t / max t: both channels reach 4 then."""
+    before, after, _ = equalized(pair(nn.Conv2d(3, 3, 1, groups=3)), X)
+    assert after.graph.weights["0.weight"].flatten().tolist() == [4.0, 4.0, -1.0]
+    assert after.graph.weights["2.weight"].flatten().tolist() == [1.0, 1 / 16, 1.0]
+    same(before, after, X)
+
+
+def test_no_channel_is_taken_for_less_than_a_hundredth():
+    net = pair(nn.Conv2d(3, 3, 1, groups=3))
+    with torch.no_grad():
+        net[0].weight[1] = 1e-4
+    _, after, _ = equalized(net, X)
+    torch.testing.assert_close(after.graph.weights["2.weight"].flatten(), torch.tensor([1.0, 0.01, 1.0]))
+
+
+class Block(nn.Module):
+    """Sums, pools, a padded depthwise convolution and a head share channels."""
+
+    def __init__(self, act=F.relu) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 1), nn.Conv2d(6, 6, 3, padding=1)
+        self.d, self.e, self.head = nn.Conv2d(6, 6, 3, padding=1, groups=6), nn.Conv2d(6, 8, 1), nn.Linear(8, 4)
+        self.act = act
+        with torch.no_grad():
+            for layer in (self.a, self.b, self.d):
+                layer.weight.mul_(torch.logspace(-1.5, 0.5, 6)[torch.randperm(6)].view(-1, 1, 1, 1))
+
+    def forward(self, x):
+        x = self.act(self.a(x))
+        x = F.max_pool2d(self.act(self.b(x)), 2) + F.avg_pool2d(x, 2)
+        x = self.act(self.c(x)) + x
+        x = self.act(self.e(self.act(self.d(x))))
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+def test_groups_go_through_sums_pools_and_the_head():
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 8, 8)
+    before, after, notes = equalized(Block(), x)
+    same(before, after, x)
+    same(before, after, torch.randn(4, 3, 8, 8) * 9)
+    assert all(" grow by up to " in n for n in notes) and len(notes) == 3  # a, b and c share one group
+    changed = {k for k, w in before.graph.weights.items() if not torch.equal(w, after.graph.weights[k])}
+    assert {f"{k}.weight" for k in ("a", "b", "c", "d", "e", "head")} <= changed
+
+    def spread(steps, who):
+        name = next(n.data for n in steps.graph.nodes if n.who == who)
+        peaks = steps.float(name)[-1].abs().amax((0, 2, 3))
+        return float(peaks.max() / peaks[peaks > 0].min())
+
+    for who in ("b", "d", "e"):
+        assert spread(after, who) < 0.7 * spread(before, who)
+    assert spread(before, "d") > 2  # which would show that nothing was scaled
+
+
+def test_a_clip_stays_where_it_is_and_clips_nothing_that_calibration_saw():
+    """Channels of 8 x and x / 2, clipped at 6: s = 1 and 1/12, so that the second ends at 6 / 12 = 0.5 of before."""
+    net = pair(nn.Conv2d(3, 3, 1, groups=3), nn.ReLU6())
+    with torch.no_grad():
+        net[0].weight.copy_(torch.tensor([8.0, 0.5, -1.0]).view(3, 1, 1, 1))
+    before, after, _ = equalized(net, X)
+    assert [n.op for n in after.graph.nodes] == [n.op for n in before.graph.nodes]
+    torch.testing.assert_close(after.graph.weights["2.weight"].flatten(), torch.tensor([1.0, 1 / 12, 1.0]))
+    same(before, after, X)
+    beyond = run(after.graph, [2 * X])[after.graph.outputs[0]].flatten(1)
+    bias = net[2].bias.detach()
+    torch.testing.assert_close(beyond[1] - bias, torch.tensor([6.0, 0.5, 0.0]))  # of 6, 1, 0 without the rewrite
+
+
+def test_a_clip_in_front_of_a_sum_keeps_what_calibration_saw():
+    """t = 6 + 96, 3 + 1 gives (4 / 102)^0.75 = 0.088 for the second; 6 s >= 3 asks for 0.5."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(1, 2, 1), nn.Conv2d(1, 2, 1), nn.Conv2d(2, 1, 1)
+            with torch.no_grad():
+                for layer, w in ((self.a, [8.0, 3.0]), (self.b, [96.0, 1.0]), (self.c, [1.0, 1.0])):
+                    layer.weight.copy_(torch.tensor(w).view_as(layer.weight))
+                    layer.bias.zero_()
+
+        def forward(self, x):
+            return self.c(F.relu6(self.a(x)) + torch.relu(self.b(x)))
+
+    before, after, _ = equalized(Sum(), X)
+    assert after.graph.weights["c.weight"].flatten().tolist() == [1.0, 0.5]
+    same(before, after, X)
+
+
+def test_in_codes_a_clip_beyond_what_calibration_saw_is_the_grids():
+    """The grid of the scaled value ends at 6 too, within a few codes of 255."""
+    torch.manual_seed(0)
+    net = Block(F.relu6)
+    with torch.no_grad():
+        net.a.weight.mul_(8.0)
+    x = torch.randn(16, 3, 8, 8)
+    before, after, notes = equalized(net, x)
+    same(before, after, x)
+    assert any("grow" in n for n in notes)
+    stats = collect(after.graph, [[x]], tensors=scales.needs(after.assignment, "mse"))
+    plan = after.decided(after.graph, stats).plan()
+    for node in (n for n in after.graph.nodes if n.op == "Relu6" and n.output in plan.tensors):
+        t = plan[node.output]
+        assert float((t.grid.qmax - t.zero_point) * t.scale) <= 6 * 1.02
+
+
+@pytest.mark.parametrize("between", [nn.SiLU(), nn.Hardtanh(-1.0, 1.0), nn.ChannelShuffle(2), nn.Softmax(1)])
+def test_what_does_not_scale_with_its_channels_ends_a_group(between):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), between, nn.Conv2d(4, 2, 1))
+    before, after, _ = equalized(net, torch.randn(2, 3, 4, 4))
+    assert all(torch.equal(w, after.graph.weights[k]) for k, w in before.graph.weights.items())
+
+
+def test_a_clip_on_no_grid_is_left():
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1)
+
+        def forward(self, x):
+            y = torch.relu(self.a(x))
+            return self.c(F.relu6(self.b(y)) + y)
+
+    before, after, notes = equalized(Sum(), torch.randn(2, 3, 4, 4), "mqbench_academic")
+    relu6 = next(n.output for n in before.graph.nodes if n.op == "Relu6")
+    assert any(n.endswith(f"'{relu6}' is clipped at 6 and stored on no grid") for n in notes)
+    assert all(torch.equal(w, after.graph.weights[k]) for k, w in before.graph.weights.items())
+
+
+def test_weights_of_several_operators_stay():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 2, 1)
+
+        def forward(self, x):
+            return self.b(torch.relu(self.a(torch.relu(self.a(x)))))
+
+    before, after, notes = equalized(Tied(), torch.randn(2, 3, 4, 4))
+    assert sum("'a.weight' is read by several operators" in n for n in notes) == 2
+    assert all(torch.equal(w, after.graph.weights[k]) for k, w in before.graph.weights.items())

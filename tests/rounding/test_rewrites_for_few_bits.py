@@ -1,0 +1,130 @@
+"""Centring and equalization inside `quantize`: tried where bits are few, kept where held-out images lose no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit import Settings
+from chipfit.engine.run import run
+
+INPUTS = Path(__file__).parents[2] / "benchmarks/platforms/inputs.yaml"
+FOUR = {"*": {"bits": 4, "activation_bits": 4}}
+OFF = Settings(rounding="gptq", centre="off", equalize_groups="off")
+TRIED = "channels are "
+
+
+class Net(nn.Module):
+    """A bottleneck, a depthwise convolution, and channels of very unlike magnitudes."""
+
+    def __init__(self, groups: int = 12) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.wide = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 12, 1)
+        self.filter, self.narrow = nn.Conv2d(12, 12, 3, padding=1, groups=groups), nn.Conv2d(12, 4, 1)
+        self.last, self.head = nn.Conv2d(4, 8, 1), nn.Linear(8, 5)
+        k = torch.logspace(-1.5, 0.5, 12)[torch.randperm(12)]
+        with torch.no_grad():
+            self.wide.weight.mul_(k.view(-1, 1, 1, 1))
+            self.wide.bias.mul_(k)
+            self.filter.weight.div_(k.view(-1, 1, 1, 1) if groups > 1 else k.view(1, -1, 1, 1))
+            self.first.bias.copy_(torch.tensor([3.0, -2.0, 1.0, 0.0]))
+            self.head.weight.mul_(4.0)
+
+    def forward(self, x):
+        x = self.first(x)
+        x = x + self.narrow(torch.relu(self.filter(torch.relu(self.wide(x)))))
+        return self.head(torch.relu(self.last(x)).mean((2, 3)))
+
+
+DATA = list(torch.randn(128, 3, 10, 10, generator=torch.Generator().manual_seed(1)).split(32))
+NEW = torch.randn(256, 3, 10, 10, generator=torch.Generator().manual_seed(2))
+
+
+def quantized(model: nn.Module, settings: Settings, data=DATA, overrides=None):
+    return chipfit.quantize(model.eval(), data, INPUTS, overrides=overrides or FOUR, settings=settings, progress=False)
+
+
+def error(result, model: nn.Module) -> float:
+    with torch.no_grad():
+        want = model(NEW)
+        return float((result.model.eval()(NEW) - want).square().mean() / want.square().mean())
+
+
+def said(result) -> list[str]:
+    return [n for n in result.plan.rewrites if n.startswith(TRIED)]
+
+
+def test_the_whole_recipe_takes_what_gains():
+    model = Net()
+    plain, best, data = quantized(model, OFF), quantized(model, chipfit.BEST), torch.cat(DATA)
+    assert error(best, model) < 0.9 * error(plain, model)
+    (note,) = said(best)
+    assert "centred and equalized: on 16 held-out images the loss to the float model is " in note and not said(plain)
+    assert any(n.startswith("centred the result of 'first'") for n in best.plan.rewrites)
+    with torch.no_grad():  # the float network is the same up to the biases and weights that the walk has corrected
+        before = best._uncorrected[0]
+        (got,) = run(before, [data]).values()
+        torch.testing.assert_close(got, model(data), rtol=1e-4, atol=1e-4)
+    assert not torch.equal(before.weights["wide.weight"], model.wide.weight)
+
+
+def test_what_loses_more_is_left_with_both_losses(monkeypatch):
+    model = Net()
+    monkeypatch.setattr("chipfit.pipeline.better", lambda *a: (False, "the loss is 2, 1 without"))
+    result, plain = quantized(model, chipfit.BEST), quantized(model, OFF)
+    assert said(result) == [
+        "channels are neither centred nor equalized: the loss is 2, 1 without, by rounded activations alone"
+    ]
+    for k, w in plain.graph.weights.items():
+        assert torch.equal(w, result.graph.weights[k])
+    scales = {k: t.scale for k, t in plain.plan.tensors.items() if t.quantized}
+    assert all(torch.equal(scale, result.plan[k].scale) for k, scale in scales.items())
+
+
+def test_without_images_to_hold_out_nothing_is_rewritten():
+    model = Net()
+    result = quantized(model, chipfit.BEST, [DATA[0][:4]])
+    assert said(result) == ["channels are neither centred nor equalized: there are too few images to hold some out"]
+    assert torch.equal(result._uncorrected[0].weights["wide.weight"], model.wide.weight)
+
+
+@pytest.mark.parametrize(
+    "model, settings, overrides",
+    [
+        (Net(groups=1), chipfit.BEST, FOUR),
+        (Net(), chipfit.BEST, {"*": {"bits": 4, "activation_bits": 8}}),
+        (Net(), Settings(rounding="off"), FOUR),
+        (Net(), Settings(rounding="gptq", rounding_guard=False), FOUR),
+        (Net(), Settings(rounding="gptq", seconds=5), FOUR),
+    ],
+    ids=["no depthwise convolution", "8 bits", "nearest codes", "no guard", "a time"],
+)
+def test_elsewhere_they_are_not_tried(model, settings, overrides):
+    result = quantized(model, settings, overrides=overrides)
+    before = result._uncorrected[0] if result._uncorrected else result.graph
+    assert not said(result) and torch.equal(before.weights["wide.weight"], model.wide.weight)
+
+
+def test_each_can_be_asked_for_and_refused():
+    model = Net()
+    one = quantized(model, Settings(rounding="off", centre="always"))
+    assert torch.equal(one.graph.weights["wide.weight"], model.wide.weight)
+    assert not torch.equal(one.graph.weights["first.bias"], model.first.bias)
+    other = quantized(model, Settings(rounding="off", equalize_groups="always"))
+    assert not torch.equal(other.graph.weights["wide.weight"], model.wide.weight)
+    half = quantized(model, Settings(rounding="gptq", equalize_groups="off"))
+    assert torch.equal(half._uncorrected[0].weights["wide.weight"], model.wide.weight)
+    with pytest.raises(chipfit.errors.PlanError, match="'always', 'off'"):
+        Settings(centre="sometimes")
+
+
+def test_data_that_can_be_read_once_serve_as_well():
+    model = Net()
+    for settings in (chipfit.BEST, Settings(rounding="off", equalize_groups="always")):
+        once, again = (quantized(model, settings, data) for data in (iter(DATA), DATA))
+        assert str(once.plan) == str(again.plan)
