@@ -407,7 +407,7 @@ def quantize(
             that returns one. About a hundred samples are enough. Sizes in which batches differ stay open.
         platform: a built-in name ("ort_cpu", "tflite_int8@tag"), a YAML file, or a Platform.
         rule: range rule for activations: a name of `chipfit.ranges`, perhaps with settings ("lp(p=3)"), or a rule.
-        weight_rule: range rule for weights.
+        weight_rule: range rule for weights. "hmse", of either, reads the data twice (an iterator's are kept).
         overrides: layer (path, glob, operator, layer type or filter) -> "float" or choices, such as {"bits": 4,
             "activation_bits": 16}; `chipfit.decide.overrides.CHOICES` lists them. A later entry wins over an earlier.
         example: one batch of inputs for the capture; the first batch of `data` when omitted. Sizes in which it differs
