@@ -71,7 +71,9 @@ AS_IT_IS: dict[str, Any] = {"rounding": "gptq", "centre": "off", "equalize_group
 #: what an ablation takes away, or adds, one at a time
 STEPS: dict[str, Settings] = {
     "plain": Settings(rounding="off"),
+    "ranges by hmse": Settings(rounding="off"),
     "bias correction": Settings(correct_bias=True),
+    "bias correction, ranges by hmse": Settings(correct_bias=True),
     "nearest, bias and scale by moments": Settings(
         rounding="nearest", correct_weights=None, score_ranges=False, **ALONE
     ),
@@ -85,6 +87,8 @@ STEPS: dict[str, Settings] = {
     "+ equalize groups": Settings(**AS_IT_IS | {"equalize_groups": "always"}),
     "+ both, where held-out images gain": Settings(rounding="gptq"),
 }
+#: range rules of weights, beside mse
+RULES = {step: "hmse" for step in STEPS if step.endswith("ranges by hmse")}
 
 
 def overrides(row: Row) -> dict[str, Any]:
@@ -105,7 +109,9 @@ class Score:
     seconds: float
 
 
-def measured(model: nn.Module, row: Row, settings: Settings, sets: int, test: Tensor, labels: Tensor) -> Score:
+def measured(
+    model: nn.Module, row: Row, settings: Settings, sets: int, test: Tensor, labels: Tensor, weight_rule: str = "mse"
+) -> Score:
     """Quantize for each calibration set and compare on the test images."""
     want = logits(model, test, BATCH)
     tops, divergences, seconds = [], [], []
@@ -118,6 +124,7 @@ def measured(model: nn.Module, row: Row, settings: Settings, sets: int, test: Te
             model,
             data,
             row.platform,
+            weight_rule=weight_rule,
             overrides=overrides(row),
             settings=settings,
             limits=row.limits if settings != STEPS["plain"] else None,
@@ -177,7 +184,7 @@ def main() -> int:
             model = trained(network, a.seed)
             real = 100 * float((logits(model, x, BATCH).argmax(1) == y).float().mean())
             for step, settings in STEPS.items():
-                s = measured(model, ROWS[a.ablation], settings, a.sets, x, y)
+                s = measured(model, ROWS[a.ablation], settings, a.sets, x, y, RULES.get(step, "mse"))
                 table.add_row(network, step, f"{real - s.top1:.2f}", f"{s.kl:.1f}", f"{s.seconds:.1f}")
         console.print(table)
         return 0

@@ -1603,7 +1603,7 @@ def refusal_cases() -> Cases:
         "an unknown attribute of an action": lambda _: weights(n_bitz=4),
         "an action that changes nothing": lambda _: weights(),
         "bits of an action in words": lambda _: weights(weights_n_bits="4"),
-        "a method that there is not": lambda _: weights(weights_error_method=method.HMSE),
+        "a method that there is not": lambda _: weights(weights_error_method="HESSIAN"),
         "an exponent without its method": lambda _: weights(l_p_value=3, weights_error_method=method.MSE),
         "bits of a bias": lambda _: weights("bias", weights_n_bits=4),
         "a filter without a name": lambda _: named(""),

@@ -41,10 +41,11 @@ from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.load import load_platform
 from chipfit.platform.match import fusions, sets_of
 from chipfit.platform.schema import Platform
-from chipfit.ranges import Rule, name_of, rule_of
+from chipfit.ranges import Importance, Rule, name_of, rule_of
 from chipfit.registry import OFF, is_number
 from chipfit.rounding.compare import Reference, activations_alone, apart, better
 from chipfit.rounding.fisher import few
+from chipfit.rounding.importance import importance
 from chipfit.screen import Screen, Shown
 from chipfit.search.candidates import as_overrides
 from chipfit.search.choose import space
@@ -75,6 +76,8 @@ class Result(Shown):
     _made: int = 0  #: checksum of the numbers of `model` as it was made
     #: before biases and weights were corrected; None where they were not
     _uncorrected: tuple[Graph, Plan] | None = None
+    #: of tensors whose range rules weigh errors by it
+    _importance: dict[str, Importance] = field(default_factory=dict)
     _overrides: Overrides | None = None  #: as they were given; a plan holds their text
     _sensitivity: Sensitivity | None = None  #: what `sensitivity` found
     _pareto: Pareto | None = None  #: what `pareto` found
@@ -177,7 +180,7 @@ class Result(Shown):
 
     def _edited(self, overrides: Overrides, data: Any) -> Result:
         self.refuse_trained("an edit")
-        graph, plan, choose = self._decided(overrides)
+        graph, plan, choose, weights = self._decided(overrides, data)
         rule = self._rules.get("weight_rule", "mse")
         settings, said = steps.completed(self._settings, _widths(plan), rule, data is not None)
         lacks = data is None and steps.reads_again(settings)
@@ -188,9 +191,11 @@ class Result(Shown):
                 hint="quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`",
             )
         record = {**self.plan.provenance, "edited": to_record(overrides)}
+        said += [note for note in scales.alike(plan.tensors) if note not in plan.rewrites]
         plan = replace(plan, rewrites=(*plan.rewrites, *said), provenance=record)
         read = batches(data, graph) if data is not None else ()
-        made = Result(graph, plan, self.platform, self.stats, self.timings, _overrides=overrides, _data=data)
+        kept = {"_overrides": overrides, "_data": data, "_importance": weights}
+        made = Result(graph, plan, self.platform, self.stats, self.timings, **kept)
         made = made.trains(self.training) if self.training is not None else made
         return _corrected(made, settings, read, choose)
 
@@ -206,10 +211,17 @@ class Result(Shown):
     @property
     def _rules(self) -> dict[str, Any]:
         chosen = self.plan.provenance.get("settings", {})
-        return {k: v for k, v in chosen.items() if k in ("rule", "weight_rule", "z_threshold")}
+        named = {k: v for k, v in chosen.items() if k in ("rule", "weight_rule", "z_threshold")}
+        return named | {"importance": self._importance}
 
-    def _decided(self, overrides: Overrides) -> tuple[Graph, Plan, steps.Choose]:
-        """The plan with these overrides instead, rounded to the nearest, and what makes its scales again."""
+    def _decided(
+        self, overrides: Overrides, data: Any = None
+    ) -> tuple[Graph, Plan, steps.Choose, dict[str, Importance]]:
+        """The plan with these overrides instead, rounded to the nearest; what makes its scales again, and weighs them.
+
+        Args:
+            data: for rules that weigh errors, of tensors that had others until now.
+        """
         graph, before = self._uncorrected or (self.graph, self.plan)
         graph, assignment, _notes = decide(graph, self.platform, overrides, self._settings, self._results)
         _refuse_all_float(assignment, self.platform)
@@ -217,8 +229,15 @@ class Result(Shown):
         for t in self.plan.tensors.values():
             if t.name not in stats and t.role == "activation" and t.low is not None and t.high is not None:
                 stats[t.name] = TensorStats(t.name, t.low, t.high, batches=1)
-        choose: steps.Choose = partial(scales.choose, assignment=assignment, stats=stats, **self._rules)
-        return graph, _plan(before, graph, choose(graph, known=before.tensors), assignment), choose
+        rules, weights = self._rules, self._importance
+        lacks = scales.weighed(assignment, rules.get("rule", "mse"), rules.get("weight_rule", "mse")) - weights.keys()
+        if lacks and data is not None:
+            seed = self.plan.provenance.get("settings", {}).get("seed", 0)
+            weights = weights | importance(graph, assignment.float_edges, lacks, stats, batches(data, graph), seed)
+        choose: steps.Choose = partial(
+            scales.choose, assignment=assignment, stats=stats, **rules | {"importance": weights}
+        )
+        return graph, _plan(before, graph, choose(graph, known=before.tensors), assignment), choose, weights
 
     @property
     def _given(self) -> Overrides | None:
@@ -388,7 +407,7 @@ def quantize(
             that returns one. About a hundred samples are enough. Sizes in which batches differ stay open.
         platform: a built-in name ("ort_cpu", "tflite_int8@tag"), a YAML file, or a Platform.
         rule: range rule for activations: a name of `chipfit.ranges`, perhaps with settings ("lp(p=3)"), or a rule.
-        weight_rule: range rule for weights.
+        weight_rule: range rule for weights. "hmse", of either, reads the data twice (an iterator's are kept).
         overrides: layer (path, glob, operator, layer type or filter) -> "float" or choices, such as {"bits": 4,
             "activation_bits": 16}; `chipfit.decide.overrides.CHOICES` lists them. A later entry wins over an earlier.
         example: one batch of inputs for the capture; the first batch of `data` when omitted. Sizes in which it differs
@@ -431,8 +450,10 @@ def quantize(
             _refuse_all_float(assignment, target)
         bits = [s.format.bits for s in assignment.slots.values() if s.role == "weight"]
         completed = steps.completed(settings, bits, name_of(weight_rule), True)[0]
-        if isinstance(again, Iterator) and (limits is not None or steps.reads_again(completed)):
-            again = data = Kept(data)
+        if isinstance(again, Iterator):
+            weighed = scales.weighed(assignment, rule, weight_rule)
+            if limits is not None or steps.reads_again(completed) or weighed:
+                again = data = Kept(data)
         tried = steps.tried(completed, graph, assignment)
         seen = Seen()
         counted = shown.count("calibrate", batches(data, graph, seen.note), length(again))
@@ -468,6 +489,7 @@ def quantize(
         if results:
             record["results"] = results
         notes += found.notes
+        rules["importance"] = found.importance
     stopped = ""
     if limits is not None:
         with shown.stage("search"):
@@ -495,12 +517,14 @@ def quantize(
     once = isinstance(again, Iterator)
     plan = _plan(Plan(platform=target.name, provenance=record), graph, tensors, assignment)
     settings, said = steps.completed(settings, _widths(plan), name_of(weight_rule), not once)
-    plan = replace(plan, rewrites=(*doubts, *notes, *decisions, *said))
+    plan = replace(plan, rewrites=(*doubts, *notes, *decisions, *said, *scales.alike(tensors)))
     for doubt in (n for n in plan.rewrites if progress and n.startswith("warning: ")):
         logging.getLogger("chipfit").warning(doubt)
 
     kept = None if once else again
-    result = Result(graph, plan, target, stats, shown.seconds, _overrides=overrides, _data=kept)
+    result = Result(
+        graph, plan, target, stats, shown.seconds, _importance=found.importance, _overrides=overrides, _data=kept
+    )
     result = result.trains(trained_by) if trained_by is not None else result
     if stopped:
         raise Interrupted(stopped, result)
@@ -520,6 +544,7 @@ class _Adapted:
     tensors: dict[str, TensorPlan] = field(default_factory=dict)
     results: Mapping[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    importance: dict[str, Importance] = field(default_factory=dict)
 
     def plan(self) -> Plan:
         """Its plan so far, with weights in float."""
@@ -548,8 +573,11 @@ def _adapted(
     if results:
         graph, assignment, decisions = again(graph, settings=settings, results=results)
         notes = notes + why
-    tensors = scales.choose(graph, assignment, stats, **rules)
-    return _Adapted(graph, stats, assignment, decisions, tensors, results, notes)
+    weights: dict[str, Importance] = {}
+    if names := scales.weighed(assignment, rules["rule"], rules["weight_rule"]):
+        weights = importance(graph, assignment.float_edges, names, stats, data, seed)
+    tensors = scales.choose(graph, assignment, stats, **rules, importance=weights)
+    return _Adapted(graph, stats, assignment, decisions, tensors, results, notes, weights)
 
 
 def _preferred(graph: Graph, before: _Adapted, after: _Adapted, data: steps.Batches) -> _Adapted:

@@ -105,3 +105,17 @@ def test_wrong_options_are_named():
         learn(gptq_representative_data_gen=batches)
     with pytest.raises(DataError, match="called without arguments"):
         gptq.pytorch_gradient_post_training_quantization(net(), [X])
+
+
+@pytest.mark.parametrize("tuned", [True, False])
+def test_errors_are_weighed_by_the_hessian_with_and_without_tuning(tuned):
+    """The predecessor takes HMSE of weights with tuning alone."""
+    method = chipfit.core.QuantizationErrorMethod.HMSE
+    config = chipfit.core.CoreConfig(chipfit.core.QuantizationConfig(method, method))
+    if tuned:
+        _, information = learn(gptq.GradientPTQConfig(1), core_config=config)
+    else:
+        _, information = chipfit.pytorch_post_training_quantization(net(), batches, core_config=config)
+    found = [t for t in information.result.plan.tensors.values() if t.quantized and t.role != "bias"]
+    assert found and all(t.origin.startswith("hmse over the weights") for t in found if t.role == "weight")
+    assert any(t.origin.startswith("hmse over 2 batches") for t in found)

@@ -374,8 +374,6 @@ def test_values_of_the_wrong_kind_are_refused(attribute, value):
 
 
 def test_other_mistakes_of_rules():
-    with pytest.raises(UnsupportedError, match="HMSE"):
-        ChangeCandidatesWeightsQuantConfigAttr(weights_error_method=QuantizationErrorMethod.HMSE)
     with pytest.raises(ConfigError, match="LP"):
         ChangeCandidatesWeightsQuantConfigAttr(l_p_value=3, weights_error_method=QuantizationErrorMethod.MSE)
     with pytest.raises(ConfigError, match="kernel"):

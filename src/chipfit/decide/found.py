@@ -1,7 +1,7 @@
 """Scale and zero point of one tensor by itself: decided earlier, dictated, of a known range, or by a range rule."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -13,8 +13,11 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
-from chipfit.ranges import Rule, choose, name_of
+from chipfit.ranges import Importance, Rule, choose, name_of, weighing, weighs
 from chipfit.ranges.qparams import QParams
+
+#: in the origin of a tensor whose rule weighs errors, where nothing is known to weigh them by
+ALIKE = ", errors count alike"
 
 
 def entry(slot: Slot, node: Node | None, stored: Stored, origin: str, seen: TensorStats | None = None) -> TensorPlan:
@@ -43,6 +46,7 @@ class Sources:
     rule: Rule  #: of activations
     weight_rule: Rule
     z_threshold: float | None
+    importance: Mapping[str, Importance] = field(default_factory=dict)  #: for rules that weigh errors
 
     def find(self, s: Slot, grid: Grid) -> tuple[Stored, str]:
         """How a tensor is stored by itself, and where that comes from."""
@@ -59,9 +63,10 @@ class Sources:
             return QParams(*numbers), "fixed by the platform"
         if s.role == "weight":
             rule = s.rule or (self.weight_rule if s.axis is not None or grid.symmetric else "no_clipping")
-            q = choose(self.graph.weights[s.name].detach(), grid, rule=rule, axis=s.axis, block=s.block)
-            lut = grid.kind == "lut"
-            return q, "look-up table fitted to the weights" if lut else f"{name_of(rule)} over the weights"
+            w, weights = self.graph.weights[s.name].detach(), weighing(rule, self.importance.get(s.name))
+            q = choose(w, grid, rule=rule, axis=s.axis, block=s.block, importance=weights)
+            found = "look-up table fitted to the weights" if grid.kind == "lut" else f"{name_of(rule)} over the weights"
+            return q, found + self._alike(s, rule)
         if s.range is not None:
             given = TensorStats(s.name, low=float(s.range[0]), high=float(s.range[1]), batches=1)
             return choose(given, grid, rule="no_clipping", expand=False), "known beforehand"
@@ -71,7 +76,12 @@ class Sources:
         rule, z, seen = s.rule or self.rule, s.z_threshold or self.z_threshold, self.stats[s.name]
         if rule == "no_clipping" and not z:
             seen = replace(seen, histogram=None)  # which may be of a part of the values
-        return choose(seen, grid, rule=rule, z_threshold=z), f"{name_of(rule)} over {seen.batches} batches"
+        weights = weighing(rule, self.importance.get(s.name))
+        q = choose(seen, grid, rule=rule, z_threshold=z, importance=weights)
+        return q, f"{name_of(rule)} over {seen.batches} batches" + self._alike(s, rule)
+
+    def _alike(self, s: Slot, rule: Rule) -> str:
+        return ALIKE if weighs(rule) and s.name not in self.importance else ""
 
 
 def _fits(earlier: Stored, s: Slot, grid: Grid) -> bool:

@@ -1,13 +1,14 @@
 """From statistics to scales: ranges by rule, ties and fixed outputs by the platform, then one legal projection."""
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import torch
 
 from chipfit.calibration.collect import Need, TensorStats
 from chipfit.decide.assignment import Assignment, Slot
 from chipfit.decide.biases import with_biases
-from chipfit.decide.found import Sources, entry
+from chipfit.decide.found import ALIKE, Sources, entry
 from chipfit.decide.legality import project
 from chipfit.decide.ties import fixed, tie_groups
 from chipfit.decide.weight_sums import with_small_sums
@@ -17,7 +18,7 @@ from chipfit.graph.ops import OPS
 from chipfit.plan.record import Role, TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
-from chipfit.ranges import Rule
+from chipfit.ranges import Importance, Rule, weighs
 from chipfit.ranges.qparams import GREATEST_SCALE, QParams, from_min_max
 
 #: how a tensor is stored, and where its numbers came from
@@ -38,6 +39,19 @@ def needs(assignment: Assignment, rule: Rule, z_threshold: float | None = None) 
     }
 
 
+def weighed(assignment: Assignment, rule: Rule, weight_rule: Rule) -> set[str]:
+    """Tensors whose range rules weigh errors by their importance."""
+    defaults = {"weight": weight_rule, "activation": rule}
+    slots = (s for s in assignment.slots.values() if s.role in defaults and s.range is None)
+    return {s.name for s in slots if weighs(s.rule or defaults[s.role])}
+
+
+def alike(tensors: Mapping[str, TensorPlan]) -> list[str]:
+    """What to say of tensors whose rules were to weigh errors, and had nothing to weigh them by."""
+    names = [f"'{t.name}'" for t in tensors.values() if ALIKE in t.origin]
+    return [f"every error counts alike, as by 'mse', in the range of {', '.join(names)}: no gradients"] * bool(names)
+
+
 def choose(
     graph: Graph,
     assignment: Assignment,
@@ -46,6 +60,7 @@ def choose(
     rule: Rule = "mse",
     weight_rule: Rule = "mse",
     z_threshold: float | None = None,
+    importance: Mapping[str, Importance] = MappingProxyType({}),
     known: Mapping[str, TensorPlan] | None = None,
 ) -> dict[str, TensorPlan]:
     """Scale and zero point of every tensor.
@@ -54,6 +69,7 @@ def choose(
     the chip fixes are set; the rest is projected onto the platform's rules; biases follow from their inputs.
 
     Args:
+        importance: of the tensors that `weighed` names.
         known: earlier decisions; a tensor whose format is the same keeps its numbers.
 
     Raises:
@@ -63,7 +79,7 @@ def choose(
     """
     groups, dictated = tie_groups(assignment.bindings), fixed(assignment.bindings)
     grids = _grids(graph, assignment, stats, groups)
-    sources = Sources(graph, stats, dictated, known or {}, rule, weight_rule, z_threshold)
+    sources = Sources(graph, stats, dictated, known or {}, rule, weight_rule, z_threshold, importance)
     found = {s.name: sources.find(s, grids[s.name]) for s in assignment.slots.values() if s.role != "bias"}
     for group in groups:
         members = {name: found[name] for name in group if name in found}

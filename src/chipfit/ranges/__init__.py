@@ -19,11 +19,14 @@ from chipfit.registry import lookup, made
 #: a registered name, perhaps with settings, such as "lp(p=3)", or a rule itself
 Rule = str | Callable[[Sample, Grid], QParams]
 
+#: how much errors matter: of each weight, in its shape; of an activation, its values with what errors there cost
+Importance = torch.Tensor | Sample
+
 #: names of the same formulas in MCT and MQBench
 ALIASES = dict(
     word.split("=")
     for word in """
-        NOCLIPPING=no_clipping MSE=mse MAE=mae LP=lp KL=kl minmax=no_clipping MinMaxObserver=no_clipping
+        NOCLIPPING=no_clipping MSE=mse MAE=mae LP=lp KL=kl HMSE=hmse minmax=no_clipping MinMaxObserver=no_clipping
         EMAMinMaxObserver=smooth_min_max MSEObserver=mse ClipStdObserver=std KLDObserver=kl quantile=percentile
     """.split()
 )
@@ -40,6 +43,7 @@ def choose(
     axis: int | None = None,
     block: int | None = None,
     z_threshold: float | None = None,
+    importance: Importance | None = None,
     **settings: Any,
 ) -> QParams:
     """Scale and zero point of one tensor by a named rule.
@@ -51,6 +55,7 @@ def choose(
         axis: channel axis for one range per channel; None for one range.
         block: of a tensor, numbers along `axis` that share a range; None: all of the channel.
         z_threshold: drop histogram bins further than this many standard deviations from the mean first.
+        importance: how much an error of each value matters, by which the rule counts it; None: all alike.
         settings: fields of the rule.
 
     Raises:
@@ -59,12 +64,22 @@ def choose(
     """
     if block is not None and axis is not None and isinstance(source, torch.Tensor):
         parts = in_blocks(source, axis, block)
-        alone = choose(parts.flatten(0, -2), grid, rule=rule, axis=0, **settings)
+        if isinstance(importance, torch.Tensor):
+            importance = in_blocks(importance, axis, block).flatten(0, -2)
+        alone = choose(parts.flatten(0, -2), grid, rule=rule, axis=0, importance=importance, **settings)
         pair = alone.scale, alone.zero_point
         scale, zero = (p.view(parts.shape[:-1]).movedim(-1, axis).contiguous() for p in pair)
         return replace(alone, scale=scale, zero_point=zero)
+    if isinstance(source, torch.Tensor) and isinstance(importance, torch.Tensor):
+        source, importance = source.contiguous(), importance.contiguous()  # so that both are read in one order
     place = rule_of(rule, **settings)
     sample = _of_tensor(source, axis) if isinstance(source, torch.Tensor) else _of_stats(source, z_threshold)
+    if isinstance(importance, torch.Tensor):
+        weights = _of_tensor(importance, axis).values
+        # where nothing matters, everything does alike
+        sample = replace(sample, weights=torch.where(weights.sum(1, keepdim=True) > 0, weights, 1.0))
+    elif importance is not None:
+        sample = importance if z_threshold is None else _inside(importance, sample.low, sample.high)
     if not bool((sample.low.isfinite() & sample.high.isfinite()).all()):
         got = f"minimum {sample.low.min():g}, maximum {sample.high.max():g}"
         raise DataError("A range needs finite values", got=got)
@@ -110,6 +125,16 @@ def _takes_two(rule: Callable[..., Any]) -> bool:
     return True
 
 
+def weighing(rule: Rule, importance: Importance | None) -> Importance | None:
+    """The importance for a rule that weighs errors by it; None for any other."""
+    return importance if weighs(rule) else None
+
+
+def weighs(rule: Rule) -> bool:
+    """Whether a rule weighs errors by their importance: its attribute `weighed` says so."""
+    return bool(getattr(rule_of(rule), "weighed", False))
+
+
 def name_of(rule: Rule) -> str:
     """How a rule is written in plans."""
     return rule if isinstance(rule, str) else getattr(rule, "__name__", repr(rule))
@@ -128,6 +153,13 @@ def _of_tensor(x: torch.Tensor, axis: int | None) -> Sample:
         rows = x.permute(axis, *inner).reshape(x.shape[axis], -1)
     low, high = torch.aminmax(rows, dim=1)
     return Sample(rows, None, low.double(), high.double())
+
+
+def _inside(sample: Sample, low: torch.Tensor, high: torch.Tensor) -> Sample:
+    """The part of a histogram between two ends [C]."""
+    assert sample.weights is not None
+    kept = (sample.values >= low.unsqueeze(1)) & (sample.values <= high.unsqueeze(1))
+    return replace(sample, weights=sample.weights * kept, low=sample.low.maximum(low), high=sample.high.minimum(high))
 
 
 def _of_stats(stats: TensorStats, z_threshold: float | None) -> Sample:

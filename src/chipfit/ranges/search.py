@@ -44,7 +44,7 @@ class Sample:
     """
 
     values: torch.Tensor  #: [C, N], float32
-    weights: torch.Tensor | None  #: how often each value was seen, [C, N]; None: once
+    weights: torch.Tensor | None  #: how often each value was seen, or how much it matters, [C, N]; None: once
     low: torch.Tensor  #: true extremes, float64 [C]
     high: torch.Tensor
     edges: torch.Tensor | None = None  #: ascending, float32 [C, bins + 1]
@@ -69,6 +69,7 @@ class ErrorRange:
     """The range with the least mean |x - q|^p; a rule names its exponent."""
 
     p: ClassVar[float]
+    weighed: ClassVar[bool] = False  #: it weighs errors by their `Importance`
 
     def __call__(self, sample: Sample, grid: Grid) -> QParams:
         """sample: values [C, N] with weights and extremes. Returns QParams [C]."""
@@ -89,9 +90,11 @@ def search(sample: Sample, grid: Grid, p: float) -> QParams:
     """
     affine = grid.zero == "any"
     columns = sample.values.shape[1]
-    if sample.weights is None and columns > FEW and sample.values.numel() > ALL:
+    if sample.edges is None and columns > FEW and sample.values.numel() > ALL:
         if not grid.nearest:
-            sample = Sample(sample.values[:, :: -(-columns // BINS)], None, sample.low, sample.high)
+            some = slice(None, None, -(-columns // BINS))
+            weights = sample.weights[:, some] if sample.weights is not None else None
+            sample = Sample(sample.values[:, some], weights, sample.low, sample.high)
         elif affine:
             sample = _binned(sample)
         else:
@@ -175,7 +178,7 @@ def _by_shared_bins(sample: Sample, grid: Grid, p: float) -> QParams:
     full = from_min_max(sample.low, sample.high, grid)
     z = int(full.zero_point[0])
     first, last = grid.qmin - z, grid.qmax - z
-    counts, zeros = count(sample.values, full.scale * first, full.scale * (last - first))
+    counts, zeros = count(sample.values, full.scale * first, full.scale * (last - first), weights=sample.weights)
     if first <= 0 < last:  # the error of 0 is 0 on every grid: its mass must not be spread over a bin
         at = min(int(-first * BINS / (last - first)), BINS - 1)
         counts[:, at] -= zeros
@@ -190,14 +193,16 @@ def _by_shared_bins(sample: Sample, grid: Grid, p: float) -> QParams:
     k = (counts @ table.T.float()).argmin(1)  # [C]
     chosen = _grids(sample.low * factors[k], sample.high * factors[k], grid).scale
     # weights may sit on a lattice of their own (ternary ones do), which no histogram shows: the true error decides
-    worse = _true_error(sample.values, chosen, z, grid, p) > _true_error(sample.values, full.scale, z, grid, p)
+    worse = _true_error(sample, chosen, z, grid, p) > _true_error(sample, full.scale, z, grid, p)
     return QParams(torch.where(worse, full.scale, chosen), full.zero_point)
 
 
-def _true_error(rows: torch.Tensor, scale: torch.Tensor, z: int, grid: Grid, p: float) -> torch.Tensor:
+def _true_error(sample: Sample, scale: torch.Tensor, z: int, grid: Grid, p: float) -> torch.Tensor:
     """Norm |x - q|_p of each row, [C]."""
-    u = rows / scale.unsqueeze(-1)
+    u = sample.values / scale.unsqueeze(-1)
     e = torch.round(u).clamp_(grid.qmin - z, grid.qmax - z).sub_(u)
+    if sample.weights is not None:
+        e.mul_(sample.weights.pow(1 / p))
     norm: torch.Tensor = torch.linalg.vector_norm(e, p, dim=1)
     return norm * scale
 
@@ -211,20 +216,31 @@ def _binned(sample: Sample) -> Sample:
     at = torch.linspace(0, 1, BINS + 1, dtype=torch.float64)
     edges = (sample.low.unsqueeze(-1) + span(sample).unsqueeze(-1) * at).float()
     parts = sample.chunks(max(sample.values.shape[1], BINS))
-    counts = torch.cat([count(s.values, s.low, span(s))[0] for s in parts])
+    counts = torch.cat([count(s.values, s.low, span(s), weights=s.weights)[0] for s in parts])
     return Sample((edges[:, 1:] + edges[:, :-1]) / 2, counts, sample.low, sample.high, edges)
 
 
 def count(
-    rows: torch.Tensor, start: torch.Tensor, span: torch.Tensor, bins: int = BINS
+    rows: torch.Tensor,
+    start: torch.Tensor,
+    span: torch.Tensor,
+    bins: int = BINS,
+    weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts of [C, N] values in bins over [start, start + span], float32 [C, bins]; exact zeros per row [C]."""
+    """Counts of [C, N] values in bins over [start, start + span], float32 [C, bins]; exact zeros per row [C].
+
+    Args:
+        weights: what each value counts, [C, N]; None: once.
+    """
     channels = len(rows)
     per_unit = (bins / span.double()).float().unsqueeze(-1)
     offset = (-start.double() * per_unit[:, 0]).float().unsqueeze(-1)
     index = torch.addcmul(offset, rows, per_unit).clamp_(0, bins - 1).to(torch.int32)
     index += torch.arange(channels, dtype=torch.int32, device=rows.device).unsqueeze(-1) * bins
-    counts = torch.bincount(index.reshape(-1), minlength=channels * bins).view(channels, bins).float()
+    flat = None if weights is None else weights.reshape(-1)
+    counts = torch.bincount(index.reshape(-1), flat, minlength=channels * bins).view(channels, bins).float()
+    if weights is not None:
+        return counts, (weights * (rows == 0)).sum(1).float()
     # none at all is the usual case, and ten times faster to find than the zeros of each row
     none = int(rows.count_nonzero()) == rows.numel()
     return counts, counts.new_zeros(channels) if none else rows.shape[1] - rows.count_nonzero(1).float()

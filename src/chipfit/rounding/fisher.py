@@ -17,7 +17,6 @@ from torch import Tensor
 
 from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node
-from chipfit.plan.record import Plan
 
 #: images that are enough for means of them, and how many go through the network at a time
 IMAGES, CHUNK = 128, 32
@@ -68,9 +67,13 @@ def _sampled(y: Tensor, random: torch.Generator) -> Tensor:
     return (y * noise).sum()
 
 
-def apart(graph: Graph, plan: Plan, names: Iterable[str]) -> tuple[Graph, dict[str, str]]:
-    """The graph in which readers of codes find them by a name of their own, where others read what was before them."""
-    before = {value for value, _ in plan.float_edges}
+def apart(graph: Graph, edges: Collection[tuple[str, str]], names: Iterable[str]) -> tuple[Graph, dict[str, str]]:
+    """The graph in which readers of codes find them by a name of their own, where others read what was before them.
+
+    Args:
+        edges: values and the nodes that read them in float, as of `Plan.float_edges`.
+    """
+    before = {value for value, _ in edges}
     codes = {name: f"{name} in codes" if name in before else name for name in names}
     out, nodes = graph.copy(), list[Node]()
 
@@ -81,7 +84,7 @@ def apart(graph: Graph, plan: Plan, names: Iterable[str]) -> tuple[Graph, dict[s
 
     add(graph.inputs)
     for n in graph.nodes:
-        reads = (i if i is None or (i, n.name) in plan.float_edges else codes.get(i, i) for i in n.inputs)
+        reads = (i if i is None or (i, n.name) in edges else codes.get(i, i) for i in n.inputs)
         nodes.append(n.with_(inputs=tuple(reads)))
         add(n.outputs)
     out.nodes[:], out.outputs[:] = nodes, [codes.get(o, o) for o in graph.outputs]

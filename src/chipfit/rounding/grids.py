@@ -17,7 +17,7 @@ from chipfit.quantizers.stored import Stored
 from chipfit.ranges.qparams import QParams, from_min_max
 from chipfit.ranges.search import Sample, search
 from chipfit.rounding.bounds import allowed, allows
-from chipfit.rounding.fisher import apart, few, gradients
+from chipfit.rounding.importance import importance
 
 #: shares of the range on which its ends are tried
 _LOWS, _HIGHS = torch.linspace(0, 1, 21).tolist(), torch.linspace(0.5, 1, 11).tolist()
@@ -45,11 +45,6 @@ def is_scores(x: Tensor, grid: Grid) -> bool:
     return x.dim() == 2 and x.shape[1] > 1 and grid.table is None and grid.bits < 8
 
 
-#: of the mean squared gradient, with which every error counts at least
-_FLOOR = 0.3
-_BINS = 2048
-
-
 def open_to(plan: Plan) -> list[str]:
     """The activations of few bits whose grids the platform leaves open."""
     found = (t.name for t in plan.tensors.values() if t.role == "activation" and t.stored is not None)
@@ -72,20 +67,9 @@ def by_effect(
     names = [n for n in open_to(plan) if n in stats and stats[n].low < stats[n].high]
     if not names:
         return plan
-    split, codes = apart(graph, plan, names)
-    random, counts = torch.Generator().manual_seed(seed), {n: torch.zeros(_BINS) for n in names}
-    for batch in few(batches):
-        values, found = gradients(split, batch, set(codes.values()), (), random)
-        for n in (n for n in names if codes[n] in found):
-            x, weight = values[codes[n]].flatten(), found[codes[n]].flatten().square()
-            weight = (weight + _FLOOR * weight.mean()) * (x != 0)  # every grid holds 0
-            place = torch.sub(x, stats[n].low).mul_(_BINS / (stats[n].high - stats[n].low)).clamp_(0, _BINS - 1)
-            counts[n] += torch.bincount(place.to(torch.int32), weight, _BINS)  # a seventh of torch.histogram's time
-    for n in (n for n in names if bool(counts[n].any())):
-        low, high = (torch.tensor([v], dtype=torch.float64) for v in (stats[n].low, stats[n].high))
-        edges = torch.linspace(stats[n].low, stats[n].high, _BINS + 1).unsqueeze(0)
-        sample = Sample((edges[:, 1:] + edges[:, :-1]) / 2, counts[n].unsqueeze(0), low, high, edges)
-        q = search(sample, plan[n].grid, p=2.0)
+    for n, weighed in importance(graph, plan.float_edges, names, stats, batches, seed).items():
+        assert isinstance(weighed, Sample)  # of an activation
+        q = search(weighed, plan[n].grid, p=2.0)
         if allows(plan, n, q.scale[0]):
             origin = "least squared error weighed by squared gradients"
             new = plan.tensors[n].with_(scale=q.scale[0], zero_point=q.zero_point[0], origin=origin)

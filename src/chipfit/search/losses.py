@@ -7,7 +7,7 @@ mean of g g' over gradients g, see `rounding.fisher`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from chipfit.graph.linear import is_linear, places
 from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
-from chipfit.ranges import Rule, choose
+from chipfit.ranges import Importance, Rule, choose, weighing
 from chipfit.rounding import fit
 from chipfit.rounding.bounds import rows_of
 from chipfit.rounding.fisher import IMAGES, apart, few, gradients
@@ -38,6 +38,7 @@ class Rounding:
 
     rule: Rule = "mse"  #: ranges of activations
     weight_rule: Rule = "mse"  #: ranges of weights that take their nearest codes
+    importance: Mapping[str, Importance] = field(default_factory=dict)  #: of tensors, for rules that weigh errors
     fitted: bool = False  #: codes and biases of weights follow from what they read
     means: bool = True  #: no bias takes the mean of what rounded weights change
 
@@ -98,12 +99,12 @@ def losses(
             zeros = rows.new_zeros(2, *rows.shape[:2])
             seen.append(_Seen(n, rows, Moments.of(rows), zeros[0], zeros[1]))
     grids = {
-        name: {b: _activation(plan[name], b, stats.get(name), rounding.rule) for b in bits}
+        name: {b: _activation(plan[name], b, stats.get(name), rounding) for b in bits}
         for name, bits in widths.items()
         if name not in table
     }
     out: Losses = {name: dict.fromkeys(bits, 0.0) for name, bits in widths.items()}
-    split, codes = apart(graph, plan, grids)
+    split, codes = apart(graph, plan.float_edges, grids)
     wanted = {s.node.output for s in seen} | set(codes.values())
     count = 0
     for batch in few(batches):
@@ -147,7 +148,8 @@ def _weight_error(plan: Plan, s: _Seen, w: Tensor, h: Tensor, bits: int, roundin
         return q - s.rows
     if bits != stored.grid.bits:
         size = w.shape[stored.axis or 0] // stored.scale.shape[stored.axis or 0] if blocks else None
-        found = choose(w, grid, rule=rounding.weight_rule, axis=stored.axis, block=size)
+        weights = weighing(rounding.weight_rule, rounding.importance.get(name))
+        found = choose(w, grid, rule=rounding.weight_rule, axis=stored.axis, block=size, importance=weights)
         stored = replace(stored, grid=grid, scale=found.scale, zero_point=found.zero_point)
     return as_rows(s.node, stored.round(w)) - s.rows
 
@@ -159,10 +161,11 @@ def at_width(grid: Grid, bits: int) -> Grid:
     return replace(grid, bits=bits, qmin=low, qmax=high)
 
 
-def _activation(stored: Stored, bits: int, stats: TensorStats | None, rule: Rule) -> Stored:
+def _activation(stored: Stored, bits: int, stats: TensorStats | None, rounding: Rounding) -> Stored:
     """An activation at another width, with the range that suits it."""
     if bits == stored.grid.bits or stats is None:
         return stored
     grid = at_width(stored.grid, bits)
-    q = choose(stats, grid, rule=rule)
+    weights = weighing(rounding.rule, rounding.importance.get(stats.name))
+    q = choose(stats, grid, rule=rounding.rule, importance=weights)
     return replace(stored, grid=grid, scale=q.scale, zero_point=q.zero_point)

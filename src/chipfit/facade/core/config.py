@@ -84,11 +84,7 @@ class QuantizationConfig:
         )
 
     def to_rules(self) -> dict[str, Any]:
-        """The range rules, as keywords of `chipfit.quantize`.
-
-        Raises:
-            UnsupportedError: the error method HMSE.
-        """
+        """The range rules, as keywords of `chipfit.quantize`."""
         return {
             "rule": self.activation_error_method.rule(self.l_p_value),
             "weight_rule": self.weights_error_method.rule(self.l_p_value),

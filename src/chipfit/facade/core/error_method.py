@@ -2,8 +2,6 @@
 
 from enum import Enum
 
-from chipfit.errors import UnsupportedError
-
 
 class QuantizationErrorMethod(Enum):
     """How the range of a grid is found: by which error between a tensor and its codes."""
@@ -13,16 +11,8 @@ class QuantizationErrorMethod(Enum):
     MAE = 2  #: mean absolute error
     KL = 4  #: Kullback-Leibler divergence
     LP = 5  #: mean |error|^p
-    HMSE = 6  #: squared error weighed by the Hessian of the loss
+    HMSE = 6  #: squared error weighed by the Hessian; of weights as well where nothing is tuned by gradients
 
     def rule(self, p: float = 2.0) -> str:
-        """The range rule of this name; `p` is the exponent of LP.
-
-        Raises:
-            UnsupportedError: HMSE, which needs scores that only gradient-based tuning computes.
-        """
-        if self is QuantizationErrorMethod.HMSE:
-            allowed = "NOCLIPPING, MSE, MAE, KL, LP"
-            hint = "use MSE"
-            raise UnsupportedError("HMSE needs Hessian scores, which are not computed yet", allowed=allowed, hint=hint)
+        """The range rule of this name; `p` is the exponent of LP."""
         return {"NOCLIPPING": "no_clipping", "LP": f"lp(p={p})"}.get(self.name, self.name.lower())

@@ -1,0 +1,212 @@
+"""The importance of weights and values is what autograd says of the model itself, and ranges by it keep its outputs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import chipfit
+from chipfit import Settings
+from chipfit.calibration.collect import Need, collect
+from chipfit.errors import DataError
+from chipfit.ranges import choose
+from chipfit.rounding.compare import Reference
+from chipfit.rounding.importance import importance
+
+OFF = Settings(rounding="off")
+FOUR = {"*": {"bits": 4, "activation_bits": 8}}
+
+
+class Net(nn.Module):
+    """Every form of a linear operator, with class scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.depth = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, stride=2, groups=8)
+        self.pairs, self.up = nn.Conv2d(8, 12, (1, 3), groups=4, dilation=(1, 2)), nn.ConvTranspose2d(12, 8, 3, 2, 1)
+        self.rows, self.head = nn.Linear(8, 6), nn.Linear(6, 5)
+        nn.init.normal_(self.head.weight, std=2.0)
+
+    def forward(self, x):
+        x = torch.relu(self.depth(torch.relu(self.stem(x))))
+        x = torch.relu(self.up(torch.relu(self.pairs(x))))
+        x = torch.relu(self.rows(x.flatten(2).transpose(1, 2)))  # positions of a sequence
+        return self.head(x.mean(1))
+
+
+def images(count, seed):
+    return torch.randn(count, 3, 12, 12, generator=torch.Generator().manual_seed(seed)) * torch.tensor(
+        [3.0, 1.0, 0.1]
+    ).view(3, 1, 1)
+
+
+DATA, NEW = list(images(64, 1).split(32)), images(256, 2)
+
+
+def captured(model, batches):
+    graph = chipfit.capture(model, (batches[0],))
+    names = [*graph.inputs, *(o for n in graph.nodes for o in n.outputs)]
+    return graph, collect(graph, [[b] for b in batches], tensors=dict.fromkeys(names, Need()))
+
+
+def drawn(model, batches, seed=0):
+    """Samples, each with its label, drawn from the model's scores as they come."""
+    random = torch.Generator().manual_seed(seed)
+    for batch in batches:
+        labels = torch.multinomial(model(batch).softmax(1), 1, generator=random)[:, 0]
+        yield from zip(batch.split(1), labels.split(1), strict=True)
+
+
+def test_importance_of_weights_is_the_squared_gradient_of_every_sample():
+    """By the module itself, one sample after another."""
+    model = Net().eval()
+    wanted = {name: p for name, p in model.named_parameters() if name.endswith("weight")}
+    squares, sums = ({name: torch.zeros_like(p) for name, p in wanted.items()} for _ in range(2))
+    for x, label in drawn(model, DATA):
+        model.zero_grad()
+        F.cross_entropy(model(x), label).backward()
+        for name, p in wanted.items():
+            squares[name] += p.grad.square()
+            sums[name] += p.grad
+    graph, stats = captured(model, DATA)
+    found = importance(graph, (), wanted, stats, [[b] for b in DATA])
+    assert found.keys() == wanted.keys()
+    for name, want in squares.items():
+        torch.testing.assert_close(found[name], want / want.mean(), rtol=1e-3, atol=1e-4)
+        together = sums[name].square()  # squares of sums are something else
+        assert not torch.allclose(found[name], together / together.mean(), rtol=0.3, atol=0.1)
+
+
+def test_importance_of_an_input_is_the_squared_gradient_where_its_values_are():
+    model = Net().eval()
+    graph, stats = captured(model, DATA)
+    (name,) = graph.inputs
+    found = importance(graph, (), [name], stats, [[b] for b in DATA])[name]
+    xs, gs = [], []
+    for x, label in drawn(model, DATA):
+        x = x.clone().requires_grad_()
+        F.cross_entropy(model(x), label).backward()
+        xs.append(x.detach())
+        gs.append(x.grad.square())
+    want = torch.cat([g + 0.3 * torch.cat(gs[k : k + 32]).mean() for k in (0, 32) for g in gs[k : k + 32]]).flatten()
+    at = torch.bucketize(torch.cat(xs).flatten(), found.edges[0][1:-1])
+    counts = torch.zeros(len(found.values[0])).index_add_(0, at, want)
+    coarse = [c.view(32, -1).sum(1) for c in (found.weights[0], counts)]  # values on a border may fall to either side
+    torch.testing.assert_close(*coarse, rtol=2e-2, atol=1e-2 * float(coarse[1].max()))
+
+
+def test_a_weight_that_two_operators_read_matters_for_both():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.fc(torch.relu(self.fc(x)))
+
+    model, x = Twice().eval(), torch.randn(16, 4, generator=torch.Generator().manual_seed(3))
+    graph, stats = captured(model, [x])
+    both = importance(graph, (), ["fc.weight"], stats, [[x]])["fc.weight"]
+    last = importance(graph, [("fc.weight", graph.nodes[0].name)], ["fc.weight"], stats, [[x]])["fc.weight"]
+    assert both.shape == last.shape == (4, 4) and not torch.allclose(both, last)
+
+
+def layer():
+    """A linear layer whose inputs differ in size, and half of whose weights are large where inputs are small."""
+    torch.manual_seed(0)
+    model = nn.Linear(48, 6, bias=False)
+    size = torch.logspace(-1.5, 1, 48)
+    with torch.no_grad():
+        model.weight /= size
+    return model.eval(), lambda seed: torch.randn(256, 48, generator=torch.Generator().manual_seed(seed)) * size
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_the_outputs_of_a_layer_lose_less_on_new_data(bits):
+    model, draw = layer()
+
+    exact = model.weight.detach()
+
+    def error(stored):
+        return float((draw(2) @ (stored.round(exact) - exact).t()).square().mean())
+
+    def lost(rule):
+        wide = {"*": {"bits": bits, "activation_bits": 16}}
+        options = {"weight_rule": rule, "overrides": wide, "settings": OFF, "progress": False}
+        result = chipfit.quantize(model, list(draw(1).split(32)), "mqbench_academic", **options)
+        assert result.plan.tensors["weight"].origin == f"{rule} over the weights"
+        return error(result.plan["weight"]), result
+
+    (weighed, by_h), (plain, _) = lost("hmse"), lost("mse")
+    assert weighed < 0.8 * plain
+    stored, weights = by_h.plan["weight"], by_h._importance["weight"]
+    turned = choose(exact, stored.grid, rule="hmse", axis=0, importance=1 / weights)
+    assert error(replace(stored, scale=turned.scale)) > plain  # the wrong way round it is worse than not at all
+
+
+def fitted(weights, platform="mqbench_academic", overrides=FOUR, model=None, data=DATA, **options):
+    options = {"weight_rule": weights, "settings": OFF, **options}
+    return chipfit.quantize(model or Net().eval(), data, platform, overrides=overrides, progress=False, **options)
+
+
+def loss(result):
+    return Reference(result.graph, [[NEW]]).loss(result.graph, result.plan)
+
+
+@pytest.mark.parametrize("options", [{}, {"rule": "hmse"}, {"settings": Settings(correct_bias=True)}])
+def test_a_network_loses_less_on_new_images(options):
+    assert loss(fitted("hmse", **options)) < 0.9 * loss(fitted("mse", **options))
+
+
+@pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8", "vitis_dpu", "snpe", "imx500", "nnie"])
+def test_every_chip_takes_it(platform):
+    """Grids per channel and per tensor, with a zero point, of powers of two, of logarithms; tied and dictated ones."""
+    result, plain = (fitted(rule, platform, None, rule=rule) for rule in ("hmse", "mse"))
+    assert not any("alike" in t.origin for t in result.plan.tensors.values())
+    assert {n: t.grid for n, t in result.plan.tensors.items()} == {n: t.grid for n, t in plain.plan.tensors.items()}
+    if platform in ("ort_cpu", "tflite_int8"):
+        assert result.verify(DATA[:1]).exact
+
+
+def test_data_that_can_be_read_once_are_kept():
+    once, again = (fitted("hmse", data=d) for d in (iter(DATA), DATA))
+    assert torch.equal(once.plan["stem.weight"].scale, again.plan["stem.weight"].scale)
+
+
+def test_a_layer_may_ask_for_it_alone_and_an_edit_does_the_same():
+    asked = {"stem": {"weight_rule": "hmse", "bits": 4}}
+    plain, alone = fitted("mse", overrides=None), fitted("mse", overrides=asked)
+    edited = plain.edit(asked)
+    weighed = fitted("hmse", overrides={"stem": {"bits": 4}})
+    for result in (alone, edited):
+        assert torch.equal(result.plan["stem.weight"].scale, weighed.plan["stem.weight"].scale)
+        assert torch.equal(result.plan["head.weight"].scale, plain.plan["head.weight"].scale)
+
+
+def test_what_no_gradient_reaches_is_named_and_placed_by_its_errors_alone(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 4)).eval()
+    data = [torch.arange(9).view(3, 3)]
+    result = fitted("hmse", "ort_cpu", None, model, data)
+    said = "every error counts alike, as by 'mse', in the range of '0.weight': no gradients"
+    assert said in result.plan.rewrites
+    assert result.plan.tensors["1.weight"].origin == "hmse over the weights"
+    assert not any("alike" in n for n in fitted("mse", "ort_cpu", None, model, data).plan.rewrites)
+    loaded = chipfit.load(result.save(tmp_path / "saved"))
+    edited = loaded.edit({"1": {"weight_rule": "HMSE"}})
+    assert any("'0.weight', '1.weight'" in note for note in edited.plan.rewrites)  # there are no data any more
+
+
+def test_searched_widths_and_sensitivity_know_the_rule():
+    half = fitted("hmse", overrides=None, limits=chipfit.Limits(weights="50%"), rule="hmse")
+    assert loss(half) < loss(fitted("mse", overrides=None, limits=chipfit.Limits(weights="50%")))
+    assert sum(v for _, v in half.sensitivity(DATA).ranked()) > 0
+
+
+def test_no_batch_is_refused_as_ever():
+    with pytest.raises(DataError):
+        fitted("hmse", data=[])
