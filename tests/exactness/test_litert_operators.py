@@ -110,6 +110,8 @@ MOVE = {
         for h, w in ((24, 24), (19, 7), (5, 4))
     },
     "bilinear_corners": (lambda x: F.interpolate(x, size=(17, 23), mode="bilinear", align_corners=True), images()),
+    # 1023 1024ths of the way to the second position
+    "bilinear_near": (lambda x: F.interpolate(x, 7, mode="bilinear", align_corners=True), images(4, 8, 3, 3)),
     "concat": (lambda a, b: torch.cat((a, b), 1), two()),
     "stack": (lambda a, b: torch.stack((a, b), 1), two()),
     "unbind": (lambda a: a.unbind(1)[2], images()),

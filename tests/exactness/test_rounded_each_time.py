@@ -186,3 +186,5 @@ def test_half_bytes_hold_the_first_code_low():
     assert in_bytes(np.array([[1, 2, 15]]), 4).tolist() == [[0x21, 0x0F]]
     assert from_bytes(np.array([[0x21, 0x0F]], np.uint8), 4, 3).tolist() == [[1, 2, 15]]
     assert in_bytes(np.array([[200, 3]]), 8).tolist() == [[200, 3]]
+    three = np.arange(30).reshape(2, 3, 5) % 16
+    assert np.array_equal(from_bytes(in_bytes(three, 4), 4, 5), three)

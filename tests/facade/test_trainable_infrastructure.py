@@ -129,6 +129,8 @@ def test_30_activations_far_from_zero():
         (lambda: iq.WeightsLUTSymmetricInferableQuantizer(9, [0.0, 1.0], [1.0], False), "at most 8 bits"),
         (lambda: iq.WeightsLUTSymmetricInferableQuantizer(1, [0.0, 1.0, 2.0], [1.0], False), "fit its width"),
         (lambda: iq.WeightsLUTSymmetricInferableQuantizer(2, [0.0, 128.0], [1.0], False), "out of bounds"),
+        (lambda: iq.WeightsLUTSymmetricInferableQuantizer(2, [0.0, 1.4], [1.0], False), "out of bounds"),
+        (lambda: iq.WeightsLUTSymmetricInferableQuantizer(2, [0.0, 1.6], [1.0], False), "out of bounds"),
     ],
 )
 def test_31_errors(make, says):

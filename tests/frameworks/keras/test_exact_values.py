@@ -127,3 +127,21 @@ def test_a_model_of_another_float_type_is_read_in_float32_and_the_report_says_so
     assert np.abs(want - got).max() < 0.05 * np.abs(want).max()
     assert result.verify([x]).exact
     assert model.layers[1].compute_dtype == kind
+
+
+def test_a_convolution_of_one_channel_is_no_depthwise_one():
+    given = keras.Input((6, 6, 1))
+    model = keras.Model(given, layers.DepthwiseConv2D(3)(layers.Conv2D(4, 3)(given)))
+    ops_of = [n.op for n in chipfit.capture(model, (torch.randn(2, 6, 6, 1),)).nodes]
+    assert [o for o in ops_of if "Conv" in o] == ["Conv2D", "DepthwiseConv2D"]
+
+
+@pytest.mark.parametrize("how", [{"threshold": 0.5}, {"negative_slope": 0.1, "max_value": 2.0}])
+def test_forms_of_relu_that_have_no_operator_stay_keras_own(how):
+    given = keras.Input((6,))
+    model = keras.Model(given, layers.Dense(3)(layers.ReLU(**how)(layers.Dense(8)(given))))
+    x = torch.randn(16, 6)
+    result = chipfit.quantize(model, [x], progress=False)
+    (want,), (got,) = outputs(model, x), outputs(result.model, x)
+    assert np.abs(want - got).mean() < 0.02 * np.abs(want).max()  # a threshold is a jump, which one code may cross
+    assert not {"Relu", "LeakyRelu", "Clamp"} & {n.op for n in result.graph.nodes}
