@@ -89,7 +89,7 @@ class New:
         """
         names = tuple(self.constant(torch.tensor(i)) if isinstance(i, float) else i for i in inputs)
         name = self._name(op.lower())
-        shape = _broadcast([self.shape(i) for i in names if i is not None]) if gives is None else gives
+        shape = broadcast([self.shape(i) for i in names if i is not None]) if gives is None else gives
         self.graph.values[name] = Value(name, shape, self.graph.values[self.node.output].dtype)
         self.nodes.append(self.node.with_(name=name, op=op, inputs=names, outputs=(name,), attrs=attrs))
         return name
@@ -138,7 +138,7 @@ class New:
         return name
 
 
-def _broadcast(shapes: Sequence[Shape]) -> Shape:
+def broadcast(shapes: Sequence[Shape]) -> Shape:
     """The shape of an element-wise result."""
     rank = max(len(s) for s in shapes)
     columns = zip(*((1,) * (rank - len(s)) + s for s in shapes), strict=True)

@@ -41,7 +41,7 @@ def _einsum(known: Any, equation: str, operands: Sequence[torch.Tensor], **how: 
 
 
 def _permuted(x: torch.Tensor, perm: Sequence[int]) -> torch.Tensor:
-    return x if list(perm) == sorted(perm) else x.permute(perm)
+    return x if list(perm) == sorted(perm) else x.permute(*perm)
 
 
 class Unclear(Exception):
