@@ -82,6 +82,19 @@ def by_letters_with_heads_behind(m, q, k, v, mask):
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).transpose(1, 2)
 
 
+def masked_again_above_the_product(m, q, k, v, mask):
+    bias = added(mask).expand(-1, H, -1, -1).reshape(-1, T, T)
+    scores = torch.baddbmm(bias, merged(q), merged(k).transpose(1, 2), beta=1.0, alpha=0.5)
+    weights = scores.view(-1, H, T, T).masked_fill(FUTURE, LEAST).softmax(-1)
+    return torch.bmm(weights.view(-1, T, T), merged(v)).view(-1, H, T, D)
+
+
+def masked_by_rows_above(m, q, k, v, mask):
+    scores = torch.baddbmm(added(mask)[:1, 0], merged(q), merged(k).transpose(1, 2), beta=1.0, alpha=0.5)
+    weights = (scores.view(-1, H, T, T) + added(mask)).softmax(-1)
+    return torch.bmm(weights.view(-1, T, T), merged(v)).view(-1, H, T, D)
+
+
 def twice_masked(m, q, k, v, mask):
     scores = torch.where(FUTURE, LEAST, q @ k.mT * 0.5)
     return (scores + added(mask)).softmax(-1) @ v
@@ -131,6 +144,7 @@ SPELLINGS = {
     "letters, heads behind": (by_letters_with_heads_behind, {"attn_mask": 0}),
     "products of three axes": (through_bmm, {"attn_mask": 0}),
     "a product that adds": (added_in_the_product, {"attn_mask": 0}),
+    "two masks of different ranks": (masked_again_above_the_product, {"attn_mask": 2}),
 }
 MASKS = (lambda mask: mask, lambda mask: mask[:, :, :1], lambda mask: mask & ~FUTURE)
 
@@ -170,20 +184,29 @@ def test_the_operator_taken_apart_again_computes_what_it_was_made_of(name):
 def test_heads_may_be_open_as_the_batch_is(name):
     function, how = SPELLINGS[name]
     graph = captured(function)
-    graph.values = {
-        k: replace(v, shape=tuple(None if d == H else d for d in v.shape)) for k, v in graph.values.items()
-    }
+    graph.values = {k: replace(v, shape=tuple(None if d == H else d for d in v.shape)) for k, v in graph.values.items()}
     new, _ = recognised(graph)
     other = operands(batch=1, heads=7)
     (got,) = run(new, list(other)).values()
     torch.testing.assert_close(got, said_by_torch(how, *other), atol=2e-6, rtol=1e-5)
 
 
+def test_operands_of_three_axes_get_those_of_the_mask():
+    def function(m, q, k, v, mask):
+        scores = torch.bmm(-merged(q), (-merged(k)).transpose(1, 2)).view(-1, H, T, T) + added(mask)
+        return torch.bmm(scores.view(-1, T, T).softmax(-1), -merged(v))
+
+    new, _ = recognised(captured(function))
+    q, k, v, mask = operands(batch=4)
+    (got,) = run(new, [q, k, v, mask]).values()
+    want = F.scaled_dot_product_attention(q, k, -v, mask, scale=1.0)
+    torch.testing.assert_close(got.view(-1, H, T, D), want, atol=2e-6, rtol=1e-5)
+    assert [n.op for n in new.nodes][-5:] == ["Reshape", "Reshape", "Reshape", "SDPA", "Reshape"]
+
+
 def test_axes_that_are_split_into_several_open_ones_are_not_guessed():
     graph = captured(through_bmm)
-    graph.values = {
-        k: replace(v, shape=tuple(None if d == H else d for d in v.shape)) for k, v in graph.values.items()
-    }
+    graph.values = {k: replace(v, shape=tuple(None if d == H else d for d in v.shape)) for k, v in graph.values.items()}
     new, notes = recognised(graph)
     assert new.nodes == graph.nodes and len(notes) == 1
 
@@ -249,6 +272,7 @@ NEAR = {
         also(lambda s, w, y: y + w.amax(-1, keepdim=True)),
         "its weights are not read by one product alone",
     ),
+    "masks of which one cannot be told apart by heads": (masked_by_rows_above, "its masks are of different ranks"),
     "keys of the model": (lambda m, q, k, v, _: (q @ m.keys).softmax(-1) @ v, "an operand is a constant"),
     "keys that all heads share": (
         lambda m, q, k, v, _: (q @ k[:, :1].mT).softmax(-1) @ v,

@@ -7,7 +7,7 @@ negative numbers in the place of scores; axes in front of the last two may be me
 three axes (`bmm`) need it. Neither scores nor weights may have another reader. `decompose` is the way back.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,10 +103,7 @@ class _Spelling:
             raise _Refusal("its weights are not read by one product alone")
         if softmax.attrs["axis"] % len(shape) != len(shape) - 1:
             raise _Refusal("its softmax is over another axis")
-        leads = {m.lead for m in scores.masks} or {shape[:-2]}
-        if len(leads) > 1:
-            raise _Refusal("its masks are of different ranks")
-        return self._replaced(scores, last, leads.pop())
+        return self._replaced(scores, last, max((m.lead for m in scores.masks), key=len, default=shape[:-2]))
 
     # ---------------------------------------------------------------- what is there
 
@@ -190,7 +187,7 @@ class _Spelling:
         q, by_q = self._without_factors(first, 0)
         kt, by_k = self._without_factors(first, 1)
         ins = [self._lifted(x, lead) for x in (q, self._transposed(kt), operands[2][0])]
-        mask, causal = self._mask(scores.masks, *shape(first.output)[-2:])
+        mask, causal = self._mask([self._term(m, lead) for m in scores.masks], *shape(first.output)[-2:])
         attrs = {"is_causal": causal, "scale": scores.scale * by_q * by_k, "enable_gqa": False}
         made = last.with_(op="SDPA", inputs=(*ins, mask) if mask else tuple(ins), attrs=attrs)
         view: list[Node] = []
@@ -243,9 +240,8 @@ class _Spelling:
             raise _Refusal("several sizes of its operands are only known at run time")
         return self._add("Reshape", wanted, value, **_as(wanted))
 
-    def _mask(self, masks: tuple[_Mask, ...], rows: int | None, columns: int | None) -> tuple[str | None, bool]:
-        """The sum of the masks, None where there is none, and whether it is the causal one instead."""
-        terms = [self._term(m) for m in masks]
+    def _mask(self, terms: Sequence[str], rows: int | None, columns: int | None) -> tuple[str | None, bool]:
+        """The sum of what masks add, None where there are none, and whether it is the causal one instead."""
         if len(terms) == 1 and rows == columns and self._is_causal(terms[0], rows or 0):
             return None, True
         total = terms[0] if terms else None
@@ -254,14 +250,20 @@ class _Spelling:
             total = self._add("Add", broadcast(shapes), total or "", term)
         return total, False
 
-    def _term(self, mask: _Mask) -> str:
-        """What a mask adds to the scores."""
-        if mask.fill is None:
-            return mask.term
-        filled, condition = (0.0, mask.fill) if mask.kept else (mask.fill, 0.0), self.graph.weights.get(mask.term)
+    def _term(self, mask: _Mask, lead: Shape) -> str:
+        """What a mask adds to scores with these sizes in front."""
+        term = mask.term if mask.fill is None else self._filling(mask, mask.fill)
+        if mask.lead == lead:
+            return term
+        if self.graph.shape(term)[:-2] != mask.lead:
+            raise _Refusal("its masks are of different ranks")
+        return self._lifted(term, lead)
+
+    def _filling(self, mask: _Mask, fill: float) -> str:
+        numbers, condition = (0.0, fill) if mask.kept else (fill, 0.0), self.graph.weights.get(mask.term)
         if condition is not None:
-            return self._constant(torch.where(condition.bool(), *filled))
-        values = (self._constant(torch.tensor(number)) for number in filled)
+            return self._constant(torch.where(condition.bool(), *numbers))
+        values = (self._constant(torch.tensor(number)) for number in numbers)
         return self._add("Where", self.graph.shape(mask.term), mask.term, *values)
 
     def _is_causal(self, term: str, size: int) -> bool:
@@ -282,10 +284,10 @@ class _Spelling:
     def _dtype(self) -> str:
         return self.graph.values[self.last.output].dtype
 
-    def _add(self, op: str, shape: Shape, *inputs: str, **attrs: Any) -> str:
+    def _add(self, op: str, gives: Shape, /, *inputs: str, **attrs: Any) -> str:
         """A new node in front of the operator; returns its value."""
         name = new_name(self.graph, f"{self.last.name}_{op.lower()}")
-        self.graph.values[name] = Value(name, shape, self._dtype)
+        self.graph.values[name] = Value(name, gives, self._dtype)
         self.new.append(self.last.with_(name=name, op=op, inputs=inputs, outputs=(name,), attrs=attrs))
         return name
 
