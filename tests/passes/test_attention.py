@@ -204,6 +204,13 @@ def test_operands_of_three_axes_get_those_of_the_mask():
     assert [n.op for n in new.nodes][-5:] == ["Reshape", "Reshape", "Reshape", "SDPA", "Reshape"]
 
 
+def test_a_constant_that_does_more_than_hide_what_comes_later_stays_a_mask():
+    slope = torch.arange(T).float() - torch.arange(T).float()[:, None]
+    graph = captured(lambda m, q, k, v, _: (q @ k.mT / 2 + slope.masked_fill(FUTURE, -math.inf)).softmax(-1) @ v)
+    made = recognised(graph)[0].nodes[-1]
+    assert (made.op, made.attrs["is_causal"], made.operand("mask") is not None) == ("SDPA", False, True)
+
+
 def test_axes_that_are_split_into_several_open_ones_are_not_guessed():
     graph = captured(through_bmm)
     graph.values = {k: replace(v, shape=tuple(None if d == H else d for d in v.shape)) for k, v in graph.values.items()}
