@@ -12,12 +12,18 @@ Quality: the mean cosine between a sentence's vector (the mean over its words wh
 network's, and the share of sentences whose nearest neighbour among the others is the same. Half of the sentences
 calibrate, the other half is measured. Time: of `--batch` sentences through ONNX Runtime on one thread, the median over
 the runs of all files, interleaved.
+
+Beside these stands what chipfit itself takes: to write the file, to verify it (where the limit is in times of the file
+over the same sentences, in ONNX Runtime), and the memory of `quantize` and `export`, in a process of its own whose
+libraries are loaded (the limit is in float weights and the results of all operators for one batch). The exit status
+counts what is over its limit, times in processor seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +39,7 @@ import numpy as np
 import onnxruntime
 import torch
 import torch.nn.functional as F
+from benchmarks.measure import both_clocks, grown_mib
 from benchmarks.models import AttentionBlock
 from rich.console import Console
 from rich.table import Table
@@ -40,10 +47,11 @@ from torch import Tensor, nn
 
 import chipfit
 from chipfit.cli.inputs import load_model
+from chipfit.engine.run import run
+from chipfit.graph.ir import Graph
 
 VOCABULARY, LENGTH, WIDTH, HEADS, BLOCKS, TOPICS = 6000, 32, 192, 6, 6, 64
 PADDING, SEPARATOR = 0, 1
-#: of a real encoder: cosine, neighbours, size and time beside float
 #: label -> platform and options of `chipfit.quantize`
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "auto": ("ort_cpu", {}),
@@ -56,7 +64,11 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
         {"overrides": {"Linear": {"bits": 4, "inputs": "float"}, "Embedding": {"bits": 4}}},
     ),
 }
+#: of a real encoder: cosine, neighbours, size and time beside float
 LIMITS = {"cosine": 0.993, "neighbours": 0.91, "size": 0.27, "time": 0.35}
+#: seconds to write the file of six blocks; to verify, in times of the runtime and seconds; memory
+EXPORT, VERIFY, MEMORY = 1.0, (3.0, 2.0), 1.5
+BATCH = 32  #: sentences of a batch of calibration, and of verification
 
 
 class Encoder(nn.Module):
@@ -156,6 +168,57 @@ def exported(model: nn.Module, inputs: dict[str, Tensor], folder: Path) -> dict[
     return files
 
 
+def parts(inputs: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+    count = len(next(iter(inputs.values())))
+    return [{name: x[k : k + size] for name, x in inputs.items()} for k in range(0, count, size)]
+
+
+def quantized(model: nn.Module, inputs: dict[str, Tensor], way: str) -> chipfit.Result:
+    platform, options = WAYS[way]
+    return chipfit.quantize(model, parts(inputs, BATCH), platform, **options, progress=False)
+
+
+def reference_mib(graph: Graph, batch: dict[str, Tensor]) -> float:
+    """What the float weights take, and the results of all operators for one batch, views aside."""
+    with torch.inference_mode():
+        kept = run(graph, list(batch.values()), keep=[o for n in graph.nodes for o in n.outputs])
+    tensors = [*(w for w in graph.weights.values() if w.is_floating_point()), *kept.values()]
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}
+    return sum(sizes.values()) / 2**20
+
+
+def measure_memory(model: nn.Module, inputs: dict[str, Tensor], way: str, folder: Path, file: str | None) -> float:
+    """What `quantize` and `export` take in a process of its own [MiB]."""
+    torch.save((None if file else model.state_dict(), inputs), folder / "child.pt")
+    command = [sys.executable, __file__, *([file] if file else []), "--ways", way, "--child", str(folder)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def child(way: str, folder: Path, file: str | None) -> None:
+    """Print by how much one call of `quantize` and `export` grows the process [MiB]."""
+    small = chipfit.quantize(nn.Sequential(nn.Linear(4, 4)), [torch.randn(2, 4)], WAYS[way][0], progress=False)
+    small.export(folder / "small.onnx")  # loads the libraries
+    state, inputs = torch.load(folder / "child.pt")
+    model = load_model(file) if file else Encoder().eval()
+    if state:
+        model.load_state_dict(state)
+    print(grown_mib(lambda: quantized(model, inputs, way).export(folder / "child.onnx")))
+
+
+class Bounds:
+    """What chipfit takes, beside what it may take."""
+
+    def __init__(self) -> None:
+        self.table = Table("", "", "takes", "limit", "by the clock", title="what chipfit takes, in processor time")
+        self.over = 0
+
+    def add(self, label: str, what: str, takes: float, limit: float, unit: str, clock: float | None = None) -> None:
+        self.over += takes > limit
+        cells = (f"{v:.2f} {unit}" for v in (takes, limit))
+        shown = "" if clock is None else f"{clock:.2f} {unit}"
+        self.table.add_row(label, what, *cells, shown, style="red" if takes > limit else "")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", metavar="FILE")
@@ -164,8 +227,12 @@ def main() -> int:
     parser.add_argument("--sentences", type=int, default=512)
     parser.add_argument("--batch", type=int, default=8, help="sentences that run together")
     parser.add_argument("--steps", type=int, default=200, help="of training")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     a = parser.parse_args()
     torch.set_num_threads(1)
+    if a.child:
+        child(a.ways[0], a.child, a.file)
+        return 0
     model = load_model(a.file) if a.file else trained(a.steps)
     if a.data:
         with np.load(a.data) as data:
@@ -175,22 +242,25 @@ def main() -> int:
     half = len(next(iter(inputs.values()))) // 2
     calibration = {name: x[:half] for name, x in inputs.items()}
     test = {name: x[half:] for name, x in inputs.items()}
+    bounds = Bounds()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = exported(model, inputs, folder)
         for way in a.ways:
-            begun = time.perf_counter()
-            batches = [{k: x[i : i + 32] for k, x in calibration.items()} for i in range(0, half, 32)]
-            platform, options = WAYS[way]
-            made = chipfit.quantize(model, batches, platform, **options, progress=False)
-            between = time.perf_counter()
-            label = f"chipfit {way}"
-            files[label] = made.export(folder / f"chipfit_{len(files)}.onnx")
-            took = f"quantized in {between - begun:.1f} s, exported in {time.perf_counter() - between:.1f} s"
-            begun = time.perf_counter()
-            checked = made.verify([{k: x[:32] for k, x in test.items()}])
-            print(f"{label}: {took}, verified in {time.perf_counter() - begun:.1f} s", flush=True)
-            print(f"   {checked.summary().splitlines()[0]}", flush=True)
+            begun, label, path = time.perf_counter(), f"chipfit {way}", folder / f"chipfit_{len(files)}.onnx"
+            made = quantized(model, calibration, way)
+            print(f"{label}: quantized in {time.perf_counter() - begun:.1f} s", flush=True)
+            clock, processor = both_clocks(lambda made=made, path=path: made.export(path))
+            bounds.add(label, "export", processor, EXPORT, "s", clock)
+            batches, files[label] = parts(test, BATCH), path
+            clock, processor = both_clocks(lambda made=made, batches=batches: made.verify(batches))
+            print(f"   {made.verification.summary().splitlines()[0]}", flush=True)
+            device = File(path)
+            for batch in batches:
+                device(batch)
+            bounds.add(label, "verify", processor, VERIFY[0] * sum(device.seconds) + VERIFY[1], "s", clock)
+            grown = measure_memory(model, calibration, way, folder, a.file)
+            bounds.add(label, "memory", grown, MEMORY * reference_mib(made.graph, parts(calibration, BATCH)[0]), "MiB")
         loaded = {label: File(path) for label, path in files.items()}
         found: dict[str, list[Tensor]] = {label: [] for label in loaded}
         for k in range(0, half, a.batch):  # interleaved, so that all meet the same noise
@@ -209,8 +279,8 @@ def main() -> int:
         cells = float((want * got).sum(1).mean()), float(same.float().mean()), *ratios
         table.add_row(label, f"{cells[0]:.4f}", *(f"{v:.3f}" for v in cells[1:]), f"{1000 * medians[label]:.2f}")
     table.add_row("limit", *(str(v) for v in LIMITS.values()), "")
-    Console(width=100).print(table)
-    return 0
+    Console(width=100).print(table, bounds.table)
+    return bounds.over
 
 
 if __name__ == "__main__":

@@ -17,9 +17,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 if (
@@ -28,6 +25,7 @@ if (
     os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})
 
 import torch
+from measure import both_clocks, grown_mib
 from models import MODELS, build, keras_mobilenetv2
 from rich.console import Console
 from rich.table import Table
@@ -81,13 +79,6 @@ def folded_pass(graph: Any, data: list[torch.Tensor]) -> None:
             run(graph, [x.contiguous(memory_format=torch.channels_last)], reuse=True)
 
 
-def both_clocks(work: Callable[[], object]) -> tuple[float, float]:
-    """Seconds by the clock, and of all processors."""
-    wall, processor = time.perf_counter(), time.process_time()
-    work()
-    return time.perf_counter() - wall, time.process_time() - processor
-
-
 def time_child(name: str, count: int) -> None:
     """Print what one process measures: seconds by both clocks for each kind of work, and stages of the calls."""
     model, data = make(name), images(count, name)
@@ -113,22 +104,13 @@ def measure_time(name: str, count: int, threads: int, repeats: int) -> tuple[dic
     return best, runs[-1]["stages"]
 
 
-def resident_mib(field: str) -> float:
-    """VmRSS (now) or VmHWM (its peak). Not `ru_maxrss`, which a new process inherits from the one that started it."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
-    return int(line.split()[1]) / 1024
-
-
 def memory_child(name: str, what: str, count: int) -> None:
     """Print the growth of the peak resident size in MiB while doing `what`."""
     quantize(
         torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU()).eval(), [torch.randn(1, 3, 8, 8)]
     )  # loads what both measure
     model, data = make(name), images(count, name)
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of building them
-    before = resident_mib("VmRSS")
-    float_pass(model, data) if what == "float" else quantize(model, data)
-    print(resident_mib("VmHWM") - before)
+    print(grown_mib(lambda: (float_pass if what == "float" else quantize)(model, data)))
 
 
 def child(kind: str, what: list[str], count: int, threads: int) -> str:

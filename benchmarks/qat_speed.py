@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 if os.environ.get("OMP_WAIT_POLICY") != "PASSIVE":
@@ -26,6 +25,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import torch
 import torch.nn.functional as F
+from benchmarks.measure import grown_mib
 from benchmarks.small import SMALL
 from rich.console import Console
 from rich.table import Table
@@ -83,16 +83,7 @@ def peak(name: str, which: int, threads: int) -> float:
 
 def child(name: str, which: int) -> None:
     step = step_of(networks(name)[which])
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of building them
-    before = _resident("VmRSS")
-    for _ in range(10):
-        step()
-    print(_resident("VmHWM") - before)
-
-
-def _resident(field: str) -> float:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
-    return int(line.split()[1]) / 1024
+    print(grown_mib(lambda: [step() for _ in range(10)]))
 
 
 def main() -> int:

@@ -59,8 +59,8 @@ class Step:
     #: "correct": (bits of each weight, range rule of weights) -> what the setting is where it was left at None; None
     #: again where it is not needed
     asks: Callable[[Collection[int], str], Any] | None = None
-    #: keywords that it wants besides: "platform", "stats", "batches" (the data again), "changed", "choose" (scales),
-    #: "original" (the graph before every correction)
+    #: keywords that it wants besides: "platform", "listed" (whether it names the operator of a node), "stats",
+    #: "batches" (the data again), "changed", "choose" (scales), "original" (the graph before every correction)
     needs: tuple[str, ...] = ()
     with_any: str = ""  #: taken only where some step of this stage is
     collects: Callable[..., Any] | None = None  #: (graph, needs) -> what calibration must collect for it

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear
 from chipfit.passes.own_weights import own_weights
 from chipfit.plan.record import Plan, TensorPlan
+from chipfit.platform.match import lists
 from chipfit.platform.schema import Platform
 from chipfit.registry import OFF, Entry, ordered
 from chipfit.rounding.fisher import few
@@ -89,7 +91,7 @@ def rewrite(graph: Graph, platform: Platform, settings: Settings) -> tuple[Graph
     """The rewrites that need no data; returns the graph, with its own weights, and one note per rewrite or refusal."""
     captured, notes = graph.weights, list(graph.notes)
     for step in taken(settings, "rewrite"):
-        graph, more = _take(step, settings, graph, platform=platform)
+        graph, more = _take(step, settings, graph, platform=platform, listed=partial(lists, platform))
         check(graph, blame=step.name)
         notes += more
     return own_weights(graph, captured), notes

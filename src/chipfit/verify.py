@@ -85,21 +85,20 @@ class Row:
             stored: how the tensor is stored.
             before: where the operator runs in float: what it computes from the runtime's codes, not yet quantized.
         """
-        q = device.to(torch.int64)
-        off, op_off = ((simulated.to(torch.int64) - q).abs() for simulated in (free, alone))
-        self.elements += q.numel()
-        self.differing += int((off > 0).sum())
-        self.op_differing += int((op_off > 0).sum())
-        if q.numel():
-            self.largest, self.op_largest = max(self.largest, int(off.max())), max(self.op_largest, int(op_off.max()))
+        off, op_off = free != device, alone != device
+        self.elements += device.numel()
+        self.differing += int(off.sum())
+        self.op_differing += int(op_off.sum())
+        self.largest = max(self.largest, _gap(free, device, off))
+        self.op_largest = max(self.op_largest, _gap(alone, device, op_off))
         if before is not None:
             place = before.double() / stored.scale.double()
             off_half = (place - place.floor() - 0.5).abs()
             self.ties += int((off_half <= 1 / TIE).sum())
             near = off_half <= max(BORDER * (stored.grid.qmax - stored.grid.qmin), 1 / TIE)
-            self.astray += int(((op_off > 0) & ~near).sum())
+            self.astray += int((op_off & ~near).sum())
         x = reals.double()
-        error = x - (q - stored.zero_point).double() * stored.scale.double()
+        error = x - (device.double() - stored.zero_point.double()) * stored.scale.double()
         self.signal += float(x.square().sum())
         self.noise += float(error.square().sum())
 
@@ -131,6 +130,11 @@ class Row:
         if self.noise == 0:
             return float("inf")
         return float(10 * np.log10(max(self.signal, 1e-300) / self.noise))
+
+
+def _gap(a: Tensor, b: Tensor, where: Tensor) -> int:
+    """The largest difference of codes, given where they differ."""
+    return int((a[where].to(torch.int64) - b[where].to(torch.int64)).abs().max()) if bool(where.any()) else 0
 
 
 @dataclass

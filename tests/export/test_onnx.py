@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import pytest
@@ -63,8 +65,9 @@ def test_every_operator_is_written_as_the_engine_computes_it_or_refused_with_a_r
 
 def test_a_composite_that_cannot_be_written_out_says_why(tmp_path):
     graph = alone("SDPA")[0]
-    graph.nodes = [graph.nodes[0].with_(attrs={**graph.nodes[0].attrs, "enable_gqa": True})]
-    with pytest.raises(UnsupportedError, match="SDPA 'n' cannot be written to ONNX: grouped-query attention"):
+    graph.nodes = [graph.nodes[0].with_(attrs={**graph.nodes[0].attrs, "is_causal": True})]
+    graph.values |= {i: replace(graph.values[i], shape=(None, 3, None, 4)) for i in graph.inputs}
+    with pytest.raises(UnsupportedError, match="SDPA 'n' cannot be written to ONNX: a causal mask needs a fixed"):
         export_onnx(graph, None, tmp_path / "m.onnx")
 
 

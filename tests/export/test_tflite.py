@@ -21,6 +21,7 @@ from chipfit.export.tflite.file import INT4, TYPES
 from chipfit.export.tflite.ops import REFUSED, ROWS
 from chipfit.export.tflite.writer import _sizes, export_tflite
 from chipfit.frameworks.torch.capture import capture
+from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.ops import OPS
 from chipfit.passes.decompose import RULES
 from chipfit.plan.record import TensorPlan
@@ -363,3 +364,25 @@ def test_what_is_picked_and_pooled_is_what_torch_picks(what, tmp_path):
     file = export_tflite(capture(Picks(), inputs), None, tmp_path / "m.tflite")
     (got,) = LiteRt(file).run([x.numpy() for x in inputs]).values()
     np.testing.assert_allclose(got, f(*inputs).numpy(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_that_share_keys_are_written_without_copies_of_these(causal, tmp_path):
+    graph, example = sharing_heads(causal)
+    file = export_tflite(graph, None, tmp_path / "m.tflite")
+    want = nn.functional.scaled_dot_product_attention(*example, is_causal=causal, enable_gqa=True)
+    (got,) = LiteRt(file).run([x.numpy() for x in example]).values()
+    np.testing.assert_allclose(got, want.numpy(), atol=2e-5)
+    operators = [schema.BuiltinOperator.BATCH_MATMUL, schema.BuiltinOperator.TILE, schema.BuiltinOperator.BROADCAST_TO]
+    codes = [c.builtinCode for c in model_of(file).operatorCodes]
+    assert [op in codes for op in operators] == [True, False, False]
+
+
+def sharing_heads(causal):
+    """Attention of six heads of queries and two of keys and values, and its operands."""
+    torch.manual_seed(0)
+    example = tuple(torch.randn(2, heads, 5, 8) for heads in (6, 2, 2))
+    names = ["q", "k", "v"]
+    values = {n: Value(n, tuple(x.shape)) for n, x in zip([*names, "y"], [*example, example[0]])}
+    node = Node("it", "SDPA", tuple(names), ("y",), {"is_causal": causal, "scale": None, "enable_gqa": True})
+    return Graph([node], names, ["y"], values, {}, example=example), example

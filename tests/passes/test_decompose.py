@@ -61,6 +61,12 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], dict, dict]]] = {
         ([(2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 8)], {"is_causal": False, "scale": None, "enable_gqa": False}, {}),
         ([(2, 3, 4, 8)] * 3, {"is_causal": True, "scale": 0.3, "enable_gqa": False}, {}),
         ([(2, 3, 4, 8)] * 3, {"is_causal": False, "scale": None, "enable_gqa": False}, {"mask": (4, 4)}),
+        (
+            [(2, 6, 4, 8), *[(2, 2, 5, 8)] * 2],
+            {"is_causal": False, "scale": None, "enable_gqa": True},
+            {"mask": (1, 5)},
+        ),
+        ([(2, 6, 4, 8), *[(2, 1, 4, 8)] * 2], {"is_causal": True, "scale": 0.3, "enable_gqa": True}, {}),
     ],
     "Roll": [([X], {"shifts": (1, -2), "axes": (2, 3)}, {})],
     "SpaceToDepth": [([X], {"block": 2}, {})],
@@ -162,11 +168,32 @@ def test_what_is_held_stays_unless_it_is_named():
 
 
 def test_a_composite_that_its_rule_cannot_write_stays_with_the_reason():
-    graph = composite("SDPA", *CASES["SDPA"][0])
-    graph.nodes[0].attrs["enable_gqa"] = True  # the reader makes copies of keys and values in its place
+    graph = composite("SDPA", *CASES["SDPA"][1])
+    graph.values |= {x: Value(x, (None, 3, None, 8)) for x in ("x0", "x1", "x2")}
     new, _, reasons = decompose(graph, Plan(), ())
     assert new.nodes == graph.nodes
-    assert reasons == {"it": "grouped-query attention"}
+    assert reasons == {"it": "a causal mask needs a fixed sequence length"}
+
+
+def test_heads_that_share_keys_are_written_out_for_any_length():
+    graph = composite("SDPA", *CASES["SDPA"][3])
+    heads = {"x0": 6, "y0": 6, "z": 6, "x1": 2, "x2": 2}
+    graph.values |= {x: Value(x, (None, h, None, 8)) for x, h in heads.items()}
+    graph.weights["mask"] = torch.rand(6, 1, 9) > 0.2
+    new = decompose(graph, Plan(), ())[0]
+    check(new)
+    longer = [torch.randn(3, heads[x], size, 8) for x, size in (("x0", 7), ("x1", 9), ("x2", 9))]
+    want = torch.nn.functional.scaled_dot_product_attention(*longer, graph.weights["mask"], enable_gqa=True)
+    torch.testing.assert_close(run(new, longer)["z"], want, atol=2e-5, rtol=1e-4)
+
+
+def test_a_row_that_sees_nothing_gets_numbers():
+    graph = composite("SDPA", *CASES["SDPA"][2])
+    graph.weights["mask"] = torch.ones(4, 4, dtype=torch.bool).tril(-1)
+    got = run(decompose(graph, Plan(), ())[0], list(graph.example))["z"]
+    want = run(graph, list(graph.example))["z"]
+    assert got.isfinite().all()
+    torch.testing.assert_close(got[:, :, 1:], want[:, :, 1:], atol=2e-5, rtol=1e-4)
 
 
 def test_rules_are_for_canonical_operators_only():

@@ -16,6 +16,8 @@ from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import Plan
 
 Shape = tuple[int | None, ...]
+#: what hides a score; rows of which nothing is seen get numbers all the same, as -inf would not give them
+HIDDEN = -1e30
 SMOOTH = 17.0  #: from here on float32 does not tell log(1 + exp(x)) from x
 
 
@@ -89,7 +91,7 @@ class New:
         """
         names = tuple(self.constant(torch.tensor(i)) if isinstance(i, float) else i for i in inputs)
         name = self._name(op.lower())
-        shape = _broadcast([self.shape(i) for i in names if i is not None]) if gives is None else gives
+        shape = broadcast([self.shape(i) for i in names if i is not None]) if gives is None else gives
         self.graph.values[name] = Value(name, shape, self.graph.values[self.node.output].dtype)
         self.nodes.append(self.node.with_(name=name, op=op, inputs=names, outputs=(name,), attrs=attrs))
         return name
@@ -138,7 +140,7 @@ class New:
         return name
 
 
-def _broadcast(shapes: Sequence[Shape]) -> Shape:
+def broadcast(shapes: Sequence[Shape]) -> Shape:
     """The shape of an element-wise result."""
     rank = max(len(s) for s in shapes)
     columns = zip(*((1,) * (rank - len(s)) + s for s in shapes), strict=True)
@@ -305,12 +307,10 @@ def _batch_norm(new: New, n: Node) -> str:
 def _attention(new: New, n: Node) -> str:
     """softmax(scale q k^T + mask) v."""
     q, k, v = (i or "" for i in n.inputs[:3])
-    if n.attrs["enable_gqa"]:
-        new.refuse("grouped-query attention")
     *others, row, column = range(len(new.shape(k)))
     scores = (*new.shape(q)[:-1], new.shape(k)[-2])
     scale = new.size(q, -1) ** -0.5 if n.attrs["scale"] is None else n.attrs["scale"]
-    s = new("MatMul", q, new.transpose(k, (*others, column, row)), gives=scores)
+    s = _by_heads(new, q, new.transpose(k, (*others, column, row)), scores)
     s = new("Mul", s, float(scale))
     if n.attrs["is_causal"]:
         rows, columns = scores[-2:]
@@ -319,8 +319,21 @@ def _attention(new: New, n: Node) -> str:
         s = new("Add", s, new.constant(torch.full((rows, columns), -math.inf).triu(1)))
     mask = n.operand("mask")
     if mask is not None:
-        s = new("Add", s, mask if new.graph.is_float(mask) else new("Where", mask, 0.0, -math.inf))
-    return new("MatMul", new("Softmax", s, axis=-1), v, gives=new.shape(n.output))
+        s = new("Add", s, mask if new.graph.is_float(mask) else new("Where", mask, 0.0, HIDDEN))
+    return _by_heads(new, new("Softmax", s, axis=-1), v, new.shape(n.output))
+
+
+def _by_heads(new: New, x: str, y: str, gives: Shape) -> str:
+    """x y; several heads of x that share one of y are rows of one product: [.., H, T, D] is [.., K, T H/K, D]."""
+    *lead, rows, columns = new.shape(x)
+    if not new.node.attrs["enable_gqa"]:
+        return new("MatMul", x, y, gives=gives)
+    heads, shared = new.size(x, -3), new.size(y, -3)
+    rows = None if rows is None else rows * heads // shared
+    keep, group = [0] * (len(lead) - 1), (*lead[:-1], shared, rows)
+    x = new("Reshape", x, gives=(*group, columns), shape=(*keep, shared, -1, 0))
+    z = new("MatMul", x, y, gives=(*group, gives[-1]))
+    return new("Reshape", z, gives=gives, shape=(*keep, heads, -1, 0))
 
 
 # ---------------------------------------------------------------- order

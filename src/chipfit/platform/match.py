@@ -75,6 +75,13 @@ def resolve_node(platform: Platform, graph: Graph, node: Node, *, bits: int = 8)
     return resolve(platform, node.op, facts(graph, node), bits=bits)
 
 
+def lists(platform: Platform, graph: Graph, node: Node) -> bool:
+    """Whether the rule that governs a node names its operator, instead of all that there are."""
+    rule = resolve_node(platform, graph, node).rule
+    words = words_of(node.op, node.attrs) | sets_of(platform.sets, node.op, node.layer_type, node.config)
+    return rule is not None and covers(rule.match, words, everything=False)
+
+
 def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int = 8) -> Resolved:
     """The rule that governs an operator on a platform.
 

@@ -20,6 +20,8 @@ from chipfit.ranges.qparams import QParams, from_min_max
 ALL, FEW, BINS = 1 << 13, 64, 512
 #: values held at once
 _CHUNK = 1 << 22
+#: numbers of 4 bytes that are held for each candidate of a channel: its ends, scale and zero point, and its error
+_TABLES = 16
 #: ranges a little wider than the data may place the codes better
 _WIDEST = 1.05
 
@@ -150,14 +152,27 @@ def best(
         error: of each candidate and channel [K, C], from a sample and grids [K, C].
         low, high: factors [K, 1 or C] of the sample's ends; high is low when omitted.
     """
-    high = low if high is None else high
+    channels = len(sample.low)
+    low, high = (x.expand(-1, channels) for x in (low, low if high is None else high))
+    parts, at = list[tuple[torch.Tensor, ...]](), 0
+    for part in sample.chunks(_TABLES * len(low)):
+        here = slice(at, at + len(part.low))
+        parts.append(_best(part, grid, error, low[:, here], high[:, here]))
+        at = here.stop
+    scale, zero, low, high = map(torch.cat, zip(*parts, strict=True))
+    return QParams(scale, zero), low, high
+
+
+def _best(
+    sample: Sample, grid: Grid, error: Error, low: torch.Tensor, high: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scale, zero point and factors of some channels, whose candidates are held at once."""
     at_once = max(1, _CHUNK // max(1, sample.values.numel()))
-    low, high = low.expand(-1, len(sample.low)), high.expand(-1, len(sample.low))
     tried = _grids(low * sample.low, high * sample.high, grid)
     parts = zip(torch.split(tried.scale, at_once), torch.split(tried.zero_point, at_once))
     k = torch.cat([error(sample, QParams(s, z), grid) for s, z in parts]).argmin(0, keepdim=True)
     scale, zero, low, high = (x.gather(0, k)[0] for x in (tried.scale, tried.zero_point, low, high))
-    return QParams(scale, zero), low, high
+    return scale, zero, low, high
 
 
 def _grids(low: torch.Tensor, high: torch.Tensor, grid: Grid) -> QParams:

@@ -196,3 +196,19 @@ def test_a_softmax_computes_in_the_type_that_it_names():
     wanted, got = Named()(x), list(run(g, [x]).values())
     assert [t.dtype for t in got] == [torch.float32, torch.float64]
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    "equation, ops",
+    [("bhqd,bhkd->bhqk", ["Transpose", "MatMul"]), ("bqhd,bkhd->bhqk", ["Transpose", "Transpose", "MatMul"])],
+)
+def test_an_einsum_that_is_one_product_is_read_as_one(equation, ops):
+    class Model(nn.Module):
+        def forward(self, x):
+            return torch.einsum(equation, x, x + 1)
+
+    x = torch.randn(2, 4, 6, 6)
+    graph = capture(Model(), (x,), {})
+    assert [n.op for n in graph.nodes if n.op != "Add"] == ops
+    (got,) = run(graph, [x]).values()
+    torch.testing.assert_close(got, torch.einsum(equation, x, x + 1))

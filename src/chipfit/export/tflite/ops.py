@@ -248,8 +248,6 @@ def _attention(w: Emitter, n: Node, y: Sequence[int]) -> None:
     """The rule of `passes.decompose` with the product's own transposition, and a finite mask."""
     q, k, v = (i or "" for i in n.inputs[:3])
     rows, columns = w.shape(q), w.shape(k)
-    if n.attrs["enable_gqa"]:
-        w.refuse(n, "grouped-query attention")
     shape, mask = [*rows[:-1], columns[-2]], n.operand("mask")
 
     def step(kind: str, *ins: int, **options: Any) -> int:

@@ -97,6 +97,7 @@ class Writer(Emitter):
             old, form = new.copies.get(v) or (v, self.forms.get(v) or natural(len(found[v])))
             sizes[v] = tuple(found[old][d] for d in form)
         grouped = [n.name for n in new.graph if n.op in TRANSPOSED and n.attrs["groups"] > 1]
+        grouped += [n.name for n in new.graph if n.op == "SDPA" and n.attrs["enable_gqa"]]
         simple, plan, self.reasons = decompose(new.graph, plan, ROWS, grouped)
         _add_sizes(simple, sizes)
         super().__init__(simple, plan, sizes, batch)

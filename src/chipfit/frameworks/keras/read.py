@@ -18,6 +18,7 @@ from chipfit.files import package_data
 from chipfit.frameworks.keras import padding as paddings
 from chipfit.frameworks.keras.call import Call, Unreadable
 from chipfit.frameworks.keras.weights import DEPTHWISE
+from chipfit.graph.einsum import as_product
 from chipfit.graph.ir import Value
 
 Read = Callable[..., Any]
@@ -503,28 +504,16 @@ def _matmul(r: Call, a: Any, b: Any) -> Value:
 
 @_reads("", "Einsum")
 def _einsum(r: Call, a: Any, b: Any) -> Value:
-    """Two operands as one matrix product.
-
-    The letters of "bqd,bkd->bqk" fall into four groups: of both operands and the result (b), of the first alone (q), of
-    both but not the result (d, summed over), of the second alone (k); all but the first group must be one letter. Both
-    operands are brought to [*batch, first, summed] and [*batch, summed, second], and the product to the result's order.
-    """
-    _need(isinstance(a, Value) and isinstance(b, Value))
-    ins, _, result = r.op.subscripts.replace(" ", "").partition("->")
-    left, right = ins.split(",")
-    _need("." not in ins and len({*left}) == len(left) and len({*right}) == len(right))
-    batch = [c for c in left if c in right and c in result]
-    summed = [c for c in left if c in right and c not in result]
-    first, second = [c for c in left if c not in right], [c for c in right if c not in left]
-    _need(len(summed) == len(first) == len(second) == 1 and sorted(result) == sorted([*batch, *first, *second]))
-    x = _permuted(r, a, left, [*batch, *first, *summed], "left")
-    y = _permuted(r, b, right, [*batch, *summed, *second], "right")
-    size = dict(zip(left + right, a.shape + b.shape, strict=True))
-    axes = [*batch, *first, *second]
-    if "".join(axes) == result:
+    """Two operands whose equation is one matrix product."""
+    product = as_product(r.op.subscripts)
+    if product is None or not (isinstance(a, Value) and isinstance(b, Value)):
+        raise Unreadable
+    x, y = _permuted(r, a, product.left, "left"), _permuted(r, b, product.right, "right")
+    if product.result == tuple(range(len(product.result))):
         return r.emit("MatMul", [x, y])
-    z = r.emit("MatMul", [x, y], [size[c] for c in axes], part="product")
-    return r.emit("Transpose", [z], perm=tuple(axes.index(c) for c in result))
+    shape = {axis: r.shape[k] for k, axis in enumerate(product.result)}
+    z = r.emit("MatMul", [x, y], [shape[k] for k in sorted(shape)], part="product")
+    return r.emit("Transpose", [z], perm=product.result)
 
 
 @_reads("", "DotProductAttention")
@@ -534,17 +523,16 @@ def _attention(
     """[N, T, heads, D] in Keras, [N, heads, T, D] in the canonical operator."""
     _need(bias is None and mask is None and r.op.attn_logits_soft_cap is None)
     _need(query.shape[2] == key.shape[2] and isinstance(scale, (float, int, type(None))))
-    qkv = [_permuted(r, x, "nthd", "nhtd", part) for x, part in ((query, "query"), (key, "key"), (value, "value"))]
+    qkv = [_permuted(r, x, (0, 2, 1, 3), part) for x, part in ((query, "query"), (key, "key"), (value, "value"))]
     n, t, h, d = r.shape
     y = r.emit("SDPA", qkv, (n, h, t, d), part="product", is_causal=bool(r.op.is_causal), scale=scale, enable_gqa=False)
     return r.emit("Transpose", [y], perm=(0, 2, 1, 3))
 
 
-def _permuted(r: Call, x: Value, have: str, want: Sequence[str], part: str) -> Value:
-    perm = tuple(have.index(c) for c in want)
-    if perm == tuple(range(len(perm))):
+def _permuted(r: Call, x: Value, perm: Sequence[int], part: str) -> Value:
+    if tuple(perm) == tuple(range(len(perm))):
         return x
-    return r.emit("Transpose", [x], [x.shape[d] for d in perm], x.dtype, part, perm=perm)
+    return r.emit("Transpose", [x], [x.shape[d] for d in perm], x.dtype, part, perm=tuple(perm))
 
 
 # ---------------------------------------------------------------- moving and looking up values

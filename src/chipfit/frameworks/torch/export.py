@@ -51,7 +51,7 @@ def export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     known: dict[Any, Any] = {}
     if any(parts_of(n.target) for n in program.graph.nodes):
         for table in (torch._decomp.decomposition_table, torch.export.default_decompositions()):
-            known |= {op: how for op, how in table.items() if parts_of(op)}
+            known |= {op: parts_of(op, how) for op, how in table.items() if parts_of(op)}
     return _program(program.run_decompositions(known) if known or needs_functional(program.graph) else program)
 
 

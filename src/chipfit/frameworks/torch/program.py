@@ -1,6 +1,7 @@
 """A traced model: calls of ATen operators, and what its inputs and results are; the same from either tracer."""
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from chipfit.files import package_data
+from chipfit.graph.einsum import as_product
 
 #: operators that are read in parts
 _PARTED = frozenset(package_data("chipfit.frameworks.torch", "aten.yaml")["parted"].split())
@@ -17,11 +19,29 @@ _PARTED = frozenset(package_data("chipfit.frameworks.torch", "aten.yaml")["parte
 _COPIES = ("clone", "_to_copy", "_unsafe_view")
 
 
-def parts_of(op: Any) -> Callable[..., Any] | None:
-    """What says an operator in simpler ones, of those that have to be; None of others."""
+def parts_of(op: Any, known: Callable[..., Any] | None = None) -> Callable[..., Any] | None:
+    """What says an operator in simpler ones, of those that have to be; None of others.
+
+    Args:
+        known: what the tracer has for it.
+    """
     if not isinstance(op, torch._ops.OpOverload) or op._schema.name.partition("::")[2] not in _PARTED:
         return None
-    return op.decompose if op._can_decompose() else torch._decomp.decomposition_table.get(op)
+    known = known or (op.decompose if op._can_decompose() else torch._decomp.decomposition_table.get(op))
+    return functools.partial(_einsum, known) if op is torch.ops.aten.einsum.default else known
+
+
+def _einsum(known: Any, equation: str, operands: Sequence[torch.Tensor], **how: Any) -> Any:
+    """One matrix product where it is one: PyTorch's own parts hide it behind axes of size 1."""
+    product = as_product(equation) if len(operands) == 2 else None
+    if product is None or operands[0].shape[product.left[-1]] != operands[1].shape[product.right[-2]]:
+        return known(equation, operands, **how)
+    a, b = (_permuted(x, perm) for x, perm in zip(operands, product, strict=False))
+    return _permuted(a @ b, product.result)
+
+
+def _permuted(x: torch.Tensor, perm: Sequence[int]) -> torch.Tensor:
+    return x if list(perm) == sorted(perm) else x.permute(*perm)
 
 
 class Unclear(Exception):

@@ -1,0 +1,36 @@
+"""An einsum of two operands as one matrix product between permutations."""
+
+from typing import NamedTuple
+
+Perm = tuple[int, ...]
+
+
+class Product(NamedTuple):
+    """einsum(a, b) = (a.permute(left) @ b.permute(right)).permute(result)."""
+
+    left: Perm  #: to [*batch, first, summed]
+    right: Perm  #: to [*batch, summed, second]
+    result: Perm  #: from [*batch, first, second]
+
+
+def as_product(equation: str) -> Product | None:
+    """The product that an equation is; None where it is not one.
+
+    The letters of "bqd,bkd->bqk" fall into four groups: of both operands and the result (b), of the first alone (q), of
+    both but not the result (d, summed over), of the second alone (k). All but the first group must be one letter.
+    """
+    ins, arrow, result = equation.replace(" ", "").partition("->")
+    left, comma, right = ins.partition(",")
+    if not (arrow and comma) or "." in ins or len({*left}) < len(left) or len({*right}) < len(right):
+        return None
+    batch = [c for c in left if c in right and c in result]
+    summed = [c for c in left if c in right and c not in result]
+    first, second = [c for c in left if c not in right], [c for c in right if c not in left]
+    made = [*batch, *first, *second]
+    if not len(summed) == len(first) == len(second) == 1 or sorted(result) != sorted(made):
+        return None
+    return Product(
+        tuple(left.index(c) for c in [*batch, *first, *summed]),
+        tuple(right.index(c) for c in [*batch, *summed, *second]),
+        tuple(made.index(c) for c in result),
+    )

@@ -1,0 +1,296 @@
+"""Attention that is written out in products and a softmax becomes one operator on chips that have one for it.
+
+    softmax(scale q k^T + mask) v,  softmax over the last axis
+
+What counts as a spelling of this: a factor may stand at the scores, at q or at k; masks may be added, or put large
+negative numbers in the place of scores; axes in front of the last two may be merged and split again, as products of
+three axes (`bmm`) need it. Neither scores nor weights may have another reader. `decompose` is the way back.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from chipfit.graph.builder import drop_dead, new_name, replace_node
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.graph.ops import OPS
+from chipfit.graph.paths import only_reader
+from chipfit.passes.decompose import broadcast
+from chipfit.registry import register
+
+Shape = tuple[int | None, ...]
+Listed = Callable[[Graph, Node], bool]
+
+#: from here down a number in the place of a score is the same as one that is added to it: the score is lost in it
+_NEVER = -1e9
+
+
+class _Refusal(Exception):
+    """Why a softmax and the products around it are not attention; empty where there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """A term of the scores."""
+
+    lead: Shape  #: of the scores where it is added, without their last two axes
+    term: str  #: what is added, or the condition under which scores are filled
+    fill: float | None = None  #: what stands in the place of scores
+    kept: bool = False  #: scores are filled where the condition does not hold
+
+
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """scale q k^T + masks."""
+
+    product: Node
+    scale: float = 1.0
+    masks: tuple[_Mask, ...] = ()
+
+
+@register("pass", "attention", stage="rewrite", after=("fold_constants",), needs=("listed",))
+def attention(graph: Graph, listed: Listed) -> tuple[Graph, list[str]]:
+    """Put SDPA in the place of its spellings, where the platform names it.
+
+    A row whose scores are all filled gives the mean of v, as before, while its scores differ by less than 32. Dropout
+    of the weights, which does nothing in inference, is left out.
+
+    Args:
+        listed: whether the rule that governs a node names its operator.
+
+    Returns:
+        The graph, and one note per operator that was made, or was not and why.
+    """
+    notes = list[str]()
+    for softmax in graph.nodes:
+        if softmax.op != "Softmax" or not listed(graph, softmax.with_(op="SDPA", attrs={})):
+            continue
+        spelling = _Spelling(graph.copy())
+        try:
+            made = spelling.rewritten(softmax)
+        except _Refusal as e:
+            notes += [f"attention at '{softmax.who}' stays in its parts: {e}"] if str(e) else []
+            continue
+        if listed(spelling.graph, made):
+            graph = spelling.graph
+            drop_dead(graph)
+            notes.append(f"the products and the softmax of '{made.who}' became one SDPA")
+    return graph, notes
+
+
+class _Spelling:
+    """Finds the parts around one softmax, and puts the operator in their place."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.users, self.producers = graph, graph.users(), graph.producers()
+        self.new: list[Node] = []  #: what stands in front of the operator
+
+    def rewritten(self, softmax: Node) -> Node:
+        """The SDPA that took the place of everything from q k^T to the product with v.
+
+        Raises:
+            _Refusal: there is no such thing.
+        """
+        shape = self.graph.shape(softmax.output)
+        scores, last = self._scores(softmax.data), self._product_behind(softmax.output)
+        if scores is None and last is None:
+            raise _Refusal
+        if scores is None:
+            raise _Refusal("its scores are no product, scaled and masked, that the softmax alone reads")
+        if last is None:
+            raise _Refusal("its weights are not read by one product alone")
+        if softmax.attrs["axis"] % len(shape) != len(shape) - 1:
+            raise _Refusal("its softmax is over another axis")
+        return self._replaced(scores, last, max((m.lead for m in scores.masks), key=len, default=shape[:-2]))
+
+    # ---------------------------------------------------------------- what is there
+
+    def _product_behind(self, value: str) -> Node | None:
+        """The product with v that alone reads the weights."""
+        n = only_reader(self.graph, self.users, value)
+        if n is not None and (n.op in ("Identity", "Dropout") or self._keeps_rows(n)):
+            return self._product_behind(n.output)
+        return n if n is not None and n.op == "MatMul" and n.inputs[0] == value else None
+
+    def _scores(self, value: str) -> _Scores | None:
+        """What a value is as scores; None where it is something else."""
+        n = self._maker(value)
+        if n is None or n.op == "MatMul":
+            return None if n is None else _Scores(n)
+        if n.op == "Identity" or self._keeps_rows(n):
+            return self._scores(n.data)
+        if factor := self._factor(n):
+            found = self._scores(factor[1])
+            return None if found is None or found.masks else replace(found, scale=found.scale * factor[0])
+        for inner, mask in self._masks(n):
+            found = self._scores(inner) if self.graph.shape(inner) == self.graph.shape(value) else None
+            if found is not None:
+                return replace(found, masks=(*found.masks, mask))
+        return None
+
+    def _maker(self, value: str) -> Node | None:
+        """The node that makes a value which is read once."""
+        n = self.producers.get(value)
+        once = n is not None and len(n.outputs) == 1 and only_reader(self.graph, self.users, value) is not None
+        return n if once else None
+
+    def _keeps_rows(self, n: Node) -> bool:
+        """Whether a node only merges or splits axes in front of the last two."""
+        if n.op != "Reshape":
+            return False
+        before, after = self.graph.shape(n.data), self.graph.shape(n.output)
+        rows = before[-2:] if min(len(before), len(after)) > 2 else (None,)
+        return None not in rows and rows == after[-2:] and max(before.count(None), after.count(None)) < 2
+
+    def _factor(self, n: Node) -> tuple[float, str] | None:
+        """(c, x) of a node that is c x, of a number c."""
+        if n.op not in ("Mul", "Div"):
+            return None
+        a, b = (i or "" for i in n.inputs)
+        for x, c in ((a, b), (b, a)) if n.op == "Mul" else ((a, b),):
+            number = self._number(c)
+            if number and self.graph.shape(x) == self.graph.shape(n.output):
+                return number if n.op == "Mul" else 1 / number, x
+        return None
+
+    def _number(self, name: str) -> float | None:
+        """The number that a constant is."""
+        w = self.graph.weights.get(name)
+        if w is None or w.numel() != 1 or not w.is_floating_point() or name in self.graph.trainable:
+            return None
+        return float(w)
+
+    def _masks(self, n: Node) -> list[tuple[str, _Mask]]:
+        """How a node may be scores with one more mask: the scores, and the mask."""
+        lead = self.graph.shape(n.output)[:-2]
+        if n.op == "Add":
+            a, b = (i or "" for i in n.inputs)
+            return [(x, _Mask(lead, term)) for x, term in ((a, b), (b, a)) if self.graph.is_float(term)]
+        if n.op == "Where":
+            condition, a, b = (i or "" for i in n.inputs)
+            fills = ((a, self._number(b), True), (b, self._number(a), False))
+            return [(x, _Mask(lead, condition, c, kept)) for x, c, kept in fills if c is not None and c <= _NEVER]
+        return []
+
+    # ---------------------------------------------------------------- what is put in its place
+
+    def _replaced(self, scores: _Scores, last: Node, lead: Shape) -> Node:
+        graph, shape, first = self.graph, self.graph.shape, scores.product
+        operands = [(i or "", n) for n, i in (*((first, i) for i in first.inputs), (last, last.inputs[1]))]
+        if any(i in graph.weights for i, _ in operands):
+            raise _Refusal("an operand is a constant")
+        if not lead or any(shape(i)[:-2] != shape(n.output)[:-2] for i, n in operands):
+            raise _Refusal("the axes in front of its operands differ")
+        self.last = last
+        q, by_q = self._without_factors(first, 0)
+        kt, by_k = self._without_factors(first, 1)
+        ins = [self._lifted(x, lead) for x in (q, self._transposed(kt), operands[2][0])]
+        mask, causal = self._mask([self._term(m, lead) for m in scores.masks], *shape(first.output)[-2:])
+        attrs = {"is_causal": causal, "scale": scores.scale * by_q * by_k, "enable_gqa": False}
+        made = last.with_(op="SDPA", inputs=(*ins, mask) if mask else tuple(ins), attrs=attrs)
+        view: list[Node] = []
+        if lead != shape(last.output)[:-2]:
+            y = Value(new_name(graph, f"{last.name}_sdpa"), (*lead, *shape(last.output)[-2:]), self._dtype)
+            view = [last.with_(op="Reshape", inputs=(y.name,), attrs=_as(shape(last.output)))]
+            made, graph.values[y.name] = made.with_(name=y.name, outputs=(y.name,)), y
+        replace_node(graph, last, *self.new, made, *view)
+        return made
+
+    def _without_factors(self, product: Node, at: int) -> tuple[str, float]:
+        """An operand of the product without the factors on the way to it, and these."""
+        operand = value = product.inputs[at] or ""
+        scale, reader = 1.0, product
+        while (n := self._maker(value)) is not None:
+            if factor := self._factor(n):
+                scale, value = scale * factor[0], factor[1]
+                if reader is product:
+                    operand = value
+                else:
+                    other = reader.with_(inputs=(value, *reader.inputs[1:]))
+                    replace_node(self.graph, reader, other)
+                    self.producers[other.output] = reader = other
+            elif n.op in OPS and OPS[n.op].view and OPS[n.op].moves and n.inputs[0] == n.data:
+                reader, value = n, n.data
+            else:
+                break
+        return operand, scale
+
+    def _transposed(self, value: str) -> str:
+        """The value with its last two axes swapped."""
+        n = self.producers.get(value)
+        axes = [*range(len(self.graph.shape(value)))]
+        if n is not None and n.op == "Transpose":
+            value, axes = n.data, [a % len(axes) for a in n.attrs["perm"]]
+        perm = (*axes[:-2], axes[-1], axes[-2])
+        if list(perm) == sorted(perm):
+            return value
+        return self._add("Transpose", tuple(self.graph.shape(value)[a] for a in perm), value, perm=perm)
+
+    def _lifted(self, value: str, lead: Shape) -> str:
+        """The value with these sizes of its axes in front of the last two."""
+        shape, n = self.graph.shape(value), self.producers.get(value)
+        wanted = (*lead, *shape[-2:])
+        if shape == wanted:
+            return value
+        if n is not None and self._keeps_rows(n) and self.graph.shape(n.data) == wanted:
+            return n.data
+        if wanted.count(None) > 1:
+            raise _Refusal("several sizes of its operands are only known at run time")
+        return self._add("Reshape", wanted, value, **_as(wanted))
+
+    def _mask(self, terms: Sequence[str], rows: int | None, columns: int | None) -> tuple[str | None, bool]:
+        """The sum of what masks add, None where there are none, and whether it is the causal one instead."""
+        if len(terms) == 1 and rows == columns and self._is_causal(terms[0], rows or 0):
+            return None, True
+        total = terms[0] if terms else None
+        for term in terms[1:]:
+            shapes = [self.graph.shape(t) for t in (total or "", term)]
+            total = self._add("Add", broadcast(shapes), total or "", term)
+        return total, False
+
+    def _term(self, mask: _Mask, lead: Shape) -> str:
+        """What a mask adds to scores with these sizes in front."""
+        term = mask.term if mask.fill is None else self._filling(mask, mask.fill)
+        if mask.lead == lead:
+            return term
+        if self.graph.shape(term)[:-2] != mask.lead:
+            raise _Refusal("its masks are of different ranks")
+        return self._lifted(term, lead)
+
+    def _filling(self, mask: _Mask, fill: float) -> str:
+        numbers, condition = (0.0, fill) if mask.kept else (fill, 0.0), self.graph.weights.get(mask.term)
+        if condition is not None:
+            return self._constant(torch.where(condition.bool(), *numbers))
+        values = (self._constant(torch.tensor(number)) for number in numbers)
+        return self._add("Where", self.graph.shape(mask.term), mask.term, *values)
+
+    def _is_causal(self, term: str, size: int) -> bool:
+        """Whether a mask is a constant that hides what comes later, and nothing else."""
+        w = self.graph.weights.get(term)
+        if w is None or w.numel() != size * size or tuple(w.shape[-2:]) != (size, size) or term in self.graph.trainable:
+            return False
+        later = torch.ones(size, size, dtype=torch.bool).triu(1)
+        w = w.detach().reshape(size, size)
+        return bool((w[later] <= _NEVER).all() and (w[~later] == 0).all())
+
+    def _constant(self, value: torch.Tensor) -> str:
+        name = new_name(self.graph, f"{self.last.name}.mask")
+        self.graph.weights[name] = value
+        return name
+
+    @property
+    def _dtype(self) -> str:
+        return self.graph.values[self.last.output].dtype
+
+    def _add(self, op: str, gives: Shape, /, *inputs: str, **attrs: Any) -> str:
+        """A new node in front of the operator; returns its value."""
+        name = new_name(self.graph, f"{self.last.name}_{op.lower()}")
+        self.graph.values[name] = Value(name, gives, self._dtype)
+        self.new.append(self.last.with_(name=name, op=op, inputs=inputs, outputs=(name,), attrs=attrs))
+        return name
+
+
+def _as(shape: Shape) -> dict[str, Any]:
+    return {"shape": tuple(-1 if s is None else s for s in shape)}

@@ -1,0 +1,382 @@
+"""Attention that is written out becomes one operator that computes the same, and what only looks like it does not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import chipfit
+from chipfit.engine.run import run
+from chipfit.frameworks.torch.capture import capture
+from chipfit.graph.check import check
+from chipfit.passes.attention import attention
+from chipfit.passes.decompose import decompose
+from chipfit.passes.fold_constants import fold_constants
+from chipfit.plan.record import Plan
+from chipfit.platform.load import load
+
+H, T, D = 3, 5, 4
+LEAST = torch.finfo(torch.float32).min
+FUTURE = torch.ones(T, T, dtype=torch.bool).triu(1)
+
+
+class Spelled(nn.Module):
+    """A function of q, k, v and a mask as a model; it has dropout, and numbers that it may learn."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function, self.dropout = function, nn.Dropout(0.1)
+        self.number, self.keys = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.randn(D, T))
+
+    def forward(self, q, k, v, mask):
+        return self.function(self, q, k, v, mask)
+
+
+def operands(batch: int = 2, heads: int = H) -> tuple[torch.Tensor, ...]:
+    """q, k, v [N, H, T, D] and a mask [N, 1, T, T] of which every row keeps something."""
+    torch.manual_seed(batch)
+    mask = torch.rand(batch, 1, T, T) > 0.4
+    mask[..., 0] = True
+    return (*(torch.randn(batch, heads, T, D) for _ in range(3)), mask)
+
+
+def captured(function, example=None):
+    graph = capture(Spelled(function).eval(), example or operands(), {})
+    return fold_constants(graph)[0]
+
+
+def recognised(graph, listed=lambda graph, node: True):
+    new, notes = attention(graph, listed)
+    check(new)
+    return new, notes
+
+
+def added(mask):
+    return torch.where(mask, 0.0, LEAST)
+
+
+def merged(x):
+    return x.reshape(-1, *x.shape[2:])
+
+
+def through_bmm(m, q, k, v, mask):
+    scores = torch.bmm(merged(q) * 0.5, merged(k).transpose(1, 2)).view(-1, H, T, T) + added(mask)
+    weights = m.dropout(scores.view(-1, T, T).softmax(-1))
+    return torch.bmm(weights, merged(v)).view(-1, H, T, D)
+
+
+def added_in_the_product(m, q, k, v, mask):
+    bias = added(mask).expand(-1, H, -1, -1).reshape(-1, T, T)
+    scores = torch.baddbmm(bias, merged(q), merged(k).transpose(1, 2), beta=1.0, alpha=0.5)
+    return torch.bmm(scores.softmax(-1), merged(v)).view(-1, H, T, D)
+
+
+def by_letters_with_heads_behind(m, q, k, v, mask):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 2 + added(mask)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).transpose(1, 2)
+
+
+def masked_again_above_the_product(m, q, k, v, mask):
+    bias = added(mask).expand(-1, H, -1, -1).reshape(-1, T, T)
+    scores = torch.baddbmm(bias, merged(q), merged(k).transpose(1, 2), beta=1.0, alpha=0.5)
+    weights = scores.view(-1, H, T, T).masked_fill(FUTURE, LEAST).softmax(-1)
+    return torch.bmm(weights.view(-1, T, T), merged(v)).view(-1, H, T, D)
+
+
+def masked_by_rows_above(m, q, k, v, mask):
+    scores = torch.baddbmm(added(mask)[:1, 0], merged(q), merged(k).transpose(1, 2), beta=1.0, alpha=0.5)
+    weights = (scores.view(-1, H, T, T) + added(mask)).softmax(-1)
+    return torch.bmm(weights.view(-1, T, T), merged(v)).view(-1, H, T, D)
+
+
+def twice_masked(m, q, k, v, mask):
+    scores = torch.where(FUTURE, LEAST, q @ k.mT * 0.5)
+    return (scores + added(mask)).softmax(-1) @ v
+
+
+#: spelling -> what it does, and how F.scaled_dot_product_attention says it
+SPELLINGS = {
+    "no scale": (lambda m, q, k, v, _: (q @ k.mT).softmax(-1) @ v, {"scale": 1.0}),
+    "times": (lambda m, q, k, v, _: (q @ k.mT * 0.3).softmax(-1) @ v, {"scale": 0.3}),
+    "divided": (lambda m, q, k, v, _: (q @ k.mT / math.sqrt(D)).softmax(3) @ v, {}),
+    "scaled queries": (lambda m, q, k, v, _: ((q * 0.3) @ k.mT).softmax(-1) @ v, {"scale": 0.3}),
+    "scaled keys": (lambda m, q, k, v, _: (q @ (k / 4).mT).softmax(-1) @ v, {"scale": 0.25}),
+    "scaled columns": (lambda m, q, k, v, _: (q @ (0.25 * k.mT)).softmax(-1) @ v, {"scale": 0.25}),
+    "both": (lambda m, q, k, v, _: ((q * 0.6) @ (k.mT * 0.5)).softmax(-1) @ v, {"scale": 0.3}),
+    "all three": (lambda m, q, k, v, _: ((q * 0.6) @ (k.mT * 0.5) * 2).softmax(-1) @ v, {"scale": 0.6}),
+    "dropout": (lambda m, q, k, v, _: m.dropout((q @ k.mT / 2).softmax(-1)) @ v, {}),
+    "a float mask": (lambda m, q, k, v, mask: (q @ k.mT / 2 + added(mask)).softmax(-1) @ v, {"attn_mask": 0}),
+    "a mask in front": (lambda m, q, k, v, mask: (added(mask) + q @ k.mT / 2).softmax(-1) @ v, {"attn_mask": 0}),
+    "filled": (lambda m, q, k, v, mask: (q @ k.mT / 2).masked_fill(~mask, -1e9).softmax(-1) @ v, {"attn_mask": 0}),
+    "filled with the least": (
+        lambda m, q, k, v, mask: torch.where(mask, q @ k.mT / 2, LEAST).softmax(-1) @ v,
+        {"attn_mask": 0},
+    ),
+    "filled with -inf": (
+        lambda m, q, k, v, mask: (q @ k.mT / 2).masked_fill(~mask, -math.inf).softmax(-1) @ v,
+        {"attn_mask": 0},
+    ),
+    "keys that are masked": (
+        lambda m, q, k, v, mask: (q @ k.mT / 2 + added(mask[:, :, :1])).softmax(-1) @ v,
+        {"attn_mask": 1},
+    ),
+    "causal, added": (
+        lambda m, q, k, v, _: (q @ k.mT / 2 + torch.full((T, T), -math.inf).triu(1)).softmax(-1) @ v,
+        {"is_causal": True},
+    ),
+    "causal, filled": (
+        lambda m, q, k, v, _: (q @ k.mT / 2).masked_fill(FUTURE[None, None], LEAST).softmax(-1) @ v,
+        {"is_causal": True},
+    ),
+    "two masks": (twice_masked, {"attn_mask": 2}),
+    "letters": (
+        lambda m, q, k, v, _: torch.einsum(
+            "bhqk,bhkd->bhqd", (torch.einsum("bhqd,bhkd->bhqk", q, k) / 2).softmax(-1), v
+        ),
+        {},
+    ),
+    "letters, heads behind": (by_letters_with_heads_behind, {"attn_mask": 0}),
+    "products of three axes": (through_bmm, {"attn_mask": 0}),
+    "a product that adds": (added_in_the_product, {"attn_mask": 0}),
+    "two masks of different ranks": (masked_again_above_the_product, {"attn_mask": 2}),
+}
+MASKS = (lambda mask: mask, lambda mask: mask[:, :, :1], lambda mask: mask & ~FUTURE)
+
+
+def said_by_torch(how, q, k, v, mask):
+    how = {**how, "attn_mask": MASKS[how["attn_mask"]](mask)} if "attn_mask" in how else how
+    return F.scaled_dot_product_attention(q, k, v, **how)
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_spelling_becomes_the_operator_that_torch_has_for_it(name):
+    function, how = SPELLINGS[name]
+    new, notes = recognised(captured(function))
+    (made,) = [n for n in new.nodes if n.op == "SDPA"]
+    assert len(notes) == 1 and notes[0].endswith("became one SDPA")
+    assert not {n.op for n in new.nodes} & {"MatMul", "Softmax", "Mul", "Div", "Dropout"}
+    assert made.attrs["is_causal"] == how.get("is_causal", False)
+    assert made.attrs["scale"] == pytest.approx(how.get("scale", D**-0.5))
+    assert ("attn_mask" in how) == (made.operand("mask") is not None)
+    other = operands(batch=4)
+    (got,) = run(new, list(other)).values()
+    torch.testing.assert_close(got, said_by_torch(how, *other), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_the_operator_taken_apart_again_computes_what_it_was_made_of(name):
+    graph = captured(SPELLINGS[name][0])
+    parts = decompose(recognised(graph)[0], Plan(), ())[0]
+    check(parts)
+    assert "SDPA" not in {n.op for n in parts.nodes}
+    other = operands(batch=4)
+    (want,), (got,) = run(graph, list(other)).values(), run(parts, list(other)).values()
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["times", "a float mask", "causal, filled", "letters"])
+def test_heads_may_be_open_as_the_batch_is(name):
+    function, how = SPELLINGS[name]
+    graph = captured(function)
+    graph.values = {k: replace(v, shape=tuple(None if d == H else d for d in v.shape)) for k, v in graph.values.items()}
+    new, _ = recognised(graph)
+    other = operands(batch=1, heads=7)
+    (got,) = run(new, list(other)).values()
+    torch.testing.assert_close(got, said_by_torch(how, *other), atol=2e-6, rtol=1e-5)
+
+
+def test_operands_of_three_axes_get_those_of_the_mask():
+    def function(m, q, k, v, mask):
+        scores = torch.bmm(-merged(q), (-merged(k)).transpose(1, 2)).view(-1, H, T, T) + added(mask)
+        return torch.bmm(scores.view(-1, T, T).softmax(-1), -merged(v))
+
+    new, _ = recognised(captured(function))
+    q, k, v, mask = operands(batch=4)
+    (got,) = run(new, [q, k, v, mask]).values()
+    want = F.scaled_dot_product_attention(q, k, -v, mask, scale=1.0)
+    torch.testing.assert_close(got.view(-1, H, T, D), want, atol=2e-6, rtol=1e-5)
+    assert [n.op for n in new.nodes][-5:] == ["Reshape", "Reshape", "Reshape", "SDPA", "Reshape"]
+
+
+def test_a_constant_that_does_more_than_hide_what_comes_later_stays_a_mask():
+    slope = torch.arange(T).float() - torch.arange(T).float()[:, None]
+    graph = captured(lambda m, q, k, v, _: (q @ k.mT / 2 + slope.masked_fill(FUTURE, -math.inf)).softmax(-1) @ v)
+    made = recognised(graph)[0].nodes[-1]
+    assert (made.op, made.attrs["is_causal"], made.operand("mask") is not None) == ("SDPA", False, True)
+
+
+def test_axes_that_are_split_into_several_open_ones_are_not_guessed():
+    graph = captured(through_bmm)
+    graph.values = {k: replace(v, shape=tuple(None if d == H else d for d in v.shape)) for k, v in graph.values.items()}
+    new, notes = recognised(graph)
+    assert new.nodes == graph.nodes and len(notes) == 1
+
+
+def test_a_row_of_which_nothing_is_kept_is_the_mean_as_before():
+    *qkv, mask = operands()
+    mask[0, 0, 2] = False
+    for name in ("filled", "filled with the least", "a float mask"):
+        graph = captured(SPELLINGS[name][0])
+        (want,), (got,) = (run(g, [*qkv, mask]).values() for g in (graph, recognised(graph)[0]))
+        torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(got[0, :, 2], qkv[2][0].mean(1), atol=2e-6, rtol=1e-5)
+
+
+# ---------------------------------------------------------------- near misses
+
+
+def also(read):
+    """Attention whose scores or weights are read once more."""
+
+    def function(m, q, k, v, _):
+        scores = q @ k.mT / 2
+        weights = scores.softmax(-1)
+        return read(scores, weights, weights @ v)
+
+    return function
+
+
+NO_SCORES = "its scores are no product, scaled and masked, that the softmax alone reads"
+#: what only looks like attention -> what it does, and what is said of it
+NEAR = {
+    "softmax over the queries": (
+        lambda m, q, k, v, _: (q @ k.mT).softmax(-2) @ v,
+        "its softmax is over another axis",
+    ),
+    "a scale for each head": (
+        lambda m, q, k, v, _: (q @ k.mT * torch.rand(H, 1, 1)).softmax(-1) @ v,
+        NO_SCORES,
+    ),
+    "a scale that is learned": (lambda m, q, k, v, _: (q @ k.mT * m.number).softmax(-1) @ v, NO_SCORES),
+    "a scale above the mask": (lambda m, q, k, v, mask: ((q @ k.mT + added(mask)) * 2).softmax(-1) @ v, NO_SCORES),
+    "a fill that scores may reach": (
+        lambda m, q, k, v, mask: (q @ k.mT).masked_fill(~mask, -1e4).softmax(-1) @ v,
+        NO_SCORES,
+    ),
+    "kept and filled the other way": (
+        lambda m, q, k, v, mask: torch.where(mask, q @ k.mT, 1e9).softmax(-1) @ v,
+        NO_SCORES,
+    ),
+    "an activation between": (lambda m, q, k, v, _: (q @ k.mT).relu().softmax(-1) @ v, NO_SCORES),
+    "a mask behind the softmax": (
+        lambda m, q, k, v, mask: ((q @ k.mT).softmax(-1) + added(mask)) @ v,
+        "its weights are not read by one product alone",
+    ),
+    "weights on the right": (
+        lambda m, q, k, v, _: v.mT @ (q @ k.mT).softmax(-1),
+        "its weights are not read by one product alone",
+    ),
+    "scores that are an output": (also(lambda s, w, y: (y, s)), NO_SCORES),
+    "scores that are read elsewhere": (also(lambda s, w, y: y + s.sum(-1, keepdim=True)), NO_SCORES),
+    "weights that are an output": (also(lambda s, w, y: (y, w)), "its weights are not read by one product alone"),
+    "weights that are read elsewhere": (
+        also(lambda s, w, y: y + w.amax(-1, keepdim=True)),
+        "its weights are not read by one product alone",
+    ),
+    "masks of which one cannot be told apart by heads": (masked_by_rows_above, "its masks are of different ranks"),
+    "keys of the model": (lambda m, q, k, v, _: (q @ m.keys).softmax(-1) @ v, "an operand is a constant"),
+    "keys that all heads share": (
+        lambda m, q, k, v, _: (q @ k[:, :1].mT).softmax(-1) @ v,
+        "the axes in front of its operands differ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_what_only_looks_like_attention_stays_and_the_note_says_why(name):
+    function, why = NEAR[name]
+    graph = captured(function)
+    new, notes = recognised(graph)
+    assert new.nodes == graph.nodes
+    assert [n.partition(" stays in its parts: ")[2] for n in notes] == [why]
+
+
+def test_nothing_is_said_of_a_softmax_without_products():
+    assert recognised(captured(lambda m, q, k, v, _: (q + k).softmax(-1) * v))[1] == []
+
+
+def test_a_scale_for_each_head_of_the_queries_stays_outside():
+    factors = torch.rand(H, 1, 1) + 0.5
+    new, _ = recognised(captured(lambda m, q, k, v, _: ((q * factors * 0.3) @ k.mT).softmax(-1) @ v))
+    assert [n.op for n in new.nodes] == ["Mul", "SDPA"]
+    assert new.nodes[1].attrs["scale"] == pytest.approx(0.3)
+    q, k, v, mask = operands(batch=4)
+    (got,) = run(new, [q, k, v, mask]).values()
+    want = F.scaled_dot_product_attention(q * factors, k, v, scale=0.3)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+def test_a_factor_of_queries_that_are_read_elsewhere_stays_outside():
+    def function(m, q, k, v, _):
+        q = q * 0.3
+        return (q @ k.mT).softmax(-1) @ v + q
+
+    new, _ = recognised(captured(function))
+    assert [n.op for n in new.nodes] == ["Mul", "SDPA", "Add"]
+    assert new.nodes[1].attrs["scale"] == 1.0
+
+
+# ---------------------------------------------------------------- platforms
+
+
+class Block(nn.Module):
+    """Eager attention of one head behind linear layers."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused, self.qkv, self.out = fused, nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v)
+        else:
+            y = (q @ k.mT / math.sqrt(8)).softmax(-1) @ v
+        return self.out(y)
+
+
+def block(fused: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return Block(fused).eval()
+
+
+@pytest.mark.parametrize("platform", ["ncnn", "openvino_cpu"])
+def test_a_chip_with_attention_gets_one_operator_from_either_spelling(platform):
+    data = [torch.randn(4, 6, 8) for _ in range(2)]
+    one, other = (chipfit.quantize(block(fused), data, platform, progress=False) for fused in (True, False))
+    assert [n.op for n in one.graph.nodes] == [n.op for n in other.graph.nodes]
+    runs = [[(n.op, n.exec) for n in r.plan.nodes.values()] for r in (one, other)]
+    assert ("SDPA", "int") in runs[0] and runs[0] == runs[1]
+    scales = [[t.scale.tolist() for t in r.plan.tensors.values() if t.quantized] for r in (one, other)]
+    assert scales[0] == scales[1]
+    assert "the products and the softmax of 'matmul_1' became one SDPA" in other.plan.rewrites
+    torch.testing.assert_close(other.model(data[0]), one.model(data[0]), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8", "imx500", "snpe"])
+def test_a_chip_that_does_not_name_attention_gets_the_parts(platform):
+    rows = chipfit.lint(block(fused=False), torch.randn(4, 6, 8), platform).rows
+    assert [n.op for n in rows if n.op in ("MatMul", "Softmax", "SDPA")] == ["MatMul", "Softmax", "MatMul"]
+
+
+def test_attention_that_a_rule_excludes_gets_the_parts_and_what_fuses_with_attention_fuses():
+    class Causal(Block):
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            later = torch.ones(6, 6, dtype=torch.bool).triu(1)
+            return self.out((q @ k.mT).masked_fill(later, -math.inf).softmax(-1) @ v + x)
+
+    ncnn = load("ncnn")
+    rule = ncnn.ops[-1].model_copy(update={"match": ("Attention",), "where": {"is_causal": True}})
+    chain = ncnn.fuse[0].model_copy(update={"chain": (("Attention",), ("Add",))})
+    chip = ncnn.model_copy(update={"ops": (*ncnn.ops[:-1], rule), "fuse": (chain,)})
+    x = torch.randn(4, 6, 8)
+    lint = chipfit.lint(Causal(fused=False).eval(), x, chip)
+    assert [g.split("_")[0] for group in lint.assignment.groups for g in group] == ["matmul", "add"]
+    assert "Softmax" in {n.op for n in chipfit.lint(block(fused=False), x, chip).rows}
