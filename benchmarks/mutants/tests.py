@@ -202,7 +202,7 @@ class Table:
             found = set(self.seconds)
         room, own = _mirrors(m.file)
         words = _words(f"{m.within} {' '.join(changed)}")
-        told = {t: words & _words(t.partition("::")[2]) for t in found}
+        told = {t: words & _words(t.rpartition("/")[2]) for t in found}  # file and test
         often = Counter(w for shared in told.values() for w in shared)
         seen: Counter[str] = Counter()
         ranked = []

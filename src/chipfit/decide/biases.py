@@ -25,14 +25,15 @@ def with_biases(
 
     A bias b at the scale s_in s_w has the code b / (s_in s_w), which its format holds up to qmax. Where that is too
     small for a channel, its weight scale grows: s_w >= |b| / (s_in qmax / 2). Every weight scale is final before any
-    bias is stored, because operators with biases of their own may share a weight.
+    bias is stored, because operators with biases of their own may share a weight. Weights in blocks have no such
+    scale: their sums are added up block by block, and the bias, with a range of its own, to the total.
 
     Args:
         tensors: activations and weights.
     """
     plan = Plan(tensors=dict(tensors))
     nodes = {n.name: n for n in graph.nodes}
-    stored = [(b, name, _in_accumulator(b, grids[name])) for b in assignment.bindings for name in b.of("b")]
+    stored = [(b, name, _in_accumulator(b, plan, grids[name])) for b in assignment.bindings for name in b.of("b")]
     for b, name, accumulated in stored:
         if accumulated:
             _make_room(plan, b, graph.weights[name].detach(), grids[name])
@@ -49,12 +50,12 @@ def with_biases(
     return plan.tensors
 
 
-def _in_accumulator(binding: Binding, grid: Grid) -> bool:
+def _in_accumulator(binding: Binding, plan: Plan, grid: Grid) -> bool:
     """The bias has the scale of the products.
 
     The platform says so by a rule for the product, or has none and the bias is wide enough to be added to the products.
     """
-    if not {"in0", "w"} <= set(binding.slots):
+    if not {"in0", "w"} <= set(binding.slots) or plan[binding.of("w")[0]].grid.per == "block":
         return False
     products = [r for r in binding.rules if r.mono is not None and "b" in r.mono and r.hard]
     return any(r.eq is not None for r in products) or (not products and grid.bits >= 16)
