@@ -213,6 +213,9 @@ def test_values_beyond_the_limit_lie_on_disk_and_change_nothing():
     stream.append(torch.arange(4))  # indices are kept as they are, and count for nothing
     stream.free()
     assert budget.used == 0
+    image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    again = Budget(0).keep(image)
+    assert torch.equal(again, image) and again.stride() == image.stride() and again.data_ptr() != image.data_ptr()
 
 
 def test_a_part_of_a_value_is_the_same_whether_it_is_picked_before_or_after_it_is_decoded():

@@ -34,12 +34,15 @@ class Budget:
             self.used += size
             return x
         self.spilled += size
+        axes = sorted(range(x.dim()), key=lambda d: -x.stride(d))  # as they lie in memory, in which sums are taken
+        lies = x.permute(axes)
         try:
             with tempfile.NamedTemporaryFile() as file:  # the mapping outlives its name
                 # written, for a mapping that finds the disk full ends the process
-                file.write(x.reshape(-1).view(torch.uint8).numpy().data)
+                file.write(lies.reshape(-1).view(torch.uint8).numpy().data)
                 file.flush()
-                return torch.from_file(file.name, shared=True, size=x.numel(), dtype=x.dtype).view(x.shape)
+                mapped = torch.from_file(file.name, shared=True, size=x.numel(), dtype=x.dtype).view(lies.shape)
+                return mapped.permute([axes.index(d) for d in range(x.dim())])
         except OSError as e:
             what = f"Calibration data take more than {self.most:,} bytes, and the rest cannot be written: {e.strerror}"
             hint = "give fewer images, or set TMPDIR to a folder with room"

@@ -1,0 +1,59 @@
+"""What closed-form rounding takes on a network of common size: ResNet-18 of 224x224 in W4A8, on one thread.
+
+    python benchmarks/large.py [--images 128]
+
+Prints the processor seconds of the first `quantize` of the process, with and without the capture, and by how much the
+peak of its resident size lies above what there was before (Linux only). Weights and images are random, for both depend
+on shapes alone; accuracy is `accuracy.py`'s. Limits: 45 s without the capture, and 1.5 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+if os.environ.get("OMP_NUM_THREADS") != "1":
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "OMP_NUM_THREADS": "1"})
+
+import torch
+from measure import grown_mib
+from models import build
+
+import chipfit
+
+SECONDS, MIB = 45.0, 1.5e9 / 2**20
+BATCH = 16
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--images", type=int, default=128, help=f"of calibration, a multiple of {BATCH}")
+    a = p.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    model, data = build("resnet18"), [torch.randn(BATCH, 3, 224, 224) for _ in range(a.images // BATCH)]
+    results = []
+
+    def work() -> None:
+        width = {"*": {"bits": 4, "activation_bits": 8}}
+        platform = Path(__file__).parent / "platforms" / "inputs.yaml"
+        settings = chipfit.Settings(rounding="gptq")
+        results.append(chipfit.quantize(model, data, platform, overrides=width, settings=settings, progress=False))
+
+    begun = time.process_time()
+    grown = grown_mib(work)
+    whole = time.process_time() - begun
+    begun = time.process_time()
+    chipfit.capture(model, (data[0],))
+    alone = time.process_time() - begun
+    seconds = whole - alone
+    print(f"ResNet-18, {a.images} images, W4A8: {whole:.1f} processor seconds, of which a capture takes {alone:.1f}")
+    print(f"without it {seconds:.1f} of {SECONDS:g} s; memory {grown:.0f} of {MIB:.0f} MiB")
+    return int(seconds > SECONDS or grown > MIB)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
