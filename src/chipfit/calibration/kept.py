@@ -34,7 +34,7 @@ class Budget:
             self.used += size
             return x
         self.spilled += size
-        axes = sorted(range(x.dim()), key=lambda d: -x.stride(d))  # as they lie in memory, in which sums are taken
+        axes = sorted(range(x.dim()), key=x.stride().__getitem__, reverse=True)  # as x lies in memory
         lies = x.permute(axes)
         try:
             with tempfile.NamedTemporaryFile() as file:  # the mapping outlives its name
