@@ -30,6 +30,12 @@ class Need:
     channel_axis: int | None = None  #: also mean, least and greatest value of every channel along this axis
 
 
+def and_channels(needs: Mapping[str, Need], axes: Mapping[str, int]) -> dict[str, Need]:
+    """`needs`, and the channels of these tensors along these axes."""
+    more = {v: replace(needs.get(v, Need(histogram=False)), channel_axis=axis) for v, axis in axes.items()}
+    return {**needs, **more}
+
+
 @dataclass(frozen=True, slots=True)
 class Channels:
     """What calibration saw of the channels of a tensor, [C] float64 each."""

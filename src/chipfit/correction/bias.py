@@ -1,11 +1,10 @@
 """Bias correction: the mean error that rounded weights make is subtracted from the bias."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
-from chipfit.calibration.collect import Need, TensorStats
+from chipfit.calibration.collect import Need, TensorStats, and_channels
 from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, channel_axis, is_linear, with_bias
@@ -16,11 +15,8 @@ from chipfit.registry import Setting, register
 
 def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     """`needs`, and the mean of each channel that enters a linear operator."""
-    out = dict(needs)
-    for n in graph.nodes:
-        if is_linear(graph, n) and not graph.is_weight(n.data):
-            out[n.data] = replace(out.get(n.data, Need(histogram=False)), channel_axis=channel_axis(n))
-    return out
+    readers = (n for n in graph.nodes if is_linear(graph, n) and not graph.is_weight(n.data))
+    return and_channels(needs, {n.data: channel_axis(n) for n in readers})
 
 
 _SETTING = Setting("correct_bias", False, "the mean error of rounded weights leaves the bias")

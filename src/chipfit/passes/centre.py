@@ -1,11 +1,10 @@
 """Centring: signed tensors lose the mean of each channel, which the biases of their readers take."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 
-from chipfit.calibration.collect import Need, TensorStats
+from chipfit.calibration.collect import Need, TensorStats, and_channels
 from chipfit.decide.assignment import Assignment
 from chipfit.graph.ir import Graph, Node, Users
 from chipfit.graph.linear import TRANSPOSED, bias_or_zero, in_groups, is_linear, on_axis_1, own, with_bias
@@ -19,8 +18,7 @@ _SETTING = Setting("centre", None, _DOES, choices=("always", OFF))
 
 def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     """`needs`, and the channels of every tensor that can be centred."""
-    movable = [v for v, why in _movable(graph).items() if not why]
-    return {**needs, **{v: replace(needs.get(v, Need(histogram=False)), channel_axis=1) for v in movable}}
+    return and_channels(needs, {v: 1 for v, why in _movable(graph).items() if not why})
 
 
 @register(

@@ -1,12 +1,12 @@
 """Equalization of activations: channels get magnitudes alike, over groups of tensors that share their channels."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from chipfit.calibration.collect import Need, TensorStats
+from chipfit.calibration.collect import Need, TensorStats, and_channels
 from chipfit.decide.assignment import FEW, Assignment
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import (
@@ -47,8 +47,7 @@ def with_channels(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     """`needs`, and the channels of every tensor that may be scaled."""
     found = [g for g in groups(graph) if not g.refused]
     asked = {*needs, *(n.data for g in found for n in g.readers), *(v for g in found for v, _ in g.clips)}
-    values = [v for g in found for v in g.values if v in asked]
-    return {**needs, **{v: replace(needs.get(v, Need(histogram=False)), channel_axis=1) for v in values}}
+    return and_channels(needs, {v: 1 for g in found for v in g.values if v in asked})
 
 
 def worth_a_trial(settings: Any, graph: Graph, assignment: Assignment) -> str | None:
