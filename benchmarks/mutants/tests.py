@@ -30,7 +30,7 @@ KEPT = ROOT / ".mutants"
 NOT = """
     tests/slow tests/docs tests/examples tests/cli tests/test_project.py tests/test_import.py tests/test_mutants.py
     tests/frameworks/keras/test_backends.py tests/exactness/test_litert_converter.py tests/fuzz
-    tests/exactness/test_random_networks.py tests/exactness/test_litert_random_networks.py tests/test_data_are_data.py
+    tests/test_data_are_data.py
 """
 
 
@@ -182,10 +182,11 @@ class Table:
         """The tests that should notice, in the order in which they run.
 
         Those that execute the branch that it is in or takes away, or else the function; of a defect at the level of a
-        module, or in a function that runs when it is imported, those that execute anything of the module. First the
-        tests of the module itself and those whose names share a rare word with the changed lines, then those of its
-        room, which together get two thirds of the time at most; of one parametrized test a few before the others' rest,
-        cheap ones before dear ones; no more than `most` seconds of them.
+        module, or in a function that runs when it is imported, those that execute anything of the module, and its own
+        and its room's, which may read what stands there. First the tests of the module itself and those whose names
+        share a rare word with the changed lines, then those of its room, which together get two thirds of the time at
+        most; of one parametrized test a few before the others' rest, cheap ones before dear ones; no more than `most`
+        seconds of them.
         """
         changed = [x for x in m.diff.splitlines() if x[:1] in ("-", "+") and x[:3] not in ("---", "+++")]
         end = m.line + sum(x.startswith("-") for x in changed) - 1
@@ -196,11 +197,11 @@ class Table:
         if not found:
             called = (ts for f, ts in self.by_function.items() if f == key or f.startswith(f"{key}.<locals>"))
             found = {t for ts in called for t in ts}
+        room, own = _mirrors(m.file)
         if not m.within or key in self.imported or not found:
-            found = self.by_file[m.file] | found
+            found = self.by_file[m.file] | found | {t for t in self.seconds if t.startswith((*own, room))}
         if not found:
             found = set(self.seconds)
-        room, own = _mirrors(m.file)
         words = _words(f"{m.within} {' '.join(changed)}")
         told = {t: words & _words(t.rpartition("/")[2]) for t in found}  # file and test
         often = Counter(w for shared in told.values() for w in shared)
