@@ -10,7 +10,7 @@ from onnx import numpy_helper
 from torch import nn
 
 import chipfit
-from chipfit.errors import UnsupportedError
+from chipfit.errors import RuntimeUnavailable, UnsupportedError
 from chipfit.export.onnx.stored import from_bytes, in_bytes
 from chipfit.registry import entry
 from chipfit.simulate.integer import Profile
@@ -95,6 +95,23 @@ def test_litert_multiplies_rows_that_it_rounds_each_time(runtime, inputs, bits):
         assert next(o for o in check.outputs if not o.inner).differing == 0
 
 
+@pytest.mark.parametrize("runtime", LITERT)
+@pytest.mark.parametrize("platform", ["tflite_dynamic", "litert_ai_edge"])
+def test_litert_multiplies_blocks_where_its_kernels_take_them(platform, runtime):
+    result = quantized(platform, {"Linear": {"inputs": "dynamic", "bits": 4, "per": "block"}})
+    scales = [result.plan.stored(f"{n}.weight").scale for n in "abc"]
+    assert [list(s.shape) for s in scales] == [[96, 2], [96, 2], [10, 3]]
+    assert all(torch.equal(s, s.bfloat16().float()) and torch.equal(s, s.half().float()) for s in scales)
+    if runtime == "litert_reference":
+        with pytest.raises(RuntimeUnavailable, match="no weights with scales for blocks"):
+            result.verify([unseen()], runtime=runtime)
+        return
+    check = result.verify([unseen()], runtime=runtime).require({"Linear", "Gelu", "Mul"})
+    weights = [h for h in check.held if h.role == "weight"]
+    assert len(weights) == 3 and all(h.elements and not (h.fault or h.why) for h in weights)
+    assert max(o.op_gap for o in check.outputs) < 1e-6  # sums alone: codes and scales are the device's own
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_tables_and_products_with_constants_are_stored_in_blocks(bits):
     torch.manual_seed(0)
@@ -136,6 +153,33 @@ def test_a_scale_of_a_block_that_is_another_one_is_noticed(tmp_path):
     onnx.save(model, str(file))
     check = result.verify([unseen()], path=file)
     assert check.verdict == "departs" and "weight 'c.weight' in the file: scale" in check.departures[0]
+
+
+@pytest.mark.parametrize("what", ["scale", "code", "no scales"])
+def test_a_file_of_blocks_that_says_something_else_is_noticed(tmp_path, what):
+    import flatbuffers
+    from ai_edge_litert import schema_py_generated as schema
+
+    result = quantized("tflite_dynamic", {"*": {"bits": 4, "per": "block"}})
+    file = result.export(tmp_path / "m.tflite")
+    model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(file.read_bytes(), 0))
+    tensors = model.subgraphs[0].tensors
+    (weight,) = [t for t in tensors if t.name == b"c.weight"]
+    held = weight if what == "code" else tensors[weight.quantization.details.scales]
+    if what == "no scales":
+        weight.quantization.details.scales = len(tensors)
+    else:  # one up in the last place of the high byte, which holds digits that matter
+        model.buffers[held.buffer].data = np.array(model.buffers[held.buffer].data)
+        model.buffers[held.buffer].data[1] += 1
+    builder = flatbuffers.Builder(1024)
+    builder.Finish(model.Pack(builder), file_identifier=b"TFL3")
+    file.write_bytes(bytes(builder.Output()))
+    if what == "no scales":
+        with pytest.raises(RuntimeUnavailable, match="scales of blocks|LiteRT refuses"):
+            result.verify([unseen()], path=file)
+    else:
+        check = result.verify([unseen()], path=file)
+        assert check.verdict == "departs" and "weight 'c.weight' in the file" in check.departures[0]
 
 
 @pytest.mark.parametrize("name, change", [("c.weight_q", 1), ("a.weight_q", -1)])

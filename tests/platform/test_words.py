@@ -195,10 +195,10 @@ def fmt(name: str, **changes: Any) -> Any:
     return lambda d: d["formats"].update({name: {**d["formats"].get(name, {"bits": 8}), **changes}})
 
 
-def blocks(size: int) -> Any:
+def blocks(size: int, **more: Any) -> Any:
     """The linear layer's weights with a scale for each block of so many numbers."""
     rule = {"match": ["Linear"], "use": [{"in": "a8", "w": "wb", "out": "a8"}]}
-    return both(fmt("wb", per="block", axis="in", block=size), lambda d: d["ops"].insert(0, rule))
+    return both(fmt("wb", per="block", axis="in", block=size, **more), lambda d: d["ops"].insert(0, rule))
 
 
 def moment(**changes: Any) -> Any:
@@ -282,6 +282,7 @@ EFFECTS: dict[str, tuple[Any, Any, str]] = {
     "Format.scale": (None, fmt("w8", scale="pot"), "plan"),
     "Format.scale=any": (fmt("w8", scale="pot"), None, "plan"),
     "Format.scale=pot": (None, fmt("w8", scale="pot"), "plan"),
+    "Format.scale=bf16": (blocks(16), blocks(16, scale="bf16"), "plan"),
     "Format.scale_min": (None, fmt("a8", scale_min=0.5), "plan"),
     "Format.zero": (None, fmt("a8", zero=0), "plan"),
     "Format.zero=any": (fmt("a8", zero=0), None, "plan"),

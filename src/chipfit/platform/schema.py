@@ -140,7 +140,7 @@ class Format(_Record):
     kind: Literal["int", "lut", "log", "float", "bfp"] = "int"
     signed: bool | Literal["auto"] = Field(True, description="auto: decided per tensor from its data")
     range: Literal["full", "narrow"] | tuple[int, int] = Field("full", description="narrow drops the lowest code")
-    scale: Literal["any", "pot"] = Field("any", description="pot: powers of two only")
+    scale: Literal["any", "pot", "bf16"] = Field("any", description="pot: powers of two only; bf16: of blocks")
     scale_min: float | None = Field(None, ge=SCALES[0], le=SCALES[1], description="least scale of the hardware")
     zero: int | Literal["any"] | tuple[int, ...] = Field(0, description="zero point: fixed, any, or one of a set")
     grid_offset: float = Field(0, alias="grid", description="code offset before scaling")
@@ -172,6 +172,8 @@ class Format(_Record):
         for field, where in of_kinds.items():
             if getattr(self, field) is not None and where not in (f"kind {self.kind}", f"per {self.per}"):
                 yield f"'{field.rstrip('_')}' has a meaning only in a format of {where}"
+        if self.scale == "bf16" and self.per != "block":
+            yield "scales in bf16 are of blocks: use per block, or scale any"
         if self.free and (self.kind != "int" or self.bits > WIDEST or isinstance(self.range, tuple)):
             yield f"a free width needs kind int, at most {WIDEST} bits, and range full or narrow"
         if self.grid_offset and (self.kind != "int" or self.zero != 0 or self.signed is not True):
@@ -216,7 +218,7 @@ class Format(_Record):
         if s is None:
             raise ValueError("the format's signedness is decided per tensor: pass signed=")
         common: dict[str, Any] = {"bits": self.bits, "per": self.per, "kind": self.kind, "scale_min": self.scale_min}
-        common |= {"pot": self.scale == "pot", "rounding": rounding or "half_even"}
+        common |= {"pot": self.scale == "pot", "bf16": self.scale == "bf16", "rounding": rounding or "half_even"}
         if self.kind == "float":
             table = float_table(self.float_ or "")
             return Grid(qmin=int(table[0]), qmax=int(table[-1]), table=table, **common)
@@ -243,7 +245,7 @@ class Format(_Record):
         elif isinstance(self.range, tuple):
             words[0] += f"[{self.range[0]},{self.range[1]}]"
         words.append("affine" if self.zero == "any" else "sym" if self.zero == 0 else f"zp{self.zero}")
-        words += ["PoT"] * (self.scale == "pot") + [f"/{self.per}"] * (self.per != "tensor")
+        words += {"any": [], "pot": ["PoT"], "bf16": ["bf16"]}[self.scale] + [f"/{self.per}"] * (self.per != "tensor")
         return " ".join(words + ["dynamic"] * self.dynamic)
 
 

@@ -31,6 +31,7 @@ class Grid:
     qmax: int  #: highest code
     zero: int | Literal["any"] | tuple[int, ...] = 0  #: the zero point: fixed, "any", or one of a set
     pot: bool = False  #: the scale must be a power of two
+    bf16: bool = False  #: the scale must be a bfloat16
     per: Literal["tensor", "channel", "block", "row"] = "tensor"  #: what shares one scale
     kind: Literal["int", "offset", "lut", "log", "float"] = "int"  #: all but "int" store indices into `table`
     scale_min: float | None = None  #: least scale that the hardware represents

@@ -30,11 +30,14 @@ class QParams:
 
 
 def finish_scale(scale: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """A legal float32 scale near `scale`: at least the hardware's least, and a power of two above it where demanded."""
+    """A legal float32 scale near `scale`: at least the hardware's least; where demanded a power of two above it, or the
+    nearest bfloat16."""
     least = max(LEAST_SCALE, grid.scale_min or 0.0)
     scale = scale.double().clamp_min(least)
     if grid.pot:
         scale = torch.exp2(torch.ceil(torch.log2(scale) - 1e-9))
+    elif grid.bf16:
+        scale = scale.bfloat16()
     elif grid.kind == "log" and grid.table is not None:  # the hardware adds logarithms: the scale is a code as well
         step = math.log2(grid.table[-1] / grid.table[-2])
         scale = torch.exp2(torch.ceil(torch.log2(scale) / step - 1e-6) * step)

@@ -44,6 +44,7 @@ class LiteRt:
     """
 
     resolver = "AUTO"  #: how LiteRT names it
+    blocks = True  #: its kernels take weights with scales per block
     #: what its kernels make of reals
     steps: Callable[[np.ndarray, Any], np.ndarray] = staticmethod(lambda x, s: np.rint(x * (np.float32(1) / s)))
 
@@ -59,7 +60,7 @@ class LiteRt:
         raw = _content(Path(path))
         try:
             Interpreter(model_content=raw, experimental_op_resolver_type=resolver)  # checks every offset in the file
-            content, self._own, self.tensors, self.notes = _with_outputs(raw, str(path), tensors)
+            content, self._own, self.tensors, self.notes = _with_outputs(raw, str(path), tensors, self.blocks)
             self.interpreter = Interpreter(model_content=content, num_threads=1, experimental_op_resolver_type=resolver)
             self.interpreter.allocate_tensors()
         except (RuntimeError, ValueError) as e:
@@ -147,7 +148,7 @@ class LiteRt:
 class LiteRtReference(LiteRt):
     """Every operator by its reference kernel."""
 
-    resolver = "BUILTIN_REF"
+    resolver, blocks = "BUILTIN_REF", False
     steps = staticmethod(lambda x, s: np.trunc(np.float64(x / s) + np.copysign(0.5, x)))  # halves away from zero
 
 
@@ -197,7 +198,9 @@ def _each(vector: Any) -> Any:
     return () if vector is None else vector
 
 
-def _with_outputs(raw: bytes, path: str, tensors: Sequence[str]) -> tuple[bytes, int, list[str], dict[str, Any]]:
+def _with_outputs(
+    raw: bytes, path: str, tensors: Sequence[str], blocks: bool
+) -> tuple[bytes, int, list[str], dict[str, Any]]:
     """The file with more of its tensors declared outputs, how many it had, the names of all, and chipfit's notes."""
     import flatbuffers
     from ai_edge_litert import schema_py_generated as schema
@@ -216,6 +219,12 @@ def _with_outputs(raw: bytes, path: str, tensors: Sequence[str]) -> tuple[bytes,
         if not (np.all(low <= zeros) and np.all(zeros <= high) and np.all(scales > 0) and np.all(scales < math.inf)):
             what = f"The scale or zero point of tensor '{t.name.decode(errors='replace')}' cannot be"
             raise RuntimeUnavailable(what, where=path)
+        if (of_blocks := getattr(_numbers(t, "details"), "scales", None)) is not None:
+            if not blocks:  # they would read the codes as if all scales were 1
+                what = "The reference kernels of LiteRT take no weights with scales for blocks"
+                raise RuntimeUnavailable(what, where=path, got=f"tensor '{t.name.decode(errors='replace')}'")
+            if not 0 <= of_blocks < len(graph.tensors):
+                raise RuntimeUnavailable("The scales of blocks are not in the file", where=path)
     made = {int(o) for op in _each(graph.operators) for o in _each(op.outputs)}
     names = {t.name.decode(): k for k, t in enumerate(graph.tensors)}
     notes: Any = {}

@@ -34,7 +34,7 @@ from chipfit.registry import lookup
 Tensor = torch.Tensor
 
 
-def _codes(x: Tensor, **how: Any) -> Codes:
+def _codes(x: Tensor, blocks: bool, **how: Any) -> Codes:
     return dynamic_codes(TorchOps, x, **how)
 
 
@@ -54,7 +54,8 @@ class Profile:
     reals: Mapping[str, Callable[[Unit], Tensor]] = field(default_factory=dict)
     #: the same of kernels that round their data themselves, by operator, what shares a range there, and bits of weights
     dynamic: Mapping[tuple[str, str, int], Callable[[Unit], Tensor]] = field(default_factory=dict)
-    #: how they round: reals and the attributes of DynamicQuantize -> codes, scale and zero point
+    #: how they round: reals, whether weights are in `blocks`, the attributes of DynamicQuantize -> codes, scale, zero
+    #: point
     rounds: Callable[..., Codes] = _codes
     #: (fused activation, how its result is stored) -> the codes between which it clips; None where the kernel cannot do
     #: that, and the whole unit is computed in float
@@ -354,7 +355,9 @@ def _compute(run: Run, unit: Sequence[Node]) -> None:
         return
     if unit[0].op == DYNAMIC:
         (node,) = unit
-        q, s, z = run.profile.rounds(run.real(node.data, node).float(), **node.attrs)
+        others = [run.plan.stored(i) for n in run.graph.users().get(node.output, ()) for i in n.inputs if i is not None]
+        blocks = any(s is not None and s.grid.per == "block" for s in others)
+        q, s, z = run.profile.rounds(run.real(node.data, node).float(), blocks=blocks, **node.attrs)
         run.moment[node.output] = q - z, s
         run.publish(node.output, (q - z) * s)
         return

@@ -48,11 +48,15 @@ def _codes_xnnpack(x: Tensor, **how: Any) -> Codes:
     return (torch.round(x * m) + z).clamp(-128, 127), one / m, z
 
 
-def _codes_by_row(x: Tensor, **how: Any) -> Codes:
+def _codes_by_row(x: Tensor, blocks: bool, **how: Any) -> Codes:
     """The built-in kernels': q = round(x (127 / max |x|)), halves away from zero, whatever the plan's zero point.
+
+    Weights in blocks are XNNPACK's there as well.
 
     Source: TensorFlow Lite, kernels/internal/reference/portable_tensor_utils.cc, SymmetricQuantizeFloats.
     """
+    if blocks:
+        return _codes_xnnpack(x)
     top = x.abs().amax(-1, keepdim=True)
     most = torch.full_like(top, 127)
     top = torch.where(top == 0, most, top)

@@ -4,10 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import numpy as np
+import torch
 
 from chipfit.export.tflite.file import INT4, TYPES, File, Numbers
 from chipfit.graph.ir import OPAQUE, Graph, Node
 from chipfit.plan.record import Plan, TensorPlan
+from chipfit.quantizers.stored import Stored
 
 
 class Refusal(Exception):
@@ -87,6 +89,8 @@ class Emitter(File):
             return self.constant(change(w.contiguous().numpy()), name)
         q = stored.quantize(w)
         planned, rounds = self.plan.nodes.get(self.node.name), self.node.data in self.moment
+        if stored.grid.per == "block":
+            return self._in_blocks(name, stored, q, rounds)
         alone = planned is not None and planned.exec == "float" and not stored.zero_point.any()
         if not (self.integer or rounds or alone):
             return self.constant(change(stored.dequantize(q).numpy()), f"{name}/float")
@@ -104,6 +108,18 @@ class Emitter(File):
             self.tensor(key, self.tensors[codes].shape, TYPES["float32"])
             self.op("DEQUANTIZE", [codes], self.known[key])
         return self.known[key]
+
+    def _in_blocks(self, name: str, stored: Stored, q: torch.Tensor, rounds: bool) -> int:
+        """The codes of a matrix whose scales belong to blocks of its rows; kernels keep these in 16 bits."""
+        if not rounds:
+            self.refuse(self.node, "only linear layers that round their data each time take weights in blocks")
+        if stored.axis != 1 or stored.grid.bits != 4 or stored.zero_point.any():
+            got = f"blocks of {stored.grid.bits} bits along axis {stored.axis}"
+            self.refuse(self.node, f"{got}; kernels have blocks of 4 bits along a row's inputs, without zero points")
+        scale = stored.scale  # XNNPACK takes them as bfloat16, the other kernels as the file has them
+        if not (torch.equal(scale.bfloat16().float(), scale) and torch.equal(scale.half().float(), scale)):
+            self.refuse(self.node, f"scales of blocks up to {float(scale.max()):g} that do not fit 16 bits")
+        return self.constant(q.numpy(), name, INT4, Numbers(scale.numpy(), stored.zero_point.numpy()))
 
 
 def code_type(t: TensorPlan) -> int:

@@ -23,7 +23,7 @@ INT4 = schema.TensorType.INT4
 class Numbers(NamedTuple):
     """What the codes of a tensor stand for."""
 
-    scale: np.ndarray  #: one, or one for each channel
+    scale: np.ndarray  #: one, or one for each channel; of the blocks of a matrix [O, I / block]
     zero: np.ndarray
     axis: int = 0  #: of the channels
 
@@ -59,12 +59,23 @@ class File:
             t.buffer = self._buffer(data)
         if numbers is not None:
             p = t.quantization = schema.QuantizationParametersT()
+        if numbers is not None and np.ndim(numbers.scale) > 1:
+            p.detailsType = schema.QuantizationDetails.BlockwiseQuantization
+            p.details = self._blocks(name, shape, numbers)
+        elif numbers is not None:
             p.scale = np.atleast_1d(np.asarray(numbers.scale, np.float32))
             p.zeroPoint = np.broadcast_to(np.atleast_1d(np.asarray(numbers.zero, np.int64)), p.scale.shape).copy()
             p.quantizedDimension = numbers.axis
         self.tensors.append(t)
         self.known[name] = len(self.tensors) - 1
         return self.known[name]
+
+    def _blocks(self, name: str, shape: Sequence[int], numbers: Numbers) -> Any:
+        """Scales of blocks along the last axis, as a tensor of their own; codes without zero points."""
+        blocks = schema.BlockwiseQuantizationT()
+        blocks.scales = self.constant(np.asarray(numbers.scale, np.float16), f"{name}/scales")
+        blocks.zeroPoints, blocks.blockSize = -1, shape[-1] // numbers.scale.shape[-1]
+        return blocks
 
     def constant(self, value: Any, name: str = "", kind: int | None = None, numbers: Numbers | None = None) -> int:
         """A constant tensor, one for all operators that ask for the same."""
@@ -116,10 +127,14 @@ class File:
         """
         used = {int(i) for o in self.operators for i in (*o.inputs, *o.outputs)}
         used |= {*inputs.values(), *outputs.values()}
+        blocks = [q.details for i in sorted(used) if i >= 0 and (q := self.tensors[i].quantization) and q.details]
+        used |= {b.scales for b in blocks}
         keep = sorted(i for i in used if i >= 0)  # an operator written on behalf of a fused one leaves tensors behind
         new = {old: k for k, old in enumerate(keep)} | {-1: -1}
         for o in self.operators:
             o.inputs, o.outputs = (np.array([new[int(i)] for i in ids], np.int32) for ids in (o.inputs, o.outputs))
+        for b in blocks:
+            b.scales = new[b.scales]
         signature = schema.SignatureDefT()
         signature.signatureKey, signature.subgraphIndex = b"serving_default", 0
         signature.inputs, signature.outputs = (

@@ -13,9 +13,14 @@ def stored(path: Path) -> dict[str, InFile]:
     """By the name of the tensor; constants lie as the file has them."""
     model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(path.read_bytes(), 0))
     found: dict[str, InFile] = {}
-    for t in model.subgraphs[0].tensors:
+    tensors = model.subgraphs[0].tensors
+    for t in tensors:
         data, q = model.buffers[t.buffer].data, t.quantization
         numbers = [] if q is None or q.scale is None else [(np.asarray(q.scale), np.asarray(q.zeroPoint))]
+        if q is not None and q.detailsType == schema.QuantizationDetails.BlockwiseQuantization:
+            of_blocks = tensors[q.details.scales]
+            scale = _array(bytes(model.buffers[of_blocks.buffer].data), of_blocks).astype(np.float32)
+            numbers = [(scale, np.zeros(scale.shape, np.int64))]
         found[t.name.decode()] = InFile(None if data is None else _array(bytes(data), t), numbers)
     return found
 

@@ -244,7 +244,7 @@ def _unstorable(plan: Plan) -> list[tuple[str, str]]:
     """Tensors whose formats the file cannot hold."""
     grids = [(f"tensor '{t.name}' ({t.format})", t.grid) for t in plan.tensors.values() if t.grid is not None]
     return [(name, "the file holds signed integers only") for name, g in grids if g.kind != "int" or not g.signed] + [
-        (name, f"the file has no scales per {g.per}") for name, g in grids if g.per not in ("tensor", "channel")
+        (name, "the file has no scales per row") for name, g in grids if g.per == "row"
     ]
 
 
