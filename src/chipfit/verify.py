@@ -85,7 +85,8 @@ class Row:
             stored: how the tensor is stored.
             before: where the operator runs in float: what it computes from the runtime's codes, not yet quantized.
         """
-        off, op_off = free != device, alone != device
+        off = free != device
+        op_off = off if alone is free else alone != device
         self.elements += device.numel()
         self.differing += int(off.sum())
         self.op_differing += int(op_off.sum())
@@ -97,10 +98,9 @@ class Row:
             self.ties += int((off_half <= 1 / TIE).sum())
             near = off_half <= max(BORDER * (stored.grid.qmax - stored.grid.qmin), 1 / TIE)
             self.astray += int((op_off & ~near).sum())
-        x = reals.double()
-        error = x - (device.double() - stored.zero_point.double()) * stored.scale.double()
-        self.signal += float(x.square().sum())
-        self.noise += float(error.square().sum())
+        error = reals - stored.dequantize(device)
+        self.signal += float(reals.square().sum(dtype=torch.float64))
+        self.noise += float(error.square().sum(dtype=torch.float64))
 
     @property
     def fraction(self) -> float:
@@ -471,6 +471,7 @@ class _Comparison:
     out: Verification
     filed: set[str]  #: tensors that the file is known to hold
     hits: Counter[str] = field(default_factory=Counter)  #: right answers of each side
+    weights: dict[str, Tensor] = field(default_factory=dict)  #: their codes
 
     def __post_init__(self) -> None:
         self.seen = Seen.of(self.plan.provenance)
@@ -482,7 +483,8 @@ class _Comparison:
         self.out.calibrated += self.seen.known(inputs)
         reals = run(self.graph, inputs, keep=[r.tensor for r in self.out.rows])
         got = self._run([x.numpy() for x in inputs])
-        free = self._simulated(inputs)
+        before: dict[str, Any] = {}
+        free = self._simulated(inputs, reals=before)
         codes = {}
         for row in self.out.rows:
             q, grid = got.get(self.declares.codes.format(row.tensor)), self.plan[row.tensor].grid
@@ -501,8 +503,7 @@ class _Comparison:
         free_of = [output(self.graph, self.plan, free, o.tensor) for o in self.out.outputs]
         inner = {o.tensor: x for o, x in zip(self.out.outputs, free_of, strict=True) if o.inner}
         floats = {v: got[v].reshape(x.shape) for v, x in inner.items() if v in got and got[v].numel() == x.numel()}
-        before: dict[str, Any] = {}
-        alone = self._simulated(inputs, codes | floats, before)
+        alone = self._simulated(inputs, force=codes | floats, reals=before, like=free)
         for row in (r for r in self.out.rows if r.tensor in codes):
             name, q = row.tensor, codes[row.tensor]
             row.why = "" if q.numel() or row.elements else "empty"
@@ -529,11 +530,9 @@ class _Comparison:
         small = {k: np.asarray(x) for k, x in results.items()}  # numpy has no type of 4 bits, nor has torch
         return {k: torch.from_numpy(x.astype(np.int8) if "int4" in x.dtype.name else x) for k, x in small.items()}
 
-    def _simulated(
-        self, inputs: list[Tensor], force: Mapping[str, Tensor] | None = None, reals: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def _simulated(self, inputs: list[Tensor], **how: Any) -> dict[str, Any]:
         kernels = self.declares.kernels
-        return simulate(self.graph, self.plan, inputs, self.platform, force=force, kernels=kernels, reals=reals)
+        return simulate(self.graph, self.plan, inputs, self.platform, kernels=kernels, weights=self.weights, **how)
 
     def _missing(self, row: Row, count: int) -> None:
         """Account for a tensor that the device did not return: it may have elided only what computes nothing."""

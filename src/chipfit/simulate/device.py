@@ -31,9 +31,11 @@ def device_model(graph: Graph, plan: Plan, platform: Platform) -> Any:
         what = f"No runtime proves '{platform.name}': this model computes what its description says, "
         warnings.warn(what + "which may not be what the chip does", stacklevel=3)
 
+    weights: dict[str, torch.Tensor] = {}  #: their codes
+
     def run_flat(inputs: Sequence[torch.Tensor]) -> list[Any]:
         with torch.inference_mode():
-            done = simulate(graph, plan, inputs, platform, keep=(), kernels=kernels)
+            done = simulate(graph, plan, inputs, platform, keep=(), kernels=kernels, weights=weights)
             return [output(graph, plan, done, o).clone() for o in graph.outputs]
 
     return device(graph, run_flat, tuple(sorted({op for v in floats for op in behind(v)})))

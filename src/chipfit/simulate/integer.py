@@ -1,8 +1,8 @@
 """The chip's integers: run a Graph under a Plan in the arithmetic of a runtime.
 
-A product sum on integer-valued floats is exact while it stays below 2^24 (float32) or 2^53 (float64), so integer
-simulation runs at float speed. Operators that the runtime itself computes in float are computed in float32 here too
-and listed by `float_results`: there the last bit is the runtime's own.
+Products of 8-bit codes are added in the processor's integers (`simulate/sums.py`), others in float64, which is exact
+below 2^53, so integer simulation runs at float speed. Operators that the runtime itself computes in float are computed
+in float32 here too and listed by `float_results`: there the last bit is the runtime's own.
 
 A `Profile` holds which integers one family of kernels computes (`simulate/onnxruntime.py`, `simulate/litert.py`). A
 platform names its own in `math.kernels`; a runtime may name the one that it runs.
@@ -30,6 +30,7 @@ from chipfit.quantizers.grids import shape_for
 from chipfit.quantizers.ops import TorchOps
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import lookup
+from chipfit.simulate import sums
 
 Tensor = torch.Tensor
 
@@ -111,8 +112,8 @@ class Run:
         stage = self.math.acc[-1] if self.math.acc else None
         if stage is None or "terms" in stage or not acc.numel():
             return acc
-        half = 2.0 ** (stage["bits"] - 1)
-        if float(acc.min()) >= -half and float(acc.max()) < half:
+        half, (low, high) = 2.0 ** (stage["bits"] - 1), acc.aminmax()
+        if low >= -half and high < half:
             return acc
         return acc.clamp(-half, half - 1) if stage.get("sat") else torch.remainder(acc + half, 2 * half) - half
 
@@ -127,6 +128,14 @@ class Run:
         stored = self.plan.stored(name)
         if stored is not None:
             self.codes[name] = self.profile.quantize(x, stored)
+
+    def take_over(self, names: Sequence[str], done: Mapping[str, Any], reals: Mapping[str, Any]) -> None:
+        """Results of an earlier run: codes with the reals behind them, or reals alone."""
+        for o in names:
+            if self.plan.quantized(o):
+                self.codes[o] = done[o]
+            if o in reals or not self.plan.quantized(o):
+                self.reals[o] = reals.get(o, done[o])
 
     def drop(self, name: str) -> None:
         for table in (self.codes, self.reals, self.moment):
@@ -214,6 +223,8 @@ def simulate(
     keep: Collection[str] | None = None,
     kernels: str | None = None,
     reals: dict[str, Any] | None = None,
+    weights: dict[str, Tensor] | None = None,
+    like: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Run the network in the platform's integers.
 
@@ -224,7 +235,11 @@ def simulate(
             device's instead of the simulated ones, so that each is compared by itself.
         keep: values to return; all when omitted.
         kernels: the family that runs instead of the platform's own.
-        reals: where to leave what float operators compute before it is quantized, by value name.
+        reals: where to leave what float operators compute before it is quantized, by value name; what it holds of an
+            operator that does not run again stays.
+        weights: where codes of weights are kept between calls.
+        like: what an earlier call gave for the same inputs without `force`, all values of it. Operators all of whose
+            operands are the same again do not run again.
 
     Returns:
         Value name -> codes (integer dtype) where it is quantized, else its float tensor.
@@ -234,12 +249,14 @@ def simulate(
     """
     profile = profile_for(platform, kernels)
     run = Run(graph, _in_types(plan) if profile.by_type else plan, profile, platform.math)
+    run.weights = run.weights if weights is None else weights
     wanted = {*(graph.values if keep is None else keep), *graph.outputs}
     todo = units(graph, plan)
     last = {i: k for k, unit in enumerate(todo) for n in unit for i in n.inputs if i is not None}
     for o in graph.outputs:
         last.pop(o, None)
     done: dict[str, Any] = {}
+    changed: set[str] = set()  #: values that are not those of `like`
 
     def settle(names: Sequence[str]) -> None:
         """Note what was computed; later operators read the device's codes where they are given."""
@@ -250,13 +267,22 @@ def simulate(
                 reals[o] = run.reals[o]
             if force is not None and o in force:
                 (run.codes if o in run.codes else run.reals)[o] = force[o]
+                if like is not None and not torch.equal(force[o], like[o]):
+                    changed.add(o)
 
     for name, x in zip(graph.inputs, inputs, strict=True):
         run.publish(name, x)
     settle(graph.inputs)
     for k, unit in enumerate(todo):
-        _compute(run, unit)
-        settle(unit[-1].outputs)
+        results = unit[-1].outputs
+        again = like is None or not changed.isdisjoint(i for n in unit for i in n.inputs)
+        if again or unit[0].op == DYNAMIC:  # whose codes nothing else holds
+            _compute(run, unit)
+        if again:
+            changed.update(o for o in results if force is None or o not in force)
+        else:
+            run.take_over(results, like or {}, reals or {})
+        settle(results)
         for i in {i for n in unit for i in n.inputs if i is not None and last.get(i) == k}:
             run.drop(i)
     return done
@@ -426,13 +452,24 @@ def windows(x: Tensor, node: Node, border: float = 0.0) -> tuple[Tensor, Tensor]
 
 
 def accumulate(run: Run, node: Node) -> Tensor:
-    """Exact product sums of a convolution or linear layer, bias included; float64 or float32, integer-valued."""
+    """Exact product sums of a convolution or linear layer, bias included; float64, integer-valued."""
+    acc = _products(run, node)
+    if node.bias is not None:
+        b = run.code(node.bias).double()
+        acc = acc + (b if node.op == "Linear" else b.view(-1, *[1] * (acc.dim() - 2)))
+    return run.summed(acc)
+
+
+def _products(run: Run, node: Node) -> Tensor:
+    x, w, a = run.code(node.data), run.code(node.weight), node.attrs
+    zero, w_zero = (run.plan[name].zero_point for name in (node.data, node.weight))
+    if sums.fits(x, zero, w, w_zero):
+        if node.op == "Linear":
+            return sums.multiplied(x, zero, w)
+        if node.op.startswith("Conv") and a["groups"] == 1:
+            return sums.convolved(x, zero, w, a["stride"], a["padding"], a["dilation"])
     x, w = run.centred(node.data), run.centred(node.weight)
-    b = run.code(node.bias).double() if node.bias is not None else None
-    if node.op == "Linear":
-        return run.summed(F.linear(x, w, b))
-    (acc,) = execute(node, [x, w])
-    return run.summed(acc if b is None else acc + b.view(1, -1, *[1] * (acc.dim() - 2)))
+    return F.linear(x, w) if node.op == "Linear" else execute(node, [x, w])[0]
 
 
 def rounded_each_time(u: Unit) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,131 @@
+"""Sums of products in 8-bit integers, beside numpy's in 64 bits; and a simulation that takes over what stays."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import chipfit
+from chipfit.simulate import sums
+from chipfit.simulate.integer import simulate
+
+RANDOM = np.random.default_rng(0)
+ZERO = torch.zeros((), dtype=torch.int32)
+
+
+def codes(kind, *shape, ends=False):
+    """Codes of an 8-bit type; at `ends`, its least and greatest alone, which make the largest sums."""
+    low, high = np.iinfo(kind).min, np.iinfo(kind).max
+    x = RANDOM.choice([low, high], shape) if ends else RANDOM.integers(low, high + 1, shape)
+    return torch.from_numpy(x.astype(kind))
+
+
+@pytest.mark.parametrize("kind, zero", [("uint8", 0), ("uint8", 128), ("uint8", 255), ("int8", -128), ("int8", 5)])
+@pytest.mark.parametrize("ends", [False, True])
+def test_products_of_rows_are_exact(kind, zero, ends):
+    for shape, rows in itertools.product([(1,), (3, 7), (2, 5, 1024)], [1, 6]):
+        x, w = codes(kind, *shape, ends=ends), codes("int8", rows, shape[-1], ends=ends)
+        want = (x.numpy().astype(np.int64) - zero) @ w.numpy().astype(np.int64).T
+        got = sums.multiplied(x, torch.tensor(zero), w)
+        assert got.dtype == torch.float64 and np.array_equal(got.numpy(), want)
+
+
+@pytest.mark.parametrize(
+    "size, kernel, how",
+    [
+        ((7,), (3,), {"stride": (2,), "padding": ((1, 0),), "dilation": (1,)}),
+        ((9, 6), (3, 2), {"stride": (2, 1), "padding": ((2, 1), (0, 3)), "dilation": (1, 2)}),
+        ((5, 4), (1, 1), {"stride": (1, 3), "padding": ((0, 0), (0, 0)), "dilation": (1, 1)}),
+        ((4, 5, 6), (2, 3, 1), {"stride": (1, 2, 1), "padding": ((1, 1), (0, 2), (0, 0)), "dilation": (2, 1, 1)}),
+    ],
+)
+@pytest.mark.parametrize("kind, zero", [("uint8", 37), ("int8", -11)])
+def test_convolutions_are_exact_with_the_zero_point_around_them(kind, zero, size, kernel, how):
+    x, w = codes(kind, 2, 3, *size), codes("int8", 4, 3, *kernel)
+    around = F.pad(x.double() - zero, [p for pair in reversed(how["padding"]) for p in pair])
+    want = getattr(F, f"conv{len(size)}d")(around, w.double(), stride=how["stride"], dilation=how["dilation"])
+    assert torch.equal(sums.convolved(x, torch.tensor(zero), w, **how), want)
+
+
+def test_what_does_not_fit_is_left_to_float64(monkeypatch):
+    x, w = codes("uint8", 2, 8), codes("int8", 3, 8)
+    assert sums.fits(x, ZERO, w, ZERO)
+    assert not sums.fits(x.to(torch.int32), ZERO, w, ZERO) and not sums.fits(x, ZERO, w.to(torch.int32), ZERO)
+    assert not sums.fits(x, ZERO, w, ZERO + 1) and not sums.fits(x, ZERO.expand(8), w, ZERO)
+    assert not sums.fits(x[:0], ZERO, w, ZERO)
+    least = torch.zeros(1, 1, dtype=torch.int8)
+    assert sums.fits(x, ZERO, least.expand(1, (1 << 17) - 1), ZERO)
+    assert not sums.fits(x, ZERO, least.expand(1, 1 << 17), ZERO)
+    monkeypatch.delattr(torch, "_int_mm")
+    assert not sums.fits(x, ZERO, w, ZERO)
+
+
+def saturating(a, b):
+    """Pairs of products in 16 bits, of codes without a sign, as processors without VNNI have them."""
+    pairs = ((a.int() + 128).unsqueeze(-1) * b.int()).reshape(len(a), -1, 2, b.shape[1]).sum(2)
+    return pairs.clamp(-(1 << 15), (1 << 15) - 1).sum(1) - 128 * b.int().sum(0)
+
+
+def elsewhere(a, b):
+    """One number of many is another one."""
+    acc = torch.tensor(a.numpy().astype(np.int32) @ b.numpy().astype(np.int32))
+    acc[0, -1] += 1
+    return acc
+
+
+@pytest.mark.parametrize("wrong", [saturating, elsewhere])
+def test_wrong_sums_are_noticed_and_taken_in_float64(wrong, monkeypatch):
+    x, w = codes("uint8", 3, 64, ends=True), codes("int8", 6, 64, ends=True)
+    want = x.double() @ w.double().t()
+    assert not torch.equal(wrong((x.int() - 128).to(torch.int8), w.t()).double() + 128 * w.double().sum(1), want)
+    monkeypatch.setattr(torch, "_int_mm", wrong)
+    assert torch.equal(sums.multiplied(x, ZERO, w), want)
+
+
+@pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8"])
+def test_results_are_those_of_float64(platform, monkeypatch):
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.Flatten(), nn.Linear(72, 5)
+    result = chipfit.quantize(nn.Sequential(*layers).eval(), [torch.randn(4, 3, 9, 9)], platform, progress=False)
+    x = torch.randn(6, 3, 9, 9)
+    fast = result.device_model(x)
+    called = []
+    monkeypatch.setattr(sums, "fits", lambda *a: bool(called.append(a)))
+    assert torch.equal(result.device_model(x), fast) and len(called) == 3
+
+
+def test_operators_whose_operands_stay_keep_their_results():
+    """A network of two branches, with GELU in float, and a device that differs in one of them."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.c(F.gelu(self.a(x)) + torch.tanh(self.b(x)))
+
+    torch.manual_seed(0)
+    codes = chipfit.Settings(results="codes")
+    result = chipfit.quantize(Net().eval(), [torch.randn(16, 8)], "ort_cpu", settings=codes, progress=False)
+    graph, plan, x = result.graph, result.plan, torch.randn(5, 8)
+    args = graph, plan, [x], result.platform
+    reals: dict = {}
+    first = simulate(*args, reals=reals)
+    device = {v: q.clone() for v, q in first.items() if plan.quantized(v)}
+    again = simulate(*args, force=device, like=first, reals=reals)
+    assert all(again[v] is first[v] for v in first if v not in graph.inputs)
+    tanh = next(n.output for n in graph.nodes if n.op == "Tanh")
+    device[tanh][0, 0] ^= 1
+    before = dict(reals)
+    some, whole = (
+        simulate(*args, force=device, like=first, reals=reals),
+        simulate(*args, force=device, reals=(all_ := {})),
+    )
+    assert all(torch.equal(some[v], whole[v]) for v in whole) and all(torch.equal(reals[v], all_[v]) for v in all_)
+    ran = {v for v in some if some[v] is not first[v]} - {*graph.inputs}
+    assert ran == {n.output for n in graph.nodes if tanh in n.inputs}  # what comes next reads the device's
+    assert {v for v in before if reals[v] is not before[v]} <= ran
