@@ -267,7 +267,7 @@ def simulate(
                 reals[o] = run.reals[o]
             if force is not None and o in force:
                 (run.codes if o in run.codes else run.reals)[o] = force[o]
-                if like is not None and not torch.equal(force[o], like[o]):
+                if like is not None and bool((force[o] != like[o]).any()):
                     changed.add(o)
 
     for name, x in zip(graph.inputs, inputs, strict=True):
