@@ -47,7 +47,20 @@ def test_convolutions_are_exact_with_the_zero_point_around_them(kind, zero, size
     x, w = codes(kind, 2, 3, *size), codes("int8", 4, 3, *kernel)
     around = F.pad(x.double() - zero, [p for pair in reversed(how["padding"]) for p in pair])
     want = getattr(F, f"conv{len(size)}d")(around, w.double(), stride=how["stride"], dilation=how["dilation"])
-    assert torch.equal(sums.convolved(x, torch.tensor(zero), w, **how), want)
+    assert torch.equal(sums.convolved(x, torch.tensor(zero), w, groups=1, **how), want)
+    w = codes("int8", 3, 1, *kernel)  # a kernel for each channel
+    want = getattr(F, f"conv{len(size)}d")(around, w.double(), stride=how["stride"], dilation=how["dilation"], groups=3)
+    assert torch.equal(sums.convolved(x, torch.tensor(zero), w, groups=3, **how), want)
+
+
+def test_sums_in_float_hold_512_products():
+    x, plain = codes("uint8", 1, 2, 600, ends=True), {"stride": (1,), "padding": ((0, 0),), "dilation": (1,)}
+    x[0, 0], w = 255, torch.full((2, 1, 512), -128, dtype=torch.int8)
+    found = sums.convolved(x, ZERO, w, groups=2, **plain)
+    assert torch.equal(found, F.conv1d(x.double(), w.double(), groups=2)) and float(found.min()) == -512 * 255 * 128
+    assert sums.convolved(x, ZERO, codes("int8", 2, 1, 513), groups=2, **plain) is None
+    assert sums.convolved(x, ZERO, codes("int8", 4, 1, 3), groups=2, **plain) is None  # two kernels for each channel
+    assert sums.convolved(codes("uint8", 1, 4, 9), ZERO, codes("int8", 2, 2, 3), groups=2, **plain) is None
 
 
 def test_what_does_not_fit_is_left_to_float64(monkeypatch):

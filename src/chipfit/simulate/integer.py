@@ -107,13 +107,17 @@ class Run:
         stored, q = self.plan[name], self.code(name).double()
         return q - shape_for(stored.zero_point.double(), q, stored.axis)
 
-    def summed(self, acc: Tensor) -> Tensor:
-        """Sums of all products as the last accumulator of `math.acc` holds them: they wrap around, or saturate."""
+    def summed(self, acc: Tensor, most: float = float("inf")) -> Tensor:
+        """Sums of all products as the last accumulator of `math.acc` holds them: they wrap around, or saturate.
+
+        Args:
+            most: what they are known not to exceed.
+        """
         stage = self.math.acc[-1] if self.math.acc else None
         if stage is None or "terms" in stage or not acc.numel():
             return acc
-        half, (low, high) = 2.0 ** (stage["bits"] - 1), acc.aminmax()
-        if low >= -half and high < half:
+        half = 2.0 ** (stage["bits"] - 1)
+        if most < half or (acc.min() >= -half and acc.max() < half):
             return acc
         return acc.clamp(-half, half - 1) if stage.get("sat") else torch.remainder(acc + half, 2 * half) - half
 
@@ -453,11 +457,14 @@ def windows(x: Tensor, node: Node, border: float = 0.0) -> tuple[Tensor, Tensor]
 
 def accumulate(run: Run, node: Node) -> Tensor:
     """Exact product sums of a convolution or linear layer, bias included; float64, integer-valued."""
-    acc = _products(run, node)
+    acc, w = _products(run, node), run.code(node.weight)
+    terms = max(w[0].numel(), w[:, 0].numel()) if w.numel() else 0
+    most = terms * 2.0 ** (run.plan[node.data].grid.bits + run.plan[node.weight].grid.bits)
     if node.bias is not None:
         b = run.code(node.bias).double()
         acc = acc + (b if node.op == "Linear" else b.view(-1, *[1] * (acc.dim() - 2)))
-    return run.summed(acc)
+        most += float(b.abs().max())
+    return run.summed(acc, most)
 
 
 def _products(run: Run, node: Node) -> Tensor:
@@ -466,8 +473,10 @@ def _products(run: Run, node: Node) -> Tensor:
     if sums.fits(x, zero, w, w_zero):
         if node.op == "Linear":
             return sums.multiplied(x, zero, w)
-        if node.op.startswith("Conv") and a["groups"] == 1:
-            return sums.convolved(x, zero, w, a["stride"], a["padding"], a["dilation"])
+        plain = OPS[node.op].kind != "transposed"
+        how = {k: a[k] for k in ("stride", "padding", "dilation", "groups")}
+        if plain and (acc := sums.convolved(x, zero, w, **how)) is not None:
+            return acc
     x, w = run.centred(node.data), run.centred(node.weight)
     return F.linear(x, w) if node.op == "Linear" else execute(node, [x, w])[0]
 

@@ -5,6 +5,8 @@ result is checked, which costs little: (X W^T) r = X (W^T r) for a random r (Fre
 """
 
 from collections.abc import Sequence
+from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,8 @@ from chipfit.engine.kernels import pad
 
 #: products of one sum that 32 bits hold, whatever the codes: 2^14 each, and the sign
 _MOST = (1 << 17) - 1
+#: those of which float32 holds every sum: below 2^15 each, with the zero point
+_IN_FLOAT = 1 << 9
 
 
 def fits(x: Tensor, zero: Tensor, w: Tensor, w_zero: Tensor) -> bool:
@@ -35,13 +39,36 @@ def multiplied(x: Tensor, zero: Tensor, w: Tensor) -> Tensor:
 
 
 def convolved(
-    x: Tensor, zero: Tensor, w: Tensor, stride: Sequence[int], padding: Sequence[Sequence[int]], dilation: Sequence[int]
-) -> Tensor:
-    """Those of a convolution without groups, of x [N, C, *S] and w [O, C, *k], float64 [N, O, *out]."""
+    x: Tensor,
+    zero: Tensor,
+    w: Tensor,
+    *,
+    stride: Sequence[int],
+    padding: Sequence[Sequence[int]],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor | None:
+    """Those of a convolution, of x [N, C, *S] and w [O, C / groups, *k], float64 [N, O, *out].
+
+    None where groups are neither one, whose windows are rows, nor channels with a kernel each, whose products are added
+    place by place.
+    """
+    kernel, count = w.shape[2:], w[0].numel()
+    if groups > 1 and not (groups == x.shape[1] == len(w) and count <= _IN_FLOAT):
+        return None
     lies = pad(x, padding=padding, mode="constant", value=int(zero)).movedim(1, -1).contiguous()
-    (n, *size, c), (batch, *steps, one), kernel = lies.shape, lies.stride(), w.shape[2:]
+    n, *size, c = lies.shape
     out = [(s - d * (k - 1) - 1) // t + 1 for s, k, t, d in zip(size, kernel, stride, dilation, strict=True)]
-    walk = [s * t for s, t in zip(steps, stride, strict=True)]
-    inside = [s * d for s, d in zip(steps, dilation, strict=True)]
-    windows = lies.as_strided((n, *out, *kernel, c), (batch, *walk, *inside, one)).reshape(n, *out, -1)
-    return multiplied(windows, zero, w.movedim(1, -1).reshape(len(w), -1)).movedim(-1, 1)
+    if groups == 1:
+        batch, *steps, one = lies.stride()
+        walk = [s * t for s, t in zip(steps, stride, strict=True)]
+        inside = [s * d for s, d in zip(steps, dilation, strict=True)]
+        windows = lies.as_strided((n, *out, *kernel, c), (batch, *walk, *inside, one)).reshape(n, *out, -1)
+        return multiplied(windows, zero, w.movedim(1, -1).reshape(len(w), -1)).movedim(-1, 1)
+    acc, reals, factors = torch.zeros(n, *out, c), lies.float() - float(zero), w.float()
+    for place in product(*[range(k) for k in kernel]):
+        starts = [p * d for p, d in zip(place, dilation, strict=True)]
+        ends = [s + (o - 1) * t + 1 for s, o, t in zip(starts, out, stride, strict=True)]
+        cut: Any = (slice(None), *map(slice, starts, ends, stride))
+        acc.addcmul_(reals[cut], factors[(slice(None), 0, *place)])
+    return acc.movedim(-1, 1).double()
