@@ -65,10 +65,10 @@ def convolved(
         inside = [s * d for s, d in zip(steps, dilation, strict=True)]
         windows = lies.as_strided((n, *out, *kernel, c), (batch, *walk, *inside, one)).reshape(n, *out, -1)
         return multiplied(windows, zero, w.movedim(1, -1).reshape(len(w), -1)).movedim(-1, 1)
-    acc, reals, factors = torch.zeros(n, *out, c), lies.float() - float(zero), w.float()
-    for place in product(*[range(k) for k in kernel]):
+    acc, reals, factors = torch.zeros(n, *out, c), lies.float() - float(zero), w.float().flatten(1)
+    for k, place in enumerate(product(*[range(k) for k in kernel])):
         starts = [p * d for p, d in zip(place, dilation, strict=True)]
         ends = [s + (o - 1) * t + 1 for s, o, t in zip(starts, out, stride, strict=True)]
         cut: Any = (slice(None), *map(slice, starts, ends, stride))
-        acc.addcmul_(reals[cut], factors[(slice(None), 0, *place)])
+        acc.addcmul_(reals[cut], factors[:, k])
     return acc.movedim(-1, 1).double()
