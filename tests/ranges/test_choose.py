@@ -192,7 +192,7 @@ def test_a_threshold_that_is_not_expanded_holds_nothing_where_nothing_was_seen()
 def divergence(x, h, scale, zero, grid):
     """KL in nats, with loops; see `tests/ranges/test_by_hand.py`."""
     low, high, n = x.min(), x.max(), 512
-    place = lambda v: np.clip(np.floor((v - low) / (high - low) * n), 0, n - 1).astype(int)  # noqa: E731
+    place = lambda v: np.clip(np.floor((v - low) / (high - low) * n), 0, n - 1).astype(int)
     p = np.bincount(place(x), h, n)
     middle = low + (np.arange(n) + 0.5) * (high - low) / n
     clipped = np.bincount(place(np.clip(middle, (grid.qmin - zero) * scale, (grid.qmax - zero) * scale)), p, n)

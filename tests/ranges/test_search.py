@@ -35,8 +35,8 @@ def test_candidates_begin_with_the_whole_range_and_fall_in_small_steps():
         factors = column(line)
         falling = np.sort(factors)[::-1]
         assert (
-            factors[0] == 1
-            and (falling == factors[[1, 0, *range(2, len(factors))]]).all()
+            (factors[0] == 1
+            and (falling == factors[[1, 0, *range(2, len(factors))]]).all())
             or (falling == factors).all()
         )
         assert factors.min() == pytest.approx(least, rel=0.02)
