@@ -98,6 +98,7 @@ LABEL = torch.tensor([3, 1, 2, 0])
         ((X, X[:, 0]), ANY, 2),  # floats are no labels
         ((X, torch.tensor(3)), ANY, 1),
         ((X, X, LABEL), TWO, 2),
+        ((X, X, LABEL), ANY, 2),
         ((X, X, X, LABEL), TWO, 4),  # more than can be explained
         (X, ONE, 1),
         ((5, LABEL), ANY, 2),  # the first is no tensor
@@ -133,6 +134,8 @@ def test_arrays_become_tensors_wherever_they_are():
     assert type(got["z"]) is tuple and got["z"][1] == 2
     assert got["numbers"] == [1, 2.5] and got["none"] == [] and got["t"] is X
     assert isinstance(as_tensors(np.float32(3)), np.float32)  # a number
+    own = a.astype(np.float32)
+    assert as_tensors(own).data_ptr() == own.ctypes.data  # no copy
     turned = as_tensors(a.astype(">f4").T[::-1])
     assert turned.tolist() == a.T[::-1].tolist() and turned.is_contiguous()
     assert as_tensors(a.astype(np.float16)).dtype is torch.float16
