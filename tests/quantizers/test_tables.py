@@ -143,6 +143,7 @@ def test_groups_of_a_fit_are_the_best_of_all(seed):
             best = loss, [(p * q).sum() / q.sum() for p, q in parts]
     means = torch.stack(best[1])
     torch.testing.assert_close(_k_means(x, w, 4), means)
+    torch.testing.assert_close(_k_means(x, w / 1e6, 4), means)  # only what they are to each other counts
 
 
 def test_nearby_values_of_wide_tables_are_counted_together():
@@ -150,3 +151,8 @@ def test_nearby_values_of_wide_tables_are_counted_together():
     x = torch.arange(65536.0)
     low, high = fit(x, None, 2, 0, 65535)
     assert low == 0 and high == pytest.approx(49152, abs=64)
+
+
+def test_a_table_is_made_once():
+    assert float_table("e4m3") is float_table("e4m3") and log_table(2.0, 8) is log_table(2.0, 8)
+    assert boundaries((0.0, 1.0), False) is boundaries((0.0, 1.0), False)

@@ -34,11 +34,9 @@ def test_candidates_begin_with_the_whole_range_and_fall_in_small_steps():
     for line, least, step in ((search._COARSE, 0.0051, 0.74), (search._ENDS, 0.03, 0.59)):
         factors = column(line)
         falling = np.sort(factors)[::-1]
-        assert (
-            (factors[0] == 1
-            and (falling == factors[[1, 0, *range(2, len(factors))]]).all())
-            or (falling == factors).all()
-        )
+        assert (factors[0] == 1 and (falling == factors[[1, 0, *range(2, len(factors))]]).all()) or (
+            falling == factors
+        ).all()
         assert factors.min() == pytest.approx(least, rel=0.02)
         assert (falling[1:] < falling[:-1]).all() and (falling[1:] / falling[:-1] > step).all()
     coarse = column(search._COARSE)

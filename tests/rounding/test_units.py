@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -86,4 +88,4 @@ def test_parts_make_up_the_whole(scope):
     g = graph(["p: x x", "La: p", "Lb: La", "c: Lb La", "Ld: c", "Le: Ld", "f: Le c"])
     found = list(units(g, scope))
     assert found[0].first == 0 and found[-1].last == len(g.nodes)
-    assert all(a.last == b.first for a, b in zip(found[:-1], found[1:], strict=True))
+    assert all(a.last == b.first for a, b in itertools.pairwise(found))
