@@ -196,9 +196,17 @@ def test_the_fault_of_an_output_says_the_gap():
 
 
 @pytest.mark.parametrize(
-    "bits, signed, kind", [(4, True, "int8"), (8, True, "int8"), (8, False, "uint8"), (9, True, "int16"),
-                           (16, False, "uint16"), (17, False, "int32"), (32, True, "int32")]
-)  # fmt: skip
+    "bits, signed, kind",
+    [
+        (4, True, "int8"),
+        (8, True, "int8"),
+        (8, False, "uint8"),
+        (9, True, "int16"),
+        (16, False, "uint16"),
+        (17, False, "int32"),
+        (32, True, "int32"),
+    ],
+)
 def test_codes_come_in_the_narrowest_type_and_beyond_16_bits_with_a_sign(bits, signed, kind):
     assert _types(bits, signed) == {kind}
 
@@ -224,7 +232,11 @@ def test_what_was_found_in_numbers():
         Row("c", "", "Relu", why="elided by the runtime", missed=20),
         Row("d", "", "Relu", why="elided by the runtime"),
     )
-    found.outputs = [Output("y", "y", ("Erf",), gap=0.5), Output("z", "z", gap=0.25), Output("i", "i", gap=9.0, inner=True)]  # fmt: skip
+    found.outputs = [
+        Output("y", "y", ("Erf",), gap=0.5),
+        Output("z", "z", gap=0.25),
+        Output("i", "i", gap=9.0, inner=True),
+    ]
     assert (found.integers, found.differing, len(found.compared)) == (80, 3, 2)
     assert found.not_compared == {"elided by the runtime": 2}
     assert found.exact_share == 0.6 and found.output_gap == 0.5
@@ -282,7 +294,12 @@ def test_where_nothing_is_stored_in_codes_the_weights_of_the_file_are_what_is_ch
 def test_coverage_counts_constants_and_floats_of_the_moment():
     found = verification(Row("a", "", "Relu", elements=4))
     assert found.coverage() == "compared 1 of 1 tensors; 100.00 % of all integers compared at 0"
-    found.held = [Held("w", "weight"), Held("b", "bias", why="absent"), Held("x", "activation"), Held("v", "weight", 4, 1)]  # fmt: skip
+    found.held = [
+        Held("w", "weight"),
+        Held("b", "bias", why="absent"),
+        Held("x", "activation"),
+        Held("v", "weight", 4, 1),
+    ]
     found.outputs = [Output("m", "m", inner=True), Output("k", "k", wrong="odd", inner=True), Output("y", "y")]
     assert found.coverage() == (
         "compared 1 of 1 tensors; 1 of 3 weights and biases read back from the file; "
@@ -305,9 +322,12 @@ def test_a_summary_names_what_is_not_modelled_and_accuracies():
 
 
 def test_a_screen_shows_faults_first_and_then_what_differs_most():
-    rows = [Row("a", "", "Relu", elements=9, differing=1, largest=1), Row("b", "", "Relu", why="elided"),
-            Row("c", "", "Relu", elements=9, differing=4, largest=2, wrong="bad"),
-            Row("d", "", "Relu", elements=9, differing=3, largest=5, op_differing=0)]  # fmt: skip
+    rows = [
+        Row("a", "", "Relu", elements=9, differing=1, largest=1),
+        Row("b", "", "Relu", why="elided"),
+        Row("c", "", "Relu", elements=9, differing=4, largest=2, wrong="bad"),
+        Row("d", "", "Relu", elements=9, differing=3, largest=5, op_differing=0),
+    ]
     screen = verification(*rows, Row("e", "", "Relu", elements=9))._screen()
     assert [r[0] for r in screen.rows] == ["c", "d", "a", "e", "b"]
     assert screen.rows[0] == ("c", "Relu", 9, 4, 2, 0, "bad") and screen.rows[4][-1] == "elided"
@@ -343,8 +363,10 @@ def test_the_own_runtime_of_a_platform_loads_the_file(platform, suffix, runtime)
 
 def test_a_file_holds_a_tensor_itself_in_floats_and_in_copies():
     known = {"w", "w_1", "x", "v_t0"}
-    held = {n: InFile(None, [(np.array(k), np.array(0))]) for k, n in enumerate(
-        ["w", "w_1", "w_2", "w/float", "x_t1/float_t2_3", "x/float_4", "v_t0", "x_t1", "other"])}  # fmt: skip
+    held = {
+        n: InFile(None, [(np.array(k), np.array(0))])
+        for k, n in enumerate(["w", "w_1", "w_2", "w/float", "x_t1/float_t2_3", "x/float_4", "v_t0", "x_t1", "other"])
+    }
     found = {k: [int(f.numbers[0][0]) for f in fs] for k, fs in _by_tensor(known, held).items()}
     assert found == {"w": [0, 2, 3], "w_1": [1], "x": [7, 5, 4], "v_t0": [6], "other": [8]}
 
