@@ -543,7 +543,7 @@ def test_right_answers_are_counted_for_each_side():
 
     class Model(torch.nn.Module):
         def run_flat(self, inputs):
-            return [torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]), torch.zeros(2, 3)]
+            return [torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]), torch.eye(3)[[2, 0]]]
 
     found = compared(result(output=output), torch.tensor([2, 0]), model=Model())
     assert found.accuracy == {"float": 0.5, "integer": 0.5, "device": 1.0, "simulated": 0.5} and found.labelled == 2

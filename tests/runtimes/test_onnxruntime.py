@@ -1,4 +1,4 @@
-"""A loaded ONNX file: sharing of weights on CPUs without VNNI, codes of either sign, and what machines are told apart."""
+"""A loaded ONNX file: shared weights on CPUs without VNNI, codes of either sign, and what machines are told apart."""
 
 from __future__ import annotations
 
