@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from chipfit.errors import RuntimeUnavailable, VerificationError
+from chipfit.errors import RuntimeUnavailable, UnknownNameError, VerificationError
 from chipfit.export import InFile
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
@@ -58,6 +59,7 @@ def test_a_tensor_begins_with_nothing_counted():
     row = Row("t", "layer", "Conv2D")
     assert (row.elements, row.differing, row.largest, row.op_differing, row.op_largest) == (0,) * 5
     assert (row.ties, row.astray, row.missed, row.signal, row.noise) == (0, 0, 0, 0.0, 0.0)
+    assert row.fraction == 0.0
     assert (row.in_float, row.float_ops, row.why, row.wrong, row.fault) == (False, (), "", "", "")
     out = Output("y", "t")
     assert (out.float_ops, out.span, out.elements, out.differing, out.gap, out.op_gap) == ((), 0.0, 0, 0, 0.0, 0.0)
@@ -141,6 +143,10 @@ def test_a_fault_says_how_many_differ_and_by_how_much():
         "1 lie elsewhere"
     )
     assert Row("t", "", "Relu", elements=9, differing=4, largest=9).fault == ""  # of others' errors
+    assert Row("t", "", "Tanh", elements=9, op_differing=1, op_largest=2, float_ops=("Tanh",)).fault  # by two
+    assert not Row("t", "", "Tanh", elements=9, op_differing=1, op_largest=1, float_ops=("Tanh",)).fault
+    assert Row("t", "", "Tanh", elements=9, op_differing=2, op_largest=1, float_ops=("Tanh",)).fault  # too many
+    assert Row("t", "", "Tanh", elements=9, astray=1, float_ops=("Tanh",)).fault
     assert (Row("t", "l", "Relu").who, Row("t", "", "Relu").who) == ("Relu 'l'", "Relu 't'")
 
 
@@ -172,6 +178,15 @@ def test_the_gap_of_an_output_in_codes_is_relative_to_what_these_span():
     nothing = Output("y", "y")
     nothing.add(torch.zeros(2), torch.zeros(2), torch.zeros(2))
     assert (nothing.op_gap, nothing.elements, nothing.fault) == (0.0, 2, "")
+
+
+@pytest.mark.parametrize(
+    "float_ops, differing, fault", [((), 0, ""), ((), 1, "1 of"), (("Erf",), 2, ""), (("Erf",), 3, "3 of")]
+)
+def test_of_integers_behind_floats_one_in_a_hundred_may_differ(float_ops, differing, fault):
+    out, x = Output("y", "y", float_ops), torch.zeros(200, dtype=torch.long)
+    out.add(x + (torch.arange(200) < differing), x, x)
+    assert out.fault[:4] == fault[:4] and (out.elements, out.differing) == (200, differing)
 
 
 def test_an_output_of_another_shape_is_wrong_from_then_on():
@@ -317,6 +332,8 @@ def test_a_summary_names_what_is_not_modelled_and_accuracies():
         "top-1 of 2 samples: float 50.00 %, device 100.00 %",
         "hot",
     ]
+    found.rows = [Row(f"r{k}", "", "Tanh", in_float=True) for k in range(7)]
+    assert "in float by the runtime: " + ", ".join(f"Tanh 'r{k}'" for k in range(6)) + " and 1 more" in found.summary()
     found.not_modelled = found.not_modelled[:4]
     assert "math.d\n" in found.summary()
 
@@ -340,6 +357,8 @@ def test_a_record_in_json_has_what_is_derived_too():
     assert [r["sqnr_db"] for r in said["rows"]] == [pytest.approx(-20), None]
     assert [r["fault"] for r in said["rows"]] == ["", "bad"]
     assert (said["verdict"], said["exact"], said["integers"]) == ("departs", False, 9)
+    found.outputs = [Output("y", "y", wrong="odd"), Output("z", "z")]
+    assert [o["fault"] for o in found.to_dict()["outputs"]] == ["odd", ""]
 
 
 @pytest.mark.parametrize(
@@ -523,6 +542,34 @@ def test_a_runtime_may_leave_out_only_what_computes_nothing(name, filed, why, wr
     found = compared(result(**{name: None}), filed=filed)
     (row,) = (r for r in found.rows if r.tensor == name)
     assert (row.why, row.wrong, row.missed, row.elements) == (why, wrong, 6, 0)
+
+
+class Operators(nn.Module):
+    """An input of rank 0 beside one of two samples."""
+
+    def forward(self, gain, x):
+        return gain * x
+
+
+def test_a_number_without_axes_is_one_sample_and_the_first_input_counts():
+    from chipfit.frameworks.torch.capture import capture
+
+    graph = capture(Operators(), (torch.tensor(2.0), torch.randn(3, 2)))
+    for inputs, samples in (([torch.tensor(2.0), torch.randn(3, 2)], 1), ([torch.ones(3, 1), torch.randn(1, 2)], 3)):
+        out = Verification("chip", True)
+        device = Device(output=(inputs[0] * inputs[1]).numpy())
+        _Comparison(graph, Plan(), load("ort_cpu"), device, DeviceRuntime(suffix=".onnx"), None, out, set()).add(
+            inputs, None
+        )
+        assert out.samples == samples
+
+
+def test_what_a_runtime_raises_is_a_runtime_that_is_not_there_and_our_own_errors_are_ours():
+    graph, _ = network()
+    with pytest.raises(RuntimeUnavailable, match="cannot run the file on these inputs"):
+        compared({"output": lambda inputs: np.zeros(2).reshape(3)})
+    with pytest.raises(UnknownNameError):
+        compared({"output": lambda inputs: graph.node("none")})
 
 
 def test_codes_of_another_type_are_not_compared():

@@ -1,4 +1,4 @@
-"""Operators with unusual attributes and unequal axes, and what the engine makes of them: every file computes the same."""
+"""Operators with unusual attributes and unequal axes: what the engine makes of them, every file computes too."""
 
 from __future__ import annotations
 
