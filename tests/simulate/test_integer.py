@@ -10,7 +10,7 @@ import torch
 from chipfit.graph.ir import DYNAMIC, Graph, Node, Value
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.platform.load import load
-from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.grids import Grid, all_codes
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import lookup
 from chipfit.simulate.device import float_operators
@@ -34,8 +34,10 @@ from tests.simulate.one_operator import Codes, drawn, one
 ORT, TFLITE = load("ort_cpu"), load("tflite_int8")
 
 
-def stored(scale=0.5, zero=0, bits=8, low=None, high=None, **more) -> Stored:
-    grid = Grid(bits=bits, qmin=-(1 << bits - 1) if low is None else low, qmax=(1 << bits - 1) - 1 if high is None else high, zero="any", **more)  # fmt: skip
+def stored(scale=0.5, zero=0, bits=8, **ends) -> Stored:
+    low, high = all_codes(bits, True)
+    given = {"qmin": ends.pop("low", low), "qmax": ends.pop("high", high)}
+    grid = Grid(bits=bits, zero="any", **given, **ends)
     return Stored(format="f", grid=grid, scale=torch.tensor(scale), zero_point=torch.tensor(zero, dtype=torch.int32))
 
 

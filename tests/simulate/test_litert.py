@@ -5,13 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
+from chipfit.graph.ir import Node
 from chipfit.simulate.litert import (
+    _clip,
+    _codes_by_row,
+    _codes_xnnpack,
+    _lines,
+    _lines_xnnpack,
+    _quantize_away,
+    _quantize_inverse,
     _stretch,
 )
 from tests.simulate.one_operator import LITERT, Codes, drawn, every, one, pairs
 
 A, B = pairs()
-#: two kernels that saturate where optimised ones wrap around
+#: kernels that saturate where optimised ones wrap around
 SATURATING = ("litert_reference", "litert")
 ONE = 0.1  #: scale of results
 
@@ -163,3 +171,179 @@ def test_every_code_of_a_function_of_one_operand(tmp_path, op, ratio):
 
 def test_every_code_of_a_smooth_rectifier_by_its_hyperbolic_form(tmp_path):
     one("Gelu", [Codes(every(), 0.03, 11)], Codes(A, 0.02, -100), {"approximate": "tanh"}).prove(tmp_path)
+
+
+# ---------------------------------------------------------------- layers, means, windows
+
+CONV = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 1}
+ROUGH = (0.5, 0.25, 0.3, 0.7, 0.5, 0.1, 0.25, 0.9, 0.35, 0.6, 0.5, 0.5)  #: scales of a weight's channels
+
+
+def weight(bits: int, *shape: int, channels: int) -> Codes:
+    return Codes(drawn(1, *shape, bits=bits).clamp(min=1 - (1 << bits - 1)), ROUGH[:channels], 0, bits)
+
+
+LAYERS = {
+    "Conv2D": ((2, 4, 5, 6), (6, 4, 2, 3), {**CONV, "stride": (2, 1), "padding": ((1, 0), (0, 2))}),
+    "Conv2D in groups": ((2, 4, 5, 6), (6, 2, 2, 2), {**CONV, "groups": 2}),
+    "DepthwiseConv2D": ((2, 4, 5, 6), (12, 1, 2, 3), {**CONV, "groups": 4}),
+    "Conv1D": ((2, 4, 7), (3, 4, 2), {"stride": (2,), "padding": ((1, 0),), "dilation": (1,), "groups": 1}),
+    "Linear": ((9, 6), (4, 6), {}),
+    "Linear of odd rows": ((9, 5), (4, 5), {}),
+}
+
+
+@pytest.mark.parametrize("bits, wide", [(8, False), (4, False), (8, True)])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_with_scales_for_each_output(tmp_path, name, bits, wide):
+    op, (x, w, attrs) = name.partition(" ")[0], LAYERS[name]
+    scales = [0.5 * s for s in ROUGH[: w[0]]]
+    bias = Codes(drawn(2, w[0], bits=10), scales, 0, 40 if wide else 32)
+    data = Codes(drawn(0, *x, bits=16 if wide else 8), 0.5, 0 if wide else 7, 16 if wide else 8)
+    result = Codes(A, 6.0 if bits == 4 else 60.0, 0 if wide else -3, 16 if wide else 8)
+    b = None if bits == 4 else bias
+    one(op, [data, weight(bits, *w, channels=w[0]), b], result, attrs).prove(
+        tmp_path, "tflite_int16x8" if wide else "tflite_int8"
+    )
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.37])
+@pytest.mark.parametrize("op, x, w", [("Linear", (40, 6), (4, 6)), ("Conv2D", (2, 4, 5, 6), (6, 4, 2, 3))])
+def test_a_layer_with_one_scale(tmp_path, op, x, w, ratio):
+    weights = Codes(drawn(1, *w).clamp(min=-127), 0.5)
+    one(op, [Codes(drawn(0, *x), ratio, 7), weights, None], Codes(A, 64.0, 5), CONV if op == "Conv2D" else {}).prove(
+        tmp_path
+    )
+
+
+@pytest.mark.parametrize("stride, kernel", [((2, 3), (2, 3)), ((3, 2), (2, 2)), ((1, 1), (3, 2)), ((2, 2), (4, 2))])
+@pytest.mark.parametrize("channels", [3, 12])
+def test_a_transposed_convolution(tmp_path, stride, kernel, channels):
+    attrs = {**CONV, "stride": stride, "output_padding": (0, 0)}
+    w = Codes(drawn(1, 4, channels, *kernel).clamp(min=-127), ROUGH[:channels])
+    x = Codes(drawn(0, 2, 4, 3, 5), 0.5, 7)
+    one("TransposeConv2D", [x, w, None], Codes(A, 60.0, -3), attrs).prove(tmp_path)
+
+
+@pytest.mark.parametrize("zero", [0, 5])
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_product_of_two_values(tmp_path, zero, wide):
+    bits, zeros = (16, (0, 0, 0)) if wide else (8, (3, zero, -2))
+    a, b = (
+        Codes(drawn(0, 2, 3, 4, 5, bits=bits), 0.5, zeros[0], bits),
+        Codes(drawn(1, 2, 3, 5, 6, bits=bits), 0.25, zeros[1], bits),
+    )
+    result = Codes(A, 2048.0 * 9 if wide else 30.0, zeros[2], bits)
+    one("MatMul", [a, b], result).prove(tmp_path, "tflite_int16x8" if wide else "tflite_int8")
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.37])
+def test_a_slope_for_each_channel(tmp_path, ratio):
+    x, slopes = Codes(drawn(0, 3, 5, 4, 7), ratio, 7), Codes(torch.tensor([-127, -5, 0, 9, 127]), 1 / 64)
+    one("PRelu", [x, slopes], Codes(A, 0.5, -9)).prove(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "op, shape, attrs",
+    [
+        ("Mean", (3, 17, 5, 6), {"axes": (2, 3), "keepdims": True}),
+        ("Mean", (3, 17, 5, 6), {"axes": (-1, -2), "keepdims": False}),
+        ("Mean", (3, 4, 5, 7), {"axes": (1,), "keepdims": True}),
+        ("Mean", (3, 4, 7), {"axes": (2,), "keepdims": True}),
+        ("Mean", (3, 4, 7), {"axes": (1,), "keepdims": False}),
+        ("GlobalAvgPool", (3, 17, 5, 6), {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ratio, zero", [(0.5, -128), (0.37, 20), (1.0, 3)])
+def test_a_mean(tmp_path, op, shape, attrs, ratio, zero):
+    # the optimised kernel sums rows and columns that lie channels last, which images do only beside spatial operators
+    runtimes = SATURATING if attrs.get("axes") == (2, 3) else LITERT
+    one(op, [Codes(drawn(0, *shape), ratio, zero)], Codes(A, 0.5, -9), attrs).prove(tmp_path, runtimes=runtimes)
+    one(op, [Codes(drawn(0, *shape, bits=16), ratio, 0, 16)], Codes(A, 0.5, 0, 16), attrs).prove(
+        tmp_path, "tflite_int16x8"
+    )
+
+
+@pytest.mark.parametrize("axis", [1, 2, -1])
+@pytest.mark.parametrize("scale", [0.02, 0.3])
+def test_softmax_and_its_logarithm_along_any_axis(tmp_path, axis, scale):
+    x = Codes(drawn(0, 4, 5, 7), scale, 5)
+    one("Softmax", [x], Codes(A, 1 / 256, -128), {"axis": axis}).prove(tmp_path)
+    one("LogSoftmax", [x], Codes(A, 1 / 16, 127), {"axis": axis}).prove(tmp_path)
+    wide = Codes(drawn(0, 4, 5, 7, bits=16), scale / 256, 0, 16)
+    one("Softmax", [wide], Codes(A, 1 / 32768, 0, 16), {"axis": axis}).prove(tmp_path, "tflite_int16x8")
+
+
+POOLS = [((2, 3), (2, 1), ((0, 0), (0, 0)), True), ((3, 3), (1, 1), ((1, 1), (1, 1)), False),
+         ((3, 3), (2, 1), ((1, 1), (1, 1)), True)]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel, stride, padding, counted", POOLS)
+def test_an_average_rounds_halves_away_from_zero_of_its_codes(tmp_path, kernel, stride, padding, counted):
+    attrs = {"kernel": kernel, "stride": stride, "padding": padding, "ceil_mode": False, "count_include_pad": counted}
+    x = Codes(drawn(0, 2, 3, 6, 5), 0.5, 7)
+    one("AvgPool", [x], x, attrs, "follow").prove(tmp_path)
+
+
+SIZES = [((5, 6), (8, 9)), ((5, 6), (3, 11)), ((3, 3), (7, 1)), ((4, 5), (1, 2)), ((2, 7), (2, 13))]
+
+
+@pytest.mark.parametrize("corners", [True, False])
+@pytest.mark.parametrize("before, after", SIZES)
+def test_interpolation_between_codes(tmp_path, before, after, corners):
+    attrs = {"mode": "linear", "size": after, "scale": None, "align_corners": corners}
+    x = Codes(drawn(0, 2, 3, *before), 0.5, 7)
+    one("Resize", [x], x, attrs, "follow").prove(tmp_path)
+    row = Codes(drawn(0, 2, 3, before[1]), 0.5, 7)
+    one("Resize", [row], row, {**attrs, "size": after[1:]}, "follow").prove(tmp_path)
+
+
+# ---------------------------------------------------------------- positions, codes of the moment, clips
+
+
+def test_positions_of_a_result_in_1024ths_and_2048ths():
+    """5 from 3: steps of 614 from -205, the first of which is before the image."""
+    low, high, share = _lines(3, 5, False)
+    assert [low.tolist(), high.tolist()] == [[0, 0, 0, 1, 2], [0, 1, 1, 2, 2]]
+    assert share.tolist() == [-205, 409, 1023, 613, 203]
+    low, high, share = _lines(3, 5, True)
+    assert [low.tolist(), high.tolist(), share.tolist()] == [[0, 0, 1, 1, 2], [0, 1, 1, 2, 2], [0, 512, 0, 512, 0]]
+    low, high, share = _lines_xnnpack(3, 5, True)
+    assert [low.tolist(), high.tolist(), share.tolist()] == [[0, 0, 1, 1, 2], [1, 1, 2, 2, 2], [0, 1024, 0, 1024, 0]]
+    low, high, share = _lines_xnnpack(3, 5, False)
+    assert [low.tolist(), high.tolist(), share.tolist()] == [[0, 0, 1, 1, 2], [1, 1, 2, 2, 2], [0, 819, 0, 1229, 0]]
+    assert [v.tolist() for v in _lines(4, 1, True)] == [v.tolist() for v in _lines(4, 1, False)]
+
+
+def test_rows_are_rounded_to_a_range_of_the_moment():
+    x = torch.tensor([[1.0, -2.0, 0.5, 2.54], [0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 5.1], [-1.0, -2.55, -0.3, -2.0]])
+    q, s, z = _codes_by_row(x)
+    assert q.tolist() == [[50, -100, 25, 127], [0] * 4, [25, 50, 75, 127], [-50, -127, -15, -100]]
+    assert torch.allclose(s[:, 0], torch.tensor([2.54, 127.0, 5.1, 2.55]) / 127) and not z.any()
+    q, s, z = _codes_xnnpack(x)
+    assert torch.allclose(s[:, 0], torch.tensor([4.54 / 255, 1.0, 5.1 / 255, 2.55 / 255]))
+    assert z[:, 0].tolist() == [-16.0, -128.0, -128.0, 127.0] or z[1, 0] in (-128.0, 127.0)
+    assert q[2].tolist() == [-78, -28, 22, 127] and q[3].tolist() == [27, -128, 97, -73]
+    assert ((q - z) * s - x).abs().max() <= s.max() / 2 + 1e-6
+
+
+@pytest.mark.parametrize(
+    "op, attrs, zero, ends",
+    [("Relu", {}, -5, (-5, 127)), ("Relu6", {}, -128, (-128, -113)), ("Clamp", {"min": -1.0, "max": 1.0}, 3, (0, 6)),
+     ("Clamp", {"min": None, "max": 1.0}, 3, (-128, 6)), ("Clamp", {"min": None, "max": None}, 3, None),
+     ("Clamp", {"min": -999.0, "max": 999.0}, 3, (-128, 127)), ("Clamp", {"min": 999.0, "max": 999.0}, 3, (127, 127)),
+     ("Clamp", {"min": -999.0, "max": -999.0}, 3, (-128, -128)), ("Tanh", {}, 0, None)],
+)  # fmt: skip
+def test_a_fused_activation_clips_between_codes(op, attrs, zero, ends):
+    """Steps of 0.4: 6 is 15 of them, 1 is 2.5, which rounds away from zero."""
+    stored = Codes(A, 0.4, zero).stored()
+    assert _clip(Node("n", op, ("x",), ("y",), attrs), stored) == ends
+
+
+def test_reals_become_codes_with_halves_away_from_zero_or_by_the_inverse_of_the_scale():
+    stored = Codes(A, 0.5, 3).stored()
+    x = torch.tensor([-0.75, -0.25, 0.25, 0.75, 99.0, -99.0])
+    assert _quantize_away(x, stored).tolist() == [1, 2, 4, 5, 127, -128]
+    assert _quantize_inverse(x, stored).tolist() == [1, 3, 3, 5, 127, -128]
+    assert _quantize_away(x, stored).dtype == _quantize_inverse(x, stored).dtype == torch.int8
