@@ -320,3 +320,60 @@ def test_a_family_of_kernels_says_what_it_is_unless_told():
     assert profile.by_type is False and profile.widest == 64
     q, s, z = profile.rounds(torch.tensor([[1.0, -1.0, 0.5]]), qmin=-127, qmax=127, affine=False, per="tensor", block=1)
     assert (q - z).tolist() == [[127, -127, 64]] and float(s.reshape(-1)[0]) == pytest.approx(1 / 127)
+
+
+def test_a_fused_group_leaves_the_codes_of_its_last_member_alone():
+    """x * x in steps of a half, clipped at zero: what lies between the two is no tensor."""
+    graph, plan = chain("Mul", "Relu", groups=(("n0", "n1"),), floats=("v1",))
+    graph.nodes[0] = graph.nodes[0].with_(inputs=("x", "x"))
+    assert results(graph, plan, "litert_reference") == set()
+    assert results(graph, plan) == {"v2"}  # zero is not the lowest code, at which ONNX Runtime would clip
+    found = simulate(graph, plan, [X], TFLITE)
+    assert list(found) == ["x", "v2"] and found["v2"].tolist() == [[8, 1, 1, 127]]
+    forced = simulate(graph, plan, [X], TFLITE, force={"v2": torch.zeros(1, 4, dtype=torch.int8)})
+    assert torch.equal(forced["v2"], found["v2"])
+    in_float = replace(plan, nodes={**plan.nodes, "n0": NodePlan(name="n0", op="Mul")})
+    found = simulate(graph, in_float, [X], ORT)
+    assert list(found) == ["x", "v2"] and found["v2"].tolist() == [[8, 0, 0, 127]]  # 0.25 is half way: to even
+
+
+def product(act: str | None = None, **weight):
+    """x @ w -> an activation, of which only the operands are stored."""
+    nodes = [Node("l", "Linear", ("x", "w", None), ("v",))] + ([Node("a", act, ("v",), ("y",))] if act else [])
+    values = {n: Value(n, (None, 4)) for n in "xvy"}
+    graph = Graph(nodes, ["x"], [nodes[-1].output], values, {"w": torch.ones(4, 4)})
+    tensors = {"x": tensor("x"), "w": tensor("w", "weight", **weight)}
+    return graph, Plan(tensors=tensors, nodes={"l": NodePlan(name="l", op="Linear", exec="int")})
+
+
+def test_an_integer_product_hands_over_exact_reals_where_all_its_operands_are_codes():
+    def exact(graph, plan, kernels="onnxruntime"):
+        return exact_reals(graph, plan, graph.nodes, lookup("kernels", kernels)) is not None
+
+    graph, plan = product()
+    assert exact(graph, plan) and exact(*product("Relu")) and not exact(*product("Erf"))
+    assert not exact(graph, plan, "litert_reference")  # its product hands over codes
+    assert exact(*product(bits=4)) and not exact(*product(bits=9))
+    table = {"kind": "lut", "table": (-1.0, 0.0, 0.5, 1.0), "bits": 2, "low": 0, "high": 3}
+    assert not exact(*product(**table))
+    for changed in (
+        {"tensors": {"w": plan.tensors["w"]}},
+        {"tensors": {"x": plan.tensors["x"]}},
+        {"tensors": {**plan.tensors, "v": tensor("v")}},
+        {"tensors": {**plan.tensors, "x": tensor("x", bits=16)}},
+        {"float_edges": frozenset({("x", "l")})},
+        {"nodes": {"l": NodePlan(name="l", op="Linear")}},
+        {"nodes": {}},
+    ):
+        assert not exact(graph, replace(plan, **changed))
+    x = torch.tensor([[1.0, -0.5, 2.0, 0.0]])
+    assert simulate(graph, plan, [x], ORT)["v"].tolist() == [[2.5] * 4]
+
+
+def test_nine_bits_are_wide_and_volumes_have_biases_too():
+    assert unit(one("Abs", [Codes(drawn(0, 2, 3), 0.5, 0, 9)], Codes(drawn(0, 1), 1.0, 0, 16))).wide
+    x, w, b = drawn(0, 2, 2, 3, 4, 5), drawn(1, 3, 2, 2, 2, 2), torch.tensor([1000, -7, 3])
+    attrs = {"stride": (1,) * 3, "padding": ((0, 0),) * 3, "dilation": (1,) * 3, "groups": 1}
+    u = unit(one("Conv3D", [Codes(x, 0.5, 9), Codes(w, 0.5), Codes(b, 0.25, 0, 32)], Codes(x), attrs))
+    want = torch.nn.functional.conv3d((x - 9).double(), w.double(), b.double())
+    assert torch.equal(accumulate(u.run, u.node), want)
