@@ -32,20 +32,18 @@ SCALES = np.float32([[0.5, 0.25], [1.0, 2.0], [4.0, 8.0]])
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_blocks_of_a_product_are_read_with_or_without_zero_points(bits):
-    """Three rows of 32 in two blocks of 16; codes with a sign are held without, in the middle of the range."""
-    codes = np.random.default_rng(1).integers(0, 1 << bits, (3, 32))
-    zeros = np.array([[1, 2], [3, 4], [5, 6]])
-    rows = in_bytes(codes, bits)
-    held = {"w_q": rows.reshape(3, 2, -1), "s": SCALES.reshape(-1).reshape(3, 2), "z": in_bytes(zeros, bits)}
-    ((name, found),) = _in_blocks(
-        node("MatMulNBits", ["x", "w_q", "s", "z"], K=32, N=3, bits=bits, block_size=16), held
-    ).items()
-    assert name == "w" and np.array_equal(found.codes, codes)
-    assert np.array_equal(found.numbers[0][0], SCALES) and np.array_equal(found.numbers[0][1], zeros)
+    """Two rows of 48 in three blocks of 16; codes with a sign are held without, in the middle of the range."""
+    codes = np.random.default_rng(1).integers(0, 1 << bits, (2, 48))
+    scales, zeros = SCALES.T, np.array([[1, 2, 3], [4, 5, 6]])
+    held = {"w_q": in_bytes(codes, bits).reshape(2, 3, -1), "s": scales, "z": in_bytes(zeros, bits)}
+    how = {"K": 48, "N": 2, "bits": bits, "block_size": 16}
+    found = _in_blocks(node("MatMulNBits", ["x", "w_q", "s", "z"], **how), held)
+    assert list(found) == ["w"] and np.array_equal(found["w"].codes, codes)
+    assert np.array_equal(found["w"].numbers[0][0], scales) and np.array_equal(found["w"].numbers[0][1], zeros)
     for inputs in (["x", "w_q", "s"], ["x", "w_q", "s", ""]):
-        (found,) = _in_blocks(node("MatMulNBits", inputs, K=32, N=3, bits=bits, block_size=16), held).values()
-        assert np.array_equal(found.codes, codes - (8 if bits == 4 else 128))
-        assert not found.numbers[0][1].any() and found.numbers[0][1].shape == (3, 2)
+        (bare,) = _in_blocks(node("MatMulNBits", inputs, **how), held).values()
+        assert np.array_equal(bare.codes, codes - (8 if bits == 4 else 128))
+        assert not bare.numbers[0][1].any() and bare.numbers[0][1].shape == (2, 3)
 
 
 def test_a_table_in_blocks_is_as_wide_as_its_blocks():
