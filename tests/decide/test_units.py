@@ -88,6 +88,8 @@ def test_where_quantizers_belong_to_writers_a_group_writes_what_its_last_operato
     graph = graph_of(*THREE)
     found = find_units(graph, chip(any8, relu, OTHERS), [("l", "s", "t")], {})  # what stands between them says nothing
     assert [(o.w, o.out) for o in found[-1].resolved.options] == [("w8", "a4"), ("w8", "a16")]
+    pair = find_units(graph, chip(any8, relu, OTHERS), [("l", "r")], {})[0]
+    assert [o.out for o in pair.resolved.options] == ["a4", "a16"]
     alone = find_units(graph, chip(any8, relu, OTHERS), (), {})[0]
     assert [o.out for o in alone.resolved.options] == ["a8"]
     codes = find_units(graph, chip(LINEAR, relu), [("l", "r")], {})[0]
