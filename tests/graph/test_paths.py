@@ -64,6 +64,7 @@ def test_the_only_reader_reads_once_and_what_it_reads_is_not_returned():
     users = graph.users()
     found = {v: only_reader(graph, users, v) for v in ("x", "a", "b", "c", "y")}
     assert {v: n and n.name for v, n in found.items()} == {"x": "a", "a": None, "b": None, "c": "y", "y": None}
+    assert only_reader(graph, users, "nobody's") is None
 
 
 @pytest.mark.parametrize(
