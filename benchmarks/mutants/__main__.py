@@ -80,6 +80,8 @@ def attempt(m: Mutant | None, chosen: Sequence[str], seconds: dict[str, float]) 
     """Run the tests in chunks until one fails."""
     if m is not None:
         sys.meta_path.insert(0, Replaced(m))
+        with contextlib.suppress(Exception):  # first, for pytest reads a file of doctests without asking us
+            importlib.import_module(m.module)
     ran = 0
     for chunk in _chunks(chosen, seconds):
         failures = Failures()

@@ -199,7 +199,7 @@ class Table:
             found = {t for ts in called for t in ts}
         room, own = _mirrors(m.file)
         if not m.within or key in self.imported or not found:
-            found = self.by_file[m.file] | found | {t for t in self.seconds if t.startswith((*own, room))}
+            found = self.by_file[m.file] | found | {t for t in self.seconds if t.startswith((*own, *room))}
         if not found:
             found = set(self.seconds)
         words = _words(f"{m.within} {' '.join(changed)}")

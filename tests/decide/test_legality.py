@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chipfit.decide.legality import project, rows
-from chipfit.decide.ties import Binding, fixed, tie_groups
+from chipfit.decide.legality import Row, project, rows
+from chipfit.decide.ties import Binding, fixed, joined, tie_groups
 from chipfit.errors import UnsupportedError
 from chipfit.platform.load import load, names
 from chipfit.platform.match import resolve
@@ -319,3 +319,263 @@ def test_powers_of_two_are_exact_although_the_solver_has_a_tolerance(monkeypatch
     found = project({t: stored(grid, torch.tensor(0.5), 0) for t in "xy"}, [binding])
     assert float(found["x"].scale / found["y"].scale) <= 0.25
     assert all(math.log2(float(s.scale)).is_integer() for s in found.values())
+
+
+# ---------------------------------------------------------------- the parts
+
+
+@pytest.mark.parametrize(
+    "low, high, total, holds",
+    [
+        (-1.0, 2.0, -1.0, True),
+        (-1.0, 2.0, 2.0, True),
+        (-1.0, 2.0, 0.5, True),
+        (-1.0, 2.0, -1.0 - 1e-11, False),
+        (-1.0, 2.0, 2.0 + 1e-11, False),
+        (-1.0, 2.0, -3.0, False),
+        (-1.0, 2.0, 4.0, False),
+        (-1.0, math.inf, 300.0, True),
+        (1.5, 1.5, 1.5 + 2e-7, True),
+        (1.5, 1.5, 1.5 - 2e-7, True),
+        (1.5, 1.5, 1.5 + 3e-7, False),
+        (1.5, 1.5, 1.5 - 3e-7, False),
+    ],
+)
+def test_a_bound_holds_up_to_rounding_and_an_equality_up_to_two_of_float32(low, high, total, holds):
+    row = Row(op="Add", terms=(("a", 1), ("b", -2)), low=low, high=high, rule=Rule(mono={"in0": 1}, eq=1))
+    assert row.holds({"a": np.array(total + 8.0), "b": np.array(4.0)}) is holds
+    assert row.holds({"a": np.array([low + 8.0, total + 8.0]), "b": np.array([4.0])}) is holds
+
+
+def test_a_row_sums_exponents_of_each_channel():
+    row = Row(op="Add", terms=(("a", 2), ("w", -1)), rule=Rule(mono={"in0": 1}, eq=1))
+    log = {"a": np.array(3.0), "w": np.array([1.0, 2.0, 4.0])}
+    assert row.total(log).tolist() == [5.0, 4.0, 2.0]
+    assert Row(op="Add", terms=(), rule=row.rule).total({}) == 0.0
+
+
+@pytest.mark.parametrize(
+    "slots, mono, terms",
+    [
+        ({"in0": "a", "out": "b"}, {"in0": 1, "out": -1}, [[("a", 1), ("b", -1)]]),
+        (
+            {"ins": ("a", "b", "c"), "out": "y"},
+            {"ins": 2, "out": -1},
+            [[("a", 2), ("y", -1)], [("b", 2), ("y", -1)], [("c", 2), ("y", -1)]],
+        ),
+        (
+            {"ins": ("a", "b"), "outs": ("y", "z")},
+            {"ins": 1, "outs": -1},
+            [[("a", 1), ("y", -1)], [("b", 1), ("z", -1)]],
+        ),
+        (
+            {"ins": ("a", "b", "c"), "outs": ("y", "z")},
+            {"ins": 1, "outs": -1},
+            [[("a", 1), ("y", -1)], [("b", 1), ("z", -1)], [("c", 1), ("z", -1)]],
+        ),
+        ({"ins": ("a", "float", "c"), "out": "y"}, {"ins": 1, "out": 1}, [[("a", 1), ("y", 1)], [("c", 1), ("y", 1)]]),
+        ({"ins": ("float",), "out": "y"}, {"ins": 1, "out": 1}, []),
+        ({"in0": "a"}, {"in0": 1, "out": 1}, []),
+    ],
+)
+def test_slots_of_several_tensors_are_paired_in_order(slots, mono, terms):
+    rules = [{"mono": mono, "max": 1.0, "hard": False}, {"tie": ("ins", "out")}, {"mono": mono, "min": 0.5, "max": 4.0}]
+    found = rows([binding(*rules, op="Mul", **slots)], {"a", "b", "c", "y", "z"})
+    assert [list(r.terms) for r in found] == terms
+    assert all((r.op, r.low, r.high, r.rule.min) == ("Mul", -1.0, 2.0, 0.5) for r in found)
+
+
+@pytest.mark.parametrize(
+    "rule, attrs, low, high",
+    [
+        ({"max": 8.0}, {}, -math.inf, 3.0),
+        ({"min": 0.25}, {}, -2.0, math.inf),
+        ({"eq": 0.5}, {}, -1.0, -1.0),
+        ({"min": 0.25, "max": 8.0, "times": "k"}, {"k": 2.0}, -3.0, 2.0),
+        ({"min": 0.25, "max": 8.0, "times": "k"}, {}, -2.0, 3.0),  # an attribute that is not there counts once
+        ({"min": 0.25, "max": 8.0, "times": "k"}, {"k": 0.0}, -math.inf, math.inf),
+        ({"min": -4.0, "max": 8.0, "times": "k"}, {"k": -0.5}, -math.inf, 3.0),
+        ({"min": 0.25, "max": 8.0}, {"k": 2.0}, -2.0, 3.0),
+        ({"lt": 8.0}, {}, -math.inf, 3.0 - 2e-6),
+        ({"lt": 8.0, "max": 4.0}, {}, -math.inf, 2.0),
+        ({"lt": 4.0, "max": 8.0}, {}, -math.inf, 2.0 - 2e-6),
+        ({"lt": 8.0, "times": "k"}, {"k": 4.0}, -math.inf, 1.0 - 2e-6),
+        ({"lt": 8.0, "min": 0.5}, {}, -1.0, 3.0 - 2e-6),
+    ],
+)
+def test_bounds_in_octaves(rule, attrs, low, high):
+    b = Binding(op="Relu", rules=(Rule(mono={"in0": 1}, **rule),), slots={"in0": ("a",)}, attrs=attrs)
+    (row,) = rows([b], {"a"})
+    assert (row.low, row.high) == (low, pytest.approx(high, abs=1e-9))
+
+
+@pytest.mark.parametrize(
+    "rule, start, least, most",
+    [
+        ({"max": 4.0}, 64.0, 2 - 5e-6, 2.0),
+        ({"min": 4.0}, 0.1, 2.0, 2 + 5e-6),
+        ({"min": 4.0, "max": 4.0 * 2**1e-6}, 0.1, 2.0, 2 + 1e-6),
+        ({"eq": 4.0}, 0.1, 2 - 2.5e-7, 2 + 2.5e-7),
+        ({"lt": 4.0}, 64.0, 2 - 8e-6, 2 - 1e-7),
+    ],
+)
+def test_solved_scales_are_inside_their_bounds_as_float32_too(rule, start, least, most):
+    found = project({"a": var(start)}, [binding({"mono": {"in0": 1}, **rule}, in0="a")])
+    assert least <= math.log2(float(found["a"].scale)) <= most
+
+
+def test_of_two_ways_as_short_the_one_that_clips_nothing_is_taken():
+    rule = {"mono": {"in0": 1, "out": -1}, "eq": 1.0}
+    found = project({"a": var(4.0), "b": var(1.0)}, [binding(rule, in0="a", out="b")])
+    assert [float(found[n].scale) for n in "ab"] == pytest.approx([4.0, 4.0], rel=1e-5)
+    down = {"mono": {"in0": 2, "out": -1}, "eq": 1.0}  # here it is the shorter way: 2^4 / 1, four octaves or two
+    found = project({"a": var(4.0), "b": var(1.0)}, [binding(down, in0="a", out="b")])
+    assert [float(found[n].scale) for n in "ab"] == pytest.approx([1.0, 1.0], rel=1e-5)
+
+
+def test_channels_move_apart_and_one_scale_for_all_moves_as_its_last_channel_needs():
+    rule = {"mono": {"in0": 1, "w": 1}, "max": 1.0}
+    found = project({"x": var(1.0), "w": var([0.5, 4.0, 8.0])}, [binding(rule, op="Conv2D", in0="x", w="w")])
+    product = found["x"].scale * found["w"].scale
+    assert float(found["w"].scale[0]) == 0.5 and bool((product <= 1).all())
+    moved = [*(found["w"].scale / torch.tensor([0.5, 4.0, 8.0])), found["x"].scale]
+    # two octaves of x, and one more of the last channel: shorter than two and three of the channels
+    assert [math.log2(float(v)) for v in moved] == pytest.approx([0.0, 0.0, -1.0, -2.0], abs=1e-5)
+    held = [{"fix": "in0", "scale": 2.0, "zp": 0}, rule]
+    found = project({"x": var(1.0), "w": var([0.5, 4.0, 0.25])}, [binding(*held, op="Conv2D", in0="x", w="w")])
+    assert float(found["x"].scale) == 2.0
+    assert found["w"].scale.tolist() == pytest.approx([0.5, 0.5, 0.25], rel=1e-5)
+
+
+def test_the_least_scale_is_that_of_normal_float32_unless_the_hardware_has_one():
+    tiny = var(2.0**-126)
+    assert project({"a": tiny}, [])["a"] is tiny
+    below = stored(POT, torch.tensor(2.0**-126), 0)
+    assert float(project({"a": below}, [])["a"].scale) == 2.0**-126
+    for pot in (False, True):
+        grid = Grid(bits=8, qmin=-128, qmax=127, pot=pot, scale_min=0.25)
+        assert float(project({"a": var(0.25, grid)}, [])["a"].scale) == 0.25
+        raised = float(project({"a": var(0.125, grid)}, [])["a"].scale)
+        assert 0.25 <= raised <= 0.25 * 2 ** (0 if pot else 5e-6)
+    two = {"a": var(0.125, Grid(bits=8, qmin=-128, qmax=127, scale_min=0.25)), "b": var(0.125, grid)}
+    tied = project(two, [binding({"tie": ("in0", "out")}, in0="a", out="b")])
+    assert float(tied["a"].scale) == float(tied["b"].scale) == 0.25
+
+
+def test_the_highest_floor_of_tied_tensors_counts():
+    floors = [Grid(bits=8, qmin=-128, qmax=127, scale_min=s) for s in (0.5, 0.25)]
+    for order in (floors, floors[::-1]):
+        found = project(
+            {n: var(0.125, g) for n, g in zip("ab", order)}, [binding({"tie": ("in0", "out")}, in0="a", out="b")]
+        )
+        assert [float(found[n].scale) for n in "ab"] == pytest.approx([0.5, 0.5], rel=1e-5)
+
+
+@pytest.mark.parametrize("scale, power", [(0.3, 0.25), (0.4, 0.5), (3.0, 4.0), (2.8, 2.0), (1.0, 1.0), (0.5, 0.5)])
+def test_a_scale_goes_to_the_nearest_power_of_two(scale, power):
+    assert float(project({"a": var(scale, POT)}, [])["a"].scale) == power
+
+
+@pytest.mark.parametrize("last", [4.0, 3.0])
+def test_powers_of_two_are_looked_for_in_every_channel(last):
+    weight = stored(POT, torch.tensor([1.0, 2.0, last]), 0)
+    found = project({"w": weight}, [])["w"]
+    assert found.scale.tolist() == [1.0, 2.0, 4.0] and (found is weight) is (last == 4.0)
+
+
+@pytest.mark.parametrize(
+    "zero, allowed, scale",  # codes -128..127 at scale 1 hold -128 - zero .. 127 - zero
+    [
+        (-28, 0, 155 / 127),
+        (28, 0, 156 / 128),
+        (0, 27, 127 / 100),
+        (0, -28, 128 / 100),
+        (0, 127, 1.0),  # no code is left above: what is below has room
+        (0, -128, 1.0),
+        (5, 5, 1.0),
+    ],
+)
+def test_a_scale_grows_as_the_narrower_side_needs(zero, allowed, scale):
+    found = project({"a": var(1.0, zero=zero)}, [binding({"zero": "in0", "eq": allowed}, in0="a")])["a"]
+    assert (int(found.zero_point), float(found.scale)) == (allowed, pytest.approx(scale))
+
+
+@pytest.mark.parametrize(
+    "zero, allowed, taken", [(50, [0, 100], 0), (51, [0, 100], 100), (49, [100, 0], 0), (9, [9, 0], 9)]
+)
+def test_of_two_zero_points_as_near_the_lower_one_is_taken(zero, allowed, taken):
+    found = project({"a": var(1.0, zero=zero)}, [binding({"zero": "in0", "eq": allowed}, in0="a")])
+    assert int(found["a"].zero_point) == taken
+
+
+def test_zero_points_that_every_rule_allows_are_left_and_soft_rules_do_not_count():
+    one, two = {"zero": "in0", "eq": [0, 7, 100]}, {"zero": "out", "eq": (7, 100, 120)}
+    soft = {"zero": "in0", "eq": 3, "hard": False}
+    found = project({"a": var(1.0, zero=0)}, [binding(one, in0="a"), binding(soft, two, in0="b", out="a")])
+    assert int(found["a"].zero_point) == 7
+    tied = binding({"tie": ("in0", "out")}, one, two, in0="a", out="b")
+    found = project({"a": var(1.0), "b": var(1.0)}, [tied])
+    assert [int(found[n].zero_point) for n in "ab"] == [7, 7]
+
+
+def test_a_dictated_zero_point_that_a_rule_forbids_is_an_error():
+    rules = [{"fix": "in0", "scale": 1.0, "zp": 3}, {"zero": "in0", "eq": [0, 4]}]
+    with pytest.raises(UnsupportedError, match="No zero point of 'a'"):
+        project({"a": var(1.0)}, [binding(*rules, in0="a")])
+    rules[1] = {"zero": "in0", "eq": [0, 3]}
+    assert int(project({"a": var(1.0)}, [binding(*rules, in0="a")])["a"].zero_point) == 3
+
+
+def test_exponents_of_tied_tensors_are_added():
+    rules = [{"tie": ("in0", "in1")}, {"mono": {"in0": 1, "in1": 1, "out": -1}, "max": 1.0}]
+    found = project({"a": var(4.0), "b": var(4.0), "c": var(8.0)}, [binding(*rules, in0="a", in1="b", out="c")])
+    moved = [math.log2(float(found[n].scale)) for n in "abc"]
+    assert moved == pytest.approx([1.5, 1.5, 3.0], abs=1e-5)  # half an octave of both, rather than one of the result
+
+
+def test_tensors_that_are_dictated_stay_and_what_hangs_on_them_moves_with_its_own():
+    """x is 2; x w <= 1 pulls w down, and w / v = 1 pulls v along."""
+    fix = {"fix": "in0", "scale": 2.0, "zp": 0}
+    first = binding(fix, {"mono": {"in0": 1, "w": 1}, "max": 1.0}, in0="x", w="w")
+    second = binding({"mono": {"w": 1, "out": -1}, "eq": 1.0}, w="w", out="v")
+    found = project({"x": var(0.3), "w": var(1.0), "v": var(1.0), "u": var(1.0)}, [second, first])
+    assert [float(found[n].scale) for n in "xwvu"] == pytest.approx([2.0, 0.5, 0.5, 1.0], rel=1e-5)
+
+
+def test_what_is_dictated_may_contradict_a_bound():
+    rules = [{"fix": "in0", "scale": 2.0, "zp": 0}, {"mono": {"in0": 1}, "max": 1.0}]
+    with pytest.raises(UnsupportedError, match="Relu over 'a'"):
+        project({"a": var(1.0)}, [binding(*rules, op="Relu", in0="a")])
+    rules[1] = {"mono": {"in0": 1}, "max": 2.0}
+    assert float(project({"a": var(1.0)}, [binding(*rules, in0="a")])["a"].scale) == 2.0
+
+
+def test_of_many_rules_the_two_that_contradict_each_other_are_named():
+    pair = {"mono": {"in0": 1, "out": -1}}
+    idle = [binding({**pair, "max": 2.0**k}, op=f"Idle{k}", in0="a", out="c") for k in range(1, 4)]
+    high = binding({**pair, "max": 1.0}, op="High", in0="a", out="b")
+    low = binding({**pair, "min": 2.0}, op="Low", in0="a", out="b")
+    for bindings in ([high, *idle, low], [*idle, high, low], [low, idle[0], high, *idle[1:]]):
+        with pytest.raises(UnsupportedError) as e:
+            project({n: var(1.0) for n in "abc"}, bindings)
+        assert "High over 'a', 'b'" in str(e.value) and "Low over 'a', 'b'" in str(e.value)
+        assert "Idle" not in str(e.value)
+
+
+def test_slots_of_an_operator_stand_for_each_other():
+    b = binding(in0="a", in1="b", in2="c", out="y")
+    assert (b.of("ins"), b.of("outs"), b.of("out"), b.of("w")) == (("a", "b", "c"), ("y",), ("y",), ())
+    b = binding(in0="a", ins=("a", "z"), out="y", outs=("y", "v"))
+    assert (b.of("ins"), b.of("outs"), b.of("in0")) == (("a", "z"), ("y", "v"), ("a",))
+    soft = {"hard": False}
+    rules = [{"tie": ("in0", "out")}, {"dtype": ("ins", "out")}, {"fix": "out", "scale": 0.5, "zp": 3}]
+    b = binding(*rules, *({**r, **soft} for r in rules), in0="a", out="y")
+    assert (b.tied, b.same_type, b.dictated) == ([["a", "y"]], [["a", "y"]], [("y", (0.5, 3))])
+
+
+def test_groups_grow_together_over_common_members():
+    assert joined([["b", "a"], ["c", "d"], ["e"], ["d", "b"], []]) == (("a", "b", "c", "d"), ("e",))
+    assert tie_groups([binding({"tie": ("in0", "out")}, in0="a", out="a")]) == ()
+    half, quarter = ({"fix": "in0", "zp": 0, "scale": s} for s in (0.5, 0.25))
+    with pytest.raises(UnsupportedError, match=r"Tensor 'a' is.*0.5.*by Add.*0.25.*by Mul"):
+        fixed([binding(half, in0="a"), binding(quarter, op="Mul", in0="a")])

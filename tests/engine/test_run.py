@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from chipfit.engine.run import done_after, run
+from chipfit.engine.run import departs, done_after, run
 from chipfit.graph.ir import Graph, Node, Value
 
 
@@ -63,3 +64,79 @@ def test_what_shares_memory_with_another_value_is_not_overwritten():
 
 def test_an_operand_that_is_read_twice_is_not_overwritten():
     assert not overwritten(graph(("Neg", "x", "a"), ("Add", "a a", "b"), output="b"))
+
+
+def test_weights_and_results_may_be_replaced():
+    g = graph(("Add", "x w", "a"), ("Neg", "a", "b"), output="b")
+    x = torch.tensor([1.0, 2.0, 3.0])
+    assert run(g, [x], weights={"w": torch.full((3,), 10.0)})["b"].tolist() == [-11, -12, -13]
+    assert run(g, [x], hook=lambda n, y: (y[0] * 2,))["b"].tolist() == [-8, -12, -16]
+
+
+def test_a_number_of_tensors_other_than_the_graphs_is_refused():
+    with pytest.raises(ValueError, match="zip"):
+        run(graph(("Neg", "x", "a"), output="a"), [torch.zeros(3)] * 2)
+
+
+def test_a_sum_of_unlike_operands_is_not_written_over_the_first():
+    g = graph(("Neg", "x", "a"), ("Add", "a w", "b"), output="b")
+    x = torch.tensor([1.0, 2.0, 3.0])
+    for w in (torch.ones(3), torch.ones(2, 3), torch.ones(3, dtype=torch.float64), torch.ones(1)):
+        g.weights["w"] = w
+        got, want = run(g, [x], reuse=True)["b"], run(g, [x])["b"]
+        assert torch.equal(got, want) and got.dtype == want.dtype
+    g.weights["w"] = torch.ones(3)
+    assert overwritten(g)
+
+
+def test_a_clipped_activation_overwrites_its_operand():
+    g = graph(("Add", "x w", "a"), ("Relu6", "a", "b"), output="b")
+    x = torch.tensor([-3.0, 4.0, 7.0])
+    kept = {}
+    got = run(g, [x], reuse=True, hook=lambda n, y: kept.setdefault(n.name, y))
+    assert got["b"].tolist() == [0, 5, 6] and kept["a"][0] is kept["b"][0]
+
+
+def test_a_part_of_what_the_caller_gave_is_not_overwritten():
+    g = graph(("Split", "x", "a rest"), ("Relu", "a", "b"), output="b")
+    x = torch.tensor([-1.0, -2.0, 3.0])
+    assert run(g, [x], reuse=True)["b"].tolist() == [0] and x.tolist() == [-1, -2, 3]
+
+
+@pytest.mark.parametrize(
+    "off, found",
+    [(0.0, None), (0.9e-3, None), (1.1e-3, 1.1e-3 * 8), (-1.1e-3, 1.1e-3 * 8)],
+)
+def test_an_output_departs_beyond_a_thousandth_of_the_largest(off, found):
+    g = graph(("Neg", "x", "a"), output="a")
+    want = torch.tensor([-1.0, 4.0, -8.0])
+    got = departs(g, [-want], [want + torch.tensor([8 * off, 0.0, 0.0])])
+    assert got is None if found is None else got == ("a", pytest.approx(found, rel=1e-3))
+
+
+def test_of_numbers_near_zero_a_millionth_departs():
+    g = graph(("Neg", "x", "a"), output="a")
+    want = torch.tensor([0.0, 1e-5, 0.0])
+    assert departs(g, [-want], [want + 0.9e-6]) is None
+    assert departs(g, [-want], [want + 1.1e-6]) == ("a", pytest.approx(1.1e-6, rel=1e-2))
+
+
+def test_other_shapes_and_errors_depart_and_what_is_not_finite_does_not():
+    g = graph(("Neg", "x", "a"), output="a")
+    x = torch.tensor([1.0, 2.0, 3.0])
+    assert departs(g, [x], [torch.zeros(3, 1)]) == ("a", [3])
+    name, why = departs(graph(("Add", "x w", "a"), output="a"), [torch.zeros(4)], [x])
+    assert name == "a" and "must match" in why
+    for want in (torch.tensor([float("nan"), 0, 0]), torch.tensor([float("inf"), 0, 0])):
+        assert departs(g, [x], [want]) is None
+    assert departs(g, [torch.tensor([float("nan"), 2.0, 3.0])], [-x]) is not None
+    assert departs(g, [torch.zeros(0)], [torch.zeros(0)]) is None
+
+
+def test_of_several_outputs_the_first_that_departs_is_named():
+    g = graph(("Neg", "x", "a"), ("Neg", "a", "b"), output="a")
+    g.outputs = ["a", "b", "w"]
+    x = torch.tensor([1.0, 2.0, 3.0])
+    assert departs(g, [x], [-x, x, torch.ones(3)]) is None
+    assert departs(g, [x], [-x, x + 1, torch.zeros(3)]) == ("b", 1.0)
+    assert departs(g, [x], [-x, x, torch.zeros(3)]) == ("w", 1.0)

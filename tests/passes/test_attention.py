@@ -14,6 +14,7 @@ import chipfit
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.check import check
+from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.attention import attention
 from chipfit.passes.decompose import decompose
 from chipfit.passes.fold_constants import fold_constants
@@ -380,3 +381,151 @@ def test_attention_that_a_rule_excludes_gets_the_parts_and_what_fuses_with_atten
     lint = chipfit.lint(Causal(fused=False).eval(), x, chip)
     assert [g.split("_")[0] for group in lint.assignment.groups for g in group] == ["matmul", "add"]
     assert "Softmax" in {n.op for n in chipfit.lint(block(fused=False), x, chip).rows}
+
+
+# ---------------------------------------------------------------- graphs of a few nodes, of unequal lengths
+
+#: what q [N, 3, 5, 4] keeps of keys [N, 3, 6, 4], and the same of as many keys as queries
+LATER = torch.full((5, 5), -1e9).triu(1)
+
+
+def written(*between, weights=None, keys=6, last=-1, behind=()):
+    """softmax(.. q k^T ..) v; `between` are nodes (operator, inputs, attributes), "_" being what comes before."""
+    shapes = {"q": (None, 3, 5, 4), "k": (None, 3, keys, 4), "v": (None, 3, keys, 7), "m": (None, 1, 5, keys)}
+    shapes |= {"k^T": (None, 3, 4, keys), "s": (None, 3, 5, keys), "c": (None, 1, 5, keys)}
+    nodes = [
+        Node("kt", "Transpose", ("k",), ("k^T",), {"perm": (0, 1, 3, 2)}),
+        Node("s", "MatMul", ("q", "k^T"), ("s",)),
+    ]
+    for k, (op, inputs, attrs) in enumerate([*between, ("Softmax", ["_"], {"axis": last}), *behind]):
+        value, before = f"t{k}", nodes[-1].output
+        nodes.append(Node(value, op, tuple(before if i == "_" else i for i in inputs), (value,), attrs))
+        shapes[value] = shapes["s"]
+    nodes.append(Node("y", "MatMul", (nodes[-1].output, "v"), ("y",)))
+    shapes["y"] = (None, 3, 5, 7)
+    values = {n: Value(n, s, "bool" if n == "c" else "float32") for n, s in shapes.items()}
+    return Graph(nodes, ["q", "k", "v", "m", "c"], ["y"], values, weights or {})
+
+
+def inputs_of(graph):
+    drawn = {n: torch.randn(2, *graph.shape(n)[1:]) for n in graph.inputs}
+    return [x > 0 if n == "c" else x for n, x in drawn.items()]
+
+
+def number(x, shape=()):
+    return {"n": torch.full(shape, x)}
+
+
+SPELLED = [
+    ([], None, 1.0, 3, False),
+    ([("Mul", "_n", {})], number(0.5), 0.5, 3, False),
+    ([("Mul", "n_", {})], number(0.5, (1, 1)), 0.5, 3, False),
+    ([("Div", "_n", {})], number(4.0, (1,)), 0.25, 3, False),
+    ([("Mul", "_n", {}), ("Div", "_d", {})], {**number(0.5), "d": torch.tensor(4.0)}, 0.125, 3, False),
+    ([("Identity", "_", {}), ("Mul", "_n", {}), ("Add", "m_", {})], number(0.5), 0.5, 4, False),
+    ([("Add", "_m", {}), ("Add", "_n", {})], {"n": torch.randn(5, 6)}, 1.0, 4, False),
+    ([("Where", "c_n", {})], number(-1e9), 1.0, 4, False),
+    ([("Where", "cn_", {})], number(-1e10), 1.0, 4, False),
+    ([("Where", "n_d", {})], {"n": torch.eye(5, 6) > 0, "d": torch.tensor(-1e30)}, 1.0, 4, False),
+    ([("Where", "nd_", {})], {"n": torch.eye(5, 6) > 0, "d": torch.tensor(-1e30)}, 1.0, 4, False),
+    ([("Where", "c_n", {}), ("Add", "_m", {})], number(-1e9), 1.0, 4, False),
+]
+
+
+@pytest.mark.parametrize("between, weights, scale, operands, causal", SPELLED)
+def test_every_spelling_of_a_scale_and_of_masks(between, weights, scale, operands, causal):
+    graph = written(*between, weights=weights, behind=[("Dropout", ["_"], {"p": 0.5}), ("Identity", ["_"], {})])
+    new, notes = recognised(graph)
+    sdpa = new.nodes[-1]
+    assert (sdpa.op, sdpa.output, notes) == ("SDPA", "y", ["the products and the softmax of 'y' became one SDPA"])
+    assert sdpa.attrs == {"is_causal": causal, "scale": pytest.approx(scale), "enable_gqa": False}
+    assert sdpa.inputs[:3] == ("q", "k", "v") and len(sdpa.inputs) == operands
+    example = inputs_of(graph)
+    torch.testing.assert_close(run(new, example)["y"], run(graph, example)["y"], atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mask, causal",
+    [
+        (LATER, True),
+        (LATER * 10, True),
+        (LATER.view(1, 1, 5, 5), True),
+        (LATER / 2, False),  # scores are not lost in it
+        (LATER + torch.eye(5), False),
+        (LATER + torch.ones(5, 5).tril(-1), False),
+        (LATER.triu(2), False),
+        (LATER.T, False),
+        (LATER.expand(3, 5, 5).clone(), False),  # for each head
+        (LATER[:1], False),
+        (LATER[:, :1], False),
+    ],
+)
+def test_a_mask_is_causal_where_it_hides_what_comes_later_and_nothing_else(mask, causal):
+    graph = written(("Add", "_n", {}), weights={"n": mask}, keys=5)
+    (sdpa,) = (n for n in recognised(graph)[0].nodes if n.op == "SDPA")
+    assert sdpa.attrs["is_causal"] is causal and len(sdpa.inputs) == (3 if causal else 4)
+    graph.trainable.add("n")
+    (sdpa,) = (n for n in recognised(graph)[0].nodes if n.op == "SDPA")
+    assert not sdpa.attrs["is_causal"]  # it is learned
+
+
+def test_of_more_queries_than_keys_no_mask_is_causal():
+    mask = torch.full((5, 6), -1e9).triu(1)
+    (sdpa,) = (n for n in recognised(written(("Add", "_n", {}), weights={"n": mask}))[0].nodes if n.op == "SDPA")
+    assert (sdpa.attrs["is_causal"], sdpa.inputs[3]) == (False, "n")
+
+
+@pytest.mark.parametrize(
+    "between, weights, more",
+    [
+        ([("Mul", "_n", {})], number(0.0), {}),
+        ([("Mul", "_n", {})], {"n": torch.tensor(2)}, {}),
+        ([("Mul", "_n", {})], {"n": torch.ones(6)}, {}),
+        ([("Div", "n_", {})], number(0.5), {}),
+        ([("Sub", "_n", {})], number(0.5), {}),
+        ([("Add", "_m", {}), ("Mul", "_n", {})], number(0.5), {}),
+        ([("Where", "c_n", {})], number(-0.9e9), {}),
+        ([("Where", "c_n", {})], {"n": torch.full((6,), -1e9)}, {}),
+        ([("Mul", "__", {})], None, {}),
+        ([], None, {"last": 2}),
+        ([], None, {"last": -2}),
+        ([], None, {"last": 1}),
+        ([], None, {"behind": [("Relu", ["_"], {})]}),
+    ],
+)
+def test_what_is_no_scale_and_no_mask_is_left(between, weights, more):
+    graph = written(*between, weights=weights, **more)
+    assert recognised(graph)[0].nodes == graph.nodes
+
+
+def test_the_last_axis_may_be_counted_from_either_end():
+    assert [n.op for n in recognised(written(last=3))[0].nodes] == ["SDPA"]
+
+
+def test_a_factor_of_the_keys_is_found_through_what_moves_them():
+    """k / 4, transposed and multiplied by 2: half of the scores, and the keys as they come in."""
+    graph = written(weights={"n": torch.tensor(4.0), "d": torch.tensor(2.0)})
+    first, product, *rest = graph.nodes
+    quarter, double = Node("f", "Div", ("k", "n"), ("f",)), Node("g", "Mul", ("d", "k^T"), ("g",))
+    graph.values |= {"f": Value("f", graph.shape("k")), "g": Value("g", graph.shape("k^T"))}
+    graph.nodes = [quarter, first.with_(inputs=("f",)), double, product.with_(inputs=("q", "g")), *rest]
+    new, _ = recognised(graph)
+    assert [n.op for n in new.nodes] == ["SDPA"]
+    assert new.nodes[0].attrs["scale"] == 0.5 and new.nodes[0].inputs == ("q", "k", "v")
+    example = inputs_of(graph)
+    torch.testing.assert_close(run(new, example)["y"], run(graph, example)["y"], atol=2e-6, rtol=1e-5)
+
+
+def test_operators_that_change_numbers_hide_the_factors_in_front_of_them():
+    graph = written(weights={"n": torch.tensor(4.0)})
+    relu, quarter = Node("r", "Relu", ("f",), ("r",)), Node("f", "Div", ("q", "n"), ("f",))
+    graph.values |= {v: Value(v, graph.shape("q")) for v in "fr"}
+    graph.nodes = [quarter, relu, graph.nodes[0], graph.nodes[1].with_(inputs=("r", "k^T")), *graph.nodes[2:]]
+    new, _ = recognised(graph)
+    assert [n.op for n in new.nodes] == ["Div", "Relu", "SDPA"] and new.nodes[-1].attrs["scale"] == 1.0
+
+
+def test_a_platform_that_does_not_name_what_is_made_keeps_the_parts():
+    graph = written(("Mul", "_n", {}), weights=number(0.5))
+    new, notes = recognised(graph, lambda g, n: "scale" not in n.attrs)
+    assert new.nodes == graph.nodes and notes == []

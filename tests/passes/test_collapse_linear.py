@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from chipfit.engine.run import run
+from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.collapse_linear import collapse_linear
 from tests.steps import captured
 
@@ -109,3 +112,118 @@ def test_a_constant_that_differs_from_place_to_place_stays_an_addition():
             return self.conv(x) + self.map
 
     assert len(collapse_linear(captured(Map(), torch.randn(2, 3, 5, 5)))[0].nodes) == 2
+
+
+# ---------------------------------------------------------------- pairs of a few nodes
+
+ONE = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 1}
+
+
+def pair_of(first, second, shapes, *, weights, outputs=("z",)):
+    """x -> first -> y -> second -> z; each (operator, inputs, attributes)."""
+    nodes = [Node(n, op, tuple(ins), (v,), attrs) for n, v, (op, ins, attrs) in (("a", "y", first), ("b", "z", second))]
+    values = {v: Value(v, s) for v, s in zip("xyz", shapes, strict=True)}
+    return Graph(nodes, ["x"], list(outputs), values, weights)
+
+
+IMAGES = (None, 3, 6, 7), (None, 4, 6, 7), (None, 4, 6, 7)
+
+
+@pytest.mark.parametrize(
+    "ins, constant, bias, taken",
+    [
+        ("yc", torch.randn(4, 1, 1), True, True),
+        ("cy", torch.randn(1, 4, 1, 1), False, True),
+        ("yc", torch.randn(()), True, True),
+        ("yc", torch.randn(1, 1), False, True),
+        ("yc", torch.randn(7), True, False),  # along the last axis
+        ("yc", torch.randn(4, 1, 7), True, False),
+        ("yc", torch.randn(4, 6, 1), True, False),
+        ("yc", torch.randn(2, 4, 1, 1), True, False),
+        ("yc", torch.randn(1, 1, 4, 1, 1), True, False),  # of more axes than the images
+        ("yc", torch.ones(4, 1, 1, dtype=torch.int64), True, False),
+        ("yy", torch.randn(4, 1, 1), True, False),
+        ("yx", torch.randn(4, 1, 1), True, False),
+    ],
+)
+@pytest.mark.parametrize("op", ["Add", "Sub", "Mul"])
+def test_a_constant_for_each_channel_of_images_joins_the_bias(op, ins, constant, bias, taken):
+    weights = {"a.weight": torch.randn(4, 3, 1, 1), "c": constant} | ({"a.bias": torch.randn(4)} if bias else {})
+    conv = ("Conv2D", ["x", "a.weight", *(["a.bias"] if bias else [])], ONE)
+    shapes = IMAGES if ins != "yx" else ((None, 4, 6, 7), *IMAGES[1:])
+    weights["a.weight"] = torch.randn(4, 4, 1, 1) if ins == "yx" else weights["a.weight"]
+    graph = pair_of(conv, (op, ins, {}), shapes, weights=weights)
+    new, _ = collapse_linear(graph)
+    taken = taken and op != "Mul" and (op, ins[0]) != ("Sub", "c")
+    assert len(new.nodes) == (1 if taken else 2)
+    if taken:
+        assert new.nodes[0].inputs[2] == "a.bias" and new.nodes[0].output == "z" and "y" not in new.values
+        assert same(graph, new, torch.randn(2, *shapes[0][1:]))
+
+
+@pytest.mark.parametrize(
+    "constant, taken",
+    [
+        (torch.randn(4), True),
+        (torch.randn(1, 1, 4), True),
+        (torch.randn(5, 1), False),
+        (torch.randn(5, 4), False),
+        (torch.randn(1), True),
+    ],
+)
+def test_a_constant_for_each_number_of_a_linear_layer_joins_the_bias(constant, taken):
+    weights = {"a.weight": torch.randn(4, 3), "c": constant}
+    shapes = (None, 5, 3), (None, 5, 4), (None, 5, 4)
+    graph = pair_of(("Linear", ["x", "a.weight"], {}), ("Add", "cy", {}), shapes, weights=weights)
+    new, _ = collapse_linear(graph)
+    assert len(new.nodes) == (1 if taken else 2) and same(graph, new, torch.randn(2, 5, 3))
+
+
+def test_a_constant_of_an_operator_whose_weight_is_shared_or_whose_result_is_returned_stays():
+    weights = {"a.weight": torch.randn(4, 3, 1, 1), "c": torch.randn(4, 1, 1)}
+    args = (("Conv2D", ["x", "a.weight"], ONE), ("Add", "yc", {}), IMAGES)
+    assert len(collapse_linear(pair_of(*args, weights=weights, outputs=("y", "z")))[0].nodes) == 2
+    assert len(collapse_linear(pair_of(*args, weights=weights, outputs=("z", "a.weight")))[0].nodes) == 2
+    assert len(collapse_linear(pair_of(*args, weights=weights))[0].nodes) == 1
+
+
+@pytest.mark.parametrize(
+    "first, second, change, why",
+    [
+        ((4, 3, 2, 3), (4, 4, 1, 1), {}, None),
+        ((4, 3, 2, 3), (4, 4, 1, 1), {"stride": (1, 2)}, "the second has stride or padding"),
+        ((4, 3, 2, 3), (4, 4, 1, 1), {"padding": ((0, 0), (0, 1))}, "the second has stride or padding"),
+        ((4, 3, 2, 3), (4, 2, 1, 1), {"groups": 2}, "one of them has groups"),
+        ((4, 3, 2, 3), (4, 4, 1, 1), {"dilation": (2, 2)}, None),  # of one position
+        ((4, 3, 2, 3), (4, 4, 1, 2), {}, ""),
+        ((2, 3, 1, 1), (7, 2, 1, 1), {}, "21 parameters instead of 20"),
+        ((2, 3, 1, 1), (6, 2, 1, 1), {}, None),  # as many as before
+    ],
+)
+def test_which_pairs_of_convolutions_are_one(first, second, change, why):
+    weights = {"v": torch.randn(first), "w": torch.randn(second)}
+    images = torch.randn(2, 3, 6, 7)
+    middle = F.conv2d(images, weights["v"])
+    last = F.conv2d(middle, weights["w"], None, 1, 0, 1, change.get("groups", 1))
+    shapes = [(None, *v.shape[1:]) for v in (images, middle, last)]
+    graph = pair_of(("Conv2D", "xv", ONE), ("Conv2D", "yw", {**ONE, **change}), shapes, weights=weights)
+    new, notes = collapse_linear(graph)
+    assert len(new.nodes) == (1 if why is None else 2)
+    if why is None:
+        assert same(graph, new, images)
+    else:
+        assert notes == ([f"'a' and 'b' do not collapse: {why}"] if why else [])
+
+
+def test_a_first_convolution_of_groups_stays_and_other_kinds_are_no_pair():
+    weights = {"v": torch.randn(4, 2, 1, 1), "w": torch.randn(4, 4, 1, 1)}
+    shapes = [(None, 4, 6, 7)] * 3
+    grouped = ("Conv2D", "xv", {**ONE, "groups": 2})
+    new, notes = collapse_linear(pair_of(grouped, ("Conv2D", "yw", ONE), shapes, weights=weights))
+    assert len(new.nodes) == 2 and notes == ["'a' and 'b' do not collapse: one of them has groups"]
+    weights = {"v": torch.randn(4, 4), "w": torch.randn(4, 4)}
+    two = [(None, 4)] * 3
+    for second in (("MatMul", "yw", {}), ("Linear", "wy", {}), ("Linear", ["x", "w", "y"], {})):
+        assert collapse_linear(pair_of(("Linear", "xv", {}), second, two, weights=weights))[1] == []
+    new, _ = collapse_linear(pair_of(("Linear", "xv", {}), ("Linear", "yw", {}), two, weights=weights))
+    torch.testing.assert_close(new.weights["v"], weights["w"] @ weights["v"])

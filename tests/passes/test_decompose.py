@@ -12,7 +12,7 @@ from chipfit.engine.run import run
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.ops import OPS
-from chipfit.passes.decompose import RULES, decompose
+from chipfit.passes.decompose import RULES, broadcast, decompose
 from chipfit.passes.layout import rearrange
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
@@ -75,6 +75,67 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], dict, dict]]] = {
     "Unstack": [([(2, 3)], {"axis": 1}, {})],
     "NotEqual": [([X, X], {}, {})],
 }
+
+#: the same with unequal sizes along every axis, epsilons that count, and operands that are left out
+_UNEQUAL, _FAR = (2, 6, 4, 10), {"eps": 0.3}
+_MORE: dict[str, list[tuple[list[tuple[int, ...]], dict, dict]]] = {
+    "Softplus": [([_UNEQUAL], {"beta": 3.0, "threshold": 1.0}, {})],
+    "Elu": [([_UNEQUAL], {"alpha": 1.9}, {})],
+    "ReduceL2": [([_UNEQUAL], {"axes": (2,), "keepdims": True}, {})],
+    "LayerNorm": [
+        ([(2, 5, 6)], {"normalized_shape": (6,), **_FAR}, {"w": (C,)}),
+        ([(2, 4, 5, 6)], {"normalized_shape": (4, 5, 6), **_FAR}, {"w": (4, 5, 6), "b": (4, 5, 6)}),
+    ],
+    "RMSNorm": [([(2, 3, 5, 6)], {"normalized_shape": (5, 6), **_FAR}, {"w": (5, 6)})],
+    "GroupNorm": [
+        ([_UNEQUAL], {"groups": 2, **_FAR}, NORM),
+        ([(2, 6, 3, 4, 5)], {"groups": 3, **_FAR}, NORM),
+        ([(2, 6, 4, 5)], {"groups": 1, **_FAR}, {"w": (C,)}),
+    ],
+    "InstanceNorm": [([_UNEQUAL], _FAR, NORM), ([(2, 6, 5)], _FAR, NORM)],
+    "BatchNorm": [
+        ([_UNEQUAL], _FAR, {**NORM, "mean": (C,), "var": (C,)}),
+        ([(2, 6, 5)], _FAR, {"w": (C,), "mean": (C,), "var": (C,)}),
+        ([(2, 6)], _FAR, {"b": (C,), "mean": (C,), "var": (C,)}),
+    ],
+    **{
+        f"Adaptive{kind}Pool": [
+            ([(2, 6, 5, 8)], {"output_size": (7, 3)}, {}),
+            ([(2, 6, 7, 3)], {"output_size": (1, 3)}, {}),
+            ([(2, 3, 4, 5, 7)], {"output_size": (3, 2, 4)}, {}),
+        ]
+        for kind in ("Avg", "Max")
+    },
+    "TransposeConv1D": [
+        (
+            [(2, 4, 5)],
+            {"stride": (3,), "padding": ((1, 2),), "dilation": (2,), "groups": 2, "output_padding": (1,)},
+            {"w": (4, 3, 4)},
+        )
+    ],
+    "TransposeConv2D": [
+        (
+            [(2, 4, 5, 3)],
+            {
+                "stride": (3, 1), "padding": ((1, 2), (0, 1)), "dilation": (1, 2), "groups": 2,
+                "output_padding": (1, 0),
+            },
+            {"w": (4, 3, 4, 2), "b": (6,)},
+        )
+    ],
+    "SDPA": [
+        ([(2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 6)], {"is_causal": True, "scale": 0.3, "enable_gqa": False}, {}),
+        ([(2, 4, 8), (2, 5, 8), (2, 5, 6)], {"is_causal": False, "scale": None, "enable_gqa": False}, {}),
+        ([(2, 6, 4, 8), (2, 3, 5, 8), (2, 3, 5, 7)], {"is_causal": True, "scale": None, "enable_gqa": True}, {}),
+    ],
+    "Roll": [([_UNEQUAL], {"shifts": (3, -7), "axes": (1, 3)}, {})],
+    "SpaceToDepth": [([_UNEQUAL], {"block": 2}, {}), ([(2, 5, 6, 9)], {"block": 3}, {})],
+    "ChannelShuffle": [([_UNEQUAL], {"groups": 2}, {}), ([(2, 6, 5)], {"groups": 3}, {})],
+    "Stack": [([(2, 3, 4)] * 3, {"axis": 2}, {}), ([(2, 3, 4)] * 3, {"axis": -2}, {})],
+    "Unstack": [([(2, 4, 3)], {"axis": -1}, {}), ([(2, 4, 3)], {"axis": 1}, {})],
+}  # fmt: skip
+for _op, _cases in _MORE.items():
+    CASES[_op] = [*CASES[_op], *_cases]
 
 
 def composite(op: str, shapes, attrs, weights) -> Graph:
@@ -198,3 +259,93 @@ def test_a_row_that_sees_nothing_gets_numbers():
 
 def test_rules_are_for_canonical_operators_only():
     assert set(RULES) <= set(OPS)
+
+
+@pytest.mark.parametrize("op", ["Erf", "Gelu", "Softplus", "Mish", "Elu", "Selu"])
+def test_functions_are_right_far_from_zero_too(op):
+    graph = composite(op, [(2, 301)], *CASES[op][0][1:] if op in CASES else ({}, {}))
+    x = torch.stack([torch.linspace(-30, 30, 301), torch.linspace(-3, 3, 301)])
+    want, got = run(graph, [x])["y0"], run(decompose(graph, Plan(), ())[0], [x])["y0"]
+    assert got.isfinite().all()
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("threshold, compared", [(16.5, True), (17.0, False), (17.5, False)])
+def test_where_float32_tells_no_difference_a_threshold_is_left_out(threshold, compared):
+    graph = composite("Softplus", [X], {"beta": 1.0, "threshold": threshold}, {})
+    assert ("Sign" in [n.op for n in decompose(graph, Plan(), ())[0].nodes]) is compared
+
+
+@pytest.mark.parametrize("op, k", [("BatchNorm", 0), ("TransposeConv2D", 0)])
+@pytest.mark.parametrize("slot", [1, 2])
+def test_weights_that_are_computed_are_not_written_out(op, k, slot):
+    graph = composite(op, *CASES[op][k])
+    name = graph.nodes[0].inputs[slot]
+    graph.values[name] = Value(name, tuple(graph.weights.pop(name).shape))
+    graph.inputs.append(name)
+    new, _, reasons = decompose(graph, Plan(), ())
+    assert new.nodes == graph.nodes and "computed at run time" in reasons["it"]
+
+
+@pytest.mark.parametrize(
+    "op, k, x, why",
+    [
+        ("SpaceToDepth", 0, (None, 6, None, 4), "a size of it is only known at run time"),
+        ("ChannelShuffle", 0, (None, 6, None, 4), "a size of it is only known at run time"),
+        ("GroupNorm", 0, (None, 6, 4, None), "a size of it is only known at run time"),
+        ("Roll", 0, (None, 6, None, 4), "a size of it is only known at run time"),
+        ("Roll", 0, (None, None, 4, 4), ""),  # an axis along which nothing moves
+        ("ReduceL2", 0, (None, None, None, None), ""),
+    ],
+)
+def test_open_sizes_are_refused_where_they_count(op, k, x, why):
+    graph = case(op, k)
+    graph.values["x0"] = Value("x0", x)
+    assert decompose(graph, Plan(), ())[2] == ({"it": why} if why else {})
+
+
+def test_an_added_mask_is_added():
+    shapes, attrs, _ = CASES["SDPA"][0]
+    graph = composite("SDPA", shapes, attrs, {"mask": (4, 5)})
+    graph.weights["mask"] = torch.randn(4, 5)
+    got = run(decompose(graph, Plan(), ())[0], list(graph.example))["y0"]
+    want = torch.nn.functional.scaled_dot_product_attention(*graph.example, graph.weights["mask"])
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+def test_composites_share_equal_constants_and_no_names():
+    graph = case("Gelu", 0)
+    first, last = graph.nodes
+    graph.nodes = [first, last.with_(op="Gelu", attrs=first.attrs, layer="other")]
+    new = decompose(graph, Plan(), {"Erf"})[0]
+    check(new)
+    assert len(new.weights) == 3  # sqrt 2, 1, 1/2
+    assert len({n.name for n in new.nodes}) == len(new.nodes) == 10
+    assert [n.layer for n in new.nodes] == ["block"] * 5 + ["other"] * 5
+    assert [n.name for n in new.nodes][4::5] == ["it", "after"] and graph.weights == {}
+
+
+@pytest.mark.parametrize(
+    "shapes, found",
+    [
+        ([(3, 1), (1, 4)], (3, 4)),
+        ([(4,), (2, 3, 1)], (2, 3, 4)),
+        ([(None, 1), (5,)], (None, 5)),
+        ([(None, 3), ()], (None, 3)),
+        ([(1, 1)], (1, 1)),
+        ([(1,), (None,)], (None,)),
+    ],
+)
+def test_the_shape_of_what_is_broadcast(shapes, found):
+    assert broadcast(shapes) == found
+
+
+def test_edges_of_others_are_kept_and_groups_grow():
+    graph = case("Swish", 0)
+    other = frozenset({("x0", "after"), ("x9", "it"), ("x0", "gone")})
+    plan = Plan(nodes={"it": NodePlan(name="it", op="Swish", exec="int")}, groups=(("after",),), float_edges=other)
+    after = decompose(graph, plan, ())[1]
+    assert after.groups == (("after",),) and after.float_edges == frozenset()
+    plan = replace(plan, float_edges=frozenset({("y0", "after"), ("x0", "it")}))
+    sigmoid = "it/sigmoid"
+    assert decompose(graph, plan, ())[1].float_edges == {("y0", "after"), ("x0", sigmoid), ("x0", "it")}

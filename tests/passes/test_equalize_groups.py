@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,8 @@ from torch import nn
 from chipfit.calibration.collect import collect
 from chipfit.decide import scales
 from chipfit.engine.run import run
-from chipfit.passes.equalize_groups import equalize_groups, with_channels
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.passes.equalize_groups import FEW, _shares, equalize_groups, with_channels, worth_a_trial
 from tests.steps import Steps, begin
 
 
@@ -196,3 +199,76 @@ def test_weights_of_several_operators_stay():
     before, after, notes = equalized(Tied(), torch.randn(2, 3, 4, 4))
     assert sum("'a.weight' is read by several operators" in n for n in notes) == 2
     assert all(torch.equal(w, after.graph.weights[k]) for k, w in before.graph.weights.items())
+
+
+# ---------------------------------------------------------------- when it is tried, and what shares channels
+
+
+@pytest.mark.parametrize(
+    "bits, settings, axis, groups, tried",
+    [
+        (4, {}, 0, 3, True),
+        (FEW, {}, 0, 3, True),
+        (FEW + 1, {}, 0, 3, False),
+        (8, {}, 0, 3, False),
+        (4, {"rounding": "nearest"}, 0, 3, False),
+        (4, {"rounding_guard": False}, 0, 3, False),
+        (4, {"seconds": 10.0}, 0, 3, False),
+        (4, {}, None, 3, False),
+        (4, {}, 0, 1, False),
+    ],
+)
+def test_a_rewrite_for_few_bits_is_tried_where_weights_are_fitted_and_channels_cost_nothing(
+    bits, settings, axis, groups, tried
+):
+    def slot(role, bits, axis=None):
+        return SimpleNamespace(role=role, format=SimpleNamespace(bits=bits), axis=axis)
+
+    slots = {"x": slot("activation", 8), "y": slot("activation", bits), "w": slot("weight", 4, axis)}
+    if axis == 0:
+        slots["v"] = slot("weight", 4, 1)
+    node = Node("n", "Conv2D", ("x", "w"), ("y",), {"groups": groups})
+    values = {v: Value(v, (None, 3, 2, 2)) for v in "xy"}
+    graph = Graph([node], ["x"], ["y"], values, {"w": torch.ones(3, 3 // groups, 1, 1)})
+    given = SimpleNamespace(**{"rounding": "gptq", "rounding_guard": True, "seconds": None, **settings})
+    assert worth_a_trial(given, graph, SimpleNamespace(slots=slots)) == ("always" if tried else None)
+
+
+@pytest.mark.parametrize(
+    "op, attrs, before, after, shares",
+    [
+        ("Relu", {}, (None, 3, 4, 5), None, True),
+        ("Relu6", {}, (None, 3, 4, 5), None, True),
+        ("Sigmoid", {}, (None, 3, 4, 5), None, False),
+        ("Clamp", {"min": 0.0, "max": 2.0}, (None, 3, 4, 5), None, True),
+        ("Clamp", {"min": None, "max": 2.0}, (None, 3, 4, 5), None, True),
+        ("Clamp", {"min": -1.0, "max": 2.0}, (None, 3, 4, 5), None, False),
+        ("Clamp", {"min": 0.0, "max": 0.0}, (None, 3, 4, 5), None, False),
+        ("Clamp", {"min": 0.0, "max": -1.0}, (None, 3, 4, 5), None, False),
+        ("MaxPool", {}, (None, 3, 4, 5), (None, 3, 2, 2), True),
+        ("Mean", {"axes": (2, 3)}, (None, 3, 4, 5), (None, 3), True),
+        ("Mean", {"axes": (-1, 2)}, (None, 3, 4, 5), (None, 3), True),
+        ("Mean", {"axes": (1,)}, (None, 3, 4, 5), (None, 4, 5), False),
+        ("Mean", {"axes": (-3, 2)}, (None, 3, 4, 5), (None, 5), False),
+        ("Mean", {"axes": (0,)}, (None, 3, 4, 5), (3, 4, 5), False),
+        ("ReduceProd", {"axes": (2,)}, (None, 3, 4, 5), (None, 3, 5), False),
+        ("Reshape", {}, (None, 3, 1, 1), (None, 3), True),
+        ("Reshape", {}, (None, 3), (None, 3, 1, 1), True),
+        ("Reshape", {}, (None, 3, 4, 5), (None, 3, 20), False),
+        ("Reshape", {}, (None, 3, 1, 1), (None, 1, 3), False),
+        ("Reshape", {}, (None, 3, 1), (None, 3, 1, 2), False),
+        ("Reshape", {}, (None, 3, 2), (None, 3, 1), False),
+        ("Reshape", {}, (None, 3, 2), (None, 3, 2, 1), False),
+        ("Reshape", {}, (None, 3, 1), (None, 3, 2, 1), False),
+        ("Reshape", {}, (None,), (None,), False),
+        ("Squeeze", {"axes": (2, 3)}, (None, 3, 1, 1), (None, 3), True),
+        ("Squeeze", {"axes": (3,)}, (None, 3, 4, 1), (None, 3, 4), False),
+        ("Nobody's", {}, (None, 3), (None, 3), False),
+    ],
+)
+def test_what_shares_channels_with_its_operand(op, attrs, before, after, shares):
+    values = {"x": Value("x", before), "y": Value("y", after or before)}
+    graph = Graph([Node("n", op, ("x",), ("y",), attrs)], ["x"], ["y"], values, {})
+    assert _shares(graph, graph.nodes[0]) is shares
+    split = graph.nodes[0].with_(outputs=("y", "z"))
+    assert not _shares(graph, split)

@@ -8,6 +8,7 @@ from torch import nn
 
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
+from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.fold_batch_norm import fold_batch_norm
 
 
@@ -188,3 +189,82 @@ def test_the_new_bias_has_its_layers_name_and_trains_with_the_weight():
     graph, _ = folded(nn.Sequential(nn.Conv2d(1, 2, 1, bias=False), nn.BatchNorm2d(2)), torch.randn(2, 1, 3, 3))
     assert graph.nodes[0].inputs[1:] == ("0.weight", "0.bias") and {"0.weight", "0.bias"} <= graph.trainable
     assert {"1.weight", "1.running_mean"} <= set(graph.weights)  # the state dict keeps its names
+
+
+# ---------------------------------------------------------------- a few nodes, with statistics that are left out
+
+
+def normed(op="Conv2D", ins=("x", "a.weight"), norm=("g", "s", "m", "v"), *, shape=(None, 2, 4, 5), outputs=("z",)):
+    """x -> linear operator y -> batch norm z, of two channels; None in `norm` where the operand is absent."""
+    conv = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 1}
+    names = iter("gsmv")
+    weights = {n: torch.tensor(v) for n, v in zip(names, ([3.0, -0.5], [0.5, 2.0], [4.0, 3.0], [0.2, 3.95]))}
+    weights |= {"a.weight": torch.randn(2, 2, 1, 1) if op != "Linear" else torch.randn(2, 2), "b": torch.randn(2)}
+    nodes = [
+        Node("a", op, tuple(ins), ("y",), {} if op == "Linear" else conv),
+        Node("n", "BatchNorm", ("y", *norm), ("z",), {"eps": 0.05}),
+    ]
+    values = {v: Value(v, shape) for v in "xyz"}
+    return Graph(nodes, ["x"], list(outputs), values, weights, trainable={"a.weight"})
+
+
+@pytest.mark.parametrize(
+    "norm", [("g", "s", "m", "v"), (None, None, "m", "v"), ("g", None, "m", "v"), (None, "s", "m", "v")]
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_a_batch_norm_leaves_out_counts_as_one_or_nothing(norm, bias):
+    graph = normed(ins=("x", "a.weight", "b") if bias else ("x", "a.weight"), norm=norm)
+    x = torch.randn(3, 2, 4, 5)
+    new, notes = fold_batch_norm(graph)
+    assert [n.op for n in new.nodes] == ["Conv2D"] and len(notes) == 1 and "y" not in new.values
+    torch.testing.assert_close(run(new, [x])["z"], run(graph, [x])["z"])
+    fold = new.folds["a.weight"]
+    name = "b" if bias else "a.bias"
+    assert (fold.bias, fold.gamma, fold.beta, fold.mean, fold.var) == (name, norm[0], norm[1], "m", "v")
+    assert (fold.eps, fold.biased) == (0.05, bias) and name in new.trainable
+
+
+@pytest.mark.parametrize(
+    "norm, k, shift",
+    [((None, None, "m", None), [1.05**-0.5] * 2, [-4.0, -3.0]), (("g", None, None, "v"), [6.0, -0.25], [0.0, 0.0])],
+)
+def test_statistics_that_are_left_out_are_mean_0_and_variance_1(norm, k, shift):
+    graph = normed(norm=norm)
+    new, _ = fold_batch_norm(graph)
+    k, shift = torch.tensor(k), torch.tensor(shift)
+    torch.testing.assert_close(new.weights["a.weight"], graph.weights["a.weight"] * k.view(2, 1, 1, 1))
+    torch.testing.assert_close(new.weights["a.bias"], shift * k)
+    assert new.folds == {}  # nothing to unfold it with
+
+
+@pytest.mark.parametrize("computed", ["a.weight", "g", "v"])
+def test_what_is_computed_is_not_folded(computed):
+    graph = normed()
+    graph.values[computed] = Value(computed, tuple(graph.weights.pop(computed).shape))
+    new, notes = fold_batch_norm(graph)
+    assert new.nodes == graph.nodes
+    assert notes == ["batch norm 'n' stays: a weight or statistic is computed at run time"]
+
+
+def test_a_bias_that_another_operator_reads_stays():
+    graph = normed(ins=("x", "a.weight", "b"))
+    graph.nodes.append(Node("o", "Add", ("x", "b"), ("o",)))
+    graph.values["o"] = Value("o", (None, 2, 4, 5))
+    assert "is also read elsewhere, folding would change that reader" in fold_batch_norm(graph)[1][0]
+
+
+@pytest.mark.parametrize("shape, folds", [((None, 2), True), ((None, 2, 2), False), ((2,), False)])
+def test_linear_layers_fold_where_their_outputs_are_the_channels(shape, folds):
+    new, _ = fold_batch_norm(normed("Linear", shape=shape))
+    assert len(new.nodes) == (1 if folds else 2)
+
+
+@pytest.mark.parametrize(
+    "weight, bias", [("conv.weight", "conv.bias"), ("conv/kernel", "conv/bias"), ("table", "table.bias")]
+)
+def test_a_bias_is_called_as_its_weight_is(weight, bias):
+    graph = normed(ins=("x", weight))
+    graph.weights[weight] = graph.weights.pop("a.weight")
+    assert fold_batch_norm(graph)[0].nodes[0].inputs == ("x", weight, bias)
+    graph.weights[bias] = torch.zeros(1)  # a name that is taken
+    assert fold_batch_norm(graph)[0].nodes[0].inputs[2] not in (bias, weight)

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations
 import chipfit
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
+from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.fold_constants import fold_constants
 
 
@@ -120,3 +121,13 @@ def test_random_numbers_and_outputs_of_the_model_stay():
     graph, _ = fold_constants(capture(Noisy(), (torch.randn(2, 3),), {}))
     assert next(n.attrs["target"] for n in graph.nodes if n.op == "Opaque").startswith("aten.rand")
     assert set(graph.outputs) <= set(graph.values)
+
+
+@pytest.mark.parametrize("op, attrs, stays", [("Dropout", {"p": 0.5}, True), ("Relu", {}, False)])
+def test_dropout_of_a_weight_may_drop_in_training_and_stays(op, attrs, stays):
+    nodes = [Node("d", op, ("w",), ("d",), attrs), Node("y", "Add", ("x", "d"), ("y",))]
+    values = {v: Value(v, (None, 3)) for v in "xy"} | {"d": Value("d", (3,))}
+    graph = Graph(nodes, ["x"], ["y"], values, {"w": torch.ones(3)})
+    new, notes = fold_constants(graph)
+    assert [n.op for n in new.nodes] == [op, "Add"][0 if stays else 1 :]
+    assert notes == ([] if stays else ["'d' of 'y' depends on no input: computed once"])

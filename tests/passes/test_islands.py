@@ -213,3 +213,36 @@ def test_an_embedding_is_stored_and_gathered_in_codes(tmp_path):
     (rows,) = session.run(["embedding"], {session.get_inputs()[0].name: ids[0].numpy()})
     assert torch.equal(torch.from_numpy(rows), table[ids[0]])
     assert result.verify(ids, path=file).exact
+
+
+def noise(x):
+    """The noise of a value of which calibration saw `x`, on a grid of 8 bits without a sign."""
+    seen, grid = TensorStats("x"), Grid(bits=8, qmin=0, qmax=255, zero="any")
+    seen.update(x, Need(histogram=True))
+    return islands._noise("x", SimpleNamespace(slots={"x": SimpleNamespace(grid=lambda signed: grid)}), {"x": seen})
+
+
+def test_a_value_that_never_changes_has_no_noise():
+    assert noise(torch.zeros(100)) == 0.0
+    assert islands._noise("x", SimpleNamespace(slots={"x": None}), {}) == 0.0
+
+
+def test_outliers_are_no_signal_and_the_few_of_them_make_the_grid_coarse():
+    """0.4 % of the values are 1000 times the rest: the step is 2000 / 255, the spread that of +-1, 1 / 3."""
+    x = torch.linspace(-1, 1, 100_000)
+    wild = x.clone()
+    wild[::500], wild[1::500] = 1000.0, -1000.0
+    assert noise(wild) > 100 * noise(x)
+    assert noise(x) == pytest.approx((2 / 255) ** 2 / 12 / (0.99**2 / 3), rel=0.1)
+
+
+def test_labels_follow_what_is_asked_where_a_kernel_has_it():
+    either = {"a": ("codes", "float"), "b": ("codes", "whole"), "c": ("codes", "float", "whole")}
+    found = {a: islands.islands(None, SimpleNamespace(either=either), {}, a) for a in ("codes", "float")}
+    assert found["codes"] == ({"a": "codes", "b": "codes", "c": "codes"}, [])
+    assert found["float"] == ({"a": "float", "b": "whole", "c": "float"}, [])
+
+
+@pytest.mark.parametrize("shape, size", [((None, 3, 5), 15), ((2, 3), 6), ((), 1), ((None, None, 4), 4)])
+def test_numbers_of_one_sample(shape, size):
+    assert islands._size(SimpleNamespace(shape=lambda v: shape), "x") == size

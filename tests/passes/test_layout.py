@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from chipfit.calibration.data import first_batch
+from chipfit.engine.kernels import KERNELS, execute
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.check import check
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.layout import moves_nothing, rearrange, without
 from tests.zoo import ZOO, make
 
@@ -108,3 +109,130 @@ def test_only_axes_of_size_one_may_change_places_without_moving_memory():
 def test_a_removed_axis_leaves_the_others_in_order():
     assert without((0, 2, 3, 1), {2, 3}) == (0, 1)
     assert without((0, 2, 3, 1), {0}) == (1, 2, 0)
+
+
+# ---------------------------------------------------------------- one operator behind a convolution
+
+#: the convolution's result h, [2, 3, 4, 5], and a weight for each channel
+WEIGHTS = {"w": torch.randn(3, 3, 1, 1), "c": torch.randn(3, 1, 1), "map": torch.randn(4, 5), "one": torch.tensor(2.0)}
+BEHIND = [
+    ("Softmax", "h", {"axis": 1}),
+    ("Softmax", "h", {"axis": -1}),
+    ("Softmax", "h", {"axis": 2}),
+    ("Softmax", "h", {"axis": 0}),
+    ("Concat", "hh", {"axis": 1}),
+    ("Concat", "hh", {"axis": -1}),
+    ("Concat", "hx", {"axis": 2}),
+    ("Split", "h", {"axis": 1, "sizes": (1, 2)}),
+    ("Split", "h", {"axis": -1, "sizes": (2, 3)}),
+    ("Slice", "h", {"axis": 1, "start": 1, "end": None, "step": 1}),
+    ("Select", "h", {"axis": 1, "index": 1}),
+    ("Select", "h", {"axis": -2, "index": 3}),
+    ("Mean", "h", {"axes": (2, 3), "keepdims": True}),
+    ("Mean", "h", {"axes": (1,), "keepdims": False}),
+    ("Sum", "h", {"axes": (-1,), "keepdims": False}),
+    ("Sum", "h", {"axes": (-3, 3), "keepdims": False}),
+    ("ArgMax", "h", {"axis": 1, "keepdims": False}),
+    ("ArgMax", "h", {"axis": -1, "keepdims": True}),
+    ("ArgMax", "h", {"axis": None, "keepdims": False}),
+    ("Pad", "h", {"padding": ((0, 0), (1, 2), (3, 0), (0, 4)), "mode": "constant", "value": 1.5}),
+    ("Roll", "h", {"shifts": (1, 2), "axes": (1, -1)}),
+    ("Tile", "h", {"repeats": (1, 2, 1, 3)}),
+    ("Tile", "h", {"repeats": (2, 1, 1, 1, 1)}),
+    ("Transpose", "h", {"perm": (0, 2, 3, 1)}),
+    ("Transpose", "h", {"perm": (0, 1, -1, 2)}),
+    ("Transpose", "h", {"perm": (3, 1, 0, 2)}),
+    ("Reshape", "h", {"shape": (-1, 60)}),
+    ("Reshape", "h", {"shape": (2, 3, 20)}),
+    ("Unsqueeze", "h", {"axes": (1,)}),
+    ("Squeeze", "h", {"axes": (1, 2)}),
+    ("Add", ["h", "c"], {}),
+    ("Mul", ["map", "h"], {}),
+    ("Mul", ["h", "one"], {}),
+    ("Add", "hx", {}),
+    ("Size", "h", {"axis": 1}),
+    ("Size", "h", {"axis": -1}),
+    ("CumSum", "h", {"axis": 1}),
+]
+BEHIND = [(op, ins, attrs) for op, ins, attrs in BEHIND if op in KERNELS]
+
+
+def behind(op, inputs, attrs, first=(2, 3, 4, 5), open_axes=(0,)):
+    """x -> convolution h -> the operator -> its results, each of which is returned."""
+    x = torch.randn(first)
+    conv = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 1}
+    nodes = [Node("h", "Conv2D", ("x", "w"), ("h",), conv)]
+    known = {"x": x, **WEIGHTS}
+    known["h"] = execute(nodes[0], [x, WEIGHTS["w"]])[0]
+    probe = Node("it", op, tuple(inputs), ("y0",), attrs)
+    results = execute(probe, [known[i] for i in inputs])
+    outputs = tuple(f"y{k}" for k in range(len(results)))
+    nodes.append(probe.with_(outputs=outputs))
+    values = {}
+    for name, v in [("x", x), ("h", known["h"]), *zip(outputs, results, strict=True)]:
+        if isinstance(v, int):
+            values[name] = Value(name, (), "int")
+        else:
+            opened = open_axes if name in "xh" else (0,) if op != "Transpose" else ()
+            shape = tuple(None if k in opened else s for k, s in enumerate(v.shape))
+            values[name] = Value(name, shape, str(v.dtype).removeprefix("torch."))
+    return Graph(nodes, ["x"], list(outputs), values, dict(WEIGHTS)), x
+
+
+@pytest.mark.parametrize("borders", [False, True])
+@pytest.mark.parametrize("op, inputs, attrs", BEHIND)
+def test_every_value_is_what_it_was_in_the_form_that_is_told(op, inputs, attrs, borders):
+    """The convolution aside, which finds its channels elsewhere, each node makes of what it reads now what it made."""
+    graph, x = behind(op, inputs, attrs)
+    new = rearrange(graph, "channels_last", borders=borders)
+    known = run(graph, [x], keep=list(graph.values))
+
+    def value(name):
+        if name in new.graph.weights:
+            return new.graph.weights[name]
+        source, form = new.copies.get(name, (name, new.forms.get(name)))
+        return known[source] if form is None or isinstance(known[source], int) else known[source].permute(form)
+
+    for n in new.graph.nodes:
+        if n.op == "Conv2D":
+            assert new.copies.get(n.data, (n.data, new.forms.get(n.data)))[1] == new.forms[n.output] == (0, 2, 3, 1)
+            continue
+        for got, name in zip(execute(n, [value(i) for i in n.inputs]), n.outputs, strict=True):
+            want = value(name)
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+            if not isinstance(want, int):
+                shape = new.graph.values[name].shape
+                assert all(s in (None, d) for s, d in zip(shape, want.shape, strict=True))
+    for o, p in zip(graph.outputs, new.graph.outputs, strict=True):
+        if not borders:  # else a result may stay as it is made
+            torch.testing.assert_close(value(p), known[o], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "open_axes, channels, ops",
+    [((0,), 3, ["Transpose"]), ((0,), 1, ["Reshape"]), ((0, 2), 1, ["Transpose"]), ((), 1, ["Reshape"])],
+)
+def test_memory_that_stays_as_it_is_is_read_under_another_shape_where_one_size_at_most_is_open(
+    open_axes, channels, ops
+):
+    conv = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 1}
+    shape = tuple(None if k in open_axes else s for k, s in enumerate((2, channels, 4, 5)))
+    values = {"x": Value("x", shape), "y": Value("y", (*shape[:1], 3, *shape[2:]))}
+    graph = Graph([Node("y", "Conv2D", ("x", "w"), ("y",), conv)], ["x"], ["y"], values, {"w": torch.randn(3, 1, 1, 1)})
+    assert kinds(rearrange(graph, "channels_last").graph) == [*ops, "Conv2D", "Transpose"]
+
+
+def test_values_of_two_axes_have_one_layout():
+    nodes = [Node("y", "BatchNorm", ("x", None, None, "m", "v"), ("y",), {"eps": 0.1})]
+    values = {v: Value(v, (None, 3)) for v in "xy"}
+    graph = Graph(nodes, ["x"], ["y"], values, {"m": torch.zeros(3), "v": torch.ones(3)})
+    new = rearrange(graph, "channels_last")
+    assert new.graph.nodes == nodes and new.forms == {} and new.graph.data_format == "channels_last"
+
+
+def test_padding_that_reflects_is_of_the_axes_as_a_spatial_operator_has_them():
+    padding = ((0, 0), (0, 0), (1, 2), (3, 0))
+    graph, _ = behind("Pad", "h", {"padding": padding, "mode": "reflect", "value": 0.0})
+    new = rearrange(graph, "channels_last").graph
+    assert new.node("it").attrs["padding"] == ((0, 0), (1, 2), (3, 0), (0, 0))
+    assert kinds(new) == ["Transpose", "Conv2D", "Pad", "Transpose"]

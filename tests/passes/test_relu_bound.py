@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from chipfit.engine.run import run
-from chipfit.passes.relu_bound import relu_bound_to_power_of_two
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.passes.relu_bound import bounds, relu_bound_to_power_of_two
 from tests.steps import begin, captured
 
 
@@ -84,3 +85,83 @@ def test_the_bound_may_be_the_greatest_code_instead():
         if n.op == "Clamp"
     )
     assert clip.attrs["max"] == 255 / 32  # code 255 at step 8 / 256
+
+
+def clipped(low, high, *, bias=True, op="Clamp", shared="", outputs=("z",)):
+    """linear -> clip -> linear over three and two numbers; `shared` names what another operator reads too."""
+    weights = {"a": torch.ones(2, 3), "c": torch.ones(4, 2), "b": torch.full((2,), 8.0), "d": torch.full((4,), 8.0)}
+    attrs = {"min": low, "max": high} if op == "Clamp" else {}
+    nodes = [
+        Node("first", "Linear", ("x", "a", "b") if bias else ("x", "a"), ("y",)),
+        Node("clip", op, ("y",), ("r",), attrs),
+        Node("last", "Linear", ("r", "c", "d"), ("z",)),
+    ]
+    if shared:
+        other = {"y": ("Sigmoid", ("y",)), "a": ("Linear", ("x", "a")), "c": ("Linear", ("r", "c"))}[shared]
+        nodes.append(Node("other", *other, ("o",)))
+    sizes = {"x": 3, "y": 2, "r": 2, "z": 4, **({"o": 2} if shared else {})}
+    return Graph(nodes, ["x"], list(outputs), {v: Value(v, (None, n)) for v, n in sizes.items()}, weights)
+
+
+@pytest.mark.parametrize(
+    "low, high, bits, new",
+    [
+        (0.0, 3.0, None, (0.0, 4.0)),
+        (None, 3.0, None, (None, 4.0)),
+        (-1.5, 3.0, None, (-2.0, 4.0)),
+        (0.0, 0.3, None, (0.0, 0.5)),
+        (0.0, 1.0, None, None),
+        (0.0, 4.0, None, None),
+        (0.0, 4.0 * (1 + 1e-12), None, None),  # as good as a power of two
+        (0.0, 4.0 * (1 + 1e-6), None, (0.0, 8.0)),
+        (0.0, 3.0, 2, (0.0, 3.0 / 4 * 4)),
+        (0.0, 5.0, 2, (0.0, 6.0)),
+        (0.0, 5.0, 4, (0.0, 7.5)),
+        (0.0, 7.5, 4, None),
+        (0.1, 3.0, None, None),
+        (0.0, 0.0, None, None),
+        (-2.0, -1.0, None, None),
+        (0.0, None, None, None),
+    ],
+)
+def test_the_bound_is_the_next_power_of_two_or_its_greatest_code(low, high, bits, new):
+    graph = clipped(low, high)
+    after, notes = relu_bound_to_power_of_two(graph, bits=bits)
+    if new is None or new == (low, high):
+        assert after.nodes == graph.nodes and notes == []
+        return
+    attrs = after.nodes[1].attrs
+    assert (attrs["min"], attrs["max"]) == new and len(notes) == 1
+    k = new[1] / high
+    assert after.weights["a"].flatten().tolist() == pytest.approx([k] * 6)
+    assert after.weights["c"].flatten().tolist() == pytest.approx([1 / k] * 8)
+    assert after.weights["b"].tolist() == pytest.approx([8 * k] * 2) and after.weights["d"].tolist() == [8.0] * 4
+    assert all(bool((w == v).all()) for w, v in zip(graph.weights.values(), (1, 1, 8, 8), strict=True))
+
+
+@pytest.mark.parametrize(
+    "given, why",
+    [
+        ({"shared": "y"}, "the result of 'first' is also read elsewhere"),
+        ({"outputs": ("z", "y")}, "the result of 'first' is also read elsewhere"),
+        ({"outputs": ("z", "r")}, "'r' is an output of the model"),
+        ({"shared": "a"}, "'a' is read by several operators"),
+        ({"shared": "c"}, "'c' is read by several operators"),
+        ({"outputs": ("z", "c")}, "'c' is an output of the model"),
+        ({"bias": False}, None),
+    ],
+)
+def test_what_others_read_keeps_its_numbers(given, why):
+    graph = clipped(0.0, 3.0, **given)
+    new, notes = relu_bound_to_power_of_two(graph)
+    assert notes == [f"'clip' keeps its bound 3: {why}" if why else "the bound of 'clip' moved from 3 to 4"]
+    assert (new.nodes[1].attrs["max"] == 4.0) is (why is None)
+
+
+def test_bounds_of_clipping_activations():
+    clip, relu6 = clipped(-1.0, 2.0).nodes[1], clipped(0, 0, op="Relu6").nodes[1]
+    assert (bounds(clip), bounds(relu6), bounds(clipped(0, 0, op="Relu").nodes[1])) == (
+        (-1.0, 2.0),
+        (0.0, 6.0),
+        (0.0, None),
+    )

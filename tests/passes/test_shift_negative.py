@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from chipfit.calibration.collect import Need, collect
+from chipfit.calibration.collect import Need, TensorStats, collect
 from chipfit.engine.run import run
-from chipfit.passes.shift_negative import SHIFT, shift_negative
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.passes.shift_negative import SHIFT, _crossable, _padded, _shift, fuse_shifts, shift_negative
+from chipfit.platform.schema import Format
 from tests.steps import begin
 
 
@@ -171,3 +175,99 @@ def test_one_that_cannot_be_shifted_keeps_no_other_from_it():
     new, _, notes = shift_negative(steps.graph, steps.assignment, steps.stats, ratio=10.0)
     assert [n.split(" by ")[0].split(": ")[0] for n in notes] == ["'silu' is not shifted", "shifted 'silu_1'"]
     assert sum(n.layer_type == SHIFT for n in new.nodes) == 1
+
+
+# ---------------------------------------------------------------- the parts
+
+AUTO = Format(bits=8, signed="auto")
+
+
+def seen(low, high):
+    return TensorStats("x", low=low, high=high)
+
+
+@pytest.mark.parametrize(
+    "low, high, ratio, c",
+    [
+        # signed: 12.7 / 127 = 0.1, threshold 12.8; unsigned: 12.95 / 255, five of which hold 0.25: (12.7 + 5 s') / 255
+        (-0.25, 12.7, 0.05, 5 * (12.7 + 5 * 12.95 / 255) / 255),
+        (-0.64, 12.7, 0.05, None),
+        (-0.65, 12.7, 0.05, "more than 0.05 of the threshold 12.8"),
+        (-0.25, 12.7, 0.019, "more than 0.019 of the threshold 12.8"),
+        (-12.0, 12.7, 1.0, None),
+        (-12.8, 12.7, 1.0, "would not fall"),  # both grids hold 25.5 in 255 steps
+    ],
+)
+def test_the_constant_and_why_none_helps(low, high, ratio, c):
+    found, why = _shift(AUTO, seen(low, high), ratio)
+    if isinstance(c, str):
+        assert found == 0.0 and c in why
+        return
+    assert why == "" and found >= -low
+    unsigned = (high + found) / 255  # the grid's step when the constant is on it
+    assert c is None or found == pytest.approx(c, rel=1e-6)
+    assert found / unsigned == pytest.approx(round(found / unsigned), abs=0.02 * round(found / unsigned))
+    assert found - unsigned < -low * 1.01 + unsigned * 0.02
+
+
+@pytest.mark.parametrize(
+    "op, attrs, crossed",
+    [
+        ("MaxPool", {}, True),
+        ("Reshape", {}, True),
+        ("Relu", {}, False),
+        ("Sigmoid", {}, False),
+        ("Nobody's", {}, False),
+        ("AvgPool", {"count_include_pad": True, "padding": ((0, 0), (0, 0))}, True),
+        ("AvgPool", {"count_include_pad": True, "padding": ((0, 0), (0, 1))}, False),
+        ("AvgPool", {"count_include_pad": False, "padding": ((1, 1), (0, 1))}, True),
+    ],
+)
+def test_what_a_constant_passes_through(op, attrs, crossed):
+    assert _crossable(Node("n", op, ("x",), ("y",), attrs)) is crossed
+
+
+@pytest.mark.parametrize("width", [6, None])
+def test_padding_of_a_convolution_becomes_an_operator_of_its_own(width):
+    conv = {"stride": (1, 1), "padding": ((1, 2), (0, 3)), "dilation": (1, 1), "groups": 1}
+    node = Node("c", "Conv2D", ("x", "w", "b"), ("y",), conv)
+    graph = Graph([node], ["x"], ["y"], {"x": Value("x", (None, 3, 5, width))}, {"w": torch.randn(2, 3, 2, 2)})
+    pad, rest = _padded(graph, node, 0.75)
+    assert graph.shape(pad.output) == (None, 3, 8, None if width is None else 9)
+    assert pad.attrs == {"padding": ((0, 0), (0, 0), (1, 2), (0, 3)), "mode": "constant", "value": 0.75}
+    assert rest.inputs == (pad.output, "w", "b") and rest.attrs["padding"] == ((0, 0), (0, 0))
+    bare = node.with_(attrs={**conv, "padding": ((0, 0), (0, 0))})
+    assert _padded(graph, bare, 0.75) == (bare,)
+    linear = node.with_(op="Linear", attrs={})
+    assert _padded(graph, linear, 0.75) == (linear,)
+
+
+def test_shifts_join_the_kernel_of_their_activation_in_its_place():
+    nodes = [
+        Node("c", "Conv2D", ("x",), ("c",)),
+        Node("s", "Swish", ("c",), ("s",)),
+        Node("a", "Add", ("s", "k"), ("a",), layer_type=SHIFT),
+        Node("d", "Conv2D", ("a",), ("d",)),
+        Node("t", "Swish", ("d",), ("t",)),
+        Node("e", "Add", ("t", "k"), ("e",), layer_type=SHIFT),
+        Node("f", "Add", ("e", "a"), ("f",)),
+    ]
+    graph = Graph(nodes, ["x"], ["f"], {}, {"k": torch.tensor(1.0)})
+    assert fuse_shifts(graph, (("d", "t"), ("f",))) == (("s", "a"), ("d", "t", "e"), ("f",))
+    assert fuse_shifts(graph, (("c", "s"),)) == (("c", "s", "a"), ("t", "e"))
+
+
+def test_nothing_above_zero_nor_with_a_sign_of_its_own_is_shifted():
+    steps = begin(Identity(nn.SiLU()), spread(-4, 7))
+    act = next(n.output for n in steps.graph.nodes if n.op == "Swish")
+    above = {**steps.stats, act: seen(0.0, 7.0)}
+    assert shift_negative(steps.graph, steps.assignment, above)[2] == []
+    assert shift_negative(steps.graph, steps.assignment, {})[2] == []
+    slot = steps.assignment.slots[act]
+    signed = replace(slot, format=slot.format.model_copy(update={"signed": True}))
+    held = replace(steps.assignment, slots={**steps.assignment.slots, act: signed})
+    assert shift_negative(steps.graph, held, steps.stats)[2] == []
+    # 5 % of the threshold unless another share is asked for: 0.2785 of 8 is 3.5 %
+    assert shift_negative(steps.graph, steps.assignment, steps.stats)[2][0].startswith("shifted")
+    low = steps.stats[act].shifted(-0.13)  # 5.1 % of 8
+    assert "more than 0.05 of" in shift_negative(steps.graph, steps.assignment, {**steps.stats, act: low})[2][0]

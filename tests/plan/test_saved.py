@@ -19,9 +19,11 @@ from chipfit.graph.ir import Graph, Node, Value
 from chipfit.pipeline import load, quantize
 from chipfit.plan.diff import diff
 from chipfit.plan.provenance import hash_graph
-from chipfit.plan.record import NodePlan, Plan
+from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.platform.load import load as load_platform
 from chipfit.platform.load import names
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
 
 
 class Net(nn.Module):
@@ -551,3 +553,59 @@ def test_every_input_has_an_argument_of_its_own_in_their_order(places, tmp_path)
     _edit(folder, "graph.json", _text(lambda s: s.update(tensors=places), "in_spec"))
     with pytest.raises(PlanError, match="do not fit the graph's inputs"):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    "sizes, shape, axis, fits",
+    [
+        ([3], (4, 3, 2), 1, True),
+        ([3], (4, 3, 2), 0, False),
+        ([3], (4, None, 2), 1, True),
+        ([2], (4, 3, 2), 2, True),
+        ([6, 2], (6, 8), 1, True),  # blocks of four
+        ([6, 3], (6, 8), 1, False),
+        ([6, 3], (6, 9), 1, True),
+        ([6, 2], (6, 9), 1, False),
+        ([2, 8], (6, 8), 0, True),
+        ([2, 8], (6, 8), 1, False),
+        ([6, 8], (6, 8), 1, True),
+        ([6, 0], (6, 8), 1, False),
+        ([6, 2], (6, None), 1, False),
+        ([6, 2], (6, 8, 1), 1, False),
+        ([6, 2, 1], (6, 8), 1, False),
+    ],
+)
+def test_scales_are_one_along_an_axis_or_of_blocks_along_it(sizes, shape, axis, fits):
+    assert saving._meets(sizes, shape, axis) is fits
+
+
+@pytest.mark.parametrize(
+    "count, shape, axis, fits",
+    [
+        (0, (4, 3), None, True),
+        (3, (3,), None, True),  # of one axis it need not be said
+        (4, (3,), None, False),
+        (3, (3, 3), None, False),
+        (3, (4, 3), -1, True),
+        (4, (4, 3), -2, True),
+        (4, (4, 3), -3, False),
+        (3, (4, 3), 1, True),
+        (3, (4, 3), 2, False),
+        (3, (3,), 1, False),
+        (3, (3,), 0, True),
+    ],
+)
+def test_scales_lie_along_an_axis_of_their_tensor(count, shape, axis, fits):
+    grid = Grid(bits=8, qmin=-128, qmax=127)
+    scale = torch.ones(count) if count else torch.tensor(1.0)
+    stored = Stored(
+        format="w8", grid=grid, scale=scale, zero_point=torch.zeros_like(scale, dtype=torch.int32), axis=axis
+    )
+    graph = Graph([], [], [], {}, {"w": torch.ones(shape)})
+    t = TensorPlan(name="w", role="weight", stored=stored)
+    if fits:
+        saving._fits(t, graph)
+    else:
+        with pytest.raises(PlanError, match="The scales of 'w' do not fit its shape"):
+            saving._fits(t, graph)
+    saving._fits(TensorPlan(name="w", role="weight"), graph)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from chipfit.platform.filters import Member
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.platform.filters import AttributeFilter, Member
 from chipfit.platform.load import load, names
-from chipfit.platform.match import fusions, resolve
+from chipfit.platform.match import covers, facts, fusions, lists, needs_weight, resolve, resolve_node, sets_of
 from chipfit.platform.schema import Platform
 from chipfit.platform.where import judge
 
@@ -16,9 +18,8 @@ CONV = {"stride": (1, 1), "dilation": (1, 1), "kernel": (3, 3), "groups": 1, "pa
 def platform(*ops, **more):
     """A platform with one format a8 and the given rules."""
     rules = [{"src": ["M"], "conf": "V", **o} for o in ops]
-    return Platform.model_validate(
-        {"name": "npu", "formats": {"a8": {"bits": 8}}, "sources": {"M": "paper"}, "ops": rules, **more}
-    )
+    formats = more.pop("formats", {"a8": {"bits": 8}})
+    return Platform.model_validate({"name": "npu", "formats": formats, "sources": {"M": "paper"}, "ops": rules, **more})
 
 
 def rule(match, *, use=True, **more):
@@ -177,3 +178,203 @@ def test_a_layer_is_meant_first_by_its_own_name_then_by_its_operator():
     assert Member(op=("Conv2D",), name="Conv2d").nearness("Conv2d") == 0
     assert Member(op=("Conv2D",)).nearness("Conv2d") == 1
     assert Member(op=("Conv2D",), name="Conv1d").nearness("Conv2d") == 2
+
+
+def layers(**attrs):
+    """A graph of a convolution, a linear layer whose weight is computed, and a ReLU; sizes differ by axis."""
+    nodes = [
+        Node(
+            "c", "Conv2D", ("x", "w"), ("y",), {"stride": (2, 1), **attrs}, layer_type="Conv2d", config={"bias": False}
+        ),
+        Node("l", "Linear", ("y", "z"), ("u",)),
+        Node("r", "Relu", ("u",), ("v",)),
+        Node("none", "Nobody's", (None,), ()),
+    ]
+    shapes = {"x": (None, 3, 9, 7), "y": (None, 5, None, 7), "z": (4, 7), "u": (None, 5, 4, 4)}
+    values = {k: Value(k, s) for k, s in shapes.items()}
+    return Graph(nodes, ["x", "z"], ["v"], values, {"w": torch.ones(5, 3, 2, 1)})
+
+
+def test_what_a_condition_may_ask_about_a_node():
+    graph = layers(groups=1)
+    conv, linear, relu, none = (facts(graph, n) for n in graph)
+    assert conv == {
+        "stride": (2, 1), "groups": 1, "config": {"bias": False}, "layer_type": "Conv2d", "in_shape": (None, 3, 9, 7),
+        "static_shape": True, "channels": 3, "in_channels": 3, "out_shape": (None, 5, None, 7), "const_weights": True,
+        "weights": "constant", "kernel": (2, 1),
+    }  # fmt: skip
+    assert (linear["const_weights"], linear["weights"], linear["static_shape"]) == (False, "computed", False)
+    assert "kernel" not in linear and linear["channels"] == 5
+    assert relu == {"config": {}, "layer_type": "", "in_shape": (None, 5, 4, 4), "static_shape": True} | {
+        "channels": 5, "in_channels": 5,
+    }  # fmt: skip
+    assert none == {"config": {}, "layer_type": ""}
+
+
+@pytest.mark.parametrize("shape, more", [((), {}), ((4,), {}), ((4, None), {}), ((None, 2), {"channels": 2})])
+def test_channels_are_known_where_there_is_an_axis_of_known_size(shape, more):
+    graph = Graph([Node("r", "Relu", ("x",), ("y",))], ["x"], ["y"], {"x": Value("x", shape)}, {})
+    found = facts(graph, graph.nodes[0])
+    assert {k: found[k] for k in found if k == "channels"} == more
+    assert found["static_shape"] is (shape != (4, None))
+
+
+def test_an_operator_of_weights_needs_one():
+    assert [needs_weight(op) for op in ("Conv2D", "Linear", "Relu", "MatMul", "Nobody's")] == [True, True] + 3 * [False]
+
+
+@pytest.mark.parametrize(
+    "match, everything, found",
+    [
+        (("Add",), True, True),
+        (("Mul", "Add"), False, True),
+        (("Mul",), True, False),
+        (("*",), True, True),
+        (("*",), False, False),
+        (("@eltwise",), False, True),
+        (("@conv",), True, False),
+        (("@mine",), True, True),
+        (("@nobody",), True, False),
+        ((), True, False),
+    ],
+)
+def test_what_a_rule_names(match, everything, found):
+    assert covers(match, {"Add", "@mine"}, everything=everything) is found
+    if everything:
+        assert covers(match, {"Add", "@mine"}) is found
+
+
+def test_of_two_sets_the_one_that_names_the_layer_is_meant():
+    few = AttributeFilter(attr="n", test="lt", value=3)
+    sets = {
+        "any": (Member(op=("Add",)),),
+        "mine": (Member(op=("Add",), name="Mine"), Member(type="Other")),
+        "few": (Member(op=("Add",), where=few),),
+    }
+    assert sets_of(sets, "Add", "Mine", {"n": 5}) == {"@mine"}
+    assert sets_of(sets, "Add", "add", {"n": 5}) == {"@any"}
+    assert sets_of(sets, "Add", "add", {"n": 2}) == {"@any", "@few"}
+    assert sets_of(sets, "Add", "add", {"n": 2}, filtered=True) == {"@few"}
+    assert sets_of({"mine": sets["mine"]}, "Add", "add", {}) == {"@mine"}
+    assert sets_of(sets, "Mul", "mul", {}) == set() == sets_of({}, "Add", "add", {})
+
+
+def test_a_set_with_a_condition_goes_before_rules_for_its_operator_and_is_not_meant_by_everything():
+    few = Member(op=("Add",), where=AttributeFilter(attr="n", test="lt", value=3))
+    p = platform(rule("*", note="all"), rule("Add", note="add"), rule("@few", note="few"), sets={"few": [few]})
+    notes = [resolve(p, "Add", {"config": {"n": n}}).rule.note for n in (2, 3)]
+    assert notes == ["few", "all"]
+    p = platform(rule("@few", note="few", where={"rank": 2}), rule("Add", note="add"), sets={"few": [few]})
+    assert resolve(p, "Add", {"config": {"n": 2}, "in_shape": (1, 2)}).rule.note == "few"
+    assert resolve(p, "Add", {"config": {"n": 2}, "in_shape": (1, 2, 3)}).rule.note == "add"
+
+
+def test_whether_a_rule_names_the_operator_or_all_there_are():
+    graph = layers()
+    conv, _, relu, _ = graph.nodes
+    p = platform(rule("@convs"), rule("*"), sets={"convs": [Member(type="Conv2d")]})
+    assert lists(p, graph, conv) and not lists(p, graph, relu)
+    assert lists(platform(rule("Relu")), graph, relu) and not lists(platform(rule("Add")), graph, relu)
+
+
+def test_a_restriction_that_does_not_hold_ends_the_search_and_the_first_reason_stays():
+    only = rule("Add", use=False, where={"rank": 2})
+    p = platform(rule("Add", where={"rank": 3}), only, rule("Add"))
+    found = resolve(p, "Add", {"in_shape": (1,) * 4})
+    assert (found.rule, found.options, found.rules, found.exec) == (None, (), (), "float")
+    assert found.why == "'npu' runs Add only with rank 3 (got 4); rule ops.0"
+    assert resolve(p, "Add", {"in_shape": (1, 1)}).rule is p.ops[2]
+    skipped = platform(rule("Add", where={"rank": 3}, rules=[{"tie": ["ins", "out"]}]), rule("Add"))
+    assert resolve(skipped, "Add", {"in_shape": (1, 1)}).rules == ()
+
+
+def test_bits_of_activations_are_8_where_nothing_is_said():
+    p = platform(rule("Relu", when={"bits": 16}, note="wide"), rule("Relu", when={"bits": 8}, note="narrow"))
+    graph = layers()
+    assert resolve(p, "Relu", {}).rule.note == resolve_node(p, graph, graph.node("r")).rule.note == "narrow"
+    assert resolve_node(p, graph, graph.node("r"), bits=16).rule.note == "wide"
+
+
+def test_a_rule_without_open_formats_says_so():
+    gated = {"match": ["Add"], "use": [{"in": "a8", "out": "a8", "when": {"arch": "B"}}]}
+    p = platform(gated, rule("Mul", exec="float"), arch=["A", "B"])
+    found = {a: resolve(p.model_copy(update={"arch_selected": a}), "Add", {}) for a in "AB"}
+    assert found["A"].options == () and found["A"].why == "'npu' has no formats for Add on revision A"
+    assert len(found["B"].options) == 1 and found["B"].why == ""
+    assert resolve(p, "Mul", {}).why == "'npu' computes Mul in float"
+
+
+FORMATS = {
+    "a8": {"bits": 8},
+    "w8": {"bits": 8, "per": "channel"},
+    "now": {"bits": 8, "dynamic": True},
+    "rows": {"bits": 8, "dynamic": True, "per": "row"},
+    "blocks": {"bits": 8, "per": "block", "axis": "in", "block": 32},
+    "half": {"bits": 16, "kind": "float", "float": "fp16"},
+}
+_ELSEWHERE, _PARTS = "ranges computed at run time of other tensors", "ranges of the moment for parts of what"
+
+
+@pytest.mark.parametrize(
+    "op, use, why",
+    [
+        ("Linear", {"in": "a8", "w": "w8", "out": "a8"}, ""),
+        ("Linear", {"in": "now", "w": "w8", "out": "float"}, ""),
+        ("Linear", {"in": "rows", "w": "w8", "out": "float"}, ""),
+        ("MatMul", {"in": ["rows", "a8"], "out": "float"}, ""),
+        ("Conv2D", {"in": "now", "w": "w8", "out": "float"}, ""),
+        ("Conv2D", {"in": "rows", "w": "w8", "out": "float"}, _PARTS),
+        ("Linear", {"in": "a8", "w": "now", "out": "a8"}, _ELSEWHERE),
+        ("Linear", {"in": "a8", "w": "w8", "b": "now", "out": "a8"}, _ELSEWHERE),
+        ("Linear", {"in": "a8", "w": "w8", "out": "now"}, _ELSEWHERE),
+        ("MatMul", {"in": ["a8", "now"], "out": "a8"}, _ELSEWHERE),
+        ("Linear", {"in": "a8", "w": "blocks", "out": "a8"}, ""),
+        ("Linear", {"in": "blocks", "w": "w8", "out": "a8"}, "scales per block of activations"),
+        ("MatMul", {"in": ["a8", "blocks"], "out": "a8"}, "scales per block of activations"),
+        ("Linear", {"in": "a8", "w": "w8", "out": "blocks"}, "scales per block of activations"),
+        ("Linear", {"in": "a8", "w": "w8", "b": "blocks", "out": "a8"}, "scales per block of activations"),
+    ],
+)
+def test_formats_that_cannot_be_decided_say_what_is_missing(op, use, why):
+    found = resolve(platform({"match": [op], "use": [use]}, formats=FORMATS), op, {})
+    assert bool(found.options) == (not why)
+    assert found.why.startswith(f"the formats of 'npu' for {op} need {why}" if why else "") and bool(found.why) == bool(
+        why
+    )
+    both = platform({"match": [op], "use": [use, {"in": "a8", "w": "w8", "out": "a8"}]}, formats=FORMATS)
+    assert len(resolve(both, op, {}).options) == 1 + (not why)  # the other stays open
+
+
+def test_floating_point_is_one_word_whatever_its_format():
+    use = {"in": ["half", "a8"], "w": "w8", "b": "half", "out": "half"}
+    (found,) = resolve(platform({"match": ["MatMul"], "use": [use]}, formats=FORMATS), "MatMul", {}).options
+    assert (found.in_, found.w, found.b, found.out) == (("float", "a8"), "w8", "float", "float")
+    use = {"in": "now", "w": "w8", "out": "half"}
+    (found,) = resolve(platform({"match": ["Linear"], "use": [use]}, formats=FORMATS), "Linear", {}).options
+    assert (found.in_, found.dynamic, found.out) == ("float", "now", "float")
+
+
+def test_fusions_name_their_sets_by_operators_where_those_say_it():
+    convs = [{"op": ["Conv2D"]}, {"op": ["Linear"]}]
+    sets = {"plain": convs, "named": [*convs, {"op": ["Add"], "type": "Mine"}], "typed": [{"type": "Mine"}]}
+
+    def chain(*steps, **more):
+        return {"chain": [[s] for s in steps], "src": ["M"], "conf": "V", **more}
+
+    p = platform(
+        rule("Add"),
+        arch=["A", "B"],
+        sets=sets,
+        fuse=[
+            chain("@plain", "Relu"),
+            chain("@named", "@typed"),
+            chain("Add", "Relu", when={"phase": "qat"}),
+            chain("Mul", "Relu", when={"phase": "ptq"}),
+            chain("Sub", "Relu", when={"arch": "A"}),
+        ],
+    )
+    assert fusions(p.model_copy(update={"arch_selected": "B"})) == (
+        ({"Conv2D", "Linear"}, {"Relu"}),
+        ({"Conv2D", "Linear", "@named"}, {"@typed"}),
+        ({"Mul"}, {"Relu"}),
+    )

@@ -59,3 +59,35 @@ def test_codes_are_those_of_onnx_runtime():
         got = dynamic_codes(TorchOps, torch.from_numpy(x), per="tensor", **UNSIGNED)
         assert float(got[1]) == float(wanted[1]) and int(got[2]) == int(wanted[2])
         assert np.array_equal(got[0].numpy(), wanted[0])
+
+
+@pytest.mark.parametrize("qmin, qmax", [(0, 255), (-128, 127), (-8, 7)])
+@pytest.mark.parametrize("per", ["tensor", "row", "block"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_codes_of_three_axes_are_those_on_paper(per, affine, qmin, qmax):
+    x = np.random.default_rng(0).standard_normal((2, 3, 8)).astype(np.float32) * np.float32([[[1], [9], [0.1]]])
+    x[0, 1] = 0  # a row without values
+    x[1, 0] = abs(x[1, 0])
+    block = 4
+    q, s, z = (
+        p.numpy()
+        for p in dynamic_codes(TorchOps, torch.from_numpy(x), qmin=qmin, qmax=qmax, affine=affine, per=per, block=block)
+    )
+    parts = x.reshape(2, 3, 2, block) if per == "block" else x
+    axes = (0, 1, 2) if per == "tensor" else -1
+    low, high = parts.min(axes, keepdims=True), parts.max(axes, keepdims=True)
+    if affine:
+        low, high = np.minimum(low, 0), np.maximum(high, 0)
+        step = np.where(high > low, (high - low) / np.float32(qmax - qmin), 1)
+        zero = np.clip(np.rint(qmin - low / step), qmin, qmax)
+        codes = np.clip(np.rint(parts / step) + zero, qmin, qmax)
+    else:
+        top = np.maximum(high, -low)
+        step, zero = np.where(top > 0, top / np.float32(qmax), 1), np.zeros_like(top)
+        codes = np.clip(np.rint(parts * np.where(top > 0, np.float32(qmax) / np.where(top > 0, top, 1), 1)), qmin, qmax)
+    np.testing.assert_array_equal(q, codes.reshape(x.shape))
+    for got, want in ((s, step), (z, zero)):
+        np.testing.assert_allclose(
+            np.broadcast_to(got, x.shape), np.broadcast_to(want, parts.shape).reshape(x.shape), rtol=1e-6
+        )
+    assert s.shape == (x.shape if per == "block" else low.shape)

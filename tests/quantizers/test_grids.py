@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from chipfit.quantizers.grids import Grid, dequantize, fake_quantize, quantize
+from chipfit.quantizers.grids import SCALES, Grid, all_codes, dequantize, fake_quantize, in_blocks, quantize, shape_for
 
 U4 = Grid(bits=4, qmin=0, qmax=15, zero="any")
 X = torch.tensor([-9.0, -1.5, -0.75, -0.25, 0.0, 0.25, 0.75, 1.25, 3.0, 99.0])
@@ -104,3 +104,58 @@ def test_the_ends_of_a_grid_are_codes_unless_its_levels_are_offsets():
     lut = Grid(bits=4, qmin=-128, qmax=127, kind="lut", table=(-100.0, 0.0, 50.0))
     offset = Grid(bits=2, qmin=0, qmax=3, kind="offset", table=(-1.5, -0.5, 0.5, 1.5))
     assert lut.ends == (-128, 127) and offset.ends == (-1.5, 1.5) and U4.ends == (0, 15)
+
+
+@pytest.mark.parametrize("bits, signed, ends", [(8, True, (-128, 127)), (4, False, (0, 15)), (1, True, (-1, 0))])
+def test_codes_of_so_many_bits(bits, signed, ends):
+    assert all_codes(bits, signed) == ends
+
+
+@pytest.mark.parametrize("bits, width", [(1, 4), (4, 4), (5, 8), (8, 8), (9, 16), (16, 16), (17, 32), (32, 32)])
+def test_files_hold_codes_in_the_next_integer_type(bits, width):
+    grid = Grid(bits=bits, qmin=0, qmax=1)
+    assert grid.file_bits == width and grid.file_ends == (0, 2**width - 1)
+    assert Grid(bits=bits, qmin=-1, qmax=1).file_ends == (-(2 ** (width - 1)), 2 ** (width - 1) - 1)
+
+
+@pytest.mark.parametrize(
+    "entries, bits, kind",
+    [(256, 8, torch.uint8), (257, 8, torch.int32), (None, 8, torch.uint8), (None, 9, torch.int32)],
+)
+def test_indices_into_tables_are_bytes_where_they_can_be(entries, bits, kind):
+    table = None if entries is None else tuple(float(k) for k in range(entries))
+    assert Grid(bits=bits, qmin=0, qmax=1, kind="lut", table=table).dtype is kind
+
+
+def test_a_grid_is_what_its_two_ends_and_its_bits_say_unless_told_more():
+    grid = Grid(bits=8, qmin=0, qmax=255)
+    assert (grid.zero, grid.pot, grid.per, grid.kind, grid.rounding) == (0, False, "tensor", "int", "half_even")
+    assert grid.scale_min is grid.entries is grid.table is None and SCALES == (2.0**-149, 2.0**127)
+    assert not Grid(bits=8, qmin=0, qmax=255, rounding="floor").nearest and Grid(bits=8, qmin=-1, qmax=0).signed
+    assert Grid(bits=8, qmin=0, qmax=255, rounding="half_up").nearest
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
+def test_blocks_lie_along_any_axis(axis):
+    x = torch.arange(4 * 6 * 8).view(4, 6, 8)
+    found = in_blocks(x, axis, 2)
+    moved = np.moveaxis(x.numpy(), axis, -1)
+    np.testing.assert_array_equal(found, moved.reshape(*moved.shape[:2], -1, 2))
+
+
+def test_scales_of_blocks_stand_for_as_many_numbers_as_a_block_has():
+    x = torch.zeros(2, 6, 4)
+    p = torch.arange(16.0).view(2, 2, 4)
+    np.testing.assert_array_equal(shape_for(p, x, 1), np.repeat(p.numpy(), 3, 1))
+    assert shape_for(torch.ones(4), x, -1).shape == (1, 1, 4) and shape_for(torch.ones(2), x, 0).shape == (2, 1, 1)
+    single, each = torch.tensor(1.0), torch.ones(3)
+    assert shape_for(single, x, 0) is single and shape_for(each, x, None) is each
+
+
+def test_values_on_a_border_take_the_lower_entry_and_logarithms_have_their_own_borders():
+    table = (-4.0, -1.0, 0.0, 1.0, 4.0)
+    line, log = (Grid(bits=3, qmin=0, qmax=4, kind=kind, table=table) for kind in ("float", "log"))
+    x = torch.tensor([-2.5, -2.2, 0.5, 2.0, 2.2, 2.5])
+    assert quantize(x, torch.tensor(1.0), torch.tensor(0), line).tolist() == [0, 1, 2, 3, 3, 3]
+    assert quantize(x, torch.tensor(1.0), torch.tensor(0), log).tolist() == [0, 0, 2, 3, 4, 4]
+    assert fake_quantize(2 * x, torch.tensor(2.0), torch.tensor(0), log).tolist() == [-8, -8, 0, 2, 8, 8]

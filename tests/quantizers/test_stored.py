@@ -118,3 +118,43 @@ def test_the_least_scale_of_a_grid_is_one_that_a_chip_can_use():
     for least in (low / 2, high * 2, float("nan")):
         with pytest.raises(PlanError, match="its least scale is none"):
             make(grid=replace(INT8, scale_min=least))
+
+
+def test_codes_of_one_and_of_64_bits_are_codes():
+    for bits, ends in ((1, (-1, 1)), (1, (0, 1)), (64, (-(2**63), 2**63 - 1))):
+        assert make(grid=Grid(bits=bits, qmin=ends[0], qmax=ends[1])).grid.bits == bits
+
+
+@pytest.mark.parametrize("ends", [(-8, 7), (0, 15), (-7, 8), (1, 15)])
+def test_a_grid_may_be_as_wide_as_its_bits(ends):
+    assert make(zero_point=ends[1], grid=Grid(bits=4, qmin=ends[0], qmax=ends[1])).grid.levels <= 16
+
+
+@pytest.mark.parametrize("table", [(1.0, 1.0), (0.0, 2.0, 1.0)])
+def test_a_table_increases(table):
+    with pytest.raises(PlanError, match="its table does not increase"):
+        make(grid=Grid(bits=8, qmin=0, qmax=2, kind="lut", table=table))
+
+
+def test_numbers_have_the_types_that_files_have():
+    for scale, zero in ((torch.tensor(0.5).double(), torch.tensor(0).int()), (torch.tensor(0.5), torch.tensor(0))):
+        with pytest.raises(PlanError, match="of another type"):
+            Stored(format="a8", grid=INT8, scale=scale, zero_point=zero)
+    with pytest.raises(PlanError, match="rounding is not known"):
+        make(grid=replace(INT8, rounding="nearest"))
+
+
+def test_blocks_have_as_many_axes_as_the_tensor_and_an_axis_along_which_they_lie():
+    blocks = replace(INT8, per="block")
+    s = make([[0.5, 1.0], [2.0, 4.0]], [[0, 0], [0, 0]], blocks, 1)
+    assert s.round(torch.tensor([[0.6, 0.6, 0.6, 0.6], [1.2, 1.2, 2.4, 2.4]])).tolist() == [
+        [0.5, 0.5, 1, 1],
+        [2, 2, 4, 4],
+    ]
+    for scale, zero, grid, axis in (
+        ([[0.5], [1.0]], [[0], [0]], blocks, None),
+        ([0.5, 1.0], [0, 0], blocks, 1),
+        ([[0.5], [1.0]], [[0], [0]], INT8, 1),
+    ):
+        with pytest.raises(PlanError, match="Scale and zero point do not fit"):
+            make(scale, zero, grid, axis)

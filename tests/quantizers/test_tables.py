@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 import chipfit
 from chipfit.errors import UnsupportedError
-from chipfit.quantizers.tables import float_table
+from chipfit.quantizers.tables import _k_means, boundaries, fit, float_table, log_table
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +72,87 @@ def test_a_narrow_float_has_the_values_of_its_specification(name, positive, leas
     table = float_table(name)
     assert (len(table), table[positive], table[positive + 1], table[-1]) == (2 * positive + 1, 0.0, least, greatest)
     assert table == tuple(-v for v in reversed(table))
+
+
+# ---------------------------------------------------------------- tables on paper
+
+
+@pytest.mark.parametrize(
+    "name, upper",
+    [
+        ("e2m1", [0.5, 1, 1.5, 2, 3, 4, 6]),
+        ("e2m3", [k / 8 for k in range(1, 16)] + [2 + k / 4 for k in range(8)] + [4 + k / 2 for k in range(8)]),
+        ("e3m2", [k / 16 for k in range(1, 8)] + [2.0**e * (1 + m / 4) for e in range(-1, 5) for m in range(4)]),
+    ],
+)
+def test_small_narrow_floats_value_by_value(name, upper):
+    assert float_table(name)[len(upper) + 1 :] == pytest.approx(upper)
+
+
+def test_wide_narrow_floats_are_those_of_torch():
+    for name, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
+        values = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+        assert list(float_table(name)) == values[values.isfinite()].unique().tolist()
+
+
+@pytest.mark.parametrize("base, bits", [(2.0, 4), (2 ** (1 / 16), 8), (3.0, 2)])
+def test_logarithmic_codes_are_powers_down_from_the_scale(base, bits):
+    half = 1 << bits - 1
+    up = [base**-k for k in range(half)][::-1]
+    assert log_table(base, bits) == pytest.approx((*(-v for v in reversed(up)), 0.0, *up))
+
+
+def test_entries_give_way_half_way_on_the_line_or_on_the_logarithm():
+    table = (-4.0, -1.0, 0.0, 0.25, 4.0)
+    assert boundaries(table, False).tolist() == [-2.5, -0.5, 0.125, 2.125]
+    assert boundaries(table, True).tolist() == [-2, -0.5, 0.125, 1]  # beside zero half way
+
+
+@pytest.mark.parametrize(
+    ("values", "weights", "entries", "ends", "table"),
+    [
+        ([-8.0, -7.0, 0.0, 7.0, 8.0], None, 3, (-8, 8), (-8, 0, 8)),  # means of 7.5, halves to even
+        ([-8.0, -6.0, 0.0, 6.0, 8.0], None, 3, (-8, 8), (-7, 0, 7)),
+        ([-8.0, -6.0, 0.0, 6.0, 8.0], [3.0, 1.0, 1.0, 1.0, 1.0], 3, (-8, 8), (-8, 0, 7)),  # -7.5
+        ([-8.0, -6.0, 0.0, 6.0, 8.0], None, 5, (-8, 8), (-8, -6, 0, 6, 8)),
+        ([1.0, 1.0, 5.0], None, 4, (0, 9), (0, 1, 5)),  # zero takes a free entry
+        ([1.0, 2.0, 5.0], None, 3, (0, 9), (0, 2, 5)),  # or that of the nearest
+        ([-2.0, 3.0, 5.0], None, 3, (-9, 9), (0, 3, 5)),
+        ([2.0, 30.0], None, 3, (-8, 7), (0, 2, 7)),  # inside the ends
+        ([-30.0, 2.0], None, 3, (-8, 7), (-8, 0, 2)),
+        ([2.0, 6.0, 7.0], [1.0, 0.0, 1.0], 3, (-8, 7), (0, 2, 7)),  # what does not count leaves its entry free
+        ([0.2, 0.4, 4.0], None, 2, (-8, 7), (0, 4)),
+    ],
+)
+def test_a_table_is_fitted_by_the_least_squares_by_hand(values, weights, entries, ends, table):
+    w = None if weights is None else torch.tensor(weights)
+    assert fit(torch.tensor(values), w, entries, *ends) == table
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_groups_of_a_fit_are_the_best_of_all(seed):
+    """Against every way to cut ten numbers into four groups."""
+    rng = torch.Generator().manual_seed(seed)
+    x = (torch.rand(10, generator=rng).double() * 80 - 40).sort().values
+    w = torch.randint(1, 9, (10,), generator=rng).double()
+    best = None
+    for cuts in itertools.combinations(range(1, 10), 3):
+        parts = list(zip(x.tensor_split(cuts), w.tensor_split(cuts), strict=True))
+        loss = sum(float((q * (p - (p * q).sum() / q.sum()).square()).sum()) for p, q in parts)
+        if best is None or loss < best[0]:
+            best = loss, [(p * q).sum() / q.sum() for p, q in parts]
+    means = torch.stack(best[1])
+    torch.testing.assert_close(_k_means(x, w, 4), means)
+    torch.testing.assert_close(_k_means(x, w / 1e6, 4), means)  # only what they are to each other counts
+
+
+def test_nearby_values_of_wide_tables_are_counted_together():
+    """Of 0 .. 65535 in 1,024 steps; two entries: the mean of either half, of which the lower becomes 0."""
+    x = torch.arange(65536.0)
+    low, high = fit(x, None, 2, 0, 65535)
+    assert low == 0 and high == pytest.approx(49152, abs=64)
+
+
+def test_a_table_is_made_once():
+    assert float_table("e4m3") is float_table("e4m3") and log_table(2.0, 8) is log_table(2.0, 8)
+    assert boundaries((0.0, 1.0), False) is boundaries((0.0, 1.0), False)

@@ -1,12 +1,14 @@
 """A time budget becomes an amount of work, which the plan records."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 import chipfit
 from chipfit import Settings
-from chipfit.rounding import budget
+from chipfit.rounding import budget, fit
 
 FOUR = {"*": {"bits": 4, "activation_bits": 8}}
 DATA = list(torch.randn(96, 3, 8, 8, generator=torch.Generator().manual_seed(1)).split(40))
@@ -74,3 +76,51 @@ def test_the_first_images_are_used(most, sizes):
     found = _first([[x] for x in DATA], most)
     assert [len(b[0]) for b in found] == sizes
     assert torch.equal(torch.cat([b[0] for b in found]), torch.cat(DATA)[: sum(sizes)])
+
+
+def test_the_steps_of_work_are_ordered_by_what_they_cost():
+    """First positions are given up, beyond 2,048; then images, down to 128; then both."""
+    work = [(images or 1 << 20) * positions for images, positions in budget.LADDER]
+    assert work == sorted(work, reverse=True) and len(set(work)) == len(work)
+    assert [p for n, p in budget.LADDER if n is None] == [2**k for k in range(16, 10, -1)]
+    for (n, p), (m, q) in itertools.pairwise((n or 512, p) for n, p in budget.LADDER if n or p == 2048):
+        assert (m, q) in ((n / 2, p), (n, p / 2), (n / 2, p / 2))
+    assert budget.LADDER[-1] == (16, 256) and budget.EFFICIENCY == 0.25
+
+
+@pytest.mark.parametrize("images, used", [(1000, 256), (200, 200), (20, 20)])
+def test_the_first_step_that_fits_into_the_time_is_taken(images, used, monkeypatch):
+    costs = {}
+    monkeypatch.setattr(budget, "speed", lambda: 40.0)  # a quarter of it is reached: 10 a second
+    monkeypatch.setattr(budget, "cost", lambda graph, plan, n, p: costs.setdefault((n, p), float(n * p)))
+    found = budget.affordable(None, None, images, used * 2048 / 10)
+    assert found == (used, 2048, used * 2048 / 10)
+    assert budget.affordable(None, None, images, used * 2048 / 10 - 1e-3)[:2] != (used, 2048)
+    least = min(images, 16)
+    assert budget.affordable(None, None, images, 0.0) == (least, 256, least * 256 / 10)
+    everything = budget.affordable(None, None, images, 1e12)
+    assert everything == (images, 65536, images * 65536 / 10)
+
+
+def test_the_speed_is_that_of_the_fastest_of_five_products(monkeypatch):
+    times = iter([0.0, 4.0, 10.0, 12.0, 20.0, 20.5, 30.0, 31.0, 40.0, 43.0])
+    monkeypatch.setattr(budget.time, "perf_counter", lambda: next(times))
+    assert budget.speed() == 384**3 / 0.5 and next(times, None) is None
+
+
+def test_wide_rows_try_a_single_scale():
+    assert fit.MANY == 1024
+    x = torch.randn(40, fit.MANY + 1)
+    for inputs, tries in ((fit.MANY, 5), (fit.MANY + 1, 1)):
+        net = torch.nn.Linear(inputs, 2).eval()
+        graph = chipfit.capture(net, (x[:, :inputs],))
+        k = inputs
+        assert budget._fit(graph, graph.nodes[0], 40, 256) == 40 * k * (k + 2) + k**3 + tries * 2 * k * k
+
+
+def test_as_many_positions_are_read_as_there_are_weights_twice():
+    graph = chipfit.capture(net(), (torch.zeros(2, 3, 8, 8),))
+    k, o = 27, 8
+    for images, positions, read in ((1, 9, 36), (10, 9, 54), (10, 53, 54), (10, 55, 55), (10, 999, 360)):
+        want = read * k * (k + o) + k**3 + 5 * o * k * k
+        assert budget._fit(graph, graph.nodes[0], images, positions) == want

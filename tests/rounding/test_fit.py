@@ -125,3 +125,134 @@ def test_wide_rows_come_with_the_scale_that_they_were_rounded_to():
     codes = q / scale.view(1, 2, 1)
     assert bool((scale < 2).all()) and len(q.unique()) > 4
     torch.testing.assert_close(codes, codes.round(), rtol=0, atol=1e-4)
+
+
+# ---------------------------------------------------------------- scales that are tried
+
+
+def drawn(g=1, o=3, k=6, seed=7):
+    return torch.randn(g, o, k, generator=torch.Generator().manual_seed(seed))
+
+
+def weighed(w, scale, h, damping):
+    """Sum of (h_jj + damping times their mean) (q_j - w_j)^2 of each row, one by one."""
+    out = torch.zeros(w.shape[:2])
+    for g in range(len(w)):
+        diagonal = h[g].diagonal()
+        for o in range(w.shape[1]):
+            s = scale[g * w.shape[1] + o]
+            q = (w[g, o] / s).round().clamp(-4, 3) * s
+            out[g, o] = ((diagonal + damping * diagonal.mean()) * (q - w[g, o]).square()).sum()
+    return out
+
+
+@pytest.mark.parametrize("at_once", [1, 50, 1 << 17])
+def test_a_search_takes_the_best_of_36_scales_between_a_quarter_and_a_tenth_more_than_all(at_once, monkeypatch):
+    assert (fit.TRIES, fit._AT_ONCE, fit.CANDIDATES, fit.FEW) == (36, 1 << 17, (0.80, 0.89, 0.98, 1.06, 1.15), (1.0,))
+    monkeypatch.setattr(fit, "_AT_ONCE", at_once)
+    w, h = drawn(2, 3) * torch.tensor([1.0, 4.0, 0.1]).view(1, 3, 1), moments(2, 6)
+    found = fit._search(w, h, stored(3, 6, g=2, free=True), 0.5)
+    tops = w.abs().amax(2).flatten() / 3.5
+    lines = [tops * (0.25 + 0.85 * t / 35) for t in range(36)]
+    losses = torch.stack([weighed(w, s, h, 0.5).flatten() for s in lines])
+    assert torch.allclose(found, torch.stack(lines).gather(0, losses.argmin(0, keepdim=True))[0], rtol=1e-4)
+
+
+def test_rows_that_share_a_scale_are_searched_together():
+    w, h = drawn(1, 4), moments(1, 6)
+    rows = stored(4, 6, free=True)
+    rows.ids = torch.tensor([[0, 1, 0, 1]])
+    rows.low, rows.high = rows.low[:2], rows.high[:2]
+    found = fit._search(w, h, rows, 0.01)
+    for entry in range(2):
+        own = w[:, entry::2]
+        tops = own.abs().max() / 3.5
+        lines = [tops * (0.25 + 0.85 * t / 35) for t in range(36)]
+        losses = [float(weighed(own, s.expand(2), h, 0.01).sum()) for s in lines]
+        assert float(found[entry]) == pytest.approx(float(lines[losses.index(min(losses))]), rel=1e-4)
+
+
+def test_weights_of_zero_keep_a_scale_above_zero():
+    assert 0 < float(fit._search(torch.zeros(1, 1, 4), moments(), stored(1, free=True), 0.01)) <= 1e-6
+
+
+def test_of_the_scales_around_that_one_each_row_takes_the_one_that_loses_least():
+    w, h = drawn(2, 4), moments(2, 6)
+    rows = stored(4, 6, g=2, free=True)
+    q, entries, inverted = fit.rounded(w, h, rows)
+    alone = [fit.rounded(w, h, rows, candidates=(r,)) for r in fit.CANDIDATES]
+    losses = torch.stack([error(other, w, h) for other, *_ in alone])
+    winner = losses.argmin(0)
+    assert inverted and len(winner.unique()) > 1
+    for g in range(2):
+        for o in range(4):
+            other, scale, _ = alone[int(winner[g, o])]
+            assert torch.equal(q[g, o], other[g, o]) and float(entries[4 * g + o]) == float(scale[4 * g + o])
+
+
+@pytest.mark.parametrize("k, tries", [(4, 5), (5, 1)])
+def test_rows_of_many_weights_try_one_scale(k, tries, monkeypatch):
+    monkeypatch.setattr(fit, "MANY", 4)
+    tried, old = [], fit.gptq
+    monkeypatch.setattr(fit, "gptq", lambda w, *rest: tried.append(w.shape[1]) or old(w, *rest))
+    fit.rounded(drawn(1, 3, k), moments(1, k), stored(3, k, free=True))
+    assert tried == [3 * tries]
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_whether_moments_could_be_inverted_is_told_where_it_was_asked(free):
+    bad, w = torch.full((1, 4, 4), float("nan")), drawn(k=4)
+    assert [fit.rounded(w, h, stored(free=free), spread=s)[2] for h in (moments(), bad) for s in (True, False)] == [
+        True,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_scales_stay_where_codes_have_a_zero_point_or_a_table():
+    w, h = drawn(k=4), moments()
+    zeros = stored(free=True)
+    zeros.zero = torch.full((1, 3, 1), 1.0)
+    for rows in (
+        zeros,
+        stored(free=True, grid=Grid(bits=3, qmin=-4, qmax=3, kind="lut", table=(-2.0, -1.0, 0.0, 3.0))),
+    ):
+        q, entries, _ = fit.rounded(w, h, rows, spread=False)
+        assert torch.equal(entries, torch.full((3,), 0.3))
+        codes = (q / 0.3).round()
+        assert float(codes.min()) >= -5 and float(codes.max()) <= 3
+        assert rows is zeros or set(codes.unique().tolist()) <= {-2, -1, 0, 3}
+    # codes -4 .. 3 about a zero point of 1
+    assert float((fit.rounded(w - 9, h, zeros, spread=False)[0] / 0.3).round().max()) == -5
+    assert float((fit.rounded(w + 9, h, zeros, spread=False)[0] / 0.3).round().min()) == 2
+
+
+def test_powers_of_two_are_the_nearest_on_the_logarithm():
+    rows = stored(1, free=True, grid=Grid(bits=3, qmin=-4, qmax=3, pot=True))
+    scales = torch.tensor([[1.0], [1.4], [1.42], [3.0], [0.1]])
+    assert fit._allowed(scales, rows).flatten().tolist() == [1, 1, 2, 4, 0.125]
+
+
+def test_the_damping_grows_until_moments_are_definite():
+    """Of diag(1, 1, -0.5) the mean is a half: 0.01, 0.1 and 1 times that are too little, 10 times is enough."""
+    h = torch.diag(torch.tensor([1.0, 1.0, -0.5])).unsqueeze(0)
+    assert torch.equal(fit._passed_on(h, 0.01), torch.eye(3).unsqueeze(0))
+    deeper = torch.diag(torch.tensor([9.0, 9.0, -14.0])).unsqueeze(0)  # a mean of 4 / 3, and ten times it 13.3
+    assert fit._passed_on(deeper, 0.01) is None
+    assert fit._mean(torch.zeros(1, 3, 3)).tolist() == [[pytest.approx(1e-10)]]
+
+
+def test_errors_are_passed_on_by_the_triangular_factor():
+    """H = R R' of an upper triangular R: here [[2, 1], [0, 1]], so that R_12 / R_22 = 1."""
+    h = torch.tensor([[[5.0, 1.0], [1.0, 1.0]]])
+    assert torch.allclose(fit._passed_on(h, 0.0), torch.tensor([[[1.0, 1.0], [0.0, 1.0]]]))
+
+
+def test_without_definite_moments_corrected_weights_are_those_of_least_squares():
+    h = torch.zeros(1, 2, 2)
+    h[0, 0, 0] = 2.0
+    c, w = torch.tensor([[[6.0, 0.0]]]), torch.tensor([[[1.0, 5.0]]])
+    assert torch.allclose(fit.corrected(w, h, c, 0.0), torch.tensor([[[3.0, 5.0]]]))
+    # W + (C - W H) / (H + rho mean): 1 + (6 - 2) / (2 + 0.5)
+    assert torch.allclose(fit.corrected(w, h, c, 0.5), torch.tensor([[[1 + 4 / 2.5, 5.0]]]))

@@ -12,6 +12,7 @@ from chipfit import Settings
 from chipfit.calibration.collect import Need, collect
 from chipfit.errors import DataError
 from chipfit.ranges import choose
+from chipfit.rounding import importance as importance_of
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.importance import importance
 
@@ -210,3 +211,16 @@ def test_searched_widths_and_sensitivity_know_the_rule():
 def test_no_batch_is_refused_as_ever():
     with pytest.raises(DataError):
         fitted("hmse", data=[])
+
+
+def test_what_is_held_at_once_changes_no_importance(monkeypatch):
+    model = Net().eval()
+    graph, stats = captured(model, DATA)
+    names = [name for name, _ in model.named_parameters() if name.endswith("weight")]
+    whole = importance(graph, (), names, stats, [[b] for b in DATA])
+    assert importance_of._CHUNK == 1 << 24
+    for most in (1, 5000):
+        monkeypatch.setattr(importance_of, "_CHUNK", most)
+        parts = importance(graph, (), names, stats, [[b] for b in DATA])
+        for name in names:
+            torch.testing.assert_close(parts[name], whole[name], rtol=1e-4, atol=1e-5)

@@ -80,3 +80,22 @@ def test_moments_of_many_weights_are_summed_in_blocks_of_one_triangle():
     m.add(x, torch.zeros(1, 2, 40))
     h, _ = m.about(torch.zeros(1, 2))
     torch.testing.assert_close(h, x @ x.transpose(1, 2) / 40)
+
+
+def test_moments_of_groups_are_those_of_numpy():
+    rng = torch.Generator().manual_seed(0)
+    x, t, bias = (torch.randn(s, generator=rng) for s in ((2, 4, 50), (2, 3, 50), (2, 3)))
+    a, b = x.double().numpy() + 1, t.double().numpy() - 2
+    pairs = [Moments.of(torch.zeros(2, 3, 4)) for _ in range(2)]
+    for m in pairs:
+        for part, of in zip((x + 1).split([20, 30], 2), (t - 2).split([20, 30], 2), strict=True):
+            m.add(part, of)
+    assert pairs[0].count == 50
+    h, c = pairs[0].centred()
+    ah, bh = a - a.mean(2, keepdims=True), b - b.mean(2, keepdims=True)
+    torch.testing.assert_close(h.double(), torch.from_numpy(ah @ ah.transpose(0, 2, 1) / 50), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(c.double(), torch.from_numpy(bh @ ah.transpose(0, 2, 1) / 50), rtol=1e-4, atol=1e-5)
+    h, c = pairs[1].about(bias)
+    rest = b - bias.double().numpy()[..., None]
+    torch.testing.assert_close(h.double(), torch.from_numpy(a @ a.transpose(0, 2, 1) / 50), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(c.double(), torch.from_numpy(rest @ a.transpose(0, 2, 1) / 50), rtol=1e-4, atol=1e-5)

@@ -9,9 +9,11 @@ from torch import nn
 import chipfit
 from chipfit import Settings
 from chipfit.calibration.kept import Budget
-from chipfit.errors import ConfigError, PlanError, UnknownNameError
+from chipfit.errors import ConfigError, DataError, PlanError, UnknownNameError
+from chipfit.plan.record import TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
+from chipfit.rounding import walk as walking
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.grids import by_effect
 from chipfit.rounding.streams import Stream
@@ -320,3 +322,63 @@ def test_batches_go_through_a_node_in_chunks(monkeypatch):
     monkeypatch.setattr(Stream, "append", lambda self, x, inner=Stream.append: (sizes.append(len(x)), inner(self, x)))
     walk(plain.graph, plain.plan, [[torch.cat(DATA)[:100]]])
     assert max(sizes) == 32 and min(sizes) == 4
+
+
+FOUR = {"*": {"bits": 4, "activation_bits": 4}}
+
+
+@pytest.fixture(scope="module")
+def two_layers():
+    """A network of 4 bits on 40 numbers, and its graph in float."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    x = torch.randn(40, 6)
+    return chipfit.quantize(net, [x], "mqbench_academic", overrides=FOUR, settings=OFF, progress=False), x
+
+
+@pytest.mark.parametrize(
+    "how, said", [(How(), "gptq over 40 positions"), (How(gptq=False, ridge=None), "nearest over 40 positions")]
+)
+def test_a_walk_says_over_what_it_rounded_and_nothing_where_all_is_well(two_layers, how, said):
+    result, x = two_layers
+    walked = walk(result.graph, result.plan, [[x]], how)
+    assert walked.notes == [] and walked.spilled == 0
+    weights = [n.operand("w") for n in result.graph.nodes if n.op == "Linear"]
+    assert set(walked.tensors) == set(weights) and {walked.tensors[w].origin for w in weights} == {said}
+    for w in weights:
+        stored = walked.tensors[w].stored
+        torch.testing.assert_close(stored.round(walked.graph.weights[w]), walked.graph.weights[w])
+
+
+def test_the_grid_of_class_scores_is_searched_where_it_was_asked_for(two_layers):
+    result, x = two_layers
+    (scores,), hidden = result.graph.outputs, result.graph.nodes[0].output
+    grid = Grid(bits=4, qmin=0, qmax=15, zero="any")
+    stored = Stored(format="a4", grid=grid, scale=torch.tensor(9.0), zero_point=torch.tensor(8, dtype=torch.int32))
+    open_ones = {n: TensorPlan(name=n, role="activation", stored=stored) for n in (scores, hidden)}
+    plan = replace(result.plan, tensors={**result.plan.tensors, **open_ones})
+    found = walk(result.graph, plan, [[x]], How(), [scores, hidden]).tensors
+    assert found[scores].origin == "least divergence of the class probabilities" and float(found[scores].scale) < 9
+    assert hidden not in found  # it is no output
+    assert scores not in walk(result.graph, plan, [[x]], How(), ["another"]).tensors
+    assert scores not in walk(result.graph, replace(plan, zeros=(scores,)), [[x]], How(), [scores]).tensors
+
+
+def test_moments_that_cannot_be_inverted_are_said(two_layers, monkeypatch):
+    result, x = two_layers
+    monkeypatch.setattr(walking.fit, "_passed_on", lambda *_: None)
+    notes = walk(result.graph, result.plan, [[x]]).notes
+    assert len(notes) == 2 and all("its moments are singular" in n for n in notes)
+
+
+@pytest.mark.parametrize("images, warned", [(5, 2), (6, 1), (7, 1), (8, 0)])
+def test_fewer_positions_than_weights_are_said(two_layers, images, warned):
+    result, x = two_layers
+    notes = walk(result.graph, result.plan, [[x[:images]]]).notes
+    assert sum("more images make it better" in n for n in notes) == warned
+
+
+def test_no_batch_is_refused(two_layers):
+    result, _ = two_layers
+    with pytest.raises(DataError, match="no calibration data"):
+        walk(result.graph, result.plan, [])

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 
 import pytest
 import torch
 
-from chipfit.simulate.gemmlowp import exp_of_negative, reciprocal_of_one_plus
+from chipfit.simulate.gemmlowp import (
+    _fine,
+    _log,
+    exp_of_negative,
+    log_softmax,
+    logistic16,
+    reciprocal_of_one_plus,
+    softmax,
+    tanh16,
+)
 
 
 def fixed(real: float, width: int, integers: int = 0) -> int:
@@ -19,7 +27,7 @@ def fixed(real: float, width: int, integers: int = 0) -> int:
 
 def times(a: int, b: int, width: int) -> int:
     """SaturatingRoundingDoublingHighMul: a b / 2^(w - 1), halves up."""
-    return min(math.floor(Fraction(a * b, 1 << width - 1) + Fraction(1, 2)), (1 << width - 1) - 1)
+    return min((a * b + (1 << width - 2)) >> width - 1, (1 << width - 1) - 1)
 
 
 def divided(a: int, by: int) -> int:
@@ -59,6 +67,7 @@ def one_over_one_plus_x(a: int, width: int) -> int:
 def test_an_exponential_takes_gemmlowps_steps(integers, width):
     one = 1 << width - 1 - integers
     a = [0, -1, *(-(one * k) // 57 for k in range(57 * (1 << integers)))]
+    a += [-one * k // 12_000 for k in range(18_000) if width == 32]  # enough to tell the last bit of a constant
     want = [exp_on_negative_values(v, integers, width) for v in a]
     assert exp_of_negative(torch.tensor(a), integers, width).tolist() == want
 
@@ -68,3 +77,98 @@ def test_a_reciprocal_takes_gemmlowps_steps(width):
     a = [k * ((1 << width - 1) - 1) // 997 for k in range(998)]
     want = [one_over_one_plus_x(v, width) for v in a]
     assert reciprocal_of_one_plus(torch.tensor(a), width).tolist() == want
+
+
+def log_of_one_or_more(x: int) -> int:
+    """log_x_for_x_greater_than_or_equal_to_1_impl: x with 12 integer bits, the result with 5."""
+    root = math.sqrt(math.sqrt(2))
+    wide, quarter = 32, 1 << 23
+
+    def lifted(v: int, by: int) -> int:
+        return saturated(v << by, wide)
+
+    lead = wide - x.bit_length()
+    a = lifted(times(lifted(x, lead - 1), fixed(math.sqrt(0.5), wide), wide), 1)
+    y = times(x, fixed(math.sqrt(0.5), wide), wide)
+    head = wide - y.bit_length() - 1
+    b = lifted(x, head)  # x, with the room that x / sqrt 2 has
+    r = min(a, b)
+    power = max(((12 - lead) << 25) + quarter, ((12 - head) << 25) - quarter)
+    p, q = (r + fixed(1 / root, wide) + 1) >> 1, 2 * (r - fixed(1 / root, wide))
+    q2 = times(q, q, wide)
+    num = times(q, r, wide) + times(times(q, q2, wide), fixed(11 / 240 * root, wide), wide)
+    slow = fixed(2 / root - root, wide) + q + times(q2, fixed(root / 20, wide), wide)
+    less = times(p, slow, wide) + times(q, fixed(root / 4, wide), wide)
+    part = times(divided(num, 6), one_over_one_plus_x(less, wide), wide)
+    return lifted(times(power, fixed(math.log(2), wide), wide) + part, 1)
+
+
+def test_a_logarithm_takes_the_kernels_steps():
+    """From 1 to 4096, each power of two and its neighbours among them."""
+    one = 1 << 19
+    x = [one + one * k // 1201 for k in range(6000)] + [(one << k) + d for k in range(1, 12) for d in (-1, 0, 1)]
+    x += [one + 1, (1 << 31) - 1, *((1 << 31) - 12345 * k for k in range(1, 6000))]
+    got = _log(torch.tensor(x)).tolist()
+    assert got == [log_of_one_or_more(v) for v in x]
+    assert max(abs(v / 2**26 - math.log(a / one)) for v, a in zip(got, x)) < 1e-6
+
+
+def logistic_in_steps(a: int) -> int:
+    y = one_over_one_plus_x(exp_on_negative_values(-abs(a), 3, 16), 16)
+    return (1 << 14) if a == 0 else y if a > 0 else (1 << 15) - 1 - y
+
+
+def tanh_in_steps(a: int) -> int:
+    """(1 - e) / (1 + e), saturated, of e = exp(-2 |a|): one integer bit more is twice the number."""
+    e = exp_on_negative_values(-abs(a), 4, 16)
+    half = (e + (1 << 15)) >> 1
+    x = fixed(48 / 17, 16, 2) + times(half, fixed(-32 / 17, 16, 2), 16)
+    for _ in range(3):
+        x += saturated(times(x, (1 << 13) - times(half, x, 16), 16) << 2, 16)
+    y = saturated((x - (1 << 13)) << 2, 16)
+    return 0 if a == 0 else y if a > 0 else -y
+
+
+@pytest.mark.parametrize(
+    "curve, steps, function", [(logistic16, logistic_in_steps, torch.sigmoid), (tanh16, tanh_in_steps, torch.tanh)]
+)
+def test_a_16_bit_curve_takes_gemmlowps_steps(curve, steps, function):
+    a = list(range(-32768, 32768, 23)) + [0, 1, -1, 32767]
+    got = curve(torch.tensor(a))
+    assert got.tolist() == [steps(v) for v in a]
+    assert float((got - 32768 * function(torch.tensor(a) / 4096)).abs().max()) < 13
+
+
+DIFFERENCES = [0, -1, -2, -5, -17, -40, -90, -255]
+
+
+@pytest.mark.parametrize("scale", [0.004, 0.03, 0.11, 0.4, 1.3, 20.0])
+@pytest.mark.parametrize("count", [1, 2, 8, 500])
+def test_a_softmax_and_its_logarithm_are_the_functions_within_a_code(scale, count):
+    row = DIFFERENCES[: min(count, 8)] + [-3] * (count - 8)
+    diff = torch.tensor([[row, [0] * count, row[::-1]], [[0] + [-1] * (count - 1), row, row]])
+    reals = diff.double() * scale
+    got = softmax(diff, torch.tensor(scale), 8)
+    assert float((got - 256 * reals.softmax(-1)).abs().max()) <= 0.501
+    fine = softmax(diff, torch.tensor(scale), 16)
+    assert float((fine - 65536 * reals.softmax(-1)).abs().max()) <= 24  # of exponentials with 19 bits behind the point
+    logs = log_softmax(diff, torch.tensor(scale))
+    assert float((logs - (16 * reals.log_softmax(-1)).clamp_min(-255)).abs().max()) <= 0.51
+
+
+def test_what_lies_31_below_the_largest_counts_for_nothing():
+    """Scale 1: 31 below is the last that counts, exp(-31) of which a softmax is 0; a logarithm is at its end by 16."""
+    diff = torch.tensor([[0, -15, -16, -31, -32, -255]])
+    assert softmax(diff, torch.tensor(1.0), 8).tolist() == [[256, 0, 0, 0, 0, 0]]
+    assert log_softmax(diff, torch.tensor(1.0)).tolist() == [[0, -240, -255, -255, -255, -255]]
+    wide = torch.zeros(1, 2, dtype=torch.long)
+    assert log_softmax(wide, torch.tensor(1.0)).tolist() == [[-11, -11]]  # -16 log 2 = -11.09
+    many = torch.cat([torch.zeros(1, dtype=torch.long), torch.full((1 << 16,), -32)])
+    assert softmax(many, torch.tensor(1.0), 8)[:2].tolist() == [256, 0]
+    assert log_softmax(many, torch.tensor(1.0))[:2].tolist() == [0, -255]
+
+
+@pytest.mark.parametrize("scale, last", [(0.9, 31), (0.5, 31), (1.0, 15), (0.3, 62), (4.0, 3)])
+def test_the_last_difference_that_counts_goes_by_the_power_of_two_above_the_scale(scale, last):
+    """31 / 2^(e - 26), cut off, of a multiplier scale 2^26 below 2^e."""
+    assert _fine(torch.tensor([0, -last, -last - 1]), torch.tensor(scale))[1].tolist() == [True, True, False]

@@ -86,6 +86,11 @@ def test_softmax():
         ((1, 1), (1, 1), False),
         ((), (1, 1), True),
         ((4, 1), (1,), False),
+        ((1,), (1, 1), True),
+        ((), (3,), True),
+        ((3,), (), False),
+        ((3,), (1, 3), False),
+        ((3, 1), (1, 3, 1), False),
     ],
 )
 def test_an_element_stands_still_while_the_other_operand_is_walked(a, b, still):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chipfit.simulate.tables16 import _thirds, sigmoid, tanh
+from chipfit.simulate.tables16 import _bell, _thirds, apply, sigmoid, softmax, tanh
 
 CODES = torch.cat([torch.arange(-300, 301), torch.arange(-32768, 32768, 97), torch.tensor([32767])])
 
@@ -35,8 +35,48 @@ def test_a_multiplier_has_as_many_bits_as_fit():
     ]
 
 
-@pytest.mark.parametrize("scale", [1 / 12288, 2.0**-12, 3e-4])
-def test_a_tanh_is_odd_within_a_code(scale):
-    q = torch.arange(1, 2000, 7)
-    a, b = (tanh(s * q, torch.tensor(scale)) for s in (1, -1))
-    assert int((a + b).abs().max()) <= 1
+def test_a_multiplier_is_doubled_31_times_at_most():
+    """1.6 * 2^-31 becomes 1.6, and of that the whole part is taken; once more would be 3.2."""
+    real = torch.tensor(1.6 * 2.0**-31 / 12288, dtype=torch.float64)
+    assert _thirds(torch.tensor([1 << 40]), real, ()).tolist() == [1 << 9]
+
+
+@pytest.mark.parametrize("scale", [1 / 12288, 2.0**-12, 2.0**-11])
+def test_both_sides_of_zero_are_one_curve(scale):
+    q = torch.arange(1, 32768)
+    assert torch.equal(tanh(q, torch.tensor(scale)), -tanh(-q, torch.tensor(scale)))
+    assert torch.equal(sigmoid(q, torch.tensor(scale)), 32768 - sigmoid(-q, torch.tensor(scale)))
+
+
+def test_the_table_begins_and_ends_as_the_kernels_table_does():
+    """sigmoid_table_uint16 of TensorFlow Lite."""
+    table = _bell().tolist()
+    assert table[:8] == [32768, 33451, 34133, 34813, 35493, 36169, 36843, 37513]
+    assert table[-1] == 65535
+    assert len(table) == 256 and table == sorted(table)
+
+
+@pytest.mark.parametrize("scale", [2.0**-12, 1e-4, 3e-4, 1e-3])
+@pytest.mark.parametrize("shape", [(2, 3, 7), (5, 1), (1, 300)])
+def test_a_softmax_is_the_function_within_the_error_of_its_tables(scale, shape):
+    q = torch.randint(-32768, 32768, shape, generator=torch.Generator().manual_seed(0))
+    want = (32768 * (q.double() * scale).softmax(-1)).clamp_max(32767)
+    assert float((softmax(q, torch.tensor(scale)) - want).abs().max()) <= 22  # exponentials end at exp(-10)
+
+
+def test_a_softmax_of_equal_numbers_is_their_share():
+    for count in (1, 2, 4, 256):
+        got = softmax(torch.full((2, count), 77), torch.tensor(1e-3)).unique().tolist()
+        assert len(got) == 1 and abs(got[0] - min(32768 // count, 32767)) <= 1
+
+
+@pytest.mark.parametrize(
+    "f, scale, result, most", [(torch.exp, 1e-4, 26.5 / 32768, 4.0), (torch.tanh, 1e-4, 1 / 32768, 3.0)]
+)
+def test_a_function_by_a_table_of_512_lines(f, scale, result, most):
+    q = torch.arange(-32768, 32768, 13)
+    got = apply(f, q, torch.tensor(scale), torch.tensor(result))
+    want = (f(q.double() * scale) / result).clamp(-32768, 32767)
+    assert float((got - want).abs().max()) <= most
+    straight = apply(lambda x: x, q, torch.tensor(scale), torch.tensor(scale))
+    assert float((straight - q).abs().max()) <= 1

@@ -111,6 +111,8 @@ def _nested(node: Mapping[str, Any]) -> Any:
     if kind in ("builtins.list", "builtins.tuple"):
         return children if kind == "builtins.list" else tuple(children)
     context = node.get("context")
+    if isinstance(context, dict):  # of a defaultdict
+        context = context.get("dict_context")
     names = json.loads(context) if isinstance(context, str) and context[:1] == "[" else context
     while isinstance(names, list) and len(names) == 2 and isinstance(names[1], list):
         names = names[0] if isinstance(names[0], list) else names[1]  # fields of a dataclass; [factory, keys]

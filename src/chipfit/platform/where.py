@@ -117,7 +117,7 @@ def _broken(want: Any, got: Any, attrs: Mapping[str, Any]) -> str | None:
         holds, words = TESTS[test]
         try:
             if not all(holds(v, bound) for v in entries):
-                return words + _words(bound, " or " if test == "in" else " x ")
+                return words + (_words(bound, " or " if test == "in" else " x ") or "nothing")
         except TypeError:  # a symbolic size against a number
             return None
     return ""

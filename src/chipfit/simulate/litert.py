@@ -6,6 +6,7 @@ Sources: TensorFlow Lite, kernels/internal; XNNPACK, src/microparams-init.c and 
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -151,14 +152,38 @@ def _add(u: Unit, sign: int = 1) -> None:
     u.put(_rescaled(u, sign))
 
 
+def _stretch(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many elements of two operands that are broadcast lie side by side in both, for the optimised kernels.
+
+    These walk shapes that differ in one block of axes, or in two where each operand has one; others element by element.
+    Source: TensorFlow Lite, kernels/internal/reference/process_broadcast_shapes.cc.
+    """
+    axes = [(m, n) for m, n in zip(a, b, strict=True) if (m, n) != (1, 1)]
+    kinds = "".join("=" if m == n else "a" if m == 1 else "b" for m, n in axes)
+    walked = re.fullmatch("=*(a*=*b*|b*=*a*)=*", kinds)
+    return math.prod(m for m, _ in axes[len(kinds.rstrip("=")) :]) if walked else 1
+
+
+def _in_vectors(u: Unit, *shapes: Sequence[int]) -> Tensor:
+    """Which elements of a result vector instructions make, 16 at once, of operands of these shapes."""
+    rank, whole = max(map(len, shapes)), torch.broadcast_shapes(*shapes)
+    image = rank == 4 and u.run.graph.data_format == "channels_first"  # it lies channels last
+    padded = ([1] * (rank - len(s)) + [*s] for s in (*shapes, whole))
+    *lie, out = ([s[0], *s[2:], s[1]] if image else s for s in padded)
+    many = _stretch(lie[0], lie[-1])
+    vectors = (torch.arange(math.prod(out)) % many < many // 16 * 16).reshape(out)
+    return vectors.movedim(-1, 1) if image else vectors
+
+
 def _add_optimized(u: Unit) -> None:
-    """16-bit operands of one shape: vector instructions take 16 at once and round each operand once, halves up."""
-    a, b = (u.code(i) for i in (u.x, u.second))
-    if not u.wide or a.shape != b.shape:
+    """Vector instructions round each operand once, halves up.
+
+    Of 16-bit operands they run where the shapes are equal, of 8-bit ones along a stretch of both.
+    """
+    a, b = (u.code(i).shape for i in (u.x, u.second))
+    if u.wide and a != b:
         return _add(u)
-    image = a.dim() == 4 and u.run.graph.data_format == "channels_first"  # it lies channels last
-    single = torch.arange(a.numel()).reshape((a.movedim(1, -1) if image else a).shape) >= a.numel() // 16 * 16
-    u.put(torch.where(single.movedim(-1, 1) if image else single, _rescaled(u), _rescaled(u, how="once")))
+    u.put(torch.where(_in_vectors(u, a, b), _rescaled(u, how="once"), _rescaled(u)))
 
 
 def _add_xnnpack(u: Unit, sign: int = 1) -> None:
@@ -202,10 +227,17 @@ def _requantize(u: Unit) -> None:
     u.put(fixed_point(u.centred(), u.real(kind=torch.float64), "away"))
 
 
+def _requantize_optimized(u: Unit) -> None:
+    """Vector instructions, which 16-bit codes have none of, round twice with halves up."""
+    q, real = u.centred(), u.real(kind=torch.float64)
+    plain = fixed_point(q, real, "away")
+    u.put(plain if u.wide else torch.where(_in_vectors(u, q.shape), fixed_point(q, real, "up"), plain))
+
+
 def _requantize_xnnpack(u: Unit) -> None:
     s = u.real()
     if not 2.0**-8 <= s <= 128:
-        return _requantize(u)
+        return _requantize_optimized(u)
     u.put(_by_256ths(u.centred(), s))
 
 
@@ -498,6 +530,7 @@ _OPTIMIZED = {
     **by(_convolution, *_CONVOLUTIONS, how="up"),
     **by(_linear, "Linear", how="up"),
     **by(_add_optimized, "Add"),
+    **by(_requantize_optimized, "Requantize"),
     **by(_softmax, "Softmax", rows=_rows_optimized),
     **by(_softmax, "LogSoftmax", rows=_log_rows_optimized),
     **by(_mean_optimized, *_MEANS),

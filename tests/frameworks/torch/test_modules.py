@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chipfit.frameworks.torch.modules import BiasQuantizer, FakeQuantizer, fake_quantize_ste
+from chipfit.errors import PlanError
+from chipfit.frameworks.torch.modules import BiasQuantizer, FakeQuantizer, LayerWeights, fake_quantize_ste, own
+from chipfit.quantizers.algorithm import Algorithm
 from chipfit.quantizers.grids import Grid, fake_quantize
 from chipfit.quantizers.stored import Stored
 
 INT4 = Grid(bits=4, qmin=-8, qmax=7)
 UINT8 = Grid(bits=8, qmin=0, qmax=255, zero="any")
+
+
+def _stored(scale, grid=INT4, axis=None):
+    s = torch.tensor(scale)
+    return Stored(format="", grid=grid, axis=axis, scale=s, zero_point=torch.zeros_like(s, dtype=torch.int32))
 
 
 def _quantizer(scale, zero, grid, axis=None):
@@ -121,3 +128,84 @@ def test_a_module_that_rounds_in_its_place_moves_with_it():
     assert q.function.weight.dtype == torch.float64
     q.half()
     assert q.scale.dtype in (torch.float32, torch.float64)  # a scale in half precision would move every code
+
+
+def test_of_what_is_rounded_a_share_is_blended_in():
+    q, x = _quantizer(0.5, 0, INT4), torch.tensor([0.3, 0.7])
+    q.share = 0.25
+    assert q(x).tolist() == pytest.approx([0.3 + 0.25 * 0.2, 0.7 - 0.25 * 0.2])
+    q.function = lambda x: x + 4
+    assert q(x).tolist() == pytest.approx([1.3, 1.7])
+    q.share = 1.0
+    assert q(x).tolist() == pytest.approx([4.3, 4.7])
+    q.mode = "bypass"
+    assert q(x) is x and FakeQuantizer.MODES == ("quantize", "bypass", "observe") and FakeQuantizer.share == 1.0
+
+
+def test_an_observer_passes_empty_tensors_by():
+    q = _quantizer(0.5, 0, INT4)
+    q.mode = "observe"
+    assert q(torch.zeros(0, 3)).shape == (0, 3) and q.seen is None
+    q(torch.tensor([2.0, -1.0])), q(torch.tensor([0.5]))
+    assert q.seen == (-1, 2)
+    q(torch.tensor([-3.0])), q(torch.tensor([5.0]))
+    assert q.seen == (-3, 5)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_codes_and_the_reals_that_they_stand_for_run_along_an_axis(axis):
+    x = torch.linspace(-4, 4, 27).view(3, 3, 3)
+    q = _quantizer([0.25, 0.5, 1.0], [3, 100, 250], UINT8, axis)
+    shape = [3 if d == axis else 1 for d in range(3)]
+    s, z = torch.tensor([0.25, 0.5, 1.0]).view(shape), torch.tensor([3, 100, 250]).view(shape)
+    want = (torch.round(x / s) + z).clamp(0, 255)
+    assert torch.equal(q.codes(x).float(), want) and torch.equal(q.as_reals(q.codes(x)), (want - z) * s)
+    assert torch.equal(q.reals(x), x) and not q.codes(x.requires_grad_()).requires_grad
+
+
+def test_codes_of_a_table_stand_for_its_entries():
+    table = Grid(bits=2, qmin=0, qmax=2, kind="lut", table=(-3.0, 0.0, 2.0))
+    q = _quantizer(0.5, 0, table)
+    codes = q.codes(torch.tensor([-9.0, 0.1, 1.2]))
+    assert codes.tolist() == [0, 1, 2] and q.as_reals(codes).tolist() == [-1.5, 0, 1]
+
+
+def test_numbers_that_do_not_train_are_there_and_frozen():
+    q = FakeQuantizer("t", _stored(0.5))
+    assert not q.scale.requires_grad and q.trained() == {} and set(q.state_dict()) == {"scale", "zero_point"}
+    learned = FakeQuantizer("t", _stored(0.5), Algorithm())
+    assert learned.scale.requires_grad and list(learned.trained()) == ["scale"]
+    learned.rescale(torch.tensor(4.0))
+    assert learned.scale.tolist() == 2 and not torch.equal(learned.scale, _stored(0.5).scale)
+
+
+def test_a_checkpoint_of_another_grid_is_refused():
+    state = _quantizer(0.5, 0, INT4).state_dict()
+    same, other = _quantizer(0.25, 0, INT4), _quantizer(0.5, 0, UINT8)
+    same.load_state_dict(state)
+    assert float(same.scale) == 0.5
+    with pytest.raises(PlanError, match="the grid of 't' differs"):
+        other.load_state_dict(state)
+
+
+def test_a_bias_is_bypassed_or_blended_as_others_are():
+    factors = _quantizer(0.5, 0, INT4), _quantizer([0.5, 0.25], [0, 0], INT4, 0)
+    grid = Grid(bits=32, qmin=-(2**31), qmax=2**31 - 1)
+    bias = BiasQuantizer("b", _stored([1.0] * 4, grid, 0), factors)  # two groups of two channels
+    b = torch.tensor([0.3, 0.3, -0.4, -0.4])
+    assert bias.numbers()[0].tolist() == [0.25, 0.125, 0.25, 0.125] and bias.numbers()[1].tolist() == [0] * 4
+    assert bias(b).tolist() == [0.25, 0.25, -0.5, -0.375]
+    bias.share = 0.5
+    assert bias(b).tolist() == pytest.approx([0.275, 0.275, -0.45, -0.3875])
+    bias.mode = "bypass"
+    assert bias(b) is b
+
+
+def test_weights_are_registered_under_their_dotted_names():
+    host = torch.nn.Module()
+    table, leaf = own(host, "a.b.weight", torch.nn.Parameter(torch.ones(2)), rounded={"a.b"})
+    assert leaf == "weight" and isinstance(host.a.b, LayerWeights) and type(host.a) is torch.nn.Module
+    assert table is host.a.b._parameters and torch.equal(host.a.b.weight_of("weight"), torch.ones(2))
+    table, _ = own(host, "a.b.mean", torch.zeros(3), rounded={"a.b"})
+    assert table is host.a.b._buffers and torch.equal(host.a.b.weight_of("mean"), torch.zeros(3))
+    assert own(host, "top", torch.zeros(1))[0] is host._buffers

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from chipfit.engine.run import run
+from chipfit.errors import CaptureError
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import OPAQUE
 from chipfit.graph.ops import OPS
@@ -212,3 +213,130 @@ def test_an_einsum_that_is_one_product_is_read_as_one(equation, ops):
     assert [n.op for n in graph.nodes if n.op != "Add"] == ops
     (got,) = run(graph, [x]).values()
     torch.testing.assert_close(got, torch.einsum(equation, x, x + 1))
+
+
+# ---------------------------------------------------------------- attributes, where results could not tell
+
+
+def nodes(f, *xs, **how):
+    """The nodes of a function, which computes what PyTorch does."""
+
+    class Model(nn.Module):
+        def forward(self, *xs):
+            return f(*xs)
+
+    graph = capture(Model(), xs, {}, **how)
+    (got,) = run(graph, list(xs)).values()
+    torch.testing.assert_close(got, f(*xs))
+    return graph.nodes
+
+
+def attrs(f, op, *xs, **how):
+    (found,) = (n.attrs for n in nodes(f, *xs, **how) if n.op == op)
+    return found
+
+
+def test_heads_that_share_keys_get_copies_of_them():
+    q, k = torch.randn(2, 6, 5, 4), torch.randn(2, 3, 7, 4)
+    found = nodes(lambda q, k: F.scaled_dot_product_attention(q, k, k + 1, enable_gqa=True), q, k)
+    assert [n.op for n in found] == ["Add", *["Unsqueeze", "Expand", "Reshape"] * 2, "SDPA"]
+    for n in found:
+        if n.op == "Unsqueeze":
+            assert n.attrs["axes"] == (2,)
+        elif n.op == "Expand":
+            assert n.attrs["shape"] == (-1, -1, 2, -1, -1)
+        elif n.op == "Reshape":
+            assert n.attrs["shape"] == (-1, 6, 7, 4)
+    assert found[-1].attrs == {"is_causal": False, "scale": None, "enable_gqa": False}
+    alone = nodes(lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True), q, k.repeat(1, 2, 1, 1))
+    assert [n.op for n in alone] == ["SDPA"]
+
+
+LONGER = [((torch.randn(2, 7),), {})]  # than an example of [2, 5]
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.float32])
+def test_places_of_an_open_axis_are_counted_from_zero_by_ones(kind):
+    found = nodes(lambda x: x + torch.arange(x.shape[1], dtype=kind), torch.randn(2, 5), others=LONGER)
+    assert {"Size", "CumSum"} <= {n.op for n in found} and OPAQUE not in {n.op for n in found}
+
+
+@pytest.mark.parametrize(
+    "places",
+    [lambda n: torch.arange(1, n + 1), lambda n: torch.arange(0, 2 * n, 2), lambda n: torch.arange(1, n + 1, 1)],
+)
+def test_other_numbers_along_an_open_axis_are_not_taken_for_places(places):
+    with pytest.raises(CaptureError, match="does not follow the sizes"):
+        nodes(lambda x: x + places(x.shape[1]), torch.randn(2, 5), others=LONGER)
+
+
+def test_places_of_an_axis_that_is_known_are_left_to_pytorch():
+    assert OPAQUE in {n.op for n in nodes(lambda x: x + torch.arange(5), torch.randn(2, 5))}
+
+
+@pytest.mark.parametrize(
+    ("f", "op", "want"),
+    [
+        (
+            lambda x: F.conv2d(x, torch.ones(4, 2, 3, 2), padding="same", groups=2),
+            "Conv2D",
+            {"padding": ((1, 1), (0, 1)), "groups": 2},
+        ),
+        (
+            lambda x: F.conv2d(x, torch.ones(4, 1, 3, 2), groups=4),
+            "DepthwiseConv2D",
+            {"padding": ((0, 0), (0, 0)), "groups": 4},
+        ),
+        (lambda x: F.conv2d(x, torch.ones(8, 1, 3, 2), padding="valid", groups=4), "DepthwiseConv2D", {"groups": 4}),
+        (lambda x: F.conv2d(x[:, :1], torch.ones(3, 1, 2, 2)), "Conv2D", {"groups": 1, "stride": (1, 1)}),
+        (
+            lambda x: F.conv2d(x, torch.ones(4, 4, 2, 2), padding="same", dilation=(3, 2)),
+            "Conv2D",
+            {"padding": ((1, 2), (1, 1))},
+        ),
+        (lambda x: F.conv1d(x[..., 0], torch.ones(4, 1, 3), groups=4), "Conv1D", {"groups": 4}),
+        (lambda x: F.hardtanh(x, 0.0, 5.0), "Clamp", {"min": 0.0, "max": 5.0}),
+        (lambda x: F.hardtanh(x, -1.0, 6.0), "Clamp", {"min": -1.0, "max": 6.0}),
+        (lambda x: x.clamp(min=0.5), "Clamp", {"min": 0.5, "max": None}),
+        (lambda x: x.clamp(max=0.0), "Clamp", {"min": None, "max": 0.0}),
+        (lambda x: x.clamp(max=6.0), "Clamp", {"min": None, "max": 6.0}),
+        (lambda x: x.squeeze(), "Squeeze", {"axes": ()}),
+        (lambda x: x[:, :, :1].squeeze((1, 2)), "Squeeze", {"axes": (2,)}),
+        (lambda x: x.mean((1, 2)), "Mean", {"axes": (1, 2), "keepdims": False}),
+        (lambda x: x.mean(), "Mean", {"axes": (0, 1, 2, 3)}),
+        (lambda x: x[0].mean((1, 2)), "Mean", {"axes": (1, 2)}),
+        (lambda x: x.amax(-2), "ReduceMax", {"axes": (2,)}),
+        (lambda x: x.max(-1).values, "ReduceMax", {"axes": (3,), "keepdims": False}),
+        (lambda x: x.min(), "ReduceMin", {"axes": (0, 1, 2, 3)}),
+        (lambda x: torch.linalg.vector_norm(x, dim=-1), "ReduceL2", {"axes": (3,)}),
+        (lambda x: torch.linalg.vector_norm(x), "ReduceL2", {"axes": (0, 1, 2, 3)}),
+        (lambda x: x.transpose(-1, 1), "Transpose", {"perm": (0, 3, 2, 1)}),
+        (lambda x: x[0, 0].t(), "Transpose", {"perm": (1, 0)}),
+        (
+            lambda x: F.adaptive_avg_pool2d(x, (2, 3)),
+            "AvgPool",
+            {"kernel": (3, 2), "stride": (3, 2), "ceil_mode": False},
+        ),
+        (lambda x: F.adaptive_max_pool2d(x, (3, 1)), "MaxPool", {"kernel": (2, 6), "dilation": (1, 1)}),
+        (lambda x: F.pad(x, (1, 2)), "Pad", {"padding": ((0, 0), (0, 0), (0, 0), (1, 2)), "value": 0.0}),
+        (
+            lambda x: F.pad(x, (1, 2, 3, 4), value=0.5),
+            "Pad",
+            {"padding": ((0, 0), (0, 0), (3, 4), (1, 2)), "value": 0.5},
+        ),
+        (lambda x: x.unfold(2, 3, 2), "Transpose", {"perm": (0, 1, 2, 4, 3)}),
+        (lambda x: x.roll(2, -1), "Roll", {"shifts": (2,), "axes": (-1,)}),
+        (lambda x: x[:, 1:3], "Slice", {"axis": 1, "start": 1, "end": 3, "step": 1}),
+        (lambda x: x[..., ::2], "Slice", {"axis": 3, "start": 0, "end": None, "step": 2}),
+        (lambda x: x[:, -2:], "Slice", {"axis": 1, "start": -2, "end": None}),
+        (lambda x: x.split(3, -1)[1], "Split", {"axis": 3, "sizes": (3, 3)}),
+        (lambda x: x.unbind(-2)[0], "Unstack", {"axis": 2}),
+        (lambda x: torch.stack([x, x], -1), "Stack", {"axis": 4}),
+        (lambda x: torch.cat([x, x], -1), "Concat", {"axis": 3}),
+        (lambda x: x.unsqueeze(-1), "Unsqueeze", {"axes": (4,)}),
+        (lambda x: x.unsqueeze(-5), "Unsqueeze", {"axes": (0,)}),
+    ],
+)
+def test_settings_become_attributes(f, op, want):
+    found = attrs(f, op, torch.randn(2, 4, 6, 6))
+    assert {k: found[k] for k in want} == want

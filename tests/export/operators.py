@@ -1,0 +1,231 @@
+"""Operators with unusual attributes and unequal axes: what the engine makes of them, every file computes too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from chipfit.engine.kernels import execute
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.graph.ops import OPS
+
+INT, BOOL = "int", "bool"
+I = (2, 4, 5, 6)  # noqa: E741 -- an image
+ROW = (2, 4, 7)
+
+
+def pool(*kernel: int, stride=None, padding=None, **more) -> dict[str, Any]:
+    n = len(kernel)
+    given = {"kernel": kernel, "stride": stride or (1,) * n, "padding": padding or ((0, 0),) * n, "ceil_mode": False}
+    return given | more
+
+
+def conv(n: int, **more) -> dict[str, Any]:
+    return {"stride": (1,) * n, "padding": ((0, 0),) * n, "dilation": (1,) * n, "groups": 1, **more}
+
+
+#: name -> operator, shapes of its operands, attributes
+CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
+    "conv of unequal steps": ("Conv2D", [I, (3, 4, 2, 3), (3,)], conv(2, stride=(2, 1), padding=((1, 0), (0, 2)))),
+    "conv of unequal gaps": ("Conv2D", [I, (3, 4, 3, 2), (3,)], conv(2, dilation=(1, 3), padding=((2, 1), (1, 1)))),
+    "conv without bias": ("Conv2D", [I, (3, 4, 3, 3), None], conv(2, padding=((1, 1), (1, 1)))),
+    "conv in groups": ("Conv2D", [I, (6, 2, 3, 3), (6,)], conv(2, groups=2)),
+    "conv of a row": ("Conv1D", [ROW, (3, 4, 3), (3,)], conv(1, stride=(2,), padding=((2, 1),))),
+    "conv of a row with gaps": ("Conv1D", [ROW, (3, 4, 2), None], conv(1, dilation=(3,))),
+    "conv of a volume": ("Conv3D", [(1, 2, 4, 5, 6), (3, 2, 2, 3, 1), (3,)], conv(3, stride=(1, 2, 3))),
+    "a padded volume": ("Conv3D", [(1, 2, 3, 5, 6), (3, 2, 3, 3, 3), (3,)], conv(3, padding=((1, 1), (0, 2), (1, 0)))),
+    "depthwise": (
+        "DepthwiseConv2D",
+        [I, (12, 1, 2, 3), (12,)],
+        conv(2, groups=4, stride=(1, 2), padding=((0, 1), (1, 1))),
+    ),
+    "transposed": ("TransposeConv2D", [I, (4, 3, 2, 3), (3,)], conv(2, stride=(2, 3), output_padding=(0, 0))),
+    "transposed and cut": (
+        "TransposeConv2D",
+        [I, (4, 3, 4, 3), (3,)],
+        conv(2, stride=(3, 2), padding=((1, 1), (0, 0)), output_padding=(0, 0)),
+    ),
+    "transposed row": (
+        "TransposeConv1D",
+        [ROW, (4, 3, 4), None],
+        conv(1, stride=(2,), padding=((1, 1),), output_padding=(0,)),
+    ),
+    "linear of rows": ("Linear", [(2, 3, 5), (4, 5), (4,)], {}),
+    "linear of images": ("Linear", [(2, 3, 4, 5), (6, 5), None], {}),
+    "max": ("MaxPool", [I], pool(2, 3, stride=(1, 2), padding=((0, 0), (1, 1)), dilation=(1, 1))),
+    "max beyond the image": ("MaxPool", [(2, 4, 6, 5)], pool(3, 2, stride=(2, 2), dilation=(1, 1), ceil_mode=True)),
+    "max with gaps": ("MaxPool", [I], pool(2, 3, dilation=(2, 1))),
+    "conv of a volume in groups": ("Conv3D", [(1, 4, 3, 3, 3), (2, 2, 2, 2, 2), None], conv(3, groups=2)),
+    "transposed with gaps": (
+        "TransposeConv2D",
+        [I, (4, 3, 2, 2), None],
+        conv(2, dilation=(1, 2), output_padding=(0, 0)),
+    ),
+    "transposed beyond": (
+        "TransposeConv2D",
+        [I, (4, 3, 2, 2), None],
+        conv(2, stride=(3, 3), padding=((1, 1), (1, 1)), output_padding=(2, 2)),
+    ),
+    "max of a row": ("MaxPool", [ROW], pool(3, stride=(2,), padding=((1, 1),), dilation=(1,))),
+    "max with padding behind": ("MaxPool", [I], pool(2, 2, padding=((0, 1), (0, 1)), dilation=(1, 1))),
+    "average": ("AvgPool", [I], pool(2, 3, stride=(2, 1), count_include_pad=True)),
+    "average with padding": (
+        "AvgPool",
+        [I],
+        pool(3, 3, stride=(2, 1), padding=((1, 1), (1, 1)), count_include_pad=True),
+    ),
+    "average with unequal padding": ("AvgPool", [I], pool(3, 2, padding=((1, 0), (0, 1)), count_include_pad=True)),
+    "average of what is there": ("AvgPool", [I], pool(3, 3, padding=((1, 1), (1, 1)), count_include_pad=False)),
+    "average of what is there in steps": (
+        "AvgPool",
+        [(2, 4, 5, 7)],
+        pool(3, 5, stride=(2, 3), padding=((1, 1), (2, 2)), count_include_pad=False),
+    ),
+    "average of a row": ("AvgPool", [ROW], pool(4, stride=(3,), count_include_pad=True)),
+    "mean of rows": ("Mean", [I], {"axes": (2,), "keepdims": True}),
+    "mean from the end": ("Mean", [I], {"axes": (-1, -3), "keepdims": False}),
+    "sum": ("Sum", [I], {"axes": (1, 3), "keepdims": False}),
+    "largest": ("ReduceMax", [I], {"axes": (-2,), "keepdims": False}),
+    "least": ("ReduceMin", [(3, 5, 2)], {"axes": (0,), "keepdims": True}),
+    "product": ("ReduceProd", [(3, 5, 2)], {"axes": (1,), "keepdims": False}),
+    "global": ("GlobalAvgPool", [I], {}),
+    "index of the largest": ("ArgMax", [I], {"axis": 1, "keepdims": False}),
+    "index of the largest, kept": ("ArgMax", [I], {"axis": -2, "keepdims": True}),
+    "index of the largest of all": ("ArgMax", [(2, 3, 5)], {"axis": None, "keepdims": False}),
+    "sums so far": ("CumSum", [(2, 5, 3)], {"axis": -2}),
+    "softmax of channels": ("Softmax", [I], {"axis": 1}),
+    "softmax of the first of three": ("Softmax", [(3, 5, 2)], {"axis": -3}),
+    "softmax of the last": ("Softmax", [(3, 5, 2)], {"axis": -1}),
+    "log softmax of the middle": ("LogSoftmax", [(3, 5, 2)], {"axis": 1}),
+    "slope for each channel": ("PRelu", [I, (4,)], {}),
+    "slope of rows": ("PRelu", [(3, 4), (4,)], {}),
+    "leaky": ("LeakyRelu", [I], {"negative_slope": -0.3}),
+    "clamp below": ("Clamp", [I], {"min": -0.25, "max": None}),
+    "clamp above": ("Clamp", [I], {"min": None, "max": 0.75}),
+    "clamp between": ("Clamp", [I], {"min": -0.25, "max": 0.75}),
+    "clamp to one": ("Clamp", [I], {"min": -1.0, "max": 1.0}),
+    "clamp to the unit": ("Clamp", [I], {"min": 0.0, "max": 1.0}),
+    "rectifier as a clamp": ("Clamp", [I], {"min": 0.0, "max": None}),
+    "clamp of six": ("Clamp", [I], {"min": 0.0, "max": 6.0}),
+    "hard sigmoid": ("HardSigmoid", [I], {}),
+    "hyperbolic gelu": ("Gelu", [I], {"approximate": "tanh"}),
+    "concat from the end": ("Concat", [(2, 3, 4), (2, 3, 5)], {"axis": -1}),
+    "concat of three": ("Concat", [(2, 3, 4), (2, 1, 4), (2, 2, 4)], {"axis": 1}),
+    "stack behind": ("Stack", [(2, 3, 4)] * 3, {"axis": -1}),
+    "stack in the middle": ("Stack", [(2, 3, 4)] * 2, {"axis": 2}),
+    "unequal parts": ("Split", [(2, 6, 3)], {"axis": -2, "sizes": (1, 3, 2)}),
+    "equal parts": ("Split", [(2, 6, 3)], {"axis": 1, "sizes": (2, 2, 2)}),
+    "reshape": ("Reshape", [(2, 6, 5)], {"shape": (-1, 3, 10)}),
+    "transpose of four": ("Transpose", [(2, 3, 4, 5)], {"perm": (0, 3, 1, 2)}),
+    "transpose of three": ("Transpose", [(2, 3, 5)], {"perm": (2, 0, 1)}),
+    "squeeze of two": ("Squeeze", [(2, 1, 4, 1)], {"axes": (1, 3)}),
+    "squeeze of none": ("Squeeze", [(2, 1, 4)], {"axes": ()}),
+    "unsqueeze of two": ("Unsqueeze", [(2, 3)], {"axes": (1, 3)}),
+    "expand": ("Expand", [(2, 1, 4)], {"shape": (2, 3, -1)}),
+    "expand in front": ("Expand", [(3, 1)], {"shape": (2, 3, 4)}),
+    "a strided slice": ("Slice", [(2, 9, 3)], {"axis": 1, "start": 2, "end": 8, "step": 3}),
+    "a slice from the end": ("Slice", [(2, 3, 9)], {"axis": -1, "start": -5, "end": -1, "step": 1}),
+    "a slice to the end": ("Slice", [(2, 5, 3)], {"axis": 1, "start": 3, "end": None, "step": 1}),
+    "a slice of the first": ("Slice", [(7, 5, 3)], {"axis": 0, "start": 1, "end": 4, "step": 2}),
+    "the last": ("Select", [(2, 5, 3)], {"axis": 1, "index": -1}),
+    "the last but one": ("Select", [(2, 5, 3)], {"axis": -1, "index": -2}),
+    "the first": ("Select", [(2, 5, 3)], {"axis": 2, "index": 0}),
+    "gather": ("Gather", [(2, 5, 3), (4, INT)], {"axis": -2}),
+    "gather of rows": ("GatherElements", [(2, 5, 3), (2, 4, 3, INT)], {"axis": 1}),
+    "gather of the last": ("GatherElements", [(2, 3, 5), (2, 3, 7, INT)], {"axis": -1}),
+    "a table": ("Embedding", [(7, 3), (2, 4, INT)], {}),
+    "roll of two": ("Roll", [(2, 5, 3)], {"shifts": (2, -1), "axes": (1, 2)}),
+    "tile": ("Tile", [(2, 3, 4)], {"repeats": (1, 3, 2)}),
+    "tile in front": ("Tile", [(3, 4)], {"repeats": (2, 1, 3)}),
+    "pad": ("Pad", [I], {"padding": ((0, 0), (0, 0), (1, 2), (3, 0)), "mode": "constant", "value": 0.0}),
+    "pad with a number": ("Pad", [(2, 3, 4)], {"padding": ((0, 0), (2, 0), (1, 3)), "mode": "constant", "value": -0.7}),
+    "reflect": ("Pad", [(2, 3, 4)], {"padding": ((0, 0), (1, 2), (3, 0)), "mode": "reflect", "value": 0.0}),
+    "replicate": ("Pad", [(2, 3, 4)], {"padding": ((0, 0), (1, 2), (3, 0)), "mode": "replicate", "value": 0.0}),
+    "circle": ("Pad", [(2, 3, 4)], {"padding": ((0, 0), (1, 2), (3, 0)), "mode": "circular", "value": 0.0}),
+    "cut off": ("Pad", [(2, 5, 4)], {"padding": ((0, 0), (-1, 0), (0, 1)), "mode": "constant", "value": 0.0}),
+    "nearest": ("Resize", [I], {"mode": "nearest", "size": (8, 9), "scale": None, "align_corners": False}),
+    "nearest by a factor": (
+        "Resize",
+        [I],
+        {"mode": "nearest", "size": None, "scale": (2.0, 3.0), "align_corners": False},
+    ),
+    "linear": ("Resize", [I], {"mode": "linear", "size": (3, 11), "scale": None, "align_corners": False}),
+    "linear by a factor": (
+        "Resize",
+        [I],
+        {"mode": "linear", "size": None, "scale": (3.0, 0.5), "align_corners": False},
+    ),
+    "linear between corners": ("Resize", [I], {"mode": "linear", "size": (8, 9), "scale": None, "align_corners": True}),
+    "linear row": ("Resize", [ROW], {"mode": "linear", "size": (12,), "scale": None, "align_corners": False}),
+    "nearest row": ("Resize", [ROW], {"mode": "nearest", "size": (12,), "scale": None, "align_corners": False}),
+    "cubic": ("Resize", [I], {"mode": "cubic", "size": (8, 9), "scale": None, "align_corners": False}),
+    "cubic between corners": ("Resize", [I], {"mode": "cubic", "size": (8, 9), "scale": None, "align_corners": True}),
+    "blocks to pixels": ("DepthToSpace", [(2, 18, 3, 2)], {"block": 3}),
+    "pixels to blocks": ("SpaceToDepth", [(2, 2, 9, 6)], {"block": 3}),
+    "shuffled channels": ("ChannelShuffle", [(2, 6, 3, 5)], {"groups": 3}),
+    "batch norm": ("BatchNorm", [I, (4,), (4,), (4,), (4,)], {"eps": 0.1}),
+    "batch norm without gain": ("BatchNorm", [I, None, None, (4,), (4,)], {"eps": 0.1}),
+    "layer norm of two axes": ("LayerNorm", [(2, 3, 4, 5), (4, 5), (4, 5)], {"normalized_shape": (4, 5), "eps": 0.1}),
+    "layer norm without shift": ("LayerNorm", [(2, 3, 5), (5,), None], {"normalized_shape": (5,), "eps": 0.1}),
+    "group norm": ("GroupNorm", [(2, 6, 3, 5), (6,), (6,)], {"groups": 3, "eps": 0.1}),
+    "group norm without shift": ("GroupNorm", [(2, 6, 5), (6,), None], {"groups": 2, "eps": 0.1}),
+    "instance norm": ("InstanceNorm", [(2, 6, 3, 5), (6,), (6,)], {"eps": 0.1}),
+    "attention": (
+        "SDPA",
+        [(2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 6)],
+        {"is_causal": False, "scale": 0.7, "enable_gqa": False},
+    ),
+    "causal attention": (
+        "SDPA",
+        [(2, 3, 5, 4), (2, 3, 5, 4), (2, 3, 5, 4)],
+        {"is_causal": True, "scale": None, "enable_gqa": False},
+    ),
+    "attention with a mask": (
+        "SDPA",
+        [(2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 6), (5, 7)],
+        {"is_causal": False, "scale": None, "enable_gqa": False},
+    ),
+    "attention to some": (
+        "SDPA",
+        [(2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 6), (5, 7, BOOL)],
+        {"is_causal": False, "scale": None, "enable_gqa": False},
+    ),
+    "softplus": ("Softplus", [(2, 30)], {"beta": 2.0, "threshold": 3.0}),
+    "to integers": ("Cast", [(2, 3)], {"dtype": "int64"}),
+    "elu": ("Elu", [I], {"alpha": 0.6}),
+}
+
+
+def drawn(shape: tuple, op: str, generator: torch.Generator) -> torch.Tensor:
+    if shape[-1] == INT:
+        return torch.randint(0, 3, shape[:-1], generator=generator)
+    if shape[-1] == BOOL:
+        return (torch.rand(shape[:-1], generator=generator) > 0.4) | (torch.arange(shape[-2]) == 0)
+    return torch.randn(shape, generator=generator) * 2
+
+
+def alone(name: str, open_batch: bool = False) -> tuple[Graph, list[torch.Tensor], list[torch.Tensor]]:
+    """A graph of one node, its inputs, and its results."""
+    op, shapes, attrs = CASES[name]
+    generator = torch.Generator().manual_seed(len(name))
+    tensors = [None if s is None else drawn(s, op, generator) for s in shapes]
+    if op == "BatchNorm":
+        tensors[4] = tensors[4].abs() + 0.1
+    names = tuple(None if x is None else f"x{k}" for k, x in enumerate(tensors))
+    node = Node("n", op, names, ("y",), attrs)
+    results = [torch.as_tensor(y) for y in execute(node, tensors)]
+    node = node.with_(outputs=tuple(f"y{k}" for k in range(len(results))))
+    graph, inputs = Graph([node], [], list(node.outputs), {}, {}), []
+    for k, (i, x) in enumerate(zip(names, tensors, strict=True)):
+        if i is None:
+            continue
+        if OPS[op].slot(k) in ("w", "b", "mean", "var") or (op == "Embedding" and k == 0):
+            graph.weights[i] = x
+        else:
+            graph.inputs.append(i)
+            inputs.append(x)
+    for i, x in [*zip(graph.inputs, inputs, strict=True), *zip(node.outputs, results, strict=True)]:
+        shape = (None, *x.shape[1:]) if open_batch else tuple(x.shape)
+        graph.values[i] = Value(i, shape, str(x.dtype).removeprefix("torch."))
+    return graph, inputs, results

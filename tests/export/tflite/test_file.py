@@ -1,0 +1,198 @@
+"""A `.tflite` file in the making, and what is read back from it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from ai_edge_litert import schema_py_generated as schema
+
+from chipfit.export.tflite.c_array import arena, header
+from chipfit.export.tflite.file import INT4, TYPES, File, Numbers, _packed
+from chipfit.export.tflite.metadata import attached
+from chipfit.export.tflite.stored import _array, stored
+
+FLOAT, INT8, INT16, INT32 = (TYPES[k] for k in ("float32", "int8", "int16", "int32"))
+
+
+def read(content: bytes):
+    return schema.ModelT.InitFromObj(schema.Model.GetRootAs(content, 0))
+
+
+def chain(*sizes: int, kind: int = INT8, skip: bool = False) -> bytes:
+    """x0 -> x1 -> ...: so many numbers each; with `skip` the last reads the first too."""
+    file = File()
+    made = [file.tensor(f"x{k}", (1, n), kind) for k, n in enumerate(sizes)]
+    for a, b in itertools.pairwise(made):
+        more = [made[0]] if skip and b == made[-1] else []
+        file.op("CONCATENATION", [a, *more], b, axis=1)
+    return file.content({"x": made[0]}, {"y": made[-1]}, {})
+
+
+@pytest.mark.parametrize(
+    "content, places",
+    [
+        (chain(16), 16),
+        (chain(1), 16),  # aligned to 16 bytes
+        (chain(17), 32),
+        (chain(16, 32), 48),
+        (chain(32, 64, 16), 96),  # the last takes the place of the first
+        (chain(32, 64, 48), 112),  # or half of it and what lies behind
+        (chain(16, 16, 16, 16), 32),
+        (chain(16, 16, 16, 16, skip=True), 48),
+        (chain(5, 3, kind=INT32), 48),
+        (chain(33, kind=INT4), 32),  # two to a byte, the last alone
+        (chain(32, kind=INT4), 16),
+    ],
+)
+def test_tensors_share_memory_where_they_live_at_different_times(content, places):
+    assert arena(content) == places
+
+
+def test_constants_take_no_memory_and_alignment_is_a_choice():
+    file = File()
+    x, y = file.tensor("x", (1, 20), INT8), file.tensor("y", (1, 20), INT8)
+    file.op("ADD", [x, file.constant(np.ones((1, 20), np.int8))], y)
+    content = file.content({"x": x}, {"y": y}, {})
+    assert [arena(content, a) for a in (1, 16, 64)] == [40, 64, 128]
+    file = File()
+    scalar = file.tensor("x", (), FLOAT)
+    assert arena(file.content({"x": scalar}, {"x": scalar}, {})) == 16
+
+
+@pytest.mark.parametrize("name, taken", [("my-net 2", "my_net_2"), ("3x", "_3x"), ("Füchsin", "F_chsin"), ("a", "a")])
+def test_an_array_of_c_has_a_name_that_c_allows(name, taken):
+    content = chain(16)
+    text = header(content, name)
+    assert f"static const unsigned char {taken}[] = {{" in text and f"#ifndef {taken.upper()}_H" in text
+    assert f"#define {taken.upper()}_TENSOR_ARENA 16\n" in text
+    assert f"static const unsigned int {taken}_len = {len(content)};" in text
+    rows = [line for line in text.splitlines() if line.startswith("    0x")]
+    assert len(rows) == -(-len(content) // 16) and all(row.count("0x") == 16 for row in rows[:-1])
+    assert bytes(int(b, 16) for row in rows for b in row.replace("0x", "").strip(" ,").split(",")) == content
+
+
+def test_codes_of_4_bits_are_packed_and_read_with_their_sign():
+    codes = np.array([[-8, 7, -1], [0, 3, -5]])
+    assert _packed(codes).tolist() == [0x78, 0x0F, 0xB3]
+    assert _packed(codes[:, :1]).tolist() == [0x08] and _packed(codes[0]).tolist() == [0x78, 0x0F]
+    for shape in ((2, 3), (3, 1), (5,), ()):
+        t = schema.TensorT()
+        t.shape, t.type = np.array(shape, np.int32), INT4
+        q = np.arange(-8, -8 + int(np.prod(shape))).reshape(shape)
+        found = _array(_packed(q).tobytes(), t)
+        assert np.array_equal(found, q) and found.shape == shape
+
+
+def test_a_file_says_what_its_tensors_hold(tmp_path):
+    file = File()
+    x = file.tensor("x", (1, 3), INT8, Numbers(np.float32(0.5), np.int64(3)))
+    q = np.array([[1, -2, 3], [4, 5, -6]])
+    w = file.constant(q, "w", INT16, Numbers(np.float32([0.5, 0.25]), np.int64([1, 2]), 0))
+    y = file.tensor("y", (1, 2), FLOAT)
+    file.op("FULLY_CONNECTED", [x, w, -1], y)
+    (tmp_path / "m.tflite").write_bytes(file.content({"x": x}, {"y": y}, {}))
+    found = stored(tmp_path / "m.tflite")
+    assert list(found) == ["x", "w", "y"]
+    assert found["x"].codes is None and [n.tolist() for n in found["x"].numbers[0]] == [[0.5], [3]]
+    assert np.array_equal(found["w"].codes, q) and [n.tolist() for n in found["w"].numbers[0]] == [[0.5, 0.25], [1, 2]]
+    assert found["y"] == (None, [])
+
+
+def test_one_zero_point_serves_all_scales_and_the_axis_is_the_first_if_none_is_said():
+    assert Numbers(np.float32(1), np.int64(0)).axis == 0
+    file = File()
+    k = file.tensor("t", (2, 3), INT8, Numbers(np.float32([1, 2, 3]), np.int64(4), 1))
+    q = file.tensors[k].quantization
+    assert q.zeroPoint.tolist() == [4, 4, 4] and q.quantizedDimension == 1 and file.tensors[k].hasRank
+    assert file.tensors[k].shapeSignature is None and file.tensors[k].buffer == 0
+    assert file.tensors[file.tensor("o", (1, 3), INT8, open_shape=(-1, 3))].shapeSignature.tolist() == [-1, 3]
+
+
+def test_equal_constants_are_one_tensor_and_others_are_not():
+    file = File()
+    a = file.ints(1, 2)
+    assert file.ints(1, 2) == a != file.ints(2, 1)
+    assert file.constant(np.array([1, 2], np.int64)) != a and file.constant(np.array([[1, 2]], np.int32)) != a
+    named = file.constant(np.array([1, 2], np.int32), "b")
+    assert named != a and file.known["b"] == named
+    half, one = (Numbers(np.float32(s), np.int64(0)) for s in (0.5, 1.0))
+    q = np.array([1, 2])
+    assert file.constant(q, "w", INT8, half) != file.constant(q, "w", INT8, one) == file.constant(q, "w", INT8, one)
+    assert file.scalar(2.5) == file.scalar(2.5) and file.tensors[file.scalar(2.5)].shape.tolist() == []
+    names = [t.name for t in file.tensors]
+    assert len(set(names)) == len(names)
+
+
+def test_a_tensor_between_two_operators_has_the_numbers_of_another_or_is_float():
+    file = File()
+    x = file.tensor("x", (1, 3), INT8, Numbers(np.float32(0.5), np.int64(3)))
+    like, plain = file.tensors[file.between((1, 2), x)], file.tensors[file.between((4,))]
+    assert like.type == INT8 and like.quantization is file.tensors[x].quantization and like.shape.tolist() == [1, 2]
+    assert plain.type == FLOAT and plain.quantization is None
+    assert file.tensors[file.between((1,), name="mine")].name == b"mine"
+    first = file.tensor("z", (1,), INT8)
+    assert file.tensors[first].quantization is None
+
+
+@pytest.mark.parametrize(
+    "kinds, version", [((FLOAT, FLOAT), 1), ((INT8, INT8), 2), ((INT16, INT16), 3), ((FLOAT, INT16, INT8), 3)]
+)
+def test_the_version_of_an_operator_goes_by_the_types_that_it_meets(kinds, version):
+    file = File()
+    made = [file.tensor(f"t{k}", (1, 2), kind) for k, kind in enumerate(kinds)]
+    file.op("CONCATENATION", made[:-1], made[-1], axis=1)
+    file.op("CONCATENATION", made[:-1], made[-1], axis=1)
+    (code,) = file._codes
+    assert code.version == version and [o.opcodeIndex for o in file.operators] == [0, 0]
+    file.op("ADD", [made[0], -1], made[-1])
+    assert len(file._codes) == 2 and file.operators[2].opcodeIndex == 1
+
+
+def test_an_operators_number_is_in_both_fields_as_far_as_a_byte_holds_it():
+    file = File()
+    x = file.tensor("x", (1, 2), FLOAT)
+    for kind in ("ADD", "GELU"):
+        file.op(kind, [x], x)
+    assert [c.builtinCode for c in file._codes] == [schema.BuiltinOperator.ADD, schema.BuiltinOperator.GELU]
+    assert [c.deprecatedBuiltinCode for c in file._codes] == [schema.BuiltinOperator.ADD, 127]
+
+
+def test_an_option_that_the_schema_has_not_is_an_error():
+    file = File()
+    x = file.tensor("x", (1, 2), FLOAT)
+    with pytest.raises(AttributeError, match="SoftmaxOptions has no field alpha"):
+        file.op("SOFTMAX", [x], x, alpha=1.0)
+    file.op("SOFTMAX", [x], x, beta=2.0)
+    assert file.operators[-1].builtinOptions.beta == 2.0
+
+
+def test_only_tensors_that_something_needs_are_in_the_file_and_data_lie_at_multiples_of_16():
+    file = File()
+    x, unused, y = (file.tensor(n, (1, 3), FLOAT) for n in ("x", "unused", "y"))
+    held = file.constant(np.arange(3, dtype=np.float32), "held")
+    file.op("ADD", [x, held], y)
+    content = file.content({"in": x}, {"out": y}, {"chipfit": json.dumps({"a": 1}).encode()})
+    model = read(content)
+    (g,) = model.subgraphs
+    names = [t.name for t in g.tensors]
+    assert set(names) <= {b"x", b"y", b"held", b"unused"} and {b"x", b"y", b"held"} <= set(names)
+    assert [names[k] for k in (*g.inputs, *g.outputs)] == [b"x", b"y"]
+    assert [names[k] for k in g.operators[0].inputs] == [b"x", b"held"]
+    (signature,) = model.signatureDefs
+    assert [(t.name, names[t.tensorIndex]) for t in (*signature.inputs, *signature.outputs)] == [
+        (b"in", b"x"),
+        (b"out", b"y"),
+    ]
+    assert model.version == 3 and content[4:8] == b"TFL3"
+    at = content.index(np.arange(3, dtype=np.float32).tobytes())
+    assert at % 16 == 0
+    assert [m.name for m in model.metadata] == [b"chipfit"]
+    assert unused != x
+
+
+def test_labels_lie_behind_the_model_only_where_there_are_any():
+    assert attached({}) == b"" and attached({"mean": [1.0]}) == b""
+    assert attached({"labels": ["a", "b"]}) == attached({"labels": ["a", "b"]}) != b""

@@ -1,0 +1,149 @@
+"""What the reader makes of settings on their borders: which operator, with which attributes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+keras = pytest.importorskip("keras")
+
+from keras import layers, ops  # noqa: E402 -- after the import that may skip
+
+from chipfit.engine.run import run  # noqa: E402
+from chipfit.frameworks.keras.backend import forward  # noqa: E402
+from chipfit.frameworks.keras.capture import capture  # noqa: E402
+
+
+def read(f, *shape, dtype="float32"):
+    """The graph of a function of one input, which computes what Keras does."""
+    x = keras.Input(shape, dtype=dtype)
+    model = keras.Model(x, f(x))
+    rng = np.random.default_rng(0)
+    for v in model.variables:
+        if "seed" not in v.path:
+            v.assign(rng.uniform(0.2, 1, v.shape))
+    graph = capture(model)
+    given = rng.normal(size=(3, *shape)) * 4
+    data = torch.from_numpy(given.astype(dtype))
+    want = keras.tree.flatten(forward(model, data))
+    values = run(graph, [data])
+    for o, y in zip(graph.outputs, want, strict=True):
+        torch.testing.assert_close(values[o], torch.as_tensor(y), rtol=1e-4, atol=1e-5)
+    return graph
+
+
+def ops_of(f, *shape, **how):
+    return [n.op for n in read(f, *shape, **how).nodes]
+
+
+@pytest.mark.parametrize(
+    ("channels", "multiplier", "op", "groups"),
+    [(1, 1, "Conv2D", 1), (1, 3, "Conv2D", 1), (2, 1, "DepthwiseConv2D", 2), (2, 3, "DepthwiseConv2D", 2)],
+)
+def test_a_depthwise_convolution_of_one_channel_is_a_plain_one(channels, multiplier, op, groups):
+    graph = read(layers.DepthwiseConv2D((2, 3), depth_multiplier=multiplier), 5, 6, channels)
+    assert [(n.op, n.attrs["groups"]) for n in graph.nodes if "Conv" in n.op] == [(op, groups)]
+
+
+@pytest.mark.parametrize("groups, op", [(1, "Conv2D"), (2, "Conv2D"), (4, "DepthwiseConv2D")])
+def test_groups_of_one_channel_each_are_depthwise(groups, op):
+    graph = read(layers.Conv2D(8, (3, 2), groups=groups, strides=(2, 1), padding="same"), 7, 5, 4)
+    (n,) = (n for n in graph.nodes if "Conv" in n.op)
+    assert (n.op, n.attrs["groups"], n.attrs["stride"]) == (op, groups, (2, 1))
+    assert n.attrs["padding"] == ((1, 1), (0, 1)) and graph.shape(n.output) == (None, 8, 4, 5)
+    graph = read(layers.Conv1D(8, 3, groups=groups, dilation_rate=2, padding="causal"), 9, 4)
+    (n,) = (n for n in graph.nodes if "Conv" in n.op)
+    assert (n.op, n.attrs["groups"], n.attrs["padding"], n.attrs["dilation"]) == ("Conv1D", groups, ((4, 0),), (2,))
+
+
+@pytest.mark.parametrize(
+    ("settings", "want"),
+    [
+        ({}, ["Relu"]),
+        ({"max_value": 6}, ["Relu6"]),
+        ({"max_value": 5}, ["Clamp"]),
+        ({"max_value": 7}, ["Clamp"]),
+        ({"negative_slope": 0.3}, ["LeakyRelu"]),
+        ({"negative_slope": 0.3, "max_value": 6}, None),
+        ({"threshold": 0.5}, None),
+        ({"threshold": 0.5, "max_value": 6}, None),
+        ({"threshold": 0.5, "negative_slope": 0.3}, None),
+    ],
+)
+def test_a_relu_with_other_ends_is_another_operator(settings, want):
+    found = ops_of(layers.ReLU(**settings), 7)
+    assert found == want if want else not {"Relu", "Relu6"} & {*found[:1]} or len(found) > 1
+
+
+def test_the_ends_of_a_relu_are_those_of_its_clamp():
+    (n,) = read(layers.ReLU(max_value=5), 7).nodes
+    assert n.attrs == {"min": 0.0, "max": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("key", "want"),
+    [
+        (np.s_[:, 1:], ["Slice"]),
+        (np.s_[:, -1], ["Select"]),
+        (np.s_[..., 0], ["Select"]),
+        (np.s_[:, 1, ..., 2], ["Select", "Select"]),
+        (np.s_[:, None, 1:3, ::2], ["Slice", "Slice", "Unsqueeze"]),
+        (np.s_[:, 0, None, :, None], ["Select", "Unsqueeze"]),
+        (np.s_[:, 4:1], ["Slice"]),
+        (np.s_[0:, :, -2:], ["Slice", "Slice"]),
+    ],
+)
+def test_parts_are_slices_selections_and_new_axes(key, want):
+    assert ops_of(lambda x: x[key], 4, 5) == want
+
+
+@pytest.mark.parametrize(
+    ("equation", "bias", "want"),
+    [
+        ("abc,cd->abd", "d", ["Linear"]),
+        ("abc,cde->abde", "de", ["Linear", "Reshape"]),
+        ("abc,bcd->ad", None, ["Reshape", "Linear"]),
+        ("abc,bcde->ade", "de", ["Reshape", "Linear", "Reshape"]),
+        ("...c,cd->...d", "d", ["Linear"]),
+    ],
+)
+def test_an_einsum_with_a_kernel_is_a_linear_layer_between_reshapes(equation, bias, want):
+    result = equation.split("->")[1]
+    sizes = {"a": None, "b": 4, "c": 5, "d": 2 if "de" in equation else 6, "e": 3}
+    output = tuple(sizes[c] for c in result.replace("...", "b") if c != "a")
+    assert ops_of(layers.EinsumDense(equation, output_shape=output, bias_axes=bias), 4, 5) == want
+
+
+def test_comparisons_are_of_one_type():
+    assert ops_of(lambda x: ops.cast(x > 1.5, "float32"), 5) == ["Greater", "Cast"]
+    graph = read(lambda x: ops.cast(x > 1.5, "float32"), 5, dtype="int32")
+    assert "Greater" in [n.op for n in graph.nodes]
+    assert ops_of(lambda x: ops.cast(x > 1, "float32"), 5, dtype="int32") == ["Greater", "Cast"]
+
+
+def test_a_clip_of_integers_is_a_maximum_and_a_minimum():
+    assert ops_of(lambda x: ops.clip(x, -2, 3), 9, dtype="int32") == ["Max", "Min"]
+    assert ops_of(lambda x: ops.clip(x, -2, 3), 9) == ["Clamp"]
+
+
+@pytest.mark.parametrize("axis", [(1,), (2,), (-1,), (1, 2), (-1, 1)])
+def test_vectors_are_divided_by_their_length_along_any_axis(axis):
+    found = ops_of(lambda x: ops.normalize(x, axis=axis if len(axis) > 1 else axis[0]), 4, 5)
+    assert found == ["ReduceL2", "Clamp", "Div"]
+
+
+@pytest.mark.parametrize("a, b", [(1, 2), (2, 1), (-1, 1), (1, 3), (-2, -1)])
+def test_axes_are_swapped_and_moved(a, b):
+    assert ops_of(lambda x: ops.swapaxes(x, a, b), 4, 5, 6) == ["Transpose"]
+    assert ops_of(lambda x: ops.moveaxis(x, a, b), 4, 5, 6) == ["Transpose"]
+    assert ops_of(lambda x: ops.moveaxis(x, (a, b), (b, a)), 4, 5, 6) == ["Transpose"]
+
+
+def test_images_are_resized_to_whole_multiples_only():
+    def resized(*size, **how):
+        return "Resize" in ops_of(lambda x: ops.image.resize(x, size, **how), 4, 6, 3)
+
+    assert resized(8, 6, interpolation="nearest") and resized(7, 5, interpolation="bilinear")
+    assert not resized(8, 9, interpolation="nearest") and not resized(6, 6, interpolation="nearest")
+    assert not resized(8, 12, interpolation="bicubic")

@@ -1,0 +1,162 @@
+"""What all training algorithms share, by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from chipfit.quantizers import hosting
+from chipfit.quantizers.algorithm import (
+    EPS,
+    MOST_BITS,
+    Algorithm,
+    clipped,
+    constants,
+    of_integers,
+    of_table,
+    positive,
+    reach,
+    rows,
+    threshold,
+    unit,
+    with_levels,
+)
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.ops import TorchOps, clamp, gradient_times, ste
+from chipfit.quantizers.stored import Stored
+
+S8, A8 = Grid(bits=8, qmin=-128, qmax=127), Grid(bits=8, qmin=0, qmax=255, zero="any")
+POT = Grid(bits=8, qmin=-128, qmax=127, pot=True)
+
+
+def stored(scale, zero=0, grid=S8, axis=None):
+    s = torch.tensor(scale)
+    return Stored(format="w", grid=grid, scale=s, zero_point=torch.full_like(s, zero, dtype=torch.int32), axis=axis)
+
+
+def numbers(scale, zero=0):
+    return {"scale": torch.tensor(scale), "zero_point": torch.tensor(zero)}
+
+
+def test_a_scale_that_trains_stays_above_a_least_one():
+    assert constants(stored([1.6, 1e-8], axis=0))["least"].tolist() == pytest.approx([EPS, 1e-8 / 16])
+    assert MOST_BITS == 16 and EPS == 2.0**-23
+    least = torch.tensor(0.5)
+    assert [float(positive(TorchOps, torch.tensor(s), least, S8)) for s in (3.0, -3.0, 0.1, -0.1)] == [3, 3, 0.5, 0.5]
+    assert [float(positive(TorchOps, torch.tensor(s), least, POT)) for s in (1.4, 1.5, -6.0, 0.1)] == [1, 2, 8, 0.5]
+    s = torch.tensor(1.5, requires_grad=True)
+    positive(TorchOps, s, least, POT).backward()  # d 2^log2 s = 2 / 1.5
+    assert float(s.grad) == pytest.approx(2 / 1.5)
+
+
+def test_what_shares_a_scale_lies_along_the_last_axis():
+    x = torch.arange(24.0).view(2, 3, 4)
+    assert rows(x, stored(1.0)).tolist() == x.flatten().tolist()
+    for axis, count in enumerate(x.shape):
+        found = rows(x, stored([1.0] * count, axis=axis))
+        assert torch.equal(found, x.movedim(axis, 0).reshape(count, -1))
+
+
+def test_the_greatest_magnitude_that_is_held():
+    for scale, zero, grid, want in ((0.5, 0, S8, 64), (0.5, 100, A8, 77.5), (0.5, 200, A8, 100)):
+        assert float(reach(TorchOps, numbers(scale, zero), grid)) == want
+        assert float(threshold(stored(scale, zero, grid))) == want
+    table = Grid(bits=2, qmin=0, qmax=2, kind="lut", table=(-3.0, 0.0, 2.0))
+    assert float(threshold(stored(0.5, 0, table))) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("grid", "zero", "scale", "at"),
+    [
+        (S8, 0, 2 / 255, 0),
+        (A8, 7, 2 / 255, 128),
+        (Grid(bits=8, qmin=-128, qmax=127, zero="any"), 7, 2 / 255, 0),
+        (Grid(bits=8, qmin=0, qmax=255), 0, 1 / 255, 0),
+        (Grid(bits=8, qmin=0, qmax=255, zero=128), 128, 2 / 255, 128),
+        (Grid(bits=2, qmin=0, qmax=2, zero="any"), 0, 1.0, 1),
+    ],
+)
+def test_the_unit_range_reaches_to_minus_one_where_a_code_does(grid, zero, scale, at):
+    s, z = unit(TorchOps, numbers(0.1, zero), grid)
+    assert float(s) == pytest.approx(scale) and int(z) == at
+
+
+def test_clipping_has_gradient_one_inside_and_that_of_the_ends_beyond():
+    x = torch.tensor([-3.0, -1.0, 0.2, 1.0, 3.0], requires_grad=True)
+    low, high = torch.tensor(-1.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
+    y = clipped(TorchOps, x, low, high, (torch.tensor(0.5), torch.tensor(0.0)), Grid(bits=3, qmin=-2, qmax=2))
+    assert y.tolist() == [-1, -1, 0, 1, 1]
+    (y * torch.tensor([1.0, 2, 4, 8, 16])).sum().backward()
+    assert x.grad.tolist() == [0, 2, 4, 8, 0] and float(low.grad) == 1 and float(high.grad) == 16
+    v = torch.tensor([1.0, 2.0], requires_grad=True)
+    (gradient_times(TorchOps, v, 3.0) * torch.tensor([1.0, 2.0])).sum().backward()
+    assert v.grad.tolist() == [3, 6] and ste(TorchOps, v, torch.tensor([5.0, 6.0])).tolist() == [5, 6]
+    assert clamp(TorchOps, v, 1.5, 1.75).tolist() == [1.5, 1.75]
+
+
+def test_what_an_algorithm_is_unless_it_says_otherwise():
+    plain, x = Algorithm(), torch.tensor([0.3, -9.0])
+    assert plain.refuses(S8, "weight") == "" and plain.grid(S8) is S8 and plain.table(TorchOps, {}, S8) is None
+    assert list(plain.init(stored(0.5), None)) == ["scale"] and plain.for_tensor(stored(0.5), "weight", (2,)) is plain
+    assert plain.reals(TorchOps, x, {}, S8) is x and plain.vectors == () and plain.undeployable == {}
+    p = {**constants(stored(0.05)), "scale": torch.tensor(0.05)}
+    assert plain.call(TorchOps, x, p, S8).tolist() == pytest.approx([0.3, -6.4])
+    assert {
+        k: float(v)
+        for k, v in plain.rescaled(TorchOps, {"scale": torch.tensor(2.0), "b": torch.tensor(3.0)}, 4).items()
+    } == {"scale": 8}
+    ends = {"low": torch.tensor(-1.0), "high": torch.tensor(2.0)}
+    assert {k: float(v) for k, v in plain.rescaled(TorchOps, ends, 4).items()} == {"low": -4, "high": 8}
+
+
+def test_levels_of_a_table_are_each_there_once():
+    assert with_levels(S8, None) is S8 and with_levels(S8, [1.0, -1.0, 1.0, 0.0]).table == (-1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        ({"bits": 2}, ""),
+        ({"bits": 8}, ""),
+        ({"bits": 1}, "1 bits; its tables have 2 to 8"),
+        ({"bits": 9}, "9 bits; its tables have 2 to 8"),
+        ({"bits": 4, "zero": "any"}, "around 0"),
+        ({"bits": 4, "kind": "lut"}, ""),
+        ({"bits": 4, "kind": "float"}, "another kind, float"),
+    ],
+)
+def test_grids_that_a_table_cannot_serve_are_refused(grid, words):
+    found = of_table(Grid(**{"qmin": -8, "qmax": 7, **grid}), "lut", 2)
+    assert words in found and bool(found) is bool(words)
+    assert of_integers(S8) == "" and of_integers(Grid(bits=2, qmin=0, qmax=1, table=(0.0, 1.0)))
+
+
+def test_quantizers_that_stand_alone_train_or_not():
+    calls = []
+    trainable = SimpleNamespace(
+        initialize_quantization=lambda *a: calls.append(a),
+        convert2inferable=lambda: "inferable",
+        fits="weights of torch",
+    )
+
+    class Trains:
+        initialize_quantization = None
+        enabled = True
+
+        def __call__(self, x, training):
+            return x, training
+
+    off = SimpleNamespace(initialize_quantization=None, enabled=False)
+    hosting.start(trainable, (2,), "w", "host", "weights of torch")
+    hosting.start(off, (2,), "w", "host", "weights of torch")
+    hosting.start(abs, (2,), "w", "host", "weights of torch")
+    assert calls == [((2,), "w", "host")]
+    with pytest.raises(Exception, match="fits another framework or role"):
+        hosting.start(trainable, (2,), "w", "host", "activations of torch")
+    assert hosting.rounded(Trains(), -2, 1) == (-2, True) and hosting.rounded(off, -2, True) == -2
+    assert hosting.rounded(abs, -2, True) == 2
+    assert (
+        hosting.inferable(trainable) == "inferable" and hosting.inferable(off) is off and hosting.inferable(abs) is abs
+    )

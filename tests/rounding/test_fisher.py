@@ -1,0 +1,145 @@
+"""Gradients at labels that a network draws itself, against derivatives on paper."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit.rounding.fisher import CHUNK, IMAGES, _finite, _sampled, apart, few, gradients
+
+
+def seeded(k=0):
+    return torch.Generator().manual_seed(k)
+
+
+def test_class_scores_are_drawn_one_for_each_sample():
+    """The slope of -log p(label) is p - onehot(label): one label a sample, as often as its probability says."""
+    y = torch.tensor([[0.0, 1.0, -1.0]]).repeat(3000, 1).requires_grad_()
+    _sampled(y, seeded()).backward()
+    p = y.detach().softmax(1)
+    drawn = p - y.grad
+    assert torch.allclose(drawn.sum(1), torch.ones(3000), atol=1e-5) and torch.allclose(
+        drawn.amax(1), torch.ones(3000), atol=1e-5
+    )
+    assert torch.allclose(drawn.mean(0), p[0], atol=0.03)
+    # its second moment is diag(p) - p p'
+    second = y.grad.T @ y.grad / 3000
+    assert torch.allclose(second, torch.diag(p[0]) - p[0].outer(p[0]), atol=0.02)
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (5,), (5, 2, 3)])
+def test_other_outputs_are_means_of_normal_numbers(shape):
+    """Half the second moment of the slope is N over the energy: what an error costs as a share of the outputs."""
+    y = torch.linspace(1, 3, 5).view(5, *[1] * (len(shape) - 1)).expand(shape).clone().requires_grad_()
+    total = torch.zeros(shape)
+    for k in range(400):
+        (g,) = torch.autograd.grad(_sampled(y, seeded(k)), y)
+        total += g.square() / 400
+    per_sample = float(y.detach().square().sum()) / 5
+    assert float(total.mean()) / 2 == pytest.approx(1 / per_sample, rel=0.1)
+
+
+def test_an_output_without_axes_or_energy_has_finite_slopes():
+    one = torch.tensor(2.0, requires_grad=True)
+    slopes = [float(torch.autograd.grad(_sampled(one, seeded(k)), one)[0]) for k in range(400)]
+    assert sum(s * s for s in slopes) / 400 == pytest.approx(2 / 4, rel=0.2)
+    zero = torch.zeros(2, 1, requires_grad=True)
+    (g,) = torch.autograd.grad(_sampled(zero, seeded()), zero)
+    assert bool(g.isfinite().all()) and bool((g != 0).all())
+
+
+def test_slopes_that_do_not_exist_are_none():
+    g = torch.tensor([float("nan"), float("inf"), -float("inf"), 2.5])
+    assert _finite(g).tolist() == [0, 0, 0, 2.5]
+
+
+class Root(nn.Module):
+    def forward(self, x, k):
+        y = torch.relu(x)
+        return torch.sqrt(y) * 2, (k + 1)
+
+
+def test_gradients_are_of_what_is_wanted_and_finite_before_a_root_at_zero():
+    x, k = torch.tensor([[4.0], [0.0], [9.0]]), torch.tensor([[1], [2], [3]])
+    graph = chipfit.capture(Root().eval(), (x, k))
+    relu, root, out = (n.output for n in graph.nodes[:3])
+    values, found = gradients(graph, [x, k], {graph.inputs[0], relu, root, *graph.inputs}, {out}, seeded())
+    assert set(found) == {graph.inputs[0], relu, root}  # integers have no slope
+    assert all(bool(g.isfinite().all()) for g in found.values())
+    assert torch.equal(values[relu], x) and torch.equal(values[out], 2 * x.sqrt())
+    # d(2 sqrt y) / dy = 1 / sqrt y, times that of the root by 2
+    slope = found[root] / 2
+    assert torch.allclose(found[relu][[0, 2]], (slope * torch.tensor([[0.5], [0.0], [1 / 3]]))[[0, 2]], rtol=1e-5)
+    assert float(found[relu][1]) == 0
+    assert not any(v.requires_grad for v in values.values()) and not any(g.requires_grad for g in found.values())
+
+
+def test_without_a_float_output_that_depends_on_them_there_are_no_gradients():
+    class Count(nn.Module):
+        def forward(self, x):
+            return (x > 0).long()
+
+    x = torch.ones(2, 3)
+    graph = chipfit.capture(Count().eval(), (x,))
+    assert gradients(graph, [x], set(graph.inputs), (), seeded())[1] == {}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        ([40], [32, 8]),
+        ([100, 100], [32, 32, 32, 4, 28]),
+        ([128, 9], [32] * 4),
+        ([127, 9], [32, 32, 32, 31, 1]),
+        ([200], [32] * 4),
+    ],
+)
+def test_the_first_samples_come_in_chunks(sizes, parts):
+    assert (IMAGES, CHUNK) == (128, 32)
+    x = torch.arange(float(sum(sizes)))
+    found = list(few([b, 2 * b] for b in x.split(sizes)))
+    assert [len(a) for a, _ in found] == parts
+    assert torch.equal(torch.cat([a for a, _ in found]), x[: sum(parts)]) and all(
+        torch.equal(b, 2 * a) for a, b in found
+    )
+
+
+def test_a_batch_that_cannot_be_cut_counts_as_one():
+    for odd in (
+        [torch.zeros(2), torch.zeros(3)],
+        [torch.tensor(1.0)],
+        [torch.zeros(0)],
+        [torch.zeros(40), torch.tensor(1.0)],
+    ):
+        found = list(few([odd] * 130))
+        assert len(found) == 128 and all(len(b) == len(odd) for b in found)
+    found = list(few([[torch.zeros(2), torch.zeros(3)], [torch.zeros(127)], [torch.zeros(5)]]))
+    assert [len(b[0]) for b in found] == [2, 32, 32, 32, 31]
+
+
+class Branch(nn.Module):
+    def forward(self, x):
+        y = torch.relu(x)
+        return torch.sigmoid(y) + torch.tanh(y) + x
+
+
+def test_readers_of_codes_find_them_by_a_name_of_their_own():
+    graph = chipfit.capture(Branch().eval(), (torch.ones(2, 3),))
+    x, (relu, sigmoid, tanh, add, last) = graph.inputs[0], graph.nodes
+    split, codes = apart(graph, {(relu.output, tanh.name), (x, relu.name)}, [x, relu.output, sigmoid.output])
+    assert codes == {x: f"{x} in codes", relu.output: f"{relu.output} in codes", sigmoid.output: sigmoid.output}
+    by_name = {n.name: n for n in split.nodes}
+    assert [n.name for n in split.nodes] == [
+        codes[x],
+        relu.name,
+        codes[relu.output],
+        *(n.name for n in (sigmoid, tanh, add, last)),
+    ]
+    assert by_name[relu.name].inputs == (x,) and by_name[tanh.name].inputs == (relu.output,)
+    assert by_name[sigmoid.name].inputs == (codes[relu.output],) and by_name[last.name].inputs[1] == codes[x]
+    assert by_name[codes[x]].inputs == (x,) and by_name[codes[x]].op == "Identity"
+    assert split.values[codes[x]].name == codes[x] and split.outputs == graph.outputs
+    split, codes = apart(graph, {(last.output, "nobody")}, [last.output])
+    assert split.outputs == [f"{last.output} in codes"] and graph.outputs == [last.output]

@@ -1,0 +1,89 @@
+"""Grids of activations that are chosen by what they do to the outputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chipfit.calibration.collect import TensorStats
+from chipfit.plan.record import Plan, TensorPlan
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
+from chipfit.rounding import grids
+from chipfit.rounding.grids import by_effect, is_scores, logits, open_to
+
+A4 = Grid(bits=4, qmin=0, qmax=15, zero="any")
+
+
+def tensor(name="x", scale=1.0, role="activation", axis=None, **grid):
+    g = Grid(**{"bits": 4, "qmin": 0, "qmax": 15, "zero": "any", **grid})
+    s = torch.tensor(scale)
+    stored = Stored(format="a", grid=g, scale=s, zero_point=torch.zeros_like(s, dtype=torch.int32), axis=axis)
+    return TensorPlan(name=name, role=role, stored=stored)
+
+
+def test_ends_of_class_scores_are_tried_in_steps_of_a_twentieth():
+    assert [round(20 * v, 5) for v in grids._LOWS] == list(range(21))
+    assert [round(20 * v, 5) for v in grids._HIGHS] == list(range(10, 21))
+
+
+def test_low_scores_are_clipped_and_the_highest_keep_their_codes():
+    """Most classes are hopeless at -40; among the others a step of 40 / 15 would make the first two alike."""
+    x = torch.tensor([[5.0, 3.0, 0.0, -40.0], [1.0, 4.5, 3.5, -40.0]])
+    scale, zero = logits(tensor().stored, [x[:1], x[1:]], [x[:1], x[1:]])
+    low, high = -int(zero) * float(scale), (15 - int(zero)) * float(scale)
+    assert high == pytest.approx(5.0, abs=0.6) and -13 < low <= -4
+    p = x.log_softmax(1)
+
+    def loss(s, z):
+        q = ((x / s).round() + z).clamp(0, 15)
+        return float((p.exp() * (p - ((q - z) * s).log_softmax(1))).sum())
+
+    tried = []
+    for a in range(21):
+        for b in range(10, 21):
+            lo, hi = -40 * a / 20, 5 * b / 20
+            s = (hi - lo) / 15
+            tried.append(loss(s, min(max(round(-lo / s), 0), 15)))
+    assert loss(float(scale), int(zero)) == pytest.approx(min(tried), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "grid", "scores"),
+    [
+        ((5, 2), A4, True),
+        ((5, 1), A4, False),
+        ((5,), A4, False),
+        ((5, 2, 2), A4, False),
+        ((5, 2), Grid(bits=7, qmin=0, qmax=127), True),
+        ((5, 2), Grid(bits=8, qmin=0, qmax=255), False),
+        ((5, 2), Grid(bits=4, qmin=0, qmax=1, kind="lut", table=(0.0, 1.0)), False),
+    ],
+)
+def test_scores_are_of_two_classes_at_least_and_of_fewer_than_eight_bits(shape, grid, scores):
+    assert is_scores(torch.zeros(shape), grid) is scores
+
+
+def test_grids_of_few_bits_are_open_where_no_rule_says_them():
+    tensors = [
+        tensor("yes"),
+        tensor("weight", role="weight"),
+        tensor("wide", bits=8, qmax=255),
+        tensor("floor", rounding="floor"),
+        tensor("channels", [1.0, 2.0], axis=1),
+        tensor("zeros"),
+        tensor("tied"),
+        tensor("fixed"),
+        TensorPlan(name="float", role="activation"),
+        tensor("also"),
+    ]
+    plan = Plan(tensors={t.name: t for t in tensors}, zeros=("zeros",), ties=(("tied", "yes2"),), fixed=("fixed",))
+    assert open_to(plan) == ["yes", "also"]
+    assert open_to(Plan(tensors={"w": tensor("w", bits=grids.FEW, qmax=3)})) == ["w"]
+    assert open_to(Plan(tensors={"w": tensor("w", bits=grids.FEW + 1, qmax=3)})) == []
+
+
+def test_only_activations_that_vary_are_placed_anew():
+    plan = Plan(tensors={t.name: t for t in (tensor("a"), tensor("b"))})
+    still = {"a": TensorStats("a", 1.0, 1.0)}
+    assert by_effect(None, plan, still, []) is plan  # one never changes, of the other nothing is known

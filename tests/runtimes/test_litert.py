@@ -1,0 +1,264 @@
+"""A loaded `.tflite` file: what it refuses, how it cuts batches up, which operators it runs."""
+
+from __future__ import annotations
+
+import json
+
+import flatbuffers
+import numpy as np
+import pytest
+import torch
+from ai_edge_litert import schema_py_generated as schema
+from torch import nn
+
+from chipfit.errors import RuntimeUnavailable
+from chipfit.export.tflite.file import TYPES, File, Numbers
+from chipfit.export.tflite.writer import export_tflite
+from chipfit.frameworks.torch.capture import capture
+from chipfit.registry import lookup
+from chipfit.runtimes import divided, to_codes, to_floats
+from chipfit.runtimes.litert import LiteRt, LiteRtOptimized, LiteRtReference, _coded, _fits
+from tests.simulate.one_operator import Codes, one
+
+
+def packed(model) -> bytes:
+    builder = flatbuffers.Builder(1024)
+    builder.Finish(model.Pack(builder), file_identifier=b"TFL3")
+    return bytes(builder.Output())
+
+
+def changed(path, change):
+    """The same file after a change of its model."""
+    model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(path.read_bytes(), 0))
+    change(model, model.subgraphs[0])
+    path.write_bytes(packed(model))
+    return path
+
+
+def requantized(tmp_path, kind: str, zero: int):
+    """QUANTIZE from a type to another, written here."""
+    file = File()
+    x = file.tensor("x", (1, 4), TYPES[kind], Numbers(np.float32(0.5), np.int64(zero)))
+    y = file.tensor("y", (1, 4), TYPES[kind], Numbers(np.float32(0.25), np.int64(zero)))
+    file.op("RESHAPE", [x, file.ints(1, 4)], y, newShape=[1, 4])
+    path = tmp_path / "m.tflite"
+    path.write_bytes(file.content({"x": x}, {"y": y}, {}))
+    return path
+
+
+@pytest.mark.parametrize("kind, low, high", [("int8", -128, 127), ("uint8", 0, 255), ("int16", -32768, 32767)], ids=str)
+def test_a_zero_point_is_a_code_of_its_type(tmp_path, kind, low, high):
+    for zero in (low, high):
+        LiteRt(requantized(tmp_path, kind, zero))
+    for zero in (low - 1, high + 1):
+        with pytest.raises(RuntimeUnavailable, match="The scale or zero point of tensor 'x' cannot be"):
+            LiteRt(requantized(tmp_path, kind, zero))
+
+
+def test_a_zero_point_of_4_bits_is_a_code_too(tmp_path):
+    for zero, fits in ((-8, True), (7, True), (-9, False), (8, False)):
+        file = File()
+        x = file.tensor("x", (1, 2), TYPES["float32"])
+        held = file.constant(np.array([1, 2]), "held", schema.TensorType.INT4, Numbers(np.float32(1), np.int64(zero)))
+        y = file.tensor("y", (1, 2), TYPES["float32"])
+        file.op("RESHAPE", [x, file.ints(1, 2)], y, newShape=[1, 2])
+        z = file.tensor("z", (2,), TYPES["float32"])
+        file.op("DEQUANTIZE", [held], z)
+        path = tmp_path / "m.tflite"
+        path.write_bytes(file.content({"x": x}, {"y": y, "z": z}, {}))
+        refusal = "" if fits else "zero point of tensor 'held' cannot be"
+        try:
+            LiteRt(path)
+            said = ""
+        except RuntimeUnavailable as e:
+            said = str(e)
+        assert ("cannot be" in said) is not fits and refusal in said
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, np.inf, np.nan])
+def test_a_scale_is_positive_and_finite(tmp_path, scale):
+    def change(model, graph):
+        graph.tensors[0].quantization.scale = np.array([scale], np.float32)
+
+    with pytest.raises(RuntimeUnavailable, match="cannot be"):
+        LiteRt(changed(requantized(tmp_path, "int8", 0), change))
+
+
+@pytest.fixture
+def added(tmp_path):
+    """x + x, and twice of it, of which the notes say how inputs and results lie."""
+    graph = capture(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), (torch.randn(2, 3, 5, 7),))
+    return graph, export_tflite(graph, None, tmp_path / "m.tflite")
+
+
+def noted(path, change):
+    """The same file with other notes."""
+
+    def edit(model, graph):
+        notes = next(m for m in model.metadata if m.name == b"chipfit")
+        said = json.loads(bytes(model.buffers[notes.buffer].data))
+        change(said)
+        model.buffers[notes.buffer].data = np.frombuffer(json.dumps(said).encode(), np.uint8)
+
+    return changed(path, edit)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda n: n.update(inputs=[[0, 2, 3]]), "do not fit its tensors"),
+        (lambda n: n.update(inputs=[[0, 1, 2, 4]]), "do not fit its tensors"),
+        (lambda n: n.update(inputs=[None, None]), "do not fit its tensors"),
+        (lambda n: n.update(outputs=[]), "do not fit its outputs"),
+        (lambda n: n.update(outputs=[[None, 4]]), "do not fit its tensors"),
+        (lambda n: n.update(outputs=[[None, -1]]), "do not fit its tensors"),
+        (lambda n: n.update(outputs=[[[0, 1, 2], 0]]), "do not fit its tensors"),
+        (lambda n: n.update(inputs=3), "malformed"),
+        (lambda n: n.update(more=3), "malformed"),
+        (lambda n: n.pop("forms"), "malformed"),
+    ],
+)
+def test_notes_that_do_not_fit_are_refused(added, change, words):
+    with pytest.raises(RuntimeUnavailable, match=words):
+        LiteRt(noted(added[1], change))
+
+
+def test_the_last_axis_may_be_the_batch(added):
+    LiteRt(noted(added[1], lambda n: n.update(outputs=[[None, 3]])))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda m, g: setattr(g, "outputs", []), "not in the file"),
+        (lambda m, g: setattr(g, "outputs", np.array([len(g.tensors)], np.int32)), "not in the file|refuses"),
+        (lambda m, g: setattr(m.metadata[0], "buffer", len(m.buffers)), "not in the file|refuses"),
+        (lambda m, g: setattr(g.tensors[0], "name", None), "has no name"),
+        (lambda m, g: setattr(m, "subgraphs", None), "holds no network"),
+    ],
+)
+def test_a_damaged_network_is_refused(added, change, words):
+    with pytest.raises(RuntimeUnavailable, match=words):
+        LiteRt(changed(added[1], change))
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    (tmp_path / "m.tflite").write_bytes(b"\x00" * 4 + b"TFL4" + b"\x00" * 16)
+    with pytest.raises(RuntimeUnavailable, match="TFL3 is missing"):
+        LiteRt(tmp_path / "m.tflite")
+
+
+def test_tensors_that_are_asked_for_come_behind_the_outputs(added):
+    graph, path = added
+    (y,), inner = graph.outputs, graph.nodes[0].output
+    x = torch.randn(2, 3, 5, 7)
+    loaded = LiteRt(path, [inner, "no such tensor"])
+    got = loaded.run([x.numpy()])
+    assert list(got) == [y, inner] and got[inner].shape == (2, 4, 5, 7)
+    assert np.array_equal(got[y], np.maximum(got[inner], 0))
+    assert list(LiteRt(path, [y]).run([x.numpy()])) == [y]
+
+
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_a_fixed_batch_is_run_part_by_part(tmp_path, count):
+    torch.manual_seed(0)
+    model = nn.ConvTranspose2d(3, 4, 2, 2)
+    x = torch.randn(count, 3, 2, 3)
+    path = export_tflite(capture(model, (torch.randn(2, 3, 2, 3),)), None, tmp_path / "m.tflite", batch=2)
+    (got,) = LiteRt(path).run([x.numpy()]).values()
+    np.testing.assert_allclose(got, model(x).detach().numpy(), atol=1e-5)
+
+
+def test_parts_are_put_together_along_the_axis_of_the_batch(tmp_path):
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.ConvTranspose1d(3, 4, 2, 2)
+
+        def forward(self, x, y):
+            z = self.up(x)
+            return z.permute(1, 0, 2), z + y.sum()
+
+    torch.manual_seed(0)
+    model, x, y = Turned(), torch.randn(3, 3, 5), torch.randn(7)
+    path = export_tflite(capture(model, (x, y)), None, tmp_path / "m.tflite", batch=1)
+    got = LiteRt(path).run([x.numpy(), y.numpy()])
+    for found, want in zip(got.values(), model(x, y), strict=True):
+        np.testing.assert_allclose(found, want.detach().numpy(), atol=1e-5)
+
+
+def test_inputs_of_another_rank_are_refused(added):
+    with pytest.raises(RuntimeUnavailable, match=r"takes other inputs. Got: \[\[2, 3, 5\]\]"):
+        LiteRt(added[1]).run([np.zeros((2, 3, 5), np.float32)])
+    with pytest.raises(RuntimeUnavailable, match="takes other inputs"):
+        LiteRt(added[1]).run([])
+
+
+def test_one_tensor_may_be_several_outputs(tmp_path):
+    class Twice(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            return y, y
+
+    path = export_tflite(capture(Twice(), (torch.randn(2, 3),)), None, tmp_path / "m.tflite")
+    got = LiteRt(path).run([np.ones((2, 3), np.float32)])
+    assert list(got) == ["mul", "mul:1"] and all((v == 2).all() for v in got.values())
+
+
+@pytest.mark.parametrize("runtime, ties", [
+    (LiteRt, [-2, -2, 0, 0, 2, 2]), (LiteRtOptimized, [-2, -2, 0, 0, 2, 2]), (LiteRtReference, [-3, -2, -1, 1, 2, 3])
+])  # fmt: skip
+def test_inputs_become_codes_as_the_runtimes_own_kernel_rounds(runtime, ties):
+    x = np.float32([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5])
+    assert to_codes(x, 1.0, 0, np.dtype("int8"), runtime.steps).tolist() == ties
+    third = np.float32(0.1)
+    for v in np.float32([0.35, 0.25, 1.15, 12.65]):
+        want = np.rint(v * (np.float32(1) / third)) if runtime is not LiteRtReference else np.trunc(v / third + 0.5)
+        assert runtime.steps(v, third) == want
+
+
+def test_codes_stay_within_their_type_and_stand_for_reals():
+    x = np.float32([-100.0, -1.25, 0.0, 0.75, 100.0])
+    assert to_codes(x, 0.5, 3, np.dtype("int8")).tolist() == [-128, 1, 3, 5, 127]
+    assert to_codes(x, 0.5, 3, np.dtype("uint8")).tolist() == [0, 1, 3, 5, 203]
+    assert to_codes(x, 0.5, 3, np.dtype("uint8")).dtype == np.uint8
+    assert to_floats(np.uint8([0, 3, 255]), 0.5, 3).tolist() == [-1.5, 0.0, 126.0]
+    assert divided(np.float32([0.75, 1.25, -0.3]), np.float32(0.5)).tolist() == [2.0, 2.0, -1.0]
+
+
+def test_an_input_fits_where_every_size_is_open_or_equal():
+    detail = {"shape_signature": np.array([-1, 3, 4]), "shape": np.array([1, 3, 4])}
+    fits = [_fits(np.zeros(s), detail) for s in ((7, 3, 4), (7, 3, 5), (3, 4), (7, 4, 3), (1, 3, 4, 1))]
+    assert fits == [True, False, False, False, False]
+    fixed = {"shape_signature": np.array([]), "shape": np.array([2, 3])}
+    assert _fits(np.zeros((2, 3)), fixed) and not _fits(np.zeros((1, 3)), fixed)
+
+
+def test_codes_are_integers_with_a_scale():
+    def detail(kind, scales, zeros):
+        return {"quantization_parameters": {"scales": np.array(scales), "zero_points": np.array(zeros)}, "dtype": kind}
+
+    assert _coded(detail(np.int8, [0.5], [3])) == (0.5, 3, np.dtype("int8"))
+    assert _coded(detail(np.uint8, [0.5, 1.0], [3, 4])) == (0.5, 3, np.dtype("uint8"))
+    assert _coded(detail(np.int8, [], [])) is None and _coded(detail(np.float32, [0.5], [3])) is None
+
+
+def test_delegated_operators_are_those_between_the_delegates_operands_and_results(tmp_path):
+    graph = capture(nn.Sequential(nn.Conv2d(3, 4, 1), nn.LogSoftmax(1), nn.Conv2d(4, 2, 1)), (torch.randn(2, 3, 4, 4),))
+    path = export_tflite(graph, None, tmp_path / "m.tflite")
+    plain = lookup("runtime", "litert_optimized")(path).executed()
+    taken = LiteRt(path).executed()
+    assert (plain["CONV_2D"], plain["LOG_SOFTMAX"]) == (2, 1) and not any("XNNPACK" in k for k in plain)
+    assert taken["XNNPACK CONV_2D"] == 2 and taken["LOG_SOFTMAX"] == 1 and "XNNPACK LOG_SOFTMAX" not in taken
+    assert sum(taken.values()) == sum(plain.values()) and list(taken) == sorted(taken)
+
+
+def test_codes_that_an_app_hands_over_are_a_tensor_too(tmp_path):
+    scaled = one("Requantize", [Codes(torch.arange(-8, 8).reshape(2, 8), 0.5, 1)], Codes(torch.zeros(1), 0.25, 2))
+    path = export_tflite(scaled.graph, scaled.plan, tmp_path / "m.tflite", io="int8")
+    got = LiteRt(path, ["x0", "y"]).run([x.numpy() for x in scaled.inputs])
+    assert list(got) == ["y/float", "y", "x0"]
+    assert np.array_equal(got["x0"], np.arange(-8, 8).reshape(2, 8)) and got["x0"].dtype == np.int8
+    assert np.array_equal(got["y/float"], (got["y"].astype(np.float32) - 2) * 0.25)
+    assert np.array_equal(got["y"], (np.arange(-8, 8).reshape(2, 8) - 1) * 2 + 2)
+    assert list(LiteRt(path).run([x.numpy() for x in scaled.inputs])) == ["y/float"]

@@ -1,0 +1,205 @@
+"""A loaded ONNX file: shared weights on CPUs without VNNI, codes of either sign, and what machines are told apart."""
+
+from __future__ import annotations
+
+import json
+import types
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from chipfit.errors import RuntimeUnavailable
+from chipfit.platform.load import load
+from chipfit.runtimes import onnxruntime as module
+from chipfit.runtimes.onnxruntime import OnnxRuntime, _signed, _unshare_weights, read, saturates
+
+
+def value(name: str, *shape, kind=TensorProto.FLOAT):
+    return helper.make_tensor_value_info(name, kind, list(shape))
+
+
+def model(nodes, constants, outputs=("y", "z"), inputs=("x",)):
+    held = [numpy_helper.from_array(np.asarray(v), k) for k, v in constants.items()]
+    graph = helper.make_graph(
+        nodes, "g", [value(i, None, 2) for i in inputs], [value(o, None, 2) for o in outputs], held
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def shared(kind=np.int8):
+    """One weight of codes that two products read, the second twice, and a table of other codes."""
+    make = helper.make_node
+    nodes = [
+        make("DequantizeLinear", ["w_q", "s", "zero"], ["w"], name="w"),
+        make("DequantizeLinear", ["v_q", "s", "none"], ["v"], name="v"),
+        make("MatMul", ["x", "w"], ["y"], name="first"),
+        make("MatMul", ["w", "w"], ["ww"], name="second"),
+        make("MatMul", ["y", "ww"], ["q"], name="third"),
+        make("Add", ["q", "v"], ["p"], name="fourth"),
+        make("Add", ["p", "v"], ["z"], name="fifth"),
+    ]
+    constants = {
+        "w_q": np.array([[1, -2], [3, 4]], kind),
+        "v_q": np.array([[5, 6]], np.uint8),
+        "s": np.float32(0.5),
+        "zero": np.array(0, kind),
+        "none": np.uint8(2),
+    }
+    return model(nodes, constants)
+
+
+def test_every_reader_of_int8_weights_has_a_copy_and_computes_the_same():
+    before, after = shared(), shared()
+    _unshare_weights(after)
+    reads = {n.name: list(n.input) for n in after.graph.node}
+    assert reads["first"] == ["x", "w"] and reads["second"] == ["w/second/0", "w/second/1"]
+    copies = [n for n in after.graph.node if n.op_type == "DequantizeLinear"]
+    assert sorted(n.name for n in copies) == ["v", "w", "w/second/0", "w/second/1"]
+    held = {i.name: numpy_helper.to_array(i) for i in after.graph.initializer}
+    for n in copies:
+        if n.name.startswith("w/"):
+            assert list(n.input) == [f"{n.name}/0", "s", f"{n.name}/2"] and list(n.output) == [n.name]
+            assert np.array_equal(held[n.input[0]], held["w_q"]) and held[n.input[2]] == 0
+    assert reads["fourth"][1] == reads["fifth"][1] == "v"  # of no sign: none is shifted
+    onnx.checker.check_model(after)
+    x = np.float32([[1, 2], [3, 4]])
+    results = [onnxruntime.InferenceSession(m.SerializeToString()).run(None, {"x": x}) for m in (before, after)]
+    assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_weight_with_one_reader_stays_as_it_is():
+    make = helper.make_node
+    nodes = [
+        make("DequantizeLinear", ["w_q", "s", "zero"], ["w"], name="w"),
+        make("MatMul", ["x", "w"], ["y"], name="m"),
+    ]
+    m = model(nodes, {"w_q": np.int8([[1, 2], [3, 4]]), "s": np.float32(0.5), "zero": np.int8(0)}, ["y"])
+    before = m.SerializeToString()
+    _unshare_weights(m)
+    assert m.SerializeToString() == before
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16])
+def test_activations_have_a_sign_where_a_quantizers_zero_point_is_int8(kind):
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "zero"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "zero"], ["y"]),
+    ]
+    m = model(nodes, {"s": np.float32(1), "zero": kind(0)}, ["y"])
+    assert _signed(m) is (kind is np.int8)
+    assert not _signed(shared())  # weights have it, no activation does
+
+
+@pytest.mark.parametrize(
+    "flags, found",
+    [
+        ("flags : fpu avx2", True),
+        ("flags : fpu avx512_vnni", False),
+        ("flags : avx_vnni avx2", False),
+        ("Features : asimd", False),
+    ],
+)
+def test_a_cpu_without_vnni_saturates(monkeypatch, flags, found):
+    monkeypatch.setattr(Path, "read_text", lambda self: flags)
+    assert saturates() is found
+
+
+def test_where_nobody_says_what_the_cpu_has_it_does_not_saturate(monkeypatch):
+    def refuse(self):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert saturates() is False
+
+
+def test_a_warning_is_for_platforms_that_do_not_saturate_on_machines_that_do(monkeypatch):
+    platform = load("ort_cpu")
+    for selected, saturating, count in (("VNNI", True, 1), ("VNNI", False, 0), ("AVX2", True, 0), ("AVX2", False, 0)):
+        monkeypatch.setattr(module, "saturates", lambda s=saturating: s)
+        said = OnnxRuntime.warnings(None, types.SimpleNamespace(arch_selected=selected))
+        assert len(said) == count and all("session.x64quantprecision to 1" in s for s in said)
+    assert platform.arch_selected == "VNNI"
+
+
+@pytest.mark.parametrize("saturating", [True, False])
+def test_shared_weights_compute_alike_on_either_machine(tmp_path, monkeypatch, saturating):
+    """Codes of 100 and -100 times inputs of 255 are beyond 16 bits in pairs, which must not saturate."""
+    monkeypatch.setattr(module, "saturates", lambda: saturating)
+    make = helper.make_node
+    nodes = [
+        make("QuantizeLinear", ["x", "one", "none"], ["x_q"], name="xq"),
+        make("DequantizeLinear", ["x_q", "one", "none"], ["xd"], name="xd"),
+        make("DequantizeLinear", ["w_q", "one", "zero"], ["w"], name="w"),
+        *(make("MatMul", ["xd", "w"], [f"m{k}"], name=f"m{k}") for k in "yz"),
+        *(make("QuantizeLinear", [f"m{k}", "s", "none"], [f"{k}_q"], name=f"{k}q") for k in "yz"),
+        *(make("DequantizeLinear", [f"{k}_q", "s", "none"], [k], name=k) for k in "yz"),
+    ]
+    constants = {
+        "w_q": np.int8([[100, -100], [127, 1]]),
+        "one": np.float32(1),
+        "s": np.float32(500),
+        "none": np.uint8(0),
+        "zero": np.int8(0),
+    }
+    path = tmp_path / "m.onnx"
+    onnx.save(model(nodes, constants), path)
+    got = OnnxRuntime(path, ["y_q"]).run([np.float32([[255, 255], [2, 200]])])
+    assert list(got) == ["y", "z", "y_q"]
+    want = np.clip(np.rint(np.array([[255, 255], [2, 200]]) @ np.array([[100, -100], [127, 1]]) / 500), 0, 255)
+    assert np.array_equal(got["y"], want * 500) and np.array_equal(got["z"], want * 500)
+    assert np.array_equal(got["y_q"], want)
+
+
+def test_names_that_the_file_does_not_make_are_left_out(tmp_path):
+    path = tmp_path / "m.onnx"
+    onnx.save(shared(), path)
+    assert [o.name for o in read(path, ["ww", "y", "x", "other"]).graph.output] == ["y", "z", "ww"]
+
+
+def noted(tmp_path, notes: str) -> Path:
+    m = shared()
+    helper.set_model_props(m, {"chipfit.io": notes})
+    onnx.save(m, tmp_path / "m.onnx")
+    return tmp_path / "m.onnx"
+
+
+def codes(end: str, name: str, kind: str = "int8", scale: str = "0.5", zero: str = "0") -> str:
+    return json.dumps({end: {name: {"type": kind, "scale": float(scale), "zero_point": json.loads(zero), "own": True}}})
+
+
+@pytest.mark.parametrize(
+    "kind, scale, zero, words",
+    [
+        ("int8", "0.5", "0", ""),
+        ("uint16", "1e-38", "65536", ""),
+        ("int16", "1e38", "-65536", ""),
+        ("int32", "0.5", "0", "malformed"),
+        ("int8", "9e-39", "0", "malformed"),
+        ("int8", "1.1e38", "0", "malformed"),
+        ("int8", "0.5", "65537", "malformed"),
+        ("int8", "0.5", "-65537", "malformed"),
+        ("int8", "0.5", "0.5", "malformed"),
+    ],
+)
+def test_codes_of_an_output_are_as_the_notes_say(tmp_path, kind, scale, zero, words):
+    path = noted(tmp_path, codes("outputs", "y", kind, scale, zero))
+    if words:
+        with pytest.raises(RuntimeUnavailable, match=words):
+            OnnxRuntime(path)
+    else:
+        OnnxRuntime(path)
+
+
+@pytest.mark.parametrize("end, name, fits", [("inputs", "x", True), ("outputs", "x", False), ("inputs", "y", False),
+                                             ("outputs", "z", True)])  # fmt: skip
+def test_notes_are_of_inputs_and_outputs(tmp_path, end, name, fits):
+    path = noted(tmp_path, codes(end, name))
+    if fits:
+        OnnxRuntime(path)
+    else:
+        with pytest.raises(RuntimeUnavailable, match="do not fit"):
+            OnnxRuntime(path)

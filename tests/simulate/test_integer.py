@@ -1,0 +1,379 @@
+"""The engine of integers itself: what is kept, moved, forced, accumulated, and which operators have integer kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from chipfit.graph.ir import DYNAMIC, Graph, Node, Value
+from chipfit.plan.record import NodePlan, Plan, TensorPlan
+from chipfit.platform.load import load
+from chipfit.quantizers.grids import Grid, all_codes
+from chipfit.quantizers.stored import Stored
+from chipfit.registry import lookup
+from chipfit.simulate.device import float_operators
+from chipfit.simulate.integer import (
+    Profile,
+    Run,
+    Unit,
+    _in_types,
+    _moves,
+    accumulate,
+    bounds,
+    exact_reals,
+    float_results,
+    profile_for,
+    rounded_each_time,
+    simulate,
+    windows,
+)
+from tests.simulate.one_operator import Codes, drawn, one
+
+ORT, TFLITE = load("ort_cpu"), load("tflite_int8")
+
+
+def stored(scale=0.5, zero=0, bits=8, **ends) -> Stored:
+    low, high = all_codes(bits, True)
+    given = {"qmin": ends.pop("low", low), "qmax": ends.pop("high", high)}
+    grid = Grid(bits=bits, zero="any", **given, **ends)
+    return Stored(format="f", grid=grid, scale=torch.tensor(scale), zero_point=torch.tensor(zero, dtype=torch.int32))
+
+
+def tensor(name: str, role: str = "activation", **more) -> TensorPlan:
+    return TensorPlan(name=name, role=role, stored=stored(**more))
+
+
+def chain(*ops: str, attrs=None, exec="int", floats=(), **plan):
+    """x -> ops -> v1, v2, ..., all stored in halves but for `floats`."""
+    names = ["x", *(f"v{k}" for k in range(1, len(ops) + 1))]
+    nodes = [Node(f"n{k}", op, (names[k],), (names[k + 1],), (attrs or {}).get(op, {})) for k, op in enumerate(ops)]
+    graph = Graph(nodes, ["x"], [names[-1]], {n: Value(n, (None, 4)) for n in names}, {})
+    tensors = {n: tensor(n) for n in names if n not in floats}
+    plans = {n.name: NodePlan(name=n.name, op=n.op, exec=exec) for n in nodes}
+    return graph, Plan(tensors=tensors, nodes=plans, **plan)
+
+
+X = torch.tensor([[-2.0, -0.6, 0.7, 100.0]])
+
+
+def test_all_values_are_returned_unless_some_are_named_and_outputs_always():
+    graph, plan = chain("Relu", "Relu6", "Relu")
+    assert list(simulate(graph, plan, [X], TFLITE)) == ["x", "v1", "v2", "v3"]
+    assert list(simulate(graph, plan, [X], TFLITE, keep=["v1"])) == ["v1", "v3"]
+    assert list(simulate(graph, plan, [X], TFLITE, keep=())) == ["v3"]
+    found = simulate(graph, plan, [X], TFLITE)
+    assert found["x"].tolist() == [[-4, -1, 1, 127]] and found["v1"].tolist() == [[0, 0, 1, 127]]
+    assert found["v2"].tolist() == [[0, 0, 1, 12]] and found["v2"].dtype == torch.int8
+
+
+def test_operators_read_the_devices_codes_where_these_are_given_but_their_own_are_returned():
+    graph, plan = chain("Relu", "Relu")
+    forced = torch.tensor([[5, -5, 3, 2]], dtype=torch.int8)
+    found = simulate(graph, plan, [X], TFLITE, force={"v1": forced})
+    assert found["v1"].tolist() == [[0, 0, 1, 127]] and found["v2"].tolist() == [[5, 0, 3, 2]]
+    floats, mixed = chain("Relu", "Relu", floats=("v1", "v2"), exec="float")
+    found = simulate(floats, mixed, [X], TFLITE, force={"v1": torch.tensor([[1.5, -1.0, 0.0, 0.0]])})
+    assert found["v2"].tolist() == [[1.5, 0.0, 0.0, 0.0]]
+
+
+def test_what_float_operators_compute_is_left_before_its_codes():
+    graph, plan = chain("Erf", "Relu")
+    reals: dict = {}
+    simulate(graph, plan, [X], TFLITE, reals=reals)
+    assert sorted(reals) == ["v1", "x"] and torch.equal(reals["v1"], torch.erf(torch.tensor([[-2.0, -0.5, 0.5, 63.5]])))
+
+
+def test_a_value_that_is_read_before_its_quantizer_is_so():
+    graph, plan = chain("Erf", "Sin", floats=("v2",), float_edges=frozenset({("v1", "n1")}))
+    found = simulate(graph, plan, [X], ORT)
+    codes = torch.erf(torch.tensor([[-2.0, -0.5, 0.5, 63.5]]))
+    assert torch.equal(found["v2"], torch.sin(codes))
+    graph, plan = chain("Erf", "Sin", floats=("v2",))
+    assert torch.equal(simulate(graph, plan, [X], ORT)["v2"], torch.sin(torch.round(codes * 2) / 2))
+
+
+@pytest.mark.parametrize(
+    "bits, sat, least, most", [(8, True, -128, 127), (8, False, 127, -128), (None, False, -129, 128)]
+)
+def test_the_last_accumulator_wraps_around_or_saturates(bits, sat, least, most):
+    stages = [{"bits": 4}, {"bits": bits, "sat": sat}] if bits else []
+    math = ORT.math.model_copy(update={"acc": tuple(stages)})
+    run = Run(Graph([], [], [], {}, {}), Plan(), profile_for(ORT), math)
+    for value, found in ((-129.0, least), (128.0, most), (-128.0, -128), (127.0, 127)):
+        assert run.summed(torch.tensor([value, 0.0])).tolist() == [found, 0]
+    assert run.summed(torch.zeros(0)).numel() == 0
+    blocks = ORT.math.model_copy(update={"acc": ({"bits": 8, "terms": 2},)})
+    assert Run(run.graph, Plan(), run.profile, blocks).summed(torch.tensor([999.0])).tolist() == [999]
+
+
+def test_grids_of_values_grow_to_the_ends_of_their_types_and_those_of_weights_stay():
+    narrow = {"a": tensor("a", low=-7, high=100), "w": tensor("w", "weight", low=-127), "f": tensor("f")}
+    plan = Plan(tensors={**narrow, "g": TensorPlan(name="g", role="activation")})
+    wide = _in_types(plan).tensors
+    assert (wide["a"].grid.qmin, wide["a"].grid.qmax) == (-128, 127) and wide["w"].grid.qmin == -127
+    assert wide["f"] is plan.tensors["f"]
+    whole = Plan(tensors={"f": tensor("f")})
+    assert _in_types(whole) is whole
+    few = Plan(tensors={"a": tensor("a", bits=4, low=-7)})
+    assert _in_types(few).tensors["a"].grid.qmin == -8
+
+
+@pytest.mark.parametrize(
+    "op, attrs, ends",
+    [("Relu", {}, (0.0, None)), ("Relu6", {}, (0.0, 6.0)), ("Clamp", {"min": -1.0, "max": 2.0}, (-1.0, 2.0)),
+     ("Clamp", {}, (None, None)), ("Tanh", {}, None)],
+)  # fmt: skip
+def test_an_activation_clips_between_its_bounds(op, attrs, ends):
+    assert bounds(Node("n", op, ("x",), ("y",), attrs)) == ends
+
+
+@pytest.mark.parametrize(
+    "op, attrs, moves",
+    [("Pad", {}, True), ("Resize", {"mode": "nearest"}, True), ("Resize", {"mode": "linear"}, False),
+     ("Transpose", {}, True), ("AvgPool", {}, False), ("MaxPool", {}, True), ("Add", {}, False)],
+)  # fmt: skip
+def test_a_move_holds_numbers_of_its_operands(op, attrs, moves):
+    assert _moves(Node("n", op, ("x",), ("y",), attrs)) is moves
+
+
+def results(graph, plan, name="onnxruntime"):
+    return float_results(graph, plan, lookup("kernels", name))
+
+
+def test_an_operator_runs_in_float_where_its_kernel_cannot_have_it():
+    graph, plan = chain("Sigmoid", "Softmax")
+    assert results(graph, plan) == set() and results(*chain("Erf")) == {"v1"}
+    assert results(graph, replace(plan, nodes={**plan.nodes, "n0": NodePlan(name="n0", op="Sigmoid")})) == {"v1"}
+    assert results(graph, replace(plan, nodes={"n0": plan.nodes["n0"]})) == {"v2"}
+    for name, found in (("x", {"v1"}), ("v1", {"v1", "v2"}), ("v2", {"v2"})):
+        wide = {**plan.tensors, name: tensor(name, bits=16)}
+        assert results(graph, replace(plan, tensors=wide)) == found
+        table = stored(low=0, high=3, bits=2, kind="lut", table=(-1.0, 0.0, 0.5, 1.0))
+        other = {**plan.tensors, name: TensorPlan(name=name, role="activation", stored=table)}
+        assert results(graph, replace(plan, tensors=other)) == found
+    bare = {k: t for k, t in plan.tensors.items() if k != "x"}
+    assert results(graph, replace(plan, tensors=bare)) == {"v1"}
+    assert results(graph, replace(plan, float_edges=frozenset({("v1", "n1")}))) == {"v1"}
+
+
+def test_a_fused_activation_must_be_one_that_the_kernel_clips():
+    for act, found in (("Relu", set()), ("Tanh", {"v2"})):
+        graph, plan = chain("Mul", act, groups=(("n0", "n1"),))
+        graph.nodes[0] = graph.nodes[0].with_(inputs=("x", "x"))
+        assert results(graph, plan, "litert_reference") == found
+
+
+def test_operators_that_follow_move_codes_of_one_set_of_numbers_and_others_requantize():
+    graph, plan = chain("MaxPool", exec="follow")
+    assert results(graph, plan) == set()
+    other = {**plan.tensors, "v1": tensor("v1", scale=0.25)}
+    assert results(graph, replace(plan, tensors=other)) == set()  # the move itself requantizes
+    graph, plan = chain("Erf", exec="follow")
+    assert results(graph, plan) == {"v1"}
+
+
+@pytest.mark.parametrize(
+    "scale, zero, want", [(0.5, 0, [-4, -1, 1, 127]), (0.25, 3, [-5, 1, 5, 127]), (0.5, 3, [-1, 2, 4, 127])]
+)
+def test_a_move_takes_codes_as_they_are_or_by_their_reals(scale, zero, want):
+    graph, plan = chain("Transpose", exec="follow", attrs={"Transpose": {"perm": (1, 0)}})
+    plan = replace(plan, tensors={**plan.tensors, "v1": tensor("v1", scale=scale, zero=zero)})
+    found = simulate(graph, plan, [X], ORT)["v1"]
+    assert found.reshape(-1).tolist() == want and found.shape == (4, 1) and found.dtype == torch.int8
+
+
+@pytest.mark.parametrize("zero, scale", [(0, 0.5), (3, 0.5), (3, 0.25)])
+def test_padding_with_a_number_is_its_code(zero, scale):
+    how = {"Pad": {"mode": "constant", "value": 1.5, "padding": ((0, 0), (1, 2))}}
+    graph, plan = chain("Pad", exec="follow", attrs=how)
+    plan = replace(plan, tensors={"x": tensor("x", zero=3), "v1": tensor("v1", scale=scale, zero=zero)})
+    code = round(1.5 / scale) + zero
+    found = simulate(graph, plan, [X], ORT)["v1"].tolist()[0]
+    assert [found[0], *found[-2:]] == [code] * 3 and found[1] == round(-2 / scale) + zero
+
+
+def test_a_window_has_what_lies_in_the_image_or_around_it():
+    node = Node("n", "AvgPool", ("x",), ("y",), {"kernel": (2, 3), "stride": (2, 1), "padding": ((1, 0), (0, 1)),
+                                              "ceil_mode": True, "count_include_pad": True})  # fmt: skip
+    x = torch.arange(1.0, 13).reshape(1, 1, 3, 4) + torch.tensor([0.0, 100.0]).view(1, 2, 1, 1)
+    parts, n = windows(x, node, border=-5.0)
+    assert parts.shape == (1, 2, 2, 3, 6) and n.shape == (1, 1, 2, 3)
+    assert parts[0, 0, 0, 0].tolist() == [-5, -5, -5, 1, 2, 3] and parts[0, 1, 1, 2].tolist() == [
+        107,
+        108,
+        -5,
+        111,
+        112,
+        -5,
+    ]
+    assert (n == 6).all()
+    node = node.with_(attrs={**node.attrs, "count_include_pad": False})
+    parts, n = windows(x, node, border=-5.0)
+    assert parts[0, 0, 0, 0].tolist() == [0, 0, 0, 1, 2, 3] and n[0, 0].tolist() == [[3, 3, 2], [6, 6, 4]]
+    beyond = node.with_(attrs={**node.attrs, "padding": ((0, 0), (0, 0)), "count_include_pad": True})
+    parts, n = windows(x, beyond)
+    assert n[0, 0].tolist() == [[6, 6], [3, 3]] and parts[0, 0, 1, 0].tolist() == [9, 10, 11, 0, 0, 0]
+
+
+def unit(found, platform="tflite_int8", kernels=None) -> Unit:
+    run = Run(found.graph, found.plan, profile_for(load(platform), kernels), load(platform).math)
+    for name, x in zip(found.graph.inputs, found.inputs, strict=True):
+        run.publish(name, x)
+    return Unit(run, found.graph.nodes)
+
+
+def test_sums_are_of_centred_codes_and_the_bias():
+    x, w, b = drawn(0, 2, 4, 5, 6), drawn(1, 3, 4, 2, 3), torch.tensor([1000, -7, 3])
+    attrs = {"stride": (2, 1), "padding": ((0, 0), (1, 0)), "dilation": (1, 1), "groups": 1}
+    for bias in (None, Codes(b, 0.25, 0, 32)):
+        u = unit(one("Conv2D", [Codes(x, 0.5, 9), Codes(w, 0.5), bias], Codes(x), attrs))
+        want = torch.nn.functional.conv2d(torch.nn.functional.pad((x - 9).double(), (1, 0)), w.double(), stride=(2, 1))
+        want = want if bias is None else want + b.view(1, 3, 1, 1)
+        assert torch.equal(accumulate(u.run, u.node), want)
+    x, w = drawn(2, 2, 3, 5), drawn(3, 4, 5)
+    u = unit(one("Linear", [Codes(x, 0.5, -3), Codes(w, 0.5), Codes(torch.arange(4), 0.25, 0, 32)], Codes(x)))
+    assert torch.equal(accumulate(u.run, u.node), (x + 3).double() @ w.double().T + torch.arange(4))
+
+
+def test_a_unit_knows_the_numbers_of_its_operands():
+    found = one("Mul", [Codes(drawn(0, 2, 3), 0.5, 9), Codes(drawn(1, 2, 3), 0.25, -2)], Codes(drawn(0, 1), 2.0, 5))
+    u = unit(found)
+    assert (u.x, u.second, u.out, u.bits("x0"), u.wide) == ("x0", "x1", "y", 8, False)
+    assert (float(u.scale("x1")), int(u.zero("y"))) == (0.25, 5)
+    assert float(u.real()) == 0.25 and float(u.real("x0", "x1")) == 0.0625 and float(u.real("x1")) == 0.125
+    assert u.real().dtype == torch.float32 and u.real(kind=torch.float64).dtype == torch.float64
+    assert torch.equal(u.centred(), drawn(0, 2, 3).double() - 9)
+    assert torch.equal(u.centred("x1"), drawn(1, 2, 3).double() + 2) and torch.equal(
+        u.code("x1").long(), drawn(1, 2, 3)
+    )
+    u.put(torch.tensor([122.0, 123.0, -133.0, -134.0]))
+    assert u.run.codes["y"].tolist() == [127, 127, -128, -128] and u.run.codes["y"].dtype == torch.int8
+    assert unit(one("Abs", [Codes(drawn(0, 2, 3, bits=16), 0.5, 0, 16)], Codes(drawn(0, 1), 1.0, 0, 16))).wide
+
+
+def test_data_that_a_kernel_rounds_meet_codes_of_weights():
+    q, w = drawn(4, 2, 3, 5), drawn(5, 4, 5)
+    for op, weight, bias in (("Linear", w, None), ("MatMul", w.T.contiguous(), None), ("Linear", w, torch.arange(4.0))):
+        graph = Graph(
+            [Node("n", op, ("m", "w", None if bias is None else "b")[: 3 if op == "Linear" else 2], ("y",))],
+            [],
+            ["y"],
+            {},
+            {},
+        )
+        graph.weights["w"] = weight * 0.5
+        if bias is not None:
+            graph.weights["b"] = bias
+        plan = Plan(tensors={"w": tensor("w", "weight")})
+        run = Run(graph, plan, profile_for(TFLITE), TFLITE.math)
+        run.moment["m"] = q, torch.tensor(0.25)
+        acc, s, b = rounded_each_time(Unit(run, graph.nodes))
+        assert torch.equal(acc, q.double() @ w.double().T) and s == 0.25
+        assert torch.equal(b, torch.zeros(()) if bias is None else bias)
+
+
+def moment(per="row", bits=8, block=False, act=None, edge=False):
+    """x -> rounded each time -> linear -> an activation."""
+    names = ["x", "m", "v", "y"]
+    nodes = [Node("d", DYNAMIC, ("x",), ("m",), {"per": per}), Node("l", "Linear", ("m", "w", None), ("v",))]
+    if act:
+        nodes.append(Node("a", act, ("v",), ("y",)))
+    graph = Graph(nodes, ["x"], [nodes[-1].output], {n: Value(n, (None, 4)) for n in names}, {"w": torch.ones(4, 4)})
+    plan = Plan(
+        tensors={"w": tensor("w", "weight", bits=bits)}, nodes={"l": NodePlan(name="l", op="Linear", exec="int")}
+    )
+    return graph, plan, nodes[1:]
+
+
+@pytest.mark.parametrize(
+    "kernels, per, bits, act, found",
+    [("litert_reference", "row", 8, None, True), ("litert_reference", "row", 4, None, True),
+     ("litert_optimized", "row", 4, None, False), ("litert_reference", "tensor", 8, None, False),
+     ("onnxruntime", "tensor", 8, None, True), ("onnxruntime", "row", 8, None, False),
+     ("litert_reference", "row", 8, "Relu", True), ("litert_reference", "row", 8, "Erf", False)],
+)  # fmt: skip
+def test_a_product_of_data_rounded_each_time_is_exact_where_its_kernel_is_known(kernels, per, bits, act, found):
+    graph, plan, nodes = moment(per, bits, act=act)
+    assert (exact_reals(graph, plan, nodes, lookup("kernels", kernels)) is not None) is found
+    bare = replace(plan, tensors={})
+    assert exact_reals(graph, bare, nodes, lookup("kernels", kernels)) is None
+    undecided = replace(plan, nodes={})
+    assert exact_reals(graph, undecided, nodes, lookup("kernels", kernels)) is None
+
+
+def test_operators_in_float_are_named_back_to_the_last_codes():
+    graph, plan = chain("Sin", "Transpose", "Cos", "Abs", floats=("v1", "v2", "v3", "v4"), exec="float")
+    behind = float_operators(graph, plan, lookup("kernels", "onnxruntime"))
+    assert behind("v4") == ("Cos", "Sin") and behind("v2") == ("Sin",) and behind("x") == ()
+    coded = replace(plan, tensors={**plan.tensors, "v1": tensor("v1")})
+    behind = float_operators(graph, coded, lookup("kernels", "onnxruntime"))
+    assert behind("v4") == ("Cos",)
+    raw = replace(coded, float_edges=frozenset({("v1", "n1")}))
+    assert float_operators(graph, raw, lookup("kernels", "onnxruntime"))("v4") == ("Cos", "Sin")
+
+
+def test_a_family_of_kernels_says_what_it_is_unless_told():
+    profile = Profile(kernels={}, clip=lambda act, t: None, quantize=lambda x, t: x)
+    assert (profile.moves, profile.reals, profile.dynamic, profile.says) == ({}, {}, {}, ())
+    assert profile.by_type is False and profile.widest == 64
+    q, s, z = profile.rounds(torch.tensor([[1.0, -1.0, 0.5]]), qmin=-127, qmax=127, affine=False, per="tensor", block=1)
+    assert (q - z).tolist() == [[127, -127, 64]] and float(s.reshape(-1)[0]) == pytest.approx(1 / 127)
+
+
+def test_a_fused_group_leaves_the_codes_of_its_last_member_alone():
+    """x * x in steps of a half, clipped at zero: what lies between the two is no tensor."""
+    graph, plan = chain("Mul", "Relu", groups=(("n0", "n1"),), floats=("v1",))
+    graph.nodes[0] = graph.nodes[0].with_(inputs=("x", "x"))
+    assert results(graph, plan, "litert_reference") == set()
+    assert results(graph, plan) == {"v2"}  # zero is not the lowest code, at which ONNX Runtime would clip
+    found = simulate(graph, plan, [X], TFLITE)
+    assert list(found) == ["x", "v2"] and found["v2"].tolist() == [[8, 1, 1, 127]]
+    forced = simulate(graph, plan, [X], TFLITE, force={"v2": torch.zeros(1, 4, dtype=torch.int8)})
+    assert torch.equal(forced["v2"], found["v2"])
+    in_float = replace(plan, nodes={**plan.nodes, "n0": NodePlan(name="n0", op="Mul")})
+    found = simulate(graph, in_float, [X], ORT)
+    assert list(found) == ["x", "v2"] and found["v2"].tolist() == [[8, 0, 0, 127]]  # 0.25 is half way: to even
+
+
+def product(act: str | None = None, **weight):
+    """x @ w -> an activation, of which only the operands are stored."""
+    nodes = [Node("l", "Linear", ("x", "w", None), ("v",))] + ([Node("a", act, ("v",), ("y",))] if act else [])
+    values = {n: Value(n, (None, 4)) for n in "xvy"}
+    graph = Graph(nodes, ["x"], [nodes[-1].output], values, {"w": torch.ones(4, 4)})
+    tensors = {"x": tensor("x"), "w": tensor("w", "weight", **weight)}
+    return graph, Plan(tensors=tensors, nodes={"l": NodePlan(name="l", op="Linear", exec="int")})
+
+
+def test_an_integer_product_hands_over_exact_reals_where_all_its_operands_are_codes():
+    def exact(graph, plan, kernels="onnxruntime"):
+        return exact_reals(graph, plan, graph.nodes, lookup("kernels", kernels)) is not None
+
+    graph, plan = product()
+    assert exact(graph, plan) and exact(*product("Relu")) and not exact(*product("Erf"))
+    assert not exact(graph, plan, "litert_reference")  # its product hands over codes
+    assert exact(*product(bits=4)) and not exact(*product(bits=9))
+    table = {"kind": "lut", "table": (-1.0, 0.0, 0.5, 1.0), "bits": 2, "low": 0, "high": 3}
+    assert not exact(*product(**table))
+    for changed in (
+        {"tensors": {"w": plan.tensors["w"]}},
+        {"tensors": {"x": plan.tensors["x"]}},
+        {"tensors": {**plan.tensors, "v": tensor("v")}},
+        {"tensors": {**plan.tensors, "x": tensor("x", bits=16)}},
+        {"float_edges": frozenset({("x", "l")})},
+        {"nodes": {"l": NodePlan(name="l", op="Linear")}},
+        {"nodes": {}},
+    ):
+        assert not exact(graph, replace(plan, **changed))
+    x = torch.tensor([[1.0, -0.5, 2.0, 0.0]])
+    assert simulate(graph, plan, [x], ORT)["v"].tolist() == [[2.5] * 4]
+
+
+def test_nine_bits_are_wide_and_volumes_have_biases_too():
+    assert unit(one("Abs", [Codes(drawn(0, 2, 3), 0.5, 0, 9)], Codes(drawn(0, 1), 1.0, 0, 16))).wide
+    x, w, b = drawn(0, 2, 2, 3, 4, 5), drawn(1, 3, 2, 2, 2, 2), torch.tensor([1000, -7, 3])
+    attrs = {"stride": (1,) * 3, "padding": ((0, 0),) * 3, "dilation": (1,) * 3, "groups": 1}
+    u = unit(one("Conv3D", [Codes(x, 0.5, 9), Codes(w, 0.5), Codes(b, 0.25, 0, 32)], Codes(x), attrs))
+    want = torch.nn.functional.conv3d((x - 9).double(), w.double(), b.double())
+    assert torch.equal(accumulate(u.run, u.node), want)

@@ -1,0 +1,349 @@
+"""LiteRT's kernels, one operator with numbers chosen by hand: ties, both sides of bounds, shapes that tell axes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chipfit.graph.ir import Node
+from chipfit.simulate.litert import (
+    _clip,
+    _codes_by_row,
+    _codes_xnnpack,
+    _lines,
+    _lines_xnnpack,
+    _quantize_away,
+    _quantize_inverse,
+    _stretch,
+)
+from tests.simulate.one_operator import LITERT, Codes, drawn, every, one, pairs
+
+A, B = pairs()
+#: kernels that saturate where optimised ones wrap around
+SATURATING = ("litert_reference", "litert")
+ONE = 0.1  #: scale of results
+
+
+# ---------------------------------------------------------------- sums, products, slopes, other scales
+
+TIES = [(0.05, 0.07), (0.07, 0.05), (0.5, 0.75), (0.03, 0.05)]  #: over 0.1 or 1: sums half way between two codes
+
+
+@pytest.mark.parametrize("op", ["Add", "Sub"])
+@pytest.mark.parametrize("scales", TIES)
+def test_every_pair_of_codes_is_added_as_the_kernels_add(tmp_path, op, scales):
+    result = 1.0 if max(scales) > 0.5 else ONE
+    one(op, [Codes(A, scales[0], 3), Codes(B, scales[1], -7)], Codes(A, result, 5)).prove(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "op, ratio, runtimes",
+    [
+        *((op, r * 2.0**-10, SATURATING) for op in ("Add", "Sub") for r in (1.0, 0.99, 1.01)),
+        *(("Sub", r, ("litert",)) for r in (256.0, 255.9, 100.0)),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_xnnpack_adds_where_scales_lie_within_ten_bits_below_and_eight_above(tmp_path, op, ratio, runtimes, first):
+    numbers = (ratio, 0.5) if first else (0.5, ratio)
+    one(op, [Codes(A, numbers[0] * ONE, 3), Codes(B, numbers[1] * ONE, -7)], Codes(A, ONE, 5)).prove(
+        tmp_path, runtimes=runtimes
+    )
+
+
+#: -70 * 0.05 - 125 * 0.07 is 122.5 steps of 0.1 below zero: vector instructions give -122, scalar code -123
+SHAPES = {
+    "17": ((1, 17), (1, 17), "v" * 16 + "s"),
+    "15": ((1, 15), (1, 15), "s" * 15),
+    "3 x 11": ((3, 11), (3, 11), "v" * 32 + "s"),
+    "3 x 1 x 20": ((3, 1, 20), (1, 2, 20), ("v" * 16 + "ssss") * 6),
+    "2 x 3 x 40 and a row of each": ((2, 3, 40), (2, 1, 40), ("v" * 32 + "s" * 8) * 6),
+    "a row first": ((2, 1, 40), (2, 3, 40), ("v" * 32 + "s" * 8) * 6),
+    "one of each row": ((3, 40), (3, 1), "s" * 120),
+    "three blocks of axes": ((2, 1, 3, 1, 17), (1, 2, 1, 3, 17), "s" * 612),
+    "a first axis": ((1, 3, 20), (2, 3, 20), ("v" * 48 + "s" * 12) * 2),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_an_optimised_sum_takes_16_at_once_along_what_both_operands_have(tmp_path, name):
+    first, second, how = SHAPES[name]
+    sum_ = one("Add", [Codes(torch.full(first, -70), 0.05), Codes(torch.full(second, -125), 0.07)], Codes(A, ONE))
+    sum_.prove(tmp_path)
+    got = sum_.simulated("tflite_int8", "litert_optimized").reshape(-1).tolist()
+    assert "".join({-122: "v", -123: "s"}[v] for v in got) == how
+
+
+@pytest.mark.parametrize(
+    "a, b, many",
+    [
+        ((2, 3, 4), (2, 3, 4), 24),
+        ((2, 3, 4), (1, 3, 4), 12),
+        ((1, 3, 4), (2, 1, 4), 4),
+        ((2, 1, 4), (1, 3, 4), 4),
+        ((2, 3, 4), (2, 3, 1), 1),
+        ((2, 1, 3, 4), (1, 5, 1, 4), 1),  # three blocks
+        ((2, 1, 4), (2, 1, 4), 8),  # an axis of size 1 divides nothing
+        ((3, 1, 1, 4), (3, 2, 5, 4), 4),
+        ((5, 3, 1, 7), (5, 1, 2, 7), 7),
+    ],
+)
+def test_a_stretch_is_what_lies_side_by_side_in_both(a, b, many):
+    assert _stretch(a, b) == many
+
+
+def in_vectors(data_format: str, *shape: int) -> torch.Tensor:
+    """Which elements of a sum of images vector instructions make, where it is part of a network in that layout."""
+    sum_ = one("Add", [Codes(torch.full(shape, -70), 0.05), Codes(torch.full(shape, -125), 0.07)], Codes(A, ONE))
+    sum_.graph.data_format = data_format
+    return sum_.simulated("tflite_int8", "litert_optimized") == -122
+
+
+def test_images_lie_channels_last_and_their_last_elements_are_left_to_scalar_code():
+    """2 x 3 x 2 x 2 elements, of which 16 are taken at once: channels last, whole pixels lie behind one another."""
+    order = torch.arange(24).reshape(2, 2, 2, 3).movedim(-1, 1)
+    assert torch.equal(in_vectors("channels_first", 2, 3, 2, 2), order < 16)
+    plain = torch.arange(24) < 16
+    assert torch.equal(in_vectors("channels_last", 2, 3, 2, 2).reshape(-1), plain)
+    assert torch.equal(in_vectors("channels_first", 2, 3, 4).reshape(-1), plain)
+
+
+def test_an_optimised_change_of_scale_takes_16_at_once(tmp_path):
+    """-131 * 0.37 is -48.47: by 0.74 it is -97, whose half is -48 in vector instructions and -49 in scalar code."""
+    scaled = one("Requantize", [Codes(torch.full((1, 37), -128), ONE * 0.37, 3)], Codes(A, ONE))
+    scaled.prove(tmp_path)
+    assert scaled.simulated("tflite_int8", "litert_optimized").tolist() == [[-48] * 32 + [-49] * 5]
+
+
+@pytest.mark.parametrize("ratio", [2.0**-16, 2.0**-16 * 0.99, 0.5, 0.0123, 255.9, 256.0])
+def test_every_pair_of_codes_is_multiplied_as_the_kernels_multiply(tmp_path, ratio):
+    """Where the product's scale is below 2^-16 or from 2^8 on, XNNPACK leaves it to LiteRT."""
+    runtimes = LITERT if ratio < 1 else SATURATING[:1]
+    one("Mul", [Codes(A, 0.25, 3), Codes(B, 0.5, -7)], Codes(A, 0.125 / ratio, 5)).prove(tmp_path, runtimes=runtimes)
+
+
+@pytest.mark.parametrize("slope", [0.3, -0.3, 2.0**-8, 2.0**-8 * 0.99, -(2.0**-8) * 0.99, 1.7])
+@pytest.mark.parametrize("ratio", [1.0, 0.37])
+def test_every_code_of_a_slope(tmp_path, slope, ratio):
+    one("LeakyRelu", [Codes(every(), ONE * ratio, 3)], Codes(A, ONE, -4), {"negative_slope": slope / ratio}).prove(
+        tmp_path
+    )
+
+
+@pytest.mark.parametrize("ratio", [2.0**-8, 2.0**-8 * 0.99, 128.0, 128.5])
+def test_a_slope_at_the_ends_of_what_xnnpack_takes(tmp_path, ratio):
+    one("LeakyRelu", [Codes(every(), ONE * ratio, 3)], Codes(A, ONE, -4), {"negative_slope": 0.9}).prove(tmp_path)
+
+
+@pytest.mark.parametrize("slope", [128.0, 128.5, -127.99609375, -128.0])
+def test_a_steep_slope(tmp_path, slope):
+    one("LeakyRelu", [Codes(every(), ONE / 256, 3)], Codes(A, ONE / 256, -4), {"negative_slope": slope}).prove(tmp_path)
+
+
+@pytest.mark.parametrize("ratio", [2.0**-8, 2.0**-8 * 0.99, 128.0, 128.5, 0.37, 1.5, 0.5])
+def test_every_code_at_another_scale(tmp_path, ratio):
+    one("Requantize", [Codes(every(), ONE * ratio, 3)], Codes(A, ONE, -4)).prove(tmp_path)
+    if ratio < 1:
+        one("Requantize", [Codes(drawn(0, 9, 99, bits=16), ONE * ratio, 0, 16)], Codes(A, ONE, 0, 16)).prove(
+            tmp_path, "tflite_int16x8"
+        )
+
+
+UNARY = {
+    "Relu": {},
+    "Relu6": {},
+    "Clamp": {"min": -1.0, "max": 1.0},
+    "Abs": {},
+    "HardSwish": {},
+    "Exp": {},
+    "Sigmoid": {},
+    "Tanh": {},
+    "Gelu": {"approximate": "none"},
+}
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.731, 1.0, 1.7, 0.01, 40.0])
+@pytest.mark.parametrize("op", UNARY)
+def test_every_code_of_a_function_of_one_operand(tmp_path, op, ratio):
+    result = {"Sigmoid": Codes(A, 1 / 256, -128), "Tanh": Codes(A, 1 / 128)}.get(op, Codes(A, ONE / 2, -4))
+    one(op, [Codes(every(), ONE * ratio / 2, 3)], result, UNARY[op]).prove(tmp_path)
+
+
+def test_every_code_of_a_smooth_rectifier_by_its_hyperbolic_form(tmp_path):
+    one("Gelu", [Codes(every(), 0.03, 11)], Codes(A, 0.02, -100), {"approximate": "tanh"}).prove(tmp_path)
+
+
+# ---------------------------------------------------------------- layers, means, windows
+
+CONV = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 1}
+ROUGH = (0.5, 0.25, 0.3, 0.7, 0.5, 0.1, 0.25, 0.9, 0.35, 0.6, 0.5, 0.5)  #: scales of a weight's channels
+
+
+def weight(bits: int, *shape: int, channels: int) -> Codes:
+    return Codes(drawn(1, *shape, bits=bits).clamp(min=1 - (1 << bits - 1)), ROUGH[:channels], 0, bits)
+
+
+LAYERS = {
+    "Conv2D": ((2, 4, 5, 6), (6, 4, 2, 3), {**CONV, "stride": (2, 1), "padding": ((1, 0), (0, 2))}),
+    "Conv2D in groups": ((2, 4, 5, 6), (6, 2, 2, 2), {**CONV, "groups": 2}),
+    "DepthwiseConv2D": ((2, 4, 5, 6), (12, 1, 2, 3), {**CONV, "groups": 4}),
+    "Conv1D": ((2, 4, 7), (3, 4, 2), {"stride": (2,), "padding": ((1, 0),), "dilation": (1,), "groups": 1}),
+    "Linear": ((9, 6), (4, 6), {}),
+    "Linear of odd rows": ((9, 5), (4, 5), {}),
+}
+
+
+@pytest.mark.parametrize("bits, wide", [(8, False), (4, False), (8, True)])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_with_scales_for_each_output(tmp_path, name, bits, wide):
+    op, (x, w, attrs) = name.partition(" ")[0], LAYERS[name]
+    scales = [0.5 * s for s in ROUGH[: w[0]]]
+    bias = Codes(drawn(2, w[0], bits=10), scales, 0, 40 if wide else 32)
+    data = Codes(drawn(0, *x, bits=16 if wide else 8), 0.5, 0 if wide else 7, 16 if wide else 8)
+    result = Codes(A, 6.0 if bits == 4 else 60.0, 0 if wide else -3, 16 if wide else 8)
+    b = None if bits == 4 else bias
+    one(op, [data, weight(bits, *w, channels=w[0]), b], result, attrs).prove(
+        tmp_path, "tflite_int16x8" if wide else "tflite_int8"
+    )
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.37])
+@pytest.mark.parametrize("op, x, w", [("Linear", (40, 6), (4, 6)), ("Conv2D", (2, 4, 5, 6), (6, 4, 2, 3))])
+def test_a_layer_with_one_scale(tmp_path, op, x, w, ratio):
+    weights = Codes(drawn(1, *w).clamp(min=-127), 0.5)
+    one(op, [Codes(drawn(0, *x), ratio, 7), weights, None], Codes(A, 64.0, 5), CONV if op == "Conv2D" else {}).prove(
+        tmp_path
+    )
+
+
+@pytest.mark.parametrize("stride, kernel", [((2, 3), (2, 3)), ((3, 2), (2, 2)), ((1, 1), (3, 2)), ((2, 2), (4, 2))])
+@pytest.mark.parametrize("channels", [3, 12])
+def test_a_transposed_convolution(tmp_path, stride, kernel, channels):
+    attrs = {**CONV, "stride": stride, "output_padding": (0, 0)}
+    w = Codes(drawn(1, 4, channels, *kernel).clamp(min=-127), ROUGH[:channels])
+    x = Codes(drawn(0, 2, 4, 3, 5), 0.5, 7)
+    one("TransposeConv2D", [x, w, None], Codes(A, 60.0, -3), attrs).prove(tmp_path)
+
+
+@pytest.mark.parametrize("zero", [0, 5])
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_product_of_two_values(tmp_path, zero, wide):
+    bits, zeros = (16, (0, 0, 0)) if wide else (8, (3, zero, -2))
+    a, b = (
+        Codes(drawn(0, 2, 3, 4, 5, bits=bits), 0.5, zeros[0], bits),
+        Codes(drawn(1, 2, 3, 5, 6, bits=bits), 0.25, zeros[1], bits),
+    )
+    result = Codes(A, 2048.0 * 9 if wide else 30.0, zeros[2], bits)
+    one("MatMul", [a, b], result).prove(tmp_path, "tflite_int16x8" if wide else "tflite_int8")
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.37])
+def test_a_slope_for_each_channel(tmp_path, ratio):
+    x, slopes = Codes(drawn(0, 3, 5, 4, 7), ratio, 7), Codes(torch.tensor([-127, -5, 0, 9, 127]), 1 / 64)
+    one("PRelu", [x, slopes], Codes(A, 0.5, -9)).prove(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "op, shape, attrs",
+    [
+        ("Mean", (3, 17, 5, 6), {"axes": (2, 3), "keepdims": True}),
+        ("Mean", (3, 17, 5, 6), {"axes": (-1, -2), "keepdims": False}),
+        ("Mean", (3, 4, 5, 7), {"axes": (1,), "keepdims": True}),
+        ("Mean", (3, 4, 7), {"axes": (2,), "keepdims": True}),
+        ("Mean", (3, 4, 7), {"axes": (1,), "keepdims": False}),
+        ("GlobalAvgPool", (3, 17, 5, 6), {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ratio, zero", [(0.5, -128), (0.37, 20), (1.0, 3)])
+def test_a_mean(tmp_path, op, shape, attrs, ratio, zero):
+    # the optimised kernel sums rows and columns that lie channels last, which images do only beside spatial operators
+    runtimes = SATURATING if attrs.get("axes") == (2, 3) else LITERT
+    one(op, [Codes(drawn(0, *shape), ratio, zero)], Codes(A, 0.5, -9), attrs).prove(tmp_path, runtimes=runtimes)
+    one(op, [Codes(drawn(0, *shape, bits=16), ratio, 0, 16)], Codes(A, 0.5, 0, 16), attrs).prove(
+        tmp_path, "tflite_int16x8"
+    )
+
+
+@pytest.mark.parametrize("axis", [1, 2, -1])
+@pytest.mark.parametrize("scale", [0.02, 0.3])
+def test_softmax_and_its_logarithm_along_any_axis(tmp_path, axis, scale):
+    x = Codes(drawn(0, 4, 5, 7), scale, 5)
+    one("Softmax", [x], Codes(A, 1 / 256, -128), {"axis": axis}).prove(tmp_path)
+    one("LogSoftmax", [x], Codes(A, 1 / 16, 127), {"axis": axis}).prove(tmp_path)
+    wide = Codes(drawn(0, 4, 5, 7, bits=16), scale / 256, 0, 16)
+    one("Softmax", [wide], Codes(A, 1 / 32768, 0, 16), {"axis": axis}).prove(tmp_path, "tflite_int16x8")
+
+
+POOLS = [((2, 3), (2, 1), ((0, 0), (0, 0)), True), ((3, 3), (1, 1), ((1, 1), (1, 1)), False),
+         ((3, 3), (2, 1), ((1, 1), (1, 1)), True)]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel, stride, padding, counted", POOLS)
+def test_an_average_rounds_halves_away_from_zero_of_its_codes(tmp_path, kernel, stride, padding, counted):
+    attrs = {"kernel": kernel, "stride": stride, "padding": padding, "ceil_mode": False, "count_include_pad": counted}
+    x = Codes(drawn(0, 2, 3, 6, 5), 0.5, 7)
+    one("AvgPool", [x], x, attrs, "follow").prove(tmp_path)
+
+
+SIZES = [((5, 6), (8, 9)), ((5, 6), (3, 11)), ((3, 3), (7, 1)), ((4, 5), (1, 2)), ((2, 7), (2, 13))]
+
+
+@pytest.mark.parametrize("corners", [True, False])
+@pytest.mark.parametrize("before, after", SIZES)
+def test_interpolation_between_codes(tmp_path, before, after, corners):
+    attrs = {"mode": "linear", "size": after, "scale": None, "align_corners": corners}
+    x = Codes(drawn(0, 2, 3, *before), 0.5, 7)
+    one("Resize", [x], x, attrs, "follow").prove(tmp_path)
+    row = Codes(drawn(0, 2, 3, before[1]), 0.5, 7)
+    one("Resize", [row], row, {**attrs, "size": after[1:]}, "follow").prove(tmp_path)
+
+
+# ---------------------------------------------------------------- positions, codes of the moment, clips
+
+
+def test_positions_of_a_result_in_1024ths_and_2048ths():
+    """5 from 3: steps of 614 from -205, the first of which is before the image."""
+    low, high, share = _lines(3, 5, False)
+    assert [low.tolist(), high.tolist()] == [[0, 0, 0, 1, 2], [0, 1, 1, 2, 2]]
+    assert share.tolist() == [-205, 409, 1023, 613, 203]
+    low, high, share = _lines(3, 5, True)
+    assert [low.tolist(), high.tolist(), share.tolist()] == [[0, 0, 1, 1, 2], [0, 1, 1, 2, 2], [0, 512, 0, 512, 0]]
+    low, high, share = _lines_xnnpack(3, 5, True)
+    assert [low.tolist(), high.tolist(), share.tolist()] == [[0, 0, 1, 1, 2], [1, 1, 2, 2, 2], [0, 1024, 0, 1024, 0]]
+    low, high, share = _lines_xnnpack(3, 5, False)
+    assert [low.tolist(), high.tolist(), share.tolist()] == [[0, 0, 1, 1, 2], [1, 1, 2, 2, 2], [0, 819, 0, 1229, 0]]
+    assert [v.tolist() for v in _lines(4, 1, True)] == [[0], [0], [0]]
+
+
+def test_rows_are_rounded_to_a_range_of_the_moment():
+    x = torch.tensor([[1.0, -2.0, 0.5, 2.54], [0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 5.1], [-1.0, -2.55, -0.3, -2.0]])
+    q, s, z = _codes_by_row(x)
+    assert q.tolist() == [[50, -100, 25, 127], [0] * 4, [25, 50, 75, 127], [-50, -127, -15, -100]]
+    assert torch.allclose(s[:, 0], torch.tensor([2.54, 127.0, 5.1, 2.55]) / 127) and not z.any()
+    q, s, z = _codes_xnnpack(x)
+    assert torch.allclose(s[:, 0], torch.tensor([4.54 / 255, 1.0, 5.1 / 255, 2.55 / 255]))
+    assert z[:, 0].tolist() == [-16.0, -128.0, -128.0, 127.0] or z[1, 0] in (-128.0, 127.0)
+    assert q[2].tolist() == [-78, -28, 22, 127] and q[3].tolist() == [27, -128, 97, -73]
+    assert ((q - z) * s - x).abs().max() <= s.max() / 2 + 1e-6
+
+
+@pytest.mark.parametrize(
+    "op, attrs, zero, ends",
+    [("Relu", {}, -5, (-5, 127)), ("Relu6", {}, -128, (-128, -113)), ("Clamp", {"min": -1.0, "max": 1.0}, 3, (0, 6)),
+     ("Clamp", {"min": None, "max": 1.0}, 3, (-128, 6)), ("Clamp", {"min": None, "max": None}, 3, None),
+     ("Clamp", {"min": -999.0, "max": 999.0}, 3, (-128, 127)), ("Clamp", {"min": 999.0, "max": 999.0}, 3, (127, 127)),
+     ("Clamp", {"min": -999.0, "max": -999.0}, 3, (-128, -128)), ("Tanh", {}, 0, None)],
+)  # fmt: skip
+def test_a_fused_activation_clips_between_codes(op, attrs, zero, ends):
+    """Steps of 0.4: 6 is 15 of them, 1 is 2.5, which rounds away from zero."""
+    stored = Codes(A, 0.4, zero).stored()
+    assert _clip(Node("n", op, ("x",), ("y",), attrs), stored) == ends
+
+
+def test_reals_become_codes_with_halves_away_from_zero_or_by_the_inverse_of_the_scale():
+    stored = Codes(A, 0.5, 3).stored()
+    x = torch.tensor([-0.75, -0.25, 0.25, 0.75, 99.0, -99.0])
+    assert _quantize_away(x, stored).tolist() == [1, 2, 4, 5, 127, -128]
+    assert _quantize_inverse(x, stored).tolist() == [1, 3, 3, 5, 127, -128]
+    assert _quantize_away(x, stored).dtype == _quantize_inverse(x, stored).dtype == torch.int8

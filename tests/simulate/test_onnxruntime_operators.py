@@ -1,0 +1,78 @@
+"""ONNX Runtime's kernels, one operator with numbers chosen by hand: every code, ties, shapes that tell axes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.simulate.one_operator import Codes, drawn, every, one, pairs
+
+A, B = pairs()
+ONE = 0.1
+
+
+def prove(tmp_path, op, operands, result, attrs=None, exec="int"):
+    one(op, operands, result, attrs, exec).prove(tmp_path, "ort_cpu", ("onnxruntime",))
+
+
+@pytest.mark.parametrize("scales", [(0.05, 0.07), (0.5, 0.75), (0.03, 0.31)])
+@pytest.mark.parametrize("op", ["Add", "Mul"])
+def test_every_pair_of_codes(tmp_path, op, scales):
+    prove(tmp_path, op, [Codes(A, scales[0], 3), Codes(B, scales[1], -7)], Codes(A, 1.0 if scales[0] > 0.4 else ONE, 5))
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [((3, 40), (3, 1)), ((3, 1), (3, 40)), ((2, 3, 40), (2, 1, 40)), ((2, 1, 40), (2, 3, 1)),
+     ((4, 2, 3, 5), (1, 2, 1, 1)), ((1, 2, 1, 1), (4, 2, 3, 5)), ((1, 1), (7, 9))],
+)  # fmt: skip
+@pytest.mark.parametrize("op", ["Add", "Mul"])
+def test_operands_of_other_shapes(tmp_path, op, first, second):
+    numbers = [Codes(drawn(0, *first), 0.25, 3), Codes(drawn(1, *second), 0.5, -7)]
+    prove(tmp_path, op, numbers, Codes(A, 1.0 if op == "Add" else 8.0, 5))
+
+
+POOL = {"stride": (2, 1), "padding": ((0, 0), (0, 0)), "ceil_mode": False, "count_include_pad": True}
+
+
+@pytest.mark.parametrize(
+    "op, operands, attrs",
+    [
+        ("MatMul", [(2, 3, 4, 5), (2, 3, 5, 6)], {}),
+        ("Conv2D", [(2, 4, 5, 6), (3, 4, 2, 3)],
+         {"stride": (2, 1), "padding": ((1, 0), (0, 2)), "dilation": (1, 1), "groups": 1}),
+        ("Linear", [(6, 5), (4, 5)], {}),
+        ("Sigmoid", [(16, 16)], {}),
+        ("LeakyRelu", [(16, 16)], {"negative_slope": 0.3}),
+        ("Concat", [(2, 3, 5), (2, 4, 5)], {"axis": 1}),
+        ("AvgPool", [(2, 3, 6, 5)], {**POOL, "kernel": (2, 3)}),
+        ("AvgPool", [(2, 3, 6, 5)], {**POOL, "kernel": (6, 5)}),
+        ("AvgPool", [(2, 3, 6, 5)], {**POOL, "kernel": (3, 3), "padding": ((1, 1), (1, 0))}),
+        ("GlobalAvgPool", [(5, 3, 6, 5)], {}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_one_operator(tmp_path, op, operands, attrs):
+    for seed, (scale, zero) in enumerate([(0.5, 0), (0.25, 9), (0.37, -30)]):
+        numbers = [Codes(drawn(seed + k, *s), scale, zero if k == 0 else 0) for k, s in enumerate(operands)]
+        wide = {"MatMul": 80.0, "Conv2D": 120.0, "Linear": 60.0, "Sigmoid": 1 / 256}.get(op, 0.5)
+        prove(tmp_path, op, numbers, Codes(A, wide, -128 if op == "Sigmoid" else 1), attrs)
+
+
+def test_weights_have_a_scale_for_each_output(tmp_path):
+    w = Codes(drawn(1, 3, 4, 2, 3), (0.5, 0.25, 0.3))
+    attrs = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 1}
+    b = Codes(torch.tensor([900, -900, 7]), (0.25, 0.125, 0.15), 0, 32)
+    prove(tmp_path, "Conv2D", [Codes(drawn(0, 2, 4, 5, 6), 0.5, 7), w, b], Codes(A, 90.0, -3), attrs)
+    w = Codes(drawn(1, 3, 5), (0.5, 0.25, 0.3))
+    prove(tmp_path, "Linear", [Codes(drawn(0, 9, 5), 0.5, 7), w, b], Codes(A, 60.0, -3))
+
+
+@pytest.mark.parametrize("axis", [1, 2, -1])
+@pytest.mark.parametrize("scale", [0.02, 0.3])
+def test_a_softmax_along_any_axis(tmp_path, axis, scale):
+    prove(tmp_path, "Softmax", [Codes(drawn(0, 4, 5, 7), scale, 5)], Codes(A, 1 / 256, -128), {"axis": axis})
+
+
+def test_every_code_that_is_moved(tmp_path):
+    prove(tmp_path, "Transpose", [Codes(every(), 0.5, 3)], Codes(A, 0.5, 3), {"perm": (1, 0)}, "follow")
