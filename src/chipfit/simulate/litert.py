@@ -204,9 +204,10 @@ def _mul(u: Unit, how: str) -> None:
 
 
 def _leaky(u: Unit) -> None:
-    """One multiplier on either side of zero."""
+    """One multiplier on either side of zero; a product with a negative one is rounded before its sign is turned."""
     q, below = u.centred(), u.scale(u.x) * _f32(u.attrs["negative_slope"]) / u.scale(u.out)
-    u.put(torch.where(q >= 0, fixed_point(q, u.real(), "away"), fixed_point(q, below, "away")))
+    turned = fixed_point(q, below.abs(), "away") * below.sign().long()
+    u.put(torch.where(q >= 0, fixed_point(q, u.real(), "away"), turned))
 
 
 def _by_256ths(q: Tensor, real: Tensor) -> Tensor:
