@@ -122,7 +122,9 @@ def test_every_pair_of_codes_is_multiplied_as_the_kernels_multiply(tmp_path, rat
     one("Mul", [Codes(A, 0.25, 3), Codes(B, 0.5, -7)], Codes(A, 0.125 / ratio, 5)).prove(tmp_path, runtimes=runtimes)
 
 
-@pytest.mark.parametrize("slope", [0.3, -0.3, 2.0**-8, 2.0**-8 * 0.99, -(2.0**-8), -(2.0**-8) * 0.99, -0.25, -0.5, 0.0, 1.7])
+@pytest.mark.parametrize(
+    "slope", [0.3, -0.3, 2.0**-8, 2.0**-8 * 0.99, -(2.0**-8), -(2.0**-8) * 0.99, -0.25, -0.5, 0.0, 1.7]
+)
 @pytest.mark.parametrize("ratio", [1.0, 0.37])
 def test_every_code_of_a_slope(tmp_path, slope, ratio):
     one("LeakyRelu", [Codes(every(), ONE * ratio, 3)], Codes(A, ONE, -4), {"negative_slope": slope / ratio}).prove(
