@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -29,3 +31,13 @@ def test_a_concatenation_that_is_not_stored_in_codes_has_no_group():
     steps = begin(Nested(), torch.randn(2, 3, 4, 4))
     steps.assignment.slots.clear()
     assert concat_groups(steps.graph, steps.assignment) == []
+
+
+def test_what_is_stored_otherwise_or_not_at_all_stays_out_of_a_group():
+    steps = begin(Nested(), torch.randn(2, 3, 4, 4))
+    a, b, inner, c, outer = (n.output for n in steps.graph.nodes[:5])
+    del steps.assignment.slots[a]
+    steps.assignment.slots[c] = replace(steps.assignment.slots[c], format_name="another")
+    assert concat_groups(steps.graph, steps.assignment) == [[inner, b], [outer, inner]]
+    del steps.assignment.slots[b]
+    assert concat_groups(steps.graph, steps.assignment) == [[outer, inner]]

@@ -128,7 +128,6 @@ def _cut(graph: Graph, assignment: Assignment, stats: dict[str, TensorStats]) ->
     amounts = [max(1, round(min(c, most) * unit)) for c in capacity.values()]
     network = csr_array((np.array(amounts, np.int32), tuple(zip(*capacity, strict=True))), shape=(2 + len(number),) * 2)
     rest = network - maximum_flow(network, _CODES, _FLOATS).flow
-    rest.data[rest.data < 0] = 0
     rest.eliminate_zeros()
     codes = {_CODES, *breadth_first_order(rest, _CODES, return_predecessors=False).tolist()}
 

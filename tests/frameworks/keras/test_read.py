@@ -115,6 +115,17 @@ def test_an_einsum_with_a_kernel_is_a_linear_layer_between_reshapes(equation, bi
     assert ops_of(layers.EinsumDense(equation, output_shape=output, bias_axes=bias), 4, 5) == want
 
 
+@pytest.mark.parametrize("equation", ["bij,bij->bi", "bij,bjk->bijk", "bij,bij->bji"])
+def test_an_einsum_that_is_no_matrix_product_is_computed_by_keras(equation):
+    (op,) = ops_of(lambda x: ops.einsum(equation, x, x), 4, 4)
+    assert op == "Opaque"
+
+
+def test_an_einsum_with_a_constant_is_computed_by_keras():
+    matrix = np.linspace(-1, 1, 12).reshape(4, 3).astype("float32")
+    assert ops_of(lambda x: ops.einsum("bij,jk->bik", x, matrix), 5, 4) == ["Opaque"]
+
+
 def test_comparisons_are_of_one_type():
     assert ops_of(lambda x: ops.cast(x > 1.5, "float32"), 5) == ["Greater", "Cast"]
     graph = read(lambda x: ops.cast(x > 1.5, "float32"), 5, dtype="int32")
