@@ -221,6 +221,12 @@ def test_a_first_convolution_of_groups_stays_and_other_kinds_are_no_pair():
     grouped = ("Conv2D", "xv", {**ONE, "groups": 2})
     new, notes = collapse_linear(pair_of(grouped, ("Conv2D", "yw", ONE), shapes, weights=weights))
     assert len(new.nodes) == 2 and notes == ["'a' and 'b' do not collapse: one of them has groups"]
+    for kind in ("TransposeConv2D", "DepthwiseConv2D"):
+        weights = {"v": torch.randn(4, 4, 1, 1), "w": torch.randn(4, 1 if kind[0] == "D" else 4, 1, 1)}
+        how = {**ONE, "groups": 4 if kind[0] == "D" else 1}
+        how |= {"output_padding": (0, 0)} if kind[0] == "T" else {}
+        new, notes = collapse_linear(pair_of(("Conv2D", "xv", ONE), (kind, "yw", how), shapes, weights=weights))
+        assert len(new.nodes) == 2 and notes == []
     weights = {"v": torch.randn(4, 4), "w": torch.randn(4, 4)}
     two = [(None, 4)] * 3
     for second in (("MatMul", "yw", {}), ("Linear", "wy", {}), ("Linear", ["x", "w", "y"], {})):

@@ -62,6 +62,8 @@ SHAPES = {
     "one of each row": ((3, 40), (3, 1), "s" * 120),
     "three blocks of axes": ((2, 1, 3, 1, 17), (1, 2, 1, 3, 17), "s" * 612),
     "a first axis": ((1, 3, 20), (2, 3, 20), ("v" * 48 + "s" * 12) * 2),
+    "fewer axes": ((2, 1, 40), (40,), ("v" * 32 + "s" * 8) * 2),
+    "fewer axes first": ((3, 40), (2, 3, 40), ("v" * 112 + "s" * 8) * 2),
 }
 
 
@@ -195,14 +197,14 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("bits, wide", [(8, False), (4, False), (8, True)])
+@pytest.mark.parametrize("bits, wide", [(8, False), (5, False), (4, False), (8, True)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_with_scales_for_each_output(tmp_path, name, bits, wide):
     op, (x, w, attrs) = name.partition(" ")[0], LAYERS[name]
     scales = [0.5 * s for s in ROUGH[: w[0]]]
     bias = Codes(drawn(2, w[0], bits=10), scales, 0, 40 if wide else 32)
     data = Codes(drawn(0, *x, bits=16 if wide else 8), 0.5, 0 if wide else 7, 16 if wide else 8)
-    result = Codes(A, 6.0 if bits == 4 else 60.0, 0 if wide else -3, 16 if wide else 8)
+    result = Codes(A, 6.0 if bits < 6 else 60.0, 0 if wide else -3, 16 if wide else 8)
     b = None if bits == 4 else bias
     one(op, [data, weight(bits, *w, channels=w[0]), b], result, attrs).prove(
         tmp_path, "tflite_int16x8" if wide else "tflite_int8"

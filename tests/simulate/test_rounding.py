@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
@@ -100,6 +101,13 @@ def test_tables_hold_what_the_c_library_computes(tmp_path):
         (got,) = lookup("runtime", "litert_reference")(path).run([x.numpy()]).values()
         assert torch.equal(torch.from_numpy(got), libm(name, x))
         assert (libm(name, x) - f(x.double()).float()).abs().max() < 1e-4
+
+
+def test_without_a_c_library_tables_hold_the_nearest_numbers(monkeypatch):
+    monkeypatch.setattr("chipfit.simulate.libm._function", lambda name: None)
+    x = torch.linspace(0.1, 3, 50)
+    for name, f in {"exp": math.exp, "log": math.log, "tanh": math.tanh, "erfc": math.erfc}.items():
+        assert torch.equal(libm(name, x), torch.tensor([f(v) for v in x.tolist()], dtype=torch.float64).float())
 
 
 def test_tanh_at_a_tie():
