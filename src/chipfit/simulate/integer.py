@@ -35,7 +35,7 @@ from chipfit.simulate import sums
 Tensor = torch.Tensor
 
 
-def _codes(x: Tensor, blocks: bool, **how: Any) -> Codes:
+def _codes(x: Tensor, blocks: bool = False, **how: Any) -> Codes:
     return dynamic_codes(TorchOps, x, **how)
 
 

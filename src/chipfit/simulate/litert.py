@@ -49,7 +49,7 @@ def _codes_xnnpack(x: Tensor, **how: Any) -> Codes:
     return (torch.round(x * m) + z).clamp(-128, 127), one / m, z
 
 
-def _codes_by_row(x: Tensor, blocks: bool, **how: Any) -> Codes:
+def _codes_by_row(x: Tensor, blocks: bool = False, **how: Any) -> Codes:
     """The built-in kernels': q = round(x (127 / max |x|)), halves away from zero, whatever the plan's zero point.
 
     Weights in blocks are XNNPACK's there as well.
