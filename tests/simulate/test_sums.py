@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_left_to_float64(monkeypatch):
     assert sums.fits(x, ZERO, w, ZERO)
     assert not sums.fits(x.to(torch.int32), ZERO, w, ZERO) and not sums.fits(x, ZERO, w.to(torch.int32), ZERO)
     assert not sums.fits(x, ZERO, w, ZERO + 1) and not sums.fits(x, ZERO.expand(8), w, ZERO)
-    assert not sums.fits(x[:0], ZERO, w, ZERO)
+    assert not sums.fits(x[:0], ZERO, w, ZERO) and not sums.fits(x.to("meta"), ZERO, w, ZERO)
     least = torch.zeros(1, 1, dtype=torch.int8)
     assert sums.fits(x, ZERO, least.expand(1, (1 << 17) - 1), ZERO)
     assert not sums.fits(x, ZERO, least.expand(1, 1 << 17), ZERO)

@@ -22,8 +22,9 @@ _IN_FLOAT = 1 << 9
 
 def fits(x: Tensor, zero: Tensor, w: Tensor, w_zero: Tensor) -> bool:
     """Whether sums of products of these codes, [O, ...] of weights, can be taken here."""
-    kinds = x.dtype in (torch.uint8, torch.int8) and w.dtype == torch.int8 and hasattr(torch, "_int_mm")
-    return kinds and zero.numel() == 1 and not w_zero.any() and 0 < w[0].numel() <= _MOST and x.numel() > 0
+    kinds = x.dtype in (torch.uint8, torch.int8) and w.dtype == torch.int8
+    here = x.device.type == "cpu" and hasattr(torch, "_int_mm")
+    return here and kinds and zero.numel() == 1 and not w_zero.any() and 0 < w[0].numel() <= _MOST and x.numel() > 0
 
 
 def multiplied(x: Tensor, zero: Tensor, w: Tensor) -> Tensor:
