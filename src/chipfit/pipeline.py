@@ -571,7 +571,14 @@ def _adapted(
         graph, assignment, decisions = again(graph, settings=settings)
     results, why = steps.results(graph, assignment, stats, settings)
     if results:
-        graph, assignment, decisions = again(graph, settings=settings, results=results)
+        other, chosen, said = again(graph, settings=settings, results=results)
+        if new := sorted({n for n, s in chosen.slots.items() if s.role == "activation"} - {*stats, *assignment.slots}):
+            results, why = (
+                {},
+                [f"kernels hand over codes: else '{new[0]}', which calibration left out, were stored too"],
+            )
+        else:
+            graph, assignment, decisions = other, chosen, said
         notes = notes + why
     weights: dict[str, Importance] = {}
     if names := scales.weighed(assignment, rules["rule"], rules["weight_rule"]):

@@ -246,3 +246,22 @@ def test_labels_follow_what_is_asked_where_a_kernel_has_it():
 @pytest.mark.parametrize("shape, size", [((None, 3, 5), 15), ((2, 3), 6), ((), 1), ((None, None, 4), 4)])
 def test_numbers_of_one_sample(shape, size):
     assert islands._size(SimpleNamespace(shape=lambda v: shape), "x") == size
+
+
+@pytest.mark.parametrize("arch", ["AVX2", "AVX512"])
+def test_results_in_float_that_would_store_what_calibration_left_out_stay_codes(arch):
+    """Without VNNI two values of unsigned codes have no product; in float signs are free, and the products run."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.key, self.head = nn.Linear(8, 16), nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            y = x.relu() + nn.functional.glu(self.gate(x.relu()))
+            return self.head((torch.softmax(y @ self.key(y).transpose(1, 2), -1) @ y).mean(1)).sigmoid()
+
+    torch.manual_seed(0)
+    result = chipfit.quantize(Net().eval(), [torch.randn(8, 6, 8) * 3], f"ort_cpu@{arch}", progress=False)
+    assert any("else 'matmul_1', which calibration left out" in line for line in result.plan.rewrites)
+    assert result.verify([torch.randn(4, 6, 8) * 3]).verdict == "exact"
