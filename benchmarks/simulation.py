@@ -2,9 +2,9 @@
 
     python benchmarks/simulation.py [--images 8] [--repeats 5]
 
-ResNet-18 and MobileNetV2 with random weights, 224x224, for `ort_cpu` and `tflite_int8`. Processor
-seconds of one thread, the median over repeats that take turns: the float network, the simulation with products of 8-bit
-codes added in the processor's integers, and the same with all products in float64, whose outputs must be equal.
+ResNet-18 and MobileNetV2 with random weights, 224x224, for `ort_cpu` and `tflite_int8`. Processor seconds of
+one thread, the median over repeats that take turns: the float network, the simulation with products of 8-bit codes
+added in the processor's integers, and the same with all products in float64, whose outputs must be equal.
 """
 
 from __future__ import annotations

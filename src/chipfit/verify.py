@@ -90,8 +90,9 @@ class Row:
         self.elements += device.numel()
         self.differing += int(off.sum())
         self.op_differing += int(op_off.sum())
-        self.largest = max(self.largest, _gap(free, device, off))
-        self.op_largest = max(self.op_largest, _gap(alone, device, op_off))
+        gap = _gap(free, device, off)
+        self.largest = max(self.largest, gap)
+        self.op_largest = max(self.op_largest, gap if alone is free else _gap(alone, device, op_off))
         if before is not None:
             place = before.double() / stored.scale.double()
             off_half = (place - place.floor() - 0.5).abs()
