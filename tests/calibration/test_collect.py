@@ -145,3 +145,43 @@ def test_elements_come_as_memory_holds_them():
     assert torch.equal(in_memory_order(last), last.permute(0, 2, 3, 1).reshape(-1))
     assert torch.equal(in_memory_order(x[:, 1:]), x[:, 1:].reshape(-1))
     assert torch.equal(in_memory_order(x[:, :, ::2]).sort().values, x[:, :, ::2].reshape(-1).sort().values)
+
+
+class Balanced(nn.Module):
+    """Means of what a normalisation over the same axes has made: 0 but for rounding."""
+
+    def __init__(self, mean=0.0):
+        super().__init__()
+        self.norm = nn.InstanceNorm2d(3, affine=True)
+        nn.init.constant_(self.norm.bias, mean)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        y = torch.relu(self.norm(x).mean((2, 3)).neg())
+        return self.head(y), y
+
+
+def balanced(mean=0.0):
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 16, 16) * 3 + 1
+    graph = capture(Balanced(mean).eval(), (x,))
+    names = [v for n in graph.nodes for v in n.outputs]
+    stats = collect(graph, [(x,)], tensors={v: Need(channel_axis=1) for v in names})
+    return {n.op: stats[n.outputs[0]] for n in graph.nodes}
+
+
+def test_means_of_terms_that_cancel_are_zeros_whatever_rounding_left_of_them():
+    seen = balanced()
+    assert seen["InstanceNorm"].peak > 2
+    for op in ("GlobalAvgPool", "Reshape", "Neg", "Relu"):  # the others hold what the mean does
+        s = seen[op]
+        assert (s.low, s.high, s.smooth_low, s.smooth_high, s.peak) == (0, 0, 0, 0, 0), op
+        assert s.count == 12 and s.histogram.zeros and s.histogram.counts.sum() == s.histogram.counts[BINS // 2]
+        assert not s.channels.peak.any() and not s.mean.any()
+    assert seen["Linear"].low < seen["Linear"].high, "its biases"
+
+
+def test_a_small_mean_is_data():
+    """2^-17 of the greatest term is 64 times as much as rounding leaves."""
+    seen = balanced(mean=-4 * 2.0**-17)
+    assert 2e-5 < seen["GlobalAvgPool"].peak < 4e-5 and seen["Relu"].high == seen["GlobalAvgPool"].peak

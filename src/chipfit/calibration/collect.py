@@ -14,12 +14,17 @@ from chipfit.calibration.histogram import Histogram, in_memory_order
 from chipfit.engine.run import run
 from chipfit.errors import DataError, first_line
 from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ops import OPS
 
 #: a histogram counts every element up to this many per batch; of larger tensors a block of 32 out of every 353 elements
 #: in memory order: 353 is prime, so that the blocks start at every channel, whatever their number
 _SMALL, _BLOCK, _PERIOD = 1 << 14, 32, 353
 #: share of the newest batch in the moving averages
 _SMOOTH = 0.1
+#: a sum or mean below this share of its greatest term is what rounding in float32 leaves of terms that cancel (16 times
+#: the machine's epsilon)
+_NOISE = 2.0**-19
+_SUMS = frozenset({"GlobalAvgPool", "AvgPool", "AdaptiveAvgPool", "Mean", "Sum"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,11 @@ class TensorStats:
     channels: Channels | None = None  #: where `Need.channel_axis` asked for them
 
     @property
+    def peak(self) -> float:
+        """Largest magnitude."""
+        return max(-self.low, self.high)
+
+    @property
     def mean(self) -> torch.Tensor | None:
         """Mean of every channel, [C] float64; None unless `Need.channel_axis` asked for it."""
         total = None if self.channels is None else self.channels.total
@@ -97,6 +107,16 @@ class TensorStats:
         new = self.channels.mapped(self.count, plus, times)
         low, high = float(new.low.min()), float(new.high.max())
         return replace(self, low=low, high=high, smooth_low=low, smooth_high=high, histogram=None, channels=new)
+
+    def silenced(self) -> TensorStats:
+        """What calibration would have seen of as many zeros."""
+        histogram = None if self.histogram is None else Histogram()
+        if histogram is not None:
+            histogram.add(torch.zeros(1), 0.0)
+        channels = None if self.channels is None else self.channels.mapped(self.count, 0.0, 0.0)
+        new = replace(self, histogram=histogram, channels=channels)
+        new.low = new.high = new.smooth_low = new.smooth_high = 0.0
+        return new
 
     def update(self, x: torch.Tensor, need: Need) -> None:
         """Add one batch of the tensor, float32, any shape.
@@ -177,7 +197,25 @@ def collect(
             count += 1
     if count == 0:
         raise no_data()
-    return stats
+    return without_noise(graph, stats)
+
+
+def without_noise(graph: Graph, stats: Mapping[str, TensorStats]) -> dict[str, TensorStats]:
+    """The statistics, with zeros for tensors that hold rounding errors alone, of which no machine computes the same.
+
+    Those are sums and means of terms that cancel, as behind a normalisation of the same axes, and what such a tensor is
+    the only data of.
+    """
+    out, noise = dict(stats), set[str]()
+    for n in graph.nodes:
+        if n.op not in OPS or not (OPS[n.op].homogeneous or OPS[n.op].moves):
+            continue
+        data = [i for i in n.inputs if i is not None and graph.is_float(i)]
+        seen = [stats[v] for v in (n.data, *n.outputs) if v in stats]
+        cancels = n.op in _SUMS and len(seen) == 2 and 0 < seen[1].peak < _NOISE * seen[0].peak
+        if cancels or (data and noise.issuperset(data)):
+            noise |= {*n.outputs}
+    return out | {v: stats[v].silenced() for v in noise & stats.keys()}
 
 
 def padding_mask(graph: Graph) -> str | None:
