@@ -35,6 +35,22 @@ MODULES = """
 """
 #: of those, what only tells a person or the clock something
 NOT = "calibration/progress.py export/names.py"
+#: names at the level of a module that say how much is done at a time or at most: one more or less is as good
+EFFORT = {
+    "calibration/data.py": "ROWS",
+    "calibration/seen.py": "_KEPT _NUMBERS",
+    "plan/saved.py": "_ATTEMPTS",
+    "quantizers/tables.py": "_DISTINCT",
+    "ranges/__init__.py": "_EDGES",
+    "ranges/search.py": "ALL FEW BINS _CHUNK _TABLES _ENDS",
+    "rounding/budget.py": "LADDER",
+    "rounding/fisher.py": "IMAGES CHUNK",
+    "rounding/fit.py": "TRIES _AT_ONCE MANY",
+    "rounding/importance.py": "_CHUNK",
+    "rounding/moments.py": "ROWS",
+    "rounding/streams.py": "CHUNK SMALL",
+    "simulate/sums.py": "_IN_FLOAT",
+}
 
 
 @dataclass(frozen=True)
@@ -125,8 +141,8 @@ def draw(seed: int, count: int) -> Drawn:
         if ast.dump(ast.parse(text)) == ast.dump(ast.parse(source)):
             out.excluded["the same program"] += 1
             continue
-        if _orders_words(source, text):
-            out.excluded["words compared by order or identity"] += 1
+        if _same_comparison(source, text):
+            out.excluded["words compared by order or identity, small numbers by identity"] += 1
             continue
         diff = _diff(file, source, text)
         changed = [x[1:].strip() for x in diff.splitlines() if x.startswith(("-", "+")) and x[:3] not in ("---", "+++")]
@@ -169,7 +185,7 @@ def _families() -> dict[str, tuple[str, ...]]:
 def _sites(file: str) -> Iterator[_Site]:
     source = (SOURCE / file).read_text()
     nodes = list(ast_nodes(get_ast(source)))
-    excluded = _excluded(source)
+    excluded = _excluded(source, EFFORT.get(file.removeprefix("chipfit/"), ""))
     for first, names in _families().items():
         operator, occurrence = get_operator(first)(), 0
         for node in nodes:
@@ -182,8 +198,8 @@ def _sites(file: str) -> Iterator[_Site]:
 _Range = tuple[tuple[int, int], tuple[int, int], str]
 
 
-def _excluded(source: str) -> list[_Range]:
-    """Where a change cannot change a result, with the rule that says so."""
+def _excluded(source: str, effort: str = "") -> list[_Range]:
+    """Where a change cannot change a result, with the rule that says so; effort: names of amounts of work."""
     out: list[_Range] = []
     lines = source.splitlines()
 
@@ -193,7 +209,11 @@ def _excluded(source: str) -> list[_Range]:
     def leave(n: ast.AST, why: str) -> None:
         out.append((at(n.lineno, n.col_offset), at(n.end_lineno, n.end_col_offset), why))  # type: ignore[attr-defined]
 
-    for n in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    for n in tree.body:
+        if isinstance(n, ast.Assign) and all(x in effort.split() for x in _names(n.targets[0])):
+            leave(n, "an amount of effort")
+    for n in ast.walk(tree):
         if isinstance(n, ast.AnnAssign | ast.arg) and n.annotation is not None:
             leave(n.annotation, "a type annotation")
         elif isinstance(n, ast.Raise):
@@ -238,6 +258,10 @@ def _excluded(source: str) -> list[_Range]:
     return out
 
 
+def _names(n: ast.AST) -> list[str]:
+    return [x.id for x in ast.walk(n) if isinstance(x, ast.Name)]
+
+
 @cache
 def _equivalent() -> frozenset[tuple[str, ...]]:
     """Changes that a person found to be no defects: (file, old line, new line)."""
@@ -250,15 +274,21 @@ def _equivalent() -> frozenset[tuple[str, ...]]:
 
 #: what else is true of equal words, or of different ones: nobody writes it, and it often says the same
 _AS_GOOD = {ast.Eq: (ast.Is, ast.LtE, ast.GtE), ast.NotEq: (ast.IsNot, ast.Lt, ast.Gt)}
+#: Python keeps one object for each of these
+_SMALL = range(-5, 257)
 
 
-def _orders_words(source: str, text: str) -> bool:
-    """Whether the change asks for the order or the identity of words in place of their equality."""
+def _same_comparison(source: str, text: str) -> bool:
+    """Whether words are compared by order or identity in place of equality, or small integers by identity."""
     for x, y in zip(ast.walk(ast.parse(source)), ast.walk(ast.parse(text))):
         if isinstance(x, ast.Compare) and isinstance(y, ast.Compare):
-            changed = [(a, b) for a, b in zip(x.ops, y.ops) if type(a) is not type(b)]
-            words = [c for c in (x.left, *x.comparators) if isinstance(c, ast.Constant) and isinstance(c.value, str)]
-            if words and any(isinstance(b, _AS_GOOD.get(type(a), ())) for a, b in changed):
+            changed = [(type(a), type(b)) for a, b in zip(x.ops, y.ops) if type(a) is not type(b)]
+            numbers = [c.value for c in (x.left, *x.comparators) if isinstance(c, ast.Constant)]
+            words = any(isinstance(v, str) for v in numbers)
+            small = any(isinstance(v, int) and v in _SMALL for v in numbers)
+            if words and any(b in _AS_GOOD.get(a, ()) for a, b in changed):
+                return True
+            if small and any(b in (ast.Is, ast.IsNot) and b in _AS_GOOD.get(a, ()) for a, b in changed):
                 return True
     return False
 

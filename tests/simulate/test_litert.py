@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from chipfit.graph.ir import Node
 from chipfit.simulate.litert import (
@@ -17,6 +20,7 @@ from chipfit.simulate.litert import (
     _stretch,
 )
 from tests.simulate.one_operator import LITERT, Codes, drawn, every, one, pairs
+from tests.simulate.test_rounding import proved, quantized
 
 A, B = pairs()
 #: kernels that saturate where optimised ones wrap around
@@ -94,20 +98,38 @@ def test_a_stretch_is_what_lies_side_by_side_in_both(a, b, many):
     assert _stretch(a, b) == many
 
 
-def in_vectors(data_format: str, *shape: int) -> torch.Tensor:
-    """Which elements of a sum of images vector instructions make, where it is part of a network in that layout."""
-    sum_ = one("Add", [Codes(torch.full(shape, -70), 0.05), Codes(torch.full(shape, -125), 0.07)], Codes(A, ONE))
-    sum_.graph.data_format = data_format
-    return sum_.simulated("tflite_int8", "litert_optimized") == -122
+IMAGE, ROW = (1, 3, 5, 7), (1, 5, 15)
+#: where a sum stands -> a network of two inputs that makes it, and their shapes
+PLACES = {
+    "no image": (lambda x, y: x + y, IMAGE, IMAGE),
+    "an image": (lambda x, y: F.max_pool2d(x, 3, 1, 1) + y, IMAGE, IMAGE),
+    "an image and its channels": (lambda x, y: F.max_pool2d(x, 3, 1, 1) + y, (1, 20, 5, 7), (1, 20, 1, 1)),
+    "an image and its columns": (lambda x, y: F.max_pool2d(x, 3, 1, 1) + y, (1, 3, 5, 20), (1, 1, 1, 20)),
+    "a row": (lambda x, y: F.max_pool1d(x, 3, 1, 1) + y, ROW, ROW),
+    "a row and its channels": (lambda x, y: F.max_pool1d(x, 3, 1, 1) + y, (1, 20, 15), (1, 20, 1)),
+    "channels moved last": (lambda x, y: F.max_pool2d(x, 3, 1, 1).permute(0, 2, 3, 1) + y, IMAGE, (1, 5, 7, 3)),
+    "an image turned": (lambda x, y: F.max_pool2d(x, 3, 1, 1).transpose(2, 3) + y, IMAGE, (1, 3, 7, 5)),
+    "an image cut anew": (lambda x, y: F.max_pool2d(x, 3, 1, 1).reshape(-1, 5, 3, 7) + y, IMAGE, (1, 5, 3, 7)),
+}
 
 
-def test_images_lie_channels_last_and_their_last_elements_are_left_to_scalar_code():
-    """2 x 3 x 2 x 2 elements, of which 16 are taken at once: channels last, whole pixels lie behind one another."""
-    order = torch.arange(24).reshape(2, 2, 2, 3).movedim(-1, 1)
-    assert torch.equal(in_vectors("channels_first", 2, 3, 2, 2), order < 16)
-    plain = torch.arange(24) < 16
-    assert torch.equal(in_vectors("channels_last", 2, 3, 2, 2).reshape(-1), plain)
-    assert torch.equal(in_vectors("channels_first", 2, 3, 4).reshape(-1), plain)
+@pytest.mark.parametrize("name", PLACES)
+def test_which_elements_an_optimised_sum_takes_16_at_once_follows_how_the_file_holds_them(name):
+    """Codes as above, of which vector instructions and scalar code make different sums, in networks of every layout."""
+    f, first, second = PLACES[name]
+    result = quantized(f, (torch.randn(first), torch.randn(second)), "tflite_int8")
+    (add,) = (n for n in result.graph.nodes if n.op == "Add")
+    scales = dict.fromkeys(result.graph.values, 0.05) | {result.graph.inputs[1]: 0.07, add.inputs[1]: 0.07}
+    tensors = dict(result.plan.tensors)
+    for value, scale in (scales | {add.output: ONE}).items():
+        if result.plan.quantized(value):
+            zero = torch.tensor(0, dtype=torch.int32)
+            tensors[value] = tensors[value].with_(scale=torch.tensor(scale), zero_point=zero)
+    result = replace(result, plan=replace(result.plan, tensors=tensors), _model=None)
+    data = torch.full(first, -70 * 0.05), torch.full(second, -125 * 0.07)
+    proved(result, data, runtime="litert_optimized")
+    sums = result.verify([data], runtime="litert_reference").rows[-1]
+    assert sums.elements > 16 and sums.differing == 0
 
 
 def test_an_optimised_change_of_scale_takes_16_at_once(tmp_path):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from chipfit.engine.kernels import execute, pad
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import DYNAMIC, Graph, Node
 from chipfit.graph.ops import OPS
+from chipfit.passes.layout import Form
+from chipfit.passes.relayout import relayout
 from chipfit.plan.record import Plan
 from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.modelled import kernels_of
@@ -82,6 +85,11 @@ class Run:
     weights: dict[str, Tensor] = field(default_factory=dict)  #: weight -> codes
     #: what DynamicQuantize hands over: codes without zero point, and their scale
     moment: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @cached_property
+    def forms(self) -> Mapping[str, Form]:
+        """The order of axes in which files hold values whose images lie channels last; others lie as in the graph."""
+        return relayout(self.graph, self.plan, "channels_last", borders=True)[0].forms
 
     def stored(self, name: str) -> Stored:
         """How a quantized value or weight is stored."""

@@ -167,12 +167,12 @@ def _stretch(a: Sequence[int], b: Sequence[int]) -> int:
 def _in_vectors(u: Unit, *shapes: Sequence[int]) -> Tensor:
     """Which elements of a result vector instructions make, 16 at once, of operands of these shapes."""
     rank, whole = max(map(len, shapes)), torch.broadcast_shapes(*shapes)
-    image = rank == 4 and u.run.graph.data_format == "channels_first"  # it lies channels last
+    form = u.run.forms.get(u.out) or range(rank)
     padded = ([1] * (rank - len(s)) + [*s] for s in (*shapes, whole))
-    *lie, out = ([s[0], *s[2:], s[1]] if image else s for s in padded)
+    *lie, out = ([s[d] for d in form] for s in padded)
     many = _stretch(lie[0], lie[-1])
     vectors = (torch.arange(math.prod(out)) % many < many // 16 * 16).reshape(out)
-    return vectors.movedim(-1, 1) if image else vectors
+    return vectors.movedim((*range(rank),), (*form,))
 
 
 def _add_optimized(u: Unit) -> None:
