@@ -60,6 +60,7 @@ def test_what_no_layer_can_take_is_refused_with_the_reason(overrides, platform, 
         {"emb": "float"},
         {"emb": {"rule": "no_clipping"}},
         {"a": {"range": (0, 3)}},
+        {"a": {"range": [0, 3]}},
         {"a": {"bits": None}},
     ],
 )
