@@ -1,4 +1,4 @@
-"""What training has to keep of a platform's rules: bounds on scales, dictated numbers, zero points, and sums of weights."""
+"""What training has to keep of a platform's rules: bounds on scales, dictated numbers, zero points, sums of weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers of one tensor by itself: an earlier decision, the platform's, a known range, or a rule over what was seen."""
+"""The numbers of one tensor by itself: an earlier decision, the platform's, a known range, or a rule over data."""
 
 from __future__ import annotations
 
@@ -79,6 +79,12 @@ def test_a_known_range_needs_nothing_that_was_seen():
     found, origin = sources(stats={}).find(activation(range=(-0.5, 2.05)), A8.grid())
     assert float(found.scale) == pytest.approx(2.55 / 255) and int(found.zero_point) == -128 + 50
     assert origin == "known beforehand"
+
+
+def test_a_known_range_of_symmetric_codes_is_their_threshold():
+    signed = Format(bits=8)  # 128 codes below 0: the step is 1 / 128, and +1 rounds down to 127 of them
+    found, _ = sources().find(activation(signed, range=(-1.0, 1.0)), signed.grid())
+    assert float(found.scale) == 1 / 128
 
 
 def test_what_was_not_calibrated_is_refused_with_the_way_out():

@@ -107,3 +107,105 @@ def test_inputs_and_outputs_that_the_platform_names_another_format_for_are_noted
     net = nn.Sequential(nn.Linear(3, 2), nn.ReLU()).eval()
     plan = chipfit.quantize(net, [torch.randn(4, 3)], platform=npu, progress=False).plan
     assert [n for n in plan.rewrites if "names" in n] == said
+
+
+# ---------------------------------------------------------------- before any data
+
+
+def said(overrides, platform="tflite_int8", model=None, example=None):
+    """What `lint` says of overrides."""
+    example = IDS[0] if example is None else example
+    notes = chipfit.lint((model or Net()).eval(), example, platform, overrides).notes
+    return [n for n in notes if "override" in n]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "platform"),
+    [
+        ({"a": {"inputs": "codes"}}, "tflite_int8"),
+        ({"a": {"inputs": "dynamic"}}, "ort_cpu"),
+        ({"a": {"result": "codes"}}, "tflite_int8"),
+        ({"a": {"result": "float"}}, "ort_cpu"),
+        ({"ln": {"result": "float"}}, "ort_cpu"),
+        ({"softmax": {"activation_bits": 8}}, "tflite_int8"),
+        ({"Linear": {"bits": 8}, "a": {"bits": 4}}, "tflite_int8"),
+        ({"a": {"signed": True}}, "imx500"),
+        ({"a": {"weight_method": "power_of_two", "weight_rule": "mae"}}, "tflite_int8"),
+        ({"a": {"bits": "float"}}, "tflite_int8"),
+        ({"a": {"activation_bits": "float"}}, "tflite_int8"),
+        ({"a": {"z_threshold": 3.0}}, "tflite_int8"),
+        ({"a": {"range": [0, 3]}}, "ort_cpu"),
+        # what a later entry replaces is not asked for any more
+        ([("a", {"inputs": "float"}), ("a", {"inputs": "codes"})], "tflite_int8"),
+        ([("a", {"inputs": "float"}), ("a", "float")], "tflite_int8"),
+        ([("a", {"inputs": "float", "bits": 8}), ("Linear", {"inputs": "codes"})], "tflite_int8"),
+    ],
+    ids=str,
+)
+def test_a_layer_that_does_what_is_asked_is_not_spoken_of(overrides, platform):
+    assert said(overrides, platform) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "platform", "says"),
+    [
+        ({"emb": {"inputs": "codes"}}, "ort_cpu", "'emb' (it reads no floats)"),
+        ({"a": {"inputs": "float"}}, "ort_cpu", "'a' (it takes them in codes)"),
+        ({"a": {"inputs": "dynamic"}}, "tflite_int8", "'a' (it takes them in codes)"),
+        ({"ln": {"result": "codes"}}, "ort_cpu", "'ln' (it hands over float)"),
+        ([("a", "float"), ("a", {"inputs": "dynamic"})], "tflite_int8", "'a' (it takes them in float)"),
+        ([("a", {"inputs": "codes"}), ("a", {"inputs": "float"})], "tflite_int8", "'a' (it takes them in codes)"),
+        ([("a", "float"), ("a", {"rule": "mse"})], "tflite_int8", "'a' (overrides keep 'a' in float)"),
+    ],
+    ids=str,
+)
+def test_a_layer_that_does_something_else_is_refused_with_what_it_does(overrides, platform, says):
+    with pytest.raises(PlanError) as e:
+        said(overrides, platform)
+    choice, asked = next(iter([*(overrides if isinstance(overrides, list) else overrides.items())][-1][1].items()))
+    pattern = says.split("'")[1]
+    assert str(e.value).startswith(f"The override {choice}={asked!r} of '{pattern}' changes nothing for {says}. Try: ")
+
+
+def linears(count):
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
+
+
+class Every:
+    """A filter for linear layers."""
+
+    def match(self, node):
+        return node.op == "Linear"
+
+
+@pytest.mark.parametrize(
+    ("count", "named"), [(1, "'0' ({0})"), (4, "'0' ({0}), '1' ({0}), '2' ({0}), '3' ({0})"), (6, None)]
+)
+def test_four_layers_are_named_and_the_others_counted(count, named):
+    model = linears(count) if count > 1 else nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    named = named or "'0' ({0}), '1' ({0}), '2' ({0}), '3' ({0}) and 2 more"
+    says = f"override inputs='float' of 'Linear' changes nothing for {named.format('it takes them in codes')}"
+    with pytest.raises(PlanError) as e:
+        said({"Linear": {"inputs": "float"}}, model=model, example=torch.randn(2, 2))
+    assert f"The {says}. Try" in str(e.value)
+    # a filter, which may mean layers that cannot, is never refused
+    (note,) = said([(Every(), {"inputs": "float"})], model=model, example=torch.randn(2, 2))
+    assert note.startswith("the override inputs='float' of '") and note.endswith(says.partition("changes")[2])
+
+
+def test_each_entry_has_a_note_of_its_own():
+    notes = said([(Every(), {"inputs": "float"}), (Every(), {"result": "codes"}), (Every(), {"inputs": "dynamic"})])
+    assert len(notes) == 1 and "inputs='dynamic'" in notes[0]
+    notes = said([("a", {"inputs": "codes"}), (Every(), {"inputs": "float", "per": "tensor"})])
+    assert len(notes) == 1 and "inputs='float'" in notes[0] and "'a'" in notes[0] and "'b'" in notes[0]
+
+
+def test_what_is_no_float_has_no_format_that_a_platform_could_name():
+    op = {"match": ["Linear", "Relu"], "use": [{"in": "a8", "w": "a8", "out": "a8"}], "src": ["M"], "conf": "V"}
+    formats = {"a8": {"bits": 8}, "a16": {"bits": 16}}
+    place = {"io_in": ["a16"], "io_out": ["a16", "a8"]}
+    npu = Platform.model_validate({"name": "npu", "formats": formats, "ops": [op], "place": place})
+    net = nn.Sequential(nn.Embedding(20, 3), nn.Linear(3, 2)).eval()
+    assert [n for n in chipfit.lint(net, IDS[0], npu).notes if "names" in n] == []
+    (note,) = [n for n in chipfit.lint(net[1], torch.randn(4, 3), npu).notes if "names" in n]
+    assert note == "input 'input' is a8: 'npu' names a16 for it"
