@@ -167,6 +167,12 @@ def test_a_layer_that_does_something_else_is_refused_with_what_it_does(overrides
     assert str(e.value).startswith(f"The override {choice}={asked!r} of '{pattern}' changes nothing for {says}. Try: ")
 
 
+def test_what_moves_codes_hands_over_codes():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.Linear(4, 4))
+    with pytest.raises(PlanError, match="'1' .it hands over codes"):
+        said({"1": {"result": "float"}}, model=model, example=torch.randn(2, 4))
+
+
 def linears(count):
     return nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
 
