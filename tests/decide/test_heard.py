@@ -8,8 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import chipfit
+from chipfit.decide.assignment import Assignment, Slot
+from chipfit.decide.heard import unheard
 from chipfit.errors import PlanError
-from chipfit.platform.schema import Platform
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.plan.record import NodePlan
+from chipfit.platform.schema import Format, Platform
 
 
 class Net(nn.Module):
@@ -215,3 +219,98 @@ def test_what_is_no_float_has_no_format_that_a_platform_could_name():
     assert [n for n in chipfit.lint(net, IDS[0], npu).notes if "names" in n] == []
     (note,) = [n for n in chipfit.lint(net[1], torch.randn(4, 3), npu).notes if "names" in n]
     assert note == "input 'input' is a8: 'npu' names a16 for it"
+
+
+# ---------------------------------------------------------------- decisions on paper
+
+
+def heard(overrides, **decided):
+    """Of three operators in a row, the first with a weight."""
+    nodes = [
+        Node("l", "Linear", ("x", "w"), ("l",), layer="fc"),
+        Node("r", "Relu", ("l",), ("r",), layer="act"),
+        Node("s", "Tanh", ("r",), ("s",), layer="end"),
+    ]
+    graph = Graph(nodes, ["x"], ["s"], {v: Value(v, (None, 4)) for v in "xlrs"}, {"w": torch.ones(4, 4)})
+    plans = {n.name: NodePlan(name=n.name, op=n.op, layer=n.layer, exec="int") for n in nodes}
+    return unheard(graph, Assignment(**{"nodes": plans, **decided}), overrides)
+
+
+def slot_of(name, **facts):
+    return Slot(name=name, role="activation", format_name="a8", format=Format(bits=8), node=name, **facts)
+
+
+def test_a_word_about_a_fused_kernel_is_about_what_its_last_operator_writes():
+    kernel = {"groups": (("l", "r", "s"),), "slots": {"s": slot_of("s", rule="mae"), "r": slot_of("r", rule="kl")}}
+    for layer in ("fc", "act", "end"):
+        assert heard({layer: {"rule": "mae"}}, **kernel) == []
+        with pytest.raises(PlanError, match=f"'{layer}' .it has 'mae'"):
+            heard({layer: {"rule": "kl"}}, **kernel)
+
+
+def test_a_tensor_without_codes_says_why_as_nearly_as_it_is_known():
+    why = {"l": NodePlan(name="l", op="Linear", layer="fc", why="no kernel")}
+    for decided, says in (
+        ({}, "it is not stored in codes"),
+        ({"nodes": why}, "no kernel"),
+        ({"nodes": why, "floats": {"l": "kept for the next one"}}, "kept for the next one"),
+        ({"floats": {"l": "kept for the next one"}}, "kept for the next one"),
+    ):
+        with pytest.raises(PlanError) as e:
+            heard({"fc": {"rule": "mae"}}, **decided)
+        assert f"'fc' ({says})" in str(e.value)
+
+
+def test_what_it_has_instead_comes_with_the_reason_of_its_operator():
+    reason = {"l": NodePlan(name="l", op="Linear", layer="fc", exec="int", why="as its neighbour")}
+    with pytest.raises(PlanError, match=r"'fc' \(it has 8; as its neighbour\)"):
+        heard({"fc": {"activation_bits": 4}}, slots={"l": slot_of("l")}, nodes=reason)
+    with pytest.raises(PlanError, match=r"'fc' \(it has 8\)"):
+        heard({"fc": {"activation_bits": 4}}, slots={"l": slot_of("l")})
+
+
+@pytest.mark.parametrize(
+    ("choice", "taken", "not_taken"),
+    [
+        ("activation_bits", 8, 4),
+        ("method", "symmetric", "power_of_two"),
+        ("signed", True, False),
+        ("rule", "mae", "kl"),
+        ("z_threshold", 3.0, 4.0),
+        ("range", (0.0, 1.0), (0.0, 2.0)),
+    ],
+)
+def test_each_choice_is_compared_with_what_the_tensor_has(choice, taken, not_taken):
+    decided = {"slots": {"l": slot_of("l", rule="mae", z_threshold=3.0, range=(0.0, 1.0))}}
+    assert heard({"fc": {choice: taken}}, **decided) == []
+    with pytest.raises(PlanError) as e:
+        heard({"fc": {choice: not_taken}}, **decided)
+    assert f"'fc' (it has {taken!r})" in str(e.value)
+
+
+def test_bits_of_what_is_read_count_where_nothing_is_written():
+    decided = {"slots": {"x": slot_of("x")}, "floats": {"l": "by hand"}}
+    assert heard({"fc": {"activation_bits": 8}}, **decided) == []
+    for asked in ({"activation_bits": 4}, {"rule": "mse"}):
+        with pytest.raises(PlanError, match="'fc' .by hand"):
+            heard({"fc": asked}, **decided)
+
+
+def test_float_is_what_a_tensor_without_codes_is():
+    assert heard({"fc": {"activation_bits": "float"}}) == []
+    assert heard({"fc": {"bits": "float"}}) == []
+    with pytest.raises(PlanError, match="'fc' .it has 8"):
+        heard({"fc": {"activation_bits": "float"}}, slots={"l": slot_of("l")})
+
+
+def test_several_notes_each_name_their_layers():
+    class Of:
+        def __init__(self, op):
+            self.op = op
+
+        def match(self, node):
+            return node.op == self.op
+
+    first, second = heard([(Of("Linear"), {"rule": "mae"}), (Of("Tanh"), {"rule": "mae"})])
+    assert first.endswith("changes nothing for 'fc' (it is not stored in codes)")
+    assert second.endswith("changes nothing for 'end' (it is not stored in codes)")
