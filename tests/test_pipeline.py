@@ -430,3 +430,28 @@ def test_a_model_of_which_nothing_can_be_quantized_names_eight_reasons_once_each
     with pytest.raises(NothingQuantizedError) as e:
         fit(twice, data, "tflite_int8")
     assert str(e.value).count("Erf '0': ") == 1
+
+
+# ---------------------------------------------------------------- overrides that were given
+
+
+def test_more_overrides_stand_behind_those_that_were_given(tmp_path):
+    first = fit(overrides={"2": "float"})
+    more = {"0": {"rule": "mae"}}
+    assert first._and(more) == [("2", "float"), ("0", {"rule": "mae"})]
+    assert chipfit.load(first.save(tmp_path / "saved"))._and(more) == first._and(more)
+    edited = first.edit({"2": "float", "0": {"weight_rule": "mae"}})
+    assert edited._and({}) == [("2", "float"), ("0", {"weight_rule": "mae"})]
+    assert chipfit.load(edited.save(tmp_path / "edited"))._and({}) == edited._and({})
+    assert fit()._and({}) == []
+
+
+def test_widths_that_a_search_chose_are_overrides_until_an_edit_replaces_them():
+    searched = fit(platform="imx500", limits=Limits(weights="60%"), settings=Settings(rounding="off"))
+    chosen, record = searched.plan.provenance["chosen"], searched.plan.provenance
+    assert chosen and all(searched.plan[t].grid.bits == bits for t, bits in chosen.items())
+    assert record["limits"] == {"weights": "60%"} and record["widths"].keys() == chosen.keys()
+    asked = [k for _, table in searched._and({}) for k in table]
+    assert asked and set(asked) <= {"bits", "activation_bits"}
+    assert searched.edit({"1": {"rule": "mae"}})._and({}) == [("1", {"rule": "mae"})]
+    assert "search" in searched.timings and "correct" not in searched.timings

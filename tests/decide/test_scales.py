@@ -308,3 +308,12 @@ def test_rules_that_had_nothing_to_weigh_by_are_named_in_one_note():
     assert alike({"a": plain}) == []
     (note,) = alike({"a": plain, "b": entry("b", bare), "c": entry("c", bare + ", tied with 'a'")})
     assert note == "every error counts alike, as by 'mse', in the range of 'b', 'c': no gradients"
+
+
+def test_a_tensor_that_is_tied_to_floats_alone_is_tied_to_none():
+    binding = Binding(op="Add", rules=(Rule(**TIE),), slots={"in0": ("x",), "out": ("y",)})
+    assignment = Assignment(slots={"x": slot("x")}, bindings=(binding,), floats={"y": "it is kept"})
+    graph = Graph([], [], [], {k: Value(k, (None, 4)) for k in "xy"}, {})
+    seen = {"x": TensorStats("x", low=-1.0, high=1.0, count=4, batches=2)}
+    made = choose(graph, assignment, seen, rule="no_clipping")
+    assert made["x"].origin == "no_clipping over 2 batches" and not made["y"].quantized
