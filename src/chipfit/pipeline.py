@@ -471,7 +471,7 @@ def quantize(
         notes.append(f"calibration leaves out what '{mask}' says is padding")
     rules: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "z_threshold": z_threshold}
     asked = {"overrides": to_record(overrides) or None, "steps": settings.to_record() or None}
-    named = {k: v if v is None else name_of(v) for k, v in rules.items()}
+    named = {"rule": name_of(rule), "weight_rule": name_of(weight_rule), "z_threshold": z_threshold}
     record = provenance.record(graph, target, seen.hash, **asked, seed=seed, **named)
     record["samples"] = sorted(seen.digests)
     with shown.stage("ranges"):

@@ -8,8 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import chipfit
+from chipfit.decide.assignment import Assignment, Slot
+from chipfit.decide.heard import unheard
 from chipfit.errors import PlanError
-from chipfit.platform.schema import Platform
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.plan.record import NodePlan
+from chipfit.platform.schema import Format, Platform
 
 
 class Net(nn.Module):
@@ -60,6 +64,7 @@ def test_what_no_layer_can_take_is_refused_with_the_reason(overrides, platform, 
         {"emb": "float"},
         {"emb": {"rule": "no_clipping"}},
         {"a": {"range": (0, 3)}},
+        {"a": {"range": [0, 3]}},
         {"a": {"bits": None}},
     ],
 )
@@ -106,3 +111,206 @@ def test_inputs_and_outputs_that_the_platform_names_another_format_for_are_noted
     net = nn.Sequential(nn.Linear(3, 2), nn.ReLU()).eval()
     plan = chipfit.quantize(net, [torch.randn(4, 3)], platform=npu, progress=False).plan
     assert [n for n in plan.rewrites if "names" in n] == said
+
+
+# ---------------------------------------------------------------- before any data
+
+
+def said(overrides, platform="tflite_int8", model=None, example=None):
+    """What `lint` says of overrides."""
+    example = IDS[0] if example is None else example
+    notes = chipfit.lint((model or Net()).eval(), example, platform, overrides).notes
+    return [n for n in notes if "override" in n]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "platform"),
+    [
+        ({"a": {"inputs": "codes"}}, "tflite_int8"),
+        ({"a": {"inputs": "dynamic"}}, "ort_cpu"),
+        ({"a": {"result": "codes"}}, "tflite_int8"),
+        ({"a": {"result": "float"}}, "ort_cpu"),
+        ({"ln": {"result": "float"}}, "ort_cpu"),
+        ({"softmax": {"activation_bits": 8}}, "tflite_int8"),
+        ({"Linear": {"bits": 8}, "a": {"bits": 4}}, "tflite_int8"),
+        ({"a": {"signed": True}}, "imx500"),
+        ({"a": {"weight_method": "power_of_two", "weight_rule": "mae"}}, "tflite_int8"),
+        ({"a": {"bits": "float"}}, "tflite_int8"),
+        ({"a": {"activation_bits": "float"}}, "tflite_int8"),
+        ({"a": {"z_threshold": 3.0}}, "tflite_int8"),
+        ({"a": {"range": [0, 3]}}, "ort_cpu"),
+        # what a later entry replaces is not asked for any more
+        ([("a", {"inputs": "float"}), ("a", {"inputs": "codes"})], "tflite_int8"),
+        ([("a", {"inputs": "float"}), ("a", "float")], "tflite_int8"),
+        ([("a", {"inputs": "float", "bits": 8}), ("Linear", {"inputs": "codes"})], "tflite_int8"),
+    ],
+    ids=str,
+)
+def test_a_layer_that_does_what_is_asked_is_not_spoken_of(overrides, platform):
+    assert said(overrides, platform) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "platform", "says"),
+    [
+        ({"emb": {"inputs": "codes"}}, "ort_cpu", "'emb' (it reads no floats)"),
+        ({"a": {"inputs": "float"}}, "ort_cpu", "'a' (it takes them in codes)"),
+        ({"a": {"inputs": "dynamic"}}, "tflite_int8", "'a' (it takes them in codes)"),
+        ({"ln": {"result": "codes"}}, "ort_cpu", "'ln' (it hands over float)"),
+        ([("a", "float"), ("a", {"inputs": "dynamic"})], "tflite_int8", "'a' (it takes them in float)"),
+        ([("a", {"inputs": "codes"}), ("a", {"inputs": "float"})], "tflite_int8", "'a' (it takes them in codes)"),
+        ([("a", "float"), ("a", {"rule": "mse"})], "tflite_int8", "'a' (overrides keep 'a' in float)"),
+    ],
+    ids=str,
+)
+def test_a_layer_that_does_something_else_is_refused_with_what_it_does(overrides, platform, says):
+    with pytest.raises(PlanError) as e:
+        said(overrides, platform)
+    choice, asked = next(iter([*(overrides if isinstance(overrides, list) else overrides.items())][-1][1].items()))
+    pattern = says.split("'")[1]
+    assert str(e.value).startswith(f"The override {choice}={asked!r} of '{pattern}' changes nothing for {says}. Try: ")
+
+
+def test_what_moves_codes_hands_over_codes():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.Linear(4, 4))
+    with pytest.raises(PlanError, match="'1' .it hands over codes"):
+        said({"1": {"result": "float"}}, model=model, example=torch.randn(2, 4))
+
+
+def linears(count):
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
+
+
+class Every:
+    """A filter for linear layers."""
+
+    def match(self, node):
+        return node.op == "Linear"
+
+
+@pytest.mark.parametrize(
+    ("count", "named"), [(1, "'0' ({0})"), (4, "'0' ({0}), '1' ({0}), '2' ({0}), '3' ({0})"), (6, None)]
+)
+def test_four_layers_are_named_and_the_others_counted(count, named):
+    model = linears(count) if count > 1 else nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    named = named or "'0' ({0}), '1' ({0}), '2' ({0}), '3' ({0}) and 2 more"
+    says = f"override inputs='float' of 'Linear' changes nothing for {named.format('it takes them in codes')}"
+    with pytest.raises(PlanError) as e:
+        said({"Linear": {"inputs": "float"}}, model=model, example=torch.randn(2, 2))
+    assert f"The {says}. Try" in str(e.value)
+    # a filter, which may mean layers that cannot, is never refused
+    (note,) = said([(Every(), {"inputs": "float"})], model=model, example=torch.randn(2, 2))
+    assert note.startswith("the override inputs='float' of '") and note.endswith(says.partition("changes")[2])
+
+
+def test_each_entry_has_a_note_of_its_own():
+    notes = said([(Every(), {"inputs": "float"}), (Every(), {"result": "codes"}), (Every(), {"inputs": "dynamic"})])
+    assert len(notes) == 1 and "inputs='dynamic'" in notes[0]
+    notes = said([("a", {"inputs": "codes"}), (Every(), {"inputs": "float", "per": "tensor"})])
+    assert len(notes) == 1 and "inputs='float'" in notes[0] and "'a'" in notes[0] and "'b'" in notes[0]
+
+
+def test_what_is_no_float_has_no_format_that_a_platform_could_name():
+    op = {"match": ["Linear", "Relu"], "use": [{"in": "a8", "w": "a8", "out": "a8"}], "src": ["M"], "conf": "V"}
+    formats = {"a8": {"bits": 8}, "a16": {"bits": 16}}
+    place = {"io_in": ["a16"], "io_out": ["a16", "a8"]}
+    npu = Platform.model_validate({"name": "npu", "formats": formats, "ops": [op], "place": place})
+    net = nn.Sequential(nn.Embedding(20, 3), nn.Linear(3, 2)).eval()
+    assert [n for n in chipfit.lint(net, IDS[0], npu).notes if "names" in n] == []
+    (note,) = [n for n in chipfit.lint(net[1], torch.randn(4, 3), npu).notes if "names" in n]
+    assert note == "input 'input' is a8: 'npu' names a16 for it"
+
+
+# ---------------------------------------------------------------- decisions on paper
+
+
+def heard(overrides, **decided):
+    """Of three operators in a row, the first with a weight."""
+    nodes = [
+        Node("l", "Linear", ("x", "w"), ("l",), layer="fc"),
+        Node("r", "Relu", ("l",), ("r",), layer="act"),
+        Node("s", "Tanh", ("r",), ("s",), layer="end"),
+    ]
+    graph = Graph(nodes, ["x"], ["s"], {v: Value(v, (None, 4)) for v in "xlrs"}, {"w": torch.ones(4, 4)})
+    plans = {n.name: NodePlan(name=n.name, op=n.op, layer=n.layer, exec="int") for n in nodes}
+    return unheard(graph, Assignment(**{"nodes": plans, **decided}), overrides)
+
+
+def slot_of(name, **facts):
+    return Slot(name=name, role="activation", format_name="a8", format=Format(bits=8), node=name, **facts)
+
+
+def test_a_word_about_a_fused_kernel_is_about_what_its_last_operator_writes():
+    kernel = {"groups": (("l", "r", "s"),), "slots": {"s": slot_of("s", rule="mae"), "r": slot_of("r", rule="kl")}}
+    for layer in ("fc", "act", "end"):
+        assert heard({layer: {"rule": "mae"}}, **kernel) == []
+        with pytest.raises(PlanError, match=f"'{layer}' .it has 'mae'"):
+            heard({layer: {"rule": "kl"}}, **kernel)
+
+
+def test_a_tensor_without_codes_says_why_as_nearly_as_it_is_known():
+    why = {"l": NodePlan(name="l", op="Linear", layer="fc", why="no kernel")}
+    for decided, says in (
+        ({}, "it is not stored in codes"),
+        ({"nodes": why}, "no kernel"),
+        ({"nodes": why, "floats": {"l": "kept for the next one"}}, "kept for the next one"),
+        ({"floats": {"l": "kept for the next one"}}, "kept for the next one"),
+    ):
+        with pytest.raises(PlanError) as e:
+            heard({"fc": {"rule": "mae"}}, **decided)
+        assert f"'fc' ({says})" in str(e.value)
+
+
+def test_what_it_has_instead_comes_with_the_reason_of_its_operator():
+    reason = {"l": NodePlan(name="l", op="Linear", layer="fc", exec="int", why="as its neighbour")}
+    with pytest.raises(PlanError, match=r"'fc' \(it has 8; as its neighbour\)"):
+        heard({"fc": {"activation_bits": 4}}, slots={"l": slot_of("l")}, nodes=reason)
+    with pytest.raises(PlanError, match=r"'fc' \(it has 8\)"):
+        heard({"fc": {"activation_bits": 4}}, slots={"l": slot_of("l")})
+
+
+@pytest.mark.parametrize(
+    ("choice", "taken", "not_taken"),
+    [
+        ("activation_bits", 8, 4),
+        ("method", "symmetric", "power_of_two"),
+        ("signed", True, False),
+        ("rule", "mae", "kl"),
+        ("z_threshold", 3.0, 4.0),
+        ("range", (0.0, 1.0), (0.0, 2.0)),
+    ],
+)
+def test_each_choice_is_compared_with_what_the_tensor_has(choice, taken, not_taken):
+    decided = {"slots": {"l": slot_of("l", rule="mae", z_threshold=3.0, range=(0.0, 1.0))}}
+    assert heard({"fc": {choice: taken}}, **decided) == []
+    with pytest.raises(PlanError) as e:
+        heard({"fc": {choice: not_taken}}, **decided)
+    assert f"'fc' (it has {taken!r})" in str(e.value)
+
+
+def test_bits_of_what_is_read_count_where_nothing_is_written():
+    decided = {"slots": {"x": slot_of("x")}, "floats": {"l": "by hand"}}
+    assert heard({"fc": {"activation_bits": 8}}, **decided) == []
+    for asked in ({"activation_bits": 4}, {"rule": "mse"}):
+        with pytest.raises(PlanError, match="'fc' .by hand"):
+            heard({"fc": asked}, **decided)
+
+
+def test_float_is_what_a_tensor_without_codes_is():
+    assert heard({"fc": {"activation_bits": "float"}}) == []
+    assert heard({"fc": {"bits": "float"}}) == []
+    with pytest.raises(PlanError, match="'fc' .it has 8"):
+        heard({"fc": {"activation_bits": "float"}}, slots={"l": slot_of("l")})
+
+
+def test_several_notes_each_name_their_layers():
+    class Of:
+        def __init__(self, op):
+            self.op = op
+
+        def match(self, node):
+            return node.op == self.op
+
+    first, second = heard([(Of("Linear"), {"rule": "mae"}), (Of("Tanh"), {"rule": "mae"})])
+    assert first.endswith("changes nothing for 'fc' (it is not stored in codes)")
+    assert second.endswith("changes nothing for 'end' (it is not stored in codes)")

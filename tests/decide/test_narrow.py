@@ -65,3 +65,42 @@ def test_codes_of_other_kinds_have_no_method():
     assert method_of(Format(bits=8, kind="log", base=2.0)) is None
     with pytest.raises(UnsupportedError):
         narrow(Format(bits=8, kind="log", base=2.0), who="conv", method="symmetric")
+
+
+@pytest.mark.parametrize("mine", METHODS)
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_format_becomes_is_the_method_that_was_asked_for(mine, method):
+    if method in INSIDE[mine]:
+        assert method_of(narrow(FORMATS[mine], who="conv", method=method)) == method
+
+
+@pytest.mark.parametrize(
+    ("fmt", "asked", "words"),
+    [
+        (
+            FORMATS["power_of_two"],
+            {"method": "symmetric"},
+            "cannot have this method. Got: symmetric. Allowed: power_of",
+        ),
+        (FORMATS["symmetric"], {"method": "uniform"}, "Got: uniform. Allowed: symmetric, power_of_two. Try: describe"),
+        (Format(bits=8, kind="log", base=2.0), {"method": "symmetric"}, "Got: symmetric. Allowed: nothing else."),
+        (Format(bits=8, signed=True), {"signed": False}, "cannot have this sign. Got: False. Allowed: True."),
+        (Format(bits=8, signed=False), {"signed": True}, "cannot have this sign. Got: True. Allowed: False."),
+        (Format(bits=8), {"per": "channel"}, "cannot have this scale per. Got: channel. Allowed: tensor."),
+        (Format(bits=8, per="channel"), {"per": "block"}, "cannot have this scale per. Got: block. Allowed: channel."),
+        (Format(bits=8, per="row"), {"per": "tensor"}, "cannot have this scale per. Got: tensor. Allowed: row."),
+    ],
+    ids=str,
+)
+def test_a_refusal_names_the_layer_what_was_asked_and_what_may_be(fmt, asked, words):
+    with pytest.raises(UnsupportedError) as e:
+        narrow(fmt, who="conv", **asked)
+    assert "The chip's format for 'conv'" in str(e.value) and words in str(e.value)
+
+
+def test_what_a_format_is_already_changes_nothing():
+    for fmt in FORMATS.values():
+        assert narrow(fmt, who="conv") == fmt
+        assert narrow(fmt, who="conv", method=method_of(fmt), signed=fmt.signed, per=fmt.per) == fmt
+    both = narrow(Format(bits=8, zero="any", signed="auto", per="channel"), who="conv", signed=True, per="tensor")
+    assert (both.signed, both.per, both.zero) == (True, "tensor", "any")

@@ -6,8 +6,20 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from chipfit.decide.overrides import match_layers, resolve_overrides
+from chipfit.decide.overrides import (
+    CHOICES,
+    FLOAT_TOO,
+    OF_WEIGHTS,
+    has_weights,
+    match_layers,
+    over,
+    pairs,
+    resolve_overrides,
+    to_record,
+    with_results,
+)
 from chipfit.errors import PlanError, UnknownNameError
 from chipfit.graph.ir import Graph, Node
 
@@ -86,3 +98,251 @@ def test_pairs_may_be_lists():
 def test_a_key_whose_match_is_about_something_else_is_refused(key):
     with pytest.raises(PlanError, match="key of an override"):
         resolve_overrides(GRAPH, {key: "float"})
+
+
+# ---------------------------------------------------------------- which layers
+
+
+def named(*nodes):
+    return Graph([_node(*n) for n in nodes], [], [], {}, {})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "nodes"),
+    [
+        ("stem", ["conv2d"]),
+        ("blocks", ["conv2d_1", "relu", "conv2d_2"]),
+        ("*", ["conv2d", "conv2d_1", "relu", "conv2d_2", "linear"]),
+        ("blocks.?.conv", ["conv2d_1"]),
+        ("blocks.[01]*.conv", ["conv2d_1", "conv2d_2"]),
+        ("Conv2d", ["conv2d", "conv2d_1", "conv2d_2"]),
+        ("relu", ["relu"]),
+        ("Relu", ["relu"]),
+        ("ste", None),
+        ("stem.con", None),
+        ("b*.CONV", None),
+        ("", None),
+    ],
+)
+def test_names_are_whole_and_globs_are_about_paths(pattern, nodes):
+    test_a_pattern_means_a_layer_a_path_a_glob_an_operator_or_a_type(pattern, nodes)
+
+
+def test_of_two_meanings_the_nearer_one_counts():
+    graph = named(
+        ("a1", "Linear", "a", "Linear"),
+        ("b1", "Linear", "a.b", "Linear"),
+        ("c1", "Tanh", "Relu", "Tanh"),
+        ("d1", "Relu", "x.d", "ReLU"),
+        ("e1", "Add", "Tanh.e", "Relu6"),
+        ("f1", "Relu6", "f", "Relu6"),
+    )
+    means = {p: [n.name for n in match_layers(graph, p)] for p in ("a", "a1", "Relu", "Tanh", "Relu6", "x")}
+    assert means == {
+        "a": ["a1"],  # the layer itself, not what is inside
+        "a1": ["a1"],
+        "Relu": ["c1"],  # a layer's path, not the operator
+        "Tanh": ["e1"],  # what is inside a layer of that path, not the operator
+        "Relu6": ["f1"],  # the operator, not the layer type
+        "x": ["d1"],
+    }
+
+
+class OfOp:
+    """A filter."""
+
+    def __init__(self, op, **facts):
+        self.op = op
+        vars(self).update(facts)
+
+    def match(self, node):
+        return node.op == self.op
+
+    def __repr__(self):
+        return f"OfOp({self.op})"
+
+
+def test_a_filter_means_what_it_matches():
+    assert [n.name for n in match_layers(GRAPH, OfOp("Conv2D"))] == ["conv2d", "conv2d_1", "conv2d_2"]
+    assert match_layers(GRAPH, OfOp("Tanh", optional=True)) == []
+    assert list(resolve_overrides(GRAPH, {OfOp("Relu"): "float"})) == ["relu"]
+    assert resolve_overrides(GRAPH, {OfOp("Tanh", optional=True): {"bits": 4}}) == {}  # without a word about weights
+
+
+@pytest.mark.parametrize("more", [{}, {"optional": False}])
+def test_a_filter_that_matches_nothing_is_unknown_by_its_name_or_text(more):
+    with pytest.raises(UnknownNameError, match=r"layer for the filter.*OfOp\(Tanh\)"):
+        match_layers(GRAPH, OfOp("Tanh", **more))
+    with pytest.raises(UnknownNameError, match=r"'conv2d_3'.*did you mean 'conv2d_2'"):  # a node's name as well
+        match_layers(GRAPH, OfOp("Tanh", name="conv2d_3", **more))
+
+
+def test_a_filter_that_fails_is_named():
+    class Fails(OfOp):
+        def match(self, node):
+            raise ValueError("no such thing")
+
+    with pytest.raises(PlanError, match=r"key of an override fails.*no such thing.*OfOp\(Relu\)") as e:
+        match_layers(GRAPH, Fails("Relu"))
+    assert isinstance(e.value.__cause__, ValueError)
+
+
+def test_what_our_own_code_refuses_inside_a_filter_comes_out_as_it_is():
+    class Asks(OfOp):
+        def match(self, node):
+            return match_layers(GRAPH, "haed")
+
+    with pytest.raises(UnknownNameError, match="'haed'"):
+        match_layers(GRAPH, Asks("Relu"))
+
+
+@pytest.mark.parametrize("key", [OfOp, 5, None, ("head",)], ids=str)
+def test_a_key_is_a_name_or_a_filter(key):
+    with pytest.raises(PlanError, match="The key of an override is not understood"):
+        pairs([(key, "float")])
+
+
+def test_pairs_keep_their_order_and_nothing_has_none():
+    assert pairs(None) == [] and pairs({}) == [] and pairs(()) == []
+    assert pairs({"b": "float", "a": {"bits": 4}}) == [("b", "float"), ("a", {"bits": 4})]
+    assert pairs((["b", "float"], ("b", {"bits": 4}))) == [("b", "float"), ("b", {"bits": 4})]
+
+
+# ---------------------------------------------------------------- choices
+
+LARGEST = torch.finfo(torch.float32).max
+TAKEN = {
+    "bits": [1, 8, None, "float"],
+    "activation_bits": [1, 16, None, "float"],
+    "weight_method": ["symmetric", "lut_symmetric"],
+    "method": ["uniform", "power_of_two"],
+    "per": ["tensor", "channel", "block"],
+    "inputs": ["codes", "dynamic", "float"],
+    "signed": [True, False],
+    "result": ["codes", "float"],
+    "weight_rule": ["mse", "lp(p=3)"],
+    "rule": ["no_clipping", lambda sample, grid: None],
+    "range": [(0, 1), [-1.5, -1.5], (-LARGEST, LARGEST)],
+    "z_threshold": [0.5, 3],
+}
+REFUSED = {
+    "bits": [0, -1, True, 4.0, "int", "", [4]],
+    "activation_bits": [0, True, 8.0, "8"],
+    "weight_method": ["asymmetric", 1, ["symmetric"]],
+    "method": [None, "Uniform"],
+    "per": ["row", 0],
+    "inputs": ["int", None],
+    "signed": [1, 0, "yes", None],
+    "result": ["dynamic", True],
+    "range": [(1, 0), (1,), (0, 1, 2), "01", 5, (0, "1"), (0, float("inf")), (float("nan"), 1), (0, 2 * LARGEST), ()],
+    "z_threshold": [0, -1, 0.0, "3", float("nan"), None, True],
+}
+
+
+@pytest.mark.parametrize(("choice", "value"), [(c, v) for c, values in TAKEN.items() for v in values], ids=str)
+def test_a_choice_is_taken_as_it_is(choice, value):
+    assert resolve_overrides(GRAPH, {"head": {choice: value}}) == {"linear": {choice: value}}
+
+
+@pytest.mark.parametrize(("choice", "value"), [(c, v) for c, values in REFUSED.items() for v in values], ids=str)
+def test_a_choice_of_another_kind_is_refused_by_its_name_with_what_it_may_be(choice, value):
+    with pytest.raises(PlanError) as e:
+        resolve_overrides(GRAPH, {"head": {choice: value}})
+    assert f"'{choice}' of the override of 'head' is not understood" in str(e.value)
+    assert CHOICES[choice][0] in str(e.value)
+
+
+def test_every_choice_is_spoken_of():
+    assert TAKEN.keys() == CHOICES.keys() and CHOICES.keys() - REFUSED.keys() == {"rule", "weight_rule"}
+    for choice in ("rule", "weight_rule"):
+        with pytest.raises(UnknownNameError):
+            resolve_overrides(GRAPH, {"head": {choice: "maximum"}})
+
+
+@pytest.mark.parametrize(
+    "choices", [{4: 4}, {"bits": 4, 5: 5}, {"bits": 4, "bitz": 4}, [("bits", 4)], "floats"], ids=str
+)
+def test_a_table_of_choices_names_known_ones_only(choices):
+    with pytest.raises(PlanError, match="The override of 'head' is not understood"):
+        resolve_overrides(GRAPH, [("relu", "float"), ("head", choices)])
+
+
+@pytest.mark.parametrize("choice", OF_WEIGHTS)
+def test_what_is_about_weights_says_nothing_about_layers_without(choice):
+    value = TAKEN[choice][0]
+    with pytest.raises(PlanError, match=f"'Relu' has no weights, so that '{choice}'.*Relu 'blocks.0.act'"):
+        resolve_overrides(GRAPH, {"Relu": {"activation_bits": 8, choice: value}})
+    # beside a layer with weights it is about that one, and the rest about both
+    said = resolve_overrides(GRAPH, {"blocks.0": {"activation_bits": 8, choice: value}})
+    assert said == {"conv2d_1": {"activation_bits": 8, choice: value}, "relu": {"activation_bits": 8}}
+
+
+def test_of_many_layers_without_weights_eight_are_named():
+    graph = named(*((f"r{k}", "Relu", f"act.{k}", "ReLU") for k in range(10)))
+    with pytest.raises(PlanError) as e:
+        resolve_overrides(graph, {"act": {"bits": 4}})
+    assert "Relu 'act.7'" in str(e.value) and "act.8" not in str(e.value)
+    shared = named(("r1", "Relu", "act", "ReLU"), ("r2", "Relu", "act", "ReLU"))
+    with pytest.raises(PlanError) as e:
+        resolve_overrides(shared, {"act": {"bits": 4}})
+    assert str(e.value).count("Relu 'act'") == 1
+
+
+def test_operators_with_weights_are_known_and_others_have_none():
+    assert all(map(has_weights, ("Linear", "Conv2D", "Embedding", "MatMul")))
+    assert not any(map(has_weights, ("Relu", "Add", "Custom")))
+
+
+def test_layers_stand_in_the_order_of_the_last_word_about_each():
+    said = resolve_overrides(GRAPH, [("head", {"bits": 4}), ("stem", {"bits": 4}), ("head", {"rule": "mse"})])
+    assert list(said.items()) == [("conv2d", {"bits": 4}), ("linear", {"bits": 4, "rule": "mse"})]
+
+
+@pytest.mark.parametrize(
+    ("later", "left"),
+    [
+        ({"bits": 4}, {"bits": 4}),
+        ({"activation_bits": 8}, {"activation_bits": 8}),
+        ({"bits": None}, {"float": "why", "bits": None}),
+        ({"activation_bits": "float"}, {"float": "why", "activation_bits": "float"}),
+        ({"rule": "mse"}, {"float": "why", "rule": "mse"}),
+        ({"float": "another"}, {"float": "another"}),
+    ],
+    ids=str,
+)
+def test_a_number_of_bits_takes_an_earlier_float_back_and_nothing_else_does(later, left):
+    assert over({"float": "why"}, later) == left
+    assert over({"bits": 8, "rule": "kl"}, later) == {"bits": 8, "rule": "kl"} | later
+
+
+def test_what_was_chosen_about_results_gives_way_to_the_user():
+    by_hand = {"a": {"bits": 4}, "b": {"rule": "mse"}, "c": {"result": "codes"}}
+    out = with_results(by_hand, {"a": "whole", "b": "float", "c": "float", "d": "codes", "e": "whole"})
+    assert list(out.items()) == [
+        ("d", {"result": "codes"}),
+        ("e", {"float": FLOAT_TOO}),
+        ("a", {"bits": 4}),
+        ("b", {"result": "float", "rule": "mse"}),
+        ("c", {"result": "codes"}),
+    ]
+
+
+def test_a_record_holds_names_and_numbers_that_json_knows():
+    def mine(sample, grid): ...
+
+    given = [
+        ("a", {"bits": 4, "range": (0, 1)}),
+        (OfOp("Relu"), {"rule": mine, "z_threshold": float("inf")}),
+        ("a", {"bits": 8, "z_threshold": 2.5}),
+        ("b", {"bits": 8}),
+        ("b", "float"),
+        ("c", "float"),
+        ("c", {"bits": 2}),
+    ]
+    assert to_record(given) == {
+        "a": {"bits": 8, "range": (0, 1), "z_threshold": 2.5},
+        "OfOp(Relu)": {"rule": "mine", "z_threshold": "inf"},
+        "b": "float",
+        "c": {"bits": 2},
+    }
+    assert to_record(None) == {}

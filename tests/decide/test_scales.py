@@ -8,8 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from chipfit.decide.scales import needs
+from chipfit.calibration.collect import TensorStats
+from chipfit.decide.assignment import Assignment, Slot
+from chipfit.decide.scales import alike, choose, copies, needs, weighed
+from chipfit.decide.ties import Binding
+from chipfit.errors import DataError, PlanError, UnsupportedError
+from chipfit.graph.ir import Graph, Node, Value
 from chipfit.pipeline import quantize
+from chipfit.plan.record import TensorPlan
+from chipfit.platform.schema import Format, Rule
+from chipfit.ranges.qparams import GREATEST_SCALE
 from tests.steps import begin
 
 
@@ -73,3 +81,239 @@ def test_a_histogram_is_collected_only_where_a_range_is_searched():
     assert searched("no_clipping", slots=own) == {"linear"}
     own["linear"] = replace(a.slots["linear"], rule="no_clipping")
     assert searched("mse", slots=own) == others - {"linear"}
+
+
+# ---------------------------------------------------------------- on paper
+
+A8 = Format(bits=8, zero="any")  # -128..127
+AUTO = Format(bits=8, zero="any", signed="auto")
+TIE = {"tie": ["in0", "out"]}
+
+
+def slot(name, fmt=A8, role="activation", **facts):
+    return Slot(name=name, role=role, format_name="a8", format=fmt, **facts)
+
+
+def chosen(ranges, *rules, slots=(), op="Add", weights=None, floats=None, nodes=(), order=("in0", "out"), **options):
+    """The tensors of one operator that reads the first of `ranges` and writes the second, by their extremes."""
+    names = list(ranges)
+    stats = {k: TensorStats(k, low=r[0], high=r[1], count=4, batches=2) for k, r in ranges.items() if r is not None}
+    own = {s.name: s for s in slots}
+    slots = {k: own.get(k, slot(k)) for k in [*names, *(k for k in own if k not in names)]}
+    bound = {where: (k,) for where, k in zip(order, slots, strict=False)}
+    bound |= {"ins": tuple(k for w, (k,) in bound.items() if w.startswith("in")), "outs": bound.get("out", ())}
+    binding = Binding(op=op, rules=tuple(Rule(**r) for r in rules), slots=bound)
+    values = {k: Value(k, (None, 4)) for k in slots}
+    graph = Graph(list(nodes), [], [], values, weights or {})
+    assignment = Assignment(slots=slots, bindings=(binding,), floats=floats or {})
+    return choose(graph, assignment, stats, **{"rule": "no_clipping", "weight_rule": "no_clipping", **options})
+
+
+def step(tensor):
+    return float(tensor.scale) * 255
+
+
+def test_tied_tensors_take_the_range_that_covers_each():
+    made = chosen({"x": (-1.0, 1.0), "y": (0.0, 3.0)}, TIE)
+    assert step(made["x"]) == step(made["y"]) == pytest.approx(4.0, rel=0.01)  # to a step
+    assert int(made["x"].stored.zero_point) == int(made["y"].stored.zero_point) == -128 + 64
+    assert made["x"].origin == "no_clipping over 2 batches, tied with 'y'"
+    assert made["y"].origin == "no_clipping over 2 batches, tied with 'x'"
+    assert (made["x"].low, made["x"].high, made["y"].high) == (-1.0, 1.0, 3.0)
+    other = chosen({"x": (0.0, 3.0), "y": (-1.0, 1.0)}, TIE)
+    assert step(other["x"]) == step(other["y"]) == pytest.approx(4.0, rel=0.01)
+
+
+def test_tensors_that_nothing_ties_keep_their_own():
+    made = chosen({"x": (-1.0, 1.0), "y": (0.0, 3.0)}, {**TIE, "hard": False})
+    assert (step(made["x"]), step(made["y"])) == (pytest.approx(2.0), pytest.approx(3.0))
+    assert made["x"].origin == made["y"].origin == "no_clipping over 2 batches"
+
+
+def test_three_tied_tensors_name_each_other():
+    made = chosen(
+        {"x": (-1.0, 0.0), "v": (0.0, 1.0), "y": (0.0, 2.0)}, {"tie": ["ins", "out"]}, order=("in0", "in1", "out")
+    )
+    assert all(step(made[k]) == pytest.approx(3.0, rel=0.01) for k in "xvy")
+    assert made["v"].origin.endswith(", tied with 'x', 'y'") or made["v"].origin.endswith(", tied with 'y', 'x'")
+
+
+@pytest.mark.parametrize("zp", [0, -128])
+def test_what_the_platform_dictates_is_everybodys(zp):
+    made = chosen({"x": (-1.0, 1.0), "y": (0.0, 3.0)}, TIE, {"fix": "out", "scale": 0.125, "zp": zp})
+    for k in "xy":
+        assert (float(made[k].scale), int(made[k].stored.zero_point)) == (0.125, zp)
+    assert made["y"].origin == made["x"].origin == "fixed by the platform"
+
+
+def test_what_was_zero_throughout_says_nothing_about_the_others():
+    made = chosen({"x": (0.0, 0.0), "y": (-0.01, 0.01)}, TIE)
+    assert step(made["x"]) == step(made["y"]) == pytest.approx(0.02)
+    for seen in ((0.0, 0.5), (-0.5, 0.0)):
+        assert step(chosen({"x": seen, "y": (-0.01, 0.01)}, TIE)["y"]) == pytest.approx(0.51, rel=0.01)
+    both = chosen({"x": (0.0, 0.0), "y": (0.0, 0.0)}, TIE)
+    assert float(both["x"].scale) == float(both["y"].scale) > 0
+
+
+def test_a_constant_of_zeros_says_nothing_about_the_others():
+    for fill, top in ((0.0, 0.02), (5.0, 5.01)):
+        constant = slot("c", role="weight")
+        made = chosen({"y": (-0.01, 0.01)}, TIE, slots=[constant], weights={"c": torch.full((4,), fill)})
+        assert step(made["y"]) == step(made["c"]) == pytest.approx(top, rel=1e-3)
+
+
+def test_a_range_known_beforehand_counts_though_it_was_zero_and_copies_have_it():
+    wide = slot("x", range=(-2.0, 2.0))
+    assert step(chosen({"x": None, "y": (-0.01, 0.01)}, TIE, slots=[wide])["y"]) == pytest.approx(4.0)
+    # what a reshape copies has that range, whatever was seen of it
+    move = Node("m", "Reshape", ("x",), ("y",))
+    moved = chosen({"x": None, "y": (-9.0, 9.0)}, TIE, slots=[wide], nodes=[move], op="Reshape")
+    assert step(moved["x"]) == step(moved["y"]) == pytest.approx(4.0)
+    free = chosen({"x": (-2.0, 2.0), "y": (-9.0, 9.0)}, TIE, nodes=[move], op="Reshape")
+    assert step(free["y"]) == pytest.approx(18.0, rel=0.01)
+
+
+def test_copies_are_what_only_moves_members_of_the_tie():
+    nodes = [
+        Node("m", "Reshape", ("x",), ("y",)),
+        Node("c", "Concat", ("x", "z"), ("j",)),
+        Node("a", "Add", ("x", "y"), ("s",)),
+        Node("n", "Reshape", ("s",), ("t",)),
+    ]
+    values = {k: Value(k, (None, 4)) for k in "xyzjst"}
+    graph = Graph(nodes, ["x", "z"], [], values, {})
+    assert copies(graph, ("x", "y", "j", "s", "t")) == {"y", "t"}
+    assert copies(graph, ("x", "y", "z", "j")) == {"y", "j"}
+    assert copies(graph, ("x", "z")) == set()
+
+
+def test_of_tied_tensors_one_with_powers_of_two_decides_their_steps():
+    pot = slot("y", Format(bits=8, zero="any", scale="pot"))
+    made = chosen({"x": (-1.0, 0.99), "y": (0.0, 3.0)}, TIE, slots=[pot])
+    assert float(made["x"].scale) == float(made["y"].scale) == 2.0**-5  # -1..3.98 take 1.25 / 64
+
+
+def test_scales_that_a_rule_moves_say_so():
+    rule = {"mono": {"in0": 1, "out": -1}, "max": 1.0}  # the result's step is at least the operand's
+    made = chosen({"x": (-1.0, 1.0), "y": (-0.5, 0.5)}, rule)
+    assert float(made["x"].scale) <= float(made["y"].scale) * (1 + 1e-6)
+    moved = [k for k in "xy" if made[k].origin.endswith(", moved to satisfy the platform's rules")]
+    assert moved == [k for k, top in (("x", 2.0), ("y", 1.0)) if step(made[k]) != pytest.approx(top, rel=1e-5)] != []
+    kept = chosen({"x": (-0.5, 0.5), "y": (-1.0, 1.0)}, rule)
+    assert [kept[k].origin for k in "xy"] == ["no_clipping over 2 batches"] * 2
+
+
+# ---------------------------------------------------------------- signs
+
+
+@pytest.mark.parametrize(("low", "signed"), [(-1.0, True), (-1e-3, True), (0.0, False), (0.5, False), (1.5, False)])
+def test_codes_have_a_sign_where_something_was_below_zero(low, signed):
+    assert chosen({"x": (low, 2.0)}, slots=[slot("x", AUTO)])["x"].grid.signed is signed
+    known = slot("x", AUTO, range=(low, 2.0))
+    assert chosen({"x": None}, slots=[known])["x"].grid.signed is signed
+    constant = {"c": torch.tensor([low, 2.0])}
+    assert chosen({}, slots=[slot("c", AUTO, "weight")], weights=constant)["c"].grid.signed is signed
+    for fixed in (True, False):  # unless the format says
+        fmt = Format(bits=8, zero="any", signed=fixed)
+        assert chosen({"x": (low, 2.0)}, slots=[slot("x", fmt)])["x"].grid.signed is fixed
+
+
+def test_without_statistics_no_sign_can_be_told():
+    with pytest.raises(PlanError, match="Tensor 'x' was not calibrated.*quantize again with these overrides"):
+        chosen({"x": None}, slots=[slot("x", AUTO)])
+
+
+@pytest.mark.parametrize("rule", [TIE, {"dtype": ["in0", "out"]}])
+def test_tensors_of_one_type_are_signed_as_soon_as_one_is(rule):
+    auto = [slot("x", AUTO), slot("y", AUTO)]
+    for x, y, signed in (((-1.0, 1.0), (0.0, 1.0), True), ((0.0, 1.0), (-1.0, 1.0), True), ((0, 1), (0, 1), False)):
+        made = chosen({"x": x, "y": y}, rule, slots=auto)
+        assert (made["x"].grid.signed, made["y"].grid.signed) == (signed, signed)
+    alone = chosen({"x": (-1.0, 1.0), "y": (0.0, 1.0)}, slots=auto)
+    assert (alone["x"].grid.signed, alone["y"].grid.signed) == (True, False)
+
+
+def test_tensors_that_cannot_be_of_one_type_are_refused_with_the_types():
+    rule, unsigned = {"dtype": ["in0", "out"]}, slot("y", Format(bits=8, zero="any", signed=False))
+    with pytest.raises(UnsupportedError, match="Add stores these tensors in one type.*'x' s8, 'y' u8.*same bits"):
+        chosen({"x": (-1.0, 1.0), "y": (0.0, 1.0)}, rule, slots=[unsigned])
+    with pytest.raises(UnsupportedError, match="'x' s8, 'y' s4"):
+        chosen({"x": (-1.0, 1.0), "y": (0.0, 1.0)}, rule, slots=[slot("y", Format(bits=4, zero="any"))])
+
+
+# ---------------------------------------------------------------- what is refused, what is said
+
+
+def test_numbers_beyond_what_kernels_multiply_are_refused_by_name():
+    most = GREATEST_SCALE * 255
+    assert chosen({"x": (0.0, 0.99 * most)})["x"].quantized
+    with pytest.raises(DataError, match=r"The numbers of 'x' are too large.*up to about .*scaled as in training"):
+        chosen({"x": (0.0, 1.01 * most)})
+
+
+def test_tensors_in_float_stand_under_the_first_node_that_has_them():
+    nodes = [
+        Node("a", "Linear", ("x", "w"), ("y",), layer="first"),
+        Node("b", "Relu", ("y",), ("z",), layer="second"),
+    ]
+    floats = {"y": "it is kept", "w": "the platform stores it in float", "x": "known", "lost": "nobody has it"}
+    made = chosen({"x": (0.0, 1.0)}, floats=floats, nodes=nodes, weights={"w": torch.ones(2, 2)}, op="Linear")
+    assert made["x"].quantized and made["x"].why == ""
+    said = {k: (t.role, t.layer, t.op, t.why) for k, t in made.items() if not t.quantized}
+    assert said == {
+        "y": ("activation", "first", "Linear", "it is kept"),
+        "w": ("weight", "first", "Linear", "the platform stores it in float"),
+        "lost": ("activation", "", "", "nobody has it"),
+    }
+
+
+def test_earlier_numbers_are_kept_where_the_format_is_the_same():
+    first = chosen({"x": (-1.0, 1.0), "y": (0.0, 3.0)})
+    again = chosen({"x": (-7.0, 7.0), "y": (0.0, 7.0)}, known={"x": first["x"]})
+    assert (step(again["x"]), step(again["y"])) == (pytest.approx(2.0), pytest.approx(7.0))
+
+
+def test_importance_is_asked_of_tensors_whose_own_rule_or_that_of_all_weighs():
+    slots = {
+        "x": slot("x"),
+        "y": slot("y", rule="mse"),
+        "z": slot("z", rule="hmse"),
+        "r": slot("r", rule="hmse", range=(0.0, 1.0)),
+        "w": slot("w", role="weight"),
+        "b": slot("b", role="bias", rule="hmse"),
+    }
+    a = Assignment(slots=slots)
+    assert weighed(a, "hmse", "mse") == {"x", "z"}
+    assert weighed(a, "mse", "hmse") == {"z", "w"}
+    assert weighed(a, "mse", "mse") == {"z"}
+
+
+def test_calibration_collects_what_is_not_known_beforehand():
+    slots = {
+        "x": slot("x"),
+        "z": slot("z", z_threshold=3.0),
+        "r": slot("r", range=(0.0, 1.0)),
+        "w": slot("w", role="weight"),
+        "b": slot("b", role="bias"),
+    }
+    assert {k: n.histogram for k, n in needs(Assignment(slots=slots), "mse").items()} == {"x": True, "z": True}
+    assert {k: n.histogram for k, n in needs(Assignment(slots=slots), "no_clipping").items()} == {"x": False, "z": True}
+
+
+def test_rules_that_had_nothing_to_weigh_by_are_named_in_one_note():
+    def entry(name, origin):
+        return TensorPlan(name=name, role="weight", origin=origin)
+
+    plain, bare = entry("a", "hmse over the weights"), "hmse over the weights, errors count alike"
+    assert alike({"a": plain}) == []
+    (note,) = alike({"a": plain, "b": entry("b", bare), "c": entry("c", bare + ", tied with 'a'")})
+    assert note == "every error counts alike, as by 'mse', in the range of 'b', 'c': no gradients"
+
+
+def test_a_tensor_that_is_tied_to_floats_alone_is_tied_to_none():
+    binding = Binding(op="Add", rules=(Rule(**TIE),), slots={"in0": ("x",), "out": ("y",)})
+    assignment = Assignment(slots={"x": slot("x")}, bindings=(binding,), floats={"y": "it is kept"})
+    graph = Graph([], [], [], {k: Value(k, (None, 4)) for k in "xy"}, {})
+    seen = {"x": TensorStats("x", low=-1.0, high=1.0, count=4, batches=2)}
+    made = choose(graph, assignment, seen, rule="no_clipping")
+    assert made["x"].origin == "no_clipping over 2 batches" and not made["y"].quantized

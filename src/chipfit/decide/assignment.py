@@ -257,7 +257,9 @@ class _Record:
                 why = self.formats.kept.get(value) or d.why
                 self.floats[value] = why or "the platform keeps this result in float"
             return False
-        choices = {k: unit.choices.get(k) for k in ("rule", "z_threshold", "range")}
+        choices = {k: unit.choices.get(k) for k in ("rule", "z_threshold")}
+        known = unit.choices.get("range")
+        choices["range"] = None if known is None else tuple(known)
         fmt = self.platform.formats[name]
         fmt = narrow(fmt, who=unit.who, method=unit.choices.get("method"), signed=unit.choices.get("signed"))
         self._store(value, "activation", name, fmt, node=unit.tail.name, **choices)

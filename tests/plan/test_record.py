@@ -1,0 +1,114 @@
+"""A plan and its entries: what they answer, and how they show themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chipfit.errors import PlanError
+from chipfit.plan.record import NodePlan, Plan, TensorPlan
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.limits import Limit
+from chipfit.quantizers.stored import Stored
+
+
+def stored(scale, zero=0, axis=None, per="tensor"):
+    scale = torch.tensor(scale)
+    grid = Grid(bits=8, qmin=-128, qmax=127, zero="any", per=per)
+    zeros = torch.full_like(scale, zero, dtype=torch.int32)
+    return Stored(format="a8", grid=grid, scale=scale, zero_point=zeros, axis=axis)
+
+
+ONE = TensorPlan(
+    name="x", role="activation", layer="act", op="Relu", stored=stored(0.25, 3), origin="mse over 2 batches"
+)
+MANY = TensorPlan(name="w", role="weight", stored=stored([0.5, 0.125, 0.25], axis=0, per="channel"), origin="mse")
+FLOAT = TensorPlan(name="y", role="activation", why="overrides keep it in float")
+
+
+def test_a_tensor_in_float_has_a_reason_and_no_numbers():
+    assert not FLOAT.quantized and FLOAT.format == "float"
+    assert (FLOAT.grid, FLOAT.scale, FLOAT.axis) == (None, None, None)
+    assert repr(FLOAT) == str(FLOAT) == "activation y: float, overrides keep it in float"
+
+
+def test_a_quantized_tensor_shows_its_numbers_in_a_line():
+    assert ONE.quantized and ONE.format == "a8" and ONE.axis is None and float(ONE.scale) == 0.25
+    assert repr(ONE) == "activation x: a8, codes -128..127, scale 0.25, zero point 3; mse over 2 batches"
+    assert MANY.axis == 0 and MANY.grid.per == "channel"
+    assert repr(MANY) == "weight w: a8, codes -128..127, scale 0.125..0.5, one per channel, zero point 0; mse"
+
+
+def test_a_copy_differs_in_what_is_named():
+    changed = ONE.with_(scale=2 * ONE.scale, origin="by hand")
+    assert (float(changed.scale), changed.origin, changed.layer) == (0.5, "by hand", "act")
+    assert int(changed.stored.zero_point) == 3 and float(ONE.scale) == 0.25
+    assert ONE.with_(why="x").stored is ONE.stored
+    assert not ONE.with_(stored=None).quantized and FLOAT.with_(why="because").why == "because"
+    with pytest.raises(PlanError, match="Tensor 'y' is not quantized, so it has no scale"):
+        FLOAT.with_(scale=torch.tensor(1.0))
+
+
+def test_a_node_is_known_by_its_layer_or_else_by_its_name():
+    assert NodePlan(name="conv2d", op="Conv2D", layer="stem.conv").who == "stem.conv"
+    assert NodePlan(name="add", op="Add").who == "add"
+    assert NodePlan(name="add", op="Add").exec == "float"
+
+
+PLAN = Plan(tensors={"x": ONE, "w": MANY, "y": FLOAT}, platform="npu", float_edges=frozenset({("x", "n"), ("v", "m")}))
+
+
+def test_a_plan_answers_about_a_tensor_by_its_name():
+    assert PLAN["x"] is ONE.stored and PLAN.stored("w") is MANY.stored
+    assert [PLAN.stored(k) for k in ("y", "lost", None)] == [None] * 3
+    assert [PLAN.quantized(k) for k in ("x", "w", "y", "lost", None)] == [True, True, False, False, False]
+    assert (PLAN.layer_of("x"), PLAN.layer_of("w")) == ("act", "w")
+    with pytest.raises(PlanError, match="Tensor 'y' is not quantized. Got: overrides keep it in float"):
+        PLAN["y"]
+    with pytest.raises(PlanError, match="no tensor in the plan named 'z'.*holds all of them"):
+        PLAN["z"]
+    with pytest.raises(PlanError) as e:
+        Plan(tensors={"y": FLOAT.with_(why="")})["y"]
+    assert "Got" not in str(e.value)
+
+
+def test_a_value_that_some_reader_takes_before_its_codes_is_known():
+    assert PLAN.before_rounding(["x"]) and PLAN.before_rounding({"w", "v"})
+    assert not PLAN.before_rounding(["w", "y"]) and not PLAN.before_rounding([])
+    assert not Plan().before_rounding(["x"])
+
+
+def test_an_empty_plan_shows_what_it_has():
+    screen = Plan()._screen()
+    assert screen.title == "Plan for no platform: 0 of 0 tensors in codes"
+    assert not any(screen.facts.values()) and list(screen.rows) == []
+
+
+def test_a_plan_shows_its_tensors_and_one_example_of_everything_else():
+    nodes = {k: NodePlan(name=k, op="Relu", exec=e) for k, e in (("a", "int"), ("b", "float"), ("c", "int"))}
+    bounds = (Limit(op="Add", terms=(("x", 1),), low=0.0), Limit(op="Add", terms=(("w", 1),), high=0.0))
+    plan = Plan(
+        tensors=PLAN.tensors,
+        nodes=nodes,
+        platform="npu",
+        groups=(("a", "c"),),
+        ties=(("x", "y"), ("w", "v")),
+        limits=bounds,
+        fixed=("x", "y", "w"),
+        rewrites=("folded", "fused"),
+    )
+    screen = plan._screen()
+    assert screen.title == "Plan for npu: 2 of 3 tensors in codes"
+    assert screen.facts == {
+        "operators": "2 int, 1 float",
+        "kernels": "1 of several operators",
+        "ties": "2 groups of tensors share scale and zero point",
+        "limits": f"2 bounds on scales, such as: {bounds[0]}",
+        "fixed": "3 tensors whose numbers the platform dictates",
+        "rewrites": "2, such as: folded",
+    }
+    assert list(screen.rows) == [
+        ("x", "activation", "a8", 0.25, "mse over 2 batches"),
+        ("w", "weight", "a8", "0.125..0.5", "mse"),
+        ("y", "activation", "float", None, "overrides keep it in float"),
+    ]
