@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import chipfit
@@ -82,3 +83,29 @@ def test_large_channels_cost_less_where_they_are_smoothed():
         with torch.no_grad():
             errors.append(float((result.model(x) - net(x)).square().mean()))
     assert errors[1] < 0.1 * errors[0]
+
+
+def test_a_convolution_behind_a_norm_has_its_channels_elsewhere():
+    """[N, 3, 4] is normalised along the last axis, and mixed along the other one."""
+    graph = captured(nn.Sequential(nn.LayerNorm(4), nn.Conv1d(3, 2, 1)), torch.randn(2, 3, 4))
+    new, notes = smooth(graph)
+    assert notes == ["'0' is not smoothed: others than linear layers read it"]
+    assert all(new.weights[k] is w for k, w in graph.weights.items())
+
+
+@pytest.mark.parametrize("computed", [("scale",), ("shift",), ("scale", "shift")])
+def test_a_scale_or_shift_that_is_computed_cannot_be_divided(computed):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+            self.make, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            scale, shift = (self.make(x)[0] if k in computed else getattr(self, k) for k in ("scale", "shift"))
+            return self.last(F.layer_norm(x, (4,), scale, shift))
+
+    graph = captured(Net(), torch.randn(2, 4))
+    norm = next(n for n in graph.nodes if n.op == "LayerNorm")
+    new, notes = smooth(graph)
+    assert notes == [f"'{norm.who}' is not smoothed: its scale or shift is computed"] and new.nodes == graph.nodes
