@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from chipfit.calibration.collect import Need, TensorStats, collect
+from chipfit.calibration.collect import Need, TensorStats, and_channels, collect, padding_mask
 from chipfit.calibration.histogram import BINS, Histogram, in_memory_order, without_outliers
 from chipfit.errors import DataError
 from chipfit.frameworks.torch.capture import capture
+from chipfit.graph.ir import Graph, Node, Value
 
 BATCHES = [
     torch.tensor([-1.0, 0.0, 2.0, 3.0]),
@@ -185,3 +186,106 @@ def test_a_small_mean_is_data():
     """2^-17 of the greatest term is 64 times as much as rounding leaves."""
     seen = balanced(mean=-4 * 2.0**-17)
     assert 2e-5 < seen["GlobalAvgPool"].peak < 4e-5 and seen["Relu"].high == seen["GlobalAvgPool"].peak
+
+
+@pytest.mark.parametrize("x, ends", [([-3.0, -1.0], (-3.0, -1.0)), ([1.0, 3.0], (1.0, 3.0)), ([2.0], (2.0, 2.0))])
+def test_a_range_need_not_hold_zero(x, ends):
+    s = seen([torch.tensor(x)])
+    assert (s.low, s.high) == (s.smooth_low, s.smooth_high) == ends
+
+
+@pytest.mark.parametrize(
+    "size, counted", [(1 << 14, lambda k: k >= 0), (353 * 50, lambda k: k % 353 < 32), (353 * 50 + 352, None)]
+)
+def test_of_a_large_tensor_32_of_each_353_elements_are_counted(size, counted):
+    k = torch.arange(size)
+    marked = counted(k) if counted else (k % 353 < 32) & (k < 353 * 50)  # what is left over at the end is not
+    h = seen([marked.float()]).histogram
+    assert h.zeros == 0 and h.counts.sum() == marked.sum()
+
+
+class Times(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(3, 2), nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.linear(x))
+
+
+def test_a_batch_that_does_not_run_is_told_by_its_number_and_shape():
+    graph = capture(Times().eval(), (torch.randn(2, 3),))
+    x = graph.inputs[0]
+    with pytest.raises(DataError) as e:
+        collect(graph, [[torch.randn(2, 3)], [torch.randn(4, 5)]], tensors={x: Need()})
+    text = str(e.value)
+    assert text.startswith("Batch 1 does not run through the model: mat1 and mat2")
+    assert f"Got: [4, 5]. Allowed: {x} ['batch', 3]. Try: give batches of the shape" in text
+
+
+def test_the_layer_that_makes_what_is_no_number_is_named():
+    model = Times().eval()
+    graph = capture(model, (torch.randn(2, 3),))
+    graph.weights["linear.weight"] = torch.full((2, 3), 1e38)
+    result = graph.nodes[0].output
+    with pytest.raises(DataError, match=r"Batch 0 makes NaN or infinite values in layer 'linear' \(Linear\)") as e:
+        collect(graph, [[torch.full((2, 3), 1e38)]], tensors={result: Need()})
+    assert e.value.where == graph.nodes[0].source and "check the weights of that layer" in e.value.hint
+
+
+def test_channels_are_added_to_what_is_asked_for_already():
+    needs = {"a": Need(), "b": Need(histogram=False)}
+    assert and_channels(needs, {"a": 1, "c": -1}) == {
+        "a": Need(histogram=True, channel_axis=1),
+        "b": Need(histogram=False),
+        "c": Need(histogram=False, channel_axis=-1),
+    }
+    assert needs == {"a": Need(), "b": Need(histogram=False)}
+
+
+def test_a_tensor_without_elements_is_not_counted():
+    class Cut(nn.Module):
+        def forward(self, x):
+            return x[:, 3:] * 2, x + 1
+
+    graph = capture(Cut().eval(), (torch.randn(2, 3),))
+    names = [o for n in graph.nodes for o in n.outputs]
+    found = collect(graph, [[torch.ones(2, 3)]], tensors={n: Need() for n in names})
+    assert {s.count for s in found.values()} == {0, 6}
+    assert all(s.high == 2 for s in found.values() if s.count)
+
+
+def words(**shapes):
+    """A graph whose inputs have these shapes and types."""
+    values = {n: Value(n, shape, dtype) for n, (shape, dtype) in shapes.items()}
+    return Graph([], list(shapes), [], values, {})
+
+
+@pytest.mark.parametrize(
+    "inputs, found",
+    [
+        ({"ids": ((None, 4), "int64"), "attention_mask": ((None, 4), "int64")}, "attention_mask"),
+        ({"ids": ((None, 4), "int64"), "Mask": ((None, 4), "bool")}, "Mask"),
+        ({"ids": ((None, 4), "int64")}, None),
+        ({"mask": ((None, 4), "float32")}, None),  # added to scores
+        ({"mask": ((None, 1, 4), "int64")}, None),
+        ({"mask": ((None,), "int64")}, None),
+        ({"mask": ((None, 4), "int64"), "other_mask": ((None, 4), "int64")}, None),  # one of them
+    ],
+)
+def test_a_padding_mask_is_the_one_input_of_integers_for_each_place_that_is_called_so(inputs, found):
+    assert padding_mask(words(**inputs)) == found
+
+
+def test_only_places_with_words_count_and_all_do_where_a_mask_holds_none():
+    """[N, T, C] and [N, T, 1] of which the second is a number for each place, the mask again perhaps."""
+    nodes = [Node("s", "Sum", ("x",), ("y",), {"axes": (2,), "keepdims": True}), Node("n", "Neg", ("x",), ("z",))]
+    values = {"mask": Value("mask", (None, 2), "int64"), "x": Value("x", (None, 2, 2))}
+    values |= {"y": Value("y", (None, 2, 1)), "z": Value("z", (None, 2, 2))}
+    graph = Graph(nodes, ["mask", "x"], ["y", "z"], values, {})
+    x = torch.tensor([[[1.0, 2.0], [8.0, 9.0]], [[3.0, 4.0], [5.0, 6.0]]])
+    tensors = {v: Need() for v in "xyz"}
+    for mask, ends in (([[1, 0], [1, 1]], (1, 6)), ([[0, 0], [0, 0]], (1, 9)), ([[0, 2], [0, 0]], (8, 9))):
+        found = collect(graph, [[torch.tensor(mask), x]], tensors=tensors)
+        assert (found["x"].low, found["x"].high) == ends == (-found["z"].high, -found["z"].low)
+        assert (found["y"].low, found["y"].high, found["y"].count) == (3, 17, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -288,3 +289,63 @@ def test_batches_without_samples_are_skipped_and_the_others_noted(one):
     read = batches(data, one, lambda flat: noted.append(len(flat[0])))
     assert len(read) == 3 and [len(b[0]) for b in read] == noted == [4, 1]
     assert [len(b[0]) for b in batches(data, one)] == [4, 1]
+
+
+class Dict(nn.Module):
+    def forward(self, batch):
+        return batch["a"] + batch["b"].sum(1, keepdim=True)
+
+
+def test_a_model_that_takes_one_dict_is_given_all_of_it():
+    graph = capture(Dict().eval(), ({"a": torch.ones(2, 3), "b": torch.ones(2, 5)},))
+    a, b = torch.randn(4, 3), torch.randn(4, 5)
+    flat, label = split_label({"a": a, "b": b}, graph)
+    assert torch.equal(flat[0], a) and torch.equal(flat[1], b) and label is None
+    assert split_label(({"a": a, "b": b}, LABEL), graph)[1].tolist() == LABEL.tolist()
+
+
+def test_names_for_a_model_without_any_are_refused_with_what_to_write(two, one):
+    with pytest.raises(DataError, match="captured with other inputs.*Try: yield tensors or tuples in the order") as e:
+        split_label({"image": X, "other": X}, two)
+    assert "Allowed: 2 positional and [] keyword arguments" in str(e.value)
+    with pytest.raises(DataError, match="captured with other inputs") as e:
+        split_label((X,), two)
+    assert "yield tensors" not in str(e.value)
+
+
+class Scaled(nn.Module):
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first = first
+
+    def forward(self, a, b):
+        return a * b
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_number_beside_the_samples_says_nothing_of_how_many_there_are(first):
+    def ordered(x):
+        return (torch.tensor(2.0), x) if first else (x, torch.tensor(2.0))
+
+    graph = capture(Scaled(first).eval(), ordered(torch.ones(2, 3)))
+    assert [len(b[first]) for b in batches([ordered(X[:, :3]), ordered(X[:1, :3])], graph)] == [4, 1]
+    if not first:
+        assert len(list(batches([ordered(X[:0, :3]), ordered(X[:, :3])], graph))) == 1
+
+
+def test_inputs_without_a_batch_axis_need_no_number_of_samples_in_common(two):
+    graph = two.copy()
+    graph.values = {**graph.values, "a": replace(graph.values["a"], shape=(4, 3))}
+    graph.values["b"] = replace(graph.values["b"], shape=(2, 5))
+    flat, _ = split_label((torch.ones(4, 3), torch.ones(2, 5)), graph)
+    assert [len(x) for x in flat] == [4, 2]
+    with pytest.raises(OtherSize, match=r"Input 'b' has the wrong shape. Got: \[3, 5\]. Allowed: \[2, 5\]"):
+        split_label((torch.ones(4, 3), torch.ones(3, 5)), graph)
+
+
+def test_lists_of_numbers_stay_and_arrays_in_lists_become_tensors():
+    a = np.ones(2, np.float32)
+    mixed, numbers = as_tensors([a, 1]), as_tensors([1, a])
+    assert isinstance(mixed[0], torch.Tensor) and mixed[1] == 1
+    assert numbers[0] == 1 and numbers[1] is a  # as labels are
+    assert all(isinstance(x, torch.Tensor) for x in (*as_tensors((1.5, a))[1:], as_tensors([a, a])[1]))

@@ -66,3 +66,53 @@ def test_a_single_sample_and_inputs_of_one_number_are_said():
     assert len(thin(graph, {"a": stats("a", 0.5, 0.5, count=2)}, 2)) == 1
     (dead,) = thin(graph, {"y": seen["y"]}, 0)
     assert dead.endswith("comes from Relu 'r' (0.5)")
+
+
+@pytest.mark.parametrize("values, doubted", [(7, False), (8, True), (9, True)])
+def test_fewer_than_eight_values_of_a_channel_tell_no_spread(values, doubted):
+    x = torch.arange(values).float()[:, None] * torch.tensor([2e-4, 4e-4, 1e-4]) + MEAN
+    model = nn.BatchNorm1d(3, eps=EPS).eval()
+    model.running_mean.copy_(MEAN)
+    model.running_var.copy_(VAR)
+    assert bool(unlike_training(capture(model, (x,)))) is doubted
+
+
+class Late(nn.Module):
+    """A batch norm that learned nothing, behind it one that did, and one that would be doubted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.BatchNorm1d(3, track_running_stats=False), nn.BatchNorm1d(3, eps=0.0)
+        self.third = nn.BatchNorm1d(3)
+        self.third.running_mean.fill_(1e6)
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x) * 100))
+
+
+def test_the_first_batch_norm_that_learned_is_looked_at_with_what_reaches_it():
+    """100 z, where z has a mean square of 1: as the second learned a deviation of 1, or of 100."""
+    model = Late().eval()
+    x = torch.tensor([[1.0], [-1.0]]).repeat(10, 3)
+    (text,) = unlike_training(capture(model, (x,)))
+    assert text.startswith("warning: what reaches batch norm 'second' is 100 times as large as the statistics that it")
+    model.second.running_var.fill_(100.0**2)
+    assert unlike_training(capture(model, (x,))) == []
+
+
+def test_a_graph_without_an_example_is_not_doubted():
+    graph = capture(nn.BatchNorm1d(3).eval(), (torch.full((20, 3), 1e6),))
+    assert unlike_training(graph)
+    graph.example = ()
+    assert unlike_training(graph) == []
+
+
+@pytest.mark.parametrize(
+    "count, end", [(1, "'r0' (0.5)"), (4, "'r3' (0.5)"), (5, "'r3' (0.5) and 1 more"), (6, "2 more")]
+)
+def test_of_many_layers_that_never_change_four_are_named(count, end):
+    nodes = [Node(f"r{k}", "Relu", ("a",), (f"y{k}",)) for k in range(count)]
+    graph = Graph(nodes, ["a"], ["y0"], {}, {})
+    (text,) = thin(graph, {f"y{k}": stats(f"y{k}", 0.5, 0.5) for k in range(count)}, 9)
+    assert text.endswith(end) and text.count("Relu") == min(count, 4)
+    assert text.startswith("warning: one number only, on all calibration data, comes from Relu 'r0' (0.5)")

@@ -98,3 +98,63 @@ def test_a_full_disk_is_said(monkeypatch):
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", partial(open, "/dev/full", "wb", buffering=0))
     with pytest.raises(DataError, match="cannot be written: No space left on device.*TMPDIR"):
         list(Kept(iter([IMAGES]), most=10))
+
+
+def test_what_is_within_the_limit_is_kept_where_it_is():
+    budget, x = Budget(96), torch.ones(4, 6)
+    assert budget.keep(x) is x and (budget.used, budget.spilled) == (96, 0)
+    empty = torch.zeros(0, 3)
+    assert budget.keep(empty) is empty and (budget.used, budget.spilled) == (96, 0)
+    one = torch.ones(1, dtype=torch.float64)
+    assert torch.equal(budget.keep(one), one) and (budget.used, budget.spilled) == (96, 8)
+
+
+def test_little_is_kept_in_memory_where_no_limit_is_given():
+    kept = Kept(iter([IMAGES]))
+    assert torch.equal(next(iter(kept)), IMAGES)
+    assert (kept._budget.used, kept._budget.spilled) == (IMAGES.nbytes, 0)
+    assert Budget().keep(IMAGES) is IMAGES
+
+
+def test_what_is_released_makes_room_in_memory_and_what_lies_on_disk_does_not():
+    budget, x, y = Budget(100), torch.ones(20), torch.ones(10, 2)
+    here, there = budget.keep(x), budget.keep(y)
+    assert (budget.used, budget.spilled) == (80, 80)
+    budget.release(there)
+    assert budget.used == 80
+    budget.release(here)
+    assert budget.used == 0 and budget.keep(y) is y
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x,
+        lambda x: x.contiguous(memory_format=torch.channels_last),
+        lambda x: x.permute(3, 1, 0, 2),
+        lambda x: x[0, 0, 0, 0],
+    ],
+)
+def test_numbers_come_back_from_disk_in_the_order_in_which_memory_held_them(make):
+    x = make(torch.arange(120.0).view(2, 3, 4, 5))
+    back = Budget(0).keep(x)
+    assert torch.equal(back, x) and back.stride() == x.stride() and back.data_ptr() != x.data_ptr()
+
+
+def test_a_batch_that_is_filled_again_and_one_with_history_are_kept_as_they_were():
+    x, w = torch.ones(2, 2), torch.ones(2, requires_grad=True)
+    kept = Kept(iter([(x, [w * 3]), 5]))
+    for batch in kept:
+        if isinstance(batch, tuple):
+            assert batch[0] is x
+            x.zero_()
+    (a, [b]), five = list(kept)
+    assert a.tolist() == [[1, 1], [1, 1]] and b.tolist() == [3, 3] and not b.requires_grad and five == 5
+
+
+def test_a_full_disk_is_told_in_bytes_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", partial(open, "/dev/full", "wb", buffering=0))
+    with pytest.raises(DataError) as e:
+        Budget(1000).keep(torch.zeros(500))
+    assert str(e.value).startswith("Calibration data take more than 1,000 bytes, and the rest cannot be written: ")
+    assert "Got: 2,000 bytes more" in str(e.value) and tempfile.gettempdir() in str(e.value)

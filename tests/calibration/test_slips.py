@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.calibration.slips import takes, wrong_layout
-from chipfit.errors import DataError
+from chipfit.calibration.slips import explained, takes, wrong_layout
+from chipfit.errors import ChipfitError, DataError
 
 NET = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5)).eval()
 X = torch.linspace(-1, 1, 4 * 3 * 8 * 8).reshape(4, 3, 8, 8)
@@ -204,3 +204,84 @@ class Any(nn.Module):
 def test_a_label_behind_the_input_of_a_model_that_takes_any_number_is_left_out():
     result = chipfit.quantize(Any().eval(), [(X, Y)], progress=False)
     assert len(result.graph.inputs) == 1
+
+
+# ---------------------------------------------------------------- the refusal of one example
+
+REFUSAL = ChipfitError("the model's own words")
+CONV2D = nn.Sequential(nn.ReLU(), nn.Conv2d(3, 4, 3))
+
+
+def told(model, *args, **kwargs):
+    """What is said instead of a refusal; "" where the refusal stays."""
+    error = explained(REFUSAL, model, args, kwargs)
+    return "" if error is REFUSAL else str(error)
+
+
+@pytest.mark.parametrize(
+    "model, args, words",
+    [
+        (CONV2D, (X,), ""),
+        (CONV2D, (X[0],), SAMPLE),
+        (CONV2D, (X[:, :2],), ""),  # neither another layout nor a sample
+        (CONV2D, (X[0, 0],), ""),
+        (CONV2D, (X[:, 0],), SAMPLE),  # as many axes as a sample
+        (CONV2D, (X.permute(0, 2, 3, 1),), "Got: float32[4, 8, 8, 3]. Allowed: ['batch', 3, 'any', 'any']. " + LAST),
+        (CONV2D, (X.long(),), SCALE),
+        (CONV2D, (X[0].long(),), SCALE),
+        (CONV2D, (X[0, 0].long(),), ""),  # numbers of words, perhaps
+        (CONV2D, (X, Y), "A batch holds 2 items, and the model takes 1. Got: float32[4, 3, 8, 8], int64[4]. " + LABELS),
+        (CONV2D, (), ""),
+        (CONV2D, (5,), ""),
+        (nn.Sequential(nn.Linear(8, 2)), (X.long(),), ""),  # no convolution says what the input is
+        (nn.Sequential(nn.Linear(8, 2)), (X[0],), ""),
+        (nn.Conv1d(3, 4, 1), (torch.zeros(3, 8),), "Got: float32[3, 8]. Allowed: ['batch', 3, 'any']. " + SAMPLE),
+        (nn.Conv3d(3, 4, 1), (X,), "Allowed: ['batch', 3, 'any', 'any', 'any']. " + SAMPLE),
+        (nn.Conv2d(3, 4, 1), (X.half().permute(0, 2, 3, 1),), "Got: float16[4, 8, 8, 3]."),
+    ],
+)
+def test_what_is_said_of_an_example_that_a_model_refuses(model, args, words):
+    assert words in told(model, *args) and bool(told(model, *args)) is bool(words)
+
+
+def test_the_first_tensor_of_several_inputs_is_looked_at():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, scale, image):
+            return self.conv(image * scale)
+
+    assert SAMPLE in told(Two(), 5, X[0]) and told(Two(), 5, X) == ""
+    assert told(Any(), X, X, X) == ""  # takes any number
+
+
+def test_names_that_are_not_the_models_are_told():
+    words = (
+        "The names in the batches are not those of the model's inputs. Got: pixels, 7. Allowed: {}. Try: rename them"
+    )
+    assert words.format("image") in told(Named(), {"pixels": X, 7: Y})
+    assert "Got: pixels. Allowed: image." in told(Named(), pixels=X)
+    assert told(Named(), image=X, pixels=X) == told(Named(), {"image": X}) == ""
+    keras = SimpleNamespace(inputs=[1, 2], input_shape=[(None, 8), (None, 8)])
+    assert words.format("2 inputs by position") in told(keras, {"pixels": X, 7: Y})
+    assert "takes 2" in told(keras, X, X, X) and told(keras, X, X) == ""
+
+
+@pytest.mark.parametrize(
+    "shape, x, words",
+    [
+        ((None, 8, 8, 3), X, FIRST_HERE),
+        ((None, 3, 8, 8), X, ""),
+        ((None, 3, 8, 8), X[0], SAMPLE),
+        ((None, 3, 8, 8), X.long(), SCALE),
+        ((4, 8, 8, 3), X, ""),  # of a batch of one size nothing is known
+        ([None, 8, 8, 3], X, ""),
+        ((), X, ""),
+        (None, X, ""),
+    ],
+)
+def test_a_model_that_knows_the_shape_of_its_input_is_asked(shape, x, words):
+    text = told(SimpleNamespace(inputs=[1], input_shape=shape), x)
+    assert words in text and bool(text) is bool(words)

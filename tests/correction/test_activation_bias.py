@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from chipfit.calibration.collect import Need, collect
-from chipfit.correction.activation_bias import correct_activation_bias, mean_shift
+from chipfit.correction.activation_bias import correct_activation_bias, mean_shift, with_histograms
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
 from chipfit.frameworks.torch.lower import lower
@@ -168,3 +168,42 @@ def test_a_bias_that_two_layers_share_stays_as_it_is():
     one = captured(nn.Linear(3, 3), x)
     _, notes = correct_activation_bias(one, planned(one, 0.3), {})
     assert notes == ["the bias of 'linear' is not corrected: there is no histogram of its input"]
+
+
+def test_what_rounding_does_not_shift_is_not_spoken_of():
+    x = torch.zeros(4, 2)
+    graph = captured(linear(), x)
+    stats = collect(graph, [[x]], tensors={graph.inputs[0]: Need()})
+    new, notes = correct_activation_bias(graph, planned(graph, 1.0), stats)
+    assert notes == [] and new.weights["bias"] is graph.weights["bias"]
+
+
+def test_histograms_are_asked_for_of_all_that_is_stored():
+    needs = {"a": Need(histogram=False, channel_axis=1), "b": Need()}
+    asked = with_histograms(captured(linear(), torch.randn(2, 2)), needs)
+    assert asked == {"a": Need(histogram=True, channel_axis=1), "b": Need(histogram=True)}
+
+
+def test_an_input_that_is_read_before_it_is_rounded_shifts_nothing():
+    x = torch.full((4, 2), 0.7)
+    graph = captured(linear(), x)
+    stats = collect(graph, [[x]], tensors={graph.inputs[0]: Need()})
+    plan = replace(planned(graph, 1.0), float_edges=frozenset({(graph.inputs[0], graph.nodes[0].name)}))
+    assert correct_activation_bias(graph, plan, stats)[1] == []
+
+
+def test_a_refusal_ends_nothing():
+    net, x = nn.Sequential(nn.Linear(2, 2, bias=False), linear()), torch.full((4, 2), 0.7)
+    with torch.no_grad():
+        net[0].weight.copy_(torch.eye(2))
+    graph = captured(net, x)
+    first, second = graph.nodes
+    stats = collect(graph, [[x]], tensors={graph.inputs[0]: Need(), second.data: Need()})
+    plan = planned(graph, 1.0)
+    more = {
+        second.data: replace(plan.tensors[graph.inputs[0]], name=second.data),
+        second.inputs[1]: replace(plan.tensors[first.inputs[1]], name=second.inputs[1]),
+    }
+    _, notes = correct_activation_bias(graph, replace(plan, tensors=plan.tensors | more), stats)
+    assert notes[0] == "the bias of '0' is not corrected: it has none"
+    assert notes[1].startswith("corrected the bias of '1' by at most 0.9") and len(notes) == 2

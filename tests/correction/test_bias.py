@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from chipfit.calibration.collect import collect
-from chipfit.correction.bias import correct_bias, with_means
+from chipfit.calibration.collect import Need, collect
+from chipfit.correction.bias import correct_bias, move_bias, quantized_linear, with_means
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.lower import lower
+from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
@@ -167,3 +168,106 @@ def test_the_shift_of_the_outputs_mean_by_hand(name):
     new, _ = correct_bias(graph, plan, means(graph, x))
     torch.testing.assert_close(new.weights["bias"], torch.tensor(bias))
     assert float(per_channel_error(new, graph, plan, x).abs().max()) < 1e-5
+
+
+# ---------------------------------------------------------------- which biases, and how far
+
+
+def linear(name: str, data: str, bias: str | None = "b", weight: str = "w") -> Node:
+    return Node(name, "Linear", (data, weight, bias), (f"{name}'",))
+
+
+def several(*nodes: Node, shape: tuple[int | None, ...] = (None, 2)) -> Graph:
+    """Operators over x; weights of 2 by 2 that step 0.5 changes by 0.2 where they are 0.3."""
+    values = {v: Value(v, shape) for v in ("x", *(o for n in nodes for o in n.outputs))}
+    square = torch.tensor([[0.3, 0.5], [0.5, 0.3]])
+    weights = {"w": square, "v": square.clone(), "k": square.view(2, 2, 1, 1), "b": torch.zeros(2), "c": torch.zeros(2)}
+    return Graph(list(nodes), ["x"], [nodes[-1].output], values, weights)
+
+
+CONV = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 1}
+
+
+def test_operators_whose_weights_are_rounded_and_why_a_bias_stays():
+    graph = several(
+        linear("alone", "x", "c"),
+        linear("first", "x"),
+        linear("second", "x"),
+        linear("bare", "x", None),
+        linear("raw", "x", "c", "v"),
+        linear("computed", "x", "c", "x"),
+        Node("relu", "Relu", ("x",), ("relu'",)),
+        linear("float", "x", "b", "v"),
+    )
+    graph.nodes[4] = graph.nodes[4].with_(inputs=("x", "w", "c"))
+    plan = weights_only(several(linear("one", "x")), 0.5)
+    plan = replace(plan, float_edges=frozenset({("w", "raw"), ("x", "alone")}))
+    shared = "'{}' is read by several operators".format
+    assert [(n.name, why) for n, why in quantized_linear(graph, plan)] == [
+        ("alone", shared("c")),
+        ("first", shared("b")),
+        ("second", shared("b")),
+        ("bare", "it has none"),
+    ]
+    graph.nodes = [n for n in graph.nodes if n.name in ("alone", "float")]
+    assert [(n.name, why) for n, why in quantized_linear(graph, plan)] == [("alone", "")]
+
+
+@pytest.mark.parametrize(
+    "shape, open_size", [((None, 2, 3, 3), False), ((None, 2, None, 3), True), ((None, 2, 3, None), True)]
+)
+def test_an_open_size_of_an_image_leaves_its_bias(shape, open_size):
+    graph = several(Node("c", "Conv2D", ("x", "k", "b"), ("y",), CONV), shape=shape)
+    ((_, why),) = quantized_linear(graph, weights_only(graph, 0.5))
+    assert why == ("the size of its input is not known" if open_size else "")
+
+
+def test_an_open_length_of_a_sequence_does_not_matter_to_a_linear_layer():
+    graph = several(linear("l", "x"), shape=(None, None, 2))
+    assert [why for _, why in quantized_linear(graph, weights_only(graph, 0.5))] == [""]
+
+
+def test_a_refusal_ends_nothing_and_what_was_corrected_before_is_passed_over():
+    graph = several(linear("bare", "x", None), linear("done", "bare'"), linear("last", "done'", "c"))
+    stats = collect(graph, [[torch.tensor([[1.0, 5.0]])]], tensors=with_means(graph, {}))
+    new, notes = correct_bias(graph, weights_only(graph, 0.5), stats, changed={"done"})
+    assert notes[0] == "the bias of 'bare' is not corrected: it has none"
+    assert notes[1].startswith("corrected the bias of 'last' by at most") and len(notes) == 2
+    assert new.weights["b"] is graph.weights["b"] and (new.weights["c"] < 0).all()
+    del stats["done'"]
+    _, notes = correct_bias(graph, weights_only(graph, 0.5), stats)
+    assert notes[2] == "the bias of 'last' is not corrected: the mean of its input was not collected"
+    _, notes = correct_bias(graph, weights_only(graph, 0.5), {})
+    assert notes[0] == "the bias of 'bare' is not corrected: it has none"
+
+
+def test_means_are_asked_for_along_the_axis_of_the_channels():
+    graph = several(linear("l", "x"), Node("c", "Conv2D", ("l'", "k"), ("y",), CONV), Node("r", "Relu", ("y",), ("z",)))
+    graph.nodes.append(linear("constant", "v", "c"))
+    needs = with_means(graph, {"x": Need(histogram=True), "z": Need(histogram=True)})
+    assert {k: (n.histogram, n.channel_axis) for k, n in needs.items()} == {
+        "x": (True, -1),
+        "l'": (False, 1),
+        "z": (True, None),
+    }
+
+
+@pytest.mark.parametrize(
+    "by, moves",
+    [(12.7, True), (12.74, True), (12.76, False), (-12.8, True), (-12.84, True), (-12.86, False)],
+)
+@pytest.mark.parametrize("zero", [0, 20])
+def test_a_bias_moves_as_far_as_its_grid_reaches(by, moves, zero):
+    """Step 0.1 from -128 to 127: codes behind either end would be cut off. A zero point moves both ends."""
+    graph = several(linear("l", "x"))
+    grid = Grid(bits=8, qmin=-128, qmax=127)
+    stored = Stored(format="", grid=grid, scale=torch.tensor(0.1), zero_point=torch.tensor(zero, dtype=torch.int32))
+    plan = Plan(tensors={"b": TensorPlan(name="b", role="bias", stored=stored)})
+    change = torch.tensor([0.0, by - 0.1 * zero])
+    note = move_bias(graph, plan, graph.nodes[0], change)
+    if moves:
+        assert note == f"corrected the bias of 'l' by at most {abs(by - 0.1 * zero):.3g}"
+        torch.testing.assert_close(graph.weights["b"], change)
+    else:
+        assert note == "the bias of 'l' is not corrected: the sum exceeds its 8-bit grid"
+        assert graph.weights["b"].tolist() == [0.0, 0.0]

@@ -107,3 +107,68 @@ def test_each_channel_has_a_factor_of_its_own_over_all_batches(layer):
     torch.testing.assert_close(new.weights["weight"].flatten(), torch.tensor([0.64, 1.44, 8.0]))
     torch.testing.assert_close(new.weights["bias"], torch.tensor([0.8 * -5 + 5, 1.2 * -5 + 7, 2 * -5 + 21]))
     assert notes == [f"corrected the second moment of '{graph.nodes[0].who}' by 0.8 to 2"]
+
+
+def test_a_channel_that_does_not_vary_on_one_side_keeps_its_weights_and_gets_its_mean_back():
+    """x = (2 t, t). 0.6, -1.2 gives 0 and, as 1, -1, t; 0.3, 0 gives 0.6 t and, as 0, 0, nothing; 2, 0 is exact."""
+    layer = nn.Linear(2, 3)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[0.6, -1.2], [0.3, 0.0], [2.0, 0.0]]))
+        layer.bias.zero_()
+    x = torch.tensor([[2.0, 1.0], [4.0, 2.0], [6.0, 3.0]])
+    graph = captured(layer, x)
+    new, notes = correct_second_moment(graph, weights_only(graph, 1.0), [[x]])
+    torch.testing.assert_close(new.weights["weight"], layer.weight.detach())
+    torch.testing.assert_close(new.weights["bias"], torch.tensor([-2.0, 1.2, 0.0]))  # the means are 0, 1.2; 2, 0
+    assert notes == ["corrected the second moment of 'linear' by 1 to 1"]
+
+
+def test_moments_are_those_of_all_batches_together_whatever_their_sizes():
+    layer = nn.Linear(3, 4)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.3, -2.4, 0.8], [0.7, 1.6, -1.2], [2.3, 0.4, 3.7], [0.6, -0.6, 0.6]]))
+    batches = [torch.randn(3, 3) + 2, torch.randn(5, 3) * 2 - 1, torch.randn(1, 3)]
+    x, graph = torch.cat(batches), captured(layer, batches[0])
+    w, b, limit = layer.weight.detach().double(), layer.bias.detach().double(), 1.2
+    want, here = x.double() @ w.T + b, x.double() @ w.clamp(-7, 7).round().T + b
+    k = (want.std(0) / here.std(0)).clamp(1 / limit, limit)
+    assert (k - 1).abs().gt(1e-3).any() and ((k > 1 / limit) & (k < limit)).any() and len(k.unique()) > 2
+    new, _ = correct_second_moment(graph, weights_only(graph, 1.0), [[b] for b in batches], limit=limit)
+    torch.testing.assert_close(new.weights["weight"].double(), k[:, None] * w, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        new.weights["bias"].double(), k * (b - here.mean(0)) + want.mean(0), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_later_operators_are_measured_on_corrected_inputs():
+    """Each of two weights of 0.8 is stored as 1: either has a spread of 1.25 times floats, not the second 1.25^2."""
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    for layer in net:
+        nn.init.constant_(layer.weight, 0.8)
+        nn.init.constant_(layer.bias, 1.0)
+    graph = captured(net, torch.randn(2, 1))
+    batches = [[torch.tensor([[3.0], [5.0]])], [torch.tensor([[7.0], [8.0], [9.0]])]]
+    new, _ = correct_second_moment(graph, weights_only(graph, 1.0), batches, limit=4.0)
+    assert [float(new.weights[f"{k}.weight"]) for k in (0, 1)] == pytest.approx([0.64, 0.64])
+    # means: 6.4 of x, 6.12 behind the first and 5.896 behind the second; rounded 7.4 and, of 6.12, 7.12
+    biases = [0.8 * (1 - 7.4) + 6.12, 0.8 * (1 - 7.12) + 5.896]
+    assert [float(new.weights[f"{k}.bias"]) for k in (0, 1)] == pytest.approx(biases)
+
+
+def test_a_refusal_is_said_and_ends_nothing():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bare, self.tied, self.last = nn.Linear(2, 2, bias=False), nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.last(self.tied(self.tied(self.bare(x))))
+
+    x = torch.randn(8, 2)
+    graph = captured(Net(), x)
+    new, notes = correct_second_moment(graph, weights_only(graph, 0.25), [[x]])
+    assert notes[0] == "'bare' keeps its second moment: it has none"
+    assert notes[1:3] == ["'tied' keeps its second moment: 'tied.weight' is read by several operators"] * 2
+    assert notes[3].startswith("corrected the second moment of 'last' by ") and len(notes) == 4
+    changed = {k for k, w in graph.weights.items() if not torch.equal(w, new.weights[k])}
+    assert changed == {"last.weight", "last.bias"}

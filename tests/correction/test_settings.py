@@ -41,3 +41,39 @@ def test_what_a_step_takes_and_what_it_calls_have_the_same_default(step, option)
 
 def test_streams_are_kept_in_memory_up_to_three_quarters_of_a_gibibyte():
     assert {how.memory for how in HOWS.values()} == {3 * 2**30 // 4}
+
+
+STEPS = {s.name: s for s in ordered("correct")}
+
+
+def test_corrections_are_off_until_they_are_asked_for_and_run_one_behind_the_other():
+    """Spreads before means, means of weights before those of inputs, and learning on top of all."""
+    asked = {name: (s.declares.setting.name, s.declares.setting.default) for name, s in STEPS.items()}
+    assert asked == {
+        "second_moment": ("correct_second_moment", False),
+        "bias": ("correct_bias", False),
+        "activation_bias": ("correct_activation_bias", None),
+        "rounding": ("rounding", None),
+        "reconstruct": ("reconstruct", None),
+    }
+    names = list(STEPS)
+    order = ["second_moment", "bias", "activation_bias", "reconstruct"]
+    assert sorted(order, key=names.index) == order and names.index("rounding") < names.index("reconstruct")
+    assert {n for n, s in STEPS.items() if s.declares.decides} == {"rounding", "reconstruct"}
+    assert set(STEPS["rounding"].declares.excludes) == {"bias", "activation_bias", "second_moment"}
+
+
+@pytest.mark.parametrize(
+    "bits, rule, asked",
+    [
+        ([8, 5], "mse", "gptq"),
+        ([2], "mse", "gptq"),
+        ([6], "mse", None),
+        ([8, 6], "mse", None),
+        ([], "mse", None),
+        ([4], "kl", None),  # the user's choice
+        ([8], "kl", None),
+    ],
+)
+def test_weights_of_fewer_than_6_bits_are_fitted_unless_another_rule_was_chosen(bits, rule, asked):
+    assert STEPS["rounding"].declares.asks(bits, rule) == asked

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from chipfit.engine.opaque import _LISTED, fill, resolve_target, target_name, torch_operator
+from chipfit.engine.opaque import _LISTED, fill, repeatable, resolve_target, target_name, torch_operator
 from chipfit.engine.types import constant_of
 from chipfit.errors import GraphError, UnknownNameError
 from chipfit.graph.ir import Ref
@@ -95,3 +95,66 @@ def test_a_device_may_have_a_number():
 def test_an_index_is_data_and_comes_back_as_an_index():
     template = {"index": [[0, -1, None], "...", 2, None, [Ref(0), None, 2]]}
     assert fill([template], [5]) == [(slice(0, -1, None), ..., 2, None, slice(5, None, 2))]
+
+
+@pytest.mark.parametrize(
+    "name, in_place, found",
+    [
+        ("aten.relu", False, torch.ops.aten.relu.default),
+        ("aten.relu.default", False, torch.ops.aten.relu.default),
+        ("aten.add.Tensor", False, torch.ops.aten.add.Tensor),
+        ("aten.relu_.default", True, torch.ops.aten.relu_.default),
+        ("aten.relu_", True, torch.ops.aten.relu_.default),
+        ("aten.relu.default", True, torch.ops.aten.relu.default),
+        ("aten.relu_.default", False, None),
+        ("aten.relu.nothing", False, None),
+        ("aten.add.out", False, None),  # writes to what it is given
+        ("aten.set_.source_Tensor", True, None),  # no listed operator with another end
+        ("aten.from_file.default", True, None),
+        ("aten.no_such_.default", True, None),
+        ("nothing.relu.default", False, None),
+    ],
+)
+def test_a_form_that_writes_to_its_operand_is_found_where_that_is_asked_for(name, in_place, found):
+    assert torch_operator(name, in_place=in_place) is found
+
+
+@pytest.mark.parametrize(
+    "name, same",
+    [
+        ("aten.relu.default", True),
+        ("operator.add", True),
+        ("torch.sym_max", True),
+        ("aten.rand.default", False),
+        ("aten.bernoulli.default", False),
+        ("keras:{}", False),  # what a framework does is not known
+    ],
+)
+def test_calls_that_draw_numbers_or_belong_to_a_framework_are_not_repeatable(name, same):
+    assert repeatable(name) is same
+
+
+@pytest.mark.parametrize("name", ["other.sym_max", "sym_max", "torch.sym_max.default", "torch.relu"])
+def test_torchs_functions_of_symbols_are_found_by_their_full_names_only(name):
+    with pytest.raises(GraphError, match="is not an operator that a graph can hold"):
+        resolve_target(name)
+
+
+def test_a_function_that_only_has_the_name_of_a_listed_one_is_refused():
+    def sym_max(a, b):
+        return a
+
+    with pytest.raises(GraphError, match="sym_max.*is not an operator that a graph can hold.*Allowed: what chipfit/"):
+        target_name(sym_max)
+
+
+@pytest.mark.parametrize(
+    "template", [{}, {"torch": "float16", "more": 1}, {"index": [1], "more": 2}, {"a": {}}, 7, "torch", None]
+)
+def test_what_stands_for_nothing_else_is_filled_with_itself(template):
+    assert fill(template, ["x"]) == template
+
+
+def test_sequences_of_a_template_are_lists_and_its_inputs_are_found_at_any_depth():
+    assert fill((1, (Ref(0), [Ref(1)])), ["x", "y"]) == [1, ["x", ["y"]]]
+    assert fill({"index": ["...", Ref(1)]}, ["x", 3]) == (..., 3)

@@ -83,3 +83,20 @@ def test_nothing_warns_logs_or_has_gradients_while_torch_traces_and_all_is_as_be
         assert logging.root.manager.disable == logging.DEBUG
     finally:
         logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("seed", [(1 << 62) - 1, 1 << 62, (1 << 62) + 7, (1 << 63) - 1])
+def test_seeds_of_63_bits_are_taken_as_they_are(seed):
+    assert drawing(seed=seed) == (2, started(seed))
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_generators_of_devices_are_seeded_and_given_back_where_there_are_any(monkeypatch, there):
+    told = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: there)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: told.append("kept") or "states")
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: told.append(seed))
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda states: told.append(states))
+    with seeded(5):
+        pass
+    assert told == (["kept", 5, "states"] if there else [])

@@ -140,3 +140,32 @@ def test_of_several_outputs_the_first_that_departs_is_named():
     assert departs(g, [x], [-x, x, torch.ones(3)]) is None
     assert departs(g, [x], [-x, x + 1, torch.zeros(3)]) == ("b", 1.0)
     assert departs(g, [x], [-x, x, torch.zeros(3)]) == ("w", 1.0)
+
+
+def test_nothing_is_overwritten_unless_it_is_asked_for():
+    g = graph(("Neg", "x", "a"), ("Relu", "a", "b"), output="b")
+    seen = []
+    run(g, [torch.tensor([-1.0, 0.0, 2.0])], hook=lambda n, y: seen.append(y[0]) or y)
+    assert [s.tolist() for s in seen] == [[1, 0, -2], [1, 0, 0]]
+
+
+def test_an_operand_that_is_left_out_is_none():
+    nodes = [Node("y", "Linear", ("x", "w", None), ("y",))]
+    g = Graph(nodes, ["x"], ["y"], {v: Value(v, (None, 2)) for v in "xy"}, {"w": torch.tensor([[1.0, 2.0]])})
+    assert run(g, [torch.tensor([[3.0, 4.0]])])["y"].tolist() == [[11.0]]
+    assert done_after(g) == [["x", "w"]]
+
+
+def test_a_hook_may_give_fewer_results_than_there_are_and_keep_what_nothing_reads():
+    g = graph(("Split", "x", "a rest"), ("Neg", "a", "b"), output="b")
+    x = torch.tensor([1.0, 2.0, 3.0])
+    assert run(g, [x], keep=["rest", "x"])["rest"].tolist() == [2, 3]
+    assert run(g, [x], hook=lambda n, y: y[:1])["b"].tolist() == [-1]
+
+
+def test_outputs_may_be_inputs_weights_and_named_twice():
+    g = graph(("Neg", "x", "a"), output="a")
+    g.outputs = ["x", "a", "w", "a"]
+    out = run(g, [torch.tensor([1.0, 2.0, 3.0])], reuse=True)
+    assert {k: v.tolist() for k, v in out.items()} == {"x": [1, 2, 3], "a": [-1, -2, -3], "w": [1, 1, 1]}
+    assert run(g, [torch.zeros(3)], weights={"w": torch.full((3,), 5.0)})["w"].tolist() == [5, 5, 5]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from chipfit.calibration.collect import collect
+from chipfit.calibration.collect import Need, TensorStats, collect
 from chipfit.decide import scales
 from chipfit.engine.run import run
 from chipfit.passes.centre import centre, with_means
@@ -136,3 +138,74 @@ def test_padding_that_was_ignored_would_be_seen(monkeypatch):
     _, after, _ = centred(net, x)
     with pytest.raises(AssertionError):
         same(steps, after, x)
+
+
+def told(model: nn.Module, x: torch.Tensor) -> list[str]:
+    return centred(model.eval(), x)[2]
+
+
+def test_what_the_model_returns_and_what_lies_on_another_axis_stays():
+    x = torch.randn(3, 2)
+    steps, _, notes = centred(nn.Linear(2, 2).eval(), x)
+    (node,) = steps.graph.nodes
+    assert notes == [f"the result of 'linear' is not centred: '{node.output}' is an output of the model"]
+    sequences = told(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.randn(3, 4, 2))
+    assert sequences[0] == "the result of '0' is not centred: '0' has its channels elsewhere"
+
+
+def test_a_bias_that_is_shared_takes_no_constant():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.c(self.b(self.a(self.a(x))))
+
+    notes = told(Tied(), torch.randn(5, 2) + 1)
+    shared = "'a.weight' is read by several operators"
+    assert notes[:2] == [f"the result of 'a' is not centred: {shared}"] * 2
+    assert notes[2].startswith("centred the result of 'b' by at most ")
+
+
+def test_a_sum_of_what_cannot_lose_anything_stays():
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.last = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.last(self.a(x) + x)
+
+    notes = told(Sum(), torch.randn(5, 2) + 1)
+    assert "the result of 'add' is not centred: no operand of the sum can lose anything" in notes
+    assert not any(n.startswith("centred") for n in notes)
+
+
+def test_nothing_is_said_of_what_is_not_stored():
+    net, x = nn.Sequential(nn.Linear(2, 2), nn.Sigmoid()).eval(), torch.randn(3, 2)
+    steps = begin(net, x, "ort_cpu")
+    needs = with_means(steps.graph, scales.needs(steps.assignment, "mse"))
+    stats = collect(steps.graph, [[x]], tensors=needs)
+    made = steps.graph.nodes[0].output
+    stored = replace(
+        steps.assignment, slots={**steps.assignment.slots, made: next(iter(steps.assignment.slots.values()))}
+    )
+    bare = replace(steps.assignment, slots={k: v for k, v in steps.assignment.slots.items() if k != made})
+    assert centre(steps.graph, stored, stats)[2] == ["the result of '0' is not centred: Sigmoid '1' reads it"]
+    assert centre(steps.graph, bare, stats)[2] == []
+
+
+def test_means_that_were_not_collected_are_missed():
+    steps = begin(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).eval(), torch.randn(3, 2), "ort_cpu")
+    made = steps.graph.nodes[0].output
+    stats = {k: replace(s, channels=None) for k, s in steps.stats.items()} | {made: TensorStats(made)}
+    with pytest.raises(ValueError, match=f"nothing is known of the channels of '{made}'"):
+        centre(steps.graph, steps.assignment, stats)
+
+
+def test_channels_are_asked_for_of_what_can_be_centred():
+    steps = begin(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).eval(), torch.randn(3, 2), "ort_cpu")
+    first, last = (n.output for n in steps.graph.nodes)
+    needs = with_means(steps.graph, {first: Need(), last: Need()})
+    assert needs == {first: Need(histogram=True, channel_axis=1), last: Need()}

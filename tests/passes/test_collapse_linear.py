@@ -233,3 +233,12 @@ def test_a_first_convolution_of_groups_stays_and_other_kinds_are_no_pair():
         assert collapse_linear(pair_of(("Linear", "xv", {}), second, two, weights=weights))[1] == []
     new, _ = collapse_linear(pair_of(("Linear", "xv", {}), ("Linear", "yw", {}), two, weights=weights))
     torch.testing.assert_close(new.weights["v"], weights["w"] @ weights["v"])
+
+
+def test_what_is_no_pair_or_refused_keeps_no_other_from_it():
+    rows = nn.Linear(3, 1), nn.Linear(1, 3), nn.ReLU(), nn.Linear(3, 3), nn.Linear(3, 1)
+    x = torch.randn(2, 3)
+    graph = captured(nn.Sequential(nn.ReLU(), *rows), x)
+    new, notes = collapse_linear(graph)
+    assert notes == ["'1' and '2' do not collapse: 9 parameters instead of 6", "collapsed '5' into '4'"]
+    assert same(graph, new, x)

@@ -137,3 +137,81 @@ def test_the_widest_of_several_readers_counts():
 
     new, _ = equalize(captured(Fork(), torch.randn(2, 1)))  # s = sqrt(8 / 2) = 2
     assert [float(new.weights[f"{k}.weight"]) for k in ("first", "a", "b")] == [4.0, 1.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    "net, shape",
+    [
+        (nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Conv1d(3, 2, 1)), (2, 3, 3)),
+        (nn.Sequential(nn.Conv1d(3, 3, 1), nn.ReLU(), nn.Linear(3, 2)), (2, 3, 3)),
+    ],
+)
+def test_channels_on_different_axes_are_not_scaled(net, shape):
+    graph = captured(net, torch.randn(*shape))
+    new, notes = equalize(graph)
+    assert notes[0] == "'0' is not equalized: their channels lie on different axes" and len(notes) == 2
+    assert all(new.weights[k] is w for k, w in graph.weights.items())
+
+
+def test_a_pool_along_the_axis_of_a_linear_layers_channels_is_not_crossed():
+    graph = captured(nn.Sequential(nn.Linear(4, 4), nn.MaxPool1d(2), nn.Linear(2, 2)), torch.randn(2, 3, 4))
+    new, notes = equalize(graph)
+    assert notes[0] == "'0' is not equalized: MaxPool '1' reads it"
+    assert all(new.weights[k] is w for k, w in graph.weights.items())
+
+
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.LeakyReLU(0.1)])
+def test_activations_between_linear_layers_of_any_rank_are_crossed(act):
+    net, x = nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 2)), torch.randn(2, 3, 4)
+    graph = captured(net, x)
+    new, notes = equalize(graph)
+    assert "equalized '0' with '2'" in notes
+    torch.testing.assert_close(list(run(new, [x]).values()), list(run(graph, [x]).values()), rtol=1e-5, atol=1e-5)
+    r = [new.weights["0.weight"].abs().amax(1), new.weights["2.weight"].abs().amax(0)]
+    torch.testing.assert_close(r[0], r[1], rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("shared", ["first", "last"])
+def test_weights_of_several_operators_stay_and_pairs_behind_them_do_not(shared):
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+            with torch.no_grad():
+                self.b.weight.mul_(8.0)
+
+        def forward(self, x):
+            x = torch.relu(self.a(x))
+            x = torch.relu(self.a(x)) if shared == "first" else x
+            x = self.c(torch.relu(self.b(x)))
+            return x if shared == "first" else self.c(torch.relu(x))
+
+    graph = captured(Tied(), torch.randn(2, 2))
+    new, notes = equalize(graph)
+    tied = "a.weight" if shared == "first" else "c.weight"
+    assert any(n.endswith(f"is not equalized: '{tied}' is read by several operators") for n in notes)
+    assert new.weights[tied] is graph.weights[tied]
+    done = "equalized 'b' with 'c'" if shared == "first" else "equalized 'a' with 'b'"
+    assert [n for n in notes if n.startswith("equalized")] == [done]
+
+
+def test_ranges_that_are_equal_within_a_thousandth_stay():
+    """s = sqrt(r1 / r2): 1.0009 stays, 1.0011 does not."""
+    for ratio, stays in ((1.0009**2, True), (1.0011**2, False), (1 / 1.0011**2, False)):
+        net = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
+        nn.init.constant_(net[0].weight, ratio)
+        nn.init.constant_(net[2].weight, 1.0)
+        graph = captured(net, torch.randn(2, 1))
+        new, notes = equalize(graph)
+        assert (new.weights["0.weight"] is graph.weights["0.weight"]) is stays
+        assert ("equalized '0' with '2'" in notes) is not stays
+
+
+def test_so_many_sweeps_are_made_at_most():
+    """1, 1, 16: s of the second pair is 1/4; a second sweep then moves the first one."""
+    net = nn.Sequential(*[nn.Linear(1, 1, bias=False) for _ in range(3)])
+    for layer, w in zip(net, (1.0, 1.0, 16.0), strict=True):
+        nn.init.constant_(layer.weight, w)
+    graph = captured(net, torch.randn(2, 1))
+    weights = [[float(equalize(graph, sweeps=n)[0].weights[f"{k}.weight"]) for k in range(3)] for n in (0, 1, 2)]
+    assert weights[:2] == [[1.0, 1.0, 16.0], [1.0, 4.0, 4.0]] and weights[2][0] == 2.0

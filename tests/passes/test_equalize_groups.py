@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -272,3 +273,33 @@ def test_what_shares_channels_with_its_operand(op, attrs, before, after, shares)
     assert _shares(graph, graph.nodes[0]) is shares
     split = graph.nodes[0].with_(outputs=("y", "z"))
     assert not _shares(graph, split)
+
+
+def test_inputs_and_results_of_the_model_keep_their_magnitudes():
+    class Net(nn.Module):
+        def __init__(self, returned: bool) -> None:
+            super().__init__()
+            self.returned, self.a, self.b = returned, nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)
+
+        def forward(self, x):
+            y = torch.relu(self.a(x))
+            return (self.b(y), y) if self.returned else self.b(y + x)
+
+    for returned, what in ((True, "an output"), (False, "an input")):
+        steps = begin(Net(returned).eval(), torch.randn(2, 2, 3, 3), "ort_cpu")
+        stats = collect(steps.graph, [[steps.x]], tensors=with_channels(steps.graph, {}))
+        graph, _, notes = equalize_groups(steps.graph, steps.assignment, stats)
+        name = steps.graph.outputs[1] if returned else steps.graph.inputs[0]
+        assert f"the channels of 'a' keep their magnitudes: '{name}' is {what} of the model" in notes
+        assert all(torch.equal(w, graph.weights[k]) for k, w in steps.graph.weights.items())
+
+
+def test_channels_that_were_not_collected_keep_their_magnitudes():
+    steps = begin(pair(nn.Conv2d(3, 1, 1)).eval(), X, "ort_cpu")
+    graph, stats, notes = equalize_groups(steps.graph, steps.assignment, steps.stats)
+    read = steps.graph.nodes[-1].data
+    bare = {k: replace(s, channels=None) if k == read else s for k, s in steps.stats.items()}
+    _, _, refused = equalize_groups(steps.graph, steps.assignment, bare)
+    assert "the channels of '0' keep their magnitudes: its channels were not collected" in refused
+    assert "the channels of '0' grow by up to 8" in notes and stats[read].high == 4.0
+    assert graph.weights["0.weight"] is not steps.graph.weights["0.weight"]

@@ -268,3 +268,24 @@ def test_a_bias_is_called_as_its_weight_is(weight, bias):
     assert fold_batch_norm(graph)[0].nodes[0].inputs == ("x", weight, bias)
     graph.weights[bias] = torch.zeros(1)  # a name that is taken
     assert fold_batch_norm(graph)[0].nodes[0].inputs[2] not in (bias, weight)
+
+
+def test_what_stays_keeps_no_other_from_folding():
+    """A batch norm of the input, one behind a weight that is read elsewhere, and one that folds."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tied, self.last = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)
+            self.first, self.second, self.third = (nn.BatchNorm2d(2) for _ in range(3))
+
+        def forward(self, x):
+            x = self.second(self.tied(self.first(x)))
+            return self.third(self.last(self.tied(x).relu()))
+
+    x = torch.randn(2, 2, 3, 3)
+    graph, notes = folded(Net(), x)
+    assert notes[0] == "folded batch norm 'third' into 'last'" and len(notes) == 3
+    assert any("it follows the input, which has no weights" in n for n in notes[1:])
+    assert any("weight 'tied.weight' is also read elsewhere, folding would change that reader" in n for n in notes[1:])
+    assert sum(n.op == "BatchNorm" for n in graph.nodes) == 2

@@ -131,3 +131,78 @@ def test_dropout_of_a_weight_may_drop_in_training_and_stays(op, attrs, stays):
     new, notes = fold_constants(graph)
     assert [n.op for n in new.nodes] == [op, "Add"][0 if stays else 1 :]
     assert notes == ([] if stays else ["'d' of 'y' depends on no input: computed once"])
+
+
+def behind(weights: dict[str, torch.Tensor], *nodes: Node, reader: Node, trainable: tuple[str, ...] = ()) -> Graph:
+    """x, of any size, meets what nodes make of weights."""
+    values = {v: Value(v, (None, 1)) for v in ("x", "y", *(o for n in nodes for o in n.outputs))}
+    return Graph([*nodes, reader], ["x"], ["y"], values, weights, set(trainable))
+
+
+@pytest.mark.parametrize("trainable, trained", [(("v",), True), (("v", "w"), True), (("w",), False), ((), False)])
+def test_what_comes_from_a_parameter_is_trained_and_what_comes_from_others_is_not(trainable, trained):
+    made = Node("n", "Neg", ("v",), ("n",)), Node("m", "Neg", ("n",), ("m",))
+    weights = {"v": torch.tensor([3.0]), "w": torch.ones(1, 1)}
+    reader = Node("l", "Linear", ("x", "w", "m"), ("y",), layer="head")
+    graph, notes = fold_constants(behind(weights, *made, reader=reader, trainable=trainable))
+    assert graph.nodes == [reader.with_(inputs=("x", "w", "head.bias"))]
+    assert graph.weights["head.bias"].tolist() == [3.0]
+    assert graph.trainable == set(trainable) | ({"head.bias"} if trained else set())
+    assert notes == ["'head.bias' of 'head' depends on no input: computed once"]
+    assert set(graph.values) == {"x", "y"} and set(graph.weights) == {"v", "w", "head.bias"}
+
+
+def test_integers_that_come_from_a_parameter_are_not_trained():
+    best = Node("a", "ArgMax", ("v",), ("a",), {"axis": 0, "keepdims": True})
+    graph = behind({"v": torch.tensor([1.0, 5.0, 2.0])}, best, reader=Node("s", "Add", ("x", "a"), ("y",)))
+    graph.trainable = {"v"}
+    new, _ = fold_constants(graph)
+    assert new.weights["a"].tolist() == [1] and new.trainable == {"v"}
+
+
+@pytest.mark.parametrize(
+    "layer, taken, name", [("head", "", "head.weight"), ("head", "head.weight", "head.weight_1"), ("", "", "n")]
+)
+def test_a_computed_weight_is_named_as_if_its_layer_had_it(layer, taken, name):
+    weights = {"v": torch.full((1, 1), 3.0)} | ({taken: torch.zeros(1)} if taken else {})
+    reader = Node("l", "Linear", ("x", "n"), ("y",), layer=layer)
+    new, _ = fold_constants(behind(weights, Node("n", "Neg", ("v",), ("n",)), reader=reader))
+    assert new.nodes[0].weight == name and new.weights[name].item() == -3.0
+
+
+@pytest.mark.parametrize(
+    "others, times, stays",
+    [
+        (0, 1 << 16, False),
+        (0, (1 << 16) + 1, True),
+        (8 * 70_000 - 1, 70_000, False),  # an eighth of the model's, with the one that is repeated
+        (8 * 70_000 - 1, 70_001, True),
+        (8 * 70_000 - 2, 70_000, True),
+    ],
+)
+def test_what_grows_beyond_65536_numbers_and_an_eighth_of_the_model_is_computed_all_the_same(others, times, stays):
+    tile = Node("t", "Tile", ("v",), ("t",), {"repeats": (times,)})
+    weights = {"v": torch.ones(1), "o": torch.zeros(1).expand(others)}
+    graph, notes = fold_constants(behind(weights, tile, reader=Node("a", "Add", ("x", "t"), ("y",))))
+    said = f"'t' depends on no input and is computed all the same: it has {times} elements"
+    assert notes == ([said] if stays else ["'t' of 'a' depends on no input: computed once"])
+    assert len(graph.nodes) == 1 + stays and ("t" in graph.values) is stays
+
+
+@pytest.mark.parametrize("columns, stays", [(400, True), (1, False)])
+def test_what_is_no_larger_than_its_operands_may_have_any_size(columns, stays):
+    """[400, 1] + [1, 400] has 160 000 numbers; [90 000, 1] + [1, 1] as many as its operands, or one less."""
+    rows = 400 if stays else 90_000
+    weights = {"v": torch.ones(rows, 1), "u": torch.ones(1, columns)}
+    add = Node("s", "Add", ("v", "u"), ("s",))
+    graph, _ = fold_constants(behind(weights, add, reader=Node("a", "Add", ("x", "s"), ("y",))))
+    assert len(graph.nodes) == 1 + stays
+
+
+def test_a_constant_that_two_operators_read_is_one_weight():
+    first = Node("a", "Add", ("x", "n"), ("b",))
+    nodes = Node("n", "Neg", ("v",), ("n",)), first
+    graph = behind({"v": torch.ones(1)}, *nodes, reader=Node("s", "Mul", ("b", "n"), ("y",)))
+    new, notes = fold_constants(graph)
+    assert [n.inputs for n in new.nodes] == [("x", "n"), ("b", "n")] and set(new.weights) == {"v", "n"}
+    assert notes == ["'n' of 'a' depends on no input: computed once"]

@@ -79,3 +79,50 @@ def test_a_platforms_own_word_for_an_operator_is_understood(word):
 def test_a_folded_batch_norm_leaves_the_pattern():
     graph = net(("c", "Conv2D", "x"), ("r", "Relu", "c"))
     assert groups(graph, (CONV, frozenset({"BatchNorm"}), RELU)) == [("c", "r")]
+
+
+def test_an_operator_with_several_results_ends_a_group_and_the_note_says_so():
+    graph = net(("s", "Split", "x"), ("r", "Relu", "s"))
+    graph.nodes[0] = graph.nodes[0].with_(outputs=("s", "rest"))
+    found, notes = fuse(graph, [(frozenset({"Split"}), RELU)])
+    assert (found, notes) == ((), ["'s' and 'r' do not fuse: the first has several outputs"])
+    assert fuse(net(("s", "Split", "x"), ("r", "Relu", "s")), [(frozenset({"Split"}), RELU)])[0] == (("s", "r"),)
+
+
+def test_nothing_is_said_of_a_longer_group_where_a_shorter_one_is_found():
+    graph = net(("c", "Conv2D", "x"), ("r", "Relu", "c"), ("a", "Add", "r x"), ("t", "Tanh", "r"))
+    assert fuse(graph, [(CONV, RELU), (CONV, RELU, ADD)]) == ((("c", "r"),), [])
+    _, notes = fuse(graph, [(CONV, RELU, ADD)])
+    assert notes == ["'r' and 'a' do not fuse: the value between them has 2 readers"]
+
+
+def test_one_note_for_an_operator_of_the_longest_pattern_that_was_refused():
+    graph = net(("c", "Conv2D", "x"), ("r", "Relu", "c"), ("a", "Add", "r c"), ("t", "Tanh", "a"))
+    tanh = frozenset({"Tanh"})
+    found, notes = fuse(graph, [(CONV, ADD), (CONV, RELU, ADD), (RELU, ADD, tanh), (ADD, tanh)])
+    assert found == (("r", "a", "t"),)
+    assert notes == ["'c' and 'r' do not fuse: the value between them has 2 readers"]
+
+
+def test_layers_are_named_as_the_user_knows_them():
+    graph = net(("c", "Conv2D", "x"), ("r", "Relu", "c"), ("a", "Add", "c x"))
+    graph.nodes[:2] = [graph.nodes[0].with_(layer="net.conv"), graph.nodes[1].with_(layer="net.act")]
+    _, notes = fuse(graph, [(CONV, RELU)])
+    assert notes == ["'net.conv' and 'net.act' do not fuse: the value between them has 2 readers"]
+
+
+def test_patterns_name_sets_of_operators_or_any_operator():
+    graph = net(("c", "Conv2D", "x"), ("r", "Relu", "c"), ("t", "Tanh", "r"))
+    sets = {"r": {"@acts"}, "c": {"@layers"}}
+    pattern = frozenset({"@layers"}), frozenset({"@acts"})
+    assert fuse(graph, [pattern], lambda n: sets.get(n.name, set()))[0] == (("c", "r"),)
+    assert fuse(graph, [pattern]) == ((), [])
+    assert groups(graph, (CONV, frozenset({"*"}))) == [("c", "r")]
+    assert groups(graph, (frozenset({"*"}), frozenset({"Tanh"}))) == [("r", "t")]
+
+
+def test_a_pattern_of_one_operator_is_no_fusion():
+    graph = net(("c", "Conv2D", "x"), ("r", "Relu", "c"))
+    batch_norm = frozenset({"BatchNorm"})
+    assert fuse(graph, [(CONV,), (RELU,), (CONV, batch_norm), (batch_norm,), ()]) == ((), [])
+    assert groups(graph, (CONV, frozenset({"BatchNorm", "Relu"}))) == [("c", "r")]  # one of both is still there

@@ -14,6 +14,7 @@ from torch import nn
 import chipfit
 from chipfit.calibration.collect import Need, TensorStats
 from chipfit.errors import UnsupportedError
+from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes import islands
 from chipfit.pipeline import decide
 from chipfit.quantizers.grids import Grid
@@ -265,3 +266,127 @@ def test_results_in_float_that_would_store_what_calibration_left_out_stay_codes(
     result = chipfit.quantize(Net().eval(), [torch.randn(8, 6, 8) * 3], f"ort_cpu@{arch}", progress=False)
     assert any("else 'matmul_1', which calibration left out" in line for line in result.plan.rewrites)
     assert result.verify([torch.randn(4, 6, 8) * 3]).verdict == "exact"
+
+
+# ---------------------------------------------------------------- on paper, where nothing has noise
+
+
+class Paper:
+    """A graph of rows (node, how it runs, what it reads); a value has the name of its maker, and a size."""
+
+    def __init__(self, *rows, outputs, sizes=(), inputs=("x",), either=(), floats=(), edges=(), groups=(), dtypes=()):
+        shape = {"x": (10,), **dict(sizes)}
+        ops = {"mm": "MatMul"}
+        nodes = [Node(n, ops.get(n, "Add"), tuple(i.split()), (n,)) for n, _, i in rows]
+        names = [*inputs, *(n.name for n in nodes)]
+        values = {v: Value(v, shape.get(v, (10,)), dict(dtypes).get(v, "float32")) for v in names}
+        self.graph = Graph(nodes, list(inputs), outputs.split(), values, {"w": torch.zeros(100)})
+        stored = {v for v in names if v not in floats}  # has a grid that it may be stored on
+        self.assignment = SimpleNamespace(
+            either=dict(either),
+            nodes={n: SimpleNamespace(exec=how) for n, how, _ in rows},
+            slots=dict.fromkeys(stored),
+            codes={n for n, how, _ in rows if how == "int"},
+            float_edges=set(edges),
+            groups=tuple(groups),
+        )
+
+    def labels(self) -> dict[str, str]:
+        return islands._cut(self.graph, self.assignment, {})
+
+
+BOTH, WHOLE, ALL = ("codes", "float"), ("codes", "whole"), ("codes", "float", "whole")
+
+
+@pytest.mark.parametrize(
+    "rows, given, label",
+    [
+        ([("f", "float", "k")], {"outputs": "f"}, "float"),  # its one reader computes in float
+        ([("m", "int", "k")], {"outputs": "m"}, "codes"),
+        ([("f", "float", "k"), ("m", "int", "k")], {"outputs": "f m"}, "codes"),  # one conversion in any case
+        ([("f", "float", "k"), ("m", "int", "k")], {"outputs": "f m", "edges": [("k", "m")]}, "float"),
+        ([("f", "float", "k"), ("m", "int", "k")], {"outputs": "f m", "floats": ["k"]}, "float"),
+        ([("f", "float", "k"), ("g", "float", "k"), ("m", "int", "k")], {"outputs": "f g m"}, "float"),
+        ([("f", "float", "k"), ("g", "int", "k"), ("m", "int", "k")], {"outputs": "f g m"}, "codes"),
+        ([("f", "float", "k k")], {"outputs": "f k"}, "codes"),  # read twice by one, and returned
+        ([("s", "follow", "k"), ("f", "float", "s")], {"outputs": "f"}, "float"),  # which moves numbers only
+        ([("s", "follow", "k"), ("m", "int", "s")], {"outputs": "m"}, "codes"),
+        (
+            [("s", "follow", "k"), ("f", "float", "s")],
+            {"outputs": "f", "sizes": {"k": (9,), "s": (10,)}.items()},
+            "float",
+        ),
+        ([], {"outputs": "k"}, "codes"),  # results of a model are in codes
+    ],
+)
+def test_what_a_kernel_hands_over_is_what_takes_the_fewest_conversions(rows, given, label):
+    assert Paper(("k", "int", "x"), *rows, either={"k": BOTH}, **given).labels() == {"k": label}
+
+
+@pytest.mark.parametrize(
+    "reads, given, label",
+    [
+        ("a b", {}, "whole"),  # two conversions in front of it, or one behind
+        ("a x", {}, "codes"),  # one in front of it, or one and one
+        ("a b", {"sizes": {"a": (1,), "b": (1,)}.items()}, "codes"),
+        ("a b", {"sizes": {"a": (6,), "b": (6,)}.items()}, "whole"),
+        ("x w", {}, "codes"),  # a weight is stored as it is read
+        ("x n", {"inputs": ("x", "n"), "dtypes": {"n": "int64"}.items(), "sizes": {"n": (99,)}.items()}, "codes"),
+        ("x n", {"inputs": ("x", "n"), "floats": ["n"], "sizes": {"n": (99,)}.items()}, "whole"),
+    ],
+)
+def test_an_operator_that_can_run_in_float_does_where_its_operands_cost_more(reads, given, label):
+    rows = [("a", "float", "x"), ("b", "float", "x"), ("k", "int", reads)]
+    assert Paper(*rows, outputs="k", either={"k": WHOLE}, **given).labels() == {"k": label}
+
+
+def test_values_inside_a_fused_kernel_are_not_converted():
+    rows = ("k", "int", "x"), ("r", "int", "k"), ("f", "float", "r")
+    sizes = {"k": (1000,)}.items()
+    paper = Paper(*rows, outputs="f", either={"k": BOTH}, groups=[("k", "r")], sizes=sizes)
+    assert paper.labels() == {"k": "float"}
+    paper = Paper(*rows, outputs="r", either={"k": BOTH}, groups=[("k", "r")], sizes=sizes)
+    assert paper.labels() == {"k": "codes"}
+
+
+@pytest.mark.parametrize(
+    "n, reader, label",
+    [
+        (100, "float", "whole"),  # 100^2 / 64 = 156 for the products in float, 200 conversions for those in codes
+        (120, "float", "whole"),  # 225, 240
+        (140, "float", "float"),  # 306, 280
+        (100, "int", "codes"),  # no kernel makes codes of floats
+    ],
+)
+def test_products_in_float_cost_a_64th_of_a_conversion_each(n, reader, label):
+    sizes = {"a": (n, 1), "b": (1, n), "mm": (n, n), "m": (n, n)}.items()
+    rows = ("a", "float", "x"), ("b", "float", "x"), ("mm", "int", "a b"), ("m", reader, "mm")
+    assert Paper(*rows, outputs="m", either={"mm": ALL}, sizes=sizes).labels() == {"mm": label}
+
+
+def test_two_operators_in_a_row_are_decided_together():
+    """In float alone neither gains; both do, for what is between them is read and written in codes else."""
+    rows = ("a", "float", "x"), ("k", "int", "a a"), ("j", "int", "k"), ("f", "float", "j")
+    assert Paper(*rows, outputs="f", either={"k": WHOLE, "j": WHOLE}).labels() == {"k": "whole", "j": "whole"}
+    rows = ("k", "int", "x"), ("j", "int", "k"), ("f", "float", "j")
+    assert Paper(*rows, outputs="f", either={"k": WHOLE, "j": BOTH}).labels() == {"k": "codes", "j": "float"}
+
+
+def test_noise_of_what_is_stored_counts_a_thousand_conversions(monkeypatch):
+    """A value of noise n costs 1000 n more for each of its numbers where it is stored in codes."""
+    for noise, label in ((0.9e-3, "codes"), (1.1e-3, "whole")):
+        monkeypatch.setattr(islands, "_noise", lambda v, *_, n=noise: n if v == "k" else 0.0)
+        # codes: ten conversions and the noise of what they convert; whole: the operand is converted instead
+        rows = ("k", "int", "x"), ("f", "float", "k")
+        paper = Paper(*rows, outputs="f", either={"k": WHOLE}, sizes={"x": (20,), "k": (10,)}.items())
+        assert paper.labels() == {"k": label}  # 10 + 10 * 1000 n against 20
+
+
+def test_only_what_changes_is_told_and_how_many_hand_over_floats():
+    rows = ("k", "int", "x"), ("f", "float", "k"), ("j", "int", "x"), ("i", "float", "x")
+    paper = Paper(*rows, outputs="f j i", either={"k": BOTH, "j": BOTH, "i": WHOLE})
+    found, (note,) = islands.islands(paper.graph, paper.assignment, {}, None)
+    assert found == {"k": "float", "i": "codes"}
+    assert note.startswith("1 of 3 kernels that can do both hand over floats: fewer conversions and less error; ")
+    paper.assignment.codes -= {"k"}
+    assert islands.islands(paper.graph, paper.assignment, {}, None)[0] == {"i": "codes"}

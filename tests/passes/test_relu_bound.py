@@ -165,3 +165,29 @@ def test_bounds_of_clipping_activations():
         (0.0, 6.0),
         (0.0, None),
     )
+
+
+def test_a_clip_that_stays_keeps_no_other_from_moving():
+    """The first has no end, the second ends at a power of two, and of the third the model returns the result."""
+    clips = nn.Hardtanh(-1.0, float("inf")), nn.Hardtanh(0.0, 4.0), nn.ReLU6(), nn.ReLU6()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.clip = nn.ModuleList(nn.Linear(2, 2) for _ in range(5)), nn.ModuleList(clips)
+
+        def forward(self, x):
+            given = []
+            for linear, clip in zip(self.linear, self.clip):
+                x = clip(linear(x))
+                given.append(x)
+            return self.linear[4](x), given[2]
+
+    graph = captured(Net(), torch.randn(2, 2))
+    new, notes = relu_bound_to_power_of_two(graph)
+    third = next(n.output for n in graph.nodes if n.who == "clip.2")
+    assert notes == [
+        f"'clip.2' keeps its bound 6: '{third}' is an output of the model",
+        "the bound of 'clip.3' moved from 6 to 8",
+    ]
+    assert [n.attrs["max"] for n in new.nodes if n.op == "Clamp"][-1] == 8.0

@@ -255,6 +255,8 @@ def test_shifts_join_the_kernel_of_their_activation_in_its_place():
     graph = Graph(nodes, ["x"], ["f"], {}, {"k": torch.tensor(1.0)})
     assert fuse_shifts(graph, (("d", "t"), ("f",))) == (("s", "a"), ("d", "t", "e"), ("f",))
     assert fuse_shifts(graph, (("c", "s"),)) == (("c", "s", "a"), ("t", "e"))
+    # in the order in which kernels begin, wherever they end
+    assert fuse_shifts(graph, (("d", "t"), ("c", "f"))) == (("c", "f"), ("s", "a"), ("d", "t", "e"))
 
 
 def test_nothing_above_zero_nor_with_a_sign_of_its_own_is_shifted():
@@ -271,3 +273,21 @@ def test_nothing_above_zero_nor_with_a_sign_of_its_own_is_shifted():
     assert shift_negative(steps.graph, steps.assignment, steps.stats)[2][0].startswith("shifted")
     low = steps.stats[act].shifted(-0.13)  # 5.1 % of 8
     assert "more than 0.05 of" in shift_negative(steps.graph, steps.assignment, {**steps.stats, act: low})[2][0]
+
+
+@pytest.mark.parametrize(
+    "pad, value", [(nn.ZeroPad2d(1), 0.28125), (nn.ConstantPad2d(1, 0.5), 0.78125), (nn.ReflectionPad2d(1), None)]
+)
+def test_a_pad_on_the_way_holds_the_shift_as_well(pad, value):
+    net, x = Identity(nn.SiLU()), spread(-4, 7)
+    net.last = nn.Sequential(pad, nn.Conv2d(3, 4, 3))
+    steps = begin(net, x)
+    new, stats, notes = shift_negative(steps.graph, steps.assignment, steps.stats)
+    assert notes == ["shifted 'act' by 0.28125, now unsigned, before 'last.1'"]
+    (made,) = (n for n in new.nodes if n.op == "Pad")
+    before = next(n for n in steps.graph.nodes if n.op == "Pad")
+    assert made.attrs == {**before.attrs, **({"value": value} if value else {})}
+    (want,), (got,) = run(steps.graph, [x]).values(), run(new, [x]).values()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    if made.output in steps.stats:
+        assert stats[made.output].low == pytest.approx(steps.stats[made.output].low + 0.28125)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import chipfit
@@ -30,8 +31,9 @@ class Net(nn.Module):
         return self.c(y) + y[..., :4]
 
 
-def test_the_scales_of_equation_4_on_paper():
-    new, notes = smooth(captured(Net(), torch.randn(3, 2)), alpha=0.5)
+@pytest.mark.parametrize("given", [{"alpha": 0.5}, {}], ids=["given", "as the page says"])
+def test_the_scales_of_equation_4_on_paper(given):
+    new, notes = smooth(captured(Net(), torch.randn(3, 2)), **given)
     # reach 1 + 3 * 5 = 16 and 1 + 3 * 1 = 4, weights 1 and 4: s = sqrt(16 / 1) = 4 and sqrt(4 / 4) = 1
     assert new.weights["norm.weight"].tolist() == [1.25, 1.0] and new.weights["norm.bias"].tolist() == [0.25, -1.0]
     assert new.weights["a.weight"].tolist() == [[2.0, 4.0], [-4.0, 2.0]]
@@ -82,3 +84,65 @@ def test_large_channels_cost_less_where_they_are_smoothed():
         with torch.no_grad():
             errors.append(float((result.model(x) - net(x)).square().mean()))
     assert errors[1] < 0.1 * errors[0]
+
+
+def test_a_convolution_behind_a_norm_has_its_channels_elsewhere():
+    """[N, 3, 4] is normalised along the last axis, and mixed along the other one."""
+    graph = captured(nn.Sequential(nn.LayerNorm(4), nn.Conv1d(3, 2, 1)), torch.randn(2, 3, 4))
+    new, notes = smooth(graph)
+    assert notes == ["'0' is not smoothed: others than linear layers read it"]
+    assert all(new.weights[k] is w for k, w in graph.weights.items())
+
+
+@pytest.mark.parametrize("computed", [("scale",), ("shift",), ("scale", "shift")])
+def test_a_scale_or_shift_that_is_computed_cannot_be_divided(computed):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+            self.make, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            scale, shift = (self.make(x)[0] if k in computed else getattr(self, k) for k in ("scale", "shift"))
+            return self.last(F.layer_norm(x, (4,), scale, shift))
+
+    graph = captured(Net(), torch.randn(2, 4))
+    norm = next(n for n in graph.nodes if n.op == "LayerNorm")
+    new, notes = smooth(graph)
+    assert notes == [f"'{norm.who}' is not smoothed: its scale or shift is computed"] and new.nodes == graph.nodes
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(4, elementwise_affine=False), nn.LayerNorm((3, 4))])
+def test_a_norm_without_one_scale_for_each_channel_is_left_and_the_next_one_is_not(norm):
+    net = nn.Sequential(norm, nn.Linear(4, 4), nn.LayerNorm(4, bias=False), nn.Linear(4, 2))
+    graph, x = captured(net, torch.randn(2, 3, 4)), torch.randn(2, 3, 4)
+    with torch.no_grad():
+        net[2].weight.copy_(torch.tensor([4.0, 1.0, 0.25, 2.0]))
+        net[3].weight[:, 1] = 0
+    new, notes = smooth(graph)
+    assert notes == ["'0' is not smoothed: it has no scale for each channel", "smoothed '2' for '3'"]
+    assert new.weights["1.weight"] is graph.weights["1.weight"]
+    r = net[3].weight.detach().abs().amax(0)  # s = sqrt(3 gamma / r), and 1 for the channel that nothing reads
+    s = torch.where(r > 0, (3 * net[2].weight.detach() / r).sqrt(), 1.0)
+    torch.testing.assert_close(new.weights["2.weight"], net[2].weight.detach() / s)
+    torch.testing.assert_close(new.weights["3.weight"], net[3].weight.detach() * s)
+    torch.testing.assert_close(list(run(new, [x]).values()), list(run(graph, [x]).values()), rtol=1e-5, atol=1e-5)
+
+
+def test_a_norm_that_the_model_returns_or_that_comes_last_is_left():
+    class Both(nn.Module):
+        def __init__(self, last: bool) -> None:
+            super().__init__()
+            self.last, self.norm, self.linear = last, nn.LayerNorm(4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            if self.last:
+                return self.norm(self.linear(x))
+            y = self.norm(x)
+            return y, self.linear(y)
+
+    for last in (True, False):
+        graph = captured(Both(last), torch.randn(2, 4))
+        new, notes = smooth(graph)
+        assert notes == ["'norm' is not smoothed: others than linear layers read it"]
+        assert all(new.weights[k] is w for k, w in graph.weights.items())

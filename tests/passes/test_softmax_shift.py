@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -64,3 +66,56 @@ def test_logits_that_the_model_returns_stay_and_the_note_says_so():
     steps = begin(model, x)
     new, _, notes = softmax_shift(steps.graph, steps.assignment, steps.stats)
     assert new.nodes == steps.graph.nodes and "also read elsewhere" in notes[0]
+
+
+class Two(nn.Module):
+    """Two softmaxes behind linear layers of one kind, of which the model returns the first one's logits."""
+
+    def __init__(self, second: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b, self.last = logits_net(-1, 14.8)[0][0], logits_net(-1, 14.8)[0][0], second
+
+    def forward(self, x):
+        y = self.a(x)
+        return y, y.softmax(-1), self.last(self.b(x))
+
+
+@pytest.mark.parametrize("second", [nn.Softmax(-1), nn.LogSoftmax(-1)])
+def test_a_refusal_ends_nothing_and_both_kinds_of_softmax_are_found(second):
+    steps = begin(Two(second), logits_net(-1, 14.8)[1])
+    new, _, notes = softmax_shift(steps.graph, steps.assignment, steps.stats)
+    assert notes[0] == "the logits of 'a' are not shifted: its logits are also read elsewhere"
+    assert notes[1].startswith("shifted the logits of 'b' by -6.9: ") and len(notes) == 2
+    assert new.weights["a.bias"] is steps.graph.weights["a.bias"]
+    torch.testing.assert_close(new.weights["b.bias"], torch.full((4,), -6.9))
+
+
+def test_a_bias_that_is_read_elsewhere_stays():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = logits_net(-1, 14.8)[0][0]
+
+        def forward(self, x):
+            return self.linear(x).softmax(-1) + self.linear.bias
+
+    steps = begin(Net(), logits_net(-1, 14.8)[1])
+    new, _, notes = softmax_shift(steps.graph, steps.assignment, steps.stats)
+    assert notes == ["the logits of 'linear' are not shifted: 'linear.bias' is read by several operators"]
+    assert new.nodes == steps.graph.nodes
+
+
+@pytest.mark.parametrize("missing", ["slots", "stats"])
+def test_logits_that_are_not_stored_or_not_seen_are_passed_over(missing):
+    net, x = logits_net(-1, 14.8)
+    steps = begin(net, x)
+    logits, slots, stats = steps.graph.nodes[0].output, dict(steps.assignment.slots), dict(steps.stats)
+    del {"slots": slots, "stats": stats}[missing][logits]
+    new, after, notes = softmax_shift(steps.graph, replace(steps.assignment, slots=slots), stats)
+    assert (new.nodes, after, notes) == (steps.graph.nodes, stats, [])
+
+
+def test_what_makes_logits_without_a_bias_to_move_is_passed_over():
+    steps = begin(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Softmax(-1)), logits_net(-1, 14.8)[1])
+    new, _, notes = softmax_shift(steps.graph, steps.assignment, steps.stats)
+    assert new.nodes == steps.graph.nodes and notes == []

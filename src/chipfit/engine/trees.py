@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import json
@@ -64,6 +65,8 @@ class Results:
 _CAPTURED: dict[str, Any] = {}
 #: containers as torch names them in a written structure
 _DICTS = "builtins.dict", "collections.OrderedDict", "collections.defaultdict"
+#: those in which torch counts an entry that is None; classes of libraries leave it out
+_KEEP_NONE = dict, collections.OrderedDict, collections.defaultdict
 
 
 def dump_tree(tree: Any, example: Any) -> dict[str, str]:
@@ -133,7 +136,7 @@ def _classes(tree: Any) -> list[str]:
 def _plain(x: Any) -> Any:
     """The same leaves in dicts and tuples."""
     if isinstance(x, Mapping):
-        return {k: _plain(v) for k, v in x.items() if v is not None or type(x) is dict}
+        return {k: _plain(v) for k, v in x.items() if v is not None or type(x) in _KEEP_NONE}
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         return {f.name: _plain(getattr(x, f.name)) for f in dataclasses.fields(x) if getattr(x, f.name) is not None}
     if isinstance(x, (tuple, list)):

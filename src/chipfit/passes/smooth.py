@@ -31,17 +31,20 @@ def smooth(graph: Graph, *, alpha: float = 0.5) -> tuple[Graph, list[str]]:
     users = graph.users()
     for norm in (n for n in graph.nodes if n.op == "LayerNorm"):
         readers = users.get(norm.output, [])
+        names = [i for i in norm.inputs[1:] if i is not None]
         why = (
             "" if norm.operand("w") and len(norm.attrs["normalized_shape"]) == 1 else "it has no scale for each channel"
         )
-        if not readers or norm.output in graph.outputs or not all(is_linear(graph, n) for n in readers):
+        if not all(map(graph.is_weight, names)):
+            why = "its scale or shift is computed"
+        last = all(n.op == "Linear" and is_linear(graph, n) for n in readers)  # convolutions have channels elsewhere
+        if not readers or norm.output in graph.outputs or not last:
             why = "others than linear layers read it"
         for n in (norm, *readers):
             why = why or own(graph, users, n)
         if why:
             notes.append(f"'{norm.who}' is not smoothed: {why}")
             continue
-        names = [i for i in norm.inputs[1:] if i is not None]
         gamma, *beta = (graph.weights[i].detach().double() for i in names)
         reach = _REACH * gamma.abs() + sum(b.abs() for b in beta)
         weights = [in_groups(n, graph.weights[n.weight].detach().double())[0] for n in readers]

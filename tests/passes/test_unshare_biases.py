@@ -1,0 +1,65 @@
+"""A shared bias becomes one for each operator that reads it; everything else stays as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.passes.unshare_biases import unshare_biases
+
+
+def graph(*rows: tuple[str, str, str], trainable: tuple[str, ...] = ()) -> Graph:
+    """A chain of (name, operator, what it reads beside the result before it)."""
+    nodes, last = [], "x"
+    for name, op, operands in rows:
+        nodes.append(Node(name, op, (last, *(None if o == "-" else o for o in operands.split())), (name,)))
+        last = name
+    weights = {"w": torch.eye(2), "v": 2 * torch.eye(2), "b": torch.tensor([1.0, 2.0])}
+    values = {v: Value(v, (None, 2)) for v in ("x", *(n.name for n in nodes))}
+    return Graph(nodes, ["x"], [last], values, weights, set(trainable))
+
+
+def inputs(g: Graph) -> list[tuple[str | None, ...]]:
+    return [n.inputs[1:] for n in g.nodes]
+
+
+@pytest.mark.parametrize("trainable", [(), ("b",), ("w",)])
+def test_every_reader_after_the_first_gets_a_copy_under_the_next_number(trainable):
+    shared = graph(("one", "Linear", "w b"), ("two", "Linear", "v b"), ("three", "Linear", "w b"), trainable=trainable)
+    new, notes = unshare_biases(shared)
+    assert inputs(new) == [("w", "b"), ("v", "b_1"), ("w", "b_2")]
+    assert [n.data for n in new.nodes] == ["x", "one", "two"]
+    assert notes == [
+        "bias 'b' is used again by 'two', which now reads its own copy 'b_1'",
+        "bias 'b' is used again by 'three', which now reads its own copy 'b_2'",
+    ]
+    copies = [new.weights[n] for n in ("b", "b_1", "b_2")]
+    assert [c.tolist() for c in copies] == [[1.0, 2.0]] * 3
+    assert len({c.data_ptr() for c in copies}) == 3  # one can change without the others
+    more = {"b_1", "b_2"} if "b" in trainable else set()
+    assert new.trainable == set(trainable) | more
+    assert inputs(shared) == [("w", "b"), ("v", "b"), ("w", "b")] and set(shared.weights) == {"w", "v", "b"}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (("one", "Linear", "w b"), ("two", "Linear", "v -"), ("three", "Linear", "v")),  # a bias with one reader
+        (("one", "Linear", "w b"), ("two", "Add", "b")),  # an addition needs no scale of its own
+        (("one", "LayerNorm", "b b"), ("two", "LayerNorm", "b b")),
+        (("one", "Linear", "w b"), ("two", "Relu", ""), ("three", "Linear", "one b")),  # a computed weight
+        (("one", "Linear", "w x"), ("two", "Linear", "v x")),  # a computed bias
+    ],
+)
+def test_what_is_no_bias_of_several_linear_operators_stays(rows):
+    before = graph(*rows)
+    new, notes = unshare_biases(before)
+    assert new.nodes == before.nodes and notes == [] and set(new.weights) == {"w", "v", "b"}
+
+
+def test_biases_are_counted_apart():
+    before = graph(("one", "Linear", "w b"), ("two", "Linear", "w c"), ("three", "Linear", "w c"))
+    before.weights["c"] = torch.tensor([5.0, 6.0])
+    new, _ = unshare_biases(before)
+    assert inputs(new) == [("w", "b"), ("w", "c"), ("w", "c_1")] and new.weights["c_1"].tolist() == [5.0, 6.0]
