@@ -400,7 +400,7 @@ def test_settings_of_the_same_layer_class_stay_the_users():
 
 
 def test_a_step_of_training_is_made_once():
-    graph, x = bare(layers.Dense(2), 4)
+    graph, _ = bare(layers.Dense(2), 4)
     model = lower(graph, Plan())
     model.compile("sgd", "mse")
     first = model.make_train_function()
@@ -426,7 +426,7 @@ def test_of_jax_a_step_returns_what_variables_become(monkeypatch):
 
 @pytest.mark.parametrize("bn_fold, factor", [(1, 4), (2, 4), (-1, 1)])
 def test_a_scale_starts_from_the_weight_that_it_rounds(bn_fold, factor):
-    """The batch norm multiplies by 4; LSQ+ takes a scale from mean and spread of the weight that is rounded."""
+    """The batch norm multiplies by 4; LSQ can begin at 2 mean|w| / sqrt(greatest code)."""
     x = keras.Input((3, 3, 2))
     norm = layers.BatchNormalization(epsilon=0.0, name="bn")
     model = keras.Model(x, norm(layers.Conv2D(3, 1, use_bias=False, name="conv")(x)))
@@ -434,10 +434,7 @@ def test_a_scale_starts_from_the_weight_that_it_rounds(bn_fold, factor):
     model.get_layer("conv").kernel.assign(kernel)
     norm.moving_variance.assign([1 / 16] * 3)
     result = chipfit.quantize(model, [np.ones((2, 3, 3, 2), "float32")], platform="ort_cpu", progress=False)
-
-    def scale(strategy):
-        made = lower(result.graph, result.plan, Training("lsq_plus", bn_fold=strategy))
-        (q,) = (v.weights_quantizers["kernel"] for v in made.layers if isinstance(v, KerasQuantizationWrapper))
-        return numbers(q.numbers()[0])
-
-    np.testing.assert_allclose(scale(bn_fold), factor * scale(-1), rtol=1e-5)
+    made = lower(result.graph, result.plan, Training("lsq(from_mean=True)", bn_fold=bn_fold))
+    (q,) = (v.weights_quantizers["kernel"] for v in made.layers if isinstance(v, KerasQuantizationWrapper))
+    want = factor * 2 * np.abs(kernel).mean((0, 1, 2)) / q.grid.qmax**0.5
+    np.testing.assert_allclose(numbers(q.numbers()[0]).ravel(), want, rtol=1e-5)
