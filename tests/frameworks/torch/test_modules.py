@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from chipfit.errors import PlanError
-from chipfit.frameworks.torch.modules import BiasQuantizer, FakeQuantizer, LayerWeights, fake_quantize_ste, own
+from chipfit.frameworks.torch.modules import (
+    ActivationQuantizer,
+    BiasQuantizer,
+    FakeQuantizer,
+    LayerWeights,
+    fake_quantize_ste,
+    own,
+)
 from chipfit.quantizers.algorithm import Algorithm
 from chipfit.quantizers.grids import Grid, fake_quantize
 from chipfit.quantizers.stored import Stored
@@ -313,3 +320,12 @@ def test_layers_are_wrappers_only_where_their_weights_are_rounded():
     assert kinds == [torch.nn.Module, LayerWeights, torch.nn.Module]
     again, _ = own(host, "a.b.c.bias", torch.zeros(1), rounded={"a.b.c"})
     assert type(host.a.b.c) is torch.nn.Module and set(again) == {"weight", "bias"}
+
+
+def test_a_holder_names_what_rounds():
+    class Theirs(Algorithm):
+        quantizer = torch.nn.Identity()
+
+    holder = ActivationQuantizer("t", _stored(0.5))
+    assert holder.activation_holder_quantizer is holder
+    assert ActivationQuantizer("t", _stored(0.5), Theirs()).activation_holder_quantizer is Theirs.quantizer
