@@ -17,6 +17,7 @@ from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 from chipfit.runtimes.onnxruntime import OnnxRuntime
+from tests.export.operators import alone
 
 
 def stored(scale=0.5, zero=0, low=-128, high=127, bits=8, axis=None, per=None) -> Stored:
@@ -492,3 +493,20 @@ def test_a_pool_of_images_of_any_size_rounds_up_when_it_runs(tmp_path):
     attrs = {"kernel": (2, 2), "stride": (2, 2), "padding": ((0, 0),) * 2, "dilation": (1, 1), "ceil_mode": True}
     (pool,) = computed(tmp_path, "MaxPool", attrs, ((None, 1, None, None),) * 2, x, y)
     assert settings(pool)["ceil_mode"] == 1
+
+
+@pytest.mark.parametrize(
+    "name, want",
+    [
+        ("batch norm", ["BatchNormalization"]),
+        ("batch norm without gain", ["BatchNormalization"]),
+        ("layer norm of two axes", ["LayerNormalization"]),
+        ("stack behind", ["Unsqueeze"] * 3 + ["Concat"]),
+        ("index of the largest of all", ["Reshape", "ArgMax"]),
+    ],
+)
+def test_an_operator_that_onnx_has_is_not_taken_apart(tmp_path, name, want):
+    from chipfit.export.onnx.writer import export_onnx
+
+    nodes = onnx.load(export_onnx(alone(name)[0], None, tmp_path / "m.onnx")).graph.node
+    assert [n.op_type for n in nodes if n.op_type != "Identity"] == want
