@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import onnx
 import pytest
@@ -10,6 +12,7 @@ from onnx import numpy_helper
 from torch import nn
 
 import chipfit
+from chipfit.errors import UnknownNameError, UnsupportedError
 from chipfit.export.encodings import document
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
@@ -125,6 +128,51 @@ def test_everything_is_in_the_own_dialect():
     }
     lut = tensor("t", "weight", Grid(bits=4, qmin=0, qmax=2, kind="lut", table=(-1.0, 0.0, 0.5)), 0.5, 0)
     assert document(Plan(tensors={"t": lut}))["tensors"]["t"]["table"] == [-1.0, 0.0, 0.5]
+
+
+def one(name, role, grid, scale, zero, axis=None):
+    return Plan(tensors={name: tensor(name, role, grid, scale, zero, axis)})
+
+
+def test_a_weight_of_one_channel_is_none_of_channels():
+    (w,) = document(one("w", "weight", S8, [0.25], [0], axis=0), "ppl_cuda")["ppl-cuda"].values()
+    assert not w["per_channel"] and (w["min"], w["max"]) == ([-32.0], [31.75])
+    (v,) = document(one("v", "weight", S8, 0.25, 0), "ppl_dsp")["ppl"].values()
+    assert v == {"step": 0.25, "zero_point": 0, "min": -32.0, "max": 31.75, "bit": 8, "type": "weight"}
+
+
+@pytest.mark.parametrize("low, zero, offset", [(0, 7, -7), (3, 7, -7), (-128, 7, -135), (-100, 7, -107)])
+def test_the_offset_of_qualcomm_counts_from_the_lowest_code_of_signed_grids_and_else_from_0(low, zero, offset):
+    grid = Grid(bits=8, qmin=low, qmax=127, zero="any")
+    ((record,),) = document(one("x", "activation", grid, 0.5, zero), "qualcomm")["activation_encodings"].values()
+    assert record["offset"] == offset
+    assert document(PLAN, "qualcomm")["version"] == "0.6.1"
+
+
+def test_places_of_scales_that_are_no_powers_of_two_are_refused_by_name():
+    scales = [1.0, 0.5, 0.3, 2.0, 0.7, 0.1]
+    with pytest.raises(UnsupportedError, match="power-of-two scales. Where: w") as refused:
+        document(one("w", "weight", S8, scales, [0] * 6, axis=0), "vitis")
+    assert refused.value.got == pytest.approx(scales[:4])
+
+
+def test_a_grid_of_a_table_says_its_kind_and_another_says_none():
+    lut = one("t", "weight", Grid(bits=4, qmin=0, qmax=2, kind="lut", table=(-1.0, 0.0, 0.5)), 0.5, 0)
+    assert document(lut)["tensors"]["t"]["kind"] == "lut" and "kind" not in document(PLAN)["tensors"]["w"]
+    assert document(PLAN) == document(PLAN, "generic") and document(PLAN)["chipfit_encodings"] == 1
+
+
+def test_a_file_of_encodings_has_the_float_model_beside_it_under_the_same_name(tmp_path):
+    torch.manual_seed(0)
+    result = chipfit.quantize(nn.Linear(4, 3), [torch.randn(8, 4)], "ort_cpu", progress=False)
+    for dialect in (None, "ncnn"):
+        path = result.export(tmp_path / "m.json", **({"dialect": dialect} if dialect else {}))
+        wanted = document(result.plan, dialect or result.platform.encodings)
+        assert path.read_text() == json.dumps(wanted, indent=1)
+    nodes = onnx.load(tmp_path / "m.onnx").graph.node
+    assert not any("Quantize" in n.op_type for n in nodes)
+    with pytest.raises(UnknownNameError, match="encodings dialect"):
+        result.export(tmp_path / "n.json", dialect="ncn")
 
 
 # ---------------------------------------------------------------- QDQ files

@@ -20,7 +20,12 @@ from typer.testing import CliRunner
 import chipfit
 from chipfit.cli.app import app
 from chipfit.errors import ChipfitError, ConfigError, RuntimeUnavailable, UnsupportedError
+from chipfit.export.ends import Codes, ends_of, kinds_of
 from chipfit.export.tflite.c_array import arena
+from chipfit.graph.ir import Graph, Value
+from chipfit.plan.record import Plan, TensorPlan
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
 
 SUFFIX = {"ort_cpu": ".onnx", "tflite_int8": ".tflite", "tflite_int16x8": ".tflite"}
 
@@ -366,3 +371,154 @@ def test_the_command_line_delivers_such_files(tmp_path):
     done = CliRunner().invoke(app, [*command, "-o", str(tmp_path / "no"), "--io", "int7"])
     assert isinstance(done.exception, ChipfitError) and "int7" in str(done.exception)
     assert not (tmp_path / "no").exists()
+
+
+# ---------------------------------------------------------------- numbers of what goes in and comes out
+
+
+def small(x=(None, 3, 4), y=(None, 5), plan=None, edges=()):
+    """Two values, stored as `plan` says."""
+    values = {"x": Value("x", x), "y": Value("y", y), "ids": Value("ids", (None, 2), "int64")}
+    graph = Graph([], ["x", "ids"], ["y"], values, {})
+    tensors = {k: TensorPlan(name=k, role="activation", stored=v) for k, v in (plan or {}).items()}
+    return graph, Plan(tensors=tensors, float_edges=frozenset(edges))
+
+
+def grid(bits=8, signed=True, zero=0, scale=0.5, axis=None):
+    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+    scale = torch.tensor(scale)
+    return Stored(
+        format="f",
+        grid=Grid(bits=bits, qmin=low, qmax=high, zero="any", per="tensor" if axis is None else "channel"),
+        scale=scale,
+        zero_point=torch.full_like(scale, zero, dtype=torch.int32),
+        axis=axis,
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, bits, signed, zero, want",
+    [
+        ("int8", 8, True, 3, (3, True)),
+        ("uint8", 8, True, 3, (131, False)),
+        ("int8", 8, False, 131, (3, False)),
+        ("uint8", 8, False, 131, (131, True)),
+        ("uint8", 8, True, -128, (0, False)),
+        ("int8", 5, True, 3, (3, True)),
+        ("int16", 16, True, -7, (-7, True)),
+        ("uint16", 16, True, -7, (32761, False)),
+        ("int16", 16, False, 32761, (-7, False)),
+        ("int16", 12, True, 5, (5, True)),
+    ],
+)
+def test_codes_of_the_other_sign_are_shifted_by_half_of_the_types_range(kind, bits, signed, zero, want):
+    graph, plan = small(plan={"x": grid(bits, signed, zero)})
+    ends = ends_of(graph, plan, io=(kind, "float"))
+    assert ends.inputs == {"x": Codes(kind, 0.5, *want)} and ends.outputs == {} and ends.notes == {}
+
+
+def test_inputs_and_outputs_have_types_of_their_own():
+    graph, plan = small(plan={"x": grid(), "y": grid(zero=1)})
+    assert ends_of(graph, plan) == ({}, {}, {})
+    both, out = ends_of(graph, plan, io="int8"), ends_of(graph, plan, io=["float", "uint8"])
+    assert both == ({"x": Codes("int8", 0.5, 0, True)}, {"y": Codes("int8", 0.5, 1, True)}, {})
+    assert out == ({}, {"y": Codes("uint8", 0.5, 129, False)}, {})
+
+
+@pytest.mark.parametrize(
+    "io", ["int4", "", None, 8, (), ("int8",), ("int8",) * 3, ("int8", 8), ("int8", None), {"int8"}]
+)
+def test_a_type_that_does_not_exist_is_refused(io):
+    with pytest.raises(ConfigError, match="Allowed: float, int8, uint8, int16, uint16, or two of them"):
+        kinds_of(io)
+    assert kinds_of("int8") == ("int8", "int8") and kinds_of(["float", "uint16"]) == ("float", "uint16")
+
+
+@pytest.mark.parametrize(
+    "plan, io, words",
+    [
+        ({}, "int8", "'x' is not stored in codes of one scale. Got: io: int8"),
+        ({"x": grid(scale=[0.5, 1.0, 2.0], axis=1)}, "int8", "'x' is not stored in codes of one scale"),
+        ({"x": grid(16)}, "uint8", "stored in 16 bits, and cannot be handed over in 8.*Allowed: int16, uint16"),
+        ({"x": grid(4)}, "int8", "stored in 4 bits, and cannot be handed over in 8.*Allowed: float"),
+        ({"x": grid(8)}, "uint16", "stored in 8 bits, and cannot be handed over in 16.*Allowed: int8, uint8"),
+    ],
+)
+def test_values_that_are_not_stored_so_are_refused(plan, io, words):
+    with pytest.raises(UnsupportedError, match=words):
+        ends_of(*small(plan=plan), io=(io, "float"))
+
+
+def test_a_value_that_is_read_before_it_is_rounded_is_no_input_of_codes():
+    """Up to four readers are named; an output may be read so."""
+    edges = {("x", k) for k in "fedcba"} | {("y", "z")}
+    with pytest.raises(UnsupportedError, match="'x' is read before it is rounded, by a, b, c, d. Got: io: int8"):
+        ends_of(*small(plan={"x": grid()}, edges=edges), io=("int8", "float"))
+    assert ends_of(*small(plan={"y": grid()}, edges=edges), io=("float", "int8")).outputs
+
+
+def test_a_constant_is_no_output_of_codes():
+    graph, plan = small(plan={"w": grid()})
+    graph.weights["w"], graph.outputs = torch.ones(2), ["w"]
+    with pytest.raises(UnsupportedError, match="'w' is not stored in codes"):
+        ends_of(graph, plan, io=("float", "int8"))
+
+
+@pytest.mark.parametrize(
+    "y, names, wrong",
+    [
+        ((None, 5), 5, None),
+        ((None, 5), 4, "Got: 4. Allowed: 5"),
+        ((None, 7, 5), 7, None),
+        ((None, 7, 5), 6, "Got: 6. Allowed: 5 or 7"),
+        ((6, 5), 6, "Got: 6. Allowed: 5"),
+        ((None, None), 9, None),
+        ((None,), 9, None),
+    ],
+)
+def test_there_is_a_label_for_each_class_along_an_axis(y, names, wrong):
+    labels = tuple(f"n{k}" for k in range(names))
+    if wrong:
+        with pytest.raises(ConfigError, match=f"Labels do not fit the first output. {wrong}"):
+            ends_of(*small(y=y), labels=labels)
+    else:
+        assert ends_of(*small(y=y), labels=labels).notes == {"labels": list(labels)}
+
+
+@pytest.mark.parametrize("labels", [["a", ""], ["a", "b\nc"], ["a", 2], {"a": 1}, "ab"])
+def test_labels_are_lines_of_text(labels):
+    with pytest.raises(ConfigError, match="Labels are no names.*a list of lines of text"):
+        ends_of(*small(y=(None, None)), labels=labels)
+
+
+@pytest.mark.parametrize(
+    "mean, std, want",
+    [
+        (0, 1, ([0.0], [1.0])),
+        (-3.5, 1e-9, ([-3.5], [1e-9])),
+        ([1, -2, 3], (4, 5, 6), ([1.0, -2.0, 3.0], [4.0, 5.0, 6.0])),
+        ([1] * 4, [2] * 4, ([1.0] * 4, [2.0] * 4)),
+    ],
+)
+def test_means_are_any_numbers_and_deviations_are_above_0(mean, std, want):
+    assert ends_of(*small(), mean=mean, std=std).notes == {"mean": want[0], "std": want[1]}
+
+
+@pytest.mark.parametrize(
+    "mean, std, words",
+    [
+        ([], [], "`mean` is not understood. Got: ... Allowed: numbers above -inf"),
+        (1, 0, "`std` is not understood. Got: 0. Allowed: numbers above 0"),
+        (1, -1.0, "`std` is not understood"),
+        ([1, float("nan")], 1, "`mean` is not understood"),
+        (1, "2", "`std` is not understood"),
+        (None, 1, "go together. Got: mean None, std 1"),
+        (1, None, "go together"),
+        ([1, 2, 3], 1, "go together"),
+        ([1, 2], [1, 2], "do not fit the first input. Got: 2 numbers. Allowed: 1 or .3, 4."),
+        ([1] * 5, [2] * 5, "do not fit the first input. Got: 5 numbers"),
+    ],
+)
+def test_means_and_deviations_that_fit_nothing_are_refused(mean, std, words):
+    with pytest.raises(ConfigError, match=words):
+        ends_of(*small(), mean=mean, std=std)

@@ -11,10 +11,11 @@ import torch
 from onnx import numpy_helper
 from torch import nn
 
-from chipfit.errors import UnsupportedError
+from chipfit.errors import ExportError, UnsupportedError
+from chipfit.export.ends import Codes
 from chipfit.export.onnx.ops import _attribute
 from chipfit.export.onnx.tape import Tape, tensor_type
-from chipfit.export.onnx.writer import _least_opset, _used, export_onnx
+from chipfit.export.onnx.writer import _info, _least_opset, _used, export_onnx
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
@@ -190,3 +191,30 @@ def test_what_an_operator_computes_is_told_from_codes_that_were_moved(tape):
     for _ in range(2):
         tape.once(("x", "rows"), lambda: made.append(1) or "r")
     assert made == [1] and tape.once(("x", "other"), lambda: "o") == "o"
+
+
+def test_what_the_checker_says_first_is_said(tmp_path, monkeypatch):
+    def refuses(model, full_check):
+        raise ValueError("too large\nfor a protobuf")
+
+    monkeypatch.setattr(onnx.checker, "check_model", refuses)
+    with pytest.raises(ExportError, match="The ONNX checker refuses the model: too large.$"):
+        export_onnx(*relu(stored(8)), tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "x, y, shown",
+    [
+        ((None, 3), (None, 4), ["batch", 4]),
+        ((None, 3), (None, None), ["output_0", "output_1"]),
+        ((2, 3), (None, 4), ["output_0", 4]),
+        ((), (None,), ["batch"]),
+    ],
+)
+def test_the_first_axis_of_a_result_is_the_batch_where_all_inputs_have_one(x, y, shown):
+    graph = Graph([], ["x"], ["y"], {"x": Value("x", x), "y": Value("y", y)}, {})
+    info = _info(graph, "output", "y")
+    assert [d.dim_param or d.dim_value for d in info.type.tensor_type.shape.dim] == shown
+    assert info.name == "output" and info.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+    assert _info(graph, "o", "y", Codes("uint8", 1.0, 0, True)).type.tensor_type.elem_type == onnx.TensorProto.UINT8

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,19 +14,27 @@ import torch
 
 keras = pytest.importorskip("keras")
 
-from keras import layers  # noqa: E402 -- after the import that may skip
+from keras import layers, ops  # noqa: E402 -- after the import that may skip
 
 import chipfit  # noqa: E402
+from chipfit.engine.run import run  # noqa: E402
+from chipfit.errors import UnsupportedError  # noqa: E402
 from chipfit.frameworks.keras.backend import forward  # noqa: E402
+from chipfit.frameworks.keras.capture import capture  # noqa: E402
 from chipfit.frameworks.keras.layers import (  # noqa: E402
     KerasActivationQuantizationHolder,
     KerasQuantizationWrapper,
     KerasQuantizer,
 )
-from chipfit.frameworks.keras.lower import QuantizedModel  # noqa: E402
+from chipfit.frameworks.keras.lower import QuantizedModel, lower  # noqa: E402
 from chipfit.frameworks.keras.train import read_back  # noqa: E402
 from chipfit.frameworks.torch.lower import lower as engine  # noqa: E402
+from chipfit.graph.ir import OPAQUE  # noqa: E402
 from chipfit.plan.diff import diff  # noqa: E402
+from chipfit.plan.record import Plan, TensorPlan  # noqa: E402
+from chipfit.plan.training import Training  # noqa: E402
+from chipfit.quantizers.grids import Grid  # noqa: E402
+from chipfit.quantizers.stored import Stored  # noqa: E402
 from tests.keras_zoo import make, networks, on_others  # noqa: E402
 
 #: networks in which interpolation puts values half-way between two codes, where the order of additions decides
@@ -284,3 +294,147 @@ def test_a_layer_of_which_nothing_is_rounded_stays_the_plain_layer():
     found = {type(x) for x in result.model.layers if "last" in x.name}
     assert found == {layers.Conv2D}
     assert any(isinstance(x, KerasQuantizationWrapper) and "first" in x.name for x in result.model.layers)
+
+
+# ---------------------------------------------------------------- what a model is built of
+
+
+def bare(f, *shape, rows=3):
+    """The graph of a function of one input, whose variables are set, and data for it."""
+    x = keras.Input(shape, name="x")
+    model = keras.Model(x, f(x))
+    rng = np.random.default_rng(0)
+    for v in model.variables:
+        v.assign(rng.uniform(-1, 1, v.shape))
+    return capture(model), torch.from_numpy(rng.normal(size=(rows, *shape)).astype("float32"))
+
+
+def same_as_the_engine(graph, plan, x):
+    model = lower(graph, plan)
+    with torch.no_grad():
+        want = engine(graph, plan).run_flat([x])
+    torch.testing.assert_close(model.run_flat([x]), want, rtol=1e-5, atol=1e-5)
+    return model
+
+
+@pytest.mark.parametrize("lo, hi", [(0, 1), (2, 0), (3, 2)])
+def test_padding_that_has_no_word_in_keras_is_an_operator_before_the_convolution(lo, hi):
+    graph, x = bare(layers.Conv2D(2, 3, strides=2, name="conv"), 9, 9, 3)
+    pairs = ((lo, hi), (hi, lo))
+    graph.nodes = [n.with_(attrs={**n.attrs, "padding": pairs}) if n.op == "Conv2D" else n for n in graph.nodes]
+    (conv,) = (n for n in graph.nodes if n.op == "Conv2D")
+    size = (9 + lo + hi - 3) // 2 + 1
+    graph.values[conv.output] = replace(graph.values[conv.output], shape=(None, 2, size, size))
+    for n in graph.nodes:
+        if n.op == "Transpose" and n.data == conv.output:
+            graph.values[n.output] = replace(graph.values[n.output], shape=(None, size, size, 2))
+    model = same_as_the_engine(graph, Plan(), x)
+    assert [v.name for v in model.layers if "padding" in v.name] == [f"{conv.name}_padding"]
+
+
+def test_calls_of_the_same_weights_with_other_biases_are_one_layer():
+    """As corrections of biases make them."""
+    dense = layers.Dense(4, name="dense")
+    graph, x = bare(lambda v: dense(ops.relu(dense(v))) + dense(v), 4)
+    graph.weights |= {f"dense/bias_{k}": graph.weights["dense/bias"] + k for k in (1, 2)}
+    calls = iter(range(3))
+    graph.nodes = [
+        n.with_(inputs=(*n.inputs[:2], ("dense/bias", "dense/bias_1", "dense/bias_2")[next(calls)]))
+        if n.op == "Linear"
+        else n
+        for n in graph.nodes
+    ]
+    model = same_as_the_engine(graph, Plan(), x)
+    (wrapper,) = [v for v in model.layers if isinstance(v, KerasQuantizationWrapper)]
+    assert len(wrapper.own_biases) == 2 and len(wrapper._inbound_nodes) == 3
+
+
+@pytest.mark.parametrize("axis", [1, 2, 3])
+def test_a_stored_result_may_have_a_scale_for_each_channel(axis):
+    graph, x = bare(layers.Conv2D(3, 1, name="conv"), 3, 3, 2)
+    (conv,) = (n for n in graph.nodes if n.op == "Conv2D")
+    stored = Stored(
+        format="f",
+        grid=Grid(bits=4, qmin=-8, qmax=7, per="channel"),
+        scale=torch.tensor([0.125, 0.25, 0.5]),
+        zero_point=torch.zeros(3, dtype=torch.int32),
+        axis=axis,
+    )
+    plan = Plan(tensors={conv.output: TensorPlan(name=conv.output, role="activation", stored=stored)})
+    y = run(graph, [x], keep=[conv.output])[conv.output]
+    s = stored.scale.reshape([3 if d == axis else 1 for d in range(4)])
+    model = same_as_the_engine(graph, plan, x)
+    torch.testing.assert_close(
+        model.run_flat([x])[0], (torch.round(y / s).clamp(-8, 7) * s).permute(0, 2, 3, 1), rtol=0, atol=1e-6
+    )
+    (holder,) = [v for v in model.layers if isinstance(v, KerasActivationQuantizationHolder)]
+    assert "/" not in holder.name and holder.name.endswith("_holder")
+
+
+def test_an_input_that_is_an_output_passes_through():
+    graph, x = bare(lambda v: [v, layers.Dense(2)(v)], 4)
+    model = same_as_the_engine(graph, Plan(), x)
+    assert torch.equal(model.run_flat([x])[0], x)
+
+
+def test_an_output_that_is_a_constant_is_refused():
+    graph, _ = bare(layers.Dense(2, name="head"), 4)
+    graph.outputs = [*graph.outputs, "head/bias"]
+    with pytest.raises(UnsupportedError, match="The output 'head/bias' of the model is a constant"):
+        lower(graph, Plan())
+
+
+def test_an_operator_of_another_framework_is_refused():
+    graph, _ = bare(layers.LSTM(2, name="lstm"), 3, 4)
+    graph.nodes = [n.with_(attrs={**n.attrs, "target": "aten.lstm"}) if n.op == OPAQUE else n for n in graph.nodes]
+    with pytest.raises(UnsupportedError, match="'aten.lstm' of 'lstm' has no Keras form"):
+        lower(graph, Plan())
+
+
+def test_settings_of_the_same_layer_class_stay_the_users():
+    """Of a layer that became one of another class, they are not there."""
+    graph, _ = bare(layers.Dense(2, kernel_regularizer="l2", kernel_initializer="ones", name="head"), 4)
+    config = lower(graph, Plan()).get_layer("head").get_config()
+    assert config["kernel_regularizer"] and config["kernel_initializer"]["class_name"] == "Ones"
+    assert config["units"] == 2 and config["activation"] == "linear"
+
+
+def test_a_step_of_training_is_made_once():
+    graph, _ = bare(layers.Dense(2), 4)
+    model = lower(graph, Plan())
+    model.compile("sgd", "mse")
+    first = model.make_train_function()
+    assert model.make_train_function() is first
+    assert model.make_train_function(force=True) is not first
+
+
+def test_of_jax_a_step_returns_what_variables_become(monkeypatch):
+    """Its four lists of arrays, of which metrics are not checked."""
+    model = SimpleNamespace(
+        trainable_variables=["w", "v"], non_trainable_variables=["mean"], optimizer=SimpleNamespace(variables=["m"])
+    )
+    out = ("logs", ([1, 2], [3], [4], [5]))
+    assert QuantizedModel._after(model, out) == [] or keras.backend.backend() == "jax"
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    assert QuantizedModel._after(model, out) == [("w", 1), ("v", 2), ("mean", 3), ("m", 4)]
+    seen = []
+    model.jax_state_sync = lambda: seen.append((model._jax_state, model._jax_state_synced))
+    QuantizedModel._keep(model, out)
+    names = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
+    assert seen == [(dict(zip(names, out[1], strict=True)), False)]
+
+
+@pytest.mark.parametrize("bn_fold, factor", [(1, 4), (2, 4), (-1, 1)])
+def test_a_scale_starts_from_the_weight_that_it_rounds(bn_fold, factor):
+    """The batch norm multiplies by 4; LSQ can begin at 2 mean|w| / sqrt(greatest code)."""
+    x = keras.Input((3, 3, 2))
+    norm = layers.BatchNormalization(epsilon=0.0, name="bn")
+    model = keras.Model(x, norm(layers.Conv2D(3, 1, use_bias=False, name="conv")(x)))
+    kernel = np.linspace(-1, 0.75, 6, dtype="float32").reshape(1, 1, 2, 3)
+    model.get_layer("conv").kernel.assign(kernel)
+    norm.moving_variance.assign([1 / 16] * 3)
+    result = chipfit.quantize(model, [np.ones((2, 3, 3, 2), "float32")], platform="ort_cpu", progress=False)
+    made = lower(result.graph, result.plan, Training("lsq(from_mean=True)", bn_fold=bn_fold))
+    (q,) = (v.weights_quantizers["kernel"] for v in made.layers if isinstance(v, KerasQuantizationWrapper))
+    want = factor * 2 * np.abs(kernel).mean((0, 1, 2)) / q.grid.qmax**0.5
+    np.testing.assert_allclose(numbers(q.numbers()[0]).ravel(), want, rtol=1e-5)

@@ -27,9 +27,13 @@ def read(f, *shape, dtype="float32"):
     given = rng.normal(size=(3, *shape)) * 4
     data = torch.from_numpy(given.astype(dtype))
     want = keras.tree.flatten(forward(model, data))
-    values = run(graph, [data])
+    values = run(graph, [data], keep=list(graph.values))
     for o, y in zip(graph.outputs, want, strict=True):
         torch.testing.assert_close(values[o], torch.as_tensor(y), rtol=1e-4, atol=1e-5)
+    for name, said in graph.values.items():  # each is as long and of the type that the graph says
+        y = values[name]
+        assert tuple(y.shape) == tuple(3 if s is None else s for s in said.shape), name
+        assert str(y.dtype) == f"torch.{said.dtype}", name
     return graph
 
 
@@ -158,3 +162,48 @@ def test_images_are_resized_to_whole_multiples_only():
     assert resized(8, 6, interpolation="nearest") and resized(7, 5, interpolation="bilinear")
     assert not resized(8, 9, interpolation="nearest") and not resized(6, 6, interpolation="nearest")
     assert not resized(8, 12, interpolation="bicubic")
+
+
+@pytest.mark.parametrize("padding", ["valid", "same"])
+@pytest.mark.parametrize("multiplier", [1, 2])
+def test_a_separable_convolution_is_two(padding, multiplier):
+    layer = layers.SeparableConv2D(5, (3, 2), strides=2, padding=padding, depth_multiplier=multiplier)
+    first, second = (n for n in read(layer, 7, 6, 4).nodes if "Conv" in n.op)
+    assert (first.op, first.attrs["groups"], second.op, second.attrs["groups"]) == ("DepthwiseConv2D", 4, "Conv2D", 1)
+    assert second.attrs["stride"] == second.attrs["dilation"] == (1, 1) and not any(map(any, second.attrs["padding"]))
+    found = ops_of(layers.SeparableConv1D(5, 3, padding=padding, depth_multiplier=multiplier), 7, 4)
+    assert [op for op in found if "Conv" in op] == ["Conv1D", "Conv1D"]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_global_mean_keeps_its_axes_where_it_is_asked(kept):
+    graph = read(layers.GlobalAveragePooling2D(keepdims=kept), 4, 5, 3)
+    assert graph.shape(graph.outputs[0]) == ((None, 1, 1, 3) if kept else (None, 3))
+    assert "GlobalAvgPool" in [n.op for n in graph.nodes]
+
+
+@pytest.mark.parametrize("size, stride", [(2, 1), (3, 2), (2, 3), ((2, 3), (1, 2))])
+@pytest.mark.parametrize("padding", ["valid", "same"])
+def test_pools_of_any_window(size, stride, padding):
+    """Means of an uneven padding are of an edge that PyTorch repeats."""
+    how = {"pool_size": size, "strides": stride, "padding": padding}
+    found = ops_of(layers.AveragePooling2D(**how), 7, 6, 3)
+    assert "AvgPool" in found
+    assert "MaxPool" in ops_of(layers.MaxPooling2D(**how), 7, 6, 3)
+
+
+@pytest.mark.parametrize(
+    "layer, shape, want",
+    [
+        (lambda: layers.Rescaling(0.5, -1.0), (4,), ["Mul", "Add"]),
+        (lambda: layers.Rescaling([0.5, 2.0, 1.0], [1.0, 0.0, -1.0]), (4, 3), ["Mul", "Add"]),
+        (lambda: layers.Normalization(mean=[1.0, 2.0, 3.0], variance=[4.0, 0.0, 9.0]), (4, 3), ["Sub", "Div"]),
+        (lambda: layers.UpSampling2D((2, 3)), (3, 4, 2), ["Resize"]),
+        (lambda: layers.UpSampling1D(3), (4, 2), ["Resize"]),
+        (lambda: layers.ZeroPadding2D(((1, 2), (3, 0))), (3, 4, 2), ["Pad"]),
+        (lambda: layers.PReLU(shared_axes=[1]), (4, 3), ["PRelu"]),
+    ],
+)
+def test_layers_that_are_an_operator_or_two(layer, shape, want):
+    found = [op for op in ops_of(layer(), *shape) if op != "Transpose"]
+    assert found[-len(want) :] == want or found == want

@@ -12,11 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from chipfit.errors import DataError, PlanError, UnknownNameError
+from chipfit.frameworks.torch.capture import capture
 from chipfit.frameworks.torch.lower import lower
 from chipfit.frameworks.torch.modules import BiasQuantizer
 from chipfit.frameworks.torch.train import read_back
 from chipfit.frameworks.torch.wrappers import PytorchActivationQuantizationHolder, PytorchQuantizationWrapper
 from chipfit.pipeline import quantize
+from chipfit.plan.record import Plan
+from chipfit.plan.training import Training
 from chipfit.quantizers.grids import dequantize
 from chipfit.runtimes.onnxruntime import OnnxRuntime
 from chipfit.simulate.integer import simulate
@@ -394,3 +397,175 @@ def test_it_trains_under_distributed_data_parallel(model, tmp_path):
     finally:
         dist.destroy_process_group()
     assert model.weight("fc.weight").grad is not None
+
+
+# ---- how it is built and runs
+
+
+def test_quantizers_are_named_after_their_tensors_in_letters_digits_and_underscores(model):
+    assert {"quant.fc_weight.scale", "quant.conv1_weight.scale", "quant.x.scale"} <= set(model.state_dict())
+    assert model.quant.fc_weight is model.quantizer_of("fc.weight")
+
+
+class _Clash(nn.Module):
+    """Two tensors that differ only in a sign that no attribute may have, and one called as a method of modules is."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.a_weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, forward):
+        return F.linear(self.a(forward), self.a_weight)
+
+
+def test_two_names_that_become_one_stay_two_quantizers():
+    r = _fit(_Clash(), torch.randn(8, 4))
+    first, second = (r.model.quantizer_of(n) for n in ("a.weight", "a_weight"))
+    assert first is not second
+    assert (first.tensor, second.tensor) == ("a.weight", "a_weight")
+    assert r.model.quantizer_of("forward").tensor == "forward"
+    assert r.model(torch.randn(2, 4)).shape == (2, 4)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3, 7, 100])
+def test_the_network_is_computed_in_as_many_parts_as_segments_says(model, monkeypatch, segments):
+    """As many nodes in each part but the last; one part needs no second pass, nor does a run without gradients."""
+    sizes = []
+
+    def once(walk, part, *rest, use_reentrant):
+        sizes.append(len(part))
+        assert not use_reentrant
+        return walk(part, *rest)
+
+    want, nodes = model(X)["logits"], len(model._nodes)
+    monkeypatch.setattr("chipfit.frameworks.torch.lower.checkpoint", once)
+    assert model.segments == 1
+    model.segments = segments
+    assert torch.equal(model(X)["logits"], want)
+    size = -(-nodes // segments)
+    assert sizes == ([] if segments == 1 else [min(size, nodes - k) for k in range(0, nodes, size)])
+    sizes.clear()
+    with torch.no_grad():
+        assert torch.equal(model(X)["logits"], want)
+    assert sizes == []
+
+
+def test_a_model_of_no_operators_is_its_input():
+    class Same(nn.Module):
+        def forward(self, x):
+            return x
+
+    x, graph = torch.randn(2, 3), capture(Same(), (torch.randn(2, 3),))
+    assert torch.equal(lower(graph, Plan())(x), x)
+
+
+def test_results_that_nothing_reads_again_are_freed_while_the_rest_runs(model):
+    import weakref
+
+    kept = []
+    model.quantizer_of("relu").register_forward_hook(lambda m, args, y: kept.append(weakref.ref(y)))
+    alive = []
+    model.quantizer_of("linear").register_forward_hook(lambda m, args, y: alive.append(kept[-1]() is not None))
+    with torch.no_grad():
+        model(X)
+        assert alive == [False]
+        *_, asked = model.run_flat([X], keep=["relu"])
+    assert alive == [False, True] and kept[1]() is asked
+
+
+class _Returned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.shown, self.unread = nn.Linear(4, 4), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        self.fixed = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x):
+        return self.fc(x) + self.fixed, self.shown
+
+
+def test_parameters_train_that_an_operator_reads_or_the_model_returns():
+    model = _fit(_Returned(), torch.randn(8, 4)).model
+    trains = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert {"fc.weight", "fc.bias", "shown"} <= trains and not {"unread"} & trains
+
+
+def test_steps_of_training_are_counted_and_no_others(model):
+    model(X)
+    assert model._bounds.steps == 0
+    model.train()
+    for _ in range(3):
+        model(X)
+    assert model._bounds.steps == 3
+    model.eval()(X)
+    assert model._bounds.steps == 3 and model.bn_fold == 0
+
+
+def test_a_model_in_training_mode_exports_and_that_is_no_step():
+    small = _fit(nn.Linear(4, 2), torch.ones(2, 4)).model.train()
+    exported = torch.export.export(small, (torch.ones(2, 4),)).module()
+    assert torch.equal(exported(torch.ones(2, 4)), small.eval()(torch.ones(2, 4))) and small._bounds.steps == 0
+
+
+class _Normed(nn.Module):
+    """A convolution whose batch norm multiplies by 4: var + eps is 1 / 16."""
+
+    def __init__(self, affine):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(2, 3, 1, bias=False), nn.BatchNorm2d(3, eps=0.0, affine=affine)
+        self.bn.running_var.fill_(1 / 16)
+        self.bn.running_mean.copy_(torch.tensor([0.5, -0.25, 0.0]))
+
+    def forward(self, x):
+        return self.bn(self.conv(x))
+
+
+def _normed(affine, **how):
+    torch.manual_seed(0)
+    module, x = _Normed(affine).eval(), torch.randn(4, 2, 3, 3)
+    result = _fit(module, x, platform="ort_cpu")
+    return module, result, lower(result.graph, result.plan, Training(**how)), x
+
+
+@pytest.mark.parametrize("bn_fold", [1, 2, 3, 4])
+def test_a_batch_norm_without_factors_of_its_own_folds_in_each_step(bn_fold):
+    """gamma is 1 and beta 0."""
+    module, _, model, x = _normed(False, method="lsq", bn_fold=bn_fold)
+    model.set_mode("bypass")
+    torch.testing.assert_close(model(x), module(x))
+    w, b = model.folded("conv.weight")
+    torch.testing.assert_close(w, module.conv.weight * 4)
+    torch.testing.assert_close(b, -module.bn.running_mean * 4)
+
+
+@pytest.mark.parametrize("bn_fold, factor", [(0, 4), (1, 4), (2, 4), (4, 4), (-1, 1)])
+def test_a_scale_starts_from_the_weight_that_it_rounds(bn_fold, factor):
+    """Four times the layer's own where the folded one is rounded; LSQ can begin at 2 mean|w| / sqrt(greatest code)."""
+    module, result, model, _ = _normed(True, method="lsq(from_mean=True)", bn_fold=bn_fold)
+    mean = module.conv.weight.abs().mean((1, 2, 3))
+    want = factor * 2 * mean / result.plan["conv.weight"].grid.qmax ** 0.5
+    torch.testing.assert_close(model.scale("conv.weight").detach(), want.detach())
+
+
+@pytest.mark.parametrize("bn_fold", [0, 1, -1])
+def test_the_weight_that_is_rounded_is_the_folded_one_unless_nothing_folds(bn_fold):
+    """A bound of the platform, such as of sums, asks for the weight that is stored."""
+    module, _, model, _ = _normed(True, method="lsq", bn_fold=bn_fold)
+    torch.testing.assert_close(model._stored("conv.weight"), module.conv.weight * (1 if bn_fold == -1 else 4))
+
+
+def test_of_a_step_the_momentum_is_remembered_and_an_inference_changes_nothing():
+    module, _, model, x = _normed(True, method="lsq", bn_fold=2, bn_momentum=0.25)
+    model.set_mode("bypass")
+    mean = module.bn.running_mean.clone()
+    model(x)
+    assert torch.equal(model.weight("bn.running_mean"), mean)
+    model.train()(x)
+    batch = module.conv(x).mean((0, 2, 3))
+    torch.testing.assert_close(model.weight("bn.running_mean"), mean + 0.25 * (batch - mean))
+
+
+def test_a_weight_whose_numbers_the_plan_keeps_does_not_train_its_scale(result):
+    trained = lower(result.graph, result.plan, Training("lsq", only={"fc": None}))
+    assert not trained.quantizer_of("fc.weight").scale.requires_grad
+    assert trained.quantizer_of("conv1.weight").scale.requires_grad
+    assert not lower(result.graph, result.plan).quantizer_of("conv1.weight").scale.requires_grad

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from chipfit.errors import PlanError
-from chipfit.frameworks.torch.modules import BiasQuantizer, FakeQuantizer, LayerWeights, fake_quantize_ste, own
+from chipfit.frameworks.torch.modules import (
+    ActivationQuantizer,
+    BiasQuantizer,
+    FakeQuantizer,
+    LayerWeights,
+    fake_quantize_ste,
+    own,
+)
 from chipfit.quantizers.algorithm import Algorithm
 from chipfit.quantizers.grids import Grid, fake_quantize
 from chipfit.quantizers.stored import Stored
@@ -209,3 +216,116 @@ def test_weights_are_registered_under_their_dotted_names():
     table, _ = own(host, "a.b.mean", torch.zeros(3), rounded={"a.b"})
     assert table is host.a.b._buffers and torch.equal(host.a.b.weight_of("mean"), torch.zeros(3))
     assert own(host, "top", torch.zeros(1))[0] is host._buffers
+
+
+def test_infinite_numbers_become_the_ends_of_the_grid():
+    q = _quantizer(0.5, 0, INT4)
+    assert q(torch.tensor([torch.inf, -torch.inf])).tolist() == [3.5, -4.0]
+    assert q.codes(torch.tensor([torch.inf, -torch.inf])).tolist() == [7, -8]
+
+
+def test_of_no_share_nothing_is_rounded():
+    q, x = _quantizer(0.5, 0, INT4), torch.tensor([0.3, 0.7])
+    q.share = 0.0
+    assert torch.equal(q(x), x)
+
+
+@pytest.mark.parametrize("axis", [None, 0])
+def test_a_number_without_axes_is_rounded(axis):
+    assert _quantizer(0.5, 0, INT4, axis)(torch.tensor(0.7)).item() == 0.5
+
+
+def test_a_scale_takes_part_in_a_change_to_double_and_back():
+    q = _quantizer(0.1, 0, INT4).double()
+    assert q.scale.dtype == torch.float64
+    assert q.float().scale.dtype == torch.float32 and q.half().scale.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind, computed", [(torch.float16, torch.float32), (torch.float64, torch.float64)])
+def test_numbers_are_rounded_in_the_wider_type_and_come_back_in_their_own(kind, computed):
+    x = torch.tensor([0.35, 1.05, 2.45], dtype=kind)
+    q = _quantizer(0.1, 0, UINT8)
+    y = q(x)
+    s = q.scale.to(computed)
+    assert y.dtype == kind and torch.equal(y, (torch.round(x.to(computed) / s) * s).to(kind))
+
+
+def test_a_quantizer_and_a_bias_say_what_they_are():
+    assert repr(_quantizer(0.5, 0, INT4)) == "FakeQuantizer(t, 4 bit, codes -8..7, axis=None, mode=quantize)"
+    factors = _quantizer(0.5, 0, INT4), _quantizer(0.25, 0, INT4)
+    bias = BiasQuantizer("b", _stored(1.0, Grid(bits=32, qmin=-(2**31), qmax=2**31 - 1)), factors)
+    assert repr(bias) == "BiasQuantizer(b, 32 bit at input scale x weight scale, mode=quantize)"
+    assert bias.share == 1.0 and list(bias.parameters()) == []
+
+
+def test_the_grid_lies_beside_a_checkpoint_under_the_name_of_the_quantizer():
+    """A checkpoint without it, as of plain tables of tensors, is taken."""
+    host, other = (torch.nn.ModuleDict({"ab": _quantizer(0.5, 0, g)}) for g in (INT4, UINT8))
+    state = host.state_dict()
+    assert state._metadata["ab"]["grid"] == repr(INT4) and set(state) == {"ab.scale", "ab.zero_point"}
+    with pytest.raises(PlanError, match="the grid of 't' differs") as refused:
+        other.load_state_dict(state)
+    assert (refused.value.got, refused.value.allowed) == (repr(INT4), repr(UINT8))
+    other.load_state_dict(dict(state))
+    assert float(other["ab"].scale) == 0.5
+
+
+def test_a_module_that_rounds_in_its_place_is_no_number_of_the_quantizer():
+    q = FakeQuantizer("t", _stored(0.5), Algorithm())
+    q.function = torch.nn.PReLU()
+    assert list(q.trained()) == ["scale"] and list(q.given()) == ["scale", "zero_point", "least"]
+    assert q.learned() == INT4
+
+
+def test_the_greatest_value_seen_stays_when_smaller_ones_follow():
+    q = _quantizer(0.5, 0, INT4)
+    q.mode = "observe"
+    for batch in ([4.0, -1.0], [-2.0, 0.0], [3.0, 1.0]):
+        q(torch.tensor(batch))
+    assert q.seen == (-2.0, 4.0)
+
+
+def test_an_algorithm_is_told_when_it_trains():
+    told = []
+
+    class Told(Algorithm):
+        def call(self, ops, x, p, grid):
+            told.append(p["training"])
+            return super().call(ops, x, p, grid)
+
+    q = FakeQuantizer("t", _stored(0.5), Told())
+    q.train()(torch.ones(2))
+    q.eval()(torch.ones(2))
+    assert told == [True, False]
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_weight_that_is_rounded_in_place_of_another_has_scales_along_its_axis(axis):
+    class Twice(Algorithm):
+        """Rounds w + s."""
+
+        def reals(self, ops, x, p, grid):
+            return x + p["scale"]
+
+    w, s = torch.zeros(3, 3, 3), torch.tensor([0.25, 0.5, 1.0])
+    got = FakeQuantizer("t", _stored(s.tolist(), axis=axis), Twice()).reals(w.half())
+    assert got.dtype == torch.float16
+    assert torch.equal(got.float(), s.reshape([3 if d == axis else 1 for d in range(3)]).expand(3, 3, 3))
+
+
+def test_layers_are_wrappers_only_where_their_weights_are_rounded():
+    host = torch.nn.Module()
+    own(host, "a.b.c.weight", torch.zeros(1), rounded={"a.b"})
+    kinds = [type(m) for m in (host.a, host.a.b, host.a.b.c)]
+    assert kinds == [torch.nn.Module, LayerWeights, torch.nn.Module]
+    again, _ = own(host, "a.b.c.bias", torch.zeros(1), rounded={"a.b.c"})
+    assert type(host.a.b.c) is torch.nn.Module and set(again) == {"weight", "bias"}
+
+
+def test_a_holder_names_what_rounds():
+    class Theirs(Algorithm):
+        quantizer = torch.nn.Identity()
+
+    holder = ActivationQuantizer("t", _stored(0.5))
+    assert holder.activation_holder_quantizer is holder
+    assert ActivationQuantizer("t", _stored(0.5), Theirs()).activation_holder_quantizer is Theirs.quantizer

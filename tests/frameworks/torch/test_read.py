@@ -340,3 +340,67 @@ def test_places_of_an_axis_that_is_known_are_left_to_pytorch():
 def test_settings_become_attributes(f, op, want):
     found = attrs(f, op, torch.randn(2, 4, 6, 6))
     assert {k: found[k] for k in want} == want
+
+
+def batch(*shape):
+    return torch.linspace(-1, 2, 2 * int(torch.tensor(shape).prod())).reshape(2, *shape)
+
+
+picked, other_rows = torch.tensor([2, 0, -1]), torch.tensor([[1], [-2]])
+
+#: calls that are read as several operators
+STEPS = {
+    "a mean of images": lambda x: x.mean((2, 3)),
+    "a mean of images, kept": lambda x: x.mean((-1, 2), keepdim=True),
+    "windows": lambda x: x.unfold(2, 3, 2),
+    "windows of the last axis": lambda x: x.unfold(-1, 2, 1),
+    "patches": lambda x: F.unfold(x, (3, 2), stride=(3, 2)),
+    "patches put together": lambda x: F.fold(F.unfold(x, (3, 2), stride=(3, 2)), (6, 6), (3, 2), stride=(3, 2)),
+    "places of two axes": lambda x: x[:, picked, other_rows],
+    "places of the last two axes": lambda x: x[:, :, picked, picked + 1],
+    "places of one axis": lambda x: x[:, :, picked],
+    "places of each sample": lambda x: x[torch.arange(x.shape[0]), x[:, 0, 0, 0].long().clamp(0, 3)],
+    "rows of each sample": lambda x: x[:, :, 0, 0][torch.arange(x.shape[0]), x[:, 0, 0, 0].long().clamp(0, 3)],
+    "a part in the place of another": lambda x: torch.slice_scatter(x, x[:, 1:3] * 2, 1, 1, 3),
+    "a part at the start": lambda x: torch.slice_scatter(x, x[:, :2] * 2, 1, 0, 2),
+    "a part at the end": lambda x: torch.slice_scatter(x, x[..., 3:] * 2, -1, 3, 99),
+    "a part of nothing": lambda x: torch.slice_scatter(x, x[:, 3:3], 1, 3, 3),
+    "all of it": lambda x: torch.slice_scatter(x, x * 2, 1),
+    "one place of an axis": lambda x: torch.select_scatter(x, x[:, 0] * 2, 1, -1),
+    "the first place of an axis": lambda x: torch.select_scatter(x, x[..., 1] * 2, 3, 0),
+    "celu": lambda x: F.celu(x, 0.5),
+    "a multiple added": lambda x: torch.add(x, x[:, :1], alpha=3),
+    "a multiple taken away": lambda x: torch.sub(x, 2, alpha=0.5),
+    "a clip of integers": lambda x: (x * 9).int().clamp(-3, 4),
+    "turned around": lambda x: x.flip((1, -1)),
+    "repeated samples": lambda x: x[:, :1].repeat(1, 3, 1, 1),
+    "filled": lambda x: x + torch.full_like(x, 2.5) + torch.ones_like(x[:, :1]) + x.new_zeros(4, 6, 6),
+    "the largest of an axis": lambda x: x.max(-2, keepdim=True).values + x.min(1, keepdim=True).values,
+    "a length": lambda x: torch.linalg.vector_norm(x, dim=(1, -1), keepdim=True),
+    "an adaptive pool": lambda x: F.adaptive_max_pool2d(x, (2, 3)) + F.adaptive_avg_pool2d(x, (2, 3)),
+    "an uneven adaptive pool": lambda x: F.adaptive_avg_pool2d(x, (4, 3)),
+    "another type": lambda x: x.double() + (x > 0) + x.long(),
+    "numbers of another": lambda x: x.clone().copy_(x[:, :1]),
+    "a smaller image": lambda x: F.interpolate(x, (3, 9)) + F.interpolate(x, scale_factor=(0.5, 1.5)),
+    "split unevenly": lambda x: torch.cat([*reversed(x.split([1, 3], -3))], 1),
+    "unequal padding": lambda x: F.conv2d(x, torch.ones(4, 4, 2, 4), padding="same", dilation=(1, 2)),
+    "heads that share keys": lambda x: F.scaled_dot_product_attention(x, x[:, :2], x[:, 2:], enable_gqa=True),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_every_value_has_the_shape_and_type_that_it_has_when_the_graph_runs(name):
+    class Model(nn.Module):
+        def forward(self, x):
+            return STEPS[name](x)
+
+    x = batch(4, 6, 6)
+    graph = capture(Model(), (x,))
+    assert OPAQUE not in {n.op for n in graph.nodes}
+    x = torch.cat([x, x.flip(1)[:1]])  # another number of samples
+    found = run(graph, [x], keep=list(graph.values))
+    torch.testing.assert_close(found[graph.outputs[0]], STEPS[name](x))
+    for value, said in graph.values.items():
+        if value in found and isinstance(found[value], torch.Tensor):
+            shape = tuple(3 if s is None else s for s in said.shape)
+            assert (tuple(found[value].shape), str(found[value].dtype)) == (shape, f"torch.{said.dtype}"), value

@@ -1,0 +1,186 @@
+"""Operators without a canonical name, translated by PyTorch's own exporter: what it is given, and what comes back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+
+from chipfit.errors import UnsupportedError
+from chipfit.export.onnx import opaque
+from chipfit.export.onnx.tape import Tape
+from chipfit.frameworks.torch.capture import capture
+from chipfit.graph.ir import OPAQUE, Graph, Value
+from chipfit.plan.record import Plan
+
+
+def graph_of(f, *xs):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor([1.0, 2.0, 4.0]))
+
+        def forward(self, *xs):
+            return f(self, *xs)
+
+    return capture(Model(), xs)
+
+
+X = torch.linspace(0.5, 2, 6).reshape(2, 3)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    """A logarithm of the gamma function between two operators that a graph knows."""
+    return graph_of(lambda m, x: torch.lgamma(torch.relu(x) + m.w) * 2, X)
+
+
+def opaque_node(graph):
+    return next(n for n in graph.nodes if n.op == OPAQUE)
+
+
+def ready(graph, opset=18):
+    tape = Tape(graph, Plan(), opset)
+    tape.ready |= {v: f"{v}_r" for v in graph.values}
+    return tape
+
+
+def region(graph):
+    """A small model as the exporter makes it: with names of its own, one of them left out."""
+    nodes = [
+        helper.make_node("Mul", ["a", "k"], ["b"], name="mul"),
+        helper.make_node("Clip", ["b", "", "k"], ["c"]),
+        helper.make_node("Neg", ["c"], ["d"], name="neg"),
+    ]
+    held = numpy_helper.from_array(np.float32(3), "k")
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [2, 3]) for n in "ad"]
+    return helper.make_model(helper.make_graph(nodes, "g", ends[:1], ends[1:], [held]))
+
+
+def test_a_translated_operator_is_spliced_in_under_names_of_its_own(graph, monkeypatch):
+    asked = []
+
+    def translated(given, example, shapes, opset):
+        asked.append((given.inputs, [tuple(e.shape) for e in example], shapes, opset))
+        return region(graph)
+
+    monkeypatch.setattr(opaque, "_translated", translated)
+    tape, node = ready(graph), opaque_node(graph)
+    tape.begin(node)
+    (out,) = opaque.splice(tape, node)
+    ((inputs, example, shapes, opset),) = asked
+    assert inputs == [node.inputs[0]] and example == [(2, 3)] and shapes == [(None, 3)] and opset == 18
+    mul, clip, neg = tape.nodes
+    (constant,) = (i for i in tape.initialisers if tape.initialisers[i].name == i and i.endswith("/k"))
+    assert list(mul.input) == [f"{node.inputs[0]}_r", constant]
+    assert list(clip.input) == [mul.output[0], "", constant] and neg.input[0] == clip.output[0]
+    assert neg.output[0] == out and all(n.name.startswith(f"{node.name}/opaque_") for n in tape.nodes)
+    assert len({n.name for n in tape.nodes}) == 3 and mul.name.endswith("/mul") and clip.name == clip.output[0]
+    assert numpy_helper.to_array(tape.initialisers[constant]) == 3
+    (again,) = opaque.splice(tape, node)
+    assert again != out and not {o for n in tape.nodes[:3] for o in n.output} & set(tape.nodes[3].output)
+
+
+def test_the_example_is_run_once_for_a_file(graph, monkeypatch):
+    runs = []
+    monkeypatch.setattr(opaque, "run", lambda *args, keep: runs.append(keep) or dict.fromkeys(keep, torch.ones(2)))
+    tape, names = ready(graph), list(graph.values)[:2]
+    assert [t.tolist() for t in opaque._examples(tape, names)] == [[1, 1], [1, 1]]
+    opaque._examples(tape, names[:1])
+    assert len(runs) == 1 and set(runs[0]) == set(graph.values)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, opaque.torch.onnx.OnnxExporterError])
+@pytest.mark.parametrize(
+    "target, who, way",
+    [
+        ("aten.lgamma.default", "aten.lgamma.default", "or export without it"),
+        ("keras:{}", "Special", "or set KERAS_BACKEND=torch, on which many layers have one"),
+    ],
+)
+def test_an_operator_that_cannot_be_translated_is_refused_with_the_exporters_words(
+    graph, monkeypatch, error, target, who, way
+):
+    def fails(*args):
+        raise error("no decomposition\nand a long story")
+
+    monkeypatch.setattr(opaque, "_translated", fails)
+    node = opaque_node(graph).with_(layer="head", layer_type="Special", source="net.py:7")
+    node = node.with_(attrs={**node.attrs, "target": target})
+    monkeypatch.setattr(opaque, "_examples", lambda *args: [])
+    with pytest.raises(UnsupportedError) as refused:
+        opaque.splice(ready(graph), node)
+    assert refused.value.what == f"Operator '{who}' of 'head' has no ONNX form"
+    assert refused.value.got == "no decomposition" and refused.value.where == "net.py:7"
+    assert refused.value.hint == f"replace it by standard operators, {way}"
+
+
+def test_an_exporter_that_returns_nothing_has_failed(graph, monkeypatch):
+    monkeypatch.setattr("torch.onnx.export", lambda *args, **how: None)
+    monkeypatch.setattr(torch.export, "export", lambda *args, **how: None)
+    with pytest.raises(UnsupportedError, match="Got: torch.onnx.export returned nothing"):
+        opaque.splice(ready(graph), opaque_node(graph))
+
+
+def test_axes_of_open_size_are_open_in_the_translation(graph, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(torch.export, "export", lambda region, args, **how: seen.update(how, args=args))
+    monkeypatch.setattr("torch.onnx.export", lambda program, args, **how: seen.update(how))
+    with pytest.raises(RuntimeError, match="returned nothing"):
+        opaque._translated(None, [X, X], [(None, 3), (2, None)], 20)
+    auto = torch.export.Dim.AUTO
+    assert seen["dynamic_shapes"] == (({0: auto}, {1: auto}),) and seen["args"] == (X, X)
+    assert seen["opset_version"] == 20 and seen["dynamo"] and seen["optimize"]
+    assert not seen["strict"] and not seen["verbose"]
+
+
+def test_inputs_of_a_loaded_graph_are_random_numbers_and_ones():
+    shapes = {"x": Value("x", (None, 3)), "i": Value("i", (None, None), "int64"), "h": Value("h", (1,), "float16")}
+    x, i, h = opaque.example_inputs(Graph([], list(shapes), [], shapes, {}))
+    assert x.shape == (2, 3) and x.dtype == torch.float32 and not torch.equal(x, torch.ones(2, 3))
+    assert torch.equal(i, torch.ones(2, 2, dtype=torch.int64)) and h.dtype == torch.float16 and h.shape == (1,)
+
+
+def test_inputs_of_a_captured_graph_are_its_example(graph):
+    (x,) = opaque.example_inputs(graph)
+    assert torch.equal(x, X)
+
+
+@pytest.fixture(scope="module")
+def sized():
+    """Half of the samples, whose number Python computes, and a constant that an operator makes."""
+    return graph_of(lambda m, x: torch.logaddexp(torch.lgamma(x)[: x.shape[0] // 2], torch.arange(3.0)), X)
+
+
+def test_integers_are_computed_again_inside_of_each_reader(sized):
+    """Half of [2, 3] is the first row: of `lgamma`, and of the input, whose size is read again."""
+    tape = ready(sized)
+    half = next(n for n in sized.nodes if n.op == OPAQUE and sized.values[n.output].dtype == "int")
+    assert opaque.splice(tape, half) == [""] and not tape.nodes and not tape.initialisers
+    part = next(n for n in sized.nodes if half.output in n.inputs)
+    inside = opaque._Region(sized, part)
+    assert inside.inputs == [part.inputs[0], *sized.inputs] and inside.outputs == part.outputs
+    assert [n.name for n in inside.nodes][-2:] == [half.name, part.name] and len(inside.nodes) == 3
+    (got,) = inside(X, X)
+    assert torch.equal(got, X[:1])
+
+
+def test_a_constant_that_an_operator_makes_is_stored_and_lies_inside_of_its_readers(sized):
+    tape, made = ready(sized), next(n for n in sized.nodes if n.op == OPAQUE and not n.inputs)
+    (name,) = opaque.splice(tape, made)
+    assert numpy_helper.to_array(tape.initialisers[name]).tolist() == [0, 1, 2] and not tape.nodes
+    reader = next(n for n in sized.nodes if made.output in n.inputs)
+    inside = opaque._Region(sized, reader)
+    assert inside.inputs == [i for i in reader.inputs if i != made.output] and made in inside.nodes
+    (got,) = inside(X)
+    torch.testing.assert_close(got, torch.log(torch.exp(X) + torch.exp(torch.arange(3.0))))
+
+
+def test_weights_of_such_an_operator_are_inside():
+    graph = graph_of(lambda m, x: torch.logaddexp(x, m.w), X)
+    inside = opaque._Region(graph, opaque_node(graph))
+    assert inside.inputs == graph.inputs and list(inside.weights) == ["w"]
+    (got,) = inside(X)
+    torch.testing.assert_close(got, torch.log(torch.exp(X) + torch.exp(torch.tensor([1.0, 2.0, 4.0]))))

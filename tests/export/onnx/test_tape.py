@@ -1,0 +1,512 @@
+"""What is written for one value: names, codes, quantizers, and what several operators make of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+
+from chipfit.errors import UnsupportedError
+from chipfit.export.ends import Codes
+from chipfit.export.onnx.ops import WRITERS
+from chipfit.export.onnx.tape import Tape
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.plan.record import NodePlan, Plan, TensorPlan
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
+from chipfit.runtimes.onnxruntime import OnnxRuntime
+from tests.export.operators import alone
+
+
+def stored(scale=0.5, zero=0, low=-128, high=127, bits=8, axis=None, per=None) -> Stored:
+    scale = torch.tensor(scale)
+    per = per or ("tensor" if axis is None else "channel")
+    grid = Grid(bits=bits, qmin=low, qmax=high, zero="any", per=per)
+    zeros = torch.full_like(scale, zero, dtype=torch.int32)
+    return Stored(format="f", grid=grid, scale=scale, zero_point=zeros, axis=axis)
+
+
+def tape_of(*nodes, shapes=None, weights=None, opset=13, roles=None, **plan):
+    """A tape for these nodes; `plan` has what is stored, by name, beside fields of a Plan."""
+    values = {k: Value(k, s) for k, s in (shapes or {}).items()}
+    graph = Graph(list(nodes), [], [], values, dict(weights or {}))
+    fields = {k: plan.pop(k) for k in ("groups", "float_edges", "nodes") if k in plan}
+    roles = roles or {}
+    tensors = {
+        k: TensorPlan(name=k, role=roles.get(k, "weight" if k in graph.weights else "activation"), stored=v)
+        for k, v in plan.items()
+    }
+    return Tape(graph, Plan(tensors=tensors, **fields), opset)
+
+
+def kinds(tape):
+    return [n.op_type for n in tape.nodes]
+
+
+def held(tape, name):
+    return numpy_helper.to_array(tape.initialisers[name])
+
+
+def settings(node):
+    return {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_names_are_called_after_the_node_that_is_written_and_numbered():
+    node = Node("conv", "Relu", ("x",), ("y",))
+    tape = tape_of(node)
+    assert [tape.fresh("a"), tape.fresh("b")] == ["io/a_1", "io/b_2"]
+    tape.begin(node)
+    assert tape.fresh("a") == "conv/a_3"
+
+
+def test_the_shape_of_a_slot_in_which_nothing_stands_is_empty():
+    node = Node("n", "Conv2D", ("x", "w", None), ("y",))
+    tape = tape_of(node, shapes={"x": (None, 3, 4, 4)}, weights={"w": torch.zeros(2, 3, 1, 1)})
+    assert tape.shape(node) == (None, 3, 4, 4) and tape.shape(node, "w") == (2, 3, 1, 1) and tape.shape(node, "b") == ()
+
+
+def test_a_value_gives_its_name_to_the_tensor_that_the_node_has_made():
+    first, second = Node("a", "Relu", ("x",), ("y",)), Node("b", "Identity", ("y",), ("z",))
+    tape = tape_of(first, second)
+    tape.begin(first)
+    inner = tape.op("Neg", ["x"])
+    tape.publish("y", tape.op("Neg", [inner]))
+    assert [list(n.output) for n in tape.nodes] == [[inner], ["y"]] and tape.ready["y"] == tape.floats["y"] == "y"
+    tape.begin(second)
+    tape.publish("z", "y")  # made by another node: it keeps its name
+    assert list(tape.nodes[-1].output) == ["y"] and tape.ready["z"] == "y"
+    tape.publish("size", "")
+    assert tape.ready["size"] == ""
+
+
+def test_a_reader_takes_a_value_before_its_quantizer_where_the_plan_says_so():
+    node, other = Node("n", "Add", ("x", "w"), ("y",)), Node("m", "Relu", ("x",), ("z",))
+    edges = frozenset({("x", "n"), ("w", "n")})
+    tape = tape_of(node, other, weights={"w": torch.ones(2)}, x=stored(), w=stored(), float_edges=edges)
+    tape.publish("x", "x")
+    assert tape.read("x", node) == "x" and tape.read("x", other) == tape.ready["x"] != "x"
+    assert tape.read("w", node) == "w" and tape.read("w", other) == tape.ready["w"] != "w"
+    assert tape.read(None, node) is None
+
+
+# ---------------------------------------------------------------- weights
+
+
+def test_a_weight_in_float_is_one_constant():
+    w = torch.arange(6.0).reshape(2, 3).t()  # which is not contiguous
+    tape = tape_of(weights={"w": w}, w=stored(1.0))
+    assert tape.weight("w", raw=True) == tape.weight("w", raw=True) == "w" and not tape.nodes
+    assert np.array_equal(held(tape, "w"), w.numpy())
+
+
+@pytest.mark.parametrize(
+    "scale, axis, per, attrs",
+    [
+        (0.5, None, None, {}),
+        ([0.5, 0.25], 0, None, {"axis": 0}),
+        ([0.5, 0.25, 0.5, 2.0], 1, None, {"axis": 1}),
+        ([[0.5, 0.25], [1.0, 2.0]], 1, "block", {"axis": 1, "block_size": 2}),
+    ],
+)
+def test_a_weight_is_dequantized_along_its_axis_once(scale, axis, per, attrs):
+    w = torch.tensor([[0.5, 1.0, -1.5, 2.0], [-2.0, 4.0, 0.0, 6.0]])
+    tape = tape_of(weights={"w": w}, w=stored(scale, axis=axis, per=per))
+    assert tape.weight("w", False) == tape.weight("w", False) == tape.nodes[0].output[0]
+    (node,) = tape.nodes
+    assert node.op_type == "DequantizeLinear" and settings(node) == attrs
+    s = held(tape, "w_scale")
+    s = s.reshape(-1, 1) if axis == 0 else np.repeat(s, 2, 1) if per else s
+    assert np.array_equal(held(tape, "w_q") * s, w.numpy())
+    assert list(node.input) == ["w_q", "w_scale", "w_zero_point"]
+
+
+@pytest.mark.parametrize(
+    "bits, low, high, role, kind",
+    [
+        (8, -128, 127, "weight", "INT8"),
+        (8, 0, 255, "weight", "UINT8"),
+        (4, -8, 7, "weight", "INT4"),
+        (3, 0, 7, "weight", "UINT4"),
+        (12, 0, 4095, "weight", "UINT16"),
+        (16, -32768, 32767, "weight", "INT16"),
+        (8, -128, 127, "bias", "INT32"),
+        (8, 0, 255, "bias", "INT32"),
+        (32, -(2**31), 2**31 - 1, "bias", "INT32"),
+    ],
+)
+def test_codes_are_in_the_least_type_that_holds_them_and_biases_in_32_bits(bits, low, high, role, kind):
+    w = torch.tensor([0.0, 1.0, 3.0])
+    tape = tape_of(weights={"w": w}, roles={"w": role}, w=stored(0.5, low=low, high=high, bits=bits))
+    tape.weight("w", False)
+    tensor = tape.initialisers["w_q"]
+    assert onnx.TensorProto.DataType.Name(tensor.data_type) == kind
+    assert tape.initialisers["w_zero_point"].data_type == tensor.data_type
+    assert numpy_helper.to_array(tensor).astype(int).tolist() == [0, 2, 6] and list(tensor.dims) == [3]
+
+
+# ---------------------------------------------------------------- quantizers
+
+
+def test_a_stored_value_is_rounded_and_known_before_and_after():
+    tape = tape_of(shapes={"x": (2,)}, x=stored())
+    tape.publish("x", "x")
+    assert kinds(tape) == ["QuantizeLinear", "DequantizeLinear"] and tape.nodes[0].output[0] == "x_q"
+    assert tape.floats["x"] == "x" and tape.ready["x"] == tape.nodes[1].output[0]
+
+
+def test_between_the_members_of_a_group_nothing_is_rounded():
+    a, b = Node("a", "Conv2D", ("x", "w"), ("y",)), Node("b", "Relu", ("y",), ("z",))
+    tape = tape_of(a, b, y=stored(), z=stored(), groups=(("a", "b"),))
+    tape.publish("y", "y")
+    assert not tape.nodes and tape.read("y", b) == "y"
+    tape.publish("z", "z")
+    assert kinds(tape) == ["QuantizeLinear", "DequantizeLinear"]
+
+
+def test_a_narrow_grid_of_bytes_is_clipped_in_codes():
+    tape = tape_of(shapes={"x": (2,)}, x=stored(low=-7, high=6))
+    tape.publish("x", "x")
+    assert kinds(tape) == ["QuantizeLinear", "Clip", "DequantizeLinear"]
+    low, high = (held(tape, i) for i in tape.nodes[1].input[1:])
+    assert (low, high) == (-7, 6) and low.dtype == np.int8 and list(tape.nodes[1].output) == ["x_q"]
+    assert tape.nodes[2].input[0] == "x_q"
+
+
+def test_a_narrow_grid_of_sixteen_bits_is_clipped_in_reals():
+    """(end - zero point) scale: -100 - 3 and 90 - 3 steps of a half."""
+    tape = tape_of(shapes={"x": (None, 2)}, x=stored(zero=3, low=-100, high=90, bits=16))
+    tape.publish("x", "x")
+    assert kinds(tape) == ["Max", "Min", "QuantizeLinear", "DequantizeLinear"]
+    ends = [held(tape, n.input[1]) for n in tape.nodes[:2]]
+    assert [e.item() for e in ends] == [-51.5, 43.5] and all(e.shape == (1, 1) for e in ends)
+
+
+def test_an_operator_that_moves_codes_stands_between_quantizers_of_its_operand():
+    node, raw = Node("n", "Reshape", ("x",), ("y",)), Node("m", "Reshape", ("x",), ("z",))
+    tape = tape_of(node, raw, shapes={"x": (2,)}, x=stored(), float_edges=frozenset({("x", "m")}))
+    tape.moved("Transpose", ["x"], node)
+    assert kinds(tape) == ["Transpose", "QuantizeLinear", "DequantizeLinear"]
+    assert list(tape.nodes[1].input[1:]) == ["x_scale", "x_zero_point"]
+    for free, where in ((raw, tape), (node, tape_of(node))):
+        where.nodes.clear()
+        where.moved("Transpose", ["x"], free)
+        assert kinds(where) == ["Transpose"]
+
+
+def test_what_follows_a_value_is_put_behind_its_quantizer():
+    tape = tape_of(shapes={"x": (2,), "y": (2,)}, x=stored())
+    tape.defer("x", lambda name: tape.op("Neg", [name]))
+    tape.publish("x", "x")
+    assert kinds(tape) == ["Neg", "QuantizeLinear", "DequantizeLinear", "Neg", "QuantizeLinear", "DequantizeLinear"]
+    assert tape.floats["x"] == tape.nodes[0].output[0] and tape.nodes[3].input[0] == tape.nodes[2].output[0]
+    assert tape.nodes[4].output[0] == "x_q"
+    tape.nodes.clear()
+    tape.defer("y", lambda name: tape.op("Neg", [name]))
+    tape.publish("y", "y")
+    assert kinds(tape) == ["Neg"] and tape.ready["y"] == tape.floats["y"] == tape.nodes[0].output[0]
+
+
+def test_what_follows_a_value_inside_a_group_follows_the_groups_result():
+    a, b = Node("a", "Linear", ("x", "w"), ("y",)), Node("b", "Relu", ("y",), ("z",))
+    tape = tape_of(a, b, groups=(("a", "b"),))
+    tape.begin(a)
+    tape.defer("y", lambda name: tape.op("Neg", [name]))
+    tape.publish("y", tape.op("Gemm", ["x", "w"]))
+    tape.begin(b)
+    tape.publish("z", tape.op("Relu", [tape.read("y", b)]))
+    assert kinds(tape) == ["Gemm", "Relu", "Neg"]
+
+
+@pytest.mark.parametrize("low, own, want", [(-128, True, ["Identity", "DequantizeLinear"]), (-127, True, None)])
+def test_codes_that_come_in_pass_as_they_are_where_the_plan_has_them_all(low, own, want):
+    """Those of a narrower grid may lie outside of it."""
+    tape = tape_of(shapes={"x": (2,)}, x=stored(low=low))
+    tape.take("x", Codes("int8", 0.5, 0, own))
+    full = ["DequantizeLinear", "QuantizeLinear", "Clip", "DequantizeLinear"]
+    assert kinds(tape) == (want or full) and tape.floats["x"] == tape.ready["x"] == tape.nodes[-1].output[0]
+    assert tape.give("x", Codes("int8", 0.5, 0, True)) == "x_q"
+
+
+def test_codes_of_another_sign_are_read_with_their_own_numbers():
+    tape = tape_of(shapes={"x": (2,)}, x=stored(zero=3))
+    tape.take("x", Codes("uint8", 0.5, 131, False))
+    assert kinds(tape) == ["DequantizeLinear", "QuantizeLinear", "DequantizeLinear"]
+    scale, zero = (held(tape, i) for i in tape.nodes[0].input[1:])
+    assert (scale, zero) == (0.5, 131) and (scale.dtype, zero.dtype) == (np.float32, np.uint8)
+    assert tape.nodes[1].output[0] == "x_q" and held(tape, tape.nodes[1].input[2]) == 3
+    out = tape.give("x", Codes("uint8", 0.5, 131, False))
+    assert tape.nodes[-1].op_type == "QuantizeLinear" and list(tape.nodes[-1].output) == [out]
+    assert tape.nodes[-1].input[0] == tape.ready["x"]
+
+
+# ---------------------------------------------------------------- data that are rounded each time
+
+EACH_TIME = {"per": "tensor", "qmin": 0, "qmax": 255, "affine": True}
+
+
+def rounded(**how):
+    node = Node("d", "DynamicQuantize", ("x",), ("xr",), {**EACH_TIME, **how})
+    tape = tape_of(node)
+    return tape, WRITERS["DynamicQuantize"](tape, node, ["x"])
+
+
+def test_data_with_one_range_are_rounded_by_onnxs_own_operator():
+    tape, y = rounded()
+    assert kinds(tape) == ["DynamicQuantizeLinear", "Cast", "Cast", "Sub", "Cast", "Mul"]
+    assert tape.moment["xr"] == tuple(tape.nodes[0].output) and tape.nodes[-1].output[0] == y
+
+
+def test_data_in_blocks_are_rounded_inside_of_their_readers():
+    tape, y = rounded(per="block", qmin=-127, qmax=127, affine=False)
+    assert y == "x" and not tape.nodes and tape.moment == {"xr": ("", "", "")}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"affine": False},
+        {"qmin": 1},
+        {"qmax": 254},
+        {"qmin": -128, "qmax": 127},
+        {"per": "row"},
+        {"per": "block"},
+        {"per": "block", "qmin": -127, "qmax": 127},
+        {"per": "block", "qmin": -128, "qmax": 127, "affine": False},
+        {"per": "block", "qmin": -127, "qmax": 126, "affine": False},
+        {"per": "tensor", "qmin": -127, "qmax": 127, "affine": False},
+    ],
+)
+def test_other_ways_to_round_data_are_refused(how):
+    with pytest.raises(UnsupportedError, match="DynamicQuantize 'd'.*ONNX has 0..255 with one range"):
+        rounded(**how)
+
+
+W = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.25, -1.0]])
+LINEAR, MATMUL = Node("n", "Linear", ("x", "w", "b"), ("y",)), Node("n", "MatMul", ("x", "w"), ("y",))
+
+
+def product(node, w, plan, moment=None, bias=None, **more):
+    tape = tape_of(node, shapes={"x": (None, 3), "y": (None, 2)}, weights={"w": w}, w=plan, **more)
+    if moment:
+        tape.moment["x"] = moment
+    return tape, WRITERS[node.op](tape, node, ["x", "w", bias][: len(node.inputs)])
+
+
+@pytest.mark.parametrize("node, w", [(LINEAR, W), (MATMUL, W.t().contiguous())])
+def test_a_product_with_such_data_is_one_of_integers(node, w):
+    """x_q w_q, times both scales; the codes of a linear layer are turned to [in, out]."""
+    axis = 0 if node.op == "Linear" else 1
+    plan = stored([0.5, 0.25], low=-127, axis=axis)
+    tape, y = product(node, w, plan, ("q", "s", "z"), "bias" if node.op == "Linear" else None)
+    more = ["Add"] if node.op == "Linear" else []
+    assert kinds(tape) == ["MatMulInteger", "Cast", "Mul", "Mul", *more] and tape.nodes[-1].output[0] == y
+    assert list(tape.nodes[0].input) == ["q", "w_q", "z"] and list(tape.nodes[2].input) == ["s", "w_scale"]
+    assert held(tape, "w_q").tolist() == [[2, 2], [-4, 1], [6, -4]] and held(tape, "w_q").dtype == np.int8
+    if more:
+        assert tape.nodes[-1].input[1] == "bias"
+
+
+def test_a_product_that_no_operator_computes_is_refused():
+    with pytest.raises(UnsupportedError, match="one scale for each channel multiply data with one for each block"):
+        product(LINEAR, W, stored([0.5, 0.25], axis=0), ("", "", ""))
+    with pytest.raises(UnsupportedError, match="weights with zero points multiply data that are rounded each time"):
+        product(LINEAR, W, stored([0.5, 0.25], zero=1, axis=0), ("q", "s", "z"))
+
+
+@pytest.mark.parametrize("moment", [None, ("q", "s", "z")])
+def test_a_product_of_a_weight_in_float_stays_one(moment):
+    edges = frozenset({("w", "n")})
+    tape, _ = product(LINEAR, W, stored([0.5, 0.25], axis=0), moment, float_edges=edges)
+    assert kinds(tape) == ["Gemm"]
+    if moment is None:
+        assert kinds(product(LINEAR, W, stored([0.5, 0.25], axis=0))[0]) == ["Gemm"]
+        assert kinds(product(MATMUL, W.t(), stored([0.5, 0.25], axis=1))[0]) == ["MatMul"]
+
+
+def blocks(block, bits=4, signed=True, zero=0):
+    """Two rows of two blocks."""
+    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+    return stored([[0.5, 1.0], [2.0, 4.0]], zero=zero, low=low, high=high, bits=bits, axis=1, per="block")
+
+
+@pytest.mark.parametrize("moment, level", [(None, 1), (("", "", ""), 4)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_in_blocks_are_bytes_of_codes_without_a_sign(bits, moment, level):
+    codes = torch.arange(64).reshape(2, 32) % (1 << bits) - (1 << bits - 1)
+    plan = blocks(16, bits)
+    w = codes * plan.scale.repeat_interleave(16, 1)
+    tape, y = product(LINEAR, w, plan, moment, "bias")
+    (node,) = tape.nodes
+    assert (node.op_type, node.domain, node.output[0]) == ("MatMulNBits", "com.microsoft", y)
+    assert settings(node) == {"K": 32, "N": 2, "bits": bits, "block_size": 16, "accuracy_level": level}
+    assert list(node.input) == ["x", "w_q", "w_scale", "", "", "bias"]
+    q = (codes + (1 << bits - 1)).numpy().astype(np.uint8)
+    want = q if bits == 8 else q[:, ::2] | q[:, 1::2] << 4
+    assert np.array_equal(held(tape, "w_q"), want.reshape(2, 2, -1))
+    turned = stored([[0.5, 2.0], [1.0, 4.0]], low=plan.grid.qmin, high=plan.grid.qmax, bits=bits, axis=0, per="block")
+    tape, _ = product(MATMUL, w.t().contiguous(), turned, moment)
+    assert np.array_equal(held(tape, "w_q"), want.reshape(2, 2, -1))
+    assert held(tape, "w_scale").tolist() == [[0.5, 1.0], [2.0, 4.0]]
+
+
+def test_zero_points_of_blocks_are_packed_as_codes_are():
+    plan = blocks(16, signed=False, zero=3)
+    tape, _ = product(LINEAR, torch.zeros(2, 32), plan)
+    assert list(tape.nodes[0].input) == ["x", "w_q", "w_scale", "w_zero_point"]
+    assert held(tape, "w_zero_point").tolist() == [[0x33], [0x33]]
+
+
+@pytest.mark.parametrize(
+    "width, bits, signed, zero, got",
+    [
+        (8, 4, True, 0, "blocks of 8 signed codes of 4 bits"),
+        (24, 4, True, 0, "blocks of 24 signed codes"),
+        (48, 8, False, 0, "blocks of 48 codes of 8 bits"),
+        (16, 5, True, 0, "of 5 bits"),
+        (16, 4, True, 1, "zero points without a sign"),
+    ],
+)
+def test_blocks_that_no_kernel_has_are_refused(width, bits, signed, zero, got):
+    with pytest.raises(UnsupportedError, match=f"{got}.*"):
+        product(LINEAR, torch.zeros(2, 2 * width), blocks(width, bits, signed, zero))
+
+
+# ---------------------------------------------------------------- tables
+
+
+def looked_up(plan, rows=(5, 32)):
+    node = Node("e", "Embedding", ("w", "i"), ("y",))
+    weights = {"w": torch.zeros(rows)}
+    tape = tape_of(node, shapes={"i": (None, 7)}, weights=weights, w=plan)
+    table = tape.weight("w", raw=plan is None or plan.grid.per == "block")
+    return tape, WRITERS["Embedding"](tape, node, [table, "i"])
+
+
+def test_rows_of_codes_are_looked_up_and_then_become_floats():
+    tape, _ = looked_up(None)
+    assert kinds(tape) == ["Gather"]
+    tape, _ = looked_up(stored(0.5, zero=1))
+    assert kinds(tape) == ["DequantizeLinear", "Gather", "DequantizeLinear"]
+    assert tape.nodes[1].input[0] == "w_q" and settings(tape.nodes[2]) == {}
+    tape, _ = looked_up(stored([0.5] * 32, axis=1))
+    assert settings(tape.nodes[2]) == {"axis": 2}  # of [samples, ids, width]
+    tape, y = looked_up(stored([0.5] * 5, axis=0))
+    assert kinds(tape)[1:] == ["Gather", "Gather", "Unsqueeze", "Cast", "Mul"] and tape.nodes[-1].output[0] == y
+    assert held(tape, tape.nodes[3].input[1]) == 2 and tape.nodes[2].input[0] == "w_scale"
+
+
+def test_a_table_whose_rows_have_zero_points_is_refused():
+    with pytest.raises(UnsupportedError, match="its rows have zero points of their own"):
+        looked_up(stored([0.5] * 5, zero=1, axis=0))
+
+
+def test_a_table_in_blocks_is_one_operator_unless_its_codes_have_a_sign():
+    scale, how = [[0.5, 1.0]] * 5, {"bits": 4, "axis": 1, "per": "block"}
+    tape, _ = looked_up(stored(scale, low=0, high=15, **how))
+    (node,) = (n for n in tape.nodes if n.op_type == "GatherBlockQuantized")
+    assert settings(node) == {"gather_axis": 0, "quantize_axis": 1, "bits": 4, "block_size": 16}
+    assert list(node.input) == ["w_rows_q", "i", "w_scale", "w_zero_point"] and node.domain == "com.microsoft"
+    with pytest.raises(UnsupportedError, match="its blocks have codes with a sign"):
+        looked_up(stored(scale, low=-8, high=7, **how))
+
+
+# ---------------------------------------------------------------- operators that look at their surroundings
+
+
+@pytest.mark.parametrize(
+    "size, execution, output, float_before, want",
+    [
+        (4, "int", True, False, ["Softmax"]),
+        (1, "int", True, False, ["LogSoftmax", "Exp"]),
+        (4, "float", True, False, ["LogSoftmax", "Exp"]),
+        (4, "", True, False, ["LogSoftmax", "Exp"]),
+        (4, "float", False, False, ["Softmax"]),
+        (1, "int", False, False, ["Softmax"]),
+        (4, "float", True, True, ["Softmax"]),
+    ],
+)
+def test_a_softmax_is_written_so_that_the_runtime_makes_no_wrong_kernel_of_it(
+    size, execution, output, float_before, want
+):
+    """Its own kernel rounds to 1/256: it stays one where the plan computes so, or where it would not be taken."""
+    node = Node("s", "Softmax", ("x",), ("y",), {"axis": 1})
+    plan = {"y": stored()} if output else {}
+    nodes = {"s": NodePlan(name="s", op="Softmax", exec=execution)} if execution else {}
+    tape = tape_of(node, shapes={"x": (None, size), "y": (None, size)}, nodes=nodes, x=stored(), **plan)
+    tape.publish("x", "x")
+    x = tape.op("Erf", ["x"]) if float_before else tape.ready["x"]
+    before = len(tape.nodes)
+    WRITERS["Softmax"](tape, node, [x])
+    assert kinds(tape)[before:] == want
+
+
+def computed(tmp_path, op, attrs, shapes, x, want, weights=None):
+    """The operators of a file of one node, which computes what is wanted."""
+    from chipfit.export.onnx.writer import export_onnx
+
+    inputs = ("x", *(weights or {}))
+    values = {k: Value(k, s) for k, s in zip("xy", shapes, strict=True)}
+    graph = Graph([Node("n", op, inputs, ("y",), attrs)], ["x"], ["y"], values, dict(weights or {}))
+    path = export_onnx(graph, None, tmp_path / "m.onnx")
+    (got,) = OnnxRuntime(path).run([x.numpy()]).values()
+    np.testing.assert_allclose(got, want.numpy(), atol=1e-5)
+    return [n for n in onnx.load(path).graph.node if n.op_type != "Identity"]
+
+
+@pytest.mark.parametrize(
+    "shape, x, want",
+    [
+        ((None, 3), (5, 3), ["Gemm"]),
+        ((None, 4, 3), (5, 4, 3), ["Reshape", "Gemm", "Reshape"]),
+        ((2, None, 3), (2, 6, 3), ["Reshape", "Gemm", "Reshape"]),
+        ((None, None, 3), (5, 6, 3), ["Reshape", "Gemm", "Shape", "Slice", "Concat", "Reshape"]),
+        ((None, 2, None, 3), (5, 2, 4, 3), ["Reshape", "Gemm", "Shape", "Slice", "Concat", "Reshape"]),
+    ],
+)
+def test_a_linear_layer_of_any_rank_is_one_product_of_two_axes(tmp_path, shape, x, want):
+    x = torch.linspace(-1, 1, int(np.prod(x))).reshape(x)
+    y = torch.nn.functional.linear(x, W)
+    nodes = computed(tmp_path, "Linear", {}, (shape, (*shape[:-1], 2)), x, y, {"w": W})
+    assert sorted(n.op_type for n in nodes) == sorted(want)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("kernel, stride, padding", [(3, 2, 1), (3, 2, 0), (2, 2, 0), (2, 3, 1), (4, 3, 2)])
+@pytest.mark.parametrize("side", [5, 6, 7])
+def test_averages_whose_last_window_reaches_beyond_the_image(tmp_path, side, kernel, stride, padding, counted):
+    x = torch.linspace(-1, 2, side * (side + 1)).reshape(1, 1, side, side + 1)
+    how = {"ceil_mode": True, "count_include_pad": counted}
+    y = torch.nn.functional.avg_pool2d(x, kernel, stride, padding, **how)
+    attrs = {"kernel": (kernel,) * 2, "stride": (stride,) * 2, "padding": ((padding, padding),) * 2, **how}
+    nodes = computed(tmp_path, "AvgPool", attrs, ((None, *x.shape[1:]), (None, *y.shape[1:])), x, y)
+    assert not any(settings(n).get("ceil_mode") for n in nodes)
+
+
+def test_a_pool_of_images_of_any_size_rounds_up_when_it_runs(tmp_path):
+    x = torch.linspace(-1, 2, 30).reshape(1, 1, 5, 6)
+    y = torch.nn.functional.max_pool2d(x, 2, 2, ceil_mode=True)
+    attrs = {"kernel": (2, 2), "stride": (2, 2), "padding": ((0, 0),) * 2, "dilation": (1, 1), "ceil_mode": True}
+    (pool,) = computed(tmp_path, "MaxPool", attrs, ((None, 1, None, None),) * 2, x, y)
+    assert settings(pool)["ceil_mode"] == 1
+
+
+@pytest.mark.parametrize(
+    "name, want",
+    [
+        ("batch norm", ["BatchNormalization"]),
+        ("batch norm without gain", ["BatchNormalization"]),
+        ("layer norm of two axes", ["LayerNormalization"]),
+        ("stack behind", ["Unsqueeze"] * 3 + ["Concat"]),
+        ("index of the largest of all", ["Reshape", "ArgMax"]),
+    ],
+)
+def test_an_operator_that_onnx_has_is_not_taken_apart(tmp_path, name, want):
+    from chipfit.export.onnx.writer import export_onnx
+
+    nodes = onnx.load(export_onnx(alone(name)[0], None, tmp_path / "m.onnx")).graph.node
+    assert [n.op_type for n in nodes if n.op_type != "Identity"] == want
