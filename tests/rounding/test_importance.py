@@ -272,6 +272,18 @@ def test_squares_of_weights_are_of_the_sums_over_positions_of_each_sample(at_onc
     assert set(importance(two_layers(), (), ["w", "v"], {}, [[x]])) == {"w"}
 
 
+@pytest.mark.parametrize("most, positions, held", [(12, 3, 2), (12, 1, 3), (5, 3, 1), (18, 3, 3), (17, 3, 2)])
+def test_as_many_samples_are_held_at_once_as_fit(most, positions, held, monkeypatch):
+    """Of each sample 2 x positions numbers are read, and 2 x 2 squares are made."""
+    sizes, old = [], importance_of.patches
+    monkeypatch.setattr(importance_of, "patches", lambda node, x, *rest: sizes.append(len(x)) or old(node, x, *rest))
+    monkeypatch.setattr(importance_of, "_CHUNK", most)
+    x = drawn_numbers(6, positions, 2)
+    given(monkeypatch, {"x": x}, {"y": x})
+    importance(two_layers(), (), ["w"], {}, [[x]])
+    assert sizes == [held] * (6 // held)
+
+
 def test_operators_that_read_in_float_or_no_data_at_all_do_not_count(monkeypatch):
     x = drawn_numbers(4, 3, 2)
     asked = given(monkeypatch, {"x": x, "y": x}, {"y": x, "z": x})
