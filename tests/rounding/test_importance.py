@@ -275,6 +275,7 @@ def test_squares_of_weights_are_of_the_sums_over_positions_of_each_sample(at_onc
 @pytest.mark.parametrize("most, positions, held", [(12, 3, 2), (12, 1, 3), (5, 3, 1), (18, 3, 3), (17, 3, 2)])
 def test_as_many_samples_are_held_at_once_as_fit(most, positions, held, monkeypatch):
     """Of each sample 2 x positions numbers are read, and 2 x 2 squares are made."""
+    assert importance_of._CHUNK == 16 << 20
     sizes, old = [], importance_of.patches
     monkeypatch.setattr(importance_of, "patches", lambda node, x, *rest: sizes.append(len(x)) or old(node, x, *rest))
     monkeypatch.setattr(importance_of, "_CHUNK", most)

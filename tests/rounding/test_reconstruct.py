@@ -534,3 +534,20 @@ def test_values_that_some_operator_reads_in_float_are_kept_before_they_are_round
     codes = engine._Codes(Budget(), result.plan, {name})
     assert codes[name].stored is None and codes.rounded == set()
     assert codes["another"].stored is None and codes.rounded == set() and set(codes) == {name, "another"}
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_ctrl_c_ends_learning_with_what_was_learned(after, monkeypatch):
+    result, _ = small()
+    old, calls = engine._Engine._learn, iter(range(9))
+
+    def pressed(*args):
+        if next(calls) == after:
+            raise KeyboardInterrupt
+        return old(*args)
+
+    monkeypatch.setattr(engine._Engine, "_learn", pressed)
+    new, notes = learned(How(scope="layer", steps=20))
+    assert notes[0] == f"warning: interrupted: '{2 * after}' and what follows it keep their codes"
+    assert f"of {after} units" in notes[1] and len(notes) == 2 and next(calls) == after + 1
+    assert torch.equal(new.weights["2.weight"], result.graph.weights["2.weight"])

@@ -572,3 +572,49 @@ def test_the_network_that_was_given_stays_as_it_is(monkeypatch):
     assert torch.equal(graph.weights["w"], A) and torch.equal(graph.weights["b"], B)
     assert float(plan["w"].scale) == 0.25 and float(walked.tensors["w"].scale) != 0.25
     assert set(walked.tensors) == {"w"} and walked.spilled == 0
+
+
+@pytest.mark.parametrize(
+    "nodes, outputs, rules, placed",
+    [
+        ((linear("y", "x"),), "y", {}, {"y"}),
+        ((linear("y", "x"), op("Relu", "z", "y")), "yz", {}, {"z"}),  # codes of the first are read
+        ((linear("y", "x"), op("Relu", "z", "y")), "z", {}, {"z"}),
+        ((linear("y", "x"),), "y", {"fixed": ("y",)}, set()),
+        ((linear("y", "x"),), "y", {"zeros": ("y",)}, set()),
+        ((linear("y", "x"),), "y", {"ties": (("x", "y"),)}, set()),
+    ],
+)
+def test_grids_of_scores_are_searched_where_nothing_reads_them_and_no_rule_says_them(nodes, outputs, rules, placed):
+    scores = [in_codes(n, 9.0, 4, qmin=0, qmax=15, zero="any") for n in "yz"]
+    walked = walk(network(nodes, outputs), planned(in_codes("x"), *scores, **rules), [[IMAGES]], PLAIN, ["y", "z"])
+    assert set(walked.tensors) - {"w"} == placed
+    assert all(walked.tensors[n].origin == "least divergence of the class probabilities" for n in placed)
+
+
+@pytest.mark.parametrize("after, fitted", [(0, []), (1, ["0.weight"])])
+def test_ctrl_c_ends_the_walk_with_what_was_fitted(after, fitted, two_layers, monkeypatch):
+    result, x = two_layers
+    old, calls = walking._Walker._fit, iter(range(9))
+
+    def pressed(*args):
+        if next(calls) == after:
+            raise KeyboardInterrupt
+        return old(*args)
+
+    monkeypatch.setattr(walking._Walker, "_fit", pressed)
+    walked = walk(result.graph, result.plan, [[x]])
+    assert list(walked.tensors) == fitted and next(calls) == after + 1
+    assert walked.notes == [f"warning: interrupted: '{2 * after}' and what follows it take their nearest codes"]
+    assert torch.equal(walked.graph.weights["2.weight"], result.graph.weights["2.weight"])
+
+
+@pytest.mark.parametrize("scale, axis", [(0.5, None), ([0.5, 0.25, 1.0], 1)])
+def test_positions_of_a_value_that_others_read_in_float_are_rounded_as_they_lie(scale, axis, monkeypatch):
+    x = torch.randn(40, 3, 2, generator=torch.Generator().manual_seed(6)).half().float()
+    graph = network((linear("y", "x"), op("Relu", "r", "x")), "yr")
+    plan = planned(in_codes("x", scale, axis=axis), edges=[("x", "r")])
+    ((found, t),), _ = sums(monkeypatch, graph, plan, inputs=(x,))
+    s = torch.tensor(scale).view(1, -1, 1)
+    torch.testing.assert_close(found, ((x / s).round().clamp(-4, 3) * s).reshape(-1, 2))
+    torch.testing.assert_close(t, (x @ A.t() + B).reshape(-1, 2))
