@@ -163,3 +163,21 @@ def test_what_is_clamped_has_its_gradient_at_both_ends_and_the_ends_have_it_beyo
     (y * torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])).sum().backward()
     assert y.tolist() == [-1, -1, 0, 1, 1] and x.grad.tolist() == [0, 2, 4, 8, 0]
     assert float(low.grad) == 1 and float(high.grad) == 16
+
+
+def test_a_compiler_is_given_plain_operators():
+    seen = []
+
+    def backend(module, inputs):
+        seen.extend(str(n.target) for n in module.graph.nodes)
+        return module.forward
+
+    def rounded(x, s):
+        return TorchOps.fake_quantize(x, s, torch.tensor(0.0), INT3)
+
+    torch.compiler.reset()
+    x, s = torch.tensor([-4.5, -0.7, 1.2], requires_grad=True), torch.tensor(0.5, requires_grad=True)
+    y = torch.compile(rounded, backend=backend, fullgraph=True)(x, s)
+    y.sum().backward()
+    assert y.tolist() == [-2, -0.5, 1] and x.grad.tolist() == [0, 1, 1]
+    assert any("round" in t for t in seen) and not any("autograd" in t for t in seen)
