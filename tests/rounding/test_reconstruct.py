@@ -551,3 +551,11 @@ def test_ctrl_c_ends_learning_with_what_was_learned(after, monkeypatch):
     assert notes[0] == f"warning: interrupted: '{2 * after}' and what follows it keep their codes"
     assert f"of {after} units" in notes[1] and len(notes) == 2 and next(calls) == after + 1
     assert torch.equal(new.weights["2.weight"], result.graph.weights["2.weight"])
+
+
+def test_a_unit_in_which_nothing_is_learned_is_left_as_it_is():
+    result, _ = small()
+    new, notes = learned(How(scope="network", steps=2), sums=(("0.weight", 1e3), ("2.weight", 1e3)))
+    assert [n.endswith("the chip bounds the sum of its codes") for n in notes] == [True, True, False]
+    assert "the codes of 0 of 0 units" in notes[-1]
+    assert all(torch.equal(w, result.graph.weights[k]) for k, w in new.weights.items())

@@ -587,7 +587,7 @@ def test_the_network_that_was_given_stays_as_it_is(monkeypatch):
 )
 def test_grids_of_scores_are_searched_where_nothing_reads_them_and_no_rule_says_them(nodes, outputs, rules, placed):
     scores = [in_codes(n, 9.0, 4, qmin=0, qmax=15, zero="any") for n in "yz"]
-    walked = walk(network(nodes, outputs), planned(in_codes("x"), *scores, **rules), [[IMAGES]], PLAIN, ["y", "z"])
+    walked = walk(network(nodes, outputs), planned(in_codes("x"), *scores, **rules), [[IMAGES[:20]]], PLAIN, ["y", "z"])
     assert set(walked.tensors) - {"w"} == placed
     assert all(walked.tensors[n].origin == "least divergence of the class probabilities" for n in placed)
 
@@ -618,3 +618,18 @@ def test_positions_of_a_value_that_others_read_in_float_are_rounded_as_they_lie(
     s = torch.tensor(scale).view(1, -1, 1)
     torch.testing.assert_close(found, ((x / s).round().clamp(-4, 3) * s).reshape(-1, 2))
     torch.testing.assert_close(t, (x @ A.t() + B).reshape(-1, 2))
+
+
+def test_values_that_nothing_reads_any_more_are_let_go(monkeypatch):
+    held, old = [], walking._Walker.step
+
+    def step(self, *args):
+        held.append((set(self.floats), set(self.codes), self.budget.used))
+        return old(self, *args)
+
+    monkeypatch.setattr(walking._Walker, "step", step)
+    nodes = (linear("y", "x"), op("Relu", "z", "y"), op("Add", "v", "z", "z"))
+    walk(network(nodes, inputs=("x", "s")), planned(), [[IMAGES, IMAGES]], PLAIN)
+    # of 80 numbers in each stream, inputs in half precision: the second one is read by nothing
+    assert [(a, b) for a, b, _ in held] == [({"x", "s"},) * 2, ({"s", "y"},) * 2, ({"s", "z"},) * 2]
+    assert [used for *_, used in held] == [2 * 2 * 160, 2 * (160 + 320), 2 * (160 + 320)]
