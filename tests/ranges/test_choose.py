@@ -343,3 +343,20 @@ def test_the_table_of_a_look_up_grid_is_fitted_in_steps_of_the_whole_range():
     assert choose(torch.tensor([-3.5, 0.0, 1.0, 1.5, 1.5]), grid).table == (-7, 0, 3)
     given = Grid(bits=2, qmin=-7, qmax=7, kind="lut", entries=3, table=(-7.0, 0.0, 7.0))
     assert choose(torch.tensor([-3.5, 1.0]), given, rule="no_clipping").table is None
+
+
+@pytest.mark.parametrize("share", [0.5, 0.2, -0.1, 0.0, 1.001, 1.5, float("nan")])
+def test_a_share_that_is_none_is_refused(share):
+    with pytest.raises(ConfigError, match="'share' of range rule 'percentile' is out of bounds"):
+        PercentileRange(share)
+
+
+def test_divergences_do_not_depend_on_the_unit_nor_on_how_much_all_counts():
+    x = torch.randn(1, 300, generator=torch.Generator().manual_seed(0)).pow(3)
+    scale, zero = choose(x[0], A4, rule="kl").scale, choose(x[0], A4, rule="kl").zero_point
+    small = choose(x[0] * 2.0**-10, A4, rule="kl")
+    assert float(small.scale) == float(scale) * 2.0**-10 and int(small.zero_point) == int(zero)
+    low, high = x.double().aminmax(dim=1)
+    q = QParams(scale.view(1, 1), zero.view(1, 1))
+    once, rarely = (_divergence(Sample(x, torch.full((1, 300), w), low, high), q, A4) for w in (1.0, 2.0**-12))
+    torch.testing.assert_close(once, rarely)
