@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from chipfit.errors import ConfigError
 from chipfit.quantizers import hosting
 from chipfit.quantizers.algorithm import (
     EPS,
@@ -19,10 +20,12 @@ from chipfit.quantizers.algorithm import (
     positive,
     reach,
     rows,
+    text_of,
     threshold,
     unit,
     with_levels,
 )
+from chipfit.quantizers.algorithms.lsq import LSQ
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import TorchOps, clamp, gradient_times, ste
 from chipfit.quantizers.stored import Stored
@@ -160,3 +163,15 @@ def test_quantizers_that_stand_alone_train_or_not():
     assert (
         hosting.inferable(trainable) == "inferable" and hosting.inferable(off) is off and hosting.inferable(abs) is abs
     )
+
+
+def test_an_algorithm_is_written_as_its_name_and_what_differs_from_its_defaults():
+    assert text_of(LSQ()) == "lsq" and text_of(LSQ(use_grad_scaling=False)) == "lsq(use_grad_scaling=False)"
+    assert text_of(LSQ(use_grad_scaling=False, from_mean=True)) == "lsq(use_grad_scaling=False, from_mean=True)"
+
+    class Own(LSQ):
+        pass
+
+    for own in (Own(), Algorithm()):
+        with pytest.raises(ConfigError, match=f"{type(own).__name__} is not registered"):
+            text_of(own)

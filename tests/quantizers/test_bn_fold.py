@@ -163,6 +163,39 @@ def test_35_gamma_of_zero_gives_beta_and_finite_gradients(strategy, kind):
     assert bn.running_var.isfinite().all()
 
 
+@pytest.mark.parametrize("strategy", [-1, 1, 2, 3, 4])
+def test_rounded_weights_are_trained_by_the_formula_of_the_strategy(strategy):
+    """-1: BN(conv(x, Q(w)) + b); 1: conv(x, Q(w k)) + (b - mean) k + beta; 2: the same with numbers of the batch;
+    3: conv(x, Q(w k)) sd / s + (b - m) gamma / s + beta; 4: BN(conv(x, Q(w k)) / k + b).
+    """
+    layer, bn, x = pair("group")
+    w, b, gamma, beta = (p.detach() for p in (layer.weight, layer.bias, bn.weight, bn.bias))
+    mean, sd = bn.running_mean.clone(), (bn.running_var + bn.eps).sqrt()
+    k = gamma / sd
+
+    def conv(weight):
+        return torch.nn.functional.conv2d(x, coarse(weight), None, groups=2)
+
+    def along(v):
+        return v.view(1, -1, 1, 1)
+
+    def normed(y):
+        return torch.nn.functional.batch_norm(y, None, None, gamma, beta, training=True, eps=bn.eps)
+
+    exact = layer(x).detach()
+    m, s = exact.mean((0, 2, 3)), (exact.var((0, 2, 3), unbiased=False) + bn.eps).sqrt()
+    want = {
+        -1: lambda: normed(conv(w) + along(b)),
+        1: lambda: conv(w * k.view(-1, 1, 1, 1)) + along((b - mean) * k + beta),
+        2: lambda: conv(w * (gamma / s).view(-1, 1, 1, 1)) + along((b - m) * gamma / s + beta),
+        3: lambda: conv(w * k.view(-1, 1, 1, 1)) * along(sd / s) + along((b - m) * gamma / s + beta),
+        4: lambda: normed(conv(w * k.view(-1, 1, 1, 1)) / along(k) + along(b)),
+    }
+    found = FoldedBatchNorm(layer, bn, strategy, coarse).train()(x).detach()
+    same = {n for n, formula in want.items() if torch.allclose(found, formula(), rtol=1e-9, atol=1e-9)}
+    assert same == {strategy}
+
+
 def test_a_batch_norm_in_eval_mode_stays_so():
     layer, bn, x = pair()
     before = bn.running_mean.clone()

@@ -40,6 +40,7 @@ def test_a_range_is_widened_to_zero_and_shifted_onto_it():
     assert [float(v) for v in parameters(s).values()] == [-1, 2] and list(parameters(s)) == ["range_min", "range_max"]
     s = uniform(3, [1.0, -7.0, -1.0], [3.5, -2.0, 2.0], 0)  # 0 .. 3.5, -7 .. 0, and 3 in steps of 3 / 7
     assert s.scale.tolist() == pytest.approx([0.5, 1.0, 3 / 7]) and s.zero_point.tolist() == [0, 7, 2] and s.axis == 0
+    assert s.grid.per == "channel" and uniform(2, -1.0, 2.0).grid.per == "tensor"
     low, high = parameters(s).values()
     assert low.tolist() == pytest.approx([0, -7, -6 / 7]) and high.tolist() == pytest.approx([3.5, 0, 15 / 7])
 

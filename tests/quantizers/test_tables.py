@@ -122,6 +122,7 @@ def test_entries_give_way_half_way_on_the_line_or_on_the_logarithm():
         ([-30.0, 2.0], None, 3, (-8, 7), (-8, 0, 2)),
         ([2.0, 6.0, 7.0], [1.0, 0.0, 1.0], 3, (-8, 7), (0, 2, 7)),  # what does not count leaves its entry free
         ([0.2, 0.4, 4.0], None, 2, (-8, 7), (0, 4)),
+        ([2.0, 6.0], [0.5, 0.25], 3, (-8, 7), (0, 2, 6)),  # what counts little counts
     ],
 )
 def test_a_table_is_fitted_by_the_least_squares_by_hand(values, weights, entries, ends, table):

@@ -8,8 +8,9 @@ import torch
 
 from chipfit.calibration.collect import Need, TensorStats
 from chipfit.calibration.histogram import BINS, Histogram
+from chipfit.errors import ConfigError, DataError
 from chipfit.quantizers.grids import Grid
-from chipfit.ranges import _EDGES, _inside, _of_stats, _of_tensor, choose
+from chipfit.ranges import _EDGES, _inside, _of_stats, _of_tensor, choose, name_of, rule_of, weighing, weighs
 from chipfit.ranges.kl import KlRange, _divergence
 from chipfit.ranges.lp import LpRange
 from chipfit.ranges.no_clipping import NoClippingRange
@@ -274,3 +275,88 @@ def test_channels_of_zeros_alone_keep_the_least_scale_beside_others():
     q = from_min_max(torch.tensor([0.0, -1.0]), torch.tensor([0.0, 1.0]), N4)
     assert q.scale.tolist() == pytest.approx([LEAST_SCALE, 1 / 7])
     assert from_min_max(torch.zeros(2), torch.zeros(2), N4).scale.tolist() == pytest.approx([UNSEEN / 7] * 2)
+
+
+def test_a_bfloat16_scale_is_the_nearest_one():
+    grid = Grid(bits=8, qmin=-127, qmax=127, bf16=True)
+    assert float(finish_scale(torch.tensor(0.3), grid)) == 0.30078125  # 77 / 256
+    assert finish_scale(torch.tensor(0.3), grid).dtype is torch.float32
+
+
+# ---------------------------------------------------------------- rules that are no names
+
+
+def twice(sample, grid):
+    return from_min_max(2 * sample.low, 2 * sample.high, grid)
+
+
+def test_a_rule_may_be_a_function_of_a_sample_and_a_grid():
+    q = choose(torch.tensor([-3.5, 1.0]), N4, rule=twice)
+    assert float(q.scale) == 1 and q.scale.shape == q.zero_point.shape == ()
+    assert choose(torch.tensor([[-3.5, 1.0], [7.0, 0.0]]), N4, rule=twice, axis=0).scale.tolist() == [1, 2]
+    assert (
+        rule_of(twice) is twice
+        and rule_of("std", k=3.0) == StdRange(k=3.0)
+        and rule_of("ClipStdObserver") == StdRange()
+    )
+    assert (name_of(twice), name_of("std"), name_of(StdRange())) == ("twice", "std", "StdRange(k=2.6)")
+    assert not weighs(twice) and weighs("hmse") and not weighs("mse")
+    h = torch.ones(3)
+    assert weighing("hmse", h) is h and weighing("mse", h) is None and weighing("hmse", None) is None
+
+
+@pytest.mark.parametrize(
+    "rule", [list, StdRange, [1], 7, None, abs, torch.relu, lambda sample: sample, lambda a, b, c: a]
+)
+def test_what_is_no_rule_is_refused(rule):
+    with pytest.raises(ConfigError, match="This is no range rule.*a function of a sample and a grid"):
+        rule_of(rule)
+
+
+def test_a_rule_that_fails_or_returns_no_range_is_named():
+    def fails(sample, grid):
+        return sample.nothing
+
+    def three(sample, grid):
+        return 3
+
+    with pytest.raises(ConfigError, match="The range rule 'fails' fails: AttributeError"):
+        choose(torch.ones(3), N4, rule=fails)
+    with pytest.raises(DataError, match="The range rule 'three' returned no range.*Got: 3"):
+        choose(torch.ones(3), N4, rule=three)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+def test_values_that_are_no_numbers_have_no_range(bad):
+    for axis in (None, 0):
+        with pytest.raises(DataError, match="A range needs finite values"):
+            choose(torch.tensor([[0.0, 1.0], [-1.0, bad]]), N4, rule="no_clipping", axis=axis)
+    with pytest.raises(DataError, match=r"A range needs at least one value.*shape \[0, 3\]"):
+        choose(torch.zeros(0, 3), N4)
+
+
+def test_the_table_of_a_look_up_grid_is_fitted_in_steps_of_the_whole_range():
+    """-7 .. 7 in steps of 0.5: values of -3.5, 1 and 1.5 are -7, 2 and 3, of which two entries beside 0 serve."""
+    grid = Grid(bits=2, qmin=-7, qmax=7, kind="lut", entries=3)
+    q = choose(torch.tensor([-3.5, 0.0, 1.0, 1.0, 1.5]), grid, rule=twice)
+    assert float(q.scale) == 0.5 and q.table == (-7, 0, 2)
+    assert choose(torch.tensor([-3.5, 0.0, 1.0, 1.5, 1.5]), grid).table == (-7, 0, 3)
+    given = Grid(bits=2, qmin=-7, qmax=7, kind="lut", entries=3, table=(-7.0, 0.0, 7.0))
+    assert choose(torch.tensor([-3.5, 1.0]), given, rule="no_clipping").table is None
+
+
+@pytest.mark.parametrize("share", [0.5, 0.2, -0.1, 0.0, 1.001, 1.5, float("nan")])
+def test_a_share_that_is_none_is_refused(share):
+    with pytest.raises(ConfigError, match="'share' of range rule 'percentile' is out of bounds"):
+        PercentileRange(share)
+
+
+def test_divergences_do_not_depend_on_the_unit_nor_on_how_much_all_counts():
+    x = torch.randn(1, 300, generator=torch.Generator().manual_seed(0)).pow(3)
+    scale, zero = choose(x[0], A4, rule="kl").scale, choose(x[0], A4, rule="kl").zero_point
+    small = choose(x[0] * 2.0**-10, A4, rule="kl")
+    assert float(small.scale) == float(scale) * 2.0**-10 and int(small.zero_point) == int(zero)
+    low, high = x.double().aminmax(dim=1)
+    q = QParams(scale.view(1, 1), zero.view(1, 1))
+    once, rarely = (_divergence(Sample(x, torch.full((1, 300), w), low, high), q, A4) for w in (1.0, 2.0**-12))
+    torch.testing.assert_close(once, rarely)

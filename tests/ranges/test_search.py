@@ -98,6 +98,23 @@ def test_what_is_held_at_once_changes_no_result(grid, monkeypatch):
     assert max(k for c, k in held if c == 2) == 2 * 16 * 45 // 80
 
 
+@pytest.mark.parametrize(
+    "most, held", [(1, [1] * 10), (40, [1] * 10), (119, [2] * 5), (120, [3, 3, 3, 1]), (1000, [10])]
+)
+def test_candidates_are_tried_as_many_at_once_as_fit_into_memory(most, held, monkeypatch):
+    """Each has as many errors as there are values, 40."""
+    monkeypatch.setattr(search, "_CHUNK", most)
+    sizes = []
+
+    def error(sample, q, grid):
+        sizes.append(len(q.scale))
+        return errors(sample, q, grid, 2.0)
+
+    x = torch.randn(1, 40, generator=torch.Generator().manual_seed(0))
+    best(rows(x.tolist()), N4, error, HALVINGS.unsqueeze(-1))
+    assert sizes == held
+
+
 def test_pairs_are_every_row_with_every_row():
     a, b = search._pairs(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0], [5.0]]))
     assert a[:, 0].tolist() == [1, 1, 1, 2, 2, 2] and b[:, 0].tolist() == [3, 4, 5, 3, 4, 5]

@@ -8,6 +8,10 @@ from torch import nn
 
 import chipfit
 from chipfit import Settings
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.plan.record import Plan, TensorPlan
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
 from chipfit.rounding import budget, fit
 
 FOUR = {"*": {"bits": 4, "activation_bits": 8}}
@@ -124,3 +128,20 @@ def test_as_many_positions_are_read_as_there_are_weights_twice():
     for images, positions, read in ((1, 9, 36), (10, 9, 54), (10, 53, 54), (10, 55, 55), (10, 999, 360)):
         want = read * k * (k + o) + k**3 + 5 * o * k * k
         assert budget._fit(graph, graph.nodes[0], images, positions) == want
+
+
+def test_operators_that_stay_in_float_or_read_no_data_are_run_and_not_fitted():
+    """Two streams of 10 images; of 2 x 2 weights 10 positions x 2 x 4 products, 2^3, and 5 scales x 2 x 2^2."""
+
+    def cost(*nodes):
+        made = [Node(o, "Linear", (i, w, None), (o,)) for o, i, w in nodes]
+        values = {n: Value(n, (None, 2)) for n in ("x", *(n.name for n in made))}
+        graph = Graph(made, ["x"], [made[-1].name], values, {n: torch.ones(2, 2) for n in ("w", "w2", "c")})
+        grid, zero = Grid(bits=4, qmin=-8, qmax=7), torch.tensor(0, dtype=torch.int32)
+        stored = Stored(format="w4", grid=grid, scale=torch.tensor(1.0), zero_point=zero)
+        return budget.cost(graph, Plan(tensors={"w": TensorPlan(name="w", role="weight", stored=stored)}), 10, 256)
+
+    streams, fitted = 2 * 10 * 4, 10 * 2 * 4 + 2**3 + 5 * 2 * 2**2
+    assert cost(("y", "x", "w")) == streams + fitted
+    assert cost(("y", "x", "w2")) == cost(("y", "c", "w")) == streams
+    assert cost(("y", "x", "w"), ("z", "y", "w2")) == 2 * streams + fitted

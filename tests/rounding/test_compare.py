@@ -1,6 +1,7 @@
 """Comparing plans: what rounds, what does not, and losses by hand."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -8,7 +9,20 @@ from torch import nn
 
 import chipfit
 from chipfit.errors import DataError
-from chipfit.rounding.compare import HELD_OUT, Reference, apart, better, count, rounded_run
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.plan.record import Plan, TensorPlan
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.stored import Stored
+from chipfit.rounding.compare import (
+    HELD_OUT,
+    Reference,
+    activations_alone,
+    apart,
+    before_codes,
+    better,
+    count,
+    rounded_run,
+)
 
 X = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -133,3 +147,85 @@ def test_images_that_cannot_be_told_apart_stay_together():
     assert [len(b[0]) for b in kept] == [20, 16] and [len(b[0]) for b in guard] == [2]
     with pytest.raises(DataError, match="empty"):
         apart([])
+
+
+# ---------------------------------------------------------------- what is rounded, by hand
+
+
+def in_codes(name, role="activation"):
+    """Integers from -8 to 7."""
+    scale, zero = torch.tensor(1.0), torch.tensor(0, dtype=torch.int32)
+    stored = Stored(format="f", grid=Grid(bits=4, qmin=-8, qmax=7), scale=scale, zero_point=zero)
+    return TensorPlan(name=name, role=role, stored=stored)
+
+
+def chain():
+    """y = x w' + 0.3, z = y + c, v = relu(z)."""
+    nodes = [
+        Node("fc", "Linear", ("x", "w", "b"), ("y",)),
+        Node("sum", "Add", ("y", "c"), ("z",)),
+        Node("relu", "Relu", ("z",), ("v",)),
+    ]
+    weights = {"w": torch.tensor([[1.4]]), "b": torch.tensor([0.3]), "c": torch.tensor([2.6])}
+    return Graph(nodes, ["x"], ["v"], {n: Value(n, (None, 1)) for n in "xyzv"}, weights)
+
+
+X1 = torch.tensor([[1.6], [-3.2]])
+
+
+def plan_of(*names, edges=()):
+    tensors = {n: in_codes(n, "weight" if n in "wbc" else "activation") for n in names}
+    return Plan(tensors=tensors, float_edges=frozenset(edges))
+
+
+@pytest.mark.parametrize(
+    ("plan", "more", "want"),
+    [
+        (plan_of(), {}, [1.4 * 1.6 + 2.9, 0]),
+        (plan_of("x", "w"), {}, [2 * 1 + 2.9, 0]),
+        (plan_of("x", "w", "b", "y", "c", "z"), {}, [2 + 0 + 3, 0]),
+        (plan_of("x", "w", "v"), {}, [4.9, 0]),  # the outputs are not rounded themselves
+        (plan_of("x", "w", edges=[("x", "fc")]), {}, [1.6 + 2.9, 0]),
+        (plan_of("x", "w", edges=[("x", "sum")]), {}, [4.9, 0]),
+        (plan_of("x", "w"), {"done": {"x"}}, [1.6 + 2.9, 0]),
+        (plan_of("x", "w"), {"done": {"w"}}, [2 * 1.4 + 2.9, 0]),
+        (plan_of("x"), {"weights": {"w": torch.tensor([[-2.0]]), "b": torch.zeros(1), "c": torch.ones(1)}}, [0, 7]),
+        (plan_of("x", "w"), {"rounding": lambda n, x: x + 10 * (n == "x")}, [11.6 * 1.4 + 2.9, 6.8 * 1.4 + 2.9]),
+    ],
+)
+def test_each_operator_reads_what_is_stored_of_what_it_reads(plan, more, want):
+    (found,) = before_codes(chain(), plan, [X1], **more).values()
+    assert found[:, 0].tolist() == pytest.approx(want)
+
+
+def test_outputs_are_rounded_at_last_and_may_be_weights_or_inputs():
+    graph = chain()
+    graph.outputs[:] = ["v", "w", "x"]
+    plan = plan_of("x", "w", "v")
+    raw, found = before_codes(graph, plan, [X1]), rounded_run(graph, plan, [X1])
+    assert list(raw) == list(found) == ["v", "w", "x"]
+    assert raw["w"] is graph.weights["w"] and raw["x"] is X1 and raw["v"].tolist() == [[pytest.approx(4.9)], [0]]
+    assert found["w"].tolist() == [[1]] and found["x"].tolist() == [[2], [-3]] and found["v"].tolist() == [[5], [0]]
+
+
+def test_a_tensor_is_rounded_once_and_let_go_when_nothing_reads_it_any_more():
+    nodes = [Node(o, "Relu", (i,), (o,)) for i, o in ("xa", "ab", "bc", "cd")] + [Node("e", "Add", ("d", "d"), ("e",))]
+    graph = Graph(nodes, ["x"], ["e"], {n: Value(n, (None, 1)) for n in "xabcde"}, {})
+    seen, alive = {}, []
+
+    def rounding(name, x):
+        y = x.clone()
+        assert name not in seen
+        seen[name] = weakref.ref(x), weakref.ref(y)
+        alive.append({n for n, (a, b) in seen.items() if n != "x" and (a() is not None or b() is not None)})
+        return y
+
+    before_codes(graph, plan_of(*"xabcd"), [X1], rounding=rounding)
+    assert list(seen) == ["x", "a", "b", "c", "d"] and alive == [set(), {"a"}, {"b"}, {"c"}, {"d"}]
+
+
+def test_weights_and_biases_alone_can_be_left_in_float():
+    plan = plan_of("x", "w", "b")
+    found = activations_alone(plan)
+    assert {n: t.quantized for n, t in found.tensors.items()} == {"x": True, "w": False, "b": False}
+    assert plan.quantized("w") and found.tensors["x"] is plan.tensors["x"]

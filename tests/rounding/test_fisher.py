@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import chipfit
+from chipfit.graph.ir import Graph, Node, Value
 from chipfit.rounding.fisher import CHUNK, IMAGES, _finite, _sampled, apart, few, gradients
 
 
@@ -143,3 +144,24 @@ def test_readers_of_codes_find_them_by_a_name_of_their_own():
     assert split.values[codes[x]].name == codes[x] and split.outputs == graph.outputs
     split, codes = apart(graph, {(last.output, "nobody")}, [last.output])
     assert split.outputs == [f"{last.output} in codes"] and graph.outputs == [last.output]
+
+
+def test_what_outputs_do_not_depend_on_has_no_gradient_and_an_output_counts_once():
+    nodes = [Node(o, "Relu", ("x",), (o,)) for o in "ay"]
+    graph = Graph(nodes, ["x"], ["y"], {n: Value(n, (None, 2, 2)) for n in "xay"}, {})
+    x = torch.linspace(1, 8, 8).view(2, 2, 2)
+    values, found = gradients(graph, [x], {"x", "a", "y"}, (), seeded())
+    assert set(found) == {"x", "y"} and torch.equal(values["a"], x)
+    # normal numbers times sqrt(2 N / energy), here of 1 + 4 + ... + 64 = 204 in two samples
+    torch.testing.assert_close(found["y"], torch.randn(2, 2, 2, generator=seeded()) * (2 * 2 / 204) ** 0.5)
+    assert torch.equal(found["x"], found["y"]) and not x.requires_grad
+    graph.outputs.append("y")
+    assert torch.equal(gradients(graph, [x], {"y"}, (), seeded())[1]["y"], found["y"])
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10])
+def test_two_classes_are_classes(classes):
+    y = torch.zeros(7, classes, requires_grad=True)
+    _sampled(y, seeded()).backward()
+    labels = 1 / classes - y.grad
+    assert torch.equal(labels.round().sum(1), torch.ones(7)) and torch.allclose(labels, labels.round(), atol=1e-6)

@@ -8,7 +8,10 @@ import torch
 from chipfit.calibration.collect import TensorStats
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.limits import Limit
 from chipfit.quantizers.stored import Stored
+from chipfit.ranges import choose
+from chipfit.ranges.search import Sample
 from chipfit.rounding import grids
 from chipfit.rounding.grids import by_effect, is_scores, logits, open_to
 
@@ -87,3 +90,54 @@ def test_only_activations_that_vary_are_placed_anew():
     plan = Plan(tensors={t.name: t for t in (tensor("a"), tensor("b"))})
     still = {"a": TensorStats("a", 1.0, 1.0)}
     assert by_effect(None, plan, still, []) is plan  # one never changes, of the other nothing is known
+
+
+def placed(monkeypatch, plan, weighed, *seed, **stats):
+    """By errors that are weighed like this; and what importance was asked of."""
+    asked = []
+    monkeypatch.setattr(grids, "importance", lambda graph, *given: asked.append(given) or weighed)
+    seen = {n: TensorStats(n, low, high) for n, (low, high) in stats.items()}
+    return by_effect("network", plan, seen, "batches", *seed), asked
+
+
+#: multiples of a fifth up to 3 matter, the greatest value hardly
+FIFTHS = Sample(
+    torch.tensor([[*(0.2 * k for k in range(16)), 9.0]]),
+    torch.tensor([[*[1.0] * 16, 1e-6]]),
+    torch.tensor([0.0], dtype=torch.float64),
+    torch.tensor([9.0], dtype=torch.float64),
+)
+
+
+def test_a_grid_serves_the_values_whose_errors_matter(monkeypatch):
+    plan = Plan(
+        tensors={t.name: t for t in (tensor("x"), tensor("y"), tensor("z"))}, float_edges=frozenset({("x", "n")})
+    )
+    new, ((edges, names, stats, batches, seed),) = placed(
+        monkeypatch, plan, {"x": FIFTHS}, 5, x=(0.0, 9.0), y=(-1.0, 1.0)
+    )
+    assert (edges, names, batches, seed) == (plan.float_edges, ["x", "y"], "batches", 5) and set(stats) == {"x", "y"}
+    assert float(new["x"].scale) == pytest.approx(0.2, rel=5e-3) and new["x"].scale.shape == ()
+    assert (
+        int(new["x"].zero_point) == 0 and new.tensors["x"].origin == "least squared error weighed by squared gradients"
+    )
+    assert all(new.tensors[n] is plan.tensors[n] for n in "yz") and float(plan["x"].scale) == 1
+
+
+@pytest.mark.parametrize("low, moves", [(-1.0, False), (-3.0, True)])
+def test_a_grid_that_a_rule_of_the_platform_forbids_is_not_taken(low, moves, monkeypatch):
+    rule = Limit(op="Add", terms=(("x", 1),), low=low)
+    plan = Plan(tensors={"x": tensor("x")}, limits=(rule,))
+    new, ((*_, seed),) = placed(monkeypatch, plan, {"x": FIFTHS}, x=(0.0, 9.0))
+    assert (new is plan) is not moves and seed == 0
+
+
+def test_where_all_values_matter_alike_the_grid_is_that_of_the_least_squares(monkeypatch):
+    x = torch.randn(400, generator=torch.Generator().manual_seed(0)).pow(3)
+    low, high = x.double().aminmax()
+    weighed = Sample(x.view(1, -1), torch.ones(1, 400), low.view(1), high.view(1))
+    plan = Plan(tensors={"x": tensor("x")})
+    new, _ = placed(monkeypatch, plan, {"x": weighed}, x=(float(low), float(high)))
+    squares, cubes = (choose(x, A4, rule=rule) for rule in ("mse", "lp(p=3)"))
+    assert float(squares.scale) != float(cubes.scale)
+    assert float(new["x"].scale) == float(squares.scale) and int(new["x"].zero_point) == int(squares.zero_point)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +10,9 @@ from torch import nn
 
 import chipfit
 from chipfit import Settings
-from chipfit.calibration.collect import Need, collect
+from chipfit.calibration.collect import Need, TensorStats, collect
 from chipfit.errors import DataError
+from chipfit.graph.ir import Graph, Node, Value
 from chipfit.ranges import choose
 from chipfit.rounding import importance as importance_of
 from chipfit.rounding.compare import Reference
@@ -224,3 +226,116 @@ def test_what_is_held_at_once_changes_no_importance(monkeypatch):
         parts = importance(graph, (), names, stats, [[b] for b in DATA])
         for name in names:
             torch.testing.assert_close(parts[name], whole[name], rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------- by hand, of slopes that are given
+
+SHAPE = {"x": (None, 3, 2), "y": (None, 3, 2), "z": (None, 3, 2)}
+
+
+def two_layers():
+    """y = x w', z = y v'; three positions of two numbers."""
+    nodes = [Node(o, "Linear", (i, w, None), (o,)) for o, i, w in (("y", "x", "w"), ("z", "y", "v"))]
+    weights = {"w": torch.ones(2, 2), "v": torch.ones(2, 2), "c": torch.ones(2, 2)}
+    return Graph(nodes, ["x"], ["z"], {n: Value(n, s) for n, s in SHAPE.items()}, weights)
+
+
+def given(monkeypatch, values, slopes):
+    """Let gradients be these, of as many samples as there are in turn; returns what was asked for."""
+    asked, at = [], [0]
+
+    def gradients(graph, batch, wanted, besides, random):
+        part = slice(at[0], at[0] + len(batch[0]))
+        at[0] = part.stop
+        asked.append((set(wanted), set(besides)))
+        return {n: v[part] for n, v in values.items()}, {n: g[part] for n, g in slopes.items()}
+
+    monkeypatch.setattr(importance_of, "gradients", gradients)
+    return asked
+
+
+def drawn_numbers(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 24])
+def test_squares_of_weights_are_of_the_sums_over_positions_of_each_sample(at_once, monkeypatch):
+    monkeypatch.setattr(importance_of, "_CHUNK", at_once)
+    x, y, of_y = drawn_numbers(40, 3, 2), drawn_numbers(40, 3, 2, seed=1), drawn_numbers(40, 3, 2, seed=2)
+    asked = given(monkeypatch, {"x": x, "y": y}, {"y": of_y, "z": torch.zeros(40, 3, 2)})
+    found = importance(two_layers(), (), ["w", "v", "b", "x"], {}, [[x]])
+    want = torch.einsum("npo,npk->nok", of_y, x).square().sum(0)
+    assert set(found) == {"w"}  # nothing depends on the other
+    torch.testing.assert_close(found["w"], want / want.mean())
+    assert asked == [({"y", "z"}, {"x", "y"})] * 2  # 32 samples and 8
+    given(monkeypatch, {"x": x, "y": y}, {"y": of_y})
+    assert set(importance(two_layers(), (), ["w", "v"], {}, [[x]])) == {"w"}
+
+
+@pytest.mark.parametrize("most, positions, held", [(12, 3, 2), (12, 1, 3), (5, 3, 1), (18, 3, 3), (17, 3, 2)])
+def test_as_many_samples_are_held_at_once_as_fit(most, positions, held, monkeypatch):
+    """Of each sample 2 x positions numbers are read, and 2 x 2 squares are made."""
+    assert importance_of._CHUNK == 16 << 20
+    sizes, old = [], importance_of.patches
+    monkeypatch.setattr(importance_of, "patches", lambda node, x, *rest: sizes.append(len(x)) or old(node, x, *rest))
+    monkeypatch.setattr(importance_of, "_CHUNK", most)
+    x = drawn_numbers(6, positions, 2)
+    given(monkeypatch, {"x": x}, {"y": x})
+    importance(two_layers(), (), ["w"], {}, [[x]])
+    assert sizes == [held] * (6 // held)
+
+
+def test_operators_that_read_in_float_or_no_data_at_all_do_not_count(monkeypatch):
+    x = drawn_numbers(4, 3, 2)
+    asked = given(monkeypatch, {"x": x, "y": x}, {"y": x, "z": x})
+    assert set(importance(two_layers(), [("w", "y")], ["w", "v"], {}, [[x]])) == {"v"}
+    assert asked == [({"z"}, {"y"})]
+    asked = given(monkeypatch, {"x": x, "y": x}, {"y": x, "z": x})
+    constant = two_layers()
+    constant.nodes[0] = Node("y", "Linear", ("c", "w", None), ("y",))
+    assert set(importance(constant, (), ["w", "v"], {}, [[x]])) == {"v"} and asked == [({"z"}, {"y"})]
+
+
+def test_without_anything_to_weigh_no_image_is_read():
+    def batches():
+        raise AssertionError
+        yield
+
+    still = {"x": TensorStats("x", 1.0, 1.0)}  # one number alone has no range
+    assert importance(two_layers(), (), ["x", "y", "unknown"], still, batches()) == {}
+
+
+@pytest.mark.parametrize("edges, name", [((), "x"), ([("x", "y")], "x in codes")])
+def test_squares_of_slopes_are_counted_where_their_values_lie(edges, name, monkeypatch):
+    """Bins of 1 / 128 from -4 to 12; a floor of 0.3 of the mean square, in each chunk; exact zeros left out."""
+    assert (importance_of._FLOOR, importance_of._BINS) == (0.3, 2048)
+    x, g = 3 * drawn_numbers(40, 3, 2) + 4, drawn_numbers(40, 3, 2, seed=1)
+    x[:, 0, 0], x[0, 1, 0], x[1, 1, 0], x[2, 1, 0], x[3, 1, 0] = 0.0, -4.0, 12.0, -99.0, 99.0
+    asked = given(monkeypatch, {name: x}, {name: g})
+    stats = {"x": TensorStats("x", -4.0, 12.0), "y": TensorStats("y", 0.0, 1.0)}
+    found = importance(two_layers(), edges, ["x", "y"], stats, [[x]])
+    assert set(found) == {"x"} and asked[0] == ({name, "y"}, set())
+    counts = np.zeros(2048)
+    for a, b in ((0, 32), (32, 40)):
+        square = g[a:b].double().numpy() ** 2
+        weight = (square + 0.3 * square.mean()) * (x[a:b].numpy() != 0)
+        counts += np.histogram(x[a:b].clamp(-4, 12).numpy(), 2048, (-4, 12), weights=weight)[0]
+    sample = found["x"]
+    np.testing.assert_allclose(sample.weights[0], counts, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(sample.edges[0], np.linspace(-4, 12, 2049), atol=1e-5)
+    np.testing.assert_allclose(sample.values[0], np.linspace(-4, 12, 2049)[:-1] + 1 / 256, atol=1e-5)
+    assert sample.low.tolist() == [-4] and sample.high.tolist() == [12] and sample.low.dtype is torch.float64
+    given(monkeypatch, {name: x}, {name: torch.zeros_like(g)})
+    assert importance(two_layers(), edges, ["x"], stats, [[x]]) == {}
+
+
+def test_labels_are_drawn_with_the_seed(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        importance_of,
+        "gradients",
+        lambda graph, batch, wanted, besides, rng: seen.append(rng.initial_seed()) or ({}, {}),
+    )
+    for seed in ((), (7,)):
+        importance(two_layers(), (), ["w"], {}, [[torch.zeros(3, 3, 2)]], *seed)
+    assert seen == [0, 7]

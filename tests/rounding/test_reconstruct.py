@@ -12,7 +12,9 @@ from torch import nn
 
 import chipfit
 from chipfit import Settings
+from chipfit.calibration.kept import Budget
 from chipfit.engine.run import run
+from chipfit.errors import DataError
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 from chipfit.rounding import reconstruct as engine
@@ -274,3 +276,286 @@ def test_sums_of_codes_that_a_chip_bounds_are_left_alone():
     bound = replace(plain.plan, sums=(("stem.weight", 1e3),))
     _, notes = reconstruct(plain.graph, plain.graph, bound, [[DATA[0]]], How(steps=2))
     assert notes[0] == "the rounding of 'stem' is not learned: the chip bounds the sum of its codes"
+
+
+# ---------------------------------------------------------------- a step of learning, by hand
+
+FOUR = {"*": {"bits": 4, "activation_bits": 4}}
+
+
+@functools.cache
+def small(platform="mqbench_academic"):
+    """Two layers in a row on 40 numbers, in float and with a plan; two chunks of images."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(40, 6)
+    off, wide = Settings(rounding="off"), FOUR if platform == "mqbench_academic" else None
+    return chipfit.quantize(net, [x], platform, overrides=wide, settings=off, progress=False), x
+
+
+def learned(how, platform="mqbench_academic", **plan):
+    result, x = small(platform)
+    return reconstruct(result.graph, result.graph, replace(result.plan, **plan), [[x]], how)
+
+
+@pytest.mark.parametrize(
+    "steps, anneal, shares",
+    [(5, True, [0.8, 0.6, 0.4, 0.2, 0.0]), (2, True, [0.8, 0.0]), (1, True, [0.8]), (3, False, [0.8])],
+)
+def test_fewer_values_stay_in_float_from_step_to_step_where_asked(steps, anneal, shares, monkeypatch):
+    seen = []
+    monkeypatch.setattr(engine._Engine, "_mixed", lambda self, x, other, share: seen.append(share) or x)
+    learned(How(scope="network", steps=steps, floats=0.8, anneal=anneal))
+    assert list(dict.fromkeys(round(s, 9) for s in seen)) == shares
+
+
+def test_only_values_stay_in_float_no_weights(monkeypatch):
+    seen = []
+    monkeypatch.setattr(engine._Engine, "_mixed", lambda self, x, other, share: seen.append(tuple(x.shape)) or x)
+    learned(How(scope="network", steps=2, floats=0.5), "ort_cpu")
+    assert set(seen) <= {(32, 6), (32, 8), (8, 6), (8, 8)} and len({width for _, width in seen}) == 2
+    seen.clear()
+    learned(How(scope="network", steps=2), "ort_cpu")
+    assert set(seen) <= {(32, 8), (8, 8)}  # what is read from before the network is as the chip has it
+
+
+def test_integers_and_what_is_no_tensor_are_never_mixed():
+    result, _ = small()
+    made = engine._Engine(result.graph, result.graph, result.plan, How())
+    for x, other in ((torch.arange(9), torch.zeros(9)), (7, 8)):
+        assert made._mixed(x, other, 1.0) is x
+    half = torch.ones(4)
+    assert made._mixed(half, torch.zeros(4), 0.0) is half
+
+
+def test_the_pull_sets_in_after_a_fifth_of_the_steps(monkeypatch):
+    """Of 10 steps in the 3rd, with exponents of 20 - 18 k / 8, for both weights."""
+    seen = []
+    monkeypatch.setattr(engine, "regularizer", lambda h, e: seen.append((h.shape, round(e, 9))) or h.sum())
+    learned(How(scope="network", steps=10))
+    assert seen == [(s, 20 - 18 * k / 8) for k in range(8) for s in ((8, 6), (4, 8))]
+
+
+def adam(monkeypatch, seen):
+    """Note what variables of weights and of biases have as gradients, and what they are after a step."""
+
+    class Adam(torch.optim.Adam):
+        def step(self, *args):
+            grads = [[p.grad.clone() for p in group["params"]] for group in self.param_groups]
+            before = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+            super().step(*args)
+            seen.append((grads, before, [[p.detach().clone() for p in g["params"]] for g in self.param_groups]))
+
+    monkeypatch.setattr(torch.optim, "Adam", Adam)
+
+
+@pytest.mark.parametrize("pull", [1.0, 4.0])
+def test_the_pull_is_the_mean_over_all_weights_times_its_weight(pull, monkeypatch):
+    """With no error, and shares themselves for a regularizer, the slope is pull / 80 times that of the sigmoid."""
+    seen = []
+    adam(monkeypatch, seen)
+    monkeypatch.setattr(engine._Engine, "_error", lambda *_: 1.0)
+    monkeypatch.setattr(engine._Engine, "_loss", lambda self, unit, got, k: 0 * sum(y.sum() for y in got.values()))
+    monkeypatch.setattr(engine, "regularizer", lambda h, e: h.sum())
+    learned(How(scope="network", steps=2, pull=pull))
+    (first, *_), (second, (before, _), _) = seen
+    assert all(not g.any() for group in first for g in group)
+    for v, g in zip(before, second[0], strict=True):
+        sigmoid = torch.sigmoid(v)
+        torch.testing.assert_close(g, pull / 80 * 1.2 * sigmoid * (1 - sigmoid))
+
+
+def test_errors_count_as_a_share_of_what_they_were(monkeypatch):
+    found = []
+    for before in (1.0, 4.0):
+        seen = []
+        with monkeypatch.context() as m:
+            adam(m, seen)
+            m.setattr(engine._Engine, "_error", lambda *_, before=before: before)
+            learned(How(scope="network", steps=1))
+        found.append([g for group in seen[0][0] for g in group])
+    assert len(found[0]) == 4 and all(g.any() for g in found[0])
+    for once, quarter in zip(*found, strict=True):
+        torch.testing.assert_close(once / 4, quarter)
+
+
+def test_biases_move_in_units_of_the_norm_of_their_weights(monkeypatch):
+    result, _ = small()
+    seen, given = [], []
+    adam(monkeypatch, seen)
+    old = engine.before_codes
+
+    def run_of(graph, plan, inputs, weights=None, *rest, **more):
+        given.extend([] if weights is None else [weights])
+        return old(graph, plan, inputs, weights, *rest, **more)
+
+    monkeypatch.setattr(engine, "before_codes", run_of)
+    learned(How(scope="network", steps=2))
+    weights = result.graph.weights
+    norms = [weights[f"{k}.weight"].norm(dim=1) for k in (0, 2)]
+    assert all(not d.any() for d in seen[0][1][1])
+    for k, norm, shift in zip((0, 2), norms, seen[1][1][1], strict=True):
+        assert torch.equal(given[0][f"{k}.bias"], weights[f"{k}.bias"]) and shift.any()
+        torch.testing.assert_close(given[1][f"{k}.bias"], weights[f"{k}.bias"] + norm * shift)
+    monkeypatch.setattr(
+        engine._Engine, "_learn", lambda self, unit, soft, shifts, _: [d.data.fill_(2.0) for _, d in shifts.values()]
+    )
+    errors = iter((2.0, 1.0))
+    monkeypatch.setattr(engine._Engine, "_error", lambda *_: next(errors))
+    new, _ = learned(How(scope="network", steps=2))
+    for k, norm in zip((0, 2), norms, strict=True):
+        torch.testing.assert_close(new.weights[f"{k}.bias"], weights[f"{k}.bias"] + 2 * norm)
+
+
+def test_biases_stay_where_they_are_not_to_be_learned(monkeypatch):
+    result, _ = small()
+    errors = iter((2.0, 1.0))
+    monkeypatch.setattr(engine._Engine, "_error", lambda *_: next(errors))
+    new, _ = learned(How(scope="network", steps=3, biases=False))
+    assert all(torch.equal(new.weights[f"{k}.bias"], result.graph.weights[f"{k}.bias"]) for k in (0, 2))
+    assert not torch.equal(new.weights["0.weight"], result.graph.weights["0.weight"])
+
+
+@pytest.mark.parametrize(
+    "scope, errors, better, left, kept",
+    [
+        ("network", (2.0, 1.0), "1 of 1", "50%", []),
+        ("network", (2.0, 2.0), "0 of 1", "100%", [0, 2]),
+        ("network", (2.0, 3.0), "0 of 1", "100%", [0, 2]),
+        ("layer", (10.0, 5.0, 10.0, 3.0), "2 of 2", "40%", []),
+        ("layer", (10.0, 11.0, 10.0, 2.0), "1 of 2", "60%", [0]),
+        ("network", (0.0,), "0 of 0", "0%", [0, 2]),
+    ],
+)
+def test_a_unit_keeps_what_it_has_learned_where_its_error_falls(scope, errors, better, left, kept, monkeypatch):
+    result, _ = small()
+    found = iter(errors)
+    monkeypatch.setattr(engine._Engine, "_error", lambda *_: next(found))
+    new, (note,) = learned(How(scope=scope, steps=2))
+    said = f"learned the codes of {better} units ({scope}), the others keep theirs"
+    assert note == f"{said}: the error of their outputs falls to {left} on average" and next(found, None) is None
+    for k in (0, 2):
+        for name in (f"{k}.weight", f"{k}.bias"):
+            assert torch.equal(new.weights[name], result.graph.weights[name]) is (k in kept)
+
+
+def test_the_error_of_a_unit_is_the_mean_of_its_chunks(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        engine, "output_error", lambda got, want, weight=None: seen.append(len(got)) or torch.tensor(float(len(got)))
+    )
+    monkeypatch.setattr(engine._Engine, "_learn", lambda self, unit, soft, shifts, before: seen.append(before))
+    learned(How(scope="network"))
+    assert seen == [32, 8, (32 + 8) / 2, 32, 8]  # before, and after
+
+
+@pytest.mark.parametrize(
+    "scope, fisher, watched", [("network", True, 2), ("layer", True, 2), ("block", True, 1), ("network", False, 0)]
+)
+def test_with_second_derivatives_a_network_is_watched_at_every_linear_operator(scope, fisher, watched, monkeypatch):
+    result, _ = small()
+    seen, weighed = [], []
+
+    def slopes(graph, inputs, wanted, besides, random):
+        seen.append(set(wanted))
+        return {}, {name: torch.full((len(inputs[0]), 2), 3.0) for name in wanted}
+
+    monkeypatch.setattr(engine, "gradients", slopes)
+    old = output_error
+    monkeypatch.setattr(engine, "output_error", lambda got, want, weight=None: weighed.append(weight) or old(got, want))
+    learned(How(scope=scope, fisher=fisher, steps=1))
+    heads = [n.output for n in result.graph.nodes if n.op == "Linear"]
+    wanted = {"network": set(heads), "layer": {result.graph.nodes[1].output, heads[1]}, "block": {heads[1]}}[scope]
+    assert seen == ([wanted] * 2 if fisher else []) and len(wanted) >= watched
+    assert all((w is not None and bool((w == 9).all())) is fisher for w in weighed) and weighed
+
+
+def test_slopes_of_images_are_squared_and_averaged_over_positions(monkeypatch):
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU(), nn.Conv2d(2, 3, 1)).eval(), torch.randn(8, 1, 3, 3)
+    off = Settings(rounding="off")
+    result = chipfit.quantize(net, [x], "mqbench_academic", overrides=FOUR, settings=off, progress=False)
+    slope, weighed = torch.arange(8 * 3 * 4.0).view(8, 3, 2, 2), []
+    monkeypatch.setattr(engine, "gradients", lambda graph, inputs, wanted, *_: ({}, dict.fromkeys(wanted, slope)))
+    monkeypatch.setattr(engine, "output_error", lambda got, want, weight=None: weighed.append(weight) or got.sum())
+    reconstruct(result.graph, result.graph, result.plan, [[x]], How(scope="block", fisher=True, steps=1))
+    assert weighed and all(torch.equal(w, slope.square().mean((2, 3))) for w in weighed)
+
+
+def test_outputs_that_are_no_floats_cost_nothing():
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.fc = nn.Linear(6, 4)
+
+        def forward(self, x):
+            y = self.fc(x)
+            return y, y.argmax(1)
+
+    x, off = torch.randn(20, 6, generator=torch.Generator().manual_seed(0)), Settings(rounding="off")
+    result = chipfit.quantize(Both().eval(), [x], "mqbench_academic", overrides=FOUR, settings=off, progress=False)
+    for how in (How(scope="layer", steps=2), How(scope="layer", steps=2, fisher=True)):
+        _, notes = reconstruct(result.graph, result.graph, result.plan, [[x]], how)
+        assert "of 1 units" in notes[-1]
+
+
+def test_without_a_batch_there_is_nothing_to_learn_from():
+    result, _ = small()
+    with pytest.raises(DataError, match="calibration data"):
+        reconstruct(result.graph, result.graph, result.plan, [])
+
+
+def test_values_that_nothing_reads_any_more_are_not_kept():
+    result, x = small()
+    made, held = engine._Engine(result.graph, result.graph, result.plan, How(scope="layer", steps=1)), []
+    old = made._unit
+    made._unit = lambda *unit: held.append((set(made.floats), set(made.codes))) or old(*unit)
+    made.run([[x]])
+    assert held == [({result.graph.inputs[0]},) * 2, ({result.graph.nodes[1].output},) * 2]
+    assert not made.floats and not made.codes
+
+
+def test_a_weight_that_is_not_learned_does_not_keep_others_from_it():
+    """The one whose sums are bounded may come first or last."""
+    result, _ = small()
+    for bound, free in (("0.weight", "2.weight"), ("2.weight", "0.weight")):
+        new, notes = learned(How(scope="network", steps=20), sums=((bound, 1e3),))
+        assert torch.equal(new.weights[bound], result.graph.weights[bound]) and len(notes) == 2
+        assert not torch.equal(new.weights[free], result.graph.weights[free])
+    new, notes = learned(How(scope="network", steps=20), float_edges=(("0.weight", result.graph.nodes[0].name),))
+    assert len(notes) == 1 and torch.equal(new.weights["0.weight"], result.graph.weights["0.weight"])
+
+
+def test_values_that_some_operator_reads_in_float_are_kept_before_they_are_rounded():
+    result, _ = small()
+    (name,) = result.graph.inputs
+    codes = engine._Codes(Budget(), result.plan, set())
+    assert codes[name].stored is result.plan[name] and codes.rounded == {name}
+    codes = engine._Codes(Budget(), result.plan, {name})
+    assert codes[name].stored is None and codes.rounded == set()
+    assert codes["another"].stored is None and codes.rounded == set() and set(codes) == {name, "another"}
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_ctrl_c_ends_learning_with_what_was_learned(after, monkeypatch):
+    result, _ = small()
+    old, calls = engine._Engine._learn, iter(range(9))
+
+    def pressed(*args):
+        if next(calls) == after:
+            raise KeyboardInterrupt
+        return old(*args)
+
+    monkeypatch.setattr(engine._Engine, "_learn", pressed)
+    new, notes = learned(How(scope="layer", steps=20))
+    assert notes[0] == f"warning: interrupted: '{2 * after}' and what follows it keep their codes"
+    assert f"of {after} units" in notes[1] and len(notes) == 2 and next(calls) == after + 1
+    assert torch.equal(new.weights["2.weight"], result.graph.weights["2.weight"])
+
+
+def test_a_unit_in_which_nothing_is_learned_is_left_as_it_is():
+    result, _ = small()
+    new, notes = learned(How(scope="network", steps=2), sums=(("0.weight", 1e3), ("2.weight", 1e3)))
+    assert [n.endswith("the chip bounds the sum of its codes") for n in notes] == [True, True, False]
+    assert "the codes of 0 of 0 units" in notes[-1]
+    assert all(torch.equal(w, result.graph.weights[k]) for k, w in new.weights.items())

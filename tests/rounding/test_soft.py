@@ -87,3 +87,9 @@ def test_a_table_has_as_many_codes_as_entries():
     soft = Soft(stored, wanted, wanted)
     assert soft.low.tolist() == [-1.5, -1.5, 0, 1] and soft.high.tolist() == [-1.5, -0.5, 1, 1]
     assert soft.hard().tolist() == [-1.5, -0.5, 1, 1]
+
+
+def test_a_weight_on_an_end_of_its_grid_can_be_learned():
+    wanted = torch.tensor([7.0, -8.0])
+    soft = Soft(int4(), wanted, wanted)
+    assert soft.hard().tolist() == soft.soft().tolist() == [7, -8] and bool(soft.v.isfinite().all())

@@ -10,12 +10,14 @@ import chipfit
 from chipfit import Settings
 from chipfit.calibration.kept import Budget
 from chipfit.errors import ConfigError, DataError, PlanError, UnknownNameError
-from chipfit.plan.record import TensorPlan
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 from chipfit.rounding import walk as walking
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.grids import by_effect
+from chipfit.rounding.moments import Moments
 from chipfit.rounding.streams import Stream
 from chipfit.rounding.walk import How, walk
 
@@ -382,3 +384,252 @@ def test_no_batch_is_refused(two_layers):
     result, _ = two_layers
     with pytest.raises(DataError, match="no calibration data"):
         walk(result.graph, result.plan, [])
+
+
+# ---------------------------------------------------------------- what is summed for an operator, by hand
+
+A = torch.tensor([[0.5, -1.0], [2.0, 0.25]])
+B = torch.tensor([0.25, -0.5])
+IMAGES = torch.randn(40, 2, generator=torch.Generator().manual_seed(5)).half().float()  # exact in half precision
+PLAIN = How(gptq=False, ridge=None, centred=False)
+
+
+def in_codes(name, scale=0.5, bits=3, role="activation", axis=None, **grid):
+    g = Grid(**{"bits": bits, "qmin": -(1 << bits - 1), "qmax": (1 << bits - 1) - 1, **grid})
+    s = torch.tensor(scale)
+    stored = Stored(format="f", grid=g, scale=s, zero_point=torch.zeros_like(s, dtype=torch.int32), axis=axis)
+    return TensorPlan(name=name, role=role, stored=stored)
+
+
+def linear(name, reads, weight="w", bias="b"):
+    return Node(name, "Linear", (reads, weight, bias), (name,))
+
+
+def op(kind, name, *reads):
+    return Node(name, kind, reads, (name,))
+
+
+def network(nodes, outputs=None, inputs=("x",), **weights):
+    values = {n: Value(n, (None, 2)) for n in (*inputs, *(n.name for n in nodes))}
+    table = {"w": A.clone(), "b": B.clone(), "c": torch.tensor([0.3, -0.7]), **weights}
+    return Graph(list(nodes), list(inputs), list(outputs or [nodes[-1].name]), values, table)
+
+
+def planned(*tensors, edges=(), **more):
+    kept = {t.name: t for t in (in_codes("w", 0.25, 6, "weight"), *tensors)}
+    return Plan(tensors=kept, float_edges=frozenset(edges), **more)
+
+
+def sums(monkeypatch, graph, plan, how=PLAIN, inputs=(IMAGES,)):
+    """What each operator reads, and what it should give, as [images, numbers]; and what the walk decided."""
+    seen, old = {}, Moments.add
+
+    def add(self, x, t):
+        seen.setdefault(id(self), (self, [], []))[1].append(x[0].t())
+        seen[id(self)][2].append(t[0].t())
+        old(self, x, t)
+
+    monkeypatch.setattr(Moments, "add", add)
+    walked = walk(graph, plan, [list(inputs)], how)
+    return [(torch.cat(x), torch.cat(t)) for _, x, t in seen.values()], walked
+
+
+def nearest(x, scale=0.5, bits=3):
+    return (x / scale).round().clamp(-(1 << bits - 1), (1 << bits - 1) - 1) * scale
+
+
+LATER = (linear("y", "x"), op("Relu", "r", "x"), op("Add", "z", "y", "r"))
+EARLIER = (op("Relu", "r", "x"), linear("y", "x"), op("Add", "z", "y", "r"))
+
+
+@pytest.mark.parametrize(
+    "nodes, outputs, lost",
+    [
+        ((linear("y", "x"), op("Add", "z", "y", "x")), "z", lambda x: x - nearest(x)),
+        ((linear("y", "x"), op("Add", "z", "x", "y")), "z", lambda x: x - nearest(x)),
+        (EARLIER, "z", lambda x: x.relu() - nearest(x).relu()),
+        (LATER, "z", None),  # it is not there yet
+        ((linear("y", "x"), op("Add", "z", "y", "x")), "zy", None),  # others read what it gives
+        ((linear("y", "x"), op("Add", "z", "y", "x"), op("Add", "v", "y", "z")), "v", None),
+        ((linear("y", "x"), op("Mul", "z", "y", "x")), "z", None),
+        ((linear("y", "x"), op("Add", "z", "y", "y")), "z", None),
+        ((linear("y", "x"), op("Add", "z", "y", "c")), "z", None),
+        ((linear("y", "x"),), "y", None),
+    ],
+)  # fmt: skip
+def test_an_operator_before_an_addition_repairs_what_the_other_operand_has_lost(nodes, outputs, lost, monkeypatch):
+    graph, plan = network(nodes, outputs), planned(in_codes("x"))
+    ((x, t),), _ = sums(monkeypatch, graph, plan)
+    y = IMAGES @ A.t() + B
+    torch.testing.assert_close(x, nearest(IMAGES))
+    torch.testing.assert_close(t, y + lost(IMAGES) if lost else y)
+    ((_, t),), _ = sums(monkeypatch, graph, plan, replace(PLAIN, residual=False))
+    torch.testing.assert_close(t, y)
+
+
+def test_an_operand_of_another_shape_is_not_repaired(monkeypatch):
+    graph = network((linear("y", "x"), op("Add", "z", "y", "s")), inputs=("x", "s"))
+    ((_, t),), _ = sums(monkeypatch, graph, planned(in_codes("x"), in_codes("s")), inputs=(IMAGES, IMAGES[:, :1]))
+    torch.testing.assert_close(t, IMAGES @ A.t() + B)
+
+
+@pytest.mark.parametrize("axis, scale", [(None, 0.5), (1, [0.5, 0.5])])
+def test_a_reader_of_floats_and_one_of_codes_get_what_each_reads(axis, scale, monkeypatch):
+    nodes = (linear("y", "x"), linear("v", "x", "w2", None), op("Add", "z", "y", "x"))
+    more = (in_codes("w2", 0.25, 6, "weight"), in_codes("x", scale, axis=axis))
+    graph = network(nodes, "vz", w2=A.clone())
+    y, v = IMAGES @ A.t() + B, IMAGES @ A.t()
+    (of_y, of_v), _ = sums(monkeypatch, graph, planned(*more, edges=[("x", "v")]))
+    torch.testing.assert_close(of_y, (nearest(IMAGES), y + IMAGES - nearest(IMAGES)))
+    torch.testing.assert_close(of_v, (IMAGES, v))
+    (of_y, of_v), _ = sums(monkeypatch, graph, planned(*more, edges=[("x", "z")]))
+    torch.testing.assert_close(of_y, (nearest(IMAGES), y))  # an addition that reads floats loses nothing
+    torch.testing.assert_close(of_v, (nearest(IMAGES), v))
+
+
+def test_what_comes_behind_reads_rounded_weights_and_constants(monkeypatch):
+    nodes = (linear("y", "x"), op("Add", "s", "y", "c"), linear("v", "s", "w2", None))
+    of_c = {"weight": nearest(torch.tensor([0.3, -0.7])), "bias": torch.tensor([0.3, -0.7])}
+    for role, c in of_c.items():
+        plan = planned(in_codes("x"), in_codes("w2", 0.25, 6, "weight"), in_codes("c", role=role))
+        (_, (x, t)), walked = sums(monkeypatch, network(nodes, w2=A.clone()), plan)
+        q = nearest(A, float(walked.tensors["w"].scale), 6)
+        torch.testing.assert_close(walked.graph.weights["w"], q)
+        torch.testing.assert_close(x, nearest(IMAGES) @ q.t() + B + c)
+        torch.testing.assert_close(t, (IMAGES @ A.t() + B + torch.tensor([0.3, -0.7])) @ A.t())
+
+
+@pytest.mark.parametrize("ridge", [None, 0.1])
+def test_a_bias_takes_the_means_of_what_rounding_changes_where_it_is_asked_to(ridge, monkeypatch):
+    graph, plan = network((linear("y", "x"),)), planned(in_codes("x"))
+    y = IMAGES @ A.t() + B
+    _, walked = sums(monkeypatch, graph, plan, How(ridge=ridge))
+    q = walked.graph.weights["w"]
+    torch.testing.assert_close(walked.graph.weights["b"], y.mean(0) - q @ nearest(IMAGES).mean(0))
+    _, walked = sums(monkeypatch, graph, plan, How(ridge=ridge, centred=False))
+    assert torch.equal(walked.graph.weights["b"], B)
+    _, walked = sums(monkeypatch, network((linear("y", "x", bias=None),)), plan, How(ridge=ridge))
+    assert walked.graph.nodes[0].bias is None and graph.weights["b"].tolist() == B.tolist()
+
+
+@pytest.mark.parametrize("samples, most", [(100, 3), (80, 2), (81, 3), (1, 1), (40, 1), (41, 2), (0, 1)])
+def test_positions_are_as_many_as_asked_for_over_all_images_and_twice_the_weights(samples, most, monkeypatch):
+    seen, old = [], walking.positions
+    monkeypatch.setattr(walking, "positions", lambda node, y, n, rng: seen.append(n) or old(node, y, n, rng))
+    sums(monkeypatch, network((linear("y", "x"),)), planned(in_codes("x")), replace(PLAIN, samples=samples))
+    assert seen == [most] * 2  # of 40 images, in two chunks
+    seen.clear()
+    wide = network((linear("y", "x"),), w=torch.ones(2, 21))
+    sums(monkeypatch, wide, planned(in_codes("x")), replace(PLAIN, samples=samples), (torch.randn(40, 21),))
+    assert seen == [max(most, 2)] * 2  # 42 at least
+
+
+def test_images_are_those_of_the_longest_input_and_a_single_number_is_none(monkeypatch):
+    seen, old = [], walking.positions
+    monkeypatch.setattr(walking, "positions", lambda node, y, n, rng: seen.append(n) or old(node, y, n, rng))
+    nodes, plan = (linear("y", "x"), op("Mul", "z", "y", "s")), planned(in_codes("x"))
+    for s in (torch.tensor(2.0), torch.ones(1, 2)):
+        sums(monkeypatch, network(nodes, inputs=("x", "s")), plan, replace(PLAIN, samples=80), (IMAGES, s))
+    assert seen == [2, 2]
+    with pytest.raises(DataError, match="no calibration data"):
+        walk(network((op("Relu", "y", "x"),)), Plan(), [[torch.tensor(1.0)]])
+
+
+def test_values_on_their_way_are_as_precise_as_their_number_allows(monkeypatch):
+    """Of inputs nobody knows how many will come; what follows is known to be few."""
+    seen, old = [], Stream.append
+    monkeypatch.setattr(Stream, "append", lambda self, x: seen.append((self.expected, self.stored)) or old(self, x))
+    plan = planned(in_codes("x"), in_codes("y"))
+    sums(monkeypatch, network((linear("y", "x"), op("Relu", "z", "y"))), plan)
+    x, y = plan["x"], plan["y"]
+    assert seen == [(None, None), (None, x)] * 2 + [(2, None)] * 2 + [(2, y)] * 2 + [(2, None)] * 4
+
+
+def why(nodes, plan, **more):
+    graph = network(nodes, **more)
+    return walking.why_not(graph, plan, graph.users(), graph.nodes[0])
+
+
+def test_why_a_weight_is_not_fitted():
+    one, plan = (linear("y", "x"),), planned()
+    assert why(one, plan) is None
+    assert why((op("Add", "y", "x", "x"),), plan) == ""
+    assert why((linear("y", "x", "x"),), plan) == ""  # a product of two values
+    assert why(one, planned(edges=[("w", "y")])) == "" and why(one, planned(edges=[("w", "z"), ("x", "y")])) is None
+    assert why(one, Plan()) == ""
+    assert why(one, Plan(tensors={"w": in_codes("w", rounding="floor")})) == "the chip rounds weights by floor"
+    table = in_codes("w", rounding="floor", kind="lut", table=(-1.0, 0.0, 1.0))
+    assert why(one, Plan(tensors={"w": table})) is None
+    assert why((linear("y", "c"),), plan) == "it reads no data"
+    assert why((*one, linear("z", "x")), plan) == "'w' is read by several operators"
+    assert why((*one, linear("z", "x", "w2")), plan, w2=A) == "'b' is read by several operators"
+    assert why(one, plan, outputs="yw") == "'w' is an output of the model"
+
+
+def test_the_network_that_was_given_stays_as_it_is(monkeypatch):
+    graph, plan = network((linear("y", "x"),)), planned(in_codes("x"))
+    _, walked = sums(monkeypatch, graph, plan, How())
+    assert torch.equal(graph.weights["w"], A) and torch.equal(graph.weights["b"], B)
+    assert float(plan["w"].scale) == 0.25 and float(walked.tensors["w"].scale) != 0.25
+    assert set(walked.tensors) == {"w"} and walked.spilled == 0
+
+
+@pytest.mark.parametrize(
+    "nodes, outputs, rules, placed",
+    [
+        ((linear("y", "x"),), "y", {}, {"y"}),
+        ((linear("y", "x"), op("Relu", "z", "y")), "yz", {}, {"z"}),  # codes of the first are read
+        ((linear("y", "x"), op("Relu", "z", "y")), "z", {}, {"z"}),
+        ((linear("y", "x"),), "y", {"fixed": ("y",)}, set()),
+        ((linear("y", "x"),), "y", {"zeros": ("y",)}, set()),
+        ((linear("y", "x"),), "y", {"ties": (("x", "y"),)}, set()),
+    ],
+)
+def test_grids_of_scores_are_searched_where_nothing_reads_them_and_no_rule_says_them(nodes, outputs, rules, placed):
+    scores = [in_codes(n, 9.0, 4, qmin=0, qmax=15, zero="any") for n in "yz"]
+    walked = walk(network(nodes, outputs), planned(in_codes("x"), *scores, **rules), [[IMAGES[:20]]], PLAIN, ["y", "z"])
+    assert set(walked.tensors) - {"w"} == placed
+    assert all(walked.tensors[n].origin == "least divergence of the class probabilities" for n in placed)
+
+
+@pytest.mark.parametrize("after, fitted", [(0, []), (1, ["0.weight"])])
+def test_ctrl_c_ends_the_walk_with_what_was_fitted(after, fitted, two_layers, monkeypatch):
+    result, x = two_layers
+    old, calls = walking._Walker._fit, iter(range(9))
+
+    def pressed(*args):
+        if next(calls) == after:
+            raise KeyboardInterrupt
+        return old(*args)
+
+    monkeypatch.setattr(walking._Walker, "_fit", pressed)
+    walked = walk(result.graph, result.plan, [[x]])
+    assert list(walked.tensors) == fitted and next(calls) == after + 1
+    assert walked.notes == [f"warning: interrupted: '{2 * after}' and what follows it take their nearest codes"]
+    assert torch.equal(walked.graph.weights["2.weight"], result.graph.weights["2.weight"])
+
+
+@pytest.mark.parametrize("scale, axis", [(0.5, None), ([0.5, 0.25, 1.0], 1)])
+def test_positions_of_a_value_that_others_read_in_float_are_rounded_as_they_lie(scale, axis, monkeypatch):
+    x = torch.randn(40, 3, 2, generator=torch.Generator().manual_seed(6)).half().float()
+    graph = network((linear("y", "x"), op("Relu", "r", "x")), "yr")
+    plan = planned(in_codes("x", scale, axis=axis), edges=[("x", "r")])
+    ((found, t),), _ = sums(monkeypatch, graph, plan, inputs=(x,))
+    s = torch.tensor(scale).view(1, -1, 1)
+    torch.testing.assert_close(found, ((x / s).round().clamp(-4, 3) * s).reshape(-1, 2))
+    torch.testing.assert_close(t, (x @ A.t() + B).reshape(-1, 2))
+
+
+def test_values_that_nothing_reads_any_more_are_let_go(monkeypatch):
+    held, old = [], walking._Walker.step
+
+    def step(self, *args):
+        held.append((set(self.floats), set(self.codes), self.budget.used))
+        return old(self, *args)
+
+    monkeypatch.setattr(walking._Walker, "step", step)
+    nodes = (linear("y", "x"), op("Relu", "z", "y"), op("Add", "v", "z", "z"))
+    walk(network(nodes, inputs=("x", "s")), planned(), [[IMAGES, IMAGES]], PLAIN)
+    # of 80 numbers in each stream, inputs in half precision: the second one is read by nothing
+    assert [(a, b) for a, b, _ in held] == [({"x", "s"},) * 2, ({"s", "y"},) * 2, ({"s", "z"},) * 2]
+    assert [used for *_, used in held] == [2 * 2 * 160, 2 * (160 + 320), 2 * (160 + 320)]
