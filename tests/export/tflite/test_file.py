@@ -253,14 +253,14 @@ def test_one_operator_in_two_versions_has_two_codes_and_each_is_found_again():
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_scales_of_blocks_are_a_tensor_of_their_own(tmp_path, axis):
-    """A matrix of 2 x 6 codes in blocks of 3 of its rows; something that nobody needs lies before it in the making."""
+    """A matrix of 2 x 6 codes in blocks of 2 of its rows; something that nobody needs lies before it in the making."""
     file = File()
     for k in range(axis):
         file.tensor(f"unused{k}", (1, 3), INT8)
     x = file.tensor("x", (1, 6), FLOAT)
     q = np.array([[-8, 7, 1, 0, 2, 3], [4, -5, 6, -7, -1, -2]])
-    scale = np.array([[0.5, 0.25], [1.0, 2.0]], np.float32)
-    w = file.constant(q, "w", INT4, Numbers(scale, np.zeros((2, 2), np.int64)))
+    scale = np.array([[0.5, 0.25, 4.0], [1.0, 2.0, 0.125]], np.float32)
+    w = file.constant(q, "w", INT4, Numbers(scale, np.zeros((2, 3), np.int64)))
     y = file.tensor("y", (1, 2), FLOAT)
     file.op("FULLY_CONNECTED", [x, w, -1], y)
     (tmp_path / "m.tflite").write_bytes(content := file.content({"x": x}, {"y": y}, {}))
@@ -269,12 +269,12 @@ def test_scales_of_blocks_are_a_tensor_of_their_own(tmp_path, axis):
     assert set(by_name) == {b"x", b"w", b"w/scales", b"y"}
     blocks = by_name[b"w"].quantization
     assert blocks.detailsType == schema.QuantizationDetails.BlockwiseQuantization
-    assert blocks.details.blockSize == 3 and blocks.details.zeroPoints == -1
+    assert blocks.details.blockSize == 2 and blocks.details.zeroPoints == -1
     assert g.tensors[blocks.details.scales] is by_name[b"w/scales"]
     found = stored(tmp_path / "m.tflite")["w"]
     assert np.array_equal(found.codes, q)
     ((scales, zeros),) = found.numbers
-    assert np.array_equal(scales, scale) and scales.dtype == np.float32 and np.array_equal(zeros, np.zeros((2, 2)))
+    assert np.array_equal(scales, scale) and scales.dtype == np.float32 and np.array_equal(zeros, np.zeros((2, 3)))
 
 
 def test_a_tensor_without_numbers_is_said_to_have_none(tmp_path):
