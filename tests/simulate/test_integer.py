@@ -453,6 +453,35 @@ def test_what_did_not_run_again_keeps_its_reals():
     assert torch.equal(before["v3"], torch.cos(before["v2"])) and torch.equal(first["v3"], again["v3"])
 
 
+def test_what_runs_again_reads_what_did_not_before_its_codes():
+    """x -> Erf -> v, x -> Abs -> a, v before its rounding times a -> y; a device differs in a."""
+    nodes = [
+        Node("nv", "Erf", ("x",), ("v",)),
+        Node("na", "Abs", ("x",), ("a",)),
+        Node("ny", "Mul", ("v", "a"), ("y",)),
+    ]
+    graph = Graph(nodes, ["x"], ["y"], {n: Value(n, (None, 4)) for n in "xvay"}, {})
+    edges = frozenset({("v", "ny")})
+    plan = Plan(tensors={n: tensor(n) for n in "xva"}, float_edges=edges)
+    reals: dict = {}
+    first = simulate(graph, plan, [X], ORT, reals=reals)
+    device = {**first, "a": torch.tensor([[4, 2, 6, 0]], dtype=torch.int8)}
+    found = simulate(graph, plan, [X], ORT, force=device, like=first, reals=reals)["y"]
+    want = torch.erf(torch.tensor([[-2.0, -0.5, 0.5, 63.5]])) * torch.tensor([[2.0, 1.0, 3.0, 0.0]])
+    assert torch.equal(found, want) and not torch.equal(found, first["y"])
+
+
+def test_what_is_fused_behind_exact_reals_runs_on_these():
+    graph, plan = product("Relu")
+    fused = replace(plan, groups=(("l", "a"),))
+    x = torch.tensor([[1.0, -0.5, 2.0, 0.0], [-1.0, -0.5, -2.0, 0.0]])
+    assert simulate(graph, fused, [x], ORT)["y"].tolist() == [[2.5] * 4, [0.0] * 4]
+    clip = graph.nodes[1].with_(op="Clamp", attrs={"min": -3.0, "max": 2.0})
+    graph.nodes = [graph.nodes[0], clip]
+    assert simulate(graph, fused, [x], ORT)["y"].tolist() == [[2.0] * 4, [-3.0] * 4]
+    assert list(simulate(graph, fused, [x], ORT)) == ["x", "y"]
+
+
 def moved(op: str, inputs: dict, attrs: dict, scale: float):
     """An operator that moves codes of operands in halves, and its result in steps of `scale`."""
     graph = Graph([Node("n", op, tuple(inputs), ("y",), attrs)], [*inputs], ["y"], {}, {})

@@ -39,6 +39,7 @@ def chain(*sizes: int, kind: int = INT8, skip: bool = False) -> bytes:
         (chain(1), 16),  # aligned to 16 bytes
         (chain(17), 32),
         (chain(16, 32), 48),
+        (chain(16, 16, 32), 48),  # 64 if the small ones had the first choice
         (chain(32, 64, 16), 96),  # the last takes the place of the first
         (chain(32, 64, 48), 112),  # or half of it and what lies behind
         (chain(16, 16, 16, 16), 32),
@@ -349,11 +350,12 @@ def test_operators_have_the_options_that_the_schema_has_for_them():
         (["a-b", "b-c", "c-y"], "a", "yb", 3),  # b stays to the end
         (["x-a", "a-y"], "x", "yx", 3),
         (["x-a", "a-y"], "x", "y", 2),
+        (["a-b", "b-C"], "za", "C", 4),  # nobody needs z when C is made, three times as large
     ],
 )
 def test_inputs_live_from_the_beginning_and_outputs_to_the_end(operators, inputs, outputs, places):
     file = File()
-    made = {n: file.tensor(n, (1, 16), INT8) for n in "zaxbcy"}
+    made = {n: file.tensor(n, (1, 48 if n.isupper() else 16), INT8) for n in "zaxbcyC"}
     for line in operators:
         reads, _, (gives,) = line.partition("-")
         file.op("ADD", [made[i] for i in reads], made[gives])
