@@ -390,7 +390,9 @@ def test_images_are_coloured_or_grey_and_other_inputs_are_features(channels, kin
     assert [e.text(0) for e in (x, t, y, z)] == ["x", "t", "y", "z"]
     assert x.table(3).byte(0) == kind and [e.table(3).byte(0) for e in (t, y, z)] == [1, 1, 1]  # FeatureProperties
     assert color is None or x.table(3).table(1).byte(0) == color
+    assert [k for k in range(9) if has(x, k)] == [0, 3, 4] and [k for k in range(9) if has(y, k)] == [0, 3]
     (unit,) = x.tables(4)
+    assert [has(unit, k) for k in range(3)] == [True, True, False]
     assert unit.byte(0) == 1 and unit.table(1).floats(0) == [0.5] and unit.table(1).floats(1) == [2.0]
     assert not has(t, 4) and not has(y, 4) and not any(has(e, 6) for e in (x, t, y, z))
     assert raw[4:8] == b"M001" and Table(raw, int.from_bytes(raw[:4], "little")).text(7) == "1.0.0"
@@ -398,6 +400,8 @@ def test_images_are_coloured_or_grey_and_other_inputs_are_features(channels, kin
 
 def test_labels_belong_to_the_first_output():
     (x,), (y, z) = entries(metadata(["x"], ["y", "z"], {"labels": ["a"]}))
+    assert [k for k in range(9) if has(y, k)] == [0, 3, 6]
     (file,) = y.tables(6)
+    assert [k for k in range(5) if has(file, k)] == [0, 2]
     assert file.text(0) == "labels.txt" and file.byte(2) == 2  # TENSOR_AXIS_LABELS
     assert not has(z, 6) and not has(x, 6) and not has(x, 4) and x.table(3).byte(0) == 1

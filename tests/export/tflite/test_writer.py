@@ -14,7 +14,7 @@ from ai_edge_litert.interpreter import Interpreter, OpResolverType
 
 from chipfit.errors import ExportError, UnsupportedError
 from chipfit.export.tflite.file import TYPES
-from chipfit.export.tflite.writer import content, export_tflite
+from chipfit.export.tflite.writer import _sizes, content, export_tflite
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.quantizers.grids import Grid, all_codes
@@ -340,3 +340,38 @@ def test_parts_are_moved_as_codes_where_all_have_the_numbers_of_the_whole():
         model = read(content(graph, plan))
         kinds = {t.name: t.type for t in model.subgraphs[0].tensors}
         assert kinds[b"u"] == INT8 and (b"u/float" in kinds) is not codes and (b"v/float" in kinds) is not codes
+
+
+# ---------------------------------------------------------------- composites
+
+
+def test_a_composite_is_written_by_simple_operators_of_its_own_sizes():
+    x, w, b = torch.tensor([[1.0, 2.0, 4.0, 9.0], [0.0, -3.0, 3.0, 8.0]]), torch.arange(4.0), torch.ones(4)
+    norm = Node("n_y", "LayerNorm", ("x", "w", "b"), ("y",), {"normalized_shape": (4,), "eps": 1e-5})
+    graph = network(norm, x=(None, 4), y=(None, 4), weights={"w": w, "b": b})
+    want = torch.nn.functional.layer_norm(x, (4,), w, b)
+    raw = content(graph, None)
+    np.testing.assert_allclose(computed(raw, x.numpy()), want.numpy(), atol=1e-5)
+    assert "MEAN" in operators(raw) and tensors(raw)["y"].shapeSignature.tolist() == [-1, 4]
+
+
+def test_groups_of_a_transposed_convolution_are_written_one_by_one():
+    x, w = torch.arange(16.0).reshape(2, 4, 1, 2), torch.linspace(-1, 1, 48).reshape(4, 3, 2, 2)
+    attrs = {**CONV, "groups": 2, "stride": (2, 2), "output_padding": (0, 0)}
+    made = Node("n_y", "TransposeConv2D", ("x", "w", None), ("y",), attrs)
+    graph = network(made, x=(None, 4, 1, 2), y=(None, 6, 2, 4), weights={"w": w})
+    raw = content(graph, None, batch=2)
+    assert operators(raw).count("TRANSPOSE_CONV") == 2
+    want = torch.nn.functional.conv_transpose2d(x, w, stride=2, groups=2)
+    got = computed(raw, x.permute(0, 2, 3, 1).contiguous().numpy())
+    np.testing.assert_allclose(got, want.permute(0, 2, 3, 1).numpy(), atol=1e-4)
+    held = tensors(raw)
+    assert all(t.shape[0] == 2 for t in held.values() if t.buffer == 0 and len(t.shape) == 4)
+
+
+def test_sizes_nobody_knows_are_those_of_an_example_or_one():
+    graph = network(node("Relu", "x", "y"), x=(None, 4), y=(None, 4))
+    graph.values["x"] = Value("x", (None, None))
+    assert _sizes(graph, 3) == {"x": (3, 1), "y": (3, 1)}
+    graph.example = (torch.zeros(9, 5),)
+    assert _sizes(graph, 3) == {"x": (3, 5), "y": (3, 5)}
