@@ -149,6 +149,7 @@ def test_the_batch_stays_open_unless_given_or_an_operator_fixes_it_at_one():
 
     assert batch(RELU) == (1, -1) and batch(RELU, batch=5) == (5, None)
     assert batch(transposed()) == (1, None) and batch(transposed(), batch=2) == (2, None)
+    assert operators(content(transposed(), None)) == ["TRANSPOSE_CONV"]
     expanded = network(
         node("Size", "x", "n", axis=0), Node("n_v", "Expand", ("t", "n"), ("v",), {"shape": (None, 4)}),
         node("Add", "xv", "y"), x=(None, 4), t=(1, 4), n=((), "int"), v=(None, 4), y=(None, 4),
