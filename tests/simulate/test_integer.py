@@ -555,3 +555,31 @@ def test_a_window_of_a_row_or_a_volume_has_its_own_axes():
     volume = torch.arange(12.0).reshape(1, 1, 2, 3, 2)
     parts, n = windows(volume, Node("n", "AvgPool", ("x",), ("y",), attrs))
     assert parts.reshape(-1, 2).tolist() == [[0, 1], [4, 5], [6, 7], [10, 11]] and n.unique().tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    "kernels, per, low, high",
+    [("onnxruntime", "tensor", -128, 127), ("litert_reference", "row", -127, 127),
+     ("litert_optimized", "row", -127, 127), ("litert_xnnpack", "row", -128, 127)],
+)  # fmt: skip
+@pytest.mark.parametrize("op", ["Linear", "MatMul"])
+def test_data_of_a_16th_that_fill_the_codes_are_multiplied_without_error(kernels, per, low, high, op):
+    """Every row reaches both ends, so that its scale is 1/16 and all products are exact; scales of outputs differ."""
+    if op == "MatMul" and kernels != "onnxruntime":
+        return  # others know no such product
+    x = torch.tensor([[low, high, 5, -7], [high, 0, low, 33]]) / 16
+    w = Codes(drawn(3, 4, 4), (0.5, 0.25, 2.0, 1.0) if op == "Linear" else 0.25)
+    b = torch.tensor([1.0, -2.0, 0.5, 3.0])
+    how = {"per": per, "affine": True, "block": 1} | (
+        {"qmin": 0, "qmax": 255} if per == "tensor" else {"qmin": -128, "qmax": 127}
+    )
+    reads = ("m", "w", "b") if op == "Linear" else ("m", "w")
+    nodes = [Node("d", DYNAMIC, ("x",), ("m",), how), Node("l", op, reads, ("y",))]
+    graph = Graph(nodes, ["x"], ["y"], {n: Value(n, (None, 4)) for n in "xmy"}, {"w": w.reals(0), "b": b})
+    weight = TensorPlan(name="w", role="weight", stored=w.stored(0))
+    plan = Plan(tensors={"w": weight}, nodes={"l": NodePlan(name="l", op=op, exec="int")})
+    assert exact_reals(graph, plan, nodes[1:], lookup("kernels", kernels)) is not None
+    platform = ORT if kernels == "onnxruntime" else TFLITE
+    found = simulate(graph, plan, [x], platform, kernels=kernels)
+    want = x @ w.reals(0).T + b if op == "Linear" else x @ w.reals(0)
+    assert torch.equal(found["y"], want) and torch.equal(found["m"], x)
