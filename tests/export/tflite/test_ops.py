@@ -222,3 +222,51 @@ def test_a_product_that_rounds_its_data_reads_floats_and_codes():
     (linear,) = g.operators
     x, w, *_ = (g.tensors[k] for k in linear.inputs)
     assert (x.name, x.type, w.type) == (b"x", TYPES["float32"], TYPES["int8"])
+
+
+def one_operator_of(raw):
+    """The only operator of a file, and the tensors that it reads."""
+    (g,) = read(raw).subgraphs
+    (o,) = g.operators
+    return o, [g.tensors[k] for k in o.inputs if k >= 0]
+
+
+@pytest.mark.parametrize("shape, slopes", [((None, 4), [4]), ((None, 4, 7), [1, 4]), ((None, 4, 5, 6), [1, 1, 4])])
+def test_slopes_have_the_axes_of_a_sample(shape, slopes):
+    """As TensorFlow's converter writes them: the shape of the data without the batch."""
+    node = Node("n", "PRelu", ("x", "w"), ("y",))
+    values = {n: Value(n, shape) for n in "xy"}
+    raw = content(Graph([node], ["x"], ["y"], values, {"w": torch.ones(4)}), None)
+    x, w = one_operator_of(raw)[1]
+    assert w.shape.tolist() == slopes and x.shape.tolist() == [1, *shape[2:], 4]
+
+
+@pytest.mark.parametrize("shape, kept", [((None, 5), False), ((None, 3, 5), True), ((None, 2, 3, 5), True)])
+def test_a_linear_layer_of_rows_keeps_their_axes(shape, kept):
+    node = Node("n", "Linear", ("x", "w", None), ("y",))
+    values = {"x": Value("x", shape), "y": Value("y", (*shape[:-1], 4))}
+    graph = Graph([node], ["x"], ["y"], values, {"w": torch.ones(4, 5)}, data_format="channels_last")
+    linear, (_, w, b) = one_operator_of(content(graph, None))
+    assert linear.builtinOptions.keepNumDims is kept
+    assert w.shape.tolist() == [4, 5] and b.shape.tolist() == [4] and b.type == TYPES["float32"]
+
+
+@pytest.mark.parametrize("sizes, kind", [((2, 2), "SPLIT"), ((1, 3), "SPLIT_V"), ((1, 2, 1), "SPLIT_V")])
+def test_equal_parts_are_a_split_of_their_own(sizes, kind):
+    names = tuple(f"y{k}" for k in range(len(sizes)))
+    node = Node("n", "Split", ("x",), names, {"axis": -1, "sizes": sizes})
+    values = {"x": Value("x", (None, 4))} | {n: Value(n, (None, s)) for n, s in zip(names, sizes, strict=True)}
+    raw = content(Graph([node], ["x"], [*names], values, {}), None)
+    split, _ = one_operator_of(raw)
+    assert written(raw) == [kind] and split.builtinOptions.numSplits == len(sizes) == len(split.outputs)
+
+
+def test_an_image_in_groups_of_one_channel_says_how_many_results_each_channel_has():
+    attrs = {"stride": (1, 2), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 2}
+    node = Node("n", "DepthwiseConv2D", ("x", "w", None), ("y",), attrs)
+    values = {"x": Value("x", (None, 2, 3, 5)), "y": Value("y", (None, 6, 2, 2))}
+    raw = content(Graph([node], ["x"], ["y"], values, {"w": torch.ones(6, 1, 2, 2)}), None)
+    conv, (x, w, b) = one_operator_of(raw)
+    made = conv.builtinOptions
+    assert (made.depthMultiplier, made.strideH, made.strideW, made.padding) == (3, 1, 2, VALID)
+    assert x.shape.tolist() == [1, 3, 5, 2] and w.shape.tolist() == [1, 2, 2, 6] and b.shape.tolist() == [6]
