@@ -135,7 +135,18 @@ def test_a_row_of_codes_is_convolved_as_an_image_of_height_1(tmp_path):
     alone_in_codes("Conv1D", [x, w, None], attrs, result, "int").prove(tmp_path, runtimes=("litert_reference",))
 
 
-@pytest.mark.parametrize("bits, kind", [(8, "int32"), (16, "int64")])
+@pytest.mark.parametrize("bits, kind", [(7, "int32"), (8, "int32"), (9, "int64"), (16, "int64")])
+def test_a_layer_of_16_bit_data_has_a_bias_of_64(bits, kind):
+    x, w = Codes(drawn(0, 2, 5, bits=bits), 0.5, 0, bits), Codes(drawn(1, 3, 5), (0.5, 0.25, 0.125))
+    bias = Codes(torch.tensor([1000, -7, 3]), (0.25, 0.125, 0.0625), 0, 40)
+    layer = alone_in_codes("Linear", [x, w, bias], {}, Codes(x.q, 64.0, 0, bits), "int")
+    model = read(content(layer.graph, layer.plan))
+    (held,) = (t for t in model.subgraphs[0].tensors if t.name == b"x2")
+    assert held.type == TYPES[kind] and held.quantization.scale.tolist() == [0.25, 0.125, 0.0625]
+    assert np.frombuffer(model.buffers[held.buffer].data, kind).tolist() == [1000, -7, 3]
+
+
+@pytest.mark.parametrize("bits, kind", [(8, "int32"), (9, "int64"), (16, "int64")])
 def test_a_layer_without_bias_has_one_of_zeros_in_the_scale_of_its_sums(bits, kind):
     x, w = Codes(drawn(0, 2, 5, bits=bits), 0.5, 0, bits), Codes(drawn(1, 3, 5), (0.5, 0.25, 0.125))
     layer = alone_in_codes("Linear", [x, w, None], {}, Codes(x.q, 64.0, 0, bits), "int")
