@@ -281,3 +281,11 @@ def test_an_image_in_groups_of_one_channel_says_how_many_results_each_channel_ha
     made = conv.builtinOptions
     assert (made.depthMultiplier, made.strideH, made.strideW, made.padding) == (3, 1, 2, VALID)
     assert x.shape.tolist() == [1, 3, 5, 2] and w.shape.tolist() == [1, 2, 2, 6] and b.shape.tolist() == [6]
+
+
+def test_what_is_picked_along_the_last_axis_needs_no_transposition():
+    for name, kinds in (
+        ("gather of the last", ["GATHER"]),
+        ("gather of rows", ["TRANSPOSE"] * 2 + ["GATHER", "TRANSPOSE"]),
+    ):
+        assert written(content(alone(name)[0], None)) == kinds
