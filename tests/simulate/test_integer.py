@@ -377,3 +377,209 @@ def test_nine_bits_are_wide_and_volumes_have_biases_too():
     u = unit(one("Conv3D", [Codes(x, 0.5, 9), Codes(w, 0.5), Codes(b, 0.25, 0, 32)], Codes(x), attrs))
     want = torch.nn.functional.conv3d((x - 9).double(), w.double(), b.double())
     assert torch.equal(accumulate(u.run, u.node), want)
+
+
+def summing(op: str, x, w, bias=None, bits: int = 20, **attrs) -> list[int]:
+    """Sums of an operator in an accumulator of so many bits, which wraps around."""
+    b = None if bias is None else Codes(torch.tensor(bias), 0.25, 0, 32)
+    u = unit(one(op, [Codes(x, 0.5), Codes(w, 0.5), b], Codes(x), attrs))
+    u.run.math = u.run.math.model_copy(update={"acc": ({"bits": bits},)})
+    return accumulate(u.run, u.node).long().reshape(-1).tolist()
+
+
+def test_a_sum_that_its_accumulator_may_not_hold_wraps_around():
+    """40 products of -128 and -128 are 655360; 20 bits end at 524287, so 2^20 less is left."""
+    low, conv = torch.full((1, 40), -128), {"stride": (1, 1), "dilation": (1, 1), "groups": 1}
+    flat = {**conv, "padding": ((0, 0), (0, 0))}
+    assert summing("Linear", low, low) == [655360 - (1 << 20)]
+    assert summing("Linear", low[:, :31], low[:, :31]) == [31 << 14]
+    assert summing("Linear", low[:, :32], low[:, :32]) == [-(1 << 19)]
+    image = low.reshape(1, 40, 1, 1)
+    assert summing("Conv2D", image, image, **flat) == [655360 - (1 << 20)]
+    attrs = {**flat, "output_padding": (0, 0)}
+    assert summing("TransposeConv2D", image, low.reshape(40, 1, 1, 1), **attrs) == [655360 - (1 << 20)]
+
+
+def test_a_bias_counts_towards_what_an_accumulator_holds():
+    one_ = torch.ones(1, 1, dtype=torch.long)
+    assert summing("Linear", one_, one_, [524286]) == [524287] and summing("Linear", one_, one_, [524287]) == [-524288]
+    assert summing("Linear", one_, one_, [-524289]) == [-524288] and summing("Linear", one_, one_, [-524290]) == [
+        524287
+    ]
+    image = one_.reshape(1, 1, 1, 1)
+    how = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 1}
+    assert summing("Conv2D", image, image, [600000], **how) == [600001 - (1 << 20)]
+
+
+def test_what_sums_are_known_not_to_exceed_is_inclusive():
+    math = ORT.math.model_copy(update={"acc": ({"bits": 8},)})
+    run = Run(Graph([], [], [], {}, {}), Plan(), profile_for(ORT), math)
+    assert run.summed(torch.tensor([128.0]), 128.0).tolist() == [-128]
+    assert run.summed(torch.tensor([127.0]), 127.0).tolist() == [127]
+
+
+def branches() -> tuple[Graph, Plan]:
+    """x -> Relu -> a, x -> Abs -> b, a -> Relu6 -> c: two branches, in halves."""
+    nodes = [Node("na", "Relu", ("x",), ("a",)), Node("nb", "Abs", ("x",), ("b",)), Node("nc", "Relu6", ("a",), ("c",))]
+    graph = Graph(nodes, ["x"], ["b", "c"], {n: Value(n, (None, 4)) for n in "xabc"}, {})
+    plans = {n.name: NodePlan(name=n.name, op=n.op, exec="int") for n in nodes}
+    return graph, Plan(tensors={n: tensor(n) for n in "xabc"}, nodes=plans)
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_only_what_reads_other_codes_than_before_runs_again(by):
+    graph, plan = branches()
+    first = simulate(graph, plan, [X], TFLITE)
+    assert [first[n].tolist() for n in "bc"] == [[[4, 1, 1, 127]], [[0, 0, 1, 12]]]
+    same = {v: q.clone() for v, q in first.items()}
+    again = simulate(graph, plan, [X], TFLITE, force=same, like=first)
+    assert all(again[v] is first[v] for v in "abc")
+    other = {**same, "a": torch.tensor([[5, 0, 1, 127 if by > 0 else 126]], dtype=torch.int8)}
+    some = simulate(graph, plan, [X], TFLITE, force=other, like=first)
+    assert some["a"] is first["a"] and some["b"] is first["b"] and some["c"].tolist() == [[5, 0, 1, 12]]
+    lower = {**same, "a": first["a"] - 1}
+    assert simulate(graph, plan, [X], TFLITE, force=lower, like=first)["c"].tolist() == [[0, 0, 0, 12]]
+    assert all(torch.equal(v, simulate(graph, plan, [X], TFLITE)[k]) for k, v in first.items())
+
+
+def test_what_did_not_run_again_keeps_its_reals():
+    graph, plan = chain("Erf", "Sin", "Cos")
+    plan = replace(plan, float_edges=frozenset({("v2", "n2")}))
+    reals: dict = {}
+    first = simulate(graph, plan, [X], ORT, reals=reals)
+    before = dict(reals)
+    again = simulate(graph, plan, [X], ORT, force=dict(first), like=first, reals=reals)
+    assert all(again[v] is first[v] and reals[v] is before[v] for v in ("v1", "v2", "v3"))
+    assert torch.equal(before["v3"], torch.cos(before["v2"])) and torch.equal(first["v3"], again["v3"])
+
+
+def test_what_runs_again_reads_what_did_not_before_its_codes():
+    """x -> Erf -> v, x -> Abs -> a, v before its rounding times a -> y; a device differs in a."""
+    nodes = [
+        Node("nv", "Erf", ("x",), ("v",)),
+        Node("na", "Abs", ("x",), ("a",)),
+        Node("ny", "Mul", ("v", "a"), ("y",)),
+    ]
+    graph = Graph(nodes, ["x"], ["y"], {n: Value(n, (None, 4)) for n in "xvay"}, {})
+    edges = frozenset({("v", "ny")})
+    plan = Plan(tensors={n: tensor(n) for n in "xva"}, float_edges=edges)
+    reals: dict = {}
+    first = simulate(graph, plan, [X], ORT, reals=reals)
+    device = {**first, "a": torch.tensor([[4, 2, 6, 0]], dtype=torch.int8)}
+    found = simulate(graph, plan, [X], ORT, force=device, like=first, reals=reals)["y"]
+    want = torch.erf(torch.tensor([[-2.0, -0.5, 0.5, 63.5]])) * torch.tensor([[2.0, 1.0, 3.0, 0.0]])
+    assert torch.equal(found, want) and not torch.equal(found, first["y"])
+
+
+def test_what_is_fused_behind_exact_reals_runs_on_these():
+    graph, plan = product("Relu")
+    fused = replace(plan, groups=(("l", "a"),))
+    x = torch.tensor([[1.0, -0.5, 2.0, 0.0], [-1.0, -0.5, -2.0, 0.0]])
+    assert simulate(graph, fused, [x], ORT)["y"].tolist() == [[2.5] * 4, [0.0] * 4]
+    clip = graph.nodes[1].with_(op="Clamp", attrs={"min": -3.0, "max": 2.0})
+    graph.nodes = [graph.nodes[0], clip]
+    assert simulate(graph, fused, [x], ORT)["y"].tolist() == [[2.0] * 4, [-3.0] * 4]
+    assert list(simulate(graph, fused, [x], ORT)) == ["x", "y"]
+
+
+def moved(op: str, inputs: dict, attrs: dict, scale: float):
+    """An operator that moves codes of operands in halves, and its result in steps of `scale`."""
+    graph = Graph([Node("n", op, tuple(inputs), ("y",), attrs)], [*inputs], ["y"], {}, {})
+    graph.values = {n: Value(n, tuple(x.shape), str(x.dtype).removeprefix("torch.")) for n, x in inputs.items()}
+    graph.values["y"] = Value("y", (None,))
+    tensors = {n: tensor(n) for n, x in inputs.items() if x.is_floating_point()} | {"y": tensor("y", scale=scale)}
+    plan = Plan(tensors=tensors, nodes={"n": NodePlan(name="n", op=op, exec="follow")})
+    assert float_results(graph, plan, profile_for(TFLITE)) == set()
+    return simulate(graph, plan, [*inputs.values()], TFLITE)["y"].tolist()
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.25])
+def test_moves_of_several_operands_and_by_indices(scale):
+    a, b, at = torch.tensor([[1.0, -2.0]]), torch.tensor([[3.5]]), torch.tensor([1, 0, 1])
+    times = round(0.5 / scale)
+    assert moved("Concat", {"a": a, "b": b}, {"axis": 1}, scale) == [[2 * times, -4 * times, 7 * times]]
+    assert moved("Gather", {"a": a, "i": at}, {"axis": 1}, scale) == [[-4 * times, 2 * times, -4 * times]]
+
+
+def test_a_move_of_operands_in_two_scales_goes_by_their_reals():
+    a, b = torch.tensor([[1.0, -2.0]]), torch.tensor([[3.5]])
+    graph = Graph([Node("n", "Concat", ("a", "b"), ("y",), {"axis": 1})], ["a", "b"], ["y"], {}, {})
+    graph.values = {n: Value(n, (None, 2)) for n in "aby"}
+    tensors = {"a": tensor("a"), "b": tensor("b", scale=0.25, zero=1), "y": tensor("y")}
+    plan = Plan(tensors=tensors, nodes={"n": NodePlan(name="n", op="Concat", exec="follow")})
+    assert simulate(graph, plan, [a, b], TFLITE)["y"].tolist() == [[2, -4, 7]]
+
+
+def test_every_part_of_a_split_is_kept_in_codes_where_it_is_stored():
+    x = torch.tensor([[1.0, -2.0, 3.5]])
+    graph = Graph([Node("n", "Split", ("x",), ("a", "b"), {"axis": 1, "sizes": (1, 2)})], ["x"], ["a", "b"], {}, {})
+    graph.values = {n: Value(n, (None, 3)) for n in "xab"}
+    plan = Plan(tensors={n: tensor(n) for n in "xab"}, nodes={"n": NodePlan(name="n", op="Split", exec="follow")})
+    found = simulate(graph, plan, [x], TFLITE)
+    assert found["a"].tolist() == [[2]] and found["b"].tolist() == [[-4, 7]] and found["b"].dtype == torch.int8
+    one_part = replace(plan, tensors={n: tensor(n) for n in "xa"})
+    assert sorted(simulate(graph, one_part, [x], TFLITE)) == ["a", "x"]
+    in_float = replace(plan, nodes={})
+    found = simulate(graph, in_float, [x], TFLITE)
+    assert found["a"].tolist() == [[2]] and found["b"].tolist() == [[-4, 7]]
+    assert results(graph, in_float) == {"a", "b"}
+
+
+def test_weights_are_rounded_once_and_kept_between_calls():
+    graph, plan = product()
+    kept: dict = {}
+    simulate(graph, plan, [X], ORT, weights=kept)
+    assert kept["w"].tolist() == [[2] * 4] * 4
+    kept["w"] = kept["w"] * 0 + 1
+    assert simulate(graph, plan, [torch.ones(1, 4)], ORT, weights=kept)["v"].tolist() == [[2.0] * 4]
+
+
+def test_another_family_of_kernels_runs_instead_of_the_platforms_own():
+    """A quarter is half a step: ONNX Runtime's rounding takes the even code, the reference kernels' the next one up."""
+    assert profile_for(TFLITE, "onnxruntime") is lookup("kernels", "onnxruntime")
+    assert profile_for(ORT) is lookup("kernels", "onnxruntime")
+    graph, plan = chain("Mul")
+    graph.nodes[0] = graph.nodes[0].with_(inputs=("x", "x"))
+    x = torch.tensor([[0.5, 1.5, -0.5, 2.5]])  # products of 1, 9, 1 and 25 halves of halves
+    found = [simulate(graph, plan, [x], TFLITE, kernels=k)["v1"].tolist() for k in ("onnxruntime", "litert_reference")]
+    assert found == [[[0, 4, 0, 12]], [[1, 5, 1, 13]]]
+
+
+def test_a_window_of_a_row_or_a_volume_has_its_own_axes():
+    attrs = {"kernel": (2,), "stride": (2,), "padding": ((1, 0),), "ceil_mode": False, "count_include_pad": True}
+    row = torch.arange(1.0, 6).reshape(1, 1, 5)
+    parts, n = windows(row, Node("n", "AvgPool", ("x",), ("y",), attrs), border=9.0)
+    assert parts.tolist() == [[[[9, 1], [2, 3], [4, 5]]]] and n.tolist() == [[[2, 2, 2]]]
+    attrs = {"kernel": (1, 1, 2), "stride": (1, 2, 1), "padding": ((0, 0),) * 3}
+    attrs |= {"ceil_mode": False, "count_include_pad": False}
+    volume = torch.arange(12.0).reshape(1, 1, 2, 3, 2)
+    parts, n = windows(volume, Node("n", "AvgPool", ("x",), ("y",), attrs))
+    assert parts.reshape(-1, 2).tolist() == [[0, 1], [4, 5], [6, 7], [10, 11]] and n.unique().tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    "kernels, per, low, high",
+    [("onnxruntime", "tensor", -128, 127), ("litert_reference", "row", -127, 127),
+     ("litert_optimized", "row", -127, 127), ("litert_xnnpack", "row", -128, 127)],
+)  # fmt: skip
+@pytest.mark.parametrize("op", ["Linear", "MatMul"])
+def test_data_of_a_16th_that_fill_the_codes_are_multiplied_without_error(kernels, per, low, high, op):
+    """Every row reaches both ends, so that its scale is 1/16 and all products are exact; scales of outputs differ."""
+    if op == "MatMul" and kernels != "onnxruntime":
+        return  # others know no such product
+    x = torch.tensor([[low, high, 5, -7], [high, 0, low, 33]]) / 16
+    w = Codes(drawn(3, 4, 4), (0.5, 0.25, 2.0, 1.0) if op == "Linear" else 0.25)
+    b = torch.tensor([1.0, -2.0, 0.5, 3.0])
+    how = {"per": per, "affine": True, "block": 1} | (
+        {"qmin": 0, "qmax": 255} if per == "tensor" else {"qmin": -128, "qmax": 127}
+    )
+    reads = ("m", "w", "b") if op == "Linear" else ("m", "w")
+    nodes = [Node("d", DYNAMIC, ("x",), ("m",), how), Node("l", op, reads, ("y",))]
+    graph = Graph(nodes, ["x"], ["y"], {n: Value(n, (None, 4)) for n in "xmy"}, {"w": w.reals(0), "b": b})
+    weight = TensorPlan(name="w", role="weight", stored=w.stored(0))
+    plan = Plan(tensors={"w": weight}, nodes={"l": NodePlan(name="l", op=op, exec="int")})
+    assert exact_reals(graph, plan, nodes[1:], lookup("kernels", kernels)) is not None
+    platform = ORT if kernels == "onnxruntime" else TFLITE
+    found = simulate(graph, plan, [x], platform, kernels=kernels)
+    want = x @ w.reals(0).T + b if op == "Linear" else x @ w.reals(0)
+    assert torch.equal(found["y"], want) and torch.equal(found["m"], x)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from chipfit.graph.ir import Node
+from chipfit.registry import lookup
 from chipfit.simulate.litert import (
     _clip,
     _codes_by_row,
@@ -373,3 +374,48 @@ def test_reals_become_codes_with_halves_away_from_zero_or_by_the_inverse_of_the_
     assert _quantize_away(x, stored).tolist() == [1, 2, 4, 5, 127, -128]
     assert _quantize_inverse(x, stored).tolist() == [1, 3, 3, 5, 127, -128]
     assert _quantize_away(x, stored).dtype == _quantize_inverse(x, stored).dtype == torch.int8
+
+
+# ---------------------------------------------------------------- 16-bit codes
+
+
+@pytest.mark.parametrize("scale", [2.0**-12, 2.0**-11, 2.0**-10, 2.0**-13, 3e-4])
+@pytest.mark.parametrize("op", ["Sigmoid", "Tanh"])
+def test_a_curve_of_16_bit_codes_in_each_scale_that_kernels_tell_apart(tmp_path, op, scale):
+    """A power of two that a shift makes 2^-12 is taken in fixed point, others by a table."""
+    x = torch.cat([torch.arange(-32768, 32768, 17), torch.tensor([32767, 0, 1, -1])]).reshape(1, -1)
+    one(op, [Codes(x, scale, 0, 16)], Codes(x, 2.0**-15, 0, 16)).prove(tmp_path, "tflite_int16x8")
+
+
+@pytest.mark.parametrize("op, attrs", [("Add", {}), ("Sub", {}), ("Mul", {}), ("LeakyRelu", {"negative_slope": -0.3})])
+@pytest.mark.parametrize("second", [(3, 40), (3, 1)])
+def test_16_bit_operands_of_equal_and_of_other_shapes(tmp_path, op, attrs, second):
+    operands = [Codes(drawn(0, 3, 40, bits=16), 0.05, 0, 16), Codes(drawn(1, *second, bits=16), 0.07, 0, 16)]
+    result = Codes(A, {"Mul": 40.0}.get(op, ONE), 0, 16)
+    one(op, operands[: 1 if op == "LeakyRelu" else 2], result, attrs).prove(tmp_path, "tflite_int16x8")
+
+
+@pytest.mark.parametrize(
+    "family, says",
+    [
+        ("litert_reference", ("half_away", "q31 2 half_away", "q15 1 half_up")),
+        ("litert_optimized", ("half_even", "q31 2 half_away", "q15 1 half_up")),
+        ("litert_xnnpack", ("float 1 half_even", "half_even", "q31 2 half_away", "q15 1 half_up")),
+    ],
+)
+def test_a_family_says_how_it_rounds_and_stores_by_type(family, says):
+    profile = lookup("kernels", family)
+    assert profile.says == says and profile.by_type
+    assert not {"Conv3D", "TransposeConv3D"} & set(profile.kernels) and "Conv2D" in profile.kernels
+
+
+def test_a_row_of_zeros_has_the_code_of_its_zero_point():
+    """Scale 1, and both ends miss by as little: the upper one is taken."""
+    q, s, z = _codes_xnnpack(torch.zeros(2, 3))
+    assert torch.equal(q, z.expand(2, 3)) and s.unique().tolist() == [1.0] and z.unique().tolist() == [127.0]
+
+
+def test_weights_in_blocks_meet_data_that_are_rounded_as_xnnpack_does():
+    x = torch.tensor([[1.0, -2.0, 0.5, 2.54]])
+    assert all(torch.equal(a, b) for a, b in zip(_codes_by_row(x, blocks=True), _codes_xnnpack(x), strict=True))
+    assert not _codes_by_row(x)[2].any() and _codes_xnnpack(x)[2].any()

@@ -47,6 +47,9 @@ POOL = {"stride": (2, 1), "padding": ((0, 0), (0, 0)), "ceil_mode": False, "coun
         ("Concat", [(2, 3, 5), (2, 4, 5)], {"axis": 1}),
         ("AvgPool", [(2, 3, 6, 5)], {**POOL, "kernel": (2, 3)}),
         ("AvgPool", [(2, 3, 6, 5)], {**POOL, "kernel": (6, 5)}),
+        ("AvgPool", [(2, 3, 6, 5)], {**POOL, "kernel": (1, 1)}),
+        ("AvgPool", [(2, 3, 6, 5)], {**POOL, "kernel": (6, 1)}),
+        ("AvgPool", [(2, 3, 4, 5)], {**POOL, "kernel": (4, 5), "padding": ((0, 0), (0, 1))}),
         ("AvgPool", [(2, 3, 6, 5)], {**POOL, "kernel": (3, 3), "padding": ((1, 1), (1, 0))}),
         ("GlobalAvgPool", [(5, 3, 6, 5)], {}),
     ],
@@ -76,3 +79,22 @@ def test_a_softmax_along_any_axis(tmp_path, axis, scale):
 
 def test_every_code_that_is_moved(tmp_path):
     prove(tmp_path, "Transpose", [Codes(every(), 0.5, 3)], Codes(A, 0.5, 3), {"perm": (1, 0)}, "follow")
+
+
+@pytest.mark.parametrize("border", [((0, 0), (0, 0)), ((0, 1), (0, 0)), ((1, 0), (1, 1))])
+def test_a_window_as_large_as_the_image_is_its_mean_unless_something_lies_around(tmp_path, border):
+    attrs = {**POOL, "kernel": (4, 5), "padding": border, "count_include_pad": False, "stride": (1, 1)}
+    prove(tmp_path, "AvgPool", [Codes(drawn(3, 40, 3, 4, 5), 0.37, -30)], Codes(A, 0.05, 1), attrs)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.05])
+@pytest.mark.parametrize("count", [1, 2, 300])
+def test_a_softmax_of_few_or_many_numbers(tmp_path, count, scale):
+    """Where exponentials of the largest differences would overflow or vanish in float32, the table is shifted."""
+    prove(tmp_path, "Softmax", [Codes(drawn(0, 40, count), scale, 5)], Codes(A, 1 / 256, -128), {"axis": -1})
+
+
+def test_parts_in_other_scales_are_requantized_before_they_are_joined(tmp_path):
+    parts = [Codes(drawn(k, 2, 3, 5), scale, zero) for k, (scale, zero) in enumerate([(0.5, 0), (0.37, 9), (0.1, -30)])]
+    prove(tmp_path, "Concat", parts, Codes(A, 0.25, 3), {"axis": 2})
+    prove(tmp_path, "Concat", parts, Codes(A, 0.25, 3), {"axis": -3})

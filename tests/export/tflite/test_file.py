@@ -11,8 +11,9 @@ from ai_edge_litert import schema_py_generated as schema
 
 from chipfit.export.tflite.c_array import arena, header
 from chipfit.export.tflite.file import INT4, TYPES, File, Numbers, _packed
-from chipfit.export.tflite.metadata import attached
+from chipfit.export.tflite.metadata import attached, metadata
 from chipfit.export.tflite.stored import _array, stored
+from tests.export.test_ends import Table
 
 FLOAT, INT8, INT16, INT32 = (TYPES[k] for k in ("float32", "int8", "int16", "int32"))
 
@@ -38,6 +39,7 @@ def chain(*sizes: int, kind: int = INT8, skip: bool = False) -> bytes:
         (chain(1), 16),  # aligned to 16 bytes
         (chain(17), 32),
         (chain(16, 32), 48),
+        (chain(16, 16, 32), 48),  # 64 if the small ones had the first choice
         (chain(32, 64, 16), 96),  # the last takes the place of the first
         (chain(32, 64, 48), 112),  # or half of it and what lies behind
         (chain(16, 16, 16, 16), 32),
@@ -196,3 +198,210 @@ def test_only_tensors_that_something_needs_are_in_the_file_and_data_lie_at_multi
 def test_labels_lie_behind_the_model_only_where_there_are_any():
     assert attached({}) == b"" and attached({"mean": [1.0]}) == b""
     assert attached({"labels": ["a", "b"]}) == attached({"labels": ["a", "b"]}) != b""
+
+
+@pytest.mark.parametrize(
+    "kind, versions",
+    [
+        ("CONV_2D", (1, 3, 4, 5)),  # of float, int8, int16 and int4, as kernels are registered in TensorFlow Lite
+        ("FULLY_CONNECTED", (5, 5, 7, 5)),
+        ("QUANTIZE", (1, 1, 2, 1)),
+        ("MEAN", (1, 2, 3, 2)),
+    ],
+)
+def test_an_operators_version_is_that_of_its_narrowest_or_widest_codes(kind, versions):
+    for codes, version in zip((FLOAT, INT8, INT16, INT4), versions, strict=True):
+        file = File()
+        x, y = file.tensor("x", (1, 2), codes), file.tensor("y", (1, 2), FLOAT)
+        file.op(kind, [x], y)
+        assert file._codes[0].version == version
+    file = File()
+    few, x, y = file.tensor("w", (1, 2), INT4), file.tensor("x", (1, 2), INT16), file.tensor("y", (1, 2), INT8)
+    file.op(kind, [x, few], y)
+    assert file._codes[0].version == versions[3]
+
+
+def test_an_absent_operand_has_no_type_and_stays_absent():
+    """The last tensor has 16 bits, and -1 is not its number."""
+    file = File()
+    unused, x, y = (file.tensor(n, (1, 2), FLOAT) for n in ("unused", "x", "y"))
+    file.tensor("wide", (1, 2), INT16)
+    file.op("FULLY_CONNECTED", [x, y, -1], y)
+    assert file._codes[0].version == 5
+    (op,) = read(file.content({"x": x}, {"y": y}, {})).subgraphs[0].operators
+    assert op.inputs.tolist() == [0, 1, -1] and op.outputs.tolist() == [1] and unused == 0
+
+
+def test_the_first_tensor_counts_and_stays_in_the_file():
+    file = File()
+    x, y = file.tensor("x", (1, 2), INT8), file.tensor("y", (1, 2), FLOAT)
+    file.op("CONV_2D", [x, -1], y)
+    assert file._codes[0].version == 3
+    (g,) = read(file.content({"x": x}, {"y": y}, {})).subgraphs
+    assert [t.name for t in g.tensors] == [b"x", b"y"] and g.inputs.tolist() == [0]
+
+
+def test_one_operator_in_two_versions_has_two_codes_and_each_is_found_again():
+    file = File()
+    x, q, y = file.tensor("x", (1, 2), FLOAT), file.tensor("q", (1, 2), INT8), file.tensor("y", (1, 2), FLOAT)
+    for a, b in ((x, y), (q, q), (x, y), (q, q)):
+        file.op("CONCATENATION", [a], b, axis=1)
+    file.op("ADD", [x, y], y)
+    file.op("ADD", [x, y], y)
+    assert [o.opcodeIndex for o in file.operators] == [0, 1, 0, 1, 2, 2]
+    assert [c.version for c in file._codes] == [1, 2, 1]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_scales_of_blocks_are_a_tensor_of_their_own(tmp_path, axis):
+    """A matrix of 2 x 6 codes in blocks of 2 of its rows; something that nobody needs lies before it in the making."""
+    file = File()
+    for k in range(axis):
+        file.tensor(f"unused{k}", (1, 3), INT8)
+    x = file.tensor("x", (1, 6), FLOAT)
+    q = np.array([[-8, 7, 1, 0, 2, 3], [4, -5, 6, -7, -1, -2]])
+    scale = np.array([[0.5, 0.25, 4.0], [1.0, 2.0, 0.125]], np.float32)
+    w = file.constant(q, "w", INT4, Numbers(scale, np.zeros((2, 3), np.int64)))
+    y = file.tensor("y", (1, 2), FLOAT)
+    file.op("FULLY_CONNECTED", [x, w, -1], y)
+    (tmp_path / "m.tflite").write_bytes(content := file.content({"x": x}, {"y": y}, {}))
+    (g,) = read(content).subgraphs
+    by_name = {t.name: t for t in g.tensors}
+    assert set(by_name) == {b"x", b"w", b"w/scales", b"y"}
+    blocks = by_name[b"w"].quantization
+    assert blocks.detailsType == schema.QuantizationDetails.BlockwiseQuantization
+    assert blocks.details.blockSize == 2 and blocks.details.zeroPoints == -1
+    assert g.tensors[blocks.details.scales] is by_name[b"w/scales"]
+    found = stored(tmp_path / "m.tflite")["w"]
+    assert np.array_equal(found.codes, q)
+    ((scales, zeros),) = found.numbers
+    assert np.array_equal(scales, scale) and scales.dtype == np.float32 and np.array_equal(zeros, np.zeros((2, 3)))
+
+
+def test_a_tensor_without_numbers_is_said_to_have_none(tmp_path):
+    file = File()
+    x, y = file.tensor("x", (1, 3), FLOAT), file.tensor("y", (1, 3), FLOAT)
+    file.op("ADD", [x, file.scalar(2.5)], y)
+    (tmp_path / "m.tflite").write_bytes(file.content({"x": x}, {"y": y}, {}))
+    found = stored(tmp_path / "m.tflite")
+    assert all(not t.numbers for t in found.values()) and found["x"].codes is found["y"].codes is None
+    assert found["io/const"].codes.shape == () and float(found["io/const"].codes) == 2.5
+
+
+def test_data_of_any_length_lie_at_multiples_of_16():
+    file = File()
+    x, y = file.tensor("x", (1,), FLOAT), file.tensor("y", (1,), FLOAT)
+    held = [np.full(n, 100 + n, np.uint8) for n in range(1, 40)]
+    for k, a in enumerate(held):
+        file.op("ADD", [x, file.constant(a, f"c{k}")], y)
+    content = file.content({"x": x}, {"y": y}, {})
+    for a in held:
+        at = content.index(bytes([len(a), 0, 0, 0]) + a.tobytes()) + 4
+        assert at % 16 == 0
+    model = read(content)
+    (g,) = model.subgraphs
+    data = {t.name: model.buffers[t.buffer].data for t in g.tensors}
+    assert all(bytes(data[f"c{k}".encode()]) == a.tobytes() for k, a in enumerate(held))
+    assert data[b"x"] is None and model.buffers[0].data is None
+
+
+def test_a_file_says_who_wrote_it_and_by_which_name_it_is_called():
+    file = File()
+    x = file.tensor("x", (1, 2), FLOAT)
+    file.op("ABS", [x], y := file.between((1, 2)))
+    notes = {"a": b"first", "b": b"second"}
+    model = read(file.content({"in": x}, {"out": y}, notes))
+    assert model.description.startswith(b"chipfit ") and model.version == 3
+    (signature,), (g,) = model.signatureDefs, model.subgraphs
+    assert signature.signatureKey == b"serving_default" and signature.subgraphIndex == 0 and g.name == b"main"
+    assert {m.name.decode(): bytes(model.buffers[m.buffer].data) for m in model.metadata} == notes
+
+
+def test_a_tensor_without_a_name_is_called_after_what_is_being_written():
+    file = File()
+    assert file.tensors[file.between((1,))].name == b"io/part" and file.tensors[file.ints(1)].name == b"io/const"
+    file.stem = "conv"
+    assert file.tensors[file.between((1,))].name == b"conv/part" and file.tensors[file.ints(2)].name == b"conv/const"
+    assert file.known["conv/part"] == 2 and file.tensors[file.constant(np.int32([5]), "mine")].name == b"mine"
+
+
+def test_operators_have_the_options_that_the_schema_has_for_them():
+    file = File()
+    x = file.tensor("x", (1, 2), FLOAT)
+    for kind, table in (
+        ("MAXIMUM", "MaximumMinimumOptions"),
+        ("MEAN", "ReducerOptions"),
+        ("AVERAGE_POOL_2D", "Pool2DOptions"),
+        ("FULLY_CONNECTED", "FullyConnectedOptions"),
+        ("LOG_SOFTMAX", ""),
+    ):
+        file.op(kind, [x], [x])
+        made = file.operators[-1]
+        assert made.builtinOptionsType == (getattr(schema.BuiltinOptions, table) if table else 0), kind
+        assert type(made.builtinOptions).__name__ == (f"{table}T" if table else "NoneType")
+
+
+@pytest.mark.parametrize(
+    "operators, inputs, outputs, places",
+    [
+        (["a-b", "bx-y"], "ax", "y", 3),  # x stays beside what the first operator reads and makes
+        (["a-b", "b-c", "c-y"], "a", "y", 2),
+        (["a-b", "b-c", "c-y"], "za", "y", 3),  # nobody reads z, which is there while the first operator works
+        (["a-b", "b-c", "c-y"], "a", "yb", 3),  # b stays to the end
+        (["x-a", "a-y"], "x", "yx", 3),
+        (["x-a", "a-y"], "x", "y", 2),
+        (["a-b", "b-C"], "za", "C", 4),  # nobody needs z when C is made, three times as large
+    ],
+)
+def test_inputs_live_from_the_beginning_and_outputs_to_the_end(operators, inputs, outputs, places):
+    file = File()
+    made = {n: file.tensor(n, (1, 48 if n.isupper() else 16), INT8) for n in "zaxbcyC"}
+    for line in operators:
+        reads, _, (gives,) = line.partition("-")
+        file.op("ADD", [made[i] for i in reads], made[gives])
+    assert arena(file.content({i: made[i] for i in inputs}, {o: made[o] for o in outputs}, {})) == 16 * places
+
+
+def test_a_file_of_nothing_takes_no_memory():
+    assert arena(File().content({}, {}, {})) == 0
+
+
+def test_an_array_of_c_is_aligned_as_the_arena_is():
+    text = header(chain(16), "a")
+    assert "alignas(16)\n" in text and "_Alignas(16)\n" in text and text.endswith("#endif\n")
+
+
+def has(table: Table, field: int) -> bool:
+    """Whether a table holds a field: its row of places is long enough, and names one."""
+    size = int.from_bytes(table.raw[table.of : table.of + 2], "little")
+    return size > 4 + 2 * field and table.place(field) > table.at
+
+
+def entries(raw: bytes):
+    """The only subgraph's inputs and outputs, as the schema of Android's metadata has them."""
+    (graph,) = Table(raw, int.from_bytes(raw[:4], "little")).tables(3)
+    return graph.tables(2), graph.tables(3)
+
+
+@pytest.mark.parametrize("channels, kind, color", [(3, 2, 1), (1, 2, 2), (0, 1, None), (2, 1, None), (4, 1, None)])
+def test_images_are_coloured_or_grey_and_other_inputs_are_features(channels, kind, color):
+    raw = metadata(["x", "t"], ["y", "z"], {"mean": [0.5], "std": [2.0]}, channels)
+    (x, t), (y, z) = entries(raw)
+    assert [e.text(0) for e in (x, t, y, z)] == ["x", "t", "y", "z"]
+    assert x.table(3).byte(0) == kind and [e.table(3).byte(0) for e in (t, y, z)] == [1, 1, 1]  # FeatureProperties
+    assert color is None or x.table(3).table(1).byte(0) == color
+    assert [k for k in range(9) if has(x, k)] == [0, 3, 4] and [k for k in range(9) if has(y, k)] == [0, 3]
+    (unit,) = x.tables(4)
+    assert [has(unit, k) for k in range(3)] == [True, True, False]
+    assert unit.byte(0) == 1 and unit.table(1).floats(0) == [0.5] and unit.table(1).floats(1) == [2.0]
+    assert not has(t, 4) and not has(y, 4) and not any(has(e, 6) for e in (x, t, y, z))
+    assert raw[4:8] == b"M001" and Table(raw, int.from_bytes(raw[:4], "little")).text(7) == "1.0.0"
+
+
+def test_labels_belong_to_the_first_output():
+    (x,), (y, z) = entries(metadata(["x"], ["y", "z"], {"labels": ["a"]}))
+    assert [k for k in range(9) if has(y, k)] == [0, 3, 6]
+    (file,) = y.tables(6)
+    assert [k for k in range(5) if has(file, k)] == [0, 2]
+    assert file.text(0) == "labels.txt" and file.byte(2) == 2  # TENSOR_AXIS_LABELS
+    assert not has(z, 6) and not has(x, 6) and not has(x, 4) and x.table(3).byte(0) == 1

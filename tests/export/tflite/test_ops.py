@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from ai_edge_litert import schema_py_generated as schema
 
+from chipfit.engine.kernels import execute
 from chipfit.errors import UnsupportedError
-from chipfit.export.tflite.writer import export_tflite
+from chipfit.export.tflite.file import TYPES
+from chipfit.export.tflite.ops import SAME, VALID, _steps, _window, fused_code
+from chipfit.export.tflite.writer import content, export_tflite
+from chipfit.graph.ir import DYNAMIC, Graph, Node, Value
+from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.runtimes.litert import LiteRtReference
-from tests.export.operators import CASES, alone
+from tests.export.operators import CASES, alone, pool
+from tests.export.tflite.test_writer import operators as written
+from tests.export.tflite.test_writer import read
+from tests.simulate.one_operator import Codes, drawn, one
 
 REFUSED = {
     "max with gaps": "its window is dilated",
@@ -34,3 +44,248 @@ def test_an_operator_computes_what_the_engine_computes(name, tmp_path):
     got = LiteRtReference(path).run([x.numpy() for x in inputs])
     for y, found in zip(want, got.values(), strict=True):
         np.testing.assert_allclose(found, y.numpy(), atol=1e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------- pieces, by hand
+
+
+def spatial(stride, padding, dilation=None, **more) -> Node:
+    attrs = {"stride": stride, "padding": padding, **more}
+    return Node("n", "Conv2D", ("x",), ("y",), attrs | ({} if dilation is None else {"dilation": dilation}))
+
+
+@pytest.mark.parametrize(
+    "sizes, out, kernel, stride, padding, dilation, found",
+    [
+        ((5, 6), (3, 4), (3, 3), (1, 1), ((0, 0), (0, 0)), (1, 1), (VALID, None)),
+        ((6,), (2,), (3,), (2,), ((0, 0),), (1,), (VALID, None)),  # one element is left over
+        ((6,), (6,), (3,), (1,), ((1, 1),), (1,), (SAME, None)),
+        ((6,), (3,), (3,), (2,), ((0, 1),), (1,), (SAME, None)),  # one in all, behind
+        ((6,), (3,), (3,), (2,), ((1, 0),), (1,), (VALID, [(1, 0)])),
+        ((7,), (4,), (3,), (2,), ((1, 1),), (1,), (SAME, None)),
+        ((6,), (2,), (3,), (2,), ((1, 1),), (1,), (VALID, [(1, 0)])),  # SAME gives 3
+        ((6,), (6,), (3,), (1,), ((2, 2),), (2,), (SAME, None)),  # gaps make it 5 wide
+        ((6,), (4,), (3,), (1,), ((1, 1),), (2,), (VALID, [(1, 1)])),
+        ((6,), (2,), (3,), (1,), ((0, 0),), (2,), (VALID, None)),
+        ((6, 6), (6, 4), (3, 3), (1, 1), ((1, 1), (0, 0)), (1, 1), (VALID, [(1, 1), (0, 0)])),
+        ((5,), (3,), (2,), (2,), ((0, 0),), None, (SAME, None)),  # beyond the end, as ceil_mode has it
+        ((4,), (4,), (1,), (1,), ((0, 0),), None, (VALID, None)),
+    ],
+)
+def test_padding_is_the_schemas_own_word_where_that_places_the_windows(
+    sizes, out, kernel, stride, padding, dilation, found
+):
+    assert _window(spatial(stride, padding, dilation), sizes, out, kernel) == found
+
+
+def test_options_are_named_by_their_axis():
+    assert _steps(spatial((2, 3), ()), stride="stride{}") == {"strideH": 2, "strideW": 3}
+    three = spatial((1, 2, 3), (), (4, 5, 6))
+    assert _steps(three, stride="s{}", dilation="{}x") == {"sD": 1, "sH": 2, "sW": 3, "Dx": 4, "Hx": 5, "Wx": 6}
+
+
+@pytest.mark.parametrize(
+    "op, attrs, kind",
+    [
+        ("Relu", {}, "RELU"),
+        ("Relu6", {}, "RELU6"),
+        ("Clamp", {"min": -1.0, "max": 1.0}, "RELU_N1_TO_1"),
+        ("Clamp", {"min": 0.0, "max": None}, "RELU"),
+        ("Clamp", {"min": 0.0, "max": 6.0}, "RELU6"),
+        ("Clamp", {"min": 0.0, "max": 1.0}, "NONE"),  # an operator of its own, which no kernel applies
+        ("Clamp", {"min": 0.0, "max": 5.0}, "NONE"),
+        ("Tanh", {}, "NONE"),
+        ("Erf", {}, "NONE"),
+    ],
+)
+def test_an_activation_has_a_code_where_other_kernels_apply_it(op, attrs, kind):
+    code = getattr(schema.ActivationFunctionType, kind)
+    assert fused_code(Node("n", op, ("x",), ("y",), attrs)) == code
+
+
+def alone_in_codes(op, operands, attrs, result=None, exec="follow"):
+    """An operator in integers, in the numbers of its first operand unless told."""
+    return one(op, operands, result or operands[0], attrs, exec)
+
+
+BORDERS = [((1, 1), (0, 2)), ((0, 1), (1, 0)), ((1, 1), (1, 1))]
+
+
+@pytest.mark.parametrize("border", BORDERS)
+def test_what_lies_around_an_image_of_codes_is_never_the_largest(border, tmp_path):
+    low = torch.full((1, 2, 4, 5), -128)
+    for q in (low, drawn(0, 1, 2, 4, 5)):
+        attrs = {"kernel": (3, 3), "stride": (1, 1), "padding": border, "dilation": (1, 1), "ceil_mode": False}
+        alone_in_codes("MaxPool", [Codes(q, 0.5, 7)], attrs).prove(tmp_path)
+
+
+@pytest.mark.parametrize("value, op", [(0.0, "PAD"), (1.5, "PADV2"), (-40.0, "PADV2")])
+def test_codes_are_padded_with_the_code_of_a_number(value, op, tmp_path):
+    attrs = {"mode": "constant", "value": value, "padding": ((0, 0), (0, 1), (2, 1))}
+    padded = alone_in_codes("Pad", [Codes(drawn(0, 1, 2, 3), 0.5, 7)], attrs)
+    padded.prove(tmp_path, runtimes=("litert_reference",))
+    assert op in written(content(padded.graph, padded.plan))
+    assert padded.simulated("tflite_int8")[0, 2].tolist() == [round(value / 0.5) + 7] * 6
+
+
+def test_a_row_of_codes_is_convolved_as_an_image_of_height_1(tmp_path):
+    attrs = {"stride": (2,), "padding": ((2, 0),), "dilation": (1,), "groups": 1}
+    x, w = Codes(drawn(0, 2, 3, 9), 0.5, 7), Codes(drawn(1, 4, 3, 3), (0.5, 0.25, 0.3, 0.7))
+    result = Codes(x.q, 90.0, -3)
+    alone_in_codes("Conv1D", [x, w, None], attrs, result, "int").prove(tmp_path, runtimes=("litert_reference",))
+
+
+@pytest.mark.parametrize("bits, kind", [(7, "int32"), (8, "int32"), (9, "int64"), (16, "int64")])
+def test_a_layer_of_16_bit_data_has_a_bias_of_64(bits, kind):
+    x, w = Codes(drawn(0, 2, 5, bits=bits), 0.5, 0, bits), Codes(drawn(1, 3, 5), (0.5, 0.25, 0.125))
+    bias = Codes(torch.tensor([1000, -7, 3]), (0.25, 0.125, 0.0625), 0, 40)
+    layer = alone_in_codes("Linear", [x, w, bias], {}, Codes(x.q, 64.0, 0, bits), "int")
+    model = read(content(layer.graph, layer.plan))
+    (held,) = (t for t in model.subgraphs[0].tensors if t.name == b"x2")
+    assert held.type == TYPES[kind] and held.quantization.scale.tolist() == [0.25, 0.125, 0.0625]
+    assert np.frombuffer(model.buffers[held.buffer].data, kind).tolist() == [1000, -7, 3]
+
+
+@pytest.mark.parametrize("bits, kind", [(8, "int32"), (9, "int64"), (16, "int64")])
+def test_a_layer_without_bias_has_one_of_zeros_in_the_scale_of_its_sums(bits, kind):
+    x, w = Codes(drawn(0, 2, 5, bits=bits), 0.5, 0, bits), Codes(drawn(1, 3, 5), (0.5, 0.25, 0.125))
+    layer = alone_in_codes("Linear", [x, w, None], {}, Codes(x.q, 64.0, 0, bits), "int")
+    model = read(content(layer.graph, layer.plan))
+    (g,) = model.subgraphs
+    linear = next(o for o in g.operators if len(o.inputs) == 3)
+    bias = g.tensors[linear.inputs[2]]
+    assert bias.type == TYPES[kind] and bias.quantization.scale.tolist() == [0.25, 0.125, 0.0625]
+    assert bias.quantization.zeroPoint.tolist() == [0, 0, 0] and bias.shape.tolist() == [3]
+    assert not any(model.buffers[bias.buffer].data) and linear.builtinOptions.keepNumDims is False
+
+
+REFUSED_SHAPES = {
+    "a vector": ("MatMul", [(3, 4), (4,)], {}, "an operand is a vector"),
+    "rows that differ": ("GatherElements", [(2, 5, 3), (1, 4, 3)], {"axis": 1}, "it picks from some rows only"),
+    "half a pixel": (
+        "Resize",
+        [(1, 2, 5, 5)],
+        {"mode": "linear", "size": None, "scale": (1.5, 1.5), "align_corners": False},
+        "its factor does not give whole sizes",
+    ),
+    "a volume": ("MaxPool", [(1, 2, 4, 4, 4)], {**pool(2, 2, 2), "dilation": (1, 1, 1)}, "it has three spatial axes"),
+    "means that no SAME has": (
+        "AvgPool",
+        [(1, 2, 6, 6)],
+        pool(3, 3, padding=((0, 0), (1, 1)), count_include_pad=False),
+        "its windows reach beyond what counts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_SHAPES)
+def test_what_the_file_has_no_form_for_is_refused_with_the_reason(name):
+    op, shapes, attrs, words = REFUSED_SHAPES[name]
+    names = [f"x{k}" for k in range(len(shapes))]
+    inputs = [torch.zeros(s, dtype=torch.int64 if k and op == "GatherElements" else None) for k, s in enumerate(shapes)]
+    node = Node("n", op, tuple(names), ("y",), attrs)
+    values = {n: Value(n, tuple(x.shape), str(x.dtype)[6:]) for n, x in zip(names, inputs, strict=True)}
+    values["y"] = Value("y", tuple(execute(node, inputs)[0].shape))
+    with pytest.raises(UnsupportedError, match=f"{op} 'n': {words}"):
+        content(Graph([node], names, ["y"], values, {}), None)
+
+
+def test_codes_are_clipped_only_where_the_schema_has_the_bounds():
+    x = Codes(drawn(0, 2, 5), 0.5, 7)
+    odd = one("Clamp", [x], x, {"min": 0.0, "max": 5.0})
+    with pytest.raises(UnsupportedError, match=r"8-bit clipping to \(0\.0, 5\.0\)"):
+        content(odd.graph, odd.plan)
+    unit = one("Clamp", [x], x, {"min": 0.0, "max": 1.0})
+    assert "RELU_0_TO_1" in written(content(unit.graph, unit.plan))
+
+
+def rounded(per="row", low=-128, high=127, weight=True, op="Linear"):
+    """x -> rounded each time -> a product with stored weights."""
+    nodes = [
+        Node("d", DYNAMIC, ("x",), ("m",), {"per": per, "qmin": low, "qmax": high, "affine": True, "block": 1}),
+        Node("l", op, ("m", "w", None)[: 3 if op == "Linear" else 2], ("y",)),
+    ]
+    values = {n: Value(n, (None, 4)) for n in "xmy"}
+    w = Codes(drawn(1, 4, 4), 0.5)
+    graph = Graph(nodes, ["x"], ["y"], values, {"w": w.reals()})
+    tensors = {"w": TensorPlan(name="w", role="weight", stored=w.stored())} if weight else {}
+    return graph, Plan(tensors=tensors, nodes={"l": NodePlan(name="l", op=op, exec="int")})
+
+
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ({"per": "tensor"}, r"codes -128\.\.127 with a range for each tensor; kernels have -128\.\.127, by row"),
+        ({"low": -127}, r"codes -127\.\.127 with a range for each row"),
+        ({"high": 63}, r"codes -128\.\.63 with"),
+        ({"weight": False}, "only linear layers whose weights are stored round what they read"),
+        ({"op": "MatMul"}, "only linear layers whose weights are stored round what they read"),
+    ],
+)
+def test_data_are_rounded_each_time_as_the_kernel_does_or_not_at_all(how, words):
+    with pytest.raises(UnsupportedError, match=words):
+        content(*rounded(**how))
+
+
+def test_a_product_that_rounds_its_data_reads_floats_and_codes():
+    model = read(content(*rounded()))
+    (g,) = model.subgraphs
+    (linear,) = g.operators
+    x, w, *_ = (g.tensors[k] for k in linear.inputs)
+    assert (x.name, x.type, w.type) == (b"x", TYPES["float32"], TYPES["int8"])
+
+
+def one_operator_of(raw):
+    """The only operator of a file, and the tensors that it reads."""
+    (g,) = read(raw).subgraphs
+    (o,) = g.operators
+    return o, [g.tensors[k] for k in o.inputs if k >= 0]
+
+
+@pytest.mark.parametrize("shape, slopes", [((None, 4), [4]), ((None, 4, 7), [1, 4]), ((None, 4, 5, 6), [1, 1, 4])])
+def test_slopes_have_the_axes_of_a_sample(shape, slopes):
+    """As TensorFlow's converter writes them: the shape of the data without the batch."""
+    node = Node("n", "PRelu", ("x", "w"), ("y",))
+    values = {n: Value(n, shape) for n in "xy"}
+    raw = content(Graph([node], ["x"], ["y"], values, {"w": torch.ones(4)}), None)
+    x, w = one_operator_of(raw)[1]
+    assert w.shape.tolist() == slopes and x.shape.tolist() == [1, *shape[2:], 4]
+
+
+@pytest.mark.parametrize("shape, kept", [((None, 5), False), ((None, 3, 5), True), ((None, 2, 3, 5), True)])
+def test_a_linear_layer_of_rows_keeps_their_axes(shape, kept):
+    node = Node("n", "Linear", ("x", "w", None), ("y",))
+    values = {"x": Value("x", shape), "y": Value("y", (*shape[:-1], 4))}
+    graph = Graph([node], ["x"], ["y"], values, {"w": torch.ones(4, 5)}, data_format="channels_last")
+    linear, (_, w, b) = one_operator_of(content(graph, None))
+    assert linear.builtinOptions.keepNumDims is kept
+    assert w.shape.tolist() == [4, 5] and b.shape.tolist() == [4] and b.type == TYPES["float32"]
+
+
+@pytest.mark.parametrize("sizes, kind", [((2, 2), "SPLIT"), ((1, 3), "SPLIT_V"), ((1, 2, 1), "SPLIT_V")])
+def test_equal_parts_are_a_split_of_their_own(sizes, kind):
+    names = tuple(f"y{k}" for k in range(len(sizes)))
+    node = Node("n", "Split", ("x",), names, {"axis": -1, "sizes": sizes})
+    values = {"x": Value("x", (None, 4))} | {n: Value(n, (None, s)) for n, s in zip(names, sizes, strict=True)}
+    raw = content(Graph([node], ["x"], [*names], values, {}), None)
+    split, _ = one_operator_of(raw)
+    assert written(raw) == [kind] and split.builtinOptions.numSplits == len(sizes) == len(split.outputs)
+
+
+def test_an_image_in_groups_of_one_channel_says_how_many_results_each_channel_has():
+    attrs = {"stride": (1, 2), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 2}
+    node = Node("n", "DepthwiseConv2D", ("x", "w", None), ("y",), attrs)
+    values = {"x": Value("x", (None, 2, 3, 5)), "y": Value("y", (None, 6, 2, 2))}
+    raw = content(Graph([node], ["x"], ["y"], values, {"w": torch.ones(6, 1, 2, 2)}), None)
+    conv, (x, w, b) = one_operator_of(raw)
+    made = conv.builtinOptions
+    assert (made.depthMultiplier, made.strideH, made.strideW, made.padding) == (3, 1, 2, VALID)
+    assert x.shape.tolist() == [1, 3, 5, 2] and w.shape.tolist() == [1, 2, 2, 6] and b.shape.tolist() == [6]
+
+
+def test_what_is_picked_along_the_last_axis_needs_no_transposition():
+    for name, kinds in (
+        ("gather of the last", ["GATHER"]),
+        ("gather of rows", ["TRANSPOSE"] * 2 + ["GATHER", "TRANSPOSE"]),
+    ):
+        assert written(content(alone(name)[0], None)) == kinds

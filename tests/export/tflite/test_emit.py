@@ -1,0 +1,242 @@
+"""What an operator is written with: tensors of codes or of floats, weights as constants of the type that holds them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from chipfit.export.tflite.emit import Emitter, Refusal, code_type
+from chipfit.export.tflite.file import INT4, TYPES
+from chipfit.graph.ir import OPAQUE, Graph, Node, Value
+from chipfit.plan.record import NodePlan, Plan, TensorPlan
+from chipfit.quantizers.grids import Grid, all_codes
+from chipfit.quantizers.stored import Stored
+
+FLOAT, INT8, INT32, INT64 = (TYPES[k] for k in ("float32", "int8", "int32", "int64"))
+WEIGHT = torch.tensor([[1.0, -2.0, 0.5, 3.0], [4.0, 5.0, -6.0, 7.0]])
+LINEAR = Node("n", "Linear", ("x", "w", None), ("y",), layer="head")
+
+
+def stored(scale=0.5, zero=0, bits=8, axis=None, per="tensor") -> Stored:
+    low, high = all_codes(bits, True)
+    scale = torch.tensor(scale)
+    points = torch.full_like(scale, zero, dtype=torch.int32)
+    grid = Grid(bits=bits, qmin=low, qmax=high, zero="any", per="channel" if scale.dim() == 1 else per)
+    return Stored(format="f", grid=grid, scale=scale, zero_point=points, axis=axis)
+
+
+def emitter(exec="int", weight=None, edges=(), integer=False, batch=None, **values) -> Emitter:
+    """A linear layer at hand, with the inputs open along the batch, and what is stored of them."""
+    graph = Graph([LINEAR], ["x"], ["y"], {"x": Value("x", (None, 4)), "y": Value("y", (None, 2))}, {"w": WEIGHT})
+    tensors = {v: TensorPlan(name=v, role="activation", stored=s) for v, s in values.items()}
+    if weight is not None:
+        tensors["w"] = TensorPlan(name="w", role="weight", stored=weight)
+    nodes = {"n": NodePlan(name="n", op="Linear", exec=exec)} if exec else {}
+    plan = Plan(tensors=tensors, nodes=nodes, float_edges=frozenset(edges))
+    w = Emitter(graph, plan, {"x": (3, 4), "y": (3, 2)}, batch)
+    w.begin(LINEAR, "FULLY_CONNECTED", integer)
+    return w
+
+
+def held(w: Emitter, index: int) -> np.ndarray:
+    """What a constant holds."""
+    t, names = w.tensors[index], {code: name for name, code in TYPES.items()}
+    return np.frombuffer(w._buffers[t.buffer].data, names[t.type]).reshape(t.shape)
+
+
+def kinds(w: Emitter) -> int:
+    """How many operators there are so far."""
+    return len(w.operators)
+
+
+def test_no_operator_is_at_hand_in_the_beginning_and_the_next_one_is_plain_unless_told():
+    w = Emitter(Graph([], [], [], {}, {}), Plan(), {}, None)
+    assert (w.kind, w.integer, w.fused, w.moment) == ("", False, 0, set())
+    w.begin(LINEAR, "FULLY_CONNECTED", True, 3)
+    assert (w.node, w.kind, w.integer, w.fused, w.stem) == (LINEAR, "FULLY_CONNECTED", True, 3, "n")
+    w.begin(LINEAR)
+    assert (w.kind, w.integer, w.fused) == ("", False, 0)
+
+
+def test_a_refusal_names_the_operator_as_the_user_knows_it():
+    w = emitter()
+    for node, words in (
+        (LINEAR, "Linear 'head'"),
+        (Node("o", OPAQUE, (), (), {"target": "aten.foo"}), "aten.foo 'o'"),
+    ):
+        with pytest.raises(Refusal) as e:
+            w.refuse(node, "it is odd")
+        assert e.value.args == (words, "it is odd")
+
+
+def test_sizes_are_open_where_nobody_fixes_the_batch():
+    assert emitter().open_shape("x") == [-1, 4] and emitter(batch=3).open_shape("x") == [3, 4]
+    assert emitter().shape("x") == (3, 4) and emitter().shape("w") == (2, 4)
+
+
+def test_an_operand_is_read_in_codes_or_floats_and_made_float_once():
+    codes = stored(0.25, 3)
+    w = emitter()
+    plain = w.tensor("x", (3, 4), FLOAT)
+    assert w.read("x") == plain and w.raw_name("x") == "x" and w.reads(LINEAR.with_(inputs=("x", None))) == [plain]
+    w = emitter(x=codes, integer=True)
+    x = w.tensor("x", (3, 4), INT8)
+    assert w.read("x") == x and not w.operators and w.raw_name("x") == "x/float"
+    w = emitter(x=codes)
+    x, raw = w.tensor("x", (3, 4), INT8), w.tensor("x/float", (3, 4), FLOAT)
+    real = w.read("x")
+    assert real not in (x, raw) and w.read("x") == real and kinds(w) == 1
+    t = w.tensors[real]
+    assert t.type == FLOAT and t.shapeSignature.tolist() == [-1, 4] and t.name == b"x/dequantized"
+    assert (w.operators[0].inputs.tolist(), w.operators[0].outputs.tolist()) == ([x], [real])
+    w = emitter(x=codes, edges=[("x", "n")])
+    w.tensor("x", (3, 4), INT8)
+    raw = w.tensor("x/float", (3, 4), FLOAT)
+    assert w.read("x") == raw and not w.operators
+
+
+def test_a_weight_in_codes_has_their_numbers_along_the_first_axis_unless_told():
+    w = emitter(weight=stored([0.5, 0.25], axis=0), integer=True)
+    t = w.tensors[k := w.weight("w")]
+    assert t.type == INT8 and t.name == b"w" and held(w, k).tolist() == [[2, -4, 1, 6], [16, 20, -24, 28]]
+    assert t.quantization.scale.tolist() == [0.5, 0.25] and t.quantization.zeroPoint.tolist() == [0, 0]
+    assert t.quantization.quantizedDimension == 0
+    w = emitter(weight=stored([0.5, 0.25], axis=0), integer=True)
+    t = w.tensors[w.weight("w", np.transpose, 1)]
+    assert t.shape.tolist() == [4, 2] and t.quantization.quantizedDimension == 1
+    w = emitter(weight=stored(0.5, 3), integer=True)
+    t = w.tensors[k := w.weight("w", np.transpose, 1)]
+    assert t.quantization.quantizedDimension == 0 and t.quantization.zeroPoint.tolist() == [3]
+    assert held(w, k)[:, 0].tolist() == [5, -1, 4, 9] and t.quantization.scale.tolist() == [0.5]
+    t = emitter(weight=stored(0.5, 3), integer=True)
+    given = t.tensors[t.weight("w", scale=np.float32([0.125]))].quantization
+    assert given.scale.tolist() == [0.125] and given.zeroPoint.tolist() == [3]
+
+
+def test_every_channel_keeps_its_own_zero_point():
+    each = replace(stored([0.5, 0.25], axis=0), zero_point=torch.tensor([1, -2], dtype=torch.int32))
+    w = emitter(weight=each, integer=True)
+    assert w.tensors[w.weight("w")].quantization.zeroPoint.tolist() == [1, -2]
+
+
+def test_a_weight_that_is_stored_in_float_or_read_before_its_codes_is_written_as_it_is():
+    for w in (emitter(), emitter(weight=stored(0.7), edges=[("w", "n")], integer=True)):
+        assert np.array_equal(held(w, w.weight("w")), WEIGHT.numpy()) and not w.operators
+
+
+@pytest.mark.parametrize(
+    "exec, zero, codes", [("float", 0, True), ("float", 3, False), ("int", 0, False), (None, 0, False)]
+)
+def test_codes_of_a_layer_in_float_stay_codes_where_it_was_planned_so_and_zero_is_their_zero(exec, zero, codes):
+    """Then a DEQUANTIZE lies between, one for all readers; else the numbers that they stand for are written."""
+    w = emitter(exec, stored(0.7, zero))
+    k, again = w.weight("w"), w.weight("w")
+    assert k == again and kinds(w) == int(codes) and w.tensors[k].type == FLOAT
+    if codes:
+        (op,) = w.operators
+        assert op.outputs.tolist() == [k] and w.tensors[op.inputs[0]].type == INT8
+        assert w.tensors[k].shape.tolist() == [2, 4] and w.tensors[k].name == b"w/dequantized"
+        assert held(w, op.inputs[0])[0].tolist() == [1, -3, 1, 4]
+    else:
+        want = (np.rint(WEIGHT.numpy() / np.float32(0.7)) * np.float32(0.7)).astype(np.float32)
+        assert np.array_equal(held(w, k), want)
+
+
+def test_codes_meet_data_that_the_kernel_rounds_itself():
+    w = emitter("float", stored(0.5, 0))
+    w.moment.add("x")
+    assert w.tensors[w.weight("w")].type == INT8 and not w.operators
+    w = emitter("int", stored(0.5, 3))
+    w.moment.add("x")
+    assert w.tensors[w.weight("w")].type == INT8
+
+
+@pytest.mark.parametrize(
+    "most, wide, kind",
+    [(2**31 - 1, False, INT32), (2**31, False, INT64), (2**31 + 5, False, INT64), (7, False, INT32), (7, True, INT64)],
+)
+def test_a_wide_bias_lies_in_32_bits_where_its_codes_fit_and_the_kernel_wants_that(most, wide, kind):
+    bias = torch.tensor([most, -3.0], dtype=torch.float64)
+    w = emitter(integer=True)
+    w.graph.weights["b"] = bias
+    w.plan.tensors["b"] = TensorPlan(name="b", role="bias", stored=stored(1.0, bits=40))
+    k = w.weight("b", wide=wide)
+    assert w.tensors[k].type == kind and held(w, k).tolist() == [most, -3]
+    if wide:
+        assert w.tensors[w.weight("b")].type == INT64  # unless told
+
+
+def test_a_wide_bias_of_nothing_is_wide():
+    w = emitter(integer=True)
+    w.graph.weights["b"] = torch.zeros(0)
+    w.plan.tensors["b"] = TensorPlan(name="b", role="bias", stored=stored(1.0, bits=40))
+    assert w.tensors[w.weight("b", wide=False)].type == INT64
+
+
+def test_a_weight_that_nobody_knows_is_refused():
+    with pytest.raises(Refusal) as e:
+        emitter().weight("x")
+    assert e.value.args == ("Linear 'head'", "its weight is computed at run time")
+
+
+def blocks(scale=((0.5, 0.25), (1.0, 0.125)), zero=0, bits=4, axis=1) -> Stored:
+    return stored([list(row) for row in scale], zero, bits, axis, "block")
+
+
+def test_a_matrix_in_blocks_has_their_scales_beside_it():
+    w = emitter(weight=blocks())
+    w.moment.add("x")
+    k = w.weight("w")
+    t = w.tensors[k]
+    assert t.type == INT4 and t.name == b"w" and t.quantization.details.blockSize == 2
+    assert t.quantization.details.zeroPoints == -1
+    scales = w.tensors[t.quantization.details.scales]
+    assert scales.type == TYPES["float16"] and scales.name == b"w/scales"
+    assert held(w, t.quantization.details.scales).tolist() == [[0.5, 0.25], [1.0, 0.125]]
+    packed = w._buffers[t.buffer].data  # 2 -4 2 7 | 4 5 -8 7, the first of two in the low half
+    assert list(packed) == [0xC2, 0x72, 0x54, 0x78]
+
+
+@pytest.mark.parametrize(
+    "weight, words",
+    [
+        (blocks(((0.5,) * 4,), axis=0), "blocks of 4 bits along axis 0; kernels have"),
+        (blocks(bits=3), "blocks of 3 bits along axis 1; kernels have"),
+        (blocks(bits=5), "blocks of 5 bits along axis 1; kernels have"),
+        (blocks(zero=1), "without zero points"),
+        (blocks(((0.5, 0.25), (1.0, 0.3))), "scales of blocks up to 1 that do not fit 16 bits"),
+        (
+            blocks(((0.5, 0.25), (1.0, 2.0**17))),
+            "scales of blocks up to 131072 that do not fit",
+        ),  # float16 ends at 65504
+        (blocks(((0.5, 0.25), (1.0, 1 + 2.0**-9))), "do not fit 16 bits"),  # a bfloat16 has 8 bits
+    ],
+)
+def test_other_blocks_are_refused(weight, words):
+    w = emitter(weight=weight)
+    w.moment.add("x")
+    with pytest.raises(Refusal) as e:
+        w.weight("w")
+    assert words in e.value.args[1]
+
+
+def test_blocks_are_taken_only_where_data_are_rounded_each_time():
+    with pytest.raises(Refusal, match="only linear layers that round their data each time"):
+        emitter(weight=blocks(), integer=True).weight("w")
+
+
+def test_a_blocks_axis_beyond_the_matrix_is_refused():
+    cube = replace(blocks(), scale=torch.ones(2, 4, 1), zero_point=torch.zeros(2, 4, 1, dtype=torch.int32), axis=2)
+    w = emitter(weight=cube)
+    w.graph.weights["w"] = torch.ones(2, 4, 4)
+    w.moment.add("x")
+    with pytest.raises(Refusal, match="along axis 2"):
+        w.weight("w")
+
+
+@pytest.mark.parametrize("role", ["bias", "activation"])
+def test_what_is_stored_in_nothing_counts_as_32_bits(role):
+    assert code_type(TensorPlan(name="t", role=role)) == INT32

@@ -1,0 +1,378 @@
+"""The file as a whole: what it refuses and in which words, what it says of itself, what runs in integers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ai_edge_litert import schema_py_generated as schema
+from ai_edge_litert.interpreter import Interpreter, OpResolverType
+
+from chipfit.errors import ExportError, UnsupportedError
+from chipfit.export.tflite.file import TYPES
+from chipfit.export.tflite.writer import _sizes, content, export_tflite
+from chipfit.graph.ir import Graph, Node, Value
+from chipfit.plan.record import NodePlan, Plan, TensorPlan
+from chipfit.quantizers.grids import Grid, all_codes
+from chipfit.quantizers.stored import Stored
+from tests.export.test_ends import Table
+
+FLOAT, INT8 = TYPES["float32"], TYPES["int8"]
+CONV = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 1}
+
+
+def network(*nodes: Node, weights=None, outputs=None, **more) -> Graph:
+    """Values by name, with their shapes and perhaps a dtype; what no node makes goes in, the last result comes out."""
+    framework = more.pop("framework", "torch")
+    values = {n: Value(n, *(v if isinstance(v[0], tuple) else (v,))) for n, v in more.items()}
+    made = {o for n in nodes for o in n.outputs}
+    inputs = [v for v in values if v not in made]
+    return Graph(
+        [*nodes], inputs, outputs or [nodes[-1].output], values, weights or {}, framework=framework,
+        data_format="channels_last" if framework == "keras" else "channels_first",
+    )  # fmt: skip
+
+
+def node(op: str, reads: str, gives: str, **attrs: Any) -> Node:
+    return Node(f"n_{gives[0]}", op, tuple(reads), tuple(gives), attrs)
+
+
+def read(raw: bytes) -> Any:
+    return schema.ModelT.InitFromObj(schema.Model.GetRootAs(raw, 0))
+
+
+def tensors(raw: bytes) -> dict[str, Any]:
+    return {t.name.decode(): t for t in read(raw).subgraphs[0].tensors}
+
+
+def operators(raw: bytes) -> list[str]:
+    model, names = read(raw), {v: k for k, v in vars(schema.BuiltinOperator).items()}
+    return [names[model.operatorCodes[o.opcodeIndex].builtinCode] for o in model.subgraphs[0].operators]
+
+
+def entry(raw: bytes, name: str) -> bytes:
+    model = read(raw)
+    (found,) = (m for m in model.metadata if m.name == name.encode())
+    return bytes(model.buffers[found.buffer].data)
+
+
+def computed(raw: bytes, *inputs: np.ndarray) -> np.ndarray:
+    """What LiteRT's reference kernels make of a file of one output."""
+    interpreter = Interpreter(model_content=raw, experimental_op_resolver_type=OpResolverType.BUILTIN_REF)
+    for d, x in zip(interpreter.get_input_details(), inputs, strict=True):
+        interpreter.resize_tensor_input(d["index"], x.shape)
+    interpreter.allocate_tensors()
+    for d, x in zip(interpreter.get_input_details(), inputs, strict=True):
+        interpreter.set_tensor(d["index"], x)
+    interpreter.invoke()
+    return interpreter.get_tensor(interpreter.get_output_details()[0]["index"])
+
+
+def stored(name: str, scale=0.5, zero=0, bits=8, signed=True, role="activation", **grid: Any) -> TensorPlan:
+    low, high = all_codes(bits, signed)
+    grid = Grid(**{"bits": bits, "qmin": low, "qmax": high, "zero": "any", **grid})
+    numbers = {"scale": torch.tensor(scale), "zero_point": torch.tensor(zero, dtype=torch.int32)}
+    return TensorPlan(name=name, role=role, stored=Stored(format="f8", grid=grid, **numbers))
+
+
+RELU = network(node("Relu", "x", "y"), x=(None, 4), y=(None, 4))
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("shape", [(None, None), (None, 3, None), (2, None, 4)])
+def test_sizes_beside_the_batch_are_known(shape):
+    graph = network(node("Relu", "x", "y"), x=shape, y=shape)
+    with pytest.raises(UnsupportedError, match="one size of everything but the batch") as e:
+        content(graph, None)
+    assert f"'x' {list(shape)}" in str(e.value) and "pad, cut or resize" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "grid, why",
+    [
+        ({"signed": False}, "the file holds signed integers only"),
+        ({"kind": "log", "table": (-1.0, 0.0, 1.0)}, "the file holds signed integers only"),
+        ({"per": "row"}, "the file has no scales per row"),
+    ],
+)
+def test_what_the_file_cannot_store_is_named_with_its_format(grid, why):
+    plan = Plan(tensors={"x": stored("x", **grid), "y": TensorPlan(name="y", role="activation")})
+    with pytest.raises(UnsupportedError) as e:
+        content(RELU, plan)
+    assert f"Got: tensor 'x' (f8): {why}." in str(e.value)
+    content(RELU, Plan(tensors={"x": stored("x"), "w": stored("w", per="channel")}))
+
+
+def test_reasons_are_told_once_each_for_all_that_they_concern():
+    plan = Plan(tensors={n: stored(n, signed=n not in "ab", per="row" if n == "c" else "tensor") for n in "abcd"})
+    with pytest.raises(UnsupportedError) as e:
+        content(RELU, plan)
+    first, second = (
+        "tensor 'a' (f8), tensor 'b' (f8): the file holds signed",
+        "integers only; tensor 'c' (f8): the file has",
+    )
+    assert f"{first} {second} no scales per row" in str(e.value)
+    assert str(e.value).rstrip(".").endswith("quantize for a platform such as tflite_int8")
+
+
+def test_a_value_of_a_type_that_the_file_has_not_is_named():
+    graph = network(node("Relu", "x", "y"), x=((None, 4), "bfloat16"), y=((None, 4), "bfloat16"))
+    with pytest.raises(UnsupportedError, match=r"value 'x', value 'y': the file has no type bfloat16"):
+        content(graph, None)
+
+
+def test_a_model_that_takes_no_such_batch_says_so():
+    graph = network(node("Reshape", "x", "y", shape=(2, 6)), x=(None, 4), y=(2, 6))
+    assert tensors(content(graph, None, batch=3))["y"].shape.tolist() == [2, 6]
+    with pytest.raises(ExportError, match="does not run on a batch of 2: .*choose another `batch`"):
+        content(graph, None, batch=2)
+
+
+# ---------------------------------------------------------------- the batch
+
+
+def transposed(**more) -> Graph:
+    attrs = {**CONV, "stride": (2, 2), "output_padding": (0, 0)}
+    made = Node("n_y", "TransposeConv2D", ("x", "w", None), ("y",), attrs)
+    return network(made, x=(None, 3, 2, 2), y=(None, 4, 4, 4), weights={"w": torch.ones(3, 4, 2, 2)}, **more)
+
+
+def test_the_batch_stays_open_unless_given_or_an_operator_fixes_it_at_one():
+    def batch(graph, **how):
+        t = tensors(content(graph, None, **how))["x"]
+        return t.shape[0], None if t.shapeSignature is None else t.shapeSignature[0]
+
+    assert batch(RELU) == (1, -1) and batch(RELU, batch=5) == (5, None)
+    assert batch(transposed()) == (1, None) and batch(transposed(), batch=2) == (2, None)
+    assert operators(content(transposed(), None)) == ["TRANSPOSE_CONV"]
+    expanded = network(
+        node("Size", "x", "n", axis=0), Node("n_v", "Expand", ("t", "n"), ("v",), {"shape": (None, 4)}),
+        node("Add", "xv", "y"), x=(None, 4), t=(1, 4), n=((), "int"), v=(None, 4), y=(None, 4),
+    )  # fmt: skip
+    assert batch(expanded) == (1, None) and batch(expanded, batch=2) == (2, None)
+    got = computed(content(expanded, None, batch=2), np.ones((2, 4), np.float32), X)
+    assert got.tolist() == (np.ones((2, 4)) + X).tolist()
+
+
+def test_samples_are_compared_only_where_their_number_is_given():
+    graph = transposed()
+    graph.values["z"] = Value("z", (None, None))
+    with pytest.raises(UnsupportedError, match=r"compares samples with each other.*Got: z\. Try: pass `batch`"):
+        content(graph, None)
+    graph.values.update({f"z{k}": Value(f"z{k}", (None, None)) for k in range(9)})
+    with pytest.raises(UnsupportedError, match=r"Got: z, z0, z1, z2, z3, z4, z5, z6\. "):
+        content(graph, None)
+
+
+# ---------------------------------------------------------------- what the file says of itself
+
+
+@pytest.mark.parametrize(
+    "framework, shape, kind, color",
+    [
+        ("torch", (None, 3, 8, 9), 2, 1),
+        ("torch", (None, 1, 3, 3), 2, 2),
+        ("torch", (3, 5, 1, 3), 1, None),
+        ("torch", (None, 3, 8), 1, None),
+        ("torch", (None, 5), 1, None),
+        ("torch", (None, 3, 4, 4, 4), 1, None),
+        ("keras", (None, 8, 9, 3), 2, 1),
+        ("keras", (None, 3, 1, 5), 1, None),
+    ],
+)
+def test_an_image_is_described_by_its_channels(framework, shape, kind, color):
+    graph = network(node("Relu", "x", "y"), x=shape, y=shape, framework=framework)
+    raw = entry(content(graph, None, mean=0.5, std=2.0), "TFLITE_METADATA")
+    (unit,) = Table(raw, int.from_bytes(raw[:4], "little")).tables(3)
+    (x,), (y,) = unit.tables(2), unit.tables(3)
+    assert x.text(0) == "x" and x.table(3).byte(0) == kind and y.table(3).byte(0) == 1
+    assert color is None or x.table(3).table(1).byte(0) == color
+
+
+def test_there_are_no_notes_for_apps_where_nothing_is_noted():
+    assert [m.name for m in read(content(RELU, None)).metadata] == [b"chipfit"]
+
+
+def test_the_file_says_how_values_lie_and_where_their_batch_is():
+    conv = Node("n_v", "Conv2D", ("x", "w", None), ("v",), CONV)
+    weights = {"w": torch.ones(4, 3, 1, 1)}
+    graph = network(
+        conv, node("Mean", "v", "m", axes=(2, 3), keepdims=False), node("Transpose", "m", "t", perm=(1, 0)),
+        node("Sum", "m", "s", axes=(0,), keepdims=False),
+        x=(None, 3, 5, 6), v=(None, 4, 5, 6), m=(None, 4), t=(4, None), s=(4,), weights=weights, outputs=[*"vmts"],
+    )  # fmt: skip
+    plan = Plan(platform="chip", provenance={"seed": 7})
+    said = json.loads(entry(content(graph, plan), "chipfit"))
+    assert said["platform"] == "chip" and said["provenance"] == {"seed": 7}
+    assert said["inputs"] == [[0, 2, 3, 1]] and said["forms"]["x"] == said["forms"]["v"] == [0, 2, 3, 1]
+    assert said["outputs"] == [[[0, 2, 3, 1], 0], [None, 0], [None, 1], [None, 0]]
+    assert said["batch_axis"] == {"x": 0, "v": 0, "m": 0, "t": 1}
+    whole = content(graph, plan, keep_layout=True)
+    said = json.loads(entry(whole, "chipfit"))
+    assert said["inputs"] == [None] and said["outputs"][0] == [None, 0]
+    assert tensors(whole)["x"].shape.tolist() == [1, 3, 5, 6] and operators(whole)[0] == "TRANSPOSE"
+
+
+def test_all_tensors_of_a_value_are_noted():
+    plan = Plan(tensors={"x": stored("x")}, nodes={"n_y": NodePlan(name="n_y", op="Relu")})
+    said = json.loads(entry(content(RELU, plan), "chipfit"))
+    assert said["batch_axis"] == dict.fromkeys(["x", "x/float", "x/dequantized", "y"], 0)
+
+
+def test_a_constant_that_comes_out_is_a_copy():
+    held = {"w": torch.tensor([[1.5, -2.0, 0.25]])}
+    graph = network(node("Relu", "x", "y"), x=(None, 4), y=(None, 4), weights=held, outputs=["w"])
+    raw = content(graph, None)
+    assert operators(raw)[-1] == "RESHAPE" and tensors(raw)["w/output"].shape.tolist() == [1, 3]
+    got = computed(raw, np.zeros((1, 4), np.float32))
+    assert got.tolist() == [[1.5, -2.0, 0.25]]
+
+
+def test_a_file_appears_whole(tmp_path):
+    path = export_tflite(RELU, None, tmp_path / "m.tflite")
+    assert path == tmp_path / "m.tflite" and path.read_bytes() == content(RELU, None)
+
+
+# ---------------------------------------------------------------- integers or floats
+
+
+def grouped(*acts: Node, exec="int", **more) -> tuple[Graph, Plan]:
+    """x * x, and what is fused behind it; x and the result in halves."""
+    last = acts[-1].output if acts else "v"
+    values = dict.fromkeys(["x", "v", *(a.output for a in acts)], (None, 4))
+    graph = network(node("Mul", "xx", "v"), *acts, **values)
+    tensors_ = {n: stored(n) for n in ("x", last)}
+    names = tuple(n.name for n in graph.nodes)
+    plan = Plan(tensors=tensors_, nodes={n.name: NodePlan(name=n.name, op=n.op, exec=exec) for n in graph.nodes})
+    return graph, replace(plan, groups=(names,) if len(names) > 1 else (), **more)
+
+
+X = np.array([[-2.0, 1.0, 3.0, 0.0]], np.float32)
+SIX, FOUR = node("Relu6", "v", "y"), node("Clamp", "y", "z", min=None, max=4.0)
+
+
+@pytest.mark.parametrize("exec", ["int", "float"])
+@pytest.mark.parametrize(
+    "acts, written, want",
+    [
+        ((), ["MUL"], [4, 1, 9, 0]),
+        ((SIX,), ["MUL"], [4, 1, 6, 0]),
+        ((SIX, node("Relu", "y", "z")), ["MUL", "RELU6", "RELU"], [4, 1, 6, 0]),
+        ((node("Clamp", "v", "y", min=-1.0, max=1.0),), ["MUL"], [1, 1, 1, 0]),
+        ((node("Relu", "v", "y"), node("Relu6", "y", "z")), ["MUL", "RELU", "RELU6"], [4, 1, 6, 0]),
+    ],
+)
+def test_an_activation_is_the_kernels_own_where_it_is_the_only_one(exec, acts, written, want):
+    graph, plan = grouped(*acts, exec=exec)
+    raw = content(graph, plan)
+    assert [op for op in operators(raw) if "QUANTIZE" not in op] == written
+    assert computed(raw, X).tolist() == [want]
+    made = tensors(raw)
+    model = read(raw)
+    product = next(o for o in model.subgraphs[0].operators if o.builtinOptionsType == schema.BuiltinOptions.MulOptions)
+    kinds = {model.subgraphs[0].tensors[k].type for k in (*product.inputs, *product.outputs)}
+    assert kinds == ({INT8} if exec == "int" else {FLOAT})
+    assert ("v/inner" in made) is (len(acts) > 1)
+
+
+def test_a_bound_that_no_kernel_applies_is_written_in_floats_with_the_kernel():
+    graph, plan = grouped(node("Clamp", "v", "y", min=None, max=4.0), exec="float")
+    raw = content(graph, plan)
+    assert [op for op in operators(raw) if "QUANTIZE" not in op] == ["MUL", "MINIMUM"]
+    assert computed(raw, X).tolist() == [[4, 1, 4, 0]]
+
+
+def in_codes(graph: Graph, plan: Plan, option: str = "") -> bool:
+    """Whether the first operator that is no quantizer reads codes."""
+    model = read(content(graph, plan))
+    first = next(
+        o for o, name in zip(model.subgraphs[0].operators, operators(content(graph, plan))) if "QUANT" not in name
+    )
+    return model.subgraphs[0].tensors[first.inputs[0]].type == INT8
+
+
+def test_an_operator_is_written_in_integers_where_everything_that_it_takes_and_makes_is_codes():
+    graph, plan = grouped()
+    assert in_codes(graph, plan)
+    assert not in_codes(graph, replace(plan, nodes={}))
+    assert not in_codes(graph, replace(plan, nodes={"n_v": NodePlan(name="n_v", op="Mul", exec="float")}))
+    for name in "xv":
+        assert not in_codes(graph, replace(plan, tensors={n: t for n, t in plan.tensors.items() if n != name}))
+    tanh = node("Tanh", "v", "y")
+    assert not in_codes(*grouped(tanh)) and in_codes(*grouped(SIX))
+    sine = network(node("Sin", "x", "v"), x=(None, 4), v=(None, 4))
+    assert not in_codes(sine, Plan(tensors=plan.tensors, nodes={"n_v": NodePlan(name="n_v", op="Sin", exec="int")}))
+
+
+def test_what_another_operator_reads_before_its_codes_is_made_in_float():
+    graph, plan = grouped()
+    graph.nodes.append(node("Sin", "v", "s"))
+    graph.values["s"] = Value("s", (None, 4))
+    graph.outputs = ["s"]
+    assert in_codes(graph, plan)
+    early = replace(plan, float_edges=frozenset({("v", "n_s")}))
+    assert not in_codes(graph, early)
+    got = computed(content(graph, replace(early, tensors={n: stored(n, 3.0) for n in "xv"})), X)
+    np.testing.assert_allclose(got, np.sin(np.float32([[9.0, 0.0, 9.0, 0.0]])), atol=1e-6)  # -2 and 3 are steps of 3
+
+
+@pytest.mark.parametrize("scale, codes", [(0.5, True), (0.25, False)])
+def test_codes_are_moved_where_both_ends_have_one_set_of_numbers(scale, codes):
+    graph = network(node("Transpose", "x", "v", perm=(1, 0)), x=(2, 4), v=(4, 2))
+    plan = Plan(
+        tensors={"x": stored("x"), "v": stored("v", scale)},
+        nodes={"n_v": NodePlan(name="n_v", op="Transpose", exec="follow")},
+    )
+    assert in_codes(graph, plan) is codes
+    assert computed(content(graph, plan), np.repeat(X, 2, 0)).tolist() == [[v, v] for v in X[0]]
+
+
+def test_parts_are_moved_as_codes_where_all_have_the_numbers_of_the_whole():
+    split = Node("n_v", "Split", ("x",), ("v", "u"), {"axis": 1, "sizes": (2, 2)})
+    graph = network(split, x=(None, 4), v=(None, 2), u=(None, 2), outputs=["v", "u"])
+    nodes = {"n_v": NodePlan(name="n_v", op="Split", exec="follow")}
+    for scale, codes in ((0.5, True), (0.25, False)):
+        plan = Plan(tensors={"x": stored("x"), "v": stored("v"), "u": stored("u", scale)}, nodes=nodes)
+        model = read(content(graph, plan))
+        kinds = {t.name: t.type for t in model.subgraphs[0].tensors}
+        assert kinds[b"u"] == INT8 and (b"u/float" in kinds) is not codes and (b"v/float" in kinds) is not codes
+
+
+# ---------------------------------------------------------------- composites
+
+
+def test_a_composite_is_written_by_simple_operators_of_its_own_sizes():
+    x, w, b = torch.tensor([[1.0, 2.0, 4.0, 9.0], [0.0, -3.0, 3.0, 8.0]]), torch.arange(4.0), torch.ones(4)
+    norm = Node("n_y", "LayerNorm", ("x", "w", "b"), ("y",), {"normalized_shape": (4,), "eps": 1e-5})
+    graph = network(norm, x=(None, 4), y=(None, 4), weights={"w": w, "b": b})
+    want = torch.nn.functional.layer_norm(x, (4,), w, b)
+    raw = content(graph, None)
+    np.testing.assert_allclose(computed(raw, x.numpy()), want.numpy(), atol=1e-5)
+    assert "MEAN" in operators(raw) and tensors(raw)["y"].shapeSignature.tolist() == [-1, 4]
+
+
+def test_groups_of_a_transposed_convolution_are_written_one_by_one():
+    x, w = torch.arange(16.0).reshape(2, 4, 1, 2), torch.linspace(-1, 1, 48).reshape(4, 3, 2, 2)
+    attrs = {**CONV, "groups": 2, "stride": (2, 2), "output_padding": (0, 0)}
+    made = Node("n_y", "TransposeConv2D", ("x", "w", None), ("y",), attrs)
+    graph = network(made, x=(None, 4, 1, 2), y=(None, 6, 2, 4), weights={"w": w})
+    raw = content(graph, None, batch=2)
+    assert operators(raw).count("TRANSPOSE_CONV") == 2
+    want = torch.nn.functional.conv_transpose2d(x, w, stride=2, groups=2)
+    got = computed(raw, x.permute(0, 2, 3, 1).contiguous().numpy())
+    np.testing.assert_allclose(got, want.permute(0, 2, 3, 1).numpy(), atol=1e-4)
+    held = tensors(raw)
+    assert all(t.shape[0] == 2 for t in held.values() if t.buffer == 0 and len(t.shape) == 4)
+
+
+def test_sizes_nobody_knows_are_those_of_an_example_or_one():
+    graph = network(node("Relu", "x", "y"), x=(None, 4), y=(None, 4))
+    graph.values["x"] = Value("x", (None, None))
+    assert _sizes(graph, 3) == {"x": (3, 1), "y": (3, 1)}
+    graph.example = (torch.zeros(9, 5),)
+    assert _sizes(graph, 3) == {"x": (3, 5), "y": (3, 5)}
