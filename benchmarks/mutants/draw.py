@@ -141,12 +141,15 @@ def draw(seed: int, count: int) -> Drawn:
         if ast.dump(ast.parse(text)) == ast.dump(ast.parse(source)):
             out.excluded["the same program"] += 1
             continue
+        if _meaning(text) == _meaning(source):
+            out.excluded["which arguments need their names"] += 1
+            continue
         if _same_comparison(source, text):
             out.excluded["words compared by order or identity, small numbers by identity"] += 1
             continue
         diff = _diff(file, source, text)
-        changed = [x[1:].strip() for x in diff.splitlines() if x.startswith(("-", "+")) and x[:3] not in ("---", "+++")]
-        if (file, *changed) in known:
+        changed = [x[1:] for x in diff.splitlines() if x.startswith(("-", "+")) and x[:3] not in ("---", "+++")]
+        if (file, *map(_tight, changed)) in known:
             out.excluded["listed in equivalent.yaml with a reason"] += 1
             continue
         line = next(k for k, (a, b) in enumerate(_lines(source, text), 1) if a != b)
@@ -269,7 +272,22 @@ def _equivalent() -> frozenset[tuple[str, ...]]:
     for e in entries:
         if not e.get("why"):
             raise OutOfDate(f"equivalent.yaml: no reason for {e}")
-    return frozenset((e["file"], e["old"].strip(), e["new"].strip()) for e in entries)
+    return frozenset((e["file"], _tight(e["old"]), _tight(e["new"])) for e in entries)
+
+
+def _tight(line: str) -> str:
+    return "".join(line.split())
+
+
+def _meaning(source: str) -> str:
+    """A program, whatever stars its signatures have."""
+    tree = ast.parse(source)
+    for n in ast.walk(tree):
+        if isinstance(n, ast.arguments):
+            named = [*n.posonlyargs, *n.args, *n.kwonlyargs]
+            defaults = [*n.defaults, *(d for d in n.kw_defaults if d is not None)]
+            n.posonlyargs, n.args, n.kwonlyargs, n.defaults, n.kw_defaults = [], named, [], defaults, []
+    return ast.dump(tree)
 
 
 #: what else is true of equal words, or of different ones: nobody writes it, and it often says the same
