@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import chipfit
-from chipfit.errors import DataError, UnsupportedError
+from chipfit.errors import CaptureError, DataError, UnsupportedError
 
 PLACES = 24  #: rows of the table of positions
 
@@ -121,6 +123,46 @@ def test_data_that_can_be_read_once_are_of_one_size(encoder):
     with pytest.raises(DataError, match="that are read again, as from a list"):
         quantized(encoder, iter([sentences(4, 12), sentences(4, 7)]))
     assert quantized(encoder, lambda: iter([sentences(4, 12), sentences(4, 7)])).graph.shape("ids") == (None, None)
+
+
+@pytest.mark.parametrize("lengths", [(0, 6), (6, 0), (0, 6, 4)], ids=str)
+def test_a_batch_of_an_axis_without_elements_opens_nothing(lengths):
+    data = [torch.randn(2, n, 3) for n in lengths]
+    with pytest.raises(DataError, match="axis of size 0 holds nothing: leave such batches out"):
+        quantized(nn.Sequential(nn.Linear(3, 4), nn.ReLU()).eval(), data)
+
+
+def test_data_without_elements_are_no_data():
+    with pytest.raises(DataError, match="The calibration data are empty"):
+        quantized(nn.Sequential(nn.Linear(3, 4), nn.ReLU()).eval(), [torch.randn(2, 0, 3)] * 2)
+
+
+def test_batches_without_samples_are_left_out_and_an_example_of_none_is_refused():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU()).eval()
+    full, none = [torch.randn(2, 4, 3), torch.randn(3, 5, 3)], torch.zeros(0, 3)
+    for data in ([none, *full], [full[0], torch.zeros(0, 4, 3), full[1]], iter([none, full[0]])):
+        result = quantized(model, data)
+        assert result.stats[result.graph.inputs[0]].batches == len(full) - isinstance(data, Iterator)
+    with pytest.raises(CaptureError, match="The example holds no sample. Allowed: a batch of one or more"):
+        quantized(model, full, example=none)
+
+
+class Remembering(nn.Module):
+    """Reads what it was given before, which is nothing at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.cat([past, x], 1))
+
+
+def test_an_input_that_is_empty_yet_is_taken_as_one_of_zeros():
+    data = [(torch.randn(2, 5, 3), torch.zeros(2, 0, 3)) for _ in range(2)]
+    result = quantized(Remembering().eval(), data)
+    assert (result.stats["past"].low, result.stats["past"].high) == (0, 0)
+    assert result.verify(data).verdict == "exact"
 
 
 def test_sentences_beyond_the_table_of_positions_are_refused_wherever_they_come_in(encoder, result):

@@ -32,6 +32,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 
 import chipfit
 from chipfit.errors import ChipfitError, theirs
+from chipfit.frameworks.torch.program import Unclear
 
 SOURCE = Path(chipfit.__file__).parent
 #: memory that one case may take beyond what its worker starts with [byte]
@@ -83,6 +84,7 @@ FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
 #: arises outside of chipfit may stand behind their refusals
 FOREIGN: tuple[str, ...] = (
     "frameworks/torch/capture.py:_try_once",
+    "frameworks/torch/record.py:through",
     "frameworks/torch/export.py:export",
     "frameworks/keras/capture.py:_in_float32",
     "frameworks/keras/capture.py:_compare",
@@ -181,7 +183,7 @@ def unforeseen(e: ChipfitError) -> str:
     at: BaseException = e
     while (cause := at.__cause__ or at.__context__) is not None:
         place = _ours(at)
-        if not isinstance(cause, ChipfitError):
+        if not isinstance(cause, (ChipfitError, Unclear)):  # of which the second one is behind the first
             foreign = place in FOREIGN and theirs(cause)
             if not foreign and not isinstance(cause, FORESEEN.get(place, ())):
                 return (

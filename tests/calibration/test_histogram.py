@@ -39,6 +39,13 @@ def test_counts_before_and_after_the_reach_grows_are_those_of_numpy():
     assert h.zeros == 3 and BINS == 2048
 
 
+@pytest.mark.parametrize("factor", [2.0**-40, 1.0, 2.0**12, 2.0**60])
+def test_bins_are_as_fine_whatever_the_unit(factor):
+    x = np.float32([-0.9, 0.1, 0.1, 0.75]) * np.float32(factor)
+    h = counted(x)
+    np.testing.assert_array_equal(h.counts, np.histogram(x, BINS, (-factor, factor))[0])
+
+
 def test_the_ends_of_the_reach_fall_into_the_last_bins():
     h = Histogram(reach=1.0)
     h.add(torch.tensor([-1.0, -1 + 1.5 / 1024, 0.0, 1 - 0.5 / 1024, 1 - 1.5 / 1024]), 0.99)

@@ -99,3 +99,25 @@ def test_operators_of_one_kernel_name_the_last_as_their_group():
     result = chipfit.quantize(net, [X], "tflite_int8", progress=False)
     first, relu, last = (n.name for n in result.graph.nodes)
     assert [result.plan.nodes[n].group for n in (first, relu, last)] == [relu, relu, ""]
+
+
+class Mixing(nn.Module):
+    """A product of two values, the second of which a layer makes of the first one's codes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.key, self.head = nn.Conv1d(8, 8, 3, padding=1), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = nn.functional.avg_pool1d(self.conv(x).relu(), 2).transpose(1, 2)
+        return self.head(((y @ self.key(y).transpose(1, 2)).softmax(-1) @ y)[:, 0])
+
+
+def test_a_result_in_float_is_not_stored_in_a_type_that_its_kernel_does_not_take():
+    """Without VNNI products want signed codes, and a linear layer stores what it reads and writes in one type."""
+    torch.manual_seed(0)
+    result = chipfit.quantize(Mixing().eval(), [torch.randn(8, 8, 12) * 3], "ort_cpu@AVX2", progress=False)
+    (pool, key) = (next(n for n in result.graph.nodes if n.op == op).output for op in ("AvgPool", "Linear"))
+    assert result.plan[pool].grid.signed is False
+    assert not result.plan.quantized(key) or not result.plan[key].grid.signed
+    assert result.verify([torch.randn(4, 8, 12) * 3]).verdict == "exact"

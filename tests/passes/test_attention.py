@@ -203,6 +203,7 @@ def test_operands_of_three_axes_get_those_of_the_mask():
     want = F.scaled_dot_product_attention(q, k, -v, mask, scale=1.0)
     torch.testing.assert_close(got.view(-1, H, T, D), want, atol=2e-6, rtol=1e-5)
     assert [n.op for n in new.nodes][-5:] == ["Reshape", "Reshape", "Reshape", "SDPA", "Reshape"]
+    assert [new.shape(n.output)[1:] for n in new.nodes][-5:] == [(H, T, D)] * 4 + [(T, D)]
 
 
 def test_a_constant_that_does_more_than_hide_what_comes_later_stays_a_mask():

@@ -98,3 +98,13 @@ def test_parts_in_other_scales_are_requantized_before_they_are_joined(tmp_path):
     parts = [Codes(drawn(k, 2, 3, 5), scale, zero) for k, (scale, zero) in enumerate([(0.5, 0), (0.37, 9), (0.1, -30)])]
     prove(tmp_path, "Concat", parts, Codes(A, 0.25, 3), {"axis": 2})
     prove(tmp_path, "Concat", parts, Codes(A, 0.25, 3), {"axis": -3})
+
+
+def test_a_table_holds_the_runtimes_own_logistic_function(tmp_path):
+    """0.07175752 is 20.5 steps of this scale in the last bit that the runtime computes, and below it in torch's."""
+    x = Codes(torch.tensor([[-128]], dtype=torch.int16), 0.019999999552965164)
+    scale = 0.003500367049127817
+    sigmoid = one("Sigmoid", [x], Codes(x.q, scale))
+    sigmoid.prove(tmp_path, "ort_cpu", ["onnxruntime"])
+    nearest = torch.round(torch.sigmoid(x.reals()) / torch.tensor(scale))
+    assert (sigmoid.simulated("ort_cpu") - nearest).abs().item() == 1, "torch's own function gives another code"

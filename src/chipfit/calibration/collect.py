@@ -191,12 +191,14 @@ def collect(
                 words = inputs[graph.inputs.index(mask)] != 0
                 words = words if words.any() else None
             for name, x in zip(graph.inputs, inputs, strict=True):
-                if name in stats:
+                if name in stats and x.numel():
                     see(name, x)
             _run_checked(graph, inputs, hook, count)
             count += 1
     if count == 0:
         raise no_data()
+    for name in (n for n, s in stats.items() if not s.batches):  # such as a cache that is empty yet: as if it were 0
+        stats[name].update(torch.zeros(1), Need(histogram=tensors[name].histogram))
     return without_noise(graph, stats)
 
 

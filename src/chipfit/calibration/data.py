@@ -2,7 +2,7 @@
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,8 +82,15 @@ def first_batch(data: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any],
     """
     rest = iterate(data)
     for first in rest:
-        return *example_of(first, model), itertools.chain([first], rest)
+        args, kwargs = example_of(first, model)
+        if not _none([x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]):
+            return args, kwargs, itertools.chain([first], rest)
     raise no_data()
+
+
+def _none(batch: Sequence[torch.Tensor]) -> bool:
+    """Whether a batch is one of no samples."""
+    return bool(batch) and batch[0].shape[:1] == (0,)
 
 
 def example_of(batch: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -227,7 +234,8 @@ def _fit(graph: Graph, name: str, x: Any, batch: Any) -> torch.Tensor:
         x = _as(want.dtype, name, x)
     if len(x.shape) != len(want.shape) or any(w not in (None, s) for w, s in zip(want.shape, x.shape, strict=False)):
         sizes = [d or ("any" if k else "batch") for k, d in enumerate(want.shape)]
-        hint = wrong_layout(tuple(x.shape), want.shape)
+        empty = "an axis of size 0 holds nothing: leave such batches out" if 0 in (*x.shape, *want.shape) else ""
+        hint = empty or wrong_layout(tuple(x.shape), want.shape)
         what, got = f"Input '{name}' has the wrong shape", str(list(x.shape))
         error = OtherSize(what, got=got, allowed=str(sizes), hint=hint or _SIZES)
         error.batch = None if hint or len(x.shape) != len(want.shape) else batch
@@ -258,7 +266,7 @@ class batches:  # noqa: N801 -- reads as a verb where it is used: for x in batch
     def __iter__(self) -> Iterator[list[torch.Tensor]]:
         for batch in iterate(self.data):
             flat, _ = split_label(batch, self.graph)
-            if flat and flat[0].dim() and flat[0].shape[0] == 0:
+            if _none(flat) or not any(x.numel() for x in flat):
                 continue
             if self.note is not None:
                 self.note(flat)

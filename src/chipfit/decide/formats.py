@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from chipfit.decide.options import first_fitting
-from chipfit.decide.units import NO_FORMAT, Unit
+from chipfit.decide.units import NO_FORMAT, Unit, agree
 from chipfit.graph.ir import Graph
 from chipfit.platform.schema import Exec, Option, Platform
 
@@ -102,8 +102,21 @@ class Formats:
             self.codes.update(unit.tail.outputs)
         for value in unit.tail.outputs:
             if option is None or option.out in NO_FORMAT:
-                self._give(value, self.requests.get(value))
+                wanted = self.requests.get(value)
+                self._give(value, wanted if option is None or self._of_its_type(unit, wanted) else None)
             elif option.out == "same":
                 self._give(value, self.of.get(next(iter(unit.data), "")))
             else:
                 self._give(value, option.out)
+
+    def _of_its_type(self, unit: Unit, wanted: str | None) -> bool:
+        """Whether a kernel whose result is float stays one where it is stored so: some store all in one type."""
+        formats = self.platform.formats
+        typed = any(r.hard and not {"out", "outs"}.isdisjoint(r.dtype or ()) for r in unit.resolved.rules)
+        if wanted not in formats or not typed:
+            return True
+        have = [formats[self.of[i]] for i in unit.data if i in self.of]
+        return all(
+            agree(formats[wanted], fmt, "bits", "signed") or "auto" in (fmt.signed, formats[wanted].signed)
+            for fmt in have
+        )

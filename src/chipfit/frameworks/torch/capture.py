@@ -58,6 +58,8 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Any = None, oth
     calls = [c for c in calls if pytree.tree_structure(c) == pytree.tree_structure(calls[0])]
     # the largest first, for a size of 1 would be taken for a constant
     calls.sort(key=lambda call: -sum(getattr(x, "nbytes", 0) for x in pytree.tree_leaves(call)))
+    if next((len(x) for x in pytree.tree_leaves(calls[0]) if isinstance(x, torch.Tensor) and x.dim()), 1) == 0:
+        raise CaptureError("The example holds no sample", allowed="a batch of one or more")
     args, kwargs = _at_least_two(*calls[0])
     twin, cast = _twin(model)
     try:
