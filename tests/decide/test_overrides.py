@@ -208,6 +208,14 @@ def test_pairs_keep_their_order_and_nothing_has_none():
     assert pairs((["b", "float"], ("b", {"bits": 4}))) == [("b", "float"), ("b", {"bits": 4})]
 
 
+def _named(x):
+    return getattr(x, "__name__", str(x))
+
+
+def our_rule(sample, grid):
+    """A range rule of the user's."""
+
+
 # ---------------------------------------------------------------- choices
 
 LARGEST = torch.finfo(torch.float32).max
@@ -221,7 +229,7 @@ TAKEN = {
     "signed": [True, False],
     "result": ["codes", "float"],
     "weight_rule": ["mse", "lp(p=3)"],
-    "rule": ["no_clipping", lambda sample, grid: None],
+    "rule": ["no_clipping", our_rule],
     "range": [(0, 1), [-1.5, -1.5], (-LARGEST, LARGEST)],
     "z_threshold": [0.5, 3],
 }
@@ -239,7 +247,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("choice", "value"), [(c, v) for c, values in TAKEN.items() for v in values], ids=str)
+@pytest.mark.parametrize(("choice", "value"), [(c, v) for c, values in TAKEN.items() for v in values], ids=_named)
 def test_a_choice_is_taken_as_it_is(choice, value):
     assert resolve_overrides(GRAPH, {"head": {choice: value}}) == {"linear": {choice: value}}
 
