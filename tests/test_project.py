@@ -111,7 +111,7 @@ STRANGERS = {
     "calibration": "registry",
     "passes": "platform",
     "frameworks": "platform calibration ranges decide",
-    "simulate": "export calibration ranges decide passes",
+    "simulate": "export calibration ranges decide",
     "runtimes": "quantizers graph engine calibration platform plan decide export simulate",
 }
 #: what still crosses a border; the list only shrinks
