@@ -254,3 +254,24 @@ def test_every_16_bit_code_of_a_curve(tmp_path, curve, scale):
     codes = torch.arange(-32768, 32768).view(1, -1)
     for found in prove(result.graph, plan, result.platform, [codes * scale], tmp_path, float_ops=()):
         assert found.exact
+
+
+class SequenceFirst(nn.Module):
+    """A layer over [L, N] in one axis, as `nn.MultiheadAttention` has its last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.first(x).transpose(0, 1)  # [L, N, 8]
+        return self.last(y.reshape(-1, 8)).relu().view(y.shape).transpose(0, 1)
+
+
+@pytest.mark.parametrize("runtime", ["litert_reference", "litert_optimized", "litert"])
+def test_samples_behind_other_axes_are_put_together_in_the_models_order(runtime):
+    torch.manual_seed(0)
+    result = chipfit.quantize(SequenceFirst().eval(), [torch.randn(4, 5, 6)], "tflite_int8", progress=False)
+    found = result.verify([torch.randn(4, 5, 6), torch.randn(3, 5, 6)], runtime=runtime)
+    assert found.verdict == "exact" and found.integers
+    assert any(r.op == "Reshape" and r.elements == 7 * 5 * 8 for r in found.rows), "it was compared"

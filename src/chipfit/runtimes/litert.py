@@ -6,7 +6,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
@@ -28,6 +28,7 @@ class _Notes(TypedDict):
     inputs: list[list[int] | None]
     forms: dict[str, list[int]]
     batch_axis: dict[str, int]
+    in_front: NotRequired[dict[str, int]]  #: elements of other axes that lie in front of the samples in the batch axis
     outputs: list[tuple[list[int] | None, int]]  #: of each its form, None as the model has it, and its batch axis
     provenance: dict[str, Any]
 
@@ -100,8 +101,11 @@ class LiteRt:
         size = next(int(d["shape"][0]) for d, c in zip(self.inputs, cut) if c)
         starts = range(0, whole, size)
         parts = [self._once([x[k : k + size] if c else x for x, c in zip(given, cut)]) for k in starts]
-        axes = {name: axis for name, (_, axis) in zip(self.tensors, self.held, strict=True)}
-        return {name: np.concatenate([p[name] for p in parts], axes[name]) for name in parts[0]} | codes
+        axes, front = (
+            {n: axis for n, (_, axis) in zip(self.tensors, self.held, strict=True)},
+            self.notes.get("in_front", {}),
+        )
+        return {n: _joined([p[n] for p in parts], axes[n], front.get(n, 1)) for n in parts[0]} | codes
 
     def _once(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         other = [(x, d) for x, d in zip(inputs, self.inputs, strict=True) if tuple(x.shape) != tuple(d["shape"])]
@@ -196,6 +200,17 @@ def _numbers(tensor: Any, key: str) -> Any:
 def _each(vector: Any) -> Any:
     """What a file lists; a list that it leaves out is empty."""
     return () if vector is None else vector
+
+
+def _joined(parts: Sequence[np.ndarray], axis: int, front: int) -> np.ndarray:
+    """Parts of a batch along its axis, in which every part has `front` times its samples: [front, samples] in one."""
+    if front == 1:
+        return np.concatenate(parts, axis)
+    if front < 1 or any(p.shape[axis] % front for p in parts):
+        raise RuntimeUnavailable("The notes in the file do not fit its tensors", hint="export it again")
+    shape = parts[0].shape
+    split = [p.reshape(*shape[:axis], front, -1, *shape[axis + 1 :]) for p in parts]
+    return np.concatenate(split, axis + 1).reshape(*shape[:axis], -1, *shape[axis + 1 :])
 
 
 def _with_outputs(

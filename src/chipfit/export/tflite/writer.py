@@ -7,6 +7,7 @@ float, with QUANTIZE and DEQUANTIZE at their borders.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -227,7 +228,9 @@ class Writer(Emitter):
             if v in values
         }
         batch_axis = {name: v.shape.index(None) for name, v in values.items() if None in v.shape}
+        inside = {n: k for v, k in _in_front(self.source).items() for n in held.get(v, ())}
         return {
+            **({"in_front": inside} if inside else {}),
             "platform": self.plan.platform,
             "inputs": [self.forms.get(i) for i in self.source.inputs],
             "forms": {n: list(f) for v, f in self.forms.items() for n in held[v]},
@@ -238,6 +241,20 @@ class Writer(Emitter):
             ],
             "provenance": self.plan.provenance,
         }
+
+
+def _in_front(graph: Graph) -> dict[str, int]:
+    """Values in whose batch axis others lie in front of the samples, [L, N] in one, and how many elements."""
+    found: dict[str, int] = {}
+    for n in graph.nodes:
+        carried = max((found[i] for i in n.inputs if i in found), default=1)
+        shapes = [graph.shape(n.data), graph.shape(n.output)] if n.op == "Reshape" else []
+        if all(None in s for s in shapes) and shapes:
+            before, after = (math.prod(s or 1 for s in shape[: shape.index(None)]) for shape in shapes)
+            carried = max(carried * before // after, 1)
+        if carried > 1:
+            found |= {o: carried for o in n.outputs if None in graph.shape(o)}
+    return found
 
 
 def _unstorable(plan: Plan) -> list[tuple[str, str]]:
