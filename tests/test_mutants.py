@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 
@@ -9,7 +10,20 @@ import pytest
 
 pytest.importorskip("cosmic_ray")
 
-from benchmarks.mutants.draw import ROOT, SOURCE, Mutant, OutOfDate, _around, _by_hand, _excluded, by_hand, files
+from benchmarks.mutants.draw import (
+    EFFORT,
+    ROOT,
+    SOURCE,
+    Mutant,
+    OutOfDate,
+    _around,
+    _by_hand,
+    _excluded,
+    _meaning,
+    _same_comparison,
+    by_hand,
+    files,
+)
 from benchmarks.mutants.tests import Table, _branches
 
 
@@ -62,6 +76,44 @@ def f(x: int | None) -> int | None:
     assert sorted(set(reasons)) == ["a text", "a type annotation", "the text of an error"]
     line = source.splitlines().index("    return x + 1") + 1
     assert not any(a <= (line, 11) <= b for a, b, _ in _excluded(source))
+
+
+def test_amounts_of_work_are_left_out_and_no_other_numbers():
+    reasons = {a[0]: why for a, _, why in _excluded("MANY, FEW = 3, 4\nMOST = 5\n", "MANY FEW LEAST")}
+    assert reasons == {1: "an amount of effort"}
+    for file, names in EFFORT.items():
+        tree = ast.parse((SOURCE / "chipfit" / file).read_text())
+        assert set(names.split()) <= {x.id for n in tree.body for x in ast.walk(n) if isinstance(x, ast.Name)}, file
+
+
+@pytest.mark.parametrize(
+    "before, after, same",
+    [
+        ("x == 'a'", "x is 'a'", True),
+        ("x == 'a'", "x <= 'a'", True),
+        ("x == 'a'", "x != 'a'", False),
+        ("x == 3", "x is 3", True),
+        ("x != -1", "x is not -1", False),
+        ("x == 3", "x <= 3", False),
+        ("x == 300", "x is 300", False),
+        ("x == y", "x is y", False),
+    ],
+)
+def test_which_comparisons_say_the_same(before, after, same):
+    assert _same_comparison(before, after) is same
+
+
+@pytest.mark.parametrize(
+    "after, same",
+    [
+        ("def f(a, /, b=1): pass", True),
+        ("def f(a, *, b=2): pass", False),
+        ("def f(a, *, c=1): pass", False),
+        ("def f(a, *b): pass", False),
+    ],
+)
+def test_a_star_in_a_signature_is_no_defect(after, same):
+    assert (_meaning("def f(a, *, b=1): pass") == _meaning(after)) is same
 
 
 def test_the_named_modules_carry_meaning():

@@ -301,9 +301,9 @@ def _same_comparison(source: str, text: str) -> bool:
     for x, y in zip(ast.walk(ast.parse(source)), ast.walk(ast.parse(text))):
         if isinstance(x, ast.Compare) and isinstance(y, ast.Compare):
             changed = [(type(a), type(b)) for a, b in zip(x.ops, y.ops) if type(a) is not type(b)]
-            numbers = [c.value for c in (x.left, *x.comparators) if isinstance(c, ast.Constant)]
-            words = any(isinstance(v, str) for v in numbers)
-            small = any(isinstance(v, int) and v in _SMALL for v in numbers)
+            constants = [c.value for c in (x.left, *x.comparators) if isinstance(c, ast.Constant)]
+            words = any(isinstance(v, str) for v in constants)
+            small = any(isinstance(v, int) and v in _SMALL for v in constants)
             if words and any(b in _AS_GOOD.get(a, ()) for a, b in changed):
                 return True
             if small and any(b in (ast.Is, ast.IsNot) and b in _AS_GOOD.get(a, ()) for a, b in changed):

@@ -17,7 +17,7 @@ from chipfit.export.tflite.writer import export_tflite
 from chipfit.frameworks.torch.capture import capture
 from chipfit.registry import lookup
 from chipfit.runtimes import divided, to_codes, to_floats
-from chipfit.runtimes.litert import LiteRt, LiteRtOptimized, LiteRtReference, _coded, _fits
+from chipfit.runtimes.litert import LiteRt, LiteRtOptimized, LiteRtReference, _coded, _fits, _joined
 from tests.simulate.one_operator import Codes, one
 
 
@@ -121,6 +121,22 @@ def noted(path, change):
 def test_notes_that_do_not_fit_are_refused(added, change, words):
     with pytest.raises(RuntimeUnavailable, match=words):
         LiteRt(noted(added[1], change))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_parts_of_a_batch_behind_other_axes_are_put_together_in_the_models_order(axis):
+    whole = np.arange(2 * 3 * 5 * 4).reshape(2, 3, 5, 4)  # [2, front, samples, 4]
+    whole = whole[0] if axis == 0 else whole
+    parts = [np.take(whole, k, axis + 1) for k in ([0, 1], [2, 3], [4])]
+    merged = [p.reshape(*p.shape[:axis], -1, 4) for p in (whole, *parts)]
+    assert np.array_equal(_joined(merged[1:], axis, 3), merged[0])
+    assert not np.array_equal(_joined(merged[1:], axis, 1), merged[0]), "the samples' own order is another"
+
+
+@pytest.mark.parametrize("front, shape", [(0, (6,)), (-1, (6,)), (4, (6,)), (2, ())])
+def test_axes_in_front_of_samples_that_do_not_fit_are_refused(front, shape):
+    with pytest.raises(RuntimeUnavailable, match="do not fit its tensors"):
+        _joined([np.zeros(shape)], 0, front)
 
 
 def test_the_last_axis_may_be_the_batch(added):

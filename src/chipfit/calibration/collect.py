@@ -24,6 +24,7 @@ _SMOOTH = 0.1
 #: a sum or mean below this share of its greatest term is what rounding in float32 leaves of terms that cancel (16 times
 #: the machine's epsilon)
 _NOISE = 2.0**-19
+#: the operators whose results are sums or means
 _SUMS = frozenset({"GlobalAvgPool", "AvgPool", "AdaptiveAvgPool", "Mean", "Sum"})
 
 

@@ -63,10 +63,10 @@ class Results:
 
 #: what models that this process captured return, with the user's own classes, by digest of the structure
 _CAPTURED: dict[str, Any] = {}
-#: containers as torch names them in a written structure
-_DICTS = "builtins.dict", "collections.OrderedDict", "collections.defaultdict"
 #: those in which torch counts an entry that is None; classes of libraries leave it out
 _KEEP_NONE = dict, collections.OrderedDict, collections.defaultdict
+#: the same as torch names them in a written structure
+_DICTS = tuple(f"{c.__module__}.{c.__qualname__}" for c in _KEEP_NONE)
 
 
 def dump_tree(tree: Any, example: Any) -> dict[str, str]:

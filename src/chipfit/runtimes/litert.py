@@ -101,10 +101,8 @@ class LiteRt:
         size = next(int(d["shape"][0]) for d, c in zip(self.inputs, cut) if c)
         starts = range(0, whole, size)
         parts = [self._once([x[k : k + size] if c else x for x, c in zip(given, cut)]) for k in starts]
-        axes, front = (
-            {n: axis for n, (_, axis) in zip(self.tensors, self.held, strict=True)},
-            self.notes.get("in_front", {}),
-        )
+        axes = {n: axis for n, (_, axis) in zip(self.tensors, self.held, strict=True)}
+        front = self.notes.get("in_front", {})
         return {n: _joined([p[n] for p in parts], axes[n], front.get(n, 1)) for n in parts[0]} | codes
 
     def _once(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
@@ -206,7 +204,7 @@ def _joined(parts: Sequence[np.ndarray], axis: int, front: int) -> np.ndarray:
     """Parts of a batch along its axis, in which every part has `front` times its samples: [front, samples] in one."""
     if front == 1:
         return np.concatenate(parts, axis)
-    if front < 1 or any(p.shape[axis] % front for p in parts):
+    if front < 1 or any(p.ndim == 0 or p.shape[axis] % front for p in parts):
         raise RuntimeUnavailable("The notes in the file do not fit its tensors", hint="export it again")
     shape = parts[0].shape
     split = [p.reshape(*shape[:axis], front, -1, *shape[axis + 1 :]) for p in parts]

@@ -249,7 +249,7 @@ def _in_front(graph: Graph) -> dict[str, int]:
     for n in graph.nodes:
         carried = max((found[i] for i in n.inputs if i in found), default=1)
         shapes = [graph.shape(n.data), graph.shape(n.output)] if n.op == "Reshape" else []
-        if all(None in s for s in shapes) and shapes:
+        if shapes and all(None in s for s in shapes):
             before, after = (math.prod(s or 1 for s in shape[: shape.index(None)]) for shape in shapes)
             carried = max(carried * before // after, 1)
         if carried > 1:
