@@ -145,7 +145,7 @@ def draw(seed: int, count: int) -> Drawn:
             out.excluded["which arguments need their names"] += 1
             continue
         if _same_comparison(source, text):
-            out.excluded["words compared by order or identity, small numbers by identity"] += 1
+            out.excluded["words compared by order, or anything by identity in place of equality"] += 1
             continue
         diff = _diff(file, source, text)
         changed = [x[1:] for x in diff.splitlines() if x.startswith(("-", "+")) and x[:3] not in ("---", "+++")]
@@ -221,7 +221,7 @@ def _excluded(source: str, effort: str = "") -> list[_Range]:
             leave(n.annotation, "a type annotation")
         elif isinstance(n, ast.Raise):
             leave(n, "the text of an error")
-        elif isinstance(n, ast.JoinedStr):
+        elif isinstance(n, ast.JoinedStr) or (isinstance(n, ast.Subscript) and isinstance(n.value, ast.JoinedStr)):
             leave(n, "a text")
         elif isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test):
             leave(n, "a type annotation")
@@ -244,6 +244,8 @@ def _excluded(source: str, effort: str = "") -> list[_Range]:
             for k in n.keywords:
                 if called == "zip" and k.arg == "strict":
                     leave(k.value, "a check of equal lengths inside zip")
+                if called == "dumps" and k.arg == "indent":
+                    leave(k.value, "spaces in JSON")
         if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef):
             if n.returns is not None:
                 leave(n.returns, "a type annotation")
@@ -256,6 +258,8 @@ def _excluded(source: str, effort: str = "") -> list[_Range]:
                     leave(d, "how a record is stored")
                 if name in ("cache", "lru_cache", "cached_property", "wraps"):
                     out.append(((d.lineno, d.col_offset - 1), (d.end_lineno, 10**6), "a cache"))  # type: ignore[arg-type]
+                if name == "staticmethod":  # of functions that are called by their class alone
+                    out.append(((d.lineno, d.col_offset - 1), (d.end_lineno, 10**6), "how a function is called"))  # type: ignore[arg-type]
                 if name in ("overload", "runtime_checkable", "abstractmethod", "final"):
                     out.append(((d.lineno, d.col_offset - 1), (d.end_lineno, 10**6), "a type annotation"))  # type: ignore[arg-type]
     return out
@@ -291,22 +295,18 @@ def _meaning(source: str) -> str:
 
 
 #: what else is true of equal words, or of different ones: nobody writes it, and it often says the same
-_AS_GOOD = {ast.Eq: (ast.Is, ast.LtE, ast.GtE), ast.NotEq: (ast.IsNot, ast.Lt, ast.Gt)}
-#: Python keeps one object for each of these
-_SMALL = range(-5, 257)
+_AS_GOOD = {ast.Eq: (ast.LtE, ast.GtE), ast.NotEq: (ast.Lt, ast.Gt)}
+#: equality and identity: the same of small numbers, types, words of the program and None
+_ALIKE = ({ast.Eq, ast.Is}, {ast.NotEq, ast.IsNot})
 
 
 def _same_comparison(source: str, text: str) -> bool:
-    """Whether words are compared by order or identity in place of equality, or small integers by identity."""
+    """Whether words are compared by order in place of equality, or anything by identity in place of equality."""
     for x, y in zip(ast.walk(ast.parse(source)), ast.walk(ast.parse(text))):
         if isinstance(x, ast.Compare) and isinstance(y, ast.Compare):
             changed = [(type(a), type(b)) for a, b in zip(x.ops, y.ops) if type(a) is not type(b)]
-            constants = [c.value for c in (x.left, *x.comparators) if isinstance(c, ast.Constant)]
-            words = any(isinstance(v, str) for v in constants)
-            small = any(isinstance(v, int) and v in _SMALL for v in constants)
-            if words and any(b in _AS_GOOD.get(a, ()) for a, b in changed):
-                return True
-            if small and any(b in (ast.Is, ast.IsNot) and b in _AS_GOOD.get(a, ()) for a, b in changed):
+            words = any(isinstance(c, ast.Constant) and isinstance(c.value, str) for c in (x.left, *x.comparators))
+            if any({*pair} in _ALIKE or (words and pair[1] in _AS_GOOD.get(pair[0], ())) for pair in changed):
                 return True
     return False
 

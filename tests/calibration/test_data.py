@@ -308,6 +308,7 @@ def test_names_for_a_model_without_any_are_refused_with_what_to_write(two, one):
     with pytest.raises(DataError, match="captured with other inputs.*Try: yield tensors or tuples in the order") as e:
         split_label({"image": X, "other": X}, two)
     assert "Allowed: 2 positional and [] keyword arguments" in str(e.value)
+    assert "['image', 'other'] keyword" in str(e.value)
     with pytest.raises(DataError, match="captured with other inputs") as e:
         split_label((X,), two)
     assert "yield tensors" not in str(e.value)

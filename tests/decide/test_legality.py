@@ -513,6 +513,8 @@ def test_zero_points_that_every_rule_allows_are_left_and_soft_rules_do_not_count
     soft = {"zero": "in0", "eq": 3, "hard": False}
     found = project({"a": var(1.0, zero=0)}, [binding(one, in0="a"), binding(soft, two, in0="b", out="a")])
     assert int(found["a"].zero_point) == 7
+    apart = [binding({"zero": "in0", "eq": [0]}, in0="a"), binding({"zero": "in0", "eq": [7]}, in0="b")]
+    assert [int(v.zero_point) for v in project({"a": var(1.0), "b": var(1.0)}, apart).values()] == [0, 7]
     tied = binding({"tie": ("in0", "out")}, one, two, in0="a", out="b")
     found = project({"a": var(1.0), "b": var(1.0)}, [tied])
     assert [int(found[n].zero_point) for n in "ab"] == [7, 7]

@@ -192,6 +192,7 @@ CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
         {"is_causal": False, "scale": None, "enable_gqa": False},
     ),
     "softplus": ("Softplus", [(2, 30)], {"beta": 2.0, "threshold": 3.0}),
+    "softplus without an end": ("Softplus", [(2, 30)], {"beta": 2.0, "threshold": 99.0}),
     "to integers": ("Cast", [(2, 3)], {"dtype": "int64"}),
     "elu": ("Elu", [I], {"alpha": 0.6}),
 }

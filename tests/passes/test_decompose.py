@@ -214,6 +214,7 @@ def test_results_stay_stored_and_the_values_between_stay_float():
     new, after, _ = decompose(graph, plan, {"Softplus"})
     soft, tanh, mul, last = new.nodes
     assert [n.op for n in new.nodes] == ["Softplus", "Tanh", "Mul", "Identity"]
+    assert soft.attrs == {"beta": 1.0, "threshold": 20.0}  # as torch's mish has it
     assert (mul.name, mul.output, mul.layer) == ("it", "y0", "block")
     assert after.tensors is plan.tensors
     assert (after.nodes["it"].op, after.nodes["it"].exec) == ("Mul", "float")

@@ -179,12 +179,8 @@ def behind(op, inputs, attrs, first=(2, 3, 4, 5), open_axes=(0,)):
     return Graph(nodes, ["x"], list(outputs), values, dict(WEIGHTS)), x
 
 
-@pytest.mark.parametrize("borders", [False, True])
-@pytest.mark.parametrize("op, inputs, attrs", BEHIND)
-def test_every_value_is_what_it_was_in_the_form_that_is_told(op, inputs, attrs, borders):
+def same_values(new, graph, x):
     """The convolution aside, which finds its channels elsewhere, each node makes of what it reads now what it made."""
-    graph, x = behind(op, inputs, attrs)
-    new = rearrange(graph, "channels_last", borders=borders)
     known = run(graph, [x], keep=list(graph.values))
 
     def value(name):
@@ -203,6 +199,25 @@ def test_every_value_is_what_it_was_in_the_form_that_is_told(op, inputs, attrs, 
             if not isinstance(want, int):
                 shape = new.graph.values[name].shape
                 assert all(s in (None, d) for s, d in zip(shape, want.shape, strict=True))
+    return value, known
+
+
+@pytest.mark.parametrize("axes, shape", [((0, 1, 2), (5,)), ((0, 1), (4, 5)), ((0,), (3, 4, 5))])
+def test_an_operand_of_fewer_axes_meets_the_last_ones_of_the_model(axes, shape):
+    graph, x = behind("Mean", "h", {"axes": axes, "keepdims": False})
+    graph.nodes.append(Node("sum", "Add", ("h", "y0"), ("z",)))
+    graph.outputs.append("z")
+    graph.values["z"] = graph.values["h"]
+    assert run(graph, [x])["y0"].shape == shape
+    same_values(rearrange(graph, "channels_last"), graph, x)
+
+
+@pytest.mark.parametrize("borders", [False, True])
+@pytest.mark.parametrize("op, inputs, attrs", BEHIND)
+def test_every_value_is_what_it_was_in_the_form_that_is_told(op, inputs, attrs, borders):
+    graph, x = behind(op, inputs, attrs)
+    new = rearrange(graph, "channels_last", borders=borders)
+    value, known = same_values(new, graph, x)
     for o, p in zip(graph.outputs, new.graph.outputs, strict=True):
         if not borders:  # else a result may stay as it is made
             torch.testing.assert_close(value(p), known[o], rtol=0, atol=0)

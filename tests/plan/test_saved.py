@@ -157,6 +157,11 @@ def test_a_missing_file_is_named(saved, name):
         load(saved)
 
 
+def test_a_name_that_no_file_can_have_is_an_error_of_ours(tmp_path):
+    with pytest.raises(PlanError, match="'manifest.json' cannot be read.*OSError"):
+        load(tmp_path / ("x" * 300))
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_truncated_file_is_named(saved, name):
     data = (saved / name).read_bytes()

@@ -48,3 +48,5 @@ def test_what_is_read_before_rounding_is_kept_beside_its_codes(tmp_path, runtime
     assert ("add", "relu") in result.plan.float_edges and result.plan.quantized("add")
     check = result.verify([2 * torch.randn(16, 4)], runtime=runtime)
     assert check.sound and check.integers, check.summary()
+    y, _, *sums = result.model.eval().run_flat([2 * torch.randn(16, 4)], ["linear", "linear_1", "add"])
+    assert torch.equal(y, (sums[0] + sums[1]).relu()) and not torch.equal(y, sums[2].relu())

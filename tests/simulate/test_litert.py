@@ -93,6 +93,7 @@ def test_an_optimised_sum_takes_16_at_once_along_what_both_operands_have(tmp_pat
         ((2, 1, 4), (2, 1, 4), 8),  # an axis of size 1 divides nothing
         ((3, 1, 1, 4), (3, 2, 5, 4), 4),
         ((5, 3, 1, 7), (5, 1, 2, 7), 7),
+        ((1, 1, 1, 6), (2, 1, 3, 6), 6),  # one in the middle of a block neither
     ],
 )
 def test_a_stretch_is_what_lies_side_by_side_in_both(a, b, many):
@@ -162,7 +163,7 @@ def test_a_slope_at_the_ends_of_what_xnnpack_takes(tmp_path, ratio):
     one("LeakyRelu", [Codes(every(), ONE * ratio, 3)], Codes(A, ONE, -4), {"negative_slope": 0.9}).prove(tmp_path)
 
 
-@pytest.mark.parametrize("slope", [128.0, 128.5, -127.99609375, -128.0])
+@pytest.mark.parametrize("slope", [128.0, 128.5, -127.99609375, -128.0, -128.4995])
 def test_a_steep_slope(tmp_path, slope):
     one("LeakyRelu", [Codes(every(), ONE / 256, 3)], Codes(A, ONE / 256, -4), {"negative_slope": slope}).prove(tmp_path)
 
@@ -353,6 +354,8 @@ def test_rows_are_rounded_to_a_range_of_the_moment():
     assert z[:, 0].tolist() == [-16.0, -128.0, -128.0, 127.0] or z[1, 0] in (-128.0, 127.0)
     assert q[2].tolist() == [-78, -28, 22, 127] and q[3].tolist() == [27, -128, 97, -73]
     assert ((q - z) * s - x).abs().max() <= s.max() / 2 + 1e-6
+    q, _, z = _codes_xnnpack(torch.tensor([[-1.5, 253.5]]))  # the zero point and the code are rounded upwards both
+    assert q.tolist() == [[-128, 127]] and z.tolist() == [[-126]]
 
 
 @pytest.mark.parametrize(

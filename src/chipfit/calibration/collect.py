@@ -170,7 +170,7 @@ def collect(
     def see(name: str, x: Any) -> None:
         try:
             if words is not None and x.shape[:2] == words.shape and x[0, 0].numel() > 1:  # one number is the mask again
-                x = x[words].unsqueeze(0)
+                x = x[words][None]
             stats[name].update(x.float(), tensors[name])
         except ValueError:
             node = layers.get(name)

@@ -40,7 +40,8 @@ def with_biases(
     for b, name, accumulated in stored:
         slot, values = assignment.slots[name], graph.weights[name].detach()
         if accumulated:
-            scale = (plan[b.of("in0")[0]].scale * plan[b.of("w")[0]].scale).to(torch.float32)
+            [x], [w] = b.of("in0"), b.of("w")
+            scale = (plan[x].scale * plan[w].scale).to(torch.float32)
             if slot.axis is not None or scale.dim():
                 scale = per_output(scale.reshape(-1), values.numel())
             q, origin = QParams(scale, torch.zeros_like(scale, dtype=torch.int32)), "input scale x weight scale"
@@ -55,7 +56,7 @@ def _in_accumulator(binding: Binding, plan: Plan, grid: Grid) -> bool:
 
     The platform says so by a rule for the product, or has none and the bias is wide enough to be added to the products.
     """
-    if not {"in0", "w"} <= set(binding.slots) or plan[binding.of("w")[0]].grid.per == "block":
+    if not {"in0", "w"} <= set(binding.slots) or any(plan[w].grid.per == "block" for w in binding.of("w")):
         return False
     products = [r for r in binding.rules if r.mono is not None and "b" in r.mono and r.hard]
     return any(r.eq is not None for r in products) or (not products and grid.bits >= 16)
@@ -63,8 +64,8 @@ def _in_accumulator(binding: Binding, plan: Plan, grid: Grid) -> bool:
 
 def _make_room(plan: Plan, binding: Binding, bias: torch.Tensor, grid: Grid) -> None:
     """Enlarge the weight scales under which some channel's bias would not fit its codes."""
-    name = binding.of("w")[0]
-    s_in, w = plan[binding.of("in0")[0]].scale, plan[name]
+    [x], [name] = binding.of("in0"), binding.of("w")
+    s_in, w = plan[x].scale, plan[name]
     least = bias.abs() / (s_in * grid.qmax * _SHARE)  # [C_out]
     least = least.view(-1, w.scale.numel()).amax(0).view(w.scale.shape)
     if w.grid.pot:

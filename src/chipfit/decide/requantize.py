@@ -64,9 +64,9 @@ def _clashes(graph: Graph, assignment: Assignment) -> list[tuple[str, str]]:
         tied = {t: group for group in without for t in group}
         # tensor -> the dictated numbers of those that it is tied to, and its own
         grids = {t: frozenset(dictated[m] for m in tied.get(t, (t,)) if m in dictated) for t in inputs}
-        if len(set(grids.values())) > 1 and b.of("out"):
-            reader = makers[b.of("out")[0]]
-            found += [(t, reader.name) for t in inputs if grids[t] and t in reader.inputs]
+        if len(set(grids.values())) > 1:
+            readers = [makers[o] for o in b.of("out")]
+            found += [(t, n.name) for n in readers for t in inputs if grids[t] and t in n.inputs]
     return found
 
 

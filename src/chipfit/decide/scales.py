@@ -166,7 +166,7 @@ def _demand_moderate(scales: Mapping[str, Stored]) -> None:
             raise DataError(what, got=got, allowed=allowed, hint=hint)
 
 
-def _tied(members: Mapping[str, Found], dictated: Collection[str], besides: Collection[str] = ()) -> dict[str, Found]:
+def _tied(members: Mapping[str, Found], dictated: Collection[str], besides: Collection[str]) -> dict[str, Found]:
     """Tied tensors with one scale and zero point, which covers the range of each; a dictated one is everybody's.
 
     Args:

@@ -242,7 +242,7 @@ class _Spelling:
 
     def _mask(self, terms: Sequence[str], rows: int | None, columns: int | None) -> tuple[str | None, bool]:
         """The sum of what masks add, None where there are none, and whether it is the causal one instead."""
-        if len(terms) == 1 and rows == columns and self._is_causal(terms[0], rows or 0):
+        if len(terms) == 1 and rows and rows == columns and self._is_causal(terms[0], rows):
             return None, True
         total = terms[0] if terms else None
         for term in terms[1:]:

@@ -75,9 +75,8 @@ def fit(values: torch.Tensor, weights: torch.Tensor | None, entries: int, low: i
     width = max(1.0, (high - low) / (_DISTINCT - 1))
     keys, where = torch.unique(torch.round(x / width), return_inverse=True)
     mass = torch.zeros(len(keys), dtype=torch.float64).index_add_(0, where, w)
-    centre = torch.zeros_like(mass).index_add_(0, where, w * x) / mass.clamp_min(1e-300)
-    keep = mass > 0
-    mass, centre = mass[keep], centre[keep]
+    total, keep = torch.zeros_like(mass).index_add_(0, where, w * x), mass > 0
+    mass, centre = mass[keep], total[keep] / mass[keep]
     means = centre if len(centre) <= entries else _k_means(centre, mass, entries)
     rounded = torch.unique(torch.round(means).clamp(low, high))
     if not bool((rounded == 0).any()):
@@ -93,7 +92,7 @@ def _k_means(x: torch.Tensor, w: torch.Tensor, k: int) -> torch.Tensor:
     n = len(x)
     zero = torch.zeros(1, dtype=torch.float64)
     m0, m1, m2 = (torch.cat([zero, (w * x**p).cumsum(0)]) for p in (0, 1, 2))
-    a, b = torch.arange(n + 1).unsqueeze(1), torch.arange(n + 1).unsqueeze(0)
+    a, b = torch.arange(n + 1).unsqueeze(1), torch.arange(n + 1)[None]
     count, total = m0[b] - m0[a], m1[b] - m1[a]
     # of one group a..b-1
     cost = torch.where(b > a, m2[b] - m2[a] - total.square() / count.clamp_min(1e-300), torch.inf)

@@ -86,7 +86,7 @@ def choose(
     q: QParams
     if grid.entries is not None and grid.table is None:  # the table follows the data, so the range need not clip
         q = lookup("range", "no_clipping")()(sample, grid)
-        in_steps = sample.values / q.scale.unsqueeze(-1)
+        in_steps = sample.values / q.scale[..., None]
         q = replace(q, table=fit(in_steps, sample.weights, grid.entries, grid.qmin, grid.qmax))
     else:
         try:
@@ -145,7 +145,7 @@ def _of_tensor(x: torch.Tensor, axis: int | None) -> Sample:
     if x.numel() == 0:
         raise DataError("A range needs at least one value", got=f"shape {list(x.shape)}")
     if axis is None:
-        rows = in_memory_order(x).unsqueeze(0)
+        rows = in_memory_order(x)[None]
     else:
         axis %= x.dim()
         # in memory order: no copy is made
@@ -191,4 +191,4 @@ def _of_stats(stats: TensorStats, z_threshold: float | None) -> Sample:
     edges = edges[keep].float()
     values, weights = (edges[1:] + edges[:-1]) / 2, total.diff()
     values, weights = torch.cat([values, values.new_zeros(1)]), torch.cat([weights, weights.new_tensor([zeros])])
-    return Sample(values.unsqueeze(0), weights.unsqueeze(0).float(), low, high, edges.unsqueeze(0), *smooth)
+    return Sample(values[None], weights[None].float(), low, high, edges[None], *smooth)

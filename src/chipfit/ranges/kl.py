@@ -30,15 +30,15 @@ class KlRange:
     def __call__(self, sample: Sample, grid: Grid) -> QParams:
         """sample: values [C, N] with weights. Returns QParams [C]."""
         line = torch.linspace(1.0, self.lowest, self.steps, dtype=torch.float64)
-        factors = (HALVINGS if grid.pot else line).unsqueeze(-1)
+        factors = (HALVINGS if grid.pot else line)[..., None]
         parts = sample.chunks(len(factors) * max(_BINS, sample.values.shape[1]))
         return join(best(part, grid, _divergence, factors)[0] for part in parts)
 
 
 def _divergence(sample: Sample, q: QParams, grid: Grid) -> torch.Tensor:
     """sum p log(p / r) over the bins that hold values, [K, C]; r is p after quantization with q [K, C]."""
-    low = sample.low.unsqueeze(-1)  # [C, 1]
-    span = (sample.high.unsqueeze(-1) - low).clamp_min(2.0**-100)
+    low = sample.low[..., None]  # [C, 1]
+    span = (sample.high[..., None] - low).clamp_min(2.0**-100)
 
     def at(x: torch.Tensor) -> torch.Tensor:
         """The bin of each value."""
@@ -49,7 +49,7 @@ def _divergence(sample: Sample, q: QParams, grid: Grid) -> torch.Tensor:
     p.scatter_add_(1, at(sample.values.double()), (ones if sample.weights is None else sample.weights).double())
     middle = low + (torch.arange(_BINS, dtype=torch.float64) + 0.5) / _BINS * span  # [C, BINS]
 
-    s, z = q.scale.double().unsqueeze(-1), q.zero_point.unsqueeze(-1)  # [K, C, 1]
+    s, z = q.scale.double()[..., None], q.zero_point[..., None]  # [K, C, 1]
     home = at(middle.maximum((grid.qmin - z) * s).minimum((grid.qmax - z) * s))
     # clipped mass piles up at the ends
     clipped = torch.zeros(home.shape, dtype=torch.float64).scatter_add_(2, home, p.expand(home.shape))
@@ -62,4 +62,4 @@ def _divergence(sample: Sample, q: QParams, grid: Grid) -> torch.Tensor:
     r = occupied * (mass / count.clamp_min_(1)).gather(2, group)
     p = (p / p.sum(-1, keepdim=True)).expand(r.shape)
     r = r / r.sum(-1, keepdim=True).clamp_min(1e-30)
-    return torch.where(p > 0, p * (p.clamp_min(1e-300) / r.clamp_min(1e-10)).log(), 0.0).sum(-1)
+    return torch.xlogy(p, p / r.clamp_min(1e-10)).sum(-1)

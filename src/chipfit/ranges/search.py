@@ -27,7 +27,7 @@ _WIDEST = 1.05
 
 
 def _column(*factors: float) -> torch.Tensor:
-    return torch.tensor(factors, dtype=torch.float64).unsqueeze(-1)
+    return torch.tensor(factors, dtype=torch.float64)[..., None]
 
 
 #: power-of-two grids have few candidates: the full scale and its halvings, [10]
@@ -103,15 +103,15 @@ def search(sample: Sample, grid: Grid, p: float) -> QParams:
             return join(_by_shared_bins(part, grid, p) for part in sample.chunks(max(columns, BINS)))
     error = partial(errors, p=p)
     if grid.pot:
-        return best(sample, grid, error, HALVINGS.unsqueeze(-1))[0]
+        return best(sample, grid, error, HALVINGS[..., None])[0]
     if not (affine and len(sample.low) == 1 and bool(sample.low < 0) and bool(sample.high > 0)):
         _, f, _ = best(sample, grid, error, _COARSE)
-        factors = torch.cat([torch.ones_like(f).unsqueeze(0), (f * _FINE).clamp_max(_WIDEST)])
+        factors = torch.cat([torch.ones_like(f)[None], (f * _FINE).clamp_max(_WIDEST)])
         return best(sample, grid, error, factors)[0]
     low, high = _pairs(_ENDS, _ENDS)
     for width in (0.15, 0.04):
         _, f, g = best(sample, grid, error, low, high)
-        step = torch.linspace(1 - width, 1 + width, 5, dtype=torch.float64).unsqueeze(-1)
+        step = torch.linspace(1 - width, 1 + width, 5, dtype=torch.float64)[..., None]
         low, high = _pairs((f * step).clamp_max(_WIDEST), (g * step).clamp_max(_WIDEST))
         one = torch.ones_like(low[:1])
         low, high = torch.cat([one, low]), torch.cat([one, high])
@@ -120,7 +120,7 @@ def search(sample: Sample, grid: Grid, p: float) -> QParams:
 
 def errors(sample: Sample, q: QParams, grid: Grid, p: float) -> torch.Tensor:
     """Mean |x - q|^p of each candidate and channel; q.scale [K, C]. Returns [K, C]."""
-    s, z = q.scale.unsqueeze(-1), q.zero_point.unsqueeze(-1)  # [K, C, 1]
+    s, z = q.scale[..., None], q.zero_point[..., None]  # [K, C, 1]
     # the integral is that of nearest codes in equal steps
     if sample.edges is None or sample.weights is None or not grid.nearest:
         e = (sample.values - fake_quantize(sample.values, s, z, grid)).abs_().pow_(p)
@@ -203,7 +203,7 @@ def _by_shared_bins(sample: Sample, grid: Grid, p: float) -> QParams:
     else:
         lines = torch.linspace(1, _WIDEST, 6), torch.linspace(0.99, 0.2, 80), 0.2 * torch.logspace(-0.04, -1.6, 40)
         factors = torch.cat(lines).double()
-    f = factors.unsqueeze(-1)
+    f = factors[..., None]
     table = _integral(edges / f + z, grid, p).diff() * f ** (p + 1)  # [K, BINS]
     k = (counts @ table.T.float()).argmin(1)  # [C]
     chosen = _grids(sample.low * factors[k], sample.high * factors[k], grid).scale
@@ -214,7 +214,7 @@ def _by_shared_bins(sample: Sample, grid: Grid, p: float) -> QParams:
 
 def _true_error(sample: Sample, scale: torch.Tensor, z: int, grid: Grid, p: float) -> torch.Tensor:
     """Norm |x - q|_p of each row, [C]."""
-    u = sample.values / scale.unsqueeze(-1)
+    u = sample.values / scale[..., None]
     e = torch.round(u).clamp_(grid.qmin - z, grid.qmax - z).sub_(u)
     if sample.weights is not None:
         e.mul_(sample.weights.pow(1 / p))
@@ -229,7 +229,7 @@ def _binned(sample: Sample) -> Sample:
         return (s.high - s.low).clamp_min(2.0**-100)  # [C]
 
     at = torch.linspace(0, 1, BINS + 1, dtype=torch.float64)
-    edges = (sample.low.unsqueeze(-1) + span(sample).unsqueeze(-1) * at).float()
+    edges = (sample.low[..., None] + span(sample)[..., None] * at).float()
     parts = sample.chunks(max(sample.values.shape[1], BINS))
     counts = torch.cat([count(s.values, s.low, span(s), weights=s.weights)[0] for s in parts])
     return Sample((edges[:, 1:] + edges[:, :-1]) / 2, counts, sample.low, sample.high, edges)
@@ -248,10 +248,10 @@ def count(
         weights: what each value counts, [C, N]; None: once.
     """
     channels = len(rows)
-    per_unit = (bins / span.double()).float().unsqueeze(-1)
-    offset = (-start.double() * per_unit[:, 0]).float().unsqueeze(-1)
+    per_unit = (bins / span.double()).float()[..., None]
+    offset = (-start.double() * per_unit[:, 0]).float()[..., None]
     index = torch.addcmul(offset, rows, per_unit).clamp_(0, bins - 1).to(torch.int32)
-    index += torch.arange(channels, dtype=torch.int32, device=rows.device).unsqueeze(-1) * bins
+    index += torch.arange(channels, dtype=torch.int32, device=rows.device)[..., None] * bins
     flat = None if weights is None else weights.reshape(-1)
     counts = torch.bincount(index.reshape(-1), flat, minlength=channels * bins).view(channels, bins).float()
     if weights is not None:

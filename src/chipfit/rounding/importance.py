@@ -70,8 +70,8 @@ def importance(
     for name in (name for name in spread if bool(counts[name].any())):
         ends = stats[name].low, stats[name].high
         low, high = (torch.tensor([v], dtype=torch.float64) for v in ends)
-        edge = torch.linspace(*ends, _BINS + 1).unsqueeze(0)
-        out[name] = Sample((edge[:, 1:] + edge[:, :-1]) / 2, counts[name].unsqueeze(0), low, high, edge)
+        edge = torch.linspace(*ends, _BINS + 1)[None]
+        out[name] = Sample((edge[:, 1:] + edge[:, :-1]) / 2, counts[name][None], low, high, edge)
     return out
 
 

@@ -42,7 +42,7 @@ def positions(node: Node, y: Tensor, most: int, generator: torch.Generator) -> T
 def targets(node: Node, y: Tensor, where: Tensor) -> Tensor:
     """An output at those positions, [g, O/g, samples x positions]."""
     if node.op == "Linear":
-        return y.reshape(y.shape[0], -1, y.shape[-1])[:, where].flatten(0, 1).t().unsqueeze(0)
+        return y.reshape(y.shape[0], -1, y.shape[-1])[:, where].flatten(0, 1).t()[None]
     g, y = node.attrs["groups"], y.flatten(2)
     y = y.index_select(2, where) if len(where) < y.shape[2] else y
     return y.transpose(0, 1).reshape(g, y.shape[1] // g, -1)
@@ -51,7 +51,7 @@ def targets(node: Node, y: Tensor, where: Tensor) -> Tensor:
 def patches(node: Node, x: Tensor, w: Tensor, where: Tensor, zero: float = 0.0) -> Tensor:
     """What the operator reads at those output positions, [g, K, samples x positions]; `zero` stands for 0 in `x`."""
     if node.op == "Linear":
-        return x.reshape(x.shape[0], -1, x.shape[-1])[:, where].flatten(0, 1).t().unsqueeze(0)
+        return x.reshape(x.shape[0], -1, x.shape[-1])[:, where].flatten(0, 1).t()[None]
     kernel, dims = w.shape[2:], w.dim() - 2
     stride, dilation, padding, g = (node.attrs[k] for k in ("stride", "dilation", "padding", "groups"))
     if node.op in TRANSPOSED:

@@ -20,6 +20,7 @@ from chipfit.engine.run import done_after
 from chipfit.errors import DataError, Interrupted
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, is_linear, own, with_bias
+from chipfit.graph.paths import only_reader
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.stored import Stored
 from chipfit.rounding import fit, grids
@@ -213,22 +214,22 @@ class _Walker:
         where = positions(node, y, most, self.random)
         t = targets(node, y, where)
         other = self._other(node) if self.how.residual else None
-        if other is not None and self.floats[other].chunks[k].shape == y.shape:
+        if other is not None and self.floats[other[0]].chunks[k].shape == y.shape:
 
             def pick(x: Tensor, zero: float) -> Tensor:
                 return targets(node, x, where)
 
-            t = t + self.floats[other].part(k, pick) - self._picked(other, self.users[node.output][0], k, pick)
+            t = t + self.floats[other[0]].part(k, pick) - self._picked(*other, k, pick)
         x = self._picked(node.data, node, k, lambda x, zero: patches(node, x, w, where, zero))
         moments.add(x.float(), t)
 
-    def _other(self, node: Node) -> str | None:
-        """The other operand of an addition that alone reads this result, where that operand is there already."""
-        readers = self.users.get(node.output, [])
-        if len(readers) != 1 or readers[0].op != "Add" or node.output in self.graph.outputs:
+    def _other(self, node: Node) -> tuple[str, Node] | None:
+        """Where an addition alone reads this result: its other operand, if that is there already, and itself."""
+        total = only_reader(self.graph, self.users, node.output)
+        if total is None or total.op != "Add":
             return None
-        others = [i for i in readers[0].inputs if i != node.output]
-        return others[0] if len(others) == 1 and others[0] in self.codes and self.codes[others[0]].chunks else None
+        there = (i for i in total.inputs if i in self.codes and i != node.output and self.codes[i].chunks)
+        return next(((i, total) for i in there), None)
 
     def _fit(self, node: Node, moments: Moments, out: Walked) -> Node:
         """Weights, scales and bias of one operator; returns the node, with a bias where it had none."""

@@ -280,6 +280,14 @@ def test_an_activation_is_the_kernels_own_where_it_is_the_only_one(exec, acts, w
     assert ("v/inner" in made) is (len(acts) > 1)
 
 
+def test_a_kernel_without_activations_of_its_own_is_followed_by_them():
+    graph = network(node("LeakyRelu", "x", "v", negative_slope=0.5), SIX, x=(None, 4), v=(None, 4), y=(None, 4))
+    nodes = {n.name: NodePlan(name=n.name, op=n.op) for n in graph.nodes}
+    plan = Plan(tensors={n: stored(n) for n in ("x", "y")}, nodes=nodes, groups=(tuple(nodes),))
+    assert [op for op in operators(content(graph, plan)) if "QUANTIZE" not in op] == ["LEAKY_RELU", "RELU6"]
+    assert computed(content(graph, plan), 4 * X).tolist() == [[0, 4, 6, 0]]
+
+
 def test_a_bound_that_no_kernel_applies_is_written_in_floats_with_the_kernel():
     graph, plan = grouped(node("Clamp", "v", "y", min=None, max=4.0), exec="float")
     raw = content(graph, plan)

@@ -119,6 +119,12 @@ def test_an_einsum_with_a_kernel_is_a_linear_layer_between_reshapes(equation, bi
     assert ops_of(layers.EinsumDense(equation, output_shape=output, bias_axes=bias), 4, 5) == want
 
 
+@pytest.mark.parametrize("equation", ["abc,bd->acd", "abc,dc->abd", "abc,cde->abed", "abc,cd->adb"])
+def test_an_einsum_whose_axes_change_places_is_no_linear_layer(equation):
+    layer = layers.EinsumDense(equation, [{"b": 4, "c": 5}.get(c, 3) for c in equation.split("->a")[1]])
+    assert "Linear" not in ops_of(layer, 4, 5)
+
+
 @pytest.mark.parametrize("equation", ["bij,bij->bi", "bij,bjk->bijk", "bij,bij->bji"])
 def test_an_einsum_that_is_no_matrix_product_is_computed_by_keras(equation):
     (op,) = ops_of(lambda x: ops.einsum(equation, x, x), 4, 4)
@@ -207,3 +213,7 @@ def test_pools_of_any_window(size, stride, padding):
 def test_layers_that_are_an_operator_or_two(layer, shape, want):
     found = [op for op in ops_of(layer(), *shape) if op != "Transpose"]
     assert found[-len(want) :] == want or found == want
+
+
+def test_slopes_of_each_place_are_no_slopes_of_channels():
+    assert "PRelu" not in ops_of(layers.PReLU(), 4, 3) and "PRelu" not in ops_of(layers.PReLU(shared_axes=[2]), 4, 5, 3)

@@ -171,9 +171,7 @@ def _padding(*args: Any) -> paddings.Pairs:
 
 def _border(r: Call, x: Value) -> tuple[tuple[int, int], ...]:
     """The zeros of a padding layer, for every axis."""
-    given = r.op.padding
-    pairs = given if isinstance(given[0], (tuple, list)) else (given,)
-    return ((0, 0), *((int(lo), int(hi)) for lo, hi in pairs), (0, 0))
+    return ((0, 0), *((int(lo), int(hi)) for lo, hi in np.atleast_2d(r.op.padding)), (0, 0))
 
 
 def _interpolation(r: Call, x: Value) -> str:
