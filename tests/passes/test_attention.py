@@ -213,11 +213,20 @@ def test_a_constant_that_does_more_than_hide_what_comes_later_stays_a_mask():
     assert (made.op, made.attrs["is_causal"], made.operand("mask") is not None) == ("SDPA", False, True)
 
 
-def test_axes_that_are_split_into_several_open_ones_are_not_guessed():
+@pytest.mark.parametrize(
+    "size, why",
+    [
+        (H, "its weights are not read by one product alone"),  # heads, of which the product has none
+        (D, "several sizes of its operands are only known at run time"),
+    ],
+)
+def test_axes_that_are_split_into_several_open_ones_are_not_guessed(size, why):
     graph = captured(through_bmm)
-    graph.values = {k: replace(v, shape=tuple(None if d == H else d for d in v.shape)) for k, v in graph.values.items()}
+    opened = {k: tuple(None if d == size else d for d in v.shape) for k, v in graph.values.items()}
+    graph.values = {k: replace(v, shape=opened[k]) for k, v in graph.values.items()}
     new, notes = recognised(graph)
-    assert new.nodes == graph.nodes and len(notes) == 1
+    assert new.nodes == graph.nodes
+    assert [n.partition(" stays in its parts: ")[2] for n in notes] == [why]
 
 
 def test_a_row_of_which_nothing_is_kept_is_the_mean_as_before():
