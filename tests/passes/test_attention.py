@@ -24,6 +24,7 @@ from chipfit.platform.load import load
 H, T, D = 3, 5, 4
 LEAST = torch.finfo(torch.float32).min
 FUTURE = torch.ones(T, T, dtype=torch.bool).triu(1)
+NO_SCORES = "its scores are no product, scaled and masked, that the softmax alone reads"
 
 
 class Spelled(nn.Module):
@@ -214,11 +215,7 @@ def test_a_constant_that_does_more_than_hide_what_comes_later_stays_a_mask():
 
 
 @pytest.mark.parametrize(
-    "size, why",
-    [
-        (H, "its weights are not read by one product alone"),  # heads, of which the product has none
-        (D, "several sizes of its operands are only known at run time"),
-    ],
+    "size, why", [(H, NO_SCORES), (D, "several sizes of its operands are only known at run time")]
 )
 def test_axes_that_are_split_into_several_open_ones_are_not_guessed(size, why):
     graph = captured(through_bmm)
@@ -253,7 +250,6 @@ def also(read):
     return function
 
 
-NO_SCORES = "its scores are no product, scaled and masked, that the softmax alone reads"
 #: what only looks like attention -> what it does, and what is said of it
 NEAR = {
     "softmax over the queries": (
