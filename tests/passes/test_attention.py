@@ -214,9 +214,7 @@ def test_a_constant_that_does_more_than_hide_what_comes_later_stays_a_mask():
     assert (made.op, made.attrs["is_causal"], made.operand("mask") is not None) == ("SDPA", False, True)
 
 
-@pytest.mark.parametrize(
-    "size, why", [(H, NO_SCORES), (D, "several sizes of its operands are only known at run time")]
-)
+@pytest.mark.parametrize("size, why", [(H, NO_SCORES), (D, "several sizes of its operands are only known at run time")])
 def test_axes_that_are_split_into_several_open_ones_are_not_guessed(size, why):
     graph = captured(through_bmm)
     opened = {k: tuple(None if d == size else d for d in v.shape) for k, v in graph.values.items()}

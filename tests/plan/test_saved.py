@@ -147,7 +147,7 @@ def test_a_directory_without_manifest_is_refused(tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["nowhere", "no\0where", "a" * 300])
+@pytest.mark.parametrize("name", ["nowhere", "no\0where", "a" * 300], ids=["absent", "no path", "too long"])
 def test_a_directory_that_is_not_there_is_refused(name, tmp_path):
     with pytest.raises(PlanError, match=name):
         load(tmp_path / name)
