@@ -250,6 +250,7 @@ CASES = {
         lambda x: x.masked_fill(flags(x[:, :1]), torch.tensor(0.25)),
         lambda x: ints(x).masked_fill(flags(x), 7),
         lambda x: ints(x).masked_fill(flags(x), -2.5),
+        lambda x: x.double().masked_fill(flags(x), 0.1),
         lambda x: ints(x).masked_fill(flags(x), torch.tensor(3, dtype=torch.int32)),
         lambda x: flags(x).masked_fill(x > 0.7, 0),
         lambda x: flags(x).masked_fill(x < 0.3, 0.5),
@@ -410,7 +411,11 @@ CASES = {
         lambda x: aten.sub.Scalar(x, 2, 0.5),
         lambda x: ints(x) - x,
     ),
-    "hardtanh": (lambda x: F.hardtanh(signed(x)), lambda x: F.hardtanh(signed(x), -0.3, 1.2)),
+    "hardtanh": (
+        lambda x: F.hardtanh(signed(x)),
+        lambda x: F.hardtanh(signed(x), -0.3, 1.2),
+        lambda x: F.hardtanh(ints(x), -2.5, 3.5),
+    ),
     "clamp": (
         lambda x: signed(x).clamp(-0.5, 0.7),
         lambda x: signed(x).clamp(min=0),

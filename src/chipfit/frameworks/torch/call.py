@@ -90,6 +90,10 @@ class Call:
         """A tensor in the type of the result."""
         return self._cast(key, self.value(key), self.result.dtype)
 
+    def number(self, v: float) -> str:
+        """A number as a constant in the type of the result."""
+        return self.draft.scalar(self.node.name, torch.tensor(v, dtype=self.result.dtype).item(), self.result)
+
     def _cast(self, key: str, v: str, kind: torch.dtype) -> str:
         if self.tensor(key).dtype is kind:
             return v

@@ -177,7 +177,7 @@ def _add(c: Call) -> Any:
 def _clamp(c: Call) -> Any:
     lo, hi = (c.raw(f"{end}_val" if f"{end}_val" in c.args else end) for end in ("min", "max"))
     if not c.tensor("self").dtype.is_floating_point:  # as torch promotes types; a clip is of floats
-        ends = [(op, c.draft.scalar(c.node.name, v, c.result)) for op, v in (("Max", lo), ("Min", hi)) if v is not None]
+        ends = [(op, c.number(v)) for op, v in (("Max", lo), ("Min", hi)) if v is not None]
         x = c.number_or_value("self")
         for op, end in ends[:-1]:
             x = c.step(op, [x, end], c.result)
@@ -191,11 +191,7 @@ def _clamp(c: Call) -> Any:
 @reads("masked_fill")
 def _masked_fill(c: Call) -> Any:
     """What fills a tensor takes its type."""
-    if isinstance(c.args["value"], torch.fx.Node):
-        value = c.typed("value")
-    else:
-        number = torch.tensor(c.raw("value")).to(c.result.dtype)
-        value = c.draft.scalar(c.node.name, number.item(), c.result)
+    value = c.typed("value") if isinstance(c.args["value"], torch.fx.Node) else c.number(c.raw("value"))
     return c.emit("Where", [c.value("mask"), value, c.value("self")])
 
 
