@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from chipfit.errors import RuntimeUnavailable, UnknownNameError, VerificationError
+from chipfit.errors import DataError, RuntimeUnavailable, UnknownNameError, VerificationError
 from chipfit.export import InFile
 from chipfit.graph.ir import Graph, Node, Value
+from chipfit.pipeline import quantize
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.platform.load import load
 from chipfit.quantizers.grids import Grid
@@ -504,8 +506,9 @@ def result(**changes):
     return {k: v for k, v in {"output": floats.astype(np.float32), **codes, **changes}.items() if v is not None}
 
 
-def compared(results, label=None, filed=(), model=None, x=X) -> Verification:
+def compared(results, label=None, filed=(), model=None, x=X, groups=()) -> Verification:
     graph, plan = network()
+    plan = replace(plan, groups=groups)
     out = Verification("chip", True)
     out.rows = [Row(v, "", op) for v, op in (("x", "Input"), ("y", "Relu"), ("z", "Reshape"))]
     out.outputs = [Output("output", "z", span=127.5)]
@@ -542,6 +545,25 @@ def test_a_runtime_may_leave_out_only_what_computes_nothing(name, filed, why, wr
     found = compared(result(**{name: None}), filed=filed)
     (row,) = (r for r in found.rows if r.tensor == name)
     assert (row.why, row.wrong, row.missed, row.elements) == (why, wrong, 6, 0)
+
+
+def test_what_lies_inside_a_fused_kernel_is_not_compared():
+    found = compared(result(y=None), groups=(("r", "f"),))
+    assert [(r.why, r.wrong, r.missed, r.elements) for r in found.rows] == [
+        ("", "", 0, 6),
+        ("inside a fused kernel", "", 0, 0),
+        ("", "", 0, 6),
+    ]
+    assert found.exact
+
+
+@pytest.mark.parametrize("batches, samples", [(None, 9), (1, 2), (2, 5), (4, 9)])
+def test_it_stops_after_as_many_batches_as_are_asked_for(batches, samples):
+    data = [torch.randn(n, 4) for n in (2, 3, 4)]
+    fit = quantize(nn.Linear(4, 3).eval(), data, progress=False)
+    assert fit.verify(data, batches=batches).samples == samples
+    with pytest.raises(DataError, match="There are no data to verify on"):
+        fit.verify(data, batches=0)
 
 
 class Operators(nn.Module):

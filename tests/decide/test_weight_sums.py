@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
 import torch
 from torch import nn
 
 import chipfit
+from chipfit.errors import UnsupportedError
 from chipfit.platform.schema import Format, OpRule, Option, Platform, Rule
 
 CHIP = Platform(
@@ -35,3 +39,31 @@ def test_sums_that_no_codes_can_exceed_are_left_out_of_the_plan():
         if name.endswith("weight"):
             codes = result.plan[name].quantize(result.graph.weights[name])
             assert int(codes.abs().flatten(1).sum(1).max()) <= 508
+
+
+def with_rules(*rules: Rule) -> Platform:
+    return CHIP.model_copy(update={"ops": (CHIP.ops[0].model_copy(update={"rules": rules}),)})
+
+
+def quantized(platform: Platform) -> chipfit.Result:
+    """One channel of five ones, whose codes are 127 each unless the scale grows."""
+    net = nn.Linear(5, 1)
+    nn.init.ones_(net.weight)
+    return chipfit.quantize(net.eval(), [torch.randn(8, 5)], platform=platform, progress=False)
+
+
+def codes(result: chipfit.Result) -> list[int]:
+    return result.plan["weight"].quantize(result.graph.weights["weight"])[0].tolist()
+
+
+def test_a_sum_that_other_rules_make_too_large_again_is_refused():
+    small = Rule(mono={"w": 1}, max=1 / 127)
+    says = "The codes of 'weight' add up to more than 508, and other rules forbid a larger scale. Got: 635."
+    with pytest.raises(UnsupportedError, match=re.escape(says)):
+        quantized(with_rules(Rule(wsum_max=508), small))
+    assert codes(quantized(with_rules(Rule(wsum_max=635), small))) == [127] * 5
+
+
+def test_a_bound_that_is_only_preferred_moves_no_scale():
+    assert codes(quantized(with_rules(Rule(wsum_max=508, hard=False)))) == [127] * 5
+    assert sum(codes(quantized(CHIP))) <= 508

@@ -266,6 +266,46 @@ def test_a_model_that_compares_samples_asks_for_their_number_where_the_file_fixe
     np.testing.assert_allclose(got, Pairs()(*inputs).numpy(), rtol=1e-5, atol=1e-5)
 
 
+def apart(x):
+    """How far each sample is from each other one, [N, N, 4]."""
+    return x[:, None] - x[None]
+
+
+@pytest.mark.parametrize(
+    "f, op",
+    [
+        (lambda x: apart(x).unsqueeze(-1), "Unsqueeze"),
+        (lambda x: apart(x)[..., :1].squeeze(-1), "Squeeze"),
+        (lambda x: apart(x).unflatten(2, (2, 2)), "Reshape"),
+    ],
+    ids=["unsqueeze", "squeeze", "reshape"],
+)
+def test_two_axes_that_follow_the_batch_are_written_for_a_batch_that_is_given(f, op, tmp_path):
+    class Model(nn.Module):
+        def forward(self, x):
+            return f(x) * 2
+
+    x = torch.randn(3, 4)
+    graph = capture(Model(), (x,))
+    with pytest.raises(UnsupportedError, match=f"{op} '.*': more than one axis .* run time, unless `batch` is given"):
+        export_tflite(graph, None, tmp_path / "m.tflite")
+    (got,) = LiteRt(export_tflite(graph, None, tmp_path / "m.tflite", batch=3)).run([x.numpy()]).values()
+    np.testing.assert_array_equal(got, Model()(x).numpy())
+
+
+def test_a_shape_that_holds_the_number_of_samples_is_written_for_one_number(tmp_path):
+    class Rows(nn.Module):
+        def forward(self, x):
+            return apart(x).flatten().view(x.shape[0], -1) * 2
+
+    x = torch.randn(3, 4)
+    graph = capture(Rows(), (x,))
+    with pytest.raises(UnsupportedError, match="compares samples with each other.*Try: pass `batch`"):
+        export_tflite(graph, None, tmp_path / "m.tflite")
+    (got,) = LiteRt(export_tflite(graph, None, tmp_path / "m.tflite", batch=3)).run([x.numpy()]).values()
+    np.testing.assert_array_equal(got, Rows()(x).numpy())
+
+
 def operators_of(file):
     model, names = model_of(file), {v: k for k, v in vars(schema.BuiltinOperator).items()}
     return [names[model.operatorCodes[o.opcodeIndex].builtinCode] for o in model.subgraphs[0].operators]

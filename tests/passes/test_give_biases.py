@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from chipfit.engine.run import run
 from chipfit.passes.give_biases import give_biases
 from chipfit.platform.load import load
+from chipfit.platform.schema import Format, OpRule, Option, Platform
 from tests.steps import captured
 
 
@@ -30,3 +32,17 @@ def test_every_operator_gets_a_bias_of_its_width_and_nothing_changes():
     assert {"0.bias", "2.bias", "4.bias"} <= new.trainable and notes == []
     torch.testing.assert_close(*run(graph, [x]).values(), *run(new, [x]).values())
     assert give_biases(new, load("imx500"))[0].nodes == new.nodes
+
+
+@pytest.mark.parametrize("none", [None, "none"])
+def test_an_operator_whose_kernel_holds_no_bias_stays_without_and_a_note_says_so(none):
+    """And one that the chip does not run stays too, in float."""
+    formats = {"a8": Format(bits=8, zero="any"), "w8": Format(bits=8, range="narrow"), "b32": Format(bits=32)}
+    rules = {"Conv2D": "b32", "Linear": none}
+    uses = {op: Option(in_="a8", w="w8", b=b, out="a8") for op, b in rules.items()}
+    ops = tuple(OpRule(match=(op,), use=(use,), src=("M",), conf="V") for op, use in uses.items())
+    chip = Platform(name="paper", formats=formats, ops=ops, sources={"M": "paper"})
+    layers = nn.Conv2d(2, 3, 1, bias=False), nn.ConvTranspose2d(3, 2, 1, bias=False), nn.Linear(4, 2, bias=False)
+    new, notes = give_biases(captured(nn.Sequential(*layers), torch.randn(2, 2, 4, 4)), chip)
+    assert [n.bias for n in new.nodes] == ["0.bias", None, None]
+    assert notes == ["'2' gets no bias: 'paper' has none for Linear"]

@@ -43,6 +43,13 @@ class Identity(nn.Module):
         return self.last(self.act(self.first(x)))
 
 
+class ReadsItsBias(Identity):
+    """Adds the bias of its last layer once more."""
+
+    def forward(self, x):
+        return super().forward(x) + self.last.bias.view(4, 1, 1)
+
+
 def test_the_shift_on_paper():
     """Swish of [-4, 7] lies in [-0.278, 6.99]. Signed: threshold 8, 1/16. Unsigned: 8, 1/32; 9 of them: 0.28125."""
     x = spread(-4, 7)
@@ -121,6 +128,7 @@ def test_the_shifted_statistics_are_those_of_a_new_calibration():
             (-80, 60),
             "AvgPool '2' reads it",
         ),
+        (ReadsItsBias(nn.SiLU()), (-4, 7), "the bias of 'last' is read by several operators"),
     ],
 )
 def test_a_shift_that_does_not_help_or_cannot_be_undone_is_refused(net, span, why):

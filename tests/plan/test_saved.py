@@ -147,6 +147,12 @@ def test_a_directory_without_manifest_is_refused(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["nowhere", "no\0where", "a" * 300], ids=["absent", "no path", "too long"])
+def test_a_directory_that_is_not_there_is_refused(name, tmp_path):
+    with pytest.raises(PlanError, match=name):
+        load(tmp_path / name)
+
+
 FILES = ["plan.json", "plan.safetensors", "graph.json", "weights.safetensors", "platform.json"]
 
 
@@ -209,6 +215,21 @@ def _accept(root: Path, name: str) -> None:
     (root / "manifest.json").write_text(json.dumps(manifest))
 
 
+@pytest.mark.parametrize(
+    "name, content, why",
+    [
+        ("plan.json", b"\xff{}", "UnicodeDecodeError: 'utf-8'"),
+        ("weights.safetensors", b"{}", "SafetensorError: "),
+        ("plan.safetensors", b"\xff" * 100, "SafetensorError: "),
+    ],
+)
+def test_a_file_of_another_kind_cannot_be_read(saved, name, content, why):
+    (saved / name).write_bytes(content)
+    _accept(saved, name)
+    with pytest.raises(PlanError, match=rf"^'{name}' cannot be read\. Where: {saved / name}\. Got: {why}"):
+        load(saved)
+
+
 @pytest.mark.parametrize("name", ["plan.json", "graph.json"])
 def test_another_schema_version_is_refused(saved, name):
     _edit(saved, name, lambda d: d.update(schema=99))
@@ -263,6 +284,18 @@ def test_a_saved_platform_with_an_unknown_key_is_refused(saved):
     _edit(saved, "platform.json", lambda d: d["platform"].update(colour="red"))
     with pytest.raises(PlanError, match=r"'colour' is malformed.*platform\.json"):
         load(saved)
+
+
+def test_a_platform_that_was_saved_without_its_runtimes_has_those_that_it_has_now(result, saved):
+    def without(described):
+        del described["platform"]["runtimes"], described["platform"]["encodings"]
+
+    _edit(saved, "platform.json", without)
+    assert result.platform.runtimes and load(saved).platform == result.platform
+    _edit(saved, "platform.json", lambda d: d["platform"].update(runtimes=[]))
+    assert load(saved).platform.runtimes == ()  # as it says itself
+    _edit(saved, "platform.json", lambda d: (d["platform"].pop("runtimes"), d["platform"].update(name="our_own")))
+    assert load(saved).platform.runtimes == ()  # nothing is known of it
 
 
 # ---- every platform, every attribute

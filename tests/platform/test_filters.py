@@ -109,6 +109,8 @@ def test_filters_are_joined_flat_and_nested():
     assert [both.match({"n": n, "m": 0}) for n in range(4)] == [False, True, True, False]
     assert not both.match({"n": 1, "m": 1})
     mixed = (a | b) & where("m", "eq", 0)
+    words = "n = 1 | n = 2 | n = 3", "n >= 1 & n <= 2 & m = 0", "(n = 1 | n = 2) & m = 0"
+    assert tuple(map(str, (either, both, mixed))) == words
     assert len(mixed.all_) == 2 and mixed.match({"n": 2, "m": 0}) and not mixed.match({"n": 3, "m": 0})
     with pytest.raises(TypeError):
         _ = a & 1

@@ -198,6 +198,13 @@ def test_each_operator_reads_what_is_stored_of_what_it_reads(plan, more, want):
     assert found[:, 0].tolist() == pytest.approx(want)
 
 
+def test_an_operand_that_is_left_out_is_read_as_none():
+    graph = chain()
+    graph.nodes[0] = graph.nodes[0].with_(inputs=("x", "w", None))
+    (found,) = before_codes(graph, plan_of("x", "w"), [X1]).values()
+    assert found[:, 0].tolist() == pytest.approx([2 * 1 + 2.6, 0])
+
+
 def test_outputs_are_rounded_at_last_and_may_be_weights_or_inputs():
     graph = chain()
     graph.outputs[:] = ["v", "w", "x"]

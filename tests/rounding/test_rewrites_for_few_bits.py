@@ -93,6 +93,12 @@ def test_without_images_to_hold_out_nothing_is_rewritten():
     assert torch.equal(result._uncorrected[0].weights["wide.weight"], model.wide.weight)
 
 
+def test_where_no_weight_would_be_changed_nothing_is_tried_or_said(monkeypatch):
+    monkeypatch.setattr("chipfit.pipeline.better", None)  # is not asked
+    alone = nn.Sequential(nn.Conv2d(3, 3, 3, groups=3), nn.Flatten())
+    assert not said(quantized(alone, chipfit.BEST))
+
+
 @pytest.mark.parametrize(
     "model, settings, overrides",
     [

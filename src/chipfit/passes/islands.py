@@ -118,8 +118,6 @@ def _cut(graph: Graph, assignment: Assignment, stats: dict[str, TensorStats]) ->
         if n.name == kernel and {"float", "whole"} <= {*can}:
             capacity[_CODES, side(kernel, "reads")] += _PRODUCT * products(graph, n)
             capacity[side(kernel, "writes"), side(kernel, "reads")] = math.inf  # no kernel makes codes of floats
-    if not number:
-        return {}
     for value in graph.outputs:  # as its inputs, results of a model are in codes unless these cost more
         if graph.is_float(value):
             edge(value, _CODES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from keras import layers, ops  # noqa: E402 -- after the import that may skip
 from chipfit.engine.run import run  # noqa: E402
 from chipfit.frameworks.keras.backend import forward  # noqa: E402
 from chipfit.frameworks.keras.capture import capture  # noqa: E402
+from chipfit.graph.ir import OPAQUE  # noqa: E402
 
 
 def read(f, *shape, dtype="float32"):
@@ -59,6 +62,25 @@ def test_groups_of_one_channel_each_are_depthwise(groups, op):
     graph = read(layers.Conv1D(8, 3, groups=groups, dilation_rate=2, padding="causal"), 9, 4)
     (n,) = (n for n in graph.nodes if "Conv" in n.op)
     assert (n.op, n.attrs["groups"], n.attrs["padding"], n.attrs["dilation"]) == ("Conv1D", groups, ((4, 0),), (2,))
+
+
+@pytest.mark.parametrize("stride, read", [(1, True), (2, False)])
+@pytest.mark.parametrize("layer", [layers.MaxPooling2D, layers.AveragePooling2D, partial(layers.Conv2D, 4)])
+def test_a_window_whose_padding_follows_an_open_size_is_left_to_keras(layer, stride, read):
+    x = keras.Input((None, None, 4))
+    model = keras.Model(x, layer(3, strides=stride, padding="same")(x))
+    examples = [((torch.randn(2, *sizes, 4),), {}) for sizes in ((8, 8), (9, 10))]
+    ops = [n.op for n in capture(model, *examples[0], examples[1:]).nodes]
+    assert (OPAQUE not in ops) == read
+
+
+def test_a_convolution_is_read_only_where_kernel_and_groups_are_known():
+    x, kernel = keras.Input((8, 8, 4)), keras.Input((3, 3, 4, 4), batch_size=1)
+    assert [n.op for n in capture(keras.Model([x, kernel], ops.conv(x, kernel[0]))).nodes] == ["Select", OPAQUE]
+    several, fixed = keras.Input((8, 8, None)), np.ones((3, 3, 4, 8), "float32")
+    examples = [((torch.randn(2, 8, 8, n),), {}) for n in (4, 8)]  # in one group, and in two
+    (conv,) = capture(keras.Model(several, ops.conv(several, fixed)), *examples[0], examples[1:]).nodes
+    assert conv.op == OPAQUE
 
 
 @pytest.mark.parametrize(

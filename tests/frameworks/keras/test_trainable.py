@@ -239,6 +239,8 @@ def test_numbers_of_another_plan_are_refused(tmp_path):
         other.model.load_weights(tmp_path / "model.weights.h5")
     with pytest.raises((ValueError, OSError), match="No such file|not found"):
         own.model.load_weights(tmp_path / "none.weights.h5")
+    with pytest.raises(ValueError, match="File format not supported"):  # Keras's own words
+        own.model.load_weights(tmp_path / "model.weights")
     own.model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert dataclasses.replace(own, _model=loaded).trained()

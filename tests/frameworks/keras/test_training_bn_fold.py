@@ -201,6 +201,16 @@ def test_what_was_never_folded_trains_and_is_not_deployed(results):
         result.trained()
 
 
+def test_a_batch_norm_behind_two_layers_does_not_train():
+    x, norm = inputs, _ = keras.Input((8, 8, 4)), keras.layers.BatchNormalization(name="norm")
+    for name in ("first", "second"):
+        x = keras.layers.ReLU()(norm(keras.layers.Conv2D(4, 3, name=name)(x)))
+    result = chipfit.quantize(keras.Model(inputs, x), [torch.randn(8, 8, 8, 4)], "ort_cpu", progress=False)
+    with pytest.raises(UnsupportedError, match="'norm/gamma' is of several layers. Try: train with bn_fold=0"):
+        _ = result.trains(Training("lsq", bn_fold=2)).model
+    assert result.trains(Training("lsq", bn_fold=0)).model
+
+
 def test_it_is_saved_and_loaded(results, tmp_path):
     result = results[1].trains(Training("lsq", bn_fold=3))
     result.model.save(tmp_path / "model.keras")

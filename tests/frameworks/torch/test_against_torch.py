@@ -249,6 +249,12 @@ CASES = {
         lambda x: x.masked_fill(flags(x), -1),
         lambda x: x.masked_fill(flags(x[:, :1]), torch.tensor(0.25)),
         lambda x: ints(x).masked_fill(flags(x), 7),
+        lambda x: ints(x).masked_fill(flags(x), -2.5),
+        lambda x: x.double().masked_fill(flags(x), 0.1),
+        lambda x: ints(x).masked_fill(flags(x), torch.tensor(3, dtype=torch.int32)),
+        lambda x: flags(x).masked_fill(x > 0.7, 0),
+        lambda x: flags(x).masked_fill(x < 0.3, 0.5),
+        lambda x: flags(x).masked_fill(x < 0.3, True),
     ),
     "square": (lambda x: torch.square(signed(x)), lambda x: ints(x).square()),
     "linalg_vector_norm": (
@@ -405,7 +411,11 @@ CASES = {
         lambda x: aten.sub.Scalar(x, 2, 0.5),
         lambda x: ints(x) - x,
     ),
-    "hardtanh": (lambda x: F.hardtanh(signed(x)), lambda x: F.hardtanh(signed(x), -0.3, 1.2)),
+    "hardtanh": (
+        lambda x: F.hardtanh(signed(x)),
+        lambda x: F.hardtanh(signed(x), -0.3, 1.2),
+        lambda x: F.hardtanh(ints(x), -2.5, 3.5),
+    ),
     "clamp": (
         lambda x: signed(x).clamp(-0.5, 0.7),
         lambda x: signed(x).clamp(min=0),
@@ -743,7 +753,12 @@ REFUSED = {
     "clamp_min": (lambda x: x.clamp_min(norm[:, None, None] - 0.5),),
     "clamp_max": (lambda x: x.clamp_max(norm[:, None, None] - 0.5),),
     "clip": (lambda x: x.clip(min=norm[:, None, None] - 0.5),),
-    "mean": (lambda x: x.mean(1, dtype=torch.float64), lambda x: ints(x).mean(1, dtype=torch.float32)),
+    "mean": (
+        lambda x: x.mean(1, dtype=torch.float64),
+        lambda x: ints(x).mean(1, dtype=torch.float32),
+        lambda x: x[:, :0].mean((2, 3)),
+        lambda x: x[:, :1].expand(-1, x.shape[0], -1, -1).mean((2, 3)),
+    ),
     "sum": (lambda x: x.sum(1, dtype=torch.float64), lambda x: flags(x).sum(1)),
     "max": (lambda x: torch.max(x, 1),),
     "min": (lambda x: torch.min(x, 1),),
@@ -770,7 +785,9 @@ REFUSED = {
     "index": (lambda x: x[:, index, :, index], lambda x: x[:, some], lambda x: x[index % 2, index]),
     "eq": (lambda x: flags(x).eq(True),),
     "mul": (lambda x: x * x.shape[0], lambda x: flags(x) * True),
-    "where": (lambda x: torch.where(flags(x), x, True),),
+    "where": (lambda x: torch.where(flags(x), x, True), lambda x: torch.where(flags(x))),
+    "fill": (lambda x: (x * 1).fill_(x.shape[0]),),
+    "chunk": (lambda x: x.chunk(2),),
     "slice": (lambda x: x[:, : x.shape[0]],),
     "upsample_nearest2d": (
         lambda x: aten.upsample_nearest2d(x, [10, 9], None, 1.5),
@@ -1211,7 +1228,7 @@ def test_every_argument_of_every_overload_is_looked_at(read, refused):
 #: overloads that `torch.export` never leaves in a program, that a CPU does not have, or whose shapes depend on values
 NOT_IN_PROGRAMS = """
     to.prim_Device to.prim_dtype to.prim_other index.Tensor_hacked_twin numpy_T.a
-    bmm.dtype mm.dtype copy.Dict_Tensor split.default tensor_split.tensor_indices_or_sections where.default
+    bmm.dtype mm.dtype copy.Dict_Tensor split.default tensor_split.tensor_indices_or_sections
     arange.start arange.start_step
 """
 

@@ -360,7 +360,8 @@ class _Creates(nn.Module):
         self.fc = nn.Linear(4, 4)
 
     def forward(self, x):
-        return self.fc(x + torch.arange(x.shape[1], device=x.device) * 0.1)
+        x = x + torch.arange(x.shape[1], device=x.device) * 0.1
+        return self.fc(x + torch.arange(x.shape[0], device=x.device)[:, None] * 0.1)
 
 
 def test_it_moves_to_another_device_with_the_tensors_that_it_creates():

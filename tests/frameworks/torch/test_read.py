@@ -10,6 +10,7 @@ from torch import nn
 from chipfit.engine.run import run
 from chipfit.errors import CaptureError
 from chipfit.frameworks.torch.capture import capture
+from chipfit.frameworks.torch.read import READERS, row
 from chipfit.graph.ir import OPAQUE
 from chipfit.graph.ops import OPS
 
@@ -234,6 +235,14 @@ def nodes(f, *xs, **how):
 def attrs(f, op, *xs, **how):
     (found,) = (n.attrs for n in nodes(f, *xs, **how) if n.op == op)
     return found
+
+
+def test_a_row_reads_no_call_with_an_argument_that_it_does_not_name(monkeypatch):
+    monkeypatch.setitem(READERS, "round", None)  # put back afterwards
+    row("round", "Round")
+    x = torch.randn(2, 5)
+    assert [n.op for n in nodes(torch.round, x)] == ["Round"]
+    assert [n.op for n in nodes(lambda x: x.round(decimals=1), x)] == [OPAQUE]
 
 
 def test_heads_that_share_keys_get_copies_of_them():

@@ -414,10 +414,8 @@ def _split(w: Emitter, n: Node, y: Sequence[int]) -> None:
 
 def _as_shape(w: Emitter, n: Node, y: Sequence[int]) -> None:
     shape = w.open_shape(n.output)
-    if shape.count(-1) > 1 and n.op == "Reshape":
-        shape = list(n.attrs["shape"])
     if shape.count(-1) > 1:
-        w.refuse(n, "more than one axis is only known at run time")
+        w.refuse(n, "more than one axis is only known at run time, unless `batch` is given")
     _reshape(w, w.read(n.data), shape, y[0])
 
 

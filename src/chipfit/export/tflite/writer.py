@@ -70,7 +70,7 @@ def content(
         what = "The file holds one size of everything but the batch, and other sizes of this model are open"
         shown, hint = ", ".join(f"'{i}' {list(graph.shape(i))}" for i in found), "quantize with batches of one size"
         raise UnsupportedError(what, got=shown, hint=f"{hint}: pad, cut or resize them")
-    if batch is None and any(_expands(n) or (n.op in ROWS and ROWS[n.op].fixed_batch) for n in graph.nodes):
+    if batch is None and any(_counts(n) or (n.op in ROWS and ROWS[n.op].fixed_batch) for n in graph.nodes):
         batch = 1
         across = [v.name for v in graph.values.values() if v.shape.count(None) > 1]
         if across:
@@ -280,18 +280,18 @@ def _platform() -> str:
     return Counter(p.extends for p in map(load, names()) if p.extends and loading & {*p.runtimes}).most_common(1)[0][0]
 
 
-def _expands(node: Node) -> bool:
-    """It repeats something, such as a class token, for every sample."""
-    return node.op == "Expand" and None in node.attrs["shape"]
+def _counts(node: Node) -> bool:
+    """Its shape holds a number of samples: it repeats something, such as a class token, for each, or compares them."""
+    return node.op in ("Expand", "Reshape") and None in node.attrs["shape"]
 
 
 def _with_shapes(graph: Graph, sizes: Mapping[str, tuple[int, ...]]) -> Graph:
-    """The graph for one batch size, in which the shapes of expansions are known."""
-    if not any(map(_expands, graph.nodes)):
+    """The graph for one batch size, in which shapes that are computed from it are known."""
+    if not any(map(_counts, graph.nodes)):
         return graph
     graph = graph.copy()
     graph.nodes = [
-        n.with_(inputs=n.inputs[:1], attrs={"shape": sizes[n.output]}) if _expands(n) else n for n in graph.nodes
+        n.with_(inputs=n.inputs[:1], attrs={"shape": sizes[n.output]}) if _counts(n) else n for n in graph.nodes
     ]
     drop_dead(graph)
     return graph

@@ -67,8 +67,6 @@ class Call:
         v = self.draft.arg(self.args.get(key))
         if isinstance(v, (int, float)) and not isinstance(v, bool):
             like = self.result
-            if not isinstance(like, Form):
-                raise Unreadable
             if like.dtype is torch.bool:  # of a comparison, which computes in the type of its operands
                 like = self.tensor("self" if key == "other" else "other")
             return self.draft.scalar(self.node.name, v, like)
@@ -91,6 +89,10 @@ class Call:
     def typed(self, key: str) -> str:
         """A tensor in the type of the result."""
         return self._cast(key, self.value(key), self.result.dtype)
+
+    def number(self, v: float) -> str:
+        """A number as a constant in the type of the result."""
+        return self.draft.scalar(self.node.name, torch.tensor(v, dtype=self.result.dtype).item(), self.result)
 
     def _cast(self, key: str, v: str, kind: torch.dtype) -> str:
         if self.tensor(key).dtype is kind:

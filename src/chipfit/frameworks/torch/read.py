@@ -176,10 +176,8 @@ def _add(c: Call) -> Any:
 @reads("hardtanh clamp clamp_min clamp_max clip")
 def _clamp(c: Call) -> Any:
     lo, hi = (c.raw(f"{end}_val" if f"{end}_val" in c.args else end) for end in ("min", "max"))
-    if not all(v is None or isinstance(v, (int, float)) for v in (lo, hi)):
-        raise Unreadable
     if not c.tensor("self").dtype.is_floating_point:  # as torch promotes types; a clip is of floats
-        ends = [(op, c.draft.scalar(c.node.name, v, c.result)) for op, v in (("Max", lo), ("Min", hi)) if v is not None]
+        ends = [(op, c.number(v)) for op, v in (("Max", lo), ("Min", hi)) if v is not None]
         x = c.number_or_value("self")
         for op, end in ends[:-1]:
             x = c.step(op, [x, end], c.result)
@@ -188,6 +186,13 @@ def _clamp(c: Call) -> Any:
         return c.emit("Relu" if hi is None else "Relu6", [c.value("self")])
     bounds = {end: None if v is None else float(v) for end, v in (("min", lo), ("max", hi))}
     return c.emit("Clamp", [c.value("self")], **bounds)
+
+
+@reads("masked_fill")
+def _masked_fill(c: Call) -> Any:
+    """What fills a tensor takes its type."""
+    value = c.typed("value") if isinstance(c.args["value"], torch.fx.Node) else c.number(c.raw("value"))
+    return c.emit("Where", [c.value("mask"), value, c.value("self")])
 
 
 @reads("celu")
@@ -361,8 +366,6 @@ def _unbind(c: Call) -> Any:
 @reads("cat concat concatenate stack")
 def _concat(c: Call) -> Any:
     tensors = c.draft.arg(c.args["tensors"])
-    if not all(isinstance(t, str) for t in tensors):
-        raise Unreadable
     axis = c.raw("dim" if "dim" in c.args else "axis") % c.result.dim()
     return c.emit("Stack" if c.name == "stack" else "Concat", tensors, axis=axis)
 
@@ -419,8 +422,6 @@ def _pad(c: Call) -> Any:
 def _index(c: Call) -> Any:
     indices = c.draft.arg(c.args["indices"])
     given = [i for i, v in enumerate(indices) if v is not None]
-    if any(not isinstance(indices[i], str) for i in given):
-        raise Unreadable
     if given == [0, 1] and _counts_samples(c):
         like = c.args["indices"][1].meta["val"]
         if len(like.shape) == len(c.result.shape) - c.rank + 2 and like.shape[0] == 1:
@@ -610,6 +611,4 @@ def _to(c: Call) -> Any:
 
 @reads("sym_size")
 def _size(c: Call) -> Any:
-    if isinstance(c.result, int):
-        return c.result
     return c.emit("Size", [c.value("self")], axis=c.raw("dim"))
