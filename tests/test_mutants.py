@@ -81,9 +81,14 @@ def f(x: int | None) -> int | None:
 def test_amounts_of_work_are_left_out_and_no_other_numbers():
     reasons = {a[0]: why for a, _, why in _excluded("MANY, FEW = 3, 4\nMOST = 5\n", "MANY FEW LEAST")}
     assert reasons == {1: "an amount of effort"}
+    source = "class A:\n    a: int = 1\n    b: int = 2\n\n\ndef f(x, c=3, a=4): ...\ndef g(x, a, b=6): ..."
+    assert {a for a, *_ in _excluded(source, "a") if _[1] == "an amount of effort"} == {(2, 13), (6, 16)}
     for file, names in EFFORT.items():
-        tree = ast.parse((SOURCE / "chipfit" / file).read_text())
-        assert set(names.split()) <= {x.id for n in tree.body for x in ast.walk(n) if isinstance(x, ast.Name)}, file
+        found = {
+            getattr(n, "id", getattr(n, "arg", ""))
+            for n in ast.walk(ast.parse((SOURCE / "chipfit" / file).read_text()))
+        }
+        assert set(names.split()) <= found, file
 
 
 @pytest.mark.parametrize(

@@ -397,3 +397,17 @@ def test_every_setting_is_off_unless_asked_for():
     steps = [step.declares for stage in STAGES for step in ordered(stage)]
     assert {s.setting.default for s in steps if s.setting is not None} <= {False, None}
     assert Settings() == Settings(collapse_linear=False) and Settings().to_record() == {}
+
+
+def test_numbers_that_nobody_chose_are_those_of_the_documentation():
+    from chipfit.settings import known
+
+    numbers = {k: s.default for k, s in known().items() if type(s.default) in (int, float)}
+    assert numbers == {
+        "rounding_samples": 8192,
+        "correct_weights": 0.1,
+        "reconstruct_steps": 1000,
+        "reconstruct_rate": 0.2,
+        "reconstruct_float": 0.0,
+        "reconstruct_pull": 1.0,
+    }

@@ -35,10 +35,12 @@ MODULES = """
 """
 #: of those, what only tells a person or the clock something
 NOT = "calibration/progress.py export/names.py"
-#: names at the level of a module that say how much is done at a time or at most: one more or less is as good
+#: constants, settings and parameters that say how much is done or kept at a time: one more or less is as good
 EFFORT = {
     "calibration/data.py": "ROWS",
+    "calibration/kept.py": "most",
     "calibration/seen.py": "_KEPT _NUMBERS",
+    "passes/islands.py": "_LARGEST",
     "plan/saved.py": "_ATTEMPTS",
     "quantizers/tables.py": "_DISTINCT",
     "ranges/__init__.py": "_EDGES",
@@ -48,7 +50,9 @@ EFFORT = {
     "rounding/fit.py": "TRIES _AT_ONCE MANY",
     "rounding/importance.py": "_CHUNK",
     "rounding/moments.py": "ROWS",
+    "rounding/reconstruct.py": "memory",
     "rounding/streams.py": "CHUNK SMALL",
+    "rounding/walk.py": "memory",
     "simulate/sums.py": "_IN_FLOAT",
 }
 
@@ -217,6 +221,12 @@ def _excluded(source: str, effort: str = "") -> list[_Range]:
         if isinstance(n, ast.Assign) and all(x in effort.split() for x in _names(n.targets[0])):
             leave(n, "an amount of effort")
     for n in ast.walk(tree):
+        if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) in effort.split() and n.value is not None:
+            leave(n.value, "an amount of effort")
+        elif isinstance(n, ast.arguments):
+            for a, default in zip(n.args[::-1], n.defaults[::-1]):
+                if a.arg in effort.split():
+                    leave(default, "an amount of effort")
         if isinstance(n, ast.AnnAssign | ast.arg) and n.annotation is not None:
             leave(n.annotation, "a type annotation")
         elif isinstance(n, ast.Raise):

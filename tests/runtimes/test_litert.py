@@ -149,6 +149,7 @@ def test_the_last_axis_may_be_the_batch(added):
         (lambda m, g: setattr(g, "outputs", []), "not in the file"),
         (lambda m, g: setattr(g, "outputs", np.array([len(g.tensors)], np.int32)), "not in the file|refuses"),
         (lambda m, g: setattr(m.metadata[0], "buffer", len(m.buffers)), "not in the file|refuses"),
+        (lambda m, g: setattr(m.metadata[0], "buffer", len(m.buffers) + 1), "not in the file|refuses"),
         (lambda m, g: setattr(g.tensors[0], "name", None), "has no name"),
         (lambda m, g: setattr(m, "subgraphs", None), "holds no network"),
     ],

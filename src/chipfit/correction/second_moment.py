@@ -119,5 +119,4 @@ class _Moments:
 def _ratio(wanted: _Moments, here: _Moments, limit: float) -> torch.Tensor:
     """k [C]; 1 for channels that hardly vary."""
     live = (wanted.std > _LEAST * wanted.std.max()) & (here.std > _LEAST * here.std.max())
-    k = wanted.std / torch.where(live, here.std, 1.0)
-    return torch.where(live, k, 1.0).clamp(1 / limit, limit)
+    return torch.where(live, wanted.std / here.std, 1.0).clamp(1 / limit, limit)

@@ -64,7 +64,7 @@ def _scales(graph: Graph, first: Node, ends: list[Node]) -> torch.Tensor:
         w = in_groups(end, graph.weights[end.weight].detach().double())
         after = torch.maximum(after, w.abs().transpose(1, 2).flatten(2).amax(2).flatten())
     live = (before > 0) & (after > 0)
-    return torch.where(live, torch.sqrt(before / torch.where(live, after, 1.0)), 1.0)
+    return torch.where(live, torch.sqrt(before / after), 1.0)
 
 
 def _apply(graph: Graph, first: Node, ends: list[Node], s: torch.Tensor) -> None:

@@ -127,9 +127,10 @@ class File:
         """
         used = {int(i) for o in self.operators for i in (*o.inputs, *o.outputs)}
         used |= {*inputs.values(), *outputs.values()}
-        blocks = [q.details for i in sorted(used) if i >= 0 and (q := self.tensors[i].quantization) and q.details]
+        used.discard(-1)  # operands that are left out
+        blocks = [q.details for i in sorted(used) if (q := self.tensors[i].quantization) and q.details]
         used |= {b.scales for b in blocks}
-        keep = sorted(i for i in used if i >= 0)  # an operator written on behalf of a fused one leaves tensors behind
+        keep = sorted(used)  # an operator written on behalf of a fused one leaves tensors behind
         new = {old: k for k, old in enumerate(keep)} | {-1: -1}
         for o in self.operators:
             o.inputs, o.outputs = (np.array([new[int(i)] for i in ids], np.int32) for ids in (o.inputs, o.outputs))
