@@ -79,6 +79,10 @@ def test_tensors_of_a_linear_layer():
     slots = {"in0": ("x",), "ins": ("x",), "w": ("w",), "b": ("b",), "outs": ("l",), "out": ("l",)}
     assert dict(binding.slots) == slots and binding.op == "Linear"
     assert (found.floats, found.float_edges, found.codes) == ({}, frozenset(), {"x", "l"})
+    parts = Graph([Node("s", "Split", ("x",), ("a", "b"), {"axis": 1, "sizes": (2, 2)})], ["x"], ["a", "b"], {}, {})
+    parts.values = {"x": Value("x", (None, 4)), **{v: Value(v, (None, 2)) for v in "ab"}}
+    (split,) = assign(parts, chip({"match": ["Split"], "use": [{"in": "a8", "out": "a8"}]})).bindings
+    assert (split.slots["outs"], split.slots["out"]) == (("a", "b"), ("a",))
     only = assign(graph, chip(LINEAR, math={"q_round": "half_up"}))
     assert only.slots["w"].rounding == "half_up"
 

@@ -67,6 +67,19 @@ def test_the_error_of_a_grid_is_measured_against_the_spread_wherever_the_mean_is
     assert islands._noise("y", slots, {"x": seen}) == 0.0
 
 
+@pytest.mark.parametrize("low, signed", [(-0.5, True), (0.0, False), (0.5, False)])
+def test_the_grid_has_a_sign_where_the_value_has(low, signed):
+    seen, asked = TensorStats("x"), []
+    seen.update(torch.linspace(low, 2.0, 100), Need(histogram=True))
+
+    def grid(signed):
+        asked.append(signed)
+        return Grid(bits=8, qmin=0, qmax=255, zero="any")
+
+    islands._noise("x", SimpleNamespace(slots={"x": SimpleNamespace(grid=grid)}), {"x": seen})
+    assert asked == [signed]
+
+
 def test_a_transformer_adds_and_attends_in_float_and_multiplies_by_weights_in_integers():
     result = quantized(Block)
     found = runs(result)

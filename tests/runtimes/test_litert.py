@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import flatbuffers
@@ -15,6 +16,7 @@ from chipfit.errors import RuntimeUnavailable
 from chipfit.export.tflite.file import TYPES, File, Numbers
 from chipfit.export.tflite.writer import export_tflite
 from chipfit.frameworks.torch.capture import capture
+from chipfit.graph.ir import Graph, Node, Value
 from chipfit.registry import lookup
 from chipfit.runtimes import divided, to_codes, to_floats
 from chipfit.runtimes.litert import LiteRt, LiteRtOptimized, LiteRtReference, _coded, _fits, _joined
@@ -121,6 +123,15 @@ def noted(path, change):
 def test_notes_that_do_not_fit_are_refused(added, change, words):
     with pytest.raises(RuntimeUnavailable, match=words):
         LiteRt(noted(added[1], change))
+
+
+def test_a_batch_axis_lies_among_those_of_its_tensor(tmp_path):
+    graph = Graph([Node("n", "Relu", ("x",), ("y",))], ["x"], ["y"], {n: Value(n, (None,)) for n in "xy"}, {})
+    path = export_tflite(graph, None, tmp_path / "m.tflite")
+    for axis, fits in ((0, True), (1, False)):
+        file = noted(path, lambda n, axis=axis: n.update(outputs=[[None, axis]]))
+        with contextlib.nullcontext() if fits else pytest.raises(RuntimeUnavailable, match="do not fit its tensors"):
+            LiteRt(file)
 
 
 @pytest.mark.parametrize("axis", [0, 1])

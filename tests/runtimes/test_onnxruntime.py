@@ -145,9 +145,11 @@ def test_shared_weights_compute_alike_on_either_machine(tmp_path, monkeypatch, s
         "none": np.uint8(0),
         "zero": np.int8(0),
     }
-    path = tmp_path / "m.onnx"
+    path, unshared = tmp_path / "m.onnx", []
     onnx.save(model(nodes, constants), path)
+    monkeypatch.setattr(module, "_unshare_weights", lambda m: [unshared.append(m), _unshare_weights(m)])
     got = OnnxRuntime(path, ["y_q"]).run([np.float32([[255, 255], [2, 200]])])
+    assert bool(unshared) is saturating
     assert list(got) == ["y", "z", "y_q"]
     want = np.clip(np.rint(np.array([[255, 255], [2, 200]]) @ np.array([[100, -100], [127, 1]]) / 500), 0, 255)
     assert np.array_equal(got["y"], want * 500) and np.array_equal(got["z"], want * 500)

@@ -290,7 +290,8 @@ def moment(per="row", bits=8, block=False, act=None, edge=False):
 @pytest.mark.parametrize(
     "kernels, per, bits, act, found",
     [("litert_reference", "row", 8, None, True), ("litert_reference", "row", 4, None, True),
-     ("litert_optimized", "row", 4, None, False), ("litert_reference", "tensor", 8, None, False),
+     ("litert_optimized", "row", 4, None, False), ("litert_optimized", "row", 8, None, True),
+     ("litert_reference", "tensor", 8, None, False),
      ("onnxruntime", "tensor", 8, None, True), ("onnxruntime", "row", 8, None, False),
      ("litert_reference", "row", 8, "Relu", True), ("litert_reference", "row", 8, "Erf", False)],
 )  # fmt: skip

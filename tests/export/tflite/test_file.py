@@ -62,6 +62,7 @@ def test_constants_take_no_memory_and_alignment_is_a_choice():
     file = File()
     scalar = file.tensor("x", (), FLOAT)
     assert arena(file.content({"x": scalar}, {"x": scalar}, {})) == 16
+    assert arena(file.content({"x": scalar}, {"x": scalar}, {}), 1) == 4
 
 
 @pytest.mark.parametrize("name, taken", [("my-net 2", "my_net_2"), ("3x", "_3x"), ("Füchsin", "F_chsin"), ("a", "a")])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from ai_edge_litert import schema_py_generated as schema
+from torch.nn import functional as F
 
 from chipfit.engine.kernels import execute
 from chipfit.errors import UnsupportedError
@@ -117,6 +118,11 @@ def test_what_lies_around_an_image_of_codes_is_never_the_largest(border, tmp_pat
     for q in (low, drawn(0, 1, 2, 4, 5)):
         attrs = {"kernel": (3, 3), "stride": (1, 1), "padding": border, "dilation": (1, 1), "ceil_mode": False}
         alone_in_codes("MaxPool", [Codes(q, 0.5, 7)], attrs).prove(tmp_path)
+        floats = alone_in_codes("MaxPool", [Codes(q, 2.0, 7)], attrs, exec="float")  # less than any code
+        want = F.max_pool2d(F.pad(floats.inputs[0], (*border[1], *border[0]), value=-torch.inf), 3, 1)
+        path = export_tflite(floats.graph, floats.plan, tmp_path / "floats.tflite")
+        (got,) = LiteRtReference(path, []).run([x.numpy() for x in floats.inputs]).values()
+        assert np.array_equal(got, want.numpy())
 
 
 @pytest.mark.parametrize("value, op", [(0.0, "PAD"), (1.5, "PADV2"), (-40.0, "PADV2")])
