@@ -221,7 +221,7 @@ class _Walk:
         x, form = self.as_held(node)
         axes = {a % len(form) for a in node.attrs.get("axes", [node.attrs.get("axis")])}
         here = tuple(sorted(form.index(a) for a in axes))
-        how = {"axes": here} if "axes" in node.attrs else {"axis": here[0]}
+        how = {"axes": here} if "axes" in node.attrs else {"axis": min(here)}
         self.emit(node, [x], [form if keeps else without(form, axes)] * len(node.outputs), **how)
 
     # ---- kinds of operators

@@ -238,6 +238,19 @@ def test_a_file_appears_whole(tmp_path):
     assert path == tmp_path / "m.tflite" and path.read_bytes() == content(RELU, None)
 
 
+@pytest.mark.parametrize("perm, turned, front", [((1, 0), (3, None), 3), ((0, 1), (None, 3), None)])
+def test_the_notes_say_what_lies_in_front_of_the_samples_in_one_axis(perm, turned, front):
+    """[N, 3] is turned to [3, N], or stays, and becomes one axis."""
+    nodes = [Node("t", "Transpose", ("x",), ("y",), {"perm": perm})]
+    nodes.append(Node("r", "Reshape", ("y",), ("z",), {"shape": (-1,)}))
+    values = {"x": Value("x", (None, 3)), "y": Value("y", turned), "z": Value("z", (None,))}
+    graph = Graph(nodes, ["x"], ["z"], values, {})
+    model = read(content(graph, None))
+    note = next(m for m in model.metadata if m.name == b"chipfit")
+    said = json.loads(bytes(model.buffers[note.buffer].data))
+    assert said.get("in_front") == ({"z": front} if front else None)
+
+
 # ---------------------------------------------------------------- integers or floats
 
 

@@ -218,7 +218,7 @@ class Tape:
         bits = 32 if self.plan.tensors[tensor].role == "bias" else grid.file_bits
         kind = tensor_type(f"int{bits}" if grid.signed or bits == 32 else f"uint{bits}")
         if bits == 4:
-            return helper.make_tensor(name, kind, codes.shape, codes.reshape(-1).tolist())
+            return helper.make_tensor(name, kind, codes.shape, codes.ravel().tolist())
         return numpy_helper.from_array(codes.numpy().astype(helper.tensor_dtype_to_np_dtype(kind)), name)
 
 

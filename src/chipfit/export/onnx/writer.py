@@ -150,7 +150,7 @@ def _used(nodes: list[onnx.NodeProto], outputs: Collection[str]) -> list[onnx.No
     return kept[::-1]
 
 
-def _info(g: Graph, name: str, value: str, codes: Codes | None) -> onnx.ValueInfoProto:
+def _info(g: Graph, name: str, value: str, codes: Codes | None = None) -> onnx.ValueInfoProto:
     """Type and shape of an input or output; sizes that only the run tells have names."""
     if value in g.weights:
         w = g.weights[value]

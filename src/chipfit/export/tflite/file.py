@@ -202,7 +202,7 @@ def _named(name: str, index: int) -> Any:
 
 def _packed(codes: np.ndarray) -> np.ndarray:
     """Two 4-bit codes a byte, the first in the low half."""
-    flat = codes.reshape(-1).astype(np.int8)
+    flat = codes.ravel().astype(np.int8)
     flat = np.append(flat, np.int8(0)) if flat.size % 2 else flat
     return ((flat[0::2] & 15) | ((flat[1::2] & 15) << 4)).astype(np.uint8)
 

@@ -440,9 +440,8 @@ def _expand(w: Emitter, n: Node, y: Sequence[int]) -> None:
 
 def _slice(w: Emitter, n: Node, y: Sequence[int]) -> None:
     rank, axis, select = len(w.shape(n.data)), _axis(w, n, n.data), n.op == "Select"
-    if select:
-        start = n.attrs["index"]
-        end, step = start + 1 if start != -1 else None, 1
+    if select:  # one element, whatever the end is, of an axis that goes
+        start, end, step = n.attrs["index"], None, 1
     else:
         start, end, step = n.attrs["start"], n.attrs["end"], n.attrs["step"]
     bounds = [[0] * rank, [0] * rank, [1] * rank]
@@ -522,17 +521,17 @@ def _depth(w: Emitter, n: Node, y: Sequence[int]) -> None:
     x, a, b, k = w.read(n.data), w.shape(n.data), w.shape(n.output), n.attrs["block"]
     if n.op == "DepthToSpace":
         order, moved = np.arange(a[3]).reshape(b[3], k * k), w.between(a, x)
-        _pick(w, x, order.T.reshape(-1), 3, moved)
+        _pick(w, x, order.T.ravel(), 3, moved)
         w.op(w.kind, [moved], y, blockSize=k)
     else:
         order, moved = np.arange(b[3]).reshape(k * k, a[3]), w.between(b, x)
         w.op(w.kind, [x], moved, blockSize=k)
-        _pick(w, moved, order.T.reshape(-1), 3, y[0])
+        _pick(w, moved, order.T.ravel(), 3, y[0])
 
 
 def _shuffle(w: Emitter, n: Node, y: Sequence[int]) -> None:
     order = np.arange(w.shape(n.data)[3]).reshape(n.attrs["groups"], -1)
-    _pick(w, w.read(n.data), order.T.reshape(-1), 3, y[0])
+    _pick(w, w.read(n.data), order.T.ravel(), 3, y[0])
 
 
 # ---------------------------------------------------------------- rows

@@ -30,5 +30,5 @@ def _array(data: bytes, tensor: schema.TensorT) -> np.ndarray:
     if tensor.type != INT4:
         return np.frombuffer(data, NUMPY[tensor.type]).reshape(shape)
     pairs = np.frombuffer(data, np.uint8)
-    flat = np.stack((pairs & 15, pairs >> 4), -1).reshape(-1)[: int(np.prod(shape))].astype(np.int8)
+    flat = np.stack((pairs & 15, pairs >> 4), -1).ravel()[: int(np.prod(shape))].astype(np.int8)
     return np.where(flat > 7, flat - 16, flat).reshape(shape)  # the first of two codes is in the low half
