@@ -42,6 +42,11 @@ def test_what_follows_from_a_node(key, found):
     assert value(key, NODE) == found
 
 
+@pytest.mark.parametrize("kernel", [(5,), (2, 5), (2, 3, 5)])
+def test_the_width_of_a_filter_is_that_of_its_last_axis(kernel):
+    assert value("filter_width", {"kernel": kernel}) == 5
+
+
 @pytest.mark.parametrize(
     "key, changes, found",
     [

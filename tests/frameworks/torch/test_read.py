@@ -369,6 +369,7 @@ STEPS = {
     "places of the last two axes": lambda x: x[:, :, picked, picked + 1],
     "places of one axis": lambda x: x[:, :, picked],
     "places of each sample": lambda x: x[torch.arange(x.shape[0]), x[:, 0, 0, 0].long().clamp(0, 3)],
+    "places of each sample from the end": lambda x: x[torch.arange(x.shape[0]), x[:, 0, 0, 0].long().clamp(-1, 3)],
     "rows of each sample": lambda x: x[:, :, 0, 0][torch.arange(x.shape[0]), x[:, 0, 0, 0].long().clamp(0, 3)],
     "a part in the place of another": lambda x: torch.slice_scatter(x, x[:, 1:3] * 2, 1, 1, 3),
     "a part at the start": lambda x: torch.slice_scatter(x, x[:, :2] * 2, 1, 0, 2),

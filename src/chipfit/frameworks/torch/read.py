@@ -461,7 +461,9 @@ def _from_start(c: Call, index: str, like: Form, size: int) -> str:
 
 def _one_of_each(c: Call, index: str, like: Form) -> Any:
     """From every sample x [N, ...] the part that it names itself; an index for each element of it."""
-    samples, _, *rest = c.tensor("self").shape
+    samples, size, *rest = c.tensor("self").shape
+    if isinstance(size, int) and _called(c.args["indices"][1]) != "argmax":  # which is never below 0
+        index = _from_start(c, index, like, size)
     narrow, wide = (like.new_empty((samples, 1, *sizes)) for sizes in ([1] * len(rest), rest))
     index = c.step("Reshape", [index], narrow, shape=(-1, *narrow.shape[1:]))
     if rest:
