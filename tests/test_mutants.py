@@ -78,6 +78,23 @@ def f(x: int | None) -> int | None:
     assert not any(a <= (line, 11) <= b for a, b, _ in _excluded(source))
 
 
+@pytest.mark.parametrize(
+    "source, why",
+    [
+        ("class A:\n    @staticmethod\n    def f(): ...", "how a function is called"),
+        ("class A:\n    @cached_property\n    def f(self): ...", "a cache"),
+        ("class A:\n    @abstractmethod\n    def f(self): ...", "a type annotation"),
+        ("class A:\n    @property\n    def f(self): ...", None),
+        ("json.dumps(x, indent=1)", "spaces in JSON"),
+        ("json.dumps(x, sort_keys=1)", None),
+        ("f'{x}'[:80]", "a text"),
+        ("x[:80]", None),
+    ],
+)
+def test_each_rule_leaves_out_what_it_is_for(source, why):
+    assert {found for *_, found in _excluded(source)} == ({why} if why else set())
+
+
 def test_amounts_of_work_are_left_out_and_no_other_numbers():
     reasons = {a[0]: why for a, _, why in _excluded("MANY, FEW = 3, 4\nMOST = 5\n", "MANY FEW LEAST")}
     assert reasons == {1: "an amount of effort"}

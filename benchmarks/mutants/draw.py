@@ -207,6 +207,12 @@ def _sites(file: str) -> Iterator[_Site]:
 
 
 _Range = tuple[tuple[int, int], tuple[int, int], str]
+#: decorators without which a function does the same
+_DECORATORS = {
+    **dict.fromkeys(("cache", "lru_cache", "cached_property", "wraps"), "a cache"),
+    **dict.fromkeys(("overload", "runtime_checkable", "abstractmethod", "final"), "a type annotation"),
+    "staticmethod": "how a function is called",  # by its class alone
+}
 
 
 def _excluded(source: str, effort: str = "") -> list[_Range]:
@@ -270,12 +276,8 @@ def _excluded(source: str, effort: str = "") -> list[_Range]:
                 name = ast.unparse(d.func if isinstance(d, ast.Call) else d).rpartition(".")[2]
                 if name == "dataclass" and isinstance(d, ast.Call):
                     leave(d, "how a record is stored")
-                if name in ("cache", "lru_cache", "cached_property", "wraps"):
-                    out.append(((d.lineno, d.col_offset - 1), (d.end_lineno, 10**6), "a cache"))  # type: ignore[arg-type]
-                if name == "staticmethod":  # of functions that are called by their class alone
-                    out.append(((d.lineno, d.col_offset - 1), (d.end_lineno, 10**6), "how a function is called"))  # type: ignore[arg-type]
-                if name in ("overload", "runtime_checkable", "abstractmethod", "final"):
-                    out.append(((d.lineno, d.col_offset - 1), (d.end_lineno, 10**6), "a type annotation"))  # type: ignore[arg-type]
+                if why := _DECORATORS.get(name):
+                    out.append(((d.lineno, d.col_offset - 1), (d.end_lineno, 10**6), why))  # type: ignore[arg-type]
     return out
 
 
