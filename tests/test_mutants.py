@@ -95,6 +95,10 @@ def test_each_rule_leaves_out_what_it_is_for(source, why):
     assert {found for *_, found in _excluded(source)} == ({why} if why else set())
 
 
+def test_where_a_text_is_cut_off_belongs_to_the_text():
+    assert max(end for _, end, _ in _excluded("f'{x}'[:80]")) == (1, 11)
+
+
 def test_amounts_of_work_are_left_out_and_no_other_numbers():
     reasons = {a[0]: why for a, _, why in _excluded("MANY, FEW = 3, 4\nMOST = 5\n", "MANY FEW LEAST")}
     assert reasons == {1: "an amount of effort"}
