@@ -628,3 +628,18 @@ def test_a_batch_without_samples_is_empty_and_not_compared():
     none = {"output": np.zeros((0, 3), np.float32)} | {k: np.zeros((0, 3), np.int8) for k in "xyz"}
     found = compared(none, torch.zeros(0, dtype=torch.long), x=X[:0])
     assert [r.why for r in found.rows] == ["empty"] * 3 and found.samples == 0 and found.accuracy == {}
+
+
+def test_codes_of_16_bits_without_sign_are_compared():
+    """ONNX files hold them; torch, which compares, does not compute with that type."""
+    pytest.importorskip("onnxruntime")
+    platform = load("ort_cpu")
+    wide = {k: f.model_copy(update={"bits": 16}) if k in ("u8", "s8") else f for k, f in platform.formats.items()}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)).eval()
+    data = [torch.randn(8, 3, 6, 6)]
+    found = quantize(model, data, platform=platform.model_copy(update={"formats": wide}), progress=False)
+    grids = [t.grid for t in found.plan.tensors.values() if t.quantized and t.role == "activation"]
+    assert {(g.bits, g.signed) for g in grids} == {(16, False)}
+    proof = found.verify([torch.randn(4, 3, 6, 6)], runtime="onnxruntime")
+    assert proof.integers == 4 * (3 * 36 + 4 * 16 + 4 + 4 + 3) and not proof.departures

@@ -81,6 +81,8 @@ class FileFormat:
     options: tuple[str, ...] = ()  #: of `Result.export` that it takes; others are refused
     #: reads back what a file stores: (path) -> tensor -> `export.InFile`; None for a format without a reader
     stored: Callable[[Path], Mapping[str, Any]] | None = None
+    #: (graph) -> how many samples its runtime takes at once when nobody says how many; None for any
+    part: Callable[[Any], int | None] = lambda graph: None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -496,7 +496,7 @@ class _Comparison:
             elif wrong := _misshapen(q, free[row.tensor], _types(grid.bits, grid.signed)):
                 row.why, row.wrong = "of another shape or type", wrong
             else:
-                codes[row.tensor] = q
+                codes[row.tensor] = q.int() if q.dtype == torch.uint16 else q  # torch does not compute with that type
         if self.out.rows and not codes:
             hint = "is this the file that was written for this model?"
             what = f"'{self.out.runtime}' returned none of the {len(self.out.rows)} tensors that were asked for"
@@ -532,8 +532,8 @@ class _Comparison:
         return {k: torch.from_numpy(x.astype(np.int8) if "int4" in x.dtype.name else x) for k, x in small.items()}
 
     def _simulated(self, inputs: list[Tensor], **how: Any) -> dict[str, Any]:
-        kernels = self.declares.kernels
-        return simulate(self.graph, self.plan, inputs, self.platform, kernels=kernels, weights=self.weights, **how)
+        how |= {"kernels": self.declares.kernels, "weights": self.weights, "part": getattr(self.device, "part", None)}
+        return simulate(self.graph, self.plan, inputs, self.platform, **how)
 
     def _missing(self, row: Row, count: int) -> None:
         """Account for a tensor that the device did not return: it may have elided only what computes nothing."""

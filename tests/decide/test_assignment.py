@@ -10,7 +10,6 @@ import torch
 from chipfit.decide.assignment import Slot, _Record, assign
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.plan.record import NodePlan
 from chipfit.platform.schema import Format, Platform
 
 
@@ -36,21 +35,20 @@ ADD = {"match": ["Add"], "use": [{"in": "a8", "out": "a8"}]}
 
 
 @pytest.mark.parametrize(
-    "role, exec_, edges, outputs, dropped",
+    "role, codes, edges, outputs, dropped",
     [
-        ("activation", "float", {("v", "b")}, ["b"], True),  # all that is read in float
-        ("activation", "float", {("v", "b"), ("w", "b")}, ["b"], True),
-        ("activation", "float", {("w", "b")}, ["b"], False),
-        ("activation", "float", {("v", "b")}, ["v"], False),
-        ("activation", "int", {("v", "b")}, ["b"], False),
-        ("weight", "float", {("v", "b")}, ["b"], False),
+        ("activation", (), {("v", "b")}, ["b"], True),  # all that is read in float
+        ("activation", (), {("v", "b"), ("w", "b")}, ["b"], True),
+        ("activation", (), {("w", "b")}, ["b"], False),
+        ("activation", (), {("v", "b")}, ["v"], False),
+        ("activation", ("v",), {("v", "b")}, ["b"], False),
+        ("weight", (), {("v", "b")}, ["b"], False),
     ],
 )
-def test_a_result_in_float_that_all_readers_take_so_is_not_stored(role, exec_, edges, outputs, dropped):
+def test_a_result_in_float_that_all_readers_take_so_is_not_stored(role, codes, edges, outputs, dropped):
     graph = graph_of(("v", "Relu", ["x"], {}), ("b", "Relu", ["v"], {}), outputs=outputs)
     slot = Slot(name="v", role=role, format_name="a8", format=Format(bits=8), node="v")
-    record = _Record(graph, chip(), SimpleNamespace(), slots={"v": slot}, float_edges=set(edges))
-    record.nodes["v"] = NodePlan(name="v", op="Relu", exec=exec_)
+    record = _Record(graph, chip(), SimpleNamespace(codes={*codes}), slots={"v": slot}, float_edges=set(edges))
     record.drop_unread()
     assert ("v" not in record.slots) is dropped
     assert record.floats == ({"v": "its readers take it in float"} if dropped else {})
@@ -62,8 +60,7 @@ def test_a_result_that_nothing_reads_or_an_input_stays_stored():
     for name, node in (("v", "v"), ("x", "")):
         slot = Slot(name=name, role="activation", format_name="a8", format=Format(bits=8), node=node)
         edges = {(name, n.name) for n in graph.users().get(name, ())}
-        record = _Record(graph, chip(), SimpleNamespace(), slots={name: slot}, float_edges=edges)
-        record.nodes["v"] = NodePlan(name="v", op="Relu", exec="float")
+        record = _Record(graph, chip(), SimpleNamespace(codes=set()), slots={name: slot}, float_edges=edges)
         record.drop_unread()
         assert name in record.slots
 
@@ -136,3 +133,25 @@ def test_operators_that_a_platform_does_not_list_are_refused_where_it_says_so(un
         graph.nodes.pop()
         graph.outputs = ["e"]
     assert assign(graph, p).nodes["e"].exec == "float"
+
+
+def test_what_a_kernel_in_integers_hands_over_in_float_is_not_stored_where_it_is_read_so():
+    """Its reader would have rounded it, and runs in float in the end: its other operand has codes of another kind."""
+    kernel = {"in": "a8", "w": "w8", "b": "b32", "out": "float"}
+    mixed = {"match": ["Add"], "use": [{"in": "u8", "out": "float"}]}
+    signed = {"match": ["Relu"], "use": [{"in": "a8", "out": "a8"}]}
+    platform = chip({"match": ["Linear"], "use": [kernel]}, mixed, signed)
+    platform = platform.model_copy(
+        update={"formats": {**platform.formats, "u8": platform.formats["a8"].model_copy(update={"signed": False})}}
+    )
+    graph = graph_of(
+        ("l", "Linear", ["x", "w", "b"], {}),
+        ("r", "Relu", ["x"], {}),
+        ("s", "Add", ["r", "l"], {}),
+        w=torch.ones(4, 4),
+        b=torch.ones(4),
+    )
+    found = assign(graph, platform)
+    assert found.nodes["l"].exec == "int" and found.nodes["s"].exec == "float"
+    assert "l" not in found.slots and found.floats["l"] == "its readers take it in float"
+    assert not [e for e in found.float_edges if e[0] == "l"]

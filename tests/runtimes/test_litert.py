@@ -237,12 +237,21 @@ def test_one_tensor_may_be_several_outputs(tmp_path):
     (LiteRt, [-2, -2, 0, 0, 2, 2]), (LiteRtOptimized, [-2, -2, 0, 0, 2, 2]), (LiteRtReference, [-3, -2, -1, 1, 2, 3])
 ])  # fmt: skip
 def test_inputs_become_codes_as_the_runtimes_own_kernel_rounds(runtime, ties):
+    x = np.float32([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 0, 0])
+    assert to_codes(x, 1.0, 0, np.dtype("int8"), runtime.steps).tolist() == [*ties, 0, 0]
+    x, tenth = np.float32([0.35, 0.25, 1.15, 12.65] * 2), np.float32(0.1)
+    away = np.trunc(x / tenth + np.float32(0.5))
+    want = np.rint(x * (np.float32(1) / tenth)) if runtime is not LiteRtReference else away
+    assert runtime.steps(x, tenth).tolist() == want.tolist() and (want != away).any() == (
+        runtime is not LiteRtReference
+    )
+
+
+def test_what_is_left_of_eights_is_divided():
     x = np.float32([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5])
-    assert to_codes(x, 1.0, 0, np.dtype("int8"), runtime.steps).tolist() == ties
-    third = np.float32(0.1)
-    for v in np.float32([0.35, 0.25, 1.15, 12.65]):
-        want = np.rint(v * (np.float32(1) / third)) if runtime is not LiteRtReference else np.trunc(v / third + 0.5)
-        assert runtime.steps(v, third) == want
+    assert to_codes(x, 1.0, 0, np.dtype("int16"), LiteRt.wide_steps).tolist() == [-3, -2, -1, 1, 2, 3]
+    more = np.concatenate((x, x, x))  # 16 of 18
+    assert to_codes(more, 1.0, 0, np.dtype("int16"), LiteRt.wide_steps).tolist()[14:] == [0, 0, 2, 3]
 
 
 def test_codes_stay_within_their_type_and_stand_for_reals():

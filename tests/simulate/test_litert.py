@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -376,11 +377,11 @@ def test_a_fused_activation_clips_between_codes(op, attrs, zero, ends):
 
 
 def test_reals_become_codes_with_halves_away_from_zero_or_by_the_inverse_of_the_scale():
-    stored = Codes(A, 0.5, 3).stored()
+    run = SimpleNamespace(stored={"x": Codes(A, 0.5, 3).stored()}.get)
     x = torch.tensor([-0.75, -0.25, 0.25, 0.75, 99.0, -99.0])
-    assert _quantize_away(x, stored).tolist() == [1, 2, 4, 5, 127, -128]
-    assert _quantize_inverse(x, stored).tolist() == [1, 3, 3, 5, 127, -128]
-    assert _quantize_away(x, stored).dtype == _quantize_inverse(x, stored).dtype == torch.int8
+    assert _quantize_away(run, "x", x).tolist() == [1, 2, 4, 5, 127, -128]
+    assert _quantize_inverse(run, "x", x).tolist() == [1, 3, 3, 5, 127, -128]
+    assert _quantize_away(run, "x", x).dtype == _quantize_inverse(run, "x", x).dtype == torch.int8
 
 
 # ---------------------------------------------------------------- 16-bit codes

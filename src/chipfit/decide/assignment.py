@@ -159,12 +159,12 @@ class _Record:
                 self._store(name, "activation", self.formats.of[name])
 
     def drop_unread(self) -> None:
-        """A result in float that every reader takes before it is rounded is not stored."""
+        """What nothing on the chip makes codes of, since every reader takes it before it is rounded, is not stored."""
         users = self.graph.users()
         for name, slot in list(self.slots.items()):
             edges = {(name, n.name) for n in users.get(name, ())}
-            made_in_float = slot.role == "activation" and slot.node and self.nodes[slot.node].exec == "float"
-            if made_in_float and edges and edges <= self.float_edges and name not in self.graph.outputs:
+            in_float = slot.role == "activation" and slot.node and name not in self.formats.codes
+            if in_float and edges and edges <= self.float_edges and name not in self.graph.outputs:
                 del self.slots[name]
                 self.float_edges -= edges
                 self.floats[name] = "its readers take it in float"

@@ -4,7 +4,7 @@ import contextlib
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -37,6 +37,21 @@ class _Notes(TypedDict):
 _CODES = {9: (-128, 127), 3: (0, 255), 7: (-(1 << 15), (1 << 15) - 1), 17: (-8, 7)}
 
 
+def _away(x: Any) -> np.ndarray:
+    """The nearest integers, halves away from zero."""
+    return np.trunc(np.float64(x) + np.copysign(0.5, x))
+
+
+def _times_inverse(x: np.ndarray, s: np.float32) -> np.ndarray:
+    return np.rint(x * (np.float32(1) / s))
+
+
+def _by_eights(x: np.ndarray, s: np.float32) -> np.ndarray:
+    """Vector instructions take 8 at once; what is left is divided in double precision."""
+    whole = (np.arange(x.size) < x.size // 8 * 8).reshape(x.shape)
+    return np.where(whole, _times_inverse(x, s), _away(np.float64(x) / np.float64(s)))
+
+
 @register("runtime", "litert", **_DECLARED, kernels="litert_xnnpack")
 class LiteRt:
     """A loaded file, run as by default: XNNPACK takes the operators that it knows, optimised kernels the others.
@@ -46,8 +61,8 @@ class LiteRt:
 
     resolver = "AUTO"  #: how LiteRT names it
     blocks = True  #: its kernels take weights with scales per block
-    #: what its kernels make of reals
-    steps: Callable[[np.ndarray, Any], np.ndarray] = staticmethod(lambda x, s: np.rint(x * (np.float32(1) / s)))
+    #: what its kernels make of reals, in codes of 8 bits and in wider ones
+    steps, wide_steps = staticmethod(_times_inverse), staticmethod(_by_eights)
 
     def __init__(self, path: str | Path, tensors: Sequence[str] = ()) -> None:
         """Load `path` and make the tensors named in `tensors` readable.
@@ -67,6 +82,7 @@ class LiteRt:
         except (RuntimeError, ValueError) as e:
             raise RuntimeUnavailable(f"LiteRT refuses the file: {first_line(e)}", where=str(path)) from e
         self.inputs, self._asked = self.interpreter.get_input_details(), set(tensors)
+        self.part: int | None = None  #: samples that the last run took at once; None for all
         forms, axes = (self.notes.get(k, {}) for k in ("forms", "batch_axis"))
         outputs = self.notes.get("outputs", [])
         rest = [(forms.get(name), axes.get(name, 0)) for name in self.tensors[len(outputs) :]]
@@ -89,21 +105,18 @@ class LiteRt:
             hint = "is this the file that was written for this model?"
             raise RuntimeUnavailable("The file takes other inputs", got=shapes[0], allowed=shapes[1], hint=hint)
         forms = self.notes.get("inputs") or [None] * len(inputs)
-        numbers = [_coded(d) for d in self.inputs]
-        inputs = [to_codes(x, *c, steps=self.steps) if c else x for x, c in zip(inputs, numbers, strict=True)]
-        named = [d["name"] if c else "" for d, c in zip(self.inputs, numbers, strict=True)]
-        codes = {name: x for name, x in zip(named, inputs, strict=True) if name in self._asked}
         given = [x.transpose(f) if f else x for x, f in zip(inputs, forms, strict=True)]
         cut = [len(d["shape"]) > 0 and not _fits(x, d) for x, d in zip(given, self.inputs, strict=True)]
         if not any(cut):
-            return self._once(given) | codes
+            self.part = None
+            return self._once(given)
         whole = max(len(x) for x, c in zip(given, cut) if c)
-        size = next(int(d["shape"][0]) for d, c in zip(self.inputs, cut) if c)
+        self.part = size = next(int(d["shape"][0]) for d, c in zip(self.inputs, cut) if c)
         starts = range(0, whole, size)
         parts = [self._once([x[k : k + size] if c else x for x, c in zip(given, cut)]) for k in starts]
-        axes = {n: axis for n, (_, axis) in zip(self.tensors, self.held, strict=True)}
+        axes = {n: axis for n, (_, axis) in zip(self.tensors, self.held, strict=True)}  # of inputs as codes the first
         front = self.notes.get("in_front", {})
-        return {n: _joined([p[n] for p in parts], axes[n], front.get(n, 1)) for n in parts[0]} | codes
+        return {n: _joined([p[n] for p in parts], axes.get(n, 0), front.get(n, 1)) for n in parts[0]}
 
     def _once(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         other = [(x, d) for x, d in zip(inputs, self.inputs, strict=True) if tuple(x.shape) != tuple(d["shape"])]
@@ -112,16 +125,23 @@ class LiteRt:
         if other:
             self.interpreter.allocate_tensors()
             self.inputs = self.interpreter.get_input_details()
-        for x, d in zip(inputs, self.inputs, strict=True):
+        out, codes = {}, {}
+        forms = self.notes.get("inputs") or [None] * len(inputs)
+        for x, d, form in zip(inputs, self.inputs, forms, strict=True):
+            if numbers := _coded(d):
+                steps = self.steps if numbers[2].itemsize == 1 else self.wide_steps
+                x = to_codes(x, *numbers, steps=steps)
+                if d["name"] in self._asked:
+                    codes[d["name"]] = x.transpose(np.argsort(form)) if form else x
             self.interpreter.set_tensor(d["index"], np.ascontiguousarray(x))
         self.interpreter.invoke()
-        out, details = {}, self.interpreter.get_output_details()
+        details = self.interpreter.get_output_details()
         for k, (name, (form, _), d) in enumerate(zip(self.tensors, self.held, details, strict=True)):
             value = np.asarray(self.interpreter.get_tensor(d["index"]))  # of a scalar it gives a number
             if k < self._own and (numbers := _coded(d)):
                 value = to_floats(value, *numbers[:2])
             out[name] = value.transpose(np.argsort(form)) if form else value
-        return out
+        return out | codes
 
     def executed(self) -> Mapping[str, int]:
         """Operators as the interpreter runs them, with counts: "ADD" by its own kernel, "XNNPACK ADD" by the delegate.
@@ -151,14 +171,14 @@ class LiteRtReference(LiteRt):
     """Every operator by its reference kernel."""
 
     resolver, blocks = "BUILTIN_REF", False
-    steps = staticmethod(lambda x, s: np.trunc(np.float64(x / s) + np.copysign(0.5, x)))  # halves away from zero
+    steps = wide_steps = staticmethod(lambda x, s: _away(x / s))
 
 
 @register("runtime", "litert_optimized", **_DECLARED, kernels="litert_optimized")
 class LiteRtOptimized(LiteRt):
     """Every operator by its optimised kernel, without delegates."""
 
-    resolver = "BUILTIN_WITHOUT_DEFAULT_DELEGATES"
+    resolver, steps = "BUILTIN_WITHOUT_DEFAULT_DELEGATES", staticmethod(_by_eights)
 
 
 def _fits(x: np.ndarray, detail: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from chipfit.graph.ir import DYNAMIC, OPAQUE, Graph, Node
 from chipfit.graph.ops import OPS
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
-from chipfit.registry import entry
+from chipfit.registry import entries, entry
 from chipfit.simulate.integer import Profile, exact_reals, float_results, profile_for, simulate, units
 
 
@@ -23,7 +23,11 @@ def device_model(graph: Graph, plan: Plan, platform: Platform) -> Any:
     Raises:
         UnsupportedError: the platform does not say how it computes.
     """
-    kernels = entry("runtime", platform.runtimes[0]).declares.kernels if platform.runtimes else None
+    kernels, part = None, None
+    if platform.runtimes:
+        runtime = entry("runtime", platform.runtimes[0]).declares
+        files = (e.declares for e in entries("format").values() if runtime.suffix in e.declares.suffixes)
+        kernels, part = runtime.kernels, next((f.part(graph) for f in files), None)
     profile = profile_for(platform, kernels)
     behind = float_operators(graph, plan, profile)
     floats = {*float_results(graph, plan, profile), *graph.outputs}
@@ -35,7 +39,7 @@ def device_model(graph: Graph, plan: Plan, platform: Platform) -> Any:
 
     def run_flat(inputs: Sequence[torch.Tensor]) -> list[Any]:
         with torch.inference_mode():
-            done = simulate(graph, plan, inputs, platform, keep=(), kernels=kernels, weights=weights)
+            done = simulate(graph, plan, inputs, platform, keep=(), kernels=kernels, weights=weights, part=part)
             return [output(graph, plan, done, o).clone() for o in graph.outputs]
 
     return device(graph, run_flat, tuple(sorted({op for v in floats for op in behind(v)})))

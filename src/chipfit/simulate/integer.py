@@ -64,7 +64,7 @@ class Profile:
     #: (fused activation, how its result is stored) -> the codes between which it clips; None where the kernel cannot do
     #: that, and the whole unit is computed in float
     clip: Callable[[Node, Stored], tuple[int, int] | None]
-    quantize: Callable[[Tensor, Stored], Tensor]  #: (reals, how they are stored) -> codes
+    quantize: Callable[[Run, str, Tensor], Tensor]  #: (run, value, its reals) -> codes
     #: values saturate at the ends of the file's integer type, not at those of a narrower grid
     by_type: bool = False
     #: what a platform with these kernels may say of rounding and requantization; none: they compute as it says
@@ -80,6 +80,7 @@ class Run:
     plan: Plan
     profile: Profile
     math: Math
+    part: int | None = None  #: samples that the device takes at once; all when None
     codes: dict[str, Tensor] = field(default_factory=dict)  #: value -> integer codes, where it is quantized
     reals: dict[str, Any] = field(default_factory=dict)  #: value -> float (or other) tensor, before its quantizer
     weights: dict[str, Tensor] = field(default_factory=dict)  #: weight -> codes
@@ -137,9 +138,8 @@ class Run:
     def publish(self, name: str, x: Any) -> None:
         """Keep a float result, and its codes when it is quantized."""
         self.reals[name] = x
-        stored = self.plan.stored(name)
-        if stored is not None:
-            self.codes[name] = self.profile.quantize(x, stored)
+        if self.plan.quantized(name):
+            self.codes[name] = self.profile.quantize(self, name, x)
 
     def take_over(self, names: Sequence[str], done: Mapping[str, Any], reals: Mapping[str, Any]) -> None:
         """Results of an earlier run: codes with the reals behind them, or reals alone."""
@@ -237,6 +237,7 @@ def simulate(
     reals: dict[str, Any] | None = None,
     weights: dict[str, Tensor] | None = None,
     like: Mapping[str, Any] | None = None,
+    part: int | None = None,
 ) -> dict[str, Any]:
     """Run the network in the platform's integers.
 
@@ -252,6 +253,7 @@ def simulate(
         weights: where codes of weights are kept between calls.
         like: what an earlier call gave for the same inputs without `force`, all values of it. Operators all of whose
             operands are the same again do not run again.
+        part: how many samples the device takes at once, where its file is of a fixed batch.
 
     Returns:
         Value name -> codes (integer dtype) where it is quantized, else its float tensor.
@@ -260,7 +262,7 @@ def simulate(
         UnsupportedError: see `profile_for`.
     """
     profile = profile_for(platform, kernels)
-    run = Run(graph, _in_types(plan) if profile.by_type else plan, profile, platform.math)
+    run = Run(graph, _in_types(plan) if profile.by_type else plan, profile, platform.math, part)
     run.weights = run.weights if weights is None else weights
     wanted = {*(graph.values if keep is None else keep), *graph.outputs}
     todo = units(graph, plan)
@@ -430,11 +432,11 @@ def move(run: Run, unit: Sequence[Node]) -> None:
     if not tied:
         args = [run.stored(i).dequantize(run.code(i)) if i in data else x for i, x in zip(node.inputs, args)]
     if tied and node.op == "Pad" and node.attrs["mode"] == "constant":
-        value = run.profile.quantize(torch.tensor(float(node.attrs["value"])), run.stored(node.data))
+        value = run.stored(node.data).quantize(torch.tensor(float(node.attrs["value"])))  # as files hold it
         node = node.with_(attrs={**node.attrs, "value": float(value)})
     for o, x in zip(unit[-1].outputs, execute(node, args), strict=False):
         if o in results:
-            run.codes[o] = x.to(run.stored(o).grid.dtype) if tied else run.profile.quantize(x, run.stored(o))
+            run.codes[o] = x.to(run.stored(o).grid.dtype) if tied else run.profile.quantize(run, o, x)
 
 
 def windows(x: Tensor, node: Node, border: float = 0.0) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,18 @@ from chipfit.quantizers.rounding import half_away as round_away
 from chipfit.quantizers.stored import Stored, per_output
 from chipfit.registry import register
 from chipfit.simulate import gemmlowp, tables16
-from chipfit.simulate.integer import Kernel, Profile, Unit, accumulate, bounds, by, move, rounded_each_time, windows
+from chipfit.simulate.integer import (
+    Kernel,
+    Profile,
+    Run,
+    Unit,
+    accumulate,
+    bounds,
+    by,
+    move,
+    rounded_each_time,
+    windows,
+)
 from chipfit.simulate.libm import libm
 from chipfit.simulate.requantize import fixed_point, multiplier_and_shift, scale_by, shift_away, shift_up, short
 
@@ -164,15 +175,28 @@ def _stretch(a: Sequence[int], b: Sequence[int]) -> int:
     return math.prod(m for m, _ in axes[len(kinds.rstrip("=")) :]) if walked else 1
 
 
-def _in_vectors(u: Unit, *shapes: Sequence[int]) -> Tensor:
-    """Which elements of a result vector instructions make, 16 at once, of operands of these shapes."""
+def _in_vectors(run: Run, name: str, at_once: int, *shapes: Sequence[int]) -> Tensor:
+    """Which elements of a value vector instructions make, so many at once, of operands of these shapes.
+
+    They begin anew in each part of the samples that the device takes at once.
+    """
     rank, whole = max(map(len, shapes)), torch.broadcast_shapes(*shapes)
-    form = u.run.forms.get(u.out) or range(rank)
-    padded = ([1] * (rank - len(s)) + [*s] for s in (*shapes, whole))
-    *lie, out = ([s[d] for d in form] for s in padded)
-    many = _stretch(lie[0], lie[-1])
-    vectors = (torch.arange(math.prod(out)) % many < many // 16 * 16).reshape(out)
-    return vectors.movedim((*range(rank),), (*form,))
+    padded = [[1] * (rank - len(s)) + [*s] for s in (*shapes, whole)]
+    axis = run.graph.shape(name).index(None) if run.part and None in run.graph.shape(name) else 0
+    samples = whole[axis] if whole else 1
+    form = [*(run.forms.get(name) or range(rank))]
+
+    def of(size: int) -> Tensor:
+        cut = ([min(n, size) if d == axis else n for d, n in enumerate(s)] for s in padded)
+        *lie, out = ([s[d] for d in form] for s in cut)
+        many = _stretch(lie[0], lie[-1])
+        vectors = (torch.arange(math.prod(out)) % many < many // at_once * at_once).reshape(out)
+        return vectors.movedim((*range(rank),), (*form,))
+
+    part = min(samples, run.part or samples) or 1
+    sizes = [min(part, samples - k) for k in range(0, samples, part)] or [0]
+    made = {size: of(size) for size in sizes}
+    return torch.cat([made[size] for size in sizes], axis) if len(sizes) > 1 else made[sizes[0]]
 
 
 def _add_optimized(u: Unit) -> None:
@@ -183,7 +207,7 @@ def _add_optimized(u: Unit) -> None:
     a, b = (u.code(i).shape for i in (u.x, u.second))
     if u.wide and a != b:
         return _add(u)
-    u.put(torch.where(_in_vectors(u, a, b), _rescaled(u, how="once"), _rescaled(u)))
+    u.put(torch.where(_in_vectors(u.run, u.out, 16, a, b), _rescaled(u, how="once"), _rescaled(u)))
 
 
 def _add_xnnpack(u: Unit, sign: int = 1) -> None:
@@ -232,7 +256,7 @@ def _requantize_optimized(u: Unit) -> None:
     """Vector instructions, which 16-bit codes have none of, round twice with halves up."""
     q, real = u.centred(), u.real(kind=torch.float64)
     plain = fixed_point(q, real, "away")
-    u.put(plain if u.wide else torch.where(_in_vectors(u, q.shape), fixed_point(q, real, "up"), plain))
+    u.put(plain if u.wide else torch.where(_in_vectors(u.run, u.out, 16, q.shape), fixed_point(q, real, "up"), plain))
 
 
 def _requantize_xnnpack(u: Unit) -> None:
@@ -480,14 +504,32 @@ def _clip(act: Node, t: Stored) -> tuple[int, int] | None:
     return min(max(grid.qmin, low), grid.qmax), min(max(grid.qmin, high), grid.qmax)
 
 
-def _quantize_away(x: Tensor, t: Stored) -> Tensor:
+def _stored(q: Tensor, t: Stored) -> Tensor:
+    """Integers without zero point as codes."""
+    return (q + t.zero_point).clamp(t.grid.qmin, t.grid.qmax).to(t.grid.dtype)
+
+
+def _quantize_away(run: Run, name: str, x: Tensor) -> Tensor:
     """round(x / s) + z, halves away from zero."""
-    return (round_away((x / t.scale).double()) + t.zero_point).clamp(t.grid.qmin, t.grid.qmax).to(t.grid.dtype)
+    t = run.stored(name)
+    return _stored(round_away((x / t.scale).double()), t)
 
 
-def _quantize_inverse(x: Tensor, t: Stored) -> Tensor:
+def _quantize_inverse(run: Run, name: str, x: Tensor) -> Tensor:
     """round(x * (1 / s)) + z, halves to even."""
-    return (torch.round(x * (1.0 / t.scale)) + t.zero_point).clamp(t.grid.qmin, t.grid.qmax).to(t.grid.dtype)
+    t = run.stored(name)
+    return _stored(torch.round(x * (1.0 / t.scale)), t)
+
+
+def _quantize_optimized(run: Run, name: str, x: Tensor) -> Tensor:
+    """Vector instructions multiply by the inverse; the scalar code of what is left divides in double precision."""
+    t = run.stored(name)
+    divided = _stored(round_away(x.double() / t.scale.double()), t)
+    return torch.where(_in_vectors(run, name, 8, x.shape), _quantize_inverse(run, name, x), divided)
+
+
+def _quantize_xnnpack(run: Run, name: str, x: Tensor) -> Tensor:
+    return (_quantize_inverse if run.stored(name).grid.bits <= 8 else _quantize_optimized)(run, name, x)
 
 
 # ---------------------------------------------------------------- families: each as it differs from the one before
@@ -559,8 +601,8 @@ _SAYS = ("half_even", "q31 2 half_away", "q15 1 half_up")
 _EIGHT_BITS = _narrow(_XNNPACK, _OPTIMIZED)
 for _name, _kernels, _moves, _quantize, _says in (
     ("litert_reference", _REFERENCE, _MOVES, _quantize_away, ("half_away", *_SAYS[1:])),
-    ("litert_optimized", _OPTIMIZED, _MOVES, _quantize_inverse, _SAYS),
-    ("litert_xnnpack", _EIGHT_BITS, _narrow(_MOVES_XNNPACK, _MOVES), _quantize_inverse, ("float 1 half_even", *_SAYS)),
+    ("litert_optimized", _OPTIMIZED, _MOVES, _quantize_optimized, _SAYS),
+    ("litert_xnnpack", _EIGHT_BITS, _narrow(_MOVES_XNNPACK, _MOVES), _quantize_xnnpack, ("float 1 half_even", *_SAYS)),
 ):
     _own = _name == "litert_xnnpack"
     # the optimised product with 4-bit weights adds in an order of its own

@@ -191,7 +191,7 @@ register("kernels", "onnxruntime")(
         reals={"Linear": _reals, "MatMul": _reals},
         dynamic={("Linear", "tensor", 8): _dynamic, ("MatMul", "tensor", 8): _dynamic},
         clip=_absorbed,
-        quantize=lambda x, stored: stored.quantize(x),
+        quantize=lambda run, name, x: run.stored(name).quantize(x),
         widest=8,
     )
 )

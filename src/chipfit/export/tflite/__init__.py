@@ -5,6 +5,7 @@ from typing import Any
 
 from chipfit.export import InFile
 from chipfit.export.ends import OPTIONS
+from chipfit.export.tflite.batch import fixed
 from chipfit.files import write_atomically
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
@@ -21,7 +22,14 @@ _LIBRARIES, _OPTIONS = ("flatbuffers", "ai_edge_litert"), (*OPTIONS, "batch", "k
 
 
 @register(
-    "format", "tflite", suffixes=(".tflite",), libraries=_LIBRARIES, extra="litert", stored=_stored, options=_OPTIONS
+    "format",
+    "tflite",
+    suffixes=(".tflite",),
+    libraries=_LIBRARIES,
+    extra="litert",
+    stored=_stored,
+    part=fixed,
+    options=_OPTIONS,
 )
 def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options: Any) -> Path:
     """Write a `.tflite` file; see `chipfit.export.tflite.writer.export_tflite` for the options."""

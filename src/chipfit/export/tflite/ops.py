@@ -33,7 +33,6 @@ class Row:
     moves: bool = False  #: that kernel moves codes or chooses among them: operands and results have the same numbers
     fuses: bool = False  #: it applies an activation itself
     clips: bool = False  #: an activation that only clips codes
-    fixed_batch: bool = False  #: the batch must be known when it is written
 
 
 def _plain(w: Emitter, n: Node, y: Sequence[int]) -> None:

@@ -23,6 +23,7 @@ from chipfit.engine.types import dtype_of
 from chipfit.errors import ExportError, UnsupportedError, first_line
 from chipfit.export.ends import Codes, Ends, ends_of
 from chipfit.export.names import output_names
+from chipfit.export.tflite.batch import counts, fixed
 from chipfit.export.tflite.emit import Emitter, Refusal, code_type
 from chipfit.export.tflite.file import TYPES, Numbers
 from chipfit.export.tflite.metadata import attached, metadata
@@ -70,8 +71,8 @@ def content(
         what = "The file holds one size of everything but the batch, and other sizes of this model are open"
         shown, hint = ", ".join(f"'{i}' {list(graph.shape(i))}" for i in found), "quantize with batches of one size"
         raise UnsupportedError(what, got=shown, hint=f"{hint}: pad, cut or resize them")
-    if batch is None and any(_counts(n) or (n.op in ROWS and ROWS[n.op].fixed_batch) for n in graph.nodes):
-        batch = 1
+    if batch is None and fixed(graph):
+        batch = fixed(graph)
         across = [v.name for v in graph.values.values() if v.shape.count(None) > 1]
         if across:
             what = "The file holds one sample here, and this model compares samples with each other"
@@ -280,18 +281,13 @@ def _platform() -> str:
     return Counter(p.extends for p in map(load, names()) if p.extends and loading & {*p.runtimes}).most_common(1)[0][0]
 
 
-def _counts(node: Node) -> bool:
-    """Its shape holds a number of samples: it repeats something, such as a class token, for each, or compares them."""
-    return node.op in ("Expand", "Reshape") and None in node.attrs["shape"]
-
-
 def _with_shapes(graph: Graph, sizes: Mapping[str, tuple[int, ...]]) -> Graph:
     """The graph for one batch size, in which shapes that are computed from it are known."""
-    if not any(map(_counts, graph.nodes)):
+    if not any(map(counts, graph.nodes)):
         return graph
     graph = graph.copy()
     graph.nodes = [
-        n.with_(inputs=n.inputs[:1], attrs={"shape": sizes[n.output]}) if _counts(n) else n for n in graph.nodes
+        n.with_(inputs=n.inputs[:1], attrs={"shape": sizes[n.output]}) if counts(n) else n for n in graph.nodes
     ]
     drop_dead(graph)
     return graph

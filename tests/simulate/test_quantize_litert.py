@@ -1,0 +1,135 @@
+"""Reals to codes as LiteRT makes them: eight at once by the inverse of the scale, and what is left by division."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import chipfit
+from chipfit.registry import lookup
+from chipfit.simulate.integer import simulate
+
+pytest.importorskip("ai_edge_litert")
+KERNELS = {"litert": "litert_xnnpack", "litert_optimized": "litert_optimized", "litert_reference": "litert_reference"}
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        return torch.relu(x) * x
+
+
+def near_ties(stored, *shape):
+    """Reals whose quotient by the scale, and product with its inverse, are rounded to different codes."""
+    torch.manual_seed(shape[0])
+    zero, scale = int(stored.zero_point), stored.scale.float()
+    k = torch.randint(stored.grid.qmin - zero + 1, stored.grid.qmax - zero - 1, (300_000,)).double() + 0.5
+    x = (k * scale.double()).float()
+    x = torch.cat((x, torch.nextafter(x, torch.tensor(torch.inf)), torch.nextafter(x, torch.tensor(-torch.inf))))
+    quotient = (x / scale).double()
+    away = torch.sign(quotient) * torch.floor(quotient.abs() + 0.5)
+    found = x[away != torch.round(x * (1.0 / scale))]
+    return found[torch.randperm(len(found))[: int(np.prod(shape))]].reshape(shape)
+
+
+@pytest.mark.parametrize("runtime", KERNELS)
+@pytest.mark.parametrize("platform", ["tflite_int8", "tflite_int16x8"])
+@pytest.mark.parametrize("length", [1, 5, 7, 8, 9, 16, 19, 23])
+def test_reals_between_two_codes(platform, length, runtime):
+    torch.manual_seed(length)
+    result = chipfit.quantize(Square(), [torch.randn(8, length)], platform=platform, progress=False)
+    x = near_ties(result.plan["x"], 1, length)
+    found = result.verify([x], runtime=runtime)
+    assert found.rows[0].elements == length and not found.departures, found.departures
+
+
+@pytest.mark.parametrize("runtime", ["litert", "litert_optimized"])
+def test_another_way_of_rounding_would_be_seen(runtime):
+    """A control: the kernels' ways differ on these reals, so that the test above can fail."""
+    result = chipfit.quantize(Square(), [torch.randn(8, 23)], platform="tflite_int16x8", progress=False)
+    x = near_ties(result.plan["x"], 1, 23)
+    own, theirs = (
+        simulate(result.graph, result.plan, [x], result.platform, kernels=k)["x"]
+        for k in (KERNELS[runtime], "litert_reference")
+    )
+    assert (own[:, :16] != theirs[:, :16]).all() and (own != theirs).sum() >= 16
+
+
+def up():
+    """A network whose file holds one sample: 18 reals of each, of which 16 are taken by eights."""
+    torch.manual_seed(4)
+    return nn.Sequential(nn.ConvTranspose2d(2, 2, 2, 2), nn.ReLU()).eval()
+
+
+@pytest.mark.parametrize("runtime", ["litert", "litert_optimized"])
+def test_what_is_left_begins_anew_in_each_part_of_the_samples(runtime):
+    result = chipfit.quantize(up(), [torch.randn(8, 2, 3, 3)], platform="tflite_int16x8", progress=False)
+    x = near_ties(result.plan["input"], 5, 2, 3, 3)
+    found = result.verify([x], runtime=runtime)
+    assert found.rows[0].elements == 90 and not found.departures, found.departures
+    how = {"keep": ["input"], "kernels": KERNELS[runtime]}
+    whole, parts, pairs = (
+        simulate(result.graph, result.plan, [x], result.platform, part=p, **how)["input"] for p in (None, 1, 2)
+    )
+    assert (whole != parts).any() and (pairs != parts).any() and (pairs != whole).any()
+    alone = [simulate(result.graph, result.plan, [s], result.platform, **how)["input"] for s in x.split(2)]
+    assert torch.equal(torch.cat(alone), pairs)
+
+
+def test_sums_of_wide_codes_begin_anew_in_each_part_too():
+    """The optimised kernel rounds once where vector instructions take 16, of each part of the samples."""
+
+    class Sum(nn.Module):
+        def forward(self, x, y):
+            return x + y
+
+    torch.manual_seed(0)
+    data = torch.randn(8, 21), torch.randn(8, 21) * 0.37
+    result = chipfit.quantize(Sum(), [data], platform="tflite_int16x8", progress=False)
+    how = {"kernels": "litert_optimized"}
+    x = [torch.randn(400, 21), torch.randn(400, 21) * 0.37]
+    parts = simulate(result.graph, result.plan, x, result.platform, part=1, **how)["add"]
+    alone = [
+        simulate(result.graph, result.plan, [a, b], result.platform, **how)["add"]
+        for a, b in zip(x[0].split(1), x[1].split(1), strict=True)
+    ]
+    assert torch.equal(torch.cat(alone), parts)
+    assert (parts != simulate(result.graph, result.plan, x, result.platform, **how)["add"]).any()
+
+
+def test_a_device_model_takes_as_many_samples_at_once_as_the_file(tmp_path):
+    result = chipfit.quantize(up(), [torch.randn(8, 2, 3, 3)], platform="tflite_int16x8", progress=False)
+    x = near_ties(result.plan["input"], 5, 2, 3, 3)
+    (want,) = lookup("runtime", "litert")(result.export(tmp_path / "m.tflite")).run([x.numpy()]).values()
+    assert np.array_equal(result.device_model(x).numpy(), want)
+    one = lookup("runtime", "litert")(result.export(tmp_path / "five.tflite", batch=5))
+    assert not np.array_equal(next(iter(one.run([x.numpy()]).values())), want)
+
+
+@pytest.mark.parametrize("runtime", KERNELS)
+def test_codes_that_an_application_hands_over_are_those_that_the_kernel_would_make(runtime, tmp_path):
+    result = chipfit.quantize(Square(), [torch.randn(8, 23)], platform="tflite_int16x8", progress=False)
+    x = near_ties(result.plan["x"], 3, 23)
+    path = result.export(tmp_path / "m.tflite", io="int16")
+    assert not result.verify([x], runtime=runtime, path=path).departures
+
+
+def test_a_batch_without_samples_has_no_codes():
+    result = chipfit.quantize(Square(), [torch.randn(8, 23)], platform="tflite_int16x8", progress=False)
+    empty = [torch.zeros(0, 23)]
+    for part in (None, 1):
+        found = simulate(result.graph, result.plan, empty, result.platform, kernels="litert_optimized", part=part)
+        assert all(q.shape == (0, 23) for q in found.values())
+
+
+@pytest.mark.parametrize("kernels", KERNELS.values())
+def test_a_number_without_axes_is_left_over(kernels):
+    torch.manual_seed(1)
+    result = chipfit.quantize(Square(), [torch.randn(())], platform="tflite_int16x8", progress=False)
+    stored = result.plan["x"]
+    x = near_ties(stored, 64)
+    for value in x:
+        (code,) = {int(simulate(result.graph, result.plan, [value], result.platform, kernels=kernels)["x"])}
+        quotient = float(value / stored.scale) if kernels == "litert_reference" else float(value) / float(stored.scale)
+        assert code == int(np.sign(quotient) * np.floor(abs(quotient) + 0.5)) + int(stored.zero_point)
