@@ -472,6 +472,20 @@ def test_what_runs_again_reads_what_did_not_before_its_codes():
     assert torch.equal(found, want) and not torch.equal(found, first["y"])
 
 
+def test_the_result_of_a_fused_group_says_whether_reals_are_handed_over():
+    """Its inner values are stored nowhere; codes of the last one are codes that the kernel makes."""
+    graph, plan = product("Relu")
+    graph.nodes.append(Node("c", "Relu6", ("y",), ("z",)))
+    kernels = lookup("kernels", "onnxruntime")
+    inner = [n.output for n in graph.nodes[:-1]]
+    assert exact_reals(graph, plan, graph.nodes, kernels) is not None
+    coded = replace(plan, tensors={**plan.tensors, "z": tensor("z")})
+    assert exact_reals(graph, coded, graph.nodes, kernels) is None
+    for name in inner:
+        stored_inside = replace(plan, tensors={**plan.tensors, name: tensor(name)})
+        assert exact_reals(graph, stored_inside, graph.nodes, kernels) is not None
+
+
 def test_what_is_fused_behind_exact_reals_runs_on_these():
     graph, plan = product("Relu")
     fused = replace(plan, groups=(("l", "a"),))

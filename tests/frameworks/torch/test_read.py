@@ -268,6 +268,7 @@ LONGER = [((torch.randn(2, 7),), {})]  # than an example of [2, 5]
 def test_places_of_an_open_axis_are_counted_from_zero_by_ones(kind):
     found = nodes(lambda x: x + torch.arange(x.shape[1], dtype=kind), torch.randn(2, 5), others=LONGER)
     assert {"Size", "CumSum"} <= {n.op for n in found} and OPAQUE not in {n.op for n in found}
+    assert [n.attrs["dtype"] for n in found if n.op == "Cast"] == ["float32"]  # counted as the model counts them
 
 
 @pytest.mark.parametrize(

@@ -18,19 +18,14 @@ def _stored(path: Path) -> dict[str, InFile]:
     return stored(path)
 
 
-_LIBRARIES, _OPTIONS = ("flatbuffers", "ai_edge_litert"), (*OPTIONS, "batch", "keep_layout")
+_SHARED: dict[str, Any] = {
+    "libraries": ("flatbuffers", "ai_edge_litert"),
+    "extra": "litert",
+    "options": (*OPTIONS, "batch", "keep_layout"),
+}
 
 
-@register(
-    "format",
-    "tflite",
-    suffixes=(".tflite",),
-    libraries=_LIBRARIES,
-    extra="litert",
-    stored=_stored,
-    part=fixed,
-    options=_OPTIONS,
-)
+@register("format", "tflite", suffixes=(".tflite",), stored=_stored, part=fixed, **_SHARED)
 def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options: Any) -> Path:
     """Write a `.tflite` file; see `chipfit.export.tflite.writer.export_tflite` for the options."""
     from chipfit.export.tflite.writer import export_tflite
@@ -38,7 +33,7 @@ def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options
     return export_tflite(graph, plan, path, **options)
 
 
-@register("format", "c", suffixes=(".h",), wraps=".tflite", libraries=_LIBRARIES, extra="litert", options=_OPTIONS)
+@register("format", "c", suffixes=(".h",), wraps=".tflite", **_SHARED)
 def export_c(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options: Any) -> Path:
     """Write the same file as an array of C; see `chipfit.export.tflite.c_array.header`."""
     from chipfit.export.tflite.c_array import header

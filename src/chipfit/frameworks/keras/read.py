@@ -231,10 +231,6 @@ def _new_axis(r: Call, x: Value) -> tuple[int, ...]:
     return (_integer(r.op.axis) % len(r.shape),)
 
 
-def _axis(r: Call, x: Value) -> int:
-    return r.op.axis % len(x.shape)
-
-
 # ---------------------------------------------------------------- rows
 
 _DATA = package_data("chipfit.frameworks.keras", "operations.yaml")

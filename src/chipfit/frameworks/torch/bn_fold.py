@@ -23,9 +23,9 @@ def _as_it_is(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def channels(w: torch.Tensor, transposed: bool, groups: int) -> Channels:
-    """Where a layer with this weight has its output channels; groups count for transposed convolutions."""
-    if not transposed:
+def channels(w: torch.Tensor, groups: int | None) -> Channels:
+    """Where a layer with this weight has its output channels; `groups` are those of a transposed convolution."""
+    if groups is None:
         return Channels(tuple(w.shape), (len(w), *[1] * (w.dim() - 1)), 1)
     shape = (groups, w.shape[0] // groups, *w.shape[1:])
     return Channels(shape, (groups, 1, w.shape[1], *[1] * (w.dim() - 2)), 1)
@@ -117,7 +117,7 @@ class FoldedBatchNorm(nn.Module):
         return Norm(gamma, beta, bn.running_mean, bn.running_var, bn.eps)
 
     def _channels(self) -> Channels:
-        return channels(self.layer.weight, isinstance(self.layer, _ConvTransposeNd), getattr(self.layer, "groups", 1))
+        return channels(self.layer.weight, self.layer.groups if isinstance(self.layer, _ConvTransposeNd) else None)
 
     def _momentum(self) -> float:
         """Of this step, which is counted; without one, all steps count the same."""

@@ -89,8 +89,8 @@ class QuantizedModule(Checkpointed):
         self._unrounded = frozenset(name for name, _ in plan.float_edges) & self._rounded
         normed = [n for n in graph.nodes if n.operand("w") in self._folds]
         self._behind = frozenset(n.name for n in normed)  #: nodes whose batch norm is folded in each step
-        #: their weights -> whether the layer is a transposed one, and its groups
-        self._kinds = {n.weight: (n.op in TRANSPOSED, n.attrs.get("groups", 1)) for n in normed}
+        #: their weights -> the groups of a transposed layer
+        self._groups = {n.weight: n.attrs["groups"] if n.op in TRANSPOSED else None for n in normed}
         self._momentum = training.bn_momentum if training is not None else 0.0
         self._ops = SyncedOps if training is not None and training.bn_sync else TorchOps
         self._before: dict[str, dict[str, torch.Tensor]] = {}  #: weight -> what its batch norm remembered a step ago
@@ -265,7 +265,7 @@ class QuantizedModule(Checkpointed):
         mean, var = self.weight(fold.mean), self.weight(fold.var)
         absent = (fold.gamma, 1.0), (fold.beta, 0.0)
         gamma, beta = (torch.full_like(mean, n) if name is None else self.weight(name) for name, n in absent)
-        return Norm(gamma, beta, mean, var, fold.eps), channels(self.weight(weight), *self._kinds[weight])
+        return Norm(gamma, beta, mean, var, fold.eps), channels(self.weight(weight), self._groups[weight])
 
     def folded(self, weight: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Weight and bias that inference computes with, of a layer whose batch norm trains."""
