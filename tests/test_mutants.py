@@ -24,7 +24,7 @@ from benchmarks.mutants.draw import (
     by_hand,
     files,
 )
-from benchmarks.mutants.tests import Table, _branches
+from benchmarks.mutants.tests import Table, _branches, _Notes
 
 
 def test_every_defect_by_hand_fits_the_code_once_and_changes_it():
@@ -176,3 +176,19 @@ def test_those_are_asked_that_take_the_branch_first_of_all_the_modules_own():
     assert len(chosen(line - 1)) == 3
     around = Mutant(file, "", line - 1, see.partition(":")[2], "", "-if a:\n-    b\n+c")
     assert len(table.choose(around, 25)) == 2  # what is taken away
+
+
+def test_what_changes_above_a_branch_does_not_move_it():
+    """The table of what tests take is kept while modules change."""
+    text = "def f(x):\n    if x:\n        return 1\n    for k in x:\n        while k:\n            k -= 1\n"
+    other = "import os\n\n\ndef g():\n    if os:\n        pass\n\n\n" + text.replace(
+        "return 1", "x = 2\n        return x"
+    )
+
+    def keys(source):
+        notes = _Notes("m.py")
+        notes.visit(ast.parse(source))
+        return sorted((first, key) for first, _, key in notes.branches if key.startswith("f@"))
+
+    assert len(keys(text)) == len({k for _, k in keys(text)}) == 3
+    assert [k for _, k in keys(text)] == [k for _, k in keys(other)]

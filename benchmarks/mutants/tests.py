@@ -44,8 +44,8 @@ def test_files() -> list[str]:
     return [t for t in tests if not t.startswith(left_out)] + doctests
 
 
-#: "file:function" of what was called since it was last emptied, and "file:function@line" of the branches that were
-#: taken; the name under which instrumented code finds it
+#: "file:function" of what was called since it was last emptied, and "file:function@number" of the branches that were
+#: taken, counted in each function: what changes above it does not move them. The name under which code finds it
 SEEN: set[str] = set()
 _NAME = "__functions_seen__"
 
@@ -75,6 +75,7 @@ class _Notes(ast.NodeTransformer):
     def __init__(self, file: str) -> None:
         self.file, self.path = file, ""
         self.branches: list[tuple[int, int, str]] = []
+        self.count: Counter[str] = Counter()  #: branches of each function so far
 
     def _note(self, name: str) -> ast.Call:
         add = ast.Attribute(ast.Name(_NAME, ast.Load()), "add", ast.Load())
@@ -85,9 +86,10 @@ class _Notes(ast.NodeTransformer):
         if isinstance(node, ast.If | ast.For | ast.While | ast.Try | ast.ExceptHandler | ast.match_case):
             for body in (node.body, getattr(node, "orelse", [])):
                 if body:
-                    first, last = body[0].lineno, body[-1].end_lineno
-                    self.branches.append((first, last, f"{self.path}@{first}"))
-                    body.insert(0, ast.copy_location(ast.Expr(self._note(f"{self.path}@{first}")), body[0]))
+                    self.count[self.path] += 1
+                    key = f"{self.path}@{self.count[self.path]}"
+                    self.branches.append((body[0].lineno, body[-1].end_lineno, key))
+                    body.insert(0, ast.copy_location(ast.Expr(self._note(key)), body[0]))
         return node
 
     def _within(self, node: Any, name: str, inner: str) -> Any:

@@ -125,7 +125,7 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axis: int
     s, z = shape_for(scale, x, axis), shape_for(zero_point, x, axis)
     if grid.table is not None:
         return _index(x / s, grid.table, grid.kind).to(grid.dtype)
-    return torch.clamp(ROUNDINGS[grid.rounding](x / s) + z, grid.qmin, grid.qmax).to(grid.dtype)
+    return ROUNDINGS[grid.rounding](x / s).add_(z).clamp_(grid.qmin, grid.qmax).to(grid.dtype)
 
 
 def _index(v: Tensor, table: tuple[float, ...], kind: str) -> Tensor:
@@ -137,9 +137,12 @@ def _index(v: Tensor, table: tuple[float, ...], kind: str) -> Tensor:
 def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None = None) -> Tensor:
     """The reals that integer codes stand for: x = (q - z) * s, float32.
 
-    Shapes and units as in `quantize`. The subtraction is done in int32 as ONNX DequantizeLinear does.
+    Shapes and units as in `quantize`. The subtraction is done in int32 as ONNX DequantizeLinear does; of codes that
+    float32 holds, in that, to the same end.
     """
     s, z = shape_for(scale, q, axis), shape_for(zero_point, q, axis)
+    if q.dtype.itemsize < 4 and scale.dtype == torch.float32:
+        return q.to(torch.float32).sub_(z) * s
     return (q.to(torch.int32) - z.to(torch.int32)).to(scale.dtype) * s
 
 
