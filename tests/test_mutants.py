@@ -188,7 +188,7 @@ def test_what_changes_above_a_branch_does_not_move_it():
     def keys(source):
         notes = _Notes("m.py")
         notes.visit(ast.parse(source))
-        return sorted((first, key) for first, _, key in notes.branches if key.startswith("f@"))
+        return sorted((first, key) for first, _, key in notes.branches if key.startswith("f."))
 
     assert len(keys(text)) == len({k for _, k in keys(text)}) == 3
     assert [k for _, k in keys(text)] == [k for _, k in keys(other)]
