@@ -121,3 +121,21 @@ def test_a_result_in_float_is_not_stored_in_a_type_that_its_kernel_does_not_take
     assert result.plan[pool].grid.signed is False
     assert not result.plan.quantized(key) or not result.plan[key].grid.signed
     assert result.verify([torch.randn(4, 8, 12) * 3]).verdict == "exact"
+
+
+class Joined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x):
+        return torch.cat([self.a(x), torch.erf(x)], 1)
+
+
+def test_a_mover_of_several_takes_all_of_them_in_codes():
+    """What an operator in float makes is rounded for it, to the numbers of the others."""
+    result = chipfit.quantize(Joined().eval(), [X], "tflite_int8", progress=False)
+    plan, (conv, erf, cat) = result.plan, result.graph.nodes
+    assert (erf.op, plan.nodes[erf.name].exec, plan.nodes[cat.name].exec) == ("Erf", "float", "follow")
+    assert plan[erf.output].same_numbers(plan[cat.output]) and plan[conv.output].same_numbers(plan[cat.output])
+    assert (erf.output, cat.name) not in plan.float_edges

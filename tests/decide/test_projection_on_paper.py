@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import chipfit
-from chipfit.decide.legality import project
+from chipfit.decide.legality import Row, _Problem, project
 from chipfit.platform.schema import Format, OpRule, Option, Platform, Rule
 from tests.decide.test_legality import ANY, POT, binding, var
 
@@ -95,3 +96,21 @@ def test_joined_tensors_share_the_union_of_their_ranges():
         found = [plan[n] for n in ("a", "b", "cat")]
         assert [float(s.scale) for s in found] == pytest.approx(scales)
     assert [int(s.zero_point) for s in found] == [-128 + 153] * 3
+
+
+@pytest.mark.parametrize(
+    "low, high, holds",
+    [
+        (-1.0, 0.5, True),
+        (-0.5, 1.0, True),
+        (-1.0, 0.0, False),
+        (0.5, 1.0, False),
+        (-1.0, -0.5, False),
+        (0.0, 0.0, True),
+    ],
+)
+def test_without_anything_to_move_bounds_hold_or_there_is_no_answer(low, high, holds):
+    """A scale of 1, of which log2 is 0."""
+    row = Row(op="Conv2D", terms=(("x", 1),), low=low, high=high, rule=Rule(mono={"in0": 1}, max=1.0))
+    problem = _Problem({"x": np.zeros(())}, set(), {}, [row])
+    assert problem.solve([row], ()) == ({} if holds else None)

@@ -63,7 +63,8 @@ def test_the_error_of_a_grid_is_measured_against_the_spread_wherever_the_mean_is
     slots = SimpleNamespace(slots={"x": SimpleNamespace(grid=lambda signed: grid)})
     scale = float(choose(seen, grid).scale)
     expected = (scale / (2 * islands._BULK)) ** 2
-    assert islands._noise("x", slots, {"x": seen}) == pytest.approx(expected, rel=0.05)
+    near = pytest.approx(expected, rel=0.05 if mean else 0.005)  # bins of the histogram are wide beside the spread
+    assert islands._noise("x", slots, {"x": seen}) == near
     assert islands._noise("y", slots, {"x": seen}) == 0.0
 
 

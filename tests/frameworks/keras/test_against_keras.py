@@ -402,6 +402,9 @@ CASES = {
 
 #: (group, class) -> forms that no canonical operator has
 REFUSED = {
+    ("layer", "EinsumDense"): made(
+        "EinsumDense", {"equation": "abc,cde->abde", "output_shape": (None, 2, 5), "bias_axes": "e"}, shape=ROWS
+    ),
     ("operation", "Round"): of(ops.round, {"decimals": 1}),
     ("operation", "Prod"): of(ops.prod, {"axis": -1, "dtype": "float64"}),
     ("operation", "Cumsum"): of(ops.cumsum, {}, {"axis": 1, "dtype": "int32"}),

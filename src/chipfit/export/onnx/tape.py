@@ -43,7 +43,7 @@ class Tape:
         self._finishes: dict[str, Callable[[str], str]] = {}  #: value -> what follows its quantizer
         self._reshaped: dict[str, str] = {}  #: ONNX value -> what it is another shape of
         self._written: dict[tuple[str, str], str] = {}
-        self._scope, self._start, self._count = "io", 0, 0
+        self._scope, self._start, self._count = "io", len(self.nodes), 0
 
     # ---- pieces that operators are written with
 

@@ -29,8 +29,8 @@ class Row:
 
     kind: str  #: the schema's operator; "" where attributes decide
     write: Write
+    moves: bool  #: its integer kernel moves codes or chooses among them: operands and results have the same numbers
     integer: bool = False  #: it has an integer kernel; else it is written in float between quantizers
-    moves: bool = False  #: that kernel moves codes or chooses among them: operands and results have the same numbers
     fuses: bool = False  #: it applies an activation itself
     clips: bool = False  #: an activation that only clips codes
 
