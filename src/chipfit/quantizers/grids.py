@@ -125,7 +125,8 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axis: int
     s, z = shape_for(scale, x, axis), shape_for(zero_point, x, axis)
     if grid.table is not None:
         return _index(x / s, grid.table, grid.kind).to(grid.dtype)
-    return ROUNDINGS[grid.rounding](x / s).add_(z).clamp_(grid.qmin, grid.qmax).to(grid.dtype)
+    rounded: Tensor = ROUNDINGS[grid.rounding](x / s)
+    return rounded.add_(z).clamp_(grid.qmin, grid.qmax).to(grid.dtype)
 
 
 def _index(v: Tensor, table: tuple[float, ...], kind: str) -> Tensor:
