@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 import chipfit
 from chipfit.registry import lookup
 from chipfit.simulate.integer import simulate
+from chipfit.simulate.litert import _in_vectors
 
 pytest.importorskip("ai_edge_litert")
 KERNELS = {"litert": "litert_xnnpack", "litert_optimized": "litert_optimized", "litert_reference": "litert_reference"}
@@ -133,3 +136,12 @@ def test_a_number_without_axes_is_left_over(kernels):
         (code,) = {int(simulate(result.graph, result.plan, [value], result.platform, kernels=kernels)["x"])}
         quotient = float(value / stored.scale) if kernels == "litert_reference" else float(value) / float(stored.scale)
         assert code == int(np.sign(quotient) * np.floor(abs(quotient) + 0.5)) + int(stored.zero_point)
+
+
+def test_what_does_not_follow_the_samples_is_in_one_part():
+    graph = SimpleNamespace(shape={"x": (None, 20), "fixed": (20,), "number": ()}.get)
+    run = SimpleNamespace(part=2, graph=graph, forms={})
+    assert _in_vectors(run, "fixed", 8, (20,)).tolist() == [True] * 16 + [False] * 4
+    assert _in_vectors(run, "number", 8, ()).tolist() is False
+    by_two, odd = [True] * 40, [True] * 16 + [False] * 4
+    assert _in_vectors(run, "x", 8, (5, 20)).flatten().tolist() == [*by_two, *by_two, *odd]

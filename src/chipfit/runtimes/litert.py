@@ -88,7 +88,9 @@ class LiteRt:
         rest = [(forms.get(name), axes.get(name, 0)) for name in self.tensors[len(outputs) :]]
         #: how each lies, against the model's own layout, and its batch axis there; an output may be a rearranged value
         self.held = [*outputs, *rest]
-        noted = [*((f, 0) for f in self.notes.get("inputs") or [None] * len(self.inputs)), *self.held]
+        #: the same of the inputs, whose batch axis is the first
+        self.forms: Sequence[list[int] | None] = self.notes.get("inputs") or [None] * len(self.inputs)
+        noted = [*((f, 0) for f in self.forms), *self.held]
         ranks = [len(d["shape"]) for d in (*self.inputs, *self.interpreter.get_output_details())]
         lie = [0 <= a < max(r, 1) and (f is None or sorted(f) == [*range(r)]) for (f, a), r in zip(noted, ranks)]
         if len(noted) != len(ranks) or not all(lie):
@@ -104,8 +106,7 @@ class LiteRt:
             shapes = [[list(x.shape) for x in inputs], [list(d["shape"]) for d in self.inputs]]
             hint = "is this the file that was written for this model?"
             raise RuntimeUnavailable("The file takes other inputs", got=shapes[0], allowed=shapes[1], hint=hint)
-        forms = self.notes.get("inputs") or [None] * len(inputs)
-        given = [x.transpose(f) if f else x for x, f in zip(inputs, forms, strict=True)]
+        given = [x.transpose(f) if f else x for x, f in zip(inputs, self.forms, strict=True)]
         cut = [len(d["shape"]) > 0 and not _fits(x, d) for x, d in zip(given, self.inputs, strict=True)]
         if not any(cut):
             self.part = None
@@ -126,8 +127,7 @@ class LiteRt:
             self.interpreter.allocate_tensors()
             self.inputs = self.interpreter.get_input_details()
         out, codes = {}, {}
-        forms = self.notes.get("inputs") or [None] * len(inputs)
-        for x, d, form in zip(inputs, self.inputs, forms, strict=True):
+        for x, d, form in zip(inputs, self.inputs, self.forms, strict=True):
             if numbers := _coded(d):
                 steps = self.steps if numbers[2].itemsize == 1 else self.wide_steps
                 x = to_codes(x, *numbers, steps=steps)

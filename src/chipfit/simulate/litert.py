@@ -182,8 +182,9 @@ def _in_vectors(run: Run, name: str, at_once: int, *shapes: Sequence[int]) -> Te
     """
     rank, whole = max(map(len, shapes)), torch.broadcast_shapes(*shapes)
     padded = [[1] * (rank - len(s)) + [*s] for s in (*shapes, whole)]
-    axis = run.graph.shape(name).index(None) if run.part and None in run.graph.shape(name) else 0
-    samples = whole[axis] if whole else 1
+    shape = run.graph.shape(name)
+    axis = shape.index(None) if None in shape else None
+    samples = 1 if axis is None else whole[axis]
     form = [*(run.forms.get(name) or range(rank))]
 
     def of(size: int) -> Tensor:
@@ -193,10 +194,10 @@ def _in_vectors(run: Run, name: str, at_once: int, *shapes: Sequence[int]) -> Te
         vectors = (torch.arange(math.prod(out)) % many < many // at_once * at_once).reshape(out)
         return vectors.movedim((*range(rank),), (*form,))
 
-    part = min(samples, run.part or samples) or 1
+    part = run.part or samples or 1
     sizes = [min(part, samples - k) for k in range(0, samples, part)] or [0]
     made = {size: of(size) for size in sizes}
-    return torch.cat([made[size] for size in sizes], axis) if len(sizes) > 1 else made[sizes[0]]
+    return made[sizes[0]] if axis is None else torch.cat([made[size] for size in sizes], axis)
 
 
 def _add_optimized(u: Unit) -> None:
@@ -523,9 +524,9 @@ def _quantize_inverse(run: Run, name: str, x: Tensor) -> Tensor:
 
 def _quantize_optimized(run: Run, name: str, x: Tensor) -> Tensor:
     """Vector instructions multiply by the inverse; the scalar code of what is left divides in double precision."""
-    t = run.stored(name)
-    divided = _stored(round_away(x.double() / t.scale.double()), t)
-    return torch.where(_in_vectors(run, name, 8, x.shape), _quantize_inverse(run, name, x), divided)
+    t, q, left = run.stored(name), _quantize_inverse(run, name, x), ~_in_vectors(run, name, 8, x.shape)
+    q[left] = _stored(round_away(x[left].double() / t.scale.double()), t)
+    return q
 
 
 def _quantize_xnnpack(run: Run, name: str, x: Tensor) -> Tensor:

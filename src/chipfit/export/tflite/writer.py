@@ -71,8 +71,7 @@ def content(
         what = "The file holds one size of everything but the batch, and other sizes of this model are open"
         shown, hint = ", ".join(f"'{i}' {list(graph.shape(i))}" for i in found), "quantize with batches of one size"
         raise UnsupportedError(what, got=shown, hint=f"{hint}: pad, cut or resize them")
-    if batch is None and fixed(graph):
-        batch = fixed(graph)
+    if batch is None and (batch := fixed(graph)):
         across = [v.name for v in graph.values.values() if v.shape.count(None) > 1]
         if across:
             what = "The file holds one sample here, and this model compares samples with each other"
