@@ -67,7 +67,7 @@ def trained(name: str, seed: int = 0, epochs: int = 8) -> nn.Module:
     """One of `SMALL`, trained in float on 16,000 procedural images; minutes the first time, then read from `.bench`."""
     torch.manual_seed(seed)
     model = SMALL[name]()
-    file = KEPT / f"{name}-{seed}-{_version()}.safetensors"
+    file = kept(f"{name}-{seed}", Path(__file__), Path(__file__).parent / "models.py")
     if file.exists():
         model.load_state_dict(load_file(file))
         return model.eval()
@@ -77,10 +77,7 @@ def trained(name: str, seed: int = 0, epochs: int = 8) -> nn.Module:
         _cycle(model, x, y, epochs)
         torch.manual_seed(seed + cycle + 1)  # the next one is the same behind weights that were saved here
         print(f"{name} seed {seed}: cycle {cycle + 1} of {CYCLES[name]}", flush=True)
-    KEPT.mkdir(exist_ok=True)
-    scratch = file.with_suffix(".part")
-    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, scratch)
-    scratch.replace(file)
+    keep(model, file)
     return model.to(memory_format=torch.contiguous_format).eval()
 
 
@@ -97,9 +94,9 @@ def _cycle(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> None:
 
 
 @torch.inference_mode()
-def logits(model: nn.Module, x: Tensor, batch: int = 500) -> Tensor:
+def logits(model: nn.Module, x: Tensor, batch: int = 50) -> Tensor:
     """Of many images [N, 3, 32, 32], batch after batch."""
-    return torch.cat([model(part) for part in x.split(50)])
+    return torch.cat([model(part) for part in x.split(batch)])
 
 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
@@ -107,8 +104,15 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
     return 100 * float((logits(model, x).argmax(1) == y).float().mean())
 
 
-def _version() -> str:
-    """Of what the weights depend on: the networks and the images."""
-    here = Path(__file__).parent
-    files = here / "models.py", here / "small.py", Path(procedural.__file__)
-    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:8]
+def kept(name: str, *sources: Path) -> Path:
+    """Where trained weights are kept: the name tells of the files that define network, training and images."""
+    content = b"".join(f.read_bytes() for f in (*sources, Path(procedural.__file__)))
+    return KEPT / f"{name}-{hashlib.sha256(content).hexdigest()[:8]}.safetensors"
+
+
+def keep(model: nn.Module, file: Path) -> None:
+    """Write trained weights, whole or not at all."""
+    KEPT.mkdir(exist_ok=True)
+    scratch = file.with_suffix(".part")
+    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, scratch)
+    scratch.replace(file)

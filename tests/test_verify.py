@@ -29,6 +29,7 @@ from chipfit.verify import (
     Verification,
     _by_tensor,
     _Comparison,
+    _differing,
     _gap,
     _held,
     _least_differing,
@@ -94,7 +95,8 @@ def test_without_noise_the_ratio_is_infinite_and_without_signal_it_is_far_below_
 
 def test_codes_of_no_sign_differ_by_as_much_as_they_are_apart():
     a, b = torch.tensor([0, 255], dtype=torch.uint8), torch.tensor([255, 255], dtype=torch.uint8)
-    assert _gap(a, b, a != b) == 255 and _gap(b, a, a != b) == 255 and _gap(a, a, a != a) == 0
+    places, none = _differing(a, b), _differing(a, a)
+    assert _gap(a, b, places) == 255 and _gap(b, a, places) == 255 and _gap(a, a, none) == 0
 
 
 @pytest.mark.parametrize(

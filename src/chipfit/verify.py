@@ -61,8 +61,8 @@ class Row:
     largest: int = 0  #: largest difference [codes]
     op_differing: int = 0  #: the same when the operator reads the device's own codes
     op_largest: int = 0
-    ties: int = 0  #: of an operator in float: reals half way between two codes
-    astray: int = 0  #: likewise, differing integers whose reals are not near to half way
+    ties: int = 0  #: of an operator in float: differing integers whose reals lie half way between two codes
+    astray: int = 0  #: likewise, those whose reals are not near to half way
     in_float: bool = False  #: the runtime computes this operator in float
     #: operators that it computes in float since it last read codes, those that only move numbers aside
     float_ops: tuple[str, ...] = ()
@@ -85,23 +85,22 @@ class Row:
             stored: how the tensor is stored.
             before: where the operator runs in float: what it computes from the runtime's codes, not yet quantized.
         """
-        off = free != device
-        op_off = off if alone is free else alone != device
+        off = _differing(free, device)
+        op_off = off if alone is free else _differing(alone, device)
         self.elements += device.numel()
-        self.differing += int(off.sum())
-        self.op_differing += int(op_off.sum())
+        self.differing += len(off)
+        self.op_differing += len(op_off)
         gap = _gap(free, device, off)
         self.largest = max(self.largest, gap)
         self.op_largest = max(self.op_largest, gap if alone is free else _gap(alone, device, op_off))
         if before is not None:
-            place = before.double() / stored.scale.double()
+            place = before.flatten()[op_off].double() / stored.scale.double()
             off_half = (place - place.floor() - 0.5).abs()
             self.ties += int((off_half <= 1 / TIE).sum())
             near = off_half <= max(BORDER * (stored.grid.qmax - stored.grid.qmin), 1 / TIE)
-            self.astray += int((op_off & ~near).sum())
-        error = reals - stored.dequantize(device)
-        self.signal += float(reals.square().sum(dtype=torch.float64))
-        self.noise += float(error.square().sum(dtype=torch.float64))
+            self.astray += int((~near).sum())
+        self.signal += _energy(reals)
+        self.noise += _energy(reals - stored.dequantize(device))
 
     @property
     def fraction(self) -> float:
@@ -133,9 +132,19 @@ class Row:
         return float(10 * np.log10(max(self.signal, 1e-300) / self.noise))
 
 
+def _differing(a: Tensor, b: Tensor) -> Tensor:
+    """Where codes differ, [count], as places in the flattened tensors."""
+    return (a != b).flatten().nonzero()[:, 0]
+
+
 def _gap(a: Tensor, b: Tensor, where: Tensor) -> int:
     """The largest difference of codes, given where they differ."""
-    return int((a[where].to(torch.int64) - b[where].to(torch.int64)).abs().max()) if bool(where.any()) else 0
+    return int((a.flatten()[where].long() - b.flatten()[where].long()).abs().max()) if len(where) else 0
+
+
+def _energy(x: Tensor) -> float:
+    """The sum of squares: of some 2^20 numbers at a time in their own precision, the parts in double precision."""
+    return sum(float(torch.dot(part, part)) for part in x.flatten().split(1 << 20))
 
 
 @dataclass

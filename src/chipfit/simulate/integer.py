@@ -128,6 +128,7 @@ class Run:
         half = 2.0 ** (stage["bits"] - 1)
         if most < half or (acc.min() >= -half and acc.max() < half):
             return acc
+        acc = acc.double()
         return acc.clamp(-half, half - 1) if stage.get("sat") else torch.remainder(acc + half, 2 * half) - half
 
     def store(self, name: str, x: Tensor) -> None:
@@ -271,6 +272,7 @@ def simulate(
         last.pop(o, None)
     done: dict[str, Any] = {}
     changed: set[str] = set()  #: values that are not those of `like`
+    again: set[str] = set()  #: those that were computed once more: of the reals behind given codes nothing is known
 
     def settle(names: Sequence[str]) -> None:
         """Note what was computed; later operators read the device's codes where they are given."""
@@ -289,15 +291,17 @@ def simulate(
     settle(graph.inputs)
     for k, unit in enumerate(todo):
         results = unit[-1].outputs
-        again = like is None or not changed.isdisjoint(i for n in unit for i in n.inputs)
-        if again or unit[0].op == DYNAMIC:  # whose codes nothing else holds
+        reads = {(i, n.name) for n in unit for i in n.inputs if i is not None}
+        other = like is None or any(i in changed or (i in again and (i, n) in plan.float_edges) for i, n in reads)
+        if other or unit[0].op == DYNAMIC:  # whose codes nothing else holds
             _compute(run, unit)
-        if again:
+        if other:
+            again.update(results)
             changed.update(o for o in results if force is None or o not in force)
         else:
             run.take_over(results, like or {}, reals or {})
         settle(results)
-        for i in {i for n in unit for i in n.inputs if i is not None and last.get(i) == k}:
+        for i in {i for i, _ in reads if last.get(i) == k}:
             run.drop(i)
     return done
 
@@ -466,15 +470,16 @@ def windows(x: Tensor, node: Node, border: float = 0.0) -> tuple[Tensor, Tensor]
 
 
 def accumulate(run: Run, node: Node) -> Tensor:
-    """Exact product sums of a convolution or linear layer, bias included; float64, integer-valued."""
+    """Exact product sums of a convolution or linear layer, bias included: integers, in int32 or float64."""
     acc, w = _products(run, node), run.code(node.weight)
     terms = max(w[0].numel(), w[:, 0].numel()) if w.numel() else 0
     most = terms * 2.0 ** (run.plan[node.data].grid.bits + run.plan[node.weight].grid.bits)
     if node.bias is not None:
-        b = run.code(node.bias).double()
-        acc = acc + (b if node.op == "Linear" else b.view(-1, *[1] * (acc.dim() - 2)))
+        b = run.code(node.bias)
         most += float(b.abs().max())
-    return run.summed(acc, most)
+        b = b if node.op == "Linear" else b.view(-1, *[1] * (acc.dim() - 2))
+        acc = acc.add_(b) if acc.dtype == b.dtype == torch.int32 and most < 2.0**31 else acc.double().add_(b)
+    return run.summed(acc if acc.dtype == torch.int32 else acc.double(), most)
 
 
 def _products(run: Run, node: Node) -> Tensor:

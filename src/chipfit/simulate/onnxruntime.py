@@ -49,7 +49,7 @@ def _mat_mul(u: Unit) -> None:
 def _reals(u: Unit) -> Tensor:
     """float32(acc) * float32(s_x s_w). ONNX Runtime's QGemm and MatMulIntegerToFloat, whose results are floats."""
     acc = _inner(u) if u.node.op == "MatMul" else accumulate(u.run, u.node)
-    return acc.float() * (u.scale(u.x) * u.scale(u.second))
+    return acc.float().mul_(u.scale(u.x) * u.scale(u.second))
 
 
 def _dynamic(u: Unit) -> Tensor:

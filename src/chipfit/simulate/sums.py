@@ -1,7 +1,7 @@
 """Exact sums of products of 8-bit codes, in the processor's own integers; several times as fast as in float64.
 
 Not every processor adds such products exactly, and torch's function has given wrong numbers for odd shapes, so every
-result is checked, which costs little: (X W^T) r = X (W^T r) for a random r (Freivalds 1977).
+result is checked, which costs little: (X W^T) r = X (W^T r) for a random r (Freivalds 1977), both modulo 2^32.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from chipfit.engine.kernels import pad
 
-#: products of one sum that 32 bits hold, whatever the codes: 2^14 each, and the sign
-_MOST = (1 << 17) - 1
+#: products of one sum that 32 bits hold, whatever the codes: below 2^15 each, with the zero point
+_MOST = (1 << 16) - 1
 #: those of which float32 holds every sum: below 2^15 each, with the zero point
 _IN_FLOAT = 1 << 9
 
@@ -28,15 +28,16 @@ def fits(x: Tensor, zero: Tensor, w: Tensor, w_zero: Tensor) -> bool:
 
 
 def multiplied(x: Tensor, zero: Tensor, w: Tensor) -> Tensor:
-    """Sums of (x - zero) w over the last axis of x [..., K] and w [O, K], float64 [..., O]."""
+    """Sums of (x - zero) w over the last axis of x [..., K] and w [O, K], int32 [..., O]."""
     shift = 128 if x.dtype == torch.uint8 else 0
     signed = x.bitwise_xor(128).view(torch.int8) if shift else x
-    rows = signed.reshape(-1, x.shape[-1])
-    acc: Tensor = torch._int_mm(rows, w.t()).double()
-    wide, r = w.double(), torch.randint(1, 256, (len(w),), generator=torch.Generator().manual_seed(0)).double()
-    if not torch.equal(acc @ r, rows.double() @ (r @ wide)):
-        acc = F.linear(rows.double(), wide)
-    return acc.add_(wide.sum(1) * (shift - float(zero))).reshape(*x.shape[:-1], len(w))
+    rows, wide = signed.reshape(-1, x.shape[-1]), w.int()
+    acc: Tensor = torch._int_mm(rows, w.t())
+    r = torch.randint(1, 256, (len(w),), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    if not torch.equal(acc @ r, rows.int() @ (r @ wide)):
+        acc = F.linear(rows.double(), w.double()).int()
+    offset = wide.sum(1, dtype=torch.int32) * (shift - int(zero))
+    return acc.add_(offset).reshape(*x.shape[:-1], len(w))
 
 
 def convolved(
@@ -49,7 +50,7 @@ def convolved(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor | None:
-    """Those of a convolution, of x [N, C, *S] and w [O, C / groups, *k], float64 [N, O, *out].
+    """Those of a convolution, of x [N, C, *S] and w [O, C / groups, *k], [N, O, *out] in int32 or, exact, in float32.
 
     None where groups are neither one, whose windows are rows, nor channels with a kernel each, whose products are added
     place by place.
@@ -72,4 +73,4 @@ def convolved(
         ends = [s + (o - 1) * t + 1 for s, o, t in zip(starts, out, stride, strict=True)]
         cut: Any = (slice(None), *map(slice, starts, ends, stride))
         acc.addcmul_(reals[cut], factors[:, k])
-    return acc.movedim(-1, 1).double()
+    return acc.movedim(-1, 1)
