@@ -67,7 +67,7 @@ def rounded(monkeypatch, *, fits=True, notes=(), plan=PLAN, moved=0.5, held=((1,
 def test_what_is_not_said_is_as_the_pages_tell(monkeypatch):
     (after, _, notes), told = rounded(monkeypatch)
     how = told["how"]
-    assert (how.gptq, how.samples, how.ridge, how.residual, how.seed) == (True, 8192, 0.1, True, 0)
+    assert (how.gptq, how.samples, how.ridge, how.residual, how.seed) == (True, 4096, 0.1, True, 0)
     assert (told["images"], told["scores"], told["placed"]) == (12, True, True)
     assert after is AFTER and notes == ["1 weights are rounded by gptq: said"] and told["known"] == ["w", "x"]
 

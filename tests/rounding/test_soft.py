@@ -25,7 +25,7 @@ def test_what_is_learned_and_walked_unless_told_otherwise():
         seed=0,
     )
     assert walk.How() == walk.How(
-        gptq=True, samples=8192, ridge=0.1, residual=True, centred=True, memory=768 * 1024**2, seed=0
+        gptq=True, samples=4096, ridge=0.1, residual=True, centred=True, memory=768 * 1024**2, seed=0
     )
     assert reconstruct.OF_BIASES == 0.01 and (LOW, HIGH) == (-0.1, 1.1)
 

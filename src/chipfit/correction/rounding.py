@@ -37,7 +37,7 @@ GUARD = Setting("rounding_guard", True, "the plain plan is kept where it is bett
     asks=lambda bits, rule: "gptq" if min(bits, default=FEW) < FEW and rule == "mse" else None,
     setting=Setting("rounding", None, _DOES, "rounding", ("gptq", "nearest", OFF)),
     options=(
-        Setting("rounding_samples", 8192, "output positions that each operator is fitted to", "samples"),
+        Setting("rounding_samples", 4096, "output positions that each operator is fitted to", "samples"),
         Setting("rounding_images", None, "images that are used, the first ones; None: all", "most"),
         Setting("seconds", None, "time for all this, from which the two numbers before follow", "seconds"),
         Setting(
@@ -59,7 +59,7 @@ def round_weights(
     batches: Iterable[Sequence[Tensor]],
     choose: Callable[..., dict[str, TensorPlan]],
     rounding: str = "gptq",
-    samples: float = 8192,
+    samples: float = 4096,
     most: float | None = None,
     seconds: float | None = None,
     ridge: float | None = 0.1,

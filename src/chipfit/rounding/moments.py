@@ -43,8 +43,7 @@ def targets(node: Node, y: Tensor, where: Tensor) -> Tensor:
     """An output at those positions, [g, O/g, samples x positions]."""
     if node.op == "Linear":
         return y.reshape(y.shape[0], -1, y.shape[-1])[:, where].flatten(0, 1).t()[None]
-    g, y = node.attrs["groups"], y.flatten(2)
-    y = y.index_select(2, where) if len(where) < y.shape[2] else y
+    g, y = node.attrs["groups"], _picked(y, where) if len(where) < places(node, y.shape) else y.flatten(2)
     return y.transpose(0, 1).reshape(g, y.shape[1] // g, -1)
 
 
@@ -69,8 +68,16 @@ def patches(node: Node, x: Tensor, w: Tensor, where: Tensor, zero: float = 0.0) 
         left //= _places(n, d, k, s)
         at, where = at * n + where // left * s, where % left
         reads = (reads.unsqueeze(1) * n + torch.arange(k) * d).flatten()
-    read = x.flatten(2).index_select(2, (reads.unsqueeze(1) + at).flatten())  # [N, C, kernel x P]
-    return read.view(len(x), g, -1, len(at)).permute(1, 2, 0, 3).reshape(g, x.shape[1] // g * prod(kernel), -1)
+    read = _picked(x, (reads.unsqueeze(1) + at).flatten()).unflatten(2, (-1, len(at)))  # [N, C, kernel, P]
+    return read.permute(1, 2, 0, 3).reshape(g, x.shape[1] // g * prod(kernel), -1)
+
+
+def _picked(x: Tensor, where: Tensor) -> Tensor:
+    """Some places of images [N, C, *S], [N, C, P]: whole rows of channels where they lie side by side."""
+    if x.stride(1) == 1:
+        return x.movedim(1, -1).flatten(1, -2).index_select(1, where).transpose(1, 2)
+    flat = x.flatten(2)
+    return flat.gather(2, where.expand(*flat.shape[:2], -1))
 
 
 def _places(size: int, dilation: int, kernel: int, stride: int) -> int:

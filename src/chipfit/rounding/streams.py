@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chipfit.calibration.histogram import in_memory_order
 from chipfit.calibration.kept import Budget
 from chipfit.graph.ir import Graph
 from chipfit.quantizers.stored import Stored
@@ -38,7 +39,7 @@ def by_number(stored: Stored) -> bool:
 
 
 def _moderate(x: Tensor) -> bool:
-    low, high = torch.aminmax(x)
+    low, high = torch.aminmax(in_memory_order(x))
     return float(low) > -_HALF and float(high) < _HALF
 
 

@@ -34,7 +34,7 @@ class How:
     """The steps of the walk."""
 
     gptq: bool = True  #: errors of columns go to those behind them; False: each weight takes its nearest code
-    samples: int = 8192  #: output positions per operator, of all images; twice K at least
+    samples: int = 4096  #: output positions per operator, of all images; twice K at least
     ridge: float | None = 0.1  #: corrected weights, drawn towards the old ones; None: they are rounded as they are
     residual: bool = True  #: an operator before an addition also repairs what the other operand has lost
     centred: bool = True  #: the bias takes the means of what rounding changes
