@@ -425,15 +425,15 @@ def numbers(scale, zero=(0, 0)) -> list:
     ],
 )
 def test_a_weight_in_a_file_is_the_plans_or_says_why_not(codes, said, elements, differing, wrong):
-    found = _held(*planned(PER_ROW), "w", [InFile(codes, said)])
+    found = _held(*planned(PER_ROW), "w", [InFile(codes, said)], {})
     assert (found.elements, found.differing, found.role) == (elements, differing, "weight")
     assert (found.wrong, found.why) == (wrong, "")
 
 
 def test_what_a_file_does_not_name_is_not_compared():
-    assert _held(*planned(PER_ROW), "w", ()).why == "not in the file under its name"
-    assert _held(*planned(stored(), "activation"), "w", ()).wrong == ""
-    twice = _held(*planned(PER_ROW), "w", [InFile(CODES, []), InFile(CODES + [[1, 0, 0], [0, 0, 0]], [])])
+    assert _held(*planned(PER_ROW), "w", (), {}).why == "not in the file under its name"
+    assert _held(*planned(stored(), "activation"), "w", (), {}).wrong == ""
+    twice = _held(*planned(PER_ROW), "w", [InFile(CODES, []), InFile(CODES + [[1, 0, 0], [0, 0, 0]], [])], {})
     assert (twice.elements, twice.differing) == (12, 1)
 
 
@@ -447,22 +447,22 @@ def test_scales_of_blocks_may_lie_in_either_order_of_axes():
     )
     q = blocks.quantize(WEIGHT).numpy()
     for scale in (blocks.scale.numpy(), blocks.scale.t().numpy()):
-        assert _held(*planned(blocks), "w", [InFile(q, [(scale, np.zeros_like(scale))])]).wrong == ""
+        assert _held(*planned(blocks), "w", [InFile(q, [(scale, np.zeros_like(scale))])], {}).wrong == ""
     off = blocks.scale.numpy() + np.float32([[0, 0, 0], [0, 1, 0]])
-    assert _held(*planned(blocks), "w", [InFile(q, [(off, np.zeros_like(off))])]).wrong == "scale 3 instead of 2"
+    assert _held(*planned(blocks), "w", [InFile(q, [(off, np.zeros_like(off))])], {}).wrong == "scale 3 instead of 2"
     flat = blocks.scale.numpy().reshape(-1)
-    assert _held(*planned(blocks), "w", [InFile(q, [(flat, flat)])]).wrong == "scale of the shape [6]"
+    assert _held(*planned(blocks), "w", [InFile(q, [(flat, flat)])], {}).wrong == "scale of the shape [6]"
 
 
 def test_a_weight_that_is_read_in_float_too_may_stand_there_as_it_is():
     graph, plan = planned(PER_ROW)
     odd = WEIGHT + 0.01
     graph.weights["w"] = odd
-    assert _held(graph, plan, "w", [InFile(odd.numpy(), [])]).differing == 6
+    assert _held(graph, plan, "w", [InFile(odd.numpy(), [])], {}).differing == 6
     plan = Plan(tensors=plan.tensors, float_edges=frozenset({("w", "reader")}))
-    assert _held(graph, plan, "w", [InFile(odd.numpy(), [])]).differing == 0
+    assert _held(graph, plan, "w", [InFile(odd.numpy(), [])], {}).differing == 0
     plan = Plan(tensors=plan.tensors, float_edges=frozenset({("v", "reader")}))
-    assert _held(graph, plan, "w", [InFile(odd.numpy(), [])]).differing == 6
+    assert _held(graph, plan, "w", [InFile(odd.numpy(), [])], {}).differing == 6
 
 
 def test_the_order_of_axes_is_taken_in_which_the_fewest_differ():
@@ -515,7 +515,7 @@ def compared(results, label=None, filed=(), model=None, x=X, groups=()) -> Verif
     out.rows = [Row(v, "", op) for v, op in (("x", "Input"), ("y", "Relu"), ("z", "Reshape"))]
     out.outputs = [Output("output", "z", span=127.5)]
     declared = DeviceRuntime(suffix=".tflite", kernels="litert_reference")
-    comparison = _Comparison(graph, plan, load("tflite_int8"), Device(**results), declared, model, out, set(filed))
+    comparison = _Comparison(graph, plan, load("tflite_int8"), Device(**results), declared, model, out, set(filed), {})
     with torch.inference_mode():
         comparison.add([x], label)
     return out
@@ -582,9 +582,8 @@ def test_a_number_without_axes_is_one_sample_and_the_first_input_counts():
     for inputs, samples in (([torch.tensor(2.0), torch.randn(3, 2)], 1), ([torch.ones(3, 1), torch.randn(1, 2)], 3)):
         out = Verification("chip", True)
         device = Device(output=(inputs[0] * inputs[1]).numpy())
-        _Comparison(graph, Plan(), load("ort_cpu"), device, DeviceRuntime(suffix=".onnx"), None, out, set()).add(
-            inputs, None
-        )
+        declared = DeviceRuntime(suffix=".onnx")
+        _Comparison(graph, Plan(), load("ort_cpu"), device, declared, None, out, set(), {}).add(inputs, None)
         assert out.samples == samples
 
 
@@ -616,7 +615,7 @@ def test_right_answers_are_counted_for_each_side():
         def run_flat(self, inputs):
             return [torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]), torch.eye(3)[[2, 0]]]
 
-    found = compared(result(output=output), torch.tensor([2, 0]), model=Model())
+    found = compared(result(output=output), torch.tensor([2, 0]), model=Model)
     assert found.accuracy == {"float": 0.5, "integer": 0.5, "device": 1.0, "simulated": 0.5} and found.labelled == 2
     assert compared(result(), torch.tensor([2])).accuracy == {}  # labels of another batch
     assert compared(result(), torch.tensor([[2], [1]])).accuracy["float"] == 1.0

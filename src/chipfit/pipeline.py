@@ -370,7 +370,7 @@ class Result(Shown):
 
         self.refuse_trained("the file that is verified")
         self.verification = verify(
-            self.graph, self.plan, self.platform, data, runtime=runtime, model=self.model, **options
+            self.graph, self.plan, self.platform, data, runtime=runtime, model=lambda: self.model, **options
         )
         return self.verification
 

@@ -6,7 +6,7 @@ import itertools
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -403,7 +403,7 @@ def verify(
     *,
     runtime: str | None = None,
     path: str | Path | None = None,
-    model: torch.nn.Module | None = None,
+    model: Callable[[], Any] | None = None,
     batches: int | None = None,
 ) -> Verification:
     """Run everything on the same inputs and compare integer by integer, the file's own constants included.
@@ -412,7 +412,7 @@ def verify(
         data: batches as for calibration; (input, label) pairs give accuracies too.
         runtime: a registered runtime; by default the platform's own, or one that loads `path`.
         path: the deployed file; exported to a temporary one when omitted.
-        model: the fake-quantized module, for its accuracy.
+        model: makes the fake-quantized module, where data have labels: for its accuracy.
         batches: stop after this many.
 
     Raises:
@@ -448,13 +448,14 @@ def verify(
         span = float(codes.scale.max()) * (codes.grid.qmax - codes.grid.qmin) if codes is not None else 0.0
         out.outputs.append(Output(name, v, () if span or v in graph.weights else behind(v), span))
     out.outputs += [Output(v, v, behind(v), inner=True) for v in moment]
+    weights: dict[str, Tensor] = {}
     if held is not None:
         read = dict.fromkeys(i for n in graph.nodes for i in n.inputs if i in graph.weights and plan.quantized(i))
         by_tensor = _by_tensor({*plan.tensors, *graph.weights}, held)
-        out.held = [_held(graph, plan, name, by_tensor.get(name, ())) for name in (*quantized, *read)]
+        out.held = [_held(graph, plan, name, by_tensor.get(name, ()), weights) for name in (*quantized, *read)]
     if hasattr(device, "warnings"):
         out.warnings += device.warnings(platform)
-    comparison = _Comparison(graph, plan, platform, device, found.declares, model, out, set(held or ()))
+    comparison = _Comparison(graph, plan, platform, device, found.declares, model, out, set(held or ()), weights)
     with torch.inference_mode():
         for k, batch in enumerate(iterate(data)):
             if batches is not None and k >= batches:
@@ -477,11 +478,11 @@ class _Comparison:
     platform: Platform
     device: Any
     declares: DeviceRuntime
-    model: torch.nn.Module | None
+    model: Callable[[], Any] | None
     out: Verification
     filed: set[str]  #: tensors that the file is known to hold
+    weights: dict[str, Tensor]  #: their codes
     hits: Counter[str] = field(default_factory=Counter)  #: right answers of each side
-    weights: dict[str, Tensor] = field(default_factory=dict)  #: their codes
 
     def __post_init__(self) -> None:
         self.seen = Seen.of(self.plan.provenance)
@@ -555,7 +556,7 @@ class _Comparison:
 
     def _count(self, inputs: list[Tensor], label: Tensor, results: dict[str, Tensor]) -> None:
         """Right answers by the label, of the simulation too."""
-        run_flat: Any = getattr(self.model, "run_flat", None)  # modules that chipfit made have it
+        run_flat: Any = getattr(self.model and self.model(), "run_flat", None)  # modules that chipfit made have it
         if run_flat is not None:
             results["simulated"] = run_flat(inputs)[0]
         self.out.labelled += label.shape[0]
@@ -593,8 +594,8 @@ def _by_tensor(known: Collection[str], held: Mapping[str, InFile]) -> dict[str, 
     return found
 
 
-def _held(graph: Graph, plan: Plan, name: str, found: Sequence[InFile]) -> Held:
-    """A tensor's numbers in the file, and its codes when it is a weight, against the plan."""
+def _held(graph: Graph, plan: Plan, name: str, found: Sequence[InFile], weights: dict[str, Tensor]) -> Held:
+    """A tensor's numbers in the file, and its codes when it is a weight, against the plan; `weights` keeps these."""
     stored, out = plan[name], Held(name, plan.tensors[name].role)
     constant = graph.weights[name].detach().cpu() if name in graph.weights else None
     for scale, zero in (pair for f in found for pair in f.numbers):
@@ -610,7 +611,7 @@ def _held(graph: Graph, plan: Plan, name: str, found: Sequence[InFile]) -> Held:
                 at = np.unravel_index((a != b).argmax(), a.shape)
                 out.wrong = out.wrong or f"{word} {b[at]:.9g} instead of {a[at]:.9g}"
     if constant is not None:
-        codes = stored.quantize(constant)
+        codes = weights[name] = stored.quantize(constant)
         as_given = [constant] if any(v == name for v, _ in plan.float_edges) else []
         for q in (f.codes for f in found if f.codes is not None):
             wants = [stored.dequantize(codes), *as_given] if q.dtype.kind == "f" else [codes]

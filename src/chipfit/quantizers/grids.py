@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from chipfit.quantizers.rounding import ROUNDINGS
+from chipfit.quantizers.rounding import by_rule
 from chipfit.quantizers.tables import boundaries
 
 #: the least and the greatest power of two that a scale, a float32, can be
@@ -125,8 +125,7 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axis: int
     s, z = shape_for(scale, x, axis), shape_for(zero_point, x, axis)
     if grid.table is not None:
         return _index(x / s, grid.table, grid.kind).to(grid.dtype)
-    rounded: Tensor = ROUNDINGS[grid.rounding](x / s)
-    return rounded.add_(z).clamp_(grid.qmin, grid.qmax).to(grid.dtype)
+    return by_rule(x / s, grid.rounding).add_(z).clamp_(grid.qmin, grid.qmax).to(grid.dtype)
 
 
 def _index(v: Tensor, table: tuple[float, ...], kind: str) -> Tensor:
@@ -152,4 +151,4 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axis
     s, z = shape_for(scale, x, axis), shape_for(zero_point, x, axis)
     if grid.table is not None:
         return torch.tensor(grid.table, dtype=x.dtype, device=x.device)[_index(x / s, grid.table, grid.kind)] * s
-    return (torch.clamp(ROUNDINGS[grid.rounding](x / s) + z, grid.qmin, grid.qmax) - z) * s
+    return (torch.clamp(by_rule(x / s, grid.rounding) + z, grid.qmin, grid.qmax) - z) * s

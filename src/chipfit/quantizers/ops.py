@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.rounding import ROUNDINGS
+from chipfit.quantizers.rounding import ROUNDINGS, by_rule
 from chipfit.quantizers.tables import boundaries
 
 #: codes are told apart below this; an infinity must not become inf - inf
@@ -122,8 +122,7 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, s: torch.Tensor, z: torch.Tensor, grid: Grid) -> torch.Tensor:
-        q: torch.Tensor = x / s  # the one new tensor of reals: fetching memory costs more than arithmetic
-        q = q.round_() if grid.rounding == "half_even" else ROUNDINGS[grid.rounding](q)
+        q = by_rule(x / s, grid.rounding)  # the one new tensor of reals: fetching memory costs more than arithmetic
         low, high = float(grid.qmin) - z, float(grid.qmax) - z
         inside = q.ge(low).logical_and_(q.le(high)) if any(ctx.needs_input_grad) else None
         y = torch.clamp(q, low, high, out=q).mul_(s)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from chipfit.quantizers.grids import Grid, fake_quantize
-from chipfit.quantizers.rounding import ROUNDINGS
+from chipfit.quantizers.rounding import by_rule
 
 #: of the mean of diag(H), added to the diagonal before it is inverted
 DAMPING = 0.01
@@ -144,7 +144,7 @@ class _Nearest:
         s, z = (p if column is None else p[:, column] for p in (self.scale, self.zero))
         if not self.symmetric:
             return fake_quantize(w, s, z, self.grid)
-        return ROUNDINGS[self.grid.rounding](w / s).clamp_(self.grid.qmin, self.grid.qmax).mul_(s)
+        return by_rule(w / s, self.grid.rounding).clamp_(self.grid.qmin, self.grid.qmax).mul_(s)
 
 
 def _passed_on(h: Tensor, damping: float) -> Tensor | None:

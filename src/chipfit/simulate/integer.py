@@ -83,7 +83,8 @@ class Run:
     part: int | None = None  #: samples that the device takes at once; all when None
     codes: dict[str, Tensor] = field(default_factory=dict)  #: value -> integer codes, where it is quantized
     reals: dict[str, Any] = field(default_factory=dict)  #: value -> float (or other) tensor, before its quantizer
-    weights: dict[str, Tensor] = field(default_factory=dict)  #: weight -> codes
+    #: weight -> codes; "{weight} in reals" -> what they stand for
+    weights: dict[str, Tensor] = field(default_factory=dict)
     #: what DynamicQuantize hands over: codes without zero point, and their scale
     moment: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -108,8 +109,15 @@ class Run:
         """What a float operator reads: the value before its quantizer on float edges, else its codes as reals."""
         stored = None if (name, reader.name) in self.plan.float_edges else self.plan.stored(name)
         if stored is not None and (name in self.codes or name in self.graph.weights):
-            return stored.dequantize(self.code(name))
+            return stored.dequantize(self.code(name)) if name in self.codes else self._constant(name, stored)
         return self.reals[name] if name in self.reals else self.graph.weights[name]
+
+    def _constant(self, name: str, stored: Stored) -> Tensor:
+        """What the codes of a weight stand for."""
+        own = f"{name} in reals"
+        if own not in self.weights:
+            self.weights[own] = stored.dequantize(self.code(name))
+        return self.weights[own]
 
     def centred(self, name: str) -> Tensor:
         """Codes minus zero point, float64."""

@@ -70,7 +70,7 @@ CONSTANTS = {"w_q": np.int8([[1, -2], [3, 4]]), "w_s": np.float32([0.5, 0.25])}
 
 def test_the_weight_of_an_integer_product_has_the_scale_that_multiplies_the_datas():
     ((name, found),) = _of_products(product(), CONSTANTS).items()
-    assert name == "w" and found.codes.tolist() == [[1, -2], [3, 4]] and found.codes.dtype == np.int64
+    assert name == "w" and found.codes.tolist() == [[1, -2], [3, 4]] and found.codes.dtype == np.int8
     ((scale, zero),) = found.numbers
     assert scale.tolist() == [0.5, 0.25] and zero.tolist() == [0.0, 0.0]
     assert np.isnan(_of_products(product(), {"w_q": CONSTANTS["w_q"]})["w"].numbers[0][0])
@@ -105,7 +105,7 @@ def test_a_tensor_has_the_numbers_of_every_quantizer_of_it(tmp_path):
     found = saved(tmp_path, nodes, constants, [("given", TensorProto.INT8), ("a", TensorProto.FLOAT)])
     assert sorted(found) == ["a", "b", "e", "w"]
     assert found["a"].codes is None and [(float(s), float(z)) for s, z in found["a"].numbers] == [(0.5, 3.0)] * 2
-    assert found["w"].codes.tolist() == [1, 2] and found["w"].codes.dtype == np.int64
+    assert found["w"].codes.tolist() == [1, 2] and found["w"].codes.dtype == np.int8
     ((scale, zero),) = found["w"].numbers
     assert scale.tolist() == [0.25, 2] and zero.tolist() == [0, 0]
     assert found["e"].codes.tolist() == [[1, 2], [3, 4]]

@@ -43,6 +43,11 @@ def _in_blocks(n: onnx.NodeProto, constants: dict[str, np.ndarray]) -> dict[str,
     return {name.removesuffix("_q").removesuffix("_rows"): InFile(codes, [(scales, zeros)])}
 
 
+def _numbers(q: np.ndarray) -> np.ndarray:
+    """Codes of a type that numpy computes with; it has none of 4 bits."""
+    return q if q.dtype.kind in "iu" else q.astype(np.int64)
+
+
 def _of_products(graph: onnx.GraphProto, constants: dict[str, np.ndarray]) -> dict[str, InFile]:
     """The weights of MatMulInteger, whose scale multiplies that of the data, and the product of both the sums."""
     found, makers = {}, {o: n for n in graph.node for o in n.output}
@@ -52,7 +57,7 @@ def _of_products(graph: onnx.GraphProto, constants: dict[str, np.ndarray]) -> di
         if product is not None and product.op_type == "MatMulInteger" and scales is not None:
             q, scale = constants[product.input[1]], constants.get(scales.input[1], np.array(np.nan))
             zero = np.zeros(scale.shape, np.float64)
-            found[product.input[1].removesuffix("_q")] = InFile(q.astype(np.int64), [(scale, zero)])
+            found[product.input[1].removesuffix("_q")] = InFile(_numbers(q), [(scale, zero)])
     return found
 
 
@@ -71,7 +76,7 @@ def stored(path: Path) -> dict[str, InFile]:
             codes = n.input[0] if n.op_type == "DequantizeLinear" else clipped.get(n.output[0], n.output[0])
             codes = tables.get(codes, codes)
             q = constants.get(codes)
-            entry = found.setdefault(codes.removesuffix("_q"), InFile(None if q is None else q.astype(np.int64), []))
+            entry = found.setdefault(codes.removesuffix("_q"), InFile(None if q is None else _numbers(q), []))
             scale = constants.get(n.input[1], np.array(np.nan))
             zero = constants.get(n.input[2], np.array(np.nan)) if len(n.input) > 2 else np.zeros_like(scale)
             entry.numbers.append((scale.astype(np.float32), zero.astype(np.float64)))
