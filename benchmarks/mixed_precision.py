@@ -10,7 +10,8 @@ of a nat and top-1 on images that calibration has not seen. "tiny" is trained fi
 take minutes (`small.py`).
 
 `best`: networks of three operators, of which all 729 choices of 2, 4 and 8 bits are tried: the predicted loss of the
-chosen ones over the least, and the measured loss over the least, on the images of the search and on others.
+integer program's over the least, and the measured loss of the chosen ones, the best of eight that were tried, over the
+least, on the images of the search and on others.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ from torch import Tensor, nn
 import chipfit
 from chipfit.bench.data.procedural import images
 from chipfit.rounding.compare import Reference
-from chipfit.search import candidates
+from chipfit.search import candidates, choose
 from chipfit.search.losses import losses
 from chipfit.search.resources import resources
 from chipfit.search.solve import Unit, solve
 
 OFF = chipfit.Settings(rounding="off")
+#: multiplications that trying choices may take
+WORK = choose.WORK
 
 
 class Tiny(nn.Module):
@@ -172,9 +175,13 @@ def best(seeds: int, widths: tuple[int, ...] = (2, 4, 8)) -> Table:
         for limits in ({"bops": "12%"}, {"bops": "25%"}, {"total": "80%", "weights": "40%"}):
             most = {k: float(v[:-1]) / 100 * getattr(resources(graph, plan), k) for k, v in limits.items()}
             kept = [r for r in rows if all(getattr(r[1], k) <= v for k, v in most.items())]
-            mixed = chipfit.quantize(model, data, limits=chipfit.Limits(**limits), **given)
-            (own,) = (r for r in kept if r[0] == mixed.plan.provenance["chosen"])
-            above = [100 * (own[k] / min(r[k] for r in kept) - 1) for k in (2, 3, 4)]
+            found_at = []
+            for work in (0.0, WORK):
+                choose.WORK = work
+                mixed = chipfit.quantize(model, data, limits=chipfit.Limits(**limits), **given)
+                found_at += [r for r in kept if r[0] == mixed.plan.provenance["chosen"]]
+            by_sum, own = found_at
+            above = [100 * (r[k] / min(r[k] for r in kept) - 1) for r, k in ((by_sum, 2), (own, 3), (own, 4))]
             rank = sum(r[3] < own[3] for r in kept)
             figures = [f"+{v:.1f} %" for v in above]
             said = ", ".join(f"{k} {v}" for k, v in limits.items())

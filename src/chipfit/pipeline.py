@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cache, partial
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
@@ -501,11 +501,19 @@ def quantize(
 
             hoped = ["rounding"] if settings.rounding != OFF else []  # few bits ask for it
             how = _rounding([s.name for s in steps.taken(settings, "correct")] or hoped, rules)
-            limited, read = limits.to_record(), batches(again, graph)
+            limited, read = limits.to_record(), list(few(batches(again, graph)))
+            reference = cache(partial(Reference, graph, read))
+
+            def measured(bits: Mapping[str, int]) -> float:
+                other, formats, _ = at(bits)
+                return reference().loss(
+                    other, _plan(Plan(), other, scales.choose(other, formats, stats, **rules), formats)
+                )
+
             try:
                 searched = space(
                     graph, target, start, limited, read, stats, lambda bits: at(bits)[1], by_hand, seed, how
-                ).choose(limits)
+                ).choose(limits, None if how.fitted else measured)
             except KeyboardInterrupt:
                 stopped = f"{Interrupted.NOTE}: the widths were not searched to the end, and no limit is kept"
                 decisions = [*decisions, stopped]

@@ -7,7 +7,7 @@ import pytest
 
 from chipfit.errors import ConfigError, PlanError
 from chipfit.search.limits import Limits, amount
-from chipfit.search.solve import Unit, solve
+from chipfit.search.solve import Unit, solutions, solve
 
 
 def units(seed: int, count: int = 5) -> list[Unit]:
@@ -41,6 +41,21 @@ def test_the_choice_is_the_best_of_all(seed):
     allowed = [p for p in itertools.product(range(4), repeat=5) if all(cost(p, r) <= budgets[r] for r in budgets)]
     pick = solve(given, budgets)
     assert tuple(pick) in allowed and loss(pick) <= 1.0001 * min(map(loss, allowed))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_solutions_come_best_first_until_none_is_left(seed):
+    given = units(seed, 3)
+    budgets = {r: 0.6 * sum(u.costs[r][-1] for u in given) for r in ("weights", "bops")}
+    allowed = [
+        p
+        for p in itertools.product(range(4), repeat=3)
+        if all(sum(u.costs[r][k] for u, k in zip(given, p, strict=True)) <= budgets[r] for r in budgets)
+    ]
+    found = [tuple(p) for p in solutions(given, budgets)]
+    assert sorted(found) == sorted(allowed) and len(found) > 5
+    losses = [sum(u.losses[k] for u, k in zip(given, p, strict=True)) for p in found]
+    assert all(a <= 1.001 * b for a, b in itertools.pairwise(losses))  # the allowed gap of the solver
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from operator import itemgetter
 
 from torch import Tensor
 
@@ -14,14 +16,19 @@ from chipfit.graph.ir import Graph
 from chipfit.graph.linear import products
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
+from chipfit.rounding.fisher import IMAGES
 from chipfit.search.candidates import ByHand, Together, activations, is_copy, layers, of_weights, tried
 from chipfit.search.limits import Limits, amount
 from chipfit.search.losses import NEAREST, Losses, Rounding, losses
 from chipfit.search.resources import alive, peak, size, width
-from chipfit.search.solve import LOSS, Unit, kind_of, number, solve
+from chipfit.search.solve import LOSS, Unit, kind_of, number, solutions
 
 #: limits that some choice of the widths of weights, and of activations, can keep or break
 _OF_WEIGHTS, _OF_ACTIVATIONS = {"weights", "total", "bops", LOSS}, {"activations", "total", "bops"}
+
+
+#: choices whose losses are measured, and the multiplications that this may take
+TRIES, WORK = 8, 2e9
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,8 @@ class Choice:
     used: dict[str, float]  #: limit -> what the choice takes
     most: dict[str, float]  #: limit -> what it may take
     widths: dict[str, tuple[int, ...]]  #: tensor -> what there was to choose from, ascending
+    measured: float | None = None  #: the loss, where it decided
+    tries: int = 0  #: of how many choices it was measured
 
     @property
     def bits(self) -> dict[str, int]:
@@ -47,7 +56,11 @@ class Choice:
 
         more = f"; of activations: {counted(self.activations)}" if self.activations else ""
         takes = ", ".join(f"{name} {number(self.used[name])} of {number(most)}" for name, most in self.most.items())
-        return f"widths of weights chosen: {counted(self.weights)}{more}; {takes}; predicted loss {self.predicted:.3g}"
+        loss = f"predicted loss {self.predicted:.3g}"
+        loss += (
+            f", measured {self.measured:.3g}, the least of {self.tries} choices" if self.measured is not None else ""
+        )
+        return f"widths of weights chosen: {counted(self.weights)}{more}; {takes}; {loss}"
 
 
 @dataclass(frozen=True)
@@ -60,19 +73,39 @@ class Space:
     pairs: Mapping[str, Sequence[tuple[int, int]]]  #: see `candidates.layers`
     losses: Losses
 
-    def choose(self, limits: Limits) -> Choice:
+    def choose(self, limits: Limits, measure: Callable[[Mapping[str, int]], float] | None = None) -> Choice:
         """The choice with the least loss inside the limits; where the loss has one, the least memory of weights.
+
+        Args:
+            measure: the loss of the network with these widths. Of a small network it decides among the choices with the
+                least predicted losses: few bits in several tensors lose more, or less, than each of them alone.
 
         Raises:
             PlanError: there is none.
         """
+        found = self._choices(limits)
+        work = IMAGES * sum(products(self.graph, n) for n in self.graph.nodes)
+        tries = int(min(TRIES, WORK / max(work, 1.0)))
+        if measure is None or limits.loss is not None or tries < 2:
+            return next(found)
+        measured = [(measure(c.bits), c) for c in islice(found, tries)]
+        loss, best = min(measured, key=itemgetter(0))
+        return replace(best, measured=loss, tries=len(measured))
+
+    def _choices(self, limits: Limits) -> Iterator[Choice]:
+        """All inside the limits, the best first."""
         most = {k: amount(v, self._whole(k), k) for k, v in limits.to_record().items()}
         moments = alive(self.graph, self.plan)
         budgets = {k: v for k, v in most.items() if k in ("weights", "bops", LOSS)}
         during = {f"{k} while '{name}' runs": at for k in ("activations", "total") if k in most for name, at in moments}
         budgets |= {name: most[kind_of(name)] for name in during}
         units = self._units(during, "bops" in most)
-        picks = solve(units, budgets, least="weights" if LOSS in most else LOSS)
+        for picks in solutions(units, budgets, least="weights" if LOSS in most else LOSS):
+            yield self._choice(units, picks, budgets, most)
+
+    def _choice(
+        self, units: Sequence[Unit], picks: Sequence[int], budgets: Mapping[str, float], most: dict[str, float]
+    ) -> Choice:
         chosen = {u.name: k for u, k in zip(units, picks, strict=True)}
         taken = {r: sum(u.cost(r)[k] for u, k in zip(units, picks, strict=True)) for r in budgets}
         used = {k: max(v for r, v in taken.items() if kind_of(r) == k) for k in most}

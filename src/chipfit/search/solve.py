@@ -10,7 +10,7 @@ kernel takes the widths of its weight and of its data together, so that its choi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,11 +48,17 @@ def solve(units: Sequence[Unit], budgets: Mapping[str, float], least: str = LOSS
     Raises:
         PlanError: no choice keeps all budgets; says the least that is possible, and what takes most of it.
     """
+    return next(solutions(units, budgets, least))
+
+
+def solutions(units: Sequence[Unit], budgets: Mapping[str, float], least: str = LOSS) -> Iterator[list[int]]:
+    """The best choice of all units, the next best, and so on; see `solve`."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array, hstack
 
     if not units:
-        return []
+        yield []
+        return
     sizes = [len(u.losses) for u in units]
     starts = np.cumsum([0, *sizes])
     n = int(starts[-1])
@@ -69,22 +75,32 @@ def solve(units: Sequence[Unit], budgets: Mapping[str, float], least: str = LOSS
     costs = {r: np.concatenate([u.cost(r) for u in units]) for r in {*budgets, least}}
     limits = csr_array(np.stack([costs[r] / budgets[r] for r in budgets])) if budgets else csr_array((0, n))
 
+    seen: list[np.ndarray] = []
+
     def best(objective: np.ndarray, factor: bool) -> np.ndarray | None:
         """The choice with the least objective; with a last column, by which all budgets are multiplied."""
         wide = int(factor)
         keep = [LinearConstraint(hstack([m, csr_array((m.shape[0], wide))]), v, v) for m, v in rules]
         most = np.full((len(budgets), wide), -1.0)
         keep.append(LinearConstraint(hstack([limits, csr_array(most)]), -np.inf, 0.0 if factor else 1.0))
+        if seen:
+            keep.append(LinearConstraint(np.stack(seen), -np.inf, len(units) - 1))
         upper = np.concatenate([np.ones(n), np.full(wide, np.inf)])
         free = np.concatenate([np.ones(n), np.zeros(wide)])
         answer = milp(objective, constraints=keep, integrality=free, bounds=Bounds(0, upper), options=_OPTIONS)
         return None if answer.x is None else answer.x[:n]
 
     goal = costs[least] / (costs[least].max() or 1.0)
-    x = best(goal if least == LOSS else goal + _BESIDE / budgets[LOSS] * costs[LOSS], False)
+    goal = goal if least == LOSS else goal + _BESIDE / budgets[LOSS] * costs[LOSS]
+    x = best(goal, False)
     if x is None:
         raise _least(units, budgets, costs, best(np.concatenate([np.zeros(n), np.ones(1)]), True))
-    return [int(part.argmax()) for part in np.split(x, starts[1:-1])]
+    while x is not None:
+        chosen = [int(part.argmax()) for part in np.split(x, starts[1:-1])]
+        yield chosen
+        seen.append(np.zeros(n))
+        seen[-1][starts[:-1] + chosen] = 1
+        x = best(goal, False)
 
 
 def _least(
