@@ -1,13 +1,14 @@
 """Mixed precision beside one width for all, beside the best of all choices, and the time of its integer program.
 
-    python benchmarks/mixed_precision.py uniform [--networks tiny resnet20 mobilenetv2] [--test 20000]
+    python benchmarks/mixed_precision.py uniform [--networks tiny resnet20 mobilenetv2] [--limits ...] [--test 20000]
     python benchmarks/mixed_precision.py best [--seeds 4]
     python benchmarks/mixed_precision.py seconds
 
 `uniform`: every tensor in 4 bits, against widths of 2 to 8 bits under a limit of what that takes: weights alone, with
-activations at their peak, together, or bit operations. KL of class probabilities to the float network's in thousandths
-of a nat and top-1 on images that calibration has not seen. "tiny" is trained first, in half a minute; the other two
-take minutes (`small.py`).
+activations at their peak, together, or bit operations. Kernels that read and write codes have one width for both, so
+where activations alone are limited the platform's kernels read codes and write floats. KL of class probabilities to the
+float network's in thousandths of a nat and top-1 on images that calibration has not seen. "tiny" is trained first, in
+half a minute; the other two take minutes (`small.py`).
 
 `best`: networks of three operators, of which all 729 choices of 2, 4 and 8 bits are tried: the predicted loss of the
 integer program's over the least, and the measured loss of the chosen ones, the best of eight that were tried, over the
@@ -46,6 +47,8 @@ from chipfit.search.resources import resources
 from chipfit.search.solve import Unit, solve
 
 OFF = chipfit.Settings(rounding="off")
+#: what is limited, one at a time
+LIMITS = ("weights", "activations", "total", "bops")
 #: multiplications that trying choices may take
 WORK = choose.WORK
 
@@ -91,7 +94,7 @@ def tiny(steps: int = 600) -> nn.Module:
     return model.eval()
 
 
-def uniform(networks: list[str], test: int) -> Table:
+def uniform(networks: list[str], limits: list[str], test: int) -> Table:
     """Rows of limits, each with one width for all and with searched ones."""
     table = Table("network", "limit", "top-1", "4 bits", "mixed", "KL x 1000", "mixed", "taken", "s")
     x, y = images(test, 1)
@@ -106,10 +109,10 @@ def uniform(networks: list[str], test: int) -> Table:
             return 100 * float((got.argmax(1) == y).float().mean()), 1000 * float((p.exp() * (p - q)).sum(1).mean())
 
         real = 100 * float((want.argmax(1) == y).float().mean())
-        for limit in ("weights", "activations", "total", "bops"):
+        for limit in limits:
             wide = {"weights": (4, 8), "activations": (8, 4)}.get(limit, (4, 4))
             overrides = {"*": dict(zip(("bits", "activation_bits"), wide, strict=True))}
-            where = HERE / "everywhere.yaml"
+            where = HERE / ("inputs.yaml" if limit == "activations" else "everywhere.yaml")
             plain = chipfit.quantize(model, data, where, overrides=overrides, settings=chipfit.BEST, progress=False)
             most = getattr(resources(plain.graph, plain.plan), limit)
             free = {"weights": {"activation_bits": 8}, "activations": {"bits": 8}}.get(limit)
@@ -218,13 +221,16 @@ def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("what", choices=("uniform", "best", "seconds"))
     p.add_argument("--networks", nargs="+", choices=["tiny", *SMALL], default=["tiny", *SMALL])
+    p.add_argument("--limits", nargs="+", choices=LIMITS, default=list(LIMITS), help="of `uniform`")
     p.add_argument("--test", type=int, default=20000, help="images")
     p.add_argument("--seeds", type=int, default=4, help="of networks")
     a = p.parse_args()
     torch.set_num_threads(1)
-    table = {"uniform": lambda: uniform(a.networks, a.test), "best": lambda: best(a.seeds), "seconds": seconds}[
-        a.what
-    ]()
+    table = {
+        "uniform": lambda: uniform(a.networks, a.limits, a.test),
+        "best": lambda: best(a.seeds),
+        "seconds": seconds,
+    }[a.what]()
     Console(width=150).print(table)
     return 0
 
