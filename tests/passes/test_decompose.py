@@ -314,6 +314,34 @@ def test_an_added_mask_is_added():
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("mask", ["condition", "added", "causal"])
+def test_hidden_scores_make_no_denormal_numbers_in_onnx_files(mask):
+    shapes, attrs, _ = CASES["SDPA"][0]
+    graph = composite(
+        "SDPA", shapes, attrs | {"is_causal": mask == "causal"}, {} if mask == "causal" else {"mask": (4, 5)}
+    )
+    seen = torch.ones(4, 5, dtype=torch.bool).tril()
+    if mask != "causal":
+        added = torch.zeros(4, 5).masked_fill(~seen, torch.finfo(torch.float32).min)
+        graph.weights["mask"] = seen if mask == "condition" else added
+    least = torch.finfo(torch.float32).tiny
+    for holds, denormal in (((), True), (("Softmax",), False)):
+        new = decompose(graph, Plan(), holds)[0]
+        check(new)
+        weights = next(run(new, list(graph.example), keep=[n.output])[n.output] for n in new.nodes if n.op == "Softmax")
+        assert bool((weights < least).any()) == denormal
+        want = torch.nn.functional.scaled_dot_product_attention(*graph.example, seen)
+        torch.testing.assert_close(run(new, list(graph.example))["y0"], want, atol=2e-6, rtol=1e-5)
+
+
+def test_a_known_bias_of_scores_hides_none():
+    shapes, attrs, _ = CASES["SDPA"][0]
+    graph = composite("SDPA", shapes, attrs, {"mask": (4, 5)})
+    for least, ops in ((-79.0, 0), (-81.0, 1)):
+        graph.weights["mask"] = torch.linspace(least, 3.0, 20).view(4, 5)
+        assert [n.op for n in decompose(graph, Plan(), ("Softmax",))[0].nodes].count("ReduceMax") == ops
+
+
 def test_composites_share_equal_constants_and_no_names():
     graph = case("Gelu", 0)
     first, last = graph.nodes

@@ -18,6 +18,8 @@ from chipfit.plan.record import Plan
 Shape = tuple[int | None, ...]
 #: what hides a score; rows of which nothing is seen get numbers all the same, as -inf would not give them
 HIDDEN = -1e30
+#: below the largest score: what it adds to a softmax is lost in float32, and yet no exponential is a denormal number
+FAINT = -80.0
 SMOOTH = 17.0  #: from here on float32 does not tell log(1 + exp(x)) from x
 
 
@@ -320,7 +322,18 @@ def _attention(new: New, n: Node) -> str:
     mask = n.operand("mask")
     if mask is not None:
         s = new("Add", s, mask if new.graph.is_float(mask) else new("Where", mask, 0.0, HIDDEN))
+    if "Softmax" in new.holds and not new.channels_last and (n.attrs["is_causal"] or _hides(new.graph, mask)):
+        # of hidden scores ONNX Runtime's softmax makes denormal numbers, which take processors seven times as long;
+        # LiteRT's, whose files have channels last, makes zeros
+        most = new("ReduceMax", s, gives=(*new.shape(s)[:-1], 1), axes=(-1,), keepdims=True)
+        s = new("Max", s, new("Add", most, FAINT))
     return _by_heads(new, new("Softmax", s, axis=-1), v, new.shape(n.output))
+
+
+def _hides(graph: Graph, mask: str | None) -> bool:
+    """Whether a mask may hide scores; a bias that is known adds to them."""
+    known = graph.weights.get(mask or "")
+    return mask is not None and (known is None or known.dtype == torch.bool or float(known.detach().min()) < FAINT)
 
 
 def _by_heads(new: New, x: str, y: str, gives: Shape) -> str:
