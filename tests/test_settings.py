@@ -404,7 +404,7 @@ def test_numbers_that_nobody_chose_are_those_of_the_documentation():
 
     numbers = {k: s.default for k, s in known().items() if type(s.default) in (int, float)}
     assert numbers == {
-        "rounding_samples": 8192,
+        "rounding_samples": 4096,
         "correct_weights": 0.1,
         "reconstruct_steps": 1000,
         "reconstruct_rate": 0.2,
