@@ -7,6 +7,7 @@ from torch import nn
 
 import chipfit
 from chipfit.engine.run import run
+from chipfit.graph.check import check
 from chipfit.passes.smooth import smooth
 from tests.steps import captured
 
@@ -38,7 +39,7 @@ def test_the_scales_of_equation_4_on_paper(given):
     assert new.weights["norm.weight"].tolist() == [1.25, 1.0] and new.weights["norm.bias"].tolist() == [0.25, -1.0]
     assert new.weights["a.weight"].tolist() == [[2.0, 4.0], [-4.0, 2.0]]
     assert new.weights["b.weight"].tolist() == [[1.0, 1.0], [2.0, -3.0], [0.0, 0.0]]
-    assert notes == ["smoothed 'norm' for 'a', 'b'", "'last' is not smoothed: others than linear layers read it"]
+    assert notes == ["smoothed 'norm' for 'a', 'b'", "smoothed 'last' for 'c', by a multiplication: others read it too"]
 
 
 @pytest.mark.parametrize("alpha, s", [(1.0, [16.0, 4.0]), (0.0, [1.0, 0.25])])
@@ -90,7 +91,7 @@ def test_a_convolution_behind_a_norm_has_its_channels_elsewhere():
     """[N, 3, 4] is normalised along the last axis, and mixed along the other one."""
     graph = captured(nn.Sequential(nn.LayerNorm(4), nn.Conv1d(3, 2, 1)), torch.randn(2, 3, 4))
     new, notes = smooth(graph)
-    assert notes == ["'0' is not smoothed: others than linear layers read it"]
+    assert notes == ["'0' is not smoothed: no linear layer reads it"]
     assert all(new.weights[k] is w for k, w in graph.weights.items())
 
 
@@ -129,20 +130,69 @@ def test_a_norm_without_one_scale_for_each_channel_is_left_and_the_next_one_is_n
     torch.testing.assert_close(list(run(new, [x]).values()), list(run(graph, [x]).values()), rtol=1e-5, atol=1e-5)
 
 
-def test_a_norm_that_the_model_returns_or_that_comes_last_is_left():
+def test_a_norm_that_comes_last_is_left():
+    graph = captured(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), torch.randn(2, 4))
+    new, notes = smooth(graph)
+    assert notes == ["'1' is not smoothed: no linear layer reads it"] and new.nodes == graph.nodes
+    assert all(new.weights[k] is w for k, w in graph.weights.items())
+
+
+class Residual(nn.Module):
+    """A norm that is read by two linear layers behind a dropout, and by what `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.norm, self.drop = how, nn.LayerNorm(4), nn.Dropout()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        with torch.no_grad():
+            self.norm.weight.copy_(torch.tensor([40.0, 1.0, 0.25, 2.0]))
+            self.a.weight[:, 0] /= 20
+            self.b.weight[:, 0] /= 20
+
+    def forward(self, x):
+        y = self.drop(self.norm(x))
+        z = self.a(y) * self.b(y)
+        return (y, z) if self.how == "returned" else y + z
+
+
+@pytest.mark.parametrize("how", ["returned", "added"])
+def test_a_norm_that_others_read_too_stays_and_its_linear_readers_get_a_multiplication(how):
+    net, x = Residual(how).eval(), torch.randn(5, 3, 4)
+    graph = captured(net, x)
+    new, notes = smooth(graph, alpha=1.0)
+    assert notes == ["smoothed 'norm' for 'a', 'b', by a multiplication: others read it too"]
+    check(new)
+    for name in ("norm.weight", "norm.bias", "a.bias"):
+        assert new.weights[name] is graph.weights[name]
+    s = 3 * net.norm.weight.detach()
+    torch.testing.assert_close(new.weights["a.weight"], net.a.weight.detach() * s)
+    torch.testing.assert_close(new.weights["b.weight"], net.b.weight.detach() * s)
+    (mul,) = (n for n in new.nodes if n.layer == "norm" and n.op == "Mul")
+    torch.testing.assert_close(new.weights[mul.inputs[1]], 1 / s)
+    readers = {n.layer: n.data for n in new.nodes if n.op == "Linear"}
+    assert readers == {"a": mul.output, "b": mul.output} and mul.data != mul.output
+    torch.testing.assert_close(list(run(new, [x]).values()), list(run(graph, [x]).values()), rtol=1e-5, atol=1e-5)
+
+
+def test_a_large_channel_that_others_read_too_costs_less_where_it_is_smoothed():
     class Both(nn.Module):
-        def __init__(self, last: bool) -> None:
+        def __init__(self) -> None:
             super().__init__()
-            self.last, self.norm, self.linear = last, nn.LayerNorm(4), nn.Linear(4, 4)
+            torch.manual_seed(0)
+            self.norm, self.linear = nn.LayerNorm(32), nn.Linear(32, 16)
+            with torch.no_grad():
+                self.norm.weight[:2] *= 50
+                self.linear.weight[:, :2] /= 50
 
         def forward(self, x):
-            if self.last:
-                return self.norm(self.linear(x))
             y = self.norm(x)
             return y, self.linear(y)
 
-    for last in (True, False):
-        graph = captured(Both(last), torch.randn(2, 4))
-        new, notes = smooth(graph)
-        assert notes == ["'norm' is not smoothed: others than linear layers read it"]
-        assert all(new.weights[k] is w for k, w in graph.weights.items())
+    net, x, errors = Both().eval(), torch.randn(256, 32), []
+    for settings in (chipfit.Settings(), chipfit.Settings(smooth=0.5)):
+        result = chipfit.quantize(net, [x], "ort_cpu", settings=settings, progress=False)
+        with torch.no_grad():
+            errors.append(float((result.model(x)[1] - net(x)[1]).square().mean()))
+        assert result.verify([torch.randn(32, 32)]).sound
+    assert errors[1] < 0.1 * errors[0]
