@@ -501,8 +501,8 @@ def quantize(
 
             hoped = ["rounding"] if settings.rounding != OFF else []  # few bits ask for it
             how = _rounding([s.name for s in steps.taken(settings, "correct")] or hoped, rules)
-            limited, read = limits.to_record(), list(few(batches(again, graph)))
-            reference = cache(partial(Reference, graph, read))
+            limited, read = limits.to_record(), batches(again, graph)
+            reference = cache(lambda: Reference(graph, few(batches(again, graph))))
 
             def measured(bits: Mapping[str, int]) -> float:
                 other, formats, _ = at(bits)
