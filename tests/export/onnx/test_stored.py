@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
+from torch import nn
 
+import chipfit
 from chipfit.export.onnx.stored import _in_blocks, _of_products, from_bytes, in_bytes, stored
 
 
@@ -83,6 +86,38 @@ def saved(tmp_path, nodes, constants, inputs=()):
     takes = [helper.make_tensor_value_info(name, kind, [2]) for name, kind in inputs]
     onnx.save(helper.make_model(helper.make_graph(nodes, "g", takes, [], held)), tmp_path / "m.onnx")
     return stored(tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize("by", ["columns", "rows"])
+def test_a_table_whose_rows_are_multiplied_has_their_scales(by, tmp_path):
+    make = helper.make_node
+    looked_up = [make("Gather", ["s", "i"], ["s_rows"]), make("Unsqueeze", ["s_rows", "axis"], ["s_read"])]
+    nodes = [
+        make("Gather", ["e_q", "i"], ["rows"]),
+        make("Cast", ["rows"], ["reals"], to=1),
+        *(looked_up if by == "rows" else []),
+        make("Mul", ["reals", "s_read" if by == "rows" else "s"], ["e"]),
+        make("Gather", ["f", "i"], ["floats"]),  # a table in float, and what is no table
+        make("Cast", ["floats"], ["f_reals"], to=1),
+        make("Mul", ["f_reals", "s"], ["g"]),
+        make("Mul", ["a", "s"], ["b"]),
+    ]
+    constants = {
+        "s": np.float32([0.25, 2]), "e_q": np.int8([[1, 2], [3, 4]]), "i": np.int64([0]), "axis": np.int64([1]),
+        "f": np.float32([[1, 2], [3, 4]]),
+    }  # fmt: skip
+    found = saved(tmp_path, nodes, constants, [("a", TensorProto.FLOAT)])
+    assert sorted(found) == ["e"] and found["e"].codes.tolist() == [[1, 2], [3, 4]]
+    ((scale, zero),) = found["e"].numbers
+    assert scale.tolist() == [0.25, 2] and zero.tolist() == [0, 0]
+
+
+def test_the_table_of_an_embedding_is_read_back():
+    net = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3)).eval()
+    ids = torch.randint(9, (16, 5))
+    found = chipfit.quantize(net, [ids], "ort_cpu", progress=False).verify([ids])
+    (table,) = (h for h in found.held if h.tensor == "0.weight")
+    assert found.exact and (table.elements, table.differing, table.fault) == (36, 0, "")
 
 
 def test_a_tensor_has_the_numbers_of_every_quantizer_of_it(tmp_path):

@@ -393,8 +393,10 @@ def test_rows_of_codes_are_looked_up_and_then_become_floats():
     tape, _ = looked_up(stored(0.5, zero=1))
     assert kinds(tape) == ["DequantizeLinear", "Gather", "DequantizeLinear"]
     assert tape.nodes[1].input[0] == "w_q" and settings(tape.nodes[2]) == {}
-    tape, _ = looked_up(stored([0.5] * 32, axis=1))
+    tape, _ = looked_up(stored([0.5] * 32, zero=1, axis=1))
     assert settings(tape.nodes[2]) == {"axis": 2}  # of [samples, ids, width]
+    tape, _ = looked_up(stored([0.5] * 32, axis=1))
+    assert kinds(tape)[1:] == ["Gather", "Cast", "Mul"] and tape.nodes[-1].input[1] == "w_scale"
     tape, y = looked_up(stored([0.5] * 5, axis=0))
     assert kinds(tape)[1:] == ["Gather", "Gather", "Unsqueeze", "Cast", "Mul"] and tape.nodes[-1].output[0] == y
     assert held(tape, tape.nodes[3].input[1]) == 2 and tape.nodes[2].input[0] == "w_scale"

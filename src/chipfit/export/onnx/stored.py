@@ -61,6 +61,22 @@ def _of_products(graph: onnx.GraphProto, constants: dict[str, np.ndarray]) -> di
     return found
 
 
+def _of_tables(graph: onnx.GraphProto, constants: dict[str, np.ndarray]) -> dict[str, InFile]:
+    """Tables whose rows of codes are multiplied by the scales, of each column or of the same rows."""
+    found, makers = {}, {o: n for n in graph.node for o in n.output}
+    for mul in (n for n in graph.node if n.op_type == "Mul"):
+        cast, scale = makers.get(mul.input[0]), mul.input[1]
+        rows = makers.get(cast.input[0]) if cast is not None and cast.op_type == "Cast" else None
+        if rows is None or rows.op_type != "Gather" or constants.get(rows.input[0], np.zeros(1)).dtype.kind == "f":
+            continue
+        while scale not in constants and scale in makers:
+            scale = makers[scale].input[0]
+        numbers = constants.get(scale, np.array(np.nan))
+        name, zero = rows.input[0].removesuffix("_q"), np.zeros(numbers.shape, np.float64)
+        found[name] = InFile(_numbers(constants[rows.input[0]]), [(numbers, zero)])
+    return found
+
+
 def stored(path: Path) -> dict[str, InFile]:
     """By the name of the tensor, whose codes are called "{name}_q"; numbers from every (de)quantizer of them."""
     graph = onnx.load(str(path)).graph
@@ -69,7 +85,7 @@ def stored(path: Path) -> dict[str, InFile]:
     tables = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "Gather"}  # rows of codes
     #: codes that come in, with numbers of their own
     handed = {i.name for i in graph.input if i.type.tensor_type.elem_type != onnx.TensorProto.FLOAT}
-    found = _of_products(graph, constants)
+    found = _of_products(graph, constants) | _of_tables(graph, constants)
     for n in graph.node:
         found |= _in_blocks(n, constants)
         if n.op_type in ("QuantizeLinear", "DequantizeLinear") and n.input[0] not in handed:
