@@ -204,6 +204,15 @@ def test_of_a_large_tensor_32_of_each_353_elements_are_counted(size, counted):
     assert h.zeros == 0 and h.counts.sum() == marked.sum()
 
 
+@pytest.mark.parametrize("size, every", [(353 * 2048, 353), (353 * 2049, 709), (2819 * 300, 709), (2819 * 2048, 2819)])
+def test_of_a_larger_tensor_fewer_elements_are_counted(size, every):
+    """No more than 65,536 in a batch, as far as periods reach."""
+    marked = torch.arange(size) % every < 32
+    h = seen([marked.float()]).histogram
+    assert h.counts.sum() == size // every * 32 <= 1 << 16
+    assert h.zeros == 0
+
+
 class Times(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -16,9 +16,10 @@ from chipfit.errors import DataError, first_line
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 
-#: a histogram counts every element up to this many per batch; of larger tensors a block of 32 out of every 353 elements
-#: in memory order: 353 is prime, so that the blocks start at every channel, whatever their number
-_SMALL, _BLOCK, _PERIOD = 1 << 14, 32, 353
+#: a histogram counts every element up to this many per batch; of larger tensors a block of 32 out of every so many
+#: elements in memory order, of the first period with at most `_COUNTED` or of the last: periods are prime, so that the
+#: blocks start at every channel, whatever their number
+_SMALL, _BLOCK, _PERIODS, _COUNTED = 1 << 14, 32, (353, 709, 1409, 2819), 1 << 16
 #: share of the newest batch in the moving averages
 _SMOOTH = 0.1
 #: a sum or mean below this share of its greatest term is what rounding in float32 leaves of terms that cancel (16 times
@@ -147,7 +148,8 @@ class TensorStats:
             if self.histogram is None:
                 self.histogram = Histogram()
             if flat.numel() > _SMALL:
-                flat = flat[: flat.numel() // _PERIOD * _PERIOD].view(-1, _PERIOD)[:, :_BLOCK].reshape(-1)
+                every = next((p for p in _PERIODS if flat.numel() // p * _BLOCK <= _COUNTED), _PERIODS[-1])
+                flat = flat[: flat.numel() // every * every].view(-1, every)[:, :_BLOCK].reshape(-1)
             self.histogram.add(flat, max(-low, high))
 
 
