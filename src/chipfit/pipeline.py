@@ -450,11 +450,11 @@ def quantize(
             _refuse_all_float(assignment, target)
         bits = [s.format.bits for s in assignment.slots.values() if s.role == "weight"]
         completed = steps.completed(settings, bits, name_of(weight_rule), True)[0]
+        tried = steps.tried(completed, graph, assignment)
         if isinstance(again, Iterator):
             weighed = scales.weighed(assignment, rule, weight_rule)
-            if limits is not None or steps.reads_again(completed) or weighed:
+            if limits is not None or steps.reads_again(tried) or weighed:
                 again = data = Kept(data)
-        tried = steps.tried(completed, graph, assignment)
         seen = Seen()
         counted = shown.count("calibrate", batches(data, graph, seen.note), length(again))
         needs = steps.needs(graph, scales.needs(assignment, rule, z_threshold), tried)
@@ -483,7 +483,9 @@ def quantize(
 
         found = adapted(settings)
         if tried != completed:
-            found = _preferred(graph, found, adapted(tried), batches(again, graph))
+            fitted = any(s.name == "rounding" for s in steps.taken(completed, "correct"))
+            names = [k for k in tried.to_record() if k not in completed.to_record()]
+            found = _preferred(graph, found, adapted(tried), batches(again, graph), names, fitted)
         graph, stats, assignment, decisions = found.graph, found.stats, found.assignment, found.decisions
         results, tensors = found.results, found.tensors
         if results:
@@ -554,9 +556,10 @@ class _Adapted:
     notes: list[str] = field(default_factory=list)
     importance: dict[str, Importance] = field(default_factory=dict)
 
-    def plan(self) -> Plan:
-        """Its plan so far, with weights in float."""
-        return activations_alone(_plan(Plan(), self.graph, self.tensors, self.assignment))
+    def plan(self, weights: bool) -> Plan:
+        """Its plan so far, with weights in float or not."""
+        plan = _plan(Plan(), self.graph, self.tensors, self.assignment)
+        return plan if weights else activations_alone(plan)
 
 
 def _adapted(
@@ -595,18 +598,26 @@ def _adapted(
     return _Adapted(graph, stats, assignment, decisions, tensors, results, notes, weights)
 
 
-def _preferred(graph: Graph, before: _Adapted, after: _Adapted, data: steps.Batches) -> _Adapted:
-    """The second of two where rounding its activations loses less of `graph` on held-out images, and a note of that."""
+def _preferred(
+    graph: Graph, before: _Adapted, after: _Adapted, data: steps.Batches, names: Sequence[str], fitted: bool
+) -> _Adapted:
+    """The second of two where its rounding loses less of `graph` on held-out images, and a note of that.
+
+    Args:
+        names: of the settings that were tried.
+        fitted: weights will be rounded otherwise, and are left in float.
+    """
     if all(after.graph.weights.get(k) is w for k, w in before.graph.weights.items()):
         return before
     held = apart(list(data))[1]
     fits, said = False, "there are too few images to hold some out"
     if held:
-        fits, said = better(graph, held, (before.graph, before.plan()), (after.graph, after.plan()))
-        said += ", by rounded activations alone"
+        fits, said = better(graph, held, (before.graph, before.plan(not fitted)), (after.graph, after.plan(not fitted)))
+        said += ", by rounded activations alone" if fitted else ""
+    tried = " and ".join(names)
     if not fits:
-        return replace(before, notes=[*before.notes, f"channels are neither centred nor equalized: {said}"])
-    return replace(after, notes=[*after.notes, f"channels are centred and equalized: {said}"])
+        return replace(before, notes=[*before.notes, f"{tried} not taken: {said}"])
+    return replace(after, notes=[*after.notes, f"{tried} taken: {said}"])
 
 
 def _rounding(corrections: Collection[str], rules: Mapping[str, Any]) -> Rounding:

@@ -32,6 +32,7 @@ class Setting(NamedTuple):
     doc: str
     argument: str = ""  #: keyword under which the step takes that value
     choices: tuple[str, ...] = ()  #: the words that it takes instead of numbers
+    numbers: bool = False  #: it takes numbers beside its words
 
 
 #: no setting of an entry is as large

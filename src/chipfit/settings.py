@@ -29,7 +29,8 @@ class _Signed(type):
 
 class Settings(metaclass=_Signed):
     """Optional steps of `quantize`, each a keyword and an attribute. All are off unless asked for, but
-    for `rounding`: weights of fewer than 6 bits ask for it.
+    for `rounding`, which weights of fewer than 6 bits ask for, and those that are tried: they are kept where held-out
+    samples lose less.
 
     Raises:
         UnknownNameError: a setting that does not exist.
@@ -47,7 +48,10 @@ class Settings(metaclass=_Signed):
             if isinstance(settings[name].default, bool):
                 bad, allowed = not isinstance(value, bool), "True or False"
             elif words := settings[name].choices:
-                bad, allowed = value is not None and value not in words, f"None, or {', '.join(map(repr, words))}"
+                number = settings[name].numbers and is_number(value) and value >= 0
+                bad = not (value is None or value in words or number)
+                also = ", a number of at least 0" if settings[name].numbers else ""
+                allowed = f"None{also}, or {', '.join(map(repr, words))}"
             else:
                 bad = value is not None and not (is_number(value) and value >= 0)
                 allowed = "None, or a number of at least 0"

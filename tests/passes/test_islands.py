@@ -320,8 +320,13 @@ BOTH, WHOLE, ALL = ("codes", "float"), ("codes", "whole"), ("codes", "float", "w
         ([("f", "float", "k"), ("m", "int", "k")], {"outputs": "f m"}, "codes"),  # one conversion in any case
         ([("f", "float", "k"), ("m", "int", "k")], {"outputs": "f m", "edges": [("k", "m")]}, "float"),
         ([("f", "float", "k"), ("m", "int", "k")], {"outputs": "f m", "floats": ["k"]}, "float"),
-        ([("f", "float", "k"), ("g", "float", "k"), ("m", "int", "k")], {"outputs": "f g m"}, "float"),
+        ([("f", "float", "k"), ("g", "float", "k"), ("m", "int", "k")], {"outputs": "f g m"}, "codes"),  # for f and g
         ([("f", "float", "k"), ("g", "int", "k"), ("m", "int", "k")], {"outputs": "f g m"}, "codes"),
+        (  # s reads floats in any case, so that k is converted once for m and g, or else for f and s
+            [("f", "float", "k"), ("s", "float", "k"), ("m", "int", "k"), ("g", "int", "k")],
+            {"outputs": "f s m g", "edges": [("k", "m")]},
+            "codes",
+        ),
         ([("f", "float", "k k")], {"outputs": "f k"}, "codes"),  # read twice by one, and returned
         ([("s", "follow", "k"), ("f", "float", "s")], {"outputs": "f"}, "float"),  # which moves numbers only
         ([("s", "follow", "k"), ("m", "int", "s")], {"outputs": "m"}, "codes"),

@@ -14,7 +14,7 @@ ALWAYS = {
 }  # fmt: skip
 ASKED = {
     "collapse_linear": ("rewrite", False), "collapse_residual": ("rewrite", False), "equalize": ("rewrite", False),
-    "relu_bound": ("rewrite", False), "smooth": ("rewrite", None), "concat_ranges": ("formats", False),
+    "relu_bound": ("rewrite", False), "smooth": ("adapt", None), "concat_ranges": ("formats", False),
     "shift_negative": ("adapt", None), "softmax_shift": ("adapt", False), "centre": ("adapt", None),
     "equalize_groups": ("adapt", None),
 }  # fmt: skip
@@ -48,4 +48,4 @@ def test_rewrites_run_one_behind_the_other():
 
 
 def test_what_moves_ranges_has_calibration_run_again():
-    assert {n for n, (_, d) in STEPS.items() if d.again} == {"centre", "equalize_groups"}
+    assert {n for n, (_, d) in STEPS.items() if d.again} == {"smooth", "centre", "equalize_groups"}

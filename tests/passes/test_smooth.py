@@ -1,15 +1,34 @@
 """Smoothing moves large channels from a layer norm into its readers' weights and changes nothing in float."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import chipfit
+from chipfit.calibration.collect import Channels, TensorStats
+from chipfit.decide.assignment import Assignment
 from chipfit.engine.run import run
 from chipfit.graph.check import check
-from chipfit.passes.smooth import smooth
+from chipfit.passes import smooth as module
+from chipfit.passes.smooth import with_channels
 from tests.steps import captured
+
+
+def smooth(graph, alpha=0.5):
+    """With channels as large as a norm's shift and three times its scale."""
+    stats = {}
+    for value in with_channels(graph, {}):
+        norm = next(n for n in graph.nodes if n.op == "LayerNorm" and value in module._behind(graph.users(), n)[0])
+        scale, *shift = (graph.weights[i].detach().double().abs() for i in norm.inputs[1:] if i is not None)
+        peak = 3 * scale + sum(shift)
+        stats[value] = TensorStats(value, count=len(peak), batches=1, channels=Channels(peak, -peak, peak))
+    new, after, notes = module.smooth(graph, Assignment(), stats, alpha=alpha)
+    for value, was in stats.items():
+        assert was.channels.peak.equal(stats[value].channels.peak) and was.histogram is None
+    return new, notes
 
 
 class Net(nn.Module):
@@ -32,10 +51,9 @@ class Net(nn.Module):
         return self.c(y) + y[..., :4]
 
 
-@pytest.mark.parametrize("given", [{"alpha": 0.5}, {}], ids=["given", "as the page says"])
-def test_the_scales_of_equation_4_on_paper(given):
-    new, notes = smooth(captured(Net(), torch.randn(3, 2)), **given)
-    # reach 1 + 3 * 5 = 16 and 1 + 3 * 1 = 4, weights 1 and 4: s = sqrt(16 / 1) = 4 and sqrt(4 / 4) = 1
+def test_the_scales_of_equation_4_on_paper():
+    new, notes = smooth(captured(Net(), torch.randn(3, 2)))
+    # magnitudes 1 + 3 * 5 = 16 and 1 + 3 * 1 = 4, weights 1 and 4: s = sqrt(16 / 1) = 4 and sqrt(4 / 4) = 1
     assert new.weights["norm.weight"].tolist() == [1.25, 1.0] and new.weights["norm.bias"].tolist() == [0.25, -1.0]
     assert new.weights["a.weight"].tolist() == [[2.0, 4.0], [-4.0, 2.0]]
     assert new.weights["b.weight"].tolist() == [[1.0, 1.0], [2.0, -3.0], [0.0, 0.0]]
@@ -190,9 +208,92 @@ def test_a_large_channel_that_others_read_too_costs_less_where_it_is_smoothed():
             return y, self.linear(y)
 
     net, x, errors = Both().eval(), torch.randn(256, 32), []
-    for settings in (chipfit.Settings(), chipfit.Settings(smooth=0.5)):
+    for settings in (chipfit.Settings(smooth="off"), chipfit.Settings(smooth=0.5), chipfit.Settings()):
         result = chipfit.quantize(net, [x], "ort_cpu", settings=settings, progress=False)
         with torch.no_grad():
             errors.append(float((result.model(x)[1] - net(x)[1]).square().mean()))
         assert result.verify([torch.randn(32, 32)]).sound
-    assert errors[1] < 0.1 * errors[0]
+    assert errors[1] < 0.1 * errors[0] and errors[2] < 1.5 * errors[1]  # without being asked
+    assert any(n.startswith("smooth taken: on 32 held-out images ") for n in result.plan.rewrites)
+
+
+class Large(nn.Module):
+    """A linear layer behind a norm of which some channels are as much larger; `how` says who else reads that."""
+
+    def __init__(self, times: float, how: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.norm, self.linear, self.last = how, nn.LayerNorm(32), nn.Linear(32, 16), nn.Linear(16, 32)
+        with torch.no_grad():
+            self.norm.weight[:2] *= times
+            self.linear.weight[:, :2] /= times
+
+    def forward(self, x):
+        y = self.norm(x)
+        z = self.last(F.gelu(self.linear(y)))
+        return y + z if self.how else z
+
+
+def said(result):
+    return [n for n in result.plan.rewrites if "smooth" in n]
+
+
+@pytest.mark.parametrize("how", ["", "added"])
+def test_norms_without_large_channels_are_left_as_they_are(how):
+    x = torch.randn(256, 32)
+    new, off = (
+        chipfit.quantize(Large(1.0, how).eval(), [x], "ort_cpu", settings=s, progress=False)
+        for s in (chipfit.Settings(), chipfit.Settings(smooth="off"))
+    )
+    assert not said(new) and new.plan.tensors.keys() == off.plan.tensors.keys()
+    assert all(torch.equal(w, off.graph.weights[k]) for k, w in new.graph.weights.items())
+    asked = chipfit.quantize(
+        Large(1.0, how).eval(), [x], "ort_cpu", settings=chipfit.Settings(smooth="auto"), progress=False
+    )
+    assert "'norm' is not smoothed: it would take " in said(asked)[0]
+
+
+def test_what_loses_more_on_held_out_samples_is_left(monkeypatch):
+    monkeypatch.setattr("chipfit.pipeline.better", lambda *a: (False, "the loss is 2, 1 without"))
+    result = chipfit.quantize(Large(50.0).eval(), [torch.randn(256, 32)], "ort_cpu", progress=False)
+    assert said(result) == ["smooth not taken: the loss is 2, 1 without"]
+    assert torch.equal(result.graph.weights["norm.weight"], Large(50.0).norm.weight.detach())
+
+
+def test_data_of_an_iterator_are_kept_where_smoothing_is_tried():
+    x, net = torch.randn(256, 32), Large(50.0).eval()
+    once, list_ = (chipfit.quantize(net, d, "ort_cpu", progress=False) for d in (iter(x.split(32)), x.split(32)))
+    assert said(once) == said(list_) and said(once)[-1].startswith("smooth taken: ")
+
+
+@pytest.mark.parametrize("platform", ["tflite_int8", "mqbench_academic"])
+def test_norms_that_are_integers_themselves_are_smoothed_where_that_is_asked_for(platform):
+    net, x = Large(50.0).eval(), [torch.randn(256, 32)]
+    assert not said(chipfit.quantize(net, x, platform, progress=False))
+    (note, *_) = said(chipfit.quantize(net, x, platform, settings=chipfit.Settings(smooth=0.7), progress=False))
+    assert note == "smoothed 'norm' for 'linear'"
+    (note, *_) = said(chipfit.quantize(net, x, platform, settings=chipfit.Settings(smooth="auto"), progress=False))
+    assert note == "'norm' is not smoothed: no grid holds all of its channels" or platform == "mqbench_academic"
+
+
+@pytest.mark.parametrize("times, symmetric", [(1.0, False), (8.0, False), (8.0, True)])
+def test_the_predicted_error_is_what_rounding_makes(times, symmetric):
+    """Against torch's own rounding, of what a norm makes and of weights with a scale for each channel."""
+    torch.manual_seed(0)
+    net = Large(times).eval()
+    seen, w = net.norm(torch.randn(20000, 32)).detach(), net.linear.weight.detach()
+    low, high = seen.amin(0).double(), seen.amax(0).double()
+    stats = TensorStats("y", count=seen.numel(), channels=Channels(seen.double().sum(0), low, high))
+    grid = SimpleNamespace(bits=8, zero=0 if symmetric else "any")
+    slots = {"y": SimpleNamespace(format=grid), "w": SimpleNamespace(format=SimpleNamespace(bits=8), axis=0)}
+    site = SimpleNamespace(value="y", readers=[SimpleNamespace(weight="w")])
+    error = module._Error(SimpleNamespace(slots=slots), site, [w.double()], stats, stats.channels)
+    for s in (torch.ones(32), torch.where(torch.arange(32) < 2, times**0.7, 1.0)):
+        x, v = seen / s, w * s
+        a, b = (-x.abs().max(), x.abs().max()) if symmetric else (x.min(), x.max())
+        step, steps = (b - a) / 255, 2 * v.abs().amax(1) / 255
+        zero = int((-a / step).round())
+        rounded = torch.fake_quantize_per_tensor_affine(x, float(step), zero, 0, 255)
+        of_w = torch.fake_quantize_per_channel_affine(v, steps, torch.zeros(16, dtype=torch.int32), 0, -128, 127)
+        measured = (rounded @ of_w.T - x @ v.T).square().sum(1).mean()
+        assert float(measured) == pytest.approx(error(s.double()), rel=0.15)

@@ -15,7 +15,7 @@ from chipfit.engine.run import run
 INPUTS = Path(__file__).parents[2] / "benchmarks/platforms/inputs.yaml"
 FOUR = {"*": {"bits": 4, "activation_bits": 4}}
 OFF = Settings(rounding="gptq", centre="off", equalize_groups="off")
-TRIED = "channels are "
+TRIED = "centre and "
 
 
 class Net(nn.Module):
@@ -64,7 +64,8 @@ def test_the_whole_recipe_takes_what_gains():
     plain, best, data = quantized(model, OFF), quantized(model, chipfit.BEST), torch.cat(DATA)
     assert error(best, model) < 0.9 * error(plain, model)
     (note,) = said(best)
-    assert "centred and equalized: on 16 held-out images the loss to the float model is " in note and not said(plain)
+    assert note.startswith("centre and equalize_groups taken: on 16 held-out images the loss to the float model is ")
+    assert not said(plain)
     assert any(n.startswith("centred the result of 'first'") for n in best.plan.rewrites)
     with torch.no_grad():  # the float network is the same up to the biases and weights that the walk has corrected
         before = best._uncorrected[0]
@@ -78,7 +79,7 @@ def test_what_loses_more_is_left_with_both_losses(monkeypatch):
     monkeypatch.setattr("chipfit.pipeline.better", lambda *a: (False, "the loss is 2, 1 without"))
     result, plain = quantized(model, chipfit.BEST), quantized(model, OFF)
     assert said(result) == [
-        "channels are neither centred nor equalized: the loss is 2, 1 without, by rounded activations alone"
+        "centre and equalize_groups not taken: the loss is 2, 1 without, by rounded activations alone"
     ]
     for k, w in plain.graph.weights.items():
         assert torch.equal(w, result.graph.weights[k])
@@ -89,7 +90,7 @@ def test_what_loses_more_is_left_with_both_losses(monkeypatch):
 def test_without_images_to_hold_out_nothing_is_rewritten():
     model = Net()
     result = quantized(model, chipfit.BEST, [DATA[0][:4]])
-    assert said(result) == ["channels are neither centred nor equalized: there are too few images to hold some out"]
+    assert said(result) == ["centre and equalize_groups not taken: there are too few images to hold some out"]
     assert torch.equal(result._uncorrected[0].weights["wide.weight"], model.wide.weight)
 
 

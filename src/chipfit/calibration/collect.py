@@ -166,14 +166,12 @@ def collect(
     """
     stats = {name: TensorStats(name) for name in tensors}
     layers = {o: n for n in graph.nodes for o in n.outputs}
-    mask, words = padding_mask(graph), None
+    words: torch.Tensor | None = None
     count = 0
 
     def see(name: str, x: Any) -> None:
         try:
-            if words is not None and x.shape[:2] == words.shape and x[0, 0].numel() > 1:  # one number is the mask again
-                x = x[words][None]
-            stats[name].update(x.float(), tensors[name])
+            stats[name].update(unpadded(x, words).float(), tensors[name])
         except ValueError:
             node = layers.get(name)
             who = f"layer '{node.who}' ({node.op})" if node else f"input '{name}'"
@@ -190,9 +188,7 @@ def collect(
     with torch.inference_mode():
         for batch in batches:
             inputs = [_layout(x) for x in batch]
-            if mask is not None:
-                words = inputs[graph.inputs.index(mask)] != 0
-                words = words if words.any() else None
+            words = words_of(graph, inputs)
             for name, x in zip(graph.inputs, inputs, strict=True):
                 if name in stats and x.numel():
                     see(name, x)
@@ -231,6 +227,20 @@ def padding_mask(graph: Graph) -> str | None:
         if "mask" in name.lower() and len(graph.shape(name)) == 2 and not graph.is_float(name)
     ]
     return found[0] if len(found) == 1 else None
+
+
+def words_of(graph: Graph, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Which places of a batch hold words, [N, T]; None where nothing says so, or none does."""
+    mask = padding_mask(graph)
+    words = None if mask is None else inputs[graph.inputs.index(mask)] != 0
+    return words if words is not None and bool(words.any()) else None
+
+
+def unpadded(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
+    """What a value [N, T, ...] has in the places with words, [1, words, ...]; others as they are."""
+    if words is None or x.shape[:2] != words.shape or x[0, 0].numel() < 2:  # one number is the mask again
+        return x
+    return x[words][None]
 
 
 def _run_checked(graph: Graph, inputs: list[torch.Tensor], hook: Any, index: int) -> None:

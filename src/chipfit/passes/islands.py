@@ -6,8 +6,8 @@ the shore is converted, which takes time, and each value in codes is rounded, wh
 residual streams in which one token is a hundred times the rest would round all others to nothing.
 
 Costs are counted in conversions of one number. Both sides of a kernel, what it reads and what it hands over, have one
-of two labels, and neighbours pay for differing: the cheapest labelling is a minimum cut [Picard, Ratliff: Minimum cuts
-and related problems, Networks 5, 1975], found exactly.
+of two labels; a value is converted for readers that differ from its writer, once however many they are. The cheapest
+labelling is a minimum cut [Picard, Ratliff: Minimum cuts and related problems, Networks 5, 1975], found exactly.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ _TIE = 1e-3
 #: the largest capacity that is handed to the search of a flow, which adds them in 32 bits
 _LARGEST = 1 << 20
 _CODES, _FLOATS = 0, 1  #: the two ends of the cut
+#: the sides of a value that is handed over in the other form, which are no sides of kernels
+_CONVERTED = ("converted to codes", "converted to floats")
 
 _SETTING = Setting(
     "results",
@@ -94,9 +96,14 @@ def _cut(graph: Graph, assignment: Assignment, stats: dict[str, TensorStats]) ->
         if writer != reader and max(writer, reader) > _FLOATS:  # between two that are fixed nothing is chosen
             if value not in noises:
                 noises[value] = _WORTH * _noise(value, assignment, stats)
+                to_codes, to_floats = (number.setdefault((value, how), 2 + len(number)) for how in _CONVERTED)
+                capacity[to_codes, writer] += size
+                capacity[writer, to_floats] += size
+            to_codes, to_floats = (number[value, how] for how in _CONVERTED)
+            capacity[reader, to_codes] = capacity[to_floats, reader] = math.inf  # once for all readers that want it
             noise = noises[value]
-            capacity[writer, reader] += size * (1 + noise / 2)
-            capacity[reader, writer] += size * (1 + noise / 2)
+            capacity[writer, reader] += size * noise / 2
+            capacity[reader, writer] += size * noise / 2
             for end in (writer, reader):  # codes at either end round the value
                 if end > _FLOATS:
                     capacity[end, _FLOATS] += size * noise / 2

@@ -1,72 +1,172 @@
 """Smoothing: large channels of layer norms' outputs become small, and the weights of the linear layers behind large."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from chipfit.calibration.collect import Channels, Need, TensorStats, and_channels
+from chipfit.decide.assignment import Assignment
 from chipfit.graph.builder import new_name, replace_node
 from chipfit.graph.ir import Graph, Node, Users
 from chipfit.graph.linear import in_groups, is_linear, own, scale_inputs
-from chipfit.registry import Setting, register
+from chipfit.registry import OFF, Setting, register
 
-#: standard deviations of a normalized value that its range is taken for
-_REACH = 3.0
+_DOES = (
+    "share of a layer norm's range that its readers' weights take over, 0 to 1, or \"auto\", what is predicted to "
+    "lose least. None: auto where norms run in float"
+)
+_SETTING = Setting("smooth", None, _DOES, "alpha", choices=("auto", OFF), numbers=True)
+#: the shares among which "auto" chooses
+_SHARES = tuple(k / 20 for k in range(6, 20))
+#: how many times smaller the predicted error must be for "auto" to smooth: where that is free, and where it takes a
+#: multiplication of every number
+_GAIN, _GAIN_MULTIPLIED = 1.2, 2.0
+#: from the least to the greatest of normal numbers, as many as calibration sees, in standard deviations
+_DEVIATIONS = 6.0
+
+
+def with_channels(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
+    """`needs`, and the channels of what linear layers read of norms."""
+    return and_channels(needs, {s.value: -1 for s in _sites(graph) if not s.why})
+
+
+def worth_a_trial(settings: Any, graph: Graph, assignment: Assignment) -> str | None:
+    """Whether some norm that runs in float is read on one grid for all channels."""
+    return "auto" if any(_on_grid(assignment, s) for s in _sites(graph) if not s.why) else None
+
+
+class _Site:
+    """A norm, the value that its readers find, and the linear layers among them; `why` it cannot be smoothed."""
+
+    def __init__(self, graph: Graph, users: Users, norm: Node) -> None:
+        self.norm, (self.value, around) = norm, _behind(users, norm)
+        self.readers = [n for n in around if n.op == "Linear" and is_linear(graph, n) and n.data == self.value]
+        self.shared = len(self.readers) < len(around) or not {norm.output, self.value}.isdisjoint(graph.outputs)
+        self.names = [i for i in norm.inputs[1:] if i is not None]
+        has_scale = norm.operand("w") and len(norm.attrs["normalized_shape"]) == 1
+        self.why = "" if has_scale else "it has no scale for each channel"
+        if not all(map(graph.is_weight, self.names)):
+            self.why = "its scale or shift is computed"
+        if not self.readers:  # convolutions have channels elsewhere
+            self.why = "no linear layer reads it"
+        for n in self.readers if self.shared else (norm, *self.readers):
+            self.why = self.why or own(graph, users, n)
+
+
+def _sites(graph: Graph) -> Iterator[_Site]:
+    users = graph.users()
+    return (_Site(graph, users, n) for n in graph.nodes if n.op == "LayerNorm")
 
 
 @register(
     "pass",
     "smooth",
-    stage="rewrite",
-    setting=Setting(
-        "smooth", None, "share of a layer norm's range that its readers' weights take over, 0 to 1; try 0.5", "alpha"
-    ),
+    stage="adapt",
+    after=("softmax_shift",),
+    collects=with_channels,
+    again=True,
+    tries=worth_a_trial,
+    setting=_SETTING,
 )
-def smooth(graph: Graph, *, alpha: float = 0.5) -> tuple[Graph, list[str]]:
+def smooth(
+    graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats], *, alpha: float | str = "auto"
+) -> tuple[Graph, dict[str, TensorStats], list[str]]:
     """Divide channel c between a layer norm and the linear layers behind it by s_c, without changing the network.
 
-    s_c = t_c^alpha / r_c^(1 - alpha), gamma' = gamma / s, beta' = beta / s, W' = W s, with r_c the largest |weight| of
-    input channel c over all readers and t_c = |beta_c| + 3 |gamma_c|, which needs no data: normalized values rarely
-    leave three standard deviations. A channel that is zero on one side stays as it is. Where others read the norm too,
-    as residual additions do, it stays, and a multiplication by 1 / s stands before the linear layers.
+    s_c = t_c^alpha / r_c^(1 - alpha), gamma' = gamma / s, beta' = beta / s, W' = W s, with t_c the largest |value| of
+    channel c that calibration saw and r_c the largest |weight| that reads it. A channel that is zero on one side stays
+    as it is. Where others read the norm too, as residual additions do, it stays, and a multiplication by 1 / s stands
+    before the linear layers.
+
+    Args:
+        graph: before its tensors are planned.
+        assignment: says which values are stored on grids.
+        stats: with what `with_channels` asks for; left as they are.
+        alpha: one for all norms, or "auto": for each norm that runs in float and is read on a grid the one with the
+            least predicted error, if that is small enough beside what it is without.
+
+    Returns:
+        The graph, the statistics without histograms of what was scaled, and one note per norm or refusal.
 
     Source: Xiao et al. 2022, arXiv:2211.10438, eq. 4.
     """
-    graph, notes = graph.copy(), []
-    users = graph.users()
-    for norm in [n for n in graph.nodes if n.op == "LayerNorm"]:
-        value, around = _behind(users, norm)
-        readers = [n for n in around if n.op == "Linear" and is_linear(graph, n) and n.data == value]
-        shared = len(readers) < len(around) or not {norm.output, value}.isdisjoint(graph.outputs)
-        names = [i for i in norm.inputs[1:] if i is not None]
-        why = (
-            "" if norm.operand("w") and len(norm.attrs["normalized_shape"]) == 1 else "it has no scale for each channel"
-        )
-        if not all(map(graph.is_weight, names)):
-            why = "its scale or shift is computed"
-        if not readers:  # convolutions have channels elsewhere
-            why = "no linear layer reads it"
-        for n in readers if shared else (norm, *readers):
-            why = why or own(graph, users, n)
-        if why:
-            notes.append(f"'{norm.who}' is not smoothed: {why}")
+    graph, stats, notes = graph.copy(), dict(stats), []
+    for site in _sites(graph):
+        known = stats.get(site.value)
+        seen = known.channels if known is not None else None
+        why = site.why or ("" if seen is not None else "its channels were not collected")
+        why = why or ("" if alpha != "auto" or _on_grid(assignment, site) else "no grid holds all of its channels")
+        if why or known is None or seen is None:
+            notes.append(f"'{site.norm.who}' is not smoothed: {why}")
             continue
-        gamma, *beta = (graph.weights[i].detach().double() for i in names)
-        reach = _REACH * gamma.abs() + sum(b.abs() for b in beta)
-        weights = [in_groups(n, graph.weights[n.weight].detach().double())[0] for n in readers]
-        widest = torch.stack([w.abs().amax(0) for w in weights]).amax(0)
-        live = (reach > 0) & (widest > 0)
-        s = torch.where(live, reach**alpha / torch.where(live, widest, 1.0) ** (1 - alpha), 1.0)
-        for n in readers:
-            graph.weights[n.weight] = scale_inputs(n, graph.weights[n.weight].detach(), s)
-        if shared:
-            _multiplied(graph, norm, value, readers, 1 / s)
-            users = graph.users()
+        weights = [in_groups(n, graph.weights[n.weight].detach().double())[0] for n in site.readers]
+        if isinstance(alpha, str):
+            error = _Error(assignment, site, weights, known, seen)
+            s = min((_scales(seen, weights, a) for a in _SHARES), key=error)
+            before, after = error(torch.ones_like(s)), error(s)
+            if after * (_GAIN_MULTIPLIED if site.shared else _GAIN) > before:
+                notes.append(f"'{site.norm.who}' is not smoothed: it would take {before:.3g} of error to {after:.3g}")
+                continue
+            said = f": predicted error {after:.3g}, {before:.3g} without"
         else:
-            for name in names:
+            s, said = _scales(seen, weights, alpha), ""
+        for n in site.readers:
+            graph.weights[n.weight] = scale_inputs(n, graph.weights[n.weight].detach(), s)
+        if site.shared:
+            changed = [_multiplied(graph, site, 1 / s)]
+        else:
+            changed = [v for v in {site.norm.output, site.value} if v in stats]
+            for name in site.names:
                 graph.weights[name] = (graph.weights[name].detach() / s).to(graph.weights[name].dtype)
-        how = ", by a multiplication: others read it too" if shared else ""
-        notes.append(f"smoothed '{norm.who}' for {', '.join(repr(n.who) for n in readers)}{how}")
-    return graph, notes
+        stats |= {v: replace(known.by_channel(0.0, 1 / s), name=v) for v in changed}
+        how = ", by a multiplication: others read it too" if site.shared else ""
+        notes.append(f"smoothed '{site.norm.who}' for {', '.join(repr(n.who) for n in site.readers)}{how}{said}")
+    return graph, stats, notes
+
+
+def _on_grid(assignment: Assignment, site: _Site) -> bool:
+    """Whether a norm runs in float, and its readers find it on one grid for all channels."""
+    slot = assignment.slots.get(site.value)
+    weights = [assignment.slots.get(n.weight) for n in site.readers]
+    stored = slot is not None and slot.axis is None and None not in weights
+    return stored and assignment.nodes[site.norm.name].exec == "float"
+
+
+def _scales(seen: Channels, weights: Sequence[torch.Tensor], alpha: float) -> torch.Tensor:
+    """Equation 4, [C]; weights [O, C] each."""
+    widest = torch.stack([w.abs().amax(0) for w in weights]).amax(0)
+    live = (seen.peak > 0) & (widest > 0)
+    return torch.where(live, seen.peak**alpha / torch.where(live, widest, 1.0) ** (1 - alpha), 1.0)
+
+
+class _Error:
+    """Predicted mean squared error of the readers' results for scales [C], with ranges that clip nothing.
+
+    Rounding to a uniform grid of step d makes an error of d^2 / 12 in each number, of data and of weights.
+    """
+
+    def __init__(
+        self, assignment: Assignment, site: _Site, weights: Sequence[torch.Tensor], stats: TensorStats, seen: Channels
+    ) -> None:
+        self.grid, self.weights = assignment.slots[site.value].format, weights
+        self.slots = [assignment.slots[n.weight] for n in site.readers]
+        self.low, self.high, mean = seen.low, seen.high, seen.total * (seen.total.numel() / stats.count)
+        self.squares = mean.square() + ((seen.high - seen.low) / _DEVIATIONS).square()
+
+    def __call__(self, s: torch.Tensor) -> float:
+        low, high = float((self.low / s).min().clamp_max(0)), float((self.high / s).max().clamp_min(0))
+        span = 2 * max(-low, high) if self.grid.zero == 0 and low < 0 else high - low
+        data = (span / (2**self.grid.bits - 1)) ** 2
+        power = (self.squares / s.square()).sum()
+        total = 0.0
+        for w, slot in zip(self.weights, self.slots, strict=True):
+            scaled = w * s
+            peak = scaled.abs().amax() if slot.axis is None else scaled.abs().amax(1)
+            steps = (2 * peak / (2**slot.format.bits - 1)).square().expand(len(w))
+            total += float(data * scaled.square().sum() + power * steps.sum()) / 12
+        return total
 
 
 def _behind(users: Users, norm: Node) -> tuple[str, list[Node]]:
@@ -78,8 +178,9 @@ def _behind(users: Users, norm: Node) -> tuple[str, list[Node]]:
     return value, readers
 
 
-def _multiplied(graph: Graph, norm: Node, value: str, readers: list[Node], factors: torch.Tensor) -> None:
-    """These readers find the value times a factor for each channel."""
+def _multiplied(graph: Graph, site: _Site, factors: torch.Tensor) -> str:
+    """The readers find the value times a factor for each channel, whose name is returned."""
+    norm, value = site.norm, site.value
     name, constant = new_name(graph, f"{value}_smooth"), new_name(graph, f"{norm.name}.smooth")
     graph.values[name] = replace(graph.values[value], name=name)
     graph.weights[constant] = factors.to(torch.float32)
@@ -88,6 +189,7 @@ def _multiplied(graph: Graph, norm: Node, value: str, readers: list[Node], facto
     )
     maker = graph.producers()[value]
     replace_node(graph, maker, maker, mul)
-    for n in readers:
+    for n in site.readers:
         here = graph.node(n.name)
         replace_node(graph, here, here.with_(inputs=tuple(name if i == value else i for i in here.inputs)))
+    return name

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chipfit.calibration.collect import unpadded, words_of
 from chipfit.calibration.data import no_data
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after, run
@@ -66,7 +67,7 @@ class Reference:
     """The float network's outputs on some batches, and the loss of others on the same.
 
     Class scores, [N, C] of at least two classes, are compared by the mean of KL(softmax(float) || softmax(other)) in
-    nats; other outputs by the energy of what differs, as a share of their own.
+    nats; other outputs by the energy of what differs, as a share of their own, padding left out.
     """
 
     def __init__(self, graph: Graph, batches: Iterable[Sequence[Tensor]]) -> None:
@@ -79,11 +80,11 @@ class Reference:
         totals: dict[str, tuple[float, float]] = {}
         with torch.inference_mode():
             for batch, wanted in zip(self.batches, self._wanted, strict=True):
-                got = rounded_run(graph, plan, batch)
+                got, words = rounded_run(graph, plan, batch), words_of(graph, batch)
                 for name in wanted:
                     if graph.is_float(name):
                         part, whole = totals.get(name, (0.0, 0.0))
-                        more, of = _distance(wanted[name].double(), got[name].double())
+                        more, of = _distance(*(unpadded(x[name], words).double() for x in (wanted, got)))
                         totals[name] = part + more, whole + of
         return sum(part / whole if whole else part for part, whole in totals.values())
 
