@@ -98,7 +98,7 @@ def test_large_channels_cost_less_where_they_are_smoothed():
         net[1].weight[:, :2] /= 50
     x = torch.randn(256, 32)
     errors = []
-    for settings in (chipfit.Settings(), chipfit.Settings(smooth=0.5)):
+    for settings in (chipfit.Settings(smooth="off"), chipfit.Settings(smooth=0.5)):
         result = chipfit.quantize(net, [x], "mqbench_academic", settings=settings, progress=False)
         with torch.no_grad():
             errors.append(float((result.model(x) - net(x)).square().mean()))
@@ -266,14 +266,17 @@ def test_data_of_an_iterator_are_kept_where_smoothing_is_tried():
     assert said(once) == said(list_) and said(once)[-1].startswith("smooth taken: ")
 
 
-@pytest.mark.parametrize("platform", ["tflite_int8", "mqbench_academic"])
-def test_norms_that_are_integers_themselves_are_smoothed_where_that_is_asked_for(platform):
+def test_norms_that_run_in_integers_are_smoothed_where_a_share_is_asked_for():
     net, x = Large(50.0).eval(), [torch.randn(256, 32)]
-    assert not said(chipfit.quantize(net, x, platform, progress=False))
-    (note, *_) = said(chipfit.quantize(net, x, platform, settings=chipfit.Settings(smooth=0.7), progress=False))
-    assert note == "smoothed 'norm' for 'linear'"
-    (note, *_) = said(chipfit.quantize(net, x, platform, settings=chipfit.Settings(smooth="auto"), progress=False))
-    assert note == "'norm' is not smoothed: no grid holds all of its channels" or platform == "mqbench_academic"
+
+    def notes(**asked):
+        settings = chipfit.Settings(**asked)
+        result = chipfit.quantize(net, x, "tensorrt", settings=settings, progress=False)
+        assert result.plan.nodes[next(n.name for n in result.graph.nodes if n.op == "LayerNorm")].exec != "float"
+        return said(result)
+
+    assert not notes() and notes(smooth=0.7) == ["smoothed 'norm' for 'linear'"]
+    assert notes(smooth="auto") == ["'norm' is not smoothed: no grid holds all of its channels"]
 
 
 @pytest.mark.parametrize("times, symmetric", [(1.0, False), (8.0, False), (8.0, True)])

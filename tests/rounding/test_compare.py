@@ -236,3 +236,35 @@ def test_weights_and_biases_alone_can_be_left_in_float():
     found = activations_alone(plan)
     assert {n: t.quantized for n, t in found.tensors.items()} == {"x": True, "w": False, "b": False}
     assert plan.quantized("w") and found.tensors["x"] is plan.tensors["x"]
+
+
+class Padded(nn.Module):
+    """Places that a mask hides are multiplied by another number than those that it shows."""
+
+    def __init__(self, hidden: float, shown: float = 1.0) -> None:
+        super().__init__()
+        self.hidden, self.shown = nn.Parameter(torch.tensor(hidden)), nn.Parameter(torch.tensor(shown))
+
+    def forward(self, x, attention_mask):
+        return torch.where(attention_mask[..., None] != 0, x * self.shown, x * self.hidden)
+
+
+class Unnamed(Padded):
+    """The same, where no name says what the integers are."""
+
+    def forward(self, x, kept):
+        return super().forward(x, kept)
+
+
+@pytest.mark.parametrize("kind, parts", [(Padded, 0), (Unnamed, 1)])
+def test_what_a_mask_hides_is_no_loss(kind, parts):
+    x, mask = torch.randn(4, 3, 5), torch.ones(4, 3, dtype=torch.long)
+    mask[:, 2] = 0
+    float_, hidden, shown = (chipfit.capture(kind(*w).eval(), (x, mask)) for w in [(1.0,), (5.0,), (1.0, 1.5)])
+    reference = Reference(float_, [[x, mask]])
+    beyond = 16 * float(x[:, 2].square().sum() / x.square().sum())
+    assert reference.loss(hidden, Plan()) == pytest.approx(parts * beyond)
+    rest = 1 if kind is Padded else float(x[:, :2].square().sum() / x.square().sum())
+    assert reference.loss(shown, Plan()) == pytest.approx(0.25 * rest)
+    nothing = torch.zeros_like(mask)  # as if nothing were said
+    assert Reference(float_, [[x, nothing]]).loss(hidden, Plan()) == pytest.approx(16)
