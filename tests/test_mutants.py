@@ -161,8 +161,10 @@ def test_the_tool_draws_the_same_for_the_same_seed():
 
 def test_those_are_asked_that_take_the_branch_first_of_all_the_modules_own():
     file = "chipfit/calibration/collect.py"
-    line = 1 + (SOURCE / file).read_text().splitlines().index("                x = x[words][None]")
-    [branch] = [key for first, last, key in _branches(file) if first <= line <= last and "see" in key and first == line]
+    line = 2 + (SOURCE / file).read_text().splitlines().index("            if o in stats and x.numel():")
+    [branch] = [
+        key for first, last, key in _branches(file) if first <= line <= last and "hook" in key and first == line
+    ]
     see = f"{file}:{branch.partition('@')[0].removesuffix('.<locals>.')}"
     runs = {"tests/test_a.py::f": [see], "tests/test_b.py::g": [see, f"{file}:{branch}"]}
     runs |= {"tests/calibration/test_collect.py::h": [see, f"{file}:{branch}"]}

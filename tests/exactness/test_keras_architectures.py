@@ -39,7 +39,7 @@ NOT_ON_ORT, NOT_ON_LITERT = {"transposed"}, {"recurrent"}
 
 
 #: what hands over floats to ONNX Runtime besides, where the cheapest islands have it so
-ISLANDS = {"arithmetic": set(), "attention": set(), "heads": {"LeakyRelu"}, "many_in_and_out": set()}
+ISLANDS = {"arithmetic": set(), "attention": set(), "heads": set(), "many_in_and_out": set()}
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def smooth(graph, alpha=0.5):
         scale, *shift = (graph.weights[i].detach().double().abs() for i in norm.inputs[1:] if i is not None)
         peak = 3 * scale + sum(shift)
         stats[value] = TensorStats(value, count=len(peak), batches=1, channels=Channels(peak, -peak, peak))
-    new, after, notes = module.smooth(graph, Assignment(), stats, alpha=alpha)
+    new, _, notes = module.smooth(graph, Assignment(), stats, alpha=alpha)
     for value, was in stats.items():
         assert was.channels.peak.equal(stats[value].channels.peak) and was.histogram is None
     return new, notes
@@ -271,7 +271,7 @@ def test_norms_that_run_in_integers_are_smoothed_where_a_share_is_asked_for():
 
     def notes(**asked):
         settings = chipfit.Settings(**asked)
-        result = chipfit.quantize(net, x, "tensorrt", settings=settings, progress=False)
+        result = chipfit.quantize(net, x, "hailo", settings=settings, progress=False)
         assert result.plan.nodes[next(n.name for n in result.graph.nodes if n.op == "LayerNorm")].exec != "float"
         return said(result)
 
