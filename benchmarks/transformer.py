@@ -1,12 +1,13 @@
 """Accuracy of a small transformer in few bits without training, on a synthetic task.
 
-    python benchmarks/transformer.py [--rows W8A8 ...] [--outliers 1 20] [--smooth 0 0.5] [--test 20000] [--sets 3]
+    python benchmarks/transformer.py [--rows W8A8 ...] [--outliers 1 20] [--smooth auto off] [--test 20000] [--sets 3]
 
 The task: which of 8 symbols stands most often in a sequence of 24 (a tie goes to the one that stands first), with
 symbols drawn so that the winner is often ahead by one. The network: two blocks of attention and MLP with layer norms in
 front, 48 wide; trained first, under a minute of processor time. `--outliers 20` makes three channels of every norm 20
 times as large, as those of large models are, and their readers' weights as small, which changes nothing in float;
-`--smooth 0.5` is `Settings(smooth=0.5)`. Calibration: 512 sequences, drawn anew for each set; others are for the test.
+`--smooth` is the setting of that name, "auto" its default. Calibration: 512 sequences, drawn anew for each set; others
+are for the test.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--outliers", nargs="+", type=float, default=[1.0, 20.0], help="size of three channels")
-    parser.add_argument("--smooth", nargs="+", type=float, default=[0.0, 0.5], help="0: not")
+    parser.add_argument("--smooth", nargs="+", default=["auto", "off"], help="a word or a number")
     parser.add_argument("--sets", type=int, default=3, help="of calibration sequences")
     parser.add_argument("--test", type=int, default=20000, help="sequences")
     parser.add_argument("--steps", type=int, default=1000, help="of training")
@@ -122,7 +123,8 @@ def main() -> int:
     table = Table("outliers", "smooth", "width", "below float", "limit", "KL x 1000", "s", title=f"float {real:.2f} %")
     over = 0
     for outliers, smooth, name in itertools.product(a.outliers, a.smooth, a.rows):
-        network, settings = with_outliers(model, outliers), chipfit.Settings(**({"smooth": smooth} if smooth else {}))
+        asked = {} if smooth == "auto" else {"smooth": smooth if smooth == "off" else float(smooth)}
+        network, settings = with_outliers(model, outliers), chipfit.Settings(**asked)
         platform, overrides, limit = ROWS[name]
         tops, divergences, begun = [], [], time.process_time()
         for seed in range(a.sets):
@@ -133,7 +135,7 @@ def main() -> int:
             p, q = want.log_softmax(1), got.log_softmax(1)
             divergences.append(1000 * float((p.exp() * (p - q)).sum(1).mean()))
         seconds, below = (time.process_time() - begun) / a.sets, real - sum(tops) / len(tops)
-        row = [f"{outliers:g} x", f"{smooth:g}", name, f"{below:.2f}", f"{limit:g}"]
+        row = [f"{outliers:g} x", smooth, name, f"{below:.2f}", f"{limit:g}"]
         row += [f"{sum(divergences) / len(tops):.2f}", f"{seconds:.1f}"]
         print(" | ".join(row), flush=True)
         table.add_row(*row)
