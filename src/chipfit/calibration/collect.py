@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -79,6 +79,8 @@ class TensorStats:
     batches: int = 0
     histogram: Histogram | None = None
     channels: Channels | None = None  #: where `Need.channel_axis` asked for them
+    #: what was computed from these statistics, by what was asked; several steps ask for the same range
+    answers: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def peak(self) -> float:
@@ -127,6 +129,7 @@ class TensorStats:
             ValueError: NaN or infinity.
         """
         flat = in_memory_order(x)
+        self.answers.clear()
         new = None
         if need.channel_axis is not None:
             others = [k for k in range(x.dim()) if k != need.channel_axis % x.dim()]
@@ -185,14 +188,17 @@ def collect(
                 see(o, x)
         return outputs
 
+    def laid_out(batch: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:  # so that only the run holds what is copied
+        for name, x in zip(graph.inputs, batch, strict=True):
+            x = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+            if name in stats and x.numel():
+                see(name, x)
+            yield x
+
     with torch.inference_mode():
         for batch in batches:
-            inputs = [_layout(x) for x in batch]
-            words = words_of(graph, inputs)
-            for name, x in zip(graph.inputs, inputs, strict=True):
-                if name in stats and x.numel():
-                    see(name, x)
-            _run_checked(graph, inputs, hook, count)
+            words = words_of(graph, batch)
+            _run_checked(graph, batch, laid_out(batch), hook, count)
             count += 1
     if count == 0:
         raise no_data()
@@ -243,7 +249,9 @@ def unpadded(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
     return x[words][None]
 
 
-def _run_checked(graph: Graph, inputs: list[torch.Tensor], hook: Any, index: int) -> None:
+def _run_checked(
+    graph: Graph, batch: Sequence[torch.Tensor], inputs: Iterable[torch.Tensor], hook: Any, index: int
+) -> None:
     try:
         run(graph, inputs, hook=hook, reuse=True)
     except RuntimeError as e:
@@ -251,8 +259,4 @@ def _run_checked(graph: Graph, inputs: list[torch.Tensor], hook: Any, index: int
         allowed = ", ".join(f"{n} {['batch' if d is None else d for d in s]}" for n, s in want.items())
         hint = "give batches of the shape that the model was captured with"
         what = f"Batch {index} does not run through the model: {first_line(e)}"
-        raise DataError(what, got=", ".join(str(list(x.shape)) for x in inputs), allowed=allowed, hint=hint) from e
-
-
-def _layout(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+        raise DataError(what, got=", ".join(str(list(x.shape)) for x in batch), allowed=allowed, hint=hint) from e

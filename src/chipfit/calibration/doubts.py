@@ -34,8 +34,11 @@ def unlike_training(graph: Graph) -> list[str]:
     with torch.inference_mode():
         (x,) = run(part, graph.example).values()
     mean, var = (graph.weights[i].detach() for i in bn.inputs[3:5] if i is not None)
-    z = x.transpose(0, 1).flatten(1).sub(mean[:, None]) / (var + bn.attrs["eps"]).sqrt()[:, None]  # [C, values]
-    size, spread = float(z.square().mean().sqrt()), float(z.std(1).median()) if z.shape[1] >= _ENOUGH else 1.0
+    values = x.numel() // len(mean)  # of a channel
+    own, center = torch.var_mean(x, [k for k in range(x.dim()) if k != 1], correction=0)  # [C]
+    unit = var + bn.attrs["eps"]
+    size = float(((own + (center - mean).square()) / unit).mean().sqrt())
+    spread = float((own * (values / (values - 1)) / unit).sqrt().median()) if values >= _ENOUGH else 1.0
     if size <= _FAR and (spread >= 1 / _FAR or spread == 0):
         return []
     off = f"{size:.3g} times as large as" if size > _FAR else f"{1 / spread:.3g} times narrower than"

@@ -10,6 +10,8 @@ import torch
 BINS = 2048
 #: so that a bin's width is a normal float32 number for data that are all zero, or nearly
 LEAST_REACH = 2.0**-100
+#: values that are counted at once: torch wakes no second thread for so few, which would take longer than they do
+_AT_ONCE = 1 << 15
 
 
 def in_memory_order(x: torch.Tensor) -> torch.Tensor:
@@ -43,9 +45,10 @@ class Histogram:
     def add(self, values: torch.Tensor, largest: float) -> None:
         """Count `values` (1-D, float32, finite), of which none is larger than `largest` in magnitude."""
         self.grow(largest)
-        index = torch.mul(values, BINS / (2 * self.reach)).add_(BINS / 2).clamp_(0, BINS - 1).to(torch.int32)
-        self.counts += torch.bincount(index, minlength=BINS)
-        self.zeros += values.numel() - int(torch.count_nonzero(values))
+        for part in values.split(_AT_ONCE):
+            index = torch.mul(part, BINS / (2 * self.reach)).add_(BINS / 2).clamp_(0, BINS - 1).to(torch.int32)
+            self.counts += torch.bincount(index, minlength=BINS)
+            self.zeros += part.numel() - int(torch.count_nonzero(part))
 
     def grow(self, largest: float) -> None:
         """Double the reach until it exceeds `largest`."""

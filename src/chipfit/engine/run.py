@@ -1,7 +1,7 @@
 """Run a Graph on the torch engine, node by node."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ Hook = Callable[[Node, tuple[Any, ...]], tuple[Any, ...]]
 
 def run(
     graph: Graph,
-    inputs: Sequence[torch.Tensor],
+    inputs: Iterable[torch.Tensor],
     *,
     hook: Hook | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,

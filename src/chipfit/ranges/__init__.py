@@ -62,6 +62,11 @@ def choose(
         UnknownNameError: no such rule, or no such setting of it.
         DataError: the values are not finite.
     """
+    if isinstance(source, TensorStats) and isinstance(rule, str) and importance is None:
+        asked = grid, rule, axis, z_threshold, tuple(sorted(settings.items()))
+        if asked not in source.answers:
+            source.answers[asked] = _chosen(source, grid, rule, axis, z_threshold, importance, settings)
+        return source.answers[asked]
     if block is not None and axis is not None and isinstance(source, torch.Tensor):
         parts = in_blocks(source, axis, block)
         if isinstance(importance, torch.Tensor):
@@ -72,6 +77,19 @@ def choose(
         return replace(alone, scale=scale, zero_point=zero)
     if isinstance(source, torch.Tensor) and isinstance(importance, torch.Tensor):
         source, importance = source.contiguous(), importance.contiguous()  # so that both are read in one order
+    return _chosen(source, grid, rule, axis, z_threshold, importance, settings)
+
+
+def _chosen(
+    source: TensorStats | torch.Tensor,
+    grid: Grid,
+    rule: Rule,
+    axis: int | None,
+    z_threshold: float | None,
+    importance: Importance | None,
+    settings: dict[str, Any],
+) -> QParams:
+    """One range, or one of each channel; see `choose`."""
     place = rule_of(rule, **settings)
     sample = _of_tensor(source, axis) if isinstance(source, torch.Tensor) else _of_stats(source, z_threshold)
     if isinstance(importance, torch.Tensor):

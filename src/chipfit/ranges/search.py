@@ -6,9 +6,9 @@ the error is integrated over the bin, since an 8-bit step is hardly wider than a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -100,8 +100,8 @@ def search(sample: Sample, grid: Grid, p: float) -> QParams:
         elif affine:
             sample = _binned(sample)
         else:
-            return join(_by_shared_bins(part, grid, p) for part in sample.chunks(max(columns, BINS)))
-    error = partial(errors, p=p)
+            return join(_by_shared_bins(part, grid, p) for part in sample.chunks(2 * max(columns, BINS)))
+    error = functools.partial(errors, p=p)
     if grid.pot:
         return best(sample, grid, error, HALVINGS[..., None])[0]
     if not (affine and len(sample.low) == 1 and bool(sample.low < 0) and bool(sample.high > 0)):
@@ -197,19 +197,25 @@ def _by_shared_bins(sample: Sample, grid: Grid, p: float) -> QParams:
     if first <= 0 < last:  # the error of 0 is 0 on every grid: its mass must not be spread over a bin
         at = min(int(-first * BINS / (last - first)), BINS - 1)
         counts[:, at] -= zeros
-    edges = torch.linspace(first, last, BINS + 1, dtype=torch.float64)
+    factors, table = _error_table(grid, z, p)
+    k = (counts @ table).argmin(1)  # [C]
+    chosen = _grids(sample.low * factors[k], sample.high * factors[k], grid).scale
+    # weights may sit on a lattice of their own (ternary ones do), which no histogram shows: the true error decides
+    worse = _true_error(sample, chosen, z, grid, p) > _true_error(sample, full.scale, z, grid, p)
+    return QParams(torch.where(worse, full.scale, chosen), full.zero_point)
+
+
+@functools.lru_cache(maxsize=16)
+def _error_table(grid: Grid, z: int, p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors of the full scale [K], and the error that each has in each bin, float32 [BINS, K]."""
     if grid.pot:
         factors = HALVINGS
     else:
         lines = torch.linspace(1, _WIDEST, 6), torch.linspace(0.99, 0.2, 80), 0.2 * torch.logspace(-0.04, -1.6, 40)
         factors = torch.cat(lines).double()
-    f = factors[..., None]
-    table = _integral(edges / f + z, grid, p).diff() * f ** (p + 1)  # [K, BINS]
-    k = (counts @ table.T.float()).argmin(1)  # [C]
-    chosen = _grids(sample.low * factors[k], sample.high * factors[k], grid).scale
-    # weights may sit on a lattice of their own (ternary ones do), which no histogram shows: the true error decides
-    worse = _true_error(sample, chosen, z, grid, p) > _true_error(sample, full.scale, z, grid, p)
-    return QParams(torch.where(worse, full.scale, chosen), full.zero_point)
+    edges, f = torch.linspace(grid.qmin - z, grid.qmax - z, BINS + 1, dtype=torch.float64), factors[..., None]
+    table = _integral(edges / f + z, grid, p).diff() * f ** (p + 1)
+    return factors, table.T.float().contiguous()
 
 
 def _true_error(sample: Sample, scale: torch.Tensor, z: int, grid: Grid, p: float) -> torch.Tensor:
