@@ -360,3 +360,17 @@ def test_divergences_do_not_depend_on_the_unit_nor_on_how_much_all_counts():
     q = QParams(scale.view(1, 1), zero.view(1, 1))
     once, rarely = (_divergence(Sample(x, torch.full((1, 300), w), low, high), q, A4) for w in (1.0, 2.0**-12))
     torch.testing.assert_close(once, rarely)
+
+
+def test_the_same_statistics_are_searched_once_and_again_when_they_grow(monkeypatch):
+    stats, asked = TensorStats("x"), []
+    search = LpRange.__call__
+    monkeypatch.setattr(LpRange, "__call__", lambda rule, *given: asked.append(rule.p) or search(rule, *given))
+    stats.update(torch.linspace(-1, 1, 999), Need())
+    first, second, other = (choose(stats, A8, rule="lp", p=p) for p in (3.0, 3.0, 4.0))
+    assert second is first and other is not first and asked == [3.0, 4.0]
+    assert choose(stats, A4, rule="lp", p=3.0).scale > 8 * first.scale
+    stats.update(torch.linspace(-2, 2, 999), Need())
+    assert choose(stats, A8, rule="lp", p=3.0).scale > 1.5 * first.scale
+    assert choose(stats.shifted(1.0), A8, rule="lp", p=3.0).zero_point < first.zero_point  # another record, no answers
+    assert asked == [3.0, 4.0, 3.0, 3.0, 3.0]

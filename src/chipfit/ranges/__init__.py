@@ -62,11 +62,10 @@ def choose(
         UnknownNameError: no such rule, or no such setting of it.
         DataError: the values are not finite.
     """
-    if isinstance(source, TensorStats) and isinstance(rule, str) and importance is None:
-        asked = grid, rule, axis, z_threshold, tuple(sorted(settings.items()))
-        if asked not in source.answers:
-            source.answers[asked] = _chosen(source, grid, rule, axis, z_threshold, importance, settings)
-        return source.answers[asked]
+    known = source.answers if isinstance(source, TensorStats) and isinstance(rule, str) and importance is None else {}
+    asked = grid, str(rule), axis, z_threshold, repr(sorted(settings.items()))
+    if asked in known:
+        return known[asked]
     if block is not None and axis is not None and isinstance(source, torch.Tensor):
         parts = in_blocks(source, axis, block)
         if isinstance(importance, torch.Tensor):
@@ -77,19 +76,6 @@ def choose(
         return replace(alone, scale=scale, zero_point=zero)
     if isinstance(source, torch.Tensor) and isinstance(importance, torch.Tensor):
         source, importance = source.contiguous(), importance.contiguous()  # so that both are read in one order
-    return _chosen(source, grid, rule, axis, z_threshold, importance, settings)
-
-
-def _chosen(
-    source: TensorStats | torch.Tensor,
-    grid: Grid,
-    rule: Rule,
-    axis: int | None,
-    z_threshold: float | None,
-    importance: Importance | None,
-    settings: dict[str, Any],
-) -> QParams:
-    """One range, or one of each channel; see `choose`."""
     place = rule_of(rule, **settings)
     sample = _of_tensor(source, axis) if isinstance(source, torch.Tensor) else _of_stats(source, z_threshold)
     if isinstance(importance, torch.Tensor):
@@ -116,7 +102,8 @@ def _chosen(
             raise ConfigError(what, allowed="a function of a sample and a grid") from e
         if not isinstance(q, QParams):
             raise DataError(f"The range rule '{name_of(rule)}' returned no range", got=repr(q)[:120], allowed="QParams")
-    return replace(q, scale=q.scale[0], zero_point=q.zero_point[0]) if axis is None else q
+    known[asked] = q = replace(q, scale=q.scale[0], zero_point=q.zero_point[0]) if axis is None else q
+    return q
 
 
 def rule_of(rule: Rule, **settings: Any) -> Callable[[Sample, Grid], QParams]:

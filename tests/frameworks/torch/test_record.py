@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chipfit.engine.run import run
 from chipfit.errors import CaptureError
 from chipfit.frameworks.torch.capture import capture
 from chipfit.frameworks.torch.export import export
 from chipfit.frameworks.torch.program import Unclear
-from chipfit.frameworks.torch.record import record
+from chipfit.frameworks.torch.record import _shown, record
 from chipfit.frameworks.torch.walk import read
 from chipfit.graph.ir import Graph
 from tests.zoo import make
@@ -212,6 +213,44 @@ def test_a_layer_that_has_two_names_is_unclear():
     layer = nn.Linear(4, 4)
     with pytest.raises(Unclear):
         record(nn.ModuleDict({"a": layer, "b": layer}), (torch.randn(2, 4),), {})
+
+
+CONVOLUTIONS = {
+    "by default": lambda x: F.conv2d(x, torch.ones(6, 4, 3, 3)),
+    "with everything": lambda x: F.conv2d(x, torch.ones(6, 2, 3, 2), torch.ones(6), (2, 1), (1, 0), (1, 2), 2),
+    "padded by name": lambda x: F.conv2d(x, torch.ones(6, 4, 3, 5), None, 1, "same"),
+    "depthwise": lambda x: F.conv2d(x, torch.ones(4, 1, 3, 3), groups=4),
+    "of a sample": lambda x: F.conv2d(x[0], torch.ones(6, 4, 3, 3)),
+    "1d": lambda x: F.conv1d(x.flatten(2), torch.ones(6, 4, 3), torch.ones(6), 2, 1),
+    "3d": lambda x: F.conv3d(x[:, :, None], torch.ones(6, 4, 1, 3, 3), None, 1, (0, 1, 1)),
+    "channels last": lambda x: F.conv2d(x.contiguous(memory_format=torch.channels_last), torch.ones(6, 4, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_watched_convolution_has_the_shape_and_layout_of_the_real_one(name):
+    x, calls = torch.randn(2, 4, 9, 7), list[tuple]()
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "conv" in func.__name__:
+                calls.append((func, args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    with torch.inference_mode(), Calls():
+        want = CONVOLUTIONS[name](x)
+    ((func, args, kwargs),) = calls
+    got = _shown(func, args, kwargs)
+    assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+    assert bool(got.any()) == (name == "channels last")  # whose layout only the real one tells
+
+
+@pytest.mark.parametrize(
+    "wrong", [nn.Conv2d(6, 2, 3), nn.Conv2d(4, 2, 12), nn.Conv2d(4, 2, 3, dilation=9), nn.Conv1d(4, 2, 3)]
+)
+def test_a_convolution_that_does_not_fit_is_refused_as_the_model_refuses_it(wrong):
+    with pytest.raises(CaptureError, match="The model fails on the example input: RuntimeError"):
+        capture(nn.Sequential(wrong), (torch.randn(2, 4, 9, 7),))
 
 
 def test_a_plain_network_is_quantized_without_loading_the_compiler():

@@ -366,19 +366,17 @@ def _joined(a: Any, b: Any, k: int) -> Any:
 
 
 def _shown(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a call returns; of a convolution zeros of that shape, for nothing may look at values, and it takes long."""
-    if op.overloadpacket not in _CONVOLUTIONS or kwargs or not all(t.is_contiguous() for t in args[:2]):
-        return op(*args, **kwargs)
-    x, w, *bias = args[:3]
-    groups, axis = args[6] if len(args) > 6 else 1, x.dim() - w.dim() + 1
-    if (
-        axis not in (0, 1)
-        or x.shape[axis] != w.shape[1] * groups
-        or any(b is not None and len(b) != len(w) for b in bias)
-    ):
-        return op(*args)  # raises
-    out = op(x.narrow(axis, 0, 1), w[:1, :1], None, *args[3:6])
-    return out.new_zeros((*out.shape[:axis], len(w), *out.shape[axis + 1 :]))
+    """What a call returns; of a convolution zeros in that shape, for it takes long and nothing may look at values."""
+    if op.overloadpacket in _CONVOLUTIONS and not kwargs:
+        x, w, *bias = args[:3]
+        groups, axis = args[6] if len(args) > 6 else 1, x.dim() - w.dim() + 1
+        fits = (
+            axis in (0, 1) and x.shape[axis] == w.shape[1] * groups and all(b is None or len(b) == len(w) for b in bias)
+        )
+        if fits and x.is_contiguous() and w.is_contiguous():
+            out = op(x.narrow(axis, 0, 1), w[:1, :1], None, *args[3:6])
+            return out.new_zeros((*out.shape[:axis], len(w), *out.shape[axis + 1 :]))
+    return op(*args, **kwargs)
 
 
 def _form(t: torch.Tensor) -> Form:
