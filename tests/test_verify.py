@@ -60,7 +60,7 @@ def ints(*v: int, dtype=torch.int8) -> torch.Tensor:
 
 def test_a_tensor_begins_with_nothing_counted():
     row = Row("t", "layer", "Conv2D")
-    assert (row.elements, row.differing, row.largest, row.op_differing, row.op_largest) == (0,) * 5
+    assert (row.elements, row.op_differing, row.op_largest, row.freely, row.differing, row.largest) == (0,) * 6
     assert (row.ties, row.astray, row.missed, row.signal, row.noise) == (0, 0, 0, 0.0, 0.0)
     assert row.fraction == 0.0
     assert (row.in_float, row.float_ops, row.why, row.wrong, row.fault) == (False, (), "", "", "")
@@ -70,21 +70,24 @@ def test_a_tensor_begins_with_nothing_counted():
     held = Held("t", "weight")
     assert (held.elements, held.differing, held.why, held.wrong, held.fault) == (0, 0, "", "", "")
     found = Verification("r", True)
-    assert (found.samples, found.labelled, found.calibrated, found.integers, found.differing) == (0,) * 5
+    assert (found.samples, found.freely, found.labelled, found.calibrated, found.integers, found.differing) == (0,) * 6
     assert (found.exact_share, found.output_gap, found.rows, found.first_difference) == (0.0, 0.0, [], None)
 
 
 def test_batches_add_up_and_the_largest_difference_stays():
     """Reals 1, 2, -1 in steps of 0.5 about code 1 are 3, 5, -1; the device is off by 1, by -3, and by nothing."""
     row, reals = Row("t", "", "Conv2D"), torch.tensor([1.0, 2.0, -1.0])
-    row.add(ints(4, 2, -1), ints(3, 5, -1), ints(3, 2, -1), reals, stored(0.5, 1))
-    assert (row.elements, row.differing, row.largest, row.op_differing, row.op_largest) == (3, 2, 3, 1, 1)
-    assert (row.ties, row.astray) == (0, 0)
+    row.add(ints(4, 2, -1), ints(3, 2, -1), stored(0.5, 1))
+    assert (row.elements, row.op_differing, row.op_largest) == (3, 1, 1)
+    assert (row.freely, row.differing, row.largest, row.ties, row.astray) == (0, 0, 0, 0, 0)
+    row.add_free(ints(4, 2, -1), ints(3, 5, -1), reals, stored(0.5, 1))
+    assert (row.elements, row.freely, row.differing, row.largest) == (3, 3, 2, 3)
     assert row.signal == 1 + 4 + 1 and row.noise == 0.5**2 + 1.5**2
     assert row.sqnr_db == pytest.approx(10 * math.log10(6 / 2.5))
-    row.add(ints(3), ints(3), ints(5), torch.tensor([1.0]), stored(0.5, 1))
+    row.add(ints(3), ints(5), stored(0.5, 1))
+    row.add_free(ints(3), ints(3), torch.tensor([1.0]), stored(0.5, 1))
     assert (row.elements, row.differing, row.largest, row.op_differing, row.op_largest) == (4, 2, 3, 2, 2)
-    assert (row.signal, row.noise, row.fraction) == (7.0, 2.5, 0.5)
+    assert (row.freely, row.signal, row.noise, row.fraction) == (4, 7.0, 2.5, 0.5)
 
 
 def test_without_noise_the_ratio_is_infinite_and_without_signal_it_is_far_below_zero():
@@ -117,7 +120,7 @@ def test_codes_of_no_sign_differ_by_as_much_as_they_are_apart():
 def test_a_real_is_near_to_half_way_by_the_border_or_by_a_512th_of_a_code(place, bits, tie, astray):
     row = Row("t", "", "Tanh", float_ops=("Tanh",))
     device = torch.tensor([math.floor(place) + 1])
-    row.add(device, device, device - 1, torch.zeros(1), stored(0.25, 0, bits), torch.tensor([place * 0.25]))
+    row.add(device, device - 1, stored(0.25, 0, bits), torch.tensor([place * 0.25]))
     assert (row.ties, row.astray, row.op_differing) == (tie, astray, 1)
 
 
@@ -125,7 +128,7 @@ def test_of_many_bits_a_512th_of_a_code_is_near_and_no_more():
     """4 bits: 15 / 65536 is less than 1 / 512."""
     for off, astray in ((1 / 512, 0), (1 / 500, 1)):
         row = Row("t", "", "Tanh", float_ops=("Tanh",))
-        row.add(ints(1), ints(1), ints(0), torch.zeros(1), stored(1.0, 0, 4), torch.tensor([0.5 + off]))
+        row.add(ints(1), ints(0), stored(1.0, 0, 4), torch.tensor([0.5 + off]))
         assert row.astray == astray
     assert BORDER == 1 / 65536 and OUTPUT_GAP == 1e-4 and DEQUANTIZED_GAP == 1 / 4194304
 
@@ -160,7 +163,7 @@ def test_a_fault_says_how_many_differ_and_by_how_much():
 def test_numbers_of_an_output_are_compared_bit_for_bit_and_nan_is_nan():
     out, nan = Output("y", "y"), float("nan")
     device = torch.tensor([1.0, nan, nan, math.inf, 5.0])
-    out.add(device, torch.tensor([1.5, nan, 0.0, math.inf, 5.0]), torch.tensor([1.0, nan, nan, math.inf, 5.5]))
+    out.add(device, torch.tensor([1.0, nan, nan, math.inf, 5.5]), torch.tensor([1.5, nan, 0.0, math.inf, 5.0]))
     assert (out.elements, out.differing, out.gap) == (5, 1, math.inf)  # NaN against 0
     assert out.op_gap == 0.5 / 5.5
     out.add(torch.tensor([2.0]), torch.tensor([2.0]), torch.tensor([2.0]))
@@ -177,7 +180,7 @@ def test_a_gap_is_relative_to_the_largest_finite_number(alone):
 
 def test_the_gap_of_an_output_in_codes_is_relative_to_what_these_span():
     out, x = Output("y", "y", span=8.0), torch.tensor([0.5])
-    out.add(x + 1, x + 2, x)
+    out.add(x + 1, x, x + 2)
     assert (out.op_gap, out.gap) == (0.125, 1.0)
     nothing = Output("y", "y")
     nothing.add(torch.zeros(2), torch.zeros(2), torch.zeros(2))
@@ -508,16 +511,18 @@ def result(**changes):
     return {k: v for k, v in {"output": floats.astype(np.float32), **codes, **changes}.items() if v is not None}
 
 
-def compared(results, label=None, filed=(), model=None, x=X, groups=()) -> Verification:
+def compared(results, label=None, filed=(), model=None, x=X, groups=(), freely=None, times=1) -> Verification:
     graph, plan = network()
     plan = replace(plan, groups=groups)
     out = Verification("chip", True)
     out.rows = [Row(v, "", op) for v, op in (("x", "Input"), ("y", "Relu"), ("z", "Reshape"))]
     out.outputs = [Output("output", "z", span=127.5)]
     declared = DeviceRuntime(suffix=".tflite", kernels="litert_reference")
-    comparison = _Comparison(graph, plan, load("tflite_int8"), Device(**results), declared, model, out, set(filed), {})
+    device = Device(**results)
+    comparison = _Comparison(graph, plan, load("tflite_int8"), device, declared, model, out, set(filed), {}, freely)
     with torch.inference_mode():
-        comparison.add([x], label)
+        for _ in range(times):
+            comparison.add([x], label)
     return out
 
 
@@ -532,6 +537,22 @@ def test_an_operator_is_compared_given_the_devices_codes():
     found = compared(result(y=wrong, z=wrong, output=(wrong.astype(np.float32) + 128) / 2))
     assert [(r.differing, r.op_differing) for r in found.rows] == [(0, 0), (1, 1), (1, 0)]
     assert found.outputs[0].gap == 0.5 and found.outputs[0].op_gap == 0
+
+
+@pytest.mark.parametrize(
+    "freely, label, own", [(0, None, 0), (1, None, 2), (3, None, 4), (None, None, 8), (0, ints(2, 0), 8)]
+)
+def test_behind_the_first_samples_without_labels_each_operator_is_compared_by_itself(freely, label, own):
+    """Four batches of two samples, of three integers each."""
+    found = compared(result(), label, freely=freely, times=4)
+    assert (found.samples, found.freely) == (8, own) and found.exact
+    assert [(r.elements, r.freely) for r in found.rows] == [(24, 3 * own)] * 3
+    assert found.accuracy.keys() == (set() if label is None else {"float", "integer", "device"})
+    wrong = np.array(CODES_OF["y"], np.int8) + np.int8([[1, 0, 0], [0, 0, 0]])
+    off = compared(result(y=wrong, z=wrong, output=(wrong.astype(np.float32) + 128) / 2), label, freely=freely, times=4)
+    assert [(r.differing, r.op_differing) for r in off.rows] == [(0, 0), (own // 2, 4), (own // 2, 0)]
+    assert off.outputs[0].gap == (0.5 if own else 0.0) and off.outputs[0].op_gap == 0
+    assert not off.exact and "by itself" in off.summary()
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,14 @@ from tests.zoo import make, unseen
 
 
 def row(name, elements=200, **facts):
-    return Row(name, name, "Conv2D", elements=elements, **facts)
+    return Row(name, name, "Conv2D", elements=elements, **{"freely": elements, **facts})
 
 
 def test_the_summary_says_what_a_person_asks_in_lines():
     floats = [row(f"f{k}", in_float=True) for k in range(7)]
     off = row("c", differing=3, largest=2, op_differing=1, op_largest=1)
     found = Verification(
-        "chip", True, samples=4, rows=[row("a"), row("b", in_float=True), off, row("d", wrong="bad"), *floats]
+        "chip", True, 4, 4, rows=[row("a"), row("b", in_float=True), off, row("d", wrong="bad"), *floats]
     )
     found.held = [Held("a", "activation"), Held("w", "weight"), Held("v", "weight", elements=9, differing=2)]
     assert found.first_difference is off
@@ -34,7 +34,7 @@ def test_the_summary_says_what_a_person_asks_in_lines():
         "81.82 % of all integers compared at 0",  # 9 of 11 tensors are without fault
         "departs: weight 'v' in the file: 2 of its 9 codes are not the plan's; and 2 more",
         "first difference: Conv2D 'c', 1.5000 % of its integers, at most 2",
-        "each operator by itself, given the device's inputs: largest difference 1",
+        "each operator by itself, given the device's inputs: 1 of 2200 differ over 4 samples, largest difference 1",
         "computed in float by the runtime: Conv2D 'b', Conv2D 'f0', Conv2D 'f1', Conv2D 'f2', Conv2D 'f3', "
         "Conv2D 'f4' and 2 more",
     ]
@@ -43,6 +43,11 @@ def test_the_summary_says_what_a_person_asks_in_lines():
     assert found.summary().endswith("Conv2D 'f5' and 1 more")
     found.rows = floats[:6]
     assert found.summary().endswith("Conv2D 'f5'")
+    found = Verification("chip", True, 9, 4, rows=[row("a"), row("c", freely=100, differing=3, op_differing=2)])
+    assert found.summary().splitlines()[0] == "chip: 3 of 300 integers differ over the first 4 of 9 samples"
+    assert "given the device's inputs: 2 of 400 differ over 9 samples" in found.summary()
+    found.rows = [row("a", freely=100)]
+    assert found.summary().splitlines()[0] == "chip: 0 of 200 integers differ over 9 samples" and found.exact
 
 
 @pytest.mark.parametrize("count, more", [(8, ""), (11, "; and 3 more")])
@@ -55,7 +60,7 @@ def test_an_error_names_eight_faults_and_counts_the_others(count, more):
 
 def test_of_no_integers_none_differ():
     empty = row("empty", elements=0)
-    assert empty.fraction == 0.0 and row("half", elements=4, differing=2).fraction == 0.5
+    assert empty.fraction == 0.0 and row("half", elements=8, freely=4, differing=2).fraction == 0.5
 
 
 @pytest.mark.parametrize("float_ops, gap", [((), 2.0**-22), (("Erf",), 1e-4)])

@@ -45,6 +45,6 @@ def _kernel(kernel: tuple[LayerRow, ...]) -> dict[str, Any]:
 
 
 def _tensors(report: ReportData) -> list[dict[str, Any]]:
-    """Each compared tensor: its integers, how many differ, how far, and the same given the device's inputs."""
-    keys = "tensor layer op elements differing largest op_differing op_largest in_float why fault".split()
+    """Each tensor: its integers, how many differ given the device's inputs, how far, and the same on own results."""
+    keys = "tensor layer op elements freely differing largest op_differing op_largest in_float why fault".split()
     return [{k: row[k] for k in keys} for row in report.verification["rows"]] if report.verification else []

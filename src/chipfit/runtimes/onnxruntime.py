@@ -45,6 +45,7 @@ class OnnxRuntime:
         model = read(path, tensors)
         options = ort.SessionOptions()
         options.log_severity_level = 3
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         signed = _signed(model)
         options.add_session_config_entry("session.qdqisint8allowed", "1" if signed else "0")
         if saturates() and not signed:  # compute what a CPU with VNNI does: slower, with weights shifted to uint8

@@ -254,7 +254,8 @@ def simulate(
         inputs: float tensors, one per graph input.
         platform: gives the arithmetic (`math`).
         force: device codes by value name, and floats of what is stored in none. Every operator then reads the
-            device's instead of the simulated ones, so that each is compared by itself.
+            device's instead of the simulated ones, so that each is compared by itself. Codes of another shape are not
+            read.
         keep: values to return; all when omitted.
         kernels: the family that runs instead of the platform's own.
         reals: where to leave what float operators compute before it is quantized, by value name; what it holds of an
@@ -282,17 +283,20 @@ def simulate(
     changed: set[str] = set()  #: values that are not those of `like`
     again: set[str] = set()  #: those that were computed once more: of the reals behind given codes nothing is known
 
-    def settle(names: Sequence[str]) -> None:
-        """Note what was computed; later operators read the device's codes where they are given."""
+    def settle(names: Sequence[str], other: bool = False) -> None:
+        """Note what was computed, by an `other` run or not; later operators read the device's codes where given."""
         for o in names:
             if o in wanted and (o in run.codes or o in run.reals):
                 done[o] = run.codes.get(o, run.reals.get(o))
             if reals is not None and o in run.codes and o in run.reals:
                 reals[o] = run.reals[o]
-            if force is not None and o in force:
-                (run.codes if o in run.codes else run.reals)[o] = force[o]
-                if like is not None and bool((force[o] != like[o]).any()):
+            given = _fitting(force, o, run.codes.get(o, run.reals.get(o)))
+            if given is not None:
+                (run.codes if o in run.codes else run.reals)[o] = given
+                if like is not None and bool((given != like[o]).any()):
                     changed.add(o)
+            elif other:
+                changed.add(o)
 
     for name, x in zip(graph.inputs, inputs, strict=True):
         run.publish(name, x)
@@ -305,13 +309,21 @@ def simulate(
             _compute(run, unit)
         if other:
             again.update(results)
-            changed.update(o for o in results if force is None or o not in force)
         else:
             run.take_over(results, like or {}, reals or {})
-        settle(results)
+        settle(results, other)
         for i in {i for i, _ in reads if last.get(i) == k}:
             run.drop(i)
     return done
+
+
+def _fitting(force: Mapping[str, Tensor] | None, name: str, simulated: Any) -> Tensor | None:
+    """What the device gives in place of what was simulated, if it gives that: floats may lie in another shape."""
+    given = None if force is None or simulated is None else force.get(name)
+    if given is None or given.shape == simulated.shape:
+        return given
+    alike = given.is_floating_point() and given.numel() == simulated.numel()
+    return given.reshape(simulated.shape) if alike else None
 
 
 def _in_types(plan: Plan) -> Plan:
