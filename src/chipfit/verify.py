@@ -146,9 +146,16 @@ def _gap(a: Tensor, b: Tensor, where: Tensor) -> int:
     return int((a.flatten()[where].long() - b.flatten()[where].long()).abs().max()) if len(where) else 0
 
 
-def _off(a: Tensor, b: Tensor) -> Tensor:
-    """How far numbers are apart, float64; infinities and NaN that both sides have are not."""
-    return torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a.double() - b.double()).abs())
+def _apart(a: Tensor, b: Tensor) -> Tensor:
+    """How far numbers are apart where they differ, [count], float64; infinities and NaN that both have do not."""
+    where = _differing(a, b)
+    x, y = (v.flatten()[where].double() for v in (a, b))
+    return (x - y).abs()[~(x.isnan() & y.isnan())]
+
+
+def _largest(gaps: Tensor) -> float:
+    """The largest of them, NaN being infinite."""
+    return float(gaps.nan_to_num(np.inf).max()) if len(gaps) else 0.0
 
 
 def _energy(x: Tensor) -> float:
@@ -176,13 +183,14 @@ class Output:
         self.wrong = self.wrong or _misshapen(device, alone, {_kind(alone)})
         if self.wrong or device is None or not device.numel():
             return
-        off = _off(device, alone)
+        off = _apart(device, alone)
         self.elements += device.numel()
-        self.differing += int((~(off == 0)).sum())  # NaN counts
+        self.differing += len(off)
         if free is not None:
-            self.gap = max(self.gap, float(_off(device, free).nan_to_num(np.inf).max()))
-        size = self.span or max(float(alone.double().abs().nan_to_num(0.0, 0.0).max()), 1e-30)
-        self.op_gap = max(self.op_gap, float(off.nan_to_num(np.inf).max()) / size)
+            self.gap = max(self.gap, _largest(_apart(device, free)))
+        if len(off):
+            size = self.span or max(float(alone.double().abs().nan_to_num(0.0, 0.0).max()), 1e-30)
+            self.op_gap = max(self.op_gap, _largest(off) / size)
         self._real = alone.is_floating_point()
 
     _real: bool = field(default=True, repr=False)
@@ -522,8 +530,12 @@ class _Comparison:
         freely = label is not None or self.freely is None or self.out.freely < self.freely
         self.out.samples += samples
         self.out.calibrated += self.seen.known(inputs)
-        got = self._run([x.numpy() for x in inputs])
-        before: dict[str, Any] = {}
+        try:
+            got = self._run([x.numpy() for x in inputs])
+        except RuntimeUnavailable:
+            self._simulated(inputs, keep=())  # what no network takes is refused as that
+            raise
+        before: dict[str, Any] | None = {} if freely else None
         free = self._simulated(inputs, reals=before) if freely else None
         given = {r.tensor: got.get(self.declares.codes.format(r.tensor)) for r in self.out.rows}
         types = {v: _types(self.plan[v].grid.bits, self.plan[v].grid.signed) for v in given}
@@ -533,26 +545,32 @@ class _Comparison:
             if q is not None and _kind(q) in types[v]
         }
         floats = {o.tensor: got[o.tensor] for o in self.out.outputs if o.inner and o.tensor in got}
-        alone = self._simulated(inputs, force=codes | floats, reals=before, like=free)
-        for row in self.out.rows:
-            q = given[row.tensor]
-            if row.tensor not in alone:
-                row.why = "inside a fused kernel"
-            elif q is None:
-                self._missing(row, alone[row.tensor].numel())
-            elif wrong := _misshapen(q, alone[row.tensor], types[row.tensor]):
+        unseen = {r.tensor: r for r in self.out.rows}
+
+        def compare(name: str, own: Any, unrounded: Any) -> None:
+            row = unseen.pop(name, None)
+            if row is None:
+                return
+            q, row.why = given[name], ""
+            if q is None:
+                self._missing(row, own.numel())
+            elif wrong := _misshapen(q, own, types[name]):
                 row.why, row.wrong = "of another shape or type", wrong
             else:
-                continue
+                row.why = "" if q.numel() or row.elements else "empty"
+                row.add(codes[name], own, self.plan[name], unrounded if row.float_ops else None)
+                return
+            codes.pop(name, None)
+
+        ends = [o.tensor for o in self.out.outputs]
+        alone = self._simulated(inputs, force=dict(codes) | floats, reals=before, like=free, keep=ends, each=compare)
+        for row in unseen.values():
+            row.why = "inside a fused kernel"
             codes.pop(row.tensor, None)
         if self.out.rows and not codes:
             hint = "is this the file that was written for this model?"
             what = f"'{self.out.runtime}' returned none of the {len(self.out.rows)} tensors that were asked for"
             raise RuntimeUnavailable(what, got=", ".join(list(got)[:8]) or "nothing", hint=hint)
-        for row in (r for r in self.out.rows if r.tensor in codes):
-            name, q = row.tensor, codes[row.tensor]
-            row.why = "" if q.numel() or row.elements else "empty"
-            row.add(q, alone[name], self.plan[name], before.get(name) if row.float_ops else None)
         returned, computed = list(got.values()), alone | codes
         for k, o in enumerate(self.out.outputs):
             want = output(self.graph, self.plan, computed, o.tensor)

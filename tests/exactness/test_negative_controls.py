@@ -299,14 +299,17 @@ def test_a_float_operator_may_be_off_by_one_code_where_a_real_lies_half_way_and_
     def verified(first, last, step):
         """With a simulation that is off by `step` in some codes of that operator, the nearest to half way being 0."""
 
-        def off(*args, reals=None, **kwargs):
-            found = {} if reals is None else reals
-            done = simulate(*args, reals=found, **{**kwargs, "like": None})  # what is off already is not taken over
-            place = (found[name] / result.plan[name].scale).double()
-            chosen = (place - place.floor() - 0.5).abs().flatten().argsort()[first:last]
-            q = done[name] = done[name].clone(memory_format=torch.contiguous_format)
-            q.view(-1)[chosen] += torch.where(q.view(-1)[chosen] > 2, -step, step).to(q.dtype)
-            return done
+        def off(*args, each=None, **kwargs):
+            def handed(value, q, reals):
+                if value == name:
+                    place = (reals / result.plan[name].scale).double()
+                    chosen = (place - place.floor() - 0.5).abs().flatten().argsort()[first:last]
+                    q = q.clone(memory_format=torch.contiguous_format)
+                    q.view(-1)[chosen] += torch.where(q.view(-1)[chosen] > 2, -step, step).to(q.dtype)
+                each(value, q, reals)
+
+            # what is off already is not taken over
+            return simulate(*args, each=each and handed, **{**kwargs, "like": None})
 
         monkeypatch.setattr("chipfit.verify.simulate", off)
         return result.verify([new])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from chipfit.quantizers.grids import SCALES, Grid, all_codes, dequantize, fake_quantize, in_blocks, quantize, shape_for
+from chipfit.quantizers.rounding import by_rule
 
 U4 = Grid(bits=4, qmin=0, qmax=15, zero="any")
 X = torch.tensor([-9.0, -1.5, -0.75, -0.25, 0.0, 0.25, 0.75, 1.25, 3.0, 99.0])
@@ -16,6 +17,25 @@ def test_codes_count_from_the_zero_point_and_stop_at_the_ends():
     """x / 0.5 = -18, -3, -1.5, -0.5, 0, 0.5, 1.5, 2.5, 6, 198; halves to even; plus 5; within 0..15."""
     q = quantize(X, torch.tensor(0.5), torch.tensor(5), U4)
     assert q.tolist() == [0, 2, 3, 5, 5, 5, 7, 7, 11, 15] and q.dtype == torch.int8
+
+
+@pytest.mark.parametrize("rounding", ["half_even", "floor"])
+def test_large_tensors_are_rounded_part_by_part_wherever_their_numbers_lie(rounding, monkeypatch):
+    """Twenty-four numbers, five at a time; with gaps and repetitions in memory, all at once."""
+    x, s, z = torch.linspace(-40, 80, 48).reshape(2, 4, 6), torch.tensor([0.7]), torch.tensor([5])
+    grid = Grid(bits=8, qmin=0, qmax=100, zero="any", rounding=rounding)
+    monkeypatch.setattr("chipfit.quantizers.grids._AT_ONCE", 5)
+    parted: list = []
+    monkeypatch.setattr(
+        "chipfit.quantizers.grids.by_rule", lambda v, rule: parted.append(v.numel()) or by_rule(v, rule)
+    )
+    lie = [x[0].t(), x[1:], x.permute(2, 0, 1), x[:, 0].t(), x[..., ::2], x[:1, :1].expand(3, 2, 6)]
+    for given in lie:
+        steps = (np.rint if rounding == "half_even" else np.floor)((given / s).numpy())
+        want = np.clip(steps + 5, 0, 100).flatten().tolist()
+        codes = quantize(given, s, z, grid)
+        assert codes.dtype == torch.int8 and codes.shape == given.shape and codes.flatten().tolist() == want
+    assert parted == 2 * ([5] * 4 + [4]) + [5] * 9 + [3] + [12] + [24] + [36]
 
 
 def test_reals_are_steps_from_the_zero_point():

@@ -85,6 +85,25 @@ def test_what_float_operators_compute_is_left_before_its_codes():
     assert sorted(reals) == ["v1", "x"] and torch.equal(reals["v1"], torch.erf(torch.tensor([[-2.0, -0.5, 0.5, 63.5]])))
 
 
+def test_every_value_is_handed_over_as_it_is_computed():
+    graph, plan = chain("Erf", "Relu", floats=("v2",))
+    seen: dict = {}
+    forced = torch.tensor([[5, -5, 3, 2]], dtype=torch.int8)
+    simulate(graph, plan, [X], TFLITE, keep=(), force={"v1": forced}, each=lambda v, x, r: seen.update({v: (x, r)}))
+    assert list(seen) == ["x", "v1", "v2"] and seen["v1"][0].tolist() == [[-2, -1, 1, 2]]  # its own, not the device's
+    assert torch.equal(seen["v1"][1], torch.erf(torch.tensor([[-2.0, -0.5, 0.5, 63.5]])))
+    assert seen["v2"][0].tolist() == [[2.5, 0.0, 1.5, 1.0]] and seen["v2"][1] is None
+
+
+def test_codes_of_another_shape_are_not_read_and_floats_are_in_the_shape_that_was_computed():
+    graph, plan = chain("Relu", "Relu")
+    found = simulate(graph, plan, [X], TFLITE, force={"v1": torch.tensor([5, -5, 3, 2], dtype=torch.int8)})
+    assert found["v2"].tolist() == [[0, 0, 1, 127]]
+    floats, mixed = chain("Relu", "Relu", floats=("v1", "v2"), exec="float")
+    for given, want in (([1.5, -1.0, 0.0, 0.0], [[1.5, 0.0, 0.0, 0.0]]), ([1.5, 2.0], [[0.0, 0.0, 0.5, 63.5]])):
+        assert simulate(floats, mixed, [X], TFLITE, force={"v1": torch.tensor(given)})["v2"].tolist() == want
+
+
 def test_a_value_that_is_read_before_its_quantizer_is_so():
     graph, plan = chain("Erf", "Sin", floats=("v2",), float_edges=frozenset({("v1", "n1")}))
     found = simulate(graph, plan, [X], ORT)
@@ -253,7 +272,11 @@ def test_a_unit_knows_the_numbers_of_its_operands():
     assert unit(one("Abs", [Codes(drawn(0, 2, 3, bits=16), 0.5, 0, 16)], Codes(drawn(0, 1), 1.0, 0, 16))).wide
 
 
-def test_data_that_a_kernel_rounds_meet_codes_of_weights():
+@pytest.mark.parametrize("kind", [torch.int8, torch.int16])  # sums of the latter are taken in float64
+@pytest.mark.parametrize(
+    "zero", [torch.tensor(-3.0), torch.tensor([[[0.0], [7.0], [-128.0]], [[1.0], [2.0], [127.0]]])]
+)
+def test_data_that_a_kernel_rounds_meet_codes_of_weights(zero, kind):
     q, w = drawn(4, 2, 3, 5), drawn(5, 4, 5)
     for op, weight, bias in (("Linear", w, None), ("MatMul", w.T.contiguous(), None), ("Linear", w, torch.arange(4.0))):
         graph = Graph(
@@ -268,9 +291,10 @@ def test_data_that_a_kernel_rounds_meet_codes_of_weights():
             graph.weights["b"] = bias
         plan = Plan(tensors={"w": tensor("w", "weight")})
         run = Run(graph, plan, profile_for(TFLITE), TFLITE.math)
-        run.moment["m"] = q, torch.tensor(0.25)
+        run.moment["m"] = q.to(kind), torch.tensor(0.25), zero
         acc, s, b = rounded_each_time(Unit(run, graph.nodes))
-        assert torch.equal(acc, q.double() @ w.double().T) and s == 0.25
+        assert torch.equal(acc.double(), (q.double() - zero) @ w.double().T) and s == 0.25
+        assert acc.dtype == (torch.int32 if kind == torch.int8 else torch.float64)
         assert torch.equal(b, torch.zeros(()) if bias is None else bias)
 
 

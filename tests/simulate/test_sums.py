@@ -33,6 +33,15 @@ def test_products_of_rows_are_exact(kind, zero, ends):
         assert got.dtype == torch.int32 and np.array_equal(got.numpy(), want)
 
 
+@pytest.mark.parametrize("kind", ["uint8", "int8"])
+def test_rows_may_have_zero_points_of_their_own(kind):
+    x, w, zero = codes(kind, 2, 5, 64, ends=True), codes("int8", 6, 64, ends=True), codes(kind, 2, 5, 1)
+    want = (x.numpy().astype(np.int64) - zero.numpy()) @ w.numpy().astype(np.int64).T
+    assert sums.fits(x, zero, w, ZERO) and not sums.fits(x, zero[..., 0], w, ZERO)
+    for given in (zero, zero.float()):
+        assert np.array_equal(sums.multiplied(x, given, w).numpy(), want)
+
+
 @pytest.mark.parametrize(
     "size, kernel, how",
     [

@@ -15,6 +15,8 @@ from chipfit.quantizers.tables import boundaries
 
 #: the least and the greatest power of two that a scale, a float32, can be
 SCALES = 2.0**-149, 2.0**127
+#: reals that are made into codes at once: larger tensors would be written to fresh memory on the way
+_AT_ONCE = 1 << 17
 
 
 def all_codes(bits: int, signed: bool) -> tuple[int, int]:
@@ -125,7 +127,24 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axis: int
     s, z = shape_for(scale, x, axis), shape_for(zero_point, x, axis)
     if grid.table is not None:
         return _index(x / s, grid.table, grid.kind).to(grid.dtype)
-    return by_rule(x / s, grid.rounding).add_(z).clamp_(grid.qmin, grid.qmax).to(grid.dtype)
+    if s.numel() == 1 and x.numel() > _AT_ONCE and x.device.type == "cpu":
+        codes = torch.empty_like(x, dtype=grid.dtype)
+        if codes.stride() == x.stride():
+            s, z = s.flatten(), z.flatten()
+            parts = (torch.split(_as_stored(v), _AT_ONCE) for v in (x, codes))
+            for part, its in zip(*parts, strict=True):
+                its.copy_(_codes(part, s, z, grid))
+            return codes
+    return _codes(x, s, z, grid).to(grid.dtype)
+
+
+def _codes(x: Tensor, s: Tensor, z: Tensor, grid: Grid) -> Tensor:
+    return by_rule(x / s, grid.rounding).add_(z).clamp_(grid.qmin, grid.qmax)
+
+
+def _as_stored(x: Tensor) -> Tensor:
+    """All numbers of a tensor without gaps, [count], as they lie in memory."""
+    return x.as_strided((x.numel(),), (1,))
 
 
 def _index(v: Tensor, table: tuple[float, ...], kind: str) -> Tensor:

@@ -85,8 +85,8 @@ class Run:
     reals: dict[str, Any] = field(default_factory=dict)  #: value -> float (or other) tensor, before its quantizer
     #: weight -> codes; "{weight} in reals" -> what they stand for
     weights: dict[str, Tensor] = field(default_factory=dict)
-    #: what DynamicQuantize hands over: codes without zero point, and their scale
-    moment: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    #: what DynamicQuantize hands over: codes, their scale and zero point
+    moment: dict[str, Codes] = field(default_factory=dict)
 
     @cached_property
     def forms(self) -> Mapping[str, Form]:
@@ -246,6 +246,7 @@ def simulate(
     reals: dict[str, Any] | None = None,
     weights: dict[str, Tensor] | None = None,
     like: Mapping[str, Any] | None = None,
+    each: Callable[[str, Any, Any], None] | None = None,
     part: int | None = None,
 ) -> dict[str, Any]:
     """Run the network in the platform's integers.
@@ -263,6 +264,8 @@ def simulate(
         weights: where codes of weights are kept between calls.
         like: what an earlier call gave for the same inputs without `force`, all values of it. Operators all of whose
             operands are the same again do not run again.
+        each: is handed every value as it is computed: name, codes or reals, and the reals behind codes where a float
+            operator computed them, else None.
         part: how many samples the device takes at once, where its file is of a fixed batch.
 
     Returns:
@@ -286,11 +289,14 @@ def simulate(
     def settle(names: Sequence[str], other: bool = False) -> None:
         """Note what was computed, by an `other` run or not; later operators read the device's codes where given."""
         for o in names:
-            if o in wanted and (o in run.codes or o in run.reals):
-                done[o] = run.codes.get(o, run.reals.get(o))
-            if reals is not None and o in run.codes and o in run.reals:
-                reals[o] = run.reals[o]
-            given = _fitting(force, o, run.codes.get(o, run.reals.get(o)))
+            own, behind = run.codes.get(o, run.reals.get(o)), run.reals.get(o) if o in run.codes else None
+            if o in wanted and own is not None:
+                done[o] = own
+            if reals is not None and behind is not None:
+                reals[o] = behind
+            if each is not None and own is not None:
+                each(o, own, behind)
+            given = _fitting(force, o, own)
             if given is not None:
                 (run.codes if o in run.codes else run.reals)[o] = given
                 if like is not None and bool((given != like[o]).any()):
@@ -422,7 +428,7 @@ def _compute(run: Run, unit: Sequence[Node]) -> None:
         others = [run.plan.stored(i) for n in run.graph.users().get(node.output, ()) for i in n.inputs if i is not None]
         blocks = any(s is not None and s.grid.per == "block" for s in others)
         q, s, z = run.profile.rounds(run.real(node.data, node).float(), blocks=blocks, **node.attrs)
-        run.moment[node.output] = q - z, s
+        run.moment[node.output] = q.to(torch.int8 if bool((q < 0).any()) else torch.uint8), s, z
         run.publish(node.output, (q - z) * s)
         return
     env: dict[str, Any] = {}
@@ -517,9 +523,14 @@ def _products(run: Run, node: Node) -> Tensor:
 
 
 def rounded_each_time(u: Unit) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of a product whose data the kernel rounds, float64; the scale of the data; the bias in float, or 0."""
-    q, s = u.run.moment[u.x]
-    w = u.centred(u.second)
-    acc = u.run.summed(q.double() @ (w.transpose(-1, -2) if u.node.op == "Linear" else w))
+    """Sums of a product whose data the kernel rounds, int32 or float64; the data's scale; the bias in float, or 0."""
+    q, s, z = u.run.moment[u.x]
+    w, w_zero = u.code(u.second), u.zero(u.second)
+    rows = w if u.node.op == "Linear" else w.transpose(-1, -2)
+    if w.dim() == 2 and sums.fits(q, z, rows, w_zero):
+        acc = u.run.summed(sums.multiplied(q, z, rows))
+    else:
+        centred = u.centred(u.second)
+        acc = u.run.summed((q.double() - z) @ (centred.transpose(-1, -2) if u.node.op == "Linear" else centred))
     bias = u.node.bias
     return acc, s, torch.zeros(()) if bias is None else u.run.graph.weights[bias].detach()

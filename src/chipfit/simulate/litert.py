@@ -84,7 +84,7 @@ def _dynamic_xnnpack(u: Unit) -> Tensor:
 def _dynamic(u: Unit) -> Tensor:
     """float32(acc) (s_x s_w) + b."""
     acc, s, b = rounded_each_time(u)
-    return acc.float() * (s * u.scale(u.second)) + b
+    return acc.float().mul_(s * u.scale(u.second)).add_(b)
 
 
 def _scaled(acc: Tensor, real: Tensor, how: str) -> Tensor:

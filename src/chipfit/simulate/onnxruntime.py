@@ -58,7 +58,7 @@ def _dynamic(u: Unit) -> Tensor:
     Source: ONNX Runtime, contrib_ops/cpu/quantization/dynamic_quantize_matmul.cc.
     """
     acc, s, b = rounded_each_time(u)
-    return acc.float() * (s * u.scale(u.second)) + b
+    return acc.float().mul_(s * u.scale(u.second)).add_(b)
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -25,11 +25,12 @@ def fits(x: Tensor, zero: Tensor, w: Tensor, w_zero: Tensor) -> bool:
     """Whether sums of products of these codes, [O, ...] of weights, can be taken here."""
     kinds = x.dtype in (torch.uint8, torch.int8) and w.dtype == torch.int8
     here = x.device.type == "cpu" and hasattr(torch, "_int_mm")
-    return here and kinds and zero.numel() == 1 and not w_zero.any() and 0 < w[0].numel() <= _MOST and x.numel() > 0
+    one = zero.numel() == 1 or zero.shape == (*x.shape[:-1], 1)
+    return here and kinds and one and not w_zero.any() and 0 < w[0].numel() <= _MOST and x.numel() > 0
 
 
 def multiplied(x: Tensor, zero: Tensor, w: Tensor) -> Tensor:
-    """Sums of (x - zero) w over the last axis of x [..., K] and w [O, K], int32 [..., O]."""
+    """Sums of (x - zero) w over the last axis of x [..., K] and w [O, K], int32 [..., O]; one zero, or [..., 1]."""
     shift = 128 if x.dtype == torch.uint8 else 0
     signed = x.bitwise_xor(128).view(torch.int8) if shift else x
     rows, wide = signed.reshape(-1, x.shape[-1]), w.int()
@@ -37,7 +38,7 @@ def multiplied(x: Tensor, zero: Tensor, w: Tensor) -> Tensor:
     r = torch.randint(1, 256, (len(rows),), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     if not torch.equal(r @ acc, (r @ rows.int()) @ wide.t()):
         acc = F.linear(rows.double(), w.double()).int()
-    offset = wide.sum(1, dtype=torch.int32) * (shift - int(zero))
+    offset = (shift - zero.reshape(-1, 1).int()) * wide.sum(1, dtype=torch.int32)
     return acc.add_(offset).reshape(*x.shape[:-1], len(w))
 
 
