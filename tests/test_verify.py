@@ -22,6 +22,7 @@ from chipfit.registry import DeviceRuntime
 from chipfit.verify import (
     BORDER,
     DEQUANTIZED_GAP,
+    FREELY,
     OUTPUT_GAP,
     Held,
     Output,
@@ -578,6 +579,34 @@ def test_what_lies_inside_a_fused_kernel_is_not_compared():
         ("", "", 0, 6),
     ]
     assert found.exact
+
+
+@pytest.mark.parametrize("runtime, platform", [("onnxruntime", "ort_cpu"), ("litert", "tflite_int8")])
+def test_a_batch_is_cut_where_the_samples_end_that_run_on_their_own_results(runtime, platform):
+    pytest.importorskip("ai_edge_litert" if runtime == "litert" else runtime)
+    data = [torch.randn(40, 4, generator=torch.Generator().manual_seed(k)) for k in range(2)]
+    fit = quantize(nn.Linear(4, 3).eval(), data, platform, progress=False)
+    whole = runtime == "litert"  # whose file takes a fixed number at once
+    for freely, own in ((FREELY, 40 if whole else 16), (50, 80 if whole else 50), (0, 0), (80, 80), (None, 80)):
+        found = fit.verify(data, freely=freely)
+        assert (found.samples, found.freely) == (80, own) and found.sound
+        assert {(r.elements, r.freely) for r in found.rows} == {(80 * n, own * n) for n in (4, 3)}
+    labelled = fit.verify([(x, torch.zeros(40, dtype=torch.long)) for x in data])
+    assert (labelled.samples, labelled.freely, labelled.labelled) == (80, 80, 80)
+
+
+def test_a_batch_whose_inputs_differ_in_size_or_are_fixed_is_not_cut():
+    graph, plan = network()
+    declared = DeviceRuntime(suffix=".onnx")
+    comparison = _Comparison(
+        graph, plan, load("ort_cpu"), Device(), declared, None, Verification("chip", True), set(), {}, 4
+    )
+    x = torch.randn(6, 3)
+    assert [len(part[0]) for part, _ in comparison.parts([x], None)] == [4, 2]
+    assert [len(part[0]) for part, _ in comparison.parts([x[:4]], None)] == [4]
+    assert len(comparison.parts([x, x[:1]], None)) == 1 and len(comparison.parts([x[0, 0]], None)) == 1
+    comparison.graph.values["x"] = replace(graph.values["x"], shape=(6, 3))
+    assert len(comparison.parts([x], None)) == 1
 
 
 @pytest.mark.parametrize("batches, samples", [(None, 9), (1, 2), (2, 5), (4, 9)])

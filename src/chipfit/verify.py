@@ -36,7 +36,7 @@ from chipfit.simulate.integer import float_results, profile_for, simulate
 _USUAL = "onnxruntime"  #: runtime of platforms that name none
 #: Samples without labels on which the float network runs, and the simulation on its own results. Whether each operator,
 #: given the device's inputs, computes the device's integers is compared on all: where none departs, no integer differs
-FREELY = 32
+FREELY = 16
 #: Where the runtime computes in float, the last bit of a sum is its own, and decides where a real lies half way between
 #: two codes. Given the device's inputs an integer may then differ, by one code, if its real lies that near to half way:
 #: the error of float32 operators, relative to the span of the codes
@@ -445,8 +445,8 @@ def verify(
         path: the deployed file; exported to a temporary one when omitted.
         model: makes the fake-quantized module, where data have labels: for its accuracy.
         batches: stop after this many.
-        freely: samples without labels on which the float network and the simulation on its own results run, at least:
-            whole batches do; None: all.
+        freely: samples without labels on which the float network and the simulation on its own results run; whole
+            batches where their size is fixed; None: all.
 
     Raises:
         RuntimeUnavailable: the runtime is not installed, refuses the file or the inputs, or returns nothing that can be
@@ -495,7 +495,8 @@ def verify(
         for k, batch in enumerate(iterate(data)):
             if batches is not None and k >= batches:
                 break
-            comparison.add(*split_label(batch, graph))
+            for part in comparison.parts(*split_label(batch, graph)):
+                comparison.add(*part)
     if out.samples == 0:
         raise DataError("There are no data to verify on", hint="give at least one batch")
     if out.calibrated:
@@ -523,6 +524,15 @@ class _Comparison:
     def __post_init__(self) -> None:
         self.seen = Seen.of(self.plan.provenance)
         self.live = needed(self.graph)
+
+    def parts(self, inputs: list[Tensor], label: Tensor | None) -> list[tuple[list[Tensor], Tensor | None]]:
+        """A batch; where it may be cut, apart from the rest what still is to run on its own results."""
+        first, sizes = (self.freely or 0) - self.out.freely, {len(x) if x.dim() else 0 for x in inputs}
+        opened = all(self.graph.values[i].shape[:1] == (None,) for i in self.graph.inputs)
+        whole = label is not None or hasattr(self.device, "part")  # a file of a fixed batch cuts it itself
+        if whole or not opened or len(sizes) > 1 or not 0 < first < max(sizes, default=0):
+            return [(inputs, label)]
+        return [([x[:first] for x in inputs], None), ([x[first:] for x in inputs], None)]
 
     def add(self, inputs: list[Tensor], label: Tensor | None) -> None:
         """Run one batch everywhere and compare."""

@@ -110,7 +110,14 @@ class Run:
         stored = None if (name, reader.name) in self.plan.float_edges else self.plan.stored(name)
         if stored is not None and (name in self.codes or name in self.graph.weights):
             return stored.dequantize(self.code(name)) if name in self.codes else self._constant(name, stored)
+        self.decode(name)
         return self.reals[name] if name in self.reals else self.graph.weights[name]
+
+    def decode(self, name: str) -> None:
+        """What DynamicQuantize hands over, as reals, for those who do not read its codes."""
+        if name in self.moment and name not in self.reals:
+            q, s, z = self.moment[name]
+            self.reals[name] = (q.float() - z) * s
 
     def _constant(self, name: str, stored: Stored) -> Tensor:
         """What the codes of a weight stand for."""
@@ -289,6 +296,8 @@ def simulate(
     def settle(names: Sequence[str], other: bool = False) -> None:
         """Note what was computed, by an `other` run or not; later operators read the device's codes where given."""
         for o in names:
+            if o in wanted:
+                run.decode(o)
             own, behind = run.codes.get(o, run.reals.get(o)), run.reals.get(o) if o in run.codes else None
             if o in wanted and own is not None:
                 done[o] = own
@@ -315,7 +324,7 @@ def simulate(
             _compute(run, unit)
         if other:
             again.update(results)
-        else:
+        elif unit[0].op != DYNAMIC:
             run.take_over(results, like or {}, reals or {})
         settle(results, other)
         for i in {i for i, _ in reads if last.get(i) == k}:
@@ -429,7 +438,6 @@ def _compute(run: Run, unit: Sequence[Node]) -> None:
         blocks = any(s is not None and s.grid.per == "block" for s in others)
         q, s, z = run.profile.rounds(run.real(node.data, node).float(), blocks=blocks, **node.attrs)
         run.moment[node.output] = q.to(torch.int8 if bool((q < 0).any()) else torch.uint8), s, z
-        run.publish(node.output, (q - z) * s)
         return
     env: dict[str, Any] = {}
     reals = exact_reals(run.graph, run.plan, unit, run.profile)
