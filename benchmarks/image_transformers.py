@@ -60,7 +60,7 @@ def deit() -> nn.Module:
 
 
 def swin() -> nn.Module:
-    """Its first weights are as wide as 48 channels want them: with the library's, 0.02, it learns nothing at any rate."""
+    """First weights as wide as 48 channels want them: with the library's, 0.02, it learns nothing at any rate."""
     sizes: dict[str, Any] = {"embed_dim": 48, "depths": [2, 4], "num_heads": [3, 6], "window_size": 4}
     shape: dict[str, Any] = {"image_size": SIDE, "patch_size": 4, "num_labels": CLASSES, **sizes}
     return transformers.SwinForImageClassification(

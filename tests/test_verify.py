@@ -179,6 +179,23 @@ def test_a_gap_is_relative_to_the_largest_finite_number(alone):
     assert out.op_gap == 0.125 / 0.25 and out.gap == 0.125 and out.differing == 1
 
 
+@pytest.mark.parametrize(
+    "device, alone, differing, gap",
+    [
+        ([True, False], [True, True], 1, 1.0),
+        ([7, -7], [7, 1], 1, 8.0),
+        ([3e38, 1.0], [-3e38, 1.0], 1, 6e38),  # more than float32 holds
+        ([1.0, 1.0 + 2.0**-23], [1.0, 1.0], 1, 2.0**-23),
+        ([2.0**-149, 1.0], [0.0, 1.0], 1, 2.0**-149),
+        ([math.inf, 1.0], [math.inf, 3.0], 1, 2.0),
+    ],
+)
+def test_numbers_of_any_type_are_apart(device, alone, differing, gap):
+    out = Output("y", "y", span=1.0)
+    out.add(torch.tensor(device), torch.tensor(alone), torch.tensor(alone))
+    assert (out.elements, out.differing) == (2, differing) and out.gap == out.op_gap == pytest.approx(gap)
+
+
 def test_the_gap_of_an_output_in_codes_is_relative_to_what_these_span():
     out, x = Output("y", "y", span=8.0), torch.tensor([0.5])
     out.add(x + 1, x, x + 2)

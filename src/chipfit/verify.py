@@ -146,16 +146,16 @@ def _gap(a: Tensor, b: Tensor, where: Tensor) -> int:
     return int((a.flatten()[where].long() - b.flatten()[where].long()).abs().max()) if len(where) else 0
 
 
-def _apart(a: Tensor, b: Tensor) -> Tensor:
-    """How far numbers are apart where they differ, [count], float64; infinities and NaN that both have do not."""
+def _apart(a: Tensor, b: Tensor) -> tuple[int, float]:
+    """How many numbers differ, and by how much at most; infinities and NaN that both have do not, NaN is infinite."""
+    if a.is_floating_point() and a.numel():
+        off = (a - b).abs_()  # 0 where they are equal alone; of near numbers exact
+        if bool((top := off.max()).isfinite()):
+            return int(off.count_nonzero()), float(top)
     where = _differing(a, b)
     x, y = (v.flatten()[where].double() for v in (a, b))
-    return (x - y).abs()[~(x.isnan() & y.isnan())]
-
-
-def _largest(gaps: Tensor) -> float:
-    """The largest of them, NaN being infinite."""
-    return float(gaps.nan_to_num(np.inf).max()) if len(gaps) else 0.0
+    off = (x - y).abs()[~(x.isnan() & y.isnan())]
+    return len(off), float(off.nan_to_num(np.inf).max()) if len(off) else 0.0
 
 
 def _energy(x: Tensor) -> float:
@@ -183,14 +183,14 @@ class Output:
         self.wrong = self.wrong or _misshapen(device, alone, {_kind(alone)})
         if self.wrong or device is None or not device.numel():
             return
-        off = _apart(device, alone)
+        differing, gap = _apart(device, alone)
         self.elements += device.numel()
-        self.differing += len(off)
+        self.differing += differing
         if free is not None:
-            self.gap = max(self.gap, _largest(_apart(device, free)))
-        if len(off):
-            size = self.span or max(float(alone.double().abs().nan_to_num(0.0, 0.0).max()), 1e-30)
-            self.op_gap = max(self.op_gap, _largest(off) / size)
+            self.gap = max(self.gap, _apart(device, free)[1])
+        if differing:
+            size = self.span or max(float(alone.float().abs().nan_to_num(0.0, 0.0).max()), 1e-30)
+            self.op_gap = max(self.op_gap, gap / size)
         self._real = alone.is_floating_point()
 
     _real: bool = field(default=True, repr=False)
