@@ -231,9 +231,7 @@ class Verification(Shown):
     runtime: str
     promised: bool  #: this runtime's arithmetic is a verified profile of this platform
     samples: int = 0
-    freely: int = (
-        0  #: of these, the first samples, on which the float network ran and the simulation on its own results
-    )
+    freely: int = 0  #: of these, the first, on which the float network ran and the simulation on its own results
     rows: list[Row] = field(default_factory=list)  #: every quantized tensor of the plan, compared or not
     executed: dict[str, int] = field(default_factory=dict)  #: operator kinds that the runtime ran, with counts
     accuracy: dict[str, float] = field(default_factory=dict)  #: top-1 of float, simulated, integer, device
