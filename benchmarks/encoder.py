@@ -55,6 +55,7 @@ PADDING, SEPARATOR = 0, 1
 #: label -> platform and options of `chipfit.quantize`
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "auto": ("ort_cpu", {}),
+    "hmse": ("ort_cpu", {"rule": "hmse"}),
     "codes": ("ort_cpu", {"settings": chipfit.Settings(results="codes")}),
     "float": ("ort_cpu", {"settings": chipfit.Settings(results="float")}),
     "dynamic": ("ort_dynamic", {}),
