@@ -50,6 +50,14 @@ def test_the_summary_says_what_a_person_asks_in_lines():
     assert found.summary().splitlines()[0] == "chip: 0 of 200 integers differ over 9 samples" and found.exact
 
 
+def test_integers_that_differ_behind_the_first_samples_are_sound_and_not_exact():
+    off = row("tanh", freely=100, op_differing=1, op_largest=1, ties=1, float_ops=("Tanh",))
+    found = Verification("chip", True, 9, 4, rows=[row("a", freely=100), off])
+    assert found.differing == 0 and found.verdict == "sound"
+    off.op_differing = off.op_largest = 0
+    assert found.verdict == "exact"
+
+
 @pytest.mark.parametrize("count, more", [(8, ""), (11, "; and 3 more")])
 def test_an_error_names_eight_faults_and_counts_the_others(count, more):
     found = Verification("chip", True, samples=1, rows=[row(f"r{k}", wrong="bad") for k in range(count)])
