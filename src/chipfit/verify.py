@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chipfit.calibration.data import iterate, split_label
+from chipfit.calibration.data import divisible, iterate, split_label
 from chipfit.calibration.seen import Seen
 from chipfit.engine.run import run
 from chipfit.errors import DataError, RuntimeUnavailable, VerificationError, first_line, theirs
@@ -261,6 +261,12 @@ class Verification(Shown):
         return sum(r.differing for r in self.rows)
 
     @property
+    def among(self) -> int:
+        """Of how many integers `differing` do: all, where none differs given the device's inputs."""
+        alike = not any(r.differing or r.op_differing for r in self.rows)
+        return self.integers if alike else sum(r.freely for r in self.rows)
+
+    @property
     def exact_share(self) -> float:
         """Share of all integers, those not compared included, of which none may differ given the device's inputs."""
         strict = sum(r.elements for r in self.rows if not r.allowed and not r.fault)
@@ -317,7 +323,7 @@ class Verification(Shown):
     @property
     def first_difference(self) -> Row | None:
         """The first tensor, in execution order, that departs."""
-        return next((r for r in self.rows if r.differing or r.wrong), None)
+        return next((r for r in self.rows if r.differing or r.op_differing or r.wrong), None)
 
     @property
     def float_operators(self) -> list[str]:
@@ -363,10 +369,9 @@ class Verification(Shown):
 
     def summary(self) -> str:
         """A few lines for a person."""
-        alone, among, over = sum(r.op_differing for r in self.rows), self.integers, f"{self.samples} samples"
-        if (alone or self.differing) and self.freely < self.samples:
-            among, over = sum(r.freely for r in self.rows), f"the first {self.freely} of {over}"
-        found = f"{self.differing} of {among} integers differ" if self.rows else "no value is stored in codes"
+        few = self.among < self.integers
+        over = f"the first {self.freely} of {self.samples} samples" if few else f"{self.samples} samples"
+        found = f"{self.differing} of {self.among} integers differ" if self.rows else "no value is stored in codes"
         lines = [f"{self.runtime}: {found} over {over}"]
         lines.append(self.coverage())
         if self.departures:
@@ -377,8 +382,7 @@ class Verification(Shown):
             how = ", computed in float by the runtime" if first.in_float else ""
             share = f"{100 * first.fraction:.4f} % of its integers, at most {first.largest}{how}"
             lines.append(f"first difference: {first.who}, {share}")
-        if first is not None or alone:
-            worst = max(r.op_largest for r in self.rows)
+            alone, worst = sum(r.op_differing for r in self.rows), max(r.op_largest for r in self.rows)
             each = f"{alone} of {self.integers} differ over {self.samples} samples, largest difference {worst}"
             lines.append(f"each operator by itself, given the device's inputs: {each}")
         shown, more = self.float_operators[:6], len(self.float_operators) - 6
@@ -396,7 +400,7 @@ class Verification(Shown):
     def _screen(self) -> Screen:
         found, coverage, *more = self.summary().splitlines()
         facts = {"integers": found, "coverage": coverage, "and": "; ".join(more)}
-        order = sorted(self.rows, key=lambda r: (not r.fault, -r.differing, r.why != ""))
+        order = sorted(self.rows, key=lambda r: (not r.fault, -r.differing, -r.op_differing, r.why != ""))
         rows = [(r.tensor, r.op, r.elements, r.differing, r.largest, r.op_differing, r.fault or r.why) for r in order]
         header = ("tensor", "operator", "integers", "differ", "by", "alone", "note")
         return Screen(f"Verification on {self.runtime}: {self.verdict}", facts, header, rows, "verification.rows")
@@ -404,7 +408,7 @@ class Verification(Shown):
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
         out = asdict(self)
-        names = "exact sound verdict integers differing exact_share output_gap departures not_compared"
+        names = "exact sound verdict integers differing among exact_share output_gap departures not_compared"
         out.update({name: getattr(self, name) for name in names.split()}, coverage=self.coverage())
         for d, r in zip(out["rows"], self.rows, strict=True):
             d.update(sqnr_db=r.sqnr_db if np.isfinite(r.sqnr_db) else None, fault=r.fault)
@@ -525,10 +529,9 @@ class _Comparison:
 
     def parts(self, inputs: list[Tensor], label: Tensor | None) -> list[tuple[list[Tensor], Tensor | None]]:
         """A batch; where it may be cut, apart from the rest what still is to run on its own results."""
-        first, sizes = (self.freely or 0) - self.out.freely, {len(x) if x.dim() else 0 for x in inputs}
-        opened = all(self.graph.values[i].shape[:1] == (None,) for i in self.graph.inputs)
+        first = (self.freely or 0) - self.out.freely
         whole = label is not None or hasattr(self.device, "part")  # a file of a fixed batch cuts it itself
-        if whole or not opened or len(sizes) > 1 or not 0 < first < max(sizes, default=0):
+        if whole or not 0 < first < divisible(self.graph, inputs):
             return [(inputs, label)]
         return [([x[:first] for x in inputs], None), ([x[first:] for x in inputs], None)]
 
@@ -571,7 +574,7 @@ class _Comparison:
             codes.pop(name, None)
 
         ends = [o.tensor for o in self.out.outputs]
-        alone = self._simulated(inputs, force=dict(codes) | floats, reals=before, like=free, keep=ends, each=compare)
+        alone = self._simulated(inputs, force=codes | floats, reals=before, like=free, keep=ends, each=compare)
         for row in unseen.values():
             row.why = "inside a fused kernel"
             codes.pop(row.tensor, None)

@@ -53,9 +53,13 @@ def test_the_summary_says_what_a_person_asks_in_lines():
 def test_integers_that_differ_behind_the_first_samples_are_sound_and_not_exact():
     off = row("tanh", freely=100, op_differing=1, op_largest=1, ties=1, float_ops=("Tanh",))
     found = Verification("chip", True, 9, 4, rows=[row("a", freely=100), off])
-    assert found.differing == 0 and found.verdict == "sound"
+    assert found.differing == 0 and found.verdict == "sound" and found.first_difference is off
+    assert (found.integers, found.among) == (
+        400,
+        200,
+    ) and "first difference: Conv2D 'tanh', 0.0000 %" in found.summary()
     off.op_differing = off.op_largest = 0
-    assert found.verdict == "exact"
+    assert found.verdict == "exact" and found.first_difference is None and found.among == 400
 
 
 @pytest.mark.parametrize("count, more", [(8, ""), (11, "; and 3 more")])

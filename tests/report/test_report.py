@@ -126,6 +126,26 @@ def test_differences_that_come_from_float_operators_are_sound(result):
     assert departed(result.report).verdict == "sound"
 
 
+def test_integers_that_differ_behind_the_first_samples_alone_are_shown(result):
+    """A tensor with no difference on own results, on the first samples, and one given the device's inputs."""
+    v = result.report.verification
+    rows = [row | {"freely": row["elements"] // 2} for row in v["rows"]]
+    at = next(k for k, row in enumerate(rows) if not row["differing"] and not row["why"])
+    rows[at] |= {"layer": "behind", "op_differing": 7, "op_largest": 1}
+    sums = {k: sum(r[k] for r in rows) for k in ("freely", "differing")}
+    few = {"samples": 8, "freely": 4, "among": sums["freely"], "integers": 2 * sums["freely"], "rows": rows}
+    report = replace(result.report, verification=v | few | {"verdict": "sound"})
+    assert report.first_departure["layer"] == "behind" or report.first_departure["differing"]
+    said = " ".join(text_of(report).split())
+    assert (
+        f"{sums['differing']:,} of {sums['freely']:,} integers differ from onnxruntime on the first 4 of 8 samples"
+        in said
+    )
+    alone = replace(report, verification=report.verification | {"rows": [rows[at]]})
+    assert "first in" in text_of(alone) and "'behind', by at most 1" in text_of(alone)
+    assert '<td class="name">behind</td>' in page(alone) and '<td class="n">7</td>' in page(alone)
+
+
 def test_another_chips_runtime_proves_nothing_about_this_chip():
     model, batch = make("residual_silu")
     fitted = chipfit.quantize(model, [batch], platform="tflite_int8", progress=False)

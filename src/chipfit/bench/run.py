@@ -268,7 +268,7 @@ def deployed(result: Result, tests: Reader) -> Iterator[Deployed]:
     for name in result.platform.runtimes or (own_runtime(result.platform),):
         out = Deployed(result.platform.name, runtime=name)
         try:
-            found = result.verify([shown(x, framework) for x in _first(tests, VERIFIED)], runtime=name)
+            found = result.verify([shown(x, framework) for x in _first(tests, VERIFIED)], runtime=name, freely=None)
             out.exact, out.integers, out.differing = found.exact, found.integers, found.differing
             with TemporaryDirectory() as folder:
                 runtime = entry("runtime", name)

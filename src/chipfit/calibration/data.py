@@ -175,6 +175,13 @@ def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (batch,), {}
 
 
+def divisible(graph: Graph, batch: Sequence[torch.Tensor]) -> int:
+    """How many samples inputs of the graph have, where parts of them may be taken; 0 where they do not agree on it."""
+    sizes = {len(x) if x.dim() else 0 for x in batch}
+    fixed = any(graph.shape(i)[:1] != (None,) for i in graph.inputs)
+    return 0 if fixed or len(sizes) != 1 else sizes.pop()
+
+
 def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """One batch as (tensors in the graph's input order, labels or None).
 

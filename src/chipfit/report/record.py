@@ -26,7 +26,7 @@ class LayerRow:
     clip_high: float | None
     clipped: float | None  #: share of the calibration values outside that range
     sqnr_db: float | None  #: of its result on the device; None before `verify`
-    differing: int | None  #: integers that differ between simulator and device
+    differing: int | None  #: integers that differ on the device, each side on its own results or on the device's
     why: str  #: why it runs in float
     origin: str = ""  #: where the range came from
     products: float = 0.0  #: multiplications of one sample
@@ -120,7 +120,7 @@ class ReportData:
     def first_departure(self) -> Mapping[str, Any] | None:
         """The first tensor, in execution order, that differs: a row of `verification`."""
         rows = self.verification["rows"] if self.verification else ()
-        return next((r for r in rows if r["differing"] or r["fault"]), None)
+        return next((r for r in rows if r["differing"] or r["op_differing"] or r["fault"]), None)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""

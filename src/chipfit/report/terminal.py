@@ -39,13 +39,15 @@ def agreement(report: ReportData) -> Text:
         unproven = "arithmetic not simulated, exactness not claimed"
         return Text("not verified yet: result.verify(data)" if report.simulated else unproven, style="yellow")
     style = {"exact": "bold green", "departs": "bold red"}.get(report.verdict, "yellow")
-    text = Text(f"{v['differing']:,} of {v['integers']:,} integers differ from {v['runtime']}", style=style)
+    text = Text(f"{v['differing']:,} of {v['among']:,} integers differ from {v['runtime']}", style=style)
+    text.append(f" on the first {v['freely']} of {v['samples']} samples" if v["among"] < v["integers"] else "")
     text.append(f"\n{v['coverage']}", style="dim")
     if v["departures"]:
         text.append(f"\ndeparts: {v['departures'][0]}")
         text.append(f"; and {len(v['departures']) - 1} more" if v["departures"][1:] else "")
     if first is not None:
-        text.append(f"\nfirst in {first['op']} '{first['layer'] or first['tensor']}', by at most {first['largest']}")
+        most = max(first["largest"], first["op_largest"])
+        text.append(f"\nfirst in {first['op']} '{first['layer'] or first['tensor']}', by at most {most}")
         text.append(", computed in float by the runtime" if first["in_float"] else "")
     if report.verdict == "sound":
         text.append("\nevery operator by itself computes the device's integers")

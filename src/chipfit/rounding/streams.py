@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chipfit.calibration.data import divisible
 from chipfit.calibration.histogram import in_memory_order
 from chipfit.calibration.kept import Budget
 from chipfit.graph.ir import Graph
@@ -24,9 +25,9 @@ SMALL = 1 << 24
 
 def chunks(graph: Graph, batch: Sequence[Tensor]) -> list[list[Tensor]]:
     """Parts of a batch of graph inputs; one whose inputs do not agree on its size stays whole."""
-    sizes = {len(x) if x.dim() else 0 for x in batch}
-    whole = len(sizes) > 1 or 0 in sizes or any(graph.shape(i)[:1] != (None,) for i in graph.inputs)
-    return [list(batch)] if whole else [list(part) for part in zip(*(x.split(CHUNK) for x in batch), strict=True)]
+    if not divisible(graph, batch):
+        return [list(batch)]
+    return [list(part) for part in zip(*(x.split(CHUNK) for x in batch), strict=True)]
 
 
 #: takes some numbers of a tensor in any order; what it adds around them is 0, which the second argument stands for
