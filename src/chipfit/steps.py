@@ -130,7 +130,7 @@ def adapt(
         graph, stats, more = _take(step, settings, graph, assignment, stats)
         check(graph, blame=step.name)
         notes += more
-    if stale := {n: Need() for n, s in stats.items() if s.histogram is None and n not in before}:
+    if stale := {n: Need(weights=s.matters) for n, s in stats.items() if s.histogram is None and n not in before}:
         seen = collect(graph, few(batches), tensors=stale, seed=seed)
         stats = {n: replace(s, histogram=seen[n].histogram) if n in stale else s for n, s in stats.items()}
     return graph, stats, notes

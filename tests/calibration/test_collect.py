@@ -79,15 +79,34 @@ def test_means_are_those_of_each_channel(axis):
     got = seen(batches, Need(histogram=False, channel_axis=axis))
     rows = torch.cat([b.double().movedim(axis, 0).flatten(1) for b in batches], 1)
     torch.testing.assert_close(got.mean, rows.mean(1), rtol=1e-6, atol=1e-6)
-    assert got.histogram is None
+    assert got.histogram is None and got.channels.squares is None
+    got = seen(batches, Need(histogram=False, channel_axis=axis, squares=True))
+    torch.testing.assert_close(got.channels.squares, rows.square().sum(1), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (600, 20, 4)])
+def test_a_histogram_of_weighed_channels_counts_what_numpy_counts(shape):
+    """Of large tensors blocks of 32 of every 353 numbers."""
+    torch.manual_seed(0)
+    batches, weights = [torch.randn(shape).relu(), torch.randn(shape)], 0.1 + torch.rand(shape[-1])
+    h = seen(batches, Need(weights=weights)).histogram
+    counted, zeros = np.zeros(BINS), 0.0
+    for b in batches:
+        flat, each = b.flatten(), weights.expand(shape).flatten()
+        if flat.numel() > 2**14:
+            flat, each = (v[: len(v) // 353 * 353].view(-1, 353)[:, :32].flatten() for v in (flat, each))
+        counted += np.histogram(flat.numpy(), BINS, (-h.reach, h.reach), weights=each.double().numpy())[0]
+        zeros += float(each[flat == 0].sum())
+    np.testing.assert_allclose(h.counts.numpy(), counted, rtol=1e-5)  # added in float32
+    assert h.zeros == pytest.approx(zeros) and zeros > 0
 
 
 def test_channels_that_are_moved_and_scaled_have_the_statistics_of_the_new_tensor():
-    batches, need = [torch.randn(2, 3, 4), torch.randn(5, 3, 4)], Need(histogram=False, channel_axis=1)
+    batches, need = [torch.randn(2, 3, 4), torch.randn(5, 3, 4)], Need(histogram=False, channel_axis=1, squares=True)
     plus, times = torch.tensor([1.0, -2.0, 0.0]).double(), torch.tensor([0.5, 3.0, 1.0]).double()
     got = seen(batches, need).by_channel(plus, times)
     want = seen([((b.double() + plus.view(1, 3, 1)) * times.view(1, 3, 1)).float() for b in batches], need)
-    for name in ("total", "low", "high", "peak"):
+    for name in ("total", "low", "high", "peak", "squares"):
         torch.testing.assert_close(getattr(got.channels, name), getattr(want.channels, name), rtol=1e-5, atol=1e-5)
     assert (got.low, got.high) == pytest.approx((want.low, want.high)) and got.histogram is None
     with pytest.raises(ValueError, match="nothing is known of the channels"):
@@ -249,6 +268,8 @@ def test_channels_are_added_to_what_is_asked_for_already():
         "b": Need(histogram=False),
         "c": Need(histogram=False, channel_axis=-1),
     }
+    both = and_channels(and_channels(needs, {"a": 1}, squares=True), {"a": 1})
+    assert both == {"a": Need(channel_axis=1, squares=True), "b": Need(histogram=False)}
     assert needs == {"a": Need(), "b": Need(histogram=False)}
 
 

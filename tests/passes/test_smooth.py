@@ -286,11 +286,12 @@ def test_the_predicted_error_is_what_rounding_makes(times, symmetric):
     net = Large(times).eval()
     seen, w = net.norm(torch.randn(20000, 32)).detach(), net.linear.weight.detach()
     low, high = seen.amin(0).double(), seen.amax(0).double()
-    stats = TensorStats("y", count=seen.numel(), channels=Channels(seen.double().sum(0), low, high))
+    channels = Channels(seen.double().sum(0), low, high, seen.double().square().sum(0))
+    stats = TensorStats("y", count=seen.numel(), channels=channels)
     grid = SimpleNamespace(bits=8, zero=0 if symmetric else "any")
     slots = {"y": SimpleNamespace(format=grid), "w": SimpleNamespace(format=SimpleNamespace(bits=8), axis=0)}
     site = SimpleNamespace(value="y", readers=[SimpleNamespace(weight="w")])
-    error = module._Error(SimpleNamespace(slots=slots), site, [w.double()], stats, stats.channels)
+    error = module._Error(SimpleNamespace(slots=slots), site, [w.double()], stats.count, channels)
     for s in (torch.ones(32), torch.where(torch.arange(32) < 2, times**0.7, 1.0)):
         x, v = seen / s, w * s
         a, b = (-x.abs().max(), x.abs().max()) if symmetric else (x.min(), x.max())
@@ -300,3 +301,59 @@ def test_the_predicted_error_is_what_rounding_makes(times, symmetric):
         of_w = torch.fake_quantize_per_channel_affine(v, steps, torch.zeros(16, dtype=torch.int32), 0, -128, 127)
         measured = (rounded @ of_w.T - x @ v.T).square().sum(1).mean()
         assert float(measured) == pytest.approx(error(s.double()), rel=0.15)
+
+
+class Outlying(nn.Module):
+    """A GELU, or another operator in float, of which some channels are as much larger, between two linear layers."""
+
+    def __init__(self, times: float, act: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.act, self.down = nn.Linear(16, 64), act, nn.Linear(64, 16)
+        with torch.no_grad():
+            self.up.weight[:2] *= times
+            self.down.weight[:, :2] /= times
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+
+@pytest.mark.parametrize("act", [nn.GELU(), nn.SiLU()])
+def test_large_channels_of_other_operators_in_float_cost_less_where_they_are_multiplied(act):
+    x, errors = torch.randn(256, 16), []
+    net = Outlying(30.0, act).eval()
+    for settings in (chipfit.Settings(smooth="off"), chipfit.Settings(smooth=0.7), chipfit.Settings()):
+        result = chipfit.quantize(net, [x], "ort_cpu", settings=settings, progress=False)
+        new = torch.randn(256, 16, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            errors.append(float((result.model(new) - net(new)).square().mean()))
+        assert result.verify([new]).sound
+    assert errors[1] == errors[0]  # a share is of norms alone
+    assert errors[2] < 0.2 * errors[0]
+    assert said(result)[0].startswith("smoothed 'act' for 'down', by a multiplication: predicted error ")
+
+
+def test_a_multiplication_that_is_worth_little_beside_the_result_is_left_out():
+    """Of channels alike some error goes, as of those that differ; but there is little to begin with."""
+    x = torch.randn(256, 16)
+    asked = chipfit.quantize(
+        Outlying(1.0, nn.GELU()).eval(), [x], "ort_cpu", settings=chipfit.Settings(smooth="auto"), progress=False
+    )
+    assert said(asked)[0].startswith("'act' is not smoothed: it would take ")
+    assert all("smooth" not in n.name for n in asked.graph.nodes)
+
+
+def test_the_range_of_a_smoothed_norm_counts_errors_by_the_weights_that_read_them():
+    """A channel that hardly any weight reads may be clipped, one that large weights read not."""
+    torch.manual_seed(0)
+    x, net = torch.randn(128, 32), Large(20.0).eval()
+    result = chipfit.quantize(net, [x], "ort_cpu", settings=chipfit.Settings(smooth="auto"), progress=False)
+    norm = next(n for n in result.graph.nodes if n.op == "LayerNorm")
+    linear = next(n for n in result.graph.nodes if n.op == "Linear" and n.data == norm.output)
+    with torch.no_grad():
+        values = run(result.graph, [x], keep=[norm.output])[norm.output]
+        counted = result.graph.weights[linear.weight].square().sum(0).expand(values.shape)
+    h = result.stats[norm.output].histogram
+    want = torch.histogram(values.flatten(), len(h.counts), range=(-h.reach, h.reach), weight=counted.flatten()).hist
+    assert float((h.counts - want).abs().max()) < 1e-3 * float(want.sum())
+    assert float(h.counts.sum()) == pytest.approx(float(counted.sum()), rel=1e-4)

@@ -34,13 +34,20 @@ class Need:
     """What to collect for one tensor; the range always."""
 
     histogram: bool = True
+    #: what a number of each channel, on the last axis, counts in the histogram, [C] float32; None: once
+    weights: torch.Tensor | None = None
     channel_axis: int | None = None  #: also mean, least and greatest value of every channel along this axis
+    squares: bool = False  #: and its mean square
 
 
-def and_channels(needs: Mapping[str, Need], axes: Mapping[str, int]) -> dict[str, Need]:
+def and_channels(needs: Mapping[str, Need], axes: Mapping[str, int], *, squares: bool = False) -> dict[str, Need]:
     """`needs`, and the channels of these tensors along these axes."""
-    more = {v: replace(needs.get(v, Need(histogram=False)), channel_axis=axis) for v, axis in axes.items()}
-    return {**needs, **more}
+
+    def more(value: str, axis: int) -> Need:
+        need = needs.get(value, Need(histogram=False))
+        return replace(need, channel_axis=axis, squares=squares or need.squares)
+
+    return {**needs, **{v: more(v, axis) for v, axis in axes.items()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,7 @@ class Channels:
     total: torch.Tensor  #: sum
     low: torch.Tensor
     high: torch.Tensor
+    squares: torch.Tensor | None = None  #: sum of squares, where `Need.squares` asked for it
 
     @property
     def peak(self) -> torch.Tensor:
@@ -58,12 +66,16 @@ class Channels:
 
     def merged(self, other: Channels) -> Channels:
         low, high = torch.minimum(self.low, other.low), torch.maximum(self.high, other.high)
-        return Channels(self.total + other.total, low, high)
+        squares = None if self.squares is None or other.squares is None else self.squares + other.squares
+        return Channels(self.total + other.total, low, high, squares)
 
     def mapped(self, count: int, plus: torch.Tensor | float, times: torch.Tensor | float) -> Channels:
         """Of (x + plus) * times, where x has `count` elements."""
-        total = self.total + plus * (count / self.total.numel())
-        return Channels(total * times, (self.low + plus) * times, (self.high + plus) * times)
+        each = count / self.total.numel()
+        total, squares = self.total + plus * each, self.squares
+        if squares is not None:
+            squares = (squares + plus * (2 * self.total + plus * each)) * times**2
+        return Channels(total * times, (self.low + plus) * times, (self.high + plus) * times, squares)
 
 
 @dataclass(slots=True)
@@ -79,6 +91,8 @@ class TensorStats:
     batches: int = 0
     histogram: Histogram | None = None
     channels: Channels | None = None  #: where `Need.channel_axis` asked for them
+    #: how much an error in each channel, on the last axis, matters, [C] float32, by which the histogram counts them
+    matters: torch.Tensor | None = None
     #: what was computed from these statistics, by what was asked; several steps ask for the same range
     answers: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -134,6 +148,8 @@ class TensorStats:
         if need.channel_axis is not None:
             others = [k for k in range(x.dim()) if k != need.channel_axis % x.dim()]
             new = Channels(*(f(x, others).double() for f in (torch.sum, torch.amin, torch.amax)))
+            if need.squares:
+                new = replace(new, squares=x.square().sum(others).double())
         ends = torch.aminmax(flat) if new is None else (new.low.min(), new.high.max())
         low, high = (float(v) for v in ends)
         if not (math.isfinite(low) and math.isfinite(high)):
@@ -150,10 +166,18 @@ class TensorStats:
         if need.histogram:
             if self.histogram is None:
                 self.histogram = Histogram()
-            if flat.numel() > _SMALL:
-                every = next((p for p in _PERIODS if flat.numel() // p * _BLOCK <= _COUNTED), _PERIODS[-1])
-                flat = flat[: flat.numel() // every * every].view(-1, every)[:, :_BLOCK].reshape(-1)
-            self.histogram.add(flat, max(-low, high))
+            counts = need.weights
+            if counts is not None:
+                flat, counts = x.reshape(-1), _some(counts.expand(x.shape).reshape(-1))
+            self.histogram.add(_some(flat), max(-low, high), counts)
+
+
+def _some(flat: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor that a histogram counts."""
+    if flat.numel() <= _SMALL:
+        return flat
+    every = next((p for p in _PERIODS if flat.numel() // p * _BLOCK <= _COUNTED), _PERIODS[-1])
+    return flat[: flat.numel() // every * every].view(-1, every)[:, :_BLOCK].reshape(-1)
 
 
 def collect(

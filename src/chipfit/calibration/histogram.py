@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import torch
 
@@ -40,15 +41,21 @@ class Histogram:
 
     reach: float = 0.0
     counts: torch.Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.float64))
-    zeros: int = 0  #: values that are exactly 0; they are also counted in bin BINS / 2, which starts at 0
+    zeros: float = 0  #: values that are exactly 0; they are also counted in bin BINS / 2, which starts at 0
 
-    def add(self, values: torch.Tensor, largest: float) -> None:
-        """Count `values` (1-D, float32, finite), of which none is larger than `largest` in magnitude."""
+    def add(self, values: torch.Tensor, largest: float, weights: torch.Tensor | None = None) -> None:
+        """Count `values` (1-D, float32, finite), of which none is larger than `largest` in magnitude.
+
+        Args:
+            weights: what each counts, as many; None: once.
+        """
         self.grow(largest)
-        for part in values.split(_AT_ONCE):
+        counted = repeat(None) if weights is None else weights.split(_AT_ONCE)
+        for part, weight in zip(values.split(_AT_ONCE), counted, strict=False):
             index = torch.mul(part, BINS / (2 * self.reach)).add_(BINS / 2).clamp_(0, BINS - 1).to(torch.int32)
-            self.counts += torch.bincount(index, minlength=BINS)
-            self.zeros += part.numel() - int(torch.count_nonzero(part))
+            self.counts += torch.bincount(index, weight, minlength=BINS)
+            zeros = part.numel() - int(torch.count_nonzero(part))
+            self.zeros += zeros if weight is None or not zeros else float(weight[part == 0].sum(dtype=torch.float64))
 
     def grow(self, largest: float) -> None:
         """Double the reach until it exceeds `largest`."""

@@ -1,4 +1,4 @@
-"""Smoothing: large channels of layer norms' outputs become small, and the weights of the linear layers behind large."""
+"""Smoothing: large channels of what linear layers read become small, and the weights that read them large."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,53 +11,64 @@ from chipfit.decide.assignment import Assignment
 from chipfit.graph.builder import new_name, replace_node
 from chipfit.graph.ir import Graph, Node, Users
 from chipfit.graph.linear import in_groups, is_linear, own, scale_inputs
+from chipfit.graph.ops import OPS
 from chipfit.registry import OFF, Setting, register
 
 _DOES = (
-    "share of a layer norm's range that its readers' weights take over, 0 to 1, or \"auto\", what is predicted to "
-    "lose least. None: auto where norms run in float"
+    "share of a norm's range that its readers' weights take over, 0 to 1, or \"auto\", of norms and other operators "
+    "what is predicted to lose least. None: auto where they run in float"
 )
 _SETTING = Setting("smooth", None, _DOES, "alpha", choices=("auto", OFF), numbers=True)
+#: what scales each channel itself
+_NORMS = frozenset({"LayerNorm", "RMSNorm"})
 #: the shares among which "auto" chooses
 _SHARES = tuple(k / 20 for k in range(6, 20))
-#: how many times smaller the predicted error must be for "auto" to smooth: where that is free, and where it takes a
-#: multiplication of every number
-_GAIN, _GAIN_MULTIPLIED = 1.2, 2.0
-#: from the least to the greatest of normal numbers, as many as calibration sees, in standard deviations
-_DEVIATIONS = 6.0
+#: how many times smaller the predicted error must be for "auto" to smooth
+_GAIN = 1.2
+#: what it must be smaller by, where that takes a multiplication of every number, as a share of what the readers make of
+#: independent channels: three times what 8 bits lose of normal numbers up to four deviations
+_WORTH = 3e-4
 
 
 def with_channels(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
-    """`needs`, and the channels of what linear layers read of norms."""
-    return and_channels(needs, {s.value: -1 for s in _sites(graph) if not s.why})
+    """`needs`, and the channels of what linear layers read of norms and other operators."""
+    return and_channels(needs, {s.value: -1 for s in _sites(graph) if not s.why}, squares=True)
 
 
 def worth_a_trial(settings: Any, graph: Graph, assignment: Assignment) -> str | None:
-    """Whether some norm that runs in float is read on one grid for all channels."""
+    """Whether some operator that runs in float is read on one grid for all channels."""
     return "auto" if any(_on_grid(assignment, s) for s in _sites(graph) if not s.why) else None
 
 
 class _Site:
-    """A norm, the value that its readers find, and the linear layers among them; `why` it cannot be smoothed."""
+    """An operator, the value that its readers find, and the linear layers among them; `why` it cannot be smoothed."""
 
-    def __init__(self, graph: Graph, users: Users, norm: Node) -> None:
-        self.norm, (self.value, around) = norm, _behind(users, norm)
+    def __init__(self, graph: Graph, users: Users, node: Node) -> None:
+        self.node, (self.value, around) = node, _behind(users, node)
         self.readers = [n for n in around if n.op == "Linear" and is_linear(graph, n) and n.data == self.value]
-        self.shared = len(self.readers) < len(around) or not {norm.output, self.value}.isdisjoint(graph.outputs)
-        self.names = [i for i in norm.inputs[1:] if i is not None]
-        has_scale = norm.operand("w") and len(norm.attrs["normalized_shape"]) == 1
-        self.why = "" if has_scale else "it has no scale for each channel"
+        self.names = [i for i in node.inputs[1:] if i is not None] if node.op in _NORMS else []
+        #: nothing in front of the readers can take the factors, or others read the value too
+        self.shared = node.op not in _NORMS or len(self.readers) < len(around)
+        self.shared = self.shared or not {node.output, self.value}.isdisjoint(graph.outputs)
+        self.why = ""
+        if node.op in _NORMS and not (node.operand("w") and len(node.attrs["normalized_shape"]) == 1):
+            self.why = "it has no scale for each channel"
         if not all(map(graph.is_weight, self.names)):
             self.why = "its scale or shift is computed"
         if not self.readers:  # convolutions have channels elsewhere
             self.why = "no linear layer reads it"
-        for n in self.readers if self.shared else (norm, *self.readers):
+        for n in self.readers if self.shared else (node, *self.readers):
             self.why = self.why or own(graph, users, n)
 
 
 def _sites(graph: Graph) -> Iterator[_Site]:
+    """Of norms, and of other operators that compute what linear layers read."""
     users = graph.users()
-    return (_Site(graph, users, n) for n in graph.nodes if n.op == "LayerNorm")
+    for n in graph.nodes:
+        if n.op in _NORMS or (n.op in OPS and len(n.outputs) == 1 and not OPS[n.op].moves and not is_linear(graph, n)):
+            site = _Site(graph, users, n)
+            if n.op in _NORMS or site.readers:
+                yield site
 
 
 @register(
@@ -73,22 +84,24 @@ def _sites(graph: Graph) -> Iterator[_Site]:
 def smooth(
     graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats], *, alpha: float | str = "auto"
 ) -> tuple[Graph, dict[str, TensorStats], list[str]]:
-    """Divide channel c between a layer norm and the linear layers behind it by s_c, without changing the network.
+    """Divide channel c between a norm and the linear layers behind it by s_c, without changing the network.
 
     s_c = t_c^alpha / r_c^(1 - alpha), gamma' = gamma / s, beta' = beta / s, W' = W s, with t_c the largest |value| of
     channel c that calibration saw and r_c the largest |weight| that reads it. A channel that is zero on one side stays
     as it is. Where others read the norm too, as residual additions do, it stays, and a multiplication by 1 / s stands
-    before the linear layers.
+    before the linear layers; so it does behind a GELU or any other operator that has no scale to take it.
+
+    Errors in the values then cost by the weights that read them: histograms count channel c by sum_o W'[o, c]^2.
 
     Args:
         graph: before its tensors are planned.
         assignment: says which values are stored on grids.
         stats: with what `with_channels` asks for; left as they are.
-        alpha: one for all norms, or "auto": for each norm that runs in float and is read on a grid the one with the
-            least predicted error, if that is small enough beside what it is without.
+        alpha: one for all norms, or "auto": for each norm or other operator that runs in float and is read on a grid
+            the one with the least predicted error, if that is small enough beside what it is without.
 
     Returns:
-        The graph, the statistics without histograms of what was scaled, and one note per norm or refusal.
+        The graph, the statistics without histograms of what was scaled, and one note per operator or refusal.
 
     Source: Xiao et al. 2022, arXiv:2211.10438, eq. 4.
     """
@@ -98,16 +111,18 @@ def smooth(
         seen = known.channels if known is not None else None
         why = site.why or ("" if seen is not None else "its channels were not collected")
         why = why or ("" if alpha != "auto" or _on_grid(assignment, site) else "no grid holds all of its channels")
+        if site.node.op not in _NORMS and (alpha != "auto" or why):
+            continue
         if why or known is None or seen is None:
-            notes.append(f"'{site.norm.who}' is not smoothed: {why}")
+            notes.append(f"'{site.node.who}' is not smoothed: {why}")
             continue
         weights = [in_groups(n, graph.weights[n.weight].detach().double())[0] for n in site.readers]
         if isinstance(alpha, str):
-            error = _Error(assignment, site, weights, known, seen)
+            error = _Error(assignment, site, weights, known.count, seen)
             s = min((_scales(seen, weights, a) for a in _SHARES), key=error)
             before, after = error(torch.ones_like(s)), error(s)
-            if after * (_GAIN_MULTIPLIED if site.shared else _GAIN) > before:
-                notes.append(f"'{site.norm.who}' is not smoothed: it would take {before:.3g} of error to {after:.3g}")
+            if after * _GAIN > before or before - after < _WORTH * error.power * site.shared:
+                notes.append(f"'{site.node.who}' is not smoothed: it would take {before:.3g} of error to {after:.3g}")
                 continue
             said = f": predicted error {after:.3g}, {before:.3g} without"
         else:
@@ -117,12 +132,14 @@ def smooth(
         if site.shared:
             changed = [_multiplied(graph, site, 1 / s)]
         else:
-            changed = [v for v in {site.norm.output, site.value} if v in stats]
+            changed = [v for v in {site.node.output, site.value} if v in stats]
             for name in site.names:
                 graph.weights[name] = (graph.weights[name].detach() / s).to(graph.weights[name].dtype)
-        stats |= {v: replace(known.by_channel(0.0, 1 / s), name=v) for v in changed}
-        how = ", by a multiplication: others read it too" if site.shared else ""
-        notes.append(f"smoothed '{site.norm.who}' for {', '.join(repr(n.who) for n in site.readers)}{how}{said}")
+        matters = torch.cat(weights).mul(s).square().sum(0).float()
+        stats |= {v: replace(known.by_channel(0.0, 1 / s), name=v, matters=matters) for v in changed}
+        how = ", by a multiplication" if site.shared else ""
+        how += ": others read it too" if site.shared and site.node.op in _NORMS else ""
+        notes.append(f"smoothed '{site.node.who}' for {', '.join(repr(n.who) for n in site.readers)}{how}{said}")
     return graph, stats, notes
 
 
@@ -131,7 +148,7 @@ def _on_grid(assignment: Assignment, site: _Site) -> bool:
     slot = assignment.slots.get(site.value)
     weights = [assignment.slots.get(n.weight) for n in site.readers]
     stored = slot is not None and slot.axis is None and None not in weights
-    return stored and assignment.nodes[site.norm.name].exec == "float"
+    return stored and assignment.nodes[site.node.name].exec == "float"
 
 
 def _scales(seen: Channels, weights: Sequence[torch.Tensor], alpha: float) -> torch.Tensor:
@@ -148,12 +165,15 @@ class _Error:
     """
 
     def __init__(
-        self, assignment: Assignment, site: _Site, weights: Sequence[torch.Tensor], stats: TensorStats, seen: Channels
+        self, assignment: Assignment, site: _Site, weights: Sequence[torch.Tensor], count: int, seen: Channels
     ) -> None:
+        """weights: [O, C] of each reader; count: of numbers that calibration saw."""
+        assert seen.squares is not None, "`with_channels` asks for them"
         self.grid, self.weights = assignment.slots[site.value].format, weights
         self.slots = [assignment.slots[n.weight] for n in site.readers]
-        self.low, self.high, mean = seen.low, seen.high, seen.total * (seen.total.numel() / stats.count)
-        self.squares = mean.square() + ((seen.high - seen.low) / _DEVIATIONS).square()
+        self.low, self.high, self.squares = seen.low, seen.high, seen.squares * (len(seen.low) / count)
+        #: mean square of the readers' results, if channels are independent
+        self.power = float(sum((self.squares @ w.square().T).sum() for w in weights))
 
     def __call__(self, s: torch.Tensor) -> float:
         low, high = float((self.low / s).min().clamp_max(0)), float((self.high / s).max().clamp_min(0))
@@ -180,7 +200,7 @@ def _behind(users: Users, norm: Node) -> tuple[str, list[Node]]:
 
 def _multiplied(graph: Graph, site: _Site, factors: torch.Tensor) -> str:
     """The readers find the value times a factor for each channel, whose name is returned."""
-    norm, value = site.norm, site.value
+    norm, value = site.node, site.value
     name, constant = new_name(graph, f"{value}_smooth"), new_name(graph, f"{norm.name}.smooth")
     graph.values[name] = replace(graph.values[value], name=name)
     graph.weights[constant] = factors.to(torch.float32)
