@@ -333,6 +333,37 @@ def test_large_channels_of_other_operators_in_float_cost_less_where_they_are_mul
     assert said(result)[0].startswith("smoothed 'act' for 'down', by a multiplication: predicted error ")
 
 
+class Gated(Outlying):
+    """A gate, a product that kernels compute in codes or in float, of which some channels are as much larger."""
+
+    def __init__(self, times: float) -> None:
+        super().__init__(times, nn.SiLU())
+        self.gate, self.norm = nn.Linear(16, 64), nn.RMSNorm(16)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.down(self.act(self.gate(y)) * self.up(y))
+
+
+def test_large_channels_of_gates_cost_less_where_they_are_multiplied():
+    x, net, errors = torch.randn(256, 16), Gated(30.0).eval(), []
+    new = torch.randn(256, 16, generator=torch.Generator().manual_seed(1))
+    for settings in (chipfit.Settings(smooth="off"), chipfit.Settings()):
+        result = chipfit.quantize(net, [x], "ort_cpu", settings=settings, progress=False)
+        with torch.no_grad():
+            errors.append(float((result.model(new) - net(new)).square().mean()))
+        assert result.verify([new]).sound
+    assert errors[1] < 0.5 * errors[0]  # what the norm and the gate lose stays
+    assert any(" for 'down', by a multiplication: predicted error " in n for n in said(result))
+
+
+@pytest.mark.parametrize("op", [nn.ReLU(), nn.AvgPool1d(1)])
+def test_what_a_factor_passes_is_not_multiplied_for_it(op):
+    """Equalization moves it into the layer in front; and a trial costs time."""
+    graph = captured(nn.Sequential(nn.Linear(16, 64), op, nn.Linear(64, 4)), torch.randn(2, 16))
+    assert not with_channels(graph, {})
+
+
 def test_a_multiplication_that_is_worth_little_beside_the_result_is_left_out():
     """Of channels alike some error goes, as of those that differ; but there is little to begin with."""
     x = torch.randn(256, 16)

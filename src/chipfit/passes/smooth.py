@@ -62,10 +62,11 @@ class _Site:
 
 
 def _sites(graph: Graph) -> Iterator[_Site]:
-    """Of norms, and of other operators that compute what linear layers read."""
+    """Of norms, and of other operators that compute what linear layers read; what a factor passes is `equalize`'s."""
     users = graph.users()
     for n in graph.nodes:
-        if n.op in _NORMS or (n.op in OPS and len(n.outputs) == 1 and not OPS[n.op].moves and not is_linear(graph, n)):
+        row = OPS.get(n.op)
+        if n.op in _NORMS or not (row is None or row.kind or row.moves or row.homogeneous or len(n.outputs) > 1):
             site = _Site(graph, users, n)
             if n.op in _NORMS or site.readers:
                 yield site
@@ -144,11 +145,12 @@ def smooth(
 
 
 def _on_grid(assignment: Assignment, site: _Site) -> bool:
-    """Whether a norm runs in float, and its readers find it on one grid for all channels."""
+    """Whether an operator runs in float, or may, and its readers find its result on one grid for all channels."""
     slot = assignment.slots.get(site.value)
     weights = [assignment.slots.get(n.weight) for n in site.readers]
     stored = slot is not None and slot.axis is None and None not in weights
-    return stored and assignment.nodes[site.node.name].exec == "float"
+    name = site.node.name
+    return stored and (assignment.nodes[name].exec == "float" or "whole" in assignment.either.get(name, ()))
 
 
 def _scales(seen: Channels, weights: Sequence[torch.Tensor], alpha: float) -> torch.Tensor:
