@@ -192,7 +192,8 @@ KERNELS |= {
     "Embedding": lambda w, index: _rows(w, index, axis=0),
     "BatchNorm": lambda x, w, b, mean, var, *, eps: F.batch_norm(x, mean, var, w, b, False, 0.0, eps),
     "LayerNorm": lambda x, w=None, b=None, *, normalized_shape, eps: F.layer_norm(x, normalized_shape, w, b, eps),
-    "GroupNorm": lambda x, w=None, b=None, *, groups, eps: F.group_norm(x, groups, w, b, eps),
+    # with channels last, torch takes E[x^2] - E[x]^2 for the variance, in which small deviations of a large mean drown
+    "GroupNorm": lambda x, w=None, b=None, *, groups, eps: F.group_norm(x.contiguous(), groups, w, b, eps),
     "InstanceNorm": lambda x, w=None, b=None, *, eps: F.instance_norm(x, weight=w, bias=b, eps=eps),
     "RMSNorm": lambda x, w=None, *, normalized_shape, eps: F.rms_norm(x, normalized_shape, w, eps),
     "Identity": lambda x: x,
