@@ -266,6 +266,12 @@ def test_data_of_an_iterator_are_kept_where_smoothing_is_tried():
     assert said(once) == said(list_) and said(once)[-1].startswith("smooth taken: ")
 
 
+def test_norms_before_kernels_that_find_ranges_of_the_moment_are_left_and_that_is_said():
+    net, asked = Large(50.0).eval(), chipfit.Settings(smooth=0.7)
+    result = chipfit.quantize(net, [torch.randn(256, 32)], "ort_dynamic", settings=asked, progress=False)
+    assert said(result) == ["'norm' is not smoothed: its readers find a range each time they run"]
+
+
 def test_norms_that_run_in_integers_are_smoothed_where_a_share_is_asked_for():
     net, x = Large(50.0).eval(), [torch.randn(256, 32)]
 

@@ -9,7 +9,7 @@ import torch
 from chipfit.calibration.collect import Channels, Need, TensorStats, and_channels
 from chipfit.decide.assignment import Assignment
 from chipfit.graph.builder import new_name, replace_node
-from chipfit.graph.ir import Graph, Node, Users
+from chipfit.graph.ir import DYNAMIC, Graph, Node, Users
 from chipfit.graph.linear import in_groups, is_linear, own, scale_inputs
 from chipfit.graph.ops import OPS
 from chipfit.registry import OFF, Setting, register
@@ -56,7 +56,8 @@ class _Site:
         if not all(map(graph.is_weight, self.names)):
             self.why = "its scale or shift is computed"
         if not self.readers:  # convolutions have channels elsewhere
-            self.why = "no linear layer reads it"
+            moment = any(n.op == DYNAMIC for n in around)
+            self.why = "its readers find a range each time they run" if moment else "no linear layer reads it"
         for n in self.readers if self.shared else (node, *self.readers):
             self.why = self.why or own(graph, users, n)
 
@@ -138,8 +139,7 @@ def smooth(
                 graph.weights[name] = (graph.weights[name].detach() / s).to(graph.weights[name].dtype)
         matters = torch.cat(weights).mul(s).square().sum(0).float()
         stats |= {v: replace(known.by_channel(0.0, 1 / s), name=v, matters=matters) for v in changed}
-        how = ", by a multiplication" if site.shared else ""
-        how += ": others read it too" if site.shared and site.node.op in _NORMS else ""
+        how = ", by a multiplication" + ": others read it too" * (site.node.op in _NORMS) if site.shared else ""
         notes.append(f"smoothed '{site.node.who}' for {', '.join(repr(n.who) for n in site.readers)}{how}{said}")
     return graph, stats, notes
 
