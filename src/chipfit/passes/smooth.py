@@ -26,7 +26,7 @@ _SHARES = tuple(k / 20 for k in range(6, 20))
 #: how many times smaller the predicted error must be for "auto" to smooth
 _GAIN = 1.2
 #: what it must be smaller by, where that takes a multiplication of every number, as a share of what the readers make of
-#: independent channels: three times what 8 bits lose of normal numbers up to four deviations
+#: independent channels: some four times what 8 bits lose of normal numbers up to four deviations
 _WORTH = 3e-4
 
 
