@@ -293,11 +293,10 @@ def test_the_predicted_error_is_what_rounding_makes(times, symmetric):
     seen, w = net.norm(torch.randn(20000, 32)).detach(), net.linear.weight.detach()
     low, high = seen.amin(0).double(), seen.amax(0).double()
     channels = Channels(seen.double().sum(0), low, high, seen.double().square().sum(0))
-    stats = TensorStats("y", count=seen.numel(), channels=channels)
     grid = SimpleNamespace(bits=8, zero=0 if symmetric else "any")
     slots = {"y": SimpleNamespace(format=grid), "w": SimpleNamespace(format=SimpleNamespace(bits=8), axis=0)}
     site = SimpleNamespace(value="y", readers=[SimpleNamespace(weight="w")])
-    error = module._Error(SimpleNamespace(slots=slots), site, [w.double()], stats.count, channels)
+    error = module._Error(SimpleNamespace(slots=slots), site, [w.double()], seen.numel(), channels)
     for s in (torch.ones(32), torch.where(torch.arange(32) < 2, times**0.7, 1.0)):
         x, v = seen / s, w * s
         a, b = (-x.abs().max(), x.abs().max()) if symmetric else (x.min(), x.max())
@@ -307,6 +306,21 @@ def test_the_predicted_error_is_what_rounding_makes(times, symmetric):
         of_w = torch.fake_quantize_per_channel_affine(v, steps, torch.zeros(16, dtype=torch.int32), 0, -128, 127)
         measured = (rounded @ of_w.T - x @ v.T).square().sum(1).mean()
         assert float(measured) == pytest.approx(error(s.double()), rel=0.15)
+
+
+def test_root_mean_square_norms_take_the_factors_too():
+    net, x = nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 3)), torch.randn(6, 4)
+    with torch.no_grad():
+        net[0].weight.copy_(torch.tensor([40.0, 1.0, 0.25, 2.0]))
+    graph = captured(net, x)
+    peak = net[0](x).detach().abs().amax(0).double()
+    (value,) = with_channels(graph, {})
+    stats = {value: TensorStats(value, count=24, batches=1, channels=Channels(peak, -peak, peak, peak))}
+    new, _, notes = module.smooth(graph, Assignment(), stats, alpha=1.0)
+    assert notes == ["smoothed '0' for '1'"] and len(new.nodes) == len(graph.nodes)
+    torch.testing.assert_close(new.weights["0.weight"], (net[0].weight.detach() / peak).float())
+    torch.testing.assert_close(new.weights["1.weight"], (net[1].weight.detach() * peak).float())
+    torch.testing.assert_close(list(run(new, [x]).values()), list(run(graph, [x]).values()), rtol=1e-5, atol=1e-5)
 
 
 class Outlying(nn.Module):

@@ -191,9 +191,9 @@ class _Error:
         return total
 
 
-def _behind(users: Users, norm: Node) -> tuple[str, list[Node]]:
-    """The norm's result, behind what hands it on as it is, and who reads that."""
-    value, readers = norm.output, users.get(norm.output, [])
+def _behind(users: Users, node: Node) -> tuple[str, list[Node]]:
+    """An operator's result, behind what hands it on as it is, and who reads that."""
+    value, readers = node.output, users.get(node.output, [])
     while len(readers) == 1 and readers[0].op in ("Identity", "Dropout"):
         value = readers[0].output
         readers = users.get(value, [])
@@ -202,12 +202,12 @@ def _behind(users: Users, norm: Node) -> tuple[str, list[Node]]:
 
 def _multiplied(graph: Graph, site: _Site, factors: torch.Tensor) -> str:
     """The readers find the value times a factor for each channel, whose name is returned."""
-    norm, value = site.node, site.value
-    name, constant = new_name(graph, f"{value}_smooth"), new_name(graph, f"{norm.name}.smooth")
+    node, value = site.node, site.value
+    name, constant = new_name(graph, f"{value}_smooth"), new_name(graph, f"{node.name}.smooth")
     graph.values[name] = replace(graph.values[value], name=name)
     graph.weights[constant] = factors.to(torch.float32)
     mul = Node(
-        new_name(graph, f"{norm.name}_smooth"), "Mul", (value, constant), (name,), {}, norm.layer, "", norm.source
+        new_name(graph, f"{node.name}_smooth"), "Mul", (value, constant), (name,), {}, node.layer, "", node.source
     )
     maker = graph.producers()[value]
     replace_node(graph, maker, maker, mul)
