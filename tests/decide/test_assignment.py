@@ -10,7 +10,8 @@ import torch
 from chipfit.decide.assignment import Slot, _Record, assign
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.platform.schema import Format, Platform
+from chipfit.platform.schema import Format
+from tests.build import platform_of
 
 
 def chip(*ops, **more):
@@ -20,8 +21,7 @@ def chip(*ops, **more):
         "b32": {"bits": 32, "per": "channel"},
     }
     formats |= {"w4": {"bits": 4, "per": "block", "axis": "in", "block": 2}, "r8": {"bits": 8, "per": "channel"}}
-    rules = [{"src": ["M"], "conf": "V", **op} for op in ops]
-    return Platform.model_validate({"name": "npu", "formats": formats, "sources": {"M": "paper"}, "ops": rules, **more})
+    return platform_of(*ops, formats=formats, **more)
 
 
 def graph_of(*nodes, outputs=None, **weights):

@@ -9,7 +9,7 @@ from chipfit.decide.readers import requested, within_reach
 from chipfit.decide.units import find_units
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.platform.schema import Platform
+from tests.build import platform_of
 
 FORMATS = {f"a{k}": {"bits": k, "zero": "any"} for k in (4, 8, 16)} | {"w8": {"bits": 8, "per": "channel"}}
 
@@ -19,10 +19,9 @@ def use(*options):
 
 
 def chip(rules, **more):
-    ops = [{"match": [op], "use": options, "src": ["M"], "conf": "V"} for op, options in rules.items()]
-    ops += [{"match": ["Reshape", "Concat"], "use": [{"in": "any", "out": "same"}], "exec": "follow", "src": ["M"],
-             "conf": "V"}]  # fmt: skip
-    return Platform.model_validate({"name": "npu", "formats": FORMATS, "sources": {"M": "paper"}, "ops": ops, **more})
+    ops = [{"match": [op], "use": options} for op, options in rules.items()]
+    ops += [{"match": ["Reshape", "Concat"], "use": [{"in": "any", "out": "same"}], "exec": "follow"}]
+    return platform_of(*ops, formats=FORMATS, **more)
 
 
 def units_of(platform, *nodes, outputs=None, overrides=None):

@@ -13,8 +13,9 @@ from chipfit.decide.ties import Binding
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.platform.load import load
-from chipfit.platform.schema import Platform, Rule
+from chipfit.platform.schema import Rule
 from chipfit.target_platform import get_target_platform_capabilities
+from tests.build import platform_of
 
 
 class Joined(nn.Module):
@@ -92,8 +93,7 @@ def chip(able=True):
     use = [{"in": "a8", "out": "a8"}]
     rules = [{"match": ["Requantize"], "use": use if able else [{"in": "float", "out": "float"}]}]
     formats = {"a8": {"bits": 8, "zero": "any"}}
-    ops = [{"src": ["M"], "conf": "V", **r} for r in rules]
-    return Platform.model_validate({"name": "npu", "formats": formats, "sources": {"M": "paper"}, "ops": ops})
+    return platform_of(*rules, formats=formats)
 
 
 def joined(*operators, able=True):

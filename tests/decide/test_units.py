@@ -18,7 +18,8 @@ from chipfit.decide.units import (
 )
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.platform.match import Resolved
-from chipfit.platform.schema import Format, Option, Platform, Rule
+from chipfit.platform.schema import Format, Option, Rule
+from tests.build import platform_of
 
 
 def chip(*ops, **more):
@@ -27,8 +28,7 @@ def chip(*ops, **more):
         **{f"a{k}": {"bits": k, "zero": "any"} for k in (8, 4, 16)},
         **{f"w{k}": {"bits": k, "per": "channel"} for k in (8, 4, 16)},
     }
-    rules = [{"src": ["M"], "conf": "V", **op} for op in ops]
-    return Platform.model_validate({"name": "npu", "formats": formats, "sources": {"M": "paper"}, "ops": rules, **more})
+    return platform_of(*ops, formats=formats, **more)
 
 
 LINEAR = {"match": ["Linear"], "use": [{"in": "a8", "w": "w8", "b": "a16", "out": "a8"}, {"in": "float", "w": "w8"}]}

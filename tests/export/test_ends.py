@@ -24,8 +24,7 @@ from chipfit.export.ends import Codes, ends_of, kinds_of
 from chipfit.export.tflite.c_array import arena
 from chipfit.graph.ir import Graph, Value
 from chipfit.plan.record import Plan, TensorPlan
-from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.stored import Stored
+from tests.build import stored
 
 SUFFIX = {"ort_cpu": ".onnx", "tflite_int8": ".tflite", "tflite_int16x8": ".tflite"}
 
@@ -103,8 +102,8 @@ def test_a_file_takes_the_codes_that_its_tensor_says(results, tmp_path):
     assert small.dtype == np.int8 and whole.dtype == np.uint8
     assert np.array_equal(small.astype(int) + 128, whole.astype(int))
     for interpreter, shift in ((of_small, 0), (of_whole, 128)):
-        for detail, stored in ((interpreter.get_input_details()[0], x), (interpreter.get_output_details()[0], y)):
-            assert detail["quantization"] == (stored.scale.item(), stored.zero_point.item() + shift)
+        for detail, held in ((interpreter.get_input_details()[0], x), (interpreter.get_output_details()[0], y)):
+            assert detail["quantization"] == (held.scale.item(), held.zero_point.item() + shift)
 
 
 def test_an_onnx_file_takes_codes_and_says_their_numbers(results, tmp_path):
@@ -384,18 +383,6 @@ def small(x=(None, 3, 4), y=(None, 5), plan=None, edges=()):
     return graph, Plan(tensors=tensors, float_edges=frozenset(edges))
 
 
-def grid(bits=8, signed=True, zero=0, scale=0.5, axis=None):
-    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
-    scale = torch.tensor(scale)
-    return Stored(
-        format="f",
-        grid=Grid(bits=bits, qmin=low, qmax=high, zero="any", per="tensor" if axis is None else "channel"),
-        scale=scale,
-        zero_point=torch.full_like(scale, zero, dtype=torch.int32),
-        axis=axis,
-    )
-
-
 @pytest.mark.parametrize(
     "kind, bits, signed, zero, want",
     [
@@ -412,13 +399,13 @@ def grid(bits=8, signed=True, zero=0, scale=0.5, axis=None):
     ],
 )
 def test_codes_of_the_other_sign_are_shifted_by_half_of_the_types_range(kind, bits, signed, zero, want):
-    graph, plan = small(plan={"x": grid(bits, signed, zero)})
+    graph, plan = small(plan={"x": stored(bits=bits, signed=signed, zero=zero)})
     ends = ends_of(graph, plan, io=(kind, "float"))
     assert ends.inputs == {"x": Codes(kind, 0.5, *want)} and ends.outputs == {} and ends.notes == {}
 
 
 def test_inputs_and_outputs_have_types_of_their_own():
-    graph, plan = small(plan={"x": grid(), "y": grid(zero=1)})
+    graph, plan = small(plan={"x": stored(), "y": stored(zero=1)})
     assert ends_of(graph, plan) == ({}, {}, {})
     both, out = ends_of(graph, plan, io="int8"), ends_of(graph, plan, io=["float", "uint8"])
     assert both == ({"x": Codes("int8", 0.5, 0, True)}, {"y": Codes("int8", 0.5, 1, True)}, {})
@@ -438,10 +425,10 @@ def test_a_type_that_does_not_exist_is_refused(io):
     "plan, io, words",
     [
         ({}, "int8", "'x' is not stored in codes of one scale. Got: io: int8"),
-        ({"x": grid(scale=[0.5, 1.0, 2.0], axis=1)}, "int8", "'x' is not stored in codes of one scale"),
-        ({"x": grid(16)}, "uint8", "stored in 16 bits, and cannot be handed over in 8.*Allowed: int16, uint16"),
-        ({"x": grid(4)}, "int8", "stored in 4 bits, and cannot be handed over in 8.*Allowed: float"),
-        ({"x": grid(8)}, "uint16", "stored in 8 bits, and cannot be handed over in 16.*Allowed: int8, uint8"),
+        ({"x": stored(scale=[0.5, 1.0, 2.0], axis=1)}, "int8", "'x' is not stored in codes of one scale"),
+        ({"x": stored(bits=16)}, "uint8", "stored in 16 bits, and cannot be handed over in 8.*Allowed: int16, uint16"),
+        ({"x": stored(bits=4)}, "int8", "stored in 4 bits, and cannot be handed over in 8.*Allowed: float"),
+        ({"x": stored(bits=8)}, "uint16", "stored in 8 bits, and cannot be handed over in 16.*Allowed: int8, uint8"),
     ],
 )
 def test_values_that_are_not_stored_so_are_refused(plan, io, words):
@@ -453,12 +440,12 @@ def test_a_value_that_is_read_before_it_is_rounded_is_no_input_of_codes():
     """Up to four readers are named; an output may be read so."""
     edges = {("x", k) for k in "fedcba"} | {("y", "z")}
     with pytest.raises(UnsupportedError, match="'x' is read before it is rounded, by a, b, c, d. Got: io: int8"):
-        ends_of(*small(plan={"x": grid()}, edges=edges), io=("int8", "float"))
-    assert ends_of(*small(plan={"y": grid()}, edges=edges), io=("float", "int8")).outputs
+        ends_of(*small(plan={"x": stored()}, edges=edges), io=("int8", "float"))
+    assert ends_of(*small(plan={"y": stored()}, edges=edges), io=("float", "int8")).outputs
 
 
 def test_a_constant_is_no_output_of_codes():
-    graph, plan = small(plan={"w": grid()})
+    graph, plan = small(plan={"w": stored()})
     graph.weights["w"], graph.outputs = torch.ones(2), ["w"]
     with pytest.raises(UnsupportedError, match="'w' is not stored in codes"):
         ends_of(graph, plan, io=("float", "int8"))

@@ -15,8 +15,7 @@ from chipfit.graph.ops import OPS
 from chipfit.passes.decompose import RULES, broadcast, decompose
 from chipfit.passes.layout import rearrange
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
-from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.stored import Stored
+from tests.build import stored
 
 X, C = (2, 6, 4, 4), 6
 NORM = {"w": (C,), "b": (C,)}
@@ -198,15 +197,10 @@ def test_the_shapes_of_the_values_between_are_right(op, k, layout):
             assert all(a in (None, b) for a, b in pairs), (name, pairs)
 
 
-def stored() -> Stored:
-    grid = Grid(bits=8, qmin=-128, qmax=127, zero="any")
-    return Stored(format="a8", grid=grid, scale=torch.tensor(0.1), zero_point=torch.tensor(0, dtype=torch.int32))
-
-
 def test_results_stay_stored_and_the_values_between_stay_float():
     graph = case("Mish", 0)
     plan = Plan(
-        tensors={v: TensorPlan(name=v, role="activation", stored=stored()) for v in ("x0", "y0")},
+        tensors={v: TensorPlan(name=v, role="activation", stored=stored(0.1)) for v in ("x0", "y0")},
         nodes={"it": NodePlan(name="it", op="Mish", exec="int"), "after": NodePlan(name="after", op="Identity")},
         groups=(("it", "after"),),
         float_edges=frozenset({("x0", "it")}),

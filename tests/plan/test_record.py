@@ -7,17 +7,8 @@ import torch
 
 from chipfit.errors import PlanError
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
-from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.limits import Limit
-from chipfit.quantizers.stored import Stored
-
-
-def stored(scale, zero=0, axis=None, per="tensor"):
-    scale = torch.tensor(scale)
-    grid = Grid(bits=8, qmin=-128, qmax=127, zero="any", per=per)
-    zeros = torch.full_like(scale, zero, dtype=torch.int32)
-    return Stored(format="a8", grid=grid, scale=scale, zero_point=zeros, axis=axis)
-
+from tests.build import stored
 
 ONE = TensorPlan(
     name="x", role="activation", layer="act", op="Relu", stored=stored(0.25, 3), origin="mse over 2 batches"

@@ -13,7 +13,7 @@ from chipfit.plan.record import Plan, TensorPlan
 from chipfit.plan.sharing import retrained, rounding
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.limits import Limit
-from chipfit.quantizers.stored import Stored
+from tests.build import stored
 
 X = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
@@ -59,13 +59,6 @@ def test_what_is_computed_is_rounded_by_its_own():
 # ---------------------------------------------------------------- plans of a few tensors
 
 GRID = Grid(bits=8, qmin=-128, qmax=127, zero="any")
-
-
-def stored(scale=0.5, zero=0, **more):
-    scale = torch.tensor(scale)
-    return Stored(
-        format="a8", grid=GRID, scale=scale, zero_point=torch.full_like(scale, zero, dtype=torch.int32), **more
-    )
 
 
 def tensors(**given):

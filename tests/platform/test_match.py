@@ -9,17 +9,10 @@ from chipfit.graph.ir import Graph, Node, Value
 from chipfit.platform.filters import AttributeFilter, Member
 from chipfit.platform.load import load, names
 from chipfit.platform.match import covers, facts, fusions, lists, needs_weight, resolve, resolve_node, sets_of
-from chipfit.platform.schema import Platform
 from chipfit.platform.where import judge
+from tests.build import platform_of
 
 CONV = {"stride": (1, 1), "dilation": (1, 1), "kernel": (3, 3), "groups": 1, "padding": ((1, 1), (1, 1))}
-
-
-def platform(*ops, **more):
-    """A platform with one format a8 and the given rules."""
-    rules = [{"src": ["M"], "conf": "V", **o} for o in ops]
-    formats = more.pop("formats", {"a8": {"bits": 8}})
-    return Platform.model_validate({"name": "npu", "formats": formats, "sources": {"M": "paper"}, "ops": rules, **more})
 
 
 def rule(match, *, use=True, **more):
@@ -27,7 +20,7 @@ def rule(match, *, use=True, **more):
 
 
 def test_the_first_rule_whose_conditions_hold_wins():
-    p = platform(
+    p = platform_of(
         rule("Conv2D", where={"kernel": {"max": 2}}, note="small"), rule("@conv", note="any"), rule("*", exec="float")
     )
     assert resolve(p, "Conv2D", CONV).rule.note == "any"
@@ -36,7 +29,7 @@ def test_the_first_rule_whose_conditions_hold_wins():
 
 
 def test_a_condition_that_fails_says_what_was_wanted():
-    p = platform(rule("Conv2D", where={"stride": {"min": 1, "max": 3}}))
+    p = platform_of(rule("Conv2D", where={"stride": {"min": 1, "max": 3}}))
     found = resolve(p, "Conv2D", {**CONV, "stride": (4, 4)})
     assert (found.rule, found.exec) == (None, "float")
     assert found.why == "'npu' runs Conv2D only with stride at most 3 (got 4 x 4); rule ops.0"
@@ -80,7 +73,7 @@ def test_conditions_are_read_as_the_files_mean_them(where, attrs, refused):
 
 
 def test_what_a_node_does_not_tell_counts_as_satisfied_and_is_noted():
-    p = platform(rule("Conv2D", where={"batch": 1, "fused_activation": "none"}))
+    p = platform_of(rule("Conv2D", where={"batch": 1, "fused_activation": "none"}))
     found = resolve(p, "Conv2D", {**CONV, "in_shape": (None, 3, 8, 8)})
     assert found.rule is not None
     assert [n.split()[2] for n in found.notes] == ["batch", "fused_activation"]
@@ -88,7 +81,7 @@ def test_what_a_node_does_not_tell_counts_as_satisfied_and_is_noted():
 
 def test_a_rule_without_formats_adds_its_constraints_and_conditions():
     tie = {"tie": ["ins", "out"]}
-    p = platform(
+    p = platform_of(
         rule("Add", use=False, rules=[tie], where={"rank": {"max": 4}}),
         rule("@eltwise", rules=[{"dtype": ["ins", "out"]}]),
     )
@@ -116,32 +109,32 @@ def test_a_rule_without_formats_adds_its_constraints_and_conditions():
     ],
 )
 def test_a_platforms_own_word_for_an_operator_is_understood(op, attrs, word):
-    assert resolve(platform(rule(word)), op, attrs).exec == "int"
+    assert resolve(platform_of(rule(word)), op, attrs).exec == "int"
 
 
 def test_a_clamp_between_other_bounds_is_no_relu_n1_to_1():
-    assert resolve(platform(rule("ReluN1To1")), "Clamp", {"min": -2.0, "max": 2.0}).exec == "float"
+    assert resolve(platform_of(rule("ReluN1To1")), "Clamp", {"min": -2.0, "max": 2.0}).exec == "float"
 
 
 def test_a_global_pool_listed_by_name_is_not_taken_for_a_mean():
-    p = platform(rule("Mean", note="mean"), rule("GlobalAvgPool", note="pool"))
+    p = platform_of(rule("Mean", note="mean"), rule("GlobalAvgPool", note="pool"))
     assert resolve(p, "GlobalAvgPool", {}).rule.note == "pool"
 
 
 def test_a_global_pool_has_its_input_as_window():
-    p = platform(rule("AvgPool", where={"kernel": [2, 4]}))
+    p = platform_of(rule("AvgPool", where={"kernel": [2, 4]}))
     assert resolve(p, "GlobalAvgPool", {"in_shape": (None, 8, 4, 4)}).exec == "int"
     assert resolve(p, "GlobalAvgPool", {"in_shape": (None, 8, 7, 7)}).exec == "float"
 
 
 @pytest.mark.parametrize("gate, open_on", [(">=B", "BC"), ("<B", "A"), ("B", "B")])
 def test_gates_follow_the_order_of_the_revisions(gate, open_on):
-    p = platform(rule("Add", when={"arch": gate}), arch=["A", "B", "C"])
+    p = platform_of(rule("Add", when={"arch": gate}), arch=["A", "B", "C"])
     assert "".join(a for a in "ABC" if resolve(p.model_copy(update={"arch_selected": a}), "Add", {}).rule) == open_on
 
 
 def test_a_gate_on_bits_chooses_the_wide_kernel():
-    p = platform(rule("Add", when={"bits": 16}, note="wide"), rule("Add", note="narrow"))
+    p = platform_of(rule("Add", when={"bits": 16}, note="wide"), rule("Add", note="narrow"))
     assert resolve(p, "Add", {}, bits=16).rule.note == "wide"
     assert resolve(p, "Add", {}, bits=8).rule.note == "narrow"
 
@@ -150,7 +143,7 @@ def test_a_gate_on_bits_chooses_the_wide_kernel():
     "unlisted, how", [("float", "float"), ("cpu", "float"), ("reject", "float"), ("follow", "follow")]
 )
 def test_an_operator_that_is_not_listed_runs_as_the_platform_says(unlisted, how):
-    found = resolve(platform(rule("Add"), unlisted=unlisted), "Erf", {})
+    found = resolve(platform_of(rule("Add"), unlisted=unlisted), "Erf", {})
     where = ", which the CPU computes" if unlisted == "cpu" else ""
     assert (found.exec, found.why) == (how, f"'npu' lists no rule for Erf{where}")
 
@@ -168,7 +161,7 @@ def test_a_branched_fusion_becomes_the_chain_along_its_edges():
         "edges": [["c", "s.in1"], ["s", "r"]],
         "free_input": "s.in0",
     }
-    p = platform(rule("Add"), fuse=[{"graph": graph, "src": ["M"], "conf": "V"}])
+    p = platform_of(rule("Add"), fuse=[{"graph": graph, "src": ["M"], "conf": "V"}])
     conv = frozenset({"Conv1D", "Conv2D", "DepthwiseConv2D", "Conv3D"})
     assert fusions(p) == ((conv, frozenset({"Add"}), frozenset({"Relu"})),)
 
@@ -261,10 +254,10 @@ def test_of_two_sets_the_one_that_names_the_layer_is_meant():
 
 def test_a_set_with_a_condition_goes_before_rules_for_its_operator_and_is_not_meant_by_everything():
     few = Member(op=("Add",), where=AttributeFilter(attr="n", test="lt", value=3))
-    p = platform(rule("*", note="all"), rule("Add", note="add"), rule("@few", note="few"), sets={"few": [few]})
+    p = platform_of(rule("*", note="all"), rule("Add", note="add"), rule("@few", note="few"), sets={"few": [few]})
     notes = [resolve(p, "Add", {"config": {"n": n}}).rule.note for n in (2, 3)]
     assert notes == ["few", "all"]
-    p = platform(rule("@few", note="few", where={"rank": 2}), rule("Add", note="add"), sets={"few": [few]})
+    p = platform_of(rule("@few", note="few", where={"rank": 2}), rule("Add", note="add"), sets={"few": [few]})
     assert resolve(p, "Add", {"config": {"n": 2}, "in_shape": (1, 2)}).rule.note == "few"
     assert resolve(p, "Add", {"config": {"n": 2}, "in_shape": (1, 2, 3)}).rule.note == "add"
 
@@ -272,24 +265,24 @@ def test_a_set_with_a_condition_goes_before_rules_for_its_operator_and_is_not_me
 def test_whether_a_rule_names_the_operator_or_all_there_are():
     graph = layers()
     conv, _, relu, _ = graph.nodes
-    p = platform(rule("@convs"), rule("*"), sets={"convs": [Member(type="Conv2d")]})
+    p = platform_of(rule("@convs"), rule("*"), sets={"convs": [Member(type="Conv2d")]})
     assert lists(p, graph, conv) and not lists(p, graph, relu)
-    assert lists(platform(rule("Relu")), graph, relu) and not lists(platform(rule("Add")), graph, relu)
+    assert lists(platform_of(rule("Relu")), graph, relu) and not lists(platform_of(rule("Add")), graph, relu)
 
 
 def test_a_restriction_that_does_not_hold_ends_the_search_and_the_first_reason_stays():
     only = rule("Add", use=False, where={"rank": 2})
-    p = platform(rule("Add", where={"rank": 3}), only, rule("Add"))
+    p = platform_of(rule("Add", where={"rank": 3}), only, rule("Add"))
     found = resolve(p, "Add", {"in_shape": (1,) * 4})
     assert (found.rule, found.options, found.rules, found.exec) == (None, (), (), "float")
     assert found.why == "'npu' runs Add only with rank 3 (got 4); rule ops.0"
     assert resolve(p, "Add", {"in_shape": (1, 1)}).rule is p.ops[2]
-    skipped = platform(rule("Add", where={"rank": 3}, rules=[{"tie": ["ins", "out"]}]), rule("Add"))
+    skipped = platform_of(rule("Add", where={"rank": 3}, rules=[{"tie": ["ins", "out"]}]), rule("Add"))
     assert resolve(skipped, "Add", {"in_shape": (1, 1)}).rules == ()
 
 
 def test_bits_of_activations_are_8_where_nothing_is_said():
-    p = platform(rule("Relu", when={"bits": 16}, note="wide"), rule("Relu", when={"bits": 8}, note="narrow"))
+    p = platform_of(rule("Relu", when={"bits": 16}, note="wide"), rule("Relu", when={"bits": 8}, note="narrow"))
     graph = layers()
     assert resolve(p, "Relu", {}).rule.note == resolve_node(p, graph, graph.node("r")).rule.note == "narrow"
     assert resolve_node(p, graph, graph.node("r"), bits=16).rule.note == "wide"
@@ -297,7 +290,7 @@ def test_bits_of_activations_are_8_where_nothing_is_said():
 
 def test_a_rule_without_open_formats_says_so():
     gated = {"match": ["Add"], "use": [{"in": "a8", "out": "a8", "when": {"arch": "B"}}]}
-    p = platform(gated, rule("Mul", exec="float"), arch=["A", "B"])
+    p = platform_of(gated, rule("Mul", exec="float"), arch=["A", "B"])
     found = {a: resolve(p.model_copy(update={"arch_selected": a}), "Add", {}) for a in "AB"}
     assert found["A"].options == () and found["A"].why == "'npu' has no formats for Add on revision A"
     assert len(found["B"].options) == 1 and found["B"].why == ""
@@ -336,21 +329,21 @@ _ELSEWHERE, _PARTS = "ranges computed at run time of other tensors", "ranges of 
     ],
 )
 def test_formats_that_cannot_be_decided_say_what_is_missing(op, use, why):
-    found = resolve(platform({"match": [op], "use": [use]}, formats=FORMATS), op, {})
+    found = resolve(platform_of({"match": [op], "use": [use]}, formats=FORMATS), op, {})
     assert bool(found.options) == (not why)
     assert found.why.startswith(f"the formats of 'npu' for {op} need {why}" if why else "") and bool(found.why) == bool(
         why
     )
-    both = platform({"match": [op], "use": [use, {"in": "a8", "w": "w8", "out": "a8"}]}, formats=FORMATS)
+    both = platform_of({"match": [op], "use": [use, {"in": "a8", "w": "w8", "out": "a8"}]}, formats=FORMATS)
     assert len(resolve(both, op, {}).options) == 1 + (not why)  # the other stays open
 
 
 def test_floating_point_is_one_word_whatever_its_format():
     use = {"in": ["half", "a8"], "w": "w8", "b": "half", "out": "half"}
-    (found,) = resolve(platform({"match": ["MatMul"], "use": [use]}, formats=FORMATS), "MatMul", {}).options
+    (found,) = resolve(platform_of({"match": ["MatMul"], "use": [use]}, formats=FORMATS), "MatMul", {}).options
     assert (found.in_, found.w, found.b, found.out) == (("float", "a8"), "w8", "float", "float")
     use = {"in": "now", "w": "w8", "out": "half"}
-    (found,) = resolve(platform({"match": ["Linear"], "use": [use]}, formats=FORMATS), "Linear", {}).options
+    (found,) = resolve(platform_of({"match": ["Linear"], "use": [use]}, formats=FORMATS), "Linear", {}).options
     assert (found.in_, found.dynamic, found.out) == ("float", "now", "float")
 
 
@@ -361,7 +354,7 @@ def test_fusions_name_their_sets_by_operators_where_those_say_it():
     def chain(*steps, **more):
         return {"chain": [[s] for s in steps], "src": ["M"], "conf": "V", **more}
 
-    p = platform(
+    p = platform_of(
         rule("Add"),
         arch=["A", "B"],
         sets=sets,

@@ -18,11 +18,12 @@ from chipfit.platform.schema import OpRule, Platform
 from chipfit.report.html import page
 from chipfit.report.terminal import show
 from chipfit.simulate.integer import simulate
+from tests.build import platform_of
 
 
 def said(**more):
     """What is not modelled of a platform with one format a8."""
-    return not_modelled(Platform.model_validate({"name": "npu", "formats": {"a8": {"bits": 8}}, **more}))
+    return not_modelled(platform_of(**more))
 
 
 def test_a_platform_without_such_words_names_none():

@@ -10,8 +10,6 @@ import torch
 from chipfit.graph.ir import DYNAMIC, Graph, Node, Value
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.platform.load import load
-from chipfit.quantizers.grids import Grid, all_codes
-from chipfit.quantizers.stored import Stored
 from chipfit.registry import lookup
 from chipfit.simulate.device import float_operators
 from chipfit.simulate.integer import (
@@ -29,16 +27,10 @@ from chipfit.simulate.integer import (
     simulate,
     windows,
 )
+from tests.build import stored
 from tests.simulate.one_operator import Codes, drawn, one
 
 ORT, TFLITE = load("ort_cpu"), load("tflite_int8")
-
-
-def stored(scale=0.5, zero=0, bits=8, **ends) -> Stored:
-    low, high = all_codes(bits, True)
-    given = {"qmin": ends.pop("low", low), "qmax": ends.pop("high", high)}
-    grid = Grid(bits=bits, zero="any", **given, **ends)
-    return Stored(format="f", grid=grid, scale=torch.tensor(scale), zero_point=torch.tensor(zero, dtype=torch.int32))
 
 
 def tensor(name: str, role: str = "activation", **more) -> TensorPlan:

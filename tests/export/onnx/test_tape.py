@@ -14,18 +14,9 @@ from chipfit.export.onnx.ops import WRITERS
 from chipfit.export.onnx.tape import Tape
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
-from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.stored import Stored
 from chipfit.runtimes.onnxruntime import OnnxRuntime
+from tests.build import stored
 from tests.export.operators import alone
-
-
-def stored(scale=0.5, zero=0, low=-128, high=127, bits=8, axis=None, per=None) -> Stored:
-    scale = torch.tensor(scale)
-    per = per or ("tensor" if axis is None else "channel")
-    grid = Grid(bits=bits, qmin=low, qmax=high, zero="any", per=per)
-    zeros = torch.full_like(scale, zero, dtype=torch.int32)
-    return Stored(format="f", grid=grid, scale=scale, zero_point=zeros, axis=axis)
 
 
 def tape_of(*nodes, shapes=None, weights=None, opset=13, roles=None, **plan):

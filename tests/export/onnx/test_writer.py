@@ -19,23 +19,9 @@ from chipfit.export.onnx.writer import _info, _least_opset, _used, export_onnx
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
-from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 from chipfit.runtimes.onnxruntime import OnnxRuntime
-
-
-def stored(bits: int, scale=0.5, zero=0, low=None, signed=True, axis=None) -> Stored:
-    grid = Grid(
-        bits=bits,
-        qmin=(-(1 << bits - 1) if signed else 0) if low is None else low,
-        qmax=(1 << bits - int(signed)) - 1,
-        zero="any",
-        per="tensor" if axis is None else "channel",
-    )
-    scale = torch.tensor(scale)
-    return Stored(
-        format="f", grid=grid, scale=scale, zero_point=torch.full_like(scale, zero, dtype=torch.int32), axis=axis
-    )
+from tests.build import stored
 
 
 def relu(grid: Stored, shape=(None, 3)) -> tuple[Graph, Plan]:
@@ -47,12 +33,12 @@ def relu(grid: Stored, shape=(None, 3)) -> tuple[Graph, Plan]:
 
 @pytest.mark.parametrize("bits, opset", [(4, 21), (3, 21), (5, 13), (8, 13), (9, 21), (16, 21), (17, 13), (32, 13)])
 def test_codes_of_4_and_of_16_bits_need_a_later_opset(bits, opset):
-    assert _least_opset(*relu(stored(bits))) == opset
+    assert _least_opset(*relu(stored(bits=bits))) == opset
 
 
 @pytest.mark.parametrize("opset, version", [(None, 7), (13, 7), (14, 10), (17, 8), (18, 8), (21, 10), (20, 10)])
 def test_the_version_of_the_format_came_with_the_opset(tmp_path, opset, version):
-    model = onnx.load(export_onnx(*relu(stored(8)), tmp_path / "m.onnx", opset=opset))
+    model = onnx.load(export_onnx(*relu(stored()), tmp_path / "m.onnx", opset=opset))
     assert (model.opset_import[0].version, model.ir_version) == (opset or 13, version)
     assert model.opset_import[0].domain == "" and model.graph.name == "chipfit" and model.producer_name == "chipfit"
     notes = {p.key: p.value for p in model.metadata_props}
@@ -62,7 +48,7 @@ def test_the_version_of_the_format_came_with_the_opset(tmp_path, opset, version)
 
 def test_an_opset_that_is_too_early_is_refused(tmp_path):
     with pytest.raises(UnsupportedError, match="needs ONNX opset 13. Got: 12. Allowed: >= 13"):
-        export_onnx(*relu(stored(8)), tmp_path / "m.onnx", opset=12)
+        export_onnx(*relu(stored()), tmp_path / "m.onnx", opset=12)
     with pytest.raises(UnsupportedError, match="needs ONNX opset 17"):
         export_onnx(capture(nn.LayerNorm(4), (torch.randn(2, 4),)), None, tmp_path / "m.onnx", opset=16)
 
@@ -81,7 +67,7 @@ def test_an_opset_that_is_too_early_is_refused(tmp_path):
 )
 def test_a_file_saturates_at_the_ends_of_the_grid(tmp_path, bits, signed, low, kinds):
     """Every code in steps of a half, and reals beyond both ends."""
-    grid = stored(bits, low=low, signed=signed)
+    grid = stored(bits=bits, low=low, signed=signed)
     path = export_onnx(*relu(grid), tmp_path / "m.onnx")
     x = torch.cat([torch.linspace(-20000.0, 40000.0, 3001), torch.arange(-140, 140) / 2, torch.tensor([9e4, -9e4])])
     x = x[: len(x) // 3 * 3].reshape(-1, 3)
@@ -95,7 +81,7 @@ def test_a_file_saturates_at_the_ends_of_the_grid(tmp_path, bits, signed, low, k
 
 
 def test_a_narrow_grid_of_channels_is_clipped_along_its_axis(tmp_path):
-    grid = stored(12, scale=[0.5, 1.0, 2.0], axis=1)
+    grid = stored([0.5, 1.0, 2.0], bits=12, axis=1)
     path = export_onnx(*relu(grid, (None, 3, 2)), tmp_path / "m.onnx")
     x = torch.tensor([[[9e4, -9e4]] * 3, [[1.0, 2.6], [1.0, -1.0], [1022 * 2.0, 5000.0]]])
     got = OnnxRuntime(path, ["x_q"]).run([x.numpy()])["x_q"]
@@ -118,7 +104,7 @@ def test_sizes_that_only_the_run_tells_have_names(tmp_path):
 
 
 def test_a_weight_that_is_an_output_is_in_the_file(tmp_path):
-    graph, _ = relu(stored(8))
+    graph, _ = relu(stored())
     graph.weights["w"] = torch.tensor([[1, 2, 3]])
     graph.outputs = ["y", "w"]
     got = OnnxRuntime(export_onnx(graph, None, tmp_path / "m.onnx")).run([np.ones((2, 3), np.float32)])
@@ -141,7 +127,7 @@ def test_a_type_by_torchs_name():
 
 @pytest.fixture
 def tape():
-    graph, plan = relu(stored(8))
+    graph, plan = relu(stored())
     tape = Tape(graph, plan, 13)
     tape.publish("x", "x")
     return tape
@@ -199,7 +185,7 @@ def test_what_the_checker_says_first_is_said(tmp_path, monkeypatch):
 
     monkeypatch.setattr(onnx.checker, "check_model", refuses)
     with pytest.raises(ExportError, match="The ONNX checker refuses the model: too large.$"):
-        export_onnx(*relu(stored(8)), tmp_path / "m.onnx")
+        export_onnx(*relu(stored()), tmp_path / "m.onnx")
     assert not list(tmp_path.iterdir())
 
 

@@ -12,20 +12,12 @@ from chipfit.export.tflite.emit import Emitter, Refusal, code_type
 from chipfit.export.tflite.file import INT4, TYPES
 from chipfit.graph.ir import OPAQUE, Graph, Node, Value
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
-from chipfit.quantizers.grids import Grid, all_codes
 from chipfit.quantizers.stored import Stored
+from tests.build import stored
 
 FLOAT, INT8, INT32, INT64 = (TYPES[k] for k in ("float32", "int8", "int32", "int64"))
 WEIGHT = torch.tensor([[1.0, -2.0, 0.5, 3.0], [4.0, 5.0, -6.0, 7.0]])
 LINEAR = Node("n", "Linear", ("x", "w", None), ("y",), layer="head")
-
-
-def stored(scale=0.5, zero=0, bits=8, axis=None, per="tensor") -> Stored:
-    low, high = all_codes(bits, True)
-    scale = torch.tensor(scale)
-    points = torch.full_like(scale, zero, dtype=torch.int32)
-    grid = Grid(bits=bits, qmin=low, qmax=high, zero="any", per="channel" if scale.dim() == 1 else per)
-    return Stored(format="f", grid=grid, scale=scale, zero_point=points, axis=axis)
 
 
 def emitter(exec="int", weight=None, edges=(), integer=False, batch=None, **values) -> Emitter:
@@ -183,7 +175,7 @@ def test_a_weight_that_nobody_knows_is_refused():
 
 
 def blocks(scale=((0.5, 0.25), (1.0, 0.125)), zero=0, bits=4, axis=1) -> Stored:
-    return stored([list(row) for row in scale], zero, bits, axis, "block")
+    return stored([list(row) for row in scale], zero, bits, axis=axis)
 
 
 def test_a_matrix_in_blocks_has_their_scales_beside_it():

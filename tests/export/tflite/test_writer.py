@@ -17,8 +17,7 @@ from chipfit.export.tflite.file import TYPES
 from chipfit.export.tflite.writer import _sizes, content, export_tflite
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
-from chipfit.quantizers.grids import Grid, all_codes
-from chipfit.quantizers.stored import Stored
+from tests.build import stored
 from tests.export.test_ends import Table
 
 FLOAT, INT8 = TYPES["float32"], TYPES["int8"]
@@ -72,11 +71,8 @@ def computed(raw: bytes, *inputs: np.ndarray) -> np.ndarray:
     return interpreter.get_tensor(interpreter.get_output_details()[0]["index"])
 
 
-def stored(name: str, scale=0.5, zero=0, bits=8, signed=True, role="activation", **grid: Any) -> TensorPlan:
-    low, high = all_codes(bits, signed)
-    grid = Grid(**{"bits": bits, "qmin": low, "qmax": high, "zero": "any", **grid})
-    numbers = {"scale": torch.tensor(scale), "zero_point": torch.tensor(zero, dtype=torch.int32)}
-    return TensorPlan(name=name, role=role, stored=Stored(format="f8", grid=grid, **numbers))
+def tensor(name: str, scale=0.5, zero=0, role="activation", **grid: Any) -> TensorPlan:
+    return TensorPlan(name=name, role=role, stored=stored(scale, zero, **grid))
 
 
 RELU = network(node("Relu", "x", "y"), x=(None, 4), y=(None, 4))
@@ -101,20 +97,20 @@ def test_sizes_beside_the_batch_are_known(shape):
     ],
 )
 def test_what_the_file_cannot_store_is_named_with_its_format(grid, why):
-    plan = Plan(tensors={"x": stored("x", **grid), "y": TensorPlan(name="y", role="activation")})
+    plan = Plan(tensors={"x": tensor("x", **grid), "y": TensorPlan(name="y", role="activation")})
     with pytest.raises(UnsupportedError) as e:
         content(RELU, plan)
-    assert f"Got: tensor 'x' (f8): {why}." in str(e.value)
-    content(RELU, Plan(tensors={"x": stored("x"), "w": stored("w", per="channel")}))
+    assert f"Got: tensor 'x' (a8): {why}." in str(e.value)
+    content(RELU, Plan(tensors={"x": tensor("x"), "w": tensor("w", per="channel")}))
 
 
 def test_reasons_are_told_once_each_for_all_that_they_concern():
-    plan = Plan(tensors={n: stored(n, signed=n not in "ab", per="row" if n == "c" else "tensor") for n in "abcd"})
+    plan = Plan(tensors={n: tensor(n, signed=n not in "ab", per="row" if n == "c" else "tensor") for n in "abcd"})
     with pytest.raises(UnsupportedError) as e:
         content(RELU, plan)
     first, second = (
-        "tensor 'a' (f8), tensor 'b' (f8): the file holds signed",
-        "integers only; tensor 'c' (f8): the file has",
+        "tensor 'a' (a8), tensor 'b' (a8): the file holds signed",
+        "integers only; tensor 'c' (a8): the file has",
     )
     assert f"{first} {second} no scales per row" in str(e.value)
     assert str(e.value).rstrip(".").endswith("quantize for a platform such as tflite_int8")
@@ -219,7 +215,7 @@ def test_the_file_says_how_values_lie_and_where_their_batch_is():
 
 
 def test_all_tensors_of_a_value_are_noted():
-    plan = Plan(tensors={"x": stored("x")}, nodes={"n_y": NodePlan(name="n_y", op="Relu")})
+    plan = Plan(tensors={"x": tensor("x")}, nodes={"n_y": NodePlan(name="n_y", op="Relu")})
     said = json.loads(entry(content(RELU, plan), "chipfit"))
     assert said["batch_axis"] == dict.fromkeys(["x", "x/float", "x/dequantized", "y"], 0)
 
@@ -259,7 +255,7 @@ def grouped(*acts: Node, exec="int", **more) -> tuple[Graph, Plan]:
     last = acts[-1].output if acts else "v"
     values = dict.fromkeys(["x", "v", *(a.output for a in acts)], (None, 4))
     graph = network(node("Mul", "xx", "v"), *acts, **values)
-    tensors_ = {n: stored(n) for n in ("x", last)}
+    tensors_ = {n: tensor(n) for n in ("x", last)}
     names = tuple(n.name for n in graph.nodes)
     plan = Plan(tensors=tensors_, nodes={n.name: NodePlan(name=n.name, op=n.op, exec=exec) for n in graph.nodes})
     return graph, replace(plan, groups=(names,) if len(names) > 1 else (), **more)
@@ -296,7 +292,7 @@ def test_an_activation_is_the_kernels_own_where_it_is_the_only_one(exec, acts, w
 def test_a_kernel_without_activations_of_its_own_is_followed_by_them():
     graph = network(node("LeakyRelu", "x", "v", negative_slope=0.5), SIX, x=(None, 4), v=(None, 4), y=(None, 4))
     nodes = {n.name: NodePlan(name=n.name, op=n.op) for n in graph.nodes}
-    plan = Plan(tensors={n: stored(n) for n in ("x", "y")}, nodes=nodes, groups=(tuple(nodes),))
+    plan = Plan(tensors={n: tensor(n) for n in ("x", "y")}, nodes=nodes, groups=(tuple(nodes),))
     assert [op for op in operators(content(graph, plan)) if "QUANTIZE" not in op] == ["LEAKY_RELU", "RELU6"]
     assert computed(content(graph, plan), 4 * X).tolist() == [[0, 4, 6, 0]]
 
@@ -338,7 +334,7 @@ def test_what_another_operator_reads_before_its_codes_is_made_in_float():
     assert in_codes(graph, plan)
     early = replace(plan, float_edges=frozenset({("v", "n_s")}))
     assert not in_codes(graph, early)
-    got = computed(content(graph, replace(early, tensors={n: stored(n, 3.0) for n in "xv"})), X)
+    got = computed(content(graph, replace(early, tensors={n: tensor(n, 3.0) for n in "xv"})), X)
     np.testing.assert_allclose(got, np.sin(np.float32([[9.0, 0.0, 9.0, 0.0]])), atol=1e-6)  # -2 and 3 are steps of 3
 
 
@@ -346,7 +342,7 @@ def test_what_another_operator_reads_before_its_codes_is_made_in_float():
 def test_codes_are_moved_where_both_ends_have_one_set_of_numbers(scale, codes):
     graph = network(node("Transpose", "x", "v", perm=(1, 0)), x=(2, 4), v=(4, 2))
     plan = Plan(
-        tensors={"x": stored("x"), "v": stored("v", scale)},
+        tensors={"x": tensor("x"), "v": tensor("v", scale)},
         nodes={"n_v": NodePlan(name="n_v", op="Transpose", exec="follow")},
     )
     assert in_codes(graph, plan) is codes
@@ -358,7 +354,7 @@ def test_parts_are_moved_as_codes_where_all_have_the_numbers_of_the_whole():
     graph = network(split, x=(None, 4), v=(None, 2), u=(None, 2), outputs=["v", "u"])
     nodes = {"n_v": NodePlan(name="n_v", op="Split", exec="follow")}
     for scale, codes in ((0.5, True), (0.25, False)):
-        plan = Plan(tensors={"x": stored("x"), "v": stored("v"), "u": stored("u", scale)}, nodes=nodes)
+        plan = Plan(tensors={"x": tensor("x"), "v": tensor("v"), "u": tensor("u", scale)}, nodes=nodes)
         model = read(content(graph, plan))
         kinds = {t.name: t.type for t in model.subgraphs[0].tensors}
         assert kinds[b"u"] == INT8 and (b"u/float" in kinds) is not codes and (b"v/float" in kinds) is not codes
