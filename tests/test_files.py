@@ -13,7 +13,7 @@ import pytest
 
 from chipfit import files
 from chipfit.errors import ExportError
-from chipfit.files import MANIFEST, replacing, standing, write_atomically
+from chipfit.files import MANIFEST, current_folder, replace_folder, write_atomically
 
 KILLED = """
 import os, sys
@@ -26,7 +26,7 @@ files.{hook} = die
 
 
 def put(directory, text="new"):
-    with replacing(directory, "a test") as new:
+    with replace_folder(directory, "a test") as new:
         (new / "a.txt").write_text(text)
         (new / MANIFEST).write_text(json.dumps({"chipfit": "1", "files": {"a.txt": {}}}))
 
@@ -157,7 +157,7 @@ def test_nothing_that_is_not_ours_is_replaced(tmp_path, make):
 
 def test_what_comes_while_we_write_is_not_replaced_either(tmp_path, system):
     def write():
-        with replacing(tmp_path / "out", "a test") as new:
+        with replace_folder(tmp_path / "out", "a test") as new:
             (new / "a.txt").write_text("new")
             foreign_guest(tmp_path / "out")
 
@@ -169,9 +169,9 @@ def test_what_comes_while_we_write_is_not_replaced_either(tmp_path, system):
 
 def test_an_error_leaves_what_was_there_and_nothing_else(tmp_path, system):
     put(tmp_path / "out", "1")
-    with pytest.raises(ZeroDivisionError), replacing(tmp_path / "out", "a test") as new:
+    with pytest.raises(ZeroDivisionError), replace_folder(tmp_path / "out", "a test") as new:
         (new / "a.txt").write_text(str(1 / 0))
-    with pytest.raises(ExportError, match="cannot be written"), replacing(tmp_path / "out", "a test") as new:
+    with pytest.raises(ExportError, match="cannot be written"), replace_folder(tmp_path / "out", "a test") as new:
         (new / "missing" / "a.txt").write_text("x")
     assert here(tmp_path) == ["out"] and (tmp_path / "out" / "a.txt").read_text() == "1"
 
@@ -184,7 +184,7 @@ def test_a_link_to_a_folder_is_followed(tmp_path, system):
 
 
 PUT = """
-with files.replacing(Path({out!r}), "a test") as new:
+with files.replace_folder(Path({out!r}), "a test") as new:
     (new / "a.txt").write_text("new")
     (new / "manifest.json").write_text('{{"chipfit": "1", "files": {{"a.txt": {{}}}}}}')
 """
@@ -206,7 +206,7 @@ def test_a_writer_killed_between_two_renames_loses_nothing(tmp_path):
     third += "os.rename = lambda a, b: die() if calls.append(a) or len(calls) == 3 else real(a, b)\nfiles.unused"
     killed(PUT.format(out=str(tmp_path / "out")), hook=third)
     assert not (tmp_path / "out").exists()
-    assert (standing(tmp_path / "out") / "a.txt").read_text() == "old"  # where `load` reads it
+    assert (current_folder(tmp_path / "out") / "a.txt").read_text() == "old"  # where `load` reads it
     write_atomically(tmp_path / "f", b"1")  # whoever writes next gives it its name back
     assert here(tmp_path) == ["f", "out"] and (tmp_path / "out" / "a.txt").read_text() == "old"
 

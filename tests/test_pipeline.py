@@ -230,7 +230,7 @@ class Halves(nn.Module):
 
 def test_a_result_shows_what_stays_float_first_and_how_each_result_is_stored():
     result = fit(Halves().eval(), platform="tflite_int8")
-    screen = result._screen()
+    screen = result._summary()
     nodes = result.plan.nodes.values()
     integers = sum(n.exec != "float" for n in nodes)
     assert 0 < integers < len(nodes)
@@ -251,12 +251,12 @@ def test_a_result_shows_what_stays_float_first_and_how_each_result_is_stored():
 
 def test_a_result_shows_the_first_line_of_its_verification(result):
     verified = replace(result, verification=SimpleNamespace(summary=lambda: "exact\nof many\nwords"))
-    assert verified._screen().facts["verified"] == "exact"
+    assert verified._summary().facts["verified"] == "exact"
 
 
 def test_lint_shows_how_many_operators_run_in_integers():
     lint = chipfit.lint(Halves().eval(), DATA[0], "tflite_int8")
-    screen = lint._screen()
+    screen = lint._summary()
     runs = [n.exec for n in lint.rows]
     assert [row[1] for row in screen.rows] == [n.op for n in lint.graph.nodes]
     assert screen.title == f"{len(runs) - runs.count('float')} of {len(runs)} operators run in integers on tflite_int8"

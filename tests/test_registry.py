@@ -91,13 +91,13 @@ def test_steps_after_each_other_are_refused():
 
 
 def test_a_step_stands_behind_those_that_it_names_and_its_setting_is_known():
-    from chipfit.settings import Settings, known
+    from chipfit.settings import Settings, known_settings
 
     register("pass", "mine", stage="rewrite", after=("channels_last",), setting=Setting("mine", None, "doc", "by"))(
         nothing
     )
     assert [e.name for e in ordered("rewrite")][-2:] == ["channels_last", "mine"]
-    assert "mine" in known() and Settings(mine=0.5).mine == 0.5 and Settings().mine is None
+    assert "mine" in known_settings() and Settings(mine=0.5).mine == 0.5 and Settings().mine is None
 
 
 def test_a_missing_library_names_the_extra():

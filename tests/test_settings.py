@@ -14,7 +14,7 @@ from chipfit.core import BitWidthConfig, CoreConfig, QuantizationConfig, Quantiz
 from chipfit.core.network_editor import NodeTypeFilter
 from chipfit.errors import PlanError
 from chipfit.registry import STAGES, ordered
-from chipfit.settings import Settings, known
+from chipfit.settings import Settings, known_settings
 
 OFF = {
     "weights_bias_correction": False,
@@ -389,7 +389,7 @@ def test_the_pages_about_settings_name_every_one_of_them():
 
     docs = Path(__file__).parents[1] / "docs"
     page = (docs / "settings.md").read_text() + (docs / "few-bits.md").read_text()
-    named = [*known(), *CHOICES, *vars(QuantizationConfig())]
+    named = [*known_settings(), *CHOICES, *vars(QuantizationConfig())]
     assert [n for n in named if f"`{n}`" not in page] == []
 
 
@@ -400,9 +400,9 @@ def test_every_setting_is_off_unless_asked_for():
 
 
 def test_numbers_that_nobody_chose_are_those_of_the_documentation():
-    from chipfit.settings import known
+    from chipfit.settings import known_settings
 
-    numbers = {k: s.default for k, s in known().items() if type(s.default) in (int, float)}
+    numbers = {k: s.default for k, s in known_settings().items() if type(s.default) in (int, float)}
     assert numbers == {
         "rounding_samples": 4096,
         "correct_weights": 0.1,

@@ -14,11 +14,10 @@ from chipfit.errors import PlanError, TrainingError
 from chipfit.frameworks import lower
 from chipfit.frameworks.torch.fit import stepper
 from chipfit.plan.diff import diff
-from chipfit.plan.record import Limit
 from chipfit.plan.text import plan_from_json, plan_to_json
 from chipfit.plan.training import Training
 from chipfit.quantizers.algorithm import Algorithm
-from chipfit.quantizers.sums import code_sums
+from chipfit.quantizers.scale_bounds import ScaleBound, code_sums
 
 DATA = [torch.randn(8, 4, 6, 6, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
 
@@ -151,7 +150,7 @@ def test_steps_of_the_command_line_are_counted(tflite):
 
 
 def test_rules_that_nothing_may_move_for_are_an_error(tflite):
-    limit = Limit(op="Add", terms=((tflite.plan.fixed[0], 1),), low=-3.0)
+    limit = ScaleBound(op="Add", terms=((tflite.plan.fixed[0], 1),), low=-3.0)
     with pytest.raises(TrainingError, match=r"softmax >= 0.125 \(scales\)"):
         lower(tflite.graph, replace(tflite.plan, limits=(limit,)), Training("lsq"))
 

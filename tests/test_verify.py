@@ -370,7 +370,7 @@ def test_a_screen_shows_faults_first_and_then_what_differs_most():
         Row("c", "", "Relu", elements=9, differing=4, largest=2, wrong="bad"),
         Row("d", "", "Relu", elements=9, differing=3, largest=5, op_differing=0),
     ]
-    screen = verification(*rows, Row("e", "", "Relu", elements=9))._screen()
+    screen = verification(*rows, Row("e", "", "Relu", elements=9))._summary()
     assert [r[0] for r in screen.rows] == ["c", "d", "a", "e", "b"]
     assert screen.rows[0] == ("c", "Relu", 9, 4, 2, 0, "bad") and screen.rows[4][-1] == "elided"
     assert screen.title == "Verification on chip: departs" and screen.facts["coverage"].startswith("compared 4 of 5")

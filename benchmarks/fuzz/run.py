@@ -31,7 +31,7 @@ from google.protobuf.message import DecodeError
 from onnxruntime.capi import onnxruntime_pybind11_state
 
 import chipfit
-from chipfit.errors import ChipfitError, theirs
+from chipfit.errors import ChipfitError, raised_outside_chipfit
 from chipfit.frameworks.torch.program import Unclear
 
 SOURCE = Path(chipfit.__file__).parent
@@ -184,7 +184,7 @@ def unforeseen(e: ChipfitError) -> str:
     while (cause := at.__cause__ or at.__context__) is not None:
         place = _ours(at)
         if not isinstance(cause, (ChipfitError, Unclear)):  # of which the second one is behind the first
-            foreign = place in FOREIGN and theirs(cause)
+            foreign = place in FOREIGN and raised_outside_chipfit(cause)
             if not foreign and not isinstance(cause, FORESEEN.get(place, ())):
                 return (
                     f"{type(cause).__name__} at {_at(cause)} behind {type(e).__name__} of {place}: {str(cause)[:200]}"

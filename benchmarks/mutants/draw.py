@@ -38,8 +38,8 @@ NOT = "calibration/progress.py export/names.py"
 #: constants, settings and parameters that say how much is done or kept at a time: one more or less is as good
 EFFORT = {
     "calibration/data.py": "ROWS",
-    "calibration/kept.py": "most",
-    "calibration/seen.py": "_KEPT _NUMBERS",
+    "calibration/batch_cache.py": "most",
+    "calibration/sample_fingerprints.py": "_KEPT _NUMBERS",
     "passes/islands.py": "_LARGEST",
     "plan/saved.py": "_ATTEMPTS",
     "quantizers/tables.py": "_DISTINCT",

@@ -32,7 +32,7 @@ class ChipfitError(Exception):
         return {label: fact for label, fact in facts.items() if fact is not None}
 
 
-def theirs(e: BaseException) -> bool:
+def raised_outside_chipfit(e: BaseException) -> bool:
     """Whether an exception arose in somebody else's code, or in the very call of it that was being tried.
 
     A refusal may stand for what a user's model or another library raises. What arose in here is a bug, and passes.
@@ -48,13 +48,13 @@ def first_line(e: BaseException) -> str:
     return str(e).strip().partition("\n")[0][:300] or type(e).__name__
 
 
-def brief(e: BaseException) -> str:
+def short_message(e: BaseException) -> str:
     """Type and first line of somebody else's exception."""
     said, kind = first_line(e), type(e).__name__
     return said if said == kind else f"{kind}: {said}"
 
 
-def installed(module: str, what: str, failure: type[ChipfitError], package: str = "") -> Any:
+def import_optional(module: str, what: str, failure: type[ChipfitError], package: str = "") -> Any:
     """A module of a library that not every installation has; `what` needs it.
 
     Raises:
@@ -64,7 +64,7 @@ def installed(module: str, what: str, failure: type[ChipfitError], package: str 
         return importlib.import_module(module)
     except ImportError as e:
         library = module.partition(".")[0]
-        raise failure(f"{what} needs {library}: {brief(e)}", hint=f"pip install {package or library}") from e
+        raise failure(f"{what} needs {library}: {short_message(e)}", hint=f"pip install {package or library}") from e
 
 
 class PlatformError(ChipfitError):
@@ -132,7 +132,7 @@ class Interrupted(KeyboardInterrupt):
         self.result = result
 
 
-def interrupted(notes: Iterable[str]) -> str:
+def interruption_note(notes: Iterable[str]) -> str:
     """The note of a step that was not done to its end; "" where all were."""
     return next((n for n in notes if n.startswith(Interrupted.NOTE)), "")
 

@@ -46,7 +46,7 @@ _CURES = {
 }
 
 
-def refused_by_disk(e: OSError | ValueError) -> tuple[str, str]:
+def describe_disk_error(e: OSError | ValueError) -> tuple[str, str]:
     """What the disk says in words, and what to try; a ValueError is of a path that no disk can have."""
     if isinstance(e, OSError):
         cure = next((cure for cure, codes in _CURES.items() if e.errno in codes), "choose another folder")
@@ -81,7 +81,7 @@ def write_atomically(path: Path, content: bytes) -> Path:
 
 
 @contextmanager
-def replacing(directory: Path, what: str, refusal: type[ChipfitError] = ExportError) -> Iterator[Path]:
+def replace_folder(directory: Path, what: str, refusal: type[ChipfitError] = ExportError) -> Iterator[Path]:
     """A folder to fill, which takes the place of `directory` when the block ends; with an error, nothing changes.
 
     What stood there is removed if it is empty, or if its manifest lists all that it holds. Links are followed, and a
@@ -97,7 +97,7 @@ def replacing(directory: Path, what: str, refusal: type[ChipfitError] = ExportEr
     what_fails = "The folder cannot be written"
     with _typed(directory, ExportError, what_fails):
         target = Path(os.path.realpath(directory))
-        demand_replaceable(target, what, refusal)
+        check_replaceable(target, what, refusal)
     with _typed(directory, ExportError, what_fails, kinds=(OSError,)):
         target.parent.mkdir(parents=True, exist_ok=True)
         _sweep(target.parent)
@@ -108,12 +108,12 @@ def replacing(directory: Path, what: str, refusal: type[ChipfitError] = ExportEr
             for folder, _, names in os.walk(new):
                 for name in (*names, ""):
                     _sync(Path(folder, name))
-            _put(new, target, work / "old", lambda found: demand_replaceable(found, what, refusal, directory))
+            _put(new, target, work / "old", lambda found: check_replaceable(found, what, refusal, directory))
             _sync(target.parent)
 
 
 @contextmanager
-def holding(folder: Path, *, wait: bool) -> Iterator[bool]:
+def lock_folder(folder: Path, *, wait: bool) -> Iterator[bool]:
     """Holds a folder for this process while the block runs; False where another one does, and `wait` is not asked for.
 
     Raises:
@@ -126,21 +126,21 @@ def holding(folder: Path, *, wait: bool) -> Iterator[bool]:
         yield _lock(lock.fileno(), wait=wait)
 
 
-def demand_replaceable(
+def check_replaceable(
     directory: Path, what: str, refusal: type[ChipfitError] = ExportError, name: Path | None = None
 ) -> None:
-    """Raise `refusal` unless `replacing` may remove what stands there.
+    """Raise `refusal` unless `replace_folder` may remove what stands there.
 
     Args:
         name: what messages call the directory.
     """
-    reason = not_ours(directory)
+    reason = why_not_replaceable(directory)
     if reason:
         message = f"'{name or directory}' exists and is not {what}: {reason}"
         raise refusal(message, hint="choose a new directory, or remove it yourself")
 
 
-def not_ours(folder: Path) -> str:
+def why_not_replaceable(folder: Path) -> str:
     """Why a folder is nothing that chipfit wrote; "" for one that it did, an empty one, or none."""
     if not os.path.lexists(folder):
         return ""
@@ -161,11 +161,11 @@ def not_ours(folder: Path) -> str:
     foreign = sorted(p.name for p in held if p.name not in {MANIFEST, *manifest["files"]})
     if foreign:
         return f"it also holds '{foreign[0]}'"
-    inside = ((p.name, not_ours(p)) for p in held if p.is_dir())
+    inside = ((p.name, why_not_replaceable(p)) for p in held if p.is_dir())
     return next((f"'{name}' is not chipfit's, {why}" for name, why in inside if why), "")
 
 
-def standing(directory: Path) -> Path:
+def current_folder(directory: Path) -> Path:
     """`directory`, or where it is while a writer that cannot exchange folders replaces it, or has died doing so."""
     with suppress(OSError, ValueError):
         target = Path(os.path.realpath(directory))
@@ -311,7 +311,7 @@ def _typed(
     try:
         yield
     except kinds as e:
-        why, cure = refused_by_disk(e)
+        why, cure = describe_disk_error(e)
         raise failure(f"{what}: {why}", where=str(path), got=got, hint=cure) from e
 
 
@@ -322,7 +322,7 @@ _LARGE, _RATIO = 1 << 30, 200
 #: where JSON writes a character in two halves, or one of them alone
 _HALVES = re.compile(r"\\u[dD][89a-fA-F]")
 #: what reading an archive raises that is damaged, cut off, or packed in an unknown way
-DAMAGED = OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError
+ARCHIVE_ERRORS = OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError
 
 
 def open_zip(path: str | Path) -> zipfile.ZipFile:
@@ -363,7 +363,7 @@ def path_of(given: Any, failure: type[ChipfitError]) -> Path:
         raise failure("This is no path", got=type(given).__name__, allowed="text, or a pathlib.Path") from None
 
 
-def existing(given: Any, failure: type[ChipfitError], what: str) -> Path:
+def existing_file(given: Any, failure: type[ChipfitError], what: str) -> Path:
     """The path of a file that is there.
 
     Raises:
@@ -376,13 +376,13 @@ def existing(given: Any, failure: type[ChipfitError], what: str) -> Path:
     return path
 
 
-def reading(path: Any, failure: type[ChipfitError], what: str = "The file") -> AbstractContextManager[None]:
+def wrap_read_errors(path: Any, failure: type[ChipfitError], what: str = "The file") -> AbstractContextManager[None]:
     """Say in one way why the disk does not let `what` be read."""
-    existing(path, failure, what)
+    existing_file(path, failure, what)
     return _typed(path, failure, f"{what} cannot be read", kinds=(OSError,))
 
 
-def listed(folder: Path, failure: type[ChipfitError], what: str) -> list[Path]:
+def list_folder(folder: Path, failure: type[ChipfitError], what: str) -> list[Path]:
     """What a folder holds, by name.
 
     Raises:
@@ -398,7 +398,7 @@ def read_text(path: Any, failure: type[ChipfitError]) -> str:
     Raises:
         failure: there is no such file, it may not be read, it is a folder, or it is not UTF-8.
     """
-    with reading(path, failure):
+    with wrap_read_errors(path, failure):
         raw: bytes = path.read_bytes()
     try:
         return raw.decode()

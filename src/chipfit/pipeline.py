@@ -13,13 +13,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from chipfit import steps
+from chipfit.calibration.batch_cache import CachedBatches
 from chipfit.calibration.collect import TensorStats, collect, padding_mask
 from chipfit.calibration.data import OtherSize, as_call, batches, example_of, first_batch, split_label
-from chipfit.calibration.doubts import thin, unlike_training
-from chipfit.calibration.kept import Kept
+from chipfit.calibration.data_checks import check_input_scale, check_sample_count
+from chipfit.calibration.input_errors import explain_error
 from chipfit.calibration.progress import Progress, length
-from chipfit.calibration.seen import Seen
-from chipfit.calibration.slips import explained
+from chipfit.calibration.sample_fingerprints import SampleHashes
 from chipfit.decide import scales
 from chipfit.decide.assignment import Assignment, assign
 from chipfit.decide.bounds import plan_limits
@@ -46,7 +46,7 @@ from chipfit.registry import OFF, is_number
 from chipfit.rounding.compare import Reference, activations_alone, apart, better
 from chipfit.rounding.fisher import few
 from chipfit.rounding.importance import importance
-from chipfit.screen import Screen, Shown
+from chipfit.screen import Summary, SummaryRepr
 from chipfit.search.candidates import as_overrides
 from chipfit.search.choose import space
 from chipfit.search.limits import Limits
@@ -54,7 +54,7 @@ from chipfit.search.losses import Rounding
 from chipfit.search.pareto import SHARES, Pareto, pareto
 from chipfit.search.sensitivity import Sensitivity, sensitivity
 from chipfit.search.solve import LOSS
-from chipfit.settings import PLAIN, Settings
+from chipfit.settings import DEFAULT_SETTINGS, Settings
 
 if TYPE_CHECKING:
     from chipfit.report.report import Report
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(repr=False)
-class Result(Shown):
+class Result(SummaryRepr):
     """What `quantize` returns: the decision, and everything that can be made of it."""
 
     graph: Graph  #: the float network after rewrites
@@ -92,7 +92,7 @@ class Result(Shown):
             self._made = checksum(self._model, self.graph.framework)
         return self._model
 
-    def _screen(self) -> Screen:
+    def _summary(self) -> Summary:
         plan, v = self.plan, self.verification
         nodes = list(plan.nodes.values())
         floats = sorted(nodes, key=lambda n: n.exec != "float")  # what stays float first: it is what people look for
@@ -100,7 +100,7 @@ class Result(Shown):
         made = {n.name: formats.get(n.outputs[0], "") for n in self.graph.nodes if n.outputs}
         rows = [(n.who, n.op, n.exec, made.get(n.name, ""), n.why) for n in floats]
         integers = sum(n.exec != "float" for n in nodes)
-        return Screen(
+        return Summary(
             f"Result for {self.platform.name}: {integers} of {len(nodes)} operators in integers",
             {
                 "tensors": f"{sum(t.quantized for t in plan.tensors.values())} of {len(plan.tensors)} stored in codes",
@@ -393,7 +393,7 @@ def quantize(
     overrides: Overrides | None = None,
     example: Any = None,
     z_threshold: float | None = None,
-    settings: Settings = PLAIN,
+    settings: Settings = DEFAULT_SETTINGS,
     limits: Limits | None = None,
     training: Any = None,
     seed: int = 0,
@@ -443,7 +443,7 @@ def quantize(
         with shown.stage("capture"):
             args, kwargs, data = first_batch(again, model) if example is None else (*as_call(example, model), again)
             captured = _captured(model, args, kwargs, others)
-            doubts = unlike_training(captured) if example is None else []
+            doubts = check_input_scale(captured) if example is None else []
             graph, notes = steps.rewrite(captured, target, settings)
         with shown.timed("assign"):
             graph, assignment, decisions = decide(graph, target, overrides, settings)
@@ -454,8 +454,8 @@ def quantize(
         if isinstance(again, Iterator):
             weighed = scales.weighed(assignment, rule, weight_rule)
             if limits is not None or steps.reads_again(tried) or weighed:
-                again = data = Kept(data)
-        seen = Seen()
+                again = data = CachedBatches(data)
+        seen = SampleHashes()
         counted = shown.count("calibrate", batches(data, graph, seen.note), length(again))
         needs = steps.needs(graph, scales.needs(assignment, rule, z_threshold), tried)
         try:
@@ -466,7 +466,7 @@ def quantize(
             if e.batch is None or isinstance(again, Iterator):
                 raise
             others.append(e)
-    doubts += thin(graph, stats, len(seen.digests))
+    doubts += check_sample_count(graph, stats, len(seen.digests))
     if (mask := padding_mask(graph)) is not None:
         notes.append(f"calibration leaves out what '{mask}' says is padding")
     rules: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "z_threshold": z_threshold}
@@ -652,7 +652,7 @@ def _captured(model: Any, args: Any, kwargs: Mapping[str, Any], others: Sequence
         for other in others:
             hint = f"give batches of one size, padded, cut or resized. {e}"
             raise OtherSize(other.what, got=other.got, allowed=other.allowed, hint=hint) from e
-        slip = explained(e, model, args, kwargs)
+        slip = explain_error(e, model, args, kwargs)
         if slip is e:
             raise
         raise slip from e
@@ -662,7 +662,7 @@ def decide(
     graph: Graph,
     platform: Platform,
     overrides: Overrides | None = None,
-    settings: Settings = PLAIN,
+    settings: Settings = DEFAULT_SETTINGS,
     results: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Graph, Assignment, list[str]]:
     """Fusions and formats: everything that can be said about a model on a platform before seeing data.
@@ -725,7 +725,7 @@ def _widths(plan: Plan) -> list[int]:
 
 
 @dataclass(frozen=True, repr=False)
-class Lint(Shown):
+class Lint(SummaryRepr):
     """What a platform would do with a model, before any calibration."""
 
     graph: Graph
@@ -733,11 +733,11 @@ class Lint(Shown):
     assignment: Assignment
     notes: tuple[str, ...]
 
-    def _screen(self) -> Screen:
+    def _summary(self) -> Summary:
         integers = sum(n.exec != "float" for n in self.rows)
         title = f"{integers} of {len(self.rows)} operators run in integers on {self.platform.name}"
         rows = [(n.who, n.op, n.exec, n.why) for n in self.rows]
-        return Screen(
+        return Summary(
             title, {"notes": "; ".join(self.notes)}, ("layer", "operator", "runs", "why float"), rows, "lint.rows"
         )
 
@@ -754,7 +754,7 @@ def lint(
     """Say which operators would run in integers, which fuse, and why the rest stays float; needs no data."""
     target = load_platform(platform)
     args, kwargs = as_call(example, model)
-    graph, notes = steps.rewrite(_captured(model, args, kwargs), target, PLAIN)
+    graph, notes = steps.rewrite(_captured(model, args, kwargs), target, DEFAULT_SETTINGS)
     graph, assignment, fuse_notes = decide(graph, target, overrides)
     return Lint(graph, target, assignment, tuple(notes + fuse_notes))
 

@@ -100,7 +100,7 @@ class DeviceRuntime:
 class Kind(NamedTuple):
     """One kind of addition."""
 
-    word: str  #: in messages
+    label: str  #: its name in messages
     home: str  #: package with one file for each; "{}" stands for the name of the entry
     declares: type | None = None
     methods: tuple[str, ...] = ("__call__",)  #: what an entry must have
@@ -152,7 +152,7 @@ def register(kind: str, name: str, **declaration: Any) -> Callable[[T], T]:
         taken = _ENTRIES[kind].get(name)
         if taken is not None and _origin(taken.thing) != _origin(thing):
             got = f"another one in {_origin(taken.thing)}"
-            what = f"The {KINDS[kind].word} '{name}' exists already"
+            what = f"The {KINDS[kind].label} '{name}' exists already"
             raise RegistrationError(what, where=_origin(thing), got=got, hint="choose another name")
         _ENTRIES[kind][name] = Entry(name, thing, _declared(kind, name, thing, declaration))
         return thing
@@ -161,7 +161,7 @@ def register(kind: str, name: str, **declaration: Any) -> Callable[[T], T]:
 
 
 def _declared(kind: str, name: str, thing: Any, declaration: dict[str, Any]) -> Any:
-    word, _, declares, methods = KINDS[kind]
+    label, _, declares, methods = KINDS[kind]
     known = {f.name: f for f in fields(declares)} if declares is not None and is_dataclass(declares) else {}
     missing = [k for k, f in known.items() if k not in declaration and (f.default, f.default_factory) == (MISSING,) * 2]
     unknown = [k for k in declaration if k not in known]
@@ -169,7 +169,7 @@ def _declared(kind: str, name: str, thing: Any, declaration: dict[str, Any]) -> 
     for what, names in (("does not declare", missing), ("declares the unknown", unknown), ("has no", lacking)):
         if names:
             allowed = ", ".join(known) if names is not lacking and known else None
-            message = f"The {word} '{name}' {what} {', '.join(map(repr, names))}"
+            message = f"The {label} '{name}' {what} {', '.join(map(repr, names))}"
             raise RegistrationError(message, where=_origin(thing), allowed=allowed)
     return declares(**declaration) if declares is not None else None
 
@@ -213,7 +213,7 @@ def entry(kind: str, name: str) -> Entry:
     if name not in _ENTRIES[kind]:
         _import(kind, name)
     if name not in _ENTRIES[kind]:
-        raise UnknownNameError(KINDS[kind].word, name, _ENTRIES[kind])
+        raise UnknownNameError(KINDS[kind].label, name, _ENTRIES[kind])
     return _ENTRIES[kind][name]
 
 
@@ -226,7 +226,7 @@ def lookup(kind: str, name: str) -> Any:
     return entry(kind, name).thing
 
 
-def made(kind: str, text: str, aliases: Mapping[str, str] | None = None, **settings: Any) -> Any:
+def create(kind: str, text: str, aliases: Mapping[str, str] | None = None, **settings: Any) -> Any:
     """An instance of what is registered, which is a dataclass: its name, perhaps with settings as in "lp(p=3)".
 
     Args:
@@ -237,23 +237,23 @@ def made(kind: str, text: str, aliases: Mapping[str, str] | None = None, **setti
         UnknownNameError: no such name, or no such setting of it.
         ConfigError: a setting out of bounds.
     """
-    word = KINDS[kind].word
-    name, own = called(text)
+    label = KINDS[kind].label
+    name, own = parse_call(text)
     make = lookup(kind, (aliases or {}).get(name, name))
     known = {f.name: getattr(f.type, "__name__", str(f.type)) for f in fields(make)}
     for setting, value in (own | settings).items():
         if setting not in known:
-            raise UnknownNameError(f"setting of {word} '{name}'", setting, known)
+            raise UnknownNameError(f"setting of {label} '{name}'", setting, known)
         whole = known[setting] != "int" or isinstance(value, int)
         fits = whole and is_number(value) and 0 < value <= _MOST
         if not (isinstance(value, bool) if known[setting] == "bool" else fits):
             allowed = {"bool": "True or False", "int": "an integer above 0"}.get(known[setting], "a number above 0")
             got = repr(value)[:120]
-            raise ConfigError(f"Setting '{setting}' of {word} '{name}' is not understood", got=got, allowed=allowed)
+            raise ConfigError(f"Setting '{setting}' of {label} '{name}' is not understood", got=got, allowed=allowed)
     return make(**own | settings)
 
 
-def called(text: str) -> tuple[str, dict[str, Any]]:
+def parse_call(text: str) -> tuple[str, dict[str, Any]]:
     """A name and the settings behind it, as in "lp(p=3)"; the whole text where it is none of that."""
     try:
         call = ast.parse(text, mode="eval").body

@@ -21,7 +21,7 @@ def shorten(text: str, width: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Screen:
+class Summary:
     """A title, facts by label, and the first rows of a table."""
 
     title: str
@@ -66,22 +66,22 @@ class Screen:
         return f"{page}<table>{''.join(shown)}</table>{more}"
 
 
-class Shown:
+class SummaryRepr:
     """Something that a console and a notebook show as a screenful."""
 
     __slots__ = ()
 
-    def _screen(self) -> Screen:
+    def _summary(self) -> Summary:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        return self._screen().text()
+        return self._summary().text()
 
     def __str__(self) -> str:
-        return self._screen().text()
+        return self._summary().text()
 
     def _repr_html_(self) -> str:
-        return self._screen().html()
+        return self._summary().html()
 
 
 def _cell(value: Cell) -> str:

@@ -13,7 +13,7 @@ from chipfit.errors import PlanError, UnknownNameError
 from chipfit.registry import STAGES, Setting, is_number, ordered
 
 
-def known() -> dict[str, Setting]:
+def known_settings() -> dict[str, Setting]:
     """Every setting by name, in the order in which the steps are taken."""
     steps = (step.declares for stage in STAGES for step in ordered(stage))
     return {s.name: s for says in steps for s in (says.setting, *says.options) if s is not None}
@@ -24,7 +24,9 @@ class _Signed(type):
     def __signature__(cls) -> inspect.Signature:
         """What help() and editors show."""
         make = inspect.Parameter
-        return inspect.Signature([make(s.name, make.KEYWORD_ONLY, default=s.default) for s in known().values()])
+        return inspect.Signature(
+            [make(s.name, make.KEYWORD_ONLY, default=s.default) for s in known_settings().values()]
+        )
 
 
 class Settings(metaclass=_Signed):
@@ -41,7 +43,7 @@ class Settings(metaclass=_Signed):
     _chosen: dict[str, Any]
 
     def __init__(self, **chosen: Any) -> None:
-        settings = known()
+        settings = known_settings()
         for name, value in chosen.items():
             if name not in settings:
                 raise UnknownNameError("setting", name, settings)
@@ -61,7 +63,7 @@ class Settings(metaclass=_Signed):
         object.__setattr__(self, "_chosen", differs)
 
     def __getattr__(self, name: str) -> Any:
-        settings = known()
+        settings = known_settings()
         if name not in settings:
             raise AttributeError(f"there is no setting '{name}'")
         return self._chosen.get(name, settings[name].default)
@@ -79,7 +81,7 @@ class Settings(metaclass=_Signed):
         return f"Settings({', '.join(f'{k}={v!r}' for k, v in self._chosen.items())})"
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *known()]
+        return [*super().__dir__(), *known_settings()]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Settings.from_record, (self._chosen,)
@@ -99,6 +101,6 @@ class Settings(metaclass=_Signed):
 
 
 #: no optional step
-PLAIN = Settings()
+DEFAULT_SETTINGS = Settings()
 #: what keeps most accuracy without training, with its guard
 BEST = Settings(rounding="gptq")

@@ -9,7 +9,7 @@ import torch
 
 from chipfit.calibration.collect import Need, TensorStats, collect
 from chipfit.decide.assignment import Assignment
-from chipfit.errors import ConfigError, Interrupted, interrupted
+from chipfit.errors import ConfigError, Interrupted, interruption_note
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear
@@ -181,6 +181,6 @@ def correct(
             left = ", ".join(s.name for s in chosen[chosen.index(step) :])
             notes = [f"{Interrupted.NOTE}: not done: {left}"]
         plan = replace(plan, rewrites=(*plan.rewrites, *notes))
-        if interrupted(notes):
-            return graph, plan, interrupted(notes)
+        if interruption_note(notes):
+            return graph, plan, interruption_note(notes)
     return graph, plan, ""

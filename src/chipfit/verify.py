@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.data import divisible, iterate, split_label
-from chipfit.calibration.seen import Seen
+from chipfit.calibration.sample_fingerprints import SampleHashes
 from chipfit.engine.run import run
-from chipfit.errors import DataError, RuntimeUnavailable, VerificationError, first_line, theirs
+from chipfit.errors import DataError, RuntimeUnavailable, VerificationError, first_line, raised_outside_chipfit
 from chipfit.export import InFile, export, format_of
 from chipfit.export.names import output_names
 from chipfit.files import path_of
@@ -29,7 +29,7 @@ from chipfit.platform.modelled import not_modelled, whole_arithmetic
 from chipfit.platform.schema import Platform
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import DeviceRuntime, entries, entry, require
-from chipfit.screen import Screen, Shown
+from chipfit.screen import Summary, SummaryRepr
 from chipfit.simulate.device import float_operators, output
 from chipfit.simulate.integer import float_results, profile_for, simulate
 
@@ -225,7 +225,7 @@ class Held:
 
 
 @dataclass(repr=False)
-class Verification(Shown):
+class Verification(SummaryRepr):
     """What `verify` found."""
 
     runtime: str
@@ -397,13 +397,13 @@ class Verification(Shown):
             lines.append(f"top-1 of {self.labelled} samples: {found}")
         return "\n".join(lines + self.warnings)
 
-    def _screen(self) -> Screen:
+    def _summary(self) -> Summary:
         found, coverage, *more = self.summary().splitlines()
         facts = {"integers": found, "coverage": coverage, "and": "; ".join(more)}
         order = sorted(self.rows, key=lambda r: (not r.fault, -r.differing, -r.op_differing, r.why != ""))
         rows = [(r.tensor, r.op, r.elements, r.differing, r.largest, r.op_differing, r.fault or r.why) for r in order]
         header = ("tensor", "operator", "integers", "differ", "by", "alone", "note")
-        return Screen(f"Verification on {self.runtime}: {self.verdict}", facts, header, rows, "verification.rows")
+        return Summary(f"Verification on {self.runtime}: {self.verdict}", facts, header, rows, "verification.rows")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -524,7 +524,7 @@ class _Comparison:
     hits: Counter[str] = field(default_factory=Counter)  #: right answers of each side
 
     def __post_init__(self) -> None:
-        self.seen = Seen.of(self.plan.provenance)
+        self.seen = SampleHashes.of(self.plan.provenance)
         self.live = needed(self.graph)
 
     def parts(self, inputs: list[Tensor], label: Tensor | None) -> list[tuple[list[Tensor], Tensor | None]]:
@@ -613,7 +613,7 @@ class _Comparison:
         try:
             results = self.device.run(inputs)
         except Exception as e:  # the errors of runtimes share no base
-            if not theirs(e):
+            if not raised_outside_chipfit(e):
                 raise
             what = f"'{self.out.runtime}' cannot run the file on these inputs: {first_line(e)}"
             raise RuntimeUnavailable(what, hint="is this the file that was written for this model?") from e

@@ -16,7 +16,7 @@ from chipfit.bench.run import Busy, code, run
 from chipfit.bench.store import Store
 from chipfit.cli.app import app
 from chipfit.errors import ExportError, UnknownNameError
-from chipfit.files import holding
+from chipfit.files import lock_folder
 from tests.bench.tiny import config
 
 ROOT = Path(__file__).parents[2]
@@ -122,11 +122,11 @@ def test_a_full_disk_is_said_and_with_room_an_experiment_goes_on_to_the_same_num
 
 def test_two_processes_are_not_at_one_experiment(tmp_path):
     asked = of(config())
-    with holding(tmp_path / "runs" / asked.key, wait=False) as held:
+    with lock_folder(tmp_path / "runs" / asked.key, wait=False) as held:
         assert held
         with pytest.raises(Busy, match="Another process"):
             run(asked, tmp_path, quiet)
-    with holding(tmp_path / "runs" / asked.key, wait=False) as held:  # what one has left is free
+    with lock_folder(tmp_path / "runs" / asked.key, wait=False) as held:  # what one has left is free
         assert held
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from chipfit.calibration.collect import Need, TensorStats, and_channels, collect, padding_mask
+from chipfit.calibration.collect import Need, TensorStats, collect, padding_mask, with_channel_stats
 from chipfit.calibration.histogram import BINS, Histogram, in_memory_order, without_outliers
 from chipfit.errors import DataError
 from chipfit.frameworks.torch.capture import capture
@@ -263,12 +263,12 @@ def test_the_layer_that_makes_what_is_no_number_is_named():
 
 def test_channels_are_added_to_what_is_asked_for_already():
     needs = {"a": Need(), "b": Need(histogram=False)}
-    assert and_channels(needs, {"a": 1, "c": -1}) == {
+    assert with_channel_stats(needs, {"a": 1, "c": -1}) == {
         "a": Need(histogram=True, channel_axis=1),
         "b": Need(histogram=False),
         "c": Need(histogram=False, channel_axis=-1),
     }
-    both = and_channels(and_channels(needs, {"a": 1}, squares=True), {"a": 1})
+    both = with_channel_stats(with_channel_stats(needs, {"a": 1}, squares=True), {"a": 1})
     assert both == {"a": Need(channel_axis=1, squares=True), "b": Need(histogram=False)}
     assert needs == {"a": Need(), "b": Need(histogram=False)}
 

@@ -13,7 +13,7 @@ from chipfit.graph.ir import Graph
 from chipfit.plan.record import TensorPlan
 from chipfit.platform.schema import Rule
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.limits import Limit
+from chipfit.quantizers.scale_bounds import ScaleBound
 from chipfit.quantizers.stored import Stored
 
 #: 3 channels of 2 * 5 numbers
@@ -47,7 +47,7 @@ def test_no_rule_bounds_nothing():
 
 def test_a_product_of_scales_keeps_its_bounds():
     found = limits([{"mono": {"in0": 1, "w": 1, "out": -1}, "min": 0.25, "max": 8.0}] * 2)["limits"]
-    assert found == (Limit(op="Conv2D", terms=(("x", 1), ("w", 1), ("y", -1)), low=-2.0, high=3.0),)
+    assert found == (ScaleBound(op="Conv2D", terms=(("x", 1), ("w", 1), ("y", -1)), low=-2.0, high=3.0),)
     (one,) = limits([{"mono": {"w": 1}, "max": 4.0}])["limits"]
     assert (one.low, one.high) == (-math.inf, 2.0)
     (one,) = limits([{"mono": {"w": 1}, "min": 4.0}])["limits"]
@@ -61,7 +61,7 @@ def test_biases_and_preferences_bound_nothing():
 def test_the_least_scale_of_the_hardware_is_a_bound():
     least = Grid(bits=8, qmin=-127, qmax=127, scale_min=2.0**-9)
     found = limits([], plan_of(x=SYMMETRIC, w=least))["limits"]
-    assert found == (Limit(op="Conv2D", terms=(("w", 1),), low=-9.0),)
+    assert found == (ScaleBound(op="Conv2D", terms=(("w", 1),), low=-9.0),)
     assert limits([], plan_of(x=None, b=least))["limits"] == ()
 
 

@@ -7,7 +7,7 @@ import torch
 
 from chipfit.errors import PlanError
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
-from chipfit.quantizers.limits import Limit
+from chipfit.quantizers.scale_bounds import ScaleBound
 from tests.build import stored
 
 ONE = TensorPlan(
@@ -70,14 +70,14 @@ def test_a_value_that_some_reader_takes_before_its_codes_is_known():
 
 
 def test_an_empty_plan_shows_what_it_has():
-    screen = Plan()._screen()
+    screen = Plan()._summary()
     assert screen.title == "Plan for no platform: 0 of 0 tensors in codes"
     assert not any(screen.facts.values()) and list(screen.rows) == []
 
 
 def test_a_plan_shows_its_tensors_and_one_example_of_everything_else():
     nodes = {k: NodePlan(name=k, op="Relu", exec=e) for k, e in (("a", "int"), ("b", "float"), ("c", "int"))}
-    bounds = (Limit(op="Add", terms=(("x", 1),), low=0.0), Limit(op="Add", terms=(("w", 1),), high=0.0))
+    bounds = (ScaleBound(op="Add", terms=(("x", 1),), low=0.0), ScaleBound(op="Add", terms=(("w", 1),), high=0.0))
     plan = Plan(
         tensors=PLAN.tensors,
         nodes=nodes,
@@ -88,7 +88,7 @@ def test_a_plan_shows_its_tensors_and_one_example_of_everything_else():
         fixed=("x", "y", "w"),
         rewrites=("folded", "fused"),
     )
-    screen = plan._screen()
+    screen = plan._summary()
     assert screen.title == "Plan for npu: 2 of 3 tensors in codes"
     assert screen.facts == {
         "operators": "2 int, 1 float",

@@ -12,7 +12,7 @@ from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.plan.sharing import retrained, rounding
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.limits import Limit
+from chipfit.quantizers.scale_bounds import ScaleBound
 from tests.build import stored
 
 X = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -153,9 +153,9 @@ def test_bounds_are_about_owners_and_those_that_cancel_are_gone():
         zeros=("y", "gone"),
         sums=(("y", 7.0), ("gone", 1.0)),
         limits=(
-            Limit(op="Add", terms=(("x", 1), ("y", 1), ("z", -1)), high=0.0),
-            Limit(op="Mul", terms=(("x", 1), ("y", -1)), high=0.0),
-            Limit(op="Sub", terms=(("x", 1), ("y", -1), ("z", 2)), low=-1.0),
+            ScaleBound(op="Add", terms=(("x", 1), ("y", 1), ("z", -1)), high=0.0),
+            ScaleBound(op="Mul", terms=(("x", 1), ("y", -1)), high=0.0),
+            ScaleBound(op="Sub", terms=(("x", 1), ("y", -1), ("z", 2)), low=-1.0),
         ),
     )
     found = rounding(graph_of(("Add", "xz", "y", {})), plan)

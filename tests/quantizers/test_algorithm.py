@@ -152,16 +152,18 @@ def test_quantizers_that_stand_alone_train_or_not():
             return x, training
 
     off = SimpleNamespace(initialize_quantization=None, enabled=False)
-    hosting.start(trainable, (2,), "w", "host", "weights of torch")
-    hosting.start(off, (2,), "w", "host", "weights of torch")
-    hosting.start(abs, (2,), "w", "host", "weights of torch")
+    hosting.initialize(trainable, (2,), "w", "host", "weights of torch")
+    hosting.initialize(off, (2,), "w", "host", "weights of torch")
+    hosting.initialize(abs, (2,), "w", "host", "weights of torch")
     assert calls == [((2,), "w", "host")]
     with pytest.raises(Exception, match="fits another framework or role"):
-        hosting.start(trainable, (2,), "w", "host", "activations of torch")
-    assert hosting.rounded(Trains(), -2, 1) == (-2, True) and hosting.rounded(off, -2, True) == -2
-    assert hosting.rounded(abs, -2, True) == 2
+        hosting.initialize(trainable, (2,), "w", "host", "activations of torch")
+    assert hosting.apply(Trains(), -2, 1) == (-2, True) and hosting.apply(off, -2, True) == -2
+    assert hosting.apply(abs, -2, True) == 2
     assert (
-        hosting.inferable(trainable) == "inferable" and hosting.inferable(off) is off and hosting.inferable(abs) is abs
+        hosting.to_inferable(trainable) == "inferable"
+        and hosting.to_inferable(off) is off
+        and hosting.to_inferable(abs) is abs
     )
 
 

@@ -28,7 +28,7 @@ from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.ops import TorchOps, fake_quantize
 from chipfit.quantizers.stored import Stored
 from chipfit.quantizers.tables import log_table
-from chipfit.registry import made, registered
+from chipfit.registry import create, registered
 
 INT4 = Grid(bits=4, qmin=-8, qmax=7)
 UINT4 = Grid(bits=4, qmin=0, qmax=15)
@@ -92,7 +92,7 @@ def cases(*grids: str):
 
 
 def skip_refused(form, at, role):
-    if made("training", form).refuses(at.grid, role):
+    if create("training", form).refuses(at.grid, role):
         pytest.skip("refused by name")
 
 
@@ -111,7 +111,7 @@ def kept(algorithm, at, x, role):
 def test_what_the_plan_rounds_afterwards_is_what_training_rounded(form, grid, role, channels):
     at, x = tensor(grid, role, channels)
     skip_refused(form, at, role)
-    kept(made("training", form), at, 1.5 * x, role)
+    kept(create("training", form), at, 1.5 * x, role)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def test_training_starts_from_the_function_of_the_plan(name, role, grid, channel
     """Levels of their own aside, at most one number in a hundred takes the next code."""
     at, x = tensor(grid, role, channels)
     skip_refused(name, at, role)
-    algorithm, p, own = ready(made("training", name), at, x if role == "weight" else None, x.dim())
+    algorithm, p, own = ready(create("training", name), at, x if role == "weight" else None, x.dim())
     with torch.no_grad():
         y, plan = algorithm.call(TorchOps, x, p, own), at.round(x)
         if own.table is not None:
@@ -152,7 +152,7 @@ def test_training_starts_from_the_function_of_the_plan(name, role, grid, channel
 def test_only_what_chips_can_round_is_deployed(form, role):
     """A chip rounds activations itself: where an algorithm does something else before, it says so."""
     at, x = tensor("uint4", role, False)
-    algorithm, p, own = ready(made("training", form), at, None, x.dim())
+    algorithm, p, own = ready(create("training", form), at, None, x.dim())
     if role == "activation" and not algorithm.refuses(at.grid, role):
         p = {k: v.detach() * (1.3 if k.startswith(("center", "width", "interval_2")) else 1) for k, v in p.items()}
         same = torch.equal(algorithm.reals(TorchOps, x, p, own), x)
@@ -161,12 +161,12 @@ def test_only_what_chips_can_round_is_deployed(form, role):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_its_name_and_options_are_text(form):
-    algorithm = made("training", form)
-    assert made("training", text_of(algorithm)) == algorithm
+    algorithm = create("training", form)
+    assert create("training", text_of(algorithm)) == algorithm
     at = stored(UINT4)
     for role in ROLES:
         of_role = algorithm.for_tensor(at, role, ())
-        assert made("training", text_of(of_role)) == of_role
+        assert create("training", text_of(of_role)) == of_role
 
 
 @pytest.mark.parametrize("name", registered("training"))
@@ -229,7 +229,7 @@ def differentiable(algorithm, at, x, role):
 def test_19_gradients_are_those_of_differences(form, grid, role):
     at, x = tensor(grid, role, role == "weight")
     skip_refused(form, at, role)
-    differentiable(made("training", form), at, x.double()[:2, :, :4] * 1.7, role)
+    differentiable(create("training", form), at, x.double()[:2, :, :4] * 1.7, role)
 
 
 def test_another_gradient_on_the_fast_path_is_noticed():
@@ -599,14 +599,14 @@ def test_a_table_that_is_not_free_keeps_its_levels():
     ],
 )
 def test_it_says_which_grids_it_cannot_hold(name, grid, role, says):
-    assert says in made("training", name).refuses(grid, role)
+    assert says in create("training", name).refuses(grid, role)
 
 
 @pytest.mark.parametrize("name", registered("training"))
 @pytest.mark.parametrize("grid", ["int4", "affine"])
 @pytest.mark.parametrize("role", ["weight", "activation"])
 def test_a_bound_of_the_platform_moves_its_scale_by_a_factor_or_not_at_all(name, grid, role):
-    algorithm, at = made("training", name), stored(GRIDS[grid], zero=3 if grid == "affine" else 0)
+    algorithm, at = create("training", name), stored(GRIDS[grid], zero=3 if grid == "affine" else 0)
     if algorithm.refuses(at.grid, role) or role in algorithm.undeployable:
         pytest.skip("refused by name")
     algorithm, x = algorithm.for_tensor(at, role, (64,)), torch.randn(64) if role == "weight" else None

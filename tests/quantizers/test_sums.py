@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.scale_bounds import code_sums, enlargement
 from chipfit.quantizers.stored import Stored, per_output
-from chipfit.quantizers.sums import code_sums, enlargement
 
 W = torch.tensor([[[1.0, -2.0], [0.5, 3.0]], [[-1.0, 0.0], [1.0, 0.5]], [[0.0, 0.0], [0.5, 0.0]]])  # [3, 2, 2]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import chipfit
 from chipfit.calibration.collect import TensorStats
-from chipfit.calibration.doubts import thin, unlike_training
+from chipfit.calibration.data_checks import check_input_scale, check_sample_count
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph, Node
 from chipfit.report.html import page
@@ -61,7 +61,7 @@ def test_images_on_another_scale_than_the_first_batch_norm_learned(data, says):
 
 
 def test_the_figure_is_the_factor():
-    big, small = (unlike_training(capture(net(), (IMAGES * k,), {}))[0] for k in (255, 1 / 255))
+    big, small = (check_input_scale(capture(net(), (IMAGES * k,), {}))[0] for k in (255, 1 / 255))
     assert 100 < float(big.split(" is ")[1].split()[0]) < 2000
     assert 100 < float(small.split(" is ")[1].split()[0]) < 500
 
@@ -127,15 +127,15 @@ def test_channels_of_very_different_means_are_not_doubted():
         model[0].weight.fill_(1.0)
         model[1].running_mean.copy_(torch.tensor([0.0, 1000.0]))
     x = torch.randn(4, 2, 5, 5) + torch.tensor([0.0, 1000.0]).view(1, 2, 1, 1)
-    assert unlike_training(capture(model, (x,))) == []
-    assert unlike_training(capture(model, (x.flip(1),)))
+    assert check_input_scale(capture(model, (x,))) == []
+    assert check_input_scale(capture(model, (x.flip(1),)))
 
 
 @pytest.mark.parametrize("values, told", [(7, False), (8, True)])
 def test_a_spread_is_told_from_eight_values_a_channel_however_few_channels_there_are(values, told):
     model = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)).eval()
     x = torch.linspace(-1e-3, 1e-3, values).view(values, 1)
-    said = unlike_training(capture(model, (x,)))
+    said = check_input_scale(capture(model, (x,)))
     assert bool(said) is told and all("times narrower than the statistics" in s for s in said)
 
 
@@ -143,5 +143,5 @@ def test_a_spread_is_told_from_eight_values_a_channel_however_few_channels_there
 def test_four_layers_that_never_change_are_named(count, more):
     nodes = [Node(f"r{k}", "Relu", ("x",), (f"y{k}",)) for k in range(count)]
     stats = {f"y{k}": TensorStats(f"y{k}", 0.5, 0.5, count=8, batches=2) for k in range(count)}
-    (warning,) = thin(Graph(nodes, ["x"], [], {}, {}), stats, 8)
+    (warning,) = check_sample_count(Graph(nodes, ["x"], [], {}, {}), stats, 8)
     assert warning.endswith("comes from " + ", ".join(f"Relu 'r{k}' (0.5)" for k in range(4)) + more)

@@ -15,7 +15,7 @@ from chipfit.plan.diff import diff
 from chipfit.platform.load import load, names
 from chipfit.platform.show import overview, show
 from chipfit.report.terminal import render
-from chipfit.screen import CHARACTERS, COLUMNS, LINES, Screen
+from chipfit.screen import CHARACTERS, COLUMNS, LINES, Summary
 
 
 class Block(nn.Module):
@@ -77,13 +77,13 @@ def test_screens_say_what_matters(result):
 
 
 def test_text_of_others_is_no_markup():
-    page = Screen("<b>", {"<i>": "<script>"}, ("<u>",), [("<script>",)]).html()
+    page = Summary("<b>", {"<i>": "<script>"}, ("<u>",), [("<script>",)]).html()
     assert "<script>" not in page and "<i>" not in page and "&lt;script&gt;" in page
 
 
 def test_numbers_are_whole_and_shortened_text_shows_it():
     rows = [("a" * 200, 0.123456, 10**9, "b" * 100)]
-    text = Screen("t", header=("name", "scale", "count", "why"), rows=rows).text()
+    text = Summary("t", header=("name", "scale", "count", "why"), rows=rows).text()
     assert "0.1235" in text and "1000000000" in text
     assert text.count("…") == 2 and max(map(len, text.splitlines())) <= COLUMNS
 

@@ -8,7 +8,7 @@ import torch
 from chipfit.graph.ir import Node
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.limits import Limit
+from chipfit.quantizers.scale_bounds import ScaleBound
 from chipfit.quantizers.stored import Stored
 from chipfit.rounding.bounds import allowed, allows, rows_of
 from chipfit.rounding.fit import Rows
@@ -28,7 +28,7 @@ def plan(*tensors, **more):
 
 
 def limit(low, high, **terms):
-    return Limit(op="Conv2D", terms=tuple(terms.items()), low=low, high=high)
+    return ScaleBound(op="Conv2D", terms=tuple(terms.items()), low=low, high=high)
 
 
 W, X, Y = tensor("w", [0.5, 2.0], 0), tensor("x", 0.25), tensor("y", [4.0, 1.0], 0)

@@ -8,7 +8,7 @@ import torch
 from chipfit.calibration.collect import TensorStats
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.limits import Limit
+from chipfit.quantizers.scale_bounds import ScaleBound
 from chipfit.quantizers.stored import Stored
 from chipfit.ranges import choose
 from chipfit.ranges.search import Sample
@@ -126,7 +126,7 @@ def test_a_grid_serves_the_values_whose_errors_matter(monkeypatch):
 
 @pytest.mark.parametrize("low, moves", [(-1.0, False), (-3.0, True)])
 def test_a_grid_that_a_rule_of_the_platform_forbids_is_not_taken(low, moves, monkeypatch):
-    rule = Limit(op="Add", terms=(("x", 1),), low=low)
+    rule = ScaleBound(op="Add", terms=(("x", 1),), low=low)
     plan = Plan(tensors={"x": tensor("x")}, limits=(rule,))
     new, ((*_, seed),) = placed(monkeypatch, plan, {"x": FIFTHS}, x=(0.0, 9.0))
     assert (new is plan) is not moves and seed == 0

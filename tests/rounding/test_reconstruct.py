@@ -12,7 +12,7 @@ from torch import nn
 
 import chipfit
 from chipfit import Settings
-from chipfit.calibration.kept import Budget
+from chipfit.calibration.batch_cache import MemoryLimit
 from chipfit.engine.run import run
 from chipfit.errors import DataError
 from chipfit.quantizers.grids import Grid
@@ -529,9 +529,9 @@ def test_a_weight_that_is_not_learned_does_not_keep_others_from_it():
 def test_values_that_some_operator_reads_in_float_are_kept_before_they_are_rounded():
     result, _ = small()
     (name,) = result.graph.inputs
-    codes = engine._Codes(Budget(), result.plan, set())
+    codes = engine._Codes(MemoryLimit(), result.plan, set())
     assert codes[name].stored is result.plan[name] and codes.rounded == {name}
-    codes = engine._Codes(Budget(), result.plan, {name})
+    codes = engine._Codes(MemoryLimit(), result.plan, {name})
     assert codes[name].stored is None and codes.rounded == set()
     assert codes["another"].stored is None and codes.rounded == set() and set(codes) == {name, "another"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chipfit.calibration.kept import Budget
+from chipfit.calibration.batch_cache import MemoryLimit
 from chipfit.graph.ir import Graph, Value
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
@@ -70,7 +70,7 @@ def test_codes_are_alike_everywhere_where_one_scale_and_zero_serve_all():
     ],
 )
 def test_moderate_numbers_are_kept_in_half_precision(x, half):
-    stream = Stream(Budget())
+    stream = Stream(MemoryLimit())
     stream.append(x)
     assert (stream.chunks[0].dtype is torch.float16) is half
     assert stream[0].dtype is (torch.float32 if half else x.dtype) and torch.allclose(stream[0], x, rtol=1e-3)
@@ -80,20 +80,20 @@ def test_moderate_numbers_are_kept_in_half_precision(x, half):
 def test_few_numbers_of_all_images_are_kept_as_they_are(expected, numbers, half, monkeypatch):
     assert streams.SMALL == 1 << 24
     monkeypatch.setattr(streams, "SMALL", 20)
-    stream = Stream(Budget(), expected=expected)
+    stream = Stream(MemoryLimit(), expected=expected)
     stream.append(torch.ones(numbers))
     assert (stream.chunks[0].dtype is torch.float16) is half
 
 
 def test_what_is_no_float_tensor_is_kept_as_it_is():
-    stream, x = Stream(Budget(), stored()), torch.arange(3)
+    stream, x = Stream(MemoryLimit(), stored()), torch.arange(3)
     for item in (x, 7, (1, 2)):
         stream.append(item)
-    assert stream.chunks[0] is x and list(Stream(Budget(), chunks=[x, 7, (1, 2)])) == [x, 7, (1, 2)]
+    assert stream.chunks[0] is x and list(Stream(MemoryLimit(), chunks=[x, 7, (1, 2)])) == [x, 7, (1, 2)]
 
 
 def test_images_stay_in_channels_last_and_others_become_contiguous():
-    stream = Stream(Budget(), stored())
+    stream = Stream(MemoryLimit(), stored())
     last = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     for x in (last, torch.randn(2, 3, 4, 5), torch.randn(4, 3, 2).transpose(0, 2)):
         stream.append(x)
@@ -107,10 +107,10 @@ def test_a_part_is_picked_of_codes_with_the_code_of_zero_around():
 
     x = torch.tensor([[1.0, 9.0], [2.5, 9.0]])
     for s in (stored(), stored([0.5, 0.25]), None):
-        stream = Stream(Budget(), s)
+        stream = Stream(MemoryLimit(), s)
         stream.append(x)
         assert stream.part(0, pick).tolist() == [[1, 0], [2.5, 0]] and stream.part(0, pick).dtype is torch.float32
-    stream = Stream(Budget(), stored())
+    stream = Stream(MemoryLimit(), stored())
     stream.append(x)
     seen = []
     stream.part(0, lambda x, zero: seen.append((x.dtype, zero)) or x)
@@ -118,7 +118,7 @@ def test_a_part_is_picked_of_codes_with_the_code_of_zero_around():
 
 
 def test_what_is_freed_is_no_longer_counted():
-    budget, kept = Budget(), torch.arange(8)
+    budget, kept = MemoryLimit(), torch.arange(8)
     for s in (None, stored()):
         stream = Stream(budget, s)
         stream.append(torch.ones(10, dtype=torch.float64 if s is None else torch.float32))

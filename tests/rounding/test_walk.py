@@ -8,7 +8,7 @@ from torch import nn
 
 import chipfit
 from chipfit import Settings
-from chipfit.calibration.kept import Budget
+from chipfit.calibration.batch_cache import MemoryLimit
 from chipfit.errors import ConfigError, DataError, PlanError, UnknownNameError
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import Plan, TensorPlan
@@ -209,7 +209,7 @@ def test_values_beyond_the_limit_lie_on_disk_and_change_nothing():
     held, spilled = (walk(result.graph, result.plan, batches, How(memory=m)) for m in (1 << 30, 1 << 10))
     assert held.spilled == 0 < spilled.spilled
     assert all(torch.equal(held.graph.weights[k], w) for k, w in spilled.graph.weights.items())
-    budget = Budget(16)  # in half precision, four numbers take 8 bytes
+    budget = MemoryLimit(16)  # in half precision, four numbers take 8 bytes
     stream = Stream(budget)
     for _ in range(3):
         stream.append(torch.arange(4.0))
@@ -218,7 +218,7 @@ def test_values_beyond_the_limit_lie_on_disk_and_change_nothing():
     stream.free()
     assert budget.used == 0
     image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    again = Budget(0).keep(image)
+    again = MemoryLimit(0).keep(image)
     assert torch.equal(again, image) and again.stride() == image.stride() and again.data_ptr() != image.data_ptr()
 
 
@@ -229,7 +229,7 @@ def test_a_part_of_a_value_is_the_same_whether_it_is_picked_before_or_after_it_i
     each = Stored(format="a", grid=grid, scale=scale, zero_point=zeros + 90, axis=1)
     table = Stored(format="a", grid=replace(grid, table=(-2.0, 3.0)), scale=scale[1], zero_point=zeros[1])  # without 0
     for stored in (None, one, each, table):
-        stream = Stream(Budget(), stored)
+        stream = Stream(MemoryLimit(), stored)
         stream.append(x)
 
         def pick(x, zero):
@@ -240,7 +240,7 @@ def test_a_part_of_a_value_is_the_same_whether_it_is_picked_before_or_after_it_i
 
 def test_small_values_are_kept_as_they_are():
     for size, bytes_of in ((1 << 10, 4), ((1 << 23) + 1, 2)):
-        stream = Stream(Budget(), expected=2)
+        stream = Stream(MemoryLimit(), expected=2)
         stream.append(torch.zeros(size))
         assert stream.budget.used == size * bytes_of
 

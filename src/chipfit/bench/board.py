@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from chipfit.errors import ConfigError, UnknownNameError, installed
+from chipfit.errors import ConfigError, UnknownNameError, import_optional
 from chipfit.files import package_data, write_atomically
 
 _SHOWN = package_data("chipfit.bench", "columns.yaml")
@@ -139,7 +139,7 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
         ConfigError: matplotlib is not installed, or knows no such format.
         ExportError: the disk refuses.
     """
-    drawing = installed("matplotlib.figure", "Drawing", ConfigError)
+    drawing = import_optional("matplotlib.figure", "Drawing", ConfigError)
     figure = drawing.Figure(figsize=(11, 4.5), layout="constrained")
     curves, sizes = figure.subplots(1, 2)
     for run in runs:

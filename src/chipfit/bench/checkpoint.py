@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from chipfit.errors import ConfigError, brief
+from chipfit.errors import ConfigError, short_message
 from chipfit.files import write_atomically
 
 _RANDOM = "random"
@@ -66,6 +66,6 @@ def read(path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optim
         torch.set_rng_state(known[_RANDOM])
     except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as e:
         hint = "remove it, and the experiment starts again"
-        raise ConfigError(f"The checkpoint cannot be read: {brief(e)}", where=str(path), hint=hint) from e
+        raise ConfigError(f"The checkpoint cannot be read: {short_message(e)}", where=str(path), hint=hint) from e
     told: dict[str, Any] = known["told"]
     return told

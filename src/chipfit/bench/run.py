@@ -34,7 +34,7 @@ from chipfit.facade.quantize_fx.handover import deploy
 from chipfit.facade.quantize_fx.prepare import prepare_qat_fx
 from chipfit.facade.quantize_fx.quantizers import enable_calibration, enable_quantization
 from chipfit.facade.quantize_fx.settings import platforms_of
-from chipfit.files import holding, write_atomically
+from chipfit.files import lock_folder, write_atomically
 from chipfit.frameworks import framework_of
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 from chipfit.pipeline import Result
@@ -118,7 +118,7 @@ def run(
         if not here.leads:
             _run(config, home, folder, here, lambda text: None, hopeless)
             return None
-        with holding(folder, wait=False) as alone:
+        with lock_folder(folder, wait=False) as alone:
             if not alone:
                 raise Busy("Another process is at this experiment", where=str(folder), hint="wait for it")
             out = _run(config, home, folder, here, said, hopeless)
@@ -216,7 +216,7 @@ def pretrained(config: Config, sets: Sets, here: Here, home: Path, said: Said) -
     file = home / "float" / f"{name}.safetensors"
     if not agreed(file.exists(), here):
         said(f"trains the float network: {steps} steps")
-        with holding(home / "float" / name, wait=True) if here.leads else nullcontext():
+        with lock_folder(home / "float" / name, wait=True) if here.leads else nullcontext():
             if not agreed(file.exists(), here):
                 network, _ = train(network, plain, sets, here, home / "float" / name, said)
                 if here.leads:

@@ -12,8 +12,8 @@ import sqlalchemy as sql
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DatabaseError
 
-from chipfit.errors import ConfigError, brief
-from chipfit.files import holding
+from chipfit.errors import ConfigError, short_message
+from chipfit.files import lock_folder
 
 #: of the tables; a store says which it has
 VERSION = 1
@@ -45,7 +45,7 @@ class Store:
         self.path = path
         self.engine = sql.create_engine(f"sqlite:///{path}", connect_args={"timeout": 60})
         sql.event.listen(self.engine, "connect", lambda c, _: c.execute("PRAGMA journal_mode=WAL"))
-        with holding(path.parent, wait=True), self._begun("read", _AWAY) as db:  # one process makes the tables
+        with lock_folder(path.parent, wait=True), self._begun("read", _AWAY) as db:  # one process makes the tables
             version = db.execute(sql.text("PRAGMA user_version")).scalar_one()
             if version > VERSION:
                 hint = "read it with the chipfit that wrote it, or a newer one"
@@ -61,7 +61,7 @@ class Store:
             with self.engine.begin() as db:
                 yield db
         except DatabaseError as e:
-            why = brief(e.orig or e)
+            why = short_message(e.orig or e)
             raise ConfigError(f"The store cannot be {what}: {why}", where=str(self.path), hint=hint) from e
 
     def put(self, key: str, name: str, study: str, outcome: dict[str, Any] | None, error: str | None = None) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from chipfit.bench.config import Config
 from chipfit.bench.store import Store
-from chipfit.errors import ConfigError, RuntimeUnavailable, brief, installed, theirs
+from chipfit.errors import ConfigError, RuntimeUnavailable, import_optional, raised_outside_chipfit, short_message
 
 Told = Callable[[str, str], None]  #: an experiment's folder, and what happened to it
 #: exit status of `chipfit bench run` where another process is at the same experiment
@@ -119,15 +119,15 @@ def _places(
         with ThreadPoolExecutor(workers) as pool:
             yield lambda *given: pool.submit(attempt, *given)
         return
-    cluster = installed("ray", "A sweep on a cluster", RuntimeUnavailable)
+    cluster = import_optional("ray", "A sweep on a cluster", RuntimeUnavailable)
     own = {"num_cpus": workers} if ray == "local" else {"address": ray}
     try:
         cluster.init(**own, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
     except Exception as e:  # Ray's errors share no base
-        if not theirs(e):
+        if not raised_outside_chipfit(e):
             raise
         hint = "local, or HOST:PORT of a head that `ray start --head` has started"
-        raise RuntimeUnavailable(f"Ray cannot be reached: {brief(e)}", where=ray, hint=hint) from e
+        raise RuntimeUnavailable(f"Ray cannot be reached: {short_message(e)}", where=ray, hint=hint) from e
     try:
         have, asked = cluster.cluster_resources(), {"CPU": cpus, "GPU": gpus, "memory": memory or 0}
         short = [f"{k} {v:g} of {have.get(k, 0):g}" for k, v in asked.items() if v > have.get(k, 0)]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from chipfit.bench.board import as_markdown, row
-from chipfit.errors import ConfigError, brief, installed
+from chipfit.errors import ConfigError, import_optional, short_message
 from chipfit.training.scalars import writer
 
 #: what is used of MLflow; a run that was sent to its end; points that it takes at once
@@ -36,7 +36,7 @@ def track(runs: Sequence[Mapping[str, Any]], to: str) -> int:
 
 def _mlflow(runs: Sequence[Mapping[str, Any]], uri: str) -> None:
     """A study is an experiment there; what an earlier call has sent is not sent again."""
-    library, entities = (installed(m, "Sending runs", ConfigError, "mlflow-skinny") for m in _MODULES)
+    library, entities = (import_optional(m, "Sending runs", ConfigError, "mlflow-skinny") for m in _MODULES)
     try:
         client = library.MlflowClient(uri)
         for run in runs:
@@ -53,7 +53,7 @@ def _mlflow(runs: Sequence[Mapping[str, Any]], uri: str) -> None:
             client.log_batch(made, params=[entities.Param(k, str(v)) for k, v in row(run).items()])
             client.set_terminated(made)
     except library.exceptions.MlflowException as e:
-        raise ConfigError(f"MLflow refuses: {brief(e)}", where=uri) from e
+        raise ConfigError(f"MLflow refuses: {short_message(e)}", where=uri) from e
 
 
 def _points(run: Mapping[str, Any]) -> list[tuple[str, float, int]]:

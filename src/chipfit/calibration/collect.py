@@ -40,7 +40,7 @@ class Need:
     squares: bool = False  #: and its mean square
 
 
-def and_channels(needs: Mapping[str, Need], axes: Mapping[str, int], *, squares: bool = False) -> dict[str, Need]:
+def with_channel_stats(needs: Mapping[str, Need], axes: Mapping[str, int], *, squares: bool = False) -> dict[str, Need]:
     """`needs`, and the channels of these tensors along these axes."""
 
     def more(value: str, axis: int) -> Need:
@@ -126,7 +126,7 @@ class TensorStats:
         low, high = float(new.low.min()), float(new.high.max())
         return replace(self, low=low, high=high, smooth_low=low, smooth_high=high, histogram=None, channels=new)
 
-    def silenced(self) -> TensorStats:
+    def as_zeros(self) -> TensorStats:
         """What calibration would have seen of as many zeros."""
         histogram = None if self.histogram is None else Histogram()
         if histogram is not None:
@@ -198,7 +198,7 @@ def collect(
 
     def see(name: str, x: Any) -> None:
         try:
-            stats[name].update(unpadded(x, words).float(), tensors[name])
+            stats[name].update(without_padding(x, words).float(), tensors[name])
         except ValueError:
             node = layers.get(name)
             who = f"layer '{node.who}' ({node.op})" if node else f"input '{name}'"
@@ -221,7 +221,7 @@ def collect(
 
     with torch.inference_mode():
         for batch in batches:
-            words = words_of(graph, batch)
+            words = valid_token_mask(graph, batch)
             _run_checked(graph, batch, laid_out(batch), hook, count)
             count += 1
     if count == 0:
@@ -246,7 +246,7 @@ def without_noise(graph: Graph, stats: Mapping[str, TensorStats]) -> dict[str, T
         cancels = n.op in _SUMS and len(seen) == 2 and 0 < seen[1].peak < _NOISE * seen[0].peak
         if cancels or (data and noise.issuperset(data)):
             noise |= {*n.outputs}
-    return out | {v: stats[v].silenced() for v in noise & stats.keys()}
+    return out | {v: stats[v].as_zeros() for v in noise & stats.keys()}
 
 
 def padding_mask(graph: Graph) -> str | None:
@@ -259,14 +259,14 @@ def padding_mask(graph: Graph) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def words_of(graph: Graph, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def valid_token_mask(graph: Graph, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Which places of a batch hold words, [N, T]; None where nothing says so, or none does."""
     mask = padding_mask(graph)
     words = None if mask is None else inputs[graph.inputs.index(mask)] != 0
     return words if words is not None and bool(words.any()) else None
 
 
-def unpadded(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
+def without_padding(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
     """What a value [N, T, ...] has in the places with words, [1, words, ...]; others as they are."""
     if words is None or x.shape[:2] != words.shape or x[0, 0].numel() < 2:  # one number is the mask again
         return x

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chipfit.calibration.slips import LABELS, takes, wrong_layout
+from chipfit.calibration.input_errors import LABELS, expected_inputs, wrong_layout
 from chipfit.engine.trees import flatten_inputs
 from chipfit.engine.types import dtype_of
 from chipfit.errors import DataError
@@ -97,7 +97,7 @@ def example_of(batch: Any, model: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
     """Arguments for the capture: at most two rows of a batch, for it learns shapes, not values; labels are left out."""
     args, kwargs = as_call(batch, model)
     if len(args) > 1 and isinstance(args[0], torch.Tensor):
-        count = takes(model)
+        count = expected_inputs(model)
         if count == len(args) - 1 or ((count is None or len(args) <= count) and _is_label(args[-1])):
             args = args[:-1]  # (input, label), as a DataLoader yields it
     from torch.utils._pytree import tree_map

@@ -16,7 +16,7 @@ from typer import Argument, Option
 import chipfit
 from chipfit.cli.bench import bench
 from chipfit.errors import ChipfitError, ConfigError, UnsupportedError
-from chipfit.files import MANIFEST, demand_replaceable, replacing
+from chipfit.files import MANIFEST, check_replaceable, replace_folder
 from chipfit.platform.builtin import DEFAULT
 from chipfit.registry import entries, entry
 
@@ -191,7 +191,7 @@ def quantize(
 
     target = load_target(platform)
     suffix, ends = _suffix(target, wanted), _ends(io, labels)  # before any work: a file that cannot be is refused
-    demand_replaceable(out, _OUTPUT)  # before the work
+    check_replaceable(out, _OUTPUT)  # before the work
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
     network = load_model(model, weights)
     batches = load_data(data, input_size, mean, std, channels_last=framework_of(network) == "keras")
@@ -234,7 +234,7 @@ def train(
 
     if not 0 < rate < 1e38:  # of float32, in which steps are taken
         raise ConfigError("The learning rate is not understood", got=rate, allowed="a number above 0, below 1e38")
-    demand_replaceable(out, _OUTPUT)
+    check_replaceable(out, _OUTPUT)
     training, ends = Training.of(method_of(method)), _ends(io, labels)  # before any work, as the suffix
     if os.path.isdir(what):
         for name, value in (("platform", platform), ("weights", weights), ("float", keep_float), ("bits", bits)):
@@ -291,7 +291,7 @@ def _deliver(
     from chipfit.plan.saved import manifest
 
     file, page = out / f"model{suffix}", out / "report.html"
-    with replacing(out, _OUTPUT) as new:  # one unit: all of it, or what was there before
+    with replace_folder(out, _OUTPUT) as new:  # one unit: all of it, or what was there before
         result.save(new / "plan")
         result.export(new / file.name, **ends)
         result.report.save(new / page.name)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from chipfit.errors import RuntimeUnavailable, installed
+from chipfit.errors import RuntimeUnavailable, import_optional
 from chipfit.pipeline import Result, quantize
 from chipfit.platform.builtin import DEFAULT
 from chipfit.report.report import Report
@@ -59,7 +59,9 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     Raises:
         RuntimeUnavailable: scikit-learn is not installed.
     """
-    x, y = installed("sklearn.datasets", "The demo", RuntimeUnavailable, "scikit-learn").load_digits(return_X_y=True)
+    x, y = import_optional("sklearn.datasets", "The demo", RuntimeUnavailable, "scikit-learn").load_digits(
+        return_X_y=True
+    )
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
     images, labels = torch.tensor(x, dtype=torch.float32).view(-1, 1, 8, 8)[order] / 16, torch.tensor(y)[order]
     return images[:1347], labels[:1347], images[1347:], labels[1347:]

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from chipfit.errors import CaptureError, ConfigError, DataError, PlanError, brief, installed
+from chipfit.errors import CaptureError, ConfigError, DataError, PlanError, import_optional, short_message
 from chipfit.facade.named import made, named, named_or_made
-from chipfit.files import DAMAGED, existing, reading
+from chipfit.files import ARCHIVE_ERRORS, existing_file, wrap_read_errors
 from chipfit.frameworks import framework_of, load_keras, load_torch
 from chipfit.search.limits import Limits
 
@@ -54,10 +54,10 @@ def _load_weights(model: Any, file: Path) -> None:
         hint = "load them in the factory, or save a .keras file with them"
         raise CaptureError("--weights are for PyTorch models", got=str(file), hint=hint)
     try:
-        with reading(file, CaptureError, "The weights file"):
+        with wrap_read_errors(file, CaptureError, "The weights file"):
             weights = load_file(str(file))
     except SafetensorError as e:
-        raise CaptureError("The weights are no safetensors file", where=str(file), got=brief(e)) from e
+        raise CaptureError("The weights are no safetensors file", where=str(file), got=short_message(e)) from e
     try:
         model.load_state_dict(weights)
     except RuntimeError as e:  # missing keys, wrong shapes
@@ -97,11 +97,13 @@ def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1",
 
 def _npz(path: Path) -> list[Any]:
     try:
-        with reading(path, DataError, "The data file"), zipfile.ZipFile(path) as archive:
+        with wrap_read_errors(path, DataError, "The data file"), zipfile.ZipFile(path) as archive:
             arrays = {k.removesuffix(".npy"): _array(archive, k) for k in archive.namelist() if k.endswith(".npy")}
-    except (*DAMAGED, ValueError, MemoryError, RuntimeError) as e:
+    except (*ARCHIVE_ERRORS, ValueError, MemoryError, RuntimeError) as e:
         # truncated, pickled, larger than memory, no archive, damaged, with a password or an unknown compression
-        raise DataError(f"The data file cannot be read as an archive of arrays: {brief(e)}", where=str(path)) from e
+        raise DataError(
+            f"The data file cannot be read as an archive of arrays: {short_message(e)}", where=str(path)
+        ) from e
     x = next((arrays[k] for k in ("x", "inputs", "images", "data") if k in arrays), None)
     y = next((arrays[k] for k in ("y", "labels", "targets") if k in arrays), None)
     if x is None or x.dtype.kind not in "fiub" or x.ndim == 0:
@@ -124,7 +126,7 @@ def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 
 def _images(folder: Path, side: int, mean: torch.Tensor, std: torch.Tensor) -> list[torch.Tensor]:
-    Image = installed("PIL.Image", "A folder of images", DataError, "pillow")
+    Image = import_optional("PIL.Image", "A folder of images", DataError, "pillow")
     files: list[Path] = []
     seen = 0
     for where, _, names in os.walk(folder):  # which leaves out what vanishes or may not be read
@@ -139,10 +141,10 @@ def _images(folder: Path, side: int, mean: torch.Tensor, std: torch.Tensor) -> l
     out = []
     for f in files:
         try:
-            with Image.open(existing(f, DataError, "The image")) as image:
+            with Image.open(existing_file(f, DataError, "The image")) as image:
                 pixels = np.asarray(image.convert("RGB").resize((side, side)), dtype=np.float32) / 255
         except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as e:
-            raise DataError("An image cannot be read", where=str(f), got=brief(e)) from e
+            raise DataError("An image cannot be read", where=str(f), got=short_message(e)) from e
         out.append((torch.from_numpy(pixels).permute(2, 0, 1) - mean) / std)
     return list(torch.stack(out).split(_BATCH))
 

@@ -13,7 +13,7 @@ from chipfit.errors import ConfigError, DataError, TrainingError
 from chipfit.facade.named import made, named
 from chipfit.frameworks import fit
 from chipfit.pipeline import Result
-from chipfit.registry import called, registered
+from chipfit.registry import parse_call, registered
 
 #: top-1 is told on so many images
 _TOLD = 4096
@@ -25,7 +25,9 @@ def method_of(text: str) -> Any:
         return text
     thing, options = named(place, "method", ConfigError), text.removeprefix(place)
     name = next((n for n, known in registered("training").items() if known is thing), "")
-    return thing.hosted(**called(f"f{options}")[1]) if hasattr(thing, "hosted") else name + options if name else thing
+    return (
+        thing.hosted(**parse_call(f"f{options}")[1]) if hasattr(thing, "hosted") else name + options if name else thing
+    )
 
 
 def by_loop(result: Result, text: str, data: Any) -> None:

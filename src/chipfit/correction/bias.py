@@ -4,7 +4,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 
 import torch
 
-from chipfit.calibration.collect import Need, TensorStats, and_channels
+from chipfit.calibration.collect import Need, TensorStats, with_channel_stats
 from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, channel_axis, is_linear, with_bias
@@ -16,7 +16,7 @@ from chipfit.registry import Setting, register
 def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     """`needs`, and the mean of each channel that enters a linear operator."""
     readers = (n for n in graph.nodes if is_linear(graph, n) and not graph.is_weight(n.data))
-    return and_channels(needs, {n.data: channel_axis(n) for n in readers})
+    return with_channel_stats(needs, {n.data: channel_axis(n) for n in readers})
 
 
 _SETTING = Setting("correct_bias", False, "the mean error of rounded weights leaves the bias")

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from chipfit.correction.rounding import GUARD
-from chipfit.errors import interrupted
+from chipfit.errors import interruption_note
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.registry import Setting, register
@@ -57,7 +57,7 @@ def learn_codes(
     images, held = apart(list(batches)) if guard else (list(batches), [])
     chosen = How(**how, steps=int(steps), seed=plan.provenance.get("settings", {}).get("seed", 0))
     done, notes = reconstruct(original, graph, plan, images, chosen)
-    if held and not interrupted(notes):
+    if held and not interruption_note(notes):
         fits, said = better(original, held, (graph, plan), (done, plan))
         if not fits:
             return graph, plan, [*notes, f"warning: weights keep the codes from before they were learned: {said}"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.collect import TensorStats
-from chipfit.errors import interrupted
+from chipfit.errors import interruption_note
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.registry import OFF, Setting, register
@@ -97,7 +97,7 @@ def round_weights(
     for name, t in done.tensors.items():
         if t.role == "weight" and t.scale is not None and not torch.equal(better_plan[name].scale, t.scale):
             notes.append(f"warning: the scale of '{name}' moved to satisfy the platform's rules after it was rounded")
-    if held and not interrupted(notes):
+    if held and not interruption_note(notes):
         fits, said = better(graph, held, (graph, plan), (done.graph, better_plan))
         if not fits:
             return graph, plan, [*notes, f"warning: weights are rounded to the nearest codes after all: {said}"]

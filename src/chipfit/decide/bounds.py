@@ -11,7 +11,7 @@ from chipfit.decide.ties import Binding, fixed
 from chipfit.graph.ir import Graph
 from chipfit.graph.ops import OPS
 from chipfit.plan.record import TensorPlan
-from chipfit.quantizers.limits import Limit
+from chipfit.quantizers.scale_bounds import ScaleBound
 
 
 def plan_limits(graph: Graph, bindings: Sequence[Binding], tensors: Mapping[str, TensorPlan]) -> dict[str, Any]:
@@ -20,10 +20,10 @@ def plan_limits(graph: Graph, bindings: Sequence[Binding], tensors: Mapping[str,
     Weights whose codes cannot add up to too much are left out of `sums`.
     """
     grids = {t.name: t.stored.grid for t in tensors.values() if t.stored is not None and t.role != "bias"}
-    found = [Limit(op=r.op, terms=r.terms, low=r.low, high=r.high) for r in rows(bindings, grids) if r.terms]
+    found = [ScaleBound(op=r.op, terms=r.terms, low=r.low, high=r.high) for r in rows(bindings, grids) if r.terms]
     for t, grid in grids.items():
         if grid.scale_min:
-            found.append(Limit(op=tensors[t].op, terms=((t, 1),), low=math.log2(np.float32(grid.scale_min))))
+            found.append(ScaleBound(op=tensors[t].op, terms=((t, 1),), low=math.log2(np.float32(grid.scale_min))))
     every = [(b, r) for b in bindings for r in b.rules if r.hard]
     sums: dict[str, float] = {}
     for b, r in every:

@@ -19,7 +19,7 @@ import torch
 from chipfit.decide.ties import Binding, Numbers, fixed, tie_groups
 from chipfit.errors import UnsupportedError
 from chipfit.platform.schema import Rule
-from chipfit.quantizers.limits import Limit
+from chipfit.quantizers.scale_bounds import ScaleBound
 from chipfit.quantizers.stored import Stored
 
 #: an equality holds up to this much in log2: two roundings of float32
@@ -35,7 +35,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(Limit):
+class Row(ScaleBound):
     """One product rule with its tensors."""
 
     rule: Rule

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from chipfit.decide.narrow import METHODS
-from chipfit.errors import PlanError, UnknownNameError, brief, theirs
+from chipfit.errors import PlanError, UnknownNameError, raised_outside_chipfit, short_message
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 from chipfit.ranges import name_of, rule_of
@@ -119,10 +119,12 @@ def _meant(chosen_by: LayerFilter, node: Node) -> bool:
     try:
         return bool(chosen_by.match(node))
     except Exception as e:  # of a user's filter, or of a thing whose `match` compares something else
-        if not theirs(e):
+        if not raised_outside_chipfit(e):
             raise
         allowed = "a layer's path, a glob, an operator, a layer type, or a filter, whose match(node) says yes or no"
-        raise PlanError(f"The key of an override fails: {brief(e)}", got=repr(chosen_by)[:120], allowed=allowed) from e
+        raise PlanError(
+            f"The key of an override fails: {short_message(e)}", got=repr(chosen_by)[:120], allowed=allowed
+        ) from e
 
 
 def match_layers(graph: Graph, pattern: str | LayerFilter) -> list[Node]:

@@ -6,8 +6,8 @@ from chipfit.decide.ties import Binding
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph
 from chipfit.graph.ops import OPS
+from chipfit.quantizers.scale_bounds import code_sums, enlargement
 from chipfit.quantizers.stored import Stored
-from chipfit.quantizers.sums import code_sums, enlargement
 
 
 def with_small_sums(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from chipfit.errors import ChipfitError, PlatformError, brief, theirs
+from chipfit.errors import ChipfitError, PlatformError, raised_outside_chipfit, short_message
 from chipfit.platform.schema import Platform
 
 
@@ -22,11 +22,14 @@ def named(text: str, what: str, failure: type[ChipfitError]) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as e:  # importing runs the user's code, which raises what it likes
-        if not theirs(e):
+        if not raised_outside_chipfit(e):
             raise
         hint = "run from the folder that holds the module"
         raise failure(
-            f"The {what} '{text}' cannot be imported: {brief(e)}", where=_line(e), allowed="module:name", hint=hint
+            f"The {what} '{text}' cannot be imported: {short_message(e)}",
+            where=_line(e),
+            allowed="module:name",
+            hint=hint,
         ) from e
     finally:
         sys.path.remove(here)
@@ -43,9 +46,9 @@ def made(thing: Any, text: str, what: str, failure: type[ChipfitError]) -> Any:
     try:
         return thing()
     except Exception as e:  # the user's code again
-        if not theirs(e):
+        if not raised_outside_chipfit(e):
             raise
-        raise failure(f"The {what} '{text}' fails: {brief(e)}", where=_line(e)) from e
+        raise failure(f"The {what} '{text}' fails: {short_message(e)}", where=_line(e)) from e
 
 
 def _line(e: Exception) -> str:

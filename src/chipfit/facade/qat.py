@@ -20,7 +20,7 @@ from chipfit.frameworks import framework_of, keras_part
 from chipfit.pipeline import Result
 from chipfit.plan.training import Training, algorithm_of
 from chipfit.quantizers.algorithm import Algorithm
-from chipfit.registry import made, registered
+from chipfit.registry import create, registered
 
 _NAMES = [f"{f}_quantization_aware_training_{step}" for f in ("keras", "pytorch") for step in ("init", "finalize")]
 __all__ = ["QATConfig", "TrainingMethod", "result_of", *_NAMES, *(f"{name}_experimental" for name in _NAMES)]
@@ -76,7 +76,7 @@ def _algorithm(
     if method.partition("(")[0] not in (names := registered("training")):
         identifiers = {c.identifier for c in ours if isinstance(c.identifier, str)}
         raise UnknownNameError("training method", method, {*names, *identifiers})
-    return made("training", method, **options)  # type: ignore[no-any-return]
+    return create("training", method, **options)  # type: ignore[no-any-return]
 
 
 def pytorch_quantization_aware_training_init(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from chipfit.calibration.collect import Need, TensorStats, and_channels
+from chipfit.calibration.collect import Need, TensorStats, with_channel_stats
 from chipfit.decide.assignment import Assignment
 from chipfit.graph.ir import Graph, Node, Users
 from chipfit.graph.linear import TRANSPOSED, bias_or_zero, in_groups, is_linear, on_axis_1, own, with_bias
@@ -18,7 +18,7 @@ _SETTING = Setting("centre", None, _DOES, choices=("always", OFF))
 
 def with_means(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     """`needs`, and the channels of every tensor that can be centred."""
-    return and_channels(needs, {v: 1 for v, why in _movable(graph).items() if not why})
+    return with_channel_stats(needs, {v: 1 for v, why in _movable(graph).items() if not why})
 
 
 @register(

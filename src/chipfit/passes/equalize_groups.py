@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from chipfit.calibration.collect import Need, TensorStats, and_channels
+from chipfit.calibration.collect import Need, TensorStats, with_channel_stats
 from chipfit.decide.assignment import FEW, Assignment
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import (
@@ -47,7 +47,7 @@ def with_channels(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     """`needs`, and the channels of every tensor that may be scaled."""
     found = [g for g in groups(graph) if not g.refused]
     asked = {*needs, *(n.data for g in found for n in g.readers), *(v for g in found for v, _ in g.clips)}
-    return and_channels(needs, {v: 1 for g in found for v in g.values if v in asked})
+    return with_channel_stats(needs, {v: 1 for g in found for v in g.values if v in asked})
 
 
 def worth_a_trial(settings: Any, graph: Graph, assignment: Assignment) -> str | None:

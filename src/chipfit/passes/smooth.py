@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from chipfit.calibration.collect import Channels, Need, TensorStats, and_channels
+from chipfit.calibration.collect import Channels, Need, TensorStats, with_channel_stats
 from chipfit.decide.assignment import Assignment
 from chipfit.graph.builder import new_name, replace_node
 from chipfit.graph.ir import DYNAMIC, Graph, Node, Users
@@ -32,7 +32,7 @@ _WORTH = 3e-4
 
 def with_channels(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
     """`needs`, and the channels of what linear layers read of norms and other operators."""
-    return and_channels(needs, {s.value: -1 for s in _sites(graph) if not s.why}, squares=True)
+    return with_channel_stats(needs, {s.value: -1 for s in _sites(graph) if not s.why}, squares=True)
 
 
 def worth_a_trial(settings: Any, graph: Graph, assignment: Assignment) -> str | None:

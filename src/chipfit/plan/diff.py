@@ -8,7 +8,7 @@ import torch
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
-from chipfit.screen import Screen, Shown
+from chipfit.screen import Summary, SummaryRepr
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class Difference:
         return f"{self.where}: {self.field + ' ' if self.field else ''}{self.a} -> {self.b}"
 
 
-class Differences(Shown, list[Difference]):
+class Differences(SummaryRepr, list[Difference]):
     """Everything that two plans say differently."""
 
-    def _screen(self) -> Screen:
+    def _summary(self) -> Summary:
         title = f"{len(self)} things differ between the plans" if self else "The plans decide the same"
-        return Screen(
+        return Summary(
             title, {}, ("where", "what", "first", "second"), [(d.where, d.field, d.a, d.b) for d in self], "the list"
         )
 

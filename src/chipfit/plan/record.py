@@ -13,9 +13,9 @@ from pydantic import PositiveInt
 from chipfit.errors import PlanError, UnknownNameError
 from chipfit.platform.schema import Exec
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.limits import Limit
+from chipfit.quantizers.scale_bounds import ScaleBound
 from chipfit.quantizers.stored import Stored
-from chipfit.screen import Screen, Shown
+from chipfit.screen import Summary, SummaryRepr
 
 Role = Literal["activation", "weight", "bias"]
 _STORED = frozenset(f.name for f in fields(Stored))
@@ -101,7 +101,7 @@ class NodePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Plan(Shown):
+class Plan(SummaryRepr):
     """All decisions for one model on one platform."""
 
     tensors: dict[str, TensorPlan] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Plan(Shown):
     #: (value, node) pairs where that reader takes the value before its quantizer (input-placed platforms)
     float_edges: frozenset[tuple[str, str]] = frozenset()
     ties: tuple[tuple[str, ...], ...] = ()  #: tensors that must keep one scale and zero point, also when trained
-    limits: tuple[Limit, ...] = ()  #: bounds that hold in every step of training
+    limits: tuple[ScaleBound, ...] = ()  #: bounds that hold in every step of training
     fixed: tuple[str, ...] = ()  #: tensors whose scale and zero point the platform dictates
     zeros: tuple[str, ...] = ()  #: tensors whose zero point a rule of the platform says
     sums: tuple[tuple[str, float], ...] = ()  #: (weight, greatest sum of |code| over one output channel)
@@ -118,11 +118,11 @@ class Plan(Shown):
     rewrites: tuple[str, ...] = ()  #: one line for each rewrite applied or refused
     provenance: dict[str, Any] = field(default_factory=dict)  #: versions, hashes, seed, settings
 
-    def _screen(self) -> Screen:
+    def _summary(self) -> Summary:
         runs = Counter(n.exec for n in self.nodes.values())
         quantized = sum(t.quantized for t in self.tensors.values())
         rows = [(t.name, t.role, t.format, _scales(t), t.origin or t.why) for t in self.tensors.values()]
-        return Screen(
+        return Summary(
             f"Plan for {self.platform or 'no platform'}: {quantized} of {len(self.tensors)} tensors in codes",
             {
                 "operators": ", ".join(f"{n} {how}" for how, n in runs.items()),

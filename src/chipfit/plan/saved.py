@@ -24,7 +24,7 @@ from safetensors.torch import save as to_bytes
 
 from chipfit._version import __version__
 from chipfit.errors import ExportError, PlanError
-from chipfit.files import MANIFEST, parse_json, path_of, read_json, replacing, standing
+from chipfit.files import MANIFEST, current_folder, parse_json, path_of, read_json, replace_folder
 from chipfit.graph.ir import Graph
 from chipfit.plan.graph_text import graph_from_plain, graph_to_plain
 from chipfit.plan.plain import SCHEMA, T, check_schema, demand, malformed, table
@@ -66,7 +66,7 @@ def save(
         ExportError: the disk refuses.
     """
     root = path_of(directory, ExportError)
-    with replacing(root, "a saved result", PlanError) as new:
+    with replace_folder(root, "a saved result", PlanError) as new:
         _write(new, graph, plan, platform, report)
     return root
 
@@ -82,7 +82,7 @@ def load(directory: str | Path) -> Saved:
     for attempt in range(_ATTEMPTS):
         before = _identity(root)
         try:
-            files = _files(standing(root), root)
+            files = _files(current_folder(root), root)
             break
         except PlanError:
             if _identity(root) == before or attempt == _ATTEMPTS - 1:  # else a writer replaced it while it was read

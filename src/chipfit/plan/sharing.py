@@ -9,7 +9,7 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.limits import Limit
+from chipfit.quantizers.scale_bounds import ScaleBound
 from chipfit.quantizers.stored import Stored, per_output
 
 
@@ -27,7 +27,7 @@ class Rounding:
     fixed: set[str] = field(default_factory=set)
     zeros: set[str] = field(default_factory=set)
     #: the plan's limits over owners, and its bounds on sums of codes
-    limits: list[Limit] = field(default_factory=list)
+    limits: list[ScaleBound] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=dict)
 
     def start(self, plan: Plan, owner: str) -> Stored:

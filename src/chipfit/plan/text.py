@@ -13,7 +13,7 @@ from chipfit.files import parse_json
 from chipfit.plan import plain
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.limits import Limit
+from chipfit.quantizers.scale_bounds import ScaleBound
 from chipfit.quantizers.stored import Stored
 
 # JSON has lists only
@@ -116,7 +116,7 @@ def plan_from_json(text: str, numbers: Mapping[str, torch.Tensor] | None = None)
     plain.demand(provenance.get("settings", {}), _SETTINGS, "the plan, provenance.settings")
     tensors = {name: _tensor(name, entry, numbers) for name, entry in data["tensors"].items()}
     nodes = {k: plain.record_from_plain(NodePlan, e, f"node '{k}'", name=k) for k, e in data["nodes"].items()}
-    limits = tuple(plain.record_from_plain(Limit, x, f"limit {k}") for k, x in enumerate(data.get("limits", ())))
+    limits = tuple(plain.record_from_plain(ScaleBound, x, f"limit {k}") for k, x in enumerate(data.get("limits", ())))
     data |= {"tensors": tensors, "nodes": nodes, "limits": limits, "provenance": provenance}
     plan = Plan(**{**data, "sums": tuple(data.get("sums", {}).items())})
     known = {f"{field}:{t.name}" for t in tensors.values() for field in _NUMBERS if getattr(t, field) is not None}

@@ -15,7 +15,7 @@ from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.algorithm import MOST_BITS, Algorithm
 from chipfit.quantizers.bn_fold import UNFOLDED, strategy_of
 from chipfit.quantizers.grids import Grid
-from chipfit.registry import made
+from chipfit.registry import create
 
 #: roles of tensors -> the word for them in options
 _WORDS = {"weight": "weights", "activation": "activations"}
@@ -131,7 +131,7 @@ def algorithm_of(chosen: str | Algorithm | type | None) -> Algorithm | None:
     if chosen is not None and not isinstance(chosen, str):
         allowed = "the name of a training algorithm, or an instance of one"
         raise ConfigError("This is no training algorithm", got=repr(chosen)[:120], allowed=allowed)
-    return made("training", chosen) if chosen else None
+    return create("training", chosen) if chosen else None
 
 
 def starting(graph: Graph, plan: Plan, training: Training | None) -> tuple[Graph, Plan]:

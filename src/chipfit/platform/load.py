@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from chipfit.errors import PlatformError, UnknownNameError
-from chipfit.files import existing, package_data
+from chipfit.files import existing_file, package_data
 from chipfit.graph.ops import ALIASES, FOREIGN, OPS
 from chipfit.platform.read import Path as Keys
 from chipfit.platform.read import Problem, Source, explain, what_fits
@@ -67,7 +67,7 @@ def load(what: Target, arch: str | None = None) -> Platform:
     if text in names():
         platform = _read(_BUILTIN / f"{text}.yaml", f"{text}.yaml")
     elif text.endswith((".yaml", ".yml")) or os.path.isfile(text):
-        platform = _read(existing(text, PlatformError, "The platform file"), text)
+        platform = _read(existing_file(text, PlatformError, "The platform file"), text)
     else:
         hint = "`chipfit platforms list`, or give the path of a YAML file"
         raise UnknownNameError("platform", text, names(), hint=hint)

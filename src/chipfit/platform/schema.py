@@ -25,7 +25,7 @@ from chipfit.platform.filters import Member, has_nan
 from chipfit.quantizers.grids import SCALES, Grid, all_codes
 from chipfit.quantizers.tables import FLOATS, float_table, log_table
 from chipfit.registry import is_number
-from chipfit.screen import Screen, Shown
+from chipfit.screen import Summary, SummaryRepr
 
 #: slot of a choice, or place -> words that may stand there where a format name may stand
 WORDS = {slot: {"float", "none"} for slot in ("w", "b", "inner", "io_in", "io_out")}
@@ -482,7 +482,7 @@ class Math(_Record):
     note: str = ""
 
 
-class Platform(Shown, _Record):
+class Platform(SummaryRepr, _Record):
     """One chip, or one runtime on a chip."""
 
     name: str
@@ -513,11 +513,11 @@ class Platform(Shown, _Record):
             raise ValueError(f"schema version {v} is not known; this chipfit reads version 0")
         return v
 
-    def _screen(self) -> Screen:
+    def _summary(self) -> Summary:
         requant, revision = self.math.requant, f"@{self.arch_selected}" if self.arch_selected else ""
         first = [next((u for u in o.use if u.w), next(iter(o.use), None)) for o in self.ops]
         rows = [(", ".join(o.match), o.how, str(u or "")) for o, u in zip(self.ops, first, strict=True)]
-        return Screen(
+        return Summary(
             f"Platform {self.name}{revision}: {self.title}",
             {
                 "formats": ", ".join(f"{k} ({f})" for k, f in self.formats.items()),

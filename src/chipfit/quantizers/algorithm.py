@@ -175,7 +175,7 @@ def of_table(grid: Grid, kind: str, least: int) -> str:
 
 
 def text_of(algorithm: Algorithm) -> str:
-    """The name under which it is registered, with the options that differ from their defaults: what `made` reads.
+    """Return the registered name with the options that differ from their defaults, as `registry.create` reads it.
 
     >>> from chipfit.quantizers.algorithms.lsq import LSQ
     >>> text_of(LSQ(use_grad_scaling=False))

@@ -9,7 +9,7 @@ from typing import Any
 from chipfit.errors import UnsupportedError
 
 
-def start(quantizer: Any, shape: Any, name: str, host: Any, has: str) -> None:
+def initialize(quantizer: Any, shape: Any, name: str, host: Any, has: str) -> None:
     """Let a trainable quantizer make what it trains on its host, for a tensor of this shape; others have nothing.
 
     Args:
@@ -24,14 +24,14 @@ def start(quantizer: Any, shape: Any, name: str, host: Any, has: str) -> None:
         quantizer.initialize_quantization(shape, name, host)
 
 
-def rounded(quantizer: Any, x: Any, training: Any) -> Any:
+def apply(quantizer: Any, x: Any, training: Any) -> Any:
     """x through a quantizer; as it is where that is not enabled."""
     if _trains(quantizer):
         return quantizer(x, bool(training))
     return x if hasattr(quantizer, "initialize_quantization") else quantizer(x)
 
 
-def inferable(quantizer: Any) -> Any:
+def to_inferable(quantizer: Any) -> Any:
     """What a trainable quantizer converts to; others stay."""
     return quantizer.convert2inferable() if _trains(quantizer) else quantizer
 

@@ -9,12 +9,12 @@ import torch
 
 from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.histogram import BINS, in_memory_order, without_outliers
-from chipfit.errors import ConfigError, DataError, brief, theirs
+from chipfit.errors import ConfigError, DataError, raised_outside_chipfit, short_message
 from chipfit.quantizers.grids import Grid, in_blocks
 from chipfit.quantizers.tables import fit
 from chipfit.ranges.qparams import QParams
 from chipfit.ranges.search import Sample
-from chipfit.registry import lookup, made
+from chipfit.registry import create, lookup
 
 #: a registered name, perhaps with settings, such as "lp(p=3)", or a rule itself
 Rule = str | Callable[[Sample, Grid], QParams]
@@ -96,9 +96,9 @@ def choose(
         try:
             q = place(sample, grid)
         except Exception as e:  # of a user's rule
-            if not theirs(e):
+            if not raised_outside_chipfit(e):
                 raise
-            what = f"The range rule '{name_of(rule)}' fails: {brief(e)}"
+            what = f"The range rule '{name_of(rule)}' fails: {short_message(e)}"
             raise ConfigError(what, allowed="a function of a sample and a grid") from e
         if not isinstance(q, QParams):
             raise DataError(f"The range rule '{name_of(rule)}' returned no range", got=repr(q)[:120], allowed="QParams")
@@ -118,7 +118,7 @@ def rule_of(rule: Rule, **settings: Any) -> Callable[[Sample, Grid], QParams]:
             allowed = "the name of a rule, or a function of a sample and a grid"
             raise ConfigError("This is no range rule", got=repr(rule)[:120], allowed=allowed)
         return rule
-    place: Callable[[Sample, Grid], QParams] = made("range", rule, ALIASES, **settings)
+    place: Callable[[Sample, Grid], QParams] = create("range", rule, ALIASES, **settings)
     return place
 
 

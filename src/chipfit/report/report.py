@@ -7,7 +7,7 @@ from pathlib import Path
 from chipfit.errors import ExportError
 from chipfit.files import path_of, write_atomically
 from chipfit.report.record import ReportData
-from chipfit.screen import Screen, Shown
+from chipfit.screen import Summary, SummaryRepr
 
 SUFFIXES = ".html", ".json"
 
@@ -19,7 +19,7 @@ def check_suffix(path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Report(Shown, ReportData):
+class Report(SummaryRepr, ReportData):
     """Everything that a person asks after quantizing a model."""
 
     def save(self, path: str | Path) -> Path:
@@ -36,7 +36,7 @@ class Report(Shown, ReportData):
 
         return write_atomically(path, page(self).encode())
 
-    def _screen(self) -> Screen:
+    def _summary(self) -> Summary:
         from chipfit.report.terminal import accuracies, agreement, facts, formats, kernel_exec, kernel_name, kernel_ops
 
         known = {k: v for k, v in facts(self).items() if k != "platform"}
@@ -46,7 +46,9 @@ class Report(Shown, ReportData):
         weakest = sorted(self.kernels, key=lambda k: (k[-1].sqnr_db is None, k[-1].sqnr_db or 0.0))
         rows = [(kernel_name(k), kernel_ops(k), kernel_exec(k), formats(k), k[-1].sqnr_db) for k in weakest]
         header = ("kernel", "operators", "runs", "format", "SQNR [dB]")
-        return Screen(f"Report: {self.platform}  {self.title}", known, header, rows, "report.show(), report.save(path)")
+        return Summary(
+            f"Report: {self.platform}  {self.title}", known, header, rows, "report.show(), report.save(path)"
+        )
 
     def show(self) -> None:
         """Print the report to the terminal."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chipfit.calibration.collect import unpadded, words_of
+from chipfit.calibration.collect import valid_token_mask, without_padding
 from chipfit.calibration.data import no_data
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after, run
@@ -80,11 +80,11 @@ class Reference:
         totals: dict[str, tuple[float, float]] = {}
         with torch.inference_mode():
             for batch, wanted in zip(self.batches, self._wanted, strict=True):
-                got, words = rounded_run(graph, plan, batch), words_of(graph, batch)
+                got, words = rounded_run(graph, plan, batch), valid_token_mask(graph, batch)
                 for name in wanted:
                     if graph.is_float(name):
                         part, whole = totals.get(name, (0.0, 0.0))
-                        more, of = _distance(*(unpadded(x[name], words).double() for x in (wanted, got)))
+                        more, of = _distance(*(without_padding(x[name], words).double() for x in (wanted, got)))
                         totals[name] = part + more, whole + of
         return sum(part / whole if whole else part for part, whole in totals.values())
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chipfit.calibration.collect import unpadded, words_of
+from chipfit.calibration.collect import valid_token_mask, without_padding
 from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node
 
@@ -42,8 +42,8 @@ def gradients(
     with torch.enable_grad():
         inputs = [watch(name, x.detach()) for name, x in zip(graph.inputs, batch, strict=True)]
         env = run(graph, inputs, hook=hook, weights=weights, keep=set(besides))
-        words = words_of(graph, batch)
-        floats = [unpadded(env[o], words) for o in dict.fromkeys(graph.outputs) if graph.is_float(o)]
+        words = valid_token_mask(graph, batch)
+        floats = [without_padding(env[o], words) for o in dict.fromkeys(graph.outputs) if graph.is_float(o)]
         loss = sum((_sampled(y, random) for y in floats if y.requires_grad), torch.zeros(()))
         found = torch.autograd.grad(loss, list(kept.values()), allow_unused=True) if loss.requires_grad else ()
     values = {k: x.detach() for k, x in {**env, **kept}.items() if isinstance(x, Tensor)}

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chipfit.calibration.batch_cache import MemoryLimit
 from chipfit.calibration.data import no_data
-from chipfit.calibration.kept import Budget
 from chipfit.engine.run import run
 from chipfit.errors import Interrupted
 from chipfit.graph.ir import Graph
@@ -75,7 +75,7 @@ class _Engine:
     def __init__(self, graph: Graph, start: Graph, plan: Plan, how: How) -> None:
         self.graph, self.start, self.out, self.plan, self.how = graph, start, start.copy(), plan, how
         self.out.weights = {k: w.detach().clone() for k, w in start.weights.items()}  # autograd may save them
-        budget, raw = Budget(how.memory), {value for value, _ in plan.float_edges}
+        budget, raw = MemoryLimit(how.memory), {value for value, _ in plan.float_edges}
         self.floats: dict[str, Stream] = defaultdict(lambda: Stream(budget))
         self.codes = _Codes(budget, plan, raw)
         self.fisher: dict[str, list[Tensor]] = defaultdict(list)
@@ -221,7 +221,7 @@ class _Engine:
 class _Codes(dict[str, Stream]):
     """Streams of values as the chip has them: in codes, unless some operator reads what was before them."""
 
-    def __init__(self, budget: Budget, plan: Plan, raw: set[str]) -> None:
+    def __init__(self, budget: MemoryLimit, plan: Plan, raw: set[str]) -> None:
         super().__init__()
         self.rounded: set[str] = set()  #: what is read from here needs no rounding
         self._budget, self._plan, self._raw = budget, plan, raw

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chipfit.calibration.batch_cache import MemoryLimit
 from chipfit.calibration.data import divisible
 from chipfit.calibration.histogram import in_memory_order
-from chipfit.calibration.kept import Budget
 from chipfit.graph.ir import Graph
 from chipfit.quantizers.stored import Stored
 
@@ -54,7 +54,7 @@ def _layout(x: Tensor) -> torch.memory_format:
 class Stream:
     """One value for every chunk of images: codes where it is stored in codes, else half precision where it is large."""
 
-    budget: Budget
+    budget: MemoryLimit
     stored: Stored | None = None
     expected: int | None = None  #: chunks, where that is known
     chunks: list[Any] = field(default_factory=list)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chipfit.calibration.kept import Budget
+from chipfit.calibration.batch_cache import MemoryLimit
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after
 from chipfit.errors import DataError, Interrupted
@@ -100,7 +100,7 @@ class _Walker:
         self.plan = replace(plan, tensors=dict(plan.tensors))
         self.original, self.users = graph.weights, graph.users()
         graph.weights = dict(graph.weights)
-        self.budget = Budget(how.memory)
+        self.budget = MemoryLimit(how.memory)
         self.floats: dict[str, Stream] = {}
         self.codes: dict[str, Stream] = {}
         self.rounded: dict[str, Any] = {}  #: weights as the chip stores them

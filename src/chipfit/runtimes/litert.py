@@ -13,7 +13,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from chipfit.errors import RuntimeUnavailable, first_line
-from chipfit.files import reading
+from chipfit.files import wrap_read_errors
 from chipfit.registry import register
 from chipfit.runtimes import to_codes, to_floats
 
@@ -191,7 +191,7 @@ def _content(path: Path) -> bytes:
     """The bytes of a file that says it is a TensorFlow Lite model, and holds a network."""
     from ai_edge_litert import schema_py_generated as schema
 
-    with reading(path, RuntimeUnavailable):
+    with wrap_read_errors(path, RuntimeUnavailable):
         raw = path.read_bytes()
     if raw[4:8] != b"TFL3":
         message = "The file is not a TensorFlow Lite model: the identifier TFL3 is missing"

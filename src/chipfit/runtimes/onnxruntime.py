@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from typing_extensions import TypedDict
 
 from chipfit.errors import RuntimeUnavailable, first_line
-from chipfit.files import reading
+from chipfit.files import wrap_read_errors
 from chipfit.registry import register
 from chipfit.runtimes import to_codes, to_floats
 
@@ -125,7 +125,7 @@ def read(path: str | Path, tensors: Sequence[str] = ()) -> Any:
     from google.protobuf.message import DecodeError
 
     try:
-        with reading(path, RuntimeUnavailable):
+        with wrap_read_errors(path, RuntimeUnavailable):
             model = onnx.load(str(path))
     except (DecodeError, onnx.checker.ValidationError) as e:  # no such message; weights in another file are not there
         raise RuntimeUnavailable(f"The file is not an ONNX model: {first_line(e)}", where=str(path)) from e

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chipfit.errors import PlanError
-from chipfit.screen import Screen, Shown
+from chipfit.screen import Summary, SummaryRepr
 from chipfit.search.choose import Space
 from chipfit.search.limits import Limits
 
@@ -18,14 +18,14 @@ SHARES = (15, 20, 25, 30, 35, 40, 50, 60, 75, 100, 150, 200)
 
 
 @dataclass(frozen=True, repr=False)
-class Pareto(Shown):
+class Pareto(SummaryRepr):
     """The best choices of widths for rising budgets, each with what it takes and what it loses."""
 
     over: str  #: the limit
     #: size, share (of 8 bits), predicted, measured, bits (by tensor), height (0 to 1, of the logarithm of the loss)
     points: tuple[Mapping[str, Any], ...]
 
-    def _screen(self) -> Screen:
+    def _summary(self) -> Summary:
         def widths(p: Mapping[str, Any]) -> str:
             return ", ".join(f"{n} of {b} bits" for b, n in sorted(Counter(p["bits"].values()).items()))
 
@@ -37,7 +37,7 @@ class Pareto(Shown):
         unit = "KL divergence to the float model for class scores, else share of the outputs' energy"
         known = {"loss": unit, "size": f"limit '{self.over}', and its share of 8 bits; rounded to the nearest"}
         header = ("share", "size", "predicted", "measured", "", "widths")
-        return Screen(f"{len(rows)} best choices by {self.over}", known, header, rows, "pareto.points")
+        return Summary(f"{len(rows)} best choices by {self.over}", known, header, rows, "pareto.points")
 
 
 def pareto(choices: Space, over: str, shares: Sequence[float], measure: Callable[[Mapping[str, int]], float]) -> Pareto:

@@ -16,7 +16,7 @@ from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.fisher import few
-from chipfit.screen import Screen, Shown
+from chipfit.screen import Summary, SummaryRepr
 from chipfit.search.candidates import activations, is_copy, layers, of_weights
 from chipfit.search.losses import NEAREST, Losses, Rounding, losses
 from chipfit.search.resources import resources
@@ -28,7 +28,7 @@ ENOUGH = 0.75
 
 
 @dataclass(frozen=True, repr=False)
-class Sensitivity(Shown):
+class Sensitivity(SummaryRepr):
     """The predicted loss of every tensor alone, in nats of KL divergence for class scores."""
 
     losses: Losses  #: tensor -> width in bits -> loss
@@ -55,13 +55,13 @@ class Sensitivity(Shown):
             for t, v in self.ranked()
         ]
 
-    def _screen(self) -> Screen:
+    def _summary(self) -> Summary:
         others = (", ".join(f"{b}: {x:.2g}" for b, x in r["others"].items()) for r in self.rows())
         rows = [
             (r["layer"], r["tensor"], r["bits"], r["loss"], "#" * round(12 * r["share"]), more)
             for r, more in zip(self.rows(), others, strict=True)
         ]
-        return Screen(
+        return Summary(
             f"Predicted loss {sum(v for _, v in self.ranked()):.3g}, of {len(rows)} tensors one at a time",
             {
                 "unit": "KL divergence to the float model for class scores, else share of the outputs' energy",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from chipfit.errors import ConfigError, RuntimeUnavailable, installed
+from chipfit.errors import ConfigError, RuntimeUnavailable, import_optional
 
 
 def writer(folder: str | Path) -> Any:
@@ -16,7 +16,7 @@ def writer(folder: str | Path) -> Any:
     Raises:
         RuntimeUnavailable: TensorBoard is not installed.
     """
-    library = installed("torch.utils.tensorboard", "A writer of scalars", RuntimeUnavailable, "tensorboard")
+    library = import_optional("torch.utils.tensorboard", "A writer of scalars", RuntimeUnavailable, "tensorboard")
     return library.SummaryWriter(str(folder))
 
 

@@ -12,7 +12,7 @@ from chipfit.errors import ConfigError, DataError, UnknownNameError, Unsupported
 from chipfit.facade.quantize_fx import quantizers
 from chipfit.facade.quantize_fx.quantizers import AlgorithmQuantizer, QuantizeBase, quantizer_of
 from chipfit.facade.quantize_fx.settings import get_qconfig
-from chipfit.registry import made, register, registered
+from chipfit.registry import create, register, registered
 
 S4 = {"quant_min": -8, "quant_max": 7}
 A4 = {"quant_min": 0, "quant_max": 15, "qscheme": torch.per_tensor_affine}
@@ -103,7 +103,7 @@ def test_every_algorithm_trains_through_one_class(name, options, role):
             AlgorithmQuantizer("MSE", algorithm=name, role=role, **options)
         return
     grid = QuantizeBase("MinMax", **options).grid
-    if made("training", name).refuses(grid, role):
+    if create("training", name).refuses(grid, role):
         with pytest.raises(UnsupportedError):
             AlgorithmQuantizer("MSE", algorithm=name, role=role, **options)
         return

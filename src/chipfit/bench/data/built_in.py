@@ -5,7 +5,7 @@ import torch
 from chipfit.bench.config import Data
 from chipfit.bench.data import Sets, Tensors
 from chipfit.bench.data.procedural import CLASSES, images
-from chipfit.errors import DataError, installed
+from chipfit.errors import DataError, import_optional
 from chipfit.registry import register
 
 
@@ -19,7 +19,7 @@ def procedural(config: Data) -> Sets:
 @register("data", "digits")
 def digits(config: Data) -> Sets:
     """scikit-learn's 1,797 digits in gray, as [N, 3, 8, 8] in 0..1, of 10 classes; every fourth is for tests."""
-    x, y = installed("sklearn.datasets", "This data set", DataError, "scikit-learn").load_digits(return_X_y=True)
+    x, y = import_optional("sklearn.datasets", "This data set", DataError, "scikit-learn").load_digits(return_X_y=True)
     pixels = torch.tensor(x / 16, dtype=torch.float32).view(-1, 1, 8, 8).repeat(1, 3, 1, 1)
     classes = torch.tensor(y)
     held = torch.arange(len(classes)) % 4 == 3

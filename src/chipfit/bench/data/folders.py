@@ -13,8 +13,8 @@ from torch import Tensor
 
 from chipfit.bench.config import Data, Split
 from chipfit.bench.data import Sets, Tensors
-from chipfit.errors import DataError, installed
-from chipfit.files import existing, listed
+from chipfit.errors import DataError, import_optional
+from chipfit.files import existing_file, list_folder
 from chipfit.registry import register
 
 #: of the colours of ImageNet, in 0..1
@@ -103,7 +103,7 @@ def _jittered(image: Any, draw: torch.Generator) -> Any:
 def _half(config: Data, split: Split, names: tuple[str, ...]) -> tuple[Folder, list[str]]:
     root = Path(split.root or config.root or os.environ.get("CHIPFIT_DATA", ""))
     root = next((root / n for n in names if not split.root and (root / n).is_dir()), root)
-    classes = [p.name for p in listed(root, DataError, "The folder of images") if p.is_dir()]
+    classes = [p.name for p in list_folder(root, DataError, "The folder of images") if p.is_dir()]
     inside = ((f, k) for k, name in enumerate(classes) for f in sorted((root / name).iterdir()))
     files = [(f, k) for f, k in inside if f.suffix.lower() in SUFFIXES]
     if not files:
@@ -119,7 +119,7 @@ def imagenet(config: Data) -> Sets:
     Raises:
         DataError: no Pillow, no such folder, no images, or other classes in the two halves.
     """
-    installed("PIL", "A folder of images", DataError, "pillow")
+    import_optional("PIL", "A folder of images", DataError, "pillow")
     if config.root is None and "CHIPFIT_DATA" not in os.environ and not (config.train.root and config.test.root):
         hint = "CHIPFIT_DATA=FOLDER with train/ and val/ in it, or data.root"
         raise DataError("It is not said where the images are", hint=hint)
@@ -137,7 +137,7 @@ def _cifar(config: Data, files: tuple[tuple[str, ...], str], labels: int, classe
     halves = []
     for names, split in ((files[0], config.train), ((files[1],), config.test)):
         root = Path(split.root or config.root or os.environ.get("CHIPFIT_DATA", ""))
-        paths = [existing(root / n, DataError, "CIFAR's binary file") for n in names]
+        paths = [existing_file(root / n, DataError, "CIFAR's binary file") for n in names]
         raw = np.concatenate([np.fromfile(p, np.uint8) for p in paths])
         if raw.size == 0 or raw.size % (labels + 3072):
             got = f"{raw.size} bytes"

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from chipfit.bench.config import Model
-from chipfit.errors import ConfigError, brief, installed, theirs
+from chipfit.errors import ConfigError, import_optional, raised_outside_chipfit, short_message
 from chipfit.facade.named import named
 from chipfit.registry import lookup
 
@@ -60,9 +60,9 @@ def _made(make: Callable[..., Any], known: Model) -> Any:
     except ConfigError:
         raise
     except Exception as e:  # libraries and the user's code refuse as they like
-        if not theirs(e):
+        if not raised_outside_chipfit(e):
             raise
-        raise ConfigError(f"The network cannot be made: {brief(e)}", where=known.type, got=known.kwargs) from e
+        raise ConfigError(f"The network cannot be made: {short_message(e)}", where=known.type, got=known.kwargs) from e
 
 
 def _with_weights(network: Any, path: Path) -> Any:
@@ -72,16 +72,16 @@ def _with_weights(network: Any, path: Path) -> Any:
         network.load_state_dict(load_file(path))
     except (OSError, SafetensorError, RuntimeError) as e:
         hint = "safetensors with the network's own parameter names"
-        raise ConfigError(f"The weights cannot be read: {brief(e)}", where=str(path), hint=hint) from e
+        raise ConfigError(f"The weights cannot be read: {short_message(e)}", where=str(path), hint=hint) from e
     return network
 
 
 def _timm(name: str, pretrained: bool, **kwargs: Any) -> Any:
-    return installed("timm", "This network", ConfigError).create_model(name, pretrained=pretrained, **kwargs)
+    return import_optional("timm", "This network", ConfigError).create_model(name, pretrained=pretrained, **kwargs)
 
 
 def _torchvision(name: str, pretrained: bool, **kwargs: Any) -> Any:
-    models = installed("torchvision.models", "This network", ConfigError)
+    models = import_optional("torchvision.models", "This network", ConfigError)
     return models.get_model(name, weights="DEFAULT" if pretrained else None, **kwargs)
 
 
@@ -97,7 +97,7 @@ class _Logits(nn.Module):
 
 
 def _transformers(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
-    library = installed("transformers", "This network", ConfigError)
+    library = import_optional("transformers", "This network", ConfigError)
     if pretrained:
         return _Logits(library.AutoModelForImageClassification.from_pretrained(name, **kwargs))
     config = library.AutoConfig.for_model(name, **kwargs)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from chipfit.errors import CaptureError, ConfigError, UnknownNameError, brief, theirs
+from chipfit.errors import CaptureError, ConfigError, UnknownNameError, raised_outside_chipfit, short_message
 from chipfit.facade.quantize_fx.observers import ObserverBase
 from chipfit.facade.quantize_fx.quantizers import QuantizeBase
 from chipfit.facade.quantize_fx.settings import FoldBN, QConfig
@@ -143,10 +143,12 @@ def _traced(model: nn.Module) -> fx.GraphModule:
     try:
         traced = fx.symbolic_trace(copy.deepcopy(model))
     except Exception as e:  # the user's code, called with proxies, may raise anything
-        if not theirs(e):
+        if not raised_outside_chipfit(e):
             raise
         hint = "replace a Python `if` on values by torch.where, or put the code into a layer of its own and wrap it"
-        raise CaptureError(f"The model cannot be traced: {brief(e)}", where=type(model).__name__, hint=hint) from e
+        raise CaptureError(
+            f"The model cannot be traced: {short_message(e)}", where=type(model).__name__, hint=hint
+        ) from e
     for n in list(traced.graph.nodes):
         if n.op == "call_function" and "training" in n.kwargs:
             if n.target is not F.dropout:

@@ -19,7 +19,7 @@ from chipfit.plan.training import algorithm_of, refusal
 from chipfit.quantizers.algorithm import Algorithm
 from chipfit.quantizers.grids import Grid, all_codes
 from chipfit.quantizers.stored import Stored
-from chipfit.registry import called, registered
+from chipfit.registry import parse_call, registered
 
 __all__ = ["AlgorithmQuantizer", "QuantizeBase"]
 __all__ += ["disable_all", "enable_all", "enable_calibration", "enable_quantization"]
@@ -214,7 +214,7 @@ def quantizer_of(name: Any, allow_code: bool = False) -> Callable[..., QuantizeB
     if not isinstance(name, str):
         allowed = "a registered name, an Algorithm, or a class derived from QuantizeBase"
         raise ConfigError("This is no quantization method", got=repr(name)[:120], allowed=allowed)
-    bare, options = called(name)
+    bare, options = parse_call(name)
     own, algorithms = registered("quantizer"), registered("training")
     if bare in own and bare in algorithms:
         raise ConfigError(f"'{bare}' is a quantizer and a training algorithm", hint="register the quantizer otherwise")

@@ -13,7 +13,7 @@ from chipfit.facade.target_platform import capabilities, model
 from chipfit.facade.target_platform.configs import OpQuantizationConfig, QuantizationConfigOptions
 from chipfit.facade.target_platform.from_platform import from_platform
 from chipfit.facade.target_platform.layers import name_of
-from chipfit.files import existing, path_of, read_json, write_atomically
+from chipfit.files import existing_file, path_of, read_json, write_atomically
 from chipfit.platform.filters import Member
 from chipfit.platform.load import load
 from chipfit.registry import register
@@ -85,7 +85,7 @@ def load_target_platform_capabilities(source: Any) -> capabilities.TargetPlatfor
         return source
     if isinstance(source, model.TargetPlatformModel):
         return capabilities.TargetPlatformCapabilities(source)
-    path = existing(_json_path(source), MissingFile, "The capabilities file")
+    path = existing_file(_json_path(source), MissingFile, "The capabilities file")
     data = read_json(path, ModelingError)
     version = data.get("SCHEMA_VERSION") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from chipfit.errors import ModelingError, RuntimeUnavailable, UnknownNameError, installed
+from chipfit.errors import ModelingError, RuntimeUnavailable, UnknownNameError, import_optional
 from chipfit.facade.target_platform import capabilities, model
 from chipfit.facade.target_platform.files import read_options
 from chipfit.facade.target_platform.from_platform import from_platform
@@ -127,7 +127,7 @@ def _attach(data: dict[str, Any], version: str, package: str) -> capabilities.Ta
     chip = _merged(data, _entry(data["versions"], version))
     made = _model(chip, version)
     extra = "torch" if package == "torch" else "'chipfit[keras]'"
-    installed(package, "This target", RuntimeUnavailable, extra)
+    import_optional(package, "This target", RuntimeUnavailable, extra)
     known = table()
     attributes = {k: capabilities.DefaultDict({}, name) for k, name in known["weights"][package].items()}
     layers = capabilities.OperationsToLayers()

@@ -14,7 +14,7 @@ from chipfit.facade.trainable.configs import config_of
 from chipfit.frameworks import framework_of
 from chipfit.quantizers.algorithm import Algorithm, Numbers
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.hosting import rounded, start
+from chipfit.quantizers.hosting import apply, initialize
 from chipfit.quantizers.ops import clamp
 from chipfit.quantizers.stored import Stored
 
@@ -73,7 +73,7 @@ class Hosted(Algorithm):
 
     def start(self, host: Any) -> None:
         self._host = host
-        start(self.quantizer, self._shape, "quantizer", host, f"{self._role}s of {framework_of(host)}")
+        initialize(self.quantizer, self._shape, "quantizer", host, f"{self._role}s of {framework_of(host)}")
 
     def get_config(self) -> dict[str, Any]:
         """What a saved model keeps beside the quantizer."""
@@ -116,7 +116,7 @@ class Hosted(Algorithm):
         scale = p["scale"]
         shape = tuple(scale.shape) or (1,) * len(self._shape)
         far = ops.reshape(ops.constant([_FAR] * int(np.prod(shape)), scale), shape)
-        high, low = rounded(self.quantizer, far, False), rounded(self.quantizer, -far, False)
+        high, low = apply(self.quantizer, far, False), apply(self.quantizer, -far, False)
         steps = grid.table[-1] - grid.table[0] if grid.table is not None else (1 << grid.bits) - 1
         s = (high - low) / steps
         if grid.pot:
@@ -125,7 +125,7 @@ class Hosted(Algorithm):
         return ops.stop_gradient(ops.reshape(s, tuple(scale.shape))), ops.stop_gradient(z)
 
     def call(self, ops: Any, x: Any, p: Numbers, grid: Grid) -> Any:
-        y = rounded(self.quantizer, x, p["training"])
+        y = apply(self.quantizer, x, p["training"])
         if tuple(y.shape) != tuple(x.shape):
             self._refuse("it returned a tensor of another shape", list(y.shape), list(x.shape))
         if grid.table is None and grid.levels < 1 << grid.bits:  # the chip leaves out the lowest code
@@ -154,7 +154,7 @@ class Hosted(Algorithm):
         codes = grid.table or [q - zero + 0.25 for q in range(grid.qmin - 2, grid.qmax + 3, max(1, grid.levels // 64))]
         x = ops.constant([c * s for c in codes], self._host.scale)
         x = ops.reshape(x, (-1, *[1] * (len(self._shape) - 1)))
-        own, wanted = rounded(self.quantizer, x, False), inferable(x)
+        own, wanted = apply(self.quantizer, x, False), inferable(x)
         off = ops.abs(own - wanted)
         if (most := float(ops.stop_gradient(ops.max(off)))) <= _NEAR * s:
             return {}

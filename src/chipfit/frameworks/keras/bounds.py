@@ -14,7 +14,7 @@ from chipfit.errors import TrainingError
 from chipfit.frameworks.keras.homes import Scale
 from chipfit.frameworks.keras.ops import KerasOps
 from chipfit.plan.plain import record_from_plain, record_to_plain
-from chipfit.quantizers.limits import SLACK, Limit, clipped
+from chipfit.quantizers.scale_bounds import SLACK, ScaleBound, clip_to_bounds
 
 
 class Bounds:
@@ -26,7 +26,7 @@ class Bounds:
         limits: of the platform, over the tensors that own quantizers.
     """
 
-    def __init__(self, model: Any, scales: Sequence[Scale], limits: Sequence[Limit]) -> None:
+    def __init__(self, model: Any, scales: Sequence[Scale], limits: Sequence[ScaleBound]) -> None:
         self.scales = tuple(scales)
         self.quantizers = {s.tensor: s.quantizer_in(model) for s in scales}
         self.limits = [x for x in limits if all(t in self.quantizers for t, _ in x.terms)]
@@ -51,7 +51,7 @@ class Bounds:
         Raises:
             PlanError: a limit is malformed.
         """
-        limits = [record_from_plain(Limit, x, f"limit {k}") for k, x in enumerate(config["limits"])]
+        limits = [record_from_plain(ScaleBound, x, f"limit {k}") for k, x in enumerate(config["limits"])]
         return cls(model, [Scale(*s) for s in config["scales"]], limits)
 
     def freeze(self) -> None:
@@ -74,7 +74,7 @@ class Bounds:
     def project(self) -> None:
         """Bring scales back to where the platform's rules hold."""
         log = {t: self._log(t) for t in self._limited}
-        new = clipped(KerasOps, self.limits, log, self._moves, {t for t in log if self.quantizers[t].grid.pot})
+        new = clip_to_bounds(KerasOps, self.limits, log, self._moves, {t for t in log if self.quantizers[t].grid.pot})
         for t in self._moves:
             q = self.quantizers[t]
             factor = ops.where(new[t] == log[t], 1.0, ops.power(2.0, new[t] - log[t]))

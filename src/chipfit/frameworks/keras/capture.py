@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from chipfit.engine.run import departs
 from chipfit.engine.trees import dump_tree
-from chipfit.errors import CaptureError, brief, theirs
+from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.frameworks.keras.backend import forward
 from chipfit.frameworks.keras.recorded import functional
 from chipfit.frameworks.keras.walk import Walk, leaves
@@ -109,7 +109,7 @@ def _in_float32(model: Any) -> tuple[Any, str]:
         twin = type(model).from_config(_single(model.get_config()))
         twin.set_weights([w.astype("float32") for w in old])
     except Exception as e:  # Keras raises many types for classes without a configuration
-        if not theirs(e):
+        if not raised_outside_chipfit(e):
             raise
         hint = "build the model with keras.config.set_dtype_policy('float32') and load its weights"
         raise CaptureError(f"'{model.name}' computes in {', '.join(kinds)}", allowed="float32", hint=hint) from e
@@ -175,9 +175,9 @@ def _compare(graph: Graph, model: Any, example: Any) -> None:
     try:
         want = leaves(forward(model, example))
     except Exception as e:  # the user's code may raise anything
-        if not theirs(e):
+        if not raised_outside_chipfit(e):
             raise
-        raise CaptureError(f"The model fails on the example input: {brief(e)}") from e
+        raise CaptureError(f"The model fails on the example input: {short_message(e)}") from e
     if found := departs(graph, [x.detach() for x in leaves(example)], want):
         hint = "the model computes something that this reader does not see; please report it with the model"
         raise CaptureError(

@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
-from chipfit.errors import CaptureError, GraphError, first_line, theirs
-from chipfit.files import DAMAGED, existing, open_zip
+from chipfit.errors import CaptureError, GraphError, first_line, raised_outside_chipfit
+from chipfit.files import ARCHIVE_ERRORS, existing_file, open_zip
 from chipfit.frameworks.keras.known import demand_known
 
 
@@ -18,11 +18,11 @@ def load(path: str | Path) -> Any:
         CaptureError: there is no such file, it is damaged, or it holds Python code or classes that are not registered
             here.
     """
-    _check(existing(path, CaptureError, "The model file"))
+    _check(existing_file(path, CaptureError, "The model file"))
     try:
         return keras.saving.load_model(path, compile=False, safe_mode=True)
     except Exception as e:  # Keras raises many types, and so do the classes that are registered
-        if not theirs(e):
+        if not raised_outside_chipfit(e):
             raise
         raise CaptureError(
             "The file is not a Keras model that can be loaded here",
@@ -41,7 +41,7 @@ def _check(path: str | Path) -> None:
             if not isinstance(config, dict):
                 raise ValueError("its configuration is no table")
             demand_known({k: v for k, v in config.items() if k != "compile_config"})  # which is not loaded
-    except (*DAMAGED, ValueError, KeyError, RecursionError) as e:
+    except (*ARCHIVE_ERRORS, ValueError, KeyError, RecursionError) as e:
         what, got = "The file is not a Keras model that can be loaded here", f"{type(e).__name__}: {str(e)[:300]}"
         raise CaptureError(what, where=str(path), got=got, hint="save it with model.save('model.keras')") from e
     except GraphError as e:

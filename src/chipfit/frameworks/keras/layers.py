@@ -16,9 +16,9 @@ from chipfit.frameworks.keras.ops import KerasOps
 from chipfit.quantizers.algorithm import Algorithm, text_of, with_levels
 from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward, remembered
 from chipfit.quantizers.grids import Grid
-from chipfit.quantizers.hosting import inferable, rounded, start
+from chipfit.quantizers.hosting import apply, initialize, to_inferable
 from chipfit.quantizers.stored import Stored
-from chipfit.registry import made
+from chipfit.registry import create
 
 #: variables of a batch norm
 NORM = ("gamma", "beta", "moving_mean", "moving_variance")
@@ -60,7 +60,7 @@ class KerasQuantizer(keras.layers.Layer):
         if isinstance(algorithm, dict):
             given = {**algorithm}
             algorithm = keras.saving.deserialize_keras_object(given.pop("quantizer")).as_algorithm(**given)
-        found: Any = made("training", algorithm) if isinstance(algorithm, str) else algorithm
+        found: Any = create("training", algorithm) if isinstance(algorithm, str) else algorithm
         self.algorithm = found
         self.grid = self.algorithm.grid(self.planned)
         fixed = tuple(n for n in constants if n not in self.trains)
@@ -190,15 +190,15 @@ class KerasActivationQuantizationHolder(keras.layers.Layer):
         super().__init__(**kwargs)
         self.activation_holder_quantizer = activation_holder_quantizer
         self.gives_scale = gives_scale
-        start(activation_holder_quantizer, None, "activation_holder_quantizer", self, "activations of keras")
+        initialize(activation_holder_quantizer, None, "activation_holder_quantizer", self, "activations of keras")
         self.built = True
 
     def convert_to_inferable_quantizers(self) -> None:
         """Leave training: a trainable quantizer becomes the inferable one that it converts to."""
-        self.activation_holder_quantizer = inferable(self.activation_holder_quantizer)
+        self.activation_holder_quantizer = to_inferable(self.activation_holder_quantizer)
 
     def call(self, inputs: Any, training: Any = None) -> Any:
-        y = rounded(self.activation_holder_quantizer, inputs, training)
+        y = apply(self.activation_holder_quantizer, inputs, training)
         return (y, self.activation_holder_quantizer.numbers()[0]) if self.gives_scale else y
 
     def compute_output_spec(self, inputs: Any, training: Any = None) -> Any:
@@ -244,7 +244,7 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
         shape = self.layer.bias.shape if self.uses > 1 else ()
         self.own_biases = [self.add_weight(name=f"bias_{k}", shape=shape) for k in range(1, self.uses)]
         for name, quantizer in self.weights_quantizers.items():
-            start(quantizer, tuple(self.weight_of(name).shape), name, self, "weights of keras")
+            initialize(quantizer, tuple(self.weight_of(name).shape), name, self, "weights of keras")
 
     def bias(self, use: int = 0) -> Any:
         """The bias of one of the uses, unrounded."""
@@ -252,7 +252,7 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
 
     def convert_to_inferable_quantizers(self) -> None:
         """Leave training: every trainable quantizer becomes the inferable one that it converts to."""
-        self.weights_quantizers = {n: inferable(q) for n, q in self.weights_quantizers.items()}
+        self.weights_quantizers = {n: to_inferable(q) for n, q in self.weights_quantizers.items()}
 
     def get_quantized_weights(self, input_scale: Any = None, use: int = 0, training: Any = None) -> dict[str, Any]:
         """The weights that the layer computes with, by variable name, rounded as they are now.
@@ -272,7 +272,7 @@ class KerasQuantizationWrapper(keras.layers.Wrapper):
         if quantizer is None:
             return x
         if name != "bias" or not self.bias_follows:
-            return rounded(quantizer, x, training)
+            return apply(quantizer, x, training)
         s = self.weights_quantizers[self.bias_follows].numbers()[0]
         return quantizer(x, scale=input_scale * (ops.reshape(s, (-1,)) if len(s.shape) else s))
 

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import torch
 
-from chipfit.errors import GraphError, theirs
+from chipfit.errors import GraphError, raised_outside_chipfit
 from chipfit.frameworks.keras.backend import to_backend, to_torch
 from chipfit.frameworks.keras.known import demand_known
 from chipfit.registry import register
@@ -78,7 +78,7 @@ def restored(target: str) -> Any:
         message = f"A Keras layer of this saved result is refused: {e.what}"
         raise GraphError(message, got=e.got, allowed=e.allowed, hint=e.hint) from e
     except Exception as e:  # Keras raises many types, and so do the classes that are registered
-        if not theirs(e):
+        if not raised_outside_chipfit(e):
             raise
         hint = "register its class with keras.saving.register_keras_serializable, and import it before loading"
         raise GraphError("A Keras layer of this saved result cannot be made again", got=text[:200], hint=hint) from e

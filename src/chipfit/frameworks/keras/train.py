@@ -18,7 +18,7 @@ from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.plan.sharing import retrained, rounding
 from chipfit.plan.training import Training, committed, demand_folds, deployable
-from chipfit.quantizers.sums import enlargement
+from chipfit.quantizers.scale_bounds import enlargement
 
 
 def numbers(model: Any) -> Iterator[np.ndarray]:

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import torch
 
-from chipfit.errors import brief
+from chipfit.errors import short_message
 from chipfit.frameworks.keras.call import Call, KerasDraft, Unreadable
 from chipfit.frameworks.keras.opaque import hold
 from chipfit.frameworks.keras.read import ACTIVATED, READERS, UNTRACEABLE
@@ -151,7 +151,7 @@ class Walk:
                     return None
                 calls_before(leaves(out), env)
             except Exception as e:  # foreign code may raise anything
-                self.last_failure = brief(e)
+                self.last_failure = short_message(e)
                 return None
             self.draft.alive.append((made, out))
             prefix = f"{origin.path}/" if origin.path else ""

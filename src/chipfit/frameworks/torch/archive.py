@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from chipfit.engine.opaque import resolve_target, torch_operator
 from chipfit.engine.trees import flatten_call, read_tree
 from chipfit.engine.types import constant_of, dtype_of
-from chipfit.errors import CaptureError, ChipfitError, brief
-from chipfit.files import DAMAGED, existing, open_zip, parse_json
+from chipfit.errors import CaptureError, ChipfitError, short_message
+from chipfit.files import ARCHIVE_ERRORS, existing_file, open_zip, parse_json
 from chipfit.frameworks.torch.modules import own
 from chipfit.frameworks.torch.origin import CHECKS
 from chipfit.frameworks.torch.schema import GENERATION, GRAPH, PROGRAM, WEIGHTS
@@ -55,16 +55,16 @@ def load(path: str | Path) -> nn.Module:
         CaptureError: there is no such file; it is no such archive, is damaged, holds pickled weights, or calls an
             operator that is not listed.
     """
-    where = str(existing(path, CaptureError, "The model file"))
+    where = str(existing_file(path, CaptureError, "The model file"))
     try:
         with open_zip(path) as archive:
             return _program(_Archive(archive))
     except ChipfitError as e:
         raise CaptureError(e.what, where=where, got=e.got, allowed=e.allowed, hint=e.hint) from e
-    except (*DAMAGED, *_MALFORMED) as e:
+    except (*ARCHIVE_ERRORS, *_MALFORMED) as e:
         hint = "torch.export.save(torch.export.export(model, example), 'model.pt2') with torch 2.9 or newer"
         what = "The file is not a program that torch.export.save wrote"
-        raise CaptureError(what, where=where, got=brief(e), hint=hint) from e
+        raise CaptureError(what, where=where, got=short_message(e), hint=hint) from e
 
 
 class _Archive:

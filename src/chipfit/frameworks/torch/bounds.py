@@ -12,9 +12,8 @@ from chipfit.errors import PlanError, TrainingError
 from chipfit.frameworks.torch.modules import FakeQuantizer
 from chipfit.plan.record import Plan
 from chipfit.plan.sharing import Rounding, retrained
-from chipfit.quantizers.limits import SLACK, clipped
 from chipfit.quantizers.ops import TorchOps
-from chipfit.quantizers.sums import enlargement
+from chipfit.quantizers.scale_bounds import SLACK, clip_to_bounds, enlargement
 
 
 class Checkpointed(nn.Module):
@@ -101,7 +100,7 @@ class Bounds:
         moves.sort(key=lambda t: (not self.quantizers[t].scale.dim(), self.plan.tensors[t].role != "weight"))
         for order in (moves, moves[::-1]):  # back, where an algorithm could not follow all the way
             log = {t: q.numbers()[0].double().log2() for t, q in self.quantizers.items()}
-            for t, new in clipped(TorchOps, self.limits, log, order, self._pot).items():
+            for t, new in clip_to_bounds(TorchOps, self.limits, log, order, self._pot).items():
                 if not torch.equal(new, log[t]):
                     self.quantizers[t].rescale(torch.exp2(new - log[t]))
             broken = self._broken(self._scales())

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from chipfit.engine.run import departs
 from chipfit.engine.trees import flatten_inputs
 from chipfit.engine.types import described
-from chipfit.errors import CaptureError, brief, theirs
+from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.frameworks.torch.export import export
 from chipfit.frameworks.torch.origin import users_line
 from chipfit.frameworks.torch.program import Unclear, open_axes, register
@@ -145,11 +145,11 @@ def _try_once(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         with torch.no_grad():
             out = model(*args, **kwargs)
     except Exception as e:  # the user's code may raise anything
-        if not theirs(e):
+        if not raised_outside_chipfit(e):
             raise
         given = [described(a) for a in args] + [f"{k}={described(v)}" for k, v in kwargs.items()]
         hint = "call the model on this input yourself, in eval mode, and correct the input or the model"
-        what = f"The model fails on the example input: {brief(e)}"
+        what = f"The model fails on the example input: {short_message(e)}"
         raise CaptureError(what, where=users_line(e), got=", ".join(given) or "no input", hint=hint) from e
     register(out)
     return out

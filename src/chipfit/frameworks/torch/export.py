@@ -10,7 +10,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from chipfit.engine.process import quiet
-from chipfit.errors import CaptureError, brief, theirs
+from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.frameworks.torch.origin import users_line
 from chipfit.frameworks.torch.program import Form, Program, needs_functional, parts_of
 
@@ -38,7 +38,7 @@ def export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         with quiet():
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as e:  # the user's code, traced by torch.export, may raise anything
-        if not theirs(e):
+        if not raised_outside_chipfit(e):
             raise
         if "DataDependent" in type(e).__name__ or "data-dependent" in str(e).lower():
             raise CaptureError(
@@ -47,7 +47,7 @@ def export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                 hint="replace the Python `if` by torch.where, or move it out of the model",
             ) from e
         hint = "rewrite this line with tensor operations, or quantize the part of the model around it"
-        raise CaptureError(f"The model cannot be captured: {brief(e)}", where=users_line(e), hint=hint) from e
+        raise CaptureError(f"The model cannot be captured: {short_message(e)}", where=users_line(e), hint=hint) from e
     known: dict[Any, Any] = {}
     if any(parts_of(n.target) for n in program.graph.nodes):
         for table in (torch._decomp.decomposition_table, torch.export.default_decompositions()):

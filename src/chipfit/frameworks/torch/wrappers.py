@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from chipfit.errors import UnknownNameError
-from chipfit.quantizers.hosting import inferable, rounded, start
+from chipfit.quantizers.hosting import apply, initialize, to_inferable
 
 
 class PytorchQuantizationWrapper(nn.Module):
@@ -37,7 +37,7 @@ class PytorchQuantizationWrapper(nn.Module):
         if name not in (known := dict(self.layer.named_parameters())):
             raise UnknownNameError(f"parameter of {type(self.layer).__name__}", name, known)
         self.weights_quantizers[name] = quantizer
-        start(quantizer, self.weight_of(name).shape, name, self, "weights of torch")
+        initialize(quantizer, self.weight_of(name).shape, name, self, "weights of torch")
 
     def weight_of(self, name: str) -> torch.Tensor:
         """A parameter of the layer, unrounded."""
@@ -45,11 +45,11 @@ class PytorchQuantizationWrapper(nn.Module):
 
     def get_quantized_weights(self) -> dict[str, torch.Tensor]:
         """The weights that the layer computes with, by name, rounded as they are now."""
-        return {n: rounded(q, self.weight_of(n), self.training) for n, q in self.weights_quantizers.items()}
+        return {n: apply(q, self.weight_of(n), self.training) for n, q in self.weights_quantizers.items()}
 
     def convert_to_inferable_quantizers(self) -> None:
         """Leave training: every trainable quantizer becomes the inferable one that it converts to."""
-        self.weights_quantizers = {n: inferable(q) for n, q in self.weights_quantizers.items()}
+        self.weights_quantizers = {n: to_inferable(q) for n, q in self.weights_quantizers.items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return torch.func.functional_call(self.layer, self.get_quantized_weights(), args, kwargs)
@@ -65,11 +65,11 @@ class PytorchActivationQuantizationHolder(nn.Module):
     def __init__(self, activation_holder_quantizer: Any) -> None:
         super().__init__()
         self.activation_holder_quantizer = activation_holder_quantizer
-        start(activation_holder_quantizer, None, "activation_holder_quantizer", self, "activations of torch")
+        initialize(activation_holder_quantizer, None, "activation_holder_quantizer", self, "activations of torch")
 
     def convert_to_inferable_quantizers(self) -> None:
         """Leave training: a trainable quantizer becomes the inferable one that it converts to."""
-        self.activation_holder_quantizer = inferable(self.activation_holder_quantizer)
+        self.activation_holder_quantizer = to_inferable(self.activation_holder_quantizer)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return rounded(self.activation_holder_quantizer, inputs, self.training)
+        return apply(self.activation_holder_quantizer, inputs, self.training)

@@ -7,13 +7,13 @@ import hashlib
 import pytest
 import torch
 
-from chipfit.calibration.seen import Seen
+from chipfit.calibration.sample_fingerprints import SampleHashes
 
 X = torch.randn(200, 3, 2, generator=torch.Generator().manual_seed(0))
 
 
 def noted(*batches):
-    seen = Seen()
+    seen = SampleHashes()
     for inputs in batches:
         seen.note(inputs)
     return seen
@@ -23,7 +23,7 @@ def test_samples_are_known_in_other_batches_and_others_are_not():
     seen = noted([X[:5]], [X[5:8]])
     assert len(seen.digests) == 8
     assert seen.known([X[3:12]]) == 5 and seen.known([X[8:]]) == 0 and seen.known([X[6:7]]) == 1
-    assert Seen.of({"samples": sorted(seen.digests)}).known([X]) == 8 and Seen.of({}).known([X]) == 0
+    assert SampleHashes.of({"samples": sorted(seen.digests)}).known([X]) == 8 and SampleHashes.of({}).known([X]) == 0
 
 
 def test_at_most_128_are_kept_and_the_same_ones_in_any_order():

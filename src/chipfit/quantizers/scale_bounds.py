@@ -5,7 +5,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from chipfit.errors import PlanError
+from chipfit.quantizers.stored import Stored
 
 #: a bound counts as broken beyond this, in log2: a few roundings of float32
 SLACK = 4e-6
@@ -14,7 +17,7 @@ _INSIDE = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
+class ScaleBound:
     """A bound of the platform on scales: low <= sum of exponent * log2(scale) <= high, channel by channel.
 
     Raises:
@@ -37,8 +40,8 @@ class Limit:
         return f"{self.op}: {product} {' and '.join(bounds)} (scales)"
 
 
-def clipped(
-    ops: Any, bounds: Sequence[Limit], log: Mapping[str, Any], moves: Sequence[str], pot: Collection[str]
+def clip_to_bounds(
+    ops: Any, bounds: Sequence[ScaleBound], log: Mapping[str, Any], moves: Sequence[str], pot: Collection[str]
 ) -> dict[str, Any]:
     """Scales inside their bounds: each tensor in turn goes to the nearest one that the others allow.
 
@@ -68,3 +71,21 @@ def clipped(
             up, down = (ops.ceil(low - SLACK), ops.floor(high + SLACK)) if t in pot else (low + inside, high - inside)
             out[t] = ops.where(v < low - SLACK, up, ops.where(v > high + SLACK, down, v))
     return out
+
+
+def code_sums(stored: Stored, w: torch.Tensor, axis: int) -> torch.Tensor:
+    """The sum of |code| over each channel along `axis`, [C] float64."""
+    return stored.quantize(w.detach()).double().abs().transpose(0, axis).flatten(1).sum(1)
+
+
+def enlargement(stored: Stored, w: torch.Tensor, most: float, axis: int = 0) -> torch.Tensor | None:
+    """The factor, [] or [C], that a scale grows by where sums are above `most`; None where none is.
+
+    A larger scale rounds otherwise, so that sums may still be too large after it.
+    """
+    sums = code_sums(stored, w, axis if stored.axis is None else stored.axis)
+    over = (sums if stored.scale.dim() else sums.max()) / most
+    if not bool((over > 1).any()):
+        return None
+    larger = torch.exp2(torch.ceil(torch.log2(over))) if stored.grid.pot else 1.01 * over
+    return torch.where(over > 1, larger, 1)

@@ -10,7 +10,7 @@ from torch import nn
 
 import chipfit
 from chipfit import Settings
-from chipfit.calibration.kept import Budget, Kept
+from chipfit.calibration.batch_cache import CachedBatches, MemoryLimit
 from chipfit.errors import DataError
 
 FOUR = {"*": {"bits": 4, "activation_bits": 8}}
@@ -70,7 +70,7 @@ def test_an_edit_reads_them_again_where_they_were_kept_and_says_so_where_not():
 
 
 def test_what_is_beyond_the_limit_lies_on_disk_and_is_the_same():
-    kept = Kept(iter([{"x": part, "name": "n"} for part in IMAGES.split(16)]), most=IMAGES[:32].nbytes)
+    kept = CachedBatches(iter([{"x": part, "name": "n"} for part in IMAGES.split(16)]), most=IMAGES[:32].nbytes)
     first = list(kept)
     assert kept._budget.used == IMAGES[:32].nbytes and kept._budget.spilled == IMAGES[32:].nbytes
     for _ in range(2):
@@ -83,13 +83,13 @@ def test_what_is_beyond_the_limit_lies_on_disk_and_is_the_same():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.complex64])
 def test_every_kind_of_number_comes_back_from_disk(dtype):
     x = (torch.arange(24) % 5).to(dtype).reshape(2, 3, 4).transpose(0, 1)
-    budget = Budget(0)
+    budget = MemoryLimit(0)
     back = budget.keep(x)
     assert back.dtype == dtype and torch.equal(back, x) and budget.spilled == x.nbytes and back.is_shared()
 
 
 def test_reading_goes_on_where_it_ended():
-    kept = Kept(iter(IMAGES.split(32)))
+    kept = CachedBatches(iter(IMAGES.split(32)))
     assert torch.equal(next(iter(kept)), IMAGES[:32])
     assert torch.equal(torch.cat(list(kept)), IMAGES)
 
@@ -97,11 +97,11 @@ def test_reading_goes_on_where_it_ended():
 def test_a_full_disk_is_said(monkeypatch):
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", partial(open, "/dev/full", "wb", buffering=0))
     with pytest.raises(DataError, match="cannot be written: No space left on device.*TMPDIR"):
-        list(Kept(iter([IMAGES]), most=10))
+        list(CachedBatches(iter([IMAGES]), most=10))
 
 
 def test_what_is_within_the_limit_is_kept_where_it_is():
-    budget, x = Budget(96), torch.ones(4, 6)
+    budget, x = MemoryLimit(96), torch.ones(4, 6)
     assert budget.keep(x) is x and (budget.used, budget.spilled) == (96, 0)
     empty = torch.zeros(0, 3)
     assert budget.keep(empty) is empty and (budget.used, budget.spilled) == (96, 0)
@@ -110,14 +110,14 @@ def test_what_is_within_the_limit_is_kept_where_it_is():
 
 
 def test_little_is_kept_in_memory_where_no_limit_is_given():
-    kept = Kept(iter([IMAGES]))
+    kept = CachedBatches(iter([IMAGES]))
     assert torch.equal(next(iter(kept)), IMAGES)
     assert (kept._budget.used, kept._budget.spilled) == (IMAGES.nbytes, 0)
-    assert Budget().keep(IMAGES) is IMAGES
+    assert MemoryLimit().keep(IMAGES) is IMAGES
 
 
 def test_what_is_released_makes_room_in_memory_and_what_lies_on_disk_does_not():
-    budget, x, y = Budget(100), torch.ones(20), torch.ones(10, 2)
+    budget, x, y = MemoryLimit(100), torch.ones(20), torch.ones(10, 2)
     here, there = budget.keep(x), budget.keep(y)
     assert (budget.used, budget.spilled) == (80, 80)
     budget.release(there)
@@ -137,13 +137,13 @@ def test_what_is_released_makes_room_in_memory_and_what_lies_on_disk_does_not():
 )
 def test_numbers_come_back_from_disk_in_the_order_in_which_memory_held_them(make):
     x = make(torch.arange(120.0).view(2, 3, 4, 5))
-    back = Budget(0).keep(x)
+    back = MemoryLimit(0).keep(x)
     assert torch.equal(back, x) and back.stride() == x.stride() and back.data_ptr() != x.data_ptr()
 
 
 def test_a_batch_that_is_filled_again_and_one_with_history_are_kept_as_they_were():
     x, w = torch.ones(2, 2), torch.ones(2, requires_grad=True)
-    kept = Kept(iter([(x, [w * 3]), 5]))
+    kept = CachedBatches(iter([(x, [w * 3]), 5]))
     for batch in kept:
         if isinstance(batch, tuple):
             assert batch[0] is x
@@ -155,6 +155,6 @@ def test_a_batch_that_is_filled_again_and_one_with_history_are_kept_as_they_were
 def test_a_full_disk_is_told_in_bytes_with_what_to_do(monkeypatch):
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", partial(open, "/dev/full", "wb", buffering=0))
     with pytest.raises(DataError) as e:
-        Budget(1000).keep(torch.zeros(500))
+        MemoryLimit(1000).keep(torch.zeros(500))
     assert str(e.value).startswith("Calibration data take more than 1,000 bytes, and the rest cannot be written: ")
     assert "Got: 2,000 bytes more" in str(e.value) and tempfile.gettempdir() in str(e.value)

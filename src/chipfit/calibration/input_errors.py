@@ -14,7 +14,7 @@ ONE_SAMPLE = "this is one sample: give batches, as torch.stack(samples) or sampl
 LABELS = "yield the inputs, or the inputs and one label behind them: (x, y)"
 
 
-def takes(model: Any) -> int | None:
+def expected_inputs(model: Any) -> int | None:
     """How many inputs a model takes by position; None where it does not tell."""
     if hasattr(model, "inputs"):  # of Keras
         return len(model.inputs)
@@ -47,9 +47,9 @@ def wrong_layout(got: Sequence[int], want: Sequence[int | None]) -> str:
     return ""
 
 
-def explained(refusal: ChipfitError, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ChipfitError:
+def explain_error(refusal: ChipfitError, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ChipfitError:
     """A refusal of the example in words about the data where it is a usual slip; else the refusal itself."""
-    count = takes(model)
+    count = expected_inputs(model)
     if kwargs or (len(args) == 1 and isinstance(args[0], Mapping)):
         given = kwargs or args[0]
         names = list(inspect.signature(model.forward).parameters) if hasattr(model, "forward") else []

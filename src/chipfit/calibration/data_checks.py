@@ -16,7 +16,7 @@ _FAR, _ENOUGH = 30.0, 8
 _NAMED = 4
 
 
-def unlike_training(graph: Graph) -> list[str]:
+def check_input_scale(graph: Graph) -> list[str]:
     """Whether the example is of another scale than the statistics of the first batch norm, where there is one.
 
     On data like those of training z = (x - mean) / sqrt(var + eps) has a root mean square of about 1 and a deviation of
@@ -48,7 +48,7 @@ def unlike_training(graph: Graph) -> list[str]:
     ]
 
 
-def thin(graph: Graph, stats: Mapping[str, TensorStats], samples: int) -> list[str]:
+def check_sample_count(graph: Graph, stats: Mapping[str, TensorStats], samples: int) -> list[str]:
     """What is wrong with data that say too little: a single sample, or values that never change.
 
     Args:

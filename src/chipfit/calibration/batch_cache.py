@@ -16,7 +16,7 @@ from chipfit.errors import DataError
 
 
 @dataclass
-class Budget:
+class MemoryLimit:
     """Bytes of values in memory; what comes beyond `most` is mapped from files that are gone with their tensors."""
 
     most: int = 1 << 30
@@ -53,7 +53,7 @@ class Budget:
             self.used -= x.numel() * x.element_size()
 
 
-class Kept:
+class CachedBatches:
     """Data that can be read once, kept while they are read, so that they can be read again.
 
     Args:
@@ -61,7 +61,7 @@ class Kept:
     """
 
     def __init__(self, data: Iterator[Any], most: int = 1 << 28) -> None:
-        self._data, self._batches, self._budget = data, list[Any](), Budget(most)
+        self._data, self._batches, self._budget = data, list[Any](), MemoryLimit(most)
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._batches

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.calibration.slips import explained, takes, wrong_layout
+from chipfit.calibration.input_errors import expected_inputs, explain_error, wrong_layout
 from chipfit.errors import ChipfitError, DataError
 
 NET = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5)).eval()
@@ -171,8 +171,8 @@ def test_tensors_without_plain_numbers_are_told_by_their_kind(x, kind):
     ],
 )
 def test_a_model_takes_as_many_inputs_as_it_tells(forward, count):
-    assert takes(SimpleNamespace(forward=forward)) == count
-    assert takes(object()) is None
+    assert expected_inputs(SimpleNamespace(forward=forward)) == count
+    assert expected_inputs(object()) is None
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ CONV2D = nn.Sequential(nn.ReLU(), nn.Conv2d(3, 4, 3))
 
 def told(model, *args, **kwargs):
     """What is said instead of a refusal; "" where the refusal stays."""
-    error = explained(REFUSAL, model, args, kwargs)
+    error = explain_error(REFUSAL, model, args, kwargs)
     return "" if error is REFUSAL else str(error)
 
 

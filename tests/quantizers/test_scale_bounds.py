@@ -8,25 +8,25 @@ import pytest
 import torch
 
 from chipfit.errors import PlanError
-from chipfit.quantizers.limits import Limit, clipped
+from chipfit.quantizers.scale_bounds import ScaleBound, clip_to_bounds
 
 INF = math.inf
 
 
 def limit(low=-INF, high=INF, **terms):
-    return Limit(op="Add", terms=tuple(terms.items()), low=low, high=high)
+    return ScaleBound(op="Add", terms=tuple(terms.items()), low=low, high=high)
 
 
 def moved(bounds, log, moves, pot=()):
     tensors = {k: torch.tensor(v, dtype=torch.float64) for k, v in log.items()}
-    return {k: v.tolist() for k, v in clipped(torch, bounds, tensors, moves, pot).items()}
+    return {k: v.tolist() for k, v in clip_to_bounds(torch, bounds, tensors, moves, pot).items()}
 
 
 @pytest.mark.parametrize("exponent", [8, -8])
 def test_exponents_and_ends_of_platforms_are_taken(exponent):
     assert limit(0.0, 1.0, a=exponent).terms == (("a", exponent),)
     assert limit(-1074.0, 1023.0, a=1).low == -1074
-    free = Limit(op="Add", terms=(("a", 1),))  # neither end unless it is said
+    free = ScaleBound(op="Add", terms=(("a", 1),))  # neither end unless it is said
     assert (free.low, free.high) == (-INF, INF)
 
 
@@ -115,5 +115,5 @@ def test_tensors_move_in_turn_and_what_moved_holds_for_the_next():
     out = moved(bounds, {"a": 5.0, "b": 12.0, "c": 9.0}, ["a", "b"])
     assert out["a"] == pytest.approx(1, abs=4e-5) and out["b"] == pytest.approx(11, abs=4e-5) and out["c"] == 9
     given = {"a": torch.tensor(5.0)}
-    clipped(torch, bounds[1:2], given, ["a"], ())
+    clip_to_bounds(torch, bounds[1:2], given, ["a"], ())
     assert float(given["a"]) == 5

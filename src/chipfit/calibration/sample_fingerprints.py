@@ -14,7 +14,7 @@ import torch
 _KEPT, _NUMBERS = 128, 1024
 
 
-class Seen:
+class SampleHashes:
     """Digests of samples."""
 
     def __init__(self, digests: Iterable[str] = ()) -> None:
@@ -22,7 +22,7 @@ class Seen:
         self._all = hashlib.sha256()
 
     @classmethod
-    def of(cls, provenance: Mapping[str, Any]) -> Seen:
+    def of(cls, provenance: Mapping[str, Any]) -> SampleHashes:
         """The samples that a plan was calibrated on, as far as they are remembered."""
         return cls(provenance.get("samples", ()))
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from chipfit.calibration.collect import TensorStats
-from chipfit.calibration.doubts import thin, unlike_training
+from chipfit.calibration.data_checks import check_input_scale, check_sample_count
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph, Node
 
@@ -20,7 +20,7 @@ def said(z):
     model[0].running_mean.copy_(MEAN)
     model[0].running_var.copy_(VAR)
     x = z * torch.tensor([2.0, 4.0, 1.0]).view(3, 1) + MEAN.view(3, 1)
-    return " ".join(unlike_training(capture(model, (x.view(3, -1, 20).transpose(0, 1).contiguous(),))))
+    return " ".join(check_input_scale(capture(model, (x.view(3, -1, 20).transpose(0, 1).contiguous(),))))
 
 
 def alternating(*sizes, values=2000):
@@ -49,7 +49,7 @@ def test_values_that_never_change_are_no_sign_of_another_scale():
 
 def test_without_a_batch_norm_that_learned_there_is_nothing_to_compare_with():
     graph = capture(nn.Sequential(nn.Linear(3, 2)).eval(), (torch.full((4, 3), 1e6),))
-    assert unlike_training(graph) == []
+    assert check_input_scale(graph) == []
 
 
 def stats(name, low, high, count=8):
@@ -59,12 +59,16 @@ def stats(name, low, high, count=8):
 def test_a_single_sample_and_inputs_of_one_number_are_said():
     graph = Graph([Node("r", "Relu", ("a",), ("y",))], ["a", "b", "c"], ["y"], {}, {})
     seen = {s.name: s for s in (stats("a", 0.5, 0.5), stats("b", 1.0, 2.0), stats("c", 3.0, 3.0), stats("y", 0.5, 0.5))}
-    one, never = thin(graph, seen, 1)
+    one, never = check_sample_count(graph, seen, 1)
     assert "a single sample" in one
     assert never.endswith("one number only: input 'a' was 0.5 throughout, 'c' was 3 throughout")  # and not its readers
-    assert thin(graph, {"b": seen["b"]}, 2) == thin(graph, {"a": stats("a", 0.5, 0.5, count=1)}, 2) == []
-    assert len(thin(graph, {"a": stats("a", 0.5, 0.5, count=2)}, 2)) == 1
-    (dead,) = thin(graph, {"y": seen["y"]}, 0)
+    assert (
+        check_sample_count(graph, {"b": seen["b"]}, 2)
+        == check_sample_count(graph, {"a": stats("a", 0.5, 0.5, count=1)}, 2)
+        == []
+    )
+    assert len(check_sample_count(graph, {"a": stats("a", 0.5, 0.5, count=2)}, 2)) == 1
+    (dead,) = check_sample_count(graph, {"y": seen["y"]}, 0)
     assert dead.endswith("comes from Relu 'r' (0.5)")
 
 
@@ -74,7 +78,7 @@ def test_fewer_than_eight_values_of_a_channel_tell_no_spread(values, doubted):
     model = nn.BatchNorm1d(3, eps=EPS).eval()
     model.running_mean.copy_(MEAN)
     model.running_var.copy_(VAR)
-    assert bool(unlike_training(capture(model, (x,)))) is doubted
+    assert bool(check_input_scale(capture(model, (x,)))) is doubted
 
 
 class Late(nn.Module):
@@ -94,17 +98,17 @@ def test_the_first_batch_norm_that_learned_is_looked_at_with_what_reaches_it():
     """100 z, where z has a mean square of 1: as the second learned a deviation of 1, or of 100."""
     model = Late().eval()
     x = torch.tensor([[1.0], [-1.0]]).repeat(10, 3)
-    (text,) = unlike_training(capture(model, (x,)))
+    (text,) = check_input_scale(capture(model, (x,)))
     assert text.startswith("warning: what reaches batch norm 'second' is 100 times as large as the statistics that it")
     model.second.running_var.fill_(100.0**2)
-    assert unlike_training(capture(model, (x,))) == []
+    assert check_input_scale(capture(model, (x,))) == []
 
 
 def test_a_graph_without_an_example_is_not_doubted():
     graph = capture(nn.BatchNorm1d(3).eval(), (torch.full((20, 3), 1e6),))
-    assert unlike_training(graph)
+    assert check_input_scale(graph)
     graph.example = ()
-    assert unlike_training(graph) == []
+    assert check_input_scale(graph) == []
 
 
 @pytest.mark.parametrize(
@@ -113,6 +117,6 @@ def test_a_graph_without_an_example_is_not_doubted():
 def test_of_many_layers_that_never_change_four_are_named(count, end):
     nodes = [Node(f"r{k}", "Relu", ("a",), (f"y{k}",)) for k in range(count)]
     graph = Graph(nodes, ["a"], ["y0"], {}, {})
-    (text,) = thin(graph, {f"y{k}": stats(f"y{k}", 0.5, 0.5) for k in range(count)}, 9)
+    (text,) = check_sample_count(graph, {f"y{k}": stats(f"y{k}", 0.5, 0.5) for k in range(count)}, 9)
     assert text.endswith(end) and text.count("Relu") == min(count, 4)
     assert text.startswith("warning: one number only, on all calibration data, comes from Relu 'r0' (0.5)")
