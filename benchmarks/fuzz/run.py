@@ -32,7 +32,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 
 import chipfit
 from chipfit.errors import ChipfitError, raised_outside_chipfit
-from chipfit.frameworks.torch.program import Unclear
+from chipfit.frameworks.torch.program import Unrecordable
 
 SOURCE = Path(chipfit.__file__).parent
 #: memory that one case may take beyond what its worker starts with [byte]
@@ -69,7 +69,7 @@ FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
     "engine/trees.py:read_tree": (ValueError, RecursionError),
     # a zip archive; names of values and weights that nothing has; raw bytes for torch
     "frameworks/torch/archive.py:load": (*_ZIP, LookupError, ValueError, RuntimeError),
-    "frameworks/keras/files.py:_check": (*_ZIP, ValueError, KeyError, RecursionError),
+    "frameworks/keras/safe_loading.py:_check": (*_ZIP, ValueError, KeyError, RecursionError),
     "runtimes/onnxruntime.py:__init__": (UnicodeDecodeError, *_ORT),  # names in the file
     "runtimes/onnxruntime.py:read": (DecodeError, onnx.checker.ValidationError),
     "runtimes/litert.py:__init__": (ValueError, RuntimeError),
@@ -88,7 +88,7 @@ FOREIGN: tuple[str, ...] = (
     "frameworks/torch/export.py:export",
     "frameworks/keras/capture.py:_in_float32",
     "frameworks/keras/capture.py:_compare",
-    "frameworks/keras/files.py:load",
+    "frameworks/keras/safe_loading.py:load",
     "frameworks/keras/opaque.py:restored",
     "facade/named.py:named",
     "facade/named.py:made",
@@ -183,7 +183,7 @@ def unforeseen(e: ChipfitError) -> str:
     at: BaseException = e
     while (cause := at.__cause__ or at.__context__) is not None:
         place = _ours(at)
-        if not isinstance(cause, (ChipfitError, Unclear)):  # of which the second one is behind the first
+        if not isinstance(cause, (ChipfitError, Unrecordable)):  # of which the second one is behind the first
             foreign = place in FOREIGN and raised_outside_chipfit(cause)
             if not foreign and not isinstance(cause, FORESEEN.get(place, ())):
                 return (

@@ -28,8 +28,8 @@ HERE = Path(__file__).parent
 MODULES = """
     calibration/*.py correction/*.py decide/*.py engine/*.py export/*.py export/*/*.py frameworks/torch/read.py
     frameworks/torch/call.py frameworks/torch/lower.py frameworks/torch/modules.py frameworks/keras/read.py
-    frameworks/keras/padding.py frameworks/keras/weights.py frameworks/keras/lower.py graph/linear.py graph/paths.py
-    passes/*.py pipeline.py plan/record.py plan/saved.py plan/sharing.py plan/edit.py platform/match.py
+    frameworks/keras/padding.py frameworks/keras/kernel_layout.py frameworks/keras/lower.py graph/linear.py
+    graph/paths.py passes/*.py pipeline.py plan/record.py plan/saved.py plan/sharing.py plan/edit.py platform/match.py
     platform/where.py platform/filters.py quantizers/*.py ranges/*.py rounding/*.py runtimes/*.py simulate/*.py
     verify.py
 """

@@ -7,8 +7,8 @@ from chipfit.facade.trainable.base import *
 from chipfit.facade.trainable.by_algorithm import *
 from chipfit.facade.trainable.configs import *
 from chipfit.frameworks import keras_part
-from chipfit.frameworks.torch.wrappers import PytorchActivationQuantizationHolder as PytorchActivationQuantizationHolder
-from chipfit.frameworks.torch.wrappers import PytorchQuantizationWrapper as PytorchQuantizationWrapper
+from chipfit.frameworks.torch.modules import PytorchActivationQuantizationHolder as PytorchActivationQuantizationHolder
+from chipfit.frameworks.torch.modules import PytorchQuantizationWrapper as PytorchQuantizationWrapper
 from chipfit.quantizers import inferable as pytorch_inferable_quantizers  # noqa: F401
 from chipfit.quantizers.inferable import InferableQuantizer as BaseInferableQuantizer  # noqa: F401
 

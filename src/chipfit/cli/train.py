@@ -11,7 +11,7 @@ from chipfit.calibration.data import split_label
 from chipfit.calibration.progress import Progress
 from chipfit.errors import ConfigError, DataError, TrainingError
 from chipfit.facade.named import made, named
-from chipfit.frameworks import fit
+from chipfit.frameworks import trainer
 from chipfit.pipeline import Result
 from chipfit.registry import parse_call, registered
 
@@ -54,7 +54,7 @@ def by_labels(
     inputs, labels = _labelled(data, result)
     probabilities = result.graph.outputs[0] in {o for n in result.graph.nodes if n.op == "Softmax" for o in n.outputs}
     steps = -(-len(labels) // batch_size)
-    step = fit(result.graph.framework).stepper(result.model, rate, epochs * steps, probabilities)
+    step = trainer(result.graph.framework).stepper(result.model, rate, epochs * steps, probabilities)
     before, shown, draw = _top1(result, inputs, labels), Progress(True), torch.Generator().manual_seed(seed)
     for epoch in range(1, epochs + 1):
         order = torch.randperm(len(labels), generator=draw).split(batch_size)

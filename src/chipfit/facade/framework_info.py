@@ -245,7 +245,7 @@ def _layout(graph: Graph, t: TensorPlan) -> tuple[_Relayout, _Relayout]:
     node = next((n for n in graph.nodes if t.name in n.inputs and n.op in OPS and OPS[n.op].kind), None)
     if graph.framework != "keras" or node is None:
         return (lambda w: w), (lambda w: w)
-    from chipfit.frameworks.keras.weights import DEPTHWISE, to_canonical, to_keras
+    from chipfit.frameworks.keras.kernel_layout import DEPTHWISE, to_canonical, to_keras
 
     depthwise = "depthwise" in node.layer_type.lower() or t.name.endswith("depthwise_kernel")
     layout = DEPTHWISE if depthwise else OPS[node.op].kind

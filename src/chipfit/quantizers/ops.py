@@ -1,6 +1,6 @@
 """The functions that training formulas are written in: what torch and `keras.ops` both provide, under Keras's names.
 
-A formula takes them as `ops`: `TorchOps` here, `KerasOps` in `frameworks.keras.ops`. Besides those below it may use
+A formula takes them as `ops`: `TorchOps` here, `KerasOps` in `frameworks.keras.backend`. Besides those below it may use
 abs, clip, exp, floor, log2, max (of all), maximum, minimum, reshape, round, sign, sqrt, tanh, trunc and where, which
 are alike.
 """

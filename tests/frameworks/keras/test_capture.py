@@ -15,7 +15,7 @@ from chipfit.engine.trees import Results  # noqa: E402
 from chipfit.errors import CaptureError  # noqa: E402
 from chipfit.frameworks.keras.backend import forward  # noqa: E402
 from chipfit.frameworks.keras.capture import capture  # noqa: E402
-from chipfit.frameworks.keras.weights import to_canonical, to_keras  # noqa: E402
+from chipfit.frameworks.keras.kernel_layout import to_canonical, to_keras  # noqa: E402
 from chipfit.graph.ir import OPAQUE  # noqa: E402
 from chipfit.graph.ops import OPS  # noqa: E402
 from tests.keras_zoo import make, networks, randomize  # noqa: E402

@@ -9,8 +9,8 @@ keras = pytest.importorskip("keras")
 
 from chipfit.engine.run import run  # noqa: E402
 from chipfit.errors import UnsupportedError  # noqa: E402 -- after the import that may skip
-from chipfit.frameworks.keras.forms import FORMS  # noqa: E402
 from chipfit.frameworks.keras.lower import lower  # noqa: E402
+from chipfit.frameworks.keras.lowerings import LOWERINGS  # noqa: E402
 from chipfit.graph.ir import Graph, Node, Value  # noqa: E402
 from chipfit.plan.record import Plan  # noqa: E402
 
@@ -231,7 +231,7 @@ def test_every_operator_that_has_a_keras_form_is_among_them():
         "TransposeConv2D",
         "TransposeConv3D",
     }  # whose settings tell what no attribute does
-    assert set(FORMS) - {c[0] for c in CASES} == by_layers_only
+    assert set(LOWERINGS) - {c[0] for c in CASES} == by_layers_only
 
 
 def test_an_operator_without_keras_form_is_refused_by_name():

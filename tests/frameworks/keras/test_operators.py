@@ -13,8 +13,8 @@ from keras import layers, ops  # noqa: E402 -- after the import that may skip
 import chipfit  # noqa: E402
 from chipfit.engine.run import run  # noqa: E402
 from chipfit.frameworks.keras.capture import capture  # noqa: E402
-from chipfit.frameworks.keras.forms import FORMS  # noqa: E402
 from chipfit.frameworks.keras.lower import lower  # noqa: E402
+from chipfit.frameworks.keras.lowerings import LOWERINGS  # noqa: E402
 from chipfit.graph.ir import OPAQUE  # noqa: E402
 from chipfit.graph.ops import OPS  # noqa: E402
 from chipfit.plan.record import Plan  # noqa: E402
@@ -168,8 +168,8 @@ def test_every_operator_is_read_or_it_is_said_why_not():
 
 
 def test_every_operator_has_a_form_or_it_is_said_why_not():
-    assert set(FORMS) | set(NO_FORM) == set(OPS) and not set(FORMS) & set(NO_FORM)
-    assert [op for op, form in FORMS.items() if form.kernel is None and form.layer is None] == []
+    assert set(LOWERINGS) | set(NO_FORM) == set(OPS) and not set(LOWERINGS) & set(NO_FORM)
+    assert [op for op, form in LOWERINGS.items() if form.kernel is None and form.layer is None] == []
 
 
 @pytest.mark.parametrize("op", [pytest.param(op, marks=on_others(pytest.mark.slow)) for op in WRITTEN])

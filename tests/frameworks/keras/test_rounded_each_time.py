@@ -63,7 +63,7 @@ def test_the_scales_of_blocks_lie_as_the_kernel_does():
 
 
 def test_both_frameworks_round_alike():
-    from chipfit.frameworks.keras.ops import KerasOps
+    from chipfit.frameworks.keras.backend import KerasOps
 
     x = np.random.default_rng(2).standard_normal((5, 8)).astype("float32")
     for how in (

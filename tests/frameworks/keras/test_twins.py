@@ -12,7 +12,7 @@ keras = pytest.importorskip("keras")
 from keras import layers  # noqa: E402 -- after the import that may skip
 
 import chipfit  # noqa: E402
-from chipfit.frameworks.keras.weights import to_keras  # noqa: E402
+from chipfit.frameworks.keras.kernel_layout import to_keras  # noqa: E402
 from tests.keras_zoo import on_others  # noqa: E402
 
 pytestmark = [*on_others(pytest.mark.slow)]  # what is compared is made by the engine

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from chipfit.frameworks.keras.weights import to_canonical, to_keras
+from chipfit.frameworks.keras.kernel_layout import to_canonical, to_keras
 
 
 def numbered(*shape):

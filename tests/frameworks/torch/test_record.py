@@ -17,9 +17,9 @@ from chipfit.engine.run import run
 from chipfit.errors import CaptureError
 from chipfit.frameworks.torch.capture import capture
 from chipfit.frameworks.torch.export import export
-from chipfit.frameworks.torch.program import Unclear
+from chipfit.frameworks.torch.program import Unrecordable
 from chipfit.frameworks.torch.record import _shown, record
-from chipfit.frameworks.torch.walk import read
+from chipfit.frameworks.torch.translate import read
 from chipfit.graph.ir import Graph
 from tests.zoo import make
 
@@ -187,7 +187,7 @@ UNCLEAR = {
 def test_what_a_run_hides_is_unclear(name):
     model = Of(UNCLEAR[name]).eval()
     state, weight = torch.get_rng_state(), model.dense.weight.clone()
-    with pytest.raises(Unclear):
+    with pytest.raises(Unrecordable):
         watched(model, torch.ones(2, 4))
     assert torch.equal(state, torch.get_rng_state()) and torch.equal(weight, model.dense.weight)
 
@@ -211,7 +211,7 @@ def test_other_arguments_than_the_model_takes_are_refused_as_the_model_refuses_t
 
 def test_a_layer_that_has_two_names_is_unclear():
     layer = nn.Linear(4, 4)
-    with pytest.raises(Unclear):
+    with pytest.raises(Unrecordable):
         record(nn.ModuleDict({"a": layer, "b": layer}), (torch.randn(2, 4),), {})
 
 

@@ -4,6 +4,13 @@ Importing this package registers the classes that a saved quantized model is mad
 """
 
 from chipfit.frameworks.keras.layers import KerasActivationQuantizationHolder, KerasQuantizationWrapper, KerasQuantizer
-from chipfit.frameworks.keras.lower import QuantizedModel
+from chipfit.frameworks.keras.lowerings import CanonicalOperation
+from chipfit.frameworks.keras.models import QuantizedModel
 
-__all__ = ["KerasActivationQuantizationHolder", "KerasQuantizationWrapper", "KerasQuantizer", "QuantizedModel"]
+__all__ = [
+    "CanonicalOperation",
+    "KerasActivationQuantizationHolder",
+    "KerasQuantizationWrapper",
+    "KerasQuantizer",
+    "QuantizedModel",
+]

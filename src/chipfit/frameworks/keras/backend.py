@@ -1,11 +1,17 @@
 """Tensors and calls of whatever backend Keras runs on."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import keras
+import numpy as np
 import torch
+from keras import ops
+
+from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.ops import fake_quantize
 
 #: models on JAX -> their compiled forward pass; uncompiled, JAX would compile each operation by itself
 _COMPILED: WeakKeyDictionary[Any, Callable[..., Any]] = WeakKeyDictionary()
@@ -60,3 +66,42 @@ def _stateless(model: Any) -> Callable[..., Any]:
         return held().stateless_call(trainable, others, x, training=False)[0]
 
     return call
+
+
+class _Alike(type):
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(ops, name)
+
+
+class KerasOps(metaclass=_Alike):
+    """What `keras.ops` calls otherwise, or has not; the rest is its own."""
+
+    @staticmethod
+    def constant(values: Sequence[float], like: Any) -> Any:
+        return ops.convert_to_tensor(np.asarray(values, "float32"))
+
+    @staticmethod
+    def traced(x: Any) -> bool:
+        if keras.backend.backend() == "jax":
+            import jax
+
+            return isinstance(x, jax.core.Tracer)
+        if keras.backend.backend() == "tensorflow":
+            import tensorflow as tf
+
+            return not tf.executing_eagerly()
+        return False
+
+    @staticmethod
+    def size(x: Any) -> Any:
+        """An integer where the shape is known, else a tensor."""
+        shape = tuple(x.shape)
+        return ops.cast(ops.size(x), "float32") if None in shape else math.prod(shape)
+
+    @staticmethod
+    def entry(table: Any, edges: Any, x: Any) -> Any:
+        return ops.reshape(ops.take(table, ops.searchsorted(edges, ops.reshape(x, (-1,)))), ops.shape(x))
+
+    @staticmethod
+    def fake_quantize(x: Any, s: Any, z: Any, grid: Grid) -> Any:
+        return fake_quantize(KerasOps, x, s, z, grid)

@@ -11,13 +11,13 @@ import numpy as np
 from keras import ops
 
 from chipfit.errors import TrainingError
-from chipfit.frameworks.keras.homes import Scale
-from chipfit.frameworks.keras.ops import KerasOps
+from chipfit.frameworks.keras.backend import KerasOps
+from chipfit.frameworks.keras.weight_slots import ScaleSlot
 from chipfit.plan.plain import record_from_plain, record_to_plain
 from chipfit.quantizers.scale_bounds import SLACK, ScaleBound, clip_to_bounds
 
 
-class Bounds:
+class ScaleBounds:
     """The bounds of one model. As the constraint of one of its variables it holds them in each step of an optimizer.
 
     Args:
@@ -26,7 +26,7 @@ class Bounds:
         limits: of the platform, over the tensors that own quantizers.
     """
 
-    def __init__(self, model: Any, scales: Sequence[Scale], limits: Sequence[ScaleBound]) -> None:
+    def __init__(self, model: Any, scales: Sequence[ScaleSlot], limits: Sequence[ScaleBound]) -> None:
         self.scales = tuple(scales)
         self.quantizers = {s.tensor: s.quantizer_in(model) for s in scales}
         self.limits = [x for x in limits if all(t in self.quantizers for t, _ in x.terms)]
@@ -45,14 +45,14 @@ class Bounds:
         return {"scales": [[*astuple(s)] for s in self.scales], "limits": [record_to_plain(x) for x in self.limits]}
 
     @classmethod
-    def from_config(cls, model: Any, config: Any) -> Bounds:
+    def from_config(cls, model: Any, config: Any) -> ScaleBounds:
         """The bounds of a model that was made like the one that these are of.
 
         Raises:
             PlanError: a limit is malformed.
         """
         limits = [record_from_plain(ScaleBound, x, f"limit {k}") for k, x in enumerate(config["limits"])]
-        return cls(model, [Scale(*s) for s in config["scales"]], limits)
+        return cls(model, [ScaleSlot(*s) for s in config["scales"]], limits)
 
     def freeze(self) -> None:
         """Take what does not train by value: JAX takes such variables away while it compiles a step."""

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import torch
 
-from chipfit.frameworks.keras.weights import to_canonical
+from chipfit.frameworks.keras.kernel_layout import to_canonical
 from chipfit.graph.draft import Draft, Origin
 from chipfit.graph.ir import Graph, Value
 
@@ -56,7 +56,7 @@ class KerasDraft(Draft):
         return gone
 
 
-class Call:
+class KerasCall:
     """One call of a layer or operation while it is read."""
 
     def __init__(self, draft: KerasDraft, op: Any, outputs: Sequence[Any], origin: Origin, name: str) -> None:

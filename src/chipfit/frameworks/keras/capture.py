@@ -17,8 +17,8 @@ from chipfit.engine.run import departs
 from chipfit.engine.trees import dump_tree
 from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.frameworks.keras.backend import forward
-from chipfit.frameworks.keras.recorded import functional
-from chipfit.frameworks.keras.walk import Walk, leaves
+from chipfit.frameworks.keras.history import functional
+from chipfit.frameworks.keras.translate import Translator, leaves
 from chipfit.graph.builder import drop_dead
 from chipfit.graph.check import check
 from chipfit.graph.draft import Origin
@@ -45,7 +45,7 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
     recorded = functional(model)
     struct = recorded._inputs_struct if recorded is not None else None
     example, *more = (_example(struct, a, k or {}) for a, k in ((args, kwargs), *others))
-    reading = Walk()
+    reading = Translator()
     if recorded is None or (not more and any(None in kt.shape[1:] for kt in leaves(struct))):
         if example is None:
             hint = "give an example batch: the shapes are taken from it"
@@ -188,7 +188,7 @@ def _compare(graph: Graph, model: Any, example: Any) -> None:
 # ---------------------------------------------------------------- the ends of the graph
 
 
-def _input(reading: Walk, name: str, symbol: Any, given: Any) -> Value:
+def _input(reading: Translator, name: str, symbol: Any, given: Any) -> Value:
     """A graph input; data of another type than the model declares are cast, as Keras does."""
     draft = reading.draft
     dtype = _dtype(given) if isinstance(given, torch.Tensor) else symbol.dtype
@@ -201,7 +201,7 @@ def _input(reading: Walk, name: str, symbol: Any, given: Any) -> Value:
     return draft.emit(Origin(), f"{name}_cast", "Cast", [name], attrs, outs)[0]
 
 
-def _finish(reading: Walk, results: Any, struct: Any, names: Sequence[str]) -> Graph:
+def _finish(reading: Translator, results: Any, struct: Any, names: Sequence[str]) -> Graph:
     """The Graph of what was read: outputs, call structure and layout."""
     graph = reading.draft.graph
     flat = leaves(results)  # in the order of Keras, which sorts the keys of a dict; torch takes them as they come

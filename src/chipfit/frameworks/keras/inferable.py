@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from chipfit.frameworks.keras.ops import KerasOps
+from chipfit.frameworks.keras.backend import KerasOps
 from chipfit.quantizers import inferable
 
 

@@ -12,7 +12,7 @@ import torch
 from keras import ops
 
 from chipfit.errors import PlanError, UnknownNameError
-from chipfit.frameworks.keras.ops import KerasOps
+from chipfit.frameworks.keras.backend import KerasOps
 from chipfit.quantizers.algorithm import Algorithm, text_of, with_levels
 from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward, remembered
 from chipfit.quantizers.grids import Grid
@@ -21,7 +21,7 @@ from chipfit.quantizers.stored import Stored
 from chipfit.registry import create
 
 #: variables of a batch norm
-NORM = ("gamma", "beta", "moving_mean", "moving_variance")
+NORM_VARIABLES = ("gamma", "beta", "moving_mean", "moving_variance")
 _registered = keras.saving.register_keras_serializable(package="chipfit")
 
 
@@ -346,7 +346,7 @@ class KerasBatchNormWrapper(KerasQuantizationWrapper):
         super().build(input_shape)
         shape = tuple(self.layer.bias.shape)
         self.layer.bias.trainable = "bias" in self.trains
-        for name in NORM:
+        for name in NORM_VARIABLES:
             start = "ones" if name in ("gamma", "moving_variance") else "zeros"
             variable = self.add_weight(name=name, shape=shape, initializer=start, trainable=name in self.trains)
             setattr(self, name, variable)
@@ -358,7 +358,7 @@ class KerasBatchNormWrapper(KerasQuantizationWrapper):
 
     @property
     def norm_variables(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in NORM)
+        return tuple(getattr(self, name) for name in NORM_VARIABLES)
 
     def folded(self) -> tuple[Any, Any]:
         """Kernel and bias that inference computes with."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -11,22 +10,22 @@ import torch
 
 from chipfit.engine.opaque import fill
 from chipfit.engine.trees import Results
-from chipfit.errors import PlanError, TrainingError, UnsupportedError
-from chipfit.frameworks.keras.backend import dtype_here, forward
-from chipfit.frameworks.keras.bounds import Bounds
-from chipfit.frameworks.keras.canonical import CanonicalOperation
-from chipfit.frameworks.keras.forms import FORMS, layer_of, padding_word
-from chipfit.frameworks.keras.homes import Home, Scale
+from chipfit.errors import UnsupportedError
+from chipfit.frameworks.keras.backend import dtype_here
+from chipfit.frameworks.keras.bounds import ScaleBounds
+from chipfit.frameworks.keras.kernel_layout import DEPTHWISE, to_keras
 from chipfit.frameworks.keras.layers import (
-    NORM,
+    NORM_VARIABLES,
     KerasActivationQuantizationHolder,
     KerasBatchNormWrapper,
     KerasQuantizationWrapper,
     KerasQuantizer,
 )
+from chipfit.frameworks.keras.lowerings import LOWERINGS, CanonicalOperation, layer_of, padding_word
+from chipfit.frameworks.keras.models import DeviceModel as DeviceModel
+from chipfit.frameworks.keras.models import QuantizedModel
 from chipfit.frameworks.keras.opaque import PREFIX, fresh
-from chipfit.frameworks.keras.ops import KerasOps
-from chipfit.frameworks.keras.weights import DEPTHWISE, to_keras
+from chipfit.frameworks.keras.weight_slots import ScaleSlot, WeightSlot
 from chipfit.graph.builder import unique
 from chipfit.graph.ir import OPAQUE, Graph, Node
 from chipfit.graph.ops import OPS
@@ -36,112 +35,6 @@ from chipfit.plan.sharing import rounding
 from chipfit.plan.training import Training, starting
 from chipfit.quantizers.algorithms.ste import STE
 from chipfit.quantizers.stored import Stored
-
-
-@keras.saving.register_keras_serializable(package="chipfit")
-class QuantizedModel(keras.Model):
-    """A model as the chip computes it, in float: every stored tensor is rounded to its grid.
-
-    A Functional model with the inputs and outputs of the original one. Layers keep their names; those with rounded
-    weights are in a `KerasQuantizationWrapper`, stored results pass through a `KerasActivationQuantizationHolder`.
-    """
-
-    #: what holds in each step; None in what `keras.models.clone_model` makes, which cannot train
-    bounds: Bounds | None = None
-    train_function: Any  #: of Keras
-    _stepping = False  #: one of Keras's own steps runs, which is checked when it is done
-    _steps = 0  #: of other loops
-
-    def make_train_function(self, force: bool = False) -> Any:
-        """As of every Keras model; a step raises a TrainingError where it leaves a scale or weight that is no number,
-        naming layer and step.
-
-        Raises:
-            PlanError: the model does not know what holds in a step.
-        """
-        before = self.train_function
-        super().make_train_function(force)
-        if (step := self.train_function) is before:
-            return step
-        bounds = self._held()
-        bounds.freeze()
-
-        def checked(*args: Any) -> Any:
-            self._stepping = True
-            try:
-                out = step(*args)
-            finally:
-                self._stepping = False
-            try:
-                with keras.StatelessScope(state_mapping=self._after(out)):
-                    bounds.check(self.trainable_variables, int(self.optimizer.iterations))
-            except TrainingError:
-                self._keep(out)
-                raise
-            return out
-
-        self.train_function = checked
-        return checked
-
-    def _after(self, out: Any) -> list[tuple[Any, Any]]:
-        """Variables and what a step has made of them, where the backend has not written it into them yet."""
-        if keras.backend.backend() != "jax":
-            return []
-        kinds = self.trainable_variables, self.non_trainable_variables, self.optimizer.variables
-        return [pair for vs, now in zip(kinds, out[1][:3], strict=True) for pair in zip(vs, now, strict=True)]
-
-    def _keep(self, out: Any) -> None:
-        """Let variables hold what a step has made of them: JAX has given away the memory of what they were."""
-        if keras.backend.backend() == "jax":
-            kinds = "trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"
-            self._jax_state, self._jax_state_synced = dict(zip(kinds, out[1], strict=True)), False
-            self.jax_state_sync()
-
-    def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
-        """As of every Keras model.
-
-        Raises:
-            PlanError: as of `make_train_function`.
-            TrainingError: in a loop that runs eagerly, a step has left a scale or weight that is no number.
-        """
-        trains = self.trainable_variables if training and not self._stepping else ()
-        if trains and not any(KerasOps.traced(v.value) for v in trains[:1]):
-            self._steps += 1
-            self._held().check(trains, self._steps)
-        return super().call(inputs, training=training, mask=mask)
-
-    def _held(self) -> Bounds:
-        if self.bounds is None:
-            hint = "copy.deepcopy(model), or save and load it; clone_model leaves out what layers do not hold"
-            raise PlanError("This model does not know the rules that hold while it trains", where=self.name, hint=hint)
-        return self.bounds
-
-    def get_config(self) -> dict[str, Any]:
-        return {**super().get_config(), **({"bounds": self.bounds.to_config()} if self.bounds else {})}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> QuantizedModel:
-        model: QuantizedModel = super().from_config({k: v for k, v in config.items() if k != "bounds"}, custom_objects)
-        if "bounds" in config:
-            Bounds.from_config(model, config["bounds"]).attach(model)
-        return model
-
-    def load_weights(self, *args: Any, **kwargs: Any) -> None:
-        """As of every Keras model.
-
-        Raises:
-            PlanError: numbers do not fit; they are of another plan.
-        """
-        try:
-            super().load_weights(*args, **kwargs)
-        except ValueError as error:  # of Keras, with that of the first layer between empty lines
-            if not (why := str(error).partition(":\n\n")[2].partition("\n\n")[0]):
-                raise
-            raise PlanError(f"This checkpoint is of another plan: {why}", where=self.name) from error
-
-    def run_flat(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Torch tensors in the order of the graph's inputs to torch tensors in the order of its outputs."""
-        return keras.tree.flatten(forward(self, keras.tree.pack_sequence_as(self._inputs_struct, list(inputs))))
 
 
 def lower(graph: Graph, plan: Plan, training: Training | None = None) -> QuantizedModel:
@@ -169,8 +62,8 @@ class Builder:
         self.relaid, self.plan = relayout(apart, plan, "channels_last")
         self.graph = self.relaid.graph
         self.rounding = rounding(self.graph, self.plan)
-        self.homes: dict[str, list[Home]] = {}
-        self.scales: list[Scale] = []
+        self.weight_slots: dict[str, list[WeightSlot]] = {}
+        self.scales: list[ScaleSlot] = []
         self._names: set[str] = set()
         self._layers: dict[str, Any] = {}  #: what distinguishes a layer with weights -> the layer
         self._holders: dict[str, KerasActivationQuantizationHolder] = {}  #: by owner of the quantizer
@@ -207,9 +100,9 @@ class Builder:
         self.bounds_of(model).attach(model)
         return model
 
-    def bounds_of(self, model: Any) -> Bounds:
+    def bounds_of(self, model: Any) -> ScaleBounds:
         """What holds in each step of training of this model, or of one that was made like it."""
-        return Bounds(model, self.scales, self.rounding.limits)
+        return ScaleBounds(model, self.scales, self.rounding.limits)
 
     # ---- values
 
@@ -224,7 +117,7 @@ class Builder:
             quantizer = self._quantizer(owner, stored, shape, self.graph.shape(name), _clean(name))
             followed = owner in self._followed
             self._holders[owner] = KerasActivationQuantizationHolder(quantizer, gives_scale=followed, name=called)
-            self.scales.append(Scale(owner, self.plan.layer_of(owner), called))
+            self.scales.append(ScaleSlot(owner, self.plan.layer_of(owner), called))
         y = self._holders[owner](x)
         self._ready[name], self._scale_of[owner] = y if owner in self._followed else (y, None)
 
@@ -286,7 +179,7 @@ class Builder:
         return layer(data if len(data) > 1 else data[0])
 
     def _canonical(self, node: Node) -> CanonicalOperation:
-        if node.op not in FORMS or FORMS[node.op].kernel is None:
+        if node.op not in LOWERINGS or LOWERINGS[node.op].kernel is None:
             hint = "export or verify the result, which needs no Keras model"
             raise UnsupportedError(f"{node.op} '{node.who}' has no Keras form", hint=hint)
         slots: list[Any] = []
@@ -325,27 +218,27 @@ class Builder:
         groups = node.attrs.get("groups", 1)
         quantizers, follows = {}, ""
         for variable, weight in variables.items():
-            home = Home(inner.name, variable, layout=layout if variable == "kernel" else "", groups=groups)
-            self.homes.setdefault(weight, []).append(home)
+            slot = WeightSlot(inner.name, variable, layout=layout if variable == "kernel" else "", groups=groups)
+            self.weight_slots.setdefault(weight, []).append(slot)
             if weight not in self.rounding.rounded or (weight, node.name) in self.plan.float_edges:
                 continue
             shape: tuple[int, ...] = ()
-            value = to_keras(home.layout, self.graph.weights[weight].detach(), groups)
+            value = to_keras(slot.layout, self.graph.weights[weight].detach(), groups)
             if weight in self.rounding.products:
                 follows = next(v for v, w in variables.items() if w == self.rounding.products[weight][1])
             else:
                 stored = self.plan[weight]
                 if stored.scale.dim() > 1:
-                    shape = tuple(to_keras(home.layout, stored.scale, groups).shape)
+                    shape = tuple(to_keras(slot.layout, stored.scale, groups).shape)
                 elif stored.scale.dim():
-                    shape = self._broadcast(weight, stored.axis or 0, len(stored.scale), home.layout, groups)
-                self.scales.append(Scale(weight, self.plan.layer_of(weight), inner.name, variable))
+                    shape = self._broadcast(weight, stored.axis or 0, len(stored.scale), slot.layout, groups)
+                self.scales.append(ScaleSlot(weight, self.plan.layer_of(weight), inner.name, variable))
             called = f"{inner.name}_{variable}"
             quantizers[variable] = self._quantizer(
-                weight, self.plan[weight], shape, tuple(value.shape), called, home.layout
+                weight, self.plan[weight], shape, tuple(value.shape), called, slot.layout
             )
         for use, bias in enumerate(biases[1:], 1):
-            self.homes.setdefault(bias or "", []).append(Home(inner.name, "bias", use))
+            self.weight_slots.setdefault(bias or "", []).append(WeightSlot(inner.name, "bias", use))
         if node.operand("w") in self._folds:
             return self._with_norm(node, inner, layout, quantizers, follows, len(biases))
         if not quantizers and len(biases) == 1:
@@ -358,12 +251,12 @@ class Builder:
         """The wrapper of a layer whose batch norm trains."""
         fold, axis, groups = self._folds[node.weight], OPS[node.op].weight_axis, node.attrs.get("groups", 1)
         factor = self._broadcast(node.weight, axis, len(self.graph.weights[fold.mean]), layout, groups)
-        names = dict(zip(NORM, (fold.gamma, fold.beta, fold.mean, fold.var), strict=True))
+        names = dict(zip(NORM_VARIABLES, (fold.gamma, fold.beta, fold.mean, fold.var), strict=True))
         for variable, name in names.items():
             if name is not None:
-                if name in self.homes:
+                if name in self.weight_slots:
                     raise UnsupportedError(f"'{name}' is of several layers", hint="train with bn_fold=0")
-                self.homes[name] = [Home(inner.name, variable)]
+                self.weight_slots[name] = [WeightSlot(inner.name, variable)]
         trains = [v for v, there in (("gamma", fold.gamma), ("beta", fold.beta), ("bias", fold.biased)) if there]
         how: dict[str, Any] = {
             "bn_fold": self.training.bn_fold,
@@ -381,7 +274,7 @@ class Builder:
         w, names = self.graph.weights, [i for i in node.inputs if i is not None]
         given = [w[i].numpy() if i in w else self._read(i, node) for i in names]
         for k, ref in enumerate(variables):
-            self.homes.setdefault(node.inputs[ref.index] or "", []).append(Home(operation.name, str(k)))
+            self.weight_slots.setdefault(node.inputs[ref.index] or "", []).append(WeightSlot(operation.name, str(k)))
         return keras.tree.flatten(operation(*fill(args, given), **fill(kwargs, given)))
 
     # ---- the same weights, used again
@@ -423,10 +316,10 @@ class Builder:
         return tuple(to_keras(layout, torch.zeros(shape), groups).shape)
 
     def _set_weights(self, model: Any) -> None:
-        for weight, homes in self.homes.items():
-            for home in homes:
-                variable = home.variable_in(model)
-                value = to_keras(home.layout, self.graph.weights[weight].detach(), home.groups)
+        for weight, weight_slots in self.weight_slots.items():
+            for slot in weight_slots:
+                variable = slot.variable_in(model)
+                value = to_keras(slot.layout, self.graph.weights[weight].detach(), slot.groups)
                 variable.assign(value.reshape(tuple(variable.shape)).numpy())
 
     def _unique(self, name: str) -> str:

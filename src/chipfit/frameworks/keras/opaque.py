@@ -12,28 +12,28 @@ import torch
 
 from chipfit.errors import GraphError, raised_outside_chipfit
 from chipfit.frameworks.keras.backend import to_backend, to_torch
-from chipfit.frameworks.keras.known import demand_known
+from chipfit.frameworks.keras.safe_loading import check_registered
 from chipfit.registry import register
 
 PREFIX = "keras:"
 
 
-class Held(str):
+class OpaqueTarget(str):
     """The target of an opaque node: as text the operation's Keras serialisation, in memory the operation itself."""
 
     operation: Any
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
+    def __deepcopy__(self, memo: dict[int, Any]) -> OpaqueTarget:
         return self
 
 
-def hold(operation: Any) -> Held:
+def hold(operation: Any) -> OpaqueTarget:
     """The target that stands for a layer, an operation or a function."""
     try:
         text = json.dumps(keras.saving.serialize_keras_object(operation), sort_keys=True)
     except Exception:  # Keras raises many types for classes without a configuration
         text = f"a {type(operation).__name__} that has no get_config"
-    held = Held(PREFIX + text)
+    held = OpaqueTarget(PREFIX + text)
     held.operation = operation
     return held
 
@@ -47,7 +47,7 @@ def resolve(target: str) -> Callable[..., Any]:
     Raises:
         GraphError: the result was saved, and Keras cannot make its operation again.
     """
-    operation = target.operation if isinstance(target, Held) else restored(target)
+    operation = target.operation if isinstance(target, OpaqueTarget) else restored(target)
 
     def call(variables: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         variables, args, kwargs = keras.tree.map_structure(to_backend, (list(variables), list(args), kwargs))
@@ -72,7 +72,7 @@ def restored(target: str) -> Any:
     text = target.removeprefix(PREFIX)
     try:
         config = json.loads(text)
-        demand_known(config)
+        check_registered(config)
         return keras.saving.deserialize_keras_object(config, safe_mode=True)
     except GraphError as e:
         message = f"A Keras layer of this saved result is refused: {e.what}"
@@ -90,7 +90,7 @@ def fresh(target: str, name: str) -> Any:
     Raises:
         GraphError: as above.
     """
-    operation = target.operation if isinstance(target, Held) else restored(target)
+    operation = target.operation if isinstance(target, OpaqueTarget) else restored(target)
     if not isinstance(operation, keras.Operation):
         return keras.layers.Activation(operation, name=name)
     try:

@@ -1,6 +1,6 @@
 """How Keras layers and `keras.ops` operations become canonical: a row of `operations.yaml`, or a function.
 
-A reader takes a `Call` and the arguments of the call, tensors as `Value`, and returns the value (or values) of its
+A reader takes a `KerasCall` and the arguments of the call, tensors as `Value`, and returns the value (or values) of its
 result, before the layer's own activation. It raises `Unreadable` for a form without canonical equivalent; the operation
 is then opened or stays opaque. Layers whose own `call` says it all in keras.ops need no reader: they are opened.
 """
@@ -16,8 +16,8 @@ import numpy as np
 
 from chipfit.files import package_data
 from chipfit.frameworks.keras import padding as paddings
-from chipfit.frameworks.keras.call import Call, Unreadable
-from chipfit.frameworks.keras.weights import DEPTHWISE
+from chipfit.frameworks.keras.call import KerasCall, Unreadable
+from chipfit.frameworks.keras.kernel_layout import DEPTHWISE
 from chipfit.graph.einsum import as_product
 from chipfit.graph.ir import Value
 
@@ -74,7 +74,7 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class RowReader:
     """Reads a call that is one node, on the tensors of the call and then on the layer's own variables."""
 
     op: str
@@ -86,7 +86,7 @@ class Row:
     attrs: str = ""
     fixed: Mapping[str, Any] | None = None  #: further attributes, the same for every call
 
-    def __call__(self, r: Call, *xs: Any) -> list[Value]:
+    def __call__(self, r: KerasCall, *xs: Any) -> list[Value]:
         _need(len(xs) == self.operands and (not self.only or globals()[f"_{self.only}"](r, xs[0])))
         inputs = [*(r.operand(x) for x in xs), *(r.weight(getattr(r.op, v)) for v in self.variables.split())]
         attrs: dict[str, Any] = {}
@@ -113,52 +113,52 @@ def _static(shape: Sequence[int | None]) -> tuple[int, ...]:
     return tuple(-1 if d is None else d for d in shape)
 
 
-def _channels_last(r: Call, x: Value) -> bool:
+def _channels_last(r: KerasCall, x: Value) -> bool:
     return r.op.data_format in (None, "channels_last")
 
 
-def _bare(r: Call, x: Value) -> bool:
+def _bare(r: KerasCall, x: Value) -> bool:
     """Nothing is asked for beside the operation itself: no number to begin with, no decimals, no other type."""
     o = r.op
     rest = getattr(o, "initial", None) is None and not getattr(o, "decimals", 0)
     return rest and (getattr(o, "dtype", None) is None or r.dtype == x.dtype)
 
 
-def _centred(r: Call, x: Value) -> bool:
+def _centred(r: KerasCall, x: Value) -> bool:
     return not r.op.rms_scaling
 
 
-def _last_axis(r: Call, x: Value) -> bool:
+def _last_axis(r: KerasCall, x: Value) -> bool:
     """The operation works along the last axis."""
     return [a % len(x.shape) for a in _many(r.op.axis, 1)] == [len(x.shape) - 1]
 
 
-def _last_shape(r: Call, x: Value) -> tuple[int | None, ...]:
+def _last_shape(r: KerasCall, x: Value) -> tuple[int | None, ...]:
     """The shape of the last axes, along which the operation works."""
     rank, axes = len(x.shape), _many(r.op.axis, 1)
     _need(sorted(a % rank for a in axes) == list(range(rank - len(axes), rank)))
     return x.shape[rank - len(axes) :]
 
 
-def _reduced(r: Call, x: Value) -> tuple[int, ...]:
+def _reduced(r: KerasCall, x: Value) -> tuple[int, ...]:
     axis = r.op.axis
     axes = range(len(x.shape)) if axis is None else [axis] if isinstance(axis, int) else axis
     return tuple(sorted(a % len(x.shape) for a in axes))
 
 
-def _window(r: Call, x: Value) -> tuple[int, ...]:
+def _window(r: KerasCall, x: Value) -> tuple[int, ...]:
     return _many(r.op.pool_size, len(x.shape) - 2)
 
 
-def _steps(r: Call, x: Value) -> tuple[int, ...]:
+def _steps(r: KerasCall, x: Value) -> tuple[int, ...]:
     return _window(r, x) if r.op.strides is None else _many(r.op.strides, len(x.shape) - 2)
 
 
-def _undilated(r: Call, x: Value) -> tuple[int, ...]:
+def _undilated(r: KerasCall, x: Value) -> tuple[int, ...]:
     return (1,) * (len(x.shape) - 2)
 
 
-def _pool_padding(r: Call, x: Value) -> paddings.Pairs:
+def _pool_padding(r: KerasCall, x: Value) -> paddings.Pairs:
     return _padding(r.op.padding, x.shape[1:-1], _window(r, x), _steps(r, x), _undilated(r, x))
 
 
@@ -169,26 +169,26 @@ def _padding(*args: Any) -> paddings.Pairs:
     return pairs
 
 
-def _border(r: Call, x: Value) -> tuple[tuple[int, int], ...]:
+def _border(r: KerasCall, x: Value) -> tuple[tuple[int, int], ...]:
     """The zeros of a padding layer, for every axis."""
     return ((0, 0), *((int(lo), int(hi)) for lo, hi in np.atleast_2d(r.op.padding)), (0, 0))
 
 
-def _interpolation(r: Call, x: Value) -> str:
+def _interpolation(r: KerasCall, x: Value) -> str:
     mode = {"nearest": "nearest", "bilinear": "linear"}.get(getattr(r.op, "interpolation", "nearest"))
     if mode is None:
         raise Unreadable
     return mode
 
 
-def _swapped(r: Call, x: Value) -> tuple[int, ...]:
+def _swapped(r: KerasCall, x: Value) -> tuple[int, ...]:
     order = list(range(len(x.shape)))
     a, b = r.op.axis1, r.op.axis2
     order[a], order[b] = order[b], order[a]
     return tuple(order)
 
 
-def _moved(r: Call, x: Value) -> tuple[int, ...]:
+def _moved(r: KerasCall, x: Value) -> tuple[int, ...]:
     """The permutation of numpy.moveaxis."""
     rank = len(x.shape)
     ends = zip(_many(r.op.source, 1), _many(r.op.destination, 1), strict=True)
@@ -199,35 +199,35 @@ def _moved(r: Call, x: Value) -> tuple[int, ...]:
     return tuple(order)
 
 
-def _ordered(r: Call, x: Value) -> tuple[int, ...]:
+def _ordered(r: KerasCall, x: Value) -> tuple[int, ...]:
     rank = len(x.shape)
     return tuple(range(rank))[::-1] if r.op.axes is None else tuple(a % rank for a in r.op.axes)
 
 
-def _repeats(r: Call, x: Value) -> tuple[int, ...]:
+def _repeats(r: KerasCall, x: Value) -> tuple[int, ...]:
     repeats = _many(r.op.repeats, len(x.shape))
     _need(len(repeats) == len(x.shape))
     return repeats
 
 
-def _broadcast(r: Call, x: Value) -> tuple[int, ...]:
+def _broadcast(r: KerasCall, x: Value) -> tuple[int, ...]:
     _need(None not in r.shape[1:])
     return _static(r.shape)
 
 
-def _sizes(r: Call, x: Value) -> tuple[int, ...]:
+def _sizes(r: KerasCall, x: Value) -> tuple[int, ...]:
     return tuple(o.shape[r.op.axis % len(x.shape)] for o in r.outputs)
 
 
-def _result(r: Call, x: Value) -> tuple[int, ...]:
+def _result(r: KerasCall, x: Value) -> tuple[int, ...]:
     return _static(r.shape)
 
 
-def _permuted_dims(r: Call, x: Value) -> tuple[int, ...]:
+def _permuted_dims(r: KerasCall, x: Value) -> tuple[int, ...]:
     return (0, *r.op.dims)
 
 
-def _new_axis(r: Call, x: Value) -> tuple[int, ...]:
+def _new_axis(r: KerasCall, x: Value) -> tuple[int, ...]:
     return (_integer(r.op.axis) % len(r.shape),)
 
 
@@ -236,9 +236,9 @@ def _new_axis(r: Call, x: Value) -> tuple[int, ...]:
 _DATA = package_data("chipfit.frameworks.keras", "operations.yaml")
 for _operands, _words in _DATA["plain"].items():
     for _name, _, _op in (word.partition("=") for word in _words.split()):
-        _reads("", _name)(Row(_op or _name, _operands))
+        _reads("", _name)(RowReader(_op or _name, _operands))
 for _row in _DATA["rows"]:
-    _reads(_row.pop("layers", ""), _row.pop("operations", ""))(Row(**_row))
+    _reads(_row.pop("layers", ""), _row.pop("operations", ""))(RowReader(**_row))
 _POOL: dict[str, Any] = {"kernel": _window, "stride": _steps, "padding": _pool_padding, "ceil_mode": False}
 
 
@@ -246,7 +246,7 @@ _POOL: dict[str, Any] = {"kernel": _window, "stride": _steps, "padding": _pool_p
 
 
 def _conv(
-    r: Call, x: Value, kernel: Any, bias: Any, form: Any = None, *, depthwise: bool = False, part: str = ""
+    r: KerasCall, x: Value, kernel: Any, bias: Any, form: Any = None, *, depthwise: bool = False, part: str = ""
 ) -> Value:
     """A convolution with a Keras kernel: [*space, in / groups, out], depthwise [*space, in, multiplier].
 
@@ -275,18 +275,18 @@ def _conv(
 
 
 @_reads("Conv*D DepthwiseConv1D DepthwiseConv2D", activated=True)
-def _conv_layer(r: Call, x: Value) -> Value:
+def _conv_layer(r: KerasCall, x: Value) -> Value:
     return _conv(r, x, r.op.kernel, r.op.bias, depthwise=hasattr(r.op, "depth_multiplier"))
 
 
 @_reads("SeparableConv1D SeparableConv2D", activated=True)
-def _separable_layer(r: Call, x: Value) -> Value:
+def _separable_layer(r: KerasCall, x: Value) -> Value:
     y = _conv(r, x, r.op.depthwise_kernel, None, depthwise=True, part="depthwise")
     return _conv(r, y, r.op.pointwise_kernel, r.op.bias, (1, "valid", 1), part="pointwise")
 
 
 @_reads("", "Conv")
-def _conv_operation(r: Call, x: Value, kernel: Any, depthwise: bool = False) -> Value:
+def _conv_operation(r: KerasCall, x: Value, kernel: Any, depthwise: bool = False) -> Value:
     _need(_channels_last(r, x))
     return _conv(r, x, kernel, None, depthwise=depthwise)
 
@@ -295,7 +295,7 @@ _reads("", "DepthwiseConv")(partial(_conv_operation, depthwise=True))
 
 
 @_reads("Conv*DTranspose", activated=True)
-def _transposed_layer(r: Call, x: Value) -> Value:
+def _transposed_layer(r: KerasCall, x: Value) -> Value:
     o = r.op
     n = len(o.kernel.shape) - 2
     stride, dilation = _many(o.strides, n), _many(o.dilation_rate, n)
@@ -309,13 +309,13 @@ def _transposed_layer(r: Call, x: Value) -> Value:
 
 
 @_reads("Dense", activated=True)
-def _dense(r: Call, x: Value) -> Value:
+def _dense(r: KerasCall, x: Value) -> Value:
     w, b = r.weight(r.op.kernel, "linear"), r.weight(r.op.bias)
     return r.emit("Linear", [r.operand(x, "float32"), w, b])
 
 
 @_reads("EinsumDense", activated=True)
-def _einsum_dense(r: Call, x: Value) -> Value:
+def _einsum_dense(r: KerasCall, x: Value) -> Value:
     """A linear layer where the kernel's axes are those summed over, then those of the result, both innermost, in order.
 
     "abc,cde->abde": c is summed over, d and e are new. Several summed axes are merged before the product, several new
@@ -347,7 +347,7 @@ def _einsum_dense(r: Call, x: Value) -> Value:
 
 
 @_reads("", "Normalize")
-def _normalize(r: Call, x: Value) -> Value:
+def _normalize(r: KerasCall, x: Value) -> Value:
     axes, epsilon = _many(r.op.axis, 1), r.op.epsilon
     _need(r.op.order == 2)
     shape = [1 if k in {a % len(x.shape) for a in axes} else d for k, d in enumerate(x.shape)]
@@ -358,7 +358,7 @@ def _normalize(r: Call, x: Value) -> Value:
 
 
 @_reads("AveragePooling*D", "AveragePool")
-def _average_pool(r: Call, x: Value) -> Value:
+def _average_pool(r: KerasCall, x: Value) -> Value:
     _need(_channels_last(r, x))
     attrs = {name: value(r, x) if callable(value) else value for name, value in _POOL.items()}
     padding = attrs["padding"]
@@ -371,7 +371,7 @@ def _average_pool(r: Call, x: Value) -> Value:
 
 
 @_reads("GlobalAveragePooling*D")
-def _global_average(r: Call, x: Value) -> Value:
+def _global_average(r: KerasCall, x: Value) -> Value:
     if r.op.keepdims:
         return r.emit("GlobalAvgPool", [x])
     y = r.emit("GlobalAvgPool", [x], (*x.shape[:1], *[1] * (len(x.shape) - 2), x.shape[-1]), part="mean")
@@ -379,7 +379,7 @@ def _global_average(r: Call, x: Value) -> Value:
 
 
 @_reads("Resizing", "Resize")
-def _resize(r: Call, x: Value) -> Value:
+def _resize(r: KerasCall, x: Value) -> Value:
     o, mode = r.op, _interpolation(r, x)
     size = (o.height, o.width) if isinstance(o, keras.Layer) else _many(o.size, 2)
     special = any(getattr(o, k, False) for k in ("crop_to_aspect_ratio", "pad_to_aspect_ratio", "antialias"))
@@ -391,13 +391,13 @@ def _resize(r: Call, x: Value) -> Value:
 
 
 @_reads("UpSampling*D")
-def _up_sampling(r: Call, x: Value) -> Value:
+def _up_sampling(r: KerasCall, x: Value) -> Value:
     scale = tuple(float(s) for s in _many(r.op.size, len(x.shape) - 2))
     return r.emit("Resize", [x], mode=_interpolation(r, x), size=None, scale=scale, align_corners=False)
 
 
 @_reads("", "Pad")
-def _pad(r: Call, x: Value, constant_values: Any = None) -> Value:
+def _pad(r: KerasCall, x: Value, constant_values: Any = None) -> Value:
     pairs = tuple((int(lo), int(hi)) for lo, hi in r.op.pad_width)
     image = len(pairs) > 2 and not any((*pairs[0], *pairs[-1]))
     _need(len(pairs) == len(x.shape) and isinstance(constant_values, (int, float, type(None))))
@@ -409,7 +409,7 @@ def _pad(r: Call, x: Value, constant_values: Any = None) -> Value:
 
 
 def _comparison(op: str) -> Read:
-    def read(r: Call, a: Any, b: Any) -> Value:
+    def read(r: KerasCall, a: Any, b: Any) -> Value:
         dtypes = {x.dtype for x in (a, b) if isinstance(x, Value)}
         _need(len(dtypes) == 1)
         if any(isinstance(x, float) for x in (a, b)) and "float" not in min(dtypes):
@@ -425,7 +425,7 @@ for _name in "Equal NotEqual Less LessEqual Greater GreaterEqual".split():
 
 
 @_reads("", "Clip")
-def _clip(r: Call, x: Value) -> Value:
+def _clip(r: KerasCall, x: Value) -> Value:
     lo, hi = _number(r.op.x_min), _number(r.op.x_max)
     if "float" in r.dtype:
         return r.emit("Clamp", [x], min=lo, max=hi)
@@ -435,12 +435,12 @@ def _clip(r: Call, x: Value) -> Value:
 
 
 @_reads("", "Square")
-def _square(r: Call, x: Value) -> Value:
+def _square(r: KerasCall, x: Value) -> Value:
     return r.emit("Mul", [x, x])
 
 
 @_reads("", "ReLU")
-def _relu(r: Call, x: Value) -> Value:
+def _relu(r: KerasCall, x: Value) -> Value:
     o = r.op
     _need(o.threshold == 0 and (o.negative_slope == 0 or o.max_value is None))
     if o.negative_slope:
@@ -451,26 +451,26 @@ def _relu(r: Call, x: Value) -> Value:
 
 
 @_reads("PReLU")
-def _prelu(r: Call, x: Value) -> Value:
+def _prelu(r: KerasCall, x: Value) -> Value:
     _need(all(d == 1 for d in r.op.alpha.shape[:-1]))
     return r.emit("PRelu", [x, r.weight(r.op.alpha, shape=(-1,))])
 
 
 @_reads("Activation")
-def _activation_layer(r: Call, x: Value) -> Value:
+def _activation_layer(r: KerasCall, x: Value) -> Value:
     _need(r.op.activation in UNTRACEABLE)
     return r.emit(UNTRACEABLE[r.op.activation], [x])
 
 
 @_reads("Rescaling")
-def _rescaling(r: Call, x: Value) -> Value:
+def _rescaling(r: KerasCall, x: Value) -> Value:
     scale, offset = (np.asarray(v) if isinstance(v, (list, tuple)) else v for v in (r.op.scale, r.op.offset))
     y = r.emit("Mul", [r.operand(x), r.operand(scale)], part="scale")
     return r.emit("Add", [y, r.operand(offset)])
 
 
 @_reads("Normalization")
-def _normalization(r: Call, x: Value) -> Value:
+def _normalization(r: KerasCall, x: Value) -> Value:
     _need(not r.op.invert)
     mean, variance = (keras.ops.convert_to_numpy(v) for v in (r.op.mean, r.op.variance))
     y = r.emit("Sub", [r.operand(x), r.operand(mean)], part="centre")
@@ -478,12 +478,12 @@ def _normalization(r: Call, x: Value) -> Value:
 
 
 @_reads("", "Cast")
-def _cast(r: Call, x: Value) -> Value:
+def _cast(r: KerasCall, x: Value) -> Value:
     return x if x.dtype == r.dtype else r.emit("Cast", [x], dtype=r.dtype)
 
 
 @_reads("", "Where")
-def _where(r: Call, condition: Value, x1: Any = None, x2: Any = None) -> Value:
+def _where(r: KerasCall, condition: Value, x1: Any = None, x2: Any = None) -> Value:
     return r.emit("Where", [r.operand(condition, "bool"), r.operand(x1), r.operand(x2)])
 
 
@@ -491,13 +491,13 @@ def _where(r: Call, condition: Value, x1: Any = None, x2: Any = None) -> Value:
 
 
 @_reads("", "Matmul")
-def _matmul(r: Call, a: Any, b: Any) -> Value:
+def _matmul(r: KerasCall, a: Any, b: Any) -> Value:
     _need(min(len(a.shape), len(b.shape)) >= 2)
     return r.emit("MatMul", [r.operand(a), r.operand(b)])
 
 
 @_reads("", "Einsum")
-def _einsum(r: Call, a: Any, b: Any) -> Value:
+def _einsum(r: KerasCall, a: Any, b: Any) -> Value:
     """Two operands whose equation is one matrix product."""
     product = as_product(r.op.subscripts)
     if product is None or not (isinstance(a, Value) and isinstance(b, Value)):
@@ -512,7 +512,7 @@ def _einsum(r: Call, a: Any, b: Any) -> Value:
 
 @_reads("", "DotProductAttention")
 def _attention(
-    r: Call, query: Value, key: Value, value: Value, bias: Any = None, mask: Any = None, scale: Any = None
+    r: KerasCall, query: Value, key: Value, value: Value, bias: Any = None, mask: Any = None, scale: Any = None
 ) -> Value:
     """[N, T, heads, D] in Keras, [N, heads, T, D] in the canonical operator."""
     _need(bias is None and mask is None and r.op.attn_logits_soft_cap is None)
@@ -523,7 +523,7 @@ def _attention(
     return r.emit("Transpose", [y], perm=(0, 2, 1, 3))
 
 
-def _permuted(r: Call, x: Value, perm: Sequence[int], part: str) -> Value:
+def _permuted(r: KerasCall, x: Value, perm: Sequence[int], part: str) -> Value:
     if tuple(perm) == tuple(range(len(perm))):
         return x
     return r.emit("Transpose", [x], [x.shape[d] for d in perm], x.dtype, part, perm=tuple(perm))
@@ -533,7 +533,7 @@ def _permuted(r: Call, x: Value, perm: Sequence[int], part: str) -> Value:
 
 
 @_reads("", "Argmax")
-def _arg_max(r: Call, x: Value) -> Value:
+def _arg_max(r: KerasCall, x: Value) -> Value:
     y = r.emit("ArgMax", [x], None, "int64", part="index", axis=r.op.axis, keepdims=bool(r.op.keepdims))
     return r.emit("Cast", [y], dtype=r.dtype)
 
@@ -547,7 +547,7 @@ _reads("", "Stack")(_joined("Stack"))
 
 
 @_reads("", "GetItem")
-def _get_item(r: Call, x: Value, key: Any) -> Value:
+def _get_item(r: KerasCall, x: Value, key: Any) -> Value:
     """`x[key]` as slices, then selections from the last axis to the first, then new axes.
 
     `key` holds integers, slices, new axes (None) and at most one ellipsis; axes that it leaves out are whole.
@@ -577,7 +577,7 @@ def _get_item(r: Call, x: Value, key: Any) -> Value:
     return r.emit("Unsqueeze", [x], axes=tuple(added)) if added else x
 
 
-def _slice(r: Call, x: Value, axis: int, k: slice) -> Value:
+def _slice(r: KerasCall, x: Value, axis: int, k: slice) -> Value:
     size, step = x.shape[axis], 1 if k.step is None else k.step
     _need(step >= 1 and all(v is None or isinstance(v, int) for v in (k.start, k.stop)))
     if size is None:  # the batch
@@ -591,13 +591,13 @@ def _slice(r: Call, x: Value, axis: int, k: slice) -> Value:
 
 
 @_reads("", "Take")
-def _take(r: Call, x: Any, indices: Any) -> Value:
+def _take(r: KerasCall, x: Any, indices: Any) -> Value:
     _need(isinstance(indices, Value) and r.op.axis is not None)
     return r.emit("Gather", [r.operand(x), indices.name], axis=r.op.axis)
 
 
 @_reads("Embedding")
-def _embedding(r: Call, x: Value) -> Value:
+def _embedding(r: KerasCall, x: Value) -> Value:
     _need(not r.op.mask_zero)
     index = x if x.dtype in ("int32", "int64") else r.emit("Cast", [x], x.shape, "int32", part="index", dtype="int32")
     return r.emit("Embedding", [r.weight(r.op.embeddings), index])

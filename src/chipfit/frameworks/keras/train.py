@@ -1,6 +1,6 @@
 """After training: bring weights and scales of a trained Keras simulation back into Graph and Plan."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +9,12 @@ import numpy as np
 import torch
 
 from chipfit.errors import PlanError, TrainingError
-from chipfit.frameworks.keras.homes import Home
+from chipfit.frameworks.keras.backend import to_backend
+from chipfit.frameworks.keras.kernel_layout import to_canonical
 from chipfit.frameworks.keras.layers import KerasBatchNormWrapper, KerasQuantizer
-from chipfit.frameworks.keras.lower import Builder, QuantizedModel
-from chipfit.frameworks.keras.weights import to_canonical
+from chipfit.frameworks.keras.lower import Builder
+from chipfit.frameworks.keras.models import QuantizedModel
+from chipfit.frameworks.keras.weight_slots import WeightSlot
 from chipfit.graph.folds import refolded
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
@@ -20,8 +22,23 @@ from chipfit.plan.sharing import retrained, rounding
 from chipfit.plan.training import Training, committed, demand_folds, deployable
 from chipfit.quantizers.scale_bounds import enlargement
 
+Step = Callable[[Sequence[torch.Tensor], torch.Tensor], float]
 
-def numbers(model: Any) -> Iterator[np.ndarray]:
+
+def stepper(model: QuantizedModel, rate: float, steps: int, probabilities: bool) -> Step:
+    """The same as for PyTorch; a step whose loss is no number is taken."""
+    schedule = keras.optimizers.schedules.CosineDecay(rate, steps)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=not probabilities)
+    model.compile(optimizer=keras.optimizers.SGD(schedule, momentum=0.9), loss=loss)
+
+    def step(inputs: Sequence[torch.Tensor], labels: torch.Tensor) -> float:
+        given = keras.tree.pack_sequence_as(model._inputs_struct, [to_backend(x) for x in inputs])
+        return float(model.train_on_batch(given, labels.numpy()))
+
+    return step
+
+
+def state_arrays(model: Any) -> Iterator[np.ndarray]:
     """Everything that training may change."""
     return (np.ascontiguousarray(keras.ops.convert_to_numpy(w)) for w in model.weights)
 
@@ -83,13 +100,13 @@ def _weights(model: Any, graph: Graph, builder: Builder) -> dict[str, torch.Tens
     """
     quantizers = {(s.layer, s.variable): s.quantizer_in(model) for s in builder.scales}
     found = {}
-    for name, (home, *_) in builder.homes.items():
-        now, layer = home.variable_in(model), model.get_layer(home.layer)
-        if isinstance(layer, KerasBatchNormWrapper) and home.variable in ("kernel", "bias"):
-            now = layer.folded()[home.variable == "bias"]
-        if (home.layer, home.variable) in quantizers:
-            now = quantizers[home.layer, home.variable].reals(keras.ops.convert_to_tensor(now))
-        now = _number(now, home)
+    for name, (slot, *_) in builder.weight_slots.items():
+        now, layer = slot.variable_in(model), model.get_layer(slot.layer)
+        if isinstance(layer, KerasBatchNormWrapper) and slot.variable in ("kernel", "bias"):
+            now = layer.folded()[slot.variable == "bias"]
+        if (slot.layer, slot.variable) in quantizers:
+            now = quantizers[slot.layer, slot.variable].reals(keras.ops.convert_to_tensor(now))
+        now = _number(now, slot)
         source, form = builder.relaid.copies.get(name, (name, None))
         if form is not None:
             now = now.reshape(builder.graph.weights[name].shape).permute([form.index(d) for d in range(len(form))])
@@ -102,15 +119,17 @@ def _trained(model: Any, builder: Builder) -> dict[str, tuple[torch.Tensor, torc
     """Scale, zero point and quantizer of every quantized tensor that has its own or shares those of another."""
     found: dict[str, tuple[torch.Tensor, torch.Tensor, KerasQuantizer]] = {}
     for s in builder.scales:
-        home = next((h for h in builder.homes.get(s.tensor, ()) if h.layer == s.layer), Home(s.layer, s.variable))
+        slot = next(
+            (h for h in builder.weight_slots.get(s.tensor, ()) if h.layer == s.layer), WeightSlot(s.layer, s.variable)
+        )
         quantizer = s.quantizer_in(model)
-        scale, zero_point = (_number(p, home) for p in quantizer.numbers())
+        scale, zero_point = (_number(p, slot) for p in quantizer.numbers())
         found[s.tensor] = scale, zero_point, quantizer
         found.setdefault(builder.relaid.copies.get(s.tensor, (s.tensor, None))[0], found[s.tensor])
     return found | {name: found[owner] for name, owner in builder.rounding.owner.items() if owner in found}
 
 
-def _number(variable: Any, home: Home) -> torch.Tensor:
+def _number(variable: Any, slot: WeightSlot) -> torch.Tensor:
     """A Keras variable in the canonical layout."""
     value = torch.from_numpy(keras.ops.convert_to_numpy(variable).copy())
-    return to_canonical(home.layout, value) if value.dim() else value
+    return to_canonical(slot.layout, value) if value.dim() else value

@@ -34,7 +34,7 @@ class Checkpointed(nn.Module):
             raise PlanError("This checkpoint is of another plan", got=got, hint=hint) from e
 
 
-class Bounds:
+class ScaleBounds:
     """The bounds of one model, checked at once for all of its quantizers.
 
     Args:

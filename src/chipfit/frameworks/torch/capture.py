@@ -13,9 +13,9 @@ from chipfit.engine.types import described
 from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.frameworks.torch.export import export
 from chipfit.frameworks.torch.origin import users_line
-from chipfit.frameworks.torch.program import Unclear, open_axes, register
+from chipfit.frameworks.torch.program import Unrecordable, open_axes, register_dataclasses
 from chipfit.frameworks.torch.record import record
-from chipfit.frameworks.torch.walk import read
+from chipfit.frameworks.torch.translate import read
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
 
@@ -65,7 +65,7 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Any = None, oth
     try:
         program, example_out = record(twin, args, kwargs, calls[1:])
         graph = read(program, twin if cast else model, (args, kwargs), example_out)
-    except Unclear as e:
+    except Unrecordable as e:
         twin, cast = _twin(model)
         example_out = _try_once(twin, args, kwargs)
         if others:
@@ -151,5 +151,5 @@ def _try_once(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         hint = "call the model on this input yourself, in eval mode, and correct the input or the model"
         what = f"The model fails on the example input: {short_message(e)}"
         raise CaptureError(what, where=users_line(e), got=", ".join(given) or "no input", hint=hint) from e
-    register(out)
+    register_dataclasses(out)
     return out

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from chipfit.engine.process import quiet
 from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.frameworks.torch.origin import users_line
-from chipfit.frameworks.torch.program import Form, Program, needs_functional, parts_of
+from chipfit.frameworks.torch.program import Program, SymbolicTensor, needs_functional, parts_of
 
 
 def export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
@@ -59,12 +59,14 @@ def _program(exported: torch.export.ExportedProgram) -> Program:
     """What is read of torch's record, which no later change of torch can then touch."""
     graphs = [m.graph for m in exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
     for n in (n for g in graphs for n in g.nodes if "val" in n.meta):
-        n.meta["val"] = pytree.tree_map_only(torch.Tensor, lambda t: Form(tuple(t.shape), t.dtype), n.meta["val"])
+        n.meta["val"] = pytree.tree_map_only(
+            torch.Tensor, lambda t: SymbolicTensor(tuple(t.shape), t.dtype), n.meta["val"]
+        )
     inputs, weight_of = {}, dict[str, str]()
     for n, spec in zip(exported.graph.find_nodes(op="placeholder"), exported.graph_signature.input_specs, strict=True):
         if spec.kind is not InputKind.USER_INPUT:
             weight_of[n.name] = str(spec.target)
-        elif isinstance(n.meta.get("val"), Form):
+        elif isinstance(n.meta.get("val"), SymbolicTensor):
             inputs[n.name] = n.name
         else:
             n.meta["val"] = getattr(spec.arg, "value", n.meta.get("val"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,9 @@ from chipfit.engine.kernels import call
 from chipfit.engine.run import done_after
 from chipfit.engine.trees import Results, flatten_call
 from chipfit.errors import UnknownNameError
-from chipfit.frameworks.torch.bn_fold import channels, repeated, step
-from chipfit.frameworks.torch.bounds import Bounds, Checkpointed
+from chipfit.frameworks.torch.bn_fold import SyncedOps, channels, repeated, step
+from chipfit.frameworks.torch.bounds import Checkpointed, ScaleBounds
 from chipfit.frameworks.torch.modules import ActivationQuantizer, BiasQuantizer, FakeQuantizer, LayerWeights, own
-from chipfit.frameworks.torch.ranks import SyncedOps
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import TRANSPOSED
 from chipfit.plan.record import Plan
@@ -97,7 +96,7 @@ class QuantizedModule(Checkpointed):
         self._nodes, self._done = tuple(graph.nodes), done_after(graph)
         self._in_spec, self._results = json.loads(graph.in_spec), Results(graph)
         all_own = {o: q for o in found.owner.values() if isinstance(q := self.quantizer_of(o), FakeQuantizer)}
-        self._bounds = Bounds(found, plan, all_own)
+        self._bounds = ScaleBounds(found, plan, all_own)
         self._live = tuple(name for name in graph.weights if self.weight(name).requires_grad)
         self.eval()
 
@@ -300,3 +299,27 @@ def _quantizer(graph: Graph, plan: Plan, found: Rounding, training: Training | N
     shape = tuple(weight.shape) if weight is not None else graph.values[name].shape
     kind = ActivationQuantizer if t.role == "activation" else FakeQuantizer
     return kind(name, stored, algorithm.for_tensor(stored, t.role, shape), weight)
+
+
+class DeviceModel(nn.Module):
+    """Takes and returns what the original model does; what it returns is what the device would.
+
+    Where the runtime itself computes in float, at the operators in `float_operators`, the last bit is the runtime's.
+    It has no parameters and gives no gradients.
+    """
+
+    def __init__(self, graph: Graph, run_flat: Callable[[Sequence[torch.Tensor]], list[Any]], floats: Sequence[str]):
+        super().__init__()
+        self.float_operators = tuple(floats)
+        self._in_spec, self._results, self.run_flat = json.loads(graph.in_spec), Results(graph), run_flat
+        self._types = [getattr(torch, graph.values[i].dtype) for i in graph.inputs]
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Same arguments and result as the original model, on the inputs' device."""
+        flat = flatten_call(self._in_spec, args, kwargs)
+        outs = self.run_flat([x.detach().to("cpu", kind) for x, kind in zip(flat, self._types, strict=True)])
+        return self._results([x.to(flat[0].device) if flat and isinstance(x, torch.Tensor) else x for x in outs])
+
+    def extra_repr(self) -> str:
+        return f"in float: {', '.join(self.float_operators) or 'nothing'}"

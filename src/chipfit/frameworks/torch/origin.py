@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from chipfit.files import package_data
-from chipfit.frameworks.torch.program import Open
+from chipfit.frameworks.torch.program import OpenSize
 from chipfit.graph.config import module_settings, plain
 from chipfit.graph.draft import Origin
 
@@ -78,7 +78,7 @@ def _settings(n: torch.fx.Node, module: torch.nn.Module | None, kind: str) -> di
         return module_settings(module)
 
     def constant(v: Any) -> bool:
-        return not any(isinstance(i, (torch.fx.Node, Open)) for i in (v if isinstance(v, (list, tuple)) else (v,)))
+        return not any(isinstance(i, (torch.fx.Node, OpenSize)) for i in (v if isinstance(v, (list, tuple)) else (v,)))
 
     renamed, found = _RENAMED.get(kind, {}), dict[str, Any]()
     for m in _call(n):

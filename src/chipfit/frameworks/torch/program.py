@@ -44,19 +44,19 @@ def _permuted(x: torch.Tensor, perm: Sequence[int]) -> torch.Tensor:
     return x if list(perm) == sorted(perm) else x.permute(*perm)
 
 
-class Unclear(Exception):
+class Unrecordable(Exception):
     """Watching a model run does not tell what it computes, or with which batches."""
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class OpenSize:
     """A size that is open: what it was in each run that was watched."""
 
     sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class SymbolicTensor:
     """Shape and type of a traced tensor; a size that follows the batch is no integer there."""
 
     shape: tuple[Any, ...]
@@ -65,19 +65,19 @@ class Form:
     def dim(self) -> int:
         return len(self.shape)
 
-    def to(self, dtype: torch.dtype) -> "Form":
-        return Form(self.shape, dtype)
+    def to(self, dtype: torch.dtype) -> "SymbolicTensor":
+        return SymbolicTensor(self.shape, dtype)
 
-    def new_empty(self, shape: tuple[Any, ...]) -> "Form":
-        return Form(shape, self.dtype)
+    def new_empty(self, shape: tuple[Any, ...]) -> "SymbolicTensor":
+        return SymbolicTensor(shape, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a tracer made of a model.
+    """A traced model.
 
-    The `meta` of a call tells its result (`val`: a Form, a list of them, or a number), the modules that it was made in,
-    torch's function, and the line.
+    The `meta` of a call holds its result (`val`: a SymbolicTensor, a list of them, or a number), the modules that it
+    was made in, torch's function, and the line.
     """
 
     graph: torch.fx.Graph
@@ -95,7 +95,7 @@ def open_axes(x: Any, like: Sequence[Any]) -> list[int]:
     return [k for k, sizes in enumerate(zip(*shapes, strict=False)) if k and len(set(sizes)) > 1]
 
 
-def register(out: Any) -> None:
+def register_dataclasses(out: Any) -> None:
     """Teach pytree the user's dataclasses in a result."""
     for cls in map(type, _dataclasses(out)):
         if cls not in pytree.SUPPORTED_NODES:

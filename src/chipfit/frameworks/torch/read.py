@@ -1,8 +1,8 @@
-"""How each ATen operator becomes canonical: a row of `aten.yaml` where that says it all, else one short function.
+"""Readers of ATen operators: a row of `aten.yaml` where that suffices, else a short function.
 
-A row names the arguments that are operands and those that are attributes. A function takes a `Call` and returns the
-value (or tuple of values) that the call's result is known by. Either raises `Unreadable` for a form that has no
-canonical equivalent; the operator then stays opaque.
+A row names the arguments that are operands and those that are attributes. A function maps a `TorchCall` to the name of
+the result's value, or to a tuple of names. Either raises `Unreadable` for a call without canonical equivalent; that
+call becomes an opaque node.
 """
 
 import math
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from chipfit.files import package_data
-from chipfit.frameworks.torch.call import Call, Unreadable
-from chipfit.frameworks.torch.program import Form
+from chipfit.frameworks.torch.call import TorchCall, Unreadable
+from chipfit.frameworks.torch.program import SymbolicTensor
 
-Read = Callable[[Call], Any]
+Read = Callable[[TorchCall], Any]
 
 #: ATen operator, without overload -> what reads it
 READERS: dict[str, Read] = {}
@@ -34,7 +34,7 @@ def _pairs(v: Any, n: int) -> tuple[tuple[int, int], ...]:
     return tuple((p, p) for p in _many(v, n))
 
 
-def _spatial(c: Call) -> int:
+def _spatial(c: TorchCall) -> int:
     """How many spatial axes the operand has, of an operator that is named for their number."""
     n = c.rank - 2
     if not c.name.endswith(f"{n}d"):
@@ -43,7 +43,7 @@ def _spatial(c: Call) -> int:
 
 
 #: how an argument becomes an attribute
-_CONVERSIONS: dict[str, Callable[[Call, Any], Any]] = {
+_CONVERSIONS: dict[str, Callable[[TorchCall, Any], Any]] = {
     "": lambda c, v: v,
     "float": lambda c, v: float(v),
     "bool": lambda c, v: bool(v),
@@ -67,7 +67,7 @@ def row(names: str, op: str, operands: str = "self", attrs: str = "", only: Mapp
             the conversion (of `_CONVERSIONS`) where it needs none.
         only: arguments with the values that have a canonical equivalent; without a value it may be left out as well.
 
-    What a row does not name must be left at its default (`Call.says_nothing`).
+    What a row does not name must be left at its default (`TorchCall.says_nothing`).
     """
     taken = [(word.rstrip("?#"), word[-1]) for word in operands.split()]
     kept = []
@@ -77,7 +77,7 @@ def row(names: str, op: str, operands: str = "self", attrs: str = "", only: Mapp
         kept.append((attr, argument or attr, _CONVERSIONS[conversion]))
     named = {*(k for k, _ in taken), *(k for _, k, _ in kept), *(only or {})}
 
-    def read(c: Call) -> Any:
+    def read(c: TorchCall) -> Any:
         if any(c.raw(k) not in (None, v) for k, v in (only or {}).items()):
             raise Unreadable
         if not all(k in named or c.says_nothing(k) for k in c.args):
@@ -112,7 +112,7 @@ for _names, _row in _ATEN["rows"].items():
 
 
 @reads("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d")
-def _conv(c: Call) -> Any:
+def _conv(c: TorchCall) -> Any:
     x, w = c.tensor("input"), c.tensor("weight")
     n = w.dim() - 2
     if x.dim() != w.dim():
@@ -133,7 +133,7 @@ def _conv(c: Call) -> Any:
 
 
 @reads("scaled_dot_product_attention")
-def _attention(c: Call) -> Any:
+def _attention(c: TorchCall) -> Any:
     """Heads that share keys and values get copies of them, which every later step knows how to hold."""
     ins, copies = [c.value("query"), c.value("key"), c.value("value")], 1
     if c.raw("dropout_p"):
@@ -153,7 +153,7 @@ def _attention(c: Call) -> Any:
 
 
 @reads("matmul bmm mm")
-def _matmul(c: Call) -> Any:
+def _matmul(c: TorchCall) -> Any:
     other = "other" if "other" in c.args else "mat2"
     if min(c.tensor("self").dim(), c.tensor(other).dim()) < 2 or "out_dtype" in c.args:
         raise Unreadable
@@ -161,7 +161,7 @@ def _matmul(c: Call) -> Any:
 
 
 @reads("add sub")
-def _add(c: Call) -> Any:
+def _add(c: TorchCall) -> Any:
     alpha, a = c.raw("alpha"), c.number_or_value("self")
     if alpha in (None, 1):
         b = c.number_or_value("other")
@@ -174,7 +174,7 @@ def _add(c: Call) -> Any:
 
 
 @reads("hardtanh clamp clamp_min clamp_max clip")
-def _clamp(c: Call) -> Any:
+def _clamp(c: TorchCall) -> Any:
     lo, hi = (c.raw(f"{end}_val" if f"{end}_val" in c.args else end) for end in ("min", "max"))
     if not c.tensor("self").dtype.is_floating_point:  # as torch promotes types; a clip is of floats
         ends = [(op, c.number(v)) for op, v in (("Max", lo), ("Min", hi)) if v is not None]
@@ -189,14 +189,14 @@ def _clamp(c: Call) -> Any:
 
 
 @reads("masked_fill")
-def _masked_fill(c: Call) -> Any:
+def _masked_fill(c: TorchCall) -> Any:
     """What fills a tensor takes its type."""
     value = c.typed("value") if isinstance(c.args["value"], torch.fx.Node) else c.number(c.raw("value"))
     return c.emit("Where", [c.value("mask"), value, c.value("self")])
 
 
 @reads("celu")
-def _celu(c: Call) -> Any:
+def _celu(c: TorchCall) -> Any:
     """alpha elu(x / alpha)."""
     x, alpha = c.value("self"), float(c.raw("alpha"))
     if alpha == 1:
@@ -210,7 +210,7 @@ def _celu(c: Call) -> Any:
 
 
 @reads("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d")
-def _adaptive_pool(c: Call) -> Any:
+def _adaptive_pool(c: TorchCall) -> Any:
     n, kind = _spatial(c), "Avg" if "avg" in c.name else "Max"
     out, spatial = _many(c.raw("output_size"), n), c.tensor("self").shape[2:]
     if kind == "Avg" and out == (1,) * n:
@@ -227,7 +227,7 @@ _REDUCTIONS = {"mean": "Mean", "sum": "Sum", "amax": "ReduceMax", "amin": "Reduc
 
 
 @reads(" ".join(_REDUCTIONS))
-def _reduce(c: Call) -> Any:
+def _reduce(c: TorchCall) -> Any:
     x, axes, keep = c.tensor("self"), c.raw("dim"), bool(c.raw("keepdim"))
     axes = tuple(range(x.dim())) if axes in (None, ()) else tuple(a % x.dim() for a in _many(axes, 1))
     if c.args.get("dtype") not in (None, x.dtype) or (x.dtype is torch.bool and c.name == "sum"):
@@ -241,7 +241,7 @@ def _reduce(c: Call) -> Any:
 
 
 @reads("linalg_vector_norm")
-def _length(c: Call) -> Any:
+def _length(c: TorchCall) -> Any:
     if c.raw("ord") != 2 or c.raw("dtype") is not None:
         raise Unreadable
     axes = range(c.rank) if c.raw("dim") is None else _many(c.raw("dim"), 1)
@@ -249,18 +249,18 @@ def _length(c: Call) -> Any:
 
 
 @reads("softmax _softmax log_softmax _log_softmax")
-def _softmax(c: Call) -> Any:
+def _softmax(c: TorchCall) -> Any:
     """The operand in the type that `dtype` asks for."""
     return c.emit("LogSoftmax" if "log" in c.name else "Softmax", [c.typed("self")], axis=c.raw("dim"))
 
 
 @reads("cumsum")
-def _cumsum(c: Call) -> Any:
+def _cumsum(c: TorchCall) -> Any:
     return c.emit("CumSum", [c.typed("self")], axis=c.raw("dim"))
 
 
 @reads("max min")
-def _largest(c: Call) -> Any:
+def _largest(c: TorchCall) -> Any:
     """Over an axis, whose places nothing may read; of the whole tensor; or of two."""
     if "other" in c.args:
         return c.emit(c.name.capitalize(), [c.number_or_value("self"), c.number_or_value("other")])
@@ -269,7 +269,7 @@ def _largest(c: Call) -> Any:
 
 
 @reads("__and__ __or__ bitwise_and bitwise_or bitwise_not")
-def _bits(c: Call) -> Any:
+def _bits(c: TorchCall) -> Any:
     """Of booleans."""
     if c.result.dtype is not torch.bool:
         raise Unreadable
@@ -280,7 +280,7 @@ def _bits(c: Call) -> Any:
 # ---------------------------------------------------------------- moving data
 
 
-def _static_shape(like: Form) -> tuple[int, ...]:
+def _static_shape(like: SymbolicTensor) -> tuple[int, ...]:
     """A shape for Reshape: at most one unknown entry, written -1."""
     shape = tuple(int(s) if isinstance(s, int) else -1 for s in like.shape)
     if shape.count(-1) > 1 or 0 in shape:
@@ -288,7 +288,7 @@ def _static_shape(like: Form) -> tuple[int, ...]:
     return shape
 
 
-def _reshaped(c: Call, x: str, old: Form, like: Form) -> tuple[list[str], dict[str, Any]]:
+def _reshaped(c: TorchCall, x: str, old: SymbolicTensor, like: SymbolicTensor) -> tuple[list[str], dict[str, Any]]:
     """Operands and attributes of a Reshape; of several unknown entries the last is -1."""
     shape: list[Any] = [int(s) if isinstance(s, int) else -1 for s in like.shape]
     sizes = [x]
@@ -301,7 +301,7 @@ def _reshaped(c: Call, x: str, old: Form, like: Form) -> tuple[list[str], dict[s
 
 
 @reads("view reshape flatten unflatten _unsafe_view view_as reshape_as")
-def _reshape(c: Call) -> Any:
+def _reshape(c: TorchCall) -> Any:
     if c.result.dtype is not c.tensor("self").dtype or 0 in c.result.shape:
         raise Unreadable  # the bits as another type
     inputs, shape = _reshaped(c, c.value("self"), c.tensor("self"), c.result)
@@ -309,7 +309,7 @@ def _reshape(c: Call) -> Any:
 
 
 @reads("transpose swapaxes t numpy_T")
-def _transpose(c: Call) -> Any:
+def _transpose(c: TorchCall) -> Any:
     perm = list(range(c.rank))
     swapped = [c.raw(k) for k in c.args if k != "self"]
     if swapped:
@@ -321,7 +321,7 @@ def _transpose(c: Call) -> Any:
 
 
 @reads("squeeze")
-def _squeeze(c: Call) -> Any:
+def _squeeze(c: TorchCall) -> Any:
     x, dims = c.tensor("self"), c.raw("dim")
     wanted = range(x.dim()) if dims is None else [d % x.dim() for d in _many(dims, 1)]
     axes = tuple(d for d in wanted if isinstance(x.shape[d], int) and x.shape[d] == 1)
@@ -329,7 +329,7 @@ def _squeeze(c: Call) -> Any:
 
 
 @reads("slice")
-def _slice(c: Call) -> Any:
+def _slice(c: TorchCall) -> Any:
     axis, start, step = c.raw("dim") % c.rank, c.raw("start") or 0, c.raw("step")
     if (start, step) == (0, 1) and c.is_open("end"):
         return c.emit("Gather", [c.value("self"), c.counted("end")], axis=axis)
@@ -342,7 +342,7 @@ def _slice(c: Call) -> Any:
 
 
 @reads("arange")
-def _arange(c: Call) -> Any:
+def _arange(c: TorchCall) -> Any:
     if not c.is_open("end") or (c.args.get("start", 0), c.args.get("step", 1)) != (0, 1):
         raise Unreadable
     kind = str(c.result.dtype).removeprefix("torch.")
@@ -350,7 +350,7 @@ def _arange(c: Call) -> Any:
 
 
 @reads("split split_with_sizes chunk tensor_split")
-def _split(c: Call) -> Any:
+def _split(c: TorchCall) -> Any:
     axis = c.raw("dim") % c.rank
     sizes = tuple(t.shape[axis] for t in c.result)
     if not all(isinstance(s, int) for s in sizes):
@@ -359,23 +359,23 @@ def _split(c: Call) -> Any:
 
 
 @reads("unbind")
-def _unbind(c: Call) -> Any:
+def _unbind(c: TorchCall) -> Any:
     return c.emit_all("Unstack", axis=c.raw("dim") % c.rank)
 
 
 @reads("cat concat concatenate stack")
-def _concat(c: Call) -> Any:
+def _concat(c: TorchCall) -> Any:
     tensors = c.draft.arg(c.args["tensors"])
     axis = c.raw("dim" if "dim" in c.args else "axis") % c.result.dim()
     return c.emit("Stack" if c.name == "stack" else "Concat", tensors, axis=axis)
 
 
 @reads("expand expand_as broadcast_to")
-def _expand(c: Call) -> Any:
+def _expand(c: TorchCall) -> Any:
     return _expanded(c, c.value("self"), c.tensor("self").shape)
 
 
-def _expanded(c: Call, x: str, sizes: Sequence[Any]) -> Any:
+def _expanded(c: TorchCall, x: str, sizes: Sequence[Any]) -> Any:
     """A tensor of these sizes in the shape of the result."""
     want = c.result.shape
     have = (None,) * (len(want) - len(sizes)) + tuple(sizes)
@@ -385,7 +385,7 @@ def _expanded(c: Call, x: str, sizes: Sequence[Any]) -> Any:
 
 
 @reads("repeat")
-def _repeat(c: Call) -> Any:
+def _repeat(c: TorchCall) -> Any:
     """Of an axis of size 1, as often as there are samples, is an Expand."""
     try:
         return c.emit("Tile", [c.value("self")], repeats=c.raw("repeats"))
@@ -397,7 +397,7 @@ def _repeat(c: Call) -> Any:
 
 
 @reads("zeros_like ones_like full_like new_zeros new_ones new_full zeros ones full fill")
-def _filled(c: Call) -> Any:
+def _filled(c: TorchCall) -> Any:
     """One number everywhere."""
     name = c.name.removeprefix("new_").removesuffix("_like")
     if isinstance(c.args.get("value"), torch.fx.Node):
@@ -409,7 +409,7 @@ def _filled(c: Call) -> Any:
 
 
 @reads("pad constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d")
-def _pad(c: Call) -> Any:
+def _pad(c: TorchCall) -> Any:
     modes = {"pad": c.raw("mode"), "constant": "constant", "reflection": "reflect", "replication": "replicate"}
     flat = c.raw("pad" if "pad" in c.args else "padding")  # the last axis first
     pairs = [(flat[i], flat[i + 1]) for i in range(0, len(flat), 2)][::-1]
@@ -419,7 +419,7 @@ def _pad(c: Call) -> Any:
 
 
 @reads("index")
-def _index(c: Call) -> Any:
+def _index(c: TorchCall) -> Any:
     indices = c.draft.arg(c.args["indices"])
     given = [i for i, v in enumerate(indices) if v is not None]
     if given == [0, 1] and _counts_samples(c):
@@ -451,7 +451,7 @@ def _index(c: Call) -> Any:
     return c.emit("Gather", [flat, where], axis=first)
 
 
-def _from_start(c: Call, index: str, like: Form, size: int) -> str:
+def _from_start(c: TorchCall, index: str, like: SymbolicTensor, size: int) -> str:
     """Indices that do not count from the end."""
     flags = like.to(torch.bool)
     less = c.step("Less", [index, c.draft.scalar(c.node.name, 0, like)], flags)
@@ -459,7 +459,7 @@ def _from_start(c: Call, index: str, like: Form, size: int) -> str:
     return c.step("Where", [less, raised, index], like)
 
 
-def _one_of_each(c: Call, index: str, like: Form) -> Any:
+def _one_of_each(c: TorchCall, index: str, like: SymbolicTensor) -> Any:
     """From every sample x [N, ...] the part that it names itself; an index for each element of it."""
     samples, size, *rest = c.tensor("self").shape
     if isinstance(size, int) and _called(c.args["indices"][1]) != "argmax":  # which is never below 0
@@ -472,7 +472,7 @@ def _one_of_each(c: Call, index: str, like: Form) -> Any:
     return c.emit("Squeeze", [part], axes=(1,))
 
 
-def _counts_samples(c: Call) -> bool:
+def _counts_samples(c: TorchCall) -> bool:
     """Whether the first index is 0, 1, 2 ... along axis 0 and varies along no other: each sample is in its place."""
     n, size = c.args["indices"][0], c.tensor("self").shape[0]
     shape = n.meta["val"].shape
@@ -487,7 +487,7 @@ def _called(n: Any) -> str:
 
 
 @reads("slice_scatter select_scatter")
-def _scatter(c: Call) -> Any:
+def _scatter(c: TorchCall) -> Any:
     """A part of a tensor in the place of another's: what is before it, it, and what is behind."""
     x, axis = c.tensor("self"), c.raw("dim") % c.rank
     size, part = x.shape[axis], c.value("src")
@@ -511,14 +511,14 @@ def _scatter(c: Call) -> Any:
 
 
 @reads("copy")
-def _copy(c: Call) -> Any:
+def _copy(c: TorchCall) -> Any:
     """Numbers of another tensor in the shape and type of this one."""
     new, like = c.typed("src"), c.tensor("src")
     return new if like.shape == c.result.shape else _expanded(c, new, like.shape)
 
 
 @reads("flip")
-def _flip(c: Call) -> Any:
+def _flip(c: TorchCall) -> Any:
     x, shape = c.value("self"), c.tensor("self").shape
     for axis in (a % c.rank for a in c.raw("dims")):
         if not isinstance(shape[axis], int):
@@ -529,7 +529,7 @@ def _flip(c: Call) -> Any:
 
 
 @reads("unfold")
-def _windows(c: Call) -> Any:
+def _windows(c: TorchCall) -> Any:
     """Windows along an axis, and their elements as the last one."""
     x, axis, size, step = c.tensor("self"), c.raw("dimension") % c.rank, c.raw("size"), c.raw("step")
     if not isinstance(x.shape[axis], int):
@@ -544,7 +544,7 @@ def _windows(c: Call) -> Any:
 
 
 @reads("im2col col2im")
-def _patches(c: Call) -> Any:
+def _patches(c: TorchCall) -> Any:
     """Patches that do not overlap, to columns [N, C kh kw, patches] and back."""
     kernel, image = c.raw("kernel_size"), (c.tensor("self") if c.name == "im2col" else c.result).shape
     sizes = image[2:]
@@ -563,7 +563,7 @@ def _patches(c: Call) -> Any:
 
 
 @reads("roll")
-def _roll(c: Call) -> Any:
+def _roll(c: TorchCall) -> Any:
     if not c.raw("dims"):
         raise Unreadable  # of the flattened tensor
     return c.emit("Roll", [c.value("self")], shifts=_many(c.raw("shifts"), 1), axes=_many(c.raw("dims"), 1))
@@ -572,7 +572,7 @@ def _roll(c: Call) -> Any:
 @reads(
     "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d"
 )
-def _resize(c: Call) -> Any:
+def _resize(c: TorchCall) -> Any:
     method = c.name.removeprefix("upsample_").rstrip("123d")
     data = "input" if "input" in c.args else "self"
     size, scale = c.raw("output_size"), c.raw("scale_factors")
@@ -591,12 +591,12 @@ def _resize(c: Call) -> Any:
 
 
 @reads("clone contiguous alias detach lift_fresh_copy resolve_conj resolve_neg")
-def _same(c: Call) -> Any:
+def _same(c: TorchCall) -> Any:
     return c.value("self")
 
 
 @reads("dropout feature_dropout alpha_dropout native_dropout")
-def _dropout(c: Call) -> Any:
+def _dropout(c: TorchCall) -> Any:
     c.demand_first_alone()
     p, x = c.raw("p"), c.value("input" if "input" in c.args else "self")
     if p:
@@ -605,12 +605,12 @@ def _dropout(c: Call) -> Any:
 
 
 @reads("to _to_copy type_as")
-def _to(c: Call) -> Any:
+def _to(c: TorchCall) -> Any:
     if c.tensor("self").dtype is c.result.dtype:
         return c.value("self")
     return c.emit("Cast", [c.value("self")], dtype=str(c.result.dtype).removeprefix("torch."))
 
 
 @reads("sym_size")
-def _size(c: Call) -> Any:
+def _size(c: TorchCall) -> Any:
     return c.emit("Size", [c.value("self")], axis=c.raw("dim"))

@@ -3,7 +3,7 @@
 The calls are those that `torch.export` finds, without its tracer, which takes a second to load and another for a
 middling network. In inference mode, nothing takes a call apart before a dispatch mode sees it. Where two runs differ,
 the size decides in which their inputs do: the batch, or one that differs among examples. Whatever a run could hide
-(values that the model looks at, sizes that it computes with, state that it writes) is `Unclear`, and left to
+(values that the model looks at, sizes that it computes with, state that it writes) is `Unrecordable`, and left to
 `torch.export`, where only the batch is open.
 """
 
@@ -27,14 +27,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from chipfit.frameworks.torch.origin import TORCH
 from chipfit.frameworks.torch.program import (
-    Form,
-    Open,
+    OpenSize,
     Program,
-    Unclear,
+    SymbolicTensor,
+    Unrecordable,
     needs_functional,
     open_axes,
     parts_of,
-    register,
+    register_dataclasses,
     writes_elsewhere,
 )
 
@@ -56,12 +56,12 @@ def record(model: torch.nn.Module, args: Any, kwargs: Any, others: Sequence[Any]
         others: further ones, which may differ in other sizes.
 
     Raises:
-        Unclear: also where the model raises something.
+        Unrecordable: also where the model raises something.
     """
     try:
         positional = [*inspect.signature(model.forward).bind(*args, **kwargs).arguments][: len(args)]
     except (TypeError, ValueError) as e:  # other arguments, or a function that tells none
-        raise Unclear from e
+        raise Unrecordable from e
     names = [re.sub("[^a-zA-Z0-9]", "_", k).lower() for k in (*positional, *kwargs)]
     example = [*args, *kwargs.values()]
     modules = [*model.named_modules(remove_duplicate=False)]
@@ -72,7 +72,7 @@ def record(model: torch.nn.Module, args: Any, kwargs: Any, others: Sequence[Any]
         or len({id(m) for _, m in modules}) < len(modules)
         or any(_brings_a_program(m) for _, m in modules)
     ):
-        raise Unclear
+        raise Unrecordable
     path: list[str] = []
     for name, m in modules:
         _follow(name, m, path)
@@ -84,7 +84,7 @@ def record(model: torch.nn.Module, args: Any, kwargs: Any, others: Sequence[Any]
     out = first.through(model, args, kwargs)
     if not torch.equal(draws, torch.get_rng_state()):
         torch.set_rng_state(draws)
-        raise Unclear
+        raise Unrecordable
     for k, (old, new, places) in enumerate(_open(example, [[*a, *kw.values()] for a, kw in others]), 1):
         given = list(example)
         for i, axis in places:
@@ -222,7 +222,7 @@ class _Run(_Calls, TorchDispatchMode):
 
     def give_up(self) -> Any:
         self.unclear = True
-        raise Unclear
+        raise Unrecordable
 
     def size(self, value: int, slope: Any) -> int:
         size = _Size(value)
@@ -237,16 +237,16 @@ class _Run(_Calls, TorchDispatchMode):
             with torch.inference_mode(), _exporting(), _Functions(self), self:
                 out = model(*args, **kwargs)
         except Exception as e:  # the user's code may raise anything
-            raise Unclear from e
+            raise Unrecordable from e
         if self.path:  # left by an exception that the model caught
-            raise Unclear
-        register(out)
+            raise Unrecordable
+        register_dataclasses(out)
         leaves, self.out_tree = pytree.tree_flatten(out)
         self.results = [self._known(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         if self.unclear or not all(
             isinstance(x, (torch.fx.Node, bool, int, float, str, type(None))) for x in self.results
         ):
-            raise Unclear
+            raise Unrecordable
         return out
 
     def asked(self, function: Callable[..., Any], answer: Any) -> Any:
@@ -308,25 +308,25 @@ class _Run(_Calls, TorchDispatchMode):
         return self.give_up() if n is None else n
 
     def join(self, other: "_Run", k: int) -> None:
-        """Open the sizes that differ in another run, the k-th, which must have made the same calls.
+        """OpenSize the sizes that differ in another run, the k-th, which must have made the same calls.
 
         Raises:
-            Unclear: it has not, or returned something else.
+            Unrecordable: it has not, or returned something else.
         """
         if len(self.graph.nodes) != len(other.graph.nodes) or needs_functional(self.graph):
-            raise Unclear
+            raise Unrecordable
         for n, m in zip(self.graph.nodes, other.graph.nodes, strict=True):
             _joined(n, m, k)
             n.args, n.kwargs = _joined(n.args, m.args, k), _joined(n.kwargs, m.kwargs, k)
             n.meta["val"] = _joined(n.meta["val"], m.meta["val"], k)
         if other.counted and any(map(_computes_with_sizes, self.graph.nodes)):
-            raise Unclear
+            raise Unrecordable
         results = _joined(self.results, other.results, k)
         taken = {
             n.target.overloadpacket.__name__ for n in self.graph.nodes if isinstance(n.target, torch._ops.OpOverload)
         }
         if results != self.results or self.out_tree != other.out_tree or taken.intersection(self.inputs.values()):
-            raise Unclear
+            raise Unrecordable
 
     def drop_unused(self) -> None:
         """Forget calls whose results nothing reads, as `torch.export` does."""
@@ -339,7 +339,7 @@ class _Run(_Calls, TorchDispatchMode):
 def _computes_with_sizes(n: torch.fx.Node) -> bool:
     """Whether a call is given an open size, and not to lay out what it has."""
     shapes = isinstance(n.target, torch._ops.OpOverload) and n.target.overloadpacket.__name__ in ("view", "reshape")
-    return not shapes and any(isinstance(x, Open) for x in pytree.tree_leaves((n.args, n.kwargs)))
+    return not shapes and any(isinstance(x, OpenSize) for x in pytree.tree_leaves((n.args, n.kwargs)))
 
 
 def _counts(indices: Any) -> bool:
@@ -348,21 +348,21 @@ def _counts(indices: Any) -> bool:
 
 
 def _joined(a: Any, b: Any, k: int) -> Any:
-    """What runs have in common, and `Open` where their numbers differ; `b` is of the k-th after the first."""
+    """What runs have in common, and `OpenSize` where their numbers differ; `b` is of the k-th after the first."""
     if isinstance(a, torch.fx.Node) and isinstance(b, torch.fx.Node) and (a.name, a.target) == (b.name, b.target):
         return a
-    if isinstance(a, Form) and isinstance(b, Form):
-        return Form(_joined(a.shape, b.shape, k), _joined(a.dtype, b.dtype, k))
+    if isinstance(a, SymbolicTensor) and isinstance(b, SymbolicTensor):
+        return SymbolicTensor(_joined(a.shape, b.shape, k), _joined(a.dtype, b.dtype, k))
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
         return {name: _joined(v, b[name], k) for name, v in a.items()}
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) and len(a) == len(b):
         return type(a)([_joined(x, y, k) for x, y in zip(a, b, strict=True)])
-    known = a.sizes if isinstance(a, Open) else (a,)
+    known = a.sizes if isinstance(a, OpenSize) else (a,)
     if type(known[0]) is type(b) and (known[0] is b or known[0] == b):
         return a
     if type(known[0]) is type(b) is int:
-        return Open((*known, *known[:1] * (k - len(known)), b))
-    raise Unclear
+        return OpenSize((*known, *known[:1] * (k - len(known)), b))
+    raise Unrecordable
 
 
 def _shown(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -379,8 +379,8 @@ def _shown(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     return op(*args, **kwargs)
 
 
-def _form(t: torch.Tensor) -> Form:
-    return Form(tuple(t.shape), t.dtype)
+def _form(t: torch.Tensor) -> SymbolicTensor:
+    return SymbolicTensor(tuple(t.shape), t.dtype)
 
 
 def _line() -> str:

@@ -11,8 +11,7 @@ from keras import ops
 
 from chipfit.files import package_data
 from chipfit.frameworks.keras import padding as paddings
-from chipfit.frameworks.keras.backend import dtype_here
-from chipfit.frameworks.keras.ops import KerasOps
+from chipfit.frameworks.keras.backend import KerasOps, dtype_here
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 from chipfit.quantizers.dynamic import dynamic_quantize
@@ -25,7 +24,7 @@ Choose = Callable[[Node, Graph, dict[str, str]], Chosen | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class Lowering:
     """How Keras computes one canonical operator."""
 
     kernel: Kernel | None = None  #: function of its inputs in order (None where absent) and its attributes
@@ -38,7 +37,7 @@ def layer_of(node: Node, graph: Graph) -> tuple[Any, dict[str, Any], dict[str, s
 
     A layer with variables serves where they are constants, one without where all operands are data.
     """
-    form = FORMS.get(node.op)
+    form = LOWERINGS.get(node.op)
     if form is None or form.layer is None or bool(form.variables) != any(i in graph.weights for i in node.inputs):
         return None
     variables = {}
@@ -317,61 +316,105 @@ def _renamed(f: Kernel, **names: str) -> Kernel:
 
 
 def _functions(key: str) -> dict[str, Kernel]:
-    """The functions of keras.ops that `forms.yaml` names under a word."""
+    """The functions of keras.ops that `lowerings.yaml` names under a word."""
     return {op: getattr(ops, f) for op, f in (word.split("=") for word in _DATA[key].split())}
 
 
-def _known(function: str, layer: str, **settings: Any) -> Form:
-    """A row of `forms.yaml` with a layer."""
-    return Form(getattr(ops, function), _layer(getattr(layers, layer), **settings))
+def _known(function: str, layer: str, **settings: Any) -> Lowering:
+    """A row of `lowerings.yaml` with a layer."""
+    return Lowering(getattr(ops, function), _layer(getattr(layers, layer), **settings))
 
 
 # ---------------------------------------------------------------- rows
 
-_DATA = package_data("chipfit.frameworks.keras", "forms.yaml")
-FORMS: dict[str, Form] = {
-    **{op: Form(f) for op, f in _functions("functions").items()},
-    **{op: Form(_renamed(f, axes="axis")) for op, f in _functions("reductions").items()},
+_DATA = package_data("chipfit.frameworks.keras", "lowerings.yaml")
+LOWERINGS: dict[str, Lowering] = {
+    **{op: Lowering(f) for op, f in _functions("functions").items()},
+    **{op: Lowering(_renamed(f, axes="axis")) for op, f in _functions("reductions").items()},
     **{op: _known(**row) for op, row in _DATA["layers"].items()},
-    "Mish": Form(lambda x: x * ops.tanh(ops.softplus(x))),
-    "PRelu": Form(lambda x, w: ops.maximum(x, 0.0) + w * ops.minimum(x, 0.0), _prelu, "alpha"),
-    "Gelu": Form(lambda x, *, approximate: ops.gelu(x, approximate == "tanh"), _gelu),
-    "Softplus": Form(lambda x, *, beta, threshold: ops.softplus(x * beta) / beta),
-    "Clamp": Form(_clamp),
-    **{f"Conv{n}D": Form(None, _conv, "kernel bias") for n in (1, 2, 3)},
-    "DepthwiseConv2D": Form(None, _conv, "kernel bias"),
-    **{f"TransposeConv{n}D": Form(None, _transposed, "kernel bias") for n in (1, 2, 3)},
-    "Linear": Form(_linear, _dense, "kernel bias"),
-    "SDPA": Form(_sdpa),
-    "Embedding": Form(lambda w, index: ops.take(w, index, 0), _embedding, "embeddings"),
-    "BatchNorm": Form(None, _norm(layers.BatchNormalization), "gamma beta moving_mean moving_variance"),
-    "LayerNorm": Form(_layer_norm, _norm(layers.LayerNormalization), "gamma beta"),
-    "GroupNorm": Form(None, _norm(layers.GroupNormalization, "groups"), "gamma beta"),
-    "RMSNorm": Form(None, _rms_norm, "scale"),
-    "InstanceNorm": Form(lambda x, w=None, b=None, *, eps: _normalize(x, w, b, _spatial(x), eps)),
-    "Add": Form(ops.add, _merge(layers.Add)),
-    "Sub": Form(ops.subtract, _merge(layers.Subtract)),
-    "Mul": Form(ops.multiply, _merge(layers.Multiply)),
-    "Max": Form(ops.maximum, _merge(layers.Maximum)),
-    "Min": Form(ops.minimum, _merge(layers.Minimum)),
-    "ReduceL2": Form(lambda x, *, axes, keepdims: ops.sqrt(ops.sum(ops.square(x), axes, keepdims))),
-    "MaxPool": Form(_max_pool, _pool("MaxPooling{}D")),
-    "AvgPool": Form(_avg_pool, _pool("AveragePooling{}D")),
-    "GlobalAvgPool": Form(lambda x: ops.mean(x, _spatial(x), keepdims=True), _global_average),
-    "Pad": Form(_pad, _zeros),
-    "Resize": Form(_resize, _up),
-    "Concat": Form(lambda *xs, axis: ops.concatenate(xs, axis), _concat),
-    "Stack": Form(lambda *xs, axis: ops.stack(xs, axis)),
-    "Split": Form(_split),
-    "Reshape": Form(_renamed(ops.reshape, shape="newshape"), _reshape),
-    "Transpose": Form(_renamed(ops.transpose, perm="axes"), _permute),
-    "Unsqueeze": Form(_unsqueeze),
-    "Expand": Form(_expand),
-    "Slice": Form(_slice),
-    "Select": Form(lambda x, *, axis, index: ops.take(x, index if index >= 0 else x.shape[axis] + index, axis)),
-    "Roll": Form(_roll),
-    "Cast": Form(lambda x, *, dtype: ops.cast(x, dtype_here(dtype))),
-    "Dropout": Form(lambda x, *, p: x, _layer(layers.Dropout, "rate=p")),
-    "DynamicQuantize": Form(lambda x, **how: dynamic_quantize(KerasOps, x, **how)),
-    **dict.fromkeys(("Identity", "Requantize"), Form(lambda x: x, _layer(layers.Identity))),
+    "Mish": Lowering(lambda x: x * ops.tanh(ops.softplus(x))),
+    "PRelu": Lowering(lambda x, w: ops.maximum(x, 0.0) + w * ops.minimum(x, 0.0), _prelu, "alpha"),
+    "Gelu": Lowering(lambda x, *, approximate: ops.gelu(x, approximate == "tanh"), _gelu),
+    "Softplus": Lowering(lambda x, *, beta, threshold: ops.softplus(x * beta) / beta),
+    "Clamp": Lowering(_clamp),
+    **{f"Conv{n}D": Lowering(None, _conv, "kernel bias") for n in (1, 2, 3)},
+    "DepthwiseConv2D": Lowering(None, _conv, "kernel bias"),
+    **{f"TransposeConv{n}D": Lowering(None, _transposed, "kernel bias") for n in (1, 2, 3)},
+    "Linear": Lowering(_linear, _dense, "kernel bias"),
+    "SDPA": Lowering(_sdpa),
+    "Embedding": Lowering(lambda w, index: ops.take(w, index, 0), _embedding, "embeddings"),
+    "BatchNorm": Lowering(None, _norm(layers.BatchNormalization), "gamma beta moving_mean moving_variance"),
+    "LayerNorm": Lowering(_layer_norm, _norm(layers.LayerNormalization), "gamma beta"),
+    "GroupNorm": Lowering(None, _norm(layers.GroupNormalization, "groups"), "gamma beta"),
+    "RMSNorm": Lowering(None, _rms_norm, "scale"),
+    "InstanceNorm": Lowering(lambda x, w=None, b=None, *, eps: _normalize(x, w, b, _spatial(x), eps)),
+    "Add": Lowering(ops.add, _merge(layers.Add)),
+    "Sub": Lowering(ops.subtract, _merge(layers.Subtract)),
+    "Mul": Lowering(ops.multiply, _merge(layers.Multiply)),
+    "Max": Lowering(ops.maximum, _merge(layers.Maximum)),
+    "Min": Lowering(ops.minimum, _merge(layers.Minimum)),
+    "ReduceL2": Lowering(lambda x, *, axes, keepdims: ops.sqrt(ops.sum(ops.square(x), axes, keepdims))),
+    "MaxPool": Lowering(_max_pool, _pool("MaxPooling{}D")),
+    "AvgPool": Lowering(_avg_pool, _pool("AveragePooling{}D")),
+    "GlobalAvgPool": Lowering(lambda x: ops.mean(x, _spatial(x), keepdims=True), _global_average),
+    "Pad": Lowering(_pad, _zeros),
+    "Resize": Lowering(_resize, _up),
+    "Concat": Lowering(lambda *xs, axis: ops.concatenate(xs, axis), _concat),
+    "Stack": Lowering(lambda *xs, axis: ops.stack(xs, axis)),
+    "Split": Lowering(_split),
+    "Reshape": Lowering(_renamed(ops.reshape, shape="newshape"), _reshape),
+    "Transpose": Lowering(_renamed(ops.transpose, perm="axes"), _permute),
+    "Unsqueeze": Lowering(_unsqueeze),
+    "Expand": Lowering(_expand),
+    "Slice": Lowering(_slice),
+    "Select": Lowering(lambda x, *, axis, index: ops.take(x, index if index >= 0 else x.shape[axis] + index, axis)),
+    "Roll": Lowering(_roll),
+    "Cast": Lowering(lambda x, *, dtype: ops.cast(x, dtype_here(dtype))),
+    "Dropout": Lowering(lambda x, *, p: x, _layer(layers.Dropout, "rate=p")),
+    "DynamicQuantize": Lowering(lambda x, **how: dynamic_quantize(KerasOps, x, **how)),
+    **dict.fromkeys(("Identity", "Requantize"), Lowering(lambda x: x, _layer(layers.Identity))),
 }
+
+
+@keras.saving.register_keras_serializable(package="chipfit")
+class CanonicalOperation(keras.layers.Layer):
+    """One canonical operator as a layer.
+
+    Args:
+        op: name of the operator.
+        settings: its attributes.
+        slots: what each input of the operator is: "x", the next tensor that the layer is called with; "-", absent; or
+            dtype, whether it is trained, and shape of a weight of the layer, ["float32", true, 3, 4]. Weights are named
+            w0, w1, ... by their slot.
+    """
+
+    def __init__(self, op: str, settings: dict[str, Any], slots: Sequence[Any], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.op, self.settings, self.slots = op, settings, list(slots)
+
+    def build(self, input_shape: Any = None) -> None:
+        self.held = [None if isinstance(s, str) else self._weight(f"w{k}", *s) for k, s in enumerate(self.slots)]
+        self.built = True
+
+    def _weight(self, name: str, dtype: str, trainable: bool, *shape: int) -> Any:
+        given = {"dtype": dtype_here(dtype), "trainable": trainable, "shape": shape}
+        return self.add_weight(name=name, initializer="zeros", **given)
+
+    def call(self, inputs: Any) -> Any:
+        given = iter(inputs if isinstance(inputs, (list, tuple)) else [inputs])
+        operands = [
+            next(given) if s == "x" else None if s == "-" else keras.ops.convert_to_tensor(w)
+            for s, w in zip(self.slots, self.held, strict=True)
+        ]
+        while operands and operands[-1] is None:
+            operands.pop()
+        kernel: Any = LOWERINGS[self.op].kernel  # `lower` makes this layer of no operator without
+        return kernel(*operands, **{k: _tuples(v) for k, v in self.settings.items()})
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "op": self.op, "settings": self.settings, "slots": self.slots}
+
+
+def _tuples(x: Any) -> Any:
+    """Sequences as tuples, which JSON and Keras make lists of."""
+    return tuple(_tuples(v) for v in x) if isinstance(x, (list, tuple)) else x

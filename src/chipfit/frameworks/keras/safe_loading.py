@@ -4,12 +4,15 @@ Keras finds a class by the module and name that a file gives. It refuses most of
 version more; this list does not depend on the version.
 """
 
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import keras
 
-from chipfit.errors import GraphError
+from chipfit.errors import CaptureError, GraphError, first_line, raised_outside_chipfit
+from chipfit.files import ARCHIVE_ERRORS, existing_file, open_zip
 
 #: modules of Keras whose classes are made from configurations, those below them included
 _CLASSES = (
@@ -29,7 +32,7 @@ _CODE = frozenset("Lambda TorchModuleWrapper TFSMLayer JaxLayer FlaxLayer".split
 _VALUES = frozenset("__keras_tensor__ __tensor__ __numpy__ __bytes__ __ellipsis__ __slice__".split())
 
 
-def demand_known(config: Any) -> None:
+def check_registered(config: Any) -> None:
     """Check a configuration, all that it holds included.
 
     Raises:
@@ -38,12 +41,12 @@ def demand_known(config: Any) -> None:
     """
     if isinstance(config, list):
         for c in config:
-            demand_known(c)
+            check_registered(c)
     if isinstance(config, dict):
         if "class_name" in config:
             _demand(config)
         for c in config.values():
-            demand_known(c)
+            check_registered(c)
 
 
 def _demand(config: dict[str, Any]) -> None:
@@ -71,10 +74,49 @@ def _demand(config: dict[str, Any]) -> None:
         raise GraphError(what, got=f"module {module}", allowed=", ".join(_CLASSES), hint=hint)
 
 
-def _below(module: Any, homes: Any) -> bool:
-    return isinstance(module, str) and any(module == h or module.startswith(f"{h}.") for h in homes)
+def _below(module: Any, weight_slots: Any) -> bool:
+    return isinstance(module, str) and any(module == h or module.startswith(f"{h}.") for h in weight_slots)
 
 
 def _found(module: Any, name: str) -> Any:
     """An entry of a module that is loaded; nothing is imported for a name."""
     return getattr(sys.modules.get(module), name, None)
+
+
+def load(path: str | Path) -> Any:
+    """The model of a `.keras` file.
+
+    Raises:
+        CaptureError: there is no such file, it is damaged, or it holds Python code or classes that are not registered
+            here.
+    """
+    _check(existing_file(path, CaptureError, "The model file"))
+    try:
+        return keras.saving.load_model(path, compile=False, safe_mode=True)
+    except Exception as e:  # Keras raises many types, and so do the classes that are registered
+        if not raised_outside_chipfit(e):
+            raise
+        raise CaptureError(
+            "The file is not a Keras model that can be loaded here",
+            where=str(path),
+            got=first_line(e),
+            hint="save it again with model.save('model.keras'); for custom classes give module:factory instead; "
+            "lambdas are never executed",
+        ) from e
+
+
+def _check(path: str | Path) -> None:
+    """Raise unless the file is an archive whose configuration names nothing but Keras's own and registered classes."""
+    try:
+        with open_zip(path) as archive:
+            config = json.loads(archive.read("config.json"))
+            if not isinstance(config, dict):
+                raise ValueError("its configuration is no table")
+            check_registered({k: v for k, v in config.items() if k != "compile_config"})  # which is not loaded
+    except (*ARCHIVE_ERRORS, ValueError, KeyError, RecursionError) as e:
+        what, got = "The file is not a Keras model that can be loaded here", f"{type(e).__name__}: {str(e)[:300]}"
+        raise CaptureError(what, where=str(path), got=got, hint="save it with model.save('model.keras')") from e
+    except GraphError as e:
+        hint = "save it again without such layers; for custom classes give module:factory; lambdas are never executed"
+        what = f"The file is not data: {e.what}"
+        raise CaptureError(what, where=str(path), got=e.got, allowed=e.allowed, hint=hint) from e

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from chipfit.frameworks.keras.layers import NORM, KerasQuantizationWrapper, KerasQuantizer
+from chipfit.frameworks.keras.layers import NORM_VARIABLES, KerasQuantizationWrapper, KerasQuantizer
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class WeightSlot:
     """Where a weight of the graph lives in the model."""
 
     layer: str
@@ -22,7 +22,7 @@ class Home:
         if isinstance(layer, KerasQuantizationWrapper):
             if self.use:
                 return layer.bias(self.use)
-            if self.variable in NORM:
+            if self.variable in NORM_VARIABLES:
                 return getattr(layer, self.variable)
             layer = layer.layer
         if self.variable.isdigit():
@@ -31,7 +31,7 @@ class Home:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class ScaleSlot:
     """Where the scale of a planned tensor lives in the model."""
 
     tensor: str

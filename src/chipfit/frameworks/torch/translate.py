@@ -12,10 +12,9 @@ from torch.utils import _pytree as pytree
 from chipfit.engine.opaque import target_name
 from chipfit.engine.trees import dump_tree
 from chipfit.errors import CaptureError, GraphError
-from chipfit.frameworks.torch.call import Call, Unreadable
-from chipfit.frameworks.torch.draft import Draft
+from chipfit.frameworks.torch.call import TorchCall, TorchDraft, Unreadable
 from chipfit.frameworks.torch.origin import CHECKS, arguments, source
-from chipfit.frameworks.torch.program import Open, Program, Unclear
+from chipfit.frameworks.torch.program import OpenSize, Program, Unrecordable
 from chipfit.frameworks.torch.read import READERS, SYNONYMS
 from chipfit.graph.builder import drop_dead
 from chipfit.graph.ir import OPAQUE, Graph, Ref
@@ -30,7 +29,7 @@ def read(program: Program, model: torch.nn.Module, call: Any, example_out: Any) 
         call: (args, kwargs) of the example call.
         example_out: what the model returned for it.
     """
-    walk = _Walk(program, model)
+    walk = Translator(program, model)
     walk.through(program.graph, program.owner, walk.placeholder)
     graph = walk.draft.graph
     leaves, tree = pytree.tree_flatten(call)
@@ -44,11 +43,11 @@ def read(program: Program, model: torch.nn.Module, call: Any, example_out: Any) 
     return graph
 
 
-class _Walk:
+class Translator:
     """One pass over the program's calls."""
 
     def __init__(self, program: Program, model: torch.nn.Module) -> None:
-        self.program, self.draft = program, Draft(model, program.weights)
+        self.program, self.draft = program, TorchDraft(model, program.weights)
         self.tensors: list[int] = []  #: which leaves of the call are tensors
         self.leaves = 0  #: of the call, so far
 
@@ -118,7 +117,7 @@ class _Walk:
             known = SYNONYMS.get(name, name)
             if known not in READERS:
                 raise Unreadable
-            env[n] = READERS[known](Call(self.draft, n, known, arguments(n)))
+            env[n] = READERS[known](TorchCall(self.draft, n, known, arguments(n)))
         except Unreadable:
             if target._schema.is_mutable:
                 target = getattr(getattr(torch.ops.aten, name), target._overloadname)
@@ -144,7 +143,7 @@ class _Walk:
                 return known(self.draft.arg(x))
             if isinstance(x, (list, tuple)):
                 return [template(i) for i in x]
-            if isinstance(x, Open):
+            if isinstance(x, OpenSize):
                 return known(self.size(n, x))
             if isinstance(x, dict):
                 return {k: template(v) for k, v in x.items()}
@@ -162,16 +161,16 @@ class _Walk:
         values = self.draft.append(n, OPAQUE, inputs, attrs, list(result) if many else [result])
         return tuple(values) if many else values[0]
 
-    def size(self, n: torch.fx.Node, size: Open) -> str:
+    def size(self, n: torch.fx.Node, size: OpenSize) -> str:
         """The value of a size of an input that a call was given as a number.
 
         Raises:
-            Unclear: no input has it.
+            Unrecordable: no input has it.
         """
         try:
-            return Call(self.draft, n, "size", {}).size(size)
+            return TorchCall(self.draft, n, "size", {}).size(size)
         except Unreadable as e:
-            raise Unclear from e
+            raise Unrecordable from e
 
     def inline(self, n: torch.fx.Node) -> None:
         """Read the inner graph of `wrap_with_set_grad_enabled` and the like in place."""

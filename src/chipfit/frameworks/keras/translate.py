@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from chipfit.errors import short_message
-from chipfit.frameworks.keras.call import Call, KerasDraft, Unreadable
+from chipfit.frameworks.keras.call import KerasCall, KerasDraft, Unreadable
+from chipfit.frameworks.keras.history import calls_before, functional, keras_class, origin_of, unrecorded
 from chipfit.frameworks.keras.opaque import hold
 from chipfit.frameworks.keras.read import ACTIVATED, READERS, UNTRACEABLE
-from chipfit.frameworks.keras.recorded import calls_before, functional, keras_class, origin_of, unrecorded
 from chipfit.graph.config import plain
 from chipfit.graph.draft import Origin
 from chipfit.graph.ir import OPAQUE, Ref, Value
@@ -21,7 +21,7 @@ from chipfit.graph.ir import OPAQUE, Ref, Value
 leaves = keras.tree.flatten
 
 
-class Walk:
+class Translator:
     """Writes the calls of a model into a draft."""
 
     def __init__(self) -> None:
@@ -63,13 +63,13 @@ class Walk:
             outputs = _refined(operation, args, kwargs) or outputs
         given = {k: v for k, v in kwargs.items() if v is not None}
         return (
-            self._read(Call(self.draft, operation, outputs, origin, name), args, given)
+            self._read(KerasCall(self.draft, operation, outputs, origin, name), args, given)
             or self._nested(operation, args, given, origin)
             or (self._opened(operation, args, kwargs, outputs, origin) if layer else None)
             or self._opaque(operation, args, kwargs, outputs, origin, name)
         )
 
-    def _read(self, call: Call, args: Any, kwargs: Any) -> list[Value] | None:
+    def _read(self, call: KerasCall, args: Any, kwargs: Any) -> list[Value] | None:
         """By the reader of its class."""
         group = "layer" if isinstance(call.op, keras.Layer) else "operation"
         reader = READERS.get((group, keras_class(call.op)))
@@ -85,7 +85,7 @@ class Walk:
             return list(found)
         return [self._activated(call, found) if reader in ACTIVATED else found]
 
-    def _activated(self, call: Call, x: Value) -> Value:
+    def _activated(self, call: KerasCall, x: Value) -> Value:
         """The layer's own activation as nodes behind it."""
         f = getattr(call.op, "activation", None)
         if f is None or f is keras.activations.linear:
