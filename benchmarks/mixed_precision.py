@@ -44,7 +44,7 @@ from chipfit.rounding.compare import Reference
 from chipfit.search import candidates, choose
 from chipfit.search.losses import losses
 from chipfit.search.resources import resources
-from chipfit.search.solve import Unit, solve
+from chipfit.search.solve import Choice, solve
 
 OFF = chipfit.Settings(rounding="off")
 #: what is limited, one at a time
@@ -199,7 +199,7 @@ def seconds() -> Table:
     draw = random.Random(0)
     sizes = [draw.randint(100, 100_000) for _ in range(100)]
     units = [
-        Unit(
+        Choice(
             f"w{k}",
             tuple(draw.random() * 4.0**-b for b in (2, 3, 4, 6, 8)),
             {"weights": (2 * n, 3 * n, 4 * n, 6 * n, 8 * n)},

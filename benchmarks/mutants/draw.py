@@ -45,14 +45,14 @@ EFFORT = {
     "quantizers/tables.py": "_DISTINCT",
     "ranges/__init__.py": "_EDGES",
     "ranges/search.py": "ALL FEW BINS _CHUNK _TABLES _ENDS",
-    "rounding/budget.py": "LADDER",
+    "rounding/time_budget.py": "LADDER",
     "rounding/fisher.py": "IMAGES CHUNK",
-    "rounding/fit.py": "TRIES _AT_ONCE MANY",
+    "rounding/gptq.py": "TRIES _AT_ONCE LONG_ROW",
     "rounding/importance.py": "_CHUNK",
     "rounding/moments.py": "ROWS",
-    "rounding/reconstruct.py": "memory",
+    "rounding/learned_rounding.py": "memory",
     "rounding/streams.py": "CHUNK SMALL",
-    "rounding/walk.py": "memory",
+    "rounding/sequential_reconstruction.py": "memory",
     "simulate/sums.py": "_IN_FLOAT",
 }
 

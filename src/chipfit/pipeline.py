@@ -43,14 +43,14 @@ from chipfit.platform.match import fusions, sets_of
 from chipfit.platform.schema import Platform
 from chipfit.ranges import Importance, Rule, name_of, rule_of
 from chipfit.registry import OFF, is_number
-from chipfit.rounding.compare import Reference, activations_alone, apart, better
-from chipfit.rounding.fisher import few
+from chipfit.rounding.compare import Reference, compare_plans, split_holdout, without_weight_rounding
+from chipfit.rounding.fisher import first_samples
 from chipfit.rounding.importance import importance
 from chipfit.screen import Summary, SummaryRepr
 from chipfit.search.candidates import as_overrides
-from chipfit.search.choose import space
+from chipfit.search.choose import search_space
 from chipfit.search.limits import Limits
-from chipfit.search.losses import Rounding
+from chipfit.search.losses import RoundingModel
 from chipfit.search.pareto import SHARES, Pareto, pareto
 from chipfit.search.sensitivity import Sensitivity, sensitivity
 from chipfit.search.solve import LOSS
@@ -289,14 +289,14 @@ class Result(SummaryRepr):
         if over not in limits:
             raise UnknownNameError("limit", over, limits)
         graph, plan = self._uncorrected or (self.graph, self.plan)
-        images, by_hand = list(few(batches(data, graph))), resolve_overrides(graph, self._given)
+        images, by_hand = list(first_samples(batches(data, graph))), resolve_overrides(graph, self._given)
         reference, asked = Reference(graph, images), partial(as_overrides, graph, plan, user=self._given)
 
         def formats(bits: Mapping[str, int]) -> Assignment:
             return decide(graph, self.platform, asked(bits), self._settings, self._results)[1]
 
         how = _rounding((), self._rules)
-        choices = space(graph, self.platform, plan, [over], images, self.stats, formats, by_hand, rounding=how)
+        choices = search_space(graph, self.platform, plan, [over], images, self.stats, formats, by_hand, rounding=how)
         self._pareto = pareto(choices, over, shares, lambda bits: reference.loss(*self._decided(asked(bits))[:2]))
         return self._pareto
 
@@ -504,7 +504,7 @@ def quantize(
             hoped = ["rounding"] if settings.rounding != OFF else []  # few bits ask for it
             how = _rounding([s.name for s in steps.taken(settings, "correct")] or hoped, rules)
             limited, read = limits.to_record(), batches(again, graph)
-            reference = cache(lambda: Reference(graph, few(batches(again, graph))))
+            reference = cache(lambda: Reference(graph, first_samples(batches(again, graph))))
 
             def measured(bits: Mapping[str, int]) -> float:
                 other, formats, _ = at(bits)
@@ -513,7 +513,7 @@ def quantize(
                 )
 
             try:
-                searched = space(
+                searched = search_space(
                     graph, target, start, limited, read, stats, lambda bits: at(bits)[1], by_hand, seed, how
                 ).choose(limits, None if how.fitted else measured)
             except KeyboardInterrupt:
@@ -559,7 +559,7 @@ class _Adapted:
     def plan(self, weights: bool) -> Plan:
         """Its plan so far, with weights in float or not."""
         plan = _plan(Plan(), self.graph, self.tensors, self.assignment)
-        return plan if weights else activations_alone(plan)
+        return plan if weights else without_weight_rounding(plan)
 
 
 def _adapted(
@@ -609,10 +609,12 @@ def _preferred(
     """
     if all(after.graph.weights.get(k) is w for k, w in before.graph.weights.items()):
         return before
-    held = apart(list(data))[1]
+    held = split_holdout(list(data))[1]
     fits, said = False, "there are too few images to hold some out"
     if held:
-        fits, said = better(graph, held, (before.graph, before.plan(not fitted)), (after.graph, after.plan(not fitted)))
+        fits, said = compare_plans(
+            graph, held, (before.graph, before.plan(not fitted)), (after.graph, after.plan(not fitted))
+        )
         said += ", by rounded activations alone" if fitted else ""
     tried = " and ".join(names)
     if not fits:
@@ -620,10 +622,10 @@ def _preferred(
     return replace(after, notes=[*after.notes, f"{tried} taken: {said}"])
 
 
-def _rounding(corrections: Collection[str], rules: Mapping[str, Any]) -> Rounding:
+def _rounding(corrections: Collection[str], rules: Mapping[str, Any]) -> RoundingModel:
     """How tensors are rounded where these corrections are made."""
     named = {k: v for k, v in rules.items() if k != "z_threshold"}
-    return Rounding(**named, fitted="rounding" in corrections, means=not corrections)
+    return RoundingModel(**named, fitted="rounding" in corrections, means=not corrections)
 
 
 def _understood(settings: Any, z_threshold: Any, limits: Any, seed: Any) -> int:

@@ -18,7 +18,7 @@ from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.match import lists
 from chipfit.platform.schema import Platform
 from chipfit.registry import OFF, Entry, ordered
-from chipfit.rounding.fisher import few
+from chipfit.rounding.fisher import first_samples
 from chipfit.settings import Settings
 
 Stats = dict[str, TensorStats]
@@ -131,7 +131,7 @@ def adapt(
         check(graph, blame=step.name)
         notes += more
     if stale := {n: Need(weights=s.matters) for n, s in stats.items() if s.histogram is None and n not in before}:
-        seen = collect(graph, few(batches), tensors=stale, seed=seed)
+        seen = collect(graph, first_samples(batches), tensors=stale, seed=seed)
         stats = {n: replace(s, histogram=seen[n].histogram) if n in stale else s for n, s in stats.items()}
     return graph, stats, notes
 

@@ -63,14 +63,14 @@ def test_quantize_verify_and_explain(folder):
 
 
 def test_ctrl_c_while_weights_are_rounded_writes_what_was_decided(folder, monkeypatch):
-    from chipfit.rounding import walk
+    from chipfit.rounding import sequential_reconstruction
 
     path, name = folder
 
     def pressed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(walk._Walker, "_fit", pressed)
+    monkeypatch.setattr(sequential_reconstruction._Reconstruction, "_fit", pressed)
     done = run("quantize", f"{name}:net", "--data", "d.npz", "--out", "out", "--rounding", "gptq")
     assert done.exit_code == 130 and "what was decided until then is written" in done.output
     assert "and what follows it take their nearest codes" in (path / "out" / "report.html").read_text()

@@ -52,12 +52,14 @@ def rounded(monkeypatch, *, fits=True, notes=(), plan=PLAN, moved=0.5, held=((1,
         told["compared"] = images
         return fits, "said"
 
-    monkeypatch.setattr(rounding, "walk", walk)
-    monkeypatch.setattr(rounding, "better", better)
-    monkeypatch.setattr(rounding, "apart", lambda images: (images, list(held)))
-    monkeypatch.setattr(rounding, "interrupted", lambda notes: "stopped" in notes)
-    monkeypatch.setattr(rounding, "affordable", lambda g, p, n, seconds: (n - 1, 100, 5.0))
-    monkeypatch.setattr(rounding.grids, "by_effect", lambda *a: replace(plan, ties=(("x", "y"),)))
+    monkeypatch.setattr(rounding, "reconstruct", walk)
+    monkeypatch.setattr(rounding, "compare_plans", better)
+    monkeypatch.setattr(rounding, "split_holdout", lambda images: (images, list(held)))
+    monkeypatch.setattr(rounding, "interruption_note", lambda notes: "stopped" in notes)
+    monkeypatch.setattr(rounding, "fit_to_time", lambda g, p, n, seconds: (n - 1, 100, 5.0))
+    monkeypatch.setattr(
+        rounding.activation_ranges, "with_weighted_ranges", lambda *a: replace(plan, ties=(("x", "y"),))
+    )
     found = rounding.round_weights(
         BEFORE, plan, stats={"x": 1}, batches=given.pop("batches", batches(8, 4)), choose=choose, **given
     )
@@ -157,10 +159,10 @@ def test_learned_codes_are_kept_where_they_are_better(monkeypatch, fits, notes, 
         told.update(how=how, images=len(images))
         return AFTER, list(notes)
 
-    monkeypatch.setattr(reconstruct, "reconstruct", learn)
-    monkeypatch.setattr(reconstruct, "apart", lambda images: (images[1:], held))
-    monkeypatch.setattr(reconstruct, "interrupted", lambda notes: "stopped" in notes)
-    monkeypatch.setattr(reconstruct, "better", lambda *a: told.update(compared=True) or (fits, "said"))
+    monkeypatch.setattr(reconstruct, "learn_rounding", learn)
+    monkeypatch.setattr(reconstruct, "split_holdout", lambda images: (images[1:], held))
+    monkeypatch.setattr(reconstruct, "interruption_note", lambda notes: "stopped" in notes)
+    monkeypatch.setattr(reconstruct, "compare_plans", lambda *a: told.update(compared=True) or (fits, "said"))
     given = {} if guard else {"guard": False}
     after, plan, said = reconstruct.learn_codes(BEFORE, PLAN, original=BEFORE, batches=batches(8, 4, 2), **given)
     assert (told["how"].steps, told["how"].seed, told["images"]) == (1000, 0, 2 if guard else 3)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from chipfit.registry import ordered
-from chipfit.rounding import reconstruct, walk
+from chipfit.rounding import learned_rounding, sequential_reconstruction
 
 PAGE = (Path(__file__).parents[2] / "docs/few-bits.md").read_text()
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|$", PAGE, re.MULTILINE))
 OPTIONS = [pytest.param(s, o, id=o.name) for s in ordered("correct") for o in s.declares.options]
-HOWS = {"rounding": walk.How(), "reconstruct": reconstruct.How()}
+HOWS = {"rounding": sequential_reconstruction.GptqSettings(), "reconstruct": learned_rounding.ReconstructionSettings()}
 
 
 def told(row: str) -> object:

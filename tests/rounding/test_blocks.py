@@ -8,7 +8,7 @@ from torch import nn
 
 import chipfit
 from chipfit.graph.ir import Node
-from chipfit.rounding.bounds import rows_of
+from chipfit.rounding.scale_bounds import weight_rows
 
 DATA = [torch.randn(64, 64, generator=torch.Generator().manual_seed(k)) @ torch.randn(64, 64) for k in range(4)]
 
@@ -50,7 +50,7 @@ def test_the_scales_of_blocks_stay_and_every_weight_lies_on_its_grid():
 def test_a_row_has_the_scale_of_each_of_its_blocks():
     _, result = quantized("off", "float")
     node: Node = result.graph.nodes[0]
-    rows = rows_of(result.plan, node, result.graph.weights["0.weight"])
+    rows = weight_rows(result.plan, node, result.graph.weights["0.weight"])
     stored = result.plan["0.weight"]
     assert rows.ids is None and rows.scale.shape == (1, 96, 64)
     assert torch.equal(rows.scale[0, :, 31], stored.scale[:, 0]) and torch.equal(

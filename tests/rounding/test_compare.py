@@ -16,12 +16,12 @@ from chipfit.quantizers.stored import Stored
 from chipfit.rounding.compare import (
     HELD_OUT,
     Reference,
-    activations_alone,
-    apart,
-    before_codes,
-    better,
-    count,
-    rounded_run,
+    compare_plans,
+    count_samples,
+    run_quantized,
+    split_holdout,
+    unrounded_outputs,
+    without_weight_rounding,
 )
 
 X = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -44,7 +44,7 @@ class Skip(nn.Module):
 def test_a_rounded_run_is_what_the_model_computes(platform):
     result = chipfit.quantize(Skip().eval(), [X], platform, progress=False)
     with torch.inference_mode():
-        (got,) = rounded_run(result.graph, result.plan, [X]).values()
+        (got,) = run_quantized(result.graph, result.plan, [X]).values()
         want = result.model.eval()(X)
     step = max((float(t.scale.max()) for t in result.plan.tensors.values() if t.quantized), default=0.0)
     assert float((got != want).float().mean()) < 0.01 and float((got - want).abs().max()) <= 1.01 * step
@@ -83,10 +83,10 @@ def test_losses_of_batches_are_one_mean_and_those_of_outputs_a_sum():
         assert Reference(whole, batches).loss(part, chipfit.Plan()) == pytest.approx(2 / 9)
     nothing = Reference(whole, [[torch.zeros(3, 1, 1)]])  # what differs itself, where there is nothing to be a share of
     assert nothing.loss(part, chipfit.Plan()) == 0
-    as_good, words = better(whole, [[x]], (part, chipfit.Plan()), (part, chipfit.Plan()))
+    as_good, words = compare_plans(whole, [[x]], (part, chipfit.Plan()), (part, chipfit.Plan()))
     assert as_good and words == "on 3 held-out images the loss to the float model is 0.2222, 0.2222 without"
-    assert better(whole, [[x]], (part, chipfit.Plan()), (whole, chipfit.Plan()))[0]
-    assert not better(whole, [[x]], (whole, chipfit.Plan()), (part, chipfit.Plan()))[0]
+    assert compare_plans(whole, [[x]], (part, chipfit.Plan()), (whole, chipfit.Plan()))[0]
+    assert not compare_plans(whole, [[x]], (whole, chipfit.Plan()), (part, chipfit.Plan()))[0]
 
 
 def test_a_single_score_is_compared_by_its_energy():
@@ -114,7 +114,7 @@ def test_class_scores_are_compared_by_the_mean_over_samples():
 
 
 def test_images_are_counted_and_single_numbers_are_one():
-    assert count([[X], [X[:3], X], [torch.tensor(1.0)]]) == 16 + 3 + 1 and count([]) == 0
+    assert count_samples([[X], [X[:3], X], [torch.tensor(1.0)]]) == 16 + 3 + 1 and count_samples([]) == 0
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_the_last_eighth_of_the_images_is_for_the_guard(sizes, first, held):
     assert HELD_OUT == 1 / 8
     x = torch.arange(float(sum(sizes)))
     given = [[part, 2 * part] for part in x.split(sizes)]
-    kept, guard = apart(given)
+    kept, guard = split_holdout(given)
     assert [len(b[0]) for b in kept] == first and [len(b[0]) for b in guard] == held
     assert all(torch.equal(2 * a, b) for a, b in [*kept, *guard]) and [len(b[0]) for b in given] == sizes
     assert sorted(float(v) for b in [*kept, *guard] for v in b[0]) == x.tolist()
@@ -142,11 +142,13 @@ def test_the_last_eighth_of_the_images_is_for_the_guard(sizes, first, held):
 
 def test_images_that_cannot_be_told_apart_stay_together():
     odd = [torch.zeros(16, 3), torch.zeros(5, 2)]
-    assert apart([odd]) == ([odd], []) and apart([[torch.zeros(16), torch.tensor(1.0)]])[1] == []
-    kept, guard = apart([[torch.zeros(20)], odd, [torch.zeros(2)]])  # of 38 images 4 are wanted, and 2 are to be had
+    assert split_holdout([odd]) == ([odd], []) and split_holdout([[torch.zeros(16), torch.tensor(1.0)]])[1] == []
+    kept, guard = split_holdout(
+        [[torch.zeros(20)], odd, [torch.zeros(2)]]
+    )  # of 38 images 4 are wanted, and 2 are to be had
     assert [len(b[0]) for b in kept] == [20, 16] and [len(b[0]) for b in guard] == [2]
     with pytest.raises(DataError, match="empty"):
-        apart([])
+        split_holdout([])
 
 
 # ---------------------------------------------------------------- what is rounded, by hand
@@ -194,14 +196,14 @@ def plan_of(*names, edges=()):
     ],
 )
 def test_each_operator_reads_what_is_stored_of_what_it_reads(plan, more, want):
-    (found,) = before_codes(chain(), plan, [X1], **more).values()
+    (found,) = unrounded_outputs(chain(), plan, [X1], **more).values()
     assert found[:, 0].tolist() == pytest.approx(want)
 
 
 def test_an_operand_that_is_left_out_is_read_as_none():
     graph = chain()
     graph.nodes[0] = graph.nodes[0].with_(inputs=("x", "w", None))
-    (found,) = before_codes(graph, plan_of("x", "w"), [X1]).values()
+    (found,) = unrounded_outputs(graph, plan_of("x", "w"), [X1]).values()
     assert found[:, 0].tolist() == pytest.approx([2 * 1 + 2.6, 0])
 
 
@@ -209,7 +211,7 @@ def test_outputs_are_rounded_at_last_and_may_be_weights_or_inputs():
     graph = chain()
     graph.outputs[:] = ["v", "w", "x"]
     plan = plan_of("x", "w", "v")
-    raw, found = before_codes(graph, plan, [X1]), rounded_run(graph, plan, [X1])
+    raw, found = unrounded_outputs(graph, plan, [X1]), run_quantized(graph, plan, [X1])
     assert list(raw) == list(found) == ["v", "w", "x"]
     assert raw["w"] is graph.weights["w"] and raw["x"] is X1 and raw["v"].tolist() == [[pytest.approx(4.9)], [0]]
     assert found["w"].tolist() == [[1]] and found["x"].tolist() == [[2], [-3]] and found["v"].tolist() == [[5], [0]]
@@ -227,13 +229,13 @@ def test_a_tensor_is_rounded_once_and_let_go_when_nothing_reads_it_any_more():
         alive.append({n for n, (a, b) in seen.items() if n != "x" and (a() is not None or b() is not None)})
         return y
 
-    before_codes(graph, plan_of(*"xabcd"), [X1], rounding=rounding)
+    unrounded_outputs(graph, plan_of(*"xabcd"), [X1], rounding=rounding)
     assert list(seen) == ["x", "a", "b", "c", "d"] and alive == [set(), {"a"}, {"b"}, {"c"}, {"d"}]
 
 
 def test_weights_and_biases_alone_can_be_left_in_float():
     plan = plan_of("x", "w", "b")
-    found = activations_alone(plan)
+    found = without_weight_rounding(plan)
     assert {n: t.quantized for n, t in found.tensors.items()} == {"x": True, "w": False, "b": False}
     assert plan.quantized("w") and found.tensors["x"] is plan.tensors["x"]
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import chipfit
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.rounding.fisher import CHUNK, IMAGES, _finite, _sampled, apart, few, gradients
+from chipfit.rounding.fisher import CHUNK, IMAGES, _finite, _sampled_loss, first_samples, gradients, split_float_readers
 
 
 def seeded(k=0):
@@ -18,7 +18,7 @@ def seeded(k=0):
 def test_class_scores_are_drawn_one_for_each_sample():
     """The slope of -log p(label) is p - onehot(label): one label a sample, as often as its probability says."""
     y = torch.tensor([[0.0, 1.0, -1.0]]).repeat(3000, 1).requires_grad_()
-    _sampled(y, seeded()).backward()
+    _sampled_loss(y, seeded()).backward()
     p = y.detach().softmax(1)
     drawn = p - y.grad
     assert torch.allclose(drawn.sum(1), torch.ones(3000), atol=1e-5) and torch.allclose(
@@ -36,7 +36,7 @@ def test_other_outputs_are_means_of_normal_numbers(shape):
     y = torch.linspace(1, 3, 5).view(5, *[1] * (len(shape) - 1)).expand(shape).clone().requires_grad_()
     total = torch.zeros(shape)
     for k in range(400):
-        (g,) = torch.autograd.grad(_sampled(y, seeded(k)), y)
+        (g,) = torch.autograd.grad(_sampled_loss(y, seeded(k)), y)
         total += g.square() / 400
     per_sample = float(y.detach().square().sum()) / 5
     assert float(total.mean()) / 2 == pytest.approx(1 / per_sample, rel=0.1)
@@ -44,10 +44,10 @@ def test_other_outputs_are_means_of_normal_numbers(shape):
 
 def test_an_output_without_axes_or_energy_has_finite_slopes():
     one = torch.tensor(2.0, requires_grad=True)
-    slopes = [float(torch.autograd.grad(_sampled(one, seeded(k)), one)[0]) for k in range(400)]
+    slopes = [float(torch.autograd.grad(_sampled_loss(one, seeded(k)), one)[0]) for k in range(400)]
     assert sum(s * s for s in slopes) / 400 == pytest.approx(2 / 4, rel=0.2)
     zero = torch.zeros(2, 1, requires_grad=True)
-    (g,) = torch.autograd.grad(_sampled(zero, seeded()), zero)
+    (g,) = torch.autograd.grad(_sampled_loss(zero, seeded()), zero)
     assert bool(g.isfinite().all()) and bool((g != 0).all())
 
 
@@ -100,7 +100,7 @@ def test_without_a_float_output_that_depends_on_them_there_are_no_gradients():
 def test_the_first_samples_come_in_chunks(sizes, parts):
     assert (IMAGES, CHUNK) == (128, 32)
     x = torch.arange(float(sum(sizes)))
-    found = list(few([b, 2 * b] for b in x.split(sizes)))
+    found = list(first_samples([b, 2 * b] for b in x.split(sizes)))
     assert [len(a) for a, _ in found] == parts
     assert torch.equal(torch.cat([a for a, _ in found]), x[: sum(parts)]) and all(
         torch.equal(b, 2 * a) for a, b in found
@@ -114,9 +114,9 @@ def test_a_batch_that_cannot_be_cut_counts_as_one():
         [torch.zeros(0)],
         [torch.zeros(40), torch.tensor(1.0)],
     ):
-        found = list(few([odd] * 130))
+        found = list(first_samples([odd] * 130))
         assert len(found) == 128 and all(len(b) == len(odd) for b in found)
-    found = list(few([[torch.zeros(2), torch.zeros(3)], [torch.zeros(127)], [torch.zeros(5)]]))
+    found = list(first_samples([[torch.zeros(2), torch.zeros(3)], [torch.zeros(127)], [torch.zeros(5)]]))
     assert [len(b[0]) for b in found] == [2, 32, 32, 32, 31]
 
 
@@ -129,7 +129,9 @@ class Branch(nn.Module):
 def test_readers_of_codes_find_them_by_a_name_of_their_own():
     graph = chipfit.capture(Branch().eval(), (torch.ones(2, 3),))
     x, (relu, sigmoid, tanh, add, last) = graph.inputs[0], graph.nodes
-    split, codes = apart(graph, {(relu.output, tanh.name), (x, relu.name)}, [x, relu.output, sigmoid.output])
+    split, codes = split_float_readers(
+        graph, {(relu.output, tanh.name), (x, relu.name)}, [x, relu.output, sigmoid.output]
+    )
     assert codes == {x: f"{x} in codes", relu.output: f"{relu.output} in codes", sigmoid.output: sigmoid.output}
     by_name = {n.name: n for n in split.nodes}
     assert [n.name for n in split.nodes] == [
@@ -142,7 +144,7 @@ def test_readers_of_codes_find_them_by_a_name_of_their_own():
     assert by_name[sigmoid.name].inputs == (codes[relu.output],) and by_name[last.name].inputs[1] == codes[x]
     assert by_name[codes[x]].inputs == (x,) and by_name[codes[x]].op == "Identity"
     assert split.values[codes[x]].name == codes[x] and split.outputs == graph.outputs
-    split, codes = apart(graph, {(last.output, "nobody")}, [last.output])
+    split, codes = split_float_readers(graph, {(last.output, "nobody")}, [last.output])
     assert split.outputs == [f"{last.output} in codes"] and graph.outputs == [last.output]
 
 
@@ -162,6 +164,6 @@ def test_what_outputs_do_not_depend_on_has_no_gradient_and_an_output_counts_once
 @pytest.mark.parametrize("classes", [2, 3, 10])
 def test_two_classes_are_classes(classes):
     y = torch.zeros(7, classes, requires_grad=True)
-    _sampled(y, seeded()).backward()
+    _sampled_loss(y, seeded()).backward()
     labels = 1 / classes - y.grad
     assert torch.equal(labels.round().sum(1), torch.ones(7)) and torch.allclose(labels, labels.round(), atol=1e-6)

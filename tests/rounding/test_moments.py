@@ -60,7 +60,7 @@ def test_patches_of_codes_stand_for_the_patches_of_their_reals(node, size, kerne
 
 
 def test_moments_are_means_of_products_by_hand():
-    m = Moments.of(torch.zeros(1, 1, 2))
+    m = Moments.empty(torch.zeros(1, 1, 2))
     m.add(torch.tensor([[[1.0, 3.0], [2.0, 2.0]]]), torch.tensor([[[1.0, 5.0]]]))
     m.add(torch.tensor([[[5.0], [8.0]]]), torch.tensor([[[0.0]]]))
     x, t = m.means()
@@ -76,7 +76,7 @@ def test_moments_are_means_of_products_by_hand():
 
 def test_moments_of_many_weights_are_summed_in_blocks_of_one_triangle():
     x = torch.randn(1, 530, 40, generator=torch.Generator().manual_seed(0))
-    m = Moments.of(torch.zeros(1, 2, 530))
+    m = Moments.empty(torch.zeros(1, 2, 530))
     m.add(x, torch.zeros(1, 2, 40))
     h, _ = m.about(torch.zeros(1, 2))
     torch.testing.assert_close(h, x @ x.transpose(1, 2) / 40)
@@ -86,7 +86,7 @@ def test_moments_of_groups_are_those_of_numpy():
     rng = torch.Generator().manual_seed(0)
     x, t, bias = (torch.randn(s, generator=rng) for s in ((2, 4, 50), (2, 3, 50), (2, 3)))
     a, b = x.double().numpy() + 1, t.double().numpy() - 2
-    pairs = [Moments.of(torch.zeros(2, 3, 4)) for _ in range(2)]
+    pairs = [Moments.empty(torch.zeros(2, 3, 4)) for _ in range(2)]
     for m in pairs:
         for part, of in zip((x + 1).split([20, 30], 2), (t - 2).split([20, 30], 2), strict=True):
             m.add(part, of)

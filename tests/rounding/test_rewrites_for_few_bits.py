@@ -76,7 +76,7 @@ def test_the_whole_recipe_takes_what_gains():
 
 def test_what_loses_more_is_left_with_both_losses(monkeypatch):
     model = Net()
-    monkeypatch.setattr("chipfit.pipeline.better", lambda *a: (False, "the loss is 2, 1 without"))
+    monkeypatch.setattr("chipfit.pipeline.compare_plans", lambda *a: (False, "the loss is 2, 1 without"))
     result, plain = quantized(model, chipfit.BEST), quantized(model, OFF)
     assert said(result) == [
         "centre and equalize_groups not taken: the loss is 2, 1 without, by rounded activations alone"
@@ -95,7 +95,7 @@ def test_without_images_to_hold_out_nothing_is_rewritten():
 
 
 def test_where_no_weight_would_be_changed_nothing_is_tried_or_said(monkeypatch):
-    monkeypatch.setattr("chipfit.pipeline.better", None)  # is not asked
+    monkeypatch.setattr("chipfit.pipeline.compare_plans", None)  # is not asked
     alone = nn.Sequential(nn.Conv2d(3, 3, 3, groups=3), nn.Flatten())
     assert not said(quantized(alone, chipfit.BEST))
 

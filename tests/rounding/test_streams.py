@@ -10,7 +10,7 @@ from chipfit.graph.ir import Graph, Value
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 from chipfit.rounding import streams
-from chipfit.rounding.streams import Stream, by_number, chunks
+from chipfit.rounding.streams import Stream, chunks, is_elementwise
 
 
 def graph(*shapes):
@@ -53,9 +53,9 @@ def stored(scale=0.5, zero=3, **grid):
 
 
 def test_codes_are_alike_everywhere_where_one_scale_and_zero_serve_all():
-    assert by_number(stored()) and not by_number(stored([0.5, 0.5]))
+    assert is_elementwise(stored()) and not is_elementwise(stored([0.5, 0.5]))
     table = Grid(bits=1, qmin=0, qmax=1, kind="lut", table=(-1.0, 1.0))  # without zero
-    assert not by_number(Stored(format="t", grid=table, scale=torch.tensor(1.0), zero_point=torch.tensor(0).int()))
+    assert not is_elementwise(Stored(format="t", grid=table, scale=torch.tensor(1.0), zero_point=torch.tensor(0).int()))
 
 
 @pytest.mark.parametrize(

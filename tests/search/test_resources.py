@@ -6,7 +6,7 @@ from torch import nn
 
 import chipfit
 from chipfit.errors import PlanError
-from chipfit.search.resources import peak, resources
+from chipfit.search.resources import peak_bytes, resources
 
 
 class Net(nn.Module):
@@ -30,7 +30,7 @@ def test_memory_and_operations_are_those_by_hand():
     assert found.weights == 3 * 8 * 9 + 64 + 40 and found.bops == products * 64
     assert found.activations == 3 * 128  # y, the other branch and their sum, 8 x 4 x 4 codes of 8 bits each
     assert found.total == found.weights + found.activations
-    assert peak(result.graph, result.plan, 4.0) == found.activations / 2
+    assert peak_bytes(result.graph, result.plan, 4.0) == found.activations / 2
 
 
 def test_limits_on_both_memories_leave_weights_what_activations_do_not_take():
@@ -39,7 +39,7 @@ def test_limits_on_both_memories_leave_weights_what_activations_do_not_take():
         wide = {"*": {"activation_bits": 8}}
         return chipfit.quantize(Net().eval(), DATA, "mqbench_academic", overrides=wide, limits=limited, progress=False)
 
-    alive = peak(*(lambda r: (r.graph, r.plan))(fitted(weights="90%")))
+    alive = peak_bytes(*(lambda r: (r.graph, r.plan))(fitted(weights="90%")))
     result = fitted(total=alive + 200.0)
     taken = sum(
         result.graph.weights[n].numel() * t.grid.bits / 8

@@ -19,7 +19,7 @@ from chipfit.report.terminal import render
 from chipfit.rounding.compare import Reference
 from chipfit.search import candidates, choose
 from chipfit.search.losses import losses
-from chipfit.search.resources import peak, resources
+from chipfit.search.resources import peak_bytes, resources
 
 
 class Net(nn.Module):
@@ -282,7 +282,7 @@ def test_the_peak_is_kept_where_one_layer_runs_several_times():
 
     chip = {"platform": "ort_qnn_ep", "progress": False}
     result = chipfit.quantize(Again().eval(), DATA, limits=chipfit.Limits(activations="150%"), **chip)
-    assert peak(result.graph, result.plan) == 432 + 800
+    assert peak_bytes(result.graph, result.plan) == 432 + 800
 
 
 def test_a_limit_that_nothing_can_keep_says_where_and_what_takes_most():

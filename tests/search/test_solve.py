@@ -6,15 +6,15 @@ import random
 import pytest
 
 from chipfit.errors import ConfigError, PlanError
-from chipfit.search.limits import Limits, amount
-from chipfit.search.solve import Unit, solutions, solve
+from chipfit.search.limits import Limits, parse_amount
+from chipfit.search.solve import Choice, solutions, solve
 
 
-def units(seed: int, count: int = 5) -> list[Unit]:
+def units(seed: int, count: int = 5) -> list[Choice]:
     draw = random.Random(seed)
     widths = (2, 3, 4, 8)
     return [
-        Unit(
+        Choice(
             f"u{k}",
             tuple(draw.random() * 4.0**-b for b in widths),
             {
@@ -67,13 +67,13 @@ def test_kernels_take_pairs_of_widths_and_peaks_are_one_budget_for_each_moment(s
     def tensor(name):
         cost = tuple(sizes[name] * b for b in widths)
         budgets = ["weights"] if name in ("w0", "w1") else [m for m, at in moments.items() if name in at]
-        return Unit(name, tuple(draw.random() * 4.0**-b for b in widths), dict.fromkeys(budgets, cost))
+        return Choice(name, tuple(draw.random() * 4.0**-b for b in widths), dict.fromkeys(budgets, cost))
 
     def kernel(k):
         pairs = [(b, a) for b in range(3) for a in range(3) if a >= b]  # weights no wider than what they multiply
         bops = tuple(float((k + 1) * widths[b] * widths[a]) for b, a in pairs)
-        goes = {f"w{k}": tuple(b for b, _ in pairs), f"a{k}": tuple(a for _, a in pairs)}
-        return Unit(f"k{k}", (0.0,) * len(pairs), {"bops": bops}, goes)
+        implies = {f"w{k}": tuple(b for b, _ in pairs), f"a{k}": tuple(a for _, a in pairs)}
+        return Choice(f"k{k}", (0.0,) * len(pairs), {"bops": bops}, implies)
 
     given = [kernel(0), *map(tensor, sizes), kernel(1)]
     budgets = {"weights": 5.0 * (sizes["w0"] + sizes["w1"]), "bops": 0.3 * 64 * 3}
@@ -81,7 +81,7 @@ def test_kernels_take_pairs_of_widths_and_peaks_are_one_budget_for_each_moment(s
 
     def good(pick):
         chosen = {u.name: k for u, k in zip(given, pick, strict=True)}
-        follows = all(picks[chosen[u.name]] == chosen[o] for u in given for o, picks in u.goes.items())
+        follows = all(picks[chosen[u.name]] == chosen[o] for u in given for o, picks in u.implies.items())
         used = {r: sum(u.costs[r][k] for u, k in zip(given, pick, strict=True) if r in u.costs) for r in budgets}
         return follows and all(used[r] <= budgets[r] for r in budgets)
 
@@ -96,7 +96,7 @@ def test_kernels_take_pairs_of_widths_and_peaks_are_one_budget_for_each_moment(s
 @pytest.mark.parametrize("seed", range(6))
 def test_with_a_limit_on_the_loss_the_smallest_is_chosen_and_of_equal_ones_the_better(seed):
     given = units(seed)
-    given += [Unit("free", (0.5e-4, 0.1e-4, 0.3e-4), {})]  # takes no memory, whichever choice
+    given += [Choice("free", (0.5e-4, 0.1e-4, 0.3e-4), {})]  # takes no memory, whichever choice
     most = sum(u.losses[1] for u in given[:-1]) + 0.6e-4
 
     def size(pick):
@@ -112,14 +112,14 @@ def test_with_a_limit_on_the_loss_the_smallest_is_chosen_and_of_equal_ones_the_b
 
 
 def test_a_loss_that_no_choice_keeps_says_the_least_and_whose_it_is():
-    given = [Unit("a", (0.5, 0.02), {"weights": (1.0, 2.0)}), Unit("b", (0.3, 0.001), {"weights": (1.0, 2.0)})]
+    given = [Choice("a", (0.5, 0.02), {"weights": (1.0, 2.0)}), Choice("b", (0.3, 0.001), {"weights": (1.0, 2.0)})]
     with pytest.raises(PlanError, match=r"limit on loss\. Got: 0\.01\. Allowed: 0\.021 at least.*largest are 'a', 'b'"):
         solve(given, {"loss": 0.01}, least="weights")
 
 
 def test_limits_that_hold_one_by_one_and_not_together_say_by_how_much_to_raise_them():
     said = r"limit on weights\. Got: 5\. Allowed: 8 at least, and the other limits raised 1\.60 times as well"
-    a = Unit("a", (1.0, 0.0), {"weights": (4.0, 8.0), "bops": (16.0, 8.0)})  # what spares one costs the other
+    a = Choice("a", (1.0, 0.0), {"weights": (4.0, 8.0), "bops": (16.0, 8.0)})  # what spares one costs the other
     assert solve([a], {"weights": 4.0}) == [0] and solve([a], {"bops": 8.0}) == [1]
     with pytest.raises(PlanError, match=said):
         solve([a], {"weights": 5.0, "bops": 8.0})
@@ -139,8 +139,10 @@ def test_a_hundred_layers_are_solved_and_what_cannot_be_says_the_least():
 
 
 def test_amounts_are_numbers_texts_with_units_and_shares():
-    assert [amount(v, 200, "weights") for v in (3, "50%", "1.5 KB", "2KiB", "1e3")] == [3, 100, 1500, 2048, 1000]
-    assert [amount(v, 200, "bops") for v in ("50%", "2.5e9")] == [100, 2.5e9] and amount("1e-3", 1, "loss") == 0.001
+    assert [parse_amount(v, 200, "weights") for v in (3, "50%", "1.5 KB", "2KiB", "1e3")] == [3, 100, 1500, 2048, 1000]
+    assert [parse_amount(v, 200, "bops") for v in ("50%", "2.5e9")] == [100, 2.5e9] and parse_amount(
+        "1e-3", 1, "loss"
+    ) == 0.001
 
 
 @pytest.mark.parametrize("bad", ["abc", "5 parsecs", "-3", "", 0, -1, float("nan"), float("inf"), True, "0%"])

@@ -11,9 +11,9 @@ from chipfit.errors import interruption_note
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.registry import Setting, register
-from chipfit.rounding.compare import apart, better
-from chipfit.rounding.reconstruct import How, reconstruct
-from chipfit.rounding.units import SCOPES
+from chipfit.rounding.compare import compare_plans, split_holdout
+from chipfit.rounding.learned_rounding import ReconstructionSettings, learn_rounding
+from chipfit.rounding.network_blocks import SCOPES
 
 
 @register(
@@ -54,11 +54,11 @@ def learn_codes(
     Raises:
         DataError: no batch at all.
     """
-    images, held = apart(list(batches)) if guard else (list(batches), [])
-    chosen = How(**how, steps=int(steps), seed=plan.provenance.get("settings", {}).get("seed", 0))
-    done, notes = reconstruct(original, graph, plan, images, chosen)
+    images, held = split_holdout(list(batches)) if guard else (list(batches), [])
+    chosen = ReconstructionSettings(**how, steps=int(steps), seed=plan.provenance.get("settings", {}).get("seed", 0))
+    done, notes = learn_rounding(original, graph, plan, images, chosen)
     if held and not interruption_note(notes):
-        fits, said = better(original, held, (graph, plan), (done, plan))
+        fits, said = compare_plans(original, held, (graph, plan), (done, plan))
         if not fits:
             return graph, plan, [*notes, f"warning: weights keep the codes from before they were learned: {said}"]
         notes.append(f"learned codes are kept: {said}")

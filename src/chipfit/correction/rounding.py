@@ -12,10 +12,10 @@ from chipfit.errors import interruption_note
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.registry import OFF, Setting, register
-from chipfit.rounding import grids
-from chipfit.rounding.budget import affordable
-from chipfit.rounding.compare import apart, better, count
-from chipfit.rounding.walk import How, walk
+from chipfit.rounding import activation_ranges
+from chipfit.rounding.compare import compare_plans, count_samples, split_holdout
+from chipfit.rounding.sequential_reconstruction import GptqSettings, reconstruct
+from chipfit.rounding.time_budget import fit_to_time
 
 #: bits from which on the nearest codes are good enough
 FEW = 6
@@ -76,7 +76,7 @@ def round_weights(
     held: list[Sequence[Tensor]] = []
     images, chosen, notes = list(batches), plan.provenance.get("settings", {}), []
     if seconds is not None:
-        most, samples, expected = affordable(graph, plan, count(images), seconds)
+        most, samples, expected = fit_to_time(graph, plan, count_samples(images), seconds)
         notes.append(
             f"{'' if expected <= seconds else 'warning: '}rounding is expected to take {expected:.2g} s of {seconds:g} "
             f"with {most} images and {samples} positions"
@@ -86,11 +86,15 @@ def round_weights(
         plan = replace(plan, provenance={**plan.provenance, "settings": {**chosen, "steps": steps}})
     images = _first(images, most)
     if guard:
-        images, held = apart(images)
-    how = How(gptq=rounding == "gptq", samples=int(samples), seed=chosen.get("seed", 0), ridge=ridge, residual=residual)
+        images, held = split_holdout(images)
+    how = GptqSettings(
+        gptq=rounding == "gptq", samples=int(samples), seed=chosen.get("seed", 0), ridge=ridge, residual=residual
+    )
     by_error = chosen.get("rule", "mse") == "mse"  # any other rule was the user's choice
-    placed = grids.by_effect(graph, plan, stats, images, how.seed) if effect and by_error else plan
-    done = walk(graph, placed, images, how, stats if scores and by_error else ())
+    placed = (
+        activation_ranges.with_weighted_ranges(graph, plan, stats, images, how.seed) if effect and by_error else plan
+    )
+    done = reconstruct(graph, placed, images, how, stats if scores and by_error else ())
     known = {k: t for k, t in placed.tensors.items() if t.role == "activation" and t.quantized} | done.tensors
     better_plan = replace(plan, tensors=choose(done.graph, known=known))
     notes += done.notes
@@ -98,7 +102,7 @@ def round_weights(
         if t.role == "weight" and t.scale is not None and not torch.equal(better_plan[name].scale, t.scale):
             notes.append(f"warning: the scale of '{name}' moved to satisfy the platform's rules after it was rounded")
     if held and not interruption_note(notes):
-        fits, said = better(graph, held, (graph, plan), (done.graph, better_plan))
+        fits, said = compare_plans(graph, held, (graph, plan), (done.graph, better_plan))
         if not fits:
             return graph, plan, [*notes, f"warning: weights are rounded to the nearest codes after all: {said}"]
         weights = sum(t.role == "weight" for t in done.tensors.values())
@@ -112,7 +116,7 @@ def _first(batches: list[Sequence[Tensor]], most: float | None) -> list[Sequence
     for batch in batches:
         if left <= 0:
             break
-        cut = left < count([batch]) and all(x.dim() and len(x) == len(batch[0]) for x in batch)
+        cut = left < count_samples([batch]) and all(x.dim() and len(x) == len(batch[0]) for x in batch)
         out.append([x[: int(left)] for x in batch] if cut else batch)
-        left -= count([batch])
+        left -= count_samples([batch])
     return out

@@ -11,7 +11,7 @@ from chipfit.errors import ChipfitError
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.report.record import ReportData
-from chipfit.rounding.compare import rounded_run
+from chipfit.rounding.compare import run_quantized
 
 WEAK_DB = 20.0  #: a result below this is worth a look: its noise is a tenth of its signal
 CUT = 0.01  #: share of clipped values worth a try
@@ -60,7 +60,7 @@ def output_sqnr(graph: Graph, plan: Plan) -> float:
     """Signal over the noise of all stored tensors in the model's float outputs, on its example [dB]."""
 
     with torch.inference_mode():
-        want, got = run(graph, graph.example), rounded_run(graph, plan, graph.example)
+        want, got = run(graph, graph.example), run_quantized(graph, plan, graph.example)
     floats = [o for o in set(graph.outputs) if graph.is_float(o)]
     signal = sum(float(want[o].double().square().sum()) for o in floats)
     noise = sum(float((got[o] - want[o]).double().square().sum()) for o in floats)

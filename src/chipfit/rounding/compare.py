@@ -20,13 +20,13 @@ from chipfit.plan.record import Plan
 HELD_OUT = 1 / 8
 
 
-def rounded_run(graph: Graph, plan: Plan, inputs: Sequence[Tensor]) -> dict[str, Any]:
+def run_quantized(graph: Graph, plan: Plan, inputs: Sequence[Tensor]) -> dict[str, Any]:
     """The outputs of a network as a plan rounds it, by name: each operator reads codes, or what was before them."""
-    found = before_codes(graph, plan, inputs)
+    found = unrounded_outputs(graph, plan, inputs)
     return {name: plan[name].round(x) if plan.quantized(name) else x for name, x in found.items()}
 
 
-def before_codes(
+def unrounded_outputs(
     graph: Graph,
     plan: Plan,
     inputs: Sequence[Tensor],
@@ -80,16 +80,16 @@ class Reference:
         totals: dict[str, tuple[float, float]] = {}
         with torch.inference_mode():
             for batch, wanted in zip(self.batches, self._wanted, strict=True):
-                got, words = rounded_run(graph, plan, batch), valid_token_mask(graph, batch)
+                got, words = run_quantized(graph, plan, batch), valid_token_mask(graph, batch)
                 for name in wanted:
                     if graph.is_float(name):
                         part, whole = totals.get(name, (0.0, 0.0))
-                        more, of = _distance(*(without_padding(x[name], words).double() for x in (wanted, got)))
+                        more, of = _error_and_scale(*(without_padding(x[name], words).double() for x in (wanted, got)))
                         totals[name] = part + more, whole + of
         return sum(part / whole if whole else part for part, whole in totals.values())
 
 
-def _distance(wanted: Tensor, got: Tensor) -> tuple[float, float]:
+def _error_and_scale(wanted: Tensor, got: Tensor) -> tuple[float, float]:
     """What differs, and of how much."""
     if wanted.dim() == 2 and wanted.shape[1] > 1:
         p, q = wanted.log_softmax(1), got.log_softmax(1)
@@ -97,7 +97,7 @@ def _distance(wanted: Tensor, got: Tensor) -> tuple[float, float]:
     return float((got - wanted).square().sum()), float(wanted.square().sum())
 
 
-def better(
+def compare_plans(
     graph: Graph, held: Sequence[Sequence[Tensor]], before: tuple[Graph, Plan], after: tuple[Graph, Plan]
 ) -> tuple[bool, str]:
     """Whether the second of two plans loses no more than the first on some batches, and both losses in words.
@@ -107,29 +107,32 @@ def better(
     """
     reference = Reference(graph, held)
     was, now = reference.loss(*before), reference.loss(*after)
-    return now <= was, f"on {count(held)} held-out images the loss to the float model is {now:.4g}, {was:.4g} without"
+    return (
+        now <= was,
+        f"on {count_samples(held)} held-out images the loss to the float model is {now:.4g}, {was:.4g} without",
+    )
 
 
-def activations_alone(plan: Plan) -> Plan:
+def without_weight_rounding(plan: Plan) -> Plan:
     """The plan in which weights are not rounded."""
     floats = {k: t if t.role == "activation" else t.with_(stored=None) for k, t in plan.tensors.items()}
     return replace(plan, tensors=floats)
 
 
-def count(batches: Iterable[Sequence[Tensor]]) -> int:
+def count_samples(batches: Iterable[Sequence[Tensor]]) -> int:
     """How many images there are."""
     return sum(len(b[0]) if b[0].dim() else 1 for b in batches)
 
 
-def apart(batches: list[Sequence[Tensor]]) -> tuple[list[Sequence[Tensor]], list[Sequence[Tensor]]]:
+def split_holdout(batches: list[Sequence[Tensor]]) -> tuple[list[Sequence[Tensor]], list[Sequence[Tensor]]]:
     """Batches to fit to, and the last images for a guard; none where images cannot be told apart."""
     if not batches:
         raise no_data()
-    want, held = int(count(batches) * HELD_OUT), []
+    want, held = int(count_samples(batches) * HELD_OUT), []
     first = list(batches)
     while first and want > 0:
         last = first.pop()
-        size = count([last])
+        size = count_samples([last])
         if size <= want and first:
             held.append(last)
             want -= size

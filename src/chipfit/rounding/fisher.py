@@ -44,7 +44,7 @@ def gradients(
         env = run(graph, inputs, hook=hook, weights=weights, keep=set(besides))
         words = valid_token_mask(graph, batch)
         floats = [without_padding(env[o], words) for o in dict.fromkeys(graph.outputs) if graph.is_float(o)]
-        loss = sum((_sampled(y, random) for y in floats if y.requires_grad), torch.zeros(()))
+        loss = sum((_sampled_loss(y, random) for y in floats if y.requires_grad), torch.zeros(()))
         found = torch.autograd.grad(loss, list(kept.values()), allow_unused=True) if loss.requires_grad else ()
     values = {k: x.detach() for k, x in {**env, **kept}.items() if isinstance(x, Tensor)}
     # what is asked for comes as it was before the hook
@@ -56,7 +56,7 @@ def _finite(g: Tensor) -> Tensor:
     return g.nan_to_num(0.0, 0.0, 0.0)
 
 
-def _sampled(y: Tensor, random: torch.Generator) -> Tensor:
+def _sampled_loss(y: Tensor, random: torch.Generator) -> Tensor:
     """A loss whose gradient has the Fisher information of an output as its second moment.
 
     Half of d' F d is then the KL divergence of class scores, or the energy of d as a share of the outputs' own.
@@ -69,7 +69,9 @@ def _sampled(y: Tensor, random: torch.Generator) -> Tensor:
     return (y * noise).sum()
 
 
-def apart(graph: Graph, edges: Collection[tuple[str, str]], names: Iterable[str]) -> tuple[Graph, dict[str, str]]:
+def split_float_readers(
+    graph: Graph, edges: Collection[tuple[str, str]], names: Iterable[str]
+) -> tuple[Graph, dict[str, str]]:
     """The graph in which readers of codes find them by a name of their own, where others read what was before them.
 
     Args:
@@ -93,7 +95,7 @@ def apart(graph: Graph, edges: Collection[tuple[str, str]], names: Iterable[str]
     return out, codes
 
 
-def few(batches: Iterable[Sequence[Tensor]]) -> Iterable[list[Tensor]]:
+def first_samples(batches: Iterable[Sequence[Tensor]]) -> Iterable[list[Tensor]]:
     """The first `IMAGES` samples, in chunks."""
     left = IMAGES
     for batch in batches:

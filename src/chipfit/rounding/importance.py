@@ -16,7 +16,7 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear, places
 from chipfit.ranges import Importance
 from chipfit.ranges.search import Sample
-from chipfit.rounding.fisher import apart, few, gradients
+from chipfit.rounding.fisher import first_samples, gradients, split_float_readers
 from chipfit.rounding.moments import as_rows, from_rows, patches, targets
 
 #: of the mean squared gradient, with which every error in a value counts at least: few images alone must not decide
@@ -48,13 +48,13 @@ def importance(
         the outputs do not depend on.
     """
     spread = [n for n in names if n in stats and stats[n].low < stats[n].high]
-    split, codes = apart(graph, edges, spread)
+    split, codes = split_float_readers(graph, edges, spread)
     linear = (n for n in split.nodes if is_linear(split, n) and n.weight in names and not split.is_weight(n.data))
     readers = [n for n in linear if (n.weight, n.name) not in edges]
     weights = {n.weight: torch.zeros_like(as_rows(n, graph.weights[n.weight].detach().float())) for n in readers}
     counts, random = {n: torch.zeros(_BINS) for n in spread}, torch.Generator().manual_seed(seed)
     wanted = {*codes.values(), *(n.output for n in readers)}
-    for batch in few(batches) if wanted else ():
+    for batch in first_samples(batches) if wanted else ():
         values, found = gradients(split, batch, wanted, {n.data for n in readers}, random)
         for n in (n for n in readers if n.output in found):
             weights[n.weight] += _squares(n, values[n.data], found[n.output], graph.weights[n.weight])

@@ -43,7 +43,7 @@ def targets(node: Node, y: Tensor, where: Tensor) -> Tensor:
     """An output at those positions, [g, O/g, samples x positions]."""
     if node.op == "Linear":
         return y.reshape(y.shape[0], -1, y.shape[-1])[:, where].flatten(0, 1).t()[None]
-    g, y = node.attrs["groups"], _picked(y, where) if len(where) < places(node, y.shape) else y.flatten(2)
+    g, y = node.attrs["groups"], _select_positions(y, where) if len(where) < places(node, y.shape) else y.flatten(2)
     return y.transpose(0, 1).reshape(g, y.shape[1] // g, -1)
 
 
@@ -54,7 +54,7 @@ def patches(node: Node, x: Tensor, w: Tensor, where: Tensor, zero: float = 0.0) 
     kernel, dims = w.shape[2:], w.dim() - 2
     stride, dilation, padding, g = (node.attrs[k] for k in ("stride", "dilation", "padding", "groups"))
     if node.op in TRANSPOSED:
-        x = _apart(x, stride, zero)
+        x = _insert_zeros(x, stride, zero)
         reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         extra = node.attrs["output_padding"]
         padding = [(r - lo, r - hi + e) for r, (lo, hi), e in zip(reach, padding, extra, strict=True)]
@@ -63,16 +63,16 @@ def patches(node: Node, x: Tensor, w: Tensor, where: Tensor, zero: float = 0.0) 
     x = F.pad(x, around, value=zero) if any(around) else x
     sizes = list(zip(x.shape[2:], dilation, kernel, stride, strict=True))
     # not torch.unravel_index, which loads a computer algebra system
-    at, reads, left = where.new_zeros(1), where.new_zeros(1), prod(_places(*size) for size in sizes)
+    at, reads, left = where.new_zeros(1), where.new_zeros(1), prod(_output_size(*size) for size in sizes)
     for n, d, k, s in sizes:  # where a patch begins in one image, and what it reads from there
-        left //= _places(n, d, k, s)
+        left //= _output_size(n, d, k, s)
         at, where = at * n + where // left * s, where % left
         reads = (reads.unsqueeze(1) * n + torch.arange(k) * d).flatten()
-    read = _picked(x, (reads.unsqueeze(1) + at).flatten()).unflatten(2, (-1, len(at)))  # [N, C, kernel, P]
+    read = _select_positions(x, (reads.unsqueeze(1) + at).flatten()).unflatten(2, (-1, len(at)))  # [N, C, kernel, P]
     return read.permute(1, 2, 0, 3).reshape(g, x.shape[1] // g * prod(kernel), -1)
 
 
-def _picked(x: Tensor, where: Tensor) -> Tensor:
+def _select_positions(x: Tensor, where: Tensor) -> Tensor:
     """Some places of images [N, C, *S], [N, C, P]: whole rows of channels where they lie side by side."""
     if x.stride(1) == 1:
         return x.movedim(1, -1).flatten(1, -2).index_select(1, where).transpose(1, 2)
@@ -80,12 +80,12 @@ def _picked(x: Tensor, where: Tensor) -> Tensor:
     return flat.gather(2, where.expand(*flat.shape[:2], -1))
 
 
-def _places(size: int, dilation: int, kernel: int, stride: int) -> int:
+def _output_size(size: int, dilation: int, kernel: int, stride: int) -> int:
     """Output positions along one axis of a padded image."""
     return (size - dilation * (kernel - 1) - 1) // stride + 1
 
 
-def _apart(x: Tensor, stride: tuple[int, ...], zero: float) -> Tensor:
+def _insert_zeros(x: Tensor, stride: tuple[int, ...], zero: float) -> Tensor:
     """Zeros between the positions of an image."""
     if all(s == 1 for s in stride):
         return x
@@ -110,7 +110,7 @@ class Moments:
     count: int = 0
 
     @classmethod
-    def of(cls, w: Tensor) -> Moments:
+    def empty(cls, w: Tensor) -> Moments:
         """Empty ones, for a weight [g, O/g, K]."""
         g, o, k = w.shape
         return cls(w.new_zeros(g, k, k), w.new_zeros(g, o, k), w.new_zeros(g, k), w.new_zeros(g, o))

@@ -34,17 +34,17 @@ def chunks(graph: Graph, batch: Sequence[Tensor]) -> list[list[Tensor]]:
 Pick = Callable[[Tensor, float], Tensor]
 
 
-def by_number(stored: Stored) -> bool:
+def is_elementwise(stored: Stored) -> bool:
     """Whether numbers are stored alike wherever they are, and 0 as 0."""
     return not stored.scale.dim() and not float(stored.round(torch.zeros(())))
 
 
-def _moderate(x: Tensor) -> bool:
+def _fits_half(x: Tensor) -> bool:
     low, high = torch.aminmax(in_memory_order(x))
     return float(low) > -_HALF and float(high) < _HALF
 
 
-def _layout(x: Tensor) -> torch.memory_format:
+def _memory_format(x: Tensor) -> torch.memory_format:
     """Images stay in channels last where an operator made them so: the next one reads them so."""
     last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     return torch.channels_last if last else torch.contiguous_format
@@ -64,9 +64,9 @@ class Stream:
         if isinstance(x, Tensor) and x.is_floating_point():
             if self.stored is not None:
                 x = self.stored.quantize(x)
-            elif x.dtype == torch.float32 and self._is_large(x) and _moderate(x):
+            elif x.dtype == torch.float32 and self._is_large(x) and _fits_half(x):
                 x = x.half()
-            x = self.budget.keep(x.contiguous(memory_format=_layout(x)))
+            x = self.budget.keep(x.contiguous(memory_format=_memory_format(x)))
         self.chunks.append(x)
 
     def __getitem__(self, k: int) -> Any:
@@ -77,7 +77,7 @@ class Stream:
         """What is picked of chunk k: before it is decoded, so that only that is."""
         zero = 0.0
         if self.stored is not None:
-            if not by_number(self.stored):
+            if not is_elementwise(self.stored):
                 return pick(self[k], 0.0)
             zero = float(self.stored.quantize(torch.zeros(())))
         return self._values(pick(self.chunks[k], zero))

@@ -26,7 +26,7 @@ ByHand = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Together:
+class TiedChoice:
     """Activations of one width: kernels read and write them in the same codes, or they share one scale."""
 
     tensors: tuple[str, ...]
@@ -37,7 +37,7 @@ class Together:
         return self.tensors[0]
 
 
-def activations(graph: Graph, platform: Platform, plan: Plan, by_hand: ByHand) -> list[Together]:
+def activation_choices(graph: Graph, platform: Platform, plan: Plan, by_hand: ByHand) -> list[TiedChoice]:
     """All activations that are stored in codes, with the widths that every kernel around them has.
 
     What the user chose, what the hardware dictates and what no kernel says a width of stays as it is.
@@ -46,12 +46,12 @@ def activations(graph: Graph, platform: Platform, plan: Plan, by_hand: ByHand) -
     every = {f.bits for f in formats if f.kind == "int" and f.bits <= WIDEST}
     every |= set(FREE) if any(f.free for f in formats) else set()
     units = find_units(graph, platform, plan.groups, by_hand)
-    touched = [_touched(plan, u) for u in units]
+    touched = [_quantized_operands(plan, u) for u in units]
     fits: dict[str, set[int]] = {u.head.name: set() for u in units}
     for bits in every:
         asked = {n.name: {**by_hand.get(n.name, {}), "activation_bits": bits} for n in graph.nodes}
         for u in find_units(graph, platform, plan.groups, asked):
-            if any(_at(platform, u, o, bits) for o in u.resolved.options):
+            if any(_supports_width(platform, u, o, bits) for o in u.resolved.options):
                 fits[u.head.name].add(bits)
     stored = {t.name for t in plan.tensors.values() if t.role == "activation" and t.stored is not None}
     out = []
@@ -63,11 +63,11 @@ def activations(graph: Graph, platform: Platform, plan: Plan, by_hand: ByHand) -
         plain = all(plan[t].grid.kind == "int" for t in tensors) and set(plan.fixed).isdisjoint(part)
         wide = set.intersection(*(fits[u.head.name] for u in around)) if around else set()
         if len(now) == 1:
-            out.append(Together(tensors, tuple(sorted(wide | now if plain and not said else now))))
+            out.append(TiedChoice(tensors, tuple(sorted(wide | now if plain and not said else now))))
     return out
 
 
-def _touched(plan: Plan, unit: Unit) -> tuple[str, ...]:
+def _quantized_operands(plan: Plan, unit: Unit) -> tuple[str, ...]:
     """The activations that a unit reads or writes as codes."""
     if plan.nodes[unit.tail.name].exec == "float":
         return ()
@@ -76,24 +76,26 @@ def _touched(plan: Plan, unit: Unit) -> tuple[str, ...]:
     return tuple(t for t in (*reads, *(unit.tail.outputs if writes else ())) if plan.quantized(t))
 
 
-def _at(platform: Platform, unit: Unit, option: Any, bits: int) -> bool:
+def _supports_width(platform: Platform, unit: Unit, option: Any, bits: int) -> bool:
     """Whether a kernel with this option reads and writes codes of so many bits, with the weights that are asked for."""
     asked = unit.choices.get("bits")
     words = [*as_tuple(option.in_), option.out]
     return any(w in platform.formats for w in words) and all(
-        takes(platform, word, b) for word, b in [*((w, bits) for w in words), (option.w, asked)] if isinstance(b, int)
+        accepts_width(platform, word, b)
+        for word, b in [*((w, bits) for w in words), (option.w, asked)]
+        if isinstance(b, int)
     )
 
 
-def takes(platform: Platform, word: Any, bits: int) -> bool:
+def accepts_width(platform: Platform, word: Any, bits: int) -> bool:
     """Whether a word of an option allows codes of so many bits: it names no format, or one of that or any width."""
     fmt = platform.formats.get(word) if isinstance(word, str) else None
     return fmt is None or fmt.free or fmt.bits == bits
 
 
-def tried(
-    parts: Sequence[Together], start: Mapping[str, int], decide: Callable[[Mapping[str, int]], Assignment]
-) -> list[Together]:
+def keep_available(
+    parts: Sequence[TiedChoice], start: Mapping[str, int], decide: Callable[[Mapping[str, int]], Assignment]
+) -> list[TiedChoice]:
     """The same without the widths that the platform does not give when asked for them.
 
     Args:
@@ -113,8 +115,8 @@ def tried(
     return [replace(p, widths=tuple(sorted(good[p.name]))) for p in parts]
 
 
-def layers(
-    graph: Graph, platform: Platform, plan: Plan, parts: Sequence[Together], decided: Collection[str] = ()
+def kernel_widths(
+    graph: Graph, platform: Platform, plan: Plan, parts: Sequence[TiedChoice], decided: Collection[str] = ()
 ) -> dict[str, list[tuple[int, int]]]:
     """Linear operator -> the widths of its weight and its data that a kernel takes together; 0 for data in float.
 
@@ -138,7 +140,7 @@ def layers(
                     w is None
                     or (a and o.reads != "codes")
                     or not (stays or w.kind == "int")
-                    or (a and not takes(platform, format_of(o, "in0"), a))
+                    or (a and not accepts_width(platform, format_of(o, "in0"), a))
                 ):
                     continue
                 wide = {now.grid.bits} & ({now.grid.bits} if w.free else {w.bits}) if stays else set(FREE)
@@ -147,7 +149,7 @@ def layers(
     return out
 
 
-def of_weights(graph: Graph, pairs: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, tuple[int, ...]]:
+def weight_widths(graph: Graph, pairs: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, tuple[int, ...]]:
     """Weight -> the widths that all of its readers take."""
     out: dict[str, set[int]] = {}
     for n in graph.nodes:

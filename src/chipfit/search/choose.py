@@ -17,11 +17,19 @@ from chipfit.graph.linear import products
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
 from chipfit.rounding.fisher import IMAGES
-from chipfit.search.candidates import ByHand, Together, activations, is_copy, layers, of_weights, tried
-from chipfit.search.limits import Limits, amount
-from chipfit.search.losses import NEAREST, Losses, Rounding, losses
-from chipfit.search.resources import alive, peak, size, width
-from chipfit.search.solve import LOSS, Unit, kind_of, number, solutions
+from chipfit.search.candidates import (
+    ByHand,
+    TiedChoice,
+    activation_choices,
+    is_copy,
+    keep_available,
+    kernel_widths,
+    weight_widths,
+)
+from chipfit.search.limits import Limits, parse_amount
+from chipfit.search.losses import NEAREST, Losses, RoundingModel, losses
+from chipfit.search.resources import bits_of, live_values, peak_bytes, value_bytes
+from chipfit.search.solve import LOSS, Choice, format_amount, limit_of, solutions
 
 #: limits that some choice of the widths of weights, and of activations, can keep or break
 _OF_WEIGHTS, _OF_ACTIVATIONS = {"weights", "total", "bops", LOSS}, {"activations", "total", "bops"}
@@ -32,7 +40,7 @@ TRIES, WORK = 8, 2e9
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenWidths:
     """What a search decided."""
 
     weights: dict[str, int]  #: tensor -> width
@@ -55,7 +63,9 @@ class Choice:
             return ", ".join(f"{n} of {b} bits" for b, n in sorted(Counter(bits.values()).items()))
 
         more = f"; of activations: {counted(self.activations)}" if self.activations else ""
-        takes = ", ".join(f"{name} {number(self.used[name])} of {number(most)}" for name, most in self.most.items())
+        takes = ", ".join(
+            f"{name} {format_amount(self.used[name])} of {format_amount(most)}" for name, most in self.most.items()
+        )
         loss = f"predicted loss {self.predicted:.3g}"
         loss += (
             f", measured {self.measured:.3g}, the least of {self.tries} choices" if self.measured is not None else ""
@@ -64,16 +74,16 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """All choices of widths of one network, and what each loses."""
 
     graph: Graph
     plan: Plan
-    parts: Sequence[Together]  #: activations whose widths are chosen
+    parts: Sequence[TiedChoice]  #: activations whose widths are chosen
     pairs: Mapping[str, Sequence[tuple[int, int]]]  #: see `candidates.layers`
     losses: Losses
 
-    def choose(self, limits: Limits, measure: Callable[[Mapping[str, int]], float] | None = None) -> Choice:
+    def choose(self, limits: Limits, measure: Callable[[Mapping[str, int]], float] | None = None) -> ChosenWidths:
         """The choice with the least loss inside the limits; where the loss has one, the least memory of weights.
 
         Args:
@@ -92,25 +102,25 @@ class Space:
         loss, best = min(measured, key=itemgetter(0))
         return replace(best, measured=loss, tries=len(measured))
 
-    def _choices(self, limits: Limits) -> Iterator[Choice]:
+    def _choices(self, limits: Limits) -> Iterator[ChosenWidths]:
         """All inside the limits, the best first."""
-        most = {k: amount(v, self._whole(k), k) for k, v in limits.to_record().items()}
-        moments = alive(self.graph, self.plan)
+        most = {k: parse_amount(v, self._whole(k), k) for k, v in limits.to_record().items()}
+        moments = live_values(self.graph, self.plan)
         budgets = {k: v for k, v in most.items() if k in ("weights", "bops", LOSS)}
         during = {f"{k} while '{name}' runs": at for k in ("activations", "total") if k in most for name, at in moments}
-        budgets |= {name: most[kind_of(name)] for name in during}
+        budgets |= {name: most[limit_of(name)] for name in during}
         units = self._units(during, "bops" in most)
         for picks in solutions(units, budgets, least="weights" if LOSS in most else LOSS):
             yield self._choice(units, picks, budgets, most)
 
     def _choice(
-        self, units: Sequence[Unit], picks: Sequence[int], budgets: Mapping[str, float], most: dict[str, float]
-    ) -> Choice:
+        self, units: Sequence[Choice], picks: Sequence[int], budgets: Mapping[str, float], most: dict[str, float]
+    ) -> ChosenWidths:
         chosen = {u.name: k for u, k in zip(units, picks, strict=True)}
         taken = {r: sum(u.cost(r)[k] for u, k in zip(units, picks, strict=True)) for r in budgets}
-        used = {k: max(v for r, v in taken.items() if kind_of(r) == k) for k in most}
-        weights, values = of_weights(self.graph, self.pairs), {t: p for p in self.parts for t in p.tensors}
-        return Choice(
+        used = {k: max(v for r, v in taken.items() if limit_of(r) == k) for k in most}
+        weights, values = weight_widths(self.graph, self.pairs), {t: p for p in self.parts for t in p.tensors}
+        return ChosenWidths(
             {name: wide[chosen[name]] for name, wide in weights.items()},
             {t: p.widths[chosen[p.name]] for t, p in values.items()},
             sum(u.losses[k] for u, k in zip(units, picks, strict=True)),
@@ -125,44 +135,44 @@ class Space:
         readers = [n for n in self.graph.nodes if n.name in self.pairs]
         if name == "bops":
             return sum(
-                products(self.graph, n) * 8 * (8 if n.data in searched else width(self.plan, n.data)) for n in readers
+                products(self.graph, n) * 8 * (8 if n.data in searched else bits_of(self.plan, n.data)) for n in readers
             )
         weights = sum(float(self.graph.weights[w].numel()) for w in {n.weight for n in readers})
-        values = 0.0 if name == "weights" else peak(self.graph, self.plan, 8.0)
+        values = 0.0 if name == "weights" else peak_bytes(self.graph, self.plan, 8.0)
         return values + (0.0 if name == "activations" else weights)
 
-    def _units(self, during: Mapping[str, frozenset[str]], bops: bool) -> list[Unit]:
+    def _units(self, during: Mapping[str, frozenset[str]], bops: bool) -> list[Choice]:
         """Weights, activations together, every other value, and the kernels that do not take all pairs of widths."""
-        out, wide = [], of_weights(self.graph, self.pairs)
-        total = [r for r in during if kind_of(r) == "total"]
+        out, wide = [], weight_widths(self.graph, self.pairs)
+        total = [r for r in during if limit_of(r) == "total"]
         for name, bits in wide.items():
             takes = tuple(self.graph.weights[name].numel() * b / 8 for b in bits)
             lost = tuple(self.losses[name][b] for b in bits)
-            out.append(Unit(name, lost, {"weights": takes, **dict.fromkeys(total, takes)}))
+            out.append(Choice(name, lost, {"weights": takes, **dict.fromkeys(total, takes)}))
         part = {t: p for p in self.parts for t in p.tensors}
         for p in self.parts:
-            bytes_of = {t: size(self.graph, self.plan, t, 8.0) for t in p.tensors}
+            bytes_of = {t: value_bytes(self.graph, self.plan, t, 8.0) for t in p.tensors}
             at_8_bits = {r: sum(bytes_of[t] for t in at & bytes_of.keys()) for r, at in during.items()}
             cost = {r: tuple(v * b / 8 for b in p.widths) for r, v in at_8_bits.items() if v}
             lost = tuple(sum(self.losses[t][b] for t in p.tensors if t in self.losses) for b in p.widths)
-            out.append(Unit(p.name, lost, cost))
+            out.append(Choice(p.name, lost, cost))
         for name in sorted({t for at in during.values() for t in at if t not in part}):
-            takes = (size(self.graph, self.plan, name),)
-            out.append(Unit(name, (0.0,), {r: takes for r, at in during.items() if name in at}))
+            takes = (value_bytes(self.graph, self.plan, name),)
+            out.append(Choice(name, (0.0,), {r: takes for r, at in during.items() if name in at}))
         for n in (n for n in self.graph.nodes if n.name in self.pairs):
             own = part.get(n.data)
             pairs = [(b, a) for b, a in self.pairs[n.name] if b in wide[n.weight]]
             if not bops and (own is None or len(pairs) == len(wide[n.weight]) * len(own.widths)):
                 continue
-            goes = {n.weight: tuple(wide[n.weight].index(b) for b, _ in pairs)}
-            goes |= {own.name: tuple(own.widths.index(a) for _, a in pairs)} if own else {}
+            implies = {n.weight: tuple(wide[n.weight].index(b) for b, _ in pairs)}
+            implies |= {own.name: tuple(own.widths.index(a) for _, a in pairs)} if own else {}
             times = products(self.graph, n)
             costs = {"bops": tuple(times * b * (a or 32.0) for b, a in pairs)}
-            out.append(Unit(f"kernel {n.name}", (0.0,) * len(pairs), costs, goes))
+            out.append(Choice(f"kernel {n.name}", (0.0,) * len(pairs), costs, implies))
         return out
 
 
-def space(
+def search_space(
     graph: Graph,
     platform: Platform,
     plan: Plan,
@@ -172,8 +182,8 @@ def space(
     decide: Callable[[Mapping[str, int]], Assignment],
     by_hand: ByHand,
     seed: int = 0,
-    rounding: Rounding = NEAREST,
-) -> Space:
+    rounding: RoundingModel = NEAREST,
+) -> SearchSpace:
     """What may be chosen where some things are limited, and what each choice loses.
 
     Args:
@@ -186,16 +196,20 @@ def space(
         DataError: no batch at all.
     """
     limited = set(limited)
-    parts: list[Together] = []
+    parts: list[TiedChoice] = []
     if limited & _OF_ACTIVATIONS:
-        found = (p for p in activations(graph, platform, plan, by_hand) if len(p.widths) > 1)
+        found = (p for p in activation_choices(graph, platform, plan, by_hand) if len(p.widths) > 1)
         parts = [p for p in found if stats.keys() >= set(p.tensors)]  # whose ranges at other widths are known
-        parts = [p for p in tried(parts, {p.name: plan[p.name].grid.bits for p in parts}, decide) if len(p.widths) > 1]
+        parts = [
+            p
+            for p in keep_available(parts, {p.name: plan[p.name].grid.bits for p in parts}, decide)
+            if len(p.widths) > 1
+        ]
     stay = {name for name, c in by_hand.items() if c.get("bits") is not None}
     stay |= set() if limited & _OF_WEIGHTS else {n.name for n in graph.nodes}
-    pairs = layers(graph, platform, plan, parts, stay)
-    widths: dict[str, Sequence[int]] = dict(of_weights(graph, pairs))
+    pairs = kernel_widths(graph, platform, plan, parts, stay)
+    widths: dict[str, Sequence[int]] = dict(weight_widths(graph, pairs))
     makers = graph.producers()
     for p in parts:
         widths.update((t, p.widths) for t in p.tensors if not is_copy(graph, plan, makers.get(t)))
-    return Space(graph, plan, parts, pairs, losses(graph, plan, batches, widths, stats, seed, rounding))
+    return SearchSpace(graph, plan, parts, pairs, losses(graph, plan, batches, widths, stats, seed, rounding))

@@ -36,14 +36,14 @@ class Limits:
         if not self.to_record():
             raise ConfigError("Limits that limit nothing", allowed=", ".join(f.name for f in fields(self)))
         for name, value in self.to_record().items():
-            amount(value, 1.0, name)
+            parse_amount(value, 1.0, name)
 
     def to_record(self) -> dict[str, Amount]:
         """What is limited, as JSON data."""
         return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}
 
 
-def amount(value: Amount, whole: float, name: str) -> float:
+def parse_amount(value: Amount, whole: float, name: str) -> float:
     """An amount as a number; a share is of `whole`."""
     number, unit = value, ""
     units = {"": 1.0} | ({} if name == "loss" else {"%": whole / 100}) | ({} if name in ("loss", "bops") else _BYTES)

@@ -20,10 +20,10 @@ from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 from chipfit.ranges import Importance, Rule, choose, weighing
-from chipfit.rounding import fit
-from chipfit.rounding.bounds import rows_of
-from chipfit.rounding.fisher import IMAGES, apart, few, gradients
+from chipfit.rounding import gptq
+from chipfit.rounding.fisher import IMAGES, first_samples, gradients, split_float_readers
 from chipfit.rounding.moments import Moments, as_rows, patches, positions, targets
+from chipfit.rounding.scale_bounds import weight_rows
 
 #: output positions per operator
 SAMPLES = 4096
@@ -33,7 +33,7 @@ Losses = dict[str, dict[int, float]]
 
 
 @dataclass(frozen=True)
-class Rounding:
+class RoundingModel:
     """How tensors will be rounded, on which their losses depend."""
 
     rule: Rule = "mse"  #: ranges of activations
@@ -43,11 +43,11 @@ class Rounding:
     means: bool = True  #: no bias takes the mean of what rounded weights change
 
 
-NEAREST = Rounding()
+NEAREST = RoundingModel()
 
 
 @dataclass
-class _Seen:
+class _OperatorStatistics:
     """Of one linear operator: moments of its inputs, and squared gradients of each output channel, summed.
 
     What changes at random from position to position meets the gradients one by one, a mean error their sum.
@@ -76,7 +76,7 @@ def losses(
     widths: Mapping[str, Collection[int]],
     stats: Mapping[str, TensorStats],
     seed: int = 0,
-    rounding: Rounding = NEAREST,
+    rounding: RoundingModel = NEAREST,
 ) -> Losses:
     """The loss that rounding each tensor alone to so many bits adds to the outputs.
 
@@ -97,17 +97,17 @@ def losses(
         if is_linear(graph, n) and n.weight in widths and not graph.is_weight(n.data):
             rows = as_rows(n, table[n.weight].float())
             zeros = rows.new_zeros(2, *rows.shape[:2])
-            seen.append(_Seen(n, rows, Moments.of(rows), zeros[0], zeros[1]))
+            seen.append(_OperatorStatistics(n, rows, Moments.empty(rows), zeros[0], zeros[1]))
     grids = {
-        name: {b: _activation(plan[name], b, stats.get(name), rounding) for b in bits}
+        name: {b: _activation_at_width(plan[name], b, stats.get(name), rounding) for b in bits}
         for name, bits in widths.items()
         if name not in table
     }
     out: Losses = {name: dict.fromkeys(bits, 0.0) for name, bits in widths.items()}
-    split, codes = apart(graph, plan.float_edges, grids)
+    split, codes = split_float_readers(graph, plan.float_edges, grids)
     wanted = {s.node.output for s in seen} | set(codes.values())
     count = 0
-    for batch in few(batches):
+    for batch in first_samples(batches):
         count += max(len(x) if x.dim() else 1 for x in batch)
         values, found = gradients(split, batch, wanted, {s.node.data for s in seen}, random)
         for s in seen:
@@ -133,7 +133,9 @@ def losses(
     return {name: {b: v / count for b, v in row.items()} for name, row in out.items()}
 
 
-def _weight_error(plan: Plan, s: _Seen, w: Tensor, h: Tensor, bits: int, rounding: Rounding) -> Tensor:
+def _weight_error(
+    plan: Plan, s: _OperatorStatistics, w: Tensor, h: Tensor, bits: int, rounding: RoundingModel
+) -> Tensor:
     """q - w, [g, O/g, K], for weights that are rounded to the nearest of so many bits.
 
     Of fitted ones the scales are those that serve the outputs. Their codes would lose still less, but of every width
@@ -144,7 +146,7 @@ def _weight_error(plan: Plan, s: _Seen, w: Tensor, h: Tensor, bits: int, roundin
     blocks = stored.grid.per == "block"  # whose scales are not fitted
     if rounding.fitted and not blocks:
         free = replace(plan, tensors={**plan.tensors, name: plan.tensors[name].with_(grid=grid)}, limits=())
-        q, *_ = fit.rounded(s.rows, h, rows_of(free, s.node, w), spread=False, candidates=(0.89, 1.0, 1.15))
+        q, *_ = gptq.round_rows(s.rows, h, weight_rows(free, s.node, w), spread=False, candidates=(0.89, 1.0, 1.15))
         return q - s.rows
     if bits != stored.grid.bits:
         size = w.shape[stored.axis or 0] // stored.scale.shape[stored.axis or 0] if blocks else None
@@ -161,7 +163,7 @@ def at_width(grid: Grid, bits: int) -> Grid:
     return replace(grid, bits=bits, qmin=low, qmax=high)
 
 
-def _activation(stored: Stored, bits: int, stats: TensorStats | None, rounding: Rounding) -> Stored:
+def _activation_at_width(stored: Stored, bits: int, stats: TensorStats | None, rounding: RoundingModel) -> Stored:
     """An activation at another width, with the range that suits it."""
     if bits == stored.grid.bits or stats is None:
         return stored

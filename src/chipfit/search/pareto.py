@@ -10,7 +10,7 @@ from typing import Any
 
 from chipfit.errors import PlanError
 from chipfit.screen import Summary, SummaryRepr
-from chipfit.search.choose import Space
+from chipfit.search.choose import SearchSpace
 from chipfit.search.limits import Limits
 
 #: of what the limited tensors take in 8 bits [%]
@@ -40,7 +40,9 @@ class Pareto(SummaryRepr):
         return Summary(f"{len(rows)} best choices by {self.over}", known, header, rows, "pareto.points")
 
 
-def pareto(choices: Space, over: str, shares: Sequence[float], measure: Callable[[Mapping[str, int]], float]) -> Pareto:
+def pareto(
+    choices: SearchSpace, over: str, shares: Sequence[float], measure: Callable[[Mapping[str, int]], float]
+) -> Pareto:
     """One point for each budget that can be kept; of equal choices one.
 
     Args:

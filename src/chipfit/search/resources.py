@@ -27,21 +27,21 @@ class Resources:
 def resources(graph: Graph, plan: Plan) -> Resources:
     """What the weights of linear operators and the values between kernels take; what is in float has 32 bits."""
     linear = [n for n in graph.nodes if is_linear(graph, n)]
-    weights = sum(graph.weights[w].numel() * width(plan, w) / 8 for w in dict.fromkeys(n.weight for n in linear))
-    bops = sum(products(graph, n) * width(plan, n.data) * width(plan, n.weight) for n in linear)
-    return Resources(weights, peak(graph, plan), bops)
+    weights = sum(graph.weights[w].numel() * bits_of(plan, w) / 8 for w in dict.fromkeys(n.weight for n in linear))
+    bops = sum(products(graph, n) * bits_of(plan, n.data) * bits_of(plan, n.weight) for n in linear)
+    return Resources(weights, peak_bytes(graph, plan), bops)
 
 
-def peak(graph: Graph, plan: Plan, bits: float | None = None) -> float:
+def peak_bytes(graph: Graph, plan: Plan, bits: float | None = None) -> float:
     """The most bytes of values that are alive at one time, in the order of the graph.
 
     Args:
         bits: of every value that is stored in codes, in place of the plan's.
     """
-    return max(sum(size(graph, plan, name, bits) for name in names) for _, names in alive(graph, plan))
+    return max(sum(value_bytes(graph, plan, name, bits) for name in names) for _, names in live_values(graph, plan))
 
 
-def alive(graph: Graph, plan: Plan) -> list[tuple[str, frozenset[str]]]:
+def live_values(graph: Graph, plan: Plan) -> list[tuple[str, frozenset[str]]]:
     """The operators at which most values are alive, and these values; what is all alive a step later is left out."""
     inner = {name for g in plan.groups for name in g[:-1]}
     now, late, out = frozenset(graph.inputs), set[str](), [("", frozenset(graph.inputs))]
@@ -58,13 +58,13 @@ def alive(graph: Graph, plan: Plan) -> list[tuple[str, frozenset[str]]]:
     return out
 
 
-def size(graph: Graph, plan: Plan, name: str, bits: float | None = None) -> float:
+def value_bytes(graph: Graph, plan: Plan, name: str, bits: float | None = None) -> float:
     """Bytes of one sample of a value; an unknown size counts once."""
-    wide = bits if bits is not None and plan.quantized(name) else width(plan, name)
+    wide = bits if bits is not None and plan.quantized(name) else bits_of(plan, name)
     return math.prod(int(d or 1) for d in graph.values[name].shape) * wide / 8
 
 
-def width(plan: Plan, name: str) -> float:
+def bits_of(plan: Plan, name: str) -> float:
     """Bits of a number of a tensor."""
     stored = plan.stored(name)
     return float(stored.grid.bits) if stored is not None else 32.0

@@ -15,10 +15,10 @@ from chipfit.graph.linear import is_linear
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
 from chipfit.rounding.compare import Reference
-from chipfit.rounding.fisher import few
+from chipfit.rounding.fisher import first_samples
 from chipfit.screen import Summary, SummaryRepr
-from chipfit.search.candidates import activations, is_copy, layers, of_weights
-from chipfit.search.losses import NEAREST, Losses, Rounding, losses
+from chipfit.search.candidates import activation_choices, is_copy, kernel_widths, weight_widths
+from chipfit.search.losses import NEAREST, Losses, RoundingModel, losses
 from chipfit.search.resources import resources
 
 #: how many changes are tried, and the share of the loss that one must give back to be spoken of
@@ -80,7 +80,7 @@ def sensitivity(
     batches: Iterable[Sequence[Tensor]],
     stats: Mapping[str, TensorStats],
     decide: Callable[[dict[str, Any]], tuple[Graph, Plan]],
-    rounding: Rounding = NEAREST,
+    rounding: RoundingModel = NEAREST,
 ) -> Sensitivity:
     """The losses of all weights of linear operators and of all activations that are stored in codes.
 
@@ -93,11 +93,11 @@ def sensitivity(
     Raises:
         DataError: no batch at all.
     """
-    widths, makers = of_weights(graph, layers(graph, platform, plan, ())), graph.producers()
-    for p in activations(graph, platform, plan, {}):
+    widths, makers = weight_widths(graph, kernel_widths(graph, platform, plan, ())), graph.producers()
+    for p in activation_choices(graph, platform, plan, {}):
         for t in (t for t in p.tensors if not is_copy(graph, plan, makers.get(t))):
             widths[t] = p.widths if t in stats else (plan[t].grid.bits,)
-    now, images = {name: plan[name].grid.bits for name in widths}, list(few(batches))
+    now, images = {name: plan[name].grid.bits for name in widths}, list(first_samples(batches))
     found = losses(graph, plan, images, widths, stats, rounding=rounding)
     out = Sensitivity(found, now, {name: plan.tensors[name].layer for name in widths})
     return replace(out, tried=_tried(out, graph, plan, images, decide))

@@ -20,26 +20,26 @@ from chipfit.errors import PlanError
 #: name of the budget that is the units' losses
 LOSS = "loss"
 #: what the loss counts beside another objective, so that of choices that are nearly alike it takes the better
-_BESIDE = 1e-3
+_TIE_WEIGHT = 1e-3
 #: the loss may be a thousandth above the least, which halves the time
 _OPTIONS = {"mip_rel_gap": 1e-3}
 
 
 @dataclass(frozen=True)
-class Unit:
+class Choice:
     """What takes one choice: a weight, activations of one width, or a kernel."""
 
     name: str
     losses: tuple[float, ...]  #: of each choice
     costs: Mapping[str, tuple[float, ...]]  #: budget -> of each choice
-    goes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  #: other unit -> its choice with each choice
+    implies: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  #: other unit -> its choice with each choice
 
     def cost(self, budget: str) -> tuple[float, ...]:
         """Of each choice."""
         return self.losses if budget == LOSS else self.costs.get(budget, (0.0,) * len(self.losses))
 
 
-def solve(units: Sequence[Unit], budgets: Mapping[str, float], least: str = LOSS) -> list[int]:
+def solve(units: Sequence[Choice], budgets: Mapping[str, float], least: str = LOSS) -> list[int]:
     """The choice of every unit.
 
     Args:
@@ -51,7 +51,7 @@ def solve(units: Sequence[Unit], budgets: Mapping[str, float], least: str = LOSS
     return next(solutions(units, budgets, least))
 
 
-def solutions(units: Sequence[Unit], budgets: Mapping[str, float], least: str = LOSS) -> Iterator[list[int]]:
+def solutions(units: Sequence[Choice], budgets: Mapping[str, float], least: str = LOSS) -> Iterator[list[int]]:
     """The best choice of all units, the next best, and so on; see `solve`."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array, hstack
@@ -66,7 +66,7 @@ def solutions(units: Sequence[Unit], budgets: Mapping[str, float], least: str = 
     rules = [(one, 1)]
     at = {u.name: k for k, u in enumerate(units)}
     for u, first in zip(units, starts, strict=False):
-        for other, picks in u.goes.items():
+        for other, picks in u.implies.items():
             rows = range(sizes[at[other]])
             mine = ((1.0, k, first + j) for j, k in enumerate(picks))
             cells = [*mine, *((-1.0, k, starts[at[other]] + k) for k in rows)]
@@ -91,10 +91,10 @@ def solutions(units: Sequence[Unit], budgets: Mapping[str, float], least: str = 
         return None if answer.x is None else answer.x[:n]
 
     goal = costs[least] / (costs[least].max() or 1.0)
-    goal = goal if least == LOSS else goal + _BESIDE / budgets[LOSS] * costs[LOSS]
+    goal = goal if least == LOSS else goal + _TIE_WEIGHT / budgets[LOSS] * costs[LOSS]
     x = best(goal, False)
     if x is None:
-        raise _least(units, budgets, costs, best(np.concatenate([np.zeros(n), np.ones(1)]), True))
+        raise _infeasible(units, budgets, costs, best(np.concatenate([np.zeros(n), np.ones(1)]), True))
     while x is not None:
         chosen = [int(part.argmax()) for part in np.split(x, starts[1:-1])]
         yield chosen
@@ -103,8 +103,8 @@ def solutions(units: Sequence[Unit], budgets: Mapping[str, float], least: str = 
         x = best(goal, False)
 
 
-def _least(
-    units: Sequence[Unit], budgets: Mapping[str, float], costs: Mapping[str, np.ndarray], x: np.ndarray | None
+def _infeasible(
+    units: Sequence[Choice], budgets: Mapping[str, float], costs: Mapping[str, np.ndarray], x: np.ndarray | None
 ) -> PlanError:
     """What the choice with the smallest common multiple of all budgets takes of that which binds it."""
     assert x is not None  # any choice keeps budgets that are large enough
@@ -113,18 +113,18 @@ def _least(
     parts = np.split(costs[tight] * np.round(x), np.cumsum([len(u.losses) for u in units])[:-1])
     largest = sorted(zip((p.sum() for p in parts), (u.name for u in units), strict=True), key=_size)[:3]
     more = used[tight] / budgets[tight]
-    together = f", and the other limits raised {more:.2f} times as well" if len({*map(kind_of, budgets)}) > 1 else ""
+    together = f", and the other limits raised {more:.2f} times as well" if len({*map(limit_of, budgets)}) > 1 else ""
     return PlanError(
         f"No choice of widths keeps the limit on {tight}",
-        got=number(budgets[tight]),
-        allowed=f"{number(used[tight])} at least{together}",
+        got=format_amount(budgets[tight]),
+        allowed=f"{format_amount(used[tight])} at least{together}",
         hint=("" if any(len(u.losses) > 1 for u in units) else "the platform leaves no width to choose; ")
         + "the largest are "
         + ", ".join(f"'{name}'" for size, name in largest if size),
     )
 
 
-def number(x: float) -> str:
+def format_amount(x: float) -> str:
     """Bytes and operations whole, losses with three digits."""
     return f"{x:,.0f}" if x >= 10 else f"{x:.3g}"
 
@@ -133,6 +133,6 @@ def _size(part: tuple[float, str]) -> float:
     return -part[0]
 
 
-def kind_of(budget: str) -> str:
+def limit_of(budget: str) -> str:
     """The limit that a budget belongs to: "activations" of "activations while 'conv' runs"."""
     return budget.partition(" ")[0]

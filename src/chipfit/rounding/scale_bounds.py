@@ -8,14 +8,14 @@ from torch import Tensor
 from chipfit.graph.ir import Node
 from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import shape_for
-from chipfit.rounding.fit import Rows
+from chipfit.rounding.gptq import WeightRows
 from chipfit.rounding.moments import as_rows
 
 #: solved scales keep this much inside their bounds in log2: two roundings to float32
 _MARGIN = 4e-6
 
 
-def rows_of(plan: Plan, node: Node, w: Tensor) -> Rows:
+def weight_rows(plan: Plan, node: Node, w: Tensor) -> WeightRows:
     """How the weight `w` of `node` is stored, with what its scale may become."""
     stored = plan[node.weight]
 
@@ -24,13 +24,13 @@ def rows_of(plan: Plan, node: Node, w: Tensor) -> Rows:
 
     scale, zero = spread(stored.scale), spread(stored.zero_point)
     ids = spread(torch.arange(stored.scale.numel()).view(stored.scale.shape))
-    bounds = allowed(plan, node.weight)
+    bounds = scale_bounds(plan, node.weight)
     free = bounds is not None and bool((ids == ids[..., :1]).all())
     low, high = bounds if bounds is not None and free else (stored.scale.reshape(-1),) * 2
-    return Rows(stored.grid, scale, zero, ids[..., 0] if free else None, low, high)
+    return WeightRows(stored.grid, scale, zero, ids[..., 0] if free else None, low, high)
 
 
-def allowed(plan: Plan, name: str) -> tuple[Tensor, Tensor] | None:
+def scale_bounds(plan: Plan, name: str) -> tuple[Tensor, Tensor] | None:
     """Least and greatest value of each entry of a scale [entries] while all other scales stay.
 
     None where others have this scale, or it has rules beyond bounds.
@@ -55,7 +55,7 @@ def allowed(plan: Plan, name: str) -> tuple[Tensor, Tensor] | None:
     return torch.minimum(low, scale), torch.maximum(high, scale)
 
 
-def allows(plan: Plan, name: str, scale: Tensor) -> bool:
+def scale_is_allowed(plan: Plan, name: str, scale: Tensor) -> bool:
     """Whether a tensor may have this scale while all others stay."""
-    bounds = allowed(plan, name)
+    bounds = scale_bounds(plan, name)
     return bounds is not None and bool(((scale >= bounds[0]) & (scale <= bounds[1])).all())

@@ -23,14 +23,14 @@ from chipfit.graph.linear import bias_or_zero, is_linear, own, with_bias
 from chipfit.graph.paths import only_reader
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.stored import Stored
-from chipfit.rounding import fit, grids
-from chipfit.rounding.bounds import allowed, allows, rows_of
+from chipfit.rounding import activation_ranges, gptq
 from chipfit.rounding.moments import Moments, as_rows, from_rows, patches, positions, targets
-from chipfit.rounding.streams import Pick, Stream, by_number, chunks
+from chipfit.rounding.scale_bounds import scale_bounds, scale_is_allowed, weight_rows
+from chipfit.rounding.streams import Pick, Stream, chunks, is_elementwise
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
+class GptqSettings:
     """The steps of the walk."""
 
     gptq: bool = True  #: errors of columns go to those behind them; False: each weight takes its nearest code
@@ -43,7 +43,7 @@ class How:
 
 
 @dataclass
-class Walked:
+class Reconstructed:
     """What a walk decided."""
 
     graph: Graph  #: with weights that lie on their grids, and new biases
@@ -53,9 +53,13 @@ class Walked:
 
 
 @torch.inference_mode()
-def walk(
-    graph: Graph, plan: Plan, batches: Iterable[Sequence[Tensor]], how: How = How(), searched: Collection[str] = ()
-) -> Walked:
+def reconstruct(
+    graph: Graph,
+    plan: Plan,
+    batches: Iterable[Sequence[Tensor]],
+    settings: GptqSettings = GptqSettings(),
+    searched: Collection[str] = (),
+) -> Reconstructed:
     """Round the weights of every linear operator that the plan stores in codes, or of those until Ctrl-C.
 
     Args:
@@ -65,9 +69,9 @@ def walk(
     Raises:
         DataError: no batch at all.
     """
-    walker = _Walker(graph.copy(), plan, how, searched)
+    walker = _Reconstruction(graph.copy(), plan, settings, searched)
     walker.read(batches)
-    out = Walked(walker.graph)
+    out = Reconstructed(walker.graph)
     for k, (node, done) in enumerate(zip(list(graph.nodes), done_after(graph), strict=True)):
         try:
             walker.step(k, node, out)
@@ -80,7 +84,7 @@ def walk(
     return out
 
 
-def why_not(graph: Graph, plan: Plan, users: Mapping[str, Sequence[Node]], node: Node) -> str | None:
+def why_not_fitted(graph: Graph, plan: Plan, users: Mapping[str, Sequence[Node]], node: Node) -> str | None:
     """Why the weight of a node is not fitted: "" for one that has none to fit, None for one that is."""
     if not is_linear(graph, node) or (node.weight, node.name) in plan.float_edges:
         return ""
@@ -94,21 +98,21 @@ def why_not(graph: Graph, plan: Plan, users: Mapping[str, Sequence[Node]], node:
     return own(graph, users, node) or None
 
 
-class _Walker:
-    def __init__(self, graph: Graph, plan: Plan, how: How, searched: Collection[str]) -> None:
-        self.graph, self.how = graph, how
+class _Reconstruction:
+    def __init__(self, graph: Graph, plan: Plan, settings: GptqSettings, searched: Collection[str]) -> None:
+        self.graph, self.settings = graph, settings
         self.plan = replace(plan, tensors=dict(plan.tensors))
         self.original, self.users = graph.weights, graph.users()
         graph.weights = dict(graph.weights)
-        self.budget = MemoryLimit(how.memory)
+        self.budget = MemoryLimit(settings.memory)
         self.floats: dict[str, Stream] = {}
         self.codes: dict[str, Stream] = {}
         self.rounded: dict[str, Any] = {}  #: weights as the chip stores them
-        self.random = torch.Generator().manual_seed(how.seed)
+        self.random = torch.Generator().manual_seed(settings.seed)
         self.images = self.chunks = 0
         self.raw = {value for value, _ in plan.float_edges}  #: which some reader takes before it is rounded
         free = {n for n in graph.outputs if n in searched and plan.quantized(n) and n not in plan.zeros}
-        self.open = {n for n in free if allowed(plan, n) is not None and not self.users.get(n)}
+        self.open = {n for n in free if scale_bounds(plan, n) is not None and not self.users.get(n)}
 
     def read(self, batches: Iterable[Sequence[Tensor]]) -> None:
         """The graph's inputs, in chunks; a batch whose inputs do not agree on its size stays whole."""
@@ -124,12 +128,12 @@ class _Walker:
         if not self.images:
             raise DataError("There is no calibration data", allowed="one batch at least")
 
-    def step(self, index: int, node: Node, out: Walked) -> None:
+    def step(self, index: int, node: Node, out: Reconstructed) -> None:
         """One node on both streams."""
         for o in node.outputs:
             self._new(o)
-        why = why_not(self.graph, self.plan, self.users, node)
-        moments = None if why is not None else Moments.of(as_rows(node, self._weight(node)))
+        why = why_not_fitted(self.graph, self.plan, self.users, node)
+        moments = None if why is not None else Moments.empty(as_rows(node, self._weight(node)))
         for k in range(self.chunks):
             results = execute(node, [self._float(i, k) for i in node.inputs])
             if moments is not None:
@@ -148,13 +152,13 @@ class _Walker:
         for o in node.outputs:
             self.settle(o, out)
 
-    def settle(self, name: str, out: Walked) -> None:
+    def settle(self, name: str, out: Reconstructed) -> None:
         """Choose the grid of class scores where the platform leaves it open, and keep their codes."""
-        if name not in self.open or not grids.is_scores(self.codes[name][0], self.plan[name].grid):
+        if name not in self.open or not activation_ranges.are_low_bit_scores(self.codes[name][0], self.plan[name].grid):
             return
         stream = self.codes[name]
-        scale, zero = grids.logits(self.plan[name], self.floats[name], stream)
-        if allows(self.plan, name, scale):
+        scale, zero = activation_ranges.range_of_scores(self.plan[name], self.floats[name], stream)
+        if scale_is_allowed(self.plan, name, scale):
             origin = "least divergence of the class probabilities"
             new = self.plan.tensors[name].with_(scale=scale, zero_point=zero, origin=origin)
             out.tensors[name] = self.plan.tensors[name] = new
@@ -193,7 +197,9 @@ class _Walker:
         stored, stream = self._read_as(name, node), self.codes[name]
         if stored is None or stream.stored is not None:
             return stream.part(k, pick)
-        return stored.round(stream.part(k, pick)) if by_number(stored) else pick(self._quantized(name, node, k), 0.0)
+        return (
+            stored.round(stream.part(k, pick)) if is_elementwise(stored) else pick(self._quantized(name, node, k), 0.0)
+        )
 
     def _stored_weight(self, name: str, stored: Stored | None) -> Any:
         """A constant as the chip has it; biases stay as they are, since their scale follows from the weights'."""
@@ -210,10 +216,10 @@ class _Walker:
     def _sum(self, node: Node, moments: Moments, y: Tensor, k: int) -> None:
         """Add one chunk to the moments."""
         w = self._weight(node)
-        most = -(-max(self.how.samples, 2 * moments.x.shape[1]) // self.images)
+        most = -(-max(self.settings.samples, 2 * moments.x.shape[1]) // self.images)
         where = positions(node, y, most, self.random)
         t = targets(node, y, where)
-        other = self._other(node) if self.how.residual else None
+        other = self._other(node) if self.settings.residual else None
         if other is not None and self.floats[other[0]].chunks[k].shape == y.shape:
 
             def pick(x: Tensor, zero: float) -> Tensor:
@@ -231,18 +237,18 @@ class _Walker:
         there = (i for i in total.inputs if i in self.codes and i != node.output and self.codes[i].chunks)
         return next(((i, total) for i in there), None)
 
-    def _fit(self, node: Node, moments: Moments, out: Walked) -> Node:
+    def _fit(self, node: Node, moments: Moments, out: Reconstructed) -> Node:
         """Weights, scales and bias of one operator; returns the node, with a bias where it had none."""
         plan, name = self.plan, node.weight
         w = self._weight(node)
         rows, bias = as_rows(node, w), bias_or_zero(self.graph, node).float()
         bias = bias.view(rows.shape[:2])
-        takes = self.how.centred and node.bias is not None
+        takes = self.settings.centred and node.bias is not None
         h, c = moments.centred() if takes else moments.about(bias)
-        if self.how.ridge is not None:
-            rows = fit.corrected(rows, h, c, self.how.ridge)
+        if self.settings.ridge is not None:
+            rows = gptq.corrected_weights(rows, h, c, self.settings.ridge)
         stored = plan[name]
-        q, entries, inverted = fit.rounded(rows, h, rows_of(plan, node, w), spread=self.how.gptq)
+        q, entries, inverted = gptq.round_rows(rows, h, weight_rows(plan, node, w), spread=self.settings.gptq)
         if moments.count < rows.shape[2]:
             few = f"{moments.count} positions for {rows.shape[2]} weights of one output"
             out.notes.append(f"warning: '{node.who}' is fitted to {few}: more images make it better")
@@ -250,7 +256,7 @@ class _Walker:
             out.notes.append(f"the weight of '{node.who}' is rounded to the nearest code: its moments are singular")
         self.graph.weights[name] = self.rounded[name] = from_rows(node, q, w)
         scale = entries.view(stored.scale.shape).to(torch.float32)
-        origin = f"{'gptq' if self.how.gptq else 'nearest'} over {moments.count} positions"
+        origin = f"{'gptq' if self.settings.gptq else 'nearest'} over {moments.count} positions"
         out.tensors[name] = plan.tensors[name] = plan.tensors[name].with_(scale=scale, origin=origin)
         if takes:
             x, t = moments.means()

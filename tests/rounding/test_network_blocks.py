@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.rounding.units import SCOPES, units
+from chipfit.rounding.network_blocks import SCOPES, network_blocks
 
 W = torch.eye(2)
 
@@ -31,27 +31,31 @@ def graph(nodes, inputs=("x",), outputs=None, ints=()):
 
 
 def firsts(g, scope):
-    return [g.nodes[u.first].name for u in units(g, scope)]
+    return [g.nodes[u.first].name for u in network_blocks(g, scope)]
 
 
 def test_a_layer_is_a_linear_operator_with_what_follows_it():
     g = graph(["r: x x", "La: r", "b: La La", "c: b b", "Ld: c", "Le: Ld"])
-    assert [(u.first, u.last, u.reads, u.gives) for u in units(g, "layer")] == [
+    assert [(u.first, u.last, u.inputs, u.outputs) for u in network_blocks(g, "layer")] == [
         (0, 4, ["x"], ["c"]),
         (4, 5, ["c"], ["Ld"]),
         (5, 6, ["Ld"], ["Le"]),
     ]
-    assert [(u.first, u.last) for u in units(g, "network")] == [(0, 6)] and SCOPES == ("layer", "block", "network")
+    assert [(u.first, u.last) for u in network_blocks(g, "network")] == [(0, 6)] and SCOPES == (
+        "layer",
+        "block",
+        "network",
+    )
 
 
 def test_what_a_part_reads_and_gives_is_what_passes_its_ends():
     g = graph(["La: x", "Lb: La", "c: La Lb", "Ld: c", "e: Ld y x"], inputs=("x", "y"), outputs=["e", "Lb"])
-    assert [(u.reads, u.gives) for u in units(g, "layer")] == [
+    assert [(u.inputs, u.outputs) for u in network_blocks(g, "layer")] == [
         (["x"], ["La"]),
         (["La"], ["Lb", "c"]),
         (["c", "y", "x"], ["e"]),
     ]
-    part = next(iter(units(g, "layer"))).of(g, ["La", "x"])
+    part = next(iter(network_blocks(g, "layer"))).subgraph(g, ["La", "x"])
     assert [n.name for n in part.nodes] == ["La"] and part.inputs == ["x"] and part.outputs == ["La", "x"]
 
 
@@ -86,6 +90,6 @@ def test_only_floats_connect():
 @pytest.mark.parametrize("scope", SCOPES)
 def test_parts_make_up_the_whole(scope):
     g = graph(["p: x x", "La: p", "Lb: La", "c: Lb La", "Ld: c", "Le: Ld", "f: Le c"])
-    found = list(units(g, scope))
+    found = list(network_blocks(g, scope))
     assert found[0].first == 0 and found[-1].last == len(g.nodes)
     assert all(a.last == b.first for a, b in itertools.pairwise(found))

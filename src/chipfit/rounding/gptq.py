@@ -26,12 +26,12 @@ TRIES = 36
 #: numbers that are rounded at a time: so many stay in the processor's cache
 _AT_ONCE = 1 << 17
 #: the same, for rows of many weights, of which each try is slow
-FEW = (1.0,)
-MANY = 1024
+CANDIDATES_OF_LONG_ROWS = (1.0,)
+LONG_ROW = 1024
 
 
 @dataclass
-class Rows:
+class WeightRows:
     """How the weight of one operator is stored, seen as [g, O/g, K]."""
 
     grid: Grid
@@ -42,7 +42,7 @@ class Rows:
     high: Tensor  #: greatest
 
 
-def corrected(w: Tensor, h: Tensor, c: Tensor, ridge: float) -> Tensor:
+def corrected_weights(w: Tensor, h: Tensor, c: Tensor, ridge: float) -> Tensor:
     """W* = W + (C - W H) (H + rho mean(diag H) I)^-1: what makes most of the outputs that are wanted.
 
     Args:
@@ -50,17 +50,17 @@ def corrected(w: Tensor, h: Tensor, c: Tensor, ridge: float) -> Tensor:
         h, c: moments of inputs, and of wanted outputs with inputs.
         ridge: rho, which draws towards the weights as they are.
     """
-    a, wanted = h + torch.diag_embed((ridge * _mean(h)).expand(h.shape[:2])), (c - w @ h).transpose(1, 2)
+    a, wanted = h + torch.diag_embed((ridge * _mean_diagonal(h)).expand(h.shape[:2])), (c - w @ h).transpose(1, 2)
     lower, failed = torch.linalg.cholesky_ex(a)
     if bool(failed.any()):
         return w + torch.linalg.lstsq(a, wanted).solution.transpose(1, 2)
     return w + torch.cholesky_solve(wanted, lower).transpose(1, 2)
 
 
-def rounded(
+def round_rows(
     w: Tensor,
     h: Tensor,
-    rows: Rows,
+    rows: WeightRows,
     *,
     spread: bool = True,
     damping: float = DAMPING,
@@ -76,17 +76,21 @@ def rounded(
         q [g, O/g, K]; the entries of the scale; whether H could be inverted (where it could not, q is the nearest).
     """
     g, o, k = w.shape
-    entries = _entries(rows)
+    entries = _scale_entries(rows)
     tries = [rows.scale]
     if rows.ids is not None and rows.grid.table is None and not bool(rows.zero.any()):
-        best = _search(w, h, rows, damping)
-        tries = [_allowed(best * r, rows) for r in (FEW if k > MANY else candidates)]
+        best = _search_scales(w, h, rows, damping)
+        tries = [_within_bounds(best * r, rows) for r in (CANDIDATES_OF_LONG_ROWS if k > LONG_ROW else candidates)]
         tries = [t[rows.ids].unsqueeze(2) for t in tries]
     many = torch.cat([t.expand(g, o, k) for t in tries], 1)
-    passed = _passed_on(h, damping) if spread else None
+    passed = _error_feedback(h, damping) if spread else None
     again = w.repeat(1, len(tries), 1)
     zeros = rows.zero.expand(g, o, k).repeat(1, len(tries), 1)
-    q = gptq(again, passed, many, zeros, rows.grid) if passed is not None else _Nearest(many, zeros, rows.grid)(again)
+    q = (
+        round_columns(again, passed, many, zeros, rows.grid)
+        if passed is not None
+        else _Nearest(many, zeros, rows.grid)(again)
+    )
     if rows.ids is None:
         return q, entries, passed is not None or not spread
     winner = torch.zeros(len(entries), dtype=torch.long)
@@ -101,7 +105,7 @@ def rounded(
     return q.gather(1, pick[:, None, :, None].expand(g, 1, o, k))[:, 0], entries, passed is not None or not spread
 
 
-def gptq(w: Tensor, passed: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> Tensor:
+def round_columns(w: Tensor, passed: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> Tensor:
     """Columns one after another; the error of each goes to those that are still to come.
 
     With H = R R' for an upper triangular R, the error (q - w) H (q - w)' is the sum over columns j of the squares of
@@ -147,10 +151,10 @@ class _Nearest:
         return by_rule(w / s, self.grid.rounding).clamp_(self.grid.qmin, self.grid.qmax).mul_(s)
 
 
-def _passed_on(h: Tensor, damping: float) -> Tensor | None:
+def _error_feedback(h: Tensor, damping: float) -> Tensor | None:
     """What `gptq` takes, of the damped H; None where even ten times the mean does not make it definite."""
     while damping <= 10:
-        damped = h + torch.diag_embed((damping * _mean(h)).expand(h.shape[:2]))
+        damped = h + torch.diag_embed((damping * _mean_diagonal(h)).expand(h.shape[:2]))
         # with rows and columns in reverse, so that the factor is upper triangular
         lower, failed = torch.linalg.cholesky_ex(damped.flip(1, 2))
         if not bool(failed.any()):
@@ -162,19 +166,21 @@ def _passed_on(h: Tensor, damping: float) -> Tensor | None:
     return None
 
 
-def _mean(h: Tensor) -> Tensor:
+def _mean_diagonal(h: Tensor) -> Tensor:
     """Mean of the diagonal, [g, 1]; above 0 where all inputs are dead."""
     return h.diagonal(dim1=1, dim2=2).mean(1, keepdim=True).clamp_min(1e-10)
 
 
-def _search(w: Tensor, h: Tensor, rows: Rows, damping: float) -> Tensor:
+def _search_scales(w: Tensor, h: Tensor, rows: WeightRows, damping: float) -> Tensor:
     """The entries of the scale with the least sum of (h_jj + damping) (q_j - w_j)^2, of `TRIES`."""
     assert rows.ids is not None
-    weights = (h.diagonal(dim1=1, dim2=2) + damping * _mean(h)).unsqueeze(2)
+    weights = (h.diagonal(dim1=1, dim2=2) + damping * _mean_diagonal(h)).unsqueeze(2)
     flat, n = rows.ids.flatten(), len(rows.low)
     top = torch.zeros(n).scatter_reduce_(0, flat, w.abs().amax(2).flatten(), "amax")
     half = (rows.grid.qmax - rows.grid.qmin) / 2
-    tries = _allowed((top / half * torch.linspace(0.25, 1.1, TRIES).unsqueeze(1)).clamp_min(1e-12), rows)  # [tries, n]
+    tries = _within_bounds(
+        (top / half * torch.linspace(0.25, 1.1, TRIES).unsqueeze(1)).clamp_min(1e-12), rows
+    )  # [tries, n]
     losses = []
     for some in tries.split(max(1, _AT_ONCE // w.numel())):
         q = _Nearest(some[:, rows.ids].unsqueeze(3), rows.zero, rows.grid)(w)  # [some, g, O/g, K]
@@ -183,14 +189,14 @@ def _search(w: Tensor, h: Tensor, rows: Rows, damping: float) -> Tensor:
     return tries.gather(0, torch.cat(losses).argmin(0, keepdim=True))[0]
 
 
-def _allowed(scale: Tensor, rows: Rows) -> Tensor:
+def _within_bounds(scale: Tensor, rows: WeightRows) -> Tensor:
     """The nearest entries that the platform allows."""
     if rows.grid.pot:
         scale = torch.exp2(torch.round(torch.log2(scale)))
     return torch.minimum(torch.maximum(scale, rows.low), rows.high)
 
 
-def _entries(rows: Rows) -> Tensor:
+def _scale_entries(rows: WeightRows) -> Tensor:
     """The entries of the scale as they are."""
     if rows.ids is None:
         return rows.low

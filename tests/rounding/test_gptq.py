@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chipfit.quantizers.grids import Grid
-from chipfit.rounding import fit
+from chipfit.rounding import gptq
 
 GRID = Grid(bits=3, qmin=-4, qmax=3)
 
@@ -18,11 +18,13 @@ def moments(g: int = 1, k: int = 4, n: int = 200, seed: int = 0) -> torch.Tensor
     return x.transpose(1, 2) @ x / n
 
 
-def stored(o: int = 3, k: int = 4, scale: float = 0.3, g: int = 1, free: bool = False, grid: Grid = GRID) -> fit.Rows:
+def stored(
+    o: int = 3, k: int = 4, scale: float = 0.3, g: int = 1, free: bool = False, grid: Grid = GRID
+) -> gptq.WeightRows:
     entries = torch.full((g * o,), scale)
     ids = torch.arange(g * o).view(g, o) if free else None
     low, high = (torch.full((g * o,), v) for v in (1e-6, 1e6))
-    return fit.Rows(
+    return gptq.WeightRows(
         grid, entries.view(g, o, 1), torch.zeros(g, o, 1), ids, low if free else entries, high if free else entries
     )
 
@@ -33,8 +35,8 @@ def error(q: torch.Tensor, w: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
 
 def test_gptq_is_near_the_best_of_all_roundings_and_better_than_the_nearest():
     h, w = moments(), 0.5 * torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(3))
-    q, _, inverted = fit.rounded(w, h, stored())
-    nearest, *_ = fit.rounded(w, h, stored(), spread=False)
+    q, _, inverted = gptq.round_rows(w, h, stored())
+    nearest, *_ = gptq.round_rows(w, h, stored(), spread=False)
     codes = torch.tensor(list(itertools.product(range(-4, 4), repeat=4)), dtype=torch.float32) * 0.3
     best = torch.stack([error(codes.view(1, -1, 4), row.view(1, 1, 4), h).min() for row in w[0]])
     assert inverted and torch.equal(q, (q / 0.3).round().clamp(-4, 3) * 0.3)
@@ -45,15 +47,15 @@ def test_gptq_is_near_the_best_of_all_roundings_and_better_than_the_nearest():
 def test_gptq_of_two_weights_by_hand():
     # H = [[1, .5], [.5, 1]]: rounding 0.4 to 0 loses 0.4, of which the next weight takes 0.5 * 0.4: 0.4 + 0.2 -> 1
     h = torch.tensor([[[1.0, 0.5], [0.5, 1.0]]])
-    q, *_ = fit.rounded(torch.tensor([[[0.4, 0.4]]]), h, stored(1, 2, 1.0), damping=1e-6)
+    q, *_ = gptq.round_rows(torch.tensor([[[0.4, 0.4]]]), h, stored(1, 2, 1.0), damping=1e-6)
     assert q.tolist() == [[[0.0, 1.0]]]
 
 
 def test_rows_of_blocks_beyond_the_first_hear_of_earlier_errors():
-    k = fit.BLOCK + 6
+    k = gptq.BLOCK + 6
     h, w = moments(k=k, n=4 * k), torch.randn(1, 2, k, generator=torch.Generator().manual_seed(5))
-    q, *_ = fit.rounded(w, h, stored(2, k))
-    nearest, *_ = fit.rounded(w, h, stored(2, k), spread=False)
+    q, *_ = gptq.round_rows(w, h, stored(2, k))
+    nearest, *_ = gptq.round_rows(w, h, stored(2, k), spread=False)
     u = torch.linalg.cholesky(torch.linalg.inv(h + 0.01 * h.diagonal(dim1=1, dim2=2).mean() * torch.eye(k)), upper=True)
     plain = w.clone()
     for i in range(k):  # algorithm 1 without blocks
@@ -68,8 +70,8 @@ def test_corrected_weights_are_least_squares_without_a_ridge_and_the_old_ones_wi
     x, t = torch.randn(300, 4, dtype=torch.float64), torch.randn(300, 2, dtype=torch.float64)
     h, c, w = (x.T @ x / 300)[None], (t.T @ x / 300)[None], torch.zeros(1, 2, 4, dtype=torch.float64)
     want = torch.linalg.lstsq(x, t).solution.T
-    torch.testing.assert_close(fit.corrected(w, h, c, 0.0)[0], want)
-    torch.testing.assert_close(fit.corrected(w + 1, h, c, 1e9), w + 1, rtol=0, atol=1e-6)
+    torch.testing.assert_close(gptq.corrected_weights(w, h, c, 0.0)[0], want)
+    torch.testing.assert_close(gptq.corrected_weights(w + 1, h, c, 1e9), w + 1, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -81,7 +83,7 @@ def test_scales_are_searched_for_what_they_are_shared_by(shared):
     rows = stored(free=True)
     if shared:
         one = torch.tensor([0.3])
-        rows = fit.Rows(
+        rows = gptq.WeightRows(
             GRID,
             one.view(1, 1, 1).expand(1, 3, 1),
             torch.zeros(1, 3, 1),
@@ -89,12 +91,12 @@ def test_scales_are_searched_for_what_they_are_shared_by(shared):
             one / 1e6,
             one * 1e6,
         )
-    q, scale, _ = fit.rounded(w, h, rows)
+    q, scale, _ = gptq.round_rows(w, h, rows)
     assert scale.shape == ((1,) if shared else (3,))
     each = scale.expand(3).view(1, 3, 1)
     torch.testing.assert_close(q, (q / each).round().clamp(-4, 3) * each)
     assert (
-        float(error(q, w, h).sum()) < float(error(fit.rounded(w, h, stored(scale=float(scale[0])))[0], w, h).sum())
+        float(error(q, w, h).sum()) < float(error(gptq.round_rows(w, h, stored(scale=float(scale[0])))[0], w, h).sum())
         or shared
     )
 
@@ -103,25 +105,25 @@ def test_scales_stay_between_bounds_and_powers_of_two_where_the_platform_says():
     h, w = moments(), torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(4))
     rows = stored(free=True)
     rows.low, rows.high = torch.tensor([5.0, 1e-6, 1e-6]), torch.tensor([9.0, 0.01, 1e6])
-    _, scale, _ = fit.rounded(w, h, rows)
+    _, scale, _ = gptq.round_rows(w, h, rows)
     assert scale[0] == 5 and scale[1] == torch.tensor(0.01) and 0.1 < scale[2] < 1
-    _, scale, _ = fit.rounded(w, h, stored(free=True, grid=Grid(bits=3, qmin=-4, qmax=3, pot=True)))
+    _, scale, _ = gptq.round_rows(w, h, stored(free=True, grid=Grid(bits=3, qmin=-4, qmax=3, pot=True)))
     assert torch.equal(scale.log2(), scale.log2().round())
 
 
 def test_dead_inputs_and_singular_moments_are_carried_by_the_damping():
     w = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(4))
-    q, _, inverted = fit.rounded(w, torch.zeros(1, 4, 4), stored())
-    assert inverted and torch.equal(q, fit.rounded(w, torch.zeros(1, 4, 4), stored(), spread=False)[0])
+    q, _, inverted = gptq.round_rows(w, torch.zeros(1, 4, 4), stored())
+    assert inverted and torch.equal(q, gptq.round_rows(w, torch.zeros(1, 4, 4), stored(), spread=False)[0])
     bad = torch.full((1, 4, 4), float("nan"))
-    q, _, inverted = fit.rounded(w, bad, stored())
+    q, _, inverted = gptq.round_rows(w, bad, stored())
     assert not inverted and bool(torch.isfinite(q).all())
 
 
 def test_wide_rows_come_with_the_scale_that_they_were_rounded_to():
-    k = fit.MANY + 6
+    k = gptq.LONG_ROW + 6
     h, w = torch.eye(k).unsqueeze(0), torch.randn(1, 2, k, generator=torch.Generator().manual_seed(6))
-    q, scale, _ = fit.rounded(w, h, stored(2, k, scale=7.0, free=True))
+    q, scale, _ = gptq.round_rows(w, h, stored(2, k, scale=7.0, free=True))
     codes = q / scale.view(1, 2, 1)
     assert bool((scale < 2).all()) and len(q.unique()) > 4
     torch.testing.assert_close(codes, codes.round(), rtol=0, atol=1e-4)
@@ -148,10 +150,15 @@ def weighed(w, scale, h, damping):
 
 @pytest.mark.parametrize("at_once", [1, 50, 1 << 17])
 def test_a_search_takes_the_best_of_36_scales_between_a_quarter_and_a_tenth_more_than_all(at_once, monkeypatch):
-    assert (fit.TRIES, fit._AT_ONCE, fit.CANDIDATES, fit.FEW) == (36, 1 << 17, (0.80, 0.89, 0.98, 1.06, 1.15), (1.0,))
-    monkeypatch.setattr(fit, "_AT_ONCE", at_once)
+    assert (gptq.TRIES, gptq._AT_ONCE, gptq.CANDIDATES, gptq.CANDIDATES_OF_LONG_ROWS) == (
+        36,
+        1 << 17,
+        (0.80, 0.89, 0.98, 1.06, 1.15),
+        (1.0,),
+    )
+    monkeypatch.setattr(gptq, "_AT_ONCE", at_once)
     w, h = drawn(2, 3) * torch.tensor([1.0, 4.0, 0.1]).view(1, 3, 1), moments(2, 6)
-    found = fit._search(w, h, stored(3, 6, g=2, free=True), 0.5)
+    found = gptq._search_scales(w, h, stored(3, 6, g=2, free=True), 0.5)
     tops = w.abs().amax(2).flatten() / 3.5
     lines = [tops * (0.25 + 0.85 * t / 35) for t in range(36)]
     losses = torch.stack([weighed(w, s, h, 0.5).flatten() for s in lines])
@@ -163,7 +170,7 @@ def test_rows_that_share_a_scale_are_searched_together():
     rows = stored(4, 6, free=True)
     rows.ids = torch.tensor([[0, 1, 0, 1]])
     rows.low, rows.high = rows.low[:2], rows.high[:2]
-    found = fit._search(w, h, rows, 0.01)
+    found = gptq._search_scales(w, h, rows, 0.01)
     for entry in range(2):
         own = w[:, entry::2]
         tops = own.abs().max() / 3.5
@@ -173,14 +180,14 @@ def test_rows_that_share_a_scale_are_searched_together():
 
 
 def test_weights_of_zero_keep_a_scale_above_zero():
-    assert 0 < float(fit._search(torch.zeros(1, 1, 4), moments(), stored(1, free=True), 0.01)) <= 1e-6
+    assert 0 < float(gptq._search_scales(torch.zeros(1, 1, 4), moments(), stored(1, free=True), 0.01)) <= 1e-6
 
 
 def test_of_the_scales_around_that_one_each_row_takes_the_one_that_loses_least():
     w, h = drawn(2, 4), moments(2, 6)
     rows = stored(4, 6, g=2, free=True)
-    q, entries, inverted = fit.rounded(w, h, rows)
-    alone = [fit.rounded(w, h, rows, candidates=(r,)) for r in fit.CANDIDATES]
+    q, entries, inverted = gptq.round_rows(w, h, rows)
+    alone = [gptq.round_rows(w, h, rows, candidates=(r,)) for r in gptq.CANDIDATES]
     losses = torch.stack([error(other, w, h) for other, *_ in alone])
     winner = losses.argmin(0)
     assert inverted and len(winner.unique()) > 1
@@ -192,17 +199,17 @@ def test_of_the_scales_around_that_one_each_row_takes_the_one_that_loses_least()
 
 @pytest.mark.parametrize("k, tries", [(4, 5), (5, 1)])
 def test_rows_of_many_weights_try_one_scale(k, tries, monkeypatch):
-    monkeypatch.setattr(fit, "MANY", 4)
-    tried, old = [], fit.gptq
-    monkeypatch.setattr(fit, "gptq", lambda w, *rest: tried.append(w.shape[1]) or old(w, *rest))
-    fit.rounded(drawn(1, 3, k), moments(1, k), stored(3, k, free=True))
+    monkeypatch.setattr(gptq, "LONG_ROW", 4)
+    tried, old = [], gptq.round_columns
+    monkeypatch.setattr(gptq, "round_columns", lambda w, *rest: tried.append(w.shape[1]) or old(w, *rest))
+    gptq.round_rows(drawn(1, 3, k), moments(1, k), stored(3, k, free=True))
     assert tried == [3 * tries]
 
 
 @pytest.mark.parametrize("free", [False, True])
 def test_whether_moments_could_be_inverted_is_told_where_it_was_asked(free):
     bad, w = torch.full((1, 4, 4), float("nan")), drawn(k=4)
-    assert [fit.rounded(w, h, stored(free=free), spread=s)[2] for h in (moments(), bad) for s in (True, False)] == [
+    assert [gptq.round_rows(w, h, stored(free=free), spread=s)[2] for h in (moments(), bad) for s in (True, False)] == [
         True,
         True,
         False,
@@ -218,41 +225,41 @@ def test_scales_stay_where_codes_have_a_zero_point_or_a_table():
         zeros,
         stored(free=True, grid=Grid(bits=3, qmin=-4, qmax=3, kind="lut", table=(-2.0, -1.0, 0.0, 3.0))),
     ):
-        q, entries, _ = fit.rounded(w, h, rows, spread=False)
+        q, entries, _ = gptq.round_rows(w, h, rows, spread=False)
         assert torch.equal(entries, torch.full((3,), 0.3))
         codes = (q / 0.3).round()
         assert float(codes.min()) >= -5 and float(codes.max()) <= 3
         assert rows is zeros or set(codes.unique().tolist()) <= {-2, -1, 0, 3}
     # codes -4 .. 3 about a zero point of 1
-    assert float((fit.rounded(w - 9, h, zeros, spread=False)[0] / 0.3).round().max()) == -5
-    assert float((fit.rounded(w + 9, h, zeros, spread=False)[0] / 0.3).round().min()) == 2
+    assert float((gptq.round_rows(w - 9, h, zeros, spread=False)[0] / 0.3).round().max()) == -5
+    assert float((gptq.round_rows(w + 9, h, zeros, spread=False)[0] / 0.3).round().min()) == 2
 
 
 def test_powers_of_two_are_the_nearest_on_the_logarithm():
     rows = stored(1, free=True, grid=Grid(bits=3, qmin=-4, qmax=3, pot=True))
     scales = torch.tensor([[1.0], [1.4], [1.42], [3.0], [0.1]])
-    assert fit._allowed(scales, rows).flatten().tolist() == [1, 1, 2, 4, 0.125]
+    assert gptq._within_bounds(scales, rows).flatten().tolist() == [1, 1, 2, 4, 0.125]
 
 
 def test_the_damping_grows_until_moments_are_definite():
     """Of diag(1, 1, -0.5) the mean is a half: 0.01, 0.1 and 1 times that are too little, 10 times is enough."""
     h = torch.diag(torch.tensor([1.0, 1.0, -0.5])).unsqueeze(0)
-    assert torch.equal(fit._passed_on(h, 0.01), torch.eye(3).unsqueeze(0))
+    assert torch.equal(gptq._error_feedback(h, 0.01), torch.eye(3).unsqueeze(0))
     deeper = torch.diag(torch.tensor([9.0, 9.0, -14.0])).unsqueeze(0)  # a mean of 4 / 3, and ten times it 13.3
-    assert fit._passed_on(deeper, 0.01) is None
-    assert fit._mean(torch.zeros(1, 3, 3)).tolist() == [[pytest.approx(1e-10)]]
+    assert gptq._error_feedback(deeper, 0.01) is None
+    assert gptq._mean_diagonal(torch.zeros(1, 3, 3)).tolist() == [[pytest.approx(1e-10)]]
 
 
 def test_errors_are_passed_on_by_the_triangular_factor():
     """H = R R' of an upper triangular R: here [[2, 1], [0, 1]], so that R_12 / R_22 = 1."""
     h = torch.tensor([[[5.0, 1.0], [1.0, 1.0]]])
-    assert torch.allclose(fit._passed_on(h, 0.0), torch.tensor([[[1.0, 1.0], [0.0, 1.0]]]))
+    assert torch.allclose(gptq._error_feedback(h, 0.0), torch.tensor([[[1.0, 1.0], [0.0, 1.0]]]))
 
 
 def test_without_definite_moments_corrected_weights_are_those_of_least_squares():
     h = torch.zeros(1, 2, 2)
     h[0, 0, 0] = 2.0
     c, w = torch.tensor([[[6.0, 0.0]]]), torch.tensor([[[1.0, 5.0]]])
-    assert torch.allclose(fit.corrected(w, h, c, 0.0), torch.tensor([[[3.0, 5.0]]]))
+    assert torch.allclose(gptq.corrected_weights(w, h, c, 0.0), torch.tensor([[[3.0, 5.0]]]))
     # W + (C - W H) / (H + rho mean): 1 + (6 - 2) / (2 + 0.5)
-    assert torch.allclose(fit.corrected(w, h, c, 0.5), torch.tensor([[[1 + 4 / 2.5, 5.0]]]))
+    assert torch.allclose(gptq.corrected_weights(w, h, c, 0.5), torch.tensor([[[1 + 4 / 2.5, 5.0]]]))

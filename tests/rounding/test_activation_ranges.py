@@ -12,8 +12,13 @@ from chipfit.quantizers.scale_bounds import ScaleBound
 from chipfit.quantizers.stored import Stored
 from chipfit.ranges import choose
 from chipfit.ranges.search import Sample
-from chipfit.rounding import grids
-from chipfit.rounding.grids import by_effect, is_scores, logits, open_to
+from chipfit.rounding import activation_ranges
+from chipfit.rounding.activation_ranges import (
+    are_low_bit_scores,
+    free_low_bit_activations,
+    range_of_scores,
+    with_weighted_ranges,
+)
 
 A4 = Grid(bits=4, qmin=0, qmax=15, zero="any")
 
@@ -26,14 +31,14 @@ def tensor(name="x", scale=1.0, role="activation", axis=None, **grid):
 
 
 def test_ends_of_class_scores_are_tried_in_steps_of_a_twentieth():
-    assert [round(20 * v, 5) for v in grids._LOWS] == list(range(21))
-    assert [round(20 * v, 5) for v in grids._HIGHS] == list(range(10, 21))
+    assert [round(20 * v, 5) for v in activation_ranges._LOWS] == list(range(21))
+    assert [round(20 * v, 5) for v in activation_ranges._HIGHS] == list(range(10, 21))
 
 
 def test_low_scores_are_clipped_and_the_highest_keep_their_codes():
     """Most classes are hopeless at -40; among the others a step of 40 / 15 would make the first two alike."""
     x = torch.tensor([[5.0, 3.0, 0.0, -40.0], [1.0, 4.5, 3.5, -40.0]])
-    scale, zero = logits(tensor().stored, [x[:1], x[1:]], [x[:1], x[1:]])
+    scale, zero = range_of_scores(tensor().stored, [x[:1], x[1:]], [x[:1], x[1:]])
     low, high = -int(zero) * float(scale), (15 - int(zero)) * float(scale)
     assert high == pytest.approx(5.0, abs=0.6) and -13 < low <= -4
     p = x.log_softmax(1)
@@ -64,7 +69,7 @@ def test_low_scores_are_clipped_and_the_highest_keep_their_codes():
     ],
 )
 def test_scores_are_of_two_classes_at_least_and_of_fewer_than_eight_bits(shape, grid, scores):
-    assert is_scores(torch.zeros(shape), grid) is scores
+    assert are_low_bit_scores(torch.zeros(shape), grid) is scores
 
 
 def test_grids_of_few_bits_are_open_where_no_rule_says_them():
@@ -81,23 +86,23 @@ def test_grids_of_few_bits_are_open_where_no_rule_says_them():
         tensor("also"),
     ]
     plan = Plan(tensors={t.name: t for t in tensors}, zeros=("zeros",), ties=(("tied", "yes2"),), fixed=("fixed",))
-    assert open_to(plan) == ["yes", "also"]
-    assert open_to(Plan(tensors={"w": tensor("w", bits=grids.FEW, qmax=3)})) == ["w"]
-    assert open_to(Plan(tensors={"w": tensor("w", bits=grids.FEW + 1, qmax=3)})) == []
+    assert free_low_bit_activations(plan) == ["yes", "also"]
+    assert free_low_bit_activations(Plan(tensors={"w": tensor("w", bits=activation_ranges.FEW, qmax=3)})) == ["w"]
+    assert free_low_bit_activations(Plan(tensors={"w": tensor("w", bits=activation_ranges.FEW + 1, qmax=3)})) == []
 
 
 def test_only_activations_that_vary_are_placed_anew():
     plan = Plan(tensors={t.name: t for t in (tensor("a"), tensor("b"))})
     still = {"a": TensorStats("a", 1.0, 1.0)}
-    assert by_effect(None, plan, still, []) is plan  # one never changes, of the other nothing is known
+    assert with_weighted_ranges(None, plan, still, []) is plan  # one never changes, of the other nothing is known
 
 
 def placed(monkeypatch, plan, weighed, *seed, **stats):
     """By errors that are weighed like this; and what importance was asked of."""
     asked = []
-    monkeypatch.setattr(grids, "importance", lambda graph, *given: asked.append(given) or weighed)
+    monkeypatch.setattr(activation_ranges, "importance", lambda graph, *given: asked.append(given) or weighed)
     seen = {n: TensorStats(n, low, high) for n, (low, high) in stats.items()}
-    return by_effect("network", plan, seen, "batches", *seed), asked
+    return with_weighted_ranges("network", plan, seen, "batches", *seed), asked
 
 
 #: multiples of a fifth up to 3 matter, the greatest value hardly

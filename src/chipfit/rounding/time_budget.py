@@ -7,9 +7,9 @@ import torch
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear, places, products
 from chipfit.plan.record import Plan
-from chipfit.rounding import grids
+from chipfit.rounding import activation_ranges
 from chipfit.rounding.fisher import IMAGES
-from chipfit.rounding.fit import CANDIDATES, FEW, MANY
+from chipfit.rounding.gptq import CANDIDATES, CANDIDATES_OF_LONG_ROWS, LONG_ROW
 from chipfit.rounding.moments import as_rows
 
 #: (images, output positions per operator), best first: positions above 2,048 matter less than images, and those above
@@ -22,7 +22,7 @@ LADDER = (
 EFFICIENCY = 0.25
 
 
-def speed() -> float:
+def multiplications_per_second() -> float:
     """Multiplications per second of a matrix product with the threads that are set."""
     a, best = torch.ones(384, 384), 1e9
     for _ in range(5):
@@ -32,29 +32,29 @@ def speed() -> float:
     return a.numel() * len(a) / best
 
 
-def cost(graph: Graph, plan: Plan, images: int, positions: int) -> float:
+def count_multiplications(graph: Graph, plan: Plan, images: int, positions: int) -> float:
     """Multiplications of a walk."""
     linear = [n for n in graph.nodes if is_linear(graph, n)]
-    passes = 2 * images + (3 * min(images, IMAGES) if grids.open_to(plan) else 0)
+    passes = 2 * images + (3 * min(images, IMAGES) if activation_ranges.free_low_bit_activations(plan) else 0)
     streams = passes * sum(products(graph, n) for n in linear)
     fitted = [n for n in linear if plan.quantized(n.weight) and not graph.is_weight(n.data)]
-    return streams + sum(_fit(graph, n, images, positions) for n in fitted)
+    return streams + sum(_count_of_fit(graph, n, images, positions) for n in fitted)
 
 
-def affordable(graph: Graph, plan: Plan, images: int, seconds: float) -> tuple[int, int, float]:
+def fit_to_time(graph: Graph, plan: Plan, images: int, seconds: float) -> tuple[int, int, float]:
     """Images and positions for the time, and the seconds that they are expected to take; the least where none fits."""
-    rate = EFFICIENCY * speed()
+    rate = EFFICIENCY * multiplications_per_second()
     for most, positions in LADDER:
         used = min(images, most or images)
-        expected = cost(graph, plan, used, positions) / rate
+        expected = count_multiplications(graph, plan, used, positions) / rate
         if expected <= seconds:
             break
     return used, positions, expected
 
 
-def _fit(graph: Graph, node: Node, images: int, positions: int) -> float:
+def _count_of_fit(graph: Graph, node: Node, images: int, positions: int) -> float:
     """Of one operator: moments, two factorizations, and the columns of every scale that is tried."""
     g, o, k = as_rows(node, graph.weights[node.weight].detach()).shape
     read = min(max(positions, 2 * k), images * places(node, graph.values[node.output].shape))
-    tries = len(FEW if k > MANY else CANDIDATES)
+    tries = len(CANDIDATES_OF_LONG_ROWS if k > LONG_ROW else CANDIDATES)
     return float(g * (read * k * (k + o) + k**3 + tries * o * k * k))

@@ -21,7 +21,7 @@ def rectified_sigmoid(v: Tensor) -> Tensor:
     return torch.clamp(torch.sigmoid(v) * (HIGH - LOW) + LOW, 0, 1)
 
 
-def inverse(h: Tensor) -> Tensor:
+def inverse_sigmoid(h: Tensor) -> Tensor:
     """The v of least magnitude that gives h in [0, 1]."""
     return torch.log((h - LOW) / (HIGH - h))
 
@@ -31,7 +31,7 @@ def regularizer(h: Tensor, exponent: float) -> Tensor:
     return (1 - (2 * h - 1).abs().pow(exponent)).sum()
 
 
-def exponent(step: int, steps: int) -> float:
+def regularizer_exponent(step: int, steps: int) -> float:
     """20 in the first fifth of the steps, then in a line to 2 at their end: 11 midway there."""
     after = max(step / steps - WARM_UP, 0) / (1 - WARM_UP)
     return FIRST + (LAST - FIRST) * after
@@ -50,7 +50,7 @@ def output_error(got: Tensor, wanted: Tensor, weight: Tensor | None = None) -> T
     return (per_channel if weight is None else per_channel * weight).sum(1).mean()
 
 
-class Soft:
+class SoftWeight:
     """A weight between two codes: the one that it starts from, and the one on the other side of its float value.
 
     Args:
@@ -68,7 +68,7 @@ class Soft:
         gap = self.high - self.low
         share = ((wanted - self.low) / torch.where(gap > 0, gap, 1)).clamp(0, 1)
         share = torch.where(q > below, share.clamp_min(0.5 + 1e-6), share.clamp_max(0.5 - 1e-6))
-        self.v = inverse(share).requires_grad_()
+        self.v = inverse_sigmoid(share).requires_grad_()
 
     def share(self) -> Tensor:
         return rectified_sigmoid(self.v)

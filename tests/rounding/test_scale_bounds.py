@@ -10,8 +10,8 @@ from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.scale_bounds import ScaleBound
 from chipfit.quantizers.stored import Stored
-from chipfit.rounding.bounds import allowed, allows, rows_of
-from chipfit.rounding.fit import Rows
+from chipfit.rounding.gptq import WeightRows
+from chipfit.rounding.scale_bounds import scale_bounds, scale_is_allowed, weight_rows
 
 N4 = Grid(bits=4, qmin=-7, qmax=7)
 TINY = float(torch.finfo(torch.float32).tiny)
@@ -35,7 +35,7 @@ W, X, Y = tensor("w", [0.5, 2.0], 0), tensor("x", 0.25), tensor("y", [4.0, 1.0],
 
 
 def ends(p, name="w"):
-    return [b.tolist() for b in allowed(p, name)]
+    return [b.tolist() for b in scale_bounds(p, name)]
 
 
 def test_without_rules_every_scale_that_multiplies_is_allowed():
@@ -48,12 +48,12 @@ def test_without_rules_every_scale_that_multiplies_is_allowed():
 
 @pytest.mark.parametrize("rule", [{"ties": (("x", "w"),)}, {"fixed": ("w",)}, {"sums": (("w", 9.0),)}])
 def test_a_scale_with_rules_beyond_bounds_stays(rule):
-    assert allowed(plan(W, X, **rule), "w") is None and not allows(plan(W, X, **rule), "w", W.scale)
+    assert scale_bounds(plan(W, X, **rule), "w") is None and not scale_is_allowed(plan(W, X, **rule), "w", W.scale)
     other = {
         k: tuple(x if k == "fixed" else (x[0], "y") if k == "ties" else ("y", 9.0) for x in v) for k, v in rule.items()
     }
     if "fixed" not in rule:
-        assert allowed(plan(W, X, Y, **other), "w") is not None
+        assert scale_bounds(plan(W, X, Y, **other), "w") is not None
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_several_bounds_hold_together():
 )
 def test_a_scale_is_allowed_where_every_entry_is(scale, fits):
     p = plan(W, limits=(limit(-2.0, 2.0, w=1),))
-    assert allows(p, "w", torch.tensor(scale)) is fits
-    low, high = allowed(p, "w")
-    assert allows(p, "w", low) and allows(p, "w", high)
+    assert scale_is_allowed(p, "w", torch.tensor(scale)) is fits
+    low, high = scale_bounds(p, "w")
+    assert scale_is_allowed(p, "w", low) and scale_is_allowed(p, "w", high)
 
 
 CONV = Node(
@@ -119,20 +119,20 @@ CONV = Node(
 def test_rows_know_which_entry_of_the_scale_is_theirs():
     w = torch.zeros(4, 3, 2)  # two groups of two outputs, six weights each
     each = tensor("w", [0.5, 2.0, 3.0, 4.0], 0)
-    rows: Rows = rows_of(plan(each, limits=(limit(-2.0, 3.0, w=1),)), CONV, w)
+    rows: WeightRows = weight_rows(plan(each, limits=(limit(-2.0, 3.0, w=1),)), CONV, w)
     assert rows.ids.tolist() == [[0, 1], [2, 3]] and rows.scale.shape == rows.zero.shape == (2, 2, 6)
     assert rows.scale[..., 0].tolist() == rows.scale[..., 5].tolist() == [[0.5, 2], [3, 4]] and rows.grid == N4
     assert rows.low.tolist() == pytest.approx([0.25] * 4, rel=1e-4) and rows.high.tolist() == pytest.approx(
         [8] * 4, rel=1e-4
     )
-    one = rows_of(plan(tensor("w", 0.5)), CONV, w)
+    one = weight_rows(plan(tensor("w", 0.5)), CONV, w)
     assert one.ids.tolist() == [[0, 0], [0, 0]] and one.high.tolist() == [2.0**100]
 
 
 def test_rows_whose_scale_stays_have_no_entries_to_choose():
     w = torch.zeros(4, 3, 2)
-    fixed = rows_of(plan(tensor("w", [0.5, 2.0, 3.0, 4.0], 0), fixed=("w",)), CONV, w)
+    fixed = weight_rows(plan(tensor("w", [0.5, 2.0, 3.0, 4.0], 0), fixed=("w",)), CONV, w)
     assert fixed.ids is None and fixed.low.tolist() == fixed.high.tolist() == [0.5, 2, 3, 4]
-    inputs = rows_of(plan(tensor("w", [0.5, 2.0, 3.0], 1)), CONV, w)  # a scale for each input channel
+    inputs = weight_rows(plan(tensor("w", [0.5, 2.0, 3.0], 1)), CONV, w)  # a scale for each input channel
     assert inputs.ids is None and inputs.scale[0, 0].tolist() == [0.5, 0.5, 2, 2, 3, 3]
     assert inputs.low.tolist() == inputs.high.tolist() == [0.5, 2, 3]

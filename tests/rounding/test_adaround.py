@@ -7,12 +7,12 @@ import torch
 
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
-from chipfit.rounding import reconstruct, walk
-from chipfit.rounding.soft import HIGH, LOW, Soft, exponent, inverse, output_error
+from chipfit.rounding import learned_rounding, sequential_reconstruction
+from chipfit.rounding.adaround import HIGH, LOW, SoftWeight, inverse_sigmoid, output_error, regularizer_exponent
 
 
 def test_what_is_learned_and_walked_unless_told_otherwise():
-    assert reconstruct.How() == reconstruct.How(
+    assert learned_rounding.ReconstructionSettings() == learned_rounding.ReconstructionSettings(
         scope="block",
         steps=1000,
         rate=0.2,
@@ -24,17 +24,17 @@ def test_what_is_learned_and_walked_unless_told_otherwise():
         memory=768 * 1024**2,
         seed=0,
     )
-    assert walk.How() == walk.How(
+    assert sequential_reconstruction.GptqSettings() == sequential_reconstruction.GptqSettings(
         gptq=True, samples=4096, ridge=0.1, residual=True, centred=True, memory=768 * 1024**2, seed=0
     )
-    assert reconstruct.OF_BIASES == 0.01 and (LOW, HIGH) == (-0.1, 1.1)
+    assert learned_rounding.BIAS_RATE == 0.01 and (LOW, HIGH) == (-0.1, 1.1)
 
 
 @pytest.mark.parametrize(
     "step, want", [(0, 20), (19, 20), (20, 20), (21, 20 - 18 / 80), (40, 15.5), (80, 6.5), (100, 2)]
 )
 def test_the_exponent_falls_by_18_in_four_fifths_of_the_steps(step, want):
-    assert exponent(step, 100) == pytest.approx(want)
+    assert regularizer_exponent(step, 100) == pytest.approx(want)
 
 
 def test_errors_of_scores_and_of_single_numbers():
@@ -56,7 +56,7 @@ def int4(scale=1.0):
 
 def test_a_weight_lies_between_its_code_and_the_one_on_its_other_side():
     wanted = torch.tensor([1.25, 1.75, 2.0, -0.25, 9.0, -11.0, 6.75, -7.75])
-    soft = Soft(int4(), wanted, wanted)
+    soft = SoftWeight(int4(), wanted, wanted)
     assert soft.low.tolist() == [1, 1, 2, -1, 7, -8, 6, -8] and soft.high.tolist() == [2, 2, 3, 0, 7, -8, 7, -7]
     assert soft.hard().tolist() == [1, 2, 2, 0, 7, -8, 7, -8]
     torch.testing.assert_close(soft.share().detach()[[0, 1, 3, 6, 7]], torch.tensor([0.25, 0.75, 0.75, 0.75, 0.25]))
@@ -66,7 +66,7 @@ def test_a_weight_lies_between_its_code_and_the_one_on_its_other_side():
 
 def test_the_code_to_start_from_has_the_larger_share_however_little():
     """Both 2 and 3 for 2.5, and 2 for 2.9 where it starts from there."""
-    soft = Soft(int4(), torch.tensor([2.5, 2.5, 2.9, 2.1]), torch.tensor([2.0, 3.0, 2.0, 3.0]))
+    soft = SoftWeight(int4(), torch.tensor([2.5, 2.5, 2.9, 2.1]), torch.tensor([2.0, 3.0, 2.0, 3.0]))
     share = soft.share().detach() - 0.5
     assert bool(((share.abs() > 1e-7) & (share.abs() < 1e-5)).all()) and soft.hard().tolist() == [2, 3, 2, 3]
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_the_code_to_start_from_has_the_larger_share_however_little():
 
 def test_the_least_magnitude_that_gives_an_end_is_the_logarithm_of_eleven():
     torch.testing.assert_close(
-        inverse(torch.tensor([0.0, 0.5, 1.0])), torch.tensor([-1.0, 0.0, 1.0]) * torch.log(torch.tensor(11.0))
+        inverse_sigmoid(torch.tensor([0.0, 0.5, 1.0])), torch.tensor([-1.0, 0.0, 1.0]) * torch.log(torch.tensor(11.0))
     )
 
 
@@ -84,12 +84,12 @@ def test_a_table_has_as_many_codes_as_entries():
     table = (-3.0, -1.0, 0.0, 2.0)
     stored = int4(0.5).with_(grid=Grid(bits=8, qmin=-128, qmax=127, kind="lut", table=table))
     wanted = torch.tensor([-9.0, -0.9, 0.8, 7.0])
-    soft = Soft(stored, wanted, wanted)
+    soft = SoftWeight(stored, wanted, wanted)
     assert soft.low.tolist() == [-1.5, -1.5, 0, 1] and soft.high.tolist() == [-1.5, -0.5, 1, 1]
     assert soft.hard().tolist() == [-1.5, -0.5, 1, 1]
 
 
 def test_a_weight_on_an_end_of_its_grid_can_be_learned():
     wanted = torch.tensor([7.0, -8.0])
-    soft = Soft(int4(), wanted, wanted)
+    soft = SoftWeight(int4(), wanted, wanted)
     assert soft.hard().tolist() == soft.soft().tolist() == [7, -8] and bool(soft.v.isfinite().all())

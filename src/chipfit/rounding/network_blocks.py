@@ -14,21 +14,21 @@ SCOPES = ("layer", "block", "network")
 IN_A_ROW = 3
 
 
-class Unit(NamedTuple):
+class Block(NamedTuple):
     """Nodes from the first to before the last, the values that they read, and those that others read of them."""
 
     first: int
     last: int
-    reads: list[str]
-    gives: list[str]
+    inputs: list[str]
+    outputs: list[str]
 
-    def of(self, graph: Graph, more: list[str]) -> Graph:
+    def subgraph(self, graph: Graph, more: list[str]) -> Graph:
         """These nodes as a network of its own, with more outputs."""
-        outputs = [*dict.fromkeys([*self.gives, *more])]
-        return replace(graph, nodes=graph.nodes[self.first : self.last], inputs=self.reads, outputs=outputs)
+        outputs = [*dict.fromkeys([*self.outputs, *more])]
+        return replace(graph, nodes=graph.nodes[self.first : self.last], inputs=self.inputs, outputs=outputs)
 
 
-def units(graph: Graph, scope: str) -> Iterator[Unit]:
+def network_blocks(graph: Graph, scope: str) -> Iterator[Block]:
     """Parts of the network in execution order.
 
     layer: a linear operator with what follows it up to the next one. block: what lies between two values that alone
@@ -36,21 +36,21 @@ def units(graph: Graph, scope: str) -> Iterator[Unit]:
     operators.
     """
     heads = [k for k, n in enumerate(graph.nodes) if is_linear(graph, n)]
-    cuts = {"layer": heads[1:], "block": _blocks(graph, heads), "network": []}[scope]
+    cuts = {"layer": heads[1:], "block": _block_starts(graph, heads), "network": []}[scope]
     made = {o: k for k, n in enumerate(graph.nodes) for o in n.outputs}
     used = _last_used(graph)
     for first, last in zip([0, *cuts], [*cuts, len(graph.nodes)], strict=True):
         nodes = graph.nodes[first:last]
-        reads = dict.fromkeys(i for n in nodes for i in n.inputs if i is not None and not graph.is_weight(i))
-        gives = [o for n in nodes for o in n.outputs if used.get(o, -1) >= last or o in graph.outputs]
-        yield Unit(first, last, [i for i in reads if made.get(i, -1) < first], gives)
+        inputs = dict.fromkeys(i for n in nodes for i in n.inputs if i is not None and not graph.is_weight(i))
+        outputs = [o for n in nodes for o in n.outputs if used.get(o, -1) >= last or o in graph.outputs]
+        yield Block(first, last, [i for i in inputs if made.get(i, -1) < first], outputs)
 
 
 def _last_used(graph: Graph) -> dict[str, int]:
     return {i: k for k, n in enumerate(graph.nodes) for i in n.inputs if i is not None}
 
 
-def _blocks(graph: Graph, heads: list[int]) -> list[int]:
+def _block_starts(graph: Graph, heads: list[int]) -> list[int]:
     """Where one block ends and the next begins."""
     used, alive = _last_used(graph), {i for i in graph.inputs if graph.is_float(i)}
     pieces: list[tuple[int, int]] = []  # begin, linear operators in it

@@ -16,14 +16,14 @@ from chipfit.quantizers.grids import Grid, fake_quantize
 from chipfit.quantizers.stored import Stored
 from chipfit.ranges.qparams import QParams, from_min_max
 from chipfit.ranges.search import Sample, search
-from chipfit.rounding.bounds import allowed, allows
 from chipfit.rounding.importance import importance
+from chipfit.rounding.scale_bounds import scale_bounds, scale_is_allowed
 
 #: shares of the range on which its ends are tried
 _LOWS, _HIGHS = torch.linspace(0, 1, 21).tolist(), torch.linspace(0.5, 1, 11).tolist()
 
 
-def logits(stored: Stored, wanted: Iterable[Tensor], got: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+def range_of_scores(stored: Stored, wanted: Iterable[Tensor], got: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
     """Scale and zero point of class scores [N, C] with the least KL(softmax(wanted) || softmax(rounded)).
 
     Low scores may be clipped, the highest may not.
@@ -40,19 +40,19 @@ def logits(stored: Stored, wanted: Iterable[Tensor], got: Iterable[Tensor]) -> t
     return best.scale, best.zero_point
 
 
-def is_scores(x: Tensor, grid: Grid) -> bool:
+def are_low_bit_scores(x: Tensor, grid: Grid) -> bool:
     """Scores of classes, on a grid of few codes."""
     return x.dim() == 2 and x.shape[1] > 1 and grid.table is None and grid.bits < 8
 
 
-def open_to(plan: Plan) -> list[str]:
+def free_low_bit_activations(plan: Plan) -> list[str]:
     """The activations of few bits whose grids the platform leaves open."""
     found = (t.name for t in plan.tensors.values() if t.role == "activation" and t.stored is not None)
     few = (n for n in found if plan[n].grid.bits <= FEW and plan[n].grid.nearest and not plan[n].scale.dim())
-    return [n for n in few if n not in plan.zeros and allowed(plan, n) is not None]
+    return [n for n in few if n not in plan.zeros and scale_bounds(plan, n) is not None]
 
 
-def by_effect(
+def with_weighted_ranges(
     graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], batches: Iterable[Sequence[Tensor]], seed: int = 0
 ) -> Plan:
     """The plan with grids of the least sum of (g^2 + 0.3 mean g^2) (Q(x) - x)^2 for activations of few bits.
@@ -64,13 +64,13 @@ def by_effect(
         stats: of the float network; activations that are not among them stay as they are.
         batches: of graph inputs, of which the first `fisher.IMAGES` samples are taken.
     """
-    names = [n for n in open_to(plan) if n in stats and stats[n].low < stats[n].high]
+    names = [n for n in free_low_bit_activations(plan) if n in stats and stats[n].low < stats[n].high]
     if not names:
         return plan
     for n, weighed in importance(graph, plan.float_edges, names, stats, batches, seed).items():
         assert isinstance(weighed, Sample)  # of an activation
         q = search(weighed, plan[n].grid, p=2.0)
-        if allows(plan, n, q.scale[0]):
+        if scale_is_allowed(plan, n, q.scale[0]):
             origin = "least squared error weighed by squared gradients"
             new = plan.tensors[n].with_(scale=q.scale[0], zero_point=q.zero_point[0], origin=origin)
             plan = replace(plan, tensors={**plan.tensors, n: new})

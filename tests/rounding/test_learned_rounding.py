@@ -17,11 +17,18 @@ from chipfit.engine.run import run
 from chipfit.errors import DataError
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
-from chipfit.rounding import reconstruct as engine
-from chipfit.rounding.compare import Reference, rounded_run
-from chipfit.rounding.reconstruct import How, reconstruct
-from chipfit.rounding.soft import Soft, exponent, inverse, output_error, rectified_sigmoid, regularizer
-from chipfit.rounding.units import SCOPES, units
+from chipfit.rounding import learned_rounding as engine
+from chipfit.rounding.adaround import (
+    SoftWeight,
+    inverse_sigmoid,
+    output_error,
+    rectified_sigmoid,
+    regularizer,
+    regularizer_exponent,
+)
+from chipfit.rounding.compare import Reference, run_quantized
+from chipfit.rounding.learned_rounding import ReconstructionSettings, learn_rounding
+from chipfit.rounding.network_blocks import SCOPES, network_blocks
 
 
 class Net(nn.Module):
@@ -62,7 +69,7 @@ def energy(graph, got) -> float:
 @torch.no_grad()
 def error(result) -> float:
     graph = result._uncorrected[0] if result._uncorrected else result.graph
-    return energy(graph, *rounded_run(result.graph, result.plan, [NEW]).values())
+    return energy(graph, *run_quantized(result.graph, result.plan, [NEW]).values())
 
 
 # ---------------------------------------------------------------- formulas on paper
@@ -77,13 +84,13 @@ def test_the_rectified_sigmoid_ends_at_the_logarithm_of_eleven():
     v = torch.tensor([-9, -math.log(11), -math.log(2), 0, math.log(2), math.log(11), 9])
     # 1.2 / 3 - 0.1 = 0.3 at -ln 2
     torch.testing.assert_close(rectified_sigmoid(v), torch.tensor([0, 0, 0.3, 0.5, 0.7, 1, 1]), atol=1e-6, rtol=0)
-    torch.testing.assert_close(inverse(torch.tensor([0.3, 0.7])), torch.tensor([-1, 1]) * math.log(2))
+    torch.testing.assert_close(inverse_sigmoid(torch.tensor([0.3, 0.7])), torch.tensor([-1, 1]) * math.log(2))
 
 
 @torch.no_grad()
 def test_36_soft_weights_start_as_the_float_ones_and_hard_ones_as_the_nearest():
     w = torch.linspace(-0.99, 0.74, 1001)  # inside the range, codes of -4 to 3
-    soft = Soft(stored(), w, w)
+    soft = SoftWeight(stored(), w, w)
     torch.testing.assert_close(soft.soft().detach(), w, atol=5e-7, rtol=0)
     ties = (w / 0.25 % 1 - 0.5).abs() < 1e-5
     assert torch.equal(soft.hard()[~ties], stored().round(w)[~ties]) and int(ties.sum()) < 10
@@ -92,13 +99,13 @@ def test_36_soft_weights_start_as_the_float_ones_and_hard_ones_as_the_nearest():
 
 def test_36_within_2e_8_at_the_scale_of_weights():
     w = torch.linspace(-0.039, 0.029, 1001)
-    assert float((Soft(stored(0.01), w, w).soft() - w).detach().abs().max()) < 2e-8
+    assert float((SoftWeight(stored(0.01), w, w).soft() - w).detach().abs().max()) < 2e-8
 
 
 def test_other_codes_to_start_from_stay_until_something_is_learned():
     w = torch.tensor([0.1, 0.1, 0.1, -0.3, 9.0])
     start = torch.tensor([0.0, 0.25, 0.5, -0.5, 0.75])  # the third is more than a step away, the last at the end
-    soft = Soft(stored(), w, start)
+    soft = SoftWeight(stored(), w, start)
     assert torch.equal(soft.hard(), start)
     assert soft.low.tolist() == [0, 0, 0.25, -0.5, 0.75] and soft.high.tolist() == [0.25, 0.25, 0.5, -0.25, 0.75]
 
@@ -108,14 +115,14 @@ def test_tables_and_zero_points_have_neighbours_too(grid):
     s = stored(0.5, **grid)
     s = s if "table" in grid else s.with_(zero_point=torch.tensor(2, dtype=torch.int32))
     w = torch.tensor([-0.35, 0.05, 0.2])
-    soft = Soft(s, w, w)
+    soft = SoftWeight(s, w, w)
     assert torch.equal(soft.hard(), s.round(w)) and bool((soft.low <= w).all()) and bool((w <= soft.high).all())
     assert torch.equal(s.round(soft.low), soft.low) and torch.equal(s.round(soft.high), soft.high)
 
 
 def test_37_the_exponent_is_held_and_then_falls_in_a_line():
-    assert [exponent(s, 100) for s in (0, 10, 20)] == [20, 20, 20]
-    assert exponent(60, 100) == pytest.approx(11) and exponent(100, 100) == pytest.approx(2)
+    assert [regularizer_exponent(s, 100) for s in (0, 10, 20)] == [20, 20, 20]
+    assert regularizer_exponent(60, 100) == pytest.approx(11) and regularizer_exponent(100, 100) == pytest.approx(2)
 
 
 def test_37_the_regularizer_is_0_at_the_ends_and_greatest_midway():
@@ -140,13 +147,17 @@ def test_38_the_error_is_summed_over_channels():
 def test_38_no_unit_ends_worse_and_the_float_network_stays(scope, monkeypatch):
     plain, seen = plain_result(), []
     before = {k: w.clone() for k, w in plain.graph.weights.items()}
-    monkeypatch.setattr(engine._Engine, "_learn", lambda *_: None)
-    same, notes = reconstruct(plain.graph, plain.graph, plain.plan, [[x] for x in DATA], How(scope=scope))
+    monkeypatch.setattr(engine._Learner, "_learn", lambda *_: None)
+    same, notes = learn_rounding(
+        plain.graph, plain.graph, plain.plan, [[x] for x in DATA], ReconstructionSettings(scope=scope)
+    )
     assert "the codes of 0 of" in notes[-1]
     monkeypatch.undo()
-    old = engine._Engine._error
-    monkeypatch.setattr(engine._Engine, "_error", lambda *a: seen.append(old(*a)) or seen[-1])
-    out, notes = reconstruct(plain.graph, plain.graph, plain.plan, [[x] for x in DATA], How(scope=scope, steps=25))
+    old = engine._Learner._error
+    monkeypatch.setattr(engine._Learner, "_error", lambda *a: seen.append(old(*a)) or seen[-1])
+    out, notes = learn_rounding(
+        plain.graph, plain.graph, plain.plan, [[x] for x in DATA], ReconstructionSettings(scope=scope, steps=25)
+    )
     assert all(torch.equal(w, plain.graph.weights[k]) for k, w in before.items())
     assert all(torch.equal(w, before[k]) for k, w in same.weights.items())
     better = [after < b for b, after in zip(seen[::2], seen[1::2], strict=True)]
@@ -169,8 +180,8 @@ def test_biases_learn_a_hundred_times_slower_and_ever_slower(monkeypatch):
 
     monkeypatch.setattr(torch.optim, "Adam", Adam)
     plain = plain_result()
-    how = How(scope="network", steps=4, rate=0.01, biases=True)
-    reconstruct(plain.graph, plain.graph, plain.plan, [[DATA[0]]], how)
+    how = ReconstructionSettings(scope="network", steps=4, rate=0.01, biases=True)
+    learn_rounding(plain.graph, plain.graph, plain.plan, [[DATA[0]]], how)
     assert [r for group in zip(*rates, strict=True) for r in group] == pytest.approx(
         [0.01] * 4 + [1e-4, 0.75e-4, 0.5e-4, 0.25e-4]
     )
@@ -179,7 +190,7 @@ def test_biases_learn_a_hundred_times_slower_and_ever_slower(monkeypatch):
 @pytest.mark.parametrize("share, lost", [(0.0, 0.0), (1.0, 1.0), (0.25, 0.25)])
 def test_39_as_many_values_stay_in_float_as_are_asked_for(share, lost):
     plain = plain_result()
-    made = engine._Engine(plain.graph, plain.graph, plain.plan, How())
+    made = engine._Learner(plain.graph, plain.graph, plain.plan, ReconstructionSettings())
     rounded, real = torch.zeros(100_000), torch.ones(100_000)
     assert float(made._mixed(rounded, real, share).mean()) == pytest.approx(lost, abs=0.01)
     assert torch.equal(made._mixed(rounded, real, share), rounded) == (share == 0)
@@ -250,7 +261,9 @@ def test_the_device_computes_what_was_learned():
 
 def test_blocks_begin_and_end_where_one_value_connects_the_network():
     graph = plain_result().graph
-    found = {s: [[graph.nodes[k].who for k in range(u.first, u.last)] for u in units(graph, s)] for s in SCOPES}
+    found = {
+        s: [[graph.nodes[k].who for k in range(u.first, u.last)] for u in network_blocks(graph, s)] for s in SCOPES
+    }
     assert len(found["network"]) == 1 and len(found["layer"]) == 6
     firsts = [names[0] for names in found["block"]]
     assert firsts == ["stem", "a", "depth"] and found["block"][1][:1] == ["a"] and "b" in found["block"][1]
@@ -274,7 +287,7 @@ def test_a_weight_that_several_operators_read_is_said():
 def test_sums_of_codes_that_a_chip_bounds_are_left_alone():
     plain = plain_result()
     bound = replace(plain.plan, sums=(("stem.weight", 1e3),))
-    _, notes = reconstruct(plain.graph, plain.graph, bound, [[DATA[0]]], How(steps=2))
+    _, notes = learn_rounding(plain.graph, plain.graph, bound, [[DATA[0]]], ReconstructionSettings(steps=2))
     assert notes[0] == "the rounding of 'stem' is not learned: the chip bounds the sum of its codes"
 
 
@@ -294,7 +307,7 @@ def small(platform="mqbench_academic"):
 
 def learned(how, platform="mqbench_academic", **plan):
     result, x = small(platform)
-    return reconstruct(result.graph, result.graph, replace(result.plan, **plan), [[x]], how)
+    return learn_rounding(result.graph, result.graph, replace(result.plan, **plan), [[x]], how)
 
 
 @pytest.mark.parametrize(
@@ -303,24 +316,24 @@ def learned(how, platform="mqbench_academic", **plan):
 )
 def test_fewer_values_stay_in_float_from_step_to_step_where_asked(steps, anneal, shares, monkeypatch):
     seen = []
-    monkeypatch.setattr(engine._Engine, "_mixed", lambda self, x, other, share: seen.append(share) or x)
-    learned(How(scope="network", steps=steps, floats=0.8, anneal=anneal))
+    monkeypatch.setattr(engine._Learner, "_mixed", lambda self, x, other, share: seen.append(share) or x)
+    learned(ReconstructionSettings(scope="network", steps=steps, floats=0.8, anneal=anneal))
     assert list(dict.fromkeys(round(s, 9) for s in seen)) == shares
 
 
 def test_only_values_stay_in_float_no_weights(monkeypatch):
     seen = []
-    monkeypatch.setattr(engine._Engine, "_mixed", lambda self, x, other, share: seen.append(tuple(x.shape)) or x)
-    learned(How(scope="network", steps=2, floats=0.5), "ort_cpu")
+    monkeypatch.setattr(engine._Learner, "_mixed", lambda self, x, other, share: seen.append(tuple(x.shape)) or x)
+    learned(ReconstructionSettings(scope="network", steps=2, floats=0.5), "ort_cpu")
     assert set(seen) <= {(32, 6), (32, 8), (8, 6), (8, 8)} and len({width for _, width in seen}) == 2
     seen.clear()
-    learned(How(scope="network", steps=2), "ort_cpu")
+    learned(ReconstructionSettings(scope="network", steps=2), "ort_cpu")
     assert set(seen) <= {(32, 8), (8, 8)}  # what is read from before the network is as the chip has it
 
 
 def test_integers_and_what_is_no_tensor_are_never_mixed():
     result, _ = small()
-    made = engine._Engine(result.graph, result.graph, result.plan, How())
+    made = engine._Learner(result.graph, result.graph, result.plan, ReconstructionSettings())
     for x, other in ((torch.arange(9), torch.zeros(9)), (7, 8)):
         assert made._mixed(x, other, 1.0) is x
     half = torch.ones(4)
@@ -331,7 +344,7 @@ def test_the_pull_sets_in_after_a_fifth_of_the_steps(monkeypatch):
     """Of 10 steps in the 3rd, with exponents of 20 - 18 k / 8, for both weights."""
     seen = []
     monkeypatch.setattr(engine, "regularizer", lambda h, e: seen.append((h.shape, round(e, 9))) or h.sum())
-    learned(How(scope="network", steps=10))
+    learned(ReconstructionSettings(scope="network", steps=10))
     assert seen == [(s, 20 - 18 * k / 8) for k in range(8) for s in ((8, 6), (4, 8))]
 
 
@@ -353,10 +366,10 @@ def test_the_pull_is_the_mean_over_all_weights_times_its_weight(pull, monkeypatc
     """With no error, and shares themselves for a regularizer, the slope is pull / 80 times that of the sigmoid."""
     seen = []
     adam(monkeypatch, seen)
-    monkeypatch.setattr(engine._Engine, "_error", lambda *_: 1.0)
-    monkeypatch.setattr(engine._Engine, "_loss", lambda self, unit, got, k: 0 * sum(y.sum() for y in got.values()))
+    monkeypatch.setattr(engine._Learner, "_error", lambda *_: 1.0)
+    monkeypatch.setattr(engine._Learner, "_loss", lambda self, unit, got, k: 0 * sum(y.sum() for y in got.values()))
     monkeypatch.setattr(engine, "regularizer", lambda h, e: h.sum())
-    learned(How(scope="network", steps=2, pull=pull))
+    learned(ReconstructionSettings(scope="network", steps=2, pull=pull))
     (first, *_), (second, (before, _), _) = seen
     assert all(not g.any() for group in first for g in group)
     for v, g in zip(before, second[0], strict=True):
@@ -370,8 +383,8 @@ def test_errors_count_as_a_share_of_what_they_were(monkeypatch):
         seen = []
         with monkeypatch.context() as m:
             adam(m, seen)
-            m.setattr(engine._Engine, "_error", lambda *_, before=before: before)
-            learned(How(scope="network", steps=1))
+            m.setattr(engine._Learner, "_error", lambda *_, before=before: before)
+            learned(ReconstructionSettings(scope="network", steps=1))
         found.append([g for group in seen[0][0] for g in group])
     assert len(found[0]) == 4 and all(g.any() for g in found[0])
     for once, quarter in zip(*found, strict=True):
@@ -382,14 +395,14 @@ def test_biases_move_in_units_of_the_norm_of_their_weights(monkeypatch):
     result, _ = small()
     seen, given = [], []
     adam(monkeypatch, seen)
-    old = engine.before_codes
+    old = engine.unrounded_outputs
 
     def run_of(graph, plan, inputs, weights=None, *rest, **more):
         given.extend([] if weights is None else [weights])
         return old(graph, plan, inputs, weights, *rest, **more)
 
-    monkeypatch.setattr(engine, "before_codes", run_of)
-    learned(How(scope="network", steps=2))
+    monkeypatch.setattr(engine, "unrounded_outputs", run_of)
+    learned(ReconstructionSettings(scope="network", steps=2))
     weights = result.graph.weights
     norms = [weights[f"{k}.weight"].norm(dim=1) for k in (0, 2)]
     assert all(not d.any() for d in seen[0][1][1])
@@ -397,11 +410,11 @@ def test_biases_move_in_units_of_the_norm_of_their_weights(monkeypatch):
         assert torch.equal(given[0][f"{k}.bias"], weights[f"{k}.bias"]) and shift.any()
         torch.testing.assert_close(given[1][f"{k}.bias"], weights[f"{k}.bias"] + norm * shift)
     monkeypatch.setattr(
-        engine._Engine, "_learn", lambda self, unit, soft, shifts, _: [d.data.fill_(2.0) for _, d in shifts.values()]
+        engine._Learner, "_learn", lambda self, unit, soft, shifts, _: [d.data.fill_(2.0) for _, d in shifts.values()]
     )
     errors = iter((2.0, 1.0))
-    monkeypatch.setattr(engine._Engine, "_error", lambda *_: next(errors))
-    new, _ = learned(How(scope="network", steps=2))
+    monkeypatch.setattr(engine._Learner, "_error", lambda *_: next(errors))
+    new, _ = learned(ReconstructionSettings(scope="network", steps=2))
     for k, norm in zip((0, 2), norms, strict=True):
         torch.testing.assert_close(new.weights[f"{k}.bias"], weights[f"{k}.bias"] + 2 * norm)
 
@@ -409,8 +422,8 @@ def test_biases_move_in_units_of_the_norm_of_their_weights(monkeypatch):
 def test_biases_stay_where_they_are_not_to_be_learned(monkeypatch):
     result, _ = small()
     errors = iter((2.0, 1.0))
-    monkeypatch.setattr(engine._Engine, "_error", lambda *_: next(errors))
-    new, _ = learned(How(scope="network", steps=3, biases=False))
+    monkeypatch.setattr(engine._Learner, "_error", lambda *_: next(errors))
+    new, _ = learned(ReconstructionSettings(scope="network", steps=3, biases=False))
     assert all(torch.equal(new.weights[f"{k}.bias"], result.graph.weights[f"{k}.bias"]) for k in (0, 2))
     assert not torch.equal(new.weights["0.weight"], result.graph.weights["0.weight"])
 
@@ -429,8 +442,8 @@ def test_biases_stay_where_they_are_not_to_be_learned(monkeypatch):
 def test_a_unit_keeps_what_it_has_learned_where_its_error_falls(scope, errors, better, left, kept, monkeypatch):
     result, _ = small()
     found = iter(errors)
-    monkeypatch.setattr(engine._Engine, "_error", lambda *_: next(found))
-    new, (note,) = learned(How(scope=scope, steps=2))
+    monkeypatch.setattr(engine._Learner, "_error", lambda *_: next(found))
+    new, (note,) = learned(ReconstructionSettings(scope=scope, steps=2))
     said = f"learned the codes of {better} units ({scope}), the others keep theirs"
     assert note == f"{said}: the error of their outputs falls to {left} on average" and next(found, None) is None
     for k in (0, 2):
@@ -443,8 +456,8 @@ def test_the_error_of_a_unit_is_the_mean_of_its_chunks(monkeypatch):
     monkeypatch.setattr(
         engine, "output_error", lambda got, want, weight=None: seen.append(len(got)) or torch.tensor(float(len(got)))
     )
-    monkeypatch.setattr(engine._Engine, "_learn", lambda self, unit, soft, shifts, before: seen.append(before))
-    learned(How(scope="network"))
+    monkeypatch.setattr(engine._Learner, "_learn", lambda self, unit, soft, shifts, before: seen.append(before))
+    learned(ReconstructionSettings(scope="network"))
     assert seen == [32, 8, (32 + 8) / 2, 32, 8]  # before, and after
 
 
@@ -462,7 +475,7 @@ def test_with_second_derivatives_a_network_is_watched_at_every_linear_operator(s
     monkeypatch.setattr(engine, "gradients", slopes)
     old = output_error
     monkeypatch.setattr(engine, "output_error", lambda got, want, weight=None: weighed.append(weight) or old(got, want))
-    learned(How(scope=scope, fisher=fisher, steps=1))
+    learned(ReconstructionSettings(scope=scope, fisher=fisher, steps=1))
     heads = [n.output for n in result.graph.nodes if n.op == "Linear"]
     wanted = {"network": set(heads), "layer": {result.graph.nodes[1].output, heads[1]}, "block": {heads[1]}}[scope]
     assert seen == ([wanted] * 2 if fisher else []) and len(wanted) >= watched
@@ -477,7 +490,9 @@ def test_slopes_of_images_are_squared_and_averaged_over_positions(monkeypatch):
     slope, weighed = torch.arange(8 * 3 * 4.0).view(8, 3, 2, 2), []
     monkeypatch.setattr(engine, "gradients", lambda graph, inputs, wanted, *_: ({}, dict.fromkeys(wanted, slope)))
     monkeypatch.setattr(engine, "output_error", lambda got, want, weight=None: weighed.append(weight) or got.sum())
-    reconstruct(result.graph, result.graph, result.plan, [[x]], How(scope="block", fisher=True, steps=1))
+    learn_rounding(
+        result.graph, result.graph, result.plan, [[x]], ReconstructionSettings(scope="block", fisher=True, steps=1)
+    )
     assert weighed and all(torch.equal(w, slope.square().mean((2, 3))) for w in weighed)
 
 
@@ -494,22 +509,28 @@ def test_outputs_that_are_no_floats_cost_nothing():
 
     x, off = torch.randn(20, 6, generator=torch.Generator().manual_seed(0)), Settings(rounding="off")
     result = chipfit.quantize(Both().eval(), [x], "mqbench_academic", overrides=FOUR, settings=off, progress=False)
-    for how in (How(scope="layer", steps=2), How(scope="layer", steps=2, fisher=True)):
-        _, notes = reconstruct(result.graph, result.graph, result.plan, [[x]], how)
+    for how in (
+        ReconstructionSettings(scope="layer", steps=2),
+        ReconstructionSettings(scope="layer", steps=2, fisher=True),
+    ):
+        _, notes = learn_rounding(result.graph, result.graph, result.plan, [[x]], how)
         assert "of 1 units" in notes[-1]
 
 
 def test_without_a_batch_there_is_nothing_to_learn_from():
     result, _ = small()
     with pytest.raises(DataError, match="calibration data"):
-        reconstruct(result.graph, result.graph, result.plan, [])
+        learn_rounding(result.graph, result.graph, result.plan, [])
 
 
 def test_values_that_nothing_reads_any_more_are_not_kept():
     result, x = small()
-    made, held = engine._Engine(result.graph, result.graph, result.plan, How(scope="layer", steps=1)), []
-    old = made._unit
-    made._unit = lambda *unit: held.append((set(made.floats), set(made.codes))) or old(*unit)
+    made, held = (
+        engine._Learner(result.graph, result.graph, result.plan, ReconstructionSettings(scope="layer", steps=1)),
+        [],
+    )
+    old = made._learn_block
+    made._learn_block = lambda *block: held.append((set(made.floats), set(made.codes))) or old(*block)
     made.run([[x]])
     assert held == [({result.graph.inputs[0]},) * 2, ({result.graph.nodes[1].output},) * 2]
     assert not made.floats and not made.codes
@@ -519,19 +540,21 @@ def test_a_weight_that_is_not_learned_does_not_keep_others_from_it():
     """The one whose sums are bounded may come first or last."""
     result, _ = small()
     for bound, free in (("0.weight", "2.weight"), ("2.weight", "0.weight")):
-        new, notes = learned(How(scope="network", steps=20), sums=((bound, 1e3),))
+        new, notes = learned(ReconstructionSettings(scope="network", steps=20), sums=((bound, 1e3),))
         assert torch.equal(new.weights[bound], result.graph.weights[bound]) and len(notes) == 2
         assert not torch.equal(new.weights[free], result.graph.weights[free])
-    new, notes = learned(How(scope="network", steps=20), float_edges=(("0.weight", result.graph.nodes[0].name),))
+    new, notes = learned(
+        ReconstructionSettings(scope="network", steps=20), float_edges=(("0.weight", result.graph.nodes[0].name),)
+    )
     assert len(notes) == 1 and torch.equal(new.weights["0.weight"], result.graph.weights["0.weight"])
 
 
 def test_values_that_some_operator_reads_in_float_are_kept_before_they_are_rounded():
     result, _ = small()
     (name,) = result.graph.inputs
-    codes = engine._Codes(MemoryLimit(), result.plan, set())
+    codes = engine._QuantizedStreams(MemoryLimit(), result.plan, set())
     assert codes[name].stored is result.plan[name] and codes.rounded == {name}
-    codes = engine._Codes(MemoryLimit(), result.plan, {name})
+    codes = engine._QuantizedStreams(MemoryLimit(), result.plan, {name})
     assert codes[name].stored is None and codes.rounded == set()
     assert codes["another"].stored is None and codes.rounded == set() and set(codes) == {name, "another"}
 
@@ -539,23 +562,23 @@ def test_values_that_some_operator_reads_in_float_are_kept_before_they_are_round
 @pytest.mark.parametrize("after", [0, 1])
 def test_ctrl_c_ends_learning_with_what_was_learned(after, monkeypatch):
     result, _ = small()
-    old, calls = engine._Engine._learn, iter(range(9))
+    old, calls = engine._Learner._learn, iter(range(9))
 
     def pressed(*args):
         if next(calls) == after:
             raise KeyboardInterrupt
         return old(*args)
 
-    monkeypatch.setattr(engine._Engine, "_learn", pressed)
-    new, notes = learned(How(scope="layer", steps=20))
-    assert notes[0] == f"warning: interrupted: '{2 * after}' and what follows it keep their codes"
+    monkeypatch.setattr(engine._Learner, "_learn", pressed)
+    new, notes = learned(ReconstructionSettings(scope="layer", steps=20))
+    assert notes[0] == f"warning: interruption_note: '{2 * after}' and what follows it keep their codes"
     assert f"of {after} units" in notes[1] and len(notes) == 2 and next(calls) == after + 1
     assert torch.equal(new.weights["2.weight"], result.graph.weights["2.weight"])
 
 
 def test_a_unit_in_which_nothing_is_learned_is_left_as_it_is():
     result, _ = small()
-    new, notes = learned(How(scope="network", steps=2), sums=(("0.weight", 1e3), ("2.weight", 1e3)))
+    new, notes = learned(ReconstructionSettings(scope="network", steps=2), sums=(("0.weight", 1e3), ("2.weight", 1e3)))
     assert [n.endswith("the chip bounds the sum of its codes") for n in notes] == [True, True, False]
     assert "the codes of 0 of 0 units" in notes[-1]
     assert all(torch.equal(w, result.graph.weights[k]) for k, w in new.weights.items())

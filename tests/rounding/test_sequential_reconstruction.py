@@ -14,12 +14,12 @@ from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
-from chipfit.rounding import walk as walking
+from chipfit.rounding import sequential_reconstruction as walking
+from chipfit.rounding.activation_ranges import with_weighted_ranges
 from chipfit.rounding.compare import Reference
-from chipfit.rounding.grids import by_effect
 from chipfit.rounding.moments import Moments
+from chipfit.rounding.sequential_reconstruction import GptqSettings, reconstruct
 from chipfit.rounding.streams import Stream
-from chipfit.rounding.walk import How, walk
 
 GPTQ = Settings(rounding="gptq")
 OFF = Settings(rounding="off")
@@ -88,7 +88,7 @@ def test_grids_of_few_bits_serve_the_channels_that_the_outputs_depend_on():
     data = [torch.randn(64, 2) * torch.tensor([1.0, 10.0]) for _ in range(2)]
     few = {"*": {"bits": 8, "activation_bits": 4}}
     plain = chipfit.quantize(model, data, "mqbench_academic", overrides=few, settings=OFF, progress=False)
-    placed = by_effect(plain.graph, plain.plan, plain.stats, [[x] for x in data])
+    placed = with_weighted_ranges(plain.graph, plain.plan, plain.stats, [[x] for x in data])
     (name,) = plain.graph.inputs
     assert placed[name].scale < 0.9 * plain.plan[name].scale
     reference = Reference(plain.graph, [[torch.randn(256, 2) * torch.tensor([1.0, 10.0])]])
@@ -102,7 +102,7 @@ def test_grids_of_few_bits_serve_the_channels_that_the_outputs_depend_on():
 def test_grids_of_many_bits_and_those_that_others_share_stay():
     for platform, bits in (("mqbench_academic", 8), ("nnie", None)):
         plain = fitted(platform, {"*": {"activation_bits": bits}} if bits else None, OFF)
-        assert by_effect(plain.graph, plain.plan, plain.stats, [[DATA[0]]]) is plain.plan
+        assert with_weighted_ranges(plain.graph, plain.plan, plain.stats, [[DATA[0]]]) is plain.plan
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,9 @@ def test_sequences_are_rounded_token_by_token():
 def test_values_beyond_the_limit_lie_on_disk_and_change_nothing():
     result = fitted("ort_cpu")
     batches = [[x] for x in DATA[:2]]
-    held, spilled = (walk(result.graph, result.plan, batches, How(memory=m)) for m in (1 << 30, 1 << 10))
+    held, spilled = (
+        reconstruct(result.graph, result.plan, batches, GptqSettings(memory=m)) for m in (1 << 30, 1 << 10)
+    )
     assert held.spilled == 0 < spilled.spilled
     assert all(torch.equal(held.graph.weights[k], w) for k, w in spilled.graph.weights.items())
     budget = MemoryLimit(16)  # in half precision, four numbers take 8 bytes
@@ -309,7 +311,7 @@ def test_another_seed_sees_other_positions():
 def test_a_scale_with_rules_beyond_bounds_stays_and_the_codes_are_fitted_to_it():
     plain = fitted("mqbench_academic", {"*": {"bits": 4, "activation_bits": 8}}, OFF)
     plan = replace(plain.plan, sums=(("body.weight", 1e9),))
-    done = walk(plain.graph, plan, [[x] for x in DATA])
+    done = reconstruct(plain.graph, plan, [[x] for x in DATA])
     assert torch.equal(done.tensors["body.weight"].scale, plan.tensors["body.weight"].scale)
     assert not torch.equal(done.tensors["stem.weight"].scale, plan.tensors["stem.weight"].scale)
     stored, w = plan["body.weight"], done.graph.weights["body.weight"]
@@ -322,7 +324,7 @@ def test_batches_go_through_a_node_in_chunks(monkeypatch):
     sizes: list[int] = []
     plain = fitted("mqbench_academic", {"*": {"bits": 4, "activation_bits": 8}}, OFF)
     monkeypatch.setattr(Stream, "append", lambda self, x, inner=Stream.append: (sizes.append(len(x)), inner(self, x)))
-    walk(plain.graph, plain.plan, [[torch.cat(DATA)[:100]]])
+    reconstruct(plain.graph, plain.plan, [[torch.cat(DATA)[:100]]])
     assert max(sizes) == 32 and min(sizes) == 4
 
 
@@ -339,11 +341,12 @@ def two_layers():
 
 
 @pytest.mark.parametrize(
-    "how, said", [(How(), "gptq over 40 positions"), (How(gptq=False, ridge=None), "nearest over 40 positions")]
+    "how, said",
+    [(GptqSettings(), "gptq over 40 positions"), (GptqSettings(gptq=False, ridge=None), "nearest over 40 positions")],
 )
 def test_a_walk_says_over_what_it_rounded_and_nothing_where_all_is_well(two_layers, how, said):
     result, x = two_layers
-    walked = walk(result.graph, result.plan, [[x]], how)
+    walked = reconstruct(result.graph, result.plan, [[x]], how)
     assert walked.notes == [] and walked.spilled == 0
     weights = [n.operand("w") for n in result.graph.nodes if n.op == "Linear"]
     assert set(walked.tensors) == set(weights) and {walked.tensors[w].origin for w in weights} == {said}
@@ -359,31 +362,33 @@ def test_the_grid_of_class_scores_is_searched_where_it_was_asked_for(two_layers)
     stored = Stored(format="a4", grid=grid, scale=torch.tensor(9.0), zero_point=torch.tensor(8, dtype=torch.int32))
     open_ones = {n: TensorPlan(name=n, role="activation", stored=stored) for n in (scores, hidden)}
     plan = replace(result.plan, tensors={**result.plan.tensors, **open_ones})
-    found = walk(result.graph, plan, [[x]], How(), [scores, hidden]).tensors
+    found = reconstruct(result.graph, plan, [[x]], GptqSettings(), [scores, hidden]).tensors
     assert found[scores].origin == "least divergence of the class probabilities" and float(found[scores].scale) < 9
     assert hidden not in found  # it is no output
-    assert scores not in walk(result.graph, plan, [[x]], How(), ["another"]).tensors
-    assert scores not in walk(result.graph, replace(plan, zeros=(scores,)), [[x]], How(), [scores]).tensors
+    assert scores not in reconstruct(result.graph, plan, [[x]], GptqSettings(), ["another"]).tensors
+    assert (
+        scores not in reconstruct(result.graph, replace(plan, zeros=(scores,)), [[x]], GptqSettings(), [scores]).tensors
+    )
 
 
 def test_moments_that_cannot_be_inverted_are_said(two_layers, monkeypatch):
     result, x = two_layers
-    monkeypatch.setattr(walking.fit, "_passed_on", lambda *_: None)
-    notes = walk(result.graph, result.plan, [[x]]).notes
+    monkeypatch.setattr(walking.gptq, "_error_feedback", lambda *_: None)
+    notes = reconstruct(result.graph, result.plan, [[x]]).notes
     assert len(notes) == 2 and all("its moments are singular" in n for n in notes)
 
 
 @pytest.mark.parametrize("images, warned", [(5, 2), (6, 1), (7, 1), (8, 0)])
 def test_fewer_positions_than_weights_are_said(two_layers, images, warned):
     result, x = two_layers
-    notes = walk(result.graph, result.plan, [[x[:images]]]).notes
+    notes = reconstruct(result.graph, result.plan, [[x[:images]]]).notes
     assert sum("more images make it better" in n for n in notes) == warned
 
 
 def test_no_batch_is_refused(two_layers):
     result, _ = two_layers
     with pytest.raises(DataError, match="no calibration data"):
-        walk(result.graph, result.plan, [])
+        reconstruct(result.graph, result.plan, [])
 
 
 # ---------------------------------------------------------------- what is summed for an operator, by hand
@@ -391,7 +396,7 @@ def test_no_batch_is_refused(two_layers):
 A = torch.tensor([[0.5, -1.0], [2.0, 0.25]])
 B = torch.tensor([0.25, -0.5])
 IMAGES = torch.randn(40, 2, generator=torch.Generator().manual_seed(5)).half().float()  # exact in half precision
-PLAIN = How(gptq=False, ridge=None, centred=False)
+PLAIN = GptqSettings(gptq=False, ridge=None, centred=False)
 
 
 def in_codes(name, scale=0.5, bits=3, role="activation", axis=None, **grid):
@@ -430,7 +435,7 @@ def sums(monkeypatch, graph, plan, how=PLAIN, inputs=(IMAGES,)):
         old(self, x, t)
 
     monkeypatch.setattr(Moments, "add", add)
-    walked = walk(graph, plan, [list(inputs)], how)
+    walked = reconstruct(graph, plan, [list(inputs)], how)
     return [(torch.cat(x), torch.cat(t)) for _, x, t in seen.values()], walked
 
 
@@ -503,12 +508,12 @@ def test_what_comes_behind_reads_rounded_weights_and_constants(monkeypatch):
 def test_a_bias_takes_the_means_of_what_rounding_changes_where_it_is_asked_to(ridge, monkeypatch):
     graph, plan = network((linear("y", "x"),)), planned(in_codes("x"))
     y = IMAGES @ A.t() + B
-    _, walked = sums(monkeypatch, graph, plan, How(ridge=ridge))
+    _, walked = sums(monkeypatch, graph, plan, GptqSettings(ridge=ridge))
     q = walked.graph.weights["w"]
     torch.testing.assert_close(walked.graph.weights["b"], y.mean(0) - q @ nearest(IMAGES).mean(0))
-    _, walked = sums(monkeypatch, graph, plan, How(ridge=ridge, centred=False))
+    _, walked = sums(monkeypatch, graph, plan, GptqSettings(ridge=ridge, centred=False))
     assert torch.equal(walked.graph.weights["b"], B)
-    _, walked = sums(monkeypatch, network((linear("y", "x", bias=None),)), plan, How(ridge=ridge))
+    _, walked = sums(monkeypatch, network((linear("y", "x", bias=None),)), plan, GptqSettings(ridge=ridge))
     assert walked.graph.nodes[0].bias is None and graph.weights["b"].tolist() == B.tolist()
 
 
@@ -532,7 +537,7 @@ def test_images_are_those_of_the_longest_input_and_a_single_number_is_none(monke
         sums(monkeypatch, network(nodes, inputs=("x", "s")), plan, replace(PLAIN, samples=80), (IMAGES, s))
     assert seen == [2, 2]
     with pytest.raises(DataError, match="no calibration data"):
-        walk(network((op("Relu", "y", "x"),)), Plan(), [[torch.tensor(1.0)]])
+        reconstruct(network((op("Relu", "y", "x"),)), Plan(), [[torch.tensor(1.0)]])
 
 
 def test_values_on_their_way_are_as_precise_as_their_number_allows(monkeypatch):
@@ -547,7 +552,7 @@ def test_values_on_their_way_are_as_precise_as_their_number_allows(monkeypatch):
 
 def why(nodes, plan, **more):
     graph = network(nodes, **more)
-    return walking.why_not(graph, plan, graph.users(), graph.nodes[0])
+    return walking.why_not_fitted(graph, plan, graph.users(), graph.nodes[0])
 
 
 def test_why_a_weight_is_not_fitted():
@@ -568,7 +573,7 @@ def test_why_a_weight_is_not_fitted():
 
 def test_the_network_that_was_given_stays_as_it_is(monkeypatch):
     graph, plan = network((linear("y", "x"),)), planned(in_codes("x"))
-    _, walked = sums(monkeypatch, graph, plan, How())
+    _, walked = sums(monkeypatch, graph, plan, GptqSettings())
     assert torch.equal(graph.weights["w"], A) and torch.equal(graph.weights["b"], B)
     assert float(plan["w"].scale) == 0.25 and float(walked.tensors["w"].scale) != 0.25
     assert set(walked.tensors) == {"w"} and walked.spilled == 0
@@ -587,7 +592,9 @@ def test_the_network_that_was_given_stays_as_it_is(monkeypatch):
 )
 def test_grids_of_scores_are_searched_where_nothing_reads_them_and_no_rule_says_them(nodes, outputs, rules, placed):
     scores = [in_codes(n, 9.0, 4, qmin=0, qmax=15, zero="any") for n in "yz"]
-    walked = walk(network(nodes, outputs), planned(in_codes("x"), *scores, **rules), [[IMAGES[:20]]], PLAIN, ["y", "z"])
+    walked = reconstruct(
+        network(nodes, outputs), planned(in_codes("x"), *scores, **rules), [[IMAGES[:20]]], PLAIN, ["y", "z"]
+    )
     assert set(walked.tensors) - {"w"} == placed
     assert all(walked.tensors[n].origin == "least divergence of the class probabilities" for n in placed)
 
@@ -595,17 +602,17 @@ def test_grids_of_scores_are_searched_where_nothing_reads_them_and_no_rule_says_
 @pytest.mark.parametrize("after, fitted", [(0, []), (1, ["0.weight"])])
 def test_ctrl_c_ends_the_walk_with_what_was_fitted(after, fitted, two_layers, monkeypatch):
     result, x = two_layers
-    old, calls = walking._Walker._fit, iter(range(9))
+    old, calls = walking._Reconstruction._fit, iter(range(9))
 
     def pressed(*args):
         if next(calls) == after:
             raise KeyboardInterrupt
         return old(*args)
 
-    monkeypatch.setattr(walking._Walker, "_fit", pressed)
-    walked = walk(result.graph, result.plan, [[x]])
+    monkeypatch.setattr(walking._Reconstruction, "_fit", pressed)
+    walked = reconstruct(result.graph, result.plan, [[x]])
     assert list(walked.tensors) == fitted and next(calls) == after + 1
-    assert walked.notes == [f"warning: interrupted: '{2 * after}' and what follows it take their nearest codes"]
+    assert walked.notes == [f"warning: interruption_note: '{2 * after}' and what follows it take their nearest codes"]
     assert torch.equal(walked.graph.weights["2.weight"], result.graph.weights["2.weight"])
 
 
@@ -621,15 +628,15 @@ def test_positions_of_a_value_that_others_read_in_float_are_rounded_as_they_lie(
 
 
 def test_values_that_nothing_reads_any_more_are_let_go(monkeypatch):
-    held, old = [], walking._Walker.step
+    held, old = [], walking._Reconstruction.step
 
     def step(self, *args):
         held.append((set(self.floats), set(self.codes), self.budget.used))
         return old(self, *args)
 
-    monkeypatch.setattr(walking._Walker, "step", step)
+    monkeypatch.setattr(walking._Reconstruction, "step", step)
     nodes = (linear("y", "x"), op("Relu", "z", "y"), op("Add", "v", "z", "z"))
-    walk(network(nodes, inputs=("x", "s")), planned(), [[IMAGES, IMAGES]], PLAIN)
+    reconstruct(network(nodes, inputs=("x", "s")), planned(), [[IMAGES, IMAGES]], PLAIN)
     # of 80 numbers in each stream, inputs in half precision: the second one is read by nothing
     assert [(a, b) for a, b, _ in held] == [({"x", "s"},) * 2, ({"s", "y"},) * 2, ({"s", "z"},) * 2]
     assert [used for *_, used in held] == [2 * 2 * 160, 2 * (160 + 320), 2 * (160 + 320)]
