@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from chipfit.errors import DataError, RuntimeUnavailable, UnknownNameError, VerificationError
-from chipfit.export import InFile
+from chipfit.export import FileTensor
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.pipeline import quantize
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
@@ -22,14 +22,14 @@ from chipfit.registry import DeviceRuntime
 from chipfit.verify import (
     BORDER,
     DEQUANTIZED_GAP,
-    FREELY,
+    MAX_SIMULATED_SAMPLES,
     OUTPUT_GAP,
-    Held,
-    Output,
-    Row,
+    Comparator,
+    ConstantComparison,
+    OutputComparison,
+    TensorComparison,
     Verification,
     _by_tensor,
-    _Comparison,
     _differing,
     _gap,
     _held,
@@ -60,15 +60,15 @@ def ints(*v: int, dtype=torch.int8) -> torch.Tensor:
 
 
 def test_a_tensor_begins_with_nothing_counted():
-    row = Row("t", "layer", "Conv2D")
+    row = TensorComparison("t", "layer", "Conv2D")
     assert (row.elements, row.op_differing, row.op_largest, row.freely, row.differing, row.largest) == (0,) * 6
     assert (row.ties, row.astray, row.missed, row.signal, row.noise) == (0, 0, 0, 0.0, 0.0)
     assert row.fraction == 0.0
     assert (row.in_float, row.float_ops, row.why, row.wrong, row.fault) == (False, (), "", "", "")
-    out = Output("y", "t")
+    out = OutputComparison("y", "t")
     assert (out.float_ops, out.span, out.elements, out.differing, out.gap, out.op_gap) == ((), 0.0, 0, 0, 0.0, 0.0)
     assert not out.wrong and not out.inner and not out.fault
-    held = Held("t", "weight")
+    held = ConstantComparison("t", "weight")
     assert (held.elements, held.differing, held.why, held.wrong, held.fault) == (0, 0, "", "", "")
     found = Verification("r", True)
     assert (found.samples, found.freely, found.labelled, found.calibrated, found.integers, found.differing) == (0,) * 6
@@ -77,7 +77,7 @@ def test_a_tensor_begins_with_nothing_counted():
 
 def test_batches_add_up_and_the_largest_difference_stays():
     """Reals 1, 2, -1 in steps of 0.5 about code 1 are 3, 5, -1; the device is off by 1, by -3, and by nothing."""
-    row, reals = Row("t", "", "Conv2D"), torch.tensor([1.0, 2.0, -1.0])
+    row, reals = TensorComparison("t", "", "Conv2D"), torch.tensor([1.0, 2.0, -1.0])
     row.add(ints(4, 2, -1), ints(3, 2, -1), stored(0.5, 1))
     assert (row.elements, row.op_differing, row.op_largest) == (3, 1, 1)
     assert (row.freely, row.differing, row.largest, row.ties, row.astray) == (0, 0, 0, 0, 0)
@@ -92,9 +92,9 @@ def test_batches_add_up_and_the_largest_difference_stays():
 
 
 def test_without_noise_the_ratio_is_infinite_and_without_signal_it_is_far_below_zero():
-    assert Row("t", "", "Relu", signal=4.0).sqnr_db == math.inf
-    assert Row("t", "", "Relu", noise=1.0).sqnr_db == pytest.approx(-3000)
-    assert Row("t", "", "Relu", signal=1.0, noise=100.0).sqnr_db == pytest.approx(-20)
+    assert TensorComparison("t", "", "Relu", signal=4.0).sqnr_db == math.inf
+    assert TensorComparison("t", "", "Relu", noise=1.0).sqnr_db == pytest.approx(-3000)
+    assert TensorComparison("t", "", "Relu", signal=1.0, noise=100.0).sqnr_db == pytest.approx(-20)
 
 
 def test_codes_of_no_sign_differ_by_as_much_as_they_are_apart():
@@ -119,7 +119,7 @@ def test_codes_of_no_sign_differ_by_as_much_as_they_are_apart():
     ],
 )
 def test_a_real_is_near_to_half_way_by_the_border_or_by_a_512th_of_a_code(place, bits, tie, astray):
-    row = Row("t", "", "Tanh", float_ops=("Tanh",))
+    row = TensorComparison("t", "", "Tanh", float_ops=("Tanh",))
     device = torch.tensor([math.floor(place) + 1])
     row.add(device, device - 1, stored(0.25, 0, bits), torch.tensor([place * 0.25]))
     assert (row.ties, row.astray, row.op_differing) == (tie, astray, 1)
@@ -128,7 +128,7 @@ def test_a_real_is_near_to_half_way_by_the_border_or_by_a_512th_of_a_code(place,
 def test_of_many_bits_a_512th_of_a_code_is_near_and_no_more():
     """4 bits: 15 / 65536 is less than 1 / 512."""
     for off, astray in ((1 / 512, 0), (1 / 500, 1)):
-        row = Row("t", "", "Tanh", float_ops=("Tanh",))
+        row = TensorComparison("t", "", "Tanh", float_ops=("Tanh",))
         row.add(ints(1), ints(0), stored(1.0, 0, 4), torch.tensor([0.5 + off]))
         assert row.astray == astray
     assert BORDER == 1 / 65536 and OUTPUT_GAP == 1e-4 and DEQUANTIZED_GAP == 1 / 4194304
@@ -136,33 +136,37 @@ def test_of_many_bits_a_512th_of_a_code_is_near_and_no_more():
 
 @pytest.mark.parametrize("elements, allowed", [(0, 1), (100, 1), (199, 1), (200, 2), (1000, 10)])
 def test_behind_floats_one_in_a_hundred_may_differ_or_one(elements, allowed):
-    assert Row("t", "", "Tanh", elements=elements, float_ops=("Tanh",)).allowed == allowed
-    assert Row("t", "", "Tanh", elements=elements, float_ops=("Tanh",), ties=7).allowed == allowed + 7
-    assert Row("t", "", "Tanh", elements=elements, ties=7).allowed == 0
+    assert TensorComparison("t", "", "Tanh", elements=elements, float_ops=("Tanh",)).allowed == allowed
+    assert TensorComparison("t", "", "Tanh", elements=elements, float_ops=("Tanh",), ties=7).allowed == allowed + 7
+    assert TensorComparison("t", "", "Tanh", elements=elements, ties=7).allowed == 0
 
 
 def test_a_fault_says_how_many_differ_and_by_how_much():
-    assert Row("t", "", "Relu", elements=9, op_differing=2, op_largest=3).fault == (
+    assert TensorComparison("t", "", "Relu", elements=9, op_differing=2, op_largest=3).fault == (
         "2 of 9 integers differ by up to 3 given the device's inputs, 0 may"
     )
-    behind = Row("t", "", "Tanh", elements=9, op_differing=2, op_largest=1, astray=1, float_ops=("Tanh",))
+    behind = TensorComparison("t", "", "Tanh", elements=9, op_differing=2, op_largest=1, astray=1, float_ops=("Tanh",))
     assert behind.fault == (
         "2 of 9 integers differ by up to 1 given the device's inputs, 1 may by 1, half way between two codes; "
         "1 lie elsewhere"
     )
-    assert Row("t", "", "Relu", elements=9, differing=4, largest=9).fault == ""  # of others' errors
-    assert Row("t", "", "Tanh", elements=9, op_differing=1, op_largest=2, float_ops=("Tanh",)).fault  # by two
-    assert not Row("t", "", "Tanh", elements=9, op_differing=1, op_largest=1, float_ops=("Tanh",)).fault
-    assert Row("t", "", "Tanh", elements=9, op_differing=2, op_largest=1, float_ops=("Tanh",)).fault  # too many
-    assert Row("t", "", "Tanh", elements=9, astray=1, float_ops=("Tanh",)).fault
-    assert (Row("t", "l", "Relu").who, Row("t", "", "Relu").who) == ("Relu 'l'", "Relu 't'")
+    assert TensorComparison("t", "", "Relu", elements=9, differing=4, largest=9).fault == ""  # of others' errors
+    assert TensorComparison(
+        "t", "", "Tanh", elements=9, op_differing=1, op_largest=2, float_ops=("Tanh",)
+    ).fault  # by two
+    assert not TensorComparison("t", "", "Tanh", elements=9, op_differing=1, op_largest=1, float_ops=("Tanh",)).fault
+    assert TensorComparison(
+        "t", "", "Tanh", elements=9, op_differing=2, op_largest=1, float_ops=("Tanh",)
+    ).fault  # too many
+    assert TensorComparison("t", "", "Tanh", elements=9, astray=1, float_ops=("Tanh",)).fault
+    assert (TensorComparison("t", "l", "Relu").who, TensorComparison("t", "", "Relu").who) == ("Relu 'l'", "Relu 't'")
 
 
 # ---------------------------------------------------------------- outputs
 
 
 def test_numbers_of_an_output_are_compared_bit_for_bit_and_nan_is_nan():
-    out, nan = Output("y", "y"), float("nan")
+    out, nan = OutputComparison("y", "y"), float("nan")
     device = torch.tensor([1.0, nan, nan, math.inf, 5.0])
     out.add(device, torch.tensor([1.0, nan, nan, math.inf, 5.5]), torch.tensor([1.5, nan, 0.0, math.inf, 5.0]))
     assert (out.elements, out.differing, out.gap) == (5, 1, math.inf)  # NaN against 0
@@ -174,7 +178,7 @@ def test_numbers_of_an_output_are_compared_bit_for_bit_and_nan_is_nan():
 @pytest.mark.parametrize("alone", [[0.0, 0.25], [float("nan"), 0.25], [-math.inf, 0.25], [math.inf, 0.25]])
 def test_a_gap_is_relative_to_the_largest_finite_number(alone):
     """NaN and infinities that both sides have are no differences, and no size."""
-    out, x = Output("y", "y"), torch.tensor(alone)
+    out, x = OutputComparison("y", "y"), torch.tensor(alone)
     out.add(x + torch.tensor([0.0, 0.125]), x, x)
     assert out.op_gap == 0.125 / 0.25 and out.gap == 0.125 and out.differing == 1
 
@@ -191,16 +195,16 @@ def test_a_gap_is_relative_to_the_largest_finite_number(alone):
     ],
 )
 def test_numbers_of_any_type_are_apart(device, alone, differing, gap):
-    out = Output("y", "y", span=1.0)
+    out = OutputComparison("y", "y", span=1.0)
     out.add(torch.tensor(device), torch.tensor(alone), torch.tensor(alone))
     assert (out.elements, out.differing) == (2, differing) and out.gap == out.op_gap == pytest.approx(gap)
 
 
 def test_the_gap_of_an_output_in_codes_is_relative_to_what_these_span():
-    out, x = Output("y", "y", span=8.0), torch.tensor([0.5])
+    out, x = OutputComparison("y", "y", span=8.0), torch.tensor([0.5])
     out.add(x + 1, x, x + 2)
     assert (out.op_gap, out.gap) == (0.125, 1.0)
-    nothing = Output("y", "y")
+    nothing = OutputComparison("y", "y")
     nothing.add(torch.zeros(2), torch.zeros(2), torch.zeros(2))
     assert (nothing.op_gap, nothing.elements, nothing.fault) == (0.0, 2, "")
 
@@ -209,29 +213,32 @@ def test_the_gap_of_an_output_in_codes_is_relative_to_what_these_span():
     "float_ops, differing, fault", [((), 0, ""), ((), 1, "1 of"), (("Erf",), 2, ""), (("Erf",), 3, "3 of")]
 )
 def test_of_integers_behind_floats_one_in_a_hundred_may_differ(float_ops, differing, fault):
-    out, x = Output("y", "y", float_ops), torch.zeros(200, dtype=torch.long)
+    out, x = OutputComparison("y", "y", float_ops), torch.zeros(200, dtype=torch.long)
     out.add(x + (torch.arange(200) < differing), x, x)
     assert out.fault[:4] == fault[:4] and (out.elements, out.differing) == (200, differing)
 
 
 def test_an_output_of_another_shape_is_wrong_from_then_on():
-    out, x = Output("y", "y"), torch.zeros(2, 3)
+    out, x = OutputComparison("y", "y"), torch.zeros(2, 3)
     out.add(torch.zeros(3, 2), x, x)
     assert out.elements == 0 and out.fault == "the device gives float32 [3, 2], not float32 [2, 3]"
     out.add(x, x, x)
     assert out.elements == 0 and out.wrong
-    absent = Output("y", "y")
+    absent = OutputComparison("y", "y")
     absent.add(None, x, x)
     assert absent.fault == "it is missing from the device's results"
-    empty = Output("y", "y")
+    empty = OutputComparison("y", "y")
     empty.add(torch.zeros(0, 3), torch.zeros(0, 3), torch.zeros(0, 3))
     assert empty.elements == 0 and empty.fault == ""
 
 
 def test_the_fault_of_an_output_says_the_gap():
-    out = Output("y", "y", elements=4, differing=2, op_gap=0.25)
+    out = OutputComparison("y", "y", elements=4, differing=2, op_gap=0.25)
     assert out.fault == "2 of 4 numbers are not the simulation's given the device's codes; largest relative gap 0.25"
-    at_the_end = Output("y", "y", ("Erf",), op_gap=OUTPUT_GAP), Output("y", "y", op_gap=DEQUANTIZED_GAP)
+    at_the_end = (
+        OutputComparison("y", "y", ("Erf",), op_gap=OUTPUT_GAP),
+        OutputComparison("y", "y", op_gap=DEQUANTIZED_GAP),
+    )
     assert [o.fault for o in at_the_end] == ["", ""]
 
 
@@ -261,21 +268,21 @@ def test_what_cannot_be_compared_says_both_sides():
 # ---------------------------------------------------------------- the whole
 
 
-def verification(*rows: Row, **more) -> Verification:
+def verification(*rows: TensorComparison, **more) -> Verification:
     return Verification("chip", True, rows=list(rows), **more)
 
 
 def test_what_was_found_in_numbers():
     found = verification(
-        Row("a", "", "Relu", elements=60, differing=3, largest=2),
-        Row("b", "", "Tanh", elements=20, float_ops=("Tanh",), in_float=True),
-        Row("c", "", "Relu", why="elided by the runtime", missed=20),
-        Row("d", "", "Relu", why="elided by the runtime"),
+        TensorComparison("a", "", "Relu", elements=60, differing=3, largest=2),
+        TensorComparison("b", "", "Tanh", elements=20, float_ops=("Tanh",), in_float=True),
+        TensorComparison("c", "", "Relu", why="elided by the runtime", missed=20),
+        TensorComparison("d", "", "Relu", why="elided by the runtime"),
     )
     found.outputs = [
-        Output("y", "y", ("Erf",), gap=0.5),
-        Output("z", "z", gap=0.25),
-        Output("i", "i", gap=9.0, inner=True),
+        OutputComparison("y", "y", ("Erf",), gap=0.5),
+        OutputComparison("z", "z", gap=0.25),
+        OutputComparison("i", "i", gap=9.0, inner=True),
     ]
     assert (found.integers, found.differing, len(found.compared)) == (80, 3, 2)
     assert found.not_compared == {"elided by the runtime": 2}
@@ -299,7 +306,7 @@ def test_what_was_found_in_numbers():
     ],
 )
 def test_a_verdict_is_a_word(facts, verdict):
-    found = verification(Row("a", "", "Relu", elements=5, **facts))
+    found = verification(TensorComparison("a", "", "Relu", elements=5, **facts))
     assert found.verdict == verdict and found.sound is (verdict in ("exact", "sound"))
     found.promised = False
     alone = {"departs": "departs" if "wrong" in facts else "unpromised"}
@@ -308,11 +315,15 @@ def test_a_verdict_is_a_word(facts, verdict):
 
 def test_departures_are_of_the_file_of_tensors_and_of_outputs():
     found = verification(
-        Row("a", "", "Relu", elements=5, op_differing=2, op_largest=1),
-        Row("b", "", "Relu", elements=5, wrong="missing"),
+        TensorComparison("a", "", "Relu", elements=5, op_differing=2, op_largest=1),
+        TensorComparison("b", "", "Relu", elements=5, wrong="missing"),
     )
-    found.held = [Held("w", "weight", 4, 1), Held("v", "bias", 4)]
-    found.outputs = [Output("y", "y", wrong="odd"), Output("m", "m", wrong="odd", inner=True), Output("z", "z")]
+    found.held = [ConstantComparison("w", "weight", 4, 1), ConstantComparison("v", "bias", 4)]
+    found.outputs = [
+        OutputComparison("y", "y", wrong="odd"),
+        OutputComparison("m", "m", wrong="odd", inner=True),
+        OutputComparison("z", "z"),
+    ]
     assert found.departures == [
         "weight 'w' in the file: 1 of its 4 codes are not the plan's",
         "Relu 'b': missing",
@@ -324,23 +335,27 @@ def test_departures_are_of_the_file_of_tensors_and_of_outputs():
 
 
 def test_where_nothing_is_stored_in_codes_the_weights_of_the_file_are_what_is_checked():
-    assert not verification().checked and verification(held=[Held("w", "weight", 3)]).checked
-    assert not verification(held=[Held("w", "weight")]).checked
-    assert not verification(Row("a", "", "Relu"), held=[Held("w", "weight", 3)]).checked
+    assert not verification().checked and verification(held=[ConstantComparison("w", "weight", 3)]).checked
+    assert not verification(held=[ConstantComparison("w", "weight")]).checked
+    assert not verification(TensorComparison("a", "", "Relu"), held=[ConstantComparison("w", "weight", 3)]).checked
     with pytest.raises(VerificationError, match="nothing was compared"):
         verification().require()
 
 
 def test_coverage_counts_constants_and_floats_of_the_moment():
-    found = verification(Row("a", "", "Relu", elements=4))
+    found = verification(TensorComparison("a", "", "Relu", elements=4))
     assert found.coverage() == "compared 1 of 1 tensors; 100.00 % of all integers compared at 0"
     found.held = [
-        Held("w", "weight"),
-        Held("b", "bias", why="absent"),
-        Held("x", "activation"),
-        Held("v", "weight", 4, 1),
+        ConstantComparison("w", "weight"),
+        ConstantComparison("b", "bias", why="absent"),
+        ConstantComparison("x", "activation"),
+        ConstantComparison("v", "weight", 4, 1),
     ]
-    found.outputs = [Output("m", "m", inner=True), Output("k", "k", wrong="odd", inner=True), Output("y", "y")]
+    found.outputs = [
+        OutputComparison("m", "m", inner=True),
+        OutputComparison("k", "k", wrong="odd", inner=True),
+        OutputComparison("y", "y"),
+    ]
     assert found.coverage() == (
         "compared 1 of 1 tensors; 1 of 3 weights and biases read back from the file; "
         "1 of 2 floats as kernels round them each time; 100.00 % of all integers compared at 0"
@@ -357,7 +372,7 @@ def test_a_summary_names_what_is_not_modelled_and_accuracies():
         "top-1 of 2 samples: float 50.00 %, device 100.00 %",
         "hot",
     ]
-    found.rows = [Row(f"r{k}", "", "Tanh", in_float=True) for k in range(7)]
+    found.rows = [TensorComparison(f"r{k}", "", "Tanh", in_float=True) for k in range(7)]
     assert "in float by the runtime: " + ", ".join(f"Tanh 'r{k}'" for k in range(6)) + " and 1 more" in found.summary()
     found.not_modelled = found.not_modelled[:4]
     assert "math.d\n" in found.summary()
@@ -365,24 +380,27 @@ def test_a_summary_names_what_is_not_modelled_and_accuracies():
 
 def test_a_screen_shows_faults_first_and_then_what_differs_most():
     rows = [
-        Row("a", "", "Relu", elements=9, differing=1, largest=1),
-        Row("b", "", "Relu", why="elided"),
-        Row("c", "", "Relu", elements=9, differing=4, largest=2, wrong="bad"),
-        Row("d", "", "Relu", elements=9, differing=3, largest=5, op_differing=0),
+        TensorComparison("a", "", "Relu", elements=9, differing=1, largest=1),
+        TensorComparison("b", "", "Relu", why="elided"),
+        TensorComparison("c", "", "Relu", elements=9, differing=4, largest=2, wrong="bad"),
+        TensorComparison("d", "", "Relu", elements=9, differing=3, largest=5, op_differing=0),
     ]
-    screen = verification(*rows, Row("e", "", "Relu", elements=9))._summary()
+    screen = verification(*rows, TensorComparison("e", "", "Relu", elements=9))._summary()
     assert [r[0] for r in screen.rows] == ["c", "d", "a", "e", "b"]
     assert screen.rows[0] == ("c", "Relu", 9, 4, 2, 0, "bad") and screen.rows[4][-1] == "elided"
     assert screen.title == "Verification on chip: departs" and screen.facts["coverage"].startswith("compared 4 of 5")
 
 
 def test_a_record_in_json_has_what_is_derived_too():
-    found = verification(Row("a", "", "Relu", elements=9, signal=1.0, noise=100.0), Row("b", "", "Relu", wrong="bad"))
+    found = verification(
+        TensorComparison("a", "", "Relu", elements=9, signal=1.0, noise=100.0),
+        TensorComparison("b", "", "Relu", wrong="bad"),
+    )
     said = found.to_dict()
     assert [r["sqnr_db"] for r in said["rows"]] == [pytest.approx(-20), None]
     assert [r["fault"] for r in said["rows"]] == ["", "bad"]
     assert (said["verdict"], said["exact"], said["integers"]) == ("departs", False, 9)
-    found.outputs = [Output("y", "y", wrong="odd"), Output("z", "z")]
+    found.outputs = [OutputComparison("y", "y", wrong="odd"), OutputComparison("z", "z")]
     assert [o["fault"] for o in found.to_dict()["outputs"]] == ["odd", ""]
 
 
@@ -408,7 +426,7 @@ def test_the_own_runtime_of_a_platform_loads_the_file(platform, suffix, runtime)
 def test_a_file_holds_a_tensor_itself_in_floats_and_in_copies():
     known = {"w", "w_1", "x", "v_t0"}
     held = {
-        n: InFile(None, [(np.array(k), np.array(0))])
+        n: FileTensor(None, [(np.array(k), np.array(0))])
         for k, n in enumerate(["w", "w_1", "w_2", "w/float", "x_t1/float_t2_3", "x/float_4", "v_t0", "x_t1", "other"])
     }
     found = {k: [int(f.numbers[0][0]) for f in fs] for k, fs in _by_tensor(known, held).items()}
@@ -446,7 +464,7 @@ def numbers(scale, zero=(0, 0)) -> list:
     ],
 )
 def test_a_weight_in_a_file_is_the_plans_or_says_why_not(codes, said, elements, differing, wrong):
-    found = _held(*planned(PER_ROW), "w", [InFile(codes, said)], {})
+    found = _held(*planned(PER_ROW), "w", [FileTensor(codes, said)], {})
     assert (found.elements, found.differing, found.role) == (elements, differing, "weight")
     assert (found.wrong, found.why) == (wrong, "")
 
@@ -454,7 +472,7 @@ def test_a_weight_in_a_file_is_the_plans_or_says_why_not(codes, said, elements, 
 def test_what_a_file_does_not_name_is_not_compared():
     assert _held(*planned(PER_ROW), "w", (), {}).why == "not in the file under its name"
     assert _held(*planned(stored(), "activation"), "w", (), {}).wrong == ""
-    twice = _held(*planned(PER_ROW), "w", [InFile(CODES, []), InFile(CODES + [[1, 0, 0], [0, 0, 0]], [])], {})
+    twice = _held(*planned(PER_ROW), "w", [FileTensor(CODES, []), FileTensor(CODES + [[1, 0, 0], [0, 0, 0]], [])], {})
     assert (twice.elements, twice.differing) == (12, 1)
 
 
@@ -468,22 +486,24 @@ def test_scales_of_blocks_may_lie_in_either_order_of_axes():
     )
     q = blocks.quantize(WEIGHT).numpy()
     for scale in (blocks.scale.numpy(), blocks.scale.t().numpy()):
-        assert _held(*planned(blocks), "w", [InFile(q, [(scale, np.zeros_like(scale))])], {}).wrong == ""
+        assert _held(*planned(blocks), "w", [FileTensor(q, [(scale, np.zeros_like(scale))])], {}).wrong == ""
     off = blocks.scale.numpy() + np.float32([[0, 0, 0], [0, 1, 0]])
-    assert _held(*planned(blocks), "w", [InFile(q, [(off, np.zeros_like(off))])], {}).wrong == "scale 3 instead of 2"
+    assert (
+        _held(*planned(blocks), "w", [FileTensor(q, [(off, np.zeros_like(off))])], {}).wrong == "scale 3 instead of 2"
+    )
     flat = blocks.scale.numpy().reshape(-1)
-    assert _held(*planned(blocks), "w", [InFile(q, [(flat, flat)])], {}).wrong == "scale of the shape [6]"
+    assert _held(*planned(blocks), "w", [FileTensor(q, [(flat, flat)])], {}).wrong == "scale of the shape [6]"
 
 
 def test_a_weight_that_is_read_in_float_too_may_stand_there_as_it_is():
     graph, plan = planned(PER_ROW)
     odd = WEIGHT + 0.01
     graph.weights["w"] = odd
-    assert _held(graph, plan, "w", [InFile(odd.numpy(), [])], {}).differing == 6
+    assert _held(graph, plan, "w", [FileTensor(odd.numpy(), [])], {}).differing == 6
     plan = Plan(tensors=plan.tensors, float_edges=frozenset({("w", "reader")}))
-    assert _held(graph, plan, "w", [InFile(odd.numpy(), [])], {}).differing == 0
+    assert _held(graph, plan, "w", [FileTensor(odd.numpy(), [])], {}).differing == 0
     plan = Plan(tensors=plan.tensors, float_edges=frozenset({("v", "reader")}))
-    assert _held(graph, plan, "w", [InFile(odd.numpy(), [])], {}).differing == 6
+    assert _held(graph, plan, "w", [FileTensor(odd.numpy(), [])], {}).differing == 6
 
 
 def test_the_order_of_axes_is_taken_in_which_the_fewest_differ():
@@ -533,11 +553,11 @@ def compared(results, label=None, filed=(), model=None, x=X, groups=(), freely=N
     graph, plan = network()
     plan = replace(plan, groups=groups)
     out = Verification("chip", True)
-    out.rows = [Row(v, "", op) for v, op in (("x", "Input"), ("y", "Relu"), ("z", "Reshape"))]
-    out.outputs = [Output("output", "z", span=127.5)]
+    out.rows = [TensorComparison(v, "", op) for v, op in (("x", "Input"), ("y", "Relu"), ("z", "Reshape"))]
+    out.outputs = [OutputComparison("output", "z", span=127.5)]
     declared = DeviceRuntime(suffix=".tflite", kernels="litert_reference")
     device = Device(**results)
-    comparison = _Comparison(graph, plan, load("tflite_int8"), device, declared, model, out, set(filed), {}, freely)
+    comparison = Comparator(graph, plan, load("tflite_int8"), device, declared, model, out, set(filed), {}, freely)
     with torch.inference_mode():
         for _ in range(times):
             comparison.add([x], label)
@@ -604,7 +624,13 @@ def test_a_batch_is_cut_where_the_samples_end_that_run_on_their_own_results(runt
     data = [torch.randn(40, 4, generator=torch.Generator().manual_seed(k)) for k in range(2)]
     fit = quantize(nn.Linear(4, 3).eval(), data, platform, progress=False)
     whole = runtime == "litert"  # whose file takes a fixed number at once
-    for freely, own in ((FREELY, 40 if whole else 16), (50, 80 if whole else 50), (0, 0), (80, 80), (None, 80)):
+    for freely, own in (
+        (MAX_SIMULATED_SAMPLES, 40 if whole else 16),
+        (50, 80 if whole else 50),
+        (0, 0),
+        (80, 80),
+        (None, 80),
+    ):
         found = fit.verify(data, freely=freely)
         assert (found.samples, found.freely) == (80, own) and found.sound
         assert {(r.elements, r.freely) for r in found.rows} == {(80 * n, own * n) for n in (4, 3)}
@@ -615,7 +641,7 @@ def test_a_batch_is_cut_where_the_samples_end_that_run_on_their_own_results(runt
 def test_a_batch_whose_inputs_differ_in_size_or_are_fixed_is_not_cut():
     graph, plan = network()
     declared = DeviceRuntime(suffix=".onnx")
-    comparison = _Comparison(
+    comparison = Comparator(
         graph, plan, load("ort_cpu"), Device(), declared, None, Verification("chip", True), set(), {}, 4
     )
     x = torch.randn(6, 3)
@@ -650,7 +676,7 @@ def test_a_number_without_axes_is_one_sample_and_the_first_input_counts():
         out = Verification("chip", True)
         device = Device(output=(inputs[0] * inputs[1]).numpy())
         declared = DeviceRuntime(suffix=".onnx")
-        _Comparison(graph, Plan(), load("ort_cpu"), device, declared, None, out, set(), {}).add(inputs, None)
+        Comparator(graph, Plan(), load("ort_cpu"), device, declared, None, out, set(), {}).add(inputs, None)
         assert out.samples == samples
 
 

@@ -80,7 +80,7 @@ class FileFormat:
     extra: str = ""  #: the extra of chipfit that installs them
     wraps: str = ""  #: the suffix of the file that it holds in another form
     options: tuple[str, ...] = ()  #: of `Result.export` that it takes; others are refused
-    #: reads back what a file stores: (path) -> tensor -> `export.InFile`; None for a format without a reader
+    #: reads back what a file stores: (path) -> tensor -> `export.FileTensor`; None for a format without a reader
     stored: Callable[[Path], Mapping[str, Any]] | None = None
     #: (graph) -> how many samples its runtime takes at once when nobody says how many; None for any
     part: Callable[[Any], int | None] = lambda graph: None

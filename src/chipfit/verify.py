@@ -19,7 +19,7 @@ from chipfit.calibration.data import divisible, iterate, split_label
 from chipfit.calibration.sample_fingerprints import SampleHashes
 from chipfit.engine.run import run
 from chipfit.errors import DataError, RuntimeUnavailable, VerificationError, first_line, raised_outside_chipfit
-from chipfit.export import InFile, export, format_of
+from chipfit.export import FileTensor, export, format_of
 from chipfit.export.names import output_names
 from chipfit.files import path_of
 from chipfit.graph.builder import needed
@@ -36,7 +36,7 @@ from chipfit.simulate.integer import float_results, profile_for, simulate
 _USUAL = "onnxruntime"  #: runtime of platforms that name none
 #: Samples without labels on which the float network runs, and the simulation on its own results. Whether each operator,
 #: given the device's inputs, computes the device's integers is compared on all: where none departs, no integer differs
-FREELY = 16
+MAX_SIMULATED_SAMPLES = 16
 #: Where the runtime computes in float, the last bit of a sum is its own, and decides where a real lies half way between
 #: two codes. Given the device's inputs an integer may then differ, by one code, if its real lies that near to half way:
 #: the error of float32 operators, relative to the span of the codes
@@ -53,7 +53,7 @@ DEQUANTIZED_GAP = 2.0**-22
 
 
 @dataclass
-class Row:
+class TensorComparison:
     """One quantized tensor: simulator against device, and against the float network."""
 
     tensor: str
@@ -164,7 +164,7 @@ def _energy(x: Tensor) -> float:
 
 
 @dataclass
-class Output:
+class OutputComparison:
     """Floats that the device hands over, as its outputs or inside, against the simulation."""
 
     name: str
@@ -208,7 +208,7 @@ class Output:
 
 
 @dataclass
-class Held:
+class ConstantComparison:
     """A tensor in the file, against the plan: its scales and zero points, and the codes of weights and biases."""
 
     tensor: str
@@ -232,18 +232,20 @@ class Verification(SummaryRepr):
     promised: bool  #: this runtime's arithmetic is a verified profile of this platform
     samples: int = 0
     freely: int = 0  #: of these, the first, on which the float network ran and the simulation on its own results
-    rows: list[Row] = field(default_factory=list)  #: every quantized tensor of the plan, compared or not
+    rows: list[TensorComparison] = field(default_factory=list)  #: every quantized tensor of the plan, compared or not
     executed: dict[str, int] = field(default_factory=dict)  #: operator kinds that the runtime ran, with counts
     accuracy: dict[str, float] = field(default_factory=dict)  #: top-1 of float, simulated, integer, device
     warnings: list[str] = field(default_factory=list)
-    outputs: list[Output] = field(default_factory=list)
-    held: list[Held] = field(default_factory=list)  #: the same tensors, weights and biases, as the file stores them
+    outputs: list[OutputComparison] = field(default_factory=list)
+    held: list[ConstantComparison] = field(
+        default_factory=list
+    )  #: the same tensors, weights and biases, as the file stores them
     labelled: int = 0  #: samples that the accuracies are taken from
     calibrated: int = 0  #: samples that are known to be calibration data
     not_modelled: list[str] = field(default_factory=list)  #: what the platform states and no simulation computes
 
     @property
-    def compared(self) -> list[Row]:
+    def compared(self) -> list[TensorComparison]:
         """Tensors of which something was compared."""
         return [r for r in self.rows if not r.why]
 
@@ -261,7 +263,7 @@ class Verification(SummaryRepr):
         return sum(r.differing for r in self.rows)
 
     @property
-    def among(self) -> int:
+    def out_of(self) -> int:
         """Of how many integers `differing` do: all, where none differs given the device's inputs."""
         alike = not any(r.differing or r.op_differing for r in self.rows)
         return self.integers if alike else sum(r.freely for r in self.rows)
@@ -321,7 +323,7 @@ class Verification(SummaryRepr):
         return "departs" if self.promised or self.file_departures else "unpromised"
 
     @property
-    def first_difference(self) -> Row | None:
+    def first_difference(self) -> TensorComparison | None:
         """The first tensor, in execution order, that departs."""
         return next((r for r in self.rows if r.differing or r.op_differing or r.wrong), None)
 
@@ -333,7 +335,7 @@ class Verification(SummaryRepr):
     @property
     def float_ops(self) -> set[str]:
         """Canonical operators that the runtime computes in float, before codes or an output."""
-        ends: list[Row | Output] = [*self.rows, *self.outputs]
+        ends: list[TensorComparison | OutputComparison] = [*self.rows, *self.outputs]
         return {op for x in ends for op in x.float_ops}
 
     def require(self, float_ops: Collection[str] = ()) -> Verification:
@@ -369,9 +371,9 @@ class Verification(SummaryRepr):
 
     def summary(self) -> str:
         """A few lines for a person."""
-        few = self.among < self.integers
+        few = self.out_of < self.integers
         over = f"the first {self.freely} of {self.samples} samples" if few else f"{self.samples} samples"
-        found = f"{self.differing} of {self.among} integers differ" if self.rows else "no value is stored in codes"
+        found = f"{self.differing} of {self.out_of} integers differ" if self.rows else "no value is stored in codes"
         lines = [f"{self.runtime}: {found} over {over}"]
         lines.append(self.coverage())
         if self.departures:
@@ -408,8 +410,8 @@ class Verification(SummaryRepr):
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
         out = asdict(self)
-        names = "exact sound verdict integers differing among exact_share output_gap departures not_compared"
-        out.update({name: getattr(self, name) for name in names.split()}, coverage=self.coverage())
+        names = "exact sound verdict integers differing exact_share output_gap departures not_compared"
+        out.update({name: getattr(self, name) for name in names.split()}, among=self.out_of, coverage=self.coverage())
         for d, r in zip(out["rows"], self.rows, strict=True):
             d.update(sqnr_db=r.sqnr_db if np.isfinite(r.sqnr_db) else None, fault=r.fault)
         for d, o in zip(out["outputs"], self.outputs, strict=True):
@@ -434,7 +436,7 @@ def verify(
     path: str | Path | None = None,
     model: Callable[[], Any] | None = None,
     batches: int | None = None,
-    freely: int | None = FREELY,
+    freely: int | None = MAX_SIMULATED_SAMPLES,
 ) -> Verification:
     """Run everything on the same inputs and compare integer by integer, the file's own constants included.
 
@@ -477,12 +479,14 @@ def verify(
     behind = float_operators(graph, plan, profile)
     for v in quantized:
         layer, op = (makers[v].layer, makers[v].op) if v in makers else ("", "Input")
-        out.rows.append(Row(v, layer, op, in_float=v in in_float, float_ops=behind(v) if v in in_float else ()))
+        out.rows.append(
+            TensorComparison(v, layer, op, in_float=v in in_float, float_ops=behind(v) if v in in_float else ())
+        )
     for name, v in zip(output_names(graph), graph.outputs, strict=True):
         codes = plan.stored(v)
         span = float(codes.scale.max()) * (codes.grid.qmax - codes.grid.qmin) if codes is not None else 0.0
-        out.outputs.append(Output(name, v, () if span or v in graph.weights else behind(v), span))
-    out.outputs += [Output(v, v, behind(v), inner=True) for v in moment]
+        out.outputs.append(OutputComparison(name, v, () if span or v in graph.weights else behind(v), span))
+    out.outputs += [OutputComparison(v, v, behind(v), inner=True) for v in moment]
     weights: dict[str, Tensor] = {}
     if held is not None:
         read = dict.fromkeys(i for n in graph.nodes for i in n.inputs if i in graph.weights and plan.quantized(i))
@@ -490,9 +494,7 @@ def verify(
         out.held = [_held(graph, plan, name, by_tensor.get(name, ()), weights) for name in (*quantized, *read)]
     if hasattr(device, "warnings"):
         out.warnings += device.warnings(platform)
-    comparison = _Comparison(
-        graph, plan, platform, device, found.declares, model, out, set(held or ()), weights, freely
-    )
+    comparison = Comparator(graph, plan, platform, device, found.declares, model, out, set(held or ()), weights, freely)
     with torch.inference_mode():
         for k, batch in enumerate(iterate(data)):
             if batches is not None and k >= batches:
@@ -508,7 +510,7 @@ def verify(
 
 
 @dataclass
-class _Comparison:
+class Comparator:
     """Simulation and device side by side, batch after batch; what is found goes to `out`."""
 
     graph: Graph
@@ -547,7 +549,7 @@ class _Comparison:
             self._simulated(inputs, keep=())  # what no network takes is refused as that
             raise
         before: dict[str, Any] | None = {} if freely else None
-        free = self._simulated(inputs, reals=before) if freely else None
+        free = self._simulated(inputs, floats=before) if freely else None
         given = {r.tensor: got.get(self.declares.codes.format(r.tensor)) for r in self.out.rows}
         types = {v: _types(self.plan[v].grid.bits, self.plan[v].grid.signed) for v in given}
         codes = {
@@ -574,7 +576,7 @@ class _Comparison:
             codes.pop(name, None)
 
         ends = [o.tensor for o in self.out.outputs]
-        alone = self._simulated(inputs, force=codes | floats, reals=before, like=free, keep=ends, each=compare)
+        alone = self._simulated(inputs, force=codes | floats, floats=before, like=free, keep=ends, each=compare)
         for row in unseen.values():
             row.why = "inside a fused kernel"
             codes.pop(row.tensor, None)
@@ -624,7 +626,7 @@ class _Comparison:
         how |= {"kernels": self.declares.kernels, "weights": self.weights, "part": getattr(self.device, "part", None)}
         return simulate(self.graph, self.plan, inputs, self.platform, **how)
 
-    def _missing(self, row: Row, count: int) -> None:
+    def _missing(self, row: TensorComparison, count: int) -> None:
         """Account for a tensor that the device did not return: it may have elided only what computes nothing."""
         maker = self.plan.nodes.get(self.graph.producers()[row.tensor].name) if row.op != "Input" else None
         row.missed += count
@@ -668,18 +670,20 @@ def _misshapen(got: Tensor | None, want: Tensor, types: Collection[str]) -> str:
     return f"the device gives {_kind(got)} {list(got.shape)}, not {' or '.join(sorted(types))} {list(want.shape)}"
 
 
-def _by_tensor(known: Collection[str], held: Mapping[str, InFile]) -> dict[str, list[InFile]]:
+def _by_tensor(known: Collection[str], held: Mapping[str, FileTensor]) -> dict[str, list[FileTensor]]:
     """What a file holds of each tensor, in order: itself, in floats, and copies, numbered or of another layout."""
-    found: dict[str, list[InFile]] = {}
+    found: dict[str, list[FileTensor]] = {}
     for name in sorted(held, key=len):
         own = name if name in known else re.sub(r"(_t\d+)?(/float)?(_t\d+)?(_\d+)?$", "", name)
         found.setdefault(own, []).append(held[name])
     return found
 
 
-def _held(graph: Graph, plan: Plan, name: str, found: Sequence[InFile], weights: dict[str, Tensor]) -> Held:
+def _held(
+    graph: Graph, plan: Plan, name: str, found: Sequence[FileTensor], weights: dict[str, Tensor]
+) -> ConstantComparison:
     """A tensor's numbers in the file, and its codes when it is a weight, against the plan; `weights` keeps these."""
-    stored, out = plan[name], Held(name, plan.tensors[name].role)
+    stored, out = plan[name], ConstantComparison(name, plan.tensors[name].role)
     constant = graph.weights[name].detach().cpu() if name in graph.weights else None
     for scale, zero in (pair for f in found for pair in f.numbers):
         for word, want, got in (("scale", stored.scale, scale), ("zero point", stored.zero_point, zero)):

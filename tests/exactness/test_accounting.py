@@ -12,12 +12,12 @@ from torch import nn
 import chipfit
 from chipfit.errors import DataError, VerificationError
 from chipfit.platform.modelled import not_modelled
-from chipfit.verify import Held, Output, Row, Verification
+from chipfit.verify import ConstantComparison, OutputComparison, TensorComparison, Verification
 from tests.zoo import make, unseen
 
 
 def row(name, elements=200, **facts):
-    return Row(name, name, "Conv2D", elements=elements, **{"freely": elements, **facts})
+    return TensorComparison(name, name, "Conv2D", elements=elements, **{"freely": elements, **facts})
 
 
 def test_the_summary_says_what_a_person_asks_in_lines():
@@ -26,7 +26,11 @@ def test_the_summary_says_what_a_person_asks_in_lines():
     found = Verification(
         "chip", True, 4, 4, rows=[row("a"), row("b", in_float=True), off, row("d", wrong="bad"), *floats]
     )
-    found.held = [Held("a", "activation"), Held("w", "weight"), Held("v", "weight", elements=9, differing=2)]
+    found.held = [
+        ConstantComparison("a", "activation"),
+        ConstantComparison("w", "weight"),
+        ConstantComparison("v", "weight", elements=9, differing=2),
+    ]
     assert found.first_difference is off
     assert found.summary().splitlines()[:8] == [
         "chip: 3 of 2200 integers differ over 4 samples",
@@ -54,12 +58,12 @@ def test_integers_that_differ_behind_the_first_samples_are_sound_and_not_exact()
     off = row("tanh", freely=100, op_differing=1, op_largest=1, ties=1, float_ops=("Tanh",))
     found = Verification("chip", True, 9, 4, rows=[row("a", freely=100), off])
     assert found.differing == 0 and found.verdict == "sound" and found.first_difference is off
-    assert (found.integers, found.among) == (
+    assert (found.integers, found.out_of) == (
         400,
         200,
     ) and "first difference: Conv2D 'tanh', 0.0000 %" in found.summary()
     off.op_differing = off.op_largest = 0
-    assert found.verdict == "exact" and found.first_difference is None and found.among == 400
+    assert found.verdict == "exact" and found.first_difference is None and found.out_of == 400
 
 
 @pytest.mark.parametrize("count, more", [(8, ""), (11, "; and 3 more")])
@@ -79,7 +83,7 @@ def test_of_no_integers_none_differ():
 def test_an_output_in_reals_may_be_off_by_as_much_as_its_kernels_round(float_ops, gap):
     """(q - z) s rounds twice, q s - z s three times: each by at most 2^-24 of the span, and float operators more."""
     for times, sound in ((0.75, True), (1.5, False)):
-        out = Output("y", "y", float_ops, span=4.0)
+        out = OutputComparison("y", "y", float_ops, span=4.0)
         alone = torch.tensor([1.0, 0.0], dtype=torch.float64)
         out.add(alone + torch.tensor([0.0, 4.0 * gap * times]), alone, alone)
         assert (out.fault == "") is sound and (out.elements, out.differing) == (2, 1)
@@ -167,7 +171,7 @@ def test_a_comparison_of_nothing_is_neither_sound_nor_exact():
     nothing = Verification("runtime", promised=True)
     assert nothing.departures == [] and not nothing.sound and not nothing.exact
     assert nothing.verdict == "departs"
-    assert Verification("runtime", promised=True, rows=[Row("x", "", "Relu", elements=1)]).exact
+    assert Verification("runtime", promised=True, rows=[TensorComparison("x", "", "Relu", elements=1)]).exact
 
 
 @pytest.mark.parametrize(
@@ -179,7 +183,7 @@ def test_integers_that_are_returned_may_differ_only_behind_floats_and_then_one_i
 ):
     device, simulated = torch.zeros(100, dtype=torch.long), torch.zeros(100, dtype=torch.long)
     device[:differing] = 1
-    out = Output("y", "y", float_ops)
+    out = OutputComparison("y", "y", float_ops)
     out.add(device, simulated, simulated)
     assert out.differing == differing and bool(out.fault) is fault
 
@@ -194,7 +198,9 @@ def test_integers_that_are_returned_may_differ_only_behind_floats_and_then_one_i
     ],
 )
 def test_behind_floats_a_code_may_differ_by_one_where_its_real_lies_half_way(float_ops, ties, by, astray, fault):
-    row = Row("x", "", "Tanh", 100, 1, by, op_differing=1, op_largest=by, ties=ties, astray=astray, float_ops=float_ops)
+    row = TensorComparison(
+        "x", "", "Tanh", 100, 1, by, op_differing=1, op_largest=by, ties=ties, astray=astray, float_ops=float_ops
+    )
     assert bool(row.fault) is fault
     row.op_differing, row.ties = 3, 2  # two ties, and one in a hundred besides
     assert bool(row.fault) is fault

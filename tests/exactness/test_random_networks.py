@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from chipfit.registry import lookup
-from chipfit.simulate.integer import Run
+from chipfit.simulate.integer import Simulation
 from tests.random_networks import Network, Outcome, Tally, apart, check, platforms
 
 
@@ -52,7 +52,7 @@ def test_every_platform_that_names_a_runtime_is_drawn():
 def off_by_one(kernel):
     """The kernel with one of its integers wrong."""
 
-    def broken(run: Run, unit) -> None:
+    def broken(run: Simulation, unit) -> None:
         kernel(run, unit)
         out = unit[-1].output
         codes = run.codes[out].clone(memory_format=torch.contiguous_format)

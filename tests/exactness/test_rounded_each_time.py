@@ -11,7 +11,7 @@ from torch import nn
 
 import chipfit
 from chipfit.errors import RuntimeUnavailable, UnsupportedError
-from chipfit.export.onnx.stored import from_bytes, in_bytes
+from chipfit.export.onnx.read_back import from_bytes, in_bytes
 from chipfit.registry import entry
 from chipfit.simulate.integer import Profile
 
@@ -199,7 +199,7 @@ def test_a_code_that_is_another_one_is_noticed(tmp_path, name, change):
 @pytest.mark.parametrize("platform, kernels", [("ort_dynamic", "onnxruntime"), ("tflite_dynamic", "litert_xnnpack")])
 def test_data_that_are_rounded_in_another_way_are_noticed(monkeypatch, platform, kernels):
     profile: Profile = entry("kernels", kernels).thing
-    right = profile.rounds
+    right = profile.quantize_dynamic
 
     def down(x, **how):
         q, s, z = right(x, **how)

@@ -16,9 +16,9 @@ import chipfit
 from chipfit.engine.run import run
 from chipfit.engine.trees import flatten_inputs
 from chipfit.errors import UnsupportedError
-from chipfit.export.tflite.emit import code_type
+from chipfit.export.tflite.builder import code_type
 from chipfit.export.tflite.file import INT4, TYPES
-from chipfit.export.tflite.ops import REFUSED, ROWS
+from chipfit.export.tflite.ops import OPERATORS, REFUSED
 from chipfit.export.tflite.writer import _sizes, export_tflite
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph, Node, Value
@@ -217,22 +217,22 @@ def test_an_activation_that_the_kernel_cannot_apply_is_written_in_float_with_it(
 
 
 def test_what_is_written_in_integers_is_simulated_in_integers():
-    integer = {op for op, row in ROWS.items() if row.integer}
-    moving = {op for op in integer if ROWS[op].moves}
+    integer = {op for op, row in OPERATORS.items() if row.integer}
+    moving = {op for op in integer if OPERATORS[op].moves}
     for kernels in ("litert_reference", "litert_optimized", "litert_xnnpack"):
         profile = lookup("kernels", kernels)
         assert set(profile.kernels) >= integer - moving
         assert set(profile.kernels) <= integer
-        assert set(profile.moves) <= moving
+        assert set(profile.pass_through) <= moving
 
 
 def test_every_canonical_operator_has_a_row_or_a_rule_or_a_reason_why_the_file_cannot_hold_it():
-    assert set(ROWS) | set(RULES) | set(REFUSED) == set(OPS)
-    assert not set(REFUSED) & (set(ROWS) | set(RULES))
+    assert set(OPERATORS) | set(RULES) | set(REFUSED) == set(OPS)
+    assert not set(REFUSED) & (set(OPERATORS) | set(RULES))
 
 
 def test_the_schema_has_the_operators_of_all_rows():
-    assert not {row.kind for row in ROWS.values() if row.kind} - set(vars(schema.BuiltinOperator))
+    assert not {row.kind for row in OPERATORS.values() if row.kind} - set(vars(schema.BuiltinOperator))
 
 
 def test_a_refused_operator_is_named_with_the_reason(tmp_path):

@@ -13,19 +13,19 @@ from chipfit.platform.load import load
 from chipfit.registry import lookup
 from chipfit.simulate.device import float_operators
 from chipfit.simulate.integer import (
+    KernelCall,
     Profile,
-    Run,
-    Unit,
+    Simulation,
     _in_types,
     _moves,
     accumulate,
-    bounds,
-    exact_reals,
+    activation_bounds,
+    dynamic_product,
+    float_kernel,
     float_results,
+    pool_windows,
     profile_for,
-    rounded_each_time,
     simulate,
-    windows,
 )
 from tests.build import stored
 from tests.simulate.one_operator import Codes, drawn, one
@@ -73,7 +73,7 @@ def test_operators_read_the_devices_codes_where_these_are_given_but_their_own_ar
 def test_what_float_operators_compute_is_left_before_its_codes():
     graph, plan = chain("Erf", "Relu")
     reals: dict = {}
-    simulate(graph, plan, [X], TFLITE, reals=reals)
+    simulate(graph, plan, [X], TFLITE, floats=reals)
     assert sorted(reals) == ["v1", "x"] and torch.equal(reals["v1"], torch.erf(torch.tensor([[-2.0, -0.5, 0.5, 63.5]])))
 
 
@@ -111,12 +111,12 @@ def test_a_value_that_is_read_before_its_quantizer_is_so():
 def test_the_last_accumulator_wraps_around_or_saturates(bits, sat, least, most):
     stages = [{"bits": 4}, {"bits": bits, "sat": sat}] if bits else []
     math = ORT.math.model_copy(update={"acc": tuple(stages)})
-    run = Run(Graph([], [], [], {}, {}), Plan(), profile_for(ORT), math)
+    run = Simulation(Graph([], [], [], {}, {}), Plan(), profile_for(ORT), math)
     for value, found in ((-129.0, least), (128.0, most), (-128.0, -128), (127.0, 127)):
         assert run.summed(torch.tensor([value, 0.0])).tolist() == [found, 0]
     assert run.summed(torch.zeros(0)).numel() == 0
     blocks = ORT.math.model_copy(update={"acc": ({"bits": 8, "terms": 2},)})
-    assert Run(run.graph, Plan(), run.profile, blocks).summed(torch.tensor([999.0])).tolist() == [999]
+    assert Simulation(run.graph, Plan(), run.profile, blocks).summed(torch.tensor([999.0])).tolist() == [999]
 
 
 def test_grids_of_values_grow_to_the_ends_of_their_types_and_those_of_weights_stay():
@@ -137,7 +137,7 @@ def test_grids_of_values_grow_to_the_ends_of_their_types_and_those_of_weights_st
      ("Clamp", {}, (None, None)), ("Tanh", {}, None)],
 )  # fmt: skip
 def test_an_activation_clips_between_its_bounds(op, attrs, ends):
-    assert bounds(Node("n", op, ("x",), ("y",), attrs)) == ends
+    assert activation_bounds(Node("n", op, ("x",), ("y",), attrs)) == ends
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_window_has_what_lies_in_the_image_or_around_it():
     node = Node("n", "AvgPool", ("x",), ("y",), {"kernel": (2, 3), "stride": (2, 1), "padding": ((1, 0), (0, 1)),
                                               "ceil_mode": True, "count_include_pad": True})  # fmt: skip
     x = torch.arange(1.0, 13).reshape(1, 1, 3, 4) + torch.tensor([0.0, 100.0]).view(1, 2, 1, 1)
-    parts, n = windows(x, node, border=-5.0)
+    parts, n = pool_windows(x, node, border=-5.0)
     assert parts.shape == (1, 2, 2, 3, 6) and n.shape == (1, 1, 2, 3)
     assert parts[0, 0, 0, 0].tolist() == [-5, -5, -5, 1, 2, 3] and parts[0, 1, 1, 2].tolist() == [
         107,
@@ -221,18 +221,18 @@ def test_a_window_has_what_lies_in_the_image_or_around_it():
     ]
     assert (n == 6).all()
     node = node.with_(attrs={**node.attrs, "count_include_pad": False})
-    parts, n = windows(x, node, border=-5.0)
+    parts, n = pool_windows(x, node, border=-5.0)
     assert parts[0, 0, 0, 0].tolist() == [0, 0, 0, 1, 2, 3] and n[0, 0].tolist() == [[3, 3, 2], [6, 6, 4]]
     beyond = node.with_(attrs={**node.attrs, "padding": ((0, 0), (0, 0)), "count_include_pad": True})
-    parts, n = windows(x, beyond)
+    parts, n = pool_windows(x, beyond)
     assert n[0, 0].tolist() == [[6, 6], [3, 3]] and parts[0, 0, 1, 0].tolist() == [9, 10, 11, 0, 0, 0]
 
 
-def unit(found, platform="tflite_int8", kernels=None) -> Unit:
-    run = Run(found.graph, found.plan, profile_for(load(platform), kernels), load(platform).math)
+def unit(found, platform="tflite_int8", kernels=None) -> KernelCall:
+    run = Simulation(found.graph, found.plan, profile_for(load(platform), kernels), load(platform).math)
     for name, x in zip(found.graph.inputs, found.inputs, strict=True):
         run.publish(name, x)
-    return Unit(run, found.graph.nodes)
+    return KernelCall(run, found.graph.nodes)
 
 
 def test_sums_are_of_centred_codes_and_the_bias():
@@ -253,13 +253,17 @@ def test_a_unit_knows_the_numbers_of_its_operands():
     u = unit(found)
     assert (u.x, u.second, u.out, u.bits("x0"), u.wide) == ("x0", "x1", "y", 8, False)
     assert (float(u.scale("x1")), int(u.zero("y"))) == (0.25, 5)
-    assert float(u.real()) == 0.25 and float(u.real("x0", "x1")) == 0.0625 and float(u.real("x1")) == 0.125
-    assert u.real().dtype == torch.float32 and u.real(kind=torch.float64).dtype == torch.float64
+    assert (
+        float(u.multiplier()) == 0.25
+        and float(u.multiplier("x0", "x1")) == 0.0625
+        and float(u.multiplier("x1")) == 0.125
+    )
+    assert u.multiplier().dtype == torch.float32 and u.multiplier(kind=torch.float64).dtype == torch.float64
     assert torch.equal(u.centred(), drawn(0, 2, 3).double() - 9)
     assert torch.equal(u.centred("x1"), drawn(1, 2, 3).double() + 2) and torch.equal(
         u.code("x1").long(), drawn(1, 2, 3)
     )
-    u.put(torch.tensor([122.0, 123.0, -133.0, -134.0]))
+    u.write_result(torch.tensor([122.0, 123.0, -133.0, -134.0]))
     assert u.run.codes["y"].tolist() == [127, 127, -128, -128] and u.run.codes["y"].dtype == torch.int8
     assert unit(one("Abs", [Codes(drawn(0, 2, 3, bits=16), 0.5, 0, 16)], Codes(drawn(0, 1), 1.0, 0, 16))).wide
 
@@ -282,9 +286,9 @@ def test_data_that_a_kernel_rounds_meet_codes_of_weights(zero, kind):
         if bias is not None:
             graph.weights["b"] = bias
         plan = Plan(tensors={"w": tensor("w", "weight")})
-        run = Run(graph, plan, profile_for(TFLITE), TFLITE.math)
-        run.moment["m"] = q.to(kind), torch.tensor(0.25), zero
-        acc, s, b = rounded_each_time(Unit(run, graph.nodes))
+        run = Simulation(graph, plan, profile_for(TFLITE), TFLITE.math)
+        run.dynamic["m"] = q.to(kind), torch.tensor(0.25), zero
+        acc, s, b = dynamic_product(KernelCall(run, graph.nodes))
         assert torch.equal(acc.double(), (q.double() - zero) @ w.double().T) and s == 0.25
         assert acc.dtype == (torch.int32 if kind == torch.int8 else torch.float64)
         assert torch.equal(b, torch.zeros(()) if bias is None else bias)
@@ -313,11 +317,11 @@ def moment(per="row", bits=8, block=False, act=None, edge=False):
 )  # fmt: skip
 def test_a_product_of_data_rounded_each_time_is_exact_where_its_kernel_is_known(kernels, per, bits, act, found):
     graph, plan, nodes = moment(per, bits, act=act)
-    assert (exact_reals(graph, plan, nodes, lookup("kernels", kernels)) is not None) is found
+    assert (float_kernel(graph, plan, nodes, lookup("kernels", kernels)) is not None) is found
     bare = replace(plan, tensors={})
-    assert exact_reals(graph, bare, nodes, lookup("kernels", kernels)) is None
+    assert float_kernel(graph, bare, nodes, lookup("kernels", kernels)) is None
     undecided = replace(plan, nodes={})
-    assert exact_reals(graph, undecided, nodes, lookup("kernels", kernels)) is None
+    assert float_kernel(graph, undecided, nodes, lookup("kernels", kernels)) is None
 
 
 def test_operators_in_float_are_named_back_to_the_last_codes():
@@ -333,9 +337,11 @@ def test_operators_in_float_are_named_back_to_the_last_codes():
 
 def test_a_family_of_kernels_says_what_it_is_unless_told():
     profile = Profile(kernels={}, clip=lambda act, t: None, quantize=lambda x, t: x)
-    assert (profile.moves, profile.reals, profile.dynamic, profile.says) == ({}, {}, {}, ())
-    assert profile.by_type is False and profile.widest == 64
-    q, s, z = profile.rounds(torch.tensor([[1.0, -1.0, 0.5]]), qmin=-127, qmax=127, affine=False, per="tensor", block=1)
+    assert (profile.pass_through, profile.float_outputs, profile.dynamic, profile.supported_math) == ({}, {}, {}, ())
+    assert profile.saturate_to_type is False and profile.max_bits == 64
+    q, s, z = profile.quantize_dynamic(
+        torch.tensor([[1.0, -1.0, 0.5]]), qmin=-127, qmax=127, affine=False, per="tensor", block=1
+    )
     assert (q - z).tolist() == [[127, -127, 64]] and float(s.reshape(-1)[0]) == pytest.approx(1 / 127)
 
 
@@ -365,7 +371,7 @@ def product(act: str | None = None, **weight):
 
 def test_an_integer_product_hands_over_exact_reals_where_all_its_operands_are_codes():
     def exact(graph, plan, kernels="onnxruntime"):
-        return exact_reals(graph, plan, graph.nodes, lookup("kernels", kernels)) is not None
+        return float_kernel(graph, plan, graph.nodes, lookup("kernels", kernels)) is not None
 
     graph, plan = product()
     assert exact(graph, plan) and exact(*product("Relu")) and not exact(*product("Erf"))
@@ -430,7 +436,7 @@ def test_a_bias_counts_towards_what_an_accumulator_holds():
 
 def test_what_sums_are_known_not_to_exceed_is_inclusive():
     math = ORT.math.model_copy(update={"acc": ({"bits": 8},)})
-    run = Run(Graph([], [], [], {}, {}), Plan(), profile_for(ORT), math)
+    run = Simulation(Graph([], [], [], {}, {}), Plan(), profile_for(ORT), math)
     assert run.summed(torch.tensor([128.0]), 128.0).tolist() == [-128]
     assert run.summed(torch.tensor([127.0]), 127.0).tolist() == [127]
 
@@ -463,9 +469,9 @@ def test_what_did_not_run_again_keeps_its_reals():
     graph, plan = chain("Erf", "Sin", "Cos")
     plan = replace(plan, float_edges=frozenset({("v2", "n2")}))
     reals: dict = {}
-    first = simulate(graph, plan, [X], ORT, reals=reals)
+    first = simulate(graph, plan, [X], ORT, floats=reals)
     before = dict(reals)
-    again = simulate(graph, plan, [X], ORT, force=dict(first), like=first, reals=reals)
+    again = simulate(graph, plan, [X], ORT, force=dict(first), like=first, floats=reals)
     assert all(again[v] is first[v] and reals[v] is before[v] for v in ("v1", "v2", "v3"))
     assert torch.equal(before["v3"], torch.cos(before["v2"])) and torch.equal(first["v3"], again["v3"])
 
@@ -481,9 +487,9 @@ def test_what_runs_again_reads_what_did_not_before_its_codes():
     edges = frozenset({("v", "ny")})
     plan = Plan(tensors={n: tensor(n) for n in "xva"}, float_edges=edges)
     reals: dict = {}
-    first = simulate(graph, plan, [X], ORT, reals=reals)
+    first = simulate(graph, plan, [X], ORT, floats=reals)
     device = {**first, "a": torch.tensor([[4, 2, 6, 0]], dtype=torch.int8)}
-    found = simulate(graph, plan, [X], ORT, force=device, like=first, reals=reals)["y"]
+    found = simulate(graph, plan, [X], ORT, force=device, like=first, floats=reals)["y"]
     want = torch.erf(torch.tensor([[-2.0, -0.5, 0.5, 63.5]])) * torch.tensor([[2.0, 1.0, 3.0, 0.0]])
     assert torch.equal(found, want) and not torch.equal(found, first["y"])
 
@@ -494,12 +500,12 @@ def test_the_result_of_a_fused_group_says_whether_reals_are_handed_over():
     graph.nodes.append(Node("c", "Relu6", ("y",), ("z",)))
     kernels = lookup("kernels", "onnxruntime")
     inner = [n.output for n in graph.nodes[:-1]]
-    assert exact_reals(graph, plan, graph.nodes, kernels) is not None
+    assert float_kernel(graph, plan, graph.nodes, kernels) is not None
     coded = replace(plan, tensors={**plan.tensors, "z": tensor("z")})
-    assert exact_reals(graph, coded, graph.nodes, kernels) is None
+    assert float_kernel(graph, coded, graph.nodes, kernels) is None
     for name in inner:
         stored_inside = replace(plan, tensors={**plan.tensors, name: tensor(name)})
-        assert exact_reals(graph, stored_inside, graph.nodes, kernels) is not None
+        assert float_kernel(graph, stored_inside, graph.nodes, kernels) is not None
 
 
 def test_what_is_fused_behind_exact_reals_runs_on_these():
@@ -579,12 +585,12 @@ def test_another_family_of_kernels_runs_instead_of_the_platforms_own():
 def test_a_window_of_a_row_or_a_volume_has_its_own_axes():
     attrs = {"kernel": (2,), "stride": (2,), "padding": ((1, 0),), "ceil_mode": False, "count_include_pad": True}
     row = torch.arange(1.0, 6).reshape(1, 1, 5)
-    parts, n = windows(row, Node("n", "AvgPool", ("x",), ("y",), attrs), border=9.0)
+    parts, n = pool_windows(row, Node("n", "AvgPool", ("x",), ("y",), attrs), border=9.0)
     assert parts.tolist() == [[[[9, 1], [2, 3], [4, 5]]]] and n.tolist() == [[[2, 2, 2]]]
     attrs = {"kernel": (1, 1, 2), "stride": (1, 2, 1), "padding": ((0, 0),) * 3}
     attrs |= {"ceil_mode": False, "count_include_pad": False}
     volume = torch.arange(12.0).reshape(1, 1, 2, 3, 2)
-    parts, n = windows(volume, Node("n", "AvgPool", ("x",), ("y",), attrs))
+    parts, n = pool_windows(volume, Node("n", "AvgPool", ("x",), ("y",), attrs))
     assert parts.reshape(-1, 2).tolist() == [[0, 1], [4, 5], [6, 7], [10, 11]] and n.unique().tolist() == [2]
 
 
@@ -609,7 +615,7 @@ def test_data_of_a_16th_that_fill_the_codes_are_multiplied_without_error(kernels
     graph = Graph(nodes, ["x"], ["y"], {n: Value(n, (None, 4)) for n in "xmy"}, {"w": w.reals(0), "b": b})
     weight = TensorPlan(name="w", role="weight", stored=w.stored(0))
     plan = Plan(tensors={"w": weight}, nodes={"l": NodePlan(name="l", op=op, exec="int")})
-    assert exact_reals(graph, plan, nodes[1:], lookup("kernels", kernels)) is not None
+    assert float_kernel(graph, plan, nodes[1:], lookup("kernels", kernels)) is not None
     platform = ORT if kernels == "onnxruntime" else TFLITE
     found = simulate(graph, plan, [x], platform, kernels=kernels)
     want = x @ w.reals(0).T + b if op == "Linear" else x @ w.reals(0)

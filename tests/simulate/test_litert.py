@@ -413,7 +413,7 @@ def test_16_bit_operands_of_equal_and_of_other_shapes(tmp_path, op, attrs, secon
 )
 def test_a_family_says_how_it_rounds_and_stores_by_type(family, says):
     profile = lookup("kernels", family)
-    assert profile.says == says and profile.by_type
+    assert profile.supported_math == says and profile.saturate_to_type
     assert not {"Conv3D", "TransposeConv3D"} & set(profile.kernels) and "Conv2D" in profile.kernels
 
 

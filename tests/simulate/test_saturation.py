@@ -18,7 +18,7 @@ from chipfit.platform.modelled import kernels_of
 from chipfit.platform.schema import Platform
 from chipfit.quantizers.grids import Grid
 from chipfit.registry import lookup
-from chipfit.simulate.integer import Run, profile_for, simulate, units
+from chipfit.simulate.integer import Simulation, kernel_groups, profile_for, simulate
 
 LITERT = ("litert_reference", "litert_optimized", "litert")
 
@@ -143,11 +143,11 @@ def test_litert_saturates_at_the_ends_of_its_types(platform, bits, least):
 )
 def test_an_accumulator_saturates_or_wraps_around_at_its_width(stage, sums):
     math = load("ort_cpu").math.model_copy(update={"acc": (stage,)})
-    run = Run(Graph([], [], [], {}, {}), Plan(), profile_for(load("ort_cpu")), math)
+    run = Simulation(Graph([], [], [], {}, {}), Plan(), profile_for(load("ort_cpu")), math)
     assert run.summed(torch.tensor([32768.0, -32769.0, 32767.0, 5.0], dtype=torch.float64)).tolist() == sums
 
 
 def test_the_members_of_a_fused_group_are_one_unit_and_no_others():
     nodes = [Node(n, "Relu", (i,), (n,)) for n, i in (("a", "x"), ("b", "a"), ("c", "b"), ("d", "c"))]
-    found = units(Graph(nodes, ["x"], ["d"], {}, {}), Plan(groups=(("a", "b", "c"),)))
+    found = kernel_groups(Graph(nodes, ["x"], ["d"], {}, {}), Plan(groups=(("a", "b", "c"),)))
     assert [[n.name for n in unit] for unit in found] == [["a", "b", "c"], ["d"]]

@@ -139,16 +139,16 @@ def test_operators_whose_operands_stay_keep_their_results():
     graph, plan, x = result.graph, result.plan, torch.randn(5, 8)
     args = graph, plan, [x], result.platform
     reals: dict = {}
-    first = simulate(*args, reals=reals)
+    first = simulate(*args, floats=reals)
     device = {v: q.clone() for v, q in first.items() if plan.quantized(v)}
-    again = simulate(*args, force=device, like=first, reals=reals)
+    again = simulate(*args, force=device, like=first, floats=reals)
     assert all(again[v] is first[v] for v in first if v not in graph.inputs)
     tanh = next(n.output for n in graph.nodes if n.op == "Tanh")
     device[tanh][0, 0] ^= 1
     before = dict(reals)
     some, whole = (
-        simulate(*args, force=device, like=first, reals=reals),
-        simulate(*args, force=device, reals=(all_ := {})),
+        simulate(*args, force=device, like=first, floats=reals),
+        simulate(*args, force=device, floats=(all_ := {})),
     )
     assert all(torch.equal(some[v], whole[v]) for v in whole) and all(torch.equal(reals[v], all_[v]) for v in all_)
     ran = {v for v in some if some[v] is not first[v]} - {*graph.inputs}
@@ -175,10 +175,10 @@ def test_of_the_reals_behind_codes_that_the_device_gives_nothing_is_known():
     assert (total.op, (read, total.name)) == ("Add", next(iter(e for e in plan.float_edges if e[1] == total.name)))
     args = graph, plan, [x], result.platform
     reals: dict = {}
-    first = simulate(*args, reals=reals)
+    first = simulate(*args, floats=reals)
     device = {v: q.clone() for v, q in first.items() if plan.quantized(v)}
     device[graph.inputs[0]][0, 0] ^= 1
-    some = simulate(*args, force=device, like=first, reals=reals)
+    some = simulate(*args, force=device, like=first, floats=reals)
     whole = simulate(*args, force=device)
     assert torch.equal(device[read], first[read])
     assert torch.equal(some[total.output], whole[total.output])

@@ -215,7 +215,7 @@ def _attribute(v: Any) -> Any:
 def _tflite(path: Path, result: Result) -> _Read:
     from ai_edge_litert import schema_py_generated as schema
 
-    from chipfit.export.tflite.stored import _array
+    from chipfit.export.tflite.read_back import _array
 
     model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(path.read_bytes(), 0))
     (g,) = model.subgraphs

@@ -266,7 +266,7 @@ def _ends(io: str | None, labels: Path | None) -> dict[str, Any]:
     Raises:
         ConfigError: a type that does not exist; a file of labels that cannot be read.
     """
-    from chipfit.export.ends import kinds_of
+    from chipfit.export.io_spec import kinds_of
     from chipfit.files import read_text
 
     ends: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from chipfit.platform.schema import Platform
 from chipfit.registry import Entry, entries, require
 
 
-class InFile(NamedTuple):
+class FileTensor(NamedTuple):
     """What a file says of a tensor."""
 
     codes: np.ndarray | None  #: what a constant holds, in the file's own order of axes

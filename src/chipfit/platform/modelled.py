@@ -64,7 +64,7 @@ def _fusions(p: Platform) -> Iterator[Gap]:
 
 def _math(p: Platform) -> Iterator[Gap]:
     m, kernels, requant = p.math, kernels_of(p), p.math.requant or {}
-    says = lookup("kernels", m.kernels).says if m.kernels else ()
+    says = lookup("kernels", m.kernels).supported_math if m.kernels else ()
     for key, said in (("q_round", m.q_round), ("requant", " ".join(str(v) for _, v in sorted(requant.items())))):
         if says and said and said not in says:
             yield f"math.{key}", said, f"the kernels {m.kernels} have their own"

@@ -12,7 +12,7 @@ from chipfit.graph.ops import OPS
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
 from chipfit.registry import entries, entry
-from chipfit.simulate.integer import Profile, exact_reals, float_results, profile_for, simulate, units
+from chipfit.simulate.integer import Profile, float_kernel, float_results, kernel_groups, profile_for, simulate
 
 
 def device_model(graph: Graph, plan: Plan, platform: Platform) -> Any:
@@ -54,10 +54,10 @@ def output(graph: Graph, plan: Plan, done: Mapping[str, Any], name: str) -> torc
 def float_operators(graph: Graph, plan: Plan, profile: Profile) -> Callable[[str], tuple[str, ...]]:
     """For a value that is computed in float: the operators in float since codes were read, sorted.
 
-    Those that only move numbers are left out, and those that IEEE 754 says to the last bit: their results are exact.
+    Pass-through operators are left out, and those that IEEE 754 defines to the last bit: their results are exact.
     Opaque ones go by what they call.
     """
-    unit_of = {o: unit for unit in units(graph, plan) for n in unit for o in n.outputs}
+    unit_of = {o: unit for unit in kernel_groups(graph, plan) for n in unit for o in n.outputs}
 
     def behind(value: str) -> tuple[str, ...]:
         todo, done, found = [value], set(), set()
@@ -66,7 +66,7 @@ def float_operators(graph: Graph, plan: Plan, profile: Profile) -> Callable[[str
             if v in done or v not in unit_of:
                 continue
             done.add(v)
-            if exact_reals(graph, plan, unit_of[v], profile) is not None:
+            if float_kernel(graph, plan, unit_of[v], profile) is not None:
                 continue
             if unit_of[v][0].op == DYNAMIC:  # codes again
                 continue

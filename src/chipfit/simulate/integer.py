@@ -46,34 +46,34 @@ def _codes(x: Tensor, blocks: bool = False, **how: Any) -> Codes:
 class Profile:
     """How one family of kernels computes; registered as "kernels".
 
-    A kernel takes the `Run` and a unit: the nodes of a fused group, or one node. It reads codes and reals of operands
-    by name and leaves the codes of the unit's result, before its fused activations clip them.
+    A kernel takes the `Simulation` and a unit: the nodes of a fused group, or one node. It reads codes and reals of
+    operands by name and leaves the codes of the unit's result, before its fused activations clip them.
     """
 
     kernels: Mapping[str, Kernel]  #: by operator; the runtime computes in float what is missing
     #: the same for operators that follow their operand's format and, given its numbers, compute nevertheless; those
     #: that hold nothing but numbers of their operands are a `move`
-    moves: Mapping[str, Kernel] = field(default_factory=dict)
+    pass_through: Mapping[str, Kernel] = field(default_factory=dict)
     #: by operator, what its integer kernel hands over as floats where its result is never stored in codes, bit for bit
-    reals: Mapping[str, Callable[[Unit], Tensor]] = field(default_factory=dict)
+    float_outputs: Mapping[str, Callable[[KernelCall], Tensor]] = field(default_factory=dict)
     #: the same of kernels that round their data themselves, by operator, what shares a range there, and bits of weights
-    dynamic: Mapping[tuple[str, str, int], Callable[[Unit], Tensor]] = field(default_factory=dict)
+    dynamic: Mapping[tuple[str, str, int], Callable[[KernelCall], Tensor]] = field(default_factory=dict)
     #: how they round: reals, whether weights are in `blocks`, the attributes of DynamicQuantize -> codes, scale, zero
     #: point
-    rounds: Callable[..., Codes] = _codes
+    quantize_dynamic: Callable[..., Codes] = _codes
     #: (fused activation, how its result is stored) -> the codes between which it clips; None where the kernel cannot do
     #: that, and the whole unit is computed in float
     clip: Callable[[Node, Stored], tuple[int, int] | None]
-    quantize: Callable[[Run, str, Tensor], Tensor]  #: (run, value, its reals) -> codes
+    quantize: Callable[[Simulation, str, Tensor], Tensor]  #: (run, value, its reals) -> codes
     #: values saturate at the ends of the file's integer type, not at those of a narrower grid
-    by_type: bool = False
+    saturate_to_type: bool = False
     #: what a platform with these kernels may say of rounding and requantization; none: they compute as it says
-    says: Collection[str] = ()
-    widest: int = 64  #: bits of the codes that the kernels compute with; beyond, the runtime computes in float
+    supported_math: Collection[str] = ()
+    max_bits: int = 64  #: bits of the codes that the kernels compute with; beyond, the runtime computes in float
 
 
 @dataclass
-class Run:
+class Simulation:
     """State of one simulation."""
 
     graph: Graph
@@ -82,11 +82,11 @@ class Run:
     math: Math
     part: int | None = None  #: samples that the device takes at once; all when None
     codes: dict[str, Tensor] = field(default_factory=dict)  #: value -> integer codes, where it is quantized
-    reals: dict[str, Any] = field(default_factory=dict)  #: value -> float (or other) tensor, before its quantizer
+    floats: dict[str, Any] = field(default_factory=dict)  #: value -> float (or other) tensor, before its quantizer
     #: weight -> codes; "{weight} in reals" -> what they stand for
     weights: dict[str, Tensor] = field(default_factory=dict)
     #: what DynamicQuantize hands over: codes, their scale and zero point
-    moment: dict[str, Codes] = field(default_factory=dict)
+    dynamic: dict[str, Codes] = field(default_factory=dict)
 
     @cached_property
     def forms(self) -> Mapping[str, Form]:
@@ -105,19 +105,19 @@ class Run:
             self.weights[name] = self.plan[name].quantize(self.graph.weights[name])
         return self.weights[name]
 
-    def real(self, name: str, reader: Node) -> Any:
+    def float_value(self, name: str, reader: Node) -> Any:
         """What a float operator reads: the value before its quantizer on float edges, else its codes as reals."""
         stored = None if (name, reader.name) in self.plan.float_edges else self.plan.stored(name)
         if stored is not None and (name in self.codes or name in self.graph.weights):
             return stored.dequantize(self.code(name)) if name in self.codes else self._constant(name, stored)
         self.decode(name)
-        return self.reals[name] if name in self.reals else self.graph.weights[name]
+        return self.floats[name] if name in self.floats else self.graph.weights[name]
 
     def decode(self, name: str) -> None:
         """What DynamicQuantize hands over, as reals, for those who do not read its codes."""
-        if name in self.moment and name not in self.reals:
-            q, s, z = self.moment[name]
-            self.reals[name] = (q.float() - z) * s
+        if name in self.dynamic and name not in self.floats:
+            q, s, z = self.dynamic[name]
+            self.floats[name] = (q.float() - z) * s
 
     def _constant(self, name: str, stored: Stored) -> Tensor:
         """What the codes of a weight stand for."""
@@ -153,30 +153,30 @@ class Run:
 
     def publish(self, name: str, x: Any) -> None:
         """Keep a float result, and its codes when it is quantized."""
-        self.reals[name] = x
+        self.floats[name] = x
         if self.plan.quantized(name):
             self.codes[name] = self.profile.quantize(self, name, x)
 
-    def take_over(self, names: Sequence[str], done: Mapping[str, Any], reals: Mapping[str, Any]) -> None:
+    def take_over(self, names: Sequence[str], done: Mapping[str, Any], floats: Mapping[str, Any]) -> None:
         """Results of an earlier run: codes with the reals behind them, or reals alone."""
         for o in names:
             if self.plan.quantized(o):
                 self.codes[o] = done[o]
-            if o in reals or not self.plan.quantized(o):
-                self.reals[o] = reals.get(o, done[o])
+            if o in floats or not self.plan.quantized(o):
+                self.floats[o] = floats.get(o, done[o])
 
     def drop(self, name: str) -> None:
-        for table in (self.codes, self.reals, self.moment):
+        for table in (self.codes, self.floats, self.dynamic):
             table.pop(name, None)
 
 
-Kernel = Callable[[Run, Sequence[Node]], None]
+Kernel = Callable[[Simulation, Sequence[Node]], None]
 
 
-class Unit:
+class KernelCall:
     """The operands and the result of one kernel."""
 
-    def __init__(self, run: Run, nodes: Sequence[Node]) -> None:
+    def __init__(self, run: Simulation, nodes: Sequence[Node]) -> None:
         self.run, self.nodes, self.node = run, nodes, nodes[0]
         self.x, self.out, self.attrs = self.node.data, nodes[-1].output, self.node.attrs
 
@@ -207,7 +207,7 @@ class Unit:
         """Codes minus zero point, float64, likewise."""
         return self.run.centred(name or self.x)
 
-    def real(self, *over: str, kind: torch.dtype = torch.float32) -> Tensor:
+    def multiplier(self, *over: str, kind: torch.dtype = torch.float32) -> Tensor:
         """The product of the operands' scales (of the first operand's when none is named), divided by the result's."""
         first, *others = over or (self.x,)
         real = self.scale(first).to(kind)
@@ -215,14 +215,14 @@ class Unit:
             real = real * self.scale(name).to(kind)
         return real / self.scale(self.out).to(kind)
 
-    def put(self, y: Tensor) -> None:
+    def write_result(self, y: Tensor) -> None:
         """Keep codes without zero point as the result's."""
         self.run.store(self.out, y + self.zero(self.out))
 
 
-def by(kernel: Callable[..., None], *ops: str, **how: Any) -> dict[str, Kernel]:
-    """Rows of operators with one kernel of a `Unit`; `how` it rounds."""
-    return dict.fromkeys(ops, lambda run, nodes: kernel(Unit(run, nodes), **how))
+def kernel_for_ops(kernel: Callable[..., None], *ops: str, **how: Any) -> dict[str, Kernel]:
+    """Rows of operators with one kernel of a `KernelCall`; `how` it rounds."""
+    return dict.fromkeys(ops, lambda run, nodes: kernel(KernelCall(run, nodes), **how))
 
 
 def profile_for(platform: Platform, kernels: str | None = None) -> Profile:
@@ -250,7 +250,7 @@ def simulate(
     force: Mapping[str, Tensor] | None = None,
     keep: Collection[str] | None = None,
     kernels: str | None = None,
-    reals: dict[str, Any] | None = None,
+    floats: dict[str, Any] | None = None,
     weights: dict[str, Tensor] | None = None,
     like: Mapping[str, Any] | None = None,
     each: Callable[[str, Any, Any], None] | None = None,
@@ -266,7 +266,7 @@ def simulate(
             read.
         keep: values to return; all when omitted.
         kernels: the family that runs instead of the platform's own.
-        reals: where to leave what float operators compute before it is quantized, by value name; what it holds of an
+        floats: where to leave what float operators compute before it is quantized, by value name; what it holds of an
             operator that does not run again stays.
         weights: where codes of weights are kept between calls.
         like: what an earlier call gave for the same inputs without `force`, all values of it. Operators all of whose
@@ -282,10 +282,10 @@ def simulate(
         UnsupportedError: see `profile_for`.
     """
     profile = profile_for(platform, kernels)
-    run = Run(graph, _in_types(plan) if profile.by_type else plan, profile, platform.math, part)
+    run = Simulation(graph, _in_types(plan) if profile.saturate_to_type else plan, profile, platform.math, part)
     run.weights = run.weights if weights is None else weights
     wanted = {*(graph.values if keep is None else keep), *graph.outputs}
-    todo = units(graph, plan)
+    todo = kernel_groups(graph, plan)
     last = {i: k for k, unit in enumerate(todo) for n in unit for i in n.inputs if i is not None}
     for o in graph.outputs:
         last.pop(o, None)
@@ -293,21 +293,21 @@ def simulate(
     changed: set[str] = set()  #: values that are not those of `like`
     again: set[str] = set()  #: those that were computed once more: of the reals behind given codes nothing is known
 
-    def settle(names: Sequence[str], other: bool = False) -> None:
+    def record_results(names: Sequence[str], other: bool = False) -> None:
         """Note what was computed, by an `other` run or not; later operators read the device's codes where given."""
         for o in names:
             if o in wanted:
                 run.decode(o)
-            own, behind = run.codes.get(o, run.reals.get(o)), run.reals.get(o) if o in run.codes else None
+            own, behind = run.codes.get(o, run.floats.get(o)), run.floats.get(o) if o in run.codes else None
             if o in wanted and own is not None:
                 done[o] = own
-            if reals is not None and behind is not None:
-                reals[o] = behind
+            if floats is not None and behind is not None:
+                floats[o] = behind
             if each is not None and own is not None:
                 each(o, own, behind)
             given = _fitting(force, o, own)
             if given is not None:
-                (run.codes if o in run.codes else run.reals)[o] = given
+                (run.codes if o in run.codes else run.floats)[o] = given
                 if like is not None and bool((given != like[o]).any()):
                     changed.add(o)
             elif other:
@@ -315,7 +315,7 @@ def simulate(
 
     for name, x in zip(graph.inputs, inputs, strict=True):
         run.publish(name, x)
-    settle(graph.inputs)
+    record_results(graph.inputs)
     for k, unit in enumerate(todo):
         results = unit[-1].outputs
         reads = {(i, n.name) for n in unit for i in n.inputs if i is not None}
@@ -325,8 +325,8 @@ def simulate(
         if other:
             again.update(results)
         elif unit[0].op != DYNAMIC:
-            run.take_over(results, like or {}, reals or {})
-        settle(results, other)
+            run.take_over(results, like or {}, floats or {})
+        record_results(results, other)
         for i in {i for i, _ in reads if last.get(i) == k}:
             run.drop(i)
     return done
@@ -352,7 +352,7 @@ def _in_types(plan: Plan) -> Plan:
     return replace(plan, tensors={**plan.tensors, **wide}) if wide else plan
 
 
-def units(graph: Graph, plan: Plan) -> list[list[Node]]:
+def kernel_groups(graph: Graph, plan: Plan) -> list[list[Node]]:
     """What runs as one kernel, in execution order: the members of each fused group, and every other node alone."""
     nodes = {n.name: n for n in graph.nodes}
     groups = {g[-1]: [nodes[m] for m in g] for g in plan.groups}
@@ -362,11 +362,13 @@ def units(graph: Graph, plan: Plan) -> list[list[Node]]:
 
 def float_results(graph: Graph, plan: Plan, profile: Profile) -> set[str]:
     """Results that the runtime computes in float although they are stored in codes."""
-    tails = [unit[-1] for unit in units(graph, plan) if _kernel(graph, plan, unit, profile) is None]
+    tails = [unit[-1] for unit in kernel_groups(graph, plan) if _kernel(graph, plan, unit, profile) is None]
     return {o for n in tails if plan.quantized(n.output) for o in n.outputs}
 
 
-def exact_reals(graph: Graph, plan: Plan, unit: Sequence[Node], profile: Profile) -> Callable[[Unit], Tensor] | None:
+def float_kernel(
+    graph: Graph, plan: Plan, unit: Sequence[Node], profile: Profile
+) -> Callable[[KernelCall], Tensor] | None:
     """What an integer kernel hands over as floats, bit for bit; None where it hands over codes or computes in float."""
     head, decided = unit[0], plan.nodes.get(unit[0].name)
     if decided is None or decided.exec == "float" or plan.quantized(unit[-1].output):
@@ -382,8 +384,8 @@ def exact_reals(graph: Graph, plan: Plan, unit: Sequence[Node], profile: Profile
     if not all(plan.quantized(i) and (i, head.name) not in plan.float_edges for i in reads):
         return None
     grids = [plan[i].grid for i in reads if plan.tensors[i].role != "bias"]
-    narrow = all(g.table is None and g.bits <= profile.widest for g in grids)
-    return profile.reals.get(head.op) if narrow and exact else None
+    narrow = all(g.table is None and g.bits <= profile.max_bits for g in grids)
+    return profile.float_outputs.get(head.op) if narrow and exact else None
 
 
 # ---------------------------------------------------------------- one unit
@@ -409,12 +411,12 @@ def _kernel(
         data = [i for i in reads if graph.is_float(i)]
         ends = (*data, *(o for o in unit[-1].outputs if plan.quantized(o)))
         tied = all(plan[v].same_numbers(plan[data[0]]) for v in ends)
-        kernel = profile.moves.get(head.op) if tied else kernel
-        kernel = move if kernel is None and _moves(head) else kernel
+        kernel = profile.pass_through.get(head.op) if tied else kernel
+        kernel = pass_through if kernel is None and _moves(head) else kernel
     widths = [
         plan[v].grid.bits for v in (*reads, unit[-1].output) if plan.quantized(v) and plan.tensors[v].role != "bias"
     ]
-    if kernel is not move and max(widths, default=0) > profile.widest:
+    if kernel is not pass_through and max(widths, default=0) > profile.max_bits:
         return None
     return (kernel, clips) if kernel is not None and len(clips) == len(unit) - 1 else None
 
@@ -424,7 +426,7 @@ def _moves(node: Node) -> bool:
     return OPS[node.op].moves or node.op == "Pad" or node.attrs.get("mode") == "nearest"
 
 
-def _compute(run: Run, unit: Sequence[Node]) -> None:
+def _compute(run: Simulation, unit: Sequence[Node]) -> None:
     found = _kernel(run.graph, run.plan, unit, run.profile)
     if found is not None:
         kernel, clips = found
@@ -436,15 +438,15 @@ def _compute(run: Run, unit: Sequence[Node]) -> None:
         (node,) = unit
         others = [run.plan.stored(i) for n in run.graph.users().get(node.output, ()) for i in n.inputs if i is not None]
         blocks = any(s is not None and s.grid.per == "block" for s in others)
-        q, s, z = run.profile.rounds(run.real(node.data, node).float(), blocks=blocks, **node.attrs)
-        run.moment[node.output] = q.to(torch.int8 if bool((q < 0).any()) else torch.uint8), s, z
+        q, s, z = run.profile.quantize_dynamic(run.float_value(node.data, node).float(), blocks=blocks, **node.attrs)
+        run.dynamic[node.output] = q.to(torch.int8 if bool((q < 0).any()) else torch.uint8), s, z
         return
     env: dict[str, Any] = {}
-    reals = exact_reals(run.graph, run.plan, unit, run.profile)
+    reals = float_kernel(run.graph, run.plan, unit, run.profile)
     if reals is not None:
-        env[unit[0].output] = reals(Unit(run, unit))
+        env[unit[0].output] = reals(KernelCall(run, unit))
     for n in unit if reals is None else unit[1:]:
-        outs = execute(n, [None if i is None else env[i] if i in env else run.real(i, n) for i in n.inputs])
+        outs = execute(n, [None if i is None else env[i] if i in env else run.float_value(i, n) for i in n.inputs])
         env.update(zip(n.outputs, outs, strict=False))
     for o in unit[-1].outputs:
         run.publish(o, env[o])
@@ -453,20 +455,20 @@ def _compute(run: Run, unit: Sequence[Node]) -> None:
 # ---------------------------------------------------------------- kernels of every profile
 
 
-def bounds(act: Node) -> tuple[float | None, float | None] | None:
+def activation_bounds(act: Node) -> tuple[float | None, float | None] | None:
     """The reals between which an activation clips, None for no bound; None for one that does something else."""
     reals = {"Relu": (0.0, None), "Relu6": (0.0, 6.0), "Clamp": (act.attrs.get("min"), act.attrs.get("max"))}
     return reals.get(act.op)
 
 
-def move(run: Run, unit: Sequence[Node]) -> None:
+def pass_through(run: Simulation, unit: Sequence[Node]) -> None:
     """Operators that move codes or choose among them; where results have other numbers than operands, their reals."""
     node = unit[0]
     data = [i for i in node.inputs if i is not None and run.graph.is_float(i)]
     results = [o for o in unit[-1].outputs if run.plan.quantized(o)]
     tied = all(run.stored(v).same_numbers(run.stored(data[0])) for v in (*data, *results))
     given = [i for i in node.inputs if i is not None]
-    args: list[Any] = [run.code(i).float() if i in data else run.real(i, node) for i in given]
+    args: list[Any] = [run.code(i).float() if i in data else run.float_value(i, node) for i in given]
     if not tied:
         args = [run.stored(i).dequantize(run.code(i)) if i in data else x for i, x in zip(node.inputs, args)]
     if tied and node.op == "Pad" and node.attrs["mode"] == "constant":
@@ -477,7 +479,7 @@ def move(run: Run, unit: Sequence[Node]) -> None:
             run.codes[o] = x.to(run.stored(o).grid.dtype) if tied else run.profile.quantize(run, o, x)
 
 
-def windows(x: Tensor, node: Node, border: float = 0.0) -> tuple[Tensor, Tensor]:
+def pool_windows(x: Tensor, node: Node, border: float = 0.0) -> tuple[Tensor, Tensor]:
     """What an average pool sees.
 
     Args:
@@ -503,7 +505,7 @@ def windows(x: Tensor, node: Node, border: float = 0.0) -> tuple[Tensor, Tensor]
     return cut(x, border if counted else 0.0), cut(torch.ones_like(x[:1, :1]), float(counted)).sum(-1)
 
 
-def accumulate(run: Run, node: Node) -> Tensor:
+def accumulate(run: Simulation, node: Node) -> Tensor:
     """Exact product sums of a convolution or linear layer, bias included: integers, in int32 or float64."""
     acc, w = _products(run, node), run.code(node.weight)
     terms = max(w[0].numel(), w[:, 0].numel()) if w.numel() else 0
@@ -516,7 +518,7 @@ def accumulate(run: Run, node: Node) -> Tensor:
     return run.summed(acc if acc.dtype == torch.int32 else acc.double(), most)
 
 
-def _products(run: Run, node: Node) -> Tensor:
+def _products(run: Simulation, node: Node) -> Tensor:
     x, w, a = run.code(node.data), run.code(node.weight), node.attrs
     zero, w_zero = (run.plan[name].zero_point for name in (node.data, node.weight))
     if sums.fits(x, zero, w, w_zero):
@@ -530,15 +532,15 @@ def _products(run: Run, node: Node) -> Tensor:
     return F.linear(x, w) if node.op == "Linear" else execute(node, [x, w])[0]
 
 
-def rounded_each_time(u: Unit) -> tuple[Tensor, Tensor, Tensor]:
+def dynamic_product(c: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
     """Sums of a product whose data the kernel rounds, int32 or float64; the data's scale; the bias in float, or 0."""
-    q, s, z = u.run.moment[u.x]
-    w, w_zero = u.code(u.second), u.zero(u.second)
-    rows = w if u.node.op == "Linear" else w.transpose(-1, -2)
+    q, s, z = c.run.dynamic[c.x]
+    w, w_zero = c.code(c.second), c.zero(c.second)
+    rows = w if c.node.op == "Linear" else w.transpose(-1, -2)
     if w.dim() == 2 and sums.fits(q, z, rows, w_zero):
-        acc = u.run.summed(sums.multiplied(q, z, rows))
+        acc = c.run.summed(sums.multiplied(q, z, rows))
     else:
-        centred = u.centred(u.second)
-        acc = u.run.summed((q.double() - z) @ (centred.transpose(-1, -2) if u.node.op == "Linear" else centred))
-    bias = u.node.bias
-    return acc, s, torch.zeros(()) if bias is None else u.run.graph.weights[bias].detach()
+        centred = c.centred(c.second)
+        acc = c.run.summed((q.double() - z) @ (centred.transpose(-1, -2) if c.node.op == "Linear" else centred))
+    bias = c.node.bias
+    return acc, s, torch.zeros(()) if bias is None else c.run.graph.weights[bias].detach()

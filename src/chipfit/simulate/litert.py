@@ -23,15 +23,15 @@ from chipfit.registry import register
 from chipfit.simulate import gemmlowp, tables16
 from chipfit.simulate.integer import (
     Kernel,
+    KernelCall,
     Profile,
-    Run,
-    Unit,
+    Simulation,
     accumulate,
-    bounds,
-    by,
-    move,
-    rounded_each_time,
-    windows,
+    activation_bounds,
+    dynamic_product,
+    kernel_for_ops,
+    pass_through,
+    pool_windows,
 )
 from chipfit.simulate.libm import libm
 from chipfit.simulate.requantize import fixed_point, multiplier_and_shift, scale_by, shift_away, shift_up, short
@@ -75,16 +75,16 @@ def _codes_by_row(x: Tensor, blocks: bool = False, **how: Any) -> Codes:
     return round_away(x * (most / top)).clamp(-127, 127), top / most, torch.zeros_like(top)
 
 
-def _dynamic_xnnpack(u: Unit) -> Tensor:
+def _dynamic_xnnpack(c: KernelCall) -> Tensor:
     """fma(float32(acc) s_x, s_w, b)."""
-    acc, s, b = rounded_each_time(u)
-    return ((acc.float() * s).double() * u.scale(u.second).double() + b.double()).float()
+    acc, s, b = dynamic_product(c)
+    return ((acc.float() * s).double() * c.scale(c.second).double() + b.double()).float()
 
 
-def _dynamic(u: Unit) -> Tensor:
+def _dynamic(c: KernelCall) -> Tensor:
     """float32(acc) (s_x s_w) + b."""
-    acc, s, b = rounded_each_time(u)
-    return acc.float().mul_(s * u.scale(u.second)).add_(b)
+    acc, s, b = dynamic_product(c)
+    return acc.float().mul_(s * c.scale(c.second)).add_(b)
 
 
 def _scaled(acc: Tensor, real: Tensor, how: str) -> Tensor:
@@ -105,62 +105,63 @@ def _precision(how: str) -> torch.dtype:
     return torch.float32 if how == "float" else torch.float64
 
 
-def _convolution(u: Unit, how: str) -> None:
-    head, w = u.node, u.second
+def _convolution(c: KernelCall, how: str) -> None:
+    head, w = c.node, c.second
     plain = head.op.startswith("Conv")
-    kernel = u.code(w).shape[2:]
-    gaps = OPS[head.op].kind == "transposed" and any(s > k for s, k in zip(u.attrs["stride"], kernel, strict=True))
-    if how == "float" and (gaps or u.bits(w) <= 4):  # XNNPACK leaves these to LiteRT
+    kernel = c.code(w).shape[2:]
+    gaps = OPS[head.op].kind == "transposed" and any(s > k for s, k in zip(c.attrs["stride"], kernel, strict=True))
+    if how == "float" and (gaps or c.bits(w) <= 4):  # XNNPACK leaves these to LiteRT
         how = "up"
-    if how == "up" and plain and u.attrs["groups"] > 1:  # no optimised kernel
+    if how == "up" and plain and c.attrs["groups"] > 1:  # no optimised kernel
         how = "away"
-    if u.wide:
+    if c.wide:
         how = "q15"
-    acc = accumulate(u.run, head)
-    real = per_output(u.real(u.x, w, kind=_precision(how)).reshape(-1), acc.shape[1]).view(-1, *[1] * (acc.dim() - 2))
+    acc = accumulate(c.run, head)
+    real = per_output(c.multiplier(c.x, w, kind=_precision(how)).reshape(-1), acc.shape[1])
+    real = real.view(-1, *[1] * (acc.dim() - 2))
     if how == "up" and not plain:  # vector instructions take 8 channels at once, the scalar code what is left
         v = acc.shape[1] // 8 * 8
-        u.put(torch.cat((_scaled(acc[:, :v], real[:v], "up"), _scaled(acc[:, v:], real[v:], "away")), 1))
+        c.write_result(torch.cat((_scaled(acc[:, :v], real[:v], "up"), _scaled(acc[:, v:], real[v:], "away")), 1))
     else:
-        u.put(_scaled(acc, real, how))
+        c.write_result(_scaled(acc, real, how))
 
 
-def _linear(u: Unit, how: str) -> None:
-    w = u.second
-    if how == "float" and u.bits(w) <= 4 and u.code(w).shape[-1] % 2:  # XNNPACK leaves rows of half bytes to LiteRT
+def _linear(c: KernelCall, how: str) -> None:
+    w = c.second
+    if how == "float" and c.bits(w) <= 4 and c.code(w).shape[-1] % 2:  # XNNPACK leaves rows of half bytes to LiteRT
         how = "up"
-    if u.wide:
+    if c.wide:
         how = "double"
-    real = u.real(u.x, w, kind=_precision(how))
+    real = c.multiplier(c.x, w, kind=_precision(how))
     if real.numel() == 1 and how == "up":  # a single scale is multiplied in float32
-        real = (u.scale(u.x) * u.scale(w)).double() / u.scale(u.out).double()
-    u.put(_scaled(accumulate(u.run, u.node), real, how))
+        real = (c.scale(c.x) * c.scale(w)).double() / c.scale(c.out).double()
+    c.write_result(_scaled(accumulate(c.run, c.node), real, how))
 
 
-def _mat_mul(u: Unit, how: str) -> None:
-    if how == "float" and int(u.zero(u.second)):  # XNNPACK takes products whose second operand has zero point 0
+def _mat_mul(c: KernelCall, how: str) -> None:
+    if how == "float" and int(c.zero(c.second)):  # XNNPACK takes products whose second operand has zero point 0
         how = "away"
-    how = "q15" if u.wide else how
-    real = (u.scale(u.x) * u.scale(u.second)).to(_precision(how)) / u.scale(u.out)
-    u.put(_scaled(u.run.summed(torch.matmul(u.centred(), u.centred(u.second))), real, how))
+    how = "q15" if c.wide else how
+    real = (c.scale(c.x) * c.scale(c.second)).to(_precision(how)) / c.scale(c.out)
+    c.write_result(_scaled(c.run.summed(torch.matmul(c.centred(), c.centred(c.second))), real, how))
 
 
 # ---------------------------------------------------------------- element by element
 # XNNPACK leaves scales that are far apart to LiteRT.
 
 
-def _rescaled(u: Unit, sign: int = 1, how: str = "away") -> Tensor:
+def _rescaled(c: KernelCall, sign: int = 1, how: str = "away") -> Tensor:
     """Both operands shifted left and brought to twice the larger scale, added, brought to the result's scale."""
-    left = 15 if u.wide else 20
-    names = (u.x, u.second)
-    scales = [u.scale(i).double() for i in names]
+    left = 15 if c.wide else 20
+    names = (c.x, c.second)
+    scales = [c.scale(i).double() for i in names]
     twice = 2 * torch.maximum(*scales)
-    a, b = (fixed_point(u.centred(i).long() << left, s / twice, how) for i, s in zip(names, scales, strict=True))
-    return fixed_point(a + sign * b, twice / ((1 << left) * u.scale(u.out).double()), "away")
+    a, b = (fixed_point(c.centred(i).long() << left, s / twice, how) for i, s in zip(names, scales, strict=True))
+    return fixed_point(a + sign * b, twice / ((1 << left) * c.scale(c.out).double()), "away")
 
 
-def _add(u: Unit, sign: int = 1) -> None:
-    u.put(_rescaled(u, sign))
+def _add(c: KernelCall, sign: int = 1) -> None:
+    c.write_result(_rescaled(c, sign))
 
 
 def _stretch(a: Sequence[int], b: Sequence[int]) -> int:
@@ -175,7 +176,7 @@ def _stretch(a: Sequence[int], b: Sequence[int]) -> int:
     return math.prod(m for m, _ in axes[len(kinds.rstrip("=")) :]) if walked else 1
 
 
-def _in_vectors(run: Run, name: str, at_once: int, *shapes: Sequence[int]) -> Tensor:
+def _in_vectors(run: Simulation, name: str, at_once: int, *shapes: Sequence[int]) -> Tensor:
     """Which elements of a value vector instructions make, so many at once, of operands of these shapes.
 
     They begin anew in each part of the samples that the device takes at once.
@@ -200,39 +201,39 @@ def _in_vectors(run: Run, name: str, at_once: int, *shapes: Sequence[int]) -> Te
     return made[sizes[0]] if axis is None else torch.cat([made[size] for size in sizes], axis)
 
 
-def _add_optimized(u: Unit) -> None:
+def _add_optimized(c: KernelCall) -> None:
     """Vector instructions round each operand once, halves up.
 
     Of 16-bit operands they run where the shapes are equal, of 8-bit ones along a stretch of both.
     """
-    a, b = (u.code(i).shape for i in (u.x, u.second))
-    if u.wide and a != b:
-        return _add(u)
-    u.put(torch.where(_in_vectors(u.run, u.out, 16, a, b), _rescaled(u, how="once"), _rescaled(u)))
+    a, b = (c.code(i).shape for i in (c.x, c.second))
+    if c.wide and a != b:
+        return _add(c)
+    c.write_result(torch.where(_in_vectors(c.run, c.out, 16, a, b), _rescaled(c, how="once"), _rescaled(c)))
 
 
-def _add_xnnpack(u: Unit, sign: int = 1) -> None:
+def _add_xnnpack(c: KernelCall, sign: int = 1) -> None:
     """Multipliers with 20 fractional bits below the larger one, one shift with halves up."""
-    ra, rb = (u.real(i).double() for i in (u.x, u.second))
+    ra, rb = (c.multiplier(i).double() for i in (c.x, c.second))
     if not all(2.0**-10 <= r < 256 for r in (ra, rb)):
-        return _add(u, sign)
+        return _add(c, sign)
     shift = 20 - (int(torch.frexp(torch.maximum(ra, rb)).exponent) - 1)
     ma, mb = (torch.round(r * 2.0**shift).long() for r in (ra, rb))
-    total = u.centred().long() * ma + sign * u.centred(u.second).long() * mb
-    u.put(shift_up(total, shift))
+    total = c.centred().long() * ma + sign * c.centred(c.second).long() * mb
+    c.write_result(shift_up(total, shift))
 
 
-def _mul(u: Unit, how: str) -> None:
-    real = u.real(u.x, u.second)
+def _mul(c: KernelCall, how: str) -> None:
+    real = c.multiplier(c.x, c.second)
     near = 2.0**-16 <= real < 256
-    u.put(_scaled(u.centred() * u.centred(u.second), real, how if near else "away"))
+    c.write_result(_scaled(c.centred() * c.centred(c.second), real, how if near else "away"))
 
 
-def _leaky(u: Unit) -> None:
+def _leaky(c: KernelCall) -> None:
     """One multiplier on either side of zero; a product with a negative one is rounded before its sign is turned."""
-    q, below = u.centred(), u.scale(u.x) * _f32(u.attrs["negative_slope"]) / u.scale(u.out)
+    q, below = c.centred(), c.scale(c.x) * _f32(c.attrs["negative_slope"]) / c.scale(c.out)
     turned = fixed_point(q, below.abs(), "away") * below.sign().long()
-    u.put(torch.where(q >= 0, fixed_point(q, u.real(), "away"), turned))
+    c.write_result(torch.where(q >= 0, fixed_point(q, c.multiplier(), "away"), turned))
 
 
 def _by_256ths(q: Tensor, real: Tensor) -> Tensor:
@@ -240,55 +241,57 @@ def _by_256ths(q: Tensor, real: Tensor) -> Tensor:
     return shift_up(q.long() * torch.round(256.0 * real).long(), 8)
 
 
-def _leaky_xnnpack(u: Unit) -> None:
-    q, s = u.centred(), u.real()
-    slope = s * _f32(u.attrs["negative_slope"])
+def _leaky_xnnpack(c: KernelCall) -> None:
+    q, s = c.centred(), c.multiplier()
+    slope = s * _f32(c.attrs["negative_slope"])
     if not (2.0**-8 <= s <= 128 and (2.0**-8 <= slope <= 128 or -127.99609375 <= slope <= -(2.0**-8))):
-        return _leaky(u)
-    u.put(_by_256ths(q, torch.where(q >= 0, s, slope)))
+        return _leaky(c)
+    c.write_result(_by_256ths(q, torch.where(q >= 0, s, slope)))
 
 
-def _requantize(u: Unit) -> None:
+def _requantize(c: KernelCall) -> None:
     """Codes to another scale."""
-    u.put(fixed_point(u.centred(), u.real(kind=torch.float64), "away"))
+    c.write_result(fixed_point(c.centred(), c.multiplier(kind=torch.float64), "away"))
 
 
-def _requantize_optimized(u: Unit) -> None:
+def _requantize_optimized(c: KernelCall) -> None:
     """Vector instructions, which 16-bit codes have none of, round twice with halves up."""
-    q, real = u.centred(), u.real(kind=torch.float64)
+    q, real = c.centred(), c.multiplier(kind=torch.float64)
     plain = fixed_point(q, real, "away")
-    u.put(plain if u.wide else torch.where(_in_vectors(u.run, u.out, 16, q.shape), fixed_point(q, real, "up"), plain))
+    c.write_result(
+        plain if c.wide else torch.where(_in_vectors(c.run, c.out, 16, q.shape), fixed_point(q, real, "up"), plain)
+    )
 
 
-def _requantize_xnnpack(u: Unit) -> None:
-    s = u.real()
+def _requantize_xnnpack(c: KernelCall) -> None:
+    s = c.multiplier()
     if not 2.0**-8 <= s <= 128:
-        return _requantize_optimized(u)
-    u.put(_by_256ths(u.centred(), s))
+        return _requantize_optimized(c)
+    c.write_result(_by_256ths(c.centred(), s))
 
 
-def _prelu(u: Unit) -> None:
+def _prelu(c: KernelCall) -> None:
     """Below zero, the product with the slope's code."""
-    q = u.centred()
-    slope = u.centred(u.second).view(-1, *[1] * (q.dim() - 2))
-    below = fixed_point(q * slope, u.real(u.x, u.second), "away")
-    u.put(torch.where(q >= 0, fixed_point(q, u.real(), "away"), below))
+    q = c.centred()
+    slope = c.centred(c.second).view(-1, *[1] * (q.dim() - 2))
+    below = fixed_point(q * slope, c.multiplier(c.x, c.second), "away")
+    c.write_result(torch.where(q >= 0, fixed_point(q, c.multiplier(), "away"), below))
 
 
-def _rectifier(u: Unit) -> None:
+def _rectifier(c: KernelCall) -> None:
     """On its own: another scale, then the clip."""
-    u.put(fixed_point(u.centred(), u.real(), "away"))
-    ends = _clip(u.node, u.run.stored(u.out))
+    c.write_result(fixed_point(c.centred(), c.multiplier(), "away"))
+    ends = _clip(c.node, c.run.stored(c.out))
     if ends is not None:
-        u.run.codes[u.out] = u.run.codes[u.out].clamp(*ends)
+        c.run.codes[c.out] = c.run.codes[c.out].clamp(*ends)
 
 
-def _abs(u: Unit) -> None:
-    u.put(fixed_point(u.centred().abs(), u.real(), "away"))
+def _abs(c: KernelCall) -> None:
+    c.write_result(fixed_point(c.centred().abs(), c.multiplier(), "away"))
 
 
 def _table(
-    u: Unit,
+    c: KernelCall,
     f: Callable[[Tensor, Node], Tensor] | None = None,
     wide: Any = None,
     nearest: Callable[[Tensor], Tensor] = round_away,
@@ -300,17 +303,17 @@ def _table(
         wide: (codes, scale) -> codes, for 16-bit ones; a table too when omitted.
         nearest: rounds 8-bit results.
     """
-    codes, scale, result = u.code().long(), u.scale(u.x), u.scale(u.out)
+    codes, scale, result = c.code().long(), c.scale(c.x), c.scale(c.out)
 
     def function(reals: Tensor) -> Tensor:
-        return f(reals, u.node) if f is not None else libm(u.node.op.lower(), reals)
+        return f(reals, c.node) if f is not None else libm(c.node.op.lower(), reals)
 
-    if u.wide:
-        u.run.store(u.out, wide(codes, scale) if wide else tables16.apply(function, codes, scale, result))
+    if c.wide:
+        c.run.store(c.out, wide(codes, scale) if wide else tables16.apply(function, codes, scale, result))
         return
-    stored = u.run.plan[u.x]
+    stored = c.run.plan[c.x]
     y = function(stored.dequantize(torch.arange(stored.grid.qmin, stored.grid.qmax + 1)))
-    u.put(nearest((y * (1.0 / result)).double())[codes - stored.grid.qmin])
+    c.write_result(nearest((y * (1.0 / result)).double())[codes - stored.grid.qmin])
 
 
 def _curve(near: Callable[[Tensor, Tensor], Tensor], fixed: Callable[[Tensor], Tensor], shifts: Sequence[int]) -> Any:
@@ -336,19 +339,19 @@ def _gelu(x: Tensor, node: Node) -> Tensor:
     return 0.5 * x * libm("erfc", x * _f32(-math.sqrt(0.5)))
 
 
-def _hard_swish(u: Unit) -> None:
+def _hard_swish(c: KernelCall) -> None:
     """x * relu6(x + 3) / 6 in 16-bit fixed point, with 7 more bits than the codes have."""
-    fine = u.scale(u.x) / 128
-    m_out, e_out = multiplier_and_shift((fine / u.scale(u.out)).double())
+    fine = c.scale(c.x) / 128
+    m_out, e_out = multiplier_and_shift((fine / c.scale(c.out)).double())
     m_gate, e_gate = multiplier_and_shift((fine / _f32(3.0 / 32768.0)).double())
-    q = u.centred().long() << 7
+    q = c.centred().long() << 7
     value = _product16(q, short(m_out))
     up = int(e_gate)
     gate = _saturated(q << (up - 1)) if up > 0 else q
     gate = _product16(gate, short(m_gate))
     gate = _saturated(gate << 1) if up > 0 else shift_away(gate, -e_gate)
     product = torch.div(((gate + (1 << 15)) >> 1) * value, 1 << 15, rounding_mode="trunc")
-    u.put(shift_away(product, -e_out))
+    c.write_result(shift_away(product, -e_out))
 
 
 def _saturated(x: Tensor) -> Tensor:
@@ -360,14 +363,14 @@ def _product16(a: Tensor, b: Tensor) -> Tensor:
     return _saturated(shift_up(a * b, 15))
 
 
-def _softmax(u: Unit, rows: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+def _softmax(c: KernelCall, rows: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     """`rows` makes codes without zero point of codes, both with the axis last, and of both scales."""
-    axis, scale = u.attrs["axis"], u.scale(u.x)
-    q = u.code().long().movedim(axis, -1)
-    if u.wide:
-        u.run.store(u.out, tables16.softmax(q, scale).movedim(-1, axis))
+    axis, scale = c.attrs["axis"], c.scale(c.x)
+    q = c.code().long().movedim(axis, -1)
+    if c.wide:
+        c.run.store(c.out, tables16.softmax(q, scale).movedim(-1, axis))
     else:
-        u.put(rows(q, scale, u.scale(u.out)).movedim(-1, axis))
+        c.write_result(rows(q, scale, c.scale(c.out)).movedim(-1, axis))
 
 
 def _exponentials(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -393,58 +396,58 @@ def _log_rows_optimized(q: Tensor, scale: Tensor, result: Tensor) -> Tensor:
 # ---------------------------------------------------------------- windows and means
 
 
-def _mean_axes(u: Unit) -> tuple[tuple[int, ...], bool]:
+def _mean_axes(c: KernelCall) -> tuple[tuple[int, ...], bool]:
     """Axes counted from the front, and whether they stay as size 1."""
-    rank = u.code().dim()
-    axes = tuple(a % rank for a in u.attrs.get("axes", range(2, rank)))
-    return axes, u.attrs.get("keepdims", True)
+    rank = c.code().dim()
+    axes = tuple(a % rank for a in c.attrs.get("axes", range(2, rank)))
+    return axes, c.attrs.get("keepdims", True)
 
 
-def _sum(u: Unit) -> tuple[Tensor, int]:
+def _sum(c: KernelCall) -> tuple[Tensor, int]:
     """The sum of codes without zero point, and how many each one has."""
-    axes, keep = _mean_axes(u)
-    q = u.centred()
+    axes, keep = _mean_axes(c)
+    q = c.centred()
     return q.sum(axes, keep), math.prod(q.shape[a] for a in axes)
 
 
-def _mean(u: Unit) -> None:
+def _mean(c: KernelCall) -> None:
     """The multiplier takes the division by the count in: m 2^k / n, with k as large as 64 bits allow."""
-    total, n = _sum(u)
-    m, e = multiplier_and_shift(u.real(kind=torch.float64))
+    total, n = _sum(c)
+    m, e = multiplier_and_shift(c.multiplier(kind=torch.float64))
     k = min(n.bit_length() - 1, 32, 31 + int(e))
-    u.put(scale_by(total, (m << k) // n, e - k, "away"))
+    c.write_result(scale_by(total, (m << k) // n, e - k, "away"))
 
 
-def _mean_optimized(u: Unit) -> None:
+def _mean_optimized(c: KernelCall) -> None:
     """Over rows and columns of an image, which stay as size 1, codes are summed with their zero point.
 
     Vector instructions take 16 channels at once and round halves up, the channels left over take the scalar code.
     """
-    axes, keep = _mean_axes(u)
-    q = u.code().double()
-    if not keep or {*axes} != {2, 3} or q.dim() != 4 or u.wide:
-        return _mean(u)
-    scale, result = u.scale(u.x), u.scale(u.out)
+    axes, keep = _mean_axes(c)
+    q = c.code().double()
+    if not keep or {*axes} != {2, 3} or q.dim() != 4 or c.wide:
+        return _mean(c)
+    scale, result = c.scale(c.x), c.scale(c.out)
     real = scale / (float(q.shape[2] * q.shape[3]) * result)
-    shift = u.zero(u.x).float() * scale / result
+    shift = c.zero(c.x).float() * scale / result
     total, vector = q.sum(axes, keep), q.shape[1] // 16 * 16
     parts = (fixed_point(total[:, :vector], real, "up"), fixed_point(total[:, vector:], real, "away"))
-    u.put(torch.cat(parts, 1) - torch.trunc(torch.where(shift > 0, shift + 0.5, shift - 0.5)).to(torch.int64))
+    c.write_result(torch.cat(parts, 1) - torch.trunc(torch.where(shift > 0, shift + 0.5, shift - 0.5)).to(torch.int64))
 
 
-def _mean_xnnpack(u: Unit) -> None:
+def _mean_xnnpack(c: KernelCall) -> None:
     """sum(q) m + (z_y - n z m) with m = s / (s_y n), each step in float32."""
-    total, n = _sum(u)
-    m, shift = u.real() / n, n * u.zero(u.x)
-    u.run.store(u.out, torch.round((total + shift).float() * m + (u.zero(u.out).float() - shift * m)))
+    total, n = _sum(c)
+    m, shift = c.multiplier() / n, n * c.zero(c.x)
+    c.run.store(c.out, torch.round((total + shift).float() * m + (c.zero(c.out).float() - shift * m)))
 
 
-def _avg_pool(u: Unit) -> None:
+def _avg_pool(c: KernelCall) -> None:
     """(sum of codes ± n/2) / n, towards zero; n counts what lies inside the image, or in the padded one."""
-    parts, n = windows(u.code().double(), u.node, float(u.zero(u.x)))
+    parts, n = pool_windows(c.code().double(), c.node, float(c.zero(c.x)))
     total = parts.sum(-1)
     half = torch.floor(n / 2)
-    u.run.store(u.out, torch.where(total > 0, torch.floor((total + half) / n), -torch.floor((half - total) / n)))
+    c.run.store(c.out, torch.where(total > 0, torch.floor((total + half) / n), -torch.floor((half - total) / n)))
 
 
 def _lines(size: int, out: int, corners: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -471,23 +474,23 @@ def _lines_xnnpack(size: int, out: int, corners: bool) -> tuple[Tensor, Tensor, 
     return low, (low + 1).clamp_max(size - 1), torch.round((fine - low) * 2048).long()
 
 
-def _resize(u: Unit, lines: Callable[[int, int, bool], tuple[Tensor, Tensor, Tensor]], one: int) -> None:
+def _resize(c: KernelCall, lines: Callable[[int, int, bool], tuple[Tensor, Tensor, Tensor]], one: int) -> None:
     """Bilinear with fixed-point shares of `one`; halves away from zero for shares of 1024, else up."""
-    if u.attrs["mode"] == "nearest":
-        return move(u.run, u.nodes)
-    q = u.code().long()
-    (like,) = execute(u.node, [q.float()])
+    if c.attrs["mode"] == "nearest":
+        return pass_through(c.run, c.nodes)
+    q = c.code().long()
+    (like,) = execute(c.node, [q.float()])
     shape = like.shape
     if len(shape) == 3:  # a row is an image of height 1
         q, like = q[:, :, None], like[:, :, None]
-    (top, low, v), (left, right, h) = (lines(q.shape[d], like.shape[d], bool(u.attrs["align_corners"])) for d in (2, 3))
+    (top, low, v), (left, right, h) = (lines(q.shape[d], like.shape[d], bool(c.attrs["align_corners"])) for d in (2, 3))
     v = v[:, None]
     upper, lower = (q[:, :, row][..., left] * (one - h) + q[:, :, row][..., right] * h for row in (top, low))
     y, half, whole = (upper * (one - v) + lower * v).reshape(shape), one * one // 2, one * one
     if one == 1024:
-        u.run.store(u.out, torch.div(y + torch.where(y > 0, half, -half), whole, rounding_mode="trunc"))
+        c.run.store(c.out, torch.div(y + torch.where(y > 0, half, -half), whole, rounding_mode="trunc"))
     else:
-        u.run.store(u.out, torch.div(y + half, whole, rounding_mode="floor"))
+        c.run.store(c.out, torch.div(y + half, whole, rounding_mode="floor"))
 
 
 # ---------------------------------------------------------------- reals to codes, and the clip of fused activations
@@ -495,7 +498,7 @@ def _resize(u: Unit, lines: Callable[[int, int, bool], tuple[Tensor, Tensor, Ten
 
 def _clip(act: Node, t: Stored) -> tuple[int, int] | None:
     """The codes of the activation's bounds, halves away from zero."""
-    reals, grid = bounds(act), t.grid
+    reals, grid = activation_bounds(act), t.grid
     if reals is None or reals == (None, None):
         return None
     low, high = (
@@ -510,26 +513,26 @@ def _stored(q: Tensor, t: Stored) -> Tensor:
     return (q + t.zero_point).clamp(t.grid.qmin, t.grid.qmax).to(t.grid.dtype)
 
 
-def _quantize_away(run: Run, name: str, x: Tensor) -> Tensor:
+def _quantize_away(run: Simulation, name: str, x: Tensor) -> Tensor:
     """round(x / s) + z, halves away from zero."""
     t = run.stored(name)
     return _stored(round_away((x / t.scale).double()), t)
 
 
-def _quantize_inverse(run: Run, name: str, x: Tensor) -> Tensor:
+def _quantize_inverse(run: Simulation, name: str, x: Tensor) -> Tensor:
     """round(x * (1 / s)) + z, halves to even."""
     t = run.stored(name)
     return _stored(torch.round(x * (1.0 / t.scale)), t)
 
 
-def _quantize_optimized(run: Run, name: str, x: Tensor) -> Tensor:
+def _quantize_optimized(run: Simulation, name: str, x: Tensor) -> Tensor:
     """Vector instructions multiply by the inverse; the scalar code of what is left divides in double precision."""
     t, q, left = run.stored(name), _quantize_inverse(run, name, x), ~_in_vectors(run, name, 8, x.shape)
     q[left] = _stored(round_away(x[left].double() / t.scale.double()), t)
     return q
 
 
-def _quantize_xnnpack(run: Run, name: str, x: Tensor) -> Tensor:
+def _quantize_xnnpack(run: Simulation, name: str, x: Tensor) -> Tensor:
     return (_quantize_inverse if run.stored(name).grid.bits <= 8 else _quantize_optimized)(run, name, x)
 
 
@@ -540,7 +543,7 @@ def _narrow(theirs: dict[str, Kernel], ours: dict[str, Kernel]) -> dict[str, Ker
     """XNNPACK takes 8-bit operators only."""
 
     def either(op: str) -> Kernel:
-        return lambda run, nodes: (ours if Unit(run, nodes).wide else theirs)[op](run, nodes)
+        return lambda run, nodes: (ours if KernelCall(run, nodes).wide else theirs)[op](run, nodes)
 
     return ours | {op: either(op) for op in theirs}
 
@@ -549,53 +552,55 @@ _CONVOLUTIONS = [op for op, row in OPS.items() if row.kind in ("conv", "transpos
 _MEANS = ("Mean", "GlobalAvgPool")
 
 _REFERENCE = {
-    **by(_convolution, *_CONVOLUTIONS, how="away"),
-    **by(_linear, "Linear", how="double"),
-    **by(_mat_mul, "MatMul", how="away"),
-    **by(_add, "Add"),
-    **by(_add, "Sub", sign=-1),
-    **by(_mul, "Mul", how="away"),
-    **by(_rectifier, "Relu", "Relu6", "Clamp"),
-    **by(_leaky, "LeakyRelu"),
-    **by(_prelu, "PRelu"),
-    **by(_table, "Exp", "Log"),
-    **by(_table, "Sigmoid", f=_sigmoid, wide=tables16.sigmoid),
-    **by(_table, "Tanh", wide=tables16.tanh),
-    **by(_table, "Gelu", f=_gelu),
-    **by(_hard_swish, "HardSwish"),
-    **by(_abs, "Abs"),
-    **by(_requantize, "Requantize"),
-    **by(_softmax, "Softmax", rows=lambda q, s, _: gemmlowp.softmax(q - q.amax(-1, keepdim=True), s, 8)),
-    **by(_softmax, "LogSoftmax", rows=lambda q, s, _: gemmlowp.log_softmax(q - q.amax(-1, keepdim=True), s)),
-    **by(_mean, *_MEANS),
+    **kernel_for_ops(_convolution, *_CONVOLUTIONS, how="away"),
+    **kernel_for_ops(_linear, "Linear", how="double"),
+    **kernel_for_ops(_mat_mul, "MatMul", how="away"),
+    **kernel_for_ops(_add, "Add"),
+    **kernel_for_ops(_add, "Sub", sign=-1),
+    **kernel_for_ops(_mul, "Mul", how="away"),
+    **kernel_for_ops(_rectifier, "Relu", "Relu6", "Clamp"),
+    **kernel_for_ops(_leaky, "LeakyRelu"),
+    **kernel_for_ops(_prelu, "PRelu"),
+    **kernel_for_ops(_table, "Exp", "Log"),
+    **kernel_for_ops(_table, "Sigmoid", f=_sigmoid, wide=tables16.sigmoid),
+    **kernel_for_ops(_table, "Tanh", wide=tables16.tanh),
+    **kernel_for_ops(_table, "Gelu", f=_gelu),
+    **kernel_for_ops(_hard_swish, "HardSwish"),
+    **kernel_for_ops(_abs, "Abs"),
+    **kernel_for_ops(_requantize, "Requantize"),
+    **kernel_for_ops(_softmax, "Softmax", rows=lambda q, s, _: gemmlowp.softmax(q - q.amax(-1, keepdim=True), s, 8)),
+    **kernel_for_ops(
+        _softmax, "LogSoftmax", rows=lambda q, s, _: gemmlowp.log_softmax(q - q.amax(-1, keepdim=True), s)
+    ),
+    **kernel_for_ops(_mean, *_MEANS),
 }
 _OPTIMIZED = {
     **_REFERENCE,
-    **by(_convolution, *_CONVOLUTIONS, how="up"),
-    **by(_linear, "Linear", how="up"),
-    **by(_add_optimized, "Add"),
-    **by(_requantize_optimized, "Requantize"),
-    **by(_softmax, "Softmax", rows=_rows_optimized),
-    **by(_softmax, "LogSoftmax", rows=_log_rows_optimized),
-    **by(_mean_optimized, *_MEANS),
-    **by(_table, "Sigmoid", f=_sigmoid, wide=_curve(tables16.sigmoid, gemmlowp.logistic16, (0,))),
-    **by(_table, "Tanh", wide=_curve(tables16.tanh, gemmlowp.tanh16, (0, 1))),
+    **kernel_for_ops(_convolution, *_CONVOLUTIONS, how="up"),
+    **kernel_for_ops(_linear, "Linear", how="up"),
+    **kernel_for_ops(_add_optimized, "Add"),
+    **kernel_for_ops(_requantize_optimized, "Requantize"),
+    **kernel_for_ops(_softmax, "Softmax", rows=_rows_optimized),
+    **kernel_for_ops(_softmax, "LogSoftmax", rows=_log_rows_optimized),
+    **kernel_for_ops(_mean_optimized, *_MEANS),
+    **kernel_for_ops(_table, "Sigmoid", f=_sigmoid, wide=_curve(tables16.sigmoid, gemmlowp.logistic16, (0,))),
+    **kernel_for_ops(_table, "Tanh", wide=_curve(tables16.tanh, gemmlowp.tanh16, (0, 1))),
 }
 _XNNPACK = {
-    **by(_convolution, *_CONVOLUTIONS, how="float"),
-    **by(_linear, "Linear", how="float"),
-    **by(_mat_mul, "MatMul", how="float"),
-    **by(_add_xnnpack, "Add"),
-    **by(_add_xnnpack, "Sub", sign=-1),
-    **by(_mul, "Mul", how="float"),
-    **by(_leaky_xnnpack, "LeakyRelu"),
-    **by(_requantize_xnnpack, "Requantize"),
-    **by(_mean_xnnpack, *_MEANS),
-    **by(_table, "Sigmoid", f=lambda x, node: torch.sigmoid(x.double()).float(), nearest=torch.round),
-    **by(_table, "Tanh", nearest=torch.round),
+    **kernel_for_ops(_convolution, *_CONVOLUTIONS, how="float"),
+    **kernel_for_ops(_linear, "Linear", how="float"),
+    **kernel_for_ops(_mat_mul, "MatMul", how="float"),
+    **kernel_for_ops(_add_xnnpack, "Add"),
+    **kernel_for_ops(_add_xnnpack, "Sub", sign=-1),
+    **kernel_for_ops(_mul, "Mul", how="float"),
+    **kernel_for_ops(_leaky_xnnpack, "LeakyRelu"),
+    **kernel_for_ops(_requantize_xnnpack, "Requantize"),
+    **kernel_for_ops(_mean_xnnpack, *_MEANS),
+    **kernel_for_ops(_table, "Sigmoid", f=lambda x, node: torch.sigmoid(x.double()).float(), nearest=torch.round),
+    **kernel_for_ops(_table, "Tanh", nearest=torch.round),
 }
-_MOVES = {**by(_avg_pool, "AvgPool"), **by(_resize, "Resize", lines=_lines, one=1024)}
-_MOVES_XNNPACK = by(_resize, "Resize", lines=_lines_xnnpack, one=2048)
+_MOVES = {**kernel_for_ops(_avg_pool, "AvgPool"), **kernel_for_ops(_resize, "Resize", lines=_lines, one=1024)}
+_MOVES_XNNPACK = kernel_for_ops(_resize, "Resize", lines=_lines_xnnpack, one=2048)
 
 _SAYS = ("half_even", "q31 2 half_away", "q15 1 half_up")
 
@@ -611,12 +616,12 @@ for _name, _kernels, _moves, _quantize, _says in (
     _each_time = dict.fromkeys((("Linear", "row", b) for b in _bits), _dynamic_xnnpack if _own else _dynamic)
     _how = Profile(
         kernels=_kernels,
-        moves=_moves,
+        pass_through=_moves,
         dynamic=_each_time,
-        rounds=_codes_xnnpack if _own else _codes_by_row,
+        quantize_dynamic=_codes_xnnpack if _own else _codes_by_row,
         clip=_clip,
         quantize=_quantize,
-        by_type=True,
-        says=_says,
+        saturate_to_type=True,
+        supported_math=_says,
     )
     register("kernels", _name)(_how)

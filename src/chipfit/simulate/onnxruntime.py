@@ -10,7 +10,16 @@ from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Node
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
-from chipfit.simulate.integer import Kernel, Profile, Unit, accumulate, bounds, by, rounded_each_time, windows
+from chipfit.simulate.integer import (
+    Kernel,
+    KernelCall,
+    Profile,
+    accumulate,
+    activation_bounds,
+    dynamic_product,
+    kernel_for_ops,
+    pool_windows,
+)
 from chipfit.simulate.libm import libm
 from chipfit.simulate.requantize import requantize
 
@@ -19,7 +28,7 @@ Tensor = torch.Tensor
 
 def _absorbed(act: Node, t: Stored) -> tuple[int, int] | None:
     """The whole grid, where saturating in its type does what the activation does; else that is computed in float."""
-    reals = bounds(act)
+    reals = activation_bounds(act)
     if reals is None:
         return None
     low, high = reals
@@ -29,36 +38,36 @@ def _absorbed(act: Node, t: Stored) -> tuple[int, int] | None:
     return None if below or above else (t.grid.qmin, t.grid.qmax)
 
 
-def _product_sum(u: Unit) -> None:
+def _product_sum(c: KernelCall) -> None:
     """acc -> rne(float32(acc) * float32(s_x s_w / s_y)) + z. ONNX Runtime's QLinearConv and QGemm."""
-    acc, m = accumulate(u.run, u.node), u.real(u.x, u.second)
-    if m.dim() and u.node.op != "Linear":
+    acc, m = accumulate(c.run, c.node), c.multiplier(c.x, c.second)
+    if m.dim() and c.node.op != "Linear":
         m = m.view(-1, *[1] * (acc.dim() - 2))
-    u.put(requantize(acc, m, u.run.math.requant or {}))
+    c.write_result(requantize(acc, m, c.run.math.requant or {}))
 
 
-def _inner(u: Unit) -> Tensor:
+def _inner(c: KernelCall) -> Tensor:
     """Exact product sums of two values."""
-    return u.run.summed(torch.matmul(u.centred(), u.centred(u.second)))
+    return c.run.summed(torch.matmul(c.centred(), c.centred(c.second)))
 
 
-def _mat_mul(u: Unit) -> None:
-    u.put(requantize(_inner(u), u.real(u.x, u.second), u.run.math.requant or {}))
+def _mat_mul(c: KernelCall) -> None:
+    c.write_result(requantize(_inner(c), c.multiplier(c.x, c.second), c.run.math.requant or {}))
 
 
-def _reals(u: Unit) -> Tensor:
+def _reals(c: KernelCall) -> Tensor:
     """float32(acc) * float32(s_x s_w). ONNX Runtime's QGemm and MatMulIntegerToFloat, whose results are floats."""
-    acc = _inner(u) if u.node.op == "MatMul" else accumulate(u.run, u.node)
-    return acc.float().mul_(u.scale(u.x) * u.scale(u.second))
+    acc = _inner(c) if c.node.op == "MatMul" else accumulate(c.run, c.node)
+    return acc.float().mul_(c.scale(c.x) * c.scale(c.second))
 
 
-def _dynamic(u: Unit) -> Tensor:
+def _dynamic(c: KernelCall) -> Tensor:
     """float32(acc) * (s_x s_w) + b. MatMulInteger behind DynamicQuantizeLinear, as written and as the runtime fuses it.
 
     Source: ONNX Runtime, contrib_ops/cpu/quantization/dynamic_quantize_matmul.cc.
     """
-    acc, s, b = rounded_each_time(u)
-    return acc.float().mul_(s * u.scale(u.second)).add_(b)
+    acc, s, b = dynamic_product(c)
+    return acc.float().mul_(s * c.scale(c.second)).add_(b)
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -74,29 +83,29 @@ def _spans_scalar(a: Tensor, b: Tensor) -> bool:
     return a.dim() < b.dim() and all(s == 1 for s in a.shape)
 
 
-def _add(u: Unit) -> None:
+def _add(c: KernelCall) -> None:
     """rne(fma(a, r_a, fma(b, r_b, z_o - fma(r_a, z_a, r_b z_b)))) with r = s_in / s_out in float32. QLinearAdd.
 
     Where `a` is one element against a row of `b`, the two change places.
     """
-    a, b = u.x, u.second
-    if _spans_scalar(u.code(a), u.code(b)):
+    a, b = c.x, c.second
+    if _spans_scalar(c.code(a), c.code(b)):
         a, b = b, a
-    ra, rb = u.real(a), u.real(b)
-    offset = u.zero(u.out).float() - _fma(ra, u.zero(a).float(), rb * u.zero(b).float())
-    qa, qb = torch.broadcast_tensors(u.code(a).float(), u.code(b).float())
-    u.run.store(u.out, torch.round(_fma(qa, ra, _fma(qb, rb, offset))))
+    ra, rb = c.multiplier(a), c.multiplier(b)
+    offset = c.zero(c.out).float() - _fma(ra, c.zero(a).float(), rb * c.zero(b).float())
+    qa, qb = torch.broadcast_tensors(c.code(a).float(), c.code(b).float())
+    c.run.store(c.out, torch.round(_fma(qa, ra, _fma(qb, rb, offset))))
 
 
-def _mul(u: Unit) -> None:
+def _mul(c: KernelCall) -> None:
     """rne((a - z_a)(b - z_b) * (s_a s_b / s_o) + z_o), each step rounded to float32. QLinearMul."""
-    product = (u.centred() * u.centred(u.second)).float()
-    u.run.store(u.out, torch.round(product * u.real(u.x, u.second) + u.zero(u.out).float()))
+    product = (c.centred() * c.centred(c.second)).float()
+    c.run.store(c.out, torch.round(product * c.multiplier(c.x, c.second) + c.zero(c.out).float()))
 
 
-def _softmax(u: Unit) -> None:
-    q = u.code().long().movedim(u.attrs["axis"], -1)
-    u.put(torch.round(softmax(q, u.scale(u.x), u.scale(u.out))).movedim(-1, u.attrs["axis"]))
+def _softmax(c: KernelCall) -> None:
+    q = c.code().long().movedim(c.attrs["axis"], -1)
+    c.write_result(torch.round(softmax(q, c.scale(c.x), c.scale(c.out))).movedim(-1, c.attrs["axis"]))
 
 
 def softmax(q: torch.Tensor, s_x: torch.Tensor, s_y: torch.Tensor) -> torch.Tensor:
@@ -114,40 +123,40 @@ def softmax(q: torch.Tensor, s_x: torch.Tensor, s_y: torch.Tensor) -> torch.Tens
     return t * torch.floor(1.0 / s_y) / total
 
 
-def _global_average(u: Unit) -> None:
+def _global_average(c: KernelCall) -> None:
     """rne(sum(q - z) * float32(s / (s_o N))) + z_o. QLinearGlobalAveragePool."""
-    q = u.centred()
+    q = c.centred()
     n = torch.tensor(float(math.prod(q.shape[2:])))
     total = q.sum(tuple(range(2, q.dim())), keepdim=True).float()
-    u.put(torch.round(total * (u.scale(u.x) / (u.scale(u.out) * n))))
+    c.write_result(torch.round(total * (c.scale(c.x) / (c.scale(c.out) * n))))
 
 
-def _average(u: Unit) -> None:
+def _average(c: KernelCall) -> None:
     """rne(mean / s_o + z_o) with the reals of a window added in order, in float32. QLinearAveragePool.
 
     A window that is the whole image is left to QLinearGlobalAveragePool.
     """
-    q = u.code()
-    if tuple(q.shape[2:]) == tuple(u.attrs["kernel"]) and not any(p for ends in u.attrs["padding"] for p in ends):
-        return _global_average(u)
-    parts, n = windows(u.run.stored(u.x).dequantize(q), u.node)
+    q = c.code()
+    if tuple(q.shape[2:]) == tuple(c.attrs["kernel"]) and not any(p for ends in c.attrs["padding"] for p in ends):
+        return _global_average(c)
+    parts, n = pool_windows(c.run.stored(c.x).dequantize(q), c.node)
     total = torch.zeros_like(parts[..., 0])
     for x in parts.unbind(-1):
         total = total + x
-    u.run.store(u.out, torch.round(total / n / u.scale(u.out) + u.zero(u.out).float()))
+    c.run.store(c.out, torch.round(total / n / c.scale(c.out) + c.zero(c.out).float()))
 
 
-def _concat(u: Unit) -> None:
+def _concat(c: KernelCall) -> None:
     """Each input requantized by a table of its codes, then joined. QLinearConcat."""
-    reals = [u.run.stored(i).dequantize(u.code(i)) for i in u.node.inputs if i is not None]
-    u.run.codes[u.out] = torch.cat([u.run.stored(u.out).quantize(x) for x in reals], u.attrs["axis"])
+    reals = [c.run.stored(i).dequantize(c.code(i)) for i in c.node.inputs if i is not None]
+    c.run.codes[c.out] = torch.cat([c.run.stored(c.out).quantize(x) for x in reals], c.attrs["axis"])
 
 
-def _table(u: Unit) -> None:
+def _table(c: KernelCall) -> None:
     """Element-wise operators that the runtime turns into a table over all codes, computed in float32."""
-    reals = u.run.stored(u.x).dequantize(u.code())
-    y = logistic(reals) if u.node.op == "Sigmoid" else execute(u.node, [reals])[0]
-    u.run.codes[u.out] = u.run.stored(u.out).quantize(y)
+    reals = c.run.stored(c.x).dequantize(c.code())
+    y = logistic(reals) if c.node.op == "Sigmoid" else execute(c.node, [reals])[0]
+    c.run.codes[c.out] = c.run.stored(c.out).quantize(y)
 
 
 #: coefficients of the odd numerator and the even denominator, from the highest power down
@@ -172,26 +181,26 @@ def logistic(x: torch.Tensor) -> torch.Tensor:
 
 
 _KERNELS: dict[str, Kernel] = {
-    **by(_product_sum, "Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D", "Linear"),
-    **by(_mat_mul, "MatMul"),
-    **by(_add, "Add"),
-    **by(_mul, "Mul"),
-    **by(_global_average, "GlobalAvgPool"),
-    **by(_average, "AvgPool"),
-    **by(_concat, "Concat"),
-    **by(_table, "Sigmoid", "LeakyRelu"),
-    **by(_softmax, "Softmax"),
+    **kernel_for_ops(_product_sum, "Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D", "Linear"),
+    **kernel_for_ops(_mat_mul, "MatMul"),
+    **kernel_for_ops(_add, "Add"),
+    **kernel_for_ops(_mul, "Mul"),
+    **kernel_for_ops(_global_average, "GlobalAvgPool"),
+    **kernel_for_ops(_average, "AvgPool"),
+    **kernel_for_ops(_concat, "Concat"),
+    **kernel_for_ops(_table, "Sigmoid", "LeakyRelu"),
+    **kernel_for_ops(_softmax, "Softmax"),
 }
 #: given one set of numbers, averages still round
 _MOVES = {op: _KERNELS[op] for op in ("AvgPool", "GlobalAvgPool")}
 register("kernels", "onnxruntime")(
     Profile(
         kernels=_KERNELS,
-        moves=_MOVES,
-        reals={"Linear": _reals, "MatMul": _reals},
+        pass_through=_MOVES,
+        float_outputs={"Linear": _reals, "MatMul": _reals},
         dynamic={("Linear", "tensor", 8): _dynamic, ("MatMul", "tensor", 8): _dynamic},
         clip=_absorbed,
         quantize=lambda run, name, x: run.stored(name).quantize(x),
-        widest=8,
+        max_bits=8,
     )
 )

@@ -10,7 +10,7 @@ from torch import nn
 
 from chipfit.errors import UnsupportedError
 from chipfit.export.onnx import opaque
-from chipfit.export.onnx.tape import Tape
+from chipfit.export.onnx.builder import OnnxBuilder
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import OPAQUE, Graph, Value
 from chipfit.plan.record import Plan
@@ -42,9 +42,9 @@ def opaque_node(graph):
 
 
 def ready(graph, opset=18):
-    tape = Tape(graph, Plan(), opset)
-    tape.ready |= {v: f"{v}_r" for v in graph.values}
-    return tape
+    builder = OnnxBuilder(graph, Plan(), opset)
+    builder.ready |= {v: f"{v}_r" for v in graph.values}
+    return builder
 
 
 def region(graph):
@@ -67,28 +67,28 @@ def test_a_translated_operator_is_spliced_in_under_names_of_its_own(graph, monke
         return region(graph)
 
     monkeypatch.setattr(opaque, "_translated", translated)
-    tape, node = ready(graph), opaque_node(graph)
-    tape.begin(node)
-    (out,) = opaque.splice(tape, node)
+    builder, node = ready(graph), opaque_node(graph)
+    builder.begin(node)
+    (out,) = opaque.splice(builder, node)
     ((inputs, example, shapes, opset),) = asked
     assert inputs == [node.inputs[0]] and example == [(2, 3)] and shapes == [(None, 3)] and opset == 18
-    mul, clip, neg = tape.nodes
-    (constant,) = (i for i in tape.initialisers if tape.initialisers[i].name == i and i.endswith("/k"))
+    mul, clip, neg = builder.nodes
+    (constant,) = (i for i in builder.initialisers if builder.initialisers[i].name == i and i.endswith("/k"))
     assert list(mul.input) == [f"{node.inputs[0]}_r", constant]
     assert list(clip.input) == [mul.output[0], "", constant] and neg.input[0] == clip.output[0]
-    assert neg.output[0] == out and all(n.name.startswith(f"{node.name}/opaque_") for n in tape.nodes)
-    assert len({n.name for n in tape.nodes}) == 3 and mul.name.endswith("/mul") and clip.name == clip.output[0]
-    assert numpy_helper.to_array(tape.initialisers[constant]) == 3
-    (again,) = opaque.splice(tape, node)
-    assert again != out and not {o for n in tape.nodes[:3] for o in n.output} & set(tape.nodes[3].output)
+    assert neg.output[0] == out and all(n.name.startswith(f"{node.name}/opaque_") for n in builder.nodes)
+    assert len({n.name for n in builder.nodes}) == 3 and mul.name.endswith("/mul") and clip.name == clip.output[0]
+    assert numpy_helper.to_array(builder.initialisers[constant]) == 3
+    (again,) = opaque.splice(builder, node)
+    assert again != out and not {o for n in builder.nodes[:3] for o in n.output} & set(builder.nodes[3].output)
 
 
 def test_the_example_is_run_once_for_a_file(graph, monkeypatch):
     runs = []
     monkeypatch.setattr(opaque, "run", lambda *args, keep: runs.append(keep) or dict.fromkeys(keep, torch.ones(2)))
-    tape, names = ready(graph), list(graph.values)[:2]
-    assert [t.tolist() for t in opaque._examples(tape, names)] == [[1, 1], [1, 1]]
-    opaque._examples(tape, names[:1])
+    builder, names = ready(graph), list(graph.values)[:2]
+    assert [t.tolist() for t in opaque._examples(builder, names)] == [[1, 1], [1, 1]]
+    opaque._examples(builder, names[:1])
     assert len(runs) == 1 and set(runs[0]) == set(graph.values)
 
 
@@ -156,9 +156,9 @@ def sized():
 
 def test_integers_are_computed_again_inside_of_each_reader(sized):
     """Half of [2, 3] is the first row: of `lgamma`, and of the input, whose size is read again."""
-    tape = ready(sized)
+    builder = ready(sized)
     half = next(n for n in sized.nodes if n.op == OPAQUE and sized.values[n.output].dtype == "int")
-    assert opaque.splice(tape, half) == [""] and not tape.nodes and not tape.initialisers
+    assert opaque.splice(builder, half) == [""] and not builder.nodes and not builder.initialisers
     part = next(n for n in sized.nodes if half.output in n.inputs)
     inside = opaque._Region(sized, part)
     assert inside.inputs == [part.inputs[0], *sized.inputs] and inside.outputs == part.outputs
@@ -168,9 +168,9 @@ def test_integers_are_computed_again_inside_of_each_reader(sized):
 
 
 def test_a_constant_that_an_operator_makes_is_stored_and_lies_inside_of_its_readers(sized):
-    tape, made = ready(sized), next(n for n in sized.nodes if n.op == OPAQUE and not n.inputs)
-    (name,) = opaque.splice(tape, made)
-    assert numpy_helper.to_array(tape.initialisers[name]).tolist() == [0, 1, 2] and not tape.nodes
+    builder, made = ready(sized), next(n for n in sized.nodes if n.op == OPAQUE and not n.inputs)
+    (name,) = opaque.splice(builder, made)
+    assert numpy_helper.to_array(builder.initialisers[name]).tolist() == [0, 1, 2] and not builder.nodes
     reader = next(n for n in sized.nodes if made.output in n.inputs)
     inside = opaque._Region(sized, reader)
     assert inside.inputs == [i for i in reader.inputs if i != made.output] and made in inside.nodes

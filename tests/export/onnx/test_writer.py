@@ -12,9 +12,9 @@ from onnx import numpy_helper
 from torch import nn
 
 from chipfit.errors import ExportError, UnsupportedError
-from chipfit.export.ends import Codes
+from chipfit.export.io_spec import QuantizedIO
+from chipfit.export.onnx.builder import OnnxBuilder, tensor_type
 from chipfit.export.onnx.ops import _attribute
-from chipfit.export.onnx.tape import Tape, tensor_type
 from chipfit.export.onnx.writer import _info, _least_opset, _used, export_onnx
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph, Node, Value
@@ -126,57 +126,57 @@ def test_a_type_by_torchs_name():
 
 
 @pytest.fixture
-def tape():
+def builder():
     graph, plan = relu(stored())
-    tape = Tape(graph, plan, 13)
-    tape.publish("x", "x")
-    return tape
+    builder = OnnxBuilder(graph, plan, 13)
+    builder.publish("x", "x")
+    return builder
 
 
-def test_reductions_take_their_axes_as_the_opset_has_them(tape):
+def test_reductions_take_their_axes_as_the_opset_has_them(builder):
     for opset, kind, asked in (
         (13, "ReduceMean", False),
         (13, "ReduceSum", True),
         (18, "ReduceMean", True),
         (17, "ReduceMax", False),
     ):
-        tape.opset = opset
-        tape.op(kind, ["x"], axes=[1, 2])
-        node = tape.nodes[-1]
+        builder.opset = opset
+        builder.op(kind, ["x"], axes=[1, 2])
+        node = builder.nodes[-1]
         assert (len(node.input) == 2) is asked and (len(node.attribute) == 0) is asked
         if asked:
-            assert numpy_helper.to_array(tape.initialisers[node.input[1]]).tolist() == [1, 2]
+            assert numpy_helper.to_array(builder.initialisers[node.input[1]]).tolist() == [1, 2]
 
 
-def test_operands_that_are_left_out_at_the_end_are_not_named(tape):
-    tape.op("Clip", ["x", None, None])
-    assert list(tape.nodes[-1].input) == ["x"]
-    tape.op("Clip", ["x", None, "x"])
-    assert list(tape.nodes[-1].input) == ["x", "", "x"]
-    tape.op("MatMulNBits@com.microsoft", ["x"])
-    assert (tape.nodes[-1].op_type, tape.nodes[-1].domain) == ("MatMulNBits", "com.microsoft")
-    assert len(set(tape.op_many("Split", ["x"], 3))) == 3 and tape.nodes[-1].domain == ""
+def test_operands_that_are_left_out_at_the_end_are_not_named(builder):
+    builder.op("Clip", ["x", None, None])
+    assert list(builder.nodes[-1].input) == ["x"]
+    builder.op("Clip", ["x", None, "x"])
+    assert list(builder.nodes[-1].input) == ["x", "", "x"]
+    builder.op("MatMulNBits@com.microsoft", ["x"])
+    assert (builder.nodes[-1].op_type, builder.nodes[-1].domain) == ("MatMulNBits", "com.microsoft")
+    assert len(set(builder.op_many("Split", ["x"], 3))) == 3 and builder.nodes[-1].domain == ""
 
 
-def test_of_a_reshaped_value_the_last_shape_counts_unless_it_copies_a_size(tape):
-    first = tape.op("Reshape", ["x", tape.const(np.array([3, -1]))])
-    second = tape.op("Reshape", [first, tape.const(np.array([-1, 2]))])
-    assert tape.nodes[-1].input[0] == "x"
-    tape.op("Reshape", [second, tape.const(np.array([0, 4]))])
-    assert tape.nodes[-1].input[0] == second
-    tape.op("Reshape", [second, "computed"])
-    assert tape.nodes[-1].input[0] == second
+def test_of_a_reshaped_value_the_last_shape_counts_unless_it_copies_a_size(builder):
+    first = builder.op("Reshape", ["x", builder.const(np.array([3, -1]))])
+    second = builder.op("Reshape", [first, builder.const(np.array([-1, 2]))])
+    assert builder.nodes[-1].input[0] == "x"
+    builder.op("Reshape", [second, builder.const(np.array([0, 4]))])
+    assert builder.nodes[-1].input[0] == second
+    builder.op("Reshape", [second, "computed"])
+    assert builder.nodes[-1].input[0] == second
 
 
-def test_what_an_operator_computes_is_told_from_codes_that_were_moved(tape):
-    computed = tape.op("Erf", ["x"])
-    moved = tape.op("Transpose", [computed])
-    assert tape.computed_in_float(computed) and not tape.computed_in_float(moved)
-    assert not tape.computed_in_float("x") and not tape.computed_in_float(None)
+def test_what_an_operator_computes_is_told_from_codes_that_were_moved(builder):
+    computed = builder.op("Erf", ["x"])
+    moved = builder.op("Transpose", [computed])
+    assert builder.computed_in_float(computed) and not builder.computed_in_float(moved)
+    assert not builder.computed_in_float("x") and not builder.computed_in_float(None)
     made = []
     for _ in range(2):
-        tape.once(("x", "rows"), lambda: made.append(1) or "r")
-    assert made == [1] and tape.once(("x", "other"), lambda: "o") == "o"
+        builder.once(("x", "rows"), lambda: made.append(1) or "r")
+    assert made == [1] and builder.once(("x", "other"), lambda: "o") == "o"
 
 
 def test_what_the_checker_says_first_is_said(tmp_path, monkeypatch):
@@ -203,4 +203,6 @@ def test_the_first_axis_of_a_result_is_the_batch_where_all_inputs_have_one(x, y,
     info = _info(graph, "output", "y")
     assert [d.dim_param or d.dim_value for d in info.type.tensor_type.shape.dim] == shown
     assert info.name == "output" and info.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
-    assert _info(graph, "o", "y", Codes("uint8", 1.0, 0, True)).type.tensor_type.elem_type == onnx.TensorProto.UINT8
+    assert (
+        _info(graph, "o", "y", QuantizedIO("uint8", 1.0, 0, True)).type.tensor_type.elem_type == onnx.TensorProto.UINT8
+    )

@@ -12,8 +12,8 @@ from ai_edge_litert import schema_py_generated as schema
 from chipfit.export.tflite.c_array import arena, header
 from chipfit.export.tflite.file import INT4, TYPES, File, Numbers, _packed
 from chipfit.export.tflite.metadata import attached, metadata
-from chipfit.export.tflite.stored import _array, stored
-from tests.export.test_ends import Table
+from chipfit.export.tflite.read_back import _array, stored
+from tests.export.test_io_spec import Table
 
 FLOAT, INT8, INT16, INT32 = (TYPES[k] for k in ("float32", "int8", "int16", "int32"))
 

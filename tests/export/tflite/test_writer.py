@@ -18,7 +18,7 @@ from chipfit.export.tflite.writer import _sizes, content, export_tflite
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from tests.build import stored
-from tests.export.test_ends import Table
+from tests.export.test_io_spec import Table
 
 FLOAT, INT8 = TYPES["float32"], TYPES["int8"]
 CONV = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": 1}

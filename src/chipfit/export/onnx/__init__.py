@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from chipfit.export import InFile
-from chipfit.export.ends import OPTIONS
+from chipfit.export import FileTensor
+from chipfit.export.io_spec import OPTIONS
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.registry import register
 
 
-def _stored(path: Path) -> dict[str, InFile]:
-    from chipfit.export.onnx.stored import stored
+def _stored(path: Path) -> dict[str, FileTensor]:
+    from chipfit.export.onnx.read_back import stored
 
     return stored(path)
 

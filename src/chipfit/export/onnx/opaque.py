@@ -12,7 +12,7 @@ from chipfit.engine.process import TRACING, quiet
 from chipfit.engine.run import run
 from chipfit.engine.types import dtype_of
 from chipfit.errors import UnsupportedError, first_line
-from chipfit.export.onnx.tape import Tape
+from chipfit.export.onnx.builder import OnnxBuilder
 from chipfit.graph.ir import OPAQUE, Graph, Node
 
 
@@ -50,22 +50,22 @@ class _Region(torch.nn.Module):
         return tuple(env[o] for o in self.outputs)
 
 
-def splice(tape: Tape, node: Node) -> list[str]:
+def splice(builder: OnnxBuilder, node: Node) -> list[str]:
     """Write an opaque node; returns the ONNX names of its outputs.
 
     Raises:
         UnsupportedError: PyTorch's exporter has no ONNX form for it.
     """
-    values = tape.graph.values
+    values = builder.graph.values
     if all(values[o].dtype == "int" for o in node.outputs):
         return [""] * len(node.outputs)  # an integer: every reader computes it again inside its own region
-    region = _Region(tape.graph, node)
+    region = _Region(builder.graph, node)
     if not region.inputs:  # a constant
-        return [tape.const(t.detach().numpy()) for t in region()]
-    names = {v: tape.read(v, node) or "" for v in region.inputs}
+        return [builder.const(t.detach().numpy()) for t in region()]
+    names = {v: builder.read(v, node) or "" for v in region.inputs}
     shapes = [values[v].shape for v in region.inputs]
     try:
-        model = _translated(region, _examples(tape, region.inputs), shapes, tape.opset)
+        model = _translated(region, _examples(builder, region.inputs), shapes, builder.opset)
     except (torch.onnx.OnnxExporterError, RuntimeError) as e:  # of the translation; of the example that runs before it
         called, way = node.attrs["target"], "export without it"
         if called.startswith("keras:"):
@@ -73,31 +73,31 @@ def splice(tape: Tape, node: Node) -> list[str]:
         what = f"Operator '{called}' of '{node.who}' has no ONNX form"
         hint = f"replace it by standard operators, or {way}"
         raise UnsupportedError(what, where=node.source, got=first_line(e), hint=hint) from e
-    prefix = tape.fresh("opaque")
+    prefix = builder.fresh("opaque")
     outside = {i.name: names[v] for i, v in zip(model.graph.input, region.inputs, strict=True)}
 
     def name(n: str) -> str:
         return outside.get(n, f"{prefix}/{n}") if n else ""
 
     for t in model.graph.initializer:
-        tape.initialisers[name(t.name)] = numpy_helper.from_array(numpy_helper.to_array(t), name(t.name))
+        builder.initialisers[name(t.name)] = numpy_helper.from_array(numpy_helper.to_array(t), name(t.name))
     for n in model.graph.node:
         copy = onnx.NodeProto()
         copy.CopyFrom(n)
         copy.name = name(n.name or n.output[0])
         copy.input[:] = [name(i) for i in n.input]
         copy.output[:] = [name(o) for o in n.output]
-        tape.nodes.append(copy)
+        builder.nodes.append(copy)
     return [name(o.name) for o in model.graph.output]
 
 
-def _examples(tape: Tape, names: Sequence[str]) -> list[torch.Tensor]:
+def _examples(builder: OnnxBuilder, names: Sequence[str]) -> list[torch.Tensor]:
     """What values are on example inputs; the whole graph runs once for a file."""
-    if not tape.examples:
-        tensors = [v for v, d in tape.graph.values.items() if d.dtype != "int"]
+    if not builder.examples:
+        tensors = [v for v, d in builder.graph.values.items() if d.dtype != "int"]
         with torch.no_grad():
-            tape.examples |= run(tape.graph, example_inputs(tape.graph), keep=tensors)
-    return [tape.examples[n] for n in names]
+            builder.examples |= run(builder.graph, example_inputs(builder.graph), keep=tensors)
+    return [builder.examples[n] for n in names]
 
 
 def example_inputs(graph: Graph) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
 """How each canonical operator is written in ONNX: a row where ONNX has it, a function for what takes more, or why not.
 
-A function receives the `Tape`, the node and the ONNX names of its inputs, and returns the names of its outputs.
+A function receives the `OnnxBuilder`, the node and the ONNX names of its inputs, and returns the names of its outputs.
 Composites that stand in neither table are decomposed before (`passes.decompose`).
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from onnx import numpy_helper
 
-from chipfit.export.onnx.stored import in_bytes
-from chipfit.export.onnx.tape import Tape, refuse, tensor_type
+from chipfit.export.onnx.builder import OnnxBuilder, refuse, tensor_type
+from chipfit.export.onnx.read_back import in_bytes
 from chipfit.files import package_data
 from chipfit.graph.ir import Node
 
@@ -20,7 +20,7 @@ Names = Sequence[Any]  # None for an operand that is left out
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class OnnxOp:
     """An operator that ONNX has."""
 
     onnx: str  #: what ONNX calls it
@@ -28,7 +28,7 @@ class Row:
     constants: str = ""  #: those that follow its operands, each as "attribute:form", or a number in its place
     fixed: Mapping[str, Any] | None = None  #: further attributes, the same for every node
 
-    def __call__(self, w: Tape, n: Node, x: Names, **more: Any) -> list[str]:
+    def __call__(self, w: OnnxBuilder, n: Node, x: Names, **more: Any) -> list[str]:
         attrs = {}
         for word in self.attrs.split():
             theirs, _, ours = word.partition("=")
@@ -39,7 +39,7 @@ class Row:
         return w.op_many(self.onnx, [*x, *constants], len(n.outputs), **attrs, **(self.fixed or {}), **more)
 
 
-Write = Callable[[Tape, Node, Names], str | list[str]]  # which a `Row` is too
+Write = Callable[[OnnxBuilder, Node, Names], str | list[str]]  # which a `OnnxOp` is too
 
 
 def _attribute(value: Any) -> Any:
@@ -67,8 +67,8 @@ _FORMS: dict[str, Callable[[Any], Any]] = {
 _SUMS = "strides=stride pads=padding dilations=dilation group=groups"
 _WINDOW = "kernel_shape=kernel strides=stride pads=padding ceil_mode"
 _OPERATORS = package_data("chipfit.export.onnx", "operators.yaml")
-WRITERS: dict[str, Write] = {op: Row(op) for op in _OPERATORS["same"].split()}
-WRITERS |= {op: Row(**row) for ops, row in _OPERATORS["rows"].items() for op in ops.split()}
+WRITERS: dict[str, Write] = {op: OnnxOp(op) for op in _OPERATORS["same"].split()}
+WRITERS |= {op: OnnxOp(**row) for ops, row in _OPERATORS["rows"].items() for op in ops.split()}
 
 #: what cannot be written, and why
 REFUSED: dict[str, str] = _OPERATORS["refused"]
@@ -86,29 +86,29 @@ def _writes(*names: str) -> Callable[[Write], Write]:
 
 
 @_writes("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D")
-def _conv(w: Tape, n: Node, x: Names) -> list[str]:
-    return Row("Conv", _SUMS)(w, n, x, kernel_shape=list(w.shape(n, "w")[2:]))
+def _conv(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
+    return OnnxOp("Conv", _SUMS)(w, n, x, kernel_shape=list(w.shape(n, "w")[2:]))
 
 
 @_writes("DynamicQuantize")
-def _dynamic_quantize(w: Tape, n: Node, x: Names) -> str:
+def _dynamic_quantize(w: OnnxBuilder, n: Node, x: Names) -> str:
     """DynamicQuantizeLinear, whose codes its readers take; blocks are rounded inside of those."""
     a = n.attrs
     if a["per"] == "block" and (a["qmin"], a["qmax"], a["affine"]) == (-127, 127, False):
-        w.moment[n.output] = ("", "", "")
+        w.dynamic[n.output] = ("", "", "")
         return str(x[0])
     if (a["per"], a["qmin"], a["qmax"], a["affine"]) != ("tensor", 0, 255, True):
         refuse(n, f"codes {a['qmin']}..{a['qmax']} with a range for each {a['per']}; ONNX has 0..255 with one range")
     q, s, z = w.op_many("DynamicQuantizeLinear", x, 3)
-    w.moment[n.output] = q, s, z
+    w.dynamic[n.output] = q, s, z
     centred = w.op("Sub", [w.op("Cast", [v], to=tensor_type("int32")) for v in (q, z)])
     return w.op("Mul", [w.op("Cast", [centred], to=tensor_type("float32")), s])
 
 
-def _rounding_itself(w: Tape, n: Node, x: Names) -> str | None:
+def _rounding_itself(w: OnnxBuilder, n: Node, x: Names) -> str | None:
     """A product whose data are rounded each time, or whose weights have scales per block; None for any other."""
     name = n.operand("in1" if n.op == "MatMul" else "w") or ""
-    stored, moment = w.plan.stored(name), w.moment.get(n.data)
+    stored, moment = w.plan.stored(name), w.dynamic.get(n.data)
     raw = stored is None or (name, n.name) in w.plan.float_edges
     if stored is None or raw or (moment is None and stored.grid.per != "block"):
         return None
@@ -127,7 +127,7 @@ def _rounding_itself(w: Tape, n: Node, x: Names) -> str | None:
     return y if bias is None else w.op("Add", [y, bias])
 
 
-def _mat_mul_n_bits(w: Tape, n: Node, x: str, name: str, bias: str | None, level: int) -> str:
+def _mat_mul_n_bits(w: OnnxBuilder, n: Node, x: str, name: str, bias: str | None, level: int) -> str:
     """ONNX Runtime's product with weights in blocks, as bytes [N, blocks, block * bits / 8], the low half first.
 
     Args:
@@ -139,7 +139,7 @@ def _mat_mul_n_bits(w: Tape, n: Node, x: str, name: str, bias: str | None, level
     return w.op("MatMulNBits@com.microsoft", [x, held, *numbers, None, bias], accuracy_level=level, **size)
 
 
-def _in_blocks(w: Tape, n: Node, name: str) -> tuple[int, int, int, list[Any]]:
+def _in_blocks(w: OnnxBuilder, n: Node, name: str) -> tuple[int, int, int, list[Any]]:
     """Numbers of a row, bits and size of blocks; the rows as bytes, and the names of their scales and zero points.
 
     Codes with a sign are handed over without, as the kernels have them that know no zero points.
@@ -158,14 +158,14 @@ def _in_blocks(w: Tape, n: Node, name: str) -> tuple[int, int, int, list[Any]]:
     return codes.shape[1], grid.bits, block, rows
 
 
-def _hold(w: Tape, name: str, value: Any) -> str:
+def _hold(w: OnnxBuilder, name: str, value: Any) -> str:
     """An initialiser of this name."""
     w.initialisers[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
     return name
 
 
 @_writes("Linear")
-def _linear(w: Tape, n: Node, x: Names) -> str:
+def _linear(w: OnnxBuilder, n: Node, x: Names) -> str:
     """Gemm on two axes; inputs of other rank are flattened around it, so that runtimes see one integer product."""
     if (itself := _rounding_itself(w, n, x)) is not None:
         return itself
@@ -184,7 +184,7 @@ def _linear(w: Tape, n: Node, x: Names) -> str:
 
 
 @_writes("MatMul")
-def _mat_mul(w: Tape, n: Node, x: Names) -> str:
+def _mat_mul(w: OnnxBuilder, n: Node, x: Names) -> str:
     return _rounding_itself(w, n, x) or w.op("MatMul", x)
 
 
@@ -192,7 +192,7 @@ def _mat_mul(w: Tape, n: Node, x: Names) -> str:
 
 
 @_writes("MaxPool", "AvgPool")
-def _pool(w: Tape, n: Node, x: Names) -> list[str]:
+def _pool(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
     """Sizes that are rounded up become padding behind the image: runtimes disagree about windows that reach beyond it.
 
     Where padding counts, what lies behind it does not: it is written as an operator of its own then.
@@ -213,14 +213,14 @@ def _pool(w: Tape, n: Node, x: Names) -> list[str]:
             a["count_include_pad"] = False
         n = n.with_(attrs=a)
     kind, own = ("MaxPool", "dilations=dilation") if n.op == "MaxPool" else ("AveragePool", "count_include_pad")
-    return Row(kind, f"{_WINDOW} {own}")(w, n, x)
+    return OnnxOp(kind, f"{_WINDOW} {own}")(w, n, x)
 
 
 # ---------------------------------------------------------------- norms
 
 
 @_writes("BatchNorm")
-def _batch_norm(w: Tape, n: Node, x: Names) -> str:
+def _batch_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
     size = w.shape(n, "mean")[0]
     scale = x[1] or w.const(np.ones(size, np.float32))
     shift = x[2] or w.const(np.zeros(size, np.float32))
@@ -228,12 +228,12 @@ def _batch_norm(w: Tape, n: Node, x: Names) -> str:
 
 
 @_writes("LayerNorm")
-def _layer_norm(w: Tape, n: Node, x: Names) -> str:
+def _layer_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("LayerNormalization", x, axis=-len(n.attrs["normalized_shape"]), epsilon=n.attrs["eps"])
 
 
 @_writes("GroupNorm", "InstanceNorm")
-def _group_norm(w: Tape, n: Node, x: Names) -> str:
+def _group_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
     """On [N, groups, rest]; the shape at the end is read at run time, so that images may have any size."""
     _, channels, *spatial = w.shape(n)
     y = w.op("Reshape", [x[0], w.const(_ints(0, n.attrs.get("groups", channels), -1))])
@@ -251,14 +251,14 @@ def _group_norm(w: Tape, n: Node, x: Names) -> str:
 
 
 @_writes("PRelu")
-def _prelu(w: Tape, n: Node, x: Names) -> str:
+def _prelu(w: OnnxBuilder, n: Node, x: Names) -> str:
     rank = len(w.shape(n))
     slope = x[1] if rank <= 1 else w.op("Reshape", [x[1], w.const(_ints(-1, *[1] * (rank - 2)))])
     return w.op("PRelu", [x[0], slope])
 
 
 @_writes("Softmax")
-def _softmax(w: Tape, n: Node, x: Names) -> list[str] | str:
+def _softmax(w: OnnxBuilder, n: Node, x: Names) -> list[str] | str:
     """exp(log softmax) where ONNX Runtime must not make its quantized kernel of it.
 
     That kernel rounds to 1/256 or fails: over a single element it overflows and gives 0, and for results that are not
@@ -267,12 +267,12 @@ def _softmax(w: Tape, n: Node, x: Names) -> list[str] | str:
     planned = w.plan.nodes.get(n.name)
     stored = w.plan.quantized(n.output) and not w.computed_in_float(x[0])
     if stored and (planned is None or planned.exec == "float" or w.shape(n)[n.attrs["axis"]] == 1):
-        return w.op("Exp", Row("LogSoftmax", "axis")(w, n, x))
-    return Row("Softmax", "axis")(w, n, x)
+        return w.op("Exp", OnnxOp("LogSoftmax", "axis")(w, n, x))
+    return OnnxOp("Softmax", "axis")(w, n, x)
 
 
 @_writes("Cast")
-def _cast(w: Tape, n: Node, x: Names) -> str:
+def _cast(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("Cast", x, to=tensor_type(n.attrs["dtype"]))
 
 
@@ -280,13 +280,13 @@ def _cast(w: Tape, n: Node, x: Names) -> str:
 
 
 @_writes("Stack")  # with one constant for all, where decomposing it would make one for each
-def _stack(w: Tape, n: Node, x: Names) -> str:
+def _stack(w: OnnxBuilder, n: Node, x: Names) -> str:
     axis = w.const(_ints(n.attrs["axis"]))
     return w.op("Concat", [w.op("Unsqueeze", [i, axis]) for i in x], axis=n.attrs["axis"])
 
 
 @_writes("Embedding")
-def _embedding(w: Tape, n: Node, x: Names) -> str:
+def _embedding(w: OnnxBuilder, n: Node, x: Names) -> str:
     """Rows of codes, which then become floats: the whole table would, each time, in front of a Gather."""
     if (held := w.plan.stored(n.weight)) is not None and held.grid.per == "block":
         _, bits, block, (rows, *numbers) = _in_blocks(w, n, n.weight)
@@ -310,14 +310,14 @@ def _embedding(w: Tape, n: Node, x: Names) -> str:
 
 
 @_writes("ArgMax")
-def _arg_max(w: Tape, n: Node, x: Names) -> str:
+def _arg_max(w: OnnxBuilder, n: Node, x: Names) -> str:
     if n.attrs["axis"] is None:
         return w.op("ArgMax", [w.op("Reshape", [x[0], w.const(_ints(-1))])], axis=0, keepdims=0)
     return w.op("ArgMax", x, axis=n.attrs["axis"], keepdims=int(n.attrs["keepdims"]))
 
 
 @_writes("Pad")
-def _pad(w: Tape, n: Node, x: Names) -> str:
+def _pad(w: OnnxBuilder, n: Node, x: Names) -> str:
     mode = {"constant": "constant", "reflect": "reflect", "replicate": "edge"}.get(n.attrs["mode"])
     if mode is None:
         refuse(n, "circular padding")
@@ -327,13 +327,13 @@ def _pad(w: Tape, n: Node, x: Names) -> str:
 
 
 @_writes("Squeeze", "Unsqueeze")
-def _squeeze(w: Tape, n: Node, x: Names) -> str:
+def _squeeze(w: OnnxBuilder, n: Node, x: Names) -> str:
     axes = n.attrs["axes"]  # none at all would mean every axis of size 1
     return w.op(n.op, [x[0], w.const(_ints(*axes))]) if axes else w.op("Identity", x)
 
 
 @_writes("Expand", "Reshape")
-def _expand(w: Tape, n: Node, x: Names) -> str:
+def _expand(w: OnnxBuilder, n: Node, x: Names) -> str:
     shape = [1 if s == -1 and n.op == "Expand" else s for s in n.attrs["shape"]]
     target = w.const(_ints(*(1 if s is None else s for s in shape)))
     for size, k in zip(x[1:], (k for k, s in enumerate(shape) if s is None), strict=True):
@@ -343,7 +343,7 @@ def _expand(w: Tape, n: Node, x: Names) -> str:
 
 
 @_writes("Roll")
-def _roll(w: Tape, n: Node, x: Names) -> str:
+def _roll(w: OnnxBuilder, n: Node, x: Names) -> str:
     """By slices rather than an index, so that the axis may have any size."""
     y = x[0]
     for shift, axis in zip(n.attrs["shifts"], n.attrs["axes"], strict=True):
@@ -354,7 +354,7 @@ def _roll(w: Tape, n: Node, x: Names) -> str:
 
 
 @_writes("Tile")
-def _tile(w: Tape, n: Node, x: Names) -> str:
+def _tile(w: OnnxBuilder, n: Node, x: Names) -> str:
     repeats = n.attrs["repeats"]
     extra = len(repeats) - len(w.shape(n))
     y = w.op("Unsqueeze", [x[0], w.const(_ints(*range(extra)))]) if extra else x[0]
@@ -362,7 +362,7 @@ def _tile(w: Tape, n: Node, x: Names) -> str:
 
 
 @_writes("Resize")
-def _resize(w: Tape, n: Node, x: Names) -> str:
+def _resize(w: OnnxBuilder, n: Node, x: Names) -> str:
     a = n.attrs
     if a["scale"] is not None:
         kept = [1.0] * (len(w.shape(n)) - len(a["scale"]))
@@ -380,5 +380,5 @@ def _resize(w: Tape, n: Node, x: Names) -> str:
 
 
 @_writes("Size")
-def _size_of(w: Tape, n: Node, x: Names) -> str:
+def _size_of(w: OnnxBuilder, n: Node, x: Names) -> str:
     return w.op("Gather", [w.op("Shape", [x[0]]), w.const(np.int64(n.attrs["axis"]))])

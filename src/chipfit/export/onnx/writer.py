@@ -10,11 +10,11 @@ from onnx import helper
 
 from chipfit._version import __version__
 from chipfit.errors import ExportError, UnsupportedError, first_line
-from chipfit.export.ends import Codes, Ends, ends_of
+from chipfit.export.io_spec import IOSpec, QuantizedIO, io_spec_of
 from chipfit.export.names import output_names
+from chipfit.export.onnx.builder import OnnxBuilder, refuse, tensor_type
 from chipfit.export.onnx.opaque import splice
 from chipfit.export.onnx.ops import REFUSED, WRITERS
-from chipfit.export.onnx.tape import Tape, refuse, tensor_type
 from chipfit.files import write_atomically
 from chipfit.graph.ir import OPAQUE, Graph
 from chipfit.passes.decompose import RULES, SMOOTH, decompose
@@ -35,16 +35,16 @@ def export_onnx(graph: Graph, plan: Plan | None, path: str | Path, *, opset: int
         path: the `.onnx` file; it appears complete or not at all.
         opset: ONNX operator set; the least that holds everything when omitted (13; 17 for layer norms, 18 for
             opaque operators, 21 for 4- and 16-bit codes).
-        ends: see `chipfit.export.ends.ends_of`. The metadata entry "chipfit.io" has the numbers of codes that go in
-            and come out; "chipfit.labels", "chipfit.mean" and "chipfit.std" are lists. All are JSON.
+        ends: see `chipfit.export.io_spec.io_spec_of`. The metadata entry "chipfit.io" has scales and zero points of
+            quantized inputs and outputs; "chipfit.labels", "chipfit.mean" and "chipfit.std" are lists. All are JSON.
 
     Raises:
         UnsupportedError: operators or formats that ONNX cannot hold, all named at once; nothing is written.
-        ConfigError: see `ends_of`.
+        ConfigError: see `io_spec_of`.
         ExportError: the checker refuses the model or the disk refuses the file.
     """
     plan = plan or Plan()
-    handed = ends_of(graph, plan, **ends)
+    handed = io_spec_of(graph, plan, **ends)
     least = _least_opset(graph, plan)
     if opset is not None and opset < least:
         hint = "leave `opset` out"
@@ -93,39 +93,41 @@ def _held(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
     return graph, plan
 
 
-def _written(graph: Graph, plan: Plan, handed: Ends, opset: int) -> Tape:
+def _written(graph: Graph, plan: Plan, handed: IOSpec, opset: int) -> OnnxBuilder:
     """Every node of the graph, in order."""
-    tape = Tape(graph, plan, opset)
+    builder = OnnxBuilder(graph, plan, opset)
     for name in graph.inputs:
         if name in handed.inputs:
-            tape.take(name, handed.inputs[name])
+            builder.take(name, handed.inputs[name])
         else:
-            tape.publish(name, name)
+            builder.publish(name, name)
     for n in graph.nodes:
-        tape.begin(n)
-        made = splice(tape, n) if n.op == OPAQUE else WRITERS[n.op](tape, n, [tape.read(i, n) for i in n.inputs])
+        builder.begin(n)
+        made = (
+            splice(builder, n) if n.op == OPAQUE else WRITERS[n.op](builder, n, [builder.read(i, n) for i in n.inputs])
+        )
         for value, name in zip(n.outputs, [made] if isinstance(made, str) else made, strict=False):
-            tape.publish(value, name)
-    return tape
+            builder.publish(value, name)
+    return builder
 
 
-def _model(tape: Tape, handed: Ends) -> onnx.ModelProto:
-    g = tape.graph
+def _model(builder: OnnxBuilder, handed: IOSpec) -> onnx.ModelProto:
+    g = builder.graph
     outputs = output_names(g)
     for i, (value, name) in enumerate(zip(g.outputs, outputs, strict=True)):
-        source = tape.weight(value, True) if value in g.weights else tape.ready[value]
+        source = builder.weight(value, True) if value in g.weights else builder.ready[value]
         if value in handed.outputs:
-            source = tape.give(value, handed.outputs[value])
-        tape.nodes.append(helper.make_node("Identity", [source], [name], name=f"output_{i}"))
-    nodes = _used(tape.nodes, outputs)
+            source = builder.give(value, handed.outputs[value])
+        builder.nodes.append(helper.make_node("Identity", [source], [name], name=f"output_{i}"))
+    nodes = _used(builder.nodes, outputs)
     needed = {i for n in nodes for i in n.input}
     takes = [_info(g, n, n, handed.inputs.get(n)) for n in g.inputs]
     gives = [_info(g, name, value, handed.outputs.get(value)) for name, value in zip(outputs, g.outputs, strict=True)]
-    constants = [t for k, t in tape.initialisers.items() if k in needed]
+    constants = [t for k, t in builder.initialisers.items() if k in needed]
     graph = helper.make_graph(nodes, "chipfit", takes, gives, constants)
-    version = _IR_VERSIONS.get(tape.opset, _IR_VERSION)
+    version = _IR_VERSIONS.get(builder.opset, _IR_VERSION)
     opsets = [
-        helper.make_opsetid("", tape.opset),
+        helper.make_opsetid("", builder.opset),
         *(helper.make_opsetid(d, 1) for d in sorted({n.domain for n in nodes} - {""})),
     ]
     made_by = {"producer_name": "chipfit", "producer_version": __version__}
@@ -135,8 +137,10 @@ def _model(tape: Tape, handed: Ends) -> onnx.ModelProto:
         given = {name: handed.outputs[v]._asdict() for v, name in zip(g.outputs, outputs) if v in handed.outputs}
         taken = {name: codes._asdict() for name, codes in handed.inputs.items()}
         notes["chipfit.io"] = json.dumps({"inputs": taken, "outputs": given})
-    provenance = json.dumps(tape.plan.provenance, default=str)
-    helper.set_model_props(model, {"chipfit.platform": tape.plan.platform, "chipfit.provenance": provenance, **notes})
+    provenance = json.dumps(builder.plan.provenance, default=str)
+    helper.set_model_props(
+        model, {"chipfit.platform": builder.plan.platform, "chipfit.provenance": provenance, **notes}
+    )
     return model
 
 
@@ -150,7 +154,7 @@ def _used(nodes: list[onnx.NodeProto], outputs: Collection[str]) -> list[onnx.No
     return kept[::-1]
 
 
-def _info(g: Graph, name: str, value: str, codes: Codes | None = None) -> onnx.ValueInfoProto:
+def _info(g: Graph, name: str, value: str, codes: QuantizedIO | None = None) -> onnx.ValueInfoProto:
     """Type and shape of an input or output; sizes that only the run tells have names."""
     if value in g.weights:
         w = g.weights[value]

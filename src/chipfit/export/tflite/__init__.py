@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from chipfit.export import InFile
-from chipfit.export.ends import OPTIONS
+from chipfit.export import FileTensor
+from chipfit.export.io_spec import OPTIONS
 from chipfit.export.tflite.batch import fixed
 from chipfit.files import write_atomically
 from chipfit.graph.ir import Graph
@@ -12,8 +12,8 @@ from chipfit.plan.record import Plan
 from chipfit.registry import register
 
 
-def _stored(path: Path) -> dict[str, InFile]:
-    from chipfit.export.tflite.stored import stored
+def _stored(path: Path) -> dict[str, FileTensor]:
+    from chipfit.export.tflite.read_back import stored
 
     return stored(path)
 

@@ -1,7 +1,7 @@
 """How each canonical operator is written in TensorFlow Lite: a row of `operators.yaml`, which may name a function here.
 
-A function receives the `Emitter`, the node (channels last) and the tensors that it must fill. Inside one, `w.integer`
-says whether operands are codes. Composites without a row are written out before (`passes.decompose`).
+A function receives the `TfliteBuilder`, the node (channels last) and the tensors that it must fill. `w.integer` is true
+where operands are integers. Composites without a row are written out before (`passes.decompose`).
 """
 
 import math
@@ -13,18 +13,18 @@ import numpy as np
 import torch
 from ai_edge_litert import schema_py_generated as schema
 
-from chipfit.export.tflite.emit import Emitter
+from chipfit.export.tflite.builder import TfliteBuilder
 from chipfit.export.tflite.file import Numbers
 from chipfit.files import package_data
 from chipfit.graph.ir import Node
 from chipfit.graph.ops import OPS
 
-Write = Callable[[Emitter, Node, Sequence[int]], None]
+Write = Callable[[TfliteBuilder, Node, Sequence[int]], None]
 SAME, VALID = schema.Padding.SAME, schema.Padding.VALID
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TfliteOp:
     """How the file holds one canonical operator."""
 
     kind: str  #: the schema's operator; "" where attributes decide
@@ -35,7 +35,7 @@ class Row:
     clips: bool = False  #: an activation that only clips codes
 
 
-def _plain(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _plain(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     """Operands and results as they are."""
     w.op(w.kind, w.reads(n), y)
 
@@ -43,23 +43,23 @@ def _plain(w: Emitter, n: Node, y: Sequence[int]) -> None:
 # ---------------------------------------------------------------- pieces
 
 
-def _axis(w: Emitter, n: Node, of: str) -> int:
+def _axis(w: TfliteBuilder, n: Node, of: str) -> int:
     return n.attrs["axis"] % len(w.shape(of))
 
 
-def _reshape(w: Emitter, x: int, shape: Sequence[int], y: int) -> None:
+def _reshape(w: TfliteBuilder, x: int, shape: Sequence[int], y: int) -> None:
     w.op("RESHAPE", [x, w.ints(*shape)], y, newShape=list(shape))
 
 
-def _permute(w: Emitter, x: int, perm: Sequence[int], y: int) -> None:
+def _permute(w: TfliteBuilder, x: int, perm: Sequence[int], y: int) -> None:
     w.op("TRANSPOSE", [x, w.ints(*perm)], y)
 
 
-def _pick(w: Emitter, x: int, index: Any, axis: int, y: int) -> None:
+def _pick(w: TfliteBuilder, x: int, index: Any, axis: int, y: int) -> None:
     w.op("GATHER", [x, w.constant(np.asarray(index, np.int32))], y, axis=axis)
 
 
-def _open(w: Emitter, shape: Sequence[int]) -> list[int]:
+def _open(w: TfliteBuilder, shape: Sequence[int]) -> list[int]:
     """A shape that starts with the batch, with -1 for it when the batch is open."""
     return list(shape) if w.batch else [-1, *shape[1:]]
 
@@ -69,7 +69,7 @@ _BY_AXIS = {"stride": 1, "padding": (0, 0), "dilation": 1, "kernel": 1, "output_
 
 
 def _spatial(
-    w: Emitter, n: Node, y: Sequence[int], write: Callable[[Node, int, list[int], int, list[int]], None]
+    w: TfliteBuilder, n: Node, y: Sequence[int], write: Callable[[Node, int, list[int], int, list[int]], None]
 ) -> None:
     """Call `write(node, x, shape of x, y, shape of y)`; one spatial axis becomes an image of height 1."""
     x, a, b = w.read(n.data), list(w.shape(n.data)), list(w.shape(n.output))
@@ -113,7 +113,7 @@ def _window(
 
 
 def _padded(
-    w: Emitter, n: Node, x: int, shape: Sequence[int], pads: Sequence[tuple[int, int]], lowest: bool = False
+    w: TfliteBuilder, n: Node, x: int, shape: Sequence[int], pads: Sequence[tuple[int, int]], lowest: bool = False
 ) -> int:
     """x with its spatial axes padded by zeros, or by the lowest value there is."""
     pairs = [(0, 0), *pads, (0, 0)]
@@ -126,14 +126,14 @@ def _padded(
     return y
 
 
-def _lowest(w: Emitter, n: Node) -> int:
+def _lowest(w: TfliteBuilder, n: Node) -> int:
     stored = w.plan.stored(n.data)
     if not w.integer or stored is None:
         return w.scalar(float(np.finfo(np.float32).min))
     return _code(w, n, np.array(stored.grid.qmin))
 
 
-def _code(w: Emitter, n: Node, code: np.ndarray) -> int:
+def _code(w: TfliteBuilder, n: Node, code: np.ndarray) -> int:
     """One code of a node's operand."""
     stored = w.plan[n.data]
     numbers = Numbers(stored.scale.numpy(), stored.zero_point.numpy())
@@ -151,7 +151,7 @@ _KERNELS = {
 }
 
 
-def _kernel(w: Emitter, n: Node) -> tuple[int, list[int]]:
+def _kernel(w: TfliteBuilder, n: Node) -> tuple[int, list[int]]:
     """The kernel, that of one spatial axis with height 1, and its spatial sizes."""
     order, sizes = _KERNELS[w.kind], w.shape(n.weight)[2:]
 
@@ -161,7 +161,7 @@ def _kernel(w: Emitter, n: Node) -> tuple[int, list[int]]:
     return w.weight(n.weight, change, order.index(OPS[n.op].weight_axis)), [*[1] * (2 - len(sizes)), *sizes]
 
 
-def _bias(w: Emitter, n: Node, channels: int) -> int:
+def _bias(w: TfliteBuilder, n: Node, channels: int) -> int:
     """The bias, or zeros: the kernels want one."""
     if not w.integer:
         return w.weight(n.bias) if n.bias is not None else w.constant(np.zeros(channels, np.float32))
@@ -173,7 +173,7 @@ def _bias(w: Emitter, n: Node, channels: int) -> int:
     return w.constant(zeros, numbers=Numbers(scale, np.zeros(len(scale), np.int64)))
 
 
-def _conv(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _conv(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     def write(m: Node, x: int, a: list[int], out: int, b: list[int]) -> None:
         kernel, sizes = _kernel(w, n)
         padding, pads = _window(m, a[1:-1], b[1:-1], sizes)
@@ -190,7 +190,7 @@ def _conv(w: Emitter, n: Node, y: Sequence[int]) -> None:
     _spatial(w, n, y, write)
 
 
-def _transpose_conv(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _transpose_conv(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     """Padding that SAME does not place is cut off afterwards."""
     if any(d != 1 for d in n.attrs["dilation"]):
         w.refuse(n, "it has dilation")
@@ -215,7 +215,7 @@ def _transpose_conv(w: Emitter, n: Node, y: Sequence[int]) -> None:
     _spatial(w, n, y, write)
 
 
-def _dynamic_quantize(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _dynamic_quantize(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     """Nothing: the kernel behind it rounds what it reads, given codes for weights."""
     a = n.attrs
     if (a["per"], a["qmin"], a["qmax"]) != ("row", -128, 127):
@@ -224,26 +224,26 @@ def _dynamic_quantize(w: Emitter, n: Node, y: Sequence[int]) -> None:
     if not readers or not all(r.op == "Linear" and w.plan.quantized(r.weight) for r in readers):
         w.refuse(n, "only linear layers whose weights are stored round what they read")
     w.known[n.output] = w.read(n.data)
-    w.moment.add(n.output)
+    w.dynamic.add(n.output)
 
 
-def _linear(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _linear(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     ins = [w.read(n.data), w.weight(n.weight), _bias(w, n, w.shape(n.weight)[0])]
     w.op(w.kind, ins, y, fusedActivationFunction=w.fused, keepNumDims=len(w.shape(n.output)) > 2)
 
 
-def _mat_mul(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _mat_mul(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     if any(len(w.shape(i or "")) < 2 for i in n.inputs):
         w.refuse(n, "an operand is a vector")
     w.op(w.kind, w.reads(n), y)
 
 
-def _prelu(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _prelu(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     shape = (*[1] * (len(w.shape(n.data)) - 2), -1)
     w.op(w.kind, [w.read(n.data), w.weight(n.weight, lambda a: a.reshape(shape))], y)
 
 
-def _attention(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _attention(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     """The rule of `passes.decompose` with the product's own transposition, and a finite mask."""
     q, k, v = (i or "" for i in n.inputs[:3])
     rows, columns = w.shape(q), w.shape(k)
@@ -270,22 +270,22 @@ def _attention(w: Emitter, n: Node, y: Sequence[int]) -> None:
 # ---------------------------------------------------------------- element by element
 
 
-def _binary(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _binary(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     how = {} if n.op == "Mul" else {"potScaleInt16": False}  # another kernel, for scales that are powers of two
     w.op(w.kind, w.reads(n), y, fusedActivationFunction=w.fused, **how)
 
 
-def _hard_sigmoid(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _hard_sigmoid(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     shifted, relu6 = w.between(w.shape(n.output)), schema.ActivationFunctionType.RELU6
     w.op("ADD", [w.read(n.data), w.scalar(3.0)], shifted, fusedActivationFunction=relu6)
     w.op("MUL", [shifted, w.scalar(1.0 / 6.0)], y)
 
 
-def _leaky_relu(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _leaky_relu(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     w.op(w.kind, w.reads(n), y, alpha=n.attrs["negative_slope"])
 
 
-def _gelu(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _gelu(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     w.op(w.kind, w.reads(n), y, approximate=n.attrs["approximate"] == "tanh")
 
 
@@ -295,13 +295,13 @@ _RECTIFIERS = {(0.0, None): "RELU", (0.0, 6.0): "RELU6", (-1.0, 1.0): "RELU_N1_T
 
 def fused_code(act: Node) -> int:
     """The code of an activation that another operator applies; that of "none" when it has none."""
-    if act.op not in ROWS or not ROWS[act.op].clips:
+    if act.op not in OPERATORS or not OPERATORS[act.op].clips:
         return schema.ActivationFunctionType.NONE
-    kind = ROWS[act.op].kind or _RECTIFIERS.get((act.attrs["min"], act.attrs["max"]), "NONE")
+    kind = OPERATORS[act.op].kind or _RECTIFIERS.get((act.attrs["min"], act.attrs["max"]), "NONE")
     return getattr(schema.ActivationFunctionType, kind, schema.ActivationFunctionType.NONE)
 
 
-def _clamp(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _clamp(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     ends = (n.attrs["min"], n.attrs["max"])
     if ends in _RECTIFIERS:
         return w.op(_RECTIFIERS[ends], w.reads(n), y)
@@ -314,7 +314,7 @@ def _clamp(w: Emitter, n: Node, y: Sequence[int]) -> None:
         x = out
 
 
-def _softmax(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _softmax(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     """Over the last axis, with transpositions around it where it is another one."""
     x, a = w.read(n.data), w.shape(n.data)
     axis, how = _axis(w, n, n.data), {"beta": 1.0} if n.op == "Softmax" else {}
@@ -328,7 +328,7 @@ def _softmax(w: Emitter, n: Node, y: Sequence[int]) -> None:
     _permute(w, result, [perm.index(d) for d in range(len(a))], y[0])
 
 
-def _cast(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _cast(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     x = w.read(n.data)
     w.op(w.kind, [x], y, inDataType=w.tensors[x].type, outDataType=w.tensors[y[0]].type)
 
@@ -336,7 +336,7 @@ def _cast(w: Emitter, n: Node, y: Sequence[int]) -> None:
 # ---------------------------------------------------------------- pools and reductions
 
 
-def _pool(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _pool(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     if any(d != 1 for d in n.attrs.get("dilation", ())):
         w.refuse(n, "its window is dilated")
 
@@ -367,13 +367,13 @@ def _pool(w: Emitter, n: Node, y: Sequence[int]) -> None:
     _spatial(w, n, y, write)
 
 
-def _reduce(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _reduce(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     rank = len(w.shape(n.data))
     axes = [a % rank for a in n.attrs.get("axes", range(1, rank - 1))]
     w.op(w.kind, [w.read(n.data), w.ints(*axes)], y, keepDims=bool(n.attrs.get("keepdims", True)))
 
 
-def _arg_max(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _arg_max(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     x, a, axis = w.read(n.data), w.shape(n.data), n.attrs["axis"]
     if axis is None:
         a, axis = (math.prod(a),), 0
@@ -387,23 +387,23 @@ def _arg_max(w: Emitter, n: Node, y: Sequence[int]) -> None:
         _reshape(w, result, w.open_shape(n.output), y[0])
 
 
-def _cum_sum(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _cum_sum(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     w.op(w.kind, [w.read(n.data), w.constant(np.int32(n.attrs["axis"]))], y)
 
 
 # ---------------------------------------------------------------- moving
 
 
-def _join(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _join(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     how = {"valuesCount": len(n.inputs)} if w.kind == "PACK" else {}
     w.op(w.kind, w.reads(n), y, axis=_axis(w, n, n.output), **how)
 
 
-def _unstack(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _unstack(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     w.op(w.kind, w.reads(n), y, num=len(y), axis=_axis(w, n, n.data))
 
 
-def _split(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _split(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     x, axis, sizes = w.read(n.data), w.constant(np.int32(_axis(w, n, n.data))), n.attrs["sizes"]
     if len(set(sizes)) == 1:
         w.op("SPLIT", [axis, x], y, numSplits=len(y))
@@ -411,23 +411,23 @@ def _split(w: Emitter, n: Node, y: Sequence[int]) -> None:
         w.op("SPLIT_V", [x, w.ints(*sizes), axis], y, numSplits=len(y))
 
 
-def _as_shape(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _as_shape(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     shape = w.open_shape(n.output)
     if shape.count(-1) > 1:
         w.refuse(n, "more than one axis is only known at run time, unless `batch` is given")
     _reshape(w, w.read(n.data), shape, y[0])
 
 
-def _requantize(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _requantize(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     (_plain if w.integer else _as_shape)(w, n, y)
 
 
-def _transpose(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _transpose(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     rank = len(w.shape(n.data))
     _permute(w, w.read(n.data), [d % rank for d in n.attrs["perm"]], y[0])
 
 
-def _expand(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _expand(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     x, a, b = w.read(n.data), w.shape(n.data), w.shape(n.output)
     if len(a) < len(b):
         a = (1,) * (len(b) - len(a)) + a
@@ -437,7 +437,7 @@ def _expand(w: Emitter, n: Node, y: Sequence[int]) -> None:
     w.op(w.kind, [x, w.ints(*(q // p for p, q in zip(a, b, strict=True)))], y)
 
 
-def _slice(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _slice(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     rank, axis, select = len(w.shape(n.data)), _axis(w, n, n.data), n.op == "Select"
     if select:  # one element, whatever the end is, of an axis that goes
         start, end, step = n.attrs["index"], None, 1
@@ -453,7 +453,7 @@ def _slice(w: Emitter, n: Node, y: Sequence[int]) -> None:
     w.op(w.kind, ins, y, **masks, shrinkAxisMask=one if select else 0)
 
 
-def _gather(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _gather(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     """Constant indices may count from the end."""
     x, index, axis = w.read(n.data), n.operand("index") or "", _axis(w, n, n.data)
     if index in w.graph.weights:
@@ -463,7 +463,7 @@ def _gather(w: Emitter, n: Node, y: Sequence[int]) -> None:
     w.op(w.kind, [x, at], y, axis=axis)
 
 
-def _gather_elements(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _gather_elements(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     """A GATHER inside every row, with transpositions around it where the rows lie along another axis than the last."""
     index, axis = n.operand("index") or "", _axis(w, n, n.data)
     perm = [*(d for d in range(len(w.shape(index))) if d != axis), axis]
@@ -480,7 +480,7 @@ def _gather_elements(w: Emitter, n: Node, y: Sequence[int]) -> None:
     _permute(w, picked, [perm.index(d) for d in range(len(perm))], y[0])
 
 
-def _pad(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _pad(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     mode, padding = n.attrs["mode"], n.attrs["padding"]
     ins = [w.read(n.data), w.constant(np.array(padding, np.int32))]
     if any(p < 0 for pair in padding for p in pair):
@@ -498,7 +498,7 @@ def _pad(w: Emitter, n: Node, y: Sequence[int]) -> None:
         w.op("PADV2", [*ins, w.scalar(n.attrs["value"])], y)
 
 
-def _resize(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _resize(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     a, b = w.shape(n.data)[1:-1], w.shape(n.output)[1:-1]
     mode, scale = n.attrs["mode"], n.attrs["scale"]
     if len(a) > 2 or mode not in ("nearest", "linear"):
@@ -515,7 +515,7 @@ def _resize(w: Emitter, n: Node, y: Sequence[int]) -> None:
     _spatial(w, n, y, write)
 
 
-def _depth(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _depth(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     """torch counts channels by (channel, row, column), the file by (row, column, channel): a GATHER lies between."""
     x, a, b, k = w.read(n.data), w.shape(n.data), w.shape(n.output), n.attrs["block"]
     if n.op == "DepthToSpace":
@@ -528,7 +528,7 @@ def _depth(w: Emitter, n: Node, y: Sequence[int]) -> None:
         _pick(w, moved, order.T.ravel(), 3, y[0])
 
 
-def _shuffle(w: Emitter, n: Node, y: Sequence[int]) -> None:
+def _shuffle(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     order = np.arange(w.shape(n.data)[3]).reshape(n.attrs["groups"], -1)
     _pick(w, w.read(n.data), order.T.ravel(), 3, y[0])
 
@@ -538,16 +538,17 @@ def _shuffle(w: Emitter, n: Node, y: Sequence[int]) -> None:
 _DATA = package_data("chipfit.export.tflite", "operators.yaml")
 
 
-def _rows(ops: str, write: str = "plain", facts: str = "") -> dict[str, Row]:
+def _rows(ops: str, write: str = "plain", facts: str = "") -> dict[str, TfliteOp]:
     """A row of `operators.yaml`."""
     given: dict[str, bool] = dict.fromkeys(facts.split(), True)
     pairs = [word.partition("=") for word in ops.split()]
     return {
-        op: Row(kind=kind, write=globals()[f"_{write}"], **{"moves": OPS[op].moves, **given}) for op, _, kind in pairs
+        op: TfliteOp(kind=kind, write=globals()[f"_{write}"], **{"moves": OPS[op].moves, **given})
+        for op, _, kind in pairs
     }
 
 
-ROWS: dict[str, Row] = {op: row for rows in _DATA["rows"] for op, row in _rows(**rows).items()}
+OPERATORS: dict[str, TfliteOp] = {op: row for rows in _DATA["rows"] for op, row in _rows(**rows).items()}
 NO_FORM = "it has no TensorFlow Lite form here"
 #: operators that the file cannot hold, and why
 REFUSED: dict[str, str] = _DATA["refused"]

@@ -21,13 +21,13 @@ from chipfit.engine.kernels import execute
 from chipfit.engine.run import run
 from chipfit.engine.types import dtype_of
 from chipfit.errors import ExportError, UnsupportedError, first_line
-from chipfit.export.ends import Codes, Ends, ends_of
+from chipfit.export.io_spec import IOSpec, QuantizedIO, io_spec_of
 from chipfit.export.names import output_names
 from chipfit.export.tflite.batch import counts, fixed
-from chipfit.export.tflite.emit import Emitter, Refusal, code_type
+from chipfit.export.tflite.builder import Refused, TfliteBuilder, code_type
 from chipfit.export.tflite.file import TYPES, Numbers
 from chipfit.export.tflite.metadata import attached, metadata
-from chipfit.export.tflite.ops import NO_FORM, REFUSED, ROWS, fused_code
+from chipfit.export.tflite.ops import NO_FORM, OPERATORS, REFUSED, fused_code
 from chipfit.files import write_atomically
 from chipfit.graph.builder import drop_dead
 from chipfit.graph.ir import Graph, Node
@@ -59,13 +59,13 @@ def content(
         batch: a fixed batch size. When omitted the batch stays open (size 1 until it is resized), except in models
             with transposed convolutions, or with shapes that are computed from it: there it is fixed at 1.
         keep_layout: inputs and outputs lie as in the model (channels first in PyTorch), behind transpositions.
-        ends: see `chipfit.export.ends.ends_of`. Tensors that go in and come out as codes say their numbers; labels,
-            mean and std stand in the metadata that Android's libraries read.
+        ends: see `chipfit.export.io_spec.io_spec_of`. Quantized inputs and outputs have their scale and zero point in
+            the file; labels, mean and std stand in the metadata that Android's libraries read.
 
     Raises:
         UnsupportedError: operators or formats that the file cannot hold, all named at once; open sizes beside the
             batch; or the batch has to be given.
-        ConfigError: see `ends_of`.
+        ConfigError: see `io_spec_of`.
     """
     if found := [i for i in graph.inputs if None in graph.shape(i)[1:]]:
         what = "The file holds one size of everything but the batch, and other sizes of this model are open"
@@ -76,17 +76,17 @@ def content(
         if across:
             what = "The file holds one sample here, and this model compares samples with each other"
             raise UnsupportedError(what, got=", ".join(across[:8]), hint="pass `batch`, the number of them in a call")
-    handed = ends_of(graph, plan or Plan(), **ends)
+    handed = io_spec_of(graph, plan or Plan(), **ends)
     for codes in (*handed.inputs.values(), *handed.outputs.values()):
         if codes.type not in TYPES:
             raise UnsupportedError("The file has no such codes", got=f"io: {codes.type}", allowed="int8, uint8, int16")
     return Writer(graph, plan or Plan(), batch, keep_layout, handed).write() + attached(handed.notes)
 
 
-class Writer(Emitter):
+class Writer(TfliteBuilder):
     """One export."""
 
-    def __init__(self, graph: Graph, plan: Plan, batch: int | None, keep_layout: bool, handed: Ends) -> None:
+    def __init__(self, graph: Graph, plan: Plan, batch: int | None, keep_layout: bool, handed: IOSpec) -> None:
         self.source, self.handed = graph, handed
         self.refused = _unstorable(plan)  #: why the file cannot be written
         found = _sizes(graph, batch or 1)
@@ -99,7 +99,7 @@ class Writer(Emitter):
             sizes[v] = tuple(found[old][d] for d in form)
         grouped = [n.name for n in new.graph if n.op in TRANSPOSED and n.attrs["groups"] > 1]
         grouped += [n.name for n in new.graph if n.op == "SDPA" and n.attrs["enable_gqa"]]
-        simple, plan, self.reasons = decompose(new.graph, plan, ROWS, grouped)
+        simple, plan, self.reasons = decompose(new.graph, plan, OPERATORS, grouped)
         _add_sizes(simple, sizes)
         super().__init__(simple, plan, sizes, batch)
 
@@ -113,7 +113,7 @@ class Writer(Emitter):
             if n.name == members[-1].name:
                 try:
                     self._unit(members)
-                except Refusal as e:
+                except Refused as e:
                     self.refused.append(e.args)
         if self.refused:
             raise _in_one(self.refused)
@@ -152,7 +152,7 @@ class Writer(Emitter):
         self.op("QUANTIZE", [self.known[name]], y)
         return y
 
-    def _handed(self, name: str, codes: Codes) -> int:
+    def _handed(self, name: str, codes: QuantizedIO) -> int:
         """A tensor of codes that stand for the same reals as the plan's, shifted."""
         numbers = Numbers(np.array(codes.scale, np.float32), np.array(codes.zero_point))
         shape, opened = self.sizes[name], self.open_shape(name)
@@ -164,11 +164,11 @@ class Writer(Emitter):
         integer = self._in_integers(members)
         for o in tail.outputs:
             self._add(o, raw=not integer)
-        fused = fused_code(members[1]) if len(members) == 2 and head.op in ROWS and ROWS[head.op].fuses else 0
+        fused = fused_code(members[1]) if len(members) == 2 and head.op in OPERATORS and OPERATORS[head.op].fuses else 0
         for n in members[:1] if fused else members:
-            if n.op not in ROWS:
+            if n.op not in OPERATORS:
                 self.refuse(n, self.reasons.get(n.name) or REFUSED.get(n.op, NO_FORM))
-            row = ROWS[n.op]
+            row = OPERATORS[n.op]
             self.begin(n, row.kind, integer, fused)
             outs = [self.known[o if integer else self.raw_name(o)] for o in tail.outputs]
             if n is not tail and not fused:
@@ -183,16 +183,18 @@ class Writer(Emitter):
         """Whether operands and results of a kernel are codes that its integer form may take."""
         (head, *others), plan = members, self.plan
         planned = plan.nodes.get(head.name)
-        if head.op not in ROWS or not ROWS[head.op].integer or planned is None or planned.exec == "float":
+        if head.op not in OPERATORS or not OPERATORS[head.op].integer or planned is None or planned.exec == "float":
             return False
-        if any(m.op not in ROWS or not ROWS[m.op].clips for m in others):  # it has no numbers for what lies between
+        if any(
+            m.op not in OPERATORS or not OPERATORS[m.op].clips for m in others
+        ):  # it has no numbers for what lies between
             return False
         made = {o for m in members for o in m.outputs}
         reads = [i for m in members for i in m.inputs if i is not None and i not in made and self.graph.is_float(i)]
         ends = [*reads, *members[-1].outputs]
         if not reads or plan.before_rounding(made) or not all(plan.quantized(v) for v in ends):
             return False
-        return not ROWS[head.op].moves or all(same_numbers(plan, reads[0], v) for v in ends)
+        return not OPERATORS[head.op].moves or all(same_numbers(plan, reads[0], v) for v in ends)
 
     def _add(self, name: str, raw: bool) -> None:
         """Add the tensors of a value: its codes when it is quantized, its float side when `raw`."""
@@ -208,7 +210,7 @@ class Writer(Emitter):
             self.tensor(name, shape, code_type(self.plan.tensors[name]), numbers, open_shape=open_shape)
 
     def _quantize(self, name: str) -> None:
-        """Codes of a value that was written in float."""
+        """QuantizedIO of a value that was written in float."""
         if self.plan.quantized(name):
             self.op("QUANTIZE", [self.known[self.raw_name(name)]], self.known[name])
 

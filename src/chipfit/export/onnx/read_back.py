@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from chipfit.export import InFile
+from chipfit.export import FileTensor
 
 
 def in_bytes(codes: Any, bits: int) -> np.ndarray:
@@ -25,7 +25,7 @@ def from_bytes(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
     return halves.reshape(*packed.shape[:-1], -1)[..., :count].astype(np.int64)
 
 
-def _in_blocks(n: onnx.NodeProto, constants: dict[str, np.ndarray]) -> dict[str, InFile]:
+def _in_blocks(n: onnx.NodeProto, constants: dict[str, np.ndarray]) -> dict[str, FileTensor]:
     """The weight of a product or table with scales for blocks, by its name; nothing of another operator."""
     operands = {"MatMulNBits": (1, 2, 3), "GatherBlockQuantized": (0, 2, 3)}.get(n.op_type)
     if operands is None:
@@ -40,7 +40,7 @@ def _in_blocks(n: onnx.NodeProto, constants: dict[str, np.ndarray]) -> dict[str,
         zeros = from_bytes(constants[zero], a["bits"], scales.shape[1]).astype(np.float64)
     else:
         codes, zeros = codes - (1 << a["bits"] - 1), np.zeros_like(scales, np.float64)
-    return {name.removesuffix("_q").removesuffix("_rows"): InFile(codes, [(scales, zeros)])}
+    return {name.removesuffix("_q").removesuffix("_rows"): FileTensor(codes, [(scales, zeros)])}
 
 
 def _numbers(q: np.ndarray) -> np.ndarray:
@@ -48,7 +48,7 @@ def _numbers(q: np.ndarray) -> np.ndarray:
     return q if q.dtype.kind in "iu" else q.astype(np.int64)
 
 
-def _of_products(graph: onnx.GraphProto, constants: dict[str, np.ndarray]) -> dict[str, InFile]:
+def _of_products(graph: onnx.GraphProto, constants: dict[str, np.ndarray]) -> dict[str, FileTensor]:
     """The weights of MatMulInteger, whose scale multiplies that of the data, and the product of both the sums."""
     found, makers = {}, {o: n for n in graph.node for o in n.output}
     for mul in (n for n in graph.node if n.op_type == "Mul"):
@@ -57,11 +57,11 @@ def _of_products(graph: onnx.GraphProto, constants: dict[str, np.ndarray]) -> di
         if product is not None and product.op_type == "MatMulInteger" and scales is not None:
             q, scale = constants[product.input[1]], constants.get(scales.input[1], np.array(np.nan))
             zero = np.zeros(scale.shape, np.float64)
-            found[product.input[1].removesuffix("_q")] = InFile(_numbers(q), [(scale, zero)])
+            found[product.input[1].removesuffix("_q")] = FileTensor(_numbers(q), [(scale, zero)])
     return found
 
 
-def _of_tables(graph: onnx.GraphProto, constants: dict[str, np.ndarray]) -> dict[str, InFile]:
+def _of_tables(graph: onnx.GraphProto, constants: dict[str, np.ndarray]) -> dict[str, FileTensor]:
     """Tables whose rows of codes are multiplied by the scales, of each column or of the same rows."""
     found, makers = {}, {o: n for n in graph.node for o in n.output}
     for mul in (n for n in graph.node if n.op_type == "Mul"):
@@ -73,11 +73,11 @@ def _of_tables(graph: onnx.GraphProto, constants: dict[str, np.ndarray]) -> dict
             scale = makers[scale].input[0]
         numbers = constants.get(scale, np.array(np.nan))
         name, zero = rows.input[0].removesuffix("_q"), np.zeros(numbers.shape, np.float64)
-        found[name] = InFile(_numbers(constants[rows.input[0]]), [(numbers, zero)])
+        found[name] = FileTensor(_numbers(constants[rows.input[0]]), [(numbers, zero)])
     return found
 
 
-def stored(path: Path) -> dict[str, InFile]:
+def stored(path: Path) -> dict[str, FileTensor]:
     """By the name of the tensor, whose codes are called "{name}_q"; numbers from every (de)quantizer of them."""
     graph = onnx.load(str(path)).graph
     constants = {i.name: numpy_helper.to_array(i) for i in graph.initializer}
@@ -92,7 +92,7 @@ def stored(path: Path) -> dict[str, InFile]:
             codes = n.input[0] if n.op_type == "DequantizeLinear" else clipped.get(n.output[0], n.output[0])
             codes = tables.get(codes, codes)
             q = constants.get(codes)
-            entry = found.setdefault(codes.removesuffix("_q"), InFile(None if q is None else _numbers(q), []))
+            entry = found.setdefault(codes.removesuffix("_q"), FileTensor(None if q is None else _numbers(q), []))
             scale = constants.get(n.input[1], np.array(np.nan))
             zero = constants.get(n.input[2], np.array(np.nan)) if len(n.input) > 2 else np.zeros_like(scale)
             entry.numbers.append((scale.astype(np.float32), zero.astype(np.float64)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from chipfit.export.tflite.emit import Emitter, Refusal, code_type
+from chipfit.export.tflite.builder import Refused, TfliteBuilder, code_type
 from chipfit.export.tflite.file import INT4, TYPES
 from chipfit.graph.ir import OPAQUE, Graph, Node, Value
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
@@ -20,7 +20,7 @@ WEIGHT = torch.tensor([[1.0, -2.0, 0.5, 3.0], [4.0, 5.0, -6.0, 7.0]])
 LINEAR = Node("n", "Linear", ("x", "w", None), ("y",), layer="head")
 
 
-def emitter(exec="int", weight=None, edges=(), integer=False, batch=None, **values) -> Emitter:
+def emitter(exec="int", weight=None, edges=(), integer=False, batch=None, **values) -> TfliteBuilder:
     """A linear layer at hand, with the inputs open along the batch, and what is stored of them."""
     graph = Graph([LINEAR], ["x"], ["y"], {"x": Value("x", (None, 4)), "y": Value("y", (None, 2))}, {"w": WEIGHT})
     tensors = {v: TensorPlan(name=v, role="activation", stored=s) for v, s in values.items()}
@@ -28,25 +28,25 @@ def emitter(exec="int", weight=None, edges=(), integer=False, batch=None, **valu
         tensors["w"] = TensorPlan(name="w", role="weight", stored=weight)
     nodes = {"n": NodePlan(name="n", op="Linear", exec=exec)} if exec else {}
     plan = Plan(tensors=tensors, nodes=nodes, float_edges=frozenset(edges))
-    w = Emitter(graph, plan, {"x": (3, 4), "y": (3, 2)}, batch)
+    w = TfliteBuilder(graph, plan, {"x": (3, 4), "y": (3, 2)}, batch)
     w.begin(LINEAR, "FULLY_CONNECTED", integer)
     return w
 
 
-def held(w: Emitter, index: int) -> np.ndarray:
+def held(w: TfliteBuilder, index: int) -> np.ndarray:
     """What a constant holds."""
     t, names = w.tensors[index], {code: name for name, code in TYPES.items()}
     return np.frombuffer(w._buffers[t.buffer].data, names[t.type]).reshape(t.shape)
 
 
-def kinds(w: Emitter) -> int:
+def kinds(w: TfliteBuilder) -> int:
     """How many operators there are so far."""
     return len(w.operators)
 
 
 def test_no_operator_is_at_hand_in_the_beginning_and_the_next_one_is_plain_unless_told():
-    w = Emitter(Graph([], [], [], {}, {}), Plan(), {}, None)
-    assert (w.kind, w.integer, w.fused, w.moment) == ("", False, 0, set())
+    w = TfliteBuilder(Graph([], [], [], {}, {}), Plan(), {}, None)
+    assert (w.kind, w.integer, w.fused, w.dynamic) == ("", False, 0, set())
     w.begin(LINEAR, "FULLY_CONNECTED", True, 3)
     assert (w.node, w.kind, w.integer, w.fused, w.stem) == (LINEAR, "FULLY_CONNECTED", True, 3, "n")
     w.begin(LINEAR)
@@ -59,7 +59,7 @@ def test_a_refusal_names_the_operator_as_the_user_knows_it():
         (LINEAR, "Linear 'head'"),
         (Node("o", OPAQUE, (), (), {"target": "aten.foo"}), "aten.foo 'o'"),
     ):
-        with pytest.raises(Refusal) as e:
+        with pytest.raises(Refused) as e:
             w.refuse(node, "it is odd")
         assert e.value.args == (words, "it is odd")
 
@@ -139,10 +139,10 @@ def test_codes_of_a_layer_in_float_stay_codes_where_it_was_planned_so_and_zero_i
 
 def test_codes_meet_data_that_the_kernel_rounds_itself():
     w = emitter("float", stored(0.5, 0))
-    w.moment.add("x")
+    w.dynamic.add("x")
     assert w.tensors[w.weight("w")].type == INT8 and not w.operators
     w = emitter("int", stored(0.5, 3))
-    w.moment.add("x")
+    w.dynamic.add("x")
     assert w.tensors[w.weight("w")].type == INT8
 
 
@@ -169,7 +169,7 @@ def test_a_wide_bias_of_nothing_is_wide():
 
 
 def test_a_weight_that_nobody_knows_is_refused():
-    with pytest.raises(Refusal) as e:
+    with pytest.raises(Refused) as e:
         emitter().weight("x")
     assert e.value.args == ("Linear 'head'", "its weight is computed at run time")
 
@@ -180,7 +180,7 @@ def blocks(scale=((0.5, 0.25), (1.0, 0.125)), zero=0, bits=4, axis=1) -> Stored:
 
 def test_a_matrix_in_blocks_has_their_scales_beside_it():
     w = emitter(weight=blocks())
-    w.moment.add("x")
+    w.dynamic.add("x")
     k = w.weight("w")
     t = w.tensors[k]
     assert t.type == INT4 and t.name == b"w" and t.quantization.details.blockSize == 2
@@ -209,14 +209,14 @@ def test_a_matrix_in_blocks_has_their_scales_beside_it():
 )
 def test_other_blocks_are_refused(weight, words):
     w = emitter(weight=weight)
-    w.moment.add("x")
-    with pytest.raises(Refusal) as e:
+    w.dynamic.add("x")
+    with pytest.raises(Refused) as e:
         w.weight("w")
     assert words in e.value.args[1]
 
 
 def test_blocks_are_taken_only_where_data_are_rounded_each_time():
-    with pytest.raises(Refusal, match="only linear layers that round their data each time"):
+    with pytest.raises(Refused, match="only linear layers that round their data each time"):
         emitter(weight=blocks(), integer=True).weight("w")
 
 
@@ -224,8 +224,8 @@ def test_a_blocks_axis_beyond_the_matrix_is_refused():
     cube = replace(blocks(), scale=torch.ones(2, 4, 1), zero_point=torch.zeros(2, 4, 1, dtype=torch.int32), axis=2)
     w = emitter(weight=cube)
     w.graph.weights["w"] = torch.ones(2, 4, 4)
-    w.moment.add("x")
-    with pytest.raises(Refusal, match="along axis 2"):
+    w.dynamic.add("x")
+    with pytest.raises(Refused, match="along axis 2"):
         w.weight("w")
 
 

@@ -12,11 +12,11 @@ from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.stored import Stored
 
 
-class Refusal(Exception):
+class Refused(Exception):
     """(what, why): one operator cannot be written. All are gathered into one error."""
 
 
-class Emitter(File):
+class TfliteBuilder(File):
     """A file, and the operator that is written to it."""
 
     def __init__(self, graph: Graph, plan: Plan, sizes: Mapping[str, tuple[int, ...]], batch: int | None) -> None:
@@ -26,7 +26,7 @@ class Emitter(File):
         self.kind = ""  #: what the schema calls it, where it has one name
         self.integer = False  #: it is written in integers
         self.fused = 0  #: code of the activation that it applies itself
-        self.moment: set[str] = set()  #: values in float that their readers round each time
+        self.dynamic: set[str] = set()  #: values in float that their readers round each time
 
     def begin(self, node: Node, kind: str = "", integer: bool = False, fused: int = 0) -> None:
         """The operator at hand is another one."""
@@ -34,7 +34,7 @@ class Emitter(File):
         self.stem = node.name
 
     def refuse(self, node: Node, why: str) -> NoReturn:
-        raise Refusal(f"{node.op if node.op != OPAQUE else node.attrs['target']} '{node.who}'", why)
+        raise Refused(f"{node.op if node.op != OPAQUE else node.attrs['target']} '{node.who}'", why)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Concrete sizes of a value (batch 1 where it is open) or weight, in the file's layout."""
@@ -88,7 +88,7 @@ class Emitter(File):
         if stored is None or (name, self.node.name) in self.plan.float_edges:
             return self.constant(change(w.contiguous().numpy()), name)
         q = stored.quantize(w)
-        planned, rounds = self.plan.nodes.get(self.node.name), self.node.data in self.moment
+        planned, rounds = self.plan.nodes.get(self.node.name), self.node.data in self.dynamic
         if stored.grid.per == "block":
             return self._in_blocks(name, stored, q, rounds)
         alone = planned is not None and planned.exec == "float" and not stored.zero_point.any()

@@ -13,7 +13,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from chipfit.errors import UnsupportedError
-from chipfit.export.ends import Codes
+from chipfit.export.io_spec import QuantizedIO
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import Plan
 from chipfit.quantizers.stored import Stored
@@ -25,7 +25,7 @@ _MOVING = frozenset(
 )
 
 
-class Tape:
+class OnnxBuilder:
     """Nodes and initialisers so far, and the names of the graph's values among them."""
 
     def __init__(self, graph: Graph, plan: Plan, opset: int) -> None:
@@ -39,7 +39,7 @@ class Tape:
         #: values between the members of a fused group, which have no quantizer
         self.inner = {by_name[name].output for group in plan.groups for name in group[:-1]}
         #: value that is rounded each time -> names of its codes, scale and zero point
-        self.moment: dict[str, tuple[str, str, str]] = {}
+        self.dynamic: dict[str, tuple[str, str, str]] = {}
         self._finishes: dict[str, Callable[[str], str]] = {}  #: value -> what follows its quantizer
         self._reshaped: dict[str, str] = {}  #: ONNX value -> what it is another shape of
         self._written: dict[tuple[str, str], str] = {}
@@ -157,7 +157,7 @@ class Tape:
             x = name if finish is None else finish(self._quantizer(name, value, self.fresh("q")))
             self.ready[value] = self._quantizer(x, value, f"{value}_q")
 
-    def take(self, value: str, codes: Codes) -> None:
+    def take(self, value: str, codes: QuantizedIO) -> None:
         """Make an input of the file known that holds codes; those of the plan pass as they are."""
         grid, own = self.plan[value].grid, f"{value}_q"
         if codes.own and (grid.qmin, grid.qmax) == grid.file_ends:
@@ -168,11 +168,11 @@ class Tape:
             self.ready[value] = self._quantizer(self._handed("DequantizeLinear", value, codes), value, own)
         self.floats[value] = self.ready[value]
 
-    def give(self, value: str, codes: Codes) -> str:
+    def give(self, value: str, codes: QuantizedIO) -> str:
         """The codes of an output."""
         return f"{value}_q" if codes.own else self._handed("QuantizeLinear", self.ready[value], codes)
 
-    def _handed(self, kind: str, x: str, codes: Codes) -> str:
+    def _handed(self, kind: str, x: str, codes: QuantizedIO) -> str:
         return self.op(
             kind, [x, self.const(np.float32(codes.scale)), self.const(np.array(codes.zero_point, codes.type))]
         )
@@ -213,7 +213,7 @@ class Tape:
         return scale, zero
 
     def _codes(self, name: str, codes: torch.Tensor, tensor: str) -> onnx.TensorProto:
-        """Codes of a tensor in the least integer type that ONNX has for them; of biases in int32."""
+        """QuantizedIO of a tensor in the least integer type that ONNX has for them; of biases in int32."""
         grid = self.plan[tensor].grid
         bits = 32 if self.plan.tensors[tensor].role == "bias" else grid.file_bits
         kind = tensor_type(f"int{bits}" if grid.signed or bits == 32 else f"uint{bits}")

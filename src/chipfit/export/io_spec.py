@@ -15,11 +15,11 @@ from chipfit.registry import is_number
 TYPES = {"int8": (8, True), "uint8": (8, False), "int16": (16, True), "uint16": (16, False)}
 
 
-#: options of `ends_of`, as a format declares them
+#: options of `io_spec_of`, as a format declares them
 OPTIONS = ("io", "labels", "mean", "std")
 
 
-class Codes(NamedTuple):
+class QuantizedIO(NamedTuple):
     """How an input or output is handed over: the codes q of the reals scale * (q - zero_point)."""
 
     type: str
@@ -28,22 +28,22 @@ class Codes(NamedTuple):
     own: bool  #: they are the codes of the plan; else those shifted by half of the type's range
 
 
-class Ends(NamedTuple):
+class IOSpec(NamedTuple):
     """Inputs and outputs of a file that are codes, by the value's name, and notes of what they mean."""
 
-    inputs: dict[str, Codes] = {}
-    outputs: dict[str, Codes] = {}
+    inputs: dict[str, QuantizedIO] = {}
+    outputs: dict[str, QuantizedIO] = {}
     notes: dict[str, Any] = {}
 
 
-def ends_of(
+def io_spec_of(
     graph: Graph,
     plan: Plan,
     io: str | Sequence[str] = "float",
     labels: Sequence[str] | None = None,
     mean: float | Sequence[float] | None = None,
     std: float | Sequence[float] | None = None,
-) -> Ends:
+) -> IOSpec:
     """What is asked for, in the numbers of this plan.
 
     Args:
@@ -61,7 +61,7 @@ def ends_of(
         {v: _codes(graph, plan, v, kind) for v in ends if kind != "float" and graph.is_float(v)}
         for kind, ends in zip(kinds_of(io), (graph.inputs, graph.outputs), strict=True)
     )
-    return Ends(inputs, outputs, _notes(graph, labels, mean, std))
+    return IOSpec(inputs, outputs, _notes(graph, labels, mean, std))
 
 
 def kinds_of(io: Any) -> tuple[str, str]:
@@ -77,7 +77,7 @@ def kinds_of(io: Any) -> tuple[str, str]:
     return kinds
 
 
-def _codes(graph: Graph, plan: Plan, value: str, kind: str) -> Codes:
+def _codes(graph: Graph, plan: Plan, value: str, kind: str) -> QuantizedIO:
     stored = plan.stored(value) if value in graph.values else None
     if stored is None or stored.grid.kind != "int" or stored.scale.dim():
         hint = 'leave it in float: io=("float", ...) for inputs, io=(..., "float") for outputs'
@@ -91,7 +91,7 @@ def _codes(graph: Graph, plan: Plan, value: str, kind: str) -> Codes:
         what = f"'{value}' is stored in {own[0]} bits, and cannot be handed over in {bits}"
         raise UnsupportedError(what, got=f"io: {kind}", allowed=allowed)
     shift = 0 if signed == own[1] else (-1 if signed else 1) << (bits - 1)
-    return Codes(kind, float(stored.scale), int(stored.zero_point) + shift, not shift)
+    return QuantizedIO(kind, float(stored.scale), int(stored.zero_point) + shift, not shift)
 
 
 def _notes(graph: Graph, labels: Any, mean: Any, std: Any) -> dict[str, Any]:

@@ -9,9 +9,9 @@ import torch
 from onnx import numpy_helper
 
 from chipfit.errors import UnsupportedError
-from chipfit.export.ends import Codes
+from chipfit.export.io_spec import QuantizedIO
+from chipfit.export.onnx.builder import OnnxBuilder
 from chipfit.export.onnx.ops import WRITERS
-from chipfit.export.onnx.tape import Tape
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.runtimes.onnxruntime import OnnxRuntime
@@ -20,7 +20,7 @@ from tests.export.operators import alone
 
 
 def tape_of(*nodes, shapes=None, weights=None, opset=13, roles=None, **plan):
-    """A tape for these nodes; `plan` has what is stored, by name, beside fields of a Plan."""
+    """A builder for these nodes; `plan` has what is stored, by name, beside fields of a Plan."""
     values = {k: Value(k, s) for k, s in (shapes or {}).items()}
     graph = Graph(list(nodes), [], [], values, dict(weights or {}))
     fields = {k: plan.pop(k) for k in ("groups", "float_edges", "nodes") if k in plan}
@@ -29,15 +29,15 @@ def tape_of(*nodes, shapes=None, weights=None, opset=13, roles=None, **plan):
         k: TensorPlan(name=k, role=roles.get(k, "weight" if k in graph.weights else "activation"), stored=v)
         for k, v in plan.items()
     }
-    return Tape(graph, Plan(tensors=tensors, **fields), opset)
+    return OnnxBuilder(graph, Plan(tensors=tensors, **fields), opset)
 
 
-def kinds(tape):
-    return [n.op_type for n in tape.nodes]
+def kinds(builder):
+    return [n.op_type for n in builder.nodes]
 
 
-def held(tape, name):
-    return numpy_helper.to_array(tape.initialisers[name])
+def held(builder, name):
+    return numpy_helper.to_array(builder.initialisers[name])
 
 
 def settings(node):
@@ -49,40 +49,46 @@ def settings(node):
 
 def test_names_are_called_after_the_node_that_is_written_and_numbered():
     node = Node("conv", "Relu", ("x",), ("y",))
-    tape = tape_of(node)
-    assert [tape.fresh("a"), tape.fresh("b")] == ["io/a_1", "io/b_2"]
-    tape.begin(node)
-    assert tape.fresh("a") == "conv/a_3"
+    builder = tape_of(node)
+    assert [builder.fresh("a"), builder.fresh("b")] == ["io/a_1", "io/b_2"]
+    builder.begin(node)
+    assert builder.fresh("a") == "conv/a_3"
 
 
 def test_the_shape_of_a_slot_in_which_nothing_stands_is_empty():
     node = Node("n", "Conv2D", ("x", "w", None), ("y",))
-    tape = tape_of(node, shapes={"x": (None, 3, 4, 4)}, weights={"w": torch.zeros(2, 3, 1, 1)})
-    assert tape.shape(node) == (None, 3, 4, 4) and tape.shape(node, "w") == (2, 3, 1, 1) and tape.shape(node, "b") == ()
+    builder = tape_of(node, shapes={"x": (None, 3, 4, 4)}, weights={"w": torch.zeros(2, 3, 1, 1)})
+    assert (
+        builder.shape(node) == (None, 3, 4, 4)
+        and builder.shape(node, "w") == (2, 3, 1, 1)
+        and builder.shape(node, "b") == ()
+    )
 
 
 def test_a_value_gives_its_name_to_the_tensor_that_the_node_has_made():
     first, second = Node("a", "Relu", ("x",), ("y",)), Node("b", "Identity", ("y",), ("z",))
-    tape = tape_of(first, second)
-    tape.begin(first)
-    inner = tape.op("Neg", ["x"])
-    tape.publish("y", tape.op("Neg", [inner]))
-    assert [list(n.output) for n in tape.nodes] == [[inner], ["y"]] and tape.ready["y"] == tape.floats["y"] == "y"
-    tape.begin(second)
-    tape.publish("z", "y")  # made by another node: it keeps its name
-    assert list(tape.nodes[-1].output) == ["y"] and tape.ready["z"] == "y"
-    tape.publish("size", "")
-    assert tape.ready["size"] == ""
+    builder = tape_of(first, second)
+    builder.begin(first)
+    inner = builder.op("Neg", ["x"])
+    builder.publish("y", builder.op("Neg", [inner]))
+    assert [list(n.output) for n in builder.nodes] == [[inner], ["y"]] and builder.ready["y"] == builder.floats[
+        "y"
+    ] == "y"
+    builder.begin(second)
+    builder.publish("z", "y")  # made by another node: it keeps its name
+    assert list(builder.nodes[-1].output) == ["y"] and builder.ready["z"] == "y"
+    builder.publish("size", "")
+    assert builder.ready["size"] == ""
 
 
 def test_a_reader_takes_a_value_before_its_quantizer_where_the_plan_says_so():
     node, other = Node("n", "Add", ("x", "w"), ("y",)), Node("m", "Relu", ("x",), ("z",))
     edges = frozenset({("x", "n"), ("w", "n")})
-    tape = tape_of(node, other, weights={"w": torch.ones(2)}, x=stored(), w=stored(), float_edges=edges)
-    tape.publish("x", "x")
-    assert tape.read("x", node) == "x" and tape.read("x", other) == tape.ready["x"] != "x"
-    assert tape.read("w", node) == "w" and tape.read("w", other) == tape.ready["w"] != "w"
-    assert tape.read(None, node) is None
+    builder = tape_of(node, other, weights={"w": torch.ones(2)}, x=stored(), w=stored(), float_edges=edges)
+    builder.publish("x", "x")
+    assert builder.read("x", node) == "x" and builder.read("x", other) == builder.ready["x"] != "x"
+    assert builder.read("w", node) == "w" and builder.read("w", other) == builder.ready["w"] != "w"
+    assert builder.read(None, node) is None
 
 
 # ---------------------------------------------------------------- weights
@@ -90,9 +96,9 @@ def test_a_reader_takes_a_value_before_its_quantizer_where_the_plan_says_so():
 
 def test_a_weight_in_float_is_one_constant():
     w = torch.arange(6.0).reshape(2, 3).t()  # which is not contiguous
-    tape = tape_of(weights={"w": w}, w=stored(1.0))
-    assert tape.weight("w", raw=True) == tape.weight("w", raw=True) == "w" and not tape.nodes
-    assert np.array_equal(held(tape, "w"), w.numpy())
+    builder = tape_of(weights={"w": w}, w=stored(1.0))
+    assert builder.weight("w", raw=True) == builder.weight("w", raw=True) == "w" and not builder.nodes
+    assert np.array_equal(held(builder, "w"), w.numpy())
 
 
 @pytest.mark.parametrize(
@@ -106,13 +112,13 @@ def test_a_weight_in_float_is_one_constant():
 )
 def test_a_weight_is_dequantized_along_its_axis_once(scale, axis, per, attrs):
     w = torch.tensor([[0.5, 1.0, -1.5, 2.0], [-2.0, 4.0, 0.0, 6.0]])
-    tape = tape_of(weights={"w": w}, w=stored(scale, axis=axis, per=per))
-    assert tape.weight("w", False) == tape.weight("w", False) == tape.nodes[0].output[0]
-    (node,) = tape.nodes
+    builder = tape_of(weights={"w": w}, w=stored(scale, axis=axis, per=per))
+    assert builder.weight("w", False) == builder.weight("w", False) == builder.nodes[0].output[0]
+    (node,) = builder.nodes
     assert node.op_type == "DequantizeLinear" and settings(node) == attrs
-    s = held(tape, "w_scale")
+    s = held(builder, "w_scale")
     s = s.reshape(-1, 1) if axis == 0 else np.repeat(s, 2, 1) if per else s
-    assert np.array_equal(held(tape, "w_q") * s, w.numpy())
+    assert np.array_equal(held(builder, "w_q") * s, w.numpy())
     assert list(node.input) == ["w_q", "w_scale", "w_zero_point"]
 
 
@@ -132,11 +138,11 @@ def test_a_weight_is_dequantized_along_its_axis_once(scale, axis, per, attrs):
 )
 def test_codes_are_in_the_least_type_that_holds_them_and_biases_in_32_bits(bits, low, high, role, kind):
     w = torch.tensor([0.0, 1.0, 3.0])
-    tape = tape_of(weights={"w": w}, roles={"w": role}, w=stored(0.5, low=low, high=high, bits=bits))
-    tape.weight("w", False)
-    tensor = tape.initialisers["w_q"]
+    builder = tape_of(weights={"w": w}, roles={"w": role}, w=stored(0.5, low=low, high=high, bits=bits))
+    builder.weight("w", False)
+    tensor = builder.initialisers["w_q"]
     assert onnx.TensorProto.DataType.Name(tensor.data_type) == kind
-    assert tape.initialisers["w_zero_point"].data_type == tensor.data_type
+    assert builder.initialisers["w_zero_point"].data_type == tensor.data_type
     assert numpy_helper.to_array(tensor).astype(int).tolist() == [0, 2, 6] and list(tensor.dims) == [3]
 
 
@@ -144,95 +150,95 @@ def test_codes_are_in_the_least_type_that_holds_them_and_biases_in_32_bits(bits,
 
 
 def test_a_stored_value_is_rounded_and_known_before_and_after():
-    tape = tape_of(shapes={"x": (2,)}, x=stored())
-    tape.publish("x", "x")
-    assert kinds(tape) == ["QuantizeLinear", "DequantizeLinear"] and tape.nodes[0].output[0] == "x_q"
-    assert tape.floats["x"] == "x" and tape.ready["x"] == tape.nodes[1].output[0]
+    builder = tape_of(shapes={"x": (2,)}, x=stored())
+    builder.publish("x", "x")
+    assert kinds(builder) == ["QuantizeLinear", "DequantizeLinear"] and builder.nodes[0].output[0] == "x_q"
+    assert builder.floats["x"] == "x" and builder.ready["x"] == builder.nodes[1].output[0]
 
 
 def test_between_the_members_of_a_group_nothing_is_rounded():
     a, b = Node("a", "Conv2D", ("x", "w"), ("y",)), Node("b", "Relu", ("y",), ("z",))
-    tape = tape_of(a, b, y=stored(), z=stored(), groups=(("a", "b"),))
-    tape.publish("y", "y")
-    assert not tape.nodes and tape.read("y", b) == "y"
-    tape.publish("z", "z")
-    assert kinds(tape) == ["QuantizeLinear", "DequantizeLinear"]
+    builder = tape_of(a, b, y=stored(), z=stored(), groups=(("a", "b"),))
+    builder.publish("y", "y")
+    assert not builder.nodes and builder.read("y", b) == "y"
+    builder.publish("z", "z")
+    assert kinds(builder) == ["QuantizeLinear", "DequantizeLinear"]
 
 
 def test_a_narrow_grid_of_bytes_is_clipped_in_codes():
-    tape = tape_of(shapes={"x": (2,)}, x=stored(low=-7, high=6))
-    tape.publish("x", "x")
-    assert kinds(tape) == ["QuantizeLinear", "Clip", "DequantizeLinear"]
-    low, high = (held(tape, i) for i in tape.nodes[1].input[1:])
-    assert (low, high) == (-7, 6) and low.dtype == np.int8 and list(tape.nodes[1].output) == ["x_q"]
-    assert tape.nodes[2].input[0] == "x_q"
+    builder = tape_of(shapes={"x": (2,)}, x=stored(low=-7, high=6))
+    builder.publish("x", "x")
+    assert kinds(builder) == ["QuantizeLinear", "Clip", "DequantizeLinear"]
+    low, high = (held(builder, i) for i in builder.nodes[1].input[1:])
+    assert (low, high) == (-7, 6) and low.dtype == np.int8 and list(builder.nodes[1].output) == ["x_q"]
+    assert builder.nodes[2].input[0] == "x_q"
 
 
 def test_a_narrow_grid_of_sixteen_bits_is_clipped_in_reals():
     """(end - zero point) scale: -100 - 3 and 90 - 3 steps of a half."""
-    tape = tape_of(shapes={"x": (None, 2)}, x=stored(zero=3, low=-100, high=90, bits=16))
-    tape.publish("x", "x")
-    assert kinds(tape) == ["Max", "Min", "QuantizeLinear", "DequantizeLinear"]
-    ends = [held(tape, n.input[1]) for n in tape.nodes[:2]]
+    builder = tape_of(shapes={"x": (None, 2)}, x=stored(zero=3, low=-100, high=90, bits=16))
+    builder.publish("x", "x")
+    assert kinds(builder) == ["Max", "Min", "QuantizeLinear", "DequantizeLinear"]
+    ends = [held(builder, n.input[1]) for n in builder.nodes[:2]]
     assert [e.item() for e in ends] == [-51.5, 43.5] and all(e.shape == (1, 1) for e in ends)
 
 
 def test_an_operator_that_moves_codes_stands_between_quantizers_of_its_operand():
     node, raw = Node("n", "Reshape", ("x",), ("y",)), Node("m", "Reshape", ("x",), ("z",))
-    tape = tape_of(node, raw, shapes={"x": (2,)}, x=stored(), float_edges=frozenset({("x", "m")}))
-    tape.moved("Transpose", ["x"], node)
-    assert kinds(tape) == ["Transpose", "QuantizeLinear", "DequantizeLinear"]
-    assert list(tape.nodes[1].input[1:]) == ["x_scale", "x_zero_point"]
-    for free, where in ((raw, tape), (node, tape_of(node))):
+    builder = tape_of(node, raw, shapes={"x": (2,)}, x=stored(), float_edges=frozenset({("x", "m")}))
+    builder.moved("Transpose", ["x"], node)
+    assert kinds(builder) == ["Transpose", "QuantizeLinear", "DequantizeLinear"]
+    assert list(builder.nodes[1].input[1:]) == ["x_scale", "x_zero_point"]
+    for free, where in ((raw, builder), (node, tape_of(node))):
         where.nodes.clear()
         where.moved("Transpose", ["x"], free)
         assert kinds(where) == ["Transpose"]
 
 
 def test_what_follows_a_value_is_put_behind_its_quantizer():
-    tape = tape_of(shapes={"x": (2,), "y": (2,)}, x=stored())
-    tape.defer("x", lambda name: tape.op("Neg", [name]))
-    tape.publish("x", "x")
-    assert kinds(tape) == ["Neg", "QuantizeLinear", "DequantizeLinear", "Neg", "QuantizeLinear", "DequantizeLinear"]
-    assert tape.floats["x"] == tape.nodes[0].output[0] and tape.nodes[3].input[0] == tape.nodes[2].output[0]
-    assert tape.nodes[4].output[0] == "x_q"
-    tape.nodes.clear()
-    tape.defer("y", lambda name: tape.op("Neg", [name]))
-    tape.publish("y", "y")
-    assert kinds(tape) == ["Neg"] and tape.ready["y"] == tape.floats["y"] == tape.nodes[0].output[0]
+    builder = tape_of(shapes={"x": (2,), "y": (2,)}, x=stored())
+    builder.defer("x", lambda name: builder.op("Neg", [name]))
+    builder.publish("x", "x")
+    assert kinds(builder) == ["Neg", "QuantizeLinear", "DequantizeLinear", "Neg", "QuantizeLinear", "DequantizeLinear"]
+    assert builder.floats["x"] == builder.nodes[0].output[0] and builder.nodes[3].input[0] == builder.nodes[2].output[0]
+    assert builder.nodes[4].output[0] == "x_q"
+    builder.nodes.clear()
+    builder.defer("y", lambda name: builder.op("Neg", [name]))
+    builder.publish("y", "y")
+    assert kinds(builder) == ["Neg"] and builder.ready["y"] == builder.floats["y"] == builder.nodes[0].output[0]
 
 
 def test_what_follows_a_value_inside_a_group_follows_the_groups_result():
     a, b = Node("a", "Linear", ("x", "w"), ("y",)), Node("b", "Relu", ("y",), ("z",))
-    tape = tape_of(a, b, groups=(("a", "b"),))
-    tape.begin(a)
-    tape.defer("y", lambda name: tape.op("Neg", [name]))
-    tape.publish("y", tape.op("Gemm", ["x", "w"]))
-    tape.begin(b)
-    tape.publish("z", tape.op("Relu", [tape.read("y", b)]))
-    assert kinds(tape) == ["Gemm", "Relu", "Neg"]
+    builder = tape_of(a, b, groups=(("a", "b"),))
+    builder.begin(a)
+    builder.defer("y", lambda name: builder.op("Neg", [name]))
+    builder.publish("y", builder.op("Gemm", ["x", "w"]))
+    builder.begin(b)
+    builder.publish("z", builder.op("Relu", [builder.read("y", b)]))
+    assert kinds(builder) == ["Gemm", "Relu", "Neg"]
 
 
 @pytest.mark.parametrize("low, own, want", [(-128, True, ["Identity", "DequantizeLinear"]), (-127, True, None)])
 def test_codes_that_come_in_pass_as_they_are_where_the_plan_has_them_all(low, own, want):
     """Those of a narrower grid may lie outside of it."""
-    tape = tape_of(shapes={"x": (2,)}, x=stored(low=low))
-    tape.take("x", Codes("int8", 0.5, 0, own))
+    builder = tape_of(shapes={"x": (2,)}, x=stored(low=low))
+    builder.take("x", QuantizedIO("int8", 0.5, 0, own))
     full = ["DequantizeLinear", "QuantizeLinear", "Clip", "DequantizeLinear"]
-    assert kinds(tape) == (want or full) and tape.floats["x"] == tape.ready["x"] == tape.nodes[-1].output[0]
-    assert tape.give("x", Codes("int8", 0.5, 0, True)) == "x_q"
+    assert kinds(builder) == (want or full) and builder.floats["x"] == builder.ready["x"] == builder.nodes[-1].output[0]
+    assert builder.give("x", QuantizedIO("int8", 0.5, 0, True)) == "x_q"
 
 
 def test_codes_of_another_sign_are_read_with_their_own_numbers():
-    tape = tape_of(shapes={"x": (2,)}, x=stored(zero=3))
-    tape.take("x", Codes("uint8", 0.5, 131, False))
-    assert kinds(tape) == ["DequantizeLinear", "QuantizeLinear", "DequantizeLinear"]
-    scale, zero = (held(tape, i) for i in tape.nodes[0].input[1:])
+    builder = tape_of(shapes={"x": (2,)}, x=stored(zero=3))
+    builder.take("x", QuantizedIO("uint8", 0.5, 131, False))
+    assert kinds(builder) == ["DequantizeLinear", "QuantizeLinear", "DequantizeLinear"]
+    scale, zero = (held(builder, i) for i in builder.nodes[0].input[1:])
     assert (scale, zero) == (0.5, 131) and (scale.dtype, zero.dtype) == (np.float32, np.uint8)
-    assert tape.nodes[1].output[0] == "x_q" and held(tape, tape.nodes[1].input[2]) == 3
-    out = tape.give("x", Codes("uint8", 0.5, 131, False))
-    assert tape.nodes[-1].op_type == "QuantizeLinear" and list(tape.nodes[-1].output) == [out]
-    assert tape.nodes[-1].input[0] == tape.ready["x"]
+    assert builder.nodes[1].output[0] == "x_q" and held(builder, builder.nodes[1].input[2]) == 3
+    out = builder.give("x", QuantizedIO("uint8", 0.5, 131, False))
+    assert builder.nodes[-1].op_type == "QuantizeLinear" and list(builder.nodes[-1].output) == [out]
+    assert builder.nodes[-1].input[0] == builder.ready["x"]
 
 
 # ---------------------------------------------------------------- data that are rounded each time
@@ -242,19 +248,19 @@ EACH_TIME = {"per": "tensor", "qmin": 0, "qmax": 255, "affine": True}
 
 def rounded(**how):
     node = Node("d", "DynamicQuantize", ("x",), ("xr",), {**EACH_TIME, **how})
-    tape = tape_of(node)
-    return tape, WRITERS["DynamicQuantize"](tape, node, ["x"])
+    builder = tape_of(node)
+    return builder, WRITERS["DynamicQuantize"](builder, node, ["x"])
 
 
 def test_data_with_one_range_are_rounded_by_onnxs_own_operator():
-    tape, y = rounded()
-    assert kinds(tape) == ["DynamicQuantizeLinear", "Cast", "Cast", "Sub", "Cast", "Mul"]
-    assert tape.moment["xr"] == tuple(tape.nodes[0].output) and tape.nodes[-1].output[0] == y
+    builder, y = rounded()
+    assert kinds(builder) == ["DynamicQuantizeLinear", "Cast", "Cast", "Sub", "Cast", "Mul"]
+    assert builder.dynamic["xr"] == tuple(builder.nodes[0].output) and builder.nodes[-1].output[0] == y
 
 
 def test_data_in_blocks_are_rounded_inside_of_their_readers():
-    tape, y = rounded(per="block", qmin=-127, qmax=127, affine=False)
-    assert y == "x" and not tape.nodes and tape.moment == {"xr": ("", "", "")}
+    builder, y = rounded(per="block", qmin=-127, qmax=127, affine=False)
+    assert y == "x" and not builder.nodes and builder.dynamic == {"xr": ("", "", "")}
 
 
 @pytest.mark.parametrize(
@@ -282,10 +288,10 @@ LINEAR, MATMUL = Node("n", "Linear", ("x", "w", "b"), ("y",)), Node("n", "MatMul
 
 
 def product(node, w, plan, moment=None, bias=None, **more):
-    tape = tape_of(node, shapes={"x": (None, 3), "y": (None, 2)}, weights={"w": w}, w=plan, **more)
+    builder = tape_of(node, shapes={"x": (None, 3), "y": (None, 2)}, weights={"w": w}, w=plan, **more)
     if moment:
-        tape.moment["x"] = moment
-    return tape, WRITERS[node.op](tape, node, ["x", "w", bias][: len(node.inputs)])
+        builder.dynamic["x"] = moment
+    return builder, WRITERS[node.op](builder, node, ["x", "w", bias][: len(node.inputs)])
 
 
 @pytest.mark.parametrize("node, w", [(LINEAR, W), (MATMUL, W.t().contiguous())])
@@ -293,13 +299,13 @@ def test_a_product_with_such_data_is_one_of_integers(node, w):
     """x_q w_q, times both scales; the codes of a linear layer are turned to [in, out]."""
     axis = 0 if node.op == "Linear" else 1
     plan = stored([0.5, 0.25], low=-127, axis=axis)
-    tape, y = product(node, w, plan, ("q", "s", "z"), "bias" if node.op == "Linear" else None)
+    builder, y = product(node, w, plan, ("q", "s", "z"), "bias" if node.op == "Linear" else None)
     more = ["Add"] if node.op == "Linear" else []
-    assert kinds(tape) == ["MatMulInteger", "Cast", "Mul", "Mul", *more] and tape.nodes[-1].output[0] == y
-    assert list(tape.nodes[0].input) == ["q", "w_q", "z"] and list(tape.nodes[2].input) == ["s", "w_scale"]
-    assert held(tape, "w_q").tolist() == [[2, 2], [-4, 1], [6, -4]] and held(tape, "w_q").dtype == np.int8
+    assert kinds(builder) == ["MatMulInteger", "Cast", "Mul", "Mul", *more] and builder.nodes[-1].output[0] == y
+    assert list(builder.nodes[0].input) == ["q", "w_q", "z"] and list(builder.nodes[2].input) == ["s", "w_scale"]
+    assert held(builder, "w_q").tolist() == [[2, 2], [-4, 1], [6, -4]] and held(builder, "w_q").dtype == np.int8
     if more:
-        assert tape.nodes[-1].input[1] == "bias"
+        assert builder.nodes[-1].input[1] == "bias"
 
 
 def test_a_product_that_no_operator_computes_is_refused():
@@ -312,8 +318,8 @@ def test_a_product_that_no_operator_computes_is_refused():
 @pytest.mark.parametrize("moment", [None, ("q", "s", "z")])
 def test_a_product_of_a_weight_in_float_stays_one(moment):
     edges = frozenset({("w", "n")})
-    tape, _ = product(LINEAR, W, stored([0.5, 0.25], axis=0), moment, float_edges=edges)
-    assert kinds(tape) == ["Gemm"]
+    builder, _ = product(LINEAR, W, stored([0.5, 0.25], axis=0), moment, float_edges=edges)
+    assert kinds(builder) == ["Gemm"]
     if moment is None:
         assert kinds(product(LINEAR, W, stored([0.5, 0.25], axis=0))[0]) == ["Gemm"]
         assert kinds(product(MATMUL, W.t(), stored([0.5, 0.25], axis=1))[0]) == ["MatMul"]
@@ -331,25 +337,25 @@ def test_weights_in_blocks_are_bytes_of_codes_without_a_sign(bits, moment, level
     codes = torch.arange(64).reshape(2, 32) % (1 << bits) - (1 << bits - 1)
     plan = blocks(16, bits)
     w = codes * plan.scale.repeat_interleave(16, 1)
-    tape, y = product(LINEAR, w, plan, moment, "bias")
-    (node,) = tape.nodes
+    builder, y = product(LINEAR, w, plan, moment, "bias")
+    (node,) = builder.nodes
     assert (node.op_type, node.domain, node.output[0]) == ("MatMulNBits", "com.microsoft", y)
     assert settings(node) == {"K": 32, "N": 2, "bits": bits, "block_size": 16, "accuracy_level": level}
     assert list(node.input) == ["x", "w_q", "w_scale", "", "", "bias"]
     q = (codes + (1 << bits - 1)).numpy().astype(np.uint8)
     want = q if bits == 8 else q[:, ::2] | q[:, 1::2] << 4
-    assert np.array_equal(held(tape, "w_q"), want.reshape(2, 2, -1))
+    assert np.array_equal(held(builder, "w_q"), want.reshape(2, 2, -1))
     turned = stored([[0.5, 2.0], [1.0, 4.0]], low=plan.grid.qmin, high=plan.grid.qmax, bits=bits, axis=0, per="block")
-    tape, _ = product(MATMUL, w.t().contiguous(), turned, moment)
-    assert np.array_equal(held(tape, "w_q"), want.reshape(2, 2, -1))
-    assert held(tape, "w_scale").tolist() == [[0.5, 1.0], [2.0, 4.0]]
+    builder, _ = product(MATMUL, w.t().contiguous(), turned, moment)
+    assert np.array_equal(held(builder, "w_q"), want.reshape(2, 2, -1))
+    assert held(builder, "w_scale").tolist() == [[0.5, 1.0], [2.0, 4.0]]
 
 
 def test_zero_points_of_blocks_are_packed_as_codes_are():
     plan = blocks(16, signed=False, zero=3)
-    tape, _ = product(LINEAR, torch.zeros(2, 32), plan)
-    assert list(tape.nodes[0].input) == ["x", "w_q", "w_scale", "w_zero_point"]
-    assert held(tape, "w_zero_point").tolist() == [[0x33], [0x33]]
+    builder, _ = product(LINEAR, torch.zeros(2, 32), plan)
+    assert list(builder.nodes[0].input) == ["x", "w_q", "w_scale", "w_zero_point"]
+    assert held(builder, "w_zero_point").tolist() == [[0x33], [0x33]]
 
 
 @pytest.mark.parametrize(
@@ -373,24 +379,24 @@ def test_blocks_that_no_kernel_has_are_refused(width, bits, signed, zero, got):
 def looked_up(plan, rows=(5, 32)):
     node = Node("e", "Embedding", ("w", "i"), ("y",))
     weights = {"w": torch.zeros(rows)}
-    tape = tape_of(node, shapes={"i": (None, 7)}, weights=weights, w=plan)
-    table = tape.weight("w", raw=plan is None or plan.grid.per == "block")
-    return tape, WRITERS["Embedding"](tape, node, [table, "i"])
+    builder = tape_of(node, shapes={"i": (None, 7)}, weights=weights, w=plan)
+    table = builder.weight("w", raw=plan is None or plan.grid.per == "block")
+    return builder, WRITERS["Embedding"](builder, node, [table, "i"])
 
 
 def test_rows_of_codes_are_looked_up_and_then_become_floats():
-    tape, _ = looked_up(None)
-    assert kinds(tape) == ["Gather"]
-    tape, _ = looked_up(stored(0.5, zero=1))
-    assert kinds(tape) == ["DequantizeLinear", "Gather", "DequantizeLinear"]
-    assert tape.nodes[1].input[0] == "w_q" and settings(tape.nodes[2]) == {}
-    tape, _ = looked_up(stored([0.5] * 32, zero=1, axis=1))
-    assert settings(tape.nodes[2]) == {"axis": 2}  # of [samples, ids, width]
-    tape, _ = looked_up(stored([0.5] * 32, axis=1))
-    assert kinds(tape)[1:] == ["Gather", "Cast", "Mul"] and tape.nodes[-1].input[1] == "w_scale"
-    tape, y = looked_up(stored([0.5] * 5, axis=0))
-    assert kinds(tape)[1:] == ["Gather", "Gather", "Unsqueeze", "Cast", "Mul"] and tape.nodes[-1].output[0] == y
-    assert held(tape, tape.nodes[3].input[1]) == 2 and tape.nodes[2].input[0] == "w_scale"
+    builder, _ = looked_up(None)
+    assert kinds(builder) == ["Gather"]
+    builder, _ = looked_up(stored(0.5, zero=1))
+    assert kinds(builder) == ["DequantizeLinear", "Gather", "DequantizeLinear"]
+    assert builder.nodes[1].input[0] == "w_q" and settings(builder.nodes[2]) == {}
+    builder, _ = looked_up(stored([0.5] * 32, zero=1, axis=1))
+    assert settings(builder.nodes[2]) == {"axis": 2}  # of [samples, ids, width]
+    builder, _ = looked_up(stored([0.5] * 32, axis=1))
+    assert kinds(builder)[1:] == ["Gather", "Cast", "Mul"] and builder.nodes[-1].input[1] == "w_scale"
+    builder, y = looked_up(stored([0.5] * 5, axis=0))
+    assert kinds(builder)[1:] == ["Gather", "Gather", "Unsqueeze", "Cast", "Mul"] and builder.nodes[-1].output[0] == y
+    assert held(builder, builder.nodes[3].input[1]) == 2 and builder.nodes[2].input[0] == "w_scale"
 
 
 def test_a_table_whose_rows_have_zero_points_is_refused():
@@ -400,8 +406,8 @@ def test_a_table_whose_rows_have_zero_points_is_refused():
 
 def test_a_table_in_blocks_is_one_operator_unless_its_codes_have_a_sign():
     scale, how = [[0.5, 1.0]] * 5, {"bits": 4, "axis": 1, "per": "block"}
-    tape, _ = looked_up(stored(scale, low=0, high=15, **how))
-    (node,) = (n for n in tape.nodes if n.op_type == "GatherBlockQuantized")
+    builder, _ = looked_up(stored(scale, low=0, high=15, **how))
+    (node,) = (n for n in builder.nodes if n.op_type == "GatherBlockQuantized")
     assert settings(node) == {"gather_axis": 0, "quantize_axis": 1, "bits": 4, "block_size": 16}
     assert list(node.input) == ["w_rows_q", "i", "w_scale", "w_zero_point"] and node.domain == "com.microsoft"
     with pytest.raises(UnsupportedError, match="its blocks have codes with a sign"):
@@ -430,12 +436,12 @@ def test_a_softmax_is_written_so_that_the_runtime_makes_no_wrong_kernel_of_it(
     node = Node("s", "Softmax", ("x",), ("y",), {"axis": 1})
     plan = {"y": stored()} if output else {}
     nodes = {"s": NodePlan(name="s", op="Softmax", exec=execution)} if execution else {}
-    tape = tape_of(node, shapes={"x": (None, size), "y": (None, size)}, nodes=nodes, x=stored(), **plan)
-    tape.publish("x", "x")
-    x = tape.op("Erf", ["x"]) if float_before else tape.ready["x"]
-    before = len(tape.nodes)
-    WRITERS["Softmax"](tape, node, [x])
-    assert kinds(tape)[before:] == want
+    builder = tape_of(node, shapes={"x": (None, size), "y": (None, size)}, nodes=nodes, x=stored(), **plan)
+    builder.publish("x", "x")
+    x = builder.op("Erf", ["x"]) if float_before else builder.ready["x"]
+    before = len(builder.nodes)
+    WRITERS["Softmax"](builder, node, [x])
+    assert kinds(builder)[before:] == want
 
 
 def computed(tmp_path, op, attrs, shapes, x, want, weights=None):

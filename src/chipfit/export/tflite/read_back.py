@@ -5,14 +5,14 @@ from pathlib import Path
 import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 
-from chipfit.export import InFile
+from chipfit.export import FileTensor
 from chipfit.export.tflite.file import INT4, NUMPY
 
 
-def stored(path: Path) -> dict[str, InFile]:
+def stored(path: Path) -> dict[str, FileTensor]:
     """By the name of the tensor; constants lie as the file has them."""
     model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(path.read_bytes(), 0))
-    found: dict[str, InFile] = {}
+    found: dict[str, FileTensor] = {}
     tensors = model.subgraphs[0].tensors
     for t in tensors:
         data, q = model.buffers[t.buffer].data, t.quantization
@@ -21,7 +21,7 @@ def stored(path: Path) -> dict[str, InFile]:
             of_blocks = tensors[q.details.scales]
             scale = _array(bytes(model.buffers[of_blocks.buffer].data), of_blocks).astype(np.float32)
             numbers = [(scale, np.zeros(scale.shape, np.int64))]
-        found[t.name.decode()] = InFile(None if data is None else _array(bytes(data), t), numbers)
+        found[t.name.decode()] = FileTensor(None if data is None else _array(bytes(data), t), numbers)
     return found
 
 

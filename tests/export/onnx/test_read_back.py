@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 import chipfit
-from chipfit.export.onnx.stored import _in_blocks, _of_products, from_bytes, in_bytes, stored
+from chipfit.export.onnx.read_back import _in_blocks, _of_products, from_bytes, in_bytes, stored
 
 
 def test_four_bits_lie_two_to_a_byte_the_low_half_first():

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import chipfit
 from chipfit.cli.app import app
 from chipfit.errors import ChipfitError, ConfigError, RuntimeUnavailable, UnsupportedError
-from chipfit.export.ends import Codes, ends_of, kinds_of
+from chipfit.export.io_spec import QuantizedIO, io_spec_of, kinds_of
 from chipfit.export.tflite.c_array import arena
 from chipfit.graph.ir import Graph, Value
 from chipfit.plan.record import Plan, TensorPlan
@@ -92,7 +92,7 @@ def fed(path, given):
 
 
 def test_a_file_takes_the_codes_that_its_tensor_says(results, tmp_path):
-    """Codes worked out here, and a runtime that is not asked through chipfit: uint8 are int8 and 128."""
+    """QuantizedIO worked out here, and a runtime that is not asked through chipfit: uint8 are int8 and 128."""
     result = results["tflite_int8"]
     x, y = result.plan["x"], result.plan[result.graph.outputs[0]]
     q = np.clip(np.rint(batch(2).numpy() / x.scale.item()) + x.zero_point.item(), -128, 127).astype(np.int8)
@@ -358,7 +358,7 @@ def test_integers_that_a_model_takes_stay_what_they_are(tmp_path):
 def test_the_command_line_delivers_such_files(tmp_path):
     np.savez(tmp_path / "x.npz", x=batch(0).numpy())
     (tmp_path / "labels.txt").write_text("a\nb\nc\nd\ne\n")
-    command = ["quantize", "tests.export.test_ends:Net", "--data", str(tmp_path / "x.npz"), "-p", "tflite_int8"]
+    command = ["quantize", "tests.export.test_io_spec:Net", "--data", str(tmp_path / "x.npz"), "-p", "tflite_int8"]
     labels = ["--io", "uint8,int8", "--labels", str(tmp_path / "labels.txt")]
     done = CliRunner().invoke(app, [*command, "-o", str(tmp_path / "out"), *labels])
     assert done.exit_code == 0, done.output
@@ -400,16 +400,16 @@ def small(x=(None, 3, 4), y=(None, 5), plan=None, edges=()):
 )
 def test_codes_of_the_other_sign_are_shifted_by_half_of_the_types_range(kind, bits, signed, zero, want):
     graph, plan = small(plan={"x": stored(bits=bits, signed=signed, zero=zero)})
-    ends = ends_of(graph, plan, io=(kind, "float"))
-    assert ends.inputs == {"x": Codes(kind, 0.5, *want)} and ends.outputs == {} and ends.notes == {}
+    ends = io_spec_of(graph, plan, io=(kind, "float"))
+    assert ends.inputs == {"x": QuantizedIO(kind, 0.5, *want)} and ends.outputs == {} and ends.notes == {}
 
 
 def test_inputs_and_outputs_have_types_of_their_own():
     graph, plan = small(plan={"x": stored(), "y": stored(zero=1)})
-    assert ends_of(graph, plan) == ({}, {}, {})
-    both, out = ends_of(graph, plan, io="int8"), ends_of(graph, plan, io=["float", "uint8"])
-    assert both == ({"x": Codes("int8", 0.5, 0, True)}, {"y": Codes("int8", 0.5, 1, True)}, {})
-    assert out == ({}, {"y": Codes("uint8", 0.5, 129, False)}, {})
+    assert io_spec_of(graph, plan) == ({}, {}, {})
+    both, out = io_spec_of(graph, plan, io="int8"), io_spec_of(graph, plan, io=["float", "uint8"])
+    assert both == ({"x": QuantizedIO("int8", 0.5, 0, True)}, {"y": QuantizedIO("int8", 0.5, 1, True)}, {})
+    assert out == ({}, {"y": QuantizedIO("uint8", 0.5, 129, False)}, {})
 
 
 @pytest.mark.parametrize(
@@ -433,22 +433,22 @@ def test_a_type_that_does_not_exist_is_refused(io):
 )
 def test_values_that_are_not_stored_so_are_refused(plan, io, words):
     with pytest.raises(UnsupportedError, match=words):
-        ends_of(*small(plan=plan), io=(io, "float"))
+        io_spec_of(*small(plan=plan), io=(io, "float"))
 
 
 def test_a_value_that_is_read_before_it_is_rounded_is_no_input_of_codes():
     """Up to four readers are named; an output may be read so."""
     edges = {("x", k) for k in "fedcba"} | {("y", "z")}
     with pytest.raises(UnsupportedError, match="'x' is read before it is rounded, by a, b, c, d. Got: io: int8"):
-        ends_of(*small(plan={"x": stored()}, edges=edges), io=("int8", "float"))
-    assert ends_of(*small(plan={"y": stored()}, edges=edges), io=("float", "int8")).outputs
+        io_spec_of(*small(plan={"x": stored()}, edges=edges), io=("int8", "float"))
+    assert io_spec_of(*small(plan={"y": stored()}, edges=edges), io=("float", "int8")).outputs
 
 
 def test_a_constant_is_no_output_of_codes():
     graph, plan = small(plan={"w": stored()})
     graph.weights["w"], graph.outputs = torch.ones(2), ["w"]
     with pytest.raises(UnsupportedError, match="'w' is not stored in codes"):
-        ends_of(graph, plan, io=("float", "int8"))
+        io_spec_of(graph, plan, io=("float", "int8"))
 
 
 @pytest.mark.parametrize(
@@ -467,15 +467,15 @@ def test_there_is_a_label_for_each_class_along_an_axis(y, names, wrong):
     labels = tuple(f"n{k}" for k in range(names))
     if wrong:
         with pytest.raises(ConfigError, match=f"Labels do not fit the first output. {wrong}"):
-            ends_of(*small(y=y), labels=labels)
+            io_spec_of(*small(y=y), labels=labels)
     else:
-        assert ends_of(*small(y=y), labels=labels).notes == {"labels": list(labels)}
+        assert io_spec_of(*small(y=y), labels=labels).notes == {"labels": list(labels)}
 
 
 @pytest.mark.parametrize("labels", [["a", ""], ["a", "b\nc"], ["a", 2], {"a": 1}, "ab"])
 def test_labels_are_lines_of_text(labels):
     with pytest.raises(ConfigError, match="Labels are no names.*a list of lines of text"):
-        ends_of(*small(y=(None, None)), labels=labels)
+        io_spec_of(*small(y=(None, None)), labels=labels)
 
 
 @pytest.mark.parametrize(
@@ -488,7 +488,7 @@ def test_labels_are_lines_of_text(labels):
     ],
 )
 def test_means_are_any_numbers_and_deviations_are_above_0(mean, std, want):
-    assert ends_of(*small(), mean=mean, std=std).notes == {"mean": want[0], "std": want[1]}
+    assert io_spec_of(*small(), mean=mean, std=std).notes == {"mean": want[0], "std": want[1]}
 
 
 @pytest.mark.parametrize(
@@ -508,4 +508,4 @@ def test_means_are_any_numbers_and_deviations_are_above_0(mean, std, want):
 )
 def test_means_and_deviations_that_fit_nothing_are_refused(mean, std, words):
     with pytest.raises(ConfigError, match=words):
-        ends_of(*small(), mean=mean, std=std)
+        io_spec_of(*small(), mean=mean, std=std)
