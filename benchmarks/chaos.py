@@ -205,8 +205,8 @@ def drive(nursery: Nursery, matrix: str, study: str | None, home: str, workers: 
         worker.wait()
         return worker.status() or 0, ""
 
-    sweeps.attempt = attempt  # type: ignore[assignment]
-    sweeps.PAUSE = 0.1
+    sweeps.run_in_process = attempt  # type: ignore[assignment]
+    sweeps.RETRY_PAUSE = 0.1
     return bool(sweeps.sweep(configs(Path(matrix), study), Path(matrix), Path(home), workers=workers))
 
 

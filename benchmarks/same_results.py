@@ -919,7 +919,7 @@ def training_cases() -> Cases:
             yield f"training/keras/{platform}/{name}", partial(on_keras, platform=platform, name=name)
 
 
-# ----------------------------------------------------------------------------------- the predecessor's names
+# ----------------------------------------------------------------------------------- MCT's names
 
 
 def through_facade(facts: Facts, framework: str, model: Any, x: Any, tag: str = "", **options: Any) -> None:

@@ -19,7 +19,7 @@ from chipfit import files
 from chipfit.cli.inputs import load_data, load_model
 from chipfit.engine.trees import read_tree
 from chipfit.errors import CaptureError, ChipfitError, DataError, GraphError, PlatformError
-from chipfit.facade.named import load_target
+from chipfit.facade.import_by_name import load_target
 from chipfit.frameworks.torch.archive import load as load_program
 from chipfit.frameworks.torch.capture import capture
 from chipfit.pipeline import load, quantize

@@ -19,7 +19,7 @@ _HOMES = {
     for module, names in re.findall(r"^from (\S+) import ([^(\n]+|[^)]+)", _STUB, re.MULTILINE)
     for name in re.findall(r"as (\w+)", names)
 }
-#: modules that need no import of their own, as users of the predecessor write `mct.core.QuantizationConfig`
+#: modules that need no import of their own: users of MCT write `mct.core.QuantizationConfig`
 _DOORS = (
     *("constants", "core", "framework_info", "gptq", "hardware_representation", "ptq", "qat", "quantize_fx"),
     *("target_platform", "target_platform_capabilities", "trainable_infrastructure"),

@@ -3,8 +3,8 @@
 # ruff: noqa: F403 -- a door has what its rooms have
 from typing import Any
 
+from chipfit.facade.trainable.algorithm_quantizers import *
 from chipfit.facade.trainable.base import *
-from chipfit.facade.trainable.by_algorithm import *
 from chipfit.facade.trainable.configs import *
 from chipfit.frameworks import keras_part
 from chipfit.frameworks.torch.modules import PytorchActivationQuantizationHolder as PytorchActivationQuantizationHolder

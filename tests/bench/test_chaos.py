@@ -30,4 +30,4 @@ def test_kills_change_nothing_and_checkpoints_that_forget_the_optimizer_would_be
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{kills} kills" in done.stdout and "0 with another table" in done.stdout
-    assert "--control" not in how or "forget the optimizer: noticed" in done.stdout
+    assert "--control" not in how or "remove_checkpoint the optimizer: noticed" in done.stdout

@@ -147,8 +147,8 @@ def test_flags_of_ones_own_are_a_backend_and_batch_norms_fold_in_it():
 
 def test_every_field_of_a_configuration_has_a_reader():
     """Each changes the key, or is said to change no result."""
-    from chipfit.bench.config import _ELSEWHERE
+    from chipfit.bench.config import _IRRELEVANT_KEYS
 
     plain = Config.model_validate(config()).model_dump(mode="json")
-    assert {k for k, v in _ELSEWHERE.items() if v is True} == {"study", "unified"}
-    assert set(_ELSEWHERE["data"]) <= set(plain["data"]) and set(_ELSEWHERE["saver"]) <= set(plain["saver"])
+    assert {k for k, v in _IRRELEVANT_KEYS.items() if v is True} == {"study", "unified"}
+    assert set(_IRRELEVANT_KEYS["data"]) <= set(plain["data"]) and set(_IRRELEVANT_KEYS["saver"]) <= set(plain["saver"])

@@ -41,9 +41,9 @@ def test_a_failing_experiment_is_tried_again_and_then_said(tmp_path, monkeypatch
         store.put(asked.key, asked.name, "s", {"top1": 1.0})
         return 0, ""
 
-    monkeypatch.setattr(sweeps, "attempt", attempt)
+    monkeypatch.setattr(sweeps, "run_in_process", attempt)
     told = []
-    failed = sweep(configs(path), path, tmp_path / "home", retries=1, told=lambda *what: told.append(what))
+    failed = sweep(configs(path), path, tmp_path / "home", retries=1, report=lambda *what: told.append(what))
     assert failed == ["b4/s0"] and len(tries) == 3
     assert told.count(("b4/s0", "failed: tries again")) == 1 and ("b8/s0", "done") in told
     lost = next(r for r in Store(tmp_path / "home/runs.sqlite").rows() if r["status"] == "failed")
@@ -60,10 +60,10 @@ def test_what_another_process_is_at_is_waited_for(tmp_path, monkeypatch):
             Store(tmp_path / "home/runs.sqlite").put(asked.key, asked.name, "s", {"top1": 1.0})
         return BUSY, ""
 
-    monkeypatch.setattr(sweeps, "attempt", attempt)
-    monkeypatch.setattr(sweeps, "PAUSE", 0.0)
+    monkeypatch.setattr(sweeps, "run_in_process", attempt)
+    monkeypatch.setattr(sweeps, "RETRY_PAUSE", 0.0)
     told = []
-    assert sweep(configs(path), path, tmp_path / "home", told=lambda *what: told.append(what[1])) == []
+    assert sweep(configs(path), path, tmp_path / "home", report=lambda *what: told.append(what[1])) == []
     assert told == ["runs", "another process is at it"] * 2 + ["done elsewhere"]
 
 
@@ -75,7 +75,7 @@ def test_a_worker_that_is_killed_after_it_has_filed_its_outcome_has_not_failed(t
         Store(tmp_path / "home/runs.sqlite").put(asked.key, asked.name, "s", {"top1": 1.0})
         return -9, ""
 
-    monkeypatch.setattr(sweeps, "attempt", attempt)
+    monkeypatch.setattr(sweeps, "run_in_process", attempt)
     assert sweep(configs(path), path, tmp_path / "home", retries=0) == []
     assert [r["status"] for r in Store(tmp_path / "home/runs.sqlite").rows()] == ["done"]
 
@@ -91,7 +91,7 @@ def test_a_worker_without_memory_is_said_and_the_others_go_on(tmp_path, monkeypa
 
     monkeypatch.setattr(subprocess, "run", started)
     told = []
-    assert sweep(configs(path), path, tmp_path / "home", retries=1, told=lambda *what: told.append(what)) == ["b4/s0"]
+    assert sweep(configs(path), path, tmp_path / "home", retries=1, report=lambda *what: told.append(what)) == ["b4/s0"]
     assert ("b8/s0", "done") in told and ("b4/s0", "failed: tries again") in told
     (lost,) = Store(tmp_path / "home/runs.sqlite").rows()
     assert "ended by SIGKILL: no memory was left, perhaps" in lost["error"]
@@ -107,11 +107,11 @@ def test_a_sweep_gives_what_its_experiments_give_alone_and_a_second_call_does_no
     for home in ("one", "other"):
         told = []
         where = {"ray": ray, "workers": 2} if home == "one" else {"workers": 1}
-        assert sweep(configs(path), path, tmp_path / home, told=lambda *w: told.append(w), **where) == []  # noqa: B023
+        assert sweep(configs(path), path, tmp_path / home, report=lambda *w: told.append(w), **where) == []  # noqa: B023
         tables.append(without_times(Store(tmp_path / home / "runs.sqlite").rows()))
     assert tables[0] == tables[1]
     told = []
-    sweep(configs(path), path, tmp_path / "one", told=lambda *w: told.append(w[1]))
+    sweep(configs(path), path, tmp_path / "one", report=lambda *w: told.append(w[1]))
     assert told == ["done before", "done before"]
 
 
@@ -143,6 +143,7 @@ def test_two_drivers_on_one_store_share_the_work(tmp_path):
     assert [(r["status"], r["tries"]) for r in found] == [("done", 1)] * 3
 
 
+@pytest.mark.slow
 def test_a_tenth_of_the_small_matrix_runs_as_make_bench_small_does(tmp_path):
     """Four experiments on two workers, by the command line, and their page."""
     line = next(x for x in (ROOT / "Makefile").read_text().splitlines() if "--study tenth" in x)

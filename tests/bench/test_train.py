@@ -9,8 +9,8 @@ from torch import nn
 
 from chipfit.bench import data
 from chipfit.bench.config import Rates, load, of
-from chipfit.bench.run import prepared
-from chipfit.bench.train import Here, rate, train
+from chipfit.bench.run import calibrated_copy
+from chipfit.bench.train import WorkerProcess, rate, train
 from chipfit.errors import ConfigError, TrainingError
 from tests.bench.tiny import config, net
 
@@ -24,10 +24,10 @@ class Interrupted(Exception):
 
 
 def start(asked):
-    """A prepared network and its data."""
+    """A calibrated_copy network and its data."""
     torch.manual_seed(0)
     sets = data.load(asked.data)
-    return prepared(asked, net().eval(), sets), sets
+    return calibrated_copy(asked, net().eval(), sets), sets
 
 
 def test_the_rate_rises_straight_and_falls_by_a_cosine():
@@ -48,7 +48,7 @@ def test_the_rate_rises_straight_and_falls_by_a_cosine():
 def test_an_interruption_changes_no_bit(tmp_path, over):
     asked = of(config(**over))
     model, sets = start(asked)
-    whole, curves = train(model, asked, sets, Here(), tmp_path / "whole", quiet)
+    whole, curves = train(model, asked, sets, WorkerProcess(), tmp_path / "whole", quiet)
 
     def dies(text):
         if text.startswith("step 9"):
@@ -56,12 +56,12 @@ def test_an_interruption_changes_no_bit(tmp_path, over):
 
     model, _ = start(asked)
     with pytest.raises(Interrupted):
-        train(model, asked, sets, Here(), tmp_path / "other", dies)
+        train(model, asked, sets, WorkerProcess(), tmp_path / "other", dies)
     torch.manual_seed(99)
     model, _ = start(asked)
     for p in model.parameters():
         p.data.zero_()  # whatever a new process has made of them
-    again, others = train(model, asked, sets, Here(), tmp_path / "other", quiet)
+    again, others = train(model, asked, sets, WorkerProcess(), tmp_path / "other", quiet)
     assert others.loss[-4:] == curves.loss[-4:] and others.top1 == curves.top1
     for (name, a), (_, b) in zip(whole.state_dict().items(), again.state_dict().items(), strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else str(a) == str(b), name
@@ -76,7 +76,7 @@ def test_48_a_configuration_and_its_seed_give_the_same_losses_and_another_seed_o
         (asked, of({n: v for n, v in asked.resolved.items() if n != "unified"}), of(config(seed=5)))
     ):
         model, sets = start(again)
-        losses.append(train(model, again, sets, Here(), tmp_path / str(k), quiet)[1].loss)
+        losses.append(train(model, again, sets, WorkerProcess(), tmp_path / str(k), quiet)[1].loss)
     assert losses[0] == losses[1] and len(losses[0]) == 12
     assert losses[0] != losses[2]
 
@@ -84,12 +84,12 @@ def test_48_a_configuration_and_its_seed_give_the_same_losses_and_another_seed_o
 def test_a_checkpoint_of_another_experiment_is_refused(tmp_path):
     asked = of(config())
     model, sets = start(asked)
-    train(model, asked, sets, Here(), tmp_path, quiet)
+    train(model, asked, sets, WorkerProcess(), tmp_path, quiet)
     with pytest.raises(ConfigError, match="checkpoint cannot be read"):
-        train(nn.Sequential(nn.Flatten(), nn.Linear(192, 10)), asked, sets, Here(), tmp_path, quiet)
+        train(nn.Sequential(nn.Flatten(), nn.Linear(192, 10)), asked, sets, WorkerProcess(), tmp_path, quiet)
     (tmp_path / "checkpoint.safetensors").write_bytes(b"half")
     with pytest.raises(ConfigError, match="remove it"):
-        train(start(asked)[0], asked, sets, Here(), tmp_path, quiet)
+        train(start(asked)[0], asked, sets, WorkerProcess(), tmp_path, quiet)
 
 
 def test_gradients_of_several_batches_make_the_step_of_one_large_one(tmp_path):
@@ -102,7 +102,7 @@ def test_gradients_of_several_batches_make_the_step_of_one_large_one(tmp_path):
         over = {"data": {**config()["data"], "batch_size": size}, "dist": {"accumulate": often}}
         asked = of(config(lr_scheduler=rates, optimizer=sgd, **over))
         torch.manual_seed(0)
-        model, _ = train(flat(), asked, data.load(asked.data), Here(), tmp_path / str(size), quiet)
+        model, _ = train(flat(), asked, data.load(asked.data), WorkerProcess(), tmp_path / str(size), quiet)
         weights.append(model[1].weight.detach())
     assert torch.allclose(*weights, atol=1e-6) and not torch.equal(weights[0], flat()[1].weight)
 
@@ -113,7 +113,7 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_weights_in_float(tmp_pat
         asked, seen = of(config(dist={"amp": amp})), set()
         model, sets = start(asked)
         model.register_forward_hook(lambda m, x, y, to=seen: to.add((m.training, y.dtype)))
-        model, curves = train(model, asked, sets, Here(), tmp_path / str(amp), quiet)
+        model, curves = train(model, asked, sets, WorkerProcess(), tmp_path / str(amp), quiet)
         losses.append(curves.loss)
         assert (True, torch.bfloat16 if amp else torch.float32) in seen and (False, torch.float32) in seen
         assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -128,14 +128,14 @@ def test_parameters_with_one_axis_or_none_do_not_decay_where_that_is_asked_for(t
         with torch.no_grad():
             model[1].weight.zero_()
             model[1].bias.fill_(100.0)  # all classes alike: softmax is even, its gradients are below 1
-        model, _ = train(model, asked, data.load(asked.data), Here(), tmp_path / str(no_wd), quiet)
+        model, _ = train(model, asked, data.load(asked.data), WorkerProcess(), tmp_path / str(no_wd), quiet)
         assert model[1].bias.detach().mean() == pytest.approx(100.0 if no_wd else 50.0, abs=1e-4)
 
 
 def test_each_test_leaves_its_numbers_where_many_are_kept(tmp_path):
     asked = of(config(saver={"val_freq": 4, "save_many": True}))
     model, sets = start(asked)
-    train(model, asked, sets, Here(), tmp_path, quiet)
+    train(model, asked, sets, WorkerProcess(), tmp_path, quiet)
     assert sorted(p.name for p in tmp_path.glob("step-*")) == [f"step-{k}.safetensors" for k in (12, 4, 8)]
 
 
@@ -143,7 +143,7 @@ def test_statistics_of_all_processes_are_refused_where_they_cannot_be_had(tmp_pa
     asked = of(config(dist={"sync": True}))
     model, sets = start(asked)
     with pytest.raises(ConfigError, match="dist.sync is not supported here.*batch norms that fold"):
-        train(model, asked, sets, Here(), tmp_path, quiet)
+        train(model, asked, sets, WorkerProcess(), tmp_path, quiet)
 
 
 def test_the_average_is_what_is_returned(tmp_path):
@@ -158,7 +158,7 @@ def test_the_average_is_what_is_returned(tmp_path):
         seen = []
         if not ema:
             model[1].bias.register_hook(lambda g, m=model, to=seen: to.append(m[1].bias.detach().clone()))
-        out, _ = train(model, asked, data.load(asked.data), Here(), tmp_path / str(ema), quiet)
+        out, _ = train(model, asked, data.load(asked.data), WorkerProcess(), tmp_path / str(ema), quiet)
         results.append((out[1].bias.detach(), seen))
     (last, seen), (mean, _) = results
     assert torch.allclose(mean, 0.5 * seen[1] + 0.5 * last, atol=1e-6) and not torch.equal(mean, last)
@@ -170,7 +170,7 @@ def test_statistics_stay_after_the_step_at_which_they_freeze(tmp_path):
     seen = []
     norm = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
     norm.register_forward_hook(lambda m, *_: seen.append((m.training, m.running_mean.clone())))
-    train(model, asked, sets, Here(), tmp_path, quiet)
+    train(model, asked, sets, WorkerProcess(), tmp_path, quiet)
     trained = [mean for training, mean in seen if training]
     assert len(trained) == 4 and torch.equal(norm.running_mean, trained[-1])
 
@@ -181,14 +181,14 @@ def test_a_loss_that_is_no_number_ends_training_with_its_step(tmp_path):
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
     model[1].weight.data.fill_(math.inf)
     with pytest.raises(TrainingError, match="step 0"):
-        train(model, asked, data.load(asked.data), Here(), tmp_path, quiet)
+        train(model, asked, data.load(asked.data), WorkerProcess(), tmp_path, quiet)
 
 
 def test_options_that_an_optimizer_has_not_and_data_that_fill_no_step_are_refused(tmp_path):
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
     asked = of(config(optimizer={"type": "Adam", "kwargs": {"nesterov": True}}))
     with pytest.raises(ConfigError, match=r"optimizer.kwargs"):
-        train(model, asked, data.load(asked.data), Here(), tmp_path, quiet)
+        train(model, asked, data.load(asked.data), WorkerProcess(), tmp_path, quiet)
     asked = of(config(data={**config()["data"], "batch_size": 500}))
     with pytest.raises(ConfigError, match="do not fill one step.*at least 500"):
-        train(model, asked, data.load(asked.data), Here(), tmp_path, quiet)
+        train(model, asked, data.load(asked.data), WorkerProcess(), tmp_path, quiet)

@@ -1,4 +1,4 @@
-"""Learned rounding under the predecessor's names."""
+"""Learned rounding under MCT's names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def learn(config=None, **options):
     return gptq.pytorch_gradient_post_training_quantization(net(), batches, gptq_config=config, **options)
 
 
-def test_the_names_and_defaults_of_the_predecessor_are_there():
+def test_the_names_and_defaults_of_mct_are_there():
     function = chipfit.pytorch_gradient_post_training_quantization
     assert function is gptq.pytorch_gradient_post_training_quantization
     assert list(inspect.signature(function).parameters) == [
@@ -109,7 +109,7 @@ def test_wrong_options_are_named():
 
 @pytest.mark.parametrize("tuned", [True, False])
 def test_errors_are_weighed_by_the_hessian_with_and_without_tuning(tuned):
-    """The predecessor takes HMSE of weights with tuning alone."""
+    """MCT accepts HMSE for weights with gradient tuning only."""
     method = chipfit.core.QuantizationErrorMethod.HMSE
     config = chipfit.core.CoreConfig(chipfit.core.QuantizationConfig(method, method))
     if tuned:

@@ -474,7 +474,7 @@ def test_mistakes_about_widths_are_refused_where_they_are_made(net):
         fit(net, widths=widths)
 
 
-# ---------------------------------------------------------------- what the predecessor's users count on
+# ---------------------------------------------------------------- what users of MCT count on
 
 
 def test_47_only_the_last_node_of_a_fused_group_has_a_quantizer(net):

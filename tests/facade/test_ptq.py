@@ -1,4 +1,4 @@
-"""The facades under the predecessor's names: what they take, what they give back, what they refuse."""
+"""The facades under MCT's names: what they take, what they give back, what they refuse."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def net():
 
     def data():
         for _ in range(2):
-            yield [batch.double().numpy()]  # numpy's default type, as predecessors' users yield it
+            yield [batch.double().numpy()]  # numpy's default type, as users of MCT yield it
 
     return model, batch, data
 
 
-def test_the_names_of_the_predecessor_are_there():
+def test_the_names_of_mct_are_there():
     assert chipfit.ptq.pytorch_post_training_quantization is chipfit.pytorch_post_training_quantization
     assert chipfit.ptq.keras_post_training_quantization is chipfit.keras_post_training_quantization
     assert chipfit.core.network_editor is chipfit.network_editor
@@ -57,7 +57,7 @@ def test_the_names_of_the_predecessor_are_there():
         assert names[:5] == wanted
 
 
-def test_options_have_the_predecessors_defaults():
+def test_options_have_the_defaults_of_mct():
     defaults = {
         "activation_error_method": QuantizationErrorMethod.MSE,
         "weights_error_method": QuantizationErrorMethod.MSE,
@@ -331,7 +331,7 @@ def test_candidates_are_pairs_of_a_layers_weight_and_result_widest_first():
     assert ptq.UserInformation(replace(result, plan=plan)).mixed_precision_cfg == [1, 3, 0]
 
 
-def test_options_of_the_search_have_the_predecessors_order_and_defaults():
+def test_options_of_the_search_have_the_order_and_defaults_of_mct():
     assert list(vars(core.MixedPrecisionQuantizationConfig()).items()) == [
         ("compute_distance_fn", None),
         ("distance_weighting_method", core.MpDistanceWeighting.AVG),

@@ -1,4 +1,4 @@
-"""Quantization-aware training under the predecessor's names; of Keras: tests/frameworks/keras/test_trainable.py."""
+"""Quantization-aware training under MCT's names; of Keras: tests/frameworks/keras/test_trainable.py."""
 
 from __future__ import annotations
 

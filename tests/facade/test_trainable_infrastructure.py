@@ -1,4 +1,4 @@
-"""Trainable quantizers under the predecessor's names: configurations, base classes, layers by hand, whole models."""
+"""Trainable quantizers under MCT's names: configurations, base classes, layers by hand, whole models."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Range rules and grids against worked numbers; (n) is the number of the assertion in the list that users of the
-predecessors know. Results of a search are compared by the error that they achieve: never worse than the value given."""
+"""Range rules and grids against worked numbers; (n) is the number of the assertion in the list that users of
+MCT know. Results of a search are compared by the error that they achieve: never worse than the value given."""
 
 from __future__ import annotations
 

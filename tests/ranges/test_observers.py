@@ -1,4 +1,4 @@
-"""What observers of the benchmark's predecessor computed, by its numbered list."""
+"""Observers compute what those of MQBench computed, by its numbered list."""
 
 from __future__ import annotations
 

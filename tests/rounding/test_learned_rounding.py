@@ -1,4 +1,4 @@
-"""Learned codes; (n) is the number of the assertion in the list that users of the predecessors know."""
+"""Learned codes; (n) is the number of the assertion in the list that users of MCT know."""
 
 from __future__ import annotations
 

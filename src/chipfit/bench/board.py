@@ -17,31 +17,34 @@ from markupsafe import Markup
 from chipfit.errors import ConfigError, UnknownNameError, import_optional
 from chipfit.files import package_data, write_atomically
 
-_SHOWN = package_data("chipfit.bench", "columns.yaml")
-COLUMNS: dict[str, str] = _SHOWN["columns"]  #: column -> its heading, in order
+_LAYOUT = package_data("chipfit.bench", "columns.yaml")
+COLUMNS: dict[str, str] = _LAYOUT["columns"]  #: column -> its heading, in order
 
 
 def row(run: Mapping[str, Any]) -> dict[str, Any]:
     """One run of a store as a flat row; what it has not is None."""
     out = dict.fromkeys(COLUMNS) | {k: run[k] for k in ("key", "name", "study", "status")}
-    told = run["outcome"]
-    if told is None:
+    outcome = run["outcome"]
+    if outcome is None:
         return out | {"error": run["error"]}
-    config, best = told["config"], max((d for d in told["deployed"] if d["top1"] is not None), key=_top1, default=None)
+    config, best = (
+        outcome["config"],
+        max((d for d in outcome["deployed"] if d["top1"] is not None), key=_top1, default=None),
+    )
     trains, asked = config["qparams"], config["ptq"]
     methods = (trains["w_method"], trains["a_method"]) if trains else (asked["weight_rule"], asked["rule"])
-    out |= {k: told[k] for k in ("setting", "top1", "seconds", "size")}
+    out |= {k: outcome[k] for k in ("setting", "top1", "seconds", "size")}
     return out | {
         "model": config["model"]["type"],
         "method": " / ".join(dict.fromkeys(methods)),
         "bit": trains["bit"] if trains else asked["bit"],
-        "float": told["float_top1"],
-        "below": told["float_top1"] - told["top1"],
+        "float": outcome["float_top1"],
+        "below": outcome["float_top1"] - outcome["top1"],
         "deployed": None if best is None else best["top1"],
         "differing": None if best is None else best["differing"],
         "seed": config["seed"],
         "unified": "" if config["unified"] else "not unified",
-        "status": "stopped early" if told.get("stopped") else run["status"],
+        "status": "stopped early" if outcome.get("stopped") else run["status"],
     }
 
 
@@ -59,8 +62,8 @@ def without_times(runs: Iterable[Mapping[str, Any]]) -> str:
     times = ("seconds", "cpu_seconds", "memory")
     plain = []
     for run in runs:
-        told = run["outcome"] and {k: v for k, v in run["outcome"].items() if k not in times}
-        plain.append({k: run[k] for k in ("key", "name", "study", "status")} | {"outcome": told})
+        outcome = run["outcome"] and {k: v for k, v in run["outcome"].items() if k not in times}
+        plain.append({k: run[k] for k in ("key", "name", "study", "status")} | {"outcome": outcome})
     return json.dumps(plain, indent=1, sort_keys=True)
 
 
@@ -76,28 +79,28 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 def as_text(rows: Sequence[Mapping[str, Any]], width: int) -> str:
     """A table of as many of the columns that say something as fit into so many characters, and what is left out."""
     cells, left = {}, width
-    for c in _saying(rows):
+    for c in _nonempty_columns(rows):
         above, _, below = COLUMNS[c].rpartition(" ")
         cells[c] = [above, below, *(text(r[c]) for r in rows)]
     sizes = {c: max(map(len, cells[c])) + 2 * (c != "name") for c in cells}
-    for c in sorted(cells, key=_SHOWN["narrow"].split().index):
+    for c in sorted(cells, key=_LAYOUT["narrow"].split().index):
         left -= sizes[c]
         if left < 0 and c != "name":
             left += sizes.pop(c)
     lines = zip(*([f"{x:{'<' if c == 'name' else '>'}{n}}" for x in cells[c]] for c, n in sizes.items()), strict=True)
     hidden = ", ".join(COLUMNS[c] for c in cells if c not in sizes)
-    told = [fill(f"not shown here: {hidden} (chipfit bench board runs.csv)", max(width, 40))] if hidden else []
-    return "\n".join(["".join(line).rstrip() for line in lines] + told)
+    note = [fill(f"not shown here: {hidden} (chipfit bench board runs.csv)", max(width, 40))] if hidden else []
+    return "\n".join(["".join(line).rstrip() for line in lines] + note)
 
 
-def _saying(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _nonempty_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Columns that are not empty."""
     return [c for c in COLUMNS if any(r[c] not in (None, "") for r in rows)]
 
 
 def as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """A table of the columns that say something."""
-    shown = _saying(rows)
+    shown = _nonempty_columns(rows)
     lines = ["| " + " | ".join(COLUMNS[c] for c in shown) + " |", "|" + "---|" * len(shown)]
     lines += ["| " + " | ".join(text(r[c]).replace("|", "\\|") for c in shown) + " |" for r in rows]
     return "\n".join(lines) + "\n"
@@ -143,10 +146,10 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
     figure = drawing.Figure(figsize=(11, 4.5), layout="constrained")
     curves, sizes = figure.subplots(1, 2)
     for run in runs:
-        if told := run["outcome"]:
-            if told["curves"]["top1"]:
-                curves.plot(*zip(*told["curves"]["top1"], strict=True), marker=".", label=run["name"])
-            sizes.scatter(told["size"] / 1e3, told["top1"], label=run["name"])
+        if outcome := run["outcome"]:
+            if outcome["curves"]["top1"]:
+                curves.plot(*zip(*outcome["curves"]["top1"], strict=True), marker=".", label=run["name"])
+            sizes.scatter(outcome["size"] / 1e3, outcome["top1"], label=run["name"])
     for axes, x in ((curves, "step"), (sizes, "weights [kB]")):
         axes.set(xlabel=x, ylabel="top-1 [%]")
         axes.grid(alpha=0.3)
@@ -165,8 +168,8 @@ def page(runs: Sequence[Mapping[str, Any]]) -> str:
     here = resources.files("chipfit.bench")
     source, js = ((here / f"board.{kind}").read_text(encoding="utf-8") for kind in ("html.j2", "js"))
     css = (resources.files("chipfit.report") / "page.css").read_text(encoding="utf-8")
-    told = [{**row(r), "outcome": r["outcome"]} for r in runs]
-    data = json.dumps({"columns": COLUMNS, "runs": told}).replace("<", "\\u003c")  # no tag can start inside the script
+    rows = [{**row(r), "outcome": r["outcome"]} for r in runs]
+    data = json.dumps({"columns": COLUMNS, "runs": rows}).replace("<", "\\u003c")  # no tag can start inside the script
     env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return env.from_string(source).render(count=len(runs), css=Markup(css), js=Markup(js), data=Markup(data))
 

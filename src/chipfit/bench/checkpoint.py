@@ -15,39 +15,39 @@ from chipfit.errors import ConfigError, short_message
 from chipfit.files import write_atomically
 
 _RANDOM = "random"
-_INSIDE = "@"  #: the only key of what stands in JSON for a tensor, with its name
+_TENSOR = "@"  #: the only key of what stands in JSON for a tensor, with its name
 
 
-def write(path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optimizer, told: dict[str, Any]) -> None:
+def write(path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
     """Write everything that the next step depends on, in one rename.
 
     Args:
         modules: by a name, with their state dicts.
-        told: JSON-able.
+        facts: JSON-able.
 
     Raises:
         ExportError: the disk refuses.
     """
     tensors: dict[str, Tensor] = {}
 
-    def aside(x: Tensor) -> dict[str, str]:
+    def store_tensor(x: Tensor) -> dict[str, str]:
         name = str(len(tensors))
         tensors[name] = x.detach().cpu().contiguous().clone()
-        return {_INSIDE: name}
+        return {_TENSOR: name}
 
     states = {name: dict(m.state_dict()) for name, m in modules.items()}
     rest = {
-        "told": told,
+        "told": facts,
         "states": states,
         "optimizer": optimizer.state_dict()["state"],
         _RANDOM: torch.get_rng_state(),
     }
-    text = json.dumps(rest, default=aside)
+    text = json.dumps(rest, default=store_tensor)
     write_atomically(path, save(tensors, {"chipfit": text}))
 
 
 def read(path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Bring modules, optimizer and random numbers to where `write` was called; returns what it was told.
+    """Bring modules, optimizer and random numbers to where `write` was called; return the facts that it stored.
 
     Raises:
         ConfigError: the file is damaged, or of another experiment.
@@ -55,10 +55,10 @@ def read(path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optim
     try:
         with safe_open(path, "pt") as file:
 
-            def inside(x: dict[str, Any]) -> Any:
-                return file.get_tensor(x[_INSIDE]) if x.keys() == {_INSIDE} else x
+            def load_tensor(x: dict[str, Any]) -> Any:
+                return file.get_tensor(x[_TENSOR]) if x.keys() == {_TENSOR} else x
 
-            known = json.loads(file.metadata()["chipfit"], object_hook=inside)
+            known = json.loads(file.metadata()["chipfit"], object_hook=load_tensor)
         for name, module in modules.items():
             module.load_state_dict(known["states"][name])
         state = {int(k): v for k, v in known["optimizer"].items()}
@@ -67,5 +67,5 @@ def read(path: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optim
     except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as e:
         hint = "remove it, and the experiment starts again"
         raise ConfigError(f"The checkpoint cannot be read: {short_message(e)}", where=str(path), hint=hint) from e
-    told: dict[str, Any] = known["told"]
-    return told
+    facts: dict[str, Any] = known["told"]
+    return facts

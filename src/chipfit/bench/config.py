@@ -25,10 +25,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(ge=0, le=1e3)]
 
 #: keys that tell experiments of one unified training setting apart; whoever changes another leaves it
-VARIES = frozenset("extends qparams ptq backend bnfold freeze_step deploy model seed study".split())
+COMPARED_KEYS = frozenset("extends qparams ptq backend bnfold freeze_step deploy model seed study".split())
 
 #: keys that no result depends on
-_ELSEWHERE: Any = {
+_IRRELEVANT_KEYS: Any = {
     "study": True,
     "unified": True,
     "data": {"root": True, "num_workers": True, "train": {"root"}, "test": {"root"}},
@@ -257,12 +257,12 @@ class Config(Record):
                     raise ValueError(f"'{self.backend.name}' is a setting with another {', '.join(other)}")
         else:
             flags = get_backend_params(self.backend)
-            if self.bnfold is not None and not self._unfolded:
+            if self.bnfold is not None and not self._keeps_batch_norms:
                 flags["bnfold"] = self.bnfold
         return get_qconfig(**self.qparams.model_dump(), **flags, allow_code=True)  # as `model.type` may load some
 
     @property
-    def _unfolded(self) -> bool:
+    def _keeps_batch_norms(self) -> bool:
         """Batch norms stay as they are, whatever `bnfold` says: MQBench's own academic setting."""
         return isinstance(self.backend, str) and get_backend_params(self.backend)["ada_sign"]
 
@@ -274,7 +274,7 @@ class Config(Record):
     @property
     def notes(self) -> list[str]:
         """What of the file has no effect."""
-        has_none = self.bnfold is not None and self._unfolded
+        has_none = self.bnfold is not None and self._keeps_batch_norms
         return [f"bnfold has no effect: '{self.backend}' leaves batch norms as they are"] if has_none else []
 
     @property
@@ -285,8 +285,8 @@ class Config(Record):
     @property
     def key(self) -> str:
         """Of the experiment: the same where all that its result may depend on is the same, wherever its files lie."""
-        told = self.model_dump(mode="json", exclude=_ELSEWHERE)
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+        relevant = self.model_dump(mode="json", exclude=_IRRELEVANT_KEYS)
+        return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def name(self) -> str:
@@ -341,7 +341,7 @@ def _with_base(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], Sou
     if not there.is_file():
         raise source.error(("extends",), "The file that this one extends does not exist", got=base)
     under, source.under, _ = _with_base(there, (*below, path.resolve()))
-    return merged(under, source.data), source, set(source.data) <= VARIES
+    return merged(under, source.data), source, set(source.data) <= COMPARED_KEYS
 
 
 def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,9 +28,18 @@ from chipfit.bench import data
 from chipfit.bench.config import Config, Optimizer, Rates, Schedule
 from chipfit.bench.data import Reader, Sets
 from chipfit.bench.networks import model_entry
-from chipfit.bench.train import CHECKPOINT, Curves, Here, Said, agreed, processes, top1, train
+from chipfit.bench.train import (
+    CHECKPOINT,
+    Curves,
+    Log,
+    WorkerProcess,
+    broadcast_decision,
+    top1,
+    train,
+    worker_processes,
+)
 from chipfit.errors import ChipfitError, ConfigError
-from chipfit.facade.quantize_fx.handover import deploy
+from chipfit.facade.quantize_fx.deployment import deploy
 from chipfit.facade.quantize_fx.prepare import prepare_qat_fx
 from chipfit.facade.quantize_fx.quantizers import enable_calibration, enable_quantization
 from chipfit.facade.quantize_fx.settings import platforms_of
@@ -43,7 +52,7 @@ from chipfit.registry import entry
 from chipfit.verify import own_runtime
 
 #: test images whose integers are compared
-VERIFIED = 128
+COMPARED_IMAGES = 128
 #: of float networks, whatever the experiments that start from them have
 FLOAT_SEED = 0
 
@@ -91,7 +100,7 @@ class Outcome:
         return asdict(self)
 
 
-def forget(config: Config, home: Path) -> None:
+def remove_checkpoint(config: Config, home: Path) -> None:
     """Remove the checkpoint of an experiment whose outcome is filed: to run it again is to start again."""
     (home / "runs" / config.key / CHECKPOINT).unlink(missing_ok=True)
 
@@ -101,7 +110,7 @@ class Busy(ChipfitError):
 
 
 def run(
-    config: Config, home: Path, said: Said = print, hopeless: Callable[[Curves], bool] | None = None
+    config: Config, home: Path, log: Log = print, should_stop: Callable[[Curves], bool] | None = None
 ) -> Outcome | None:
     """Run an experiment; what another call has begun goes on. None in processes that only help another.
 
@@ -114,65 +123,70 @@ def run(
     """
     begun, cpu = time.perf_counter(), time.process_time()
     folder = home / "runs" / config.key
-    with processes() as here:
-        if not here.leads:
-            _run(config, home, folder, here, lambda text: None, hopeless)
+    with worker_processes() as worker:
+        if not worker.is_leader:
+            _run(config, home, folder, worker, lambda text: None, should_stop)
             return None
         with lock_folder(folder, wait=False) as alone:
             if not alone:
                 raise Busy("Another process is at this experiment", where=str(folder), hint="wait for it")
-            out = _run(config, home, folder, here, said, hopeless)
+            out = _run(config, home, folder, worker, log, should_stop)
     out.seconds, out.cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu
     out.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return out
 
 
 def _run(
-    config: Config, home: Path, folder: Path, here: Here, said: Said, hopeless: Callable[[Curves], bool] | None
+    config: Config,
+    home: Path,
+    folder: Path,
+    worker: WorkerProcess,
+    log: Log,
+    should_stop: Callable[[Curves], bool] | None,
 ) -> Outcome:
     setting = config.setting_name or (config.ptq.platform if config.ptq else "")
     out = Outcome(config.key, config.name, config.resolved, setting, notes=config.notes, versions=versions())
-    out.hardware = torch.cuda.get_device_name(here.device) if here.device.type == "cuda" else machine.processor()
-    out.hardware = f"{here.world} x {out.hardware or machine.machine()}"
+    out.hardware = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else machine.processor()
+    out.hardware = f"{worker.world} x {out.hardware or machine.machine()}"
     for note in config.notes:
-        said(f"note: {note}")
+        log(f"note: {note}")
     sets = data.load(config.data)
     out.data = f"{sets.train.digest()}-{sets.test.digest()}"
-    tests = Reader(sets.test, config.data, config.seed, here.rank, here.world)
-    network = pretrained(config, sets, here, home, said)
+    tests = Reader(sets.test, config.data, config.seed, worker.rank, worker.world)
+    network = pretrained(config, sets, worker, home, log)
     torch.manual_seed(config.seed)
     out.code, out.tested = code(config), len(sets.test)
-    out.float_top1 = top1(predictor(network), tests, here)
+    out.float_top1 = top1(predictor(network), tests, worker)
     lost = {"training": 0, "test": len(tests.lost())}
-    said(f"float: top-1 {out.float_top1:.2f} %")
+    log(f"float: top-1 {out.float_top1:.2f} %")
     if config.qparams is not None:
-        model = prepared(config, network, sets)
-        model, out.curves = train(model, config, sets, here, folder, said, hopeless or (lambda curves: False))
-        last, out.top1 = out.curves.top1[-1] if out.curves.top1 else (0, top1(model, tests, here))
+        model = calibrated_copy(config, network, sets)
+        model, out.curves = train(model, config, sets, worker, folder, log, should_stop or (lambda curves: False))
+        last, out.top1 = out.curves.top1[-1] if out.curves.top1 else (0, top1(model, tests, worker))
         assert config.lr_scheduler is not None  # for the type checker: a configuration that trains has it
         if last < (whole := config.lr_scheduler.kwargs.max_iter):
             out.stopped = last
             out.notes = [*out.notes, f"stopped early, at step {last} of {whole}"]
         layers: list[Any] = [m for m in model.modules() if isinstance(m, FoldedBatchNorm)]
         out.size = sum(m.layer.weight.numel() * m.weight_quantizer.bitwidth // 8 for m in layers)
-    if here.leads:  # what follows is one process's work
-        tests, here = Reader(sets.test, config.data, config.seed), Here()
+    if worker.is_leader:  # what follows is one process's work
+        tests, worker = Reader(sets.test, config.data, config.seed), WorkerProcess()
         if config.ptq is not None:
-            images, out.curves.unreadable = _calibration(config, sets)
-            data_of = [shown(x, framework_of(network)) for x in images]
+            images, out.curves.unreadable = _calibration_images(config, sets)
+            data_of = [in_layout_of(x, framework_of(network)) for x in images]
             result = chipfit.quantize(network, data_of, **config.ptq.options, seed=config.seed, progress=False)
-            out.top1, out.size = top1(predictor(result.model), tests, here), _bytes(result)
+            out.top1, out.size = top1(predictor(result.model), tests, worker), _weight_bytes(result)
             out.notes = [*out.notes, *result.plan.rewrites]
-            out.deployed = list(deployed(result, tests))
+            out.deployed = list(run_on_device(result, tests))
         else:
-            out.deployed = list(_deployments(config, model.cpu(), sets, tests))
-    said(f"quantized: top-1 {out.top1:.2f} %")
+            out.deployed = list(_deploy_trained(config, model.cpu(), sets, tests))
+    log(f"quantized: top-1 {out.top1:.2f} %")
     lost["training"] = out.curves.unreadable
     out.notes += [f"{count} {half} images could not be read" for half, count in lost.items() if count]
     return out
 
 
-def _bytes(result: Result) -> int:
+def _weight_bytes(result: Result) -> int:
     """Of the weights that are stored in codes."""
     weights, tensors = result.graph.weights, result.plan.tensors.values()
     stored = [t for t in tensors if t.role == "weight" and t.stored is not None]
@@ -184,15 +198,15 @@ def predictor(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     framework = framework_of(model)
     if framework == "torch":
         return model  # type: ignore[no-any-return]
-    return lambda x: torch.from_numpy(np.array(model.predict_on_batch(shown(x, framework).numpy())))
+    return lambda x: torch.from_numpy(np.array(model.predict_on_batch(in_layout_of(x, framework).numpy())))
 
 
-def shown(x: torch.Tensor, framework: str) -> torch.Tensor:
+def in_layout_of(x: torch.Tensor, framework: str) -> torch.Tensor:
     """Images [N, C, H, W] as models of a framework take them: those of Keras [N, H, W, C]."""
     return x.permute(0, 2, 3, 1) if framework == "keras" else x
 
 
-def pretrained(config: Config, sets: Sets, here: Here, home: Path, said: Said) -> Any:
+def pretrained(config: Config, sets: Sets, worker: WorkerProcess, home: Path, log: Log) -> Any:
     """The float network: with weights of a file, or trained here, once for all experiments that start from it."""
     given = config.saver.pretrain
     kwargs = {"classes": sets.classes, **config.model.kwargs} if ":" not in config.model.type else config.model.kwargs
@@ -205,28 +219,28 @@ def pretrained(config: Config, sets: Sets, here: Here, home: Path, said: Said) -
         raise ConfigError("Networks of PyTorch are trained here", where=config.model.type, got=got, hint=hint)
     if given.epochs is None:
         return network.eval() if framework_of(network) == "torch" else network
-    steps = given.epochs * (len(sets.train) // (config.data.batch_size * here.world))
+    steps = given.epochs * (len(sets.train) // (config.data.batch_size * worker.world))
     rates = Rates(base_lr=given.lr, warmup_lr=given.lr / 10, warmup_steps=steps // 10, max_iter=max(steps, 1))
-    told = config.saver.model_copy(update={"val_freq": max(steps // 4, 1)})
+    saver = config.saver.model_copy(update={"val_freq": max(steps // 4, 1)})
     sgd = Optimizer(kwargs={"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4})
-    own = {"lr_scheduler": Schedule(kwargs=rates), "optimizer": sgd, "seed": FLOAT_SEED, "saver": told}
+    own = {"lr_scheduler": Schedule(kwargs=rates), "optimizer": sgd, "seed": FLOAT_SEED, "saver": saver}
     plain = config.model_copy(update={**own, "freeze_step": None})
     asked = {k: plain.resolved[k] for k in "model data lr_scheduler optimizer saver label_smooth ema".split()}
     name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
     file = home / "float" / f"{name}.safetensors"
-    if not agreed(file.exists(), here):
-        said(f"trains the float network: {steps} steps")
-        with lock_folder(home / "float" / name, wait=True) if here.leads else nullcontext():
-            if not agreed(file.exists(), here):
-                network, _ = train(network, plain, sets, here, home / "float" / name, said)
-                if here.leads:
+    if not broadcast_decision(file.exists(), worker):
+        log(f"trains the float network: {steps} steps")
+        with lock_folder(home / "float" / name, wait=True) if worker.is_leader else nullcontext():
+            if not broadcast_decision(file.exists(), worker):
+                network, _ = train(network, plain, sets, worker, home / "float" / name, log)
+                if worker.is_leader:
                     write_atomically(file, save({k: v.contiguous() for k, v in network.state_dict().items()}))
-                agreed(True, here)  # nobody reads it before it is there
+                broadcast_decision(True, worker)  # nobody reads it before it is there
     network.load_state_dict(load_file(file))
-    return network.to(here.device).eval()
+    return network.to(worker.device).eval()
 
 
-def _calibration(config: Config, sets: Sets) -> tuple[list[torch.Tensor], int]:
+def _calibration_images(config: Config, sets: Sets) -> tuple[list[torch.Tensor], int]:
     """Training images without what is random about them, and how many of them could not be read."""
     images = copy.copy(sets.train)
     if hasattr(images, "transforms"):
@@ -237,53 +251,55 @@ def _calibration(config: Config, sets: Sets) -> tuple[list[torch.Tensor], int]:
     return batches, len(reader.unreadable)
 
 
-def prepared(config: Config, network: nn.Module, sets: Sets) -> nn.Module:
+def calibrated_copy(config: Config, network: nn.Module, sets: Sets) -> nn.Module:
     """The network with quantizers of its hardware setting, which have seen the calibration images."""
     model = prepare_qat_fx(network.cpu(), {"": config.setting()}).eval()
     enable_calibration(model)
     with torch.no_grad():
-        for x in _calibration(config, sets)[0]:
+        for x in _calibration_images(config, sets)[0]:
             model(x)
     enable_quantization(model)
     return model
 
 
-def _deployments(config: Config, model: Any, sets: Sets, tests: Reader) -> Iterator[Deployed]:
-    """The trained model on every platform that has a runtime here and holds it."""
+def _deploy_trained(config: Config, model: Any, sets: Sets, tests: Reader) -> Iterator[Deployed]:
+    """The trained model on every platform that has a runtime here and can hold it."""
     names = config.deploy
     if names is None:
         names = tuple(n for n, why in platforms_of(config.setting()).items() if not why and load_platform(n).runtimes)
     for name in names:
         try:
-            result = deploy(model, _calibration(config, sets)[0], name)
+            result = deploy(model, _calibration_images(config, sets)[0], name)
         except ChipfitError as e:
             yield Deployed(name, why=str(e))
             continue
-        yield from deployed(result, tests)
+        yield from run_on_device(result, tests)
 
 
-def deployed(result: Result, tests: Reader) -> Iterator[Deployed]:
+def run_on_device(result: Result, tests: Reader) -> Iterator[Deployed]:
     """What each of the platform's runtimes makes of a result: its accuracy, its integers beside the simulated ones."""
     framework = result.graph.framework
     for name in result.platform.runtimes or (own_runtime(result.platform),):
         out = Deployed(result.platform.name, runtime=name)
         try:
-            found = result.verify([shown(x, framework) for x in _first(tests, VERIFIED)], runtime=name, freely=None)
+            found = result.verify(
+                [in_layout_of(x, framework) for x in _first_images(tests, COMPARED_IMAGES)], runtime=name, freely=None
+            )
             out.exact, out.integers, out.differing = found.exact, found.integers, found.differing
             with TemporaryDirectory() as folder:
                 runtime = entry("runtime", name)
                 device = runtime.thing(result.export(Path(folder, f"model{runtime.declares.suffix}")))
 
             def logits(x: torch.Tensor) -> torch.Tensor:
-                return torch.from_numpy(next(iter(device.run([shown(x, framework).numpy()]).values())))  # noqa: B023
+                return torch.from_numpy(next(iter(device.run([in_layout_of(x, framework).numpy()]).values())))  # noqa: B023
 
-            out.top1 = top1(logits, tests, Here())
+            out.top1 = top1(logits, tests, WorkerProcess())
         except ChipfitError as e:
             out.why = str(e)
         yield out
 
 
-def _first(reader: Reader, count: int) -> Iterator[torch.Tensor]:
+def _first_images(reader: Reader, count: int) -> Iterator[torch.Tensor]:
     for x, _ in reader.batches(0, shuffled=False):
         yield x[:count]
         count -= len(x)

@@ -45,7 +45,10 @@ class Store:
         self.path = path
         self.engine = sql.create_engine(f"sqlite:///{path}", connect_args={"timeout": 60})
         sql.event.listen(self.engine, "connect", lambda c, _: c.execute("PRAGMA journal_mode=WAL"))
-        with lock_folder(path.parent, wait=True), self._begun("read", _AWAY) as db:  # one process makes the tables
+        with (
+            lock_folder(path.parent, wait=True),
+            self._transaction("read", _AWAY) as db,
+        ):  # creates tables once
             version = db.execute(sql.text("PRAGMA user_version")).scalar_one()
             if version > VERSION:
                 hint = "read it with the chipfit that wrote it, or a newer one"
@@ -55,7 +58,7 @@ class Store:
             db.execute(sql.text(f"PRAGMA user_version={VERSION}"))
 
     @contextmanager
-    def _begun(self, what: str, hint: str) -> Iterator[sql.Connection]:
+    def _transaction(self, what: str, hint: str) -> Iterator[sql.Connection]:
         """A transaction."""
         try:
             with self.engine.begin() as db:
@@ -71,12 +74,12 @@ class Store:
             ConfigError: the disk refuses.
         """
         ended = {"name": name, "study": study, "status": "failed" if outcome is None else "done", "ended": time.time()}
-        told = {**ended, "outcome": outcome, "error": error}
+        values = {**ended, "outcome": outcome, "error": error}
         replaced = RUNS.c.status != "done" if outcome is None else None  # another process may have ended it meanwhile
-        again = told | {"tries": RUNS.c.tries + 1}
-        row = insert(RUNS).values(key=key, tries=1, **told)
+        again = values | {"tries": RUNS.c.tries + 1}
+        row = insert(RUNS).values(key=key, tries=1, **values)
         filed = row.on_conflict_do_update(index_elements=["key"], set_=again, where=replaced)
-        with self._begun("written", "free disk space, and run it again: it goes on where it was") as db:
+        with self._transaction("written", "free disk space, and run it again: it goes on where it was") as db:
             db.execute(filed)
 
     def rows(self, study: str | None = None, *, curves: bool = True) -> list[dict[str, Any]]:
@@ -84,11 +87,11 @@ class Store:
         plain = sql.type_coerce(sql.func.json_remove(RUNS.c.outcome, "$.curves"), sql.JSON).label("outcome")
         columns = [plain if c.name == "outcome" and not curves else c for c in RUNS.c]
         asked = sql.select(*columns).order_by(RUNS.c.name, RUNS.c.key)
-        with self._begun("read", _AWAY) as db:
+        with self._transaction("read", _AWAY) as db:
             found = db.execute(asked if study is None else asked.where(RUNS.c.study == study))
             return [dict(r) for r in found.mappings()]
 
     def done(self, keys: Iterable[str]) -> set[str]:
         """Those of these experiments that have an outcome."""
-        with self._begun("read", _AWAY) as db:
+        with self._transaction("read", _AWAY) as db:
             return set(db.execute(sql.select(RUNS.c.key).where(RUNS.c.status == "done")).scalars()) & set(keys)

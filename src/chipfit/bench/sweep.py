@@ -18,24 +18,24 @@ from chipfit.bench.config import Config
 from chipfit.bench.store import Store
 from chipfit.errors import ConfigError, RuntimeUnavailable, import_optional, raised_outside_chipfit, short_message
 
-Told = Callable[[str, str], None]  #: an experiment's folder, and what happened to it
+Report = Callable[[str, str], None]  #: an experiment's folder, and what happened to it
 #: exit status of `chipfit bench run` where another process is at the same experiment
 BUSY = 75  # EX_TEMPFAIL of sysexits.h
 #: before it is asked again whether another process has ended an experiment [s]
-PAUSE = 2.0
-_LAST = 2000  #: characters of what a failed process printed that are kept
+RETRY_PAUSE = 2.0
+_KEPT_OUTPUT = 2000  #: characters of what a failed process printed that are kept
 
 
-def attempt(config: str, home: str, early: bool) -> tuple[int, str]:
+def run_in_process(config: str, home: str, early: bool) -> tuple[int, str]:
     """Run an experiment in a process of its own; its exit status, and the end of what it printed, or what ended it."""
     command = [sys.executable, "-m", "chipfit.cli", "bench", "run", config, "--home", home]
     command += ["--stop-early"] if early else []
     environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    return done.returncode, (done.stdout + done.stderr + _killed(done.returncode))[-_LAST:]
+    return done.returncode, (done.stdout + done.stderr + _signal_text(done.returncode))[-_KEPT_OUTPUT:]
 
 
-def _killed(status: int) -> str:
+def _signal_text(status: int) -> str:
     """Which signal ended a process, in words; "" where none did."""
     if status >= 0:
         return ""
@@ -55,7 +55,7 @@ def sweep(
     memory: int | None = None,
     retries: int = 2,
     stop_early: bool = False,
-    told: Told = lambda name, what: None,
+    report: Report = lambda name, what: None,
 ) -> list[str]:
     """Run what has no outcome yet; returns the folders of experiments that failed.
 
@@ -73,18 +73,18 @@ def sweep(
     done = store.done(c.key for c in wanted.values())
     left = {name: 1 + retries for name, c in wanted.items() if c.key not in done}
     for name in wanted.keys() - left.keys():
-        told(name, "done before")
+        report(name, "done before")
     failed: list[str] = []
-    with _places(workers, ray, cpus, gpus, memory) as start:
+    with _executor(workers, ray, cpus, gpus, memory) as start:
         running: dict[Future[tuple[int, str]], str] = {}
         queue = list(left)
         while queue or running:
             while queue and (ray is not None or len(running) < workers):
                 name = queue.pop(0)
                 if store.done([wanted[name].key]):
-                    told(name, "done elsewhere")
+                    report(name, "done elsewhere")
                     continue
-                told(name, "runs")
+                report(name, "runs")
                 config = str((matrix.parent / name / "config.yaml").resolve())
                 running[start(config, str(home.resolve()), stop_early)] = name
             for ended in wait(running, return_when=FIRST_COMPLETED).done:
@@ -92,32 +92,32 @@ def sweep(
                 error = ended.exception()
                 status, text = (1, str(error)) if error is not None else ended.result()
                 if status == BUSY:
-                    told(name, "another process is at it")
-                    time.sleep(PAUSE)
+                    report(name, "another process is at it")
+                    time.sleep(RETRY_PAUSE)
                     queue.append(name)
                     continue
                 left[name] -= 1
                 if status == 0 or store.done([wanted[name].key]):  # some are killed when they have filed their outcome
-                    told(name, "done")
+                    report(name, "done")
                 elif left[name]:
-                    told(name, "failed: tries again")
+                    report(name, "failed: tries again")
                     queue.append(name)
                 else:
                     c = wanted[name]
                     store.put(c.key, c.name, c.study, None, text)
-                    told(name, "failed")
+                    report(name, "failed")
                     failed.append(name)
     return failed
 
 
 @contextmanager
-def _places(
+def _executor(
     workers: int, ray: str | None, cpus: float, gpus: float, memory: int | None
 ) -> Iterator[Callable[..., Future[Any]]]:
-    """What starts `attempt` somewhere."""
+    """What starts `run_in_process` somewhere."""
     if ray is None:
         with ThreadPoolExecutor(workers) as pool:
-            yield lambda *given: pool.submit(attempt, *given)
+            yield lambda *given: pool.submit(run_in_process, *given)
         return
     cluster = import_optional("ray", "A sweep on a cluster", RuntimeUnavailable)
     own = {"num_cpus": workers} if ray == "local" else {"address": ray}
@@ -134,7 +134,7 @@ def _places(
         if short and ray == "local":  # a cluster may grow
             raise ConfigError("No experiment fits on this machine", got=", ".join(short), hint="ask for less of it")
         wants: dict[str, Any] = {"num_cpus": cpus, "num_gpus": gpus, **({"memory": memory} if memory else {})}
-        place = cluster.remote(**wants, max_retries=0)(attempt)  # `sweep` tries again, and counts
+        place = cluster.remote(**wants, max_retries=0)(run_in_process)  # `sweep` tries again, and counts
         yield lambda *given: place.remote(*given).future()
     finally:
         cluster.shutdown()

@@ -9,7 +9,7 @@ from chipfit.errors import ConfigError, import_optional, short_message
 from chipfit.training.scalars import writer
 
 #: what is used of MLflow; a run that was sent to its end; points that it takes at once
-_MODULES, _SENT, _MOST = ("mlflow", "mlflow.entities"), " and attributes.status = 'FINISHED'", 1000
+_MODULES, _FINISHED, _BATCH = ("mlflow", "mlflow.entities"), " and attributes.status = 'FINISHED'", 1000
 
 
 def track(runs: Sequence[Mapping[str, Any]], to: str) -> int:
@@ -44,12 +44,12 @@ def _mlflow(runs: Sequence[Mapping[str, Any]], uri: str) -> None:
             known = client.get_experiment_by_name(study)
             at = client.create_experiment(study) if known is None else known.experiment_id
             tags = {"chipfit.key": run["key"], "chipfit.ended": str(run["ended"])}
-            if client.search_runs([at], " and ".join(f"tags.`{k}` = '{v}'" for k, v in tags.items()) + _SENT):
+            if client.search_runs([at], " and ".join(f"tags.`{k}` = '{v}'" for k, v in tags.items()) + _FINISHED):
                 continue
             made = client.create_run(at, run_name=run["name"], tags=tags).info.run_id
             points = [entities.Metric(c, v, int(1000 * run["ended"]), step) for c, v, step in _points(run)]
-            for k in range(0, len(points), _MOST):
-                client.log_batch(made, metrics=points[k : k + _MOST])
+            for k in range(0, len(points), _BATCH):
+                client.log_batch(made, metrics=points[k : k + _BATCH])
             client.log_batch(made, params=[entities.Param(k, str(v)) for k, v in row(run).items()])
             client.set_terminated(made)
     except library.exceptions.MlflowException as e:

@@ -22,12 +22,12 @@ from chipfit.bench.data import Reader, Sets
 from chipfit.errors import ConfigError, TrainingError
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 
-Said = Callable[[str], None]
+Log = Callable[[str], None]
 CHECKPOINT = "checkpoint.safetensors"
 
 
 @dataclass(frozen=True)
-class Here:
+class WorkerProcess:
     """This process among those that train together, and where it computes."""
 
     rank: int = 0
@@ -35,31 +35,33 @@ class Here:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         return self.rank == 0
 
 
 @contextmanager
-def processes() -> Iterator[Here]:
+def worker_processes() -> Iterator[WorkerProcess]:
     """The processes that torchrun has started, joined; alone where it has not."""
     gpus = torch.cuda.device_count()
     if not dist.is_torchelastic_launched():
-        yield Here(device=torch.device("cuda" if gpus else "cpu"))
+        yield WorkerProcess(device=torch.device("cuda" if gpus else "cpu"))
         return
     dist.init_process_group("nccl" if gpus else "gloo")
     try:
         rank = dist.get_rank()
-        yield Here(rank, dist.get_world_size(), torch.device("cuda", rank % gpus) if gpus else torch.device("cpu"))
+        yield WorkerProcess(
+            rank, dist.get_world_size(), torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
+        )
     finally:
         dist.destroy_process_group()
 
 
-def agreed(answer: bool, here: Here) -> bool:
+def broadcast_decision(answer: bool, worker: WorkerProcess) -> bool:
     """What the first process says, in all of them."""
-    said = torch.tensor([float(answer)], device=here.device)
-    if here.world > 1:
-        dist.broadcast(said, 0)
-    return bool(said)
+    log = torch.tensor([float(answer)], device=worker.device)
+    if worker.world > 1:
+        dist.broadcast(log, 0)
+    return bool(log)
 
 
 def rate(step: int, rates: Rates) -> float:
@@ -75,15 +77,15 @@ def rate(step: int, rates: Rates) -> float:
     return rates.min_lr + (rates.base_lr - rates.min_lr) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
-def top1(model: Callable[[Tensor], Tensor], reader: Reader, here: Here) -> float:
+def top1(model: Callable[[Tensor], Tensor], reader: Reader, worker: WorkerProcess) -> float:
     """Share of the images of all processes whose class has the greatest logit [%]."""
     right = total = 0
     for x, y in reader.batches(0, shuffled=False):
         with torch.no_grad():
-            right += int((model(x.to(here.device)).argmax(1).cpu() == y).sum())
+            right += int((model(x.to(worker.device)).argmax(1).cpu() == y).sum())
         total += len(y)
-    both = torch.tensor([right, total], dtype=torch.float64, device=here.device)
-    if here.world > 1:
+    both = torch.tensor([right, total], dtype=torch.float64, device=worker.device)
+    if worker.world > 1:
         dist.all_reduce(both)
     return 100 * float(both[0] / both[1])
 
@@ -101,17 +103,17 @@ def train(
     model: nn.Module,
     config: Config,
     sets: Sets,
-    here: Here,
+    worker: WorkerProcess,
     folder: Path,
-    said: Said = print,
-    hopeless: Callable[[Curves], bool] = lambda curves: False,
+    log: Log = print,
+    should_stop: Callable[[Curves], bool] = lambda curves: False,
 ) -> tuple[nn.Module, Curves]:
     """Train a model; returns it, or the average of what trained where the configuration asks for that, and the curves.
 
     Goes on from the checkpoint in `folder`, to the same numbers as without the interruption on a CPU.
 
     Args:
-        hopeless: whether to stop early, asked at every test.
+        should_stop: whether to stop early, asked at every test.
 
     Raises:
         TrainingError: the loss is no number.
@@ -120,26 +122,26 @@ def train(
     """
     assert config.lr_scheduler is not None  # for the type checker: a configuration that trains has it
     rates, often = config.lr_scheduler.kwargs, config.dist.accumulate
-    readers = [Reader(s, config.data, config.seed, here.rank, here.world) for s in (sets.train, sets.test)]
+    readers = [Reader(s, config.data, config.seed, worker.rank, worker.world) for s in (sets.train, sets.test)]
     in_epoch = readers[0].steps() // often
     if not in_epoch:
-        got, need = len(sets.train), config.data.batch_size * here.world * often
+        got, need = len(sets.train), config.data.batch_size * worker.world * often
         raise ConfigError("The training images do not fill one step", got=got, allowed=f"at least {need}")
-    model.to(here.device).train()
+    model.to(worker.device).train()
     if config.dist.sync:
-        model = _synced(model, here)
+        model = _synced(model, worker)
     optimizer = _optimizer(model, config)
     update = get_ema_multi_avg_fn(config.ema.kwargs.decay)
     average = AveragedModel(model, multi_avg_fn=update, use_buffers=True) if config.ema.enable else None
     result: nn.Module = model if average is None else average.module
     modules = {k: m for k, m in (("model", model), ("average", average)) if m is not None}
-    runs: Any = nn.parallel.DistributedDataParallel(model) if here.world > 1 else model
+    runs: Any = nn.parallel.DistributedDataParallel(model) if worker.world > 1 else model
     curves, step, place = Curves(), 0, folder / CHECKPOINT
     if place.exists():
-        told = checkpoint.read(place, modules, optimizer)
-        step, curves = told["step"], Curves(list(map(tuple, told["loss"])), list(map(tuple, told["top1"])))
-        readers[0].unreadable.update(told["unreadable"])
-        said(f"goes on at step {step}")
+        facts = checkpoint.read(place, modules, optimizer)
+        step, curves = facts["step"], Curves(list(map(tuple, facts["loss"])), list(map(tuple, facts["top1"])))
+        readers[0].unreadable.update(facts["unreadable"])
+        log(f"goes on at step {step}")
     batches: Iterator[Any] = iter(())
     while step < rates.max_iter:
         if config.freeze_step is not None and step >= config.freeze_step:
@@ -154,7 +156,7 @@ def train(
                 epoch, done = divmod(step, in_epoch)
                 batches = readers[0].batches(epoch, shuffled=True, first=done * often)
                 batch = next(batches)
-            loss = _loss(runs, batch, config, here) / often
+            loss = _loss(runs, batch, config, worker) / often
             loss.backward()
             total += float(loss.detach())
         if not math.isfinite(total):
@@ -168,26 +170,28 @@ def train(
             batches = iter(())
         if step % config.saver.print_freq == 0 or step == rates.max_iter:
             curves.loss.append((step, total))
-            said(f"step {step} of {rates.max_iter}: loss {total:.4f}")
+            log(f"step {step} of {rates.max_iter}: loss {total:.4f}")
         if step % config.saver.val_freq == 0 or step == rates.max_iter:
-            curves.top1.append((step, top1(result.eval(), readers[1], here)))
+            curves.top1.append((step, top1(result.eval(), readers[1], worker)))
             model.train()
-            said(f"step {step}: top-1 {curves.top1[-1][1]:.2f} %")
+            log(f"step {step}: top-1 {curves.top1[-1][1]:.2f} %")
             lost = {"unreadable": sorted(readers[0].lost())}
-            if here.leads:
+            if worker.is_leader:
                 checkpoint.write(place, modules, optimizer, {"step": step, **vars(curves), **lost})
                 if config.saver.save_many:
                     checkpoint.write(folder / f"step-{step}.safetensors", modules, optimizer, {"step": step})
-            if agreed(here.leads and hopeless(curves), here):
-                said("stopped: it is behind the others")
+            if broadcast_decision(worker.is_leader and should_stop(curves), worker):
+                log("stopped: it is behind the others")
                 break
     curves.unreadable = len(readers[0].lost())
     return result.eval(), curves
 
 
-def _loss(runs: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor], config: Config, here: Here) -> Tensor:
-    x, y = (t.to(here.device) for t in batch)
-    with torch.autocast(here.device.type, torch.bfloat16, enabled=config.dist.amp):
+def _loss(
+    runs: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor], config: Config, worker: WorkerProcess
+) -> Tensor:
+    x, y = (t.to(worker.device) for t in batch)
+    with torch.autocast(worker.device.type, torch.bfloat16, enabled=config.dist.amp):
         out = runs(x)
     return F.cross_entropy(out.float(), y, label_smoothing=config.label_smooth)
 
@@ -215,10 +219,10 @@ def _freeze(model: nn.Module) -> None:
             m.eval()
 
 
-def _synced(model: nn.Module, here: Here) -> nn.Module:
+def _synced(model: nn.Module, worker: WorkerProcess) -> nn.Module:
     """Statistics of batch norms are those of all processes."""
     folded = [m for m in model.modules() if isinstance(m, FoldedBatchNorm) and m.bn is not None]
-    if folded or (here.world > 1 and here.device.type == "cpu"):
+    if folded or (worker.world > 1 and worker.device.type == "cpu"):
         got = "batch norms that fold" if folded else "processors without GPU"
         raise ConfigError("dist.sync is not supported here", got=got, hint="dist: {sync: false}")
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if here.world > 1 else model
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if worker.world > 1 else model

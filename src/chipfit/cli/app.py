@@ -27,12 +27,12 @@ app.add_typer(bench, name="bench")
 
 Model = Annotated[str, Argument(help="a .pt2 file (torch.export.save), a .keras file, or module:factory")]
 Data = Annotated[str, Option("--data", help=".npz (x, and y for accuracy), a folder of images, or module:iterable")]
-_CHIP = "built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python"
-Chip = Annotated[str, Option("--platform", "-p", help=_CHIP)]
+_PLATFORM_HELP = "built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python"
+Chip = Annotated[str, Option("--platform", "-p", help=_PLATFORM_HELP)]
 Out = Annotated[Path, Option("--out", "-o", help="folder for plan, model file and report")]
 Weights = Annotated[Path | None, Option("--weights", help="safetensors for module:factory")]
-_SIDE = "side of the square that images are resized to [pixels]"
-Side = Annotated[int, Option("--input-size", min=1, max=1 << 14, help=_SIDE)]
+_INPUT_SIZE_HELP = "side of the square that images are resized to [pixels]"
+InputSize = Annotated[int, Option("--input-size", min=1, max=1 << 14, help=_INPUT_SIZE_HELP)]
 Seed = Annotated[int, Option("--seed", min=-(1 << 63), max=(1 << 64) - 1, help="of everything random")]
 Mean = Annotated[str, Option("--mean", help="of images in 0..1, per channel")]
 Std = Annotated[str, Option("--std", help="of images in 0..1, per channel")]
@@ -41,17 +41,17 @@ Rule = Annotated[str, Option("--rule", help="range rule for activations")]
 WeightRule = Annotated[str, Option("--weight-rule", help="range rule for weights")]
 KeepFloat = Annotated[list[str] | None, Option("--float", help="keep a layer in float (repeatable)")]
 Bits = Annotated[list[str] | None, Option("--bits", help="LAYER=BITS, weight bits of a layer (repeatable)")]
-_FORMATS = "of the model file: onnx, tflite, h (C), or json for encodings; by default what the platform deploys"
-Format = Annotated[str | None, Option("--format", help=_FORMATS)]
+_FORMAT_HELP = "of the model file: onnx, tflite, h (C), or json for encodings; by default what the platform deploys"
+Format = Annotated[str | None, Option("--format", help=_FORMAT_HELP)]
 _IO = "what goes in and comes out: float, int8, uint8, int16 or uint16, or IN,OUT"
-Handed = Annotated[str | None, Option("--io", help=_IO)]
+IoTypes = Annotated[str | None, Option("--io", help=_IO)]
 Labels = Annotated[
     Path | None, Option("--labels", exists=True, help="a file with one class a line, for the model file")
 ]
-_CHECK = "run the file and compare integers; by default where its runtime is the platform's own"
-Check = Annotated[bool | None, Option("--verify/--no-verify", help=_CHECK)]
-_RUNTIMES = "onnxruntime, openvino, litert, litert_reference or litert_optimized; by default the platform's own"
-Runtime = Annotated[str | None, Option("--runtime", help=_RUNTIMES)]
+_VERIFY_HELP = "run the file and compare integers; by default where its runtime is the platform's own"
+Check = Annotated[bool | None, Option("--verify/--no-verify", help=_VERIFY_HELP)]
+_RUNTIME_HELP = "onnxruntime, openvino, litert, litert_reference or litert_optimized; by default the platform's own"
+Runtime = Annotated[str | None, Option("--runtime", help=_RUNTIME_HELP)]
 Deployed = Annotated[Path | None, Option("--file", exists=True, help="the deployed file; exported again when omitted")]
 ReportFile = Annotated[Path | None, Option("--report", help="write what was found, as .html or .json")]
 Shape = Annotated[str | None, Option("--input-shape", help="batch first: 1,3,224,224; a file knows its own")]
@@ -61,7 +61,7 @@ MEAN, STD = "0.485,0.456,0.406", "0.229,0.224,0.225"  # ImageNet's, which most v
 
 
 #: exit status of what nobody foresaw, as sysexits.h has it (EX_SOFTWARE), and behind Ctrl-C, as shells have it
-BUG, INTERRUPTED = 70, 130
+BUG_STATUS, INTERRUPTED_STATUS = 70, 130
 
 
 def main() -> None:
@@ -79,7 +79,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None
+        raise SystemExit(INTERRUPTED_STATUS) from None
     except MemoryError:
         cure = "smaller batches, fewer samples, or another machine"
         _panel(ChipfitError("There is not enough memory for this model and data", hint=cure))
@@ -89,7 +89,7 @@ def main() -> None:
         what = "This is a bug of chipfit, not a mistake of yours: something happened that nobody foresaw"
         hint = "report it, please, with the lines above, this command, and what it needs to happen again"
         _panel(ChipfitError(what, got=f"chipfit {chipfit.__version__}, {' '.join(sys.argv)}", hint=hint), "Bug")
-        raise SystemExit(BUG) from None
+        raise SystemExit(BUG_STATUS) from None
 
 
 def _panel(e: ChipfitError, title: str = "") -> None:
@@ -110,7 +110,7 @@ def _panel(e: ChipfitError, title: str = "") -> None:
     Console(stderr=True).print(Panel(body, title=title or type(e).__name__, title_align="left", border_style="red"))
 
 
-def _say(text: str) -> None:
+def _echo(text: str) -> None:
     """Lines as wide as the terminal, what goes on further in; whole ones where no terminal is."""
     width = shutil.get_terminal_size((1 << 16, 0)).columns
     for line in text.splitlines():
@@ -175,9 +175,9 @@ def quantize(
     limit: Annotated[list[str] | None, Option("--limit", help="weights=50%, bops=1e9: widths are searched")] = None,
     rounding: Annotated[str | None, Option("--rounding", help="of weights: gptq, or nearest")] = None,
     wanted: Format = None,
-    io: Handed = None,
+    io: IoTypes = None,
     labels: Labels = None,
-    input_size: Side = 224,
+    input_size: InputSize = 224,
     mean: Mean = MEAN,
     std: Std = STD,
     seed: Seed = 0,
@@ -186,12 +186,13 @@ def quantize(
     """Quantize a model for a platform; write its file, its plan and a report. Exit code 1 when the runtime departs."""
     from chipfit.cli.inputs import load_data, load_model, parse_bits, parse_limits
     from chipfit.errors import Interrupted
-    from chipfit.facade.named import load_target
+    from chipfit.facade.import_by_name import load_target
     from chipfit.frameworks import framework_of
 
     target = load_target(platform)
-    suffix, ends = _suffix(target, wanted), _ends(io, labels)  # before any work: a file that cannot be is refused
-    check_replaceable(out, _OUTPUT)  # before the work
+    # refuse before any work what cannot be written
+    suffix, io_options = _suffix(target, wanted), _io_options(io, labels)
+    check_replaceable(out, _OUTPUT)
     overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
     network = load_model(model, weights)
     batches = load_data(data, input_size, mean, std, channels_last=framework_of(network) == "keras")
@@ -200,16 +201,16 @@ def quantize(
     try:
         result = chipfit.quantize(network, batches, target, **chosen, overrides=overrides, limits=limits, seed=seed)
     except Interrupted as e:
-        typer.echo("interrupted: what was decided until then is written; Ctrl-C again ends that, too", err=True)
-        _deliver(e.result, out, suffix, ends, batches, False, INTERRUPTED)
-    _deliver(result, out, suffix, ends, batches, check)
+        typer.echo("interrupted: what was decided until then is written; Ctrl-C again io_options that, too", err=True)
+        _write_outputs(e.result, out, suffix, io_options, batches, False, INTERRUPTED_STATUS)
+    _write_outputs(result, out, suffix, io_options, batches, check)
 
 
 @app.command()
 def train(
     what: Annotated[str, Argument(help="folder that `quantize` wrote, or a model as for `quantize`")],
     data: Annotated[str, Option("--data", help=".npz with x and y (labels), or module:iterable of (input, label)")],
-    platform: Annotated[str | None, Option("--platform", "-p", help=_CHIP)] = None,
+    platform: Annotated[str | None, Option("--platform", "-p", help=_PLATFORM_HELP)] = None,
     method: Annotated[str, Option("--method", help="algorithm, perhaps with options, or module:Class")] = "lsq",
     epochs: Annotated[int, Option("--epochs", min=1, max=1 << 20, help="passes over the data")] = 1,
     rate: Annotated[float, Option("--rate", help="learning rate, which falls to 0 along a cosine")] = 0.001,
@@ -220,22 +221,22 @@ def train(
     keep_float: KeepFloat = None,
     bits: Bits = None,
     wanted: Format = None,
-    io: Handed = None,
+    io: IoTypes = None,
     labels: Labels = None,
     seed: Seed = 0,
     check: Check = None,
 ) -> None:
     """Train a quantized model on labelled data, or with a loop of your own; write what `quantize` writes."""
     from chipfit.cli.inputs import load_data, load_model, parse_bits
-    from chipfit.cli.train import by_labels, by_loop, method_of
-    from chipfit.facade.named import load_target
+    from chipfit.cli.train import parse_method, train_classifier, train_with_loop
+    from chipfit.facade.import_by_name import load_target
     from chipfit.frameworks import framework_of
     from chipfit.plan.training import Training
 
     if not 0 < rate < 1e38:  # of float32, in which steps are taken
         raise ConfigError("The learning rate is not understood", got=rate, allowed="a number above 0, below 1e38")
     check_replaceable(out, _OUTPUT)
-    training, ends = Training.of(method_of(method)), _ends(io, labels)  # before any work, as the suffix
+    training, io_options = Training.of(parse_method(method)), _io_options(io, labels)  # before any work, as the suffix
     if os.path.isdir(what):
         for name, value in (("platform", platform), ("weights", weights), ("float", keep_float), ("bits", bits)):
             if value:
@@ -254,13 +255,13 @@ def train(
         some = batches[:_CALIBRATION] if isinstance(batches, list) else batches
         result = chipfit.quantize(network, some, target, overrides=overrides, training=training, seed=seed)
     if loop is not None:
-        by_loop(result, loop, batches)
+        train_with_loop(result, loop, batches)
     else:
-        by_labels(result, batches, epochs, rate, batch_size, seed, _say)
-    _deliver(result.trained(), out, suffix, ends, batches, check)
+        train_classifier(result, batches, epochs, rate, batch_size, seed, _echo)
+    _write_outputs(result.trained(), out, suffix, io_options, batches, check)
 
 
-def _ends(io: str | None, labels: Path | None) -> dict[str, Any]:
+def _io_options(io: str | None, labels: Path | None) -> dict[str, Any]:
     """What `Result.export` is told of inputs and outputs.
 
     Raises:
@@ -269,19 +270,19 @@ def _ends(io: str | None, labels: Path | None) -> dict[str, Any]:
     from chipfit.export.io_spec import kinds_of
     from chipfit.files import read_text
 
-    ends: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if io is not None:
-        ends["io"] = kinds_of(tuple(io.split(",")) if "," in io else io)
+        options["io"] = kinds_of(tuple(io.split(",")) if "," in io else io)
     if labels is not None:
-        ends["labels"] = read_text(labels, ConfigError).splitlines()
-    return ends
+        options["labels"] = read_text(labels, ConfigError).splitlines()
+    return options
 
 
-def _deliver(
+def _write_outputs(
     result: chipfit.Result,
     out: Path,
     suffix: str,
-    ends: dict[str, Any],
+    io_options: dict[str, Any],
     batches: Any,
     check: bool | None,
     status: int = 0,
@@ -293,7 +294,7 @@ def _deliver(
     file, page = out / f"model{suffix}", out / "report.html"
     with replace_folder(out, _OUTPUT) as new:  # one unit: all of it, or what was there before
         result.save(new / "plan")
-        result.export(new / file.name, **ends)
+        result.export(new / file.name, **io_options)
         result.report.save(new / page.name)
         (new / MANIFEST).write_text(manifest(dict.fromkeys(os.listdir(new))), encoding="utf-8")
     loads = {n: entry("runtime", n).declares.suffix for n in ("onnxruntime", *result.platform.runtimes)}
@@ -317,7 +318,7 @@ def verify(
     runtime: Runtime = None,
     file: Deployed = None,
     report: ReportFile = None,
-    input_size: Side = 224,
+    input_size: InputSize = 224,
     mean: Mean = MEAN,
     std: Std = STD,
 ) -> None:
@@ -333,7 +334,7 @@ def verify(
     result = _load(saved)
     batches = load_data(data, input_size, mean, std, channels_last=result.graph.framework == "keras")
     found = result.verify(batches, runtime=runtime, path=file)
-    _say(found.summary())
+    _echo(found.summary())
     if report is not None:
         typer.echo(f"report  {result.report.save(report)}")
     raise typer.Exit({"departs": 1, "unpromised": 3}.get(found.verdict, 0))
@@ -347,7 +348,7 @@ def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: W
     from rich.table import Table
 
     from chipfit.cli.inputs import example_of, load_model
-    from chipfit.facade.named import load_target
+    from chipfit.facade.import_by_name import load_target
     from chipfit.platform.modelled import not_modelled
     from chipfit.report.terminal import RUNS
 
@@ -373,7 +374,7 @@ def explain(
     layer: Annotated[str | None, Argument(help="layer path, glob, operator or layer type; all, with --data")] = None,
     data: Annotated[str | None, Option("--data", help="as for quantize: which tensors hurt, most first")] = None,
     curve: Annotated[str | None, Option("--curve", help="size against loss, over weights, total, bops")] = None,
-    input_size: Side = 224,
+    input_size: InputSize = 224,
     mean: Mean = MEAN,
     std: Std = STD,
 ) -> None:
@@ -385,7 +386,7 @@ def explain(
     if data is not None:
         keras = result.graph.framework == "keras"
         images = load_data(data, input_size, mean, std, channels_last=keras)
-        _say(str(result.sensitivity(images) if curve is None else result.pareto(images, curve)))
+        _echo(str(result.sensitivity(images) if curve is None else result.pareto(images, curve)))
     if layer is None:
         if data is None:
             raise typer.BadParameter("name a layer, or give --data", param_hint="LAYER")
@@ -394,10 +395,10 @@ def explain(
         decided = result.plan.nodes[node.name]
         group = f", one kernel with '{decided.group}'" if decided.group and decided.group != node.name else ""
         why = f": {decided.why}" if decided.why else ""
-        _say(f"{node.op} '{node.who}': runs in {decided.exec}{group}{why}")
+        _echo(f"{node.op} '{node.who}': runs in {decided.exec}{group}{why}")
         for name in dict.fromkeys((*node.inputs, *node.outputs)):
             if name in result.plan.tensors:
-                _say(f"  {result.plan.tensors[name]}")
+                _echo(f"  {result.plan.tensors[name]}")
 
 
 @platforms.callback()
@@ -421,7 +422,7 @@ def platforms_show(name: Annotated[str, Argument(help="built-in name, YAML or JS
     """Every fact about a platform, with its source and confidence."""
     from rich.console import Console
 
-    from chipfit.facade.named import load_target
+    from chipfit.facade.import_by_name import load_target
     from chipfit.platform.show import show
 
     Console().print(show(load_target(name)))
@@ -433,7 +434,7 @@ def platforms_export(
     file: Annotated[Path, Argument(help="to write: .yaml for a platform file, .json for modelled capabilities")],
 ) -> None:
     """Turn a chip described in Python into a platform file, or a platform file into capabilities to edit in Python."""
-    from chipfit.facade.named import load_target
+    from chipfit.facade.import_by_name import load_target
     from chipfit.platform.save import export_platform
 
     typer.echo(f"{export_platform(load_target(platform), file)} written")
@@ -451,11 +452,11 @@ def platforms_check(file: Annotated[Path, Argument(help="YAML file")]) -> None:
     if problems:
         raise problems[-1]  # `main` shows it, as it shows every error
     p = load(file)
-    _say(f"{p.name}: {len(p.formats)} formats, {len(p.ops)} rules, {len(p.fuse)} fusions; no problem found")
+    _echo(f"{p.name}: {len(p.formats)} formats, {len(p.ops)} rules, {len(p.fuse)} fusions; no problem found")
     if not p.math.requant:
-        _say("math.requant is absent: chipfit will not claim exactness for this platform")
+        _echo("math.requant is absent: chipfit will not claim exactness for this platform")
     for words in not_modelled(p):
-        _say(f"not modelled: {words}")
+        _echo(f"not modelled: {words}")
 
 
 @app.command()

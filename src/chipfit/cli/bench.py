@@ -28,11 +28,11 @@ def run(
     config: Annotated[Path, Argument(help="an experiment, as YAML")],
     home: Home = HOME,
     again: Annotated[bool, Option("--again", help="also where the store has its outcome")] = False,
-    stop_early: Annotated[bool, Option("--stop-early", help="where it is behind the median of its study")] = False,
+    stop_early: Annotated[bool, Option("--stop-early", help="stop when it is below the median of its study")] = False,
 ) -> None:
     """Run one experiment; goes on where an earlier call was interrupted. Status 75 while another process is at it."""
     from chipfit.bench import config as configs
-    from chipfit.bench.run import Busy, forget
+    from chipfit.bench.run import Busy, remove_checkpoint
     from chipfit.bench.run import run as run_one
     from chipfit.bench.store import Store
     from chipfit.bench.sweep import BUSY
@@ -42,22 +42,22 @@ def run(
     if not again and store.done([asked.key]):
         typer.echo(f"{asked.name}: done before; --again runs it once more")
         return
-    behind = _behind(store, asked) if stop_early else None
+    should_stop = _median_stop_rule(store, asked) if stop_early else None
     try:
-        outcome = run_one(asked, home, typer.echo, behind)
+        outcome = run_one(asked, home, typer.echo, should_stop)
     except Busy as e:
         typer.echo(str(e), err=True)
         raise typer.Exit(BUSY) from None
     if outcome is not None:
         store.put(asked.key, asked.name, asked.study, outcome.record)
-        forget(asked, home)
+        remove_checkpoint(asked, home)
         for d in outcome.deployed:
             found = f"{d.top1:.2f} %, {d.differing} of {d.integers} integers differ" if d.top1 is not None else d.why
             typer.echo(f"deployed on {d.platform}, {d.runtime}: {found}")
         typer.echo(f"{asked.name}: {outcome.top1:.2f} %, float {outcome.float_top1:.2f} %")
 
 
-def _behind(store: Any, asked: Any) -> Any:
+def _median_stop_rule(store: Any, asked: Any) -> Any:
     """Whether a run's last test is below the median of those that the other runs of its study had at that step.
 
     Source: Golovin et al. 2017, Google Vizier, section 3.2.2.
@@ -66,12 +66,12 @@ def _behind(store: Any, asked: Any) -> Any:
 
     others = [dict(map(tuple, r["outcome"]["curves"]["top1"])) for r in store.rows(asked.study) if r["outcome"]]
 
-    def hopeless(curves: Curves) -> bool:
+    def should_stop(curves: Curves) -> bool:
         step, reached = curves.top1[-1]
         there = [o[step] for o in others if step in o]
         return len(there) >= 3 and reached < median(there)
 
-    return hopeless
+    return should_stop
 
 
 @bench.command()
@@ -93,7 +93,9 @@ def sweep(
     gpus: Annotated[float, Option("--gpus", min=0, help="of one experiment, on Ray")] = 0,
     memory: Annotated[int | None, Option("--memory", min=1, help="of one experiment, on Ray [byte]")] = None,
     retries: Annotated[int, Option("--retries", min=0, help="of an experiment that fails")] = 2,
-    stop_early: Annotated[bool, Option("--stop-early", help="experiments behind the median of their study")] = False,
+    stop_early: Annotated[
+        bool, Option("--stop-early", help="stop experiments below the median of their study")
+    ] = False,
 ) -> None:
     """Run every experiment of a matrix that has no outcome yet. Status 1 where one failed."""
     from rich.console import Console
@@ -106,7 +108,7 @@ def sweep(
     wanted, states = configs(matrix, study), dict[str, str]()
     console = Console()
 
-    def shown() -> Table:
+    def progress_table() -> Table:
         table = Table("experiment", "", show_edge=False)
         ended = sum(s in ("done", "done before", "failed") for s in states.values())
         for name in [n for n, s in states.items() if s not in ("done", "done before")][-20:]:
@@ -114,16 +116,16 @@ def sweep(
         table.caption = f"{ended} of {len(wanted)} ended"
         return table
 
-    with Live(shown(), console=console, auto_refresh=False, transient=True) as live:
+    with Live(progress_table(), console=console, auto_refresh=False, transient=True) as live:
 
-        def told(name: str, what: str) -> None:
+        def report(name: str, what: str) -> None:
             states[name] = what
-            live.update(shown(), refresh=True)
+            live.update(progress_table(), refresh=True)
             if not console.is_terminal:
                 typer.echo(f"{name}: {what}")
 
         resources = {"cpus": cpus, "gpus": gpus, "memory": memory, "retries": retries, "stop_early": stop_early}
-        failed = run_all(wanted, matrix, home, workers=workers, ray=ray, told=told, **resources)  # type: ignore[arg-type]
+        failed = run_all(wanted, matrix, home, workers=workers, ray=ray, report=report, **resources)  # type: ignore[arg-type]
     typer.echo(f"{len(wanted) - len(failed)} of {len(wanted)} experiments have an outcome in {home / 'runs.sqlite'}")
     raise typer.Exit(int(bool(failed)))
 

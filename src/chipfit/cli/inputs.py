@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from chipfit.errors import CaptureError, ConfigError, DataError, PlanError, import_optional, short_message
-from chipfit.facade.named import made, named, named_or_made
+from chipfit.facade.import_by_name import call_factory, import_by_name, import_or_call
 from chipfit.files import ARCHIVE_ERRORS, existing_file, wrap_read_errors
 from chipfit.frameworks import framework_of, load_keras, load_torch
 from chipfit.search.limits import Limits
@@ -34,7 +34,7 @@ def load_model(text: str, weights: Path | None = None) -> Any:
     elif text.endswith(".keras"):
         model = load_keras(text)
     elif ":" in text:
-        model = named_or_made(text, "model", CaptureError, _is_model)
+        model = import_or_call(text, "model", CaptureError, _is_model)
     else:
         allowed = "a .pt2 file, a .keras file, or module:factory"
         hint = "torch.export.save(program, 'model.pt2') writes the first, model.save('model.keras') the second"
@@ -89,9 +89,9 @@ def load_data(text: str, input_size: int = 224, mean: str = "0", std: str = "1",
     if ":" not in text:
         allowed = "an .npz file, a folder of images, or module:iterable"
         raise DataError("The data are not understood", got=text, allowed=allowed)
-    thing = named(text, "data", DataError)
+    thing = import_by_name(text, "data", DataError)
     if callable(thing) and not isinstance(thing, Iterable):
-        return lambda: made(thing, text, "data", DataError)  # called again for each pass
+        return lambda: call_factory(thing, text, "data", DataError)  # called again for each pass
     return list(thing) if isinstance(thing, Iterator) else thing  # read twice: to calibrate and to verify
 
 

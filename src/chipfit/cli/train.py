@@ -10,39 +10,39 @@ import torch
 from chipfit.calibration.data import split_label
 from chipfit.calibration.progress import Progress
 from chipfit.errors import ConfigError, DataError, TrainingError
-from chipfit.facade.named import made, named
+from chipfit.facade.import_by_name import call_factory, import_by_name
 from chipfit.frameworks import trainer
 from chipfit.pipeline import Result
 from chipfit.registry import parse_call, registered
 
-#: top-1 is told on so many images
-_TOLD = 4096
+#: number of images used to measure top-1 accuracy
+_EVALUATED_IMAGES = 4096
 
 
-def method_of(text: str) -> Any:
+def parse_method(text: str) -> Any:
     """A training algorithm by name, or a class of one, or of quantizers, as module:Class; each perhaps with options."""
     if ":" not in (place := text.partition("(")[0]):
         return text
-    thing, options = named(place, "method", ConfigError), text.removeprefix(place)
+    thing, options = import_by_name(place, "method", ConfigError), text.removeprefix(place)
     name = next((n for n, known in registered("training").items() if known is thing), "")
     return (
         thing.hosted(**parse_call(f"f{options}")[1]) if hasattr(thing, "hosted") else name + options if name else thing
     )
 
 
-def by_loop(result: Result, text: str, data: Any) -> None:
+def train_with_loop(result: Result, text: str, data: Any) -> None:
     """Let the user's function train the model: `function(model, data)`.
 
     Raises:
         ConfigError: there is none, or it fails.
     """
-    loop = named(text, "training loop", ConfigError)
+    loop = import_by_name(text, "training loop", ConfigError)
     if not callable(loop):
         raise ConfigError("The training loop is no function", got=type(loop).__name__, allowed="function(model, data)")
-    made(functools.partial(loop, result.model, data), text, "training loop", ConfigError)
+    call_factory(functools.partial(loop, result.model, data), text, "training loop", ConfigError)
 
 
-def by_labels(
+def train_classifier(
     result: Result, data: Any, epochs: int, rate: float, batch_size: int, seed: int, say: Callable[[str], None]
 ) -> None:
     """Train the model as a classifier.
@@ -51,7 +51,7 @@ def by_labels(
         DataError: data without labels, or with labels that are not classes of the model.
         TrainingError: training left the numbers.
     """
-    inputs, labels = _labelled(data, result)
+    inputs, labels = _inputs_and_labels(data, result)
     probabilities = result.graph.outputs[0] in {o for n in result.graph.nodes if n.op == "Softmax" for o in n.outputs}
     steps = -(-len(labels) // batch_size)
     step = trainer(result.graph.framework).stepper(result.model, rate, epochs * steps, probabilities)
@@ -66,15 +66,15 @@ def by_labels(
                 raise TrainingError(f"The loss is {loss}", where=f"epoch {epoch}, step {k}", hint=hint)
             total += loss
         say(f"epoch {epoch} of {epochs}: loss {total / steps:.4f}")
-    n = min(len(labels), _TOLD)
+    n = min(len(labels), _EVALUATED_IMAGES)
     say(f"top-1 on {n} of the training images: {before:.1%} before, {_top1(result, inputs, labels):.1%} after")
 
 
-def _labelled(data: Any, result: Result) -> tuple[list[torch.Tensor], torch.Tensor]:
+def _inputs_and_labels(data: Any, result: Result) -> tuple[list[torch.Tensor], torch.Tensor]:
     """All inputs, flat, and all labels.
 
     Raises:
-        DataError: see `by_labels`.
+        DataError: see `train_classifier`.
     """
     batches: Iterable[Any] = data() if callable(data) and not isinstance(data, Iterable) else data
     pairs = [split_label(b, result.graph) for b in batches]
@@ -98,6 +98,6 @@ def _labelled(data: Any, result: Result) -> tuple[list[torch.Tensor], torch.Tens
 def _top1(result: Result, inputs: list[torch.Tensor], labels: torch.Tensor) -> float:
     right = 0
     with torch.no_grad():
-        for rows in torch.arange(min(len(labels), _TOLD)).split(64):
+        for rows in torch.arange(min(len(labels), _EVALUATED_IMAGES)).split(64):
             right += int((result.model.run_flat([x[rows] for x in inputs])[0].argmax(1) == labels[rows]).sum())
-    return right / min(len(labels), _TOLD)
+    return right / min(len(labels), _EVALUATED_IMAGES)

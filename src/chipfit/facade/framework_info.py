@@ -11,10 +11,10 @@ from pydantic import AfterValidator, BeforeValidator
 
 from chipfit.decide.overrides import has_weights
 from chipfit.errors import ModelingError, UnsupportedError
-from chipfit.facade.checks import Number, allowed, arguments, by_name
+from chipfit.facade.pydantic_messages import Number, allowed, arguments, by_name
 from chipfit.facade.target_platform.capabilities import DefaultDict, matches, members_of
 from chipfit.facade.target_platform.configs import QuantizationMethod
-from chipfit.facade.target_platform.layers import name_of, package_of, squash, table
+from chipfit.facade.target_platform.layers import layer_table, name_of, normalize_name, package_of
 from chipfit.graph.config import plain
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
@@ -143,7 +143,7 @@ class FrameworkInfo:
                 raise ModelingError(what, allowed="one of them")
         for layer, axes in (kernel_channels_mapping.known_dict if kernel_channels_mapping else {}).items():
             package = "torch" if package_of(layer) == "torch" else "keras"
-            known = table()["kernel_axes"][package].get(squash(name_of(layer)))
+            known = layer_table()["kernel_axes"][package].get(normalize_name(name_of(layer)))
             if known is not None and list(axes) != known:
                 what = f"The kernel of '{name_of(layer)}' has its output and input channels elsewhere"
                 raise ModelingError(what, got=axes, allowed=tuple(known))
@@ -161,8 +161,8 @@ class FrameworkInfo:
     def known_range(self, node: Node) -> tuple[float, float] | None:
         """The range of the node's result where both ends are known."""
         function = node.config.get("activation") if node.layer_type == "Activation" else node.layer_type
-        own = squash(str(plain(function)))
-        by_function = (r for name, r in self.activation_min_max_mapping.items() if squash(name) == own)
+        own = normalize_name(str(plain(function)))
+        by_function = (r for name, r in self.activation_min_max_mapping.items() if normalize_name(name) == own)
         by_layer = (r for layer, r in self.layer_min_max_mapping.items() if _is(members_of([layer]), node))
         low, high = next(by_function, None) or next(by_layer, (None, None))
         return None if low is None or high is None else (float(low), float(high))

@@ -1,4 +1,4 @@
-"""Learned rounding under the predecessor's names: configurations, and what quantizes and learns in one call."""
+"""Learned weight rounding under the names of MCT: configurations, and functions that quantize and learn in one call."""
 
 from __future__ import annotations
 
@@ -10,9 +10,25 @@ from typing import Annotated, Any
 from pydantic import Field, InstanceOf
 
 from chipfit.errors import ConfigError, UnsupportedError
-from chipfit.facade.checks import Many, Number, Share, arguments, by_name, checked, record, refuse
 from chipfit.facade.core.config import CoreConfig, ResourceUtilization
-from chipfit.facade.ptq import DataGenerator, UserInformation, first, of_keras, prefix, quantized
+from chipfit.facade.ptq import (
+    DataGenerator,
+    UserInformation,
+    first_batch_of,
+    framework_prefix,
+    of_keras,
+    quantize_model,
+)
+from chipfit.facade.pydantic_messages import (
+    Fraction,
+    Number,
+    PositiveInt,
+    arguments,
+    by_name,
+    check_value,
+    record,
+    refuse_options,
+)
 
 __all__ = ["keras_gradient_post_training_quantization", "pytorch_gradient_post_training_quantization"]
 __all__ += ["GradientPTQConfig", "RoundingType", "get_keras_gptq_config", "get_pytorch_gptq_config"]
@@ -34,19 +50,19 @@ class GPTQHessianScoresConfig:
     """Errors weigh as much as they change the network's outputs: by sample and channel, whatever the options say."""
 
     per_sample: bool = True  #: no effect: always
-    hessians_num_samples: Many | None = None  #: no effect: all of them
+    hessians_num_samples: PositiveInt | None = None  #: no effect: all of them
     norm_scores: bool | None = None  #: no effect: errors count as a share of what they were
     log_norm: bool | None = None  #: no effect
     scale_log_norm: bool = False  #: no effect
-    hessian_batch_size: Many = 32  #: no effect
+    hessian_batch_size: PositiveInt = 32  #: no effect
 
 
 @record(ConfigError)
 class QFractionLinearAnnealingConfig:
     """The share of values that are rounded: from the first step to the last it grows to 1; other ends are refused."""
 
-    initial_q_fraction: Share = 0
-    target_q_fraction: Share = 1
+    initial_q_fraction: Fraction = 0
+    target_q_fraction: Fraction = 1
     start_step: Count = 0
     end_step: Count | None = None
 
@@ -78,7 +94,7 @@ class GradientPTQConfig:
             gptq_quantizer_params_override: refused; the loss is the squared error, biases have a rate of their own.
     """
 
-    n_epochs: Many
+    n_epochs: PositiveInt
     loss: Any = None
     optimizer: Any = None
     optimizer_rest: Any = None
@@ -100,8 +116,8 @@ class GradientPTQConfig:
         Raises:
             UnsupportedError: an option that is not supported.
         """
-        refuse(self, "loss log_function gptq_quantizer_params_override", "leave it out")
-        refuse(self, "optimizer_rest optimizer_quantization_parameter optimizer_bias", "leave it out")
+        refuse_options(self, "loss log_function gptq_quantizer_params_override", "leave it out")
+        refuse_options(self, "optimizer_rest optimizer_quantization_parameter optimizer_bias", "leave it out")
         if self.rounding_type is RoundingType.STE:
             raise UnsupportedError("RoundingType.STE is not supported", hint="RoundingType.SoftQuantizer")
         gradual = self.gradual_activation_quantization_config
@@ -135,18 +151,18 @@ def _rate(optimizer: Any) -> float | None:
 
 @arguments(ConfigError)
 def get_pytorch_gptq_config(
-    n_epochs: Many,
+    n_epochs: PositiveInt,
     optimizer: Any = None,
     optimizer_rest: Any = None,
     loss: Any = None,
     log_function: Any = None,
     use_hessian_based_weights: bool = True,
     regularization_factor: Annotated[Number, Field(ge=0)] | None = None,
-    hessian_batch_size: Many = 32,
+    hessian_batch_size: PositiveInt = 32,
     use_hessian_sample_attention: bool = True,
     gradual_activation_quantization: bool | GradualActivationQuantizationConfig = True,
 ) -> GradientPTQConfig:
-    """A configuration with the predecessor's defaults.
+    """Return a configuration with MCT's defaults.
 
     Args:
         use_hessian_sample_attention: needs use_hessian_based_weights; errors are weighted by sample either way.
@@ -188,15 +204,15 @@ def pytorch_gradient_post_training_quantization(
     Raises:
         UnsupportedError: an option that is not supported.
     """
-    who = f"{prefix(model)}_{_NAME}"
-    chosen = checked(GradientPTQConfig | None, gptq_config, ConfigError, who, "gptq_config") or GradientPTQConfig(5)
+    who = f"{framework_prefix(model)}_{_NAME}"
+    chosen = check_value(GradientPTQConfig | None, gptq_config, ConfigError, who, "gptq_config") or GradientPTQConfig(5)
     if gptq_representative_data_gen is not None:
         hint = "yield those images from representative_data_gen"
         raise UnsupportedError("'gptq_representative_data_gen' is not supported", hint=hint)
-    first(representative_data_gen)  # refuses what yields nothing
+    first_batch_of(representative_data_gen)  # refuses what yields nothing
     steps = chosen.to_steps(sum(1 for _ in representative_data_gen()))
     options = target_resource_utilization, core_config, target_platform_capabilities
-    return quantized(_NAME, model, representative_data_gen, *options, steps=steps)
+    return quantize_model(_NAME, model, representative_data_gen, *options, steps=steps)
 
 
 keras_gradient_post_training_quantization = of_keras(pytorch_gradient_post_training_quantization)

@@ -1,4 +1,4 @@
-"""Post-training quantization under the predecessor's names: a model, a function that yields data, configurations."""
+"""Post-training quantization under the names of MCT: a model, a function that yields data, configurations."""
 
 import functools
 import inspect
@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from chipfit import pipeline
 from chipfit.errors import ConfigError, DataError
-from chipfit.facade.checks import checked
 from chipfit.facade.core.config import CoreConfig, ResourceUtilization
 from chipfit.facade.core.network_editor import to_overrides
 from chipfit.facade.core.replace_layer import replace_layers
 from chipfit.facade.framework_info import FrameworkInfo
+from chipfit.facade.pydantic_messages import check_value
 from chipfit.facade.target_platform import capabilities
 from chipfit.facade.target_platform.model import TargetPlatformModel
 from chipfit.facade.target_platform.targets import get_target_platform_capabilities
@@ -92,7 +92,7 @@ def pytorch_post_training_quantization(
         target_resource_utilization: limits that start a search of widths.
         core_config: range rules, rewrites, corrections, network editor, bit widths; `CoreConfig()` when omitted.
         target_platform_capabilities: TargetPlatformCapabilities, TargetPlatformModel, Platform, name, or path of a YAML
-            or JSON file; the predecessor's default chip (imx500) when omitted.
+            or JSON file; MCT's default chip (imx500) when omitted.
         fw_info: a `FrameworkInfo` that says which layers are quantized.
 
     Returns:
@@ -104,7 +104,7 @@ def pytorch_post_training_quantization(
         DataError: the generator yields nothing, or batches that do not fit the model.
     """
     options = target_resource_utilization, core_config, target_platform_capabilities, fw_info
-    return quantized("post_training_quantization", in_module, representative_data_gen, *options)
+    return quantize_model("post_training_quantization", in_module, representative_data_gen, *options)
 
 
 def pytorch_resource_utilization_data(
@@ -116,7 +116,7 @@ def pytorch_resource_utilization_data(
 ) -> ResourceUtilization:
     """What a model takes at the chip's default widths: what limits are set from. Arguments and errors as above."""
     options = None, core_config, target_platform_capabilities, fw_info
-    found: Any = quantized("resource_utilization_data", in_model, representative_data_gen, *options)[1]
+    found: Any = quantize_model("resource_utilization_data", in_model, representative_data_gen, *options)[1]
     return found.final_resource_utilization  # type: ignore[no-any-return]  # it is known where something was quantized
 
 
@@ -137,7 +137,7 @@ keras_post_training_quantization = of_keras(pytorch_post_training_quantization)
 keras_resource_utilization_data = of_keras(pytorch_resource_utilization_data)
 
 
-def quantized(
+def quantize_model(
     what: str,
     model: Any,
     generator: Any,
@@ -152,10 +152,10 @@ def quantized(
     Args:
         steps: settings besides.
     """
-    framework = prefix(model)
+    framework = framework_prefix(model)
     facade = f"{framework}_{what}"
-    config = checked(CoreConfig | None, config, ConfigError, facade, "core_config") or CoreConfig()
-    checked(ResourceUtilization | None, limits, ConfigError, facade, "target_resource_utilization")
+    config = check_value(CoreConfig | None, config, ConfigError, facade, "core_config") or CoreConfig()
+    check_value(ResourceUtilization | None, limits, ConfigError, facade, "target_resource_utilization")
     config.debug_config.check()
     if config.debug_config.bypass:
         return model, UserInformation()
@@ -166,7 +166,7 @@ def quantized(
     of_layers = [] if fw_info is None else fw_info.overrides()
     overrides = [*of_layers, *config.bit_width_config.choices, *to_overrides(config.debug_config.network_editor)]
     model = replace_layers(model, config.debug_config.network_editor)
-    example = first(generator)  # a list of inputs, of which none is a label
+    example = first_batch_of(generator)  # a list of inputs, of which none is a label
     platform = get_target_platform_capabilities(framework) if platform is None else platform
     if config.quantization_config.custom_tpc_opset_to_layer:
         platform = _with_layers(platform, config.quantization_config.custom_tpc_opset_to_layer)
@@ -177,7 +177,7 @@ def quantized(
     return result.model, UserInformation(result, gptq_info_dict=dict(steps))
 
 
-def prefix(model: Any) -> str:
+def framework_prefix(model: Any) -> str:
     """What the names of facades start with that take such a model."""
     return "keras" if framework_of(model) == "keras" else "pytorch"
 
@@ -201,7 +201,7 @@ def _with_layers(platform: Any, custom: Mapping[str, Any]) -> capabilities.Targe
     return capabilities.TargetPlatformCapabilities(tpc.tp_model, tpc.name, tpc.version, op_sets_to_layers=layers)
 
 
-def first(generator: Any) -> Any:
+def first_batch_of(generator: Any) -> Any:
     """The first batch.
 
     Raises:

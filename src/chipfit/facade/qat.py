@@ -1,4 +1,4 @@
-"""Quantization-aware training under the predecessor's names: quantize, train the model that comes back, finalize it."""
+"""Quantization-aware training under the names of MCT: quantize a model, train the result, finalize it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from pydantic import InstanceOf
 
 from chipfit.errors import ConfigError, PlanError, UnknownNameError
-from chipfit.facade.checks import checked, record
 from chipfit.facade.core.config import CoreConfig, ResourceUtilization
-from chipfit.facade.ptq import DataGenerator, UserInformation, prefix, quantized
+from chipfit.facade.ptq import DataGenerator, UserInformation, framework_prefix, quantize_model
+from chipfit.facade.pydantic_messages import check_value, record
 from chipfit.facade.trainable import base
-from chipfit.facade.trainable.adaptor import Hosted
+from chipfit.facade.trainable.user_quantizers import Hosted
 from chipfit.frameworks import framework_of, keras_part
 from chipfit.pipeline import Result
 from chipfit.plan.training import Training, algorithm_of
@@ -68,7 +68,7 @@ def _algorithm(
     method = method.value if isinstance(method, TrainingMethod) else method
     if isinstance(method, type) and issubclass(method, base.BaseTrainableQuantizer):
         return method.hosted(**options)
-    ours = [c for c in base.MARKED if (c.framework, c.quantization_target) == (framework, target)]
+    ours = [c for c in base.MARKED_QUANTIZERS if (c.framework, c.quantization_target) == (framework, target)]
     if found := tuple(c for c in ours if method is not None and c.identifier == method):
         return Hosted(found, options)
     if not isinstance(method, str):
@@ -102,15 +102,15 @@ def pytorch_quantization_aware_training_init(
         UnsupportedError: a method that cannot train a tensor; see also `pytorch_post_training_quantization`.
         UnknownNameError: no such method.
     """
-    who = f"{prefix(in_model)}_{_NAME}"
-    chosen = checked(QATConfig | None, qat_config, ConfigError, who, "qat_config") or QATConfig()
+    who = f"{framework_prefix(in_model)}_{_NAME}"
+    chosen = check_value(QATConfig | None, qat_config, ConfigError, who, "qat_config") or QATConfig()
     training = chosen.to_training(framework_of(in_model))  # before the work
     options = target_resource_utilization, core_config, target_platform_capabilities
-    model, information = quantized(_NAME, in_model, representative_data_gen, *options)
+    model, information = quantize_model(_NAME, in_model, representative_data_gen, *options)
     if information.result is None:
         return model, information
     result = information.result.trains(training)
-    return _with_origin(result), replace(information, result=result)
+    return _attach_result(result), replace(information, result=result)
 
 
 @functools.wraps(pytorch_quantization_aware_training_init)
@@ -141,8 +141,8 @@ def pytorch_quantization_aware_training_finalize(in_model: Any, information: Use
         PlanError: another model, or training has left a scale that is not positive.
         UnsupportedError: what was trained cannot be deployed.
     """
-    origin = _origin_of(in_model, information)
-    return _with_origin(replace(origin, _model=in_model).trained())
+    origin = _result_behind(in_model, information)
+    return _attach_result(replace(origin, _model=in_model).trained())
 
 
 def result_of(model: Any) -> Result:
@@ -151,7 +151,7 @@ def result_of(model: Any) -> Result:
     Raises:
         PlanError: it is of something else, or was trained and not finalized.
     """
-    result = _origin_of(model, None)
+    result = _result_behind(model, None)
     result = result if result._model is model else replace(result, _model=model)
     result.refuse_trained("the result of this model")
     return result
@@ -164,24 +164,24 @@ keras_quantization_aware_training_init_experimental = keras_quantization_aware_t
 keras_quantization_aware_training_finalize_experimental = keras_quantization_aware_training_finalize
 
 
-class _Origin:
+class _ResultLink:
     """Which result a model came from, on the model; copies of the model came from the same one."""
 
     def __init__(self, result: Result) -> None:
         self.result = result
 
-    def __deepcopy__(self, memo: Any) -> _Origin:
+    def __deepcopy__(self, memo: Any) -> _ResultLink:
         return self
 
 
-def _with_origin(result: Result) -> Any:
-    result.model._chipfit = _Origin(result)
+def _attach_result(result: Result) -> Any:
+    result.model._chipfit = _ResultLink(result)
     return result.model
 
 
-def _origin_of(model: Any, information: UserInformation | None) -> Result:
+def _result_behind(model: Any, information: UserInformation | None) -> Result:
     origin = getattr(model, "_chipfit", None)
-    result = origin.result if isinstance(origin, _Origin) else information.result if information else None
+    result = origin.result if isinstance(origin, _ResultLink) else information.result if information else None
     if result is None:
         got = type(model).__name__
         allowed = "a model of a facade, or a copy of it"

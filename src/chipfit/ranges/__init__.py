@@ -51,7 +51,7 @@ def choose(
     Args:
         source: calibration statistics, or the tensor itself.
         grid: the codes to place.
-        rule: a registered name, or one of the predecessors' names in `ALIASES`; or a rule itself.
+        rule: a registered name, or a name of MCT or MQBench in `ALIASES`; or a rule itself.
         axis: channel axis for one range per channel; None for one range.
         block: of a tensor, numbers along `axis` that share a range; None: all of the channel.
         z_threshold: drop histogram bins further than this many standard deviations from the mean first.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from chipfit.facade.target_platform.layers import table
-from chipfit.facade.target_platform.targets import get_target_platform_capabilities, modelled
+from chipfit.facade.target_platform.layers import layer_table
+from chipfit.facade.target_platform.targets import chip_descriptions, get_target_platform_capabilities
 from chipfit.platform.load import names
 
-FILES = sorted(set(modelled()) - {"default"})
+FILES = sorted(set(chip_descriptions()) - {"default"})
 
 
 def tables(data):
@@ -18,7 +18,7 @@ def tables(data):
 
 @pytest.mark.parametrize("name", FILES)
 def test_everything_that_a_file_defines_is_used(name):
-    data = modelled()[name]
+    data = chip_descriptions()[name]
     text = " ".join(str(v) for part in tables(data) for k, v in part.items() if k != "versions")
     for kind in ("weights", "configs", "options"):
         for word in {w for part in tables(data) for w in part.get(kind, {})}:
@@ -32,13 +32,16 @@ def test_every_operator_set_has_layers_in_both_frameworks(name):
         tpc = get_target_platform_capabilities(framework, name)
         assert all(tpc.get_layers_by_opset_name(o.name) for o in tpc.tp_model.operator_set), framework
     rows = {
-        row for part in tables(modelled()[name]) for rows in part.get("layers", {}).values() for row in rows.split()
+        row
+        for part in tables(chip_descriptions()[name])
+        for rows in part.get("layers", {}).values()
+        for row in rows.split()
     }
-    assert rows <= set(table()["layers"])
+    assert rows <= set(layer_table()["layers"])
 
 
 def test_one_file_says_that_it_is_the_default():
-    assert [name for name in FILES if modelled()[name].get("also") == "default"] == ["imx500"]
+    assert [name for name in FILES if chip_descriptions()[name].get("also") == "default"] == ["imx500"]
     assert get_target_platform_capabilities("pytorch") == get_target_platform_capabilities("pytorch", "imx500", "v1")
 
 

@@ -8,11 +8,11 @@ from typer.testing import CliRunner
 from chipfit.cli.app import app
 from chipfit.errors import ModelingError, PlatformError, UnknownNameError
 from chipfit.facade.target_platform.model import TargetPlatformModel
-from chipfit.facade.target_platform.targets import get_target_platform_capabilities, modelled
+from chipfit.facade.target_platform.targets import chip_descriptions, get_target_platform_capabilities
 from chipfit.platform.load import load, names
 from chipfit.platform.save import export_platform
 
-CHIPS = [(n, v) for n, chip in modelled().items() for v in chip["versions"] if n != "default"]
+CHIPS = [(n, v) for n, chip in chip_descriptions().items() for v in chip["versions"] if n != "default"]
 
 
 def said(platform):
@@ -26,7 +26,7 @@ def test_every_platform_file_is_what_its_export_loads_as(name, tmp_path):
 
 @pytest.mark.parametrize("name", names())
 def test_every_platform_is_reachable_as_capabilities(name, tmp_path):
-    tpc = get_target_platform_capabilities("pytorch", name, "file" if name in modelled() else None)
+    tpc = get_target_platform_capabilities("pytorch", name, "file" if name in chip_descriptions() else None)
     assert tpc.to_platform() == load(name)
     assert load(export_platform(tpc, tmp_path / "chip.json")).formats
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.facade.target_platform.targets import modelled
+from chipfit.facade.target_platform.targets import chip_descriptions
 from chipfit.target_platform import get_target_platform_capabilities
 
-CHIPS = [(n, v) for n, chip in modelled().items() for v in chip["versions"] if n != "default"]
+CHIPS = [(n, v) for n, chip in chip_descriptions().items() for v in chip["versions"] if n != "default"]
 
 
 class Every(nn.Module):

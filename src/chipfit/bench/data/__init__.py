@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from chipfit.bench.config import Data
 from chipfit.errors import DataError
-from chipfit.facade.named import made, named
+from chipfit.facade.import_by_name import call_factory, import_by_name
 from chipfit.registry import lookup
 
 
@@ -66,7 +66,7 @@ class Tensors:
         return hashlib.sha256(self.x.numpy().tobytes() + self.y.numpy().tobytes()).hexdigest()[:16]
 
 
-class _Numbered(Dataset[Any]):
+class _SeededImages(Dataset[Any]):
     """Images by pass and number."""
 
     def __init__(self, images: Images, seed: int) -> None:
@@ -78,7 +78,7 @@ class _Numbered(Dataset[Any]):
         return at[1], self.images.read(at[1], draw)
 
 
-def _joined(read: list[tuple[int, tuple[Tensor, int] | None]]) -> tuple[Tensor, Tensor, list[int]]:
+def _collate(read: list[tuple[int, tuple[Tensor, int] | None]]) -> tuple[Tensor, Tensor, list[int]]:
     """A batch of those that could be read, and the numbers of the others."""
     good, lost = [r for _, r in read if r is not None], [k for k, r in read if r is None]
     if not good:
@@ -116,10 +116,10 @@ class Reader:
         parts = [p for p in parts[first:] if len(p) == size or not shuffled]
         keys = [[(epoch, int(i)) for i in part] for part in parts]
         loader = DataLoader(
-            _Numbered(self.images, self.seed),
+            _SeededImages(self.images, self.seed),
             batch_sampler=keys,
             num_workers=self.config.num_workers,
-            collate_fn=_joined,
+            collate_fn=_collate,
             generator=torch.Generator(),
         )
         for x, y, lost in loader:
@@ -136,9 +136,9 @@ class Reader:
     def lost(self) -> set[int]:
         """What could not be read, by any of the processes, all of which ask."""
         if self.world > 1:
-            told: list[Any] = [None] * self.world
-            dist.all_gather_object(told, self.unreadable)
-            self.unreadable.update(*told)
+            gathered: list[Any] = [None] * self.world
+            dist.all_gather_object(gathered, self.unreadable)
+            self.unreadable.update(*gathered)
         return self.unreadable
 
     def steps(self) -> int:
@@ -154,8 +154,8 @@ def load(config: Data) -> Sets:
         DataError: a folder is missing, or holds something else.
     """
     own = ":" in config.type
-    make = partial(named(config.type, "data set", DataError) if own else lookup("data", config.type), config)
-    sets: Sets = made(make, config.type, "data set", DataError) if own else make()
+    make = partial(import_by_name(config.type, "data set", DataError) if own else lookup("data", config.type), config)
+    sets: Sets = call_factory(make, config.type, "data set", DataError) if own else make()
     for half, images in (("train", sets.train), ("test", sets.test)):
         if not len(images):
             raise DataError(f"The {half} half of '{config.type}' has no images", where=str(config.root or ""))

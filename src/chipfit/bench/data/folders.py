@@ -56,19 +56,19 @@ class Folder:
             image = image.resize([max(round(side * short), self.size) for side in image.size])
             left, top = ((side - self.size) // 2 for side in image.size)
             return image.crop((left, top, left + self.size, top + self.size))
-        return _jittered(_cut(image, self.size, draw), draw)
+        return _color_jitter(_random_crop(image, self.size, draw), draw)
 
     def digest(self) -> str:
         """Of names and sizes: reading all of ImageNet would take longer than an experiment."""
-        told = "\n".join(f"{p.parent.name}/{p.name} {p.stat().st_size}" for p, _ in self.files)
-        return hashlib.sha256(told.encode()).hexdigest()[:16]
+        listing = "\n".join(f"{p.parent.name}/{p.name} {p.stat().st_size}" for p, _ in self.files)
+        return hashlib.sha256(listing.encode()).hexdigest()[:16]
 
 
 def _uniform(draw: torch.Generator, low: float, high: float) -> float:
     return low + (high - low) * float(torch.rand((), generator=draw))
 
 
-def _cut(image: Any, size: int, draw: torch.Generator) -> Any:
+def _random_crop(image: Any, size: int, draw: torch.Generator) -> Any:
     """A random part of 8 to 100 % of the area and 3:4 to 4:3 in shape, at `size`, perhaps mirrored.
 
     Source: Szegedy et al. 2015, arXiv:1409.4842, section 6.
@@ -89,7 +89,7 @@ def _cut(image: Any, size: int, draw: torch.Generator) -> Any:
     return ImageOps.mirror(image) if _uniform(draw, 0, 1) < 0.5 else image
 
 
-def _jittered(image: Any, draw: torch.Generator) -> Any:
+def _color_jitter(image: Any, draw: torch.Generator) -> Any:
     """Brightness, contrast, saturation and hue, each a little off."""
     from PIL import Image, ImageEnhance
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from chipfit.bench.config import Model
 from chipfit.errors import ConfigError, import_optional, raised_outside_chipfit, short_message
-from chipfit.facade.named import named
+from chipfit.facade.import_by_name import import_by_name
 from chipfit.registry import lookup
 
 
@@ -36,33 +36,33 @@ def model_entry(config: Model | Mapping[str, Any], pretrained: bool = False, pat
         UnknownNameError: no such network.
         ConfigError: the library is not installed, or refuses; there are no weights, or they do not fit.
     """
-    known = config if isinstance(config, Model) else Model(**config)
-    library, colon, name = known.type.partition(":")
+    model = config if isinstance(config, Model) else Model(**config)
+    library, colon, name = model.type.partition(":")
     if not colon:
-        network = _made(lookup("network", known.type), known)
+        network = _create(lookup("network", model.type), model)
     elif library in _LIBRARIES:
-        network = _made(lambda **kw: _LIBRARIES[library](name, pretrained and path is None, **kw), known)
+        network = _create(lambda **kw: _LIBRARIES[library](name, pretrained and path is None, **kw), model)
     else:
-        network = _made(named(known.type, "network", ConfigError), known)
+        network = _create(import_by_name(model.type, "network", ConfigError), model)
     if pretrained and path is None and not colon:
-        kept = Path(os.environ.get("CHIPFIT_WEIGHTS", ""), f"{known.type}.safetensors")
+        kept = Path(os.environ.get("CHIPFIT_WEIGHTS", ""), f"{model.type}.safetensors")
         if "CHIPFIT_WEIGHTS" in os.environ and kept.is_file():
             return _with_weights(network, kept)
         hint = "CHIPFIT_WEIGHTS=FOLDER with MODEL.safetensors, or train it first: saver.pretrain.epochs"
-        raise ConfigError("There are no trained weights", where=known.type, hint=hint)
+        raise ConfigError("There are no trained weights", where=model.type, hint=hint)
     return network if path is None else _with_weights(network, Path(path))
 
 
-def _made(make: Callable[..., Any], known: Model) -> Any:
+def _create(make: Callable[..., Any], model: Model) -> Any:
     try:
-        inspect.signature(make).bind(**known.kwargs)
-        return make(**known.kwargs)
+        inspect.signature(make).bind(**model.kwargs)
+        return make(**model.kwargs)
     except ConfigError:
         raise
     except Exception as e:  # libraries and the user's code refuse as they like
         if not raised_outside_chipfit(e):
             raise
-        raise ConfigError(f"The network cannot be made: {short_message(e)}", where=known.type, got=known.kwargs) from e
+        raise ConfigError(f"The network cannot be made: {short_message(e)}", where=model.type, got=model.kwargs) from e
 
 
 def _with_weights(network: Any, path: Path) -> Any:

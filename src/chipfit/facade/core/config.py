@@ -1,4 +1,4 @@
-"""The predecessor's configurations, with its names, order and defaults; what each option becomes stands beside it."""
+"""MCT's configurations, with its names, order and defaults, and their translation to chipfit's settings."""
 
 import math
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from pydantic import Field, InstanceOf
 
 from chipfit.errors import ConfigError
-from chipfit.facade.checks import Number, by_name, checked, record, refuse
 from chipfit.facade.core.error_method import QuantizationErrorMethod
 from chipfit.facade.core.network_editor import KERNELS, EditRule, ErrorMethod, NodeFilter, Width, filters_of
+from chipfit.facade.pydantic_messages import Number, by_name, check_value, record, refuse_options
 from chipfit.registry import OFF
 from chipfit.search.limits import Limits
 from chipfit.settings import Settings
@@ -64,10 +64,10 @@ class QuantizationConfig:
         Raises:
             UnsupportedError: an option that is not supported.
         """
-        refuse(
+        refuse_options(
             self, "input_scaling", "scale the data, or fold it into the first layer: the model's inputs would change"
         )
-        refuse(self, "shift_negative_params_search", "leave it off")
+        refuse_options(self, "shift_negative_params_search", "leave it off")
         percent = self.activation_bias_correction_threshold
         return Settings(
             collapse_linear=self.linear_collapsing,
@@ -144,7 +144,7 @@ class BitWidthConfig:
 def _paired(filters: Any, bit_widths: Any) -> list[tuple[NodeFilter, int]]:
     chosen = filters_of(filters)
     widths = list(bit_widths) if isinstance(bit_widths, (list, tuple)) else [bit_widths]
-    checked(list[Width], widths, ConfigError, "BitWidthConfig", "bit_widths")
+    check_value(list[Width], widths, ConfigError, "BitWidthConfig", "bit_widths")
     if len(widths) not in (1, len(chosen)):
         allowed = "one for all, or one for each"
         raise ConfigError(f"There are {len(widths)} bit widths for {len(chosen)} filters", allowed=allowed)
@@ -172,7 +172,7 @@ class ResourceUtilization:
 
 
 class MpDistanceWeighting(Enum):
-    """How the predecessor weighs the distances of inner layers. The loss here is of the outputs alone."""
+    """MCT's weights of the distances of inner layers. No effect: chipfit's loss compares the outputs alone."""
 
     AVG = 0
     LAST_LAYER = 1
@@ -182,7 +182,7 @@ class MpDistanceWeighting(Enum):
 
 @record(ConfigError)
 class MixedPrecisionQuantizationConfig:
-    """How bit widths are searched, under the predecessor's names. There is one search, by `chipfit.search`."""
+    """Options of the search of bit widths under MCT's names. The search itself is that of `chipfit.search`."""
 
     compute_distance_fn: Callable[..., Any] | None = None  #: refused; losses are predicted, not measured
     #: no effect: the loss is of the outputs
@@ -201,8 +201,8 @@ class MixedPrecisionQuantizationConfig:
         Raises:
             UnsupportedError: an option that is not supported.
         """
-        refuse(self, "compute_distance_fn", "leave it out: what a width loses in the outputs decides")
-        refuse(self, "configuration_overwrite", "choose bit widths by name with BitWidthConfig")
+        refuse_options(self, "compute_distance_fn", "leave it out: what a width loses in the outputs decides")
+        refuse_options(self, "configuration_overwrite", "choose bit widths by name with BitWidthConfig")
 
 
 @record(ConfigError)
@@ -228,9 +228,9 @@ class DebugConfig:
             ConfigError: something in `network_editor` that is no EditRule.
             UnsupportedError: an option that is not supported.
         """
-        checked(list[EditRule], self.network_editor, ConfigError, "DebugConfig", "network_editor")
-        refuse(self, "analyze_similarity", "information.result.verify(data) compares every layer")
-        refuse(self, "simulate_scheduler", "leave it off")
+        check_value(list[EditRule], self.network_editor, ConfigError, "DebugConfig", "network_editor")
+        refuse_options(self, "analyze_similarity", "information.result.verify(data) compares every layer")
+        refuse_options(self, "simulate_scheduler", "leave it off")
 
 
 @record(ConfigError)

@@ -1,4 +1,4 @@
-"""The predecessor's names of range rules."""
+"""MCT's names of range rules."""
 
 from enum import Enum
 

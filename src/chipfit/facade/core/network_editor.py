@@ -14,8 +14,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 
 from chipfit.decide.overrides import check_choices
 from chipfit.errors import ConfigError, UnknownNameError
-from chipfit.facade.checks import Name, allowed, arguments, by_name, checked, record
 from chipfit.facade.core.error_method import QuantizationErrorMethod
+from chipfit.facade.pydantic_messages import Name, allowed, arguments, by_name, check_value, record
 from chipfit.facade.target_platform.capabilities import matches, members_of
 from chipfit.facade.target_platform.configs import QuantizationMethod, Signedness
 from chipfit.graph.ir import Node
@@ -141,7 +141,7 @@ def filters_of(given: Any) -> list[NodeFilter]:
     """
     found = list(given) if isinstance(given, (list, tuple)) else [given]
     some = Annotated[list[Filter], Field(min_length=1)]
-    return checked(some, found, ConfigError, "a rule", "filters")  # type: ignore[no-any-return]  # as `some` says
+    return check_value(some, found, ConfigError, "a rule", "filters")  # type: ignore[no-any-return]  # as `some` says
 
 
 # ---------------------------------------------------------------- actions
@@ -186,7 +186,7 @@ class Action:
 
 
 class _ByAttributes(Action):
-    """Fields of a layer's configuration by the predecessor's names."""
+    """An action that changes fields of a layer's configuration, by MCT's names."""
 
     table: _Attributes = {}
     error_method: str
@@ -206,7 +206,7 @@ class _ByAttributes(Action):
             if attr not in self.table:
                 raise UnknownNameError(f"attribute of {type(self).__name__}", attr, [*self.table, "l_p_value"])
             choice, kind = self.table[attr]
-            converted = checked(kind, value, ConfigError, type(self).__name__, attr)
+            converted = check_value(kind, value, ConfigError, type(self).__name__, attr)
             choices[choice] = converted.rule(p or 2.0) if attr == self.error_method else converted
         super().__init__(choices)
 

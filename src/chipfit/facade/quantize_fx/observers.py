@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from chipfit.errors import ConfigError, DataError, UnknownNameError
-from chipfit.facade.checks import Many, Positive, Share, arguments, checked
+from chipfit.facade.pydantic_messages import Fraction, Positive, PositiveInt, arguments, check_value
 from chipfit.quantizers.algorithm import MOST_BITS
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges.kl import KlRange
@@ -81,7 +81,7 @@ class ObserverBase(nn.Module):
         bitwidth: int | None = None,
         sticky_sign: bool = True,
         over: Literal["widest", "moving", "mean", "latest", "first"] | None = None,
-        ema_ratio: Share = 0.9,
+        ema_ratio: Fraction = 0.9,
         **own: Any,
     ) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class ObserverBase(nn.Module):
             if name not in kinds:
                 known = {*kinds, *inspect.signature(ObserverBase).parameters} - {"own"}
                 raise UnknownNameError(f"option of observer {who}", name, known)
-            setattr(self, name, checked(kinds[name], value, ConfigError, who, name))
+            setattr(self, name, check_value(kinds[name], value, ConfigError, who, name))
         bitwidth = (quant_max - quant_min).bit_length() if bitwidth is None else bitwidth
         per, _, kind = str(qscheme).removeprefix("torch.per_").partition("_")
         faults = (
@@ -291,8 +291,8 @@ class Quantile(ObserverBase):
         bins: of the histogram of |x| up to its greatest.
     """
 
-    threshold: Share = 0.99999
-    bins: Many = 2048
+    threshold: Fraction = 0.99999
+    bins: PositiveInt = 2048
 
     def see(self, x: torch.Tensor) -> torch.Tensor:
         low, high = (end.cpu() for end in self.extremes(x))
@@ -413,7 +413,7 @@ class MinMaxFloor(ObserverBase):
 
     over = "latest"
     _MOST = 12
-    candidates: Many = 5
+    candidates: PositiveInt = 5
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

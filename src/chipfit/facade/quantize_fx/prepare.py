@@ -25,11 +25,11 @@ from chipfit.graph.ops import OPS
 __all__ = ["prepare_qat_fx"]
 
 #: operators beside the weighted ones whose operands and results are rounded in graphs of kind 2 and 3
-_LISTED = set("Add Mul MatMul Concat Mean AvgPool AdaptiveAvgPool GlobalAvgPool Resize PRelu".split())
+_ROUNDED_OPERATORS = set("Add Mul MatMul Concat Mean AvgPool AdaptiveAvgPool GlobalAvgPool Resize PRelu".split())
 #: run in the kernel of what is before them
-_INSIDE = set("Relu Relu6 Clamp BatchNorm".split())
+_FUSED_INTO_PRODUCER = set("Relu Relu6 Clamp BatchNorm".split())
 #: methods whose results are no tensors
-_ASKS = ("dim", "numel", "size")
+_SIZE_METHODS = ("dim", "numel", "size")
 
 
 def prepare_qat_fx(
@@ -63,9 +63,9 @@ def prepare_qat_fx(
     if not isinstance(foldbn_config, FoldBN | None):
         allowed = "get_foldbn_config(...)"
         raise ConfigError("This says not how to fold batch norms", got=repr(foldbn_config)[:120], allowed=allowed)
-    traced = _traced(model)
+    traced = _trace(model)
     if example_inputs is not None:
-        _compare(traced, model, example_inputs if isinstance(example_inputs, tuple) else (example_inputs,))
+        _check_trace(traced, model, example_inputs if isinstance(example_inputs, tuple) else (example_inputs,))
     strategy = qconfig.bnfold if foldbn_config is None else foldbn_config.strategy
     graph = _Graph(traced)
     if not graph.weighted:
@@ -85,7 +85,7 @@ def prepare_qat_fx(
     traced.delete_all_unused_submodules()
     traced.graph.lint()
     traced.recompile()
-    return _made(traced, qconfig, 0).train(model.training)
+    return _as_prepared(traced, qconfig, 0).train(model.training)
 
 
 class PreparedModule(Checkpointed, fx.GraphModule):
@@ -117,14 +117,14 @@ class PreparedModule(Checkpointed, fx.GraphModule):
         demand_numbers(self.steps, {n: p for n, p in self.named_parameters() if p.requires_grad}, scales, str)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> fx.GraphModule:
-        return _made(super().__deepcopy__(memo), self.qconfig, self.steps)
+        return _as_prepared(super().__deepcopy__(memo), self.qconfig, self.steps)
 
     def __reduce__(self) -> Any:
         make, given = super().__reduce__()
-        return _loaded, (make, given, self.qconfig, self.steps)
+        return _unpickled, (make, given, self.qconfig, self.steps)
 
 
-def _made(traced: fx.GraphModule, qconfig: QConfig, steps: int) -> PreparedModule:
+def _as_prepared(traced: fx.GraphModule, qconfig: QConfig, steps: int) -> PreparedModule:
     made = traced if isinstance(traced, PreparedModule) else PreparedModule(traced, traced.graph)
     made.qconfig, made.steps = qconfig, steps
     for name, m in made.named_modules():  # in messages
@@ -133,12 +133,12 @@ def _made(traced: fx.GraphModule, qconfig: QConfig, steps: int) -> PreparedModul
     return made
 
 
-def _loaded(make: Any, given: Any, qconfig: QConfig, steps: int) -> PreparedModule:
+def _unpickled(make: Any, given: Any, qconfig: QConfig, steps: int) -> PreparedModule:
     """What `torch.load` makes of a file."""
-    return _made(make(*given), qconfig, steps)
+    return _as_prepared(make(*given), qconfig, steps)
 
 
-def _traced(model: nn.Module) -> fx.GraphModule:
+def _trace(model: nn.Module) -> fx.GraphModule:
     """A copy as a graph of layers and functions, of which none remembers the mode that it was traced in."""
     try:
         traced = fx.symbolic_trace(copy.deepcopy(model))
@@ -162,7 +162,7 @@ def _traced(model: nn.Module) -> fx.GraphModule:
     return traced
 
 
-def _compare(traced: nn.Module, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+def _check_trace(traced: nn.Module, model: nn.Module, inputs: tuple[Any, ...]) -> None:
     modes = {m: m.training for m in model.modules()}
     with torch.no_grad():
         results = [m.eval()(*inputs) for m in (model, traced)]
@@ -185,11 +185,13 @@ class _Graph:
         self.sizes = set[fx.Node]()
         for n in self.nodes:
             of_sizes = n.op == "call_function" and n.all_input_nodes and self.sizes.issuperset(n.all_input_nodes)
-            if of_sizes or n.target is getattr or (n.op == "call_method" and n.target in _ASKS):
+            if of_sizes or n.target is getattr or (n.op == "call_method" and n.target in _SIZE_METHODS):
                 self.sizes.add(n)
         weighted = [n for n in self.nodes if self.ops[n] in OPS and OPS[self.ops[n]].kind]
         self.weighted = [n for n in weighted if n.op == "call_module"]
-        self.listed = {n for n in self.nodes if self.ops[n] in _LISTED and n not in self.sizes} | set(self.weighted)
+        self.rounding = {n for n in self.nodes if self.ops[n] in _ROUNDED_OPERATORS and n not in self.sizes} | set(
+            self.weighted
+        )
         for n in set(weighted) - set(self.weighted):
             hint = "use the layer, not the function"
             raise CaptureError(f"The weight of '{n.name}' is no layer's", got=n.target, hint=hint)
@@ -218,13 +220,13 @@ class _Graph:
 
     def result(self, n: fx.Node) -> fx.Node:
         """The tensor that the kernel of an operator writes, which may go on behind it."""
-        while len(n.users) == 1 and self.ops[user := next(iter(n.users))] in _INSIDE:
+        while len(n.users) == 1 and self.ops[user := next(iter(n.users))] in _FUSED_INTO_PRODUCER:
             n = user
         return n
 
-    def leaves(self, x: fx.Node) -> bool:
+    def is_returned(self, x: fx.Node) -> bool:
         """Whether the model returns it, perhaps moved."""
-        return any(u.op == "output" or (self.moves(u) and self.leaves(u)) for u in x.users)
+        return any(u.op == "output" or (self.moves(u) and self.is_returned(u)) for u in x.users)
 
     def of_convolution(self, x: fx.Node) -> bool:
         """Whether a convolution makes a tensor, with its batch norm."""
@@ -247,17 +249,17 @@ class _Graph:
         found: dict[fx.Node, tuple[list[fx.Node], set[fx.Node]]] = {}
         apart: set[tuple[fx.Node, fx.Node]] = set()
         if kind == 2:
-            for add in (n for n in self.listed if self.ops[n] == "Add"):
+            for add in (n for n in self.rounding if self.ops[n] == "Add"):
                 made = [x for x, reader in self.operands(add) if reader is add and self.of_convolution(x)]
                 apart |= {(x, add) for x in made[:1]}
-        for n in self.weighted if kind == 1 else [n for n in self.nodes if n in self.listed]:
+        for n in self.weighted if kind == 1 else [n for n in self.nodes if n in self.rounding]:
             for x, reader in self.operands(n):
                 if (x, reader) not in apart:
                     readers, reached = found.setdefault(x, ([], set()))
                     readers += [reader] if reader not in readers else []
                     reached.add(n)
             out = self.result(n)
-            if kind != 1 and not self.leaves(out) and not any((out, u) in apart for u in out.users):
+            if kind != 1 and not self.is_returned(out) and not any((out, u) in apart for u in out.users):
                 found.setdefault(out, ([], set()))
         if kind != 1:  # a chip reads what it has stored, whoever reads
             found = {x: ([u for u in x.users if (x, u) not in apart], reached) for x, (_, reached) in found.items()}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from chipfit.errors import ConfigError, DataError, UnknownNameError, UnsupportedError
-from chipfit.facade.named import named
+from chipfit.facade.import_by_name import import_by_name
 from chipfit.facade.quantize_fx.observers import ObserverBase, observer_of, reduced, to_pot
 from chipfit.frameworks.torch.modules import FakeQuantizer
 from chipfit.plan.training import algorithm_of, refusal
@@ -204,7 +204,7 @@ def quantizer_of(name: Any, allow_code: bool = False) -> Callable[..., QuantizeB
         if not allow_code:
             hint = "pass allow_code=True if you trust it"
             raise ConfigError("A method in a module runs that module's code", got=name, hint=hint)
-        name = named(name, "method", ConfigError)
+        name = import_by_name(name, "method", ConfigError)
     if isinstance(name, type) and issubclass(name, QuantizeBase):
         return name
     if isinstance(name, type) and issubclass(name, Algorithm):

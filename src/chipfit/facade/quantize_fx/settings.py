@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 
 from chipfit.errors import ConfigError, UnknownNameError
-from chipfit.facade.checks import allowed, arguments
+from chipfit.facade.pydantic_messages import allowed, arguments
 from chipfit.facade.quantize_fx.observers import ObserverBase, observer_of
 from chipfit.facade.quantize_fx.quantizers import AlgorithmQuantizer, QuantizeBase, demand_one_scale, quantizer_of
 from chipfit.files import package_data
@@ -22,7 +22,7 @@ from chipfit.quantizers.grids import Grid, all_codes
 __all__ = ["FoldBN", "QConfig", "get_backend_params", "get_foldbn_config", "get_qconfig", "platforms_of"]
 
 #: of the first and the last weighted layer, in every setting
-END_BITS = 8
+END_LAYER_BITS = 8
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class QConfig:
 
     def quantizer(self, role: str, end: bool, axis: int = 0) -> QuantizeBase:
         """A quantizer of a "weight" with its channels on `axis`, or of an "activation", of a first or last layer."""
-        bits, per_channel = END_BITS if end else self.bit, self.per_channel and role == "weight"
+        bits, per_channel = END_LAYER_BITS if end else self.bit, self.per_channel and role == "weight"
         low, high = all_codes(bits, self.symmetry)
         kind = f"per_{'channel' if per_channel else 'tensor'}_{'symmetric' if self.symmetry else 'affine'}"
         make = self.weight if role == "weight" else self.activation
@@ -134,8 +134,8 @@ def get_qconfig(
     if ada_sign and (not symmetry or pot_scale):
         what = "ada_sign is for academic settings: no chip chooses a sign while it runs"
         raise ConfigError(what, allowed="with symmetry=True and pot_scale=False")
-    w = _maker("weight", w_method, w_observer, allow_code)
-    a = _maker("activation", a_method, a_observer, allow_code)
+    w = _quantizer_factory("weight", w_method, w_observer, allow_code)
+    a = _quantizer_factory("activation", a_method, a_observer, allow_code)
     out = QConfig(a, w, bit, ada_sign, symmetry, per_channel, pot_scale, graph, get_foldbn_config(bnfold).strategy)
     for role in ("weight", "activation"):
         for end in (False, True):
@@ -143,7 +143,7 @@ def get_qconfig(
     return out
 
 
-def _maker(role: str, method: Any, observer: Any, allow_code: bool) -> Callable[..., QuantizeBase]:
+def _quantizer_factory(role: str, method: Any, observer: Any, allow_code: bool) -> Callable[..., QuantizeBase]:
     """Makes the quantizers of one role."""
     own = _settings()["methods"].get(name := str(method).partition("(")[0], {})
     default = own.get(f"{role[0]}_observer", "MinMax" if role == "weight" else "EMAMinMax")
@@ -157,7 +157,7 @@ def _maker(role: str, method: Any, observer: Any, allow_code: bool) -> Callable[
 # ---------------------------------------------------------------- platforms
 
 
-def misfit(own: Grid, at: Grid) -> str:
+def grid_mismatch(own: Grid, at: Grid) -> str:
     """Why a chip that stores a tensor on a grid cannot hold what was rounded to another; "" where it can.
 
     Codes may all move by the same number, and the zero point with them.
@@ -178,10 +178,10 @@ def platforms_of(qconfig: QConfig) -> dict[str, str]:
 
     Its rules for a whole model are seen when that is handed over, see `deploy`.
     """
-    return {name: _why_not(qconfig, name) for name in names()}
+    return {name: _why_unfit(qconfig, name) for name in names()}
 
 
-def _why_not(qconfig: QConfig, name: str) -> str:
+def _why_unfit(qconfig: QConfig, name: str) -> str:
     if qconfig.ada_sign:
         return "ada_sign is for academic settings: formats have their sign before training"
     platform = load(name)
@@ -190,7 +190,10 @@ def _why_not(qconfig: QConfig, name: str) -> str:
         for end in (False, True):
             wanted = qconfig.quantizer("weight", end), qconfig.quantizer("activation", end)
             reasons = [
-                next(filter(None, (_of_format(q, f, platform.formats) for q, f in zip(wanted, (o.w, *o.ins[:1])))), "")
+                next(
+                    filter(None, (_format_mismatch(q, f, platform.formats) for q, f in zip(wanted, (o.w, *o.ins[:1])))),
+                    "",
+                )
                 for o in found.options
             ]
             if "" not in reasons:
@@ -198,9 +201,9 @@ def _why_not(qconfig: QConfig, name: str) -> str:
     return ""
 
 
-def _of_format(q: QuantizeBase, name: str | None, formats: Mapping[str, Format]) -> str:
+def _format_mismatch(q: QuantizeBase, name: str | None, formats: Mapping[str, Format]) -> str:
     if name is None or name not in formats:
         return f"stays in {name or 'float'}"
     at = formats[name].model_copy(update={"bits": q.bitwidth} if formats[name].free else {})
-    why = at.gap or misfit(q.grid, at.grid(signed=q.grid.signed))
+    why = at.gap or grid_mismatch(q.grid, at.grid(signed=q.grid.signed))
     return f"format {name} {why}" if why else ""

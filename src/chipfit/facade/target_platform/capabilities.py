@@ -11,9 +11,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from chipfit.errors import ModelingError
-from chipfit.facade.checks import arguments, record
+from chipfit.facade.pydantic_messages import arguments, record
 from chipfit.facade.target_platform.configs import OpQuantizationConfig, QuantizationConfigOptions
-from chipfit.facade.target_platform.layers import member_of, name_of, squash
+from chipfit.facade.target_platform.layers import member_of, name_of, normalize_name
 from chipfit.facade.target_platform.model import OperatorGroup, TargetPlatformModel
 from chipfit.graph.config import call_settings, module_settings, plain
 from chipfit.graph.ir import Node
@@ -105,7 +105,9 @@ class LayerFilterParams:
         if isinstance(node, Node):
             return matches(self.member, node)
         kind, config = describe(node)
-        named = isinstance(self.layer, str) and squash(self.layer) == squash(getattr(kind, "__name__", str(kind)))
+        named = isinstance(self.layer, str) and normalize_name(self.layer) == normalize_name(
+            getattr(kind, "__name__", str(kind))
+        )
         same = kind is self.layer or named
         where = self.member.where
         return same and (where is None or where.match(config))

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Strict, TypeAdapter
 
 from chipfit.errors import ModelingError, UnknownNameError
-from chipfit.facade.checks import allowed, by_name, checked, record
+from chipfit.facade.pydantic_messages import allowed, by_name, check_value, record
 from chipfit.quantizers.grids import Grid
 
 __all__ = ["AttributeQuantizationConfig", "OpQuantizationConfig", "QuantizationConfigOptions"]
@@ -173,7 +173,7 @@ class OpQuantizationConfig:
         Raises:
             ModelingError: a field, or a weight attribute, that does not exist.
         """
-        edited = checked(_Edits, attr_to_edit, ModelingError, "OpQuantizationConfig.clone_and_edit", "attr_to_edit")
+        edited = check_value(_Edits, attr_to_edit, ModelingError, "OpQuantizationConfig.clone_and_edit", "attr_to_edit")
         changed = replace(self, **changes)
         attrs = dict(changed.attr_weights_configs_mapping)
         for name, edits in (edited or {}).items():

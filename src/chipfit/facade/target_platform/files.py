@@ -8,7 +8,7 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict
 
 from chipfit.errors import ModelingError, UnknownNameError
-from chipfit.facade.checks import as_json, checked
+from chipfit.facade.pydantic_messages import check_value, json_default
 from chipfit.facade.target_platform import capabilities, model
 from chipfit.facade.target_platform.configs import OpQuantizationConfig, QuantizationConfigOptions
 from chipfit.facade.target_platform.from_platform import from_platform
@@ -69,7 +69,7 @@ def export_target_platform_capabilities(
     if not isinstance(tpc, (capabilities.TargetPlatformCapabilities, model.TargetPlatformModel)):
         raise NotCapabilities("Only capabilities or a model can be written", got=type(tpc).__name__)
     data = _dump(load_target_platform_capabilities(tpc))
-    return write_atomically(_json_path(path), (json.dumps(data, indent=4, default=as_json) + "\n").encode())
+    return write_atomically(_json_path(path), (json.dumps(data, indent=4, default=json_default) + "\n").encode())
 
 
 def load_target_platform_capabilities(source: Any) -> capabilities.TargetPlatformCapabilities:
@@ -162,7 +162,7 @@ def read(data: Mapping[str, Any]) -> capabilities.TargetPlatformCapabilities:
     Raises:
         ModelingError: the data are no modelled chip, or the chip contradicts itself.
     """
-    checked(_file, data, ModelingError, "the file", "", json=True)
+    check_value(_file, data, ModelingError, "the file", "", json=True)
     m = data["model"]
     default = read_options(m["default"])
     sets: dict[str, model.OperatorGroup] = {}
@@ -188,14 +188,14 @@ def read(data: Mapping[str, Any]) -> capabilities.TargetPlatformCapabilities:
     layers = capabilities.OperationsToLayers()
     for e in data["layers"]:
         mapping = {k: capabilities.DefaultDict(d["known"], d["default"]) for k, d in e["attributes"].items()}
-        members = checked(list[Member], e["members"], ModelingError, f"set '{e['set']}'", "members", json=True)
+        members = check_value(list[Member], e["members"], ModelingError, f"set '{e['set']}'", "members", json=True)
         layers.add(capabilities.OperationsSetToLayers(e["set"], members, mapping))
     return capabilities.TargetPlatformCapabilities(made, data["name"], data["version"], op_sets_to_layers=layers)
 
 
 def read_options(data: Mapping[str, Any]) -> QuantizationConfigOptions:
     """The options that a file's data say: a list of configurations, and the index of the base among them."""
-    configs = checked(list[OpQuantizationConfig], data["options"], ModelingError, "a set", "options", json=True)
+    configs = check_value(list[OpQuantizationConfig], data["options"], ModelingError, "a set", "options", json=True)
     if not 0 <= data["base"] < len(configs):
         raise ModelingError("'base' is no index of 'options'", got=data["base"], allowed=f"0..{len(configs) - 1}")
     return QuantizationConfigOptions(configs, configs[data["base"]])

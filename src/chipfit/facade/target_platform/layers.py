@@ -14,7 +14,7 @@ from chipfit.platform.filters import Member
 
 
 @functools.cache
-def table() -> dict[str, Any]:
+def layer_table() -> dict[str, Any]:
     """The data of `layers.yaml`."""
     return package_data("chipfit.facade.target_platform", "layers.yaml")  # type: ignore[no-any-return]  # a table
 
@@ -22,21 +22,21 @@ def table() -> dict[str, Any]:
 @functools.cache
 def _operators(kind: str) -> dict[str, tuple[tuple[str, ...], bool]]:
     """Name -> its operators, and whether the user's layer must have this very name."""
-    rows = (row.split() for row in table()[kind].split("|"))
+    rows = (row.split() for row in layer_table()[kind].split("|"))
     return {name: (tuple(o for o in ops if o in OPS), "!" in ops) for name, *ops in rows}
 
 
-def known_set(name: str) -> tuple[str, ...] | None:
+def operators_of_set(name: str) -> tuple[str, ...] | None:
     """The operators of a set that has no layers attached, by its name; None where the name says nothing."""
-    return _operators("sets").get(squash(name), (None,))[0]
+    return _operators("sets").get(normalize_name(name), (None,))[0]
 
 
 def operator_named(name: str) -> str:
     """The first operator that the name of a layer or function may stand for; "" for none."""
-    return _operators("operators").get(squash(name), (("",), False))[0][0]
+    return _operators("operators").get(normalize_name(name), (("",), False))[0][0]
 
 
-def squash(name: str) -> str:
+def normalize_name(name: str) -> str:
     """A name without case, underscores, and TensorFlow's version suffix."""
     return name.lower().replace("_v2", "").replace("_", "")
 
@@ -65,7 +65,7 @@ def member_of(entry: Any) -> Member:
     if isinstance(entry, Member):
         return entry
     name = entry if isinstance(entry, str) else getattr(entry, "__name__", "")
-    key, package = squash(name), package_of(entry)
+    key, package = normalize_name(name), package_of(entry)
     if name in OPS:
         return Member(op=(name,))
     of_keras = _operators("keras_operators") if package in ("keras", "tensorflow", "tf_keras") else {}
@@ -75,7 +75,7 @@ def member_of(entry: Any) -> Member:
         return Member(op=ops, type=name) if exact else Member(op=ops, name=name)
     if isinstance(entry, type) or package in ("torch", "keras", "tensorflow", "tf_keras"):
         return Member(type=name)  # a layer without operator of its own: what is inside it
-    in_set = known_set(name)
+    in_set = operators_of_set(name)
     if in_set is not None:
         return Member(op=in_set)
     near = UnknownNameError("layer or operator", name or repr(entry), [*OPS, *_operators("operators")])

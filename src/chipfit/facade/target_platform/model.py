@@ -16,9 +16,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, PlainValidator
 
 from chipfit.errors import ModelingError, UnknownNameError
-from chipfit.facade.checks import Name, arguments, record
+from chipfit.facade.pydantic_messages import Name, arguments, record
 from chipfit.facade.target_platform.configs import Flag, OpQuantizationConfig, QuantizationConfigOptions
-from chipfit.facade.target_platform.lower import lower, members_of
+from chipfit.facade.target_platform.to_platform import build_platform, members_of
 from chipfit.platform.filters import Member
 from chipfit.platform.schema import Math, Platform
 
@@ -296,7 +296,9 @@ class TargetPlatformModel:
             (f.name or "", [[m.name for m in g.members] for g in f.operator_groups_list]) for f in self.fusing_patterns
         ]
         simd = self.is_simd_padding
-        return lower(self.name, self.default_qco, sets, chains, simd=simd, metadata=self.add_metadata, math=self.math)
+        return build_platform(
+            self.name, self.default_qco, sets, chains, simd=simd, metadata=self.add_metadata, math=self.math
+        )
 
     def members(self, attached: Mapping[str, tuple[Member, ...]]) -> dict[str, tuple[Member, ...]]:
         """Operator set -> what belongs to it. Names of layers stay where another set has the same operator.

@@ -12,7 +12,7 @@ from chipfit.errors import ModelingError, RuntimeUnavailable, UnknownNameError, 
 from chipfit.facade.target_platform import capabilities, model
 from chipfit.facade.target_platform.files import read_options
 from chipfit.facade.target_platform.from_platform import from_platform
-from chipfit.facade.target_platform.layers import table
+from chipfit.facade.target_platform.layers import layer_table
 from chipfit.platform import load as platforms
 
 __all__ = ["get_target_platform_capabilities"]
@@ -39,7 +39,7 @@ def get_target_platform_capabilities(
     """
     if fw_name not in FRAMEWORKS:
         raise _unknown("framework", fw_name, list(FRAMEWORKS))
-    name, version, chips = target_platform_name, target_platform_version, modelled()
+    name, version, chips = target_platform_name, target_platform_version, chip_descriptions()
     if name in chips and version != FILE:
         versions = list(chips[name]["versions"])
         if version not in (None, *versions):
@@ -62,7 +62,7 @@ def _unknown(what: str, name: Any, known: list[str]) -> ModelingError:
 
 
 @functools.cache
-def modelled() -> dict[str, dict[str, Any]]:
+def chip_descriptions() -> dict[str, dict[str, Any]]:
     """The data of every modelled chip, by name and by the other name that it may have."""
     out = {}
     files = (resources.files("chipfit.platform") / "builtin" / "modelled").iterdir()
@@ -128,7 +128,7 @@ def _attach(data: dict[str, Any], version: str, package: str) -> capabilities.Ta
     made = _model(chip, version)
     extra = "torch" if package == "torch" else "'chipfit[keras]'"
     import_optional(package, "This target", RuntimeUnavailable, extra)
-    known = table()
+    known = layer_table()
     attributes = {k: capabilities.DefaultDict({}, name) for k, name in known["weights"][package].items()}
     layers = capabilities.OperationsToLayers()
     for name in (o.name for o in made.operator_set if isinstance(o, model.OperatorsSet)):

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from chipfit.errors import ConfigError, UnknownNameError
 from chipfit.facade.target_platform.configs import QuantizationMethod
-from chipfit.facade.trainable.adaptor import Hosted
 from chipfit.facade.trainable.configs import TrainableQuantizerActivationConfig, TrainableQuantizerWeightsConfig
+from chipfit.facade.trainable.user_quantizers import Hosted
 
 __all__ = ["QuantizationTarget", "VariableGroup", "mark_quantizer"]
 __all__ += ["BaseKerasTrainableQuantizer", "BasePytorchTrainableQuantizer", "BaseTrainableQuantizer"]
@@ -36,7 +36,7 @@ class VariableGroup(Enum):
 
 
 #: every class that `mark_quantizer` has seen
-MARKED: list[Any] = []
+MARKED_QUANTIZERS: list[Any] = []
 CONFIGS: dict[QuantizationTarget, Any] = {
     QuantizationTarget.Weights: TrainableQuantizerWeightsConfig,
     QuantizationTarget.Activation: TrainableQuantizerActivationConfig,
@@ -64,7 +64,7 @@ def mark_quantizer(
     def mark(cls: T) -> T:
         cls.quantization_target, cls.quantization_method = quantization_target, methods  # type: ignore[attr-defined]
         cls.identifier = identifier  # type: ignore[attr-defined]
-        MARKED.append(cls)
+        MARKED_QUANTIZERS.append(cls)
         return cls
 
     return mark
@@ -89,7 +89,7 @@ class BaseTrainableQuantizer(ABC):
 
     def __init__(self, quantization_config: Any) -> None:
         self._validate(quantization_config)
-        self.quantization_config, self.enabled = quantization_config, quantization_config.said("_quantization")
+        self.quantization_config, self.enabled = quantization_config, quantization_config.field_ending("_quantization")
         self.fits = f"{self.quantization_target.role}s of {self.framework}"  #: what a host must have
         self._variables: dict[str, tuple[Any, VariableGroup]] = {}
 
@@ -110,7 +110,7 @@ class BaseTrainableQuantizer(ABC):
             other = next((t.role for t, c in CONFIGS.items() if isinstance(config, c)), type(config).__name__)
             what = f"Expected {role} quantization configuration; received {other} quantization configuration"
             raise ConfigError(what, where=who)
-        if (method := config.said("_method")) not in cls.quantization_method:
+        if (method := config.field_ending("_method")) not in cls.quantization_method:
             expected = ", ".join(map(str, cls.quantization_method))
             what = f"Quantization method mismatch. Expected methods: [{expected}], received: {method}"
             raise ConfigError(what, where=who)

@@ -1,4 +1,4 @@
-"""What a trainable quantizer is told about its tensor, with the predecessor's names, order and defaults."""
+"""Configurations of trainable quantizers, with MCT's names, order and defaults."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import torch
 from pydantic import BeforeValidator
 
 from chipfit.errors import ConfigError
-from chipfit.facade.checks import Positive, as_json, checked, record
+from chipfit.facade.pydantic_messages import Positive, check_value, json_default, record
 from chipfit.facade.target_platform.configs import Bits, Flag, Method, QuantizationMethod
 from chipfit.facade.trainable.constants import LUT_VALUES, MIN_THRESHOLD, RANGE_MAX, RANGE_MIN, SIGNED, THRESHOLD
 from chipfit.quantizers.algorithm import MOST_BITS
@@ -45,22 +45,22 @@ class _Config:
     """What both configurations do."""
 
     def __post_init__(self) -> None:
-        if self.said("_quantization"):
+        if self.field_ending("_quantization"):
             stored_of(self)
-            for candidate in self.said("_candidates") or ():
+            for candidate in self.field_ending("_candidates") or ():
                 stored_of(self, None, candidate)
 
-    def said(self, word: str) -> Any:
+    def field_ending(self, suffix: str) -> Any:
         """The field whose name ends so: "_quantization" says whether it is enabled."""
-        return next(getattr(self, f.name) for f in fields(self) if f.name.endswith(word))  # type: ignore[arg-type]  # a dataclass
+        return next(getattr(self, f.name) for f in fields(self) if f.name.endswith(suffix))  # type: ignore[arg-type]  # a dataclass
 
     def get_config(self) -> dict[str, Any]:
         """The fields as data: enumerations by name, arrays as lists; `from_config` reads them back."""
-        return json.loads(json.dumps({f.name: getattr(self, f.name) for f in fields(self)}, default=as_json))  # type: ignore[arg-type,no-any-return]  # a dataclass
+        return json.loads(json.dumps({f.name: getattr(self, f.name) for f in fields(self)}, default=json_default))  # type: ignore[arg-type,no-any-return]  # a dataclass
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        return checked(cls, config, ConfigError, cls.__name__, "", json=True)  # type: ignore[no-any-return]  # as `cls` says
+        return check_value(cls, config, ConfigError, cls.__name__, "", json=True)  # type: ignore[no-any-return]  # as `cls` says
 
 
 @record(ConfigError)
@@ -114,7 +114,7 @@ def stored_of(config: Any, shape: tuple[int, ...] | None = None, candidate: Any 
     Raises:
         ConfigError: the parameters do not describe a grid.
     """
-    method, bits, params = (config.said(f"_{word}") for word in ("method", "bits", "params"))
+    method, bits, params = (config.field_ending(f"_{word}") for word in ("method", "bits", "params"))
     if candidate is not None:
         bits, params = candidate.n_bits, candidate.quantization_params
     per_channel = getattr(config, "weights_per_channel_threshold", False)

@@ -18,7 +18,7 @@ from chipfit.engine.trees import flatten_call
 from chipfit.errors import PlanError, UnsupportedError
 from chipfit.facade.quantize_fx.prepare import PreparedModule
 from chipfit.facade.quantize_fx.quantizers import AlgorithmQuantizer, QuantizeBase
-from chipfit.facade.quantize_fx.settings import misfit
+from chipfit.facade.quantize_fx.settings import grid_mismatch
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 from chipfit.graph.ir import Graph
 from chipfit.pipeline import Result
@@ -29,7 +29,7 @@ from chipfit.quantizers.grids import fake_quantize
 __all__ = ["deploy"]
 
 #: tensors are the same whose numbers differ by no more than this, relative to the greatest
-_SAME = 1e-5
+_TOLERANCE = 1e-5
 
 
 def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
@@ -49,17 +49,17 @@ def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
     if not isinstance(model, PreparedModule):
         raise PlanError("This is no model of prepare_qat_fx", got=type(model).__name__)
     target = load(platform)
-    plain, learned, of_weights = _stripped(model)
+    plain, learned, of_weights = _remove_quantizers(model)
     args, kwargs, data = first_batch(data, plain)
     graph = pipeline.lint(plain, args, target).graph
     weights = {w: q for w, q in of_weights.items() if w in graph.weights}
-    names = {**_found(plain, learned, graph, args, kwargs), **weights}
-    overrides = _widths(graph, names)
+    names = {**_match_tensors(plain, learned, graph, args, kwargs), **weights}
+    overrides = _width_overrides(graph, names)
     decided = pipeline.lint(plain, args, target, overrides).assignment
     result = pipeline.quantize(
         plain, data, target, overrides=overrides, rule="no_clipping", weight_rule="no_clipping", progress=False
     )
-    _hand_over(result, names)
+    _copy_learned_parameters(result, names)
     trained = result.trained()
     stored = {t.name: t.stored for t in trained.plan.tensors.values() if t.stored is not None and t.role != "bias"}
     legal = project(stored, decided.bindings)
@@ -72,7 +72,9 @@ def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
     return replace(trained, plan=replace(trained.plan, rewrites=notes))
 
 
-def _stripped(model: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, QuantizeBase], dict[str, QuantizeBase]]:
+def _remove_quantizers(
+    model: fx.GraphModule,
+) -> tuple[fx.GraphModule, dict[str, QuantizeBase], dict[str, QuantizeBase]]:
     """The float network; node -> quantizer of its result; weight -> its quantizer.
 
     Raises:
@@ -95,7 +97,7 @@ def _stripped(model: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, Quantize
             quantizer: Any = m.weight_quantizer
             with torch.no_grad():
                 raw, layer.weight = layer.weight, nn.Parameter(quantizer.reals(layer.weight))
-                _demand_grid(f"{n.target}.weight", quantizer, layer.weight, quantizer(raw))
+                _check_on_grid(f"{n.target}.weight", quantizer, layer.weight, quantizer(raw))
             plain.add_submodule(str(n.target), layer)
             of_weights[f"{n.target}.weight"] = quantizer
     plain.delete_all_unused_submodules()
@@ -103,7 +105,7 @@ def _stripped(model: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, Quantize
     return plain, learned, of_weights
 
 
-def _demand_grid(name: str, q: QuantizeBase, x: torch.Tensor, y: torch.Tensor) -> None:
+def _check_on_grid(name: str, q: QuantizeBase, x: torch.Tensor, y: torch.Tensor) -> None:
     """Raise where y is not x rounded to the grid of the quantizer's scale and zero point.
 
     Raises:
@@ -111,41 +113,45 @@ def _demand_grid(name: str, q: QuantizeBase, x: torch.Tensor, y: torch.Tensor) -
     """
     scale, zero = q.numbers()
     off = (fake_quantize(x, scale, zero, q.grid, q.ch_axis if q.ch_axis >= 0 else None) - y).abs().max()
-    if float(off) > _SAME * float(y.abs().max()):
+    if float(off) > _TOLERANCE * float(y.abs().max()):
         what = f"'{name}' was rounded otherwise than to equal steps of its scale, and formats have no other levels"
         raise UnsupportedError(what, got=type(getattr(q, "algorithm", q)).__name__, hint="train it with another method")
 
 
-class _Recorder(fx.Interpreter):
-    """Runs a trace and keeps every result."""
+class _RecordingInterpreter(fx.Interpreter):
+    """An interpreter of a trace that keeps the result of every node."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.results: dict[str, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        self.seen = {**getattr(self, "seen", {}), n.name: super().run_node(n)}
-        return self.seen[n.name]
+        self.results[n.name] = super().run_node(n)
+        return self.results[n.name]
 
 
-def _found(
+def _match_tensors(
     plain: fx.GraphModule, learned: Mapping[str, QuantizeBase], graph: Graph, args: Any, kwargs: Any
 ) -> dict[str, QuantizeBase]:
     """Values of a graph -> the quantizers of the trace's tensors that hold the same numbers, for one batch."""
     inputs = flatten_call(json.loads(graph.in_spec), args, kwargs)
     with torch.no_grad():
-        recorder = _Recorder(plain)
+        recorder = _RecordingInterpreter(plain)
         recorder.run(*args, *kwargs.values())
         made = [o for n in graph.nodes for o in n.outputs]
         ours = {**dict(zip(graph.inputs, inputs)), **run(graph, inputs, keep=made)}
     out = {}
     for node, quantizer in learned.items():
-        x = recorder.seen[node]
-        _demand_grid(node, quantizer, x, quantizer(x).detach())
+        x = recorder.results[node]
+        _check_on_grid(node, quantizer, x, quantizer(x).detach())
         for name, y in ours.items():
             alike = isinstance(y, torch.Tensor) and y.shape == x.shape and y.is_floating_point()
-            if alike and float((x - y).abs().max()) <= _SAME * float(x.abs().max()):
+            if alike and float((x - y).abs().max()) <= _TOLERANCE * float(x.abs().max()):
                 out[name] = quantizer
     return out
 
 
-def _widths(graph: Graph, names: Mapping[str, QuantizeBase]) -> dict[str, dict[str, int]]:
+def _width_overrides(graph: Graph, names: Mapping[str, QuantizeBase]) -> dict[str, dict[str, int]]:
     """Overrides that ask for the widths of training, where these are not those of most chips."""
     out: dict[str, dict[str, int]] = {}
     for n in graph.nodes:
@@ -156,7 +162,7 @@ def _widths(graph: Graph, names: Mapping[str, QuantizeBase]) -> dict[str, dict[s
     return out
 
 
-def _hand_over(result: Result, names: Mapping[str, QuantizeBase]) -> None:
+def _copy_learned_parameters(result: Result, names: Mapping[str, QuantizeBase]) -> None:
     """Give the quantizers of a result's model what was learned.
 
     Raises:
@@ -169,7 +175,7 @@ def _hand_over(result: Result, names: Mapping[str, QuantizeBase]) -> None:
             continue
         if isinstance(q, AlgorithmQuantizer):
             deployable(q.rounds.algorithm, result.plan.tensors[name])
-        if why := misfit(q.grid, stored.grid):
+        if why := grid_mismatch(q.grid, stored.grid):
             hint = "`platforms_of(qconfig)` says where a setting fits"
             raise UnsupportedError(
                 f"'{result.platform.name}' cannot hold '{name}' as it was trained: its format {stored.format} {why}",

@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True, validate_assignment=True)
 #: types of pydantic's errors -> what is allowed; braces hold the error's own facts
-_ALLOWED: dict[str, str] = package_data("chipfit.facade", "words.yaml")
+_ALLOWED: dict[str, str] = package_data("chipfit.facade", "pydantic_messages.yaml")
 _CLASSES = {"Sequence": "a list", "list": "a list", "dict": "a dictionary", "Math": "a dictionary"}
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 120  # of a value in a message
@@ -32,9 +32,9 @@ _ARITY = ("missing", "missing_argument", "unexpected_positional_argument", "mult
 #: a number as it was given: 3 stays an integer
 Number = Annotated[float, WrapValidator(lambda value, check: value if check(value) is not None else None)]
 Positive = Annotated[Number, Field(gt=0)]
-Share = Annotated[Number, Field(ge=0, le=1)]
+Fraction = Annotated[Number, Field(ge=0, le=1)]
 #: how many, where there is one at least
-Many = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1)]
 #: a text that is not empty
 Name = Annotated[str, Field(min_length=1)]
 
@@ -76,7 +76,7 @@ def record(error: type[ChipfitError], *, frozen: bool = False) -> Callable[[type
         made: Any = dataclass(cls, config=_STRICT, frozen=frozen)
         names = {f.name: True for f in fields(made)}
         for method in ("__init__", "__setattr__"):
-            setattr(made, method, in_our_words(getattr(made, method), error, cls.__name__, names))
+            setattr(made, method, translate_errors(getattr(made, method), error, cls.__name__, names))
         return made  # type: ignore[no-any-return]
 
     return decorate
@@ -89,12 +89,12 @@ def arguments(error: type[ChipfitError]) -> Callable[[F], F]:
         parameters = inspect.signature(function).parameters.values()
         names = {p.name: p.kind is not p.KEYWORD_ONLY for p in parameters}
         owner = function.__qualname__.removesuffix(".__init__")
-        return in_our_words(validate_call(config=_STRICT)(function), error, owner, names)
+        return translate_errors(validate_call(config=_STRICT)(function), error, owner, names)
 
     return decorate
 
 
-def checked(kind: Any, value: Any, error: type[ChipfitError], owner: str, name: str, *, json: bool = False) -> Any:
+def check_value(kind: Any, value: Any, error: type[ChipfitError], owner: str, name: str, *, json: bool = False) -> Any:
     """One value of an annotated type; `owner` and `name` are for the message ("" for a table with names of its own).
 
     Args:
@@ -104,18 +104,18 @@ def checked(kind: Any, value: Any, error: type[ChipfitError], owner: str, name: 
     try:
         return adapter.validate_json(to_json(value)) if json else adapter.validate_python(value, strict=True)
     except ValidationError as e:
-        refusal = _refusal(e, error, owner, {name: True}, (name,) if name else ())
+        refusal = _translated(e, error, owner, {name: True}, (name,) if name else ())
     raise refusal
 
 
-def as_json(thing: Any) -> Any:
+def json_default(thing: Any) -> Any:
     """What JSON has no form of, for `json.dumps(default=...)`: enumerations, arrays, mappings, records."""
     if isinstance(thing, Enum):
         return thing.name
     return thing.tolist() if hasattr(thing, "tolist") else dict(thing) if isinstance(thing, Mapping) else vars(thing)
 
 
-def refuse(options: Any, names: str, hint: str) -> None:
+def refuse_options(options: Any, names: str, hint: str) -> None:
     """Refuse what a configuration has, and chipfit does not do.
 
     Raises:
@@ -126,7 +126,7 @@ def refuse(options: Any, names: str, hint: str) -> None:
             raise UnsupportedError(f"'{name}' of {type(options).__name__} is not supported", hint=hint)
 
 
-def in_our_words(function: Any, error: type[ChipfitError], owner: str, names: Mapping[str, bool]) -> Any:
+def translate_errors(function: Any, error: type[ChipfitError], owner: str, names: Mapping[str, bool]) -> Any:
     """The function, whose ValidationErrors become `error`; `names` of its arguments, and whether they have a place."""
 
     @functools.wraps(function)
@@ -134,13 +134,13 @@ def in_our_words(function: Any, error: type[ChipfitError], owner: str, names: Ma
         try:
             return function(*args, **kwargs)
         except ValidationError as e:
-            refusal = _refusal(e, error, owner, names)
+            refusal = _translated(e, error, owner, names)
         raise refusal
 
     return call
 
 
-def _refusal(
+def _translated(
     e: ValidationError, error: type[ChipfitError], owner: str, names: Mapping[str, bool], inside: tuple[str, ...] = ()
 ) -> Exception:
     """The first problem; where the members of a union complain together, with all that is allowed."""

@@ -19,9 +19,9 @@ from chipfit.quantizers.ops import clamp
 from chipfit.quantizers.stored import Stored
 
 #: how far a number may lie from a code, in steps
-_NEAR = 0.01
+_MAX_DEVIATION = 0.01
 #: a number beyond any grid
-_FAR = 1e30
+_BEYOND_GRID = 1e30
 
 
 class Hosted(Algorithm):
@@ -84,15 +84,15 @@ class Hosted(Algorithm):
 
     def numbers(self, ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:
         if ops.traced(p["scale"]):
-            return self._seen(ops, p, grid)
-        stored = self._stored(grid, int(np.prod(p["scale"].shape)))
+            return self._traced_parameters(ops, p, grid)
+        stored = self._converted(grid, int(np.prod(p["scale"].shape)))
         s, z = (
             ops.reshape(ops.constant(v.reshape(-1).tolist(), p["scale"]), tuple(p["scale"].shape))
             for v in (stored.scale, stored.zero_point)
         )
         return s, z
 
-    def _stored(self, grid: Grid, channels: int) -> Stored:
+    def _converted(self, grid: Grid, channels: int) -> Stored:
         """What the quantizer converts to, on a grid of the plan.
 
         Raises:
@@ -111,11 +111,11 @@ class Hosted(Algorithm):
             zero = zero + grid.qmin  # codes of inferable quantizers start at 0
         return Stored(format="", grid=grid, scale=scale.expand(channels), zero_point=zero.expand(channels), axis=0)
 
-    def _seen(self, ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:
+    def _traced_parameters(self, ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:
         """Scale and zero point while values are not known: from what the quantizer makes of numbers beyond its ends."""
         scale = p["scale"]
         shape = tuple(scale.shape) or (1,) * len(self._shape)
-        far = ops.reshape(ops.constant([_FAR] * int(np.prod(shape)), scale), shape)
+        far = ops.reshape(ops.constant([_BEYOND_GRID] * int(np.prod(shape)), scale), shape)
         high, low = apply(self.quantizer, far, False), apply(self.quantizer, -far, False)
         steps = grid.table[-1] - grid.table[0] if grid.table is not None else (1 << grid.bits) - 1
         s = (high - low) / steps
@@ -137,7 +137,7 @@ class Hosted(Algorithm):
         s, z = self.numbers(ops, p, grid)
         y = self.call(ops, x, {**p, "training": False}, grid)
         off = float(ops.stop_gradient(ops.max(ops.abs(y - ops.fake_quantize(y, s, z, grid)) / s)))
-        if not off <= _NEAR:
+        if not off <= _MAX_DEVIATION:
             self._refuse(
                 "it rounds to numbers that are not on the grid of its inferable quantizer", f"{off:.3g} steps off"
             )
@@ -156,9 +156,9 @@ class Hosted(Algorithm):
         x = ops.reshape(x, (-1, *[1] * (len(self._shape) - 1)))
         own, wanted = apply(self.quantizer, x, False), inferable(x)
         off = ops.abs(own - wanted)
-        if (most := float(ops.stop_gradient(ops.max(off)))) <= _NEAR * s:
+        if (most := float(ops.stop_gradient(ops.max(off)))) <= _MAX_DEVIATION * s:
             return {}
-        worst = ops.where(off < most, -_FAR, 0.0)
+        worst = ops.where(off < most, -_BEYOND_GRID, 0.0)
         at, y, z = (float(ops.stop_gradient(ops.max(v + worst))) for v in (x, own, wanted))
         what = f"{type(self.quantizer).__name__} rounds otherwise than what it converts to"
         return {self._role: f"{what}, {at:g} to {y:g} in place of {z:g}"}

@@ -12,7 +12,7 @@ from chipfit.errors import ChipfitError, PlatformError, raised_outside_chipfit, 
 from chipfit.platform.schema import Platform
 
 
-def named(text: str, what: str, failure: type[ChipfitError]) -> Any:
+def import_by_name(text: str, what: str, failure: type[ChipfitError]) -> Any:
     """The object that "module:name" names; modules of the current folder are found."""
     module, _, name = text.partition(":")
     if not (module and name) or module.startswith("."):
@@ -35,13 +35,13 @@ def named(text: str, what: str, failure: type[ChipfitError]) -> Any:
         sys.path.remove(here)
 
 
-def named_or_made(text: str, what: str, failure: type[ChipfitError], is_one: Callable[[Any], bool]) -> Any:
+def import_or_call(text: str, what: str, failure: type[ChipfitError], is_one: Callable[[Any], bool]) -> Any:
     """The object that "module:name" names if it is one, else what it returns when called."""
-    thing = named(text, what, failure)
-    return thing if is_one(thing) else made(thing, text, what, failure)
+    thing = import_by_name(text, what, failure)
+    return thing if is_one(thing) else call_factory(thing, text, what, failure)
 
 
-def made(thing: Any, text: str, what: str, failure: type[ChipfitError]) -> Any:
+def call_factory(thing: Any, text: str, what: str, failure: type[ChipfitError]) -> Any:
     """What the user's factory returns."""
     try:
         return thing()
@@ -68,4 +68,4 @@ def load_target(text: str) -> Platform:
     if not re.fullmatch(r"[A-Za-z_][\w.]*:\w+", text):
         return load_platform(text)
     is_chip = lambda thing: hasattr(thing, "to_platform") and not isinstance(thing, type)  # noqa: E731 -- one line
-    return load_platform(named_or_made(text, "platform", PlatformError, is_chip))
+    return load_platform(import_or_call(text, "platform", PlatformError, is_chip))

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from chipfit.errors import ModelingError
-from chipfit.facade.checks import in_our_words
+from chipfit.facade.pydantic_messages import translate_errors
 from chipfit.facade.target_platform import configs
-from chipfit.facade.target_platform.layers import known_set, member_of
+from chipfit.facade.target_platform.layers import member_of, operators_of_set
 from chipfit.graph.ops import OPS
 from chipfit.platform.filters import Member
 from chipfit.platform.schema import Format, Fuse, OpRule, Option, Placement, Platform, Rule
@@ -17,7 +17,7 @@ _CARRYING = {o for o, facts in OPS.items() if facts.moves} | {"ArgMax", "Cast", 
 _COMMON: dict[str, Any] = {"src": ("python",), "conf": "D"}
 
 
-def lower(
+def build_platform(
     name: str,
     default: configs.QuantizationConfigOptions,
     named: Mapping[str, tuple[tuple[Member, ...], configs.QuantizationConfigOptions]],
@@ -80,7 +80,7 @@ def members_of(name: str) -> tuple[Member, ...]:
     Raises:
         ModelingError: the name is no known operator.
     """
-    ops = known_set(name)
+    ops = operators_of_set(name)
     if ops is not None:
         return tuple(Member(op=(o,)) for o in ops)
     try:
@@ -181,7 +181,7 @@ def _short(method: configs.QuantizationMethod) -> str:
 
 
 def _format(method: configs.QuantizationMethod, bits: int, entry_bits: int | None = None, **more: Any) -> Format:
-    return in_our_words(Format, ModelingError, f"a {bits}-bit format of {method}", {"bits": True})(
+    return translate_errors(Format, ModelingError, f"a {bits}-bit format of {method}", {"bits": True})(
         bits=bits,
         kind="lut" if method.lut else "int",
         scale="pot" if method.pot else "any",

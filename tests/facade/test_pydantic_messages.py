@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field
 
 from chipfit.errors import ConfigError, ModelingError, UnknownNameError
-from chipfit.facade.checks import Number, allowed, arguments, checked, record
+from chipfit.facade.pydantic_messages import Number, allowed, arguments, check_value, record
 
 
 @record(ConfigError)
@@ -96,8 +96,8 @@ def test_arguments_of_a_constructor_are_checked_by_their_annotations():
 
 def test_a_single_value_may_have_words_of_its_own():
     even = Annotated[int, Field(multiple_of=2), allowed("an even number")]
-    assert checked(even, 4, ConfigError, "Thing", "size") == 4
+    assert check_value(even, 4, ConfigError, "Thing", "size") == 4
     with pytest.raises(
         ConfigError, match="'size' of Thing is of the wrong kind. Got: 3 of type int. Allowed: an even number"
     ):
-        checked(even, 3, ConfigError, "Thing", "size")
+        check_value(even, 3, ConfigError, "Thing", "size")
