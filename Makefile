@@ -83,8 +83,8 @@ zoo: setup .venv/zoo ## 102 architectures on ONNX Runtime and LiteRT: those not 
 	$(BIN)/python -m benchmarks.zoo $(if $(ONLY),--only $(ONLY))
 	$(BIN)/python docs/generate.py
 
-mutants: setup ## 300 small defects, one at a time: do the tests notice them? SEED=, COUNT= and MINUTES= choose others
-	$(QUIET) $(BIN)/python -m benchmarks.mutants --seed $(or $(SEED),0) --count $(or $(COUNT),300) --minutes $(or $(MINUTES),120)
+mutants: setup ## share of 300 small defects that the tests notice: SEED=, COUNT=, MINUTES= and WORKERS= choose others
+	$(QUIET) $(BIN)/python -m benchmarks.mutants --seed $(or $(SEED),0) --count $(or $(COUNT),300) --minutes $(or $(MINUTES),120) --workers $(WORKERS)
 
 kills: setup ## kill 500 writers at random instants and load 300 times while others write: nothing may be lost
 	$(QUIET) $(BIN)/python benchmarks/kills.py

@@ -1,1 +1,1 @@
-"""Small defects, one at a time: do the tests notice them?"""
+"""Mutation testing: apply small defects to the source one at a time, and count how many the tests notice."""

@@ -1,7 +1,8 @@
-"""Which defects: drawn with a seed by the operators of cosmic-ray, and those written by hand.
+"""Draw small defects from the source with a seed, by the operators of cosmic-ray.
 
-A site is a place in the source where an operator of cosmic-ray applies; each is drawn at most once, and one of the
-replacements that fit there is chosen. Left out, by the rules of `_excluded`, is what cannot change a result.
+A site is a place in the source where an operator applies. Each site is drawn at most once, with one of the replacements
+that fit there. Sites and replacements that cannot change a result are left out by rule and counted by reason. No list
+of defects is kept, so nothing has to follow the code: equal seed and code give equal defects.
 """
 
 from __future__ import annotations
@@ -9,52 +10,21 @@ from __future__ import annotations
 import ast
 import difflib
 import random
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-import yaml
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
-HERE = Path(__file__).parent
-
-#: modules that carry meaning: what they compute, decide, write or compare
-MODULES = """
-    calibration/*.py correction/*.py decide/*.py engine/*.py export/*.py export/*/*.py frameworks/torch/read.py
-    frameworks/torch/call.py frameworks/torch/lower.py frameworks/torch/modules.py frameworks/keras/read.py
-    frameworks/keras/padding.py frameworks/keras/kernel_layout.py frameworks/keras/lower.py graph/linear.py
-    graph/paths.py passes/*.py pipeline.py plan/record.py plan/saved.py plan/sharing.py plan/edit.py platform/match.py
-    platform/where.py platform/filters.py quantizers/*.py ranges/*.py rounding/*.py runtimes/*.py simulate/*.py
-    verify.py
-"""
-#: of those, what only tells a person or the clock something
-NOT = "calibration/progress.py export/names.py"
-#: constants, settings and parameters that say how much is done or kept at a time: one more or less is as good
-EFFORT = {
-    "calibration/data.py": "ROWS",
-    "calibration/batch_cache.py": "most",
-    "calibration/sample_fingerprints.py": "_KEPT _NUMBERS",
-    "passes/islands.py": "_LARGEST",
-    "plan/saved.py": "_ATTEMPTS",
-    "quantizers/tables.py": "_DISTINCT",
-    "ranges/__init__.py": "_EDGES",
-    "ranges/search.py": "ALL FEW BINS _CHUNK _TABLES _ENDS",
-    "rounding/time_budget.py": "LADDER",
-    "rounding/fisher.py": "IMAGES CHUNK",
-    "rounding/gptq.py": "TRIES _AT_ONCE LONG_ROW",
-    "rounding/importance.py": "_CHUNK",
-    "rounding/moments.py": "ROWS",
-    "rounding/learned_rounding.py": "memory",
-    "rounding/streams.py": "CHUNK SMALL",
-    "rounding/sequential_reconstruction.py": "memory",
-    "simulate/sums.py": "_IN_FLOAT",
-}
+#: packages of which no defect is drawn: screens, experiments, and the documents' names for what the core does
+LEFT_OUT = "bench cli core facade report target_platform_capabilities".split()
 
 
 @dataclass(frozen=True)
@@ -63,245 +33,200 @@ class Mutant:
 
     file: str  #: below `src`
     text: str  #: the module with the defect
-    line: int  #: where it begins, from 1
-    within: str  #: qualified name of the function around it, "" for the module's own level
-    what: str  #: the operator, or what a user would see
+    line: int  #: first line of the source that differs, from 1
+    operator: str  #: cosmic-ray's name of the change
     diff: str
-    by_hand: bool = False
 
     @property
     def module(self) -> str:
         return self.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
-
-class OutOfDate(Exception):
-    """A defect written by hand no longer fits the code."""
-
-
-# ---------------------------------------------------------------- by hand
-
-
-def by_hand() -> list[Mutant]:
-    """The defects of `by_hand.yaml`.
-
-    Raises:
-        OutOfDate: the old text of one of them does not occur exactly once, or the new text does not compile.
-    """
-    return [_by_hand(entry) for entry in yaml.safe_load((HERE / "by_hand.yaml").read_text())]
-
-
-def _by_hand(entry: dict[str, str]) -> Mutant:
-    file, old, new = (entry[k] for k in ("file", "old", "new"))
-    source = (SOURCE / file).read_text()
-    if source.count(old) != 1:
-        raise OutOfDate(f"{file}: {source.count(old)} times in the code, must be once:\n{old}")
-    text = source.replace(old, new)
-    try:
-        compile(text, file, "exec")
-    except SyntaxError as e:
-        raise OutOfDate(f"{file}: does not compile: {e}\n{new}") from e
-    start = source[: source.index(old)] + old[: len(old) - len(old.lstrip())]
-    first = next((k for k, (a, b) in enumerate(zip(old, new)) if a != b), min(len(old), len(new)))
-    line = max(start.count("\n"), (source[: source.index(old)] + old[:first]).count("\n")) + 1
-    return Mutant(file, text, line, _around(source, line, 0), entry["user"].strip(), _diff(file, source, text), True)
-
-
-# ---------------------------------------------------------------- drawn
+    @property
+    def last(self) -> int:
+        """The last line of the source that differs."""
+        return self.line + max(sum(x.startswith("-") for x in self.diff.splitlines()[2:]) - 1, 0)
 
 
 @dataclass
 class Drawn:
-    """What was drawn, and what was left out why."""
+    """The defects that a seed draws."""
 
     mutants: list[Mutant]
-    sites: int = 0
-    excluded: Counter[str] = field(default_factory=Counter)
+    sites: int = 0  #: sites to draw from
+    excluded: Counter[str] = field(default_factory=Counter)  #: reason -> sites and replacements left out
 
 
 def draw(seed: int, count: int) -> Drawn:
-    """So many defects, the same for the same seed and code."""
-    pool: list[tuple[str, int, tuple[str, ...]]] = []
+    """Draw `count` defects, each at a site of its own."""
     out = Drawn([])
+    pool: list[tuple[str, int, tuple[str, ...]]] = []
     for file in files():
-        for site in _sites(file):
-            reason = site.excluded
+        for occurrence, operators, reason in _sites((SOURCE / file).read_text()):
             if reason:
                 out.excluded[reason] += 1
             else:
-                pool.append((file, site.occurrence, site.operators))
+                pool.append((file, occurrence, operators))
     out.sites = len(pool)
-    known = _equivalent()
     rng = random.Random(seed)
     rng.shuffle(pool)
     for file, occurrence, operators in pool:
         if len(out.mutants) == count:
             break
-        name = rng.choice(operators)
-        source = (SOURCE / file).read_text()
-        try:
-            text = mutate_code(source, get_operator(name)(), occurrence)
-        except AttributeError:  # cosmic-ray replaces no exception whose name has a dot
-            out.excluded["an operator that fails"] += 1
-            continue
-        if text is None or not _compiles(text):
-            out.excluded["does not compile"] += 1
-            continue
-        if ast.dump(ast.parse(text)) == ast.dump(ast.parse(source)):
-            out.excluded["the same program"] += 1
-            continue
-        if _meaning(text) == _meaning(source):
-            out.excluded["which arguments need their names"] += 1
-            continue
-        if _same_comparison(source, text):
-            out.excluded["words compared by order, or anything by identity in place of equality"] += 1
-            continue
-        diff = _diff(file, source, text)
-        changed = [x[1:] for x in diff.splitlines() if x.startswith(("-", "+")) and x[:3] not in ("---", "+++")]
-        if (file, *map(_tight, changed)) in known:
-            out.excluded["listed in equivalent.yaml with a reason"] += 1
-            continue
-        line = next(k for k, (a, b) in enumerate(_lines(source, text), 1) if a != b)
-        column = next((k for k, (a, b) in enumerate(_lines(*_pair(source, text, line), chars=True)) if a != b), 0)
-        what = name.removeprefix("core/")
-        out.mutants.append(Mutant(file, text, line, _around(source, line, column), what, diff))
+        operator, source = rng.choice(operators), (SOURCE / file).read_text()
+        text, reason = _mutated(source, operator, occurrence)
+        if reason:
+            out.excluded[reason] += 1
+        else:
+            out.mutants.append(_mutant(file, source, text, operator.removeprefix("core/")))
     return out
 
 
 def files() -> list[str]:
-    """The named modules, below `src`."""
-    left_out = NOT.split()
-    found = sorted({p for pattern in MODULES.split() for p in (SOURCE / "chipfit").glob(pattern)})
-    return [str(p.relative_to(SOURCE)) for p in found if str(p.relative_to(SOURCE / "chipfit")) not in left_out]
+    """Return the modules that defects are drawn from, as paths below `src`."""
+    found = [p.relative_to(SOURCE) for p in sorted((SOURCE / "chipfit").rglob("*.py"))]
+    return [str(p) for p in found if p.parts[1] not in LEFT_OUT]
 
 
-@dataclass(frozen=True)
-class _Site:
-    occurrence: int  #: among those of its operators
-    operators: tuple[str, ...]
-    excluded: str
+def _mutated(source: str, operator: str, occurrence: int) -> tuple[str, str]:
+    """Return the changed source, and why it is no defect ("" if it is one)."""
+    try:
+        text = mutate_code(source, get_operator(operator)(), occurrence)
+    except AttributeError:  # cosmic-ray cannot replace an exception whose name has a dot
+        return "", "an operator that fails"
+    if text is None or not _compiles(text):
+        return "", "a change that does not compile"
+    return text, same_program(source, text)
+
+
+def _mutant(file: str, source: str, text: str, operator: str) -> Mutant:
+    old, new = source.splitlines(), text.splitlines()
+    line = next((k for k, (a, b) in enumerate(zip(old, new), 1) if a != b), min(len(old), len(new)))
+    diff = difflib.unified_diff(old, new, f"a/{file}", f"b/{file}", lineterm="", n=2)
+    return Mutant(file, text, line, operator, "\n".join(diff))
+
+
+def _compiles(text: str) -> bool:
+    with warnings.catch_warnings():  # such as `x is "text"`
+        warnings.simplefilter("ignore", SyntaxWarning)
+        try:
+            compile(text, "mutant", "exec")
+        except (SyntaxError, ValueError):
+            return False
+    return True
+
+
+# --------------------------------------------------------------------------------------------------------------- sites
 
 
 @cache
 def _families() -> dict[str, tuple[str, ...]]:
-    """Operators that apply at the same places, by one of them."""
+    """Group the operators that apply at the same places, by the first of each group."""
     out: dict[str, list[str]] = {}
     for name in operator_names():
-        if name in ("core/VariableReplacer", "core/VariableInserter"):  # take names as settings
+        if name in ("core/VariableReplacer", "core/VariableInserter"):  # these need names of variables
             continue
         words = name.split("_")
         out.setdefault("_".join(words[:2]) if len(words) == 3 and "Delete" not in words else name, []).append(name)
     return {names[0]: tuple(names) for names in out.values()}
 
 
-def _sites(file: str) -> Iterator[_Site]:
-    source = (SOURCE / file).read_text()
+def _sites(source: str) -> Iterator[tuple[int, tuple[str, ...], str]]:
+    """Yield each site: its number among those of its operators, the operators, and why it is left out."""
     nodes = list(ast_nodes(get_ast(source)))
-    excluded = _excluded(source, EFFORT.get(file.removeprefix("chipfit/"), ""))
+    excluded = excluded_ranges(source)
     for first, names in _families().items():
         operator, occurrence = get_operator(first)(), 0
         for node in nodes:
             for start, stop in operator.mutation_positions(node):
-                reason = next((why for a, b, why in excluded if a <= start and stop <= b), "")
-                yield _Site(occurrence, names, reason)
+                yield occurrence, names, next((why for a, b, why in excluded if a <= start and stop <= b), "")
                 occurrence += 1
 
 
-_Range = tuple[tuple[int, int], tuple[int, int], str]
-#: decorators without which a function does the same
-_DECORATORS = {
+# ------------------------------------------------------------------------------------- places where no defect is drawn
+
+Range = tuple[tuple[int, int], tuple[int, int], str]  #: (line, column) of begin and end, and the reason
+#: decorators without which a function computes the same
+DECORATORS = {
     **dict.fromkeys(("cache", "lru_cache", "cached_property", "wraps"), "a cache"),
     **dict.fromkeys(("overload", "runtime_checkable", "abstractmethod", "final"), "a type annotation"),
-    "staticmethod": "how a function is called",  # by its class alone
+    "staticmethod": "how a function is called",
 }
+NOTICES = "warn warning debug info cast TypeVar".split()  #: calls whose arguments are for people or for type checkers
+TEXTS = "__repr__ __str__ extra_repr _repr_html_ __hash__".split()
 
 
-def _excluded(source: str, effort: str = "") -> list[_Range]:
-    """Where a change cannot change a result, with the rule that says so; effort: names of amounts of work."""
-    out: list[_Range] = []
+def excluded_ranges(source: str) -> list[Range]:
+    """Find the places of a module where a change cannot change a result."""
     lines = source.splitlines()
 
     def at(line: int, column: int) -> tuple[int, int]:
         return line, len(lines[line - 1].encode()[:column].decode())
 
-    def leave(n: ast.AST, why: str) -> None:
-        out.append((at(n.lineno, n.col_offset), at(n.end_lineno, n.end_col_offset), why))  # type: ignore[attr-defined]
+    return [
+        (at(n.lineno, n.col_offset), at(n.end_lineno, n.end_col_offset), why)  # type: ignore[attr-defined]
+        for node in ast.walk(ast.parse(source))
+        for n, why in _without_effect(node)
+    ]
 
-    tree = ast.parse(source)
-    for n in tree.body:
-        if isinstance(n, ast.Assign) and all(x in effort.split() for x in _names(n.targets[0])):
-            leave(n, "an amount of effort")
-    for n in ast.walk(tree):
-        if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) in effort.split() and n.value is not None:
-            leave(n.value, "an amount of effort")
-        elif isinstance(n, ast.arguments):
-            for a, default in zip(n.args[::-1], n.defaults[::-1]):
-                if a.arg in effort.split():
-                    leave(default, "an amount of effort")
-        if isinstance(n, ast.AnnAssign | ast.arg) and n.annotation is not None:
-            leave(n.annotation, "a type annotation")
-        elif isinstance(n, ast.Raise):
-            leave(n, "the text of an error")
-        elif isinstance(n, ast.JoinedStr) or (isinstance(n, ast.Subscript) and isinstance(n.value, ast.JoinedStr)):
-            leave(n, "a text")
-        elif isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test):
-            leave(n, "a type annotation")
-        elif isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) in ("__all__", "__slots__"):
-            leave(n, "names of a module")
-        if isinstance(n, ast.Call):
-            called = ast.unparse(n.func).rpartition(".")[2]
-            if called.endswith(("Error", "Warning")) or called in (
-                "warn",
-                "warning",
-                "debug",
-                "info",
-                "cast",
-                "TypeVar",
-            ):
-                leave(n, "the text of an error")
-            if called == "refuse":  # of a writer: raises, whatever it is told
-                for x in n.args:
-                    leave(x, "the text of an error")
-            for k in n.keywords:
-                if called == "zip" and k.arg == "strict":
-                    leave(k.value, "a check of equal lengths inside zip")
-                if called == "dumps" and k.arg == "indent":
-                    leave(k.value, "spaces in JSON")
-        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef):
+
+def _without_effect(n: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """Yield the parts of a node (or the node itself) that cannot change a result, with the reason."""
+    if isinstance(n, ast.AnnAssign | ast.arg) and n.annotation is not None:
+        yield n.annotation, "a type annotation"
+    elif isinstance(n, ast.Raise):
+        yield n, "the text of an error"
+    elif isinstance(n, ast.JoinedStr) or (isinstance(n, ast.Subscript) and isinstance(n.value, ast.JoinedStr)):
+        yield n, "a text"
+    elif isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test):
+        yield n, "a type annotation"
+    elif isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) in ("__all__", "__slots__"):
+        yield n, "names of a module"
+    elif isinstance(n, ast.Call):
+        called = ast.unparse(n.func).rpartition(".")[2]
+        if called.endswith(("Error", "Warning")) or called in NOTICES:
+            yield n, "the text of an error"
+        for k in n.keywords:
+            if (called, k.arg) == ("zip", "strict"):
+                yield k.value, "a check of equal lengths inside zip"
+            if (called, k.arg) == ("dumps", "indent"):
+                yield k.value, "spaces in JSON"
+    elif isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if not isinstance(n, ast.ClassDef):
             if n.returns is not None:
-                leave(n.returns, "a type annotation")
-            if n.name in ("__repr__", "__str__", "extra_repr", "_repr_html_", "__hash__"):
-                leave(n, "a text for people")
-        if isinstance(n, ast.FunctionDef | ast.ClassDef):
-            for d in n.decorator_list:
-                name = ast.unparse(d.func if isinstance(d, ast.Call) else d).rpartition(".")[2]
-                if name == "dataclass" and isinstance(d, ast.Call):
-                    leave(d, "how a record is stored")
-                if why := _DECORATORS.get(name):
-                    out.append(((d.lineno, d.col_offset - 1), (d.end_lineno, 10**6), why))  # type: ignore[arg-type]
-    return out
+                yield n.returns, "a type annotation"
+            if n.name in TEXTS:
+                yield n, "a text for people"
+        for d in n.decorator_list:
+            name = ast.unparse(d.func if isinstance(d, ast.Call) else d).rpartition(".")[2]
+            if name == "dataclass" and isinstance(d, ast.Call):
+                yield d, "how a record is stored"
+            if name in DECORATORS:  # from its @ to the end of the line
+                begin = {"lineno": d.lineno, "col_offset": d.col_offset - 1}
+                yield ast.Pass(**begin, end_lineno=(d.end_lineno or d.lineno) + 1, end_col_offset=0), DECORATORS[name]
 
 
-def _names(n: ast.AST) -> list[str]:
-    return [x.id for x in ast.walk(n) if isinstance(x, ast.Name)]
+# --------------------------------------------------------------------------------------- changes that change no result
+
+#: comparisons that hold of equal words or of different ones: nobody writes them, and they often say the same
+AS_GOOD = {ast.Eq: (ast.LtE, ast.GtE), ast.NotEq: (ast.Lt, ast.Gt)}
+#: equality and identity, which are alike for small numbers, types, words of the program and None
+ALIKE = ({ast.Eq, ast.Is}, {ast.NotEq, ast.IsNot})
 
 
-@cache
-def _equivalent() -> frozenset[tuple[str, ...]]:
-    """Changes that a person found to be no defects: (file, old line, new line)."""
-    entries = yaml.safe_load((HERE / "equivalent.yaml").read_text()) or []
-    for e in entries:
-        if not e.get("why"):
-            raise OutOfDate(f"equivalent.yaml: no reason for {e}")
-    return frozenset((e["file"], _tight(e["old"]), _tight(e["new"])) for e in entries)
+def same_program(source: str, text: str) -> str:
+    """Return why a changed module computes what it did ("" if it may not)."""
+    before, after = ast.parse(source), ast.parse(text)
+    if _same_comparison(before, after):
+        return "words compared by order, or anything by identity in place of equality"
+    if ast.dump(before) == ast.dump(after):
+        return "the same program"
+    if _unstarred(before) == _unstarred(after):
+        return "which arguments need their names"
+    return ""
 
 
-def _tight(line: str) -> str:
-    return "".join(line.split())
-
-
-def _meaning(source: str) -> str:
-    """A program, whatever stars its signatures have."""
-    tree = ast.parse(source)
+def _unstarred(tree: ast.Module) -> str:
+    """Return a program without the stars and slashes of its signatures (in place)."""
     for n in ast.walk(tree):
         if isinstance(n, ast.arguments):
             named = [*n.posonlyargs, *n.args, *n.kwonlyargs]
@@ -310,71 +235,11 @@ def _meaning(source: str) -> str:
     return ast.dump(tree)
 
 
-#: what else is true of equal words, or of different ones: nobody writes it, and it often says the same
-_AS_GOOD = {ast.Eq: (ast.LtE, ast.GtE), ast.NotEq: (ast.Lt, ast.Gt)}
-#: equality and identity: the same of small numbers, types, words of the program and None
-_ALIKE = ({ast.Eq, ast.Is}, {ast.NotEq, ast.IsNot})
-
-
-def _same_comparison(source: str, text: str) -> bool:
-    """Whether words are compared by order in place of equality, or anything by identity in place of equality."""
-    for x, y in zip(ast.walk(ast.parse(source)), ast.walk(ast.parse(text))):
+def _same_comparison(before: ast.Module, after: ast.Module) -> bool:
+    for x, y in zip(ast.walk(before), ast.walk(after)):
         if isinstance(x, ast.Compare) and isinstance(y, ast.Compare):
             changed = [(type(a), type(b)) for a, b in zip(x.ops, y.ops) if type(a) is not type(b)]
             words = any(isinstance(c, ast.Constant) and isinstance(c.value, str) for c in (x.left, *x.comparators))
-            if any({*pair} in _ALIKE or (words and pair[1] in _AS_GOOD.get(pair[0], ())) for pair in changed):
+            if any({*pair} in ALIKE or (words and pair[1] in AS_GOOD.get(pair[0], ())) for pair in changed):
                 return True
     return False
-
-
-# ---------------------------------------------------------------- texts
-
-
-def _compiles(text: str) -> bool:
-    try:
-        compile(text, "mutant", "exec")
-    except (SyntaxError, ValueError):
-        return False
-    return True
-
-
-def _lines(a: str, b: str, chars: bool = False) -> Iterator[tuple[str, str]]:
-    from itertools import zip_longest
-
-    yield from zip_longest(a if chars else a.splitlines(), b if chars else b.splitlines(), fillvalue="")
-
-
-def _pair(a: str, b: str, line: int) -> tuple[str, str]:
-    first, second = a.splitlines(), b.splitlines()
-    return first[line - 1] if line <= len(first) else "", second[line - 1] if line <= len(second) else ""
-
-
-def _diff(file: str, a: str, b: str) -> str:
-    return "\n".join(difflib.unified_diff(a.splitlines(), b.splitlines(), f"a/{file}", f"b/{file}", lineterm="", n=2))
-
-
-def _around(source: str, line: int, column: int) -> str:
-    """The qualified name of the innermost function around a place, as `co_qualname` writes it."""
-    found = ""
-
-    def walk(n: ast.AST, path: str) -> None:
-        nonlocal found
-        for child in ast.iter_child_nodes(n):
-            inner = path
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-                first = min([child.lineno, *(d.lineno for d in getattr(child, "decorator_list", []))])
-                inside = first <= line <= (child.end_lineno or 0)
-                if isinstance(child, ast.Lambda):
-                    begin, end = (child.lineno, child.col_offset), (child.end_lineno, child.end_col_offset)
-                    inside = begin <= (line, column) <= end
-                if not inside:
-                    continue
-                name = getattr(child, "name", "<lambda>")
-                inner = f"{path}.{name}" if path else name
-                if not isinstance(child, ast.ClassDef):
-                    found = inner
-                    inner += ".<locals>"
-            walk(child, inner)
-
-    walk(ast.parse(source), "")
-    return found
