@@ -21,8 +21,8 @@ import torch
 from chipfit.calibration.collect import TensorStats
 from chipfit.decide import scales
 from chipfit.decide.assignment import assign
+from chipfit.decide.constraints import tie_groups
 from chipfit.decide.requantize import requantize
-from chipfit.decide.ties import tie_groups
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.fuse import fuse
 from chipfit.plan.record import Plan
@@ -86,7 +86,7 @@ def decide(graph: Graph, platform: Platform) -> Plan:
         nodes=dict(assignment.nodes),
         groups=groups,
         float_edges=frozenset(assignment.float_edges),
-        ties=tuple(tuple(sorted(g)) for g in tie_groups(assignment.bindings)),
+        ties=tuple(tuple(sorted(g)) for g in tie_groups(assignment.constraints)),
     )
     rounding(graph, plan)
     return plan

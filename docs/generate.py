@@ -15,8 +15,8 @@ from typing import Any
 
 from chipfit.bench.config import Config
 from chipfit.platform.load import load, names
-from chipfit.platform.modelled import kernels_of, whole_arithmetic
 from chipfit.platform.schema import Platform
+from chipfit.platform.support import kernels_of, simulates_arithmetic
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.tables import log_table
 from chipfit.registry import registered
@@ -38,9 +38,9 @@ def support_table() -> str:
     for name in names():
         p = load(name)
         first = next((str(u) for o in p.ops for u in o.use if u.w), "-")
-        counts = "/".join(str(sum(o.conf == c for o in p.ops)) for c in "VDI")
+        counts = "/".join(str(sum(o.confidence == c for o in p.ops)) for c in "VDI")
         math = p.math.requant.get("form", "-") if p.math.requant else "-"
-        how = "whole" if whole_arithmetic(p) else "in part" if kernels_of(p) else "-"
+        how = "whole" if simulates_arithmetic(p) else "in part" if kernels_of(p) else "-"
         deploys = p.deploy[0] if p.deploy else "-"
         cells = (f"`{name}`", p.title, first, counts, str(len(p.fuse)), str(math), how, deploys)
         lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")

@@ -23,11 +23,11 @@ from chipfit.calibration.sample_fingerprints import SampleHashes
 from chipfit.decide import scales
 from chipfit.decide.assignment import Assignment, assign
 from chipfit.decide.bounds import plan_limits
+from chipfit.decide.constraints import tie_groups
 from chipfit.decide.dynamic import with_dynamic, without_dynamic
-from chipfit.decide.heard import unheard, untaken
+from chipfit.decide.override_effects import unapplied_overrides, unmet_io_formats
 from chipfit.decide.overrides import Overrides, resolve_overrides, to_record, with_results
 from chipfit.decide.requantize import requantize
-from chipfit.decide.ties import tie_groups
 from chipfit.engine.process import undisturbed
 from chipfit.errors import CaptureError, ConfigError, Interrupted, NothingQuantizedError, PlanError, UnknownNameError
 from chipfit.frameworks import capture, checksum, lower, read_back
@@ -448,7 +448,7 @@ def quantize(
         with shown.timed("assign"):
             graph, assignment, decisions = decide(graph, target, overrides, settings)
             _refuse_all_float(assignment, target)
-        bits = [s.format.bits for s in assignment.slots.values() if s.role == "weight"]
+        bits = [s.format.bits for s in assignment.tensors.values() if s.role == "weight"]
         completed = steps.completed(settings, bits, name_of(weight_rule), True)[0]
         tried = steps.tried(completed, graph, assignment)
         if isinstance(again, Iterator):
@@ -583,7 +583,9 @@ def _adapted(
     results, why = steps.results(graph, assignment, stats, settings)
     if results:
         other, chosen, said = again(graph, settings=settings, results=results)
-        if new := sorted({n for n, s in chosen.slots.items() if s.role == "activation"} - {*stats, *assignment.slots}):
+        if new := sorted(
+            {n for n, s in chosen.tensors.items() if s.role == "activation"} - {*stats, *assignment.tensors}
+        ):
             results, why = (
                 {},
                 [f"kernels hand over codes: else '{new[0]}', which calibration left out, were stored too"],
@@ -691,7 +693,7 @@ def decide(
     if assignment.dynamic:
         apart = with_dynamic(apart, platform, assignment)
         assignment, notes = one_pass(apart)
-    said = unheard(apart, assignment, overrides) + untaken(apart, platform, assignment)
+    said = unapplied_overrides(apart, assignment, overrides) + unmet_io_formats(apart, platform, assignment)
     return apart, assignment, notes + insertions + said
 
 
@@ -703,8 +705,8 @@ def _plan(start: Plan, graph: Graph, tensors: dict[str, TensorPlan], assignment:
         nodes=dict(assignment.nodes),
         groups=assignment.groups,
         float_edges=assignment.float_edges,
-        ties=tie_groups(assignment.bindings),
-        **plan_limits(graph, assignment.bindings, tensors),
+        ties=tie_groups(assignment.constraints),
+        **plan_limits(graph, assignment.constraints, tensors),
     )
 
 
@@ -774,7 +776,7 @@ def load(directory: str | Path) -> Result:
 
 
 def _refuse_all_float(assignment: Assignment, platform: Platform) -> None:
-    if any(s.role != "bias" for s in assignment.slots.values()):
+    if any(s.role != "bias" for s in assignment.tensors.values()):
         return
     reasons: Iterable[str] = dict.fromkeys(f"{n.op} '{n.who}': {n.why}" for n in assignment.nodes.values() if n.why)
     got = "; ".join(list(reasons)[:8]) or "a model without operators"

@@ -139,7 +139,7 @@ def adapt(
 def results(graph: Graph, assignment: Assignment, stats: Stats, settings: Settings) -> tuple[dict[str, str], list[str]]:
     """What kernels that can do several things do, "codes", "float" or "whole", by their first nodes."""
     chosen, notes = dict[str, str](), list[str]()
-    for step in taken(settings, "results") if assignment.either else ():
+    for step in taken(settings, "results") if assignment.modes else ():
         more, said = _take(step, settings, graph, assignment, stats)
         chosen, notes = chosen | more, notes + said
     return chosen, notes

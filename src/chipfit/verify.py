@@ -25,8 +25,8 @@ from chipfit.files import path_of
 from chipfit.graph.builder import needed
 from chipfit.graph.ir import DYNAMIC, Graph
 from chipfit.plan.record import Plan
-from chipfit.platform.modelled import not_modelled, whole_arithmetic
 from chipfit.platform.schema import Platform
+from chipfit.platform.support import simulates_arithmetic, unsupported_features
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import DeviceRuntime, entries, entry, require
 from chipfit.screen import Summary, SummaryRepr
@@ -471,9 +471,9 @@ def verify(
         device = found.thing(file, [*(found.declares.codes.format(v) for v in quantized), *moment])
         stored = format_of(suffix).declares.stored
         held = stored(file) if stored is not None else None
-    promised = runtime in platform.runtimes and whole_arithmetic(platform)
+    promised = runtime in platform.runtimes and simulates_arithmetic(platform)
     out = Verification(runtime, promised, executed=dict(device.executed()))
-    out.not_modelled = [*not_modelled(platform)]
+    out.not_modelled = [*unsupported_features(platform)]
     profile = profile_for(platform, found.declares.kernels)
     in_float, makers = float_results(graph, plan, profile), graph.producers()
     behind = float_operators(graph, plan, profile)

@@ -139,7 +139,7 @@ def test_a_bias_that_its_grid_would_clip_stays():
 
 #: layer, its weights, the bias that undoes the shift of the output's mean. Step 0.5: 0.3 gains 0.2, 1.1 loses 0.1,
 #: 0.5 stays; the inputs' means are 4 and 2
-BY_HAND = {
+KEPT_BY_USER = {
     "matrix": (lambda: nn.Linear(2, 2), [0.3, 1.1, 0.5, 0.3], [-(0.8 - 0.2), -0.4]),
     "conv": (lambda: nn.Conv2d(2, 2, 1), [0.3, 1.1, 0.5, 0.3], [-(0.8 - 0.2), -0.4]),
     "groups": (lambda: nn.Conv2d(2, 2, 1, groups=2), [0.3, 1.1], [-0.8, 0.2]),
@@ -153,9 +153,9 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("name", KEPT_BY_USER)
 def test_the_shift_of_the_outputs_mean_by_hand(name):
-    make, weight, bias = BY_HAND[name]
+    make, weight, bias = KEPT_BY_USER[name]
     layer = make()
     with torch.no_grad():
         layer.weight.copy_(torch.tensor(weight).view_as(layer.weight))

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.decide.assignment import Assignment, Slot
+from chipfit.decide.assignment import Assignment, TensorSpec
 from chipfit.decide.biases import with_biases
-from chipfit.decide.ties import Binding
+from chipfit.decide.constraints import Constraint
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import TensorPlan
 from chipfit.platform.schema import Format, Rule
@@ -66,15 +66,17 @@ def biased(
 ):
     """The tensors of one linear layer whose input has the scale 0.5."""
     names = {"in0": ("x",), "w": ("w",), "b": ("b",)}
-    binding = Binding(op="Linear", rules=tuple(Rule(**r) for r in rules), slots={k: names[k] for k in slots})
-    slot = Slot(name="b", role="bias", format_name="b32", format=fmt or Format(bits=grid.bits), axis=axis, node="n")
+    constraint = Constraint(op="Linear", rules=tuple(Rule(**r) for r in rules), slots={k: names[k] for k in slots})
+    slot = TensorSpec(
+        name="b", role="bias", format_name="b32", format=fmt or Format(bits=grid.bits), axis=axis, node="n"
+    )
     node = Node("n", "Linear", ("x", "w", "b"), ("y",), layer="fc")
     graph = Graph([node], ["x"], ["y"], {}, {"w": torch.ones(shape), "b": torch.tensor(bias)})
     tensors = {
         "x": entry_of("x", 0.5, role="activation"),
         "w": entry_of("w", weight_scale, weight, axis=0 if isinstance(weight_scale, list) else None),
     }
-    assignment = Assignment(slots={"b": slot}, bindings=(binding,))
+    assignment = Assignment(tensors={"b": slot}, constraints=(constraint,))
     return with_biases(graph, assignment, {"b": grid}, tensors)
 
 
@@ -167,14 +169,18 @@ def test_a_bias_is_added_to_the_products_where_a_rule_says_so_or_none_and_it_is_
 
 def test_of_layers_that_share_a_weight_each_bias_has_room():
     names = [{"in0": ("x",), "w": ("w",), "b": (b,)} for b in ("b1", "b2")]
-    bindings = tuple(Binding(op="Linear", rules=(Rule(**PRODUCT),), slots=s) for s in names)
+    constraints = tuple(Constraint(op="Linear", rules=(Rule(**PRODUCT),), slots=s) for s in names)
     slots = {
-        b: Slot(name=b, role="bias", format_name="b8", format=Format(bits=8), axis=0, node=b) for b in ("b1", "b2")
+        b: TensorSpec(name=b, role="bias", format_name="b8", format=Format(bits=8), axis=0, node=b)
+        for b in ("b1", "b2")
     }
     weights = {"w": torch.ones(2, 2), "b1": torch.tensor([1.0, 1.0]), "b2": torch.tensor([1.0, 100.0])}
     tensors = {"x": entry_of("x", 0.5, role="activation"), "w": entry_of("w", [0.25, 0.25], axis=0)}
     made = with_biases(
-        Graph([], [], [], {}, weights), Assignment(slots=slots, bindings=bindings), dict.fromkeys(slots, CODES), tensors
+        Graph([], [], [], {}, weights),
+        Assignment(tensors=slots, constraints=constraints),
+        dict.fromkeys(slots, CODES),
+        tensors,
     )
     grown = 100 / (0.5 * 63.5)
     assert made["w"].scale.tolist() == pytest.approx([0.25, grown])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chipfit.decide.bounds import plan_limits
-from chipfit.decide.ties import Binding
+from chipfit.decide.constraints import Constraint
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import TensorPlan
 from chipfit.platform.schema import Rule
@@ -36,9 +36,9 @@ def plan_of(**grids):
 
 def limits(rules, tensors=None, op="Conv2D", weight=WEIGHT):
     slots = {"in0": ("x",), "ins": ("x",), "w": ("w",), "b": ("b",), "out": ("y",), "outs": ("y",)}
-    binding = Binding(op=op, rules=tuple(Rule(**r) for r in rules), slots=slots)
+    constraint = Constraint(op=op, rules=tuple(Rule(**r) for r in rules), slots=slots)
     tensors = tensors or plan_of(x=SYMMETRIC, w=SYMMETRIC, b=Grid(bits=32, qmin=-(2**31), qmax=2**31 - 1), y=SYMMETRIC)
-    return plan_limits(Graph([], [], [], {}, {"w": weight}), [binding], tensors)
+    return plan_limits(Graph([], [], [], {}, {"w": weight}), [constraint], tensors)
 
 
 def test_no_rule_bounds_nothing():

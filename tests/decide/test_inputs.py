@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.decide.units import block_of, blocks_of
+from chipfit.decide.groups import block_of, blocks_of
 from chipfit.errors import PlanError, UnsupportedError
 from chipfit.graph.ir import DYNAMIC
 from chipfit.platform.schema import Format, OpRule, Option, Platform

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.decide.options import BY_HAND, either, first_fitting, usable
-from chipfit.decide.units import find_units
+from chipfit.decide.groups import find_groups
+from chipfit.decide.options import KEPT_BY_USER, execution_modes, first_compatible_option, with_applicable_options
 from chipfit.errors import UnsupportedError
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph, Node, Value
@@ -42,8 +42,8 @@ CHIP = Platform(
 def unit(choices):
     """A convolution about which the user says `choices`."""
     graph = captured(nn.Conv2d(2, 2, 1), torch.randn(1, 2, 3, 3))
-    first = find_units(graph, CHIP, (), {graph.nodes[0].name: choices})[0]
-    return usable(graph, CHIP, first, {})
+    first = find_groups(graph, CHIP, (), {graph.nodes[0].name: choices})[0]
+    return with_applicable_options(graph, CHIP, first, {})
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_bits_that_no_option_has_are_refused_with_those_that_some_have(choices, 
 def test_the_first_option_that_reads_its_input_as_it_is_stored_is_taken(have, taken):
     u = unit({})
     (value,) = u.data
-    assert first_fitting(CHIP, u, {value: have} if have else {}) == taken
+    assert first_compatible_option(CHIP, u, {value: have} if have else {}) == taken
 
 
 @pytest.mark.parametrize("have, fits", [(("a8", "a16"), True), (("a16", "a8"), False), (("a8", "a8"), False)])
@@ -94,8 +94,8 @@ def test_every_operand_has_a_word_of_its_own(have, fits):
             return a + b
 
     graph = capture(Two().eval(), (torch.randn(1, 2), torch.randn(1, 2)), {})
-    (add,) = find_units(graph, CHIP, (), {})
-    assert (first_fitting(CHIP, add, dict(zip(graph.inputs, have, strict=True))) is not None) is fits
+    (add,) = find_groups(graph, CHIP, (), {})
+    assert (first_compatible_option(CHIP, add, dict(zip(graph.inputs, have, strict=True))) is not None) is fits
 
 
 def test_free_widths_begin_at_one():
@@ -120,7 +120,7 @@ FLOAT_OUT, FLOAT_IN = Option(in_="a8", w="w8", out="float"), Option(in_="float",
 
 
 def found(use, choices=None, *, op="Linear", kept=None, weight=True, place="outputs", integer=False):
-    """What `usable` leaves of `use` for one operator over x (and z), and the graph's one value y."""
+    """What `with_applicable_options` leaves of `use` for one operator over x (and z), and the graph's one value y."""
     more = {"d8": Format(bits=8, dynamic=True), "b8": Format(bits=8, per="block", axis="in", block=4)}
     chip = CHIP.model_copy(
         update={
@@ -135,8 +135,8 @@ def found(use, choices=None, *, op="Linear", kept=None, weight=True, place="outp
     values = {v: Value(v, (None, 8), kinds.get(v, "float32")) for v in ("x", "y", "z", *(() if weight else "w"))}
     weights = {"w": torch.ones(6, 8)} if weight is True else {k: torch.ones(8) for k in weight or ()}
     graph = Graph([node], ["x"], ["y"], {k: v for k, v in values.items() if k not in weights}, weights)
-    (unit,) = find_units(graph, chip, (), {"n": choices} if choices else {})
-    return usable(graph, chip, unit, kept or {}).resolved
+    (unit,) = find_groups(graph, chip, (), {"n": choices} if choices else {})
+    return with_applicable_options(graph, chip, unit, kept or {}).resolved
 
 
 @pytest.mark.parametrize(
@@ -195,10 +195,10 @@ NOT_HEARD = "its result 'y' stays float: why"
         ({}, ""),
         ({"choices": {"float": "by hand"}}, "by hand"),
         ({"kept": {"y": "why"}}, NOT_HEARD),
-        ({"kept": {"y": BY_HAND}}, ""),
-        ({"kept": {"x": BY_HAND}}, ""),  # where quantizers belong to writers
+        ({"kept": {"y": KEPT_BY_USER}}, ""),
+        ({"kept": {"x": KEPT_BY_USER}}, ""),  # where quantizers belong to writers
         ({"kept": {"x": "why"}, "place": "both"}, "its input 'x' stays float: why"),
-        ({"kept": {"x": "".join(list(BY_HAND))}, "place": "inputs"}, "overrides keep its input 'x' in float"),
+        ({"kept": {"x": "".join(list(KEPT_BY_USER))}, "place": "inputs"}, "overrides keep its input 'x' in float"),
         ({"kept": {"x": "why", "y": "why"}, "use": (D8,)}, ""),
         ({"kept": {"x": "why", "y": "why"}, "use": (FLOAT_IN,)}, ""),
         ({"kept": {"y": "why"}, "use": (FLOAT_IN, A8_W8)}, NOT_HEARD),
@@ -251,8 +251,8 @@ def test_what_a_kernel_can_hand_over(use, choices, can):
         {"w": torch.ones(6, 8)},
     )  # fmt: skip
     chip = CHIP.model_copy(update={"ops": (OpRule(match=("Linear",), use=use, src=("M",), conf="V"),)})
-    (unit,) = find_units(graph, chip, (), {"n": choices})
-    assert either(unit) == can
+    (unit,) = find_groups(graph, chip, (), {"n": choices})
+    assert execution_modes(unit) == can
 
 
 @pytest.mark.parametrize(
@@ -273,8 +273,8 @@ def test_a_kernel_without_weights_may_run_in_float_as_a_whole(use, how, can):
     values = {v: Value(v, (None, 8)) for v in "xyz"}
     graph = Graph([Node("n", "Add", ("x", "z"), ("y",))], ["x", "z"], ["y"], values, {})
     chip = CHIP.model_copy(update={"ops": (OpRule(match=("Add",), use=use, exec=how, src=("M",), conf="V"),)})
-    (unit,) = find_units(graph, chip, (), {})
-    assert either(unit) == can
+    (unit,) = find_groups(graph, chip, (), {})
+    assert execution_modes(unit) == can
 
 
 @pytest.mark.parametrize(
@@ -286,9 +286,9 @@ def test_a_kernel_that_reads_any_codes_may_have_a_widest(in_bits, have, fits):
     graph = Graph([Node("n", "Relu", ("x",), ("y",))], ["x"], ["y"], values, {})
     use = (Option(in_="any", in_bits=in_bits, out="a8"),)
     chip = CHIP.model_copy(update={"ops": (OpRule(match=("Relu",), use=use, src=("M",), conf="V"),)})
-    (unit,) = find_units(graph, chip, (), {})
-    assert (first_fitting(chip, unit, {"x": have}) is not None) is fits
-    assert first_fitting(chip, unit, {"y": have}) == use[0]  # another value says nothing
+    (unit,) = find_groups(graph, chip, (), {})
+    assert (first_compatible_option(chip, unit, {"x": have}) is not None) is fits
+    assert first_compatible_option(chip, unit, {"y": have}) == use[0]  # another value says nothing
 
 
 FREE = {
@@ -316,11 +316,13 @@ def test_formats_of_free_width_are_taken_at_the_width_that_is_asked_for(use, cho
     )  # fmt: skip
     rule = OpRule(match=("Linear",), use=tuple(use), src=("M",), conf="V")
     chip = CHIP.model_copy(update={"ops": (rule,), "formats": FREE})
-    (unit,) = find_units(graph, chip, (), {"n": choices})
+    (unit,) = find_groups(graph, chip, (), {"n": choices})
     if left is None:
         with pytest.raises(UnsupportedError) as e:
-            usable(graph, chip, unit, {})
+            with_applicable_options(graph, chip, unit, {})
         widths = range(1, 17) if use[0].w != "w8" else [8]
         assert f"Allowed: {', '.join(map(str, widths))} bits" in str(e.value)
     else:
-        assert [f"{o.in_} {o.w} {o.out}" for o in usable(graph, chip, unit, {}).resolved.options] == left
+        assert [
+            f"{o.in_} {o.w} {o.out}" for o in with_applicable_options(graph, chip, unit, {}).resolved.options
+        ] == left

@@ -10,12 +10,12 @@ import torch
 
 from chipfit.decide.overrides import (
     CHOICES,
-    FLOAT_TOO,
+    FLOAT_IS_CHEAPER,
     OF_WEIGHTS,
     has_weights,
     match_layers,
-    over,
-    pairs,
+    merge_overrides,
+    override_entries,
     resolve_overrides,
     to_record,
     with_results,
@@ -199,13 +199,13 @@ def test_what_our_own_code_refuses_inside_a_filter_comes_out_as_it_is():
 @pytest.mark.parametrize("key", [OfOp, 5, None, ("head",)], ids=str)
 def test_a_key_is_a_name_or_a_filter(key):
     with pytest.raises(PlanError, match="The key of an override is not understood"):
-        pairs([(key, "float")])
+        override_entries([(key, "float")])
 
 
 def test_pairs_keep_their_order_and_nothing_has_none():
-    assert pairs(None) == [] and pairs({}) == [] and pairs(()) == []
-    assert pairs({"b": "float", "a": {"bits": 4}}) == [("b", "float"), ("a", {"bits": 4})]
-    assert pairs((["b", "float"], ("b", {"bits": 4}))) == [("b", "float"), ("b", {"bits": 4})]
+    assert override_entries(None) == [] and override_entries({}) == [] and override_entries(()) == []
+    assert override_entries({"b": "float", "a": {"bits": 4}}) == [("b", "float"), ("a", {"bits": 4})]
+    assert override_entries((["b", "float"], ("b", {"bits": 4}))) == [("b", "float"), ("b", {"bits": 4})]
 
 
 def _named(x):
@@ -319,8 +319,8 @@ def test_layers_stand_in_the_order_of_the_last_word_about_each():
     ids=str,
 )
 def test_a_number_of_bits_takes_an_earlier_float_back_and_nothing_else_does(later, left):
-    assert over({"float": "why"}, later) == left
-    assert over({"bits": 8, "rule": "kl"}, later) == {"bits": 8, "rule": "kl"} | later
+    assert merge_overrides({"float": "why"}, later) == left
+    assert merge_overrides({"bits": 8, "rule": "kl"}, later) == {"bits": 8, "rule": "kl"} | later
 
 
 def test_what_was_chosen_about_results_gives_way_to_the_user():
@@ -328,7 +328,7 @@ def test_what_was_chosen_about_results_gives_way_to_the_user():
     out = with_results(by_hand, {"a": "whole", "b": "float", "c": "float", "d": "codes", "e": "whole"})
     assert list(out.items()) == [
         ("d", {"result": "codes"}),
-        ("e", {"float": FLOAT_TOO}),
+        ("e", {"float": FLOAT_IS_CHEAPER}),
         ("a", {"bits": 4}),
         ("b", {"result": "float", "rule": "mse"}),
         ("c", {"result": "codes"}),

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.decide.legality import Row, _Problem, project
+from chipfit.decide.legality import ProductBound, _Problem, project
 from chipfit.platform.schema import Format, OpRule, Option, Platform, Rule
-from tests.decide.test_legality import ANY, POT, binding, var
+from tests.decide.test_legality import ANY, POT, constraint, var
 
 #: the multiplier s_in s_w / s_out
 REQUANT = {"in0": 1, "w": 1, "out": -1}
@@ -38,7 +38,7 @@ def test_the_nearest_legal_scales(case):
     rules, grid, wanted, legal = CASES[case]
     names = dict(zip(("x", "w", "y"), wanted, strict=True))
     found = project(
-        {n: var(s, grid) for n, s in names.items()}, [binding(*rules, op="Conv2D", in0="x", w="w", out="y")]
+        {n: var(s, grid) for n, s in names.items()}, [constraint(*rules, op="Conv2D", in0="x", w="w", out="y")]
     )
     assert [float(found[n].scale) for n in names] == pytest.approx(legal, rel=1e-5)
 
@@ -104,6 +104,6 @@ def test_joined_tensors_share_the_union_of_their_ranges():
 )
 def test_without_anything_to_move_bounds_hold_or_there_is_no_answer(low, high, holds):
     """A scale of 1, of which log2 is 0."""
-    row = Row(op="Conv2D", terms=(("x", 1),), low=low, high=high, rule=Rule(mono={"in0": 1}, max=1.0))
+    row = ProductBound(op="Conv2D", terms=(("x", 1),), low=low, high=high, rule=Rule(mono={"in0": 1}, max=1.0))
     problem = _Problem({"x": np.zeros(())}, set(), {}, [row])
     assert problem.solve([row], ()) == ({} if holds else None)

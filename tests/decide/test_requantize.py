@@ -8,8 +8,8 @@ from torch import nn
 
 import chipfit
 from chipfit.decide.assignment import Assignment
+from chipfit.decide.constraints import Constraint
 from chipfit.decide.requantize import requantize
-from chipfit.decide.ties import Binding
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.platform.load import load
@@ -101,11 +101,11 @@ def joined(*operators, able=True):
     nodes = [Node(name, op, tuple(ins), (name,), layer=f"of.{name}") for name, op, ins, _ in operators]
     values = {v: Value(v, (None, 4)) for v in ("x", "z", *(n.name for n in nodes))}
     graph = Graph(nodes, ["x", "z"], [nodes[-1].name], values, {})
-    bindings = []
+    constraints = []
     for name, op, ins, rules in operators:
         slots = {f"in{k}": (i,) for k, i in enumerate(ins)} | {"ins": tuple(ins), "out": (name,), "outs": (name,)}
-        bindings.append(Binding(op=op, rules=tuple(Rule(**r) for r in rules), slots=slots))
-    out, notes = requantize(graph, chip(able), Assignment(bindings=tuple(bindings)))
+        constraints.append(Constraint(op=op, rules=tuple(Rule(**r) for r in rules), slots=slots))
+    out, notes = requantize(graph, chip(able), Assignment(constraints=tuple(constraints)))
     return graph, out, notes
 
 

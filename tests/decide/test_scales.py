@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from chipfit.calibration.collect import TensorStats
-from chipfit.decide.assignment import Assignment, Slot
+from chipfit.decide.assignment import Assignment, TensorSpec
+from chipfit.decide.constraints import Constraint
 from chipfit.decide.scales import alike, choose, copies, needs, weighed
-from chipfit.decide.ties import Binding
 from chipfit.errors import DataError, PlanError, UnsupportedError
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.pipeline import quantize
@@ -69,17 +69,17 @@ def test_an_eight_bit_bias_has_a_range_of_its_own(platform):
 def test_a_histogram_is_collected_only_where_a_range_is_searched():
     steps = begin(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(8, 4), "tflite_int8")
     a, dictated = steps.assignment, "tanh"  # 1/128 on this chip
-    assert a.slots[dictated].rule is None
+    assert a.tensors[dictated].rule is None
 
-    def searched(rule, z=None, slots=a.slots):
-        return {t for t, need in needs(replace(a, slots=slots), rule, z).items() if need.histogram}
+    def searched(rule, z=None, slots=a.tensors):
+        return {t for t, need in needs(replace(a, tensors=slots), rule, z).items() if need.histogram}
 
-    others = {t for t, s in a.slots.items() if s.role == "activation"} - {dictated}
+    others = {t for t, s in a.tensors.items() if s.role == "activation"} - {dictated}
     assert searched("mse") == others and len(others) == 3
     assert searched("no_clipping") == set() and searched("no_clipping", 3.0) == others
-    own = {**a.slots, "linear": replace(a.slots["linear"], rule="kl")}
+    own = {**a.tensors, "linear": replace(a.tensors["linear"], rule="kl")}
     assert searched("no_clipping", slots=own) == {"linear"}
-    own["linear"] = replace(a.slots["linear"], rule="no_clipping")
+    own["linear"] = replace(a.tensors["linear"], rule="no_clipping")
     assert searched("mse", slots=own) == others - {"linear"}
 
 
@@ -91,7 +91,7 @@ TIE = {"tie": ["in0", "out"]}
 
 
 def slot(name, fmt=A8, role="activation", **facts):
-    return Slot(name=name, role=role, format_name="a8", format=fmt, **facts)
+    return TensorSpec(name=name, role=role, format_name="a8", format=fmt, **facts)
 
 
 def chosen(ranges, *rules, slots=(), op="Add", weights=None, floats=None, nodes=(), order=("in0", "out"), **options):
@@ -102,10 +102,10 @@ def chosen(ranges, *rules, slots=(), op="Add", weights=None, floats=None, nodes=
     slots = {k: own.get(k, slot(k)) for k in [*names, *(k for k in own if k not in names)]}
     bound = {where: (k,) for where, k in zip(order, slots, strict=False)}
     bound |= {"ins": tuple(k for w, (k,) in bound.items() if w.startswith("in")), "outs": bound.get("out", ())}
-    binding = Binding(op=op, rules=tuple(Rule(**r) for r in rules), slots=bound)
+    constraint = Constraint(op=op, rules=tuple(Rule(**r) for r in rules), slots=bound)
     values = {k: Value(k, (None, 4)) for k in slots}
     graph = Graph(list(nodes), [], [], values, weights or {})
-    assignment = Assignment(slots=slots, bindings=(binding,), floats=floats or {})
+    assignment = Assignment(tensors=slots, constraints=(constraint,), floats=floats or {})
     return choose(graph, assignment, stats, **{"rule": "no_clipping", "weight_rule": "no_clipping", **options})
 
 
@@ -282,7 +282,7 @@ def test_importance_is_asked_of_tensors_whose_own_rule_or_that_of_all_weighs():
         "w": slot("w", role="weight"),
         "b": slot("b", role="bias", rule="hmse"),
     }
-    a = Assignment(slots=slots)
+    a = Assignment(tensors=slots)
     assert weighed(a, "hmse", "mse") == {"x", "z"}
     assert weighed(a, "mse", "hmse") == {"z", "w"}
     assert weighed(a, "mse", "mse") == {"z"}
@@ -296,8 +296,11 @@ def test_calibration_collects_what_is_not_known_beforehand():
         "w": slot("w", role="weight"),
         "b": slot("b", role="bias"),
     }
-    assert {k: n.histogram for k, n in needs(Assignment(slots=slots), "mse").items()} == {"x": True, "z": True}
-    assert {k: n.histogram for k, n in needs(Assignment(slots=slots), "no_clipping").items()} == {"x": False, "z": True}
+    assert {k: n.histogram for k, n in needs(Assignment(tensors=slots), "mse").items()} == {"x": True, "z": True}
+    assert {k: n.histogram for k, n in needs(Assignment(tensors=slots), "no_clipping").items()} == {
+        "x": False,
+        "z": True,
+    }
 
 
 def test_rules_that_had_nothing_to_weigh_by_are_named_in_one_note():
@@ -311,8 +314,8 @@ def test_rules_that_had_nothing_to_weigh_by_are_named_in_one_note():
 
 
 def test_a_tensor_that_is_tied_to_floats_alone_is_tied_to_none():
-    binding = Binding(op="Add", rules=(Rule(**TIE),), slots={"in0": ("x",), "out": ("y",)})
-    assignment = Assignment(slots={"x": slot("x")}, bindings=(binding,), floats={"y": "it is kept"})
+    constraint = Constraint(op="Add", rules=(Rule(**TIE),), slots={"in0": ("x",), "out": ("y",)})
+    assignment = Assignment(tensors={"x": slot("x")}, constraints=(constraint,), floats={"y": "it is kept"})
     graph = Graph([], [], [], {k: Value(k, (None, 4)) for k in "xy"}, {})
     seen = {"x": TensorStats("x", low=-1.0, high=1.0, count=4, batches=2)}
     made = choose(graph, assignment, seen, rule="no_clipping")

@@ -70,8 +70,8 @@ def test_nothing_warns_logs_or_has_gradients_while_torch_traces_and_all_is_as_be
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with quiet():
-                warnings.warn("unheard", stacklevel=1)
-                logging.getLogger("anyone").warning("unheard")
+                warnings.warn("unapplied_overrides", stacklevel=1)
+                logging.getLogger("anyone").warning("unapplied_overrides")
                 logging.getLogger("anyone").error("heard")
                 assert not torch.is_grad_enabled()
             with pytest.raises(UserWarning):

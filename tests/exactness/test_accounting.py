@@ -11,7 +11,7 @@ from torch import nn
 
 import chipfit
 from chipfit.errors import DataError, VerificationError
-from chipfit.platform.modelled import not_modelled
+from chipfit.platform.support import unsupported_features
 from chipfit.verify import ConstantComparison, OutputComparison, TensorComparison, Verification
 from tests.zoo import make, unseen
 
@@ -128,7 +128,7 @@ def test_what_the_platform_states_and_nothing_models_is_in_the_verification(fitt
     pieces = known.math.model_copy(update={"act_table": {"kind": "pieces"}})
     result = replace(fitted[0], platform=known.model_copy(update={"math": pieces}))
     found = result.verify([fitted[1][12:]])
-    assert found.not_modelled == [*not_modelled(result.platform)] and found.not_modelled
+    assert found.not_modelled == [*unsupported_features(result.platform)] and found.not_modelled
     assert "not modelled: math.act_table" in found.summary()
     assert json.loads(json.dumps(found.to_dict()))["not_modelled"] == found.not_modelled
 

@@ -123,7 +123,7 @@ def test_what_cannot_be_centred_says_why(second, why):
     torch.manual_seed(0)
     before, after, notes = centred(nn.Sequential(nn.Conv2d(3, 4, 1), second).eval(), torch.randn(2, 3, 5, 5))
     assert notes[0] == f"the result of '0' is not centred: {why}" or before.graph.nodes[0].output not in (
-        before.assignment.slots
+        before.assignment.tensors
     )
     assert all(torch.equal(w, after.graph.weights[k]) for k, w in before.graph.weights.items())
 
@@ -189,9 +189,9 @@ def test_nothing_is_said_of_what_is_not_stored():
     stats = collect(steps.graph, [[x]], tensors=needs)
     made = steps.graph.nodes[0].output
     stored = replace(
-        steps.assignment, slots={**steps.assignment.slots, made: next(iter(steps.assignment.slots.values()))}
+        steps.assignment, tensors={**steps.assignment.tensors, made: next(iter(steps.assignment.tensors.values()))}
     )
-    bare = replace(steps.assignment, slots={k: v for k, v in steps.assignment.slots.items() if k != made})
+    bare = replace(steps.assignment, tensors={k: v for k, v in steps.assignment.tensors.items() if k != made})
     assert centre(steps.graph, stored, stats)[2] == ["the result of '0' is not centred: Sigmoid '1' reads it"]
     assert centre(steps.graph, bare, stats)[2] == []
 

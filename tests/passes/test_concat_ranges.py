@@ -29,15 +29,15 @@ def test_each_concatenation_gives_its_result_and_its_inputs_the_inner_one_first(
 
 def test_a_concatenation_that_is_not_stored_in_codes_has_no_group():
     steps = begin(Nested(), torch.randn(2, 3, 4, 4))
-    steps.assignment.slots.clear()
+    steps.assignment.tensors.clear()
     assert concat_groups(steps.graph, steps.assignment) == []
 
 
 def test_what_is_stored_otherwise_or_not_at_all_stays_out_of_a_group():
     steps = begin(Nested(), torch.randn(2, 3, 4, 4))
     a, b, inner, c, outer = (n.output for n in steps.graph.nodes[:5])
-    del steps.assignment.slots[a]
-    steps.assignment.slots[c] = replace(steps.assignment.slots[c], format_name="another")
+    del steps.assignment.tensors[a]
+    steps.assignment.tensors[c] = replace(steps.assignment.tensors[c], format_name="another")
     assert concat_groups(steps.graph, steps.assignment) == [[inner, b], [outer, inner]]
-    del steps.assignment.slots[b]
+    del steps.assignment.tensors[b]
     assert concat_groups(steps.graph, steps.assignment) == [[outer, inner]]

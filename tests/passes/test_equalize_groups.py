@@ -14,7 +14,7 @@ from chipfit.calibration.collect import collect
 from chipfit.decide import scales
 from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.passes.equalize_groups import FEW, _shares, equalize_groups, with_channels, worth_a_trial
+from chipfit.passes.equalize_groups import FEW_BITS, _shares, equalize_groups, with_channels, worth_a_trial
 from tests.steps import Steps, begin
 
 
@@ -209,8 +209,8 @@ def test_weights_of_several_operators_stay():
     "bits, settings, axis, groups, tried",
     [
         (4, {}, 0, 3, True),
-        (FEW, {}, 0, 3, True),
-        (FEW + 1, {}, 0, 3, False),
+        (FEW_BITS, {}, 0, 3, True),
+        (FEW_BITS + 1, {}, 0, 3, False),
         (8, {}, 0, 3, False),
         (4, {"rounding": "nearest"}, 0, 3, False),
         (4, {"rounding_guard": False}, 0, 3, False),
@@ -232,7 +232,7 @@ def test_a_rewrite_for_few_bits_is_tried_where_weights_are_fitted_and_channels_c
     values = {v: Value(v, (None, 3, 2, 2)) for v in "xy"}
     graph = Graph([node], ["x"], ["y"], values, {"w": torch.ones(3, 3 // groups, 1, 1)})
     given = SimpleNamespace(**{"rounding": "gptq", "rounding_guard": True, "seconds": None, **settings})
-    assert worth_a_trial(given, graph, SimpleNamespace(slots=slots)) == ("always" if tried else None)
+    assert worth_a_trial(given, graph, SimpleNamespace(tensors=slots)) == ("always" if tried else None)
 
 
 @pytest.mark.parametrize(

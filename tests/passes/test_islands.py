@@ -60,7 +60,7 @@ def test_the_error_of_a_grid_is_measured_against_the_spread_wherever_the_mean_is
     """Evenly spread over mean +- 1, the bulk of it over mean +- _BULK: (s^2 / 12) / ((2 _BULK)^2 / 12)."""
     seen, grid = TensorStats("x"), Grid(bits=8, qmin=0, qmax=255, zero="any")
     seen.update(torch.linspace(mean - 1, mean + 1, 100_001), Need(histogram=True))
-    slots = SimpleNamespace(slots={"x": SimpleNamespace(grid=lambda signed: grid)})
+    slots = SimpleNamespace(tensors={"x": SimpleNamespace(grid=lambda signed: grid)})
     scale = float(choose(seen, grid).scale)
     expected = (scale / (2 * islands._BULK)) ** 2
     near = pytest.approx(expected, rel=0.05 if mean else 0.005)  # bins of the histogram are wide beside the spread
@@ -77,7 +77,7 @@ def test_the_grid_has_a_sign_where_the_value_has(low, signed):
         asked.append(signed)
         return Grid(bits=8, qmin=0, qmax=255, zero="any")
 
-    islands._noise("x", SimpleNamespace(slots={"x": SimpleNamespace(grid=grid)}), {"x": seen})
+    islands._noise("x", SimpleNamespace(tensors={"x": SimpleNamespace(grid=grid)}), {"x": seen})
     assert asked == [signed]
 
 
@@ -123,18 +123,18 @@ def test_no_other_labels_cost_less(norms, seed, monkeypatch):
     chosen = islands._cut(graph, assignment, result.stats)
     head = islands._heads(assignment)
     movers = [n.name for n in graph.nodes if assignment.nodes[n.name].exec == "follow"]
-    labels = {**assignment.either, **dict.fromkeys(movers, ("codes", "whole"))}
+    labels = {**assignment.modes, **dict.fromkeys(movers, ("codes", "whole"))}
     made = {o: head.get(n.name, n.name) for n in graph.nodes for o in n.outputs}
     edges = []  # of a value: maker, whether that makes codes, reader, whether that reads them, conversions, its noise
     for n in graph.nodes:
         kernel, reads = head.get(n.name, n.name), assignment.nodes[n.name].exec != "float"
         for v in dict.fromkeys(i for i in n.inputs if i in graph.values and graph.is_float(i)):
             noise = worth * islands._noise(v, assignment, result.stats)
-            ends = made.get(v), v in (assignment.codes if v in made else assignment.slots), kernel, reads
+            ends = made.get(v), v in (assignment.quantized_outputs if v in made else assignment.tensors), kernel, reads
             edges += [(*ends, islands._size(graph, v), noise)] * (made.get(v) != kernel)
     for v in graph.outputs:
         noise = worth * islands._noise(v, assignment, result.stats)
-        edges.append((made[v], v in assignment.codes, None, True, islands._size(graph, v), noise))
+        edges.append((made[v], v in assignment.quantized_outputs, None, True, islands._size(graph, v), noise))
     products = {n.name: islands.products(graph, n) / 64 for n in graph.nodes if n.op == "MatMul" and n.name in labels}
 
     def cost(of):
@@ -234,12 +234,12 @@ def noise(x):
     """The noise of a value of which calibration saw `x`, on a grid of 8 bits without a sign."""
     seen, grid = TensorStats("x"), Grid(bits=8, qmin=0, qmax=255, zero="any")
     seen.update(x, Need(histogram=True))
-    return islands._noise("x", SimpleNamespace(slots={"x": SimpleNamespace(grid=lambda signed: grid)}), {"x": seen})
+    return islands._noise("x", SimpleNamespace(tensors={"x": SimpleNamespace(grid=lambda signed: grid)}), {"x": seen})
 
 
 def test_a_value_that_never_changes_has_no_noise():
     assert noise(torch.zeros(100)) == 0.0
-    assert islands._noise("x", SimpleNamespace(slots={"x": None}), {}) == 0.0
+    assert islands._noise("x", SimpleNamespace(tensors={"x": None}), {}) == 0.0
 
 
 def test_outliers_are_no_signal_and_the_few_of_them_make_the_grid_coarse():
@@ -253,7 +253,7 @@ def test_outliers_are_no_signal_and_the_few_of_them_make_the_grid_coarse():
 
 def test_labels_follow_what_is_asked_where_a_kernel_has_it():
     either = {"a": ("codes", "float"), "b": ("codes", "whole"), "c": ("codes", "float", "whole")}
-    found = {a: islands.islands(None, SimpleNamespace(either=either), {}, a) for a in ("codes", "float")}
+    found = {a: islands.islands(None, SimpleNamespace(modes=either), {}, a) for a in ("codes", "float")}
     assert found["codes"] == ({"a": "codes", "b": "codes", "c": "codes"}, [])
     assert found["float"] == ({"a": "float", "b": "whole", "c": "float"}, [])
 
@@ -290,7 +290,7 @@ def test_results_in_float_that_would_store_what_calibration_left_out_stay_codes(
 class Paper:
     """A graph of rows (node, how it runs, what it reads); a value has the name of its maker, and a size."""
 
-    def __init__(self, *rows, outputs, sizes=(), inputs=("x",), either=(), floats=(), edges=(), groups=(), dtypes=()):
+    def __init__(self, *rows, outputs, sizes=(), inputs=("x",), modes=(), floats=(), edges=(), groups=(), dtypes=()):
         shape = {"x": (10,), **dict(sizes)}
         ops = {"mm": "MatMul"}
         nodes = [Node(n, ops.get(n, "Add"), tuple(i.split()), (n,)) for n, _, i in rows]
@@ -299,10 +299,10 @@ class Paper:
         self.graph = Graph(nodes, list(inputs), outputs.split(), values, {"w": torch.zeros(100)})
         stored = {v for v in names if v not in floats}  # has a grid that it may be stored on
         self.assignment = SimpleNamespace(
-            either=dict(either),
+            modes=dict(modes),
             nodes={n: SimpleNamespace(exec=how) for n, how, _ in rows},
-            slots=dict.fromkeys(stored),
-            codes={n for n, how, _ in rows if how == "int"},
+            tensors=dict.fromkeys(stored),
+            quantized_outputs={n for n, how, _ in rows if how == "int"},
             float_edges=set(edges),
             groups=tuple(groups),
         )
@@ -341,7 +341,7 @@ BOTH, WHOLE, ALL = ("codes", "float"), ("codes", "whole"), ("codes", "float", "w
     ],
 )
 def test_what_a_kernel_hands_over_is_what_takes_the_fewest_conversions(rows, given, label):
-    assert Paper(("k", "int", "x"), *rows, either={"k": BOTH}, **given).labels() == {"k": label}
+    assert Paper(("k", "int", "x"), *rows, modes={"k": BOTH}, **given).labels() == {"k": label}
 
 
 @pytest.mark.parametrize(
@@ -358,15 +358,15 @@ def test_what_a_kernel_hands_over_is_what_takes_the_fewest_conversions(rows, giv
 )
 def test_an_operator_that_can_run_in_float_does_where_its_operands_cost_more(reads, given, label):
     rows = [("a", "float", "x"), ("b", "float", "x"), ("k", "int", reads)]
-    assert Paper(*rows, outputs="k", either={"k": WHOLE}, **given).labels() == {"k": label}
+    assert Paper(*rows, outputs="k", modes={"k": WHOLE}, **given).labels() == {"k": label}
 
 
 def test_values_inside_a_fused_kernel_are_not_converted():
     rows = ("k", "int", "x"), ("r", "int", "k"), ("f", "float", "r")
     sizes = {"k": (1000,)}.items()
-    paper = Paper(*rows, outputs="f", either={"k": BOTH}, groups=[("k", "r")], sizes=sizes)
+    paper = Paper(*rows, outputs="f", modes={"k": BOTH}, groups=[("k", "r")], sizes=sizes)
     assert paper.labels() == {"k": "float"}
-    paper = Paper(*rows, outputs="r", either={"k": BOTH}, groups=[("k", "r")], sizes=sizes)
+    paper = Paper(*rows, outputs="r", modes={"k": BOTH}, groups=[("k", "r")], sizes=sizes)
     assert paper.labels() == {"k": "codes"}
 
 
@@ -382,15 +382,15 @@ def test_values_inside_a_fused_kernel_are_not_converted():
 def test_products_in_float_cost_a_64th_of_a_conversion_each(n, reader, label):
     sizes = {"a": (n, 1), "b": (1, n), "mm": (n, n), "m": (n, n)}.items()
     rows = ("a", "float", "x"), ("b", "float", "x"), ("mm", "int", "a b"), ("m", reader, "mm")
-    assert Paper(*rows, outputs="m", either={"mm": ALL}, sizes=sizes).labels() == {"mm": label}
+    assert Paper(*rows, outputs="m", modes={"mm": ALL}, sizes=sizes).labels() == {"mm": label}
 
 
 def test_two_operators_in_a_row_are_decided_together():
     """In float alone neither gains; both do, for what is between them is read and written in codes else."""
     rows = ("a", "float", "x"), ("k", "int", "a a"), ("j", "int", "k"), ("f", "float", "j")
-    assert Paper(*rows, outputs="f", either={"k": WHOLE, "j": WHOLE}).labels() == {"k": "whole", "j": "whole"}
+    assert Paper(*rows, outputs="f", modes={"k": WHOLE, "j": WHOLE}).labels() == {"k": "whole", "j": "whole"}
     rows = ("k", "int", "x"), ("j", "int", "k"), ("f", "float", "j")
-    assert Paper(*rows, outputs="f", either={"k": WHOLE, "j": BOTH}).labels() == {"k": "codes", "j": "float"}
+    assert Paper(*rows, outputs="f", modes={"k": WHOLE, "j": BOTH}).labels() == {"k": "codes", "j": "float"}
 
 
 def test_noise_of_what_is_stored_counts_a_thousand_conversions(monkeypatch):
@@ -399,15 +399,15 @@ def test_noise_of_what_is_stored_counts_a_thousand_conversions(monkeypatch):
         monkeypatch.setattr(islands, "_noise", lambda v, *_, n=noise: n if v == "k" else 0.0)
         # codes: ten conversions and the noise of what they convert; whole: the operand is converted instead
         rows = ("k", "int", "x"), ("f", "float", "k")
-        paper = Paper(*rows, outputs="f", either={"k": WHOLE}, sizes={"x": (20,), "k": (10,)}.items())
+        paper = Paper(*rows, outputs="f", modes={"k": WHOLE}, sizes={"x": (20,), "k": (10,)}.items())
         assert paper.labels() == {"k": label}  # 10 + 10 * 1000 n against 20
 
 
 def test_only_what_changes_is_told_and_how_many_hand_over_floats():
     rows = ("k", "int", "x"), ("f", "float", "k"), ("j", "int", "x"), ("i", "float", "x")
-    paper = Paper(*rows, outputs="f j i", either={"k": BOTH, "j": BOTH, "i": WHOLE})
+    paper = Paper(*rows, outputs="f j i", modes={"k": BOTH, "j": BOTH, "i": WHOLE})
     found, (note,) = islands.islands(paper.graph, paper.assignment, {}, None)
     assert found == {"k": "float", "i": "codes"}
     assert note.startswith("1 of 3 kernels that can do both hand over floats: fewer conversions and less error; ")
-    paper.assignment.codes -= {"k"}
+    paper.assignment.quantized_outputs -= {"k"}
     assert islands.islands(paper.graph, paper.assignment, {}, None)[0] == {"i": "codes"}

@@ -273,9 +273,9 @@ def test_nothing_above_zero_nor_with_a_sign_of_its_own_is_shifted():
     above = {**steps.stats, act: seen(0.0, 7.0)}
     assert shift_negative(steps.graph, steps.assignment, above)[2] == []
     assert shift_negative(steps.graph, steps.assignment, {})[2] == []
-    slot = steps.assignment.slots[act]
+    slot = steps.assignment.tensors[act]
     signed = replace(slot, format=slot.format.model_copy(update={"signed": True}))
-    held = replace(steps.assignment, slots={**steps.assignment.slots, act: signed})
+    held = replace(steps.assignment, tensors={**steps.assignment.tensors, act: signed})
     assert shift_negative(steps.graph, held, steps.stats)[2] == []
     # 5 % of the threshold unless another share is asked for: 0.2785 of 8 is 3.5 %
     assert shift_negative(steps.graph, steps.assignment, steps.stats)[2][0].startswith("shifted")

@@ -105,13 +105,13 @@ def test_a_bias_that_is_read_elsewhere_stays():
     assert new.nodes == steps.graph.nodes
 
 
-@pytest.mark.parametrize("missing", ["slots", "stats"])
+@pytest.mark.parametrize("missing", ["tensors", "stats"])
 def test_logits_that_are_not_stored_or_not_seen_are_passed_over(missing):
     net, x = logits_net(-1, 14.8)
     steps = begin(net, x)
-    logits, slots, stats = steps.graph.nodes[0].output, dict(steps.assignment.slots), dict(steps.stats)
-    del {"slots": slots, "stats": stats}[missing][logits]
-    new, after, notes = softmax_shift(steps.graph, replace(steps.assignment, slots=slots), stats)
+    logits, slots, stats = steps.graph.nodes[0].output, dict(steps.assignment.tensors), dict(steps.stats)
+    del {"tensors": slots, "stats": stats}[missing][logits]
+    new, after, notes = softmax_shift(steps.graph, replace(steps.assignment, tensors=slots), stats)
     assert (new.nodes, after, notes) == (steps.graph.nodes, stats, [])
 
 

@@ -119,7 +119,7 @@ def _calibrated(rewrite, collects=lambda graph, needs: needs):
     def on(graph, batches):
         platform = load("imx500")
         assignment = assign(graph, platform, fuse(graph, fusions(platform))[0])
-        needs = collects(graph, {s: Need() for s in assignment.slots if s not in graph.weights})
+        needs = collects(graph, {s: Need() for s in assignment.tensors if s not in graph.weights})
         stats = collect(graph, [[x] for x in batches], tensors=needs)
         new, _stats, notes = rewrite(graph, assignment, stats)
         assign(new, platform, fuse_shifts(new, fuse(new, fusions(platform))[0]))

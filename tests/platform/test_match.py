@@ -9,7 +9,7 @@ from chipfit.graph.ir import Graph, Node, Value
 from chipfit.platform.filters import AttributeFilter, Member
 from chipfit.platform.load import load, names
 from chipfit.platform.match import covers, facts, fusions, lists, needs_weight, resolve, resolve_node, sets_of
-from chipfit.platform.where import judge
+from chipfit.platform.predicates import evaluate
 from tests.build import platform_of
 
 CONV = {"stride": (1, 1), "dilation": (1, 1), "kernel": (3, 3), "groups": 1, "padding": ((1, 1), (1, 1))}
@@ -69,7 +69,7 @@ def test_a_condition_that_fails_says_what_was_wanted():
     ],
 )
 def test_conditions_are_read_as_the_files_mean_them(where, attrs, refused):
-    assert judge(where, attrs) == (refused, ())
+    assert evaluate(where, attrs) == (refused, ())
 
 
 def test_what_a_node_does_not_tell_counts_as_satisfied_and_is_noted():

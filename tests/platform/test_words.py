@@ -29,7 +29,7 @@ from chipfit.plan.text import plan_to_json
 from chipfit.platform import schema
 from chipfit.platform.filters import AttributeFilter, Member
 from chipfit.platform.load import load
-from chipfit.platform.modelled import not_modelled
+from chipfit.platform.support import unsupported_features
 from chipfit.simulate.integer import simulate
 from chipfit.verify import own_runtime
 
@@ -579,7 +579,7 @@ def test_a_word_changes_what_comes_out(word):
 @pytest.mark.parametrize("word", NOT_MODELLED)
 def test_a_word_that_nothing_does_is_named(word):
     change, field = NOT_MODELLED[word]
-    new = set(not_modelled(chip(change))) - set(not_modelled(chip()))
+    new = set(unsupported_features(chip(change))) - set(unsupported_features(chip()))
     assert [line for line in new if line.startswith(field)]
 
 

@@ -17,7 +17,7 @@ from chipfit.ranges import choose
 from chipfit.simulate.requantize import requantize, shift
 
 #: rule -> what -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 0.7 and -0.7 become
-BY_HAND = {
+KEPT_BY_USER = {
     "half_even": [-2, -2, 0, 0, 2, 2, 1, -1],
     "half_away": [-3, -2, -1, 1, 2, 3, 1, -1],
     "half_up": [-2, -1, 0, 1, 2, 3, 1, -1],
@@ -31,10 +31,10 @@ def grid(rounding, **more):
     return Grid(**{"bits": 8, "qmin": -128, "qmax": 127, "rounding": rounding, **more})
 
 
-@pytest.mark.parametrize("rule", BY_HAND)
+@pytest.mark.parametrize("rule", KEPT_BY_USER)
 def test_codes_are_those_on_paper_however_they_are_computed(rule):
     one, zero = torch.tensor(0.5), torch.tensor(3, dtype=torch.int32)
-    want = torch.tensor(BY_HAND[rule])
+    want = torch.tensor(KEPT_BY_USER[rule])
     assert quantize(X * 0.5, one, zero, grid(rule)).tolist() == (want + 3).tolist()
     assert fake_quantize(X * 0.5, one, zero, grid(rule)).tolist() == (want * 0.5).tolist()
     trained = fake_quantize_ste((X * 0.5).requires_grad_(), one, zero, grid(rule))
@@ -43,10 +43,10 @@ def test_codes_are_those_on_paper_however_they_are_computed(rule):
     assert compiled(X * 0.5, one, zero, grid(rule)).tolist() == (want * 0.5).tolist()
 
 
-@pytest.mark.parametrize("rule", BY_HAND)
+@pytest.mark.parametrize("rule", KEPT_BY_USER)
 def test_keras_rounds_alike(rule):
     ops = pytest.importorskip("keras").ops
-    assert ops.convert_to_numpy(ROUNDINGS[rule](ops.convert_to_tensor(X.numpy()), ops)).tolist() == BY_HAND[rule]
+    assert ops.convert_to_numpy(ROUNDINGS[rule](ops.convert_to_tensor(X.numpy()), ops)).tolist() == KEPT_BY_USER[rule]
 
 
 def test_the_number_before_a_half_is_no_half():
@@ -55,7 +55,7 @@ def test_the_number_before_a_half_is_no_half():
     assert ROUNDINGS["half_up"](below).tolist() == [0, 0, 8388608]
 
 
-@pytest.mark.parametrize("rule", BY_HAND)
+@pytest.mark.parametrize("rule", KEPT_BY_USER)
 def test_shifts_of_integers_round_alike(rule):
     def on_paper(v: Fraction) -> int:
         down, half = math.floor(v), Fraction(1, 2)
@@ -73,18 +73,18 @@ def test_shifts_of_integers_round_alike(rule):
         assert shift(x, torch.tensor(by), rule).tolist() == want
 
 
-@pytest.mark.parametrize("rule", BY_HAND)
+@pytest.mark.parametrize("rule", KEPT_BY_USER)
 def test_accumulators_requantize_by_the_rule(rule):
     acc, half = torch.tensor([-5, -3, -1, 1, 3, 5]), torch.tensor(0.5)
-    assert requantize(acc, half, {"form": "float", "round": rule}).tolist() == BY_HAND[rule][:6]
-    assert requantize(acc, half, {"form": "q31", "round": rule, "passes": 1}).tolist() == BY_HAND[rule][:6]
+    assert requantize(acc, half, {"form": "float", "round": rule}).tolist() == KEPT_BY_USER[rule][:6]
+    assert requantize(acc, half, {"form": "q31", "round": rule, "passes": 1}).tolist() == KEPT_BY_USER[rule][:6]
 
 
 def test_two_passes_round_the_high_half_up_first():
     third = torch.tensor(0.125)  # m = 2^30, e = -2: the doubled high half of -4 m is -2, a quarter of it -0.5
     acc = torch.tensor([-4, 4, 12])
-    found = {r: requantize(acc, third, {"form": "q31", "round": r, "passes": 2}).tolist() for r in BY_HAND}
-    assert found == {r: [BY_HAND[r][2], BY_HAND[r][3], BY_HAND[r][4]] for r in BY_HAND}
+    found = {r: requantize(acc, third, {"form": "q31", "round": r, "passes": 2}).tolist() for r in KEPT_BY_USER}
+    assert found == {r: [KEPT_BY_USER[r][2], KEPT_BY_USER[r][3], KEPT_BY_USER[r][4]] for r in KEPT_BY_USER}
 
 
 def test_a_range_is_searched_for_the_rule_that_the_chip_has():

@@ -87,8 +87,8 @@ def test_grids_of_few_bits_are_open_where_no_rule_says_them():
     ]
     plan = Plan(tensors={t.name: t for t in tensors}, zeros=("zeros",), ties=(("tied", "yes2"),), fixed=("fixed",))
     assert free_low_bit_activations(plan) == ["yes", "also"]
-    assert free_low_bit_activations(Plan(tensors={"w": tensor("w", bits=activation_ranges.FEW, qmax=3)})) == ["w"]
-    assert free_low_bit_activations(Plan(tensors={"w": tensor("w", bits=activation_ranges.FEW + 1, qmax=3)})) == []
+    assert free_low_bit_activations(Plan(tensors={"w": tensor("w", bits=activation_ranges.FEW_BITS, qmax=3)})) == ["w"]
+    assert free_low_bit_activations(Plan(tensors={"w": tensor("w", bits=activation_ranges.FEW_BITS + 1, qmax=3)})) == []
 
 
 def test_only_activations_that_vary_are_placed_anew():

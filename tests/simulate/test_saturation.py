@@ -14,8 +14,8 @@ from chipfit.export.onnx.writer import export_onnx
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import Plan
 from chipfit.platform.load import load, names
-from chipfit.platform.modelled import kernels_of
 from chipfit.platform.schema import Platform
+from chipfit.platform.support import kernels_of
 from chipfit.quantizers.grids import Grid
 from chipfit.registry import lookup
 from chipfit.simulate.integer import Simulation, kernel_groups, profile_for, simulate

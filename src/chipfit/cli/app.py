@@ -349,7 +349,7 @@ def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: W
 
     from chipfit.cli.inputs import example_of, load_model
     from chipfit.facade.import_by_name import load_target
-    from chipfit.platform.modelled import not_modelled
+    from chipfit.platform.support import unsupported_features
     from chipfit.report.terminal import RUNS
 
     network = load_model(model, weights)
@@ -362,7 +362,7 @@ def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: W
         table.add_row(escape(n.who), n.op, runs, escape(into), escape(n.why))
     console = Console()
     console.print(table)
-    for note in (*found.notes, *(f"not modelled: {words}" for words in not_modelled(found.platform))):
+    for note in (*found.notes, *(f"not modelled: {words}" for words in unsupported_features(found.platform))):
         console.print(note, style="dim", markup=False)
     count = sum(n.exec != "float" for n in found.rows)
     console.print(f"{count} of {len(found.rows)} operators run in integers on {found.platform.name}", markup=False)
@@ -444,7 +444,7 @@ def platforms_export(
 def platforms_check(file: Annotated[Path, Argument(help="YAML file")]) -> None:
     """Read a platform file and say what is wrong with it."""
     from chipfit.platform.load import check, load
-    from chipfit.platform.modelled import not_modelled
+    from chipfit.platform.support import unsupported_features
 
     problems = check(file)
     for problem in problems[:-1]:
@@ -455,7 +455,7 @@ def platforms_check(file: Annotated[Path, Argument(help="YAML file")]) -> None:
     _echo(f"{p.name}: {len(p.formats)} formats, {len(p.ops)} rules, {len(p.fuse)} fusions; no problem found")
     if not p.math.requant:
         _echo("math.requant is absent: chipfit will not claim exactness for this platform")
-    for words in not_modelled(p):
+    for words in unsupported_features(p):
         _echo(f"not modelled: {words}")
 
 

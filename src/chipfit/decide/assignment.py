@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from chipfit.decide.formats import Decision, Formats
-from chipfit.decide.narrow import narrow
-from chipfit.decide.options import BY_HAND, either, usable
-from chipfit.decide.readers import requested, within_reach
-from chipfit.decide.ties import Binding
-from chipfit.decide.units import NO_FORMAT, Read, blocks_of, find_units, format_of
+from chipfit.decide.constraints import Constraint
+from chipfit.decide.formats import FormatPropagation, GroupDecision
+from chipfit.decide.groups import NO_FORMAT, Operand, blocks_of, find_groups, format_of
+from chipfit.decide.narrow import constrain_format
+from chipfit.decide.options import KEPT_BY_USER, execution_modes, with_applicable_options
+from chipfit.decide.readers import formats_wanted_by_consumers, limit_to_consumers
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph
 from chipfit.graph.ops import OPS
@@ -25,11 +25,11 @@ from chipfit.quantizers.grids import Grid
 from chipfit.ranges import Rule
 
 #: activations of so many bits or fewer get grids, and rewrites, by what their errors do
-FEW = 6
+FEW_BITS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class TensorSpec:
     """One tensor that will be quantized, and in which format."""
 
     name: str
@@ -53,22 +53,22 @@ class Slot:
 class Assignment:
     """Every decision that needs no data."""
 
-    slots: Mapping[str, Slot] = field(default_factory=dict)  #: the tensors that will be quantized
+    tensors: Mapping[str, TensorSpec] = field(default_factory=dict)  #: the tensors that will be quantized
     floats: Mapping[str, str] = field(default_factory=dict)  #: float tensors that were candidates -> reason
     nodes: Mapping[str, NodePlan] = field(default_factory=dict)
-    bindings: tuple[Binding, ...] = ()  #: the platform's rules, with the tensors that they are about
+    constraints: tuple[Constraint, ...] = ()  #: the platform's rules, with the tensors that they are about
     #: (value, node) pairs where that reader takes the value before its quantizer
     float_edges: frozenset[tuple[str, str]] = frozenset()
     groups: tuple[tuple[str, ...], ...] = ()  #: fused groups: node names, in execution order
-    codes: frozenset[str] = frozenset()  #: values that their makers hand over in codes
-    #: kernels that can do several things, by their first node -> "codes", "float" and "whole"; see `options.either`
-    either: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    quantized_outputs: frozenset[str] = frozenset()  #: values whose producers output quantized values
+    #: first node of a kernel with a choice -> what it can do: "codes", "float", "whole"; see `options.execution_modes`
+    modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     #: nodes whose kernels round what they read themselves, each time they run -> the format
     dynamic: Mapping[str, str] = field(default_factory=dict)
 
-    def with_bindings(self, more: Iterable[Binding]) -> Assignment:
+    def with_constraints(self, more: Iterable[Constraint]) -> Assignment:
         """The same with more rules to hold."""
-        return replace(self, bindings=(*self.bindings, *more))
+        return replace(self, constraints=(*self.constraints, *more))
 
 
 def assign(
@@ -90,16 +90,18 @@ def assign(
     """
     asked = [c.get(k) for c in (overrides or {}).values() for k in ("bits", "activation_bits")]
     platform = platform.with_widths({n for n in asked if isinstance(n, int)})
-    units = within_reach(platform, find_units(graph, platform, groups, overrides or {}))
+    units = limit_to_consumers(platform, find_groups(graph, platform, groups, overrides or {}))
     by_hand = (o for u in units if u.choices.get("activation_bits") == "float" for o in u.tail.outputs)
-    kept = unrounded(graph) | dict.fromkeys(by_hand, BY_HAND)
+    kept = unrounded(graph) | dict.fromkeys(by_hand, KEPT_BY_USER)
     # where quantizers belong to readers or to writers alone, no kernel hands over what suits its neighbour
-    can = {u.head.name: either(u) for u in units} if platform.place.at == "both" else {}
+    can = {u.head.name: execution_modes(u) for u in units} if platform.place.at == "both" else {}
     # backwards, so that of several layers with impossible bits the last one is named
-    units = [u if u.moves else usable(graph, platform, u, kept) for u in reversed(units)][::-1]
-    requests = {v: f for v, f in requested(graph, platform, units).items() if v not in kept}
-    formats = Formats(graph, platform, requests, kept)
-    out = _Record(graph, platform, formats)
+    units = [u if u.is_pass_through else with_applicable_options(graph, platform, u, kept) for u in reversed(units)][
+        ::-1
+    ]
+    requests = {v: f for v, f in formats_wanted_by_consumers(graph, platform, units).items() if v not in kept}
+    formats = FormatPropagation(graph, platform, requests, kept)
+    out = _AssignmentBuilder(graph, platform, formats)
     decisions = [formats.decide(u) for u in units]
     for k, decision in enumerate(decisions):
         out.add(decision)
@@ -107,32 +109,32 @@ def assign(
             out.add_inputs()
     out.drop_unread()
     return Assignment(
-        slots=out.slots,
+        tensors=out.tensors,
         floats=out.floats,
         nodes=out.nodes,
-        bindings=tuple(out.bindings),
+        constraints=tuple(out.constraints),
         float_edges=frozenset(out.float_edges),
         groups=tuple(groups),
-        codes=frozenset(formats.codes),
-        either={d.unit.head.name: e for d in decisions if d.integer and (e := can.get(d.unit.head.name))},
+        quantized_outputs=frozenset(formats.quantized_outputs),
+        modes={d.unit.head.name: e for d in decisions if d.integer and (e := can.get(d.unit.head.name))},
         dynamic={d.unit.head.name: d.option.dynamic for d in decisions if d.option and d.option.dynamic},
     )
 
 
 @dataclass(slots=True)
-class _Record:
+class _AssignmentBuilder:
     """An assignment in the making: what the decisions about units mean for tensors."""
 
     graph: Graph
     platform: Platform
-    formats: Formats
-    slots: dict[str, Slot] = field(default_factory=dict)
+    formats: FormatPropagation
+    tensors: dict[str, TensorSpec] = field(default_factory=dict)
     floats: dict[str, str] = field(default_factory=dict)
     nodes: dict[str, NodePlan] = field(default_factory=dict)
-    bindings: list[Binding] = field(default_factory=list)
+    constraints: list[Constraint] = field(default_factory=list)
     float_edges: set[tuple[str, str]] = field(default_factory=set)
 
-    def add(self, d: Decision) -> None:
+    def add(self, d: GroupDecision) -> None:
         """One unit: its nodes, the tensors that it reads and writes, and its rules about them."""
         unit = d.unit
         self._refuse_unlisted(d)
@@ -143,7 +145,7 @@ class _Record:
                 name=n.name, op=n.op, layer=n.layer, exec=d.exec, group=group, why=d.why, simd=simd
             )
         bound: dict[str, list[str]] = {}
-        for r in unit.reads:
+        for r in unit.operands:
             for slot in self._read(d, r):
                 bound.setdefault(slot, []).append(r.tensor)
         written = [o for o in unit.tail.outputs if self._write(d, o)]
@@ -151,7 +153,9 @@ class _Record:
             bound |= {"outs": written, "out": written[:1]}
         if d.integer and bound:
             slots, head = {slot: tuple(tensors) for slot, tensors in bound.items()}, unit.head
-            self.bindings.append(Binding(op=head.op, rules=unit.resolved.rules, slots=slots, attrs=dict(head.attrs)))
+            self.constraints.append(
+                Constraint(op=head.op, rules=unit.resolved.rules, slots=slots, attrs=dict(head.attrs))
+            )
 
     def add_inputs(self) -> None:
         for name in self.graph.inputs:
@@ -161,15 +165,15 @@ class _Record:
     def drop_unread(self) -> None:
         """What nothing on the chip makes codes of, since every reader takes it before it is rounded, is not stored."""
         users = self.graph.users()
-        for name, slot in list(self.slots.items()):
+        for name, slot in list(self.tensors.items()):
             edges = {(name, n.name) for n in users.get(name, ())}
-            in_float = slot.role == "activation" and slot.node and name not in self.formats.codes
+            in_float = slot.role == "activation" and slot.node and name not in self.formats.quantized_outputs
             if in_float and edges and edges <= self.float_edges and name not in self.graph.outputs:
-                del self.slots[name]
+                del self.tensors[name]
                 self.float_edges -= edges
                 self.floats[name] = "its readers take it in float"
 
-    def _refuse_unlisted(self, d: Decision) -> None:
+    def _refuse_unlisted(self, d: GroupDecision) -> None:
         head, listed = d.unit.head, d.unit.resolved.rule is not None
         if self.platform.unlisted != "reject" or d.integer or listed or not self.graph.is_float(d.unit.tail.output):
             return
@@ -180,14 +184,14 @@ class _Record:
 
     def _store(self, name: str, role: Role, format_name: str, fmt: Format | None = None, **facts: Any) -> bool:
         """Let a tensor be stored, unless it is already; of several readers the first one says how."""
-        if name not in self.slots:
+        if name not in self.tensors:
             fmt = self.platform.formats[format_name] if fmt is None else fmt
             math = self.platform.math
             facts["rounding"] = math.q_round if role == "activation" else math.w_round or math.q_round
-            self.slots[name] = Slot(name=name, role=role, format_name=format_name, format=fmt, **facts)
+            self.tensors[name] = TensorSpec(name=name, role=role, format_name=format_name, format=fmt, **facts)
         return True
 
-    def _read(self, d: Decision, r: Read) -> tuple[str, ...]:
+    def _read(self, d: GroupDecision, r: Operand) -> tuple[str, ...]:
         """What becomes of a tensor that a unit reads; the slots in which the unit's rules are about it."""
         inner, constant = r.node is not d.unit.head, self.graph.is_weight(r.tensor)
         if r.is_data:
@@ -200,14 +204,14 @@ class _Record:
             self.float_edges.add((r.tensor, r.node.name))
         return ()
 
-    def _activation(self, d: Decision, r: Read) -> bool:
+    def _activation(self, d: GroupDecision, r: Operand) -> bool:
         """Whether a unit reads the codes of an activation."""
         stored = r.tensor in self.formats.of
-        if stored and not d.integer and r.tensor not in self.formats.codes:
+        if stored and not d.integer and r.tensor not in self.formats.quantized_outputs:
             self.float_edges.add((r.tensor, r.node.name))
         return stored and d.integer
 
-    def _constant(self, d: Decision, r: Read) -> bool:
+    def _constant(self, d: GroupDecision, r: Operand) -> bool:
         """Whether a unit reads the codes of a constant that stands in a data slot: in the format of data."""
         if not d.integer:
             self.float_edges.add((r.tensor, r.node.name))
@@ -221,7 +225,7 @@ class _Record:
         axis = wide[0] if self.platform.formats[name].per == "channel" and len(wide) == 1 else None
         return self._store(r.tensor, "weight", name, axis=axis, node=r.node.name)
 
-    def _weight(self, d: Decision, r: Read) -> bool:
+    def _weight(self, d: GroupDecision, r: Operand) -> bool:
         """Whether a unit reads the codes of a weight or bias."""
         is_bias, node = r.slot == "b", r.node
         choices = {} if is_bias else d.unit.choices
@@ -233,7 +237,7 @@ class _Record:
                 self.float_edges.add((r.tensor, node.name))
             return False
         fmt = self.platform.formats[name]
-        fmt = narrow(fmt, who=d.unit.who, method=choices.get("weight_method"), per=choices.get("per"))
+        fmt = constrain_format(fmt, who=d.unit.who, method=choices.get("weight_method"), per=choices.get("per"))
         axis = block = None
         if fmt.per == "channel":
             axis = 0 if is_bias else self._channels(r)
@@ -243,13 +247,13 @@ class _Record:
         facts = {"axis": axis, "block": block, "rule": choices.get("weight_rule")}
         return self._store(r.tensor, role, name, fmt, node=node.name, **facts)
 
-    def _channels(self, r: Read) -> int:
+    def _channels(self, r: Operand) -> int:
         """The axis of a weight that counts channels: of an embedding that a linear layer shares, that layer's."""
         readers = [n for n in self.graph if n.operand("w") == r.tensor] if OPS[r.node.op].moves else [r.node]
         op = next((n.op for n in readers if not OPS[n.op].moves), r.node.op)
         return OPS[op].weight_axis % len(self.graph.shape(r.tensor))
 
-    def _write(self, d: Decision, value: str) -> bool:
+    def _write(self, d: GroupDecision, value: str) -> bool:
         """Whether a unit writes the codes of a value."""
         unit, name = d.unit, self.formats.of.get(value)
         if name is None:
@@ -261,6 +265,6 @@ class _Record:
         known = unit.choices.get("range")
         choices["range"] = None if known is None else tuple(known)
         fmt = self.platform.formats[name]
-        fmt = narrow(fmt, who=unit.who, method=unit.choices.get("method"), signed=unit.choices.get("signed"))
+        fmt = constrain_format(fmt, who=unit.who, method=unit.choices.get("method"), signed=unit.choices.get("signed"))
         self._store(value, "activation", name, fmt, node=unit.tail.name, **choices)
         return d.integer

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 
 from chipfit.decide.assignment import Assignment
-from chipfit.decide.found import entry, stored_as
-from chipfit.decide.ties import Binding
+from chipfit.decide.constraints import Constraint
+from chipfit.decide.qparams import entry, stored_as
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
@@ -33,12 +33,12 @@ def with_biases(
     """
     plan = Plan(tensors=dict(tensors))
     nodes = {n.name: n for n in graph.nodes}
-    stored = [(b, name, _in_accumulator(b, plan, grids[name])) for b in assignment.bindings for name in b.of("b")]
+    stored = [(b, name, _in_accumulator(b, plan, grids[name])) for b in assignment.constraints for name in b.of("b")]
     for b, name, accumulated in stored:
         if accumulated:
             _make_room(plan, b, graph.weights[name].detach(), grids[name])
     for b, name, accumulated in stored:
-        slot, values = assignment.slots[name], graph.weights[name].detach()
+        slot, values = assignment.tensors[name], graph.weights[name].detach()
         if accumulated:
             [x], [w] = b.of("in0"), b.of("w")
             scale = (plan[x].scale * plan[w].scale).to(torch.float32)
@@ -51,20 +51,20 @@ def with_biases(
     return plan.tensors
 
 
-def _in_accumulator(binding: Binding, plan: Plan, grid: Grid) -> bool:
+def _in_accumulator(constraint: Constraint, plan: Plan, grid: Grid) -> bool:
     """The bias has the scale of the products.
 
     The platform says so by a rule for the product, or has none and the bias is wide enough to be added to the products.
     """
-    if not {"in0", "w"} <= set(binding.slots) or any(plan[w].grid.per == "block" for w in binding.of("w")):
+    if not {"in0", "w"} <= set(constraint.slots) or any(plan[w].grid.per == "block" for w in constraint.of("w")):
         return False
-    products = [r for r in binding.rules if r.mono is not None and "b" in r.mono and r.hard]
+    products = [r for r in constraint.rules if r.scale_product is not None and "b" in r.scale_product and r.hard]
     return any(r.eq is not None for r in products) or (not products and grid.bits >= 16)
 
 
-def _make_room(plan: Plan, binding: Binding, bias: torch.Tensor, grid: Grid) -> None:
+def _make_room(plan: Plan, constraint: Constraint, bias: torch.Tensor, grid: Grid) -> None:
     """Enlarge the weight scales under which some channel's bias would not fit its codes."""
-    [x], [name] = binding.of("in0"), binding.of("w")
+    [x], [name] = constraint.of("in0"), constraint.of("w")
     s_in, w = plan[x].scale, plan[name]
     least = bias.abs() / (s_in * grid.qmax * _SHARE)  # [C_out]
     least = least.view(-1, w.scale.numel()).amax(0).view(w.scale.shape)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from chipfit.decide.assignment import Assignment
-from chipfit.decide.units import block_of
+from chipfit.decide.groups import block_of
 from chipfit.graph.builder import unique
 from chipfit.graph.ir import DYNAMIC, Graph, Node
 from chipfit.platform.schema import Platform

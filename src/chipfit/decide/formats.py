@@ -3,19 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from chipfit.decide.options import first_fitting
-from chipfit.decide.units import NO_FORMAT, Unit, agree
+from chipfit.decide.groups import NO_FORMAT, FusedGroup, same_fields
+from chipfit.decide.options import first_compatible_option
 from chipfit.graph.ir import Graph
 from chipfit.platform.schema import Exec, Option, Platform
 
-OF_WEIGHTS_ALONE = "its weights alone are stored in codes"
+WEIGHTS_ONLY = "its weights alone are stored in codes"
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class GroupDecision:
     """What a unit does."""
 
-    unit: Unit
+    unit: FusedGroup
     option: Option | None  #: None for a unit in float, or one that moves what it reads
     exec: Exec
     why: str = ""  #: why it runs in float
@@ -26,7 +26,7 @@ class Decision:
 
 
 @dataclass(slots=True)
-class Formats:
+class FormatPropagation:
     """Units take the formats of what they read as given, and give formats to what they write.
 
     A kernel takes its first option that can read its operands as they are; what has no format yet takes the option's. A
@@ -40,7 +40,7 @@ class Formats:
     kept: Mapping[str, str]  #: values that stay float, whoever reads them -> why
     of: dict[str, str] = field(default_factory=dict)  #: value -> format name
     #: values that exist on the chip as codes only: their maker writes codes
-    codes: set[str] = field(default_factory=set)
+    quantized_outputs: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for value in self.graph.inputs:
@@ -49,57 +49,57 @@ class Formats:
                 wanted = next((f for f in self.platform.place.io_in if f not in NO_FORMAT), None)
             self._give(value, wanted)
             if value in self.of and self.platform.place.at != "inputs":
-                self.codes.add(value)
+                self.quantized_outputs.add(value)
 
-    def decide(self, unit: Unit) -> Decision:
+    def decide(self, unit: FusedGroup) -> GroupDecision:
         """What a unit does; all before it are decided."""
-        return self._mover(unit) if unit.moves else self._kernel(unit)
+        return self._mover(unit) if unit.is_pass_through else self._kernel(unit)
 
     def _give(self, value: str, name: str | None) -> None:
         """Let a value have a format, if it can be stored in one."""
         if name is not None and name not in NO_FORMAT and value not in self.kept and self.graph.is_float(value):
             self.of[value] = name
 
-    def _mover(self, unit: Unit) -> Decision:
+    def _mover(self, unit: FusedGroup) -> GroupDecision:
         name = self._carried(unit)
         if name is not None:
             for value in unit.data:  # one with several inputs needs all of them in codes
                 self._give(value, self.of.get(value, name))
-            self.codes.update(unit.tail.outputs)
+            self.quantized_outputs.update(unit.tail.outputs)
         for value in unit.tail.outputs:
             self._give(value, name or self.requests.get(value))
         if name is None:
-            return Decision(unit, None, "float", unit.kept_float or "it moves values that are not quantized")
-        return Decision(unit, None, unit.resolved.exec)
+            return GroupDecision(unit, None, "float", unit.float_reason or "it moves values that are not quantized")
+        return GroupDecision(unit, None, unit.resolved.exec)
 
-    def _carried(self, unit: Unit) -> str | None:
+    def _carried(self, unit: FusedGroup) -> str | None:
         """The format in which a mover carries codes; None when it moves floats."""
         data = [i for i in unit.data if self.graph.is_float(i)]
         floats = {*data, unit.tail.output}
-        if unit.kept_float or not floats.isdisjoint(self.kept) or not self.graph.is_float(unit.tail.output):
+        if unit.float_reason or not floats.isdisjoint(self.kept) or not self.graph.is_float(unit.tail.output):
             return None
         wanted = any(self.requests.get(o, "any") != "any" for o in unit.tail.outputs)
-        found = {self.of[i] for i in data if i in self.of and (i in self.codes or wanted)}
+        found = {self.of[i] for i in data if i in self.of and (i in self.quantized_outputs or wanted)}
         return found.pop() if len(found) == 1 else None
 
-    def _kernel(self, unit: Unit) -> Decision:
-        option = first_fitting(self.platform, unit, self.of)
+    def _kernel(self, unit: FusedGroup) -> GroupDecision:
+        option = first_compatible_option(self.platform, unit, self.of)
         if option is None:
             self._write(unit, None)
             why = unit.resolved.why or f"no format of '{self.platform.name}' fits its inputs"
-            return Decision(unit, None, "float", why)
+            return GroupDecision(unit, None, "float", why)
         for value, name in unit.data_formats(option).items():
             if value not in self.of:
                 self._give(value, name)
         self._write(unit, option)
         if option.reads == "float" and unit.data:
-            return Decision(unit, option, "float", OF_WEIGHTS_ALONE)
-        return Decision(unit, option, unit.resolved.exec)
+            return GroupDecision(unit, option, "float", WEIGHTS_ONLY)
+        return GroupDecision(unit, option, unit.resolved.exec)
 
-    def _write(self, unit: Unit, option: Option | None) -> None:
-        """Formats of what a kernel writes."""
+    def _write(self, unit: FusedGroup, option: Option | None) -> None:
+        """FormatPropagation of what a kernel writes."""
         if option is not None and option.out not in NO_FORMAT:
-            self.codes.update(unit.tail.outputs)
+            self.quantized_outputs.update(unit.tail.outputs)
         for value in unit.tail.outputs:
             if option is None or option.out in NO_FORMAT:
                 wanted = self.requests.get(value)
@@ -109,7 +109,7 @@ class Formats:
             else:
                 self._give(value, option.out)
 
-    def _of_its_type(self, unit: Unit, wanted: str | None) -> bool:
+    def _of_its_type(self, unit: FusedGroup, wanted: str | None) -> bool:
         """Whether a kernel whose result is float stays one where it is stored so: some store all in one type."""
         formats = self.platform.formats
         typed = any(r.hard and not {"out", "outs"}.isdisjoint(r.dtype or ()) for r in unit.resolved.rules)
@@ -117,6 +117,6 @@ class Formats:
             return True
         have = [formats[self.of[i]] for i in unit.data if i in self.of]
         return all(
-            agree(formats[wanted], fmt, "bits", "signed") or "auto" in (fmt.signed, formats[wanted].signed)
+            same_fields(formats[wanted], fmt, "bits", "signed") or "auto" in (fmt.signed, formats[wanted].signed)
             for fmt in have
         )

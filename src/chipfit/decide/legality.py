@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chipfit.decide.ties import Binding, Numbers, fixed, tie_groups
+from chipfit.decide.constraints import Constraint, FixedQParams, dictated_qparams, tie_groups
 from chipfit.errors import UnsupportedError
 from chipfit.platform.schema import Rule
 from chipfit.quantizers.scale_bounds import ScaleBound
@@ -35,7 +35,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(ScaleBound):
+class ProductBound(ScaleBound):
     """One product rule with its tensors."""
 
     rule: Rule
@@ -52,23 +52,23 @@ class Row(ScaleBound):
         return bool(np.all(total >= self.low - slack) and np.all(total <= self.high + slack))
 
 
-def rows(bindings: Iterable[Binding], tensors: Collection[str]) -> list[Row]:
+def product_bounds(constraints: Iterable[Constraint], tensors: Collection[str]) -> list[ProductBound]:
     """The hard product rules over `tensors`; a rule with a slot that is float here bounds nothing.
 
     A slot with several tensors ("ins") gives one row for each; two such slots are paired in order.
     """
     out = []
-    for b in bindings:
+    for b in constraints:
         for r in b.rules:
-            if r.mono is None or not r.hard:
+            if r.scale_product is None or not r.hard:
                 continue
-            factors = [([t for t in b.of(slot) if t in tensors], e) for slot, e in r.mono.items()]
+            factors = [([t for t in b.of(slot) if t in tensors], e) for slot, e in r.scale_product.items()]
             if not all(ts for ts, _ in factors):
                 continue
             low, high = _bounds(r, b.attrs)
             for k in range(max(len(ts) for ts, _ in factors)):
                 terms = tuple((ts[min(k, len(ts) - 1)], e) for ts, e in factors)
-                out.append(Row(op=b.op, terms=terms, low=low, high=high, rule=r))
+                out.append(ProductBound(op=b.op, terms=terms, low=low, high=high, rule=r))
     return out
 
 
@@ -83,7 +83,7 @@ def _bounds(rule: Rule, attrs: Mapping[str, Any]) -> tuple[float, float]:
     return (math.log2(low) if low > 0 else -math.inf), (math.log2(high) - strictly if 0 < high < math.inf else math.inf)
 
 
-def project(wanted: Mapping[str, Stored], bindings: Sequence[Binding]) -> dict[str, Stored]:
+def project(wanted: Mapping[str, Stored], constraints: Sequence[Constraint]) -> dict[str, Stored]:
     """The legal scales nearest to the wanted ones.
 
     First what has one answer: dictated numbers, ties, zero points. Then the scales that break a bound, and whatever
@@ -91,7 +91,7 @@ def project(wanted: Mapping[str, Stored], bindings: Sequence[Binding]) -> dict[s
 
     Args:
         wanted: by tensor name; members of a tie must already agree (see `tie_groups`) or the first one's wins.
-        bindings: rules with tensor names. Biases are not variables: their scale follows from others.
+        constraints: rules with tensor names. Biases are not variables: their scale follows from others.
 
     Returns:
         The same names. A tensor whose rules hold already is returned as it came.
@@ -100,19 +100,19 @@ def project(wanted: Mapping[str, Stored], bindings: Sequence[Binding]) -> dict[s
         UnsupportedError: no scales satisfy all rules; names the smallest set of rules that contradict each other.
     """
     out = dict(wanted)
-    dictated = {t: numbers for t, numbers in fixed(bindings).items() if t in out}
+    dictated = {t: numbers for t, numbers in dictated_qparams(constraints).items() if t in out}
     for name, (scale, zero) in dictated.items():
         v = out[name]
         out[name] = v.with_(scale=torch.full_like(v.scale, scale), zero_point=torch.full_like(v.zero_point, zero))
     leader = {t: t for t in out}
-    for group in tie_groups(bindings):
+    for group in tie_groups(constraints):
         members = [t for t in group if t in out]
         for t in members[1:]:
             leader[t] = members[0]
             out[t] = out[t].with_(scale=out[members[0]].scale, zero_point=out[members[0]].zero_point)
-    _allow_zero_points(out, bindings, leader, dictated)
+    _allow_zero_points(out, constraints, leader, dictated)
 
-    problem = _problem(out, bindings, leader)
+    problem = _problem(out, constraints, leader)
     free = problem.to_move({leader[t] for t in dictated})
     active = [r for r in problem.rows if any(t in free for t, _ in r.terms) or not r.holds(problem.log)]
     if not free and not active:
@@ -130,11 +130,14 @@ def project(wanted: Mapping[str, Stored], bindings: Sequence[Binding]) -> dict[s
 
 
 def _allow_zero_points(
-    out: dict[str, Stored], bindings: Iterable[Binding], leader: Mapping[str, str], dictated: Mapping[str, Numbers]
+    out: dict[str, Stored],
+    constraints: Iterable[Constraint],
+    leader: Mapping[str, str],
+    dictated: Mapping[str, FixedQParams],
 ) -> None:
     """Move zero points to one that every `zero` rule of the tied tensors allows; scales keep their ranges covered."""
     allowed: dict[str, set[int]] = {}
-    rules = [(b, r, r.zero) for b in bindings for r in b.rules if r.zero is not None and r.hard]
+    rules = [(b, r, r.zero) for b in constraints for r in b.rules if r.zero is not None and r.hard]
     for b, r, slot in rules:
         here = set(r.eq) if isinstance(r.eq, (list, tuple)) else {int(r.eq)}
         for t in (t for t in b.of(slot) if t in out):
@@ -154,7 +157,7 @@ def _allow_zero_points(
         out[t] = v.with_(scale=v.scale * max(grow, 1.0), zero_point=torch.full_like(v.zero_point, zero))
 
 
-def _problem(variables: Mapping[str, Stored], bindings: Iterable[Binding], leader: Mapping[str, str]) -> _Problem:
+def _problem(variables: Mapping[str, Stored], constraints: Iterable[Constraint], leader: Mapping[str, str]) -> _Problem:
     """The rules over the leaders of the ties, each of which stands for its group."""
     log = {
         t: np.log2(np.maximum(variables[t].scale.detach().double().numpy(), 2.0**_LEAST))
@@ -164,7 +167,9 @@ def _problem(variables: Mapping[str, Stored], bindings: Iterable[Binding], leade
     for t, v in variables.items():
         if v.grid.scale_min:
             floor[leader[t]] = max(floor.get(leader[t], _LEAST), math.log2(np.float32(v.grid.scale_min)))
-    table = [replace(r, terms=_joined((leader[t], e) for t, e in r.terms)) for r in rows(bindings, variables)]
+    table = [
+        replace(r, terms=_joined((leader[t], e) for t, e in r.terms)) for r in product_bounds(constraints, variables)
+    ]
     return _Problem(log, {leader[t] for t, v in variables.items() if v.grid.pot}, floor, table)
 
 
@@ -183,7 +188,7 @@ class _Problem:
     log: Mapping[str, Array]  #: wanted scales, [] or [C]
     pot: Collection[str]  #: tensors whose scales are powers of two
     floor: Mapping[str, float]  #: least scale, where the hardware has one
-    rows: Sequence[Row]
+    rows: Sequence[ProductBound]
 
     def to_move(self, held: set[str]) -> set[str]:
         """The tensors that break a rule, and all that are joined to one of them by rows; never those that are `held`.
@@ -202,7 +207,7 @@ class _Problem:
             if t not in held
             and (np.any(v < self.floor.get(t, _LEAST) - 1e-9) or (t in self.pot and np.any(v != np.rint(v))))
         }
-        reading: dict[str, list[Row]] = {}
+        reading: dict[str, list[ProductBound]] = {}
         for r in self.rows:
             for t, _ in r.terms:
                 reading.setdefault(t, []).append(r)
@@ -213,7 +218,7 @@ class _Problem:
             queue += near
         return out - held
 
-    def solve(self, table: Sequence[Row], free: Collection[str]) -> dict[str, Array] | None:
+    def solve(self, table: Sequence[ProductBound], free: Collection[str]) -> dict[str, Array] | None:
         """The scales of the free tensors that satisfy the rows with the least sum of |v - wanted|.
 
         Of two ways that move as far, the one that makes scales larger: smaller ones clip what was seen. The variables
@@ -266,7 +271,7 @@ class _Problem:
     def _floor(self, t: str) -> float:
         return _LEAST if t not in self.floor else self.floor[t] if t in self.pot else self.floor[t] + _MARGIN
 
-    def _limits(self, row: Row, free: Collection[str]) -> tuple[Array, Array]:
+    def _limits(self, row: ProductBound, free: Collection[str]) -> tuple[Array, Array]:
         """Bounds of the free part of a row, [] or [C]."""
         known = sum((e * self.log[t] for t, e in row.terms if t not in free), start=np.zeros(()))
         low, high = row.low - known, row.high - known
@@ -275,10 +280,10 @@ class _Problem:
         inside = min(_MARGIN, (row.high - row.low) / 2) if row.low < row.high else 0.0
         return low + inside, high - inside
 
-    def conflict(self, table: Sequence[Row], free: Collection[str]) -> list[Row]:
+    def conflict(self, table: Sequence[ProductBound], free: Collection[str]) -> list[ProductBound]:
         """A smallest subset of the rows that has no solution (QuickXplain, Junker 2004)."""
 
-        def search(given: list[Row], new: bool, rest: list[Row]) -> list[Row]:
+        def search(given: list[ProductBound], new: bool, rest: list[ProductBound]) -> list[ProductBound]:
             if new and self.solve(given, free) is None:
                 return []
             if len(rest) == 1:
@@ -290,7 +295,7 @@ class _Problem:
         return search([], False, list(table))
 
 
-def _contradiction(conflict: Iterable[Row]) -> UnsupportedError:
+def _contradiction(conflict: Iterable[ProductBound]) -> UnsupportedError:
     over = [(r, ", ".join(repr(t) for t, _ in r.terms) or "tied tensors") for r in conflict]
     got = "; ".join(f"{r.op} over {tensors}: {r.rule}" for r, tensors in over)
     hint = "keep one of these layers in float with overrides={'layer': 'float'}"

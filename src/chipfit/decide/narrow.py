@@ -26,7 +26,7 @@ def method_of(fmt: Format) -> str | None:
     return "uniform" if fmt.zero == "any" else "power_of_two" if pot else "symmetric"
 
 
-def narrow(
+def constrain_format(
     fmt: Format, *, who: str, method: str | None = None, signed: bool | None = None, per: str | None = None
 ) -> Format:
     """`fmt` with one zero point, power-of-two scales, a given sign, or one scale for all channels.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from chipfit.decide.units import NO_FORMAT, Unit, agree, blocks_of, sibling
+from chipfit.decide.groups import NO_FORMAT, FusedGroup, blocks_of, same_fields, variant_with_bits
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph
 from chipfit.platform.match import as_tuple, needs_weight
@@ -15,13 +15,13 @@ _BITS = {"bits": (("w",), "weights"), "activation_bits": (("in_", "out"), "activ
 #: what the user may say about a result, which then is in codes, or about how data are read
 _OF_RESULT = ("result", "activation_bits", "rule", "method", "range", "signed", "z_threshold", "inputs")
 
-BY_HAND = "overrides keep it in float"
+KEPT_BY_USER = "overrides keep it in float"
 
 #: codes of one format can be read as another when these agree
 _STORAGE = ("kind", "bits", "signed", "zero", "scale", "per", "range")
 
 
-def usable(graph: Graph, platform: Platform, unit: Unit, kept: Mapping[str, str]) -> Unit:
+def with_applicable_options(graph: Graph, platform: Platform, unit: FusedGroup, kept: Mapping[str, str]) -> FusedGroup:
     """The unit with the options that it can take as it stands in this graph, and why it runs in float without any.
 
     Args:
@@ -33,21 +33,21 @@ def usable(graph: Graph, platform: Platform, unit: Unit, kept: Mapping[str, str]
     options = _as_read(unit, [o for o in unit.resolved.options if _stores(o) and _in_blocks(graph, platform, unit, o)])
     sharing = [o for o in options if o.w in platform.formats and platform.formats[o.w].per == unit.choices.get("per")]
     options = sharing or options  # of the others one may be made narrower, or none is what the user asks for
-    why = unit.kept_float or _obstacle(graph, platform, unit, options, kept)
+    why = unit.float_reason or _obstacle(graph, platform, unit, options, kept)
     if why or unit.resolved.exec == "float" or not options:
         return unit.with_options((), why=why or unit.resolved.why)
     options = _with_result(platform, unit, options)
     return unit.with_options(_with_bits(platform, unit, options))
 
 
-def either(unit: Unit) -> tuple[str, ...]:
+def execution_modes(unit: FusedGroup) -> tuple[str, ...]:
     """What the kernel can do where the user leaves it open: "codes", "float" (its result), "whole" (all in float)."""
     options = unit.resolved.options
-    is_open = unit.resolved.exec != "float" and not unit.kept_float and unit.choices.keys().isdisjoint(_OF_RESULT)
+    is_open = unit.resolved.exec != "float" and not unit.float_reason and unit.choices.keys().isdisjoint(_OF_RESULT)
     if not is_open or all(o.out == "float" for o in options):
         return ()
     # a product with weights would cost far more in float than any conversion
-    weights = any(r.slot == "w" for r in unit.reads)
+    weights = any(r.slot == "w" for r in unit.operands)
     found = ("float",) * bool(_in_float(options)) + ("whole",) * (not weights and not all(map(_stores, options)))
     return ("codes", *found) if found else ()
 
@@ -58,7 +58,7 @@ def _in_float(options: Sequence[Option]) -> list[Option]:
     return [o for o in options if o.out == "float" and _stores(o) and (o.in_, o.w) == (first.in_, first.w)]
 
 
-def _with_result(platform: Platform, unit: Unit, options: list[Option]) -> list[Option]:
+def _with_result(platform: Platform, unit: FusedGroup, options: list[Option]) -> list[Option]:
     """The options that hand over what is asked for: codes or floats."""
     asked = unit.choices.get("result")
     if asked is None:
@@ -71,7 +71,7 @@ def _with_result(platform: Platform, unit: Unit, options: list[Option]) -> list[
     return left
 
 
-def _as_read(unit: Unit, options: list[Option]) -> list[Option]:
+def _as_read(unit: FusedGroup, options: list[Option]) -> list[Option]:
     """The options that take their data as the user asks; unasked none rounds them itself where the first does not."""
     asked = unit.choices.get("inputs")
     if asked is None:
@@ -80,7 +80,7 @@ def _as_read(unit: Unit, options: list[Option]) -> list[Option]:
     return wanted or options  # whether anyone has heard is seen at the end
 
 
-def _in_blocks(graph: Graph, platform: Platform, unit: Unit, option: Option) -> bool:
+def _in_blocks(graph: Graph, platform: Platform, unit: FusedGroup, option: Option) -> bool:
     """Whether blocks of the option's weights fit this one, where it has any."""
     fmt = platform.formats.get(option.w or "")
     w = unit.head.operand("in1" if unit.head.op == "MatMul" else "w")
@@ -93,11 +93,13 @@ def _stores(option: Option) -> bool:
     return option.in_ not in NO_FORMAT or option.w not in NO_FORMAT or written
 
 
-def _obstacle(graph: Graph, platform: Platform, unit: Unit, options: Sequence[Option], kept: Mapping[str, str]) -> str:
+def _obstacle(
+    graph: Graph, platform: Platform, unit: FusedGroup, options: Sequence[Option], kept: Mapping[str, str]
+) -> str:
     """Why this unit cannot run in integers although the platform has a rule for its operator."""
     in_codes = not options or any(o.reads not in ("dynamic", "float") for o in options)
     for o in unit.tail.outputs if in_codes else ():
-        if kept.get(o, BY_HAND) != BY_HAND:
+        if kept.get(o, KEPT_BY_USER) != KEPT_BY_USER:
             return f"its result '{o}' stays float: {kept[o]}"
     # an integer kernel takes and gives codes; elsewhere quantizers belong to writers
     if platform.place.at != "outputs":
@@ -105,7 +107,7 @@ def _obstacle(graph: Graph, platform: Platform, unit: Unit, options: Sequence[Op
             if unit.choices.get(choice) == "float" and (in_codes or choice == "bits"):
                 return f"overrides keep its {what} in float"
         for i in (i for i in unit.data if i in kept and in_codes):
-            if kept[i] == BY_HAND:
+            if kept[i] == KEPT_BY_USER:
                 return f"overrides keep its input '{i}' in float"
             return f"its input '{i}' stays float: {kept[i]}"
     head = unit.head
@@ -120,7 +122,7 @@ def _obstacle(graph: Graph, platform: Platform, unit: Unit, options: Sequence[Op
     return ""
 
 
-def _with_bits(platform: Platform, unit: Unit, options: list[Option]) -> list[Option]:
+def _with_bits(platform: Platform, unit: FusedGroup, options: list[Option]) -> list[Option]:
     """Options with the weight and activation bits that the user asks for."""
     for choice, (slots, what) in _BITS.items():
         asked = unit.choices.get(choice)
@@ -149,7 +151,13 @@ def _at_width(platform: Platform, option: Option, slots: Sequence[str], bits: in
 
     def at(name: Any) -> Any:
         free = isinstance(name, str) and name in platform.formats and platform.formats[name].free
-        return tuple(map(at, name)) if isinstance(name, tuple) else sibling(platform, name, bits) if free else name
+        return (
+            tuple(map(at, name))
+            if isinstance(name, tuple)
+            else variant_with_bits(platform, name, bits)
+            if free
+            else name
+        )
 
     changed = option.model_copy(update={s: at(getattr(option, s)) for s in slots})
     return changed if _widths(platform, changed, slots) <= {bits} else None
@@ -160,7 +168,7 @@ def _widths(platform: Platform, option: Option, slots: Sequence[str]) -> set[int
     return {platform.formats[n].bits for s in slots for n in as_tuple(getattr(option, s)) if n in platform.formats}
 
 
-def first_fitting(platform: Platform, unit: Unit, formats: Mapping[str, str]) -> Option | None:
+def first_compatible_option(platform: Platform, unit: FusedGroup, formats: Mapping[str, str]) -> Option | None:
     """The first option that can read the unit's operands in the formats that they have already; None when none can."""
 
     def reads(option: Option, value: str, wanted: str | None) -> bool:
@@ -169,7 +177,7 @@ def first_fitting(platform: Platform, unit: Unit, formats: Mapping[str, str]) ->
         have = platform.formats[formats[value]]
         if wanted == "any":
             return not option.in_bits or have.bits <= max(option.in_bits)
-        return wanted in NO_FORMAT or agree(have, platform.formats[wanted], *_STORAGE)
+        return wanted in NO_FORMAT or same_fields(have, platform.formats[wanted], *_STORAGE)
 
     options = unit.resolved.options
     return next((o for o in options if all(reads(o, *asked) for asked in unit.data_formats(o).items())), None)

@@ -15,7 +15,7 @@ from chipfit.graph.ops import OPS
 from chipfit.ranges import name_of, rule_of
 from chipfit.registry import is_number
 
-FLOAT_TOO = "codes would cost more here than they save: what it reads, or its readers, are in float"
+FLOAT_IS_CHEAPER = "codes would cost more here than they save: what it reads, or its readers, are in float"
 
 
 class LayerFilter(Protocol):
@@ -142,7 +142,7 @@ def match_layers(graph: Graph, pattern: str | LayerFilter) -> list[Node]:
 _LISTS = "`chipfit.lint(model, example)` lists the layers"
 
 
-def pairs(overrides: Overrides | None) -> list[tuple[Any, Any]]:
+def override_entries(overrides: Overrides | None) -> list[tuple[Any, Any]]:
     """Overrides as (pattern, "float" or choices), in the order given; None has none.
 
     Raises:
@@ -169,7 +169,7 @@ def resolve_overrides(graph: Graph, overrides: Overrides | None) -> dict[str, di
     """
     out: dict[str, dict[str, Any]] = {}
     layers = Layers(graph)
-    for pattern, choices in pairs(overrides):
+    for pattern, choices in override_entries(overrides):
         if isinstance(choices, str) and choices == "float":
             choices = {"float": f"overrides keep '{pattern}' in float"}
         else:
@@ -181,13 +181,13 @@ def resolve_overrides(graph: Graph, overrides: Overrides | None) -> dict[str, di
             what = f"'{pattern}' has no weights, so that '{about_weights[0]}' says nothing about it"
             raise PlanError(what, got=", ".join(dict.fromkeys(f"{n.op} '{n.who}'" for n in nodes[:8])), hint=hint)
         for node in nodes:
-            taken = over(out.pop(node.name, {}), choices)
+            taken = merge_overrides(out.pop(node.name, {}), choices)
             # of a group that shares one kernel, only the layer with weights has a word about them
             out[node.name] = {k: v for k, v in taken.items() if k not in OF_WEIGHTS or has_weights(node.op)}
     return out
 
 
-def over(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+def merge_overrides(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
     """Choices with later ones over them. Who asks for bits takes an earlier "float" back; no other choice does."""
     asks = any(isinstance(later.get(k), int) for k in ("bits", "activation_bits"))
     return {**{k: v for k, v in earlier.items() if not (asks and k == "float")}, **later}
@@ -196,10 +196,10 @@ def over(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]
 def with_results(resolved: Mapping[str, Mapping[str, Any]], results: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
     """Overrides by node name, over what was chosen about results: node name -> "codes", "float" or "whole"."""
     chosen: dict[str, Mapping[str, Any]] = {
-        n: {"float": FLOAT_TOO} if r == "whole" else {"result": r} for n, r in results.items()
+        n: {"float": FLOAT_IS_CHEAPER} if r == "whole" else {"result": r} for n, r in results.items()
     }
     return {n: c for n, c in chosen.items() if n not in resolved} | {
-        n: over(chosen.get(n, {}), c) for n, c in resolved.items()
+        n: merge_overrides(chosen.get(n, {}), c) for n, c in resolved.items()
     }
 
 
@@ -233,7 +233,7 @@ def to_record(overrides: Overrides | None) -> dict[str, Any]:
         return str(v) if isinstance(v, float) and not math.isfinite(v) else v
 
     out: dict[str, Any] = {}
-    for pattern, choices in pairs(overrides):
+    for pattern, choices in override_entries(overrides):
         table = choices if isinstance(choices, str) else {k: plain(v) for k, v in choices.items()}
         earlier = out.get(str(pattern))
         out[str(pattern)] = {**earlier, **table} if isinstance(earlier, dict) and isinstance(table, dict) else table

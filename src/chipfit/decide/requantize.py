@@ -8,7 +8,7 @@ all that it joins. Forcing 1/256 on the others would clip them. A chip that can 
 from dataclasses import replace
 
 from chipfit.decide.assignment import Assignment
-from chipfit.decide.ties import Binding, tie_groups
+from chipfit.decide.constraints import Constraint, tie_groups
 from chipfit.graph.builder import unique
 from chipfit.graph.ir import Graph, Node
 from chipfit.platform.match import resolve_node
@@ -48,14 +48,14 @@ def _clashes(graph: Graph, assignment: Assignment) -> list[tuple[str, str]]:
     The inputs of an operator clash when, were it not for this operator, they would have different dictated grids, or
     some of them none. That is asked only of operators in a group of tied tensors of which one is dictated.
     """
-    dictated = {t: numbers for b in assignment.bindings for t, numbers in b.dictated}
-    group_of = {t: k for k, group in enumerate(tie_groups(assignment.bindings)) for t in group}
-    tying: dict[int, list[Binding]] = {group_of[t]: [] for t in dictated if t in group_of}
-    for b in assignment.bindings:
+    dictated = {t: numbers for b in assignment.constraints for t, numbers in b.dictated}
+    group_of = {t: k for k, group in enumerate(tie_groups(assignment.constraints)) for t in group}
+    tying: dict[int, list[Constraint]] = {group_of[t]: [] for t in dictated if t in group_of}
+    for b in assignment.constraints:
         for k in {group_of.get(t, -1) for members in b.tied for t in members} & tying.keys():
             tying[k].append(b)
     makers, found = graph.producers(), []
-    for b in assignment.bindings:
+    for b in assignment.constraints:
         inputs = list(dict.fromkeys(b.of("ins")))
         groups = {group_of.get(t, -1) for t in inputs} & tying.keys()
         if len(inputs) < 2 or not groups or not _ties_inputs(b):
@@ -70,7 +70,7 @@ def _clashes(graph: Graph, assignment: Assignment) -> list[tuple[str, str]]:
     return found
 
 
-def _ties_inputs(b: Binding) -> bool:
+def _ties_inputs(b: Constraint) -> bool:
     return any(r.tie and r.hard and ("ins" in r.tie or {"in0", "in1"} <= set(r.tie)) for r in b.rules)
 
 

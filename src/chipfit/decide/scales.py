@@ -6,12 +6,12 @@ from types import MappingProxyType
 import torch
 
 from chipfit.calibration.collect import Need, TensorStats
-from chipfit.decide.assignment import Assignment, Slot
+from chipfit.decide.assignment import Assignment, TensorSpec
 from chipfit.decide.biases import with_biases
-from chipfit.decide.found import ALIKE, Sources, entry
+from chipfit.decide.constraints import dictated_qparams, tie_groups
 from chipfit.decide.legality import project
-from chipfit.decide.ties import fixed, tie_groups
-from chipfit.decide.weight_sums import with_small_sums
+from chipfit.decide.qparams import UNIFORM_ERRORS, QParamsSource, entry
+from chipfit.decide.weight_sums import limit_weight_sums
 from chipfit.errors import DataError, PlanError, UnsupportedError
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
@@ -27,14 +27,14 @@ Found = tuple[Stored, str]
 
 def needs(assignment: Assignment, rule: Rule, z_threshold: float | None = None) -> dict[str, Need]:
     """What calibration has to collect: a histogram only where a range will be searched, or outliers found, in it."""
-    dictated = fixed(assignment.bindings)
+    dictated = dictated_qparams(assignment.constraints)
 
-    def searched(s: Slot) -> bool:
+    def searched(s: TensorSpec) -> bool:
         return (s.rule or rule) != "no_clipping" or bool(s.z_threshold or z_threshold)
 
     return {
         s.name: Need(histogram=searched(s) and s.name not in dictated)
-        for s in assignment.slots.values()
+        for s in assignment.tensors.values()
         if s.role == "activation" and s.range is None
     }
 
@@ -42,13 +42,13 @@ def needs(assignment: Assignment, rule: Rule, z_threshold: float | None = None) 
 def weighed(assignment: Assignment, rule: Rule, weight_rule: Rule) -> set[str]:
     """Tensors whose range rules weigh errors by their importance."""
     defaults = {"weight": weight_rule, "activation": rule}
-    slots = (s for s in assignment.slots.values() if s.role in defaults and s.range is None)
+    slots = (s for s in assignment.tensors.values() if s.role in defaults and s.range is None)
     return {s.name for s in slots if weighs(s.rule or defaults[s.role])}
 
 
 def alike(tensors: Mapping[str, TensorPlan]) -> list[str]:
     """What to say of tensors whose rules were to weigh errors, and had nothing to weigh them by."""
-    names = [f"'{t.name}'" for t in tensors.values() if ALIKE in t.origin]
+    names = [f"'{t.name}'" for t in tensors.values() if UNIFORM_ERRORS in t.origin]
     return [f"every error counts alike, as by 'mse', in the range of {', '.join(names)}: no gradients"] * bool(names)
 
 
@@ -77,24 +77,24 @@ def choose(
         DataError: the numbers of a tensor are too large for kernels.
         UnsupportedError: the rules of the platform contradict each other for this model.
     """
-    groups, dictated = tie_groups(assignment.bindings), fixed(assignment.bindings)
+    groups, dictated = tie_groups(assignment.constraints), dictated_qparams(assignment.constraints)
     grids = _grids(graph, assignment, stats, groups)
-    sources = Sources(graph, stats, dictated, known or {}, rule, weight_rule, z_threshold, importance)
-    found = {s.name: sources.find(s, grids[s.name]) for s in assignment.slots.values() if s.role != "bias"}
+    sources = QParamsSource(graph, stats, dictated, known or {}, rule, weight_rule, z_threshold, importance)
+    found = {s.name: sources.qparams_of(s, grids[s.name]) for s in assignment.tensors.values() if s.role != "bias"}
     for group in groups:
         members = {name: found[name] for name in group if name in found}
-        given = any(assignment.slots[name].range is not None for name in members)
-        silent = {name for name in members if assignment.slots[name].range is None and _silent(name, graph, stats)}
+        given = any(assignment.tensors[name].range is not None for name in members)
+        silent = {name for name in members if assignment.tensors[name].range is None and _silent(name, graph, stats)}
         found |= _tied(members, dictated.keys(), silent | (copies(graph, group) if given else set()))
-    wanted = with_small_sums(graph, assignment.bindings, {name: stored for name, (stored, _) in found.items()})
-    legal = project(wanted, assignment.bindings)
+    wanted = limit_weight_sums(graph, assignment.constraints, {name: stored for name, (stored, _) in found.items()})
+    legal = project(wanted, assignment.constraints)
     _demand_moderate(legal)
-    with_small_sums(graph, assignment.bindings, legal, final=True)
+    limit_weight_sums(graph, assignment.constraints, legal, final=True)
 
     nodes = {n.name: n for n in graph.nodes}
     out = {}
     for name, (stored, origin) in found.items():
-        slot, moved = assignment.slots[name], not legal[name].same_numbers(stored)
+        slot, moved = assignment.tensors[name], not legal[name].same_numbers(stored)
         origin += ", moved to satisfy the platform's rules" if moved else ""
         out[name] = entry(slot, nodes.get(slot.node), legal[name], origin, stats.get(name))
     out = with_biases(graph, assignment, grids, out)
@@ -109,9 +109,9 @@ def _grids(
     Raises:
         UnsupportedError: the platform wants one storage type of tensors whose formats have different ones.
     """
-    slots = assignment.slots
+    slots = assignment.tensors
     grids = {s.name: _grid(s, stats.get(s.name), graph) for s in slots.values()}
-    same_type = [(b, [t for t in names if t in grids]) for b in assignment.bindings for names in b.same_type]
+    same_type = [(b, [t for t in names if t in grids]) for b in assignment.constraints for names in b.same_type]
     alike = [[t for t in group if t in grids] for group in groups] + [names for _, names in same_type]
     auto = {name for name, s in slots.items() if s.format.signed == "auto"}
     while more := {t for g in alike if any(grids[t].signed for t in g) for t in g if t in auto and not grids[t].signed}:
@@ -125,7 +125,7 @@ def _grids(
     return grids
 
 
-def _grid(slot: Slot, stats: TensorStats | None, graph: Graph) -> Grid:
+def _grid(slot: TensorSpec, stats: TensorStats | None, graph: Graph) -> Grid:
     if slot.format.signed != "auto":
         return slot.grid()
     if slot.range is not None:
@@ -161,7 +161,7 @@ def _demand_moderate(scales: Mapping[str, Stored]) -> None:
         if float(stored.scale.max()) > GREATEST_SCALE:
             got = f"up to about {stored.grid.levels * float(stored.scale.max()):.1e}"
             allowed = f"a step of at most {GREATEST_SCALE:.1e} between two codes"
-            hint = "are the data scaled as in training? Numbers like 1e35 often mean bytes read as the wrong type"
+            hint = "are the data scaled as in training? FixedQParams like 1e35 often mean bytes read as the wrong type"
             what = f"The numbers of '{name}' are too large for any kernel"
             raise DataError(what, got=got, allowed=allowed, hint=hint)
 

@@ -58,7 +58,7 @@ def centre(
     for node in graph.nodes:
         v = node.output
         if refused.get(v, "-"):
-            if v in refused and v in assignment.slots:
+            if v in refused and v in assignment.tensors:
                 notes.append(f"the result of '{node.who}' is not centred: {refused[v]}")
             continue
         if is_linear(graph, node):

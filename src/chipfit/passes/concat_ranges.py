@@ -1,7 +1,7 @@
 """A concatenation, its result and its inputs share one grid: it then moves codes and rounds nothing."""
 
 from chipfit.decide.assignment import Assignment
-from chipfit.decide.ties import Binding
+from chipfit.decide.constraints import Constraint
 from chipfit.graph.ir import Graph
 from chipfit.platform.schema import Rule
 from chipfit.registry import Setting, register
@@ -13,11 +13,11 @@ _SETTING = Setting("concat_ranges", False, "what a concatenation joins shares on
 def concat_ranges(graph: Graph, assignment: Assignment) -> tuple[Assignment, list[str]]:
     """Tie every concatenation's result to its inputs, as far as they are stored in the result's format."""
     tie = (Rule(tie=("ins", "out")),)
-    bindings = (
-        Binding(op="Concat", rules=tie, slots={"ins": tuple(inputs), "out": (result,)})
+    constraints = (
+        Constraint(op="Concat", rules=tie, slots={"ins": tuple(inputs), "out": (result,)})
         for result, *inputs in concat_groups(graph, assignment)
     )
-    return assignment.with_bindings(bindings), []
+    return assignment.with_constraints(constraints), []
 
 
 def concat_groups(graph: Graph, assignment: Assignment) -> list[list[str]]:
@@ -28,9 +28,11 @@ def concat_groups(graph: Graph, assignment: Assignment) -> list[list[str]]:
     """
     out = []
     for n in graph.nodes:
-        if n.op == "Concat" and n.output in assignment.slots:
-            wanted = assignment.slots[n.output].format_name
-            slots = [assignment.slots[i] for i in dict.fromkeys(n.inputs) if i is not None and i in assignment.slots]
+        if n.op == "Concat" and n.output in assignment.tensors:
+            wanted = assignment.tensors[n.output].format_name
+            slots = [
+                assignment.tensors[i] for i in dict.fromkeys(n.inputs) if i is not None and i in assignment.tensors
+            ]
             inputs = [s.name for s in slots if s.format_name == wanted]
             if inputs:
                 out.append([n.output, *inputs])

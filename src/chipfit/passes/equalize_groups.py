@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from chipfit.calibration.collect import Need, TensorStats, with_channel_stats
-from chipfit.decide.assignment import FEW, Assignment
+from chipfit.decide.assignment import FEW_BITS, Assignment
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import (
     bias_or_zero,
@@ -53,8 +53,8 @@ def with_channels(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
 def worth_a_trial(settings: Any, graph: Graph, assignment: Assignment) -> str | None:
     """Whether a rewrite for few bits is tried: where weights are fitted, in a network with depthwise operators whose
     weights have a scale for each channel, which then costs nothing."""
-    slots = assignment.slots.values()
-    few = any(s.role == "activation" and s.format.bits <= FEW for s in slots)
+    slots = assignment.tensors.values()
+    few = any(s.role == "activation" and s.format.bits <= FEW_BITS for s in slots)
     fits = few and all(s.axis is not None for s in slots if s.role == "weight")
     fitted = settings.rounding == "gptq" and settings.rounding_guard and settings.seconds is None
     return "always" if fitted and fits and any(is_depthwise(graph, n) for n in graph.nodes) else None
@@ -96,7 +96,7 @@ def equalize_groups(
         why, read = group.refused, [n.data for n in group.readers]
         seen = {v: c for v in group.values if v in stats and (c := stats[v].channels) is not None}
         for v, bound in group.clips:
-            if v not in assignment.slots:
+            if v not in assignment.tensors:
                 why = why or f"'{v}' is clipped at {bound:g} and stored on no grid"
         if not why and not {*read, *(v for v, _ in group.clips)} <= set(seen):
             why = "its channels were not collected"

@@ -54,7 +54,7 @@ _SETTING = Setting(
 def islands(
     graph: Graph, assignment: Assignment, stats: dict[str, TensorStats], asked: str | None
 ) -> tuple[dict[str, str], list[str]]:
-    """Choose for every kernel of `assignment.either`.
+    """Choose for every kernel of `assignment.modes`.
 
     Args:
         asked: "codes" or "float", for all of them; None: whatever is best.
@@ -63,9 +63,11 @@ def islands(
         First node of the kernel -> "codes", "float" or "whole", where it changes; a note that counts them.
     """
     if asked is not None:
-        return {k: asked if asked in can else "whole" for k, can in assignment.either.items()}, []
+        return {k: asked if asked in can else "whole" for k, can in assignment.modes.items()}, []
     head, found = _heads(assignment), _cut(graph, assignment, stats)
-    now = {head.get(n.name, n.name): n.output in assignment.codes for n in graph.nodes}  # in codes; the last one counts
+    now = {
+        head.get(n.name, n.name): n.output in assignment.quantized_outputs for n in graph.nodes
+    }  # in codes; the last one counts
     out = {k: label for k, label in found.items() if label != ("codes" if now[k] else "float")}
     floats = sum(label != "codes" for label in found.values())
     said = f"{floats} of {len(found)} kernels that can do both hand over floats"
@@ -78,17 +80,17 @@ def _heads(assignment: Assignment) -> dict[str, str]:
 
 
 def _cut(graph: Graph, assignment: Assignment, stats: dict[str, TensorStats]) -> dict[str, str]:
-    """The label of each kernel of `assignment.either`."""
+    """The label of each kernel of `assignment.modes`."""
     head = _heads(assignment)
     made = {o: head.get(n.name, n.name) for n in graph.nodes for o in n.outputs}
     number: dict[tuple[str, str], int] = {}  # (kernel, side) whose label is open -> its node in the network of flows
-    writes = {v: _CODES for v in graph.inputs if v in assignment.slots}
+    writes = {v: _CODES for v in graph.inputs if v in assignment.tensors}
     noises: dict[str, float] = {}  # of values; finding one takes a search, and a value may have several readers
     capacity: dict[tuple[int, int], float] = defaultdict(float)
 
     def side(kernel: str, which: str) -> int:
         """Where a kernel whose two sides differ in no state has one label for both."""
-        which = which if "float" in assignment.either.get(kernel, ()) else ""
+        which = which if "float" in assignment.modes.get(kernel, ()) else ""
         return number.setdefault((kernel, which), 2 + len(number))
 
     def edge(value: str, reader: int) -> None:
@@ -110,15 +112,17 @@ def _cut(graph: Graph, assignment: Assignment, stats: dict[str, TensorStats]) ->
 
     for n in graph.nodes:
         kernel, plan = head.get(n.name, n.name), assignment.nodes[n.name]
-        can = assignment.either.get(kernel, ())
+        can = assignment.modes.get(kernel, ())
         moves = plan.exec == "follow"
         for value in dict.fromkeys(n.inputs):
             if value is None or value in graph.weights or not graph.is_float(value) or made.get(value) == kernel:
                 continue
-            reads = plan.exec != "float" and value in assignment.slots and (value, n.name) not in assignment.float_edges
+            reads = (
+                plan.exec != "float" and value in assignment.tensors and (value, n.name) not in assignment.float_edges
+            )
             edge(value, side(kernel, "reads") if moves or "whole" in can else _CODES if reads else _FLOATS)
         for value in n.outputs:
-            label = _CODES if value in assignment.codes else _FLOATS
+            label = _CODES if value in assignment.quantized_outputs else _FLOATS
             writes[value] = label = side(kernel, "writes") if can or moves else label
             if label > _FLOATS:
                 capacity[_CODES, label] += _TIE * _size(graph, value)
@@ -141,7 +145,7 @@ def _cut(graph: Graph, assignment: Assignment, stats: dict[str, TensorStats]) ->
             return "whole"
         return "codes" if side(kernel, "writes") in codes else "float"
 
-    return {kernel: label_of(kernel, can) for kernel, can in assignment.either.items()}
+    return {kernel: label_of(kernel, can) for kernel, can in assignment.modes.items()}
 
 
 def _size(graph: Graph, value: str) -> int:
@@ -151,7 +155,7 @@ def _size(graph: Graph, value: str) -> int:
 
 def _noise(value: str, assignment: Assignment, stats: dict[str, TensorStats]) -> float:
     """Mean squared error of a value on the grid that it would have, over the variance of its bulk; 0 if not known."""
-    slot, seen = assignment.slots.get(value), stats.get(value)
+    slot, seen = assignment.tensors.get(value), stats.get(value)
     if slot is None or seen is None or seen.histogram is None or not bool(seen.histogram.counts.any()):
         return 0.0
     grid = slot.grid(signed=seen.low < 0)

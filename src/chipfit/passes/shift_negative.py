@@ -51,7 +51,7 @@ def shift_negative(
     """
     graph, stats, notes = graph.copy(), dict(stats), []
     for act in list(graph.nodes):
-        slot = assignment.slots.get(act.output) if act.op in OPS and OPS[act.op].negative_tail else None
+        slot = assignment.tensors.get(act.output) if act.op in OPS and OPS[act.op].negative_tail else None
         seen = stats.get(act.output)
         if slot is None or seen is None or slot.format.signed != "auto" or seen.low >= 0:
             continue

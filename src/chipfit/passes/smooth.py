@@ -146,11 +146,11 @@ def smooth(
 
 def _on_grid(assignment: Assignment, site: _Site) -> bool:
     """Whether an operator runs in float, or may, and its readers find its result on one grid for all channels."""
-    slot = assignment.slots.get(site.value)
-    weights = [assignment.slots.get(n.weight) for n in site.readers]
+    slot = assignment.tensors.get(site.value)
+    weights = [assignment.tensors.get(n.weight) for n in site.readers]
     stored = slot is not None and slot.axis is None and None not in weights
     name = site.node.name
-    return stored and (assignment.nodes[name].exec == "float" or "whole" in assignment.either.get(name, ()))
+    return stored and (assignment.nodes[name].exec == "float" or "whole" in assignment.modes.get(name, ()))
 
 
 def _scales(seen: Channels, weights: Sequence[torch.Tensor], alpha: float) -> torch.Tensor:
@@ -171,8 +171,8 @@ class _Error:
     ) -> None:
         """weights: [O, C] of each reader; count: of numbers that calibration saw."""
         assert seen.squares is not None, "`with_channels` asks for them"
-        self.grid, self.weights = assignment.slots[site.value].format, weights
-        self.slots = [assignment.slots[n.weight] for n in site.readers]
+        self.grid, self.weights = assignment.tensors[site.value].format, weights
+        self.slots = [assignment.tensors[n.weight] for n in site.readers]
         self.low, self.high, self.squares = seen.low, seen.high, seen.squares * (len(seen.low) / count)
         #: mean square of the readers' results, if channels are independent
         self.power = float(sum((self.squares @ w.square().T).sum() for w in weights))

@@ -30,9 +30,9 @@ def softmax_shift(
     for softmax in graph.nodes:
         logits = softmax.data if softmax.op in ("Softmax", "LogSoftmax") else ""
         linear = producers.get(logits)
-        if linear is None or not is_linear(graph, linear) or logits not in stats or logits not in assignment.slots:
+        if linear is None or not is_linear(graph, linear) or logits not in stats or logits not in assignment.tensors:
             continue
-        seen, fmt = stats[logits], assignment.slots[logits].format
+        seen, fmt = stats[logits], assignment.tensors[logits].format
         c = -(seen.low + seen.high) / 2
         before, after = step(fmt, seen.low, seen.high), step(fmt, seen.low + c, seen.high + c)
         if after > before * (1 - 1e-6):

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from chipfit.errors import PlatformError, UnknownNameError
 from chipfit.files import existing_file, package_data
 from chipfit.graph.ops import ALIASES, FOREIGN, OPS
+from chipfit.platform.predicates import ATTRIBUTES, TESTS
 from chipfit.platform.read import Path as Keys
 from chipfit.platform.read import Problem, Source, explain, what_fits
 from chipfit.platform.schema import WORDS, Gate, Option, Platform
-from chipfit.platform.where import ATTRIBUTES, TESTS
 from chipfit.registry import lookup
 
 _BUILTIN = resources.files("chipfit.platform") / "builtin"

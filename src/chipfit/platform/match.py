@@ -8,8 +8,8 @@ from chipfit.graph.ir import DYNAMIC, Graph, Node
 from chipfit.graph.ops import OPS, words_of
 from chipfit.platform.filters import Member
 from chipfit.platform.load import groups
+from chipfit.platform.predicates import evaluate
 from chipfit.platform.schema import Exec, OpRule, Option, Platform, Rule
-from chipfit.platform.where import judge
 
 Sets = Mapping[str, tuple[Member, ...]]  #: operator set -> its members
 
@@ -107,7 +107,7 @@ def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int 
             if not named or not platform.allows(rule.when, bits=bits):
                 continue
             restricts = not rule.use and rule.exec is None  # it only adds conditions to the rules below
-            broken, unknown = judge(rule.where, attrs)
+            broken, unknown = evaluate(rule.where, attrs)
             if broken:
                 why = why or f"'{platform.name}' runs {op} only with {broken}; rule ops.{number}"
                 if restricts:

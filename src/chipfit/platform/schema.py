@@ -306,8 +306,8 @@ class Rule(_Record):
     tie: tuple[Slot, ...] | None = Field(None, description="slots with equal scale and zero point")
     dtype: tuple[Slot, ...] | None = Field(None, description="slots with equal storage type")
     fix: Slot | None = Field(None, description="slot with the given scale and zp")
-    mono: dict[Slot, Annotated[int, Field(ge=-8, le=8)]] | None = Field(
-        None, description="product of scale^exponent with eq, min, max or lt"
+    scale_product: dict[Slot, Annotated[int, Field(ge=-8, le=8)]] | None = Field(
+        None, alias="mono", description="product of scale^exponent with eq, min, max or lt"
     )
     zero: Slot | None = Field(None, description="slot whose zero point is eq, or one of a list")
     wsum_max: float | None = Field(None, gt=0, description="bound on sum |w_q| per output channel")
@@ -322,7 +322,7 @@ class Rule(_Record):
     note: str = ""
 
     def _faults(self) -> Iterator[str]:
-        heads = [h for h in HEADS if getattr(self, h) is not None]
+        heads = self._heads
         if len(heads) != 1:
             yield f"a rule has exactly one of {', '.join(HEADS)}; this one has {', '.join(heads) or 'none'}"
             return
@@ -338,7 +338,7 @@ class Rule(_Record):
         zeros = self.eq if isinstance(self.eq, (list, tuple)) else [self.eq]
         if self.zero is not None and not (zeros and all(map(_is_zero_point, zeros))):
             yield f"zero needs eq, an integer of 32 bits or a list of them; this one has {self.eq!r}"
-        if self.mono is not None:
+        if self.scale_product is not None:
             tops = [b for b in (self.eq, self.max, self.lt) if b is not None]
             if not tops and self.min is None:
                 yield "mono needs one of eq, min, max, lt"
@@ -350,6 +350,11 @@ class Rule(_Record):
                 yield f"mono can never hold: min {self.min} is above its upper bound {min(tops)}"
 
     @property
+    def _heads(self) -> list[str]:
+        """The heads that are given; exactly one in a valid rule."""
+        return [h for h in HEADS if getattr(self, "scale_product" if h == "mono" else h) is not None]
+
+    @property
     def bounds(self) -> tuple[float, float]:
         """Least and greatest product of a mono rule."""
         if self.eq is not None:
@@ -359,7 +364,7 @@ class Rule(_Record):
 
     @property
     def head(self) -> str:
-        return next(h for h in HEADS if getattr(self, h) is not None)
+        return self._heads[0]
 
     def __str__(self) -> str:
         """The constraint in a line: "b = in0 * w"."""
@@ -370,8 +375,8 @@ class Rule(_Record):
             return f"{', '.join(self.dtype)} share the storage type{soft}"
         if self.fix:
             return f"{self.fix}: scale {self.scale:g}, zero point {self.zp}{soft}"
-        if self.mono:
-            product = " * ".join(s if e == 1 else f"{s}^{e}" for s, e in self.mono.items())
+        if self.scale_product:
+            product = " * ".join(s if e == 1 else f"{s}^{e}" for s, e in self.scale_product.items())
             limits = (("=", self.eq), (">=", self.min), ("<=", self.max), ("<", self.lt))
             bounds = " and ".join(f"{word} {v:g}" for word, v in limits if v is not None)
             return f"{product}{f' * {self.times}' if self.times else ''} {bounds} (scales){soft}"
@@ -390,7 +395,7 @@ class OpRule(_Record):
     rules: tuple[Rule, ...] = ()
     exec: Exec | None = None
     src: tuple[str, ...] = Field(min_length=1, description="source ids")
-    conf: Confidence = Field(description="V verified in source, D documented, I inferred")
+    confidence: Confidence = Field(alias="conf", description="V verified in source, D documented, I inferred")
     note: str = ""
 
     def _faults(self) -> Iterator[str]:
@@ -400,12 +405,12 @@ class OpRule(_Record):
             if r.fix and r.hard and fixed.setdefault(r.fix, (r.scale, r.zp)) != (r.scale, r.zp):
                 yield f"slot '{r.fix}' is fixed to two different scales"
         for r in self.rules:
-            if r.mono is not None and r.hard:
-                key = (*sorted(r.mono.items()), r.times)
+            if r.scale_product is not None and r.hard:
+                key = (*sorted(r.scale_product.items()), r.times)
                 low, high = span.get(key, (-math.inf, math.inf))
                 span[key] = low, high = max(low, r.bounds[0]), min(high, r.bounds[1])
                 if low > high:
-                    product = f"the product {r.mono}"
+                    product = f"the product {r.scale_product}"
                     yield f"two rules for {product} can never hold together: at least {low:g} and at most {high:g}"
         for a, want in self.where.items():
             tests = want if isinstance(want, dict) else {}
@@ -431,7 +436,7 @@ class Fuse(_Record):
     when: Gate = Gate()
     note: str = ""
     src: tuple[str, ...] = Field(min_length=1)
-    conf: Confidence
+    confidence: Confidence = Field(alias="conf")
 
     def _faults(self) -> Iterator[str]:
         if (self.chain is None) == (self.graph is None):

@@ -8,8 +8,8 @@ from rich.panel import Panel
 from rich.table import Column, Table
 
 from chipfit.platform.load import load, names
-from chipfit.platform.modelled import not_modelled
 from chipfit.platform.schema import Platform
+from chipfit.platform.support import unsupported_features
 
 CONFIDENCE = {"V": "verified in source", "D": "documented", "I": "inferred"}
 
@@ -36,7 +36,7 @@ def show(platform: Platform) -> Group:
             escape("\n".join(map(str, o.use))) + _note(o.note),
             escape("\n".join(map(str, o.rules))),
             o.how,
-            f"{escape(', '.join(o.src))}\n[dim]{CONFIDENCE[o.conf]}[/]",
+            f"{escape(', '.join(o.src))}\n[dim]{CONFIDENCE[o.confidence]}[/]",
         )
     parts += [formats, ops]
     if platform.fuse:
@@ -44,7 +44,8 @@ def show(platform: Platform) -> Group:
         for kernel in platform.fuse:
             text = " -> ".join(" | ".join(step) for step in kernel.chain) if kernel.chain else str(kernel.graph)
             fuse.add_row(
-                escape(text) + _note(kernel.note), f"{escape(', '.join(kernel.src))}  [dim]{CONFIDENCE[kernel.conf]}[/]"
+                escape(text) + _note(kernel.note),
+                f"{escape(', '.join(kernel.src))}  [dim]{CONFIDENCE[kernel.confidence]}[/]",
             )
         parts.append(fuse)
     rest = Table.grid(padding=(0, 2))
@@ -71,7 +72,7 @@ def _facts(p: Platform) -> Iterator[tuple[str, str]]:
     yield from (("deploys as", d) for d in p.deploy)
     yield from ((f"source {key}", text) for key, text in p.sources.items())
     yield from (("not known", gap) for gap in p.gaps)
-    yield from (("not modelled", words) for words in not_modelled(p))
+    yield from (("not modelled", words) for words in unsupported_features(p))
 
 
 def overview() -> Table:

@@ -12,8 +12,8 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import products
 from chipfit.graph.ops import OPS
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
-from chipfit.platform.modelled import not_modelled, whole_arithmetic
 from chipfit.platform.schema import Platform
+from chipfit.platform.support import simulates_arithmetic, unsupported_features
 from chipfit.quantizers.stored import Stored
 from chipfit.report.record import LayerRow
 from chipfit.report.report import Report
@@ -85,8 +85,8 @@ def build(
         inputs=tuple(inputs),
         timings=dict(timings or {}),
         notes=plan.rewrites,
-        simulated=whole_arithmetic(platform),
-        not_modelled=not_modelled(platform),
+        simulated=simulates_arithmetic(platform),
+        not_modelled=unsupported_features(platform),
         provenance=plan.provenance,
         verification={**verification.to_dict(), "summary": verification.summary()} if verification else None,
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.collect import TensorStats
-from chipfit.decide.assignment import FEW
+from chipfit.decide.assignment import FEW_BITS
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import Grid, fake_quantize
@@ -48,7 +48,7 @@ def are_low_bit_scores(x: Tensor, grid: Grid) -> bool:
 def free_low_bit_activations(plan: Plan) -> list[str]:
     """The activations of few bits whose grids the platform leaves open."""
     found = (t.name for t in plan.tensors.values() if t.role == "activation" and t.stored is not None)
-    few = (n for n in found if plan[n].grid.bits <= FEW and plan[n].grid.nearest and not plan[n].scale.dim())
+    few = (n for n in found if plan[n].grid.bits <= FEW_BITS and plan[n].grid.nearest and not plan[n].scale.dim())
     return [n for n in few if n not in plan.zeros and scale_bounds(plan, n) is not None]
 
 

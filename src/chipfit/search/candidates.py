@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from chipfit.decide.assignment import Assignment
-from chipfit.decide.overrides import pairs
-from chipfit.decide.ties import joined
-from chipfit.decide.units import NO_FORMAT, Unit, find_units, format_of
+from chipfit.decide.constraints import connected_components
+from chipfit.decide.groups import NO_FORMAT, FusedGroup, find_groups, format_of
+from chipfit.decide.overrides import override_entries
 from chipfit.errors import ChipfitError
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear
@@ -45,19 +45,21 @@ def activation_choices(graph: Graph, platform: Platform, plan: Plan, by_hand: By
     formats = platform.formats.values()
     every = {f.bits for f in formats if f.kind == "int" and f.bits <= WIDEST}
     every |= set(FREE) if any(f.free for f in formats) else set()
-    units = find_units(graph, platform, plan.groups, by_hand)
+    units = find_groups(graph, platform, plan.groups, by_hand)
     touched = [_quantized_operands(plan, u) for u in units]
     fits: dict[str, set[int]] = {u.head.name: set() for u in units}
     for bits in every:
         asked = {n.name: {**by_hand.get(n.name, {}), "activation_bits": bits} for n in graph.nodes}
-        for u in find_units(graph, platform, plan.groups, asked):
+        for u in find_groups(graph, platform, plan.groups, asked):
             if any(_supports_width(platform, u, o, bits) for o in u.resolved.options):
                 fits[u.head.name].add(bits)
     stored = {t.name for t in plan.tensors.values() if t.role == "activation" and t.stored is not None}
     out = []
-    for part in joined([*touched, *plan.ties, *([t] for t in stored)]):
+    for part in connected_components([*touched, *plan.ties, *([t] for t in stored)]):
         tensors = tuple(t for t in part if t in stored)
-        around = [u for u, own in zip(units, touched, strict=True) if not u.moves and not set(own).isdisjoint(part)]
+        around = [
+            u for u, own in zip(units, touched, strict=True) if not u.is_pass_through and not set(own).isdisjoint(part)
+        ]
         now = {plan[t].grid.bits for t in tensors}
         said = any(u.choices.get("activation_bits") is not None for u in around)
         plain = all(plan[t].grid.kind == "int" for t in tensors) and set(plan.fixed).isdisjoint(part)
@@ -67,16 +69,16 @@ def activation_choices(graph: Graph, platform: Platform, plan: Plan, by_hand: By
     return out
 
 
-def _quantized_operands(plan: Plan, unit: Unit) -> tuple[str, ...]:
+def _quantized_operands(plan: Plan, unit: FusedGroup) -> tuple[str, ...]:
     """The activations that a unit reads or writes as codes."""
     if plan.nodes[unit.tail.name].exec == "float":
         return ()
-    reads = [r.tensor for r in unit.reads if r.is_data and (r.tensor, r.node.name) not in plan.float_edges]
-    writes = unit.moves or any(o.out not in NO_FORMAT for o in unit.resolved.options)
+    reads = [r.tensor for r in unit.operands if r.is_data and (r.tensor, r.node.name) not in plan.float_edges]
+    writes = unit.is_pass_through or any(o.out not in NO_FORMAT for o in unit.resolved.options)
     return tuple(t for t in (*reads, *(unit.tail.outputs if writes else ())) if plan.quantized(t))
 
 
-def _supports_width(platform: Platform, unit: Unit, option: Any, bits: int) -> bool:
+def _supports_width(platform: Platform, unit: FusedGroup, option: Any, bits: int) -> bool:
     """Whether a kernel with this option reads and writes codes of so many bits, with the weights that are asked for."""
     asked = unit.choices.get("bits")
     words = [*as_tuple(option.in_), option.out]
@@ -106,7 +108,7 @@ def keep_available(
     for bits in sorted({b for p in parts for b in p.widths}):
         wanted = [p for p in parts if bits in p.widths and bits != start[p.name]]
         try:
-            slots = decide({t: bits for p in wanted for t in p.tensors}).slots if wanted else {}
+            slots = decide({t: bits for p in wanted for t in p.tensors}).tensors if wanted else {}
         except ChipfitError:
             continue
         for p in wanted:
@@ -168,7 +170,7 @@ def is_copy(graph: Graph, plan: Plan, maker: Node | None) -> bool:
 
 def as_overrides(graph: Graph, plan: Plan, bits: Mapping[str, int], user: Any) -> list[tuple[Any, Any]]:
     """Widths of weights and activations as overrides, behind those of the user."""
-    out = pairs(user)
+    out = override_entries(user)
     for n in graph.nodes:
         choices = {"bits": bits[n.weight]} if is_linear(graph, n) and n.weight in bits else {}
         decided, weight = plan.nodes.get(n.name), n.operand("w")

@@ -26,8 +26,8 @@ from chipfit.passes.layout import Form
 from chipfit.passes.relayout import relayout
 from chipfit.plan.record import Plan
 from chipfit.platform.builtin import DEFAULT
-from chipfit.platform.modelled import kernels_of
 from chipfit.platform.schema import Math, Platform
+from chipfit.platform.support import kernels_of
 from chipfit.quantizers.dynamic import Codes, dynamic_codes
 from chipfit.quantizers.grids import shape_for
 from chipfit.quantizers.ops import TorchOps

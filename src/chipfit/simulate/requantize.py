@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from chipfit.errors import UnsupportedError
-from chipfit.platform.modelled import FORMS
+from chipfit.platform.support import FORMS
 from chipfit.quantizers.rounding import ROUNDINGS
 
 

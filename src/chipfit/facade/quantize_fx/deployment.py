@@ -62,7 +62,7 @@ def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
     _copy_learned_parameters(result, names)
     trained = result.trained()
     stored = {t.name: t.stored for t in trained.plan.tensors.values() if t.stored is not None and t.role != "bias"}
-    legal = project(stored, decided.bindings)
+    legal = project(stored, decided.constraints)
     if moved := [name for name, s in stored.items() if not legal[name].same_numbers(s)]:
         got = ", ".join(moved)
         raise UnsupportedError(f"The rules of '{target.name}' forbid the scales that were learned", got=got)

@@ -84,7 +84,7 @@ def value(key: str, attrs: Mapping[str, Any]) -> Any:
         return None
 
 
-def judge(where: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+def evaluate(where: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     """Test a node against a `where`.
 
     Args:

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import chipfit
-from chipfit.decide.assignment import Assignment, Slot
-from chipfit.decide.heard import unheard
+from chipfit.decide.assignment import Assignment, TensorSpec
+from chipfit.decide.override_effects import unapplied_overrides
 from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import NodePlan
@@ -233,15 +233,15 @@ def heard(overrides, **decided):
     ]
     graph = Graph(nodes, ["x"], ["s"], {v: Value(v, (None, 4)) for v in "xlrs"}, {"w": torch.ones(4, 4)})
     plans = {n.name: NodePlan(name=n.name, op=n.op, layer=n.layer, exec="int") for n in nodes}
-    return unheard(graph, Assignment(**{"nodes": plans, **decided}), overrides)
+    return unapplied_overrides(graph, Assignment(**{"nodes": plans, **decided}), overrides)
 
 
 def slot_of(name, **facts):
-    return Slot(name=name, role="activation", format_name="a8", format=Format(bits=8), node=name, **facts)
+    return TensorSpec(name=name, role="activation", format_name="a8", format=Format(bits=8), node=name, **facts)
 
 
 def test_a_word_about_a_fused_kernel_is_about_what_its_last_operator_writes():
-    kernel = {"groups": (("l", "r", "s"),), "slots": {"s": slot_of("s", rule="mae"), "r": slot_of("r", rule="kl")}}
+    kernel = {"groups": (("l", "r", "s"),), "tensors": {"s": slot_of("s", rule="mae"), "r": slot_of("r", rule="kl")}}
     for layer in ("fc", "act", "end"):
         assert heard({layer: {"rule": "mae"}}, **kernel) == []
         with pytest.raises(PlanError, match=f"'{layer}' .it has 'mae'"):
@@ -264,9 +264,9 @@ def test_a_tensor_without_codes_says_why_as_nearly_as_it_is_known():
 def test_what_it_has_instead_comes_with_the_reason_of_its_operator():
     reason = {"l": NodePlan(name="l", op="Linear", layer="fc", exec="int", why="as its neighbour")}
     with pytest.raises(PlanError, match=r"'fc' \(it has 8; as its neighbour\)"):
-        heard({"fc": {"activation_bits": 4}}, slots={"l": slot_of("l")}, nodes=reason)
+        heard({"fc": {"activation_bits": 4}}, tensors={"l": slot_of("l")}, nodes=reason)
     with pytest.raises(PlanError, match=r"'fc' \(it has 8\)"):
-        heard({"fc": {"activation_bits": 4}}, slots={"l": slot_of("l")})
+        heard({"fc": {"activation_bits": 4}}, tensors={"l": slot_of("l")})
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_what_it_has_instead_comes_with_the_reason_of_its_operator():
     ],
 )
 def test_each_choice_is_compared_with_what_the_tensor_has(choice, taken, not_taken):
-    decided = {"slots": {"l": slot_of("l", rule="mae", z_threshold=3.0, range=(0.0, 1.0))}}
+    decided = {"tensors": {"l": slot_of("l", rule="mae", z_threshold=3.0, range=(0.0, 1.0))}}
     assert heard({"fc": {choice: taken}}, **decided) == []
     with pytest.raises(PlanError) as e:
         heard({"fc": {choice: not_taken}}, **decided)
@@ -289,7 +289,7 @@ def test_each_choice_is_compared_with_what_the_tensor_has(choice, taken, not_tak
 
 
 def test_bits_of_what_is_read_count_where_nothing_is_written():
-    decided = {"slots": {"x": slot_of("x")}, "floats": {"l": "by hand"}}
+    decided = {"tensors": {"x": slot_of("x")}, "floats": {"l": "by hand"}}
     assert heard({"fc": {"activation_bits": 8}}, **decided) == []
     for asked in ({"activation_bits": 4}, {"rule": "mse"}):
         with pytest.raises(PlanError, match="'fc' .by hand"):
@@ -300,7 +300,7 @@ def test_float_is_what_a_tensor_without_codes_is():
     assert heard({"fc": {"activation_bits": "float"}}) == []
     assert heard({"fc": {"bits": "float"}}) == []
     with pytest.raises(PlanError, match="'fc' .it has 8"):
-        heard({"fc": {"activation_bits": "float"}}, slots={"l": slot_of("l")})
+        heard({"fc": {"activation_bits": "float"}}, tensors={"l": slot_of("l")})
 
 
 def test_several_notes_each_name_their_layers():

@@ -9,8 +9,8 @@ import torch
 
 from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.histogram import Histogram
-from chipfit.decide.assignment import Slot
-from chipfit.decide.found import Sources, entry, stored_as
+from chipfit.decide.assignment import TensorSpec
+from chipfit.decide.qparams import QParamsSource, entry, stored_as
 from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import TensorPlan
@@ -27,18 +27,18 @@ WEIGHT = torch.cat([torch.linspace(-0.1, 0.1, 399), torch.tensor([1.0])]).reshap
 
 
 def activation(fmt=A8, **facts):
-    return Slot(name="x", role="activation", format_name="a8", format=fmt, **facts)
+    return TensorSpec(name="x", role="activation", format_name="a8", format=fmt, **facts)
 
 
 def weight(fmt, **facts):
-    return Slot(name="w", role="weight", format_name="w8", format=fmt, **facts)
+    return TensorSpec(name="w", role="weight", format_name="w8", format=fmt, **facts)
 
 
 def sources(**facts):
     graph = Graph([], [], [], {}, {"w": WEIGHT})
     seen = {"x": TensorStats("x", low=-1.0, high=1.55, count=4, batches=3)}
     given = {"stats": seen, "dictated": {}, "known": {}, "rule": "no_clipping", "weight_rule": "mse"}
-    return Sources(graph, **given | {"z_threshold": None, **facts})
+    return QParamsSource(graph, **given | {"z_threshold": None, **facts})
 
 
 def stored(fmt=A8, scale=0.25, zero=3, name="a8", axis=None):
@@ -63,33 +63,33 @@ def test_a_table_that_was_fitted_is_part_of_the_grid():
 
 
 def test_least_and_greatest_value_span_the_codes():
-    found, origin = sources().find(activation(), A8.grid())
+    found, origin = sources().qparams_of(activation(), A8.grid())
     assert float(found.scale) == pytest.approx(2.55 / 255) and int(found.zero_point) == -128 + 100
     assert origin == "no_clipping over 3 batches"
 
 
 @pytest.mark.parametrize("zero", [0, -28])
 def test_what_the_platform_dictates_comes_before_any_rule(zero):
-    found, origin = sources(dictated={"x": (0.125, zero)}).find(activation(), A8.grid())
+    found, origin = sources(dictated={"x": (0.125, zero)}).qparams_of(activation(), A8.grid())
     assert (float(found.scale), int(found.zero_point), origin) == (0.125, zero, "fixed by the platform")
     assert found.scale.dtype == torch.float32 and found.zero_point.dtype == torch.int32
 
 
 def test_a_known_range_needs_nothing_that_was_seen():
-    found, origin = sources(stats={}).find(activation(range=(-0.5, 2.05)), A8.grid())
+    found, origin = sources(stats={}).qparams_of(activation(range=(-0.5, 2.05)), A8.grid())
     assert float(found.scale) == pytest.approx(2.55 / 255) and int(found.zero_point) == -128 + 50
     assert origin == "known beforehand"
 
 
 def test_a_known_range_of_symmetric_codes_is_their_threshold():
     signed = Format(bits=8)  # 128 codes below 0: the step is 1 / 128, and +1 rounds down to 127 of them
-    found, _ = sources().find(activation(signed, range=(-1.0, 1.0)), signed.grid())
+    found, _ = sources().qparams_of(activation(signed, range=(-1.0, 1.0)), signed.grid())
     assert float(found.scale) == 1 / 128
 
 
 def test_what_was_not_calibrated_is_refused_with_the_way_out():
     with pytest.raises(PlanError, match="'x' was not calibrated.*quantize again with these overrides"):
-        sources(stats={}).find(activation(), A8.grid())
+        sources(stats={}).qparams_of(activation(), A8.grid())
 
 
 # ---------------------------------------------------------------- rules
@@ -110,22 +110,22 @@ def test_what_was_not_calibrated_is_refused_with_the_way_out():
     ids=str,
 )
 def test_the_rule_of_a_weight_is_its_own_or_that_of_all(slot, origin):
-    found, says = sources().find(slot, slot.grid())
+    found, says = sources().qparams_of(slot, slot.grid())
     assert says == origin and found.scale.shape == ((4,) if slot.axis is not None else ())
 
 
 def test_weights_with_a_zero_point_are_not_clipped_unless_asked():
-    found, _ = sources().find(weight(A8), A8.grid())
+    found, _ = sources().qparams_of(weight(A8), A8.grid())
     assert float(found.scale) == pytest.approx(1.1 / 255, rel=1e-5)
     one = Format(bits=3, zero="any")
-    assert float(sources().find(weight(one, rule="mse"), one.grid())[0].scale) < 1.1 / 7
+    assert float(sources().qparams_of(weight(one, rule="mse"), one.grid())[0].scale) < 1.1 / 7
 
 
 def test_importance_of_weights_decides_their_range():
     heavy = {"w": (WEIGHT == 1).float()}  # only the outlier matters
     low = Format(bits=3)
-    weighed, origin = sources(importance=heavy).find(weight(low, rule="hmse"), low.grid())
-    alike, _ = sources().find(weight(low, rule="hmse"), low.grid())
+    weighed, origin = sources(importance=heavy).qparams_of(weight(low, rule="hmse"), low.grid())
+    alike, _ = sources().qparams_of(weight(low, rule="hmse"), low.grid())
     assert origin == "hmse over the weights" and float(weighed.scale) > float(alike.scale)
 
 
@@ -144,7 +144,7 @@ def test_the_rule_of_an_activation_is_its_own_or_that_of_all(own, others, origin
     values = torch.linspace(-1, 1.55, 256)
     histogram.add(values, float(values.abs().max()))
     seen = {"x": TensorStats("x", low=-1.0, high=1.55, count=256, batches=3, histogram=histogram)}
-    assert sources(stats=seen, **others).find(activation(**own), A8.grid())[1] == origin
+    assert sources(stats=seen, **others).qparams_of(activation(**own), A8.grid())[1] == origin
 
 
 def outlier():
@@ -166,7 +166,7 @@ def outlier():
     ids=str,
 )
 def test_outliers_are_left_out_where_a_threshold_says_so(own, others, top):
-    found, _ = sources(stats=outlier(), **others).find(activation(**own), A8.grid())
+    found, _ = sources(stats=outlier(), **others).qparams_of(activation(**own), A8.grid())
     assert float(found.scale) == pytest.approx((top + 1) / 255, rel=0.05)  # to one bin
 
 
@@ -179,7 +179,7 @@ def earlier(**facts):
 
 
 def test_an_earlier_decision_holds_where_the_format_is_the_same():
-    found, origin = sources(known=earlier()).find(activation(), A8.grid())
+    found, origin = sources(known=earlier()).qparams_of(activation(), A8.grid())
     assert (float(found.scale), int(found.zero_point), origin) == (0.25, 3, "mse over 9 batches")
 
 
@@ -202,7 +202,7 @@ def test_an_earlier_decision_does_not_hold_where_anything_else_is_asked(known, s
     values = torch.linspace(-1, 1.55, 256)
     histogram.add(values, 1.55)
     seen = {"x": TensorStats("x", low=-1.0, high=1.55, count=256, batches=3, histogram=histogram)}
-    assert float(sources(known=known, stats=seen).find(slot, A8.grid())[0].scale) == pytest.approx(0.01, rel=0.02)
+    assert float(sources(known=known, stats=seen).qparams_of(slot, A8.grid())[0].scale) == pytest.approx(0.01, rel=0.02)
 
 
 @pytest.mark.parametrize(("axis", "same"), [(0, True), (1, False)])
@@ -215,11 +215,11 @@ def test_an_earlier_decision_is_about_the_same_channels(axis, same):
         axis=axis,
     )
     known = {"w": TensorPlan(name="w", role="weight", stored=held)}
-    found, _ = sources(known=known).find(weight(W8_CHANNEL, axis=0), W8_CHANNEL.grid())
+    found, _ = sources(known=known).qparams_of(weight(W8_CHANNEL, axis=0), W8_CHANNEL.grid())
     assert (found is held) is same
 
 
 def test_an_earlier_table_is_kept():
     held = replace(stored(LUT, 0.5, 0, "w8"), grid=replace(LUT.grid(), table=(-2.0, 0.0, 1.0, 3.0)))
     known = {"w": TensorPlan(name="w", role="weight", stored=held)}
-    assert sources(known=known).find(weight(LUT), LUT.grid())[0] is held
+    assert sources(known=known).qparams_of(weight(LUT), LUT.grid())[0] is held

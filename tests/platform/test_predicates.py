@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chipfit.platform.where import judge, value
+from chipfit.platform.predicates import evaluate, value
 
 #: five unequal sizes; kernel, stride, padding and dilation differ by axis
 NODE = {
@@ -81,7 +81,7 @@ def test_what_follows_from_other_nodes(key, changes, found):
 
 @pytest.mark.parametrize("key", ["slope", "batch", "rank", "depth", "filter_width", "dilated_h", "padding", "axis"])
 def test_what_a_node_does_not_tell_is_not_known(key):
-    assert value(key, {}) is None and judge({key: 1}, {}) == ("", (key,))
+    assert value(key, {}) is None and evaluate({key: 1}, {}) == ("", (key,))
 
 
 def test_a_pool_without_a_window_has_the_size_of_its_input():
@@ -131,7 +131,7 @@ def test_kinds_of_padding(padding, stride, before, after, kind):
     ],
 )
 def test_each_test_at_its_bound_and_beside_it(want, holds):
-    assert [judge({"n": want}, {"n": n, "twice": 4, "half": 1})[0] == "" for n in (2, 3, 4)] == holds
+    assert [evaluate({"n": want}, {"n": n, "twice": 4, "half": 1})[0] == "" for n in (2, 3, 4)] == holds
 
 
 @pytest.mark.parametrize(
@@ -151,4 +151,4 @@ def test_each_test_at_its_bound_and_beside_it(want, holds):
     ],
 )
 def test_the_answer_names_what_is_broken_and_what_is_not_known(where, attrs, answer):
-    assert judge(where, attrs) == answer
+    assert evaluate(where, attrs) == answer

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chipfit.decide.units import (
+from chipfit.decide.groups import (
     NO_FORMAT,
     _first_and_last,
     _with_tail,
-    agree,
     block_of,
     blocks_of,
-    find_units,
+    find_groups,
     format_of,
-    sibling,
+    same_fields,
+    variant_with_bits,
 )
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.platform.match import Resolved
@@ -47,18 +47,18 @@ THREE = (("l", "Linear", ["x", "w", "b"]), ("r", "Relu", ["l"]), ("s", "Add", ["
 
 def test_groups_stand_where_their_last_node_stands_and_read_what_none_of_them_makes():
     graph = graph_of(*THREE)
-    units = find_units(graph, chip(LINEAR, OTHERS), [("l", "r", "s")], {})
+    units = find_groups(graph, chip(LINEAR, OTHERS), [("l", "r", "s")], {})
     assert [[n.name for n in u.nodes] for u in units] == [["l", "r", "s"], ["t"]]
     first, second = units
-    assert [(r.node.name, r.slot, r.tensor) for r in first.reads] == [
+    assert [(r.node.name, r.slot, r.tensor) for r in first.operands] == [
         ("l", "in0", "x"), ("l", "w", "w"), ("l", "b", "b"), ("s", "in1", "x"),
     ]  # fmt: skip
-    assert [r.is_data for r in first.reads] == [True, False, False, True]
+    assert [r.is_data for r in first.operands] == [True, False, False, True]
     assert (first.head.name, first.tail.name, first.who, first.data) == ("l", "s", "l", ["x", "x"])
-    assert (second.head.name, second.data, second.moves, second.kept_float) == ("t", ["s"], False, "")
+    assert (second.head.name, second.data, second.is_pass_through, second.float_reason) == ("t", ["s"], False, "")
     assert first.data_formats(Option(in_=("a8", "a4"))) == {"x": "a8"}  # the first time that it is read
-    moving = find_units(graph, chip({**OTHERS, "exec": "follow"}), (), {"t": {"float": "by hand"}})
-    assert [u.moves for u in moving] == [False, True, True, True] and moving[-1].kept_float == "by hand"
+    moving = find_groups(graph, chip({**OTHERS, "exec": "follow"}), (), {"t": {"float": "by hand"}})
+    assert [u.is_pass_through for u in moving] == [False, True, True, True] and moving[-1].float_reason == "by hand"
 
 
 def test_the_last_word_on_a_group_wins():
@@ -70,7 +70,7 @@ def test_the_last_word_on_a_group_wins():
         ({"r": {"bits": 4}, "l": {"float": "no"}}, {"bits": 4, "float": "no"}),
         ({"x": {"bits": 4}}, {}),
     ):
-        assert find_units(graph, p, [("l", "r", "s")], overrides)[0].choices == choices
+        assert find_groups(graph, p, [("l", "r", "s")], overrides)[0].choices == choices
 
 
 def test_bits_that_are_asked_for_open_the_rules_that_have_them_and_others_do_not():
@@ -78,7 +78,7 @@ def test_bits_that_are_asked_for_open_the_rules_that_have_them_and_others_do_not
     p = chip(wide, OTHERS)
     graph = graph_of(("t", "Relu", ["x"]))
     for asked, name in ((None, "a8"), (16, "a16"), (8, "a8"), ("float", "a8")):
-        (unit,) = find_units(graph, p, (), {"t": {"activation_bits": asked}} if asked else {})
+        (unit,) = find_groups(graph, p, (), {"t": {"activation_bits": asked}} if asked else {})
         assert unit.resolved.options[0].in_ == name
 
 
@@ -86,15 +86,15 @@ def test_where_quantizers_belong_to_writers_a_group_writes_what_its_last_operato
     any8 = {"match": ["Linear"], "use": [{"in": "any", "w": "w8", "out": "a8"}]}
     relu = {"match": ["Relu"], "use": [{"in": "any", "out": "a4"}, {"in": "any", "out": "a16"}]}
     graph = graph_of(*THREE)
-    found = find_units(graph, chip(any8, relu, OTHERS), [("l", "s", "t")], {})  # what stands between them says nothing
+    found = find_groups(graph, chip(any8, relu, OTHERS), [("l", "s", "t")], {})  # what stands between them says nothing
     assert [(o.w, o.out) for o in found[-1].resolved.options] == [("w8", "a4"), ("w8", "a16")]
-    pair = find_units(graph, chip(any8, relu, OTHERS), [("l", "r")], {})[0]
+    pair = find_groups(graph, chip(any8, relu, OTHERS), [("l", "r")], {})[0]
     assert [o.out for o in pair.resolved.options] == ["a4", "a16"]
-    alone = find_units(graph, chip(any8, relu, OTHERS), (), {})[0]
+    alone = find_groups(graph, chip(any8, relu, OTHERS), (), {})[0]
     assert [o.out for o in alone.resolved.options] == ["a8"]
-    codes = find_units(graph, chip(LINEAR, relu), [("l", "r")], {})[0]
+    codes = find_groups(graph, chip(LINEAR, relu), [("l", "r")], {})[0]
     assert [o.out for o in codes.resolved.options] == ["a8", None]
-    unlisted = find_units(graph, chip({**relu, "match": ["Add"]}), [("l", "r")], {})[0]
+    unlisted = find_groups(graph, chip({**relu, "match": ["Add"]}), [("l", "r")], {})[0]
     assert unlisted.resolved.options == ()
 
 
@@ -138,7 +138,7 @@ def test_steps_inside_of_a_layer_that_a_set_names_have_free_results(member, seco
     graph = graph_of(("a", "Relu", ["x"], STEP), ("b", "Relu", ["a"], second), ("c", "Add", ["b", "a"], second))
     graph.outputs = outputs or ["c"]
     rule = {"match": ["Add", "@mine", "Relu"], "use": [{"in": "a8", "out": "a8"}], "rules": FIX}
-    units = find_units(graph, chip(rule, sets={"mine": [{"type": "Nobody"}, member]}), (), {})
+    units = find_groups(graph, chip(rule, sets={"mine": [{"type": "Nobody"}, member]}), (), {})
     assert [r.fix for r in units[0].resolved.rules] == (["in0"] if free else ["in0", "out", "outs"])
     assert [r.fix for r in units[-1].resolved.rules] == ["in0", "out", "outs"]  # it gives the layer's result
 
@@ -146,9 +146,9 @@ def test_steps_inside_of_a_layer_that_a_set_names_have_free_results(member, seco
 def test_a_step_that_nothing_reads_is_not_inside():
     graph = graph_of(("a", "Relu", ["x"], STEP), ("b", "Relu", ["x"]))
     rule = {"match": ["@mine", "Relu"], "use": [{"in": "a8", "out": "a8"}], "rules": FIX}
-    first = find_units(graph, chip(rule, sets={"mine": [{"type": "Mine"}]}), (), {})[0]
+    first = find_groups(graph, chip(rule, sets={"mine": [{"type": "Mine"}]}), (), {})[0]
     assert len(first.resolved.rules) == 3
-    unlisted = find_units(graph, chip(sets={"mine": [{"type": "Mine"}]}), (), {})[0]
+    unlisted = find_groups(graph, chip(sets={"mine": [{"type": "Mine"}]}), (), {})[0]
     assert unlisted.resolved.rules == ()
 
 
@@ -171,7 +171,7 @@ ROW = (("p", "Relu", ["x"]), *((n, "Linear", [i, "w"]) for n, i in ("kp", "lk", 
 def test_first_and_last_weighted_layers_take_other_bits_where_nobody_asks(first_last, overrides, found):
     weighted = {"match": ["Linear"], "use": [{"in": "a8", "w": "w8", "out": "a8"}]}
     place = {"at": "outputs", **({"first_last": first_last} if first_last else {})}
-    units = find_units(graph_of(*ROW), chip(weighted, OTHERS, place=place), (), overrides)
+    units = find_groups(graph_of(*ROW), chip(weighted, OTHERS, place=place), (), overrides)
     options = [u.resolved.options[0] for u in units]
     assert [f"{o.in_} {o.w} {o.out}" for o in options[1:-1]] == found
     assert {o.in_ for o in (options[0], options[-1])} == {"a8"}
@@ -179,7 +179,7 @@ def test_first_and_last_weighted_layers_take_other_bits_where_nobody_asks(first_
 
 def test_a_network_without_weights_has_no_first_layer():
     p = chip(OTHERS, place={"at": "outputs", "first_last": {"bits": 4}})
-    units = find_units(graph_of(("t", "Relu", ["x"])), p, (), {})
+    units = find_groups(graph_of(("t", "Relu", ["x"])), p, (), {})
     assert units[0].resolved.options[0].in_ == "a8" and _first_and_last(p, []) == []
 
 
@@ -189,7 +189,7 @@ def test_a_network_without_weights_has_no_first_layer():
     + [(word, 4, word) for word in NO_FORMAT],
 )
 def test_the_format_of_another_width(name, bits, found):
-    assert sibling(chip(), name, bits) == found
+    assert variant_with_bits(chip(), name, bits) == found
 
 
 @pytest.mark.parametrize(
@@ -226,4 +226,9 @@ def test_the_last_word_for_an_operand_serves_the_others():
 
 def test_formats_agree_in_what_is_asked():
     a, b = Format(bits=8, zero="any"), Format(bits=8, signed=False)
-    assert agree(a, b, "bits") and agree(a, b) and not agree(a, b, "bits", "zero") and not agree(a, b, "signed", "bits")
+    assert (
+        same_fields(a, b, "bits")
+        and same_fields(a, b)
+        and not same_fields(a, b, "bits", "zero")
+        and not same_fields(a, b, "signed", "bits")
+    )

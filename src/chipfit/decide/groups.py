@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from chipfit.decide.overrides import over
+from chipfit.decide.overrides import merge_overrides
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 from chipfit.platform.match import Resolved, as_tuple, resolve_node
@@ -17,7 +17,7 @@ NO_FORMAT = ("float", "none", "any", None)
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class Operand:
     """A tensor that a unit reads from outside itself."""
 
     node: Node  #: of the unit
@@ -31,11 +31,11 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class FusedGroup:
     """A fused group or a lone node."""
 
     nodes: tuple[Node, ...]
-    reads: tuple[Read, ...]
+    operands: tuple[Operand, ...]
     resolved: Resolved
     choices: Mapping[str, Any]  #: what the user decided about it: "float" with a reason, or `overrides.CHOICES`
 
@@ -52,29 +52,29 @@ class Unit:
         return self.head.who
 
     @property
-    def kept_float(self) -> str:
+    def float_reason(self) -> str:
         """Why the user keeps it in float; "" for all others."""
         return str(self.choices.get("float", ""))
 
     @property
-    def moves(self) -> bool:
+    def is_pass_through(self) -> bool:
         """It moves codes without arithmetic: it takes the format of what it reads."""
         return self.resolved.exec == "follow"
 
     @property
     def data(self) -> list[str]:
         """Its operands."""
-        return [r.tensor for r in self.reads if r.is_data]
+        return [r.tensor for r in self.operands if r.is_data]
 
     def data_formats(self, option: Option) -> dict[str, Any]:
         """Operand -> the word of `option` for it; of an operand that is read twice, for the first time."""
         out: dict[str, Any] = {}
-        for r in self.reads:
+        for r in self.operands:
             if r.is_data:
                 out.setdefault(r.tensor, format_of(option, r.slot))
         return out
 
-    def with_options(self, options: Sequence[Option], **changes: Any) -> Unit:
+    def with_options(self, options: Sequence[Option], **changes: Any) -> FusedGroup:
         return replace(self, resolved=replace(self.resolved, options=tuple(options), **changes))
 
 
@@ -102,14 +102,14 @@ def format_of(option: Option, slot: str) -> Any:
     return formats[min(int(number), len(formats) - 1)] if number.isdecimal() else formats[0]
 
 
-def agree(a: Format, b: Format, *fields: str) -> bool:
+def same_fields(a: Format, b: Format, *fields: str) -> bool:
     """Whether two formats have the same `fields`."""
     return all(getattr(a, f) == getattr(b, f) for f in fields)
 
 
-def find_units(
+def find_groups(
     graph: Graph, platform: Platform, groups: Sequence[tuple[str, ...]], overrides: Mapping[str, Mapping[str, Any]]
-) -> list[Unit]:
+) -> list[FusedGroup]:
     """The units in execution order. Each stands where its last node stands: all that it reads exists by then."""
     nodes = {n.name: n for n in graph.nodes}
     group_at = {g[-1]: g for g in groups}
@@ -123,7 +123,7 @@ def find_units(
         names = group_at.get(node.name, (node.name,))
         choices: dict[str, Any] = {}
         for name in sorted((n for n in names if n in turn), key=turn.__getitem__):
-            choices = over(choices, overrides[name])
+            choices = merge_overrides(choices, overrides[name])
         unit = _unit(graph, platform, tuple(nodes[n] for n in names), choices)
         if _inside(graph, platform, unit, users.get(unit.tail.output, ())):
             free = tuple(r for r in unit.resolved.rules if r.fix not in ("out", "outs"))
@@ -132,18 +132,18 @@ def find_units(
     return _first_and_last(platform, units)
 
 
-def _unit(graph: Graph, platform: Platform, nodes: tuple[Node, ...], choices: Mapping[str, Any]) -> Unit:
+def _unit(graph: Graph, platform: Platform, nodes: tuple[Node, ...], choices: Mapping[str, Any]) -> FusedGroup:
     asked = choices.get("activation_bits")
     bits = asked if isinstance(asked, int) else 8
     resolved = resolve_node(platform, graph, nodes[0], bits=bits)
     if len(nodes) > 1 and resolved.options and resolved.options[0].in_ == "any":
         resolved = _with_tail(resolved, resolve_node(platform, graph, nodes[-1], bits=bits))
     made = {o for n in nodes for o in n.outputs}
-    reads = tuple(Read(n, slot, tensor) for n in nodes for slot, tensor in graph.slots(n) if tensor not in made)
-    return Unit(nodes, reads, resolved, choices)
+    reads = tuple(Operand(n, slot, tensor) for n in nodes for slot, tensor in graph.slots(n) if tensor not in made)
+    return FusedGroup(nodes, reads, resolved, choices)
 
 
-def _inside(graph: Graph, platform: Platform, unit: Unit, readers: Sequence[Node]) -> bool:
+def _inside(graph: Graph, platform: Platform, unit: FusedGroup, readers: Sequence[Node]) -> bool:
     """It is a step of a layer or function that a set names as a whole, and not the one that gives its result."""
     rule, here = unit.resolved.rule, (unit.head.layer, unit.head.layer_type, unit.head.source)
     sets = [platform.sets[m[1:]] for m in (rule.match if rule else ()) if m[1:] in platform.sets]
@@ -156,7 +156,7 @@ def _with_tail(head: Resolved, tail: Resolved) -> Resolved:
     """Where quantizers belong to the operators that write, a fused group writes what its last operator writes."""
 
     def about_result(r: Rule) -> bool:
-        return r.fix == "out" or r.zero == "out" or "out" in (r.mono or {})
+        return r.fix == "out" or r.zero == "out" or "out" in (r.scale_product or {})
 
     options: list[Option] = []
     for o in head.options:
@@ -167,7 +167,7 @@ def _with_tail(head: Resolved, tail: Resolved) -> Resolved:
     return replace(head, options=tuple(options), rules=tuple(rules))
 
 
-def _first_and_last(platform: Platform, units: list[Unit]) -> list[Unit]:
+def _first_and_last(platform: Platform, units: list[FusedGroup]) -> list[FusedGroup]:
     """First and last weighted units take other bits where the platform says so, and the user does not."""
     rule = platform.place.first_last
     weighted = [k for k, u in enumerate(units) if u.resolved.options and u.resolved.options[0].w] if rule else []
@@ -179,14 +179,14 @@ def _first_and_last(platform: Platform, units: list[Unit]) -> list[Unit]:
         by_user = {"w": "bits", "in_": "activation_bits", "out": "activation_bits"}
         slots = [s for s in named if units[k].choices.get(by_user.get(s, "")) is None]
         options = units[k].resolved.options
-        changes = [{s: sibling(platform, getattr(o, s), rule["bits"]) for s in slots} for o in options]
+        changes = [{s: variant_with_bits(platform, getattr(o, s), rule["bits"]) for s in slots} for o in options]
         out[k] = units[k].with_options([o.model_copy(update=c) for o, c in zip(options, changes, strict=True)])
     return out
 
 
-def sibling(platform: Platform, name: Any, bits: int) -> Any:
+def variant_with_bits(platform: Platform, name: Any, bits: int) -> Any:
     """The platform's format that differs from `name` in bits alone; `name` where there is none."""
     if not isinstance(name, str) or name in NO_FORMAT:
         return name
     mine, alike = platform.formats[name], ("kind", "zero", "scale", "per")
-    return next((k for k, f in platform.formats.items() if f.bits == bits and agree(f, mine, *alike)), name)
+    return next((k for k, f in platform.formats.items() if f.bits == bits and same_fields(f, mine, *alike)), name)

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from chipfit.decide.assignment import Assignment
+from chipfit.decide.constraints import dictated_qparams, tie_groups
 from chipfit.decide.narrow import method_of
-from chipfit.decide.overrides import CHOICES, OF_WEIGHTS, Layers, Overrides, pairs
+from chipfit.decide.overrides import CHOICES, OF_WEIGHTS, Layers, Overrides, override_entries
 from chipfit.decide.scales import copies
-from chipfit.decide.ties import fixed, tie_groups
 from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph, Node
 from chipfit.platform.schema import Platform
@@ -16,7 +16,7 @@ from chipfit.platform.schema import Platform
 _NAMED = 4
 
 
-def unheard(graph: Graph, assignment: Assignment, overrides: Overrides | None) -> list[str]:
+def unapplied_overrides(graph: Graph, assignment: Assignment, overrides: Overrides | None) -> list[str]:
     """One note for each choice that some of its layers did not take.
 
     A choice that a later entry replaces for the same layer is not asked for any more. Filters, which choose layers by
@@ -26,7 +26,7 @@ def unheard(graph: Graph, assignment: Assignment, overrides: Overrides | None) -
         PlanError: none of the layers that an entry names took the choice.
     """
     reason, layers, notes = _reasons(graph, assignment), Layers(graph), list[str]()
-    entries = [(p, {} if c == "float" else dict(c), layers.match(p)) for p, c in pairs(overrides)]
+    entries = [(p, {} if c == "float" else dict(c), layers.match(p)) for p, c in override_entries(overrides)]
     last = {(n.name, k): at for at, (_, own, nodes) in enumerate(entries) for n in nodes for k in own or CHOICES}
     for at, (pattern, choices, nodes) in enumerate(entries):
         for choice, asked in choices.items():
@@ -47,8 +47,12 @@ def _reasons(graph: Graph, assignment: Assignment) -> Callable[[str, Any, Node],
     """f(choice, what is asked, node): why the node does not take it; "" when it does, None where it says nothing."""
     tails = {name: group[-1] for group in assignment.groups for name in group}
     nodes = assignment.nodes
-    made, slots, dictated = {n.name: n.output for n in graph.nodes}, assignment.slots, fixed(assignment.bindings)
-    ties = {name: group for group in tie_groups(assignment.bindings) for name in group}
+    made, slots, dictated = (
+        {n.name: n.output for n in graph.nodes},
+        assignment.tensors,
+        dictated_qparams(assignment.constraints),
+    )
+    ties = {name: group for group in tie_groups(assignment.constraints) for name in group}
 
     def reason(choice: str, asked: Any, n: Node) -> str | None:
         tensor = made[tails.get(n.name, n.name)] if graph.is_float(n.output) else None
@@ -60,7 +64,7 @@ def _reasons(graph: Graph, assignment: Assignment) -> Callable[[str, Any, Node],
             takes = "dynamic" if n.name in assignment.dynamic else "codes" if nodes[n.name].exec != "float" else "float"
             return "" if takes == asked and tensor in slots else f"it takes them in {takes}"
         if choice == "result" and tensor is not None:
-            hands = "codes" if tensor in assignment.codes else "float"
+            hands = "codes" if tensor in assignment.quantized_outputs else "float"
             return "" if hands == asked else f"it hands over {hands}"
         if tensor is None or (asked == "float" and tensor not in slots):
             return None if tensor is None else ""
@@ -84,10 +88,10 @@ def _reasons(graph: Graph, assignment: Assignment) -> Callable[[str, Any, Node],
     return reason
 
 
-def untaken(graph: Graph, platform: Platform, assignment: Assignment) -> list[str]:
+def unmet_io_formats(graph: Graph, platform: Platform, assignment: Assignment) -> list[str]:
     """One note for each input and output of the model in a format that the platform does not name for it."""
     ends = (("input", graph.inputs, platform.place.io_in), ("output", graph.outputs, platform.place.io_out))
-    formats = {name: s.format_name for name, s in assignment.slots.items()}
+    formats = {name: s.format_name for name, s in assignment.tensors.items()}
     return [
         f"{word} '{v}' is {formats.get(v, 'float')}: '{platform.name}' names {', '.join(named)} for it"
         for word, values, named in ends

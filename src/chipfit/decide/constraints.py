@@ -8,11 +8,11 @@ from chipfit.errors import UnsupportedError
 from chipfit.platform.schema import Rule
 
 #: a scale and a zero point
-Numbers = tuple[float, int]
+FixedQParams = tuple[float, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Binding:
+class Constraint:
     """The rules of one operator with the names of the tensors in its slots."""
 
     op: str
@@ -39,18 +39,18 @@ class Binding:
         return [[t for slot in r.dtype for t in self.of(slot)] for r in self.rules if r.dtype and r.hard]
 
     @property
-    def dictated(self) -> list[tuple[str, Numbers]]:
+    def dictated(self) -> list[tuple[str, FixedQParams]]:
         """(tensor, its numbers) for each that the hardware dictates."""
         rules = [(r.fix, (float(r.scale or 0), int(r.zp or 0))) for r in self.rules if r.fix and r.hard]
         return [(t, numbers) for slot, numbers in rules for t in self.of(slot)]
 
 
-def tie_groups(bindings: Iterable[Binding]) -> tuple[tuple[str, ...], ...]:
+def tie_groups(constraints: Iterable[Constraint]) -> tuple[tuple[str, ...], ...]:
     """Tensors that must share scale and zero point, joined over all hard ties; groups of two or more, sorted."""
-    return tuple(g for g in joined(m for b in bindings for m in b.tied) if len(g) > 1)
+    return tuple(g for g in connected_components(m for b in constraints for m in b.tied) if len(g) > 1)
 
 
-def joined(lists: Iterable[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+def connected_components(lists: Iterable[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
     """What lists with common members hold together, sorted."""
     parent: dict[str, str] = {}
 
@@ -70,20 +70,20 @@ def joined(lists: Iterable[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
     return tuple(sorted(tuple(sorted(g)) for g in groups.values()))
 
 
-def fixed(bindings: Sequence[Binding]) -> dict[str, Numbers]:
+def dictated_qparams(constraints: Sequence[Constraint]) -> dict[str, FixedQParams]:
     """Tensors whose scale and zero point the hardware dictates, ties included.
 
     Raises:
         UnsupportedError: two operators dictate different values for one tensor, or for tensors that must share theirs.
     """
-    out: dict[str, Numbers] = {}
+    out: dict[str, FixedQParams] = {}
     by: dict[str, str] = {}
-    for b in bindings:
+    for b in constraints:
         for t, numbers in b.dictated:
             if out.setdefault(t, numbers) != numbers:
                 raise _two_values(f"Tensor '{t}' is", f"{out[t]} by {by[t]} and {numbers} by {b.op}")
             by.setdefault(t, b.op)
-    for group in tie_groups(bindings) if out else ():
+    for group in tie_groups(constraints) if out else ():
         given = {out[t]: t for t in group if t in out}
         if len(given) > 1:
             each = " and ".join(f"{numbers} for '{t}' by {by[t]}" for numbers, t in given.items())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chipfit.decide.readers import requested, within_reach
-from chipfit.decide.units import find_units
+from chipfit.decide.groups import find_groups
+from chipfit.decide.readers import formats_wanted_by_consumers, limit_to_consumers
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph, Node, Value
 from tests.build import platform_of
@@ -29,7 +29,7 @@ def units_of(platform, *nodes, outputs=None, overrides=None):
     made = [Node(name, op, tuple(ins), (name,)) for name, op, *ins in nodes]
     values = {v: Value(v, (None, 4)) for v in ("x", *(n.name for n in made))}
     graph = Graph(made, ["x"], outputs or [made[-1].name], values, {"w": torch.ones(4, 4)})
-    return graph, find_units(graph, platform, (), overrides or {})
+    return graph, find_groups(graph, platform, (), overrides or {})
 
 
 # ---------------------------------------------------------------- widths that readers take
@@ -45,7 +45,7 @@ def results(units):
 def test_a_maker_writes_no_wider_codes_than_its_reader_takes():
     p = chip({"Relu": WIDE, "Tanh": NARROW_READER})
     _, units = units_of(p, ("r", "Relu", "x"), ("t", "Tanh", "r"))
-    left = within_reach(p, units)
+    left = limit_to_consumers(p, units)
     assert [u.head.name for u in left] == ["r", "t"]
     assert results(left) == {"r": ["a8", "a4"], "t": ["a4"]}
 
@@ -55,7 +55,7 @@ def test_the_bound_goes_through_what_moves_codes_and_no_further():
     _, units = units_of(
         p, ("p", "Relu", "x"), ("q", "Relu", "p"), ("m", "Reshape", "q"), ("n", "Reshape", "m"), ("t", "Tanh", "n")
     )
-    assert results(within_reach(p, units)) == {
+    assert results(limit_to_consumers(p, units)) == {
         "p": ["a16", "a8", "a4"],
         "q": ["a8", "a4"],
         "m": ["same"],
@@ -68,43 +68,43 @@ def test_the_least_of_several_bounds_counts_in_either_order():
     p = chip({"Relu": WIDE, "Tanh": NARROW_READER, "Sigmoid": [{"in": "any", "in_bits": [4], "out": "a4"}]})
     for first, second in (("Tanh", "Sigmoid"), ("Sigmoid", "Tanh")):
         _, units = units_of(p, ("r", "Relu", "x"), ("s", first, "r"), ("t", second, "r"), outputs=["s", "t"])
-        assert results(within_reach(p, units))["r"] == ["a4"]
+        assert results(limit_to_consumers(p, units))["r"] == ["a4"]
 
 
 def test_a_reader_that_takes_any_width_or_stays_float_bounds_nothing():
     rules = {"Relu": WIDE, "Tanh": [{"in": "any", "out": "a4"}]}
     _, units = units_of(p := chip(rules), ("r", "Relu", "x"), ("t", "Tanh", "r"))
-    assert results(within_reach(p, units))["r"] == ["a16", "a8", "a4"]
+    assert results(limit_to_consumers(p, units))["r"] == ["a16", "a8", "a4"]
     p, kept = chip({"Relu": WIDE, "Tanh": NARROW_READER}), {"t": {"float": "by hand"}}
     _, units = units_of(p, ("r", "Relu", "x"), ("t", "Tanh", "r"), overrides=kept)
-    assert results(within_reach(p, units))["r"] == ["a16", "a8", "a4"]
+    assert results(limit_to_consumers(p, units))["r"] == ["a16", "a8", "a4"]
 
 
 def test_the_widest_of_a_readers_options_is_its_bound():
     p = chip({"Relu": WIDE, "Tanh": [{"in": "any", "in_bits": [4], "out": "a4"}, *NARROW_READER]})
     _, units = units_of(p, ("r", "Relu", "x"), ("t", "Tanh", "r"))
-    assert results(within_reach(p, units))["r"] == ["a8", "a4"]
+    assert results(limit_to_consumers(p, units))["r"] == ["a8", "a4"]
 
 
 def test_a_result_in_float_is_read_by_anyone():
     p = chip({"Relu": use(("a16", "float"), ("a16", "a16")), "Tanh": NARROW_READER})
     _, units = units_of(p, ("r", "Relu", "x"), ("t", "Tanh", "r"))
-    assert results(within_reach(p, units))["r"] == ["float"]
+    assert results(limit_to_consumers(p, units))["r"] == ["float"]
 
 
 def test_codes_that_no_reader_takes_are_refused_with_both_layers_unless_one_stays_float():
     p = chip({"Relu": use(("a16", "a16")), "Tanh": NARROW_READER})
     nodes = (("r", "Relu", "x"), ("t", "Tanh", "r"))
     with pytest.raises(UnsupportedError, match=r"'r' writes codes that its reader 't' cannot.*'npu'.*16.*most 8 bits"):
-        within_reach(p, units_of(p, *nodes)[1])
+        limit_to_consumers(p, units_of(p, *nodes)[1])
     _, units = units_of(p, *nodes, overrides={"r": {"float": "by hand"}})
-    assert results(within_reach(p, units)) == {"r": ["a16"], "t": ["a4"]}
+    assert results(limit_to_consumers(p, units)) == {"r": ["a16"], "t": ["a4"]}
 
 
 def test_what_has_no_options_has_none_to_lose():
     p = chip({"Tanh": NARROW_READER})
     _, units = units_of(p, ("r", "Relu", "x"), ("t", "Tanh", "r"))
-    assert results(within_reach(p, units)) == {"r": [], "t": ["a4"]}
+    assert results(limit_to_consumers(p, units)) == {"r": [], "t": ["a4"]}
 
 
 # ---------------------------------------------------------------- formats that readers want
@@ -116,7 +116,7 @@ RULES = {"Relu": READS8, "Tanh": READS4, "Sigmoid": ANYTHING, "Gelu": use(("floa
 def asked(*nodes, platform=None, **more):
     p = platform or chip(RULES)
     graph, units = units_of(p, *nodes, **more)
-    return requested(graph, p, units)
+    return formats_wanted_by_consumers(graph, p, units)
 
 
 def test_a_reader_wants_the_format_of_its_first_option():

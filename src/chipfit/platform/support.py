@@ -10,7 +10,7 @@ FORMS = ("float", "q31")
 Gap = tuple[str, object, str]  #: field, what the file says there, what chipfit does instead
 
 
-def not_modelled(platform: Platform) -> tuple[str, ...]:
+def unsupported_features(platform: Platform) -> tuple[str, ...]:
     """The words of a platform that nothing executes: "math.act_table pwl: activations are computed exactly"."""
     gaps = (*_formats(platform), *_operators(platform), *_fusions(platform), *_math(platform))
     return tuple(dict.fromkeys(f"{field} {said}: {instead}" for field, said, instead in gaps))
@@ -26,7 +26,7 @@ def kernels_of(platform: Platform) -> str | None:
     return platform.math.kernels or by_rule
 
 
-def whole_arithmetic(platform: Platform) -> bool:
+def simulates_arithmetic(platform: Platform) -> bool:
     """All that the platform says of its arithmetic is simulated, so that exactness may be claimed."""
     return kernels_of(platform) is not None and not list(_math(platform))
 
@@ -47,10 +47,10 @@ def _operators(p: Platform) -> Iterator[Gap]:
             if "runtime" in when:
                 yield f"{at}.when.runtime", when["runtime"], "the gate stays closed"
         for k, rule in enumerate(op.rules):
-            slots = {*(rule.tie or ()), rule.fix, rule.zero, *(rule.mono or ())}
+            slots = {*(rule.tie or ()), rule.fix, rule.zero, *(rule.scale_product or ())}
             if not rule.hard:
                 yield f"ops.{i}.rules.{k}.hard", "false", "a preference is not sought"
-            elif "b" in slots and (rule.mono, rule.eq) != ({"b": 1, "in0": -1, "w": -1}, 1):
+            elif "b" in slots and (rule.scale_product, rule.eq) != ({"b": 1, "in0": -1, "w": -1}, 1):
                 yield f"ops.{i}.rules.{k}.{rule.head}", "b", "a bias has its own range, or input scale x weight scale"
 
 

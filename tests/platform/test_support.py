@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import chipfit
 from chipfit.cli.app import app
 from chipfit.platform.load import load, names
-from chipfit.platform.modelled import kernels_of, not_modelled, whole_arithmetic
 from chipfit.platform.schema import OpRule, Platform
+from chipfit.platform.support import kernels_of, simulates_arithmetic, unsupported_features
 from chipfit.report.html import page
 from chipfit.report.terminal import show
 from chipfit.simulate.integer import simulate
@@ -23,12 +23,12 @@ from tests.build import platform_of
 
 def said(**more):
     """What is not modelled of a platform with one format a8."""
-    return not_modelled(platform_of(**more))
+    return unsupported_features(platform_of(**more))
 
 
 def test_a_platform_without_such_words_names_none():
     assert said() == ()
-    assert not_modelled(load("tflite_int16x8")) == ()
+    assert unsupported_features(load("tflite_int16x8")) == ()
 
 
 def test_each_word_names_the_field_the_value_and_what_happens_instead():
@@ -43,8 +43,8 @@ def test_a_stage_of_accumulation_counts_on_the_revisions_that_have_it():
     op = {"match": ["Linear"], "use": [{"in": "u8", "w": "w8", "out": "u8"}], "src": ["M"], "conf": "V"}
     npu = {"name": "npu", "arch": ["A", "B"], "formats": formats, "ops": [op], "math": math}
     platforms = {arch: Platform.model_validate(npu).model_copy(update={"arch_selected": arch}) for arch in "AB"}
-    assert [len(not_modelled(p)) for p in platforms.values()] == [1, 0]
-    assert [whole_arithmetic(p) for p in platforms.values()] == [False, True]
+    assert [len(unsupported_features(p)) for p in platforms.values()] == [1, 0]
+    assert [simulates_arithmetic(p) for p in platforms.values()] == [False, True]
 
 
 def test_everybody_who_reads_about_a_platform_reads_them(tmp_path):
@@ -107,9 +107,9 @@ LINEAR = {"match": ["Linear"], "use": [{"in": "a8", "w": "w8", "b": "b32", "out"
 def test_exactness_is_claimed_only_where_all_arithmetic_is_simulated(name):
     """What is named under math is what keeps the claim away, and a claim names the kernels that it rests on."""
     platform = load(name)
-    gaps = [line for line in not_modelled(platform) if line.startswith("math.")]
-    assert whole_arithmetic(platform) == (not gaps and kernels_of(platform) is not None)
-    if whole_arithmetic(platform):
+    gaps = [line for line in unsupported_features(platform) if line.startswith("math.")]
+    assert simulates_arithmetic(platform) == (not gaps and kernels_of(platform) is not None)
+    if simulates_arithmetic(platform):
         assert platform.math.kernels and platform.runtimes
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from chipfit.calibration.collect import TensorStats
-from chipfit.decide.assignment import Slot
-from chipfit.decide.ties import Numbers
+from chipfit.decide.assignment import TensorSpec
+from chipfit.decide.constraints import FixedQParams
 from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import TensorPlan
@@ -17,10 +17,12 @@ from chipfit.ranges import Importance, Rule, choose, name_of, weighing, weighs
 from chipfit.ranges.qparams import QParams
 
 #: in the origin of a tensor whose rule weighs errors, where nothing is known to weigh them by
-ALIKE = ", errors count alike"
+UNIFORM_ERRORS = ", errors count alike"
 
 
-def entry(slot: Slot, node: Node | None, stored: Stored, origin: str, seen: TensorStats | None = None) -> TensorPlan:
+def entry(
+    slot: TensorSpec, node: Node | None, stored: Stored, origin: str, seen: TensorStats | None = None
+) -> TensorPlan:
     """A quantized tensor of the plan; node: that makes or reads it, None for an input of the model."""
     layer, op = (node.layer, node.op) if node else ("", "Input")
     low, high = (seen.low, seen.high) if seen else (None, None)
@@ -29,26 +31,26 @@ def entry(slot: Slot, node: Node | None, stored: Stored, origin: str, seen: Tens
     )
 
 
-def stored_as(slot: Slot, grid: Grid, q: QParams) -> Stored:
+def stored_as(slot: TensorSpec, grid: Grid, q: QParams) -> Stored:
     """A tensor on its grid, with the table that was fitted to it, if one was."""
     grid = grid if q.table is None else replace(grid, table=q.table)
     return Stored(format=slot.format_name, grid=grid, scale=q.scale, zero_point=q.zero_point, axis=slot.axis)
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
+class QParamsSource:
     """Where the numbers of tensors come from."""
 
     graph: Graph
     stats: Mapping[str, TensorStats]
-    dictated: Mapping[str, Numbers]  #: by the platform
+    dictated: Mapping[str, FixedQParams]  #: by the platform
     known: Mapping[str, TensorPlan]  #: earlier decisions
     rule: Rule  #: of activations
     weight_rule: Rule
     z_threshold: float | None
     importance: Mapping[str, Importance] = field(default_factory=dict)  #: for rules that weigh errors
 
-    def find(self, s: Slot, grid: Grid) -> tuple[Stored, str]:
+    def qparams_of(self, s: TensorSpec, grid: Grid) -> tuple[Stored, str]:
         """How a tensor is stored by itself, and where that comes from."""
         earlier = self.known.get(s.name)
         if earlier is not None and earlier.stored is not None and _fits(earlier.stored, s, grid):
@@ -56,7 +58,7 @@ class Sources:
         q, origin = self._new(s, grid)
         return stored_as(s, grid, q), origin
 
-    def _new(self, s: Slot, grid: Grid) -> tuple[QParams, str]:
+    def _new(self, s: TensorSpec, grid: Grid) -> tuple[QParams, str]:
         if s.name in self.dictated:
             scale, zero = self.dictated[s.name]
             numbers = torch.tensor(scale, dtype=torch.float32), torch.tensor(zero, dtype=torch.int32)
@@ -80,11 +82,11 @@ class Sources:
         q = choose(seen, grid, rule=rule, z_threshold=z, importance=weights)
         return q, f"{name_of(rule)} over {seen.batches} batches" + self._alike(s, rule)
 
-    def _alike(self, s: Slot, rule: Rule) -> str:
-        return ALIKE if weighs(rule) and s.name not in self.importance else ""
+    def _alike(self, s: TensorSpec, rule: Rule) -> str:
+        return UNIFORM_ERRORS if weighs(rule) and s.name not in self.importance else ""
 
 
-def _fits(earlier: Stored, s: Slot, grid: Grid) -> bool:
+def _fits(earlier: Stored, s: TensorSpec, grid: Grid) -> bool:
     """An earlier decision still holds: the user asks nothing else of the tensor, and at most a fitted table differs."""
     same = (earlier.format, earlier.axis, replace(earlier.grid, table=grid.table)) == (s.format_name, s.axis, grid)
     return same and (s.rule, s.z_threshold, s.range) == (None, None, None)
