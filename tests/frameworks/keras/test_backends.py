@@ -1,8 +1,9 @@
-"""The tests of this folder again on the other backends of Keras, one process each: a process has one backend."""
+"""Run tests of this folder on the other backends of Keras, in one process each: a process has one backend."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -11,40 +12,83 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.frameworks.keras.test_lower import flat, quantized
+from tests.frameworks.keras.test_training_alike import CASES, prepare
+
 HERE = Path(__file__).parent
-OTHERS = {"jax", "tensorflow", "torch"} - {os.environ["KERAS_BACKEND"]}
+OTHERS = [b for b in ("jax", "tensorflow", "torch") if b != os.environ["KERAS_BACKEND"] and find_spec(b) is not None]
+#: one of each: reading, saving, lowering, a step of training, training on, bounds in a file, export
+SELECTION = (
+    "test_capture.py::test_the_graph_computes_what_the_model_computes[nested]",
+    "test_lower.py::test_a_file_that_another_backend_saved_computes_the_same",
+    "test_lower.py::test_it_computes_what_the_engine_computes[nested]",
+    "test_lower.py::test_one_step_of_training_is_the_step_that_the_engine_takes",
+    "test_training_alike.py::test_it_trains_as_on_another_backend[ste]",
+    "test_training_limits.py::test_the_rules_are_in_the_file_of_a_model",
+    "test_whole.py::test_the_file_computes_the_simulated_integers",
+)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Models saved on the backend of this process, what they compute and how they train, for the others to load."""
-    from tests.frameworks.keras.test_lower import flat, quantized
-    from tests.frameworks.keras.test_training_alike import prepare
-
-    folder = tmp_path_factory.mktemp("saved")
+def save(folder, cases):
+    """Save models on the backend of this process, what they compute and how they train, for the others to load."""
     for name in ("mobilenet", "shared"):
         result, batch = quantized(name)
         result.model.save(folder / f"{name}.keras")
         np.save(folder / f"{name}.npy", result.model.run_flat(flat(batch))[0].numpy())
-    prepare(folder)
-    return folder
+    prepare(folder, cases)
 
 
-@pytest.mark.skipif("CHIPFIT_ONE_BACKEND" in os.environ, reason="this is such a process")
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_everything_holds_on_every_backend(which, saved):
-    running = {}
-    for backend in sorted(b for b in OTHERS if find_spec(b) is not None):
-        environment = {**os.environ, "KERAS_BACKEND": backend, "CHIPFIT_ONE_BACKEND": "1", "CHIPFIT_SAVED": str(saved)}
-        environment.pop("XLA_FLAGS", None)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, str(HERE)]
-        running[backend] = subprocess.Popen(
-            command, cwd=HERE.parents[2], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-    try:
-        said = {backend: process.communicate(timeout=900)[0] for backend, process in running.items()}
-    finally:
-        for process in running.values():
-            process.kill()
-    failed = [f"on {backend}:\n{said[backend][-6000:]}" for backend, process in running.items() if process.returncode]
-    assert not failed, "\n".join(failed)
+def run(command, log, timeout, environment=None):
+    """Return the exit code of a process, or None after killing it and its children at the timeout.
+
+    It writes to a file, not to a pipe, which could stay open behind a process that is killed.
+    """
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=HERE.parents[2], start_new_session=True
+        ) as process,
+    ):
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def run_tests(backend, tests, marked, folder, timeout):
+    """Run tests on another backend, and fail with what they print if they do."""
+    environment = {**os.environ, "KERAS_BACKEND": backend, "CHIPFIT_ONE_BACKEND": "1", "CHIPFIT_SAVED": str(folder)}
+    environment.pop("XLA_FLAGS", None)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, *tests]
+    log = folder / "log.txt"
+    code = run(command, log, timeout, environment)
+    assert code == 0, f"on {backend}, exit code {code}:\n{log.read_text(errors='replace')[-6000:]}"
+
+
+one_backend = pytest.mark.skipif("CHIPFIT_ONE_BACKEND" in os.environ, reason="this is such a process")
+
+
+@one_backend
+@pytest.mark.parametrize("backend", OTHERS)
+def test_another_backend_reads_trains_exports_and_saves(backend, tmp_path):
+    save(tmp_path, ["ste"])
+    run_tests(backend, [str(HERE / test) for test in SELECTION], "not slow", tmp_path, 300)
+
+
+@one_backend
+@pytest.mark.slow
+@pytest.mark.parametrize("marked", ["not slow", "slow"])
+@pytest.mark.parametrize("backend", OTHERS)
+def test_everything_holds_on_every_backend(backend, marked, tmp_path):
+    save(tmp_path, CASES)
+    run_tests(backend, [str(HERE)], marked, tmp_path, 1800)
+
+
+def test_a_process_that_takes_too_long_is_killed_with_its_children(tmp_path):
+    log = tmp_path / "log.txt"
+    assert run(["sh", "-c", "sleep 60 & echo $!; wait"], log, 1) is None
+    child = Path("/proc") / log.read_text().strip() / "stat"
+    assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
