@@ -26,7 +26,7 @@ from chipfit.decide.requantize import requantize
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.fuse import fuse
 from chipfit.plan.record import Plan
-from chipfit.plan.sharing import rounding
+from chipfit.plan.sharing import share_quantizers
 from chipfit.platform.load import load
 from chipfit.platform.match import fusions
 from chipfit.platform.schema import Platform
@@ -88,7 +88,7 @@ def decide(graph: Graph, platform: Platform) -> Plan:
         float_edges=frozenset(assignment.float_edges),
         ties=tuple(tuple(sorted(g)) for g in tie_groups(assignment.constraints)),
     )
-    rounding(graph, plan)
+    share_quantizers(graph, plan)
     return plan
 
 

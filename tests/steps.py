@@ -15,10 +15,10 @@ from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
 from chipfit.frameworks.torch.lower import lower
 from chipfit.graph.ir import Graph
+from chipfit.passes.duplicate_shared_biases import duplicate_shared_biases
 from chipfit.passes.fold_batch_norm import fold_batch_norm
 from chipfit.passes.fuse import fuse
 from chipfit.passes.shift_negative import fuse_shifts
-from chipfit.passes.unshare_biases import unshare_biases
 from chipfit.plan.record import Plan
 from chipfit.platform.load import load
 from chipfit.platform.match import fusions
@@ -28,7 +28,7 @@ from chipfit.quantizers.grids import fake_quantize
 
 def captured(model: nn.Module, x: torch.Tensor) -> Graph:
     """The graph of a model, batch norms folded."""
-    return unshare_biases(fold_batch_norm(capture(model.eval(), (x,), {}))[0])[0]
+    return duplicate_shared_biases(fold_batch_norm(capture(model.eval(), (x,), {}))[0])[0]
 
 
 @dataclass

@@ -152,35 +152,35 @@ def test_a_batch_of_nothing_proves_nothing():
 
 
 def test_a_saved_bias_of_another_length_is_refused(tmp_path):
-    from chipfit.plan.trial import demand_runs
+    from chipfit.plan.validate import check_runs
 
     result = chipfit.quantize(nn.Sequential(nn.Conv2d(3, 4, 3)), [torch.randn(2, 3, 6, 6)], "ort_cpu", progress=False)
     graph = result.graph.copy()
-    demand_runs(graph)
+    check_runs(graph)
     graph.weights = {name: w[:1] if w.dim() == 1 else w for name, w in graph.weights.items()}
     with pytest.raises(PlanError, match=r"has the shape \[1\], not \[4\]"):
-        demand_runs(graph)
+        check_runs(graph)
     image = result.graph.copy()
     name = image.inputs[0]
     image.values = {**image.values, name: replace(image.values[name], shape=(None, 3, 6, 6, None, 3))}
     with pytest.raises(PlanError, match="a weight of 4 axes for 6"):
-        demand_runs(image)
+        check_runs(image)
     soft = chipfit.quantize(nn.Softmax(-1), [torch.randn(2, 4)], "imx500", progress=False).graph.copy()
-    demand_runs(soft)
+    check_runs(soft)
     soft.nodes = [n.with_(attrs={**n.attrs, "axis": 64}) for n in soft.nodes]
     with pytest.raises(PlanError, match="is 64, and it works on 2 axes"):  # torch's kernel without numbers takes it
-        demand_runs(soft)
+        check_runs(soft)
 
 
 def test_a_saved_platform_without_a_revision_that_it_uses_is_refused():
-    from chipfit.platform.load import demand_consistent
+    from chipfit.platform.load import check_consistent
 
     platform = chipfit.load_platform("ort_cpu")
-    demand_consistent(platform, "platform.json")
+    check_consistent(platform, "platform.json")
     with pytest.raises(PlatformError, match="no revision named .VNNI."):
-        demand_consistent(platform.model_copy(update={"arch": ("AVX2", "V")}), "platform.json")
+        check_consistent(platform.model_copy(update={"arch": ("AVX2", "V")}), "platform.json")
     with pytest.raises(ChipfitError, match="named 'V'"):
-        demand_consistent(platform.model_copy(update={"arch_selected": "V"}), "platform.json")
+        check_consistent(platform.model_copy(update={"arch_selected": "V"}), "platform.json")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from chipfit.errors import PlanError, TrainingError
 from chipfit.frameworks import lower
 from chipfit.frameworks.torch.train import stepper
 from chipfit.plan.diff import diff
-from chipfit.plan.text import plan_from_json, plan_to_json
+from chipfit.plan.json_codec import plan_from_json, plan_to_json
 from chipfit.plan.training import Training
 from chipfit.quantizers.algorithm import Algorithm
 from chipfit.quantizers.scale_bounds import ScaleBound, code_sums

@@ -34,9 +34,8 @@ from chipfit.frameworks import capture, checksum, lower, read_back
 from chipfit.graph.ir import Graph
 from chipfit.passes.fuse import fuse
 from chipfit.passes.shift_negative import fuse_shifts
-from chipfit.plan import provenance
-from chipfit.plan.record import Plan, TensorPlan
-from chipfit.plan.training import Training, checked, demand_folds
+from chipfit.plan.record import Plan, TensorPlan, provenance_of
+from chipfit.plan.training import Training, check_folds, check_trainable
 from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.load import load_platform
 from chipfit.platform.match import fusions, sets_of
@@ -140,7 +139,7 @@ class Result(SummaryRepr):
         """
         self.refuse_trained("another training")
         chosen = Training.of(training)
-        checked(chosen, self.plan)
+        check_trainable(chosen, self.plan)
         return replace(self, training=chosen, _model=None)
 
     def as_calibrated(self) -> Result:
@@ -357,7 +356,7 @@ class Result(SummaryRepr):
         """
         from chipfit.export import export
 
-        demand_folds(self.training.bn_fold if self.training else 0)
+        check_folds(self.training.bn_fold if self.training else 0)
         self.refuse_trained("the file")
         named = {"io": io, "labels": labels, "mean": mean, "std": std}
         named |= {"batch": batch, "keep_layout": keep_layout, "opset": opset}
@@ -472,7 +471,7 @@ def quantize(
     rules: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "z_threshold": z_threshold}
     asked = {"overrides": to_record(overrides) or None, "steps": settings.to_record() or None}
     named = {"rule": name_of(rule), "weight_rule": name_of(weight_rule), "z_threshold": z_threshold}
-    record = provenance.record(graph, target, seen.hash, **asked, seed=seed, **named)
+    record = provenance_of(graph, target, seen.hash, **asked, seed=seed, **named)
     record["samples"] = sorted(seen.digests)
     with shown.stage("ranges"):
         calibrated = _Adapted(graph, stats, assignment, decisions)

@@ -49,7 +49,7 @@ class Step:
 
     #: "rewrite": `(graph) -> (graph, notes)` before formats are decided. "formats": `(graph, assignment) ->
     #: (assignment, notes)` behind that decision. "adapt": `(graph, assignment, stats) -> (graph, stats, notes)` after
-    #: calibration. "results": `(graph, assignment, stats) -> (node -> label, notes)` behind it, see `passes.islands`.
+    #: calibration. "results": `(graph, assignment, stats) -> (node -> label, notes)` behind it.
     #: "correct": `(graph, plan) -> (graph, notes)` when the plan is made
     stage: str
     after: tuple[str, ...] = ()  #: steps of the same stage that go before

@@ -13,7 +13,7 @@ from chipfit.errors import ConfigError, Interrupted, interruption_note
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear
-from chipfit.passes.own_weights import own_weights
+from chipfit.passes.copy_captured_weights import copy_captured_weights
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.match import lists
 from chipfit.platform.schema import Platform
@@ -94,7 +94,7 @@ def rewrite(graph: Graph, platform: Platform, settings: Settings) -> tuple[Graph
         graph, more = _take(step, settings, graph, platform=platform, listed=partial(lists, platform))
         check(graph, blame=step.name)
         notes += more
-    return own_weights(graph, captured), notes
+    return copy_captured_weights(graph, captured), notes
 
 
 def settle(

@@ -22,7 +22,7 @@ from chipfit.errors import DataError, RuntimeUnavailable, VerificationError, fir
 from chipfit.export import FileTensor, export, format_of
 from chipfit.export.names import output_names
 from chipfit.files import path_of
-from chipfit.graph.builder import needed
+from chipfit.graph.edit import live_values
 from chipfit.graph.ir import DYNAMIC, Graph
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
@@ -527,7 +527,7 @@ class Comparator:
 
     def __post_init__(self) -> None:
         self.seen = SampleHashes.of(self.plan.provenance)
-        self.live = needed(self.graph)
+        self.live = live_values(self.graph)
 
     def parts(self, inputs: list[Tensor], label: Tensor | None) -> list[tuple[list[Tensor], Tensor | None]]:
         """A batch; where it may be cut, apart from the rest what still is to run on its own results."""

@@ -17,7 +17,7 @@ from torch import nn
 import chipfit
 from chipfit.export.tflite.writer import export_tflite
 from chipfit.graph.ir import Graph, Node
-from chipfit.passes.relayout import relayout
+from chipfit.passes.layout import apply_layout
 from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import dequantize, quantize
 from chipfit.registry import lookup
@@ -108,8 +108,8 @@ class Twin:
     def __init__(self, graph: Graph, plan: Plan) -> None:
         import tensorflow as tf
 
-        new, self.plan = relayout(graph, plan, "channels_last", borders=True)
-        self.graph, self.forms, self.tf = new.graph, new.forms, tf
+        new, self.plan = apply_layout(graph, plan, "channels_last", change_io=True)
+        self.graph, self.forms, self.tf = new.graph, new.layouts, tf
 
     def weight(self, name: str, order: tuple[int, ...]) -> Any:
         t, w = self.plan.tensors[name], self.graph.weights[name]

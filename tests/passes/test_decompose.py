@@ -13,7 +13,7 @@ from chipfit.graph.check import check
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.ops import OPS
 from chipfit.passes.decompose import RULES, broadcast, decompose
-from chipfit.passes.layout import rearrange
+from chipfit.passes.layout import change_layout
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from tests.build import stored
 
@@ -175,11 +175,11 @@ def case(op: str, k: int) -> Graph:
 def test_what_a_composite_becomes_computes_the_same(op, k, held, layout):
     graph = case(op, k)
     held = {*held} - {op}
-    new, _, reasons = decompose(rearrange(graph, layout).graph, Plan(), held)
+    new, _, reasons = decompose(change_layout(graph, layout).graph, Plan(), held)
     check(new)
     assert not reasons
     assert not {n.op for n in new.nodes} & (set(RULES) - held - {op if op.startswith("TransposeConv") else ""})
-    back = rearrange(new, "channels_first").graph
+    back = change_layout(new, "channels_first").graph
     want, got = run(graph, list(graph.example)), run(back, list(graph.example))
     for o, p in zip(graph.outputs, back.outputs, strict=True):
         torch.testing.assert_close(got[p].float(), want[o].float(), atol=2e-5, rtol=1e-4, equal_nan=True)
@@ -188,8 +188,8 @@ def test_what_a_composite_becomes_computes_the_same(op, k, held, layout):
 @pytest.mark.parametrize("layout", ["channels_first", "channels_last"])
 @pytest.mark.parametrize("op, k", EVERY)
 def test_the_shapes_of_the_values_between_are_right(op, k, layout):
-    graph = decompose(rearrange(case(op, k), layout).graph, Plan(), ())[0]
-    first = rearrange(graph, "channels_first").graph
+    graph = decompose(change_layout(case(op, k), layout).graph, Plan(), ())[0]
+    first = change_layout(graph, "channels_first").graph
     found = run(first, list(graph.example), keep=list(first.values))
     for name in {*graph.values} & {*first.values}:
         if graph.values[name].shape == first.values[name].shape:  # the layout pass did not touch it

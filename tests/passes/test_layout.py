@@ -12,7 +12,7 @@ from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.passes.layout import moves_nothing, rearrange, without
+from chipfit.passes.layout import change_layout, keeps_memory_order, remove_axes
 from tests.zoo import ZOO, make
 
 
@@ -29,9 +29,9 @@ def test_there_and_back_a_network_computes_the_same_numbers(name):
     model, batch = make(name)
     args, kwargs, _ = first_batch([batch], model)
     graph = capture(model, args, kwargs)
-    there = rearrange(graph, "channels_last").graph
+    there = change_layout(graph, "channels_last").graph
     check(there)
-    back = rearrange(there, "channels_first").graph
+    back = change_layout(there, "channels_first").graph
     check(back)
     before, after = run(graph, graph.example), run(back, graph.example)
     for a, b in zip(graph.outputs, back.outputs, strict=True):
@@ -42,8 +42,8 @@ def test_transpositions_stand_at_the_borders_only():
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Softmax(1), nn.Conv2d(4, 2, 1)
     )
-    new = rearrange(captured(model, torch.randn(2, 3, 8, 8)), "channels_last")
-    there, forms = new.graph, new.forms
+    new = change_layout(captured(model, torch.randn(2, 3, 8, 8)), "channels_last")
+    there, forms = new.graph, new.layouts
     assert kinds(there) == ["Transpose", "Conv2D", "BatchNorm", "Relu", "MaxPool", "Softmax", "Conv2D", "Transpose"]
     assert there.node("softmax").attrs["axis"] == 3
     assert set(forms.values()) == {(0, 2, 3, 1)}
@@ -53,18 +53,18 @@ def test_weights_stay_as_they_are():
     graph = captured(
         nn.Sequential(nn.Conv2d(3, 4, 3), nn.PReLU(4), nn.ConvTranspose2d(4, 2, 2)), torch.randn(2, 3, 8, 8)
     )
-    there = rearrange(graph, "channels_last").graph
+    there = change_layout(graph, "channels_last").graph
     assert all(there.weights[k] is w for k, w in graph.weights.items())
 
 
-def test_flattening_after_a_global_pool_moves_nothing():
+def test_flattening_after_a_global_pool_keeps_memory_order():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
-    assert kinds(rearrange(captured(model, torch.randn(2, 3, 8, 8)), "channels_last").graph).count("Transpose") == 1
+    assert kinds(change_layout(captured(model, torch.randn(2, 3, 8, 8)), "channels_last").graph).count("Transpose") == 1
 
 
 def test_flattening_an_image_reads_it_in_the_models_own_order():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2))
-    assert kinds(rearrange(captured(model, torch.randn(2, 3, 8, 8)), "channels_last").graph) == [
+    assert kinds(change_layout(captured(model, torch.randn(2, 3, 8, 8)), "channels_last").graph) == [
         "Transpose",
         "Conv2D",
         "Transpose",
@@ -82,7 +82,7 @@ def test_the_models_own_transpositions_cancel():
         def forward(self, x):
             return x + self.linear(self.norm(self.conv(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
 
-    there = rearrange(captured(nn.Sequential(Block(), Block()), torch.randn(2, 4, 5, 5)), "channels_last").graph
+    there = change_layout(captured(nn.Sequential(Block(), Block()), torch.randn(2, 4, 5, 5)), "channels_last").graph
     assert kinds(there).count("Transpose") == 2  # the model's input and output
 
 
@@ -95,20 +95,20 @@ def test_constant_operands_are_rearranged_as_new_weights():
         def forward(self, x):
             return self.conv(x) * 2.0 + self.shift
 
-    there = rearrange(captured(Shift(), torch.randn(2, 3, 5, 5)), "channels_last").graph
+    there = change_layout(captured(Shift(), torch.randn(2, 3, 5, 5)), "channels_last").graph
     add = next(n for n in there.nodes if n.op == "Add")
     assert there.weights[add.inputs[1]].shape == (1, 1, 1, 4)
     assert there.weights["shift"].shape == (4, 1, 1)
 
 
 def test_only_axes_of_size_one_may_change_places_without_moving_memory():
-    assert moves_nothing((None, 8, 1, 1), (0, 2, 3, 1))
-    assert not moves_nothing((None, 8, 2, 1), (0, 2, 3, 1))
+    assert keeps_memory_order((None, 8, 1, 1), (0, 2, 3, 1))
+    assert not keeps_memory_order((None, 8, 2, 1), (0, 2, 3, 1))
 
 
 def test_a_removed_axis_leaves_the_others_in_order():
-    assert without((0, 2, 3, 1), {2, 3}) == (0, 1)
-    assert without((0, 2, 3, 1), {0}) == (1, 2, 0)
+    assert remove_axes((0, 2, 3, 1), {2, 3}) == (0, 1)
+    assert remove_axes((0, 2, 3, 1), {0}) == (1, 2, 0)
 
 
 # ---------------------------------------------------------------- one operator behind a convolution
@@ -186,12 +186,12 @@ def same_values(new, graph, x):
     def value(name):
         if name in new.graph.weights:
             return new.graph.weights[name]
-        source, form = new.copies.get(name, (name, new.forms.get(name)))
+        source, form = new.copies.get(name, (name, new.layouts.get(name)))
         return known[source] if form is None or isinstance(known[source], int) else known[source].permute(form)
 
     for n in new.graph.nodes:
         if n.op == "Conv2D":
-            assert new.copies.get(n.data, (n.data, new.forms.get(n.data)))[1] == new.forms[n.output] == (0, 2, 3, 1)
+            assert new.copies.get(n.data, (n.data, new.layouts.get(n.data)))[1] == new.layouts[n.output] == (0, 2, 3, 1)
             continue
         for got, name in zip(execute(n, [value(i) for i in n.inputs]), n.outputs, strict=True):
             want = value(name)
@@ -209,14 +209,14 @@ def test_an_operand_of_fewer_axes_meets_the_last_ones_of_the_model(axes, shape):
     graph.outputs.append("z")
     graph.values["z"] = graph.values["h"]
     assert run(graph, [x])["y0"].shape == shape
-    same_values(rearrange(graph, "channels_last"), graph, x)
+    same_values(change_layout(graph, "channels_last"), graph, x)
 
 
 @pytest.mark.parametrize("borders", [False, True])
 @pytest.mark.parametrize("op, inputs, attrs", BEHIND)
 def test_every_value_is_what_it_was_in_the_form_that_is_told(op, inputs, attrs, borders):
     graph, x = behind(op, inputs, attrs)
-    new = rearrange(graph, "channels_last", borders=borders)
+    new = change_layout(graph, "channels_last", change_io=borders)
     value, known = same_values(new, graph, x)
     for o, p in zip(graph.outputs, new.graph.outputs, strict=True):
         if not borders:  # else a result may stay as it is made
@@ -234,20 +234,20 @@ def test_memory_that_stays_as_it_is_is_read_under_another_shape_where_one_size_a
     shape = tuple(None if k in open_axes else s for k, s in enumerate((2, channels, 4, 5)))
     values = {"x": Value("x", shape), "y": Value("y", (*shape[:1], 3, *shape[2:]))}
     graph = Graph([Node("y", "Conv2D", ("x", "w"), ("y",), conv)], ["x"], ["y"], values, {"w": torch.randn(3, 1, 1, 1)})
-    assert kinds(rearrange(graph, "channels_last").graph) == [*ops, "Conv2D", "Transpose"]
+    assert kinds(change_layout(graph, "channels_last").graph) == [*ops, "Conv2D", "Transpose"]
 
 
 def test_values_of_two_axes_have_one_layout():
     nodes = [Node("y", "BatchNorm", ("x", None, None, "m", "v"), ("y",), {"eps": 0.1})]
     values = {v: Value(v, (None, 3)) for v in "xy"}
     graph = Graph(nodes, ["x"], ["y"], values, {"m": torch.zeros(3), "v": torch.ones(3)})
-    new = rearrange(graph, "channels_last")
-    assert new.graph.nodes == nodes and new.forms == {} and new.graph.data_format == "channels_last"
+    new = change_layout(graph, "channels_last")
+    assert new.graph.nodes == nodes and new.layouts == {} and new.graph.data_format == "channels_last"
 
 
 def test_padding_that_reflects_is_of_the_axes_as_a_spatial_operator_has_them():
     padding = ((0, 0), (0, 0), (1, 2), (3, 0))
     graph, _ = behind("Pad", "h", {"padding": padding, "mode": "reflect", "value": 0.0})
-    new = rearrange(graph, "channels_last").graph
+    new = change_layout(graph, "channels_last").graph
     assert new.node("it").attrs["padding"] == ((0, 0), (1, 2), (3, 0), (0, 0))
     assert kinds(new) == ["Transpose", "Conv2D", "Pad", "Transpose"]

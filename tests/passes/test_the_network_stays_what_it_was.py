@@ -17,6 +17,7 @@ from chipfit.graph.check import check
 from chipfit.passes.centre import centre, with_means
 from chipfit.passes.collapse_linear import collapse_linear
 from chipfit.passes.collapse_residual import collapse_residual
+from chipfit.passes.duplicate_shared_biases import duplicate_shared_biases
 from chipfit.passes.equalize import equalize
 from chipfit.passes.equalize_groups import equalize_groups, with_channels
 from chipfit.passes.fold_batch_norm import fold_batch_norm
@@ -24,7 +25,6 @@ from chipfit.passes.fuse import fuse
 from chipfit.passes.relu_bound import relu_bound_to_power_of_two
 from chipfit.passes.shift_negative import fuse_shifts, shift_negative
 from chipfit.passes.softmax_shift import softmax_shift
-from chipfit.passes.unshare_biases import unshare_biases
 from chipfit.platform.load import load
 from chipfit.platform.match import fusions
 
@@ -145,7 +145,7 @@ def check_all(steps: list[tuple[str, int]], seed: int) -> None:
     torch.manual_seed(seed)
     x, _ = batches = torch.randn(3, 4, 9, 9) * 3, torch.randn(2, 4, 9, 9)
     graph = capture(Drawn(steps).eval(), (x,), {})
-    graph = unshare_biases(fold_batch_norm(graph)[0])[0]
+    graph = duplicate_shared_biases(fold_batch_norm(graph)[0])[0]
     before = {k: v.clone() for k, v in graph.weights.items()}
     for name, rewrite in REWRITES.items():
         new, notes = rewrite(graph, batches)

@@ -18,8 +18,7 @@ from chipfit.errors import ExportError, PlanError
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.pipeline import load, quantize
 from chipfit.plan.diff import diff
-from chipfit.plan.provenance import hash_graph
-from chipfit.plan.record import NodePlan, Plan, TensorPlan
+from chipfit.plan.record import NodePlan, Plan, TensorPlan, hash_graph
 from chipfit.platform.load import load as load_platform
 from chipfit.platform.load import names
 from chipfit.quantizers.grids import Grid

@@ -10,7 +10,7 @@ import chipfit
 from chipfit.errors import TrainingError
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import Plan, TensorPlan
-from chipfit.plan.sharing import retrained, rounding
+from chipfit.plan.sharing import share_quantizers, with_trained_numbers
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.scale_bounds import ScaleBound
 from tests.build import stored
@@ -41,7 +41,7 @@ class Moves(nn.Module):
 )
 def test_what_is_only_moved_is_not_rounded_again(f):
     result = chipfit.quantize(Moves(f).eval(), [X], "tflite_int8", progress=False)
-    found, graph = rounding(result.graph, result.plan), result.graph
+    found, graph = share_quantizers(result.graph, result.plan), result.graph
     (source,) = (n.output for n in graph.nodes if n.op == "Conv2D")
     (end,) = graph.outputs
     assert end != source and found.owner[end] == found.owner[source] == source
@@ -50,7 +50,7 @@ def test_what_is_only_moved_is_not_rounded_again(f):
 
 def test_what_is_computed_is_rounded_by_its_own():
     result = chipfit.quantize(Moves(torch.tanh).eval(), [X], "tflite_int8", progress=False)
-    found = rounding(result.graph, result.plan)
+    found = share_quantizers(result.graph, result.plan)
     (end,) = result.graph.outputs
     assert found.owner[end] == end and end in found.rounded and end in found.fixed  # 1/128 on this chip
     assert "conv.bias" in found.products and found.products["conv.bias"] == (result.graph.inputs[0], "conv.weight")
@@ -82,7 +82,7 @@ def test_tied_tensors_of_equal_numbers_share_a_quantizer():
         tensors=tensors(x=stored(), z=stored(0.25), y=stored(), u=stored(), v=stored(0.25), t=None),
         ties=(("x", "y", "z"), ("u", "v")),
     )
-    found = rounding(graph, plan)
+    found = share_quantizers(graph, plan)
     assert found.owner == {"x": "x", "z": "z", "y": "x", "u": "u", "v": "v"} and found.rounded == set("xzyuv")
 
 
@@ -103,7 +103,7 @@ def test_what_joins_numbers_of_one_quantizer_is_rounded_already(given, edges, ow
         ties=(("x", "z"),),
         float_edges=frozenset(edges),
     )
-    found = rounding(graph_of(CONCAT), plan)
+    found = share_quantizers(graph_of(CONCAT), plan)
     assert found.owner["y"] == owner
     assert found.rounded == set(rounded) | ({"z"} if given.get("z", 1) is not None else set())
 
@@ -112,7 +112,7 @@ def test_all_that_shares_a_quantizer_goes_along_with_what_moves():
     """y is tied to u, and holds numbers of x: all three have one quantizer, that of x."""
     graph = graph_of(("Relu", "z", "u", {}), ("Reshape", "x", "y", {"shape": (-1, 3)}))
     plan = Plan(tensors=tensors(u=stored(), y=stored(), x=stored()), ties=(("u", "y"),))
-    found = rounding(graph, plan)
+    found = share_quantizers(graph, plan)
     assert found.owner == {"u": "x", "y": "x", "x": "x"} and found.rounded == {"u", "x"}
 
 
@@ -135,13 +135,13 @@ PRODUCT = {"x": stored(0.5), "w": stored([0.5, 1.0, 2.0], axis=0), "b": stored([
     ],
 )
 def test_biases_at_the_scale_of_the_products_follow_it(change, product):
-    found = rounding(graph_of(LINEAR), Plan(tensors=tensors(**{**PRODUCT, **change})))
+    found = share_quantizers(graph_of(LINEAR), Plan(tensors=tensors(**{**PRODUCT, **change})))
     assert found.products == ({"b": ("x", "w")} if product else {})
     assert found.owner["b"] == "b" and "b" in found.rounded
 
 
 def test_a_bias_that_is_not_stored_has_no_quantizer():
-    found = rounding(graph_of(LINEAR), Plan(tensors=tensors(**{**PRODUCT, "b": None})))
+    found = share_quantizers(graph_of(LINEAR), Plan(tensors=tensors(**{**PRODUCT, "b": None})))
     assert found.owner == {"x": "x", "w": "w"} and found.products == {}
 
 
@@ -158,7 +158,7 @@ def test_bounds_are_about_owners_and_those_that_cancel_are_gone():
             ScaleBound(op="Sub", terms=(("x", 1), ("y", -1), ("z", 2)), low=-1.0),
         ),
     )
-    found = rounding(graph_of(("Add", "xz", "y", {})), plan)
+    found = share_quantizers(graph_of(("Add", "xz", "y", {})), plan)
     assert (found.fixed, found.zeros, found.sums) == ({"x"}, {"x"}, {"x": 7.0})
     assert [(r.op, r.terms) for r in found.limits] == [("Add", (("x", 2), ("z", -1))), ("Sub", (("z", 2),))]
     assert found.start(plan, "x").grid.zero == 3 and found.start(plan, "z") is plan["z"]
@@ -167,15 +167,18 @@ def test_bounds_are_about_owners_and_those_that_cancel_are_gone():
 def test_trained_numbers_are_those_of_the_plan_where_nothing_changed():
     (t,) = tensors(x=stored(0.5, zero=3)).values()
     (nothing,) = tensors(x=None).values()
-    assert retrained(nothing, torch.tensor(2.0)) is nothing
-    assert retrained(t, torch.tensor(0.5)) is t and retrained(t, torch.tensor(0.5), torch.tensor(3.2)) is t
-    scaled = retrained(t, torch.tensor(0.25, dtype=torch.float64, requires_grad=True), torch.tensor(-2.6))
+    assert with_trained_numbers(nothing, torch.tensor(2.0)) is nothing
+    assert (
+        with_trained_numbers(t, torch.tensor(0.5)) is t
+        and with_trained_numbers(t, torch.tensor(0.5), torch.tensor(3.2)) is t
+    )
+    scaled = with_trained_numbers(t, torch.tensor(0.25, dtype=torch.float64, requires_grad=True), torch.tensor(-2.6))
     assert float(scaled.stored.scale) == 0.25 and int(scaled.stored.zero_point) == -3
     assert scaled.stored.scale.dtype == torch.float32 and scaled.origin.endswith(", trained")
     (t,) = tensors(w=stored([0.5, 1.0], axis=0)).values()
-    assert retrained(t, torch.tensor(2.0)).stored.scale.tolist() == [2.0, 2.0]
-    narrow = retrained(t, t.stored.scale, grid=Grid(bits=4, qmin=-8, qmax=7, zero=5)).stored
+    assert with_trained_numbers(t, torch.tensor(2.0)).stored.scale.tolist() == [2.0, 2.0]
+    narrow = with_trained_numbers(t, t.stored.scale, grid=Grid(bits=4, qmin=-8, qmax=7, zero=5)).stored
     assert (narrow.grid.bits, narrow.grid.zero) == (4, "any")
     for wrong in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(TrainingError, match="without a positive scale"):
-            retrained(t, torch.tensor([0.5, wrong]))
+            with_trained_numbers(t, torch.tensor([0.5, wrong]))

@@ -25,7 +25,7 @@ import chipfit
 from chipfit.errors import ChipfitError
 from chipfit.frameworks import capture
 from chipfit.graph.ir import Graph
-from chipfit.plan.text import plan_to_json
+from chipfit.plan.json_codec import plan_to_json
 from chipfit.platform import schema
 from chipfit.platform.filters import AttributeFilter, Member
 from chipfit.platform.load import load

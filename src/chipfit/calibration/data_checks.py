@@ -6,7 +6,7 @@ import torch
 
 from chipfit.calibration.collect import TensorStats
 from chipfit.engine.run import run
-from chipfit.graph.builder import drop_dead
+from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import Graph
 
 #: standard deviations of its statistics by which data may differ from what a batch norm has learned, both ways, and

@@ -16,9 +16,9 @@ from chipfit.decide.narrow import constrain_format
 from chipfit.decide.options import KEPT_BY_USER, execution_modes, with_applicable_options
 from chipfit.decide.readers import formats_wanted_by_consumers, limit_to_consumers
 from chipfit.errors import UnsupportedError
+from chipfit.graph.float_only import float_only_values
 from chipfit.graph.ir import Graph
 from chipfit.graph.ops import OPS
-from chipfit.graph.uses import unrounded
 from chipfit.plan.record import NodePlan, Role
 from chipfit.platform.schema import Format, Platform
 from chipfit.quantizers.grids import Grid
@@ -92,7 +92,7 @@ def assign(
     platform = platform.with_widths({n for n in asked if isinstance(n, int)})
     units = limit_to_consumers(platform, find_groups(graph, platform, groups, overrides or {}))
     by_hand = (o for u in units if u.choices.get("activation_bits") == "float" for o in u.tail.outputs)
-    kept = unrounded(graph) | dict.fromkeys(by_hand, KEPT_BY_USER)
+    kept = float_only_values(graph) | dict.fromkeys(by_hand, KEPT_BY_USER)
     # where quantizers belong to readers or to writers alone, no kernel hands over what suits its neighbour
     can = {u.head.name: execution_modes(u) for u in units} if platform.place.at == "both" else {}
     # backwards, so that of several layers with impossible bits the last one is named

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from chipfit.decide.assignment import Assignment
 from chipfit.decide.groups import block_of
-from chipfit.graph.builder import unique
+from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import DYNAMIC, Graph, Node
 from chipfit.platform.schema import Platform
 
@@ -19,7 +19,7 @@ def with_dynamic(graph: Graph, platform: Platform, assignment: Assignment) -> Gr
             fmt, grid = platform.formats[name], platform.formats[name].grid()
             block = block_of(fmt, graph.shape(n.data)[-1]) or 1
             if (n.data, name, block) not in made:
-                here = unique(f"{n.data}_dynamic", taken)
+                here = unique_name(f"{n.data}_dynamic", taken)
                 taken.add(here)
                 how = {
                     "qmin": grid.qmin,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from chipfit.decide.assignment import Assignment
 from chipfit.decide.constraints import Constraint, tie_groups
-from chipfit.graph.builder import unique
+from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import Graph, Node
 from chipfit.platform.match import resolve_node
 from chipfit.platform.schema import Platform
@@ -30,7 +30,7 @@ def requantize(graph: Graph, platform: Platform, assignment: Assignment) -> tupl
     taken = {*nodes, *graph.values, *graph.weights}
     before: dict[str, list[Node]] = {}  # reader -> what is put in front of it
     for value, reader in edges:
-        node, name = nodes[reader], unique(f"{value}_for_{reader}", taken)
+        node, name = nodes[reader], unique_name(f"{value}_for_{reader}", taken)
         taken.add(name)
         out.values[name] = replace(graph.values[value], name=name)
         before.setdefault(reader, []).append(Node(name, "Requantize", (value,), (name,), layer=node.layer))

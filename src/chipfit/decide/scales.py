@@ -88,7 +88,7 @@ def choose(
         found |= _tied(members, dictated.keys(), silent | (copies(graph, group) if given else set()))
     wanted = limit_weight_sums(graph, assignment.constraints, {name: stored for name, (stored, _) in found.items()})
     legal = project(wanted, assignment.constraints)
-    _demand_moderate(legal)
+    _check_moderate(legal)
     limit_weight_sums(graph, assignment.constraints, legal, final=True)
 
     nodes = {n.name: n for n in graph.nodes}
@@ -155,7 +155,7 @@ def _silent(name: str, graph: Graph, stats: Mapping[str, TensorStats]) -> bool:
     return seen.low == seen.high == 0 if seen is not None else name in graph.weights and not graph.weights[name].any()
 
 
-def _demand_moderate(scales: Mapping[str, Stored]) -> None:
+def _check_moderate(scales: Mapping[str, Stored]) -> None:
     """Raise a DataError where numbers are so large that kernels, which multiply scales as float32, would overflow."""
     for name, stored in scales.items():
         if float(stored.scale.max()) > GREATEST_SCALE:

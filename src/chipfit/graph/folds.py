@@ -21,7 +21,7 @@ def checksum(weight: torch.Tensor, bias: torch.Tensor) -> int:
     return zlib.crc32(second, zlib.crc32(first))
 
 
-def numbers(graph: Graph, fold: Fold) -> tuple[torch.Tensor, ...]:
+def batch_norm_parameters(graph: Graph, fold: Fold) -> tuple[torch.Tensor, ...]:
     """gamma, beta, mean and variance, [C] float64."""
     w, mean = graph.weights, graph.weights[fold.mean].detach().double()
     absent = (fold.gamma, 1.0), (fold.beta, 0.0)
@@ -29,7 +29,7 @@ def numbers(graph: Graph, fold: Fold) -> tuple[torch.Tensor, ...]:
     return gamma, beta, mean, w[fold.var].detach().double()
 
 
-def unfolded(graph: Graph) -> Graph:
+def unfold_batch_norms(graph: Graph) -> Graph:
     """The graph with the weights and biases of before its batch norms were folded, which then go behind them.
 
     A channel whose gamma is 0 was folded to zeros, and has no other weights. Biases that layers did not have are 0.
@@ -44,7 +44,7 @@ def unfolded(graph: Graph) -> Graph:
             hint = 'train with bn_fold=0, or quantize with rounding="off" and no settings that equalize or correct'
             what = "A layer was changed after its batch norm was folded, so that the two cannot be told apart"
             raise UnsupportedError(what, where=name, hint=hint)
-        gamma, beta, mean, var = numbers(graph, fold)
+        gamma, beta, mean, var = batch_norm_parameters(graph, fold)
         k = gamma / torch.sqrt(var + fold.eps)
         safe = torch.where(k == 0, 1.0, k)
         out.weights[name] = scale_outputs(readers[name][0], w.detach().double(), 1 / safe).to(w.dtype)
@@ -57,7 +57,7 @@ def unfolded(graph: Graph) -> Graph:
     return out
 
 
-def refolded(graph: Graph) -> None:
+def refresh_checksums(graph: Graph) -> None:
     """Say that weights and biases are those that their batch norms were folded into, in place."""
     for name, fold in graph.folds.items():
         graph.folds[name] = replace(fold, checksum=checksum(graph.weights[name], graph.weights[fold.bias]))

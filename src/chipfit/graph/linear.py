@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from chipfit.graph.builder import new_name
+from chipfit.graph.edit import new_name
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.ops import OPS
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from chipfit.graph.builder import drop_dead, new_name, replace_node
+from chipfit.graph.edit import drop_dead, new_name, replace_node
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.ops import OPS
 from chipfit.graph.paths import only_reader

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from chipfit.graph.builder import unique
+from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.plan.record import Plan
 
@@ -137,7 +137,7 @@ class New:
         return [*first, last.with_(name=self.node.name)]
 
     def _name(self, what: str) -> str:
-        name = unique(f"{self.node.name}/{what}", self._taken)
+        name = unique_name(f"{self.node.name}/{what}", self._taken)
         self._taken.add(name)
         return name
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from chipfit.graph.builder import unique
+from chipfit.graph.edit import unique_name
 from chipfit.graph.folds import checksum
 from chipfit.graph.ir import Fold, Graph, Node, Users
 from chipfit.graph.linear import LINEAR, TRANSPOSED, scale_outputs
@@ -100,4 +100,4 @@ def _fold(graph: Graph, node: Node, bn: Node) -> str:
 
 def _bias_name(graph: Graph, weight: str) -> str:
     stem = weight.removesuffix("weight").removesuffix("kernel")
-    return unique(stem + "bias" if stem != weight else weight + ".bias", graph.weights)
+    return unique_name(stem + "bias" if stem != weight else weight + ".bias", graph.weights)

@@ -9,7 +9,7 @@ import torch
 
 from chipfit.engine.kernels import execute
 from chipfit.engine.opaque import repeatable
-from chipfit.graph.builder import new_name
+from chipfit.graph.edit import new_name
 from chipfit.graph.ir import OPAQUE, Graph, Node
 from chipfit.registry import register
 

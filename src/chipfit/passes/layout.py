@@ -1,109 +1,146 @@
 """Change the layout of spatial operators: channels first (N, C, ...) or channels last (N, ..., C).
 
-Only activations are rearranged. Weights keep their canonical layout (OIHW kernels and so on), and the model keeps the
-layout of its own inputs and outputs unless its borders are given up too. The words below:
+Only activations are rearranged. Weights keep their canonical layout (OIHW kernels and so on), and the inputs and
+outputs of the model keep theirs unless `change_io` allows otherwise. Terms used below:
 
-form: the permutation p in which a value is held, held = natural.permute(p). Operators that do not care compute in the
-    form at hand with their axes renamed, so that transpositions appear only where a form really changes.
-pending: the result of a Transpose of the model's own that has become nothing but another form of its operand. The node
-    is written after all when somebody reads the value as the model has it; otherwise it is gone.
-solid: a Transpose that must stay an operator, because its result is stored with other numbers than its operand.
-raw: a reader takes the value before it is quantized. What is rearranged for it is neither shared nor quantized.
+layout: the permutation p in which a value is held, held = natural.permute(p). Operators that work in any layout compute
+    in that of their operands with renamed axes, so that transpositions appear only where a layout changes.
+pending: the result of a Transpose of the model that has become another layout of its operand. The Transpose is written
+    after all if an operator needs the value in its natural layout; otherwise it is removed.
+kept transposes: Transpose nodes that stay operators, because their result has another grid than their operand.
+float edges: (value, reader) pairs whose reader uses the value before it is quantized. A rearranged copy made for such a
+    reader is neither shared nor quantized.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from chipfit.graph.builder import unique
+from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.ops import OPS
+from chipfit.plan.record import NodePlan, Plan
 
-Form = tuple[int, ...]
+Layout = tuple[int, ...]
 Edges = Collection[tuple[str, str]]  #: (value, node that reads it)
 
 
 @dataclass(frozen=True, slots=True)
-class Rearranged:
-    """What `rearrange` did."""
+class LayoutChange:
+    """A graph in another layout, and where each of its values comes from."""
 
     graph: Graph
-    forms: dict[str, Form] = field(default_factory=dict)  #: value -> its form, where it is not the natural one
-    #: inserted value or constant -> the one that it rearranges, and the form in which it holds it
-    copies: dict[str, tuple[str, Form]] = field(default_factory=dict)
-    raw: set[tuple[str, str]] = field(default_factory=set)  #: raw edges that inserted nodes have
+    layouts: dict[str, Layout] = field(default_factory=dict)  #: value -> its layout, if not the natural one
+    #: inserted value or constant -> (the original that it rearranges, its layout)
+    copies: dict[str, tuple[str, Layout]] = field(default_factory=dict)
+    float_edges: set[tuple[str, str]] = field(default_factory=set)  #: those of inserted nodes and values
 
 
-def rearrange(
-    graph: Graph, target: str, raw: Edges = frozenset(), solid: Collection[str] = frozenset(), *, borders: bool = False
-) -> Rearranged:
-    """The same network with its spatial operators in `target` layout ("channels_first" or "channels_last").
+def change_layout(
+    graph: Graph,
+    target: str,
+    float_edges: Edges = frozenset(),
+    kept_transposes: Collection[str] = frozenset(),
+    *,
+    change_io: bool = False,
+) -> LayoutChange:
+    """Return the network with its spatial operators in the `target` layout ("channels_first" or "channels_last").
 
     Args:
-        graph: its values may have a quantized and a raw side.
-        raw: (value, node) edges that read the raw side.
-        solid: names of Transpose nodes.
-        borders: inputs may be held rearranged where that spares transpositions, outputs stay as they are made; else
-            transpositions stand at the borders.
+        float_edges: (value, node) pairs whose node reads the value before it is quantized.
+        kept_transposes: names of Transpose nodes that must stay.
+        change_io: allow inputs in the target layout where that saves transpositions, and leave outputs in the layout in
+            which they are computed. Otherwise transpositions at inputs and outputs keep the model's layout.
     """
     if graph.data_format == target:
-        return Rearranged(graph.copy())
-    entries: dict[str, Form] = {}
-    new = _Walk(graph, target, raw, solid, entries, borders).run()
-    for name in graph.inputs if borders else ():
-        form = _layout(target, len(graph.shape(name)))
-        other = _Walk(graph, target, raw, solid, {**entries, name: form}, borders).run()
+        return LayoutChange(graph.copy())
+    entries: dict[str, Layout] = {}
+    new = _LayoutChanger(graph, target, float_edges, kept_transposes, entries, change_io).run()
+    for name in graph.inputs if change_io else ():
+        layout = _target_layout(target, len(graph.shape(name)))
+        other = _LayoutChanger(graph, target, float_edges, kept_transposes, {**entries, name: layout}, change_io).run()
         if _transpositions(other) < _transpositions(new):
-            new, entries = other, {**entries, name: form}
+            new, entries = other, {**entries, name: layout}
     return new
 
 
-def _transpositions(new: Rearranged) -> int:
+def apply_layout(graph: Graph, plan: Plan, target: str, *, change_io: bool = False) -> tuple[LayoutChange, Plan]:
+    """Change the layout of a graph that has a plan; inserted values are stored like the values that they rearrange."""
+    read_in_float = {v for v, _ in plan.float_edges}  # these hold more than their operand in another order
+    moved = [n for n in graph.nodes if n.op == "Transpose"]
+    kept_transposes = {n.name for n in moved if n.output in read_in_float or not same_numbers(plan, n.data, n.output)}
+    new = change_layout(graph, target, plan.float_edges, kept_transposes, change_io=change_io)
+    tensors, nodes = dict(plan.tensors), dict(plan.nodes)
+    made = new.graph.producers()
+    for name, (source, _) in new.copies.items():
+        quantized = plan.quantized(source) and (source, name) not in new.float_edges
+        if quantized:
+            tensors[name] = plan.tensors[source].with_(name=name)
+        if name in made:
+            nodes[name] = NodePlan(
+                name=name, op=made[name].op, layer=made[name].layer, exec="follow" if quantized else "float"
+            )
+    return new, replace(plan, tensors=tensors, nodes=nodes, float_edges=plan.float_edges | frozenset(new.float_edges))
+
+
+def same_numbers(plan: Plan, a: str, b: str) -> bool:
+    """Check whether two values share grid, scale and zero point, or are both float."""
+    x, y = plan.stored(a), plan.stored(b)
+    return x is y if x is None or y is None else x.same_numbers(y)
+
+
+def _transpositions(new: LayoutChange) -> int:
     return sum(n.op == "Transpose" for n in new.graph.nodes)
 
 
-def _layout(target: str, rank: int) -> Form:
-    """The target layout of a tensor of this rank, seen from the other one."""
+def _target_layout(target: str, rank: int) -> Layout:
+    """Return the target layout of a tensor of this rank, relative to the other layout."""
     if rank < 3:
-        return natural(rank)
+        return natural_layout(rank)
     return (0, *range(2, rank), 1) if target == "channels_last" else (0, rank - 1, *range(1, rank - 1))
 
 
-def natural(rank: int) -> Form:
+def natural_layout(rank: int) -> Layout:
     return tuple(range(rank))
 
 
-def moves_nothing(shape: Sequence[int | None], perm: Form) -> bool:
-    """Whether permuting a tensor of this shape leaves its memory as it is: only axes of size 1 change places."""
+def keeps_memory_order(shape: Sequence[int | None], perm: Layout) -> bool:
+    """Check whether permuting a tensor of this shape leaves its memory as it is: only axes of size 1 move."""
     kept = [d for d in perm if shape[d] != 1]
     return kept == sorted(kept)
 
 
-def without(form: Form, axes: Collection[int]) -> Form:
-    """The form that remains when natural `axes` are removed."""
-    left = [d for d in form if d not in axes]
+def remove_axes(layout: Layout, axes: Collection[int]) -> Layout:
+    """Return the layout that remains when `axes` (natural numbering) are removed."""
+    left = [d for d in layout if d not in axes]
     return tuple(sorted(left).index(d) for d in left)
 
 
-class _Walk:
-    """One pass over the nodes in execution order; a method for each `layout` that an operator may have."""
+class _LayoutChanger:
+    """One pass over the nodes in execution order; a method for each value of `OpDef.layout`."""
 
     def __init__(
-        self, graph: Graph, target: str, raw: Edges, solid: Collection[str], entries: Mapping[str, Form], loose: bool
+        self,
+        graph: Graph,
+        target: str,
+        float_edges: Edges,
+        kept_transposes: Collection[str],
+        inputs: Mapping[str, Layout],
+        free_outputs: bool,
     ) -> None:
-        self.source, self.target, self.raw_edges, self.solid = graph, target, raw, solid
-        self.result = Rearranged(graph.copy())
+        self.source, self.target, self.float_edges, self.kept_transposes = graph, target, float_edges, kept_transposes
+        self.result = LayoutChange(graph.copy())
         self.out = self.result.graph
         self.out.nodes, self.out.data_format = [], target
-        self.loose = loose  # outputs may stay as they are held
-        self.held: dict[str, tuple[str, Form]] = {i: (i, self.order(i)) for i in graph.inputs}
-        for i, form in entries.items():
-            self.held[i] = i, form
-            self.out.values[i] = replace(graph.values[i], shape=tuple(graph.shape(i)[d] for d in form))
-            self.note_form(i, form)
+        self.free_outputs = free_outputs  # outputs may stay in the layout in which they are held
+        self.held: dict[str, tuple[str, Layout]] = {i: (i, self.order(i)) for i in graph.inputs}
+        for i, layout in inputs.items():
+            self.held[i] = i, layout
+            self.out.values[i] = replace(graph.values[i], shape=tuple(graph.shape(i)[d] for d in layout))
+            self.note_layout(i, layout)
         self.pending: dict[str, Node] = {}  # by value
-        self.made: dict[tuple[str, Form, bool], str] = {}
+        self.made: dict[tuple[str, Layout, bool], str] = {}
 
-    def run(self) -> Rearranged:
+    def run(self) -> LayoutChange:
         for node in self.source.nodes:
             _RULES[OPS[node.op].layout if node.op in OPS else "natural"](self, node)
         self.out.outputs = [self.result_of(o) for o in self.source.outputs]
@@ -112,7 +149,7 @@ class _Walk:
         return self.result
 
     def result_of(self, name: str) -> str:
-        if name in self.out.weights or (self.loose and self.held[name][0] == name):
+        if name in self.out.weights or (self.free_outputs and self.held[name][0] == name):
             return name
         return self.read(name, self.order(name))
 
@@ -121,135 +158,135 @@ class _Walk:
     def rank(self, name: str) -> int:
         return len(self.source.shape(name))
 
-    def order(self, name: str) -> Form:
-        """The natural form of a value."""
-        return natural(self.rank(name))
+    def order(self, name: str) -> Layout:
+        """Return the natural layout of a value."""
+        return natural_layout(self.rank(name))
 
-    def wanted(self, name: str) -> Form:
-        """The form in which spatial operators take and give a value."""
-        return _layout(self.target, self.rank(name))
+    def wanted(self, name: str) -> Layout:
+        """Return the layout in which spatial operators read and write a value."""
+        return _target_layout(self.target, self.rank(name))
 
-    def form(self, name: str) -> Form:
-        """The form in which a value is held; natural for weights."""
+    def layout(self, name: str) -> Layout:
+        """Return the layout in which a value is held; the natural one for weights."""
         return self.held[name][1] if name in self.held else self.order(name)
 
-    def read(self, name: str, form: Form, node: str = "") -> str:
-        """The name under which `name` can be read in `form`; rearranges it when needed."""
-        raw = (name, node) in self.raw_edges
+    def read(self, name: str, layout: Layout, node: str = "") -> str:
+        """Return a value that holds `name` in `layout`; rearrange it when needed."""
+        in_float = (name, node) in self.float_edges
         if name in self.source.weights:
-            return self.constant(name, form, raw, node)
+            return self.constant(name, layout, in_float, node)
         tensor, have = self.held[name]
-        if have == form:
+        if have == layout:
             return tensor
-        key = (name, form, raw)
+        key = (name, layout, in_float)
         if key not in self.made:
-            self.made[key] = self.rearranged(name, form, raw)
-        if raw and self.made[key] != name:
-            self.result.raw.add((self.made[key], node))
+            self.made[key] = self.rearranged(name, layout, in_float)
+        if in_float and self.made[key] != name:
+            self.result.float_edges.add((self.made[key], node))
         return self.made[key]
 
-    def rearranged(self, name: str, form: Form, raw: bool) -> str:
-        """A new node that brings a value into `form`: the pending one, or one of its own."""
+    def rearranged(self, name: str, layout: Layout, in_float: bool) -> str:
+        """Append a node that brings a value into `layout`, the pending Transpose or a new one; return its value."""
         tensor, have = self.held[name]
         shape = self.out.values[tensor].shape
-        perm = tuple(have.index(d) for d in form)
+        perm = tuple(have.index(d) for d in layout)
         moved = tuple(shape[d] for d in perm)
-        if moves_nothing(shape, perm) and shape.count(None) <= 1:
+        if keeps_memory_order(shape, perm) and shape.count(None) <= 1:
             op, attrs = "Reshape", {"shape": tuple(-1 if s is None else s for s in moved)}
         else:
             op, attrs = "Transpose", {"perm": perm}
         own = self.pending.pop(name, None)
-        new = name if own else self.fresh(name, form)
+        new = name if own else self.fresh(name, layout)
         like = own or next((n for n in self.source.nodes if name in n.outputs), Node("", "", (), ()))
         how = Node(own.name if own else new, op, (tensor,), (new,), attrs, like.layer, like.layer_type)
         self.out.nodes.append(how)
         self.out.values[new] = replace(self.source.values[name], name=new, shape=moved)
         if own:
-            self.held[name] = (name, form)
-            self.note_form(name, form)
+            self.held[name] = (name, layout)
+            self.note_layout(name, layout)
         else:
-            self.result.copies[new] = name, form
-            if raw:
-                self.result.raw.add((tensor, new))
+            self.result.copies[new] = name, layout
+            if in_float:
+                self.result.float_edges.add((tensor, new))
         return new
 
-    def constant(self, name: str, form: Form, raw: bool, node: str) -> str:
-        """A constant operand, broadcast to the rank of `form` and rearranged as a new weight."""
+    def constant(self, name: str, layout: Layout, in_float: bool, node: str) -> str:
+        """Return a new weight that holds a constant operand, broadcast to the rank of `layout` and rearranged."""
         w = self.source.weights[name]
-        if form == natural(len(form)) or w.numel() == 1:
+        if layout == natural_layout(len(layout)) or w.numel() == 1:
             return name
-        new = self.made.get((name, form, False)) or self.fresh(name, form)
-        self.made[name, form, False] = new
-        self.out.weights[new] = w.reshape((1,) * (len(form) - w.dim()) + tuple(w.shape)).permute(form).contiguous()
-        self.result.copies[new] = name, form
-        if raw:
-            self.result.raw.add((new, node))
+        new = self.made.get((name, layout, False)) or self.fresh(name, layout)
+        self.made[name, layout, False] = new
+        self.out.weights[new] = w.reshape((1,) * (len(layout) - w.dim()) + tuple(w.shape)).permute(layout).contiguous()
+        self.result.copies[new] = name, layout
+        if in_float:
+            self.result.float_edges.add((new, node))
         return new
 
-    def fresh(self, name: str, form: Form) -> str:
-        return unique(f"{name}_t{''.join(map(str, form))}", {*self.out.values, *self.out.weights})
+    def fresh(self, name: str, layout: Layout) -> str:
+        return unique_name(f"{name}_t{''.join(map(str, layout))}", {*self.out.values, *self.out.weights})
 
-    def note_form(self, name: str, form: Form) -> None:
-        if form != natural(len(form)):
-            self.result.forms[name] = form
+    def note_layout(self, name: str, layout: Layout) -> None:
+        if layout != natural_layout(len(layout)):
+            self.result.layouts[name] = layout
 
-    def emit(self, node: Node, inputs: Sequence[str | None], forms: Sequence[Form], **attrs: object) -> None:
-        """Append the node with other inputs and attributes; its outputs are held in `forms`."""
+    def emit(self, node: Node, inputs: Sequence[str | None], layouts: Sequence[Layout], **attrs: object) -> None:
+        """Append the node with new inputs and attributes; its outputs are held in `layouts`."""
         self.out.nodes.append(node.with_(inputs=tuple(inputs), attrs={**node.attrs, **attrs}))
-        for name, form in zip(node.outputs, forms, strict=True):
-            self.held[name] = (name, form)
+        for name, layout in zip(node.outputs, layouts, strict=True):
+            self.held[name] = (name, layout)
             v = self.source.values[name]
-            self.out.values[name] = Value(name, tuple(v.shape[d] for d in form) if v.shape else v.shape, v.dtype)
-            self.note_form(name, form)
+            self.out.values[name] = Value(name, tuple(v.shape[d] for d in layout) if v.shape else v.shape, v.dtype)
+            self.note_layout(name, layout)
 
-    def operands(self, node: Node, form: Callable[[str], Form]) -> list[str | None]:
-        """All operands, each in the form that it should have."""
-        return [None if i is None else self.read(i, form(i), node.name) for i in node.inputs]
+    def operands(self, node: Node, layout: Callable[[str], Layout]) -> list[str | None]:
+        """Return all operands, each in the layout that `layout` gives for its name."""
+        return [None if i is None else self.read(i, layout(i), node.name) for i in node.inputs]
 
-    def agreed(self, node: Node, rank: int) -> Form:
-        """The form that the operands of full rank have, where one of them is rearranged; else the natural one."""
-        full = [self.form(i) for i in self.source.activations(node) if self.rank(i) == rank]
-        return next((f for f in full if f != natural(rank)), natural(rank))
+    def agreed(self, node: Node, rank: int) -> Layout:
+        """Return the layout of a rearranged operand of full rank, else the natural layout."""
+        full = [self.layout(i) for i in self.source.activations(node) if self.rank(i) == rank]
+        return next((f for f in full if f != natural_layout(rank)), natural_layout(rank))
 
-    def as_held(self, node: Node) -> tuple[str, Form]:
-        """The data operand in the form at hand."""
-        form = self.form(node.data)
-        return self.read(node.data, form, node.name), form
+    def as_held(self, node: Node) -> tuple[str, Layout]:
+        """Return the data operand in the layout in which it is held, and that layout."""
+        layout = self.layout(node.data)
+        return self.read(node.data, layout, node.name), layout
 
     def on_axes(self, node: Node, keeps: bool) -> None:
-        """Works on one axis, or on several, which its results keep or lack."""
-        x, form = self.as_held(node)
-        axes = {a % len(form) for a in node.attrs.get("axes", [node.attrs.get("axis")])}
-        here = tuple(sorted(form.index(a) for a in axes))
+        """Handle an operator that works on one axis or several, which its results keep or lose."""
+        x, layout = self.as_held(node)
+        axes = {a % len(layout) for a in node.attrs.get("axes", [node.attrs.get("axis")])}
+        here = tuple(sorted(layout.index(a) for a in axes))
         how = {"axes": here} if "axes" in node.attrs else {"axis": min(here)}
-        self.emit(node, [x], [form if keeps else without(form, axes)] * len(node.outputs), **how)
+        self.emit(node, [x], [layout if keeps else remove_axes(layout, axes)] * len(node.outputs), **how)
 
     # ---- kinds of operators
 
     def natural(self, node: Node) -> None:
-        """Everything in the natural form."""
+        """Read and write everything in the natural layout."""
         self.emit(node, self.operands(node, self.order), [self.order(o) for o in node.outputs])
 
     def spatial(self, node: Node, **attrs: object) -> None:
-        def form(name: str) -> Form:
+        def layout(name: str) -> Layout:
             return self.wanted(name) if name == node.data else self.order(name)
 
-        self.emit(node, self.operands(node, form), [self.wanted(o) for o in node.outputs], **attrs)
+        self.emit(node, self.operands(node, layout), [self.wanted(o) for o in node.outputs], **attrs)
 
     def elementwise(self, node: Node) -> None:
         rank = self.rank(node.output)
         lower = any(0 < self.rank(i) < rank for i in self.source.activations(node))  # would have to be broadcast first
-        form = natural(rank) if lower else self.agreed(node, rank)
+        layout = natural_layout(rank) if lower else self.agreed(node, rank)
 
-        def of(name: str) -> Form:
-            return form if self.rank(name) == rank or name in self.source.weights else self.order(name)
+        def of(name: str) -> Layout:
+            return layout if self.rank(name) == rank or name in self.source.weights else self.order(name)
 
-        self.emit(node, self.operands(node, of), [form])
+        self.emit(node, self.operands(node, of), [layout])
 
     def concat(self, node: Node) -> None:
         rank = self.rank(node.output)
-        form = self.agreed(node, rank)
-        self.emit(node, self.operands(node, lambda _: form), [form], axis=form.index(node.attrs["axis"] % rank))
+        layout = self.agreed(node, rank)
+        self.emit(node, self.operands(node, lambda _: layout), [layout], axis=layout.index(node.attrs["axis"] % rank))
 
     def along(self, node: Node) -> None:
         self.on_axes(node, keeps=True)
@@ -261,8 +298,8 @@ class _Walk:
         (self.natural if node.attrs["axis"] is None else self.reduce)(node)
 
     def size(self, node: Node) -> None:
-        x, form = self.as_held(node)
-        self.emit(node, [x], [()], axis=form.index(node.attrs["axis"] % len(form)))
+        x, layout = self.as_held(node)
+        self.emit(node, [x], [()], axis=layout.index(node.attrs["axis"] % len(layout)))
 
     def reduce(self, node: Node) -> None:
         self.on_axes(node, keeps=node.attrs["keepdims"])
@@ -277,35 +314,37 @@ class _Walk:
         padding = node.attrs["padding"]
         if node.attrs["mode"] != "constant":  # the engine reflects trailing axes only
             return self.spatial(node, padding=tuple(padding[d] for d in self.wanted(node.output)))
-        x, form = self.as_held(node)
-        self.emit(node, [x], [form], padding=tuple(padding[d] for d in form))
+        x, layout = self.as_held(node)
+        self.emit(node, [x], [layout], padding=tuple(padding[d] for d in layout))
 
     def tile(self, node: Node) -> None:
         if len(node.attrs["repeats"]) != self.rank(node.data):
             return self.natural(node)
-        x, form = self.as_held(node)
-        self.emit(node, [x], [form], repeats=tuple(node.attrs["repeats"][d] for d in form))
+        x, layout = self.as_held(node)
+        self.emit(node, [x], [layout], repeats=tuple(node.attrs["repeats"][d] for d in layout))
 
     def roll(self, node: Node) -> None:
-        x, form = self.as_held(node)
-        self.emit(node, [x], [form], axes=tuple(form.index(a % len(form)) for a in node.attrs["axes"]))
+        x, layout = self.as_held(node)
+        self.emit(node, [x], [layout], axes=tuple(layout.index(a % len(layout)) for a in node.attrs["axes"]))
 
     def reshape(self, node: Node) -> None:
-        """Reads its operand as it lies in memory where that is the natural order."""
-        form = self.form(node.data)
-        if node.data in self.source.weights or not moves_nothing(self.source.shape(node.data), form):
+        """Read the operand as it lies in memory if that is the natural order."""
+        layout = self.layout(node.data)
+        if node.data in self.source.weights or not keeps_memory_order(self.source.shape(node.data), layout):
             return self.natural(node)
-        self.emit(node, [self.read(node.data, form, node.name)], [self.order(node.output)])
+        self.emit(node, [self.read(node.data, layout, node.name)], [self.order(node.output)])
 
     def transpose(self, node: Node) -> None:
-        """Only a relabelling: the result is what the operand holds, under another form."""
-        if node.data in self.source.weights or node.name in self.solid:
+        """Relabel the axes: the result is the operand in another layout."""
+        if node.data in self.source.weights or node.name in self.kept_transposes:
             return self.natural(node)
         perm = [d % self.rank(node.data) for d in node.attrs["perm"]]
-        tensor, form = self.held[node.data]
-        self.held[node.output] = (tensor, tuple(perm.index(d) for d in form))
+        tensor, layout = self.held[node.data]
+        self.held[node.output] = (tensor, tuple(perm.index(d) for d in layout))
         self.pending[node.output] = node
 
 
-#: by the `layout` of an operator
-_RULES: dict[str, Callable[[_Walk, Node], None]] = {row.layout: getattr(_Walk, row.layout) for row in OPS.values()}
+#: `OpDef.layout` -> the method that handles it
+_RULES: dict[str, Callable[[_LayoutChanger, Node], None]] = {
+    row.layout: getattr(_LayoutChanger, row.layout) for row in OPS.values()
+}

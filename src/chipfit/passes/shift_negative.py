@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from chipfit.calibration.collect import TensorStats
-from chipfit.graph.builder import new_name, replace_node
+from chipfit.graph.edit import new_name, replace_node
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.linear import CONVS, bias_or_zero, in_groups, with_bias
 from chipfit.graph.ops import OPS

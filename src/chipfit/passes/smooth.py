@@ -8,7 +8,7 @@ import torch
 
 from chipfit.calibration.collect import Channels, Need, TensorStats, with_channel_stats
 from chipfit.decide.assignment import Assignment
-from chipfit.graph.builder import new_name, replace_node
+from chipfit.graph.edit import new_name, replace_node
 from chipfit.graph.ir import DYNAMIC, Graph, Node, Users
 from chipfit.graph.linear import in_groups, is_linear, own, scale_inputs
 from chipfit.graph.ops import OPS

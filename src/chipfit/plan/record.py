@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
@@ -10,8 +11,10 @@ from typing import Any, Literal
 import torch
 from pydantic import PositiveInt
 
+from chipfit._version import __version__
 from chipfit.errors import PlanError, UnknownNameError
-from chipfit.platform.schema import Exec
+from chipfit.graph.ir import Graph
+from chipfit.platform.schema import Exec, Platform
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.scale_bounds import ScaleBound
 from chipfit.quantizers.stored import Stored
@@ -171,3 +174,35 @@ def _scales(t: TensorPlan) -> float | str | None:
     if t.scale is None:
         return None
     return float(t.scale) if t.scale.dim() == 0 else f"{float(t.scale.min()):.3g}..{float(t.scale.max()):.3g}"
+
+
+def hash_graph(graph: Graph) -> str:
+    """Return the SHA-256 of structure and weights; it is equal for equal networks on any machine."""
+    h = hashlib.sha256()
+    for n in graph.nodes:
+        h.update(repr((n.name, n.op, n.inputs, n.outputs, sorted(n.attrs.items(), key=lambda kv: kv[0]))).encode())
+    for name in sorted(graph.weights):
+        w = graph.weights[name].detach().contiguous().cpu()
+        h.update(f"{name}{tuple(w.shape)}{w.dtype}".encode())
+        h.update(w.reshape(-1).view(torch.uint8).numpy().data if w.numel() else b"")
+    return h.hexdigest()
+
+
+def provenance_of(graph: Graph, platform: Platform, data: str, **settings: Any) -> dict[str, Any]:
+    """Return the provenance of a Plan as JSON data: versions, hashes and settings.
+
+    The whole platform is included if exported files carry it (`Platform.metadata`).
+
+    Args:
+        data: hash of the calibration data.
+    """
+    described = platform.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return {
+        **({"platform": described} if platform.metadata else {}),
+        "chipfit": __version__,
+        "torch": torch.__version__,
+        "graph_sha256": hash_graph(graph),
+        "data_sha256": data,
+        "platform_sha256": platform.hash,
+        "settings": {k: v for k, v in settings.items() if v is not None},
+    }

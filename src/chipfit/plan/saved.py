@@ -26,12 +26,21 @@ from chipfit._version import __version__
 from chipfit.errors import ExportError, PlanError
 from chipfit.files import MANIFEST, current_folder, parse_json, path_of, read_json, replace_folder
 from chipfit.graph.ir import Graph
-from chipfit.plan.graph_text import graph_from_plain, graph_to_plain
-from chipfit.plan.plain import SCHEMA, T, check_schema, demand, malformed, table
+from chipfit.plan.json_codec import (
+    SCHEMA,
+    T,
+    check_schema,
+    graph_from_json,
+    graph_to_json,
+    malformed,
+    plan_from_json,
+    plan_to_json,
+    table,
+    validated,
+)
 from chipfit.plan.record import Plan, TensorPlan
-from chipfit.plan.text import plan_from_json, plan_to_json
-from chipfit.plan.trial import demand_runs
-from chipfit.platform.load import demand_consistent, load_platform, names
+from chipfit.plan.validate import check_runs
+from chipfit.platform.load import check_consistent, load_platform, names
 from chipfit.platform.schema import Platform
 
 _FILES = ("plan.json", "plan.safetensors", "graph.json", "weights.safetensors", "platform.json")
@@ -90,7 +99,7 @@ def load(directory: str | Path) -> Saved:
         time.sleep(0.001 * attempt)
     numbers = _tensors(files, "plan.safetensors", root)
     plan = plan_from_json(_text(files, "plan.json", root), numbers)
-    graph = graph_from_plain(_json(files, "graph.json", root), _tensors(files, "weights.safetensors", root))
+    graph = graph_from_json(_json(files, "graph.json", root), _tensors(files, "weights.safetensors", root))
     tensors, nodes = set(plan.tensors).union(*plan.ties), set(plan.nodes).union(*plan.groups)
     tensors |= {t for limit in plan.limits for t, _ in limit.terms}.union(plan.fixed, plan.zeros, dict(plan.sums))
     tensors, nodes = tensors | {v for v, _ in plan.float_edges}, nodes | {n for _, n in plan.float_edges}
@@ -102,7 +111,7 @@ def load(directory: str | Path) -> Saved:
     for t in plan.tensors.values():
         _fits(t, graph)
     if graph.in_spec:  # nobody captured one that has none
-        demand_runs(graph)
+        check_runs(graph)
     platform = _platform(_json(files, "platform.json", root), root / "platform.json")
     report = _json(files, "report.json", root) if "report.json" in files else None
     return Saved(graph, plan, platform, report)
@@ -113,7 +122,7 @@ def load(directory: str | Path) -> Saved:
 
 def _write(root: Path, graph: Graph, plan: Plan, platform: Platform, report: Mapping[str, Any] | None) -> None:
     numbers: dict[str, torch.Tensor] = {}
-    described, weights = graph_to_plain(graph)
+    described, weights = graph_to_json(graph)
     target: dict[str, Any] = {"platform": platform.model_dump(mode="json", by_alias=True)}
     target |= {"arch_selected": platform.arch_selected, "file": platform.file}
     files = {
@@ -211,7 +220,7 @@ def _fits(t: TensorPlan, graph: Graph) -> None:
 
 
 def _platform(described: Any, path: Path) -> Platform:
-    demand(described, _PLATFORM, str(path))
+    validated(described, _PLATFORM, str(path))
     try:
         fields = described["platform"]
         if "runtimes" not in fields and fields.get("name") in names():  # saved before platforms named them
@@ -221,7 +230,7 @@ def _platform(described: Any, path: Path) -> Platform:
         platform = Platform.model_validate(fields).model_copy(update=selected)
     except pydantic.ValidationError as e:
         raise malformed(e, str(path)) from e
-    demand_consistent(platform, str(path))
+    check_consistent(platform, str(path))
     return platform
 
 

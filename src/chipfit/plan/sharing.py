@@ -14,7 +14,7 @@ from chipfit.quantizers.stored import Stored, per_output
 
 
 @dataclass(slots=True)
-class Rounding:
+class QuantizerSharing:
     """The quantizers that a simulation needs."""
 
     #: quantized tensor -> the one whose quantizer it has: itself, one that it is tied to, or one whose numbers it moves
@@ -38,9 +38,9 @@ class Rounding:
         return stored.with_(grid=replace(stored.grid, zero=int(stored.zero_point.reshape(-1)[0])))
 
 
-def rounding(graph: Graph, plan: Plan) -> Rounding:
+def share_quantizers(graph: Graph, plan: Plan) -> QuantizerSharing:
     """Share quantizers where tensors are tied, and leave out those that would round rounded numbers again."""
-    out = Rounding()
+    out = QuantizerSharing()
     tied = {name: k for k, group in enumerate(plan.ties) for name in group}
     owners: dict[int, list[str]] = {}  # tie -> its tensors with a quantizer of their own
     sharing: dict[str, list[str]] = {}  # owner -> the tensors that its quantizer rounds
@@ -74,7 +74,7 @@ def rounding(graph: Graph, plan: Plan) -> Rounding:
     return out
 
 
-def _skip_moved(out: Rounding, sharing: dict[str, list[str]], graph: Graph, plan: Plan, n: Node) -> None:
+def _skip_moved(out: QuantizerSharing, sharing: dict[str, list[str]], graph: Graph, plan: Plan, n: Node) -> None:
     """Let results that only move rounded numbers share the quantizer of their source and not round again."""
     if n.op not in OPS or not OPS[n.op].moves:
         return
@@ -101,7 +101,7 @@ def _is_product(bias: Stored, x: Stored | None, w: Stored | None) -> bool:
     return fits and torch.equal(scale.expand_as(bias.scale), bias.scale)
 
 
-def retrained(
+def with_trained_numbers(
     t: TensorPlan, scale: torch.Tensor, zero_point: torch.Tensor | None = None, grid: Grid | None = None
 ) -> TensorPlan:
     """A quantized tensor with the numbers that training gave it; the same record where it keeps the old ones.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from chipfit.errors import ConfigError, UnknownNameError, UnsupportedError
-from chipfit.graph.folds import unfolded
+from chipfit.graph.folds import unfold_batch_norms
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.algorithm import MOST_BITS, Algorithm
@@ -89,7 +89,7 @@ class Training:
         return found
 
 
-def checked(training: Training | None, plan: Plan) -> None:
+def check_trainable(training: Training | None, plan: Plan) -> None:
     """Raise where an algorithm cannot train a tensor of the plan, or a name in `only` is none of it.
 
     Raises:
@@ -134,7 +134,7 @@ def algorithm_of(chosen: str | Algorithm | type | None) -> Algorithm | None:
     return create("training", chosen) if chosen else None
 
 
-def starting(graph: Graph, plan: Plan, training: Training | None) -> tuple[Graph, Plan]:
+def before_training(graph: Graph, plan: Plan, training: Training | None) -> tuple[Graph, Plan]:
     """What a simulation starts from: with batch norms apart from the layers before them, where they train.
 
     The plan is for folded weights; under strategy -1 for those that are not, whose scales are to be as tight.
@@ -144,7 +144,7 @@ def starting(graph: Graph, plan: Plan, training: Training | None) -> tuple[Graph
     """
     if training is None or training.bn_fold == 0:
         return graph, plan
-    apart, tensors = unfolded(graph), dict(plan.tensors)
+    apart, tensors = unfold_batch_norms(graph), dict(plan.tensors)
     if training.bn_fold != -1:
         return apart, plan
     for name in graph.folds:
@@ -156,7 +156,7 @@ def starting(graph: Graph, plan: Plan, training: Training | None) -> tuple[Graph
     return apart, replace(plan, tensors=tensors, limits=(), sums=())  # no chip stores these
 
 
-def demand_folds(bn_fold: int) -> None:
+def check_folds(bn_fold: int) -> None:
     """Raise where no chip computes what was trained.
 
     Raises:
@@ -166,7 +166,7 @@ def demand_folds(bn_fold: int) -> None:
         raise UnsupportedError("What was trained cannot be deployed", got=UNFOLDED, hint="train with bn_fold 1 to 4")
 
 
-def deployable(algorithm: Algorithm, t: TensorPlan) -> None:
+def check_deployable(algorithm: Algorithm, t: TensorPlan) -> None:
     """Raise where what an algorithm has trained cannot be deployed.
 
     Raises:
@@ -181,7 +181,7 @@ def deployable(algorithm: Algorithm, t: TensorPlan) -> None:
         raise UnsupportedError(what, where=t.layer, got=got, hint="train it with another algorithm, for example lsq")
 
 
-def committed(raw: torch.Tensor, reals: torch.Tensor, t: TensorPlan, plan: Plan) -> torch.Tensor:
+def deployed_weight(raw: torch.Tensor, reals: torch.Tensor, t: TensorPlan, plan: Plan) -> torch.Tensor:
     """The weight that is stored when training ends: what the algorithm rounded in place of the raw one.
 
     Raises:

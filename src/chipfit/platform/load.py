@@ -117,7 +117,7 @@ def _read(text: Any, file: str, below: tuple[str, ...] = ()) -> Platform:
     raise first
 
 
-def demand_consistent(p: Platform, where: str) -> None:
+def check_consistent(p: Platform, where: str) -> None:
     """Raise a PlatformError where a platform from elsewhere than its own file uses a name that is not defined."""
     for path, what, facts in _problems(p, set()):
         raise PlatformError(what, where=f"{where}, {'.'.join(map(str, path))}", **facts)

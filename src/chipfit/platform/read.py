@@ -41,7 +41,7 @@ class Source:
         self.file, self.failure = file, failure
         try:
             content = read_text(text, failure)
-            _demand_plain(content)
+            _check_plain(content)
             loader = _Loader(content)
             node = loader.get_single_node()
             data = None if node is None else loader.construct_document(node)
@@ -87,7 +87,7 @@ def _lines(node: yaml.Node, path: Path) -> Iterator[tuple[Path, int]]:
 _BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  #: libyaml's, ten times as fast, where it is installed
 
 
-def _demand_plain(text: str) -> None:
+def _check_plain(text: str) -> None:
     """Refuse aliases, which may nest without end, and what nests too deep."""
     depth = 0
     for event in yaml.parse(text, Loader=_BASE):

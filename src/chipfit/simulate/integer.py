@@ -22,8 +22,7 @@ from chipfit.engine.kernels import execute, pad
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import DYNAMIC, Graph, Node
 from chipfit.graph.ops import OPS
-from chipfit.passes.layout import Form
-from chipfit.passes.relayout import relayout
+from chipfit.passes.layout import Layout, apply_layout
 from chipfit.plan.record import Plan
 from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.schema import Math, Platform
@@ -89,9 +88,9 @@ class Simulation:
     dynamic: dict[str, Codes] = field(default_factory=dict)
 
     @cached_property
-    def forms(self) -> Mapping[str, Form]:
+    def forms(self) -> Mapping[str, Layout]:
         """The order of axes in which files hold values whose images lie channels last; others lie as in the graph."""
-        return relayout(self.graph, self.plan, "channels_last", borders=True)[0].forms
+        return apply_layout(self.graph, self.plan, "channels_last", change_io=True)[0].layouts
 
     def stored(self, name: str) -> Stored:
         """How a quantized value or weight is stored."""

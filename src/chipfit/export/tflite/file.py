@@ -9,7 +9,7 @@ from ai_edge_litert import schema_py_generated as schema
 
 from chipfit._version import __version__
 from chipfit.files import package_data
-from chipfit.graph.builder import unique
+from chipfit.graph.edit import unique_name
 
 #: names that torch and numpy have for types -> the schema's codes
 TYPES = {
@@ -155,7 +155,7 @@ class File:
         return bytes(builder.Output())
 
     def _free(self, name: str) -> str:
-        return unique(name, self.known)
+        return unique_name(name, self.known)
 
     def _buffer(self, data: bytes) -> int:
         self._buffers.append(_Buffer(data))

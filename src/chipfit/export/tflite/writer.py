@@ -29,12 +29,11 @@ from chipfit.export.tflite.file import TYPES, Numbers
 from chipfit.export.tflite.metadata import attached, metadata
 from chipfit.export.tflite.ops import NO_FORM, OPERATORS, REFUSED, fused_code
 from chipfit.files import write_atomically
-from chipfit.graph.builder import drop_dead
+from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import TRANSPOSED
 from chipfit.passes.decompose import decompose
-from chipfit.passes.layout import natural
-from chipfit.passes.relayout import relayout, same_numbers
+from chipfit.passes.layout import apply_layout, natural_layout, same_numbers
 from chipfit.plan.record import Plan
 from chipfit.platform.load import load, names
 from chipfit.registry import entries
@@ -91,11 +90,11 @@ class Writer(TfliteBuilder):
         self.refused = _unstorable(plan)  #: why the file cannot be written
         found = _sizes(graph, batch or 1)
         graph = _with_shapes(graph, found)
-        new, plan = relayout(graph, plan, "channels_last", borders=not keep_layout)
-        self.forms = new.forms
+        new, plan = apply_layout(graph, plan, "channels_last", change_io=not keep_layout)
+        self.forms = new.layouts
         sizes: dict[str, tuple[int, ...]] = {}
         for v in new.graph.values:
-            old, form = new.copies.get(v) or (v, self.forms.get(v) or natural(len(found[v])))
+            old, form = new.copies.get(v) or (v, self.forms.get(v) or natural_layout(len(found[v])))
             sizes[v] = tuple(found[old][d] for d in form)
         grouped = [n.name for n in new.graph if n.op in TRANSPOSED and n.attrs["groups"] > 1]
         grouped += [n.name for n in new.graph if n.op == "SDPA" and n.attrs["enable_gqa"]]

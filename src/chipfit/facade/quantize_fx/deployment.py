@@ -22,7 +22,7 @@ from chipfit.facade.quantize_fx.settings import grid_mismatch
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
 from chipfit.graph.ir import Graph
 from chipfit.pipeline import Result
-from chipfit.plan.training import demand_folds, deployable
+from chipfit.plan.training import check_deployable, check_folds
 from chipfit.platform.load import load
 from chipfit.quantizers.grids import fake_quantize
 
@@ -92,7 +92,7 @@ def _remove_quantizers(
             plain.graph.erase_node(n)
         elif isinstance(m, FoldedBatchNorm) and f"{n.target}.weight" not in of_weights:
             if any(isinstance(modules.get(u.target), _BatchNorm) for u in n.users if u.op == "call_module"):
-                demand_folds(-1)
+                check_folds(-1)
             layer: Any = m.fold()
             quantizer: Any = m.weight_quantizer
             with torch.no_grad():
@@ -174,7 +174,7 @@ def _copy_learned_parameters(result: Result, names: Mapping[str, QuantizeBase]) 
         if stored is None:
             continue
         if isinstance(q, AlgorithmQuantizer):
-            deployable(q.rounds.algorithm, result.plan.tensors[name])
+            check_deployable(q.rounds.algorithm, result.plan.tensors[name])
         if why := grid_mismatch(q.grid, stored.grid):
             hint = "`platforms_of(qconfig)` says where a setting fits"
             raise UnsupportedError(

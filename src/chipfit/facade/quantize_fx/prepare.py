@@ -18,7 +18,7 @@ from chipfit.facade.quantize_fx.quantizers import QuantizeBase
 from chipfit.facade.quantize_fx.settings import FoldBN, QConfig
 from chipfit.facade.target_platform.layers import operator_named
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
-from chipfit.frameworks.torch.bounds import Checkpointed, demand_numbers
+from chipfit.frameworks.torch.bounds import Checkpointed, check_numbers
 from chipfit.frameworks.torch.modules import FakeQuantizer
 from chipfit.graph.ops import OPS
 
@@ -114,7 +114,7 @@ class PreparedModule(Checkpointed, fx.GraphModule):
         self.steps += 1
         rounding = {n: m for n, m in self.named_modules() if isinstance(m, QuantizeBase) and m.fake_quant_enabled}
         scales = {n: m.numbers()[0] for n, m in rounding.items() if m.activation_post_process.batches}
-        demand_numbers(self.steps, {n: p for n, p in self.named_parameters() if p.requires_grad}, scales, str)
+        check_numbers(self.steps, {n: p for n, p in self.named_parameters() if p.requires_grad}, scales, str)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> fx.GraphModule:
         return _as_prepared(super().__deepcopy__(memo), self.qconfig, self.steps)

@@ -99,7 +99,7 @@ class QuantizeBase(nn.Module):
         return f"codes {self.quant_min}..{self.quant_max}, observes={self.observing}, rounds={self.fake_quant_enabled}"
 
 
-def demand_one_scale(q: QuantizeBase, role: str) -> None:
+def check_one_scale(q: QuantizeBase, role: str) -> None:
     """Raise where an "activation" has a scale for each channel, which concerns weights."""
     if role == "activation" and q.ch_axis >= 0:
         raise ConfigError("Activations have one scale: per_channel concerns weights", got=f"ch_axis={q.ch_axis}")
@@ -130,7 +130,7 @@ class AlgorithmQuantizer(QuantizeBase):
         super().__init__(observer, **observer_kwargs)
         self.algorithm, self.role, self.follows = algorithm_of(algorithm), role, follows
         assert self.algorithm is not None  # a name or an instance is one
-        demand_one_scale(self, role)
+        check_one_scale(self, role)
         if why := refusal(self.algorithm, self.grid, role):
             what = f"{type(self.algorithm).__name__} cannot train {role}s in {self.bitwidth} bits"
             raise UnsupportedError(what, got=why, hint="choose other bits, or another algorithm")

@@ -11,7 +11,7 @@ from pydantic import Field
 from chipfit.errors import ConfigError, UnknownNameError
 from chipfit.facade.pydantic_messages import allowed, arguments
 from chipfit.facade.quantize_fx.observers import ObserverBase, observer_of
-from chipfit.facade.quantize_fx.quantizers import AlgorithmQuantizer, QuantizeBase, demand_one_scale, quantizer_of
+from chipfit.facade.quantize_fx.quantizers import AlgorithmQuantizer, QuantizeBase, check_one_scale, quantizer_of
 from chipfit.files import package_data
 from chipfit.platform.load import load, names
 from chipfit.platform.match import resolve
@@ -57,7 +57,7 @@ class QConfig:
             pot_scale=self.pot_scale,
             bitwidth=bits,
         )
-        demand_one_scale(made, role)
+        check_one_scale(made, role)
         return made
 
 

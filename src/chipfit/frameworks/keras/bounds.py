@@ -13,7 +13,7 @@ from keras import ops
 from chipfit.errors import TrainingError
 from chipfit.frameworks.keras.backend import KerasOps
 from chipfit.frameworks.keras.weight_slots import ScaleSlot
-from chipfit.plan.plain import record_from_plain, record_to_plain
+from chipfit.plan.json_codec import record_from_json, record_to_json
 from chipfit.quantizers.scale_bounds import SLACK, ScaleBound, clip_to_bounds
 
 
@@ -42,7 +42,7 @@ class ScaleBounds:
 
     def to_config(self) -> dict[str, Any]:
         """What `from_config` makes the same of, as JSON."""
-        return {"scales": [[*astuple(s)] for s in self.scales], "limits": [record_to_plain(x) for x in self.limits]}
+        return {"scales": [[*astuple(s)] for s in self.scales], "limits": [record_to_json(x) for x in self.limits]}
 
     @classmethod
     def from_config(cls, model: Any, config: Any) -> ScaleBounds:
@@ -51,7 +51,7 @@ class ScaleBounds:
         Raises:
             PlanError: a limit is malformed.
         """
-        limits = [record_from_plain(ScaleBound, x, f"limit {k}") for k, x in enumerate(config["limits"])]
+        limits = [record_from_json(ScaleBound, x, f"limit {k}") for k, x in enumerate(config["limits"])]
         return cls(model, [ScaleSlot(*s) for s in config["scales"]], limits)
 
     def freeze(self) -> None:

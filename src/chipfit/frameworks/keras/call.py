@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from chipfit.frameworks.keras.kernel_layout import to_canonical
-from chipfit.graph.draft import Draft, Origin
+from chipfit.graph.builder import GraphBuilder, Origin
 from chipfit.graph.ir import Graph, Value
 
 
@@ -22,7 +22,7 @@ class Tensor(Value):
     __slots__ = ()
 
 
-class KerasDraft(Draft):
+class KerasDraft(GraphBuilder):
     """A growing Graph whose weights are Keras's variables and constants, each of them once."""
 
     def __init__(self) -> None:

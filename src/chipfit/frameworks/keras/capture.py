@@ -19,11 +19,11 @@ from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
 from chipfit.frameworks.keras.backend import forward
 from chipfit.frameworks.keras.history import functional
 from chipfit.frameworks.keras.translate import Translator, leaves
-from chipfit.graph.builder import drop_dead
+from chipfit.graph.builder import Origin
 from chipfit.graph.check import check
-from chipfit.graph.draft import Origin
+from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import Graph, Value
-from chipfit.passes.layout import rearrange
+from chipfit.passes.layout import change_layout
 
 
 def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Sequence[Any] = ()) -> Graph:
@@ -40,7 +40,7 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
     Raises:
         CaptureError: naming the layer and what to change.
     """
-    _demand_model(model)
+    _check_model(model)
     model, cast = _in_float32(model)
     recorded = functional(model)
     struct = recorded._inputs_struct if recorded is not None else None
@@ -80,7 +80,7 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
 # ---------------------------------------------------------------- the model and its inputs
 
 
-def _demand_model(model: Any) -> None:
+def _check_model(model: Any) -> None:
     if not isinstance(model, keras.Model):
         hint = "wrap a layer: keras.Sequential([layer])"
         raise CaptureError("A Keras model is an instance of keras.Model", got=type(model).__name__, hint=hint)
@@ -220,7 +220,7 @@ def _finish(reading: Translator, results: Any, struct: Any, names: Sequence[str]
     graph.in_spec = json.dumps({**dump_tree(pytree.tree_structure(call), call), **spec})
     drop_dead(graph)
     check(graph, blame="capture")
-    moved = rearrange(graph, "channels_first")
+    moved = change_layout(graph, "channels_first")
     _keep_names(moved.graph, moved.copies)
     check(moved.graph, blame="layout")
     return moved.graph

@@ -8,8 +8,8 @@ from typing import Any
 
 import keras
 
+from chipfit.graph.builder import Origin
 from chipfit.graph.config import plain
-from chipfit.graph.draft import Origin
 
 
 def functional(model: Any) -> Any:

@@ -26,13 +26,13 @@ from chipfit.frameworks.keras.models import DeviceModel as DeviceModel
 from chipfit.frameworks.keras.models import QuantizedModel
 from chipfit.frameworks.keras.opaque import PREFIX, fresh
 from chipfit.frameworks.keras.weight_slots import ScaleSlot, WeightSlot
-from chipfit.graph.builder import unique
+from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import OPAQUE, Graph, Node
 from chipfit.graph.ops import OPS
-from chipfit.passes.relayout import relayout
+from chipfit.passes.layout import apply_layout
 from chipfit.plan.record import Plan
-from chipfit.plan.sharing import rounding
-from chipfit.plan.training import Training, starting
+from chipfit.plan.sharing import share_quantizers
+from chipfit.plan.training import Training, before_training
 from chipfit.quantizers.algorithms.ste import STE
 from chipfit.quantizers.stored import Stored
 
@@ -56,12 +56,12 @@ class Builder:
         if training.bn_sync:
             raise UnsupportedError("Keras models have no bn_sync", hint="train in one process")
         self.training = training
-        apart, plan = starting(graph, plan, training)
+        apart, plan = before_training(graph, plan, training)
         self._folds = graph.folds if training.bn_fold else {}
         self._planned = graph.weights if training.bn_fold != -1 else apart.weights
-        self.relaid, self.plan = relayout(apart, plan, "channels_last")
+        self.relaid, self.plan = apply_layout(apart, plan, "channels_last")
         self.graph = self.relaid.graph
-        self.rounding = rounding(self.graph, self.plan)
+        self.rounding = share_quantizers(self.graph, self.plan)
         self.weight_slots: dict[str, list[WeightSlot]] = {}
         self.scales: list[ScaleSlot] = []
         self._names: set[str] = set()
@@ -150,7 +150,7 @@ class Builder:
         if not stored.scale.dim():
             return ()
         shape = [1] * len(self.graph.shape(name))
-        form = self.relaid.forms.get(name)
+        form = self.relaid.layouts.get(name)
         axis = (stored.axis or 0) % len(shape)
         shape[form.index(axis) if form else axis] = len(stored.scale)
         return tuple(shape)
@@ -323,7 +323,7 @@ class Builder:
                 variable.assign(value.reshape(tuple(variable.shape)).numpy())
 
     def _unique(self, name: str) -> str:
-        found = unique(_clean(name), self._names)
+        found = unique_name(_clean(name), self._names)
         self._names.add(found)
         return found
 

@@ -15,11 +15,11 @@ from chipfit.frameworks.keras.layers import KerasBatchNormWrapper, KerasQuantize
 from chipfit.frameworks.keras.lower import Builder
 from chipfit.frameworks.keras.models import QuantizedModel
 from chipfit.frameworks.keras.weight_slots import WeightSlot
-from chipfit.graph.folds import refolded
+from chipfit.graph.folds import refresh_checksums
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
-from chipfit.plan.sharing import retrained, rounding
-from chipfit.plan.training import Training, committed, demand_folds, deployable
+from chipfit.plan.sharing import share_quantizers, with_trained_numbers
+from chipfit.plan.training import Training, check_deployable, check_folds, deployed_weight
 from chipfit.quantizers.scale_bounds import enlargement
 
 Step = Callable[[Sequence[torch.Tensor], torch.Tensor], float]
@@ -61,7 +61,7 @@ def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
         hint = "pass Result.model, or what keras.saving.load_model made of it"
         raise PlanError(f"A {type(model).__name__} is not a quantized model", hint=hint)
     bn_fold = next((x.bn_fold for x in model.layers if isinstance(x, KerasBatchNormWrapper)), 0)
-    demand_folds(bn_fold)
+    check_folds(bn_fold)
     builder = Builder(graph, plan, Training(bn_fold=bn_fold))
     made = builder.build()
     if [x.name for x in made.layers] != [x.name for x in model.layers]:
@@ -72,20 +72,22 @@ def read_back(model: Any, graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
     new, found = graph.copy(), _trained(model, builder)
     new.weights.update(_weights(model, graph, builder))
     if bn_fold:
-        refolded(new)
+        refresh_checksums(new)
     products, tensors = builder.rounding.products, dict(plan.tensors)
-    found |= {name: found[o] for name, o in rounding(graph, plan).owner.items() if name not in found and o in found}
+    found |= {
+        name: found[o] for name, o in share_quantizers(graph, plan).owner.items() if name not in found and o in found
+    }
     for name, t in plan.tensors.items():
         if name in products:
             factors = [found[i][0].reshape(builder.plan[i].scale.shape) for i in products[name]]
-            tensors[name] = retrained(t, torch.stack(torch.broadcast_tensors(*factors)).prod(0))
+            tensors[name] = with_trained_numbers(t, torch.stack(torch.broadcast_tensors(*factors)).prod(0))
         elif t.stored is not None and name in builder.rounding.owner:
             scale, zero_point, quantizer = found[name]
-            deployable(quantizer.algorithm, t)
+            check_deployable(quantizer.algorithm, t)
             scale, zero_point = (p.reshape(t.stored.scale.shape) for p in (scale, zero_point))
-            tensors[name] = retrained(t, scale, zero_point, quantizer.learned())
+            tensors[name] = with_trained_numbers(t, scale, zero_point, quantizer.learned())
             if t.role == "weight":
-                new.weights[name] = committed(graph.weights[name], new.weights[name], t, plan)
+                new.weights[name] = deployed_weight(graph.weights[name], new.weights[name], t, plan)
     for name, most in plan.sums:
         stored = tensors[name].stored
         if stored is not None and enlargement(stored, new.weights[name], most) is not None:

@@ -14,8 +14,8 @@ from chipfit.frameworks.keras.call import KerasCall, KerasDraft, Unreadable
 from chipfit.frameworks.keras.history import calls_before, functional, keras_class, origin_of, unrecorded
 from chipfit.frameworks.keras.opaque import hold
 from chipfit.frameworks.keras.read import ACTIVATED, READERS, UNTRACEABLE
+from chipfit.graph.builder import Origin
 from chipfit.graph.config import plain
-from chipfit.graph.draft import Origin
 from chipfit.graph.ir import OPAQUE, Ref, Value
 
 leaves = keras.tree.flatten

@@ -26,7 +26,7 @@ from chipfit.files import ARCHIVE_ERRORS, existing_file, open_zip, parse_json
 from chipfit.frameworks.torch.modules import own
 from chipfit.frameworks.torch.origin import CHECKS
 from chipfit.frameworks.torch.schema import GENERATION, GRAPH, PROGRAM, WEIGHTS
-from chipfit.plan.plain import demand
+from chipfit.plan.json_codec import validated
 
 _SCHEMA = 8
 #: what names that nothing has and lists of other lengths raise, and torch of sizes that do not fit the bytes
@@ -97,7 +97,7 @@ class _Archive:
             raise _pickled(f"{folder}/{self.model}.pt")
         out, made = {}, {}
         listed = f"{folder}/{self.model}_{kind}_config.json"
-        for name, entry in demand(self.json(listed), WEIGHTS, listed)["config"].items():
+        for name, entry in validated(self.json(listed), WEIGHTS, listed)["config"].items():
             file, meta = entry["path_name"], entry["tensor_meta"]
             if entry["use_pickle"] or not re.fullmatch(r"(weight|tensor)_\d+", file):
                 raise _pickled(name)
@@ -127,12 +127,12 @@ def _pickled(what: str) -> CaptureError:
 
 def _program(archive: _Archive) -> nn.Module:
     where = f"models/{archive.model}.json"
-    data = demand(archive.json(where), GENERATION, where)
+    data = validated(archive.json(where), GENERATION, where)
     if (found := data["schema_version"]["major"]) != _SCHEMA:
         what = "The program was saved by another generation of torch.export"
         hint = "export it again with the torch that is installed here"
         raise CaptureError(what, got=f"schema {found}", allowed=f"schema {_SCHEMA}", hint=hint)
-    module = demand(data, PROGRAM, where)["graph_module"]
+    module = validated(data, PROGRAM, where)["graph_module"]
     (call,) = (c["signature"] for c in module["module_call_graph"] if c["fqn"] == "" and c["signature"])
     inputs = [_input(s) for s in module["signature"]["input_specs"]]
     taken = read_tree(call["in_spec"]).unflatten([name for weight, name in inputs if not weight])
@@ -262,7 +262,7 @@ class _Calls:
         if at is None or ".wrap_with_" not in n["target"]:
             what = f"The program uses the control-flow operator '{n['target'].rpartition('.')[2]}'"
             raise CaptureError(what, hint="replace torch.cond / while_loop by plain tensor operations")
-        inner = demand(arguments[at]["as_graph"]["graph"], GRAPH, n["target"])
+        inner = validated(arguments[at]["as_graph"]["graph"], GRAPH, n["target"])
         operands = [self.value(a) for a in arguments[at + 1 :]]
         calls = _Calls(self.graph, dict(zip(map(_name, inner["inputs"]), operands, strict=True)))
         calls.through(inner["nodes"])

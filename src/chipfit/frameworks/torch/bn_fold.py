@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from chipfit.errors import DataError, UnsupportedError
-from chipfit.plan.training import demand_folds
+from chipfit.plan.training import check_folds
 from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward, remembered, strategy_of
 from chipfit.quantizers.ops import TorchOps
 
@@ -100,7 +100,7 @@ class FoldedBatchNorm(nn.Module):
             UnsupportedError: strategy -1, which has none.
         """
         if self.bn is not None:
-            demand_folds(self.strategy)
+            check_folds(self.strategy)
         layer: nn.Module = copy.deepcopy(self.layer) if self.bn is None else self._folded_layer()
         return layer
 

@@ -11,7 +11,7 @@ from torch import nn
 from chipfit.errors import PlanError, TrainingError
 from chipfit.frameworks.torch.modules import FakeQuantizer
 from chipfit.plan.record import Plan
-from chipfit.plan.sharing import Rounding, retrained
+from chipfit.plan.sharing import QuantizerSharing, with_trained_numbers
 from chipfit.quantizers.ops import TorchOps
 from chipfit.quantizers.scale_bounds import SLACK, clip_to_bounds, enlargement
 
@@ -41,7 +41,7 @@ class ScaleBounds:
         quantizers: those with a scale of their own, by the tensor that owns them.
     """
 
-    def __init__(self, found: Rounding, plan: Plan, quantizers: Mapping[str, FakeQuantizer]) -> None:
+    def __init__(self, found: QuantizerSharing, plan: Plan, quantizers: Mapping[str, FakeQuantizer]) -> None:
         self.plan, self.quantizers, self.sums = plan, quantizers, found.sums
         self.limits = [x for x in found.limits if all(t in quantizers for t, _ in x.terms)]
         self.steps = 0  #: of training so far
@@ -81,7 +81,7 @@ class ScaleBounds:
         fine = [torch.isfinite(norm).to(scales.device), ((scales > 0) & (scales < math.inf)).all(), ~broken.any()]
         finite, positive, inside = torch.stack(fine).tolist()
         if not (positive and finite):
-            demand_numbers(
+            check_numbers(
                 self.steps, weights, {t: q.numbers()[0] for t, q in self.quantizers.items()}, self.plan.layer_of
             )
         if not inside:
@@ -89,7 +89,7 @@ class ScaleBounds:
         for name, most in self.sums.items():
             t, q = self.plan.tensors[name], self.quantizers[name]
             while True:
-                stored = retrained(t, *q.numbers(), q.learned()).stored
+                stored = with_trained_numbers(t, *q.numbers(), q.learned()).stored
                 factor = enlargement(stored, rounded(name), most) if stored is not None else None
                 if factor is None:
                     break
@@ -124,7 +124,7 @@ class ScaleBounds:
 
 
 @torch.no_grad()
-def demand_numbers(
+def check_numbers(
     step: int, weights: Mapping[str, torch.Tensor], scales: Mapping[str, torch.Tensor], layer_of: Callable[[str], str]
 ) -> None:
     """Raise where a scale is not positive or a weight is not finite.

@@ -8,12 +8,12 @@ import torch
 
 from chipfit.frameworks.torch.origin import origin
 from chipfit.frameworks.torch.program import OpenSize, SymbolicTensor
-from chipfit.graph.builder import unique
-from chipfit.graph.draft import Draft
+from chipfit.graph.builder import GraphBuilder
+from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import Graph
 
 
-class TorchDraft(Draft):
+class TorchDraft(GraphBuilder):
     """The growing Graph, and what the reading knows beside it.
 
     Args:
@@ -77,7 +77,7 @@ class TorchDraft(Draft):
     def scalar(self, near: str, value: float, like: SymbolicTensor) -> str:
         """A Python number as a 0-d weight beside the node `near`; integers stay integers beside integers."""
         whole = isinstance(value, int) or like.dtype.is_floating_point
-        name = unique(f"{near}.scalar", self.graph.weights)
+        name = unique_name(f"{near}.scalar", self.graph.weights)
         return self.constant(name, torch.tensor(value, dtype=like.dtype if whole else torch.float32))
 
     def append(
@@ -226,7 +226,7 @@ class TorchCall:
         """The form of what the call returns, or a list of them, or a number."""
         return self.node.meta["val"]
 
-    def demand_first_alone(self) -> None:
+    def check_first_alone(self) -> None:
         """Go on where nothing reads a result but the first.
 
         Raises:
@@ -239,7 +239,7 @@ class TorchCall:
         """The final node. Of several results it makes the first; the others must have no reader."""
         many = isinstance(self.result, (tuple, list))
         if many:
-            self.demand_first_alone()
+            self.check_first_alone()
         like = self.result[0] if many else self.result
         (name,) = self.draft.append(self.node, op, inputs, attrs, [like])
         return (name, *[None] * (len(self.result) - 1)) if many else name

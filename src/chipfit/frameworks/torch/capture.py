@@ -42,7 +42,7 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Any = None, oth
             size decides what the model computes.
 
     Parameters are not copied: `Graph.weights` holds the model's own tensors until a pass replaces them
-    (`passes.own_weights` replaces those that are left).
+    (`passes.copy_captured_weights` replaces those that are left).
     """
     if isinstance(model, torch.jit.ScriptModule):
         allowed = "a torch.nn.Module, or the module() of a program of torch.export"
@@ -75,7 +75,7 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Any = None, oth
         graph.notes.append(f"warning: the model computes in {cast}; it was read, and is simulated, in float32")
     check(graph, blame="capture")
     if others:
-        _demand_same(graph, _twin(model)[0], [*calls[1:], pytree.tree_map(_longer, *calls)])
+        _check_same(graph, _twin(model)[0], [*calls[1:], pytree.tree_map(_longer, *calls)])
     return graph
 
 
@@ -86,7 +86,7 @@ def _longer(x: Any, *like: Any) -> Any:
     return x
 
 
-def _demand_same(graph: Graph, model: torch.nn.Module, calls: Sequence[Any]) -> None:
+def _check_same(graph: Graph, model: torch.nn.Module, calls: Sequence[Any]) -> None:
     """What a graph with open sizes computes is what the model does, for other sizes that it takes.
 
     Raises:

@@ -21,8 +21,8 @@ from chipfit.frameworks.torch.modules import ActivationQuantizer, BiasQuantizer,
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import TRANSPOSED
 from chipfit.plan.record import Plan
-from chipfit.plan.sharing import Rounding, rounding
-from chipfit.plan.training import Training, starting
+from chipfit.plan.sharing import QuantizerSharing, share_quantizers
+from chipfit.plan.training import Training, before_training
 from chipfit.quantizers.algorithms.ste import STE
 from chipfit.quantizers.bn_fold import Channels, Norm, folded, forward
 from chipfit.quantizers.ops import TorchOps
@@ -58,10 +58,10 @@ class QuantizedModule(Checkpointed):
     def __init__(self, graph: Graph, plan: Plan, training: Training | None = None) -> None:
         super().__init__()
         as_planned = graph
-        graph, plan = starting(graph, plan, training)
+        graph, plan = before_training(graph, plan, training)
         self.bn_fold = training.bn_fold if training is not None else 0  #: set to 1, statistics of batch norms stay
         self._folds = graph.folds if self.bn_fold else {}
-        found = rounding(graph, plan)
+        found = share_quantizers(graph, plan)
         self._own_all(graph, found.rounded)
         taken = {name.partition(".")[0] for name in graph.weights}
         self._prefix = "quant"
@@ -292,7 +292,9 @@ class QuantizedModule(Checkpointed):
         return module
 
 
-def _quantizer(graph: Graph, plan: Plan, found: Rounding, training: Training | None, name: str) -> FakeQuantizer:
+def _quantizer(
+    graph: Graph, plan: Plan, found: QuantizerSharing, training: Training | None, name: str
+) -> FakeQuantizer:
     """The quantizer of a tensor with a scale of its own; numbers that the platform dictates do not train."""
     t, weight, stored = plan.tensors[name], graph.weights.get(name), found.start(plan, name)
     algorithm = (training.algorithm(t) if training is not None and name not in found.fixed else None) or STE()

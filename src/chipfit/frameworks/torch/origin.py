@@ -11,8 +11,8 @@ import torch
 
 from chipfit.files import package_data
 from chipfit.frameworks.torch.program import OpenSize
+from chipfit.graph.builder import Origin
 from chipfit.graph.config import module_settings, plain
-from chipfit.graph.draft import Origin
 
 TORCH = str(Path(torch.__file__).parent)
 #: arguments of PyTorch's functions that ATen has other names for

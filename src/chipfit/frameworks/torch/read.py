@@ -597,7 +597,7 @@ def _same(c: TorchCall) -> Any:
 
 @reads("dropout feature_dropout alpha_dropout native_dropout")
 def _dropout(c: TorchCall) -> Any:
-    c.demand_first_alone()
+    c.check_first_alone()
     p, x = c.raw("p"), c.value("input" if "input" in c.args else "self")
     if p:
         return c.emit("Dropout", [x], p=float(p))

@@ -11,11 +11,11 @@ import torch
 from chipfit.errors import PlanError, UnsupportedError
 from chipfit.frameworks.torch.lower import QuantizedModule
 from chipfit.frameworks.torch.modules import FakeQuantizer
-from chipfit.graph.folds import refolded
+from chipfit.graph.folds import refresh_checksums
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
-from chipfit.plan.sharing import retrained
-from chipfit.plan.training import committed, demand_folds, deployable
+from chipfit.plan.sharing import with_trained_numbers
+from chipfit.plan.training import check_deployable, check_folds, deployed_weight
 
 Step = Callable[[Sequence[torch.Tensor], torch.Tensor], float]
 
@@ -86,7 +86,7 @@ def read_back(model: torch.nn.Module, graph: Graph, plan: Plan) -> tuple[Graph, 
     if (low := min(shares, default=1.0)) < 1:
         what = "What was trained cannot be deployed: it is not rounded all the way yet"
         raise UnsupportedError(what, got=f"a share of {low:g}", hint="`finish()` the schedule, and train on")
-    demand_folds(model.bn_fold)
+    check_folds(model.bn_fold)
     model.settle()  # a step that nobody has computed since
     new = graph.copy()
     copies: dict[int, torch.Tensor] = {}
@@ -104,12 +104,12 @@ def read_back(model: torch.nn.Module, graph: Graph, plan: Plan) -> tuple[Graph, 
         for name, t in plan.tensors.items():
             quantizer = model.quantizer_of(name) if t.quantized else None
             if isinstance(quantizer, FakeQuantizer):
-                deployable(quantizer.algorithm, t)
-                tensors[name] = retrained(t, *quantizer.numbers(), quantizer.learned())
+                check_deployable(quantizer.algorithm, t)
+                tensors[name] = with_trained_numbers(t, *quantizer.numbers(), quantizer.learned())
                 if name in new.weights and t.role == "weight":
-                    new.weights[name] = committed(new.weights[name], quantizer.reals(new.weights[name]), t, plan)
+                    new.weights[name] = deployed_weight(new.weights[name], quantizer.reals(new.weights[name]), t, plan)
             elif quantizer is not None:
-                tensors[name] = retrained(t, model.scale(name))
+                tensors[name] = with_trained_numbers(t, model.scale(name))
     if model.bn_fold:
-        refolded(new)
+        refresh_checksums(new)
     return new, replace(plan, tensors=tensors)

@@ -16,7 +16,7 @@ from chipfit.frameworks.torch.call import TorchCall, TorchDraft, Unreadable
 from chipfit.frameworks.torch.origin import CHECKS, arguments, source
 from chipfit.frameworks.torch.program import OpenSize, Program, Unrecordable
 from chipfit.frameworks.torch.read import READERS, SYNONYMS
-from chipfit.graph.builder import drop_dead
+from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import OPAQUE, Graph, Ref
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import chipfit
 from chipfit.frameworks.torch.capture import capture
-from chipfit.graph.uses import unrounded
+from chipfit.graph.float_only import float_only_values
 from chipfit.passes.fold_constants import fold_constants
 
 PLATFORMS = ("ort_cpu", "tflite_int8")
@@ -55,7 +55,7 @@ def table(forward, *inputs):
             return forward(self.l, *xs)
 
     graph, _ = fold_constants(capture(Net().eval(), inputs, {}))
-    return set(unrounded(graph)), graph
+    return set(float_only_values(graph)), graph
 
 
 X = torch.randn(3, 4)

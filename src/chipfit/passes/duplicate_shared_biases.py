@@ -6,7 +6,7 @@ from chipfit.registry import register
 
 
 @register("pass", "unshare_biases", stage="rewrite", after=("fold_batch_norm",))
-def unshare_biases(graph: Graph) -> tuple[Graph, list[str]]:
+def duplicate_shared_biases(graph: Graph) -> tuple[Graph, list[str]]:
     """Give every reader of a shared bias, after the first, a copy of its own (`name_1`, `name_2`, ...).
 
     Without it, one stored bias would force the inputs of all its readers to one common scale.

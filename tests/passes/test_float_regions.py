@@ -15,7 +15,7 @@ import chipfit
 from chipfit.calibration.collect import Need, TensorStats
 from chipfit.errors import UnsupportedError
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.passes import islands
+from chipfit.passes import float_regions
 from chipfit.pipeline import decide
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges import choose
@@ -62,10 +62,10 @@ def test_the_error_of_a_grid_is_measured_against_the_spread_wherever_the_mean_is
     seen.update(torch.linspace(mean - 1, mean + 1, 100_001), Need(histogram=True))
     slots = SimpleNamespace(tensors={"x": SimpleNamespace(grid=lambda signed: grid)})
     scale = float(choose(seen, grid).scale)
-    expected = (scale / (2 * islands._BULK)) ** 2
+    expected = (scale / (2 * float_regions._BULK)) ** 2
     near = pytest.approx(expected, rel=0.05 if mean else 0.005)  # bins of the histogram are wide beside the spread
-    assert islands._noise("x", slots, {"x": seen}) == near
-    assert islands._noise("y", slots, {"x": seen}) == 0.0
+    assert float_regions._noise("x", slots, {"x": seen}) == near
+    assert float_regions._noise("y", slots, {"x": seen}) == 0.0
 
 
 @pytest.mark.parametrize("low, signed", [(-0.5, True), (0.0, False), (0.5, False)])
@@ -77,7 +77,7 @@ def test_the_grid_has_a_sign_where_the_value_has(low, signed):
         asked.append(signed)
         return Grid(bits=8, qmin=0, qmax=255, zero="any")
 
-    islands._noise("x", SimpleNamespace(tensors={"x": SimpleNamespace(grid=grid)}), {"x": seen})
+    float_regions._noise("x", SimpleNamespace(tensors={"x": SimpleNamespace(grid=grid)}), {"x": seen})
     assert asked == [signed]
 
 
@@ -114,14 +114,14 @@ def test_no_other_labels_cost_less(norms, seed, monkeypatch):
     worth = 1000.0
     if seed is not None:
         drawn, sizes, draw = {}, {}, random.Random(seed)
-        monkeypatch.setattr(islands, "_noise", lambda v, *_: drawn.setdefault(v, 10 ** draw.uniform(-5, -1)))
-        monkeypatch.setattr(islands, "_size", lambda graph, v: sizes.setdefault(v, draw.randint(1, 100)))
+        monkeypatch.setattr(float_regions, "_noise", lambda v, *_: drawn.setdefault(v, 10 ** draw.uniform(-5, -1)))
+        monkeypatch.setattr(float_regions, "_size", lambda graph, v: sizes.setdefault(v, draw.randint(1, 100)))
     torch.manual_seed(0)
     model = Block(norms).eval()
     result = chipfit.quantize(model, DATA, "ort_cpu", settings=chipfit.Settings(results="codes"), progress=False)
     graph, assignment, _ = decide(result.graph, result.platform)
-    chosen = islands._cut(graph, assignment, result.stats)
-    head = islands._heads(assignment)
+    chosen = float_regions._cut(graph, assignment, result.stats)
+    head = float_regions._heads(assignment)
     movers = [n.name for n in graph.nodes if assignment.nodes[n.name].exec == "follow"]
     labels = {**assignment.modes, **dict.fromkeys(movers, ("codes", "whole"))}
     made = {o: head.get(n.name, n.name) for n in graph.nodes for o in n.outputs}
@@ -129,13 +129,15 @@ def test_no_other_labels_cost_less(norms, seed, monkeypatch):
     for n in graph.nodes:
         kernel, reads = head.get(n.name, n.name), assignment.nodes[n.name].exec != "float"
         for v in dict.fromkeys(i for i in n.inputs if i in graph.values and graph.is_float(i)):
-            noise = worth * islands._noise(v, assignment, result.stats)
+            noise = worth * float_regions._noise(v, assignment, result.stats)
             ends = made.get(v), v in (assignment.quantized_outputs if v in made else assignment.tensors), kernel, reads
-            edges += [(*ends, islands._size(graph, v), noise)] * (made.get(v) != kernel)
+            edges += [(*ends, float_regions._size(graph, v), noise)] * (made.get(v) != kernel)
     for v in graph.outputs:
-        noise = worth * islands._noise(v, assignment, result.stats)
-        edges.append((made[v], v in assignment.quantized_outputs, None, True, islands._size(graph, v), noise))
-    products = {n.name: islands.products(graph, n) / 64 for n in graph.nodes if n.op == "MatMul" and n.name in labels}
+        noise = worth * float_regions._noise(v, assignment, result.stats)
+        edges.append((made[v], v in assignment.quantized_outputs, None, True, float_regions._size(graph, v), noise))
+    products = {
+        n.name: float_regions.products(graph, n) / 64 for n in graph.nodes if n.op == "MatMul" and n.name in labels
+    }
 
     def cost(of):
         total = sum(products[k] for k in products if of[k] == "whole")
@@ -234,12 +236,14 @@ def noise(x):
     """The noise of a value of which calibration saw `x`, on a grid of 8 bits without a sign."""
     seen, grid = TensorStats("x"), Grid(bits=8, qmin=0, qmax=255, zero="any")
     seen.update(x, Need(histogram=True))
-    return islands._noise("x", SimpleNamespace(tensors={"x": SimpleNamespace(grid=lambda signed: grid)}), {"x": seen})
+    return float_regions._noise(
+        "x", SimpleNamespace(tensors={"x": SimpleNamespace(grid=lambda signed: grid)}), {"x": seen}
+    )
 
 
 def test_a_value_that_never_changes_has_no_noise():
     assert noise(torch.zeros(100)) == 0.0
-    assert islands._noise("x", SimpleNamespace(tensors={"x": None}), {}) == 0.0
+    assert float_regions._noise("x", SimpleNamespace(tensors={"x": None}), {}) == 0.0
 
 
 def test_outliers_are_no_signal_and_the_few_of_them_make_the_grid_coarse():
@@ -253,14 +257,14 @@ def test_outliers_are_no_signal_and_the_few_of_them_make_the_grid_coarse():
 
 def test_labels_follow_what_is_asked_where_a_kernel_has_it():
     either = {"a": ("codes", "float"), "b": ("codes", "whole"), "c": ("codes", "float", "whole")}
-    found = {a: islands.islands(None, SimpleNamespace(modes=either), {}, a) for a in ("codes", "float")}
+    found = {a: float_regions.float_regions(None, SimpleNamespace(modes=either), {}, a) for a in ("codes", "float")}
     assert found["codes"] == ({"a": "codes", "b": "codes", "c": "codes"}, [])
     assert found["float"] == ({"a": "float", "b": "whole", "c": "float"}, [])
 
 
 @pytest.mark.parametrize("shape, size", [((None, 3, 5), 15), ((2, 3), 6), ((), 1), ((None, None, 4), 4)])
 def test_numbers_of_one_sample(shape, size):
-    assert islands._size(SimpleNamespace(shape=lambda v: shape), "x") == size
+    assert float_regions._size(SimpleNamespace(shape=lambda v: shape), "x") == size
 
 
 @pytest.mark.parametrize("arch", ["AVX2", "AVX512"])
@@ -308,7 +312,7 @@ class Paper:
         )
 
     def labels(self) -> dict[str, str]:
-        return islands._cut(self.graph, self.assignment, {})
+        return float_regions._cut(self.graph, self.assignment, {})
 
 
 BOTH, WHOLE, ALL = ("codes", "float"), ("codes", "whole"), ("codes", "float", "whole")
@@ -396,7 +400,7 @@ def test_two_operators_in_a_row_are_decided_together():
 def test_noise_of_what_is_stored_counts_a_thousand_conversions(monkeypatch):
     """A value of noise n costs 1000 n more for each of its numbers where it is stored in codes."""
     for noise, label in ((0.9e-3, "codes"), (1.1e-3, "whole")):
-        monkeypatch.setattr(islands, "_noise", lambda v, *_, n=noise: n if v == "k" else 0.0)
+        monkeypatch.setattr(float_regions, "_noise", lambda v, *_, n=noise: n if v == "k" else 0.0)
         # codes: ten conversions and the noise of what they convert; whole: the operand is converted instead
         rows = ("k", "int", "x"), ("f", "float", "k")
         paper = Paper(*rows, outputs="f", modes={"k": WHOLE}, sizes={"x": (20,), "k": (10,)}.items())
@@ -406,8 +410,8 @@ def test_noise_of_what_is_stored_counts_a_thousand_conversions(monkeypatch):
 def test_only_what_changes_is_told_and_how_many_hand_over_floats():
     rows = ("k", "int", "x"), ("f", "float", "k"), ("j", "int", "x"), ("i", "float", "x")
     paper = Paper(*rows, outputs="f j i", modes={"k": BOTH, "j": BOTH, "i": WHOLE})
-    found, (note,) = islands.islands(paper.graph, paper.assignment, {}, None)
+    found, (note,) = float_regions.float_regions(paper.graph, paper.assignment, {}, None)
     assert found == {"k": "float", "i": "codes"}
     assert note.startswith("1 of 3 kernels that can do both hand over floats: fewer conversions and less error; ")
     paper.assignment.quantized_outputs -= {"k"}
-    assert islands.islands(paper.graph, paper.assignment, {}, None)[0] == {"i": "codes"}
+    assert float_regions.float_regions(paper.graph, paper.assignment, {}, None)[0] == {"i": "codes"}

@@ -51,7 +51,7 @@ _SETTING = Setting(
 
 
 @register("pass", "islands", stage="results", options=(_SETTING,))
-def islands(
+def float_regions(
     graph: Graph, assignment: Assignment, stats: dict[str, TensorStats], asked: str | None
 ) -> tuple[dict[str, str], list[str]]:
     """Choose for every kernel of `assignment.modes`.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.passes.unshare_biases import unshare_biases
+from chipfit.passes.duplicate_shared_biases import duplicate_shared_biases
 
 
 def graph(*rows: tuple[str, str, str], trainable: tuple[str, ...] = ()) -> Graph:
@@ -27,7 +27,7 @@ def inputs(g: Graph) -> list[tuple[str | None, ...]]:
 @pytest.mark.parametrize("trainable", [(), ("b",), ("w",)])
 def test_every_reader_after_the_first_gets_a_copy_under_the_next_number(trainable):
     shared = graph(("one", "Linear", "w b"), ("two", "Linear", "v b"), ("three", "Linear", "w b"), trainable=trainable)
-    new, notes = unshare_biases(shared)
+    new, notes = duplicate_shared_biases(shared)
     assert inputs(new) == [("w", "b"), ("v", "b_1"), ("w", "b_2")]
     assert [n.data for n in new.nodes] == ["x", "one", "two"]
     assert notes == [
@@ -54,12 +54,12 @@ def test_every_reader_after_the_first_gets_a_copy_under_the_next_number(trainabl
 )
 def test_what_is_no_bias_of_several_linear_operators_stays(rows):
     before = graph(*rows)
-    new, notes = unshare_biases(before)
+    new, notes = duplicate_shared_biases(before)
     assert new.nodes == before.nodes and notes == [] and set(new.weights) == {"w", "v", "b"}
 
 
 def test_biases_are_counted_apart():
     before = graph(("one", "Linear", "w b"), ("two", "Linear", "w c"), ("three", "Linear", "w c"))
     before.weights["c"] = torch.tensor([5.0, 6.0])
-    new, _ = unshare_biases(before)
+    new, _ = duplicate_shared_biases(before)
     assert inputs(new) == [("w", "b"), ("w", "c"), ("w", "c_1")] and new.weights["c_1"].tolist() == [5.0, 6.0]

@@ -10,8 +10,8 @@ import torch
 
 from chipfit.errors import PlanError
 from chipfit.plan.diff import diff
+from chipfit.plan.json_codec import plan_from_json, plan_to_json
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
-from chipfit.plan.text import plan_from_json, plan_to_json
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
 

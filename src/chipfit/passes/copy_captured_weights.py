@@ -7,7 +7,7 @@ import torch
 from chipfit.graph.ir import Graph
 
 
-def own_weights(graph: Graph, captured: Mapping[str, torch.Tensor]) -> Graph:
+def copy_captured_weights(graph: Graph, captured: Mapping[str, torch.Tensor]) -> Graph:
     """Copy every weight that is still the very tensor that was captured; tied names stay tied."""
     graph = graph.copy()
     storages = {t.untyped_storage().data_ptr() for t in captured.values()}

@@ -11,7 +11,7 @@ from chipfit.engine.types import dtype_of
 from chipfit.errors import PlanError, first_line
 from chipfit.graph.ir import OPAQUE, Graph, Node
 from chipfit.graph.ops import OPS
-from chipfit.plan.plain import demand, table
+from chipfit.plan.json_codec import table, validated
 
 
 def _infinite(x: float) -> float:
@@ -53,7 +53,7 @@ _ATTRIBUTES = table(**{name: NotRequired[kind] for kind, names in _KINDS.items()
 _MISFITS = (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
-def demand_runs(graph: Graph) -> None:
+def check_runs(graph: Graph) -> None:
     """Run a graph on tensors without numbers, and where an operator needs numbers on zeros.
 
     Not run, but looked through, is one with operators of a framework, which may need it, or with sizes other than the
@@ -67,9 +67,9 @@ def demand_runs(graph: Graph) -> None:
     for device in ("meta", "cpu"):
         try:
             for n in graph.nodes:
-                _demand_attributes(n)
-                _demand_axes(n, graph)
-                _demand_layer(n, graph)
+                _check_attributes(n)
+                _check_axes(n, graph)
+                _check_layer(n, graph)
             if not open_:
                 _once(graph, device)
         except _MISFITS as e:
@@ -98,12 +98,12 @@ def _once(graph: Graph, device: str) -> None:
         run(graph, inputs, hook=fits, weights={name: moved[id(w)] for name, w in graph.weights.items()})
 
 
-def _demand_attributes(n: Node) -> None:
+def _check_attributes(n: Node) -> None:
     """Those of the operator and no others, each of its kind; of what counts by spatial axis, as many of each."""
     if n.op not in OPS:
         return
     a = n.attrs
-    demand(a, _ATTRIBUTES, f"attributes of {n.op} '{n.who}'")
+    validated(a, _ATTRIBUTES, f"attributes of {n.op} '{n.who}'")
     if set(a) != set(OPS[n.op].attrs):
         raise ValueError(f"{n.op} '{n.who}' has the attributes {sorted(a)}, not {sorted(OPS[n.op].attrs)}")
     if OPS[n.op].layout == "spatial":
@@ -117,7 +117,7 @@ def _demand_attributes(n: Node) -> None:
             raise ValueError(f"output_padding of {n.op} '{n.who}' is {a['output_padding']}, no less than its steps")
 
 
-def _demand_axes(n: Node, graph: Graph) -> None:
+def _check_axes(n: Node, graph: Graph) -> None:
     """Axes that no operand and no result has: kernels without numbers take them."""
     rank = max((len(graph.shape(v)) for v in (*n.inputs, *n.outputs) if v is not None), default=0)
     for name in ("axis", "axes"):
@@ -127,7 +127,7 @@ def _demand_axes(n: Node, graph: Graph) -> None:
                 raise ValueError(f"{name} of {n.op} '{n.who}' is {axes}, and it works on {rank} axes")
 
 
-def _demand_layer(n: Node, graph: Graph) -> None:
+def _check_layer(n: Node, graph: Graph) -> None:
     """What tensors without numbers do not show: reals of two types, sizes of other ranks, a stride of too many axes."""
     if n.op not in OPS or not OPS[n.op].weighted:
         return

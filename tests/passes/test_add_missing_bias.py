@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from chipfit.engine.run import run
-from chipfit.passes.give_biases import give_biases
+from chipfit.passes.add_missing_bias import add_missing_bias
 from chipfit.platform.load import load
 from chipfit.platform.schema import Format, OpRule, Option, Platform
 from tests.steps import captured
@@ -23,7 +23,7 @@ def test_every_operator_gets_a_bias_of_its_width_and_nothing_changes():
     )
     x = torch.randn(2, 3, 7, 7)
     graph = captured(net, x)
-    new, notes = give_biases(graph, load("imx500"))
+    new, notes = add_missing_bias(graph, load("imx500"))
     assert {k: v.tolist() for k, v in new.weights.items() if k not in graph.weights} == {
         "0.bias": [0.0] * 4,
         "2.bias": [0.0] * 6,
@@ -31,7 +31,7 @@ def test_every_operator_gets_a_bias_of_its_width_and_nothing_changes():
     }
     assert {"0.bias", "2.bias", "4.bias"} <= new.trainable and notes == []
     torch.testing.assert_close(*run(graph, [x]).values(), *run(new, [x]).values())
-    assert give_biases(new, load("imx500"))[0].nodes == new.nodes
+    assert add_missing_bias(new, load("imx500"))[0].nodes == new.nodes
 
 
 @pytest.mark.parametrize("none", [None, "none"])
@@ -43,6 +43,6 @@ def test_an_operator_whose_kernel_holds_no_bias_stays_without_and_a_note_says_so
     ops = tuple(OpRule(match=(op,), use=(use,), src=("M",), conf="V") for op, use in uses.items())
     chip = Platform(name="paper", formats=formats, ops=ops, sources={"M": "paper"})
     layers = nn.Conv2d(2, 3, 1, bias=False), nn.ConvTranspose2d(3, 2, 1, bias=False), nn.Linear(4, 2, bias=False)
-    new, notes = give_biases(captured(nn.Sequential(*layers), torch.randn(2, 2, 4, 4)), chip)
+    new, notes = add_missing_bias(captured(nn.Sequential(*layers), torch.randn(2, 2, 4, 4)), chip)
     assert [n.bias for n in new.nodes] == ["0.bias", None, None]
     assert notes == ["'2' gets no bias: 'paper' has none for Linear"]

@@ -8,7 +8,7 @@ from chipfit.registry import register
 
 
 @register("pass", "give_biases", stage="rewrite", after=("equalize",), needs=("platform",), with_any="correct")
-def give_biases(graph: Graph, platform: Platform) -> tuple[Graph, list[str]]:
+def add_missing_bias(graph: Graph, platform: Platform) -> tuple[Graph, list[str]]:
     """Add a zero bias to the linear operators without one, as far as the platform can hold biases for them."""
     graph, notes = graph.copy(), []
     for k, node in enumerate(graph.nodes):

@@ -24,7 +24,7 @@ MASKED_WHY = "a mask of extreme range is in it, which would set its grid"
 GUARD_WHY = "it is kept away from 0, which is a code of every grid"
 
 
-def unrounded(graph: Graph) -> dict[str, str]:
+def float_only_values(graph: Graph) -> dict[str, str]:
     """The float values that no grid may hold, and why; all others may be quantized, those that nobody reads too."""
     given, producers = _given(graph), graph.producers()
     masked, masks = _masks(graph, given, producers)

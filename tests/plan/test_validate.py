@@ -10,8 +10,8 @@ import torch
 from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph, Value
 from chipfit.graph.ops import OPS
-from chipfit.plan import trial
-from chipfit.plan.trial import demand_runs
+from chipfit.plan import validate
+from chipfit.plan.validate import check_runs
 from tests.graph.test_ops import made, results
 
 
@@ -36,11 +36,11 @@ def graph_of(op: str, **changed) -> Graph:
 
 @pytest.mark.parametrize("op", OPS)
 def test_what_every_operator_has_is_loaded(op):
-    demand_runs(graph_of(op))
+    check_runs(graph_of(op))
 
 
 def test_every_attribute_has_a_kind_and_no_other():
-    assert set(" ".join(trial._KINDS.values()).split()) == {a for row in OPS.values() for a in row.attrs}
+    assert set(" ".join(validate._KINDS.values()).split()) == {a for row in OPS.values() for a in row.attrs}
 
 
 @pytest.mark.parametrize(
@@ -82,16 +82,16 @@ def test_every_attribute_has_a_kind_and_no_other():
 )
 def test_a_number_that_no_kernel_takes_is_refused(op, attribute, bad):
     with pytest.raises(PlanError, match=f"{attribute}|do not fit"):
-        demand_runs(graph_of(op, **{attribute: bad}))
+        check_runs(graph_of(op, **{attribute: bad}))
 
 
 def test_a_kernel_of_one_pixel_shows_no_dilation_in_its_shapes_and_is_refused_all_the_same():
     graph = graph_of("Conv2D", padding=((0, 0), (0, 0)))
     graph.weights["x1"] = graph.weights["x1"][..., :1, :1]
-    demand_runs(graph)
+    check_runs(graph)
     graph.nodes[0] = graph.nodes[0].with_(attrs={**graph.nodes[0].attrs, "dilation": (0, 0)})
     with pytest.raises(PlanError, match="dilation.*greater than or equal to 1"):
-        demand_runs(graph)
+        check_runs(graph)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_a_kernel_of_one_pixel_shows_no_dilation_in_its_shapes_and_is_refused_al
 )
 def test_an_axis_too_many_is_refused_which_tensors_without_numbers_do_not_show(changed, words):
     with pytest.raises(PlanError, match=words):
-        demand_runs(graph_of("Conv2D", **changed))
+        check_runs(graph_of("Conv2D", **changed))
 
 
 @pytest.mark.parametrize("low, high", [(-math.inf, 6.0), (0, math.inf), (None, 3), (-3.4e38, None)])
 def test_a_clamp_may_be_open(low, high):
-    demand_runs(graph_of("Clamp", min=low, max=high))
+    check_runs(graph_of("Clamp", min=low, max=high))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.passes.relayout import relayout, same_numbers
+from chipfit.passes.layout import apply_layout, same_numbers
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
@@ -35,7 +35,7 @@ def one_convolution() -> Graph:
 @pytest.mark.parametrize("scale", [0.5, None])
 def test_an_inserted_value_has_the_numbers_of_what_it_rearranges(scale):
     before = plan(x=scale, y=0.25)
-    new, after = relayout(one_convolution(), before, "channels_last")
+    new, after = apply_layout(one_convolution(), before, "channels_last")
     entry, conv, leave = new.graph.nodes
     assert [n.op for n in new.graph.nodes] == ["Transpose", "Conv2D", "Transpose"]
     assert (entry.attrs["perm"], leave.attrs["perm"]) == ((0, 2, 3, 1), (0, 3, 1, 2))
@@ -54,7 +54,7 @@ def test_an_inserted_value_has_the_numbers_of_what_it_rearranges(scale):
 
 
 def test_what_a_reader_takes_before_it_is_rounded_is_rearranged_in_float():
-    new, after = relayout(one_convolution(), plan((("x", "c"),), x=0.5, y=0.25), "channels_last")
+    new, after = apply_layout(one_convolution(), plan((("x", "c"),), x=0.5, y=0.25), "channels_last")
     entry = new.graph.nodes[0]
     assert entry.output not in after.tensors and after.nodes[entry.name].exec == "float"
     assert after.float_edges == {("x", "c"), ("x", entry.name), (entry.output, "c")}
@@ -67,7 +67,7 @@ def test_a_rearranged_constant_has_the_numbers_of_the_one_that_the_user_knows(sc
     graph.values["z"], graph.outputs = Value("z", (None, 3, 4, 4)), ["z"]
     graph.weights["shift"] = torch.ones(3, 1, 1)
     before = plan(x=0.5, y=0.5, shift=scale)
-    new, after = relayout(graph, before, "channels_last")
+    new, after = apply_layout(graph, before, "channels_last")
     copy = next(i for i, (source, _) in new.copies.items() if source == "shift")
     assert new.graph.weights[copy].shape[-1] == 3 and copy not in after.nodes
     assert (copy in after.tensors) is (scale is not None) and same_numbers(after, copy, "shift")
@@ -75,10 +75,12 @@ def test_a_rearranged_constant_has_the_numbers_of_the_one_that_the_user_knows(sc
 
 def test_inputs_are_held_rearranged_only_where_borders_may_move():
     def ops(**how: bool) -> list[str]:
-        return [n.op for n in relayout(one_convolution(), plan(x=0.5, y=0.5), "channels_last", **how)[0].graph.nodes]
+        return [
+            n.op for n in apply_layout(one_convolution(), plan(x=0.5, y=0.5), "channels_last", **how)[0].graph.nodes
+        ]
 
-    assert ops() == ops(borders=False) == ["Transpose", "Conv2D", "Transpose"]
-    assert ops(borders=True) == ["Conv2D"]
+    assert ops() == ops(change_io=False) == ["Transpose", "Conv2D", "Transpose"]
+    assert ops(change_io=True) == ["Conv2D"]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_a_transposition_of_the_models_own_stays_where_it_stores_other_numbers(s
     ]
     values = {v: Value(v, (None, 3, 4, 5)) for v in "xy"} | {v: Value(v, (None, 4, 5, 3)) for v in "zo"}
     graph = Graph(nodes, ["x"], ["o"], values, {"w": torch.ones(3, 3, 1, 1)})
-    new, _ = relayout(graph, plan(edges, x=0.5, **scales), "channels_last")
+    new, _ = apply_layout(graph, plan(edges, x=0.5, **scales), "channels_last")
     assert ("t" in [n.name for n in new.graph.nodes]) is stays
     assert [n.op for n in new.graph.nodes if n.name in "cr"] == ["Conv2D", "Relu"]
 
