@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 from chipfit.calibration.collect import TensorStats
-from chipfit.decide import scales
+from chipfit.decide import scales, statistics
 from chipfit.decide.assignment import assign
 from chipfit.decide.constraints import tie_groups
 from chipfit.decide.requantize import requantize
@@ -79,7 +79,7 @@ def decide(graph: Graph, platform: Platform) -> Plan:
     overrides = {n.name: {"rule": "no_clipping"} for n in graph.nodes}
     graph, _ = requantize(graph, platform, assign(graph, platform, groups, overrides))
     assignment = assign(graph, platform, groups, overrides)
-    stats = {name: TensorStats(name, -1.0, 1.0, batches=1) for name in scales.needs(assignment, "no_clipping")}
+    stats = {name: TensorStats(name, -1.0, 1.0, batches=1) for name in statistics.needs(assignment, "no_clipping")}
     tensors = scales.choose(graph, assignment, stats, rule="no_clipping", weight_rule="no_clipping")
     plan = Plan(
         tensors=tensors,

@@ -9,7 +9,7 @@ from torch import nn
 
 from chipfit.calibration.collect import TensorStats, collect
 from chipfit.correction.bias import with_means
-from chipfit.decide import scales
+from chipfit.decide import scales, statistics
 from chipfit.decide.assignment import Assignment, assign
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
@@ -81,7 +81,7 @@ def begin(
 ) -> Steps:
     graph, target = model if isinstance(model, Graph) else captured(model, x), load(platform)
     assignment = _decide(graph, target, bits)
-    stats = collect(graph, [[x]], tensors=with_means(graph, scales.needs(assignment, "mse")))
+    stats = collect(graph, [[x]], tensors=with_means(graph, statistics.needs(assignment, "mse")))
     return Steps(graph, target, x, assignment, stats, bits)
 
 

@@ -366,7 +366,7 @@ def test_without_data_every_error_counts_alike(result, tmp_path):
     loaded = chipfit.load(result.save(tmp_path / "saved"))
     edited = loaded.edit({"0": {"weight_rule": "hmse"}}).plan
     (note,) = [n for n in edited.rewrites if n not in result.plan.rewrites]
-    assert note == "every error counts alike, as by 'mse', in the range of '0.weight': no gradients"
+    assert note == "no importance is known of '0.weight': their range rules ran without it"
     again = replace(loaded, plan=edited).edit({"0": {"weight_rule": "hmse"}}).plan
     assert again.rewrites.count(note) == 1
 

@@ -20,7 +20,7 @@ from chipfit.calibration.data_checks import check_input_scale, check_sample_coun
 from chipfit.calibration.input_errors import explain_error
 from chipfit.calibration.progress import Progress, length
 from chipfit.calibration.sample_fingerprints import SampleHashes
-from chipfit.decide import scales
+from chipfit.decide import scales, statistics
 from chipfit.decide.assignment import Assignment, assign
 from chipfit.decide.bounds import plan_limits
 from chipfit.decide.constraints import tie_groups
@@ -40,11 +40,10 @@ from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.load import load_platform
 from chipfit.platform.match import fusions, sets_of
 from chipfit.platform.schema import Platform
-from chipfit.ranges import Importance, Rule, name_of, rule_of
+from chipfit.ranges import Rule, name_of, rule_of
 from chipfit.registry import OFF, is_number
 from chipfit.rounding.compare import Reference, compare_plans, split_holdout, without_weight_rounding
 from chipfit.rounding.fisher import first_samples
-from chipfit.rounding.importance import importance
 from chipfit.screen import Summary, SummaryRepr
 from chipfit.search.candidates import as_overrides
 from chipfit.search.choose import search_space
@@ -75,8 +74,6 @@ class Result(SummaryRepr):
     _made: int = 0  #: checksum of the numbers of `model` as it was made
     #: before biases and weights were corrected; None where they were not
     _uncorrected: tuple[Graph, Plan] | None = None
-    #: of tensors whose range rules weigh errors by it
-    _importance: dict[str, Importance] = field(default_factory=dict)
     _overrides: Overrides | None = None  #: as they were given; a plan holds their text
     _sensitivity: Sensitivity | None = None  #: what `sensitivity` found
     _pareto: Pareto | None = None  #: what `pareto` found
@@ -179,7 +176,7 @@ class Result(SummaryRepr):
 
     def _edited(self, overrides: Overrides, data: Any) -> Result:
         self.refuse_trained("an edit")
-        graph, plan, choose, weights = self._decided(overrides, data)
+        graph, plan, choose, stats = self._decided(overrides, data)
         rule = self._rules.get("weight_rule", "mse")
         settings, said = steps.completed(self._settings, _widths(plan), rule, data is not None)
         lacks = data is None and steps.reads_again(settings)
@@ -190,11 +187,12 @@ class Result(SummaryRepr):
                 hint="quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`",
             )
         record = {**self.plan.provenance, "edited": to_record(overrides)}
-        said += [note for note in scales.alike(plan.tensors) if note not in plan.rewrites]
+        said += [note for note in statistics.notes_of_missing(plan.tensors) if note not in plan.rewrites]
         plan = replace(plan, rewrites=(*plan.rewrites, *said), provenance=record)
         read = batches(data, graph) if data is not None else ()
-        kept = {"_overrides": overrides, "_data": data, "_importance": weights}
-        made = Result(graph, plan, self.platform, self.stats, self.timings, **kept)
+        kept = {"_overrides": overrides, "_data": data}
+        stats = self.stats | {name: s for name, s in stats.items() if s.extras}
+        made = Result(graph, plan, self.platform, stats, self.timings, **kept)
         made = made.trains(self.training) if self.training is not None else made
         return _corrected(made, settings, read, choose)
 
@@ -210,16 +208,15 @@ class Result(SummaryRepr):
     @property
     def _rules(self) -> dict[str, Any]:
         chosen = self.plan.provenance.get("settings", {})
-        named = {k: v for k, v in chosen.items() if k in ("rule", "weight_rule", "z_threshold")}
-        return named | {"importance": self._importance}
+        return {k: v for k, v in chosen.items() if k in ("rule", "weight_rule", "z_threshold")}
 
     def _decided(
         self, overrides: Overrides, data: Any = None
-    ) -> tuple[Graph, Plan, steps.Choose, dict[str, Importance]]:
-        """The plan with these overrides instead, rounded to the nearest; what makes its scales again, and weighs them.
+    ) -> tuple[Graph, Plan, steps.Choose, dict[str, TensorStats]]:
+        """Return the plan with these overrides instead, rounded to the nearest, what makes its scales, and from what.
 
         Args:
-            data: for rules that weigh errors, of tensors that had others until now.
+            data: for statistics that range rules declare, of tensors that had other rules until now.
         """
         graph, before = self._uncorrected or (self.graph, self.plan)
         graph, assignment, _notes = decide(graph, self.platform, overrides, self._settings, self._results)
@@ -228,15 +225,13 @@ class Result(SummaryRepr):
         for t in self.plan.tensors.values():
             if t.name not in stats and t.role == "activation" and t.low is not None and t.high is not None:
                 stats[t.name] = TensorStats(t.name, t.low, t.high, batches=1)
-        rules, weights = self._rules, self._importance
-        lacks = scales.weighed(assignment, rules.get("rule", "mse"), rules.get("weight_rule", "mse")) - weights.keys()
-        if lacks and data is not None:
+        rules = self._rules
+        if data is not None:
             seed = self.plan.provenance.get("settings", {}).get("seed", 0)
-            weights = weights | importance(graph, assignment.float_edges, lacks, stats, batches(data, graph), seed)
-        choose: steps.Choose = partial(
-            scales.choose, assignment=assignment, stats=stats, **rules | {"importance": weights}
-        )
-        return graph, _plan(before, graph, choose(graph, known=before.tensors), assignment), choose, weights
+            named = {k: v for k, v in rules.items() if k != "z_threshold"}
+            stats = statistics.with_declared(graph, assignment, stats, batches(data, graph), **named, seed=seed)
+        choose: steps.Choose = partial(scales.choose, assignment=assignment, stats=stats, **rules)
+        return graph, _plan(before, graph, choose(graph, known=before.tensors), assignment), choose, stats
 
     @property
     def _given(self) -> Overrides | None:
@@ -451,12 +446,12 @@ def quantize(
         completed = steps.completed(settings, bits, name_of(weight_rule), True)[0]
         tried = steps.tried(completed, graph, assignment)
         if isinstance(again, Iterator):
-            weighed = scales.weighed(assignment, rule, weight_rule)
-            if limits is not None or steps.reads_again(tried) or weighed:
+            declared = statistics.declared(assignment, rule, weight_rule)
+            if limits is not None or steps.reads_again(tried) or declared:
                 again = data = CachedBatches(data)
         seen = SampleHashes()
         counted = shown.count("calibrate", batches(data, graph, seen.note), length(again))
-        needs = steps.needs(graph, scales.needs(assignment, rule, z_threshold), tried)
+        needs = steps.needs(graph, statistics.needs(assignment, rule, z_threshold), tried)
         try:
             with closing(counted):
                 stats = collect(graph, counted, tensors=needs, seed=seed)
@@ -490,7 +485,6 @@ def quantize(
         if results:
             record["results"] = results
         notes += found.notes
-        rules["importance"] = found.importance
     stopped = ""
     if limits is not None:
         with shown.stage("search"):
@@ -526,14 +520,12 @@ def quantize(
     once = isinstance(again, Iterator)
     plan = _plan(Plan(platform=target.name, provenance=record), graph, tensors, assignment)
     settings, said = steps.completed(settings, _widths(plan), name_of(weight_rule), not once)
-    plan = replace(plan, rewrites=(*doubts, *notes, *decisions, *said, *scales.alike(tensors)))
+    plan = replace(plan, rewrites=(*doubts, *notes, *decisions, *said, *statistics.notes_of_missing(tensors)))
     for doubt in (n for n in plan.rewrites if progress and n.startswith("warning: ")):
         logging.getLogger("chipfit").warning(doubt)
 
     kept = None if once else again
-    result = Result(
-        graph, plan, target, stats, shown.seconds, _importance=found.importance, _overrides=overrides, _data=kept
-    )
+    result = Result(graph, plan, target, stats, shown.seconds, _overrides=overrides, _data=kept)
     result = result.trains(trained_by) if trained_by is not None else result
     if stopped:
         raise Interrupted(stopped, result)
@@ -553,7 +545,6 @@ class _Adapted:
     tensors: dict[str, TensorPlan] = field(default_factory=dict)
     results: Mapping[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    importance: dict[str, Importance] = field(default_factory=dict)
 
     def plan(self, weights: bool) -> Plan:
         """Its plan so far, with weights in float or not."""
@@ -592,11 +583,10 @@ def _adapted(
         else:
             graph, assignment, decisions = other, chosen, said
         notes = notes + why
-    weights: dict[str, Importance] = {}
-    if names := scales.weighed(assignment, rules["rule"], rules["weight_rule"]):
-        weights = importance(graph, assignment.float_edges, names, stats, data, seed)
-    tensors = scales.choose(graph, assignment, stats, **rules, importance=weights)
-    return _Adapted(graph, stats, assignment, decisions, tensors, results, notes, weights)
+    named = {k: v for k, v in rules.items() if k != "z_threshold"}
+    stats = statistics.with_declared(graph, assignment, stats, data, **named, seed=seed)
+    tensors = scales.choose(graph, assignment, stats, **rules)
+    return _Adapted(graph, stats, assignment, decisions, tensors, results, notes)
 
 
 def _preferred(

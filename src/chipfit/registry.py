@@ -108,6 +108,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "range": Kind("range rule", "chipfit.ranges"),
+    "statistic": Kind("statistic", "chipfit.rounding"),
     "pass": Kind("pass", "chipfit.passes", Step),
     "correction": Kind("correction", "chipfit.correction", Step),
     "format": Kind("file format", "chipfit.export", FileFormat),

@@ -105,7 +105,7 @@ def test_what_was_not_calibrated_is_refused_with_the_way_out():
         (weight(A8, rule="mae"), "mae over the weights"),
         (weight(W8_CHANNEL, axis=0, rule="no_clipping"), "no_clipping over the weights"),
         (weight(LUT), "look-up table fitted to the weights"),
-        (weight(W8, rule="hmse"), "hmse over the weights, errors count alike"),
+        (weight(W8, rule="hmse"), "hmse over the weights, without importance"),
     ],
     ids=str,
 )
@@ -122,9 +122,9 @@ def test_weights_with_a_zero_point_are_not_clipped_unless_asked():
 
 
 def test_importance_of_weights_decides_their_range():
-    heavy = {"w": (WEIGHT == 1).float()}  # only the outlier matters
+    heavy = {"w": TensorStats("w", extras={"importance": (WEIGHT == 1).float()})}  # only the outlier matters
     low = Format(bits=3)
-    weighed, origin = sources(importance=heavy).qparams_of(weight(low, rule="hmse"), low.grid())
+    weighed, origin = sources(stats=heavy).qparams_of(weight(low, rule="hmse"), low.grid())
     alike, _ = sources().qparams_of(weight(low, rule="hmse"), low.grid())
     assert origin == "hmse over the weights" and float(weighed.scale) > float(alike.scale)
 
@@ -135,7 +135,7 @@ def test_importance_of_weights_decides_their_range():
         ({}, {}, "no_clipping over 3 batches"),
         ({"rule": "mae"}, {}, "mae over 3 batches"),
         ({"rule": "mae"}, {"rule": "hmse"}, "mae over 3 batches"),
-        ({}, {"rule": "hmse"}, "hmse over 3 batches, errors count alike"),
+        ({}, {"rule": "hmse"}, "hmse over 3 batches, without importance"),
     ],
     ids=str,
 )

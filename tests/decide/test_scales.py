@@ -11,11 +11,11 @@ from torch import nn
 from chipfit.calibration.collect import TensorStats
 from chipfit.decide.assignment import Assignment, TensorSpec
 from chipfit.decide.constraints import Constraint
-from chipfit.decide.scales import alike, choose, copies, needs, weighed
+from chipfit.decide.scales import choose, copies
+from chipfit.decide.statistics import needs
 from chipfit.errors import DataError, PlanError, UnsupportedError
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.pipeline import quantize
-from chipfit.plan.record import TensorPlan
 from chipfit.platform.schema import Format, Rule
 from chipfit.ranges.qparams import GREATEST_SCALE
 from tests.steps import begin
@@ -271,46 +271,6 @@ def test_earlier_numbers_are_kept_where_the_format_is_the_same():
     first = chosen({"x": (-1.0, 1.0), "y": (0.0, 3.0)})
     again = chosen({"x": (-7.0, 7.0), "y": (0.0, 7.0)}, known={"x": first["x"]})
     assert (step(again["x"]), step(again["y"])) == (pytest.approx(2.0), pytest.approx(7.0))
-
-
-def test_importance_is_asked_of_tensors_whose_own_rule_or_that_of_all_weighs():
-    slots = {
-        "x": slot("x"),
-        "y": slot("y", rule="mse"),
-        "z": slot("z", rule="hmse"),
-        "r": slot("r", rule="hmse", range=(0.0, 1.0)),
-        "w": slot("w", role="weight"),
-        "b": slot("b", role="bias", rule="hmse"),
-    }
-    a = Assignment(tensors=slots)
-    assert weighed(a, "hmse", "mse") == {"x", "z"}
-    assert weighed(a, "mse", "hmse") == {"z", "w"}
-    assert weighed(a, "mse", "mse") == {"z"}
-
-
-def test_calibration_collects_what_is_not_known_beforehand():
-    slots = {
-        "x": slot("x"),
-        "z": slot("z", z_threshold=3.0),
-        "r": slot("r", range=(0.0, 1.0)),
-        "w": slot("w", role="weight"),
-        "b": slot("b", role="bias"),
-    }
-    assert {k: n.histogram for k, n in needs(Assignment(tensors=slots), "mse").items()} == {"x": True, "z": True}
-    assert {k: n.histogram for k, n in needs(Assignment(tensors=slots), "no_clipping").items()} == {
-        "x": False,
-        "z": True,
-    }
-
-
-def test_rules_that_had_nothing_to_weigh_by_are_named_in_one_note():
-    def entry(name, origin):
-        return TensorPlan(name=name, role="weight", origin=origin)
-
-    plain, bare = entry("a", "hmse over the weights"), "hmse over the weights, errors count alike"
-    assert alike({"a": plain}) == []
-    (note,) = alike({"a": plain, "b": entry("b", bare), "c": entry("c", bare + ", tied with 'a'")})
-    assert note == "every error counts alike, as by 'mse', in the range of 'b', 'c': no gradients"
 
 
 def test_a_tensor_that_is_tied_to_floats_alone_is_tied_to_none():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from chipfit.calibration.collect import Need, TensorStats, collect
-from chipfit.decide import scales
+from chipfit.decide import statistics
 from chipfit.engine.run import run
 from chipfit.passes.centre import centre, with_means
 from tests.steps import Steps, begin
@@ -18,7 +18,7 @@ from tests.steps import Steps, begin
 def centred(model: nn.Module, x: torch.Tensor, platform: str = "ort_cpu") -> tuple[Steps, Steps, list[str]]:
     """Before, after (without histograms), and what is said."""
     steps = begin(model, x, platform)
-    needs = with_means(steps.graph, scales.needs(steps.assignment, "mse"))
+    needs = with_means(steps.graph, statistics.needs(steps.assignment, "mse"))
     stats = collect(steps.graph, [[x]], tensors=needs)
     graph, new, notes = centre(steps.graph, steps.assignment, stats)
     return steps, steps.decided(graph, new), notes
@@ -185,7 +185,7 @@ def test_a_sum_of_what_cannot_lose_anything_stays():
 def test_nothing_is_said_of_what_is_not_stored():
     net, x = nn.Sequential(nn.Linear(2, 2), nn.Sigmoid()).eval(), torch.randn(3, 2)
     steps = begin(net, x, "ort_cpu")
-    needs = with_means(steps.graph, scales.needs(steps.assignment, "mse"))
+    needs = with_means(steps.graph, statistics.needs(steps.assignment, "mse"))
     stats = collect(steps.graph, [[x]], tensors=needs)
     made = steps.graph.nodes[0].output
     stored = replace(

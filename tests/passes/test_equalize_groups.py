@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from chipfit.calibration.collect import collect
-from chipfit.decide import scales
+from chipfit.decide import statistics
 from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.equalize_groups import FEW_BITS, _shares, equalize_groups, with_channels, worth_a_trial
@@ -21,7 +21,7 @@ from tests.steps import Steps, begin
 def equalized(model: nn.Module, x: torch.Tensor, platform: str = "ort_cpu") -> tuple[Steps, Steps, list[str]]:
     """Before, after (without histograms), and what is said."""
     steps = begin(model.eval(), x, platform)
-    needs = with_channels(steps.graph, scales.needs(steps.assignment, "mse"))
+    needs = with_channels(steps.graph, statistics.needs(steps.assignment, "mse"))
     stats = collect(steps.graph, [[x]], tensors=needs)
     graph, new, notes = equalize_groups(steps.graph, steps.assignment, stats)
     return steps, steps.decided(graph, new), notes
@@ -157,7 +157,7 @@ def test_in_codes_a_clip_beyond_what_calibration_saw_is_the_grids():
     before, after, notes = equalized(net, x)
     same(before, after, x)
     assert any("grow" in n for n in notes)
-    stats = collect(after.graph, [[x]], tensors=scales.needs(after.assignment, "mse"))
+    stats = collect(after.graph, [[x]], tensors=statistics.needs(after.assignment, "mse"))
     plan = after.decided(after.graph, stats).plan()
     for node in (n for n in after.graph.nodes if n.op == "Relu6" and n.output in plan.tensors):
         t = plan[node.output]

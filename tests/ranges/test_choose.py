@@ -10,13 +10,13 @@ from chipfit.calibration.collect import Need, TensorStats
 from chipfit.calibration.histogram import BINS, Histogram
 from chipfit.errors import ConfigError, DataError
 from chipfit.quantizers.grids import Grid
-from chipfit.ranges import _EDGES, _inside, _of_stats, _of_tensor, choose, name_of, rule_of, weighing, weighs
+from chipfit.ranges import _EDGES, _inside, _of_stats, _of_tensor, choose, name_of, rule_of, statistic_of
 from chipfit.ranges.kl import KlRange, _divergence
 from chipfit.ranges.lp import LpRange
 from chipfit.ranges.no_clipping import NoClippingRange
 from chipfit.ranges.percentile import PercentileRange
 from chipfit.ranges.qparams import GREATEST_SCALE, LEAST_SCALE, UNSEEN, QParams, finish_scale, from_min_max
-from chipfit.ranges.search import ErrorRange, Sample
+from chipfit.ranges.search import Sample
 from chipfit.ranges.std import StdRange
 from chipfit.registry import lookup
 
@@ -44,7 +44,6 @@ def bins(sample):
 def test_settings_that_nobody_gives():
     assert (KlRange().steps, KlRange().lowest) == (40, 0.1)
     assert (LpRange().p, StdRange().k, PercentileRange().share, NoClippingRange().expand) == (2.4, 2.6, 0.9999, True)
-    assert not ErrorRange.weighed and lookup("range", "hmse").weighed and not lookup("range", "mse").weighed
     assert [lookup("range", rule).p for rule in ("mse", "mae", "hmse")] == [2, 1, 2]
     x = torch.randn(300, generator=torch.Generator().manual_seed(0)).pow(3)
     assert torch.equal(choose(x, N4).scale, choose(x, N4, rule="mse").scale)
@@ -300,9 +299,7 @@ def test_a_rule_may_be_a_function_of_a_sample_and_a_grid():
         and rule_of("ClipStdObserver") == StdRange()
     )
     assert (name_of(twice), name_of("std"), name_of(StdRange())) == ("twice", "std", "StdRange(k=2.6)")
-    assert not weighs(twice) and weighs("hmse") and not weighs("mse")
-    h = torch.ones(3)
-    assert weighing("hmse", h) is h and weighing("mse", h) is None and weighing("hmse", None) is None
+    assert [statistic_of(rule) for rule in (twice, "mse", "HMSE")] == ["", "", "importance"]
 
 
 @pytest.mark.parametrize(

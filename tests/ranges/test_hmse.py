@@ -1,12 +1,14 @@
 """Ranges by weighed errors: against every scale there is, on numbers that can be followed by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from chipfit.calibration.collect import Need, TensorStats
 from chipfit.quantizers.grids import Grid
-from chipfit.ranges import choose, weighing
+from chipfit.ranges import choose
 from chipfit.ranges.search import ALL, BINS, FEW, Sample
 
 TERNARY = Grid(bits=2, qmin=-1, qmax=1)
@@ -45,7 +47,7 @@ def drawn(rows, columns, seed=0):
 def both(x, h, grid, **options):
     """By weighed errors, and by errors alone."""
     x, h = torch.from_numpy(x), torch.from_numpy(h)
-    return choose(x, grid, rule="hmse", importance=h, **options), choose(x, grid, rule="mse", **options)
+    return choose(x, grid, rule="hmse", extras={"importance": h}, **options), choose(x, grid, rule="mse", **options)
 
 
 def test_weights_that_matter_are_kept_where_squared_errors_alone_keep_the_large_one():
@@ -117,10 +119,10 @@ def test_importance_belongs_to_its_weights_in_blocks_and_in_any_layout():
     for b in range(2):
         for c in range(3):
             part = np.s_[16 * b : 16 * b + 16, c]
-            alone = choose(torch.from_numpy(x[part]), N4, rule="hmse", importance=torch.from_numpy(h[part]))
+            alone, _ = both(x[part], h[part], N4)
             assert float(weighed.scale[b, c]) == pytest.approx(float(alone.scale))
-    turned = choose(torch.from_numpy(x).t().contiguous().t(), N4, rule="hmse", importance=torch.from_numpy(h))
-    assert float(turned.scale) == float(both(x, h, N4)[0].scale)
+    turned = np.asfortranarray(x)
+    assert float(both(turned, h, N4)[0].scale) == float(both(x, h, N4)[0].scale)
 
 
 def test_a_table_is_fitted_to_the_weights_that_matter():
@@ -128,8 +130,8 @@ def test_a_table_is_fitted_to_the_weights_that_matter():
     grid = Grid(bits=8, qmin=-8, qmax=8, kind="lut", entries=3)
     x = torch.tensor([-8.0, -7.0, 0.0, 7.0, 8.0])
     heavy = torch.tensor([1.0, 99.0, 1.0, 1.0, 99.0])
-    assert choose(x, grid, rule="hmse", importance=heavy).table == (-7.0, 0.0, 8.0)
-    assert choose(x, grid, rule="hmse", importance=heavy.flip(0)).table == (-8.0, 0.0, 7.0)
+    assert choose(x, grid, rule="hmse", extras={"importance": heavy}).table == (-7.0, 0.0, 8.0)
+    assert choose(x, grid, rule="hmse", extras={"importance": heavy.flip(0)}).table == (-8.0, 0.0, 7.0)
 
 
 def test_an_activation_is_weighed_by_its_values_and_outliers_are_cut_all_the_same():
@@ -139,12 +141,9 @@ def test_an_activation_is_weighed_by_its_values_and_outliers_are_cut_all_the_sam
     middles, ends = (edges[:, 1:] + edges[:, :-1]) / 2, (torch.tensor([-1.0]).double(), torch.tensor([4.0]).double())
     high = Sample(middles, torch.where(middles > 3.9, 1000.0, 1.0), *ends, edges)
     low = Sample(middles, torch.where(middles > 1, 0.0, 1.0), *ends, edges)
-    assert choose(stats, A4, rule="hmse", importance=high).bounds(A4)[1] == pytest.approx(4, abs=0.1)
-    assert choose(stats, A4, rule="hmse", importance=low).bounds(A4)[1] == pytest.approx(1, abs=0.1)
-    assert choose(stats, A4, rule="hmse", importance=high, z_threshold=3.0).bounds(A4)[1] < 1.2
 
+    def top(importance, **options):
+        return choose(replace(stats, extras={"importance": importance}), A4, rule="hmse", **options).bounds(A4)[1]
 
-def test_rules_that_do_not_weigh_get_no_importance():
-    h = torch.ones(3)
-    assert weighing("hmse", h) is h and weighing("HMSE", h) is h
-    assert weighing("mse", h) is None and weighing(lambda sample, grid: None, h) is None
+    assert top(high) == pytest.approx(4, abs=0.1) and top(low) == pytest.approx(1, abs=0.1)
+    assert top(high, z_threshold=3.0) < 1.2

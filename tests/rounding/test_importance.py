@@ -146,8 +146,8 @@ def test_the_outputs_of_a_layer_lose_less_on_new_data(bits):
 
     (weighed, by_h), (plain, _) = lost("hmse"), lost("mse")
     assert weighed < 0.8 * plain
-    stored, weights = by_h.plan["weight"], by_h._importance["weight"]
-    turned = choose(exact, stored.grid, rule="hmse", axis=0, importance=1 / weights)
+    stored, weights = by_h.plan["weight"], by_h.stats["weight"].extras["importance"]
+    turned = choose(exact, stored.grid, rule="hmse", axis=0, extras={"importance": 1 / weights})
     assert error(replace(stored, scale=turned.scale)) > plain  # the wrong way round it is worse than not at all
 
 
@@ -169,7 +169,7 @@ def test_a_network_loses_less_on_new_images(options):
 def test_every_chip_takes_it(platform):
     """Grids per channel and per tensor, with a zero point, of powers of two, of logarithms; tied and dictated ones."""
     result, plain = (fitted(rule, platform, None, rule=rule) for rule in ("hmse", "mse"))
-    assert not any("alike" in t.origin for t in result.plan.tensors.values())
+    assert not any("without importance" in t.origin for t in result.plan.tensors.values())
     assert {n: t.grid for n, t in result.plan.tensors.items()} == {n: t.grid for n, t in plain.plan.tensors.items()}
     if platform in ("ort_cpu", "tflite_int8"):
         assert result.verify(DATA[:1]).exact
@@ -195,10 +195,10 @@ def test_what_no_gradient_reaches_is_named_and_placed_by_its_errors_alone(tmp_pa
     model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 4)).eval()
     data = [torch.arange(9).view(3, 3)]
     result = fitted("hmse", "ort_cpu", None, model, data)
-    said = "every error counts alike, as by 'mse', in the range of '0.weight': no gradients"
+    said = "no importance is known of '0.weight': their range rules ran without it"
     assert said in result.plan.rewrites
     assert result.plan.tensors["1.weight"].origin == "hmse over the weights"
-    assert not any("alike" in n for n in fitted("mse", "ort_cpu", None, model, data).plan.rewrites)
+    assert not any("no importance" in n for n in fitted("mse", "ort_cpu", None, model, data).plan.rewrites)
     loaded = chipfit.load(result.save(tmp_path / "saved"))
     edited = loaded.edit({"1": {"weight_rule": "HMSE"}})
     assert any("'0.weight', '1.weight'" in note for note in edited.plan.rewrites)  # there are no data any more

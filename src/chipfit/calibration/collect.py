@@ -93,6 +93,8 @@ class TensorStats:
     channels: Channels | None = None  #: where `Need.channel_axis` asked for them
     #: how much an error in each channel, on the last axis, matters, [C] float32, by which the histogram counts them
     matters: torch.Tensor | None = None
+    #: values of the registered statistics that range rules declare, by their names
+    extras: Mapping[str, Any] = field(default_factory=dict)
     #: what was computed from these statistics, by what was asked; several steps ask for the same range
     answers: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 

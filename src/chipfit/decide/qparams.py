@@ -1,23 +1,22 @@
 """Scale and zero point of one tensor by itself: decided earlier, dictated, of a known range, or by a range rule."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from chipfit.calibration.collect import TensorStats
 from chipfit.decide.assignment import TensorSpec
 from chipfit.decide.constraints import FixedQParams
+from chipfit.decide.statistics import without
 from chipfit.errors import PlanError
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
-from chipfit.ranges import Importance, Rule, choose, name_of, weighing, weighs
+from chipfit.ranges import Rule, choose, name_of, needs_histogram, statistic_of
 from chipfit.ranges.qparams import QParams
-
-#: in the origin of a tensor whose rule weighs errors, where nothing is known to weigh them by
-UNIFORM_ERRORS = ", errors count alike"
 
 
 def entry(
@@ -48,7 +47,6 @@ class QParamsSource:
     rule: Rule  #: of activations
     weight_rule: Rule
     z_threshold: float | None
-    importance: Mapping[str, Importance] = field(default_factory=dict)  #: for rules that weigh errors
 
     def qparams_of(self, s: TensorSpec, grid: Grid) -> tuple[Stored, str]:
         """How a tensor is stored by itself, and where that comes from."""
@@ -65,10 +63,10 @@ class QParamsSource:
             return QParams(*numbers), "fixed by the platform"
         if s.role == "weight":
             rule = s.rule or (self.weight_rule if s.axis is not None or grid.symmetric else "no_clipping")
-            w, weights = self.graph.weights[s.name].detach(), weighing(rule, self.importance.get(s.name))
-            q = choose(w, grid, rule=rule, axis=s.axis, block=s.block, importance=weights)
+            w = self.graph.weights[s.name].detach()
+            q = choose(w, grid, rule=rule, axis=s.axis, block=s.block, extras=self._extras(s.name))
             found = "look-up table fitted to the weights" if grid.kind == "lut" else f"{name_of(rule)} over the weights"
-            return q, found + self._alike(s, rule)
+            return q, found + self._missing(s, rule)
         if s.range is not None:
             given = TensorStats(s.name, low=float(s.range[0]), high=float(s.range[1]), batches=1)
             return choose(given, grid, rule="no_clipping", expand=False), "known beforehand"
@@ -76,14 +74,17 @@ class QParamsSource:
             hint = "quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`"
             raise PlanError(f"Tensor '{s.name}' was not calibrated as a quantized one", hint=hint)
         rule, z, seen = s.rule or self.rule, s.z_threshold or self.z_threshold, self.stats[s.name]
-        if rule == "no_clipping" and not z:
+        if not needs_histogram(rule) and not z:
             seen = replace(seen, histogram=None)  # which may be of a part of the values
-        weights = weighing(rule, self.importance.get(s.name))
-        q = choose(seen, grid, rule=rule, z_threshold=z, importance=weights)
-        return q, f"{name_of(rule)} over {seen.batches} batches" + self._alike(s, rule)
+        q = choose(seen, grid, rule=rule, z_threshold=z)
+        return q, f"{name_of(rule)} over {seen.batches} batches" + self._missing(s, rule)
 
-    def _alike(self, s: TensorSpec, rule: Rule) -> str:
-        return UNIFORM_ERRORS if weighs(rule) and s.name not in self.importance else ""
+    def _extras(self, name: str) -> Mapping[str, Any]:
+        return self.stats[name].extras if name in self.stats else {}
+
+    def _missing(self, s: TensorSpec, rule: Rule) -> str:
+        statistic = statistic_of(rule)
+        return without(statistic) if statistic and statistic not in self._extras(s.name) else ""
 
 
 def _fits(earlier: Stored, s: TensorSpec, grid: Grid) -> bool:

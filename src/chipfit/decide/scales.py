@@ -1,16 +1,15 @@
 """From statistics to scales: ranges by rule, ties and fixed outputs by the platform, then one legal projection."""
 
 from collections.abc import Collection, Mapping
-from types import MappingProxyType
 
 import torch
 
-from chipfit.calibration.collect import Need, TensorStats
+from chipfit.calibration.collect import TensorStats
 from chipfit.decide.assignment import Assignment, TensorSpec
 from chipfit.decide.biases import with_biases
 from chipfit.decide.constraints import dictated_qparams, tie_groups
 from chipfit.decide.legality import project
-from chipfit.decide.qparams import UNIFORM_ERRORS, QParamsSource, entry
+from chipfit.decide.qparams import QParamsSource, entry
 from chipfit.decide.weight_sums import limit_weight_sums
 from chipfit.errors import DataError, PlanError, UnsupportedError
 from chipfit.graph.ir import Graph, Node
@@ -18,38 +17,11 @@ from chipfit.graph.ops import OPS
 from chipfit.plan.record import Role, TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
-from chipfit.ranges import Importance, Rule, weighs
+from chipfit.ranges import Rule
 from chipfit.ranges.qparams import GREATEST_SCALE, QParams, from_min_max
 
 #: how a tensor is stored, and where its numbers came from
 Found = tuple[Stored, str]
-
-
-def needs(assignment: Assignment, rule: Rule, z_threshold: float | None = None) -> dict[str, Need]:
-    """What calibration has to collect: a histogram only where a range will be searched, or outliers found, in it."""
-    dictated = dictated_qparams(assignment.constraints)
-
-    def searched(s: TensorSpec) -> bool:
-        return (s.rule or rule) != "no_clipping" or bool(s.z_threshold or z_threshold)
-
-    return {
-        s.name: Need(histogram=searched(s) and s.name not in dictated)
-        for s in assignment.tensors.values()
-        if s.role == "activation" and s.range is None
-    }
-
-
-def weighed(assignment: Assignment, rule: Rule, weight_rule: Rule) -> set[str]:
-    """Tensors whose range rules weigh errors by their importance."""
-    defaults = {"weight": weight_rule, "activation": rule}
-    slots = (s for s in assignment.tensors.values() if s.role in defaults and s.range is None)
-    return {s.name for s in slots if weighs(s.rule or defaults[s.role])}
-
-
-def alike(tensors: Mapping[str, TensorPlan]) -> list[str]:
-    """What to say of tensors whose rules were to weigh errors, and had nothing to weigh them by."""
-    names = [f"'{t.name}'" for t in tensors.values() if UNIFORM_ERRORS in t.origin]
-    return [f"every error counts alike, as by 'mse', in the range of {', '.join(names)}: no gradients"] * bool(names)
 
 
 def choose(
@@ -60,7 +32,6 @@ def choose(
     rule: Rule = "mse",
     weight_rule: Rule = "mse",
     z_threshold: float | None = None,
-    importance: Mapping[str, Importance] = MappingProxyType({}),
     known: Mapping[str, TensorPlan] | None = None,
 ) -> dict[str, TensorPlan]:
     """Scale and zero point of every tensor.
@@ -69,7 +40,6 @@ def choose(
     the chip fixes are set; the rest is projected onto the platform's rules; biases follow from their inputs.
 
     Args:
-        importance: of the tensors that `weighed` names.
         known: earlier decisions; a tensor whose format is the same keeps its numbers.
 
     Raises:
@@ -79,7 +49,7 @@ def choose(
     """
     groups, dictated = tie_groups(assignment.constraints), dictated_qparams(assignment.constraints)
     grids = _grids(graph, assignment, stats, groups)
-    sources = QParamsSource(graph, stats, dictated, known or {}, rule, weight_rule, z_threshold, importance)
+    sources = QParamsSource(graph, stats, dictated, known or {}, rule, weight_rule, z_threshold)
     found = {s.name: sources.qparams_of(s, grids[s.name]) for s in assignment.tensors.values() if s.role != "bias"}
     for group in groups:
         members = {name: found[name] for name in group if name in found}
@@ -96,7 +66,8 @@ def choose(
     for name, (stored, origin) in found.items():
         slot, moved = assignment.tensors[name], not legal[name].same_numbers(stored)
         origin += ", moved to satisfy the platform's rules" if moved else ""
-        out[name] = entry(slot, nodes.get(slot.node), legal[name], origin, stats.get(name))
+        seen = stats.get(name) if slot.role == "activation" else None
+        out[name] = entry(slot, nodes.get(slot.node), legal[name], origin, seen)
     out = with_biases(graph, assignment, grids, out)
     return out | _floats(graph, {name: why for name, why in assignment.floats.items() if name not in out})
 
@@ -130,10 +101,10 @@ def _grid(slot: TensorSpec, stats: TensorStats | None, graph: Graph) -> Grid:
         return slot.grid()
     if slot.range is not None:
         low = slot.range[0]
-    elif stats is not None:
-        low = stats.low
     elif slot.name in graph.weights:
         low = float(graph.weights[slot.name].min())
+    elif stats is not None:
+        low = stats.low
     else:
         raise PlanError(f"Tensor '{slot.name}' was not calibrated", hint="quantize again with these overrides")
     return slot.grid(signed=low < 0)
@@ -151,8 +122,9 @@ def copies(graph: Graph, group: Collection[str]) -> set[str]:
 
 def _silent(name: str, graph: Graph, stats: Mapping[str, TensorStats]) -> bool:
     """It was 0 throughout: the grid that it has of its own says nothing about it."""
-    seen = stats.get(name)
-    return seen.low == seen.high == 0 if seen is not None else name in graph.weights and not graph.weights[name].any()
+    if name in graph.weights:
+        return not graph.weights[name].any()
+    return name in stats and stats[name].low == stats[name].high == 0
 
 
 def _check_moderate(scales: Mapping[str, Stored]) -> None:

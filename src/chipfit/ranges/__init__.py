@@ -1,8 +1,9 @@
 """Range rules: which part of a tensor's values a grid covers. One rule a file; `choose` applies one by name."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,9 +19,6 @@ from chipfit.registry import create, lookup
 
 #: a registered name, perhaps with settings, such as "lp(p=3)", or a rule itself
 Rule = str | Callable[[Sample, Grid], QParams]
-
-#: how much errors matter: of each weight, in its shape; of an activation, its values with what errors there cost
-Importance = torch.Tensor | Sample
 
 #: names of the same formulas in MCT and MQBench
 ALIASES = dict(
@@ -43,7 +41,7 @@ def choose(
     axis: int | None = None,
     block: int | None = None,
     z_threshold: float | None = None,
-    importance: Importance | None = None,
+    extras: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> QParams:
     """Scale and zero point of one tensor by a named rule.
@@ -55,35 +53,29 @@ def choose(
         axis: channel axis for one range per channel; None for one range.
         block: of a tensor, numbers along `axis` that share a range; None: all of the channel.
         z_threshold: drop histogram bins further than this many standard deviations from the mean first.
-        importance: how much an error of each value matters, by which the rule counts it; None: all alike.
+        extras: of a tensor, what `TensorStats.extras` holds of statistics.
         settings: fields of the rule.
 
     Raises:
         UnknownNameError: no such rule, or no such setting of it.
         DataError: the values are not finite.
     """
-    known = source.answers if isinstance(source, TensorStats) and isinstance(rule, str) and importance is None else {}
+    known = source.answers if isinstance(source, TensorStats) and isinstance(rule, str) else {}
     asked = grid, str(rule), axis, z_threshold, repr(sorted(settings.items()))
     if asked in known:
         return known[asked]
+    place = rule_of(rule, **settings)
+    extra = (source.extras if isinstance(source, TensorStats) else extras).get(statistic_of(place))
     if block is not None and axis is not None and isinstance(source, torch.Tensor):
         parts = in_blocks(source, axis, block)
-        if isinstance(importance, torch.Tensor):
-            importance = in_blocks(importance, axis, block).flatten(0, -2)
-        alone = choose(parts.flatten(0, -2), grid, rule=rule, axis=0, importance=importance, **settings)
+        if isinstance(extra, torch.Tensor):
+            extra = in_blocks(extra, axis, block).flatten(0, -2)
+        by_block = {statistic_of(place): extra}
+        alone = choose(parts.flatten(0, -2), grid, rule=rule, axis=0, extras=by_block, **settings)
         pair = alone.scale, alone.zero_point
         scale, zero = (p.view(parts.shape[:-1]).movedim(-1, axis).contiguous() for p in pair)
         return replace(alone, scale=scale, zero_point=zero)
-    if isinstance(source, torch.Tensor) and isinstance(importance, torch.Tensor):
-        source, importance = source.contiguous(), importance.contiguous()  # so that both are read in one order
-    place = rule_of(rule, **settings)
-    sample = _of_tensor(source, axis) if isinstance(source, torch.Tensor) else _of_stats(source, z_threshold)
-    if isinstance(importance, torch.Tensor):
-        weights = _of_tensor(importance, axis).values
-        # where nothing matters, everything does alike
-        sample = replace(sample, weights=torch.where(weights.sum(1, keepdim=True) > 0, weights, 1.0))
-    elif importance is not None:
-        sample = importance if z_threshold is None else _inside(importance, sample.low, sample.high)
+    sample = _sample(source, axis, z_threshold, extra)
     if not bool((sample.low.isfinite() & sample.high.isfinite()).all()):
         got = f"minimum {sample.low.min():g}, maximum {sample.high.max():g}"
         raise DataError("A range needs finite values", got=got)
@@ -130,19 +122,32 @@ def _takes_two(rule: Callable[..., Any]) -> bool:
     return True
 
 
-def weighing(rule: Rule, importance: Importance | None) -> Importance | None:
-    """The importance for a rule that weighs errors by it; None for any other."""
-    return importance if weighs(rule) else None
+def statistic_of(rule: Rule) -> str:
+    """Return the name of the statistic that a rule declares in its attribute `statistic`; "" if none."""
+    name: str = getattr(rule_of(rule), "statistic", "")
+    return name
 
 
-def weighs(rule: Rule) -> bool:
-    """Whether a rule weighs errors by their importance: its attribute `weighed` says so."""
-    return bool(getattr(rule_of(rule), "weighed", False))
+def needs_histogram(rule: Rule) -> bool:
+    """Return whether a rule looks at more than extremes: its attribute `histogram`, True where it has none."""
+    return bool(getattr(rule_of(rule), "histogram", True))
 
 
 def name_of(rule: Rule) -> str:
     """How a rule is written in plans."""
     return rule if isinstance(rule, str) else getattr(rule, "__name__", repr(rule))
+
+
+def _sample(source: TensorStats | torch.Tensor, axis: int | None, z_threshold: float | None, extra: Any) -> Sample:
+    """Return what a rule searches: values or a histogram, with the value `extra` of the statistic that it declares."""
+    if isinstance(source, torch.Tensor) and isinstance(extra, torch.Tensor) and source.shape == extra.shape:
+        weights = _of_tensor(extra.contiguous(), axis).values
+        weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, 1.0)  # if all are 0, every value counts once
+        return replace(_of_tensor(source.contiguous(), axis), weights=weights)  # both in one order of memory
+    sample = _of_tensor(source, axis) if isinstance(source, torch.Tensor) else _of_stats(source, z_threshold)
+    if isinstance(extra, Sample):
+        return extra if z_threshold is None else _inside(extra, sample.low, sample.high)
+    return replace(sample, statistic=extra)
 
 
 def _of_tensor(x: torch.Tensor, axis: int | None) -> Sample:

@@ -13,4 +13,4 @@ class HmseRange(ErrorRange):
     """
 
     p = 2.0
-    weighed = True
+    statistic = "importance"

@@ -1,6 +1,7 @@
 """The whole range that was seen."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -15,6 +16,7 @@ from chipfit.registry import register
 class NoClippingRange:
     """Minimum and maximum: nothing that was seen is clipped."""
 
+    histogram: ClassVar[bool] = False  #: extremes are enough
     expand: bool = True  #: False: a signed symmetric threshold is max|x| itself, so that +max rounds down one code
 
     def __call__(self, sample: Sample, grid: Grid) -> QParams:

@@ -52,14 +52,15 @@ class Sample:
     edges: torch.Tensor | None = None  #: ascending, float32 [C, bins + 1]
     smooth_low: torch.Tensor | None = None  #: moving averages of the extremes over batches, float64 [C]
     smooth_high: torch.Tensor | None = None
+    statistic: Any = None  #: value of the statistic that the rule declares, where it is not in the fields above
 
     def chunks(self, per_channel: int) -> Iterator[Sample]:
         """The same in groups of channels such that `per_channel` values of each fit in bounded memory."""
         size = max(1, _CHUNK // max(1, per_channel))
-        whole: dict[str, Any] = {f: getattr(self, f) for f in self.__slots__}
+        whole: dict[str, Any] = {f: getattr(self, f) for f in self.__slots__ if f != "statistic"}
         for c in range(0, len(self.low), size):
             part: dict[str, Any] = {f: x if x is None else x[c : c + size] for f, x in whole.items()}
-            yield Sample(**part)
+            yield Sample(**part, statistic=self.statistic)
 
 
 #: error of K candidates on C channels, [K, C], from a sample and grids [K, C]
@@ -71,7 +72,7 @@ class ErrorRange:
     """The range with the least mean |x - q|^p; a rule names its exponent."""
 
     p: ClassVar[float]
-    weighed: ClassVar[bool] = False  #: it weighs errors by their `Importance`
+    statistic: ClassVar[str] = ""  #: name of a registered statistic that it needs; see `registry.KINDS`
 
     def __call__(self, sample: Sample, grid: Grid) -> QParams:
         """sample: values [C, N] with weights and extremes. Returns QParams [C]."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from chipfit.calibration.collect import TensorStats
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear, places
-from chipfit.ranges import Importance
 from chipfit.ranges.search import Sample
+from chipfit.registry import register
 from chipfit.rounding.fisher import first_samples, gradients, split_float_readers
 from chipfit.rounding.moments import as_rows, from_rows, patches, targets
 
@@ -26,6 +26,7 @@ _BINS = 2048
 _CHUNK = 1 << 24
 
 
+@register("statistic", "importance")
 def importance(
     graph: Graph,
     edges: Collection[tuple[str, str]],
@@ -33,7 +34,7 @@ def importance(
     stats: Mapping[str, TensorStats],
     batches: Iterable[Sequence[Tensor]],
     seed: int = 0,
-) -> dict[str, Importance]:
+) -> dict[str, Tensor | Sample]:
     """Squared gradients of weights, and of values counted by the values; of one forward and one backward pass.
 
     Args:
@@ -64,7 +65,7 @@ def importance(
             begin, width = stats[name].low, (stats[name].high - stats[name].low) / _BINS
             place = torch.sub(x, begin).div_(width).clamp_(0, _BINS - 1)
             counts[name] += torch.bincount(place.to(torch.int32), weight, _BINS)  # a seventh of torch.histogram's time
-    out: dict[str, Importance] = {}
+    out: dict[str, Tensor | Sample] = {}
     for n in (n for n in readers if bool(weights[n.weight].any())):
         out[n.weight] = from_rows(n, weights[n.weight] / weights[n.weight].mean(), graph.weights[n.weight])
     for name in (name for name in spread if bool(counts[name].any())):

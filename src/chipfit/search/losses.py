@@ -7,7 +7,7 @@ mean of g g' over gradients g, see `rounding.fisher`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from chipfit.graph.linear import is_linear, places
 from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
-from chipfit.ranges import Importance, Rule, choose, weighing
+from chipfit.ranges import Rule, choose
 from chipfit.rounding import gptq
 from chipfit.rounding.fisher import IMAGES, first_samples, gradients, split_float_readers
 from chipfit.rounding.moments import Moments, as_rows, patches, positions, targets
@@ -38,7 +38,6 @@ class RoundingModel:
 
     rule: Rule = "mse"  #: ranges of activations
     weight_rule: Rule = "mse"  #: ranges of weights that take their nearest codes
-    importance: Mapping[str, Importance] = field(default_factory=dict)  #: of tensors, for rules that weigh errors
     fitted: bool = False  #: codes and biases of weights follow from what they read
     means: bool = True  #: no bias takes the mean of what rounded weights change
 
@@ -84,7 +83,7 @@ def losses(
         graph, plan: the float network, and how its tensors are stored; other widths have grids of the same kind.
         batches: of graph inputs, of which the first `IMAGES` samples are taken.
         widths: tensors, weights of linear operators or activations, and the bits to try.
-        stats: of activations, for their ranges at other widths.
+        stats: for ranges at other widths.
         rounding: of what the losses are.
 
     Raises:
@@ -126,7 +125,7 @@ def losses(
         if s.moments.count:
             mean, h = s.moments.means()[0], s.moments.centred()[0]
             for b in widths[name]:
-                d = _weight_error(plan, s, table[name].float(), h, b, rounding)
+                d = _weight_error(plan, s, table[name].float(), h, b, rounding, stats)
                 out[name][b] += 0.5 * float((((d @ h) * d).sum(2) * s.gradients).sum())
                 if rounding.means:
                     out[name][b] += 0.5 * float(((d @ mean.unsqueeze(2))[..., 0].square() * s.together).sum())
@@ -134,7 +133,13 @@ def losses(
 
 
 def _weight_error(
-    plan: Plan, s: _OperatorStatistics, w: Tensor, h: Tensor, bits: int, rounding: RoundingModel
+    plan: Plan,
+    s: _OperatorStatistics,
+    w: Tensor,
+    h: Tensor,
+    bits: int,
+    rounding: RoundingModel,
+    stats: Mapping[str, TensorStats],
 ) -> Tensor:
     """q - w, [g, O/g, K], for weights that are rounded to the nearest of so many bits.
 
@@ -150,8 +155,8 @@ def _weight_error(
         return q - s.rows
     if bits != stored.grid.bits:
         size = w.shape[stored.axis or 0] // stored.scale.shape[stored.axis or 0] if blocks else None
-        weights = weighing(rounding.weight_rule, rounding.importance.get(name))
-        found = choose(w, grid, rule=rounding.weight_rule, axis=stored.axis, block=size, importance=weights)
+        extras = stats[name].extras if name in stats else {}
+        found = choose(w, grid, rule=rounding.weight_rule, axis=stored.axis, block=size, extras=extras)
         stored = replace(stored, grid=grid, scale=found.scale, zero_point=found.zero_point)
     return as_rows(s.node, stored.round(w)) - s.rows
 
@@ -168,6 +173,5 @@ def _activation_at_width(stored: Stored, bits: int, stats: TensorStats | None, r
     if bits == stored.grid.bits or stats is None:
         return stored
     grid = at_width(stored.grid, bits)
-    weights = weighing(rounding.rule, rounding.importance.get(stats.name))
-    q = choose(stats, grid, rule=rounding.rule, importance=weights)
+    q = choose(stats, grid, rule=rounding.rule)
     return replace(stored, grid=grid, scale=q.scale, zero_point=q.zero_point)

@@ -1,0 +1,110 @@
+"""Calibration collects what the range rules of the assignment declare, and says where a statistic is not known."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+from chipfit import registry
+from chipfit.calibration.collect import TensorStats
+from chipfit.decide.assignment import Assignment, TensorSpec
+from chipfit.decide.statistics import declared, needs, notes_of_missing, with_declared
+from chipfit.graph.ir import Graph
+from chipfit.plan.record import TensorPlan
+from chipfit.platform.schema import Format
+from chipfit.quantizers.grids import Grid
+from chipfit.ranges import choose
+from chipfit.ranges.qparams import from_min_max
+
+I8 = Grid(bits=8, qmin=-127, qmax=127)
+
+
+def slot(name, role="activation", **options):
+    return TensorSpec(name=name, role=role, node="a", format_name="a8", format=Format(bits=8), **options)
+
+
+def assignment(*slots):
+    return Assignment(tensors={s.name: s for s in slots})
+
+
+SLOTS = (
+    slot("x"),
+    slot("y", rule="mse"),
+    slot("z", rule="hmse"),
+    slot("r", rule="hmse", range=(0.0, 1.0)),
+    slot("w", role="weight"),
+    slot("b", role="bias", rule="hmse"),
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "weight_rule", "tensors"),
+    [("hmse", "mse", {"x", "z"}), ("mse", "hmse", {"z", "w"}), ("mse", "mse", {"z"})],
+)
+def test_a_tensor_needs_the_statistic_of_its_own_rule_or_of_that_of_all(rule, weight_rule, tensors):
+    assert declared(assignment(*SLOTS), rule, weight_rule) == {"importance": tensors}
+    assert declared(assignment(slot("x")), "mse", "mse") == {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "histogram"), [("mse", True), ("no_clipping", False), ("minmax", False), (lambda x, grid: None, True)]
+)
+def test_calibration_collects_what_is_not_known_beforehand(rule, histogram):
+    slots = slot("x"), slot("z", z_threshold=3.0), slot("r", range=(0.0, 1.0)), slot("w", role="weight")
+    found = needs(assignment(*slots), rule)
+    assert {name: need.histogram for name, need in found.items()} == {"x": histogram, "z": True}
+
+
+def test_tensors_without_their_statistic_are_named_in_one_note():
+    def tensor(name, origin):
+        return TensorPlan(name=name, role="weight", origin=origin)
+
+    plain, bare = tensor("a", "hmse over the weights"), "hmse over the weights, without importance"
+    assert notes_of_missing({"a": plain}) == []
+    (note,) = notes_of_missing({"a": plain, "b": tensor("b", bare), "c": tensor("c", bare + ", tied with 'a'")})
+    assert note == "no importance is known of 'b', 'c': their range rules ran without it"
+
+
+@pytest.fixture
+def shares(monkeypatch):
+    """A rule and the statistic that it needs, registered for one test; returns what the statistic was asked for."""
+    asked = []
+    for kind in ("range", "statistic"):
+        monkeypatch.setitem(registry._ENTRIES, kind, dict(registry._ENTRIES[kind]))
+
+    @registry.register("statistic", "share")
+    def share(graph, float_edges, names, stats, batches, seed):
+        asked.append(names)
+        return {n: 0.5 for n in names if n != "u"}
+
+    @registry.register("range", "shared")
+    @dataclass(frozen=True)
+    class Shared:
+        statistic: ClassVar[str] = "share"
+
+        def __call__(self, sample, grid):
+            factor = sample.statistic or 1.0
+            return from_min_max(sample.low * factor, sample.high * factor, grid)
+
+    return asked
+
+
+def test_a_rule_gets_the_value_of_its_statistic_for_activations_and_weights(shares):
+    graph, slots = Graph([], [], [], {}, {"w": torch.ones(2)}), (slot("x"), slot("u"), slot("w", role="weight"))
+    seen = {n: TensorStats(n, -1.0, 1.0, batches=1) for n in "xu"}
+    stats = with_declared(graph, assignment(*slots), seen, (), rule="shared", weight_rule="shared")
+    assert {n: dict(s.extras) for n, s in stats.items()} == {"x": {"share": 0.5}, "u": {}, "w": {"share": 0.5}}
+    scales = [float(choose(stats[n], I8, rule="shared").scale) for n in "xu"]
+    scales.append(float(choose(graph.weights["w"], I8, rule="shared", extras=stats["w"].extras).scale))
+    assert scales == pytest.approx([0.5 / 127, 1 / 127, 0.5 / 127], rel=1e-2)
+    assert float(choose(stats["x"], I8, rule="no_clipping").scale) == pytest.approx(1 / 127, rel=1e-2)
+
+
+def test_a_statistic_is_collected_once_and_for_no_tensor_that_has_it(shares):
+    graph, slots = Graph([], [], [], {}, {}), (slot("x"), slot("y"))
+    x = {"x": TensorStats("x", -1.0, 1.0, batches=1)}
+    stats = with_declared(graph, assignment(*slots[:1]), x, (), rule="shared")
+    stats = with_declared(graph, assignment(*slots), stats, (), rule="shared")
+    assert with_declared(graph, assignment(*slots), stats, (), rule="shared") == stats
+    assert shares == [{"x"}, {"y"}]
