@@ -9,6 +9,9 @@ chip = platform_of({"match": ["Add"], "use": [{"in": "a8", "out": "a8"}]})
 
 from __future__ import annotations
 
+import hashlib
+import json
+import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -216,3 +219,39 @@ def quantized(model: Any, data: Any, platform: Any = "ort_cpu", **options: Any) 
     return chipfit.quantize(
         model.eval() if isinstance(model, nn.Module) else model, batches, platform, **{"progress": False, **options}
     )
+
+
+# --------------------------------------------------------------------------------------------------------- bad files
+
+
+def accept(folder: Path, name: str) -> None:
+    """Make the manifest of a saved result agree with a file that was changed."""
+    manifest, content = json.loads((folder / "manifest.json").read_text()), (folder / name).read_bytes()
+    manifest["files"][name] = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def tampered(folder: Path, name: str, change: Callable[[Any], Any]) -> Path:
+    """Change a JSON file of a saved result in place, make the manifest agree, and return the folder."""
+    data = json.loads((folder / name).read_text())
+    change(data)
+    (folder / name).write_text(json.dumps(data))
+    accept(folder, name)
+    return folder
+
+
+def rezipped(path: Path, change: Callable[[dict[str, bytes]], dict[str, bytes]]) -> Path:
+    """Write an archive anew with the contents that `change` makes of {name: bytes}, and return its path."""
+    with zipfile.ZipFile(path) as z:
+        inside = {n: z.read(n) for n in z.namelist()}
+    with zipfile.ZipFile(path, "w") as z:
+        for name, content in change(inside).items():
+            z.writestr(name, content)
+    return path
+
+
+class Trap:
+    """Pickles as a call that imports the module of the fixture `trap`."""
+
+    def __reduce__(self) -> Any:
+        return __import__, ("trap",)

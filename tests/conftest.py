@@ -45,3 +45,15 @@ def drop_ins():
     for table, before in tables:
         table.clear()
         table.update(before)
+
+
+@pytest.fixture
+def trap(tmp_path, monkeypatch):
+    """Put a module `trap` on the path that leaves a mark when it is imported; return the path of the mark."""
+    mark = tmp_path / "mark"
+    (tmp_path / "trap.py").write_text(
+        f"open({str(mark)!r}, 'w').close()\nclass Thing:\n    def from_config(c): pass\ndef touch(*a): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield mark
+    sys.modules.pop("trap", None)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import stat
+import struct
+import zipfile
+
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from chipfit import files
 from chipfit.cli.inputs import example_of, load_data, load_model, parse_bits, parse_numbers
 from chipfit.errors import CaptureError, DataError, PlanError, RuntimeUnavailable
 from chipfit.registry import lookup
+from tests.build import Trap
 
 MODULE = """\
 import torch
@@ -193,3 +199,59 @@ def test_a_whole_disk_is_no_folder_of_images(tmp_path, monkeypatch):
             (tmp_path / str(k) / name).touch()
     with pytest.raises(DataError, match="too many files.*at most 5 files"):
         load_data(str(tmp_path))
+
+
+# ---------------------------------------------------------------- files that attack
+
+ARCHIVES = {
+    "a path outside": lambda z: z.writestr("../../evil", "x"),
+    "an absolute path": lambda z: z.writestr("/etc/evil", "x"),
+    "a drive": lambda z: z.writestr("C:\\evil", "x"),
+    "a name twice": lambda z: [z.writestr("model/a", "x"), z.writestr("model/a", "y")],
+    "a link": lambda z: z.writestr(link("model/a"), "/etc/passwd"),
+    "a bomb": lambda z: z.writestr("model/a", b"0" * (1 << 20), compress_type=zipfile.ZIP_DEFLATED),
+}
+
+
+def link(name):
+    info = zipfile.ZipInfo(name)
+    info.external_attr = (stat.S_IFLNK | 0o777) << 16
+    return info
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("suffix", ["pt2", "keras"])
+@pytest.mark.parametrize("write", ARCHIVES.values(), ids=ARCHIVES)
+def test_an_archive_holds_plain_files_inside_it(tmp_path, monkeypatch, suffix, write):
+    if suffix == "keras":
+        pytest.importorskip("keras")
+    monkeypatch.setattr(files, "_LARGE", 1 << 16)  # so that the bomb is a small one
+    path = tmp_path / f"model.{suffix}"
+    with zipfile.ZipFile(path, "w") as z:
+        write(z)
+    with pytest.raises(CaptureError, match=r"holds links, paths outside or a name twice|says to hold"):
+        load_model(str(path))
+
+
+@pytest.mark.parametrize("suffix, inside", [("pt2", "model.json"), ("keras", "config.json")])
+def test_an_archive_that_ends_before_it_says_is_refused_by_name(tmp_path, suffix, inside):
+    if suffix == "keras":
+        pytest.importorskip("keras")
+    path = tmp_path / f"model.{suffix}"
+    with zipfile.ZipFile(path, "w") as z:
+        z.writestr("archive/byteorder" if suffix == "pt2" else inside, "{}")
+    raw = bytearray(path.read_bytes())
+    at = raw.rindex(b"PK\1\2") + 20  # its sizes, packed and not, in the directory
+    raw[at : at + 8] = struct.pack("<II", 10_000, 10_000)
+    path.write_bytes(raw)
+    with pytest.raises(EOFError), zipfile.ZipFile(path) as z:
+        z.read(z.namelist()[0])
+    with pytest.raises(CaptureError):
+        load_model(str(path))
+
+
+def test_pickled_arrays_are_refused(tmp_path, trap):
+    np.savez(tmp_path / "x.npz", x=np.array([Trap()], dtype=object))
+    with pytest.raises(DataError, match="cannot be read"):
+        load_data(str(tmp_path / "x.npz"))
+    assert not trap.exists()

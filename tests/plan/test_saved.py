@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import chipfit.plan.saved as saving
-from chipfit.errors import ExportError, PlanError
+from chipfit.engine.trees import read_tree
+from chipfit.errors import ChipfitError, ExportError, GraphError, PlanError
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.pipeline import load, quantize
 from chipfit.plan.diff import diff
@@ -23,6 +22,7 @@ from chipfit.platform.load import load as load_platform
 from chipfit.platform.load import names
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
+from tests.build import accept, tampered
 
 
 class Net(nn.Module):
@@ -199,21 +199,6 @@ def test_a_manifest_without_the_files_is_refused(saved, text):
         load(saved)
 
 
-def _edit(root: Path, name: str, change) -> None:
-    """Edit a JSON file and make the manifest agree, as a hand with intent would."""
-    data = json.loads((root / name).read_text())
-    change(data)
-    (root / name).write_text(json.dumps(data))
-    _accept(root, name)
-
-
-def _accept(root: Path, name: str) -> None:
-    manifest = json.loads((root / "manifest.json").read_text())
-    content = (root / name).read_bytes()
-    manifest["files"][name] = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
-    (root / "manifest.json").write_text(json.dumps(manifest))
-
-
 @pytest.mark.parametrize(
     "name, content, why",
     [
@@ -224,14 +209,14 @@ def _accept(root: Path, name: str) -> None:
 )
 def test_a_file_of_another_kind_cannot_be_read(saved, name, content, why):
     (saved / name).write_bytes(content)
-    _accept(saved, name)
+    accept(saved, name)
     with pytest.raises(PlanError, match=rf"^'{name}' cannot be read\. Where: {saved / name}\. Got: {why}"):
         load(saved)
 
 
 @pytest.mark.parametrize("name", ["plan.json", "graph.json"])
 def test_another_schema_version_is_refused(saved, name):
-    _edit(saved, name, lambda d: d.update(schema=99))
+    tampered(saved, name, lambda d: d.update(schema=99))
     with pytest.raises(PlanError, match=r"schema version .* Got: 99. Allowed: 1"):
         load(saved)
 
@@ -239,7 +224,7 @@ def test_another_schema_version_is_refused(saved, name):
 def test_numbers_of_a_tensor_that_the_plan_does_not_know_are_refused(saved):
     numbers = load_file(saved / "plan.safetensors")
     save_file({**numbers, "scale:stranger": torch.ones(())}, saved / "plan.safetensors")
-    _accept(saved, "plan.safetensors")
+    accept(saved, "plan.safetensors")
     with pytest.raises(PlanError, match="scale:stranger"):
         load(saved)
 
@@ -248,13 +233,13 @@ def test_a_quantized_tensor_without_scale_is_refused(saved):
     numbers = load_file(saved / "plan.safetensors")
     del numbers["scale:conv.weight"]
     save_file(numbers, saved / "plan.safetensors")
-    _accept(saved, "plan.safetensors")
+    accept(saved, "plan.safetensors")
     with pytest.raises(PlanError, match=r"'conv\.weight' is quantized but has no scale"):
         load(saved)
 
 
 def test_a_plan_of_another_network_is_refused(saved):
-    _edit(saved, "plan.json", lambda d: d["tensors"].update(stranger={"role": "activation"}))
+    tampered(saved, "plan.json", lambda d: d["tensors"].update(stranger={"role": "activation"}))
     with pytest.raises(PlanError, match=r"does not have.*stranger"):
         load(saved)
 
@@ -262,25 +247,25 @@ def test_a_plan_of_another_network_is_refused(saved):
 def test_weights_that_no_node_knows_are_refused(saved):
     weights = load_file(saved / "weights.safetensors")
     save_file({**weights, "stranger": torch.ones(1)}, saved / "weights.safetensors")
-    _accept(saved, "weights.safetensors")
+    accept(saved, "weights.safetensors")
     with pytest.raises(PlanError, match="stranger"):
         load(saved)
 
 
 def test_a_graph_that_is_inconsistent_is_refused(saved):
-    _edit(saved, "graph.json", lambda d: d["nodes"].pop(0))
+    tampered(saved, "graph.json", lambda d: d["nodes"].pop(0))
     with pytest.raises(PlanError, match="graph is malformed"):
         load(saved)
 
 
 def test_an_unknown_field_is_refused(saved):
-    _edit(saved, "plan.json", lambda d: d["tensors"]["x"].update(colour="red"))
+    tampered(saved, "plan.json", lambda d: d["tensors"]["x"].update(colour="red"))
     with pytest.raises(PlanError, match="'colour' is malformed"):
         load(saved)
 
 
 def test_a_saved_platform_with_an_unknown_key_is_refused(saved):
-    _edit(saved, "platform.json", lambda d: d["platform"].update(colour="red"))
+    tampered(saved, "platform.json", lambda d: d["platform"].update(colour="red"))
     with pytest.raises(PlanError, match=r"'colour' is malformed.*platform\.json"):
         load(saved)
 
@@ -289,11 +274,11 @@ def test_a_platform_that_was_saved_without_its_runtimes_has_those_that_it_has_no
     def without(described):
         del described["platform"]["runtimes"], described["platform"]["encodings"]
 
-    _edit(saved, "platform.json", without)
+    tampered(saved, "platform.json", without)
     assert result.platform.runtimes and load(saved).platform == result.platform
-    _edit(saved, "platform.json", lambda d: d["platform"].update(runtimes=[]))
+    tampered(saved, "platform.json", lambda d: d["platform"].update(runtimes=[]))
     assert load(saved).platform.runtimes == ()  # as it says itself
-    _edit(saved, "platform.json", lambda d: (d["platform"].pop("runtimes"), d["platform"].update(name="our_own")))
+    tampered(saved, "platform.json", lambda d: (d["platform"].pop("runtimes"), d["platform"].update(name="our_own")))
     assert load(saved).platform.runtimes == ()  # nothing is known of it
 
 
@@ -369,7 +354,7 @@ def numbers_changed(saved, name, change):
     numbers = load_file(saved / "plan.safetensors")
     numbers[name] = change(numbers[name].clone())
     save_file(numbers, saved / "plan.safetensors")
-    _accept(saved, "plan.safetensors")
+    accept(saved, "plan.safetensors")
 
 
 NONSENSE = {
@@ -402,7 +387,7 @@ def test_a_weight_that_is_not_finite_is_not_loaded(saved):
     weights = load_file(saved / "weights.safetensors")
     weights["conv.weight"][0, 0, 0, 0] = float("inf")
     save_file(weights, saved / "weights.safetensors")
-    _accept(saved, "weights.safetensors")
+    accept(saved, "weights.safetensors")
     with pytest.raises(PlanError, match="holds NaN or infinite values"):
         load(saved)
 
@@ -415,7 +400,7 @@ def test_a_weight_that_holds_nan_is_neither_loaded_nor_saved(result, saved):
     weights = load_file(saved / "weights.safetensors")
     weights["a.bias"].fill_(float("nan"))
     save_file(weights, saved / "weights.safetensors")
-    _accept(saved, "weights.safetensors")
+    accept(saved, "weights.safetensors")
     with pytest.raises(PlanError, match="'a.bias' holds NaN"):
         load(saved)
 
@@ -518,11 +503,26 @@ MALFORMED = {
 }
 
 
+GRIDS = {
+    "codes wider than the bits": ({"qmax": 256}, "wider than its bits"),
+    "no codes": ({"qmin": 255}, "no codes"),
+    "65 bits": ({"bits": 65}, "no codes"),
+    "a table that falls": ({"kind": "log", "table": {"$tuple": [1, 0]}}, "increase"),
+    "a negative least scale": ({"scale_min": -1.0}, "least scale"),
+    "a least scale of next to nothing": ({"scale_min": 1e-60}, "least scale"),
+    "a zero point of text": ({"zero": "x"}, "'zero.int' is malformed"),
+}
+MALFORMED |= {
+    name: ("plan.json", lambda d, given=given: d["tensors"]["relu"]["grid"].update(given), words)
+    for name, (given, words) in GRIDS.items()
+}
+
+
 @pytest.mark.parametrize("file, change, words", MALFORMED.values(), ids=MALFORMED)
 def test_data_of_another_form_are_not_loaded(plain_result, tmp_path, file, change, words):
     saved = plain_result.save(tmp_path / "out")
     load(saved)
-    _edit(saved, file, change)
+    tampered(saved, file, change)
     with pytest.raises(PlanError, match=words):
         load(saved)
 
@@ -542,14 +542,14 @@ def test_weights_of_another_form_are_not_loaded(plain_result, tmp_path, name, ch
     weights = load_file(saved / "weights.safetensors")
     weights[name] = change(weights[name])
     save_file(weights, saved / "weights.safetensors")
-    _accept(saved, "weights.safetensors")
+    accept(saved, "weights.safetensors")
     with pytest.raises(PlanError, match=words):
         load(saved)
 
 
 @pytest.mark.parametrize("low, high", [({"$float": "nan"}, 1.0), (0.0, {"$float": "inf"}), (2.0, 1.0)])
 def test_a_range_that_is_none_is_not_loaded(saved, low, high):
-    _edit(saved, "plan.json", lambda d: d["tensors"]["x"].update(low=low, high=high))
+    tampered(saved, "plan.json", lambda d: d["tensors"]["x"].update(low=low, high=high))
     with pytest.raises(PlanError, match="The range of 'x' is none"):
         load(saved)
 
@@ -587,7 +587,7 @@ class Both(nn.Module):
 @pytest.mark.parametrize("places", [[0, 0], [1, 1], [1, 0]], ids=str)
 def test_every_input_has_an_argument_of_its_own_in_their_order(places, tmp_path):
     folder = quantize(Both().eval(), [(torch.randn(8, 4), torch.randn(8, 4))], progress=False).save(tmp_path / "both")
-    _edit(folder, "graph.json", _text(lambda s: s.update(tensors=places), "in_spec"))
+    tampered(folder, "graph.json", _text(lambda s: s.update(tensors=places), "in_spec"))
     with pytest.raises(PlanError, match="do not fit the graph's inputs"):
         load(folder)
 
@@ -646,3 +646,75 @@ def test_scales_lie_along_an_axis_of_their_tensor(count, shape, axis, fits):
         with pytest.raises(PlanError, match="The scales of 'w' do not fit its shape"):
             saving._fits(t, graph)
     saving._fits(TensorPlan(name="w", role="weight"), graph)
+
+
+# ---------------------------------------------------------------- files that attack
+
+
+def test_the_trap_springs_when_it_is_imported(trap):
+    import trap as _  # noqa: F401
+
+    assert trap.exists()
+
+
+CALLS = {
+    "a method by name": ("operator.methodcaller", ["touch"]),
+    "any callable": ("operator.call", [{"torch": "load"}]),
+    "any attribute": ("operator.attrgetter", ["__class__"]),
+    "a module of torch": ("operator.getitem", [{"torch": "os"}, 0]),
+    "a function of torch": ("operator.getitem", [{"torch": "load"}, 0]),
+    "a dotted constant": ("operator.getitem", [{"torch": "hub.load"}, 0]),
+    "a private constant": ("operator.getitem", [{"torch": "__builtins__"}, 0]),
+    "a device that is no device": ("operator.getitem", [{"torch": "device:privateuseone:x"}, 0]),
+    "a file of the disk": ("aten.from_file.default", ["MARK", True, 4]),
+    "a print": ("aten._print.default", ["x"]),
+    "a foreign operator": ("c10d.all_reduce.default", [{"$ref": 0}]),
+    "an attribute of an operator": ("aten.cumprod.__class__", [{"$ref": 0}, 1]),
+    "an operator that writes": ("aten.set_.source_Tensor", [{"$ref": 0}, {"$ref": 0}]),
+    "a function of torch as target": ("torch.load", ["MARK"]),
+    "a module as target": ("os.system", ["touch MARK"]),
+    "a constant of math": ("math.__loader__", []),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_saved_result_calls_only_what_is_listed(saved, tmp_path, call):
+    mark = tmp_path / "mark"
+    target, args = json.loads(json.dumps(call).replace("MARK", str(mark)))
+
+    def change(graph):
+        opaque = next(n for n in graph["nodes"] if n["op"] == "Opaque")
+        opaque["attrs"].update(target=target, args=args)
+
+    with pytest.raises(ChipfitError, match="that a graph can hold"):
+        load(tampered(saved, "graph.json", change)).model(X)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("field", ["in_spec", "out_spec"])
+@pytest.mark.parametrize("kind", ["trap.Thing", "collections.namedtuple", "trap"])
+def test_a_saved_structure_imports_no_class(saved, trap, field, kind):
+    leaf = {"type": None, "context": None, "children_spec": []}
+    tree = json.dumps([1, {"type": kind, "context": json.dumps("trap.Thing"), "children_spec": [leaf]}])
+
+    def change(graph):
+        graph[field] = json.dumps({**json.loads(graph[field]), "plain": tree, "captured": "trap.Thing"})
+
+    got = load(tampered(saved, "graph.json", change)).model(X)
+    assert (got if field == "in_spec" else {"y": got[0]})["y"].shape == (4, 4)
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "[2, {}]", '[1, {"type": "builtins.dict", "context": "[[1]]", "children_spec": []}]', "[" * 10**5],
+)
+def test_a_malformed_structure_is_refused(text):
+    with pytest.raises(GraphError, match="structure of inputs or outputs is malformed"):
+        read_tree(text)
+
+
+def test_a_type_is_found_in_a_table_and_nowhere_else(saved):
+    root = tampered(saved, "graph.json", lambda g: g["values"]["x"].update(dtype="load"))
+    with pytest.raises(ChipfitError, match="no type of numbers named 'load'"):
+        load(root)

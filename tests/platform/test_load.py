@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 from docs.generate import PAGES
 from rich.console import Console
 
-from chipfit.errors import PlatformError, UnknownNameError
+from chipfit.errors import ChipfitError, PlatformError, UnknownNameError
+from chipfit.facade.import_by_name import load_target
 from chipfit.platform.load import check, load, names
 from chipfit.platform.match import fusions, resolve
 from chipfit.platform.schema import Format
@@ -342,3 +345,70 @@ def test_generated_pages_are_up_to_date(page, request):
 
 def test_near_names_are_looked_for_among_names_of_any_type():
     assert "'word'" in str(UnknownNameError("revision", "wort", [None, "word", 3]))
+
+
+# ---------------------------------------------------------------- files that attack, and garbage
+
+LATIN = "name: café".encode("latin-1")
+DEEP = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (LATIN, "not text in UTF-8.*byte 0xe9 at position 9"),
+        (b"", "table of keys"),
+        (bytes(range(256)), "not text in UTF-8"),
+        (b"\0\0", "not valid YAML"),
+        (b"name: " + DEEP, "nests deeper than 40 levels"),
+        (b"a: &a [1]\nb: *a", "aliases"),
+        (b"a: &a [*a]", "aliases"),
+        (b"name: 2001-99-99", "no number and no date"),
+        (b"name: " + b"9" * 5000, "no number"),
+        (b"name: !!python/name:os.system x", "not valid YAML"),
+        (b"name: x\nformats: {a: {bits: .nan}}", "a.bits"),
+        (b"name: x\nformats: {a: {bits: 8, scale_min: .nan}}", "scale_min"),
+        (b"name: x\nformats: {a: {bits: 8, grid: .inf}}", "grid"),
+        (b"name: x\nformats: {a: {bits: 60, kind: log}}", "at most 16 bits"),
+        (b"name: x\nformats: {a: {bits: 60, kind: lut}}", "at most 16 bits"),
+        (b"name: x\nformats: {a: {bits: 1" + b"0" * 400 + b"}}", "bits is an integer of 1329 bits.*key formats.a"),
+        (b"name: x\nextends: x", "extends itself"),
+        (b'name: "\\ud800"', "surrogates not allowed|invalid Unicode character"),  # PyYAML's words, libyaml's
+    ],
+)
+def test_a_platform_file_of_garbage_is_refused(tmp_path, content, words):
+    file = tmp_path / "x.yaml"
+    file.write_bytes(content)
+    with pytest.raises(PlatformError, match=words):
+        load(file)
+
+
+def test_a_folder_is_no_platform_file(tmp_path):
+    (tmp_path / "x.yaml").mkdir()
+    with pytest.raises(PlatformError, match="is a folder"):
+        load(tmp_path / "x.yaml")
+
+
+@pytest.mark.parametrize("name", [5, 1.5, b"AVX2", ("AVX2",), []], ids=repr)
+def test_a_revision_that_is_not_text_is_unknown(name):
+    with pytest.raises(UnknownNameError, match="no revision of 'ort_cpu'"):
+        load("ort_cpu", name)
+
+
+@pytest.mark.parametrize("gives", [lambda: None, lambda: "ort_cpu", lambda: 3])
+def test_an_object_that_returns_no_platform_is_refused(gives):
+    with pytest.raises(PlatformError, match="This is no platform"):
+        load(SimpleNamespace(to_platform=gives))
+
+
+@pytest.mark.parametrize(
+    "tag", ["!!python/object/apply:trap.touch [1]", "!!python/name:trap.touch", "!!python/module:trap"]
+)
+def test_a_platform_file_makes_no_objects(tmp_path, trap, tag):
+    (tmp_path / "p.yaml").write_text(f"name: p\ntitle: {tag}\n")
+    with pytest.raises(PlatformError):
+        load(tmp_path / "p.yaml")
+    (tmp_path / "p.json").write_text(json.dumps({"schema_version": 1, "name": tag}))
+    with pytest.raises(ChipfitError):
+        load_target(str(tmp_path / "p.json"))
+    assert not trap.exists()
