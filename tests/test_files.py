@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
+import signal
 import stat
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+import chipfit
 from chipfit import files
-from chipfit.errors import ExportError
+from chipfit.errors import ExportError, ModelingError, PlanError, RuntimeUnavailable
 from chipfit.files import MANIFEST, current_folder, replace_folder, write_atomically
+from chipfit.platform.save import export_platform
+from chipfit.target_platform import export_target_platform_capabilities
+from tests.build import images, quantized, sequential
 
 KILLED = """
 import os, sys
@@ -221,3 +230,101 @@ def test_killed_writers_lose_nothing_and_readers_find_a_result_at_every_instant(
     done = subprocess.run(command, cwd=root, env=quiet, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "20 kills: 0 wrong; 30 loads against two writers: 0 wrong" in done.stdout
+
+
+# ---------------------------------------------------------------- the disk under results
+
+
+X = [images(2)]
+
+
+@pytest.fixture(scope="module")
+def result():
+    return quantized(sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), X)
+
+
+def refusal(error, words, act, *arguments, **options):
+    """The refusal of a call, of its type and with its words; it stands for nothing but what the disk says."""
+    with pytest.raises(error, match=words) as e:
+        act(*arguments, **options)
+    assert isinstance(e.value.__cause__, (type(None), OSError, ValueError, RecursionError))
+    return e.value
+
+
+@pytest.mark.parametrize(
+    "code, cure", [(errno.ENOSPC, "free disk"), (errno.EACCES, "permissions"), (errno.EROFS, "can be written")]
+)
+def test_a_folder_that_takes_no_file_is_named_with_the_cure(result, tmp_path, monkeypatch, code, cure):
+    def refuse(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    e = refusal(ExportError, os.strerror(code), result.export, tmp_path / "m.onnx")
+    assert cure in e.hint and str(tmp_path) in e.where and list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_on_the_size_of_files_is_met_while_writing(result, tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        refusal(ExportError, "File too large", result.export, tmp_path / "m.onnx")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name, words", [("a" * 300 + ".json", "name too long"), ("file/m.json", "exists|directory"), ("a\0b.json", "null")]
+)
+def test_a_path_that_no_disk_takes_is_refused(result, tmp_path, name, words):
+    (tmp_path / "file").write_text("")
+    refusal(ExportError, words, result.export, tmp_path / name)
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused(result, tmp_path):
+    (tmp_path / "m.json").mkdir()
+    refusal(ExportError, "directory", result.export, tmp_path / "m.json")
+
+
+@pytest.mark.parametrize("write", ["save", "export"])
+def test_a_folder_in_which_nothing_can_be_made_is_tried_once(result, monkeypatch, write):
+    tries = iter(["0" * 16])
+    monkeypatch.setattr("chipfit.files.secrets.token_hex", lambda _: next(tries))
+    refusal(ExportError, "No such file", getattr(result, write), "/proc/m.onnx")
+
+
+def test_a_folder_that_may_not_be_read_is_not_replaced(result, tmp_path, monkeypatch):
+    def refuse(_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    monkeypatch.setattr("chipfit.files.Path.iterdir", refuse)
+    refusal(PlanError, "it may not be read", result.save, folder)
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "litert"])
+@pytest.mark.parametrize("endless", ["/dev/zero", "pipe"])
+def test_what_has_no_end_is_not_read(result, tmp_path, runtime, endless):
+    os.mkfifo(tmp_path / "pipe")
+    refusal(
+        RuntimeUnavailable,
+        "is a folder, a device or a pipe",
+        result.verify,
+        X,
+        runtime=runtime,
+        path=tmp_path / endless,  # the absolute one as it is
+    )
+
+
+@pytest.mark.parametrize("path", [None, 5, b"x.json", ["x.json"]], ids=repr)
+def test_what_is_no_path_is_refused(result, tmp_path, path):
+    chip = chipfit.get_target_platform_capabilities("pytorch")
+    for write in (result.export, result.save, result.report.save, partial(export_platform, "ort_cpu")):
+        refusal(ExportError, "This is no path", write, path)
+    refusal(PlanError, "This is no path", chipfit.load, path)
+    refusal(ModelingError, "This is no path", export_target_platform_capabilities, chip, path)
+    if path is not None:
+        refusal(RuntimeUnavailable, "This is no path", result.verify, X, path=path)

@@ -13,6 +13,7 @@ from torch import nn
 import chipfit
 from chipfit.calibration.input_errors import expected_inputs, explain_error, wrong_layout
 from chipfit.errors import ChipfitError, DataError
+from tests.build import quantized, sequential
 
 NET = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5)).eval()
 X = torch.linspace(-1, 1, 4 * 3 * 8 * 8).reshape(4, 3, 8, 8)
@@ -285,3 +286,54 @@ def test_names_that_are_not_the_models_are_told():
 def test_a_model_that_knows_the_shape_of_its_input_is_asked(shape, x, words):
     text = told(SimpleNamespace(inputs=[1], input_shape=shape), x)
     assert words in text and bool(text) is bool(words)
+
+
+# ---------------------------------------------------------------- the values and the form of data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [X[:1]],
+        X,
+        lambda: (X for _ in range(2)),
+        [X, X[:1]],
+        torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=2),
+    ],
+    ids=["one sample", "a tensor", "a generator function", "a smaller last batch", "a data loader with labels"],
+)
+def test_data_in_any_usual_form_are_calibrated_and_verified_with(data):
+    made = quantized(NET, data).verify(data)
+    assert made.exact and made.samples > 0
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ([], "empty"),
+        ([torch.full((2, 3, 8, 8), float("inf"))], "NaN or infinite values in input 'input'"),
+        ([X, torch.randn(2, 5, 8, 8)], r"\[2, 5, 8, 8\].*'batch', 3, 8, 8"),
+        ([{3: X}], "inputs of a batch have names"),
+        ([(X, "cat")], "labels are no numbers"),
+    ],
+)
+def test_data_that_cannot_be_used_are_refused(data, words):
+    with pytest.raises(DataError, match=words):
+        quantized(NET, data, example=X)
+
+
+def test_the_layer_in_which_the_first_nan_arises_is_named():
+    model = sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    with torch.no_grad():
+        model[2].weight[0, 0] = float("nan")
+    with pytest.raises(DataError, match="NaN or infinite values in layer '2'"):
+        quantized(model, X)
+
+
+def test_an_error_of_the_users_own_data_is_passed_on_as_it_is():
+    def broken():
+        yield X
+        raise TimeoutError("disk unplugged")
+
+    with pytest.raises(TimeoutError, match="unplugged"):
+        quantized(NET, broken())

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from chipfit.cli import app as command_line
 from chipfit.cli.app import app
-from chipfit.errors import ChipfitError
+from chipfit.errors import ChipfitError, DataError
 from chipfit.platform.load import names
 
 MODULE = """\
@@ -230,3 +233,95 @@ def test_where_no_terminal_is_a_fact_is_a_line(folder):
     environment = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
     lines = subprocess.run(told, capture_output=True, text=True, env=environment, check=True).stdout.splitlines()
     assert len(lines) == 4 and max(map(len, lines)) > 100
+
+
+# ---------------------------------------------------------------- errors of every kind
+
+
+@pytest.fixture
+def typed(monkeypatch, capsys):
+    """What the command line answers to some words: exit status and standard error."""
+
+    def answer(*words, raises=None):
+        def fail():
+            raise raises
+
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setattr(sys, "argv", ["chipfit", *words])
+        if raises is not None:
+            monkeypatch.setattr(command_line, "app", fail)
+        with pytest.raises(SystemExit) as e:
+            command_line.main()
+        return e.value.code, capsys.readouterr().err
+
+    return answer
+
+
+def test_a_bug_is_said_to_be_one_with_how_to_report_it(typed):
+    status, err = typed("lint", "x", raises=ZeroDivisionError("nobody foresaw this"))
+    assert status == 70 and "ZeroDivisionError: nobody foresaw this" in err and "Traceback" in err
+    assert "bug of chipfit" in err and "report it" in err and "chipfit lint x" in err
+
+
+@pytest.mark.parametrize(
+    "raised, status, words",
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (MemoryError(), 2, "not enough memory"),
+        (DataError("No such thing", hint="look again"), 2, "look again"),
+    ],
+)
+def test_what_ends_a_command_has_a_status_of_its_own_and_no_traceback(typed, raised, status, words):
+    code, err = typed("lint", "x", raises=raised)
+    assert code == status and words in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "command, option",
+    [
+        ("quantize", "--input-size"),
+        ("quantize", "--seed"),
+        ("verify", "--input-size"),
+        ("train", "--epochs"),
+        ("train", "--batch-size"),
+        ("train", "--seed"),
+    ],
+)
+def test_a_number_that_no_machine_counts_to_is_refused(typed, command, option):
+    code, err = typed(command, ".", "--data", "d.npz", option, "9" * 20)
+    assert code == 2 and f"'{option}': Input should be less than or equal to" in err
+
+
+@pytest.mark.parametrize("words", [":y", "x:", "../x:y", "a.b.c:d", "json:dumps", "json:loads"])
+def test_a_module_that_gives_no_model_is_refused(typed, words):
+    code, err = typed("lint", words, "--input-shape", "1,3")
+    assert code == 2 and "Traceback" not in err
+
+
+def test_a_source_that_is_not_utf8_is_refused(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latin_source.py").write_bytes("model = 'café'".encode("latin-1"))
+    code, err = typed("lint", "latin_source:model", "--input-shape", "1,3")
+    assert code == 2 and "cannot be imported" in err and "utf-8" in err
+
+
+def test_a_reader_that_goes_away_ends_a_command_quietly():
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [sys.executable, "-m", "chipfit.cli", "platforms", "list"]
+    done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert done.returncode == 1 and done.stderr == b""
+
+
+def test_ctrl_c_ends_a_command_with_130_and_no_traceback(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
+    words = [sys.executable, "-m", "chipfit.cli", "platforms", "show", "slow:chip"]
+    heard = partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # what runs in the background ignores it, and so do its children
+    running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, preexec_fn=heard)
+    assert running.stdout.readline() == b"here\n"
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=30)
+    assert running.returncode == 130 and b"Traceback" not in err

@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from chipfit.errors import RuntimeUnavailable
 from chipfit.platform.load import load
+from chipfit.registry import lookup
 from chipfit.runtimes import onnxruntime as module
 from chipfit.runtimes.onnxruntime import OnnxRuntime, _signed, _unshare_weights, read, saturates
 
@@ -205,3 +206,14 @@ def test_notes_are_of_inputs_and_outputs(tmp_path, end, name, fits):
     else:
         with pytest.raises(RuntimeUnavailable, match="do not fit"):
             OnnxRuntime(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", bytes(range(256)) * 8, None])
+@pytest.mark.parametrize("runtime, suffix", [("onnxruntime", "onnx"), ("openvino", "onnx"), ("litert", "tflite")])
+def test_a_deployed_file_of_garbage_is_refused(tmp_path, content, runtime, suffix):
+    file = tmp_path / f"m.{suffix}"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(RuntimeUnavailable, match="TensorFlow Lite|not an ONNX model|refuses|does not exist") as e:
+        lookup("runtime", runtime)(file, [])
+    assert str(file) in e.value.where

@@ -682,3 +682,36 @@ def test_an_attribute_is_compared_with_anything_but_nan(name, value):
         with pytest.raises(ModelingError, match="any value but nan"):
             LayerFilterParams(nn.Conv2d, **{name: value})
     assert LayerFilterParams(nn.Hardtanh, min_val=-math.inf).match(nn.Hardtanh(-math.inf, 1.0))
+
+
+# ---------------------------------------------------------------- arguments of another kind
+
+WEIGHTS = AttributeQuantizationConfig(QuantizationMethod.SYMMETRIC, 8)
+GIVEN = (WEIGHTS, {}, QuantizationMethod.SYMMETRIC, 8, 8, True)
+
+
+def test_a_table_for_60_bit_codes_is_refused():
+    wide = AttributeQuantizationConfig(QuantizationMethod.LUT_SYM_QUANTIZER, 60, True, True)
+    config = OpQuantizationConfig(wide, {}, QuantizationMethod.SYMMETRIC, 8, 8, True)
+    with pytest.raises(ModelingError, match="at most 16 bits"):
+        TargetPlatformModel(QuantizationConfigOptions([config]), operator_set=[]).to_platform()
+
+
+@pytest.mark.parametrize("part", ["math", "operator_set", "fusing_patterns"])
+@pytest.mark.parametrize("given", [torch.ones(2), 0, 5, "x"], ids=str)
+def test_parts_of_a_modelled_chip_are_of_their_kind(part, given):
+    with pytest.raises(ModelingError, match=f"'{part}' of TargetPlatformModel"):
+        TargetPlatformModel(QuantizationConfigOptions([OpQuantizationConfig(*GIVEN)]), **{part: given})
+
+
+@pytest.mark.parametrize("scale", [math.inf, math.nan, 0, -1.0, "x"])
+def test_a_fixed_scale_is_a_finite_number_above_zero(scale):
+    with pytest.raises(ModelingError, match="finite number above 0"):
+        OpQuantizationConfig(*GIVEN, fixed_scale=scale)
+
+
+def test_a_list_that_holds_itself_is_cut_off_in_filters():
+    loop: list = [1]
+    loop.append(loop)
+    text = repr(LayerFilterParams(nn.Conv2d, stride=loop))
+    assert "..." in text and text.count("(1,") == 20

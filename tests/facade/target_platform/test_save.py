@@ -65,3 +65,24 @@ def test_mistakes_are_named(tmp_path):
     with pytest.raises(ModelingError, match="math"):
         TargetPlatformModel(default, math={"rounding": "half_even"})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("name: café".encode("latin-1"), "not text in UTF-8"),
+        (b"", "not JSON"),
+        (b"[" * 100_000, "nest too deep"),
+        (b'{"SCHEMA_VERSION": NaN}', "NaN is no number"),
+        (b'{"SCHEMA_VERSION": 1, "name": "\\ud800"}', "surrogates not allowed"),
+        (b'{"SCHEMA_VERSION": ' + b"9" * 5000 + b"}", "not understood"),
+        (b'{"SCHEMA_VERSION": 1}', "'name' is missing|'name' of the file is missing"),
+        (b'{"SCHEMA_VERSION": 1, "name": "x", "version": "", "model": []}', "'model'.*a dictionary"),
+    ],
+)
+def test_a_capabilities_file_of_garbage_is_refused(tmp_path, content, words):
+    file = tmp_path / "x.json"
+    file.write_bytes(content)
+    with pytest.raises(ModelingError, match=words) as e:
+        load(file)
+    assert str(file) in e.value.where

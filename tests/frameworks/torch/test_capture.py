@@ -1,0 +1,45 @@
+"""Models that cannot be captured are refused, with the line that is at fault and what to write instead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from chipfit.errors import CaptureError
+from chipfit.frameworks.torch.capture import capture
+from tests.build import images, quantized, sequential
+
+X = images(4)
+MODEL = sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+
+
+def test_branching_on_values_names_the_users_line():
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.l(x)
+            return y.relu() if y.sum() > 0 else y
+
+    with pytest.raises(CaptureError, match=r"test_capture.py:\d+, in forward.*torch.where"):
+        quantized(Branch(), torch.randn(2, 8))
+
+
+def test_a_model_that_fails_by_itself_is_reported_as_that():
+    with pytest.raises(CaptureError, match="fails on the example input"):
+        capture(MODEL, (torch.randn(2, 5, 8, 8),))
+
+
+def test_a_class_is_not_a_model():
+    with pytest.raises(CaptureError, match="instance"):
+        quantized(nn.Linear, X)
+
+
+@pytest.mark.parametrize("script", [torch.jit.script, lambda m: torch.jit.trace(m, X)])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_scripted_module_is_refused(script):
+    with pytest.raises(CaptureError, match="torch.jit.*pass the module that was scripted"):
+        quantized(script(MODEL), X)
