@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from chipfit import registry
-from chipfit.errors import ExportError, RegistrationError, UnknownNameError
+from chipfit.errors import ConfigError, ExportError, RegistrationError, UnknownNameError
+from chipfit.ranges import rule_of
 from chipfit.registry import Setting, ordered, register
 
 pytestmark = pytest.mark.usefixtures("drop_ins")
@@ -113,3 +114,12 @@ def test_looking_up_one_entry_loads_its_file_alone():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['chipfit.ranges.mse']"
+
+
+@pytest.mark.parametrize(
+    "rule, setting",
+    [("lp(p='x')", "p"), ("lp(p=1e999)", "p"), ("kl(steps=999999999)", "steps"), ("percentile(share=2)", "share")],
+)
+def test_a_setting_out_of_its_range_is_refused_by_its_name(rule, setting):
+    with pytest.raises(ConfigError, match=f"'{setting}'"):
+        rule_of(rule)
