@@ -76,7 +76,7 @@ def test_options_become_settings():
         ({"loss": print}, "'loss'"),
         ({"log_function": print}, "'log_function'"),
         ({"optimizer_bias": 1}, "'optimizer_bias'"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "Adam. Got: SGD"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "Adam only. Got: SGD"),
         ({"rounding_type": gptq.RoundingType.STE}, "SoftQuantizer"),
         ({"gptq_quantizer_params_override": {"a": 1}}, "gptq_quantizer_params_override"),
     ],
@@ -88,9 +88,9 @@ def test_what_is_not_supported_is_refused(options, says):
 
 def test_wrong_options_are_named():
     annealing = gptq.QFractionLinearAnnealingConfig
-    with pytest.raises(ConfigError, match="grows"):
+    with pytest.raises(ConfigError, match="must grow"):
         annealing(0.5, 0.5, 0, None)
-    with pytest.raises(ConfigError, match="grows"):
+    with pytest.raises(ConfigError, match="must grow"):
         annealing(0, 1, 5, 5)
     with pytest.raises(ConfigError, match="initial_q_fraction"):
         annealing(-0.1, 1, 0, None)

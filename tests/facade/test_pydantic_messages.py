@@ -37,20 +37,20 @@ def test_a_record_has_positional_arguments_and_keeps_numbers_as_given():
     [
         (
             lambda: Options("yes"),
-            "'on' of Options is of the wrong kind. Got: 'yes' of type str. Allowed: True or False.",
+            "'on' of Options is of the wrong type. Got: 'yes' of type str. Allowed: True or False.",
         ),
         (
             lambda: Options(ratio=True),
-            "'ratio' of Options is of the wrong kind. Got: True of type bool. Allowed: a number.",
+            "'ratio' of Options is of the wrong type. Got: True of type bool. Allowed: a number.",
         ),
         (lambda: Options(names=[]), "Allowed: a list that is not empty."),
-        (lambda: Options(names=["a", 3]), "'names[1]' of Options is of the wrong kind. Got: 3 of type int"),
+        (lambda: Options(names=["a", 3]), "'names[1]' of Options is of the wrong type. Got: 3 of type int"),
         (
             lambda: Options(share=-1),
             "'share' of Options is out of bounds. Got: -1 of type int. Allowed: a number that is at",
         ),
         (lambda: Options(True, 0), "ratio is 0."),
-        (lambda: setattr(Options(), "on", 1), "'on' of Options is of the wrong kind"),
+        (lambda: setattr(Options(), "on", 1), "'on' of Options is of the wrong type"),
     ],
 )
 def test_wrong_values_are_named_with_what_is_allowed(make, text):
@@ -88,9 +88,9 @@ def test_arguments_of_a_constructor_are_checked_by_their_annotations():
             self.numbers = numbers
 
     assert Many(1, 2).numbers == (1, 2)
-    with pytest.raises(ModelingError, match="'numbers' of .*Many is of the wrong kind. Got: 'a' of type str"):
+    with pytest.raises(ModelingError, match="'numbers' of .*Many is of the wrong type. Got: 'a' of type str"):
         Many(1, 2, "a")
-    with pytest.raises(ModelingError, match="'word' of .*Many is of the wrong kind. Got: 3"):
+    with pytest.raises(ModelingError, match="'word' of .*Many is of the wrong type. Got: 3"):
         Many(word=3)
 
 
@@ -98,6 +98,6 @@ def test_a_single_value_may_have_words_of_its_own():
     even = Annotated[int, Field(multiple_of=2), allowed("an even number")]
     assert check_value(even, 4, ConfigError, "Thing", "size") == 4
     with pytest.raises(
-        ConfigError, match="'size' of Thing is of the wrong kind. Got: 3 of type int. Allowed: an even number"
+        ConfigError, match="'size' of Thing is of the wrong type. Got: 3 of type int. Allowed: an even number"
     ):
         check_value(even, 3, ConfigError, "Thing", "size")

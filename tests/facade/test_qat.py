@@ -83,7 +83,7 @@ def test_a_trained_model_has_no_result_until_it_is_finalized():
 
 def test_a_model_of_something_else_is_refused():
     for use in (result_of, chipfit.pytorch_quantization_aware_training_finalize):
-        with pytest.raises(PlanError, match="does not know which result"):
+        with pytest.raises(PlanError, match="does not come from a facade"):
             use(net())
 
 

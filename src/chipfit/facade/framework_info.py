@@ -1,4 +1,4 @@
-"""What a framework's layers need: which of them to quantize, known ranges, and the user's quantization functions."""
+"""Layers of a framework: which of them to quantize, their known ranges, and quantization functions of the user."""
 
 import functools
 import math
@@ -44,7 +44,7 @@ Range = Annotated[
     tuple[Number | None, Number | None],
     BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given),
     AfterValidator(_finite),
-    allowed("a pair (least, greatest) of numbers, or None for an unknown end"),
+    allowed("a pair (least, greatest) of numbers; None for an unknown end"),
 ]
 _Axes = Annotated[DefaultDict, allowed("DefaultDict({layer: value}, default)")]
 _Relayout = Callable[[torch.Tensor], torch.Tensor]
@@ -53,14 +53,14 @@ _Methods = Mapping[Annotated[QuantizationMethod, by_name(QuantizationMethod)], C
 
 @dataclass(frozen=True)
 class _Layers:
-    """A filter of overrides: the nodes that satisfy a test; it may be none."""
+    """A filter of overrides that matches the nodes that satisfy a test, perhaps none."""
 
     name: str
     test: Callable[[Node], bool] = field(compare=False)
     optional = True
 
     def match(self, node: Node) -> bool:
-        """Whether the node is meant."""
+        """Return whether the filter matches a node."""
         return self.test(node)
 
     def __str__(self) -> str:
@@ -68,9 +68,9 @@ class _Layers:
 
 
 def _documented(init: Callable[..., None]) -> Callable[..., None]:
-    """A constructor that also takes kernel_channels_mapping fourth, before the two tables of ranges.
+    """Return a constructor that also accepts kernel_channels_mapping as fourth argument, as published examples have it.
 
-    The published examples call it so; a DefaultDict can be nothing else there.
+    A DefaultDict in the fourth place can be nothing else.
     """
 
     @functools.wraps(init)
@@ -83,33 +83,32 @@ def _documented(init: Callable[..., None]) -> Callable[..., None]:
 
 
 class FrameworkInfo:
-    """All that is known about a framework's layers when a model is quantized.
+    """The selection of layers to quantize: weights of `kernel_ops`, results of `activation_ops`, and known ranges.
 
-    Where it is given, it decides what is quantized: the weights of `kernel_ops`, the results of `activation_ops`,
-    nothing of `no_quantization_ops`. Layers that only move values (reshape, transpose ...) carry on whatever they are
-    given.
+    Layers of `no_quantization_ops` stay in float. Pass-through layers (reshape, transpose ...) keep the format of their
+    input.
 
     Args:
         kernel_ops: layers whose kernels are quantized (classes, functions, names, or LayerFilterParams).
         activation_ops: layers whose results are quantized.
-        no_quantization_ops: layers that are left in float; they win over the other two.
+        no_quantization_ops: layers that stay in float; takes precedence over the other two lists.
         activation_quantizer_mapping: QuantizationMethod -> f(bits, parameters) that returns the function which
-            quantizes a result in the trained simulation, in place of chipfit's own.
+            quantizes a result in the trainable simulation, instead of chipfit's own.
         weights_quantizer_mapping: QuantizationMethod -> f(weights, bits, signed, parameters, per_channel, channel_axis)
-            that returns the quantized weights, both in the layout of the framework: a Conv2D of Keras has [height,
-            width, in, out] and channel axis 3, a depthwise kernel [height, width, channels * multiplier, 1] and 2.
-            Parameters hold "threshold", or "range_min" and "range_max", and "lut_values" for tables.
-        kernel_channels_mapping: layer -> (output axis, input axis) of its kernel. A DefaultDict in the fourth place is
-            this one, and the two tables below follow it.
-        activation_min_max_mapping: name of an activation function -> (least, greatest) result; nothing is collected for
-            it.
-        layer_min_max_mapping: the same by layer. None stands for an unknown end.
-        kernel_ops_attributes_mapping: layer -> names of its weights; accepted, chipfit knows them.
-        output_channel_index: axis of channels in results; accepted, chipfit knows it.
+            that returns quantized weights in the framework's layout: [height, width, in, out] and channel axis 3 for
+            a Conv2D of Keras, [height, width, channels * multiplier, 1] with axis 2 for a depthwise kernel. Parameters
+            hold "threshold", or "range_min" and "range_max", and "lut_values" for look-up tables.
+        kernel_channels_mapping: layer -> (output axis, input axis) of its kernel. May be passed as the fourth argument,
+            before the two tables below.
+        activation_min_max_mapping: name of an activation function -> (least, greatest) result, which needs no
+            calibration; None is an unknown end.
+        layer_min_max_mapping: layer -> (least, greatest) result.
+        kernel_ops_attributes_mapping: layer -> names of its weights; no effect: chipfit knows them.
+        output_channel_index: axis of channels in results; no effect: chipfit knows it.
 
     Raises:
-        ModelingError: wrong types, unknown layers, a layer in two of the lists, kernel axes that a framework does not
-            use.
+        ModelingError: an argument has the wrong type, a layer is unknown or in two lists, or kernel axes are not those
+            of the framework.
     """
 
     @_documented
@@ -145,21 +144,21 @@ class FrameworkInfo:
             package = "torch" if package_of(layer) == "torch" else "keras"
             known = layer_table()["kernel_axes"][package].get(normalize_name(name_of(layer)))
             if known is not None and list(axes) != known:
-                what = f"The kernel of '{name_of(layer)}' has its output and input channels elsewhere"
+                what = f"Output and input channels of '{name_of(layer)}' are on other axes of its kernel"
                 raise ModelingError(what, got=axes, allowed=tuple(known))
 
-    # ---- what the lists mean
+    # ---- selection of layers
 
     def in_kernel_ops(self, node: Node) -> bool:
-        """Whether the node's kernel is quantized."""
+        """Return whether the node's kernel is quantized."""
         return _is(self._kernel, node) and not _is(self._none, node)
 
     def in_activation_ops(self, node: Node) -> bool:
-        """Whether the node's result is quantized."""
+        """Return whether the node's result is quantized."""
         return _is(self._activation, node) and not _is(self._none, node)
 
     def known_range(self, node: Node) -> tuple[float, float] | None:
-        """The range of the node's result where both ends are known."""
+        """Return the range of the node's result, None unless both ends are known."""
         function = node.config.get("activation") if node.layer_type == "Activation" else node.layer_type
         own = normalize_name(str(plain(function)))
         by_function = (r for name, r in self.activation_min_max_mapping.items() if normalize_name(name) == own)
@@ -168,9 +167,9 @@ class FrameworkInfo:
         return None if low is None or high is None else (float(low), float(high))
 
     def overrides(self) -> list[tuple[Any, Any]]:
-        """The same as choices for `chipfit.quantize(overrides=...)`; put your own after them."""
+        """Return the selection as overrides of `chipfit.quantize`; later overrides take precedence."""
         pick = {op for op, row in OPS.items() if row.moves and row.layout in ("spatial", "concat") and not row.view}
-        moves = set(groups()["@move"]) | pick  # rearrange values, or pick some of them
+        moves = set(groups()["@move"]) | pick  # pass-through operators, and those that select values
         no_kernel = lambda n: has_weights(n.op) and not self.in_kernel_ops(n)  # noqa: E731 -- a test of a filter
         no_result = lambda n: n.op not in moves and not self.in_activation_ops(n)  # noqa: E731 -- the same
         choices: list[tuple[Any, Any]] = [
@@ -189,13 +188,13 @@ class FrameworkInfo:
     # ---- quantization functions of the user
 
     def apply(self, result: Result) -> Result:
-        """Let the user's own functions quantize, where the mappings name the method of a tensor.
+        """Apply the user's quantization functions to tensors whose method is in a mapping.
 
-        Weights are replaced by what the function returns; activations pass through the function in `Result.model`,
-        which then is no longer what a file could compute: export refuses.
+        The function's result replaces a weight; activations pass through the function in `Result.model`, after which
+        export raises, as no file can compute it.
 
         Raises:
-            UnsupportedError: a function returned something else than a tensor of the same shape.
+            UnsupportedError: a function did not return a tensor of the weight's shape.
         """
         if not self.activation_quantizer_mapping and not self.weights_quantizer_mapping:
             return result
@@ -219,7 +218,7 @@ class FrameworkInfo:
         out = replace(result, graph=graph, plan=plan, _model=None)
         if results and not hasattr(out.model, "quantizer_of"):
             got = type(out.model).__name__
-            raise UnsupportedError("Functions of your own quantize results in PyTorch models only", got=got)
+            raise UnsupportedError("activation_quantizer_mapping supports PyTorch models only", got=got)
         for t, s in results:
             function = self.activation_quantizer_mapping[QuantizationMethod.of_grid(s.grid)]
             out.model.quantizer_of(t.name).function = function(s.grid.bits, parameters(s))
@@ -233,7 +232,7 @@ class FrameworkInfo:
         got = function(own, s.grid.bits, s.grid.signed, parameters(s), axis is not None, axis)
         if not isinstance(got, torch.Tensor) or got.shape != own.shape:
             raise UnsupportedError(
-                f"The weights quantizer returned no tensor like '{name}'",
+                f"The weights quantizer must return a tensor of the shape of '{name}'",
                 got=f"a tensor {tuple(got.shape)}" if isinstance(got, torch.Tensor) else type(got).__name__,
                 allowed=f"a tensor {tuple(own.shape)}",
             )
@@ -241,7 +240,7 @@ class FrameworkInfo:
 
 
 def _layout(graph: Graph, t: TensorPlan) -> tuple[_Relayout, _Relayout]:
-    """From the layout of the graph to that in which the framework stores a weight, and back."""
+    """Return functions that convert a weight from the graph's layout to the framework's, and back."""
     node = next((n for n in graph.nodes if t.name in n.inputs and n.op in OPS and OPS[n.op].kind), None)
     if graph.framework != "keras" or node is None:
         return (lambda w: w), (lambda w: w)

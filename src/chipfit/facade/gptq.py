@@ -16,7 +16,6 @@ from chipfit.facade.ptq import (
     UserInformation,
     first_batch_of,
     framework_prefix,
-    of_keras,
     quantize_model,
 )
 from chipfit.facade.pydantic_messages import (
@@ -39,7 +38,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class RoundingType(Enum):
-    """How codes are learned; STE is refused."""
+    """Methods of learned rounding; STE is not supported."""
 
     STE = 0
     SoftQuantizer = 1
@@ -47,11 +46,11 @@ class RoundingType(Enum):
 
 @record(ConfigError)
 class GPTQHessianScoresConfig:
-    """Errors weigh as much as they change the network's outputs: by sample and channel, whatever the options say."""
+    """Options of weighting errors by their effect on the network's outputs, which is always by sample and channel."""
 
     per_sample: bool = True  #: no effect: always
     hessians_num_samples: PositiveInt | None = None  #: no effect: all of them
-    norm_scores: bool | None = None  #: no effect: errors count as a share of what they were
+    norm_scores: bool | None = None  #: no effect: errors are relative to those before training
     log_norm: bool | None = None  #: no effect
     scale_log_norm: bool = False  #: no effect
     hessian_batch_size: PositiveInt = 32  #: no effect
@@ -59,7 +58,7 @@ class GPTQHessianScoresConfig:
 
 @record(ConfigError)
 class QFractionLinearAnnealingConfig:
-    """The share of values that are rounded: from the first step to the last it grows to 1; other ends are refused."""
+    """A linear schedule of the share of quantized values; it must grow to 1 from the first step to the last."""
 
     initial_q_fraction: Fraction = 0
     target_q_fraction: Fraction = 1
@@ -69,29 +68,29 @@ class QFractionLinearAnnealingConfig:
     def __post_init__(self) -> None:
         low, high, end = self.initial_q_fraction, self.target_q_fraction, self.end_step
         if low >= high or (end is not None and end <= self.start_step):
-            raise ConfigError("The share of rounded values grows, from one step to a later one", got=repr(self))
+            raise ConfigError("The share of quantized values must grow over increasing steps", got=repr(self))
 
 
 @record(ConfigError)
 class GradualActivationQuantizationConfig:
-    """Values stay in float at random, fewer from step to step."""
+    """Options of gradual activation quantization: a random share of values stays in float, less with every step."""
 
     q_fraction_scheduler_policy: QFractionLinearAnnealingConfig = field(default_factory=QFractionLinearAnnealingConfig)
 
 
 @record(ConfigError)
 class GradientPTQConfig:
-    """How codes are learned: those of the whole network at once, by the error of its outputs.
+    """Options of learned rounding: all weights are trained together to minimize the error of the network's outputs.
 
     Args:
         n_epochs: passes over the data.
-        optimizer: an Adam of PyTorch or Keras, of which the rate is taken; None: a rate of 0.2.
-        train_bias: biases are learned as well.
-        hessian_weights_config: weighs errors; None: all alike.
-        gradual_activation_quantization_config: values stay in float at random; None: none does.
-        regularization_factor: of the pull towards codes; 1 where it is left out.
+        optimizer: an Adam of PyTorch or Keras that gives the learning rate; None: 0.2.
+        train_bias: train biases as well.
+        hessian_weights_config: weights errors by the Hessian; None: equal weights.
+        gradual_activation_quantization_config: a random share of activations stays in float; None: no activation does.
+        regularization_factor: of the pull towards quantized values; 1 when omitted.
         loss, optimizer_rest, optimizer_quantization_parameter, optimizer_bias, log_function,
-            gptq_quantizer_params_override: refused; the loss is the squared error, biases have a rate of their own.
+            gptq_quantizer_params_override: not supported; the loss is the squared error, biases have their own rate.
     """
 
     n_epochs: PositiveInt
@@ -111,10 +110,10 @@ class GradientPTQConfig:
     gptq_quantizer_params_override: InstanceOf[dict[str, Any]] = field(default_factory=dict)
 
     def to_steps(self, batches: int) -> dict[str, Any]:
-        """The same as settings of `chipfit.quantize`, for so many batches.
+        """Return the equivalent settings of `chipfit.quantize` for a number of batches.
 
         Raises:
-            UnsupportedError: an option that is not supported.
+            UnsupportedError: an option is not supported.
         """
         refuse_options(self, "loss log_function gptq_quantizer_params_override", "leave it out")
         refuse_options(self, "optimizer_rest optimizer_quantization_parameter optimizer_bias", "leave it out")
@@ -123,7 +122,7 @@ class GradientPTQConfig:
         gradual = self.gradual_activation_quantization_config
         policy = gradual.q_fraction_scheduler_policy if gradual else None
         if policy and (policy.target_q_fraction, policy.start_step, policy.end_step) != (1, 0, None):
-            what = "The share of rounded values grows to 1, from the first step to the last"
+            what = "The share of quantized values must grow to 1 from the first step to the last"
             raise UnsupportedError(what, got=repr(policy), allowed="another initial_q_fraction")
         rate, pull = _rate(self.optimizer), self.regularization_factor
         return {
@@ -139,12 +138,12 @@ class GradientPTQConfig:
 
 
 def _rate(optimizer: Any) -> float | None:
-    """The rate of an Adam; None where none is given."""
+    """Return the learning rate of an Adam; None without an optimizer."""
     if optimizer is None:
         return None
     if type(optimizer).__name__ != "Adam":
         got = type(optimizer).__name__
-        raise UnsupportedError("Codes are learned by Adam", got=got, hint="leave 'optimizer' out, or give an Adam")
+        raise UnsupportedError("Learned rounding supports Adam only", got=got, hint="omit 'optimizer', or pass an Adam")
     groups = getattr(optimizer, "param_groups", None)
     return float(groups[0]["lr"] if groups else optimizer.learning_rate)
 
@@ -165,15 +164,15 @@ def get_pytorch_gptq_config(
     """Return a configuration with MCT's defaults.
 
     Args:
-        use_hessian_sample_attention: needs use_hessian_based_weights; errors are weighted by sample either way.
-        others: as of `GradientPTQConfig`.
+        use_hessian_sample_attention: requires use_hessian_based_weights; errors are weighted by sample in any case.
+        others: see `GradientPTQConfig`.
 
     Raises:
-        ConfigError: an option of the wrong kind, or attention without Hessian-based weights.
+        ConfigError: an option has the wrong type, or attention lacks Hessian-based weights.
     """
     if use_hessian_sample_attention and not use_hessian_based_weights:
         hint = "turn use_hessian_sample_attention off as well"
-        raise ConfigError("use_hessian_sample_attention needs use_hessian_based_weights", hint=hint)
+        raise ConfigError("use_hessian_sample_attention requires use_hessian_based_weights", hint=hint)
     scores = GPTQHessianScoresConfig(use_hessian_sample_attention, hessian_batch_size=hessian_batch_size)
     given = gradual_activation_quantization
     gradual = GradualActivationQuantizationConfig() if given is True else given or None
@@ -194,25 +193,38 @@ def pytorch_gradient_post_training_quantization(
     gptq_representative_data_gen: Callable[..., Any] | None = None,
     target_platform_capabilities: Any = None,
 ) -> tuple[Any, UserInformation]:
-    """Quantize a trained PyTorch module and learn the codes of its weights; never worse than before on held-out data.
+    """Quantize a trained PyTorch module with learned weight rounding; kept only if held-out data do not get worse.
 
     Args:
-        gptq_config: how they are learned; 5 epochs when omitted.
-        gptq_representative_data_gen: refused; codes are learned on the data of calibration.
-        others: as of `pytorch_post_training_quantization`, as are the result and the errors.
+        gptq_config: options of learned rounding; 5 epochs when omitted.
+        gptq_representative_data_gen: not supported; rounding is learned on the calibration data.
+        others: see `pytorch_post_training_quantization`, also for the result and the errors.
 
     Raises:
-        UnsupportedError: an option that is not supported.
+        UnsupportedError: an option is not supported.
     """
     who = f"{framework_prefix(model)}_{_NAME}"
     chosen = check_value(GradientPTQConfig | None, gptq_config, ConfigError, who, "gptq_config") or GradientPTQConfig(5)
     if gptq_representative_data_gen is not None:
         hint = "yield those images from representative_data_gen"
         raise UnsupportedError("'gptq_representative_data_gen' is not supported", hint=hint)
-    first_batch_of(representative_data_gen)  # refuses what yields nothing
+    first_batch_of(representative_data_gen)  # raises if there is none
     steps = chosen.to_steps(sum(1 for _ in representative_data_gen()))
     options = target_resource_utilization, core_config, target_platform_capabilities
     return quantize_model(_NAME, model, representative_data_gen, *options, steps=steps)
 
 
-keras_gradient_post_training_quantization = of_keras(pytorch_gradient_post_training_quantization)
+def keras_gradient_post_training_quantization(
+    in_model: Any,
+    representative_data_gen: DataGenerator,
+    target_resource_utilization: ResourceUtilization | None = None,
+    core_config: CoreConfig | None = None,
+    gptq_config: GradientPTQConfig | None = None,
+    gptq_representative_data_gen: Callable[..., Any] | None = None,
+    target_platform_capabilities: Any = None,
+) -> tuple[Any, UserInformation]:
+    """Quantize a Keras 3 model with learned rounding; otherwise like `pytorch_gradient_post_training_quantization`."""
+    options = target_resource_utilization, core_config, gptq_config, gptq_representative_data_gen
+    return pytorch_gradient_post_training_quantization(
+        in_model, representative_data_gen, *options, target_platform_capabilities
+    )

@@ -1,6 +1,6 @@
-"""First-generation names of `chipfit.target_platform`: the same values under the signatures of that time.
+"""First-generation names of `chipfit.target_platform`, with the signatures of that time.
 
-A configuration says its weights in five arguments, which are those of the kernel; biases stay in float.
+A configuration has five arguments for weights, which describe the kernel; biases stay in float.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class OpQuantizationConfig(configs.OpQuantizationConfig):
         activation_n_bits: of the result.
         weights_n_bits: of the kernel.
         weights_per_channel_threshold: one threshold for each output channel.
-        enable_weights_quantization: whether the kernel is quantized.
-        enable_activation_quantization: whether the result is.
+        enable_weights_quantization: quantize the kernel.
+        enable_activation_quantization: quantize the result.
         quantization_preserving: the result has the scale and zero point of the input.
-        fixed_scale, fixed_zero_point: dictated by the hardware for the result.
+        fixed_scale, fixed_zero_point: of the result, given by the hardware.
         weights_multiplier_nbits: width of the entries of a look-up table; 8 when omitted.
     """
 
@@ -62,7 +62,7 @@ class OpQuantizationConfig(configs.OpQuantizationConfig):
         dictated = quantization_preserving, fixed_scale, fixed_zero_point
         super().__init__(configs.AttributeQuantizationConfig(), weights, *result, *dictated)
 
-    #: in place of the inherited one
+    #: replaces the inherited signature
     __signature__ = inspect.signature(functools.partial(__init__, None))  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
@@ -73,10 +73,10 @@ class OpQuantizationConfig(configs.OpQuantizationConfig):
     def clone_and_edit(
         self, attr_to_edit: Mapping[str, Mapping[str, Any]] | None = None, **changes: Any
     ) -> OpQuantizationConfig:
-        """A copy with other arguments.
+        """Return a copy with other arguments.
 
         Raises:
-            ModelingError: an argument that does not exist.
+            ModelingError: there is no such argument.
         """
         attributes = dict(attr_to_edit or {})
         kernel = {_KERNEL[k]: changes.pop(k) for k in list(changes) if k in _KERNEL}
@@ -87,7 +87,7 @@ class OpQuantizationConfig(configs.OpQuantizationConfig):
 
     @property
     def plain(self) -> configs.OpQuantizationConfig:
-        """The same values in today's class."""
+        """The configuration as `chipfit.target_platform.OpQuantizationConfig`."""
         return configs.OpQuantizationConfig(**vars(self))
 
 
@@ -106,5 +106,5 @@ class FrameworkHardwareModel(TargetPlatformCapabilities):
 
 
 def get_model(fw_name: str, hw_name: str) -> TargetPlatformCapabilities:
-    """A built-in chip for a framework; first-generation name of `get_target_platform_capabilities`."""
+    """Return a built-in chip for a framework; first-generation name of `get_target_platform_capabilities`."""
     return get_target_platform_capabilities(fw_name, hw_name)

@@ -1,4 +1,4 @@
-"""What users name in Python, as module:name; loads no framework by itself."""
+"""Objects that users name as "module:name". Loads no framework by itself."""
 
 import importlib
 import re
@@ -13,15 +13,19 @@ from chipfit.platform.schema import Platform
 
 
 def import_by_name(text: str, what: str, failure: type[ChipfitError]) -> Any:
-    """The object that "module:name" names; modules of the current folder are found."""
+    """Import the object "module:name"; the current folder is on the module path.
+
+    Args:
+        what: kind of the object, for messages.
+    """
     module, _, name = text.partition(":")
     if not (module and name) or module.startswith("."):
-        raise failure(f"The {what} is not understood", got=text, allowed="module:name")
+        raise failure(f"The {what} must have the form module:name", got=text)
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as e:  # importing runs the user's code, which raises what it likes
+    except Exception as e:  # importing runs the user's code, which may raise anything
         if not raised_outside_chipfit(e):
             raise
         hint = "run from the folder that holds the module"
@@ -36,32 +40,32 @@ def import_by_name(text: str, what: str, failure: type[ChipfitError]) -> Any:
 
 
 def import_or_call(text: str, what: str, failure: type[ChipfitError], is_one: Callable[[Any], bool]) -> Any:
-    """The object that "module:name" names if it is one, else what it returns when called."""
+    """Import "module:name"; return the object if `is_one` accepts it, else the result of calling it."""
     thing = import_by_name(text, what, failure)
     return thing if is_one(thing) else call_factory(thing, text, what, failure)
 
 
 def call_factory(thing: Any, text: str, what: str, failure: type[ChipfitError]) -> Any:
-    """What the user's factory returns."""
+    """Return the result of a factory of the user."""
     try:
         return thing()
-    except Exception as e:  # the user's code again
+    except Exception as e:  # the user's code
         if not raised_outside_chipfit(e):
             raise
         raise failure(f"The {what} '{text}' fails: {short_message(e)}", where=_line(e)) from e
 
 
 def _line(e: Exception) -> str:
-    """Where the user's code fails; "" where it was not reached."""
+    """Return file, line and function where the user's code failed; "" if it was not reached."""
     frames = [f for f in traceback.extract_tb(e.__traceback__)[1:] if "importlib" not in f.filename]
     return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
 
 
 def load_target(text: str) -> Platform:
-    """A platform by name, from a YAML or JSON file, or a chip described in Python as `module:name` or `module:factory`.
+    """Return a platform by name, from a YAML or JSON file, or from `module:name` or `module:factory` in Python.
 
     Raises:
-        UnknownNameError, PlatformError: see `chipfit.load_platform`; PlatformError also when the module gives no chip.
+        UnknownNameError, PlatformError: see `chipfit.load_platform`, or the module provides no platform.
     """
     from chipfit.platform.load import load_platform
 

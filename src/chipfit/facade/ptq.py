@@ -1,12 +1,11 @@
 """Post-training quantization under the names of MCT: a model, a function that yields data, configurations."""
 
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from chipfit import pipeline
 from chipfit.errors import ConfigError, DataError
@@ -27,23 +26,22 @@ __all__ = ["DataGenerator", "UserInformation", "keras_post_training_quantization
 __all__ += ["pytorch_post_training_quantization"]
 __all__ += ["keras_resource_utilization_data", "pytorch_resource_utilization_data"]
 
-R = TypeVar("R")
 #: called without arguments, returns an iterator over batches; a batch is the list of the model's inputs
 DataGenerator = Callable[[], Iterable[Any]]
 
 
 @dataclass(frozen=True)
 class UserInformation:
-    """What a facade tells beside the model."""
+    """Information about a quantized model."""
 
-    result: Result | None = None  #: plan, report, `export`, `verify`, `save`; None where quantization was bypassed
+    result: Result | None = None  #: plan, report, `export`, `verify`, `save`; None if quantization was bypassed
     input_scale: float = 1.0  #: factor for the inputs of the quantized model
-    #: settings that codes were learned by; empty: they were not
+    #: settings of learned rounding; empty without it
     gptq_info_dict: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def final_resource_utilization(self) -> ResourceUtilization | None:
-        """What the model takes on the chip for one sample; weights count with biases."""
+        """Memory and bit operations of the model on the chip for one sample; weights include biases."""
         if self.result is None:
             return None
         found, weights = resources(self.result.graph, self.result.plan), self.result.report.quantized_bytes
@@ -51,9 +49,9 @@ class UserInformation:
 
     @property
     def mixed_precision_cfg(self) -> list[int] | None:
-        """Which candidate was chosen for each input and layer that had several, in the order of the network.
+        """The index of the chosen candidate, for each input and layer with several, in the order of the network.
 
-        Candidates are the pairs of widths of a layer's weight and result, widest first. None: nothing was searched.
+        Candidates are pairs of widths of a layer's weight and result, widest first. None without a search.
         """
         known = self.result.plan.provenance if self.result is not None else {}
         if self.result is None or "widths" not in known:
@@ -69,7 +67,7 @@ class UserInformation:
 
     @property
     def fusions(self) -> list[list[str]]:
-        """Layers that run as one kernel, by name."""
+        """The names of layers that run as one kernel."""
         if self.result is None:
             return []
         layers = {n.name: n.who for n in self.result.graph.nodes}
@@ -87,20 +85,20 @@ def pytorch_post_training_quantization(
     """Quantize a trained PyTorch module after training.
 
     Args:
-        in_module: in any mode; it is copied, never changed.
+        in_module: a module in any mode; it is copied, never changed.
         representative_data_gen: function without arguments that yields lists of arrays or tensors, one for each input.
-        target_resource_utilization: limits that start a search of widths.
+        target_resource_utilization: limits; a finite one starts a search of bit widths.
         core_config: range rules, rewrites, corrections, network editor, bit widths; `CoreConfig()` when omitted.
         target_platform_capabilities: TargetPlatformCapabilities, TargetPlatformModel, Platform, name, or path of a YAML
             or JSON file; MCT's default chip (imx500) when omitted.
-        fw_info: a `FrameworkInfo` that says which layers are quantized.
+        fw_info: selects the layers to quantize.
 
     Returns:
-        The quantized module, which still trains, and what there is to know about it; its `result` exports and verifies.
+        The quantized module, which can be trained further, and information about it; its `result` exports and verifies.
 
     Raises:
-        ConfigError, UnknownNameError: an option is not understood, or a filter means no layer.
-        UnsupportedError: an option that is not supported, or that the platform cannot hold.
+        ConfigError, UnknownNameError: an option is invalid, or a filter matches no layer.
+        UnsupportedError: an option is not supported, by chipfit or by the platform.
         DataError: the generator yields nothing, or batches that do not fit the model.
     """
     options = target_resource_utilization, core_config, target_platform_capabilities, fw_info
@@ -114,27 +112,38 @@ def pytorch_resource_utilization_data(
     target_platform_capabilities: Any = None,
     fw_info: FrameworkInfo | None = None,
 ) -> ResourceUtilization:
-    """What a model takes at the chip's default widths: what limits are set from. Arguments and errors as above."""
+    """Return the resources of a model at the chip's default widths, as a base for limits.
+
+    Arguments and errors are those of `pytorch_post_training_quantization`.
+    """
     options = None, core_config, target_platform_capabilities, fw_info
-    found: Any = quantize_model("resource_utilization_data", in_model, representative_data_gen, *options)[1]
-    return found.final_resource_utilization  # type: ignore[no-any-return]  # it is known where something was quantized
+    information: Any = quantize_model("resource_utilization_data", in_model, representative_data_gen, *options)[1]
+    return information.final_resource_utilization  # type: ignore[no-any-return]  # known, as something was quantized
 
 
-def of_keras(function: Callable[..., R]) -> Callable[..., R]:
-    """The same function under its name for Keras 3, where the model is called `in_model`."""
-    model, *others = inspect.signature(function).parameters.values()
+def keras_post_training_quantization(
+    in_model: Any,
+    representative_data_gen: DataGenerator,
+    target_resource_utilization: ResourceUtilization | None = None,
+    core_config: CoreConfig | None = None,
+    target_platform_capabilities: Any = None,
+    fw_info: FrameworkInfo | None = None,
+) -> tuple[Any, UserInformation]:
+    """Quantize a trained Keras 3 model after training; otherwise like `pytorch_post_training_quantization`."""
+    options = target_resource_utilization, core_config, target_platform_capabilities, fw_info
+    return pytorch_post_training_quantization(in_model, representative_data_gen, *options)
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> R:
-        return function(*args, **{model.name if name == "in_model" else name: v for name, v in kwargs.items()})
 
-    call.__name__ = call.__qualname__ = function.__name__.replace("pytorch", "keras")
-    call.__signature__ = inspect.Signature([model.replace(name="in_model"), *others])  # type: ignore[attr-defined]
-    return call
-
-
-keras_post_training_quantization = of_keras(pytorch_post_training_quantization)
-keras_resource_utilization_data = of_keras(pytorch_resource_utilization_data)
+def keras_resource_utilization_data(
+    in_model: Any,
+    representative_data_gen: DataGenerator,
+    core_config: CoreConfig | None = None,
+    target_platform_capabilities: Any = None,
+    fw_info: FrameworkInfo | None = None,
+) -> ResourceUtilization:
+    """Return the resources of a Keras 3 model; otherwise like `pytorch_resource_utilization_data`."""
+    options = core_config, target_platform_capabilities, fw_info
+    return pytorch_resource_utilization_data(in_model, representative_data_gen, *options)
 
 
 def quantize_model(
@@ -147,10 +156,11 @@ def quantize_model(
     fw_info: FrameworkInfo | None = None,
     steps: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Any, UserInformation]:
-    """What every facade does first, with what a user gave it; `what` is the end of its name.
+    """Quantize a model with the arguments of a facade.
 
     Args:
-        steps: settings besides.
+        what: name of the facade without its framework.
+        steps: additional settings.
     """
     framework = framework_prefix(model)
     facade = f"{framework}_{what}"
@@ -166,7 +176,7 @@ def quantize_model(
     of_layers = [] if fw_info is None else fw_info.overrides()
     overrides = [*of_layers, *config.bit_width_config.choices, *to_overrides(config.debug_config.network_editor)]
     model = replace_layers(model, config.debug_config.network_editor)
-    example = first_batch_of(generator)  # a list of inputs, of which none is a label
+    example = first_batch_of(generator)  # a list of inputs without a label
     platform = get_target_platform_capabilities(framework) if platform is None else platform
     if config.quantization_config.custom_tpc_opset_to_layer:
         platform = _with_layers(platform, config.quantization_config.custom_tpc_opset_to_layer)
@@ -178,22 +188,22 @@ def quantize_model(
 
 
 def framework_prefix(model: Any) -> str:
-    """What the names of facades start with that take such a model."""
+    """Return the prefix of the facades for such a model: "keras" or "pytorch"."""
     return "keras" if framework_of(model) == "keras" else "pytorch"
 
 
 def _with_layers(platform: Any, custom: Mapping[str, Any]) -> capabilities.TargetPlatformCapabilities:
-    """A modelled platform with layers attached to some of its operator sets.
+    """Return a platform described in Python with layers attached to some of its operator sets.
 
     Raises:
-        ConfigError: a platform that has no operator sets to attach to.
-        ModelingError: a set that the platform does not have, or layers that are no known operators.
+        ConfigError: the platform has no operator sets to attach layers to.
+        ModelingError: the platform has no such set, or a layer is no known operator.
     """
     tpc = capabilities.TargetPlatformCapabilities(platform) if isinstance(platform, TargetPlatformModel) else platform
     if not isinstance(tpc, capabilities.TargetPlatformCapabilities):
         got = type(platform).__name__
         allowed = "TargetPlatformCapabilities or TargetPlatformModel"
-        what = "custom_tpc_opset_to_layer needs a platform that is described in Python"
+        what = "custom_tpc_opset_to_layer requires a platform described in Python"
         raise ConfigError(what, got=got, allowed=allowed, hint="name the layers in `sets` of the platform file")
     own = [o for o in tpc.op_sets_to_layers.op_sets_to_layers if o.name not in custom]
     added = [capabilities.OperationsSetToLayers(name, list(layers)) for name, layers in custom.items()]
@@ -202,21 +212,21 @@ def _with_layers(platform: Any, custom: Mapping[str, Any]) -> capabilities.Targe
 
 
 def first_batch_of(generator: Any) -> Any:
-    """The first batch.
+    """Return the first batch of a generator function.
 
     Raises:
-        DataError: no function without arguments, or one that yields nothing.
+        DataError: `generator` is no function without arguments, or yields nothing.
     """
     try:
         inspect.signature(generator).bind()
     except (TypeError, ValueError):
         hint = "def representative_data_gen(): yield [batch]"
-        what = "representative_data_gen is called without arguments and yields batches"
-        raise DataError(what, got=type(generator).__name__, allowed="such a function", hint=hint) from None
-    made = generator()
-    if not isinstance(made, Iterable) or isinstance(made, (str, bytes)):
+        what = "representative_data_gen must be a function without arguments that yields batches"
+        raise DataError(what, got=type(generator).__name__, hint=hint) from None
+    batches = generator()
+    if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes)):
         allowed = "an iterator over lists of inputs"
-        raise DataError("representative_data_gen returned no batches", got=type(made).__name__, allowed=allowed)
-    for batch in made:
+        raise DataError("representative_data_gen returned no batches", got=type(batches).__name__, allowed=allowed)
+    for batch in batches:
         return batch
-    raise DataError("The calibration data are empty", hint="representative_data_gen yields at least one batch")
+    raise DataError("The calibration data are empty", hint="representative_data_gen must yield at least one batch")

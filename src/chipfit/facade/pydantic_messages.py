@@ -1,6 +1,6 @@
-"""pydantic's checks in chipfit's words: records of options, arguments of constructors, and single values.
+"""Validation by pydantic with chipfit's error messages: records of options, arguments, and single values.
 
-The only place that turns a `ValidationError` into one of ours. Checks are strict: no value is converted on the quiet.
+The only module that translates a `ValidationError`. Checks are strict: no value is converted implicitly.
 """
 
 import functools
@@ -22,25 +22,24 @@ C = TypeVar("C")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True, validate_assignment=True)
-#: types of pydantic's errors -> what is allowed; braces hold the error's own facts
+#: type of a pydantic error -> description of allowed values; braces hold fields of the error
 _ALLOWED: dict[str, str] = package_data("chipfit.facade", "pydantic_messages.yaml")
 _CLASSES = {"Sequence": "a list", "list": "a list", "dict": "a dictionary", "Math": "a dictionary"}
 _SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 120  # of a value in a message
+_SHORT.maxstring = _SHORT.maxother = 120  # length of a value in a message
 _ARITY = ("missing", "missing_argument", "unexpected_positional_argument", "multiple_argument_values")
 
-#: a number as it was given: 3 stays an integer
+#: a number that keeps its type: 3 stays an integer
 Number = Annotated[float, WrapValidator(lambda value, check: value if check(value) is not None else None)]
 Positive = Annotated[Number, Field(gt=0)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
-#: how many, where there is one at least
 PositiveInt = Annotated[int, Field(ge=1)]
-#: a text that is not empty
+#: a text with at least one character
 Name = Annotated[str, Field(min_length=1)]
 
 
 def allowed(words: str) -> WrapValidator:
-    """Annotation of a type: what is allowed, in words of its own."""
+    """Return an annotation with a description of the allowed values, for messages."""
 
     def check(value: Any, inner: Any) -> Any:
         try:
@@ -52,7 +51,7 @@ def allowed(words: str) -> WrapValidator:
 
 
 def by_name(kind: type[Enum]) -> BeforeValidator:
-    """Annotation of an enumeration: a member, in JSON its name; refused with all members."""
+    """Return an annotation that accepts members of an enumeration, in JSON their names."""
 
     def read(value: Any, info: Any) -> Any:
         value = kind.__members__.get(value) if info.mode == "json" else value
@@ -65,11 +64,11 @@ def by_name(kind: type[Enum]) -> BeforeValidator:
 
 @dataclass_transform(field_specifiers=(field,))
 def record(error: type[ChipfitError], *, frozen: bool = False) -> Callable[[type[C]], type[C]]:
-    """Class decorator: a dataclass whose values are checked when it is made and whenever one is set.
+    """Return a class decorator: a dataclass that validates fields on construction and assignment.
 
-    Raises (from the constructor, and where a field is set):
-        UnknownNameError: no field of that name; `error` instead where that is a PlatformError.
-        error: a value of the wrong kind or out of bounds, and whatever `__post_init__` raises.
+    Raises (from the constructor and assignments):
+        UnknownNameError: there is no field of that name; for a PlatformError, `error` instead.
+        error: a value has the wrong type or is out of bounds; also whatever `__post_init__` raises.
     """
 
     def decorate(cls: type[C]) -> type[C]:
@@ -83,7 +82,7 @@ def record(error: type[ChipfitError], *, frozen: bool = False) -> Callable[[type
 
 
 def arguments(error: type[ChipfitError]) -> Callable[[F], F]:
-    """Decorator of a constructor or function: its arguments are checked by their annotations, as fields of a record."""
+    """Return a decorator that validates the arguments of a function by their annotations, as `record` does fields."""
 
     def decorate(function: F) -> F:
         parameters = inspect.signature(function).parameters.values()
@@ -95,10 +94,11 @@ def arguments(error: type[ChipfitError]) -> Callable[[F], F]:
 
 
 def check_value(kind: Any, value: Any, error: type[ChipfitError], owner: str, name: str, *, json: bool = False) -> Any:
-    """One value of an annotated type; `owner` and `name` are for the message ("" for a table with names of its own).
+    """Validate and return one value of an annotated type.
 
     Args:
-        json: the value is data from a file, where enumerations are names and records are tables of keys.
+        owner, name: for the message; name is "" for a table whose keys are the names.
+        json: the value comes from a JSON file, in which enumerations are names and records are objects.
     """
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
     try:
@@ -109,17 +109,20 @@ def check_value(kind: Any, value: Any, error: type[ChipfitError], owner: str, na
 
 
 def json_default(thing: Any) -> Any:
-    """What JSON has no form of, for `json.dumps(default=...)`: enumerations, arrays, mappings, records."""
+    """Return enumerations, arrays, mappings and records as JSON data, for `json.dumps(default=...)`."""
     if isinstance(thing, Enum):
         return thing.name
     return thing.tolist() if hasattr(thing, "tolist") else dict(thing) if isinstance(thing, Mapping) else vars(thing)
 
 
 def refuse_options(options: Any, names: str, hint: str) -> None:
-    """Refuse what a configuration has, and chipfit does not do.
+    """Check that unsupported options of a configuration are unset.
+
+    Args:
+        names: of the options, separated by spaces.
 
     Raises:
-        UnsupportedError: one of the options of these names is asked for.
+        UnsupportedError: one of them is set.
     """
     for name in names.split():
         if getattr(options, name) not in (None, False, {}):
@@ -127,7 +130,11 @@ def refuse_options(options: Any, names: str, hint: str) -> None:
 
 
 def translate_errors(function: Any, error: type[ChipfitError], owner: str, names: Mapping[str, bool]) -> Any:
-    """The function, whose ValidationErrors become `error`; `names` of its arguments, and whether they have a place."""
+    """Return a function that translates ValidationErrors to `error`.
+
+    Args:
+        names: argument name -> whether it may be passed by position.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -143,12 +150,12 @@ def translate_errors(function: Any, error: type[ChipfitError], owner: str, names
 def _translated(
     e: ValidationError, error: type[ChipfitError], owner: str, names: Mapping[str, bool], inside: tuple[str, ...] = ()
 ) -> Exception:
-    """The first problem; where the members of a union complain together, with all that is allowed."""
+    """Return the translation of the first error; members of a union contribute all allowed values."""
     first = e.errors()[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ChipfitError):
         return cause
-    place = (*inside, *first["loc"]) or (0,)  # an index at first stands for an argument by position
+    place = (*inside, *first["loc"]) or (0,)  # a leading index is that of a positional argument
     by_place = [name for name, has_place in names.items() if has_place]
     name = by_place[min(place[0], len(by_place) - 1)] if isinstance(place[0], int) else place[0]
     if len(place) == 1 and first["type"] in _ARITY and by_place[0]:
@@ -158,12 +165,12 @@ def _translated(
         return unknown if issubclass(error, ConfigError) else error(unknown.what, allowed=unknown.allowed)
     path = "".join([name, *(f"[{p}]" for p in place[1:])])
     if first["type"] == "missing":
-        return error(f"'{path}' of {owner} is missing: it is required")
+        return error(f"'{path}' of {owner} is required")
     got = f"{_SHORT.repr(first['input'])} of type {type(first['input']).__name__}"
     if first["type"] not in _ALLOWED:
-        return error(f"'{path}' of {owner} is not understood: {first['msg'].removeprefix('Value error, ')}", got=got)
+        return error(f"'{path}' of {owner} is invalid: {first['msg'].removeprefix('Value error, ')}", got=got)
     together = [x for x in e.errors() if x["loc"][:1] == first["loc"][:1] and x["type"] in _ALLOWED]
     words = [_ALLOWED[x["type"]].format(**x.get("ctx", {})) for x in together]
     words = [_CLASSES.get(w, w) for w in dict.fromkeys(words)]
-    problem = "out of bounds" if first["type"].startswith(("greater", "less")) else "of the wrong kind"
+    problem = "out of bounds" if first["type"].startswith(("greater", "less")) else "of the wrong type"
     return error(f"'{path}' of {owner} is {problem}", got=got, allowed=" or ".join(words))

@@ -27,21 +27,20 @@ __all__ = ["QATConfig", "TrainingMethod", "result_of", *_NAMES, *(f"{name}_exper
 
 _NAME = "quantization_aware_training_init"
 
-#: every registered training algorithm; its value is the name
+#: every registered training algorithm; the value is its name
 TrainingMethod = Enum("TrainingMethod", {name.upper(): name for name in registered("training")})  # type: ignore[misc]
 
 
 @record(ConfigError)
 class QATConfig:
-    """What trains weights and activations.
+    """Options of quantization-aware training.
 
     Args:
-        weight_training_method: a TrainingMethod or its name, perhaps with options ("lsq(use_grad_scaling=False)"); a
-            class of trainable quantizers, or the identifier under which such classes are marked; None leaves numbers
-            where calibration put them.
-        activation_training_method: the same.
-        weight_quantizer_params_override: options of the method, or of the constructor of the class.
-        activation_quantizer_params_override: the same.
+        weight_training_method, activation_training_method: a TrainingMethod or its name, perhaps with options
+            ("lsq(use_grad_scaling=False)"); a class of trainable quantizers, or the identifier of classes that
+            `mark_quantizer` marked; None keeps the calibrated quantizers.
+        weight_quantizer_params_override, activation_quantizer_params_override: options of the method, or of the class's
+            constructor.
     """
 
     weight_training_method: Any = "ste"
@@ -50,11 +49,11 @@ class QATConfig:
     activation_quantizer_params_override: InstanceOf[Mapping[str, Any]] | None = None
 
     def to_training(self, framework: str) -> Training:
-        """The same for `chipfit.quantize`.
+        """Return the equivalent `training` of `chipfit.quantize`.
 
         Raises:
-            UnknownNameError: no such method, or no such option of it.
-            ConfigError: something that is no method.
+            UnknownNameError: there is no such method, or it has no such option.
+            ConfigError: a value is no method.
         """
         weights, results = self.weight_quantizer_params_override or {}, self.activation_quantizer_params_override or {}
         w = _algorithm(self.weight_training_method, weights, base.QuantizationTarget.Weights, framework)
@@ -87,20 +86,21 @@ def pytorch_quantization_aware_training_init(
     qat_config: QATConfig | None = None,
     target_platform_capabilities: Any = None,
 ) -> tuple[Any, UserInformation]:
-    """Quantize a PyTorch module and return what trains.
+    """Quantize a PyTorch module and return a trainable module.
 
     Args:
-        qat_config: what trains weights and activations; straight-through rounding when omitted.
-        in_model, representative_data_gen, target_resource_utilization, core_config, target_platform_capabilities: as
-            of `pytorch_post_training_quantization`.
+        qat_config: training methods; straight-through rounding when omitted.
+        in_model, representative_data_gen, target_resource_utilization, core_config, target_platform_capabilities: see
+            `pytorch_post_training_quantization`.
 
     Returns:
-        The module, in which layers with rounded weights are `PytorchQuantizationWrapper`s and results are stored by
-        `PytorchActivationQuantizationHolder`s; train it, then call `..._finalize`. And what there is to know about it.
+        The module, in which `PytorchQuantizationWrapper`s hold layers with quantized weights and
+        `PytorchActivationQuantizationHolder`s quantize results; train it, then call `..._finalize`. And information
+        about it.
 
     Raises:
-        UnsupportedError: a method that cannot train a tensor; see also `pytorch_post_training_quantization`.
-        UnknownNameError: no such method.
+        UnsupportedError: a method cannot train a tensor; see also `pytorch_post_training_quantization`.
+        UnknownNameError: there is no such method.
     """
     who = f"{framework_prefix(in_model)}_{_NAME}"
     chosen = check_value(QATConfig | None, qat_config, ConfigError, who, "qat_config") or QATConfig()
@@ -115,10 +115,10 @@ def pytorch_quantization_aware_training_init(
 
 @functools.wraps(pytorch_quantization_aware_training_init)
 def keras_quantization_aware_training_init(*args: Any, **kwargs: Any) -> tuple[Any, UserInformation, dict[str, type]]:
-    """Quantize a Keras 3 model and return what trains; arguments and errors as for PyTorch.
+    """Quantize a Keras 3 model and return a trainable model, see `pytorch_quantization_aware_training_init`.
 
     Returns:
-        Also the custom objects with which Keras loads the model when it was saved.
+        Also the custom objects that Keras requires to load the saved model.
     """
     model, information = pytorch_quantization_aware_training_init(*args, **kwargs)
     layers, training = vars(keras_part("layers")), information.result.training if information.result else None
@@ -128,28 +128,28 @@ def keras_quantization_aware_training_init(*args: Any, **kwargs: Any) -> tuple[A
 
 
 def pytorch_quantization_aware_training_finalize(in_model: Any, information: UserInformation | None = None) -> Any:
-    """The trained module without what trains: its weights, scales and zero points are those that training left.
+    """Return the trained module in its deployed form: with the trained weights, scales and zero points.
 
     Args:
-        in_model: what `..._init` returned, or a copy of it.
-        information: what came with it; needed for a model that was loaded from a file.
+        in_model: the model that `..._init` returned, or a copy of it.
+        information: the information that `..._init` returned; required for a model loaded from a file.
 
     Returns:
-        A module like that of post-training quantization; `result_of` it exports, verifies and saves.
+        A module like that of post-training quantization; its `result_of` exports, verifies and saves.
 
     Raises:
-        PlanError: another model, or training has left a scale that is not positive.
-        UnsupportedError: what was trained cannot be deployed.
+        PlanError: the model does not come from `..._init`, or a trained scale is not positive.
+        UnsupportedError: the trained model cannot be deployed.
     """
     origin = _result_behind(in_model, information)
     return _attach_result(replace(origin, _model=in_model).trained())
 
 
 def result_of(model: Any) -> Result:
-    """The result that a model of these facades stands for: plan, report, `export`, `verify`, `save`.
+    """Return the result behind a model of these facades: plan, report, `export`, `verify`, `save`.
 
     Raises:
-        PlanError: it is of something else, or was trained and not finalized.
+        PlanError: the model does not come from a facade, or was trained and not finalized.
     """
     result = _result_behind(model, None)
     result = result if result._model is model else replace(result, _model=model)
@@ -157,7 +157,7 @@ def result_of(model: Any) -> Result:
     return result
 
 
-keras_quantization_aware_training_finalize = pytorch_quantization_aware_training_finalize  # frameworks differ below
+keras_quantization_aware_training_finalize = pytorch_quantization_aware_training_finalize  # for any framework
 pytorch_quantization_aware_training_init_experimental = pytorch_quantization_aware_training_init
 pytorch_quantization_aware_training_finalize_experimental = pytorch_quantization_aware_training_finalize
 keras_quantization_aware_training_init_experimental = keras_quantization_aware_training_init
@@ -165,7 +165,7 @@ keras_quantization_aware_training_finalize_experimental = keras_quantization_awa
 
 
 class _ResultLink:
-    """Which result a model came from, on the model; copies of the model came from the same one."""
+    """A link from a model to its result; copies of the model share it."""
 
     def __init__(self, result: Result) -> None:
         self.result = result
@@ -185,6 +185,6 @@ def _result_behind(model: Any, information: UserInformation | None) -> Result:
     if result is None:
         got = type(model).__name__
         allowed = "a model of a facade, or a copy of it"
-        hint = "give what came with it: finalize(model, information)"
-        raise PlanError("This model does not know which result it came from", got=got, allowed=allowed, hint=hint)
+        hint = "pass the information as well: finalize(model, information)"
+        raise PlanError("Model does not come from a facade", got=got, allowed=allowed, hint=hint)
     return result

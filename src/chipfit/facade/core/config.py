@@ -27,11 +27,11 @@ AtLeast1 = Annotated[Number, Field(ge=1)]
 
 @record(ConfigError)
 class QuantizationConfig:
-    """How a model is quantized: range rules, rewrites of the network, corrections of what rounding takes away.
+    """Options of quantization: range rules, rewrites of the network, corrections of quantization errors.
 
     Raises:
-        UnknownNameError: an option that does not exist.
-        ConfigError: a value of the wrong kind, or outside its bounds.
+        UnknownNameError: there is no such option.
+        ConfigError: a value has the wrong type or is out of bounds.
     """
 
     activation_error_method: ErrorMethod = QuantizationErrorMethod.MSE
@@ -39,7 +39,7 @@ class QuantizationConfig:
     relu_bound_to_power_of_2: bool = False
     weights_bias_correction: bool = True
     weights_second_moment_correction: bool = False
-    input_scaling: bool = False  #: would change what the model computes; refused
+    input_scaling: bool = False  #: not supported: it would change the function of the model
     softmax_shift: bool = False
     shift_negative_activation_correction: bool = True
     #: weights of neighbouring layers get equal ranges, channel by channel
@@ -51,22 +51,20 @@ class QuantizationConfig:
     shift_negative_ratio: AtLeast0 = 0.05
     #: no effect: ranges are always searched in the shifted statistics
     shift_negative_threshold_recalculation: bool = False
-    shift_negative_params_search: bool = False  #: a search of the shift itself is not supported; refused
+    shift_negative_params_search: bool = False  #: not supported
     concat_threshold_update: bool = False
     activation_bias_correction: bool = False
     activation_bias_correction_threshold: AtLeast0 = 0.0  #: in percent of the mean of the operator's input
-    #: operator set of a modelled platform -> its layers, for sets whose name says none
+    #: operator set of a platform described in Python -> its layers, for sets whose names stand for no layer
     custom_tpc_opset_to_layer: InstanceOf[dict[str, Any]] | None = None
 
     def to_settings(self) -> Settings:
-        """The optional steps.
+        """Return the settings of `chipfit.quantize`.
 
         Raises:
-            UnsupportedError: an option that is not supported.
+            UnsupportedError: an option is not supported.
         """
-        refuse_options(
-            self, "input_scaling", "scale the data, or fold it into the first layer: the model's inputs would change"
-        )
+        refuse_options(self, "input_scaling", "scale the data, or fold the scale into the first layer")
         refuse_options(self, "shift_negative_params_search", "leave it off")
         percent = self.activation_bias_correction_threshold
         return Settings(
@@ -80,11 +78,11 @@ class QuantizationConfig:
             correct_second_moment=self.weights_second_moment_correction,
             correct_bias=self.weights_bias_correction,
             correct_activation_bias=percent / 100 if self.activation_bias_correction else None,
-            rounding=OFF,  # what corrects is said by the fields alone
+            rounding=OFF,  # the fields above select the corrections
         )
 
     def to_rules(self) -> dict[str, Any]:
-        """The range rules, as keywords of `chipfit.quantize`."""
+        """Return the range rules as keywords of `chipfit.quantize`."""
         return {
             "rule": self.activation_error_method.rule(self.l_p_value),
             "weight_rule": self.weights_error_method.rule(self.l_p_value),
@@ -96,37 +94,36 @@ DEFAULTCONFIG = QuantizationConfig()
 
 
 class BitWidthConfig:
-    """Bit widths chosen by hand. A later choice wins over an earlier one on the same layer."""
+    """Bit widths chosen by hand. For one layer the last choice takes precedence."""
 
     def __init__(self) -> None:
-        self.choices: list[tuple[NodeFilter, dict[str, int]]] = []  #: as overrides of `chipfit.quantize`
+        self.choices: list[tuple[NodeFilter, dict[str, int]]] = []  #: overrides of `chipfit.quantize`
 
     def set_manual_activation_bit_width(
         self, filters: NodeFilter | list[NodeFilter], bit_widths: int | list[int]
     ) -> None:
-        """Store the results of the layers that the filters choose in these widths.
+        """Set bit widths of the results of layers.
 
         Args:
-            filters: one or several.
+            filters: one or several filters of layers.
             bit_widths: one for all filters, or one for each [bit].
 
         Raises:
-            ConfigError: no filter, no width, or another number of widths than of filters.
+            ConfigError: filters or widths are missing, or their numbers differ.
         """
         self.choices += [(f, {"activation_bits": b}) for f, b in _paired(filters, bit_widths)]
 
     def set_manual_weights_bit_width(
         self, filters: NodeFilter | list[NodeFilter], bit_widths: int | list[int], attrs: str | list[str] = "kernel"
     ) -> None:
-        """Store the weights of the layers that the filters choose in these widths.
+        """Set bit widths of the weights of layers.
 
         Args:
-            filters, bit_widths: as above.
-            attrs: which weights, one for all filters or one for each. Kernels alone have a choice: the platform stores
-                a bias in one format.
+            filters, bit_widths: see `set_manual_activation_bit_width`.
+            attrs: name of the weight, one for all filters or one for each. Only kernels have a choice of formats.
 
         Raises:
-            ConfigError: as above, or another attribute than the kernel.
+            ConfigError: filters or widths are missing, their numbers differ, or an attribute is not the kernel.
         """
         pairs = _paired(filters, bit_widths)
         for attr in attrs if isinstance(attrs, list) else [attrs]:
@@ -153,7 +150,7 @@ def _paired(filters: Any, bit_widths: Any) -> list[tuple[NodeFilter, int]]:
 
 @record(ConfigError)
 class ResourceUtilization:
-    """Limits on what the quantized model takes, or infinity. Also what a model takes: see `UserInformation`."""
+    """Limits on the resources of a quantized model, or its actual resources (see `UserInformation`)."""
 
     weights_memory: Number = math.inf  #: [byte]
     activation_memory: Number = math.inf  #: [byte]
@@ -161,11 +158,11 @@ class ResourceUtilization:
     bops: Number = math.inf  #: bit operations
 
     def is_any_restricted(self) -> bool:
-        """Whether some limit is finite."""
+        """Return whether any limit is finite."""
         return any(math.isfinite(v) for v in vars(self).values())
 
     def to_limits(self) -> Limits | None:
-        """What a search of widths keeps; None where nothing is restricted."""
+        """Return the limits for a search of bit widths; None if all are infinite."""
         given = zip(("weights", "activations", "total", "bops"), vars(self).values(), strict=True)
         finite = {name: v for name, v in given if math.isfinite(v)}
         return Limits(**finite) if finite else None
@@ -184,36 +181,36 @@ class MpDistanceWeighting(Enum):
 class MixedPrecisionQuantizationConfig:
     """Options of the search of bit widths under MCT's names. The search itself is that of `chipfit.search`."""
 
-    compute_distance_fn: Callable[..., Any] | None = None  #: refused; losses are predicted, not measured
-    #: no effect: the loss is of the outputs
+    compute_distance_fn: Callable[..., Any] | None = None  #: not supported: losses are predicted, not measured
+    #: no effect: the loss compares the outputs
     distance_weighting_method: Annotated[MpDistanceWeighting, by_name(MpDistanceWeighting)] = MpDistanceWeighting.AVG
-    num_of_images: int = 32  #: no effect: 128 images, or as many as there are
-    configuration_overwrite: InstanceOf[list[int]] | None = None  #: refused; BitWidthConfig says widths by name
-    num_interest_points_factor: Annotated[Number, Field(gt=0, le=1)] = 1.0  #: no effect: the loss is of the outputs
+    num_of_images: int = 32  #: no effect: 128 images, or all if there are fewer
+    configuration_overwrite: InstanceOf[list[int]] | None = None  #: not supported: use BitWidthConfig
+    num_interest_points_factor: Annotated[Number, Field(gt=0, le=1)] = 1.0  #: no effect: the loss compares the outputs
     use_hessian_based_scores: bool = False  #: no effect: losses are always weighted by gradients
     norm_scores: bool = True  #: no effect
-    refine_mp_solution: bool = True  #: no effect: the solution is the best
-    metric_normalization_threshold: AtLeast0 = 1e10  #: no effect: the integer program is always scaled
+    refine_mp_solution: bool = True  #: no effect: the solution is optimal
+    metric_normalization_threshold: AtLeast0 = 1e10  #: no effect: the integer program is always normalized
 
     def check(self) -> None:
-        """Refuse what is not supported, before any work is done.
+        """Check that all options are supported.
 
         Raises:
-            UnsupportedError: an option that is not supported.
+            UnsupportedError: an option is not supported.
         """
-        refuse_options(self, "compute_distance_fn", "leave it out: what a width loses in the outputs decides")
+        refuse_options(self, "compute_distance_fn", "leave it out: losses at the outputs are predicted")
         refuse_options(self, "configuration_overwrite", "choose bit widths by name with BitWidthConfig")
 
 
 @record(ConfigError)
 class DebugConfig:
-    """What to watch and to change by hand.
+    """Options for debugging and manual changes.
 
     Args:
-        analyze_similarity: refused; `Result.verify` and `Result.report` tell the error of every layer.
-        network_editor: rules that change how single layers are quantized, in order.
-        simulate_scheduler: refused; not supported.
-        bypass: return the float model as it is.
+        analyze_similarity: not supported; `Result.verify` and `Result.report` list the error of every layer.
+        network_editor: rules that change the quantization of single layers, in order.
+        simulate_scheduler: not supported.
+        bypass: return the float model unchanged.
     """
 
     analyze_similarity: bool = False
@@ -222,11 +219,11 @@ class DebugConfig:
     bypass: bool = False
 
     def check(self) -> None:
-        """Refuse what is not supported, before any work is done.
+        """Check that all options are valid and supported.
 
         Raises:
-            ConfigError: something in `network_editor` that is no EditRule.
-            UnsupportedError: an option that is not supported.
+            ConfigError: `network_editor` holds something other than an EditRule.
+            UnsupportedError: an option is not supported.
         """
         check_value(list[EditRule], self.network_editor, ConfigError, "DebugConfig", "network_editor")
         refuse_options(self, "analyze_similarity", "information.result.verify(data) compares every layer")
@@ -235,7 +232,7 @@ class DebugConfig:
 
 @record(ConfigError)
 class CoreConfig:
-    """Everything about one quantization."""
+    """All options of one quantization."""
 
     quantization_config: QuantizationConfig = field(default_factory=QuantizationConfig)
     mixed_precision_config: MixedPrecisionQuantizationConfig | None = None

@@ -1,4 +1,4 @@
-"""A model that was trained in a hardware setting, handed over to a platform with the numbers that it learned."""
+"""Deployment of a model that was trained in a hardware setting: its learned scales on a platform."""
 
 import copy
 import json
@@ -28,26 +28,26 @@ from chipfit.quantizers.grids import fake_quantize
 
 __all__ = ["deploy"]
 
-#: tensors are the same whose numbers differ by no more than this, relative to the greatest
+#: relative tolerance (of the greatest magnitude) at which two tensors count as equal
 _TOLERANCE = 1e-5
 
 
 def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
-    """The result of a trained model on a platform, to be exported and verified: with the scales that training learned.
+    """Return the result of a trained model on a platform, with the learned scales, for export and verification.
 
-    What training did not round, and the platform does, is calibrated; `Result.plan.rewrites` names it.
+    Tensors that the platform quantizes and training did not are calibrated; `Result.plan.rewrites` lists them.
 
     Args:
-        model: what `prepare_qat_fx` returned, trained.
+        model: the trained model that `prepare_qat_fx` returned.
         data: calibration batches, see `chipfit.quantize`.
         platform: a name, file or Platform.
 
     Raises:
-        PlanError: another model.
-        UnsupportedError: the platform cannot hold what was trained, and why.
+        PlanError: the model does not come from `prepare_qat_fx`.
+        UnsupportedError: the platform cannot represent the trained quantizers; the message says why.
     """
     if not isinstance(model, PreparedModule):
-        raise PlanError("This is no model of prepare_qat_fx", got=type(model).__name__)
+        raise PlanError("Model must come from prepare_qat_fx", got=type(model).__name__)
     target = load(platform)
     plain, learned, of_weights = _remove_quantizers(model)
     args, kwargs, data = first_batch(data, plain)
@@ -65,9 +65,9 @@ def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
     legal = project(stored, decided.constraints)
     if moved := [name for name, s in stored.items() if not legal[name].same_numbers(s)]:
         got = ", ".join(moved)
-        raise UnsupportedError(f"The rules of '{target.name}' forbid the scales that were learned", got=got)
-    calibrated = [f"'{name}' was not rounded in training; it is calibrated" for name in stored if name not in names]
-    floats = [f"'{name}' was rounded in training and stays in float" for name in names if name not in stored]
+        raise UnsupportedError(f"The rules of '{target.name}' do not permit the learned scales", got=got)
+    calibrated = [f"'{name}' was not quantized in training; it is calibrated" for name in stored if name not in names]
+    floats = [f"'{name}' was quantized in training and stays in float" for name in names if name not in stored]
     notes = (*trained.plan.rewrites, *calibrated, *floats)
     return replace(trained, plan=replace(trained.plan, rewrites=notes))
 
@@ -75,7 +75,7 @@ def deploy(model: fx.GraphModule, data: Any, platform: Any) -> Result:
 def _remove_quantizers(
     model: fx.GraphModule,
 ) -> tuple[fx.GraphModule, dict[str, QuantizeBase], dict[str, QuantizeBase]]:
-    """The float network; node -> quantizer of its result; weight -> its quantizer.
+    """Return the float network, the quantizers of results by node, and the quantizers of weights by name.
 
     Raises:
         UnsupportedError: a batch norm was not folded.
@@ -106,15 +106,15 @@ def _remove_quantizers(
 
 
 def _check_on_grid(name: str, q: QuantizeBase, x: torch.Tensor, y: torch.Tensor) -> None:
-    """Raise where y is not x rounded to the grid of the quantizer's scale and zero point.
+    """Check that y is x, fake-quantized with the quantizer's scale and zero point.
 
     Raises:
-        UnsupportedError: naming the tensor.
+        UnsupportedError: it is not; the message names the tensor.
     """
     scale, zero = q.numbers()
     off = (fake_quantize(x, scale, zero, q.grid, q.ch_axis if q.ch_axis >= 0 else None) - y).abs().max()
     if float(off) > _TOLERANCE * float(y.abs().max()):
-        what = f"'{name}' was rounded otherwise than to equal steps of its scale, and formats have no other levels"
+        what = f"'{name}' was not rounded to equal steps of its scale, the only levels that formats have"
         raise UnsupportedError(what, got=type(getattr(q, "algorithm", q)).__name__, hint="train it with another method")
 
 
@@ -133,7 +133,7 @@ class _RecordingInterpreter(fx.Interpreter):
 def _match_tensors(
     plain: fx.GraphModule, learned: Mapping[str, QuantizeBase], graph: Graph, args: Any, kwargs: Any
 ) -> dict[str, QuantizeBase]:
-    """Values of a graph -> the quantizers of the trace's tensors that hold the same numbers, for one batch."""
+    """Return values of the graph -> quantizers, matched by equality of the trace's tensors for one batch."""
     inputs = flatten_call(json.loads(graph.in_spec), args, kwargs)
     with torch.no_grad():
         recorder = _RecordingInterpreter(plain)
@@ -152,7 +152,7 @@ def _match_tensors(
 
 
 def _width_overrides(graph: Graph, names: Mapping[str, QuantizeBase]) -> dict[str, dict[str, int]]:
-    """Overrides that ask for the widths of training, where these are not those of most chips."""
+    """Return overrides for the bit widths of training that are not 8."""
     out: dict[str, dict[str, int]] = {}
     for n in graph.nodes:
         weights = [names[i].bitwidth for i in n.inputs if i in names and i in graph.weights]
@@ -163,10 +163,10 @@ def _width_overrides(graph: Graph, names: Mapping[str, QuantizeBase]) -> dict[st
 
 
 def _copy_learned_parameters(result: Result, names: Mapping[str, QuantizeBase]) -> None:
-    """Give the quantizers of a result's model what was learned.
+    """Copy learned scales and zero points to the quantizers of the result's model.
 
     Raises:
-        UnsupportedError: a format cannot hold it, or two tensors with one scale learned different ones.
+        UnsupportedError: a format cannot represent them, or tensors that share a scale learned different ones.
     """
     given: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
     for name, q in names.items():
@@ -176,9 +176,9 @@ def _copy_learned_parameters(result: Result, names: Mapping[str, QuantizeBase]) 
         if isinstance(q, AlgorithmQuantizer):
             check_deployable(q.rounds.algorithm, result.plan.tensors[name])
         if why := grid_mismatch(q.grid, stored.grid):
-            hint = "`platforms_of(qconfig)` says where a setting fits"
+            hint = "`platforms_of(qconfig)` lists the platforms that fit a setting"
             raise UnsupportedError(
-                f"'{result.platform.name}' cannot hold '{name}' as it was trained: its format {stored.format} {why}",
+                f"'{result.platform.name}' cannot store '{name}' as it was trained: its format {stored.format} {why}",
                 got=f"{q.bitwidth} bits, {q.qscheme}",
                 hint=hint,
             )
@@ -187,7 +187,7 @@ def _copy_learned_parameters(result: Result, names: Mapping[str, QuantizeBase]) 
         quantizer = result.model.quantizer_of(name)
         other, s0, z0 = given.setdefault(id(quantizer), (name, s, z))
         if not (torch.equal(s, s0) and torch.equal(z, z0)):
-            what = f"'{result.platform.name}' stores '{other}' and '{name}' with one scale, and training learned two"
+            what = f"'{result.platform.name}' requires one scale for '{other}' and '{name}', and training learned two"
             raise UnsupportedError(what, got=f"{s0.reshape(-1)[:4].tolist()} and {s.reshape(-1)[:4].tolist()}")
         with torch.no_grad():
             quantizer.scale.copy_(s)

@@ -1,4 +1,4 @@
-"""prepare_qat_fx: a traced copy of a model with quantizers where a hardware setting wants them, ready to train."""
+"""prepare_qat_fx: a traced copy of a model with the quantizers of a hardware setting, ready to train."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from chipfit.graph.ops import OPS
 
 __all__ = ["prepare_qat_fx"]
 
-#: operators beside the weighted ones whose operands and results are rounded in graphs of kind 2 and 3
+#: operators besides the weighted ones whose operands and results are quantized in graphs of kind 2 and 3
 _ROUNDED_OPERATORS = set("Add Mul MatMul Concat Mean AvgPool AdaptiveAvgPool GlobalAvgPool Resize PRelu".split())
-#: run in the kernel of what is before them
+#: operators that run in the kernel of their producer
 _FUSED_INTO_PRODUCER = set("Relu Relu6 Clamp BatchNorm".split())
-#: methods whose results are no tensors
+#: tensor methods that return sizes
 _SIZE_METHODS = ("dim", "numel", "size")
 
 
@@ -39,30 +39,31 @@ def prepare_qat_fx(
     *,
     example_inputs: Any = None,
 ) -> PreparedModule:
-    """A copy of a model that rounds weights and activations, and trains like any other module.
+    """Return a copy of a model that fake-quantizes weights and activations and trains like any other module.
 
-    All parameters exist on return. Quantizers start from the first batch of training, or from those that run after
-    `enable_calibration`. Activations are named `NODE_post_act_fake_quantizer`, weights `LAYER.weight_quantizer`.
+    All parameters exist on return. Quantizers are initialized by the first batch of training, or by batches that run
+    after `enable_calibration`. Names: `NODE_post_act_fake_quantizer` (activations), `LAYER.weight_quantizer` (weights).
 
     Args:
-        model: in any mode.
+        model: a module in training or evaluation mode.
         qconfig_dict: {"": qconfig}.
-        foldbn_config: how batch norms fold; the qconfig's own when omitted.
-        example_inputs: a tensor or a tuple of inputs, on which the copy is compared with the model.
+        foldbn_config: how batch norms are folded; the qconfig's own strategy when omitted.
+        example_inputs: a tensor or a tuple of inputs on which the copy is compared with the model.
 
     Raises:
         CaptureError: the model cannot be traced, or the trace computes something else.
-        ConfigError, UnknownNameError: a configuration is not understood.
+        ConfigError, UnknownNameError: a configuration is invalid.
         UnsupportedError: a batch norm cannot be folded.
     """
     qconfig = qconfig_dict.get("") if isinstance(qconfig_dict, Mapping) else None
     if not isinstance(qconfig, QConfig):
-        raise ConfigError("This is no setting", got=repr(qconfig_dict)[:120], allowed='{"": get_qconfig(...)}')
+        allowed = '{"": get_qconfig(...)}'
+        raise ConfigError("qconfig_dict must hold one setting", got=repr(qconfig_dict)[:120], allowed=allowed)
     for name in set(qconfig_dict) - {""}:
-        raise UnknownNameError("key of the qconfig dictionary", name, [""], hint="one setting is the whole model's")
+        raise UnknownNameError("key of the qconfig dictionary", name, [""], hint="it holds one setting for all layers")
     if not isinstance(foldbn_config, FoldBN | None):
         allowed = "get_foldbn_config(...)"
-        raise ConfigError("This says not how to fold batch norms", got=repr(foldbn_config)[:120], allowed=allowed)
+        raise ConfigError("foldbn_config must be a folding strategy", got=repr(foldbn_config)[:120], allowed=allowed)
     traced = _trace(model)
     if example_inputs is not None:
         _check_trace(traced, model, example_inputs if isinstance(example_inputs, tuple) else (example_inputs,))
@@ -89,16 +90,16 @@ def prepare_qat_fx(
 
 
 class PreparedModule(Checkpointed, fx.GraphModule):
-    """A traced model that rounds, and says in which step and where a number of it is none; copies of it do so too."""
+    """A traced model with quantizers that reports NaN or infinite parameters by step and layer, also in copies."""
 
     qconfig: QConfig
     steps: int  #: of training so far
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the model.
+        """Run the model.
 
         Raises:
-            TrainingError: in training mode, a scale or weight is no number.
+            TrainingError: in training mode, a scale or weight is NaN or infinite.
         """
         if self.training:
             self.begin()
@@ -106,10 +107,10 @@ class PreparedModule(Checkpointed, fx.GraphModule):
 
     @torch.compiler.disable
     def begin(self) -> None:
-        """Count a step of training, and look at all numbers.
+        """Count a step of training and check all scales and parameters.
 
         Raises:
-            TrainingError: one is none; names layer and step.
+            TrainingError: one is NaN or infinite; the message names layer and step.
         """
         self.steps += 1
         rounding = {n: m for n, m in self.named_modules() if isinstance(m, QuantizeBase) and m.fake_quant_enabled}
@@ -134,26 +135,25 @@ def _as_prepared(traced: fx.GraphModule, qconfig: QConfig, steps: int) -> Prepar
 
 
 def _unpickled(make: Any, given: Any, qconfig: QConfig, steps: int) -> PreparedModule:
-    """What `torch.load` makes of a file."""
+    """Build the model that `torch.load` returns."""
     return _as_prepared(make(*given), qconfig, steps)
 
 
 def _trace(model: nn.Module) -> fx.GraphModule:
-    """A copy as a graph of layers and functions, of which none remembers the mode that it was traced in."""
+    """Trace a copy of a model; layers replace functions that would keep the training mode of the trace."""
     try:
         traced = fx.symbolic_trace(copy.deepcopy(model))
     except Exception as e:  # the user's code, called with proxies, may raise anything
         if not raised_outside_chipfit(e):
             raise
         hint = "replace a Python `if` on values by torch.where, or put the code into a layer of its own and wrap it"
-        raise CaptureError(
-            f"The model cannot be traced: {short_message(e)}", where=type(model).__name__, hint=hint
-        ) from e
+        what = f"The model cannot be traced: {short_message(e)}"
+        raise CaptureError(what, where=type(model).__name__, hint=hint) from e
     for n in list(traced.graph.nodes):
         if n.op == "call_function" and "training" in n.kwargs:
             if n.target is not F.dropout:
                 hint = "use the layer, not the function"
-                raise CaptureError(f"'{n.name}' keeps the mode that it was traced in", hint=hint)
+                raise CaptureError(f"'{n.name}' would keep the training mode that it was traced in", hint=hint)
             traced.add_submodule(n.name, nn.Dropout(n.args[1] if len(n.args) > 1 else n.kwargs.get("p", 0.5)))
             with traced.graph.inserting_after(n):
                 n.replace_all_uses_with(traced.graph.call_module(n.name, n.args[:1]))
@@ -175,13 +175,13 @@ def _check_trace(traced: nn.Module, model: nn.Module, inputs: tuple[Any, ...]) -
 
 
 class _Graph:
-    """What the nodes of a trace are."""
+    """The operators of a trace and the tensors between them."""
 
     def __init__(self, traced: fx.GraphModule) -> None:
         self.traced, self.modules = traced, dict(traced.named_modules())
         self.nodes = list(traced.graph.nodes)
         self.ops = {n: self._op(n) for n in self.nodes}
-        #: sizes, and what is computed of them: no tensors
+        #: nodes that compute sizes, not tensors
         self.sizes = set[fx.Node]()
         for n in self.nodes:
             of_sizes = n.op == "call_function" and n.all_input_nodes and self.sizes.issuperset(n.all_input_nodes)
@@ -189,15 +189,14 @@ class _Graph:
                 self.sizes.add(n)
         weighted = [n for n in self.nodes if self.ops[n] in OPS and OPS[self.ops[n]].kind]
         self.weighted = [n for n in weighted if n.op == "call_module"]
-        self.rounding = {n for n in self.nodes if self.ops[n] in _ROUNDED_OPERATORS and n not in self.sizes} | set(
-            self.weighted
-        )
+        others = {n for n in self.nodes if self.ops[n] in _ROUNDED_OPERATORS and n not in self.sizes}
+        self.rounding = others | set(self.weighted)
         for n in set(weighted) - set(self.weighted):
             hint = "use the layer, not the function"
-            raise CaptureError(f"The weight of '{n.name}' is no layer's", got=n.target, hint=hint)
+            raise CaptureError(f"Weight of '{n.name}' does not belong to a layer", got=n.target, hint=hint)
 
     def _op(self, n: fx.Node) -> str:
-        """The canonical operator; "" for others. An entry of a tuple, which an index chooses, is none."""
+        """Return the canonical operator of a node; "" for others, as for the selection of a tuple's entry."""
         if n.op == "call_module":
             layer = self.modules[str(n.target)]
             return operator_named(type(layer.layer if isinstance(layer, FoldedBatchNorm) else layer).__name__)
@@ -206,11 +205,12 @@ class _Graph:
         return operator_named(n.target if isinstance(n.target, str) else n.target.__name__) if is_call else ""
 
     def moves(self, n: fx.Node) -> bool:
+        """Return whether a node only moves values (pass-through operator)."""
         op = OPS.get(self.ops[n])
         return op is not None and op.moves and set(op.slots) <= {"in0", "sizes*"}
 
     def operands(self, n: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Where each operand's numbers come from, behind what moves them, with the node that reads them there."""
+        """Yield the producer of each operand, before pass-through operators, with the node that reads the producer."""
         for x in n.all_input_nodes:
             reader = n
             while x not in self.sizes and self.moves(x):
@@ -219,22 +219,22 @@ class _Graph:
                 yield x, reader
 
     def result(self, n: fx.Node) -> fx.Node:
-        """The tensor that the kernel of an operator writes, which may go on behind it."""
+        """Return the last node of the kernel that begins with n: activations and batch norms behind it are fused."""
         while len(n.users) == 1 and self.ops[user := next(iter(n.users))] in _FUSED_INTO_PRODUCER:
             n = user
         return n
 
     def is_returned(self, x: fx.Node) -> bool:
-        """Whether the model returns it, perhaps moved."""
+        """Return whether x is an output of the model, perhaps through pass-through operators."""
         return any(u.op == "output" or (self.moves(u) and self.is_returned(u)) for u in x.users)
 
     def of_convolution(self, x: fx.Node) -> bool:
-        """Whether a convolution makes a tensor, with its batch norm."""
+        """Return whether a convolution, perhaps with its batch norm, computes x."""
         x = x.all_input_nodes[0] if self.ops[x] == "BatchNorm" else x
         return x in self.weighted and OPS[self.ops[x]].kind != "linear"
 
     def ends(self) -> set[fx.Node]:
-        """The weighted layers with none before, and those with none behind."""
+        """Return the weighted layers without a weighted layer before them, and those without one behind them."""
         before, behind = set[fx.Node](), set[fx.Node]()  # nodes with a weighted layer before, or behind them
         for n in self.nodes:
             if any(m in before or m in self.weighted for m in n.all_input_nodes):
@@ -245,7 +245,7 @@ class _Graph:
         return set(self.weighted) - (before & behind)
 
     def rounded(self, kind: int) -> dict[fx.Node, tuple[list[fx.Node], set[fx.Node]]]:
-        """Tensors that are rounded -> the nodes that read them rounded, and the operators that these numbers reach."""
+        """Return quantized tensors -> (the nodes that read them quantized, the operators that their values reach)."""
         found: dict[fx.Node, tuple[list[fx.Node], set[fx.Node]]] = {}
         apart: set[tuple[fx.Node, fx.Node]] = set()
         if kind == 2:
@@ -261,16 +261,16 @@ class _Graph:
             out = self.result(n)
             if kind != 1 and not self.is_returned(out) and not any((out, u) in apart for u in out.users):
                 found.setdefault(out, ([], set()))
-        if kind != 1:  # a chip reads what it has stored, whoever reads
+        if kind != 1:  # a stored tensor is quantized for all its readers
             found = {x: ([u for u in x.users if (x, u) not in apart], reached) for x, (_, reached) in found.items()}
         return found
 
 
 def _round_weight(graph: _Graph, node: fx.Node, qconfig: QConfig, strategy: int, end: bool) -> None:
-    """Put a layer, with the batch norm behind it where that folds, into a module that rounds its weight."""
+    """Wrap a layer, with the batch norm behind it if that is folded, in a module that quantizes its weight."""
     path = str(node.target)
     layer, calls = graph.modules[path], Counter(n.target for n in graph.nodes if n.op == "call_module")
-    if isinstance(layer, FoldedBatchNorm):  # called before
+    if isinstance(layer, FoldedBatchNorm):  # the layer is called twice
         return
     quantizer = qconfig.quantizer("weight", end, OPS[graph.ops[node]].weight_axis)
     quantizer.prepare(layer.weight)

@@ -1,4 +1,4 @@
-"""Quantizers as document 004 describes them: a module with an observer; any training algorithm in one of them.
+"""Quantizers of MQBench: modules with an observer. `AlgorithmQuantizer` runs any of chipfit's training algorithms.
 
 @register("quantizer", "mine")
 class Mine(QuantizeBase): ...
@@ -27,52 +27,61 @@ __all__ += ["disable_all", "enable_all", "enable_calibration", "enable_quantizat
 _TRAINS = "train a batch, or run one after enable_calibration(model)"
 
 
-class QuantizeBase(nn.Module):
-    """Rounds a tensor; a subclass overrides `forward`.
+def _of_observer(name: str) -> Any:
+    """Return a property that reads and sets an attribute of the quantizer's observer."""
+    return property(
+        lambda self: getattr(self.activation_post_process, name),
+        lambda self, value: setattr(self.activation_post_process, name, value),
+    )
 
-    `activation_post_process` is its observer, made from the same keywords, whose options it has too. `observer_enabled`
-    and `fake_quant_enabled` are plain attributes, see `enable_calibration` and its like; while `observing`, `forward`
-    is to show the observer its input and start its parameters again from what that has seen.
+
+class QuantizeBase(nn.Module):
+    """The base of quantizers; a subclass overrides `forward`, which fake-quantizes a tensor.
+
+    `activation_post_process` is the observer; the quantizer shares its attributes `quant_min`, `quant_max`, `bitwidth`,
+    `qscheme`, `ch_axis`, `pot_scale`, `ada_sign` and `sticky_sign`. `enable_calibration`, `enable_quantization`,
+    `enable_all` and `disable_all` set `observer_enabled` and `fake_quant_enabled`. While `observing` is true, `forward`
+    passes its input to the observer and initializes its parameters again.
 
     Args:
-        observer: the name of an observer, or a class.
-        observer_kwargs: options of `ObserverBase`, and those of the observer.
+        observer: name or class of an observer.
+        observer_kwargs: options of `ObserverBase` and of that observer.
 
     Raises:
         UnknownNameError: no such observer, or no such option.
         ConfigError: options that contradict each other.
     """
 
+    quant_min, quant_max = _of_observer("quant_min"), _of_observer("quant_max")
+    bitwidth, qscheme, ch_axis = _of_observer("bitwidth"), _of_observer("qscheme"), _of_observer("ch_axis")
+    pot_scale, ada_sign, sticky_sign = map(_of_observer, ("pot_scale", "ada_sign", "sticky_sign"))
+
     def __init__(self, observer: str | Callable[..., ObserverBase] = "MinMax", **observer_kwargs: Any) -> None:
         super().__init__()
-        self.activation_post_process = own = observer_of(observer)(**observer_kwargs)
-        self.quant_min, self.quant_max, self.bitwidth = own.quant_min, own.quant_max, own.bitwidth
-        self.qscheme, self.ch_axis, self.pot_scale = own.qscheme, own.ch_axis, own.pot_scale
-        self.ada_sign, self.sticky_sign = own.ada_sign, own.sticky_sign
+        self.activation_post_process = observer_of(observer)(**observer_kwargs)
         self.observer_enabled, self.fake_quant_enabled = False, True
         self._signed = self.quant_min, self.quant_max
 
     @property
     def observing(self) -> bool:
-        """Whether this batch counts: in calibration, and the first one of training."""
+        """Whether the next batch is observed: in calibration, and the first batch of training."""
         first = self.training and self.fake_quant_enabled and not self.activation_post_process.batches
         return self.observer_enabled or first
 
     def prepare(self, x: torch.Tensor | None) -> None:
-        """Called once before training: x is the weight that will be rounded, None for an activation."""
+        """Prepare for training; called once. x is the weight that will be quantized, None for an activation."""
 
     def adapt_sign(self, x: torch.Tensor) -> None:
-        """Where `ada_sign`: codes from 0 for a batch without negative values, with sign for others unless sticky."""
+        """With `ada_sign`, switch to unsigned values for a batch without negatives, and back unless `sticky_sign`."""
         if not self.ada_sign:
             return
         unsigned = bool(reduced(x.detach().min(), "MIN") >= 0)
         if unsigned or not self.sticky_sign:
             self.quant_min, self.quant_max = all_codes(self.bitwidth, False) if unsigned else self._signed
-            own = self.activation_post_process
-            own.quant_min, own.quant_max, own.adjust_sign = self.quant_min, self.quant_max, unsigned
+            self.activation_post_process.adjust_sign = unsigned
 
     def numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale and zero point, [] or [C], as a chip would store them: parameters of these names, or what was seen."""
+        """Return scale and zero point, [] or [C], as a chip stores them: from parameters, else from the observer."""
         own: Any = self
         if not hasattr(own, "scale"):
             return self.activation_post_process.calculate_qparams()
@@ -80,12 +89,12 @@ class QuantizeBase(nn.Module):
         return to_pot(scale.abs()) if self.pot_scale else scale.abs(), zero.round().to(torch.int32)
 
     def reals(self, w: torch.Tensor) -> torch.Tensor:
-        """The weight that a chip stores in place of w."""
+        """Return the weight that a chip stores in place of w."""
         return self(w)  # type: ignore[no-any-return]  # a module's call
 
     @property
     def grid(self) -> Grid:
-        """The codes as they are now."""
+        """The current quantization grid."""
         return self.activation_post_process.grid
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -96,26 +105,26 @@ class QuantizeBase(nn.Module):
             setattr(self, name, value)
 
     def extra_repr(self) -> str:
-        return f"codes {self.quant_min}..{self.quant_max}, observes={self.observing}, rounds={self.fake_quant_enabled}"
+        return f"{self.quant_min}..{self.quant_max}, observes={self.observing}, rounds={self.fake_quant_enabled}"
 
 
 def check_one_scale(q: QuantizeBase, role: str) -> None:
-    """Raise where an "activation" has a scale for each channel, which concerns weights."""
+    """Raise if an "activation" has one scale per channel, which is for weights only."""
     if role == "activation" and q.ch_axis >= 0:
         raise ConfigError("Activations have one scale: per_channel concerns weights", got=f"ch_axis={q.ch_axis}")
 
 
 class AlgorithmQuantizer(QuantizeBase):
-    """Rounds as a training algorithm of chipfit does, which starts from what the observer has seen.
+    """A quantizer that runs a training algorithm of chipfit, initialized from the observer.
 
     Args:
         algorithm: a registered name, with options as in "lsq(use_grad_scaling=False)", or an `Algorithm`.
         role: "weight" or "activation".
-        follows: observe every batch of training, where no number trains.
+        follows: observe every batch of training, for methods without trained parameters.
 
     Raises:
-        UnsupportedError: the algorithm cannot round to such codes.
-        ConfigError: activations with a scale for each channel.
+        UnsupportedError: the algorithm cannot train on this grid.
+        ConfigError: an activation has one scale per channel.
     """
 
     def __init__(
@@ -129,7 +138,7 @@ class AlgorithmQuantizer(QuantizeBase):
     ) -> None:
         super().__init__(observer, **observer_kwargs)
         self.algorithm, self.role, self.follows = algorithm_of(algorithm), role, follows
-        assert self.algorithm is not None  # a name or an instance is one
+        assert self.algorithm is not None  # for mypy
         check_one_scale(self, role)
         if why := refusal(self.algorithm, self.grid, role):
             what = f"{type(self.algorithm).__name__} cannot train {role}s in {self.bitwidth} bits"
@@ -161,12 +170,12 @@ class AlgorithmQuantizer(QuantizeBase):
         if not self.fake_quant_enabled:
             return x
         if not self.activation_post_process.batches:
-            raise DataError("A quantizer has no numbers yet: it has seen no batch", hint=_TRAINS)
+            raise DataError("A quantizer has no scale yet: it has observed no batch", hint=_TRAINS)
         return self.rounds(x)  # type: ignore[no-any-return]  # a module's call
 
     @torch.no_grad()
     def _start(self, x: torch.Tensor | None) -> None:
-        """Give the parameters the values that follow from what was seen; they stay the objects that optimizers hold."""
+        """Initialize the parameters from the observer, in place: optimizers hold references to them."""
         fresh = self._made(*self.activation_post_process.calculate_qparams(), x)
         for name, value in fresh.given().items():
             getattr(self.rounds, name).data = value.data.to(getattr(self.rounds, name).device)
@@ -185,25 +194,24 @@ class AlgorithmQuantizer(QuantizeBase):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.rounds.least = state.pop("least").to(self.rounds.least.device)
         super().set_extra_state(state)
-        own = self.activation_post_process
-        own.quant_min, own.quant_max = self.quant_min, self.quant_max
         self.rounds.grid = self.rounds.algorithm.grid(self.grid)
 
 
 def quantizer_of(name: Any, allow_code: bool = False) -> Callable[..., QuantizeBase]:
-    """What makes the quantizers of a method: a class, or a registered name of a quantizer or a training algorithm.
+    """Return the constructor of a method's quantizers.
 
     Args:
-        name: also "module:Class", where code may be loaded.
+        name: a class or instance, a registered name of a quantizer or training algorithm, or "module:Class".
+        allow_code: permit "module:Class", which runs the module's code.
 
     Raises:
-        UnknownNameError: listing near names.
-        ConfigError: "module:Class" that may not be loaded or is no quantizer, or a name that stands for two things.
+        UnknownNameError: there is no method of that name; lists similar names.
+        ConfigError: "module:Class" is not permitted or is no quantizer, or a name is registered as both kinds.
     """
     if isinstance(name, str) and ":" in name:
         if not allow_code:
             hint = "pass allow_code=True if you trust it"
-            raise ConfigError("A method in a module runs that module's code", got=name, hint=hint)
+            raise ConfigError("module:Class runs code, which is not permitted", got=name, hint=hint)
         name = import_by_name(name, "method", ConfigError)
     if isinstance(name, type) and issubclass(name, QuantizeBase):
         return name
@@ -213,11 +221,12 @@ def quantizer_of(name: Any, allow_code: bool = False) -> Callable[..., QuantizeB
         return partial(AlgorithmQuantizer, algorithm=name)
     if not isinstance(name, str):
         allowed = "a registered name, an Algorithm, or a class derived from QuantizeBase"
-        raise ConfigError("This is no quantization method", got=repr(name)[:120], allowed=allowed)
+        raise ConfigError("Quantization method must be a name or a class", got=repr(name)[:120], allowed=allowed)
     bare, options = parse_call(name)
     own, algorithms = registered("quantizer"), registered("training")
     if bare in own and bare in algorithms:
-        raise ConfigError(f"'{bare}' is a quantizer and a training algorithm", hint="register the quantizer otherwise")
+        hint = "register the quantizer under another name"
+        raise ConfigError(f"'{bare}' is both a quantizer and a training algorithm", hint=hint)
     if bare not in own and bare not in algorithms:
         raise UnknownNameError("quantization method", bare, [*own, *algorithms])
     if bare in algorithms:
@@ -225,7 +234,7 @@ def quantizer_of(name: Any, allow_code: bool = False) -> Callable[..., QuantizeB
     return partial(own[bare], **options) if options else own[bare]  # type: ignore[no-any-return]  # by registration
 
 
-# ---------------------------------------------------------------- states of a whole model
+# ---------------------------------------------------------------- modes of a whole model
 
 
 def _switch(model: nn.Module, observe: bool, quantize: bool, named: str) -> None:
@@ -235,20 +244,20 @@ def _switch(model: nn.Module, observe: bool, quantize: bool, named: str) -> None
 
 
 def enable_calibration(model: nn.Module, named: str = "") -> None:
-    """Observe, and round nothing: of quantizers with `named` in their name, as in all that follow."""
+    """Make quantizers observe without rounding; `named` selects those with this text in their names."""
     _switch(model, True, False, named)
 
 
 def enable_quantization(model: nn.Module, named: str = "") -> None:
-    """Round, and observe nothing but the first batch of training where none was seen."""
+    """Make quantizers round; they observe only the first batch of training, if none was observed."""
     _switch(model, False, True, named)
 
 
 def enable_all(model: nn.Module, named: str = "") -> None:
-    """Observe and round: the numbers start again with every batch."""
+    """Make quantizers observe and round: their parameters are initialized again with every batch."""
     _switch(model, True, True, named)
 
 
 def disable_all(model: nn.Module, named: str = "") -> None:
-    """The float network."""
+    """Turn quantizers off: the model computes in float."""
     _switch(model, False, False, named)

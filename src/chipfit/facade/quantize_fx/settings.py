@@ -1,4 +1,4 @@
-"""What document 004 chooses before a model is prepared: the method, the flags of a backend, how batch norms fold."""
+"""Settings of MQBench chosen before a model is prepared: the method, flags of a backend, folding of batch norms."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ from chipfit.quantizers.grids import Grid, all_codes
 
 __all__ = ["FoldBN", "QConfig", "get_backend_params", "get_foldbn_config", "get_qconfig", "platforms_of"]
 
-#: of the first and the last weighted layer, in every setting
+#: bits of the first and the last weighted layer in every setting
 END_LAYER_BITS = 8
 
 
 @dataclass(frozen=True)
 class QConfig:
-    """The quantizers of a model, and where they stand.
+    """The quantizers of a model and their placement.
 
-    `activation` and `weight` make one, from the keywords of a `QuantizeBase`.
+    `activation` and `weight` create a quantizer from the keywords of `QuantizeBase`.
     """
 
     activation: Callable[..., QuantizeBase]
@@ -43,12 +43,12 @@ class QConfig:
     bnfold: int
 
     def quantizer(self, role: str, end: bool, axis: int = 0) -> QuantizeBase:
-        """A quantizer of a "weight" with its channels on `axis`, or of an "activation", of a first or last layer."""
+        """Return a quantizer of a "weight" (channels on `axis`) or an "activation"; `end`: of a first or last layer."""
         bits, per_channel = END_LAYER_BITS if end else self.bit, self.per_channel and role == "weight"
         low, high = all_codes(bits, self.symmetry)
         kind = f"per_{'channel' if per_channel else 'tensor'}_{'symmetric' if self.symmetry else 'affine'}"
         make = self.weight if role == "weight" else self.activation
-        made = make(
+        quantizer = make(
             quant_min=low,
             quant_max=high,
             qscheme=getattr(torch, kind),
@@ -57,13 +57,13 @@ class QConfig:
             pot_scale=self.pot_scale,
             bitwidth=bits,
         )
-        check_one_scale(made, role)
-        return made
+        check_one_scale(quantizer, role)
+        return quantizer
 
 
 @dataclass(frozen=True)
 class FoldBN:
-    """How batch norms are folded while they train, see `chipfit.quantizers.bn_fold`."""
+    """A strategy of folding batch norms during training, see `chipfit.quantizers.bn_fold`."""
 
     strategy: int
 
@@ -74,10 +74,10 @@ def _settings() -> dict[str, Any]:
 
 
 def get_backend_params(backend: str) -> dict[str, Any]:
-    """The flags of a backend of document 004, for `get_qconfig`. Its name means these settings, not a platform's.
+    """Return the flags of an MQBench backend for `get_qconfig`. The name stands for these flags, not for a platform.
 
     Raises:
-        UnknownNameError: listing near names.
+        UnknownNameError: there is no such backend; lists similar names.
     """
     known = _settings()["backends"]
     if backend not in known:
@@ -86,10 +86,10 @@ def get_backend_params(backend: str) -> dict[str, Any]:
 
 
 def get_foldbn_config(strategy: int) -> FoldBN:
-    """The folding strategy with this number.
+    """Return the folding strategy of a number.
 
     Raises:
-        ConfigError: another number.
+        ConfigError: there is no strategy of that number.
     """
     return FoldBN(strategy_of(strategy))
 
@@ -110,41 +110,41 @@ def get_qconfig(
     bnfold: int | None = None,
     allow_code: bool = False,
 ) -> QConfig:
-    """The quantizers of a setting, `get_qconfig(**qparams, **backend_params)`.
+    """Return the quantizers of a setting: `get_qconfig(**qparams, **backend_params)`.
 
     Args:
         w_method, a_method: a registered quantizer or training algorithm, a method of settings.yaml, or a class.
-        bit: width of weights and activations; first and last layers have 8.
-        w_observer, a_observer: what they start from; the method's own when omitted.
-        ada_sign: activations without negative values lose their sign; academic settings only.
-        symmetry: zero points are 0, else free.
-        per_channel: one scale for each output channel of a weight.
+        bit: width of weights and activations; first and last layers have 8 bits.
+        w_observer, a_observer: observers that initialize the quantizers; the method's own when omitted.
+        ada_sign: activations without negative values become unsigned; academic settings only.
+        symmetry: zero points are 0; False: they are free.
+        per_channel: weights have one scale per output channel.
         pot_scale: scales are powers of two.
-        graph: 1, 2 or 3, where quantizers stand; 1 where `ada_sign` and 3 elsewhere when omitted.
-        bnfold: folding strategy where `prepare_qat_fx` is given none.
-        allow_code: methods may be "module:Class".
+        graph: 1, 2 or 3: placement of the quantizers; when omitted 1 with `ada_sign`, else 3.
+        bnfold: folding strategy, unless `prepare_qat_fx` receives one.
+        allow_code: permit methods given as "module:Class".
 
     Raises:
-        UnknownNameError: a method, an observer or an option that does not exist.
-        ConfigError, UnsupportedError: an option out of bounds, or one that contradicts another.
+        UnknownNameError: a method, an observer or an option does not exist.
+        ConfigError, UnsupportedError: an option is out of bounds or contradicts another.
     """
     defaults = _settings()["defaults"]
     graph = (1 if ada_sign else defaults["graph"]) if graph is None else graph
     bnfold = (-1 if ada_sign else defaults["bnfold"]) if bnfold is None else bnfold
     if ada_sign and (not symmetry or pot_scale):
-        what = "ada_sign is for academic settings: no chip chooses a sign while it runs"
+        what = "ada_sign is for academic settings only: no chip changes signedness at run time"
         raise ConfigError(what, allowed="with symmetry=True and pot_scale=False")
     w = _quantizer_factory("weight", w_method, w_observer, allow_code)
     a = _quantizer_factory("activation", a_method, a_observer, allow_code)
     out = QConfig(a, w, bit, ada_sign, symmetry, per_channel, pot_scale, graph, get_foldbn_config(bnfold).strategy)
     for role in ("weight", "activation"):
         for end in (False, True):
-            out.quantizer(role, end)  # refuses what it cannot hold
+            out.quantizer(role, end)  # raises for contradictory options
     return out
 
 
 def _quantizer_factory(role: str, method: Any, observer: Any, allow_code: bool) -> Callable[..., QuantizeBase]:
-    """Makes the quantizers of one role."""
+    """Return the constructor of the quantizers of one role."""
     own = _settings()["methods"].get(name := str(method).partition("(")[0], {})
     default = own.get(f"{role[0]}_observer", "MinMax" if role == "weight" else "EMAMinMax")
     method = own["algorithm"] + method.removeprefix(name) if "algorithm" in own else method
@@ -158,44 +158,42 @@ def _quantizer_factory(role: str, method: Any, observer: Any, allow_code: bool) 
 
 
 def grid_mismatch(own: Grid, at: Grid) -> str:
-    """Why a chip that stores a tensor on a grid cannot hold what was rounded to another; "" where it can.
+    """Return why a chip with the grid `at` cannot store a tensor that was quantized to `own`; "" if it can.
 
-    Codes may all move by the same number, and the zero point with them.
+    All quantized values may be shifted by one number, and the zero point with them.
     """
     zero = own.zero if own.zero == "any" else at.qmin - own.qmin
     zeros = at.zero if isinstance(at.zero, tuple) else (at.zero,)
     if at.kind != "int" or at.levels != own.levels:
-        return f"has {at.levels} codes of kind {at.kind}, not {own.levels}"
+        return f"has {at.levels} values of kind {at.kind}, not {own.levels}"
     if "any" not in zeros and zero not in zeros:
         return "has no free zero point" if zero == "any" else f"has the zero point {at.zero}, not {zero}"
     if at.pot and not own.pot:
-        return "wants powers of two"
-    return "has one scale a tensor" if own.per == "channel" and at.per == "tensor" else ""
+        return "requires powers of two"
+    return "has one scale per tensor" if own.per == "channel" and at.per == "tensor" else ""
 
 
 def platforms_of(qconfig: QConfig) -> dict[str, str]:
-    """Every built-in platform -> why convolutions and linear layers in these settings do not fit; "" where they do.
+    """Return, by built-in platform, why its convolutions and linear layers do not fit the setting; "" if they do.
 
-    Its rules for a whole model are seen when that is handed over, see `deploy`.
+    Rules about a whole model are checked by `deploy`.
     """
     return {name: _why_unfit(qconfig, name) for name in names()}
 
 
 def _why_unfit(qconfig: QConfig, name: str) -> str:
     if qconfig.ada_sign:
-        return "ada_sign is for academic settings: formats have their sign before training"
+        return "ada_sign is for academic settings only: signedness of a format is fixed before training"
     platform = load(name)
     for op in ("Conv2D", "Linear"):
         found = resolve(platform, op, {})
         for end in (False, True):
             wanted = qconfig.quantizer("weight", end), qconfig.quantizer("activation", end)
-            reasons = [
-                next(
-                    filter(None, (_format_mismatch(q, f, platform.formats) for q, f in zip(wanted, (o.w, *o.ins[:1])))),
-                    "",
-                )
-                for o in found.options
-            ]
+            reasons = []
+            for option in found.options:
+                pairs = zip(wanted, (option.w, *option.ins[:1]))
+                mismatches = (_format_mismatch(q, name, platform.formats) for q, name in pairs)
+                reasons.append(next(filter(None, mismatches), ""))
             if "" not in reasons:
                 return f"{op}: {reasons[0] if reasons else found.why or 'runs in float'}"
     return ""
