@@ -122,7 +122,7 @@ def test_ones_own_function_quantizes_results_and_no_file_pretends_to(tmp_path):
 
 
 def test_ones_own_function_returns_a_tensor():
-    with pytest.raises(UnsupportedError, match="no tensor"):
+    with pytest.raises(UnsupportedError, match="must return a tensor"):
         fit(FrameworkInfo([nn.Conv2d], [], [], {}, {QuantizationMethod.SYMMETRIC: lambda *_: 3}))
 
 

@@ -103,7 +103,7 @@ def test_wrong_options_are_named():
         learn(gptq.get_pytorch_gptq_config(1, gradual_activation_quantization=late))
     with pytest.raises(UnsupportedError, match="gptq_representative_data_gen"):
         learn(gptq_representative_data_gen=batches)
-    with pytest.raises(DataError, match="called without arguments"):
+    with pytest.raises(DataError, match="function without arguments"):
         gptq.pytorch_gradient_post_training_quantization(net(), [X])
 
 

@@ -165,7 +165,7 @@ def _translated(
         return unknown if issubclass(error, ConfigError) else error(unknown.what, allowed=unknown.allowed)
     path = "".join([name, *(f"[{p}]" for p in place[1:])])
     if first["type"] == "missing":
-        return error(f"'{path}' of {owner} is required")
+        return error(f"'{path}' of {owner} is missing")
     got = f"{_SHORT.repr(first['input'])} of type {type(first['input']).__name__}"
     if first["type"] not in _ALLOWED:
         return error(f"'{path}' of {owner} is invalid: {first['msg'].removeprefix('Value error, ')}", got=got)

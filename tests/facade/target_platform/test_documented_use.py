@@ -207,7 +207,7 @@ def test_framework_info_as_its_page_calls_it():
     functions, layers = {"softmax": (0, 1)}, {nn.Softmax: (0, 1)}
     info = FrameworkInfo(kernel_ops, activation_ops, no_quantization_ops, kernel_channels_mapping, functions, layers)
     assert (info.activation_min_max_mapping, info.layer_min_max_mapping) == (functions, layers)
-    with pytest.raises(chipfit.errors.ModelingError, match="elsewhere"):
+    with pytest.raises(chipfit.errors.ModelingError, match="on other axes"):
         FrameworkInfo(kernel_ops, [], [], DefaultDict({nn.Conv2d: (3, 2)}), {}, {})
 
 
