@@ -33,10 +33,9 @@ class Setting(NamedTuple):
     argument: str = ""  #: keyword under which the step takes that value
     choices: tuple[str, ...] = ()  #: the words that it takes instead of numbers
     numbers: bool = False  #: it takes numbers beside its words
+    kind: str = ""  #: it takes names of this kind of addition, such as "gptq" or "gptq + learned(steps=100)"
 
 
-#: no setting of an entry is as large
-_MOST = 1000
 #: the word with which a setting that plans may ask for is turned off
 OFF = "off"
 #: in which a step can be taken, in their order; see `Step`
@@ -97,6 +96,16 @@ class DeviceRuntime:
     codes: str = "{}"  #: name of the tensor that holds a graph value's codes
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoundingMethod:
+    """The declaration of a method that rounds weights; its protocol is that of `rounding.method`."""
+
+    #: settings that stand for fields of the method; `argument` is the field
+    options: tuple[Setting, ...] = ()
+    fits: bool = False  #: it fits scales, quantized values and biases to what each operator reads
+    default_below: int = 0  #: it is taken where weights have fewer bits and the user named no method
+
+
 class Kind(NamedTuple):
     """One kind of addition."""
 
@@ -104,6 +113,7 @@ class Kind(NamedTuple):
     home: str  #: package with one file for each; "{}" stands for the name of the entry
     declares: type | None = None
     methods: tuple[str, ...] = ("__call__",)  #: what an entry must have
+    most: float = 1000  #: no number among its settings is larger
 
 
 KINDS = {
@@ -111,6 +121,7 @@ KINDS = {
     "statistic": Kind("statistic", "chipfit.rounding"),
     "pass": Kind("pass", "chipfit.passes", Step),
     "correction": Kind("correction", "chipfit.correction", Step),
+    "rounding": Kind("rounding method", "chipfit.rounding.methods", RoundingMethod, most=1e6),
     "format": Kind("file format", "chipfit.export", FileFormat),
     "runtime": Kind("runtime", "chipfit.runtimes", DeviceRuntime, ("run", "executed")),
     "kernels": Kind("kernels", "chipfit.simulate", None, ("kernels", "clip", "quantize")),
@@ -162,7 +173,7 @@ def register(kind: str, name: str, **declaration: Any) -> Callable[[T], T]:
 
 
 def _declared(kind: str, name: str, thing: Any, declaration: dict[str, Any]) -> Any:
-    label, _, declares, methods = KINDS[kind]
+    label, _, declares, methods, _ = KINDS[kind]
     known = {f.name: f for f in fields(declares)} if declares is not None and is_dataclass(declares) else {}
     missing = [k for k, f in known.items() if k not in declaration and (f.default, f.default_factory) == (MISSING,) * 2]
     unknown = [k for k in declaration if k not in known]
@@ -228,30 +239,53 @@ def lookup(kind: str, name: str) -> Any:
 
 
 def create(kind: str, text: str, aliases: Mapping[str, str] | None = None, **settings: Any) -> Any:
-    """An instance of what is registered, which is a dataclass: its name, perhaps with settings as in "lp(p=3)".
+    """Return an instance of a registered dataclass, from its name, perhaps with settings as in "lp(p=3)".
 
     Args:
         aliases: other names -> registered ones.
-        settings: fields of it, over those in the text: a bool, an integer or a number above 0, as the field is.
+        settings: fields of it, which replace those in the text.
 
     Raises:
         UnknownNameError: no such name, or no such setting of it.
-        ConfigError: a setting out of bounds.
+        ConfigError: a setting of the wrong type or out of bounds.
     """
-    label = KINDS[kind].label
+    label, most = KINDS[kind].label, KINDS[kind].most
     name, own = parse_call(text)
     make = lookup(kind, (aliases or {}).get(name, name))
-    known = {f.name: getattr(f.type, "__name__", str(f.type)) for f in fields(make)}
+    known = {f.name: f for f in fields(make)}
     for setting, value in (own | settings).items():
         if setting not in known:
             raise UnknownNameError(f"setting of {label} '{name}'", setting, known)
-        whole = known[setting] != "int" or isinstance(value, int)
-        fits = whole and is_number(value) and 0 < value <= _MOST
-        if not (isinstance(value, bool) if known[setting] == "bool" else fits):
-            allowed = {"bool": "True or False", "int": "an integer above 0"}.get(known[setting], "a number above 0")
-            got = repr(value)[:120]
-            raise ConfigError(f"Setting '{setting}' of {label} '{name}' is not understood", got=got, allowed=allowed)
+        annotation, default = known[setting].type, known[setting].default
+        annotation = getattr(annotation, "__name__", str(annotation))
+        is_default = type(value) is type(default) and value == default
+        if not (is_default or _is_allowed(value, annotation, most)):
+            allowed = {"bool": "True or False", "int": "an integer above 0", "str": "a text"}
+            got, of = repr(value)[:120], allowed.get(annotation, "a number above 0")
+            raise ConfigError(f"Setting '{setting}' of {label} '{name}' is not understood", got=got, allowed=of)
     return make(**own | settings)
+
+
+def _is_allowed(value: Any, annotation: str, most: float) -> bool:
+    """Return whether a value fits the type of a field, and a number its bounds."""
+    if value is None:
+        return annotation.endswith(" | None")
+    annotation = annotation.removesuffix(" | None")
+    if annotation in ("bool", "str"):
+        return type(value).__name__ == annotation
+    return is_number(value) and 0 < value <= most and (annotation != "int" or isinstance(value, int))
+
+
+def parse_sum(text: str) -> list[str]:
+    """Return the parts of a text that are joined by "+"; the whole text where it is no such sum."""
+    try:
+        out = list[str]()
+        part: Any = ast.parse(text, mode="eval").body
+        while isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add):
+            part, out = part.left, [ast.unparse(part.right), *out]
+        return [ast.unparse(part), *out]
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):  # raised by `ast` for bad text
+        return [text]
 
 
 def parse_call(text: str) -> tuple[str, dict[str, Any]]:
@@ -298,6 +332,7 @@ def ordered(stage: str) -> list[Entry]:
     Raises:
         RegistrationError: a step goes after one that does not exist, or after itself.
     """
+    entries("rounding")  # its methods may register corrections
     steps = {e.name: e for kind in ("pass", "correction") for e in entries(kind).values() if e.declares.stage == stage}
     for e in steps.values():
         for other in e.declares.after:

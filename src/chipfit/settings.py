@@ -10,13 +10,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from chipfit.errors import PlanError, UnknownNameError
-from chipfit.registry import STAGES, Setting, is_number, ordered
+from chipfit.registry import STAGES, Setting, create, entries, is_number, ordered, parse_sum
 
 
 def known_settings() -> dict[str, Setting]:
     """Every setting by name, in the order in which the steps are taken."""
     steps = (step.declares for stage in STAGES for step in ordered(stage))
-    return {s.name: s for says in steps for s in (says.setting, *says.options) if s is not None}
+    own = [s for says in steps for s in (says.setting, *says.options) if s is not None]
+    # behind a setting that takes names of a kind stand the options that the entries of this kind declare
+    options = {s.name: [o for e in entries(s.kind).values() for o in e.declares.options] if s.kind else [] for s in own}
+    return {o.name: o for s in own for o in (s, *options[s.name])}
 
 
 class _Signed(type):
@@ -35,7 +38,8 @@ class Settings(metaclass=_Signed):
     samples lose less.
 
     Raises:
-        UnknownNameError: a setting that does not exist.
+        UnknownNameError: a setting, or a method that it names, does not exist.
+        ConfigError: an option of such a method is out of bounds.
         PlanError: a value of the wrong type, or a negative ratio or threshold.
     """
 
@@ -49,6 +53,11 @@ class Settings(metaclass=_Signed):
                 raise UnknownNameError("setting", name, settings)
             if isinstance(settings[name].default, bool):
                 bad, allowed = not isinstance(value, bool), "True or False"
+            elif kind := settings[name].kind:
+                words = (*entries(kind), *settings[name].choices)
+                bad, allowed = not (value is None or isinstance(value, str)), f"None, or {', '.join(map(repr, words))}"
+                for part in parse_sum(value) if isinstance(value, str) and value not in words else ():
+                    create(kind, part)  # raises for what is not registered
             elif words := settings[name].choices:
                 number = settings[name].numbers and is_number(value) and value >= 0
                 bad = not (value is None or value in words or number)

@@ -77,7 +77,7 @@ def tried(settings: Settings, graph: Graph, assignment: Assignment) -> Settings:
     return Settings(**settings.to_record(), **{k: v for k, v in more.items() if v is not None})
 
 
-def _take(step: Entry, settings: Settings, *given: Any, **context: Any) -> Any:
+def _take(step: Entry, settings: Settings, /, *given: Any, **context: Any) -> Any:
     """Call a step with what its stage gives, what it needs besides, and the number that its setting is."""
     says = step.declares
     keywords = {name: context[name] for name in says.needs}
@@ -168,6 +168,7 @@ def correct(
         linear = [n for n in graph.nodes if is_linear(graph, n)]
         changed = {n.name for n in linear if graph.weights[n.weight] is not original.weights[n.weight]}
         context = {"stats": stats, "batches": batches, "changed": changed, "choose": choose, "original": original}
+        context["settings"] = settings
         try:
             if step.declares.decides:
                 graph, plan, notes = _take(step, settings, graph, plan, **context)

@@ -7,27 +7,7 @@ import torch
 
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
-from chipfit.rounding import learned_rounding, sequential_reconstruction
-from chipfit.rounding.adaround import HIGH, LOW, SoftWeight, inverse_sigmoid, output_error, regularizer_exponent
-
-
-def test_what_is_learned_and_walked_unless_told_otherwise():
-    assert learned_rounding.ReconstructionSettings() == learned_rounding.ReconstructionSettings(
-        scope="block",
-        steps=1000,
-        rate=0.2,
-        floats=0.0,
-        anneal=False,
-        pull=1.0,
-        biases=True,
-        fisher=False,
-        memory=768 * 1024**2,
-        seed=0,
-    )
-    assert sequential_reconstruction.GptqSettings() == sequential_reconstruction.GptqSettings(
-        gptq=True, samples=4096, ridge=0.1, residual=True, centred=True, memory=768 * 1024**2, seed=0
-    )
-    assert learned_rounding.BIAS_RATE == 0.01 and (LOW, HIGH) == (-0.1, 1.1)
+from chipfit.rounding.adaround import SoftWeight, inverse_sigmoid, output_error, regularizer_exponent
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import torch
 
 import chipfit
 from chipfit import Settings
-from chipfit.correction import bias, rounding
+from chipfit.correction import bias
 from chipfit.errors import Interrupted
-from chipfit.rounding import learned_rounding, sequential_reconstruction
+from chipfit.rounding import learned_rounding, method, sequential_reconstruction
 from chipfit.rounding.compare import Reference
 from chipfit.search import choose
 from tests.rounding.test_sequential_reconstruction import DATA, NEW, Net
@@ -34,7 +34,7 @@ def ctrl_c(monkeypatch, owner, name, after=0):
     monkeypatch.setattr(owner, name, pressed)
 
 
-def interruption_note(settings=PLAIN, **options):
+def interrupted(settings=PLAIN, **options):
     with pytest.raises(KeyboardInterrupt, match=r"`\.result` of this exception") as caught:
         fitted(settings, **options)
     assert isinstance(caught.value, Interrupted)
@@ -52,12 +52,12 @@ def origins(result):
 def test_layers_that_were_rounded_stay_so_and_the_others_take_their_nearest_codes(monkeypatch, tmp_path):
     whole, plain = fitted(), fitted(OFF)
     ctrl_c(monkeypatch, sequential_reconstruction._Reconstruction, "_fit", after=3)
-    half = interruption_note()
+    half = interrupted()
     fits = ("stem.weight", "body.weight", "depth.weight")
     assert origins(half) == {n: "gptq" if n in fits else o for n, o in origins(plain).items()}
     assert loss(whole) < loss(half) < loss(plain)
     assert torch.equal(half.graph.weights["head.weight"], plain.graph.weights["head.weight"])
-    assert "warning: interruption_note: 'head' and what follows it take their nearest codes" in half.plan.rewrites
+    assert "warning: interrupted: 'head' and what follows it take their nearest codes" in half.plan.rewrites
     half.save(tmp_path / "half")
     assert origins(chipfit.load(tmp_path / "half")) == origins(half)
     with torch.no_grad():
@@ -67,23 +67,23 @@ def test_layers_that_were_rounded_stay_so_and_the_others_take_their_nearest_code
 def test_an_edit_of_what_was_left_starts_over(monkeypatch):
     with monkeypatch.context() as m:
         ctrl_c(m, sequential_reconstruction._Reconstruction, "_fit", after=1)
-        half = interruption_note()
+        half = interrupted()
     again = half.edit(FOUR)
-    assert set(origins(again).values()) == {"gptq"} and not any("interruption_note" in n for n in again.plan.rewrites)
+    assert set(origins(again).values()) == {"gptq"} and not any("interrupted" in n for n in again.plan.rewrites)
 
 
 @pytest.mark.parametrize(
     "owner, name, settings, named",
     [
-        (rounding, "compare_plans", Settings(rounding="gptq"), "rounding"),  # what no guard has seen is not taken
+        (method, "compare_plans", Settings(rounding="gptq"), "rounding"),  # what no guard has seen is not taken
         (bias, "quantized_linear", Settings(correct_bias=True, reconstruct="layer"), "bias, reconstruct"),
     ],
 )
 def test_a_step_that_is_nothing_by_half_is_left_out_with_those_behind_it(monkeypatch, owner, name, settings, named):
     plain = fitted(OFF)
     ctrl_c(monkeypatch, owner, name)
-    result = interruption_note(settings)
-    assert result.plan.rewrites[-1].endswith(f"interruption_note: not done: {named}")
+    result = interrupted(settings)
+    assert result.plan.rewrites[-1].endswith(f"interrupted: not done: {named}")
     assert loss(result) == loss(plain)
 
 
@@ -91,10 +91,10 @@ def test_units_that_were_learned_stay_so(monkeypatch):
     settings = Settings(rounding="off", reconstruct="layer", reconstruct_steps=30, rounding_guard=False)
     plain = fitted(OFF)
     ctrl_c(monkeypatch, learned_rounding._Learner, "_learn", after=2)
-    result = interruption_note(settings)
+    result = interrupted(settings)
     weights = result.graph.weights
     learned = {n for n in origins(plain) if not torch.equal(weights[n], plain.graph.weights[n])}
-    assert "warning: interruption_note: 'depth' and what follows it keep their codes" in result.plan.rewrites
+    assert "warning: interrupted: 'depth' and what follows it keep their codes" in result.plan.rewrites
     assert learned and learned <= {"stem.weight", "body.weight"}
     assert all(result.plan.tensors[n].origin.endswith("codes learned by layer") for n in learned)
     assert loss(result) < loss(plain)
@@ -102,10 +102,10 @@ def test_units_that_were_learned_stay_so(monkeypatch):
 
 def test_a_search_that_has_not_ended_leaves_the_widths_and_says_that_no_limit_is_kept(monkeypatch):
     ctrl_c(monkeypatch, choose, "losses")
-    result = interruption_note(limits=chipfit.Limits(bops="30%"), training="lsq")
+    result = interrupted(limits=chipfit.Limits(bops="30%"), training="lsq")
     assert {t.grid.bits for t in result.plan.tensors.values() if t.role == "weight" and t.quantized} == {4}
     assert result.plan.rewrites[-1] == (
-        "warning: interruption_note: the widths were not searched to the end, and no limit is kept"
+        "warning: interrupted: the widths were not searched to the end, and no limit is kept"
     )
     assert "chosen" not in result.plan.provenance and result.training is not None
 

@@ -571,7 +571,7 @@ def test_ctrl_c_ends_learning_with_what_was_learned(after, monkeypatch):
 
     monkeypatch.setattr(engine._Learner, "_learn", pressed)
     new, notes = learned(ReconstructionSettings(scope="layer", steps=20))
-    assert notes[0] == f"warning: interruption_note: '{2 * after}' and what follows it keep their codes"
+    assert notes[0] == f"warning: interrupted: '{2 * after}' and what follows it keep their codes"
     assert f"of {after} units" in notes[1] and len(notes) == 2 and next(calls) == after + 1
     assert torch.equal(new.weights["2.weight"], result.graph.weights["2.weight"])
 

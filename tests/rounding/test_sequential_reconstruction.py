@@ -17,6 +17,7 @@ from chipfit.quantizers.stored import Stored
 from chipfit.rounding import sequential_reconstruction as walking
 from chipfit.rounding.activation_ranges import with_weighted_ranges
 from chipfit.rounding.compare import Reference
+from chipfit.rounding.methods.nearest import Nearest
 from chipfit.rounding.moments import Moments
 from chipfit.rounding.sequential_reconstruction import GptqSettings, reconstruct
 from chipfit.rounding.streams import Stream
@@ -206,9 +207,7 @@ def test_sequences_are_rounded_token_by_token():
 def test_values_beyond_the_limit_lie_on_disk_and_change_nothing():
     result = fitted("ort_cpu")
     batches = [[x] for x in DATA[:2]]
-    held, spilled = (
-        reconstruct(result.graph, result.plan, batches, GptqSettings(memory=m)) for m in (1 << 30, 1 << 10)
-    )
+    held, spilled = (reconstruct(result.graph, result.plan, batches, memory=m) for m in (1 << 30, 1 << 10))
     assert held.spilled == 0 < spilled.spilled
     assert all(torch.equal(held.graph.weights[k], w) for k, w in spilled.graph.weights.items())
     budget = MemoryLimit(16)  # in half precision, four numbers take 8 bytes
@@ -250,8 +249,6 @@ def test_small_values_are_kept_as_they_are():
 def test_settings_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match="'rounding' and 'correct_bias'"):
         fitted("ort_cpu", None, Settings(rounding="gptq", correct_bias=True))
-    with pytest.raises(chipfit.errors.PlanError, match="'gptq', 'nearest'"):
-        Settings(rounding="gpqt")
     with pytest.raises(UnknownNameError):
         Settings(roundings="gptq")
 
@@ -342,7 +339,7 @@ def two_layers():
 
 @pytest.mark.parametrize(
     "how, said",
-    [(GptqSettings(), "gptq over 40 positions"), (GptqSettings(gptq=False, ridge=None), "nearest over 40 positions")],
+    [(GptqSettings(), "gptq over 40 positions"), (Nearest(ridge=None), "nearest over 40 positions")],
 )
 def test_a_walk_says_over_what_it_rounded_and_nothing_where_all_is_well(two_layers, how, said):
     result, x = two_layers
@@ -396,7 +393,7 @@ def test_no_batch_is_refused(two_layers):
 A = torch.tensor([[0.5, -1.0], [2.0, 0.25]])
 B = torch.tensor([0.25, -0.5])
 IMAGES = torch.randn(40, 2, generator=torch.Generator().manual_seed(5)).half().float()  # exact in half precision
-PLAIN = GptqSettings(gptq=False, ridge=None, centred=False)
+PLAIN = Nearest(ridge=None)
 
 
 def in_codes(name, scale=0.5, bits=3, role="activation", axis=None, **grid):
@@ -500,19 +497,17 @@ def test_what_comes_behind_reads_rounded_weights_and_constants(monkeypatch):
         (_, (x, t)), walked = sums(monkeypatch, network(nodes, w2=A.clone()), plan)
         q = nearest(A, float(walked.tensors["w"].scale), 6)
         torch.testing.assert_close(walked.graph.weights["w"], q)
-        torch.testing.assert_close(x, nearest(IMAGES) @ q.t() + B + c)
+        torch.testing.assert_close(x, nearest(IMAGES) @ q.t() + walked.graph.weights["b"] + c)
         torch.testing.assert_close(t, (IMAGES @ A.t() + B + torch.tensor([0.3, -0.7])) @ A.t())
 
 
 @pytest.mark.parametrize("ridge", [None, 0.1])
-def test_a_bias_takes_the_means_of_what_rounding_changes_where_it_is_asked_to(ridge, monkeypatch):
+def test_a_bias_takes_the_means_of_what_rounding_changes(ridge, monkeypatch):
     graph, plan = network((linear("y", "x"),)), planned(in_codes("x"))
     y = IMAGES @ A.t() + B
     _, walked = sums(monkeypatch, graph, plan, GptqSettings(ridge=ridge))
     q = walked.graph.weights["w"]
     torch.testing.assert_close(walked.graph.weights["b"], y.mean(0) - q @ nearest(IMAGES).mean(0))
-    _, walked = sums(monkeypatch, graph, plan, GptqSettings(ridge=ridge, centred=False))
-    assert torch.equal(walked.graph.weights["b"], B)
     _, walked = sums(monkeypatch, network((linear("y", "x", bias=None),)), plan, GptqSettings(ridge=ridge))
     assert walked.graph.nodes[0].bias is None and graph.weights["b"].tolist() == B.tolist()
 
@@ -612,7 +607,7 @@ def test_ctrl_c_ends_the_walk_with_what_was_fitted(after, fitted, two_layers, mo
     monkeypatch.setattr(walking._Reconstruction, "_fit", pressed)
     walked = reconstruct(result.graph, result.plan, [[x]])
     assert list(walked.tensors) == fitted and next(calls) == after + 1
-    assert walked.notes == [f"warning: interruption_note: '{2 * after}' and what follows it take their nearest codes"]
+    assert walked.notes == [f"warning: interrupted: '{2 * after}' and what follows it take their nearest codes"]
     assert torch.equal(walked.graph.weights["2.weight"], result.graph.weights["2.weight"])
 
 

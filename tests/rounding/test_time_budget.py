@@ -77,15 +77,6 @@ def test_too_little_time_is_said_and_the_least_work_done(monkeypatch):
     assert any(n.startswith("warning: rounding is expected to take") for n in result.plan.rewrites)
 
 
-@pytest.mark.parametrize("most, sizes", [(50, [40, 10]), (40, [40]), (500, [40, 40, 16])])
-def test_the_first_images_are_used(most, sizes):
-    from chipfit.correction.rounding import _first
-
-    found = _first([[x] for x in DATA], most)
-    assert [len(b[0]) for b in found] == sizes
-    assert torch.equal(torch.cat([b[0] for b in found]), torch.cat(DATA)[: sum(sizes)])
-
-
 def test_the_steps_of_work_are_ordered_by_what_they_cost():
     """First positions are given up, beyond 2,048; then images, down to 128; then both."""
     work = [(images or 1 << 20) * positions for images, positions in time_budget.LADDER]

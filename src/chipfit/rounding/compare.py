@@ -124,11 +124,19 @@ def count_samples(batches: Iterable[Sequence[Tensor]]) -> int:
     return sum(len(b[0]) if b[0].dim() else 1 for b in batches)
 
 
-def split_holdout(batches: list[Sequence[Tensor]]) -> tuple[list[Sequence[Tensor]], list[Sequence[Tensor]]]:
-    """Batches to fit to, and the last images for a guard; none where images cannot be told apart."""
+def split_holdout(
+    batches: list[Sequence[Tensor]], guard: bool = True
+) -> tuple[list[Sequence[Tensor]], list[Sequence[Tensor]]]:
+    """Split calibration data into batches to fit to and the last samples, which are held out for a comparison.
+
+    Nothing is held out without a guard, or where a batch cannot be cut.
+
+    Raises:
+        DataError: there is no batch.
+    """
     if not batches:
         raise no_data()
-    want, held = int(count_samples(batches) * HELD_OUT), []
+    want, held = int(count_samples(batches) * HELD_OUT) if guard else 0, []
     first = list(batches)
     while first and want > 0:
         last = first.pop()

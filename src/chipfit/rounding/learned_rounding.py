@@ -32,7 +32,7 @@ from chipfit.rounding.fisher import gradients
 from chipfit.rounding.moments import as_rows
 from chipfit.rounding.network_blocks import network_blocks
 from chipfit.rounding.sequential_reconstruction import why_not_fitted
-from chipfit.rounding.streams import Stream, chunks
+from chipfit.rounding.streams import MEMORY, Stream, chunks
 
 #: rate of biases in the first step, as a share of that of weights, in units of the norm of their weights; it falls to 0
 BIAS_RATE = 0.01
@@ -50,8 +50,6 @@ class ReconstructionSettings:
     pull: float = 1.0  #: weight of the regularizer's mean, beside the error as a share of what it was before
     biases: bool = True  #: are learned, too
     fisher: bool = False  #: errors weigh as much as they change the network's outputs, by sample and channel
-    memory: int = 3 << 28  #: of all streams [byte]; what is beyond lies in mapped files
-    seed: int = 0
 
 
 def learn_rounding(
@@ -60,6 +58,8 @@ def learn_rounding(
     plan: Plan,
     batches: Iterable[Sequence[Tensor]],
     settings: ReconstructionSettings = ReconstructionSettings(),
+    *,
+    seed: int = 0,
 ) -> tuple[Graph, list[str]]:
     """The network with learned codes and biases, and notes.
 
@@ -73,18 +73,18 @@ def learn_rounding(
         DataError: no batch at all.
     """
     with torch.no_grad():
-        return _Learner(graph, start, plan, settings).run(batches)
+        return _Learner(graph, start, plan, settings, seed).run(batches)
 
 
 class _Learner:
-    def __init__(self, graph: Graph, start: Graph, plan: Plan, settings: ReconstructionSettings) -> None:
+    def __init__(self, graph: Graph, start: Graph, plan: Plan, settings: ReconstructionSettings, seed: int = 0) -> None:
         self.graph, self.start, self.out, self.plan, self.settings = graph, start, start.copy(), plan, settings
         self.out.weights = {k: w.detach().clone() for k, w in start.weights.items()}  # autograd may save them
-        budget, raw = MemoryLimit(settings.memory), {value for value, _ in plan.float_edges}
+        budget, raw = MemoryLimit(MEMORY), {value for value, _ in plan.float_edges}
         self.floats: dict[str, Stream] = defaultdict(lambda: Stream(budget))
         self.codes = _QuantizedStreams(budget, plan, raw)
         self.fisher: dict[str, list[Tensor]] = defaultdict(list)
-        self.random = torch.Generator().manual_seed(settings.seed)
+        self.random = torch.Generator().manual_seed(seed)
         self.users = start.users()
         self.chunks = 0
         self.learned: dict[str, Tensor] = {}  #: weights and biases

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,20 +26,19 @@ from chipfit.quantizers.stored import Stored
 from chipfit.rounding import activation_ranges, gptq
 from chipfit.rounding.moments import Moments, as_rows, from_rows, patches, positions, targets
 from chipfit.rounding.scale_bounds import scale_bounds, scale_is_allowed, weight_rows
-from chipfit.rounding.streams import Pick, Stream, chunks, is_elementwise
+from chipfit.rounding.streams import MEMORY, Pick, Stream, chunks, is_elementwise
 
 
 @dataclass(frozen=True, kw_only=True)
 class GptqSettings:
-    """The steps of the walk."""
+    """The options of a sequential reconstruction."""
 
-    gptq: bool = True  #: errors of columns go to those behind them; False: each weight takes its nearest code
-    samples: int = 4096  #: output positions per operator, of all images; twice K at least
-    ridge: float | None = 0.1  #: corrected weights, drawn towards the old ones; None: they are rounded as they are
-    residual: bool = True  #: an operator before an addition also repairs what the other operand has lost
-    centred: bool = True  #: the bias takes the means of what rounding changes
-    memory: int = 3 << 28  #: of both streams [byte]; what is beyond lies in mapped files
-    seed: int = 0
+    name: ClassVar[str] = "gptq"  #: of the method, in the origins of weights
+    feedback: ClassVar[bool] = True  #: the error of a column moves to those behind it; False: nearest quantized values
+
+    samples: int = 4096  #: output positions per operator, of all samples; twice K at least
+    ridge: float | None = 0.1  #: of the least squares that correct weights before they are rounded; None: no correction
+    residual: bool = True  #: an operator before an addition also repairs the error of the other operand
 
 
 @dataclass
@@ -59,6 +58,9 @@ def reconstruct(
     batches: Iterable[Sequence[Tensor]],
     settings: GptqSettings = GptqSettings(),
     searched: Collection[str] = (),
+    *,
+    seed: int = 0,
+    memory: int = MEMORY,
 ) -> Reconstructed:
     """Round the weights of every linear operator that the plan stores in codes, or of those until Ctrl-C.
 
@@ -69,7 +71,7 @@ def reconstruct(
     Raises:
         DataError: no batch at all.
     """
-    walker = _Reconstruction(graph.copy(), plan, settings, searched)
+    walker = _Reconstruction(graph.copy(), plan, settings, searched, seed, memory)
     walker.read(batches)
     out = Reconstructed(walker.graph)
     for k, (node, done) in enumerate(zip(list(graph.nodes), done_after(graph), strict=True)):
@@ -99,16 +101,18 @@ def why_not_fitted(graph: Graph, plan: Plan, users: Mapping[str, Sequence[Node]]
 
 
 class _Reconstruction:
-    def __init__(self, graph: Graph, plan: Plan, settings: GptqSettings, searched: Collection[str]) -> None:
+    def __init__(
+        self, graph: Graph, plan: Plan, settings: GptqSettings, searched: Collection[str], seed: int, memory: int
+    ) -> None:
         self.graph, self.settings = graph, settings
         self.plan = replace(plan, tensors=dict(plan.tensors))
         self.original, self.users = graph.weights, graph.users()
         graph.weights = dict(graph.weights)
-        self.budget = MemoryLimit(settings.memory)
+        self.budget = MemoryLimit(memory)
         self.floats: dict[str, Stream] = {}
         self.codes: dict[str, Stream] = {}
         self.rounded: dict[str, Any] = {}  #: weights as the chip stores them
-        self.random = torch.Generator().manual_seed(settings.seed)
+        self.random = torch.Generator().manual_seed(seed)
         self.images = self.chunks = 0
         self.raw = {value for value, _ in plan.float_edges}  #: which some reader takes before it is rounded
         free = {n for n in graph.outputs if n in searched and plan.quantized(n) and n not in plan.zeros}
@@ -243,12 +247,12 @@ class _Reconstruction:
         w = self._weight(node)
         rows, bias = as_rows(node, w), bias_or_zero(self.graph, node).float()
         bias = bias.view(rows.shape[:2])
-        takes = self.settings.centred and node.bias is not None
+        takes = node.bias is not None
         h, c = moments.centred() if takes else moments.about(bias)
         if self.settings.ridge is not None:
             rows = gptq.corrected_weights(rows, h, c, self.settings.ridge)
         stored = plan[name]
-        q, entries, inverted = gptq.round_rows(rows, h, weight_rows(plan, node, w), spread=self.settings.gptq)
+        q, entries, inverted = gptq.round_rows(rows, h, weight_rows(plan, node, w), spread=self.settings.feedback)
         if moments.count < rows.shape[2]:
             few = f"{moments.count} positions for {rows.shape[2]} weights of one output"
             out.notes.append(f"warning: '{node.who}' is fitted to {few}: more images make it better")
@@ -256,7 +260,7 @@ class _Reconstruction:
             out.notes.append(f"the weight of '{node.who}' is rounded to the nearest code: its moments are singular")
         self.graph.weights[name] = self.rounded[name] = from_rows(node, q, w)
         scale = entries.view(stored.scale.shape).to(torch.float32)
-        origin = f"{'gptq' if self.settings.gptq else 'nearest'} over {moments.count} positions"
+        origin = f"{self.settings.name} over {moments.count} positions"
         out.tensors[name] = plan.tensors[name] = plan.tensors[name].with_(scale=scale, origin=origin)
         if takes:
             x, t = moments.means()

@@ -17,6 +17,8 @@ from chipfit.quantizers.stored import Stored
 
 #: images that go through a node at a time
 CHUNK = 32
+#: bytes of all streams in memory; what exceeds them is kept in mapped files
+MEMORY = 3 << 28
 #: larger magnitudes are not kept in half precision
 _HALF = 3e4
 #: values of fewer numbers, of all images, are kept as they are: to convert them costs more than their memory

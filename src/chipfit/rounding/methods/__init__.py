@@ -1,0 +1,1 @@
+"""Methods that round weights, one a file, found by the name that `Settings(rounding=...)` takes."""
