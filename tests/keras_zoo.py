@@ -1,4 +1,4 @@
-"""Small Keras networks of many kinds; nothing of Keras loads before one is built."""
+"""Small Keras networks of many kinds, each with one batch of data."""
 
 from __future__ import annotations
 
@@ -9,27 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 
+keras = pytest.importorskip("keras")
+
+from keras import activations, layers, ops  # noqa: E402 -- after the import that may skip
+
 
 def _conv_bn(
     x: Any, filters: int, kernel: int = 3, strides: int = 1, activation: str | None = "relu", **kw: Any
 ) -> Any:
-    from keras import layers
-
     x = layers.Conv2D(filters, kernel, strides, padding="same", use_bias=False, **kw)(x)
     x = layers.BatchNormalization()(x)
     return layers.Activation(activation)(x) if activation else x
 
 
 def _image(side: int = 8) -> Any:
-    import keras
-
     return keras.Input((side, side, 3), name="image")
 
 
 def residual() -> Any:
-    import keras
-    from keras import layers
-
     x = image = _image()
     x = _conv_bn(x, 8)
     y = _conv_bn(_conv_bn(x, 8), 8, activation=None)
@@ -40,9 +37,6 @@ def residual() -> Any:
 
 def mobilenet() -> Any:
     """Depthwise, strided "same" padding, relu6 as operation, shortcut by operator."""
-    import keras
-    from keras import layers, ops
-
     image = _image(9)
     x = layers.ReLU(max_value=6.0)(_conv_bn(image, 8, 3, 2, None))
     y = _conv_bn(x, 24, 1, activation=None)
@@ -55,9 +49,6 @@ def mobilenet() -> Any:
 
 
 def squeeze_excite() -> Any:
-    import keras
-    from keras import layers
-
     image = _image()
     x = layers.Conv2D(8, 3, padding="same", activation="relu")(image)
     g = layers.GlobalAveragePooling2D(keepdims=True)(x)
@@ -67,9 +58,6 @@ def squeeze_excite() -> Any:
 
 
 def concat_pools() -> Any:
-    import keras
-    from keras import layers
-
     image = _image(7)
     x = layers.Conv2D(6, 3, activation="relu")(image)
     a = layers.AveragePooling2D(3, strides=2, padding="same")(x)
@@ -84,40 +72,16 @@ def concat_pools() -> Any:
 
 def heads() -> Any:
     """One trunk, every activation."""
-    import keras
-    from keras import activations, layers
-
     v = keras.Input((6,), name="v")
     x = layers.Dense(8, activation="silu")(v)
-    outs = [
-        layers.Dense(4, activation=a)(x)
-        for a in (
-            "gelu",
-            "sigmoid",
-            "tanh",
-            "softmax",
-            "elu",
-            "selu",
-            "softplus",
-            "hard_sigmoid",
-            "hard_silu",
-            "exponential",
-            "mish",
-        )
-    ]
-    outs += [
-        layers.LeakyReLU(0.1)(x),
-        layers.PReLU()(x),
-        layers.ReLU(max_value=3.0)(x),
-        activations.gelu(x, approximate=True),
-    ]
+    names = "gelu sigmoid tanh softmax elu selu softplus hard_sigmoid hard_silu exponential mish"
+    outs = [layers.Dense(4, activation=a)(x) for a in names.split()]
+    outs += [layers.LeakyReLU(0.1)(x), layers.PReLU()(x), layers.ReLU(max_value=3.0)(x)]
+    outs.append(activations.gelu(x, approximate=True))
     return keras.Model(v, layers.Concatenate()(outs))
 
 
 def unet() -> Any:
-    import keras
-    from keras import layers
-
     image = _image()
     a = _conv_bn(image, 6)
     b = _conv_bn(layers.MaxPooling2D()(a), 8)
@@ -130,9 +94,6 @@ def unet() -> Any:
 
 def transposed() -> Any:
     """Transposed convolutions in every padding."""
-    import keras
-    from keras import layers
-
     image = _image(5)
     x = layers.Conv2DTranspose(4, 4, strides=2, padding="same")(image)
     x = layers.Conv2DTranspose(4, 2, strides=3, padding="valid")(x)
@@ -141,18 +102,12 @@ def transposed() -> Any:
 
 
 def separable() -> Any:
-    import keras
-    from keras import layers
-
     image = _image(8)
     x = layers.SeparableConv2D(8, 3, strides=2, padding="same", depth_multiplier=2, activation="relu")(image)
     return keras.Model(image, layers.Conv2D(4, 3, groups=2, padding="same")(x))
 
 
 def shared() -> Any:
-    import keras
-    from keras import layers
-
     image = _image()
     conv, relu = layers.Conv2D(6, 3, padding="same", name="shared"), layers.ReLU()
     x = layers.Conv2D(6, 1)(image)
@@ -163,9 +118,6 @@ def shared() -> Any:
 
 def nested() -> Any:
     """A Functional model and a Sequential one inside a model, the first of them used twice."""
-    import keras
-    from keras import layers
-
     inner = keras.Input((8, 8, 4))
     block = keras.Model(
         inner,
@@ -181,9 +133,6 @@ def nested() -> Any:
 
 
 def sequential() -> Any:
-    import keras
-    from keras import layers
-
     return keras.Sequential(
         [
             keras.Input((8, 8, 3)),
@@ -201,34 +150,23 @@ def sequential() -> Any:
 
 
 def many_in_and_out() -> Any:
-    import keras
-    from keras import layers
-
     a, b = keras.Input((6,), name="a"), keras.Input((4,), name="b")
     x, y = layers.Dense(8)(a), layers.Dense(8)(b)
     return keras.Model([a, b], {"sum": x + y, "parts": [layers.Subtract()([x, y]), layers.Maximum()([x, y])]})
 
 
 def named_inputs() -> Any:
-    import keras
-    from keras import layers
-
     inputs = {"left": keras.Input((6,), name="left"), "right": keras.Input((6,), name="right")}
     x = layers.Average()([layers.Dense(4)(inputs["right"]), layers.Dense(4)(inputs["left"])])
     return keras.Model(inputs, [x, layers.Dense(2, activation="sigmoid")(x)])
 
 
 def subclassed() -> Any:
-    import keras
-    from keras import layers, ops
-
     class Block(layers.Layer):
         def __init__(self, filters: int, **kw: Any) -> None:
             super().__init__(**kw)
-            self.conv, self.norm = (
-                layers.Conv2D(filters, 3, padding="same", name="conv"),
-                layers.BatchNormalization(name="norm"),
-            )
+            self.conv = layers.Conv2D(filters, 3, padding="same", name="conv")
+            self.norm = layers.BatchNormalization(name="norm")
 
         def build(self, shape: Any) -> None:
             self.gain = self.add_weight(shape=(shape[-1],), name="gain", initializer="ones")
@@ -239,11 +177,8 @@ def subclassed() -> Any:
     class Net(keras.Model):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second, self.head = (
-                Block(3, name="first"),
-                Block(3, name="second"),
-                layers.Dense(4, name="head"),
-            )
+            self.first, self.second = Block(3, name="first"), Block(3, name="second")
+            self.head = layers.Dense(4, name="head")
 
         def call(self, x: Any, training: bool = False) -> Any:
             x = self.second(self.first(x))
@@ -256,9 +191,6 @@ def subclassed() -> Any:
 
 def arithmetic() -> Any:
     """keras.ops and Python operators."""
-    import keras
-    from keras import layers, ops
-
     image = _image()
     x = (layers.Conv2D(8, 3, padding="same")(image) - 0.25) / 2.0
     y = ops.clip(x[..., :4], -0.5, 0.5) * 2.0 + ops.abs(x[..., 4:])
@@ -270,9 +202,6 @@ def arithmetic() -> Any:
 
 
 def attention() -> Any:
-    import keras
-    from keras import layers, ops
-
     image = _image()
     x = layers.Reshape((4, 16))(layers.Conv2D(16, 4, strides=4, name="patch")(image))
     y = layers.LayerNormalization()(x)
@@ -282,9 +211,6 @@ def attention() -> Any:
 
 
 def embedding() -> Any:
-    import keras
-    from keras import layers
-
     tokens = keras.Input((6,), dtype="int32", name="tokens")
     x = layers.Embedding(11, 8)(tokens)
     x = layers.Conv1D(8, 3, padding="causal", dilation_rate=2, activation="relu")(x)
@@ -293,9 +219,6 @@ def embedding() -> Any:
 
 
 def norms() -> Any:
-    import keras
-    from keras import layers
-
     image = _image()
     x = layers.GroupNormalization(2)(layers.Conv2D(6, 3, padding="same")(image))
     x = layers.UnitNormalization()(x)
@@ -305,9 +228,6 @@ def norms() -> Any:
 
 def recurrent() -> Any:
     """No canonical operator: the layer itself is called."""
-    import keras
-    from keras import layers
-
     x = steps = keras.Input((5, 6), name="steps")
     x = layers.LSTM(8, name="lstm")(layers.Dense(6, activation="relu")(x))
     return keras.Model(steps, layers.Dense(3)(x))
@@ -316,28 +236,10 @@ def recurrent() -> Any:
 ZOO: dict[str, Callable[[], Any]] = {
     f.__name__: f
     for f in (
-        residual,
-        mobilenet,
-        squeeze_excite,
-        concat_pools,
-        heads,
-        unet,
-        transposed,
-        separable,
-        shared,
-        nested,
-        sequential,
-        many_in_and_out,
-        named_inputs,
-        subclassed,
-        arithmetic,
-        attention,
-        embedding,
-        norms,
-        recurrent,
+        *(residual, mobilenet, squeeze_excite, concat_pools, heads, unet, transposed, separable, shared, nested),
+        *(sequential, many_in_and_out, named_inputs, subclassed, arithmetic, attention, embedding, norms, recurrent),
     )
 }
-
 
 #: between them every kind of layer; all of the zoo is run on torch, and on the other backends by `make test-all`
 FEW = {"mobilenet", "unet", "shared", "nested", "subclassed", "named_inputs", "attention", "recurrent"}
@@ -354,7 +256,7 @@ def networks() -> list[Any]:
 
 
 def randomize(model: Any, seed: int = 0) -> None:
-    """Plausible numbers in every variable, the same every time and on every backend."""
+    """Set every variable to plausible numbers that depend on `seed` alone."""
     rng = np.random.default_rng(seed)
     for v in model.variables:
         if v.dtype != "float32":
@@ -373,33 +275,23 @@ def randomize(model: Any, seed: int = 0) -> None:
 
 
 def batch_for(model: Any, seed: int = 0, rows: int = 4) -> Any:
-    """One batch in the structure of the model's inputs."""
-    import keras
-
+    """Return one batch in the structure of the model's inputs."""
     rng = np.random.default_rng(seed)
 
     def one(kt: Any) -> np.ndarray:
         shape = (rows, *kt.shape[1:])
-        return (
-            rng.integers(0, 11, shape).astype("int32")
-            if "int" in kt.dtype
-            else rng.normal(0, 1, shape).astype("float32")
-        )
+        if "int" in kt.dtype:
+            return rng.integers(0, 11, shape).astype("int32")
+        return rng.normal(0, 1, shape).astype("float32")
 
-    struct = (
-        model._inputs_struct
-        if hasattr(model, "_inputs_struct")
-        else getattr(model, "_functional", None) and model._functional._inputs_struct
-    )
-    return (
-        rng.normal(0, 1, (rows, 8, 8, 3)).astype("float32") if struct is None else keras.tree.map_structure(one, struct)
-    )
+    of_call = getattr(model, "_functional", None) if not hasattr(model, "_inputs_struct") else model
+    if of_call is None:  # a subclassed model takes images
+        return rng.normal(0, 1, (rows, 8, 8, 3)).astype("float32")
+    return keras.tree.map_structure(one, of_call._inputs_struct)
 
 
 def make(name: str) -> tuple[Any, Any]:
     """A network and one batch for it."""
-    import keras
-
     keras.utils.set_random_seed(0)
     model = ZOO[name]()
     randomize(model)

@@ -16,7 +16,6 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 import chipfit
 from chipfit.errors import UnsupportedError
 from chipfit.registry import lookup
-from tests.keras_zoo import make as make_keras
 from tests.zoo import make
 
 
@@ -73,6 +72,8 @@ def test_its_outputs_are_the_runtimes_bit_for_bit(tmp_path, name, runtime, platf
 def test_its_outputs_are_the_runtimes_for_keras_models_too(tmp_path, name, runtime, platform):
     keras = pytest.importorskip("keras")
     pytest.importorskip("onnxruntime" if runtime is of_onnx_runtime else "ai_edge_litert")
+    from tests.keras_zoo import make as make_keras
+
     model, batch = make_keras(name)
     result = chipfit.quantize(model, [batch], platform=platform, progress=False)
     new = keras.tree.map_structure(lambda x: np.concatenate((x, x[::-1])) * np.float32(0.9), batch)
