@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import chipfit
 from chipfit.errors import ConfigError
 from chipfit.training import EMA
-from tests.test_training import DATA, LABELS, Net
-from tests.test_training_limits import broken, quantized
-
-
-def steps(model, n, each, rate=0.05):
-    model.train()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], rate)
-    for _ in range(n):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(DATA[0]), LABELS).backward()
-        optimizer.step()
-        each()
-    model.eval()
+from tests.build import quantized
+from tests.training.small import DATA, Net, train
+from tests.training.test_scale_bounds import bounded, broken
 
 
 @pytest.fixture(scope="module")
 def plain():
-    return chipfit.quantize(Net().eval(), DATA, platform="ort_cpu", training="lsq", progress=False)
+    return quantized(Net(), DATA, training="lsq")
 
 
 def test_the_average_is_that_of_torch_and_is_deployed(plain):
     result = plain.as_calibrated()
     ema, theirs = EMA(result.model, 0.7), AveragedModel(result.model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
-    steps(result.model, 6, lambda: (ema.step(), theirs.update_parameters(result.model)))
+    train(result.model, 6, 0.05, after=lambda: (ema.step(), theirs.update_parameters(result.model)))
     expected = [p for p in theirs.module.parameters() if p.requires_grad]
     for a, b in zip(ema.averages, expected, strict=True):
         torch.testing.assert_close(a.data, b.data)
@@ -52,7 +40,7 @@ def test_the_average_is_that_of_torch_and_is_deployed(plain):
 
 
 def test_averages_that_break_a_bound_of_the_platform_are_brought_back():
-    result = quantized("qnnpack")
+    result = bounded("qnnpack")
     plan, model, ema = result.plan, result.model, EMA(result.model, 0.5)
     ema.step()
     for p, a in zip(ema._trains, ema.averages, strict=True):

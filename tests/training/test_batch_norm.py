@@ -7,21 +7,20 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
-import chipfit
 from chipfit.errors import DataError, UnsupportedError
 from chipfit.training import reestimate
-from tests.test_training import DATA
-from tests.test_training_bn_fold import Net, train
+from tests.build import quantized
+from tests.training.small import DATA, NormedNet, train
 
 
 @pytest.fixture(scope="module")
 def plain():
-    return chipfit.quantize(Net().eval(), DATA, platform="ort_cpu", progress=False)
+    return quantized(NormedNet(), DATA)
 
 
 def rounded(model):
     """The user's network with the weights that the model rounds, as torch computes it."""
-    net = Net()
+    net = NormedNet()
     state = {k: v for k, v in model.state_dict().items() if not k.startswith("quant")}
     net.load_state_dict(state, strict=False)
     for layer, bn in (("stem", "bn1"), ("body", "bn2"), ("up", "bn3"), ("fc", "bn4")):
@@ -40,7 +39,8 @@ def rounded(model):
 @pytest.mark.parametrize("bn_fold", [1, 2, 3, 4])
 def test_it_is_what_torch_does(bn_fold, plain):
     result = plain.trains({"weights": "lsq", "bn_fold": bn_fold, "bn_momentum": 0.01})
-    model = train(result.model, rate=0.2)
+    model = result.model
+    train(model, 4, 0.2)
     own = {k: v.clone() for k, v in model.state_dict().items()}
     net = rounded(model)
     update_bn(DATA, net)

@@ -10,20 +10,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import chipfit
 from chipfit.frameworks.torch.bn_fold import FoldedBatchNorm
-from tests.test_training import DATA, LABELS
-from tests.test_training_bn_fold import Net
+from tests.build import quantized
+from tests.training.small import DATA, LABELS, NormedNet
 
 
-class Drops(Net):
+class Drops(NormedNet):
     def forward(self, x):
         return super().forward(nn.functional.dropout(x, 0.2, self.training))
 
 
 @pytest.fixture(scope="module")
 def plain():
-    return chipfit.quantize(Drops().eval(), DATA, platform="ort_cpu", progress=False)
+    return quantized(Drops(), DATA)
 
 
 def train(model, forward, steps=3):

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 import chipfit
 from chipfit.errors import ConfigError, PlanError, UnknownNameError
 from chipfit.training import Distillation, divergence, teacher
-from tests.test_training import DATA, Net
+from tests.build import quantized
+from tests.training.small import DATA, Net
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def net():
 
 @pytest.fixture(scope="module")
 def plain(net):
-    return chipfit.quantize(net, DATA, platform="ort_cpu", training="lsq", progress=False)
+    return quantized(net, DATA, training="lsq")
 
 
 def test_a_divergence_by_hand():

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-import chipfit
 from chipfit.errors import ConfigError, UnsupportedError
 from chipfit.training import Gradual
-from tests.test_training import DATA, Net
+from tests.build import quantized
+from tests.training.small import DATA, Net
 
 
 @pytest.fixture
 def result():
-    return chipfit.quantize(Net().eval(), DATA, platform="ort_cpu", progress=False).trains("lsq")
+    return quantized(Net(), DATA).trains("lsq")
 
 
 def shares(model):

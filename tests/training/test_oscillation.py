@@ -11,8 +11,8 @@ from torch import nn
 import chipfit
 from chipfit.errors import ConfigError, UnsupportedError
 from chipfit.training import Oscillations, dampening
-from tests.test_training import DATA, LABELS
-from tests.test_training_bn_fold import Net
+from tests.build import quantized
+from tests.training.small import DATA, LABELS, NormedNet
 
 
 class One(nn.Module):
@@ -34,7 +34,7 @@ def one():
 
 @pytest.fixture(scope="module")
 def normed():
-    return chipfit.quantize(Net().eval(), DATA, platform="ort_cpu", progress=False)
+    return quantized(NormedNet(), DATA)
 
 
 def walk(result, tracker, *rows):

@@ -8,8 +8,8 @@ import sys
 import torch
 from torch import nn
 
-import chipfit
-from tests.test_training import DATA, LABELS
+from tests.build import quantized
+from tests.training.small import DATA, LABELS
 
 SCRIPT = """
 import datetime, os, sys
@@ -59,7 +59,7 @@ class Net(nn.Module):
 
 
 def test_two_processes_train_what_one_does_on_the_whole_batch(tmp_path):
-    plain = chipfit.quantize(Net().eval(), DATA, platform="ort_cpu", progress=False)
+    plain = quantized(Net(), DATA)
     plain.save(tmp_path / "result")
     torch.save((DATA[0], LABELS), tmp_path / "data")
     (tmp_path / "ranks.py").write_text(SCRIPT)

@@ -11,7 +11,8 @@ import torch
 import chipfit
 from chipfit.errors import ConfigError, RuntimeUnavailable
 from chipfit.training import write_scales, writer
-from tests.test_training import DATA, Net
+from tests.build import quantized
+from tests.training.small import DATA, Net
 
 
 class Listed:
@@ -27,7 +28,7 @@ class Listed:
 
 @pytest.fixture(scope="module")
 def result():
-    return chipfit.quantize(Net().eval(), DATA, platform="ort_cpu", training="lsq", progress=False)
+    return quantized(Net(), DATA, training="lsq")
 
 
 def test_every_tensor_has_its_numbers(result):

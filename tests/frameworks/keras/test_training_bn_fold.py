@@ -11,7 +11,7 @@ from torch import nn
 import chipfit
 from chipfit.errors import UnsupportedError
 from chipfit.plan.training import Training
-from tests.test_training import DATA, LABELS
+from tests.training.small import DATA, LABELS
 
 
 class Net(nn.Module):

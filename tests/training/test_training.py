@@ -4,53 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
-import chipfit
 from chipfit.errors import ConfigError, TrainingError, UnknownNameError, UnsupportedError
 from chipfit.plan.training import Training
 from chipfit.quantizers.algorithms.lsq import LSQ
-
-SEED = torch.Generator().manual_seed(0)
-DATA = [torch.randn(8, 3, 8, 8, generator=SEED) for _ in range(3)]
-LABELS = torch.arange(8) % 5
-
-
-class Net(nn.Module):
-    """A convolution, a depthwise one, a residual connection whose operands share a scale on some chips, a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
-        self.body = nn.Conv2d(6, 6, 3, padding=1, groups=6)
-        self.head = nn.Linear(6, 5)
-
-    def forward(self, x):
-        x = self.stem(x)
-        return self.head(torch.relu(self.body(x) + x).mean((2, 3)))
-
-
-def train(result, steps=5, rate=0.01):
-    model = result.model.train()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], rate)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(DATA[0]), LABELS).backward()
-        optimizer.step()
-    model.eval()
-    return result.trained()
+from tests.build import quantized
+from tests.training.small import DATA, Net, train
 
 
 @pytest.fixture(scope="module")
 def plain():
-    return chipfit.quantize(Net().eval(), DATA, platform="ort_cpu", progress=False)
+    return quantized(Net(), DATA)
 
 
 @pytest.mark.parametrize("method", ["ste", "lsq"])
 def test_what_was_trained_is_exact_on_the_device(method, plain):
     result = plain.trains(method)
-    after = train(result)
+    train(result.model)
+    after = result.trained()
     moved = [n for n, t in after.plan.tensors.items() if t.quantized and t.role != "bias" and "trained" in t.origin]
     assert bool(moved) == (method == "lsq")
     assert any(not torch.equal(w, plain.graph.weights[n]) for n, w in after.graph.weights.items())
@@ -73,7 +44,7 @@ def test_scales_train_only_where_it_was_asked(plain):
 
 
 def test_the_option_of_quantize(plain):
-    result = chipfit.quantize(Net().eval(), DATA, platform="ort_cpu", training="lsq", progress=False)
+    result = quantized(Net(), DATA, training="lsq")
     assert result.training == Training("lsq")
     assert set(result.model.state_dict()) == set(plain.trains("lsq").model.state_dict())
 
@@ -112,10 +83,12 @@ sources: {T: this test}
 
 def test_steps_that_float32_loses_do_not_train(tmp_path):
     (tmp_path / "wide.yaml").write_text(WIDE)
-    result = chipfit.quantize(Net().eval(), DATA, platform=tmp_path / "wide.yaml", progress=False)
+    result = quantized(Net(), DATA, tmp_path / "wide.yaml")
     with pytest.raises(UnsupportedError, match="cannot train activation .*17 bits; at most 16 train"):
         result.trains("lsq")
-    after = train(result.trains({"weights": "lsq"}))
+    wide = result.trains({"weights": "lsq"})
+    train(wide.model)
+    after = wide.trained()
     assert not torch.equal(after.plan["head.weight"].scale, result.plan["head.weight"].scale)
 
 

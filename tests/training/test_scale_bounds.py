@@ -18,32 +18,26 @@ from chipfit.plan.json_codec import plan_from_json, plan_to_json
 from chipfit.plan.training import Training
 from chipfit.quantizers.algorithm import Algorithm
 from chipfit.quantizers.scale_bounds import ScaleBound, code_sums
+from tests.build import images, model_of, quantized
 
-DATA = [torch.randn(8, 4, 6, 6, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
+DATA = [images(8, 6, 4, seed=0)] * 2
 
 
-class Net(nn.Module):
+def bounded(platform):
     """A sum whose operands may differ by a bounded ratio only, and a softmax whose scale the platforms dictate."""
+    torch.manual_seed(0)
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.head = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.Linear(4, 3)
+    def forward(m, x):
+        x = m.a(x)
+        return m.head(torch.relu(m.b(x) + x).mean((2, 3))).softmax(-1)
 
-    def forward(self, x):
-        x = self.a(x)
-        x = torch.relu(self.b(x) + x)
-        return self.head(x.mean((2, 3))).softmax(-1)
-
-
-def quantized(platform):
-    training = "lsq(use_grad_scaling=False)"
-    return chipfit.quantize(Net().eval(), DATA, platform=platform, training=training, progress=False)
+    net = model_of(forward, a=nn.Conv2d(4, 4, 3, padding=1), b=nn.Conv2d(4, 4, 1), head=nn.Linear(4, 3))
+    return quantized(net, DATA, platform, training="lsq(use_grad_scaling=False)")
 
 
 @pytest.fixture(scope="module")
 def tflite():
-    return quantized("tflite_int8")
+    return bounded("tflite_int8")
 
 
 def broken(plan, scales=None) -> list[str]:
@@ -59,7 +53,7 @@ def broken(plan, scales=None) -> list[str]:
 
 @pytest.mark.parametrize("platform", ["tflite_int8", "qnnpack", "vitis_dpu"])
 def test_training_that_pushes_against_a_bound_stays_inside(platform):
-    result = quantized(platform)
+    result = bounded(platform)
     plan, model = result.plan, result.model.train()
     assert plan.limits and not broken(plan)
     quantizers = {q.tensor: q for q in model.modules() if hasattr(q, "trained") and q.trained()}

@@ -11,58 +11,18 @@ from torch import nn
 import chipfit
 from chipfit.errors import ConfigError, UnsupportedError
 from chipfit.plan.training import Training
-from tests.test_training import DATA, LABELS
-
-
-class Net(nn.Module):
-    """A batch norm behind a convolution, a depthwise one, a transposed one and a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem, self.bn1 = nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
-        self.body, self.bn2 = nn.Conv2d(6, 6, 3, padding=1, groups=6), nn.BatchNorm2d(6)
-        self.up, self.bn3 = nn.ConvTranspose2d(6, 4, 2, stride=2), nn.BatchNorm2d(4)
-        self.fc, self.bn4 = nn.Linear(64, 8), nn.BatchNorm1d(8)
-        self.head = nn.Linear(8, 5)
-        for m in self.modules():
-            if isinstance(m, nn.modules.batchnorm._BatchNorm):
-                nn.init.uniform_(m.weight, 0.5, 1.5)
-                nn.init.uniform_(m.bias, -0.5, 0.5)
-                m.momentum = 0.5
-        with torch.no_grad():
-            self.bn1.weight[1].neg_()
-            self.bn2.weight[2] = 0
-            for x in DATA:  # statistics of the data
-                self(x)
-        for m in self.modules():
-            m.momentum = 0.1
-
-    def forward(self, x):
-        x = torch.relu(self.bn1(self.stem(x)))
-        x = torch.relu(self.bn2(self.body(x)) + x)
-        x = nn.functional.max_pool2d(torch.relu(self.bn3(self.up(x))), 4).flatten(1)
-        return self.head(torch.relu(self.bn4(self.fc(x))))
+from tests.build import quantized
+from tests.training.small import DATA, NormedNet, train
 
 
 @pytest.fixture(scope="module")
 def plain():
-    return chipfit.quantize(Net().eval(), DATA, platform="ort_cpu", progress=False)
-
-
-def train(model, steps=4, rate=0.05, mode=True):
-    model.train(mode)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], rate)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(DATA[0]), LABELS).backward()
-        optimizer.step()
-    return model.eval()
+    return quantized(NormedNet(), DATA)
 
 
 @pytest.mark.parametrize("bn_fold", [-1, 1, 2, 3, 4])
 def test_without_rounding_it_is_the_model_of_the_user(bn_fold, plain):
-    own = Net().train(bn_fold != 1)
+    own = NormedNet().train(bn_fold != 1)
     model = plain.trains(Training("lsq", bn_fold=bn_fold)).model
     model.set_mode("bypass")
     expected = own.state_dict()
@@ -74,7 +34,7 @@ def test_without_rounding_it_is_the_model_of_the_user(bn_fold, plain):
     for m in (own, model):
         with torch.no_grad():
             m.get_parameter("body.weight")[dead], m.get_parameter("body.bias")[dead] = 0, 0
-    train(own, 3, mode=bn_fold != 1), train(model, 3)
+    train(own, 3, 0.05, mode=bn_fold != 1), train(model, 3, 0.05)
     for name, t in own.state_dict().items():  # weights, gammas, betas and statistics after three steps
         if not name.endswith("num_batches_tracked"):
             torch.testing.assert_close(model.state_dict()[name], t, rtol=1e-3, atol=1e-4, msg=name)
@@ -84,7 +44,7 @@ def test_without_rounding_it_is_the_model_of_the_user(bn_fold, plain):
 def test_what_was_trained_is_exact_on_the_device(bn_fold, plain):
     result = plain.trains(Training("lsq", bn_fold=bn_fold))
     before = copy.deepcopy(result.model.state_dict())
-    train(result.model)
+    train(result.model, 4, 0.05)
     moved = {n for n, t in result.model.state_dict().items() if not torch.equal(t, before[n])}
     assert {"bn1.weight", "bn1.bias", "stem.weight", "bn4.weight"} <= moved
     assert ("bn1.running_mean" in moved) == (bn_fold != 1)
@@ -97,7 +57,7 @@ def test_what_was_trained_is_exact_on_the_device(bn_fold, plain):
 
 def test_what_was_never_folded_trains_and_is_not_deployed(plain):
     result = plain.trains(Training("lsq", bn_fold=-1))
-    train(result.model)
+    train(result.model, 4, 0.05)
     for leave in (result.trained, lambda: result.export("never.onnx")):
         with pytest.raises(UnsupportedError, match="bn_fold=-1 rounds weights without their batch norm"):
             leave()
@@ -106,21 +66,21 @@ def test_what_was_never_folded_trains_and_is_not_deployed(plain):
 def test_batch_norms_train_in_few_bits_without_a_setting():
     """Weights of fewer than 6 bits are rounded in closed form otherwise, after which no batch norm comes apart."""
     given = {"platform": "imx500", "overrides": {"fc": {"bits": 4}}, "progress": False}
-    result = chipfit.quantize(Net().eval(), DATA, training={"method": "lsq", "bn_fold": 4}, **given)
-    train(result.model, 1)
+    result = chipfit.quantize(NormedNet().eval(), DATA, training={"method": "lsq", "bn_fold": 4}, **given)
+    train(result.model, 1, 0.05)
     assert result.trained().plan["fc.weight"].grid.bits == 4
     with pytest.raises(UnsupportedError, match='rounding="off"'):
-        chipfit.quantize(Net().eval(), DATA, **given).trains({"method": "lsq", "bn_fold": 4}).model
+        chipfit.quantize(NormedNet().eval(), DATA, **given).trains({"method": "lsq", "bn_fold": 4}).model
 
 
 def test_training_goes_on_after_it_was_saved(plain, tmp_path):
     result = plain.trains({"method": "lsq", "bn_fold": 4})
-    train(result.model, 2)
+    train(result.model, 2, 0.05)
     result.trained().save(tmp_path / "saved")
     again = chipfit.load(tmp_path / "saved").trains({"method": "lsq", "bn_fold": 4})
     torch.testing.assert_close(again.model(DATA[1]), result.model(DATA[1]), rtol=0.05, atol=0.05)
     torch.testing.assert_close(again.model.weight("stem.weight"), result.model.weight("stem.weight"))
-    train(again.model, 1)
+    train(again.model, 1, 0.05)
     assert not torch.equal(again.model.weight("bn1.running_mean"), result.model.weight("bn1.running_mean"))
 
 
@@ -131,7 +91,7 @@ def test_what_cannot_be_told_apart_is_refused(plain):
     with pytest.raises(ConfigError, match="at most 1"):
         Training("lsq", bn_momentum=2)
     settings = chipfit.Settings(equalize=True)
-    changed = chipfit.quantize(Net().eval(), DATA, platform="ort_cpu", settings=settings, progress=False)
+    changed = chipfit.quantize(NormedNet().eval(), DATA, platform="ort_cpu", settings=settings, progress=False)
     with pytest.raises(UnsupportedError, match=r"changed after its batch norm was folded.*bn_fold=0"):
         changed.trains(Training("lsq", bn_fold=1)).model
     flat = chipfit.quantize(nn.Linear(4, 4), [torch.randn(8, 4)], platform="ort_cpu", progress=False)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
-from torch import nn
 
-import chipfit
 from chipfit.errors import UnsupportedError
 from chipfit.registry import registered
-from tests.test_training import DATA, LABELS, Net
+from tests.build import platform_file, quantized
+from tests.training.small import DATA, Net, train
 
 #: roles that a network on integers trains with an algorithm; LSQ trains the other
 INTEGERS = {
@@ -37,31 +38,8 @@ sources: {T: this test}
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    file = tmp_path_factory.mktemp("platform") / "tables.yaml"
-    file.write_text(TABLES)
-    known = {}
-
-    def of(platform):
-        if platform not in known:
-            where = file if platform == "tables" else platform
-            known[platform] = chipfit.quantize(Net().eval(), DATA, platform=where, progress=False)
-        return known[platform]
-
-    return of
-
-
-def losses(result, steps=6, rate=0.02):
-    model = result.model.train()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], rate)
-    found = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(DATA[0]), LABELS)
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    model.eval()
-    return found
+    file = platform_file(tmp_path_factory.mktemp("platform"), TABLES)
+    return cache(lambda platform: quantized(Net(), DATA, file if platform == "tables" else platform))
 
 
 def test_every_algorithm_is_tried():
@@ -71,7 +49,7 @@ def test_every_algorithm_is_tried():
 @pytest.mark.parametrize("name", INTEGERS)
 def test_what_was_trained_is_exact_on_the_device(name, plain):
     result = plain("ort_cpu").trains({"method": "lsq", **dict.fromkeys(INTEGERS[name], name)})
-    found = losses(result)
+    found = train(result.model, 6, 0.02)
     assert found[-1] < found[0]
     after = result.trained()
     assert torch.equal(after.model(DATA[1]), result.model(DATA[1]))
@@ -83,7 +61,9 @@ def test_what_was_trained_is_exact_on_the_device(name, plain):
 def test_levels_of_their_own_end_in_the_plan(name, plain):
     before = plain(LEVELS[name])
     result = before.trains({"weights": name, "activations": "lsq" if LEVELS[name] == "tables" else name})
-    found = losses(result, 15, 0.05) if name == "lut" else losses(result)  # entries are whole numbers, and move late
+    found = (
+        train(result.model, 15, 0.05) if name == "lut" else train(result.model, 6, 0.02)
+    )  # entries are whole numbers, and move late
     assert found[-1] < found[0]
     after, changed = result.trained(), []
     assert torch.equal(after.model(DATA[1]), result.model(DATA[1]))
@@ -106,7 +86,7 @@ def test_levels_of_their_own_end_in_the_plan(name, plain):
 )
 def test_what_no_chip_rounds_is_refused_when_training_ends(training, says, plain):
     result = plain("ort_cpu").trains(training)
-    found = losses(result)
+    found = train(result.model, 6, 0.02)
     assert found[-1] < found[0]
     with pytest.raises(UnsupportedError, match=says):
         result.trained()
