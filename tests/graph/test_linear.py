@@ -20,7 +20,6 @@ from chipfit.graph.linear import (
     is_linear,
     on_axis_1,
     out_channels,
-    own,
     places,
     products,
     scale_inputs,
@@ -135,20 +134,6 @@ def test_where_channels_are():
     assert not on_axis_1(graph, linear) and on_axis_1(graph, conv)
     graph.values["x"] = Value("x", (None, 4))
     assert on_axis_1(graph, linear) and on_axis_1(graph, conv)
-
-
-def test_who_else_has_a_weight_or_bias():
-    graph, node = one("Linear", None, (5, 3), bias=torch.zeros(5))
-    other = node.with_(name="m", inputs=("x", "v", "b"))
-    assert own(graph, graph.users(), node) == ""
-    assert own(graph, {W: [node, node], "b": [node]}, node) == f"'{W}' is read by several operators"
-    assert own(graph, {W: [node], "b": [node, other]}, node) == "'b' is read by several operators"
-    for name in (W, "b"):
-        graph.outputs = ["y", name]
-        assert own(graph, graph.users(), node) == f"'{name}' is an output of the model"
-    graph.outputs = ["y", "b"]  # which another may be, as long as this one has none
-    bare = node.with_(inputs=("x", W))
-    assert own(graph, {W: [bare]}, bare) == ""
 
 
 @pytest.mark.parametrize("weight, name", [("layer.weight", "layer.bias"), ("kernel", "kernel.bias")])

@@ -134,7 +134,7 @@ def test_padding_that_was_ignored_would_be_seen(monkeypatch):
     x = torch.randn(2, 3, 5, 5) + 1
     steps = begin(net, x, "ort_cpu")
     first = steps.graph.nodes[0].output
-    monkeypatch.setattr("chipfit.passes.centre._movable", lambda graph: {first: ""})
+    monkeypatch.setattr("chipfit.passes.centre.why_not_centred", lambda graph, readers: {first: ""})
     _, after, _ = centred(net, x)
     with pytest.raises(AssertionError):
         same(steps, after, x)

@@ -14,7 +14,7 @@ from chipfit.calibration.collect import collect
 from chipfit.decide import statistics
 from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.passes.equalize_groups import FEW_BITS, _shares, equalize_groups, with_channels, worth_a_trial
+from chipfit.passes.equalize_groups import FEW_BITS, equalize_groups, keeps_channels, with_channels, worth_a_trial
 from tests.steps import Steps, begin
 
 
@@ -270,9 +270,9 @@ def test_a_rewrite_for_few_bits_is_tried_where_weights_are_fitted_and_channels_c
 def test_what_shares_channels_with_its_operand(op, attrs, before, after, shares):
     values = {"x": Value("x", before), "y": Value("y", after or before)}
     graph = Graph([Node("n", op, ("x",), ("y",), attrs)], ["x"], ["y"], values, {})
-    assert _shares(graph, graph.nodes[0]) is shares
+    assert keeps_channels(graph, graph.nodes[0]) is shares
     split = graph.nodes[0].with_(outputs=("y", "z"))
-    assert not _shares(graph, split)
+    assert not keeps_channels(graph, split)
 
 
 def test_inputs_and_results_of_the_model_keep_their_magnitudes():

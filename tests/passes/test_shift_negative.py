@@ -12,7 +12,14 @@ from torch import nn
 from chipfit.calibration.collect import Need, TensorStats, collect
 from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.passes.shift_negative import SHIFT, _crossable, _padded, _shift, fuse_shifts, shift_negative
+from chipfit.passes.shift_negative import (
+    SHIFT,
+    fuse_shifts,
+    keeps_shift,
+    shift_constant,
+    shift_negative,
+    with_pad_operator,
+)
 from chipfit.platform.schema import Format
 from tests.steps import begin
 
@@ -207,7 +214,7 @@ def seen(low, high):
     ],
 )
 def test_the_constant_and_why_none_helps(low, high, ratio, c):
-    found, why = _shift(AUTO, seen(low, high), ratio)
+    found, why = shift_constant(AUTO, seen(low, high), ratio)
     if isinstance(c, str):
         assert found == 0.0 and c in why
         return
@@ -232,7 +239,7 @@ def test_the_constant_and_why_none_helps(low, high, ratio, c):
     ],
 )
 def test_what_a_constant_passes_through(op, attrs, crossed):
-    assert _crossable(Node("n", op, ("x",), ("y",), attrs)) is crossed
+    assert keeps_shift(Node("n", op, ("x",), ("y",), attrs)) is crossed
 
 
 @pytest.mark.parametrize("width", [6, None])
@@ -240,14 +247,14 @@ def test_padding_of_a_convolution_becomes_an_operator_of_its_own(width):
     conv = {"stride": (1, 1), "padding": ((1, 2), (0, 3)), "dilation": (1, 1), "groups": 1}
     node = Node("c", "Conv2D", ("x", "w", "b"), ("y",), conv)
     graph = Graph([node], ["x"], ["y"], {"x": Value("x", (None, 3, 5, width))}, {"w": torch.randn(2, 3, 2, 2)})
-    pad, rest = _padded(graph, node, 0.75)
+    pad, rest = with_pad_operator(graph, node, 0.75)
     assert graph.shape(pad.output) == (None, 3, 8, None if width is None else 9)
     assert pad.attrs == {"padding": ((0, 0), (0, 0), (1, 2), (0, 3)), "mode": "constant", "value": 0.75}
     assert rest.inputs == (pad.output, "w", "b") and rest.attrs["padding"] == ((0, 0), (0, 0))
     bare = node.with_(attrs={**conv, "padding": ((0, 0), (0, 0))})
-    assert _padded(graph, bare, 0.75) == (bare,)
+    assert with_pad_operator(graph, bare, 0.75) == (bare,)
     linear = node.with_(op="Linear", attrs={})
-    assert _padded(graph, linear, 0.75) == (linear,)
+    assert with_pad_operator(graph, linear, 0.75) == (linear,)
 
 
 def test_shifts_join_the_kernel_of_their_activation_in_its_place():

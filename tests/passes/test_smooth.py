@@ -13,6 +13,7 @@ from chipfit.decide.assignment import Assignment
 from chipfit.engine.run import run
 from chipfit.graph.check import check
 from chipfit.passes import smooth as module
+from chipfit.passes.rewriting import Readers
 from chipfit.passes.smooth import with_channels
 from tests.steps import captured
 
@@ -21,7 +22,7 @@ def smooth(graph, alpha=0.5):
     """With channels as large as a norm's shift and three times its scale."""
     stats = {}
     for value in with_channels(graph, {}):
-        norm = next(n for n in graph.nodes if n.op == "LayerNorm" and value in module._behind(graph.users(), n)[0])
+        norm = next(n for n in graph.nodes if n.op == "LayerNorm" and value == Readers(graph).after_identities(n)[0])
         scale, *shift = (graph.weights[i].detach().double().abs() for i in norm.inputs[1:] if i is not None)
         peak = 3 * scale + sum(shift)
         stats[value] = TensorStats(value, count=len(peak), batches=1, channels=Channels(peak, -peak, peak))
@@ -295,8 +296,8 @@ def test_the_predicted_error_is_what_rounding_makes(times, symmetric):
     channels = Channels(seen.double().sum(0), low, high, seen.double().square().sum(0))
     grid = SimpleNamespace(bits=8, zero=0 if symmetric else "any")
     slots = {"y": SimpleNamespace(format=grid), "w": SimpleNamespace(format=SimpleNamespace(bits=8), axis=0)}
-    site = SimpleNamespace(value="y", readers=[SimpleNamespace(weight="w")])
-    error = module._Error(SimpleNamespace(tensors=slots), site, [w.double()], seen.numel(), channels)
+    site = SimpleNamespace(value="y", layers=[SimpleNamespace(weight="w")])
+    error = module.PredictedError(SimpleNamespace(tensors=slots), site, [w.double()], seen.numel(), channels)
     for s in (torch.ones(32), torch.where(torch.arange(32) < 2, times**0.7, 1.0)):
         x, v = seen / s, w * s
         a, b = (-x.abs().max(), x.abs().max()) if symmetric else (x.min(), x.max())

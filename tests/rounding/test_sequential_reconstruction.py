@@ -11,6 +11,7 @@ from chipfit import Settings
 from chipfit.calibration.batch_cache import MemoryLimit
 from chipfit.errors import ConfigError, DataError, PlanError, UnknownNameError
 from chipfit.graph.ir import Graph, Node, Value
+from chipfit.passes.rewriting import Readers
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
 from chipfit.quantizers.stored import Stored
@@ -547,7 +548,7 @@ def test_values_on_their_way_are_as_precise_as_their_number_allows(monkeypatch):
 
 def why(nodes, plan, **more):
     graph = network(nodes, **more)
-    return walking.why_not_fitted(graph, plan, graph.users(), graph.nodes[0])
+    return walking.why_not_fitted(graph, plan, Readers(graph), graph.nodes[0])
 
 
 def test_why_a_weight_is_not_fitted():

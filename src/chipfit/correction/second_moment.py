@@ -11,7 +11,8 @@ from chipfit.calibration.data import no_data
 from chipfit.correction.bias import quantized_linear
 from chipfit.engine.run import run
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import bias_or_zero, channel_axis, own, scale_outputs, with_bias
+from chipfit.graph.linear import bias_or_zero, channel_axis, scale_outputs, with_bias
+from chipfit.passes.rewriting import Readers
 from chipfit.plan.record import Plan
 from chipfit.registry import Setting, register
 
@@ -44,10 +45,10 @@ def correct_second_moment(
     Raises:
         DataError: no batch at all.
     """
-    graph, notes, users = graph.copy(), [], graph.users()
+    graph, notes, readers = graph.copy(), [], Readers(graph)
     nodes: dict[str, Node] = {}
     for node, why in quantized_linear(graph, plan):
-        why = why or own(graph, users, node)
+        why = why or readers.why_fixed(node)
         if why:
             notes.append(f"'{node.who}' keeps its second moment: {why}")
         else:

@@ -1,12 +1,16 @@
-"""Pieces that rewrites build graphs with: free names, nodes in the place of others."""
+"""Functions that edit a graph: free names, inserted, replaced and removed nodes."""
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
 
 from chipfit.graph.ir import Graph, Node
 
 
 def unique_name(wanted: str, taken: Container[str]) -> str:
-    """`wanted`, or the first of `wanted_1`, `wanted_2`, ... that is not taken."""
+    """Return `wanted`, or the first of `wanted_1`, `wanted_2`, ... that is not taken."""
     name, count = wanted, 0
     while name in taken:
         count += 1
@@ -15,18 +19,46 @@ def unique_name(wanted: str, taken: Container[str]) -> str:
 
 
 def new_name(graph: Graph, wanted: str) -> str:
-    """`wanted`, or the next free name like it, among values, weights and nodes."""
+    """Return `wanted`, or the next free name like it, among values, weights and nodes."""
     return unique_name(wanted, {*graph.values, *graph.weights, *(n.name for n in graph.nodes)})
 
 
 def replace_node(graph: Graph, old: Node, *new: Node) -> None:
-    """Put `new` where `old` stands."""
+    """Replace `old` by `new`."""
     at = next(k for k, n in enumerate(graph.nodes) if n.name == old.name)
     graph.nodes[at : at + 1] = new
 
 
+def insert_behind(
+    graph: Graph,
+    value: str,
+    op: str,
+    constant: torch.Tensor,
+    readers: Iterable[Node],
+    *,
+    names: tuple[str, str, str],
+    **fields: Any,
+) -> str:
+    """Insert op(value, constant) right behind the producer of a value; return the result.
+
+    Args:
+        readers: the nodes that shall read the result instead of the value.
+        names: wanted names of the result, the constant and the node.
+        fields: others of the node.
+    """
+    result, weight = (new_name(graph, wanted) for wanted in names[:2])
+    graph.values[result] = replace(graph.values[value], name=result)
+    graph.weights[weight] = constant.to(torch.float32)
+    producer = graph.producers()[value]
+    replace_node(graph, producer, producer, Node(new_name(graph, names[2]), op, (value, weight), (result,), **fields))
+    for reader in readers:
+        now = graph.node(reader.name)
+        replace_node(graph, now, now.with_(inputs=tuple(result if i == value else i for i in now.inputs)))
+    return result
+
+
 def drop_dead(graph: Graph) -> None:
-    """Take out the nodes that nothing reads, with their values."""
+    """Remove the nodes that no output depends on, with their values."""
     live = live_values(graph)
     for o in (o for n in graph.nodes if live.isdisjoint(n.outputs) for o in n.outputs):
         graph.values.pop(o, None)
@@ -34,7 +66,7 @@ def drop_dead(graph: Graph) -> None:
 
 
 def live_values(graph: Graph) -> set[str]:
-    """Values and weights that an output depends on."""
+    """Return the values and weights that an output depends on."""
     live = set(graph.outputs)
     for n in reversed(graph.nodes):
         if live.intersection(n.outputs):

@@ -5,7 +5,7 @@ channels to O/g output channels. Linear has one group and no kernel.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -67,16 +67,6 @@ def scale_inputs(node: Node, w: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 def out_channels(node: Node, w: torch.Tensor) -> int:
     parts = in_groups(node, w)
     return parts.shape[0] * parts.shape[1]
-
-
-def own(graph: Graph, users: Mapping[str, Sequence[Node]], node: Node) -> str:
-    """Why the weight and bias of `node` may not be changed for it alone; "" when they may."""
-    for name in (node.inputs[1], node.bias):
-        if name is not None and len(users[name]) > 1:
-            return f"'{name}' is read by several operators"
-        if name is not None and name in graph.outputs:
-            return f"'{name}' is an output of the model"
-    return ""
 
 
 def with_bias(graph: Graph, node: Node, bias: torch.Tensor) -> Node:

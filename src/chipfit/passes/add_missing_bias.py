@@ -2,15 +2,16 @@
 
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import bias_or_zero, is_linear, with_bias
+from chipfit.passes.rewriting import Rewritten
 from chipfit.platform.match import resolve_node
 from chipfit.platform.schema import Platform
 from chipfit.registry import register
 
 
 @register("pass", "give_biases", stage="rewrite", after=("equalize",), needs=("platform",), with_any="correct")
-def add_missing_bias(graph: Graph, platform: Platform) -> tuple[Graph, list[str]]:
+def add_missing_bias(graph: Graph, platform: Platform) -> Rewritten:
     """Add a zero bias to the linear operators without one, as far as the platform can hold biases for them."""
-    graph, notes = graph.copy(), []
+    graph, notes = graph.copy(), list[str]()
     for k, node in enumerate(graph.nodes):
         if not is_linear(graph, node) or node.bias:
             continue
@@ -19,4 +20,4 @@ def add_missing_bias(graph: Graph, platform: Platform) -> tuple[Graph, list[str]
             graph.nodes[k] = with_bias(graph, node, bias_or_zero(graph, node))
         elif options:
             notes.append(f"'{node.who}' gets no bias: '{platform.name}' has none for {node.op}")
-    return graph, notes
+    return Rewritten(graph, notes)

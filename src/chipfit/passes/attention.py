@@ -16,8 +16,8 @@ import torch
 from chipfit.graph.edit import drop_dead, new_name, replace_node
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.ops import OPS
-from chipfit.graph.paths import only_reader
 from chipfit.passes.decompose import broadcast
+from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import register
 
 Shape = tuple[int | None, ...]
@@ -51,7 +51,7 @@ class _Scores:
 
 
 @register("pass", "attention", stage="rewrite", after=("fold_constants",), needs=("listed",))
-def attention(graph: Graph, listed: Listed) -> tuple[Graph, list[str]]:
+def attention(graph: Graph, listed: Listed) -> Rewritten:
     """Put SDPA in the place of its spellings, where the platform names it.
 
     A row whose scores are all filled gives the mean of v, as before, while its scores differ by less than 32. Dropout
@@ -77,14 +77,14 @@ def attention(graph: Graph, listed: Listed) -> tuple[Graph, list[str]]:
             graph = spelling.graph
             drop_dead(graph)
             notes.append(f"the products and the softmax of '{made.who}' became one SDPA")
-    return graph, notes
+    return Rewritten(graph, notes)
 
 
 class _Spelling:
     """Finds the parts around one softmax, and puts the operator in their place."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph, self.users, self.producers = graph, graph.users(), graph.producers()
+        self.graph, self.readers, self.producers = graph, Readers(graph), graph.producers()
         self.new: list[Node] = []  #: what stands in front of the operator
 
     def rewritten(self, softmax: Node) -> Node:
@@ -109,7 +109,7 @@ class _Spelling:
 
     def _product_behind(self, value: str) -> Node | None:
         """The product with v that alone reads the weights."""
-        n = only_reader(self.graph, self.users, value)
+        n = self.readers.only(value)
         if n is not None and (n.op in ("Identity", "Dropout") or self._keeps_rows(n)):
             return self._product_behind(n.output)
         return n if n is not None and n.op == "MatMul" and n.inputs[0] == value else None
@@ -133,7 +133,7 @@ class _Spelling:
     def _maker(self, value: str) -> Node | None:
         """The node that makes a value which is read once."""
         n = self.producers.get(value)
-        once = n is not None and len(n.outputs) == 1 and only_reader(self.graph, self.users, value) is not None
+        once = n is not None and len(n.outputs) == 1 and self.readers.only(value) is not None
         return n if once else None
 
     def _keeps_rows(self, n: Node) -> bool:

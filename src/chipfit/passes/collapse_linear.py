@@ -1,53 +1,57 @@
-"""Two linear operators in a row become one: conv -> 1x1 conv, Linear -> Linear, and a constant added to either."""
+"""Merge two consecutive linear operators: conv -> 1x1 conv, Linear -> Linear, and a constant added to either."""
 
 import math
 
 import torch
 
-from chipfit.graph.ir import Graph, Node, Users
-from chipfit.graph.linear import CONVS, bias_or_zero, is_linear, own, with_bias
-from chipfit.graph.paths import only_reader
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.linear import CONVS, bias_or_zero, is_linear, with_bias
+from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import Setting, register
 
 _SETTING = Setting("collapse_linear", False, "two linear operators in a row become one")
 
 
 @register("pass", "collapse_linear", stage="rewrite", after=("unshare_biases",), setting=_SETTING)
-def collapse_linear(graph: Graph) -> tuple[Graph, list[str]]:
+def collapse_linear(graph: Graph) -> Rewritten:
     """Merge W2 (W1 x + b1) + b2 into (W2 W1) x + (W2 b1 + b2), and (W x + b) + c into W x + (b + c).
 
     The second operator must be a 1x1 convolution of stride 1 without padding or groups, or Linear after Linear; the
     first may have any kernel, stride and padding. A pair whose product has more parameters than its factors stays.
     """
     graph, notes = graph.copy(), dict[str, None]()
-    changed = True
-    while changed:
-        changed = False
-        users = graph.users()
-        for first in graph.nodes:
-            second = only_reader(graph, users, first.output) if is_linear(graph, first) else None
-            if second is None:
-                continue
-            merged = _added(graph, users, first, second) or _merged(graph, users, first, second, notes)
-            if merged is not None:
-                notes[f"collapsed '{second.who}' into '{first.who}'"] = None
-                graph.nodes[graph.nodes.index(first)] = merged.with_(outputs=second.outputs)
-                graph.nodes.remove(second)
-                del graph.values[first.output]
-                changed = True
-                break
-    return graph, list(notes)
+    while _collapse_one(graph, notes):
+        pass
+    return Rewritten(graph, list(notes))
 
 
-def _merged(graph: Graph, users: Users, first: Node, second: Node, notes: dict[str, None]) -> Node | None:
-    """`first` with the weights of both."""
+def _collapse_one(graph: Graph, notes: dict[str, None]) -> bool:
+    """Merge the first pair that can be merged; return False if there is none."""
+    readers = Readers(graph)
+    for first in graph.nodes:
+        second = readers.only(first.output) if is_linear(graph, first) else None
+        if second is None:
+            continue
+        merged = _with_constant(readers, first, second) or _with_product(readers, first, second, notes)
+        if merged is not None:
+            notes[f"collapsed '{second.who}' into '{first.who}'"] = None
+            graph.nodes[graph.nodes.index(first)] = merged.with_(outputs=second.outputs)
+            graph.nodes.remove(second)
+            del graph.values[first.output]
+            return True
+    return False
+
+
+def _with_product(readers: Readers, first: Node, second: Node, notes: dict[str, None]) -> Node | None:
+    """Return `first` with the product of both weights."""
+    graph = readers.graph
     fits = first.op in CONVS | {"Linear"} and second.op == first.op and second.inputs[0] == first.output
     if not fits or not is_linear(graph, second):
         return None
     w1, w2 = (graph.weights[n.weight] for n in (first, second))
     if math.prod(w2.shape[2:]) > 1:
-        return None  # not a pair that this rewrite is about
-    why = own(graph, users, first) or own(graph, users, second)
+        return None  # the second kernel is larger than 1x1
+    why = readers.why_fixed(first, second)
     if first.op in CONVS:
         a = second.attrs
         if first.attrs["groups"] > 1 or a["groups"] > 1:
@@ -67,9 +71,9 @@ def _merged(graph: Graph, users: Users, first: Node, second: Node, notes: dict[s
     return with_bias(graph, first, bias)
 
 
-def _added(graph: Graph, users: Users, first: Node, add: Node) -> Node | None:
-    """`first` with the constant that `add` adds in its bias."""
-    other = next((i for i in add.inputs if i != first.output), None)
+def _with_constant(readers: Readers, first: Node, add: Node) -> Node | None:
+    """Return `first` with the constant that `add` adds to its result in its bias."""
+    graph, other = readers.graph, next((i for i in add.inputs if i != first.output), None)
     adds = add.op == "Add" or (add.op == "Sub" and add.inputs[0] == first.output)
     if not adds or not graph.is_weight(other):
         return None
@@ -79,7 +83,7 @@ def _added(graph: Graph, users: Users, first: Node, add: Node) -> Node | None:
     bias = bias_or_zero(graph, first)
     others = [size for k, size in enumerate(padded) if k != axis]
     per_channel = len(padded) == len(shape) and set(others) <= {1} and padded[axis] in (1, len(bias))
-    if not per_channel or not graph.is_float(other or "") or own(graph, users, first):
+    if not per_channel or not graph.is_float(other or "") or readers.why_fixed(first):
         return None
     bias = bias + (constant if add.op == "Add" else -constant).reshape(-1)
     return with_bias(graph, first, bias)

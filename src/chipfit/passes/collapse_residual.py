@@ -1,32 +1,32 @@
-"""conv(x) + x becomes one convolution: 1 is added to the centre tap of every channel's own kernel."""
+"""Merge conv(x) + x into one convolution: add 1 to the centre tap of each channel's own kernel."""
 
 from typing import Any
 
 import torch
 
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import CONVS, from_groups, in_groups, is_linear, own
-from chipfit.graph.paths import only_reader
+from chipfit.graph.linear import CONVS, from_groups, in_groups, is_linear
+from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import Setting, register
 
 _SETTING = Setting("collapse_residual", False, "conv(x) + x becomes one convolution")
 
 
 @register("pass", "collapse_residual", stage="rewrite", after=("collapse_linear",), setting=_SETTING)
-def collapse_residual(graph: Graph) -> tuple[Graph, list[str]]:
+def collapse_residual(graph: Graph) -> Rewritten:
     """Rewrite W x + x as (W + I) x, where I has a 1 at the tap that reads the output's own position.
 
-    The convolution keeps shape and channels, has stride 1, any groups, and only the addition reads its result.
+    The operator must keep shape and channels and have stride 1; it may have groups. Only the addition reads its result.
     """
-    graph, notes = graph.copy(), []
-    users = graph.users()
+    graph, notes = graph.copy(), list[str]()
+    readers = Readers(graph)
     for node in list(graph.nodes):
         fits = node.op in CONVS | {"Linear"} and is_linear(graph, node)
-        add = only_reader(graph, users, node.output) if fits else None
+        add = readers.only(node.output) if fits else None
         if add is None or add.op != "Add" or set(add.inputs) != {node.inputs[0], node.output}:
             continue
         tap = _centre(node)
-        why = "no tap of its kernel reads the output's own position" if tap is None else own(graph, users, node)
+        why = "no tap of its kernel reads the output's own position" if tap is None else readers.why_fixed(node)
         if not why and graph.shape(node.output) != graph.shape(node.inputs[0] or ""):
             why = "the shapes differ"
         if why:
@@ -42,11 +42,11 @@ def collapse_residual(graph: Graph) -> tuple[Graph, list[str]]:
         graph.nodes.remove(add)
         del graph.values[node.output]
         notes.append(f"collapsed the residual addition '{add.name}' into '{node.who}'")
-    return graph, notes
+    return Rewritten(graph, notes)
 
 
 def _centre(node: Node) -> tuple[int, ...] | None:
-    """The tap that reads the output's own position; () for Linear, None when there is none."""
+    """Return the tap that reads the output's own position; () for Linear, None if no tap does."""
     if node.op == "Linear":
         return ()
     a = node.attrs

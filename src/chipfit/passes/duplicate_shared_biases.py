@@ -2,16 +2,17 @@
 
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import LINEAR
+from chipfit.passes.rewriting import Rewritten
 from chipfit.registry import register
 
 
 @register("pass", "unshare_biases", stage="rewrite", after=("fold_batch_norm",))
-def duplicate_shared_biases(graph: Graph) -> tuple[Graph, list[str]]:
+def duplicate_shared_biases(graph: Graph) -> Rewritten:
     """Give every reader of a shared bias, after the first, a copy of its own (`name_1`, `name_2`, ...).
 
     Without it, one stored bias would force the inputs of all its readers to one common scale.
     """
-    graph, notes = graph.copy(), []
+    graph, notes = graph.copy(), list[str]()
     seen: dict[str, int] = {}
     for index, node in enumerate(graph.nodes):
         bias = node.bias if node.op in LINEAR and graph.is_weight(node.weight) else None
@@ -25,4 +26,4 @@ def duplicate_shared_biases(graph: Graph) -> tuple[Graph, list[str]]:
                 graph.trainable.add(name)
             graph.nodes[index] = node.with_(inputs=(*node.inputs[:2], name))
             notes.append(f"bias '{bias}' is used again by '{node.name}', which now reads its own copy '{name}'")
-    return graph, notes
+    return Rewritten(graph, notes)

@@ -1,62 +1,58 @@
-"""Cross-layer equalization: channels between two linear operators are scaled so that both weights have equal ranges."""
+"""Cross-layer equalization: scale channels between two linear operators so that both weights have equal ranges."""
 
 import torch
 
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import bias_or_zero, in_groups, is_linear, own, scale_inputs, scale_outputs, with_bias
+from chipfit.graph.linear import bias_or_zero, in_groups, is_linear, scale_inputs, scale_outputs, with_bias
 from chipfit.graph.ops import OPS
-from chipfit.graph.paths import Paths, paths, scaled_by_channel
+from chipfit.passes.rewriting import Readers, Rewritten, scales_by_channel
 from chipfit.registry import Setting, register
 
 _SETTING = Setting("equalize", False, "channels between two linear operators get weights of equal range")
 
 
 @register("pass", "equalize", stage="rewrite", after=("relu_bound",), setting=_SETTING)
-def equalize(graph: Graph, *, sweeps: int = 40, tolerance: float = 1e-3) -> tuple[Graph, list[str]]:
+def equalize(graph: Graph, *, sweeps: int = 40, tolerance: float = 1e-3) -> Rewritten:
     """Scale channel i between two linear operators by 1 / s_i, s_i = sqrt(r1_i / r2_i), without changing the network.
 
-    W1' = W1 / s, b1' = b1 / s, W2' = W2 s, with r1_i the largest |weight| of output channel i and r2_i that of input
-    channel i behind it (the largest over all readers). Pairs are visited again and again until no s leaves
-    1 +- `tolerance`, or `sweeps` times. A channel that is zero on one side stays as it is.
+    W1' = W1 / s, b1' = b1 / s, W2' = W2 s, with r1_i the largest |weight| of output channel i of the first operator and
+    r2_i the largest |weight| of input channel i over all readers. Pairs are visited repeatedly until every s is within
+    1 +- `tolerance`, at most `sweeps` times. A channel that is zero on one side keeps its scale.
 
     Source: Nagel et al. 2019, arXiv:1906.04721, eq. 11.
     """
-    graph, notes = graph.copy(), []
-    users = graph.users()
-    pairs: list[tuple[Node, Paths]] = []
-    for first in graph.nodes:
-        if not is_linear(graph, first):
-            continue
-        found = paths(graph, users, first.output, _elementwise if first.op == "Linear" else scaled_by_channel)
-        why = found.refused
-        for n in (first, *found.ends):
-            why = why or own(graph, users, n)
+    graph, notes = graph.copy(), list[str]()
+    readers = Readers(graph)
+    pairs: list[tuple[Node, list[Node]]] = []  # an operator, and the linear operators behind it
+    for first in (n for n in graph.nodes if is_linear(graph, n)):
+        found = readers.linear_behind(first.output, _elementwise if first.op == "Linear" else scales_by_channel)
+        why = found.refusal or readers.why_fixed(first, *found.ends)
         if not why and any((first.op == "Linear") != (end.op == "Linear") for end in found.ends):
             why = "their channels lie on different axes"
         if why:
             notes.append(f"'{first.who}' is not equalized: {why}")
         else:
-            pairs.append((first, found))
+            pairs.append((first, found.ends))
     touched: set[str] = set()
     for _ in range(sweeps):
-        furthest = 0.0
-        for first, found in pairs:
-            s = _scales(graph, first, found.ends)
+        greatest_change = 0.0
+        for first, ends in pairs:
+            s = _scales(graph, first, ends)
             change = float((s - 1).abs().max())
             if change > tolerance:
-                _apply(graph, first, found.ends, s)
+                _apply(graph, first, ends, s)
                 touched.add(first.name)
-            furthest = max(furthest, change)
-        if furthest <= tolerance:
+            greatest_change = max(greatest_change, change)
+        if greatest_change <= tolerance:
             break
-    for first, found in pairs:
+    for first, ends in pairs:
         if first.name in touched:
-            notes.append(f"equalized '{first.who}' with {', '.join(repr(e.who) for e in found.ends)}")
-    return graph, notes
+            notes.append(f"equalized '{first.who}' with {', '.join(repr(e.who) for e in ends)}")
+    return Rewritten(graph, notes)
 
 
 def _scales(graph: Graph, first: Node, ends: list[Node]) -> torch.Tensor:
-    """s of eq. 11, [C] float64; 1 where a channel has no range on one side."""
+    """Return s of eq. 11, [C] float64; 1 where a channel has no range on one side."""
     w = in_groups(first, graph.weights[first.weight].detach().double())
     before = w.abs().flatten(2).amax(2).flatten()
     after = torch.zeros_like(before)
@@ -68,6 +64,7 @@ def _scales(graph: Graph, first: Node, ends: list[Node]) -> torch.Tensor:
 
 
 def _apply(graph: Graph, first: Node, ends: list[Node], s: torch.Tensor) -> None:
+    """Divide the output channels of `first` by s and multiply the input channels of `ends` by s, in place."""
     name = first.weight
     graph.weights[name] = scale_outputs(first, graph.weights[name].detach(), 1 / s)
     if first.bias:
@@ -78,5 +75,5 @@ def _apply(graph: Graph, first: Node, ends: list[Node], s: torch.Tensor) -> None
 
 
 def _elementwise(node: Node) -> bool:
-    """The same whatever axis the channels are on."""
-    return scaled_by_channel(node) and (OPS[node.op].layout == "elementwise" or OPS[node.op].activation)
+    """Check whether an operator commutes with a factor for each channel, whatever axis the channels are on."""
+    return scales_by_channel(node) and (OPS[node.op].layout == "elementwise" or OPS[node.op].activation)

@@ -1,4 +1,4 @@
-"""Equalization of activations: channels get magnitudes alike, over groups of tensors that share their channels."""
+"""Equalization of activations: bring channels to similar magnitudes, over groups of tensors that share channels."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,21 +14,20 @@ from chipfit.graph.linear import (
     is_depthwise,
     is_linear,
     on_axis_1,
-    own,
     scale_inputs,
     scale_outputs,
     with_bias,
 )
 from chipfit.graph.ops import OPS
-from chipfit.graph.paths import adds_alike, scaled_by_channel
 from chipfit.passes.relu_bound import bounds
+from chipfit.passes.rewriting import Adapted, Readers, adds_equal_shapes, scales_by_channel
 from chipfit.registry import OFF, Setting, register
 
 _DOES = "channels that share a grid get magnitudes alike. None: where few bits gain by it"
 _SETTING = Setting("equalize_groups", None, _DOES, choices=("always", OFF))
-#: exponents of the magnitudes: of groups that depthwise convolutions alone read, whose rows pay nothing, and of others
+#: exponents of the magnitudes: for groups that only depthwise convolutions read, at no cost to weights, and for others
 _DEPTHWISE, _DENSE = 1.0, 0.75
-#: share of the largest magnitude below which no channel is taken to be
+#: least magnitude that a channel is assumed to have, relative to the largest
 _FLOOR = 0.01
 
 
@@ -37,22 +36,25 @@ class Group:
     """Values with the same channels on axis 1, and the linear operators around them."""
 
     values: list[str] = field(default_factory=list)
-    makers: list[Node] = field(default_factory=list)
+    producers: list[Node] = field(default_factory=list)
     readers: list[Node] = field(default_factory=list)
-    clips: list[tuple[str, float]] = field(default_factory=list)  #: what is clipped from above, and where
-    refused: str = ""  #: why its channels cannot be scaled
+    clips: list[tuple[str, float]] = field(default_factory=list)  #: values clipped from above, with the bound
+    refusal: str = ""  #: why its channels cannot be scaled
 
 
 def with_channels(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
-    """`needs`, and the channels of every tensor that may be scaled."""
-    found = [g for g in groups(graph) if not g.refused]
-    asked = {*needs, *(n.data for g in found for n in g.readers), *(v for g in found for v, _ in g.clips)}
-    return with_channel_stats(needs, {v: 1 for g in found for v in g.values if v in asked})
+    """Add the channel statistics of every tensor that may be scaled to `needs`."""
+    found = [g for g in groups(graph) if not g.refusal]
+    used = {*needs, *(n.data for g in found for n in g.readers), *(v for g in found for v, _ in g.clips)}
+    return with_channel_stats(needs, {v: 1 for g in found for v in g.values if v in used})
 
 
 def worth_a_trial(settings: Any, graph: Graph, assignment: Assignment) -> str | None:
-    """Whether a rewrite for few bits is tried: where weights are fitted, in a network with depthwise operators whose
-    weights have a scale for each channel, which then costs nothing."""
+    """Return "always" if a rewrite for few bits is tried, else None.
+
+    It is tried where weights are reconstructed, in a network with depthwise operators whose weights have a scale for
+    each channel: equalization then costs their weights nothing.
+    """
     slots = assignment.tensors.values()
     few = any(s.role == "activation" and s.format.bits <= FEW_BITS for s in slots)
     fits = few and all(s.axis is not None for s in slots if s.role == "weight")
@@ -70,46 +72,44 @@ def worth_a_trial(settings: Any, graph: Graph, assignment: Assignment) -> str | 
     tries=worth_a_trial,
     setting=_SETTING,
 )
-def equalize_groups(
-    graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats]
-) -> tuple[Graph, dict[str, TensorStats], list[str]]:
+def equalize_groups(graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats]) -> Adapted:
     """Divide channel c of every value of a group by s_c = (t_c / max t)^alpha, without changing the network.
 
-    t_c is the largest magnitude of the channel in what the group's readers read, 0.01 max t at least; makers get
-    W' = W / s, b' = b / s, readers W' = W s. alpha is 1 where only depthwise convolutions read, which have in effect a
-    scale for each channel then, and 0.75 elsewhere. A channel that is 0 throughout stays as it is.
+    t_c is the largest magnitude of the channel in the values that the group's readers read, at least 0.01 max t;
+    producers get W' = W / s, b' = b / s, readers W' = W s. alpha is 1 where only depthwise convolutions read, which
+    then have in effect a scale for each channel, and 0.75 elsewhere. A channel that is always 0 keeps its scale.
 
-    A clip at b, as that of ReLU6, stays at b and so clips channel c of before at b s_c: s_c is raised to where that is
-    no less than calibration saw. Beyond it, the grid on which the clipped value is stored ends as well; where there is
-    none, the group is left.
+    A clip at b, like that of ReLU6, stays at b and thus clips channel c of the original value at b s_c: s_c is raised
+    until that is at least the largest value of calibration. Beyond b the grid of the clipped value ends as well; a
+    group whose clipped value is stored on no grid is not changed.
 
     Args:
         graph: before its tensors are planned.
-        assignment: says which values are stored on grids.
-        stats: with what `with_channels` asks for; left as they are.
+        assignment: the values that are stored on grids.
+        stats: with the channels that `with_channels` adds; not modified.
 
     Returns:
-        The graph, the statistics without histograms of what was scaled, and one note per group or refusal.
+        The graph, the statistics without the histograms of scaled values, and one note per group or refusal.
     """
-    graph, stats, notes = graph.copy(), dict(stats), []
+    graph, stats, notes = graph.copy(), dict(stats), list[str]()
     for group in groups(graph):
-        why, read = group.refused, [n.data for n in group.readers]
+        why, read = group.refusal, [n.data for n in group.readers]
         seen = {v: c for v in group.values if v in stats and (c := stats[v].channels) is not None}
         for v, bound in group.clips:
             if v not in assignment.tensors:
                 why = why or f"'{v}' is clipped at {bound:g} and stored on no grid"
         if not why and not {*read, *(v for v, _ in group.clips)} <= set(seen):
             why = "its channels were not collected"
-        makers = ", ".join(repr(n.who) for n in group.makers)
+        producers = ", ".join(repr(n.who) for n in group.producers)
         if why:
-            notes.append(f"the channels of {makers} keep their magnitudes: {why}")
+            notes.append(f"the channels of {producers} keep their magnitudes: {why}")
             continue
         t = torch.stack([seen[v].peak for v in read]).amax(0)
         alpha = _DEPTHWISE if all(is_depthwise(graph, n) for n in group.readers) else _DENSE
         s = torch.where(t > 0, (t / t.max()).clamp_min(_FLOOR) ** alpha, 1.0)
         for v, bound in group.clips:
             s = torch.maximum(s, seen[v].high / bound)
-        for n in group.makers:
+        for n in group.producers:
             graph.weights[n.weight] = scale_outputs(n, graph.weights[n.weight].detach(), 1 / s)
             if n.bias:
                 with_bias(graph, n, bias_or_zero(graph, n) / s)
@@ -117,20 +117,20 @@ def equalize_groups(
             graph.weights[n.weight] = scale_inputs(n, graph.weights[n.weight].detach(), s)
         for v in (v for v in group.values if v in stats):
             stats[v] = stats[v].by_channel(0.0, 1 / s)
-        notes.append(f"the channels of {makers} grow by up to {float(1 / s.min()):.3g}")
-    return graph, stats, notes
+        notes.append(f"the channels of {producers} grow by up to {float(1 / s.min()):.3g}")
+    return Adapted(graph, stats, notes)
 
 
 def groups(graph: Graph) -> list[Group]:
-    """Every group that some linear operator makes and some reads."""
-    up = {v: v for v in graph.values}
+    """Return every group that a linear operator computes and a linear operator reads."""
+    up = {v: v for v in graph.values}  # union-find over values that share channels
 
     def root(v: str) -> str:
         while up[v] != v:
             v = up[v]
         return v
 
-    for n in (n for n in graph.nodes if _shares(graph, n)):
+    for n in (n for n in graph.nodes if keeps_channels(graph, n)):
         for v in graph.activations(n):
             up[root(v)] = root(n.output)
     found: dict[str, Group] = {}
@@ -138,19 +138,18 @@ def groups(graph: Graph) -> list[Group]:
         found.setdefault(root(v), Group()).values.append(v)
 
     def refuse(v: str, why: str) -> None:
-        found[root(v)].refused = found[root(v)].refused or why
+        found[root(v)].refusal = found[root(v)].refusal or why
 
-    users = graph.users()
+    readers = Readers(graph)
     for n in graph.nodes:
         if is_linear(graph, n):
-            found[root(n.output)].makers.append(n)
+            found[root(n.output)].producers.append(n)
             found[root(n.data)].readers.append(n)
-            why = own(graph, users, n) or (
-                "" if on_axis_1(graph, n) else f"the channels of '{n.who}' are not on axis 1"
-            )
-            for v in (n.data, n.output) if why else ():
-                refuse(v, why)
-        elif not _shares(graph, n):
+            elsewhere = "" if on_axis_1(graph, n) else f"the channels of '{n.who}' are not on axis 1"
+            if why := readers.why_fixed(n) or elsewhere:
+                refuse(n.data, why)
+                refuse(n.output, why)
+        elif not keeps_channels(graph, n):
             for v in graph.activations(n):
                 refuse(v, f"{n.op} '{n.who}' reads it")
             for v in n.outputs:
@@ -162,15 +161,21 @@ def groups(graph: Graph) -> list[Group]:
     for v in graph.outputs:
         if v in up:
             refuse(v, f"'{v}' is an output of the model")
-    return [g for g in found.values() if g.makers and g.readers]
+    return [g for g in found.values() if g.producers and g.readers]
 
 
-def _shares(graph: Graph, node: Node) -> bool:
-    """Its inputs and its result have the same channels on axis 1, and f(x / s) = f(x) / s, but for an upper bound."""
+def keeps_channels(graph: Graph, node: Node) -> bool:
+    """Check whether inputs and result of a node have the same channels on axis 1, and f(x / s) = f(x) / s.
+
+    An upper bound of f is allowed."""
     if len(node.outputs) != 1 or node.op not in OPS or is_linear(graph, node):
         return False
     low, high = bounds(node)
-    if scaled_by_channel(node) or adds_alike(graph, node) or (high is not None and high > 0 and low in (0, None)):
+    if (
+        scales_by_channel(node)
+        or adds_equal_shapes(graph, node)
+        or (high is not None and high > 0 and low in (0, None))
+    ):
         return True
     before, after, row = graph.shape(node.data), graph.shape(node.output), OPS[node.op]
     if row.layout == "reduce":

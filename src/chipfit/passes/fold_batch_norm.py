@@ -1,44 +1,45 @@
-"""conv -> batch norm becomes conv: W' = W g / sqrt(var + eps), b' = (b - mean) g / sqrt(var + eps) + beta."""
+"""Fold batch norms into convolutions: W' = W g / sqrt(var + eps), b' = (b - mean) g / sqrt(var + eps) + beta."""
 
 import torch
 
 from chipfit.graph.edit import unique_name
 from chipfit.graph.folds import checksum
-from chipfit.graph.ir import Fold, Graph, Node, Users
+from chipfit.graph.ir import Fold, Graph, Node
 from chipfit.graph.linear import LINEAR, TRANSPOSED, scale_outputs
+from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import register
 
 
 @register("pass", "fold_batch_norm", stage="rewrite", after=("fold_constants",))
-def fold_batch_norm(graph: Graph) -> tuple[Graph, list[str]]:
+def fold_batch_norm(graph: Graph) -> Rewritten:
     """Fold every inference batch norm that directly follows a weighted operator into that operator's weights.
 
-    A weight read by several operators is folded once, and only when each of them is followed by the very same
-    batch norm. Batch-norm tensors stay in `graph.weights`, unread, so that the state dict keeps its names.
+    A weight read by several operators is folded once, and only if the same batch norm follows each of them. The
+    tensors of batch norms stay in `graph.weights`, unread, so that the state dict keeps its names.
 
     Source: Jacob et al. 2018, arXiv:1712.05877, eq. 14.
     """
     graph = graph.copy()
-    users, producers, notes = graph.users(), graph.producers(), list[str]()
+    readers, producers, notes = Readers(graph), graph.producers(), list[str]()
     followers: dict[str, Node] = {}  # node name -> the batch norm that follows it
     refused: dict[str, str] = {}
     for bn in graph.nodes:
         if bn.op == "BatchNorm":
             before = producers.get(bn.data)
-            why = _refusal(graph, before, bn, users)
+            why = _refusal(readers, before, bn)
             if before is None or why:
                 refused[bn.name] = why
             else:
                 followers[before.name] = bn
 
     folded: dict[str, str] = {}  # weight -> name of its folded bias
-    new: dict[str, Node | None] = {}  # in the place of a node; None where it goes
+    new: dict[str, Node | None] = {}  # node name -> its replacement; None for a node that is removed
     for node in graph.nodes:
         if node.name not in followers:
             continue
         bn, weight = followers[node.name], node.weight
-        readers = users[weight] + (users[node.bias] if node.bias else [])
-        if any(r.name not in followers or _key(followers[r.name]) != _key(bn) for r in readers):
+        sharing = readers.of(weight) + (readers.of(node.bias) if node.bias else [])
+        if any(r.name not in followers or _key(followers[r.name]) != _key(bn) for r in sharing):
             refused[bn.name] = f"weight '{weight}' is also read elsewhere, folding would change that reader"
             continue
         if weight not in folded:
@@ -49,20 +50,21 @@ def fold_batch_norm(graph: Graph) -> tuple[Graph, list[str]]:
         del graph.values[node.output]
     graph.nodes = [m for n in graph.nodes if (m := new.get(n.name, n)) is not None]
     notes += [f"batch norm '{name}' stays: {why}" for name, why in refused.items()]
-    return graph, notes
+    return Rewritten(graph, notes)
 
 
 def _key(bn: Node) -> tuple:
     return (*bn.inputs[1:], bn.attrs["eps"])
 
 
-def _refusal(graph: Graph, node: Node | None, bn: Node, users: Users) -> str:
-    """Why this batch norm cannot fold; "" when it can."""
+def _refusal(readers: Readers, node: Node | None, bn: Node) -> str:
+    """Return why a batch norm cannot be folded into `node`; "" if it can."""
+    graph = readers.graph
     if node is None or node.op not in LINEAR:
         return f"it follows {'the input' if node is None else node.op}, which has no weights"
     if not graph.is_weight(node.weight) or any(i is not None and not graph.is_weight(i) for i in bn.inputs[1:]):
         return "a weight or statistic is computed at run time"
-    if len(users[node.output]) != 1 or node.output in graph.outputs:
+    if readers.only(node.output) is None:
         return f"the output of '{node.who}' is also read elsewhere"
     if node.op == "Linear" and len(graph.shape(node.output)) != 2:
         return "its channel axis is not the axis of the linear layer's outputs"
@@ -70,7 +72,7 @@ def _refusal(graph: Graph, node: Node | None, bn: Node, users: Users) -> str:
 
 
 def _fold(graph: Graph, node: Node, bn: Node) -> str:
-    """Rewrite weight and bias in `graph.weights`; returns the bias name."""
+    """Replace weight and bias in `graph.weights`; return the name of the bias."""
     w_name, b_name = node.weight, node.bias
     w = graph.weights[w_name].detach()
 

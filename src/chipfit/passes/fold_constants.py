@@ -11,6 +11,7 @@ from chipfit.engine.kernels import execute
 from chipfit.engine.opaque import repeatable
 from chipfit.graph.edit import new_name
 from chipfit.graph.ir import OPAQUE, Graph, Node
+from chipfit.passes.rewriting import Rewritten
 from chipfit.registry import register
 
 #: elements that a result may always have; a larger one that is also larger than all that it is made of may have an
@@ -19,7 +20,7 @@ _LEAST, _SHARE = 1 << 16, 8
 
 
 @register("pass", "fold_constants", stage="rewrite")
-def fold_constants(graph: Graph) -> tuple[Graph, list[str]]:
+def fold_constants(graph: Graph) -> Rewritten:
     """Replace every operator whose operands are all weights by its result, as the engine computes it.
 
     The weight of a layer that was computed from others is named as if the layer had it: "layer.weight". It is trained
@@ -54,7 +55,7 @@ def fold_constants(graph: Graph) -> tuple[Graph, list[str]]:
     for value in found:
         graph.values.pop(value, None)
     graph.nodes = [n.with_(inputs=tuple(names.get(i or "", i) for i in n.inputs)) for n in rest]
-    return graph, notes
+    return Rewritten(graph, notes)
 
 
 def _compute(graph: Graph, n: Node, table: dict[str, Any]) -> tuple[torch.Tensor, ...]:

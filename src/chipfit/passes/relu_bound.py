@@ -1,28 +1,28 @@
-"""Clipped activations get a power of two as their upper bound: Relu6 becomes a clamp at 8."""
+"""Give clipped activations a power of two as their upper bound: Relu6 becomes a clamp at 8."""
 
 import math
 
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import bias_or_zero, is_linear, own, with_bias
+from chipfit.graph.linear import bias_or_zero, is_linear, with_bias
 from chipfit.graph.ops import OPS
-from chipfit.graph.paths import paths
+from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import Setting, register
 
 _SETTING = Setting("relu_bound", False, "clipped activations get a power of two as upper bound")
 
 
 @register("pass", "relu_bound", stage="rewrite", after=("collapse_residual",), setting=_SETTING)
-def relu_bound_to_power_of_two(graph: Graph, *, bits: int | None = None) -> tuple[Graph, list[str]]:
+def relu_bound_to_power_of_two(graph: Graph, *, bits: int | None = None) -> Rewritten:
     """Scale linear -> clip(., low, high) -> linear by k = 2^ceil(log2 high) / high without changing the network.
 
     W1' = k W1, b1' = k b1, clip' = clip(., k low, k high), W2' = W2 / k: a power-of-two grid then ends at the clip.
-    Every reader of the clipped value must come to a linear operator through operators with f(k x) = k f(x).
+    Every reader of the clipped value must lead to a linear operator through operators with f(k x) = k f(x).
 
     Args:
-        bits: of unsigned codes. The bound then is the greatest of them, (1 - 2^-bits) 2^n, instead of 2^n itself, which
-            such a grid just does not hold: better where many values are clipped.
+        bits: width of an unsigned grid. If given, the bound is the largest value of that grid, (1 - 2^-bits) 2^n,
+            instead of 2^n, which is one step beyond it. This is better where many values are clipped.
     """
-    graph, notes = graph.copy(), []
+    graph, notes = graph.copy(), list[str]()
     top = 1.0 if bits is None else 1 - 2.0**-bits
     for clip in list(graph.nodes):
         low, high = bounds(clip)
@@ -31,15 +31,14 @@ def relu_bound_to_power_of_two(graph: Graph, *, bits: int | None = None) -> tupl
         bound = top * 2.0 ** math.ceil(math.log2(high) - 1e-9)
         if math.isclose(bound, high):
             continue
-        users, before = graph.users(), graph.producers().get(clip.data)
-        found = paths(graph, users, clip.output, _crossable)
-        why = found.refused
+        readers, before = Readers(graph), graph.producers().get(clip.data)
+        found = readers.linear_behind(clip.output, _is_homogeneous)
         if before is None or not is_linear(graph, before):
             why = "no linear operator with constant weights is in front of it"
-        elif len(users[before.output]) > 1 or before.output in graph.outputs:
+        elif readers.only(before.output) is None:
             why = f"the result of '{before.who}' is also read elsewhere"
-        for n in () if why or before is None else (before, *found.ends):
-            why = why or own(graph, users, n)
+        else:
+            why = found.refusal or readers.why_fixed(before, *found.ends)
         if why or before is None:
             notes.append(f"'{clip.who}' keeps its bound {high:g}: {why}")
             continue
@@ -51,15 +50,15 @@ def relu_bound_to_power_of_two(graph: Graph, *, bits: int | None = None) -> tupl
         attrs = {"min": None if low is None else low * k, "max": bound}
         graph.nodes[graph.nodes.index(clip)] = clip.with_(op="Clamp", attrs=attrs)
         notes.append(f"the bound of '{clip.who}' moved from {high:g} to {bound:g}")
-    return graph, notes
+    return Rewritten(graph, notes)
 
 
 def bounds(node: Node) -> tuple[float | None, float | None]:
-    """(low, high) of a clipping activation; high is None for every other operator."""
+    """Return (low, high) of a clipping activation; high is None for every other operator."""
     if node.op == "Relu6":
         return 0.0, 6.0
     return (node.attrs["min"], node.attrs["max"]) if node.op == "Clamp" else (0.0, None)
 
 
-def _crossable(node: Node) -> bool:
+def _is_homogeneous(node: Node) -> bool:
     return node.op in OPS and OPS[node.op].homogeneous and node.attrs.get("value", 0) == 0

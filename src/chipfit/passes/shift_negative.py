@@ -1,4 +1,4 @@
-"""Shift-negative correction: a short negative tail is lifted above zero, so that no code is spent on it."""
+"""Shift-negative correction: lift a short negative tail above zero, so that an unsigned grid holds all values."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from chipfit.calibration.collect import TensorStats
-from chipfit.graph.edit import new_name, replace_node
+from chipfit.graph.edit import insert_behind, new_name, replace_node
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.graph.linear import CONVS, bias_or_zero, in_groups, with_bias
 from chipfit.graph.ops import OPS
-from chipfit.graph.paths import Paths, paths
+from chipfit.passes.rewriting import Adapted, LinearReaders, Readers
 from chipfit.ranges.qparams import from_min_max
 from chipfit.registry import Setting, register
 
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from chipfit.decide.assignment import Assignment
     from chipfit.platform.schema import Format
 
-#: what `Node.layer_type` says of the additions that this rewrite makes
+#: `Node.layer_type` of the additions that this rewrite inserts
 SHIFT = "ShiftNegative"
-
 
 _DOES = "lift short negative tails above zero, up to this share of the threshold"
 _SETTING = Setting("shift_negative", None, _DOES, "ratio")
@@ -33,48 +32,48 @@ _SETTING = Setting("shift_negative", None, _DOES, "ratio")
 @register("pass", "shift_negative", stage="adapt", setting=_SETTING)
 def shift_negative(
     graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats], *, ratio: float = 0.05
-) -> tuple[Graph, dict[str, TensorStats], list[str]]:
-    """Lift activations with |min| / threshold <= `ratio` by a constant c >= |min| where their grid's step then falls.
+) -> Adapted:
+    """Lift activations with |min| / threshold <= `ratio` by a constant c >= |min|, if that makes their scale smaller.
 
     f(x) becomes f(x) + c; every linear operator behind it gets b' = b - sum(W) c, and pads with c instead of 0. The
-    network computes what it did. c is a multiple of the new step, so that c itself is on the grid.
+    network computes the same function. c is a multiple of the new scale, so that c itself is on the grid.
 
     Args:
         graph: before its tensors are planned.
-        assignment: gives the format of each activation; only those whose sign follows the data can gain.
-        stats: of the same graph; left as they are.
+        assignment: the format of each activation; only formats whose sign follows the data can gain.
+        stats: of the same graph; not modified.
         ratio: |least value| over the threshold, the half range of the signed grid; above it nothing is shifted.
 
     Returns:
-        The graph, the statistics with the shifted tensors' own, and one note per shift or refusal. Fusions are to be
-        found again, with `fuse_shifts` at their end.
+        The graph, the statistics with those of shifted values, and one note per shift or refusal. Fusions must be found
+        again, with `fuse_shifts` at their end.
     """
-    graph, stats, notes = graph.copy(), dict(stats), []
+    graph, stats, notes = graph.copy(), dict(stats), list[str]()
     for act in list(graph.nodes):
         slot = assignment.tensors.get(act.output) if act.op in OPS and OPS[act.op].negative_tail else None
         seen = stats.get(act.output)
         if slot is None or seen is None or slot.format.signed != "auto" or seen.low >= 0:
             continue
-        found = paths(graph, graph.users(), act.output, _crossable)
-        c, why = _shift(slot.format, seen, ratio)
-        why = why or found.refused or _refusal(graph, found.ends)
+        readers = Readers(graph)
+        found = readers.linear_behind(act.output, keeps_shift)
+        c, why = shift_constant(slot.format, seen, ratio)
+        why = why or found.refusal or _why_shift_stays(readers, found.ends)
         if why:
             notes.append(f"'{act.who}' is not shifted: {why}")
             continue
-        _rewrite(graph, act, found, c)
-        shifted = graph.users()[act.output][0].output
+        shifted = _shift(graph, act, found, c)
         stats[shifted] = replace(seen.shifted(c), name=shifted)
         for o in (o for n in found.crossed for o in n.outputs if o in stats):
             stats[o] = stats[o].shifted(c)
-        for n in graph.nodes:  # the new pads hold what they read, and c
+        for n in graph.nodes:  # the new pads hold the values that they read, and c
             if n.op == "Pad" and n.output not in stats and n.data in stats:
                 stats[n.output] = replace(stats[n.data], name=n.output)
         notes.append(f"shifted '{act.who}' by {c:g}, now unsigned, before {', '.join(repr(e.who) for e in found.ends)}")
-    return graph, stats, notes
+    return Adapted(graph, stats, notes)
 
 
 def fuse_shifts(graph: Graph, groups: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
-    """Let each shift join the kernel of its non-linearity, whose own result is then never stored."""
+    """Add each shift to the kernel of its non-linearity, whose own result is then never stored."""
     out = {g[-1]: g for g in groups}
     producers = graph.producers()
     for n in graph.nodes:
@@ -86,12 +85,12 @@ def fuse_shifts(graph: Graph, groups: tuple[tuple[str, ...], ...]) -> tuple[tupl
 
 
 def step(fmt: Format, low: float, high: float) -> float:
-    """The step of the grid that holds [low, high] without clipping, in the tensor's unit."""
+    """Return the scale of the grid that holds [low, high] without clipping, in the tensor's unit."""
     return float(from_min_max(low, high, fmt.grid(signed=low < 0)).scale)
 
 
-def _shift(fmt: Format, seen: TensorStats, ratio: float) -> tuple[float, str]:
-    """The constant c, and why none helps."""
+def shift_constant(fmt: Format, seen: TensorStats, ratio: float) -> tuple[float, str]:
+    """Return the constant c, or 0 and the reason why no constant helps."""
     before = step(fmt, seen.low, seen.high)
     threshold = before * 2.0 ** (fmt.bits - 1)
     if -seen.low > ratio * threshold:
@@ -103,34 +102,27 @@ def _shift(fmt: Format, seen: TensorStats, ratio: float) -> tuple[float, str]:
     return after * math.ceil(-seen.low / after), ""
 
 
-def _crossable(node: Node) -> bool:
+def keeps_shift(node: Node) -> bool:
     if node.op == "AvgPool":
         return not node.attrs["count_include_pad"] or not any(p for pair in node.attrs["padding"] for p in pair)
     return node.op in OPS and OPS[node.op].shifts
 
 
-def _refusal(graph: Graph, ends: list[Node]) -> str:
-    """Why some operator behind cannot take the shift back."""
-    users = graph.users()
+def _why_shift_stays(readers: Readers, ends: list[Node]) -> str:
+    """Return why the bias of some linear operator cannot take the shift back; "" if all can."""
     for end in ends:
         if end.op not in CONVS | {"Linear"}:
             return f"{end.op} '{end.who}' would need another bias at every position"
-        if end.bias and len(users[end.bias or ""]) > 1:
+        if end.bias and len(readers.of(end.bias)) > 1:
             return f"the bias of '{end.who}' is read by several operators"
     return ""
 
 
-def _rewrite(graph: Graph, act: Node, found: Paths, c: float) -> None:
-    name, constant = new_name(graph, f"{act.output}_shifted"), new_name(graph, f"{act.name}.shift")
-    value = graph.values[act.output]
-    graph.values[name] = Value(name, value.shape, value.dtype)
-    graph.weights[constant] = torch.tensor(c, dtype=torch.float32)
-    add = Node(
-        new_name(graph, f"{act.name}_shift"), "Add", (act.output, constant), (name,), {}, act.layer, SHIFT, act.source
-    )
-    for n in graph.users()[act.output]:
-        replace_node(graph, n, n.with_(inputs=tuple(name if i == act.output else i for i in n.inputs)))
-    replace_node(graph, act, act, add)
+def _shift(graph: Graph, act: Node, found: LinearReaders, c: float) -> str:
+    """Add c to the result of `act` and correct the linear operators behind it; return the shifted value."""
+    readers, names = graph.users()[act.output], (f"{act.output}_shifted", f"{act.name}.shift", f"{act.name}_shift")
+    origin = {"layer": act.layer, "layer_type": SHIFT, "source": act.source}
+    shifted = insert_behind(graph, act.output, "Add", torch.tensor(c), readers, names=names, **origin)
     for n in found.crossed:
         if n.op == "Pad" and n.attrs["mode"] == "constant":
             here = graph.node(n.name)
@@ -138,12 +130,13 @@ def _rewrite(graph: Graph, act: Node, found: Paths, c: float) -> None:
     for n in found.ends:
         end = graph.node(n.name)
         w = in_groups(end, graph.weights[end.weight].detach().double())
-        taken = with_bias(graph, end, bias_or_zero(graph, end) - c * w.flatten(2).sum(2).flatten())
-        replace_node(graph, end, *_padded(graph, taken, c))
+        corrected = with_bias(graph, end, bias_or_zero(graph, end) - c * w.flatten(2).sum(2).flatten())
+        replace_node(graph, end, *with_pad_operator(graph, corrected, c))
+    return shifted
 
 
-def _padded(graph: Graph, conv: Node, c: float) -> tuple[Node, ...]:
-    """The convolution, behind a Pad with `c` where it pads itself."""
+def with_pad_operator(graph: Graph, conv: Node, c: float) -> tuple[Node, ...]:
+    """Return the convolution, behind a Pad with `c` if it has padding of its own."""
     padding = conv.attrs.get("padding", ())
     if not any(p for pair in padding for p in pair):
         return (conv,)

@@ -8,10 +8,11 @@ import torch
 
 from chipfit.calibration.collect import Channels, Need, TensorStats, with_channel_stats
 from chipfit.decide.assignment import Assignment
-from chipfit.graph.edit import new_name, replace_node
-from chipfit.graph.ir import DYNAMIC, Graph, Node, Users
-from chipfit.graph.linear import in_groups, is_linear, own, scale_inputs
+from chipfit.graph.edit import insert_behind
+from chipfit.graph.ir import DYNAMIC, Graph, Node
+from chipfit.graph.linear import in_groups, is_linear, scale_inputs
 from chipfit.graph.ops import OPS
+from chipfit.passes.rewriting import Adapted, Readers
 from chipfit.registry import OFF, Setting, register
 
 _DOES = (
@@ -19,57 +20,61 @@ _DOES = (
     "what is predicted to lose least. None: auto where they run in float"
 )
 _SETTING = Setting("smooth", None, _DOES, "alpha", choices=("auto", OFF), numbers=True)
-#: what scales each channel itself
+#: operators that scale each channel themselves
 _NORMS = frozenset({"LayerNorm", "RMSNorm"})
-#: the shares among which "auto" chooses
+#: values of alpha among which "auto" chooses
 _SHARES = tuple(k / 20 for k in range(6, 20))
-#: how many times smaller the predicted error must be for "auto" to smooth
+#: "auto" smooths only if the predicted error falls by at least this factor
 _GAIN = 1.2
-#: what it must be smaller by, where that takes a multiplication of every number, as a share of what the readers make of
-#: independent channels: some four times what 8 bits lose of normal numbers up to four deviations
+#: least decrease of the error for which "auto" inserts a multiplication, relative to the power of the readers' results
+#: for independent channels: about four times the error of 8-bit rounding of normal numbers up to four deviations
 _WORTH = 3e-4
 
 
 def with_channels(graph: Graph, needs: Mapping[str, Need]) -> dict[str, Need]:
-    """`needs`, and the channels of what linear layers read of norms and other operators."""
-    return with_channel_stats(needs, {s.value: -1 for s in _sites(graph) if not s.why}, squares=True)
+    """Add the channel statistics of the values that linear layers read, from norms and other operators, to `needs`."""
+    return with_channel_stats(needs, {s.value: -1 for s in _sites(graph) if not s.refusal}, squares=True)
 
 
 def worth_a_trial(settings: Any, graph: Graph, assignment: Assignment) -> str | None:
-    """Whether some operator that runs in float is read on one grid for all channels."""
-    return "auto" if any(_on_grid(assignment, s) for s in _sites(graph) if not s.why) else None
+    """Return "auto" if some operator that runs in float is read on one grid for all channels, else None."""
+    return "auto" if any(_on_grid(assignment, s) for s in _sites(graph) if not s.refusal) else None
 
 
 class _Site:
-    """An operator, the value that its readers find, and the linear layers among them; `why` it cannot be smoothed."""
+    """An operator and the linear layers that read its result."""
 
-    def __init__(self, graph: Graph, users: Users, node: Node) -> None:
-        self.node, (self.value, around) = node, _behind(users, node)
-        self.readers = [n for n in around if n.op == "Linear" and is_linear(graph, n) and n.data == self.value]
-        self.names = [i for i in node.inputs[1:] if i is not None] if node.op in _NORMS else []
-        #: nothing in front of the readers can take the factors, or others read the value too
-        self.shared = node.op not in _NORMS or len(self.readers) < len(around)
-        self.shared = self.shared or not {node.output, self.value}.isdisjoint(graph.outputs)
-        self.why = ""
-        if node.op in _NORMS and not (node.operand("w") and len(node.attrs["normalized_shape"]) == 1):
-            self.why = "it has no scale for each channel"
-        if not all(map(graph.is_weight, self.names)):
-            self.why = "its scale or shift is computed"
-        if not self.readers:  # convolutions have channels elsewhere
-            moment = any(n.op == DYNAMIC for n in around)
-            self.why = "its readers find a range each time they run" if moment else "no linear layer reads it"
-        for n in self.readers if self.shared else (node, *self.readers):
-            self.why = self.why or own(graph, users, n)
+    def __init__(self, readers: Readers, node: Node) -> None:
+        graph = readers.graph
+        self.node, (self.value, consumers) = node, readers.after_identities(node)
+        self.layers = [n for n in consumers if n.op == "Linear" and is_linear(graph, n) and n.data == self.value]
+        self.parameters = [i for i in node.inputs[1:] if i is not None] if node.op in _NORMS else []
+        returned = not {node.output, self.value}.isdisjoint(graph.outputs)
+        #: the factors need a multiplication of their own: the operator has no scale, or others read its result too
+        self.multiplied = node.op not in _NORMS or len(self.layers) < len(consumers) or returned
+        self.refusal = self._refusal(graph, consumers)  #: why it cannot be smoothed
+        if not self.refusal:
+            self.refusal = readers.why_fixed(*([] if self.multiplied else [node]), *self.layers)
+
+    def _refusal(self, graph: Graph, consumers: Sequence[Node]) -> str:
+        if not self.layers:  # the channels of convolutions are on another axis
+            dynamic = any(n.op == DYNAMIC for n in consumers)
+            return "its readers find a range each time they run" if dynamic else "no linear layer reads it"
+        if not all(map(graph.is_weight, self.parameters)):
+            return "its scale or shift is computed"
+        if self.node.op in _NORMS and not (self.node.operand("w") and len(self.node.attrs["normalized_shape"]) == 1):
+            return "it has no scale for each channel"
+        return ""
 
 
 def _sites(graph: Graph) -> Iterator[_Site]:
-    """Of norms, and of other operators that compute what linear layers read; what a factor passes is `equalize`'s."""
-    users = graph.users()
+    """Find norms, and other operators that linear layers read, except those that `equalize` can cross."""
+    readers = Readers(graph)
     for n in graph.nodes:
         row = OPS.get(n.op)
         if n.op in _NORMS or not (row is None or row.kind or row.moves or row.homogeneous or len(n.outputs) > 1):
-            site = _Site(graph, users, n)
-            if n.op in _NORMS or site.readers:
+            site = _Site(readers, n)
+            if n.op in _NORMS or site.layers:
                 yield site
 
 
@@ -85,96 +90,105 @@ def _sites(graph: Graph) -> Iterator[_Site]:
 )
 def smooth(
     graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats], *, alpha: float | str = "auto"
-) -> tuple[Graph, dict[str, TensorStats], list[str]]:
+) -> Adapted:
     """Divide channel c between a norm and the linear layers behind it by s_c, without changing the network.
 
     s_c = t_c^alpha / r_c^(1 - alpha), gamma' = gamma / s, beta' = beta / s, W' = W s, with t_c the largest |value| of
-    channel c that calibration saw and r_c the largest |weight| that reads it. A channel that is zero on one side stays
-    as it is. Where others read the norm too, as residual additions do, it stays, and a multiplication by 1 / s stands
-    before the linear layers; so it does behind a GELU or any other operator that has no scale to take it.
+    channel c in calibration and r_c the largest |weight| that reads it. A channel that is zero on one side keeps its
+    scale. If others read the norm too, as residual additions do, the norm stays and a multiplication by 1 / s is
+    inserted in front of the linear layers; likewise behind a GELU or any other operator without a scale of its own.
 
-    Errors in the values then cost by the weights that read them: histograms count channel c by sum_o W'[o, c]^2.
+    The weights that read a value then determine what its errors cost: histograms weight channel c by sum_o W'[o, c]^2.
 
     Args:
         graph: before its tensors are planned.
-        assignment: says which values are stored on grids.
-        stats: with what `with_channels` asks for; left as they are.
-        alpha: one for all norms, or "auto": for each norm or other operator that runs in float and is read on a grid
-            the one with the least predicted error, if that is small enough beside what it is without.
+        assignment: the values that are stored on grids.
+        stats: with the channels that `with_channels` adds; not modified.
+        alpha: a number for all norms, or "auto": for each norm or other operator that runs in float and is read on a
+            grid, the value with the least predicted error, if that is small enough compared with no smoothing.
 
     Returns:
-        The graph, the statistics without histograms of what was scaled, and one note per operator or refusal.
+        The graph, the statistics without the histograms of scaled values, and one note per operator or refusal.
 
     Source: Xiao et al. 2022, arXiv:2211.10438, eq. 4.
     """
-    graph, stats, notes = graph.copy(), dict(stats), []
+    graph, stats, notes = graph.copy(), dict(stats), list[str]()
     for site in _sites(graph):
         known = stats.get(site.value)
-        seen = known.channels if known is not None else None
-        why = site.why or ("" if seen is not None else "its channels were not collected")
+        channels = known.channels if known is not None else None
+        why = site.refusal or ("" if channels is not None else "its channels were not collected")
         why = why or ("" if alpha != "auto" or _on_grid(assignment, site) else "no grid holds all of its channels")
         if site.node.op not in _NORMS and (alpha != "auto" or why):
             continue
-        if why or known is None or seen is None:
+        if why or known is None or channels is None:
             notes.append(f"'{site.node.who}' is not smoothed: {why}")
             continue
-        weights = [in_groups(n, graph.weights[n.weight].detach().double())[0] for n in site.readers]
+        weights = [in_groups(n, graph.weights[n.weight].detach().double())[0] for n in site.layers]
         if isinstance(alpha, str):
-            error = _Error(assignment, site, weights, known.count, seen)
-            s = min((_scales(seen, weights, a) for a in _SHARES), key=error)
+            error = PredictedError(assignment, site, weights, known.count, channels)
+            s = min((_scales(channels, weights, a) for a in _SHARES), key=error)
             before, after = error(torch.ones_like(s)), error(s)
-            if after * _GAIN > before or before - after < _WORTH * error.power * site.shared:
+            if after * _GAIN > before or before - after < _WORTH * error.power * site.multiplied:
                 notes.append(f"'{site.node.who}' is not smoothed: it would take {before:.3g} of error to {after:.3g}")
                 continue
-            said = f": predicted error {after:.3g}, {before:.3g} without"
+            predicted = f": predicted error {after:.3g}, {before:.3g} without"
         else:
-            s, said = _scales(seen, weights, alpha), ""
-        for n in site.readers:
-            graph.weights[n.weight] = scale_inputs(n, graph.weights[n.weight].detach(), s)
-        if site.shared:
-            changed = [_multiplied(graph, site, 1 / s)]
-        else:
-            changed = [v for v in {site.node.output, site.value} if v in stats]
-            for name in site.names:
-                graph.weights[name] = (graph.weights[name].detach() / s).to(graph.weights[name].dtype)
+            s, predicted = _scales(channels, weights, alpha), ""
+        changed = [v for v in _scale(graph, site, s) if v in stats or site.multiplied]
         matters = torch.cat(weights).mul(s).square().sum(0).float()
         stats |= {v: replace(known.by_channel(0.0, 1 / s), name=v, matters=matters) for v in changed}
-        how = ", by a multiplication" + ": others read it too" * (site.node.op in _NORMS) if site.shared else ""
-        notes.append(f"smoothed '{site.node.who}' for {', '.join(repr(n.who) for n in site.readers)}{how}{said}")
-    return graph, stats, notes
+        how = ", by a multiplication" + ": others read it too" * (site.node.op in _NORMS) if site.multiplied else ""
+        layers = ", ".join(repr(n.who) for n in site.layers)
+        notes.append(f"smoothed '{site.node.who}' for {layers}{how}{predicted}")
+    return Adapted(graph, stats, notes)
+
+
+def _scale(graph: Graph, site: _Site, s: torch.Tensor) -> set[str]:
+    """Divide the channels between an operator and its linear layers by s, in place; return the scaled values."""
+    for n in site.layers:
+        graph.weights[n.weight] = scale_inputs(n, graph.weights[n.weight].detach(), s)
+    if site.multiplied:
+        node, value = site.node, site.value
+        names = f"{value}_smooth", f"{node.name}.smooth", f"{node.name}_smooth"
+        origin = {"layer": node.layer, "source": node.source}
+        return {insert_behind(graph, value, "Mul", 1 / s, site.layers, names=names, **origin)}
+    for name in site.parameters:
+        graph.weights[name] = (graph.weights[name].detach() / s).to(graph.weights[name].dtype)
+    return {site.node.output, site.value}
 
 
 def _on_grid(assignment: Assignment, site: _Site) -> bool:
-    """Whether an operator runs in float, or may, and its readers find its result on one grid for all channels."""
+    """Check that an operator runs in float, or may, and that its readers use one grid for all channels."""
     slot = assignment.tensors.get(site.value)
-    weights = [assignment.tensors.get(n.weight) for n in site.readers]
+    weights = [assignment.tensors.get(n.weight) for n in site.layers]
     stored = slot is not None and slot.axis is None and None not in weights
     name = site.node.name
     return stored and (assignment.nodes[name].exec == "float" or "whole" in assignment.modes.get(name, ()))
 
 
-def _scales(seen: Channels, weights: Sequence[torch.Tensor], alpha: float) -> torch.Tensor:
-    """Equation 4, [C]; weights [O, C] each."""
+def _scales(channels: Channels, weights: Sequence[torch.Tensor], alpha: float) -> torch.Tensor:
+    """Return s of equation 4, [C]; weights are [O, C] each."""
     widest = torch.stack([w.abs().amax(0) for w in weights]).amax(0)
-    live = (seen.peak > 0) & (widest > 0)
-    return torch.where(live, seen.peak**alpha / torch.where(live, widest, 1.0) ** (1 - alpha), 1.0)
+    live = (channels.peak > 0) & (widest > 0)
+    return torch.where(live, channels.peak**alpha / torch.where(live, widest, 1.0) ** (1 - alpha), 1.0)
 
 
-class _Error:
-    """Predicted mean squared error of the readers' results for scales [C], with ranges that clip nothing.
+class PredictedError:
+    """The predicted mean squared error of the layers' results as a function of s [C], for ranges that clip nothing.
 
-    Rounding to a uniform grid of step d makes an error of d^2 / 12 in each number, of data and of weights.
+    Rounding to a uniform grid of scale d makes an error of d^2 / 12 in each number, of data and of weights.
     """
 
     def __init__(
-        self, assignment: Assignment, site: _Site, weights: Sequence[torch.Tensor], count: int, seen: Channels
+        self, assignment: Assignment, site: _Site, weights: Sequence[torch.Tensor], count: int, channels: Channels
     ) -> None:
-        """weights: [O, C] of each reader; count: of numbers that calibration saw."""
-        assert seen.squares is not None, "`with_channels` asks for them"
+        """Args: weights: [O, C] of each layer. count: of numbers in calibration."""
+        assert channels.squares is not None, "`with_channels` adds them"
         self.grid, self.weights = assignment.tensors[site.value].format, weights
-        self.slots = [assignment.tensors[n.weight] for n in site.readers]
-        self.low, self.high, self.squares = seen.low, seen.high, seen.squares * (len(seen.low) / count)
-        #: mean square of the readers' results, if channels are independent
+        self.slots = [assignment.tensors[n.weight] for n in site.layers]
+        self.low, self.high = channels.low, channels.high
+        self.squares = channels.squares * (len(channels.low) / count)
+        #: mean square of the layers' results, if channels are independent
         self.power = float(sum((self.squares @ w.square().T).sum() for w in weights))
 
     def __call__(self, s: torch.Tensor) -> float:
@@ -189,29 +203,3 @@ class _Error:
             steps = (2 * peak / (2**slot.format.bits - 1)).square().expand(len(w))
             total += float(data * scaled.square().sum() + power * steps.sum()) / 12
         return total
-
-
-def _behind(users: Users, node: Node) -> tuple[str, list[Node]]:
-    """An operator's result, behind what hands it on as it is, and who reads that."""
-    value, readers = node.output, users.get(node.output, [])
-    while len(readers) == 1 and readers[0].op in ("Identity", "Dropout"):
-        value = readers[0].output
-        readers = users.get(value, [])
-    return value, readers
-
-
-def _multiplied(graph: Graph, site: _Site, factors: torch.Tensor) -> str:
-    """The readers find the value times a factor for each channel, whose name is returned."""
-    node, value = site.node, site.value
-    name, constant = new_name(graph, f"{value}_smooth"), new_name(graph, f"{node.name}.smooth")
-    graph.values[name] = replace(graph.values[value], name=name)
-    graph.weights[constant] = factors.to(torch.float32)
-    mul = Node(
-        new_name(graph, f"{node.name}_smooth"), "Mul", (value, constant), (name,), {}, node.layer, "", node.source
-    )
-    maker = graph.producers()[value]
-    replace_node(graph, maker, maker, mul)
-    for n in site.readers:
-        here = graph.node(n.name)
-        replace_node(graph, here, here.with_(inputs=tuple(name if i == value else i for i in here.inputs)))
-    return name

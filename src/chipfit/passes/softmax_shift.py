@@ -1,12 +1,12 @@
-"""Logits are moved to the middle of their range: softmax(x + c) = softmax(x)."""
+"""Centre the range of logits around 0: softmax(x + c) = softmax(x)."""
 
 from collections.abc import Mapping
 
 from chipfit.calibration.collect import TensorStats
 from chipfit.decide.assignment import Assignment
 from chipfit.graph.ir import Graph
-from chipfit.graph.linear import bias_or_zero, is_linear, own, with_bias
-from chipfit.graph.paths import only_reader
+from chipfit.graph.linear import bias_or_zero, is_linear, with_bias
+from chipfit.passes.rewriting import Adapted, Readers
 from chipfit.passes.shift_negative import step
 from chipfit.registry import Setting, register
 
@@ -14,19 +14,17 @@ _SETTING = Setting("softmax_shift", False, "logits go to the middle of their ran
 
 
 @register("pass", "softmax_shift", stage="adapt", after=("shift_negative",), setting=_SETTING)
-def softmax_shift(
-    graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats]
-) -> tuple[Graph, dict[str, TensorStats], list[str]]:
-    """Subtract (min + max) / 2 of the logits from the bias in front of a softmax, where their grid's step then falls.
+def softmax_shift(graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats]) -> Adapted:
+    """Subtract (min + max) / 2 of the logits from the bias in front of a softmax, if that makes their scale smaller.
 
     Args:
         graph, assignment, stats: as for `shift_negative`.
 
     Returns:
-        The graph, the statistics with those of the moved logits, and one note per shift or refusal.
+        The graph, the statistics with shifted logits, and one note per shift or refusal.
     """
-    graph, stats, notes = graph.copy(), dict(stats), []
-    users, producers = graph.users(), graph.producers()
+    graph, stats, notes = graph.copy(), dict(stats), list[str]()
+    readers, producers = Readers(graph), graph.producers()
     for softmax in graph.nodes:
         logits = softmax.data if softmax.op in ("Softmax", "LogSoftmax") else ""
         linear = producers.get(logits)
@@ -37,9 +35,7 @@ def softmax_shift(
         before, after = step(fmt, seen.low, seen.high), step(fmt, seen.low + c, seen.high + c)
         if after > before * (1 - 1e-6):
             continue
-        why = own(graph, users, linear)
-        if only_reader(graph, users, logits) is None:
-            why = "its logits are also read elsewhere"
+        why = "its logits are also read elsewhere" if readers.only(logits) is None else readers.why_fixed(linear)
         if why:
             notes.append(f"the logits of '{linear.who}' are not shifted: {why}")
             continue
@@ -48,4 +44,4 @@ def softmax_shift(
         notes.append(
             f"shifted the logits of '{linear.who}' by {c:.4g}: their step falls from {before:.3g} to {after:.3g}"
         )
-    return graph, stats, notes
+    return Adapted(graph, stats, notes)

@@ -23,6 +23,7 @@ from chipfit.engine.run import run
 from chipfit.errors import Interrupted
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import is_linear
+from chipfit.passes.rewriting import Readers
 from chipfit.plan.record import Plan
 from chipfit.quantizers.grids import shape_for
 from chipfit.quantizers.ops import TorchOps
@@ -85,7 +86,7 @@ class _Learner:
         self.codes = _QuantizedStreams(budget, plan, raw)
         self.fisher: dict[str, list[Tensor]] = defaultdict(list)
         self.random = torch.Generator().manual_seed(seed)
-        self.users = start.users()
+        self.readers = Readers(start)
         self.chunks = 0
         self.learned: dict[str, Tensor] = {}  #: weights and biases
         self.gains: list[float] = []  #: error of each block, as a share of what it was
@@ -133,7 +134,7 @@ class _Learner:
                 self.floats[o].append(found[o])
         soft, shifts, notes = {}, {}, []
         for n in block.nodes:
-            why = why_not_fitted(self.out, self.plan, self.users, n)
+            why = why_not_fitted(self.out, self.plan, self.readers, n)
             if why == "":
                 continue
             if any(n.weight == name for name, _ in self.plan.sums):

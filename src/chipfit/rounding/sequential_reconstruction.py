@@ -7,7 +7,7 @@ before it have lost, and no node runs twice. Scales of activations are the plan'
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -19,8 +19,8 @@ from chipfit.engine.kernels import execute
 from chipfit.engine.run import done_after
 from chipfit.errors import DataError, Interrupted
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import bias_or_zero, is_linear, own, with_bias
-from chipfit.graph.paths import only_reader
+from chipfit.graph.linear import bias_or_zero, is_linear, with_bias
+from chipfit.passes.rewriting import Readers
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.stored import Stored
 from chipfit.rounding import activation_ranges, gptq
@@ -86,7 +86,7 @@ def reconstruct(
     return out
 
 
-def why_not_fitted(graph: Graph, plan: Plan, users: Mapping[str, Sequence[Node]], node: Node) -> str | None:
+def why_not_fitted(graph: Graph, plan: Plan, readers: Readers, node: Node) -> str | None:
     """Why the weight of a node is not fitted: "" for one that has none to fit, None for one that is."""
     if not is_linear(graph, node) or (node.weight, node.name) in plan.float_edges:
         return ""
@@ -97,7 +97,7 @@ def why_not_fitted(graph: Graph, plan: Plan, users: Mapping[str, Sequence[Node]]
         return f"the chip rounds weights by {stored.grid.rounding}"
     if graph.is_weight(node.data):
         return "it reads no data"
-    return own(graph, users, node) or None
+    return readers.why_fixed(node) or None
 
 
 class _Reconstruction:
@@ -106,7 +106,7 @@ class _Reconstruction:
     ) -> None:
         self.graph, self.settings = graph, settings
         self.plan = replace(plan, tensors=dict(plan.tensors))
-        self.original, self.users = graph.weights, graph.users()
+        self.original, self.readers = graph.weights, Readers(graph)
         graph.weights = dict(graph.weights)
         self.budget = MemoryLimit(memory)
         self.floats: dict[str, Stream] = {}
@@ -116,7 +116,7 @@ class _Reconstruction:
         self.images = self.chunks = 0
         self.raw = {value for value, _ in plan.float_edges}  #: which some reader takes before it is rounded
         free = {n for n in graph.outputs if n in searched and plan.quantized(n) and n not in plan.zeros}
-        self.open = {n for n in free if scale_bounds(plan, n) is not None and not self.users.get(n)}
+        self.open = {n for n in free if scale_bounds(plan, n) is not None and not self.readers.of(n)}
 
     def read(self, batches: Iterable[Sequence[Tensor]]) -> None:
         """The graph's inputs, in chunks; a batch whose inputs do not agree on its size stays whole."""
@@ -136,7 +136,7 @@ class _Reconstruction:
         """One node on both streams."""
         for o in node.outputs:
             self._new(o)
-        why = why_not_fitted(self.graph, self.plan, self.users, node)
+        why = why_not_fitted(self.graph, self.plan, self.readers, node)
         moments = None if why is not None else Moments.empty(as_rows(node, self._weight(node)))
         for k in range(self.chunks):
             results = execute(node, [self._float(i, k) for i in node.inputs])
@@ -235,7 +235,7 @@ class _Reconstruction:
 
     def _other(self, node: Node) -> tuple[str, Node] | None:
         """Where an addition alone reads this result: its other operand, if that is there already, and itself."""
-        total = only_reader(self.graph, self.users, node.output)
+        total = self.readers.only(node.output)
         if total is None or total.op != "Add":
             return None
         there = (i for i in total.inputs if i in self.codes and i != node.output and self.codes[i].chunks)

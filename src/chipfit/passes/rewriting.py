@@ -1,0 +1,108 @@
+"""What rewrites share: the records that they return, and who reads a value, whether it may change, and why not.
+
+A pass of stage "rewrite" returns `Rewritten`, one of stage "adapt" `Adapted`; plain tuples of the same items will do.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from chipfit.calibration.collect import TensorStats
+from chipfit.graph.ir import Graph, Node
+from chipfit.graph.linear import is_linear
+from chipfit.graph.ops import OPS
+
+
+class Rewritten(NamedTuple):
+    """A changed graph."""
+
+    graph: Graph
+    notes: list[str]  #: one line for each rewrite, or refusal with its reason
+
+
+class Adapted(NamedTuple):
+    """A changed graph and the statistics of its values."""
+
+    graph: Graph
+    stats: dict[str, TensorStats]  #: without the histograms of values that changed
+    notes: list[str]
+
+
+@dataclass(slots=True)
+class LinearReaders:
+    """The linear operators that read a value, directly or through operators that a rewrite may cross."""
+
+    crossed: list[Node] = field(default_factory=list)  #: operators between, in execution order
+    ends: list[Node] = field(default_factory=list)  #: the linear operators, in execution order
+    refusal: str = ""  #: why some reader is not behind a linear operator
+
+
+class Readers:
+    """Who reads each value and weight of a graph, as the graph was when this was made."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self._users = graph, graph.users()
+
+    def of(self, name: str) -> list[Node]:
+        """Return the nodes that read a value or weight, in order; a node that reads it twice appears twice."""
+        return self._users.get(name, [])
+
+    def only(self, value: str) -> Node | None:
+        """Return the one node that reads `value`, once; None for several readers, or an output of the model."""
+        readers = self.of(value)
+        return readers[0] if len(readers) == 1 and value not in self.graph.outputs else None
+
+    def after_identities(self, node: Node) -> tuple[str, list[Node]]:
+        """Return the result of a node behind any Identity or Dropout that alone reads it, and its readers."""
+        value = node.output
+        while len(self.of(value)) == 1 and self.of(value)[0].op in ("Identity", "Dropout"):
+            value = self.of(value)[0].output
+        return value, self.of(value)
+
+    def why_fixed(self, *layers: Node) -> str:
+        """Return why weights and biases of layers cannot be changed for these layers alone; "" when they can."""
+        for name in (name for n in layers for name in (n.inputs[1], n.bias) if name is not None):
+            if len(self.of(name)) > 1:
+                return f"'{name}' is read by several operators"
+            if name in self.graph.outputs:
+                return f"'{name}' is an output of the model"
+        return ""
+
+    def linear_behind(self, value: str, crossable: Callable[[Node], bool]) -> LinearReaders:
+        """Follow every reader of `value` to a linear operator with constant weights.
+
+        Args:
+            crossable: whether the rewrite may pass through an operator of one data input.
+        """
+        out, todo = LinearReaders(), [value]
+        while todo:
+            v = todo.pop()
+            if v in self.graph.outputs:
+                out.refusal = f"'{v}' is an output of the model"
+            for n in self.of(v):
+                if is_linear(self.graph, n) and n.inputs[0] == v:
+                    out.ends.append(n)
+                elif crossable(n) and self.graph.activations(n) == [v]:
+                    out.crossed.append(n)
+                    todo += n.outputs
+                else:
+                    out.refusal = f"{n.op} '{n.who}' reads it"
+        order = {n.name: k for k, n in enumerate(self.graph.nodes)}
+        for found in (out.crossed, out.ends):
+            found.sort(key=lambda n: order[n.name])
+        if not out.ends:
+            out.refusal = out.refusal or "nothing reads it"
+        return out
+
+
+def scales_by_channel(node: Node) -> bool:
+    """Check whether f(s x) = s f(x) holds with one s > 0 for each channel on axis 1."""
+    if node.op == "Pad":
+        return node.attrs["value"] == 0 and tuple(node.attrs["padding"][1]) == (0, 0)
+    return node.op in OPS and OPS[node.op].homogeneous and OPS[node.op].by_channel
+
+
+def adds_equal_shapes(graph: Graph, node: Node) -> bool:
+    """Check whether a node adds two activations of one shape."""
+    data = graph.activations(node)
+    return node.op == "Add" and len(data) == 2 and graph.shape(data[0]) == graph.shape(data[1])
