@@ -247,3 +247,9 @@ def test_pickled_arrays_are_refused(tmp_path, trap):
     with pytest.raises(DataError, match="cannot be read"):
         load_data(str(tmp_path / "x.npz"))
     assert not trap.exists()
+
+
+@pytest.mark.parametrize("ending", ["pt2", "keras"])
+def test_a_name_that_no_disk_can_have_is_no_model(ending):
+    with pytest.raises(CaptureError, match="does not exist"):
+        load_model(f"{'a' * 5000}.{ending}")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.errors import ConfigError, PlanError
+from chipfit.errors import ConfigError, DataError, PlanError
 from tests.build import images, quantized, sequential
 
 
@@ -60,3 +60,11 @@ def test_a_threshold_for_outliers_may_be_above_every_value(model, much):
 def test_an_integer_that_no_float_holds_is_refused(model, call, error, words):
     with pytest.raises(error, match=words):
         call(model, 10**400)
+
+
+@pytest.mark.parametrize("platform", ["tflite_int8", "ort_cpu"])
+def test_numbers_that_would_overflow_inside_a_kernel_are_refused_before_a_runtime_meets_them(platform):
+    x = torch.randn(4, 4)
+    with pytest.raises(DataError, match="too large for any kernel"):  # LiteRT ends the process on such a sum
+        quantized(nn.Linear(4, 4), x * 1e35, platform)
+    assert quantized(nn.Linear(4, 4), x * 1e20, platform).verify([x * 1e20]).sound

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
+from importlib import resources
 from io import StringIO
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from docs.generate import PAGES
 from rich.console import Console
 
-from chipfit.errors import ChipfitError, PlatformError, UnknownNameError
+from chipfit.errors import ChipfitError, ModelingError, PlatformError, UnknownNameError
 from chipfit.facade.import_by_name import load_target
-from chipfit.platform.load import check, load, names
+from chipfit.platform.load import check, check_consistent, load, names
 from chipfit.platform.match import fusions, resolve
 from chipfit.platform.schema import Format
 from chipfit.platform.show import show
+from chipfit.target_platform import load_target_platform_capabilities
 
 GOOD = """\
 name: tiny_npu
@@ -412,3 +416,42 @@ def test_a_platform_file_makes_no_objects(tmp_path, trap, tag):
     with pytest.raises(ChipfitError):
         load_target(str(tmp_path / "p.json"))
     assert not trap.exists()
+
+
+@pytest.mark.parametrize(
+    "platform, change, words",
+    [
+        ("k210", lambda d: d["formats"]["w8"].update(zero=[]), "zero is an empty set"),
+        ("inc_tensorflow", lambda d: d["math"].update(acc=[{"bits": 32}, {"bits": -32}]), "greater than or equal to 1"),
+        ("axis_artpec9", lambda d: d["ops"][0].update(where={"channels": {"min": math.nan}}), "where.channels is nan"),
+        ("qnn_htp", lambda d: d["ops"][0]["rules"][0].update(eq=10**400), "an integer of 1329 bits"),
+        ("xnnpack", lambda d: d["ops"][0]["rules"][0]["mono"].update(in0=10**400), "less than or equal to 8"),
+        ("coreml", lambda d: d["formats"]["p4q"]["lut"].update(value_bits=-1), "value_bits"),
+    ],
+)
+def test_a_format_that_holds_nothing_is_refused(tmp_path, platform, change, words):
+    builtin = resources.files("chipfit.platform") / "builtin"
+    data = yaml.safe_load((builtin / f"{platform}.yaml").read_text())
+    change(data)
+    (tmp_path / "chip.yaml").write_text(yaml.safe_dump(data))
+    with pytest.raises(PlatformError, match=words):
+        load(tmp_path / "chip.yaml")
+
+
+def test_a_saved_platform_without_a_revision_that_it_uses_is_refused():
+    platform = load("ort_cpu")
+    check_consistent(platform, "platform.json")
+    with pytest.raises(PlatformError, match="no revision named .VNNI."):
+        check_consistent(platform.model_copy(update={"arch": ("AVX2", "V")}), "platform.json")
+    with pytest.raises(ChipfitError, match="named 'V'"):
+        check_consistent(platform.model_copy(update={"arch_selected": "V"}), "platform.json")
+
+
+def test_a_name_that_no_disk_can_have_is_no_platform(tmp_path):
+    with pytest.raises(PlatformError):
+        load(f"{'a' * 5000}.yaml")
+    (tmp_path / "chip.yaml").write_text(yaml.safe_dump({"name": "chip", "extends": "a" * 5000}))
+    with pytest.raises(PlatformError, match="does not exist"):
+        load(tmp_path / "chip.yaml")
+    with pytest.raises(ModelingError):
+        load_target_platform_capabilities(f"{'a' * 5000}.json")

@@ -118,6 +118,11 @@ def noted(path, change):
         (lambda n: n.update(inputs=3), "malformed"),
         (lambda n: n.update(more=3), "malformed"),
         (lambda n: n.pop("forms"), "malformed"),
+        (lambda n: n.pop("outputs"), None),
+        (lambda n: n.update(outputs=[[None]]), None),
+        (lambda n: n.update(outputs=[[[1, 1], 0]]), None),
+        (lambda n: n.update(forms={"x": ["a"]}), None),
+        (lambda n: n.update(batch_axis=[]), None),
     ],
 )
 def test_notes_that_do_not_fit_are_refused(added, change, words):
@@ -163,6 +168,9 @@ def test_the_last_axis_may_be_the_batch(added):
         (lambda m, g: setattr(m.metadata[0], "buffer", len(m.buffers) + 1), "not in the file|refuses"),
         (lambda m, g: setattr(g.tensors[0], "name", None), "has no name"),
         (lambda m, g: setattr(m, "subgraphs", None), "holds no network"),
+        (lambda m, g: setattr(g, "inputs", None), None),
+        (lambda m, g: setattr(g.operators[0], "outputs", None), None),
+        (lambda m, g: setattr(m.buffers[m.metadata[0].buffer], "data", None), None),
     ],
 )
 def test_a_damaged_network_is_refused(added, change, words):
@@ -174,6 +182,14 @@ def test_what_is_no_model_is_refused(tmp_path):
     (tmp_path / "m.tflite").write_bytes(b"\x00" * 4 + b"TFL4" + b"\x00" * 16)
     with pytest.raises(RuntimeUnavailable, match="TFL3 is missing"):
         LiteRt(tmp_path / "m.tflite")
+
+
+def test_a_file_whose_root_lies_beyond_it_is_refused(added):
+    content = bytearray(added[1].read_bytes())
+    content[0:4] = (0x80000000).to_bytes(4, "little")
+    added[1].write_bytes(content)
+    with pytest.raises(RuntimeUnavailable, match="LiteRT refuses the file"):
+        LiteRt(added[1])
 
 
 def test_tensors_that_are_asked_for_come_behind_the_outputs(added):

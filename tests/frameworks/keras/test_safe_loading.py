@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 
 import keras
 import pytest
@@ -93,3 +94,13 @@ def test_a_saved_keras_layer_is_one_of_keras(tmp_path, trap, config):
 
 def test_a_keras_file_loads_and_a_registered_class_is_the_users_own(keras_file):
     assert load_model(str(keras_file)).output_shape == (None, 3)
+
+
+@pytest.mark.parametrize(
+    "config", [[], {"class_name": {"Dense": "Dense"}}, {"layers": [{"class_name": ["Dense"]}]}], ids=str
+)
+def test_a_keras_configuration_of_another_shape_is_refused(tmp_path, config):
+    with zipfile.ZipFile(tmp_path / "m.keras", "w") as z:
+        z.writestr("config.json", json.dumps(config))
+    with pytest.raises(CaptureError, match="not a Keras model|is not data"):
+        load_model(str(tmp_path / "m.keras"))

@@ -43,3 +43,10 @@ def test_a_class_is_not_a_model():
 def test_a_scripted_module_is_refused(script):
     with pytest.raises(CaptureError, match="torch.jit.*pass the module that was scripted"):
         quantized(script(MODEL), X)
+
+
+def test_a_layer_named_with_half_a_character_is_refused():
+    model = nn.Sequential()
+    model.add_module("\ud800", nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match="half a character"):
+        quantized(model, torch.randn(4, 4))
