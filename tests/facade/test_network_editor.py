@@ -271,7 +271,7 @@ def test_a_function_that_returns_no_range_is_told_so(net):
         lambda s, g: {"threshold": float("nan")},
         lambda s, g: {"range_min": 0.0},
     ):
-        with pytest.raises(ConfigError, match="returned no range"):
+        with pytest.raises(ConfigError, match="must return a range"):
             fit(
                 net,
                 EditRule(NodeNameFilter("head"), ChangeQuantizationParamFunction(weights_quantization_params_fn=wrong)),

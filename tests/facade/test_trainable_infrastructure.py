@@ -210,7 +210,7 @@ def test_a_uniform_grid_from_a_threshold(signed, low):
         (lambda: weights(weights_candidates=None), UnknownNameError, "weights_quantization_candidates"),
         (lambda: activation(params={THRESHOLD: [1.0, 2.0]}), ConfigError, "do not fit"),
         (lambda: activation(params={RANGE_MIN: 1.0, RANGE_MAX: 0.0}), ConfigError, "range is empty"),
-        (lambda: activation(params={THRESHOLD: "two"}), ConfigError, "'threshold' .* is no number.*'two'"),
+        (lambda: activation(params={THRESHOLD: "two"}), ConfigError, "'threshold' .* must be numeric.*'two'"),
         (lambda: weights(weights_quantization_candidates=candidates(17)), ConfigError, "2 to 16 bits"),
         (lambda: weights(weights_quantization_candidates=candidates(4, -1.0)), ConfigError, "not positive"),
         (lambda: stored_of(weights(params={}), (1, 1, 1, 2)), ConfigError, "lack 'threshold'"),
@@ -573,7 +573,7 @@ class OtherShape(OurWeights):
 
 @pytest.mark.parametrize(
     ("cls", "says"),
-    [(OtherGrid, "of another grid"), (OffTheGrid, "not on the grid"), (OtherShape, "another shape")],
+    [(OtherGrid, "of another grid"), (OffTheGrid, "off the grid"), (OtherShape, "another shape")],
 )
 def test_a_quantizer_that_contradicts_itself_is_refused(cls, says, plain):
     name = f"Marked{cls.__name__}"
@@ -599,7 +599,7 @@ def test_an_activation_that_rounds_otherwise_than_it_converts_is_refused(plain):
         def __call__(self, inputs, training):
             return super().__call__(inputs / 2, training) * 2
 
-    says = r"Wider rounds otherwise than what it converts to, -?[\d.]+ to -?[\d.]+ in place of"
+    says = r"Wider rounds differently from its inferable quantizer, -?[\d.]+ to -?[\d.]+ in place of"
     with pytest.raises(UnsupportedError, match=says):
         plain.trains({"activations": Wider}).trained()
 
@@ -607,6 +607,6 @@ def test_an_activation_that_rounds_otherwise_than_it_converts_is_refused(plain):
 def test_a_quantizer_that_cannot_hold_a_tensor_is_refused_by_name(plain):
     result = chipfit.quantize(Net().eval(), DATA, platform="ort_cpu", progress=False)  # affine activations
     with pytest.raises(
-        UnsupportedError, match="none of OurActivations rounds activations of QuantizationMethod.UNIFORM"
+        UnsupportedError, match="none of OurActivations quantizes activations of QuantizationMethod.UNIFORM"
     ):
         result.trains({"activations": OurActivations})

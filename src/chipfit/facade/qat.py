@@ -15,7 +15,7 @@ from chipfit.facade.core.config import CoreConfig, ResourceUtilization
 from chipfit.facade.ptq import DataGenerator, UserInformation, framework_prefix, quantize_model
 from chipfit.facade.pydantic_messages import check_value, record
 from chipfit.facade.trainable import base
-from chipfit.facade.trainable.user_quantizers import Hosted
+from chipfit.facade.trainable.user_quantizers import UserQuantizers
 from chipfit.frameworks import framework_of, keras_part
 from chipfit.pipeline import Result
 from chipfit.plan.training import Training, algorithm_of
@@ -69,7 +69,7 @@ def _algorithm(
         return method.hosted(**options)
     ours = [c for c in base.MARKED_QUANTIZERS if (c.framework, c.quantization_target) == (framework, target)]
     if found := tuple(c for c in ours if method is not None and c.identifier == method):
-        return Hosted(found, options)
+        return UserQuantizers(found, options)
     if not isinstance(method, str):
         return algorithm_of(method)
     if method.partition("(")[0] not in (names := registered("training")):
@@ -122,7 +122,7 @@ def keras_quantization_aware_training_init(*args: Any, **kwargs: Any) -> tuple[A
     """
     model, information = pytorch_quantization_aware_training_init(*args, **kwargs)
     layers, training = vars(keras_part("layers")), information.result.training if information.result else None
-    hosted = [a for a in (training.weights, training.activations) if isinstance(a, Hosted)] if training else []
+    hosted = [a for a in (training.weights, training.activations) if isinstance(a, UserQuantizers)] if training else []
     own = {n: c for n, c in layers.items() if n.startswith(("KerasQ", "KerasA"))}
     return model, information, {**own, **{c.__name__: c for a in hosted for c in a.classes}}
 

@@ -676,10 +676,10 @@ def test_45_wrong_files_are_named(tmp_path):
 
 @pytest.mark.parametrize("name, value", [("stride", math.nan), ("padding", (1, math.nan)), (3, 1)])
 def test_an_attribute_is_compared_with_anything_but_nan(name, value):
-    with pytest.raises(ModelingError, match="any value but nan"):
+    with pytest.raises(ModelingError, match="any value except nan"):
         Eq(name, value)
     if isinstance(name, str):
-        with pytest.raises(ModelingError, match="any value but nan"):
+        with pytest.raises(ModelingError, match="any value except nan"):
             LayerFilterParams(nn.Conv2d, **{name: value})
     assert LayerFilterParams(nn.Hardtanh, min_val=-math.inf).match(nn.Hardtanh(-math.inf, 1.0))
 

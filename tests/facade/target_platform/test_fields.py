@@ -167,7 +167,7 @@ def test_fixed_scale_and_zero_point():
     result = fit(tanh=config(FLOAT, fixed_scale=1 / 64, fixed_zero_point=3, **affine))
     t = output(result, "Tanh")
     assert (float(t.scale), int(t.zero_point)) == (1 / 64, 3)
-    with pytest.raises(ModelingError, match="outside the codes"):
+    with pytest.raises(ModelingError, match="must be in -128..127"):
         fit(tanh=config(FLOAT, fixed_scale=1 / 64, fixed_zero_point=300, **affine))
 
 

@@ -1,6 +1,6 @@
-"""Rules that change how single layers are quantized: filters choose layers, actions say what is different about them.
+"""Rules that change how single layers are quantized: filters select layers, actions change them.
 
-Every rule is checked when it is made, and becomes an entry of `overrides`: see `chipfit.decide.overrides.CHOICES`.
+Every rule is validated on construction and becomes an entry of `overrides`: see `chipfit.decide.overrides.CHOICES`.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ __all__ += ["ChangeFinalWeightsQuantConfigAttr", "ChangeFinalWeightsQuantization
 
 
 class NodeFilter:
-    """Chooses layers. Filters are joined by `&` and `|` and negated by `~`, nested at will."""
+    """A selection of layers. Combine filters with `&`, `|` and `~`."""
 
     def match(self, node: Node) -> bool:
-        """Whether the layer is meant."""
+        """Return whether the filter selects a layer."""
         raise NotImplementedError
 
     @property
     def name(self) -> str:
-        """What is looked for, for messages."""
+        """The text that messages show."""
         return str(self)
 
     def __and__(self, other: NodeFilter) -> NodeFilter:
@@ -52,18 +52,18 @@ class NodeFilter:
         return _joined(any, "|", self, other)
 
     def __invert__(self) -> NodeFilter:
-        return _Joined(lambda found: not all(found), "~", (self,))
+        return _Joined(lambda matches: not all(matches), "~", (self,))
 
 
 @dataclass(frozen=True)
 class NodeTypeFilter(NodeFilter):
-    """Layers of a type.
+    """A filter of layers of a type.
 
     Args:
         node_type: a class or function of a framework, a `LayerFilterParams`, or the name of an operator.
 
     Raises:
-        ModelingError: it stands for no known operator.
+        ModelingError: node_type is no known layer or operator.
     """
 
     node_type: Any
@@ -81,7 +81,7 @@ class NodeTypeFilter(NodeFilter):
 
 @record(ConfigError, frozen=True)
 class NodeNameFilter(NodeFilter):
-    """The layer of a name: of a module ("layer1.0.conv1", or with underscores), of a Keras layer, or of a node."""
+    """A filter of one layer by its name: module ("layer1.0.conv1", or with underscores), Keras layer, or node."""
 
     node_name: Name
 
@@ -95,7 +95,7 @@ class NodeNameFilter(NodeFilter):
 
 @record(ConfigError, frozen=True)
 class NodeNameScopeFilter(NodeFilter):
-    """Layers whose name contains a text."""
+    """A filter of layers whose name contains a text."""
 
     node_name_scope: Name
 
@@ -134,22 +134,22 @@ Filter = Annotated[InstanceOf[NodeFilter], allowed("NodeTypeFilter, NodeNameFilt
 
 
 def filters_of(given: Any) -> list[NodeFilter]:
-    """One filter or several as a list.
+    """Return one filter or several as a list.
 
     Raises:
-        ConfigError: none, or something that is no filter.
+        ConfigError: there is no filter, or something else than filters.
     """
-    found = list(given) if isinstance(given, (list, tuple)) else [given]
+    filters = list(given) if isinstance(given, (list, tuple)) else [given]
     some = Annotated[list[Filter], Field(min_length=1)]
-    return check_value(some, found, ConfigError, "a rule", "filters")  # type: ignore[no-any-return]  # as `some` says
+    return check_value(some, filters, ConfigError, "a rule", "filters")  # type: ignore[no-any-return]  # as `some` says
 
 
 # ---------------------------------------------------------------- actions
 
-#: names that the weights of linear operators go by
+#: names of the main weight of a layer
 KERNELS = ("kernel", "kernel_attr", "weight", "depthwise_kernel")
 
-# what an attribute may be, and which choice of `overrides` it becomes
+# types of attributes; validators convert a value to that of `overrides`
 Width = Annotated[int, Field(ge=1), allowed("a number of bits, at least 1")]
 _Enabled = Annotated[bool, AfterValidator(lambda on: None if on else "float")]
 _PerChannel = Annotated[bool, AfterValidator(lambda on: "channel" if on else "tensor")]
@@ -164,13 +164,13 @@ _Signed = Annotated[
 _Attributes = Mapping[str, tuple[str, Any]]
 
 
-ACTIONS: list[type[Action]] = []  #: every action that a rule may have
+ACTIONS: list[type[Action]] = []  #: every action
 
 
 class Action:
-    """What is different about the layers of a rule."""
+    """A change to the layers of a rule."""
 
-    final = False  #: applied after everything else, so that it wins
+    final = False  #: applied last, so that it takes precedence
 
     def __init_subclass__(cls) -> None:
         if not cls.__name__.startswith("_"):
@@ -193,14 +193,16 @@ class _ByAttributes(Action):
 
     def __init__(self, **kwargs: Any) -> None:
         if not kwargs:
-            raise ConfigError(f"{type(self).__name__} changes nothing", allowed=", ".join([*self.table, "l_p_value"]))
+            raise ConfigError(
+                f"{type(self).__name__} requires an attribute to change", allowed=", ".join([*self.table, "l_p_value"])
+            )
         kwargs = dict(kwargs)
         p = kwargs.pop("l_p_value", None)
         method = kwargs.get(self.error_method)
         if p is not None and getattr(method, "name", "") != "LP":
             got = f"{self.error_method}={method}"
             hint = f"set {self.error_method} as well"
-            raise ConfigError("l_p_value is the exponent of the error method LP", got=got, hint=hint)
+            raise ConfigError("l_p_value requires the error method LP", got=got, hint=hint)
         choices = {}
         for attr, value in kwargs.items():
             if attr not in self.table:
@@ -229,11 +231,12 @@ _ACTIVATIONS: _Attributes = {
 
 
 class ChangeCandidatesWeightsQuantConfigAttr(_ByAttributes):
-    """Other settings for the weights: weights_n_bits, enable_weights_quantization, weights_quantization_method,
+    """Change settings of the weights: weights_n_bits, enable_weights_quantization, weights_quantization_method,
     weights_error_method, weights_per_channel_threshold, l_p_value.
 
     Raises:
-        UnknownNameError: another name. ConfigError: a value of the wrong kind.
+        UnknownNameError: there is no such attribute.
+        ConfigError: a value has the wrong type.
     """
 
     table, error_method = _WEIGHTS, "weights_error_method"
@@ -245,50 +248,51 @@ class ChangeCandidatesWeightsQuantConfigAttr(_ByAttributes):
 
 
 class ChangeFinalWeightsQuantConfigAttr(ChangeCandidatesWeightsQuantConfigAttr):
-    """The same, after bit widths are chosen: wins over all other rules about the layer's weights."""
+    """Change settings of the weights; takes precedence over all other rules about the layer's weights."""
 
     final = True
 
 
 class ChangeCandidatesActivationQuantConfigAttr(_ByAttributes):
-    """Other settings for the result: activation_n_bits, enable_activation_quantization, activation_quantization_method,
+    """Change settings of the result: activation_n_bits, enable_activation_quantization, activation_quantization_method,
     activation_error_method, signedness, z_threshold, l_p_value.
 
     Raises:
-        UnknownNameError: another name. ConfigError: a value of the wrong kind.
+        UnknownNameError: there is no such attribute.
+        ConfigError: a value has the wrong type.
     """
 
     table, error_method = _ACTIVATIONS, "activation_error_method"
 
 
 class ChangeFinalActivationQuantConfigAttr(ChangeCandidatesActivationQuantConfigAttr):
-    """The same, after bit widths are chosen: wins over all other rules about the layer's result."""
+    """Change settings of the result; takes precedence over all other rules about the layer's result."""
 
     final = True
 
 
 class ChangeCandidatesWeightsQuantizationMethod(ChangeCandidatesWeightsQuantConfigAttr):
-    """Another QuantizationMethod for the weights, one that the chip's own holds."""
+    """Change the QuantizationMethod of the weights, to one that the chip's own method includes."""
 
     def __init__(self, weights_quantization_method: QuantizationMethod) -> None:
         super().__init__(weights_quantization_method=weights_quantization_method)
 
 
 class ChangeFinalWeightsQuantizationMethod(ChangeCandidatesWeightsQuantizationMethod):
-    """The same, after bit widths are chosen."""
+    """Change the QuantizationMethod of the weights; takes precedence over all other rules."""
 
     final = True
 
 
 class ChangeCandidatesActivationQuantizationMethod(ChangeCandidatesActivationQuantConfigAttr):
-    """Another QuantizationMethod for the result, one that the chip's own holds."""
+    """Change the QuantizationMethod of the result, to one that the chip's own method includes."""
 
     def __init__(self, activation_quantization_method: QuantizationMethod) -> None:
         super().__init__(activation_quantization_method=activation_quantization_method)
 
 
 class ChangeFinalActivationQuantizationMethod(ChangeCandidatesActivationQuantizationMethod):
-    """The same, after bit widths are chosen."""
+    """Change the QuantizationMethod of the result; takes precedence over all other rules."""
 
     final = True
 
@@ -297,17 +301,17 @@ _Rule = Annotated[str | Callable[..., Any], allowed("a function, or the name of 
 
 
 class ChangeQuantizationParamFunction(Action):
-    """Another way to find ranges.
+    """Change the range rule.
 
     Args:
         activation_quantization_params_fn, weights_quantization_params_fn: the name of a range rule, or a function
             `(sample, grid)` that returns `QParams`, {"threshold": t} or {"range_min": a, "range_max": b}; t, a and b
             are numbers, or tensors with one entry for each channel. `sample` is a `chipfit.ranges.search.Sample`
-            (values, counts, extremes), `grid` the codes.
+            (values, counts, extremes), `grid` the quantization grid.
 
     Raises:
-        UnknownNameError: no range rule of that name.
-        ConfigError: neither a name nor a function.
+        UnknownNameError: there is no range rule of that name.
+        ConfigError: a value is neither a name nor a function.
     """
 
     @arguments(ConfigError)
@@ -319,13 +323,13 @@ class ChangeQuantizationParamFunction(Action):
         given = {"rule": activation_quantization_params_fn, "weight_rule": weights_quantization_params_fn}
         given = {k: v if isinstance(v, str) else _ByFunction(v) for k, v in given.items() if v is not None}
         if not given:
-            raise ConfigError("ChangeQuantizationParamFunction needs a function, or the name of a range rule")
+            raise ConfigError("ChangeQuantizationParamFunction requires a function or the name of a range rule")
         super().__init__(given)
 
 
 @dataclass(frozen=True)
 class _ByFunction:
-    """A user's function as a range rule."""
+    """A range rule that calls a function of the user."""
 
     function: Callable[[Sample, Grid], Any]
 
@@ -334,22 +338,22 @@ class _ByFunction:
         return getattr(self.function, "__name__", repr(self.function))
 
     def __call__(self, sample: Sample, grid: Grid) -> QParams:
-        found = self.function(sample, grid)
-        if isinstance(found, QParams):
-            return found
+        result = self.function(sample, grid)
+        if isinstance(result, QParams):
+            return result
         try:
-            if "threshold" in found:
-                t = _per_channel(found["threshold"], sample)
-                if grid.zero != 0:  # no threshold, but a range that is as wide
+            if "threshold" in result:
+                t = _per_channel(result["threshold"], sample)
+                if grid.zero != 0:  # an asymmetric grid: use the range [-t, t] or [0, t]
                     return from_min_max(torch.where(sample.low < 0, -t, 0.0), t, grid)
                 scale = finish_scale(t / (-grid.qmin or grid.qmax + 1), grid)
                 return QParams(scale, torch.zeros_like(scale, dtype=torch.int32))
-            low, high = (_per_channel(found[end], sample) for end in ("range_min", "range_max"))
+            low, high = (_per_channel(result[end], sample) for end in ("range_min", "range_max"))
             return from_min_max(low, high, grid)
         except (KeyError, TypeError, ValueError, RuntimeError):
             raise ConfigError(
-                f"The function '{self.__name__}' returned no range",
-                got=repr(found),
+                f"Function '{self.__name__}' must return a range",
+                got=repr(result),
                 allowed='QParams, {"threshold": t}, or {"range_min": a, "range_max": b}; '
                 "numbers, or tensors with one entry per channel",
             ) from None
@@ -363,15 +367,15 @@ def _per_channel(value: Any, sample: Sample) -> torch.Tensor:
 
 
 class ReplaceLayer(Action):
-    """Another layer in place of each one; it is calibrated as if it had been there from the start.
+    """Replace each layer by another one before calibration.
 
     Args:
         layer_type: class of the new layer.
-        get_params_and_weights_fn: `(weights, **attributes)` of the old layer, a table of tensors and its constructor
-            arguments, to the pair of the new one's.
+        get_params_and_weights_fn: maps `(weights, **attributes)` of the old layer, a table of tensors and its
+            constructor arguments, to the pair (weights, attributes) of the new one.
 
     Raises:
-        ConfigError: no class, or no function.
+        ConfigError: layer_type is no class, or get_params_and_weights_fn no function.
     """
 
     @arguments(ConfigError)
@@ -384,14 +388,14 @@ class ReplaceLayer(Action):
 
 @record(ConfigError, frozen=True)
 class EditRule:
-    """What is different about some layers.
+    """A change to the layers that a filter selects.
 
     Args:
-        filter: which layers; it must mean at least one.
-        action: what is different about them.
+        filter: selects the layers, at least one.
+        action: the change.
 
     Raises:
-        ConfigError: no filter, or no action.
+        ConfigError: filter or action have the wrong type.
     """
 
     filter: Filter
@@ -399,6 +403,6 @@ class EditRule:
 
 
 def to_overrides(rules: Iterable[EditRule]) -> list[tuple[NodeFilter, dict[str, Any]]]:
-    """Rules as overrides, final ones last; those that replace layers are none."""
+    """Return rules as overrides, final ones last, without those that replace layers."""
     ordered = sorted(rules, key=lambda r: r.action.final)
     return [(r.filter, r.action.choices) for r in ordered if r.action.choices]

@@ -1,4 +1,4 @@
-"""Layers of a PyTorch model exchanged for others before it is read: the action `ReplaceLayer` of the network editor."""
+"""Replacement of layers of a PyTorch model before capture: the action `ReplaceLayer` of the network editor."""
 
 import copy
 from collections.abc import Iterable
@@ -15,38 +15,40 @@ from chipfit.graph.ir import Node
 
 
 def replace_layers(model: Any, rules: Iterable[EditRule]) -> Any:
-    """A copy of `model` with the layers exchanged that the rules mean; `model` itself where no rule exchanges any.
+    """Return a copy of `model` with replaced layers; return `model` itself if no rule replaces any.
 
-    Weights are handed over as `{name: tensor}`, attributes as the constructor arguments that the module keeps.
+    A rule's function receives weights as `{name: tensor}`, and the constructor arguments that the module keeps.
 
     Raises:
-        UnknownNameError: a filter that means no module; lists near names.
-        ConfigError: the function of a rule returned something else than weights and attributes that fit its layer type.
-        UnsupportedError: not a PyTorch model.
+        UnknownNameError: a filter selects no module; lists similar names.
+        ConfigError: a rule's function did not return weights and attributes that fit its layer type.
+        UnsupportedError: the model is not a PyTorch model.
     """
-    wanted = [(r.filter, r.action) for r in rules if isinstance(r.action, ReplaceLayer)]
-    if not wanted:
+    replacing = [(r.filter, r.action) for r in rules if isinstance(r.action, ReplaceLayer)]
+    if not replacing:
         return model
     if framework_of(model) != "torch":
         got = type(model).__name__
-        raise UnsupportedError("ReplaceLayer works on PyTorch models", got=got, hint="replace the layer, then quantize")
+        raise UnsupportedError(
+            "ReplaceLayer supports PyTorch models only", got=got, hint="replace the layer, then quantize"
+        )
     model = copy.deepcopy(model)
-    for chosen, action in wanted:
+    for layer_filter, action in replacing:
         named = model.named_modules(remove_duplicate=False)
         leaves = {name: m for name, m in named if name and not any(True for _ in m.children())}
-        found = [name for name, m in leaves.items() if chosen.match(_node(name, m))]
-        if not found:
-            raise UnknownNameError("module for the filter", chosen.name, leaves)
-        made: dict[int, torch.nn.Module] = {}  # a module that is used twice stays one
-        for name in found:
+        selected = [name for name, m in leaves.items() if layer_filter.match(_node(name, m))]
+        if not selected:
+            raise UnknownNameError("module for the filter", layer_filter.name, leaves)
+        new: dict[int, torch.nn.Module] = {}  # by id: a module under two names is replaced once
+        for name in selected:
             old = leaves[name]
             parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, made.setdefault(id(old), _replacement(name, old, action)))
+            setattr(model.get_submodule(parent), own, new.setdefault(id(old), _replacement(name, old, action)))
     return model
 
 
 def _node(name: str, module: torch.nn.Module) -> Node:
-    """What the module will be in the graph, as far as filters ask."""
+    """Return a module as the node that it becomes in the graph, for filters."""
     op = next(iter(member_of(type(module)).op), "")
     return Node(name.replace(".", "_"), op, (), (), {}, name, type(module).__name__, "", module_settings(module))
 
@@ -58,7 +60,9 @@ def _replacement(name: str, old: torch.nn.Module, action: ReplaceLayer) -> torch
         new = action.layer_type(**attributes)
         new.load_state_dict({k: torch.as_tensor(v) for k, v in weights.items()})
     except (TypeError, ValueError, RuntimeError, AttributeError) as e:
-        allowed = "get_params_and_weights_fn(weights, **attributes) returns (weights, attributes) that fit the layer"
+        allowed = (
+            "get_params_and_weights_fn(weights, **attributes) must return (weights, attributes) that fit the layer"
+        )
         raise ConfigError(
             f"'{name}' cannot become a {action.layer_type.__name__}", got=first_line(e), allowed=allowed
         ) from e

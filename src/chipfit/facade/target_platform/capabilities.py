@@ -1,4 +1,4 @@
-"""A modelled chip tied to a framework's layers: `TargetPlatformCapabilities`, and filters that tell layers apart."""
+"""Target platform models with a framework's layers attached: `TargetPlatformCapabilities`, and filters of layers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _CURRENT: ContextVar[TargetPlatformCapabilities | None] = ContextVar("target_pla
 
 def _condition(attr: str, test: Any, value: Any) -> AttributeFilter:
     if not isinstance(attr, str) or has_nan(plain(value)):
-        allowed = "an attribute's name, and any value but nan, which is equal to nothing and in no order"
-        raise ModelingError("An attribute cannot be compared so", got=f"{attr!r}, {value!r}"[:120], allowed=allowed)
+        allowed = "an attribute's name, and any value except nan, which equals nothing and has no order"
+        raise ModelingError("Invalid comparison of an attribute", got=f"{attr!r}, {value!r}"[:120], allowed=allowed)
     return AttributeFilter(attr=attr, test=test, value=value)
 
 
@@ -39,7 +39,9 @@ def _filter(name: str, test: str, doc: str) -> Any:
         return _condition(attr, test, value)
 
     make.__name__ = make.__qualname__ = name
-    make.__doc__ = f"Layers that have the attribute, with a value {doc} `value`. Combine with `&` and `|`."
+    make.__doc__ = (
+        f"Return a filter of layers whose attribute has a value {doc} `value`. Combine filters with `&` and `|`."
+    )
     return make
 
 
@@ -59,17 +61,17 @@ _Known = Annotated[
 
 @record(ModelingError, frozen=True)
 class DefaultDict:
-    """A read-only mapping with a value for every other key."""
+    """A read-only mapping with a default value."""
 
     known_dict: _Known = field(default_factory=dict)
     default_value: Any = None
 
     def get(self, key: Any) -> Any:
-        """The key's value, else the default."""
+        """Return the value of a key, else the default."""
         return self.known_dict.get(key, self.default_value)
 
     def keys(self) -> Iterable[Any]:
-        """The keys with a value of their own."""
+        """Return the keys with a value of their own."""
         return self.known_dict.keys()
 
     def __hash__(self) -> int:
@@ -80,8 +82,8 @@ class LayerFilterParams:
     """A layer with conditions on its attributes.
 
     Args:
-        layer: class, function or name, as in `OperationsSetToLayers`.
-        conditions: filters, all of which must hold.
+        layer: class, function or name, see `OperationsSetToLayers`.
+        conditions: filters, all of which must match.
         kwargs: attribute = value; a missing attribute counts as None.
     """
 
@@ -89,7 +91,9 @@ class LayerFilterParams:
         for c in conditions:
             if not isinstance(c, AttributeFilter):
                 allowed = "Eq, NotEq, Greater, ... joined by & and |"
-                raise ModelingError("Not an attribute filter", got=f"{c!r} of type {type(c).__name__}", allowed=allowed)
+                raise ModelingError(
+                    "Condition must be an attribute filter", got=f"{c!r} of type {type(c).__name__}", allowed=allowed
+                )
         self.layer, self.conditions, self.kwargs = layer, conditions, {k: plain(v) for k, v in kwargs.items()}
         self._tests = [*(_condition(k, "is", v) for k, v in self.kwargs.items()), *conditions]
 
@@ -101,7 +105,7 @@ class LayerFilterParams:
         return member_of(self.layer).model_copy(update={"where": where})
 
     def match(self, node: Any) -> bool:
-        """Whether a node of a graph, a layer object, or a call `(function, keyword arguments)` is meant."""
+        """Return whether a node of a graph, a layer object, or a call `(function, keyword arguments)` matches."""
         if isinstance(node, Node):
             return matches(self.member, node)
         kind, config = describe(node)
@@ -124,21 +128,21 @@ class LayerFilterParams:
 
 
 def members_of(layers: Iterable[Any]) -> tuple[Member, ...]:
-    """What layers stand for: classes, functions, names, and LayerFilterParams.
+    """Return members of an operator set for classes, functions, names and LayerFilterParams.
 
     Raises:
-        ModelingError: something that is no known operator; lists near names.
+        ModelingError: a layer is no known operator; lists similar names.
     """
     return tuple(x.member if isinstance(x, LayerFilterParams) else member_of(x) for x in layers)
 
 
 def matches(member: Member, node: Node) -> bool:
-    """Whether a graph's node belongs to an operator set."""
+    """Return whether a node belongs to a member of an operator set."""
     return member.match(node.op, node.layer_type, node.config)
 
 
 def _identity(node: Any) -> tuple[Any, str, str, dict[str, Any]]:
-    """Class or function (of a node, its name), operator, name and attributes of a node, a layer object or a call."""
+    """Return class or function (of a node: name), operator, name and attributes of a node, layer object or call."""
     if isinstance(node, Node):
         return node.layer_type, node.op, node.layer_type, node.config
     kind, config = describe(node)
@@ -147,13 +151,13 @@ def _identity(node: Any) -> tuple[Any, str, str, dict[str, Any]]:
     for like in known:
         try:
             return kind, next(op for op in member_of(like).op), name, config
-        except (ModelingError, StopIteration):  # nothing that has an operator of its own
+        except (ModelingError, StopIteration):  # a class without an operator of its own
             continue
     return kind, "", name, config
 
 
 def describe(layer: Any) -> tuple[Any, dict[str, Any]]:
-    """Class or function of a layer object or call, and its attributes as a filter sees them."""
+    """Return class or function of a layer object or call, and its attributes for filters."""
     if isinstance(layer, tuple) and len(layer) == 2 and callable(layer[0]):
         return layer[0], call_settings(layer[0], layer[1])
     if hasattr(layer, "get_config"):
@@ -165,7 +169,7 @@ class OperationsSetToLayers:
     """The layers of one operator set.
 
     Args:
-        op_set_name: a set of the model.
+        op_set_name: name of a set of the model.
         layers: classes, functions, names, or LayerFilterParams.
         attr_mapping: generic weight attribute -> DefaultDict of layer -> the framework's name of that attribute.
     """
@@ -188,7 +192,7 @@ class OperationsSetToLayers:
 
 
 class OperationsToLayers:
-    """Several `OperationsSetToLayers`: the layers of every operator set."""
+    """The layers of all operator sets: a list of `OperationsSetToLayers`."""
 
     def __init__(self, op_sets_to_layers: Iterable[OperationsSetToLayers] | None = None) -> None:
         self.op_sets_to_layers: list[OperationsSetToLayers] = []
@@ -196,44 +200,45 @@ class OperationsToLayers:
             self.add(o)
 
     def add(self, entry: OperationsSetToLayers) -> None:
-        """Append one, checking that no layer is in two sets.
+        """Append the layers of one set.
 
         Raises:
-            ModelingError: a set named twice, a layer in two sets, or something else than OperationsSetToLayers.
+            ModelingError: the set or a layer was added before, or `entry` is no OperationsSetToLayers.
         """
         if not isinstance(entry, OperationsSetToLayers):
-            raise ModelingError("Not an OperationsSetToLayers", got=f"{entry!r} of type {type(entry).__name__}")
+            raise ModelingError(
+                "Entry must be an OperationsSetToLayers", got=f"{entry!r} of type {type(entry).__name__}"
+            )
         if entry.name in [other.name for other in self.op_sets_to_layers]:
-            raise ModelingError(f"The layers of '{entry.name}' are given twice")
-        seen = {member: o.name for o in self.op_sets_to_layers for member in o.members}
+            raise ModelingError(f"Layers of operator set '{entry.name}' are defined twice")
+        set_of = {member: o.name for o in self.op_sets_to_layers for member in o.members}
         for layer in entry.layers:
             (member,) = members_of([layer])
-            if member in seen:  # the same layer, or one that goes by the same name
-                got = f"'{seen[member]}' and '{entry.name}'"
+            if member in set_of:  # this layer, or one with its name
+                got = f"'{set_of[member]}' and '{entry.name}'"
                 raise ModelingError(f"Found layer {name_of(layer)} in more than one OperatorsSet", got=got)
         self.op_sets_to_layers.append(entry)
 
     def get_layers_by_op(self, op: OperatorGroup) -> list[Any] | None:
-        """The layers of a set; those of all members for a concatenation; None where none are attached."""
+        """Return the layers of a set, or of all sets of a concatenation; None if none are attached."""
         named = {o.name: o.layers for o in self.op_sets_to_layers}
         if op.name in named:
             return named[op.name]
-        found = [layer for m in op.members for layer in named.get(m.name, ())]
-        return found or None
+        return [layer for m in op.members for layer in named.get(m.name, ())] or None
 
 
 class TargetPlatformCapabilities:
-    """A modelled chip with a framework's layers attached.
+    """A target platform model with a framework's layers attached.
 
     Args:
-        tp_model: the modelled hardware.
+        tp_model: the model of the hardware.
         name: of these capabilities.
         version: of the platform.
-        op_sets_to_layers: the layers; or make them inside `with capabilities:`.
-        platform: where the capabilities were read from a `Platform`, that record, so that nothing of it is lost.
+        op_sets_to_layers: the layers; or create `OperationsSetToLayers` inside `with capabilities:`.
+        platform: the `Platform` that the capabilities were read from, if any; `to_platform` returns it.
 
     Raises:
-        ModelingError: see `OperationsToLayers.add`; also a set that the model does not define.
+        ModelingError: the model has no such set; see also `OperationsToLayers.add`.
     """
 
     @arguments(ModelingError)
@@ -266,23 +271,23 @@ class TargetPlatformCapabilities:
     def __exit__(self, *_: Any) -> None:
         _CURRENT.reset(self._token)
 
-    # ---- questions
+    # ---- queries
 
     @property
     def _entries(self) -> list[OperationsSetToLayers]:
         return self.op_sets_to_layers.op_sets_to_layers
 
     def get_layers_by_opset_name(self, opset_name: str) -> list[Any] | None:
-        """The layers of a set; None for an unknown one."""
+        """Return the layers of a set; None for an unknown set."""
         op = self.tp_model.get_opset_by_name(opset_name)
         return None if op is None else self.op_sets_to_layers.get_layers_by_op(op)
 
     def get_layers_by_opset(self, op: OperatorGroup) -> list[Any] | None:
-        """The layers of a set."""
+        """Return the layers of a set."""
         return self.op_sets_to_layers.get_layers_by_op(op)
 
     def get_fusing_patterns(self) -> list[list[Any]]:
-        """Every fused sequence of layers, in the model's order."""
+        """Return all fused sequences of layers, in the order of the model."""
         patterns: list[list[Any]] = []
         for f in self.tp_model.fusing_patterns:
             steps = [self.get_layers_by_opset(g) or [] for g in f.operator_groups_list]
@@ -290,13 +295,13 @@ class TargetPlatformCapabilities:
         return patterns
 
     def get_default_op_qc(self) -> OpQuantizationConfig:
-        """The configuration of layers that belong to no set."""
+        """Return the configuration of layers that belong to no set."""
         return self.tp_model.get_default_op_quantization_config()
 
     def get_qco_by_node(self, node: Any) -> QuantizationConfigOptions:
-        """The options that govern a node of a graph, a layer object, or a call; filters go before plain layers.
+        """Return the options of a node, a layer object, or a call; filters take precedence over plain layers.
 
-        Weight attributes carry the framework's own names where an attribute mapping gives them.
+        An attribute mapping renames weight attributes to the framework's names.
         """
         attached = {o.name: o for o in self._entries}
         sets = self.tp_model.members({name: o.members for name, o in attached.items()})
@@ -309,7 +314,7 @@ class TargetPlatformCapabilities:
         return _renamed(options, attached[own].attr_mapping if own in attached else {}, kind)
 
     def get_info(self) -> dict[str, Any]:
-        """For printing."""
+        """Return a description for printing."""
         return {
             "Capabilities": self.name,
             "Version": self.version,
@@ -318,7 +323,7 @@ class TargetPlatformCapabilities:
         }
 
     def show(self) -> None:
-        """Print the capabilities as the tables of the platform that they lower to."""
+        """Print the tables of the platform that the capabilities describe."""
         from rich import print as rich_print
 
         from chipfit.platform.show import show
@@ -326,7 +331,7 @@ class TargetPlatformCapabilities:
         rich_print(show(self.to_platform()))
 
     def to_platform(self) -> Platform:
-        """The same chip as the record that platform files load into."""
+        """Return the chip as a `Platform`, the record of platform files."""
         return self.source or self.tp_model.to_platform({o.name: o.members for o in self._entries})
 
     def _key(self) -> tuple[Any, ...]:
@@ -349,7 +354,7 @@ def _renamed(
     if not mapping:
         return options
     names = {a: a for c in options.quantization_config_list for a in c.attr_weights_configs_mapping}
-    for attribute, d in mapping.items():  # a file knows layers by their names
+    for attribute, d in mapping.items():  # layers from a file are names
         named = (v for k, v in d.known_dict.items() if k is layer or name_of(k) == name_of(layer))
         known = next(named, d.default_value)
         names[attribute] = known or attribute

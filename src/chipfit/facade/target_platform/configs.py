@@ -1,4 +1,4 @@
-"""How one operator is quantized: immutable values, checked when they are made."""
+"""Quantization of one operator: immutable, validated values."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ KERNEL_ATTR, BIAS_ATTR, POSITIONAL_ATTR = "kernel_attr", "bias_attr", "pos_attr"
 
 
 class QuantizationMethod(Enum):
-    """Method for quantization function selection. Serialised by name."""
+    """The quantization method of a tensor. Serialised by name."""
 
-    POWER_OF_TWO = 0  #: symmetric, uniform, the threshold is a power of two
+    POWER_OF_TWO = 0  #: symmetric, uniform, with a power-of-two threshold
     LUT_POT_QUANTIZER = 1  #: a look-up table and a power-of-two threshold
     SYMMETRIC = 2  #: symmetric, uniform
     UNIFORM = 3  #: uniform between any two ends
     LUT_SYM_QUANTIZER = 4  #: a look-up table and a symmetric threshold
     KMEANS = 1  # noqa: PIE796 -- first-generation names of the look-up table
-    LUT_QUANTIZER = 1  # noqa: PIE796 -- the same
+    LUT_QUANTIZER = 1  # noqa: PIE796 -- as KMEANS
 
     @classmethod
     def of(cls, *, lut: bool, pot: bool, affine: bool) -> QuantizationMethod:
-        """The method with or without a look-up table, power-of-two thresholds, and a zero point."""
+        """Return the method with the given properties: look-up table, power-of-two threshold, zero point."""
         if lut:
             return cls.LUT_POT_QUANTIZER if pot else cls.LUT_SYM_QUANTIZER
         return cls.UNIFORM if affine else cls.POWER_OF_TWO if pot else cls.SYMMETRIC
 
     @classmethod
     def of_grid(cls, grid: Grid) -> QuantizationMethod:
-        """The method that a grid is of."""
+        """Return the method of a grid."""
         return cls.of(lut=grid.kind == "lut", pot=grid.pot, affine=not grid.symmetric)
 
     @property
     def lut(self) -> bool:
-        """Whether codes stand for the entries of a table."""
+        """Whether quantized values are entries of a look-up table."""
         return self in (QuantizationMethod.LUT_POT_QUANTIZER, QuantizationMethod.LUT_SYM_QUANTIZER)
 
     @property
@@ -68,7 +68,7 @@ class QuantizationMethod(Enum):
 
 
 class Signedness(Enum):
-    """Whether activation codes have a sign. Serialised by name."""
+    """The signedness of quantized activations. Serialised by name."""
 
     AUTO = 0  #: decided per tensor from its data
     SIGNED = 1
@@ -90,19 +90,19 @@ Widths = Annotated[int | tuple[int, ...], PlainValidator(_widths)]
 
 @record(ModelingError, frozen=True)
 class AttributeQuantizationConfig:
-    """How one weight attribute of a layer is stored."""
+    """The quantization of one weight attribute of a layer."""
 
     weights_quantization_method: Method = QuantizationMethod.POWER_OF_TWO
     weights_n_bits: Bits = FLOAT_BITWIDTH
     weights_per_channel_threshold: Flag = False
     enable_weights_quantization: Flag = False
-    lut_values_bitwidth: Bits | None = None  #: width of the entries of a look-up table; None: 8
+    lut_values_bitwidth: Bits | None = None  #: bits of the entries of a look-up table; None: 8
 
     def clone_and_edit(self, **changes: Any) -> AttributeQuantizationConfig:
-        """A copy with other fields.
+        """Return a copy with other fields.
 
         Raises:
-            ModelingError: a field that does not exist.
+            ModelingError: there is no such field.
         """
         return replace(self, **changes)
 
@@ -119,20 +119,20 @@ Sign = Annotated[Signedness, by_name(Signedness), _OF_BOOLS]
 
 @record(ModelingError, frozen=True)
 class OpQuantizationConfig:
-    """How an operator's weights and its result are quantized.
+    """The quantization of an operator's weights and result.
 
     Args:
         default_weight_attr_config: for weight attributes without an entry of their own.
         attr_weights_configs_mapping: weight attribute -> its configuration.
         activation_quantization_method: of the operator's result.
         activation_n_bits: of the operator's result.
-        supported_input_activation_n_bits: widths that the operator takes as input; a producer that would write wider
-            codes gets another of its options.
+        supported_input_activation_n_bits: supported input widths; a producer with a wider result uses another of its
+            options.
         enable_activation_quantization: whether the result is quantized.
         quantization_preserving: the result has the scale and zero point of the input.
-        fixed_scale, fixed_zero_point: dictated by the hardware for the result.
-        simd_size: elements that one instruction processes.
-        signedness: of the result's codes; a bool says whether they have a sign.
+        fixed_scale, fixed_zero_point: of the result, given by the hardware.
+        simd_size: number of elements that one instruction processes.
+        signedness: of the result; True stands for SIGNED, False for UNSIGNED.
     """
 
     default_weight_attr_config: AttributeQuantizationConfig
@@ -149,29 +149,29 @@ class OpQuantizationConfig:
 
     def __post_init__(self) -> None:
         if self.fixed_zero_point is not None and self.fixed_scale is None:
-            raise ModelingError("fixed_zero_point needs fixed_scale", got=self.fixed_zero_point)
+            raise ModelingError("fixed_zero_point requires fixed_scale", got=self.fixed_zero_point)
 
     def __hash__(self) -> int:
         return hash(repr(self))
 
     @property
     def max_input_activation_n_bits(self) -> int:
-        """The widest input that the operator takes [bit]."""
+        """The widest supported input [bit]."""
         supported = self.supported_input_activation_n_bits
-        assert isinstance(supported, tuple)  # made one by the validator
+        assert isinstance(supported, tuple)  # converted by the validator
         return max(supported)
 
     def clone_and_edit(
         self, attr_to_edit: Mapping[str, Mapping[str, Any]] | None = None, **changes: Any
     ) -> OpQuantizationConfig:
-        """A copy with other fields.
+        """Return a copy with other fields.
 
         Args:
             attr_to_edit: weight attribute -> fields of its configuration to change.
             changes: fields of this configuration.
 
         Raises:
-            ModelingError: a field, or a weight attribute, that does not exist.
+            ModelingError: there is no such field or weight attribute.
         """
         edited = check_value(_Edits, attr_to_edit, ModelingError, "OpQuantizationConfig.clone_and_edit", "attr_to_edit")
         changed = replace(self, **changes)
@@ -186,11 +186,11 @@ class OpQuantizationConfig:
 
 @record(ModelingError, frozen=True)
 class QuantizationConfigOptions:
-    """The configurations that an operator may take.
+    """The configurations that an operator supports.
 
     Args:
-        quantization_config_list: the possible configurations, at least one.
-        base_config: the one to use where bits are not searched; needed when there are several, and one of them.
+        quantization_config_list: the supported configurations, at least one.
+        base_config: the configuration without a search of bit widths; required if there are several.
     """
 
     quantization_config_list: Annotated[Sequence[OpQuantizationConfig], Field(min_length=1), AfterValidator(tuple)]
@@ -199,7 +199,7 @@ class QuantizationConfigOptions:
     def __post_init__(self) -> None:
         configs = self.quantization_config_list
         if self.base_config is None and len(configs) > 1:
-            what = f"With {len(configs)} options, base_config must say which one holds where bits are not searched"
+            what = f"base_config is required to select one of {len(configs)} options"
             raise ModelingError(what, hint="base_config=...")
         object.__setattr__(self, "base_config", self.base_config or configs[0])
         if self.base_config not in configs:
@@ -207,7 +207,7 @@ class QuantizationConfigOptions:
 
     @property
     def base(self) -> OpQuantizationConfig:
-        """base_config, which is always known once the options are made."""
+        """The base configuration, never None after construction."""
         assert self.base_config is not None  # set in __post_init__
         return self.base_config
 
@@ -216,30 +216,30 @@ class QuantizationConfigOptions:
         return QuantizationConfigOptions(made, made[self.quantization_config_list.index(self.base)])
 
     def clone_and_edit(self, **changes: Any) -> QuantizationConfigOptions:
-        """Every option with other fields.
+        """Return the options with other fields in each.
 
         Raises:
-            ModelingError: a field that does not exist.
+            ModelingError: there is no such field.
         """
         return self._each(lambda c: c.clone_and_edit(**changes))
 
     def clone_and_edit_weight_attribute(
         self, attrs: list[str] | None = None, **changes: Any
     ) -> QuantizationConfigOptions:
-        """Every option with other fields for the weight attributes `attrs`, or for all of them.
+        """Return the options with other fields for the weight attributes `attrs`, or for all.
 
         Raises:
-            ModelingError: an attribute or a field that does not exist.
+            ModelingError: there is no such attribute or field.
         """
         return self._each(lambda c: c.clone_and_edit(dict.fromkeys(attrs or c.attr_weights_configs_mapping, changes)))
 
     def clone_and_map_weights_attr_keys(
         self, layer_attrs_mapping: Mapping[str, str] | None
     ) -> QuantizationConfigOptions:
-        """Every option with its weight attributes renamed; None leaves them.
+        """Return the options with renamed weight attributes; None renames nothing.
 
         Raises:
-            ModelingError: an attribute that the mapping does not name.
+            ModelingError: the mapping lacks an attribute.
         """
         if layer_attrs_mapping is None:
             return self
@@ -248,7 +248,7 @@ class QuantizationConfigOptions:
             for a in c.attr_weights_configs_mapping:
                 if a not in layer_attrs_mapping:
                     allowed = ", ".join(layer_attrs_mapping)
-                    raise ModelingError(f"The attribute mapping does not name '{a}'", allowed=allowed)
+                    raise ModelingError(f"Attribute mapping lacks '{a}'", allowed=allowed)
             attrs = {layer_attrs_mapping[a]: v for a, v in c.attr_weights_configs_mapping.items()}
             return c.clone_and_edit(attr_weights_configs_mapping=attrs)
 

@@ -1,4 +1,4 @@
-"""Modelled chips as JSON: enumerations by name, layers by name or as filters, a schema version."""
+"""Target platform capabilities as JSON: enumerations by name, layers by name or as filters, a schema version."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,14 +23,14 @@ __all__ = ["export_target_platform_capabilities", "load_target_platform_capabili
 SCHEMA_VERSION = 1
 
 
-# the types are data
+# mypy cannot check types that are built from data
 _make: Any = TypedDict
 _list: Any = list
 _dict: Any = dict
 
 
 def _table(**wanted: Any) -> Any:
-    """A table with these keys, beside others."""
+    """Return the type of a table with these keys; others are permitted."""
     return _make("Table", wanted)
 
 
@@ -43,43 +43,42 @@ _math = dict[str, Any] | None
 _model = _table(
     name=str, add_metadata=bool, default=_options, math=_math, operator_sets=_list[_set], fusings=_list[_fusing]
 )
-#: what a file holds
+#: the content of a file
 _file = _table(SCHEMA_VERSION=int, name=str, version=str | None, model=_model, layers=_list[_entry])
 
 
 class MissingFile(ModelingError, FileNotFoundError):
-    """There is no such file."""
+    """A file does not exist."""
 
 
 class NotCapabilities(ModelingError, TypeError):
-    """Something else than capabilities or the path of a file with them."""
+    """An argument is neither capabilities nor a path."""
 
 
 def export_target_platform_capabilities(
     tpc: capabilities.TargetPlatformCapabilities | model.TargetPlatformModel, path: str | Path
 ) -> Path:
-    """Write a modelled chip to a `.json` file; folders above it are made.
+    """Write capabilities or a model to a `.json` file; creates missing folders.
 
-    Layers are written as the operators and conditions that they stand for, so the file needs no framework to be read.
+    Layers are written as operators and conditions, so that reading the file requires no framework.
 
     Raises:
         ModelingError: the suffix is not .json.
-        NotCapabilities: `tpc` is something else.
+        NotCapabilities: `tpc` is neither.
     """
     if not isinstance(tpc, (capabilities.TargetPlatformCapabilities, model.TargetPlatformModel)):
-        raise NotCapabilities("Only capabilities or a model can be written", got=type(tpc).__name__)
+        raise NotCapabilities("tpc must be capabilities or a model", got=type(tpc).__name__)
     data = _dump(load_target_platform_capabilities(tpc))
     return write_atomically(_json_path(path), (json.dumps(data, indent=4, default=json_default) + "\n").encode())
 
 
 def load_target_platform_capabilities(source: Any) -> capabilities.TargetPlatformCapabilities:
-    """Capabilities from a `.json` file, or as they are.
+    """Return capabilities from a `.json` file; return capabilities unchanged.
 
     Raises:
-        MissingFile: also a FileNotFoundError.
-        NotCapabilities: also a TypeError; neither capabilities nor a path.
-        ModelingError: also a ValueError; the suffix is not .json, the text is no JSON, or the content is no modelled
-            chip.
+        MissingFile: the file does not exist; also a FileNotFoundError.
+        NotCapabilities: `source` is neither capabilities nor a path; also a TypeError.
+        ModelingError: the suffix is not .json, or the content is invalid; also a ValueError.
     """
     if isinstance(source, capabilities.TargetPlatformCapabilities):
         return source
@@ -89,7 +88,7 @@ def load_target_platform_capabilities(source: Any) -> capabilities.TargetPlatfor
     data = read_json(path, ModelingError)
     version = data.get("SCHEMA_VERSION") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
-        what = "The file is of an unknown schema version"
+        what = "Schema version of the file is unknown"
         raise ModelingError(what, where=str(path), got=repr(version), allowed=SCHEMA_VERSION)
     try:
         return read(data)
@@ -99,13 +98,13 @@ def load_target_platform_capabilities(source: Any) -> capabilities.TargetPlatfor
 
 @register("modelled", "files")
 class ModelledFiles:
-    """How `chipfit.platform`, which does not know these classes, reads and writes modelled chips."""
+    """Reading and writing of capabilities for `chipfit.platform`, which does not import these classes."""
 
     read = staticmethod(load_target_platform_capabilities)
 
     @staticmethod
     def write(what: Any, path: Path) -> Path:
-        """Write any platform as modelled capabilities."""
+        """Write any platform as capabilities."""
         modelled = isinstance(what, (capabilities.TargetPlatformCapabilities, model.TargetPlatformModel))
         return export_target_platform_capabilities(what if modelled else from_platform(load(what)), path)
 
@@ -114,7 +113,7 @@ def _json_path(path: str | Path) -> Path:
     path = path_of(path, NotCapabilities)
     if path.suffix != ".json":
         got = path.suffix or "no suffix"
-        raise ModelingError("Capabilities are kept in .json files", where=str(path), got=got, allowed=".json")
+        raise ModelingError("Capabilities files must have the suffix .json", where=str(path), got=got, allowed=".json")
     return path
 
 
@@ -157,10 +156,10 @@ def _dump_options(o: QuantizationConfigOptions | None) -> dict[str, Any] | None:
 
 
 def read(data: Mapping[str, Any]) -> capabilities.TargetPlatformCapabilities:
-    """The capabilities that a file's data say.
+    """Return the capabilities that a file's data describe.
 
     Raises:
-        ModelingError: the data are no modelled chip, or the chip contradicts itself.
+        ModelingError: the data are invalid or contradictory.
     """
     check_value(_file, data, ModelingError, "the file", "", json=True)
     m = data["model"]
@@ -182,7 +181,7 @@ def read(data: Mapping[str, Any]) -> capabilities.TargetPlatformCapabilities:
             options = o.get("options")
             sets[o["name"]] = model.OperatorsSet(o["name"], read_options(options) if options else None)
     fusings = [model.Fusing(named(f["groups"]), f["name"]) for f in m["fusings"]]
-    # files of earlier versions pad wherever there is a width
+    # files of earlier versions lack is_simd_padding and pad wherever there is a width
     rest: Any = {"fusing_patterns": fusings, "math": m["math"], "is_simd_padding": m.get("is_simd_padding", True)}
     made = model.TargetPlatformModel(default, m["add_metadata"], m["name"], operator_set=[*sets.values()], **rest)
     layers = capabilities.OperationsToLayers()
@@ -194,8 +193,8 @@ def read(data: Mapping[str, Any]) -> capabilities.TargetPlatformCapabilities:
 
 
 def read_options(data: Mapping[str, Any]) -> QuantizationConfigOptions:
-    """The options that a file's data say: a list of configurations, and the index of the base among them."""
+    """Return the options that data describe: a list of configurations, and the index of the base configuration."""
     configs = check_value(list[OpQuantizationConfig], data["options"], ModelingError, "a set", "options", json=True)
     if not 0 <= data["base"] < len(configs):
-        raise ModelingError("'base' is no index of 'options'", got=data["base"], allowed=f"0..{len(configs) - 1}")
+        raise ModelingError("'base' must be an index of 'options'", got=data["base"], allowed=f"0..{len(configs) - 1}")
     return QuantizationConfigOptions(configs, configs[data["base"]])

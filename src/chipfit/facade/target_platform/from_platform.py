@@ -1,4 +1,4 @@
-"""A platform as modelled values: the way back from the record that platform files load into."""
+"""Conversion of a platform to target platform capabilities."""
 
 from typing import Any
 
@@ -10,16 +10,16 @@ from chipfit.platform.schema import Format, OpRule, Option, Platform
 
 
 def from_platform(platform: Platform) -> capabilities.TargetPlatformCapabilities:
-    """A platform as capabilities that can be read, printed and edited; the platform itself stays attached.
+    """Return a platform as capabilities to read, print and edit; the platform itself stays attached.
 
-    What has no counterpart in these classes (rules across tensors other than ties and fixed outputs, conditions on
-    shapes) is kept in the attached record only: a model that is edited and lowered again is a chip without it.
+    Facts without a counterpart in these classes (rules across tensors other than ties and fixed outputs, conditions on
+    shapes) are in the attached record only; editing the model and converting it back loses them.
     """
     default = configs.QuantizationConfigOptions([_config(platform, None, Option())])
     sets: dict[str, model.OperatorsSet] = {}
-    words_of: dict[str, set[str]] = {}  # set -> every word that its rule is known by
+    words_of: dict[str, set[str]] = {}  # set -> every word that its rule matches
     layers: list[capabilities.OperationsSetToLayers] = []
-    taken: set[Member] = set()
+    assigned: set[Member] = set()
     for rule in platform.ops:
         if not rule.use and rule.exec is None:
             continue
@@ -31,9 +31,9 @@ def from_platform(platform: Platform) -> capabilities.TargetPlatformCapabilities
         words = {o for w in rule.match for o in (*groups().get(w, ()), w)}
         members = [m for w in rule.match for m in platform.sets.get(w.removeprefix("@"), ())]
         members += [Member(op=(o,)) for o in sorted(words) if o in OPS]
-        members = [m for m in members if m not in taken]
-        if members and label not in sets:  # a second rule holds under conditions that sets cannot say
-            taken.update(members)
+        members = [m for m in members if m not in assigned]
+        if members and label not in sets:  # a second rule has conditions that sets cannot express
+            assigned.update(members)
             layers.append(capabilities.OperationsSetToLayers(label, members))
             sets[label], words_of[label] = model.OperatorsSet(label, options), words
     fusings = []

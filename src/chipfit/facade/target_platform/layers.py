@@ -1,7 +1,7 @@
-"""From a framework's layer, function or operator to the canonical operators that it may become.
+"""Canonical operators of a framework's layers and functions.
 
-Entries are recognised by name, so that neither PyTorch nor Keras nor TensorFlow is imported; `tf.add`,
-`keras.layers.Add`, `keras.ops.add`, `torch.add`, `operator.add` and "Add" are all the operator Add.
+Entries are recognised by name, without importing PyTorch, Keras or TensorFlow: `tf.add`, `keras.layers.Add`,
+`keras.ops.add`, `torch.add`, `operator.add` and "Add" are all the operator Add.
 """
 
 import functools
@@ -15,52 +15,52 @@ from chipfit.platform.filters import Member
 
 @functools.cache
 def layer_table() -> dict[str, Any]:
-    """The data of `layers.yaml`."""
+    """Return the data of `layers.yaml`."""
     return package_data("chipfit.facade.target_platform", "layers.yaml")  # type: ignore[no-any-return]  # a table
 
 
 @functools.cache
 def _operators(kind: str) -> dict[str, tuple[tuple[str, ...], bool]]:
-    """Name -> its operators, and whether the user's layer must have this very name."""
+    """Return name -> (operators, whether the user's layer must have exactly this name)."""
     rows = (row.split() for row in layer_table()[kind].split("|"))
     return {name: (tuple(o for o in ops if o in OPS), "!" in ops) for name, *ops in rows}
 
 
 def operators_of_set(name: str) -> tuple[str, ...] | None:
-    """The operators of a set that has no layers attached, by its name; None where the name says nothing."""
+    """Return the operators of a set without attached layers by its name; None for an unknown name."""
     return _operators("sets").get(normalize_name(name), (None,))[0]
 
 
 def operator_named(name: str) -> str:
-    """The first operator that the name of a layer or function may stand for; "" for none."""
+    """Return the first operator of the name of a layer or function; "" for an unknown name."""
     return _operators("operators").get(normalize_name(name), (("",), False))[0][0]
 
 
 def normalize_name(name: str) -> str:
-    """A name without case, underscores, and TensorFlow's version suffix."""
+    """Return a name in lower case, without underscores and TensorFlow's version suffix."""
     return name.lower().replace("_v2", "").replace("_", "")
 
 
 def name_of(entry: Any) -> str:
-    """What messages and files call a class, a function, a filter or a name."""
+    """Return the name of a class, function, filter or name in messages and files."""
     return getattr(entry, "__name__", str(entry))
 
 
 def package_of(entry: Any) -> str:
-    """ "torch", "keras", "tensorflow", ... of a class or function; "" for text and for C functions of PyTorch."""
+    """Return "torch", "keras", ... for a class or function; "" for text and C functions of PyTorch."""
     home = getattr(entry, "__module__", None) or getattr(getattr(entry, "__objclass__", None), "__module__", None) or ""
     return home.partition(".")[0]
 
 
 def member_of(entry: Any) -> Member:
-    """The operator-set member that a layer stands for.
+    """Return the operator-set member of a layer.
 
     Args:
         entry: a class (`torch.nn.Conv2d`, `keras.layers.ReLU`, a module of the user), a function (`torch.add`,
             `tf.nn.relu`, `keras.ops.add`, `operator.add`, `torch.Tensor.add`), or a name.
 
     Raises:
-        ModelingError: a function or name that is no known operator; lists near names.
+        ModelingError: a function or name is no known operator; lists similar names.
     """
     if isinstance(entry, Member):
         return entry
@@ -74,7 +74,7 @@ def member_of(entry: Any) -> Member:
         ops, exact = known[key]
         return Member(op=ops, type=name) if exact else Member(op=ops, name=name)
     if isinstance(entry, type) or package in ("torch", "keras", "tensorflow", "tf_keras"):
-        return Member(type=name)  # a layer without operator of its own: what is inside it
+        return Member(type=name)  # a composite layer: the operators inside it
     in_set = operators_of_set(name)
     if in_set is not None:
         return Member(op=in_set)

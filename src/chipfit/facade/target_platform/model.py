@@ -1,6 +1,6 @@
-"""The hardware as operator sets, their options, and fusions: a `TargetPlatformModel` and its parts.
+"""Target platform models: operator sets, their options, and fusions.
 
-Parts that are made inside `with model:` join it; parts made outside are handed to the constructor.
+Parts created inside `with model:` are added to it; parts created outside are arguments of the constructor.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ _CURRENT: ContextVar[TargetPlatformModel | None] = ContextVar("target_platform_m
 
 
 def get_default_quantization_config_options() -> QuantizationConfigOptions:
-    """The default options of the model whose `with` block is open.
+    """Return the default options of the model whose `with` block is open.
 
     Raises:
         ModelingError: no block is open.
     """
     model = _CURRENT.get()
     if model is None:
-        hint = "ask inside `with TargetPlatformModel(...):`"
+        hint = "call it inside `with TargetPlatformModel(...):`"
         raise ModelingError("Target platform model is not initialized.", hint=hint)
     return model.default_qco
 
 
 class OperatorGroup:
-    """What a fusion treats alike: an operator set, or several."""
+    """A step of a fusion: an operator set, or a concatenation of several."""
 
     name: str
 
     @property
     def members(self) -> tuple[OperatorsSet, ...]:
-        """The sets inside; of a set, itself: it is a concatenation of one."""
-        return (self,)  # type: ignore[return-value]  # concatenations have their own
+        """The sets of the group; an operator set is a group of itself."""
+        return (self,)  # type: ignore[return-value]  # overridden by concatenations
 
     def get_info(self) -> dict[str, Any]:
-        """For printing."""
+        """Return a description for printing."""
         return {"name": self.name}
 
 
@@ -62,7 +62,7 @@ class OperatorsSet(OperatorGroup):
 
     Args:
         name: unique in its model.
-        qc_options: how to quantize them; the model's default when omitted.
+        qc_options: their options; the model's default when omitted.
     """
 
     name: Name
@@ -73,10 +73,10 @@ class OperatorsSet(OperatorGroup):
 
 
 def _of_name(given: Any) -> Any:
-    """The group that a name stands for: of the open model, else one that a model has to have when it takes it over.
+    """Return the group of a name in the open model; without an open model, a set of that name.
 
     Raises:
-        ModelingError: the open model has no such group; lists near names.
+        ModelingError: the open model has no such group; lists similar names.
     """
     model = _CURRENT.get()
     if not isinstance(given, str) or model is None:
@@ -93,11 +93,11 @@ Group = Annotated[OperatorGroup, BeforeValidator(_of_name)]
 
 @dataclass(frozen=True, init=False)
 class OperatorSetConcat(OperatorGroup):
-    """Several operator sets that fusions treat alike.
+    """A concatenation of operator sets, as one step of a fusion.
 
     Args:
-        opsets: sets, concatenations of them, or their names.
-        name: their names joined by "_" when omitted.
+        opsets: sets, concatenations, or their names.
+        name: the names of the sets joined by "_" when omitted.
     """
 
     op_set_list: tuple[OperatorsSet, ...]
@@ -107,18 +107,18 @@ class OperatorSetConcat(OperatorGroup):
     @arguments(ModelingError)
     def __init__(self, *opsets: Group, name: str | None = None) -> None:
         if not opsets:
-            raise ModelingError("A concatenation needs at least one OperatorsSet", got="none")
+            raise ModelingError("OperatorSetConcat requires at least one OperatorsSet", got="none")
         object.__setattr__(self, "op_set_list", tuple(m for o in opsets for m in o.members))
         object.__setattr__(self, "name", name or "_".join(o.name for o in opsets))
         _join(self)
 
     @property
     def members(self) -> tuple[OperatorsSet, ...]:
-        """The sets inside."""
+        """The sets of the concatenation."""
         return self.op_set_list
 
     def get_info(self) -> dict[str, Any]:
-        """For printing."""
+        """Return a description for printing."""
         return {"name": self.name, "sets": [m.name for m in self.members]}
 
 
@@ -127,7 +127,7 @@ OperatorSetGroup = OperatorSetConcat  #: its later name
 
 @record(ModelingError, frozen=True)
 class Fusing:
-    """Operators that run as one: nothing between them is quantized.
+    """A fusion of operators: tensors between them are not quantized.
 
     Args:
         operator_groups_list: two or more groups or their names, in execution order.
@@ -146,21 +146,21 @@ class Fusing:
         _join(self)
 
     def contains(self, other: Fusing) -> bool:
-        """Whether the groups of `other` stand side by side in here; a set fits the concatenations that hold it."""
+        """Return whether the groups of `other` are consecutive groups here; a set matches its concatenations."""
         mine, theirs = self.operator_groups_list, other.operator_groups_list
         starts = range(len(mine) - len(theirs) + 1)
         return any(all(a == b or b in a.members for a, b in zip(mine[i:], theirs, strict=False)) for i in starts)
 
     def chains(self) -> list[tuple[OperatorsSet, ...]]:
-        """Every sequence of single sets that the fusing stands for."""
+        """Return every sequence of single sets that the fusion describes."""
         return list(itertools.product(*(g.members for g in self.operator_groups_list)))
 
     def get_info(self) -> dict[str | None, str]:
-        """{name: "a -> b"}, for printing."""
+        """Return {name: "a -> b"} for printing."""
         return {self.name: " -> ".join(g.name for g in self.operator_groups_list)}
 
 
-#: the values of a dictionary, or what a generator makes, as a list
+#: converts values of a dictionary, or a generator, to a list
 _LISTED = BeforeValidator(lambda v: list(v) if isinstance(v, (ValuesView, Iterator)) else v)
 
 
@@ -169,15 +169,15 @@ def _arithmetic(given: Any) -> Math:
 
 
 class TargetPlatformModel:
-    """Modelled hardware: operator sets with their options, and fusions. Immutable once complete.
+    """A model of hardware: operator sets with their options, and fusions. Immutable once complete.
 
     Args:
-        default_qco: options of operators that belong to no set, or to one without options; exactly one option.
-        add_metadata: write the platform and chipfit's version into exported files.
+        default_qco: options of operators without a set or whose set has no options; exactly one option.
+        add_metadata: write the platform and chipfit's version to exported files.
         name: of the model.
-        operator_set, fusing_patterns: the parts; or make them inside `with model:`.
-        math: the chip's arithmetic, with the keys of a platform file; without it no exactness is claimed.
-        is_simd_padding: weights take the room of whole instructions in memory; see `set_simd_padding`.
+        operator_set, fusing_patterns: the parts; or create them inside `with model:`.
+        math: the chip's arithmetic, with the keys of a platform file; required for any claim of exactness.
+        is_simd_padding: weights are padded in memory to whole instructions; see `set_simd_padding`.
 
     Raises:
         ModelingError: more than one default option, or two sets with one name.
@@ -209,12 +209,12 @@ class TargetPlatformModel:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(self, "_frozen", False):
-            raise ModelingError("Immutable class. Can't edit attributes.", got=name, hint="make a new model")
+            raise ModelingError("Immutable class. Can't edit attributes.", got=name, hint="create a new model")
         object.__setattr__(self, name, value)
 
     def __enter__(self) -> TargetPlatformModel:
         if self._frozen:
-            raise ModelingError(f"Model '{self.name}' can not be reinitialized", hint="make a new one")
+            raise ModelingError(f"Model '{self.name}' can not be reinitialized", hint="create a new one")
         self._token = _CURRENT.set(self)
         return self
 
@@ -227,7 +227,7 @@ class TargetPlatformModel:
     def _add(self, part: OperatorGroup | Fusing) -> None:
         if isinstance(part, Fusing):
             self.fusing_patterns += (part,)
-        elif isinstance(part, OperatorsSet) or part not in self.operator_set:  # concatenations may be made again
+        elif isinstance(part, OperatorsSet) or part not in self.operator_set:  # concatenations may be repeated
             self.operator_set += (part,)
 
     def set_simd_padding(self, is_simd_padding: bool) -> None:
@@ -249,46 +249,46 @@ class TargetPlatformModel:
         self._frozen = True
 
     def _with_own_sets(self, fusing: Fusing) -> Fusing:
-        """The fusing where a set without options stands for the model's own set of that name."""
+        """Return the fusion with the model's own set in place of each set without options of that name."""
         own = {o.name: o for o in self.operator_set}
 
-        def mine(group: OperatorGroup) -> OperatorGroup:
+        def own_group(group: OperatorGroup) -> OperatorGroup:
             if isinstance(group, OperatorsSet):
                 return own.get(group.name, group) if group.qc_options is None else group
-            kept = copy.copy(group)
-            object.__setattr__(kept, "op_set_list", tuple(map(mine, group.members)))
-            return kept
+            clone = copy.copy(group)
+            object.__setattr__(clone, "op_set_list", tuple(map(own_group, group.members)))
+            return clone
 
-        groups = tuple(map(mine, fusing.operator_groups_list))
+        groups = tuple(map(own_group, fusing.operator_groups_list))
         if groups == fusing.operator_groups_list:
             return fusing
-        kept = copy.copy(fusing)
-        object.__setattr__(kept, "operator_groups_list", groups)
-        return kept
+        clone = copy.copy(fusing)
+        object.__setattr__(clone, "operator_groups_list", groups)
+        return clone
 
-    # ---- questions
+    # ---- queries
 
     def get_config_options_by_operators_set(self, operators_set_name: str) -> QuantizationConfigOptions:
-        """The options of a set; the default ones for a set without options, or for an unknown name."""
+        """Return the options of a set; the default for a set without options or an unknown name."""
         return getattr(self.get_opset_by_name(operators_set_name), "qc_options", None) or self.default_qco
 
     def get_default_op_quantization_config(self) -> OpQuantizationConfig:
-        """The one option of the default."""
+        """Return the configuration of the default options."""
         return self.default_qco.base
 
     def is_opset_in_model(self, opset_name: str) -> bool:
-        """Whether a set of this name exists."""
+        """Return whether a set of this name exists."""
         return self.get_opset_by_name(opset_name) is not None
 
     def get_opset_by_name(self, opset_name: str) -> OperatorGroup | None:
-        """The set of this name, or None."""
+        """Return the set of this name, or None."""
         return next((o for o in self.operator_set if o.name == opset_name), None)
 
     def to_platform(self, attached: Mapping[str, tuple[Member, ...]] | None = None) -> Platform:
-        """The same chip as the record that platform files load into.
+        """Return the chip as a `Platform`, the record of platform files.
 
         Args:
-            attached: operator set -> what belongs to it; all other sets are known by their names.
+            attached: operator set -> its members; all other sets are known by their names.
         """
         options = self.get_config_options_by_operators_set
         sets = {name: (members, options(name)) for name, members in self.members(attached or {}).items()}
@@ -301,10 +301,10 @@ class TargetPlatformModel:
         )
 
     def members(self, attached: Mapping[str, tuple[Member, ...]]) -> dict[str, tuple[Member, ...]]:
-        """Operator set -> what belongs to it. Names of layers stay where another set has the same operator.
+        """Return operator set -> its members. Members keep layer names only where another set has the same operator.
 
         Args:
-            attached: as for `to_platform`.
+            attached: see `to_platform`.
 
         Raises:
             ModelingError: a set has no layers attached, and its name is no known operator.
@@ -321,7 +321,7 @@ class TargetPlatformModel:
         return {name: tuple(dict.fromkeys(map(alone, members))) for name, members in sets.items()}
 
     def get_info(self) -> dict[str, Any]:
-        """For printing."""
+        """Return a description for printing."""
         return {
             "Model name": self.name,
             "Operators sets": [o.get_info() for o in self.operator_set],
@@ -329,7 +329,7 @@ class TargetPlatformModel:
         }
 
     def show(self) -> None:
-        """Print what the model says."""
+        """Print the model."""
         from rich import print as rich_print
 
         rich_print(self.get_info())

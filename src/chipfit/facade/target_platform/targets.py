@@ -1,4 +1,4 @@
-"""Built-in chips as modelled values: those of `platform/builtin/modelled` in every version, and any platform file."""
+"""Built-in chips as capabilities: every version of `platform/builtin/modelled`, and any platform file."""
 
 import functools
 import itertools
@@ -17,23 +17,23 @@ from chipfit.platform import load as platforms
 
 __all__ = ["get_target_platform_capabilities"]
 
-FRAMEWORKS = {"pytorch": "torch", "tensorflow": "keras", "keras": "keras"}  #: names of frameworks -> the package
-FILE = "file"  #: version that means chipfit's own platform file, where a modelled chip has the same name
+FRAMEWORKS = {"pytorch": "torch", "tensorflow": "keras", "keras": "keras"}  #: framework -> package
+FILE = "file"  #: version that selects chipfit's platform file rather than the chip of `modelled` with its name
 
 
 def get_target_platform_capabilities(
     fw_name: str, target_platform_name: str = "default", target_platform_version: str | None = None
 ) -> capabilities.TargetPlatformCapabilities:
-    """A built-in chip for a framework, as values to read, print (`.show()`) and edit.
+    """Return a built-in chip for a framework, to read, print (`.show()`) and edit.
 
     Args:
         fw_name: "pytorch", "keras" or "tensorflow".
-        target_platform_name: "default", a modelled chip, or any platform of `chipfit platforms list`.
-        target_platform_version: of a modelled chip "v1", "v1_pot" ...; "file" for chipfit's platform file of that name;
-            of other platforms a revision. The first version, and the newest revision, when omitted.
+        target_platform_name: "default", "imx500", ..., or any platform of `chipfit platforms list`.
+        target_platform_version: "v1", "v1_pot" ... of a chip with versions, "file" for the platform file of its name; a
+            revision of other platforms. The first version or newest revision when omitted.
 
     Raises:
-        ModelingError: unknown framework, platform or version, with the known ones; also an AssertionError and a
+        ModelingError: framework, platform or version is unknown; lists the known ones; also an AssertionError and a
             ValueError.
         RuntimeUnavailable: the framework is not installed.
     """
@@ -63,7 +63,7 @@ def _unknown(what: str, name: Any, known: list[str]) -> ModelingError:
 
 @functools.cache
 def chip_descriptions() -> dict[str, dict[str, Any]]:
-    """The data of every modelled chip, by name and by the other name that it may have."""
+    """Return the data of every chip in `modelled`, by name and alias."""
     out = {}
     files = (resources.files("chipfit.platform") / "builtin" / "modelled").iterdir()
     for file in sorted(files, key=lambda f: f.name):
@@ -97,7 +97,7 @@ def _model(chip: dict[str, Any], version: str) -> model.TargetPlatformModel:
 
 
 def _config(chip: dict[str, Any], name: str) -> dict[str, Any]:
-    """A configuration as files hold it."""
+    """Return a configuration in the form of files."""
     fields = _entry(chip["configs"], name)
     weights = {attribute: _entry(chip["weights"], stored) for attribute, stored in fields.pop("weights").items()}
     others = weights.pop("others", {})
@@ -105,13 +105,13 @@ def _config(chip: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _entry(table: dict[str, Any], name: str) -> dict[str, Any]:
-    """An entry of a table, over the entries that it is like."""
+    """Return an entry of a table, merged over its `like` entries."""
     own = dict(table[name])
     return _merged(*(_entry(table, other) for other in own.pop("like", "").split()), own)
 
 
 def _merged(*tables: dict[str, Any]) -> dict[str, Any]:
-    """Nested tables over one another; later ones win."""
+    """Return nested tables merged; later ones take precedence."""
     out: dict[str, Any] = {}
     for key, value in itertools.chain.from_iterable(t.items() for t in tables):
         nested = isinstance(value, dict) and isinstance(out.get(key), dict)
@@ -123,7 +123,7 @@ def _merged(*tables: dict[str, Any]) -> dict[str, Any]:
 
 
 def _attach(data: dict[str, Any], version: str, package: str) -> capabilities.TargetPlatformCapabilities:
-    """The chip with the framework's layers attached to its operator sets."""
+    """Return the chip with the framework's layers attached to its operator sets."""
     chip = _merged(data, _entry(data["versions"], version))
     made = _model(chip, version)
     extra = "torch" if package == "torch" else "'chipfit[keras]'"
@@ -140,7 +140,7 @@ def _attach(data: dict[str, Any], version: str, package: str) -> capabilities.Ta
 
 
 def _layer(word: str, package: str) -> Any:
-    """The class or function of a name in layers.yaml, with the condition behind it."""
+    """Return the class or function of a name in layers.yaml, with its condition."""
     path, _, condition = word.partition("?")
     layer = pkgutil.resolve_name(path if path.startswith("operator.") else f"{package}.{path}")
     attribute, _, value = condition.partition("=")

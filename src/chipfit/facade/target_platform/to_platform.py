@@ -1,4 +1,4 @@
-"""A chip described in Python becomes the record that platform files load into."""
+"""Conversion of a target platform model to a `Platform`, the record of platform files."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from chipfit.platform.filters import Member
 from chipfit.platform.schema import Format, Fuse, OpRule, Option, Placement, Platform, Rule
 from chipfit.quantizers.grids import all_codes
 
-#: operators that carry codes on where their results have no quantizer: those that move numbers, and a few like them
+#: operators that pass quantized values on if their results have no quantizer: pass-through operators, and a few more
 _CARRYING = {o for o, facts in OPS.items() if facts.moves} | {"ArgMax", "Cast", "Pad", "Size"}
 _COMMON: dict[str, Any] = {"src": ("python",), "conf": "D"}
 
@@ -26,18 +26,18 @@ def build_platform(
     simd: bool,
     **rest: Any,
 ) -> Platform:
-    """The Platform that a modelled chip is. Quantizers belong to the operators that write.
+    """Return the Platform of a target platform model. Producers quantize their results.
 
     Args:
         name: of the chip.
         default: options of operators that belong to no set.
-        named: operator set -> its members and options; it becomes one of the platform's `sets`.
-        chains: fusions as their names and, step by step, the operator sets that may stand there.
-        simd: weights are padded to the width of instructions.
-        rest: more fields of the Platform.
+        named: operator set -> (members, options); each becomes one of the platform's `sets`.
+        chains: fusions as (name, operator sets permitted at each step).
+        simd: pad weights to the width of instructions.
+        rest: further fields of the Platform.
 
     Raises:
-        ModelingError: a fixed zero point outside the codes.
+        ModelingError: a fixed zero point is outside the quantized range.
     """
     formats: dict[str, Format] = {}
     sets = {label: members for label, (members, _) in named.items() if members}
@@ -75,7 +75,7 @@ def build_platform(
 
 
 def members_of(name: str) -> tuple[Member, ...]:
-    """The members of a set without layers attached, which is known by its name (Conv, FullyConnected, Add ...).
+    """Return the members of a set without attached layers by its name (Conv, FullyConnected, Add ...).
 
     Raises:
         ModelingError: the name is no known operator.
@@ -86,17 +86,17 @@ def members_of(name: str) -> tuple[Member, ...]:
     try:
         return (member_of(name),)
     except ModelingError as e:
-        what = f"No layers are attached to the operator set '{name}', and its name is no known operator"
+        what = f"Operator set '{name}' has no layers attached, and its name is no known operator"
         raise ModelingError(what, allowed=e.allowed, hint=f"OperationsSetToLayers('{name}', [...])") from None
 
 
 def _rules(
     members: tuple[Member, ...], options: configs.QuantizationConfigOptions, formats: dict[str, Format], simd: bool
 ) -> Iterator[tuple[set[str] | None, OpRule]]:
-    """The rules of a set, each with the operators that it is about; None: all that are left.
+    """Yield the rules of a set, each with its operators; None: all remaining operators.
 
-    One rule does, but where results have no quantizer of their own: operators that carry codes on, those with weights
-    to quantize, and the others do different things then.
+    A set whose results are quantized needs one rule. Otherwise pass-through operators, operators with weights to
+    quantize, and the others have different rules.
     """
     configs = [options.base, *(c for c in options.quantization_config_list if c is not options.base)]
     base, ops = configs[0], {o for m in members for o in m.op}
@@ -107,7 +107,7 @@ def _rules(
     weighted = {o for o in ops if any(option.w != "float" for option in use) and _holds_constants(o)}
     kernel = OpRule(match=("*",), use=tuple(use), rules=_fixed(base, formats), exec="int", **_COMMON)
     follow = OpRule(match=("*",), exec="follow", rules=(Rule(tie=("ins", "outs")),), **_COMMON)
-    alone = all(m.op for m in members)  # no layer that is known by its class only
+    alone = all(m.op for m in members)  # every layer has known operators
     if base.quantization_preserving:
         same = tuple(o.model_copy(update={"out": "same"}) for o in use)
         kept = OpRule(match=("*",), use=same, rules=(Rule(tie=("in0", "out")),), exec="int", **_COMMON)
@@ -122,7 +122,7 @@ def _rules(
 
 
 def _holds_constants(op: str) -> bool:
-    """Whether an operator may have weights, or constants in the place of data with which it computes."""
+    """Return whether an operator may have weights, or constant operands."""
     several = sum(s.startswith("in") for s in OPS[op].slots) > 1
     return OPS[op].weighted or (several and op not in _CARRYING)
 
@@ -131,7 +131,7 @@ def _option(c: configs.OpQuantizationConfig, formats: dict[str, Format], simd: b
     kernel = _pick(c, configs.KERNEL_ATTR, "kernel", "weight", configs.POSITIONAL_ATTR)
     bias = _pick(c, configs.BIAS_ATTR, "bias")
     supported = c.supported_input_activation_n_bits
-    assert isinstance(supported, tuple)  # made one by the configuration
+    assert isinstance(supported, tuple)  # converted by the configuration
     return Option(
         in_="any",
         in_bits=supported,
@@ -143,7 +143,7 @@ def _option(c: configs.OpQuantizationConfig, formats: dict[str, Format], simd: b
 
 
 def _pick(c: configs.OpQuantizationConfig, *names: str) -> configs.AttributeQuantizationConfig:
-    """The configuration of a weight attribute, by its generic name or a framework's own."""
+    """Return the configuration of a weight attribute by its generic or framework name."""
     attrs = c.attr_weights_configs_mapping
     exact = [attrs[n] for n in names if n in attrs]
     last_words = {k: {k.rpartition("_")[2], k.rpartition("/")[2].partition(":")[0]} for k in attrs}
@@ -176,7 +176,7 @@ def _activation(c: configs.OpQuantizationConfig, formats: dict[str, Format]) -> 
 
 
 def _short(method: configs.QuantizationMethod) -> str:
-    """A method in names of formats."""
+    """Return the abbreviation of a method in names of formats."""
     return ("lut" if method.lut else "") + ("uni" if method.affine else "pot" if method.pot else "sym")
 
 
@@ -201,5 +201,5 @@ def _fixed(c: configs.OpQuantizationConfig, formats: dict[str, Format]) -> tuple
         hint = "use QuantizationMethod.UNIFORM"
         raise ModelingError("fixed_zero_point must be 0 on a symmetric grid", got=zero, hint=hint)
     if not low <= zero <= high:
-        raise ModelingError(f"fixed_zero_point is outside the codes {low}..{high}", got=zero, hint="set signedness")
+        raise ModelingError(f"fixed_zero_point must be in {low}..{high}", got=zero, hint="set signedness")
     return (Rule(fix="out", scale=c.fixed_scale, zp=zero),)

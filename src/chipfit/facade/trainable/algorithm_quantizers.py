@@ -1,4 +1,4 @@
-"""Trainable quantizers for layers by hand, which train as a named algorithm does."""
+"""Trainable quantizers for single layers that run a training algorithm of chipfit."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ __all__ = ["KerasActivationQuantizer", "KerasWeightsQuantizer", "PytorchActivati
 
 
 class _ByAlgorithm:
-    """Rounds as a training algorithm does: a registered name, perhaps with options, or an instance."""
+    """The shared part of quantizers that run a training algorithm, given by registered name or instance."""
 
     def _start(self: Any, shape: Any, name: str, layer: Any) -> Any:
         role = self.quantization_target.role
@@ -64,7 +64,11 @@ def _class(parent: Any, target: base.QuantizationTarget, name: str) -> Any:
         self.algorithm = algorithm
 
     init.__annotations__["quantization_config"] = base.CONFIGS[target].__name__
-    about = {"__init__": init, "__module__": __name__, "__doc__": f"{target.value} as an algorithm trains them."}
+    about = {
+        "__init__": init,
+        "__module__": __name__,
+        "__doc__": f"A quantizer of {target.value.lower()} that runs a training algorithm.",
+    }
     return base.mark_quantizer(target, list(QuantizationMethod), "algorithm")(type(name, (parent,), about))
 
 

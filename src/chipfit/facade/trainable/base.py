@@ -1,4 +1,4 @@
-"""The base classes of quantizers that users write, and the decorator that says what they are for."""
+"""Base classes of trainable quantizers that users write, and the decorator that declares their purpose."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from chipfit.errors import ConfigError, UnknownNameError
 from chipfit.facade.target_platform.configs import QuantizationMethod
 from chipfit.facade.trainable.configs import TrainableQuantizerActivationConfig, TrainableQuantizerWeightsConfig
-from chipfit.facade.trainable.user_quantizers import Hosted
+from chipfit.facade.trainable.user_quantizers import UserQuantizers
 
 __all__ = ["QuantizationTarget", "VariableGroup", "mark_quantizer"]
 __all__ += ["BaseKerasTrainableQuantizer", "BasePytorchTrainableQuantizer", "BaseTrainableQuantizer"]
@@ -18,24 +18,25 @@ T = TypeVar("T", bound=type)
 
 
 class QuantizationTarget(Enum):
-    """What a quantizer rounds."""
+    """The kind of tensor that a quantizer quantizes."""
 
     Activation = "Activation"
     Weights = "Weights"
 
     @property
     def role(self) -> str:
+        """The role of such a tensor in a plan."""
         return "weight" if self is QuantizationTarget.Weights else "activation"
 
 
 class VariableGroup(Enum):
-    """What a variable of a quantizer is."""
+    """The purpose of a variable of a quantizer."""
 
-    WEIGHTS = "weights"  #: changes the weights
-    QPARAMS = "qparams"  #: changes the grid
+    WEIGHTS = "weights"  #: modifies the weights
+    QPARAMS = "qparams"  #: determines the quantization grid
 
 
-#: every class that `mark_quantizer` has seen
+#: every class decorated by `mark_quantizer`
 MARKED_QUANTIZERS: list[Any] = []
 CONFIGS: dict[QuantizationTarget, Any] = {
     QuantizationTarget.Weights: TrainableQuantizerWeightsConfig,
@@ -48,18 +49,18 @@ def mark_quantizer(
     quantization_method: Sequence[QuantizationMethod] | None = None,
     identifier: Any = None,
 ) -> Callable[[T], T]:
-    """Class decorator: what a quantizer rounds, the methods whose grids it rounds to, and the name to choose it by.
+    """Return a class decorator that declares a quantizer's target, its quantization methods and its identifier.
 
     Raises:
-        ConfigError: no target, or methods that are none.
+        ConfigError: the target or a method is invalid.
     """
     if not isinstance(quantization_target, QuantizationTarget):
         allowed = ", ".join(map(str, QuantizationTarget))
-        raise ConfigError("The target of a quantizer is not understood", got=quantization_target, allowed=allowed)
+        raise ConfigError("quantization_target must be a QuantizationTarget", got=quantization_target, allowed=allowed)
     methods = list(quantization_method or ())
     if not methods or not all(isinstance(m, QuantizationMethod) for m in methods):
         allowed = "a list of QuantizationMethod"
-        raise ConfigError("The methods of a quantizer are not understood", got=methods, allowed=allowed)
+        raise ConfigError("quantization_method must list methods", got=methods, allowed=allowed)
 
     def mark(cls: T) -> T:
         cls.quantization_target, cls.quantization_method = quantization_target, methods  # type: ignore[attr-defined]
@@ -71,26 +72,27 @@ def mark_quantizer(
 
 
 class BaseTrainableQuantizer(ABC):
-    """What both base classes do: check, and keep the variables that train.
+    """The framework-independent base of trainable quantizers: validation and trainable variables.
 
     Args:
-        quantization_config: where training starts. In a subclass it is the first argument, annotated with its class;
-            whatever follows has a default.
+        quantization_config: initial quantization parameters. In a subclass the first argument, annotated with its
+            class; further arguments have defaults.
 
     Raises:
-        ConfigError: the class is improperly defined, or the configuration is of another target or method.
+        ConfigError: the class is improperly defined, or the configuration has another target or method.
     """
 
     quantization_target: QuantizationTarget
     quantization_method: list[QuantizationMethod]
     identifier: Any
-    framework: str  #: whose models it can be in
-    _trains: str  #: attribute of a variable that says whether it trains
+    framework: str  #: framework of the models that it supports
+    _trainable_flag: str  #: attribute of a variable: whether it is trained
 
     def __init__(self, quantization_config: Any) -> None:
         self._validate(quantization_config)
         self.quantization_config, self.enabled = quantization_config, quantization_config.field_ending("_quantization")
-        self.fits = f"{self.quantization_target.role}s of {self.framework}"  #: what a host must have
+        #: the supported tensors, for messages
+        self.fits = f"{self.quantization_target.role}s of {self.framework}"
         self._variables: dict[str, tuple[Any, VariableGroup]] = {}
 
     def _validate(self, config: Any) -> None:
@@ -98,7 +100,7 @@ class BaseTrainableQuantizer(ABC):
         who = cls.__name__
         if "quantization_target" not in vars(cls):
             hint = "put @mark_quantizer(quantization_target=..., quantization_method=[...], identifier=...) over it"
-            raise ConfigError(f"{who} is improperly defined: it says no target and no methods", hint=hint)
+            raise ConfigError(f"{who} is improperly defined: target and methods are missing", hint=hint)
         wanted, role = CONFIGS[cls.quantization_target], cls.quantization_target.role
         first, *others = inspect.signature(cls).parameters.values()
         note = first.annotation if isinstance(first.annotation, str) else getattr(first.annotation, "__name__", "")
@@ -115,56 +117,61 @@ class BaseTrainableQuantizer(ABC):
             what = f"Quantization method mismatch. Expected methods: [{expected}], received: {method}"
             raise ConfigError(what, where=who)
 
-    # ---- what a subclass writes
+    # ---- methods of a subclass
 
     @abstractmethod
     def initialize_quantization(self, tensor_shape: Any, name: str, layer: Any) -> None:
-        """Make what trains on a layer, and name it with `add_quantizer_variable`.
+        """Create the variables on a layer, and register them with `add_quantizer_variable`.
 
         Args:
-            tensor_shape: of what is rounded; None where it is not known, or None in it.
-            name: a prefix for the names of variables.
+            tensor_shape: shape of the tensor; None, or with None entries, if unknown.
+            name: prefix for the names of variables.
             layer: the module or layer that holds the quantizer.
         """
 
     @abstractmethod
     def __call__(self, inputs: Any, training: bool) -> Any:
-        """The tensor, rounded. Args: inputs: reals [*dims]. training: whether this is a step of training."""
+        """Return the fake-quantized tensor.
+
+        Args:
+            inputs: float values [*dims].
+            training: whether this is a training step.
+        """
 
     @abstractmethod
     def convert2inferable(self) -> Any:
-        """The inferable quantizer that rounds as this one does now."""
+        """Return the inferable quantizer with the current parameters."""
 
     # ---- variables
 
     def add_quantizer_variable(self, name: str, variable: Any, group: VariableGroup = VariableGroup.WEIGHTS) -> None:
-        """Keep a variable under a name."""
+        """Register a variable under a name."""
         self._variables[name] = variable, group
 
     def get_quantizer_variable(self, name: str) -> Any:
-        """A variable by its name.
+        """Return a variable by its name.
 
         Raises:
-            UnknownNameError: there is none.
+            UnknownNameError: there is no such variable.
         """
         if name not in self._variables:
             raise UnknownNameError(f"variable of {type(self).__name__}", name, self._variables)
         return self._variables[name][0]
 
     def get_trainable_variables(self, group: VariableGroup) -> list[Any]:
-        """The variables of a group that train."""
-        return [v for v, g in self._variables.values() if g is group and getattr(v, self._trains)]
+        """Return the trainable variables of a group."""
+        return [v for v, g in self._variables.values() if g is group and getattr(v, self._trainable_flag)]
 
     def freeze_quant_params(self) -> None:
-        """Stop training the variables that change the grid."""
+        """Stop training the variables that determine the grid."""
         for v, group in self._variables.values():
             if group is VariableGroup.QPARAMS:
-                setattr(v, self._trains, False)
+                setattr(v, self._trainable_flag, False)
 
-    # ---- saving, and the way into a whole model
+    # ---- saving, and use in a whole model
 
     def get_config(self) -> dict[str, Any]:
-        """What makes the quantizer again; a subclass with more arguments adds them."""
+        """Return the constructor arguments as data; a subclass with more arguments adds them."""
         return {"quantization_config": self.quantization_config.get_config()}
 
     @classmethod
@@ -174,22 +181,26 @@ class BaseTrainableQuantizer(ABC):
         return cls(of.from_config(given.pop("quantization_config")), **given)
 
     @classmethod
-    def hosted(cls, **options: Any) -> Hosted:
-        """The class as an algorithm of `chipfit.plan.training.Training`. Args: options: of its constructor."""
-        return Hosted((cls,), options)
+    def hosted(cls, **options: Any) -> UserQuantizers:
+        """Return the class as an algorithm of `chipfit.plan.training.Training`.
 
-    def as_algorithm(self, shape: Sequence[int | None], role: str) -> Hosted:
-        """This very quantizer as the algorithm of one tensor, a "weight" or an "activation"."""
-        return Hosted.of(self, shape, role)
+        Args:
+            options: of the constructor.
+        """
+        return UserQuantizers((cls,), options)
+
+    def as_algorithm(self, shape: Sequence[int | None], role: str) -> UserQuantizers:
+        """Return this quantizer instance as the algorithm of one tensor, a "weight" or an "activation"."""
+        return UserQuantizers.of(self, shape, role)
 
 
 class BasePytorchTrainableQuantizer(BaseTrainableQuantizer):
-    """Base of trainable quantizers for PyTorch: variables are parameters of the layer that holds the quantizer."""
+    """The base of trainable quantizers for PyTorch; variables are parameters of the layer that holds the quantizer."""
 
-    framework, _trains = "torch", "requires_grad"
+    framework, _trainable_flag = "torch", "requires_grad"
 
 
 class BaseKerasTrainableQuantizer(BaseTrainableQuantizer):
-    """Base of trainable quantizers for Keras, on any backend: variables are made by `layer.add_weight`."""
+    """The base of trainable quantizers for Keras on any backend; `layer.add_weight` creates the variables."""
 
-    framework, _trains = "keras", "trainable"
+    framework, _trainable_flag = "keras", "trainable"

@@ -21,7 +21,7 @@ __all__ = ["TrainableQuantizerActivationConfig", "TrainableQuantizerCandidateCon
 
 
 def _arrays(given: Any, info: Any) -> Any:
-    """Lists of a file as arrays."""
+    """Return lists from a file as arrays."""
     if info.mode != "json" or not isinstance(given, dict):
         return given
     return {k: np.asarray(v, "float32") if isinstance(v, list) else v for k, v in given.items()}
@@ -32,7 +32,7 @@ Params = Annotated[Mapping[str, Any], BeforeValidator(_arrays)]
 
 @record(ConfigError)
 class TrainableQuantizerCandidateConfig:
-    """One of the widths that a quantizer may have, with its parameters."""
+    """A candidate bit width of a quantizer, with its parameters."""
 
     n_bits: Bits
     quantization_params: Params
@@ -42,7 +42,7 @@ Candidates = list[TrainableQuantizerCandidateConfig] | None
 
 
 class _Config:
-    """What both configurations do."""
+    """The shared part of both configurations."""
 
     def __post_init__(self) -> None:
         if self.field_ending("_quantization"):
@@ -51,11 +51,11 @@ class _Config:
                 stored_of(self, None, candidate)
 
     def field_ending(self, suffix: str) -> Any:
-        """The field whose name ends so: "_quantization" says whether it is enabled."""
+        """Return the field whose name ends with `suffix`, for example "_method" for "weights_quantization_method"."""
         return next(getattr(self, f.name) for f in fields(self) if f.name.endswith(suffix))  # type: ignore[arg-type]  # a dataclass
 
     def get_config(self) -> dict[str, Any]:
-        """The fields as data: enumerations by name, arrays as lists; `from_config` reads them back."""
+        """Return the fields as data: enumerations by name, arrays as lists; `from_config` reads them."""
         return json.loads(json.dumps({f.name: getattr(self, f.name) for f in fields(self)}, default=json_default))  # type: ignore[arg-type,no-any-return]  # a dataclass
 
     @classmethod
@@ -65,13 +65,13 @@ class _Config:
 
 @record(ConfigError)
 class TrainableQuantizerWeightsConfig(_Config):
-    """How a weight is quantized while it trains.
+    """The quantization of a weight in training.
 
     Args:
-        weights_quantization_params: where training starts: THRESHOLD, or RANGE_MIN and RANGE_MAX, and LUT_VALUES; a
-            number, or an array that broadcasts against the weight.
-        weights_channels_axis: axis of the channels where thresholds are per channel.
-        min_threshold: least threshold that training starts from.
+        weights_quantization_params: initial THRESHOLD, or RANGE_MIN and RANGE_MAX, and LUT_VALUES; numbers, or arrays
+            that broadcast against the weight.
+        weights_channels_axis: axis of the channels if thresholds are per channel.
+        min_threshold: least initial threshold.
     """
 
     weights_quantization_method: Method
@@ -86,12 +86,12 @@ class TrainableQuantizerWeightsConfig(_Config):
 
 @record(ConfigError)
 class TrainableQuantizerActivationConfig(_Config):
-    """How an activation is quantized while the network trains.
+    """The quantization of an activation in training.
 
     Args:
-        activation_quantization_params: where training starts: THRESHOLD, or RANGE_MIN and RANGE_MAX, and LUT_VALUES;
-            SIGNED where codes have a sign, which is assumed where it is left out.
-        min_threshold: least threshold that training starts from.
+        activation_quantization_params: initial THRESHOLD, or RANGE_MIN and RANGE_MAX, and LUT_VALUES; SIGNED for signed
+            values, True when omitted.
+        min_threshold: least initial threshold.
     """
 
     activation_quantization_method: Method
@@ -103,13 +103,13 @@ class TrainableQuantizerActivationConfig(_Config):
 
 
 def stored_of(config: Any, shape: tuple[int, ...] | None = None, candidate: Any = None) -> Stored:
-    """Where training starts: the grid that a configuration describes.
+    """Return the initial grid, scale and zero point that a configuration describes.
 
-    A single threshold serves every channel. UNIFORM from a threshold t is [-t, t], or [0, t] without a sign.
+    A single threshold applies to every channel. UNIFORM with a threshold t is [-t, t], or [0, t] if unsigned.
 
     Args:
-        shape: of the weight.
-        candidate: whose bits and parameters count, in place of the configuration's own.
+        shape: shape of the weight.
+        candidate: its bits and parameters replace those of the configuration.
 
     Raises:
         ConfigError: the parameters do not describe a grid.
@@ -120,26 +120,28 @@ def stored_of(config: Any, shape: tuple[int, ...] | None = None, candidate: Any 
     per_channel = getattr(config, "weights_per_channel_threshold", False)
     axis = config.weights_channels_axis if per_channel else None
     if per_channel and (axis is None or (shape is not None and not -len(shape) <= axis < len(shape))):
-        what = "Thresholds per channel need weights_channels_axis, 0 in PyTorch, 3 in Keras"
+        what = "Thresholds per channel require weights_channels_axis, 0 in PyTorch, 3 in Keras"
         raise ConfigError(what, got=f"axis {axis} of shape {shape}")
     if method.lut and bits > LUT_BITS:
-        raise ConfigError("A look-up table is too large", got=f"{bits} bits", allowed=f"at most {LUT_BITS} bits")
+        raise ConfigError("Look-up table is too large", got=f"{bits} bits", allowed=f"at most {LUT_BITS} bits")
     signed = isinstance(config, TrainableQuantizerWeightsConfig) or bool(params.get(SIGNED, True))
-    least = 2 if signed and not (method.affine or method.lut) else 1  # one bit with a sign holds nothing above 0
+    least = 2 if signed and not (method.affine or method.lut) else 1  # one signed bit has no value above 0
     if not least <= bits <= MOST_BITS:
         allowed = f"{least} to {MOST_BITS} bits"
-        raise ConfigError(f"{method.name} numbers of so many bits do not train", got=f"{bits} bits", allowed=allowed)
+        raise ConfigError(
+            f"{method.name} does not support training with this number of bits", got=f"{bits} bits", allowed=allowed
+        )
 
-    def said(key: str) -> torch.Tensor:
+    def parameter(key: str) -> torch.Tensor:
         if key not in params:
             raise ConfigError(f"Quantization parameters of {method.name} lack '{key}'", got=", ".join(params))
         try:
             return torch.as_tensor(np.asarray(params[key], "float64")).reshape(-1)
         except (TypeError, ValueError) as e:
-            raise ConfigError(f"'{key}' of quantization parameters is no number", got=repr(params[key])[:80]) from e
+            raise ConfigError(f"'{key}' of quantization parameters must be numeric", got=repr(params[key])[:80]) from e
 
-    def number(key: str) -> torch.Tensor:
-        given = said(key)
+    def per_channel_or_scalar(key: str) -> torch.Tensor:
+        given = parameter(key)
         channels = 1 if axis is None else given.numel() if shape is None else shape[axis]
         if given.numel() not in (1, channels):
             got, allowed = f"{given.numel()} values of {key}", f"1 or {channels}"
@@ -147,17 +149,17 @@ def stored_of(config: Any, shape: tuple[int, ...] | None = None, candidate: Any 
         return given[0] if axis is None else given.expand(channels)
 
     if method.affine and RANGE_MIN in params:
-        return uniform(bits, number(RANGE_MIN), number(RANGE_MAX), axis)
-    t = number(THRESHOLD)
+        return uniform(bits, per_channel_or_scalar(RANGE_MIN), per_channel_or_scalar(RANGE_MAX), axis)
+    t = per_channel_or_scalar(THRESHOLD)
     t = torch.where(t > 0, t.clamp_min(float(config.min_threshold)), t)
     if method.affine:
         return uniform(bits, -t if signed else torch.zeros_like(t), t, axis)
-    table = said(LUT_VALUES).tolist() if method.lut else None
+    table = parameter(LUT_VALUES).tolist() if method.lut else None
     return symmetric(bits, t, signed, axis, pot=method.pot, table=table)
 
 
 def config_of(stored: Stored, role: str, rank: int) -> Any:
-    """The configuration that says how a tensor is stored; what is per channel broadcasts against the tensor."""
+    """Return the configuration of a stored tensor; parameters per channel broadcast against it."""
 
     def number(p: Any) -> Any:
         if not isinstance(p, torch.Tensor):

@@ -1,4 +1,4 @@
-"""A quantizer that a user wrote, as a training algorithm: it rounds in every model, and what it learned is deployed."""
+"""Quantizer classes of users as a training algorithm, in models of any framework, with deployment."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from chipfit.quantizers.hosting import apply, initialize
 from chipfit.quantizers.ops import clamp
 from chipfit.quantizers.stored import Stored
 
-#: how far a number may lie from a code, in steps
+#: greatest distance of a value from the grid [steps]
 _MAX_DEVIATION = 0.01
-#: a number beyond any grid
+#: a number beyond the range of any grid
 _BEYOND_GRID = 1e30
 
 
-class Hosted(Algorithm):
-    """One quantizer of a user's class for each tensor.
+class UserQuantizers(Algorithm):
+    """A training algorithm that creates a quantizer of a user's class for each tensor.
 
-    The model computes what the quantizer returns. When training ends, the grid is that of the inferable quantizer which
-    it converts to, and a weight is what it rounded, so that learned rounding stays.
+    When training ends, the quantizer's inferable twin determines scale and zero point, and the quantizer's output
+    replaces the weight, which keeps learned rounding.
 
     Args:
         classes: of which one fits each tensor.
@@ -44,8 +44,8 @@ class Hosted(Algorithm):
         self.classes, self.options = classes, dict(options)
 
     @classmethod
-    def of(cls, quantizer: Any, shape: Sequence[int | None], role: str) -> Hosted:
-        """The algorithm of one tensor."""
+    def of(cls, quantizer: Any, shape: Sequence[int | None], role: str) -> UserQuantizers:
+        """Return the algorithm of one tensor."""
         made = cls((type(quantizer),), {})
         made.quantizer, made._shape, made._role = quantizer, tuple(shape), role
         return made
@@ -57,26 +57,26 @@ class Hosted(Algorithm):
         method = QuantizationMethod.of_grid(grid)
         fitting = [c for c in self._for(role) if method in c.quantization_method]
         if len(fitting) != 1:
-            return f"{'none' if not fitting else 'more than one'} of {names} rounds {role}s of {method}"
+            return f"{'none' if not fitting else 'more than one'} of {names} quantizes {role}s of {method}"
         return ""
 
     def _for(self, role: str) -> list[Any]:
         return [c for c in self.classes if c.quantization_target.role == role]
 
-    def for_tensor(self, stored: Stored, role: str, shape: tuple[int | None, ...]) -> Hosted:
+    def for_tensor(self, stored: Stored, role: str, shape: tuple[int | None, ...]) -> UserQuantizers:
         if stored.axis is not None and shape[stored.axis] != len(stored.scale):
             got = f"{len(stored.scale)} scales for a weight {list(shape)}"
-            raise UnsupportedError("A quantizer of your own has one axis of channels, and this weight has two", got=got)
+            raise UnsupportedError("Custom quantizers support one channel axis, and this weight has two", got=got)
         method = QuantizationMethod.of_grid(stored.grid)
         cls = next(c for c in self._for(role) if method in c.quantization_method)
-        return Hosted.of(cls(config_of(stored, role, len(shape)), **self.options), shape, role)
+        return UserQuantizers.of(cls(config_of(stored, role, len(shape)), **self.options), shape, role)
 
     def start(self, host: Any) -> None:
         self._host = host
         initialize(self.quantizer, self._shape, "quantizer", host, f"{self._role}s of {framework_of(host)}")
 
     def get_config(self) -> dict[str, Any]:
-        """What a saved model keeps beside the quantizer."""
+        """Return the arguments that a saved model stores besides the quantizer."""
         return {"shape": list(self._shape), "role": self._role}
 
     def init(self, stored: Stored, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -93,10 +93,10 @@ class Hosted(Algorithm):
         return s, z
 
     def _converted(self, grid: Grid, channels: int) -> Stored:
-        """What the quantizer converts to, on a grid of the plan.
+        """Return the quantizer's inferable form on a grid of the plan.
 
         Raises:
-            UnsupportedError: it is of another grid.
+            UnsupportedError: it has another grid.
         """
         found = self.quantizer.convert2inferable().stored
         kind = (found.grid.bits, found.grid.table, found.grid.symmetric, found.grid.symmetric and found.grid.signed)
@@ -108,11 +108,11 @@ class Hosted(Algorithm):
         if grid.pot and bool((scale.log2() != scale.log2().round()).any()):
             self._refuse("it converts to scales that are no powers of two", scale.tolist()[:4])
         if not grid.symmetric:
-            zero = zero + grid.qmin  # codes of inferable quantizers start at 0
+            zero = zero + grid.qmin  # quantized values of inferable quantizers start at 0
         return Stored(format="", grid=grid, scale=scale.expand(channels), zero_point=zero.expand(channels), axis=0)
 
     def _traced_parameters(self, ops: Any, p: Numbers, grid: Grid) -> tuple[Any, Any]:
-        """Scale and zero point while values are not known: from what the quantizer makes of numbers beyond its ends."""
+        """Return scale and zero point inside a traced function: from the quantizer's results beyond both ends."""
         scale = p["scale"]
         shape = tuple(scale.shape) or (1,) * len(self._shape)
         far = ops.reshape(ops.constant([_BEYOND_GRID] * int(np.prod(shape)), scale), shape)
@@ -128,7 +128,7 @@ class Hosted(Algorithm):
         y = apply(self.quantizer, x, p["training"])
         if tuple(y.shape) != tuple(x.shape):
             self._refuse("it returned a tensor of another shape", list(y.shape), list(x.shape))
-        if grid.table is None and grid.levels < 1 << grid.bits:  # the chip leaves out the lowest code
+        if grid.table is None and grid.levels < 1 << grid.bits:  # the chip does not use the lowest value
             s, z = self.numbers(ops, p, grid)
             y = clamp(ops, y, (grid.qmin - z) * s, (grid.qmax - z) * s)
         return y
@@ -138,14 +138,12 @@ class Hosted(Algorithm):
         y = self.call(ops, x, {**p, "training": False}, grid)
         off = float(ops.stop_gradient(ops.max(ops.abs(y - ops.fake_quantize(y, s, z, grid)) / s)))
         if not off <= _MAX_DEVIATION:
-            self._refuse(
-                "it rounds to numbers that are not on the grid of its inferable quantizer", f"{off:.3g} steps off"
-            )
+            self._refuse("it returns values off the grid of its inferable quantizer", f"{off:.3g} steps off")
         return y
 
     @property
-    def undeployable(self) -> Mapping[str, str]:  # type: ignore[override]  # of other algorithms it is known beforehand
-        """That it rounds activations otherwise than its inferable quantizer, which is what the chip computes."""
+    def undeployable(self) -> Mapping[str, str]:  # type: ignore[override]  # a class attribute of other algorithms
+        """The reason why activations cannot be deployed: the inferable quantizer rounds differently."""
         if self._role != "activation":
             return {}
         inferable = self.quantizer.convert2inferable()
@@ -160,9 +158,9 @@ class Hosted(Algorithm):
             return {}
         worst = ops.where(off < most, -_BEYOND_GRID, 0.0)
         at, y, z = (float(ops.stop_gradient(ops.max(v + worst))) for v in (x, own, wanted))
-        what = f"{type(self.quantizer).__name__} rounds otherwise than what it converts to"
+        what = f"{type(self.quantizer).__name__} rounds differently from its inferable quantizer"
         return {self._role: f"{what}, {at:g} to {y:g} in place of {z:g}"}
 
     def _refuse(self, why: str, got: Any, allowed: Any = None) -> None:
-        what = f"{type(self.quantizer).__name__} cannot round this {self._role}: {why}"
+        what = f"{type(self.quantizer).__name__} cannot quantize this {self._role}: {why}"
         raise UnsupportedError(what, got=got, allowed=allowed)
